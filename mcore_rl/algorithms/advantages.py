@@ -33,7 +33,7 @@ from mcore_rl.config.checks import between
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import AlgorithmConfig, GRPOSettings
 from mcore_rl.data.batch import Batch, Jagged
-from mcore_rl.data.trajectories import Trajectories, compared
+from mcore_rl.data.trajectories import Trajectories, split_groups_by_role
 
 # A number per sample or per response token, or these with the returns.
 Advantages = npt.NDArray[np.floating] | Jagged | Estimates
@@ -63,9 +63,9 @@ def compute_advantages(
     advantage = ADVANTAGES.bind(name, settings)
     what = f"{ADVANTAGES.setting}={name!r}"
     trajectories = Trajectories(batch)
-    joined = trajectories.joined()
+    joined = trajectories.join()
     try:
-        result = advantage(AdvantageInputs(compared(joined)))
+        result = advantage(AdvantageInputs(split_groups_by_role(joined)))
     except ConfigError:
         raise
     except Exception as error:
@@ -117,7 +117,7 @@ def add_token_rewards(batch: Batch, algorithm: AlgorithmConfig) -> Batch:
     if not is_penalised and "process_rewards" not in batch:
         return batch
     trajectories = Trajectories(batch)
-    joined = trajectories.joined()
+    joined = trajectories.join()
     tokens = ChosenTokens(joined.jagged("response_mask"))
     rewards = tokens.select(AdvantageInputs(joined).token_rewards)  # all at the last token
     if "process_rewards" in joined:
@@ -405,9 +405,9 @@ def gigpo(inputs: AdvantageInputs, settings: GiGPOSettings) -> Jagged:
 
     Feng et al. 2025 (arXiv:2505.10978), equations 3 to 8. Response: (R - mean) / std with R the sum
     of its rewards, as in GRPO. Turn: the same with the return of the turn, the sum over this and
-    later turns k of gamma^k * (sum of the token rewards of turn k), compared with all turns of the group
-    in the same state (the anchor state); a response may be in a state twice. A turn whose state no
-    other turn has gets 0. A turn is a run of consecutive chosen tokens in one state.
+    later turns k of gamma^k * (sum of the token rewards of turn k), compared with all turns of the
+    group in the same state (the anchor state); a response may be in a state twice. A turn whose
+    state no other turn has gets 0. A turn is a run of consecutive chosen tokens in one state.
 
     verl has none. Its authors' implementation (verl-agent) counts a response once per turn in the
     mean and standard deviation of responses; this, like the paper, counts it once.

@@ -143,7 +143,7 @@ class Registry(Generic[F]):
             ) from None
         if parameter is None:
             return None
-        cls = parameter.annotation
+        cls: type = parameter.annotation
         if not _is_frozen_dataclass(cls):
             raise ConfigError(
                 f"{what}: its parameter settings is annotated as {cls!r}; allowed: a frozen "

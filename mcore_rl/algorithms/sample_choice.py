@@ -18,7 +18,7 @@ from mcore_rl.config.checks import between
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.samples_schema import ReplayConfig, SamplesConfig
 from mcore_rl.data.batch import Batch
-from mcore_rl.data.trajectories import Trajectories, compared
+from mcore_rl.data.trajectories import Trajectories, split_groups_by_role
 
 CHOICE_STREAM = 0x63686F69  # separates random choices from other draws of the seed and step
 Bools = npt.NDArray[np.bool_]
@@ -156,7 +156,7 @@ def filter_groups(batch: Batch, config: SamplesConfig) -> Batch:
     if not config.group_filter:
         return batch
     trajectories = Trajectories(batch)
-    joined = compared(trajectories.joined())
+    joined = split_groups_by_role(trajectories.join())
     mask = GROUP_FILTERS.bind(config.group_filter, config.group_filter_settings)(joined)
     if not isinstance(mask, np.ndarray) or mask.dtype != bool or mask.shape != (len(joined),):
         raise ConfigError(
@@ -165,7 +165,7 @@ def filter_groups(batch: Batch, config: SamplesConfig) -> Batch:
         )
     groups = Groups(joined.array("group_ids"))
     num_passed = groups.sum(mask.astype(np.float64))
-    return batch.take(trajectories.rows_of(np.flatnonzero(num_passed == groups.sizes)))
+    return batch.take(trajectories.find_rows(np.flatnonzero(num_passed == groups.sizes)))
 
 
 def select_responses(batch: Batch, config: SamplesConfig, seed: Sequence[int]) -> Batch:
@@ -182,7 +182,7 @@ def select_responses(batch: Batch, config: SamplesConfig, seed: Sequence[int]) -
     choose = CHOICES.bind(config.keep_by, config.keep_by_settings)
     rng = np.random.default_rng(seed)
     trajectories = Trajectories(batch)
-    joined = compared(trajectories.joined())
+    joined = split_groups_by_role(trajectories.join())
     rewards, index = joined.array("rewards").astype(np.float64), Groups(joined.array("group_ids"))
     rows: list[int] = []
     for group in range(len(joined) and int(index.index.max()) + 1):
@@ -196,7 +196,7 @@ def select_responses(batch: Batch, config: SamplesConfig, seed: Sequence[int]) -
                 )
             group_rows = group_rows[chosen]
         rows += group_rows.tolist()
-    return batch.take(trajectories.rows_of(np.array(rows, np.int64)))
+    return batch.take(trajectories.find_rows(np.array(rows, np.int64)))
 
 
 def check_sample_functions(samples: SamplesConfig) -> None:

@@ -18,7 +18,7 @@ from mcore_rl.controller.object_columns import LostColumnsError, fetch, lost_row
 from mcore_rl.controller.pending import WorkerError
 from mcore_rl.controller.remote_batch import PROMPT_TOKENS, RESPONSE_TOKENS, RemoteBatch
 from mcore_rl.data.batch import NO_VERSION, Array, Batch, Column, Jagged, Samples
-from mcore_rl.data.routed_experts import columns_of_experts
+from mcore_rl.data.routed_experts import list_expert_columns
 
 B = TypeVar("B", bound=Samples)
 
@@ -56,14 +56,14 @@ def near(
 
 def _read(batch: B, reads: Collection[str] | None) -> B:
     if reads is None:  # all but large ones
-        return batch.without("prompt_ids", "fields", *columns_of_experts(batch))
+        return batch.drop_columns("prompt_ids", "fields", *list_expert_columns(batch))
     return batch.select(*(name for name in batch.names if name in reads))
 
 
 def along_tokens(batch: B) -> B:
     """Without columns that no engine reads: data rows and, elsewhere, one value a sample."""
-    batch = batch.without("fields")
-    return batch if isinstance(batch, Batch) else batch.without(*per_sample(batch).names)
+    batch = batch.drop_columns("fields")
+    return batch if isinstance(batch, Batch) else batch.drop_columns(*per_sample(batch).names)
 
 
 def per_sample(batch: Samples) -> Batch:
@@ -143,5 +143,7 @@ def to_arrays(batch: Samples, what: str, call_s: float) -> dict[str, dict[str, A
 
 def from_arrays(arrays: Mapping[str, Mapping[str, Array]]) -> Samples:
     """What to_arrays was made of; by reference in a job, whose columns this process then stores."""
-    batch = Batch.from_arrays(arrays)
-    return store(batch.without(PROMPT_TOKENS, RESPONSE_TOKENS)) if ray.is_initialized() else batch
+    batch = Batch.load_arrays(arrays)
+    return (
+        store(batch.drop_columns(PROMPT_TOKENS, RESPONSE_TOKENS)) if ray.is_initialized() else batch
+    )

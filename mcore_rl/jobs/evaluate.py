@@ -20,7 +20,7 @@ from mcore_rl.controller.pending import gathered
 from mcore_rl.controller.worker_group import wait_until_built
 from mcore_rl.data.batch import Batch
 from mcore_rl.data.datasets import PromptDataset
-from mcore_rl.data.prompt_batches import held_out_batch
+from mcore_rl.data.prompt_batches import build_held_out_batch
 from mcore_rl.data.tokenizer import check_tokenizer_matches, load_tokenizer
 from mcore_rl.jobs.dry_run import say, show
 from mcore_rl.jobs.eval_report import SetSamples, metrics_of, print_table
@@ -227,7 +227,7 @@ def _serving(inputs: _Inputs, logs: Path) -> Iterator[RolloutPool]:
 def _evaluate(name: str, inputs: _Inputs, pool: RolloutPool, folder: Path) -> dict[str, Any]:
     """Sample one set, write its samples, and return its metrics."""
     config, servers = inputs.config, inputs.config.rollout
-    prompts = held_out_batch(inputs.sets[name], inputs.num_prompts(name))
+    prompts = build_held_out_batch(inputs.sets[name], inputs.num_prompts(name))
     at_once = servers.num_servers * servers.max_num_seqs
     size = max(servers.num_servers, _ROUNDS * at_once // servers.n)
     parts: list[Batch] = []

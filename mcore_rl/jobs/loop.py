@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from mcore_rl.algorithms.controllers import Coefficients
 from mcore_rl.algorithms.sample_choice import CURRICULA
 from mcore_rl.config.schema import RLConfig
-from mcore_rl.data.curriculum import CurriculumSampler
 from mcore_rl.data.datasets import PromptDataset
 from mcore_rl.data.prompt_batches import PromptBatches
+from mcore_rl.data.sampler import CurriculumSampler
 from mcore_rl.observability.metrics import Report
 from mcore_rl.rollout.manager import RolloutPool
 from mcore_rl.trainers.async_rollout import AsyncRollout

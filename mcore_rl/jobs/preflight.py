@@ -39,7 +39,7 @@ from mcore_rl.data.tokenizer import (
     check_tokenizer_matches,
     has_tokenizer,
     load_tokenizer,
-    stop_ids_of,
+    read_stop_ids,
 )
 from mcore_rl.engine.base import backend_of
 from mcore_rl.engine.lora_targets import check_targets
@@ -187,7 +187,7 @@ def _read_data(config: RLConfig) -> Inputs:
     tokenizer = load_tokenizer(config.model.path, config.model.chat_date)
     check_tokenizer_matches(tokenizer, field(read_config(config.model.path), "vocab_size"))
     if config.agent.loop != "single_turn":
-        models, stop_ids = served_models(config), stop_ids_of(config.model.path)
+        models, stop_ids = served_models(config), read_stop_ids(config.model.path)
         check_agent(config.agent, tokenizer, models, stop_ids)
     inputs = Inputs(
         tokenizer=tokenizer,

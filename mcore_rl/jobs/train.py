@@ -135,7 +135,7 @@ def _train(run: _Run, make: MakeGroup) -> None:
         objective = _objective(config, model, make)
     batch_size, num_bytes = config.trainer.batch_size, room.weight_bytes(config)
     rows, weights = inputs.train, data_of(config).train_weights
-    batches = ExampleBatches(rows.batch, rows.sizes, batch_size, config.seed, weights)
+    batches = ExampleBatches(rows.take, rows.sizes, batch_size, config.seed, weights)
     checkpointer = Checkpointer(
         config,
         output.folder,

@@ -12,7 +12,7 @@ from functools import cache
 from typing import Any
 
 from mcore_rl.config.checks import between
-from mcore_rl.data.latex import has_balanced_braces, last_boxed
+from mcore_rl.data.latex import find_last_boxed, has_balanced_braces
 from mcore_rl.rewards.base import (
     FindAnswer,
     answer_of,
@@ -55,7 +55,7 @@ def _boxed_answers(settings: MathSettings) -> FindAnswer | None:
     """What is in the box, without blanks, dollars and a full stop: 1/2 and 0.5 are two answers."""
 
     def find(text: str, finish_reason: str) -> str | None:
-        boxed = last_boxed(text)
+        boxed = find_last_boxed(text)
         return None if boxed is None else re.sub(r"\s|\\[,;:! ]|\\?\$|\.\s*$", "", boxed) or None
 
     return find if settings.boxed_only else None
@@ -85,7 +85,7 @@ def final_number(text: str, fields: Mapping[str, Any], finish_reason: str) -> di
 
 def _gold_latex(answer: object, settings: MathSettings | None = None) -> str:
     text = answer_text(answer, "math")
-    boxed = last_boxed(text)
+    boxed = find_last_boxed(text)
     latex = text if boxed is None else boxed
     if not latex.strip(" \t\n$.") or not has_balanced_braces(latex):
         raise wrong_answer(answer, "math", "what can be in a \\boxed{}")
@@ -114,7 +114,7 @@ def math(
     gold = _parse_whole(gold_latex)
     if not gold:
         raise ValueError(f"the answer {answer!r} of the data cannot be read as mathematics")
-    boxed = last_boxed(text)
+    boxed = find_last_boxed(text)
     latex = "" if boxed is None else spell_as_latex(boxed)
     if boxed is not None:
         parsed = _parse_whole(latex)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.data.latex import last_boxed
+from mcore_rl.data.latex import find_last_boxed
 from mcore_rl.rewards.base import (
     FindAnswer,
     answer_of,
@@ -128,7 +128,7 @@ def _chosen_letters(settings: ChoiceSettings) -> FindAnswer:
     letter = rf"{style}([{settings.letters}])(?![A-Za-z0-9']|\\text\{{[A-Za-z0-9])"
 
     def find(text: str, finish_reason: str) -> str | None:
-        boxed = last_boxed(text)
+        boxed = find_last_boxed(text)
         plain = _MATH_MARK.sub(" ", text if boxed is None else boxed)
         if boxed is not None:
             letters = re.findall(rf"\A{letter}", plain)

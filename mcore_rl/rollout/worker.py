@@ -20,9 +20,9 @@ from mcore_rl.config.resolve_models import ServedModel
 from mcore_rl.config.schema import RewardConfig, RolloutConfig
 from mcore_rl.controller.dispatch import Dispatch, register
 from mcore_rl.data.batch import Batch
-from mcore_rl.data.routed_experts import ExpertLayers, with_experts
+from mcore_rl.data.routed_experts import ExpertLayers, add_experts
 from mcore_rl.data.sample import Sample
-from mcore_rl.data.tokenizer import load_tokenizer, stop_ids_of
+from mcore_rl.data.tokenizer import load_tokenizer, read_stop_ids
 from mcore_rl.inference.protocol import GenerationServer, SamplingParams, ServerMemory, SleepTag
 from mcore_rl.inference.vllm.nodes import HeadlessWorkers, ServerNodes
 from mcore_rl.inference.vllm.server import VLLMServer
@@ -98,7 +98,7 @@ class RolloutWorker:
                 spec.max_model_tokens,
                 stops_on_error=spec.reward.on_error == "stop",
                 models=spec.models,
-                stop_ids=stop_ids_of(spec.model_path),
+                stop_ids=read_stop_ids(spec.model_path),
             )
         self._remotes: list[RemoteGenerator] = []
         self._idle = IdleTime()
@@ -151,9 +151,9 @@ class RolloutWorker:
         self._idle.end("start")
 
     def _batch(self, samples: list[Sample], records: bool) -> Batch:
-        batch, experts = Batch.of(samples), self._spec.experts
+        batch, experts = Batch.collate(samples), self._spec.experts
         if experts is not None and records:
-            batch = with_experts(batch, samples, experts)
+            batch = add_experts(batch, samples, experts)
         return batch
 
     @register(dispatch_mode=Dispatch.RANK_ZERO)
@@ -164,7 +164,7 @@ class RolloutWorker:
         limits of a trajectory (agent.timeout_s), of a reward and of `sampling.max_tokens`; the
         caller limits all else by `abandon`.
 
-        `prompts` has prompt_ids, group_ids, fields and messages (JSON, as Jagged.of_texts), and
+        `prompts` has prompt_ids, group_ids, fields and messages (JSON, as Jagged.pack_texts), and
         rows (of their file). Raises ConfigError when a group of that id has been begun and neither
         collected nor abandoned.
         """
@@ -219,7 +219,7 @@ class RolloutWorker:
             model = self._spec.models[name]
             remote = RemoteGenerator(name, address, model.timeout_s)
             self._remotes.append(remote)
-            kind, stop_ids = cast(CodecKind, model.codec), stop_ids_of(model.path)
+            kind, stop_ids = cast(CodecKind, model.codec), read_stop_ids(model.path)
             tokenizer = load_tokenizer(model.path, self._spec.chat_date)
             longest = model.max_context
             codec = codec_for(tokenizer, kind, stop_ids=stop_ids, max_tokens=longest)

@@ -89,7 +89,7 @@ class AsyncRollout:
 
     def _begin(self) -> None:
         if begun := self.admission.begin():
-            asked = self._prompts.again({group.group_id: group.row for group in begun})
+            asked = self._prompts.build_batch({group.group_id: group.row for group in begun})
             self._rollout.begin(asked, n=self._config.algorithm.group_size)
 
     @contextlib.contextmanager
@@ -247,7 +247,7 @@ class AsyncRollout:
         oldest = int(versions[versions >= 0].min(initial=np.iinfo(np.int64).max))
         oldest = oldest if (versions >= 0).any() else -1
         if config.teacher.column:
-            asked = self._prompts.again({group_id: self.queue.row_of(group_id)})
+            asked = self._prompts.build_batch({group_id: self.queue.row_of(group_id)})
             batch = with_teacher_names(batch, asked, config.teacher.column)
         self.queue.finish(group_id, oldest, len(batch), {SAMPLES: batch})
         if self._passes(batch):

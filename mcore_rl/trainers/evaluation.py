@@ -14,7 +14,7 @@ from mcore_rl.config.schema import RewardConfig, RLConfig
 from mcore_rl.controller.batch_ops import per_sample
 from mcore_rl.data.batch import Batch, Samples
 from mcore_rl.data.datasets import PromptDataset
-from mcore_rl.data.prompt_batches import held_out_batch
+from mcore_rl.data.prompt_batches import build_held_out_batch
 from mcore_rl.data.trajectories import Trajectories
 from mcore_rl.observability.metrics import of_sets
 from mcore_rl.rollout.manager import RolloutPool
@@ -80,7 +80,7 @@ def held_out(tests: Mapping[str, PromptDataset], num_prompts: int) -> dict[str, 
     """The prompts of each set, all or the first; no two share a group id."""
     found, num_before = {}, 0
     for name, dataset in tests.items():
-        found[name] = held_out_batch(dataset, num_prompts or len(dataset), num_before)
+        found[name] = build_held_out_batch(dataset, num_prompts or len(dataset), num_before)
         num_before += len(found[name])
     return found
 
@@ -91,7 +91,7 @@ def scores(batch: Samples, config: RewardConfig) -> dict[str, float]:
     All are over trajectories. accuracy is there where the reward is one (`ACCURACIES`): alone, or
     as a term. A response whose reward failed has reward 0, is not right, and has no parts.
     """
-    batch = Trajectories(per_sample(batch)).joined()
+    batch = Trajectories(per_sample(batch)).join()
     groups, rewards = batch.array("group_ids"), batch.array("rewards")
     values = {"reward": rewards}
     if not config.terms and config.name in ACCURACIES:

@@ -46,4 +46,4 @@ class HeldOut:
         with ACTIVITY.counting(len(rows), f"rows of {name}") as came:
             for start in range(0, len(rows), size):
                 came(start)
-                yield examples.batch(rows[start : start + size])
+                yield examples.take(rows[start : start + size])

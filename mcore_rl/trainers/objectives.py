@@ -25,7 +25,7 @@ from mcore_rl.algorithms.preference import (
 )
 from mcore_rl.controller.dispatch import Group
 from mcore_rl.data.batch import Batch
-from mcore_rl.data.examples import scored_batch
+from mcore_rl.data.examples import build_scoring_batch
 from mcore_rl.observability.stopwatch import Stopwatch
 from mcore_rl.trainers.steps import with_reference_log_probs
 
@@ -137,7 +137,7 @@ class RewardObjective(PairObjective):
 
     def losses(self, batch: Batch, clock: Stopwatch) -> tuple[Batch, PairLosses]:
         with clock("scores"):
-            batch = self.model.compute_values(scored_batch(batch))
+            batch = self.model.compute_values(build_scoring_batch(batch))
         scores = batch.jagged("values").values.astype(np.float64)
         margins = batch.array("margins")[::2]
         return batch, bradley_terry(scores[::2], scores[1::2], margins)

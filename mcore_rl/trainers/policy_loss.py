@@ -42,7 +42,9 @@ def read_by_loss(batch: B, loss: str) -> B:
 
     A batch that is here stays as it is.
     """
-    return batch if isinstance(batch, Batch) or is_import_path(loss) else batch.without(*EARLIER)
+    return (
+        batch if isinstance(batch, Batch) or is_import_path(loss) else batch.drop_columns(*EARLIER)
+    )
 
 
 # Of metrics of other losses than the one that algorithm.loss names: the column of its weights.

@@ -18,7 +18,7 @@ from mcore_rl.controller.batch_ops import (
     without_groups,
 )
 from mcore_rl.data.batch import NO_VERSION, Array, Samples
-from mcore_rl.data.trajectories import compared
+from mcore_rl.data.trajectories import split_groups_by_role
 
 _STREAM = 0x7265706C  # sets its random numbers apart from others of the same seed and step
 
@@ -59,7 +59,7 @@ class ReplayBuffer:
         """Of each group in order: the sum over its roles, of which there is mostly one."""
         assert self._kept is not None
         own = per_sample(self._kept)
-        ids, by_role = (b.array("group_ids") for b in (own, compared(own)))
+        ids, by_role = (b.array("group_ids") for b in (own, split_groups_by_role(own)))
         rewards = self._kept.array("rewards").astype(np.float64)
         found = np.zeros(len(np.unique(ids)))
         index = np.unique(ids, return_inverse=True)[1]

@@ -13,15 +13,15 @@ from mcore_rl.config.schema import SampleTablesConfig
 from mcore_rl.controller.batch_ops import near
 from mcore_rl.controller.dispatch import Group
 from mcore_rl.data.batch import Batch, Samples
-from mcore_rl.data.routed_experts import columns_of_experts
+from mcore_rl.data.routed_experts import list_expert_columns
 from mcore_rl.data.sample_tables import (
     SAMPLES,
     TOKENIZER,
-    first_trajectories,
-    summary_columns,
-    table_path,
-    token_columns,
-    with_own_log_probs,
+    build_summary_columns,
+    build_token_columns,
+    drop_server_log_probs,
+    get_table_path,
+    select_first_trajectories,
     write_table,
 )
 from mcore_rl.data.tokenizer import load_tokenizer
@@ -60,18 +60,18 @@ class SampleTables:
         """
         config, rows = self._config, list[int]()
         if config.every and step % config.every == 0:
-            rows = first_trajectories(batch, config.max_rows, config.max_tokens)
+            rows = select_first_trajectories(batch, config.max_rows, config.max_tokens)
         shown = range(min(config.num_shown, len(batch)))
         of_both = rows + [row for row in shown if row not in rows]
         places = [of_both.index(row) for row in shown]
         if of_both:
-            path = table_path(self._folder, step)
+            path = get_table_path(self._folder, step)
             for line in self._write(path, batch.take(of_both), len(batch), len(rows), places):
                 show_line(f"step {step}: {line}")
 
     def of_evaluation(self, step: int, name: str, batch: Samples) -> None:
         """evaluations/step_NNNNNN/NAME.parquet, with all samples."""
-        self._write(table_path(self._folder, step, name), batch, len(batch), len(batch), [])
+        self._write(get_table_path(self._folder, step, name), batch, len(batch), len(batch), [])
 
     def _write(
         self, path: Path, batch: Samples, num_samples: int, num_rows: int, shown: list[int]
@@ -94,7 +94,7 @@ class SampleTables:
             return function(batch, self._tokenizer, *args)
         assert self._group is not None  # given where there are such batches
         source = self._tokenizer.name_or_path
-        names = {*batch.names} - {*columns_of_experts(batch)}
+        names = {*batch.names} - {*list_expert_columns(batch)}
         return near(self._group, _with_tokenizer, batch, function, source, *args, reads=names)
 
     def _keep_tokenizer(self) -> None:
@@ -140,13 +140,13 @@ def table_columns(
     batch: Batch, tokenizer: PreTrainedTokenizerBase, has_tokens: bool
 ) -> dict[str, pa.Array]:
     """One row a sample: docs/watching.md has what each is."""
-    batch = with_own_log_probs(batch)
+    batch = drop_server_log_probs(batch)
     found = {
-        **summary_columns(batch),
+        **build_summary_columns(batch),
         "prompt": _texts(batch, tokenizer, "prompt_ids"),
         "response": _texts(batch, tokenizer, "response_ids"),
     }
-    return found | token_columns(batch) if has_tokens else found
+    return found | build_token_columns(batch) if has_tokens else found
 
 
 def _texts(batch: Batch, tokenizer: PreTrainedTokenizerBase, name: str) -> pa.Array:

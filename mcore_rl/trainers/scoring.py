@@ -78,7 +78,7 @@ def with_teachers(batch: B, turns: Turns, config: RLConfig) -> B:
         return batch.union(parts[0])
     of_each = batch.select("response_ids")
     for number, part in enumerate(parts):
-        of_each = of_each.union(part.renamed(**{n: f"{n}.{number}" for n in part.names}))
+        of_each = of_each.union(part.rename_columns(**{n: f"{n}.{number}" for n in part.names}))
     merged, _ = with_near(turns.actor, _side_by_side, of_each, len(parts))
     names = [n for n in merged.names if n.startswith("teacher_") and "." not in n]
     return batch.union(merged.select(*names))

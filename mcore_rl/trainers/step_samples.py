@@ -135,7 +135,7 @@ def observe(config: RLConfig, prompts: PromptBatches, came: Samples, batch: Samp
     """Tells a curriculum of the groups that `came`; `batch` has those with a reward."""
     curriculum = config.data.curriculum
     if curriculum.name:
-        whole = Trajectories(per_sample(batch)).joined()
+        whole = Trajectories(per_sample(batch)).join()
         rewards = get_reward_or_part(whole, curriculum.success, "data.curriculum.success")
         has_succeeded = rewards >= curriculum.min_reward
         prompts.observe(came.array("group_ids"), whole.array("group_ids"), has_succeeded)

@@ -18,7 +18,7 @@ from mcore_rl.config.samples_schema import SamplesConfig
 from mcore_rl.config.schema import AlgorithmConfig
 from mcore_rl.controller.batch_ops import B, kept, per_sample
 from mcore_rl.controller.dispatch import Group
-from mcore_rl.data.batch import NOT_SAID, Batch, Jagged, Samples
+from mcore_rl.data.batch import UNSET, Batch, Jagged, Samples
 from mcore_rl.data.trajectories import Trajectories
 from mcore_rl.trainers.update_metrics import TokenCounts, token_counts
 
@@ -87,14 +87,14 @@ def with_reference_log_probs(batch: B, score: Callable[..., B], temperature: flo
     """`score`: the method of a group that gives log_probs of the reference model."""
     asked = batch.select("prompt_ids", "response_ids")
     scored = score(asked, temperature=temperature).select("log_probs")
-    return batch.union(scored.renamed(log_probs="reference_log_probs"))
+    return batch.union(scored.rename_columns(log_probs="reference_log_probs"))
 
 
 def with_log_probs(batch: B, actor: Group, algorithm: AlgorithmConfig, temperature: float) -> B:
     """Adds log_probs of the actor or, if so configured, those of the servers in their place."""
     if algorithm.correction.use_rollout_log_probs:
         served = batch.select("rollout_log_probs")
-        return batch.union(served.renamed(rollout_log_probs="log_probs"))
+        return batch.union(served.rename_columns(rollout_log_probs="log_probs"))
     scored: B = actor.compute_log_probs(batch, temperature=temperature)
     return scored
 
@@ -102,7 +102,7 @@ def with_log_probs(batch: B, actor: Group, algorithm: AlgorithmConfig, temperatu
 def shuffled_rewards(batch: B, seed: Sequence[int]) -> B:
     """The same rewards, permuted over the samples, and none of tokens: no signal is left."""
     rewards = np.random.default_rng(seed).permutation(batch.array("rewards"))
-    return batch.without("process_rewards").with_columns(rewards=rewards)
+    return batch.drop_columns("process_rewards").with_columns(rewards=rewards)
 
 
 def with_advantages(batch: Batch, algorithm: AlgorithmConfig) -> Batch:
@@ -145,7 +145,7 @@ def _cross_entropy_mask(batch: Batch) -> Jagged:
     if "cross_entropy_mask" not in batch:
         return response_mask.with_values(others)
     said = batch.jagged("cross_entropy_mask")
-    return said.with_values(np.where(said.values == NOT_SAID, others, said.values))
+    return said.with_values(np.where(said.values == UNSET, others, said.values))
 
 
 def chosen_responses(batch: B, samples: SamplesConfig, seed: Sequence[int]) -> B:
@@ -271,7 +271,7 @@ def doubts(batch: Batch) -> dict[str, str]:
 def describe(batch: Samples) -> dict[str, float]:
     """Metrics of what was generated, over trajectories."""
     num_samples, num_turns = len(batch), batch.array("turns").sum() if "turns" in batch else 0
-    batch = Trajectories(per_sample(batch)).joined()
+    batch = Trajectories(per_sample(batch)).join()
     lengths = batch.array("response_tokens")
     metrics: dict[str, Any] = {
         "reward": batch.array("rewards").mean(),

@@ -85,7 +85,7 @@ def _prepared_update(
     is_scored = not number and not algorithm.correction.use_rollout_log_probs
     scored = part if is_scored else actor.compute_log_probs(part, temperature=temperature)
     current = scored.select("log_probs", "entropy")
-    part = part.union(current.renamed(log_probs="current_log_probs"))
+    part = part.union(current.rename_columns(log_probs="current_log_probs"))
     its_seed = [*seed, 1 + number]
     part, _ = with_near(actor, with_prepared_columns, part, algorithm, its_seed)
     read = read_by_loss(along_tokens(part), algorithm.loss)

@@ -79,7 +79,7 @@ def made_batch() -> Batch:
     new, value = tokens(-rng.exponential(1.0, total)), tokens(rng.normal(size=total))
     return Batch(
         {
-            "prompt_ids": Jagged.of([[1] * n for n in rng.integers(1, 7, 16)], np.int64),
+            "prompt_ids": Jagged.pack([[1] * n for n in rng.integers(1, 7, 16)], np.int64),
             "response_ids": tokens(np.ones(total, np.int64)),
             "response_mask": chosen,
             "log_probs": near(new, 0.3),
@@ -138,7 +138,7 @@ def input_batch(name: str, config: AlgorithmConfig) -> Batch:
     """The mini-batch as the driver sends it."""
     batch = made_batch()
     if name.partition("/")[0] in OTHERS:
-        return with_loss_weights(batch.without("correction_weights"), config)[0]
+        return with_loss_weights(batch.drop_columns("correction_weights"), config)[0]
     batch, _ = with_loss_weights(batch, config)
     if is_prepared(LOSSES[config.loss]):
         now = {"current_log_probs": batch["new/log_probs"], "entropy": batch["new/entropy"]}

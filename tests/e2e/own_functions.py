@@ -62,7 +62,7 @@ def first_token(inputs: AdvantageInputs) -> Jagged:
     responses = grpo(inputs, GRPOSettings())
     lengths = inputs.response_lengths.tolist()
     rows = [np.arange(n) == 0 for n in lengths]
-    return Jagged.of([row * a for row, a in zip(rows, responses, strict=True)], np.float32)
+    return Jagged.pack([row * a for row, a in zip(rows, responses, strict=True)], np.float32)
 
 
 @dataclass(frozen=True)

@@ -43,11 +43,11 @@ def prompts(*group_ids: int, **fields: object) -> Batch:
     num = len(group_ids)
     return Batch(
         {
-            "prompt_ids": Jagged.of([PROMPT[: 20 + i % 7] for i in group_ids], np.int64),
+            "prompt_ids": Jagged.pack([PROMPT[: 20 + i % 7] for i in group_ids], np.int64),
             "group_ids": np.array(group_ids, np.int64),
-            "fields": Jagged.of_texts([json.dumps(fields)] * num),
+            "fields": Jagged.pack_texts([json.dumps(fields)] * num),
             "rows": np.arange(num),
-            "messages": Jagged.of_texts(["[]"] * num),
+            "messages": Jagged.pack_texts(["[]"] * num),
         }
     )
 
@@ -66,7 +66,9 @@ class Working:
         self.worker.load_checkpoint(path, self.version + 1, in_flight, recompute_cache=in_flight)
 
     def run_all(self, asked: Batch, sampling: SamplingParams) -> Batch:
-        return Batch.of(self.worker._wait(self.worker._agent.run_all(prompts_of(asked), sampling)))
+        return Batch.collate(
+            self.worker._wait(self.worker._agent.run_all(prompts_of(asked), sampling))
+        )
 
     def collected(self, stream: Stream, *group_ids: int) -> Batch:
         """All samples of these groups, in the order in which they came."""

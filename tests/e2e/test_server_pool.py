@@ -78,8 +78,8 @@ class Server:
             if does and self.happens(f"{does}-{group}"):
                 self.act(does)
             del running[group]
-            return Batch.of([self.sample(group, i) for i in range(n)])
-        return Batch.of([])
+            return Batch.collate([self.sample(group, i) for i in range(n)])
+        return Batch.collate([])
 
     def act(self, does: str) -> None:
         if does == "dies":
@@ -193,7 +193,7 @@ def prompts(*groups: int, **does: int) -> Batch:
     said = {group: name.replace("_", " ") for name, group in does.items()}
     return Batch(
         {
-            "prompt_ids": Jagged.of([[1] for _ in groups], np.int64),
+            "prompt_ids": Jagged.pack([[1] for _ in groups], np.int64),
             "group_ids": np.array(groups),
             "does": np.array([said.get(group, "") for group in groups]),
         }

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from mcore_rl.data.lean_transformers import import_transformers
+from mcore_rl.data.tokenizer import import_transformers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast, Qwen3MoeConfig

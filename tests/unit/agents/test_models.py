@@ -263,10 +263,10 @@ def test_a_role_is_compared_with_itself_and_prompts_are_counted_as_ever():
         a_sample(0, 0, "hider", 0.0), a_sample(0, 4, "guesser", 10.0),
         a_sample(0, 1, "hider", 1.0), a_sample(0, 5, "guesser", 10.0),
     ]  # fmt: skip
-    batch = Batch.of(rows)
+    batch = Batch.collate(rows)
     found = compute_advantages(batch, "grpo", {"normalize_by_std": False})["advantages"]
     assert [row.tolist() for row in found] == [[-0.5] * 2, [0.0] * 2, [0.5] * 2, [0.0] * 2]
-    mixed = Batch.of([*map(plain, rows)])
+    mixed = Batch.collate([*map(plain, rows)])
     assert not np.allclose(
         compute_advantages(mixed, "grpo", {"normalize_by_std": False})["advantages"].values,
         found.values,

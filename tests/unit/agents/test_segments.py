@@ -197,7 +197,7 @@ def test_statistics_of_a_group_count_a_trajectory_with_helpers_once():
         return found
 
     samples = asyncio.run(both())
-    batch = Batch.of(samples)
+    batch = Batch.collate(samples)
     scores = evaluation.scores(batch, RewardConfig())
     assert (scores["reward"], scores["num_samples"]) == (0.5, 2)
     advantages = compute_advantages(batch, "rloo", {})["advantages"]

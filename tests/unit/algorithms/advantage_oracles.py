@@ -59,7 +59,7 @@ class Case:
 
 def build_batch(case: Case) -> Batch:
     def column(name: str, kind: type) -> Jagged:
-        return Jagged.of([getattr(response, name) for response in case.responses], kind)
+        return Jagged.pack([getattr(response, name) for response in case.responses], kind)
 
     masks = column("mask", np.int8)
     batch = Batch(

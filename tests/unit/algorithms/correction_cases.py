@@ -18,7 +18,7 @@ RULES = (
 def random_batch(rng: np.random.Generator) -> Batch:
     """Up to 6 sequences of up to 7 tokens; tokens that the policy did not choose have nan."""
     lengths = rng.integers(0, 8, rng.integers(1, 7))
-    mask = Jagged.of([rng.random(n) < 0.8 for n in lengths], np.int8)
+    mask = Jagged.pack([rng.random(n) < 0.8 for n in lengths], np.int8)
     num, scale = len(mask.values), rng.choice([0.01, 0.3, 2.0, 15.0])
     log_probs = -rng.exponential(1.0, num)
     rollout = np.minimum(log_probs + scale * rng.normal(size=num), -1e-3)

@@ -84,12 +84,12 @@ def random_case(seed: int, scale: float | None = None) -> Case:
 
 def batch_of(case: Case, dtype: Any = np.float64) -> Batch:
     rows = (case.new, case.old, case.rollout, case.advantages, case.mask)
-    found = {n: Jagged.of(r, dtype) for n, r in zip(COLUMNS, rows, strict=True)}
+    found = {n: Jagged.pack(r, dtype) for n, r in zip(COLUMNS, rows, strict=True)}
     return Batch(
         {
             **found,
             "response_ids": found["advantages"],
-            "loss_weights": Jagged.of(case.weights, dtype),
+            "loss_weights": Jagged.pack(case.weights, dtype),
             "entropy": found["log_probs"],
             "rewards": np.array(case.rewards),
         }

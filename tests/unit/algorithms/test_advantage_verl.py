@@ -30,7 +30,9 @@ def for_verl(batch: Batch) -> Tensors:
     at_last = [np.zeros(n) for n in batch.jagged("response_ids").lengths]
     for row, place, reward in zip(at_last, last, rewards, strict=True):
         row[place] = reward
-    given = batch.jagged("token_rewards") if "token_rewards" in batch else Jagged.of(at_last, "f8")
+    given = (
+        batch.jagged("token_rewards") if "token_rewards" in batch else Jagged.pack(at_last, "f8")
+    )
     mask = padded(batch.jagged("response_mask"))
     return {
         "token_level_rewards": padded(given) * mask,

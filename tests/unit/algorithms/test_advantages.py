@@ -76,14 +76,14 @@ def test_an_unknown_advantage_names_the_setting_and_what_is_allowed():
 def answered(lengths: list[int], seed: int = 0) -> Batch:
     rng = np.random.default_rng(seed)
     mask = [rng.integers(0, 2, n) for n in lengths]
-    responses = Jagged.of([np.arange(n) for n in lengths], np.int64)
+    responses = Jagged.pack([np.arange(n) for n in lengths], np.int64)
     values = rng.normal(size=len(responses.values)).astype(np.float32)
     return Batch(
         {
             "rewards": rng.normal(size=len(lengths)).astype(np.float32),
             "group_ids": np.zeros(len(lengths), np.int64),
             "response_ids": responses,
-            "response_mask": Jagged.of(mask, np.int8),
+            "response_mask": Jagged.pack(mask, np.int8),
             "values": responses.with_values(values),
         }
     )
@@ -99,7 +99,7 @@ def test_the_advantage_of_a_sample_is_that_of_each_of_its_tokens():
 
 def columns(masks: list[list[int]], **given: object) -> Batch:
     """Jagged columns have one number a response token, in order."""
-    mask = Jagged.of(masks, np.int8)
+    mask = Jagged.pack(masks, np.int8)
     jagged = {name: mask.with_values(np.array(rows)) for name, rows in given.items()}
     return Batch({"response_ids": mask, "response_mask": mask, **jagged})
 
@@ -137,7 +137,7 @@ def test_gigpo_compares_turns_of_a_group_that_were_taken_in_one_state():
 def test_gpg_makes_up_for_samples_that_teach_nothing():
     """Two of six are in a group of equal rewards, so alpha is 6 / 4 = 1.5."""
     rewards, group_ids = np.array([1.0, 0, 0, 1, 1, 1]), np.array([0, 0, 0, 0, 1, 1])
-    mask = Jagged.of([[1]] * 6, np.int8)
+    mask = Jagged.pack([[1]] * 6, np.int8)
     batch = Batch({"response_ids": mask, "rewards": rewards, "group_ids": group_ids})
     found = compute_advantages(batch, "gpg", {})["advantages"]
     assert found.values.tolist() == [0.75, -0.75, -0.75, 0.75, 0, 0]
@@ -146,7 +146,7 @@ def test_gpg_makes_up_for_samples_that_teach_nothing():
 def test_maxrl_weighs_a_success_by_how_rare_it_is():
     """One success of four: (1 - 0.25) / 0.25 = 3. No success: 0. A reward below 0 is refused."""
     rewards, group_ids = np.array([0.0, 0, 1, 0, 0, 0]), np.array([5, 5, 5, 5, 6, 6])
-    mask = Jagged.of([[1]] * 6, np.int8)
+    mask = Jagged.pack([[1]] * 6, np.int8)
     batch = Batch({"response_ids": mask, "rewards": rewards, "group_ids": group_ids})
     found = compute_advantages(batch, "maxrl", {})["advantages"]
     assert found.values.tolist() == [-1, -1, 3, -1, 0, 0]
@@ -211,7 +211,7 @@ def short(inputs):
     return inputs.rewards[1:]
 
 def rows(inputs):
-    return Jagged.of([[0.0]] * len(inputs.rewards), np.float32)
+    return Jagged.pack([[0.0]] * len(inputs.rewards), np.float32)
 
 def listed(inputs):
     return inputs.rewards.tolist()

@@ -24,7 +24,7 @@ SETTINGS = {"sequence_sum_fixed_length": {"length": 7}}
     ],
 )
 def test_weights_match_a_case_worked_by_hand(mode, expected):
-    mask = Jagged.of([[1, 1, 1, 0], [1], [0, 0]], np.int8)
+    mask = Jagged.pack([[1, 1, 1, 0], [1], [0, 0]], np.int8)
     weights = compute_loss_weights(mask, mode, SETTINGS.get(mode))
     assert weights.values.dtype == np.float32
     for row, expected_row in zip(weights, expected, strict=True):
@@ -34,7 +34,7 @@ def test_weights_match_a_case_worked_by_hand(mode, expected):
 @settings(max_examples=1000)
 @given(rows=masks, mode=st.sampled_from(AGGREGATIONS.names), seed=st.integers(0, 1000))
 def test_the_weighted_sum_is_the_aggregated_loss(rows, mode, seed):
-    mask = Jagged.of(rows, np.int8)
+    mask = Jagged.pack(rows, np.int8)
     losses = mask.with_values(np.random.default_rng(seed).normal(size=len(mask.values)))
     trained = [loss[row.astype(bool)] for loss, row in zip(losses, mask, strict=True) if row.any()]
     reference = {
@@ -51,7 +51,7 @@ def test_the_weighted_sum_is_the_aggregated_loss(rows, mode, seed):
 @settings(max_examples=1000)
 @given(rows=masks, mode=st.sampled_from(AGGREGATIONS.names), seed=st.integers(0, 1000))
 def test_weights_go_with_their_sample_however_the_batch_is_cut(rows, mode, seed):
-    mask = Jagged.of(rows, np.int8)
+    mask = Jagged.pack(rows, np.int8)
     order = np.random.default_rng(seed).permutation(len(mask)).tolist()
     shuffled = compute_loss_weights(mask.take(order), mode, SETTINGS.get(mode))
     whole = compute_loss_weights(mask, mode, SETTINGS.get(mode))
@@ -60,9 +60,9 @@ def test_weights_go_with_their_sample_however_the_batch_is_cut(rows, mode, seed)
 
 def test_a_mini_batch_without_a_token_to_train_on_is_refused():
     with pytest.raises(ValueError, match="0 at all 3 tokens of 2 samples"):
-        compute_loss_weights(Jagged.of([[0, 0], [0]], np.int8), "token_mean")
+        compute_loss_weights(Jagged.pack([[0, 0], [0]], np.int8), "token_mean")
 
 
 def test_an_unknown_mode_names_the_setting_and_what_is_allowed():
     with pytest.raises(ConfigError, match=r"algorithm\.loss_aggregation='mean'.*token_mean"):
-        compute_loss_weights(Jagged.of([[1]], np.int8), "mean")
+        compute_loss_weights(Jagged.pack([[1]], np.int8), "mean")

@@ -25,7 +25,7 @@ def random_batch(seed: int) -> Batch:
     """Up to 5 responses of up to 6 tokens; the last one may be empty, or have no chosen token."""
     rng = np.random.default_rng(seed)
     lengths = rng.integers(0, 7, rng.integers(1, 6))
-    mask = Jagged.of([rng.random(n) < 0.7 for n in lengths], np.int8)
+    mask = Jagged.pack([rng.random(n) < 0.7 for n in lengths], np.int8)
     num = len(mask.values)
     columns = {
         name: mask.with_values(rng.normal(-2, 1, num).astype(np.float32))
@@ -166,7 +166,7 @@ def test_the_bonus_counts_at_the_target_itself_and_stays_as_it_is():
 
 def test_the_share_of_tokens_of_highest_entropy_is_the_nearest():
     """Of three tokens 0.5 are two, as Python rounds 1.5, and 0.4 is one."""
-    entropy = Jagged.of([[0.1, 0.3, 0.2]], np.float32)
+    entropy = Jagged.pack([[0.1, 0.3, 0.2]], np.float32)
     mask = entropy.with_values(np.ones(3, np.int8))
     for share, kept in ((0.5, [0, 1, 1]), (0.4, [0, 1, 0]), (0.01, [0, 1, 0])):
         assert select_top_entropy(entropy, mask, share).values.tolist() == kept

@@ -183,7 +183,7 @@ def test_samples_in_another_order_have_the_same_weights():
 
 def of_ratios(rows: list[list[float]]) -> Batch:
     """The server gives each token a probability of a tenth."""
-    column = Jagged.of(rows, np.float32)
+    column = Jagged.pack(rows, np.float32)
     server = np.full(len(column.values), math.log(0.1), np.float32)
     return Batch(
         {
@@ -235,7 +235,7 @@ def test_rules_and_bounds_that_do_not_fit_are_refused(settings, message):
 
 
 def test_a_ratio_that_equals_a_bound_is_within_it():
-    column = Jagged.of([[-1.0, -1.0]], np.float64)
+    column = Jagged.pack([[-1.0, -1.0]], np.float64)
     names = ("log_probs", "rollout_log_probs", "advantages")
     batch = Batch(dict.fromkeys(names, column) | {"response_mask": column})
     for bounds in ({"weight_min": 1.0}, {"weight_max": 1.0}):

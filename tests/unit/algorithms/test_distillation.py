@@ -77,7 +77,7 @@ def test_gradcheck(kind):
 
 def batch_of(rng: np.random.Generator, num_teachers: int) -> Batch:
     lengths = rng.integers(1, 6, rng.integers(2, 6))
-    ids = Jagged.of([rng.integers(0, 9, n) for n in lengths], np.int64)
+    ids = Jagged.pack([rng.integers(0, 9, n) for n in lengths], np.int64)
     total = len(ids.values)
 
     def column(*shape: int) -> Jagged:

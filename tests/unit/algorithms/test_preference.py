@@ -64,7 +64,7 @@ LOSSES = {
 def batch_of(rng, num_pairs, *, has_reference=True) -> Batch:
     """Ragged responses with tokens that are not trained, some of which are not finite."""
     lengths = rng.integers(1, 6, 2 * num_pairs)
-    mask = Jagged.of([rng.integers(0, 2, n) | (np.arange(n) == n - 1) for n in lengths], np.int8)
+    mask = Jagged.pack([rng.integers(0, 2, n) | (np.arange(n) == n - 1) for n in lengths], np.int8)
     names = ["log_probs", "reference_log_probs"] if has_reference else ["log_probs"]
     columns = {"response_mask": mask, "response_ids": mask}
     for name in names:

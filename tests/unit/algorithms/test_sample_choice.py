@@ -27,7 +27,7 @@ cases = settings(max_examples=1000, deadline=None, derandomize=True)
 
 
 def batch(rewards, groups, version=0, **parts) -> Batch:
-    rows = Jagged.of([[i, i + 1] for i in range(len(rewards))], np.int64)
+    rows = Jagged.pack([[i, i + 1] for i in range(len(rewards))], np.int64)
     return Batch(
         {
             "response_ids": rows,

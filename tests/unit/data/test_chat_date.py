@@ -67,7 +67,7 @@ def test_rows_agents_and_examples_have_the_same_date(tmp_path):
     assert supervised.jagged("prompt_ids")[0].tolist() == prompt
     config = ConversationsConfig(messages_column="whole")
     examples = load_conversations(str(file), config, tokenizer)
-    assert examples.batch([0]).jagged("prompt_ids")[0].tolist() == prompt
+    assert examples.take([0]).jagged("prompt_ids")[0].tolist() == prompt
     today = codec_for(load_tokenizer(path)).render([ChatMessage("user", CHAT[0]["content"])])
     assert today != prompt
 

@@ -143,7 +143,7 @@ def test_prompts_of_several_files_are_counted_on_and_keep_the_number_of_their_ro
     dataset = PromptDataset(*(load_prompts(path, config, tokenizer) for path in paths))
     assert (len(dataset), dataset.sizes) == (3, [1, 2])
     assert [dataset[row].fields["answer"] for row in range(3)] == ["3", 7, 7]
-    assert [dataset.row_number(row) for row in range(3)] == [1, 2, 4]
+    assert [dataset.get_row_number(row) for row in range(3)] == [1, 2, 4]
 
 
 WITH_TOOLS = (

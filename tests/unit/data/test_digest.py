@@ -17,8 +17,8 @@ import pytest
 from mcore_rl.config.schema import DataConfig
 from mcore_rl.config.train_schema import ConversationsConfig, PairsConfig
 from mcore_rl.data.datasets import load_prompts
-from mcore_rl.data.digest import Digest
 from mcore_rl.data.examples import load_conversations, load_pairs
+from mcore_rl.data.files import Digest
 from mcore_rl.data.tasks import tiny_model
 
 ROWS = [
@@ -106,7 +106,7 @@ def test_other_pairs_have_another_digest(tmp_path, tokenizer):
 
 
 OTHER_PROCESS = """
-from mcore_rl.data.digest import Digest
+from mcore_rl.data.files import Digest
 class Own: pass
 digest = Digest()
 digest.add({"set": {"a", "bc", "def"}, "own": Own(), (1, 2): "no key of JSON", "bytes": b"x"})

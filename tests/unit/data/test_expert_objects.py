@@ -19,7 +19,7 @@ from mcore_rl.controller.pool import ResourcePool, ray_session
 from mcore_rl.controller.remote_batch import RemoteBatch
 from mcore_rl.controller.worker_group import WorkerGroup
 from mcore_rl.data.batch import Batch
-from mcore_rl.data.routed_experts import EXPERTS, ExpertLayers, with_experts
+from mcore_rl.data.routed_experts import EXPERTS, ExpertLayers, add_experts
 from mcore_rl.data.sample import RoutedExperts, Sample
 from mcore_rl.engine.worker import ModelWorker
 from tests.unit.controller.test_data_plane import wait_until_lost
@@ -33,7 +33,7 @@ class Server:
     @register(makes=True)
     def collect(self) -> Batch:
         samples = [sample(group) for group in range(NUM_SAMPLES)]
-        return with_experts(Batch.of(samples), samples, LAYERS)
+        return add_experts(Batch.collate(samples), samples, LAYERS)
 
     @register(dispatch_mode=Dispatch.MEGATRON_COMPUTE, reads=("response_ids",), writes=("said",))
     def say(self, batch: Batch) -> Batch:
@@ -143,7 +143,7 @@ def test_nobody_else_reads_them(actor, made):
 
 
 def test_they_are_saved_with_the_samples(made):
-    saved = Batch.from_arrays(fetch(made).to_arrays())
+    saved = Batch.load_arrays(fetch(made).to_arrays())
     for part, stage in (("0", (0,)), ("1,2", (1, 2))):
         ids = saved.jagged(f"{EXPERTS}/{part}")
         assert ids.values.dtype == np.uint8

@@ -87,7 +87,7 @@ def test_row_groups_are_kept_up_to_a_size_and_the_least_used_goes_first(tmp_path
     rows = open_rows(parquet(tmp_path), "data.train_file")
     rows[0], rows[6], rows[1]
     assert read == [0, 2]
-    monkeypatch.setattr(files, "KEPT_BYTES", 2 * original(rows._file, 0).nbytes)
+    monkeypatch.setattr(files, "CACHE_BYTES", 2 * original(rows._file, 0).nbytes)
     rows[3]  # group 2 was used before group 0 was
     rows[0], rows[6]
     assert read == [0, 2, 1, 2]
@@ -170,7 +170,7 @@ def test_what_is_wrong_with_a_source_is_named(tmp_path, source, message):
 
 
 def test_a_row_group_that_does_not_fit_in_memory_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(files, "MOST_GROUP_BYTES", 50)
+    monkeypatch.setattr(files, "MAX_GROUP_BYTES", 50)
     with pytest.raises(ConfigError, match=r"row group of \d+ bytes.*allowed: up to 50\. Write it"):
         open_rows(parquet(tmp_path), "data.train_file")
 
@@ -192,7 +192,7 @@ def use(path):
     for _ in range(12):
         next(prompts)
 
-files.KEPT_BYTES = 8 << 20
+files.CACHE_BYTES = 8 << 20
 words = tiny_model.train_tokenizer(["user Add 1 and 2. assistant"] * 20)
 small, *large = sys.argv[1:]
 use(small)

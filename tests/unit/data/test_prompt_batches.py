@@ -7,7 +7,7 @@ import json
 
 from mcore_rl.data.batch import Batch
 from mcore_rl.data.datasets import PromptDataset, PromptRow
-from mcore_rl.data.prompt_batches import PromptBatches, held_out_batch
+from mcore_rl.data.prompt_batches import PromptBatches, build_held_out_batch
 
 DATASET = PromptDataset([PromptRow([1, row], {"answer": row}) for row in range(5)])
 
@@ -50,7 +50,7 @@ def prompts_of(batch: Batch) -> list[tuple[int, int]]:
 
 
 def test_held_out_prompts_count_down_from_minus_one():
-    batch = held_out_batch(DATASET, 3)
+    batch = build_held_out_batch(DATASET, 3)
     assert batch.array("group_ids").tolist() == [-1, -2, -3]
     assert [ids.tolist() for ids in batch.jagged("prompt_ids")] == [[1, 0], [1, 1], [1, 2]]
     assert [json.loads(text)["answer"] for text in batch.jagged("fields").texts] == [0, 1, 2]

@@ -43,7 +43,7 @@ SAMPLES = [
 
 
 def test_a_joined_trajectory_has_the_tokens_of_its_segments_and_the_rest_of_the_last():
-    joined = Trajectories(Batch.of(SAMPLES)).joined()
+    joined = Trajectories(Batch.collate(SAMPLES)).join()
     rows = [row.tolist() for row in joined.jagged("response_ids")]
     assert rows == [[7, 8], [0, 9], [1, 2, 3, 0, 4, 5], [6]]
     assert joined.array("rewards").tolist() == [4, 2, 1, 0]
@@ -52,16 +52,16 @@ def test_a_joined_trajectory_has_the_tokens_of_its_segments_and_the_rest_of_the_
 
 
 def test_a_column_of_the_joined_is_split_to_the_samples():
-    batch = Batch.of(SAMPLES)
+    batch = Batch.collate(SAMPLES)
     trajectories = Trajectories(batch)
-    split = trajectories.split(trajectories.joined().jagged("response_ids"))
+    split = trajectories.split(trajectories.join().jagged("response_ids"))
     assert [row.tolist() for row in split] == [row.tolist() for row in batch.jagged("response_ids")]
-    assert trajectories.rows_of(np.array([2])) == [0, 3, 5]
+    assert trajectories.find_rows(np.array([2])) == [0, 3, 5]
 
 
 def test_a_batch_of_whole_trajectories_is_itself():
-    batch = Batch.of([one for one in SAMPLES if one.group_id == 2])
-    assert Trajectories(batch).joined() is batch
+    batch = Batch.collate([one for one in SAMPLES if one.group_id == 2])
+    assert Trajectories(batch).join() is batch
 
 
 def cut(batch: Batch, rng: np.random.Generator) -> tuple[Batch, list[int]]:
@@ -78,7 +78,7 @@ def cut(batch: Batch, rng: np.random.Generator) -> tuple[Batch, list[int]]:
                 part = column[row][start:end] if isinstance(column, Jagged) else column[row]
                 columns[name].append(part)
     found = {
-        name: Jagged.of(columns[name], column.values.dtype)
+        name: Jagged.pack(columns[name], column.values.dtype)
         if isinstance(column, Jagged)
         else np.array(columns[name])
         for name, column in batch.columns.items()
@@ -107,8 +107,8 @@ def test_an_advantage_of_trajectories_does_not_depend_on_where_they_were_cut(ora
 
 
 def test_filters_keep_and_drop_whole_trajectories():
-    batch = Batch.of(SAMPLES)
-    same = Batch.of([*SAMPLES, sample(8, 0, 0, [1], 1.0), sample(8, 0, 1, [2], 1.0)])
+    batch = Batch.collate(SAMPLES)
+    same = Batch.collate([*SAMPLES, sample(8, 0, 0, [1], 1.0), sample(8, 0, 1, [2], 1.0)])
     kept = filter_groups(same, SamplesConfig(group_filter="drop_uniform"))
     assert set(kept.array("group_ids").tolist()) == {2, 5} and len(kept) == len(SAMPLES)
     best = select_responses(batch, SamplesConfig(keep_responses=1, keep_by="best"), [0])
@@ -118,16 +118,16 @@ def test_filters_keep_and_drop_whole_trajectories():
 
 
 def test_metrics_count_a_trajectory_once():
-    batch = Batch.of(SAMPLES)
+    batch = Batch.collate(SAMPLES)
     assert steps.describe(batch)["reward"] == 7 / 4
     assert steps.describe(batch)["samples_per_trajectory"] == 6 / 4
     assert evaluation.scores(batch, RewardConfig())["accuracy"] == 7 / 4
 
 
 def test_versions_are_those_of_tokens_that_the_policy_chose():
-    policy_checks.check_versions(Batch.of(SAMPLES), 3)
+    policy_checks.check_versions(Batch.collate(SAMPLES), 3)
     with pytest.raises(policy_checks.PolicyMismatchError, match=r"version \[3\]; expected 4"):
-        policy_checks.check_versions(Batch.of(SAMPLES), 4)
+        policy_checks.check_versions(Batch.collate(SAMPLES), 4)
 
 
 def test_every_advantage_is_cut():

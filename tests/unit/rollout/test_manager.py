@@ -16,7 +16,7 @@ from mcore_rl.config.schema import EvaluationConfig, RolloutConfig
 from mcore_rl.data.batch import Batch
 from mcore_rl.data.datasets import PromptDataset
 from mcore_rl.data.datasets import PromptRow as Row
-from mcore_rl.data.prompt_batches import PromptBatches, held_out_batch
+from mcore_rl.data.prompt_batches import PromptBatches, build_held_out_batch
 from mcore_rl.data.sample import Sample
 from mcore_rl.inference.protocol import Completion, SamplingParams
 from mcore_rl.observability.activity import ACTIVITY
@@ -64,7 +64,7 @@ class Servers(Answering):
 
     def answers(self, prompts, sampling):
         asked = [Prompt([1], group) for group in prompts.array("group_ids").tolist()]
-        return [Batch.of(asyncio.run(self._loop.run_all(asked, sampling)))]
+        return [Batch.collate(asyncio.run(self._loop.run_all(asked, sampling)))]
 
 
 def pool(seed: int = 0, **settings) -> tuple[RolloutPool, Generator]:
@@ -74,7 +74,7 @@ def pool(seed: int = 0, **settings) -> tuple[RolloutPool, Generator]:
 
 def test_a_request_carries_the_settings_of_sampling():
     made, generator = pool(temperature=0.6, max_response_tokens=77)
-    made.generate(held_out_batch(DATASET, 2), n=3)
+    made.generate(build_held_out_batch(DATASET, 2), n=3)
     wanted = {"n": 3, "temperature": 0.6, "top_p": 1.0, "max_tokens": 77}
     assert len(generator.asked) == 2
     for asked in generator.asked:
@@ -86,7 +86,7 @@ def test_no_two_samples_of_training_and_evaluation_share_a_seed():
     made, generator = pool()
     for batch in itertools.islice(PromptBatches(DATASET, 10, seed=0), 20):
         made.generate(batch, n=8)
-    made.generate(held_out_batch(DATASET, 50), n=1)
+    made.generate(build_held_out_batch(DATASET, 50), n=1)
     assert len(generator.seeds) == 20 * 10 * 8 + 50
     assert len({seed % 2**32 for seed in generator.seeds}) == len(generator.seeds)
 
@@ -94,17 +94,17 @@ def test_no_two_samples_of_training_and_evaluation_share_a_seed():
 def test_evaluations_repeat_their_seeds():
     made, generator = pool()
     for _ in range(2):
-        made.generate(held_out_batch(DATASET, 5), n=1)
+        made.generate(build_held_out_batch(DATASET, 5), n=1)
     assert generator.seeds[:5] == generator.seeds[5:]
 
 
 def test_an_evaluation_has_its_own_sampling_and_a_cache_apart():
     made, generator = pool(temperature=0.6, stop=["</s>"], max_response_tokens=9)
-    made.generate(held_out_batch(DATASET, 1), n=1)
-    made.evaluate(held_out_batch(DATASET, 1), EvaluationConfig(num_samples=2, top_k=5))
-    made.evaluate(held_out_batch(DATASET, 1), EvaluationConfig(temperature=0.0, top_p=0.9))
+    made.generate(build_held_out_batch(DATASET, 1), n=1)
+    made.evaluate(build_held_out_batch(DATASET, 1), EvaluationConfig(num_samples=2, top_k=5))
+    made.evaluate(build_held_out_batch(DATASET, 1), EvaluationConfig(temperature=0.0, top_p=0.9))
     own = EvaluationConfig(stop=[], max_response_tokens=7)
-    made.evaluate(held_out_batch(DATASET, 1), own)
+    made.evaluate(build_held_out_batch(DATASET, 1), own)
     training, sampled, greedy, short = generator.asked
     assert (greedy.max_tokens, short.max_tokens, short.stop) == (9, 7, ())
     assert (training.cache, training.stop) == ("", ("</s>",))
@@ -115,17 +115,17 @@ def test_an_evaluation_has_its_own_sampling_and_a_cache_apart():
 
 def test_experts_are_asked_for_where_samples_are_trained():
     made, generator = pool()
-    made.generate(held_out_batch(DATASET, 1), n=1)
+    made.generate(build_held_out_batch(DATASET, 1), n=1)
     made = replace(made, records_experts=True)
-    made.generate(held_out_batch(DATASET, 1), n=1)
-    made.generate(held_out_batch(DATASET, 1), n=1, is_greedy=True)  # a baseline
-    made.evaluate(held_out_batch(DATASET, 1), EvaluationConfig())
+    made.generate(build_held_out_batch(DATASET, 1), n=1)
+    made.generate(build_held_out_batch(DATASET, 1), n=1, is_greedy=True)  # a baseline
+    made.evaluate(build_held_out_batch(DATASET, 1), EvaluationConfig())
     assert [asked.experts_from for asked in generator.asked] == [None, 0, None, None]
 
 
 def test_a_long_run_does_not_reach_the_seeds_of_the_next_run():
     """Group 2**21 of 8 samples has had the seeds of group 0 under the next seed."""
-    late = held_out_batch(DATASET, 1).with_columns(group_ids=np.array([2**21]))
+    late = build_held_out_batch(DATASET, 1).with_columns(group_ids=np.array([2**21]))
     first = next(PromptBatches(DATASET, 1, seed=0))
     (old, old_asked), (new, new_asked) = pool(seed=6), pool(seed=7)
     old.generate(late, n=8)
@@ -153,7 +153,7 @@ def test_a_server_without_any_reward_has_the_parts_of_the_others_as_missing():
 
     class Two(Answering):
         def answers(self, prompts, sampling):
-            return [Batch.of([scored]), Batch.of([failed])]
+            return [Batch.collate([scored]), Batch.collate([failed])]
 
     asked = Batch({"group_ids": np.array([0, 1])})
     batch = RolloutPool(Two(), RolloutConfig(), 0).generate(asked, 1)
@@ -166,7 +166,7 @@ def test_samples_are_counted_and_heard_as_they_come():
 
     class OneByOne(Answering):
         def answers(self, prompts, sampling):
-            return [Batch.of([replace(SAMPLE, group_id=i)] * sampling.n) for i in range(3)]
+            return [Batch.collate([replace(SAMPLE, group_id=i)] * sampling.n) for i in range(3)]
 
         def collect(self, stream, wait_s, at_least=1):
             told.append(str(ACTIVITY).partition(",")[0])

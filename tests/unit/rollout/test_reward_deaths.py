@@ -61,10 +61,10 @@ def prompts(groups: range, killing: Callable[[int], bool] = lambda group: False)
     fields = [{"once": f"group {g}" if killing(g) else "", "worth": g} for g in groups]
     return Batch(
         {
-            "prompt_ids": Jagged.of([[5]] * len(groups), np.int64),
+            "prompt_ids": Jagged.pack([[5]] * len(groups), np.int64),
             "group_ids": np.array(groups),
-            "fields": Jagged.of_texts(map(json.dumps, fields)),
-            "messages": Jagged.of_texts(["[]"] * len(groups)),
+            "fields": Jagged.pack_texts(map(json.dumps, fields)),
+            "messages": Jagged.pack_texts(["[]"] * len(groups)),
             "rows": np.array(groups),
         }
     )

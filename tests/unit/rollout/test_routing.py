@@ -24,7 +24,7 @@ def asked(group: int, num_prompt: int = 4, server: int | None = None) -> Asked:
 
 def prompts(ids: dict[int, list[int]]) -> Batch:
     """By group id."""
-    column = Jagged.of(list(ids.values()), np.int64)
+    column = Jagged.pack(list(ids.values()), np.int64)
     return Batch({"group_ids": np.array([*ids]), "prompt_ids": column})
 
 

@@ -136,4 +136,4 @@ def test_a_group_without_a_sample_comes_as_one_that_says_so():
     [found] = asyncio.run(work())
     assert (found.group_id, found.response_ids, found.status) == (7, [], "failed")
     assert found.reward_error == "no trajectory of the group has had a turn"
-    assert len(Batch.of([found])) == 1
+    assert len(Batch.collate([found])) == 1

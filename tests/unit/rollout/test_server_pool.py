@@ -100,12 +100,12 @@ def pool_of(
 
 
 def prompts(*groups: int) -> Batch:
-    ids = Jagged.of([[1] for _ in groups], np.int64)
+    ids = Jagged.pack([[1] for _ in groups], np.int64)
     return Batch({"prompt_ids": ids, "group_ids": np.array(groups)})
 
 
 def samples(version: int, *groups: int) -> Batch:
-    return Batch.of(
+    return Batch.collate(
         [
             Sample([1], [group, i], [1, 1], [0.0, 0.0], [version] * 2, "stop", group)
             for group in groups
@@ -164,7 +164,7 @@ def test_large_prompts_go_by_reference_and_those_that_begin_again_are_stored_aga
     monkeypatch.setattr(object_columns, "ray", objects)
     groups = ServedGroup(0), ServedGroup(1)
     pool = pool_of(*groups)
-    ids = Jagged.of([[group] * 4000 for group in range(4)], np.int32)
+    ids = Jagged.pack([[group] * 4000 for group in range(4)], np.int32)
     pool.begin(Batch({"prompt_ids": ids, "group_ids": np.arange(4)}), SAMPLING)
     pool.begin(prompts(9), SAMPLING)
     assert [len(one["prompt_ids"]) for one in kept] == [2, 2]  # each server's own, small ones not
@@ -258,7 +258,7 @@ def test_servers_are_asked_for_their_share_and_the_more_there_are_the_longer_eac
 def test_a_server_may_answer_with_as_many_bytes_as_its_share_of_groups_has_tokens():
     """Each has two samples, of a prompt and up to three tokens."""
     pool = pool_of(group := ServedGroup(0))
-    ids = Jagged.of([[1] * num for num in (9, 1, 2, 4)], np.int64)
+    ids = Jagged.pack([[1] * num for num in (9, 1, 2, 4)], np.int64)
     pool.begin(Batch({"prompt_ids": ids, "group_ids": np.arange(4)}), SAMPLING)
     for at_least, lengths in ((1, [9]), (2, [4, 2]), (ALL, [1, 2, 4])):
         pool.collect("train", 0, at_least)
@@ -268,7 +268,7 @@ def test_a_server_may_answer_with_as_many_bytes_as_its_share_of_groups_has_token
 
 def test_samples_of_servers_have_no_more_bytes_a_token_than_is_counted():
     one = Sample([1], [2], [1], [0.0], [0], "stop", 0, process_rewards=[0.5], state_ids=[1])
-    made = Batch.of([one])
+    made = Batch.collate([one])
     along = [column for name in made.names if isinstance(column := made[name], Jagged)]
     ids, others = along.pop([made["prompt_ids"] is c for c in along].index(True)), along
     assert ids.values.nbytes <= MADE_BYTES_PER_TOKEN

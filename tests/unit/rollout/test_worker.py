@@ -126,11 +126,11 @@ def talking(spec: RolloutSpec, server: Server) -> tuple[RolloutWorker, AgentRunn
     worker._server, worker._agent = server, runner
     prompts = Batch(
         {
-            "prompt_ids": Jagged.of([[]], np.int64),
+            "prompt_ids": Jagged.pack([[]], np.int64),
             "group_ids": np.array([3]),
-            "fields": Jagged.of_texts(["{}"]),
+            "fields": Jagged.pack_texts(["{}"]),
             "rows": np.array([7]),
-            "messages": Jagged.of_texts([json.dumps(MESSAGES)]),
+            "messages": Jagged.pack_texts([json.dumps(MESSAGES)]),
         }
     )
     worker.begin(prompts, SamplingParams(n=1, max_tokens=1000), "train")

@@ -23,7 +23,7 @@ SEED = [3, 1]
 def scored() -> Batch:
     """Four groups of three responses, of which some are cut off."""
     rng = np.random.default_rng(0)
-    ids = Jagged.of([rng.integers(1, 9, n) for n in rng.integers(1, 6, 12)], np.int64)
+    ids = Jagged.pack([rng.integers(1, 9, n) for n in rng.integers(1, 6, 12)], np.int64)
 
     def column(values: object) -> Jagged:
         return ids.with_values(np.asarray(values, np.float32))
@@ -129,7 +129,7 @@ def test_without_log_probs_a_mask_says_which_tokens_the_update_compares(stalenes
     trainer = TrainerConfig(staleness=staleness, **bounds)
     algorithm = AlgorithmConfig(samples=SamplesConfig(mask_truncated=True))
     with_pass = training_batch(batch, algorithm, trainer, step, SEED)
-    before = batch.without("log_probs", "entropy")
+    before = batch.drop_columns("log_probs", "entropy")
     advantages, weighed, told = training_batch(before, algorithm, trainer, step, SEED)
     assert told.gaps == told.metrics == {} and told.counts == with_pass[2].counts
     assert {*weighed.names} == {*with_pass[1].names, "gap_mask"}

@@ -59,7 +59,7 @@ def a_step(has_reference: bool, **placement: str) -> list[str]:
     chosen = PlacementConfig(**{"rollout": "shared"} | placement)
     models = {"actor": actor} | ({"reference": reference} if has_reference else {})
     turns = Turns(chosen, models, servers, servers)
-    ids = Jagged.of([[1, 2]], np.int64)
+    ids = Jagged.pack([[1, 2]], np.int64)
     turns.stop_serving()
     batch = turns.with_reference_log_probs(Batch({"prompt_ids": ids, "response_ids": ids}), 0.5)
     assert batch.jagged("reference_log_probs").values.tolist() == [1, 2]

@@ -63,13 +63,15 @@ def test_the_error_of_equal_clusters_is_that_of_their_means_and_of_unequal_ones_
 
 
 def test_an_accuracy_is_named_where_the_reward_is_one():
-    batch = Batch.of([sample(0, 1.0), sample(0, 0.0), sample(1, 0.5, finish="length")])
+    batch = Batch.collate([sample(0, 1.0), sample(0, 0.0), sample(1, 0.5, finish="length")])
     found = scores(batch, RewardConfig(name="final_number"))
     assert found["accuracy"] == found["reward"] == 0.5
     assert found["truncated"] == pytest.approx(1 / 3)
     assert "accuracy" not in scores(batch, RewardConfig(name="own.py:partial_credit"))
     terms = {"right": {"name": "math"}, "brief": {"name": "overlong"}}
-    batch = Batch.of([sample(0, 0.9, right=1.0, brief=-0.1), sample(1, 0.0, right=0.0, brief=0.0)])
+    batch = Batch.collate(
+        [sample(0, 0.9, right=1.0, brief=-0.1), sample(1, 0.0, right=0.0, brief=0.0)]
+    )
     found = scores(batch, RewardConfig(terms=terms))
     assert found["accuracy/right"] == 0.5 and "accuracy" not in found
     assert found["reward/brief"] == pytest.approx(-0.05)
@@ -84,7 +86,7 @@ def test_a_failed_reward_counts_as_0_whatever_training_does_with_it(tmp_path, on
     class Pool:
         def evaluate(self, prompts, evaluation):
             of_a = [sample(-1, 1.0), sample(-1, 0.0), failed(-1), failed(-1)]
-            return Batch.of(of_a if prompts.array("group_ids")[0] == -1 else [failed(-2)])
+            return Batch.collate(of_a if prompts.array("group_ids")[0] == -1 else [failed(-2)])
 
     tables = SampleTables(tmp_path, Tokenizer(), SampleTablesConfig(tokens=False))
     metrics = Evaluation(config, Pool(), prompts, tables, lambda *_: None).run(0)
@@ -94,9 +96,9 @@ def test_a_failed_reward_counts_as_0_whatever_training_does_with_it(tmp_path, on
 
 def test_a_failed_reward_is_not_right_in_the_accuracy_of_a_term():
     config = RewardConfig(terms={"right": {"name": "math"}})
-    found = scores(Batch.of([sample(0, 1.0, right=1.0), failed(0)]), config)
+    found = scores(Batch.collate([sample(0, 1.0, right=1.0), failed(0)]), config)
     assert found["accuracy/right"] == found["reward"] == 0.5 and found["reward/right"] == 1
-    assert scores(Batch.of([failed(0)]), config)["accuracy/right"] == 0
+    assert scores(Batch.collate([failed(0)]), config)["accuracy/right"] == 0
 
 
 def test_sets_are_evaluated_when_they_are_due_and_saved_with_ids_of_their_own(tmp_path):
@@ -112,7 +114,7 @@ def test_sets_are_evaluated_when_they_are_due_and_saved_with_ids_of_their_own(tm
     class Pool:
         def evaluate(self, prompts, evaluation):
             ids = np.repeat(prompts.array("group_ids"), evaluation.num_samples)
-            return Batch.of([sample(int(group), float(group == -1)) for group in ids])
+            return Batch.collate([sample(int(group), float(group == -1)) for group in ids])
 
     tables = SampleTables(tmp_path, Tokenizer(), SampleTablesConfig(tokens=False))
     made = Evaluation(config, Pool(), sets, tables, recorded.__setitem__)
@@ -155,7 +157,7 @@ def test_an_evaluation_samples_as_training_does_where_it_has_no_setting_of_its_o
 
 
 def test_a_table_of_a_step_has_the_mean_advantage_of_each_sample(tmp_path, capsys):
-    batch = Batch.of([sample(0, 1.0, tidy=0.5), sample(1, 0.0, tidy=0.0)])
+    batch = Batch.collate([sample(0, 1.0, tidy=0.5), sample(1, 0.0, tidy=0.0)])
     advantages = batch.jagged("rollout_log_probs").with_values(np.array([1, 3, -2, -2], np.float32))
     batch = batch.with_columns(advantages=advantages)
     tables = SampleTables(
@@ -180,7 +182,7 @@ def test_the_end_of_a_long_prompt_is_shown_from_a_word_on(tmp_path, capsys, leng
     long = sample(0, 1.0)
     long.prompt_ids = [7] * length
     tables = SampleTables(tmp_path, Tokenizer(), SampleTablesConfig(every=0, tokens=False))
-    tables.of_step(1, Batch.of([long]))
+    tables.of_step(1, Batch.collate([long]))
     prompt = capsys.readouterr().out.removeprefix("step 1: sample, reward 1.000  ")
     prompt = prompt.removesuffix(" -> 1 2\n")
     assert prompt == (shown or "... " + "7 " * 26 + "7") and len(prompt) <= 58
@@ -189,7 +191,7 @@ def test_the_end_of_a_long_prompt_is_shown_from_a_word_on(tmp_path, capsys, leng
 def test_a_table_with_tokens_has_the_tokenizer_beside_it_and_log_probs_of_the_trainer(tmp_path):
     words = {"a": 7, "b": 1, "c": 2}
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=TokenizerFile(WordLevel(words)))
-    batch = Batch.of([sample(0, 1.0)])
+    batch = Batch.collate([sample(0, 1.0)])
     batch = batch.with_columns(advantages=batch["rollout_log_probs"])
     own = batch.jagged("rollout_log_probs").with_values(np.array([-0.5, 0], np.float32))
     tables = SampleTables(tmp_path, tokenizer, SampleTablesConfig(num_shown=0))
@@ -212,14 +214,14 @@ def test_a_tokenizer_that_no_file_holds_costs_the_tokens_and_not_the_run(tmp_pat
 
     tables = SampleTables(tmp_path, Slow(), SampleTablesConfig(num_shown=0))
     assert "samples.tokens: the tokenizer makes no tokenizer.json" in capsys.readouterr().err
-    tables.of_evaluation(0, "a", Batch.of([sample(0, 1.0)]))
+    tables.of_evaluation(0, "a", Batch.collate([sample(0, 1.0)]))
     [row] = pq.read_table(tmp_path / "evaluations/step_000000/a.parquet").to_pylist()
     assert row["response"] == "1 2" and "response_ids" not in row
 
 
 def test_a_batch_that_teaches_nothing_is_told():
     def doubts(samples, advantages):
-        batch = Batch.of(samples)
+        batch = Batch.collate(samples)
         values = np.array(advantages, np.float32)
         column = batch.jagged("rollout_log_probs").with_values(values)
         return steps.doubts(batch.with_columns(advantages=column))

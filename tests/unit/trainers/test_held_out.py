@@ -20,7 +20,7 @@ class Rows:
         return self._num
 
     def batch(self, rows):
-        return Batch.of([SAMPLE] * len(rows))
+        return Batch.collate([SAMPLE] * len(rows))
 
 
 class Objective:
@@ -57,7 +57,7 @@ def test_it_is_due_before_training_every_so_many_steps_and_at_the_end():
 def test_a_loop_reports_them_by_set_in_the_row_of_their_step():
     objective, recorded, rows = Objective(), {}, {}
     made = held_out(objective, recorded, num_steps=2, every=1)
-    batches = iter([Batch.of([SAMPLE])] * 2)
+    batches = iter([Batch.collate([SAMPLE])] * 2)
     offline.train(objective, batches, 2, rows.__setitem__, None, made)
     assert rows[1]["eval/a/loss"] == 2 and rows[2]["eval/b/loss"] == 8
     assert rows[1]["time/evaluate_s"] >= 0

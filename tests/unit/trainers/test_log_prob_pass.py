@@ -106,7 +106,7 @@ def test_another_value_of_the_setting_is_refused():
         config_of(["algorithm.log_prob_pass=never"])
 
 
-IDS = Jagged.of([[1, 2], [3], [4, 5, 6], [7]], np.int64)
+IDS = Jagged.pack([[1, 2], [3], [4, 5, 6], [7]], np.int64)
 # All that a batch has before the update, but for what the trainer's log-probs come with.
 BEFORE = Batch(
     {

@@ -30,7 +30,7 @@ class Model:
 
     def compute_values(self, batch):
         last = [prompt[-1] for prompt in batch.jagged("prompt_ids")]
-        return batch.with_columns(values=Jagged.of([[n / 4] for n in last], np.float32))
+        return batch.with_columns(values=Jagged.pack([[n / 4] for n in last], np.float32))
 
     def update(self, batch, *, temperature=1.0):
         assert temperature == 1.0
@@ -46,13 +46,13 @@ class Model:
 
 
 def batch_of(*responses: list[int], mask: list[list[int]] | None = None) -> Batch:
-    ids = Jagged.of(responses, np.int64)
+    ids = Jagged.pack(responses, np.int64)
     ones = [[1] * len(row) for row in responses]
     return Batch(
         {
-            "prompt_ids": Jagged.of([[1, 2]] * len(responses), np.int64),
+            "prompt_ids": Jagged.pack([[1, 2]] * len(responses), np.int64),
             "response_ids": ids,
-            "response_mask": Jagged.of(mask or ones, np.int8),
+            "response_mask": Jagged.pack(mask or ones, np.int8),
             "margins": np.repeat([0.5, 0.0], 2)[: len(responses)],
         }
     )

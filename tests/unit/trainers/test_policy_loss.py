@@ -107,7 +107,7 @@ def all_columns() -> Batch:
     names = (*OF_ALL_LOSSES, *EARLIER)
     values = np.random.default_rng(0).random((len(names), 3)).astype(np.float32)
     rows = {name: [row[:2], row[2:]] for name, row in zip(names, values, strict=True)}
-    columns = {name: Jagged.of(row, np.float32) for name, row in rows.items()}
+    columns = {name: Jagged.pack(row, np.float32) for name, row in rows.items()}
     return Batch(columns | {"response_ids": columns["advantages"], "rewards": np.ones(2)})
 
 

@@ -45,10 +45,10 @@ class Scorer:
 
 
 def answered() -> Batch:
-    ids = Jagged.of([[1, 2], [3], [4, 5, 6], [7]], np.int64)
+    ids = Jagged.pack([[1, 2], [3], [4, 5, 6], [7]], np.int64)
     return Batch(
         {
-            "prompt_ids": Jagged.of([[10], [10], [20], [20]], np.int64),
+            "prompt_ids": Jagged.pack([[10], [10], [20], [20]], np.int64),
             "response_ids": ids,
             "group_ids": np.array([5, 5, 6, 6]),
             "rewards": np.array([1, 0, 0.5, 0], np.float32),
@@ -59,7 +59,7 @@ def answered() -> Batch:
 
 def asked(names: list[str]) -> Batch:
     fields = [json.dumps({"subject": name}) for name in names]
-    return Batch({"group_ids": np.array([6, 5]), "fields": Jagged.of_texts(fields)})
+    return Batch({"group_ids": np.array([6, 5]), "fields": Jagged.pack_texts(fields)})
 
 
 def turns_of(config: RLConfig, **models: Scorer) -> Turns:

@@ -12,9 +12,9 @@ from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.samples_schema import CurriculumConfig, ReplayConfig, SamplesConfig
 from mcore_rl.config.schema import AlgorithmConfig, RLConfig, TrainerConfig
 from mcore_rl.data.batch import Batch, Jagged
-from mcore_rl.data.curriculum import CurriculumSampler
 from mcore_rl.data.datasets import PromptDataset, PromptRow
 from mcore_rl.data.prompt_batches import PromptBatches
+from mcore_rl.data.sampler import CurriculumSampler
 from mcore_rl.trainers.replay_buffer import ReplayBuffer
 from mcore_rl.trainers.step_samples import samples_of_step
 
@@ -31,7 +31,7 @@ class Pool:
         assert n == 2
         rows = np.repeat(prompts.array("rows"), n)
         self.asked.append(len(prompts))
-        tokens = Jagged.of([[row] for row in rows], np.int64)
+        tokens = Jagged.pack([[row] for row in rows], np.int64)
         return Batch(
             {
                 "prompt_ids": tokens,

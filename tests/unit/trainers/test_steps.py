@@ -33,7 +33,7 @@ from mcore_rl.trainers.steps import (
 
 def batch():
     rows = [[1.0, 2.0], [3.0], [4.0, 5.0, 6.0], [7.0], [8.0], [9.0]]
-    column = Jagged.of(rows, np.float32)
+    column = Jagged.pack(rows, np.float32)
     return Batch(
         {
             "group_ids": np.array([0, 0, 1, 1, 2, 2]),
@@ -300,7 +300,7 @@ def test_mask_truncated_masks_all_samples_of_a_trajectory_whose_last_turn_is_cut
         for (group, t), of_segments in reasons.items()
         for i, reason in enumerate(of_segments)
     ]
-    made = Batch.of(samples[::-1])  # in any order
+    made = Batch.collate(samples[::-1])  # in any order
     kept = without_truncated(made, SamplesConfig(mask_truncated=True))
     found = dict.fromkeys(reasons, 0)
     rows = zip(kept.array("group_ids"), kept.array("trajectories"), strict=True)
@@ -329,7 +329,7 @@ def test_an_aggregation_outside_of_the_package_weighs_tokens_by_its_settings(tmp
 
 
 def test_each_loss_has_weights_of_its_own_times_its_coefficient():
-    mask = Jagged.of([[1, 1, 0], [1], [1, 1]], np.int8)
+    mask = Jagged.pack([[1, 1, 0], [1], [1, 1]], np.int8)
     made = Batch(
         {
             "response_mask": mask,

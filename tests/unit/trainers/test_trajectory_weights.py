@@ -45,7 +45,7 @@ def algorithm_of(mode: str) -> AlgorithmConfig:
 
 
 def batch_of(lengths: list[int], **columns: list[int]) -> Batch:
-    tokens = Jagged.of([[1] * n for n in lengths], np.int8)
+    tokens = Jagged.pack([[1] * n for n in lengths], np.int8)
     return Batch(
         {
             "response_ids": tokens,
@@ -58,7 +58,7 @@ def batch_of(lengths: list[int], **columns: list[int]) -> Batch:
 def random_batch(rng: np.random.Generator) -> Batch:
     """One sample a trajectory, with a trained token of each kind."""
     rows = [rng.integers(0, 2, rng.integers(0, 9)) for _ in range(6)]
-    mask = Jagged.of([*rows, [0, 1]], np.int8)
+    mask = Jagged.pack([*rows, [0, 1]], np.int8)
     return Batch(
         {
             "response_ids": mask,
@@ -96,7 +96,7 @@ def test_weights_do_not_depend_on_where_trajectories_were_cut(mode: str):
     rng, algorithm = np.random.default_rng(0), algorithm_of(mode)
     for _ in range(50):
         whole, _ = steps.with_loss_weights(random_batch(rng), algorithm)
-        parts, rows = cut(whole.without(*COLUMNS), rng)
+        parts, rows = cut(whole.drop_columns(*COLUMNS), rng)
         found, _ = steps.with_loss_weights(parts, algorithm)
         for name in COLUMNS:
             for row in range(len(whole)):
@@ -110,7 +110,7 @@ def test_weights_do_not_depend_on_where_trajectories_were_cut(mode: str):
 def test_the_loss_is_that_of_verl_on_the_joined_trajectories(mode: str):
     rng = np.random.default_rng(1)
     for _ in range(50):
-        whole = random_batch(rng).without("policy_mask")
+        whole = random_batch(rng).drop_columns("policy_mask")
         mask = whole.jagged("response_mask")
         losses = mask.with_values(rng.normal(size=len(mask.values)))
         padded = torch.zeros(2, len(mask), int(mask.lengths.max()), dtype=torch.float64)
@@ -170,7 +170,7 @@ def test_an_update_of_columns_elsewhere_knows_trajectories(
 ):
     """Two mini-batches: one has four samples of two trajectories, the other two of two."""
     monkeypatch.setattr(updates, "with_near", elsewhere)
-    batch, model = Batch.of(SAMPLES), Model()
+    batch, model = Batch.collate(SAMPLES), Model()
     zeros = batch.jagged("rollout_log_probs")
     batch = batch.with_columns(advantages=zeros, values=zeros, returns=zeros)
     mode, config = "sequence_mean_token_sum", RLConfig()
@@ -199,10 +199,13 @@ def test_a_sample_says_which_tokens_the_cross_entropy_is_of():
         found, _ = steps.with_loss_weights(made, algorithm)
         return found.jagged("cross_entropy_weights").values.tolist()
 
-    for made in (Batch.of([saying, plain]), Batch.concat([Batch.of([saying]), Batch.of([plain])])):
+    for made in (
+        Batch.collate([saying, plain]),
+        Batch.concat([Batch.collate([saying]), Batch.collate([plain])]),
+    ):
         assert weights(made) == [1, 1, 0, 0, 1, 0]
         whole = steps.without_truncated(made, SamplesConfig(mask_truncated=True))
         assert weights(whole) == [0, 0, 0, 0, 3, 0]
-    assert "cross_entropy_mask" not in Batch.of([plain])
+    assert "cross_entropy_mask" not in Batch.collate([plain])
     with pytest.raises(ValueError, match="cross_entropy_mask has 1 entries for 3 response tokens"):
         replace(plain, cross_entropy_mask=[1])

@@ -31,8 +31,8 @@ class Model:
 
 def batch() -> Batch:
     """Two groups of one response each: 1 token and 99; prompts of 3 tokens and of 1."""
-    responses = Jagged.of([[1], [1] * 99], np.int64)
-    prompts = Jagged.of([[1, 1, 1], [1]], np.int64)
+    responses = Jagged.pack([[1], [1] * 99], np.int64)
+    prompts = Jagged.pack([[1, 1, 1], [1]], np.int64)
     of_tokens = responses.with_values(np.ones(100, np.float32))
     return Batch(
         {

@@ -107,7 +107,7 @@ def test_each_mini_batch_is_prepared_with_a_seed_of_its_own(tmp_path):
     """Made of its number, which does not change where another mini-batch has nothing to train."""
     (tmp_path / "own.py").write_text(PREPARED)
     algorithm = AlgorithmConfig(loss=f"{tmp_path}/own.py:good", num_mini_batches=3)
-    made = before_update().without("current_log_probs")
+    made = before_update().drop_columns("current_log_probs")
     made = made.with_columns(prompt_ids=made["response_ids"])
     weighed, counts = with_each(made, 3, [5, 7], with_loss_weights, algorithm)
     for left_out in (None, 1):
