@@ -13,7 +13,7 @@ from mcore_rl.agents.codec import ChatMessage, ParsedTurn, ToolSpec
 from mcore_rl.agents.environment import EnvironmentStep, Tries, try_again
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.sandbox_schema import SandboxSettings
-from mcore_rl.rewards.rules_code import RUN_ASSERTS, last_program, output_lines, read_tests
+from mcore_rl.rewards.code import RUN_ASSERTS, find_last_program, read_tests, split_output
 from mcore_rl.sandbox.call import SandboxError
 from mcore_rl.sandbox.sandbox import Sandbox
 
@@ -60,7 +60,7 @@ class Coding:
         return []
 
     async def step(self, turn: ParsedTurn) -> EnvironmentStep:
-        program = last_program(turn.content)
+        program = find_last_program(turn.content)
         problem = "There is no ```python block in your answer."
         if program is not None:
             problem = await self._problem(program)
@@ -95,8 +95,8 @@ class Coding:
         pairs = zip(self._tests["inputs"], self._tests["outputs"], strict=True)
         for given, wanted in pairs:
             result = await self._sandbox.run_async(program, stdin=given)
-            found = output_lines(result.stdout)
-            if result.status == "ok" and found == output_lines(wanted):
+            found = split_output(result.stdout)
+            if result.status == "ok" and found == split_output(wanted):
                 continue
             said = f"it prints {_short(result.stdout)}"
             if result.status != "ok":

@@ -30,7 +30,7 @@ from mcore_rl.agents.single_turn import Group, Prompt, Reward, samples_of_all
 from mcore_rl.agents.time_limit import TimeLimit
 from mcore_rl.agents.tool_sources import end_sources, tool_sources, try_mcp_servers
 from mcore_rl.agents.tools.base import ToolSet
-from mcore_rl.agents.trajectory import MASKED_VERSION, Turn, pay, samples_of
+from mcore_rl.agents.trajectory import MASKED_VERSION, Turn, assign_turn_rewards, samples_of
 from mcore_rl.agents.user_loop import UserLoop
 from mcore_rl.agents.verifiers.loop import VerifiersLoop
 from mcore_rl.algorithms.registry import Registry
@@ -39,7 +39,7 @@ from mcore_rl.config.errors import ConfigError
 from mcore_rl.data.sample import Sample, TrajectoryStatus
 from mcore_rl.inference.gate import Gate
 from mcore_rl.inference.protocol import Generator, SamplingParams
-from mcore_rl.rewards.base import RewardError
+from mcore_rl.rewards.registry import RewardError
 
 LOOPS: Registry[Callable[..., Any]] = Registry("agent.loop", ("agent",), "agent.settings")
 LOOPS.register("tools")(ToolLoop)
@@ -334,7 +334,7 @@ class AgentRunner:
             sample.reward, sample.reward_parts = last[0].reward, last[0].reward_parts
             sample.reward_error = last[0].reward_error
         if last:
-            pay(own, session.turns, last[0].turn_rewards, last[0].token_rewards)
+            assign_turn_rewards(own, session.turns, last[0].turn_rewards, last[0].token_rewards)
         return samples
 
     def _text(self, turn: Turn) -> str:
@@ -371,7 +371,7 @@ class AgentRunner:
             sample.fields, sample.role = dict(task.fields), session.role
             if status == "truncated":
                 sample.finish_reason = "length"
-        pay(samples, session.turns, turn_rewards, token_rewards)
+        assign_turn_rewards(samples, session.turns, turn_rewards, token_rewards)
         return samples
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from mcore_rl.data.batch import NO_STATE
 from mcore_rl.data.sample import RoutedExperts, Sample, TrajectoryStatus, TurnSpan
-from mcore_rl.rewards.base import token_fault
+from mcore_rl.rewards.registry import find_token_fault
 
 MASKED_VERSION = -1
 
@@ -100,27 +100,27 @@ def samples_of(
     return samples
 
 
-def pay(
+def assign_turn_rewards(
     samples: Sequence[Sample],
     turns: Sequence[Turn],
     turn_rewards: Sequence[float],
     token_rewards: Sequence[Sequence[float]],
 ) -> None:
-    """Sets process_rewards to what each turn has earned, and each token of each.
+    """Set process_rewards from rewards of turns and of their tokens.
 
-    Either may be empty; else ValueError unless there is one a turn, or one a token.
+    Either may be empty; otherwise ValueError unless there is one per turn, or one per token.
     """
     if turn_rewards:
         ids = (turn.turn_id for turn in turns)
         with_turn_rewards(samples, dict(zip(ids, turn_rewards, strict=True)))
     if not token_rewards:
         return
-    if problem := token_fault(token_rewards, [len(turn.token_ids) for turn in turns]):
+    if problem := find_token_fault(token_rewards, [len(turn.token_ids) for turn in turns]):
         raise ValueError(problem)
     earned = {turn.turn_id: own for turn, own in zip(turns, token_rewards, strict=True)}
     for sample in samples:
         for span in sample.turn_spans:
-            _earn(sample, span.start, earned.get(span.turn_id, ()))
+            _add_rewards(sample, span.start, earned.get(span.turn_id, ()))
 
 
 def with_turn_rewards(samples: Sequence[Sample], earned: Mapping[str, float]) -> None:
@@ -131,11 +131,11 @@ def with_turn_rewards(samples: Sequence[Sample], earned: Mapping[str, float]) ->
     for sample in samples:
         for span in sample.turn_spans:
             if span.turn_id in earned and span.start < span.end:
-                _earn(sample, span.end - 1, [earned[span.turn_id]])
+                _add_rewards(sample, span.end - 1, [earned[span.turn_id]])
 
 
-def _earn(sample: Sample, start: int, rewards: Sequence[float]) -> None:
-    """From the token `start`, unless another sample trains the turn."""
+def _add_rewards(sample: Sample, start: int, rewards: Sequence[float]) -> None:
+    """Add rewards of tokens from `start` on, unless another sample trains the turn."""
     if not rewards or not sample.response_mask[start]:
         return
     sample.process_rewards = sample.process_rewards or [0.0] * len(sample.response_ids)

@@ -19,7 +19,7 @@ from mcore_rl.algorithms.estimates import compute_mean_and_error, majority_at_k,
 from mcore_rl.config.eval_schema import ScoringConfig
 from mcore_rl.data.batch import Batch
 from mcore_rl.observability.console import get_stdout_console
-from mcore_rl.rewards.base import FindAnswer
+from mcore_rl.rewards.registry import FindAnswer
 
 Metrics = dict[str, Any]  # numbers, and {"mean": ..., "standard_error": ...} of what has an error
 _SETS_OF_A_TABLE = 3

@@ -48,8 +48,8 @@ from mcore_rl.observability.console import StepProgress, get_stdout_console, wai
 from mcore_rl.observability.memory import PeakMemory
 from mcore_rl.observability.start import began
 from mcore_rl.observability.versions import versions
-from mcore_rl.rewards.base import FindAnswer, answers_of
-from mcore_rl.rewards.judge import Judge, check_columns, check_judges
+from mcore_rl.rewards.manager import RewardManager, check_columns, check_judge_models
+from mcore_rl.rewards.registry import FindAnswer, get_answer_finder
 from mcore_rl.rollout.manager import RolloutPool
 from mcore_rl.trainers.checkpointing import tell
 
@@ -166,8 +166,8 @@ def dry_run(config: EvalConfig, console: Console | None = None) -> None:
 def _check(config: EvalConfig) -> _Inputs:
     chat_date = config.model.chat_date or chat_date_of(config.model.path)
     run = as_run(config, lane(), str(model_folder(config.model.path)), chat_date)
-    Judge(config.reward, config.rollout.max_response_tokens)  # checks names and settings
-    check_judges(config.reward, ())
+    RewardManager(config.reward, config.rollout.max_response_tokens)  # checks names and settings
+    check_judge_models(config.reward, ())
     check_model(run)
     tokenizer = load_tokenizer(run.model.path, run.model.chat_date)
     check_tokenizer_matches(tokenizer, field(read_config(run.model.path), "vocab_size"))
@@ -194,7 +194,7 @@ def _find_answer(config: EvalConfig) -> FindAnswer | None:
     if name not in terms:
         return None
     key = f"reward.terms.{name}" if name else "reward"
-    return answers_of(key, terms[name].name, terms[name].settings)
+    return get_answer_finder(key, terms[name].name, terms[name].settings)
 
 
 def _tell_of_votes(inputs: _Inputs) -> None:

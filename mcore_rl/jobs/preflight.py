@@ -61,7 +61,12 @@ from mcore_rl.models.base import (
 from mcore_rl.models.heads import value_config
 from mcore_rl.observability.trackers import check_trackers
 from mcore_rl.reshard.rules import logical_tensors
-from mcore_rl.rewards.judge import Judge, answer_check, check_columns, check_judges
+from mcore_rl.rewards.manager import (
+    RewardManager,
+    build_answer_check,
+    check_columns,
+    check_judge_models,
+)
 from mcore_rl.trainers.policy_loss import check_functions, check_greedy
 from mcore_rl.weight_sync.nixl import nixl_api
 from mcore_rl.weight_sync.shared_memory import check_allocator
@@ -165,8 +170,8 @@ def _check_choices(config: RLConfig) -> None:
         CURRICULA.bind(curriculum, config.data.curriculum.settings)
     check_trackers(config.trainer.trackers)
     lengths = config.rollout.max_response_tokens, config.evaluation.max_response_tokens
-    Judge(config.reward, min(filter(None, lengths)))  # checks names and settings
-    check_judges(config.reward, served_models(config))
+    RewardManager(config.reward, min(filter(None, lengths)))  # checks names and settings
+    check_judge_models(config.reward, served_models(config))
     check_reward_parts(config)
     if config.weight_sync.method == "disaggregated" and config.weight_sync.transport == "nixl":
         nixl_api()
@@ -213,7 +218,7 @@ def prompts_of(
     found = []
     loop = config.agent.loop
     check_chat = None if loop == "single_turn" else messages_of
-    check_answer = answer_check(config.reward) if loop in REWARDED_LOOPS else None
+    check_answer = build_answer_check(config.reward) if loop in REWARDED_LOOPS else None
     for setting, name in files.items():
         prompts = load_prompts(
             name,

@@ -7,7 +7,7 @@ from mcore_rl.algorithms.sample_choice import GROUP_FILTERS, DropUniformSettings
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.resolve import reward_terms
 from mcore_rl.config.schema import RewardConfig, RLConfig
-from mcore_rl.rewards.base import parts_of
+from mcore_rl.rewards.registry import get_parts
 
 # Those whose trajectories get what config.reward finds; others may have rewards of their own.
 REWARDED_LOOPS = ("single_turn", "tools", "program", "user")
@@ -48,7 +48,7 @@ def _parts(config: RewardConfig) -> tuple[list[str], bool]:
     """The names of parts that are known, and whether there may be others."""
     known, is_open = list[str](), False
     for name, term in reward_terms(config).items():
-        parts = parts_of(f"reward.terms.{name}" if name else "reward", term.name)
+        parts = get_parts(f"reward.terms.{name}" if name else "reward", term.name)
         known += [name] if name else []
         known += [f"{name}/{part}" if name else part for part in parts or ()]
         is_open = is_open or parts is None

@@ -27,7 +27,7 @@ from mcore_rl.inference.protocol import GenerationServer, SamplingParams, Server
 from mcore_rl.inference.vllm.nodes import HeadlessWorkers, ServerNodes
 from mcore_rl.inference.vllm.server import VLLMServer
 from mcore_rl.parallel.rendezvous import RendezvousEndpoint
-from mcore_rl.rewards.judge import Judge
+from mcore_rl.rewards.manager import RewardManager
 from mcore_rl.rollout.idle_time import IdleTime
 from mcore_rl.rollout.loop_thread import LoopThread
 from mcore_rl.rollout.running_groups import RunningGroups
@@ -85,15 +85,15 @@ class RolloutWorker:
         if self._nodes is not None and not self._nodes.is_first:
             self._headless = HeadlessWorkers(server)
         tokenizer = load_tokenizer(spec.model_path, spec.chat_date)
-        self._judge = Judge(spec.reward, decode=tokenizer.decode)
+        self._reward_manager = RewardManager(spec.reward, decode=tokenizer.decode)
         self._agent: SingleTurnLoop | AgentRunner
         if spec.agent.loop == "single_turn":
-            self._agent = SingleTurnLoop(self._server, tokenizer, self._judge)
+            self._agent = SingleTurnLoop(self._server, tokenizer, self._reward_manager)
         else:
             self._agent = AgentRunner(
                 self._server,
                 tokenizer,
-                self._judge,
+                self._reward_manager,
                 spec.agent,
                 spec.max_model_tokens,
                 stops_on_error=spec.reward.on_error == "stop",
@@ -224,7 +224,7 @@ class RolloutWorker:
             longest = model.max_context
             codec = codec_for(tokenizer, kind, stop_ids=stop_ids, max_tokens=longest)
             found = FrozenModel(remote, codec, sampling_of(model), model.max_context)
-            self._judge.models[name] = chat_of(found)
+            self._reward_manager.models[name] = chat_of(found)
             if isinstance(self._agent, AgentRunner):
                 self._agent.models[name] = found
 
@@ -317,7 +317,7 @@ class RolloutWorker:
             self._wait(groups.abandon([*groups.ids]))
         if isinstance(self._agent, AgentRunner):
             self._wait(self._agent.close())
-        self._wait(self._judge.close())
+        self._wait(self._reward_manager.close())
         for remote in self._remotes:
             self._wait(remote.close())
         self._wait(self._server.close())

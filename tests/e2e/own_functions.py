@@ -24,7 +24,7 @@ from mcore_rl.data.batch import Jagged
 from mcore_rl.data.tasks import last_digit
 from mcore_rl.reshard.executor import Bucket, Exchange
 from mcore_rl.reshard.transport import GroupTransport, Pending, Transfer
-from mcore_rl.rewards.base import in_thread
+from mcore_rl.rewards.registry import run_in_thread
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ def length(
     return {"reward": settings.per_character * len(text), "characters": float(len(text))}
 
 
-@in_thread  # processes that import torch would take minutes from many jobs
+@run_in_thread  # processes that import torch would take minutes from many jobs
 def fingerprint(text: str, fields: Mapping[str, Any], finish_reason: str) -> dict[str, float]:
     """The mean of the parts tells which samples a step has; half of all rewards are 1."""
     digest = zlib.crc32(f"{fields['answer']} {text} {finish_reason}".encode())
@@ -76,7 +76,7 @@ def _pause(file: str, seconds: float = 4) -> None:
         time.sleep(seconds)
 
 
-@in_thread
+@run_in_thread
 def pausing_reward(
     text: str, fields: Mapping[str, Any], finish_reason: str, settings: PauseSettings
 ) -> dict[str, float]:
@@ -146,7 +146,7 @@ class LaterPauseSettings:
     seconds: float = 30  # its process is killed meanwhile
 
 
-@in_thread
+@run_in_thread
 def later_pausing_reward(
     text: str, fields: Mapping[str, Any], finish_reason: str, settings: LaterPauseSettings
 ) -> dict[str, float]:

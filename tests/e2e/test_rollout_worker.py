@@ -19,7 +19,7 @@ from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import RewardConfig, RolloutConfig
 from mcore_rl.data.batch import Batch, Jagged
 from mcore_rl.inference.protocol import SamplingParams
-from mcore_rl.rewards.base import RewardError, in_thread
+from mcore_rl.rewards.registry import RewardError, run_in_thread
 from mcore_rl.rollout.worker import RolloutSpec, RolloutWorker, Stream, prompts_of
 from tests.e2e.hosting import hosting
 from tests.e2e.served import MAX_TOKENS, PROMPT, Model, tiny_families
@@ -31,7 +31,7 @@ SAMPLING = SamplingParams(n=2, max_tokens=24, seed=100)
 LONG = replace(SAMPLING, n=12, max_tokens=200)
 
 
-@in_thread
+@run_in_thread
 def length_or_error(text: str, fields: dict[str, object], finish_reason: str) -> dict[str, float]:
     """The reward: the number of words."""
     if fields.get("fails"):

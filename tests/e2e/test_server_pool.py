@@ -23,7 +23,7 @@ from mcore_rl.data.batch import Batch, Jagged
 from mcore_rl.data.sample import Sample
 from mcore_rl.inference.protocol import SamplingParams
 from mcore_rl.parallel.rendezvous import RendezvousEndpoint, RendezvousServer
-from mcore_rl.rewards.base import RewardError
+from mcore_rl.rewards.registry import RewardError
 from mcore_rl.rollout.manager import RolloutPool
 from mcore_rl.rollout.server_pool import ServerPool
 from mcore_rl.rollout.weight_updater import TransportSync

@@ -21,7 +21,7 @@ from mcore_rl.agents.endpoint.guard import Guard, max_body_bytes
 from mcore_rl.agents.endpoint.http_app import has_ended, new_app, result_of, unless_gone
 from mcore_rl.agents.endpoint.refusal import RefusalError
 from mcore_rl.agents.endpoint.wire import MODEL, ChatRequest, CompletionsRequest, TextRequest
-from mcore_rl.rewards.base import token_fault
+from mcore_rl.rewards.registry import find_token_fault
 
 COMMENTS_S = 5.0  # between the comments of a stream that has nothing to say yet
 Body = dict[str, Any]
@@ -107,7 +107,7 @@ def _add_sessions(app: FastAPI) -> None:
             told = f"{len(given)} turn_rewards; the session has {len(served.session.turns)} turns"
             raise RefusalError(400, "invalid_request", told, param="turn_rewards")
         lengths = [len(turn.token_ids) for turn in served.session.turns]
-        if body.token_rewards and (told := token_fault(body.token_rewards, lengths)):
+        if body.token_rewards and (told := find_token_fault(body.token_rewards, lengths)):
             raise RefusalError(400, "invalid_request", told, param="token_rewards")
         served.reward, served.turn_rewards = body.reward, given
         served.token_rewards = tuple(body.token_rewards)

@@ -25,8 +25,8 @@ from mcore_rl.config.schema import RewardConfig
 from mcore_rl.data.batch import Batch
 from mcore_rl.data.sample import Sample
 from mcore_rl.inference.protocol import Completion, SamplingParams
-from mcore_rl.rewards.base import RewardError
-from mcore_rl.rewards.judge import Judge
+from mcore_rl.rewards.manager import RewardManager
+from mcore_rl.rewards.registry import RewardError
 from mcore_rl.trainers.steps import describe
 from tests.pages import ROOT
 from tests.unit.agents.test_loops import TOKENIZER, Scripted, text_of
@@ -311,7 +311,7 @@ def judged_by_model(generator: Verdicts, max_context: int) -> Sample:
         "served_by": "big", "template": "Q: {prompt} A: {response}", "high": 10.0, "votes": 2,
         "temperature": 0.5, "max_tokens": 40,
     }  # fmt: skip
-    judge = Judge(RewardConfig("judge", settings, on_error="zero"))
+    judge = RewardManager(RewardConfig("judge", settings, on_error="zero"))
     model = FrozenModel(generator, CODEC, SamplingParams(top_p=0.9), max_context)  # type: ignore[arg-type]
     judge.models["big"] = chat_of(model)
     sample = Sample([], [1, 2], [1, 1], [0.0, 0.0], [0, 0], "stop", 3)

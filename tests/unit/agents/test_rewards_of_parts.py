@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from mcore_rl.config.schema import RewardConfig
-from mcore_rl.rewards.base import RewardError
-from mcore_rl.rewards.judge import Judge
+from mcore_rl.rewards.manager import RewardManager
+from mcore_rl.rewards.registry import RewardError
 from tests.unit.agents.test_loops import TOOLS, call, run
 from tests.unit.rewards.judging import judged, response
 
@@ -23,12 +23,12 @@ def too_many(text, fields, finish_reason):
 
 def test_a_reward_may_say_what_each_turn_has_earned(tmp_path):
     (tmp_path / "own.py").write_text(STEPS)
-    judge = Judge(RewardConfig(f"{tmp_path}/own.py:steps"))
+    judge = RewardManager(RewardConfig(f"{tmp_path}/own.py:steps"))
     [sample], _ = run([call("6 * 7"), "42"], TOOLS, reward=judge)
     first, last = (span.end - 1 for span in sample.turn_spans)
     paid = {at: reward for at, reward in enumerate(sample.process_rewards) if reward}
     assert (paid, sample.reward) == ({first: 0.25, last: 0.5}, 1.0)
-    judge = Judge(RewardConfig(f"{tmp_path}/own.py:too_many"))
+    judge = RewardManager(RewardConfig(f"{tmp_path}/own.py:too_many"))
     with pytest.raises(RewardError, match="returned 3 numbers for 'turn_rewards' of 2 turns"):
         run([call("6 * 7"), "42"], TOOLS, reward=judge)
 
@@ -51,13 +51,13 @@ def one(text, fields, finish_reason):
 def test_a_reward_may_say_what_each_token_has_earned(tmp_path):
     """Here: its own id, so that each is at its token, and nothing at tokens of tools."""
     (tmp_path / "own.py").write_text(TOKENS)
-    judge = Judge(RewardConfig(f"{tmp_path}/own.py:both"))
+    judge = RewardManager(RewardConfig(f"{tmp_path}/own.py:both"))
     [sample], _ = run([call("6 * 7"), "42"], TOOLS, reward=judge)
     ends = {span.end - 1 for span in sample.turn_spans}
     chosen = zip(sample.response_ids, sample.response_mask, strict=True)
     expected = [token * mask + 0.5 * (at in ends) for at, (token, mask) in enumerate(chosen)]
     assert sample.process_rewards == expected
-    judge = Judge(RewardConfig(f"{tmp_path}/own.py:one"))
+    judge = RewardManager(RewardConfig(f"{tmp_path}/own.py:one"))
     with pytest.raises(RewardError, match="returned 1 lists for 'token_rewards' of 2 turns"):
         run([call("6 * 7"), "42"], TOOLS, reward=judge)
 

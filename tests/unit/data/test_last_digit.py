@@ -21,7 +21,7 @@ from mcore_rl.data.tasks.last_digit import (
     worked_response,
 )
 from mcore_rl.data.tokenizer import load_tokenizer
-from mcore_rl.rewards.base import get_reward
+from mcore_rl.rewards.registry import get_reward
 
 SEED, WORKED_SHARE = 3, 0.35
 

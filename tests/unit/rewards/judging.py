@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from mcore_rl.config.schema import RewardConfig
 from mcore_rl.data.sample import Sample
-from mcore_rl.rewards.judge import Judge
+from mcore_rl.rewards.manager import RewardManager
 
 
 def response(answer: object = "7", num_tokens: int = 3, finish_reason: str = "stop") -> Sample:
@@ -25,7 +25,7 @@ def response(answer: object = "7", num_tokens: int = 3, finish_reason: str = "st
 
 
 async def judged_by(
-    judge: Judge, texts: Sequence[str], samples: Sequence[Sample] = (), max_tokens: int = 16
+    judge: RewardManager, texts: Sequence[str], samples: Sequence[Sample] = (), max_tokens: int = 16
 ) -> list[Sample]:
     samples = list(samples) or [response() for _ in texts]
     await judge(samples, texts, max_tokens, "row 3 of the data")
@@ -41,7 +41,7 @@ def judged(
     """By a judge of their own."""
 
     async def run() -> list[Sample]:
-        judge = Judge(config, max_tokens)
+        judge = RewardManager(config, max_tokens)
         try:
             return await judged_by(judge, texts, samples, max_tokens)
         finally:

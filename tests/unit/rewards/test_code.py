@@ -6,8 +6,8 @@ import pytest
 
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import RewardConfig
-from mcore_rl.rewards.base import RewardError
-from mcore_rl.rewards.rules_code import last_program
+from mcore_rl.rewards.code import find_last_program
+from mcore_rl.rewards.registry import RewardError
 from mcore_rl.sandbox.probe import probed
 from mcore_rl.sandbox.tiers import Tier
 from tests.unit.rewards.judging import judged, response
@@ -151,7 +151,7 @@ def test_a_response_that_takes_too_long_is_unchecked():
     ],
 )
 def test_the_last_complete_block_counts(text, program):
-    assert last_program(text) == program
+    assert find_last_program(text) == program
 
 
 @pytest.mark.parametrize(

@@ -62,9 +62,9 @@ def test_formulas(number):
 
 def test_a_check_that_needs_more_memory_than_it_has_is_unchecked(tmp_path):
     source = """
-from mcore_rl.rewards.base import in_process
+from mcore_rl.rewards.registry import run_in_process
 
-@in_process(unchecked={"reward": 0.0, "unchecked": 1.0}, memory_mb=512)
+@run_in_process(unchecked={"reward": 0.0, "unchecked": 1.0}, memory_mb=512)
 def size(text, fields, finish_reason):
     return {"reward": float(len(bytearray(int(text) << 20)) > 0), "unchecked": 0.0}
 """

@@ -15,10 +15,9 @@ import pytest
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import RewardConfig
 from mcore_rl.data.sample import Sample
-from mcore_rl.rewards.base import RewardError
-from mcore_rl.rewards.http_reward import HttpSettings
-from mcore_rl.rewards.judge import Judge
-from mcore_rl.rewards.remote import RemoteReward, retry_after_s
+from mcore_rl.rewards.manager import RewardManager
+from mcore_rl.rewards.registry import RewardError
+from mcore_rl.rewards.remote import HttpSettings, RemoteReward, parse_retry_after
 from tests.unit.rewards.answering import (
     Answer,
     Answering,
@@ -46,7 +45,7 @@ def asked(
     async def run() -> tuple[list[Sample], Answering]:
         async with asyncio.timeout(120), answering(*script) as server:
             given = {"url": server.url, **QUICK, **settings}
-            judge = Judge(RewardConfig("http", given, on_error=on_error))
+            judge = RewardManager(RewardConfig("http", given, on_error=on_error))
             try:
                 return await judged_by(judge, texts, samples), server
             finally:
@@ -128,7 +127,7 @@ def test_a_server_says_how_long_to_wait():
 
 @pytest.mark.parametrize(("header", "seconds"), [("7", 7.0), ("Wed, 21 Oct 2015 07:28:00 GMT", 0)])
 def test_retry_after(header, seconds):
-    assert retry_after_s(header) == seconds
+    assert parse_retry_after(header) == seconds
 
 
 def told_of(answer: Answer, **settings: Any) -> str:
@@ -175,7 +174,9 @@ def test_retries_end_with_the_time_of_the_request():
 def test_a_request_goes_where_the_settings_say_and_nowhere_else():
     async def run() -> tuple[list[Sample], Answering, Answering]:
         async with answering(RIGHT) as other, answering(says({}, 307, Location=other.url)) as first:
-            judge = Judge(RewardConfig("http", {"url": first.url, **QUICK}, on_error="zero"))
+            judge = RewardManager(
+                RewardConfig("http", {"url": first.url, **QUICK}, on_error="zero")
+            )
             found = await judged_by(judge, ["a"])
             await judge.close()
             return found, first, other
@@ -274,6 +275,6 @@ def test_a_wrong_setting_is_refused_before_a_run(message, monkeypatch):
     monkeypatch.setenv("TWO_LINES", "secret\nB: c")
     settings = {"url": "http://host/", **WRONG[message]}
     with pytest.raises(ConfigError) as raised:
-        Judge(RewardConfig("http", settings))
+        RewardManager(RewardConfig("http", settings))
     assert str(raised.value).startswith(f"reward.settings.{message}")
     assert "secret" not in str(raised.value)

@@ -7,9 +7,9 @@ import pytest
 
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import RewardConfig
-from mcore_rl.rewards import base
-from mcore_rl.rewards.base import RewardError
-from mcore_rl.rewards.judge import Judge
+from mcore_rl.rewards import registry
+from mcore_rl.rewards.manager import RewardManager
+from mcore_rl.rewards.registry import RewardError
 from tests.unit.rewards.judging import judged, response
 
 OWN = """
@@ -18,7 +18,7 @@ import math
 import time
 from dataclasses import dataclass
 
-from mcore_rl.rewards.base import in_process, in_thread
+from mcore_rl.rewards.registry import run_in_process, run_in_thread
 
 @dataclass(frozen=True)
 class Settings:
@@ -64,11 +64,11 @@ async def waits(text, fields, finish_reason):
         raise TimeoutError
     await asyncio.sleep(20)
 
-@in_process()
+@run_in_process()
 def apart(text, fields, finish_reason):
     return raises_or_sleeps(text, fields, finish_reason)
 
-@in_thread
+@run_in_thread
 def in_a_thread(text, fields, finish_reason):
     return raises_or_sleeps(text, fields, finish_reason)
 
@@ -99,7 +99,7 @@ def judge(monkeypatch, *answers):
             raise answer
         return answer
 
-    monkeypatch.setitem(base._REWARDS._functions, "for_tests", given)
+    monkeypatch.setitem(registry._REWARDS._functions, "for_tests", given)
     return judged(RewardConfig("for_tests"), ["so #### 12" * 100 for _ in answers])
 
 
@@ -152,9 +152,9 @@ def test_a_reward_outside_of_the_package_has_settings_and_is_checked_alike(own):
     with pytest.raises(RewardError, match=r"own.py:words' returned inf for 'reward'"):
         judged(RewardConfig(own("words"), {"per_token": 1e308}), ["a word"])
     with pytest.raises(ConfigError, match=r"reward.settings.per_word is no setting of rew"):
-        Judge(RewardConfig(own("words"), {"per_word": 0.5}))
+        RewardManager(RewardConfig(own("words"), {"per_word": 0.5}))
     with pytest.raises(ConfigError, match=r"takes \(text\); allowed: \(text, fields, fin"):
-        Judge(RewardConfig(own("text_only")))
+        RewardManager(RewardConfig(own("text_only")))
 
 
 def test_async_calls_are_made_at_the_same_time(own):
@@ -309,4 +309,4 @@ WRONG = {
 @pytest.mark.parametrize("message", WRONG)
 def test_a_wrong_setting_is_refused_before_a_run(message):
     with pytest.raises(ConfigError, match=re.escape(message)):
-        Judge(RewardConfig(terms=WRONG[message]), max_tokens=16)
+        RewardManager(RewardConfig(terms=WRONG[message]), max_tokens=16)

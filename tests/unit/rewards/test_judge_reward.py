@@ -14,8 +14,8 @@ from openai.types.chat.chat_completion import Choice
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import RewardConfig
 from mcore_rl.data.sample import Sample
-from mcore_rl.rewards import judge_reward
-from mcore_rl.rewards.judge import Judge, check_columns, check_judges
+from mcore_rl.rewards import remote
+from mcore_rl.rewards.manager import RewardManager, check_columns, check_judge_models
 from tests.unit.rewards.answering import Answering, answering, says
 from tests.unit.rewards.judging import judged_by, response
 
@@ -43,7 +43,7 @@ def asked(verdicts: Sequence[str | None], text: str = "7", **own: Any) -> tuple[
     async def run() -> tuple[Sample, Answering]:
         async with asyncio.timeout(120), answering(says(completion(*verdicts))) as server:
             settings = {"url": server.url, **SETTINGS, **own}
-            judge = Judge(RewardConfig("judge", settings, on_error="zero"))
+            judge = RewardManager(RewardConfig("judge", settings, on_error="zero"))
             sample = response()
             sample.messages = [{"role": "user", "content": "3 + 4?"}]
             try:
@@ -120,7 +120,7 @@ def test_labels_and_a_function_of_ones_own_read_verdicts(tmp_path):
 
 
 def test_a_function_that_never_ends_keeps_nobody_waiting(tmp_path, monkeypatch):
-    monkeypatch.setattr(judge_reward, "_PARSER_S", 0.3)
+    monkeypatch.setattr(remote, "_PARSER_S", 0.3)
     (tmp_path / "own.py").write_text("import time\ndef never(verdict):\n    time.sleep(600)\n")
     found, _ = asked(["Score: 1"], parser=f"{tmp_path}/own.py:never")
     assert "to read the verdict 'Score: 1' took longer than 0.3 s" in found.reward_error
@@ -132,7 +132,7 @@ def test_a_prompt_of_several_messages_has_their_roles_and_a_template_may_be_a_fi
     async def run() -> Answering:
         async with answering(says(completion("Score: 1"))) as server:
             settings = {"url": server.url, "model": "j", "template_file": f"{tmp_path}/judge.txt"}
-            judge = Judge(RewardConfig("judge", settings))
+            judge = RewardManager(RewardConfig("judge", settings))
             sample = response()
             sample.messages = [
                 {"role": "system", "content": "Be brief."},
@@ -159,7 +159,7 @@ def test_a_pattern_that_takes_years_keeps_nobody_waiting():
         async with answering(says(completion("a" * 5000))) as server:
             ticking = asyncio.create_task(tick())
             settings = {"url": server.url, **SETTINGS, "pattern": r"(a+)+b"}
-            judge = Judge(RewardConfig("judge", settings, on_error="zero"))
+            judge = RewardManager(RewardConfig("judge", settings, on_error="zero"))
             sample = response()
             sample.messages = [{"role": "user", "content": "3 + 4?"}]
             [found] = await judged_by(judge, ["7"], [sample])
@@ -178,7 +178,9 @@ def test_a_pattern_that_takes_years_keeps_nobody_waiting():
 def test_an_answer_of_another_form_is_an_error_of_its_sample(answer):
     async def run() -> Sample:
         async with answering(says(answer)) as server:
-            judge = Judge(RewardConfig("judge", {"url": server.url, **SETTINGS}, on_error="zero"))
+            judge = RewardManager(
+                RewardConfig("judge", {"url": server.url, **SETTINGS}, on_error="zero")
+            )
             sample = response()
             sample.messages = [{"role": "user", "content": "3 + 4?"}]
             [found] = await judged_by(judge, ["7"], [sample])
@@ -214,7 +216,7 @@ def test_a_wrong_setting_is_refused_before_a_run(message):
     settings = {"url": "http://host/v1", **SETTINGS, **WRONG[message]}
     given = {name: value for name, value in settings.items() if value is not ...}
     with pytest.raises(ConfigError) as raised:
-        Judge(RewardConfig("judge", given))
+        RewardManager(RewardConfig("judge", given))
     assert str(raised.value).startswith(f"reward.settings.{message}")
 
 
@@ -232,14 +234,14 @@ def test_a_judge_is_at_a_url_or_a_frozen_model_of_the_run():
 
     own = {"template": "{response}"}
     with pytest.raises(ConfigError, match="url='' and served_by=''; allowed: one of them"):
-        Judge(config(**own))
+        RewardManager(config(**own))
     with pytest.raises(ConfigError, match="model=''; allowed: what the server at url calls"):
-        Judge(config(url="http://here", **own))
+        RewardManager(config(url="http://here", **own))
     with pytest.raises(ConfigError, match=r"timeout_s=3.0 is of a server at url; models.big has"):
-        Judge(config(served_by="big", timeout_s=3.0, **own))
+        RewardManager(config(served_by="big", timeout_s=3.0, **own))
     found = config(served_by="big", **own)
-    Judge(found)
-    check_judges(found, ["big"])
+    RewardManager(found)
+    check_judge_models(found, ["big"])
     told = r"reward.terms.clear.settings.served_by='big'; allowed: none, as the run has no frozen"
     with pytest.raises(ConfigError, match=told):
-        check_judges(found, ())
+        check_judge_models(found, ())

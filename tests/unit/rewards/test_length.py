@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from mcore_rl.config.schema import RewardConfig
-from mcore_rl.rewards.base import get_reward
+from mcore_rl.rewards.registry import get_reward
 from tests.unit.rewards.judging import judged, response
 
 

@@ -6,8 +6,8 @@ import time
 import pytest
 
 from mcore_rl.config.schema import RewardConfig
-from mcore_rl.rewards.base import RewardError
-from mcore_rl.rewards.judge import Judge
+from mcore_rl.rewards.manager import RewardManager
+from mcore_rl.rewards.registry import RewardError
 from tests.unit.rewards.judging import judged, judged_by, response
 
 EQUAL = [
@@ -202,7 +202,7 @@ def test_a_check_that_never_ends_is_killed_and_the_next_one_works(text):
     """Powers that fill the memory of no machine, and a parser's depth: wrong answers, no errors."""
 
     async def run():
-        judge = Judge(RewardConfig("math", {"timeout_s": 2.0}, num_processes=1))
+        judge = RewardManager(RewardConfig("math", {"timeout_s": 2.0}, num_processes=1))
         await judged_by(judge, [r"\boxed{7}"])  # now a process is there
         started = time.monotonic()
         [endless] = await judged_by(judge, [text])

@@ -8,8 +8,8 @@ import time
 import pytest
 
 from mcore_rl.config.schema import RewardConfig
-from mcore_rl.rewards.base import RewardError
-from mcore_rl.rewards.judge import Judge
+from mcore_rl.rewards.manager import RewardManager
+from mcore_rl.rewards.registry import RewardError
 from tests.unit.rewards.judging import judged, judged_by, response
 
 OWN = """
@@ -18,13 +18,13 @@ import re
 import threading
 import time
 
-from mcore_rl.rewards.base import in_process, in_thread
+from mcore_rl.rewards.registry import run_in_process, run_in_thread
 
 def where(text, fields, finish_reason):
     is_main = threading.current_thread() is threading.main_thread()
     return {"reward": float(is_main), "process": os.getpid()}
 
-@in_thread
+@run_in_thread
 def where_in_thread(text, fields, finish_reason):
     return where(text, fields, finish_reason)
 
@@ -39,7 +39,7 @@ def sleeps(text, fields, finish_reason):
         time.sleep(20)
     return {"reward": 2.0}
 
-@in_process()
+@run_in_process()
 def killed(text, fields, finish_reason):
     # Always, or once, where the text is a file that is not there yet.
     if text == "always" or not os.path.exists(text):
@@ -50,7 +50,7 @@ def killed(text, fields, finish_reason):
 ONLY_HERE = """
 import sys
 
-if "reward_process" in sys.argv[0]:
+if "processes" in sys.argv[0]:
     raise ImportError("no device")
 
 def one(text, fields, finish_reason):
@@ -76,7 +76,7 @@ def test_a_function_that_lets_no_thread_run_costs_its_sample_and_no_other_work(o
     """A match of Python's re keeps all threads of its process waiting: here, for hours."""
 
     async def run():
-        judge = Judge(RewardConfig(own("backtracks"), on_error="zero", timeout_s=1.0))
+        judge = RewardManager(RewardConfig(own("backtracks"), on_error="zero", timeout_s=1.0))
         judging = asyncio.create_task(judged_by(judge, ["ab", "a" * 60, "aab"]))
         gaps, last = [], time.monotonic()
         while not judging.done():
@@ -100,7 +100,7 @@ def test_an_answer_of_a_process_may_be_long(own):
 
 def test_a_function_that_no_process_can_import_says_so_and_how_to_keep_it_here(tmp_path):
     (tmp_path / "own.py").write_text(ONLY_HERE)
-    with pytest.raises(RewardError, match=r"no device\. .* @in_thread"):
+    with pytest.raises(RewardError, match=r"no device\. .* @run_in_thread"):
         judged(RewardConfig(f"{tmp_path}/own.py:one"), ["a"])
 
 
@@ -114,7 +114,7 @@ def test_a_process_that_cannot_start_is_no_wrong_answer(monkeypatch):
 
 def test_a_cancelled_call_leaves_no_process_and_one_that_dies_is_replaced(own):
     async def run():
-        judge = Judge(RewardConfig(own("sleeps"), num_processes=1))
+        judge = RewardManager(RewardConfig(own("sleeps"), num_processes=1))
         await judged_by(judge, ["fine"])
         [process] = judge._terms[0].processes._idle
         waiting = asyncio.create_task(judged_by(judge, ["sleeps"]))

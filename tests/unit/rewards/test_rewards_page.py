@@ -10,8 +10,8 @@ import pytest
 from mcore_rl.cli.compose import compose_config
 from mcore_rl.config.resolve import resolve
 from mcore_rl.config.schema import RewardConfig, RLConfig
-from mcore_rl.rewards.base import rewards
-from mcore_rl.rewards.judge import Judge, check_columns
+from mcore_rl.rewards.manager import RewardManager, check_columns
+from mcore_rl.rewards.registry import get_registry
 from tests.pages import FENCE, ROOT
 from tests.unit.rewards.answering import answering, says
 from tests.unit.rewards.judging import judged, judged_by, response
@@ -26,9 +26,9 @@ def shown(value: object) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
 
-@pytest.mark.parametrize("name", rewards().names)
+@pytest.mark.parametrize("name", get_registry().names)
 def test_the_tables_have_the_settings_of_each_reward_and_their_defaults(name):
-    kind = rewards().get_settings_class(name)
+    kind = get_registry().get_settings_class(name)
     expected = [
         field.name + ("" if field.default is MISSING else f"={shown(field.default)}")
         for field in fields(kind or RewardConfig)
@@ -42,7 +42,7 @@ def test_the_recipes_are_of_rewards_that_there_are(block, tmp_path, monkeypatch)
     (tmp_path / "mine.yaml").write_text(block)
     config = compose_config(RLConfig, [f"recipe={tmp_path / 'mine.yaml'}"])
     resolve(config)
-    Judge(config.reward, config.rollout.max_response_tokens)
+    RewardManager(config.reward, config.rollout.max_response_tokens)
     check_columns(config.reward, ["answer"])
 
 
@@ -75,7 +75,7 @@ def test_the_server_of_the_page_is_asked_and_understood():
 
     async def run() -> dict[str, object]:
         async with answering(says(answered)) as server:
-            judge = Judge(RewardConfig("http", {"url": server.url}))
+            judge = RewardManager(RewardConfig("http", {"url": server.url}))
             [found] = await judged_by(judge, [sent["text"]], [sample])
             await judge.close()
             assert (found.reward, found.reward_parts) == (0.5, {"steps": 3.0})

@@ -8,8 +8,8 @@ import pytest
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import RewardConfig
 from mcore_rl.data.sample import TurnSpan
-from mcore_rl.rewards.base import RewardError, get_reward
-from mcore_rl.rewards.judge import Judge
+from mcore_rl.rewards.manager import RewardManager
+from mcore_rl.rewards.registry import RewardError, get_reward
 from tests.unit.rewards.judging import judged, judged_by, response
 
 
@@ -52,7 +52,7 @@ def test_a_tag_that_the_prompt_opens_is_of_the_format(text, prompt_end, reward):
     sample.prompt_ids = [*range(100), *map(ord, prompt_end)]
 
     async def run():
-        judge = Judge(RewardConfig("format"), decode=lambda ids: "".join(map(chr, ids)))
+        judge = RewardManager(RewardConfig("format"), decode=lambda ids: "".join(map(chr, ids)))
         await judged_by(judge, [text], [sample])
 
     asyncio.run(run())
@@ -67,7 +67,7 @@ def test_an_agent_has_the_format_in_its_last_turn_with_its_reasoning_or_without(
     sample.response_ids = [1] * 5 + [2] * 23 + [*map(ord, "<think>")] + [1] * 5
 
     async def run(tags):
-        judge = Judge(
+        judge = RewardManager(
             RewardConfig("format", {"tags": tags}), decode=lambda ids: "".join(map(chr, ids))
         )
         await judged_by(judge, ["<answer>c</answer>"], [sample])

@@ -15,7 +15,7 @@ import pytest
 from mcore_rl.config.samples_schema import ReplayConfig, SamplesConfig
 from mcore_rl.config.schema import CorrectionConfig
 from mcore_rl.data.batch import Batch
-from mcore_rl.rewards.base import RewardError
+from mcore_rl.rewards.registry import RewardError
 from tests.unit.trainers.modelled_servers import Servers
 from tests.unit.trainers.test_fully_async import NUM_STEPS, PER_STEP, Policy, Run
 
