@@ -14,8 +14,7 @@ from mcore_rl.agents.environment import EnvironmentStep, Tries, try_again
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.sandbox_schema import SandboxSettings
 from mcore_rl.rewards.code import RUN_ASSERTS, find_last_program, read_tests, split_output
-from mcore_rl.sandbox.call import SandboxError
-from mcore_rl.sandbox.sandbox import Sandbox
+from mcore_rl.sandbox.sandbox import Sandbox, SandboxError
 
 _SHOWN = 400  # characters of a test, of its output or of an error that the policy is told
 

@@ -622,7 +622,7 @@ class ValueClipSettings:
 
 
 def value_clip(inputs: LossInputs, settings: ValueClipSettings) -> LossResult:
-    """PPO's clip of values: max((V - R)^2, (V_old + clip(V - V_old, -c, c) - R)^2) / 2.
+    """max((V - R)^2, (V_old + clip(V - V_old, -c, c) - R)^2) / 2.
 
     From the code of Schulman et al. 2017 (openai/baselines, ppo2/model.py), not their paper. A
     value that has moved by more than c towards its return gets no gradient, one that has moved away

@@ -13,7 +13,7 @@ from mcore_rl.agents.coding import Coding, CodingSettings
 from mcore_rl.agents.countdown import Countdown, CountdownSettings, expression_of
 from mcore_rl.agents.guessing import Guessing, GuessingSettings
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.sandbox.call import SandboxError
+from mcore_rl.sandbox.sandbox import SandboxError
 
 
 def played(environment, *says: str) -> list[tuple[str, float, bool]]:

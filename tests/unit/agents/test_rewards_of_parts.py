@@ -8,7 +8,7 @@ from mcore_rl.config.schema import RewardConfig
 from mcore_rl.rewards.manager import RewardManager
 from mcore_rl.rewards.registry import RewardError
 from tests.unit.agents.test_loops import TOOLS, call, run
-from tests.unit.rewards.judging import judged, response
+from tests.unit.rewards.judging import compute_rewards, response
 
 STEPS = """
 def steps(text, fields, finish_reason, messages, turns):
@@ -68,12 +68,14 @@ def test_a_response_without_an_agent_is_one_turn_and_terms_add_up(tmp_path):
     terms = {"a": {"name": name, "weight": 2.0}, "b": {"name": name, "weight": -0.5}}
     sample = response(num_tokens=3)
     sample.response_ids = [4, 8, 2]
-    [found] = judged(RewardConfig(terms=terms), ["#### 7"], [sample])
+    [found] = compute_rewards(RewardConfig(terms=terms), ["#### 7"], [sample])
     assert (found.reward, found.process_rewards) == (1.5, [6.0, 12.0, 3.0])
     assert found.reward_parts == {"a": 1.0, "b": 1.0}
     told = "returned 1 numbers for 'token_rewards' of turn 0, of 3 tokens"
     with pytest.raises(RewardError, match=told):
-        judged(RewardConfig(f"{tmp_path}/own.py:one"), ["#### 7"], [response(num_tokens=3)])
+        compute_rewards(
+            RewardConfig(f"{tmp_path}/own.py:one"), ["#### 7"], [response(num_tokens=3)]
+        )
 
 
 @pytest.mark.parametrize("value", [0.5, [0.5], [["x"]], [[float("nan")]], None])
@@ -86,4 +88,6 @@ def own(text, fields, finish_reason):
 """
     (tmp_path / "own.py").write_text(source)
     with pytest.raises(RewardError, match="'token_rewards', which is no list of lists of numbers"):
-        judged(RewardConfig(f"{tmp_path}/own.py:own"), ["#### 7"], [response(num_tokens=1)])
+        compute_rewards(
+            RewardConfig(f"{tmp_path}/own.py:own"), ["#### 7"], [response(num_tokens=1)]
+        )

@@ -299,7 +299,8 @@ def optimal_token_baseline(case: Case, settings: Settings) -> Rows:
     returns, energies = returns_to_go(case, 1.0), []
     for response in case.responses:
         norms = [
-            1 - 2 * math.exp(response.log_probs[at]) + response.squares[at] for at in response.steps
+            1 - 2 * math.exp(response.log_probs[place]) + response.squares[place]
+            for place in response.steps
         ]
         energies.append([math.fsum(norms[: t + 1]) for t in range(len(norms))])
     advantages = []

@@ -28,9 +28,9 @@ def random_batch(rng: np.random.Generator) -> Batch:
     advantages = np.repeat(rng.normal(size=len(mask)), mask.lengths)
     if rng.random() < 0.5:
         advantages = rng.normal(size=num)
-    found = {name: mask.with_values(v.astype(np.float32)) for name, v in columns.items()}
+    result = {name: mask.with_values(v.astype(np.float32)) for name, v in columns.items()}
     return Batch(
-        found
+        result
         | {"response_mask": mask, "response_ids": mask.with_values(np.arange(num))}
         | {"advantages": mask.with_values(advantages.astype(np.float32))}
     )

@@ -54,8 +54,8 @@ def test_weights_go_with_their_sample_however_the_batch_is_cut(rows, mode, seed)
     mask = Jagged.pack(rows, np.int8)
     order = np.random.default_rng(seed).permutation(len(mask)).tolist()
     shuffled = compute_loss_weights(mask.take(order), mode, SETTINGS.get(mode))
-    whole = compute_loss_weights(mask, mode, SETTINGS.get(mode))
-    np.testing.assert_allclose(shuffled.values, whole.take(order).values)
+    full = compute_loss_weights(mask, mode, SETTINGS.get(mode))
+    np.testing.assert_allclose(shuffled.values, full.take(order).values)
 
 
 def test_a_mini_batch_without_a_token_to_train_on_is_refused():

@@ -46,7 +46,7 @@ def registry() -> Registry[Scaled]:
     return made
 
 
-def test_an_entry_is_found_by_its_name_and_unchanged_by_its_decorator(registry):
+def test_an_entry_has_its_name_and_is_unchanged_by_its_decorator(registry):
     def other(number: int) -> str:
         return ""
 
@@ -70,8 +70,8 @@ def test_an_unknown_name_is_a_configuration_error(registry):
 
 def test_settings_are_filled_in_by_type_and_default(registry):
     assert registry.bind("scaled", {"scale": 2, "most": 3})(4) == "8 m 3 False"
-    found = registry.bind("scaled", {"scale": 0.5, "unit": "s", "most": None, "is_round": True})
-    assert found(4) == "2 s None True"
+    result = registry.bind("scaled", {"scale": 0.5, "unit": "s", "most": None, "is_round": True})
+    assert result(4) == "2 s None True"
     assert registry.bind("plain", {})(4) == "4"
 
 
@@ -120,7 +120,7 @@ def test_settings_of_a_function_that_has_none_are_refused(registry):
         registry.bind("plain", {"x": 1})
 
 
-OWN = """
+USER_FILE = """
 from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -155,28 +155,28 @@ value = 3
 
 
 @pytest.fixture
-def own(tmp_path, monkeypatch):
+def user_path(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", sys.path[:])
-    (tmp_path / "own_file.py").write_text(OWN)
+    (tmp_path / "own_file.py").write_text(USER_FILE)
     (tmp_path / "broken.py").write_text("import nowhere_at_all\n")
     yield tmp_path
     sys.modules.pop("own_file", None)
 
 
 @pytest.mark.parametrize("where", ["own_file", "own_file.py", "{}/own_file.py"])
-def test_a_function_outside_of_the_package_is_found_by_its_import_path(registry, own, where):
-    """As a module of the current folder, and as a file; with `import annotations`."""
-    path = f"{where.format(own)}:loud"
+def test_a_function_outside_of_the_package_has_its_import_path(registry, user_path, where):
+    # As a module of the current folder, and as a file; with `import annotations`.
+    path = f"{where.format(user_path)}:loud"
     assert registry.bind(path, {})(3) == "3!"
     assert registry.bind(path, {"suffix": "?"})(3) == "3?"
     assert registry[path] is registry[path]
     assert registry.bind(path.replace("loud", "optional"), {})(3) == "6"
 
 
-def test_two_files_of_one_name_are_two_modules(registry, own):
-    (own / "a").mkdir()
-    (own / "a" / "own_file.py").write_text(OWN.replace('"!"', '"a"'))
+def test_two_files_of_one_name_are_two_modules(registry, user_path):
+    (user_path / "a").mkdir()
+    (user_path / "a" / "own_file.py").write_text(USER_FILE.replace('"!"', '"a"'))
     assert registry.bind("own_file.py:loud", {})(3) == "3!"
     assert registry.bind("a/own_file.py:loud", {})(3) == "3a"
 
@@ -213,7 +213,7 @@ def test_two_files_of_one_name_are_two_modules(registry, own):
         ),
     ],
 )
-def test_an_import_path_that_leads_nowhere_is_one_clear_error(registry, own, path, message):
+def test_an_import_path_that_leads_nowhere_is_one_clear_error(registry, user_path, path, message):
     with pytest.raises(ConfigError, match=rf"room.choice='{path}'.*{message}"):
         registry.bind(path, {})
 
@@ -222,12 +222,12 @@ def test_an_import_path_that_leads_nowhere_is_one_clear_error(registry, own, pat
     "path", ["os:system", "posix:system", "builtins:eval", "subprocess:run", "math:sqrt"]
 )
 def test_a_function_of_python_is_none_of_a_setting(path):
-    """It would be called with what a run has, once that has begun."""
+    # It would be called with what a run has, once that has begun.
     for registry in (LOSSES, ADVANTAGES):
-        told = (
+        message = (
             rf"^{registry.setting}='{path}' is Python's own \w+\.\w+; allowed: a function that was"
         )
-        with pytest.raises(ConfigError, match=told):
+        with pytest.raises(ConfigError, match=message):
             registry.bind(path, {})
 
 

@@ -18,13 +18,13 @@ NO_KL = AlgorithmConfig(kl_coef=0.0)
 
 
 def sample(trajectory: int, segment: int, mask: list[int], earned: list[float], reward: float):
-    ones = [1] * len(mask)
+    unit = [1] * len(mask)
     return Sample(
         prompt_ids=[5],
-        response_ids=ones,
+        response_ids=unit,
         response_mask=mask,
         rollout_log_probs=[-1.0] * len(mask),
-        weight_versions=ones,
+        weight_versions=unit,
         finish_reason="stop",
         group_id=0,
         reward=reward,
@@ -47,18 +47,18 @@ def test_tokens_have_what_their_turn_earned_and_the_last_one_what_is_left():
     batch = add_token_rewards(Batch.collate(TURNS), NO_KL)
     rows = [row.tolist() for row in batch.jagged("token_rewards")]
     assert rows == [[0, 0.25, 0, 0.5], [0, 2.875], [0, 0, 0.125, 2]]
-    whole = AdvantageInputs(Trajectories(batch).join())
-    assert whole.scores.tolist() == whole.rewards.tolist() == [2.875, 2.875]
+    joined = AdvantageInputs(Trajectories(batch).join())
+    assert joined.scores.tolist() == joined.rewards.tolist() == [2.875, 2.875]
 
 
 def test_a_trajectory_of_several_segments_has_its_reward_once_with_a_kl_penalty():
-    """A KL of 1 nat a token, of six and of two chosen ones."""
+    # A KL of 1 nat a token, of six and of two chosen ones.
     batch = Batch.collate(
         [sample(s.trajectory, s.segment, s.response_mask, [], 2.0) for s in TURNS]
     )
-    found = penalised_batch(batch, 0.25)
-    whole = AdvantageInputs(Trajectories(found).join())
-    assert whole.scores.tolist() == [2 - 0.25 * 6, 2 - 0.25 * 2]
+    result = penalised_batch(batch, 0.25)
+    joined = AdvantageInputs(Trajectories(result).join())
+    assert joined.scores.tolist() == [2 - 0.25 * 6, 2 - 0.25 * 2]
 
 
 def test_advantages_of_responses_see_the_sum_and_those_of_tokens_what_is_to_come():
@@ -76,7 +76,7 @@ def test_advantages_of_responses_see_the_sum_and_those_of_tokens_what_is_to_come
 
 
 def penalised_batch(batch: Batch, kl_coef: float) -> Batch:
-    """With token rewards of a KL of 1 nat a token."""
+    """Add token rewards with a KL of 1 nat per token."""
     served = batch.jagged("rollout_log_probs")
     zeros = served.with_values(served.values * 0)
     batch = batch.with_columns(log_probs=zeros, reference_log_probs=served)
@@ -105,8 +105,8 @@ def test_a_response_without_a_chosen_token_keeps_its_reward_beside_token_rewards
     rewarded = add_token_rewards(batch.with_columns(process_rewards=earned), NO_KL)
     for other in (penalised_batch(batch, 1e-9), rewarded):
         assert "token_rewards" in other
-        found = compute_advantages(other, name, {})["advantages"].values
-        assert found == pytest.approx(plain, abs=1e-6)
+        advantages = compute_advantages(other, name, {})["advantages"].values
+        assert advantages == pytest.approx(plain, abs=1e-6)
         scores = AdvantageInputs(Trajectories(other).join()).scores
         assert scores == pytest.approx([1, 0, 0], abs=1e-6)
     if name == "rloo":

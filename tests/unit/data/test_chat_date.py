@@ -74,14 +74,14 @@ def test_rows_agents_and_examples_have_the_same_date(tmp_path):
 
 @pytest.mark.parametrize("value", ["", "today", "20250309", "2025-02-30", "9 Mar 2025"])
 def test_a_date_that_is_none_is_refused(value):
-    told = rf"model\.chat_date='{value}'; allowed: a date, YYYY-MM-DD"
+    message = rf"model\.chat_date='{value}'; allowed: a date, YYYY-MM-DD"
     for config, check in ((RLConfig(), resolve), (SFTConfig(), resolve_train)):
         config.model.chat_date = value
-        with pytest.raises(ConfigError, match=told):
+        with pytest.raises(ConfigError, match=message):
             check(config)
     config = EvalConfig()
     config.model.chat_date, config.model.path = value, "m"
-    with pytest.raises(ConfigError, match=told if value else "data.sets is empty"):
+    with pytest.raises(ConfigError, match=message if value else "data.sets is empty"):
         resolve_eval(config)
 
 

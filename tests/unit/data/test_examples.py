@@ -1,4 +1,4 @@
-"""Which tokens of a conversation are trained on, by the chat template's own marks."""
+"""Trained tokens of conversations, by the chat template's own marks."""
 
 from __future__ import annotations
 
@@ -61,11 +61,11 @@ def assistants(messages) -> list[bool]:
 
 
 def trained(tokenizer, messages, flags=None) -> str:
-    found = encode_conversation(
+    result = encode_conversation(
         messages, flags or assistants(messages), [], ChatTemplate(tokenizer)
     )
-    kept = zip(found.ids, found.is_trained, strict=True)
-    return tokenizer.decode([token for token, flag in kept if flag])
+    selected = zip(result.ids, result.is_trained, strict=True)
+    return tokenizer.decode([token for token, flag in selected if flag])
 
 
 @pytest.mark.parametrize(
@@ -82,12 +82,12 @@ def test_trained_tokens_are_those_that_the_template_marks_as_generated(tokenizer
     wanted = tokenizer.apply_chat_template(
         messages, return_dict=True, return_assistant_tokens_mask=True
     )
-    found = encode_conversation(messages, assistants(messages), [], ChatTemplate(tokenizer))
-    num = len(found.ids)  # up to the last trained token
-    assert found.ids == wanted["input_ids"][:num]
-    assert [int(flag) for flag in found.is_trained] == wanted["assistant_masks"][:num]
+    result = encode_conversation(messages, assistants(messages), [], ChatTemplate(tokenizer))
+    num = len(result.ids)  # up to the last trained token
+    assert result.ids == wanted["input_ids"][:num]
+    assert [int(flag) for flag in result.is_trained] == wanted["assistant_masks"][:num]
     assert sum(wanted["assistant_masks"][num:]) == 0
-    assert found.is_trained[-1]
+    assert result.is_trained[-1]
 
 
 def test_a_template_that_changes_earlier_messages_is_followed(tokenizer):
@@ -135,12 +135,12 @@ def test_a_batch_begins_its_responses_at_the_first_trained_token(write, tokenize
         write([{"messages": messages}] * 2), ConversationsConfig(), tokenizer
     )
     batch = examples.take([1, 0])
-    whole = encode_conversation(messages, assistants(messages), [], ChatTemplate(tokenizer))
+    full = encode_conversation(messages, assistants(messages), [], ChatTemplate(tokenizer))
     for prompt, response, mask in zip(
         *(rows_of(batch, n) for n in ("prompt_ids", "response_ids", "response_mask")), strict=True
     ):
-        assert prompt + response == whole.ids
-        assert [0] * len(prompt) + mask == [int(flag) for flag in whole.is_trained]
+        assert prompt + response == full.ids
+        assert [0] * len(prompt) + mask == [int(flag) for flag in full.is_trained]
         assert mask[0] == 1 and 0 in mask
 
 
@@ -153,8 +153,8 @@ def test_whole_conversations_of_a_warm_start_are_those_of_training_on_examples(w
     batch = load_chats(name, DataConfig(), lengths[0], tokenizer)
     for column in columns:
         assert rows_of(batch, column) == rows_of(wanted, column)
-    told = f"row 0 has {lengths[0]} tokens; allowed: up to data.max_prompt_tokens"
-    with pytest.raises(ConfigError, match=told):
+    message = f"row 0 has {lengths[0]} tokens; allowed: up to data.max_prompt_tokens"
+    with pytest.raises(ConfigError, match=message):
         load_chats(name, DataConfig(), lengths[0] - 1, tokenizer)
 
 

@@ -41,7 +41,7 @@ class Server:
 
 
 def sample(group: int) -> Sample:
-    """A group's tokens have its own expert, and another one in each layer."""
+    """Build a sample whose tokens have an expert of their group, another in each layer."""
     ids = np.full((3, 3, 2), group, np.uint8)
     ids[:, :, 1] = [100, 101, 102]
     experts = (RoutedExperts(0, ids),)
@@ -57,8 +57,8 @@ class Engine:
 
     def infer_batch(self, batch: Batch, **_: Any) -> Batch | None:
         self.read.append((sorted(batch.names), [ids.tolist() for ids in batch.jagged(EXPERTS)]))
-        ones = batch.jagged("response_ids").with_values(np.ones(2 * len(batch), np.float32))
-        return batch.with_columns(log_probs=ones) if self.rank == 1 else None
+        unit = batch.jagged("response_ids").with_values(np.ones(2 * len(batch), np.float32))
+        return batch.with_columns(log_probs=unit) if self.rank == 1 else None
 
     def train_batch(self, batch: Batch, *_: object, **__: Any) -> dict[str, float]:
         self.infer_batch(batch)
@@ -74,8 +74,8 @@ class Rank(ModelWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def read(self) -> list[tuple[list[str], Any]]:
-        found, self._engine.read = self._engine.read, []
-        return found
+        result, self._engine.read = self._engine.read, []
+        return result
 
 
 def names_of(batch: Batch) -> list[str]:
@@ -99,17 +99,17 @@ def actor(pool: ResourcePool) -> Iterator[WorkerGroup]:
 
 @pytest.fixture(scope="module")
 def made(pool: ResourcePool) -> RemoteBatch:
-    """What a server has answered before it was killed. What it has stored is lost by then."""
+    """Return the answer of a server that was killed afterwards, with the objects that it stored."""
     with (
         ResourcePool(1, {"CPU": 0.1}) as other,
         WorkerGroup(Server, layout=Layout(), pool=other, timeouts=TIMEOUTS, num_parts=2) as server,
     ):
         (batch,) = server.collect()
-        said = server.say(batch)
+        message = server.say(batch)
         os.kill(server.worker_infos[0].pid, signal.SIGKILL)
         with pytest.raises(WorkerError, match="died"):
             server.collect()
-    wait_until_lost(said)
+    wait_until_lost(message)
     return batch
 
 
@@ -120,12 +120,12 @@ def test_ranks_read_the_experts_of_their_layers_when_the_server_has_died(actor, 
     assert {*scored.names} == {*made.names, "log_probs"}
     actor.update(along_tokens(scored), temperature=1.0)
     for stage, of_both in zip(LAYERS.stages, actor.read(), strict=True):
-        own = ",".join(map(str, stage))
-        other = {"0": "1,2", "1,2": "0"}[own]
+        layers = ",".join(map(str, stage))
+        other = {"0": "1,2", "1,2": "0"}[layers]
         ids = [[[[row, 100 + layer] for layer in stage]] * 4 for row in rows]
         for names, experts in of_both:
             assert experts == ids
-            assert f"{EXPERTS}/{own}" in names and f"{EXPERTS}/{other}" not in names
+            assert f"{EXPERTS}/{layers}" in names and f"{EXPERTS}/{other}" not in names
         assert len(of_both) == 2
 
 
@@ -138,8 +138,8 @@ def test_the_driver_has_a_reference_for_a_stage_and_not_for_a_sample(made):
 
 def test_nobody_else_reads_them(actor, made):
     assert not [name for name in near(actor, names_of, made) if name.startswith(EXPERTS)]
-    found = near(actor, names_of, made, reads=made.names)
-    assert [name for name in found if name.startswith(EXPERTS)] == [f"{EXPERTS}/0"]
+    result = near(actor, names_of, made, reads=made.names)
+    assert [name for name in result if name.startswith(EXPERTS)] == [f"{EXPERTS}/0"]
 
 
 def test_they_are_saved_with_the_samples(made):

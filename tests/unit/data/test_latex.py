@@ -1,4 +1,4 @@
-"""Where the answer is in a solution or a response."""
+"""Answers in boxes of solutions and responses."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What each pipeline rank gets of a sample's experts, worked out by hand; no Ray."""
+"""Experts of a sample for each pipeline rank, worked out by hand; no Ray."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_a_turn_that_ended_before_its_first_token_needs_none():
 
 
 @pytest.mark.parametrize(
-    ("parts", "told"),
+    ("parts", "message"),
     [
         ([], "of 0 tokens of the sample of group 8, trajectory 1, segment 2; it needs those of 4"),
         ([recorded(0, 3)], "of 3 tokens .* needs those of 4, and has 5 tokens"),
@@ -75,38 +75,38 @@ def test_a_turn_that_ended_before_its_first_token_needs_none():
     ],
     ids=["none", "too few", "too many", "late", "gap"],
 )
-def test_experts_that_are_not_those_of_the_tokens_are_refused(parts, told):
-    with pytest.raises(RuntimeError, match=f"router replay: .*{told}"):
+def test_experts_that_are_not_those_of_the_tokens_are_refused(parts, message):
+    with pytest.raises(RuntimeError, match=f"router replay: .*{message}"):
         split_by_stage(sample(*parts), LAYERS)
 
 
 @pytest.mark.parametrize("layer", [1, 3])
-def test_a_layer_that_the_server_did_not_record_is_told(layer):
-    whole = recorded(0, 4)
-    whole.ids[:, layer] = 0
+def test_a_layer_that_the_server_did_not_record_is_an_error(layer):
+    full = recorded(0, 4)
+    full.ids[:, layer] = 0
     with pytest.raises(RuntimeError, match=f"no experts of layer {layer} for the sample of group"):
-        split_by_stage(sample(whole), LAYERS)
+        split_by_stage(sample(full), LAYERS)
 
 
-def test_a_layer_that_the_server_does_not_have_is_told():
-    whole = recorded(0, 4)
+def test_a_layer_that_the_server_does_not_have_is_an_error():
+    full = recorded(0, 4)
     with pytest.raises(RuntimeError, match="no experts of layer 3 for the sample of group 8"):
-        split_by_stage(sample(RoutedExperts(0, whole.ids[:, :3])), LAYERS)
+        split_by_stage(sample(RoutedExperts(0, full.ids[:, :3])), LAYERS)
 
 
 def test_a_batch_has_a_column_for_each_pipeline_rank_and_an_engine_reads_its_own():
     empty = Sample(PROMPT, [], [], [], [], "abort", 8)
     batch = made(sample(recorded(0, 4)), empty, sample(recorded(0, 4)))
     assert list_expert_columns(batch) == ["stage_routed_experts/2", "stage_routed_experts/1,3"]
-    own = select_stage_experts(batch, (1, 3)).jagged("stage_routed_experts")
-    assert own.lengths.tolist() == batch.num_tokens.tolist()
-    assert own.values.dtype == np.uint8
+    stage_experts = select_stage_experts(batch, (1, 3)).jagged("stage_routed_experts")
+    assert stage_experts.lengths.tolist() == batch.num_tokens.tolist()
+    assert stage_experts.values.dtype == np.uint8
     assert (
-        own[0].tolist()
-        == own[2].tolist()
+        stage_experts[0].tolist()
+        == stage_experts[2].tolist()
         == split_by_stage(sample(recorded(0, 4)), LAYERS)[1].tolist()
     )
-    assert own[1].tolist() == split_by_stage(empty, LAYERS)[1].tolist()
+    assert stage_experts[1].tolist() == split_by_stage(empty, LAYERS)[1].tolist()
 
 
 def test_ids_that_do_not_fit_a_byte_take_two_in_the_whole_batch():
@@ -134,7 +134,7 @@ def test_no_samples_have_columns_of_the_shape_that_others_have():
 
 @pytest.mark.parametrize("layers", [(2,), (1,), (1, 2, 3)])
 def test_a_batch_without_the_experts_of_a_rank_is_refused(layers):
-    """A replay that would replace nothing, and one of other layers."""
+    # A replay that would replace nothing, and one of other layers.
     batch = made(sample(recorded(0, 4))).drop_columns("stage_routed_experts/2")
     name = ",".join(map(str, layers))
     with pytest.raises(RuntimeError, match=f"no column 'stage_routed_experts/{name}', the experts"):

@@ -1,4 +1,4 @@
-"""What rows for supervised and for preference training are, and which are refused."""
+"""Rows of supervised and of preference training, and rows that are refused."""
 
 from __future__ import annotations
 
@@ -55,17 +55,17 @@ def test_the_turns_of_the_assistant_are_trained_on_unless_a_message_says_otherwi
     rows = source(
         tmp_path, {"messages": chats[0], "tools": None}, {"messages": chats[1], "tools": [ADD]}
     )
-    found = read_supervised_rows(rows, MESSAGES, TOOLS)
-    assert len(found) == 2
-    first, second = found
+    result = read_supervised_rows(rows, MESSAGES, TOOLS)
+    assert len(result) == 2
+    first, second = result
     assert first.is_trained == [False, False, True, False, False, True]
     assert first.messages == [message(m["role"], m["content"]) for m in chats[0]]
     assert first.tools == []
-    assert second == found[1] == SupervisedRow(chats[1], [False, True, False, True], [ADD])
+    assert second == result[1] == SupervisedRow(chats[1], [False, True, False, True], [ADD])
 
 
 def test_what_a_table_adds_to_messages_is_taken_away_again(tmp_path):
-    """All messages of a table have all keys, and all schemas all properties."""
+    # All messages of a table have all keys, and all schemas all properties.
     call = {"function": {"name": "add", "arguments": {"a": 1}}}
     other = {"function": {"name": "now", "arguments": {"zone": "UTC"}}}
     rows = [
@@ -75,9 +75,9 @@ def test_what_a_table_adds_to_messages_is_taken_away_again(tmp_path):
          "tools": [{"type": "function", "function": {"name": "now", "description": "time"}}]},
     ]  # fmt: skip
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
-    found = read_supervised_rows(open_rows(tmp_path / "rows.parquet", "x"), MESSAGES, TOOLS)
-    assert [row.messages for row in found] == [row["messages"] for row in rows]
-    assert [row.tools for row in found] == [row["tools"] for row in rows]
+    result = read_supervised_rows(open_rows(tmp_path / "rows.parquet", "x"), MESSAGES, TOOLS)
+    assert [row.messages for row in result] == [row["messages"] for row in rows]
+    assert [row.tools for row in result] == [row["tools"] for row in rows]
 
 
 @pytest.mark.parametrize(
@@ -147,9 +147,9 @@ GOOD = {
 def test_preferences_have_a_prompt_two_answers_and_maybe_a_margin(tmp_path):
     turns = [message("assistant", "x"), message("user", "y"), message("assistant", "z")]
     rows = source(tmp_path, GOOD, {**GOOD, "rejected": turns, "margin": None})
-    one, two = read_preference_rows(rows, *PREFERENCE, MARGIN)
-    assert one == PreferenceRow(GOOD["prompt"], GOOD["chosen"], GOOD["rejected"], 1.0, [])
-    assert isinstance(one.margin, float)
+    item, two = read_preference_rows(rows, *PREFERENCE, MARGIN)
+    assert item == PreferenceRow(GOOD["prompt"], GOOD["chosen"], GOOD["rejected"], 1.0, [])
+    assert isinstance(item.margin, float)
     assert two == PreferenceRow(GOOD["prompt"], GOOD["chosen"], turns, None, [])
     assert [row.margin for row in read_preference_rows(rows, *PREFERENCE)] == [None, None]
 

@@ -24,16 +24,16 @@ from mcore_rl.data.sample_tables import (
 
 
 def sample(group: int, trajectory: int = 0, segment: int = 0, ids=(1, 2), **fields) -> Sample:
-    own = {"response_mask": [1] * len(ids), "rollout_log_probs": [-1.0] * len(ids)} | fields
+    columns = {"response_mask": [1] * len(ids), "rollout_log_probs": [-1.0] * len(ids)} | fields
     return Sample(
         prompt_ids=[7, 8],
         response_ids=[*ids],
-        weight_versions=[3 if mask else -1 for mask in own["response_mask"]],
+        weight_versions=[3 if mask else -1 for mask in columns["response_mask"]],
         finish_reason="stop",
         group_id=group,
         trajectory=trajectory,
         segment=segment,
-        **own,
+        **columns,
     )
 
 
@@ -78,11 +78,11 @@ def test_a_table_has_the_answer_and_the_other_columns_of_the_data_row(kind):
     batch = Batch.collate(samples)
     if kind == "joined":  # with samples that have no row, as of an earlier version
         batch = Batch.concat([batch, Batch.collate([sample(9)])])
-    found = {name: column.to_pylist() for name, column in build_summary_columns(batch).items()}
-    assert found["answer"] == [row[1] for row in ROWS] + [""] * (kind == "joined")
-    for text, (_, _, columns) in zip(found["columns"], ROWS, strict=False):
+    result = {name: column.to_pylist() for name, column in build_summary_columns(batch).items()}
+    assert result["answer"] == [row[1] for row in ROWS] + [""] * (kind == "joined")
+    for text, (_, _, columns) in zip(result["columns"], ROWS, strict=False):
         assert text == columns or len(json.loads(text)["tests"]) == 4004
-    assert found["columns"][-1] == "{}"
+    assert result["columns"][-1] == "{}"
 
 
 def test_a_table_tells_of_each_sample_and_of_each_token():
@@ -96,15 +96,15 @@ def test_a_table_tells_of_each_sample_and_of_each_token():
     batch = with_log_probs(Batch.collate([sample(4), agent]), [-1, -1, -1.5, 9, -2, -0.75])
     advantages = batch.jagged("log_probs").with_values(np.array([1, 3, 1, 9, 1, 4], np.float32))
     batch = batch.with_columns(advantages=advantages, replayed=np.array([0, 1], np.int8))
-    found = {name: column.to_pylist() for name, column in build_summary_columns(batch).items()}
-    assert found == {
+    result = {name: column.to_pylist() for name, column in build_summary_columns(batch).items()}
+    assert result == {
         "group": [4, 4], "trajectory": [0, 1], "segment": [0, 0], "num_turns": [1, 2],
         "status": ["finished", "truncated"], "replayed": [False, True], "reward": [0, 0.25],
         "finish_reason": ["stop", "stop"], "num_tokens": [2, 4], "reward_error": ["", ""],
         "role": ["", "guesser"], "advantage": [2, 2], "max_logprob_gap": [0, 0.5],
     }  # fmt: skip
-    found = {name: column.to_pylist()[1] for name, column in build_token_columns(batch).items()}
-    assert found == {
+    result = {name: column.to_pylist()[1] for name, column in build_token_columns(batch).items()}
+    assert result == {
         "prompt_ids": [7, 8], "response_ids": [1, 2, 3, 4], "response_mask": mask,
         "turn_numbers": [0, -1, 1, 1], "weight_versions": [3, -1, 3, 3],
         "log_probs": [-1.5, 9, -2, -0.75], "rollout_log_probs": servers,
@@ -112,7 +112,7 @@ def test_a_table_tells_of_each_sample_and_of_each_token():
     }  # fmt: skip
 
 
-def test_a_response_without_a_chosen_token_has_no_gap_and_one_that_is_no_number_is_kept():
+def test_a_response_without_a_chosen_token_has_no_gap_and_a_nan_gap_stays():
     none = sample(0, response_mask=[0, 0])
     batch = with_log_probs(Batch.collate([none, sample(1)]), [-5, -5, math.nan, -1])
     first, second = build_summary_columns(batch)["max_logprob_gap"].to_pylist()
@@ -123,8 +123,8 @@ def test_log_probs_of_the_servers_in_place_of_the_trainers_are_not_compared():
     batch = Batch.collate([sample(0)])
     same = batch.with_columns(log_probs=batch["rollout_log_probs"])
     assert "log_probs" not in drop_server_log_probs(same)
-    own = with_log_probs(batch, [-1, -1])  # equal, but the trainer's
-    assert drop_server_log_probs(own) is own
+    trainer_batch = with_log_probs(batch, [-1, -1])  # equal, but the trainer's
+    assert drop_server_log_probs(trainer_batch) is trainer_batch
     assert "max_logprob_gap" not in build_summary_columns(batch)
     assert "rollout_log_probs" not in build_token_columns(batch)
 

@@ -1,4 +1,4 @@
-"""What a checkpoint folder says of its tokenizer."""
+"""Tokenizers of checkpoint folders."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ def test_stop_ids_that_are_no_token_ids_are_refused_with_file_and_value(value, t
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": value}))
     with pytest.raises(ConfigError) as caught:
         read_stop_ids(tmp_path, "models.user.path")
-    told = str(caught.value)
-    assert told.startswith(f"models.user.path={str(tmp_path)!r}: generation_config.json has")
-    assert f"eos_token_id={value!r}; allowed: a token id, a list of them, or null" in told
+    message = str(caught.value)
+    assert message.startswith(f"models.user.path={str(tmp_path)!r}: generation_config.json has")
+    assert f"eos_token_id={value!r}; allowed: a token id, a list of them, or null" in message
 
 
 _MIXIN = """

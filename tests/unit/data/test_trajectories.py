@@ -60,12 +60,12 @@ def test_a_column_of_the_joined_is_split_to_the_samples():
 
 
 def test_a_batch_of_whole_trajectories_is_itself():
-    batch = Batch.collate([one for one in SAMPLES if one.group_id == 2])
+    batch = Batch.collate([item for item in SAMPLES if item.group_id == 2])
     assert Trajectories(batch).join() is batch
 
 
 def cut(batch: Batch, rng: np.random.Generator) -> tuple[Batch, list[int]]:
-    """Each response in up to three segments, shuffled; and the row that each came from."""
+    """Cut each response into up to three segments, shuffled; return also the row of each."""
     columns: dict[str, list[np.ndarray]] = {name: [] for name in batch.columns}
     rows, segments = [], []
     for row in range(len(batch)):
@@ -77,7 +77,7 @@ def cut(batch: Batch, rng: np.random.Generator) -> tuple[Batch, list[int]]:
             for name, column in batch.columns.items():
                 part = column[row][start:end] if isinstance(column, Jagged) else column[row]
                 columns[name].append(part)
-    found = {
+    result = {
         name: Jagged.pack(columns[name], column.values.dtype)
         if isinstance(column, Jagged)
         else np.array(columns[name])
@@ -85,7 +85,7 @@ def cut(batch: Batch, rng: np.random.Generator) -> tuple[Batch, list[int]]:
     }
     order = rng.permutation(len(rows)).tolist()
     numbers = {"trajectories": np.array(rows), "segments": np.array(segments)}
-    return Batch({**found, **numbers}).take(order), [rows[i] for i in order]
+    return Batch({**result, **numbers}).take(order), [rows[i] for i in order]
 
 
 @pytest.mark.parametrize(
@@ -96,21 +96,21 @@ def test_an_advantage_of_trajectories_does_not_depend_on_where_they_were_cut(ora
     rng = np.random.default_rng(0)
     for _, batch in oracles.random_cases(nonnegative=oracle is oracles.maxrl)[:40]:
         batch = Batch({n: c for n, c in batch.columns.items() if n != "prompt_ids"})
-        whole = compute_advantages(batch, oracle.__name__, settings)
+        full = compute_advantages(batch, oracle.__name__, settings)
         parts, rows = cut(batch, rng)
         for name, column in compute_advantages(parts, oracle.__name__, settings).items():
             for row in range(len(batch)):
-                mine = [i for i, of in enumerate(rows) if of == row]
-                mine.sort(key=lambda i: parts.array("segments")[i])
-                joined = np.concatenate([column[i] for i in mine])
-                np.testing.assert_allclose(joined, whole[name][row], 1e-5, 1e-6)
+                segments = [i for i, of in enumerate(rows) if of == row]
+                segments.sort(key=lambda i: parts.array("segments")[i])
+                joined = np.concatenate([column[i] for i in segments])
+                np.testing.assert_allclose(joined, full[name][row], 1e-5, 1e-6)
 
 
 def test_filters_keep_and_drop_whole_trajectories():
     batch = Batch.collate(SAMPLES)
     same = Batch.collate([*SAMPLES, sample(8, 0, 0, [1], 1.0), sample(8, 0, 1, [2], 1.0)])
-    kept = filter_groups(same, SamplesConfig(group_filter="drop_uniform"))
-    assert set(kept.array("group_ids").tolist()) == {2, 5} and len(kept) == len(SAMPLES)
+    selected = filter_groups(same, SamplesConfig(group_filter="drop_uniform"))
+    assert set(selected.array("group_ids").tolist()) == {2, 5} and len(selected) == len(SAMPLES)
     best = select_responses(batch, SamplesConfig(keep_responses=1, keep_by="best"), [0])
     assert [row.tolist() for row in best.jagged("response_ids")] == [
         [3, 0, 4], [7, 8], [1, 2], [5],

@@ -9,7 +9,7 @@ from mcore_rl.rewards.registry import get_answer_finder
 
 
 @pytest.mark.parametrize(
-    ("name", "settings", "text", "found"),
+    ("name", "settings", "text", "result"),
     [
         ("final_number", {}, "1+1=2\n#### 2", "2"),
         ("final_number", {}, "#### 2\nor 3", None),
@@ -23,8 +23,8 @@ from mcore_rl.rewards.registry import get_answer_finder
         ("choice", {"letters": "AB"}, "The answer is (C).", None),
     ],
 )
-def test_the_answer_is_the_one_that_the_reward_reads(name, settings, text, found):
-    assert get_answer_finder("reward", name, settings)(text, "stop") == found
+def test_the_answer_is_the_one_that_the_reward_reads(name, settings, text, result):
+    assert get_answer_finder("reward", name, settings)(text, "stop") == result
 
 
 def test_a_response_that_was_cut_off_has_no_final_number():

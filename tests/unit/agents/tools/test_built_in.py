@@ -17,8 +17,7 @@ from mcore_rl.agents.tools.python_tool import PythonTool
 from mcore_rl.agents.tools.search import SearchTool
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.sandbox_schema import SandboxSettings
-from mcore_rl.sandbox.probe import probed
-from mcore_rl.sandbox.sandbox import Sandbox
+from mcore_rl.sandbox.sandbox import Sandbox, probe_tiers
 from mcore_rl.sandbox.tiers import Tier
 
 
@@ -101,7 +100,9 @@ def test_what_the_calculator_refuses(expression, message):
     assert time.monotonic() - start < 2
 
 
-@pytest.mark.skipif(not isinstance(probed("auto"), Tier), reason=f"no sandbox: {probed('auto')}")
+@pytest.mark.skipif(
+    not isinstance(probe_tiers("auto"), Tier), reason=f"no sandbox: {probe_tiers('auto')}"
+)
 @pytest.mark.parametrize(
     ("code", "text"),
     [
