@@ -52,10 +52,10 @@ def test_the_functions_are_rewards(tmp_path):
     file.write_text(f"{block}\n\nasync def ask_my_service(answer, text):\n    return 0.25\n")
     texts, samples = ["two, please", "no"], [response(num_tokens=n) for n in (4, 8)]
     result = {}
-    for name in ("polite", "judged", "batched"):
+    for name in ("polite", "rate", "batched"):
         config = RewardConfig(f"{file}:{name}")
         result[name] = [sample.reward for sample in compute_rewards(config, texts, samples)]
-    assert result == {"polite": [1.0, 0.0], "judged": [0.25, 0.25], "batched": [1.0, 0.5]}
+    assert result == {"polite": [1.0, 0.0], "rate": [0.25, 0.25], "batched": [1.0, 0.5]}
     sample = response()
     sample.turn_texts, sample.turn_token_ids = ["a call", "7"], [[1], [2]]
     [result] = compute_rewards(RewardConfig(f"{file}:calls"), ["7"], [sample])
