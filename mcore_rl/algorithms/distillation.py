@@ -1,7 +1,8 @@
 """On-policy distillation: KL to teachers at tokens that the policy has sampled.
 
-Agarwal et al. 2023 (arXiv:2306.13649), with samples of the student only. trainers/scoring.py adds
-the columns: teacher_shares [response tokens, teachers] and the log-probs of the teachers.
+Agarwal et al. 2023 (arXiv:2306.13649), with samples of the student only. Teachers in
+trainers/roles.py add the columns: teacher_shares [response tokens, teachers] and the log-probs of
+the teachers.
 """
 
 from __future__ import annotations

@@ -168,7 +168,7 @@ def filter_groups(batch: Batch, config: SamplesConfig) -> Batch:
     return batch.take(trajectories.find_rows(np.flatnonzero(num_passed == groups.sizes)))
 
 
-def select_responses(batch: Batch, config: SamplesConfig, seed: Sequence[int]) -> Batch:
+def choose_responses(batch: Batch, config: SamplesConfig, seed: Sequence[int]) -> Batch:
     """Select at most keep_responses trajectories of each group by algorithm.samples.keep_by.
 
     keep_responses=0 keeps all.

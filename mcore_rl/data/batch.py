@@ -209,7 +209,8 @@ class Batch(Samples):
       turns of the sample, from 0; -1: the token is in none)
     - weights of losses: loss_weights, kl_weights, entropy_weights, cross_entropy_weights,
       distillation_weights
-    - teacher_shares, teacher_log_probs, teacher_ids, teacher_top_log_probs: see trainers/scoring.py
+    - teacher_shares, teacher_log_probs, teacher_ids, teacher_top_log_probs: see Teachers in
+      trainers/roles.py
     - routed_experts: [MoE layers, experts per token] per prompt and response token, and
       stage_routed_experts, those of a pipeline rank; a batch of servers has
       stage_routed_experts/LAYERS for each

@@ -261,7 +261,7 @@ def _covered_s(spans: Sequence[tuple[float, float]], until_s: float) -> float:
     return found
 
 
-class Actor:
+class ModelledActor:
     """A trainer on `share` times the devices of its own pool."""
 
     def __init__(self, clock: Clock, load: Workload, share: float) -> None:
@@ -271,8 +271,9 @@ class Actor:
     def to(self, place: str, model: bool = True) -> None:
         """Takes no time."""
 
-    def with_next(self, method: str, place: str) -> None:
-        """Neither does this: it comes to its devices."""
+    def apply(self, function: Callable[..., Any], batch: Batch, *args: object) -> Any:
+        """Neither does this."""
+        return function(batch, *args)
 
     def compute_log_probs(self, batch: Batch, *, temperature: float) -> Batch:
         self._take(batch, self._load.log_probs_per_s, "log-probs")

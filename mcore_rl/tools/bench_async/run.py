@@ -17,13 +17,13 @@ from mcore_rl.config.schema import RLConfig, SampleTablesConfig
 from mcore_rl.controller.stop_signals import StopSignals
 from mcore_rl.data.batch import Batch
 from mcore_rl.data.datasets import PromptDataset, PromptRow
-from mcore_rl.jobs.loop import Loop
 from mcore_rl.observability.console import get_stdout_console
-from mcore_rl.tools.bench_async.model import Actor, Clock, Elsewhere, Servers, Workload
-from mcore_rl.trainers.checkpointing import Checkpointer
-from mcore_rl.trainers.device_sharing import Turns
-from mcore_rl.trainers.evaluation import Evaluation
-from mcore_rl.trainers.sample_log import SampleTables
+from mcore_rl.tools.bench_async.model import Clock, Elsewhere, ModelledActor, Servers, Workload
+from mcore_rl.trainers.base import TrainerInputs
+from mcore_rl.trainers.checkpointing import CheckpointManager
+from mcore_rl.trainers.device_sharing import DeviceSharing
+from mcore_rl.trainers.registry import TRAINERS
+from mcore_rl.trainers.sample_log import SampleLog
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,20 +95,28 @@ def measured(setup: Setup, settings: WorkloadSettings) -> ModelledRun:
     config, load, clock = _config(setup, settings), settings.load, Clock()
     share = 2 if setup.is_shared else 1
     servers: Any = Servers(clock, load, share * load.slots)
-    actor: Any = Actor(clock, load, share)
+    actor: Any = ModelledActor(clock, load, share)
     rows: list[dict[str, float]] = []
     began = time.perf_counter()
     with tempfile.TemporaryDirectory() as name:
         folder, keeps = Path(name), setup.mode == "fully_async"
-        turns = Turns(config.placement, {"actor": actor}, servers, servers, keeps)
+        devices = DeviceSharing(config.placement, {"actor": actor}, servers, servers, keeps)
         data = PromptDataset([PromptRow([row], {}) for row in range(4096)])
-        loop = Loop.of(config, turns, data, Elsewhere(clock))
-        own: tuple[Any, ...] = turns, loop.parts, dict, StopSignals(), 0
         silent, tokenizer = SampleTablesConfig(every=0, num_shown=0, tokens=False), None
-        tables = SampleTables(folder, tokenizer, silent)  # type: ignore[arg-type]
-        evaluation = Evaluation(config, loop.rollout, {}, tables, lambda *_: None)
-        checkpointer = Checkpointer(config, folder, *own)
-        loop.train(checkpointer, evaluation, tables, lambda _, metrics: rows.append(metrics))
+        sample_log = SampleLog(folder, tokenizer, silent)  # type: ignore[arg-type]
+        inputs = TrainerInputs(
+            config=config,
+            devices=devices,
+            prompts=data,
+            test_sets={},
+            sample_log=sample_log,
+            thread=Elsewhere(clock),
+            record_evaluation=lambda *_: None,
+            build_checkpoints=lambda states: CheckpointManager(
+                config, folder, devices, states, dict, StopSignals(), 0
+            ),
+        )
+        TRAINERS[setup.mode](inputs).run(lambda _, metrics: rows.append(metrics))
     loop_s = (time.perf_counter() - began) / settings.num_steps
     return _measured(clock, servers, actor.updates, rows[-1], settings.num_steps, loop_s)
 

@@ -27,7 +27,7 @@ from mcore_rl.data.sample import Sample
 from mcore_rl.inference.protocol import Completion, SamplingParams
 from mcore_rl.rewards.manager import RewardManager
 from mcore_rl.rewards.registry import RewardError
-from mcore_rl.trainers.steps import describe
+from mcore_rl.trainers.step_samples import describe_samples
 from tests.pages import ROOT
 from tests.unit.agents.test_loops import TOKENIZER, Scripted, text_of
 
@@ -274,9 +274,9 @@ def test_a_role_is_compared_with_itself_and_prompts_are_counted_as_ever():
     kept = filter_groups(batch, SamplesConfig(group_filter="drop_uniform"))
     assert kept.array("roles").tolist() == ["hider", "hider"]
     assert kept.array("group_ids").tolist() == [0, 0]
-    metrics = describe(batch)
+    metrics = describe_samples(batch)
     assert (metrics["role/hider/reward"], metrics["role/guesser/reward"]) == (0.5, 10.0)
-    assert not any(name.startswith("role/") for name in describe(mixed))
+    assert not any(name.startswith("role/") for name in describe_samples(mixed))
 
 
 def plain(sample: Sample) -> Sample:

@@ -14,8 +14,8 @@ from mcore_rl.algorithms.sample_choice import (
     CHOICES,
     CURRICULA,
     PRIORITIES,
+    choose_responses,
     filter_groups,
-    select_responses,
 )
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.samples_schema import ReplayConfig, SamplesConfig
@@ -109,17 +109,17 @@ def test_the_best_and_the_worst_are_the_ends_of_the_sorted_rewards(rewards, k):
 
 def test_each_group_keeps_k_responses_and_smaller_ones_all():
     made = batch([0, 3, 1, 2, 5, 4], [7, 8, 7, 7, 9, 7])
-    selected = select_responses(made, SamplesConfig(keep_responses=2, keep_by="best"), [0])
+    selected = choose_responses(made, SamplesConfig(keep_responses=2, keep_by="best"), [0])
     assert list(zip(ids(selected), selected.array("rewards").tolist(), strict=True)) == [
         (8, 3), (7, 2), (9, 5), (7, 4),
     ]  # fmt: skip
     config = SamplesConfig(keep_responses=2, keep_by="random")
     drawn = [
-        select_responses(made, config, [0, s]).array("rewards").tolist() for s in (*range(9), 0)
+        choose_responses(made, config, [0, s]).array("rewards").tolist() for s in (*range(9), 0)
     ]
     assert drawn[0] == drawn[-1] and len({tuple(values) for values in drawn}) > 2
     assert all(len(values) == 4 for values in drawn)
-    assert not len(select_responses(made.take([]), config, [0]))
+    assert not len(choose_responses(made.take([]), config, [0]))
 
 
 @pytest.mark.parametrize("rows", ["[0, 0]", "[0]", "[0, 9]", "[-1, 0]"])
@@ -128,7 +128,7 @@ def test_a_choice_of_ones_own_has_to_be_k_different_rows(tmp_path, rows):
     file.write_text(f"def choose(rewards, k, rng):\n    return {rows}\n")
     config = SamplesConfig(keep_responses=2, keep_by=f"{file}:choose")
     with pytest.raises(ConfigError, match="allowed: 2 different numbers from 0 to 2"):
-        select_responses(batch([0, 1, 2], [0, 0, 0]), config, [0])
+        choose_responses(batch([0, 1, 2], [0, 0, 0]), config, [0])
 
 
 def test_priorities_and_weights_by_hand():
@@ -152,7 +152,7 @@ def test_a_rare_success_is_counted_in_rewards_within_0_and_1():
 def test_responses_of_each_role_are_chosen_on_their_own():
     made = batch([3, 2, 1, 0], [7, 7, 7, 7])
     made = made.with_columns(roles=np.array(["asks", "asks", "answers", "answers"]))
-    selected = select_responses(made, SamplesConfig(keep_responses=1, keep_by="best"), [0])
+    selected = choose_responses(made, SamplesConfig(keep_responses=1, keep_by="best"), [0])
     assert selected.array("rewards").tolist() == [3, 1]
 
 

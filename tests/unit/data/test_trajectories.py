@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 
 from mcore_rl.algorithms.advantages import ADVANTAGES, compute_advantages
-from mcore_rl.algorithms.sample_choice import filter_groups, select_responses
+from mcore_rl.algorithms.sample_choice import choose_responses, filter_groups
 from mcore_rl.config.samples_schema import SamplesConfig
 from mcore_rl.config.schema import RewardConfig
 from mcore_rl.data.batch import Batch, Jagged
 from mcore_rl.data.sample import Sample
 from mcore_rl.data.trajectories import Trajectories
-from mcore_rl.trainers import evaluation, policy_checks, steps
+from mcore_rl.trainers import evaluation, policy_checks, step_samples
 from tests.unit.algorithms import advantage_oracles as oracles
 
 
@@ -111,7 +111,7 @@ def test_filters_keep_and_drop_whole_trajectories():
     same = Batch.collate([*SAMPLES, sample(8, 0, 0, [1], 1.0), sample(8, 0, 1, [2], 1.0)])
     selected = filter_groups(same, SamplesConfig(group_filter="drop_uniform"))
     assert set(selected.array("group_ids").tolist()) == {2, 5} and len(selected) == len(SAMPLES)
-    best = select_responses(batch, SamplesConfig(keep_responses=1, keep_by="best"), [0])
+    best = choose_responses(batch, SamplesConfig(keep_responses=1, keep_by="best"), [0])
     assert [row.tolist() for row in best.jagged("response_ids")] == [
         [3, 0, 4], [7, 8], [1, 2], [5],
     ]  # fmt: skip
@@ -119,9 +119,9 @@ def test_filters_keep_and_drop_whole_trajectories():
 
 def test_metrics_count_a_trajectory_once():
     batch = Batch.collate(SAMPLES)
-    assert steps.describe(batch)["reward"] == 7 / 4
-    assert steps.describe(batch)["samples_per_trajectory"] == 6 / 4
-    assert evaluation.scores(batch, RewardConfig())["accuracy"] == 7 / 4
+    assert step_samples.describe_samples(batch)["reward"] == 7 / 4
+    assert step_samples.describe_samples(batch)["samples_per_trajectory"] == 6 / 4
+    assert evaluation.compute_scores(batch, RewardConfig())["accuracy"] == 7 / 4
 
 
 def test_versions_are_those_of_tokens_that_the_policy_chose():
