@@ -37,7 +37,7 @@ from mcore_rl.config.resolve_evaluation import (
     resolve_trackers,
     resolve_truncation,
 )
-from mcore_rl.config.resolve_mode import resolve_mode, staleness_of
+from mcore_rl.config.resolve_mode import get_loop, resolve_mode, staleness_of
 from mcore_rl.config.resolve_models import resolve_models
 from mcore_rl.config.schema import (
     DataConfig,
@@ -265,7 +265,9 @@ def placement_of(config: RLConfig) -> PlacementConfig:
     """With all decided that the settings decide."""
     if config.placement.rollout != "auto":
         return config.placement
-    is_elsewhere = config.weight_sync.method == "disaggregated" or config.trainer.mode != "sync"
+    is_elsewhere = (
+        config.weight_sync.method == "disaggregated" or get_loop(config.trainer) != "sync"
+    )
     return replace(config.placement, rollout=OWN_POOL if is_elsewhere else "shared")
 
 
@@ -279,7 +281,7 @@ def _resolve_placement(config: RLConfig) -> None:
     placement = placement_of(config)
     others = asdict(placement).keys() - {"rollout"}
     mates = sorted(role for role in others if takes_turns(placement, "rollout", role))
-    if mates and config.trainer.mode == "one_step_off":
+    if mates and get_loop(config.trainer) == "one_step_off":
         raise ConfigError(
             f"placement.rollout={config.placement.rollout!r} has the servers on the pool of "
             f"{', '.join(mates)}; trainer.mode='one_step_off' trains while they generate; allowed: "

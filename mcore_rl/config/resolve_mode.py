@@ -6,6 +6,7 @@ import math
 
 from mcore_rl.config.checks import at_least, between, one_of
 from mcore_rl.config.errors import ConfigError
+from mcore_rl.config.import_path import is_import_path, load_own
 from mcore_rl.config.schema import AsynchronousConfig, RLConfig, TrainerConfig
 
 MODES = ("sync", "one_step_off", "fully_async")
@@ -13,19 +14,18 @@ DEFAULT_STALENESS = {"sync": 0, "one_step_off": 1, "fully_async": 2}
 
 
 def resolve_mode(config: RLConfig) -> None:
-    trainer = config.trainer
-    one_of("trainer.mode", trainer.mode, MODES)
+    trainer, loop = config.trainer, get_loop(config.trainer)
     at_least("trainer.asynchronous.max_groups", trainer.asynchronous.max_groups, 0)
     between("trainer.asynchronous.over_issue", trainer.asynchronous.over_issue, 0, 1)
     if waiting := trainer.asynchronous.max_waiting_samples:
         a_step = trainer.prompts_per_step * config.algorithm.group_size
         at_least("trainer.asynchronous.max_waiting_samples", waiting, a_step)
-    if trainer.mode == "sync" and trainer.staleness:
+    if loop == "sync" and trainer.staleness:
         raise ConfigError(
-            f"trainer.staleness={trainer.staleness}: trainer.mode='sync' trains on samples of the "
-            "policy; allowed: 0, or trainer.mode='one_step_off', 'fully_async'"
+            f"trainer.staleness={trainer.staleness}: trainer.mode={trainer.mode!r} trains on "
+            "samples of the policy; allowed: 0, or trainer.mode='one_step_off', 'fully_async'"
         )
-    if trainer.mode == "fully_async":
+    if loop == "fully_async":
         at_least("trainer.staleness", staleness_of(trainer), 0)
         _resolve_fully_async(config)
         return
@@ -37,11 +37,31 @@ def resolve_mode(config: RLConfig) -> None:
         )
 
 
+def get_loop(trainer: TrainerConfig) -> str:
+    """Return the loop of this package whose rules hold: trainer.mode, or that of a user's trainer.
+
+    A trainer by import path names it as its attribute `mode`.
+
+    Raises:
+        ConfigError: There is no such loop, or the import path leads nowhere.
+    """
+    if not is_import_path(trainer.mode):
+        one_of("trainer.mode", trainer.mode, MODES)
+        return trainer.mode
+    loop = getattr(load_own("trainer.mode", trainer.mode), "mode", None)
+    if loop not in MODES:
+        raise ConfigError(
+            f"trainer.mode={trainer.mode!r} has mode={loop!r}; allowed: a subclass of "
+            f"mcore_rl.RLTrainer, with one of {', '.join(MODES)}"
+        )
+    return str(loop)
+
+
 def staleness_of(config: TrainerConfig) -> int:
     """How many versions older than the policy samples may be."""
     if config.staleness is not None:
         return config.staleness
-    return DEFAULT_STALENESS[config.mode]
+    return DEFAULT_STALENESS[get_loop(config)]
 
 
 def num_over_issued(over_issue: float, prompts_per_step: int) -> int:

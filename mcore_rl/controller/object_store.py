@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.config.resolve_mode import num_over_issued, staleness_of
+from mcore_rl.config.resolve_mode import get_loop, num_over_issued, staleness_of
 from mcore_rl.config.schema import RLConfig
 from mcore_rl.controller.node_limits import memory_left
 
@@ -26,7 +26,7 @@ def held_bytes(config: RLConfig) -> int:
     """
     trainer, replay = config.trainer, config.algorithm.samples.replay
     steps, extra = 2, 0
-    if trainer.mode == "fully_async":
+    if get_loop(trainer) == "fully_async":
         steps += staleness_of(trainer)
         extra = num_over_issued(trainer.asynchronous.over_issue, trainer.prompts_per_step)
     if replay.share:
@@ -43,7 +43,7 @@ def _generated_groups(config: RLConfig) -> int:
     samples is used. Where groups are filtered as they come, rejected ones are let go of at once.
     """
     trainer, policy = config.trainer, config.algorithm.samples
-    as_they_come = trainer.mode == "fully_async" and staleness_of(trainer) > 0
+    as_they_come = get_loop(trainer) == "fully_async" and staleness_of(trainer) > 0
     if as_they_come or not policy.group_filter:
         return trainer.prompts_per_step
     return policy.max_rounds * (policy.prompts_per_round or trainer.prompts_per_step)

@@ -15,6 +15,7 @@ from mcore_rl.algorithms.losses import ValueClipSettings, negative_log_likelihoo
 from mcore_rl.checkpoint.run_checkpoints import RunCheckpoint
 from mcore_rl.config.resolve import for_lane, resolve
 from mcore_rl.config.resolve_distillation import OF_TOP_TOKENS
+from mcore_rl.config.resolve_mode import get_loop
 from mcore_rl.config.schema import EngineConfig, Layout, LoRAConfig, RLConfig
 from mcore_rl.controller.batch_ops import select_small_columns
 from mcore_rl.controller.pending import gathered
@@ -326,7 +327,7 @@ def _start_models(
     if starting:
         servers.connect_models(frozen_servers.addresses(gathered(starting)))
     sync = connect(config, actor, servers, room.weight_bytes(config))
-    is_async = config.trainer.mode == "fully_async"
+    is_async = get_loop(config.trainer) == "fully_async"
     return DeviceSharing(placement, models, servers, sync, keeps_requests=is_async)
 
 
