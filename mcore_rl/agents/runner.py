@@ -45,7 +45,7 @@ from mcore_rl.config.agent_schema import AgentConfig
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.data.sample import Sample, TrajectoryStatus
 from mcore_rl.inference.protocol import Gate, Generator, SamplingParams
-from mcore_rl.rewards.base import RewardError
+from mcore_rl.rewards.registry import RewardError
 
 LOOPS: Registry[Callable[..., Any]] = Registry("agent.loop", ("agent",), "agent.settings")
 LOOPS.register("tools")(ToolLoop)
@@ -90,14 +90,14 @@ def check_agent(
     sources = load_tool_sources(config)
     if sources and codec.tool_refusal:
         raise ConfigError(f"agent.tools: the codec {codec.name} takes none: {codec.tool_refusal}")
-    settings = LOOPS.settings(config.loop, config.settings)
+    settings = LOOPS.build_settings(config.loop, config.settings)
     if (model := getattr(settings, "model", None)) is not None and model not in models:
         raise ConfigError(
             f"agent.settings.model={model!r} is none of models; allowed: "
             f"{', '.join(models) or 'none, as models is empty'}"
         )
     if config.environment:
-        environment = ENVIRONMENTS.settings(config.environment, config.environment_settings)
+        environment = ENVIRONMENTS.build_settings(config.environment, config.environment_settings)
         if check := getattr(ENVIRONMENTS[config.environment], "check", None):
             check(environment)
     return codec, sources
@@ -114,7 +114,7 @@ def try_out(config: AgentConfig, fields: Mapping[str, Any]) -> None:
     """
     asyncio.run(try_mcp_servers(config))
     if check := getattr(LOOPS[config.loop], "try_out", None):
-        check(LOOPS.settings(config.loop, config.settings), config.max_turns, fields)
+        check(LOOPS.build_settings(config.loop, config.settings), config.max_turns, fields)
 
 
 class Timeout:
@@ -219,7 +219,7 @@ class AgentRunner:
         self._running: dict[tuple[int, int], _Trajectory] = {}  # by group id and trajectory
         self.gate = Gate()  # holds requests of programs, and trajectories that have yet to begin
         self._api_server = ApiServer(max_context)
-        self._loop: AgentLoop = LOOPS.bound(config.loop, config.settings)(self)
+        self._loop: AgentLoop = LOOPS.bind(config.loop, config.settings)(self)
 
     def __getattr__(self, name: str) -> Any:
         if name not in _RENAMED:
@@ -406,7 +406,7 @@ class AgentRunner:
     @asynccontextmanager
     async def environment(self, task: Task) -> AsyncIterator[Environment]:
         """Make the environment of a trajectory; see `loops.Agent`."""
-        make = ENVIRONMENTS.bound(self._config.environment, self._config.environment_settings)
+        make = ENVIRONMENTS.bind(self._config.environment, self._config.environment_settings)
         environment: Environment = make(task.fields)
         try:
             yield environment

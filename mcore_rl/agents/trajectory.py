@@ -13,7 +13,7 @@ from collections.abc import Sequence, Set
 from mcore_rl.agents.session import Turn, is_continuation
 from mcore_rl.data.batch import NO_STATE
 from mcore_rl.data.sample import Sample, TrajectoryStatus, TurnSpan
-from mcore_rl.rewards.base import token_fault
+from mcore_rl.rewards.registry import find_token_fault
 
 MASKED_VERSION = -1  # weight version of tokens that the policy did not sample
 
@@ -131,7 +131,7 @@ def assign_turn_rewards(
                     _add_rewards(sample, span.end - 1, [by_turn[span.turn_id]])
     if not token_rewards:
         return
-    if problem := token_fault(token_rewards, [len(turn.token_ids) for turn in turns]):
+    if problem := find_token_fault(token_rewards, [len(turn.token_ids) for turn in turns]):
         raise ValueError(problem)
     of_tokens = {turn.turn_id: row for turn, row in zip(turns, token_rewards, strict=True)}
     for sample in samples:

@@ -20,7 +20,7 @@ from mcore_rl.controller.pending import gathered
 from mcore_rl.controller.worker_group import wait_until_built
 from mcore_rl.data.batch import Batch
 from mcore_rl.data.datasets import PromptDataset
-from mcore_rl.data.prompt_batches import held_out_batch
+from mcore_rl.data.prompt_batches import build_held_out_batch
 from mcore_rl.data.tokenizer import check_tokenizer_matches, load_tokenizer
 from mcore_rl.jobs.dry_run import say, show
 from mcore_rl.jobs.eval_report import SetSamples, metrics_of, print_table
@@ -49,8 +49,8 @@ from mcore_rl.observability.memory import PeakMemory
 from mcore_rl.observability.start import began
 from mcore_rl.observability.versions import versions
 from mcore_rl.observability.warnings import warn
-from mcore_rl.rewards.base import FindAnswer, answers_of
-from mcore_rl.rewards.judge import Judge, check_columns, check_judges
+from mcore_rl.rewards.manager import RewardManager, check_columns, check_judge_models
+from mcore_rl.rewards.registry import FindAnswer, get_answer_finder
 from mcore_rl.rollout.manager import RolloutPool
 
 _ROUNDS = 4  # a call asks for this many times what the servers run at once
@@ -166,8 +166,8 @@ def dry_run(config: EvalConfig, console: Console | None = None) -> None:
 def _check(config: EvalConfig) -> _Inputs:
     chat_date = config.model.chat_date or chat_date_of(config.model.path)
     run = as_run(config, lane(), str(model_folder(config.model.path)), chat_date)
-    Judge(config.reward, config.rollout.max_response_tokens)  # checks names and settings
-    check_judges(config.reward, ())
+    RewardManager(config.reward, config.rollout.max_response_tokens)  # checks names and settings
+    check_judge_models(config.reward, ())
     check_model(run)
     tokenizer = load_tokenizer(run.model.path, run.model.chat_date)
     check_tokenizer_matches(tokenizer, get_field(read_config(run.model.path), "vocab_size"))
@@ -194,7 +194,7 @@ def _find_answer(config: EvalConfig) -> FindAnswer | None:
     if name not in terms:
         return None
     key = f"reward.terms.{name}" if name else "reward"
-    return answers_of(key, terms[name].name, terms[name].settings)
+    return get_answer_finder(key, terms[name].name, terms[name].settings)
 
 
 def _tell_of_votes(inputs: _Inputs) -> None:
@@ -227,7 +227,7 @@ def _serving(inputs: _Inputs, logs: Path) -> Iterator[RolloutPool]:
 def _evaluate(name: str, inputs: _Inputs, pool: RolloutPool, folder: Path) -> dict[str, Any]:
     """Sample one set, write its samples, and return its metrics."""
     config, servers = inputs.config, inputs.config.rollout
-    prompts = held_out_batch(inputs.sets[name], inputs.num_prompts(name))
+    prompts = build_held_out_batch(inputs.sets[name], inputs.num_prompts(name))
     at_once = servers.num_servers * servers.max_num_seqs
     size = max(servers.num_servers, _ROUNDS * at_once // servers.n)
     parts: list[Batch] = []

@@ -21,7 +21,7 @@ from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.json_file import read_json_object
 from mcore_rl.config.resolve import MAX_SEED
 from mcore_rl.data.files import Row, RowSource, open_file, open_rows
-from mcore_rl.data.publishers import PUBLISHERS, LeftOut, Publisher, Values
+from mcore_rl.data.publishers import PUBLISHERS, Publisher, RowSkipped, Values
 from mcore_rl.jobs.failure import RunFailed
 from mcore_rl.jobs.tasks import TASKS
 
@@ -118,9 +118,9 @@ def _made(
                 prompt = hashlib.sha256(json.dumps(made["messages"]).encode()).digest()
                 if prompt in answers:
                     is_same = answers[prompt] == made["answer"]
-                    raise LeftOut(f"prompt seen before, {'same' if is_same else 'other'} answer")
+                    raise RowSkipped(f"prompt seen before, {'same' if is_same else 'other'} answer")
                 answers[prompt] = made["answer"]
-        except LeftOut as reason:
+        except RowSkipped as reason:
             left_out[str(reason)] += 1
         else:
             yield made

@@ -16,7 +16,7 @@ from mcore_rl.data.tokenizer import (
     check_tokenizer_matches,
     has_tokenizer,
     load_tokenizer,
-    stop_ids_of,
+    read_stop_ids,
 )
 from mcore_rl.jobs.placement import models_with_paths
 from mcore_rl.models.base import (
@@ -78,6 +78,6 @@ def check_models(config: RLConfig) -> None:
         check_tokenizer_matches(tokenizer, get_field(found, "vocab_size"))
         try:
             kind = cast(CodecKind, model.codec)
-            select_codec(tokenizer, kind, stop_ids=stop_ids_of(model.path, f"{key}.path"))
+            select_codec(tokenizer, kind, stop_ids=read_stop_ids(model.path, f"{key}.path"))
         except ConfigError as error:
             raise ConfigError(f"{key}.path={model.path!r}: {error}") from error

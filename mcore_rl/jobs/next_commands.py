@@ -10,7 +10,7 @@ from mcore_rl.config.eval_schema import EvalConfig
 from mcore_rl.config.schema import RLConfig, RolloutConfig
 from mcore_rl.config.sources import test_files
 from mcore_rl.config.train_schema import RMConfig, TrainConfig
-from mcore_rl.data.sample_tables import tables_in
+from mcore_rl.data.sample_tables import list_tables
 from mcore_rl.data.tasks.prepared import prepared
 from mcore_rl.observability.command_lines import wrap_command
 
@@ -35,7 +35,7 @@ def _commands(folder: Path, config: RLConfig | TrainConfig) -> Iterator[list[str
     if isinstance(config, RMConfig):
         yield ["rl", "recipe=MINE.yaml", f"reward_model.model_path={folder / CHECKPOINT}"]
         return
-    if tables_in(folder):
+    if list_tables(folder):
         yield ["samples", str(folder)]
     own = [*_list_eval_settings(folder, config)] if isinstance(config, RLConfig) else [_SET]
     if own:

@@ -18,7 +18,7 @@ from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import Layout, RLConfig
 from mcore_rl.config.train_schema import TrainConfig
 from mcore_rl.controller.run_scope import run_scope
-from mcore_rl.data.sample_tables import go_on_after
+from mcore_rl.data.sample_tables import resume_tables
 from mcore_rl.jobs.failure import RunFailed
 from mcore_rl.jobs.next_commands import CHECKPOINT, list_next_commands
 from mcore_rl.observability.console import (
@@ -213,7 +213,7 @@ class RunOutput:
             shutil.rmtree(folder / CHECKPOINT, ignore_errors=True)
             if resumed.run != folder.absolute():  # of "auto", after a start that saved nothing
                 config = replace(config, resume=str(resumed.path))
-        go_on_after(folder, *((resumed.step, resumed.run) if resumed else (-1, folder)))
+        resume_tables(folder, *((resumed.step, resumed.run) if resumed else (-1, folder)))
         tracked = TrackedRun(folder, config.trainer.tracker_project, asdict(config))
         self._sinks = MetricsSinks(tracked, rows, config.trainer.trackers)
         self._rewards: list[float] = [row["reward"] for row in rows if "reward" in row]

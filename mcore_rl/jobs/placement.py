@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mcore_rl.algorithms.advantages import ADVANTAGES
-from mcore_rl.algorithms.inputs import needs_of
+from mcore_rl.algorithms.inputs import get_needs
 from mcore_rl.config.resolve import OWN_POOL, pool_of
 from mcore_rl.config.resolve_distillation import teachers_of
 from mcore_rl.config.resolve_models import ROLE, ServedModel, served_models
@@ -79,7 +79,7 @@ def needs_reference(config: RLConfig) -> bool:
 
 def needs_critic(config: RLConfig) -> bool:
     """Whether there is a value model: the advantage function reads values."""
-    return "values" in needs_of(ADVANTAGES[config.algorithm.advantage])
+    return "values" in get_needs(ADVANTAGES[config.algorithm.advantage])
 
 
 def models_of(config: RLConfig) -> set[str]:

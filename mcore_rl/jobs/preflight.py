@@ -39,7 +39,7 @@ from mcore_rl.data.tokenizer import (
     check_tokenizer_matches,
     has_tokenizer,
     load_tokenizer,
-    stop_ids_of,
+    read_stop_ids,
 )
 from mcore_rl.engine.base import backend_of
 from mcore_rl.engine.lora_targets import check_targets
@@ -61,7 +61,12 @@ from mcore_rl.models.base import (
 from mcore_rl.models.heads import build_value_config
 from mcore_rl.observability.trackers import check_trackers
 from mcore_rl.reshard.rules import list_logical_tensors
-from mcore_rl.rewards.judge import Judge, answer_check, check_columns, check_judges
+from mcore_rl.rewards.manager import (
+    RewardManager,
+    build_answer_check,
+    check_columns,
+    check_judge_models,
+)
 from mcore_rl.trainers.policy_loss import check_functions, check_greedy
 from mcore_rl.weight_sync.nixl import import_nixl
 from mcore_rl.weight_sync.shared_memory import check_allocator
@@ -162,11 +167,11 @@ def _check_choices(config: RLConfig) -> None:
     check_functions(config.algorithm, config.agent.loop)
     check_greedy(config)
     if curriculum := config.data.curriculum.name:
-        CURRICULA.bound(curriculum, config.data.curriculum.settings)
+        CURRICULA.bind(curriculum, config.data.curriculum.settings)
     check_trackers(config.trainer.trackers)
     lengths = config.rollout.max_response_tokens, config.evaluation.max_response_tokens
-    Judge(config.reward, min(filter(None, lengths)))  # checks names and settings
-    check_judges(config.reward, served_models(config))
+    RewardManager(config.reward, min(filter(None, lengths)))  # checks names and settings
+    check_judge_models(config.reward, served_models(config))
     check_reward_parts(config)
     if config.weight_sync.method == "disaggregated" and config.weight_sync.transport == "nixl":
         import_nixl()
@@ -187,7 +192,7 @@ def _read_data(config: RLConfig) -> Inputs:
     tokenizer = load_tokenizer(config.model.path, config.model.chat_date)
     check_tokenizer_matches(tokenizer, get_field(read_config(config.model.path), "vocab_size"))
     if config.agent.loop != "single_turn":
-        models, stop_ids = served_models(config), stop_ids_of(config.model.path)
+        models, stop_ids = served_models(config), read_stop_ids(config.model.path)
         check_agent(config.agent, tokenizer, models, stop_ids)
     inputs = Inputs(
         tokenizer=tokenizer,
@@ -213,7 +218,7 @@ def prompts_of(
     found = []
     loop = config.agent.loop
     check_chat = None if loop == "single_turn" else parse_messages
-    check_answer = answer_check(config.reward) if loop in REWARDED_LOOPS else None
+    check_answer = build_answer_check(config.reward) if loop in REWARDED_LOOPS else None
     for setting, name in files.items():
         prompts = load_prompts(
             name,

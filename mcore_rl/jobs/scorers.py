@@ -95,8 +95,8 @@ def _check_teacher_column(config: RLConfig) -> None:
     names, column = teachers_of(config.teacher), Column(config.teacher.column, "teacher.column")
     for name in filter(None, config.data.train_files or [config.data.train_file]):
         for row in open_rows(name, "data.train_file"):
-            if (found := column.text(row)) not in names:
-                raise column.refusal(row, found, f"one of: {', '.join(names)}")
+            if (found := column.get_text(row)) not in names:
+                raise column.build_error(row, found, f"one of: {', '.join(names)}")
 
 
 def _setting(role: str) -> str:

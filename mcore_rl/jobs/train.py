@@ -135,7 +135,7 @@ def _train(run: _Run, make: MakeGroup) -> None:
         objective = _objective(config, model, make)
     batch_size, num_bytes = config.trainer.batch_size, room.weight_bytes(config)
     rows, weights = inputs.train, data_of(config).train_weights
-    batches = ExampleBatches(rows.batch, rows.sizes, batch_size, config.seed, weights)
+    batches = ExampleBatches(rows.take, rows.sizes, batch_size, config.seed, weights)
     checkpoints = CheckpointManager(
         config,
         output.folder,
@@ -176,7 +176,7 @@ def _objective(config: TrainConfig, model: Group, make: MakeGroup) -> Objective:
     if isinstance(config, RMConfig):
         return RewardObjective(model)
     assert isinstance(config, DPOConfig)
-    loss = PREFERENCE_LOSSES.bound(config.loss, config.loss_settings)
+    loss = PREFERENCE_LOSSES.bind(config.loss, config.loss_settings)
     if not needs_reference(config):
         return PreferenceObjective(model, loss, None)
     if not has_reference_model(config):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import mcore_rl.models  # noqa: F401  (fills the family registry)
 from mcore_rl.algorithms.aggregation import AGGREGATIONS
-from mcore_rl.algorithms.inputs import check_needs, needs_of
+from mcore_rl.algorithms.inputs import check_needs, get_needs
 from mcore_rl.algorithms.preference import PREFERENCE_LOSSES
 from mcore_rl.checkpoint.hf import CheckpointReader, read_checkpoint_config
 from mcore_rl.config.errors import ConfigError
@@ -67,7 +67,7 @@ def needs_reference(config: TrainConfig) -> bool:
     """Whether the loss reads the log-probs of a reference model."""
     if not isinstance(config, DPOConfig):
         return False
-    return "reference_log_probs" in needs_of(PREFERENCE_LOSSES[config.loss])
+    return "reference_log_probs" in get_needs(PREFERENCE_LOSSES[config.loss])
 
 
 def has_reference_model(config: TrainConfig) -> bool:
@@ -119,10 +119,10 @@ def _refuse_fewer(setting: str, drawn: int, source: str, num_rows: int) -> None:
 
 def _check_functions(config: TrainConfig) -> None:
     if isinstance(config, SFTConfig):
-        AGGREGATIONS.bound(config.loss_aggregation, {})
+        AGGREGATIONS.bind(config.loss_aggregation, {})
     if isinstance(config, DPOConfig):
-        PREFERENCE_LOSSES.bound(config.loss, config.loss_settings)
-        needed = needs_of(PREFERENCE_LOSSES[config.loss])
+        PREFERENCE_LOSSES.bind(config.loss, config.loss_settings)
+        needed = get_needs(PREFERENCE_LOSSES[config.loss])
         check_needs(needed, {"reference_log_probs"}, f"loss={config.loss!r}")
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from mcore_rl.algorithms.sample_choice import kept_groups
+from mcore_rl.algorithms.sample_choice import filter_groups
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.controller.batch_ops import (
     find_lost_groups,
@@ -91,7 +91,7 @@ class AsyncRollout:
 
     def _begin(self) -> None:
         if begun := self.admission.begin():
-            prompts = self._prompts.again({group.group_id: group.row for group in begun})
+            prompts = self._prompts.build_batch({group.group_id: group.row for group in begun})
             self._rollout.begin(prompts, n=self._config.algorithm.group_size)
 
     @contextlib.contextmanager
@@ -251,7 +251,7 @@ class AsyncRollout:
         oldest = int(versions[versions >= 0].min(initial=np.iinfo(np.int64).max))
         oldest = oldest if (versions >= 0).any() else -1
         if config.teacher.column:
-            prompts = self._prompts.again({group_id: self.queue.row_of(group_id)})
+            prompts = self._prompts.build_batch({group_id: self.queue.row_of(group_id)})
             batch = add_teacher_names(batch, prompts, config.teacher.column)
         self.queue.finish(group_id, oldest, len(batch), {SAMPLES: batch})
         if self._passes(batch):
@@ -266,7 +266,7 @@ class AsyncRollout:
             return True
         if self._config.reward.on_error == "drop":
             batch = batch.take(np.flatnonzero(batch.array("reward_errors") == "").tolist())
-        return len(batch) > 0 and len(select_rows(kept_groups, batch, policy)) > 0
+        return len(batch) > 0 and len(select_rows(filter_groups, batch, policy)) > 0
 
     def _select_too_few(self, step: int, num_needed: int) -> list[SampleGroup[Batch]]:
         """Return what there is, when the filter has rejected as many as it may in a step."""

@@ -25,9 +25,9 @@ from mcore_rl.algorithms.sample_choice import CURRICULA
 from mcore_rl.config.resolve_distillation import teachers_of
 from mcore_rl.config.schema import RLConfig
 from mcore_rl.data.batch import Batch, Samples
-from mcore_rl.data.curriculum import CurriculumSampler
 from mcore_rl.data.datasets import PromptDataset
 from mcore_rl.data.prompt_batches import PromptBatches
+from mcore_rl.data.sampler import CurriculumSampler
 from mcore_rl.engine.base import LossFunction
 from mcore_rl.observability.metrics import Report
 from mcore_rl.observability.stopwatch import Stopwatch
@@ -231,6 +231,6 @@ def build_prompt_batches(config: RLConfig, prompts: PromptDataset) -> PromptBatc
     """Return the batches of training prompts, by success rates with data.curriculum."""
     data, num, curriculum = config.data, config.trainer.prompts_per_step, None
     if name := data.curriculum.name:
-        weight = CURRICULA.bound(name, data.curriculum.settings)
+        weight = CURRICULA.bind(name, data.curriculum.settings)
         curriculum = CurriculumSampler(len(prompts), num, config.seed, data.curriculum, weight)
     return PromptBatches(prompts, num, config.seed, data.train_weights, curriculum)

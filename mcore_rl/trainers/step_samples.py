@@ -11,9 +11,9 @@ import numpy as np
 
 from mcore_rl.algorithms.sample_choice import (
     CHOICE_STREAM,
-    kept_groups,
-    kept_responses,
-    reward_or_part,
+    choose_responses,
+    filter_groups,
+    get_reward_or_part,
 )
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import RLConfig
@@ -74,7 +74,7 @@ class StepSampler:
             generated = concat_batches(rounds)
             policy_checks.check_versions(generated, step - 1 - age)
             batch, metrics = self.apply_rewards(generated, step)
-            passed = select_rows(kept_groups, batch, policy)
+            passed = select_rows(filter_groups, batch, policy)
             if count_groups(passed) >= num_needed or len(rounds) == policy.max_rounds:
                 break
         self.update_curriculum(generated, batch)
@@ -118,8 +118,10 @@ class StepSampler:
         """Report successes by group; `batch` has the samples of `generated` that got a reward."""
         curriculum = self.config.data.curriculum
         if curriculum.name:
-            trajectories = Trajectories(get_sample_columns(batch)).joined()
-            rewards = reward_or_part(trajectories, curriculum.success, "data.curriculum.success")
+            trajectories = Trajectories(get_sample_columns(batch)).join()
+            rewards = get_reward_or_part(
+                trajectories, curriculum.success, "data.curriculum.success"
+            )
             has_succeeded = rewards >= curriculum.min_reward
             group_ids = trajectories.array("group_ids")
             self.prompts.observe(generated.array("group_ids"), group_ids, has_succeeded)
@@ -134,7 +136,7 @@ class StepSampler:
         policy, replay = self.config.algorithm.samples, self.config.algorithm.samples.replay
         if policy.advantages_of == "kept":
             seed = [self.config.seed, step, CHOICE_STREAM]
-            fresh = select_rows(kept_responses, fresh, policy, seed)
+            fresh = select_rows(choose_responses, fresh, policy, seed)
         if not replay.share:
             return fresh, {}
         self.replay.add(fresh, step)
@@ -210,7 +212,7 @@ def compute_failure_rate(batch: Samples) -> float:
 def shuffle_rewards(batch: B, seed: Sequence[int]) -> B:
     """Permute rewards over the samples and drop those of tokens: no signal is left."""
     rewards = np.random.default_rng(seed).permutation(batch.array("rewards"))
-    return batch.without("process_rewards").with_columns(rewards=rewards)
+    return batch.drop_columns("process_rewards").with_columns(rewards=rewards)
 
 
 def add_baseline_rewards(batch: B, greedy: Samples) -> B:
@@ -252,7 +254,7 @@ def add_teacher_names(batch: B, prompts: Batch, column: str) -> B:
 def describe_samples(batch: Samples) -> dict[str, float]:
     """Return metrics of generated samples, over trajectories."""
     num_samples, num_turns = len(batch), batch.array("turns").sum() if "turns" in batch else 0
-    batch = Trajectories(get_sample_columns(batch)).joined()
+    batch = Trajectories(get_sample_columns(batch)).join()
     lengths = batch.array("response_tokens")
     metrics: dict[str, Any] = {
         "reward": batch.array("rewards").mean(),

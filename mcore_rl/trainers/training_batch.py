@@ -12,20 +12,24 @@ from typing import TypeVar
 
 import numpy as np
 
-from mcore_rl.algorithms.advantages import token_advantages
-from mcore_rl.algorithms.aggregation import loss_weights, top_entropy_mask
-from mcore_rl.algorithms.correction import corrected, find_gaps_beyond
-from mcore_rl.algorithms.distillation import distillation_metrics, sampled_kl
-from mcore_rl.algorithms.inputs import LOSS_WEIGHTS, WEIGHTS, stream_name
+from mcore_rl.algorithms.advantages import add_token_rewards, compute_advantages
+from mcore_rl.algorithms.aggregation import compute_loss_weights, select_top_entropy
+from mcore_rl.algorithms.correction import apply_correction, find_gaps_beyond
+from mcore_rl.algorithms.distillation import compute_distillation_metrics, compute_sampled_kl
+from mcore_rl.algorithms.inputs import (
+    LOSS_WEIGHTS,
+    WEIGHTS,
+    MiniBatchInputs,
+    get_loss_name,
+    prepare_columns,
+)
 from mcore_rl.algorithms.losses import LOSSES
-from mcore_rl.algorithms.prepared import MiniBatchInputs, prepared_columns
-from mcore_rl.algorithms.sample_choice import CHOICE_STREAM, kept_responses
-from mcore_rl.algorithms.token_rewards import with_token_rewards
+from mcore_rl.algorithms.sample_choice import CHOICE_STREAM, choose_responses
 from mcore_rl.config.resolve_distillation import OF_TOP_TOKENS
 from mcore_rl.config.samples_schema import SamplesConfig
 from mcore_rl.config.schema import AlgorithmConfig, TrainerConfig
 from mcore_rl.controller.batch_ops import B, select_rows
-from mcore_rl.data.batch import NOT_SAID, Batch, Jagged, Samples
+from mcore_rl.data.batch import UNSET, Batch, Jagged, Samples
 from mcore_rl.data.trajectories import Trajectories
 from mcore_rl.observability.metrics import merge
 from mcore_rl.trainers.policy_checks import (
@@ -79,7 +83,7 @@ def build_training_batch(
         gaps, metrics = compute_gaps_and_mismatch(batch, algorithm.correction, version)
     if find_gaps_beyond(gaps, get_gap_bounds(trainer)):
         return Batch({}), Batch({}), BatchStats(gaps, metrics, {}, [])
-    samples = add_advantages(with_token_rewards(batch, algorithm), algorithm)
+    samples = add_advantages(add_token_rewards(batch, algorithm), algorithm)
     selected = select_responses(samples, algorithm.samples, seed)
     weighted = selected
     if "log_probs" not in batch:
@@ -89,7 +93,10 @@ def build_training_batch(
     num = algorithm.num_mini_batches
     weighted, counts = map_mini_batches(weighted, num, seed, add_loss_weights, algorithm)
     metrics = (
-        metrics | compute_policy_entropy(batch) | distillation_metrics(batch) | correction_metrics
+        metrics
+        | compute_policy_entropy(batch)
+        | compute_distillation_metrics(batch)
+        | correction_metrics
     )
     stats = BatchStats(gaps, metrics, find_warnings(samples), counts)
     return _select_new(samples, batch), _select_new(weighted, selected), stats
@@ -127,12 +134,12 @@ def add_advantages(batch: Batch, algorithm: AlgorithmConfig) -> Batch:
     """
     distillation, responses = algorithm.distillation, batch.jagged("response_ids")
     if distillation.loss == "off" or distillation.use_reward:
-        columns = token_advantages(batch, algorithm.advantage, algorithm.advantage_settings)
+        columns = compute_advantages(batch, algorithm.advantage, algorithm.advantage_settings)
     else:
         zeros = np.zeros(len(responses.values), np.float32)
         columns = {"advantages": responses.with_values(zeros)}
     if distillation.loss == "sampled_kl":
-        kl = np.float32(distillation.coef) * sampled_kl(batch).values
+        kl = np.float32(distillation.coef) * compute_sampled_kl(batch).values
         columns["advantages"] = responses.with_values(columns["advantages"].values - kl)
     return batch.with_columns(**columns)
 
@@ -142,7 +149,7 @@ def select_responses(batch: B, samples: SamplesConfig, seed: Sequence[int]) -> B
     is_later = samples.advantages_of == "generated"
     if not is_later:
         return batch
-    return select_rows(kept_responses, batch, samples, [*seed, CHOICE_STREAM])
+    return select_rows(choose_responses, batch, samples, [*seed, CHOICE_STREAM])
 
 
 def mask_truncated(batch: Batch, samples: SamplesConfig) -> Batch:
@@ -169,15 +176,15 @@ def _get_cross_entropy_mask(batch: Batch) -> Jagged:
     if "cross_entropy_mask" not in batch:
         return response_mask.with_values(is_not_chosen)
     mask = batch.jagged("cross_entropy_mask")
-    return mask.with_values(np.where(mask.values == NOT_SAID, is_not_chosen, mask.values))
+    return mask.with_values(np.where(mask.values == UNSET, is_not_chosen, mask.values))
 
 
 def add_corrections(batch: Batch, algorithm: AlgorithmConfig) -> tuple[Batch, dict[str, float]]:
     """Add the columns of algorithm.correction and top_entropy_share; return their metrics too."""
-    batch, metrics = corrected(batch, algorithm.correction)
+    batch, metrics = apply_correction(batch, algorithm.correction)
     if algorithm.top_entropy_share < 1:
         entropy, mask = batch.jagged("entropy"), batch.jagged("response_mask")
-        highest = top_entropy_mask(entropy, mask, algorithm.top_entropy_share)
+        highest = select_top_entropy(entropy, mask, algorithm.top_entropy_share)
         batch = batch.with_columns(top_entropy_mask=highest)
     return batch, metrics
 
@@ -226,14 +233,14 @@ def _compute_weights(
     if not mask.values.any():
         return mask.with_values(np.zeros(len(mask.values), np.float32))
     mode, settings = algorithm.loss_aggregation, algorithm.loss_aggregation_settings
-    weights = loss_weights(mask, mode, settings, trajectories.numbers)
+    weights = compute_loss_weights(mask, mode, settings, trajectories.numbers)
     return weights.with_values(weights.values * np.float32(coef))
 
 
 def add_token_weights(batch: Batch, aggregation: str) -> tuple[Batch, TokenCounts]:
     """Add loss_weights over the tokens that the policy chose; return how many are not 0."""
     sequences = Trajectories(batch).numbers
-    weights = loss_weights(batch.jagged("response_mask"), aggregation, sequences=sequences)
+    weights = compute_loss_weights(batch.jagged("response_mask"), aggregation, sequences=sequences)
     counts = count_trained_tokens(Batch({LOSS_WEIGHTS: weights}))
     return batch.with_columns(loss_weights=weights), counts
 
@@ -243,9 +250,9 @@ def add_prepared_columns(batch: Batch, algorithm: AlgorithmConfig, seed: Sequenc
 
     The batch has current_log_probs and entropy of the policy as it is before the update.
     """
-    columns = prepared_columns(
+    columns = prepare_columns(
         LOSSES[algorithm.loss],
-        LOSSES.settings(algorithm.loss, algorithm.loss_settings),
+        LOSSES.build_settings(algorithm.loss, algorithm.loss_settings),
         MiniBatchInputs(batch, seed),
         f"{LOSSES.setting}={algorithm.loss!r}",
     )
@@ -351,7 +358,7 @@ def _get_weight(name: str, step: StepMetrics) -> float:
         return step.num_tokens
     if name in _METRICS_OF_A_STEP or name.startswith(_PREFIX_OF_ROUTERS):
         return 1
-    if name in map(stream_name, step.counts):
+    if name in map(get_loss_name, step.counts):
         return 1
     column = COLUMN_OF_METRIC.get(name, LOSS_WEIGHTS)
     return step.counts.get(column, step.counts[LOSS_WEIGHTS])

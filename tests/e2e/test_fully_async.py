@@ -7,7 +7,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from mcore_rl.data.sample_tables import tables_in
+from mcore_rl.data.sample_tables import list_tables
 from tests.e2e.outcomes import rows_of
 from tests.e2e.test_kill import steps
 from tests.e2e.test_one_step_off import SETTINGS
@@ -32,7 +32,7 @@ def trained(output: Path) -> list[dict[str, float]]:
 def groups_of(output: Path) -> list[int]:
     """Those trained on, step after step, by the tables of samples."""
     tables = [
-        pq.read_table(table).column("group").to_pylist() for table in tables_in(output).values()
+        pq.read_table(table).column("group").to_pylist() for table in list_tables(output).values()
     ]
     return [group for groups in tables for group in sorted(set(groups))]
 

@@ -26,7 +26,7 @@ from mcore_rl.config.agent_schema import AgentConfig
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.inference.protocol import SamplingParams
 from mcore_rl.jobs.make_verifiers import TaskRange, make_verifiers
-from mcore_rl.rewards.base import RewardError
+from mcore_rl.rewards.registry import RewardError
 from tests.e2e.outcomes import rows_of
 from tests.e2e.test_resume import ONE_RANK
 from tests.e2e.verifiers_environment import FOLDERS, interpreter

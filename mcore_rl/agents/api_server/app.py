@@ -42,7 +42,7 @@ from mcore_rl.agents.api_server.sessions import SessionHandler
 from mcore_rl.agents.frozen_model import ABORT, GENERATE
 from mcore_rl.agents.session import group_versions
 from mcore_rl.inference.protocol import Completion, Generator, SamplingParams
-from mcore_rl.rewards.base import token_fault
+from mcore_rl.rewards.registry import find_token_fault
 
 COMMENTS_S = 5.0  # between the comments of a stream while its answer is sampled
 IDEMPOTENCY = "idempotency-key"  # a header
@@ -135,7 +135,7 @@ def _add_session_routes(app: FastAPI) -> None:
             reason = f"{len(turn_rewards)} turn_rewards; the session has {len(turns)} turns"
             raise RefusalError(400, "invalid_request", reason, param="turn_rewards")
         lengths = [len(turn.token_ids) for turn in turns]
-        if body.token_rewards and (reason := token_fault(body.token_rewards, lengths)):
+        if body.token_rewards and (reason := find_token_fault(body.token_rewards, lengths)):
             raise RefusalError(400, "invalid_request", reason, param="token_rewards")
         session.reward, session.turn_rewards = body.reward, turn_rewards
         session.token_rewards = tuple(body.token_rewards)

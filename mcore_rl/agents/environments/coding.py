@@ -13,9 +13,8 @@ from mcore_rl.agents.chat_template.codec import ChatMessage, ParsedTurn, ToolSpe
 from mcore_rl.agents.environments.base import Attempts, EnvironmentStep, format_feedback
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.sandbox_schema import SandboxSettings
-from mcore_rl.rewards.rules_code import RUN_ASSERTS, last_program, output_lines, read_tests
-from mcore_rl.sandbox.call import SandboxError
-from mcore_rl.sandbox.sandbox import Sandbox
+from mcore_rl.rewards.code import RUN_ASSERTS, find_last_program, read_tests, split_output
+from mcore_rl.sandbox.sandbox import Sandbox, SandboxError
 
 _MAX_SHOWN = 400  # characters of a test, its output or an error, in feedback
 
@@ -63,7 +62,7 @@ class Coding:
 
     async def step(self, turn: ParsedTurn) -> EnvironmentStep:
         """Test the last program of a turn."""
-        program = last_program(turn.content)
+        program = find_last_program(turn.content)
         problem = "There is no ```python block in your answer."
         if program is not None:
             problem = await self._find_problem(program)
@@ -98,8 +97,8 @@ class Coding:
         pairs = zip(self._tests["inputs"], self._tests["outputs"], strict=True)
         for given, expected in pairs:
             result = await self._sandbox.run_async(program, stdin=given)
-            printed = output_lines(result.stdout)
-            if result.status == "ok" and printed == output_lines(expected):
+            printed = split_output(result.stdout)
+            if result.status == "ok" and printed == split_output(expected):
                 continue
             outcome = f"it prints {_quote(result.stdout)}"
             if result.status != "ok":

@@ -20,8 +20,7 @@ from mcore_rl.config.agent_schema import AgentConfig
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.import_path import is_import_path, load
 from mcore_rl.config.sandbox_schema import SandboxSettings
-from mcore_rl.sandbox.call import SandboxError
-from mcore_rl.sandbox.sandbox import Sandbox
+from mcore_rl.sandbox.sandbox import Sandbox, SandboxError
 
 BUILT_IN = ("calculator", "python", "search")
 _FILE_ENDINGS = (".yaml", ".yml", ".json")

@@ -228,7 +228,7 @@ class Servers:
     def _samples(self, group: int) -> Batch:
         lengths, is_cut = self._lengths(group)
         starts = self._starts.pop(group)
-        ids = Jagged.of((np.arange(1, 2 + int(n) // ONE_FOR) for n in lengths), np.int64)
+        ids = Jagged.pack((np.arange(1, 2 + int(n) // ONE_FOR) for n in lengths), np.int64)
         one_s = ONE_FOR / self._load.tokens_per_s
         times = np.concatenate([a + row * one_s for a, row in zip(starts, ids, strict=True)])
         pushed, of_pushes = (np.array(column) for column in zip(*self._pushes, strict=True))
@@ -238,7 +238,7 @@ class Servers:
         return Batch(
             {
                 "group_ids": np.full(len(starts), group),
-                "prompt_ids": Jagged.of([[1]] * len(starts), np.int64),
+                "prompt_ids": Jagged.pack([[1]] * len(starts), np.int64),
                 "response_ids": ids,
                 "response_mask": ids.with_values(ones.astype(np.int8)),
                 "rollout_log_probs": ids.with_values(-ones.astype(np.float32)),

@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from mcore_rl.sandbox.probe import probed
+from mcore_rl.sandbox.sandbox import probe_tiers
 from mcore_rl.sandbox.tiers import Tier
 from mcore_rl.tools.doctor import devices
 from mcore_rl.tools.doctor.findings import DoctorRequest, Fact, NodeReport, Status
@@ -185,7 +185,7 @@ def _busy(port: int) -> str:
 
 def look_at_sandbox(report: NodeReport) -> None:
     """Which kind of sandbox works: each is tried, for some tenths of a second."""
-    found = probed("auto")
+    found = probe_tiers("auto")
     if isinstance(found, Tier):
         report.add("sandbox", "ok", str(found))
         return

@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 
 from mcore_rl.config.checks import exists
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.data.sample_tables import METADATA, TOKEN_COLUMNS, TRAJECTORY, tables_in
+from mcore_rl.data.sample_tables import METADATA, TOKEN_COLUMNS, TRAJECTORY, list_tables
 
 _OPTIONAL = ("role", "advantage", "max_logprob_gap", "answer", "columns")
 _OLDER = "of a version of mcore-rl before there was `mcore-rl samples`"
@@ -79,7 +79,7 @@ class SampleReader:
     def __init__(self, run: str, evaluation: str = "") -> None:
         """Raises ConfigError: it is not the folder of a run, or has no tables."""
         exists("RUN", run)
-        self.tables = tables_in(Path(run), evaluation)
+        self.tables = list_tables(Path(run), evaluation)
         if self.tables:
             return
         if not (Path(run) / "config.json").is_file():

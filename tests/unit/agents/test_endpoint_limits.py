@@ -15,7 +15,7 @@ from mcore_rl.agents.single_turn import Prompt
 from mcore_rl.config.agent_schema import AgentConfig
 from mcore_rl.data.sample import Sample
 from mcore_rl.inference.protocol import SamplingParams
-from mcore_rl.rewards.base import RewardError
+from mcore_rl.rewards.registry import RewardError
 from tests.unit.agents.served import (
     AGAIN,
     QUESTION,

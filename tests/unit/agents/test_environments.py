@@ -13,7 +13,7 @@ from mcore_rl.agents.environments.coding import Coding, CodingSettings
 from mcore_rl.agents.environments.countdown import Countdown, CountdownSettings, find_expression
 from mcore_rl.agents.environments.guessing import Guessing, GuessingSettings
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.sandbox.call import SandboxError
+from mcore_rl.sandbox.sandbox import SandboxError
 
 
 def played(environment, *says: str) -> list[tuple[str, float, bool]]:

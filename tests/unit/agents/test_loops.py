@@ -24,7 +24,7 @@ from mcore_rl.config.agent_schema import AgentConfig
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.data.sample import RoutedExperts, Sample
 from mcore_rl.inference.protocol import Completion, SamplingParams
-from mcore_rl.rewards.base import RewardError
+from mcore_rl.rewards.registry import RewardError
 from tests.pages import ROOT
 from tests.unit.agents.families import tokenizer_of
 from tests.unit.repo.test_docs import write_recipes

@@ -15,8 +15,8 @@ from mcore_rl.agents.runner import AgentRunner
 from mcore_rl.agents.session import draw_session_seed, draw_turn_seed
 from mcore_rl.agents.single_turn import Prompt
 from mcore_rl.agents.trajectory import build_samples
-from mcore_rl.algorithms.advantages import token_advantages
-from mcore_rl.algorithms.sample_choice import kept_groups
+from mcore_rl.algorithms.advantages import compute_advantages
+from mcore_rl.algorithms.sample_choice import filter_groups
 from mcore_rl.config.agent_schema import AgentConfig
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.samples_schema import SamplesConfig
@@ -24,8 +24,8 @@ from mcore_rl.config.schema import RewardConfig
 from mcore_rl.data.batch import Batch
 from mcore_rl.data.sample import Sample
 from mcore_rl.inference.protocol import Completion, SamplingParams
-from mcore_rl.rewards.base import RewardError
-from mcore_rl.rewards.judge import Judge
+from mcore_rl.rewards.manager import RewardManager
+from mcore_rl.rewards.registry import RewardError
 from mcore_rl.trainers.step_samples import describe_samples
 from tests.pages import ROOT
 from tests.unit.agents.test_loops import TOKENIZER, Scripted, text_of
@@ -262,15 +262,15 @@ def test_a_role_is_compared_with_itself_and_prompts_are_counted_as_ever():
         a_sample(0, 0, "hider", 0.0), a_sample(0, 4, "guesser", 10.0),
         a_sample(0, 1, "hider", 1.0), a_sample(0, 5, "guesser", 10.0),
     ]  # fmt: skip
-    batch = Batch.of(rows)
-    advantages = token_advantages(batch, "grpo", {"normalize_by_std": False})["advantages"]
+    batch = Batch.collate(rows)
+    advantages = compute_advantages(batch, "grpo", {"normalize_by_std": False})["advantages"]
     assert [row.tolist() for row in advantages] == [[-0.5] * 2, [0.0] * 2, [0.5] * 2, [0.0] * 2]
-    mixed = Batch.of([*map(plain, rows)])
+    mixed = Batch.collate([*map(plain, rows)])
     assert not np.allclose(
-        token_advantages(mixed, "grpo", {"normalize_by_std": False})["advantages"].values,
+        compute_advantages(mixed, "grpo", {"normalize_by_std": False})["advantages"].values,
         advantages.values,
     )
-    groups = kept_groups(batch, SamplesConfig(group_filter="drop_uniform"))
+    groups = filter_groups(batch, SamplesConfig(group_filter="drop_uniform"))
     assert groups.array("roles").tolist() == ["hider", "hider"]
     assert groups.array("group_ids").tolist() == [0, 0]
     metrics = describe_samples(batch)
@@ -310,7 +310,7 @@ def judge_by_model(generator: Verdicts, max_context: int) -> Sample:
         "served_by": "big", "template": "Q: {prompt} A: {response}", "high": 10.0, "votes": 2,
         "temperature": 0.5, "max_tokens": 40,
     }  # fmt: skip
-    judge = Judge(RewardConfig("judge", settings, on_error="zero"))
+    judge = RewardManager(RewardConfig("judge", settings, on_error="zero"))
     model = FrozenModel(generator, CODEC, SamplingParams(top_p=0.9), max_context)  # type: ignore[arg-type]
     judge.models["big"] = make_judge_post(model)
     sample = Sample([], [1, 2], [1, 1], [0.0, 0.0], [0, 0], "stop", 3)

@@ -28,7 +28,7 @@ def talk(
 
     async def run() -> Any:
         async with server.served():
-            made = ENVIRONMENTS.bound("openenv", {"url": server.url, **settings})
+            made = ENVIRONMENTS.bind("openenv", {"url": server.url, **settings})
             environment = made(fields or {})
             try:
                 return await body(environment)
@@ -222,4 +222,4 @@ def test_a_session_is_waited_for_while_all_are_in_use():
 )
 def test_settings_and_rows_that_cannot_work_are_refused(settings, fields, message):
     with pytest.raises(ConfigError, match=message):
-        ENVIRONMENTS.bound("openenv", settings)(fields)
+        ENVIRONMENTS.bind("openenv", settings)(fields)

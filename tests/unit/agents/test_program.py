@@ -21,7 +21,7 @@ from mcore_rl.config.agent_schema import AgentConfig
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.data.sample import Sample
 from mcore_rl.inference.protocol import SamplingParams
-from mcore_rl.rewards.base import RewardError
+from mcore_rl.rewards.registry import RewardError
 from mcore_rl.rollout.worker import EventLoopThread
 from tests.pages import ROOT
 from tests.unit.agents.test_loops import MESSAGES, TOKENIZER, Scripted, is_42

@@ -16,7 +16,7 @@ from mcore_rl.agents.frozen_model import FrozenModel, ModelServerError, make_jud
 from mcore_rl.config.schema import RewardConfig
 from mcore_rl.data.sample import Sample
 from mcore_rl.inference.protocol import Completion, SamplingParams
-from mcore_rl.rewards.judge import Judge
+from mcore_rl.rewards.manager import RewardManager
 from tests.unit.agents.test_loops import TOKENIZER
 from tests.unit.agents.test_models import CODEC
 from tests.unit.agents.test_remote import SAMPLING, SERVER, Server, run, serving, until
@@ -158,7 +158,7 @@ class Judging:
 def test_a_judge_one_of_whose_servers_is_killed_goes_on_scoring(no_pauses):
     async def work() -> None:
         settings = {"served_by": "big", "template": "A: {response}", "high": 10.0}
-        judge = Judge(RewardConfig("judge", settings))
+        judge = RewardManager(RewardConfig("judge", settings))
         samples = [Sample([], [1], [1], [0.0], [0], "stop", number) for number in range(4)]
         with a_process() as (url, process):
             async with serving(Judging()) as remote:

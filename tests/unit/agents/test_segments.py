@@ -13,7 +13,7 @@ from mcore_rl.agents.loops import ToolLoopSettings, add_summary
 from mcore_rl.agents.runner import AgentRunner
 from mcore_rl.agents.session import draw_session_seed, draw_turn_seed
 from mcore_rl.agents.single_turn import Prompt
-from mcore_rl.algorithms.advantages import token_advantages
+from mcore_rl.algorithms.advantages import compute_advantages
 from mcore_rl.config.agent_schema import AgentConfig
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import RewardConfig
@@ -197,10 +197,10 @@ def test_statistics_of_a_group_count_a_trajectory_with_helpers_once():
         return all_samples
 
     samples = asyncio.run(both())
-    batch = Batch.of(samples)
+    batch = Batch.collate(samples)
     scores = evaluation.compute_scores(batch, RewardConfig())
     assert (scores["reward"], scores["num_samples"]) == (0.5, 2)
-    advantages = token_advantages(batch, "rloo", {})["advantages"]
+    advantages = compute_advantages(batch, "rloo", {})["advantages"]
     for row, sample in zip(advantages, samples, strict=True):
         wanted = 1.0 if sample.reward else -1.0
         assert row[np.array(sample.response_mask) == 1] == pytest.approx(wanted)

@@ -11,8 +11,8 @@ import pytest
 from mcore_rl.agents.single_turn import Prompt, SingleTurnLoop
 from mcore_rl.config.schema import RewardConfig
 from mcore_rl.inference.protocol import Completion, SamplingParams
-from mcore_rl.rewards.base import rewards
-from mcore_rl.rewards.judge import Judge
+from mcore_rl.rewards.manager import RewardManager
+from mcore_rl.rewards.registry import get_registry
 
 _EOS = 9
 
@@ -162,12 +162,12 @@ def test_a_reward_gets_the_prompt_and_the_limit_of_responses():
 BLOCKS = """
 import threading
 
-from mcore_rl.rewards.base import in_thread
+from mcore_rl.rewards.registry import run_in_thread
 
 all_sampled = threading.Event()
 on_main_thread = []
 
-@in_thread
+@run_in_thread
 def blocks(text, fields, finish_reason):
     on_main_thread.append(threading.current_thread() is threading.main_thread())
     return {"reward": float(all_sampled.wait(60))}
@@ -178,7 +178,7 @@ def test_a_reward_that_blocks_its_thread_delays_no_generation(tmp_path):
     # The reward of the first prompt waits for the last one; the server has room for one.
     (tmp_path / "own.py").write_text(BLOCKS)
     name = f"{tmp_path}/own.py:blocks"
-    namespace, room = rewards()[name].__globals__, asyncio.Lock()
+    namespace, room = get_registry()[name].__globals__, asyncio.Lock()
 
     class OneAtATime(Echo):
         async def submit(self, prompt_ids, sampling):
@@ -188,7 +188,7 @@ def test_a_reward_that_blocks_its_thread_delays_no_generation(tmp_path):
                 namespace["all_sampled"].set()
             return completions
 
-    loop = SingleTurnLoop(OneAtATime(), Letters(), Judge(RewardConfig(name)))
+    loop = SingleTurnLoop(OneAtATime(), Letters(), RewardManager(RewardConfig(name)))
     prompts = [Prompt([0], group) for group in range(4)]
     samples = asyncio.run(loop.run_all(prompts, SamplingParams(n=1)))
     assert [sample.reward for sample in samples] == [1.0] * 4

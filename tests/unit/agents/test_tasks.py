@@ -23,7 +23,7 @@ from mcore_rl.config.schema import DataConfig
 from mcore_rl.data.examples import load_chats
 from mcore_rl.data.tasks.prepared import PreparedTask
 from mcore_rl.data.tokenizer import load_tokenizer
-from mcore_rl.rewards.base import get_reward
+from mcore_rl.rewards.registry import get_reward
 
 TASKS = {"calculator": CalculatorTask(), "countdown": CountdownTask(), "code": CodeTask()}
 each_task = pytest.mark.parametrize("name", TASKS)

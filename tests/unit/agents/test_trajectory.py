@@ -157,7 +157,7 @@ def test_each_token_of_any_tree_is_trained_once_with_its_own_numbers(seed: int):
 
 
 def test_samples_are_rows_of_a_batch():
-    batch = Batch.of(samples(CALL, CUT, LAST, BRANCH))
+    batch = Batch.collate(samples(CALL, CUT, LAST, BRANCH))
     assert batch.jagged("response_mask").lengths.tolist() == [16, 9]
 
 

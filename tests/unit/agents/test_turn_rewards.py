@@ -12,10 +12,10 @@ from mcore_rl.agents.loops import Agent, Task
 from mcore_rl.config.agent_schema import AgentConfig
 from mcore_rl.config.schema import RewardConfig
 from mcore_rl.data.sample import Sample
-from mcore_rl.rewards.base import RewardError
-from mcore_rl.rewards.judge import Judge
+from mcore_rl.rewards.manager import RewardManager
+from mcore_rl.rewards.registry import RewardError
 from tests.unit.agents.test_loops import TOKENIZER, TOOLS, call, run
-from tests.unit.rewards.judging import judged, response
+from tests.unit.rewards.judging import compute_rewards, response
 
 STEPS = """
 def steps(text, fields, finish_reason, messages, turns):
@@ -30,12 +30,12 @@ def too_many(text, fields, finish_reason):
 
 def test_a_reward_may_say_what_each_turn_has_earned(tmp_path):
     (tmp_path / "own.py").write_text(STEPS)
-    judge = Judge(RewardConfig(f"{tmp_path}/own.py:steps"))
+    judge = RewardManager(RewardConfig(f"{tmp_path}/own.py:steps"))
     [sample], _ = run([call("6 * 7"), "42"], TOOLS, reward=judge)
     first, last = (span.end - 1 for span in sample.turn_spans)
     paid = {position: reward for position, reward in enumerate(sample.process_rewards) if reward}
     assert (paid, sample.reward) == ({first: 0.25, last: 0.5}, 1.0)
-    judge = Judge(RewardConfig(f"{tmp_path}/own.py:too_many"))
+    judge = RewardManager(RewardConfig(f"{tmp_path}/own.py:too_many"))
     with pytest.raises(RewardError, match="returned 3 numbers for 'turn_rewards' of 2 turns"):
         run([call("6 * 7"), "42"], TOOLS, reward=judge)
 
@@ -58,7 +58,7 @@ def one(text, fields, finish_reason):
 def test_a_reward_may_say_what_each_token_has_earned(tmp_path):
     # The reward of a token is its own id, so each has to be at its token, and none at tools'.
     (tmp_path / "own.py").write_text(TOKENS)
-    judge = Judge(RewardConfig(f"{tmp_path}/own.py:both"))
+    judge = RewardManager(RewardConfig(f"{tmp_path}/own.py:both"))
     [sample], _ = run([call("6 * 7"), "42"], TOOLS, reward=judge)
     ends = {span.end - 1 for span in sample.turn_spans}
     chosen = zip(sample.response_ids, sample.response_mask, strict=True)
@@ -66,7 +66,7 @@ def test_a_reward_may_say_what_each_token_has_earned(tmp_path):
         token * mask + 0.5 * (position in ends) for position, (token, mask) in enumerate(chosen)
     ]
     assert sample.process_rewards == expected
-    judge = Judge(RewardConfig(f"{tmp_path}/own.py:one"))
+    judge = RewardManager(RewardConfig(f"{tmp_path}/own.py:one"))
     with pytest.raises(RewardError, match="returned 1 lists for 'token_rewards' of 2 turns"):
         run([call("6 * 7"), "42"], TOOLS, reward=judge)
 
@@ -77,12 +77,14 @@ def test_a_response_without_an_agent_is_one_turn_and_terms_add_up(tmp_path):
     terms = {"a": {"name": name, "weight": 2.0}, "b": {"name": name, "weight": -0.5}}
     sample = response(num_tokens=3)
     sample.response_ids = [4, 8, 2]
-    [scored] = judged(RewardConfig(terms=terms), ["#### 7"], [sample])
+    [scored] = compute_rewards(RewardConfig(terms=terms), ["#### 7"], [sample])
     assert (scored.reward, scored.process_rewards) == (1.5, [6.0, 12.0, 3.0])
     assert scored.reward_parts == {"a": 1.0, "b": 1.0}
     reason = "returned 1 numbers for 'token_rewards' of turn 0, of 3 tokens"
     with pytest.raises(RewardError, match=reason):
-        judged(RewardConfig(f"{tmp_path}/own.py:one"), ["#### 7"], [response(num_tokens=3)])
+        compute_rewards(
+            RewardConfig(f"{tmp_path}/own.py:one"), ["#### 7"], [response(num_tokens=3)]
+        )
 
 
 @pytest.mark.parametrize("value", [0.5, [0.5], [["x"]], [[float("nan")]], None])
@@ -95,7 +97,9 @@ def own(text, fields, finish_reason):
 """
     (tmp_path / "own.py").write_text(source)
     with pytest.raises(RewardError, match="'token_rewards', which is no list of lists of numbers"):
-        judged(RewardConfig(f"{tmp_path}/own.py:own"), ["#### 7"], [response(num_tokens=1)])
+        compute_rewards(
+            RewardConfig(f"{tmp_path}/own.py:own"), ["#### 7"], [response(num_tokens=1)]
+        )
 
 
 class SaysOfTokens:

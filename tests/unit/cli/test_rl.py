@@ -106,13 +106,15 @@ def test_names_of_registries_are_those_that_are_registered():
     from mcore_rl.algorithms.kl import KL_ESTIMATORS
     from mcore_rl.algorithms.losses import LOSSES
     from mcore_rl.algorithms.preference import PREFERENCE_LOSSES
-    from mcore_rl.rewards.base import rewards
+    from mcore_rl.rewards.registry import get_registry
 
-    assert list(CHOICES["reward.name"]) == rewards().names  # docs/rewards.md has their settings
+    assert (
+        list(CHOICES["reward.name"]) == get_registry().names
+    )  # docs/rewards.md has their settings
     registries = (ADVANTAGES, AGGREGATIONS, KL_ESTIMATORS, LOSSES)
     for registry in registries:
         assert list(CHOICES[registry.setting]) == registry.names
-        kinds = [registry.settings_of(name) for name in registry.names]
+        kinds = [registry.get_settings_class(name) for name in registry.names]
         assert set(OF_FUNCTIONS.get(registry.settings_key, ())) <= set(kinds)
     assert set(OF_FUNCTIONS) <= {registry.settings_key for registry in registries}
     assert list(CHOICES["loss"]) == PREFERENCE_LOSSES.names

@@ -15,7 +15,7 @@ import pytest
 
 from mcore_rl.cli.main import main
 from mcore_rl.data.batch import Batch
-from mcore_rl.data.sample_tables import summary_columns, table_path, write_table
+from mcore_rl.data.sample_tables import build_summary_columns, get_table_path, write_table
 from mcore_rl.observability.console import visible
 from tests.pages import of_kind
 from tests.unit.tools.sample_runs import (
@@ -159,7 +159,7 @@ def several(tmp_path) -> Path:
     for step in (3, 5):
         written(run, step, trained(samples, gaps))
     asked = sample(ASSISTANT, ("turn", "evaluated"), group_id=-1)
-    return written(run, 5, Batch.of([asked]), "math")
+    return written(run, 5, Batch.collate([asked]), "math")
 
 
 @pytest.mark.parametrize(
@@ -187,8 +187,8 @@ def test_a_list_has_what_is_asked_for_in_its_order(monkeypatch, capsys, several,
 
 
 def test_a_list_tells_what_no_table_has(monkeypatch, capsys, several):
-    columns = summary_columns(Batch.of([sample(ASSISTANT, ("turn", "x"), group_id=0)]))
-    write_table(table_path(several, 6), columns, 9)
+    columns = build_summary_columns(Batch.collate([sample(ASSISTANT, ("turn", "x"), group_id=0)]))
+    write_table(get_table_path(several, 6), columns, 9)
     _, out, _ = command(monkeypatch, capsys, several, "--list")
     assert out.splitlines()[1].split() == ["6", "0", "0", "1", "1", "1", "finished", "0"]
     assert out.splitlines()[2].startswith("8 samples of these steps are in no table: samples.max")
@@ -231,14 +231,16 @@ def test_what_is_not_there_is_told_in_one_line(
     monkeypatch, capsys, tmp_path, several, arguments, told
 ):
     monkeypatch.chdir(tmp_path)
-    one = summary_columns(batch := Batch.of([sample(ASSISTANT, ("turn", "x"), group_id=0)]))
+    one = build_summary_columns(
+        batch := Batch.collate([sample(ASSISTANT, ("turn", "x"), group_id=0)])
+    )
     for name in ("begun", "alone", "texts", "older", "broken"):
         written(tmp_path / name, 1, batch)
     (tmp_path / "begun" / "samples" / "step_000001.parquet").unlink()
     (tmp_path / "alone" / "samples" / "tokenizer.json").unlink()
-    write_table(table_path(tmp_path / "texts", 1), one, 1)
-    write_table(table_path(tmp_path / "older", 1), {"group": one["group"]}, 1)
-    table_path(tmp_path / "broken", 1).write_bytes(b"PAR1 and no more")
+    write_table(get_table_path(tmp_path / "texts", 1), one, 1)
+    write_table(get_table_path(tmp_path / "older", 1), {"group": one["group"]}, 1)
+    get_table_path(tmp_path / "broken", 1).write_bytes(b"PAR1 and no more")
     status, out, err = command(monkeypatch, capsys, *arguments)
     assert (status, out) == (2, "")
     assert err.startswith(f"mcore-rl samples: {told}") and err.count("\n") == 1
@@ -267,7 +269,7 @@ def test_no_engine_is_imported_to_look_at_a_page(several):
 
 
 def test_a_locale_that_lacks_letters_gets_escapes_of_them(tmp_path):
-    run = written(tmp_path, 1, Batch.of([sample(ASSISTANT, ("turn", "fünf"), group_id=0)]))
+    run = written(tmp_path, 1, Batch.collate([sample(ASSISTANT, ("turn", "fünf"), group_id=0)]))
     done = subprocess.run(
         [sys.executable, "-m", "mcore_rl.cli.main", "samples", str(run)],
         capture_output=True, env={**os.environ, "PYTHONIOENCODING": "ascii"},

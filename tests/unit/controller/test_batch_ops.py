@@ -55,7 +55,7 @@ def store(monkeypatch: pytest.MonkeyPatch) -> Store:
 
 def stored() -> Any:
     samples = [Sample([1], [2], [1], [0.0], [0], "stop", group) for group in (0, 1)]
-    return object_columns.store(Batch.of(samples))
+    return object_columns.store(Batch.collate(samples))
 
 
 def test_samples_that_do_not_come_are_one_error_that_says_which_and_how_long(store: Store):

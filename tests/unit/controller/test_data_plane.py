@@ -93,8 +93,8 @@ class Worker:
 
 
 def batch_of(lengths: Sequence[int]) -> Batch:
-    prompts = Jagged.of([[7] * length for length in lengths], np.int64)
-    responses = Jagged.of([list(range(length)) for length in lengths], np.int64)
+    prompts = Jagged.pack([[7] * length for length in lengths], np.int64)
+    responses = Jagged.pack([list(range(length)) for length in lengths], np.int64)
     columns = {"prompt_ids": prompts, "response_ids": responses}
     return Batch({**columns, "rewards": np.arange(len(lengths), dtype=np.float32)})
 
@@ -215,7 +215,7 @@ def test_columns_of_a_process_that_was_killed_are_one_error(pool: ResourcePool):
     with group_of(pool, Layout(), "alive") as alive:
         (made,) = alive.make([50_000] * 4)
         scored = scored_by_one_that_is_killed(made)
-        here = fetch(scored.without("said"))  # new samples are the driver's, and stay
+        here = fetch(scored.drop_columns("said"))  # new samples are the driver's, and stay
         assert here.lengths("response_ids").tolist() == [50_000] * 4
         wait_until_lost(scored)
         with pytest.raises(WorkerError) as caught:

@@ -66,21 +66,21 @@ def test_rows_agents_and_examples_have_the_same_date(tmp_path):
     assert supervised.jagged("prompt_ids")[0].tolist() == prompt
     config = ConversationsConfig(messages_column="whole")
     examples = load_conversations(str(file), config, tokenizer)
-    assert examples.batch([0]).jagged("prompt_ids")[0].tolist() == prompt
+    assert examples.take([0]).jagged("prompt_ids")[0].tolist() == prompt
     today = select_codec(load_tokenizer(path)).render([ChatMessage("user", CHAT[0]["content"])])
     assert today != prompt
 
 
 @pytest.mark.parametrize("value", ["", "today", "20250309", "2025-02-30", "9 Mar 2025"])
 def test_a_date_that_is_none_is_refused(value):
-    told = rf"model\.chat_date='{value}'; allowed: a date, YYYY-MM-DD"
+    message = rf"model\.chat_date='{value}'; allowed: a date, YYYY-MM-DD"
     for config, check in ((RLConfig(), resolve), (SFTConfig(), resolve_train)):
         config.model.chat_date = value
-        with pytest.raises(ConfigError, match=told):
+        with pytest.raises(ConfigError, match=message):
             check(config)
     config = EvalConfig()
     config.model.chat_date, config.model.path = value, "m"
-    with pytest.raises(ConfigError, match=told if value else "data.sets is empty"):
+    with pytest.raises(ConfigError, match=message if value else "data.sets is empty"):
         resolve_eval(config)
 
 

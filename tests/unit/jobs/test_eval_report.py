@@ -16,17 +16,17 @@ class Tokenizer:
 
 
 def responses(*answers: tuple[list[int], str], stop=()) -> list[str]:
-    prompt = Batch.of([Sample([5], [1], [1], [0.0], [0], "stop", 0)]).select("prompt_ids")
+    prompt = Batch.collate([Sample([5], [1], [1], [0.0], [0], "stop", 0)]).select("prompt_ids")
     prompt = prompt.with_columns(
         group_ids=np.array([0]),
         rows=np.array([0]),
-        fields=Jagged.of_texts([json.dumps({"answer": "1"})]),
+        fields=Jagged.pack_texts([json.dumps({"answer": "1"})]),
     )
     made = [
         Sample([5], ids, [1] * len(ids), [0.0] * len(ids), [0] * len(ids), end, 0)
         for ids, end in answers
     ]
-    found = SetSamples.of(prompt, Batch.of(made), Tokenizer(), None, ScoringConfig(), stop)
+    found = SetSamples.of(prompt, Batch.collate(made), Tokenizer(), None, ScoringConfig(), stop)
     return found.columns["response"]
 
 

@@ -31,7 +31,7 @@ class Pool:
 
     def generate(self, prompts, n, on_samples):
         made = [
-            Batch.of([replace(sample(int(group)), reward=float(not i)) for i in range(n)])
+            Batch.collate([replace(sample(int(group)), reward=float(not i)) for i in range(n)])
             for group in prompts.array("group_ids")
         ]
         for batch in made:

@@ -11,7 +11,7 @@ from mcore_rl.checkpoint.files import write_checkpoint_info
 from mcore_rl.checkpoint.run_checkpoints import ACTOR, RunCheckpoint, RunCheckpoints
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import DataConfig, Layout, RLConfig
-from mcore_rl.data.sample_tables import table_path, tables_in, write_table
+from mcore_rl.data.sample_tables import get_table_path, list_tables, write_table
 from mcore_rl.jobs.output import RunOutput, exclusive_run_dir
 from mcore_rl.jobs.resume import (
     _check_settings,
@@ -301,7 +301,7 @@ def test_rows_up_to_the_step_stay_and_rewards_and_results_go_on(tmp_path):
         for step in (1, 2, 3):
             report(step, METRICS | {"reward": step / 4, "max_logprob_gap": step / 4})
     for step in (1, 2, 3):
-        write_table(table_path(tmp_path, step), {}, 0)
+        write_table(get_table_path(tmp_path, step), {}, 0)
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 4, "rew')  # a disk that was full
     state = {"results": {"max_logprob_gap": 0.5}}
@@ -310,11 +310,11 @@ def test_rows_up_to_the_step_stay_and_rewards_and_results_go_on(tmp_path):
     rows = read_rows(tmp_path / "metrics.jsonl")
     assert [(row["step"], row.get("reward")) for row in rows] == [(9, None), (1, 0.25), (2, 0.5)]
     assert (second._rewards, second.results) == ([0.25, 0.5], {"max_logprob_gap": 0.5})
-    assert list(tables_in(tmp_path)) == [1, 2]
+    assert list(list_tables(tmp_path)) == [1, 2]
     RunOutput(tmp_path / "other", asked, found)
-    assert list(tables_in(tmp_path / "other")) == [1, 2]
+    assert list(list_tables(tmp_path / "other")) == [1, 2]
     RunOutput(tmp_path, asked)  # it had no checkpoint and begins anew
-    assert list(tables_in(tmp_path)) == []
+    assert list(list_tables(tmp_path)) == []
 
 
 METRICS = dict.fromkeys(

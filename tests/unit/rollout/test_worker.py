@@ -127,11 +127,11 @@ def start_trajectory(spec: RolloutSpec, server: Server) -> tuple[RolloutWorker, 
     worker._server, worker._agent = server, runner
     prompts = Batch(
         {
-            "prompt_ids": Jagged.of([[]], np.int64),
+            "prompt_ids": Jagged.pack([[]], np.int64),
             "group_ids": np.array([3]),
-            "fields": Jagged.of_texts(["{}"]),
+            "fields": Jagged.pack_texts(["{}"]),
             "rows": np.array([7]),
-            "messages": Jagged.of_texts([json.dumps(MESSAGES)]),
+            "messages": Jagged.pack_texts([json.dumps(MESSAGES)]),
         }
     )
     worker.begin(prompts, SamplingParams(n=1, max_tokens=1000), "train")
@@ -349,4 +349,4 @@ def test_a_group_without_samples_is_collected_as_a_failed_sample():
     [sample] = asyncio.run(work())
     assert (sample.group_id, sample.response_ids, sample.status) == (7, [], "failed")
     assert sample.reward_error == "no trajectory of the group has had a turn"
-    assert len(Batch.of([sample])) == 1
+    assert len(Batch.collate([sample])) == 1

@@ -9,7 +9,12 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 
 from mcore_rl.data.batch import Batch
 from mcore_rl.data.sample import Sample, TurnSpan
-from mcore_rl.data.sample_tables import summary_columns, table_path, token_columns, write_table
+from mcore_rl.data.sample_tables import (
+    build_summary_columns,
+    build_token_columns,
+    get_table_path,
+    write_table,
+)
 
 START, END = "<|im_start|>", "<|im_end|>"
 SPECIAL = (START, END, "<｜User｜>", "<｜Assistant｜>")  # noqa: RUF001
@@ -71,7 +76,7 @@ def sample(
 
 def trained(samples: list[Sample], gaps: dict[tuple[int, int], float]) -> Batch:
     """With log-probs of the trainer that differ at (sample, response token)."""
-    batch = Batch.of(samples)
+    batch = Batch.collate(samples)
     rows = [row.copy() for row in batch.jagged("rollout_log_probs")]
     for (row, token), gap in gaps.items():
         rows[row][token] -= gap
@@ -86,6 +91,6 @@ def written(run: Path, step: int, batch: Batch, evaluation: str = "") -> Path:
     (run / "samples").mkdir(parents=True, exist_ok=True)
     (run / "config.json").write_text("{}")
     BYTES.save(str(run / "samples" / "tokenizer.json"))
-    columns = summary_columns(batch) | token_columns(batch)
-    write_table(table_path(run, step, evaluation), columns, len(batch))
+    columns = build_summary_columns(batch) | build_token_columns(batch)
+    write_table(get_table_path(run, step, evaluation), columns, len(batch))
     return run

@@ -25,7 +25,7 @@ LOAD = Workload(median=100, sigma=0.0, slots=2, tokens_per_s=10.0, push_s=3.0)  
 
 def asked(*groups: int) -> Batch:
     return Batch(
-        {"group_ids": np.array(groups), "prompt_ids": Jagged.of([[1]] * len(groups), np.int64)}
+        {"group_ids": np.array(groups), "prompt_ids": Jagged.pack([[1]] * len(groups), np.int64)}
     )
 
 

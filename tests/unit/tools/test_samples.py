@@ -180,7 +180,7 @@ def test_parts_without_a_marker_of_their_own_are_known_by_what_the_template_puts
     answer = tokenizer.encode(said, add_special_tokens=False)
     ones = [1] * len(answer)
     one = Sample(prompt, answer, ones, [-1.0] * len(answer), ones, "stop", 0)
-    [summary] = SampleReader(str(written(tmp_path, 1, Batch.of([one])))).summaries([1])
+    [summary] = SampleReader(str(written(tmp_path, 1, Batch.collate([one])))).summaries([1])
     [(*_, last)] = page_of(summary, TokenTexts(tmp_path / "tokenizer.json"), 0.1).segments
     found = {name: "" for name in ("reasoning", "call", "")}
     for span in last.spans:
@@ -190,7 +190,7 @@ def test_parts_without_a_marker_of_their_own_are_known_by_what_the_template_puts
 
 def test_every_trajectory_of_a_table_of_many_is_its_own(tmp_path, texts):
     samples = [sample(ASSISTANT, ("turn", f"this is {n}"), group_id=n) for n in range(200)]
-    reader = SampleReader(str(written(tmp_path, 1, Batch.of(samples))))
+    reader = SampleReader(str(written(tmp_path, 1, Batch.collate(samples))))
     for summary in reader.summaries([1])[::-9]:
         [[message]] = page_of(summary, texts, 0.1).segments
         assert message.text == f"{ASSISTANT}this is {summary.group}"
@@ -204,7 +204,7 @@ def test_roles_come_of_markers_that_are_tokens_and_not_of_text_that_looks_like_t
     asked, answers = "<｜User｜>", "<｜Assistant｜>"  # noqa: RUF001
     one = sample(asked, ("turn", "yes"), group_id=0)
     one.prompt_ids = ids(f"before{asked}") + plain + ids(answers)
-    batch = Batch.of([one])
+    batch = Batch.collate([one])
     [summary] = SampleReader(str(written(tmp_path, 1, batch))).summaries([1])
     [messages] = page_of(summary, texts, 0.1).segments
     assert [shown(message) for message in messages] == [
@@ -252,7 +252,7 @@ def test_roles_are_those_of_the_messages_that_a_chat_template_has_rendered(famil
     answer = tokenizer.encode("Yes.", add_special_tokens=False)
     ones = [1] * len(answer)
     one = Sample(prompt, answer, ones, [-1.0] * len(answer), ones, "stop", 0)
-    [summary] = SampleReader(str(written(tmp_path, 1, Batch.of([one])))).summaries([1])
+    [summary] = SampleReader(str(written(tmp_path, 1, Batch.collate([one])))).summaries([1])
     [found] = page_of(summary, TokenTexts(tmp_path / "tokenizer.json"), 0.1).segments
     assert "".join(message.text for message in found) == tokenizer.decode([*prompt, *answer])
     roles = [message.role for message in found if message.role != "context"]

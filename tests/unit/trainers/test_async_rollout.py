@@ -24,7 +24,7 @@ from mcore_rl.controller.batch_ops import get_sample_columns
 from mcore_rl.controller.remote_batch import Places, RemoteBatch, RemoteColumn
 from mcore_rl.controller.stop_signals import RunStopped
 from mcore_rl.data.batch import Batch, Jagged, Samples
-from mcore_rl.rewards.base import RewardError
+from mcore_rl.rewards.registry import RewardError
 from mcore_rl.rollout.buffer import HELD, GroupState
 from mcore_rl.trainers import async_rollout, replay_buffer, step_samples
 from tests.unit.trainers import test_one_step_off as one_step_off

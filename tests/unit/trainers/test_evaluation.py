@@ -68,7 +68,7 @@ def test_the_error_of_equal_clusters_is_that_of_their_means_and_of_unequal_ones_
 
 
 def test_an_accuracy_is_named_where_the_reward_is_one():
-    batch = Batch.of(
+    batch = Batch.collate(
         [build_sample(0, 1.0), build_sample(0, 0.0), build_sample(1, 0.5, finish="length")]
     )
     scores = compute_scores(batch, RewardConfig(name="final_number"))
@@ -76,7 +76,7 @@ def test_an_accuracy_is_named_where_the_reward_is_one():
     assert scores["truncated"] == pytest.approx(1 / 3)
     assert "accuracy" not in compute_scores(batch, RewardConfig(name="own.py:partial_credit"))
     terms = {"right": {"name": "math"}, "brief": {"name": "overlong"}}
-    batch = Batch.of(
+    batch = Batch.collate(
         [build_sample(0, 0.9, right=1.0, brief=-0.1), build_sample(1, 0.0, right=0.0, brief=0.0)]
     )
     scores = compute_scores(batch, RewardConfig(terms=terms))
@@ -100,7 +100,7 @@ def test_a_failed_reward_counts_as_0_whatever_training_does_with_it(tmp_path, on
                 build_failed_sample(-1),
                 build_failed_sample(-1),
             ]
-            return Batch.of(
+            return Batch.collate(
                 of_a if prompts.array("group_ids")[0] == -1 else [build_failed_sample(-2)]
             )
 
@@ -113,10 +113,10 @@ def test_a_failed_reward_counts_as_0_whatever_training_does_with_it(tmp_path, on
 def test_a_failed_reward_is_not_right_in_the_accuracy_of_a_term():
     config = RewardConfig(terms={"right": {"name": "math"}})
     scores = compute_scores(
-        Batch.of([build_sample(0, 1.0, right=1.0), build_failed_sample(0)]), config
+        Batch.collate([build_sample(0, 1.0, right=1.0), build_failed_sample(0)]), config
     )
     assert scores["accuracy/right"] == scores["reward"] == 0.5 and scores["reward/right"] == 1
-    assert compute_scores(Batch.of([build_failed_sample(0)]), config)["accuracy/right"] == 0
+    assert compute_scores(Batch.collate([build_failed_sample(0)]), config)["accuracy/right"] == 0
 
 
 def test_sets_are_evaluated_when_they_are_due_and_saved_with_ids_of_their_own(tmp_path):
@@ -132,7 +132,7 @@ def test_sets_are_evaluated_when_they_are_due_and_saved_with_ids_of_their_own(tm
     class Pool:
         def evaluate(self, prompts, evaluation):
             ids = np.repeat(prompts.array("group_ids"), evaluation.num_samples)
-            return Batch.of([build_sample(int(group), float(group == -1)) for group in ids])
+            return Batch.collate([build_sample(int(group), float(group == -1)) for group in ids])
 
     log = SampleLog(tmp_path, Tokenizer(), SampleTablesConfig(tokens=False))
     made = Evaluation(config, Pool(), sets, log, recorded.__setitem__)
@@ -184,8 +184,8 @@ class Rows:
     def __len__(self) -> int:
         return self._num
 
-    def batch(self, rows):
-        return Batch.of([EXAMPLE] * len(rows))
+    def take(self, rows):
+        return Batch.collate([EXAMPLE] * len(rows))
 
 
 class Objective:
@@ -224,7 +224,7 @@ def test_an_evaluation_of_examples_is_due_before_training_every_so_many_steps_an
 def test_a_loop_reports_held_out_losses_by_set_in_the_row_of_their_step():
     objective, recorded, rows = Objective(), {}, {}
     made = build_evaluation(objective, recorded, num_steps=2, every=1)
-    batches = iter([Batch.of([EXAMPLE])] * 2)
+    batches = iter([Batch.collate([EXAMPLE])] * 2)
     supervised.train(objective, batches, 2, rows.__setitem__, None, made)
     assert rows[1]["eval/a/loss"] == 2 and rows[2]["eval/b/loss"] == 8
     assert rows[1]["time/evaluate_s"] >= 0

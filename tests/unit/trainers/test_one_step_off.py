@@ -101,7 +101,7 @@ class Servers(Answering):
         return [self._answers(np.repeat(groups, sampling.n))]
 
     def _answers(self, groups) -> Batch:
-        ids = Jagged.of([[group, group + 1] for group in groups], np.int64)
+        ids = Jagged.pack([[group, group + 1] for group in groups], np.int64)
         mine = self.version - int(self.lies)
         return Batch(
             dict(

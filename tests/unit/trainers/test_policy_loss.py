@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from mcore_rl.algorithms.advantages import ADVANTAGES, token_advantages
-from mcore_rl.algorithms.inputs import LossInputs
+from mcore_rl.algorithms.advantages import ADVANTAGES, compute_advantages
+from mcore_rl.algorithms.inputs import LossInputs, is_prepared
 from mcore_rl.algorithms.losses import LOSSES
-from mcore_rl.algorithms.prepared import is_prepared
 from mcore_rl.cli.compose import compose_config
 from mcore_rl.config.distillation_schema import DistillationConfig
 from mcore_rl.config.errors import ConfigError
@@ -112,7 +111,7 @@ def all_columns() -> Batch:
     names = (*OF_ALL_LOSSES, *EARLIER_COLUMNS)
     values = np.random.default_rng(0).random((len(names), 3)).astype(np.float32)
     rows = {name: [row[:2], row[2:]] for name, row in zip(names, values, strict=True)}
-    columns = {name: Jagged.of(row, np.float32) for name, row in rows.items()}
+    columns = {name: Jagged.pack(row, np.float32) for name, row in rows.items()}
     return Batch(columns | {"response_ids": columns["advantages"], "rewards": np.ones(2)})
 
 
@@ -166,7 +165,7 @@ def test_an_update_that_nothing_has_scored_before_measures_the_entropy():
 OWN = """
 from __future__ import annotations
 import torch
-from mcore_rl.algorithms.advantages import ADVANTAGES, token_advantages
+from mcore_rl.algorithms.advantages import ADVANTAGES, compute_advantages
 from mcore_rl.algorithms.inputs import LossInputs, LossResult, needs
 
 @needs("entropy", "reference_log_probs")
@@ -379,7 +378,7 @@ def test_another_value_of_the_setting_is_refused():
         build_config(["algorithm.log_prob_pass=never"])
 
 
-IDS = Jagged.of([[1, 2], [3], [4, 5, 6], [7]], np.int64)
+IDS = Jagged.pack([[1, 2], [3], [4, 5, 6], [7]], np.int64)
 # All that a batch has before the update, but for what the trainer's log-probs come with.
 BEFORE = Batch(
     {
@@ -409,7 +408,7 @@ def keeps_pass(key: str, name: str) -> bool:
 @pytest.mark.parametrize("name", ADVANTAGES.names)
 def test_an_advantage_reads_no_log_probs_or_keeps_their_pass(name):
     if not keeps_pass("advantage", name):
-        columns = token_advantages(BEFORE, name, SETTINGS.get(name, {}))
+        columns = compute_advantages(BEFORE, name, SETTINGS.get(name, {}))
         assert np.isfinite(columns["advantages"].values).all()
 
 
@@ -436,7 +435,7 @@ def test_a_loss_has_the_gradient_of_old_log_probs_that_rounding_moves_or_keeps_t
             sequence_ids=torch.repeat_interleave(torch.arange(4), lengths),
             num_sequences=4,
         )
-        loss, _ = LOSSES.bound(name, SETTINGS.get(name, {}))(inputs)
+        loss, _ = LOSSES.bind(name, SETTINGS.get(name, {}))(inputs)
         gradients += torch.autograd.grad((loss * columns["loss_weights"]).sum(), [log_probs])
     assert gradients[0].abs().max() > 0
     torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-5, atol=1e-7)

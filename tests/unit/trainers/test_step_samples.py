@@ -12,9 +12,9 @@ from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.samples_schema import CurriculumConfig, ReplayConfig, SamplesConfig
 from mcore_rl.config.schema import AlgorithmConfig, RLConfig, TrainerConfig
 from mcore_rl.data.batch import Batch, Jagged
-from mcore_rl.data.curriculum import CurriculumSampler
 from mcore_rl.data.datasets import PromptDataset, PromptRow
 from mcore_rl.data.prompt_batches import PromptBatches
+from mcore_rl.data.sampler import CurriculumSampler
 from mcore_rl.trainers.replay_buffer import ReplayBuffer
 from mcore_rl.trainers.step_samples import (
     StepSampler,
@@ -38,7 +38,7 @@ class Pool:
         assert n == 2
         rows = np.repeat(prompts.array("rows"), n)
         self.num_prompts.append(len(prompts))
-        tokens = Jagged.of([[row] for row in rows], np.int64)
+        tokens = Jagged.pack([[row] for row in rows], np.int64)
         return Batch(
             {
                 "prompt_ids": tokens,
@@ -61,7 +61,7 @@ def build_sampler(
     curriculum_sampler = None
     if curriculum is not None:
         config.data.curriculum = curriculum
-        weight = CURRICULA.bound(curriculum.name, curriculum.settings)
+        weight = CURRICULA.bind(curriculum.name, curriculum.settings)
         curriculum_sampler = CurriculumSampler(NUM_ROWS, 6, 0, curriculum, weight)
     prompts = PromptBatches(data, 6, 0, curriculum=curriculum_sampler)
     return StepSampler(config, Pool(), prompts, ReplayBuffer(samples.replay, 0, 60))

@@ -86,13 +86,13 @@ class Servers:
 
 def answered() -> Batch:
     """Three groups of two; the policy has not chosen the third token of the third response."""
-    column = Jagged.of([[0, 1], [2], [3, 4, 5], [6], [7], [8]], np.int64)
+    column = Jagged.pack([[0, 1], [2], [3, 4, 5], [6], [7], [8]], np.int64)
     mask = np.ones(9, np.int8)
     mask[5] = 0
     return Batch(
         dict(
             group_ids=np.array([0, 0, 1, 1, 2, 2]),
-            prompt_ids=Jagged.of([[1, 2]] * 6, np.int64),
+            prompt_ids=Jagged.pack([[1, 2]] * 6, np.int64),
             response_ids=column,
             response_mask=column.with_values(mask),
             rollout_log_probs=column.with_values(np.full(9, -1.0, np.float32)),

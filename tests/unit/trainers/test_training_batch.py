@@ -9,7 +9,7 @@ import pytest
 import torch
 from verl.trainer.ppo import core_algos
 
-from mcore_rl.algorithms.aggregation import loss_weights
+from mcore_rl.algorithms.aggregation import compute_loss_weights
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.samples_schema import SamplesConfig
 from mcore_rl.config.schema import (
@@ -63,7 +63,7 @@ WEIGHTS = (
 def build_large_batch() -> Batch:
     """Four groups of three responses, of which some are cut off."""
     rng = np.random.default_rng(0)
-    ids = Jagged.of([rng.integers(1, 9, n) for n in rng.integers(1, 6, 12)], np.int64)
+    ids = Jagged.pack([rng.integers(1, 9, n) for n in rng.integers(1, 6, 12)], np.int64)
 
     def column(values: object) -> Jagged:
         return ids.with_values(np.asarray(values, np.float32))
@@ -171,7 +171,7 @@ def test_without_log_probs_a_mask_says_which_tokens_the_update_compares(stalenes
     trainer = TrainerConfig(staleness=staleness, **bounds)
     algorithm = AlgorithmConfig(samples=SamplesConfig(mask_truncated=True))
     with_pass = build_training_batch(batch, algorithm, trainer, step, SEED)
-    before = batch.without("log_probs", "entropy")
+    before = batch.drop_columns("log_probs", "entropy")
     advantages, selected, stats = build_training_batch(before, algorithm, trainer, step, SEED)
     assert stats.gaps == stats.metrics == {} and stats.counts == with_pass[2].counts
     assert {*selected.names} == {*with_pass[1].names, "gap_mask"}
@@ -259,7 +259,7 @@ def test_mask_truncated_masks_all_samples_of_a_trajectory_whose_last_turn_is_cut
         for (group, t), of_segments in reasons.items()
         for i, reason in enumerate(of_segments)
     ]
-    made = Batch.of(samples[::-1])  # in any order
+    made = Batch.collate(samples[::-1])  # in any order
     masked = mask_truncated(made, SamplesConfig(mask_truncated=True))
     num_tokens = dict.fromkeys(reasons, 0)
     rows = zip(masked.array("group_ids"), masked.array("trajectories"), strict=True)
@@ -288,7 +288,7 @@ def test_an_aggregation_outside_of_the_package_weighs_tokens_by_its_settings(tmp
 
 
 def test_each_loss_has_weights_of_its_own_times_its_coefficient():
-    mask = Jagged.of([[1, 1, 0], [1], [1, 1]], np.int8)
+    mask = Jagged.pack([[1, 1, 0], [1], [1, 1]], np.int8)
     made = Batch(
         {
             "response_mask": mask,
@@ -327,7 +327,7 @@ def build_algorithm(mode: str) -> AlgorithmConfig:
 
 
 def build_batch(lengths: list[int], **columns: list[int]) -> Batch:
-    tokens = Jagged.of([[1] * n for n in lengths], np.int8)
+    tokens = Jagged.pack([[1] * n for n in lengths], np.int8)
     return Batch(
         {
             "response_ids": tokens,
@@ -340,7 +340,7 @@ def build_batch(lengths: list[int], **columns: list[int]) -> Batch:
 def build_random_batch(rng: np.random.Generator) -> Batch:
     """One sample a trajectory, with a trained token of each kind."""
     rows = [rng.integers(0, 2, rng.integers(0, 9)) for _ in range(6)]
-    mask = Jagged.of([*rows, [0, 1]], np.int8)
+    mask = Jagged.pack([*rows, [0, 1]], np.int8)
     return Batch(
         {
             "response_ids": mask,
@@ -378,7 +378,7 @@ def test_weights_do_not_depend_on_where_trajectories_were_cut(mode: str):
     rng, algorithm = np.random.default_rng(0), build_algorithm(mode)
     for _ in range(50):
         whole, _ = add_loss_weights(build_random_batch(rng), algorithm)
-        parts, rows = cut(whole.without(*WEIGHTS), rng)
+        parts, rows = cut(whole.drop_columns(*WEIGHTS), rng)
         weighted, _ = add_loss_weights(parts, algorithm)
         for name in WEIGHTS:
             for row in range(len(whole)):
@@ -392,7 +392,7 @@ def test_weights_do_not_depend_on_where_trajectories_were_cut(mode: str):
 def test_the_loss_is_that_of_verl_on_the_joined_trajectories(mode: str):
     rng = np.random.default_rng(1)
     for _ in range(50):
-        whole = build_random_batch(rng).without("policy_mask")
+        whole = build_random_batch(rng).drop_columns("policy_mask")
         mask = whole.jagged("response_mask")
         losses = mask.with_values(rng.normal(size=len(mask.values)))
         padded = torch.zeros(2, len(mask), int(mask.lengths.max()), dtype=torch.float64)
@@ -414,7 +414,7 @@ def test_trajectories_of_one_sample_have_the_weights_that_samples_have(
     """Bit for bit, also where a trajectory has lost its first samples; so has a batch of none."""
     algorithm, lengths = build_algorithm(mode), [3, 7, 11]
     mask = build_batch(lengths).jagged("response_mask")
-    wanted = loss_weights(mask, mode, algorithm.loss_aggregation_settings).values
+    wanted = compute_loss_weights(mask, mode, algorithm.loss_aggregation_settings).values
     made = build_batch(lengths, group_ids=[2, 2, 0], trajectories=[1, 0, 0], segments=segments)
     for batch in (made, build_batch(lengths)):
         weighted, _ = add_loss_weights(batch, algorithm)
@@ -432,11 +432,14 @@ def test_a_sample_says_which_tokens_the_cross_entropy_is_of():
         weighted, _ = add_loss_weights(made, algorithm)
         return weighted.jagged("cross_entropy_weights").values.tolist()
 
-    for made in (Batch.of([saying, plain]), Batch.concat([Batch.of([saying]), Batch.of([plain])])):
+    for made in (
+        Batch.collate([saying, plain]),
+        Batch.concat([Batch.collate([saying]), Batch.collate([plain])]),
+    ):
         assert weights(made) == [1, 1, 0, 0, 1, 0]
         whole = mask_truncated(made, SamplesConfig(mask_truncated=True))
         assert weights(whole) == [0, 0, 0, 0, 3, 0]
-    assert "cross_entropy_mask" not in Batch.of([plain])
+    assert "cross_entropy_mask" not in Batch.collate([plain])
     with pytest.raises(ValueError, match="cross_entropy_mask has 1 entries for 3 response tokens"):
         replace(plain, cross_entropy_mask=[1])
 
@@ -507,7 +510,7 @@ def build_answer(reward: float, response_ids: list[int]) -> Sample:
 
 def test_a_batch_that_teaches_nothing_has_a_warning():
     def find(samples, advantages):
-        batch = Batch.of(samples)
+        batch = Batch.collate(samples)
         values = np.array(advantages, np.float32)
         column = batch.jagged("rollout_log_probs").with_values(values)
         return find_warnings(batch.with_columns(advantages=column))

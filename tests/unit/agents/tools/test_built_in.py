@@ -15,8 +15,7 @@ from mcore_rl.agents.tools.built_in import PythonTool, SearchTool, calculator
 from mcore_rl.agents.tools.sources import load_tool_file
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.sandbox_schema import SandboxSettings
-from mcore_rl.sandbox.probe import probed
-from mcore_rl.sandbox.sandbox import Sandbox
+from mcore_rl.sandbox.sandbox import Sandbox, probe_tiers
 from mcore_rl.sandbox.tiers import Tier
 
 
@@ -99,7 +98,9 @@ def test_what_the_calculator_refuses(expression, message):
     assert time.monotonic() - start < 2
 
 
-@pytest.mark.skipif(not isinstance(probed("auto"), Tier), reason=f"no sandbox: {probed('auto')}")
+@pytest.mark.skipif(
+    not isinstance(probe_tiers("auto"), Tier), reason=f"no sandbox: {probe_tiers('auto')}"
+)
 @pytest.mark.parametrize(
     ("code", "text"),
     [

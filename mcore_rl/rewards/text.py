@@ -1,4 +1,4 @@
-"""Rewards that look at the form of a response, or for a text in it."""
+"""Rewards for the form of a response, or for a text in it."""
 
 from __future__ import annotations
 
@@ -8,27 +8,27 @@ from dataclasses import dataclass
 from typing import Any
 
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.data.latex import last_boxed
-from mcore_rl.rewards.base import (
+from mcore_rl.data.latex import find_last_boxed
+from mcore_rl.rewards.registry import (
     FindAnswer,
-    answer_of,
-    answer_text,
+    build_answer_error,
+    format_answer,
+    get_answer,
     gives,
-    in_process,
     reads_answer,
     register_reward,
+    run_in_process,
     with_answers,
-    wrong_answer,
 )
 
-_MATH_MARK = re.compile(r"\\?\$|\\[()\[\]]")  # where mathematics begins and ends in a text
+_MATH_MARK = re.compile(r"\\?\$|\\[()\[\]]")  # delimiters of mathematics
 
 
 @dataclass(frozen=True)
 class FormatSettings:
     """Settings of `reward.name=format`."""
 
-    tags: str = "think,answer"  # that the response has to be made of, in this order
+    tags: str = "think,answer"  # tags of the response, in this order
 
     def __post_init__(self) -> None:
         if not all(re.fullmatch("[A-Za-z_][A-Za-z0-9_-]*", tag) for tag in self.names):
@@ -36,6 +36,7 @@ class FormatSettings:
 
     @property
     def names(self) -> list[str]:
+        """Names of the tags."""
         return [tag.strip() for tag in self.tags.split(",")]
 
 
@@ -43,8 +44,8 @@ class FormatSettings:
 class PatternSettings:
     """Settings of `reward.name=pattern`."""
 
-    pattern: str  # Python's re, which the whole response has to match; . is a line break, too
-    timeout_s: float = 1.0  # for one response; one that takes longer does not match
+    pattern: str  # Python's re, to match the whole response; . matches a line break, too
+    timeout_s: float = 1.0  # per response; a longer match counts as none
 
     def __post_init__(self) -> None:
         try:
@@ -57,7 +58,7 @@ class PatternSettings:
 class ChoiceSettings:
     """Settings of `reward.name=choice`."""
 
-    letters: str = "ABCD"  # of the choices
+    letters: str = "ABCD"  # letters of the choices
 
     def __post_init__(self) -> None:
         if not re.fullmatch("[A-Z]{2,}", self.letters):
@@ -68,13 +69,13 @@ class ChoiceSettings:
 class SubstringSettings:
     """Settings of `reward.name=substring`."""
 
-    ignore_case: bool = True  # whether Paris and paris are the same
-    whole_words: bool = True  # whether 12 is not in 123
+    ignore_case: bool = True  # paris is Paris
+    whole_words: bool = True  # 12 is not in 123
 
 
 @register_reward("format")
 @gives()
-def format_of_tags(
+def check_tags(
     text: str,
     fields: Mapping[str, Any],
     finish_reason: str,
@@ -82,19 +83,19 @@ def format_of_tags(
     turns: Sequence[str] = (),
     prompt_end: str = "",
 ) -> dict[str, float]:
-    """1.0 if the response is made of the tags, each once, with anything inside but these tags.
+    """Return 1.0 if the response consists of the tags, each once, with any text in them.
 
-    With tags=think,answer: <think>...</think><answer>...</answer>, and blanks or line breaks around
-    them. A first tag that the chat template has opened at the end of the prompt counts. Of an agent
-    it is the last turn, with its reasoning or without.
+    With tags=think,answer: <think>...</think><answer>...</answer>, with blanks or line breaks
+    around them. The chat template may have opened the first tag at the end of the prompt. The last
+    turn of an agent is checked, with or without its reasoning.
     """
     first = f"<{settings.names[0]}>"
     opened = first if prompt_end.rstrip().endswith(first) else ""
     bodies = text, *turns[-1:]
-    return {"reward": float(any(_has_form(opened + body, settings.names) for body in bodies))}
+    return {"reward": float(any(_has_tags(opened + body, settings.names) for body in bodies))}
 
 
-def _has_form(text: str, tags: Sequence[str]) -> bool:
+def _has_tags(text: str, tags: Sequence[str]) -> bool:
     rest = text
     marks = [f"<{slash}{tag}>" for tag in tags for slash in ("", "/")]
     for tag in tags:
@@ -109,26 +110,26 @@ def _has_form(text: str, tags: Sequence[str]) -> bool:
 
 @register_reward("pattern")
 @gives("unchecked")
-@in_process(unchecked={"reward": 0.0, "unchecked": 1.0})
-def matches_pattern(
+@run_in_process(unchecked={"reward": 0.0, "unchecked": 1.0})
+def match_pattern(
     text: str, fields: Mapping[str, Any], finish_reason: str, settings: PatternSettings
 ) -> dict[str, float]:
-    """1.0 if the whole response matches a regular expression.
+    """Return 1.0 if the whole response matches a regular expression.
 
-    `unchecked` is 1.0 where the match took longer than timeout_s: there are expressions for which
-    it takes years.
+    `unchecked` is 1.0 if the match took longer than timeout_s: an expression may backtrack for
+    years.
     """
     matched = re.fullmatch(settings.pattern, text, re.DOTALL)
     return {"reward": float(matched is not None), "unchecked": 0.0}
 
 
-def _chosen_letters(settings: ChoiceSettings) -> FindAnswer:
-    # Possessive: a response of many stars would take its length cubed, and the server waits.
+def _build_letter_finder(settings: ChoiceSettings) -> FindAnswer:
+    # Possessive, because backtracking over many stars takes cubic time and blocks the event loop.
     style = r"[\s*_(\[]*+(?:\\(?:text|mathrm|mathbf|textbf|boldsymbol)\{[\s*_(\[]*+)?"
     letter = rf"{style}([{settings.letters}])(?![A-Za-z0-9']|\\text\{{[A-Za-z0-9])"
 
     def find(text: str, finish_reason: str) -> str | None:
-        boxed = last_boxed(text)
+        boxed = find_last_boxed(text)
         plain = _MATH_MARK.sub(" ", text if boxed is None else boxed)
         if boxed is not None:
             letters = re.findall(rf"\A{letter}", plain)
@@ -140,49 +141,49 @@ def _chosen_letters(settings: ChoiceSettings) -> FindAnswer:
     return find
 
 
-def _right_letter(answer: object, settings: ChoiceSettings) -> str:
-    letter = answer_text(answer, "choice").strip().strip("().").upper()
+def _parse_letter(answer: object, settings: ChoiceSettings) -> str:
+    letter = format_answer(answer, "choice").strip().strip("().").upper()
     if letter not in list(settings.letters):
-        raise wrong_answer(answer, "choice", f"one of {', '.join(settings.letters)}")
+        raise build_answer_error(answer, "choice", f"one of {', '.join(settings.letters)}")
     return letter
 
 
 @register_reward("choice")
-@reads_answer(_right_letter)
+@reads_answer(_parse_letter)
 @gives("answered")
-@with_answers(_chosen_letters)
+@with_answers(_build_letter_finder)
 def choice(
     text: str, fields: Mapping[str, Any], finish_reason: str, settings: ChoiceSettings
 ) -> dict[str, float]:
-    """1.0 if the response chooses the letter in the field `answer`; `answered`: if any.
+    """Return 1.0 if the response chooses the letter in the field `answer`; `answered`: any letter.
 
-    Its choice is what is in its last \\boxed{}; else the last letter after "answer" and at most
-    "is", ":" and marks around it; else the response, if that is a letter only. (B), B. and **B**
-    are B. Raises ConfigError if the answer is none of the letters.
+    The choice is the content of the last \\boxed{}; else the last letter after "answer", with at
+    most "is", ":" and marks between; else the response, if it is a letter only. (B), B. and **B**
+    are B. Raises ConfigError if the field is none of the letters.
     """
-    answer = _right_letter(answer_of(fields, "choice"), settings)
-    letter = _chosen_letters(settings)(text, finish_reason)
+    answer = _parse_letter(get_answer(fields, "choice"), settings)
+    letter = _build_letter_finder(settings)(text, finish_reason)
     return {"reward": float(letter == answer), "answered": float(letter is not None)}
 
 
-def _wanted_text(answer: object, settings: SubstringSettings | None = None) -> str:
-    text = " ".join(answer_text(answer, "substring").split())
+def _normalize_answer(answer: object, settings: SubstringSettings | None = None) -> str:
+    text = " ".join(format_answer(answer, "substring").split())
     if not text:
-        raise wrong_answer(answer, "substring", "a text")
+        raise build_answer_error(answer, "substring", "a text")
     return text
 
 
 @register_reward("substring")
-@reads_answer(_wanted_text)
+@reads_answer(_normalize_answer)
 @gives()
 def substring(
     text: str, fields: Mapping[str, Any], finish_reason: str, settings: SubstringSettings
 ) -> dict[str, float]:
-    """1.0 if the text in the field `answer` is in the response; line breaks count as blanks.
+    """Return 1.0 if the response contains the text in `answer`; line breaks count as blanks.
 
-    Raises ConfigError if the field is empty: that is in every text.
+    Raises ConfigError if the field is empty.
     """
-    answer, response = _wanted_text(answer_of(fields, "substring")), " ".join(text.split())
+    answer, response = _normalize_answer(get_answer(fields, "substring")), " ".join(text.split())
     if settings.ignore_case:
         answer, response = answer.casefold(), response.casefold()
     edges = (r"(?<!\w)", r"(?!\w)") if settings.whole_words else ("", "")
