@@ -31,7 +31,7 @@ def main(settings: dict[str, Any]) -> None:
         "trainer.eval_samples": 1,
         "algorithm.group_size": settings["group_size"],
         "algorithm.num_mini_batches": settings["optimizer_steps"],
-        "algorithm.samples.group_filter": "''",
+        "algorithm.filter.group_filter": "''",
         "actor.layout.tp": 1,
         "actor.layout.ep": 1,
         "actor.threads_per_rank": settings["threads"],

@@ -12,7 +12,7 @@ from typing import Any
 from mcore_rl.agents.codec import ChatMessage, ParsedTurn, ToolSpec
 from mcore_rl.agents.environment import EnvironmentStep, Tries, try_again
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.config.sandbox_schema import SandboxSettings
+from mcore_rl.config.schema import SandboxSettings
 from mcore_rl.rewards.rules_code import RUN_ASSERTS, last_program, output_lines, read_tests
 from mcore_rl.sandbox.call import SandboxError
 from mcore_rl.sandbox.sandbox import Sandbox

@@ -9,7 +9,7 @@ from typing import Any
 
 from mcore_rl.agents.codec import ChatMessage, ParsedTurn, ToolSpec
 from mcore_rl.agents.environment import EnvironmentStep, Tries
-from mcore_rl.config.checks import at_least
+from mcore_rl.config.checks import check_at_least
 from mcore_rl.config.errors import ConfigError
 
 _WHOLE = re.compile(r"-?\d+")
@@ -22,7 +22,7 @@ class GuessingSettings:
     try_penalty: float = 0.05  # taken off the reward for each guess before the right one
 
     def __post_init__(self) -> None:
-        at_least("high", self.high, self.low)
+        check_at_least("high", self.high, self.low)
 
 
 class Guessing:

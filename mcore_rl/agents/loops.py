@@ -12,7 +12,7 @@ from mcore_rl.agents.codec import ChatMessage, ContextFullError, ParsedCall, Too
 from mcore_rl.agents.environment import Environment
 from mcore_rl.agents.session import Answer, ChatSession
 from mcore_rl.agents.tools.base import ToolSet
-from mcore_rl.config.checks import between
+from mcore_rl.config.checks import check_between
 from mcore_rl.data.sample import Sample, TrajectoryStatus
 from mcore_rl.inference.protocol import SamplingParams
 
@@ -142,7 +142,7 @@ class ToolLoopSettings:
     )
 
     def __post_init__(self) -> None:
-        between("compact_at", self.compact_at, 0, 1)
+        check_between("compact_at", self.compact_at, 0, 1)
 
 
 class ToolLoop:

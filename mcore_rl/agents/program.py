@@ -19,9 +19,9 @@ from typing import Any
 
 from mcore_rl.agents.loops import Agent, Served, Task
 from mcore_rl.agents.process_environment import process_environment, variable_names
-from mcore_rl.config.checks import at_least
+from mcore_rl.config.checks import check_at_least
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.config.import_path import load
+from mcore_rl.config.import_path import load_function
 from mcore_rl.data.sample import Sample, TrajectoryStatus
 
 TASK_FILE = "MCORE_RL_TASK"  # the variable with the path of the row
@@ -44,9 +44,11 @@ class ProgramSettings:
                 f"command={self.command!r} and agent.settings.function={self.function!r}; "
                 "allowed: one of them"
             )
-        if self.function and not inspect.iscoroutinefunction(load("function", self.function)):
+        if self.function and not inspect.iscoroutinefunction(
+            load_function("function", self.function)
+        ):
             raise ConfigError(f"function={self.function!r}; allowed: a function by `async def`")
-        at_least("at_once", self.at_once, 1)
+        check_at_least("at_once", self.at_once, 1)
         variable_names(self.variables)
         if self.command and not self.words():
             raise ConfigError(f"command={self.command!r} names no program")
@@ -73,7 +75,7 @@ class ProgramLoop:
         self._places = asyncio.Semaphore(settings.at_once)
         self._run: Callable[[Task, Served], Awaitable[None]] = self._command
         if settings.function:
-            self._function = load("agent.settings.function", settings.function)
+            self._function = load_function("agent.settings.function", settings.function)
             self._run = self._call
 
     async def run(self, task: Task) -> list[Sample]:

@@ -34,8 +34,8 @@ from mcore_rl.agents.trajectory import MASKED_VERSION, Turn, pay, samples_of
 from mcore_rl.agents.user_loop import UserLoop
 from mcore_rl.agents.verifiers.loop import VerifiersLoop
 from mcore_rl.algorithms.registry import Registry
-from mcore_rl.config.agent_schema import AgentConfig
 from mcore_rl.config.errors import ConfigError
+from mcore_rl.config.schema import AgentConfig
 from mcore_rl.data.sample import Sample, TrajectoryStatus
 from mcore_rl.inference.gate import Gate
 from mcore_rl.inference.protocol import Generator, SamplingParams

@@ -14,10 +14,9 @@ from mcore_rl.agents.tools.mcp_tools import McpServer, McpTools
 from mcore_rl.agents.tools.openai_yaml import tools_of_file
 from mcore_rl.agents.tools.python_tool import PythonTool
 from mcore_rl.agents.tools.search import SearchTool
-from mcore_rl.config.agent_schema import AgentConfig
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.config.import_path import is_import_path, load
-from mcore_rl.config.sandbox_schema import SandboxSettings
+from mcore_rl.config.import_path import is_import_path, load_function
+from mcore_rl.config.schema import AgentConfig, SandboxSettings
 from mcore_rl.sandbox.call import SandboxError
 from mcore_rl.sandbox.sandbox import Sandbox
 
@@ -86,7 +85,7 @@ async def try_mcp_servers(config: AgentConfig) -> None:
 
 def _source(name: str, config: AgentConfig) -> object:
     if is_import_path(name):
-        return load("agent.tools", name)
+        return load_function("agent.tools", name)
     if name == "calculator":
         return calculator
     if name == "search":

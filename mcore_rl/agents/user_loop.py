@@ -10,7 +10,7 @@ from typing import Any
 from mcore_rl.agents.codec import ChatMessage, ContextFullError
 from mcore_rl.agents.loops import Agent, Task
 from mcore_rl.agents.session import ChatSession
-from mcore_rl.config.checks import one_of
+from mcore_rl.config.checks import check_choice
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.data.sample import Sample, TrajectoryStatus
 
@@ -29,7 +29,7 @@ class UserSettings:
     reads: str = "last"  # by the reward: the policy's last turn, or the whole conversation
 
     def __post_init__(self) -> None:
-        one_of("reads", self.reads, READS)
+        check_choice("reads", self.reads, READS)
         if not self.stop:
             raise ConfigError("stop=''; allowed: a text that ends the conversation")
 

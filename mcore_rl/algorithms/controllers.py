@@ -63,7 +63,7 @@ class Coefficients:
     def follow(self) -> bool:
         """Whether `measured` finds anything."""
         config = self._config
-        is_told = config.kl_in == "reward" or config.kl_target is not None
+        is_told = config.kl_placement == "reward" or config.kl_target is not None
         return is_told or config.entropy_target is not None
 
     @property
@@ -85,7 +85,7 @@ class Coefficients:
 def measured(batch: Batch, config: AlgorithmConfig) -> dict[str, float]:
     """What coefficients follow: `kl` and `entropy`, each only where a setting needs it."""
     mask, found = batch.jagged("response_mask"), dict[str, float]()
-    if config.kl_in == "reward" or config.kl_target is not None:
+    if config.kl_placement == "reward" or config.kl_target is not None:
         found["kl"] = mean_over_sequences(reference_kl(batch, config), mask)
     if config.entropy_target is not None:
         chosen = batch.jagged("entropy").values[mask.values != 0]

@@ -17,7 +17,7 @@ from mcore_rl.algorithms.loss_parts import (
     ratio_metrics,
     unclamped_log_ratios,
 )
-from mcore_rl.config.checks import at_least, between, positive
+from mcore_rl.config.checks import check_at_least, check_between, check_positive
 
 
 @LOSSES.register("gpg")
@@ -37,8 +37,8 @@ class CISPOSettings:
     clip_ratio_high: float = 4.0  # and at most 1 + clip_ratio_high
 
     def __post_init__(self) -> None:
-        between("clip_ratio_low", self.clip_ratio_low, 0, 1)
-        at_least("clip_ratio_high", self.clip_ratio_high, 0)
+        check_between("clip_ratio_low", self.clip_ratio_low, 0, 1)
+        check_at_least("clip_ratio_high", self.clip_ratio_high, 0)
 
 
 @LOSSES.register("cispo")
@@ -64,9 +64,9 @@ class DPPOSettings:
     max_ratio: float = 20.0  # weights are truncated here
 
     def __post_init__(self) -> None:
-        positive("max_divergence_low", self.max_divergence_low)
-        positive("max_divergence_high", self.max_divergence_high)
-        at_least("max_ratio", self.max_ratio, 1)
+        check_positive("max_divergence_low", self.max_divergence_low)
+        check_positive("max_divergence_high", self.max_divergence_high)
+        check_at_least("max_ratio", self.max_ratio, 1)
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ class VESPOSettings:
 
     def __post_init__(self) -> None:
         for name in ("k_positive", "lambda_positive", "k_negative", "lambda_negative"):
-            at_least(name, getattr(self, name), 0)
+            check_at_least(name, getattr(self, name), 0)
 
 
 @LOSSES.register("vespo")
@@ -156,7 +156,7 @@ class DROSettings:
     beta: float  # weight of the squared log ratio
 
     def __post_init__(self) -> None:
-        positive("beta", self.beta)
+        check_positive("beta", self.beta)
 
 
 @LOSSES.register("dro")

@@ -15,7 +15,7 @@ from mcore_rl.algorithms.loss_parts import (
     log_ratios,
     ratio_metrics,
 )
-from mcore_rl.config.checks import positive
+from mcore_rl.config.checks import check_positive
 from mcore_rl.config.schema import PPOClipSettings
 
 
@@ -50,7 +50,7 @@ class DecoupledPPOSettings(PPOClipSettings):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.weight_cap is not None:
-            positive("weight_cap", self.weight_cap)
+            check_positive("weight_cap", self.weight_cap)
 
 
 @LOSSES.register("decoupled_ppo")
@@ -78,8 +78,8 @@ class SAPOSettings:
     temperature_negative: float = 1.05  # of the others
 
     def __post_init__(self) -> None:
-        positive("temperature_positive", self.temperature_positive)
-        positive("temperature_negative", self.temperature_negative)
+        check_positive("temperature_positive", self.temperature_positive)
+        check_positive("temperature_negative", self.temperature_negative)
 
 
 @LOSSES.register("sapo")

@@ -15,9 +15,9 @@ from mcore_rl.algorithms.group_advantages import equal_in_group
 from mcore_rl.algorithms.inputs import reward_part, reward_parts
 from mcore_rl.algorithms.reductions import Floats, Groups
 from mcore_rl.algorithms.registry import Registry
-from mcore_rl.config.checks import between
+from mcore_rl.config.checks import check_between
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.config.samples_schema import ReplayConfig, SamplesConfig
+from mcore_rl.config.schema import FilterConfig, ReplayConfig
 from mcore_rl.data.batch import Batch
 from mcore_rl.data.trajectories import Trajectories, compared
 
@@ -27,15 +27,15 @@ Rows = npt.NDArray[np.int64]
 
 # [samples]: true for those that stay; a group stays if all of its samples do.
 GROUP_FILTERS: Registry[Callable[[Batch], Bools]] = Registry(
-    "algorithm.samples.group_filter", ("batch",)
+    "algorithm.filter.group_filter", ("batch",)
 )
 # The rewards of a group: which k of them stay.
 CHOICES: Registry[Callable[[Floats, int, np.random.Generator], Rows]] = Registry(
-    "algorithm.samples.keep_by", ("rewards", "k", "rng")
+    "algorithm.filter.keep_by", ("rewards", "k", "rng")
 )
 # The rewards of a group: its weight among those that may be replayed.
 PRIORITIES: Registry[Callable[[Floats], float]] = Registry(
-    "algorithm.samples.replay.priority", ("rewards",)
+    "algorithm.filter.replay.priority", ("rewards",)
 )
 # The success rates of prompts: the weight of each among those that may be drawn.
 CURRICULA: Registry[Callable[[Floats], Floats]] = Registry(
@@ -123,8 +123,8 @@ class WindowSettings:
     high: float = 0.8
 
     def __post_init__(self) -> None:
-        between("low", self.low, 0, 1)
-        between("high", self.high, self.low, 1)
+        check_between("low", self.low, 0, 1)
+        check_between("high", self.high, self.low, 1)
 
 
 @CURRICULA.register("window")
@@ -147,8 +147,8 @@ def reward_or_part(batch: Batch, name: str, setting: str) -> Floats:
     return found
 
 
-def kept_groups(batch: Batch, config: SamplesConfig) -> Batch:
-    """The groups that pass algorithm.samples.group_filter.
+def kept_groups(batch: Batch, config: FilterConfig) -> Batch:
+    """The groups that pass algorithm.filter.group_filter.
 
     Raises:
         ConfigError: the filter returned something else than a bool a sample.
@@ -168,8 +168,8 @@ def kept_groups(batch: Batch, config: SamplesConfig) -> Batch:
     return batch.take(trajectories.rows_of(np.flatnonzero(num_kept == groups.sizes)))
 
 
-def kept_responses(batch: Batch, config: SamplesConfig, seed: Sequence[int]) -> Batch:
-    """At most keep_responses trajectories of each group, by algorithm.samples.keep_by; 0: all.
+def kept_responses(batch: Batch, config: FilterConfig, seed: Sequence[int]) -> Batch:
+    """At most keep_responses trajectories of each group, by algorithm.filter.keep_by; 0: all.
 
     Raises:
         ConfigError: the function returned something else than as many different rows.
@@ -199,7 +199,7 @@ def kept_responses(batch: Batch, config: SamplesConfig, seed: Sequence[int]) -> 
     return batch.take(trajectories.rows_of(np.array(rows, np.int64)))
 
 
-def check_choices(samples: SamplesConfig) -> None:
+def check_choices(samples: FilterConfig) -> None:
     """Find the functions of these settings, before a run starts; raises ConfigError."""
     if samples.group_filter:
         GROUP_FILTERS.bound(samples.group_filter, samples.group_filter_settings)

@@ -22,7 +22,7 @@ from mcore_rl.algorithms.loss_parts import (
 )
 from mcore_rl.algorithms.ppo import ppo_clip
 from mcore_rl.algorithms.prepared import MiniBatchInputs, prepared_by
-from mcore_rl.config.checks import at_least, between, positive
+from mcore_rl.config.checks import check_at_least, check_between, check_positive
 from mcore_rl.config.schema import PPOClipSettings
 from mcore_rl.data.batch import Jagged
 
@@ -38,8 +38,8 @@ class ClipCovSettings(PPOClipSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        between("fraction", self.fraction, 0, 1)
-        at_least("covariance_high", self.covariance_high, self.covariance_low)
+        check_between("fraction", self.fraction, 0, 1)
+        check_at_least("covariance_high", self.covariance_high, self.covariance_low)
 
 
 def select_between(inputs: MiniBatchInputs, settings: ClipCovSettings) -> dict[str, Jagged]:
@@ -81,8 +81,8 @@ class KLCovSettings:
     kl_coef: float = 1.0  # weight of their KL
 
     def __post_init__(self) -> None:
-        between("fraction", self.fraction, 0, 1)
-        at_least("kl_coef", self.kl_coef, 0)
+        check_between("fraction", self.fraction, 0, 1)
+        check_at_least("kl_coef", self.kl_coef, 0)
 
 
 def select_highest(inputs: MiniBatchInputs, settings: KLCovSettings) -> dict[str, Jagged]:
@@ -114,7 +114,7 @@ class M2POSettings:
     max_second_moment: float = 0.04  # of the log ratios that are left
 
     def __post_init__(self) -> None:
-        positive("max_second_moment", self.max_second_moment)
+        check_positive("max_second_moment", self.max_second_moment)
 
 
 def select_outliers(inputs: MiniBatchInputs, settings: M2POSettings) -> dict[str, Jagged]:
@@ -154,7 +154,7 @@ class PositiveNLLSettings(PPOClipSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        at_least("nll_coef", self.nll_coef, 0)
+        check_at_least("nll_coef", self.nll_coef, 0)
 
 
 def weigh_positive(inputs: MiniBatchInputs, settings: PositiveNLLSettings) -> dict[str, Jagged]:

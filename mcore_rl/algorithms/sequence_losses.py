@@ -15,7 +15,7 @@ from mcore_rl.algorithms.loss_parts import (
     ratio_metrics,
     unclamped_log_ratios,
 )
-from mcore_rl.config.checks import at_least, between, positive
+from mcore_rl.config.checks import check_at_least, check_between, check_positive
 
 
 @dataclass(frozen=True)
@@ -24,8 +24,8 @@ class GSPOSettings:
     clip_ratio_high: float = 4e-4
 
     def __post_init__(self) -> None:
-        between("clip_ratio_low", self.clip_ratio_low, 0, 1)
-        at_least("clip_ratio_high", self.clip_ratio_high, 0)
+        check_between("clip_ratio_low", self.clip_ratio_low, 0, 1)
+        check_at_least("clip_ratio_high", self.clip_ratio_high, 0)
 
 
 @LOSSES.register("gspo")
@@ -88,8 +88,8 @@ class GMPOSettings:
     clip_log_ratio_high: float = 0.4  # and at this
 
     def __post_init__(self) -> None:
-        at_least("clip_log_ratio_low", self.clip_log_ratio_low, 0)
-        at_least("clip_log_ratio_high", self.clip_log_ratio_high, 0)
+        check_at_least("clip_log_ratio_low", self.clip_log_ratio_low, 0)
+        check_at_least("clip_log_ratio_high", self.clip_log_ratio_high, 0)
 
 
 @LOSSES.register("gmpo")
@@ -117,7 +117,7 @@ class KimiSettings:
     tau: float  # weight of the squared log ratio
 
     def __post_init__(self) -> None:
-        positive("tau", self.tau)
+        check_positive("tau", self.tau)
 
 
 @LOSSES.register("kimi")

@@ -12,7 +12,7 @@ import numpy as np
 
 from mcore_rl.algorithms.inputs import AdvantageInputs, Estimates, needs
 from mcore_rl.algorithms.reductions import ChosenTokens, Groups, sums_to_go, totals, whitened
-from mcore_rl.config.checks import between
+from mcore_rl.config.checks import check_between
 from mcore_rl.data.batch import Jagged
 
 
@@ -23,8 +23,8 @@ class GAESettings:
     whiten: bool = True  # mean 0 and variance 1 over all chosen tokens of the batch
 
     def __post_init__(self) -> None:
-        between("gamma", self.gamma, 0, 1)
-        between("lam", self.lam, 0, 1)
+        check_between("gamma", self.gamma, 0, 1)
+        check_between("lam", self.lam, 0, 1)
 
 
 @needs("values")
@@ -52,7 +52,7 @@ class ReinforceSettings:
     gamma: float = 1.0  # discount of a token
 
     def __post_init__(self) -> None:
-        between("gamma", self.gamma, 0, 1)
+        check_between("gamma", self.gamma, 0, 1)
 
 
 def reinforce_plus_plus(inputs: AdvantageInputs, settings: ReinforceSettings) -> Jagged:
@@ -111,7 +111,7 @@ class GiGPOSettings:
     normalize_by_std: bool = True  # divide by standard deviations, of responses and of turns
 
     def __post_init__(self) -> None:
-        between("gamma", self.gamma, 0, 1)
+        check_between("gamma", self.gamma, 0, 1)
 
 
 @needs("state_ids")

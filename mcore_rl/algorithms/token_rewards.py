@@ -47,12 +47,13 @@ def with_token_rewards(batch: Batch, algorithm: AlgorithmConfig) -> Batch:
     """Adds the column token_rewards where rewards are not of whole responses only.
 
     At each chosen token the process_rewards, if the batch has them, minus kl_coef times the KL,
-    with algorithm.kl_in=reward; at the last chosen token of a trajectory also what process_rewards
-    leave of its reward, so that they add up to it; 0 at other tokens. Float64: equal sums of parts
-    stay equal. Ziegler et al. 2019 (arXiv:1909.08593), equation 2, token by token. Advantages of
-    whole responses see the sum (AdvantageInputs.scores); the column rewards has no KL taken off.
+    with algorithm.kl_placement=reward; at the last chosen token of a trajectory also what
+    process_rewards leave of its reward, so that they add up to it; 0 at other tokens. Float64:
+    equal sums of parts stay equal. Ziegler et al. 2019 (arXiv:1909.08593), equation 2, token by
+    token. Advantages of whole responses see the sum (AdvantageInputs.scores); the column rewards
+    has no KL taken off.
     """
-    is_penalised = bool(algorithm.kl_coef) and algorithm.kl_in == "reward"
+    is_penalised = bool(algorithm.kl_coef) and algorithm.kl_placement == "reward"
     if not is_penalised and "process_rewards" not in batch:
         return batch
     trajectories = Trajectories(batch)

@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mcore_rl.config.checks import exists
+from mcore_rl.config.checks import check_exists
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.json_file import read_json_object
 from mcore_rl.config.schema import ModelConfig
@@ -65,7 +65,7 @@ def has_tokenizer(path: str | Path) -> bool:
 def read_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     """Any tokenizer, of a base model too. Raises ConfigError when the folder has none."""
     transformers = import_transformers()
-    exists("model.path", path)
+    check_exists("model.path", path)
     if not Path(path).is_dir():
         raise ConfigError(f"model.path={str(path)!r} is not a folder")
     if not has_tokenizer(path):

@@ -10,7 +10,7 @@ from typing import Literal
 from rich.console import Console
 from rich.table import Table
 
-from mcore_rl.config.resolve import for_lane, resolve
+from mcore_rl.config.resolve import resolve, resolve_for_lane
 from mcore_rl.config.schema import RLConfig
 from mcore_rl.jobs.cluster import moved, node_lines
 from mcore_rl.jobs.gpu_memory import MemoryTurn, turns
@@ -51,7 +51,7 @@ def dry_run(
     console = console or get_stdout_console()
     resolve(config, needs_data=False)
     device = "cuda" if gpus_per_node else lane()
-    config = for_lane(config, device, has_experts=has_experts(config))
+    config = resolve_for_lane(config, device, has_experts=has_experts(config))
     folder, refusal = inspect_run_dir(config.output_dir, config.resume)
     with (
         waiting("checking the inputs", has_lines=False),

@@ -12,9 +12,9 @@ from typing import Any
 import pyarrow.parquet as pq
 from rich.console import Console
 
-from mcore_rl.config.eval_schema import EvalConfig, as_run, resolve_eval
-from mcore_rl.config.resolve import reward_terms
-from mcore_rl.config.schema import RLConfig
+from mcore_rl.config.resolve_rollout import list_reward_terms
+from mcore_rl.config.resolve_train import build_server_config, resolve_eval
+from mcore_rl.config.schema import EvalConfig, RLConfig
 from mcore_rl.controller.batch_ops import here, per_sample
 from mcore_rl.controller.pending import gathered
 from mcore_rl.controller.worker_group import wait_until_built
@@ -165,7 +165,7 @@ def dry_run(config: EvalConfig, console: Console | None = None) -> None:
 
 def _check(config: EvalConfig) -> _Inputs:
     chat_date = config.model.chat_date or chat_date_of(config.model.path)
-    run = as_run(config, lane(), str(model_folder(config.model.path)), chat_date)
+    run = build_server_config(config, lane(), str(model_folder(config.model.path)), chat_date)
     Judge(config.reward, config.rollout.max_response_tokens)  # checks names and settings
     check_judges(config.reward, ())
     check_model(run)
@@ -190,7 +190,7 @@ def _tell_of_short_sets(config: EvalConfig, sets: Mapping[str, PromptDataset]) -
 
 def _find_answer(config: EvalConfig) -> FindAnswer | None:
     """Of the reward that says what is correct; a sum of several has no answer."""
-    name, terms = config.scoring.term, reward_terms(config.reward)
+    name, terms = config.scoring.term, list_reward_terms(config.reward)
     if name not in terms:
         return None
     key = f"reward.terms.{name}" if name else "reward"
@@ -201,7 +201,7 @@ def _tell_of_votes(inputs: _Inputs) -> None:
     if inputs.find_answer is None:
         what = "a sum of terms (scoring.term='')"
         if not inputs.config.reward.terms or inputs.config.scoring.term:
-            terms = reward_terms(inputs.config.reward)
+            terms = list_reward_terms(inputs.config.reward)
             what = f"the reward {terms[inputs.config.scoring.term].name!r}"
         print(f"no majority@k: {what} does not say what the answer in a response is")
 

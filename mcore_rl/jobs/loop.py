@@ -52,7 +52,7 @@ class Loop:
         rollout = RolloutPool(turns.servers, config.rollout, config.seed, replays)
         prompts = _prompts(config, train)
         ahead: SamplesAhead | AsyncRollout | None = None
-        kept = config.algorithm.samples.replay
+        kept = config.algorithm.filter.replay
         replay = ReplayBuffer(kept, config.seed, config.timeouts.call_s)
         if config.trainer.mode == "one_step_off":
             ahead = SamplesAhead(config, rollout, prompts, replay, thread)

@@ -15,8 +15,7 @@ from typing import Any
 
 from mcore_rl.checkpoint.run_checkpoints import RunCheckpoint, steps_in
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.config.schema import Layout, RLConfig
-from mcore_rl.config.train_schema import TrainConfig
+from mcore_rl.config.schema import Layout, RLConfig, TrainConfig
 from mcore_rl.controller.run_scope import run_scope
 from mcore_rl.data.sample_tables import go_on_after
 from mcore_rl.jobs.failure import RunFailed

@@ -13,8 +13,8 @@ from pathlib import Path
 
 from mcore_rl.algorithms.losses import ValueClipSettings, negative_log_likelihood, value_clip
 from mcore_rl.checkpoint.run_checkpoints import RunCheckpoint
-from mcore_rl.config.resolve import for_lane, resolve
-from mcore_rl.config.resolve_distillation import OF_TOP_TOKENS
+from mcore_rl.config.resolve import resolve, resolve_for_lane
+from mcore_rl.config.resolve_algorithm import TOP_TOKEN_LOSSES
 from mcore_rl.config.schema import EngineConfig, Layout, LoRAConfig, RLConfig
 from mcore_rl.controller.batch_ops import near
 from mcore_rl.controller.pending import gathered
@@ -86,7 +86,7 @@ def run(config: RLConfig) -> None:
     """
     started = began()
     resolve(config)
-    config = for_lane(config, lane(), has_experts=has_experts(config))
+    config = resolve_for_lane(config, lane(), has_experts=has_experts(config))
     with (
         exclusive_run_dir(config.output_dir, config.resume) as claim,
         job_scope(claim.folder, claim.lock) as scratch,
@@ -206,7 +206,7 @@ def _reinforce(run: _Run, pools: Pools, ranks: WorkerGroup | None) -> None:
             num_bytes,
             run.digests,
         )
-        tables = SampleTables(output.folder, inputs.tokenizer, config.samples, actor)
+        tables = SampleTables(output.folder, inputs.tokenizer, config.sample_log, actor)
         tests = held_out(inputs.tests, config.trainer.eval_samples)
         evaluation = Evaluation(config, loop.rollout, tests, tables, output.evaluated)
         if run.found is None and evaluation.is_due(0):
@@ -315,7 +315,7 @@ def _scorer(config: RLConfig, pools: Pools, role: str) -> AbstractContextManager
     if role == "reward_model":
         return _model(pools, role, spec, None, model_type="reward_model", wait=False)
     distillation = config.algorithm.distillation
-    if distillation.loss in OF_TOP_TOKENS:
+    if distillation.loss in TOP_TOKEN_LOSSES:
         spec = replace(spec, num_top_log_probs=distillation.top_k)
     return _model(pools, role, spec, None, wait=False)
 

@@ -18,9 +18,8 @@ from mcore_rl.algorithms.losses import linear_in_scores, negative_log_likelihood
 from mcore_rl.algorithms.preference import PREFERENCE_LOSSES
 from mcore_rl.checkpoint.run_checkpoints import RunCheckpoint
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.config.resolve_train import data_of, resolve_train
-from mcore_rl.config.schema import LoRAConfig
-from mcore_rl.config.train_schema import DPOConfig, RMConfig, SFTConfig, TrainConfig
+from mcore_rl.config.resolve_train import get_data_config, resolve_train
+from mcore_rl.config.schema import DPOConfig, LoRAConfig, RMConfig, SFTConfig, TrainConfig
 from mcore_rl.controller import torchrun
 from mcore_rl.controller.dispatch import Group
 from mcore_rl.controller.pool import ResourcePool, ray_session
@@ -98,7 +97,7 @@ def run(config: TrainConfig) -> None:
             config = replace(config, trainer=steps)
             found = checkpoint_read_by_nodes(config, claim.folder)
             tests = inputs.tests.values()
-            digests = check_data(found, data_of(config), inputs.train, tests)
+            digests = check_data(found, get_data_config(config), inputs.train, tests)
             sizes = _sizes(config, claim.folder, found.step if found else 0)
             room.refuse_more(config.output_dir, claim.folder, sizes)
         if last := ended_after(config, found, claim.folder):
@@ -134,7 +133,7 @@ def _train(run: _Run, make: MakeGroup) -> None:
         model.initialize()
         objective = _objective(config, model, make)
     batch_size, num_bytes = config.trainer.batch_size, room.weight_bytes(config)
-    rows, weights = inputs.train, data_of(config).train_weights
+    rows, weights = inputs.train, get_data_config(config).train_weights
     batches = ExampleBatches(rows.batch, rows.sizes, batch_size, config.seed, weights)
     checkpointer = Checkpointer(
         config,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from rich.console import Console
 
 from mcore_rl.config.resolve_train import resolve_train
-from mcore_rl.config.train_schema import TrainConfig
+from mcore_rl.config.schema import TrainConfig
 from mcore_rl.jobs.dry_run import say, show
 from mcore_rl.jobs.output import inspect_run_dir
 from mcore_rl.jobs.resume import checkpoint_to_resume

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mcore_rl.config.resolve_engine import layers_of_chunks
+from mcore_rl.config.resolve_engine import count_chunk_layers
 from mcore_rl.config.schema import Layout
 
 
@@ -38,7 +38,7 @@ def split_into_chunks(layout: Layout, num_layers: int, num_mtp_layers: int = 0) 
     Raises:
         ConfigError: the layers do not divide over the chunks.
     """
-    counts = layers_of_chunks("layout", layout, num_layers)
+    counts = count_chunk_layers("layout", layout, num_layers)
     last = len(counts) - 1
     chunks, start = [], 0
     for index, count in enumerate(counts):

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from mcore_rl.config.checks import positive
+from mcore_rl.config.checks import check_positive
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.config.resolve import RewardTerm, reward_terms
+from mcore_rl.config.resolve_rollout import RewardTerm, list_reward_terms
 from mcore_rl.config.schema import RewardConfig
 from mcore_rl.data.sample import Sample
 from mcore_rl.rewards.base import (
@@ -123,7 +123,7 @@ class Judge:
         self._config, self._thread, self._decode = config, asyncio.Lock(), decode
         self.models: dict[str, Post] = {}  # how to ask frozen models, filled when they serve
         self._terms: list[_Term] = []
-        for name, term in reward_terms(config).items():
+        for name, term in list_reward_terms(config).items():
             self._terms.append(self._term(name, term, max_tokens))
 
     async def __call__(
@@ -207,7 +207,7 @@ class Judge:
             processes = RewardProcesses(asked, self._config.num_processes)
         own_limit: float | None = getattr(settings, "timeout_s", None)
         if own_limit is not None:
-            positive(f"{key}.settings.timeout_s", own_limit)
+            check_positive(f"{key}.settings.timeout_s", own_limit)
         limit_s = self._config.timeout_s if own_limit is None else own_limit
         served_by: str = getattr(settings, "served_by", "")
         asks = "post" in parameters and not served_by
@@ -315,7 +315,7 @@ class Judge:
 
 def check_columns(config: RewardConfig, columns: Collection[str]) -> None:
     """Raises ConfigError where the settings of a reward name a column that the data lacks."""
-    for name, term in reward_terms(config).items():
+    for name, term in list_reward_terms(config).items():
         key = f"reward.terms.{name}" if name else "reward"
         settings: Any = rewards(key).settings(term.name, term.settings)
         if hasattr(settings, "check_columns"):
@@ -325,7 +325,7 @@ def check_columns(config: RewardConfig, columns: Collection[str]) -> None:
 def answer_check(config: RewardConfig) -> Callable[[object], None]:
     """Return a check of a row's answer, which raises ValueError where no response can earn it."""
     checks: list[partial[object]] = []
-    for name, term in reward_terms(config).items():
+    for name, term in list_reward_terms(config).items():
         registry = rewards(f"reward.terms.{name}" if name else "reward")
         check = getattr(registry[term.name], "check_answer", None)
         if check is not None and term.weight:  # a reward without weight is only a metric
@@ -340,7 +340,7 @@ def answer_check(config: RewardConfig) -> Callable[[object], None]:
 
 def check_judges(config: RewardConfig, models: Collection[str]) -> None:
     """Raises ConfigError where a reward asks a frozen model that the run does not have."""
-    for name, term in reward_terms(config).items():
+    for name, term in list_reward_terms(config).items():
         key = f"reward.terms.{name}" if name else "reward"
         served_by = term.settings.get("served_by", "")
         if served_by and served_by not in models:

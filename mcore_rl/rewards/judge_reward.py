@@ -12,9 +12,9 @@ from typing import Any
 
 import regex
 
-from mcore_rl.config.checks import at_least, positive
+from mcore_rl.config.checks import check_at_least, check_positive
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.config.import_path import load
+from mcore_rl.config.import_path import load_function
 from mcore_rl.rewards.base import gives, register_reward, shown
 from mcore_rl.rewards.processes import TooLateError, within
 from mcore_rl.rewards.remote import Post, RemoteError, RemoteSettings, variable_value
@@ -50,10 +50,10 @@ class JudgeSettings(RemoteSettings):
 
     def __post_init__(self) -> None:
         self._check_server()
-        at_least("temperature", self.temperature, 0)
-        at_least("max_tokens", self.max_tokens, 1)
-        at_least("votes", self.votes, 1)
-        positive("high-low", self.high - self.low)
+        check_at_least("temperature", self.temperature, 0)
+        check_at_least("max_tokens", self.max_tokens, 1)
+        check_at_least("votes", self.votes, 1)
+        check_positive("high-low", self.high - self.low)
         if self.votes > 1 and not self.temperature:
             raise ConfigError(f"votes={self.votes} with temperature=0: all would be the same")
         if bool(self.template) == bool(self.template_file):
@@ -65,7 +65,7 @@ class JudgeSettings(RemoteSettings):
             if not self.low <= score <= self.high:
                 raise ConfigError(f"labels: {label}={score}; allowed: {self.low} to {self.high}")
         if self.parser:
-            load("parser", self.parser)
+            load_function("parser", self.parser)
         template_fields(self)
 
     def _check_server(self) -> None:
@@ -223,7 +223,7 @@ def _verdicts(answer: Mapping[str, Any], settings: JudgeSettings) -> list[str]:
 def _score(verdict: str, settings: JudgeSettings) -> float | None:
     """Of one verdict; None without one from `low` to `high`."""
     if settings.parser:
-        found = load("parser", settings.parser)(verdict)
+        found = load_function("parser", settings.parser)(verdict)
     else:
         compiled = regex.compile(settings.pattern)
         matches = compiled.finditer(verdict, timeout=_PATTERN_S, concurrent=True)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from mcore_rl.config.checks import at_least, between
+from mcore_rl.config.checks import check_at_least, check_between
 from mcore_rl.rewards.base import gives, register_reward
 
 
@@ -18,11 +18,11 @@ class OverlongSettings:
     buffer_tokens: int  # the last tokens before the limit, over which the reward falls to -1
 
     def __post_init__(self) -> None:
-        at_least("buffer_tokens", self.buffer_tokens, 1)
+        check_at_least("buffer_tokens", self.buffer_tokens, 1)
 
     def check_max_tokens(self, key: str, max_tokens: int) -> None:
         """Raises ConfigError; a longer buffer would punish a response without a token."""
-        between(f"{key}.buffer_tokens", self.buffer_tokens, 1, max_tokens)
+        check_between(f"{key}.buffer_tokens", self.buffer_tokens, 1, max_tokens)
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from email.utils import parsedate_to_datetime
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from mcore_rl.config.checks import at_least, positive
+from mcore_rl.config.checks import check_at_least, check_positive
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.json_file import parse_json_object
 from mcore_rl.rewards.base import shown
@@ -65,13 +65,13 @@ class RemoteSettings:
                 f"url={shown_url!r}; allowed: http://HOST/... or https://HOST/..., without a "
                 "password, which is for headers"
             )
-        at_least("retries", self.retries, 0)
-        at_least("backoff_s", self.backoff_s, 0)
-        at_least("max_backoff_s", self.max_backoff_s, self.backoff_s)
-        at_least("concurrent_requests", self.concurrent_requests, 1)
-        at_least("max_answer_kb", self.max_answer_kb, 1)
+        check_at_least("retries", self.retries, 0)
+        check_at_least("backoff_s", self.backoff_s, 0)
+        check_at_least("max_backoff_s", self.max_backoff_s, self.backoff_s)
+        check_at_least("concurrent_requests", self.concurrent_requests, 1)
+        check_at_least("max_answer_kb", self.max_answer_kb, 1)
         if self.requests_per_s is not None:
-            positive("requests_per_s", self.requests_per_s)
+            check_positive("requests_per_s", self.requests_per_s)
         for part in filter(None, self.headers.split(",")):
             if not re.fullmatch(r"\s*[A-Za-z0-9-]+=[A-Za-z_][A-Za-z0-9_]*\s*", part):
                 raise ConfigError(

@@ -11,7 +11,7 @@ from decimal import Context, Decimal
 from functools import cache
 from typing import Any
 
-from mcore_rl.config.checks import between
+from mcore_rl.config.checks import check_between
 from mcore_rl.data.latex import has_balanced_braces, last_boxed
 from mcore_rl.rewards.base import (
     FindAnswer,
@@ -40,7 +40,7 @@ class MathSettings:
     timeout_s: float = 5.0  # for one response; one that takes longer is wrong
 
     def __post_init__(self) -> None:
-        between("digits", self.digits, 0, 15)
+        check_between("digits", self.digits, 0, 15)
 
 
 def _final_line_answers(settings: None) -> FindAnswer:

@@ -21,7 +21,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from mcore_rl.config.resolve_mode import num_over_issued
+from mcore_rl.config.resolve import count_extra_groups
 from mcore_rl.rollout.buffer import (
     ACTIVE,
     HELD,
@@ -74,7 +74,7 @@ class Pacing:
     @property
     def num_extra(self) -> int:
         """Groups that may be begun beyond what the batches need."""
-        return num_over_issued(self.over_issue, self.groups_per_step)
+        return count_extra_groups(self.over_issue, self.groups_per_step)
 
     @property
     def num_new(self) -> int:

@@ -14,10 +14,9 @@ from mcore_rl.agents.judge_model import chat_of
 from mcore_rl.agents.remote import FrozenModel, ModelAddress, RemoteGenerator
 from mcore_rl.agents.runner import AgentRunner
 from mcore_rl.agents.single_turn import Prompt, SingleTurnLoop
-from mcore_rl.config.agent_schema import AgentConfig
 from mcore_rl.config.errors import ConfigError, DiedError
-from mcore_rl.config.resolve_models import ServedModel
-from mcore_rl.config.schema import RewardConfig, RolloutConfig
+from mcore_rl.config.resolve_rollout import ServedModel
+from mcore_rl.config.schema import AgentConfig, RewardConfig, RolloutConfig
 from mcore_rl.controller.dispatch import Dispatch, register
 from mcore_rl.data.batch import Batch
 from mcore_rl.data.routed_experts import ExpertLayers, with_experts

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 
-from mcore_rl.config.sandbox_schema import SandboxSettings
+from mcore_rl.config.schema import SandboxSettings
 from mcore_rl.sandbox.call import SandboxResult, call
 from mcore_rl.sandbox.probe import working_tier
 from mcore_rl.sandbox.tiers import Tier

@@ -16,7 +16,13 @@ from rich.console import Console
 from rich.table import Table
 
 import mcore_rl.models  # noqa: F401  (fills the registry of families)
-from mcore_rl.config.checks import at_least, divides, exists, one_of, positive
+from mcore_rl.config.checks import (
+    check_at_least,
+    check_choice,
+    check_divides,
+    check_exists,
+    check_positive,
+)
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.json_file import read_json_object
 from mcore_rl.config.resolve_engine import resolve_layout, resolve_model_layout
@@ -45,9 +51,9 @@ class Cluster:
     nodes: int | None = None  # None: as many as the ranks need
 
     def __post_init__(self) -> None:
-        at_least("--gpus-per-node", self.gpus_per_node, 1)
-        positive("--nic-gbps", self.nic_gbps)
-        positive("--nvlink-gbps", self.nvlink_gbps)
+        check_at_least("--gpus-per-node", self.gpus_per_node, 1)
+        check_positive("--nic-gbps", self.nic_gbps)
+        check_positive("--nvlink-gbps", self.nvlink_gbps)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +106,7 @@ def plan_reshard(
     Raises:
         ConfigError: a layout does not fit the model, or the ranks do not fit the cluster.
     """
-    one_of("--mode", mode, MODES)
+    check_choice("--mode", mode, MODES)
     config = _read(model)
     _check(config, train, generate)
     start = time.perf_counter()
@@ -148,7 +154,7 @@ def _traffic(plan: Plan) -> Traffic:
 
 
 def _read(model: Path) -> HFConfig:
-    exists("--model", model)
+    check_exists("--model", model)
     if not model.is_file():
         config = read_config(model)
     else:
@@ -163,14 +169,14 @@ def _check(config: HFConfig, train: Layout, generate: GenerationLayout) -> None:
     resolve_layout("--train", train)
     resolve_model_layout("--train", train, sizes)
     key = "--generate tp"
-    divides(key, generate.tp, "attention heads", sizes.num_attention_heads)
+    check_divides(key, generate.tp, "attention heads", sizes.num_attention_heads)
     if generate.tp > sizes.num_query_groups and not sizes.is_mla:  # each head on several ranks
-        divides("the model's key/value heads", sizes.num_query_groups, "ranks", generate.tp)
+        check_divides("the model's key/value heads", sizes.num_query_groups, "ranks", generate.tp)
     for size in sizes.ffn_sizes:
-        divides(key, generate.tp, "MLP columns", size)
+        check_divides(key, generate.tp, "MLP columns", size)
     if generate.ep == 1 and sizes.num_experts:
-        divides(key, generate.tp, "columns of an expert", sizes.expert_ffn_size)
-    at_least("the model's layers", sizes.num_layers, generate.pp)
+        check_divides(key, generate.tp, "columns of an expert", sizes.expert_ffn_size)
+    check_at_least("the model's layers", sizes.num_layers, generate.pp)
     if generate.ep > max(1, sizes.num_experts):
         raise ConfigError(
             f"--generate ep={generate.ep}: the model has {sizes.num_experts} experts; allowed: up "

@@ -34,7 +34,7 @@ def training_batch(
     """Two batches with the columns that are new or replaced, and what the driver has to know.
 
     The first has advantages of all samples, with token_rewards, and returns for a value model. The
-    second is of those samples that are trained on, after algorithm.samples.keep_responses: their
+    second is of those samples that are trained on, after algorithm.filter.keep_responses: their
     masks and corrections, and the weights of each mini-batch's losses. Both are empty for gaps
     beyond the trainer's bounds: then log-probs say nothing.
 
@@ -49,11 +49,11 @@ def training_batch(
         return Batch({}), Batch({}), Findings(gaps, metrics, {}, [])
     rewarded = with_token_rewards(batch, algorithm)
     judged = steps.with_advantages(rewarded, algorithm)
-    chosen = steps.chosen_responses(judged, algorithm.samples, seed)
+    chosen = steps.chosen_responses(judged, algorithm.filter, seed)
     whole = chosen
     if "log_probs" not in batch:
         whole = chosen.with_columns(gap_mask=compute_gap_mask(chosen, version))
-    whole = steps.without_truncated(whole, algorithm.samples)
+    whole = steps.without_truncated(whole, algorithm.filter)
     corrected, left_out = steps.with_correction(whole, algorithm)
     num = algorithm.num_mini_batches
     weighed, counts = steps.with_each(corrected, num, seed, steps.with_loss_weights, algorithm)

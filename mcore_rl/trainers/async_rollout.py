@@ -53,13 +53,13 @@ class AsyncRollout:
             num_steps=trainer.num_steps,
             staleness=self._staleness,
             depth=trainer.asynchronous.max_groups or None,
-            over_issue=trainer.asynchronous.over_issue,
+            over_issue=trainer.asynchronous.oversampling,
             max_samples=trainer.asynchronous.max_waiting_samples or None,
             new_per_step=samples.new_per_step(config),
         )
         self.admission = Admission(self.queue, pacing)
         # With nothing ahead, what a filter rejects and what is replayed can be as with `sync`.
-        policy = config.algorithm.samples
+        policy = config.algorithm.filter
         self._in_rounds = not self._staleness and bool(policy.group_filter or policy.replay.share)
         self._rejected: list[Batch] = []  # groups that did not pass the filter, since a step
 
@@ -140,7 +140,7 @@ class AsyncRollout:
         everything = type(came[0]).concat(came)
         batch, metrics = samples.rewarded(config, everything, step)
         samples.observe(config, self._prompts, everything, batch)
-        if config.algorithm.samples.group_filter:
+        if config.algorithm.filter.group_filter:
             metrics |= {
                 "samples/groups": float(len(came)),
                 "samples/passed": len(chosen) / len(came),
@@ -223,7 +223,7 @@ class AsyncRollout:
 
     def _begin_more(self) -> None:
         """Also for those that the filter has rejected, up to max_rounds times a step's."""
-        policy, per_step = self._config.algorithm.samples, self._config.trainer.prompts_per_step
+        policy, per_step = self._config.algorithm.filter, self._config.trainer.prompts_per_step
         if len(self._rejected) < policy.max_rounds * per_step:
             self._draw()
         self._begin()
@@ -257,7 +257,7 @@ class AsyncRollout:
             self._rejected.append(for_metrics(batch))
 
     def _passes(self, batch: Batch) -> bool:
-        policy = self._config.algorithm.samples
+        policy = self._config.algorithm.filter
         if not policy.group_filter:
             return True
         if self._config.reward.on_error == "drop":
@@ -266,13 +266,13 @@ class AsyncRollout:
 
     def _too_few(self, step: int, wanted: int) -> list[SampleGroup[Batch]]:
         """What there is, where the filter has rejected as many as it may in a step."""
-        policy = self._config.algorithm.samples
+        policy = self._config.algorithm.filter
         num = min(self._num_ready, wanted)
         if policy.if_short == "stop":
             raise ConfigError(
-                f"step {step}: algorithm.samples.group_filter={policy.group_filter!r} has rejected "
+                f"step {step}: algorithm.filter.group_filter={policy.group_filter!r} has rejected "
                 f"{len(self._rejected)} groups, and {num} are left of {wanted} that the step needs;"
-                " allowed: more algorithm.samples.max_rounds, or if_short='train'"
+                " allowed: more algorithm.filter.max_rounds, or if_short='train'"
             )
         return self.admission.select(step, num) or []
 

@@ -20,8 +20,7 @@ from mcore_rl.checkpoint.run_checkpoints import (
     name_of,
 )
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.config.schema import RLConfig
-from mcore_rl.config.train_schema import TrainConfig
+from mcore_rl.config.schema import RLConfig, TrainConfig
 from mcore_rl.controller.dispatch import Group
 from mcore_rl.controller.stop_signals import RunStopped, StopSignals
 from mcore_rl.trainers.device_sharing import OneModel, Turns

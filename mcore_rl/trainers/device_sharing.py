@@ -15,7 +15,7 @@ import contextlib
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
-from mcore_rl.config.resolve import takes_turns
+from mcore_rl.config.resolve import are_colocated
 from mcore_rl.config.schema import PlacementConfig
 from mcore_rl.controller.batch_ops import B
 from mcore_rl.controller.dispatch import Group
@@ -68,7 +68,7 @@ class Turns:
     @contextlib.contextmanager
     def critic_on_device(self) -> Iterator[WorkerGroup]:
         """Inside, the critic has the devices, of an actor that had them and gets them again."""
-        is_shared = takes_turns(self.placement, "actor", "critic")
+        is_shared = are_colocated(self.placement, "actor", "critic")
         if is_shared:
             self.actor.to("host")
         with self.on_device("critic") as critic:
@@ -144,10 +144,10 @@ class OneModel:
 
 def servers_sleep(placement: PlacementConfig, models: Collection[str]) -> bool:
     """`models` are the roles of the run that have a training engine, here and below."""
-    return any(takes_turns(placement, "rollout", mate) for mate in models)
+    return any(are_colocated(placement, "rollout", mate) for mate in models)
 
 
 def model_moves(placement: PlacementConfig, role: str, models: Collection[str]) -> bool:
     """Whether the training engine of a role is offloaded for other roles."""
     mates = {*models, "rollout"} - {role}
-    return any(takes_turns(placement, role, mate) for mate in mates)
+    return any(are_colocated(placement, role, mate) for mate in mates)

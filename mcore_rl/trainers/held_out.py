@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
-from mcore_rl.config.train_schema import TrainConfig
+from mcore_rl.config.schema import TrainConfig
 from mcore_rl.data.batch import Batch
 from mcore_rl.data.examples import ExampleFiles
 from mcore_rl.observability.activity import ACTIVITY

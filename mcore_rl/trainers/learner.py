@@ -77,10 +77,10 @@ class Learner:
         if dropped := round(sampled.get("dropped", 0)):
             text = f"{dropped} responses are missing, as they got no reward"
             self.warnings.add("responses got no reward", step, text)
-        wanted, policy = self.config.trainer.prompts_per_step, self.config.algorithm.samples
+        wanted, policy = self.config.trainer.prompts_per_step, self.config.algorithm.filter
         if num >= wanted:
             return
-        setting = f"algorithm.samples.group_filter={policy.group_filter!r}"
+        setting = f"algorithm.filter.group_filter={policy.group_filter!r}"
         text = f"{num} groups to train on, of {wanted} that were asked for"
         if not policy.group_filter:
             self.warnings.add("groups were missing", step, text)
@@ -167,4 +167,4 @@ class Learner:
             # No optimizer step is taken, which would have given the log-probs.
             return self._training_batch(self._with_log_probs(batch), now, step)
         batch = batch.union(judged)
-        return batch, steps.chosen_responses(batch, now.samples, seed).union(weighed), found
+        return batch, steps.chosen_responses(batch, now.filter, seed).union(weighed), found

@@ -28,7 +28,7 @@ def find_reason_for_pass(config: RLConfig) -> str:
     algorithm.loss="decoupled_ppo", whose proximal policy is the one that is updated.
     """
     algorithm, replay = config.algorithm, config.actor.moe.router_replay
-    correction, samples = algorithm.correction, algorithm.samples
+    correction, samples = algorithm.correction, algorithm.filter
     advantage, loss = ADVANTAGES[algorithm.advantage], LOSSES[algorithm.loss]
     # Functions outside of the package may read any column.
     is_read_by_loss = is_import_path(algorithm.loss) or is_prepared(loss)
@@ -46,12 +46,12 @@ def find_reason_for_pass(config: RLConfig) -> str:
         ("algorithm.correction.reject", correction.reject, bool(correction.reject)),
         ("algorithm.loss", algorithm.loss, is_read_by_loss),
         ("algorithm.advantage", algorithm.advantage, is_read_by_advantage or has_critic),
-        ("algorithm.kl_in", algorithm.kl_in, algorithm.kl_in == "reward"),
+        ("algorithm.kl_placement", algorithm.kl_placement, algorithm.kl_placement == "reward"),
         ("algorithm.kl_target", algorithm.kl_target, algorithm.kl_target is not None),
         ("algorithm.entropy_target", entropy_target, entropy_target is not None),
         ("algorithm.top_entropy_share", share, share < 1),
         ("algorithm.distillation.loss", teacher_loss, teacher_loss != "off"),
-        ("algorithm.samples.advantages_of", samples.advantages_of, has_more),
+        ("algorithm.filter.advantages_of", samples.advantages_of, has_more),
         ("actor.moe.router_replay", replay, replay == "record"),
     ]
     return next((f"{name}={value!r}" for name, value, is_needed in settings if is_needed), "")

@@ -70,7 +70,7 @@ class PolicyLoss:
         """Inputs that not every run has: see registry.needs."""
         config = self.config
         found = set(needs_of(LOSSES[config.loss]))
-        if config.kl_coef and config.kl_in == "loss":
+        if config.kl_coef and config.kl_placement == "loss":
             found.add("reference_log_probs")
         is_scored = not config.correction.use_rollout_log_probs  # which gives the entropy, too
         if config.entropy_coef or config.entropy_target is not None or not is_scored:
@@ -182,7 +182,7 @@ def check_functions(config: AlgorithmConfig, agent_loop: str = "single_turn") ->
     AGGREGATIONS.bound(config.loss_aggregation, config.loss_aggregation_settings)
     KL_ESTIMATORS.bound(config.kl_estimator, config.kl_estimator_settings)
     check_rules(config.correction)
-    check_choices(config.samples)
+    check_choices(config.filter)
     if config.loss == "decoupled_ppo" and config.correction.has_weights:
         raise ConfigError(
             "algorithm.loss='decoupled_ppo' has importance weights of its own; allowed: "
@@ -198,9 +198,9 @@ def check_functions(config: AlgorithmConfig, agent_loop: str = "single_turn") ->
     if agent_loop == "environment" or is_import_path(agent_loop):
         given.add("state_ids")
     check_needs(needed, given, f"{ADVANTAGES.setting}={config.advantage!r}")
-    if config.samples.replay.share and "values" in needed:
+    if config.filter.replay.share and "values" in needed:
         raise ConfigError(
-            f"algorithm.samples.replay.share={config.samples.replay.share}: the returns of old "
+            f"algorithm.filter.replay.share={config.filter.replay.share}: the returns of old "
             f"samples are not those of the policy that {ADVANTAGES.setting}={config.advantage!r} "
             "has values of; allowed: 0, or an advantage without a critic"
         )

@@ -65,7 +65,7 @@ class SamplesAhead:
         """Returns when no server answers; immediately if nothing was begun.
 
         Each call of the servers has its own limit, timeouts.call_s, and there are no more than
-        algorithm.samples.max_rounds of them.
+        algorithm.filter.max_rounds of them.
 
         Raises:
             PolicyMismatchError, ConfigError, WorkerError: as samples_of_step.

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from mcore_rl.algorithms.sample_choice import priority_of
-from mcore_rl.config.samples_schema import ReplayConfig
+from mcore_rl.config.schema import ReplayConfig
 from mcore_rl.controller.batch_ops import (
     from_arrays,
     joined,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
-from mcore_rl.config.schema import SampleTablesConfig
+from mcore_rl.config.schema import SampleLogConfig
 from mcore_rl.controller.batch_ops import near
 from mcore_rl.controller.dispatch import Group
 from mcore_rl.data.batch import Batch, Samples
@@ -41,7 +41,7 @@ class SampleTables:
         self,
         folder: Path,
         tokenizer: PreTrainedTokenizerBase,
-        config: SampleTablesConfig,
+        config: SampleLogConfig,
         group: Group | None = None,
     ) -> None:
         """`group`: rank 0 of it writes batches that are not here. It reads the same tokenizer from
@@ -51,12 +51,14 @@ class SampleTables:
         self._group = group
         self._has_tokens = config.tokens and tokenizer.is_fast
         if config.tokens and not self._has_tokens:
-            tell("samples.tokens: the tokenizer makes no tokenizer.json; tables have texts alone")
+            tell(
+                "sample_log.tokens: the tokenizer makes no tokenizer.json; tables have texts alone"
+            )
 
     def of_step(self, step: int, batch: Samples) -> None:
-        """samples/step_NNNNNN.parquet, where one is due, and samples.num_shown on the screen.
+        """samples/step_NNNNNN.parquet, where one is due, and sample_log.num_shown on the screen.
 
-        A table has the first trajectories, as many as samples.max_rows and max_tokens let in.
+        A table has the first trajectories, as many as sample_log.max_rows and max_tokens let in.
         """
         config, rows = self._config, list[int]()
         if config.every and step % config.every == 0:

@@ -6,7 +6,7 @@ import json
 
 import numpy as np
 
-from mcore_rl.config.resolve_distillation import OF_TOP_TOKENS, teachers_of
+from mcore_rl.config.resolve_algorithm import TOP_TOKEN_LOSSES, build_teachers
 from mcore_rl.config.schema import RLConfig
 from mcore_rl.controller.batch_ops import B, joined, with_near
 from mcore_rl.data.batch import Batch, Column
@@ -55,7 +55,7 @@ def with_teachers(batch: B, turns: Turns, config: RLConfig) -> B:
     sampled and, for a loss over the likeliest k, teacher_ids [response tokens, T, k] and their
     teacher_top_log_probs. teacher_shares [response tokens, T] are the weights of the teachers.
     """
-    teachers = teachers_of(config.teacher)
+    teachers = build_teachers(config.teacher)
     if not teachers:
         return batch
     names = list(teachers)
@@ -63,7 +63,7 @@ def with_teachers(batch: B, turns: Turns, config: RLConfig) -> B:
     rows = {name: list(range(len(batch))) for name in names}
     if config.teacher.column:
         rows = {n: np.flatnonzero(batch.array("teacher") == n).tolist() for n in names}
-    with_top = config.algorithm.distillation.loss in OF_TOP_TOKENS
+    with_top = config.algorithm.distillation.loss in TOP_TOKEN_LOSSES
     for name in names:
         if rows[name]:
             mine = batch.select("prompt_ids", "response_ids").take(rows[name])

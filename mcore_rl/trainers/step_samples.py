@@ -37,7 +37,7 @@ def samples_of_step(
 
     The servers have the weights of the policy that the step trains, or those of `age` versions
     before it. Round after round is generated until the groups that pass
-    algorithm.samples.group_filter and those that are replayed make trainer.prompts_per_step. The
+    algorithm.filter.group_filter and those that are replayed make trainer.prompts_per_step. The
     last round's groups beyond that are dropped. A round that has lost samples with a node meanwhile
     is generated again, and what was to be replayed is left out. If no group has passed, and
     if_short is not stop, there is nothing to train on: the batch has the first groups to be shown,
@@ -47,7 +47,7 @@ def samples_of_step(
         PolicyMismatchError: samples came from other weights.
         ConfigError: no response got a reward; too few groups have passed, and if_short is stop.
     """
-    policy, (replayed, wanted) = config.algorithm.samples, replayed_and_wanted(config, replay, step)
+    policy, (replayed, wanted) = config.algorithm.filter, replayed_and_wanted(config, replay, step)
     asked: list[Batch] = []
     rounds: list[Samples] = []
     while True:
@@ -70,8 +70,8 @@ def samples_of_step(
     if num_groups(passed) < wanted and policy.if_short == "stop":
         raise ConfigError(
             f"step {step}: {num_groups(passed)} of {num_groups(batch)} groups have passed "
-            f"algorithm.samples.group_filter={policy.group_filter!r} in {len(rounds)} rounds, of "
-            f"{wanted} that the step needs; allowed: more algorithm.samples.max_rounds or "
+            f"algorithm.filter.group_filter={policy.group_filter!r} in {len(rounds)} rounds, of "
+            f"{wanted} that the step needs; allowed: more algorithm.filter.max_rounds or "
             "prompts_per_round, or if_short='train'"
         )
     first, found = trained_on(config, _first(passed, wanted), replay, replayed, step)
@@ -93,7 +93,7 @@ def replayed_and_wanted(
 def new_per_step(config: RLConfig) -> int:
     """New groups that a step needs at least: it replays the others if the buffer has enough."""
     per_step = config.trainer.prompts_per_step
-    share = round(config.algorithm.samples.replay.share * per_step)
+    share = round(config.algorithm.filter.replay.share * per_step)
     return max(per_step - share, 1)
 
 
@@ -113,7 +113,7 @@ def trained_on(
     config: RLConfig, fresh: Samples, replay: ReplayBuffer, replayed: Samples | None, step: int
 ) -> tuple[Samples, dict[str, float]]:
     """The groups of a step with those responses that advantages compare, and replayed groups."""
-    policy = config.algorithm.samples
+    policy = config.algorithm.filter
     if policy.advantages_of == "kept":
         fresh = kept(kept_responses, fresh, policy, [config.seed, step, CHOICE_STREAM])
     if not policy.replay.share:

@@ -13,9 +13,8 @@ from mcore_rl.algorithms.correction import corrected
 from mcore_rl.algorithms.distillation import sampled_kl
 from mcore_rl.algorithms.sample_choice import CHOICE_STREAM, kept_responses
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.config.resolve_distillation import OF_TOP_TOKENS
-from mcore_rl.config.samples_schema import SamplesConfig
-from mcore_rl.config.schema import AlgorithmConfig
+from mcore_rl.config.resolve_algorithm import TOP_TOKEN_LOSSES
+from mcore_rl.config.schema import AlgorithmConfig, FilterConfig
 from mcore_rl.controller.batch_ops import B, kept, per_sample
 from mcore_rl.controller.dispatch import Group
 from mcore_rl.data.batch import NOT_SAID, Batch, Jagged, Samples
@@ -121,7 +120,7 @@ def with_advantages(batch: Batch, algorithm: AlgorithmConfig) -> Batch:
     return batch.with_columns(**found)
 
 
-def without_truncated(batch: Batch, samples: SamplesConfig) -> Batch:
+def without_truncated(batch: Batch, samples: FilterConfig) -> Batch:
     """Mask all tokens of truncated trajectories from every loss (mask_truncated).
 
     A trajectory is truncated if its last turn is: all of its samples are masked then, and none
@@ -148,8 +147,8 @@ def _cross_entropy_mask(batch: Batch) -> Jagged:
     return said.with_values(np.where(said.values == NOT_SAID, others, said.values))
 
 
-def chosen_responses(batch: B, samples: SamplesConfig, seed: Sequence[int]) -> B:
-    """Those of algorithm.samples.keep_responses, where advantages compare all that there were."""
+def chosen_responses(batch: B, samples: FilterConfig, seed: Sequence[int]) -> B:
+    """Those of algorithm.filter.keep_responses, where advantages compare all that there were."""
     is_later = samples.advantages_of == "generated"
     return kept(kept_responses, batch, samples, [*seed, CHOICE_STREAM]) if is_later else batch
 
@@ -207,12 +206,12 @@ def with_loss_weights(batch: Batch, algorithm: AlgorithmConfig) -> tuple[Batch, 
         if name in batch:
             policy = policy.with_values(np.where(batch.jagged(name).values, policy.values, 0))
     columns, distillation = {"loss_weights": policy}, algorithm.distillation
-    if distillation.loss in OF_TOP_TOKENS:
+    if distillation.loss in TOP_TOKEN_LOSSES:
         if not distillation.use_reward:
             columns["loss_weights"] = policy.with_values(np.zeros_like(policy.values))
         coef = distillation.coef
         columns["distillation_weights"] = _weights(response_mask, coef, algorithm, trajectories)
-    if algorithm.kl_coef and algorithm.kl_in == "loss":
+    if algorithm.kl_coef and algorithm.kl_placement == "loss":
         coef = algorithm.kl_coef
         columns["kl_weights"] = _weights(response_mask, coef, algorithm, trajectories)
     if algorithm.entropy_coef:

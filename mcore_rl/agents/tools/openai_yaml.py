@@ -22,7 +22,7 @@ from jsonschema import Draft202012Validator, SchemaError
 
 from mcore_rl.agents.tools.base import Tool
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.config.import_path import load
+from mcore_rl.config.import_path import load_function
 
 _MAX_BYTES = 1 << 20
 _FUNCTION_KEYS = {"name", "description", "parameters", "strict"}
@@ -68,7 +68,7 @@ def _tool(where: str, entry: object) -> Tool:
         raise ConfigError(f"{where}.function.parameters: {error.message}") from error
     if not isinstance(parameters, Mapping) or parameters.get("type") != "object":
         raise ConfigError(f"{where}.function.parameters: allowed: a schema of type object")
-    python = load(f"{where}.python", str(entry["python"]))
+    python = load_function(f"{where}.python", str(entry["python"]))
     _check_takes(f"{where}.python={entry['python']!r}", python, parameters)
     return Tool(function["name"], function["description"], parameters, python)
 

@@ -12,8 +12,8 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from mcore_rl.config.resolve import for_lane, resolve
-from mcore_rl.config.schema import RLConfig, SampleTablesConfig
+from mcore_rl.config.resolve import resolve, resolve_for_lane
+from mcore_rl.config.schema import RLConfig, SampleLogConfig
 from mcore_rl.controller.stop_signals import StopSignals
 from mcore_rl.data.batch import Batch
 from mcore_rl.data.datasets import PromptDataset, PromptRow
@@ -104,7 +104,7 @@ def measured(setup: Setup, settings: WorkloadSettings) -> ModelledRun:
         data = PromptDataset([PromptRow([row], {}) for row in range(4096)])
         loop = Loop.of(config, turns, data, Elsewhere(clock))
         own: tuple[Any, ...] = turns, loop.parts, dict, StopSignals(), 0
-        silent, tokenizer = SampleTablesConfig(every=0, num_shown=0, tokens=False), None
+        silent, tokenizer = SampleLogConfig(every=0, num_shown=0, tokens=False), None
         tables = SampleTables(folder, tokenizer, silent)  # type: ignore[arg-type]
         evaluation = Evaluation(config, loop.rollout, {}, tables, lambda *_: None)
         checkpointer = Checkpointer(config, folder, *own)
@@ -122,7 +122,7 @@ def _config(setup: Setup, settings: WorkloadSettings) -> RLConfig:
     if setup.mode == "fully_async":
         config.trainer.staleness = settings.staleness
     resolve(config)
-    return for_lane(config, "cpu")
+    return resolve_for_lane(config, "cpu")
 
 
 def _measured(

@@ -15,7 +15,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from mcore_rl.config.checks import exists
+from mcore_rl.config.checks import check_exists
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.data.sample_tables import METADATA, TOKEN_COLUMNS, TRAJECTORY, tables_in
 
@@ -78,7 +78,7 @@ class SampleReader:
 
     def __init__(self, run: str, evaluation: str = "") -> None:
         """Raises ConfigError: it is not the folder of a run, or has no tables."""
-        exists("RUN", run)
+        check_exists("RUN", run)
         self.tables = tables_in(Path(run), evaluation)
         if self.tables:
             return
@@ -89,7 +89,7 @@ class SampleReader:
             told = f"allowed: {', '.join(names)}" if names else "there are none"
             raise ConfigError(f"--evaluation={evaluation!r}: {run} has none of that name; {told}")
         raise ConfigError(
-            f"RUN={run!r} has no samples: no step has been trained yet, or samples.every=0"
+            f"RUN={run!r} has no samples: no step has been trained yet, or sample_log.every=0"
         )
 
     def steps(self, asked: str) -> list[int]:
@@ -118,7 +118,7 @@ class SampleReader:
         return [one for step in steps for one in _summaries(self.tables[step], step)]
 
     def num_left_out(self, steps: Sequence[int]) -> int:
-        """Samples of these steps that samples.max_rows and max_tokens have kept out of tables."""
+        """Samples of these steps beyond sample_log.max_rows and max_tokens, in no table."""
         files = [_opened(self.tables[step]) for step in steps]
         return sum(_num_written(file) - file.metadata.num_rows for file in files)
 
@@ -132,7 +132,7 @@ def segments_of(summary: Summary) -> list[Segment]:
     names = set(_opened(summary.path).schema_arrow.names)
     if missing := sorted({"prompt_ids", "response_ids", "response_mask"} - names):
         raise ConfigError(
-            f"{summary.path} has no tokens ({', '.join(missing)}): samples.tokens=false; "
+            f"{summary.path} has no tokens ({', '.join(missing)}): sample_log.tokens=false; "
             "allowed: --list"
         )
     return [_segment(_row(summary.path, row)) for row in summary.rows]

@@ -9,7 +9,7 @@ import pytest
 from mcore_rl.agents.choose import codec_for
 from mcore_rl.agents.codec import ChatMessage, ToolSpec
 from mcore_rl.agents.loops import Task
-from mcore_rl.config.agent_schema import AgentConfig
+from mcore_rl.config.schema import AgentConfig
 from tests.unit.agents.families import tokenizer_of
 from tests.unit.agents.served import ASKED, CALCULATOR, client, post, said
 from tests.unit.agents.served import run as run_program

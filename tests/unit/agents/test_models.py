@@ -18,10 +18,8 @@ from mcore_rl.agents.single_turn import Prompt
 from mcore_rl.agents.trajectory import samples_of
 from mcore_rl.algorithms.advantages import token_advantages
 from mcore_rl.algorithms.sample_choice import kept_groups
-from mcore_rl.config.agent_schema import AgentConfig
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.config.samples_schema import SamplesConfig
-from mcore_rl.config.schema import RewardConfig
+from mcore_rl.config.schema import AgentConfig, FilterConfig, RewardConfig
 from mcore_rl.data.batch import Batch
 from mcore_rl.data.sample import Sample
 from mcore_rl.inference.protocol import Completion, SamplingParams
@@ -271,7 +269,7 @@ def test_a_role_is_compared_with_itself_and_prompts_are_counted_as_ever():
         token_advantages(mixed, "grpo", {"normalize_by_std": False})["advantages"].values,
         found.values,
     )
-    kept = kept_groups(batch, SamplesConfig(group_filter="drop_uniform"))
+    kept = kept_groups(batch, FilterConfig(group_filter="drop_uniform"))
     assert kept.array("roles").tolist() == ["hider", "hider"]
     assert kept.array("group_ids").tolist() == [0, 0]
     metrics = describe(batch)

@@ -10,7 +10,7 @@ import pytest
 
 from mcore_rl.agents.codec import ChatMessage
 from mcore_rl.agents.loops import Agent, Task
-from mcore_rl.config.agent_schema import AgentConfig
+from mcore_rl.config.schema import AgentConfig
 from mcore_rl.data.sample import Sample
 from mcore_rl.rewards.base import RewardError
 from tests.unit.agents.test_loops import TOKENIZER, run

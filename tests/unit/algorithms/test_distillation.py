@@ -10,8 +10,7 @@ import torch
 
 from mcore_rl.algorithms.aggregation import loss_weights
 from mcore_rl.algorithms.distillation import distillation_metrics, sampled_kl, top_tokens_kl
-from mcore_rl.config.distillation_schema import DistillationConfig
-from mcore_rl.config.schema import AlgorithmConfig
+from mcore_rl.config.schema import AlgorithmConfig, DistillationConfig
 from mcore_rl.data.batch import Batch, Jagged
 from mcore_rl.trainers.steps import with_advantages, with_loss_weights
 

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from mcore_rl.cli.completion import SCRIPTS, words
+from mcore_rl.cli.completion import SCRIPTS, complete
 from mcore_rl.cli.main import COMMANDS, main
-from mcore_rl.config.describe import setting_names
+from mcore_rl.config.describe import list_setting_names
 from mcore_rl.config.schema import RLConfig
 from tests.pages import of_kind
 from tests.terminal import on_terminal
@@ -55,12 +55,12 @@ def test_words_are_those_that_may_stand_there(line, found, tmp_path, monkeypatch
     (tmp_path / "mines").mkdir()
     for name in ("mine.yaml", "mine.txt", "mines/deep.yml"):
         (tmp_path / name).touch()
-    assert words(line) == found
+    assert complete(line) == found
 
 
 def test_every_setting_is_completed():
-    assert words("mcore-rl rl ")[1 : len(setting_names(RLConfig)) + 1] == [
-        f"{name}=" for name in setting_names(RLConfig)
+    assert complete("mcore-rl rl ")[1 : len(list_setting_names(RLConfig)) + 1] == [
+        f"{name}=" for name in list_setting_names(RLConfig)
     ]
 
 

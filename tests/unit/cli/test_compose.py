@@ -9,16 +9,21 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from mcore_rl.cli import recipes
-from mcore_rl.cli.compose import as_recipe, compose_config
+from mcore_rl.cli.compose import compose_config, format_recipe
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.config.eval_schema import EvalConfig
-from mcore_rl.config.resolve import for_lane, resolve
-from mcore_rl.config.schema import Layout, OptimizerConfig, RLConfig, RolloutConfig
-from mcore_rl.config.train_schema import SFTConfig
+from mcore_rl.config.resolve import resolve, resolve_for_lane
+from mcore_rl.config.schema import (
+    EvalConfig,
+    Layout,
+    OptimizerConfig,
+    RLConfig,
+    RolloutConfig,
+    SFTConfig,
+)
 from mcore_rl.jobs.placement import num_devices, pool_plans
 
 
-@pytest.mark.parametrize("recipe", recipes.names())
+@pytest.mark.parametrize("recipe", recipes.list_recipes())
 def test_every_recipe_composes_and_resolves(recipe):
     config = compose_config(RLConfig, [f"recipe={recipe}"])
     assert isinstance(config, RLConfig)
@@ -115,6 +120,70 @@ def test_a_recipe_may_be_a_file_and_start_from_another(tmp_path, monkeypatch):
     assert compose_config(RLConfig, ["recipe=../base.yml"]).seed == 7
 
 
+RENAMED_SETTINGS = {
+    "algorithm.kl_in=reward": ("algorithm.kl_in", "algorithm.kl_placement=reward"),
+    "algorithm.samples.max_rounds=4": ("algorithm.samples", "algorithm.filter.max_rounds=4"),
+    "algorithm.samples.replay.share=0.5": ("algorithm.samples", "algorithm.filter.replay.share=.5"),
+    "algorithm.samples.group_filter_settings.of=answer": (
+        "algorithm.samples",
+        "algorithm.filter.group_filter_settings.of=answer",
+    ),
+    "samples.every=7": ("samples", "sample_log.every=7"),
+    "trainer.asynchronous.over_issue=0.25": (
+        "trainer.asynchronous.over_issue",
+        "trainer.asynchronous.oversampling=0.25",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", ["override", "recipe", "base of a recipe"])
+@pytest.mark.parametrize("override", RENAMED_SETTINGS)
+def test_the_old_name_of_a_setting_works_with_one_warning(tmp_path, capsys, override, kind):
+    old, current = RENAMED_SETTINGS[override]
+    expected = compose_config(RLConfig, [current])
+    assert expected != RLConfig() and capsys.readouterr().err == ""
+    arguments = [override, override]
+    if kind != "override":
+        key, _, value = override.partition("=")
+        parts = key.split(".")
+        text = "".join(f"{'  ' * depth}{part}:\n" for depth, part in enumerate(parts))
+        arguments = [recipe(tmp_path, f"{text.rstrip()} {value}\n")]
+    if kind == "base of a recipe":
+        arguments = [recipe(tmp_path, "recipe: mine.yaml\n", "next.yaml"), override]
+    assert compose_config(RLConfig, arguments) == expected
+    new = current.partition("=")[0]
+    new = {"algorithm.samples": "algorithm.filter", "samples": "sample_log"}.get(old, new)
+    told = f"mcore-rl: warning: {old} is now called {new}; the next release refuses the old name\n"
+    assert capsys.readouterr().err == told
+
+
+def test_what_refers_to_an_old_name_gets_the_setting_of_today(tmp_path, capsys):
+    text = "samples: {every: 5}\nevaluation: {every: '${samples.every}'}\n"
+    replaced = "recipe: base.yaml\nreplace: [algorithm.samples.group_filter_settings]\n"
+    recipe(
+        tmp_path, f"{text}algorithm: {{samples: {{group_filter_settings: {{a: 1}}}}}}", "base.yaml"
+    )
+    config = compose_config(
+        RLConfig, [recipe(tmp_path, replaced), "trainer.save_every=${samples.every}"]
+    )
+    assert (config.evaluation.every, config.trainer.save_every) == (5, 5)
+    assert config.algorithm.filter.group_filter_settings == {}
+    assert capsys.readouterr().err.count("warning") == 2
+
+
+def test_a_setting_under_both_names_in_one_file_is_refused(tmp_path):
+    message = "mine.yaml: samples is now called sample_log, and both are given; allowed: sample_log"
+    with pytest.raises(ConfigError, match=message):
+        compose_config(
+            RLConfig, [recipe(tmp_path, "samples: {every: 1}\nsample_log: {every: 2}\n")]
+        )
+
+
+def test_the_old_name_of_a_setting_of_another_job_is_unknown():
+    with pytest.raises(ConfigError, match=r"unknown setting 'samples\.every'"):
+        compose_config(SFTConfig, ["samples.every=1"])
+
+
 BAD_RECIPES = {
     "seed: x": "mine.yaml: seed='x'; allowed: a whole number",
     "actor: {layot: {tp: 2}}": "unknown setting 'actor.layot'; did you mean actor.layout",
@@ -145,7 +214,7 @@ def test_what_is_wrong_in_a_recipe_is_told_with_its_file(tmp_path, text, message
     [
         (
             "nope",
-            f"recipe='nope'; allowed: {', '.join(recipes.names())}, or the path of a YAML file",
+            f"recipe='nope'; allowed: {', '.join(recipes.list_recipes())}, or the path of a YAML",
         ),
         ("quickstrat", "did you mean quickstart"),
         ("mine", "did you mean mine.yaml"),
@@ -210,7 +279,7 @@ def test_a_printed_config_is_a_recipe_of_the_same_config(tmp_path_factory, text,
     config.actor.optimizer = OptimizerConfig(lr=lr)
     config.actor.recompute.modules = names
     config.actor.layout.first_stage_layers = layers
-    given = recipe(tmp_path_factory.getbasetemp(), as_recipe(config))
+    given = recipe(tmp_path_factory.getbasetemp(), format_recipe(config))
     assert compose_config(RLConfig, [given]) == config
 
 
@@ -219,13 +288,13 @@ def test_a_printed_config_is_a_recipe_of_the_same_config(tmp_path_factory, text,
 )
 def test_texts_that_yaml_would_take_for_something_else_come_back(tmp_path, text):
     config = RLConfig(output_dir=text)
-    assert compose_config(RLConfig, [recipe(tmp_path, as_recipe(config))]) == config
+    assert compose_config(RLConfig, [recipe(tmp_path, format_recipe(config))]) == config
 
 
 def test_the_recipe_for_one_gpu_is_the_quickstart_with_one_rank_a_role():
     config = compose_config(RLConfig, ["recipe=quickstart_one_gpu", "output_dir=/x"])
     resolve(config)
-    found = for_lane(config, "cuda")
+    found = resolve_for_lane(config, "cuda")
     assert found.actor.layout == found.warm_start.layout == Layout()
     assert found.model.dtype == "bfloat16" and found.task.name == "last_digit"
     assert num_devices(pool_plans(found)) == 1
@@ -236,7 +305,7 @@ def test_settings_of_a_function_are_given_one_by_one_or_as_a_mapping(tmp_path):
     found = compose_config(RLConfig, [*given, "algorithm.loss_settings.of_mine=[1,2]"])
     assert found.reward.settings == {"a": 1, "b": "x"}
     assert found.algorithm.loss_settings == {"clip_ratio_low": 0.1, "of_mine": [1, 2]}
-    (tmp_path / "again.yaml").write_text(as_recipe(found))
+    (tmp_path / "again.yaml").write_text(format_recipe(found))
     assert compose_config(RLConfig, [f"recipe={tmp_path / 'again.yaml'}"]) == found
 
 
@@ -338,7 +407,7 @@ def test_terms_of_a_reward_are_given_by_a_recipe_and_changed_one_by_one(tmp_path
     given = ["reward.terms={math: {weight: 0.5}}", "reward.terms.mine.name=a.py:b"]
     made = compose_config(RLConfig, given)
     assert made.reward.terms == {"math": {"weight": 0.5}, "mine": {"name": "a.py:b"}}
-    (tmp_path / "again.yaml").write_text(as_recipe(made))
+    (tmp_path / "again.yaml").write_text(format_recipe(made))
     assert compose_config(RLConfig, [f"recipe={tmp_path / 'again.yaml'}"]) == made
 
 

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from mcore_rl.cli.job import starting
+from mcore_rl.cli.job import report_start
 from mcore_rl.observability import start
 
 
@@ -16,7 +16,7 @@ def nothing_has_begun(monkeypatch):
 
 def test_imports_count_from_the_beginning_of_the_command(monkeypatch, capsys):
     monkeypatch.setattr(start, "_began", time.monotonic() - 20)
-    with starting():
+    with report_start():
         assert capsys.readouterr().out == "starting ...\n"  # before them
     assert re.fullmatch(r"starting: [2-9]\d\.\d s\n", capsys.readouterr().out)
 
@@ -25,7 +25,7 @@ def test_imports_count_from_the_beginning_of_the_command(monkeypatch, capsys):
 def test_of_the_ranks_of_torchrun_one_says_so(monkeypatch, capsys, rank, lines):
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
     monkeypatch.setenv("RANK", rank)
-    with starting():
+    with report_start():
         pass
     assert len(capsys.readouterr().out.splitlines()) == lines
 

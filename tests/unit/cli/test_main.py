@@ -4,14 +4,19 @@ import signal
 import sys
 from importlib import metadata
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from mcore_rl.cli import rl
+from mcore_rl.cli import main as command_line
 from mcore_rl.cli.main import main
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.controller.stop_signals import RunStopped
 from mcore_rl.jobs.failure import RunFailed, summarize_failure
+
+
+def stub_command(monkeypatch, run) -> None:
+    monkeypatch.setattr(command_line, "load_command", lambda name: SimpleNamespace(main=run))
 
 
 @pytest.mark.parametrize(
@@ -31,7 +36,7 @@ def test_every_end_has_its_line_and_status(monkeypatch, capsys, end, status, lin
         if end is not None:
             raise end
 
-    monkeypatch.setattr(rl, "main", job)
+    stub_command(monkeypatch, job)
     monkeypatch.setattr(sys, "argv", ["mcore-rl", "rl", "seed=x"])
     assert main() == status
     assert capsys.readouterr() == ("", line)
@@ -111,7 +116,7 @@ def test_a_file_that_the_system_refuses_is_one_line(monkeypatch, capsys, error, 
     def refuse(arguments):
         raise error
 
-    monkeypatch.setattr(rl, "main", refuse)
+    stub_command(monkeypatch, refuse)
     monkeypatch.setattr(sys, "argv", ["mcore-rl", "rl"])
     assert main() == 2
     printed = capsys.readouterr().err
@@ -119,7 +124,7 @@ def test_a_file_that_the_system_refuses_is_one_line(monkeypatch, capsys, error, 
 
 
 def test_a_defect_keeps_its_traceback(monkeypatch):
-    monkeypatch.setattr(rl, "main", lambda arguments: 1 / 0)
+    stub_command(monkeypatch, lambda arguments: 1 / 0)
     monkeypatch.setattr(sys, "argv", ["mcore-rl", "rl"])
     with pytest.raises(ZeroDivisionError):
         main()

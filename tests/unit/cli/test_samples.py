@@ -191,7 +191,7 @@ def test_a_list_tells_what_no_table_has(monkeypatch, capsys, several):
     write_table(table_path(several, 6), columns, 9)
     _, out, _ = command(monkeypatch, capsys, several, "--list")
     assert out.splitlines()[1].split() == ["6", "0", "0", "1", "1", "1", "finished", "0"]
-    assert out.splitlines()[2].startswith("8 samples of these steps are in no table: samples.max")
+    assert out.splitlines()[2].startswith("8 samples of these steps are in no table: sample_log")
 
 
 @pytest.mark.parametrize(
@@ -200,7 +200,7 @@ def test_a_list_tells_what_no_table_has(monkeypatch, capsys, several):
         (("typo",), "RUN='typo' does not exist"),
         ((".",), "RUN='.' is not the output folder of a run: no config.json"),
         (("begun",), "RUN='begun' has no samples: no step has been trained yet, or "
-         "samples.every=0"),
+         "sample_log.every=0"),
         (("outputs/mine", "--step", "4"), "--step=4: there is no table of it; there are tables of "
          "2 steps, from 3 to 5"),
         (("outputs/mine", "--step", "x"), "--step='x'; allowed: all, a step, or two as in 3-7"),
@@ -217,7 +217,7 @@ def test_a_list_tells_what_no_table_has(monkeypatch, capsys, several):
         (("alone",), "there is no tokenizer at alone/samples/tokenizer.json; allowed: --tokenizer "
          "with the folder of the model"),
         (("texts",), "texts/samples/step_000001.parquet has no tokens (prompt_ids, response_ids, "
-         "response_mask): samples.tokens=false; allowed: --list"),
+         "response_mask): sample_log.tokens=false; allowed: --list"),
         (("older",), "older/samples/step_000001.parquet has no column trajectory, segment, "
          "num_turns, status, replayed: it is of a version of mcore-rl before there was "
          "`mcore-rl samples`"),

@@ -53,9 +53,9 @@ def test_help_fits(words, monkeypatch, capsys):
 
 
 def test_a_recipe_is_described_by_a_sentence_that_ends():
-    files = [recipes.RECIPES / f"{name}.yaml" for name in recipes.names()]
-    assert [file for file in files if not recipes.first_comment(file).endswith(".")] == []
-    assert all(len(line) <= 80 for line in recipes.listing())
+    files = [recipes.RECIPES / f"{name}.yaml" for name in recipes.list_recipes()]
+    assert [file for file in files if not recipes.read_first_comment(file).endswith(".")] == []
+    assert all(len(line) <= 80 for line in recipes.list_descriptions())
 
 
 @pytest.mark.parametrize(
@@ -69,7 +69,7 @@ def test_a_recipe_is_described_by_a_sentence_that_ends():
 )
 def test_a_sentence_of_a_recipe_may_take_several_lines(tmp_path, text, said):
     (tmp_path / "a.yaml").write_text(text)
-    assert recipes.first_comment(tmp_path / "a.yaml") == said
+    assert recipes.read_first_comment(tmp_path / "a.yaml") == said
 
 
 MODELS = {

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.config.resolve import for_lane, resolve
-from mcore_rl.config.samples_schema import SamplesConfig
+from mcore_rl.config.resolve import resolve, resolve_for_lane
 from mcore_rl.config.schema import (
     AlgorithmConfig,
     AsynchronousConfig,
     CorrectionConfig,
+    FilterConfig,
     RewardConfig,
     RLConfig,
     TrainerConfig,
@@ -30,15 +30,18 @@ def resolved(
     config.actor.moe.router_replay = replay
     config.model.path = config.data.train_file = config.data.test_file = "given"
     resolve(config)
-    return for_lane(config, "cpu")
+    return resolve_for_lane(config, "cpu")
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
         (dict(staleness=-1), "trainer.staleness=-1; allowed: at least 0"),
-        (dict(asynchronous={"over_issue": 2}), "over_issue=2; allowed: 0 to 1"),
-        (dict(staleness=0, asynchronous={"over_issue": 0.5}), "over_issue=0.5 with .*staleness=0"),
+        (dict(asynchronous={"oversampling": 2}), "oversampling=2; allowed: 0 to 1"),
+        (
+            dict(staleness=0, asynchronous={"oversampling": 0.5}),
+            "oversampling=0.5 with .*staleness=0",
+        ),
         (dict(asynchronous={"max_groups": -1}), "max_groups=-1; allowed: at least 0"),
         (dict(asynchronous={"max_waiting_samples": 511}), "samples=511; allowed: at least 512"),
         (dict(mode="sync", staleness=0, asynchronous={"max_groups": 1}), "has no part in .*'sync'"),
@@ -46,11 +49,11 @@ def resolved(
         (dict(loss="decoupled_ppo"), "algorithm.loss='decoupled_ppo' with .* and no weight_cap"),
         (dict(replay="rollout"), "router_replay='rollout' with trainer.mode='fully_async'"),
         (
-            dict(samples=SamplesConfig(group_filter="drop_uniform"), shuffle=True),
+            dict(filter=FilterConfig(group_filter="drop_uniform"), shuffle=True),
             "reward.shuffle=true with .*: groups are filtered as they come",
         ),
         (
-            dict(samples=SamplesConfig(group_filter="drop_uniform", prompts_per_round=8)),
+            dict(filter=FilterConfig(group_filter="drop_uniform", prompts_per_round=8)),
             "prompts_per_round=8: .* in no rounds",
         ),
     ],

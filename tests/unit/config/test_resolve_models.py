@@ -7,7 +7,7 @@ import re
 import pytest
 
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.config.resolve_models import resolve_models, served_models
+from mcore_rl.config.resolve_rollout import build_served_models, resolve_models
 from mcore_rl.config.schema import RLConfig
 
 
@@ -22,7 +22,7 @@ def test_a_model_has_the_defaults_of_servers_and_the_policys_context():
     made.data.max_prompt_tokens, made.rollout.max_response_tokens = 30, 12
     made.rollout.num_servers, made.rollout.temperature = 3, 0.5  # the policy's own
     resolve_models(made)
-    user, judge = served_models(made).values()
+    user, judge = build_served_models(made).values()
     assert (user.path, user.servers.tp, user.servers.max_response_tokens) == ("m", 2, 7)
     assert (user.servers.temperature, user.max_context) == (0, 42)
     assert (judge.path, judge.servers.num_servers, judge.servers.temperature) == ("", 1, 1.0)

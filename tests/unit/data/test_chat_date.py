@@ -13,11 +13,16 @@ from mcore_rl.agents.choose import codec_for
 from mcore_rl.agents.codec import ChatMessage
 from mcore_rl.agents.messages import messages_of
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.config.eval_schema import EvalConfig, resolve_eval
 from mcore_rl.config.resolve import resolve
-from mcore_rl.config.resolve_train import resolve_train
-from mcore_rl.config.schema import DataConfig, ModelConfig, RLConfig
-from mcore_rl.config.train_schema import ConversationsConfig, SFTConfig
+from mcore_rl.config.resolve_train import resolve_eval, resolve_train
+from mcore_rl.config.schema import (
+    ConversationsConfig,
+    DataConfig,
+    EvalConfig,
+    ModelConfig,
+    RLConfig,
+    SFTConfig,
+)
 from mcore_rl.data.datasets import load_prompts, load_supervised
 from mcore_rl.data.examples import load_conversations
 from mcore_rl.data.tokenizer import load_tokenizer

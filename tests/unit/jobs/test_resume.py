@@ -102,6 +102,31 @@ def test_a_setting_that_the_program_has_had_only_since_is_no_other_run(tmp_path,
 
 
 @pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("algorithm.kl_in", "algorithm.kl_placement"),
+        ("algorithm.samples", "algorithm.filter"),
+        ("samples", "sample_log"),
+        ("trainer.asynchronous.over_issue", "trainer.asynchronous.oversampling"),
+    ],
+)
+def test_a_checkpoint_with_the_old_name_of_a_setting_is_resumed(tmp_path, capsys, old, new):
+    resumed = config(tmp_path)
+    resumed.algorithm.kl_placement, resumed.sample_log.every = "reward", 7
+    resumed.algorithm.filter.max_rounds, resumed.trainer.asynchronous.oversampling = 3, 0.25
+    settings = asdict(resumed)
+    *groups, name = old.split(".")
+    group = settings
+    for part in groups:
+        group = group[part]
+    group[name] = group.pop(new.rpartition(".")[2])
+    _check_settings(resumed, RunCheckpoint(tmp_path, 2, {"settings": settings}))
+    out = capsys.readouterr().out
+    assert "going on after step 2" in out and "settings that differ" not in out
+    assert name in group  # the checkpoint itself is left as it is
+
+
+@pytest.mark.parametrize(
     ("changes", "told"),
     [
         ({"weight_version": None}, "weight_version is None; allowed: a whole number"),

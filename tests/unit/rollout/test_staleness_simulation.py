@@ -225,8 +225,8 @@ SETTINGS = {
     "s0": {"staleness": 0},
     "s0 depth 2": {"staleness": 0, "depth": 2},
     "s1": {"staleness": 1},
-    "s1 over-issue": {"staleness": 1, "over_issue": 0.5},
-    "s3 over-issue, depth": {"staleness": 3, "over_issue": 0.25, "depth": 6},
+    "s1 oversampling": {"staleness": 1, "over_issue": 0.5},
+    "s3 oversampling, depth": {"staleness": 3, "over_issue": 0.25, "depth": 6},
     "s3 few samples": {"staleness": 3, "max_samples": 15},
     "s1 replay": {"staleness": 1, "new_per_step": 2},
     "s3 replay, few samples": {"staleness": 3, "new_per_step": 1, "max_samples": 12},
@@ -334,6 +334,6 @@ FAULTS = faults()
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_planted_fault_is_noticed(fault, monkeypatch, tmp_path):
     monkeypatch.setattr(*FAULTS[fault])
-    run = run_of(SETTINGS["s1 over-issue"], tmp_path)
+    run = run_of(SETTINGS["s1 oversampling"], tmp_path)
     with pytest.raises((AssertionError, LedgerError, KeyError)):
         run.all_steps()

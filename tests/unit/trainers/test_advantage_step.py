@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from mcore_rl.config.samples_schema import SamplesConfig
-from mcore_rl.config.schema import AlgorithmConfig, CorrectionConfig, TrainerConfig
+from mcore_rl.config.schema import AlgorithmConfig, CorrectionConfig, FilterConfig, TrainerConfig
 from mcore_rl.data.batch import Batch, Jagged
 from mcore_rl.trainers import steps
 from mcore_rl.trainers.advantage_step import compute_score_metrics, training_batch
@@ -45,10 +44,10 @@ def scored() -> Batch:
 
 @pytest.mark.parametrize("which", ["kept", "generated"])
 def test_it_is_what_its_parts_make_one_after_the_other(which: str):
-    samples = SamplesConfig(keep_responses=2, advantages_of=which, mask_truncated=True)
+    samples = FilterConfig(keep_responses=2, advantages_of=which, mask_truncated=True)
     correction = CorrectionConfig(level="token", weight_max=1.05)
     algorithm = AlgorithmConfig(
-        num_mini_batches=3, samples=samples, correction=correction, top_entropy_share=0.8
+        num_mini_batches=3, filter=samples, correction=correction, top_entropy_share=0.8
     )
     batch = scored()
     advantages, weighed, told = training_batch(
@@ -127,7 +126,7 @@ def test_without_log_probs_a_mask_says_which_tokens_the_update_compares(stalenes
     batch = batch.with_columns(weight_versions=ids.with_values(versions), replayed=is_replayed)
     bounds = dict.fromkeys(("max_logprob_gap", "mean_logprob_gap"), 9.0)
     trainer = TrainerConfig(staleness=staleness, **bounds)
-    algorithm = AlgorithmConfig(samples=SamplesConfig(mask_truncated=True))
+    algorithm = AlgorithmConfig(filter=FilterConfig(mask_truncated=True))
     with_pass = training_batch(batch, algorithm, trainer, step, SEED)
     before = batch.without("log_probs", "entropy")
     advantages, weighed, told = training_batch(before, algorithm, trainer, step, SEED)

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from mcore_rl.config.samples_schema import CurriculumConfig, SamplesConfig
+from mcore_rl.config.schema import CurriculumConfig, FilterConfig
 from mcore_rl.controller.batch_ops import per_sample
 from mcore_rl.controller.remote_batch import Places, RemoteBatch, RemoteColumn
 from mcore_rl.data.batch import Batch, Jagged, Samples
@@ -25,8 +25,8 @@ def test_a_short_step_trains_what_it_had_selected_before_a_loss_and_what_has_com
     tmp_path, monkeypatch
 ):
     """Five groups pass. Two of the four that are selected die, and do not pass again."""
-    samples = SamplesConfig(group_filter="drop_uniform", if_short="train")
-    run, left, lost = Run(tmp_path, samples=samples), {0, 1, 2, 3, 4}, []
+    samples = FilterConfig(group_filter="drop_uniform", if_short="train")
+    run, left, lost = Run(tmp_path, filter=samples), {0, 1, 2, 3, 4}, []
     samples_of = run.servers._samples
 
     def some_pass(group: int, *asked: Any) -> Batch:
@@ -84,8 +84,8 @@ def groups_of(batch: Batch) -> list[tuple[int, Batch]]:
 
 def with_a_filter(folder: Path) -> Run:
     """Every fifth group has a response without a reward."""
-    samples = SamplesConfig(group_filter="drop_uniform", max_rounds=4)
-    run = Run(folder, samples=samples, curriculum=CurriculumConfig(name="learnability"))
+    samples = FilterConfig(group_filter="drop_uniform", max_rounds=4)
+    run = Run(folder, filter=samples, curriculum=CurriculumConfig(name="learnability"))
     run.config.reward.on_error = "drop"
     samples_of = run.servers._samples
 

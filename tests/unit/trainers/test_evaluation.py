@@ -9,7 +9,7 @@ from tokenizers import Tokenizer as TokenizerFile
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
-from mcore_rl.config.schema import EvaluationConfig, RewardConfig, RLConfig, SampleTablesConfig
+from mcore_rl.config.schema import EvaluationConfig, RewardConfig, RLConfig, SampleLogConfig
 from mcore_rl.data.batch import Batch
 from mcore_rl.data.datasets import PromptDataset
 from mcore_rl.data.datasets import PromptRow as Row
@@ -86,7 +86,7 @@ def test_a_failed_reward_counts_as_0_whatever_training_does_with_it(tmp_path, on
             of_a = [sample(-1, 1.0), sample(-1, 0.0), failed(-1), failed(-1)]
             return Batch.of(of_a if prompts.array("group_ids")[0] == -1 else [failed(-2)])
 
-    tables = SampleTables(tmp_path, Tokenizer(), SampleTablesConfig(tokens=False))
+    tables = SampleTables(tmp_path, Tokenizer(), SampleLogConfig(tokens=False))
     metrics = Evaluation(config, Pool(), prompts, tables, lambda *_: None).run(0)
     assert metrics["eval/a/accuracy"] == 0.25 and metrics["eval/a/reward_errors"] == 0.5
     assert metrics["eval/b/accuracy"] == 0 and metrics["eval/b/reward_errors"] == 1
@@ -114,7 +114,7 @@ def test_sets_are_evaluated_when_they_are_due_and_saved_with_ids_of_their_own(tm
             ids = np.repeat(prompts.array("group_ids"), evaluation.num_samples)
             return Batch.of([sample(int(group), float(group == -1)) for group in ids])
 
-    tables = SampleTables(tmp_path, Tokenizer(), SampleTablesConfig(tokens=False))
+    tables = SampleTables(tmp_path, Tokenizer(), SampleLogConfig(tokens=False))
     made = Evaluation(config, Pool(), sets, tables, recorded.__setitem__)
     assert [step for step in range(6) if made.is_due(step)] == [0, 2, 4, 5]
     metrics = made.run(0)
@@ -158,9 +158,7 @@ def test_a_table_of_a_step_has_the_mean_advantage_of_each_sample(tmp_path, capsy
     batch = Batch.of([sample(0, 1.0, tidy=0.5), sample(1, 0.0, tidy=0.0)])
     advantages = batch.jagged("rollout_log_probs").with_values(np.array([1, 3, -2, -2], np.float32))
     batch = batch.with_columns(advantages=advantages)
-    tables = SampleTables(
-        tmp_path, Tokenizer(), SampleTablesConfig(every=2, max_rows=1, tokens=False)
-    )
+    tables = SampleTables(tmp_path, Tokenizer(), SampleLogConfig(every=2, max_rows=1, tokens=False))
     tables.of_step(1, batch)
     tables.of_step(2, batch)
     shown = [f"step {step}: sample, reward 1.000  7 -> 1 2" for step in (1, 2)]
@@ -179,7 +177,7 @@ def test_a_table_of_a_step_has_the_mean_advantage_of_each_sample(tmp_path, capsy
 def test_the_end_of_a_long_prompt_is_shown_from_a_word_on(tmp_path, capsys, length, shown):
     long = sample(0, 1.0)
     long.prompt_ids = [7] * length
-    tables = SampleTables(tmp_path, Tokenizer(), SampleTablesConfig(every=0, tokens=False))
+    tables = SampleTables(tmp_path, Tokenizer(), SampleLogConfig(every=0, tokens=False))
     tables.of_step(1, Batch.of([long]))
     prompt = capsys.readouterr().out.removeprefix("step 1: sample, reward 1.000  ")
     prompt = prompt.removesuffix(" -> 1 2\n")
@@ -192,7 +190,7 @@ def test_a_table_with_tokens_has_the_tokenizer_beside_it_and_log_probs_of_the_tr
     batch = Batch.of([sample(0, 1.0)])
     batch = batch.with_columns(advantages=batch["rollout_log_probs"])
     own = batch.jagged("rollout_log_probs").with_values(np.array([-0.5, 0], np.float32))
-    tables = SampleTables(tmp_path, tokenizer, SampleTablesConfig(num_shown=0))
+    tables = SampleTables(tmp_path, tokenizer, SampleLogConfig(num_shown=0))
     tables.of_step(1, batch.with_columns(log_probs=own))
     tables.of_step(2, batch.with_columns(log_probs=batch["rollout_log_probs"]))  # the servers'
     first, second = (
@@ -210,8 +208,8 @@ def test_a_tokenizer_that_no_file_holds_costs_the_tokens_and_not_the_run(tmp_pat
     class Slow(Tokenizer):
         is_fast = False
 
-    tables = SampleTables(tmp_path, Slow(), SampleTablesConfig(num_shown=0))
-    assert "samples.tokens: the tokenizer makes no tokenizer.json" in capsys.readouterr().err
+    tables = SampleTables(tmp_path, Slow(), SampleLogConfig(num_shown=0))
+    assert "sample_log.tokens: the tokenizer makes no tokenizer.json" in capsys.readouterr().err
     tables.of_evaluation(0, "a", Batch.of([sample(0, 1.0)]))
     [row] = pq.read_table(tmp_path / "evaluations/step_000000/a.parquet").to_pylist()
     assert row["response"] == "1 2" and "response_ids" not in row

@@ -2,7 +2,7 @@
 
 import pytest
 
-from mcore_rl.config.train_schema import HeldOutConfig, SFTConfig, StepsConfig
+from mcore_rl.config.schema import HeldOutConfig, SFTConfig, StepsConfig
 from mcore_rl.data.batch import Batch
 from mcore_rl.data.sample import Sample
 from mcore_rl.observability.activity import ACTIVITY

@@ -13,7 +13,7 @@ from mcore_rl.algorithms.inputs import LossInputs
 from mcore_rl.algorithms.losses import LOSSES
 from mcore_rl.cli.compose import compose_config
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.config.resolve import for_lane, resolve
+from mcore_rl.config.resolve import resolve, resolve_for_lane
 from mcore_rl.config.schema import RLConfig
 from mcore_rl.data.batch import Batch, Jagged
 from mcore_rl.trainers.log_prob_pass import find_reason_for_pass, needs_pass
@@ -42,15 +42,15 @@ NEEDS_PASS = {
     "algorithm.advantage='own.py:advantage'": ["algorithm.advantage=own.py:advantage"],
     "algorithm.advantage='optimal_token_baseline'": ["algorithm.advantage=optimal_token_baseline"],
     "algorithm.advantage='gae'": ["algorithm.advantage=gae"],
-    "algorithm.kl_in='reward'": ["algorithm.kl_coef=0.1", "algorithm.kl_in=reward"],
+    "algorithm.kl_placement='reward'": ["algorithm.kl_coef=0.1", "algorithm.kl_placement=reward"],
     "algorithm.kl_target=0.5": ["algorithm.kl_coef=0.1", "algorithm.kl_target=0.5"],
     "algorithm.entropy_target=0.5": ["algorithm.entropy_target=0.5"],
     "algorithm.top_entropy_share=0.2": ["algorithm.top_entropy_share=0.2"],
     "algorithm.distillation.loss='sampled_kl'": [
         "algorithm.distillation.loss=sampled_kl", "teacher.models={math: {model_path: x}}"
     ],
-    "algorithm.samples.advantages_of='generated'": [
-        "algorithm.samples.advantages_of=generated", "algorithm.samples.keep_responses=2"
+    "algorithm.filter.advantages_of='generated'": [
+        "algorithm.filter.advantages_of=generated", "algorithm.filter.keep_responses=2"
     ],
     "actor.moe.router_replay='record'": ["actor.moe.router_replay=record"],
 }  # fmt: skip
@@ -58,9 +58,9 @@ NEEDS_NONE = [
     [],
     ["algorithm.kl_coef=0.1", "algorithm.entropy_coef=0.1", "algorithm.cross_entropy_coef=0.1"],
     ["algorithm.kl_coef=0.1", "algorithm.correction.unbiased_kl=true"],
-    ["algorithm.samples.mask_truncated=true", "algorithm.samples.group_filter=drop_uniform"],
-    ["algorithm.samples.keep_responses=2"],
-    ["algorithm.samples.replay.share=0.5", "algorithm.loss=decoupled_ppo"],
+    ["algorithm.filter.mask_truncated=true", "algorithm.filter.group_filter=drop_uniform"],
+    ["algorithm.filter.keep_responses=2"],
+    ["algorithm.filter.replay.share=0.5", "algorithm.loss=decoupled_ppo"],
     ["actor.moe.router_replay=rollout", "actor.lora.rank=4"],
     [
         "trainer.mode=fully_async",
@@ -74,7 +74,7 @@ def config_of(settings: list[str]) -> RLConfig:
     given = ["model.path=m", "data.train_file=d", *settings]
     config = compose_config(RLConfig, given)
     resolve(config)
-    return for_lane(config, "cpu")
+    return resolve_for_lane(config, "cpu")
 
 
 @pytest.fixture(autouse=True)

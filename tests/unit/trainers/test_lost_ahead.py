@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from mcore_rl.checkpoint.run_checkpoints import read_checkpoint
-from mcore_rl.config.samples_schema import ReplayConfig, SamplesConfig
+from mcore_rl.config.schema import FilterConfig, ReplayConfig
 from mcore_rl.controller.stop_signals import RunStopped
 from mcore_rl.data.batch import Batch
 from mcore_rl.trainers import prefetch as samples_ahead
@@ -47,8 +47,8 @@ class Node:
 
 
 def replaying(folder: Path, save_every: int = 0) -> Run:
-    policy = SamplesConfig(replay=ReplayConfig(share=0.5, max_age=4, priority="uniform"))
-    return Run(folder, samples=policy, save_every=save_every, prompts_per_step=6)
+    policy = FilterConfig(replay=ReplayConfig(share=0.5, max_age=4, priority="uniform"))
+    return Run(folder, filter=policy, save_every=save_every, prompts_per_step=6)
 
 
 @pytest.fixture

@@ -13,9 +13,8 @@ from mcore_rl.algorithms.inputs import LossInputs
 from mcore_rl.algorithms.losses import LOSSES
 from mcore_rl.algorithms.prepared import is_prepared
 from mcore_rl.cli.compose import compose_config
-from mcore_rl.config.distillation_schema import DistillationConfig
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.config.schema import AlgorithmConfig, CorrectionConfig, RLConfig
+from mcore_rl.config.schema import AlgorithmConfig, CorrectionConfig, DistillationConfig, RLConfig
 from mcore_rl.controller.remote_batch import Places, RemoteBatch, RemoteColumn
 from mcore_rl.data.batch import Batch, Jagged
 from mcore_rl.trainers.policy_loss import (
@@ -140,7 +139,7 @@ def test_a_metric_is_a_mean_over_the_column_that_stands_in_the_table():
 
 
 def test_the_kl_in_the_reward_is_none_of_the_loss():
-    config = AlgorithmConfig(kl_coef=2.0, kl_in="reward")
+    config = AlgorithmConfig(kl_coef=2.0, kl_placement="reward")
     assert PolicyLoss(config).needs == set()
 
 
@@ -288,6 +287,6 @@ def test_the_recipe_of_the_page_fits_its_functions(tmp_path, monkeypatch):
 def test_replay_with_a_critic_is_refused():
     settings = AlgorithmConfig(advantage="gae")
     check_functions(settings)
-    settings.samples.replay.share = 0.5
+    settings.filter.replay.share = 0.5
     with pytest.raises(ConfigError, match=r"replay.share=0.5: .*advantage='gae'"):
         check_functions(settings)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mcore_rl.config.resolve import placement_of
+from mcore_rl.config.resolve import resolve_placement
 from mcore_rl.config.schema import RLConfig
 from mcore_rl.controller.batch_ops import with_near
 from mcore_rl.controller.remote_batch import is_of_part
@@ -64,7 +64,7 @@ def asked(names: list[str]) -> Batch:
 
 def turns_of(config: RLConfig, **models: Scorer) -> Turns:
     servers: Any = None
-    return Turns(placement_of(config), {"actor": servers, **models}, servers, servers)
+    return Turns(resolve_placement(config), {"actor": servers, **models}, servers, servers)
 
 
 def config_of(column: str, loss: str) -> RLConfig:

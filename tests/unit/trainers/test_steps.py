@@ -6,8 +6,13 @@ import numpy as np
 import pytest
 
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.config.samples_schema import SamplesConfig
-from mcore_rl.config.schema import AlgorithmConfig, CorrectionConfig, RLConfig, TrainerConfig
+from mcore_rl.config.schema import (
+    AlgorithmConfig,
+    CorrectionConfig,
+    FilterConfig,
+    RLConfig,
+    TrainerConfig,
+)
 from mcore_rl.data.batch import Batch, Jagged
 from mcore_rl.data.sample import Sample
 from mcore_rl.trainers.policy_checks import (
@@ -255,21 +260,21 @@ def test_a_truncated_response_has_no_loss_of_any_kind():
         response_mask=batch().jagged("log_probs").with_values(mask), finish_reasons=reasons
     )
     settings = dict(cross_entropy_coef=2.0, entropy_coef=1.0, kl_coef=0.5)
-    kept = without_truncated(made, SamplesConfig(mask_truncated=True))
+    kept = without_truncated(made, FilterConfig(mask_truncated=True))
     found, _ = with_loss_weights(kept, AlgorithmConfig(**settings))
     fourth = [0.25, 0, 0.25, 0, 0, 0, 0.25, 0, 0.25]
     assert found.jagged("loss_weights").values.tolist() == fourth
     assert found.jagged("entropy_weights").values.tolist() == fourth
     assert found.jagged("kl_weights").values.tolist() == [w / 2 for w in fourth]
     assert found.jagged("cross_entropy_weights").values.tolist() == [0, 2, *[0] * 7]
-    assert without_truncated(made, SamplesConfig()) is made
+    assert without_truncated(made, FilterConfig()) is made
 
 
 def test_an_aborted_response_is_neither_cut_off_nor_at_its_end():
     """So it is trained on with mask_truncated, and its only token is no end of a turn."""
     reasons = np.array(["abort", "length", "abort", "abort", "abort", "abort"])
     made = rewarded().with_columns(finish_reasons=reasons)
-    kept = without_truncated(made, SamplesConfig(mask_truncated=True)).jagged("response_mask")
+    kept = without_truncated(made, FilterConfig(mask_truncated=True)).jagged("response_mask")
     assert [row.tolist() for row in kept] == [[1, 1], [0], [1, 1, 1], [1], [1], [1]]
     assert describe(made)["truncated"] == pytest.approx(1 / 6)
     scored = with_advantages(made, AlgorithmConfig())
@@ -301,7 +306,7 @@ def test_mask_truncated_masks_all_samples_of_a_trajectory_whose_last_turn_is_cut
         for i, reason in enumerate(of_segments)
     ]
     made = Batch.of(samples[::-1])  # in any order
-    kept = without_truncated(made, SamplesConfig(mask_truncated=True))
+    kept = without_truncated(made, FilterConfig(mask_truncated=True))
     found = dict.fromkeys(reasons, 0)
     rows = zip(kept.array("group_ids"), kept.array("trajectories"), strict=True)
     for key, mask in zip(rows, kept.jagged("response_mask"), strict=True):
@@ -351,7 +356,7 @@ def test_each_loss_has_weights_of_its_own_times_its_coefficient():
     mine = made.with_columns(cross_entropy_mask=mask)
     weights = with_loss_weights(mine, algorithm)[0].jagged("cross_entropy_weights").values
     assert weights.tolist() == pytest.approx([0.4, 0.4, 0, 0.4, 0.4, 0.4])
-    found, _ = with_loss_weights(made, AlgorithmConfig(kl_coef=0.5, kl_in="reward"))
+    found, _ = with_loss_weights(made, AlgorithmConfig(kl_coef=0.5, kl_placement="reward"))
     assert found.columns.keys() - made.columns.keys() == {"loss_weights"}
 
 

@@ -12,8 +12,7 @@ from itertools import chain
 
 import pytest
 
-from mcore_rl.config.samples_schema import ReplayConfig, SamplesConfig
-from mcore_rl.config.schema import CorrectionConfig
+from mcore_rl.config.schema import CorrectionConfig, FilterConfig, ReplayConfig
 from mcore_rl.data.batch import Batch
 from mcore_rl.rewards.base import RewardError
 from tests.unit.trainers.modelled_servers import Servers
@@ -103,14 +102,14 @@ def test_what_goes_wrong_meanwhile_is_raised_when_the_trainer_has_computed(tmp_p
 
 IN_ROUNDS = {
     "staleness": 0,
-    "samples": SamplesConfig(replay=ReplayConfig(share=0.5, max_age=2)),
+    "filter": FilterConfig(replay=ReplayConfig(share=0.5, max_age=2)),
     "correction": CorrectionConfig(level="token"),
 }
 
 
 @pytest.mark.parametrize(
     "settings",
-    [{"rollout": "shared"}, IN_ROUNDS, {"num_steps": 1, "asynchronous": {"over_issue": 0.5}}],
+    [{"rollout": "shared"}, IN_ROUNDS, {"num_steps": 1, "asynchronous": {"oversampling": 0.5}}],
     ids=["asleep", "rounds", "the last step"],
 )
 def test_servers_that_sleep_or_generate_in_rounds_or_for_no_later_step_are_let_be(
@@ -132,7 +131,7 @@ def test_servers_that_sleep_or_generate_in_rounds_or_for_no_later_step_are_let_b
 def test_what_is_too_old_begins_again_after_the_push_and_not_by_the_weights_of_before(tmp_path):
     servers = Going(train_s=0.0)
     servers.tend = lambda stream: []  # type: ignore[method-assign]
-    asked = {"staleness": 1, "num_steps": 20, "asynchronous": {"over_issue": 1.0}}
+    asked = {"staleness": 1, "num_steps": 20, "asynchronous": {"oversampling": 1.0}}
     run = run_of(tmp_path, servers, **asked)
     run.actor.pause_s = 0.03
     events = run.train().servers.events

@@ -11,8 +11,7 @@ import torch
 from verl.trainer.ppo import core_algos
 
 from mcore_rl.algorithms.aggregation import loss_weights
-from mcore_rl.config.samples_schema import SamplesConfig
-from mcore_rl.config.schema import AlgorithmConfig, DistillationConfig, RLConfig
+from mcore_rl.config.schema import AlgorithmConfig, DistillationConfig, FilterConfig, RLConfig
 from mcore_rl.data.batch import Batch, Jagged
 from mcore_rl.data.sample import Sample
 from mcore_rl.trainers import steps, updates
@@ -201,7 +200,7 @@ def test_a_sample_says_which_tokens_the_cross_entropy_is_of():
 
     for made in (Batch.of([saying, plain]), Batch.concat([Batch.of([saying]), Batch.of([plain])])):
         assert weights(made) == [1, 1, 0, 0, 1, 0]
-        whole = steps.without_truncated(made, SamplesConfig(mask_truncated=True))
+        whole = steps.without_truncated(made, FilterConfig(mask_truncated=True))
         assert weights(whole) == [0, 0, 0, 0, 3, 0]
     assert "cross_entropy_mask" not in Batch.of([plain])
     with pytest.raises(ValueError, match="cross_entropy_mask has 1 entries for 3 response tokens"):

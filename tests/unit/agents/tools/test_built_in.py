@@ -16,7 +16,7 @@ from mcore_rl.agents.tools.openai_yaml import tools_of_file
 from mcore_rl.agents.tools.python_tool import PythonTool
 from mcore_rl.agents.tools.search import SearchTool
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.config.sandbox_schema import SandboxSettings
+from mcore_rl.config.schema import SandboxSettings
 from mcore_rl.sandbox.probe import probed
 from mcore_rl.sandbox.sandbox import Sandbox
 from mcore_rl.sandbox.tiers import Tier
