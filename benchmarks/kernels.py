@@ -7,7 +7,10 @@ Prints JSON; of every case the seconds of both sides (the quickest of runs that 
 - copy: boxes of one size, or of all sizes mixed, from one buffer into another, in one launch. On a
   GPU `ratio` is the share of the best device-to-device copy of as many bytes; on the CPU it is the
   time of torch's own copies of the same boxes, one call each and in one call (`_foreach_copy_`,
-  the better of the two), divided by ours.
+  the better of the two), divided by ours. Rows of `copy 64 KiB at byte 7` begin 7 bytes behind a
+  multiple of 16, and have an odd length.
+- cudaMemcpyBatchAsync: on a GPU, the rows of such boxes in one call of CUDA's runtime; `ratio` is
+  that of copies. Where it cannot be called, `not_available` says why.
 - quantize: bfloat16 columns of a larger matrix to float8 in one pass, against a packed copy and a
   quantisation of that.
 - checksum: boxes of one dtype, sums only. On a GPU `ratio` is the rate of reading, divided by the
@@ -20,12 +23,15 @@ On a GPU the exit status is 1 where a case misses what is required of it (`requi
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
+import struct
 import sys
 import time
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from isal import isal_zlib
 
@@ -35,6 +41,9 @@ SIZES = [4 << 10, 64 << 10, 1 << 20, 16 << 20]  # bytes of a box
 REQUIRED_COPY = (0.8, 0.9)  # with boxes below 64 KiB, and without
 REQUIRED_QUANTIZE = 1.8
 REQUIRED_CHECKSUM = 1.0
+MIXED = [4 << 10, 2 << 20, 16 << 10, 256 << 10]
+BATCH_SINCE = 12_080  # cudaMemcpyBatchAsync, as CUDA counts its versions
+STREAM_ORDER = 1  # cudaMemcpySrcAccessOrderStream
 Case = dict[str, Any]
 
 
@@ -68,8 +77,11 @@ def gpu_seconds(side: Callable[[], Any], repeats: int = 20) -> float:
     return best
 
 
-def boxes_of(sizes: list[int], device: str, num_bytes: int) -> list[Pair]:
-    """Boxes of these sizes in turn, in another order in the target; two rows with a gap each."""
+def boxes_of(sizes: list[int], device: str, num_bytes: int, past: int = 0) -> list[Pair]:
+    """Boxes of these sizes in turn, in another order in the target; two rows with a gap each.
+
+    With `past`, rows begin so many bytes later and are one byte shorter.
+    """
     generator = torch.Generator().manual_seed(0)
     taken, total = [], 0
     while total < num_bytes:
@@ -85,7 +97,8 @@ def boxes_of(sizes: list[int], device: str, num_bytes: int) -> list[Pair]:
         at += taken[box]
 
     def rows(whole: torch.Tensor, start: int, size: int) -> torch.Tensor:
-        return whole[2 * start : 2 * (start + size)].view(2, size)[:, : size // 2]
+        end = past + size // 2 - (past > 0)
+        return whole[2 * start : 2 * (start + size)].view(2, size)[:, past:end]
 
     return [
         (rows(source, starts[n], size), rows(target, places[n], size))
@@ -93,8 +106,8 @@ def boxes_of(sizes: list[int], device: str, num_bytes: int) -> list[Pair]:
     ]
 
 
-def copy_case(name: str, sizes: list[int], device: str, num_bytes: int) -> Case:
-    pairs = boxes_of(sizes, device, num_bytes)
+def copy_case(name: str, sizes: list[int], device: str, num_bytes: int, past: int = 0) -> Case:
+    pairs = boxes_of(sizes, device, num_bytes, past)
     copied = sum(source.numel() for source, _ in pairs)
     copy = BoxCopy(pairs)
     copy.run()
@@ -104,11 +117,9 @@ def copy_case(name: str, sizes: list[int], device: str, num_bytes: int) -> Case:
         whole = torch.empty(copied, dtype=torch.uint8, device=device)
         other = torch.empty_like(whole)
         ours, best = gpu_seconds(copy.run), gpu_seconds(lambda: other.copy_(whole))
-        required = REQUIRED_COPY[min(sizes) >= 64 << 10]
-        return {**case, "s": ours, "device_copy_s": best, "ratio": best / ours} | {
-            "required": required,
-            "gb_per_s": 2 * copied / ours / 1e9,
-        }
+        case |= {"s": ours, "device_copy_s": best, "ratio": best / ours}
+        required = {} if past else {"required": REQUIRED_COPY[min(sizes) >= 64 << 10]}
+        return case | required | {"gb_per_s": 2 * copied / ours / 1e9}
     sources, targets = [s for s, _ in pairs], [t for _, t in pairs]
 
     def one_by_one() -> None:
@@ -123,6 +134,101 @@ def copy_case(name: str, sizes: list[int], device: str, num_bytes: int) -> Case:
         rounds=20,
     )
     return {**case, "s": ours, "torch_s": min(each, foreach), "ratio": min(each, foreach) / ours}
+
+
+def load_runtime() -> ctypes.CDLL | None:
+    """The runtime of CUDA that torch has loaded, if it has."""
+    if torch.version.cuda is None:
+        return None
+    try:
+        return ctypes.CDLL(f"libcudart.so.{torch.version.cuda.split('.')[0]}")
+    except OSError:
+        return None
+
+
+def runtime_versions(runtime: ctypes.CDLL) -> list[int]:
+    """Of the runtime and of the driver, as CUDA counts them: 12080 is 12.8."""
+    version, versions = ctypes.c_int(), []
+    for name in ("cudaRuntimeGetVersion", "cudaDriverGetVersion"):
+        if error := getattr(runtime, name)(ctypes.byref(version)):
+            raise RuntimeError(f"{name}: error {error} of CUDA")
+        versions.append(version.value)
+    return versions
+
+
+def missing_batch_copy(device: str, runtime: ctypes.CDLL | None) -> str:
+    """Say why cudaMemcpyBatchAsync cannot be called; empty if it can."""
+    if device == "cpu" or runtime is None:
+        cuda = torch.version.cuda or "none"
+        return (
+            f"not available on {device}: no CUDA runtime (torch {torch.__version__}, CUDA {cuda})"
+        )
+    versions = runtime_versions(runtime)
+    if min(versions) >= BATCH_SINCE:
+        return ""
+    version, driver = (f"{n // 1000}.{n % 1000 // 10}" for n in versions)
+    return f"not available in CUDA {version} (its driver: {driver}); needed: 12.8"
+
+
+class BatchCopy:
+    """Copies of the rows of boxes in one call of cudaMemcpyBatchAsync (CUDA 12.8)."""
+
+    def __init__(self, pairs: list[Pair], runtime: ctypes.CDLL) -> None:
+        self._call = runtime.cudaMemcpyBatchAsync
+        rows = [
+            [tensor.data_ptr() + row * tensor.stride(0) for row in range(len(tensor))]
+            for pair in pairs
+            for tensor in pair
+        ]
+        self._sources = np.array([a for n in rows[::2] for a in n], np.uintp)
+        self._targets = np.array([a for n in rows[1::2] for a in n], np.uintp)
+        sizes = [source.shape[1] for source, _ in pairs for _ in range(len(source))]
+        self._sizes = np.array(sizes, np.uintp)
+        # cudaMemcpyAttributes of all: the order, two hints of two numbers each, flags.
+        self._attributes = struct.pack("6i", STREAM_ORDER, 0, 0, 0, 0, 0)
+        self._begins = np.zeros(1, np.uintp)  # the copy from which on they hold
+        # Until CUDA 13 there is a place for the number of the copy that failed.
+        self._failed = np.zeros(1, np.uintp)
+        self._has_failed = runtime_versions(runtime)[0] < 13_000
+
+    def run(self, stream: int) -> None:
+        """Enqueue the copies; the stream must not be the default one."""
+        arrays = [self._targets, self._sources, self._sizes]
+        pointers = [ctypes.c_void_p(array.ctypes.data) for array in arrays]
+        failed = [ctypes.c_void_p(self._failed.ctypes.data)] if self._has_failed else []
+        error = self._call(
+            *pointers,
+            ctypes.c_size_t(len(self._sizes)),
+            ctypes.c_char_p(self._attributes),
+            ctypes.c_void_p(self._begins.ctypes.data),
+            ctypes.c_size_t(1),
+            *failed,
+            ctypes.c_void_p(stream),
+        )
+        if error:
+            raise RuntimeError(f"cudaMemcpyBatchAsync: error {error} of CUDA")
+
+
+def batch_case(name: str, sizes: list[int], device: str, num_bytes: int) -> Case:
+    runtime = load_runtime() if device == "cuda" else None
+    case: Case = {"case": f"cudaMemcpyBatchAsync {name}"}
+    if reason := missing_batch_copy(device, runtime):
+        return case | {"not_available": reason}
+    assert runtime is not None
+    pairs = boxes_of(sizes, device, num_bytes)
+    copied = sum(source.numel() for source, _ in pairs)
+    copy = BatchCopy(pairs, runtime)
+    whole = torch.empty(copied, dtype=torch.uint8, device=device)
+    other = torch.empty_like(whole)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        batch = gpu_seconds(lambda: copy.run(stream.cuda_stream))
+        best = gpu_seconds(lambda: other.copy_(whole))
+    stream.synchronize()
+    assert all(torch.equal(source, target) for source, target in pairs[:: len(pairs) // 50 + 1])
+    case |= {"boxes": len(pairs), "bytes": copied, "s": batch, "device_copy_s": best}
+    return case | {"ratio": best / batch, "gb_per_s": 2 * copied / batch / 1e9}
 
 
 def quantize_case(device: str, num_bytes: int) -> Case:
@@ -178,9 +284,10 @@ def main() -> int:
     given = parser.parse_args()
     num_bytes = given.megabytes << 20
     cases = [copy_case(f"{size >> 10} KiB", [size], given.device, num_bytes) for size in SIZES]
-    cases.append(
-        copy_case("mixed", [4 << 10, 2 << 20, 16 << 10, 256 << 10], given.device, num_bytes)
-    )
+    cases.append(copy_case("mixed", MIXED, given.device, num_bytes))
+    cases.append(copy_case("64 KiB at byte 7", [64 << 10], given.device, num_bytes, past=7))
+    for name, sizes in (("4 KiB", [4 << 10]), ("64 KiB", [64 << 10]), ("mixed", MIXED)):
+        cases.append(batch_case(name, sizes, given.device, num_bytes))
     cases.append(quantize_case(given.device, num_bytes))
     for name, dtype in (("bfloat16", torch.bfloat16), ("float32", torch.float32)):
         cases.append(checksum_case(name, dtype, given.device, num_bytes))

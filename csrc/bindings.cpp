@@ -14,6 +14,10 @@ PYBIND11_MODULE(_csrc, m) {
       .def(py::init<int64_t, uintptr_t, int64_t>(), Free())
       .def("run", &Table::run, Free())
       .def("run_cuda", &Table::run_cuda, Free())
+      .def("simulate_cuda", [](const Table& table) {
+        const Moves moves = table.simulate_cuda();
+        return py::make_tuple(moves[0], moves[1], moves[2], moves[3], moves[4]);
+      })
       .def_property_readonly("num_tiles", &Table::num_tiles)
       .def("words", [](const Table& table) {
         const auto& words = table.words();

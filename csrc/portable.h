@@ -6,8 +6,10 @@
 
 #ifdef __CUDACC__
 #define HOST_DEVICE __host__ __device__ __forceinline__
+#define UNROLLED _Pragma("unroll")
 #else
 #define HOST_DEVICE inline
+#define UNROLLED
 #endif
 
 // On x86-64 a loop is compiled for several instruction sets and chosen when the module is loaded.

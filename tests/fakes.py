@@ -1,9 +1,13 @@
-"""Parts of models that several test files put in the place of ranks."""
+"""Stand-ins for models on ranks and for GPUs, with the interfaces of the real ones."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Callable, Mapping
 from typing import Any
+
+import pytest
+import torch
 
 from mcore_rl.algorithms.correction import find_gaps_beyond
 from mcore_rl.data.batch import Batch
@@ -24,3 +28,80 @@ class ScoringUpdates:
             return scores, gaps, {}
         [[metrics]] = self.update(scored, sizes=[len(batch)], temperature=temperature)
         return scores, gaps, metrics
+
+
+class FakeGpu:
+    """The streams of one GPU: work waits in a stream until the host waits for it."""
+
+    def __init__(self, index: int) -> None:
+        self.device = torch.device("cuda", index)
+        self.current, self.side = FakeStream(), FakeStream()
+        self.num_event_waits = self.num_device_waits = 0
+
+    def synchronize(self) -> None:
+        self.num_device_waits += 1
+        for stream in (self.current, self.side):
+            stream.run_until(None)
+
+
+class FakeStream:
+    """Work in order; a recorded event is a place in it."""
+
+    def __init__(self) -> None:
+        self.pending: deque[Callable[[], Any] | FakeEvent] = deque()
+
+    def enqueue(self, work: Callable[[], Any]) -> None:
+        self.pending.append(work)
+
+    def record_event(self, event: FakeEvent | None = None) -> FakeEvent:
+        event = event or FakeEvent()
+        event.record(self)
+        return event
+
+    def run_until(self, event: FakeEvent | None) -> None:
+        """Run what is before the event; all without one."""
+        while self.pending:
+            work = self.pending.popleft()
+            if isinstance(work, FakeEvent):
+                if work is event:
+                    return
+            else:
+                work()
+
+
+class FakeEvent:
+    """Replaces torch.cuda.Event; `gpus` are those of the process, the first is the current one."""
+
+    gpus: list[FakeGpu]
+
+    def __init__(
+        self,
+        enable_timing: bool = False,
+        blocking: bool = False,
+        interprocess: bool = False,
+        external: bool = False,
+    ) -> None:
+        self._stream: FakeStream | None = None
+
+    def record(self, stream: Any = None) -> None:
+        self._stream = stream or self.gpus[0].current
+        self._stream.pending.append(self)
+
+    def synchronize(self) -> None:
+        if self._stream is None:
+            return  # as CUDA does for an event that was never recorded
+        for gpu in self.gpus:
+            gpu.num_event_waits += self._stream in (gpu.current, gpu.side)
+        self._stream.run_until(self)
+
+
+def replace_torch_cuda(monkeypatch: pytest.MonkeyPatch, gpus: list[FakeGpu]) -> None:
+    """Give torch.cuda these GPUs, the first of which is the current one."""
+
+    def gpu_of(device: Any = None) -> FakeGpu:
+        return gpus[0 if device is None else torch.device(device).index or 0]
+
+    monkeypatch.setattr(FakeEvent, "gpus", gpus, raising=False)
+    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: gpu_of(device).current)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: gpu_of(device).synchronize())

@@ -98,17 +98,39 @@ HOST_DEVICE Tile tiles_of(const Box& box, int64_t number, int64_t count, const S
   return {{row, first - row * columns}, static_cast<uint32_t>(length / unit)};
 }
 
-// The largest power of two, up to 16, that divides every address and size of a box's rows.
-HOST_DEVICE int alignment_of(const Box& box) {
-  const int64_t bits =
-      box.source | box.target | box.items | box.source_stride | box.target_stride | 16;
+// The largest power of two of items, up to `most`, that divides every address and size of a box's
+// rows.
+HOST_DEVICE int aligned_unit(const Box& box, const Sizes& sizes, int most) {
+  const int64_t source = (box.source | box.source_stride) / sizes.source;
+  const int64_t target = (box.target | box.target_stride) / sizes.target;
+  const int64_t bits = source | target | box.items | most;
   return static_cast<int>(bits & -bits);
 }
 
-// Whether every four items of a box can be read and written at once, in a cast.
-HOST_DEVICE bool casts_by_four(const Box& box, const Sizes& sizes) {
-  const int64_t source = box.source | box.source_stride, target = box.target | box.target_stride;
-  return source % (4 * sizes.source) == 0 && target % (4 * sizes.target) == 0 && box.items % 4 == 0;
+// The largest power of two of items, up to `most`, of which source and target are alike: in a row
+// from there on, whatever is aligned to it in the target is so in the source.
+HOST_DEVICE int congruent_unit(int64_t source, int64_t target, const Sizes& sizes, int most) {
+  const int64_t bits = (source / sizes.source - target / sizes.target) | most;
+  return static_cast<int>(bits & -bits);
+}
+
+// Whether the rows of a box are moved one by one, each without its ends in congruent units, instead
+// of together in aligned units: some are wider, and a row is more than `least` aligned units.
+HOST_DEVICE bool should_peel(const Box& box, const Sizes& sizes, int aligned, int most, int least) {
+  const int64_t apart = box.source_stride / sizes.source - box.target_stride / sizes.target;
+  const int widest = apart % most ? most : congruent_unit(box.source, box.target, sizes, most);
+  return widest > aligned && box.items > int64_t{least} * aligned;
+}
+
+// The items of a run, from an item's address on, before its first and behind its last whole unit.
+struct Ends {
+  uint32_t head, tail;
+};
+
+HOST_DEVICE Ends ends_of(int64_t target, uint32_t length, const Sizes& sizes, int unit) {
+  const uint32_t past = static_cast<uint32_t>(-(target / sizes.target)) & (unit - 1);
+  const uint32_t head = past < length ? past : length;
+  return {head, (length - head) & (unit - 1)};
 }
 
 template <typename T>

@@ -7,6 +7,7 @@
 
 #include "../portable.h"
 #include "convert.h"
+#include "move.h"
 #include "run_tiles.h"
 #include "table.h"
 
@@ -69,7 +70,25 @@ void run_all(const Boxes& table, const Sizes& sizes, int num_threads) {
   });
 }
 
+template <Kind kind>
+void move_all(const Boxes& table, Moves& moves) {
+  const auto count = [&](int width) { ++moves[__builtin_ctz(width)]; };
+  for (int64_t tile = 0; tile < table.num_tiles; ++tile) {
+    const int64_t at = table.box_of_tile[tile];
+    for (uint32_t lane = 0; lane < kWarp; ++lane)
+      move_tile<kind>(table.boxes[at], tile - table.first_tile[at], lane, count);
+  }
+}
+
 }  // namespace
+
+Moves simulate_boxes_cuda(Kind kind, const Boxes& table) {
+  Moves moves = {};
+  if (kind == Kind::copy) move_all<Kind::copy>(table, moves);
+  if (kind == Kind::to_bfloat16) move_all<Kind::to_bfloat16>(table, moves);
+  if (kind == Kind::to_float32) move_all<Kind::to_float32>(table, moves);
+  return moves;
+}
 
 void run_boxes(Kind kind, const Boxes& table, int num_threads) {
   const Sizes sizes = sizes_of(kind);

@@ -120,4 +120,11 @@ void Table::run_cuda(int device, uintptr_t stream, uintptr_t on_device) const {
   run(kind_, at(reinterpret_cast<const int64_t*>(on_device)), Launch{device, stream});
 }
 
+Moves Table::simulate_cuda() const {
+  if (kind_ > Kind::to_float32)
+    throw std::invalid_argument("kind=" + std::to_string(static_cast<int64_t>(kind_)) +
+                                "; allowed: 0 to 2, copies and casts");
+  return simulate_boxes_cuda(kind_, at(words_.data()));
+}
+
 }  // namespace mcore_rl

@@ -1,12 +1,15 @@
 // The boxes of one launch: checked once, run as often as wanted.
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <vector>
 
 #include "box.h"
 
 namespace mcore_rl {
+
+using Moves = std::array<int64_t, 5>;  // how many of 1, 2, 4, 8 and 16 items
 
 class Table {
  public:
@@ -21,6 +24,9 @@ class Table {
   // On a GPU, in one launch. on_device: the address of a copy of words() there. Returns at once.
   void run_cuda(int device, uintptr_t stream, uintptr_t on_device) const;
 
+  // A copy or cast by the loops of the GPU, lane by lane on the CPU: for tests without a GPU.
+  Moves simulate_cuda() const;
+
   // What run_cuda needs in the memory of the GPU: the boxes, the first tiles, the box of each tile.
   const std::vector<int64_t>& words() const { return words_; }
   int64_t num_tiles() const { return words_[num_boxes_ * (kBoxWords + 1)]; }
@@ -34,6 +40,7 @@ class Table {
 };
 
 void run_boxes(Kind kind, const Boxes& table, int num_threads);      // copy.cpp
+Moves simulate_boxes_cuda(Kind kind, const Boxes& table);             // copy.cpp
 void quantize_boxes(Kind kind, const Boxes& table, int num_threads);  // quantize.cpp
 void checksum_boxes(Kind kind, const Boxes& table, int num_threads);  // checksum.cpp
 

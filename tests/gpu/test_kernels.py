@@ -1,5 +1,7 @@
 """The CUDA kernels of csrc do what its C++ does, bit for bit where that is promised."""
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -78,6 +80,33 @@ def test_source_and_target_need_not_be_aligned_alike(
             copy_boxes([(box, written.as_strided(box.shape, (1103 + start, 1), 2 * start + 1))])
             found.append(bits(written))
         assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("dtypes", KINDS, ids=str)
+@pytest.mark.parametrize("apart", [0, 1, 2, 4, 8])
+@pytest.mark.parametrize("more_stride", [0, 16, 8, 1])
+def test_heads_and_tails_of_misaligned_rows_arrive(
+    dtypes: tuple[torch.dtype, torch.dtype], apart: int, more_stride: int
+) -> None:
+    """Source and target are aligned alike, to fewer items, or otherwise in each row."""
+    widths = (129, 600, 4097, 8192, 20_001)
+    source, target = (random_bits(17 * 3 * 4 * 8192, dtype, 4) for dtype in dtypes)
+    on_gpu = source.cuda(), target.cuda()
+    for read, written in ((source, target), on_gpu):
+        boxes, at = [], 0
+        for past, columns in itertools.product(range(16), widths[: 5 if apart == 0 else 3]):
+            stride = -(-columns // 16) * 16
+            views = [
+                memory.as_strided((2, columns), (step, 1), at + start)
+                for memory, step, start in (
+                    (read, stride, past),
+                    (written, stride + more_stride, past + apart),
+                )
+            ]
+            boxes.append((views[0], views[1]))
+            at += 2 * (stride + 16) + 64
+        copy_boxes(boxes)
+    assert torch.equal(bits(on_gpu[1]), bits(target))
 
 
 def test_thousands_of_boxes_and_one_large_one_twice() -> None:

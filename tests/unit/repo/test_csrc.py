@@ -1,5 +1,7 @@
 """csrc builds: with CUDA and without, and a failure is one."""
 
+import ctypes
+import importlib.util
 import json
 import os
 import re
@@ -8,6 +10,7 @@ import subprocess
 import sys
 import sysconfig
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -176,5 +179,68 @@ def test_the_benchmark_of_the_page_compares_every_kernel():
     )
     assert done.returncode == 0, done.stderr
     cases = json.loads(done.stdout)["cases"]
-    assert all(case["s"] > 0 for case in cases)
-    assert {case["case"].split()[0] for case in cases} == {"copy", "quantize", "checksum"}
+    batches = [case for case in cases if case["case"].startswith("cudaMemcpyBatchAsync")]
+    assert [case["case"].split(maxsplit=1)[1] for case in batches] == ["4 KiB", "64 KiB", "mixed"]
+    assert all("not available on cpu" in case["not_available"] for case in batches)
+    measured = [case for case in cases if case not in batches]
+    assert all(case["s"] > 0 for case in measured)
+    assert {case["case"].split()[0] for case in measured} == {"copy", "quantize", "checksum"}
+
+
+RUNTIME = """#include <cstring>
+#include <cstddef>
+struct Attributes { int order, source[2], target[2]; unsigned flags; };
+extern "C" int cudaRuntimeGetVersion(int* version) { return *version = VERSION, 0; }
+extern "C" int cudaDriverGetVersion(int* version) { return *version = DRIVER, 0; }
+extern "C" int cudaMemcpyBatchAsync(void** targets, void** sources, size_t* sizes, size_t count,
+                                    Attributes* attributes, size_t* begins, size_t num,
+#if VERSION < 13000
+                                    size_t* failed,
+#endif
+                                    void* stream) {
+  if (num != 1 || begins[0] != 0 || attributes->order != 1 || attributes->flags != 0) return 1;
+  if (stream == nullptr) return 400;
+  for (size_t n = 0; n < count; ++n) memcpy(targets[n], sources[n], sizes[n]);
+  return 0;
+}
+"""
+
+
+@pytest.fixture(scope="module")
+def kernels_benchmark() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("kernels", ROOT / "benchmarks/kernels.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize(
+    ("version", "driver", "reason"),
+    [
+        (12_080, 12_080, ""),
+        (13_000, 13_010, ""),
+        (12_060, 13_000, "not available in CUDA 12.6 (its driver: 13.0); needed: 12.8"),
+        (12_080, 12_040, "not available in CUDA 12.8 (its driver: 12.4); needed: 12.8"),
+    ],
+)
+def test_the_batch_copy_of_cuda_is_called_as_its_version_has_it_or_said_to_be_missing(
+    kernels_benchmark: ModuleType, tmp_path: Path, version: int, driver: int, reason: str
+) -> None:
+    """The runtime is a stand-in with CUDA's prototypes, which copies on the CPU."""
+    (tmp_path / "runtime.cpp").write_text(RUNTIME)
+    library = tmp_path / "libcudart.so"
+    command = ["g++", "-shared", "-fPIC", f"-DVERSION={version}", f"-DDRIVER={driver}"]
+    subprocess.run([*command, str(tmp_path / "runtime.cpp"), "-o", str(library)], check=True)
+    runtime = ctypes.CDLL(str(library))
+    assert kernels_benchmark.missing_batch_copy("cuda", runtime) == reason
+    if reason:
+        return
+    pairs = kernels_benchmark.boxes_of([4 << 10, 16 << 10], "cpu", 100_000)
+    expected = [target.clone() for _, target in pairs]
+    copy = kernels_benchmark.BatchCopy(pairs, runtime)
+    with pytest.raises(RuntimeError, match="cudaMemcpyBatchAsync: error 400 of CUDA"):
+        copy.run(0)
+    assert all(bool((t == e).all()) for (_, t), e in zip(pairs, expected, strict=True))
+    copy.run(8)
+    assert all(bool((source == target).all()) for source, target in pairs)

@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from mcore_rl import _csrc
 from mcore_rl.checkpoint.fp8 import quantize_blocks
@@ -140,6 +141,92 @@ def test_thousands_of_boxes_of_every_size_in_one_launch() -> None:
     source.zero_()
     copy.run(3)  # what is there when it runs
     assert not target.any()
+
+
+# The loops of the GPU, lane by lane on the CPU
+
+
+def address_of(memory: NDArray[np.uint8], past: int) -> int:
+    """The first address in the memory that is `past` bytes behind a multiple of 64."""
+    return int(memory.ctypes.data) + (past - memory.ctypes.data) % 64
+
+
+@pytest.mark.parametrize("dtypes", [*((d, d) for d in DTYPES), *CASTS], ids=str)
+@settings(max_examples=60)
+@given(data=st.data())
+def test_the_loops_of_a_gpu_write_what_those_of_the_cpu_write(
+    dtypes: tuple[torch.dtype, torch.dtype], data: st.DataObject
+) -> None:
+    source, target = (Arena(data, dtype, seed) for seed, dtype in enumerate(dtypes))
+    for shape in draw_shapes(data):
+        source.place(*shape)
+        target.place(*shape)
+    given, ours, theirs = source.memory(), target.memory(), target.memory()
+    views = list(zip(source.views(given), target.views(ours), strict=True))
+    kind = 1 + CASTS.index(dtypes) if dtypes in CASTS else 0
+    item = dtypes[0].itemsize if kind == 0 else 1
+    boxes = []
+    for from_, to in views:
+        strides = (view.stride(0) * view.itemsize for view in (from_, to))
+        row = from_.shape[1] * item
+        boxes.append((from_.data_ptr(), to.data_ptr(), len(from_), row, *strides, 0, 0))
+    moves = table(kind, *boxes).simulate_cuda()
+    reference_copy(zip(source.views(given), target.views(theirs), strict=True))
+    assert torch.equal(bits(ours), bits(theirs))
+    moved = sum(number << power for power, number in enumerate(moves))
+    assert moved == sum(s.numel() * item for s, _ in views)
+
+
+@pytest.mark.parametrize("strides", [(320, 368), (317, 333), (301, 309), (302, 301)], ids=str)
+@pytest.mark.parametrize("row_bytes", [1, 15, 128, 129, 150, 300])
+def test_rows_at_every_address_arrive(strides: tuple[int, int], row_bytes: int) -> None:
+    source = np.random.default_rng(0).integers(0, 256, 2000, dtype=np.uint8)
+    for past_source, past_target in itertools.product(range(16), repeat=2):
+        target, expected = np.zeros(2000, np.uint8), np.zeros(2000, np.uint8)
+        at, to = address_of(source, past_source), address_of(target, past_target)
+        table(0, (at, to, 3, row_bytes, *strides, 0, 0)).simulate_cuda()
+        for row in range(3):
+            first = at - source.ctypes.data + row * strides[0]
+            last = to - target.ctypes.data + row * strides[1]
+            expected[last : last + row_bytes] = source[first : first + row_bytes]
+        assert (target == expected).all(), (past_source, past_target)
+
+
+# Where source and target begin behind a multiple of 64, then rows, items of a row and both strides,
+# in bytes but for items; the moves of 1, 2, 4, 8 and 16 items.
+MOVES = {
+    "aligned": (0, (0, 0, 64, 4096, 4112, 4096), (0, 0, 0, 0, 64 * 256)),
+    # 9 bytes to the next multiple of 16, 255 times 16, and 8. A tile ends in the second row, after
+    # 8192 bytes in all: its ends are 9 and 6, and 2 are left for the next tile.
+    "an odd row": (0, (7, 7, 1, 4097, 0, 0), (17, 0, 0, 0, 255)),
+    "an odd end": (0, (0, 0, 1, 4097, 0, 0), (1, 0, 0, 0, 256)),
+    "odd rows": (0, (7, 7, 2, 4097, 4112, 4128), (17 + 17, 0, 0, 0, 2 * 255)),
+    "apart by 8": (0, (3, 11, 1, 4096, 0, 0), (8, 0, 0, 511, 0)),
+    "apart by 4": (0, (3, 7, 1, 4096, 0, 0), (4, 0, 1023, 0, 0)),
+    "apart by 2": (0, (3, 5, 1, 4096, 0, 0), (2, 2047, 0, 0, 0)),
+    "apart by 1": (0, (3, 4, 1, 4096, 0, 0), (4096, 0, 0, 0, 0)),
+    "rows apart by 0 and 8": (0, (0, 0, 2, 4096, 4096, 4104), (0, 0, 0, 512, 256)),
+    "short rows": (0, (1, 1, 100, 128, 144, 144), (12800, 0, 0, 0, 0)),
+    "float32 to bfloat16": (1, (4, 2, 1, 4097, 0, 0), (3 + 2, 0, 1023, 0, 0)),
+    "bfloat16 to float32": (2, (6, 12, 1, 4096, 0, 0), (1 + 3, 0, 1023, 0, 0)),
+    "a cast apart by 2": (1, (8, 2, 1, 4096, 0, 0), (4096, 0, 0, 0, 0)),
+}
+
+
+@pytest.mark.parametrize("case", MOVES)
+def test_a_row_that_is_not_aligned_is_moved_in_wide_steps_but_for_its_ends(case: str) -> None:
+    kind, (past_source, past_target, rows, *rest), expected = MOVES[case]
+    memories = np.zeros((2, 300_000), dtype=np.uint8)
+    source, target = map(address_of, memories, (past_source, past_target))
+    moves = table(kind, (source, target, rows, *rest, 0, 0)).simulate_cuda()
+    assert moves == expected
+
+
+def test_only_copies_and_casts_have_loops_that_run_on_the_cpu() -> None:
+    scaled = (*FINE[:6], 1 << 21, 4)
+    for kind in (3, 5):
+        with pytest.raises(ValueError, match=f"kind={kind}; allowed: 0 to 2, copies and casts"):
+            table(kind, scaled).simulate_cuda()
 
 
 @settings(max_examples=60)

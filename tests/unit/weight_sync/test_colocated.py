@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import inspect
 import os
 import socket
 import threading
@@ -29,6 +30,7 @@ from mcore_rl.weight_sync.shared_memory import (
     site_of,
 )
 from mcore_rl.weight_sync.transport import WeightUpdate
+from tests.fakes import FakeEvent, FakeGpu, FakeStream, replace_torch_cuda
 
 CPU = torch.device("cpu")
 VERSION_7 = WeightUpdate(7)
@@ -69,9 +71,10 @@ class Sending:
         count: int,
         source: Callable[..., Any] = buckets,
         update: WeightUpdate = VERSION_7,
+        memory: SharedBuckets | None = None,
     ) -> None:
         self.sender = ShardSender(generation_rank=3, timeout_s=5)
-        self.memory = shared_buckets(CPU)
+        self.memory = memory or shared_buckets(CPU)
         self.taken, self.mapped = 0, set[str]()
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, args=(source, count, update))
@@ -220,3 +223,68 @@ def test_gpu_memory_that_no_other_process_can_map_is_refused(monkeypatch, name):
     monkeypatch.setenv(name, "max_split_size_mb:64, expandable_segments: True")
     with pytest.raises(ConfigError, match=f"^{name}='max_split.*expandable segments cannot be sh"):
         shared_buckets(torch.device("cuda", 0))
+
+
+class BucketsOfGpu:
+    """Memory of a GPU's buckets, but that any process maps it: it waits as the real one does."""
+
+    def __init__(self, gpu: FakeGpu) -> None:
+        files = shared_buckets(CPU)
+        self.allocate, self.describe, self.close = files.allocate, files.describe, files.close
+        self.descriptors = files.descriptors
+        self.finish_writes = shared_buckets(gpu.device).finish_writes
+
+
+def buckets_of_gpu(gpu: FakeGpu) -> Callable[[SharedBuckets, int], Iterator[Bucket]]:
+    """Buckets whose writes are in the GPU's current stream, while the next one's transfers run."""
+
+    def write(memory: SharedBuckets, count: int) -> Iterator[Bucket]:
+        for bucket in buckets(memory, count):
+            content = bucket.memory.clone()
+            bucket.memory.fill_(0xFF)
+            gpu.current.enqueue(lambda to=bucket.memory, content=content: to.copy_(content))
+            gpu.side.enqueue(lambda to=bucket.memory: to.fill_(0xEE))
+            yield bucket
+
+    return write
+
+
+@pytest.mark.parametrize("index", [0, 1])  # of the trainer's GPU: the current one, or another
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_a_bucket_is_announced_after_one_event_behind_its_writes(monkeypatch, count, index):
+    gpus = [FakeGpu(0), FakeGpu(1)]
+    replace_torch_cuda(monkeypatch, gpus)
+    gpu = gpus[index]
+    sending = Sending(count, buckets_of_gpu(gpu), memory=BucketsOfGpu(gpu))
+    with contextlib.closing(receive_shards(sending.sender.endpoint, VERSION_7, CPU)) as arriving:
+        for number, pieces in enumerate(arriving):  # the sender waits for each to be placed
+            assert gpu.num_event_waits == number + 1
+            assert not gpu.current.pending
+            assert torch.equal(pieces[0].data, matrix(number))
+            assert len(gpu.side.pending) == number + 1
+    assert sending.outcome() is None
+    assert gpu.num_event_waits == count
+    assert [other.num_device_waits for other in gpus] == [0, 0]
+    assert gpus[1 - index].num_event_waits == 0
+
+
+def test_no_event_is_waited_for_without_a_bucket(monkeypatch):
+    gpu = FakeGpu(0)
+    replace_torch_cuda(monkeypatch, [gpu])
+    sending = Sending(0, buckets_of_gpu(gpu), memory=BucketsOfGpu(gpu))
+    assert received(sending.sender.endpoint) == []
+    assert sending.outcome() is None
+    assert gpu.num_event_waits == gpu.num_device_waits == 0
+
+
+@pytest.mark.parametrize(
+    ("real", "fake"),
+    [
+        (torch.cuda.Event.__new__, FakeEvent.__init__),
+        (torch.cuda.Event.record, FakeEvent.record),
+        (torch.cuda.Event.synchronize, FakeEvent.synchronize),
+        (torch.cuda.Stream.record_event, FakeStream.record_event),
+    ],
+)
+def test_a_fake_gpu_is_called_as_a_real_one(real, fake):
+    assert [*inspect.signature(real).parameters][1:] == [*inspect.signature(fake).parameters][1:]
