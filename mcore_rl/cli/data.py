@@ -8,7 +8,7 @@ from pathlib import Path
 from mcore_rl.cli.options import Parser
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.data.publishers import PUBLISHERS
-from mcore_rl.observability.command_lines import wrap_command
+from mcore_rl.observability.process import wrap_command
 
 _ABOUT = """\
 Makes a parquet file that mcore-rl trains on, of the files that a publisher

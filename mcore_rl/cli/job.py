@@ -36,7 +36,7 @@ from mcore_rl.config.schema import (
     SFTConfig,
     TrainConfig,
 )
-from mcore_rl.observability.start import began
+from mcore_rl.observability.process import get_start_time
 
 SCHEMAS: dict[str, type] = {
     "rl": RLConfig,
@@ -159,9 +159,9 @@ def report_start() -> Iterator[None]:
     if "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("RANK", "0") != "0":
         yield  # rank 0 of torchrun's shows it
         return
-    from mcore_rl.observability.console import waiting  # rich: not for a completion
+    from mcore_rl.observability.console import show_waiting  # rich: not for a completion
 
-    with waiting("starting", since=began()):
+    with show_waiting("starting", since=get_start_time()):
         yield
 
 

@@ -13,8 +13,7 @@ from typing import Any, Protocol
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.controller.stop_signals import STOPPED, RunStopped
 from mcore_rl.jobs.failure import RunFailed
-from mcore_rl.observability.garbage import leave_garbage_at_exit
-from mcore_rl.observability.start import begin
+from mcore_rl.observability.process import record_start, skip_gc_at_exit
 
 COMMANDS = {
     "rl": "reinforcement learning: mcore-rl rl recipe=quickstart [key=value ...]",
@@ -51,15 +50,17 @@ class Command(Protocol):
 
 
 def main() -> int:
-    begin()
-    leave_garbage_at_exit()
+    record_start()
+    skip_gc_at_exit()
     arguments = sys.argv[1:]
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         return _show(_format_usage())
     if arguments[0] in ("-V", "--version"):
-        from mcore_rl.observability.versions import lane, versions
+        from mcore_rl.observability.process import detect_lane, list_versions
 
-        return _show("\n".join(f"{n} {v}" for n, v in {**versions(), "lane": lane()}.items()))
+        return _show(
+            "\n".join(f"{n} {v}" for n, v in {**list_versions(), "lane": detect_lane()}.items())
+        )
     if arguments[0] not in COMMANDS:
         return _refuse(arguments[0])
     return run_command(arguments[0], arguments[1:])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from mcore_rl.observability.garbage import long_lived
+from mcore_rl.observability.process import exempt_imports_from_gc
 
 _AUTO = "transformers.models.auto.auto_factory"
 
@@ -18,7 +18,7 @@ def import_transformers() -> Any:
     (auto_factory.py:41 of transformers 5.19). That is 1.5 of 3.5 CPU seconds. The mixin is imported
     when it is used.
     """
-    with long_lived():  # slow to import
+    with exempt_imports_from_gc():  # slow to import
         import transformers
 
         if _AUTO not in sys.modules:

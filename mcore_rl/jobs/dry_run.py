@@ -28,7 +28,7 @@ from mcore_rl.jobs.roles import Role, roles
 from mcore_rl.jobs.room import weight_bytes
 from mcore_rl.jobs.session import lane
 from mcore_rl.models.base import HFConfig, read_config
-from mcore_rl.observability.console import get_stdout_console, show_line, waiting
+from mcore_rl.observability.console import get_stdout_console, show_line, show_waiting
 from mcore_rl.trainers.log_prob_pass import find_reason_for_pass
 
 
@@ -54,7 +54,7 @@ def dry_run(
     config = resolve_for_lane(config, device, has_experts=has_experts(config))
     folder, refusal = inspect_run_dir(config.output_dir, config.resume)
     with (
-        waiting("checking the inputs", has_lines=False),
+        show_waiting("checking the inputs", has_lines=False),
         TemporaryDirectory() as scratch,
     ):
         checkpoint = checkpoint_to_resume(config, folder)

@@ -44,10 +44,9 @@ from mcore_rl.jobs.run_folder import chat_date_of, model_folder
 from mcore_rl.jobs.session import lane, resource, session
 from mcore_rl.models.base import field, read_config
 from mcore_rl.observability.activity import ACTIVITY
-from mcore_rl.observability.console import StepProgress, get_stdout_console, waiting
+from mcore_rl.observability.console import StepProgress, get_stdout_console, show_waiting
 from mcore_rl.observability.memory import PeakMemory
-from mcore_rl.observability.start import began
-from mcore_rl.observability.versions import versions
+from mcore_rl.observability.process import get_start_time, list_versions
 from mcore_rl.rewards.base import FindAnswer, answers_of
 from mcore_rl.rewards.judge import Judge, check_columns, check_judges
 from mcore_rl.rollout.manager import RolloutPool
@@ -81,14 +80,14 @@ def run(config: EvalConfig) -> None:
         ConfigError: a setting or an input is wrong; nothing has been started, nothing is left.
         RunFailed: it had to stop. The samples of data sets that were done are left.
     """
-    started = began()
+    started = get_start_time()
     resolve_eval(config)
     with (
         exclusive_run_dir(config.output_dir, config.resume, check_content) as claim,
         job_scope(claim.folder, claim.lock) as scratch,
         PeakMemory() as memory,
     ):
-        with waiting("checking the inputs"):
+        with show_waiting("checking the inputs"):
             inputs = _check(config)
             done = _done_before(inputs, claim.folder)
         found = {name: metrics_of(samples, config.ks) for name, samples in done.items()}
@@ -104,7 +103,7 @@ def run(config: EvalConfig) -> None:
             "seed": config.seed,
             "peak_memory_bytes": memory.peak_bytes,
             "wall_s": round(wall_s, 1),
-            "versions": versions(),
+            "versions": list_versions(),
         }
         _written(claim.folder / SUMMARY, summary)
         print_table(found)
@@ -146,7 +145,7 @@ def dry_run(config: EvalConfig, console: Console | None = None) -> None:
     console = console or get_stdout_console()
     resolve_eval(config)
     folder, refusal = inspect_run_dir(config.output_dir, config.resume, check_content)
-    with waiting("checking the inputs"):
+    with show_waiting("checking the inputs"):
         inputs = _check(config)
         if not refusal:
             _done_before(inputs, folder)
@@ -214,7 +213,7 @@ def _serving(inputs: _Inputs, logs: Path) -> Iterator[RolloutPool]:
         Pools(config, resource(), logs) as pools,
         server_pool(config, pools) as servers,
     ):
-        with waiting("starting the servers"):
+        with show_waiting("starting the servers"):
             wait_until_built(servers.groups)
             for line in places([servers]):
                 print(line)
@@ -233,7 +232,7 @@ def _evaluate(name: str, inputs: _Inputs, pool: RolloutPool, folder: Path) -> di
     parts: list[Batch] = []
     with (
         StepProgress(name, len(prompts) * servers.n) as progress,
-        ACTIVITY.phase(f"sampling {name}"),
+        ACTIVITY.enter_phase(f"sampling {name}"),
     ):
         so_far = _SoFar(progress, time.monotonic())
         for start in range(0, len(prompts), size):

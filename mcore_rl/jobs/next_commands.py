@@ -10,7 +10,7 @@ from mcore_rl.config.resolve import list_test_files
 from mcore_rl.config.schema import EvalConfig, RLConfig, RMConfig, RolloutConfig, TrainConfig
 from mcore_rl.data.sample_tables import tables_in
 from mcore_rl.data.tasks.prepared import prepared
-from mcore_rl.observability.command_lines import wrap_command
+from mcore_rl.observability.process import wrap_command
 
 CHECKPOINT = "checkpoint"  # the folder with the weights of the end
 _SET = "data.sets.NAME=FILE"

@@ -59,9 +59,9 @@ from mcore_rl.jobs.resume import (
 )
 from mcore_rl.jobs.roles import expert_layers
 from mcore_rl.jobs.session import lane, resource, session
-from mcore_rl.observability.console import show_line, waiting
+from mcore_rl.observability.console import show_line, show_waiting
 from mcore_rl.observability.memory import PeakMemory
-from mcore_rl.observability.start import began
+from mcore_rl.observability.process import get_start_time
 from mcore_rl.rollout.desired_servers import read_wanted_servers
 from mcore_rl.rollout.server_pool import ServerPool
 from mcore_rl.rollout.weight_updater import ExportError, connect
@@ -84,7 +84,7 @@ def run(config: RLConfig) -> None:
         RunFailed: the run had to stop.
         RunStopped: a signal has ended it, and it can go on.
     """
-    started = began()
+    started = get_start_time()
     resolve(config)
     config = resolve_for_lane(config, lane(), has_experts=has_experts(config))
     with (
@@ -93,7 +93,7 @@ def run(config: RLConfig) -> None:
         _stop_signals(config) as stop,
         PeakMemory() as memory,
     ):
-        with waiting("checking the inputs"):
+        with show_waiting("checking the inputs"):
             found = checkpoint_read_by_nodes(config, claim.folder)
             if last := ended_after(config, found, claim.folder):
                 print(f"the run in {claim.folder} has ended after step {last}")
@@ -192,7 +192,7 @@ def _reinforce(run: _Run, pools: Pools, ranks: WorkerGroup | None) -> None:
     config, inputs, output = run.config, run.inputs, run.output
     with contextlib.ExitStack() as stack:
         thread = stack.enter_context(ThreadPoolExecutor(1, "generation"))  # it ends after them
-        with waiting("starting the servers and the trainer"):
+        with show_waiting("starting the servers and the trainer"):
             turns = _started(config, pools, ranks, stack)
         loop, actor = Loop.of(config, turns, inputs.train, thread), turns.actor
         checkpoint, num_bytes = output.folder / CHECKPOINT, room.weight_bytes(config)
@@ -210,10 +210,10 @@ def _reinforce(run: _Run, pools: Pools, ranks: WorkerGroup | None) -> None:
         tests = held_out(inputs.tests, config.trainer.eval_samples)
         evaluation = Evaluation(config, loop.rollout, tests, tables, output.evaluated)
         if run.found is None and evaluation.is_due(0):
-            with waiting("evaluating"):
+            with show_waiting("evaluating"):
                 output.write(0, evaluation.run(0))
         if run.found is not None:
-            with waiting("loading the checkpoint"):
+            with show_waiting("loading the checkpoint"):
                 checkpointer.restore(run.found)
         if config.algorithm.correction.use_rollout_log_probs:
             print(
@@ -233,7 +233,7 @@ def _reinforce(run: _Run, pools: Pools, ranks: WorkerGroup | None) -> None:
                 turns.stop_serving()
                 turns.begin_training()
             raise RunFailed(f"{error}; {room.kept(actor, checkpoint, num_bytes)[1]}") from error
-        with waiting("exporting"):
+        with show_waiting("exporting"):
             if not evaluation.latest:  # a run that goes on after its last step
                 evaluation.run(config.trainer.num_steps)
             turns.stop_serving()

@@ -49,9 +49,9 @@ from mcore_rl.jobs.train_inputs import (
     has_reference_model,
     needs_reference,
 )
-from mcore_rl.observability.console import waiting
+from mcore_rl.observability.console import show_waiting
 from mcore_rl.observability.memory import PeakMemory
-from mcore_rl.observability.start import began
+from mcore_rl.observability.process import get_start_time
 from mcore_rl.trainers import supervised as offline
 from mcore_rl.trainers.checkpointing import Checkpointer, how_to_go_on
 from mcore_rl.trainers.device_sharing import OneModel
@@ -77,7 +77,7 @@ def run(config: TrainConfig) -> None:
         RunFailed: the run had to stop.
         RunStopped: a signal has ended it, and it can go on.
     """
-    started = began()
+    started = get_start_time()
     resolve_train(config)
     config = for_device(config, lane())
     if torchrun.is_launched():
@@ -91,7 +91,7 @@ def run(config: TrainConfig) -> None:
         _stop_signals(config) as stop,
         PeakMemory() as memory,
     ):
-        with waiting("checking the inputs"):
+        with show_waiting("checking the inputs"):
             inputs = check_train_inputs(config)
             steps = replace(config.trainer, num_steps=inputs.num_steps)
             config = replace(config, trainer=steps)
@@ -128,7 +128,7 @@ class _Run:
 
 def _train(run: _Run, make: MakeGroup) -> None:
     config, inputs, output = run.config, run.inputs, run.output
-    with waiting("starting the trainer"):
+    with show_waiting("starting the trainer"):
         model = make(MODEL, inputs.num_steps)
         model.initialize()
         objective = _objective(config, model, make)
@@ -148,10 +148,10 @@ def _train(run: _Run, make: MakeGroup) -> None:
 
     held_out = HeldOut(config, objective, inputs.tests, output.evaluated)
     if run.found is None and held_out.is_due(0):
-        with waiting("evaluating"):
+        with show_waiting("evaluating"):
             output.write(0, held_out.run(0))
     if run.found is not None:
-        with waiting("loading the checkpoint"):
+        with show_waiting("loading the checkpoint"):
             checkpointer.restore(run.found)
     path = output.folder / CHECKPOINT
     try:
@@ -163,9 +163,9 @@ def _train(run: _Run, make: MakeGroup) -> None:
     except OutputError as error:  # a full disk: what has been learned is kept
         raise RunFailed(f"{error}; {room.kept(model, path, num_bytes)[1]}") from error
     if checkpointer.next_step > inputs.num_steps and inputs.tests:  # it went on after its last step
-        with waiting("evaluating"):
+        with show_waiting("evaluating"):
             held_out.run(inputs.num_steps)
-    with waiting("exporting"):
+    with show_waiting("exporting"):
         room.export(model, path, num_bytes)
 
 

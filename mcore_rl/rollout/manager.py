@@ -130,7 +130,7 @@ class RolloutPool:
     ) -> Batch:
         found: list[Batch] = []
         self.servers.begin(prompts, sampling, stream)
-        with ACTIVITY.counting(len(prompts) * sampling.n, "samples") as came:
+        with ACTIVITY.count(len(prompts) * sampling.n, "samples") as came:
             while self.servers.num_outstanding(stream):
                 found += (new := self.servers.collect(stream, _WAIT_S, ALL))
                 num_groups = sum(len(np.unique(batch.array("group_ids"))) for batch in found)

@@ -188,7 +188,7 @@ class AsyncRollout:
         return bool(lost)
 
     def _ready(self, step: int, wanted: int) -> list[SampleGroup[Batch]]:
-        with ACTIVITY.counting(wanted, "groups") as came:
+        with ACTIVITY.count(wanted, "groups") as came:
             return self._awaited(step, wanted, came)
 
     def _awaited(

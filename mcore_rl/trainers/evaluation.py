@@ -16,7 +16,7 @@ from mcore_rl.data.batch import Batch, Samples
 from mcore_rl.data.datasets import PromptDataset
 from mcore_rl.data.prompt_batches import held_out_batch
 from mcore_rl.data.trajectories import Trajectories
-from mcore_rl.observability.metrics import of_sets
+from mcore_rl.observability.metrics import prefix_eval_metrics
 from mcore_rl.rollout.manager import RolloutPool
 from mcore_rl.trainers import steps
 from mcore_rl.trainers.sample_log import SampleTables
@@ -64,7 +64,7 @@ class Evaluation:
         for when, at in (("before", 0), ("after", self.config.trainer.num_steps)):
             if step == at:
                 self.record(when, found)
-        return of_sets(found)
+        return prefix_eval_metrics(found)
 
     @property
     def temperature(self) -> float | None:

@@ -9,7 +9,7 @@ from mcore_rl.config.schema import TrainConfig
 from mcore_rl.data.batch import Batch
 from mcore_rl.data.examples import ExampleFiles
 from mcore_rl.observability.activity import ACTIVITY
-from mcore_rl.observability.metrics import of_sets
+from mcore_rl.observability.metrics import prefix_eval_metrics
 from mcore_rl.trainers.objectives import Metrics, Objective
 
 
@@ -37,13 +37,13 @@ class HeldOut:
         for when, at in (("before", 0), ("after", self.config.trainer.num_steps)):
             if step == at:
                 self.record(when, found)
-        return of_sets(found)
+        return prefix_eval_metrics(found)
 
     def _batches(self, name: str) -> Iterator[Batch]:
         """All rows of a set, or eval_samples, a training batch at a time."""
         examples, size = self.sets[name], self.config.trainer.batch_size
         rows = list(range(self.config.trainer.eval_samples or len(examples)))
-        with ACTIVITY.counting(len(rows), f"rows of {name}") as came:
+        with ACTIVITY.count(len(rows), f"rows of {name}") as came:
             for start in range(0, len(rows), size):
                 came(start)
                 yield examples.batch(rows[start : start + size])

@@ -9,7 +9,7 @@ from mcore_rl.algorithms.controllers import Coefficients, measured
 from mcore_rl.config.schema import AlgorithmConfig, RLConfig
 from mcore_rl.controller.batch_ops import near
 from mcore_rl.data.batch import Samples
-from mcore_rl.observability.stopwatch import Stopwatch
+from mcore_rl.observability.activity import Stopwatch
 from mcore_rl.trainers import policy_checks, scoring, steps, updates
 from mcore_rl.trainers.advantage_step import (
     SCORE_COLUMNS,

@@ -12,8 +12,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mcore_rl.config.schema import RLConfig
+from mcore_rl.observability.activity import Stopwatch
 from mcore_rl.observability.metrics import Report
-from mcore_rl.observability.stopwatch import Stopwatch
 from mcore_rl.trainers import policy_checks
 from mcore_rl.trainers.checkpointing import Checkpointer
 from mcore_rl.trainers.device_sharing import Turns

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from mcore_rl.config.schema import RLConfig
 from mcore_rl.data.prompt_batches import PromptBatches
+from mcore_rl.observability.activity import Stopwatch
 from mcore_rl.observability.metrics import Report
-from mcore_rl.observability.stopwatch import Stopwatch
 from mcore_rl.rollout.manager import RolloutPool
 from mcore_rl.trainers.checkpointing import Checkpointer
 from mcore_rl.trainers.device_sharing import Turns

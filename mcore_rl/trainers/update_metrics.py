@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from mcore_rl.algorithms.inputs import LOSS_WEIGHTS, WEIGHTS, stream_name
 from mcore_rl.data.batch import Batch
-from mcore_rl.observability.metrics import merge
+from mcore_rl.observability.metrics import merge_metrics
 from mcore_rl.trainers.policy_loss import COLUMN_OF_METRIC
 
 TokenCounts = Mapping[str, int]  # tokens with a weight, by the column of the weights
@@ -40,7 +40,7 @@ def of_update(steps: Sequence[StepMetrics]) -> dict[str, float]:
     for name in dict.fromkeys(name for step in steps for name in step.metrics):
         having = [step for step in steps if name in step.metrics]
         weights = [_weight(name, step) for step in having]
-        merged |= merge([{name: step.metrics[name]} for step in having], weights)
+        merged |= merge_metrics([{name: step.metrics[name]} for step in having], weights)
     return merged
 
 

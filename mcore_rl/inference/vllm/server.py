@@ -43,7 +43,7 @@ from mcore_rl.inference.vllm.requests import (
 from mcore_rl.inference.vllm.stopped_processes import StoppedProcesses
 from mcore_rl.inference.vllm.trace import traced
 from mcore_rl.inference.vllm.traffic import Traffic
-from mcore_rl.observability.garbage import long_lived
+from mcore_rl.observability.process import exempt_imports_from_gc
 from mcore_rl.parallel.rendezvous import RendezvousEndpoint
 from mcore_rl.weight_sync.spec import TransferSpec
 
@@ -128,7 +128,7 @@ class VLLMServer:
     def prepare(self) -> None:
         os.environ |= _QUIET
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-        with long_lived():
+        with exempt_imports_from_gc():
             import mcore_rl.inference.vllm.worker  # noqa: F401
 
     async def start(self) -> None:

@@ -40,8 +40,8 @@ from mcore_rl.inference.vllm.float8 import register_loader
 from mcore_rl.inference.vllm.nodes import meet_at_our_rendezvous
 from mcore_rl.inference.vllm.trace import TraceTaker
 from mcore_rl.inference.vllm.weights import make_reloadable, repack_output_heads
-from mcore_rl.observability.garbage import leave_garbage_at_exit
-from mcore_rl.observability.stacks import answer_signals
+from mcore_rl.observability.process import skip_gc_at_exit
+from mcore_rl.observability.stacks import dump_stacks_on_signal
 from mcore_rl.parallel.gloo import guard_gloo
 from mcore_rl.parallel.rendezvous import interface_of, use_interface_towards
 
@@ -384,14 +384,14 @@ def _enter_process(name: str) -> ServerName:
     if os.getpid() != server.pid:  # else a copy inside the server itself
         os.setpgid(0, 0)  # Ctrl-C in a terminal is for the server alone
         _die_with(server, os.getpid())
-        answer_signals()
+        dump_stacks_on_signal()
         _correct(server)
     return server
 
 
 @functools.cache  # what an engine has patched is patched in a worker that it forks
 def _correct(server: ServerName) -> None:
-    leave_garbage_at_exit()
+    skip_gc_at_exit()
     guard_gloo()
     meet_at_our_rendezvous()
     register()

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from packaging.requirements import Requirement
 
-from mcore_rl.observability.versions import lane, versions
+from mcore_rl.observability.process import detect_lane, list_versions
 from mcore_rl.tools.doctor.findings import Fact, NodeReport
 
 _RUNNER, _RUNNER_CHECK = "VLLM_USE_V2_MODEL_RUNNER", "vLLM's model runner"
@@ -19,7 +19,7 @@ _CUDA = re.compile(r"^cuda\b.*= *'([\d.]+)'", re.MULTILINE)
 
 
 def facts() -> dict[str, Fact]:
-    found = {"python": platform.python_version(), **versions()}
+    found = {"python": platform.python_version(), **list_versions()}
     if cuda := cuda_of_torch():
         found["CUDA of torch"] = cuda
     return {name: Fact(value) for name, value in found.items()}
@@ -30,7 +30,7 @@ def look_at_model_runner(report: NodeReport) -> None:
 
     V2 where Triton runs, V1 elsewhere; the variable decides for both.
     """
-    asked, kind = os.environ.get(_RUNNER), lane()
+    asked, kind = os.environ.get(_RUNNER), detect_lane()
     if kind == "none":
         return
     has_triton = _has_triton(kind)
@@ -63,5 +63,5 @@ def cuda_of_torch() -> str:
 def pins() -> dict[str, Requirement]:
     """What the lane of this environment asks for, by package."""
     required = map(Requirement, metadata.requires("mcore-rl") or ())
-    here = {"extra": lane()}
+    here = {"extra": detect_lane()}
     return {one.name: one for one in required if one.marker is None or one.marker.evaluate(here)}

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from mcore_rl.observability.console import visible
+from mcore_rl.observability.console import escape_control
 from mcore_rl.tools.samples.tables import Array, Segment, Summary, segments_of
 from mcore_rl.tools.samples.token_texts import Piece, TokenTexts
 
@@ -96,7 +96,7 @@ def page_of(summary: Summary, texts: TokenTexts, mark_gap: float) -> Page:
 
 
 def title_of(summary: Summary) -> str:
-    role = f", role {visible(summary.role)}" if summary.role else ""
+    role = f", role {escape_control(summary.role)}" if summary.role else ""
     return f"step {summary.step}, group {summary.group}, trajectory {summary.trajectory}{role}"
 
 
@@ -106,12 +106,12 @@ def _facts(summary: Summary, segments: Sequence[Segment]) -> Iterator[tuple[str,
         yield "reference answer", _shorten(summary.answer)
     for name, value in summary.columns.items():
         text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-        yield f"column {visible(name)}", _shorten(text)
+        yield f"column {escape_control(name)}", _shorten(text)
     if summary.parts:
-        parts = (f"{visible(name)} {number(part)}" for name, part in summary.parts.items())
+        parts = (f"{escape_control(name)} {number(part)}" for name, part in summary.parts.items())
         yield "reward parts", ", ".join(parts)
     if summary.reward_error:
-        yield "no reward", visible(summary.reward_error)
+        yield "no reward", escape_control(summary.reward_error)
     yield "status", f"{summary.status} ({summary.finish_reason})"
     chosen = sum(int(segment.is_chosen.sum()) for segment in segments)
     length = f"{summary.num_tokens} tokens of responses, {chosen} of them the policy's"
@@ -128,7 +128,7 @@ def _facts(summary: Summary, segments: Sequence[Segment]) -> Iterator[tuple[str,
 
 def _shorten(text: str) -> str:
     """On one line, without what is far behind."""
-    line = visible(" ".join(text.split()))
+    line = escape_control(" ".join(text.split()))
     return line if len(line) <= _MOST_SHOWN else f"{line[:_MOST_SHOWN]} ..."
 
 
@@ -200,7 +200,7 @@ def _spans(pieces: Sequence[Piece], turn: int, segment: Segment, mark_gap: float
         gaps = np.abs(segment.trainer[tokens] - segment.servers[tokens])[segment.is_chosen[tokens]]
         gap = float(gaps.max()) if len(gaps) else math.nan
         yield Span(
-            visible(piece.text),
+            escape_control(piece.text),
             is_chosen,
             part,
             gap if gap >= mark_gap else None,

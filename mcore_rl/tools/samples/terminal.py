@@ -17,7 +17,7 @@ from rich.cells import cell_len
 from rich.console import Console
 from rich.text import Text
 
-from mcore_rl.observability.console import visible
+from mcore_rl.observability.console import escape_control
 from mcore_rl.tools.samples.page import Page, PageMessage, Span, number
 from mcore_rl.tools.samples.tables import Summary
 
@@ -91,7 +91,7 @@ def print_list(console: Console, found: Iterable[Summary]) -> None:
         "step": lambda one: str(one.step),
         "group": lambda one: str(one.group),
         "trajectory": lambda one: str(one.trajectory),
-        **({"role": lambda one: visible(one.role)} if has_roles else {}),
+        **({"role": lambda one: escape_control(one.role)} if has_roles else {}),
         "segments": lambda one: str(len(one.rows)),
         "turns": lambda one: str(one.num_turns),
         "tokens": lambda one: str(one.num_tokens),

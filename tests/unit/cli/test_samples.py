@@ -16,7 +16,7 @@ import pytest
 from mcore_rl.cli.main import main
 from mcore_rl.data.batch import Batch
 from mcore_rl.data.sample_tables import summary_columns, table_path, write_table
-from mcore_rl.observability.console import visible
+from mcore_rl.observability.console import escape_control
 from tests.pages import of_kind
 from tests.unit.tools.sample_runs import (
     ASSISTANT,
@@ -134,7 +134,9 @@ def test_html_is_one_file_of_text_that_runs_and_loads_nothing(monkeypatch, capsy
         "section", "h3", "pre",
     }  # fmt: skip
     assert page.attributes == {"lang", "charset", "http-equiv", "content", "class", "title"}
-    assert page.text.count(visible(HOSTILE)) == 5  # title, heading, part, prompt and response
+    assert (
+        page.text.count(escape_control(HOSTILE)) == 5
+    )  # title, heading, part, prompt and response
     assert all(character == "\n" or character.isprintable() for character in content)
     assert 'class="c gap" title="token ' in content
     assert [entry.name for entry in tmp_path.glob("*page*")] == ["page.html"]

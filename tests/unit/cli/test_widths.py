@@ -17,7 +17,7 @@ from mcore_rl.cli.main import COMMANDS, main
 from mcore_rl.config.schema import RLConfig
 from mcore_rl.jobs.dry_run import dry_run
 from mcore_rl.jobs.eval_report import print_table
-from mcore_rl.observability.console import Measured, print_before_after
+from mcore_rl.observability.console import MeanWithError, print_before_after
 from mcore_rl.tools.bench_async.run import ModelledRun, WorkloadSettings
 from mcore_rl.tools.bench_async.run import show as show_bench
 
@@ -115,7 +115,7 @@ def test_the_table_of_an_evaluation_fits_whatever_the_number_of_sets(num_sets):
 
 def test_the_table_at_the_end_of_a_run_fits():
     shown, written = console()
-    found = Measured(0.5, 0.02, True)
+    found = MeanWithError(0.5, 0.02, True)
     print_before_after("Held out", [(f"accuracy ({'long_' * 12}name)", found, found)], shown)
     whole(written, "before", "after", "change", "50.0% ± 2.0", "+0.0 points")
 

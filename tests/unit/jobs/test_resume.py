@@ -21,7 +21,7 @@ from mcore_rl.jobs.resume import (
     ended_after,
     prepare,
 )
-from mcore_rl.observability.sinks import read_rows
+from mcore_rl.observability.metrics import read_metrics
 
 
 def saved(config: RLConfig, folder: Path, step: int, **changes: object) -> Path:
@@ -332,7 +332,7 @@ def test_rows_up_to_the_step_stay_and_rewards_and_results_go_on(tmp_path):
     state = {"results": {"max_logprob_gap": 0.5}}
     found = RunCheckpoint(saved(asked, tmp_path, 2), 2, state)
     second = RunOutput(tmp_path, asked, found)
-    rows = read_rows(tmp_path / "metrics.jsonl")
+    rows = read_metrics(tmp_path / "metrics.jsonl")
     assert [(row["step"], row.get("reward")) for row in rows] == [(9, None), (1, 0.25), (2, 0.5)]
     assert (second._rewards, second.results) == ([0.25, 0.5], {"max_logprob_gap": 0.5})
     assert list(tables_in(tmp_path)) == [1, 2]

@@ -174,7 +174,7 @@ def test_samples_are_counted_and_heard_as_they_come():
             return [first]
 
     asked = Batch({"group_ids": np.arange(3)})
-    with ACTIVITY.phase("generate"):
+    with ACTIVITY.enter_phase("generate"):
         RolloutPool(OneByOne(), RolloutConfig(), 0).generate(
             asked, 2, heard=lambda found: heard.append(sum(map(len, found)))
         )

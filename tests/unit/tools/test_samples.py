@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, decoders, models
 
 from mcore_rl.data.batch import Batch
 from mcore_rl.data.sample import Sample
-from mcore_rl.observability.console import visible
+from mcore_rl.observability.console import escape_control
 from mcore_rl.tools.samples.page import PageMessage, page_of
 from mcore_rl.tools.samples.tables import SampleReader
 from mcore_rl.tools.samples.token_texts import TokenTexts
@@ -119,7 +119,7 @@ def test_a_page_shows_the_reference_answer_and_the_other_columns_of_the_row(tmp_
     samples = [sample("2+3?", ("turn", "5"), group_id=1, fields=fields)]
     [summary] = SampleReader(str(written(tmp_path, 1, trained(samples, {})))).summaries([1])
     facts = dict(page_of(summary, texts, 0.1).facts)
-    assert facts["reference answer"] == f"5{visible(' '.join(HOSTILE.split()))}"
+    assert facts["reference answer"] == f"5{escape_control(' '.join(HOSTILE.split()))}"
     assert (facts["column level"], facts["column tests"]) == ("2", '["a\\nb"]')
     assert facts["column notes"] == f"{'x' * 300} ..."
 
@@ -304,4 +304,4 @@ def test_blanks_and_bytes_of_tokenizers_without_a_byte_level_are_kept(tmp_path):
     ],
 )
 def test_only_text_is_shown(text, seen):
-    assert visible(text) == seen
+    assert escape_control(text) == seen

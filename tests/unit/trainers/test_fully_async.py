@@ -32,7 +32,7 @@ from mcore_rl.controller.stop_signals import RunStopped, StopSignals
 from mcore_rl.data.batch import Batch, Jagged
 from mcore_rl.data.datasets import PromptDataset, PromptRow
 from mcore_rl.jobs.loop import Loop
-from mcore_rl.observability.stopwatch import Stopwatch
+from mcore_rl.observability.activity import Stopwatch
 from mcore_rl.rollout.buffer import GroupState
 from mcore_rl.trainers.checkpointing import Checkpointer
 from mcore_rl.trainers.device_sharing import Turns

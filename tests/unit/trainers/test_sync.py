@@ -18,7 +18,7 @@ from mcore_rl.config.schema import (
 )
 from mcore_rl.controller.stop_signals import StopSignals
 from mcore_rl.data.batch import Batch, Jagged
-from mcore_rl.observability.stopwatch import Stopwatch
+from mcore_rl.observability.activity import Stopwatch
 from mcore_rl.trainers import steps
 from mcore_rl.trainers.checkpointing import Checkpointer
 from mcore_rl.trainers.device_sharing import Turns
