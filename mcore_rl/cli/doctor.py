@@ -18,7 +18,7 @@ from mcore_rl.config.checks import check_at_least, check_choice, check_positive
 from mcore_rl.config.errors import ConfigError
 
 if TYPE_CHECKING:
-    from mcore_rl.tools.doctor.launchers import Launcher
+    from mcore_rl.tools.doctor.run import Launcher
 
 _ABOUT = """\
 Looks at this node, at all nodes of the SLURM allocation that it is started in, or, with RAY_ADDRESS
@@ -39,8 +39,8 @@ def main(arguments: list[str]) -> int:
     if timeout_s is None:
         timeout_s = _BENCHMARK_S if options.bandwidth else _CHECK_S
     check_positive("--timeout", timeout_s)
-    from mcore_rl.tools.doctor import run, show
-    from mcore_rl.tools.doctor.findings import DoctorRequest
+    from mcore_rl.tools.doctor.report import DoctorRequest, print_report
+    from mcore_rl.tools.doctor.run import examine_nodes
 
     request = DoctorRequest(
         output_dir=str(options.output_dir.absolute()),
@@ -55,29 +55,29 @@ def main(arguments: list[str]) -> int:
         timeout_s=timeout_s,
     )
     with _open_launcher(options.on, options.interface) as launcher:
-        report = run.examine(request, launcher)
+        report = examine_nodes(request, launcher)
     if options.mark:
-        for name, why in report.unfit().items():
-            (options.mark / f"{name}.failed").write_text(f"{why}\n")
+        for name, reason in report.list_unfit_nodes().items():
+            (options.mark / f"{name}.failed").write_text(f"{reason}\n")
     if options.json:
-        json.dump(report.as_json(), sys.stdout, indent=1)
+        json.dump(report.to_json(), sys.stdout, indent=1)
         print()
     else:
-        show.show(report, quiet=options.quiet)
+        print_report(report, quiet=options.quiet)
     return 1 if report.status == "fail" else 0
 
 
 @contextlib.contextmanager
 def _open_launcher(on: str, interface: str) -> Iterator[Launcher]:
-    from mcore_rl.tools.doctor import launchers, node
+    from mcore_rl.tools.doctor import node, run
 
     if on == "auto":
         in_slurm = "SLURM_JOB_NODELIST" in os.environ
         on = "ray" if os.environ.get("RAY_ADDRESS") else "slurm" if in_slurm else "this"
     if on == "this":
-        yield launchers.ThisNode()
+        yield run.ThisNode()
     elif on == "slurm":
-        yield launchers.SlurmNodes(interface)
+        yield run.SlurmNodes(interface)
     elif not os.environ.get("RAY_ADDRESS"):
         raise ConfigError("--on=ray: RAY_ADDRESS is not set; allowed: the address of a cluster")
     else:
