@@ -49,11 +49,11 @@ def _bench_reshard(options: argparse.Namespace) -> None:
     from mcore_rl.tools import bench_reshard
 
     sizes = options.layers, options.bucket_mib << 20, options.repetitions, options.timeout
-    report = bench_reshard.bench_reshard(bench_reshard.Settings(*layouts, *sizes))
+    report = bench_reshard.bench_reshard(bench_reshard.ReshardSettings(*layouts, *sizes))
     if options.json:
-        _print(report.as_json())
+        _print(report.to_json())
     else:
-        bench_reshard.show(report)
+        bench_reshard.print_report(report)
 
 
 def _bench_data_plane(options: argparse.Namespace) -> None:
@@ -66,24 +66,24 @@ def _bench_data_plane(options: argparse.Namespace) -> None:
     settings = bench_data_plane.DataPlaneSettings(**given)
     report = bench_data_plane.bench_data_plane(settings)
     if options.json:
-        _print(report.as_json())
+        _print(report.to_json())
     else:
-        bench_data_plane.show(report)
+        bench_data_plane.print_report(report)
 
 
 def _bench_async(options: argparse.Namespace) -> None:
     check_at_least("--steps", options.steps, 1)
     check_at_least("--staleness", options.staleness, 0)
-    from mcore_rl.tools.bench_async import run, timeline
+    from mcore_rl.tools.bench_async import run
 
     settings = run.WorkloadSettings(options.steps, options.staleness)
     results = run.bench_async(settings)
     if options.picture:
-        timeline.write_timeline(options.picture, results, options.picture_s)
+        run.write_timeline(options.picture, results, options.picture_s)
     if options.json:
-        _print(run.as_json(settings, results))
+        _print(run.build_json(settings, results))
     else:
-        run.show(settings, results)
+        run.print_results(settings, results)
 
 
 def _print(report: object) -> None:

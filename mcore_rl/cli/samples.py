@@ -31,15 +31,13 @@ def main(arguments: list[str]) -> None:
     check_at_least("--mark-gap", options.mark_gap, 0)
     if options.html is not None and not options.html.absolute().parent.is_dir():
         raise ConfigError(f"--html={options.html}: there is no folder {options.html.parent}")
-    from mcore_rl.tools.samples import terminal  # pyarrow and rich: not for a bad option
-    from mcore_rl.tools.samples.html import html_of
-    from mcore_rl.tools.samples.page import page_of
+    from mcore_rl.tools.samples import output  # pyarrow and rich: not for a bad option
+    from mcore_rl.tools.samples.page import TokenTexts, build_page, find_tokenizer
     from mcore_rl.tools.samples.tables import SORTS, SampleReader
-    from mcore_rl.tools.samples.token_texts import TokenTexts, tokenizer_path
 
     reader = SampleReader(options.run, options.evaluation)
-    steps = reader.steps(options.step)
-    summaries = [s for s in reader.summaries(steps) if _is_selected(s, options)]
+    steps = reader.select_steps(options.step)
+    summaries = [s for s in reader.read_summaries(steps) if _is_selected(s, options)]
     if not summaries:
         raise ConfigError(_explain_empty(options))
     if options.sort:
@@ -48,23 +46,23 @@ def main(arguments: list[str]) -> None:
         summaries.reverse()
     summaries = summaries[: options.num]
     if options.list:
-        with terminal.output() as console:
-            terminal.print_list(console, summaries)
-            if left_out := reader.num_left_out(steps):
+        with output.open_output() as console:
+            output.print_list(console, summaries)
+            if left_out := reader.count_left_out(steps):
                 console.print(f"{left_out} samples of these steps are in no table: {_BOUNDS}")
         return
-    texts = TokenTexts(tokenizer_path(Path(options.run), options.tokenizer))
+    texts = TokenTexts(find_tokenizer(Path(options.run), options.tokenizer))
     if options.html:
-        page = page_of(summaries[0], texts, options.mark_gap)
-        _write(options.html, html_of(page))
+        page = build_page(summaries[0], texts, options.mark_gap)
+        _write(options.html, output.format_html(page))
         print(f"{options.html}: {page.title}")
         return
-    pages = (page_of(summary, texts, options.mark_gap) for summary in summaries)
+    pages = (build_page(summary, texts, options.mark_gap) for summary in summaries)
     first = next(pages)  # a fault shows before there is a pager
-    with terminal.output() as console:
-        terminal.print_page(console, first)
+    with output.open_output() as console:
+        output.print_page(console, first)
         for page in pages:
-            terminal.print_page(console, page)
+            output.print_page(console, page)
 
 
 def _is_selected(summary: Summary, options: argparse.Namespace) -> bool:

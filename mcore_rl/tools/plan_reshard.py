@@ -87,7 +87,7 @@ class PlanReport:
     gather_then_slice_predicted_s: float
     ranks: tuple[RankReport, ...]
 
-    def as_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
 
@@ -99,26 +99,26 @@ def plan_reshard(
     cluster: Cluster,
     itemsize: int = 2,
 ) -> tuple[PlanReport, Traffic]:
-    """The report, and the traffic [generation ranks, training ranks] in bytes.
+    """Return the report, and the traffic [generation ranks, training ranks] in bytes.
 
     `model` is a Hugging Face folder or a config.json. `itemsize` is that of a weight as it is sent.
 
     Raises:
-        ConfigError: a layout does not fit the model, or the ranks do not fit the cluster.
+        ConfigError: A layout does not fit the model, or the ranks do not fit the cluster.
     """
     check_choice("--mode", mode, MODES)
-    config = _read(model)
-    _check(config, train, generate)
+    config = _read_model_config(model)
+    _check_layouts(config, train, generate)
     start = time.perf_counter()
-    demand = _demand(config, train, generate, itemsize)
-    devices = _devices(mode, demand.overlap(), cluster)
+    demand = _build_requirements(config, train, generate, itemsize)
+    devices = _place_devices(mode, demand.overlap(), cluster)
     plan = demand.plan(devices)
     plan_s = time.perf_counter() - start
-    traffic = _traffic(plan)
+    traffic = _count_traffic(plan)
     # A single generation rank needs the whole model, and overlaps with all that a device holds.
-    whole = _demand(config, train, GenerationLayout(), itemsize)
-    gathered = int(whole.needed()[0]) - _on_device(whole.overlap()[0], devices)
-    same_device, _ = _links(devices)
+    whole_model = _build_requirements(config, train, GenerationLayout(), itemsize)
+    gathered = int(whole_model.needed()[0]) - _select_local(whole_model.overlap()[0], devices)
+    same_device, _ = _compare_devices(devices)
     bound = demand.needed() - np.where(same_device, demand.overlap(), 0).sum(axis=1)
     totals, sent = plan.totals(), np.where(same_device, 0, traffic).sum(axis=0)
     report = PlanReport(
@@ -135,8 +135,8 @@ def plan_reshard(
         busiest_sender_bytes=int(sent.max()),
         peak_buffer_bytes=2 * BUCKET_BYTES,
         plan_s=round(plan_s, 3),
-        predicted_s=_seconds(traffic, devices, cluster),
-        gather_then_slice_predicted_s=_gather_seconds(gathered, devices, cluster),
+        predicted_s=_predict_seconds(traffic, devices, cluster),
+        gather_then_slice_predicted_s=_predict_gather_seconds(gathered, devices, cluster),
         ranks=tuple(
             RankReport(rank, totals.received[rank], int(bound[rank]), totals.local[rank])
             for rank in range(len(devices.generation))
@@ -145,15 +145,15 @@ def plan_reshard(
     return report, traffic
 
 
-def _traffic(plan: Plan) -> Traffic:
-    """[generation ranks, training ranks]: bytes from the one to the other, own device included."""
-    found = np.zeros((len(plan.devices.generation), len(plan.devices.training)), np.int64)
+def _count_traffic(plan: Plan) -> Traffic:
+    """Return bytes [generation ranks, training ranks], those inside a device included."""
+    traffic = np.zeros((len(plan.devices.generation), len(plan.devices.training)), np.int64)
     for source, target, num_bytes in plan.pairs():
-        found[target, source] += num_bytes
-    return found
+        traffic[target, source] += num_bytes
+    return traffic
 
 
-def _read(model: Path) -> HFConfig:
+def _read_model_config(model: Path) -> HFConfig:
     check_exists("--model", model)
     if not model.is_file():
         config = read_config(model)
@@ -164,7 +164,7 @@ def _read(model: Path) -> HFConfig:
     return {name: value for name, value in config.items() if name != "quantization_config"}
 
 
-def _check(config: HFConfig, train: Layout, generate: GenerationLayout) -> None:
+def _check_layouts(config: HFConfig, train: Layout, generate: GenerationLayout) -> None:
     sizes = model_sizes(config)
     resolve_layout("--train", train)
     resolve_model_layout("--train", train, sizes)
@@ -184,7 +184,7 @@ def _check(config: HFConfig, train: Layout, generate: GenerationLayout) -> None:
         )
 
 
-def _demand(
+def _build_requirements(
     config: HFConfig, train: Layout, generate: GenerationLayout, itemsize: int
 ) -> TransferRequirements:
     family, sizes = family_of(config), model_sizes(config)
@@ -200,7 +200,7 @@ def _demand(
     )
 
 
-def _devices(mode: str, overlap: Traffic, cluster: Cluster) -> Devices:
+def _place_devices(mode: str, overlap: Traffic, cluster: Cluster) -> Devices:
     num_generation, num_training = overlap.shape
     if mode == "colocated":
         hosts = most_overlap(overlap)
@@ -217,8 +217,8 @@ def _devices(mode: str, overlap: Traffic, cluster: Cluster) -> Devices:
     return devices
 
 
-def _on_device(held: Traffic, devices: Devices) -> Traffic:
-    """For each generation rank, the part of `held` on the training rank of its device; else 0.
+def _select_local(held: Traffic, devices: Devices) -> Traffic:
+    """Return for each generation rank the entry of `held` for its device's training rank, else 0.
 
     `held` is [training ranks] in bytes.
     """
@@ -226,15 +226,15 @@ def _on_device(held: Traffic, devices: Devices) -> Traffic:
     return np.array([by_device.get(device, 0) for device in devices.generation], np.int64)
 
 
-def _links(devices: Devices) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
-    """[generation ranks, training ranks]: whether two ranks share a device, and whether a node."""
-    there, here = np.array(devices.training), np.array(devices.generation)[:, None]
-    return here == there, here // devices.per_node == there // devices.per_node
+def _compare_devices(devices: Devices) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
+    """Return whether two ranks share a device and a node: [generation ranks, training ranks]."""
+    sources, targets = np.array(devices.training), np.array(devices.generation)[:, None]
+    return sources == targets, sources // devices.per_node == targets // devices.per_node
 
 
-def _seconds(traffic: Traffic, devices: Devices, cluster: Cluster) -> float:
-    """The time of the busiest link, each at its rate in both directions at the same time."""
-    same_device, same_node = _links(devices)
+def _predict_seconds(traffic: Traffic, devices: Devices, cluster: Cluster) -> float:
+    """Return the time of the busiest link, each at its rate in both directions at once."""
+    same_device, same_node = _compare_devices(devices)
     slowest = 0.0
     for part, gbps in (
         (np.where(same_node & ~same_device, traffic, 0), cluster.nvlink_gbps),
@@ -245,31 +245,37 @@ def _seconds(traffic: Traffic, devices: Devices, cluster: Cluster) -> float:
     return slowest
 
 
-def _gather_seconds(gathered: Traffic, devices: Devices, cluster: Cluster) -> float:
-    """Each rank takes in what it lacks of the whole model, over the slowest link that there is."""
+def _predict_gather_seconds(gathered: Traffic, devices: Devices, cluster: Cluster) -> float:
+    """Return the time in which each rank receives the rest of the model over the slowest link."""
     num_nodes = len({devices.node(d) for d in (*devices.training, *devices.generation)})
     gbps = cluster.nic_gbps if num_nodes > 1 else cluster.nvlink_gbps
     return float(gathered.max()) * 8e-9 / gbps
 
 
-def show(report: PlanReport, console: Console | None = None) -> None:
+def print_report(report: PlanReport, console: Console | None = None) -> None:
     """Print a report as a table."""
     console = console or get_stdout_console()
-    table = Table(title=f"{report.mode}: {_axes(report.train)} -> {_axes(report.generate)}")
+    table = Table(
+        title=f"{report.mode}: {_format_axes(report.train)} -> {_format_axes(report.generate)}"
+    )
     table.add_column("")
     table.add_column("planned", justify="right")
     table.add_column("gather-then-slice", justify="right")
     ratio = report.received_bytes / max(1, report.lower_bound_bytes)
     for name, planned, gathered in (
-        ("received", _gb(report.received_bytes), _gb(report.gather_then_slice_bytes)),
-        ("lower bound", _gb(report.lower_bound_bytes), ""),
+        ("received", _format_gb(report.received_bytes), _format_gb(report.gather_then_slice_bytes)),
+        ("lower bound", _format_gb(report.lower_bound_bytes), ""),
         ("received / lower bound", f"{ratio:.3f}", ""),
-        ("on the same GPU", _gb(report.same_gpu_bytes), ""),
-        ("inside a node", _gb(report.in_node_bytes), ""),
-        ("across nodes", _gb(report.across_nodes_bytes), ""),
-        (f"busiest sender: {report.busiest_sender_rank}", _gb(report.busiest_sender_bytes), ""),
-        ("most a rank receives", _gb(max(rank.received_bytes for rank in report.ranks)), ""),
-        ("buffers of a rank", _gb(report.peak_buffer_bytes), ""),
+        ("on the same GPU", _format_gb(report.same_gpu_bytes), ""),
+        ("inside a node", _format_gb(report.in_node_bytes), ""),
+        ("across nodes", _format_gb(report.across_nodes_bytes), ""),
+        (
+            f"busiest sender: {report.busiest_sender_rank}",
+            _format_gb(report.busiest_sender_bytes),
+            "",
+        ),
+        ("most a rank receives", _format_gb(max(rank.received_bytes for rank in report.ranks)), ""),
+        ("buffers of a rank", _format_gb(report.peak_buffer_bytes), ""),
         (
             "predicted",
             f"{report.predicted_s:.3f} s",
@@ -281,10 +287,10 @@ def show(report: PlanReport, console: Console | None = None) -> None:
     console.print(table)
 
 
-def _axes(layout: Layout | GenerationLayout) -> str:
+def _format_axes(layout: Layout | GenerationLayout) -> str:
     sizes = asdict(layout)
     return " ".join(f"{axis}={size}" for axis, size in sizes.items() if size not in (1, None))
 
 
-def _gb(num_bytes: int) -> str:
+def _format_gb(num_bytes: int) -> str:
     return f"{num_bytes / 1e9:,.3f} GB"

@@ -18,8 +18,7 @@ from mcore_rl.config.schema import RLConfig
 from mcore_rl.jobs.dry_run import dry_run
 from mcore_rl.jobs.eval_report import print_table
 from mcore_rl.observability.console import MeanWithError, print_before_after
-from mcore_rl.tools.bench_async.run import ModelledRun, WorkloadSettings
-from mcore_rl.tools.bench_async.run import show as show_bench
+from mcore_rl.tools.bench_async.run import ModelledRun, WorkloadSettings, print_results
 
 PUBLISHED = Path(__file__).parents[1] / "models" / "published"
 SUBCOMMANDS = {
@@ -124,5 +123,5 @@ def test_the_table_of_the_loops_fits():
     shown, written = console()
     values = dict.fromkeys((field.name for field in fields(ModelledRun)), 1234.5)
     names = ("sync", "sync, by turns", "one step off", "fully async", "fully async, by turns")
-    show_bench(WorkloadSettings(), {name: ModelledRun(**values) for name in names}, shown)
+    print_results(WorkloadSettings(), {name: ModelledRun(**values) for name in names}, shown)
     whole(written, "trainer waits", "servers idle", "samples/s", "over sync, by turns")

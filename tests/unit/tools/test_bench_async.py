@@ -16,8 +16,7 @@ from mcore_rl.data.batch import Batch, Jagged
 from mcore_rl.inference.protocol import SamplingParams
 from mcore_rl.jobs.loop import Loop
 from mcore_rl.tools.bench_async.model import Clock, Servers, Workload
-from mcore_rl.tools.bench_async.run import SETUPS, WorkloadSettings, measured
-from mcore_rl.tools.bench_async.timeline import _mean_used
+from mcore_rl.tools.bench_async.run import SETUPS, WorkloadSettings, _average_used, run_setup
 from tests.pages import of_kind
 
 LOAD = Workload(median=100, sigma=0.0, slots=2, tokens_per_s=10.0, push_s=3.0)  # 10 s each
@@ -51,7 +50,7 @@ def test_the_command_of_the_page(monkeypatch, capsys, tmp_path):
 def test_a_step_of_sync_takes_what_its_parts_take():
     """The longest response, log-probs and an update of all tokens, and a push; by hand."""
     load = Workload(median=1000, sigma=0.0, slots=512, push_s=7.0)
-    found = measured(SETUPS["sync"], WorkloadSettings(num_steps=2, load=load))
+    found = run_setup(SETUPS["sync"], WorkloadSettings(num_steps=2, load=load))
     tokens = 512 * 32 * 32  # a token of a batch stands for 32: 1000 of them are 31.25, and one
     assert found.step_s == pytest.approx(1000 / 50 + tokens / 30_000 + tokens / 10_000 + 7)
     assert found.trainer_waits_s == pytest.approx(20)
@@ -63,16 +62,16 @@ def test_responses_wait_for_a_slot_and_stand_still_for_a_push_and_a_sleep():
     clock = Clock()
     servers = Servers(clock, LOAD, slots=2)
     servers.begin(asked(0, 1, 2), SamplingParams(n=1, max_tokens=100), "train")
-    clock.now = 4.0
+    clock.now_s = 4.0
     servers.push(1)  # to 7 s
     [found] = servers.collect("train", 100.0)
-    assert clock.now == 13.0 and found.array("group_ids").tolist() == [0, 1]
+    assert clock.now_s == 13.0 and found.array("group_ids").tolist() == [0, 1]
     servers.sleep(keep=True)
-    clock.now = 50.0
+    clock.now_s = 50.0
     servers.wake("kv_cache")
-    assert servers.collect("train", 5.0) == [] and clock.now == 55.0
+    assert servers.collect("train", 5.0) == [] and clock.now_s == 55.0
     [found] = servers.collect("train", 100.0)
-    assert clock.now == pytest.approx(60.0) and found.array("group_ids").tolist() == [2]
+    assert clock.now_s == pytest.approx(60.0) and found.array("group_ids").tolist() == [2]
 
 
 @pytest.mark.parametrize("sleeps", [False, True])
@@ -80,21 +79,21 @@ def test_servers_idle_without_a_response_a_push_and_sleep(sleeps):
     """By hand: a response of 10 s, with a push of 3 in its middle; then nothing, and a push."""
     clock = Clock()
     servers = Servers(clock, LOAD, slots=2)
-    clock.now = 2.0
+    clock.now_s = 2.0
     servers.begin(asked(0), SamplingParams(n=1, max_tokens=100), "train")
-    clock.now = 6.0
+    clock.now_s = 6.0
     servers.push(1)
     servers.collect("train", 100.0)
-    assert clock.now == 15.0
-    clock.now = 20.0
+    assert clock.now_s == 15.0
+    clock.now_s = 20.0
     assert servers.idle_s() == pytest.approx([2 + 5])
     if sleeps:
         servers.sleep(keep=True)
-        clock.now += 30.0
+        clock.now_s += 30.0
         assert servers.idle_s() == pytest.approx([0])
     servers.push(2)
     servers.wake("kv_cache")
-    clock.now += 4.0
+    clock.now_s += 4.0
     assert servers.idle_s() == pytest.approx([4])
     assert servers.all_idle_s == pytest.approx(2 + 5 + 4)
 
@@ -117,7 +116,7 @@ def test_servers_idle_while_the_last_step_trains_whatever_a_push_takes(monkeypat
 
     monkeypatch.setattr(Loop, "train", train)
     load = Workload(median=1000, sigma=0.0, slots=512, tokens_per_s=10.0, push_s=7.0)
-    found = measured(SETUPS[mode], WorkloadSettings(num_steps=2, load=load))
+    found = run_setup(SETUPS[mode], WorkloadSettings(num_steps=2, load=load))
     trained_s = 512 * 32 * 32 * (1 / 30_000 + 1 / 10_000)
     assert trained_s < 100
     assert found.step_s == pytest.approx((2 * 100 + 7 + trained_s + 7) / 2)
@@ -129,7 +128,7 @@ def test_tokens_have_the_version_at_their_time():
     clock, load = Clock(), Workload(median=320, sigma=0.0, tokens_per_s=32.0, push_s=0.0)
     servers = Servers(clock, load, slots=1)
     servers.begin(asked(7), SamplingParams(n=1, max_tokens=100), "train")
-    clock.now = 4.5  # of the 10 s, a token of the batch each second
+    clock.now_s = 4.5  # of the 10 s, a token of the batch each second
     servers.push(1)
     [found] = servers.collect("train", 100.0)
     assert found.jagged("weight_versions")[0].tolist() == [0] * 5 + [1] * 6
@@ -137,7 +136,7 @@ def test_tokens_have_the_version_at_their_time():
 
 def test_the_picture_has_means_of_slots():
     edges = np.array([0.0, 10.0, 20.0])
-    assert _mean_used([(0.0, 2), (5.0, 4), (15.0, 0), (20.0, 0)], edges).tolist() == [3.0, 2.0]
+    assert _average_used([(0.0, 2), (5.0, 4), (15.0, 0), (20.0, 0)], edges).tolist() == [3.0, 2.0]
 
 
 @pytest.mark.parametrize(
