@@ -1,7 +1,8 @@
 """On-policy distillation: what teachers say of tokens that the policy has sampled.
 
 Agarwal et al. 2023 (arXiv:2306.13649), with the student's own samples only. A batch has the columns
-of trainers/scoring.py: teacher_shares [response tokens, teachers] and what each teacher gives.
+of Teachers in trainers/roles.py: teacher_shares [response tokens, teachers] and what each teacher
+gives.
 """
 
 from __future__ import annotations

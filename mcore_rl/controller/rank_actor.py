@@ -28,10 +28,9 @@ from mcore_rl.observability.stacks import dump_stacks_on_signal
 from mcore_rl.parallel.rendezvous import RendezvousEndpoint, RendezvousServer
 
 Recipe = tuple[type, tuple[Any, ...], dict[str, Any]]  # a worker's class and its arguments
-MethodCall = tuple[str, tuple[Any, ...], dict[str, Any]]  # a method, and its arguments
-# Of a worker: the method, whether its value is wanted, the arguments, and what comes before. It is
-# one argument of a call of Ray's, which packs each argument on its own.
-Call = tuple[str, bool, list[Any], dict[str, Any], Sequence[MethodCall]]
+# The method of a worker, whether its value is wanted, and its arguments. One tuple, as Ray packs
+# each argument of a call on its own.
+Call = tuple[str, bool, list[Any], dict[str, Any]]
 
 
 class FailureKind(IntEnum):
@@ -194,9 +193,7 @@ class RankActor:
             given.append(fetch(read, self._fetch_s))
             return given[-1]
 
-        method, _, args, kwargs, before = call
-        for name, its_args, its_kwargs in before:
-            getattr(self._worker, name)(*its_args, **its_kwargs)
+        method, _, args, kwargs = call
         own = {name: here(value) for name, value in kwargs.items()}
         return getattr(self._worker, method)(*map(here, args), **own), given
 

@@ -8,26 +8,22 @@ from typing import Any
 import ray
 
 from mcore_rl.controller.call_parts import CallPart
-from mcore_rl.controller.rank_actor import Call, MethodCall, StoredBatch
+from mcore_rl.controller.rank_actor import Call, StoredBatch
 from mcore_rl.controller.remote_batch import RemoteBatch
 from mcore_rl.data.batch import Samples
 
 Sent = dict[Any, int]  # references to replies, with the world ranks that they are of
-Before = dict[int, list[MethodCall]]  # what a world rank does before its next call
 
 
-def send(
-    actors: Sequence[Any], method: str, parts: Sequence[CallPart], before: Before | None = None
-) -> Sent:
-    """Calls `RankActor.call` of the ranks of each part.
+def send(actors: Sequence[Any], method: str, parts: Sequence[CallPart]) -> Sent:
+    """Call `RankActor.call` of the ranks of each part; return replies by world rank.
 
-    `actors` are handles by world rank. A batch that several ranks get is stored once. What ranks
-    are to do `before` is taken from there when it is sent.
+    `actors` are handles by world rank. A batch that several ranks get is stored once.
     """
     return {
         actors[rank].call.remote(call, *stored): rank
         for part in parts
-        for rank, call, stored in _calls(method, part, before)
+        for rank, call, stored in _calls(method, part)
     }
 
 
@@ -37,22 +33,19 @@ def send_for_samples(
     parts: Sequence[CallPart],
     num_pieces: int,
     num_parts: int,
-    before: Before | None = None,
 ) -> tuple[Sent, dict[int, list[Any]]]:
     """The same with `RankActor.make`; with the references to what each rank's batch is made of."""
     sent, of_columns, num_objects = {}, {}, num_pieces * (1 + num_parts)
     for part in parts:
-        for rank, call, stored in _calls(method, part, before):
+        for rank, call, stored in _calls(method, part):
             make = actors[rank].make.options(num_returns=1 + num_objects)
             reply, *of_columns[rank] = make.remote(call, num_pieces, num_parts, *stored)
             sent[reply] = rank
     return sent, of_columns
 
 
-def _calls(
-    method: str, part: CallPart, before: Before | None
-) -> Iterator[tuple[int, Call, list[Any]]]:
-    """What each rank of a part is called with, and what of it is stored."""
+def _calls(method: str, part: CallPart) -> Iterator[tuple[int, Call, list[Any]]]:
+    """Yield rank, call and stored batches of each rank of a part."""
     stored: list[Any] = []
 
     def store(value: Any) -> Any:
@@ -65,5 +58,4 @@ def _calls(
     args = [store(value) for value in part.args]
     kwargs = {name: store(value) for name, value in part.kwargs.items()}
     for rank in part.ranks:
-        first = before.pop(rank, ()) if before else ()
-        yield rank, (method, part.output_rank in (None, rank), args, kwargs, first), stored
+        yield rank, (method, part.output_rank in (None, rank), args, kwargs), stored

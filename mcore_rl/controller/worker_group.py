@@ -29,7 +29,7 @@ from mcore_rl.controller.object_columns import NUM_PIECES, num_pieces
 from mcore_rl.controller.pending import Limit, PendingCall, gathered
 from mcore_rl.controller.pool import ResourcePool
 from mcore_rl.controller.rank_actor import RankActor, Recipe, WorkerInfo
-from mcore_rl.controller.sending import Before, send, send_for_samples
+from mcore_rl.controller.sending import send, send_for_samples
 from mcore_rl.parallel.mesh import Mesh
 
 
@@ -156,7 +156,6 @@ class WorkerGroup:
         self._call_limit = Limit(timeouts.call_s, "timeouts.call_s")
         self._give_back = give_back  # what the group has of its pool
         self._num_parts = 0
-        self._before: Before = {}
         self._worker_class, self._methods = worker_class, self._bind(worker_class)
 
     def __getattr__(self, name: str) -> Method:
@@ -260,7 +259,6 @@ class WorkerGroup:
 
     def _build(self, recipe: Recipe) -> None:
         """Starts building the workers, whose rendezvous is on the node of rank 0; does not wait."""
-        self._before.clear()  # of workers that were there
         born = {actor.info.remote(): rank for rank, actor in enumerate(self._actors)}
         rendezvous = self._actors[0].open_rendezvous.remote()
         stored = ray.put(ray.cloudpickle.dumps(recipe))
@@ -270,16 +268,6 @@ class WorkerGroup:
         self._born = PendingCall(self, "__init__", born, dict, self._start_limit)
         self._met = PendingCall(self, "__init__", {rendezvous: 0}, dict, self._start_limit)
         self._built = PendingCall(self, "__init__", built, dict, self._start_limit)
-
-    def with_next(self, method: str, *args: Any, **kwargs: Any) -> None:
-        """Each rank calls a method, with these arguments, just before it does its next call.
-
-        It is a part of that call: of its time limit, and of its failures. What the method returns
-        is dropped, and no argument may be a batch. Raises AttributeError for an unknown method.
-        """
-        getattr(self, method)  # or AttributeError
-        for rank in range(self.mesh.world_size):
-            self._before.setdefault(rank, []).append((method, args, kwargs))
 
     def _submit(
         self,
@@ -296,10 +284,10 @@ class WorkerGroup:
         parts = registration.scatter(self.mesh, read, read_kwargs)
         gather, of_columns = registration.dispatch_mode.gather, dict[int, list[Any]]()
         if registration.makes:
-            made = self._actors, method, parts, pieces, self._num_parts, self._before
+            made = self._actors, method, parts, pieces, self._num_parts
             sent, of_columns = send_for_samples(*made)
         else:
-            sent = send(self._actors, method, parts, self._before)
+            sent = send(self._actors, method, parts)
 
         def finish(results: Mapping[int, Any]) -> Any:
             if registration.makes:

@@ -199,20 +199,19 @@ class Batch(Samples):
     prompt token), response_ids, response_mask, rollout_log_probs, weight_versions, log_probs,
     reference_log_probs, entropy, values, advantages, returns, process_rewards, token_rewards,
     correction_weights, policy_mask, top_entropy_mask, cross_entropy_mask (-1: the sample does not
-    say), state_ids (-1: none),
-    sum_pi_squared, turn_numbers (of the turns of the policy in the sample, from 0; -1: the token is
-    of none), and weights of losses: loss_weights, kl_weights, entropy_weights,
-    cross_entropy_weights, distillation_weights; teacher_shares, teacher_log_probs, teacher_ids,
-    teacher_top_log_probs: see trainers/scoring.py; routed_experts: [MoE layers, experts a token] a
-    prompt or response token, and stage_routed_experts, those of a pipeline rank, which are
-    stage_routed_experts/<its layers> of each in what servers have made; fields: the columns of the
-    data row, as texts of JSON (Jagged.of_texts; blanks: none);
-    one value a sample: rewards, reward/<part> (NaN without a reward), reward_errors (empty with
-    one), baseline_rewards, group_ids, roles (of the policy, where a loop has several),
-    trajectories (the number in its group), segments (the number in its trajectory:
-    data/trajectories.py), turns (of the policy), oldest_versions and newest_versions (of the
-    weights that chose its tokens; -2: none did), finish_reasons, statuses (of a trajectory:
-    TrajectoryStatus), replayed (1 if it is of an earlier step).
+    say), state_ids (-1: none), sum_pi_squared, turn_numbers (of the turns of the policy in the
+    sample, from 0; -1: the token is of none), and weights of losses: loss_weights, kl_weights,
+    entropy_weights, cross_entropy_weights, distillation_weights; teacher_shares, teacher_log_probs,
+    teacher_ids, teacher_top_log_probs: see Teachers in trainers/roles.py; routed_experts: [MoE
+    layers, experts a token] a prompt or response token, and stage_routed_experts, those of a
+    pipeline rank, which are stage_routed_experts/<its layers> of each in what servers have made;
+    fields: the columns of the data row, as texts of JSON (Jagged.of_texts; blanks: none); one value
+    a sample: rewards, reward/<part> (NaN without a reward), reward_errors (empty with one),
+    baseline_rewards, group_ids, roles (of the policy, where a loop has several), trajectories (the
+    number in its group), segments (the number in its trajectory: data/trajectories.py), turns (of
+    the policy), oldest_versions and newest_versions (of the weights that chose its tokens; -2: none
+    did), finish_reasons, statuses (of a trajectory: TrajectoryStatus), replayed (1 if it is of an
+    earlier step).
     """
 
     def __init__(self, columns: dict[str, Column]) -> None:

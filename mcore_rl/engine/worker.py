@@ -1,4 +1,4 @@
-"""One rank of a training engine as an actor: the methods that a controller calls."""
+"""The worker of a training engine: one rank, and the methods that a controller calls."""
 
 from __future__ import annotations
 
@@ -50,9 +50,11 @@ _SCORED_STEP = DispatchMode(Dispatch.MEGATRON_COMPUTE.scatter, _join_scores)
 
 
 class ModelWorker:
-    """`loss_function` is what `update` minimises; None for a model that only scores.
+    """One rank of a training engine, behind the calls of a WorkerGroup.
 
-    `model_type` is "language_model", "value_model" or "reward_model".
+    A call that needs what was offloaded (`to`) brings it back to the device first. Whoever shares
+    the device has to be off it by then: that is for the driver to see to
+    (trainers/device_sharing.py).
     """
 
     def __init__(
@@ -61,6 +63,12 @@ class ModelWorker:
         loss_function: LossFunction | None,
         model_type: str = "language_model",
     ) -> None:
+        """Create the engine, which `initialize` then builds.
+
+        Args:
+            loss_function: Minimised by `update`; None for a model that only scores.
+            model_type: "language_model", "value_model" or "reward_model".
+        """
         self._spec = spec
         self._loss_function = loss_function
         self._model_type = model_type
@@ -68,6 +76,7 @@ class ModelWorker:
         self._rendezvous: RendezvousServer | None = None
         self._transport: WeightTransport | None = None
         self._saving: PendingSave | None = None
+        self._is_offloaded = False  # a part of the model, at least
 
     def close(self) -> None:
         """Free the model and its memory: the process continues with another one."""
@@ -85,10 +94,11 @@ class ModelWorker:
     def compute_log_probs(
         self, batch: Batch, *, temperature: float, replay: bool = True
     ) -> Batch | None:
-        """Adds the columns log_probs and entropy of a language model, at a temperature above 0.
+        """Add the columns log_probs and entropy of a language model, at a temperature above 0.
 
-        Without `replay` routers choose, whatever actor.moe.router_replay says.
+        Without `replay` routers choose, whatever actor.moe.router_replay is.
         """
+        self._onload()
         if not (replay and self._replays_rollout):
             return self._engine.infer_batch(batch, temperature=temperature, replay=replay)
         scored = self._engine.infer_batch(self._with_experts(batch), temperature=temperature)
@@ -100,7 +110,7 @@ class ModelWorker:
 
     @property
     def part(self) -> str:
-        """Of the experts that servers have recorded this rank reads those of its layers."""
+        """The part of recorded experts that this rank reads: those of its layers."""
         return part_of(self._engine.expert_layers) if self._replays_rollout else ""
 
     def _with_experts(self, batch: Batch) -> Batch:
@@ -111,17 +121,20 @@ class ModelWorker:
 
     @register(dispatch_mode=Dispatch.MEGATRON_COMPUTE, reads=_SCORED, writes=_SCORES)
     def compute_reference_log_probs(self, batch: Batch, *, temperature: float) -> Batch | None:
-        """The same for the base model of a LoRA actor: the actor without its adapters."""
+        """Add the same of the base model of a LoRA actor: the actor without its adapters."""
+        self._onload()
         return self._engine.infer_batch(batch, temperature=temperature, adapters=False)
 
     @register(dispatch_mode=Dispatch.MEGATRON_COMPUTE, reads=_SCORED, writes=("values",))
     def compute_values(self, batch: Batch) -> Batch | None:
-        """Adds the column values of a value or reward model."""
+        """Add the column values of a value or reward model."""
+        self._onload()
         return self._engine.infer_batch(batch)
 
     @register(dispatch_mode=Dispatch.MEGATRON_COMPUTE, reads=_SCORED, writes=("scores",))
     def compute_scores(self, batch: Batch) -> Batch | None:
-        """Adds the column scores of a reward model: [samples], at the last token of each."""
+        """Add the column scores of a reward model: [samples], at the last token of each."""
+        self._onload()
         scored = self._engine.infer_batch(scored_batch(batch.select("prompt_ids", "response_ids")))
         if scored is None:
             return None
@@ -129,48 +142,68 @@ class ModelWorker:
 
     @register(dispatch_mode=Dispatch.RANK_ZERO, writes=ANY_COLUMNS)
     def apply(self, function: Callable[..., Any], batch: Batch, *args: object) -> Any:
-        """`function(batch, *args)`: see near_data.py. The engine has no part in it."""
+        """Return `function(batch, *args)`, computed where the columns of the batch are.
+
+        Advantages, corrections and loss weights need all samples of a step, or of a mini-batch. The
+        function has to be one that can be imported; the engine has no part in it. Batches that it
+        returns, alone or in a tuple, go back by reference.
+        """
         return function(batch, *args)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def to(
         self, place: Place, *, model: bool = True, optimizer: bool = True, grad: bool = True
     ) -> MemoryReport:
-        """See BaseEngine.to; returns the memory report of each rank."""
+        """Move parts of the model (BaseEngine.to); return the memory report of the rank."""
         self._engine.to(place, model=model, optimizer=optimizer, grad=grad)
+        is_all = model and optimizer and grad
+        self._is_offloaded = place == "host" or (self._is_offloaded and not is_all)
         return self._engine.memory_report()
+
+    def _onload(self) -> None:
+        """Bring weights, optimizer state and gradients back, if they are away."""
+        if self._is_offloaded:
+            self._engine.to("device")
+            self._is_offloaded = False
+
+    def _onload_weights(self) -> None:
+        """Bring the weights alone back, for a call that only reads them."""
+        if self._is_offloaded:
+            self._engine.to("device", optimizer=False, grad=False)
 
     @register(dispatch_mode=Dispatch.MINI_BATCHES)
     def update(
         self, batch: Batch, *, sizes: Sequence[int] | None = None, temperature: float = 1.0
     ) -> list[Metrics]:
-        """An optimizer step on each mini-batch; its loss is that of scores at `temperature`.
+        """Take an optimizer step on each mini-batch; return the metrics of each (train_batch).
 
-        A mini-batch is as many consecutive rows as `sizes` says; all rows, where it is None. It
-        reads all columns that it is given, as a loss of one's own may: `read_by_loss` of
-        policy_loss.py leaves out what others do not. See BaseEngine.train_batch for what comes
-        back, of each step.
+        Args:
+            batch: Columns that the loss reads (select_read_columns in trainers/policy_loss.py).
+            sizes: Consecutive rows of each mini-batch; None: all rows are one.
+            temperature: Of the sampling whose scores the loss reads.
         """
         if self._loss_function is None:
             raise RuntimeError("update on a model without a loss function")
-        mine, found, start = self._with_experts(batch), list[Metrics](), 0
+        self._onload()
+        rows, metrics, start = self._with_experts(batch), list[Metrics](), 0
         for size in [len(batch)] if sizes is None else sizes:
-            part = mine if size == len(batch) else mine.take(range(start, start + size))
-            step = self._engine.train_batch(part, self._loss_function, temperature=temperature)
-            found.append(step)
+            part = rows if size == len(batch) else rows.take(range(start, start + size))
+            metrics.append(
+                self._engine.train_batch(part, self._loss_function, temperature=temperature)
+            )
             start += size
-        return found
+        return metrics
 
     @register(dispatch_mode=_SCORED_STEP, writes=("log_probs", "entropy"))
     def update_with_scores(
         self, batch: Batch, *, temperature: float, bounds: Mapping[str, float]
     ) -> tuple[Batch | None, Metrics, Metrics]:
-        """The optimizer step of all rows, whose log-probs and entropies it returns; gaps; metrics.
-
-        See BaseEngine.train_batch_with_scores.
+        """Take an optimizer step on all rows; return their log-probs and entropies, the gaps to the
+        servers, and metrics (BaseEngine.train_batch_with_scores).
         """
         if self._loss_function is None:
             raise RuntimeError("update on a model without a loss function")
+        self._onload()
         step = self._engine.train_batch_with_scores(
             self._with_experts(batch), self._loss_function, temperature=temperature, bounds=bounds
         )
@@ -180,7 +213,7 @@ class ModelWorker:
     def open_weights(
         self, generation: GenerationLayout, settings: WeightSyncConfig
     ) -> tuple[RendezvousEndpoint, TransferSpec]:
-        """The endpoint for both sides; the rendezvous stays open until the next one."""
+        """Open a rendezvous for both sides, which stays until the next one; return its endpoint."""
         engine, dtype = self._engine, self._spec.model.dtype
         if self._rendezvous is not None:
             self._rendezvous.close()
@@ -193,7 +226,7 @@ class ModelWorker:
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def connect_weights(self, endpoint: RendezvousEndpoint, spec: TransferSpec) -> None:
-        """Returns when all training ranks and all workers of servers are connected.
+        """Connect with all training ranks and all workers of servers.
 
         May be called again, when servers have come or gone.
         """
@@ -205,10 +238,11 @@ class ModelWorker:
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def send_weights(self, version: int) -> None:
-        """This rank's part of a version of the weights.
+        """Send this rank's part of a version of the weights.
 
-        A transport that fails is given up: what waits for this rank fails too, at once.
+        A transport that fails is closed, so that what waits for this rank fails at once, too.
         """
+        self._onload_weights()
         assert self._transport is not None  # connect_weights came first
         try:
             self._transport.send(self._engine.local_weights(), WeightUpdate(version))
@@ -230,6 +264,7 @@ class ModelWorker:
         Returns why it could not be written, for less room than `num_bytes` or another fault of the
         disk; "" when it stands there. A folder made on the way is for this user alone.
         """
+        self._onload_weights()
         is_whole = self._model_type == "language_model"  # a head of its own is trained, too
         factors = self._engine.gathered_factors() if is_whole else []
         tensors = self._engine.get_per_tensor_param()
@@ -264,11 +299,12 @@ class ModelWorker:
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def save_checkpoint(self, path: str, *, in_background: bool = False) -> str:
-        """Why the disk did not take it; "" when it stands there.
+        """Save the training state; return why the disk did not take it, "" if it did.
 
-        `in_background` it returns when the training state has been copied; `finish_save` has to
-        come before the next one.
+        With `in_background` it returns when the state has been copied to the host; `finish_save`
+        has to come before the next one.
         """
+        self._onload()
         try:
             if in_background:
                 self._saving = self._engine.begin_save(Path(path))
@@ -280,12 +316,12 @@ class ModelWorker:
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def is_saved(self) -> bool:
-        """Whether `finish_save` has nothing to wait for on this rank."""
+        """Return whether `finish_save` has nothing to wait for on this rank."""
         return self._saving is None or self._saving.is_written
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def finish_save(self) -> str:
-        """Waits for a save in the background; what comes back is that of save_checkpoint."""
+        """Wait for a save in the background; return what save_checkpoint returns."""
         saving, self._saving = self._saving, None
         try:
             if saving is not None:
@@ -296,4 +332,6 @@ class ModelWorker:
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def load_checkpoint(self, path: str) -> None:
+        """Load what save_checkpoint has written, in any layout."""
+        self._onload()
         self._engine.load_checkpoint(Path(path))

@@ -29,7 +29,7 @@ from mcore_rl.jobs.room import weight_bytes
 from mcore_rl.jobs.session import lane
 from mcore_rl.models.base import HFConfig, read_config
 from mcore_rl.observability.console import get_stdout_console, show_line, show_waiting
-from mcore_rl.trainers.log_prob_pass import find_reason_for_pass
+from mcore_rl.trainers.policy_loss import find_log_prob_pass_reason
 
 
 def dry_run(
@@ -233,6 +233,6 @@ def _summary(config: RLConfig, device: str) -> list[str]:
 def _describe_log_probs(config: RLConfig) -> str:
     if config.algorithm.correction.use_rollout_log_probs:
         return "none, those of the servers stand for them"
-    if reason := find_reason_for_pass(config):
+    if reason := find_log_prob_pass_reason(config):
         return f"in a pass before the update ({reason})"
     return "from the forward pass of the update (algorithm.log_prob_pass='auto')"

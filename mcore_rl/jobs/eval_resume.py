@@ -15,7 +15,7 @@ from mcore_rl.config.schema import EvalConfig, RLConfig
 from mcore_rl.jobs.eval_report import SetSamples
 from mcore_rl.jobs.output import LOGS, STARTED
 from mcore_rl.jobs.resume import flat
-from mcore_rl.trainers.checkpointing import tell
+from mcore_rl.observability.warnings import warn
 
 SAMPLES = "samples"  # the folder with a parquet file a set
 EVALUATED = "evaluated"  # in config.json: the model that was found, dtype, date, digests of rows
@@ -94,6 +94,6 @@ def _read(path: Path, n: int, num_prompts: int) -> SetSamples | None:
     try:
         samples = SetSamples.read(path, n)
     except (OSError, pa.ArrowException) as error:
-        tell(f"{path} cannot be read, its set is sampled again: {error}")
+        warn(f"{path} cannot be read, its set is sampled again: {error}")
         return None
     return samples if len(samples.columns["row"]) == n * num_prompts else None

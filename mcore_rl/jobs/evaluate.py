@@ -15,7 +15,7 @@ from rich.console import Console
 from mcore_rl.config.resolve_rollout import list_reward_terms
 from mcore_rl.config.resolve_train import build_server_config, resolve_eval
 from mcore_rl.config.schema import EvalConfig, RLConfig
-from mcore_rl.controller.batch_ops import here, per_sample
+from mcore_rl.controller.batch_ops import fetch_batch, get_sample_columns
 from mcore_rl.controller.pending import gathered
 from mcore_rl.controller.worker_group import wait_until_built
 from mcore_rl.data.batch import Batch
@@ -47,10 +47,10 @@ from mcore_rl.observability.activity import ACTIVITY
 from mcore_rl.observability.console import StepProgress, get_stdout_console, show_waiting
 from mcore_rl.observability.memory import PeakMemory
 from mcore_rl.observability.process import get_start_time, list_versions
+from mcore_rl.observability.warnings import warn
 from mcore_rl.rewards.base import FindAnswer, answers_of
 from mcore_rl.rewards.judge import Judge, check_columns, check_judges
 from mcore_rl.rollout.manager import RolloutPool
-from mcore_rl.trainers.checkpointing import tell
 
 _ROUNDS = 4  # a call asks for this many times what the servers run at once
 
@@ -184,7 +184,7 @@ def _tell_of_short_sets(config: EvalConfig, sets: Mapping[str, PromptDataset]) -
     asked = config.data.num_prompts
     for name, prompts in sets.items():
         if asked > (size := len(prompts)):
-            tell(f"data.num_prompts={asked}: data.sets.{name} has {size} rows, and all are taken")
+            warn(f"data.num_prompts={asked}: data.sets.{name} has {size} rows, and all are taken")
 
 
 def _find_answer(config: EvalConfig) -> FindAnswer | None:
@@ -238,7 +238,7 @@ def _evaluate(name: str, inputs: _Inputs, pool: RolloutPool, folder: Path) -> di
         for start in range(0, len(prompts), size):
             rows = range(start, min(start + size, len(prompts)))
             made = pool.generate(prompts.take(rows), servers.n, heard=so_far.heard)
-            parts.append(here(made, f"the samples of {name}", config.timeouts.call_s))
+            parts.append(fetch_batch(made, f"the samples of {name}", config.timeouts.call_s))
             progress.update(so_far.num, so_far.report)
     samples = SetSamples.of(
         prompts,
@@ -264,7 +264,7 @@ class _SoFar:
 
     def heard(self, found: Sequence[Batch]) -> None:
         for batch in found:
-            batch = per_sample(batch)
+            batch = get_sample_columns(batch)
             self.num += len(batch)
             self.rewards += float(batch.array("rewards").sum())
             self.num_tokens += int(batch.array("response_tokens").sum())

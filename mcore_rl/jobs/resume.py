@@ -28,7 +28,8 @@ from mcore_rl.jobs.failure import RunFailed
 from mcore_rl.jobs.output import STARTED, SUMMARY
 from mcore_rl.jobs.placement import needs_critic
 from mcore_rl.jobs.preflight import prepare_task
-from mcore_rl.trainers.checkpointing import CHECKPOINTS, DATA, tell
+from mcore_rl.observability.warnings import warn
+from mcore_rl.trainers.checkpointing import CHECKPOINTS, DATA
 
 WARM_START = "warm_start"  # the folder with the weights that it ends with
 # What makes a run the same one: the first weights, and which prompts come in which order.
@@ -58,7 +59,7 @@ def checkpoint_to_resume(
         return None
     own = folder.absolute() / CHECKPOINTS
     if config.resume == "auto":
-        found = newest_checkpoint(own, tell, read_sums) or _begun_from(folder, read_sums)
+        found = newest_checkpoint(own, warn, read_sums) or _begun_from(folder, read_sums)
     else:
         check_exists("resume", config.resume)
         found = read_checkpoint(Path(config.resume), read_sums)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import time
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,7 +16,7 @@ from mcore_rl.checkpoint.run_checkpoints import RunCheckpoint
 from mcore_rl.config.resolve import resolve, resolve_for_lane
 from mcore_rl.config.resolve_algorithm import TOP_TOKEN_LOSSES
 from mcore_rl.config.schema import EngineConfig, Layout, LoRAConfig, RLConfig
-from mcore_rl.controller.batch_ops import near
+from mcore_rl.controller.batch_ops import select_small_columns
 from mcore_rl.controller.pending import gathered
 from mcore_rl.controller.stop_signals import StopSignals, stop_signals
 from mcore_rl.controller.worker_group import WorkerGroup, wait_until_built
@@ -27,7 +27,6 @@ from mcore_rl.engine.worker import ModelWorker
 from mcore_rl.jobs import room
 from mcore_rl.jobs.example import record_example
 from mcore_rl.jobs.failure import RunFailed, summarize_failure
-from mcore_rl.jobs.loop import Loop
 from mcore_rl.jobs.model_servers import model_servers
 from mcore_rl.jobs.output import (
     CHECKPOINT,
@@ -66,23 +65,25 @@ from mcore_rl.rollout.desired_servers import read_wanted_servers
 from mcore_rl.rollout.server_pool import ServerPool
 from mcore_rl.rollout.weight_updater import ExportError, connect
 from mcore_rl.rollout.worker import RolloutSpec, RolloutWorker
-from mcore_rl.trainers import supervised as offline
-from mcore_rl.trainers.checkpointing import Checkpointer, how_to_go_on
-from mcore_rl.trainers.device_sharing import Turns, model_moves, servers_sleep
-from mcore_rl.trainers.evaluation import Evaluation, held_out
+from mcore_rl.trainers import supervised
+from mcore_rl.trainers.base import RLTrainer, TrainerInputs
+from mcore_rl.trainers.checkpointing import CheckpointManager, Stateful, how_to_resume
+from mcore_rl.trainers.device_sharing import DeviceSharing, servers_sleep, shares_devices
+from mcore_rl.trainers.evaluation import build_test_sets
 from mcore_rl.trainers.objectives import SupervisedObjective
-from mcore_rl.trainers.policy_checks import logprob_gaps
-from mcore_rl.trainers.policy_loss import PolicyLoss, reads_squares
-from mcore_rl.trainers.sample_log import SampleTables
+from mcore_rl.trainers.policy_checks import compute_logprob_gaps
+from mcore_rl.trainers.policy_loss import reads_squares
+from mcore_rl.trainers.registry import load_trainer
+from mcore_rl.trainers.sample_log import SampleLog
 
 
 def run(config: RLConfig) -> None:
     """Run the job; everything it leaves lies in config.output_dir.
 
     Raises:
-        ConfigError: a setting or an input is wrong; nothing has been started, nothing is left.
-        RunFailed: the run had to stop.
-        RunStopped: a signal has ended it, and it can go on.
+        ConfigError: A setting or an input is wrong; nothing has been started, nothing is left.
+        RunFailed: The run had to stop.
+        RunStopped: A signal has ended it, and it can be resumed.
     """
     started = get_start_time()
     resolve(config)
@@ -94,52 +95,38 @@ def run(config: RLConfig) -> None:
         PeakMemory() as memory,
     ):
         with show_waiting("checking the inputs"):
-            found = checkpoint_read_by_nodes(config, claim.folder)
-            if last := ended_after(config, found, claim.folder):
+            checkpoint = checkpoint_read_by_nodes(config, claim.folder)
+            if last := ended_after(config, checkpoint, claim.folder):
                 print(f"the run in {claim.folder} has ended after step {last}")
                 return
-            if found is None and config.resume == "auto":
+            if checkpoint is None and config.resume == "auto":
                 clear(claim.folder)
-            prepared = prepare(config, claim.folder, found)
+            prepared = prepare(config, claim.folder, checkpoint)
             inputs = check_inputs(prepared)
-            digests = check_data(found, prepared.data, inputs.train, inputs.tests.values())
-            room.check_room(prepared, claim.folder, found.step if found else 0)
+            digests = check_data(checkpoint, prepared.data, inputs.train, inputs.tests.values())
+            room.check_room(prepared, claim.folder, checkpoint.step if checkpoint else 0)
         with (
             session(prepared, num_devices(pool_plans(prepared)), scratch),
             summarize_failure(log_dir(claim.folder) / TRACES),
             Pools(prepared, resource(), log_dir(claim.folder)) as pools,
-            contextlib.ExitStack() as kept,
+            contextlib.ExitStack() as stack,
         ):
-            output, ranks = RunOutput(claim.folder, config, found), None
+            output, ranks = RunOutput(claim.folder, config, checkpoint), None
             if inputs.examples is not None:
-                prepared, ranks = _warm_start(prepared, inputs.examples, output, pools, kept)
-            run = _Run(config, prepared, inputs, digests, output, found, stop)
-            _reinforce(run, pools, ranks)
+                prepared, ranks = _warm_start(prepared, inputs.examples, output, pools, stack)
+            _Run(config, prepared, inputs, digests, output, checkpoint, stop).train(pools, ranks)
         if config.task.name:  # a model that was made small enough to load here
             record_example(inputs, output)
         output.finish(peak_memory_bytes=memory.peak_bytes, wall_s=time.monotonic() - started)
 
 
-@dataclass(frozen=True, slots=True)
-class _Run:
-    """What reinforcement learning is told."""
-
-    asked: RLConfig  # the settings that were given
-    config: RLConfig  # the same, with the model and the data that were made
-    inputs: Inputs
-    digests: dict[str, str]  # of the data, by setting
-    output: RunOutput
-    found: RunCheckpoint | None  # what it goes on from
-    stop: StopSignals
-
-
 @contextlib.contextmanager
 def _stop_signals(config: RLConfig) -> Iterator[StopSignals]:
-    """Without checkpoints no signal waits for anything."""
+    """Let a signal end the step first; without checkpoints it waits for nothing."""
     if not config.trainer.save_every:
         yield StopSignals()
         return
-    with stop_signals(how_to_go_on(config)) as stop:
+    with stop_signals(how_to_resume(config)) as stop:
         yield stop
 
 
@@ -148,12 +135,12 @@ def _warm_start(
     examples: Batch,
     output: RunOutput,
     pools: Pools,
-    kept: contextlib.ExitStack,
+    stack: contextlib.ExitStack,
 ) -> tuple[RLConfig, WorkerGroup | None]:
-    """Supervised training; the settings that come back start from its checkpoint.
+    """Train on examples; return the settings that start from its checkpoint.
 
-    With them come its ranks, now on `kept`, if the actor can have them: to start processes and to
-    import Megatron there takes longer than all else that a trainer does before it trains.
+    With them its workers, which end with `stack`, if the actor can have them: to start processes
+    and to import Megatron there takes longer than all else that a trainer does before it trains.
     """
     warm = config.warm_start
     engine = replace(
@@ -164,95 +151,140 @@ def _warm_start(
         lora=LoRAConfig(),  # adapters are for what comes after it
     )
     path = output.folder / WARM_START
-    with contextlib.ExitStack() as ended:
+    with contextlib.ExitStack() as own_stack:
         loss, spec = negative_log_likelihood, _engine_spec(config, engine, warm.num_steps)
-        model = ended.enter_context(_model(pools, "actor", spec, loss, "warm_start"))
+        model = own_stack.enter_context(_model(pools, "actor", spec, loss, "warm_start"))
         model.initialize()
         with output.progress("warm_start", warm.num_steps) as report:
             batches = ExampleBatches(examples.take, [len(examples)], warm.batch_size, config.seed)
-            offline.train(SupervisedObjective(model), batches, warm.num_steps, report)
+            supervised.train(SupervisedObjective(model), batches, warm.num_steps, report)
         room.export(model, path, room.weight_bytes(config))
-        is_kept = _same_ranks(engine, config.actor)
-        if is_kept:
-            kept.push(ended.pop_all())
+        is_reused = _has_same_ranks(engine, config.actor)
+        if is_reused:
+            stack.push(own_stack.pop_all())
     prepared = replace(config, model=replace(config.model, path=str(path)))
-    return prepared, model if is_kept else None
+    return prepared, model if is_reused else None
 
 
-def _same_ranks(one: EngineConfig, other: EngineConfig) -> bool:
-    """Whether processes that were started for one engine can have the other."""
+def _has_same_ranks(first: EngineConfig, second: EngineConfig) -> bool:
+    """Return whether processes that were started for one engine can have the other."""
     environments = [
-        backend_of(engine).rank_environment(engine.layout, lane()) for engine in (one, other)
+        backend_of(engine).rank_environment(engine.layout, lane()) for engine in (first, second)
     ]
-    return one.layout.world_size == other.layout.world_size and environments[0] == environments[1]
+    has_same_size = first.layout.world_size == second.layout.world_size
+    return has_same_size and environments[0] == environments[1]
 
 
-def _reinforce(run: _Run, pools: Pools, ranks: WorkerGroup | None) -> None:
-    """`ranks` have done the warm start and are the actor's from now on; None: it needs its own."""
-    config, inputs, output = run.config, run.inputs, run.output
-    with contextlib.ExitStack() as stack:
-        thread = stack.enter_context(ThreadPoolExecutor(1, "generation"))  # it ends after them
-        with show_waiting("starting the servers and the trainer"):
-            turns = _started(config, pools, ranks, stack)
-        loop, actor = Loop.of(config, turns, inputs.train, thread), turns.actor
-        checkpoint, num_bytes = output.folder / CHECKPOINT, room.weight_bytes(config)
-        checkpointer = Checkpointer(
-            run.asked,
-            output.folder,
-            turns,
-            loop.parts,
-            lambda: output.results,
-            run.stop,
-            num_bytes,
-            run.digests,
-        )
-        tables = SampleTables(output.folder, inputs.tokenizer, config.sample_log, actor)
-        tests = held_out(inputs.tests, config.trainer.eval_samples)
-        evaluation = Evaluation(config, loop.rollout, tests, tables, output.evaluated)
-        if run.found is None and evaluation.is_due(0):
-            with show_waiting("evaluating"):
-                output.write(0, evaluation.run(0))
-        if run.found is not None:
-            with show_waiting("loading the checkpoint"):
-                checkpointer.restore(run.found)
-        if config.algorithm.correction.use_rollout_log_probs:
-            print(
-                "algorithm.correction.use_rollout_log_probs=true: no step compares the servers' "
-                "log-probs with the trainer's"
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """Reinforcement learning, after the warm start."""
+
+    given: RLConfig  # the settings of the user
+    config: RLConfig  # the same, with the model and the data that were made
+    inputs: Inputs
+    digests: dict[str, str]  # of the data, by setting
+    output: RunOutput
+    checkpoint: RunCheckpoint | None  # what the run resumes from
+    stop: StopSignals
+
+    def train(self, pools: Pools, ranks: WorkerGroup | None) -> None:
+        """Start the models, train, export.
+
+        Args:
+            ranks: Workers of the warm start to reuse for the actor. None starts new ones.
+        """
+        config, output = self.config, self.output
+        with contextlib.ExitStack() as stack:
+            # It ends after the servers, whose end ends what it waits for.
+            thread = stack.enter_context(ThreadPoolExecutor(1, "generation"))
+            with show_waiting("starting the servers and the trainer"):
+                devices = _start_models(config, pools, ranks, stack)
+            trainer = self._build_trainer(devices, thread)
+            if self.checkpoint is None and trainer.evaluation.is_due(0):
+                with show_waiting("evaluating"):
+                    output.write(0, trainer.evaluation.run(0))
+            if self.checkpoint is not None:
+                with show_waiting("loading the checkpoint"):
+                    trainer.checkpoints.restore(self.checkpoint)
+            if config.algorithm.correction.use_rollout_log_probs:
+                print(
+                    "algorithm.correction.use_rollout_log_probs=true: no step compares the "
+                    "servers' log-probs with the trainer's"
+                )
+            self._run_steps(trainer)
+            with show_waiting("exporting"):
+                self._export(trainer)
+
+    def _build_trainer(self, devices: DeviceSharing, thread: Executor) -> RLTrainer:
+        config, inputs, folder = self.config, self.inputs, self.output.folder
+
+        def build_checkpoints(states: Mapping[str, Stateful]) -> CheckpointManager:
+            return CheckpointManager(
+                self.given,
+                folder,
+                devices,
+                states,
+                lambda: self.output.results,
+                self.stop,
+                room.weight_bytes(config),
+                self.digests,
             )
+
+        return load_trainer(config.trainer.mode)(
+            TrainerInputs(
+                config=config,
+                devices=devices,
+                prompts=inputs.train,
+                test_sets=build_test_sets(inputs.tests, config.trainer.eval_samples),
+                sample_log=SampleLog(folder, inputs.tokenizer, config.sample_log, devices.actor),
+                thread=thread,
+                record_evaluation=self.output.evaluated,
+                build_checkpoints=build_checkpoints,
+            )
+        )
+
+    def _run_steps(self, trainer: RLTrainer) -> None:
+        """Run the loop. When the disk is full, export what was learned."""
+        output, devices = self.output, trainer.devices
         try:
             with (
-                output.progress("training", config.trainer.num_steps) as report,
-                run.stop.heeded_after_a_step(),
+                output.progress("training", self.config.trainer.num_steps) as report,
+                self.stop.heeded_after_a_step(),
             ):
-                loop.train(checkpointer, evaluation, tables, report)
-            if summary := loop.warnings.summary():
+                trainer.run(report)
+            if summary := trainer.warnings.summary():
                 show_line(summary)
-        except (OutputError, ExportError) as error:  # a full disk: what has been learned is kept
-            if isinstance(error, OutputError):  # else the actor has not left its devices yet
-                turns.stop_serving()
-                turns.begin_training()
-            raise RunFailed(f"{error}; {room.kept(actor, checkpoint, num_bytes)[1]}") from error
-        with show_waiting("exporting"):
-            if not evaluation.latest:  # a run that goes on after its last step
-                evaluation.run(config.trainer.num_steps)
-            turns.stop_serving()
-            turns.begin_training()
-            temperature = evaluation.temperature
-            for samples in evaluation.latest if temperature is not None else ():
-                scored = actor.compute_log_probs(samples, temperature=temperature, replay=False)
-                output.compared(near(actor, logprob_gaps, scored))
-            room.export(actor, checkpoint, num_bytes)
+        except (OutputError, ExportError) as error:
+            devices.offload_rollout()
+            devices.use("actor")
+            num_bytes = room.weight_bytes(self.config)
+            reason = room.kept(devices.actor, output.folder / CHECKPOINT, num_bytes)[1]
+            raise RunFailed(f"{error}; {reason}") from error
+
+    def _export(self, trainer: RLTrainer) -> None:
+        """Compare log-probs with those of the last evaluation, and export the actor."""
+        evaluation, devices, output = trainer.evaluation, trainer.devices, self.output
+        if not evaluation.latest:  # a run that is resumed after its last step
+            evaluation.run(self.config.trainer.num_steps)
+        devices.offload_rollout()
+        devices.use("actor")
+        actor, temperature = devices.actor, evaluation.temperature
+        for samples in evaluation.latest if temperature is not None else ():
+            scored = actor.compute_log_probs(samples, temperature=temperature, replay=False)
+            columns = select_small_columns(scored)
+            output.compared(actor.apply(compute_logprob_gaps, columns))
+        room.export(actor, output.folder / CHECKPOINT, room.weight_bytes(self.config))
 
 
-def _started(
+def _start_models(
     config: RLConfig, pools: Pools, ranks: WorkerGroup | None, stack: contextlib.ExitStack
-) -> Turns:
-    """All roles, built beside each other and loaded; the servers serve.
+) -> DeviceSharing:
+    """Build all roles beside each other and load them; the servers serve when this returns.
 
-    What shares devices loads one after the other, and leaves them to the next.
+    Roles that share devices load one after the other, and leave them to the next.
     """
-    loss, placement, roles = PolicyLoss(config.algorithm), config.placement, models_of(config)
+    loss = load_trainer(config.trainer.mode).build_loss(config)
+    placement, roles = config.placement, models_of(config)
     frozen_servers = stack.enter_context(model_servers(config, pools))
     servers = stack.enter_context(server_pool(config, pools))
     preparing = [*servers.submit("prepare"), *frozen_servers.preparing()]
@@ -284,7 +316,7 @@ def _started(
         waiting_for += servers.submit("start")
     for name, model in models.items():
         waiting_for.append(model.initialize.submit())
-        if model_moves(placement, name, roles):
+        if shares_devices(placement, name, roles):
             gathered(waiting_for)
             model.to("host")
     gathered(waiting_for)
@@ -294,7 +326,8 @@ def _started(
     if starting:
         servers.connect_models(frozen_servers.addresses(gathered(starting)))
     sync = connect(config, actor, servers, room.weight_bytes(config))
-    return Turns(placement, models, servers, sync, config.trainer.mode == "fully_async")
+    is_async = config.trainer.mode == "fully_async"
+    return DeviceSharing(placement, models, servers, sync, keeps_requests=is_async)
 
 
 def _critic(

@@ -52,10 +52,10 @@ from mcore_rl.jobs.train_inputs import (
 from mcore_rl.observability.console import show_waiting
 from mcore_rl.observability.memory import PeakMemory
 from mcore_rl.observability.process import get_start_time
-from mcore_rl.trainers import supervised as offline
-from mcore_rl.trainers.checkpointing import Checkpointer, how_to_go_on
-from mcore_rl.trainers.device_sharing import OneModel
-from mcore_rl.trainers.held_out import HeldOut
+from mcore_rl.trainers import supervised
+from mcore_rl.trainers.checkpointing import CheckpointManager, how_to_resume
+from mcore_rl.trainers.device_sharing import ExclusiveDevices
+from mcore_rl.trainers.evaluation import SupervisedEvaluation
 from mcore_rl.trainers.objectives import (
     Objective,
     PreferenceObjective,
@@ -135,10 +135,10 @@ def _train(run: _Run, make: MakeGroup) -> None:
     batch_size, num_bytes = config.trainer.batch_size, room.weight_bytes(config)
     rows, weights = inputs.train, get_data_config(config).train_weights
     batches = ExampleBatches(rows.batch, rows.sizes, batch_size, config.seed, weights)
-    checkpointer = Checkpointer(
+    checkpoints = CheckpointManager(
         config,
         output.folder,
-        OneModel(model),
+        ExclusiveDevices(model),
         {"batches": batches},
         lambda: output.results,
         run.stop,
@@ -146,25 +146,25 @@ def _train(run: _Run, make: MakeGroup) -> None:
         run.digests,
     )
 
-    held_out = HeldOut(config, objective, inputs.tests, output.evaluated)
-    if run.found is None and held_out.is_due(0):
+    evaluation = SupervisedEvaluation(config, objective, inputs.tests, output.evaluated)
+    if run.found is None and evaluation.is_due(0):
         with show_waiting("evaluating"):
-            output.write(0, held_out.run(0))
+            output.write(0, evaluation.run(0))
     if run.found is not None:
         with show_waiting("loading the checkpoint"):
-            checkpointer.restore(run.found)
+            checkpoints.restore(run.found)
     path = output.folder / CHECKPOINT
     try:
         with (
             output.progress("training", inputs.num_steps) as report,
             run.stop.heeded_after_a_step(),
         ):
-            offline.train(objective, batches, inputs.num_steps, report, checkpointer, held_out)
+            supervised.train(objective, batches, inputs.num_steps, report, checkpoints, evaluation)
     except OutputError as error:  # a full disk: what has been learned is kept
         raise RunFailed(f"{error}; {room.kept(model, path, num_bytes)[1]}") from error
-    if checkpointer.next_step > inputs.num_steps and inputs.tests:  # it went on after its last step
+    if checkpoints.next_step > inputs.num_steps and inputs.tests:  # it went on after its last step
         with show_waiting("evaluating"):
-            held_out.run(inputs.num_steps)
+            evaluation.run(inputs.num_steps)
     with show_waiting("exporting"):
         room.export(model, path, num_bytes)
 
@@ -182,11 +182,11 @@ def _objective(config: TrainConfig, model: Group, make: MakeGroup) -> Objective:
         return PreferenceObjective(model, loss, Reference(model.compute_reference_log_probs))
     frozen = make(REFERENCE, 0)
     frozen.initialize()
-    moved = None
+    offloaded = None
     if config.reference.placement == "shared":
-        moved = frozen
+        offloaded = frozen
         frozen.to("host")
-    return PreferenceObjective(model, loss, Reference(frozen.compute_log_probs, moved))
+    return PreferenceObjective(model, loss, Reference(frozen.compute_log_probs, offloaded))
 
 
 def _worker(config: TrainConfig, name: str, total_steps: int) -> tuple[Any, ...]:
@@ -297,7 +297,7 @@ def _stop_signals(config: TrainConfig) -> AbstractContextManager[StopSignals]:
     """Without checkpoints no signal waits for anything."""
     if not config.trainer.save_every:
         return contextlib.nullcontext(StopSignals())
-    return stop_signals(how_to_go_on(config))
+    return stop_signals(how_to_resume(config))
 
 
 def _sizes(config: TrainConfig, folder: Path, done: int) -> dict[str, int]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from mcore_rl.config.schema import EvaluationConfig, RolloutConfig
-from mcore_rl.controller.batch_ops import joined, lost_groups, without_groups
+from mcore_rl.controller.batch_ops import concat_batches, drop_groups, find_lost_groups
 from mcore_rl.data.batch import Batch
 from mcore_rl.inference.protocol import SamplingParams
 from mcore_rl.observability.activity import ACTIVITY
@@ -116,11 +116,11 @@ class RolloutPool:
         heard: Heard = lambda found: None,
     ) -> Batch:
         batch = self._collected(prompts, sampling, stream, heard)
-        while lost := lost_groups([batch]):
+        while lost := find_lost_groups([batch]):
             tell_lost(lost)
             again = prompts.take(np.flatnonzero(np.isin(prompts.array("group_ids"), lost)).tolist())
             found = self._collected(again, sampling, stream, heard)
-            batch = joined([without_groups(batch, lost), found])
+            batch = concat_batches([drop_groups(batch, lost), found])
         place = {int(group): row for row, group in enumerate(prompts.array("group_ids"))}
         places = [place[int(group)] for group in batch.array("group_ids")]
         return batch.take(np.argsort(places, kind="stable").tolist())
@@ -136,7 +136,7 @@ class RolloutPool:
                 num_groups = sum(len(np.unique(batch.array("group_ids"))) for batch in found)
                 came(num_groups * sampling.n)
                 heard(new)
-        return joined(found)
+        return concat_batches(found)
 
 
 def tell_lost(group_ids: Sequence[int]) -> None:

@@ -1,4 +1,4 @@
-"""Generation that goes on beside a trainer: its servers, and the ledger of what they have begun."""
+"""Generation beside a trainer: a step ahead, or all the time with a buffer of groups."""
 
 from __future__ import annotations
 
@@ -6,46 +6,49 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 
 from mcore_rl.algorithms.sample_choice import kept_groups
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.config.schema import RLConfig
-from mcore_rl.controller.batch_ops import for_metrics, kept, lost_groups
+from mcore_rl.controller.batch_ops import (
+    find_lost_groups,
+    release_columns,
+    restore_batch,
+    select_rows,
+    to_arrays,
+)
 from mcore_rl.controller.pending import WorkerError
 from mcore_rl.data.batch import Batch, Samples
-from mcore_rl.data.prompt_batches import PromptBatches
 from mcore_rl.observability.activity import ACTIVITY
 from mcore_rl.rollout.buffer import HELD, GroupState, SampleGroup, SampleQueue
-from mcore_rl.rollout.manager import RolloutPool, tell_lost
+from mcore_rl.rollout.manager import tell_lost
 from mcore_rl.rollout.staleness import Admission, Pacing
 from mcore_rl.trainers import policy_checks
-from mcore_rl.trainers import step_samples as samples
-from mcore_rl.trainers.replay_buffer import ReplayBuffer
-from mcore_rl.trainers.scoring import with_teacher_names
+from mcore_rl.trainers.step_samples import StepSampler, add_teacher_names, count_new_groups
 
-SAMPLES = "samples"  # the column of the ledger that has them
-POLL_S = 1.0  # that one call waits for samples, and between two looks of `tended`
+SAMPLES = "samples"  # the column of the buffer that has them
+POLL_S = 1.0  # how long one call waits for samples; between two polls in the background
+StepResult = tuple[Samples, dict[str, float]]  # samples of a step, and metrics
 
 
 class AsyncRollout:
-    """`take` the samples of a step, and tell `pushed` when the servers have its weights.
+    """Generates all the time: `take` the samples of a step; `begin_version` when it is served.
 
-    In between, servers that take turns are asked nothing, and others are `tended`. The
-    ledger is a state of a checkpoint. It has the prompts of what was begun and not trained on, and
-    a run that goes on begins those again. So do groups whose samples were lost with a node before a
-    step has taken them; those that were rejected count all the same.
+    In between, servers that share devices are left alone, and others are polled in the background.
+    The buffer of groups is a state of a checkpoint. It has the prompts of what was begun and not
+    trained on, which a resumed run begins again. Groups whose samples were lost with a node before
+    a step has taken them begin again, too; those that were rejected count all the same.
     """
 
-    def __init__(
-        self, config: RLConfig, rollout: RolloutPool, prompts: PromptBatches, replay: ReplayBuffer
-    ) -> None:
+    def __init__(self, sampler: StepSampler) -> None:
+        config = sampler.config
         trainer, group_size = config.trainer, config.algorithm.group_size
-        self._config, self._rollout, self._prompts = config, rollout, prompts
-        self._replay, self._staleness = replay, trainer.staleness or 0
+        self._sampler, self._config = sampler, config
+        self._rollout, self._prompts = sampler.rollout, sampler.prompts
+        self._staleness = trainer.staleness or 0
         self.queue: SampleQueue[Batch] = SampleQueue(group_size)
         pacing = Pacing(
             groups_per_step=trainer.prompts_per_step,
@@ -55,7 +58,7 @@ class AsyncRollout:
             depth=trainer.asynchronous.max_groups or None,
             over_issue=trainer.asynchronous.oversampling,
             max_samples=trainer.asynchronous.max_waiting_samples or None,
-            new_per_step=samples.new_per_step(config),
+            new_per_step=count_new_groups(config),
         )
         self.admission = Admission(self.queue, pacing)
         # With nothing ahead, what a filter rejects and what is replayed can be as with `sync`.
@@ -64,22 +67,22 @@ class AsyncRollout:
         self._rejected: list[Batch] = []  # groups that did not pass the filter, since a step
 
     def start(self) -> None:
-        """Before the first step; the servers have weights."""
-        self._rollout.idle_s()  # what was before the run does not count
+        """Begin the first groups; the servers have weights."""
+        self._rollout.idle_s()  # idle time before the run does not count
         self.fill()
 
     def fill(self) -> None:
         """Begin as many groups as may be; returns at once."""
         if not self._in_rounds:
-            self._expected(self.queue.last_trained + 1)
+            self._expect(self.queue.last_trained + 1)
             self._draw()
             self._begin()
 
-    def _expected(self, step: int) -> tuple[Samples | None, int]:
-        """What the step replays, and how many new groups it needs; the pacing is told."""
-        replayed, wanted = samples.replayed_and_wanted(self._config, self._replay, step)
-        self.admission.expect(step, wanted)
-        return replayed, wanted
+    def _expect(self, step: int) -> tuple[Samples | None, int]:
+        """Return what the step replays, and the new groups that it needs; set the pace by them."""
+        replayed, num_needed = self._sampler.draw_replayed(step)
+        self.admission.expect(step, num_needed)
+        return replayed, num_needed
 
     def _draw(self) -> None:
         per_step = self._config.trainer.prompts_per_step
@@ -89,15 +92,15 @@ class AsyncRollout:
 
     def _begin(self) -> None:
         if begun := self.admission.begin():
-            asked = self._prompts.again({group.group_id: group.row for group in begun})
-            self._rollout.begin(asked, n=self._config.algorithm.group_size)
+            prompts = self._prompts.again({group.group_id: group.row for group in begun})
+            self._rollout.begin(prompts, n=self._config.algorithm.group_size)
 
     @contextlib.contextmanager
-    def tended(self) -> Iterator[None]:
-        """Inside, while the trainer computes, others are begun as groups end and servers die.
+    def background_polling(self) -> Iterator[None]:
+        """Poll servers while the trainer computes: groups begin as others end and servers die.
 
-        Nobody else may use the servers inside. Nothing happens for servers that take turns, for
-        steps that generate their own rounds, and in the last step. What goes wrong is raised at the
+        Nobody else may use the servers meanwhile. Nothing happens for servers that share devices,
+        for steps that generate their own rounds, and in the last step. Errors are raised at the
         end.
         """
         is_last = self.queue.last_trained + 1 == self._config.trainer.num_steps
@@ -105,56 +108,55 @@ class AsyncRollout:
             yield
             return
         is_over = threading.Event()
-        with ThreadPoolExecutor(1, "tends-servers") as thread:
-            tending = thread.submit(self._tend, is_over)
+        with ThreadPoolExecutor(1, "polls-servers") as thread:
+            polling = thread.submit(self._poll, is_over)
             try:
                 yield
             finally:
                 is_over.set()
-        tending.result()
+        polling.result()
 
-    def _tend(self, is_over: threading.Event) -> None:
+    def _poll(self, is_over: threading.Event) -> None:
         while not is_over.wait(POLL_S):
             self._take_in(self._rollout.tend())
             self._begin_more()
 
     def take(self, step: int) -> tuple[Samples, dict[str, float]]:
-        """The samples of a step with their rewards, and metrics of all that have come since.
+        """Return the samples of a step with their rewards, and metrics of all that ended since.
 
-        Waits until enough groups are complete, and begins others for those that the filter of
-        groups rejects. What would be too old for the next step is ended. With staleness 0 and a
-        filter or replay it generates in rounds, as `samples_of_step`.
+        Waits until enough groups are complete, and begins others for those that the group filter
+        rejects. Groups that would be too old for the next step are abandoned. With staleness 0 and
+        a filter or replay, generation is in rounds, as StepSampler.collect.
 
         Raises:
-            PolicyMismatchError: a token is too old, or newer than the policy.
-            ConfigError: no response got a reward; too few groups have passed, and if_short is stop.
-            WorkerError: no group has come for timeouts.call_s.
+            PolicyMismatchError: A token is too old, or newer than the policy.
+            ConfigError: No response got a reward; too few groups have passed, and if_short is stop.
+            WorkerError: No group has ended for timeouts.call_s.
         """
-        config = self._config
         if self._in_rounds:
-            return samples.samples_of_step(config, self._rollout, self._prompts, self._replay, step)
-        replayed, wanted = self._expected(step)
-        chosen = self._chosen(step, wanted)
-        came = [group.columns[SAMPLES] for group in chosen] + self._rejected
+            return self._sampler.collect(step)
+        replayed, num_needed = self._expect(step)
+        groups = self._select_groups(step, num_needed)
+        batches = [group.columns[SAMPLES] for group in groups] + self._rejected
         self._rejected = []
-        everything = type(came[0]).concat(came)
-        batch, metrics = samples.rewarded(config, everything, step)
-        samples.observe(config, self._prompts, everything, batch)
-        if config.algorithm.filter.group_filter:
+        generated = type(batches[0]).concat(batches)
+        batch, metrics = self._sampler.apply_rewards(generated, step)
+        self._sampler.update_curriculum(generated, batch)
+        if self._config.algorithm.filter.group_filter:
             metrics |= {
-                "samples/groups": float(len(came)),
-                "samples/passed": len(chosen) / len(came),
+                "samples/groups": float(len(batches)),
+                "samples/passed": len(groups) / len(batches),
             }
-        is_chosen = np.isin(batch.array("group_ids"), [group.group_id for group in chosen])
-        fresh = batch.take(np.flatnonzero(is_chosen).tolist())
-        trained, found = samples.trained_on(config, fresh, self._replay, replayed, step)
-        metrics |= found | policy_checks.checked_age(trained, step - 1, self._staleness)
-        metrics |= self.queue.metrics()
+        is_selected = np.isin(batch.array("group_ids"), [group.group_id for group in groups])
+        fresh = batch.take(np.flatnonzero(is_selected).tolist())
+        selected, replay_metrics = self._sampler.add_replayed(fresh, replayed, step)
+        ages = policy_checks.check_ages(selected, step - 1, self._staleness)
+        metrics |= replay_metrics | ages | self.queue.metrics()
         self._evict(step)
-        return trained, metrics | {"generated_tokens": float(everything.num_tokens.sum())}
+        return selected, metrics | {"generated_tokens": float(generated.num_tokens.sum())}
 
-    def pushed(self, step: int) -> None:
-        """The step is trained, and the servers have its weights: begin what these allow."""
+    def begin_version(self, step: int) -> None:
+        """Begin the groups that the weights of a trained step allow, once the servers have them."""
         self._take_in([])  # what was begun again before the push has the weights of before
         self.queue.mark_trained(step)
         self.admission.pushed(step)
@@ -163,47 +165,46 @@ class AsyncRollout:
         self.fill()
 
     def idle_s(self) -> float:
-        """As RolloutPool.idle_s, since the last call or the start."""
+        """Return seconds that servers were idle since the last call (RolloutPool.idle_s)."""
         return self._rollout.idle_s()
 
     def state_dict(self) -> dict[str, Any]:
+        """Return the state of every group that was begun and not trained on."""
         return {"queue": self.queue.state_dict(), "admission": self.admission.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore it; `fill` begins the groups again."""
         self.queue.load_state_dict(state["queue"])
         self.admission.load_state_dict(state["admission"])
 
-    def _chosen(self, step: int, wanted: int) -> list[SampleGroup[Batch]]:
+    def _select_groups(self, step: int, num_needed: int) -> list[SampleGroup[Batch]]:
         while True:
-            chosen = self._ready(step, wanted)
+            with ACTIVITY.count(num_needed, "groups") as show_count:
+                groups = self._wait_for_groups(step, num_needed, show_count)
             if not self._put_back_lost():
-                return chosen
+                return groups
 
     def _put_back_lost(self) -> bool:
-        """Whether there were groups whose samples are lost: they are to be begun again."""
+        """Put groups whose samples are lost back, to begin again; return whether there were any."""
         held = {group.group_id: group.columns[SAMPLES] for group in self.queue.groups(*HELD)}
-        if lost := lost_groups(list(held.values())):
+        if lost := find_lost_groups(list(held.values())):
             tell_lost(lost)
             self.queue.lost(lost)
         return bool(lost)
 
-    def _ready(self, step: int, wanted: int) -> list[SampleGroup[Batch]]:
-        with ACTIVITY.count(wanted, "groups") as came:
-            return self._awaited(step, wanted, came)
-
-    def _awaited(
-        self, step: int, wanted: int, came: Callable[[int], None]
+    def _wait_for_groups(
+        self, step: int, num_needed: int, show_count: Callable[[int], None]
     ) -> list[SampleGroup[Batch]]:
         limit, last = self._config.timeouts.call_s, time.monotonic()
         while True:
             self._begin_more()
-            if (chosen := self.admission.select(step, wanted)) is not None:
-                return chosen
-            came(self._num_ready)
+            if (groups := self.admission.select(step, num_needed)) is not None:
+                return groups
+            show_count(self._num_ready)
             if not (running := self.queue.num_groups(GroupState.GENERATING)):
-                return self._too_few(step, wanted)
-            came_in = self._take_in(self._rollout.collect(POLL_S, self._at_least(wanted)))
-            if came_in or self._rollout.servers.has_joining:  # one is started again
+                return self._select_too_few(step, num_needed)
+            batches = self._rollout.collect(POLL_S, self._count_awaited(num_needed))
+            if self._take_in(batches) or self._rollout.servers.has_joining:  # one is started again
                 last = time.monotonic()
             elif time.monotonic() - last > limit:
                 raise WorkerError(
@@ -211,50 +212,54 @@ class AsyncRollout:
                     f"s, of {running} that are generated"
                 )
 
-    def _at_least(self, wanted: int) -> int:
-        """Groups to wait for: what the step lacks. With max_groups each that ends makes room."""
+    def _count_awaited(self, num_needed: int) -> int:
+        """Return how many groups to wait for: what the step lacks; 1 with max_groups, as each that
+        ends lets another begin.
+        """
         if self._config.trainer.asynchronous.max_groups:
             return 1
-        return max(wanted - self._num_ready, 1)
+        return max(num_needed - self._num_ready, 1)
 
     @property
     def _num_ready(self) -> int:
         return self.queue.num_groups(GroupState.REWARDED, GroupState.TRAINING)
 
     def _begin_more(self) -> None:
-        """Also for those that the filter has rejected, up to max_rounds times a step's."""
+        """Begin groups, also for rejected ones, up to max_rounds times those of a step."""
         policy, per_step = self._config.algorithm.filter, self._config.trainer.prompts_per_step
         if len(self._rejected) < policy.max_rounds * per_step:
             self._draw()
         self._begin()
 
-    def _take_in(self, found: list[Batch]) -> bool:
-        """Whether samples have come, for the ledger; it hears of dead servers, too."""
+    def _take_in(self, batches: list[Batch]) -> bool:
+        """Put samples, and groups of servers that died, into the buffer; return whether there were
+        samples.
+        """
         again = self._rollout.rerouted()
         self.queue.lost(again)
         self.queue.begin(again, self.admission.version)
-        for batch in found:
+        for batch in batches:
             ids, inverse = np.unique(batch.array("group_ids"), return_inverse=True)
             rows: list[list[int]] = [[] for _ in ids]
             for row, place in enumerate(inverse.tolist()):
                 rows[place].append(row)
-            for group_id, its_rows in zip(ids.tolist(), rows, strict=True):
-                self._came(group_id, batch.take(its_rows))
-        return any(len(batch) for batch in found)
+            for group_id, group_rows in zip(ids.tolist(), rows, strict=True):
+                self._finish_group(group_id, batch.take(group_rows))
+        return any(len(batch) for batch in batches)
 
-    def _came(self, group_id: int, batch: Batch) -> None:
+    def _finish_group(self, group_id: int, batch: Batch) -> None:
         config, versions = self._config, batch.array("oldest_versions")
         oldest = int(versions[versions >= 0].min(initial=np.iinfo(np.int64).max))
         oldest = oldest if (versions >= 0).any() else -1
         if config.teacher.column:
-            asked = self._prompts.again({group_id: self.queue.row_of(group_id)})
-            batch = with_teacher_names(batch, asked, config.teacher.column)
+            prompts = self._prompts.again({group_id: self.queue.row_of(group_id)})
+            batch = add_teacher_names(batch, prompts, config.teacher.column)
         self.queue.finish(group_id, oldest, len(batch), {SAMPLES: batch})
         if self._passes(batch):
             self.queue.mark_rewarded([group_id])
         else:
             self.queue.drop([group_id])
-            self._rejected.append(for_metrics(batch))
+            self._rejected.append(release_columns(batch))
 
     def _passes(self, batch: Batch) -> bool:
         policy = self._config.algorithm.filter
@@ -262,23 +267,126 @@ class AsyncRollout:
             return True
         if self._config.reward.on_error == "drop":
             batch = batch.take(np.flatnonzero(batch.array("reward_errors") == "").tolist())
-        return len(batch) > 0 and len(kept(kept_groups, batch, policy)) > 0
+        return len(batch) > 0 and len(select_rows(kept_groups, batch, policy)) > 0
 
-    def _too_few(self, step: int, wanted: int) -> list[SampleGroup[Batch]]:
-        """What there is, where the filter has rejected as many as it may in a step."""
+    def _select_too_few(self, step: int, num_needed: int) -> list[SampleGroup[Batch]]:
+        """Return what there is, when the filter has rejected as many as it may in a step."""
         policy = self._config.algorithm.filter
-        num = min(self._num_ready, wanted)
+        num = min(self._num_ready, num_needed)
         if policy.if_short == "stop":
             raise ConfigError(
                 f"step {step}: algorithm.filter.group_filter={policy.group_filter!r} has rejected "
-                f"{len(self._rejected)} groups, and {num} are left of {wanted} that the step needs;"
-                " allowed: more algorithm.filter.max_rounds, or if_short='train'"
+                f"{len(self._rejected)} groups, and {num} are left of {num_needed} that the step "
+                "needs; allowed: more algorithm.filter.max_rounds, or if_short='train'"
             )
         return self.admission.select(step, num) or []
 
     def _evict(self, step: int) -> None:
-        """What is too old when the weights of this step are there; after the last one, all."""
+        """Abandon groups that the weights of this step make too old; after the last step, all."""
         is_last = step == self._config.trainer.num_steps
         version = step + self._staleness + 1 if is_last else step
         if running := self.admission.evict(version):
             self._rollout.abandon(running)
+
+
+class RolloutPrefetcher:
+    """Generates the samples of one step in a thread, while a trainer does something else.
+
+    `begin` a step, `wait` until no server answers, `take` its samples.
+
+    While it generates nobody else may use the servers, the prompts or the buffer. Samples
+    that were generated and not taken are a state of a checkpoint: a resumed run trains on them, so
+    that it draws the prompts, and gets the samples, that it would have had. A step that has lost
+    samples with a node is generated again, with the same prompts, the buffer as it was before, and
+    the weights that servers have by then.
+    """
+
+    def __init__(
+        self,
+        sampler: StepSampler,
+        thread: Executor,
+    ) -> None:
+        """Prepare. `thread` has to outlive the servers, whose end ends what it waits for."""
+        self._sampler, self._thread = sampler, thread
+        self._call_s = sampler.config.timeouts.call_s
+        # Prompts and buffer before the step; None if it cannot be lost.
+        self._begun_from: tuple[dict[str, Any], Samples | None] | None = None
+        self._step = 0  # of what is generated, or has been and was not taken
+        self._pending: Future[StepResult] | None = None
+
+    def start(self) -> None:
+        """Start counting idle time, before the first step; the servers have weights."""
+        self.idle_s()
+
+    def begin(self, step: int, version: int) -> None:
+        """Start to generate a step with weights of this version; return at once.
+
+        Raises:
+            RuntimeError: Samples of another step have not been taken.
+        """
+        if self._pending is not None:
+            raise RuntimeError(f"step {step} was begun before step {self._step} was taken")
+        self._step = step
+        self._begun_from = self._sampler.prompts.state_dict(), self._sampler.replay.snapshot()
+        self._pending = self._thread.submit(self._sampler.collect, step, step - 1 - version)
+
+    def wait(self) -> None:
+        """Return when no server answers; immediately if nothing was begun.
+
+        Each call of the servers has its own limit, timeouts.call_s, and there are no more than
+        algorithm.filter.max_rounds of them.
+
+        Raises:
+            PolicyMismatchError, ConfigError, WorkerError: As StepSampler.collect.
+        """
+        if self._pending is not None:
+            self._pending.result()
+
+    def take(self, step: int, version: int) -> StepResult:
+        """Return samples and metrics of a step; generate them now, of this version, if not before.
+
+        Raises:
+            RuntimeError: Another step has been begun.
+            PolicyMismatchError, ConfigError, WorkerError: As `wait`.
+        """
+        if self._pending is None:
+            self.begin(step, version)
+        if self._pending is None or self._step != step:
+            raise RuntimeError(f"step {step} was asked for; begun was step {self._step}")
+        result = self._get_result()
+        self._pending = self._begun_from = None
+        return result
+
+    def _get_result(self) -> StepResult:
+        """Return what was begun; what is lost is generated again, by servers as they are now."""
+        assert self._pending is not None
+        result = self._pending.result()
+        while self._begun_from is not None and (lost := find_lost_groups([result[0]])):
+            tell_lost(lost)
+            self._sampler.prompts.load_state_dict(self._begun_from[0])
+            self._sampler.replay.go_back(self._begun_from[1])
+            age = self._step - 1 - self._sampler.rollout.servers.version
+            result = self._sampler.collect(self._step, age)
+            self._pending = Future()
+            self._pending.set_result(result)
+        return result
+
+    def idle_s(self) -> float:
+        """Return seconds that servers were idle since the last call (RolloutPool.idle_s)."""
+        return self._sampler.rollout.idle_s()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the samples that were generated and not taken."""
+        if self._pending is None:
+            return {"step": 0, "metrics": {}, "samples": None}
+        batch, metrics = self._get_result()
+        what = f"a checkpoint needs the samples of step {self._step}"
+        samples = to_arrays(batch, what, self._call_s)
+        return {"step": self._step, "metrics": dict(metrics), "samples": samples}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore them: `take` returns them."""
+        self._step, self._pending, self._begun_from = state["step"], None, None
+        if state["samples"] is not None:
+            self._pending = Future()
+            self._pending.set_result((restore_batch(state["samples"]), dict(state["metrics"])))

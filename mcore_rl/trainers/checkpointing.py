@@ -1,11 +1,9 @@
-"""Training checkpoints while a trainer's loop goes on: when one is due, and what is in it."""
+"""Training checkpoints of a run: when one is due, what is in it, and how a run resumes."""
 
 from __future__ import annotations
 
-import contextlib
 import math
 import shutil
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -23,14 +21,15 @@ from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import RLConfig, TrainConfig
 from mcore_rl.controller.dispatch import Group
 from mcore_rl.controller.stop_signals import RunStopped, StopSignals
-from mcore_rl.trainers.device_sharing import OneModel, Turns
+from mcore_rl.observability.warnings import warn
+from mcore_rl.trainers.device_sharing import DeviceSharing, ExclusiveDevices
 
 CHECKPOINTS, HF = "checkpoints", "hf"  # folders in output_dir
 DATA = "data"  # in the state of a checkpoint: the digest of each source, by setting
 
 
 class NotSavedError(RuntimeError):
-    """A run that is asked to end has no checkpoint of its last step."""
+    """A run that has to end has no checkpoint of its last step."""
 
 
 class Stateful(Protocol):
@@ -41,36 +40,40 @@ class Stateful(Protocol):
     def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
 
 
-class Checkpointer:
-    """A trainer's loop calls `is_due` and `save` when the actor has been updated and is still on
-    its devices, and `step_ended` when the metrics of the step have been written:
+class CheckpointManager:
+    """Saves training checkpoints and exports while a loop goes on:
 
-        for step in range(checkpointer.next_step, num_steps + 1):
+        for step in range(checkpoints.next_step, num_steps + 1):
             ...                              # generate, update
-            if checkpointer.is_due(step):
-                checkpointer.save(step)
-            ...                              # push the weights, report the metrics
-            checkpointer.step_ended(step, metrics)
+            if checkpoints.is_due(step):
+                checkpoints.save(step)
+            ...                              # update the servers' weights, report the metrics
+            checkpoints.finish_step(step, metrics)
 
-    A checkpoint gets its name in `step_ended`, so that the metrics up to its step are on disk.
-    What the disk does not take is told and costs the checkpoint, not the run.
+    A checkpoint is published in `finish_step`, so that the metrics up to its step are on disk. One
+    that the disk does not take costs a warning, not the run.
     """
 
     def __init__(
         self,
         config: RLConfig | TrainConfig,
         output_dir: Path,
-        turns: Turns | OneModel,
-        parts: Mapping[str, Stateful],
+        devices: DeviceSharing | ExclusiveDevices,
+        states: Mapping[str, Stateful],
         results: Callable[[], Mapping[str, Any]],
         stop: StopSignals,
         hf_bytes: int,
         digests: Mapping[str, str] | None = None,
     ) -> None:
-        """`parts` have what the loop needs besides the weights; `results` what the summary has so
-        far; `hf_bytes` is what an export takes; `digests` are those of the data, by setting.
+        """Prepare.
+
+        Args:
+            states: The parts of the loop that a resumed run needs besides weights, by name.
+            results: Returns the results so far, for the summary.
+            hf_bytes: Size of an export.
+            digests: Digests of the data, by setting.
         """
-        self._config, self._turns, self._parts = config, turns, parts
+        self._config, self._devices, self._states = config, devices, states
         self._results, self._stop, self._hf_bytes = results, stop, hf_bytes
         self._digests = dict(digests or {})
         self._output_dir, self._hf_folder = output_dir.absolute(), output_dir / HF
@@ -83,25 +86,25 @@ class Checkpointer:
         self.next_step = 1
 
     def restore(self, checkpoint: RunCheckpoint) -> None:
-        """Models, servers and all parts are as they were after the step of a checkpoint.
+        """Restore models, servers and all parts as they were after the step of a checkpoint.
 
         Raises:
-            ConfigError: an earlier version of this program has written it, without a part.
+            ConfigError: An earlier version of this program has written it, without a part.
         """
-        if missing := sorted(self._parts.keys() - checkpoint.state["parts"].keys()):
+        if missing := sorted(self._states.keys() - checkpoint.state["parts"].keys()):
             raise ConfigError(
                 f"{checkpoint.path} has no state of {', '.join(missing)}, which this run needs: an "
                 "earlier version wrote it; go on with that version, or begin a new run from "
                 f"its weights (mcore-rl convert mcore-to-hf --checkpoint {checkpoint.path / ACTOR})"
             )
-        self._turns.stop_serving()
-        self._turns.begin_training()
-        self._turns.actor.load_checkpoint(str(checkpoint.path / ACTOR))
-        if self._turns.critic is not None:
-            with self._turns.critic_on_device() as critic:
-                critic.load_checkpoint(str(checkpoint.path / CRITIC))
-        self._turns.serve(version=checkpoint.state["weight_version"])
-        for name, part in self._parts.items():
+        self._devices.offload_rollout()
+        self._devices.use("actor")
+        self._devices.actor.load_checkpoint(str(checkpoint.path / ACTOR))
+        if (critic := self._devices.critic) is not None:
+            self._devices.use("critic")
+            critic.load_checkpoint(str(checkpoint.path / CRITIC))
+        self._devices.update_weights(version=checkpoint.state["weight_version"])
+        for name, part in self._states.items():
             try:
                 part.load_state_dict(checkpoint.state["parts"][name])
             except (AttributeError, LookupError, TypeError, ValueError) as error:
@@ -122,40 +125,39 @@ class Checkpointer:
         if best is None or best["metric"] == name:
             self._best = best
             return
-        tell(
+        warn(
             f"checkpoint.keep_best={name!r} (was {best['metric']!r}): {name_of(best['step'])}, the "
             "best so far, goes as others do" + f"; steps after {checkpoint.step} count" * bool(name)
         )
 
     def is_due(self, step: int) -> bool:
-        """Whether `save` has to come."""
+        """Return whether a checkpoint or an export of this step has to be saved."""
         return self._is_checkpoint_due(step) or self._is_export_due(step)
 
     def save(self, step: int) -> None:
-        """The actor is on its devices, with the weights of this step."""
+        """Save what is due; the actor has the weights of this step."""
         if self._is_checkpoint_due(step):
             self._begin(step)
         if self._is_export_due(step):
             self._export(step)
 
-    def step_ended(self, step: int, metrics: Mapping[str, float]) -> None:
-        """The servers have the weights of this step, and its metrics are on disk.
+    def finish_step(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Publish a checkpoint that is written; its metrics are on disk, servers have its weights.
 
         Raises:
-            RunStopped: a signal has asked for it; the step is saved.
+            RunStopped: A signal has ended the run; the step is saved.
         """
-        is_asked = bool(self._stop.requested)  # from here on, a signal is for the next step
-        if is_asked and self._saving != step:
-            self._turns.stop_serving()
-            self._turns.begin_training()
+        is_stopping = bool(self._stop.requested)  # from here on, a signal is for the next step
+        if is_stopping and self._saving != step:
+            self._devices.offload_rollout()
             self._begin(step)
         if self._saving == step:
             self._state = self._state_of(step, metrics)
         if self._saving is not None:
             is_last = step == self._config.trainer.num_steps
-            if is_last or is_asked or all(all(group.is_saved()) for group in self._trained):
+            if is_last or is_stopping or all(all(group.is_saved()) for group in self._trained):
                 self._finish()
-        if is_asked:
+        if is_stopping:
             self._raise_stopped(step)
 
     def _is_checkpoint_due(self, step: int) -> bool:
@@ -170,7 +172,7 @@ class Checkpointer:
         return bool(every) and step % every == 0
 
     def _begin(self, step: int) -> None:
-        """Copied to the host when this returns and, unless checkpoint.async_save, written."""
+        """Copy the state to the host and, unless checkpoint.async_save, write it."""
         self._finish()
         try:
             path = self._written.begin(step)
@@ -178,12 +180,12 @@ class Checkpointer:
             self._warn(step, str(error))
             return
         in_background = self._config.checkpoint.async_save
-        save = self._turns.actor.save_checkpoint
+        self._devices.use("actor")
+        save = self._devices.actor.save_checkpoint
         reason = save(str(path / ACTOR), in_background=in_background)[0]
-        if self._turns.critic is not None and not reason:
-            with self._turns.critic_on_device() as critic:
-                save = critic.save_checkpoint
-                reason = save(str(path / CRITIC), in_background=in_background)[0]
+        if (critic := self._devices.critic) is not None and not reason:
+            self._devices.use("critic")
+            reason = critic.save_checkpoint(str(path / CRITIC), in_background=in_background)[0]
         if reason:
             self._end_saves()
             self._warn(step, reason)
@@ -193,8 +195,8 @@ class Checkpointer:
 
     @property
     def _trained(self) -> list[Group]:
-        critic = self._turns.critic
-        return [self._turns.actor] + ([critic] if critic is not None else [])
+        critic = self._devices.critic
+        return [self._devices.actor] + ([critic] if critic is not None else [])
 
     def _end_saves(self) -> str:
         """Wait for what is being written in the background; returns why it could not be, or ""."""
@@ -203,7 +205,7 @@ class Checkpointer:
     def _state_of(self, step: int, metrics: Mapping[str, float]) -> dict[str, Any]:
         return {
             "weight_version": step,
-            "parts": {name: part.state_dict() for name, part in self._parts.items()},
+            "parts": {name: part.state_dict() for name, part in self._states.items()},
             "best": self._best_with(step, metrics),
             "results": dict(self._results()),
             "settings": asdict(self._config),
@@ -212,14 +214,14 @@ class Checkpointer:
         }
 
     def _best_with(self, step: int, metrics: Mapping[str, float]) -> dict[str, Any] | None:
-        """Step, metric and value of the best checkpoint, with that of this step."""
+        """Return step, metric and value of the best checkpoint, this step included."""
         name, best = self._config.checkpoint.keep_best, self._best
         if not name:
             return None
         value = metrics.get(name.removeprefix("-"))
         if value is None or not math.isfinite(value):
-            found = f"it has {', '.join(sorted(metrics))}" if value is None else f"it is {value}"
-            tell(f"checkpoint.keep_best={name!r}: no such metric in step {step}; {found}")
+            why = f"it has {', '.join(sorted(metrics))}" if value is None else f"it is {value}"
+            warn(f"checkpoint.keep_best={name!r}: no such metric in step {step}; {why}")
             return best
         sign = -1 if name.startswith("-") else 1
         if best is not None and sign * value <= sign * best["value"]:
@@ -227,7 +229,7 @@ class Checkpointer:
         return {"metric": name, "step": step, "value": value}
 
     def _finish(self) -> None:
-        """The checkpoint that is being written gets its name, and old ones go."""
+        """Publish the checkpoint that is being written, and remove old ones."""
         if self._saving is None:
             return
         step, self._saving = self._saving, None
@@ -245,7 +247,7 @@ class Checkpointer:
         try:
             self._written.prune(step, self._config.checkpoint.keep, besides)
         except OSError as error:
-            tell(f"step {step}: an old checkpoint cannot be removed: {error}; the run goes on")
+            warn(f"step {step}: an old checkpoint cannot be removed: {error}; the run goes on")
 
     def _export(self, step: int) -> None:
         path = self._hf_folder / name_of(step)
@@ -253,27 +255,24 @@ class Checkpointer:
             self._hf_folder.mkdir(exist_ok=True)
             if path.exists():  # of a run that went on from an earlier step
                 shutil.rmtree(path)
-            reason = self._turns.actor.export(str(path), self._hf_bytes)[0]
+            self._devices.use("actor")
+            reason = self._devices.actor.export(str(path), self._hf_bytes)[0]
         except OSError as error:
             reason = str(error)
         if reason:
-            tell(f"step {step}: no export to {path}: {reason}; the run goes on")
+            warn(f"step {step}: no export to {path}: {reason}; the run goes on")
 
     def _warn(self, step: int, reason: str) -> None:
         held = f"that of step {self._last} stays" if self._last else "there is none yet"
-        tell(f"step {step}: no checkpoint: {reason}; {held}, and the run goes on")
+        warn(f"step {step}: no checkpoint: {reason}; {held}, and the run goes on")
 
     def _raise_stopped(self, step: int) -> None:
-        told, go_on = f"{self._stop.requested}: step {step}", how_to_go_on(self._config)
+        step_text, go_on = f"{self._stop.requested}: step {step}", how_to_resume(self._config)
         if self._last != step:
-            raise NotSavedError(f"{told} could not be saved; {go_on}")
-        raise RunStopped(f"{told} is saved; {go_on}")
+            raise NotSavedError(f"{step_text} could not be saved; {go_on}")
+        raise RunStopped(f"{step_text} is saved; {go_on}")
 
 
-def how_to_go_on(config: RLConfig | TrainConfig) -> str:
+def how_to_resume(config: RLConfig | TrainConfig) -> str:
+    """Return a sentence with the command that resumes a run."""
     return f"to go on: the same command with resume=auto output_dir={config.output_dir}"
-
-
-def tell(warning: str) -> None:
-    with contextlib.suppress(OSError):  # nobody may read it any more
-        print(f"mcore-rl: warning: {warning}", file=sys.stderr)

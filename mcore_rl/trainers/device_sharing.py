@@ -1,153 +1,151 @@
-"""Turns of roles that share devices. The order of a step:
+"""Roles that share devices, and which of them has its weights there.
 
-    generate -> servers sleep -> (reward model, teachers, reference: on device -> scores -> off)
-             -> actor on device -> log-probs
-             -> (actor off -> critic on device -> values, its update -> off -> actor on device)
-             -> update -> gradients and optimizer off
-             -> weights awake -> push -> actor off -> KV cache awake
+A model that is called brings itself to its devices (engine/worker.py). Before that `use` takes
+those off that it shares them with: a step goes
+
+    generate -> servers sleep -> reward model, teachers, reference -> actor
+             (-> critic -> actor) -> gradients and optimizer off
+             -> weights of the servers awake -> push -> actor off -> KV cache awake
 
 Roles with their own devices stay on them.
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from mcore_rl.config.resolve import are_colocated
 from mcore_rl.config.schema import PlacementConfig
-from mcore_rl.controller.batch_ops import B
 from mcore_rl.controller.dispatch import Group
-from mcore_rl.controller.worker_group import WorkerGroup
 from mcore_rl.rollout.server_pool import ServerPool
 from mcore_rl.rollout.weight_updater import WeightSync
-from mcore_rl.trainers.steps import with_reference_log_probs
+
+ROLLOUT = "rollout"
 
 
-@dataclass(frozen=True, slots=True)
-class Turns:
-    """`models` are the actor and, if there are any, reference, critic, reward model, teachers.
+class DeviceSharing:
+    """The models and servers of a run, of which those that share devices take turns."""
 
-    A LoRA actor is its own reference. With `keeps_requests` servers that sleep have unfinished
-    requests, and go on with them.
-    """
+    def __init__(
+        self,
+        placement: PlacementConfig,
+        models: Mapping[str, Group],
+        servers: ServerPool,
+        weight_sync: WeightSync,
+        keeps_requests: bool = False,
+    ) -> None:
+        """Begin with servers that serve and models that are off devices that they share.
 
-    placement: PlacementConfig
-    models: dict[str, WorkerGroup]
-    servers: ServerPool
-    weight_sync: WeightSync
-    keeps_requests: bool = False
+        Args:
+            models: Workers by role: the actor and, if the run has them, reference, critic,
+                reward_model, teacher.NAME. A LoRA actor is its own reference.
+            keeps_requests: Whether servers that are put to sleep have unfinished requests, which
+                go on when they are awake.
+        """
+        self.placement, self.models, self.servers = placement, models, servers
+        self.weight_sync, self._keeps_requests = weight_sync, keeps_requests
+        self._has_sleeping_servers = servers_sleep(placement, models)
+        self._resident = [ROLLOUT]  # roles with weights on their devices
 
     @property
-    def actor(self) -> WorkerGroup:
+    def actor(self) -> Group:
         return self.models["actor"]
 
     @property
-    def critic(self) -> WorkerGroup | None:
+    def critic(self) -> Group | None:
         return self.models.get("critic")
 
-    def stop_serving(self) -> None:
-        """Call when the servers have generated all samples of the step, or keep what they do."""
-        if servers_sleep(self.placement, self.models):
-            self.servers.sleep(keep=self.keeps_requests)
+    def use(self, role: str) -> None:
+        """Offload every role that shares devices with `role`, which is called next."""
+        self._offload_others(role)
+        if role not in self._resident:
+            self._resident.append(role)
 
-    def with_reference_log_probs(self, batch: B, temperature: float) -> B:
-        """Adds reference log-probs, of the reference model or of the actor without adapters."""
-        if "reference" not in self.models:
-            self.begin_training()
-            score = self.actor.compute_reference_log_probs
-            return with_reference_log_probs(batch, score, temperature)
-        with self.on_device("reference") as reference:
-            return with_reference_log_probs(batch, reference.compute_log_probs, temperature)
+    def offload_rollout(self) -> None:
+        """Put servers on shared devices to sleep, when the samples of a step are generated."""
+        if self._has_sleeping_servers and ROLLOUT in self._resident:
+            self._offload(ROLLOUT)
 
-    def begin_training(self) -> None:
-        if model_moves(self.placement, "actor", self.models):
-            self.actor.with_next("to", "device")
+    def update_weights(self, version: int) -> None:
+        """Send the actor's weights: every server generates with `version` when this returns.
 
-    @contextlib.contextmanager
-    def critic_on_device(self) -> Iterator[WorkerGroup]:
-        """Inside, the critic has the devices, of an actor that had them and gets them again."""
-        is_shared = are_colocated(self.placement, "actor", "critic")
-        if is_shared:
-            self.actor.to("host")
-        with self.on_device("critic") as critic:
-            yield critic
-        if is_shared:
-            self.begin_training()
-
-    @contextlib.contextmanager
-    def on_device(self, role: str) -> Iterator[WorkerGroup]:
-        """Inside, a model has its devices, which the actor has left or not yet got."""
-        moves = model_moves(self.placement, role, self.models)
-        if moves:
-            self.models[role].with_next("to", "device")
-        yield self.models[role]
-        if moves:
-            self.models[role].to("host")
-
-    def serve(self, version: int) -> None:
-        """Push the updated actor: every server generates with `version` when this returns."""
-        actor_moves = model_moves(self.placement, "actor", self.models)
-        servers_slept = servers_sleep(self.placement, self.models)
+        The actor leaves devices that it shares with servers.
+        """
         self.servers.follow_wanted()
-        if servers_slept and self.servers.has_joining:
-            self._start_servers(actor_moves)
-        if actor_moves:
+        is_shared = are_colocated(self.placement, "actor", ROLLOUT)
+        self.use("actor")
+        if self._has_sleeping_servers:
+            self._offload_others(ROLLOUT, but="actor")
+            if self.servers.has_joining:
+                self._start_servers(is_shared)
+        if is_shared:
             self.actor.to("host", model=False)
-        if servers_slept:
+        if self._has_sleeping_servers:
             self.servers.wake("weights")
             while not self.servers.num_up:  # all have died asleep
-                self._start_servers(actor_moves)
+                self._start_servers(is_shared)
                 self.servers.wake("weights")
         self.weight_sync.push(version)
-        if actor_moves:
-            self.actor.to("host")
-        if servers_slept:
+        if is_shared:
+            self._offload("actor")
+        if self._has_sleeping_servers:
             self.servers.wake("kv_cache")
-        self.servers.resend = self.serve_again
+            self._resident.append(ROLLOUT)
+        self.servers.resend = self.resend_weights
 
-    def _start_servers(self, actor_moves: bool) -> None:
-        """Those that join, while the actor is off its devices: each takes its weights and cache."""
-        if actor_moves:
-            self.actor.to("host")
-        self.servers.start_asleep()
-        if actor_moves:
-            self.actor.to("device", optimizer=False, grad=False)
-
-    def keep_actor(self) -> None:
-        """Before servers generate beside the actor: until `serve`, they cannot have its weights.
-
-        A trainer that waits for samples has no need of this: the actor has what is served.
+    def disable_resend(self) -> None:
+        """Block re-sending weights to restarted servers until the next update: the actor is about
+        to change beside them.
         """
         self.servers.resend = None
 
-    def serve_again(self) -> None:
-        """As `serve`, of the version that was served; for an actor that has not changed since."""
-        self.begin_training()
-        self.serve(self.servers.version)
+    def resend_weights(self) -> None:
+        """Send the version that is served once more, of an actor that has not changed since."""
+        self.update_weights(self.servers.version)
+
+    def _start_servers(self, is_shared: bool) -> None:
+        """Start servers that join, on devices that nobody has: each takes a server's memory."""
+        if is_shared:
+            self.actor.to("host")
+        self.servers.start_asleep()
+
+    def _offload_others(self, role: str, but: str = "") -> None:
+        for other in [*self._resident]:
+            if other not in (role, but) and are_colocated(self.placement, role, other):
+                self._offload(other)
+
+    def _offload(self, role: str) -> None:
+        self._resident.remove(role)
+        if role == ROLLOUT:
+            self.servers.sleep(keep=self._keeps_requests)
+        else:
+            self.models[role].to("host")
 
 
 @dataclass(frozen=True, slots=True)
-class OneModel:
+class ExclusiveDevices:
     """The same for a model that has its devices to itself, without servers."""
 
     actor: Group
     critic: None = None
 
-    def stop_serving(self) -> None: ...
+    def use(self, role: str) -> None:
+        """Do nothing: the model is on its devices."""
 
-    def begin_training(self) -> None: ...
+    def offload_rollout(self) -> None:
+        """Do nothing: there are no servers."""
 
-    def serve(self, version: int) -> None: ...
+    def update_weights(self, version: int) -> None:
+        """Do nothing: there are no servers."""
 
 
 def servers_sleep(placement: PlacementConfig, models: Collection[str]) -> bool:
-    """`models` are the roles of the run that have a training engine, here and below."""
-    return any(are_colocated(placement, "rollout", mate) for mate in models)
+    """Return whether servers share devices with one of the roles `models`, and so have to sleep."""
+    return any(are_colocated(placement, ROLLOUT, role) for role in models)
 
 
-def model_moves(placement: PlacementConfig, role: str, models: Collection[str]) -> bool:
-    """Whether the training engine of a role is offloaded for other roles."""
-    mates = {*models, "rollout"} - {role}
+def shares_devices(placement: PlacementConfig, role: str, models: Collection[str]) -> bool:
+    """Return whether the engine of a role is offloaded for servers or others of `models`."""
+    mates = {*models, ROLLOUT} - {role}
     return any(are_colocated(placement, role, mate) for mate in mates)

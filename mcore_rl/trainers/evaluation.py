@@ -1,44 +1,47 @@
-"""Held-out prompts, answered before training, while it goes on, and after it."""
+"""Evaluation on held-out prompts and examples: when it is due, and its metrics."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
 from mcore_rl.algorithms.inputs import reward_part
-from mcore_rl.config.schema import RewardConfig, RLConfig
-from mcore_rl.controller.batch_ops import per_sample
+from mcore_rl.config.schema import RewardConfig, RLConfig, TrainConfig
+from mcore_rl.controller.batch_ops import get_sample_columns
 from mcore_rl.data.batch import Batch, Samples
 from mcore_rl.data.datasets import PromptDataset
+from mcore_rl.data.examples import ExampleFiles
 from mcore_rl.data.prompt_batches import held_out_batch
 from mcore_rl.data.trajectories import Trajectories
+from mcore_rl.observability.activity import ACTIVITY
 from mcore_rl.observability.metrics import prefix_eval_metrics
 from mcore_rl.rollout.manager import RolloutPool
-from mcore_rl.trainers import steps
-from mcore_rl.trainers.sample_log import SampleTables
+from mcore_rl.trainers.objectives import Metrics, Objective
+from mcore_rl.trainers.sample_log import SampleLog
+from mcore_rl.trainers.step_samples import compute_failure_rate
 
 # Rewards that are 1 for a right answer and else 0, whose mean is an accuracy.
 ACCURACIES = ("choice", "final_number", "math")
-Found = dict[str, dict[str, float]]  # metrics of each set, by name
+MetricsBySet = dict[str, dict[str, float]]
 
 
 @dataclass(slots=True)
 class Evaluation:
-    """The sets of a run and what they are answered with."""
+    """Generates for the held-out prompts of a run, and scores the responses."""
 
     config: RLConfig
     rollout: RolloutPool
     sets: Mapping[str, Batch]
-    tables: SampleTables
-    record: Callable[[str, Found], None]  # takes "before" or "after", for the summary
+    sample_log: SampleLog
+    record: Callable[[str, MetricsBySet], None]  # takes "before" or "after", for the summary
     latest: list[Samples] = field(default_factory=list)  # samples of the last evaluation
 
     def is_due(self, step: int) -> bool:
-        """Step 0 is before training; after the last step there is always one. None without sets."""
+        """Return whether to evaluate: step 0 is before training; always after the last step."""
         every = self.config.evaluation.every
         if not self.sets:
             return False
@@ -47,51 +50,87 @@ class Evaluation:
         return step == self.config.trainer.num_steps or (bool(every) and step % every == 0)
 
     def run(self, step: int) -> dict[str, float]:
-        """Metrics eval/SET/NAME, of the weights after this step; the samples are saved.
+        """Return metrics eval/SET/NAME, of the weights after this step; save the samples.
 
         A response whose reward failed counts as 0, whatever reward.on_error does with it in
         training: without it the others would look better than the policy is.
         """
-        found: Found = {}
+        metrics: MetricsBySet = {}
         self.latest = []
         for name, prompts in self.sets.items():
             samples = self.rollout.evaluate(prompts, self.config.evaluation)
-            self.tables.of_evaluation(step, name, samples)
+            self.sample_log.write_evaluation(step, name, samples)
             self.latest.append(samples)
-            found[name] = scores(samples, self.config.reward)
+            metrics[name] = compute_scores(samples, self.config.reward)
             if self.config.reward.on_error != "stop":
-                found[name]["reward_errors"] = steps.failed_share(samples)
-        for when, at in (("before", 0), ("after", self.config.trainer.num_steps)):
-            if step == at:
-                self.record(when, found)
-        return prefix_eval_metrics(found)
+                metrics[name]["reward_errors"] = compute_failure_rate(samples)
+        for when, number in (("before", 0), ("after", self.config.trainer.num_steps)):
+            if step == number:
+                self.record(when, metrics)
+        return prefix_eval_metrics(metrics)
 
     @property
     def temperature(self) -> float | None:
-        """At which a trainer finds the log-probs of these samples; None where it cannot."""
-        own, rollout = self.config.evaluation, self.config.rollout
-        temperature = rollout.temperature if own.temperature is None else own.temperature
-        top_p = rollout.top_p if own.top_p is None else own.top_p
-        top_k = rollout.top_k if own.top_k is None else own.top_k
+        """Temperature at which a trainer has the log-probs of these samples; None if it cannot."""
+        settings, rollout = self.config.evaluation, self.config.rollout
+        temperature = rollout.temperature if settings.temperature is None else settings.temperature
+        top_p = rollout.top_p if settings.top_p is None else settings.top_p
+        top_k = rollout.top_k if settings.top_k is None else settings.top_k
         return temperature if temperature and top_p == 1 and not top_k else None
 
 
-def held_out(tests: Mapping[str, PromptDataset], num_prompts: int) -> dict[str, Batch]:
-    """The prompts of each set, all or the first; no two share a group id."""
-    found, num_before = {}, 0
+@dataclass(frozen=True, slots=True)
+class SupervisedEvaluation:
+    """Computes the loss of held-out examples."""
+
+    config: TrainConfig  # with the number of steps of the whole run
+    objective: Objective
+    sets: Mapping[str, ExampleFiles]
+    record: Callable[[str, dict[str, Metrics]], None]  # takes "before" or "after", for the summary
+
+    def is_due(self, step: int) -> bool:
+        """Return whether to evaluate: step 0 is before training; always after the last step."""
+        when, last = self.config.evaluation, self.config.trainer.num_steps
+        if not self.sets:
+            return False
+        if step == 0:
+            return when.before
+        return step == last or (bool(when.every) and step % when.every == 0)
+
+    def run(self, step: int) -> Metrics:
+        """Return metrics eval/SET/NAME, of the weights after this step."""
+        metrics = {name: self.objective.evaluate(self._list_batches(name)) for name in self.sets}
+        for when, number in (("before", 0), ("after", self.config.trainer.num_steps)):
+            if step == number:
+                self.record(when, metrics)
+        return prefix_eval_metrics(metrics)
+
+    def _list_batches(self, name: str) -> Iterator[Batch]:
+        """Yield all rows of a set, or eval_samples, a training batch at a time."""
+        examples, size = self.sets[name], self.config.trainer.batch_size
+        rows = list(range(self.config.trainer.eval_samples or len(examples)))
+        with ACTIVITY.count(len(rows), f"rows of {name}") as show_count:
+            for start in range(0, len(rows), size):
+                show_count(start)
+                yield examples.batch(rows[start : start + size])
+
+
+def build_test_sets(tests: Mapping[str, PromptDataset], num_prompts: int) -> dict[str, Batch]:
+    """Return the prompts of each set, all or the first; no two share a group id."""
+    sets, num_before = {}, 0
     for name, dataset in tests.items():
-        found[name] = held_out_batch(dataset, num_prompts or len(dataset), num_before)
-        num_before += len(found[name])
-    return found
+        sets[name] = held_out_batch(dataset, num_prompts or len(dataset), num_before)
+        num_before += len(sets[name])
+    return sets
 
 
-def scores(batch: Samples, config: RewardConfig) -> dict[str, float]:
-    """Mean reward and parts, each with its standard error, tokens, and what else tells of a set.
+def compute_scores(batch: Samples, config: RewardConfig) -> dict[str, float]:
+    """Return mean reward and parts, with standard errors, and metrics of lengths.
 
     All are over trajectories. accuracy is there where the reward is one (`ACCURACIES`): alone, or
     as a term. A response whose reward failed has reward 0, is not right, and has no parts.
     """
-    batch = Trajectories(per_sample(batch)).joined()
+    batch = Trajectories(get_sample_columns(batch)).joined()
     groups, rewards = batch.array("group_ids"), batch.array("rewards")
     values = {"reward": rewards}
     if not config.terms and config.name in ACCURACIES:
@@ -101,7 +140,7 @@ def scores(batch: Samples, config: RewardConfig) -> dict[str, float]:
         is_accuracy = term.get("name", name) in ACCURACIES
         if is_accuracy and (right := reward_part(batch, name)) is not None:
             values[f"accuracy/{name}"] = right
-    found = {}
+    metrics = {}
     if "roles" in batch:
         roles = batch.array("roles")
         for role in np.unique(roles[roles != ""]):
@@ -109,16 +148,18 @@ def scores(batch: Samples, config: RewardConfig) -> dict[str, float]:
     for name, column in values.items():
         has_value = ~np.isnan(column)
         if has_value.any():
-            found[name] = float(column[has_value].mean())
-            found[f"{name}_stderr"] = standard_error(column[has_value], groups[has_value])
-    found["response_tokens"] = float(batch.array("response_tokens").mean())
-    found["truncated"] = float((batch.array("finish_reasons") == "length").mean())
-    found["num_samples"] = float(len(batch))
-    return found
+            metrics[name] = float(column[has_value].mean())
+            metrics[f"{name}_stderr"] = compute_standard_error(column[has_value], groups[has_value])
+    metrics["response_tokens"] = float(batch.array("response_tokens").mean())
+    metrics["truncated"] = float((batch.array("finish_reasons") == "length").mean())
+    metrics["num_samples"] = float(len(batch))
+    return metrics
 
 
-def standard_error(values: npt.NDArray[np.floating], groups: npt.NDArray[np.int64]) -> float:
-    """Of the mean of all values, where those of a group (the responses to a prompt) hang together.
+def compute_standard_error(
+    values: npt.NDArray[np.floating], groups: npt.NDArray[np.int64]
+) -> float:
+    """Return the standard error of the mean, clustered by group (the responses to a prompt).
 
     sqrt(J / (J - 1) * sum_j (sum_{i in j} (x_i - mean))^2) / N for J groups of N values in all: the
     cluster-robust one (2411.00640, section 2.2), with the correction for few clusters. With one

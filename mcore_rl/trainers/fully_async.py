@@ -10,60 +10,53 @@ share with the trainer servers sleep while it trains, and go on where they were.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-from mcore_rl.config.schema import RLConfig
-from mcore_rl.observability.activity import Stopwatch
-from mcore_rl.observability.metrics import Report
 from mcore_rl.trainers.async_rollout import AsyncRollout
-from mcore_rl.trainers.checkpointing import Checkpointer
-from mcore_rl.trainers.device_sharing import Turns
-from mcore_rl.trainers.evaluation import Evaluation
-from mcore_rl.trainers.learner import Learner
+from mcore_rl.trainers.base import RLTrainer
+from mcore_rl.trainers.checkpointing import Stateful
 
 
-@dataclass(frozen=True, slots=True)
-class FullyAsyncTrainer:
-    """The models and servers of a run, and the loop over them."""
+class FullyAsyncTrainer(RLTrainer):
+    """A loop that never waits for a response that it does not need."""
 
-    config: RLConfig
-    turns: Turns  # of actor, reference and servers, where they share devices
-    rollout: AsyncRollout
-    learner: Learner
-    checkpointer: Checkpointer
-    evaluation: Evaluation
+    mode = "fully_async"
 
-    def train(self, report: Report) -> None:
-        """Run the steps up to trainer.num_steps, from 1 or from where the checkpointer goes on.
+    def prepare(self) -> None:
+        """Build the rollout that goes on beside the trainer."""
+        self.generation = AsyncRollout(self.sampler)
 
-        Raises:
-            RunStopped: a signal has asked for it; the last step is saved.
-            PolicyMismatchError: a token is more than trainer.staleness versions old, or log-probs
-                of samples of the policy differ by more than trainer.max_logprob_gap or
-                mean_logprob_gap.
-            ConfigError: no response of a step got a reward, or too few groups passed the filter.
-            WorkerError: a rank or a server failed, or no samples came in timeouts.call_s.
-        """
-        self.rollout.start()
-        for step in range(self.checkpointer.next_step, self.config.trainer.num_steps + 1):
-            clock = Stopwatch(step)
-            with clock("generate"):  # what the trainer waits for it
-                batch, metrics = self.rollout.take(step)
-            with clock("log_probs"):
-                self.turns.stop_serving()
-            with self.rollout.tended():
-                metrics |= self.learner.learn(batch, metrics, step, clock)
-            if self.checkpointer.is_due(step):
-                with clock("save"):
-                    self.checkpointer.save(step)
-            with clock("weight_sync"):
-                self.turns.serve(version=step)
-            self.rollout.pushed(step)
-            metrics["tokens_per_s"] = metrics["generated_tokens"] / clock.total_s
-            if self.evaluation.is_due(step):
-                with clock("evaluate"):
-                    metrics |= self.evaluation.run(step)
-            metrics |= clock.seconds | clock.driver
-            metrics["time/servers_idle_s"] = self.rollout.idle_s()
-            report(step, metrics)
-            self.checkpointer.step_ended(step, metrics)
+    def list_states(self) -> dict[str, Stateful]:
+        """Save the groups first: those that were lost begin again, which draws prompts."""
+        return {"ahead": self.generation} | super().list_states()
+
+    def train(self) -> None:
+        """Run the steps that are left."""
+        self.generation.start()
+        for step in self.steps():
+            with self.timer("generate"):  # the time that the trainer waits for it
+                batch, metrics = self.generation.take(step)
+            with self.timer("log_probs"):
+                self.devices.offload_rollout()
+            with self.generation.background_polling():
+                batch = self.drop_rejected(batch, metrics, step)
+                with self.timer("log_probs"):
+                    for model in self.frozen_models:
+                        batch, scores = model.score(batch)
+                        metrics |= scores
+                    batch = self.actor.compute_log_probs(batch)
+                with self.timer("update"):
+                    if self.critic is not None:
+                        batch = self.critic.compute_values(batch)
+                    training, stats = self.actor.compute_advantages(batch, step)
+                    metrics |= stats
+                    if self.critic is not None:
+                        metrics |= self.critic.update(training, step)
+                    batch, stats = self.actor.update(training, step)
+                    metrics |= stats
+                self.log_samples(batch, step)
+            self.save_if_due(step)
+            with self.timer("weight_sync"):
+                self.devices.update_weights(version=step)
+            self.generation.begin_version(step)
+            metrics |= self.evaluate_if_due(step)
+            metrics["time/servers_idle_s"] = self.generation.idle_s()
+            self.finish_step(step, metrics)

@@ -1,4 +1,4 @@
-"""What training on examples minimises: an optimizer step on a batch, and the same loss elsewhere.
+"""Objectives of training on examples: an optimizer step on a batch, and the loss without one.
 
 The loss of pairs takes two passes. The first gives the scores of all responses under the current
 weights. From these the driver computes the loss and what each token weighs in its gradient
@@ -27,19 +27,18 @@ from mcore_rl.controller.dispatch import Group
 from mcore_rl.data.batch import Batch
 from mcore_rl.data.examples import scored_batch
 from mcore_rl.observability.activity import Stopwatch
-from mcore_rl.trainers.steps import with_reference_log_probs
 
 Metrics = dict[str, float]
 
 
 class Objective(Protocol):
-    """A model and a loss."""
+    """A model and the loss that it is trained by."""
 
     def step(self, batch: Batch, clock: Stopwatch) -> Metrics:
-        """One optimizer step; its metrics are those of the weights before it."""
+        """Take one optimizer step; return metrics of the weights before it."""
 
     def evaluate(self, batches: Iterator[Batch]) -> Metrics:
-        """The metrics of all batches together, without training.
+        """Return the metrics of all batches together, without training.
 
         NAME_stderr is the standard error over rows of a loss or an accuracy.
         """
@@ -53,13 +52,14 @@ class SupervisedObjective:
     aggregation: str = "token_mean"
 
     def step(self, batch: Batch, clock: Stopwatch) -> Metrics:
+        """Take one optimizer step; return metrics of the weights before it."""
         weights = loss_weights(batch.jagged("response_mask"), self.aggregation)
         with clock("update"):
-            found: Metrics = self.model.update(batch.with_columns(loss_weights=weights))[0][0]
-        return found
+            metrics: Metrics = self.model.update(batch.with_columns(loss_weights=weights))[0][0]
+        return metrics
 
     def evaluate(self, batches: Iterator[Batch]) -> Metrics:
-        """`loss`: the mean over all trained tokens, whatever the aggregation."""
+        """Return `loss`: the mean over all trained tokens, whatever the aggregation."""
         sums, counts = list[float](), list[int]()  # of each row
         for batch in batches:
             scored = self.model.compute_log_probs(batch, temperature=1.0)
@@ -75,40 +75,44 @@ class SupervisedObjective:
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """Who gives the reference's log-probs: a frozen model, or the trained one without adapters."""
+    """The reference of a preference loss: a frozen model, or the trained one without adapters."""
 
-    score: Callable[..., Batch]  # as WorkerGroup.compute_log_probs
-    moved: Group | None = None  # the frozen model, where it is on the device for this alone
+    compute_log_probs: Callable[..., Batch]  # a method of its workers
+    offloaded: Group | None = None  # the frozen model, where it shares devices with the trained one
 
-    def add_to(self, batch: Batch) -> Batch:
-        if self.moved is not None:
-            self.moved.to("device")
-        batch = with_reference_log_probs(batch, self.score, 1.0)
-        if self.moved is not None:
-            self.moved.to("host")
-        return batch
+    def add_log_probs(self, batch: Batch) -> Batch:
+        """Add reference_log_probs: [response tokens], in nats."""
+        columns = batch.select("prompt_ids", "response_ids")
+        scored = self.compute_log_probs(columns, temperature=1.0).select("log_probs")
+        if self.offloaded is not None:
+            self.offloaded.to("host")
+        return batch.union(scored.renamed(log_probs="reference_log_probs"))
 
 
 class PairObjective(ABC):
-    """A loss of pairs: its value and its gradient are known before the update."""
+    """A loss of pairs, whose value and gradient are computed before the update."""
 
     model: Group
 
     @abstractmethod
-    def losses(self, batch: Batch, clock: Stopwatch) -> tuple[Batch, PairLosses]:
-        """Those of the pairs of a batch, and the batch that an update takes, without weights."""
+    def compute_losses(self, batch: Batch, clock: Stopwatch) -> tuple[Batch, PairLosses]:
+        """Return the batch that an update takes, without weights, and the losses of its pairs."""
 
     def step(self, batch: Batch, clock: Stopwatch) -> Metrics:
-        batch, losses = self.losses(batch, clock)
+        """Take one optimizer step; return metrics of the weights before it."""
+        batch, losses = self.compute_losses(batch, clock)
         weights = pair_weights(batch, losses)
         with clock("update"):
-            found = self.model.update(batch.with_columns(loss_weights=weights))[0][0]
-        return {**found, **losses.metrics}  # the loss of the update has the gradient, not the value
+            metrics = self.model.update(batch.with_columns(loss_weights=weights))[0][0]
+        return {
+            **metrics,
+            **losses.metrics,
+        }  # the loss of the update has the gradient, not the value
 
     def evaluate(self, batches: Iterator[Batch]) -> Metrics:
-        """Means over the pairs of all batches."""
-        found = [self.losses(batch, Stopwatch())[1] for batch in batches]
-        columns = [[getattr(o, field.name) for o in found] for field in fields(PairLosses)]
+        """Return means over the pairs of all batches."""
+        losses = [self.compute_losses(batch, Stopwatch())[1] for batch in batches]
+        columns = [[getattr(part, field.name) for part in losses] for field in fields(PairLosses)]
         return PairLosses(*map(np.concatenate, columns)).metrics_with_errors
 
 
@@ -120,10 +124,10 @@ class PreferenceObjective(PairObjective):
     loss: PreferenceLoss
     reference: Reference | None  # None for a loss that has none
 
-    def losses(self, batch: Batch, clock: Stopwatch) -> tuple[Batch, PairLosses]:
+    def compute_losses(self, batch: Batch, clock: Stopwatch) -> tuple[Batch, PairLosses]:
         if self.reference is not None:
             with clock("reference"):
-                batch = self.reference.add_to(batch)
+                batch = self.reference.add_log_probs(batch)
         with clock("log_probs"):
             batch = self.model.compute_log_probs(batch, temperature=1.0)
         return batch, self.loss(pair_inputs(batch))
@@ -135,7 +139,7 @@ class RewardObjective(PairObjective):
 
     model: Group
 
-    def losses(self, batch: Batch, clock: Stopwatch) -> tuple[Batch, PairLosses]:
+    def compute_losses(self, batch: Batch, clock: Stopwatch) -> tuple[Batch, PairLosses]:
         with clock("scores"):
             batch = self.model.compute_values(scored_batch(batch))
         scores = batch.jagged("values").values.astype(np.float64)

@@ -9,62 +9,60 @@ their own. With trainer.staleness=0 generation waits for the push, as in trainer
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-from mcore_rl.config.schema import RLConfig
-from mcore_rl.observability.activity import Stopwatch
-from mcore_rl.observability.metrics import Report
-from mcore_rl.trainers import policy_checks
-from mcore_rl.trainers.checkpointing import Checkpointer
-from mcore_rl.trainers.device_sharing import Turns
-from mcore_rl.trainers.evaluation import Evaluation
-from mcore_rl.trainers.learner import Learner
-from mcore_rl.trainers.prefetch import SamplesAhead
+from mcore_rl.trainers.async_rollout import RolloutPrefetcher
+from mcore_rl.trainers.base import RLTrainer
+from mcore_rl.trainers.checkpointing import Stateful
+from mcore_rl.trainers.policy_checks import check_ages
 
 
-@dataclass(frozen=True, slots=True)
-class OneStepOffTrainer:
-    """The models and servers of a run, and the loop over them."""
+class OneStepOffTrainer(RLTrainer):
+    """A loop whose servers are one step ahead of it.
 
-    config: RLConfig
-    turns: Turns  # of roles that share devices, of which the servers are none
-    ahead: SamplesAhead
-    learner: Learner
-    checkpointer: Checkpointer
-    evaluation: Evaluation
+    What stops the generation of a step is raised when the step before has been trained.
+    """
 
-    def train(self, report: Report) -> None:
-        """Run the steps up to trainer.num_steps, from 1 or from where the checkpointer goes on.
+    mode = "one_step_off"
 
-        What stops the generation of a step is raised when the step before has been trained.
+    def prepare(self) -> None:
+        """Build the prefetcher."""
+        self.prefetcher = RolloutPrefetcher(self.sampler, self.inputs.thread)
 
-        Raises:
-            RunStopped, PolicyMismatchError, ConfigError: as SyncTrainer; and PolicyMismatchError
-                for samples that are more than trainer.staleness versions old.
-        """
-        self.ahead.start()
+    def list_states(self) -> dict[str, Stateful]:
+        """Save the prefetcher first: it generates lost samples again, which draws prompts."""
+        return {"ahead": self.prefetcher} | super().list_states()
+
+    def train(self) -> None:
+        """Run the steps that are left."""
+        self.prefetcher.start()
         last, staleness = self.config.trainer.num_steps, self.config.trainer.staleness or 0
-        for step in range(self.checkpointer.next_step, last + 1):
-            clock = Stopwatch(step)
-            with clock("generate"):  # what the trainer waits for it
-                batch, metrics = self.ahead.take(step, version=step - 1)
-            metrics |= policy_checks.checked_age(batch, step - 1, staleness)
-            self.turns.keep_actor()
+        for step in self.steps():
+            with self.timer("generate"):  # the time that the trainer waits for it
+                batch, metrics = self.prefetcher.take(step, version=step - 1)
+            metrics |= check_ages(batch, step - 1, staleness)
+            self.devices.disable_resend()
             if staleness and step < last:
-                self.ahead.begin(step + 1, version=step - 1)
-            metrics |= self.learner.learn(batch, metrics, step, clock)
-            if self.checkpointer.is_due(step):
-                with clock("save"):
-                    self.checkpointer.save(step)
-            with clock("generate"):  # a server takes no weights while it answers
-                self.ahead.wait()
-            with clock("weight_sync"):
-                self.turns.serve(version=step)
-            metrics["tokens_per_s"] = metrics["generated_tokens"] / clock.total_s
-            if self.evaluation.is_due(step):
-                with clock("evaluate"):
-                    metrics |= self.evaluation.run(step)
-            metrics |= clock.seconds | clock.driver
-            metrics["time/servers_idle_s"] = self.ahead.idle_s()
-            report(step, metrics)
-            self.checkpointer.step_ended(step, metrics)
+                self.prefetcher.begin(step + 1, version=step - 1)
+            batch = self.drop_rejected(batch, metrics, step)
+            with self.timer("log_probs"):
+                for model in self.frozen_models:
+                    batch, scores = model.score(batch)
+                    metrics |= scores
+                batch = self.actor.compute_log_probs(batch)
+            with self.timer("update"):
+                if self.critic is not None:
+                    batch = self.critic.compute_values(batch)
+                training, stats = self.actor.compute_advantages(batch, step)
+                metrics |= stats
+                if self.critic is not None:
+                    metrics |= self.critic.update(training, step)
+                batch, stats = self.actor.update(training, step)
+                metrics |= stats
+            self.log_samples(batch, step)
+            self.save_if_due(step)
+            with self.timer("generate"):  # a server takes no weights while it answers
+                self.prefetcher.wait()
+            with self.timer("weight_sync"):
+                self.devices.update_weights(version=step)
+            metrics |= self.evaluate_if_due(step)
+            metrics["time/servers_idle_s"] = self.prefetcher.idle_s()
+            self.finish_step(step, metrics)

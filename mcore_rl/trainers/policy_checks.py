@@ -1,4 +1,4 @@
-"""Whether samples are of the policy that is trained on them, as versions and log-probs tell it."""
+"""Checks that samples are of the policy that is trained on them: weight versions and log-probs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 
 from mcore_rl.algorithms.correction import find_gaps_beyond, mismatch
 from mcore_rl.config.schema import CorrectionConfig, TrainerConfig
-from mcore_rl.controller.batch_ops import B, per_sample
+from mcore_rl.controller.batch_ops import B, get_sample_columns
 from mcore_rl.data.batch import NO_VERSION, Array, Batch, Jagged, Samples
 
 
@@ -17,20 +17,20 @@ class PolicyMismatchError(RuntimeError):
 
 
 def check_versions(batch: Samples, expected: int, max_age: int = 0) -> None:
-    """Checks that every token of a step that the policy chose has the version of the servers.
+    """Check that every token that the policy chose has the version `expected`.
 
-    Those of replayed samples, and only they, may be up to `max_age` versions older.
+    Tokens of replayed samples, and only they, may be up to `max_age` versions older.
 
     Raises:
-        PolicyMismatchError: some do not.
+        PolicyMismatchError: A token has another version.
     """
-    fresh, replayed = split_replayed(per_sample(batch))
-    versions = _versions(fresh)
+    fresh, replayed = split_replayed(get_sample_columns(batch))
+    versions = _list_versions(fresh)
     if len(fresh) and versions.tolist() != [expected]:
         raise PolicyMismatchError(
             f"servers answered with weights of version {versions.tolist()}; expected {expected}"
         )
-    versions = _versions(replayed)
+    versions = _list_versions(replayed)
     if len(versions) and not expected - max_age <= versions[0] <= versions[-1] < expected:
         raise PolicyMismatchError(
             f"replayed samples have weights of version {versions.tolist()}; expected: from "
@@ -38,54 +38,56 @@ def check_versions(batch: Samples, expected: int, max_age: int = 0) -> None:
         )
 
 
-def _versions(batch: Batch) -> Array:
-    """The oldest and the newest of each sample; those between are of mixed ones."""
-    found = np.concatenate([batch.array("oldest_versions"), batch.array("newest_versions")])
-    return np.unique(found[found != NO_VERSION])
+def _list_versions(batch: Batch) -> Array:
+    """Return the oldest and the newest version of each sample, sorted and unique."""
+    versions = np.concatenate([batch.array("oldest_versions"), batch.array("newest_versions")])
+    return np.unique(versions[versions != NO_VERSION])
 
 
-def ages(batch: Samples, version: int) -> Array:
-    """Of the oldest token of each sample that has one of the policy's, for a policy's version."""
-    oldest = per_sample(batch).array("oldest_versions")
+def compute_ages(batch: Samples, version: int) -> Array:
+    """Return how many versions before `version` the oldest token of each sample was chosen.
+
+    Samples without a token that the policy chose are left out.
+    """
+    oldest = get_sample_columns(batch).array("oldest_versions")
     return version - oldest[oldest != NO_VERSION]
 
 
-def checked_age(batch: Samples, version: int, max_age: int) -> dict[str, float]:
-    """The mean over samples that are not replayed of the age of their oldest token, in versions.
+def check_ages(batch: Samples, version: int, max_age: int) -> dict[str, float]:
+    """Check that no token is older than `max_age` versions or newer than `version`, the policy's.
 
-    Nothing if all have to be new.
-
-    `version` is that of the policy that is trained on them, and `max_age` the oldest allowed.
+    Replayed samples are not checked. Returns the metric samples/age, the mean age of the oldest
+    token of each sample, in versions; nothing if all have to be new.
 
     Raises:
-        PolicyMismatchError: a token is older, or newer than the policy.
+        PolicyMismatchError: A token is older, or newer than the policy.
     """
-    fresh = split_replayed(per_sample(batch))[0]
-    found = ages(fresh, version)
-    if not len(found):
+    fresh = split_replayed(get_sample_columns(batch))[0]
+    ages = compute_ages(fresh, version)
+    if not len(ages):
         return {}
-    oldest, newest = int(found.max()), int(version - _versions(fresh)[-1])
+    oldest, newest = int(ages.max()), int(version - _list_versions(fresh)[-1])
     if newest < 0 or oldest > max_age:
         raise PolicyMismatchError(
             f"samples for the policy of version {version} are from {newest} to {oldest} "
             f"versions old; allowed: up to trainer.staleness={max_age}"
         )
-    return {"samples/age": float(found.mean())} if max_age else {}
+    return {"samples/age": float(ages.mean())} if max_age else {}
 
 
 def split_replayed(batch: B) -> tuple[B, B]:
-    """The samples of this step, and those of earlier ones."""
+    """Return the samples of this step, and those of earlier steps."""
     if "replayed" not in batch:
         return batch, batch.take([])
     is_replayed = batch.array("replayed") != 0
-    rows = [np.flatnonzero(chosen).tolist() for chosen in (~is_replayed, is_replayed)]
+    rows = [np.flatnonzero(is_part).tolist() for is_part in (~is_replayed, is_replayed)]
     return batch.take(rows[0]), batch.take(rows[1])
 
 
-def logprob_gaps(batch: Batch) -> dict[str, float]:
-    """Absolute difference, in nats, of trainer and rollout log-probs at chosen tokens.
+def compute_logprob_gaps(batch: Batch) -> dict[str, float]:
+    """Return max_logprob_gap and mean_logprob_gap of trainer and servers, in nats.
 
-    Nothing where the policy has chosen none.
+    Over tokens that the policy chose; empty where there is none.
     """
     trainer, rollout = batch.jagged("log_probs").values, batch.jagged("rollout_log_probs").values
     gaps = np.abs(trainer - rollout)[batch.jagged("response_mask").values != 0]
@@ -94,44 +96,46 @@ def logprob_gaps(batch: Batch) -> dict[str, float]:
     return {"max_logprob_gap": float(gaps.max()), "mean_logprob_gap": float(gaps.mean())}
 
 
-def gaps_and_mismatch(
+def compute_gaps_and_mismatch(
     batch: Batch, config: CorrectionConfig, version: int | None = None
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """What logprob_gaps has found, to be checked, and metrics of how far the two are apart.
+    """Return the log-prob gaps, to be checked, and metrics of how far the policies are apart.
 
-    None where the servers' log-probs stand for the trainer's. Replayed samples, of other weights,
+    Empty where the servers' log-probs stand for the trainer's. Replayed samples, of other weights,
     do not count. Where samples are of several versions, the gaps are those of samples of the policy
-    itself, of `version`: others differ from it by what it has learned since, too.
+    itself, `version`: others also differ by what the policy has learned since.
     """
     fresh = split_replayed(batch)[0]
     if config.use_rollout_log_probs or not len(fresh):
         return {}, {}
     compared = batch.take(np.flatnonzero(_is_compared(batch, version)).tolist())
-    return logprob_gaps(compared), mismatch(fresh)
+    return compute_logprob_gaps(compared), mismatch(fresh)
 
 
 def compute_gap_mask(batch: Batch, version: int | None = None) -> Jagged:
-    """Return 1 at the response tokens that the gaps of `gaps_and_mismatch` are of, else 0."""
+    """Return 1 at the response tokens whose gaps count, else 0."""
     mask = batch.jagged("response_mask")
     is_compared = np.repeat(_is_compared(batch, version), mask.lengths)
     return mask.with_values(((mask.values != 0) & is_compared).astype(np.int8))
 
 
 def _is_compared(batch: Batch, version: int | None) -> Array:
-    """[samples]: whether the gaps are of it: not replayed, and no token older than `version`."""
+    """[samples]: whether gaps are of this sample: not replayed, no token older than `version`."""
     is_replayed = (
         batch.array("replayed") != 0 if "replayed" in batch else np.zeros(len(batch), bool)
     )
     if version is None:
         return ~is_replayed
-    return ~is_replayed & (per_sample(batch).array("oldest_versions") == version)  # none is newer
+    return ~is_replayed & (
+        get_sample_columns(batch).array("oldest_versions") == version
+    )  # none is newer
 
 
 def check_gaps(gaps: Mapping[str, float], bounds: TrainerConfig, step: int) -> None:
-    """Whether what logprob_gaps has found is within max_logprob_gap and mean_logprob_gap.
+    """Check gaps against trainer.max_logprob_gap and trainer.mean_logprob_gap.
 
     Raises:
-        PolicyMismatchError: one is beyond its bound.
+        PolicyMismatchError: One is beyond its bound.
     """
     for name in find_gaps_beyond(gaps, get_gap_bounds(bounds)):
         raise PolicyMismatchError(
@@ -142,5 +146,5 @@ def check_gaps(gaps: Mapping[str, float], bounds: TrainerConfig, step: int) -> N
 
 
 def get_gap_bounds(trainer: TrainerConfig) -> dict[str, float]:
-    """Return the largest gaps that a step may have, by the names that logprob_gaps gives them."""
+    """Return the largest gaps that a step may have, by the names of compute_logprob_gaps."""
     return {name: getattr(trainer, name) for name in ("max_logprob_gap", "mean_logprob_gap")}

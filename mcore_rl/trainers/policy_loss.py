@@ -22,6 +22,7 @@ from mcore_rl.algorithms.inputs import (
 )
 from mcore_rl.algorithms.kl import KL_ESTIMATORS
 from mcore_rl.algorithms.losses import LOSSES, MAX_LOG_RATIO
+from mcore_rl.algorithms.prepared import is_prepared
 from mcore_rl.algorithms.sample_choice import check_choices
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.import_path import is_import_path
@@ -30,19 +31,21 @@ from mcore_rl.data.batch import Batch, Samples
 
 B = TypeVar("B", bound=Samples)
 
-# Along response tokens: what samples are chosen, scored and weighed by before an update.
-EARLIER = (
+# Columns along response tokens that samples are selected, scored and weighted by before an update.
+EARLIER_COLUMNS = (
     "weight_versions", "turn_numbers", "state_ids", "process_rewards", "token_rewards", "entropy",
     "sum_pi_squared", "policy_mask", "cross_entropy_mask", "top_entropy_mask", "current_log_probs",
 )  # fmt: skip
 
 
-def read_by_loss(batch: B, loss: str) -> B:
-    """Without the columns that no loss of this package reads; one of one's own may read any.
+def select_read_columns(batch: B, loss: str) -> B:
+    """Drop the columns that no loss of this package reads; a user's own loss may read any.
 
-    A batch that is here stays as it is.
+    A batch in this process keeps them: nothing of it is fetched.
     """
-    return batch if isinstance(batch, Batch) or is_import_path(loss) else batch.without(*EARLIER)
+    if isinstance(batch, Batch) or is_import_path(loss):
+        return batch
+    return batch.without(*EARLIER_COLUMNS)
 
 
 # Of metrics of other losses than the one that algorithm.loss names: the column of its weights.
@@ -67,15 +70,15 @@ class PolicyLoss:
 
     @property
     def needs(self) -> frozenset[str]:
-        """Inputs that not every run has: see registry.needs."""
+        """Inputs that not every run has (algorithms/inputs.py)."""
         config = self.config
-        found = set(needs_of(LOSSES[config.loss]))
+        names = set(needs_of(LOSSES[config.loss]))
         if config.kl_coef and config.kl_placement == "loss":
-            found.add("reference_log_probs")
+            names.add("reference_log_probs")
         is_scored = not config.correction.use_rollout_log_probs  # which gives the entropy, too
         if config.entropy_coef or config.entropy_target is not None or not is_scored:
-            found.add("entropy")
-        return frozenset(found)
+            names.add("entropy")
+        return frozenset(names)
 
     def __call__(self, inputs: LossInputs) -> Losses:
         columns = inputs.columns
@@ -118,14 +121,14 @@ class PolicyLoss:
 
     def _policy_loss(self, inputs: LossInputs) -> tuple[torch.Tensor, dict[str, Metric]]:
         name = self.config.loss
-        found = LOSSES.bound(name, self.config.loss_settings)(inputs)
+        result = LOSSES.bound(name, self.config.loss_settings)(inputs)
         what = f"{LOSSES.setting}={name!r}"
-        if not isinstance(found, tuple) or len(found) != 2 or not isinstance(found[1], Mapping):
+        if not isinstance(result, tuple) or len(result) != 2 or not isinstance(result[1], Mapping):
             raise ConfigError(
-                f"{what} returned {type(found).__name__}; allowed: a loss and a dict of metrics"
+                f"{what} returned {type(result).__name__}; allowed: a loss and a dict of metrics"
             )
-        metrics = found[1]
-        loss = _check(found[0], "the loss", inputs, what)
+        metrics = result[1]
+        loss = _check(result[0], "the loss", inputs, what)
         for key, value in metrics.items():
             _check(value, key, inputs, what)
         return loss, dict(metrics)
@@ -134,25 +137,29 @@ class PolicyLoss:
 def _check(value: object, called: str, inputs: LossInputs, what: str) -> torch.Tensor:
     shape = inputs.sequence_ids.shape
     if not isinstance(value, torch.Tensor) or value.shape != shape:
-        found = list(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
+        kind = list(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
         raise ConfigError(
-            f"{what} returned {found} for {called}; allowed: a tensor of [tokens], here {[*shape]}"
+            f"{what} returned {kind} for {called}; allowed: a tensor of [tokens], here {[*shape]}"
         )
     return value
 
 
 def reads_squares(config: AlgorithmConfig) -> bool:
-    """Whether the actor's log-probs have to come with sum_pi_squared."""
+    """Return whether the actor's log-probs have to come with sum_pi_squared."""
     return "sum_pi_squared" in needs_of(ADVANTAGES[config.advantage])
 
 
 def reads_greedy(config: AlgorithmConfig) -> bool:
-    """Whether the advantage compares with greedy responses, which then have to be generated."""
+    """Return whether the advantage compares with greedy responses, which are generated then."""
     return "baseline_rewards" in needs_of(ADVANTAGES[config.advantage])
 
 
 def check_greedy(config: RLConfig) -> None:
-    """Raises ConfigError for an advantage of greedy responses in a run that makes none for it."""
+    """Check that a run can generate the greedy responses that its advantage compares with.
+
+    Raises:
+        ConfigError: It cannot.
+    """
     if not reads_greedy(config.algorithm):
         return
     asks = f"{ADVANTAGES.setting}={config.algorithm.advantage!r} compares with greedy responses"
@@ -204,3 +211,49 @@ def check_functions(config: AlgorithmConfig, agent_loop: str = "single_turn") ->
             f"samples are not those of the policy that {ADVANTAGES.setting}={config.advantage!r} "
             "has values of; allowed: 0, or an advantage without a critic"
         )
+
+
+def needs_log_prob_pass(config: RLConfig) -> bool:
+    """Return whether log-probs are computed, or taken from the servers, before the update.
+
+    With one optimizer step per trainer step the policy that is updated is the policy that the
+    log-probs are of: the forward pass of the update gives the same numbers, so that ratios are 1,
+    as in TRL where a batch is used once (BaseEngine.train_batch_with_scores).
+    """
+    return bool(find_log_prob_pass_reason(config))
+
+
+def find_log_prob_pass_reason(config: RLConfig) -> str:
+    """Return the first setting that needs log-probs or entropies before the update; "" for none.
+
+    Samples of old versions need none by themselves: their weights are those of a correction, or of
+    algorithm.loss="decoupled_ppo", whose proximal policy is the one that is updated.
+    """
+    algorithm, replay = config.algorithm, config.actor.moe.router_replay
+    correction, samples = algorithm.correction, algorithm.filter
+    advantage, loss = ADVANTAGES[algorithm.advantage], LOSSES[algorithm.loss]
+    # Functions outside of the package may read any column.
+    is_read_by_loss = is_import_path(algorithm.loss) or is_prepared(loss)
+    is_read_by_advantage = is_import_path(algorithm.advantage) or reads_squares(algorithm)
+    has_critic = "values" in needs_of(advantage)  # which learns before the actor is checked
+    # Gaps and entropies are of responses, too, that no update has.
+    has_more = bool(samples.keep_responses) and samples.advantages_of == "generated"
+    entropy_target, share = algorithm.entropy_target, algorithm.top_entropy_share
+    teacher_loss = algorithm.distillation.loss
+    settings: list[tuple[str, object, bool]] = [
+        ("algorithm.log_prob_pass", algorithm.log_prob_pass, algorithm.log_prob_pass == "always"),
+        ("algorithm.num_mini_batches", algorithm.num_mini_batches, algorithm.num_mini_batches > 1),
+        ("algorithm.correction.use_rollout_log_probs", True, correction.use_rollout_log_probs),
+        ("algorithm.correction.level", correction.level, correction.has_weights),
+        ("algorithm.correction.reject", correction.reject, bool(correction.reject)),
+        ("algorithm.loss", algorithm.loss, is_read_by_loss),
+        ("algorithm.advantage", algorithm.advantage, is_read_by_advantage or has_critic),
+        ("algorithm.kl_placement", algorithm.kl_placement, algorithm.kl_placement == "reward"),
+        ("algorithm.kl_target", algorithm.kl_target, algorithm.kl_target is not None),
+        ("algorithm.entropy_target", entropy_target, entropy_target is not None),
+        ("algorithm.top_entropy_share", share, share < 1),
+        ("algorithm.distillation.loss", teacher_loss, teacher_loss != "off"),
+        ("algorithm.filter.advantages_of", samples.advantages_of, has_more),
+        ("actor.moe.router_replay", replay, replay == "record"),
+    ]
+    return next((f"{name}={value!r}" for name, value, is_needed in settings if is_needed), "")

@@ -10,12 +10,12 @@ import numpy as np
 from mcore_rl.algorithms.sample_choice import priority_of
 from mcore_rl.config.schema import ReplayConfig
 from mcore_rl.controller.batch_ops import (
-    from_arrays,
-    joined,
-    lost_groups,
-    per_sample,
+    concat_batches,
+    drop_groups,
+    find_lost_groups,
+    get_sample_columns,
+    restore_batch,
     to_arrays,
-    without_groups,
 )
 from mcore_rl.data.batch import NO_VERSION, Array, Samples
 from mcore_rl.data.trajectories import compared
@@ -24,92 +24,93 @@ _STREAM = 0x7265706C  # sets its random numbers apart from others of the same se
 
 
 class ReplayBuffer:
-    """What was trained on in the last max_age steps, as whole groups; a state of a checkpoint.
+    """Complete groups that the last max_age steps have trained on; a state of a checkpoint.
 
-    Groups that are lost with a node leave it.
-
-    Samples keep the log-probs and weight versions of the servers that generated them. Those that
-    are drawn have 1 in the column `replayed`.
+    Groups that are lost with a node leave it. Samples keep the log-probs and weight versions of the
+    servers that generated them. Drawn samples have 1 in the column `replayed`.
     """
 
     def __init__(self, config: ReplayConfig, seed: int, call_s: float) -> None:
-        """`call_s` is how long a checkpoint waits for the samples."""
+        """Start empty. A checkpoint waits `call_s` for the samples."""
         self._config, self._seed, self._call_s = config, seed, call_s
-        self._kept: Samples | None = None
+        self._samples: Samples | None = None
 
     def draw(self, num_groups: int, step: int) -> Samples | None:
-        """Up to `num_groups` different groups, each with a chance in proportion to its priority.
+        """Draw up to `num_groups` different groups with probabilities proportional to priorities.
 
-        Those of priority 0 are never drawn. None where there is none.
+        Groups of priority 0 are never drawn. Returns None where there is none.
         """
-        self._let_go_of_lost()
-        if self._kept is None or num_groups < 1:
+        self._drop_lost()
+        if self._samples is None or num_groups < 1:
             return None
-        ids = self._kept.array("group_ids")
+        ids = self._samples.array("group_ids")
         groups, weights = np.unique(ids), self._priorities()
         num = min(num_groups, int(np.count_nonzero(weights)))
         if not num:
             return None
         rng = np.random.default_rng([self._seed, step, _STREAM])
         drawn = rng.choice(groups, num, replace=False, p=weights / weights.sum())
-        samples = self._kept.take(np.flatnonzero(np.isin(ids, drawn)).tolist())
+        samples = self._samples.take(np.flatnonzero(np.isin(ids, drawn)).tolist())
         return samples.with_columns(replayed=np.ones(len(samples), np.int8))
 
     def _priorities(self) -> Array:
-        """Of each group in order: the sum over its roles, of which there is mostly one."""
-        assert self._kept is not None
-        own = per_sample(self._kept)
-        ids, by_role = (b.array("group_ids") for b in (own, compared(own)))
-        rewards = self._kept.array("rewards").astype(np.float64)
-        found = np.zeros(len(np.unique(ids)))
+        """Return the priority of each group in order: the sum over its roles, mostly one."""
+        assert self._samples is not None
+        columns = get_sample_columns(self._samples)
+        ids, by_role = (b.array("group_ids") for b in (columns, compared(columns)))
+        rewards = self._samples.array("rewards").astype(np.float64)
+        priorities = np.zeros(len(np.unique(ids)))
         index = np.unique(ids, return_inverse=True)[1]
         for part in np.unique(by_role):
             rows = by_role == part
-            found[index[rows][0]] += priority_of(rewards[rows], self._config)
-        return found
+            priorities[index[rows][0]] += priority_of(rewards[rows], self._config)
+        return priorities
 
     def add(self, batch: Samples, step: int) -> None:
-        """Keeps new samples for later steps, and lets go of those that are then too old.
+        """Add the samples of a step and drop those that are too old then.
 
         A group that is there already is replaced: it was generated again.
         """
         if not self._config.share:
             return
         ids = np.unique(batch.array("group_ids"))
-        kept = batch if self._kept is None else joined([without_groups(self._kept, ids), batch])
-        oldest = _oldest_versions(kept)
-        self._kept = kept.take(np.flatnonzero(step - oldest <= self._config.max_age).tolist())
+        samples = batch
+        if self._samples is not None:
+            samples = concat_batches([drop_groups(self._samples, ids), batch])
+        oldest = _compute_oldest_versions(samples)
+        self._samples = samples.take(np.flatnonzero(step - oldest <= self._config.max_age).tolist())
 
-    def _let_go_of_lost(self) -> None:
-        if self._kept is not None and (lost := lost_groups([self._kept])):
+    def _drop_lost(self) -> None:
+        if self._samples is not None and (lost := find_lost_groups([self._samples])):
             print(f"{len(lost)} groups died with their node: they are not replayed any more")
-            self._kept = without_groups(self._kept, lost)
+            self._samples = drop_groups(self._samples, lost)
 
     def snapshot(self) -> Samples | None:
-        """What there is, by reference; for `go_back`."""
-        return self._kept
+        """Return the samples, by reference, for `go_back`."""
+        return self._samples
 
     def go_back(self, snapshot: Samples | None) -> None:
-        """To what was there. What is lost meanwhile leaves it when it is next looked at."""
-        self._kept = snapshot
+        """Restore a snapshot. Groups that were lost since leave it at the next draw."""
+        self._samples = snapshot
 
     def state_dict(self) -> dict[str, Any]:
-        self._let_go_of_lost()
-        if self._kept is None:
+        """Return all samples as arrays."""
+        self._drop_lost()
+        if self._samples is None:
             return {"samples": None}
         what = "a checkpoint needs the samples that are replayed"
-        return {"samples": to_arrays(self._kept, what, self._call_s)}
+        return {"samples": to_arrays(self._samples, what, self._call_s)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Without a share nothing is kept, whatever was."""
+        """Restore samples; without algorithm.filter.replay.share nothing."""
         if self._config.share and state["samples"] is not None:
-            self._kept = from_arrays(state["samples"])
+            self._samples = restore_batch(state["samples"])
 
 
-def _oldest_versions(batch: Samples) -> Array:
-    """[samples]: of the tokens that the policy has chosen in their groups; 0 without one."""
-    never, found = np.iinfo(np.int64).max, per_sample(batch).array("oldest_versions")
-    of_rows = np.where(found == NO_VERSION, never, found)
+def _compute_oldest_versions(batch: Samples) -> Array:
+    """[samples]: the oldest version in its group of a token that the policy chose; 0 for none."""
+    never, versions = np.iinfo(np.int64).max, get_sample_columns(batch).array("oldest_versions")
+    of_rows = np.where(versions == NO_VERSION, never, versions)
     ids, index = np.unique(batch.array("group_ids"), return_inverse=True)
     of_groups = np.full(len(ids), never)
     np.minimum.at(of_groups, index, of_rows)

@@ -1,16 +1,14 @@
-"""Tables of samples, as a run writes them, and a short look at some of them on the screen."""
+"""Samples of a run: tables on disk, and some on the screen."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
 from mcore_rl.config.schema import SampleLogConfig
-from mcore_rl.controller.batch_ops import near
 from mcore_rl.controller.dispatch import Group
 from mcore_rl.data.batch import Batch, Samples
 from mcore_rl.data.routed_experts import columns_of_experts
@@ -26,7 +24,7 @@ from mcore_rl.data.sample_tables import (
 )
 from mcore_rl.data.tokenizer import load_tokenizer
 from mcore_rl.observability.console import show_line
-from mcore_rl.trainers.checkpointing import tell
+from mcore_rl.observability.warnings import warn
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -34,29 +32,32 @@ if TYPE_CHECKING:
 _SHOWN = 58  # characters of a prompt or of a response: two rows of a terminal have both
 
 
-class SampleTables:
-    """Writes them into the output folder. What the disk does not take is told, and left out."""
+class SampleLog:
+    """Writes samples into the output folder. A table that cannot be written costs a warning."""
 
     def __init__(
         self,
         folder: Path,
         tokenizer: PreTrainedTokenizerBase,
         config: SampleLogConfig,
-        group: Group | None = None,
+        workers: Group | None = None,
     ) -> None:
-        """`group`: rank 0 of it writes batches that are not here. It reads the same tokenizer from
-        where this one came from.
+        """Prepare.
+
+        Args:
+            workers: Rank 0 of them writes the tables, where the columns are, with the tokenizer
+                loaded from the same path. None: this process writes them.
         """
         self._folder, self._tokenizer, self._config = folder, tokenizer, config
-        self._group = group
+        self._workers = workers
         self._has_tokens = config.tokens and tokenizer.is_fast
         if config.tokens and not self._has_tokens:
-            tell(
+            warn(
                 "sample_log.tokens: the tokenizer makes no tokenizer.json; tables have texts alone"
             )
 
-    def of_step(self, step: int, batch: Samples) -> None:
-        """samples/step_NNNNNN.parquet, where one is due, and sample_log.num_shown on the screen.
+    def write_step(self, step: int, batch: Samples) -> None:
+        """Write samples/step_NNNNNN.parquet, where it is due; show sample_log.num_shown of them.
 
         A table has the first trajectories, as many as sample_log.max_rows and max_tokens let in.
         """
@@ -71,36 +72,36 @@ class SampleTables:
             for line in self._write(path, batch.take(of_both), len(batch), len(rows), places):
                 show_line(f"step {step}: {line}")
 
-    def of_evaluation(self, step: int, name: str, batch: Samples) -> None:
-        """evaluations/step_NNNNNN/NAME.parquet, with all samples."""
+    def write_evaluation(self, step: int, name: str, batch: Samples) -> None:
+        """Write evaluations/step_NNNNNN/NAME.parquet, with all samples."""
         self._write(table_path(self._folder, step, name), batch, len(batch), len(batch), [])
 
     def _write(
         self, path: Path, batch: Samples, num_samples: int, num_rows: int, shown: list[int]
     ) -> list[str]:
-        """A table of the first `num_rows`, if there are any; a line for each row that is shown."""
+        """Write a table of the first `num_rows`, if there are any; return a line for each of
+        `shown`.
+        """
         refused = ""
         if num_rows and self._has_tokens:
             try:
-                self._keep_tokenizer()
+                self._write_tokenizer()
             except OSError as error:
                 refused, num_rows = str(error), 0
-        written = self._has_tokens, path, num_samples, num_rows, shown
-        found, lines = self._there(_written_and_shown, batch, *written)
-        if refused := refused or found:
-            tell(f"{path} cannot be written: {refused}; the run goes on")
+        args = self._has_tokens, path, num_samples, num_rows, shown
+        if self._workers is None:
+            assert isinstance(batch, Batch)  # the workers of a run write those by reference
+            error_text, lines = write_and_show(batch, self._tokenizer, *args)
+        else:
+            columns = batch.without(*columns_of_experts(batch))
+            source = self._tokenizer.name_or_path
+            error_text, lines = self._workers.apply(_load_write_and_show, columns, source, *args)
+        if refused := refused or error_text:
+            warn(f"{path} cannot be written: {refused}; the run goes on")
         return lines
 
-    def _there(self, function: Callable[..., Any], batch: Samples, *args: object) -> Any:
-        if isinstance(batch, Batch):
-            return function(batch, self._tokenizer, *args)
-        assert self._group is not None  # given where there are such batches
-        source = self._tokenizer.name_or_path
-        names = {*batch.names} - {*columns_of_experts(batch)}
-        return near(self._group, _with_tokenizer, batch, function, source, *args, reads=names)
-
-    def _keep_tokenizer(self) -> None:
-        """Beside the tables, so that whoever has the folder can read the tokens in them."""
+    def _write_tokenizer(self) -> None:
+        """Write it beside the tables, so that their tokens can be read."""
         path = self._folder / SAMPLES / TOKENIZER
         if path.exists():
             return
@@ -111,15 +112,15 @@ class SampleTables:
 
 
 @functools.cache
-def _tokenizer(path: str) -> PreTrainedTokenizerBase:
+def _load_tokenizer(path: str) -> PreTrainedTokenizerBase:
     return load_tokenizer(path)
 
 
-def _with_tokenizer(batch: Batch, function: Callable[..., Any], path: str, *args: object) -> Any:
-    return function(batch, _tokenizer(path), *args)
+def _load_write_and_show(batch: Batch, path: str, *args: Any) -> tuple[str, list[str]]:
+    return write_and_show(batch, _load_tokenizer(path), *args)
 
 
-def _written_and_shown(
+def write_and_show(
     batch: Batch,
     tokenizer: PreTrainedTokenizerBase,
     has_tokens: bool,
@@ -128,45 +129,45 @@ def _written_and_shown(
     num_rows: int,
     shown: list[int],
 ) -> tuple[str, list[str]]:
-    """Why the disk does not take a table of the first rows, "" if it does; and lines of some."""
-    lines, table = _in_short(batch.take(shown), tokenizer), batch.take(range(num_rows))
+    """Write a table of the first rows; return why the disk refused, or "", and lines of `shown`."""
+    lines, table = _format_lines(batch.take(shown), tokenizer), batch.take(range(num_rows))
     try:
         if num_rows:
-            write_table(path, table_columns(table, tokenizer, has_tokens), num_samples)
+            write_table(path, build_table(table, tokenizer, has_tokens), num_samples)
     except OSError as error:
         return str(error), lines
     return "", lines
 
 
-def table_columns(
+def build_table(
     batch: Batch, tokenizer: PreTrainedTokenizerBase, has_tokens: bool
 ) -> dict[str, pa.Array]:
-    """One row a sample: docs/watching.md has what each is."""
+    """Return the columns of a table, one row a sample (docs/watching.md)."""
     batch = with_own_log_probs(batch)
-    found = {
+    columns = {
         **summary_columns(batch),
-        "prompt": _texts(batch, tokenizer, "prompt_ids"),
-        "response": _texts(batch, tokenizer, "response_ids"),
+        "prompt": _decode(batch, tokenizer, "prompt_ids"),
+        "response": _decode(batch, tokenizer, "response_ids"),
     }
-    return found | token_columns(batch) if has_tokens else found
+    return columns | token_columns(batch) if has_tokens else columns
 
 
-def _texts(batch: Batch, tokenizer: PreTrainedTokenizerBase, name: str) -> pa.Array:
-    """With special tokens, as the policy reads and writes them."""
+def _decode(batch: Batch, tokenizer: PreTrainedTokenizerBase, name: str) -> pa.Array:
+    """Decode with special tokens, as the policy reads and writes them."""
     texts = [tokenizer.decode(ids.tolist()) for ids in batch.jagged(name)]
     return pa.array(texts, pa.string())
 
 
-def _in_short(batch: Batch, tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """A line a sample."""
+def _format_lines(batch: Batch, tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """Return a line for each sample."""
 
-    def plain(name: str, row: int) -> str:
+    def decode(name: str, row: int) -> str:
         ids = batch.jagged(name)[row].tolist()
         return " ".join(tokenizer.decode(ids, skip_special_tokens=True).split())
 
     lines = []
     for row, reward in enumerate(batch.array("rewards")):
-        prompt, response = plain("prompt_ids", row), plain("response_ids", row)
+        prompt, response = decode("prompt_ids", row), decode("response_ids", row)
         prompt = prompt.removesuffix(" assistant")  # the header of the response
         if len(prompt) > _SHOWN:  # from the beginning of a word on
             end = prompt[-_SHOWN + 4 :]

@@ -1,6 +1,11 @@
-"""What a step trains on: generated until enough groups pass the filter, and replayed."""
+"""The samples that a step trains on: rounds of generation, rewards, group filters, replay."""
 
 from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -12,165 +17,267 @@ from mcore_rl.algorithms.sample_choice import (
 )
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import RLConfig
-from mcore_rl.controller.batch_ops import joined, kept, lost_groups, per_sample, without_groups
+from mcore_rl.controller.batch_ops import (
+    B,
+    concat_batches,
+    drop_groups,
+    find_lost_groups,
+    get_sample_columns,
+    select_rows,
+)
 from mcore_rl.data.batch import Batch, Samples
 from mcore_rl.data.prompt_batches import PromptBatches
 from mcore_rl.data.trajectories import Trajectories
 from mcore_rl.rollout.manager import RolloutPool, tell_lost
-from mcore_rl.trainers import policy_checks, steps
+from mcore_rl.trainers import policy_checks
 from mcore_rl.trainers.policy_loss import reads_greedy
 from mcore_rl.trainers.replay_buffer import ReplayBuffer
-from mcore_rl.trainers.scoring import with_teacher_names
 
-LEFT_OUT = "left_out"  # a column of samples that are shown, and not trained on
+REJECTED = "left_out"  # a column of samples that are logged, and not trained on
 
 
-def samples_of_step(
-    config: RLConfig,
-    rollout: RolloutPool,
-    prompts: PromptBatches,
-    replay: ReplayBuffer,
-    step: int,
-    age: int = 0,
-) -> tuple[Samples, dict[str, float]]:
-    """The samples of a step with their rewards, and metrics of all that were generated.
+@dataclass(frozen=True, slots=True)
+class StepSampler:
+    """Generates the samples of a step."""
 
-    The servers have the weights of the policy that the step trains, or those of `age` versions
-    before it. Round after round is generated until the groups that pass
-    algorithm.filter.group_filter and those that are replayed make trainer.prompts_per_step. The
-    last round's groups beyond that are dropped. A round that has lost samples with a node meanwhile
-    is generated again, and what was to be replayed is left out. If no group has passed, and
-    if_short is not stop, there is nothing to train on: the batch has the first groups to be shown,
-    with the column LEFT_OUT.
+    config: RLConfig
+    rollout: RolloutPool
+    prompts: PromptBatches
+    replay: ReplayBuffer
 
-    Raises:
-        PolicyMismatchError: samples came from other weights.
-        ConfigError: no response got a reward; too few groups have passed, and if_short is stop.
-    """
-    policy, (replayed, wanted) = config.algorithm.filter, replayed_and_wanted(config, replay, step)
-    asked: list[Batch] = []
-    rounds: list[Samples] = []
-    while True:
-        asked.append(prompts.take(policy.prompts_per_round or wanted))
-        rounds.append(_round(config, rollout, asked[-1]))
-        while lost := lost_groups(rounds):
-            tell_lost(lost)
-            for number, of_round in enumerate(rounds):
-                if np.isin(of_round.array("group_ids"), lost).any():
-                    rounds[number] = _round(config, rollout, asked[number])
-        came = joined(rounds)
-        policy_checks.check_versions(came, step - 1 - age)
-        batch, metrics = rewarded(config, came, step)
-        passed = kept(kept_groups, batch, policy)
-        if num_groups(passed) >= wanted or len(rounds) == policy.max_rounds:
-            break
-    observe(config, prompts, came, batch)
-    if policy.group_filter:
-        metrics |= _of_filter(len(rounds), batch, passed, wanted)
-    if num_groups(passed) < wanted and policy.if_short == "stop":
-        raise ConfigError(
-            f"step {step}: {num_groups(passed)} of {num_groups(batch)} groups have passed "
-            f"algorithm.filter.group_filter={policy.group_filter!r} in {len(rounds)} rounds, of "
-            f"{wanted} that the step needs; allowed: more algorithm.filter.max_rounds or "
-            "prompts_per_round, or if_short='train'"
+    def collect(self, step: int, age: int = 0) -> tuple[Samples, dict[str, float]]:
+        """Return the samples of a step with their rewards, and metrics of all that were generated.
+
+        The servers have the weights of the policy that the step trains, or those of `age` versions
+        before it. Round after round is generated until the groups that pass
+        algorithm.filter.group_filter and those that are replayed make trainer.prompts_per_step.
+        The last round's groups beyond that are dropped. A round that has lost samples with a node
+        meanwhile is generated again, and lost groups of the replay buffer are left out. If no group
+        has passed, and if_short is not stop, there is nothing to train on: the batch has the first
+        groups, to be logged, with the column REJECTED.
+
+        Raises:
+            PolicyMismatchError: Samples came from other weights.
+            ConfigError: No response got a reward; too few groups have passed, and if_short is stop.
+        """
+        policy, (replayed, num_needed) = self.config.algorithm.filter, self.draw_replayed(step)
+        prompts: list[Batch] = []
+        rounds: list[Samples] = []
+        while True:
+            prompts.append(self.prompts.take(policy.prompts_per_round or num_needed))
+            rounds.append(self._generate(prompts[-1]))
+            while lost := find_lost_groups(rounds):
+                tell_lost(lost)
+                for number, samples in enumerate(rounds):
+                    if np.isin(samples.array("group_ids"), lost).any():
+                        rounds[number] = self._generate(prompts[number])
+            generated = concat_batches(rounds)
+            policy_checks.check_versions(generated, step - 1 - age)
+            batch, metrics = self.apply_rewards(generated, step)
+            passed = select_rows(kept_groups, batch, policy)
+            if count_groups(passed) >= num_needed or len(rounds) == policy.max_rounds:
+                break
+        self.update_curriculum(generated, batch)
+        if policy.group_filter:
+            metrics |= _describe_filter(len(rounds), batch, passed, num_needed)
+        if count_groups(passed) < num_needed and policy.if_short == "stop":
+            raise ConfigError(
+                f"step {step}: {count_groups(passed)} of {count_groups(batch)} groups have passed "
+                f"algorithm.filter.group_filter={policy.group_filter!r} in {len(rounds)} rounds, "
+                f"of {num_needed} that the step needs; allowed: more algorithm.filter.max_rounds "
+                "or prompts_per_round, or if_short='train'"
+            )
+        selected, replay_metrics = self.add_replayed(
+            _take_groups(passed, num_needed), replayed, step
         )
-    first, found = trained_on(config, _first(passed, wanted), replay, replayed, step)
-    if not len(first):
-        first = _first(batch, wanted)
-        first = first.with_columns(**{LEFT_OUT: np.ones(len(first), np.int8)})
-    return first, metrics | found | {"generated_tokens": float(came.num_tokens.sum())}
+        if not len(selected):
+            selected = _take_groups(batch, num_needed)
+            selected = selected.with_columns(**{REJECTED: np.ones(len(selected), np.int8)})
+        metrics |= replay_metrics | {"generated_tokens": float(generated.num_tokens.sum())}
+        return selected, metrics
+
+    def draw_replayed(self, step: int) -> tuple[Samples | None, int]:
+        """Return the replayed groups of a step, and how many new groups it needs."""
+        per_step = self.config.trainer.prompts_per_step
+        replayed = self.replay.draw(per_step - count_new_groups(self.config), step)
+        return replayed, per_step - (count_groups(replayed) if replayed is not None else 0)
+
+    def apply_rewards(self, batch: Samples, step: int) -> tuple[Samples, dict[str, float]]:
+        """Drop what has no reward, shuffle rewards (reward.shuffle); return metrics too.
+
+        Raises:
+            ConfigError: No response got a reward.
+        """
+        batch, metrics = drop_failed_rewards(batch, self.config.reward.on_error)
+        metrics |= describe_samples(batch)
+        if self.config.reward.shuffle:
+            batch = shuffle_rewards(batch, [self.config.seed, step])
+        return batch, metrics
+
+    def update_curriculum(self, generated: Samples, batch: Samples) -> None:
+        """Report successes by group; `batch` has the samples of `generated` that got a reward."""
+        curriculum = self.config.data.curriculum
+        if curriculum.name:
+            trajectories = Trajectories(get_sample_columns(batch)).joined()
+            rewards = reward_or_part(trajectories, curriculum.success, "data.curriculum.success")
+            has_succeeded = rewards >= curriculum.min_reward
+            group_ids = trajectories.array("group_ids")
+            self.prompts.observe(generated.array("group_ids"), group_ids, has_succeeded)
+
+    def add_replayed(
+        self, fresh: Samples, replayed: Samples | None, step: int
+    ) -> tuple[Samples, dict[str, float]]:
+        """Select the responses that advantages compare, and join the replayed groups.
+
+        The replay buffer has the fresh groups from then on.
+        """
+        policy, replay = self.config.algorithm.filter, self.config.algorithm.filter.replay
+        if policy.advantages_of == "kept":
+            seed = [self.config.seed, step, CHOICE_STREAM]
+            fresh = select_rows(kept_responses, fresh, policy, seed)
+        if not replay.share:
+            return fresh, {}
+        self.replay.add(fresh, step)
+        fresh = fresh.with_columns(replayed=np.zeros(len(fresh), np.int8))
+        if replayed is not None:
+            replayed = drop_groups(replayed, find_lost_groups([replayed]))
+        if replayed is None or not len(replayed):
+            return fresh, {"samples/replayed": 0.0}
+        policy_checks.check_versions(replayed, step - 1, replay.max_age)
+        metrics = {"samples/replayed": float(count_groups(replayed))}
+        if len(ages := policy_checks.compute_ages(replayed, step - 1)):
+            metrics["samples/replayed_age"] = float(ages.mean())
+        return concat_batches([fresh, replayed]), metrics
+
+    def _generate(self, prompts: Batch) -> Samples:
+        config = self.config
+        batch: Samples = self.rollout.generate(prompts, n=config.algorithm.group_size)
+        if reads_greedy(config.algorithm):
+            greedy = self.rollout.generate(prompts, n=1, is_greedy=True)
+            batch = add_baseline_rewards(batch, greedy)
+        if config.teacher.column:
+            batch = add_teacher_names(batch, prompts, config.teacher.column)
+        return batch
 
 
-def replayed_and_wanted(
-    config: RLConfig, replay: ReplayBuffer, step: int
-) -> tuple[Samples | None, int]:
-    """The groups of earlier steps that a step trains on, and how many new ones it needs."""
-    per_step = config.trainer.prompts_per_step
-    replayed = replay.draw(per_step - new_per_step(config), step)
-    return replayed, per_step - (num_groups(replayed) if replayed is not None else 0)
-
-
-def new_per_step(config: RLConfig) -> int:
-    """New groups that a step needs at least: it replays the others if the buffer has enough."""
+def count_new_groups(config: RLConfig) -> int:
+    """Return the new groups that a step needs at least: the others are replayed, if there are."""
     per_step = config.trainer.prompts_per_step
     share = round(config.algorithm.filter.replay.share * per_step)
     return max(per_step - share, 1)
 
 
-def rewarded(config: RLConfig, came: Samples, step: int) -> tuple[Samples, dict[str, float]]:
-    """What was generated, with the rewards that count, and metrics of it.
-
-    Raises ConfigError: no response got a reward.
-    """
-    batch, metrics = steps.judged(came, config.reward.on_error)
-    metrics |= steps.describe(batch)
-    if config.reward.shuffle:
-        batch = steps.shuffled_rewards(batch, [config.seed, step])
-    return batch, metrics
-
-
-def trained_on(
-    config: RLConfig, fresh: Samples, replay: ReplayBuffer, replayed: Samples | None, step: int
-) -> tuple[Samples, dict[str, float]]:
-    """The groups of a step with those responses that advantages compare, and replayed groups."""
-    policy = config.algorithm.filter
-    if policy.advantages_of == "kept":
-        fresh = kept(kept_responses, fresh, policy, [config.seed, step, CHOICE_STREAM])
-    if not policy.replay.share:
-        return fresh, {}
-    return _with_replayed(fresh, replayed, replay, policy.replay.max_age, step)
-
-
-def _round(config: RLConfig, rollout: RolloutPool, asked: Batch) -> Samples:
-    batch = rollout.generate(asked, n=config.algorithm.group_size)
-    if reads_greedy(config.algorithm):
-        greedy = rollout.generate(asked, n=1, is_greedy=True)
-        batch = steps.with_baseline_rewards(batch, greedy)
-    if config.teacher.column:
-        batch = with_teacher_names(batch, asked, config.teacher.column)
-    return batch
-
-
-def observe(config: RLConfig, prompts: PromptBatches, came: Samples, batch: Samples) -> None:
-    """Tells a curriculum of the groups that `came`; `batch` has those with a reward."""
-    curriculum = config.data.curriculum
-    if curriculum.name:
-        whole = Trajectories(per_sample(batch)).joined()
-        rewards = reward_or_part(whole, curriculum.success, "data.curriculum.success")
-        has_succeeded = rewards >= curriculum.min_reward
-        prompts.observe(came.array("group_ids"), whole.array("group_ids"), has_succeeded)
-
-
-def _of_filter(num_rounds: int, batch: Samples, passed: Samples, wanted: int) -> dict[str, float]:
-    num, num_passed = num_groups(batch), num_groups(passed)
-    found = {"rounds": num_rounds, "groups": num, "passed": num_passed / num}
-    found["dropped_surplus"] = max(num_passed - wanted, 0)
-    return {f"samples/{name}": float(value) for name, value in found.items()}
-
-
-def _with_replayed(
-    fresh: Samples, replayed: Samples | None, replay: ReplayBuffer, max_age: int, step: int
-) -> tuple[Samples, dict[str, float]]:
-    """Both; and the buffer has the fresh ones from now on."""
-    replay.add(fresh, step)
-    fresh = fresh.with_columns(replayed=np.zeros(len(fresh), np.int8))
-    if replayed is not None:
-        replayed = without_groups(replayed, lost_groups([replayed]))
-    if replayed is None or not len(replayed):
-        return fresh, {"samples/replayed": 0.0}
-    policy_checks.check_versions(replayed, step - 1, max_age)
-    metrics = {"samples/replayed": float(num_groups(replayed))}
-    if len(found := policy_checks.ages(replayed, step - 1)):
-        metrics["samples/replayed_age"] = float(found.mean())
-    return joined([fresh, replayed]), metrics
-
-
-def num_groups(batch: Samples) -> int:
+def count_groups(batch: Samples) -> int:
+    """Return the number of groups that have a sample in the batch."""
     return len(np.unique(batch.array("group_ids")))
 
 
-def _first(batch: Samples, num: int) -> Samples:
-    """The `num` groups that were asked for first."""
+def _take_groups(batch: Samples, num: int) -> Samples:
+    """Return the `num` groups whose prompts were drawn first."""
     group_ids = batch.array("group_ids")
     is_first = np.isin(group_ids, np.unique(group_ids)[:num])
     return batch.take(np.flatnonzero(is_first).tolist())
+
+
+def drop_failed_rewards(batch: B, on_error: str) -> tuple[B, dict[str, float]]:
+    """Drop samples whose reward failed (reward.on_error=drop). Return the batch and metrics.
+
+    Groups may then differ in size, and a group may be gone.
+
+    Raises:
+        ConfigError: None is left.
+    """
+    if on_error == "stop":  # the servers have raised
+        return batch, {}
+    errors = batch.array("reward_errors")
+    rows = np.flatnonzero(errors == "").tolist()
+    metrics = {"reward_errors": compute_failure_rate(batch)}
+    if on_error != "drop":
+        return batch, metrics
+    if not rows:
+        raise ConfigError(
+            f"reward.on_error='drop': none of the {len(batch)} responses of a step got a reward; "
+            f"the first: {errors[0]}"
+        )
+    return batch.take(rows), metrics | {"dropped": float(len(batch) - len(rows))}
+
+
+def compute_failure_rate(batch: Samples) -> float:
+    """Return the share of samples that got no reward."""
+    return float((batch.array("reward_errors") != "").mean())
+
+
+def shuffle_rewards(batch: B, seed: Sequence[int]) -> B:
+    """Permute rewards over the samples and drop those of tokens: no signal is left."""
+    rewards = np.random.default_rng(seed).permutation(batch.array("rewards"))
+    return batch.without("process_rewards").with_columns(rewards=rewards)
+
+
+def add_baseline_rewards(batch: B, greedy: Samples) -> B:
+    """Add baseline_rewards: of the greedy response to the same prompt, in the same role (ReMax).
+
+    Drops the samples of prompts whose greedy response got no reward, which says nothing about what
+    the policy earns there.
+
+    Raises:
+        ConfigError: None of the greedy responses got one.
+    """
+    has_reward = greedy.array("reward_errors") == ""
+    triples = zip(_list_groups_and_roles(greedy), greedy.array("rewards"), has_reward, strict=True)
+    rewards = {key: reward for key, reward, is_rewarded in triples if is_rewarded}
+    keys = _list_groups_and_roles(batch)
+    rows = [row for row, key in enumerate(keys) if key in rewards]
+    if not rows:
+        first = greedy.array("reward_errors")[0]
+        raise ConfigError(f"none of {len(greedy)} greedy responses got a reward; first: {first}")
+    baselines = np.array([rewards[keys[row]] for row in rows], np.float32)
+    return batch.take(rows).with_columns(baseline_rewards=baselines)
+
+
+def _list_groups_and_roles(batch: Samples) -> list[tuple[int, str]]:
+    """Return the group id and the role of each sample."""
+    groups = batch.array("group_ids").tolist()
+    roles = batch.array("roles").tolist() if "roles" in batch else [""] * len(groups)
+    return list(zip(groups, roles, strict=True))
+
+
+def add_teacher_names(batch: B, prompts: Batch, column: str) -> B:
+    """Add the column teacher: the teacher that the row of each sample's prompt names."""
+    pairs = zip(prompts.array("group_ids"), prompts.jagged("fields").texts, strict=True)
+    names = {int(group): json.loads(fields)[column] for group, fields in pairs}
+    teachers = [names[int(group)] for group in batch.array("group_ids")]
+    return batch.with_columns(teacher=np.array(teachers))
+
+
+def describe_samples(batch: Samples) -> dict[str, float]:
+    """Return metrics of generated samples, over trajectories."""
+    num_samples, num_turns = len(batch), batch.array("turns").sum() if "turns" in batch else 0
+    batch = Trajectories(get_sample_columns(batch)).joined()
+    lengths = batch.array("response_tokens")
+    metrics: dict[str, Any] = {
+        "reward": batch.array("rewards").mean(),
+        "response_tokens": lengths.mean(),
+        "response_tokens_max": lengths.max(),
+        "truncated": (batch.array("finish_reasons") == "length").mean(),
+    }
+    if num_turns > len(batch):
+        metrics["turns"] = num_turns / len(batch)
+    if num_samples > len(batch):
+        metrics["samples_per_trajectory"] = num_samples / len(batch)
+    if "roles" in batch:
+        roles = batch.array("roles")
+        for role in np.unique(roles[roles != ""]):
+            metrics[f"role/{role}/reward"] = batch.array("rewards")[roles == role].mean()
+    parts = [name for name in batch.columns if name.startswith("reward/")]
+    return {k: float(v) for k, v in metrics.items()} | {
+        name: float(np.nanmean(batch.array(name))) for name in parts
+    }
+
+
+def _describe_filter(
+    num_rounds: int, batch: Samples, passed: Samples, num_needed: int
+) -> dict[str, float]:
+    num, num_passed = count_groups(batch), count_groups(passed)
+    metrics = {"rounds": num_rounds, "groups": num, "passed": num_passed / num}
+    metrics["dropped_surplus"] = max(num_passed - num_needed, 0)
+    return {f"samples/{name}": float(value) for name, value in metrics.items()}

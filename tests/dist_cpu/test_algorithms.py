@@ -21,14 +21,23 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
-from mcore_rl.config.schema import AlgorithmConfig, Layout
+from mcore_rl.algorithms.controllers import Coefficients
+from mcore_rl.config.schema import AlgorithmConfig, Layout, RLConfig
 from mcore_rl.data.batch import Batch, Jagged
 from mcore_rl.engine.megatron import device
 from mcore_rl.engine.megatron.value_engine import ValueEngine
+from mcore_rl.observability.warnings import StepWarnings
 from mcore_rl.parallel.groups import initialize_groups
+from mcore_rl.trainers.device_sharing import ExclusiveDevices
 from mcore_rl.trainers.policy_loss import PolicyLoss
-from mcore_rl.trainers.steps import with_advantages, with_each, with_loss_weights
-from mcore_rl.trainers.updates import update, with_prepared_columns
+from mcore_rl.trainers.roles import Actor, TrainingBatch
+from mcore_rl.trainers.training_batch import (
+    add_advantages,
+    add_loss_weights,
+    add_prepared_columns,
+    map_mini_batches,
+)
+from tests.fakes import LocalWorkers
 from tests.nightly import all_but
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -111,9 +120,9 @@ def trained(
 def updated(path: Path, layout: Layout, batch: Batch, algorithm: AlgorithmConfig) -> ranks.Result:
     """What an update of two mini-batches gives the model, and its weights before each."""
     engine, loss = ranks.started(ranks.engine_spec(path, layout)), PolicyLoss(algorithm)
-    found: list[ranks.Result] = []
+    mini_batches: list[ranks.Result] = []
 
-    class Actor:
+    class Workers(LocalWorkers):
         """A worker group of this rank."""
 
         def compute_log_probs(self, batch: Batch, *, temperature: float) -> Batch:
@@ -124,15 +133,17 @@ def updated(path: Path, layout: Layout, batch: Batch, algorithm: AlgorithmConfig
             values = {n: getattr(batch[n], "values", batch[n]) for n in names}
             tensors = {n: torch.from_numpy(value.copy()) for n, value in values.items()}
             weights = {n: w.clone() for n, w in engine.get_per_tensor_param()}
-            found.append({"columns": tensors, "weights": weights})
+            mini_batches.append({"columns": tensors, "weights": weights})
             return [[engine.train_batch(batch, loss, temperature=temperature)]]
 
-    actor: Any = Actor()
-    scored = actor.compute_log_probs(batch, temperature=1.0)
-    num, seed = algorithm.num_mini_batches, [0, 1]
-    weighed, counts = with_each(scored, num, seed, with_loss_weights, algorithm)
-    metrics = update(actor, weighed, counts, algorithm, temperature=1.0, seed=seed)
-    return {"mini_batches": found, "metrics": metrics}
+    workers: Any = Workers()
+    scored = workers.compute_log_probs(batch, temperature=1.0)
+    num, step, config = algorithm.num_mini_batches, 1, RLConfig(seed=0, algorithm=algorithm)
+    weighted, counts = map_mini_batches(scored, num, [0, step], add_loss_weights, algorithm)
+    devices: Any = ExclusiveDevices(workers)
+    actor = Actor(workers, devices, config, Coefficients(algorithm), StepWarnings())
+    training = TrainingBatch(weighted, weighted, counts, algorithm)
+    return {"mini_batches": mini_batches, "metrics": actor.update(training, step)[1]}
 
 
 @ranks.on_ranks()
@@ -200,7 +211,7 @@ class Runs:
         by_rank = values_of(self.value_path, LAYOUTS[layout], rewarded_batch())
         by_row = {row: values for result in by_rank for row, values in result.items()}
         values = Jagged.of([by_row[row].numpy() for row in sorted(by_row)], np.float32)
-        batch = with_advantages(rewarded_batch().with_columns(values=values), GAE)
+        batch = add_advantages(rewarded_batch().with_columns(values=values), GAE)
         return trained(self.path, LAYOUTS[layout], batch, GAE, budget)
 
     def own(self, layout: str, budget: int = PACKS) -> list[ranks.Result]:
@@ -209,7 +220,7 @@ class Runs:
         algorithm = AlgorithmConfig(
             advantage=f"{file}:reward_to_go", advantage_settings={"gamma": 0.9}
         )
-        batch = with_advantages(token_rewarded_batch(), algorithm)
+        batch = add_advantages(token_rewarded_batch(), algorithm)
         return trained(self.path, LAYOUTS[layout], batch, algorithm, budget)
 
 
@@ -242,7 +253,7 @@ def sampled_batch() -> Batch:
 
 
 def gspo_batch() -> Batch:
-    return with_loss_weights(sampled_batch(), GSPO)[0]
+    return add_loss_weights(sampled_batch(), GSPO)[0]
 
 
 def kl_cov_batch() -> Batch:
@@ -251,15 +262,15 @@ def kl_cov_batch() -> Batch:
     columns = {"current_log_probs": log_probs, "entropy": entropy}
     responses = batch.jagged("response_ids")
     scored = {n: responses.with_values(c.astype(np.float32)) for n, c in columns.items()}
-    weighted = with_loss_weights(batch, KL_COV)[0].with_columns(**scored)
-    return with_prepared_columns(weighted, KL_COV, [0])[0]
+    weighted = add_loss_weights(batch, KL_COV)[0].with_columns(**scored)
+    return add_prepared_columns(weighted, KL_COV, [0])
 
 
 def rewarded_batch() -> Batch:
     batch = sampled_batch()
     rewards = np.random.default_rng(3).normal(size=len(batch)).astype(np.float32)
     groups = np.arange(len(batch)) // 2
-    return with_loss_weights(batch, GAE)[0].with_columns(rewards=rewards, group_ids=groups)
+    return add_loss_weights(batch, GAE)[0].with_columns(rewards=rewards, group_ids=groups)
 
 
 def token_rewarded_batch() -> Batch:

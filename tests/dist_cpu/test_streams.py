@@ -28,7 +28,7 @@ from test_algorithms import (
 
 from mcore_rl.config.schema import AlgorithmConfig, CorrectionConfig
 from mcore_rl.data.batch import Batch
-from mcore_rl.trainers.steps import with_correction, with_loss_weights
+from mcore_rl.trainers.training_batch import add_corrections, add_loss_weights
 
 ALGORITHM = AlgorithmConfig(
     loss_aggregation="sequence_mean_token_mean",
@@ -57,7 +57,7 @@ def batch_of_all() -> Batch:
         rollout_log_probs=log_probs.with_values(rollout),
         reference_log_probs=log_probs.with_values(near),
     )
-    return with_loss_weights(with_correction(batch, ALGORITHM)[0], ALGORITHM)[0]
+    return add_loss_weights(add_corrections(batch, ALGORITHM)[0], ALGORITHM)[0]
 
 
 @pytest.fixture(scope="module")

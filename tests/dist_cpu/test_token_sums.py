@@ -34,8 +34,7 @@ from mcore_rl.engine.megatron import device
 from mcore_rl.parallel.balance import Parts
 from mcore_rl.parallel.groups import initialize_groups
 from mcore_rl.trainers.policy_loss import PolicyLoss
-from mcore_rl.trainers.steps import with_loss_weights
-from mcore_rl.trainers.updates import with_prepared_columns
+from mcore_rl.trainers.training_batch import add_loss_weights, add_prepared_columns
 
 LENGTH = 7  # of sequence_sum_fixed_length
 COEFS = {"kl_weights": 0.3, "entropy_weights": 0.2, "cross_entropy_weights": 0.1}
@@ -139,11 +138,11 @@ def input_batch(name: str, config: AlgorithmConfig) -> Batch:
     """The mini-batch as the driver sends it."""
     batch = made_batch()
     if name.partition("/")[0] in OTHERS:
-        return with_loss_weights(batch.without("correction_weights"), config)[0]
-    batch, _ = with_loss_weights(batch, config)
+        return add_loss_weights(batch.without("correction_weights"), config)[0]
+    batch, _ = add_loss_weights(batch, config)
     if is_prepared(LOSSES[config.loss]):
         now = {"current_log_probs": batch["new/log_probs"], "entropy": batch["new/entropy"]}
-        batch, _ = with_prepared_columns(batch.with_columns(**now), config, [3])
+        batch = add_prepared_columns(batch.with_columns(**now), config, [3])
     return batch
 
 
@@ -208,7 +207,7 @@ def split(layout: Layout, shares: str, weighed_alone: bool = False) -> ranks.Res
     for name, (loss, config) in cases().items():
         mine = input_batch(name, config).take(rows)
         if weighed_alone and rows:
-            own = with_loss_weights(mine, config)[0].jagged(LOSS_WEIGHTS)
+            own = add_loss_weights(mine, config)[0].jagged(LOSS_WEIGHTS)
             mine = mine.with_columns(loss_weights=own.with_values(own.values / layout.dp))
         found[name] = _added(mine, [[rows.index(row) for row in part] for part in parts], loss)
     return found

@@ -22,7 +22,7 @@ from mcore_rl.config.schema import (
     TimeoutsConfig,
     TrainerConfig,
 )
-from mcore_rl.controller.batch_ops import lost_groups
+from mcore_rl.controller.batch_ops import find_lost_groups
 from mcore_rl.controller.dispatch import Dispatch, register
 from mcore_rl.controller.object_columns import LostColumnsError, fetch, lost_rows
 from mcore_rl.controller.pool import ResourcePool, lean_node, ray_session
@@ -36,10 +36,9 @@ from mcore_rl.inference.protocol import SamplingParams
 from mcore_rl.rollout.buffer import GroupState
 from mcore_rl.rollout.manager import RolloutPool
 from mcore_rl.rollout.server_pool import ServerPool
-from mcore_rl.trainers.async_rollout import AsyncRollout
-from mcore_rl.trainers.prefetch import SamplesAhead
+from mcore_rl.trainers.async_rollout import AsyncRollout, RolloutPrefetcher
 from mcore_rl.trainers.replay_buffer import ReplayBuffer
-from mcore_rl.trainers.step_samples import samples_of_step
+from mcore_rl.trainers.step_samples import StepSampler
 
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import a test
 
@@ -124,7 +123,7 @@ class Scene:
     """What there is of samples when the second of two nodes has died."""
 
     asynchronous: AsyncRollout  # with all groups of three steps
-    ahead: SamplesAhead  # with those of step 1
+    prefetcher: RolloutPrefetcher  # with those of step 1
     replay: ReplayBuffer  # with eight groups
     made: RemoteBatch  # groups 100 to 107
     on_second: list[int]  # of them
@@ -186,25 +185,28 @@ def scene(second_node: Any, servers: ServerPool) -> Iterator[Scene]:
     config = settings()
     rollout = RolloutPool(servers, config.rollout, seed=0)
     replay_config = ReplayConfig(share=1.0, max_age=9, priority="uniform")
-    replay, unused = (ReplayBuffer(one, 0, call_s=60) for one in (replay_config, ReplayConfig()))
-    asynchronous = AsyncRollout(config, rollout, prompt_batches(), unused)
+    replay, unused = (
+        ReplayBuffer(policy, 0, call_s=60) for policy in (replay_config, ReplayConfig())
+    )
+    asynchronous = AsyncRollout(StepSampler(config, rollout, prompt_batches(), unused))
     asynchronous.fill()
     while asynchronous.queue.num_groups(GroupState.GENERATING):
         asynchronous._take_in(asynchronous._rollout.collect(1.0, 1))
     with ThreadPoolExecutor(1) as thread:
-        ahead = SamplesAhead(config, rollout, prompt_batches(), unused, thread)
-        ahead.begin(2, version=0)
-        ahead.wait()
+        sampler = StepSampler(config, rollout, prompt_batches(), unused)
+        prefetcher = RolloutPrefetcher(sampler, thread)
+        prefetcher.begin(2, version=0)
+        prefetcher.wait()
         made = rollout.generate(prompts(*range(100, 108)), n=GROUP_SIZE)
         assert isinstance(made, RemoteBatch)
         replay.add(made, 0)
         on_second = groups_of(made, made.array("rewards") == 1)
-        assert PER_STEP <= len(on_second) < 8 and lost_groups([made]) == []
+        assert PER_STEP <= len(on_second) < 8 and find_lost_groups([made]) == []
         raylet = second_node.all_processes["raylet"][0].process
         raylet.kill()
         raylet.wait()
-        assert lost_groups([made]) == on_second  # also before Ray itself knows
-        yield Scene(asynchronous, ahead, replay, made, on_second, rollout)
+        assert find_lost_groups([made]) == on_second  # also before Ray itself knows
+        yield Scene(asynchronous, prefetcher, replay, made, on_second, rollout)
 
 
 def prompts(*groups: int) -> Batch:
@@ -242,17 +244,17 @@ def test_an_asynchronous_run_begins_lost_groups_again_and_trains_each_prompt_onc
         assert len(groups) == PER_STEP
         assert_whole(batch, groups)
         trained += groups
-        run.pushed(step)
+        run.begin_version(step)
     assert sorted(trained) == list(range(NUM_STEPS * PER_STEP))
     assert 0 < metrics["queue/lost_total"] < NUM_STEPS * PER_STEP
-    told = f"{metrics['queue/lost_total']:g} groups of samples died with their node: they are"
-    assert told in capsys.readouterr().out
+    message = f"{metrics['queue/lost_total']:g} groups of samples died with their node: they are"
+    assert message in capsys.readouterr().out
 
 
 def test_samples_that_were_made_ahead_are_made_again_with_the_same_prompts(scene: Scene):
-    saved = Batch.from_arrays(scene.ahead.state_dict()["samples"])  # of a checkpoint
+    saved = Batch.from_arrays(scene.prefetcher.state_dict()["samples"])  # of a checkpoint
     assert groups_of(saved, slice(None)) == list(range(PER_STEP))
-    batch, _ = scene.ahead.take(2, version=1)
+    batch, _ = scene.prefetcher.take(2, version=1)
     assert_whole(batch, range(PER_STEP))
 
 
@@ -278,7 +280,7 @@ def test_a_round_of_a_step_that_is_lost_meanwhile_is_generated_again(scene: Scen
     ids = scene.made.array("group_ids")
     lost = scene.made.take(np.flatnonzero(np.isin(ids, scene.on_second[:PER_STEP])).tolist())
     rollout: Any = LosesLate(scene.rollout, lost)
-    source = settings(), rollout, prompt_batches(), ReplayBuffer(ReplayConfig(), 0, 60)
-    batch, metrics = samples_of_step(*source, 1)
+    replay = ReplayBuffer(ReplayConfig(), 0, 60)
+    batch, metrics = StepSampler(settings(), rollout, prompt_batches(), replay).collect(1)
     assert_whole(batch, range(PER_STEP))
     assert metrics["reward"] == 0  # of the server that is left: metrics are of what came again

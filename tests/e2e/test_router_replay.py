@@ -17,7 +17,7 @@ import torch
 
 from mcore_rl.config.resolve import resolve_for_lane
 from mcore_rl.config.schema import Layout, RLConfig
-from mcore_rl.controller.batch_ops import along_tokens, here, with_near
+from mcore_rl.controller.batch_ops import fetch_batch, select_small_columns, select_token_columns
 from mcore_rl.controller.dispatch import Dispatch, register
 from mcore_rl.controller.pending import WorkerError, gathered
 from mcore_rl.controller.remote_batch import RemoteBatch
@@ -34,8 +34,9 @@ from mcore_rl.jobs.placement import Pools, num_devices, pool_plans
 from mcore_rl.jobs.preflight import prompts_of
 from mcore_rl.jobs.session import resource, session
 from mcore_rl.rollout.manager import RolloutPool
-from mcore_rl.trainers import policy_checks, steps
+from mcore_rl.trainers.policy_checks import compute_logprob_gaps
 from mcore_rl.trainers.policy_loss import PolicyLoss
+from mcore_rl.trainers.training_batch import add_loss_weights
 
 pytestmark = pytest.mark.job
 
@@ -122,8 +123,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
         rollout = RolloutPool(servers, config.rollout, seed=0, records_experts=True)
         generated = rollout.generate(next(PromptBatches(prompts, 8, seed=0)), n=4)
         assert isinstance(generated, RemoteBatch)
-        found = here(generated, "a test needs the samples", config.timeouts.call_s)
-        yield Run(actor, generated, found, config)
+        batch = fetch_batch(generated, "a test needs the samples", config.timeouts.call_s)
+        yield Run(actor, generated, batch, config)
 
 
 def test_the_driver_has_references_and_a_stage_its_own_layers_at_a_byte_an_id(run):
@@ -153,7 +154,7 @@ def test_the_trainer_uses_the_experts_of_the_rollout(run):
 
 def test_log_probs_are_nearer_to_the_servers_with_replay(run):
     gaps = {
-        name: policy_checks.logprob_gaps(run.scored(run.batch, replay=name == "with"))
+        name: compute_logprob_gaps(run.scored(run.batch, replay=name == "with"))
         for name in ("with", "without")
     }
     print(gaps)
@@ -163,18 +164,21 @@ def test_log_probs_are_nearer_to_the_servers_with_replay(run):
 
 def test_an_update_takes_them_too_and_a_dropped_layer_ends_the_run(run):
     scored = run.scored(run.generated)
-    weighted, _ = with_near(run.actor, with_advantages, scored)
-    batch, _ = with_near(run.actor, steps.with_loss_weights, weighted, run.config.algorithm)
-    [[metrics]] = run.actor.update(along_tokens(batch), temperature=1.0)
+    batch = scored.union(run.actor.apply(add_equal_advantages, select_small_columns(scored)))
+    weights, _ = run.actor.apply(
+        add_loss_weights, select_small_columns(batch), run.config.algorithm
+    )
+    batch = batch.union(weights)
+    [[metrics]] = run.actor.update(select_token_columns(batch), temperature=1.0)
     assert metrics["grad_norm"] > 0
     dropped = batch.renamed(**{NAMES[1]: f"{EXPERTS}/1"})
     with pytest.raises(
         WorkerError, match=rf"rank 1 raised .*no column '{EXPERTS}/1,2', the experts of the decoder"
     ):
-        run.actor.update(along_tokens(dropped), temperature=1.0)
+        run.actor.update(select_token_columns(dropped), temperature=1.0)
 
 
-def with_advantages(batch: Batch) -> tuple[Batch, None]:
+def add_equal_advantages(batch: Batch) -> Batch:
     ids = batch.jagged("response_ids")
     ones = ids.with_values(np.ones(len(ids.values), np.float32))
-    return batch.with_columns(advantages=ones), None
+    return batch.with_columns(advantages=ones)

@@ -261,7 +261,7 @@ def _sum_covered_s(spans: Sequence[tuple[float, float]], until_s: float) -> floa
     return total_s
 
 
-class Actor:
+class ModelledActor:
     """A trainer on `share` times the devices of its own pool."""
 
     def __init__(self, clock: Clock, load: Workload, share: float) -> None:
@@ -271,8 +271,9 @@ class Actor:
     def to(self, place: str, model: bool = True) -> None:
         """Move the model in no time."""
 
-    def with_next(self, method: str, place: str) -> None:
-        """Move the model to its devices with the next call, in no time."""
+    def apply(self, function: Callable[..., Any], batch: Batch, *args: object) -> Any:
+        """Apply a function in no time."""
+        return function(batch, *args)
 
     def compute_log_probs(self, batch: Batch, *, temperature: float) -> Batch:
         self._spend(batch, self._load.log_probs_per_s, "log-probs")

@@ -19,13 +19,19 @@ from mcore_rl.config.schema import RLConfig, SampleLogConfig
 from mcore_rl.controller.stop_signals import StopSignals
 from mcore_rl.data.batch import Batch
 from mcore_rl.data.datasets import PromptDataset, PromptRow
-from mcore_rl.jobs.loop import Loop
 from mcore_rl.observability.console import get_stdout_console
-from mcore_rl.tools.bench_async.model import Actor, BackgroundExecutor, Clock, Servers, Workload
-from mcore_rl.trainers.checkpointing import Checkpointer
-from mcore_rl.trainers.device_sharing import Turns
-from mcore_rl.trainers.evaluation import Evaluation
-from mcore_rl.trainers.sample_log import SampleTables
+from mcore_rl.tools.bench_async.model import (
+    BackgroundExecutor,
+    Clock,
+    ModelledActor,
+    Servers,
+    Workload,
+)
+from mcore_rl.trainers.base import TrainerInputs
+from mcore_rl.trainers.checkpointing import CheckpointManager
+from mcore_rl.trainers.device_sharing import DeviceSharing
+from mcore_rl.trainers.registry import TRAINERS
+from mcore_rl.trainers.sample_log import SampleLog
 
 LABEL, WIDTH, ROW_HEIGHT, GAP, TOP = 170, 900, 26, 22, 56  # pixels
 COLORS = {"log-probs": "#7fb3d5", "update": "#1f618d", "push": "#c0392b"}
@@ -103,20 +109,28 @@ def run_setup(setup: Setup, settings: WorkloadSettings) -> ModelledRun:
     config, load, clock = _build_config(setup, settings), settings.load, Clock()
     share = 2 if setup.is_shared else 1
     servers: Any = Servers(clock, load, share * load.slots)
-    actor: Any = Actor(clock, load, share)
+    actor: Any = ModelledActor(clock, load, share)
     rows: list[dict[str, float]] = []
     start = time.perf_counter()
     with tempfile.TemporaryDirectory() as name:
         folder, keeps_cache = Path(name), setup.mode == "fully_async"
-        turns = Turns(config.placement, {"actor": actor}, servers, servers, keeps_cache)
+        devices = DeviceSharing(config.placement, {"actor": actor}, servers, servers, keeps_cache)
         data = PromptDataset([PromptRow([row], {}) for row in range(4096)])
-        loop = Loop.of(config, turns, data, BackgroundExecutor(clock))
-        state: tuple[Any, ...] = turns, loop.parts, dict, StopSignals(), 0
         silent, tokenizer = SampleLogConfig(every=0, num_shown=0, tokens=False), None
-        tables = SampleTables(folder, tokenizer, silent)  # type: ignore[arg-type]
-        evaluation = Evaluation(config, loop.rollout, {}, tables, lambda *_: None)
-        checkpointer = Checkpointer(config, folder, *state)
-        loop.train(checkpointer, evaluation, tables, lambda _, metrics: rows.append(metrics))
+        sample_log = SampleLog(folder, tokenizer, silent)  # type: ignore[arg-type]
+        inputs = TrainerInputs(
+            config=config,
+            devices=devices,
+            prompts=data,
+            test_sets={},
+            sample_log=sample_log,
+            thread=BackgroundExecutor(clock),
+            record_evaluation=lambda *_: None,
+            build_checkpoints=lambda states: CheckpointManager(
+                config, folder, devices, states, dict, StopSignals(), 0
+            ),
+        )
+        TRAINERS[setup.mode](inputs).run(lambda _, metrics: rows.append(metrics))
     loop_s = (time.perf_counter() - start) / settings.num_steps
     return _summarize(clock, servers, actor.updates, rows[-1], settings.num_steps, loop_s)
 

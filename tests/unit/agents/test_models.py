@@ -25,7 +25,7 @@ from mcore_rl.data.sample import Sample
 from mcore_rl.inference.protocol import Completion, SamplingParams
 from mcore_rl.rewards.base import RewardError
 from mcore_rl.rewards.judge import Judge
-from mcore_rl.trainers.steps import describe
+from mcore_rl.trainers.step_samples import describe_samples
 from tests.pages import ROOT
 from tests.unit.agents.test_loops import TOKENIZER, Scripted, text_of
 
@@ -272,9 +272,9 @@ def test_a_role_is_compared_with_itself_and_prompts_are_counted_as_ever():
     kept = kept_groups(batch, FilterConfig(group_filter="drop_uniform"))
     assert kept.array("roles").tolist() == ["hider", "hider"]
     assert kept.array("group_ids").tolist() == [0, 0]
-    metrics = describe(batch)
+    metrics = describe_samples(batch)
     assert (metrics["role/hider/reward"], metrics["role/guesser/reward"]) == (0.5, 10.0)
-    assert not any(name.startswith("role/") for name in describe(mixed))
+    assert not any(name.startswith("role/") for name in describe_samples(mixed))
 
 
 def plain(sample: Sample) -> Sample:

@@ -197,7 +197,7 @@ def test_statistics_of_a_group_count_a_trajectory_with_helpers_once():
 
     samples = asyncio.run(both())
     batch = Batch.of(samples)
-    scores = evaluation.scores(batch, RewardConfig())
+    scores = evaluation.compute_scores(batch, RewardConfig())
     assert (scores["reward"], scores["num_samples"]) == (0.5, 2)
     advantages = token_advantages(batch, "rloo", {})["advantages"]
     for row, sample in zip(advantages, samples, strict=True):

@@ -12,7 +12,7 @@ from mcore_rl.algorithms.aggregation import loss_weights
 from mcore_rl.algorithms.distillation import distillation_metrics, sampled_kl, top_tokens_kl
 from mcore_rl.config.schema import AlgorithmConfig, DistillationConfig
 from mcore_rl.data.batch import Batch, Jagged
-from mcore_rl.trainers.steps import with_advantages, with_loss_weights
+from mcore_rl.trainers.training_batch import add_advantages, add_loss_weights
 
 KINDS = ("reverse_kl", "forward_kl")
 
@@ -110,9 +110,9 @@ def test_the_sampled_kl_is_taken_off_the_advantage():
         mixed = AlgorithmConfig(
             distillation=DistillationConfig("sampled_kl", coef=0.5, use_reward=True)
         )
-        plain = with_advantages(batch, AlgorithmConfig()).jagged("advantages").values
+        plain = add_advantages(batch, AlgorithmConfig()).jagged("advantages").values
         for config, base in ((alone, 0), (mixed, plain)):
-            advantages = with_advantages(batch, config).jagged("advantages").values
+            advantages = add_advantages(batch, config).jagged("advantages").values
             np.testing.assert_allclose(
                 advantages, base - 0.5 * np.array(wanted), rtol=1e-4, atol=1e-5
             )
@@ -127,7 +127,7 @@ def test_weights_of_a_distillation_loss_alone_and_beside_rewards(use_reward):
     config = AlgorithmConfig(
         distillation=DistillationConfig("reverse_kl", coef=0.5, use_reward=use_reward)
     )
-    found, _ = with_loss_weights(batch, config)
+    found, _ = add_loss_weights(batch, config)
     weights = loss_weights(batch.jagged("response_mask"), "token_mean").values
     np.testing.assert_array_equal(found.jagged("loss_weights").values, weights * use_reward)
     np.testing.assert_array_equal(found.jagged("distillation_weights").values, weights * 0.5)

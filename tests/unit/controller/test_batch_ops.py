@@ -10,17 +10,17 @@ from ray.exceptions import GetTimeoutError, OwnerDiedError
 
 from mcore_rl.config.schema import ReplayConfig, RLConfig
 from mcore_rl.controller import object_columns
-from mcore_rl.controller.batch_ops import here
+from mcore_rl.controller.batch_ops import fetch_batch
 from mcore_rl.controller.pending import WorkerError
 from mcore_rl.data.batch import Batch
 from mcore_rl.data.datasets import PromptDataset, PromptRow
 from mcore_rl.data.prompt_batches import PromptBatches
 from mcore_rl.data.sample import Sample
 from mcore_rl.rollout.manager import RolloutPool
-from mcore_rl.trainers import prefetch as samples_ahead
-from mcore_rl.trainers import replay_buffer as replay
-from mcore_rl.trainers.prefetch import SamplesAhead
+from mcore_rl.trainers import async_rollout, replay_buffer
+from mcore_rl.trainers.async_rollout import RolloutPrefetcher
 from mcore_rl.trainers.replay_buffer import ReplayBuffer
+from mcore_rl.trainers.step_samples import StepSampler
 
 CALL_S = 5.0
 LATE = r"columns of 1 objects have not arrived in 5 s \(timeouts.call_s\)$"
@@ -47,8 +47,8 @@ def store(monkeypatch: pytest.MonkeyPatch) -> Store:
     made = Store()
     monkeypatch.setattr(object_columns, "ray", made)
     monkeypatch.setattr(object_columns, "_object_bytes", lambda: 1 << 20)
-    for module in (replay, samples_ahead):
-        monkeypatch.setattr(module, "lost_groups", lambda batches: [])
+    for module in (replay_buffer, async_rollout):
+        monkeypatch.setattr(module, "find_lost_groups", lambda batches: [])
     return made
 
 
@@ -59,30 +59,31 @@ def stored() -> Any:
 
 def test_samples_that_do_not_come_are_one_error_that_says_which_and_how_long(store: Store):
     with pytest.raises(WorkerError, match=f"^the samples of math: {LATE}"):
-        here(stored(), "the samples of math", CALL_S)
+        fetch_batch(stored(), "the samples of math", CALL_S)
     store.error = OwnerDiedError("00" * 28, b"", "")
     with pytest.raises(WorkerError, match=r"^the samples of math: columns are lost: "):
-        here(stored(), "the samples of math", CALL_S)
+        fetch_batch(stored(), "the samples of math", CALL_S)
     assert store.limits == [CALL_S, CALL_S]
 
 
 def test_a_checkpoint_waits_for_samples_that_are_replayed_no_longer_than_any_call(store: Store):
-    kept = ReplayBuffer(ReplayConfig(share=0.5), 0, CALL_S)
-    kept.add(stored(), 1)
+    buffer = ReplayBuffer(ReplayConfig(share=0.5), 0, CALL_S)
+    buffer.add(stored(), 1)
     with pytest.raises(WorkerError, match=f"^a checkpoint needs the samples .* replayed: {LATE}"):
-        kept.state_dict()
+        buffer.state_dict()
     assert store.limits == [CALL_S]
 
 
-def test_nor_for_those_that_are_ahead(store: Store, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(samples_ahead, "samples_of_step", lambda *_: (stored(), {}))
+def test_nor_for_prefetched_samples(store: Store, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(StepSampler, "collect", lambda *_: (stored(), {}))
     config = RLConfig()
     config.timeouts.call_s = CALL_S
     prompts = PromptBatches(PromptDataset([PromptRow([1], {})]), 1, 0)
+    replay = ReplayBuffer(ReplayConfig(), 0, CALL_S)
+    sampler = StepSampler(config, cast(RolloutPool, None), prompts, replay)
     with ThreadPoolExecutor(1) as thread:
-        unused = cast(RolloutPool, None), prompts, ReplayBuffer(ReplayConfig(), 0, CALL_S)
-        ahead = SamplesAhead(config, *unused, thread)
-        ahead.begin(3, version=1)
+        prefetcher = RolloutPrefetcher(sampler, thread)
+        prefetcher.begin(3, version=1)
         with pytest.raises(WorkerError, match=f"^a checkpoint needs the samples of step 3: {LATE}"):
-            ahead.state_dict()
+            prefetcher.state_dict()
     assert store.limits == [CALL_S]

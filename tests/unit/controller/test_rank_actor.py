@@ -29,7 +29,7 @@ class Worker:
 def test_a_failure_says_whether_it_may_be_the_cause(error: Exception, kind: FailureKind):
     host = RankActor("policy", 1)
     host._worker = Worker()
-    failure = host.call(("fail", True, [error], {}, ())).failure
+    failure = host.call(("fail", True, [error], {})).failure
     assert failure is not None
     assert (failure.kind, failure.message) == (kind, str(error))
     assert failure.type_name == type(error).__name__

@@ -120,49 +120,40 @@ def group_of(workers: list[Any]) -> WorkerGroup:
 
 
 class Model:
-    """Keeps what it is asked, in order."""
+    """Records its calls, in order."""
 
     def __init__(self) -> None:
-        self.asked: list[Any] = []
+        self.calls: list[Any] = []
 
     @register()
     def to(self, place: str, *, model: bool = True) -> str:
         if place == "nowhere":
             raise ValueError("no such place")
-        self.asked.append((place, model))
+        self.calls.append((place, model))
         return place
-
-    @register()
-    def look(self) -> str:
-        self.asked.append("look")
-        return "seen"
 
     @register(dispatch_mode=Dispatch.RANK_ZERO)
     def apply(self) -> str:
-        self.asked.append("apply")
+        self.calls.append("apply")
         return "applied"
 
 
-def test_what_comes_with_the_next_call_is_done_before_it_once_by_each_rank():
+def test_every_rank_or_rank_0_alone_does_each_call_once_in_order():
     workers = [Model(), Model()]
     group = group_of(workers)
-    group.with_next("to", "host", model=False)
-    group.with_next("to", "device")
-    assert [worker.asked for worker in workers] == [[], []]
-    moves = [("host", False), ("device", True)]
+    assert group.to("host", model=False) == ["host", "host"]
     assert group.apply() == "applied"  # which rank 1 has no part in
-    assert [worker.asked for worker in workers] == [[*moves, "apply"], []]
-    assert group.look() == ["seen", "seen"]
-    assert [worker.asked for worker in workers] == [[*moves, "apply", "look"], [*moves, "look"]]
+    assert group.to("device") == ["device", "device"]
+    moves = [("host", False), ("device", True)]
+    assert [worker.calls for worker in workers] == [[moves[0], "apply", moves[1]], moves]
 
 
-def test_a_failure_of_what_comes_with_a_call_is_a_failure_of_that_call():
+def test_a_failure_names_the_call_and_an_unknown_method_is_refused():
     group = group_of([Model()])
-    group.with_next("to", "nowhere")
-    with pytest.raises(WorkerError, match=r"policy.look: rank 0 raised ValueError: no such place"):
-        group.look()
+    with pytest.raises(WorkerError, match=r"policy.to: rank 0 raised ValueError: no such place"):
+        group.to("nowhere")
     with pytest.raises(AttributeError, match="no registered method 'move'"):
-        group.with_next("move", "device")
+        group.move("device")
 
 
 class Maker:

@@ -11,7 +11,7 @@ from mcore_rl.config.schema import FilterConfig, RewardConfig
 from mcore_rl.data.batch import Batch, Jagged
 from mcore_rl.data.sample import Sample
 from mcore_rl.data.trajectories import Trajectories
-from mcore_rl.trainers import evaluation, policy_checks, steps
+from mcore_rl.trainers import evaluation, policy_checks, step_samples
 from tests.unit.algorithms import advantage_oracles as oracles
 
 
@@ -118,9 +118,9 @@ def test_filters_keep_and_drop_whole_trajectories():
 
 def test_metrics_count_a_trajectory_once():
     batch = Batch.of(SAMPLES)
-    assert steps.describe(batch)["reward"] == 7 / 4
-    assert steps.describe(batch)["samples_per_trajectory"] == 6 / 4
-    assert evaluation.scores(batch, RewardConfig())["accuracy"] == 7 / 4
+    assert step_samples.describe_samples(batch)["reward"] == 7 / 4
+    assert step_samples.describe_samples(batch)["samples_per_trajectory"] == 6 / 4
+    assert evaluation.compute_scores(batch, RewardConfig())["accuracy"] == 7 / 4
 
 
 def test_versions_are_those_of_tokens_that_the_policy_chose():

@@ -17,9 +17,8 @@ from mcore_rl.config.errors import ConfigError
 VLLM = Path(importlib.util.find_spec("vllm").origin).parent  # found, not imported
 OURS = Path(__file__).parents[3] / "mcore_rl/inference/vllm"
 V1, V2 = "v1/worker/gpu_model_runner.py", "v1/worker/gpu/model_runner.py"
-ON_CPU = (
-    "v1/worker/cpu_model_runner.py"  # a subclass of V1's, which inference/vllm/routing.py extends
-)
+# A subclass of the runner of V1, which inference/vllm/routing.py extends.
+ON_CPU = "v1/worker/cpu_model_runner.py"
 
 
 @cache

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from mcore_rl.config.schema import EngineConfig, Layout
-from mcore_rl.jobs.rl import _same_ranks
+from mcore_rl.jobs.rl import _has_same_ranks
 
 _SLOW = {"matplotlib", "megatron.core", "vllm"}  # for the picture at the end, for ranks and servers
 
@@ -47,5 +47,5 @@ def test_the_actor_takes_over_the_ranks_of_a_warm_start_that_are_as_many() -> No
     one, two, actor = (
         EngineConfig(layout=layout) for layout in (Layout(), Layout(dp=2), Layout(tp=2, ep=2))
     )
-    assert _same_ranks(two, actor)
-    assert not _same_ranks(one, actor)
+    assert _has_same_ranks(two, actor)
+    assert not _has_same_ranks(one, actor)

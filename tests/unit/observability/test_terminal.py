@@ -18,7 +18,7 @@ from mcore_rl.observability.activity import ACTIVITY, Stopwatch
 from mcore_rl.observability.console import (
     MeanWithError, StepProgress, StepReport, print_before_after, show_line, show_waiting,
 )
-from mcore_rl.trainers.checkpointing import tell
+from mcore_rl.observability.warnings import warn
 
 with show_waiting("starting"):
     print("1 node")
@@ -29,7 +29,7 @@ with StepProgress("training", 20) as progress:
             time.sleep(0.02)
         show_line(f"step {step}: sample, reward 1.000  " + "word " * 30 + "end")
         if step in (7, 20):
-            tell(f"step {step}: half of the responses are empty")
+            warn(f"step {step}: half of the responses are empty")
         if step == 10:
             with show_waiting("evaluating"):
                 time.sleep(0.3)

@@ -108,7 +108,7 @@ class Run:
         oldest = int(self.rng.integers(first, self.done.steps + 1)) if self.chance(0.3) else first
         self.current[group_id] = samples = Samples(oldest)
         self.alive.add(samples)
-        self.queue.finish(group_id, oldest, self.pacing.group_size, {"samples": samples})
+        self.queue.finish(group_id, oldest, self.pacing.group_size, {"filter": samples})
         self.scoring += self.queue.take("score", "samples")
 
     def score(self) -> None:

@@ -14,9 +14,9 @@ from mcore_rl.cli.bench import main
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.data.batch import Batch, Jagged
 from mcore_rl.inference.protocol import SamplingParams
-from mcore_rl.jobs.loop import Loop
 from mcore_rl.tools.bench_async.model import Clock, Servers, Workload
 from mcore_rl.tools.bench_async.run import SETUPS, WorkloadSettings, _average_used, run_setup
+from mcore_rl.trainers.base import RLTrainer
 from tests.pages import of_kind
 
 LOAD = Workload(median=100, sigma=0.0, slots=2, tokens_per_s=10.0, push_s=3.0)  # 10 s each
@@ -105,22 +105,22 @@ def test_servers_idle_while_the_last_step_trains_whatever_a_push_takes(monkeypat
     With fully async the first push comes in the middle of the second batch, else after it. While
     that is trained on, no server has anything to do. The metric of the loop says so of each step.
     """
-    told, real = [], Loop.train
+    idle_s, real = [], RLTrainer.run
 
-    def train(self, checkpointer, evaluation, tables, report):
-        def kept(step, metrics):
-            told.append(metrics["time/servers_idle_s"])
+    def run(self, report):
+        def record(step, metrics):
+            idle_s.append(metrics["time/servers_idle_s"])
             report(step, metrics)
 
-        real(self, checkpointer, evaluation, tables, kept)
+        real(self, record)
 
-    monkeypatch.setattr(Loop, "train", train)
+    monkeypatch.setattr(RLTrainer, "run", run)
     load = Workload(median=1000, sigma=0.0, slots=512, tokens_per_s=10.0, push_s=7.0)
     found = run_setup(SETUPS[mode], WorkloadSettings(num_steps=2, load=load))
     trained_s = 512 * 32 * 32 * (1 / 30_000 + 1 / 10_000)
     assert trained_s < 100
     assert found.step_s == pytest.approx((2 * 100 + 7 + trained_s + 7) / 2)
-    assert told == pytest.approx([0, trained_s])
+    assert idle_s == pytest.approx([0, trained_s])
     assert found.servers_idle_s == pytest.approx(trained_s / 2)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import json
 from dataclasses import replace
@@ -16,7 +15,7 @@ from mcore_rl.checkpoint.run_checkpoints import newest_checkpoint, read_checkpoi
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import CheckpointConfig, RLConfig, TrainerConfig
 from mcore_rl.controller.stop_signals import RunStopped, StopSignals
-from mcore_rl.trainers.checkpointing import Checkpointer, NotSavedError
+from mcore_rl.trainers.checkpointing import CheckpointManager, NotSavedError
 
 
 class Actor:
@@ -56,24 +55,19 @@ class Actor:
         return ""
 
 
-class Turns:
-    """On which devices who is, in the order of calls."""
+class Devices:
+    """Records which role uses the devices, in the order of calls."""
 
     def __init__(self):
         self.actor, self.critic, self.calls = Actor(), None, []
 
-    @contextlib.contextmanager
-    def critic_on_device(self):
-        self.calls.append("critic")
-        yield self.critic
+    def use(self, role):
+        self.calls.append(role)
 
-    def stop_serving(self):
-        self.calls.append("stop")
+    def offload_rollout(self):
+        self.calls.append("offload rollout")
 
-    def begin_training(self):
-        self.calls.append("train")
-
-    def serve(self, version):
+    def update_weights(self, version):
         self.calls.append(version)
 
 
@@ -98,18 +92,18 @@ class Run:
             output_dir=str(folder),
         )
         self.folder = folder / "checkpoints"
-        self.turns, self.prompts, self.stop = Turns(), Prompts(), StopSignals()
-        self.checkpointer = Checkpointer(
-            self.config, folder, self.turns, {"prompts": self.prompts}, dict, self.stop, 0,
+        self.devices, self.prompts, self.stop = Devices(), Prompts(), StopSignals()
+        self.checkpoints = CheckpointManager(
+            self.config, folder, self.devices, {"prompts": self.prompts}, dict, self.stop, 0,
             {"data.train_file": "5f"},
         )  # fmt: skip
 
     def steps(self, numbers, metrics=lambda step: {}):
         for step in numbers:
             self.prompts.drawn += 1
-            if self.checkpointer.is_due(step):
-                self.checkpointer.save(step)
-            self.checkpointer.step_ended(step, metrics(step))
+            if self.checkpoints.is_due(step):
+                self.checkpoints.save(step)
+            self.checkpoints.finish_step(step, metrics(step))
 
 
 @pytest.mark.parametrize("in_background", [False, True])
@@ -134,14 +128,14 @@ def test_a_checkpoint_without_a_part_of_the_run_is_refused_before_anything_is_lo
     before.steps([1, 2])
     after = Run(tmp_path / "after")
     parts = {"prompts": after.prompts, "coefficients": Prompts()}
-    resumed = Checkpointer(after.config, tmp_path, after.turns, parts, dict, after.stop, 0)
+    resumed = CheckpointManager(after.config, tmp_path, after.devices, parts, dict, after.stop, 0)
     path = before.folder / "step_000002"
     with pytest.raises(
         ConfigError, match=f"{path} has no state of coefficients, .*new run"
     ) as told:
         resumed.restore(read_checkpoint(path))
     assert "\n" not in str(told.value)
-    assert (after.turns.calls, after.turns.actor.loaded) == ([], "")
+    assert (after.devices.calls, after.devices.actor.loaded) == ([], "")
 
 
 @pytest.mark.parametrize("state", [{}, [], None, 7, {"drawn": {}}], ids=repr)
@@ -155,7 +149,7 @@ def test_a_part_that_cannot_take_its_state_is_named(tmp_path, state):
     found = read_checkpoint(run.folder / "step_000002")
     damaged = replace(found, state={**found.state, "parts": {"prompts": state}})
     parts = {"prompts": Drawn()}
-    resumed = Checkpointer(run.config, tmp_path, run.turns, parts, dict, run.stop, 0)
+    resumed = CheckpointManager(run.config, tmp_path, run.devices, parts, dict, run.stop, 0)
     told = f"^{found.path}: the state of prompts is not what this version writes: (Key|Type)Error"
     with pytest.raises(ConfigError, match=told):
         resumed.restore(damaged)
@@ -176,7 +170,7 @@ def test_the_best_stays_beside_the_last(tmp_path, name, best):
     found = read_checkpoint(run.folder / "step_000010")
     assert found.state["best"] == {"metric": name, "step": best, "value": rewards[best]}
     again = Run(tmp_path, num_steps=12, keep=1, keep_best=name)
-    again.checkpointer.restore(found)
+    again.checkpoints.restore(found)
     again.steps([11, 12], lambda step: {"reward": 0.5})
     assert steps_in(run.folder) == [best, 12]
 
@@ -202,7 +196,7 @@ def test_a_run_that_goes_on_with_another_metric_starts_over_with_its_best_and_sa
     run.steps(range(1, 7), metrics)
     assert steps_in(run.folder) == [4, 6]
     again = Run(tmp_path, num_steps=12, keep=1, keep_best=now)
-    again.checkpointer.restore(read_checkpoint(run.folder / "step_000006"))
+    again.checkpoints.restore(read_checkpoint(run.folder / "step_000006"))
     assert capsys.readouterr().err == (
         f"mcore-rl: warning: checkpoint.keep_best={now!r} (was 'reward'): step_000004, the best so "
         f"far, goes as others do{told}\n"
@@ -236,15 +230,15 @@ def test_a_full_disk_costs_a_checkpoint_and_not_the_run_nor_the_one_before(
 ):
     run = Run(tmp_path, keep=1, async_save=in_background)
     run.steps([1, 2, 3])
-    run.checkpointer._finish()
-    run.turns.actor.is_full = True
+    run.checkpoints._finish()
+    run.devices.actor.is_full = True
     run.steps([4, 5])
-    run.checkpointer._finish()
+    run.checkpoints._finish()
     assert [path.name for path in run.folder.iterdir()] == ["step_000002"]
     told = capsys.readouterr().err
     assert told.startswith("mcore-rl: warning: step 4: no checkpoint: ")
     assert told.endswith("that of step 2 stays, and the run goes on\n")
-    run.turns.actor.is_full = False
+    run.devices.actor.is_full = False
     run.steps([6])
     assert steps_in(run.folder) == [6]
 
@@ -272,27 +266,27 @@ def test_a_run_goes_on_with_its_weights_version_parts_and_step(tmp_path):
     run.steps([1, 2, 3, 4, 5])
     found = newest_checkpoint(run.folder, pytest.fail)
     again = Run(tmp_path)
-    again.checkpointer.restore(found)
-    assert again.turns.actor.loaded == str(run.folder / "step_000004" / "actor")
-    assert again.turns.calls == ["stop", "train", 4]
-    assert (again.prompts.drawn, again.checkpointer.next_step) == (4, 5)
+    again.checkpoints.restore(found)
+    assert again.devices.actor.loaded == str(run.folder / "step_000004" / "actor")
+    assert again.devices.calls == ["offload rollout", "actor", 4]
+    assert (again.prompts.drawn, again.checkpoints.next_step) == (4, 5)
 
 
 @pytest.mark.parametrize("in_background", [False, True])
 def test_a_critic_is_saved_and_goes_on_with_the_actor(tmp_path, in_background):
     run, again = (Run(tmp_path, async_save=in_background) for _ in range(2))
-    run.turns.critic, again.turns.critic = Actor(), Actor()
+    run.devices.critic, again.devices.critic = Actor(), Actor()
     run.steps(range(1, 7))
-    again.checkpointer.restore(newest_checkpoint(run.folder, pytest.fail))
-    assert again.turns.critic.loaded == str(run.folder / "step_000006" / "critic")
-    assert again.turns.calls == ["stop", "train", "critic", 6]
+    again.checkpoints.restore(newest_checkpoint(run.folder, pytest.fail))
+    assert again.devices.critic.loaded == str(run.folder / "step_000006" / "critic")
+    assert again.devices.calls == ["offload rollout", "actor", "critic", 6]
 
 
 def test_a_critic_that_the_disk_does_not_take_costs_the_checkpoint(tmp_path, capsys):
     run = Run(tmp_path)
-    run.turns.critic = Actor()
+    run.devices.critic = Actor()
     run.steps([1, 2])
-    run.turns.critic.is_full = True
+    run.devices.critic.is_full = True
     run.steps([3, 4])
     assert steps_in(run.folder) == [2]
     assert "step 4: no checkpoint: " in capsys.readouterr().err
@@ -308,9 +302,9 @@ def test_a_signal_in_a_step_saves_it_also_where_the_actor_has_left_its_devices(
     told = r"SIGUSR1: step 3 is saved; to go on: .* resume=auto output_dir="
     with pytest.raises(RunStopped, match=told), run.stop.heeded_after_a_step():
         run.stop.receive(10)  # before the step is over, and after `is_due`
-        run.checkpointer.step_ended(3, {})
+        run.checkpoints.finish_step(3, {})
     assert steps_in(run.folder) == [3]
-    assert run.turns.calls == ["stop", "train"]
+    assert run.devices.calls == ["offload rollout", "actor"]
 
 
 def test_a_signal_before_the_weights_leave_saves_once(tmp_path):
@@ -319,7 +313,7 @@ def test_a_signal_before_the_weights_leave_saves_once(tmp_path):
         run.stop.receive(15)
         run.steps([1])
     assert steps_in(run.folder) == [1]
-    assert run.turns.calls == []
+    assert run.devices.calls == ["actor"]
 
 
 def test_a_signal_while_a_step_is_being_closed_is_for_the_next(tmp_path):
@@ -330,7 +324,7 @@ def test_a_signal_while_a_step_is_being_closed_is_for_the_next(tmp_path):
         run.stop.requested = "SIGTERM"
         return [False]
 
-    run.turns.actor.is_saved = is_saved
+    run.devices.actor.is_saved = is_saved
     run.steps([3])
     with pytest.raises(RunStopped, match="SIGTERM: step 4 is saved"):
         run.steps([4])
@@ -339,7 +333,7 @@ def test_a_signal_while_a_step_is_being_closed_is_for_the_next(tmp_path):
 
 def test_a_run_that_is_told_to_end_and_cannot_be_saved_says_so(tmp_path):
     run = Run(tmp_path)
-    run.turns.actor.is_full = True
+    run.devices.actor.is_full = True
     told = "SIGTERM: step 1 could not be saved"
     with pytest.raises(NotSavedError, match=told), run.stop.heeded_after_a_step():
         run.stop.receive(15)
@@ -352,8 +346,8 @@ def test_exports_come_every_so_many_steps_and_replace_those_of_a_step_that_is_re
     run = Run(tmp_path, save_every=0, hf_every=2)
     (tmp_path / "hf" / "step_000002").mkdir(parents=True)
     run.steps([1, 2, 3, 4])
-    assert run.turns.actor.exports == ["step_000002", "step_000004"]
-    run.turns.actor.is_full = True
+    assert run.devices.actor.exports == ["step_000002", "step_000004"]
+    run.devices.actor.is_full = True
     run.steps([5, 6])
     assert "step 6: no export to " in capsys.readouterr().err
 

@@ -9,64 +9,68 @@ import pytest
 
 from mcore_rl.config.schema import PlacementConfig
 from mcore_rl.data.batch import Batch, Jagged
-from mcore_rl.trainers.device_sharing import Turns
+from mcore_rl.trainers.device_sharing import DeviceSharing
+from mcore_rl.trainers.roles import ReferenceModel
 
 OFF = "reference to host"
 
 
 class Group:
-    """Says what it is asked to `told`."""
+    """Workers of a role that record their calls."""
 
-    def __init__(self, name: str, told: list[str]) -> None:
-        self.name, self.told = name, told
+    def __init__(self, name: str, calls: list[str]) -> None:
+        self.name, self.calls = name, calls
 
-    def with_next(self, method: str, place: str) -> None:
-        getattr(self, method)(place)
-
-    def to(self, place: str, *, model: bool = True, optimizer: bool = True, grad: bool = True):
-        parts = ", the model alone" * (model and not optimizer and not grad)
-        self.told.append(f"{self.name} to {place}" + " but for the model" * (not model) + parts)
+    def to(self, place: str, *, model: bool = True):
+        self.calls.append(f"{self.name} to {place}" + " but for the model" * (not model))
 
     has_joining, version, num_up = False, 3, 1
 
     def follow_wanted(self) -> None: ...
 
     def start_asleep(self) -> None:
-        self.told.append("start asleep")
+        self.calls.append("start asleep")
         self.num_up = 1
 
     def sleep(self, keep: bool) -> None:
-        self.told.append("sleep")
+        self.calls.append("sleep")
 
     def wake(self, tag: str) -> None:
-        self.told.append(f"wake {tag}")
+        self.calls.append(f"wake {tag}")
 
     def push(self, version: int) -> None:
-        self.told.append(f"push {version}")
+        self.calls.append(f"push {version}")
 
-    def _scored(self, batch: Batch, *, temperature: float) -> Batch:
-        self.told.append(f"{self.name} scores at {temperature}")
+    def _score(self, batch: Batch, *, temperature: float) -> Batch:
+        self.calls.append(f"{self.name} scores at {temperature}")
         return batch.with_columns(log_probs=batch.jagged("response_ids"))
 
-    compute_log_probs = compute_reference_log_probs = _scored
+    compute_log_probs = compute_reference_log_probs = _score
 
 
-def a_step(has_reference: bool, **placement: str) -> list[str]:
-    """What is asked of whom in a step."""
-    told: list[str] = []
-    actor, reference = Group("actor", told), Group("reference", told)
-    servers: Any = Group("servers", told)
-    chosen = PlacementConfig(**{"rollout": "shared"} | placement)
-    models = {"actor": actor} | ({"reference": reference} if has_reference else {})
-    turns = Turns(chosen, models, servers, servers)
+def share_devices(placement: dict[str, str], calls: list[str], *roles: str) -> DeviceSharing:
+    """Models of these roles and servers, which share one pool unless `placement` has them apart."""
+    servers: Any = Group("servers", calls)
+    models: Any = {role: Group(role, calls) for role in roles}
+    settings = PlacementConfig(**{"rollout": "shared"} | placement)
+    return DeviceSharing(settings, models, servers, servers)
+
+
+def run_step(has_reference: bool, **placement: str) -> list[str]:
+    """Return the calls of a step."""
+    calls: list[str] = []
+    roles = ("actor", "reference") if has_reference else ("actor",)
+    devices = share_devices(placement, calls, *roles)
     ids = Jagged.of([[1, 2]], np.int64)
-    turns.stop_serving()
-    batch = turns.with_reference_log_probs(Batch({"prompt_ids": ids, "response_ids": ids}), 0.5)
+    devices.offload_rollout()
+    compute = devices.models[roles[-1]].compute_log_probs
+    reference = ReferenceModel(compute, devices, roles[-1], 0.5)
+    batch, _ = reference.score(Batch({"prompt_ids": ids, "response_ids": ids}))
     assert batch.jagged("reference_log_probs").values.tolist() == [1, 2]
-    turns.begin_training()
-    told.append("update")
-    turns.serve(4)
-    return told
+    devices.use("actor")
+    calls.append("update")
+    devices.update_weights(4)
+    return calls
 
 
 SCORES = "reference scores at 0.5"
@@ -78,7 +82,7 @@ SCORES = "reference scores at 0.5"
         (
             {},
             [
-                "sleep", "reference to device", SCORES, OFF, "actor to device", "update",
+                "sleep", SCORES, OFF, "update",
                 "actor to host but for the model", "wake weights", "push 4", "actor to host",
                 "wake kv_cache",
             ],
@@ -87,21 +91,19 @@ SCORES = "reference scores at 0.5"
         (
             {"rollout": "own"},
             [
-                "reference to device", SCORES, OFF, "actor to device", "update",
-                "actor to host but for the model", "push 4", "actor to host",
+                SCORES, OFF, "update", "push 4",
             ],
         ),
         (
             {"actor": "own"},
             [
-                "sleep", "reference to device", SCORES, OFF, "update", "wake weights", "push 4",
-                "wake kv_cache",
+                "sleep", SCORES, "update", OFF, "wake weights", "push 4", "wake kv_cache",
             ],
         ),
         (
             {"actor": "a", "reference": "own", "rollout": "a"},
             [
-                "sleep", SCORES, "actor to device", "update", "actor to host but for the model",
+                "sleep", SCORES, "update", "actor to host but for the model",
                 "wake weights", "push 4", "actor to host", "wake kv_cache",
             ],
         ),
@@ -109,15 +111,15 @@ SCORES = "reference scores at 0.5"
     ids=["one pool", "pools of their own", "servers apart", "actor apart", "reference apart"],
 )  # fmt: skip
 def test_each_role_is_on_its_devices_in_its_turn_alone(placement, order):
-    assert a_step(has_reference=True, **placement) == order
+    assert run_step(has_reference=True, **placement) == order
 
 
 def test_an_actor_that_is_its_own_reference_scores_when_it_is_there():
-    assert a_step(has_reference=False)[:5] == [
-        "sleep", "actor to device", "actor scores at 0.5", "actor to device", "update",
+    assert run_step(has_reference=False)[:3] == [
+        "sleep", "actor scores at 0.5", "update",
     ]  # fmt: skip
     own = {"actor": "own", "rollout": "own"}
-    assert a_step(has_reference=False, **own) == ["actor scores at 0.5", "update", "push 4"]
+    assert run_step(has_reference=False, **own) == ["actor scores at 0.5", "update", "push 4"]
 
 
 @pytest.mark.parametrize(
@@ -126,8 +128,8 @@ def test_an_actor_that_is_its_own_reference_scores_when_it_is_there():
         (
             {},
             [
-                "sleep", "actor to device", "actor to host", "critic to device", "learn",
-                "critic to host", "actor to device", "actor to host but for the model",
+                "sleep", "actor to host", "learn",
+                "critic to host", "actor to host but for the model",
                 "wake weights", "push 4", "actor to host", "wake kv_cache",
             ],
         ),
@@ -135,14 +137,14 @@ def test_an_actor_that_is_its_own_reference_scores_when_it_is_there():
         (
             {"critic": "own"},
             [
-                "sleep", "actor to device", "learn", "actor to host but for the model",
+                "sleep", "learn", "actor to host but for the model",
                 "wake weights", "push 4", "actor to host", "wake kv_cache",
             ],
         ),
         (
             {"actor": "own"},
             [
-                "sleep", "critic to device", "learn", "critic to host", "wake weights", "push 4",
+                "sleep", "learn", "critic to host", "wake weights", "push 4",
                 "wake kv_cache",
             ],
         ),
@@ -150,17 +152,14 @@ def test_an_actor_that_is_its_own_reference_scores_when_it_is_there():
     ids=["one pool", "pools of their own", "critic apart", "actor apart"],
 )  # fmt: skip
 def test_a_critic_has_the_devices_between_the_log_probs_and_the_update(placement, order):
-    told: list[str] = []
-    servers: Any = Group("servers", told)
-    models: Any = {"actor": Group("actor", told), "critic": Group("critic", told)}
-    turns = Turns(PlacementConfig(**{"rollout": "shared"} | placement), models, servers, servers)
-    turns.stop_serving()
-    turns.begin_training()
-    with turns.critic_on_device() as critic:
-        assert critic is models["critic"]
-        told.append("learn")
-    turns.serve(4)
-    assert told == order
+    calls: list[str] = []
+    devices = share_devices(placement, calls, "actor", "critic")
+    devices.offload_rollout()
+    devices.use("actor")
+    devices.use("critic")
+    calls.append("learn")
+    devices.update_weights(4)
+    assert calls == order
 
 
 @pytest.mark.parametrize(
@@ -169,8 +168,8 @@ def test_a_critic_has_the_devices_between_the_log_probs_and_the_update(placement
         (
             {},
             [
-                "actor to host", "start asleep", "actor to device, the model alone",
-                "actor to host but for the model", "wake weights", "push 4", "actor to host",
+                "actor to host", "start asleep", "actor to host but for the model",
+                "wake weights", "push 4", "actor to host",
                 "wake kv_cache",
             ],
         ),
@@ -180,35 +179,40 @@ def test_a_critic_has_the_devices_between_the_log_probs_and_the_update(placement
     ids=["one pool", "actor apart", "pools of their own"],
 )  # fmt: skip
 def test_servers_that_join_start_while_no_other_role_is_on_their_devices(placement, order):
-    told: list[str] = []
-    servers: Any = Group("servers", told)
-    servers.has_joining = True
-    models: Any = {"actor": Group("actor", told), "reference": Group("reference", told)}
-    turns = Turns(PlacementConfig(**{"rollout": "shared"} | placement), models, servers, servers)
-    turns.serve(4)
-    assert told == order
+    calls: list[str] = []
+    devices = share_devices(placement, calls, "actor", "reference")
+    devices.servers.has_joining = True
+    devices.offload_rollout()
+    devices.update_weights(4)
+    assert [call for call in calls if call != "sleep"] == order
 
 
 def test_servers_that_have_all_died_asleep_start_before_the_push():
-    told: list[str] = []
-    servers: Any = Group("servers", told)
-    servers.num_up = 0
-    models: Any = {"actor": Group("actor", told)}
-    Turns(PlacementConfig(rollout="shared"), models, servers, servers).serve(4)
-    assert told == [
-        "actor to host but for the model", "wake weights",
-        "actor to host", "start asleep", "actor to device, the model alone", "wake weights",
-        "push 4", "actor to host", "wake kv_cache",
+    calls: list[str] = []
+    devices = share_devices({}, calls, "actor")
+    devices.servers.num_up = 0
+    devices.offload_rollout()
+    devices.update_weights(4)
+    assert calls == [
+        "sleep", "actor to host but for the model", "wake weights", "actor to host",
+        "start asleep", "wake weights", "push 4", "actor to host", "wake kv_cache",
     ]  # fmt: skip
 
 
-def test_the_version_that_was_served_is_sent_again_from_the_device():
-    told: list[str] = []
-    servers: Any = Group("servers", told)
-    models: Any = {"actor": Group("actor", told)}
-    turns = Turns(PlacementConfig(rollout="shared"), models, servers, servers)
-    turns.serve_again()
-    assert told[0] == "actor to device" and "push 3" in told
-    assert servers.resend == turns.serve_again
-    turns.keep_actor()
-    assert servers.resend is None
+def test_weights_are_sent_again_until_the_actor_is_about_to_change():
+    calls: list[str] = []
+    devices = share_devices({}, calls, "actor")
+    devices.resend_weights()
+    assert "push 3" in calls
+    assert devices.servers.resend == devices.resend_weights
+    devices.disable_resend()
+    assert devices.servers.resend is None
+
+
+def test_servers_sleep_once_and_only_where_they_share_devices():
+    for placement, order in (({}, ["sleep"]), ({"rollout": "own"}, [])):
+        calls: list[str] = []
+        devices = share_devices(placement, calls, "actor")
+        devices.offload_rollout()
+        devices.offload_rollout()
+        assert calls == order

@@ -25,7 +25,6 @@ from mcore_rl.config.schema import Layout, RLConfig
 from mcore_rl.controller import living_nodes, object_columns, sending
 from mcore_rl.controller.pending import Limit
 from mcore_rl.controller.rank_actor import Call, RankActor
-from mcore_rl.controller.stop_signals import StopSignals
 from mcore_rl.controller.worker_group import WorkerGroup
 from mcore_rl.data.datasets import PromptDataset, PromptRow, load_prompts
 from mcore_rl.data.prompt_batches import PromptBatches
@@ -34,17 +33,15 @@ from mcore_rl.data.tokenizer import load_tokenizer
 from mcore_rl.engine.base import MemoryReport, ScoredStep
 from mcore_rl.engine.worker import ModelWorker
 from mcore_rl.inference.protocol import Completion, SamplingParams
-from mcore_rl.jobs.loop import Loop
 from mcore_rl.rollout.idle_time import IdleTime
 from mcore_rl.rollout.loop_thread import LoopThread
 from mcore_rl.rollout.running_groups import RunningGroups
 from mcore_rl.rollout.server_pool import ServerPool
 from mcore_rl.rollout.weight_updater import TransportSync
 from mcore_rl.rollout.worker import RolloutWorker, prompts_of
-from mcore_rl.trainers.checkpointing import Checkpointer
-from mcore_rl.trainers.device_sharing import Turns
-from mcore_rl.trainers.evaluation import Evaluation
-from mcore_rl.trainers.sample_log import SampleTables
+from mcore_rl.trainers.device_sharing import DeviceSharing
+from mcore_rl.trainers.sample_log import SampleLog
+from tests.fakes import build_trainer
 from tests.unit.controller.test_driver_work import Reference
 
 
@@ -152,6 +149,7 @@ class Rank(ModelWorker):
     def __init__(self, ray: Ray) -> None:
         self._engine, self._loss_function = Engine(ray), len
         self._transport = SimpleNamespace(send=lambda *_: None)
+        self._is_offloaded = True
 
 
 class Generator:
@@ -253,16 +251,16 @@ def steps_of(
         actor, servers, Limit(60, "weight_sync.timeout_s"), config.rollout, config.weight_sync,
         _connected=servers.membership,
     )  # fmt: skip
-    turns = Turns(config.placement, {"actor": actor}, servers, sync)
-    data = PromptDataset(load_prompts(task.train_file, config.data, tokenizer))
+    devices = DeviceSharing(config.placement, {"actor": actor}, servers, sync)
+    prompts = PromptDataset(load_prompts(task.train_file, config.data, tokenizer))
+    last_metrics: dict[str, float] = {}
     with ThreadPoolExecutor(1) as thread:
-        loop = Loop.of(config, turns, data, thread)
-        tables = SampleTables(folder, tokenizer, config.sample_log, actor)
-        checkpointer = Checkpointer(config, folder, turns, {}, dict, StopSignals(), 0)
-        evaluation = Evaluation(config, loop.rollout, {}, tables, lambda when, found: None)
-        found: dict[str, float] = {}
-        loop.train(checkpointer, evaluation, tables, lambda step, metrics: found.update(metrics))
-    return found
+        sample_log = SampleLog(folder, tokenizer, config.sample_log, actor)
+        trainer = build_trainer(
+            config, folder, devices, prompts=prompts, sample_log=sample_log, thread=thread
+        )
+        trainer.run(lambda step, metrics: last_metrics.update(metrics))
+    return last_metrics
 
 
 def test_a_step_of_the_quickstart_moves_few_bytes_a_sample_in_few_calls(ray, task, tmp_path):

@@ -24,22 +24,16 @@ from mcore_rl.config.schema import (
     FilterConfig,
     ReplayConfig,
     RLConfig,
-    SampleLogConfig,
     TrainerConfig,
 )
 from mcore_rl.controller.pending import WorkerError
 from mcore_rl.controller.stop_signals import RunStopped, StopSignals
 from mcore_rl.data.batch import Batch, Jagged
-from mcore_rl.data.datasets import PromptDataset, PromptRow
-from mcore_rl.jobs.loop import Loop
 from mcore_rl.observability.activity import Stopwatch
 from mcore_rl.rollout.buffer import GroupState
-from mcore_rl.trainers.checkpointing import Checkpointer
-from mcore_rl.trainers.device_sharing import Turns
-from mcore_rl.trainers.evaluation import Evaluation
+from mcore_rl.trainers.device_sharing import DeviceSharing
 from mcore_rl.trainers.policy_checks import PolicyMismatchError
-from mcore_rl.trainers.sample_log import SampleTables
-from tests.fakes import ScoringUpdates
+from tests.fakes import LocalWorkers, build_trainer
 from tests.unit.trainers import test_one_step_off
 from tests.unit.trainers.modelled_servers import Servers
 from tests.unit.trainers.test_checkpointing import Actor
@@ -48,19 +42,13 @@ from tests.unit.trainers.test_one_step_off import log_probs_of
 NUM_STEPS, PER_STEP = 6, 4
 
 
-class Policy(ScoringUpdates, Actor):
+class Policy(LocalWorkers, Actor):
     """An actor whose weights are a number: how often it was updated."""
 
     def __init__(self, servers: Servers):
         super().__init__()
         self.servers, self.version = servers, 0
         self.updates: list[Batch] = []
-
-    def with_next(self, method, *args):
-        getattr(self, method)(*args)
-
-    def to(self, place, **parts):
-        pass
 
     def compute_log_probs(self, batch, *, temperature):
         responses = batch.jagged("response_ids")
@@ -98,31 +86,27 @@ class Run:
         config.data.curriculum = other.pop("curriculum", config.data.curriculum)
         config.placement.rollout = other.pop("rollout", "own")
         config.model.path = config.data.train_file = config.data.test_file = "given"
-        self.servers = Servers(other.pop("train_s", 8.0))
+        train_s = other.pop("train_s", 8.0)
+        self.servers = other.pop("servers", None) or Servers(train_s)
+        self.actor = other.pop("build_policy", Policy)(self.servers)
         config.algorithm = AlgorithmConfig(group_size=3, **other)
         resolve(config)
         self.config = config = resolve_for_lane(config, "cpu")
-        self.actor = Policy(self.servers)
-        turns = Turns(config.placement, {"actor": self.actor}, self.servers, self.servers, True)
-        data = PromptDataset([PromptRow([row], {}) for row in range(30)])
-        self.stop = StopSignals()
-        self.loop = Loop.of(config, turns, data, None)
-        parts = self.loop.parts
-        self.checkpointer = Checkpointer(config, folder, turns, parts, dict, self.stop, 0)
-        self.tables = SampleTables(
-            folder, None, SampleLogConfig(every=0, num_shown=0, tokens=False)
+        devices = DeviceSharing(
+            config.placement, {"actor": self.actor}, self.servers, self.servers, True
         )
-        self.evaluation = Evaluation(config, self.loop.rollout, {}, self.tables, lambda *_: None)
+        self.stop = StopSignals()
+        self.trainer = build_trainer(config, folder, devices, stop=self.stop)
 
     def train(self, report=None):
-        def kept(step, metrics):
+        def record(step, metrics):
             self.rows.append(
                 {n: v for n, v in metrics.items() if not n.startswith(("time/", "driver/"))}
             )
             self.rows[-1].pop("tokens_per_s")
             (report or (lambda *_: None))(step, metrics)
 
-        self.loop.train(self.checkpointer, self.evaluation, self.tables, kept)
+        self.trainer.run(record)
         return self
 
     @property
@@ -244,7 +228,7 @@ def test_a_run_that_goes_on_trains_each_prompt_once(tmp_path):
         begun.train(stop)
     pending = set(range(6 * PER_STEP)) - set(chain(*begun.trained))
     again = Run(tmp_path / "again")
-    again.checkpointer.restore(read_checkpoint(tmp_path / "begun/checkpoints/step_000003"))
+    again.trainer.checkpoints.restore(read_checkpoint(tmp_path / "begun/checkpoints/step_000003"))
     again.servers.events.clear()
     again.train()
     assert again.servers.events[0] == f"begin {min(pending)}-{max(pending)} of 3"
@@ -257,7 +241,7 @@ def test_a_run_that_goes_on_trains_each_prompt_once(tmp_path):
 def test_staleness_0_goes_on_bit_for_bit(tmp_path):
     whole = Run(tmp_path / "whole", staleness=0, save_every=2).train()
     again = Run(tmp_path / "again", staleness=0)
-    again.checkpointer.restore(read_checkpoint(tmp_path / "whole/checkpoints/step_000004"))
+    again.trainer.checkpoints.restore(read_checkpoint(tmp_path / "whole/checkpoints/step_000004"))
     found, wanted = again.train().rows, whole.rows[4:]
     names = [name for name in wanted[0] if not name.startswith("queue/")]  # begun twice
     assert [[row[n] for n in names] for row in found] == [[row[n] for n in names] for row in wanted]
@@ -266,7 +250,7 @@ def test_staleness_0_goes_on_bit_for_bit(tmp_path):
 def test_the_run_that_has_ended_leaves_nothing_that_generates(tmp_path):
     run = Run(tmp_path, asynchronous={"oversampling": 0.5}).train()
     assert run.servers.running == {}
-    assert run.loop.ahead.queue.num_groups(GroupState.GENERATING) == 0
+    assert run.trainer.generation.queue.num_groups(GroupState.GENERATING) == 0
 
 
 def test_groups_that_the_filter_rejects_are_replaced(tmp_path):

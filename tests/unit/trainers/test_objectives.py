@@ -8,8 +8,8 @@ import pytest
 from mcore_rl.algorithms.preference import PREFERENCE_LOSSES, bradley_terry, pair_inputs
 from mcore_rl.data.batch import Batch, Jagged
 from mcore_rl.observability.activity import Stopwatch
-from mcore_rl.trainers import supervised as offline
-from mcore_rl.trainers.evaluation import standard_error
+from mcore_rl.trainers import supervised
+from mcore_rl.trainers.evaluation import compute_standard_error
 from mcore_rl.trainers.objectives import (
     PreferenceObjective,
     Reference,
@@ -78,7 +78,7 @@ def test_a_step_on_pairs_tells_the_loss_of_the_pairs_not_of_the_update():
     model, reference = Model(), Model(shift=0.5)
     loss = PREFERENCE_LOSSES.bound("dpo", {"beta": 0.2})
     objective = PreferenceObjective(
-        model, loss, Reference(reference.compute_log_probs, moved=reference)
+        model, loss, Reference(reference.compute_log_probs, offloaded=reference)
     )
     found = objective.step(PAIRS, Stopwatch())
     [updated] = model.updates
@@ -91,7 +91,7 @@ def test_a_step_on_pairs_tells_the_loss_of_the_pairs_not_of_the_update():
     slopes = np.repeat([wanted.chosen, wanted.rejected], 1, axis=1).T.reshape(-1) / 2
     weights = np.repeat(slopes, [2, 1, 1, 3])
     np.testing.assert_allclose(updated.jagged("loss_weights").values, weights, rtol=1e-6)
-    assert reference.moves == ["device", "host"]
+    assert reference.moves == ["host"]  # scoring has brought it to its device
 
 
 def test_a_reward_model_is_scored_at_the_last_token_with_the_margin_of_each_pair():
@@ -114,7 +114,7 @@ def test_an_evaluation_on_pairs_weighs_every_pair_alike():
 def test_a_loop_reports_each_step_with_its_times_and_its_rate():
     reports = {}
     batches = iter([batch_of([3]), batch_of([4, 5])])
-    offline.train(SupervisedObjective(Model()), batches, 2, reports.__setitem__)
+    supervised.train(SupervisedObjective(Model()), batches, 2, reports.__setitem__)
     assert list(reports) == [1, 2]
     assert {"loss", "tokens_per_s", "time/data_s", "time/update_s"} <= set(reports[2])
 
@@ -132,7 +132,7 @@ def test_the_error_of_a_held_out_loss_takes_the_tokens_of_a_row_together():
     found = SupervisedObjective(Scored()).evaluate(iter(batches))
     values, rows = np.array([0, 1, 2, 3, 0, 1.0]), np.array([0, 0, 0, 1, 2, 2])
     assert found["loss"] == pytest.approx(values.mean())
-    assert found["loss_stderr"] == pytest.approx(standard_error(values, rows))
+    assert found["loss_stderr"] == pytest.approx(compute_standard_error(values, rows))
 
 
 def test_the_error_of_a_loss_of_pairs_is_over_pairs():

@@ -20,20 +20,14 @@ from mcore_rl.config.schema import (
     FilterConfig,
     ReplayConfig,
     RLConfig,
-    SampleLogConfig,
     TrainerConfig,
 )
 from mcore_rl.controller.pending import WorkerError
 from mcore_rl.controller.stop_signals import RunStopped, StopSignals
 from mcore_rl.data.batch import Batch, Jagged
-from mcore_rl.data.datasets import PromptDataset, PromptRow
-from mcore_rl.jobs.loop import Loop
-from mcore_rl.trainers.checkpointing import Checkpointer
-from mcore_rl.trainers.device_sharing import Turns
-from mcore_rl.trainers.evaluation import Evaluation
+from mcore_rl.trainers.device_sharing import DeviceSharing
 from mcore_rl.trainers.policy_checks import PolicyMismatchError
-from mcore_rl.trainers.sample_log import SampleTables
-from tests.fakes import ScoringUpdates
+from tests.fakes import LocalWorkers, build_trainer
 from tests.unit.rollout.answering import Answering
 from tests.unit.trainers.test_checkpointing import Actor
 
@@ -41,7 +35,7 @@ LIMIT_S = 20.0  # of every wait: a loop that does not overlap fails, and does no
 NUM_STEPS = 5
 
 
-class Policy(ScoringUpdates, Actor):
+class Policy(LocalWorkers, Actor):
     """An actor whose weights are a number: how often it was updated. Writes it as its engine does.
 
     An update waits until the servers have been asked for the next samples, if they wait for it.
@@ -157,25 +151,19 @@ class Run:
         self.config = config = resolve_for_lane(config, "cpu")
         self.servers = Servers()
         self.actor = Policy(self.servers)
-        turns = Turns(config.placement, {"actor": self.actor}, self.servers, self.servers)
-        data = PromptDataset([PromptRow([row], {}) for row in range(30)])
+        devices = DeviceSharing(config.placement, {"actor": self.actor}, self.servers, self.servers)
         self.thread, self.stop = ThreadPoolExecutor(1), StopSignals()
-        self.loop = Loop.of(config, turns, data, self.thread)
-        parts = self.loop.parts
-        self.checkpointer = Checkpointer(config, folder, turns, parts, dict, self.stop, 0)
-        silent = SampleLogConfig(every=0, num_shown=0, tokens=False)
-        self.tables = SampleTables(folder, None, silent)
-        self.evaluation = Evaluation(config, self.loop.rollout, {}, self.tables, lambda *_: None)
+        self.trainer = build_trainer(config, folder, devices, thread=self.thread, stop=self.stop)
 
     def train(self, report=None):
-        def kept(step, metrics):
+        def record(step, metrics):
             self.rows.append(
                 {n: v for n, v in metrics.items() if not n.startswith(("time/", "driver/"))}
             )
             self.rows[-1].pop("tokens_per_s")
             (report or (lambda *_: None))(step, metrics)
 
-        self.loop.train(self.checkpointer, self.evaluation, self.tables, kept)
+        self.trainer.run(record)
         return self
 
 
@@ -206,7 +194,7 @@ def test_the_next_samples_are_generated_while_these_are_trained_on(tmp_path):
 @pytest.mark.parametrize("mode", ["sync", "one_step_off", "fully_async"])
 def test_servers_can_have_the_first_weights_again_in_any_mode(tmp_path, mode):
     run = Run(tmp_path, mode=mode)
-    assert run.servers.resend == run.loop.turns.serve_again
+    assert run.servers.resend == run.trainer.devices.resend_weights
 
 
 @pytest.mark.parametrize(
@@ -284,7 +272,7 @@ def test_a_run_that_goes_on_trains_on_the_samples_that_it_had(tmp_path):
         begun.train(stop)
     assert begun.servers.events[-1] == "push 2"  # nothing is generated that nobody trains on
     again = Run(tmp_path / "again", filter=samples)
-    again.checkpointer.restore(read_checkpoint(tmp_path / "begun/checkpoints/step_000002"))
+    again.trainer.checkpoints.restore(read_checkpoint(tmp_path / "begun/checkpoints/step_000002"))
     again.train()
     begun.rows += again.rows
     begun.actor.updates += again.actor.updates
@@ -332,7 +320,7 @@ def test_servers_with_other_weights_than_they_were_given_stop_the_run(tmp_path):
 
 
 def test_samples_of_another_step_are_neither_taken_nor_replaced(tmp_path):
-    ahead = Run(tmp_path).loop.ahead
+    ahead = Run(tmp_path).trainer.prefetcher
     ahead.begin(2, version=0)
     with pytest.raises(RuntimeError, match="step 3 was asked for; begun was step 2"):
         ahead.take(3, version=2)
@@ -343,7 +331,7 @@ def test_samples_of_another_step_are_neither_taken_nor_replaced(tmp_path):
 
 def test_an_empty_batch_is_a_state_too(tmp_path):
     """No group has passed the filter."""
-    ahead = Run(tmp_path).loop.ahead
+    ahead = Run(tmp_path).trainer.prefetcher
     ahead.begin(1, version=0)
     batch, metrics = ahead._pending.result()
     state = {"step": 1, "metrics": metrics, "samples": batch.take([]).to_arrays()}

@@ -1,4 +1,4 @@
-"""The loss of an update is the sum of its parts, each by its coefficient."""
+"""The loss of an update: the sum of its parts, and which settings need log-probs before it."""
 
 from __future__ import annotations
 
@@ -9,23 +9,27 @@ import numpy as np
 import pytest
 import torch
 
+from mcore_rl.algorithms.advantages import ADVANTAGES, token_advantages
 from mcore_rl.algorithms.inputs import LossInputs
 from mcore_rl.algorithms.losses import LOSSES
 from mcore_rl.algorithms.prepared import is_prepared
 from mcore_rl.cli.compose import compose_config
 from mcore_rl.config.errors import ConfigError
+from mcore_rl.config.resolve import resolve, resolve_for_lane
 from mcore_rl.config.schema import AlgorithmConfig, CorrectionConfig, DistillationConfig, RLConfig
 from mcore_rl.controller.remote_batch import Places, RemoteBatch, RemoteColumn
 from mcore_rl.data.batch import Batch, Jagged
 from mcore_rl.trainers.policy_loss import (
     COLUMN_OF_METRIC,
-    EARLIER,
+    EARLIER_COLUMNS,
     PolicyLoss,
     check_functions,
     check_greedy,
-    read_by_loss,
+    find_log_prob_pass_reason,
+    needs_log_prob_pass,
+    select_read_columns,
 )
-from mcore_rl.trainers.updates import with_prepared_columns
+from mcore_rl.trainers.training_batch import add_prepared_columns
 
 LOG_PROBS = torch.tensor([-1.0, -2.0, -0.5])
 SCORES = {"log_probs": LOG_PROBS, "entropy": torch.tensor([0.3, 0.6, 0.1])}
@@ -93,9 +97,9 @@ def test_a_loss_of_the_package_reads_only_columns_that_an_update_sends(name):
     settings = {"dro": {"beta": 0.1}, "kimi": {"tau": 0.1}}.get(name, {})  # without a default
     algorithm, batch = AlgorithmConfig(loss=name, loss_settings=settings), all_columns()
     if is_prepared(LOSSES[name]):
-        batch, _ = with_prepared_columns(batch, algorithm, [0])
-    sent = batch.select(*read_by_loss(by_reference(batch), name).names)
-    assert {*batch.names} - {*sent.names} == {*EARLIER}
+        batch = add_prepared_columns(batch, algorithm, [0])
+    sent = batch.select(*select_read_columns(by_reference(batch), name).names)
+    assert {*batch.names} - {*sent.names} == {*EARLIER_COLUMNS}
     found = [PolicyLoss(algorithm)(inputs(columns=tensors(one))) for one in (batch, sent)]
     for with_all, with_sent in zip(found[0][0].values(), found[1][0].values(), strict=True):
         torch.testing.assert_close(with_all, with_sent)
@@ -104,7 +108,7 @@ def test_a_loss_of_the_package_reads_only_columns_that_an_update_sends(name):
 
 def all_columns() -> Batch:
     """Two responses, of two tokens and one."""
-    names = (*OF_ALL_LOSSES, *EARLIER)
+    names = (*OF_ALL_LOSSES, *EARLIER_COLUMNS)
     values = np.random.default_rng(0).random((len(names), 3)).astype(np.float32)
     rows = {name: [row[:2], row[2:]] for name, row in zip(names, values, strict=True)}
     columns = {name: Jagged.of(row, np.float32) for name, row in rows.items()}
@@ -124,7 +128,7 @@ def tensors(batch: Batch) -> dict[str, torch.Tensor]:
 
 def test_a_loss_of_ones_own_gets_all_columns():
     batch = by_reference(all_columns())
-    assert read_by_loss(batch, "own.py:loss").names == batch.names
+    assert select_read_columns(batch, "own.py:loss").names == batch.names
 
 
 def test_a_metric_is_a_mean_over_the_column_that_stands_in_the_table():
@@ -161,6 +165,7 @@ def test_an_update_that_nothing_has_scored_before_measures_the_entropy():
 OWN = """
 from __future__ import annotations
 import torch
+from mcore_rl.algorithms.advantages import ADVANTAGES, token_advantages
 from mcore_rl.algorithms.inputs import LossInputs, LossResult, needs
 
 @needs("entropy", "reference_log_probs")
@@ -189,6 +194,12 @@ def alone(inputs):
 
 def total(log_probs, reference_log_probs):
     return (log_probs - reference_log_probs).sum()
+
+def loss(inputs):
+    return inputs.log_probs, {}
+
+def advantage(inputs):
+    return inputs.rewards
 """
 
 
@@ -290,3 +301,141 @@ def test_replay_with_a_critic_is_refused():
     settings.filter.replay.share = 0.5
     with pytest.raises(ConfigError, match=r"replay.share=0.5: .*advantage='gae'"):
         check_functions(settings)
+
+
+NEEDS_PASS = {
+    "algorithm.log_prob_pass='always'": ["algorithm.log_prob_pass=always"],
+    "algorithm.num_mini_batches=2": ["algorithm.num_mini_batches=2"],
+    "algorithm.correction.use_rollout_log_probs=True": [
+        "algorithm.correction.use_rollout_log_probs=true"
+    ],
+    "algorithm.correction.level='token'": ["algorithm.correction.level=token"],
+    "algorithm.correction.level='sequence'": ["algorithm.correction.level=sequence"],
+    "algorithm.correction.reject={'sequence_mean_k3': 0.01}": [
+        "algorithm.correction.reject={sequence_mean_k3: 0.01}"
+    ],
+    "algorithm.loss='clip_cov'": ["algorithm.loss=clip_cov"],
+    "algorithm.loss='m2po'": ["algorithm.loss=m2po"],
+    "algorithm.loss='own.py:loss'": ["algorithm.loss=own.py:loss"],
+    "algorithm.advantage='own.py:advantage'": ["algorithm.advantage=own.py:advantage"],
+    "algorithm.advantage='optimal_token_baseline'": ["algorithm.advantage=optimal_token_baseline"],
+    "algorithm.advantage='gae'": ["algorithm.advantage=gae"],
+    "algorithm.kl_placement='reward'": ["algorithm.kl_coef=0.1", "algorithm.kl_placement=reward"],
+    "algorithm.kl_target=0.5": ["algorithm.kl_coef=0.1", "algorithm.kl_target=0.5"],
+    "algorithm.entropy_target=0.5": ["algorithm.entropy_target=0.5"],
+    "algorithm.top_entropy_share=0.2": ["algorithm.top_entropy_share=0.2"],
+    "algorithm.distillation.loss='sampled_kl'": [
+        "algorithm.distillation.loss=sampled_kl", "teacher.models={math: {model_path: x}}"
+    ],
+    "algorithm.filter.advantages_of='generated'": [
+        "algorithm.filter.advantages_of=generated", "algorithm.filter.keep_responses=2"
+    ],
+    "actor.moe.router_replay='record'": ["actor.moe.router_replay=record"],
+}  # fmt: skip
+NEEDS_NONE = [
+    [],
+    ["algorithm.kl_coef=0.1", "algorithm.entropy_coef=0.1", "algorithm.cross_entropy_coef=0.1"],
+    ["algorithm.kl_coef=0.1", "algorithm.correction.unbiased_kl=true"],
+    ["algorithm.filter.mask_truncated=true", "algorithm.filter.group_filter=drop_uniform"],
+    ["algorithm.filter.keep_responses=2"],
+    ["algorithm.filter.replay.share=0.5", "algorithm.loss=decoupled_ppo"],
+    ["actor.moe.router_replay=rollout", "actor.lora.rank=4"],
+    [
+        "trainer.mode=fully_async",
+        "algorithm.loss=decoupled_ppo",
+        "algorithm.loss_settings={weight_cap: 5.0}",
+    ],
+]
+
+
+def build_config(settings: list[str]) -> RLConfig:
+    given = ["model.path=m", "data.train_file=d", *settings]
+    config = compose_config(RLConfig, given)
+    resolve(config)
+    return resolve_for_lane(config, "cpu")
+
+
+@pytest.mark.parametrize("reason", NEEDS_PASS)
+def test_what_reads_log_probs_before_the_update_keeps_their_pass(own, reason):
+    config = build_config(NEEDS_PASS[reason])
+    assert find_log_prob_pass_reason(config) == reason and needs_log_prob_pass(config)
+
+
+@pytest.mark.parametrize("settings", NEEDS_NONE, ids=" ".join)
+def test_other_settings_need_no_pass(settings):
+    assert find_log_prob_pass_reason(build_config(settings)) == ""
+
+
+@pytest.mark.parametrize("mode", ["fully_async", "one_step_off"])
+def test_samples_of_old_versions_keep_the_pass_of_their_correction(mode):
+    config = build_config([f"trainer.mode={mode}"])
+    assert find_log_prob_pass_reason(config) == "algorithm.correction.level='token'"
+
+
+def test_another_value_of_the_setting_is_refused():
+    message = r"algorithm.log_prob_pass='never'; allowed: 'auto', 'always'"
+    with pytest.raises(ConfigError, match=message):
+        build_config(["algorithm.log_prob_pass=never"])
+
+
+IDS = Jagged.of([[1, 2], [3], [4, 5, 6], [7]], np.int64)
+# All that a batch has before the update, but for what the trainer's log-probs come with.
+BEFORE = Batch(
+    {
+        "group_ids": np.array([0, 0, 1, 1]),
+        "response_ids": IDS,
+        "response_mask": IDS.with_values(np.ones(7, np.int8)),
+        "rollout_log_probs": IDS.with_values(np.full(7, -1.0, np.float32)),
+        "reference_log_probs": IDS.with_values(np.full(7, -1.5, np.float32)),
+        "rewards": np.array([1.0, 0, 0, 1], np.float32),
+        "baseline_rewards": np.array([0.5, 0.5, 0, 0], np.float32),
+        "reward/format": np.array([0.0, 1, 0, 1], np.float32),
+        "finish_reasons": np.array(["stop"] * 4),
+        "state_ids": IDS.with_values(np.zeros(7, np.int64)),
+        "values": IDS.with_values(np.zeros(7, np.float32)),
+    }
+)
+SETTINGS: dict[str, dict[str, object]] = {
+    "gdpo": {"parts": "format"}, "kimi": {"tau": 0.1}, "dro": {"beta": 0.1}
+}  # fmt: skip
+
+
+def keeps_pass(key: str, name: str) -> bool:
+    config = RLConfig()
+    return needs_log_prob_pass(replace(config, algorithm=replace(config.algorithm, **{key: name})))
+
+
+@pytest.mark.parametrize("name", ADVANTAGES.names)
+def test_an_advantage_reads_no_log_probs_or_keeps_their_pass(name):
+    if not keeps_pass("advantage", name):
+        columns = token_advantages(BEFORE, name, SETTINGS.get(name, {}))
+        assert np.isfinite(columns["advantages"].values).all()
+
+
+@pytest.mark.parametrize("name", LOSSES.names)
+def test_a_loss_has_the_gradient_of_old_log_probs_that_rounding_moves_or_keeps_the_pass(name):
+    """A pass of its own gives the same numbers but for rounding, in either direction."""
+    if keeps_pass("loss", name):
+        return
+    rng = np.random.default_rng(0)
+    log_probs = torch.from_numpy(rng.normal(-2, 0.5, 7)).requires_grad_()
+    columns = {
+        "rollout_log_probs": log_probs.detach() + torch.from_numpy(rng.normal(0, 0.1, 7)),
+        "advantages": torch.from_numpy(rng.normal(0, 1, 7)),
+        "response_mask": torch.ones(7),
+        "loss_weights": torch.full((7,), 1 / 7, dtype=torch.float64),
+    }
+    lengths = torch.from_numpy(IDS.lengths)
+    gradients = []
+    for rounding in (torch.zeros(7), torch.from_numpy(rng.normal(0, 1e-7, 7))):
+        old = {"log_probs": log_probs.detach() + rounding}
+        inputs = LossInputs(
+            scores={"log_probs": log_probs},
+            columns=columns | old,
+            sequence_ids=torch.repeat_interleave(torch.arange(4), lengths),
+            num_sequences=4,
+        )
+        loss, _ = LOSSES.bound(name, SETTINGS.get(name, {}))(inputs)
+        gradients += torch.autograd.grad((loss * columns["loss_weights"]).sum(), [log_probs])
+    assert gradients[0].abs().max() > 0
+    torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-5, atol=1e-7)

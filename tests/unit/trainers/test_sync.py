@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from mcore_rl.algorithms.controllers import Coefficients
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.resolve import resolve_placement
 from mcore_rl.config.schema import (
@@ -13,27 +12,19 @@ from mcore_rl.config.schema import (
     CorrectionConfig,
     FilterConfig,
     RLConfig,
-    SampleLogConfig,
     TrainerConfig,
 )
-from mcore_rl.controller.stop_signals import StopSignals
 from mcore_rl.data.batch import Batch, Jagged
 from mcore_rl.observability.activity import Stopwatch
-from mcore_rl.trainers import steps
-from mcore_rl.trainers.checkpointing import Checkpointer
-from mcore_rl.trainers.device_sharing import Turns
-from mcore_rl.trainers.evaluation import Evaluation
-from mcore_rl.trainers.learner import Learner
+from mcore_rl.trainers.device_sharing import DeviceSharing
 from mcore_rl.trainers.policy_checks import PolicyMismatchError
-from mcore_rl.trainers.replay_buffer import ReplayBuffer
-from mcore_rl.trainers.sample_log import SampleTables
-from mcore_rl.trainers.sync import SyncTrainer
-from tests.fakes import ScoringUpdates
+from mcore_rl.trainers.step_samples import StepSampler, add_baseline_rewards
+from tests.fakes import LocalWorkers, build_trainer
 
 REPORTED: dict[str, float] = {}  # metrics of the last step
 
 
-class Model(ScoringUpdates):
+class Model(LocalWorkers):
     """A worker group whose model gives every token the same log-prob; keeps what it is asked."""
 
     def __init__(self, log_prob: float):
@@ -41,9 +32,6 @@ class Model(ScoringUpdates):
         self.temperatures: list[float] = []
         self.updates: list[Batch] = []
         self.places: list[str] = []
-
-    def with_next(self, method, *args):
-        getattr(self, method)(*args)
 
     def to(self, place, **parts):
         self.places.append(place)
@@ -129,18 +117,12 @@ def one_step_of(
     config.rollout.temperature, config.critic.warmup_steps = 0.7, warmup_steps
     config.algorithm, config.reward.on_error = AlgorithmConfig(**settings), on_error
     servers = Servers(answered() if made is None else made)
-    turns = Turns(resolve_placement(config), models, servers, servers)
-    checkpointer = Checkpointer(config, tmp_path, turns, {}, dict, StopSignals(), 0)
-    coefficients = Coefficients(config.algorithm)
-    replay = ReplayBuffer(config.algorithm.filter.replay, config.seed, config.timeouts.call_s)
-    shown = SampleLogConfig(every=0, num_shown=0, tokens=False)
-    tables = tables or SampleTables(tmp_path, None, shown)
-    evaluation = Evaluation(config, servers, {}, tables, lambda when, found: None)
-    learner, source = Learner(config, turns, coefficients, tables), (servers, servers, replay)
-    trained = SyncTrainer(config, turns, *source, learner, checkpointer, evaluation)
-    trained.train(lambda step, metrics: REPORTED.update(metrics))
+    devices = DeviceSharing(resolve_placement(config), models, servers, servers)
+    trainer = build_trainer(config, tmp_path, devices, sample_log=tables)
+    trainer.sampler = StepSampler(config, servers, servers, trainer.replay)
+    trainer.run(lambda step, metrics: REPORTED.update(metrics))
     assert servers.versions == [1]
-    return coefficients, learner.warnings.summary()
+    return trainer.coefficients, trainer.warnings.summary()
 
 
 def after_one_step(tmp_path, settings):
@@ -149,8 +131,8 @@ def after_one_step(tmp_path, settings):
     [update] = actor.updates
     if not settings.get("kl_coef"):
         return actor, reference, update
-    assert reference.places == ["device", "host"]
-    assert actor.places == ["device", "host", "host"]
+    assert reference.places == ["host"]
+    assert actor.places == ["host", "host"]
     return actor, reference, update
 
 
@@ -227,7 +209,7 @@ class Tables:
     def __init__(self):
         self.batches: list[Batch] = []
 
-    def of_step(self, step, batch):
+    def write_step(self, step, batch):
         self.batches.append(batch)
 
 
@@ -326,7 +308,7 @@ def test_a_critic_learns_from_all_samples_and_the_actor_when_it_is_warm(
     chosen = learned.jagged("response_mask").values != 0
     assert learned.jagged("returns").values[chosen].tolist() == rewards[chosen].tolist()
     assert learned.jagged("loss_weights").values.tolist() == pytest.approx((chosen / 8).tolist())
-    assert critic.places == ["device", "host"]
+    assert critic.places == ["host"]
     assert REPORTED["critic/loss"] == 0.25
     assert len(actor.updates) == num_updates
     for update in actor.updates:
@@ -354,7 +336,7 @@ class Shown:
     def __init__(self):
         self.group_ids: list[list[int]] = []
 
-    def of_step(self, step, batch):
+    def write_step(self, step, batch):
         assert "advantages" not in batch
         self.group_ids.append(batch.array("group_ids").tolist())
 
@@ -429,4 +411,4 @@ def test_remax_leaves_out_a_prompt_whose_greedy_response_got_no_reward(tmp_path,
     with pytest.raises(ConfigError, match="none of 1 greedy responses got a reward; first: x"):
         greedy = {"group_ids": [0], "rewards": [0.0], "reward_errors": ["x"]}
         greedy = Batch({name: np.array(column) for name, column in greedy.items()})
-        steps.with_baseline_rewards(answered(), greedy)
+        add_baseline_rewards(answered(), greedy)

@@ -1,16 +1,18 @@
-from mcore_rl.trainers.step_warnings import StepWarnings
+"""Warnings of steps: shown ever more seldom, and summed up."""
+
+from mcore_rl.observability.warnings import StepWarnings
 
 
-def test_a_warning_that_repeats_is_told_ever_more_seldom_and_summed_up(capsys):
+def test_a_warning_that_repeats_is_shown_ever_more_seldom_and_summed_up(capsys):
     warnings = StepWarnings()
     for step in range(1, 21):
         warnings.begin_step()
         if step >= 7:
             warnings.add("all advantages were 0", step, "all advantages are 0")
-    told = [
+    lines = [
         line.removeprefix("mcore-rl: warning: ") for line in capsys.readouterr().err.split("\n")
     ]
-    assert told == [
+    assert lines == [
         "step 7: all advantages are 0",
         "step 8: all advantages are 0 (so far in 2 steps)",
         "step 10: all advantages are 0 (so far in 4 steps)",

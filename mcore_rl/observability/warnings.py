@@ -1,10 +1,16 @@
-"""Warnings of a run's steps: what repeats is told ever more seldom, and summed up at the end."""
+"""Warnings of a run, on stderr; those that repeat in steps are shown ever more seldom."""
 
 from __future__ import annotations
 
+import contextlib
+import sys
 from collections import Counter
 
-from mcore_rl.trainers.checkpointing import tell
+
+def warn(text: str) -> None:
+    """Print a warning on stderr, if it can still be read."""
+    with contextlib.suppress(OSError):
+        print(f"mcore-rl: warning: {text}", file=sys.stderr)
 
 
 class StepWarnings:
@@ -22,14 +28,14 @@ class StepWarnings:
         self._num_steps += 1
 
     def add(self, kind: str, step: int, text: str) -> None:
-        """Count a warning; tell it in its first, second, fourth, eighth, ... step."""
+        """Count a warning; show it in its first, second, fourth, eighth, ... step."""
         count = self.count(kind)
         if count & (count - 1) == 0:
             so_far = f" (so far in {count} steps)" if count > 1 else ""
-            tell(f"step {step}: {text}{so_far}")
+            warn(f"step {step}: {text}{so_far}")
 
     def count(self, kind: str) -> int:
-        """Count what the settings mean to happen, without a word; return in how many steps."""
+        """Count what the settings intend to happen, silently; return in how many steps it has."""
         self._counts[kind] += 1
         return self._counts[kind]
 

@@ -1,0 +1,35 @@
+"""Trainers by trainer.mode: those of this package by name, a user's own by import path."""
+
+from __future__ import annotations
+
+import inspect
+
+from mcore_rl.config.errors import ConfigError
+from mcore_rl.config.import_path import is_import_path, load_user_function
+from mcore_rl.trainers.base import RLTrainer
+from mcore_rl.trainers.fully_async import FullyAsyncTrainer
+from mcore_rl.trainers.one_step_off import OneStepOffTrainer
+from mcore_rl.trainers.sync import SyncTrainer
+
+TRAINERS: dict[str, type[RLTrainer]] = {
+    "sync": SyncTrainer,
+    "one_step_off": OneStepOffTrainer,
+    "fully_async": FullyAsyncTrainer,
+}
+
+
+def load_trainer(mode: str) -> type[RLTrainer]:
+    """Return the class of a loop: `sync`, ..., or `path/to/file.py:MyTrainer`.
+
+    Raises:
+        ConfigError: There is none of that name, or it is no subclass of RLTrainer.
+    """
+    if not is_import_path(mode):
+        return TRAINERS[mode]
+    loaded = load_user_function("trainer.mode", mode)
+    if not (inspect.isclass(loaded) and issubclass(loaded, RLTrainer)):
+        raise ConfigError(
+            f"trainer.mode={mode!r} is no subclass of mcore_rl.trainers.base.RLTrainer; allowed: "
+            f"one, or {', '.join(TRAINERS)}"
+        )
+    return loaded
