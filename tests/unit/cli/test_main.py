@@ -1,7 +1,9 @@
 """What the command prints and returns for each way in which a job can end."""
 
+import re
 import signal
 import sys
+import time
 from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,10 +11,12 @@ from types import SimpleNamespace
 import pytest
 
 from mcore_rl.cli import main as command_line
+from mcore_rl.cli.job import report_start
 from mcore_rl.cli.main import main
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.controller.stop_signals import RunStopped
 from mcore_rl.jobs.failure import RunFailed, summarize_failure
+from mcore_rl.observability import process
 
 
 def stub_command(monkeypatch, run) -> None:
@@ -174,3 +178,32 @@ def test_an_end_that_has_its_line_keeps_it_and_its_traces_are_written_if_they_ca
         with pytest.raises(RunFailed, match=r"^step 3: no space$"), summarize_failure(file):
             raise RunFailed("step 3: no space") from OSError(28, "No space left")
     assert "No space left" in (tmp_path / "error.txt").read_text()
+
+
+@pytest.fixture(autouse=True)
+def nothing_has_begun(monkeypatch):
+    monkeypatch.setattr(process, "_start_time", None)
+
+
+def test_imports_count_from_the_beginning_of_the_command(monkeypatch, capsys):
+    monkeypatch.setattr(process, "_start_time", time.monotonic() - 20)
+    with report_start():
+        assert capsys.readouterr().out == "starting ...\n"  # before them
+    assert re.fullmatch(r"starting: [2-9]\d\.\d s\n", capsys.readouterr().out)
+
+
+@pytest.mark.parametrize(("rank", "lines"), [("0", 2), ("1", 0)])
+def test_of_the_ranks_of_torchrun_one_says_so(monkeypatch, capsys, rank, lines):
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    monkeypatch.setenv("RANK", rank)
+    with report_start():
+        pass
+    assert len(capsys.readouterr().out.splitlines()) == lines
+
+
+def test_a_job_that_no_command_has_started_begins_when_it_is_asked():
+    before = time.monotonic()
+    assert before <= process.get_start_time() <= time.monotonic()
+    process.record_start()
+    told = process.get_start_time()
+    assert process.get_start_time() == told
