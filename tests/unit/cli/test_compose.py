@@ -153,8 +153,10 @@ def test_the_old_name_of_a_setting_works_with_one_warning(tmp_path, capsys, over
     assert compose_config(RLConfig, arguments) == expected
     new = current.partition("=")[0]
     new = {"algorithm.samples": "algorithm.filter", "samples": "sample_log"}.get(old, new)
-    told = f"mcore-rl: warning: {old} is now called {new}; the next release refuses the old name\n"
-    assert capsys.readouterr().err == told
+    warning = (
+        f"mcore-rl: warning: {old} is now called {new}; the next release refuses the old name\n"
+    )
+    assert capsys.readouterr().err == warning
 
 
 def test_what_refers_to_an_old_name_gets_the_setting_of_today(tmp_path, capsys):
@@ -204,7 +206,7 @@ BAD_RECIPES = {
 
 
 @pytest.mark.parametrize(("text", "message"), BAD_RECIPES.items())
-def test_what_is_wrong_in_a_recipe_is_told_with_its_file(tmp_path, text, message):
+def test_an_error_in_a_recipe_names_its_file(tmp_path, text, message):
     with pytest.raises(ConfigError, match=message):
         compose_config(RLConfig, [recipe(tmp_path, text)])
 
@@ -247,8 +249,8 @@ def test_a_file_that_is_no_recipe_is_not_shown(tmp_path, text):
     with pytest.raises(ConfigError) as raised:
         compose_config(RLConfig, [given])
     path = given.partition("=")[2]
-    told = f"{path} is no recipe; allowed: settings, one a line as key: value"
-    assert str(raised.value) == told
+    message = f"{path} is no recipe; allowed: settings, one a line as key: value"
+    assert str(raised.value) == message
 
 
 def test_a_long_value_of_a_recipe_is_cut(tmp_path):
@@ -294,19 +296,19 @@ def test_texts_that_yaml_would_take_for_something_else_come_back(tmp_path, text)
 def test_the_recipe_for_one_gpu_is_the_quickstart_with_one_rank_a_role():
     config = compose_config(RLConfig, ["recipe=quickstart_one_gpu", "output_dir=/x"])
     resolve(config)
-    found = resolve_for_lane(config, "cuda")
-    assert found.actor.layout == found.warm_start.layout == Layout()
-    assert found.model.dtype == "bfloat16" and found.task.name == "last_digit"
-    assert num_devices(pool_plans(found)) == 1
+    resolved = resolve_for_lane(config, "cuda")
+    assert resolved.actor.layout == resolved.warm_start.layout == Layout()
+    assert resolved.model.dtype == "bfloat16" and resolved.task.name == "last_digit"
+    assert num_devices(pool_plans(resolved)) == 1
 
 
 def test_settings_of_a_function_are_given_one_by_one_or_as_a_mapping(tmp_path):
     given = ["reward.settings={a: 1, b: x}", "algorithm.loss_settings.clip_ratio_low=0.1"]
-    found = compose_config(RLConfig, [*given, "algorithm.loss_settings.of_mine=[1,2]"])
-    assert found.reward.settings == {"a": 1, "b": "x"}
-    assert found.algorithm.loss_settings == {"clip_ratio_low": 0.1, "of_mine": [1, 2]}
-    (tmp_path / "again.yaml").write_text(format_recipe(found))
-    assert compose_config(RLConfig, [f"recipe={tmp_path / 'again.yaml'}"]) == found
+    composed = compose_config(RLConfig, [*given, "algorithm.loss_settings.of_mine=[1,2]"])
+    assert composed.reward.settings == {"a": 1, "b": "x"}
+    assert composed.algorithm.loss_settings == {"clip_ratio_low": 0.1, "of_mine": [1, 2]}
+    (tmp_path / "again.yaml").write_text(format_recipe(composed))
+    assert compose_config(RLConfig, [f"recipe={tmp_path / 'again.yaml'}"]) == composed
 
 
 def test_a_recipe_adds_to_the_settings_of_a_function_and_an_empty_mapping_clears_them(tmp_path):
@@ -316,11 +318,11 @@ def test_a_recipe_adds_to_the_settings_of_a_function_and_an_empty_mapping_clears
         "third": "recipe: second.yaml\nalgorithm: {loss_settings: {}}",
     }.items():
         (tmp_path / f"{name}.yaml").write_text(text)
-    found = [
+    names = [
         compose_config(RLConfig, [f"recipe={tmp_path / name}.yaml"]).algorithm.loss_settings
         for name in ("second", "third")
     ]
-    assert found == [{"low": 0.1, "high": 0.2}, {}]
+    assert names == [{"low": 0.1, "high": 0.2}, {}]
 
 
 @pytest.mark.parametrize(
@@ -352,8 +354,10 @@ def test_a_setting_of_another_framework_is_refused_with_ours(schema, argument, m
 
 def test_a_recipe_with_groups_of_another_framework_is_refused_by_a_whole_name(tmp_path):
     given = recipe(tmp_path, "actor_rollout_ref: {rollout: {n: 8}}")
-    told = r"mine.yaml: unknown setting 'actor_rollout_ref.rollout.n', which is verl's; did you m"
-    with pytest.raises(ConfigError, match=told):
+    message = (
+        r"mine.yaml: unknown setting 'actor_rollout_ref.rollout.n', which is verl's; did you m"
+    )
+    with pytest.raises(ConfigError, match=message):
         compose_config(RLConfig, [given])
 
 
@@ -386,10 +390,10 @@ def test_a_recipe_replaces_mappings_of_its_base_by_their_names(tmp_path):
         "data: {test_files: {b: b.jsonl}}",
     }.items():
         (tmp_path / f"{name}.yaml").write_text(text)
-    found = compose_config(RLConfig, [f"recipe={tmp_path / 'second.yaml'}"])
-    assert found.reward.terms == {"code": {}}
-    assert found.algorithm.loss_settings == {"clip_ratio_high": 0.2}
-    assert found.data.test_files == {"a": "a.jsonl", "b": "b.jsonl"} and found.seed == 3
+    config = compose_config(RLConfig, [f"recipe={tmp_path / 'second.yaml'}"])
+    assert config.reward.terms == {"code": {}}
+    assert config.algorithm.loss_settings == {"clip_ratio_high": 0.2}
+    assert config.data.test_files == {"a": "a.jsonl", "b": "b.jsonl"} and config.seed == 3
 
 
 @pytest.mark.parametrize("keys", ["reward.terms", "[reward]", "[seed]", "[reward.term]", "[3]"])
@@ -402,8 +406,8 @@ def test_terms_of_a_reward_are_given_by_a_recipe_and_changed_one_by_one(tmp_path
     recipe = tmp_path / "terms.yaml"
     recipe.write_text("reward: {terms: {math: {}, short: {name: a.py:b, settings: {x: 1}}}}")
     changes = ["reward.terms.math.weight=3", "reward.terms.short.settings.x=2"]
-    found = compose_config(RLConfig, [f"recipe={recipe}", *changes]).reward.terms
-    assert found == {"math": {"weight": 3}, "short": {"name": "a.py:b", "settings": {"x": 2}}}
+    terms = compose_config(RLConfig, [f"recipe={recipe}", *changes]).reward.terms
+    assert terms == {"math": {"weight": 3}, "short": {"name": "a.py:b", "settings": {"x": 2}}}
     given = ["reward.terms={math: {weight: 0.5}}", "reward.terms.mine.name=a.py:b"]
     made = compose_config(RLConfig, given)
     assert made.reward.terms == {"math": {"weight": 0.5}, "mine": {"name": "a.py:b"}}
@@ -429,7 +433,7 @@ def test_what_is_no_setting_of_a_function_is_refused(argument, message):
 
 
 @pytest.mark.parametrize("schema", [RLConfig, SFTConfig, EvalConfig])
-def test_the_time_to_start_grows_with_the_model_and_a_set_one_is_kept(tmp_path, schema):
+def test_the_time_to_start_grows_with_the_model_unless_it_is_set(tmp_path, schema):
     (tmp_path / "of: ${a} model").mkdir()
     model = f"model.path={tmp_path}/of: \\${{a}} model"
 

@@ -1,4 +1,4 @@
-"""What the command prints and returns for each way in which a job can end."""
+"""Output and status of the command for each way in which a job can end."""
 
 import re
 import signal
@@ -63,11 +63,11 @@ def test_the_version_is_that_of_each_package_and_the_lane_is_named(
     monkeypatch.setattr(metadata, "version", version)
     monkeypatch.setattr(sys, "argv", ["mcore-rl", "--version"])
     assert main() == 0
-    found = dict(line.split(" ") for line in capsys.readouterr().out.splitlines())
-    assert found == installed | {"lane": lane}
+    versions = dict(line.split(" ") for line in capsys.readouterr().out.splitlines())
+    assert versions == installed | {"lane": lane}
 
 
-HERE = "/"  # exists
+ROOT = "/"  # exists
 PARITY = ["verify", "parity", "--layout", "tp=1", "--against", "hf"]
 TO_HF = ["convert", "mcore-to-hf", "--output", "out"]
 
@@ -77,9 +77,9 @@ TO_HF = ["convert", "mcore-to-hf", "--output", "out"]
     [
         (["convert", "hf-to-mcore", "--output", "out", "--model", "typo"], "--model"),
         ([*TO_HF, "--checkpoint", "typo"], "--checkpoint"),
-        ([*TO_HF, "--checkpoint", HERE, "--reference", "typo"], "--reference"),
+        ([*TO_HF, "--checkpoint", ROOT, "--reference", "typo"], "--reference"),
         (["convert", "inspect", "typo"], "DIR"),
-        (["convert", "verify", HERE, "typo"], "DIR"),
+        (["convert", "verify", ROOT, "typo"], "DIR"),
         (
             ["plan", "reshard", "--train", "tp=1", "--generate", "tp=1", "--model", "typo"],
             "--model",
@@ -99,7 +99,7 @@ TO_HF = ["convert", "mcore-to-hf", "--output", "out"]
     ],
     ids=" ".join,
 )
-def test_a_path_that_does_not_exist_is_said_not_to(monkeypatch, capsys, tmp_path, arguments, key):
+def test_a_path_that_does_not_exist_is_named(monkeypatch, capsys, tmp_path, arguments, key):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["mcore-rl", *arguments])
     assert main() == 2
@@ -154,8 +154,8 @@ def test_usage_names_every_command(monkeypatch, capsys, argument, status):
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_a_failure_is_told_in_one_line_and_its_trace_kept(tmp_path, error, line):
-    """Whatever it is: a run that has started ends with a line."""
+def test_a_failure_is_one_line_and_its_trace_is_saved(tmp_path, error, line):
+    """End a run that has started with a line, whatever the error is."""
     trace_file = tmp_path / "logs" / "error.txt"
     with (
         pytest.raises(RunFailed, match=rf"^{line} \(traceback: {trace_file}\)$"),
@@ -201,9 +201,9 @@ def test_of_the_ranks_of_torchrun_one_says_so(monkeypatch, capsys, rank, lines):
     assert len(capsys.readouterr().out.splitlines()) == lines
 
 
-def test_a_job_that_no_command_has_started_begins_when_it_is_asked():
+def test_without_a_recorded_start_the_start_is_now():
     before = time.monotonic()
     assert before <= process.get_start_time() <= time.monotonic()
     process.record_start()
-    told = process.get_start_time()
-    assert process.get_start_time() == told
+    start = process.get_start_time()
+    assert process.get_start_time() == start

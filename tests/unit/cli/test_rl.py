@@ -1,4 +1,4 @@
-"""What `mcore-rl rl` prints instead of running, and warns of before it runs."""
+"""Help, printed settings and warnings of `mcore-rl rl`."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def command(monkeypatch, capsys, *arguments: str) -> tuple[int, str, str]:
 
 
 def test_what_only_prints_imports_none_of_the_large_libraries():
-    """In one process: what one of them imported the next would have, too."""
+    """Run all in one process: an import of one would be there for the next."""
     program = """if True:
     import contextlib, io, sys
     from mcore_rl.cli.main import main
@@ -186,8 +186,8 @@ DOUBTFUL = {
 
 @pytest.mark.parametrize(("settings", "warning"), DOUBTFUL.items())
 def test_doubtful_settings_are_warned_of(settings, warning):
-    [found] = list_warnings(compose_config(RLConfig, settings.split()))
-    assert found.startswith(warning)
+    [text] = list_warnings(compose_config(RLConfig, settings.split()))
+    assert text.startswith(warning)
 
 
 @pytest.mark.parametrize("settings", ["", "recipe=quickstart", "recipe=quickstart seed=7"])

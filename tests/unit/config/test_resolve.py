@@ -51,7 +51,7 @@ def test_the_defaults_with_a_task_resolve():
 
 
 @pytest.mark.parametrize(
-    ("device", "asked", "replay", "has_experts", "dtype", "gaps"),
+    ("device", "setting", "replay", "has_experts", "dtype", "gaps"),
     [
         ("cpu", "auto", "off", False, "float32", (0.5, 1e-4)),
         ("cuda", "auto", "off", False, "bfloat16", (2.0, 0.1)),
@@ -64,14 +64,14 @@ def test_the_defaults_with_a_task_resolve():
         ("cuda", "float32", "off", True, "float32", (0.5, 1e-4)),
     ],
 )
-def test_dtype_and_experts_decide_the_gaps(device, asked, replay, has_experts, dtype, gaps):
+def test_dtype_and_experts_decide_the_gaps(device, setting, replay, has_experts, dtype, gaps):
     method = {"weight_sync__method": "disaggregated", "actor__moe__router_replay": replay}
-    given = config(model__dtype=asked, **method)
-    found = resolve_for_lane(given, device, has_experts=has_experts)
-    bounds = found.trainer.max_logprob_gap, found.trainer.mean_logprob_gap
-    assert (found.model.dtype, bounds) == (dtype, gaps)
+    given = config(model__dtype=setting, **method)
+    resolved = resolve_for_lane(given, device, has_experts=has_experts)
+    bounds = resolved.trainer.max_logprob_gap, resolved.trainer.mean_logprob_gap
+    assert (resolved.model.dtype, bounds) == (dtype, gaps)
     given.trainer.mean_logprob_gap = 0.5
-    expected = replace(found.trainer, mean_logprob_gap=0.5)
+    expected = replace(resolved.trainer, mean_logprob_gap=0.5)
     assert resolve_for_lane(given, device, has_experts=has_experts).trainer == expected
 
 

@@ -16,11 +16,11 @@ def config_of(**settings) -> RLConfig:
     config = RLConfig()
     for key, value in settings.items():
         *groups, leaf = key.split("__")
-        at = config
+        group_config = config
         for group in groups:
-            at = getattr(at, group)
-        assert hasattr(at, leaf), key
-        setattr(at, leaf, value)
+            group_config = getattr(group_config, group)
+        assert hasattr(group_config, leaf), key
+        setattr(group_config, leaf, value)
     return config
 
 
@@ -88,9 +88,9 @@ def test_teachers_have_layouts_of_their_own_and_take_turns_or_have_devices():
     settings = {"algorithm__distillation__loss": "sampled_kl", "teacher__models": MATH}
     config = config_of(**settings, teacher__layout=Layout(tp=2), reward_model__model_path="rm")
     resolve_frozen_models(config)
-    found = build_teachers(config.teacher)
-    assert [t.engine.layout for t in found.values()] == [Layout(tp=2, pp=4), Layout(tp=2)]
-    assert [t.weight for t in found.values()] == [2.0, 1.0]
+    teachers = build_teachers(config.teacher)
+    assert [t.engine.layout for t in teachers.values()] == [Layout(tp=2, pp=4), Layout(tp=2)]
+    assert [t.weight for t in teachers.values()] == [2.0, 1.0]
     config.placement.rollout = "shared"
     roles = ("actor", "reward_model", "teacher.math", "teacher.start", "rollout")
     assert pool_plans(config) == {"shared pool": PoolPlan(roles, 8)}

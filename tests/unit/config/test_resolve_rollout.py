@@ -29,7 +29,7 @@ def test_a_model_has_the_defaults_of_servers_and_the_policys_context():
 
 
 @pytest.mark.parametrize(
-    ("parts", "told"),
+    ("parts", "message"),
     [
         ({"path": 3}, "models.user.path=3; allowed: text"),
         ({"tp": True}, "models.user.tp=True; allowed: a whole number"),
@@ -46,8 +46,8 @@ def test_a_model_has_the_defaults_of_servers_and_the_policys_context():
         ({"temperature": float("nan")}, "models.user.temperature=nan; allowed: at least 0"),
     ],
 )
-def test_what_cannot_work_is_refused_by_name(parts, told):
-    with pytest.raises(ConfigError, match=f"^{re.escape(told)}"):
+def test_what_cannot_work_is_refused_by_name(parts, message):
+    with pytest.raises(ConfigError, match=f"^{re.escape(message)}"):
         resolve_models(config(user=parts))
 
 
