@@ -137,7 +137,7 @@ class RemoteGenerator:
                 await self._client.post(f"{url}{ABORT}", json={"request_ids": [request_id]})
 
     @asynccontextmanager
-    async def held(self) -> AsyncIterator[None]:
+    async def start_together(self) -> AsyncIterator[None]:
         """Nothing is held: others talk to these servers, too."""
         yield
 

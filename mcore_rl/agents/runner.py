@@ -37,8 +37,7 @@ from mcore_rl.algorithms.registry import Registry
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import AgentConfig
 from mcore_rl.data.sample import Sample, TrajectoryStatus
-from mcore_rl.inference.gate import Gate
-from mcore_rl.inference.protocol import Generator, SamplingParams
+from mcore_rl.inference.protocol import Gate, Generator, SamplingParams
 from mcore_rl.rewards.base import RewardError
 
 LOOPS: Registry[Callable[..., Any]] = Registry("agent.loop", ("agent",), "agent.settings")
@@ -189,7 +188,7 @@ class AgentRunner:
         return Task(messages, prompt.fields, *at, own, sampling.max_tokens)
 
     async def _run(self, task: Task, group_size: int) -> list[Sample]:
-        await self.gate.passed()
+        await self.gate.wait_open()
         key, limit = (task.group_id, task.trajectory), TimeLimit(self._config.timeout_s)
         self._open[key] = _Open(group_size, limit)
         try:

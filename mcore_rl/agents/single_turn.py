@@ -60,7 +60,7 @@ class _Opening:
     async def hold(self, generator: Generator) -> None:
         """Let all that wait make their requests, which then start together."""
         try:
-            async with generator.held():
+            async with generator.start_together():
                 self._event.set()
                 await asyncio.sleep(0)  # each runs until it waits for its completions
         except Exception as error:  # noqa: BLE001 (told to all that wait)

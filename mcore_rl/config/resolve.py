@@ -20,6 +20,7 @@ from mcore_rl.config.checks import (
     check_values,
 )
 from mcore_rl.config.errors import ConfigError
+from mcore_rl.config.import_path import is_import_path, load_user_function
 from mcore_rl.config.resolve_algorithm import (
     MAX_WEIGHT,
     fill_correction_level,
@@ -323,7 +324,9 @@ def resolve_placement(config: RLConfig) -> PlacementConfig:
     """Return the placement, with the pool of the servers decided."""
     if config.placement.rollout != "auto":
         return config.placement
-    is_elsewhere = config.weight_sync.method == "disaggregated" or config.trainer.mode != "sync"
+    is_elsewhere = (
+        config.weight_sync.method == "disaggregated" or get_loop(config.trainer) != "sync"
+    )
     return replace(config.placement, rollout=OWN_POOL if is_elsewhere else "shared")
 
 
@@ -337,7 +340,7 @@ def _check_placement(config: RLConfig) -> None:
     placement = resolve_placement(config)
     other_roles = asdict(placement).keys() - {"rollout"}
     mates = sorted(role for role in other_roles if are_colocated(placement, "rollout", role))
-    if mates and config.trainer.mode == "one_step_off":
+    if mates and get_loop(config.trainer) == "one_step_off":
         raise ConfigError(
             f"placement.rollout={config.placement.rollout!r} has the servers on the pool of "
             f"{', '.join(mates)}; trainer.mode='one_step_off' trains while they generate; allowed: "
@@ -375,19 +378,18 @@ def _resolve_weight_sync(config: RLConfig) -> None:
 
 
 def resolve_mode(config: RLConfig) -> None:
-    trainer = config.trainer
-    check_choice("trainer.mode", trainer.mode, MODES)
+    trainer, loop = config.trainer, get_loop(config.trainer)
     check_at_least("trainer.asynchronous.max_groups", trainer.asynchronous.max_groups, 0)
     check_between("trainer.asynchronous.oversampling", trainer.asynchronous.oversampling, 0, 1)
     if waiting := trainer.asynchronous.max_waiting_samples:
         a_step = trainer.prompts_per_step * config.algorithm.group_size
         check_at_least("trainer.asynchronous.max_waiting_samples", waiting, a_step)
-    if trainer.mode == "sync" and trainer.staleness:
+    if loop == "sync" and trainer.staleness:
         raise ConfigError(
-            f"trainer.staleness={trainer.staleness}: trainer.mode='sync' trains on samples of the "
-            "policy; allowed: 0, or trainer.mode='one_step_off', 'fully_async'"
+            f"trainer.staleness={trainer.staleness}: trainer.mode={trainer.mode!r} trains on "
+            "samples of the policy; allowed: 0, or trainer.mode='one_step_off', 'fully_async'"
         )
-    if trainer.mode == "fully_async":
+    if loop == "fully_async":
         check_at_least("trainer.staleness", get_staleness(trainer), 0)
         _resolve_fully_async(config)
         return
@@ -399,11 +401,31 @@ def resolve_mode(config: RLConfig) -> None:
         )
 
 
+def get_loop(trainer: TrainerConfig) -> str:
+    """Return the loop of this package whose rules hold: trainer.mode, or that of a user's trainer.
+
+    A trainer by import path names it as its attribute `mode`.
+
+    Raises:
+        ConfigError: There is no such loop, or the import path leads nowhere.
+    """
+    if not is_import_path(trainer.mode):
+        check_choice("trainer.mode", trainer.mode, MODES)
+        return trainer.mode
+    loop = getattr(load_user_function("trainer.mode", trainer.mode), "mode", None)
+    if loop not in MODES:
+        raise ConfigError(
+            f"trainer.mode={trainer.mode!r} has mode={loop!r}; allowed: a subclass of "
+            f"mcore_rl.RLTrainer, with one of {', '.join(MODES)}"
+        )
+    return str(loop)
+
+
 def get_staleness(config: TrainerConfig) -> int:
     """Return by how many versions samples may be older than the policy."""
     if config.staleness is not None:
         return config.staleness
-    return DEFAULT_STALENESS[config.mode]
+    return DEFAULT_STALENESS[get_loop(config)]
 
 
 def count_extra_groups(oversampling: float, prompts_per_step: int) -> int:

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.config.resolve import count_extra_groups, get_staleness
+from mcore_rl.config.resolve import count_extra_groups, get_loop, get_staleness
 from mcore_rl.config.schema import RLConfig
 from mcore_rl.controller.node_limits import memory_left
 
@@ -26,7 +26,7 @@ def held_bytes(config: RLConfig) -> int:
     """
     trainer, replay = config.trainer, config.algorithm.filter.replay
     steps, extra = 2, 0
-    if trainer.mode == "fully_async":
+    if get_loop(trainer) == "fully_async":
         steps += get_staleness(trainer)
         extra = count_extra_groups(trainer.asynchronous.oversampling, trainer.prompts_per_step)
     if replay.share:
@@ -43,7 +43,7 @@ def _generated_groups(config: RLConfig) -> int:
     samples is used. Where groups are filtered as they come, rejected ones are let go of at once.
     """
     trainer, policy = config.trainer, config.algorithm.filter
-    as_they_come = trainer.mode == "fully_async" and get_staleness(trainer) > 0
+    as_they_come = get_loop(trainer) == "fully_async" and get_staleness(trainer) > 0
     if as_they_come or not policy.group_filter:
         return trainer.prompts_per_step
     return policy.max_rounds * (policy.prompts_per_round or trainer.prompts_per_step)

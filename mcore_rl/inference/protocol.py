@@ -1,9 +1,10 @@
-"""The interface of a generation server: tokens in, tokens and their log-probs out."""
+"""The interface of a generation server: token ids in, token ids and their log-probs out."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from contextlib import AbstractAsyncContextManager
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AbstractAsyncContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
@@ -16,57 +17,104 @@ SleepTag = Literal["weights", "kv_cache"]
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    n: int = 1  # completions a prompt
+    """Sampling settings of one request."""
+
+    n: int = 1  # completions per prompt
     temperature: float = 1.0  # 0 is greedy
     top_p: float = 1.0
     top_k: int = 0  # 0: all tokens
     stop: tuple[str, ...] = ()  # texts that end a response
     max_tokens: int = 1024
-    seed: int | None = None  # of this request; None draws from the server's own generator
-    cache: str = ""  # requests with another name share no prefix cache with it
-    # The first token of the prompt whose experts come back, with those of all after it; None: none.
+    seed: int | None = None  # per request; None draws from the server's own generator
+    cache: str = ""  # namespace of the prefix cache (vLLM's cache_salt)
+    # Return the routed experts of the prompt tokens from this index on, and of the response.
+    # None: of no token.
     experts_from: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """One response; the lists have one entry per token, including the end-of-sequence token."""
+    """One response. Lists have one entry per token, including the end-of-sequence token."""
 
     token_ids: list[int]
-    log_probs: list[float]  # nats, under the distribution sampled from (temperature, top_p applied)
+    log_probs: list[float]  # nats, with temperature, top_p and top_k applied
     finish_reason: str  # "stop" (end of sequence, or a stop string), "length" or "abort"
     weight_versions: list[int]  # version of the weights that chose the token
-    stop_string: str = ""  # the one that the last token completes, if any
-    # Of all tokens from `experts_from` on but the last, which the model never ran; None: not asked
-    # for, or no token was sampled.
+    stop_string: str = ""  # completed by the last token, if any
+    # Experts of each token from `experts_from`, except the last (never run through the model).
+    # None: not requested, or no token was sampled.
     routed_experts: RoutedExperts | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
 class NewTokens:
-    """The next tokens of one response, when they are ready."""
+    """New tokens of one response of a streamed request."""
 
     index: int  # of the response among the request's n
     token_ids: list[int]
     log_probs: list[float]
-    finish_reason: str | None  # of the response's last tokens
+    finish_reason: str | None  # None while the response goes on
 
 
 @dataclass(frozen=True, slots=True)
 class TokenScores:
-    """Scores of tokens, each given all before it; the lists have one entry per token."""
+    """Log-probs of tokens, each given all tokens before it. Lists have one entry per token."""
 
     token_ids: list[int]
     log_probs: list[float]  # nats, at temperature 1
-    top_ids: list[int]  # the most likely token there
+    top_ids: list[int]  # most likely token at each position
 
 
 @dataclass(frozen=True, slots=True)
 class ServerMemory:
-    """Bytes of all workers of a server; 0 for what is asleep."""
+    """Memory of all workers of a server; 0 for what is asleep."""
 
     weights_bytes: int
     kv_cache_bytes: int
+
+
+class Gate:
+    """A barrier for requests: open unless it is held, for one reason or several.
+
+    All calls are made in one event loop.
+    """
+
+    def __init__(self) -> None:
+        self._reasons: set[str] = set()
+        self._opened = asyncio.Event()
+        self._opened.set()
+
+    @property
+    def is_open(self) -> bool:
+        return self._opened.is_set()
+
+    def is_held(self, reason: str) -> bool:
+        return reason in self._reasons
+
+    def hold(self, reason: str) -> None:
+        """Close the gate until this reason, and all others, are released."""
+        self._reasons.add(reason)
+        self._opened.clear()
+
+    def release(self, reason: str) -> None:
+        """Drop a reason; open the gate if none is left."""
+        self._reasons.discard(reason)
+        if not self._reasons:
+            self._opened.set()
+
+    @contextmanager
+    def hold_during(self, reason: str) -> Iterator[None]:
+        """Hold the gate for the length of a with block."""
+        self.hold(reason)
+        try:
+            yield
+        finally:
+            self.release(reason)
+
+    async def wait_open(self) -> None:
+        """Wait until the gate is open, without a time limit."""
+        while not self.is_open:  # it may have been closed between the event and this task
+            await self._opened.wait()
 
 
 class Generator(Protocol):
@@ -75,97 +123,107 @@ class Generator(Protocol):
     async def submit(
         self, prompt_ids: list[int], sampling: SamplingParams, *, request_id: str = ""
     ) -> list[Completion]:
-        """`sampling.n` completions of one prompt, when they are complete.
+        """Generate `sampling.n` completions of one prompt.
 
-        `request_id` is for `abort`, and unique among running requests.
+        Args:
+            request_id: Name for `abort`, unique among running requests.
         """
 
     def stream(
         self, prompt_ids: list[int], sampling: SamplingParams, *, request_id: str = ""
     ) -> AsyncIterator[NewTokens]:
-        """The same, token by token."""
+        """Generate as `submit`, and yield tokens as they are sampled."""
 
     async def abort(self, request_id: str) -> None:
         """End a request: its tokens so far are returned with the finish reason "abort"."""
 
-    def held(self) -> AbstractAsyncContextManager[None]:
-        """Requests that are made inside start together when it ends.
+    def start_together(self) -> AbstractAsyncContextManager[None]:
+        """Hold the requests made inside the block; all start when it ends.
 
-        Else those that come first run in a batch of their own, which one depends on the moment, and
+        Otherwise the first ones run in a batch of their own, whose size depends on timing, and
         sums of floats in another batch differ in their last digits.
         """
 
 
 class GenerationServer(Generator, Protocol):
-    """A server of one model. `inference/vllm/lifecycle.py` says which call is allowed when.
+    """A server of one model.
 
-    Each raises StateError where it is not.
+    Each call raises StateError in a state that does not allow it (inference/vllm/lifecycle.py).
     """
 
     @property
     def is_dead(self) -> bool:
-        """Whether its processes have died without having been closed; it stays so."""
+        """True once the server's processes have died without `close`."""
 
     @property
     def death_reason(self) -> str:
-        """Why its processes were ended, where it was not they that died; else ""."""
+        """The reason why this process has killed the server's processes; else ""."""
 
     @property
     def awaits_update(self) -> bool:
-        """Whether requests wait, since an update in flight has failed, until one succeeds."""
+        """True while new requests wait for an update, because the last one in flight failed."""
 
     @property
     def weight_version(self) -> int:
         """Version of the weights it generates with; the checkpoint it started from is 0."""
 
     def prepare(self) -> None:
-        """Import what `start` needs. Optional."""
+        """Import packages that `start` needs. Optional."""
 
     async def start(self) -> None:
-        """Load the checkpoint; returns when it serves."""
+        """Load the checkpoint and begin to serve."""
 
     async def connect_weights(
         self, endpoint: RendezvousEndpoint, spec: TransferSpec, first_rank: int
     ) -> None:
-        """Join all ranks of `spec`; this server's workers are generation ranks from `first_rank`.
+        """Join the ranks of `spec`: this server's workers are generation ranks from `first_rank`.
 
-        Raises RuntimeError with the reason of every worker that failed.
+        Raises:
+            RuntimeError: with the reason of every worker that failed.
         """
 
     async def update(
         self, version: int, *, in_flight: bool = False, recompute_cache: bool = False
     ) -> None:
-        """Receive a version of the weights over the connection that `connect_weights` made.
+        """Receive a version of the weights over the connection made by `connect_weights`.
 
-        `in_flight`: running requests stand still meanwhile and go on with it, new ones wait.
-        They keep the keys and values of older weights that they have cached, or with
-        `recompute_cache` compute them anew. Without it running requests are an error.
+        After a failure running requests stay paused until a complete update in flight, or an
+        `abort`. If it was in flight, new requests wait for that update, too; else they are refused.
 
-        Raises RuntimeError with every worker's reason if one of them did not receive everything:
-        a PeerError when all of them blame the trainer. Running requests then stand still until a
-        complete update in flight, or an `abort`. New ones wait so too after one in flight that
-        failed; else they are refused.
+        Args:
+            in_flight: Pause running requests and continue them with the new weights; new ones
+                wait. Without it running requests are an error.
+            recompute_cache: Compute keys and values of running requests again with the new
+                weights. Otherwise they keep those of the older weights.
+
+        Raises:
+            RuntimeError: a worker did not receive everything; with every worker's reason.
+            PeerError: the same, and all workers that failed blame the trainer.
         """
 
     async def load_checkpoint(
         self, path: str, version: int, *, in_flight: bool = False, recompute_cache: bool = False
     ) -> None:
-        """Load a version from a Hugging Face folder, else as `update`.
+        """Load a version from a Hugging Face folder, otherwise as `update`.
 
-        Raises ConfigError if tensors are missing.
+        Raises:
+            ConfigError: tensors are missing, or have another shape.
         """
 
     async def sleep(self, *, keep: bool = False) -> None:
-        """Free weights and KV cache. The weights are discarded: new ones must be sent.
+        """Free weights and KV cache. Values are discarded: the server needs an update to serve.
 
-        `keep`: running requests stand still, compute their keys and values anew when it serves
-        again and go on; new ones wait until then. Without it running requests are an error.
+        Args:
+            keep: Pause running requests until the server serves again, then compute their keys and
+                values anew and continue; new ones wait until then. Without it running requests
+                are an error.
         """
 
     async def wake(self, tag: SleepTag) -> None:
         """Allocate the weights, which then need an update, or after that the KV cache."""
 
-    async def memory(self) -> ServerMemory: ...
+    async def memory(self) -> ServerMemory:
+        """Return the memory of weights and KV cache."""
 
     async def close(self) -> None:
         """End the server and its processes; safe to call twice."""

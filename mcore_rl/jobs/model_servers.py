@@ -14,7 +14,7 @@ from mcore_rl.config.schema import Layout, RLConfig
 from mcore_rl.controller.pending import PendingCall, WorkerError
 from mcore_rl.controller.worker_group import WorkerGroup
 from mcore_rl.jobs.placement import Pools, models_with_paths
-from mcore_rl.rollout.model_server import ModelServer, ModelServerSpec
+from mcore_rl.rollout.worker import ModelServer, ModelServerSpec
 
 
 @dataclass(slots=True)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from mcore_rl.algorithms.losses import ValueClipSettings, negative_log_likelihood, value_clip
 from mcore_rl.checkpoint.run_checkpoints import RunCheckpoint
-from mcore_rl.config.resolve import resolve, resolve_for_lane
+from mcore_rl.config.resolve import get_loop, resolve, resolve_for_lane
 from mcore_rl.config.resolve_algorithm import TOP_TOKEN_LOSSES
 from mcore_rl.config.schema import EngineConfig, Layout, LoRAConfig, RLConfig
 from mcore_rl.controller.batch_ops import select_small_columns
@@ -326,7 +326,7 @@ def _start_models(
     if starting:
         servers.connect_models(frozen_servers.addresses(gathered(starting)))
     sync = connect(config, actor, servers, room.weight_bytes(config))
-    is_async = config.trainer.mode == "fully_async"
+    is_async = get_loop(config.trainer) == "fully_async"
     return DeviceSharing(placement, models, servers, sync, keeps_requests=is_async)
 
 

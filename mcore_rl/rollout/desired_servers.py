@@ -1,6 +1,7 @@
-"""Which servers a run is to have: a file in its folder, which `mcore-rl servers` writes.
+"""The servers that a run is to have: `servers.json` in its folder, written by `mcore-rl servers`.
 
 The driver reads it before each push of weights. Without it a run has all of rollout.num_servers.
+The command imports this module without Ray.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ _KEY = "servers"
 
 
 def read_wanted_servers(folder: Path, num_servers: int) -> set[int]:
-    """The numbers of the servers that the run in `folder` is to have.
+    """Read the numbers of the servers that the run in `folder` is to have.
 
     Raises:
         ConfigError: the file does not name some of 0 to `num_servers` - 1.
@@ -25,20 +26,23 @@ def read_wanted_servers(folder: Path, num_servers: int) -> set[int]:
     file = folder / FILE
     if not file.exists():
         return {*range(num_servers)}
-    found = read_json_object(file).get(_KEY)
-    there_are = range(num_servers)
-    if not isinstance(found, list) or not found or any(number not in there_are for number in found):
+    numbers, allowed = read_json_object(file).get(_KEY), range(num_servers)
+    if not isinstance(numbers, list) or not numbers or any(n not in allowed for n in numbers):
         raise ConfigError(
-            f"{file}: {_KEY!r} is {found!r}; allowed: a list of some of {[*there_are]}"
+            f"{file}: {_KEY!r} is {numbers!r}; allowed: a list of some of {[*allowed]}"
         )
-    return {*found}
+    return {*numbers}
 
 
 def write_wanted_servers(folder: Path, numbers: Collection[int]) -> None:
-    """Raises ConfigError when it cannot be written."""
-    file, aside = folder / FILE, folder / f".{FILE}.partial"
+    """Write the numbers of the servers that the run in `folder` is to have.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
+    file, partial = folder / FILE, folder / f".{FILE}.partial"
     try:
-        aside.write_text(json.dumps({_KEY: sorted(numbers)}) + "\n")
-        aside.replace(file)
+        partial.write_text(json.dumps({_KEY: sorted(numbers)}) + "\n")
+        partial.replace(file)
     except OSError as error:
         raise ConfigError(f"{file} cannot be written: {error.strerror}") from error

@@ -1,4 +1,4 @@
-"""Generation as a trainer sees it: a batch of prompts in, a batch of samples out."""
+"""Generation for a trainer: a batch of prompts in, a batch of samples out."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from mcore_rl.rollout.server_pool import ALL, ServerPool
 
 _WAIT_S = 10.0
 
-TRAIN = "train"  # the stream of samples that are trained on
-Heard = Callable[[Sequence[Batch]], None]  # takes samples that have come
+TRAIN = "train"  # the stream of samples for training
+OnSamples = Callable[[Sequence[Batch]], None]
 
 
 @dataclass(frozen=True, slots=True)
 class RolloutPool:
-    """All servers of a run."""
+    """Generation on all servers of a run."""
 
     servers: ServerPool
     config: RolloutConfig
     seed: int
-    records_experts: bool = False  # of the tokens of samples that are trained
+    records_experts: bool = False  # for samples of training
 
     def generate(
         self,
@@ -35,69 +35,62 @@ class RolloutPool:
         n: int,
         *,
         is_greedy: bool = False,
-        heard: Heard = lambda found: None,
+        on_samples: OnSamples = lambda batches: None,
     ) -> Batch:
-        """`n` samples per prompt, in the order of the prompts; `heard` takes them as they come.
+        """Generate `n` samples per prompt, in the order of the prompts.
 
-        A response depends on the run's seed, its group id, its number in the group, `n` and the
-        weights, not on the server. Those that die with a node are generated again.
+        A response depends on the run's seed, its group id, its index in the group, `n` and the
+        weights, not on the server. Samples lost with a node are generated again.
+
+        Args:
+            on_samples: Called with each new list of batches.
         """
-        sampling = self._sampling(n, 0.0 if is_greedy else self.config.temperature)
+        sampling = self._get_sampling(n, 0.0 if is_greedy else self.config.temperature)
         if self.records_experts and not is_greedy:
             sampling = replace(sampling, experts_from=0)
-        return self._answers(prompts, sampling, heard=heard)
+        return self._generate(prompts, sampling, on_samples=on_samples)
 
     def begin(self, prompts: Batch, n: int) -> None:
-        """The same samples, which come by `collect`; returns at once."""
-        sampling = self._sampling(n, self.config.temperature)
+        """Start to generate `n` samples per prompt for `collect`; return at once."""
+        sampling = self._get_sampling(n, self.config.temperature)
         self.servers.begin(prompts, sampling, stream=TRAIN)
 
     def collect(self, wait_s: float, at_least: int) -> list[Batch]:
-        """Whole groups that were begun and have ended since the last call.
-
-        Waits up to `wait_s` until there is one; servers may wait for their share of `at_least` so
-        many. Raises what a reward or a loop raised.
-        """
-        found: list[Batch] = self.servers.collect(TRAIN, wait_s, at_least)
-        return found
+        """Return whole groups that have ended since the last call: see `ServerPool.collect`."""
+        return self.servers.collect(TRAIN, wait_s, at_least)
 
     def tend(self) -> list[Batch]:
-        """As `collect`, at once, while the weights of the trainer change."""
-        found: list[Batch] = self.servers.tend(TRAIN)
-        return found
+        """Collect without a wait, while the trainer's weights change."""
+        return self.servers.tend(TRAIN)
 
     def rerouted(self) -> list[int]:
-        """Groups that were begun again since the last call, as the server that had them died."""
+        """Return groups that began again on another server since the last call."""
         return self.servers.rerouted(TRAIN)
 
     def abandon(self, group_ids: Sequence[int]) -> None:
-        """These groups never come."""
+        """End these groups: `collect` will not return them."""
         self.servers.abandon(TRAIN, group_ids)
 
     def idle_s(self) -> float:
-        """Seconds since the last call in which a server had nothing to do, on average over servers.
-
-        Of those that are up; 0 if none is.
-        """
-        found = self.servers.idle_s()
-        return sum(found) / max(len(found), 1)
+        """Return the idle seconds since the last call: the mean over servers that are up, or 0."""
+        idle_s = self.servers.idle_s()
+        return sum(idle_s) / max(len(idle_s), 1)
 
     def evaluate(self, prompts: Batch, config: EvaluationConfig) -> Batch:
-        """config.num_samples a prompt, as `generate`, with the settings of sampling of evaluation.
+        """Generate config.num_samples per prompt, with the evaluation's sampling settings.
 
-        Servers keep what these requests have cached apart: those of training come out bit for bit
-        as if there had been none.
+        These requests have a prefix cache of their own, so that training's samples are bit for bit
+        the same with and without evaluations.
         """
-        sampling = self._sampling(config.num_samples, self.config.temperature)
-        own = {name: getattr(config, name) for name in ("temperature", "top_p", "top_k")}
-        own["max_tokens"] = config.max_response_tokens
-        own["stop"] = None if config.stop is None else tuple(config.stop)
-        given = {name: value for name, value in own.items() if value is not None}
-        return self._answers(
-            prompts, replace(sampling, cache="evaluation", **given), stream="evaluation"
-        )
+        sampling = self._get_sampling(config.num_samples, self.config.temperature)
+        settings = {name: getattr(config, name) for name in ("temperature", "top_p", "top_k")}
+        settings["max_tokens"] = config.max_response_tokens
+        settings["stop"] = None if config.stop is None else tuple(config.stop)
+        changes = {name: value for name, value in settings.items() if value is not None}
+        sampling = replace(sampling, cache="evaluation", **changes)
+        return self._generate(prompts, sampling, stream="evaluation")
 
-    def _sampling(self, n: int, temperature: float) -> SamplingParams:
+    def _get_sampling(self, n: int, temperature: float) -> SamplingParams:
         return SamplingParams(
             n=n,
             temperature=temperature,
@@ -105,54 +98,56 @@ class RolloutPool:
             top_k=self.config.top_k,
             stop=tuple(self.config.stop),
             max_tokens=self.config.max_response_tokens,
-            seed=first_seed(self.seed),  # agent loops count from here by the group id
+            seed=draw_first_seed(self.seed),  # agent loops add group id times n plus index
         )
 
-    def _answers(
+    def _generate(
         self,
         prompts: Batch,
         sampling: SamplingParams,
         stream: str = TRAIN,
-        heard: Heard = lambda found: None,
+        on_samples: OnSamples = lambda batches: None,
     ) -> Batch:
-        batch = self._collected(prompts, sampling, stream, heard)
+        batch = self._collect_all(prompts, sampling, stream, on_samples)
         while lost := find_lost_groups([batch]):
             tell_lost(lost)
-            again = prompts.take(np.flatnonzero(np.isin(prompts.array("group_ids"), lost)).tolist())
-            found = self._collected(again, sampling, stream, heard)
-            batch = concat_batches([drop_groups(batch, lost), found])
-        place = {int(group): row for row, group in enumerate(prompts.array("group_ids"))}
-        places = [place[int(group)] for group in batch.array("group_ids")]
-        return batch.take(np.argsort(places, kind="stable").tolist())
+            rows = np.flatnonzero(np.isin(prompts.array("group_ids"), lost)).tolist()
+            regenerated = self._collect_all(prompts.take(rows), sampling, stream, on_samples)
+            batch = concat_batches([drop_groups(batch, lost), regenerated])
+        order = {int(group): row for row, group in enumerate(prompts.array("group_ids"))}
+        positions = [order[int(group)] for group in batch.array("group_ids")]
+        return batch.take(np.argsort(positions, kind="stable").tolist())
 
-    def _collected(
-        self, prompts: Batch, sampling: SamplingParams, stream: str, heard: Heard
+    def _collect_all(
+        self, prompts: Batch, sampling: SamplingParams, stream: str, on_samples: OnSamples
     ) -> Batch:
-        found: list[Batch] = []
+        batches: list[Batch] = []
         self.servers.begin(prompts, sampling, stream)
-        with ACTIVITY.count(len(prompts) * sampling.n, "samples") as came:
+        num_samples = len(prompts) * sampling.n
+        with ACTIVITY.count(num_samples, "samples") as report_progress:
             while self.servers.num_outstanding(stream):
-                found += (new := self.servers.collect(stream, _WAIT_S, ALL))
-                num_groups = sum(len(np.unique(batch.array("group_ids"))) for batch in found)
-                came(num_groups * sampling.n)
-                heard(new)
-        return concat_batches(found)
+                batches += (new := self.servers.collect(stream, _WAIT_S, ALL))
+                num_groups = sum(len(np.unique(batch.array("group_ids"))) for batch in batches)
+                report_progress(num_groups * sampling.n)
+                on_samples(new)
+        return concat_batches(batches)
 
 
 def tell_lost(group_ids: Sequence[int]) -> None:
+    """Print that these groups are generated again."""
     print(f"{len(group_ids)} groups of samples died with their node: they are generated again")
 
 
-def first_seed(run_seed: int) -> int:
-    """The seed of sample 0 of group 0; sample i of group g of n has this plus g * n + i.
+def draw_first_seed(run_seed: int) -> int:
+    """Draw the seed of sample 0 of group 0; sample i of group g of n adds g * n + i.
 
-    Training's groups count up from 0 and those of held-out prompts down from -1, hence no two
-    samples of a run share a seed, but those of evaluations that ask the same prompt again. Their
-    lower 32 bits differ too, up to 2**32 samples: torch's CPU generator reads no more.
+    Group ids of training count up from 0 and those of held-out prompts down from -1, so no two
+    samples of a run share a seed, except those of evaluations that repeat a prompt. Their lower 32
+    bits differ too, up to 2**32 samples: torch's CPU generator reads no more.
 
-    Runs with other seeds start at a place drawn by np.random.SeedSequence. They share
-    seeds by chance only: two runs of N samples with probability 2N / 2**32 on the CPU, else
-    2N / 2**61. All seeds are in [2**62 - 2**32, 2**63), which torch and vLLM take.
+    First seeds of different runs are drawn by np.random.SeedSequence. Two runs of N samples share a
+    seed with probability 2N / 2**32 on the CPU, else 2N / 2**61. All seeds are in
+    [2**62 - 2**32, 2**63), which torch and vLLM accept.
     """
     (drawn,) = np.random.SeedSequence(run_seed).generate_state(1, np.uint64)
     return 2**62 + int(drawn >> np.uint64(3))

@@ -1,4 +1,4 @@
-"""Which server a group of samples is generated on. Pure."""
+"""The server that each group of samples is generated on: pure functions of outstanding tokens."""
 
 from __future__ import annotations
 
@@ -10,64 +10,68 @@ from mcore_rl.inference.protocol import SamplingParams
 
 
 @dataclass(eq=False, slots=True)
-class Asked:
-    """A group that has been asked for and has not come back."""
+class PendingGroup:
+    """A group of samples that was begun and has not been collected."""
 
     stream: str  # "train" or "evaluation"
     group_id: int
-    prompts: Batch  # of all groups that were asked for together
-    row: int  # its own
-    num_prompt: int  # tokens
+    prompts: Batch  # of all groups of the same call
+    row: int  # in prompts
+    num_prompt_tokens: int
     sampling: SamplingParams
-    server: int | None = None  # that generates it
-    is_again: bool = False  # a server that generated it has died, or was removed
+    server: int | None = None  # number of the server that generates it
+    is_rerouted: bool = False  # its server has died, or was removed
 
     @property
-    def tokens(self) -> int:
-        """At most: of all its trajectories, each with its prompt."""
-        return self.sampling.n * (self.num_prompt + self.sampling.max_tokens)
+    def max_tokens(self) -> int:
+        """Upper bound: prompt and longest response of each of its trajectories."""
+        return self.sampling.n * (self.num_prompt_tokens + self.sampling.max_tokens)
 
 
-def asked_together(prompts: Batch, sampling: SamplingParams, stream: str) -> list[Asked]:
-    """The groups of these prompts."""
+def split_prompts(prompts: Batch, sampling: SamplingParams, stream: str) -> list[PendingGroup]:
+    """Return a group for each prompt."""
     ids = prompts.array("group_ids").tolist()
-    tokens = prompts.lengths("prompt_ids").tolist()
-    rows = enumerate(zip(ids, tokens, strict=True))
-    return [Asked(stream, group, prompts, row, num, sampling) for row, (group, num) in rows]
+    num_tokens = prompts.lengths("prompt_ids").tolist()
+    rows = enumerate(zip(ids, num_tokens, strict=True))
+    return [PendingGroup(stream, i, prompts, row, num, sampling) for row, (i, num) in rows]
 
 
-def prompts_of(groups: Sequence[Asked]) -> Batch:
-    """A row for each group; groups that were asked for together stay together."""
+def gather_prompts(groups: Sequence[PendingGroup]) -> Batch:
+    """Return the prompts of groups; those of one call stay together."""
     rows: dict[int, tuple[Batch, list[int]]] = {}
-    for one in groups:
-        rows.setdefault(id(one.prompts), (one.prompts, []))[1].append(one.row)
-    return Batch.concat([prompts.take(its) for prompts, its in rows.values()])
+    for group in groups:
+        rows.setdefault(id(group.prompts), (group.prompts, []))[1].append(group.row)
+    return Batch.concat([prompts.take(taken) for prompts, taken in rows.values()])
 
 
-def route(
-    groups: Sequence[Asked], outstanding: Mapping[int, int], homes: Mapping[int, int]
+def route_groups(
+    groups: Sequence[PendingGroup],
+    outstanding_tokens: Mapping[int, int],
+    last_servers: Mapping[int, int],
 ) -> list[int]:
-    """The server of each group: in order, the one with the fewest tokens, then of lowest number.
+    """Choose a server for each group: the one with the fewest tokens, then the lowest number.
 
-    `outstanding` are the tokens of each server that may be chosen. A group whose server before is
-    in `homes`, which has its prompt in the cache, goes there again, unless the others have fewer
-    tokens by more than a group's.
+    Args:
+        outstanding_tokens: By server number, of the servers that may be chosen.
+        last_servers: By group id, the server whose prefix cache has the prompt. It is chosen
+            unless another has fewer tokens, by more than the largest group's.
     """
-    tokens, largest = dict(outstanding), max((one.tokens for one in groups), default=0)
-    found = []
-    for one in groups:
+    tokens = dict(outstanding_tokens)
+    largest = max((group.max_tokens for group in groups), default=0)
+    servers = []
+    for group in groups:
         least = min(tokens, key=lambda number: (tokens[number], number))
-        home = homes.get(one.group_id, least)
-        is_free = home in tokens and tokens[home] <= tokens[least] + largest
-        found.append(home if is_free else least)
-        tokens[found[-1]] += one.tokens
-    return found
+        last = last_servers.get(group.group_id, least)
+        is_free = last in tokens and tokens[last] <= tokens[least] + largest
+        servers.append(last if is_free else least)
+        tokens[servers[-1]] += group.max_tokens
+    return servers
 
 
-def tokens_by_server(asked: Iterable[Asked], numbers: Iterable[int]) -> dict[int, int]:
-    """Outstanding ones, of the servers with these numbers."""
-    found = dict.fromkeys(numbers, 0)
-    for one in asked:
-        if one.server in found:
-            found[one.server] += one.tokens
-    return found
+def count_tokens(groups: Iterable[PendingGroup], servers: Iterable[int]) -> dict[int, int]:
+    """Return the outstanding tokens of each of these servers."""
+    tokens = dict.fromkeys(servers, 0)
+    for group in groups:
+        if group.server in tokens:
+            tokens[group.server] += group.max_tokens
+    return tokens

@@ -1,154 +1,309 @@
-"""Generation over all servers of a run: groups of samples are begun, and come back once each.
+"""All generation servers of a run: groups of samples are routed to them; servers die, join, leave.
 
-Groups are routed when they begin. One stays on its server, whose agent loops hold its
-conversations; those of a server that has died, or was removed, begin again on others, with the same
-seeds.
+Groups are routed when they begin. A group stays on its server, whose agent loops hold its
+conversations. Groups of a server that has died, or was removed, begin again on others, with the
+same seeds.
+
+Each server is a worker group of its own. A server that has died is started again in the background.
+It is up when it has started, and gets groups after the next push of weights. On devices that roles
+share, starting takes the memory of a whole server: it waits until the servers have the devices
+(`start_asleep`).
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
+import threading
 import time
-from collections.abc import Callable, Collection, Iterator
-from typing import Any
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Self
 
+from mcore_rl.config.errors import ConfigError
+from mcore_rl.config.schema import TimeoutsConfig
 from mcore_rl.controller.object_columns import store
 from mcore_rl.controller.object_store import MADE_BYTES_PER_TOKEN
-from mcore_rl.controller.pending import WorkerError
+from mcore_rl.controller.pending import (
+    Limit,
+    PendingCall,
+    Replies,
+    WorkerError,
+    gathered,
+    outlived,
+)
+from mcore_rl.controller.rank_actor import WorkerInfo
 from mcore_rl.controller.silence import Silent, find_stopped, report
+from mcore_rl.controller.worker_group import WorkerGroup, wait_until_built
 from mcore_rl.data.batch import Batch, Samples
-from mcore_rl.inference.protocol import SamplingParams
-from mcore_rl.rollout.routing import Asked, asked_together, prompts_of, route, tokens_by_server
-from mcore_rl.rollout.server_groups import LOOK_S, Server, ServerGroups
+from mcore_rl.inference.protocol import SamplingParams, ServerMemory, SleepTag
+from mcore_rl.rollout.routing import (
+    PendingGroup,
+    count_tokens,
+    gather_prompts,
+    route_groups,
+    split_prompts,
+)
 
-ALL = 1 << 31  # more groups than anybody asks for at once
-# How long a server waits for all its groups: what it has made since is lost where it dies.
-TOGETHER_S = 5.0
-# How many servers may be asked again every LOOK_S: with more of them each waits longer.
-_AT_ONCE, _MOST_S = 8, 2.0
-# Of prompts in a call, for each sample that is made of them. Larger ones go by reference, for which
-# Ray needs 0.7 ms more of the driver.
+StartServer = Callable[[int], WorkerGroup]  # from a server's number; its workers are being built
+POLL_S = 0.25  # how often servers' answers are checked
+ALL = 1 << 31  # more groups than any call begins
+# How long a server waits for all of its groups. Their samples are lost if it dies meanwhile.
+COLLECT_ALL_S = 5.0
+# Servers that may be asked again every POLL_S; with more of them each waits longer, up to a limit.
+_SERVERS_PER_POLL, _MAX_COLLECT_S = 8, 2.0
+# Prompt bytes per sample that are sent by value. Larger prompts go by reference, for which Ray
+# takes 0.7 ms more of the driver's time.
 BY_VALUE_BYTES = 128
 
 
-class ServerPool(ServerGroups):
-    """See `ServerGroups` for how servers come and go."""
+@dataclass(eq=False, slots=True)
+class Server:
+    """A server that is up, or is being started."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """As ServerGroups."""
-        self._asked: dict[tuple[str, int], Asked] = {}  # what has not come back, by group
-        self._homes: dict[int, int] = {}  # the last server of a group, with these weights
-        self._rerouted: list[tuple[str, int]] = []  # groups that another server has begun again
-        self._waited_s = 0.0  # since a group has come
-        # Sends the version that is to be served again; None while the trainer is busy with its own
-        # weights. It is called when no server is left that has it.
+    number: int
+    group: WorkerGroup
+    restarts: int = 0
+    starting: list[PendingCall] = field(default_factory=list)
+    is_up: bool = False
+    version: int | None = None  # of its weights; None if it has none, or an incomplete version
+    sent: list[PendingCall] = field(default_factory=list)  # calls without a result to wait for
+    collecting: dict[str, PendingCall] = field(default_factory=dict)  # by stream
+    # Groups abandoned since the call in `collecting`, whose result may have them; by stream.
+    abandoned: dict[str, set[int]] = field(default_factory=dict)
+    idle_s: float = 0.0  # since its last start, at the last call of ServerPool.idle_s
+
+
+class ServerPool:
+    """All servers of a run. Not thread-safe, except for `close`.
+
+    After the constructor, `submit` "prepare" and "start", then call `started`.
+
+    Args:
+        max_restarts: Maximum restarts per server.
+        takes_turns: Whether servers share devices with other roles.
+        wanted: Returns the servers that the run is to have, read by `follow_wanted`. None: all.
+    """
+
+    name = "rollout"
+
+    def __init__(
+        self,
+        start: StartServer,
+        num_servers: int,
+        *,
+        max_restarts: int,
+        takes_turns: bool,
+        timeouts: TimeoutsConfig,
+        wanted: Callable[[], Collection[int]] | None = None,
+    ) -> None:
+        self._start, self._num_servers = start, num_servers
+        self._max_restarts, self.takes_turns = max_restarts, takes_turns
+        self._call_limit = Limit(timeouts.call_s, "timeouts.call_s")
+        self._read_wanted = wanted
+        self._lock = threading.RLock()  # held to start a server, and to close
+        self._closed = False
+        self._models: Any = None  # addresses of frozen models
+        self.version = 0  # of the weights that a server needs to get groups
+        self.membership = 0  # changes whenever a server joins or leaves those that are up
+        # Sends the weights of `version` again, when no server is left that has them. None while
+        # the trainer has already updated its weights.
         self.resend: Callable[[], None] | None = None
-        super().__init__(*args, **kwargs)
+        self._groups: dict[tuple[str, int], PendingGroup] = {}  # by stream and group id
+        self._last_servers: dict[int, int] = {}  # by group id, since the last update
+        self._rerouted: list[tuple[str, int]] = []  # groups begun again on another server
+        self._waited_s = 0.0  # since a group was collected
+        self._replies = Replies()
+        self._servers: dict[int, Server] = {}
+        try:
+            for number in range(num_servers):
+                self._servers[number] = Server(number, start(number))
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def groups(self) -> list[WorkerGroup]:
+        """Worker groups of all servers."""
+        return [server.group for server in self._servers.values()]
+
+    @property
+    def worker_infos(self) -> dict[int, WorkerInfo]:
+        """Host and process of each node of all servers, numbered in a row."""
+        infos = [g.worker_infos[rank] for g in self.groups for rank in sorted(g.worker_infos)]
+        return dict(enumerate(infos))
+
+    @property
+    def num_up(self) -> int:
+        return len(self._up)
+
+    @property
+    def has_joining(self) -> bool:
+        """True if a server is not up yet."""
+        return len(self._up) < len(self._servers)
+
+    def submit(self, method: str, *args: Any) -> list[PendingCall]:
+        """Call a method of all servers before the run; a server's death fails the call."""
+        return [getattr(group, method).submit(*args) for group in self.groups]
+
+    def started(self) -> None:
+        """Mark all servers as up, with version 0: the checkpoint that the run begins with."""
+        for server in self._servers.values():
+            self._mark_up(server)
+
+    def connect_models(self, addresses: Any) -> None:
+        """Pass the addresses of frozen models to the servers, and to those that will join."""
+        self._models = addresses
+        self._call_servers(self._up, "connect_models", addresses)
+
+    def sleep(self, keep: bool = False) -> None:
+        """Call RolloutWorker.sleep of the servers that are up."""
+        self._call_servers(self._up, "sleep", *([keep] if keep else []))
+
+    def wake(self, tag: SleepTag) -> None:
+        """Call RolloutWorker.wake of the servers that are up."""
+        self._call_servers(self._up, "wake", tag)
+
+    def memory(self) -> list[ServerMemory]:
+        """Return the memory of each node of the servers that are up."""
+        return self._call_servers(self._up, "memory")
+
+    def idle_s(self) -> list[float]:
+        """Return each server's idle seconds (`IdleTimer`) since the last call, or since its start.
+
+        Only of servers that are up.
+        """
+        servers = self._up
+        totals = [s for s in self._call_servers(servers, "idle_s") if s is not None]
+        alive = [server for server in servers if server.is_up]
+        idle_s = []
+        for server, total_s in zip(alive, totals, strict=True):
+            idle_s.append(total_s - server.idle_s)
+            server.idle_s = total_s
+        return idle_s
+
+    def shut_down(self) -> None:
+        """Shut all servers down at the end of a run; ignore those that have died."""
+        with self._lock:
+            self._closed = True
+        calls = [server.group.shut_down.submit() for server in self._up if not server.group.ended]
+        with contextlib.suppress(WorkerError):
+            gathered(calls)
+
+    def close(self) -> None:
+        """Kill all servers, and start none again. May be called twice, and from any thread."""
+        with self._lock:
+            self._closed = True
+            for server in self._servers.values():
+                server.group.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # Groups of samples.
 
     def begin(self, prompts: Batch, sampling: SamplingParams, stream: str = "train") -> None:
-        """Starts the trajectories of these prompts; returns immediately.
+        """Start the trajectories of these prompts; return immediately.
 
-        The groups of one call are routed together, by `route`, and those of a server start
-        together. What an idle pool does with a call depends on nothing else.
+        The groups of one call are routed together, and those of a server start together. So the
+        routing of a call on an idle pool depends on nothing else.
 
         Raises:
-            ValueError: a group of this id is being generated in the stream.
+            ValueError: a group of the same id is being generated in the stream.
         """
         ids = [int(group) for group in prompts.array("group_ids")]
-        if len(set(ids)) < len(ids) or any((stream, group) in self._asked for group in ids):
+        if len(set(ids)) < len(ids) or any((stream, group) in self._groups for group in ids):
             raise ValueError(f"a group of {stream!r} among {ids} would be generated twice at once")
-        made = asked_together(prompts, sampling, stream)
-        self._asked |= {(stream, one.group_id): one for one in made}
+        groups = split_prompts(prompts, sampling, stream)
+        self._groups |= {(stream, group.group_id): group for group in groups}
         self._route()
 
     def collect(self, stream: str, wait_s: float, at_least: int = 1) -> list[Batch]:
-        """Samples of groups of a stream that have ended since the last call, in whole groups.
+        """Return samples of whole groups that have ended since the last call.
 
-        Waits up to `wait_s` until there is one; returns at once if none is being generated.
-        `at_least` is for who can do nothing with fewer: a server answers when its share of them has
-        ended, or none of its groups runs any more, and otherwise every quarter of a second, up to
-        every 2 s with many servers; with `ALL` every few seconds.
+        Returns at once if no group of the stream is pending.
+
+        Args:
+            wait_s: Maximum wait for a first group.
+            at_least: Number of groups that the caller needs to go on. A server answers when its
+                share of them has ended, or all of its groups have. Otherwise it answers every
+                quarter of a second, with many servers every 2 s, and with `ALL` every 5 s.
 
         Raises:
             ConfigError, WorkerError: a reward or a loop raised; a server died once too often; no
                 group has ended in timeouts.call_s; no server is left, and nobody sends it weights.
         """
-        begun, found = time.monotonic(), list[Batch]()
+        start_s, batches = time.monotonic(), list[Batch]()
         while self.num_outstanding(stream):
-            self._tend()
-            self._refill()
+            self._poll()
+            self._resend_if_needed()
             self._route()
-            found = self._answers(stream, at_least)
-            left_s = begun + wait_s - time.monotonic()
-            if found or left_s <= 0:
+            batches = self._collect(stream, at_least)
+            left_s = start_s + wait_s - time.monotonic()
+            if batches or left_s <= 0:
                 break
-            self._wait(min(left_s, LOOK_S))
-        self._check_waited(0.0 if found else time.monotonic() - begun)
-        return found
+            self._wait_for_server(min(left_s, POLL_S))
+        self._check_wait(0.0 if batches else time.monotonic() - start_s)
+        return batches
 
     def tend(self, stream: str) -> list[Batch]:
-        """As `collect`, at once, for while the trainer changes its weights: they are not resent."""
-        self._tend()
+        """Collect without a wait, while the trainer changes its weights: they are not resent."""
+        self._poll()
         self._route()
-        return self._answers(stream, 0)
+        return self._collect(stream, 0)
 
     def rerouted(self, stream: str) -> list[int]:
-        """Groups of a stream that were begun again since the last call: their server has died."""
-        found = [group for its, group in self._rerouted if its == stream]
-        self._rerouted = [one for one in self._rerouted if one[0] != stream]
-        return list(dict.fromkeys(found))
+        """Return groups that began again on another server since the last call."""
+        ids = [group for name, group in self._rerouted if name == stream]
+        self._rerouted = [key for key in self._rerouted if key[0] != stream]
+        return list(dict.fromkeys(ids))
 
     def abandon(self, stream: str, group_ids: Collection[int]) -> None:
-        """Ends these groups: they never come by `collect`."""
-        ended = [self._asked.pop((stream, group)) for group in group_ids]
-        self._rerouted = [one for one in self._rerouted if one in self._asked]
+        """End these groups: `collect` will not return them."""
+        groups = [self._groups.pop((stream, group)) for group in group_ids]
+        self._rerouted = [key for key in self._rerouted if key in self._groups]
         for server in self._serving:
-            its = [one.group_id for one in ended if one.server == server.number]
-            if not its:
+            ids = [group.group_id for group in groups if group.server == server.number]
+            if not ids:
                 continue
-            # That answer may have them, from before they begin again: its calls run in order.
+            # The pending answer may have them, also if groups of these ids begin again meanwhile.
             if stream in server.collecting:
-                server.unwanted.setdefault(stream, set()).update(its)
-            server.sent.append(server.group.abandon.submit(stream, its))
+                server.abandoned.setdefault(stream, set()).update(ids)
+            server.sent.append(server.group.abandon.submit(stream, ids))
 
     def num_outstanding(self, stream: str) -> int:
-        """Groups of a stream that have not come back."""
-        return sum(one.stream == stream for one in self._asked.values())
-
-    def updated(self, version: int) -> None:
-        super().updated(version)
-        self._homes.clear()  # nothing that is cached of another version is read
+        """Return the number of groups of a stream that were begun and not collected."""
+        return sum(group.stream == stream for group in self._groups.values())
 
     @property
     def _serving(self) -> list[Server]:
-        """Those that groups are routed to."""
+        """Servers that may get groups."""
         return [server for server in self._up if server.version == self.version]
 
-    def _release(self, server: Server) -> None:
-        for one in self._asked.values():
-            if one.server == server.number:
-                one.server, one.is_again = None, True
-
     def _route(self) -> None:
-        """Begins the groups that no server has."""
-        waiting = [one for one in self._asked.values() if one.server is None]
+        """Begin the groups that have no server."""
+        waiting = [group for group in self._groups.values() if group.server is None]
         numbers = [server.number for server in self._serving]
         if not waiting or not numbers:
             return
-        outstanding = tokens_by_server(self._asked.values(), numbers)
-        parts: dict[tuple[int, str, SamplingParams], list[Asked]] = {}
-        for one, number in zip(waiting, route(waiting, outstanding, self._homes), strict=True):
-            one.server = self._homes[one.group_id] = number
-            if one.is_again:
-                self._rerouted.append((one.stream, one.group_id))
-            parts.setdefault((number, one.stream, one.sampling), []).append(one)
-        for (number, stream, sampling), part in parts.items():
+        outstanding = count_tokens(self._groups.values(), numbers)
+        calls: dict[tuple[int, str, SamplingParams], list[PendingGroup]] = {}
+        servers = route_groups(waiting, outstanding, self._last_servers)
+        for group, number in zip(waiting, servers, strict=True):
+            group.server = self._last_servers[group.group_id] = number
+            if group.is_rerouted:
+                self._rerouted.append((group.stream, group.group_id))
+            calls.setdefault((number, group.stream, group.sampling), []).append(group)
+        for (number, stream, sampling), groups in calls.items():
             server = self._servers[number]
-            given = as_sent(prompts_of(part), sampling.n)
-            server.sent.append(server.group.begin.submit(given, sampling, stream))
+            prompts = store_if_large(gather_prompts(groups), sampling.n)
+            server.sent.append(server.group.begin.submit(prompts, sampling, stream))
 
-    def _refill(self) -> None:
-        """Where no server has the version to serve, and none is being started: it is sent again."""
+    def _resend_if_needed(self) -> None:
+        """Resend weights if no server has the version to serve, and none is being started."""
         is_starting = any(server.starting for server in self._servers.values())
         if self._serving or (is_starting and not self._up):
             return
@@ -160,63 +315,64 @@ class ServerPool(ServerGroups):
             )
         self.resend()
 
-    def _answers(self, stream: str, at_least: int) -> list[Batch]:
+    def _collect(self, stream: str, at_least: int) -> list[Batch]:
         serving = self._serving
-        taken = [self._taken(server, stream, at_least, len(serving)) for server in serving]
-        return [batch for batches in taken for batch in batches]
+        answers = [self._collect_from(s, stream, at_least, len(serving)) for s in serving]
+        return [batch for batches in answers for batch in batches]
 
-    def _taken(
+    def _collect_from(
         self, server: Server, stream: str, at_least: int, num_serving: int
     ) -> Iterator[Batch]:
-        """What it has answered; while it has more of the stream, it is asked again."""
+        """Yield the server's answer, and ask again while it has groups of the stream."""
         call = server.collecting.get(stream)
         if call is not None:
-            if not self._answered(server, call):
+            if not self._has_succeeded(server, call):
                 return
             del server.collecting[stream]
-            yield from self._wanted(server, stream, call.result()[0])
-        if its := self._its(server, stream):
-            held_s = self._held_s(at_least, num_serving)
+            yield from self._take_pending(server, stream, call.result()[0])
+        if groups := self._list_groups(server, stream):
+            wait_s = self._get_collect_s(at_least, num_serving)
             share = math.ceil(at_least / num_serving)
-            tokens = sum(sorted(one.tokens for one in its)[-max(share, 1) :])
-            collect = server.group.collect.making(tokens * MADE_BYTES_PER_TOKEN)
-            server.collecting[stream] = collect.submit(stream, held_s, share)
+            num_tokens = sum(sorted(group.max_tokens for group in groups)[-max(share, 1) :])
+            collect = server.group.collect.making(num_tokens * MADE_BYTES_PER_TOKEN)
+            server.collecting[stream] = collect.submit(stream, wait_s, share)
 
-    def _held_s(self, at_least: int, num_serving: int) -> float:
-        """How long a server may wait with its answer. Meanwhile it takes no other call."""
+    def _get_collect_s(self, at_least: int, num_serving: int) -> float:
+        """Return how long a server may wait with its answer. It takes no other call meanwhile."""
         if not at_least:
             return 0.0
-        few_s = min(LOOK_S * max(num_serving / _AT_ONCE, 1), _MOST_S)
-        return min(TOGETHER_S if at_least == ALL else few_s, self._call_limit.seconds / 4)
+        collect_s = min(POLL_S * max(num_serving / _SERVERS_PER_POLL, 1), _MAX_COLLECT_S)
+        return min(COLLECT_ALL_S if at_least == ALL else collect_s, self._call_limit.seconds / 4)
 
-    def _its(self, server: Server, stream: str) -> list[Asked]:
-        asked = self._asked.values()
-        return [one for one in asked if one.stream == stream and one.server == server.number]
+    def _list_groups(self, server: Server, stream: str) -> list[PendingGroup]:
+        groups = self._groups.values()
+        return [g for g in groups if g.stream == stream and g.server == server.number]
 
-    def _wanted(self, server: Server, stream: str, batch: Batch) -> Iterator[Batch]:
-        """The batch without groups that were abandoned since it was asked for."""
-        unwanted = server.unwanted.pop(stream, set())
+    def _take_pending(self, server: Server, stream: str, batch: Batch) -> Iterator[Batch]:
+        """Yield an answer without groups that were abandoned since the call was made."""
+        abandoned = server.abandoned.pop(stream, set())
         if not len(batch):
             return
         ids = batch.array("group_ids").tolist()
-        its = {one.group_id for one in self._its(server, stream)} - unwanted
-        rows = [row for row, group in enumerate(ids) if group in its]
+        pending = {group.group_id for group in self._list_groups(server, stream)} - abandoned
+        rows = [row for row, group in enumerate(ids) if group in pending]
         for group in {ids[row] for row in rows}:
-            del self._asked[stream, group]
-        self._rerouted = [one for one in self._rerouted if one in self._asked]
+            del self._groups[stream, group]
+        self._rerouted = [key for key in self._rerouted if key in self._groups]
         if rows:
             yield batch.take(rows) if len(rows) < len(ids) else batch
 
-    def _wait(self, seconds: float) -> None:
-        """Until a server answers or has started."""
+    def _wait_for_server(self, seconds: float) -> None:
+        """Wait until a server answers or has started."""
         servers = self._servers.values()
         calls = [call for s in servers for call in (*s.collecting.values(), *s.starting)]
         self._wait_for_reply(calls, seconds)
 
-    def _check_waited(self, seconds: float) -> None:
-        """Raises WorkerError where servers run, and no group ends.
+    def _check_wait(self, seconds: float) -> None:
+        """Add to the time without a group. At the limit, restart servers with stopped processes.
 
-        Those of which a process is stopped are started again.
+        Raises:
+            WorkerError: no process is stopped.
         """
         self._waited_s = self._waited_s + seconds if seconds else 0.0
         if self._waited_s < self._call_limit.seconds:
@@ -229,20 +385,284 @@ class ServerPool(ServerGroups):
         stopped = find_stopped([*silent])
         for server in {silent[rank] for rank in stopped}:
             ranks = [rank for rank in stopped if silent[rank] is server]
-            self._lost(server, WorkerError(report(ranks, str(self._call_limit))))
+            self._restart(server, WorkerError(report(ranks, str(self._call_limit))))
         if stopped:
             self._waited_s = 0.0
             return
-        told = report([*silent], str(self._call_limit)) if silent else "no server is up"
-        raise WorkerError(f"no group has come back: {told}")
+        reason = report([*silent], str(self._call_limit)) if silent else "no server is up"
+        raise WorkerError(f"no group has come back: {reason}")
+
+    def _release_groups(self, server: Server) -> None:
+        """Let groups of a server be routed again."""
+        for group in self._groups.values():
+            if group.server == server.number:
+                group.server, group.is_rerouted = None, True
+
+    # New weights.
+
+    def admit(self) -> None:
+        """Mark servers as up that have started. If none is up, wait for one.
+
+        Raises:
+            ConfigError, WorkerError: a server cannot be started; on shared devices, none is left.
+        """
+        self._poll()
+        while not self._up:
+            if not self._wait_for_starts():
+                raise WorkerError(f"{self.name}: no server is left that could take weights")
+
+    def attempt(
+        self,
+        method: str,
+        arguments: Callable[[int], tuple[Any, ...]],
+        beside: Sequence[PendingCall],
+        limit: Limit,
+        on_death: Callable[[], None] | None = None,
+    ) -> bool:
+        """Call a method that replaces weights on all servers that are up, with other calls.
+
+        Args:
+            arguments: Returns a server's arguments, from its index among those that are up.
+            beside: Calls on other groups that belong to it.
+            on_death: Ends what the others would wait for.
+
+        Returns:
+            False if a server has died. It is started again, and no other is served before another
+            attempt: their weights may be incomplete.
+
+        Raises:
+            ConfigError, WorkerError: see `gathered`; for failures that no death has caused.
+        """
+        servers = self._up
+        calls = [
+            getattr(server.group, method).submit(*arguments(index))
+            for index, server in enumerate(servers)
+        ]
+        groups = [server.group for server in servers]
+        deaths = outlived([*calls, *beside], groups, limit, on_death)
+        if deaths:
+            for server in servers:
+                server.version = None
+        for index, error in deaths.items():
+            self._restart(servers[index], error)
+        return not deaths
+
+    def updated(self, version: int) -> None:
+        """Record that all servers that are up have this version, which is to be served."""
+        self.version = version
+        for server in self._up:
+            server.version = version
+        self._last_servers.clear()  # caches of another version are not read
+
+    def start_asleep(self) -> None:
+        """Start servers that are not up, and let them sleep; shared devices have to be free.
+
+        Raises:
+            ConfigError, WorkerError: a server cannot be started.
+        """
+        while self._wait_for_starts():
+            pass
+        joining = [server for server in self._servers.values() if not server.is_up]
+        self._call_servers(joining, "start")
+        for server in joining:
+            if not server.starting:  # else it has died in the call
+                self._mark_up(server)
+        joined = [server for server in joining if server.is_up]
+        self._call_servers(joined, "sleep")
+        for server in joined:
+            server.version = None
+
+    # Servers that join, leave and die.
+
+    def follow_wanted(self) -> None:
+        """Add and remove servers as the run is to have, but never the last one that is up."""
+        if self._read_wanted is None:
+            return
+        try:
+            wanted = {*self._read_wanted()}
+        except ConfigError as error:
+            print(f"servers stay as they are: {error}")
+            return
+        for number in sorted(wanted - self._servers.keys()):
+            self.add(number)
+            print(f"{self._servers[number].group.name} is started, as is wanted")
+        for number in sorted(self._servers.keys() - wanted):
+            if [server.number for server in self._up] != [number]:
+                name = self._servers[number].group.name
+                self.remove(number)
+                print(f"{name} has left, as is wanted")
+
+    def add(self, number: int) -> None:
+        """Start a server that was removed. It gets groups after the next push of weights.
+
+        Raises:
+            ConfigError: it exists, or the run has no devices for a server of this number.
+        """
+        if number in self._servers or not 0 <= number < self._num_servers:
+            free = sorted({*range(self._num_servers)} - {*self._servers})
+            raise ConfigError(f"server {number} cannot be added; allowed: {free or 'none now'}")
+        with self._lock:
+            if not self._closed:
+                server = self._servers[number] = Server(number, self._start(number))
+                self._launch(server)
+
+    def remove(self, number: int) -> None:
+        """End a server; its groups begin again on others.
+
+        Raises:
+            ConfigError: it does not exist, or is the last one that is up.
+        """
+        if number not in self._servers or [s.number for s in self._up] == [number]:
+            allowed = sorted(self._servers) if len(self._up) > 1 else "none, one has to stay"
+            raise ConfigError(f"server {number} cannot be removed; allowed: {allowed}")
+        server = self._servers.pop(number)
+        self.membership += 1
+        self._release_groups(server)
+        if server.is_up:  # else the call would wait until it has started
+            with contextlib.suppress(WorkerError):
+                gathered([server.group.shut_down.submit()])
+        server.group.close()
+
+    @property
+    def _up(self) -> list[Server]:
+        """Servers that are up, by number."""
+        servers = (server for _, server in sorted(self._servers.items()))
+        return [server for server in servers if server.is_up]
+
+    def _poll(self) -> None:
+        """Process starts and calls that have ended.
+
+        Raises:
+            ConfigError, WorkerError: a failure that is no death, or one death too many.
+        """
+        for server in list(self._servers.values()):
+            for call in list(server.sent):
+                # A death empties server.sent.
+                if call in server.sent and self._has_succeeded(server, call):
+                    server.sent.remove(call)
+            if server.starting and self._start_has_ended(server):
+                self._finish_start(server)
+
+    def _start_has_ended(self, server: Server) -> bool:
+        """Return whether a start has ended. If it is late while others serve, begin it again.
+
+        Its node may be gone.
+
+        Raises:
+            WorkerError: it is late, and no other server is up, or all wait for it (on shared
+                devices).
+        """
+        try:
+            return all(call.has_ended() for call in server.starting)
+        except WorkerError as error:
+            if self.takes_turns or not self._up:
+                raise
+            with self._lock:
+                if self._closed:
+                    raise
+                print(f"{str(error).splitlines()[0]} It is started again")
+                server.group = self._start(server.number)
+                self._launch(server)
+            return False
+
+    def _finish_start(self, server: Server) -> None:
+        try:
+            gathered(server.starting)
+            wait_until_built([server.group])
+        except WorkerError as error:
+            return self._restart(server, error)
+        server.starting = []
+        if not self.takes_turns:
+            self._mark_up(server)
+
+    def _mark_up(self, server: Server) -> None:
+        server.is_up, server.version = True, 0
+        self.membership += 1
+        if server.restarts:
+            print(f"{server.group.name} is up again, and gets its weights with the next push")
+        if self._models is not None:
+            server.sent.append(server.group.connect_models.submit(self._models))
+
+    def _wait_for_starts(self) -> bool:
+        """Wait briefly for servers that are being started; return False if there are none."""
+        calls = [call for server in self._servers.values() for call in server.starting]
+        if calls:
+            self._wait_for_reply(calls, POLL_S)
+            self._poll()
+        return bool(calls)
+
+    def _wait_for_reply(self, calls: Sequence[PendingCall], seconds: float) -> None:
+        """Wait until a rank of one of these calls answers, or of an earlier call."""
+        self._replies.watch(calls)
+        self._replies.wait(seconds)
+
+    def _has_succeeded(self, server: Server, call: PendingCall) -> bool:
+        """Return whether a call has succeeded. Restart a server that has died or is late.
+
+        Raises:
+            ConfigError, WorkerError: as `PendingCall.result`, for other failures.
+        """
+        try:
+            if not call.has_ended():
+                return False
+        except WorkerError as silence:  # its time limit is over
+            self._restart(server, silence)
+            return False
+        if (error := call.death()) is not None:
+            self._restart(server, error)
+            return False
+        call.result()
+        return True
+
+    def _call_servers(self, servers: Sequence[Server], method: str, *args: Any) -> list[Any]:
+        """Call a method; return the results of all nodes. Restart servers that die in the call."""
+        calls = [getattr(server.group, method).submit(*args) for server in servers]
+        if not calls:
+            return []
+        deaths = outlived(calls, [server.group for server in servers])
+        for index, error in deaths.items():
+            self._restart(servers[index], error)
+        alive = [call for index, call in enumerate(calls) if index not in deaths]
+        return [value for values in gathered(alive) for value in values]
+
+    def _restart(self, server: Server, error: WorkerError) -> None:
+        """Start a server again that has died of `error`, and release its groups.
+
+        Raises:
+            WorkerError: it has died too often.
+        """
+        with self._lock:
+            server.group.close()
+            if self._closed:
+                raise error
+            self._release_groups(server)
+            server.is_up, server.version = False, None
+            server.idle_s = 0.0
+            server.starting, server.sent = [], []
+            server.collecting, server.abandoned = {}, {}
+            self.membership += 1
+            limit = f"rollout.max_restarts={self._max_restarts}"
+            if server.restarts >= self._max_restarts:
+                raise WorkerError(f"{error}\n\n(It is not started again: {limit})") from error
+            server.restarts += 1
+            print(f"{str(error).splitlines()[0]} It is started again: {server.restarts}, {limit}")
+            server.group = self._start(server.number)
+            self._launch(server)
+
+    def _launch(self, server: Server) -> None:
+        """Submit the calls that start a server; on shared devices only those before the start."""
+        group = server.group
+        server.starting = [*group.building, group.prepare.submit()]
+        if not self.takes_turns:
+            server.starting.append(group.start.submit())
 
 
-def as_sent(prompts: Batch, num_samples: int) -> Samples:
-    """Prompts as a call has them: by reference where they are large for so many samples each.
+def store_if_large(prompts: Batch, num_samples: int) -> Samples:
+    """Return prompts by reference if they are large for the number of samples of each.
 
-    The server then fetches what it begins, and nobody else does. What is stored goes when the call
-    has ended: the driver keeps the prompts, and stores those of a group that begins again once
-    more. It owns them, so they die with it alone.
+    Only the server that begins them fetches them. The object is freed when the call has ended. The
+    driver keeps the prompts and owns the object, so it is lost only with the driver; prompts of
+    groups that begin again are stored again.
     """
     is_small = prompts.num_bytes <= BY_VALUE_BYTES * num_samples * len(prompts)
     return prompts if is_small else store(prompts)

@@ -1,4 +1,4 @@
-"""Pushing a version of the weights from the trainer's ranks into the generation servers."""
+"""Push a version of the weights from the training ranks to the generation servers."""
 
 from __future__ import annotations
 
@@ -8,38 +8,43 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
+from mcore_rl.config.resolve import get_loop
 from mcore_rl.config.schema import RLConfig, RolloutConfig, WeightSyncConfig
 from mcore_rl.controller.pending import Limit, gathered
 from mcore_rl.controller.worker_group import WorkerGroup
-from mcore_rl.parallel import rendezvous_client
-from mcore_rl.parallel.rendezvous import RendezvousEndpoint
-from mcore_rl.parallel.rendezvous_client import LostError
+from mcore_rl.parallel import rendezvous
+from mcore_rl.parallel.rendezvous import RendezvousConnectionError, RendezvousEndpoint
 from mcore_rl.reshard.layout import GenerationLayout
 from mcore_rl.rollout.server_pool import ServerPool
 
-_END_S = 5.0  # for the rendezvous to hear of a death
+_END_S = 5.0  # limit of the call that ends waits at the rendezvous
 
 
 class ExportError(RuntimeError):
-    """New weights could not be written for the servers; the actor has them."""
+    """New weights could not be written for the servers. The actor has them."""
 
 
 class WeightSync(Protocol):
-    def push(self, version: int) -> None:
-        """Return when every server generates with this version.
+    """A way to bring new weights to the servers."""
 
-        Waits for both sides together and raises the first failure on either: WorkerError, or
-        ConfigError, as `gathered` does.
+    def push(self, version: int) -> None:
+        """Send the actor's weights; return when every server generates with this version.
+
+        Raises:
+            WorkerError, ConfigError: the first failure on either side, as `gathered` raises it.
         """
 
 
 @dataclass(slots=True)
 class TransportSync:
-    """Sends each worker of every server its shards, by a WeightTransport of all ranks.
+    """Sends each worker of every server its shards, by a WeightTransport between all ranks.
 
-    The ranks connect anew when servers have come or gone. `in_flight`: servers keep the requests
-    that they are answering, which go on with the new weights, and with `recompute_cache` on a KV
-    cache of these. Otherwise none may run.
+    The ranks connect anew when servers have joined or left.
+
+    Args:
+        in_flight: Keep running requests, which continue with the new weights. Otherwise none may
+            run.
+        recompute_cache: Recompute the KV cache of running requests with the new weights.
     """
 
     actor: WorkerGroup
@@ -49,63 +54,61 @@ class TransportSync:
     settings: WeightSyncConfig
     in_flight: bool = False
     recompute_cache: bool = False
-    _connected: int = -1  # which membership of the servers has connected
-    _endpoint: RendezvousEndpoint | None = None  # where they met
+    _connected: int = -1  # ServerPool.membership when all ranks were connected
+    _endpoint: RendezvousEndpoint | None = None  # of the last connect
 
     def push(self, version: int) -> None:
         self.servers.admit()
-        while not (self.connect() and self._sent(version)):
+        while not (self.connect() and self._send(version)):
             self.servers.admit()
         self.servers.updated(version)
 
     def connect(self) -> bool:
-        """Whether all servers that are up are connected: none has died meanwhile."""
+        """Connect the servers that are up, unless they are; return False if one has died."""
         membership = self.servers.membership
         if membership == self._connected:
             return True
-        layout = generation_layout(self.rollout, self.servers.num_up)
+        layout = build_generation_layout(self.rollout, self.servers.num_up)
         endpoint, spec = self.actor.open_weights(layout, self.settings)
         actors = self.actor.connect_weights.submit(endpoint, spec)
 
-        def place_of(place: int) -> tuple[object, ...]:
-            # The workers of all servers are the generation ranks in a row.
-            return endpoint, spec, place * self.rollout.tp
+        def get_arguments(index: int) -> tuple[object, ...]:
+            # Workers of all servers, in a row, are the generation ranks.
+            return endpoint, spec, index * self.rollout.tp
 
         self._endpoint = endpoint
         self._connected = -1
         attempt = self.servers.attempt
-        if not attempt("connect_weights", place_of, [actors], self.limit, self._end_waits):
+        if not attempt("connect_weights", get_arguments, [actors], self.limit, self._end_waits):
             return False
         self._connected = membership
         return True
 
-    def _sent(self, version: int) -> bool:
+    def _send(self, version: int) -> bool:
         sending = self.actor.send_weights.submit(version)
-        kept = (True, self.recompute_cache) if self.in_flight else ()
-        arguments = version, *kept
+        options = (True, self.recompute_cache) if self.in_flight else ()
+        arguments = version, *options
         attempt, method = self.servers.attempt, "receive_weights"
         return attempt(method, lambda _: arguments, [sending], self.limit, self._end_waits)
 
     def _end_waits(self) -> None:
-        """Of ranks for a server that has died. If the driver does not reach them, their time-out
-        ends them.
-        """
+        """End the waits of ranks for a server that has died, or leave them to their time limit."""
         assert self._endpoint is not None  # connect came first
-        with contextlib.suppress(LostError):
-            rendezvous_client.end_waits(self._endpoint, "a server has died", _END_S)
+        with contextlib.suppress(RendezvousConnectionError):
+            rendezvous.end_waits(self._endpoint, "a server has died", _END_S)
 
 
 @dataclass(frozen=True, slots=True)
 class CheckpointSync:
-    """Writes a Hugging Face folder that servers load with vLLM's own reload.
+    """Writes a Hugging Face checkpoint that servers load with vLLM's own reload.
 
-    Slow for large models, works for every layout, and is the reference for tests of the transports.
+    Slow for large models; works for every layout; the reference for tests of the transports.
     """
 
     actor: WorkerGroup
     servers: ServerPool
     limit: Limit
-    folder: Path  # that all machines share
+    folder: Path  # on a file system that all nodes share
     num_bytes: int
     in_flight: bool = False
     recompute_cache: bool = False
@@ -116,8 +119,8 @@ class CheckpointSync:
             refused = [reason for reason in gathered([sending], self.limit)[0] if reason]
             if refused:
                 raise ExportError(f"weight_sync.method='full_export': {refused[0]}")
-            kept = (True, self.recompute_cache) if self.in_flight else ()
-            arguments = str(self.folder), version, *kept
+            options = (True, self.recompute_cache) if self.in_flight else ()
+            arguments = str(self.folder), version, *options
             self.servers.admit()
             while not self.servers.attempt("load_checkpoint", lambda _: arguments, [], self.limit):
                 self.servers.admit()
@@ -129,9 +132,11 @@ class CheckpointSync:
 def connect(
     config: RLConfig, actor: WorkerGroup, servers: ServerPool, num_bytes: int
 ) -> WeightSync:
-    """The connection that config.weight_sync names, made between all ranks of both sides.
+    """Connect training ranks and servers by the method of config.weight_sync.
 
-    `actor` is a group of ModelWorker; `num_bytes` is what the weights take.
+    Args:
+        actor: Workers of class ModelWorker.
+        num_bytes: Size of the weights.
 
     Raises:
         ConfigError: there are more workers of servers than training ranks to share their devices
@@ -141,17 +146,17 @@ def connect(
     """
     limit = Limit(config.weight_sync.timeout_s, "weight_sync.timeout_s")
     settings = replace(config.weight_sync, timeout_s=config.inner_timeout_s)
-    mode, recompute_cache = config.trainer.mode, config.trainer.asynchronous.recompute_cache
+    mode, recompute_cache = get_loop(config.trainer), config.trainer.asynchronous.recompute_cache
     in_flight = mode == "fully_async", recompute_cache
     if settings.method == "full_export":
-        # The scope of a job removes what is called so, however the job ends.
+        # A job removes folders of this name at its end, in any case.
         folder = Path(config.output_dir).absolute() / ".weights.partial"
         return CheckpointSync(actor, servers, limit, folder, num_bytes, *in_flight)
     sync = TransportSync(actor, servers, limit, config.rollout, settings, *in_flight)
-    sync.connect()  # servers that die of it are started again, and a push connects anew
+    sync.connect()  # servers that die in it are started again, and a push connects anew
     return sync
 
 
-def generation_layout(rollout: RolloutConfig, num_servers: int) -> GenerationLayout:
-    """Each server is one engine; with `ep` it splits its experts over its workers."""
+def build_generation_layout(rollout: RolloutConfig, num_servers: int) -> GenerationLayout:
+    """Return the layout of all servers: each is one engine, and with `ep` splits its experts."""
     return GenerationLayout(tp=rollout.tp, dp=num_servers, ep=rollout.tp if rollout.ep else 1)

@@ -1,19 +1,32 @@
-"""A generation server as an actor: prompts in, samples with rewards out."""
+"""Ray actors with a generation server: of the policy, which makes samples, and of frozen models."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import os
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+import threading
+import time
+from collections.abc import (
+    Callable,
+    Coroutine,
+    Hashable,
+    Iterator,
+    Mapping,
+    Sequence,
+    Set,
+)
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
+
+import ray
 
 from mcore_rl.agents.choose import CodecKind, codec_for
 from mcore_rl.agents.judge_model import chat_of
 from mcore_rl.agents.remote import FrozenModel, ModelAddress, RemoteGenerator
 from mcore_rl.agents.runner import AgentRunner
-from mcore_rl.agents.single_turn import Prompt, SingleTurnLoop
+from mcore_rl.agents.single_turn import Group, Prompt, SingleTurnLoop
 from mcore_rl.config.errors import ConfigError, DiedError
 from mcore_rl.config.resolve_rollout import ServedModel
 from mcore_rl.config.schema import AgentConfig, RewardConfig, RolloutConfig
@@ -23,21 +36,163 @@ from mcore_rl.data.routed_experts import ExpertLayers, with_experts
 from mcore_rl.data.sample import Sample
 from mcore_rl.data.tokenizer import load_tokenizer, stop_ids_of
 from mcore_rl.inference.protocol import GenerationServer, SamplingParams, ServerMemory, SleepTag
-from mcore_rl.inference.vllm.nodes import HeadlessWorkers, ServerNodes
-from mcore_rl.inference.vllm.server import VLLMServer
+from mcore_rl.inference.vllm.processes import ServerNodes
+from mcore_rl.inference.vllm.server import HeadlessWorkers, VLLMServer
 from mcore_rl.parallel.rendezvous import RendezvousEndpoint
 from mcore_rl.rewards.judge import Judge
-from mcore_rl.rollout.idle_time import IdleTime
-from mcore_rl.rollout.loop_thread import LoopThread
-from mcore_rl.rollout.running_groups import RunningGroups
 from mcore_rl.weight_sync.spec import TransferSpec
 
+if TYPE_CHECKING:
+    from mcore_rl.agents.endpoint.server import HttpServer
+
 T = TypeVar("T")
-Stream = Literal["train", "evaluation"]  # what samples are for
+Stream = Literal["train", "evaluation"]  # the purpose of samples
+
+
+class IdleTimer:
+    """Counts the seconds in which no activity runs (the metric time/servers_idle_s).
+
+    Activities of a server:
+
+    - a group of samples, of training or evaluation, from its begin until it has its rewards;
+    - an update of the weights, with or without running requests;
+    - its start, and its sleep, when its devices are another role's.
+
+    These overlap: an update in flight runs beside groups, so their times cannot be subtracted one
+    by one. All calls are made in one event loop.
+    """
+
+    def __init__(self) -> None:
+        self._activities: set[Hashable] = set()
+        self._idle_since, self._counted_s = time.monotonic(), 0.0
+
+    def begin(self, activity: Hashable) -> None:
+        """Add an activity, which may run already."""
+        self._counted_s = self.seconds
+        self._activities.add(activity)
+
+    def end(self, activity: Hashable) -> None:
+        """Remove an activity, if it runs."""
+        self._counted_s, self._idle_since = self.seconds, time.monotonic()
+        self._activities.discard(activity)
+
+    @property
+    def seconds(self) -> float:
+        """Idle seconds since the timer was made."""
+        idle_s = 0.0 if self._activities else time.monotonic() - self._idle_since
+        return self._counted_s + idle_s
+
+
+class RunningGroups:
+    """Running groups of samples of one stream, by id. All calls are made in one event loop.
+
+    Groups have no time limit of their own: they end by those of their requests and of their loop.
+
+    Args:
+        idle: Timer to count running groups in.
+    """
+
+    def __init__(self, idle: IdleTimer | None = None) -> None:
+        self._groups: dict[int, Group] = {}
+        self._idle = IdleTimer() if idle is None else idle
+        self._has_ended = asyncio.Event()  # a group has, since the last check
+
+    @property
+    def ids(self) -> Set[int]:
+        """Ids of groups that were begun, and neither collected nor abandoned."""
+        return self._groups.keys()
+
+    def begin(self, groups: Mapping[int, Group]) -> None:
+        """Add groups with new ids."""
+        self._groups |= groups
+        for group in groups.values():
+            self._idle.begin(group)
+            group.add_done_callback(self._end)
+
+    def _end(self, group: Group) -> None:
+        self._idle.end(group)
+        self._has_ended.set()
+
+    async def collect(self, wait_s: float, at_least: int = 1) -> list[Sample]:
+        """Return samples of all groups that have ended, by group id, and forget these groups.
+
+        A group without samples, in which no trajectory has had a turn, gets one failed sample.
+
+        Args:
+            wait_s: Maximum wait for `at_least` groups, unless all have ended, or one has failed.
+
+        Raises:
+            Exception: that of the first group that failed, which is forgotten. Others stay.
+        """
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(wait_s):
+                while not self._should_return(at_least):
+                    self._has_ended.clear()
+                    await self._has_ended.wait()
+        ended = sorted(i for i, group in self._groups.items() if group.done())
+        for group_id in ended:
+            if _has_failed(self._groups[group_id]):
+                self._groups.pop(group_id).result()
+        return [s for i in ended for s in self._groups.pop(i).result() or [_make_failed_sample(i)]]
+
+    def _should_return(self, at_least: int) -> bool:
+        ended = [group for group in self._groups.values() if group.done()]
+        if len(ended) < min(at_least, len(self._groups)):
+            return any(map(_has_failed, ended))
+        return bool(ended)
+
+    async def abandon(self, group_ids: Sequence[int]) -> None:
+        """Cancel groups and forget them; return when nothing of them runs any more.
+
+        Ids of groups that have been collected are no error.
+        """
+        groups = [self._groups.pop(i) for i in group_ids if i in self._groups]
+        for group in groups:
+            group.cancel()
+        await asyncio.gather(*groups, return_exceptions=True)
+
+
+def _has_failed(group: Group) -> bool:
+    return group.cancelled() or group.exception() is not None
+
+
+def _make_failed_sample(group_id: int) -> Sample:
+    error = "no trajectory of the group has had a turn"
+    return Sample([0], [], [], [], [], "abort", group_id, reward_error=error, status="failed")
+
+
+class EventLoopThread:
+    """An event loop in a thread, for an actor whose methods run in other threads.
+
+    Args:
+        timeout_s: Limit of each call of `run`.
+    """
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._loop.run_forever, daemon=True).start()
+
+    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine in the loop, and return its result.
+
+        Raises:
+            TimeoutError: it took longer than the limit, and was cancelled.
+        """
+        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        try:
+            return future.result(self._timeout_s)
+        except TimeoutError as error:
+            if not future.cancel():  # the error is the coroutine's own
+                raise
+            limit = f"{self._timeout_s:g} s"
+            raise TimeoutError(f"the server has not answered in {limit}") from error
 
 
 @dataclass(frozen=True, slots=True)
 class RolloutSpec:
+    """Arguments of `RolloutWorker`."""
+
     model_path: str
     chat_date: str  # in prompts of the policy and of frozen models
     dtype: str
@@ -46,18 +201,21 @@ class RolloutSpec:
     reward: RewardConfig
     agent: AgentConfig
     seed: int
-    timeout_s: float  # of everything that the worker asks of its server
+    timeout_s: float  # of each call on the server
     can_sleep: bool = False
-    # Of each node of each server, where they are not those that Ray shows it.
+    # CUDA_VISIBLE_DEVICES of each node of each server. Empty: as Ray sets it.
     gpu_ids: tuple[str, ...] = ()
     models: Mapping[str, ServedModel] = field(default_factory=dict)  # frozen ones, each with a path
-    experts: ExpertLayers | None = None  # of which those that are used are recorded; None: of none
+    experts: ExpertLayers | None = None  # layers whose routed experts are recorded
 
 
 class RolloutWorker:
-    """Runs one server and its event loop, or one node of a server that spans several.
+    """Runs a server, an agent loop and rewards, or a further node of a server.
 
-    The ranks of its group are the nodes of the server with this number.
+    The ranks of its group are the nodes of one server.
+
+    Args:
+        number: Number of the server among those of the run.
     """
 
     def __init__(self, spec: RolloutSpec, number: int = 0) -> None:
@@ -100,29 +258,30 @@ class RolloutWorker:
                 stop_ids=stop_ids_of(spec.model_path),
             )
         self._remotes: list[RemoteGenerator] = []
-        self._idle = IdleTime()
+        self._idle = IdleTimer()
         self._idle.begin("start")
         self._streams: dict[Stream, RunningGroups] = {
             "train": RunningGroups(self._idle),
             "evaluation": RunningGroups(self._idle),
         }
-        self._wait = LoopThread(spec.timeout_s).wait
+        self._wait = EventLoopThread(spec.timeout_s).run
 
-    def _ask(self, ask: Callable[[GenerationServer], Coroutine[Any, Any, T]]) -> T | None:
-        """What the server answers; None on its further nodes, when the first one has the answer.
+    def _call_server(self, call: Callable[[GenerationServer], Coroutine[Any, Any, T]]) -> T | None:
+        """Return the result of a call on the server; None on further nodes, when it has ended.
 
-        Raises DiedError when the server has died.
+        Raises:
+            DiedError: the server has died.
         """
         try:
-            with self._alive():
-                return None if self._headless else self._wait(ask(self._server))
+            with self._check_alive():
+                return None if self._headless else self._wait(call(self._server))
         finally:
             if self._nodes is not None:
-                self._nodes.called()
+                self._nodes.synchronize_call()
 
     @contextlib.contextmanager
-    def _alive(self) -> Iterator[None]:
-        """Raises DiedError when the server has died by the end, whatever was made of it inside."""
+    def _check_alive(self) -> Iterator[None]:
+        """Raise DiedError at the end of the block if the server has died, also for other errors."""
         try:
             yield
         except Exception as error:
@@ -136,82 +295,84 @@ class RolloutWorker:
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, is_start=True)
     def prepare(self) -> None:
-        """Import what `start` needs: the slowest part of it, and without device memory."""
+        """Import packages that `start` needs: its slowest part, without device memory."""
         self._server.prepare()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, is_start=True)
     def start(self) -> None:
-        self._wait(self._started())
+        """Start the server, or this node of it."""
+        self._wait(self._start())
 
-    async def _started(self) -> None:
+    async def _start(self) -> None:
         await (self._headless or self._server).start()
         if self._headless is None and isinstance(self._server, VLLMServer):
             print(f"vLLM's model runner: {self._server.model_runner}")
         self._idle.end("start")
 
-    def _batch(self, samples: list[Sample], records: bool) -> Batch:
-        batch, experts = Batch.of(samples), self._spec.experts
-        if experts is not None and records:
-            batch = with_experts(batch, samples, experts)
-        return batch
-
     @register(dispatch_mode=Dispatch.RANK_ZERO)
     def begin(self, prompts: Batch, sampling: SamplingParams, stream: Stream) -> None:
-        """Starts `sampling.n` trajectories per prompt, together, and returns at once.
+        """Start `sampling.n` trajectories per prompt, together, and return at once.
 
-        This and the two calls below are for a group of one server. What has been begun ends by the
-        limits of a trajectory (agent.timeout_s), of a reward and of `sampling.max_tokens`; the
-        caller limits all else by `abandon`.
+        Trajectories end by agent.timeout_s, the limits of a reward and `sampling.max_tokens`; the
+        caller abandons groups that it does not wait for.
 
-        `prompts` has prompt_ids, group_ids, fields and messages (JSON, as Jagged.of_texts), and
-        rows (of their file). Raises ConfigError when a group of that id has been begun and neither
-        collected nor abandoned.
+        Args:
+            prompts: Columns prompt_ids, group_ids, fields and messages (JSON, see
+                Jagged.of_texts), and rows (of their file).
+
+        Raises:
+            ConfigError: a group of the same id was begun, and neither collected nor abandoned.
         """
-        asked = prompts_of(prompts)
-        with self._alive():
-            self._wait(self._begin(asked, sampling, stream))
+        with self._check_alive():
+            self._wait(self._begin(list_prompts(prompts), sampling, stream))
 
     async def _begin(
-        self, asked: Sequence[Prompt], sampling: SamplingParams, stream: Stream
+        self, prompts: Sequence[Prompt], sampling: SamplingParams, stream: Stream
     ) -> None:
-        own = self._streams[stream]
-        if taken := sorted(own.ids & {prompt.group_id for prompt in asked}):
+        running = self._streams[stream]
+        if taken := sorted(running.ids & {prompt.group_id for prompt in prompts}):
             raise ConfigError(f"stream {stream!r}: groups {taken} have been begun already")
-        groups = self._agent.start(asked, sampling)
-        own.begin({prompt.group_id: one for prompt, one in zip(asked, groups, strict=True)})
+        groups = self._agent.start(prompts, sampling)
+        running.begin({p.group_id: group for p, group in zip(prompts, groups, strict=True)})
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, makes=True)
     def collect(self, stream: Stream, wait_s: float, at_least: int = 1) -> Batch | None:
-        """Samples of the groups that have ended since the last call, in order of group ids.
+        """Return samples of whole groups that have ended since the last call, by group id.
 
-        Waits up to `wait_s`, less than the worker's timeout_s, until there are `at_least` so many
-        or none runs any more. Returns whole groups, each once, or an empty batch. In the stream
-        "train" they have the experts of their tokens, where the server records them.
+        In the stream "train" they have their routed experts, if the server records them.
 
-        None on further nodes of the server, which are asked so that their death is told.
+        Args:
+            wait_s: Maximum wait, less than the worker's timeout_s, for `at_least` groups, unless
+                all have ended.
 
-        Raises what a reward or a loop has raised; that group is forgotten.
+        Returns:
+            None on further nodes of the server, which are called to notice their death.
+
+        Raises:
+            Exception: a reward or a loop raised it; that group is forgotten.
         """
         if self._headless:
             return None
         if not 0 <= wait_s < self._spec.timeout_s:
             raise ValueError(f"wait_s={wait_s:g}; allowed: 0 to less than {self._spec.timeout_s:g}")
-        with self._alive():
+        with self._check_alive():
             samples = self._wait(self._streams[stream].collect(wait_s, at_least))
-        return self._batch(samples, stream == "train")
+        batch, experts = Batch.of(samples), self._spec.experts
+        if experts is not None and stream == "train":
+            batch = with_experts(batch, samples, experts)
+        return batch
 
     @register(dispatch_mode=Dispatch.RANK_ZERO)
     def abandon(self, stream: Stream, group_ids: Sequence[int]) -> None:
-        """Ends groups and forgets them: `collect` never returns them.
+        """End groups, so that `collect` never returns them, and their ids may be begun again.
 
-        Returns when nothing of them runs any more: then their ids may be begun anew. Groups that
-        have been collected are no error.
+        Returns when nothing of them runs any more. Groups that have been collected are no error.
         """
         self._wait(self._streams[stream].abandon(group_ids))
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def connect_models(self, addresses: Mapping[str, ModelAddress]) -> None:
-        """Where the servers of the frozen models are that loops and rewards talk to."""
+        """Connect loops and rewards with the servers of frozen models."""
         if self._headless:
             return
         for name, address in addresses.items():
@@ -220,42 +381,45 @@ class RolloutWorker:
             self._remotes.append(remote)
             kind, stop_ids = cast(CodecKind, model.codec), stop_ids_of(model.path)
             tokenizer = load_tokenizer(model.path, self._spec.chat_date)
-            longest = model.max_context
-            codec = codec_for(tokenizer, kind, stop_ids=stop_ids, max_tokens=longest)
-            found = FrozenModel(remote, codec, sampling_of(model), model.max_context)
-            self._judge.models[name] = chat_of(found)
+            codec = codec_for(tokenizer, kind, stop_ids=stop_ids, max_tokens=model.max_context)
+            frozen = FrozenModel(remote, codec, _get_sampling(model), model.max_context)
+            self._judge.models[name] = chat_of(frozen)
             if isinstance(self._agent, AgentRunner):
-                self._agent.models[name] = found
+                self._agent.models[name] = frozen
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def connect_weights(
         self, endpoint: RendezvousEndpoint, spec: TransferSpec, first_rank: int
     ) -> None:
-        """Returns when all training ranks and all workers of servers are connected.
+        """Connect to all training ranks and all workers of servers; return when all are connected.
 
-        The workers of all servers are the generation ranks in a row: these are those from
-        `first_rank` on. May be called again, when servers have come or gone.
+        May be called again, when servers have joined or left.
+
+        Args:
+            first_rank: Generation rank of this server's first worker.
         """
-        self._ask(lambda server: server.connect_weights(endpoint, spec, first_rank))
+        self._call_server(lambda server: server.connect_weights(endpoint, spec, first_rank))
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def receive_weights(
         self, version: int, in_flight: bool = False, recompute_cache: bool = False
     ) -> None:
-        """As GenerationServer.update: `in_flight` keeps the requests that run."""
-        how = {"in_flight": in_flight, "recompute_cache": recompute_cache}
-        self._ask(lambda server: self._replacing(server.update(version, **how)))
+        """Receive a version of the weights: see `GenerationServer.update`."""
+        options = {"in_flight": in_flight, "recompute_cache": recompute_cache}
+        self._call_server(lambda server: self._replace_weights(server.update(version, **options)))
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def load_checkpoint(
         self, path: str, version: int, in_flight: bool = False, recompute_cache: bool = False
     ) -> None:
-        """As `receive_weights`."""
-        how = {"in_flight": in_flight, "recompute_cache": recompute_cache}
-        self._ask(lambda server: self._replacing(server.load_checkpoint(path, version, **how)))
+        """Load a version from a Hugging Face folder: see `GenerationServer.load_checkpoint`."""
+        options = {"in_flight": in_flight, "recompute_cache": recompute_cache}
+        self._call_server(
+            lambda server: self._replace_weights(server.load_checkpoint(path, version, **options))
+        )
 
-    async def _replacing(self, update: Coroutine[Any, Any, None]) -> None:
-        """Where an update has failed that is made again, its requests and their time wait on."""
+    async def _replace_weights(self, update: Coroutine[Any, Any, None]) -> None:
+        """Hold trajectories during an update; after a failure in flight until one succeeds."""
         self._hold("update")
         try:
             await update
@@ -265,8 +429,8 @@ class RolloutWorker:
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def sleep(self, keep: bool = False) -> None:
-        """Free weights and KV cache. `keep`: what has been begun goes on after the wake."""
-        self._ask(lambda server: self._sleep(server, keep))
+        """Free weights and KV cache. With `keep`, running groups continue after the wake."""
+        self._call_server(lambda server: self._sleep(server, keep))
 
     async def _sleep(self, server: GenerationServer, keep: bool) -> None:
         self._hold("sleep")
@@ -274,7 +438,8 @@ class RolloutWorker:
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def wake(self, tag: SleepTag) -> None:
-        self._ask(lambda server: self._wake(server, tag))
+        """Allocate weights or KV cache: see `GenerationServer.wake`."""
+        self._call_server(lambda server: self._wake(server, tag))
 
     async def _wake(self, server: GenerationServer, tag: SleepTag) -> None:
         await server.wake(tag)
@@ -282,10 +447,7 @@ class RolloutWorker:
             self._release("sleep")
 
     def _hold(self, reason: str) -> None:
-        """The server has something else to do than requests: those of programs outside wait.
-
-        The time of trajectories stands still.
-        """
+        """Hold requests of outside programs, and stop the time of trajectories."""
         self._idle.begin(reason)
         if isinstance(self._agent, AgentRunner):
             self._agent.hold(reason)
@@ -297,19 +459,20 @@ class RolloutWorker:
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def memory(self) -> ServerMemory:
-        """Of all workers of a server, on its first node."""
-        return self._ask(lambda server: server.memory()) or ServerMemory(0, 0)
+        """Return the memory of all workers of a server on its first node; 0 on further ones."""
+        return self._call_server(lambda server: server.memory()) or ServerMemory(0, 0)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def idle_s(self) -> float | None:
-        """Seconds since its start in which the server has had nothing to do; of its first node."""
-        return None if self._headless else self._wait(self._idle_s())
+        """Return the server's idle seconds since its start; None on further nodes."""
+        return None if self._headless else self._wait(self._read_idle_s())
 
-    async def _idle_s(self) -> float:
+    async def _read_idle_s(self) -> float:
         return self._idle.seconds
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def shut_down(self) -> None:
+        """End all groups, and the server."""
         if self._headless:
             self._headless.close()
         for groups in self._streams.values():
@@ -322,7 +485,8 @@ class RolloutWorker:
         self._wait(self._server.close())
 
 
-def prompts_of(prompts: Batch) -> list[Prompt]:
+def list_prompts(prompts: Batch) -> list[Prompt]:
+    """Convert a batch of prompts."""
     columns = (
         prompts.jagged("prompt_ids"),
         prompts.array("group_ids"),
@@ -336,7 +500,7 @@ def prompts_of(prompts: Batch) -> list[Prompt]:
     ]
 
 
-def sampling_of(model: ServedModel) -> SamplingParams:
+def _get_sampling(model: ServedModel) -> SamplingParams:
     servers = model.servers
     return SamplingParams(
         temperature=servers.temperature,
@@ -344,3 +508,62 @@ def sampling_of(model: ServedModel) -> SamplingParams:
         top_k=servers.top_k,
         max_tokens=servers.max_response_tokens,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class ModelServerSpec:
+    """Arguments of `ModelServer`."""
+
+    model_path: str
+    dtype: str
+    max_context: int  # tokens of a prompt and its response
+    servers: RolloutConfig
+    seed: int
+    timeout_s: float  # of each call on the server
+    key: str = field(repr=False)  # API key of requests
+
+
+class ModelServer:
+    """Runs the server of a frozen model: it answers HTTP requests, and never gets new weights."""
+
+    def __init__(self, spec: ModelServerSpec) -> None:
+        self._spec = spec
+        self._server = VLLMServer(
+            spec.model_path,
+            spec.dtype,
+            spec.max_context,
+            spec.servers,
+            spec.seed,
+            timeout_s=spec.timeout_s,
+        )
+        self._http: HttpServer | None = None
+        self._wait = EventLoopThread(spec.timeout_s).run
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, is_start=True)
+    def prepare(self) -> None:
+        """Import packages that `start` needs: its slowest part, without device memory."""
+        self._server.prepare()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, is_start=True)
+    def start(self) -> str:
+        """Start the server; return its URL on this node's address in the Ray cluster."""
+        self._wait(self._start(ray.util.get_node_ip_address()))
+        assert self._http is not None
+        return self._http.url
+
+    async def _start(self, host: str) -> None:
+        from mcore_rl.agents.endpoint.generate import generate_app
+        from mcore_rl.agents.endpoint.server import HttpServer
+
+        await self._server.start()
+        print(f"vLLM's model runner: {self._server.model_runner}")
+        app = generate_app(self._server, self._spec.key, self._spec.max_context)
+        self._http = HttpServer(app, host)
+        await self._http.start()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def shut_down(self) -> None:
+        """End the HTTP server and vLLM's."""
+        if self._http is not None:
+            self._wait(self._http.close())
+        self._wait(self._server.close())

@@ -33,20 +33,15 @@ from mcore_rl.config.resolve_engine import resolve_layout, resolve_model_layout
 from mcore_rl.config.schema import Layout
 from mcore_rl.jobs.failure import RunFailed
 from mcore_rl.jobs.ranks import ProcessFailed, run_on_ranks
-from mcore_rl.models.base import HFConfig, family_of, model_sizes, padded_vocab_size
+from mcore_rl.models.base import HFConfig, get_family, get_model_sizes, pad_vocab_size
 from mcore_rl.observability.console import get_stdout_console
-from mcore_rl.parallel.mesh import Mesh
-from mcore_rl.parallel.stages import split_into_chunks
+from mcore_rl.parallel.mesh import Mesh, split_into_chunks
 from mcore_rl.reshard import ops
-from mcore_rl.reshard.boxes import Block
 from mcore_rl.reshard.buckets import schedule
-from mcore_rl.reshard.executor import Exchange, LocalWeights
+from mcore_rl.reshard.executor import Exchange, GroupTransport, LocalWeights
 from mcore_rl.reshard.layout import GenerationLayout, GenerationRanks, Ranks, TrainingRanks
-from mcore_rl.reshard.placement import Devices, most_overlap
-from mcore_rl.reshard.planner import TransferRequirements
-from mcore_rl.reshard.rules import Shard, Weight
-from mcore_rl.reshard.tensor_groups import Side
-from mcore_rl.reshard.transport import GroupTransport
+from mcore_rl.reshard.planner import Devices, Side, TransferRequirements, assign_hosts
+from mcore_rl.reshard.rules import Block, Shard, Weight
 
 DTYPE = torch.bfloat16
 Parameters = dict[str, torch.Tensor]
@@ -79,7 +74,7 @@ class ReshardSettings:
 
     def check(self) -> None:
         """Raise ConfigError for layouts that do not fit the model or each other."""
-        sizes = model_sizes(self.build_config())
+        sizes = get_model_sizes(self.build_config())
         for name, layout in (("--train", self.train), ("--target", self.target)):
             resolve_layout(name, layout)
             resolve_model_layout(name, layout, sizes)
@@ -176,7 +171,7 @@ class PlannedExchange:
         device = dist.get_rank()
         demand = TransferRequirements(training, target, DTYPE.itemsize)
         world = training[0].world_size
-        hosts = most_overlap(demand.overlap()) if is_placed else tuple(range(world))
+        hosts = assign_hosts(demand.compute_overlap()) if is_placed else tuple(range(world))
         plan = demand.plan(Devices.colocated(hosts, world, world))
         # Two buckets' worth of memory in all: two halves on their way in, two on the way out.
         half = bucket_bytes // 2
@@ -184,7 +179,7 @@ class PlannedExchange:
         self.schedule_s = time.perf_counter() - start
         self.rank = hosts.index(device)  # of this device, on the target side
         # By the plan; the bytes on the network are measured apart, and are a few more.
-        self.received_bytes = plan.totals().received[self.rank]
+        self.received_bytes = plan.compute_totals().received[self.rank]
         group = dist.group.WORLD
         assert group is not None  # the default group has been made
         transport = GroupTransport(group, _TIMEOUT_S, torch.device("cpu"))
@@ -197,7 +192,7 @@ class PlannedExchange:
             tensors = [bucket.memory, *(parameters[target] for target in targets)]
             if bucket.index not in self._layouts:
                 pairs = (
-                    (box.data, ops.box_of(parameters[box.target], box.offset, box.data.shape))
+                    (box.data, ops.narrow_box(parameters[box.target], box.offset, box.data.shape))
                     for box in bucket
                 )
                 self._layouts[bucket.index] = ops.BoxLayout(pairs, tensors)
@@ -227,19 +222,19 @@ class GatherThenSlice:
     ) -> None:
         """Prepare for `rank` on the target side; `bucket_bytes` bounds the shards of a rank."""
         self._ranks, self._device = training, dist.get_rank()
-        self._coordinate = training.mesh.coordinate(self._device)
+        self._coordinate = training.mesh.get_coordinate(self._device)
         self._groups = {axis: self._make_groups(axis) for axis in ("pp", "tp", "ep", "etp")}
         self._buckets = self._build_buckets(weights, bucket_bytes // DTYPE.itemsize)
         self._wanted: dict[str, list[tuple[Block, str]]] = {}  # by tensor
         for weight, shard in list_shards(*target, rank):
-            for block in weight.rule.blocks(shard):
-                wanted = block, target[0].local_name(weight)
+            for block in weight.rule.get_blocks(shard):
+                wanted = block, target[0].get_local_name(weight)
                 self._wanted.setdefault(block.tensor.name, []).append(wanted)
 
     def _make_groups(self, axis: str) -> dist.ProcessGroup:
         """Make all groups of an axis; return that of this rank."""
         own_group: dist.ProcessGroup | None = None
-        for ranks in self._ranks.mesh.groups(axis):
+        for ranks in self._ranks.mesh.get_groups(axis):
             group = dist.new_group(ranks)
             own_group = group if self._device in ranks else own_group
         assert own_group is not None  # every rank is in a group of every axis
@@ -249,7 +244,7 @@ class GatherThenSlice:
         """Return buckets of units with one route: as many as `num_elements` hold, or one alone."""
         units: dict[tuple[str, int | None, int | None], list[Weight]] = {}
         for weight in weights:
-            if self._ranks.holders(weight):
+            if self._ranks.get_holders(weight):
                 expert = weight.expert
                 place = None if expert is None else expert % self._ranks.experts_per_rank
                 units.setdefault((weight.name, weight.layer, place), []).append(weight)
@@ -265,9 +260,9 @@ class GatherThenSlice:
         return buckets
 
     def _find_route(self, weight: Weight) -> _Route:
-        chunk = self._ranks.chunk(weight)
+        chunk = self._ranks.find_chunk(weight)
         assert chunk is not None  # it has holders
-        num_shards = len(self._ranks.holders(weight))
+        num_shards = len(self._ranks.get_holders(weight))
         return _Route(chunk.pp_rank, weight.axis, num_shards, weight.expert is not None)
 
     def run(self, local: Parameters, parameters: Parameters) -> None:
@@ -279,7 +274,7 @@ class GatherThenSlice:
     def _place(self, weight: Weight, shards: list[torch.Tensor], parameters: Parameters) -> None:
         tensors = {t.name: torch.empty(t.shape, dtype=DTYPE) for t in weight.rule.tensors}
         for index, tensor in enumerate(shards):
-            for block in weight.rule.blocks(Shard(index, len(shards))):
+            for block in weight.rule.get_blocks(Shard(index, len(shards))):
                 tensors[block.tensor.name][block.box.slices] = tensor[block.local_slices]
         for name, tensor in tensors.items():
             for block, parameter in self._wanted.get(name, ()):
@@ -292,13 +287,13 @@ class GatherThenSlice:
             local_shard = torch.empty(sum(unit.numel for unit in bucket), dtype=DTYPE)
         else:
             names = [
-                self._ranks.local_name(unit.select_weight(self._coordinate.ep_rank))
+                self._ranks.get_local_name(unit.select_weight(self._coordinate.ep_rank))
                 for unit in bucket
             ]
             flat = [local[name].view(-1) for name in names]
             local_shard = flat[0] if len(flat) == 1 else torch.cat(flat)
         if mesh.sizes["pp"] > 1:
-            stages = mesh.group_of(self._device, "pp")
+            stages = mesh.get_group(self._device, "pp")
             dist.broadcast(local_shard, src=stages[route.pp_rank], group=self._groups["pp"])
         shards = [local_shard]
         if route.axis is not None and route.num_shards > 1:
@@ -337,7 +332,7 @@ class _Unit:
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape of a shard."""
-        return self.weights[0].rule.local_shape(Shard(0, self.route.num_shards))
+        return self.weights[0].rule.get_local_shape(Shard(0, self.route.num_shards))
 
     @property
     def numel(self) -> int:
@@ -354,7 +349,7 @@ def list_shards(ranks: Ranks, weights: Sequence[Weight], rank: int) -> list[tupl
     """Return the parameters of a rank, and the shard of each."""
     shards = []
     for weight in weights:
-        holders = ranks.holders(weight)
+        holders = ranks.get_holders(weight)
         for index, members in enumerate(holders):
             if rank in members:
                 shards.append((weight, Shard(index, len(holders))))
@@ -364,7 +359,7 @@ def list_shards(ranks: Ranks, weights: Sequence[Weight], rank: int) -> list[tupl
 def _make_zeros(side: Side, rank: int) -> Parameters:
     ranks, weights = side
     return {
-        ranks.local_name(weight): torch.zeros(weight.rule.local_shape(shard), dtype=DTYPE)
+        ranks.get_local_name(weight): torch.zeros(weight.rule.get_local_shape(shard), dtype=DTYPE)
         for weight, shard in list_shards(ranks, weights, rank)
     }
 
@@ -375,17 +370,17 @@ def _make_random(side: Side, rank: int) -> Parameters:
     parameters = {}
     for number, (weight, shard) in enumerate(list_shards(ranks, weights, rank)):
         generator = torch.Generator().manual_seed(number * 1009 + shard.index)
-        tensor = torch.empty(weight.rule.local_shape(shard), dtype=DTYPE)
-        parameters[ranks.local_name(weight)] = tensor.uniform_(-1, 1, generator=generator)
+        tensor = torch.empty(weight.rule.get_local_shape(shard), dtype=DTYPE)
+        parameters[ranks.get_local_name(weight)] = tensor.uniform_(-1, 1, generator=generator)
     return parameters
 
 
 def _build_training_side(
     config: HFConfig, layout: Layout
 ) -> tuple[TrainingRanks, tuple[Weight, ...]]:
-    sizes = model_sizes(config)
+    sizes = get_model_sizes(config)
     chunks = split_into_chunks(layout, sizes.num_layers)
-    rules = family_of(config).weights(config, padded_vocab_size(config, layout.tp))
+    rules = get_family(config).weights(config, pad_vocab_size(config, layout.tp))
     return TrainingRanks(Mesh(layout), chunks, sizes.num_experts), rules
 
 
@@ -411,9 +406,9 @@ class IntoVLLM(_Comparison):
     def __init__(self, settings: ReshardSettings) -> None:
         config = settings.build_config()
         training = _build_training_side(config, settings.train)
-        sizes = model_sizes(config)
+        sizes = get_model_sizes(config)
         served = GenerationRanks(settings.generate, sizes.num_layers, sizes.num_experts)
-        target: Side = served, family_of(config).vllm_weights(config)
+        target: Side = served, get_family(config).vllm_weights(config)
         self.exchange = PlannedExchange(training, target, True, settings.bucket_bytes)
         self.gather, self.gather_bucketed = (
             GatherThenSlice(*training, target, self.exchange.rank, bucket_bytes)

@@ -23,9 +23,8 @@ from mcore_rl.controller.batch_ops import (
 from mcore_rl.controller.pending import WorkerError
 from mcore_rl.data.batch import Batch, Samples
 from mcore_rl.observability.activity import ACTIVITY
-from mcore_rl.rollout.buffer import HELD, GroupState, SampleGroup, SampleQueue
+from mcore_rl.rollout.buffer import HELD, Admission, GroupState, Pacing, SampleGroup, SampleQueue
 from mcore_rl.rollout.manager import tell_lost
-from mcore_rl.rollout.staleness import Admission, Pacing
 from mcore_rl.trainers import policy_checks
 from mcore_rl.trainers.step_samples import StepSampler, add_teacher_names, count_new_groups
 
@@ -56,7 +55,7 @@ class AsyncRollout:
             num_steps=trainer.num_steps,
             staleness=self._staleness,
             depth=trainer.asynchronous.max_groups or None,
-            over_issue=trainer.asynchronous.oversampling,
+            oversampling=trainer.asynchronous.oversampling,
             max_samples=trainer.asynchronous.max_waiting_samples or None,
             new_per_step=count_new_groups(config),
         )

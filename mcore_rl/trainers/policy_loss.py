@@ -26,6 +26,7 @@ from mcore_rl.algorithms.prepared import is_prepared
 from mcore_rl.algorithms.sample_choice import check_choices
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.import_path import is_import_path
+from mcore_rl.config.resolve import get_loop
 from mcore_rl.config.schema import AlgorithmConfig, RLConfig
 from mcore_rl.data.batch import Batch, Samples
 
@@ -163,7 +164,7 @@ def check_greedy(config: RLConfig) -> None:
     if not reads_greedy(config.algorithm):
         return
     asks = f"{ADVANTAGES.setting}={config.algorithm.advantage!r} compares with greedy responses"
-    if config.trainer.mode == "fully_async":
+    if get_loop(config.trainer) == "fully_async":
         raise ConfigError(
             f"{asks}, and with trainer.mode='fully_async' these would be of another version; "
             "allowed: another advantage"

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import sys
+
+import ray
 
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.import_path import is_import_path, load_user_function
@@ -32,4 +35,6 @@ def load_trainer(mode: str) -> type[RLTrainer]:
             f"trainer.mode={mode!r} is no subclass of mcore_rl.trainers.base.RLTrainer; allowed: "
             f"one, or {', '.join(TRAINERS)}"
         )
+    # Functions of its file that workers apply travel by value: workers cannot import the file.
+    ray.cloudpickle.register_pickle_by_value(sys.modules[loaded.__module__])
     return loaded

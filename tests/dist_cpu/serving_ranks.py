@@ -141,8 +141,8 @@ class _Rank:
         sleeps = version == 2 and not order.is_measured
         if sleeps:
             worker.sleep(level=2)
-            if worker.kept_bytes() != (0, 0):
-                self.report.complaints.append(f"{sync}-{name}: asleep it has {worker.kept_bytes()}")
+            if (asleep_bytes := worker.measure_memory()) != (0, 0):
+                self.report.complaints.append(f"{sync}-{name}: asleep it has {asleep_bytes}")
             worker.wake_up(["weights"])
         with LiveBytes() if order.is_measured else contextlib.nullcontext() as memory:
             for method, arguments in (
@@ -178,7 +178,7 @@ class _Rank:
                 return meeting
 
         rollout = RolloutConfig(tp=self.world, ep=ep)
-        arguments = vllm_worker.lane_arguments(rollout, self.name, 64, eager=True)
+        arguments = vllm_worker.build_lane_arguments(rollout, self.name, 64, eager=True)
         os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         destroy_model_parallel()  # a model without experts has one group less
@@ -215,9 +215,9 @@ def _generated(server: Any) -> Tokens:
 
 def _largest_module_bytes(worker: Any) -> int:
     sizes: dict[str, int] = {}
-    from mcore_rl.inference.vllm.weights import worker_layout
+    from mcore_rl.inference.vllm.weights import read_worker_layout
 
-    layout = worker_layout(worker.model_runner.get_model())
+    layout = read_worker_layout(worker.model_runner.get_model())
     for name, (shape, dtype) in layout.parameters.items():
         module = name.rpartition(".")[0]
         itemsize = getattr(torch, dtype).itemsize

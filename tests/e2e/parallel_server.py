@@ -27,8 +27,8 @@ from safetensors.torch import save_file
 
 from mcore_rl.config.schema import RolloutConfig
 from mcore_rl.inference.protocol import SamplingParams, ServerMemory
-from mcore_rl.inference.vllm.nodes import HeadlessWorkers, ServerNodes
-from mcore_rl.inference.vllm.server import VLLMServer
+from mcore_rl.inference.vllm.processes import ServerNodes
+from mcore_rl.inference.vllm.server import HeadlessWorkers, VLLMServer
 from mcore_rl.parallel.rendezvous import RendezvousEndpoint, RendezvousServer
 from mcore_rl.weight_sync.spec import TransferSpec
 
@@ -102,7 +102,7 @@ async def by_each_transport(server: VLLMServer, checkpoint: Path, folder: Path) 
         while not meeting.exists():
             await asyncio.sleep(0.05)
         endpoint, fields = json.loads(meeting.read_text())
-        spec = TransferSpec.from_dict(fields)
+        spec = TransferSpec.parse(fields)
         await server.connect_weights(RendezvousEndpoint(**endpoint), spec, 0)
         in_flight = await across(server, server.update(first, in_flight=True))
         memory = [await server.memory()]
@@ -130,7 +130,7 @@ if __name__ == "__main__":
     node, method = None, "".join(sys.argv[4:])
     if method == "nodes":
         rendezvous, node = RendezvousServer("127.0.0.1"), 0
-        os.environ |= rendezvous.endpoint.environment()
+        os.environ |= rendezvous.endpoint.to_environment()
         subprocess.Popen([sys.executable, *sys.argv[:4], "second node"])
     elif method == "second node":
         node = 1

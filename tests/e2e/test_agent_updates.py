@@ -92,8 +92,8 @@ class Recording:
     server: Generator
     seen: list[tuple[list[int], Completion]] = field(default_factory=list)
 
-    def held(self) -> AbstractAsyncContextManager[None]:
-        return self.server.held()
+    def start_together(self) -> AbstractAsyncContextManager[None]:
+        return self.server.start_together()
 
     async def submit(
         self, prompt_ids: list[int], sampling: SamplingParams, *, request_id: str = ""

@@ -235,7 +235,7 @@ def test_latent_attention_which_has_no_prefix_cache_on_a_cpu_is_refused(tmp_path
     model = tiny_models.build_from(tiny_families.served_config("deepseek_v3"), 0)
     path, config = str(tiny_families.save_served(model, tmp_path)), RolloutConfig()
     with hosting(), pytest.raises(ConfigError, match=r"cannot be recorded.*latent attention"):
-        VLLMServer(path, "float32", 64, config, seed=0, records_experts=True).engine_config()
+        VLLMServer(path, "float32", 64, config, seed=0, records_experts=True).build_engine_config()
 
 
 def test_a_server_that_records_nothing_refuses_to_be_asked(shared_server):
@@ -255,7 +255,7 @@ def test_workers_that_share_the_experts_record_them(tmp_path):
 
 
 def test_vllms_own_model_runner_of_the_cpu_still_reports_no_experts():
-    """Else inference/vllm/routing.py is to go."""
+    """Else record_experts of inference/vllm/cpu_patches.py is to go."""
     folder = Path(importlib.util.find_spec("vllm").origin).parent / "v1" / "worker"
     for name in ("cpu_model_runner.py", "gpu_model_runner.py"):
         assert "aux_output_connector" not in (folder / name).read_text()

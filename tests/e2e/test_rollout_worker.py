@@ -19,7 +19,7 @@ from mcore_rl.config.schema import AgentConfig, RewardConfig, RolloutConfig
 from mcore_rl.data.batch import Batch, Jagged
 from mcore_rl.inference.protocol import SamplingParams
 from mcore_rl.rewards.base import RewardError, in_thread
-from mcore_rl.rollout.worker import RolloutSpec, RolloutWorker, Stream, prompts_of
+from mcore_rl.rollout.worker import RolloutSpec, RolloutWorker, Stream, list_prompts
 from tests.e2e.hosting import hosting
 from tests.e2e.served import MAX_TOKENS, PROMPT, Model, tiny_families
 
@@ -65,7 +65,8 @@ class Working:
         self.worker.load_checkpoint(path, self.version + 1, in_flight, recompute_cache=in_flight)
 
     def run_all(self, asked: Batch, sampling: SamplingParams) -> Batch:
-        return Batch.of(self.worker._wait(self.worker._agent.run_all(prompts_of(asked), sampling)))
+        prompts = list_prompts(asked)
+        return Batch.of(self.worker._wait(self.worker._agent.run_all(prompts, sampling)))
 
     def collected(self, stream: Stream, *group_ids: int) -> Batch:
         """All samples of these groups, in the order in which they came."""
@@ -144,8 +145,9 @@ def test_an_abandoned_group_never_comes_and_its_request_is_gone(working):
     worker.abandon("train", [1, 3, 5])
     assert set(working.collected("train", 2).array("group_ids")) == {2}
     assert len(worker.collect("train", 0.3)) == 0
-    engine = worker._server._serving
-    assert not worker._server._running and not engine.output_processor.has_unfinished_requests()
+    server = worker._server
+    engine = server._started_engine
+    assert not server._engine_ids and not engine.output_processor.has_unfinished_requests()
     assert worker._wait(engine.reset_prefix_cache())  # no request has a block
     worker.begin(prompts(1), SAMPLING, "train")  # it may be begun anew
     assert len(working.collected("train", 1)) == SAMPLING.n

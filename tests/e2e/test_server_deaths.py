@@ -127,7 +127,7 @@ def test_a_server_killed_in_a_transfer_does_not_end_the_run(
     assert_gone_soon(job)
 
 
-@pytest.mark.nightly  # tests/unit/inference/test_stopped_processes.py has how it is noticed
+@pytest.mark.nightly  # tests/unit/inference/test_processes.py has how it is noticed
 @pytest.mark.parametrize("mode", ["sync", "fully_async"])
 @pytest.mark.parametrize("place", [0, 1], ids=["actor", "engine"])
 def test_a_server_that_is_stopped_is_started_again_as_one_that_was_killed(

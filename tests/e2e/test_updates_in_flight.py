@@ -98,7 +98,7 @@ def cached(served: Served, prompt: list[int], cache: str = "") -> int:
     """The tokens of a prompt that a new request reads from the prefix cache."""
 
     async def ask() -> int:
-        async for output in served.server._run(prompt, max_tokens=1, cache=cache):
+        async for output in served.server._generate(prompt, max_tokens=1, cache=cache):
             found = int(output.num_cached_tokens)
         return found
 
@@ -239,7 +239,7 @@ def test_requests_that_are_held_start_together_whatever_the_weights_do(shared_se
     server = shared_server.server
 
     async def ask(started: list[asyncio.Task[Any]], seed: int) -> None:
-        async with server.held():
+        async with server.start_together():
             one = SamplingParams(max_tokens=10, seed=seed)
             started.append(asyncio.create_task(server.submit(PROMPT, one)))
             await asyncio.sleep(0.2 * seed)  # a token takes some 10 ms

@@ -28,8 +28,7 @@ from mcore_rl.agents.session import GenerationError
 from mcore_rl.agents.trajectory import Turn
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.data.sample import TrajectoryStatus
-from mcore_rl.inference.gate import Gate
-from mcore_rl.inference.protocol import Completion
+from mcore_rl.inference.protocol import Completion, Gate
 
 if TYPE_CHECKING:
     from mcore_rl.agents.endpoint.generate import GenerateRequest  # imports fastapi
@@ -248,7 +247,7 @@ class ClientSession:
         tasks: list[asyncio.Task[tuple[Turn, Completion]]] = []
         is_whole = False
         try:
-            await self._gate.passed()
+            await self._gate.wait_open()
             async with asyncio.TaskGroup() as group:
                 for name in names:
                     one = self.served.session.sample(

@@ -1,25 +1,28 @@
-"""The states of a generation server, and which calls each allows. Pure.
+"""The states of a generation server, which calls each allows, and requests that wait for a call.
 
          start           sleep          wake weights         update          wake kv_cache
     new -------> serving -------> asleep ------------> empty -------> loaded -------------> serving
 
-A serving server takes updates, too. After a failed one it is torn, or empty as before, and after a
-sleep that failed torn: it serves nothing until a complete update succeeds. Requests run in
-parallel; everything else runs alone, or beside paused requests (traffic.py). Requests of a sleeping
-server are kept, and stay paused until it serves.
+A serving server takes updates, too. A failed update leaves it torn, or empty if it slept; a failed
+sleep leaves it torn. It then serves nothing until a complete update succeeds. Requests run in
+parallel; all other calls run alone, or beside paused requests. Requests kept through a sleep stay
+paused until the server serves.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
 from enum import Enum
 from types import MappingProxyType
 
 from mcore_rl.config.errors import StateError
+from mcore_rl.inference.protocol import Gate
 
 
 class State(Enum):
+    """States of a server; the values complete "the server ..."."""
+
     NEW = "has not been started"
     SERVING = "serves"
     ASLEEP = "is asleep"
@@ -30,6 +33,8 @@ class State(Enum):
 
 
 class Call(Enum):
+    """Calls of a server; the values complete "the server cannot ..."."""
+
     START = "start"
     GENERATE = "generate"
     TRACE = "trace"
@@ -40,7 +45,7 @@ class Call(Enum):
     WAKE_KV_CACHE = "wake its KV cache"
 
 
-# From what state a call leads to which. Where a call fails, `_AFTER_FAILURE` says what is left.
+# State after a call, by call and state before it. Other pairs are refused.
 TRANSITIONS: Mapping[tuple[Call, State], State] = MappingProxyType(
     {
         (Call.START, State.NEW): State.SERVING,
@@ -59,6 +64,7 @@ TRANSITIONS: Mapping[tuple[Call, State], State] = MappingProxyType(
         (Call.WAKE_KV_CACHE, State.LOADED): State.SERVING,
     }
 )
+# State after a call that failed, where it is not the state before.
 _AFTER_FAILURE: Mapping[tuple[Call, State], State] = MappingProxyType(
     {
         (Call.UPDATE, State.SERVING): State.TORN,
@@ -67,25 +73,27 @@ _AFTER_FAILURE: Mapping[tuple[Call, State], State] = MappingProxyType(
     }
 )
 
-
-# In these nothing can run.
-ASLEEP = (State.ASLEEP, State.EMPTY, State.LOADED)
+ASLEEP = (State.ASLEEP, State.EMPTY, State.LOADED)  # no request can run
+_ASLEEP, _TORN = "asleep", "torn"  # reasons to hold new requests
 
 
 class Lifecycle:
-    """The state of one server; every call goes through `alone` or `request`."""
+    """The state of one server; every call goes through `run_alone` or `run_request`."""
 
     def __init__(self) -> None:
         self.state = State.NEW
         self._num_requests = 0
-        self._running: Call | None = None  # what runs alone
+        self._running: Call | None = None  # the call that runs alone
 
     @contextmanager
-    def alone(self, call: Call, *, beside_requests: bool = False) -> Iterator[None]:
-        """For the length of a call.
+    def run_alone(self, call: Call, *, beside_requests: bool = False) -> Iterator[None]:
+        """Run a call in the with block, and change the state at its end.
 
-        Raises StateError when the state does not allow it, when another call runs or, without
-        `beside_requests`, when requests do.
+        Args:
+            beside_requests: Allow running requests, which the caller has paused.
+
+        Raises:
+            StateError: the state does not allow the call; another call runs; requests run.
         """
         next_state = self._check(call)
         if self._num_requests and not beside_requests and self.state not in ASLEEP:
@@ -105,8 +113,12 @@ class Lifecycle:
             self._running = None
 
     @contextmanager
-    def request(self) -> Iterator[None]:
-        """For the length of a request. Raises as `alone`, but for other requests."""
+    def run_request(self) -> Iterator[None]:
+        """Run a request in the with block.
+
+        Raises:
+            StateError: the state allows no requests, or a call runs alone.
+        """
         self._check(Call.GENERATE)
         self._num_requests += 1
         try:
@@ -115,6 +127,7 @@ class Lifecycle:
             self._num_requests -= 1
 
     def close(self) -> None:
+        """Allow nothing any more."""
         self.state = State.CLOSED
 
     def _enter(self, state: State) -> None:
@@ -133,3 +146,88 @@ class Lifecycle:
                 f"allowed: {', '.join(allowed) or 'nothing'}"
             )
         return TRANSITIONS[call, self.state]
+
+
+class RequestGate:
+    """Makes requests wait for calls that run beside running ones, and starts requests together.
+
+    After a failed update in flight new requests wait until an update succeeds, as running ones are
+    paused until then. After a failed update without requests they are refused. All calls are made
+    in one event loop; waits have no time limit.
+    """
+
+    def __init__(self, lifecycle: Lifecycle) -> None:
+        self._lifecycle = lifecycle
+        self._requests = Gate()  # open when new requests may run
+        self._starts = Gate()  # held in blocks of start_together
+        self._num_starting = 0
+
+    @asynccontextmanager
+    async def run_request(self) -> AsyncIterator[None]:
+        """Wait for calls that hold requests, then run one as `Lifecycle.run_request`."""
+        await self._requests.wait_open()
+        with self._lifecycle.run_request():
+            yield
+
+    @asynccontextmanager
+    async def start_together(self) -> AsyncIterator[None]:
+        """Mark a block of `Generator.start_together`. Raises as `run_request`."""
+        async with self.run_request():
+            self._num_starting += 1
+            self._starts.hold("starting")
+            try:
+                yield
+            finally:
+                self._num_starting -= 1
+                if not self._num_starting:
+                    self._starts.release("starting")
+
+    @property
+    def is_last_start(self) -> bool:
+        """True if one block of `start_together` is left."""
+        return self._num_starting == 1
+
+    @asynccontextmanager
+    async def run_beside_requests(self, call: Call) -> AsyncIterator[None]:
+        """Run a call in the with block beside running requests; new ones wait for it.
+
+        First waits until blocks of `start_together` have ended. Raises as `Lifecycle.run_alone`.
+        """
+        try:
+            with (
+                self._lifecycle.run_alone(call, beside_requests=True),
+                self._requests.hold_during(call.value),
+            ):
+                await self._starts.wait_open()
+                yield
+        except BaseException:
+            if call is Call.UPDATE and self._lifecycle.state is State.TORN:
+                self._requests.hold(_TORN)
+            raise
+        self._release_if_serving()
+
+    @asynccontextmanager
+    async def run_alone(self, call: Call) -> AsyncIterator[None]:
+        """Run a call in the with block, as `Lifecycle.run_alone`."""
+        with self._lifecycle.run_alone(call):
+            yield
+        self._release_if_serving()
+
+    def hold_until_awake(self) -> None:
+        """Make new requests wait until the server serves, because running ones were kept."""
+        self._requests.hold(_ASLEEP)
+
+    def close(self) -> None:
+        """Refuse new requests, and those that wait."""
+        self._lifecycle.close()
+        self._release_if_serving()
+
+    @property
+    def awaits_update(self) -> bool:
+        """See `GenerationServer.awaits_update`."""
+        return self._requests.is_held(_TORN)
+
+    def _release_if_serving(self) -> None:
+        if self._lifecycle.state in (State.SERVING, State.CLOSED):
+            self._requests.release(_ASLEEP)
+            self._requests.release(_TORN)

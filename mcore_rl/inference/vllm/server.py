@@ -1,6 +1,6 @@
-"""One vLLM engine as a plain asynchronous object: tokens in; tokens and their log-probs out.
+"""One vLLM engine as a plain asynchronous object: token ids in, token ids and their log-probs out.
 
-No Ray here: a worker actor owns one of these, and a test can too.
+It does not use Ray: a worker actor owns one, and so can a test.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import atexit
 import itertools
+import math
 import os
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
@@ -16,11 +17,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
 import torch
 
 from mcore_rl.checkpoint.hf import CheckpointReader
-from mcore_rl.config.errors import ConfigError, StateError
+from mcore_rl.config.errors import ConfigError, PeerError, StateError
 from mcore_rl.config.schema import RolloutConfig
+from mcore_rl.data.sample import RoutedExperts
 from mcore_rl.data.tokenizer import has_tokenizer
 from mcore_rl.inference.protocol import (
     Completion,
@@ -30,28 +33,20 @@ from mcore_rl.inference.protocol import (
     SleepTag,
     TokenScores,
 )
-from mcore_rl.inference.vllm.lifecycle import ASLEEP, Call, Lifecycle, State
-from mcore_rl.inference.vllm.requests import (
-    completion_of,
-    log_probs_of,
-    on_workers,
-    request_of,
-    scores_of,
-    timeout_arguments,
-    update_workers,
-)
-from mcore_rl.inference.vllm.stopped_processes import StoppedProcesses
-from mcore_rl.inference.vllm.trace import traced
-from mcore_rl.inference.vllm.traffic import Traffic
+from mcore_rl.inference.vllm.lifecycle import ASLEEP, Call, Lifecycle, RequestGate, State
+from mcore_rl.inference.vllm.processes import ServerNodes, StoppedProcesses
+from mcore_rl.inference.vllm.trace import run_trace
 from mcore_rl.observability.process import exempt_imports_from_gc
 from mcore_rl.parallel.rendezvous import RendezvousEndpoint
 from mcore_rl.weight_sync.spec import TransferSpec
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.inputs.engine import TokensInput
+    from vllm.sampling_params import SamplingParams as EngineSampling
     from vllm.v1.engine.async_llm import AsyncLLM
+    from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
-    from mcore_rl.inference.vllm.nodes import ServerNodes
     from mcore_rl.inference.vllm.worker import ServerName
 
 _DTYPES = ("float32", "bfloat16")
@@ -61,7 +56,7 @@ _QUIET = {
     "HF_HUB_OFFLINE": "1",
     "TOKENIZERS_PARALLELISM": "false",
 }
-# vLLM's settings for log-probs of a prompt. A cached prompt would have no log-probs and no outputs.
+# vLLM's settings for log-probs of a prompt. Cached prompt tokens would have no log-probs.
 _SCORING: dict[str, Any] = {
     "max_tokens": 1,
     "prompt_logprobs": 1,
@@ -70,7 +65,14 @@ _SCORING: dict[str, Any] = {
 
 
 class VLLMServer:
-    """A GenerationServer. No wait has a limit here; the caller sets one."""
+    """A `GenerationServer`. Waits have no time limit; the caller sets one.
+
+    Args:
+        timeout_s: Limit of the engine's start and of its steps. None: vLLM's default.
+        eager: Compile no graphs, as `trace` needs. The CPU lane never does.
+        nodes: The nodes of a server that spans several.
+        records_experts: Record routed experts, as `SamplingParams.experts_from` needs.
+    """
 
     def __init__(
         self,
@@ -80,13 +82,13 @@ class VLLMServer:
         config: RolloutConfig,
         seed: int,
         *,
-        timeout_s: float | None = None,  # of the engine's start and its steps; None: vLLM's own
-        eager: bool = False,  # what `trace` needs: no compiled graphs, as on the CPU lane anyway
+        timeout_s: float | None = None,
+        eager: bool = False,
         can_sleep: bool = False,
-        nodes: ServerNodes | None = None,  # if it spans several
-        records_experts: bool = False,  # what `SamplingParams.experts_from` needs
+        nodes: ServerNodes | None = None,
+        records_experts: bool = False,
     ) -> None:
-        _check(model_path, dtype, config)
+        _check_settings(model_path, dtype, config)
         self._model_path, self._dtype = model_path, dtype
         self._max_model_tokens, self._config, self._seed = max_model_tokens, config, seed
         self._eager, self._timeout_s, self._can_sleep = eager, timeout_s, can_sleep
@@ -95,10 +97,10 @@ class VLLMServer:
         self._name: ServerName | None = None
         self._stop_watch: StoppedProcesses | None = None
         self._request_ids = itertools.count()
-        self._running: dict[str, str] = {}  # our names of running requests, and vLLM's
+        self._engine_ids: dict[str, str] = {}  # vLLM's id of each running request, by ours
         self._version = self._num_updates = 0
         self._lifecycle = Lifecycle()
-        self._traffic = Traffic(self._lifecycle)
+        self._request_gate = RequestGate(self._lifecycle)
 
     @property
     def weight_version(self) -> int:
@@ -114,16 +116,16 @@ class VLLMServer:
 
     @property
     def awaits_update(self) -> bool:
-        return self._traffic.awaits_update
+        return self._request_gate.awaits_update
 
     @property
     def model_runner(self) -> str:
-        """Which of vLLM's runners executes the model: "V1" or "V2" (config/vllm.py:703).
+        """The model runner that vLLM uses: "V1" or "V2" (config/vllm.py:703).
 
         Raises:
             StateError: the server has not been started.
         """
-        return "V2" if self._serving.vllm_config.use_v2_model_runner else "V1"
+        return "V2" if self._started_engine.vllm_config.use_v2_model_runner else "V1"
 
     def prepare(self) -> None:
         os.environ |= _QUIET
@@ -132,29 +134,33 @@ class VLLMServer:
             import mcore_rl.inference.vllm.worker  # noqa: F401
 
     async def start(self) -> None:
-        """Seconds to minutes.
+        """Start the engine and load the checkpoint: seconds to minutes.
 
-        Raises ConfigError when the model's attention heads do not suit the lane, RuntimeError when
-        the engine does not start: why, its processes have told this one's stderr.
+        Raises:
+            ConfigError: the lane has no kernels for the model's attention heads.
+            RuntimeError: the engine does not start; its processes have printed why to stderr.
         """
-        with self._lifecycle.alone(Call.START):
+        with self._lifecycle.run_alone(Call.START):
             await self._start()
 
-    def engine_config(self, *, headless: bool = False) -> tuple[VllmConfig, ServerName]:
-        """vLLM's settings and the name of this process's part of the server.
+    def build_engine_config(self, *, headless: bool = False) -> tuple[VllmConfig, ServerName]:
+        """Return vLLM's config and the name of this process's part of the server.
 
-        `headless`: of a node without the engine. Raises ConfigError as `start`.
+        Args:
+            headless: Whether this is a node without the engine.
+
+        Raises:
+            ConfigError: see `start`.
         """
         self.prepare()
         from vllm.config import WeightTransferConfig
         from vllm.engine.arg_utils import AsyncEngineArgs
 
-        from mcore_rl.inference.vllm import float8 as vllm_float8
-        from mcore_rl.inference.vllm import routing as vllm_routing
+        from mcore_rl.inference.vllm import weights as vllm_weights
         from mcore_rl.inference.vllm import worker as vllm_worker
 
         self._name = name = vllm_worker.ServerName.new()
-        nodes = {} if self._nodes is None else self._nodes.engine_arguments()
+        nodes = {} if self._nodes is None else self._nodes.build_engine_arguments()
         config = AsyncEngineArgs(
             model=self._model_path,
             dtype=self._dtype,
@@ -170,133 +176,143 @@ class VLLMServer:
             generation_config="vllm",  # sampling comes from our config alone
             logprobs_mode="processed_logprobs",  # those of the distribution sampled from
             weight_transfer_config=WeightTransferConfig(backend=vllm_worker.BACKEND),
-            **timeout_arguments(self._timeout_s),
+            **_build_timeout_arguments(self._timeout_s),
             use_tqdm_on_load=False,
             skip_tokenizer_init=not has_tokenizer(self._model_path),  # ids may be scored without
-            **vllm_worker.lane_arguments(self._config, name, self._max_model_tokens, self._eager),
-            **vllm_worker.sleep_arguments(self._can_sleep),
-            **vllm_routing.arguments(self._records_experts),
-            **vllm_float8.float8_arguments(self._model_path, ep=self._config.ep),
+            **vllm_worker.build_lane_arguments(
+                self._config, name, self._max_model_tokens, self._eager
+            ),
+            **vllm_worker.build_sleep_arguments(self._can_sleep),
+            **vllm_worker.build_expert_arguments(self._records_experts),
+            **vllm_weights.build_float8_arguments(self._model_path, ep=self._config.ep),
             **nodes,
         ).create_engine_config(headless=headless)
         vllm_worker.check_heads(config.model_config)
-        vllm_routing.check(config)
-        # Workers that crash leave their memory behind, and the server may never be closed.
+        vllm_worker.check_recorded_experts(config)
+        # Workers that crash leave shared memory behind, and the server may never be closed.
         atexit.register(vllm_worker.remove_shared_memory, name)
         return config, name
 
     async def _start(self) -> None:
-        config, name = self.engine_config()
+        config, name = self.build_engine_config()
         from vllm.v1.engine.async_llm import AsyncLLM
 
         from mcore_rl.inference.vllm import worker as vllm_worker
 
         def launch() -> AsyncLLM:
-            with vllm_worker.owned_processes(name):
+            with vllm_worker.prepare_forks(name):
                 return AsyncLLM.from_vllm_config(config, disable_log_stats=True)
 
-        with ThreadPoolExecutor(1, "vllm-start") as fresh:
+        # A thread of its own: see prepare_forks.
+        with ThreadPoolExecutor(1, "vllm-start") as executor:
             try:
-                self._engine = await asyncio.get_running_loop().run_in_executor(fresh, launch)
+                self._engine = await asyncio.get_running_loop().run_in_executor(executor, launch)
             except RuntimeError as error:
                 raise RuntimeError("vLLM's engine does not start; its stderr says why") from error
-        core: Any = self._serving.engine_core
+        core: Any = self._started_engine.engine_core
         self._stop_watch = StoppedProcesses(
             [p.pid for p in core.resources.engine_manager.processes]
         )
-        await self._serving.update_weight_version(str(self._version))
-        await self._serving.get_supported_tasks()  # kept: later requests do not wait for it
+        await self._started_engine.update_weight_version(str(self._version))
+        await self._started_engine.get_supported_tasks()  # cached for later requests
 
     async def submit(
         self, prompt_ids: list[int], sampling: SamplingParams, *, request_id: str = ""
     ) -> list[Completion]:
-        """Raises ConfigError when prompt and response cannot fit, and StateError."""
-        self._check_room(len(prompt_ids), sampling.max_tokens, "rollout.max_response_tokens = ")
+        """See `Generator.submit`.
+
+        Raises:
+            ConfigError: prompt and response exceed the server's maximum length.
+            StateError: the server does not serve, or records no experts.
+        """
+        self._check_length(len(prompt_ids), sampling.max_tokens, "rollout.max_response_tokens = ")
         if sampling.experts_from is not None and not self._records_experts:
             raise StateError("the server records no experts: it was started without")
-        async with self._traffic.request():
-            async for output in self._run(prompt_ids, request_id, **asdict(sampling)):
+        async with self._request_gate.run_request():
+            async for output in self._generate(prompt_ids, request_id, **asdict(sampling)):
                 last = output
-            return [completion_of(one, sampling.experts_from) for one in last.outputs]
+            return [_build_completion(output, sampling.experts_from) for output in last.outputs]
 
     async def stream(
         self, prompt_ids: list[int], sampling: SamplingParams, *, request_id: str = ""
     ) -> AsyncIterator[NewTokens]:
-        """Raises as `submit`."""
-        self._check_room(len(prompt_ids), sampling.max_tokens, "rollout.max_response_tokens = ")
-        async with self._traffic.request():
+        """See `Generator.stream`. Raises as `submit`."""
+        self._check_length(len(prompt_ids), sampling.max_tokens, "rollout.max_response_tokens = ")
+        async with self._request_gate.run_request():
             arguments = asdict(sampling) | {"output_kind": "DELTA"}
-            async for output in self._run(prompt_ids, request_id, **arguments):
+            async for output in self._generate(prompt_ids, request_id, **arguments):
                 for new in output.outputs:
                     yield NewTokens(
-                        new.index, list(new.token_ids), log_probs_of(new), new.finish_reason
+                        new.index, list(new.token_ids), _get_log_probs(new), new.finish_reason
                     )
 
     async def abort(self, request_id: str) -> None:
-        if own := self._running.get(request_id):
-            await self._serving.abort(own)
+        if engine_id := self._engine_ids.get(request_id):
+            await self._started_engine.abort(engine_id)
 
     @asynccontextmanager
-    async def held(self) -> AsyncIterator[None]:
-        async with self._traffic.held():
-            await self._serving.pause_generation(mode="keep", clear_cache=False)
+    async def start_together(self) -> AsyncIterator[None]:
+        async with self._request_gate.start_together():
+            await self._started_engine.pause_generation(mode="keep", clear_cache=False)
             try:
                 yield
             finally:
-                if self._traffic.is_last_held:
-                    await self._serving.resume_generation()
+                if self._request_gate.is_last_start:
+                    await self._started_engine.resume_generation()
 
     async def score(self, token_ids: list[int]) -> TokenScores:
-        """Scores of all tokens but the first, from a prefill of them.
+        """Score all tokens but the first, in one prefill.
 
-        Raises ConfigError when they and one token more do not fit (vLLM must generate one),
-        StateError when it does not serve.
+        Raises:
+            ConfigError: the tokens and one more, which vLLM must generate, exceed the maximum
+                length.
+            StateError: the server does not serve.
         """
-        self._check_room(len(token_ids), 1)
-        async with self._traffic.request():
-            async for output in self._run(token_ids, **_SCORING):
+        self._check_length(len(token_ids), 1)
+        async with self._request_gate.run_request():
+            async for output in self._generate(token_ids, **_SCORING):
                 last = output
-            return scores_of(token_ids[1:], last.prompt_logprobs[1:])
+            return _build_scores(token_ids[1:], last.prompt_logprobs[1:])
 
     async def decode(self, prompt_ids: list[int], num_tokens: int, seed: int) -> TokenScores:
-        """Samples `num_tokens` at temperature 1, past an end of sequence too, and scores them.
+        """Sample `num_tokens` at temperature 1, also past an end of sequence, and score them.
 
         Raises as `score`.
         """
-        self._check_room(len(prompt_ids), num_tokens)
-        async with self._traffic.request():
+        self._check_length(len(prompt_ids), num_tokens)
+        async with self._request_gate.run_request():
             sampling: dict[str, Any] = {
                 "max_tokens": num_tokens,
                 "seed": seed,
                 "logprobs": 1,
                 "ignore_eos": True,
             }
-            async for last in self._run(prompt_ids, **sampling):
+            async for last in self._generate(prompt_ids, **sampling):
                 (output,) = last.outputs
-            return scores_of(list(output.token_ids), output.logprobs)
+            return _build_scores(list(output.token_ids), output.logprobs)
 
     async def trace(self, token_ids: list[int]) -> dict[str, torch.Tensor]:
-        """What each module puts out in a prefill of the tokens, float32 [tokens, dim] on the CPU.
+        """Return each module's output in a prefill: float32 [tokens, dim], on the CPU.
 
         Names are Hugging Face's: "model.embed_tokens", "model.norm", "lm_head" (logits of every
         position); in layer N, after "model.layers.N.": "input_layernorm", "self_attn",
-        "post_attention_layernorm", "mlp" and, where there are experts, "mlp.gate": routing weights
-        [tokens, experts] as they multiply the experts' outputs, 0 where one was not chosen. It is
-        left out where a kernel of vLLM chooses the experts by itself.
+        "post_attention_layernorm", "mlp" and, in a layer of experts, "mlp.gate": routing weights
+        [tokens, experts] as they multiply the experts' outputs, 0 for experts not chosen. It is
+        missing if a kernel of vLLM chooses the experts.
 
-        The engine runs nothing else meanwhile. Raises RuntimeError when it compiles graphs (start
-        it with `eager`), else as `score`.
+        No other request runs meanwhile. Raises as `score`, and RuntimeError if the engine compiles
+        graphs (start it with `eager`).
         """
-        self._check_room(len(token_ids), 1)
-        with self._lifecycle.alone(Call.TRACE):
-            engine = self._serving
+        self._check_length(len(token_ids), 1)
+        with self._lifecycle.run_alone(Call.TRACE):
+            engine = self._started_engine
             if not engine.model_config.enforce_eager:
                 raise RuntimeError("a trace sees nothing in compiled graphs: start it with eager")
             await engine.pause_generation(mode="wait")  # cancelled requests may still run in it
             await engine.resume_generation()
-            return await traced(engine, self._run(token_ids, **_SCORING), len(token_ids))
+            return await run_trace(engine, self._generate(token_ids, **_SCORING), len(token_ids))
 
-    def _check_room(self, num_prompt: int, num_new: int, setting: str = "") -> None:
+    def _check_length(self, num_prompt: int, num_new: int, setting: str = "") -> None:
         if num_prompt + num_new > self._max_model_tokens:
             raise ConfigError(
                 f"a prompt of {num_prompt} tokens and {setting}{num_new} exceed the server's "
@@ -304,104 +320,109 @@ class VLLMServer:
             )
 
     @property
-    def _serving(self) -> AsyncLLM:
+    def _started_engine(self) -> AsyncLLM:
         if self._engine is None:
             raise StateError(f"the server {self._lifecycle.state.value}")
         return self._engine
 
-    async def _run(
+    async def _generate(
         self, prompt_ids: list[int], request_id: str = "", **sampling: Any
     ) -> AsyncIterator[Any]:
-        """The outputs of one request; `sampling` are fields of vLLM's SamplingParams."""
-        # No request reads what weights before an update have cached.
+        """Yield vLLM's outputs of one request. `sampling` as in `_build_request`."""
+        # A new namespace after each update: no request reads the cache of older weights.
         sampling["cache"] = f"{sampling.get('cache', '')}@{self._num_updates}"
-        prompt, parameters = request_of(prompt_ids, **sampling)
-        own = f"{request_id}#{next(self._request_ids)}"
-        self._running[request_id or own] = own
+        prompt, parameters = _build_request(prompt_ids, **sampling)
+        engine_id = f"{request_id}#{next(self._request_ids)}"
+        self._engine_ids[request_id or engine_id] = engine_id
         try:
-            async for output in self._serving.generate(prompt, parameters, own):
+            async for output in self._started_engine.generate(prompt, parameters, engine_id):
                 yield output
         finally:
-            del self._running[request_id or own]
+            del self._engine_ids[request_id or engine_id]
 
     async def connect_weights(
         self, endpoint: RendezvousEndpoint, spec: TransferSpec, first_rank: int
     ) -> None:
-        own = {"endpoint": asdict(endpoint), "spec": spec.to_dict(), "first_rank": first_rank}
-        method, info = "init_weight_transfer_engine", {"init_info": own}
-        async with self._traffic.beside(Call.CONNECT):
-            await on_workers(self._serving, "joining the trainer", method, info)
+        info = {"endpoint": asdict(endpoint), "spec": spec.to_dict(), "first_rank": first_rank}
+        method, arguments = "init_weight_transfer_engine", {"init_info": info}
+        async with self._request_gate.run_beside_requests(Call.CONNECT):
+            await _call_workers(self._started_engine, "joining the trainer", method, arguments)
 
     async def update(
         self, version: int, *, in_flight: bool = False, recompute_cache: bool = False
     ) -> None:
-        async with self._replacing(version, in_flight, recompute_cache):
-            await update_workers(self._serving, version)
+        async with self._replace_weights(version, in_flight, recompute_cache):
+            await update_workers(self._started_engine, version)
 
     async def load_checkpoint(
         self, path: str, version: int, *, in_flight: bool = False, recompute_cache: bool = False
     ) -> None:
-        expected, found = (CheckpointReader(p).shapes() for p in (self._model_path, path))
-        for name in sorted(expected.keys() | found.keys()):
-            if expected.get(name) != found.get(name):
+        expected, shapes = (CheckpointReader(p).get_shapes() for p in (self._model_path, path))
+        for name in sorted(expected.keys() | shapes.keys()):
+            if expected.get(name) != shapes.get(name):
                 raise ConfigError(
-                    f"{path}: {name} is {found.get(name, 'missing')}; the checkpoint that the "
+                    f"{path}: {name} is {shapes.get(name, 'missing')}; the checkpoint that the "
                     f"server started from has {expected.get(name, 'no such tensor')}"
                 )
-        async with self._replacing(version, in_flight, recompute_cache):
-            what = f"weight update to version {version}"
-            await on_workers(self._serving, what, "load_checkpoint", {"path": path})
+        async with self._replace_weights(version, in_flight, recompute_cache):
+            task = f"weight update to version {version}"
+            await _call_workers(self._started_engine, task, "load_checkpoint", {"path": path})
 
     @asynccontextmanager
-    async def _replacing(
+    async def _replace_weights(
         self, version: int, in_flight: bool, recompute_cache: bool
     ) -> AsyncIterator[None]:
-        is_asleep = self._lifecycle.state in ASLEEP  # then nothing is cached
-        async with self._stopped(Call.UPDATE, keep=in_flight):
-            engine = self._serving
+        """Pause the engine, replace weights in the with block, and continue with `version`."""
+        is_asleep = self._lifecycle.state in ASLEEP  # then the cache is empty
+        async with self._pause_engine(Call.UPDATE, keep=in_flight):
+            engine = self._started_engine
             yield
             await engine.update_weight_version(str(version))
-            # Running requests go on with what they have cached, or compute it anew.
-            forgets = not is_asleep and (recompute_cache or not in_flight)
-            if forgets and not await engine.reset_prefix_cache(reset_running_requests=in_flight):
+            resets_cache = not is_asleep and (recompute_cache or not in_flight)
+            if resets_cache and not await engine.reset_prefix_cache(
+                reset_running_requests=in_flight
+            ):
                 raise RuntimeError(f"version {version}: the prefix cache is still in use")
             self._version, self._num_updates = version, self._num_updates + 1
             if not is_asleep:
                 await engine.resume_generation()
 
     @asynccontextmanager
-    async def _stopped(self, call: Call, *, keep: bool) -> AsyncIterator[None]:
-        """Inside, the engine runs nothing; nor does it afterwards, until it is told to.
+    async def _pause_engine(self, call: Call, *, keep: bool) -> AsyncIterator[None]:
+        """Pause the engine for a call. The caller resumes it.
 
-        `keep`: requests may be there, else only what cancelled ones still run in the engine.
+        Args:
+            keep: Keep running requests. Otherwise there are none, but the engine may still work on
+                cancelled ones.
         """
-        async with self._traffic.beside(call) if keep else self._traffic.alone(call):
+        gate = self._request_gate
+        async with gate.run_beside_requests(call) if keep else gate.run_alone(call):
             if self._lifecycle.state not in ASLEEP:
                 mode: Literal["keep", "wait"] = "keep" if keep else "wait"
-                await self._serving.pause_generation(mode=mode, clear_cache=False)
+                await self._started_engine.pause_generation(mode=mode, clear_cache=False)
             yield
 
     async def sleep(self, *, keep: bool = False) -> None:
         if not self._can_sleep and self._lifecycle.state is State.SERVING:
             raise StateError("the server cannot sleep: it was started without can_sleep")
-        async with self._stopped(Call.SLEEP, keep=keep):
-            # Requests that are there are preempted: nothing is cached afterwards.
-            await self._serving.sleep(level=2, mode="keep")
+        async with self._pause_engine(Call.SLEEP, keep=keep):
+            # Running requests are preempted: the cache is empty afterwards.
+            await self._started_engine.sleep(level=2, mode="keep")
             if keep:
-                self._traffic.fall_asleep()
+                self._request_gate.hold_until_awake()
 
     async def wake(self, tag: SleepTag) -> None:
         call = Call.WAKE_WEIGHTS if tag == "weights" else Call.WAKE_KV_CACHE
-        async with self._traffic.alone(call):
-            await self._serving.wake_up([tag])
+        async with self._request_gate.run_alone(call):
+            await self._started_engine.wake_up([tag])
 
     async def memory(self) -> ServerMemory:
-        found = await self._serving.collective_rpc("kept_bytes")
-        return ServerMemory(*map(sum, zip(*found, strict=True)))
+        workers = await self._started_engine.collective_rpc("measure_memory")
+        return ServerMemory(*map(sum, zip(*workers, strict=True)))
 
     async def close(self) -> None:
         engine, self._engine = self._engine, None
-        self._traffic.close()
+        self._request_gate.close()
         if self._stop_watch is not None:
             self._stop_watch.close()
         if engine is None or self._name is None:
@@ -412,8 +433,146 @@ class VLLMServer:
         vllm_worker.remove_shared_memory(self._name)
 
 
-def _check(model_path: str, dtype: str, config: RolloutConfig) -> None:
+class HeadlessWorkers:
+    """The workers of a further node of a server, which has no engine.
+
+    Args:
+        server: The whole server, as its first node has it.
+    """
+
+    def __init__(self, server: VLLMServer) -> None:
+        self._server = server
+        self._executor: MultiprocExecutor | None = None
+        self._stop_watch: StoppedProcesses | None = None
+
+    async def start(self) -> None:
+        """Start the workers; return when they have met the engine."""
+        config, name = self._server.build_engine_config(headless=True)
+        from vllm.v1.executor.multiproc_executor import MultiprocExecutor
+
+        from mcore_rl.inference.vllm import worker as vllm_worker
+
+        def launch() -> MultiprocExecutor:
+            with vllm_worker.prepare_forks(name):
+                return MultiprocExecutor(config)
+
+        with ThreadPoolExecutor(1, "vllm-start") as thread:
+            executor = await asyncio.get_running_loop().run_in_executor(thread, launch)
+        # The engine would wait for a worker that has died: so the rank dies, and the driver knows.
+        executor.register_failure_callback(lambda: os._exit(1))
+        self._stop_watch = StoppedProcesses([worker.proc.pid for worker in executor.workers])
+        self._executor = executor
+
+    def close(self) -> None:
+        """End the workers; safe to call twice."""
+        executor, self._executor = self._executor, None
+        if self._stop_watch is not None:
+            self._stop_watch.close()
+        if executor is not None:
+            executor.shutdown()
+
+
+def _check_settings(model_path: str, dtype: str, config: RolloutConfig) -> None:
     if not Path(model_path, "config.json").is_file():
         raise ConfigError(f"model.path {model_path!r} has no config.json of a checkpoint")
     if dtype not in _DTYPES:
         raise ConfigError(f"model.dtype {dtype!r} is not one of {', '.join(_DTYPES)}")
+
+
+def _build_timeout_arguments(timeout_s: float | None) -> dict[str, Any]:
+    """Return vLLM's engine arguments for time limits; set its other limits in the environment."""
+    if timeout_s is None:
+        return {}
+    seconds = math.ceil(timeout_s)
+    os.environ["VLLM_ENGINE_READY_TIMEOUT_S"] = str(seconds)
+    os.environ["VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS"] = str(seconds)
+    names = "distributed_timeout_seconds", "cpu_distributed_timeout_seconds"
+    return dict.fromkeys(names, seconds)
+
+
+def _build_request(prompt_ids: list[int], **sampling: Any) -> tuple[TokensInput, EngineSampling]:
+    """Return vLLM's prompt and sampling parameters.
+
+    Args:
+        sampling: Fields of vLLM's SamplingParams, with `output_kind` by name; `cache`, the salt of
+            the prefix cache; `experts_from`, see our SamplingParams. None returns the experts of
+            the response only, if the server records any.
+    """
+    from vllm.inputs.engine import tokens_input
+    from vllm.sampling_params import RequestOutputKind, SamplingParams
+
+    kind = RequestOutputKind[sampling.pop("output_kind", "FINAL_ONLY")]
+    salt, stop = sampling.pop("cache", ""), list(sampling.pop("stop", ()))
+    experts_from = sampling.pop("experts_from", None)
+    parameters = SamplingParams(
+        **{"logprobs": 0} | sampling,  # 0: of the sampled token only
+        stop=stop,
+        detokenize=bool(stop),  # vLLM looks for stop strings in decoded text, which takes time
+        skip_special_tokens=False,  # as agent loops decode
+        output_kind=kind,
+        routed_experts_prompt_start=len(prompt_ids) if experts_from is None else experts_from,
+    )
+    # An engine input skips the thread that a prompt goes through.
+    return tokens_input(prompt_ids, cache_salt=salt or None), parameters
+
+
+def _build_completion(output: Any, experts_from: int | None = None) -> Completion:
+    """Convert one of vLLM's CompletionOutputs."""
+    if output.finish_reason not in ("stop", "length", "abort"):
+        raise RuntimeError(f"vLLM ended a request with {output.finish_reason!r}")
+    token_ids = list(output.token_ids)
+    versions = [int(s.version) for s in output.weight_versions or () for _ in range(s.start, s.end)]
+    stop = output.stop_reason if isinstance(output.stop_reason, str) else ""
+    experts = None
+    if experts_from is not None and output.routed_experts is not None:
+        ids = output.routed_experts  # uint8 or uint16, which torch cannot index with
+        ids = ids if ids.dtype == np.uint8 else ids.astype(np.int16)
+        experts = RoutedExperts(experts_from, ids)
+    reason = output.finish_reason
+    return Completion(token_ids, _get_log_probs(output), reason, versions, stop, experts)
+
+
+def _get_log_probs(output: Any) -> list[float]:
+    """Return the log-prob of each token of one of vLLM's CompletionOutputs."""
+    pairs = zip(output.logprobs, output.token_ids, strict=True)
+    return [entries[token].logprob for entries, token in pairs]
+
+
+def _build_scores(token_ids: list[int], logprobs: Any) -> TokenScores:
+    """Build scores from vLLM's Logprob entries by token id, per position.
+
+    Each position has the entries of its token and of the most likely one.
+    """
+    pairs = zip(logprobs, token_ids, strict=True)
+    log_probs = [entries[token].logprob for entries, token in pairs]
+    top_ids = [
+        next(token for token, entry in entries.items() if entry.rank == 1) for entries in logprobs
+    ]
+    return TokenScores(token_ids, log_probs, top_ids)
+
+
+async def _call_workers(
+    engine: AsyncLLM, task: str, method: str, arguments: dict[str, Any]
+) -> None:
+    """Call a method of vLLM's workers through `WorkerExtension.attempt`, and raise their errors.
+
+    An exception in a worker would leave the other workers' answers in the queue, to be read as
+    those of the next call (v1/executor/multiproc_executor.py:433).
+
+    Raises:
+        RuntimeError: the method failed on a worker.
+        PeerError: the same, and all workers that failed blame a peer.
+    """
+    errors = await engine.collective_rpc("attempt", args=(method, arguments))
+    if any(errors):
+        reasons = "; ".join(f"worker {i}: {e[0]}" for i, e in enumerate(errors) if e)
+        is_peers = all(e[1] for e in errors if e)
+        raise (PeerError if is_peers else RuntimeError)(f"{task} failed: {reasons}")
+
+
+async def update_workers(engine: AsyncLLM, version: int) -> None:
+    """Run vLLM's phases of a weight update on all workers. Raises as `_call_workers`."""
+    task, info = f"weight update to version {version}", {"update_info": {"version": version}}
+    await _call_workers(engine, task, "begin_weight_update", {})
+    await _call_workers(engine, task, "update_weights", info)
+    await _call_workers(engine, task, "finish_weight_update", {})

@@ -1,7 +1,8 @@
-"""The outputs of a vLLM worker's modules in one request, under Hugging Face's names.
+"""Outputs of a vLLM worker's modules in one request, under Hugging Face's names.
 
 Modules are hooked during a trace. Hooks do not work inside a compiled graph, so the
-engine must run eagerly. Upstream lines are those of vLLM 0.32.
+engine must run eagerly. Upstream lines are those of vLLM 0.32. The server imports this module
+before it imports vLLM.
 """
 
 from __future__ import annotations
@@ -17,25 +18,25 @@ if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
 
 _NORM = "model.norm"
-# Mixtral's expert layer has kept an older name (model_executor/models/mixtral.py:243).
+# Mixtral's expert layer has an older name (model_executor/models/mixtral.py:243).
 _LAYER = "input_layernorm|self_attn|post_attention_layernorm|mlp|block_sparse_moe"
 _TRACED = re.compile(rf"model\.(embed_tokens|norm|layers\.\d+\.({_LAYER}))")
 _EXPERTS = re.compile(r"(model\.layers\.\d+\.)(mlp|block_sparse_moe)\.experts")
-_LOGIT_ROWS = 512  # computed at once: a vocabulary's width of each must fit beside the model
+_LOGIT_ROWS = 512  # positions computed at once; their logits must fit beside the model
 
 
 class TraceTaker:
-    """Mixed into vLLM's worker class; `collective_rpc` calls its methods on every worker.
+    """Mixin of vLLM's worker class; `collective_rpc` calls its methods on every worker.
 
     Between `start_trace` and `end_trace` the engine may run one request only. The worker of rank 0
-    keeps the modules' outputs and answers; the others join in what is computed by all together.
+    keeps the modules' outputs; the others only take part in collectives.
     """
 
     model_runner: Any
     rank: int
 
     def start_trace(self) -> None:
-        """Keep what the modules put out from now on."""
+        """Hook the modules."""
         self._trace = Trace()
         for name, module in self.model_runner.get_model().named_modules():
             if _TRACED.fullmatch(name) and (self.rank == 0 or name == _NORM):
@@ -44,46 +45,51 @@ class TraceTaker:
                 self._trace.hook_router(f"{experts[1]}mlp.gate", module)
 
     def end_trace(self) -> dict[str, list[int]]:
-        """Remove the hooks. Names and shapes of what rank 0 holds for `traced_tensor`."""
+        """Remove the hooks. Return names and shapes of the tensors that rank 0 has."""
         self._traced = self._trace.end()
         if _NORM in self._traced:
-            logits = self._all_logits(self._traced[_NORM])
+            logits = self._compute_logits(self._traced[_NORM])
             if logits:
                 self._traced["lm_head"] = torch.cat(logits)
         return {n: list(t.shape) for n, t in self._traced.items()} if self.rank == 0 else {}
 
-    def traced_tensor(self, name: str) -> bytes:
-        """The float32 values of a traced tensor in row-major order; the worker forgets them.
+    def pop_traced_tensor(self, name: str) -> bytes:
+        """Return the float32 values of a traced tensor in row-major order, and drop it.
 
-        Bytes, for a tensor in an answer arrives in pieces (v1/serial_utils.py:262), and one name at
-        a time, for a message has less than 4 GiB.
+        As bytes, because a tensor in an answer arrives in pieces (v1/serial_utils.py:262); one at a
+        time, because a message has less than 4 GiB.
         """
         return self._traced.pop(name).numpy().tobytes() if self.rank == 0 else b""
 
     @torch.inference_mode()
-    def _all_logits(self, hidden: torch.Tensor) -> list[torch.Tensor]:
-        """Logits of every position, in pieces; of itself the engine computes the last one's only.
+    def _compute_logits(self, hidden: torch.Tensor) -> list[torch.Tensor]:
+        """Compute logits of every position, in pieces; the engine computes only the last one's.
 
-        Empty on ranks that do not gather them.
+        Returns:
+            An empty list on ranks that do not gather them.
         """
         runner = self.model_runner
         pieces = hidden.to(runner.device, runner.dtype).split(_LOGIT_ROWS)
         logits = [runner.get_model().compute_logits(piece) for piece in pieces]
-        return [_kept(piece) for piece in logits if piece is not None]
+        return [_copy_to_cpu(piece) for piece in logits if piece is not None]
 
 
 class Trace:
-    """Hooks, and copies of what they saw: one for each chunk of a prompt."""
+    """Hooks of modules, and copies of their outputs: one for each chunk of a prompt."""
 
     def __init__(self) -> None:
-        self._seen: dict[str, list[torch.Tensor]] = defaultdict(list)
+        self._outputs: dict[str, list[torch.Tensor]] = defaultdict(list)
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self._routers: list[Any] = []
 
     def hook(self, name: str, module: torch.nn.Module) -> None:
+        """Keep the outputs of a module."""
+
         def keep(_: torch.nn.Module, __: Any, output: Any) -> None:
             # Norms that add the residual return (normed, sum).
-            self._seen[name].append(_kept(output[0] if isinstance(output, tuple) else output))
+            self._outputs[name].append(
+                _copy_to_cpu(output[0] if isinstance(output, tuple) else output)
+            )
 
         self._hooks.append(module.register_forward_hook(keep))
 
@@ -100,30 +106,36 @@ class Trace:
         def select_and_keep(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
             weights, ids = select(*args, **kwargs)
             dense = weights.new_zeros(len(ids), router.global_num_experts)
-            self._seen[name].append(_kept(dense.scatter_(1, ids.long(), weights * scale)))
+            self._outputs[name].append(_copy_to_cpu(dense.scatter_(1, ids.long(), weights * scale)))
             return weights, ids
 
         router.select_experts = select_and_keep
         self._routers.append(router)
 
     def end(self) -> dict[str, torch.Tensor]:
-        """Leave the modules as they were. Each output whole: float32 [tokens, dim]."""
+        """Remove the hooks. Return the outputs: float32 [tokens, dim]."""
         for hook in self._hooks:
             hook.remove()
         for router in self._routers:
-            del router.select_experts  # the wrapper; the class's own shows again
-        return {name: torch.cat(steps) for name, steps in self._seen.items()}
+            del (
+                router.select_experts
+            )  # the instance attribute: the method of the class is used again
+        return {name: torch.cat(steps) for name, steps in self._outputs.items()}
 
 
-def _kept(output: torch.Tensor) -> torch.Tensor:
-    """A copy: what comes next in the model works in place."""
+def _copy_to_cpu(output: torch.Tensor) -> torch.Tensor:
+    """Copy an output, on which the next module works in place."""
     return output.detach().to("cpu", torch.float32, copy=True)
 
 
-async def traced(
+async def run_trace(
     engine: AsyncLLM, prefill: AsyncIterator[Any], num_tokens: int
 ) -> dict[str, torch.Tensor]:
-    """What the modules of the first worker put out in a prefill of so many tokens, by name."""
+    """Run a prefill and return the outputs of the first worker's modules by name.
+
+    Raises:
+        RuntimeError: an output does not have a row for each token.
+    """
     await engine.collective_rpc("start_trace")
     try:
         async for _ in prefill:
@@ -133,9 +145,9 @@ async def traced(
     for name, (num_rows, _) in shapes.items():
         if num_rows != num_tokens:
             raise RuntimeError(f"traced {num_rows} rows of {name} for {num_tokens} tokens")
-    return {name: await _fetched(engine, name, shape) for name, shape in shapes.items()}
+    return {name: await _fetch_tensor(engine, name, shape) for name, shape in shapes.items()}
 
 
-async def _fetched(engine: AsyncLLM, name: str, shape: list[int]) -> torch.Tensor:
-    values, *_ = await engine.collective_rpc("traced_tensor", args=(name,))
+async def _fetch_tensor(engine: AsyncLLM, name: str, shape: list[int]) -> torch.Tensor:
+    values, *_ = await engine.collective_rpc("pop_traced_tensor", args=(name,))
     return torch.frombuffer(bytearray(values), dtype=torch.float32).view(shape)

@@ -1,23 +1,42 @@
-"""Weights written into a vLLM model as the rank's own shards.
+"""New weights in a vLLM worker: our weight transfer engine, and the loader of float8 checkpoints.
 
-Through vLLM's layerwise reload (model_executor/model_loader/reload of vLLM 0.32): a module gets its
-parameters in their raw layout, then vLLM recomputes what it derives from them (packs of the CPU,
-absorbed MLA projections, quantisation) and copies the result into the live storage, which graphs
-refer to. Shards are copied into place, so that no full tensor is ever assembled, and one
-module at a time is in memory twice.
+Any vLLM server of the pinned version can be updated: one that is started with
+`--weight-transfer-config '{"backend": "mcore_rl"}'` gets `ShardTransferEngine` from this package's
+plugin (pyproject.toml, vllm.general_plugins). vLLM's four phases are init (join all ranks), start,
+update (receive a version) and finish.
+
+Weights are written through vLLM's layerwise reload (model_executor/model_loader/reload of vLLM
+0.32): a module gets its parameters in their raw layout, then vLLM recomputes what it derives from
+them (oneDNN packs, absorbed MLA projections, quantisation) and copies the result into the live
+storage, which graphs refer to. Shards are copied into place: no full tensor is ever assembled, and
+one module at a time is in memory twice.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import contextlib
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
+from vllm.config import ModelConfig
+from vllm.distributed.parallel_state import get_tp_group
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
 from vllm.model_executor.layers.attention import is_deferred_attention_layer
 from vllm.model_executor.layers.vocab_parallel_embedding import (
     ParallelLMHead,
     VocabParallelEmbedding,
 )
+from vllm.model_executor.model_loader import register_model_loader
+from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+from vllm.model_executor.model_loader.ep_weight_filter import should_skip_weight
 from vllm.model_executor.model_loader.reload import (
     finalize_layerwise_reload,
     initialize_layerwise_reload,
@@ -35,34 +54,130 @@ from vllm.model_executor.model_loader.reload.meta import (
 from vllm.model_executor.model_loader.reload.utils import get_layer_size
 from vllm.platforms import current_platform
 
+from mcore_rl.checkpoint import fp8
+from mcore_rl.checkpoint.hf import CheckpointReader
+from mcore_rl.config.errors import PeerError
+from mcore_rl.models.base import read_config
+from mcore_rl.parallel.rendezvous import RendezvousEndpoint
 from mcore_rl.reshard import ops
 from mcore_rl.reshard.executor import ReceivedSlice
-from mcore_rl.weight_sync.worker_layout import WorkerLayout
+from mcore_rl.weight_sync.spec import (
+    TransferSpec,
+    WorkerLayout,
+    build_generation_side,
+    check_worker_layout,
+)
+from mcore_rl.weight_sync.transport import (
+    DENSE,
+    StreamError,
+    WeightTransport,
+    WeightUpdate,
+    connect,
+)
+
+FLOAT8_FORMAT = "mcore_rl"  # name of our loader among vLLM's load formats
 
 
-def worker_layout(model: Any) -> WorkerLayout:
-    """A model's parameters before vLLM packs them."""
-    return WorkerLayout(_raw_parameters(model), _local_experts(model))
+@dataclass
+class ConnectInfo(WeightTransferInitInfo):
+    """Arguments of vLLM's init phase."""
+
+    endpoint: dict[str, Any]  # fields of a RendezvousEndpoint
+    spec: dict[str, Any]  # TransferSpec.to_dict
+    first_rank: int  # generation rank of this server's first worker
 
 
-def begin_reload(model: Any) -> None:
-    """From now on every module waits for its parameters. After an update that broke off, too."""
-    make_reloadable(model)
-    initialize_layerwise_reload(model)
+@dataclass
+class UpdateInfo(WeightTransferUpdateInfo):
+    """Arguments of vLLM's update phase."""
+
+    version: int
+    format: str = DENSE
 
 
-def finish_reload(model: Any, model_config: Any) -> None:
-    """Make what vLLM derives from parameters, and serve with them."""
-    finalize_layerwise_reload(model, model_config)
-    repack_output_heads(model)
+class ShardTransferEngine(WeightTransferEngine[ConnectInfo, UpdateInfo]):
+    """Receives this worker's shards from the training ranks."""
+
+    init_info_cls = ConnectInfo
+    update_info_cls = UpdateInfo
+
+    _rank = 0  # generation rank
+    _transport: WeightTransport | None = None
+
+    def init_transfer_engine(self, init_info: ConnectInfo) -> None:
+        """Connect to all training ranks and all workers of servers; return when all are connected.
+
+        May be called again, when training ranks or servers have joined or left.
+
+        Raises:
+            ConfigError: vLLM's layout of this worker's parameters is not that of the family's
+                rules; else as `connect`.
+        """
+        self.shutdown()
+        spec = TransferSpec.parse(init_info.spec)
+        config = CheckpointReader(self.model_config.model).read_config()
+        parallel = self.parallel_config
+        first_rank = init_info.first_rank + parallel.data_parallel_index * parallel.world_size
+        self._rank = rank = first_rank + get_tp_group().rank_in_group
+        ranks, (_, weights) = build_generation_side(config, spec.generation)
+        check_worker_layout(read_worker_layout(self.model), ranks, weights, rank, spec.dtype)
+        endpoint = RendezvousEndpoint(**init_info.endpoint)
+        self._transport = connect(spec, endpoint, config, spec.num_training + rank, self.device)
+
+    def start_weight_update(self) -> None:
+        """Make every module wait for its parameters, also after an update that failed."""
+        make_reloadable(self.model)
+        initialize_layerwise_reload(self.model)
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        """Receive a version; it has arrived when this returns."""
+        self.receive_weights(self.parse_update_info(update_info))
+
+    @torch.no_grad()
+    def receive_weights(self, update_info: UpdateInfo) -> None:
+        """Receive all shards of a version and write them into the modules.
+
+        Raises:
+            StreamError, ReshardError, ValueError: the weights received are not complete or wrong.
+        """
+        if self._transport is None:
+            raise StreamError("no trainer has been joined: init_weight_transfer_engine comes first")
+        update = WeightUpdate(update_info.version, update_info.format)
+        writer = ShardWriter(self.model, self._rank)
+        try:
+            with contextlib.closing(self._transport.receive(update)) as buckets:
+                for slices in buckets:
+                    writer.write(slices)
+        except PeerError:
+            self.shutdown()  # so that peers that wait for this worker fail at once, too
+            raise
+        writer.finish()
+
+    @torch.no_grad()
+    def finish_weight_update(self) -> None:
+        """Compute what vLLM derives from parameters, and serve with the new weights."""
+        finalize_layerwise_reload(self.model, self.model_config)
+        repack_output_heads(self.model)
+
+    def shutdown(self) -> None:
+        """Disconnect."""
+        transport, self._transport = self._transport, None
+        if transport is not None:
+            transport.close()
+
+
+def read_worker_layout(model: Any) -> WorkerLayout:
+    """Return names, shapes and dtypes of a model's parameters before vLLM packs them."""
+    return WorkerLayout(_list_raw_parameters(model), _list_local_experts(model))
 
 
 def make_reloadable(model: Any) -> None:
+    """Undo what would make vLLM's layerwise reload skip modules."""
     for layer in model.modules():
         info = get_layerwise_info(layer)
         if info.can_load() and info.kernel_tensors is not None:
-            # An update that broke off: initialize_layerwise_reload would skip this half-filled
-            # layer (model_executor/model_loader/reload/layerwise.py:103).
+            # The last update failed: initialize_layerwise_reload would skip this half-filled layer
+            # (model_executor/model_loader/reload/layerwise.py:103).
             _place_kernel_tensors(layer, info)
             info.reset()
         method: Any = getattr(layer, "quant_method", None)
@@ -73,9 +188,10 @@ def make_reloadable(model: Any) -> None:
 
 
 def repack_output_heads(model: torch.nn.Module) -> None:
-    """A head tied to the embedding gets no weights of its own, so its oneDNN pack would stay old.
+    """Rebuild the oneDNN pack of an output head that is tied to the embedding; CPU only.
 
-    (model_executor/model_loader/reload/layerwise.py:271 puts its tensors back, unpacked.)
+    The head gets no weights of its own, so its pack would stay old
+    (model_executor/model_loader/reload/layerwise.py:271 puts its tensors back, unpacked).
     """
     if not current_platform.is_cpu():
         return
@@ -84,12 +200,13 @@ def repack_output_heads(model: torch.nn.Module) -> None:
             layer.quant_method.process_weights_after_loading(layer)
 
 
-def _raw_parameters(model: Any) -> dict[str, tuple[tuple[int, ...], str]]:
-    """Shape and dtype of each parameter before vLLM packs it, by name, in the order of modules.
+def _list_raw_parameters(model: Any) -> dict[str, tuple[tuple[int, ...], str]]:
+    """Return shape and dtype of each parameter before vLLM packs it, in the order of modules.
 
-    Those that are never on the meta device are written in place. The router's bias has two names.
+    Parameters in SKIP_TENSORS are never on the meta device and are written in place. The router's
+    bias has two names.
     """
-    found: dict[str, tuple[tuple[int, ...], str]] = {}
+    parameters: dict[str, tuple[tuple[int, ...], str]] = {}
     seen = set()
     for prefix, layer in model.named_modules():
         raw = dict(get_layerwise_info(layer).restore_metadata[0])
@@ -98,59 +215,68 @@ def _raw_parameters(model: Any) -> dict[str, tuple[tuple[int, ...], str]]:
                 raw[name] = parameter
                 seen.add(id(parameter))
         for name, tensor in raw.items():
-            found[f"{prefix}.{name}"] = tuple(tensor.shape), str(tensor.dtype).partition(".")[2]
-    return found
+            dtype = str(tensor.dtype).partition(".")[2]
+            parameters[f"{prefix}.{name}"] = tuple(tensor.shape), dtype
+    return parameters
 
 
-def _local_experts(model: Any) -> dict[str, tuple[int, ...]]:
-    """Under expert parallelism, which experts the rows of a stacked parameter are, in order."""
-    found = {}
+def _list_local_experts(model: Any) -> dict[str, tuple[int, ...]]:
+    """Return the expert of each row of the stacked parameters, under expert parallelism."""
+    experts = {}
     for prefix, layer in model.named_modules():
-        places = getattr(layer, "_expert_map", None)
-        if places is None:
+        local_ids = getattr(layer, "_expert_map", None)  # -1: on another worker
+        if local_ids is None:
             continue
-        order = places.argsort(stable=True)[-int((places >= 0).sum()) :]
+        order = local_ids.argsort(stable=True)[-int((local_ids >= 0).sum()) :]
         for name in get_layerwise_info(layer).restore_metadata[0]:
-            found[f"{prefix}.{name}"] = tuple(order.tolist())
-    return found
+            experts[f"{prefix}.{name}"] = tuple(order.tolist())
+    return experts
 
 
 class ShardWriter:
-    """Writes pieces into modules, each of which is made at its first piece and done at its last."""
+    """Writes received slices into modules.
+
+    A module is allocated at its first slice, and processed by vLLM after its last.
+    """
 
     def __init__(self, model: Any, generation_rank: int) -> None:
         self._model, self._rank = model, generation_rank
         self._modules = dict(model.named_modules())
-        # Checked pieces in their places: without checksums so far, and with them.
+        # Slices with a checksum to check, and the box of the parameter that they were copied to.
         self._written: list[tuple[ReceivedSlice, torch.Tensor]] = []
-        self._summed: list[tuple[list[ReceivedSlice], torch.Tensor]] = []
+        # The same slices when the boxes' checksums have been computed.
+        self._checksums: list[tuple[list[ReceivedSlice], torch.Tensor]] = []
 
     def write(self, pieces: Iterable[ReceivedSlice]) -> None:
-        """All pieces of a bucket: of a module that has begun, of those that they complete, others.
+        """Write all slices of a bucket, in an order that keeps at most one module incomplete.
 
-        So one module has begun and is not complete, at any time. Raises ValueError when the values
-        in a parameter are not the trainer's.
+        First the module begun by an earlier bucket, then modules that the bucket completes.
+
+        Raises:
+            ValueError: the values in a parameter are not the trainer's.
         """
         by_module: dict[str, list[ReceivedSlice]] = {}
         for piece in pieces:
-            by_module.setdefault(_split(piece.target)[0], []).append(piece)
-        for prefix in sorted(by_module, key=lambda prefix: self._turn(prefix, by_module[prefix])):
+            by_module.setdefault(_split_target(piece.target)[0], []).append(piece)
+        for prefix in sorted(by_module, key=lambda name: self._get_priority(name, by_module[name])):
             for piece in by_module[prefix]:
-                self._place(piece)
+                self._copy(piece)
         self._compute_checksums()
         self._check()
 
-    def _turn(self, prefix: str, pieces: list[ReceivedSlice]) -> tuple[bool, int]:
-        """Whether a module has yet to begin, and how many elements it will lack."""
+    def _get_priority(self, prefix: str, pieces: list[ReceivedSlice]) -> tuple[bool, int]:
+        """Return whether a module has not begun, and how many elements it lacks afterwards."""
         layer = self._modules.get(prefix)
         if layer is None:
             raise ValueError(f"{pieces[0].target}: vLLM has no such module")
         info = get_layerwise_info(layer)
-        counted = (p.data.numel() for p in pieces if _split(p.target)[1] not in SKIP_LOAD_TENSORS)
+        counted = (
+            p.data.numel() for p in pieces if _split_target(p.target)[1] not in SKIP_LOAD_TENSORS
+        )
         return info.load_numel == 0, get_layer_size(layer) - info.load_numel - sum(counted)
 
-    def _place(self, piece: ReceivedSlice) -> None:
-        prefix, name, index = _split(piece.target)
+    def _copy(self, piece: ReceivedSlice) -> None:
+        prefix, name, index = _split_target(piece.target)
         layer = self._modules[prefix]
         info = get_layerwise_info(layer)
         is_counted = name not in SKIP_LOAD_TENSORS
@@ -160,7 +286,7 @@ class ShardWriter:
             materialize_layer(layer, info)
             info.load_numel = _zero_padding(layer)
         parameter = getattr(layer, name).data
-        box = (parameter if index is None else parameter[index])[_slices(piece)]
+        box = (parameter if index is None else parameter[index])[_build_slices(piece)]
         if box.shape != piece.data.shape or box.dtype != piece.data.dtype:
             raise ValueError(
                 f"{piece.target}: {piece.data.dtype} {tuple(piece.data.shape)} does not fit at "
@@ -178,16 +304,16 @@ class ShardWriter:
     def _compute_checksums(self) -> None:
         if self._written:
             checksums = ops.compute_checksums((box, box.dtype) for _, box in self._written)
-            self._summed.append(([piece for piece, _ in self._written], checksums))
+            self._checksums.append(([piece for piece, _ in self._written], checksums))
             self._written = []
 
     def _check(self) -> None:
-        """Compare the values in parameters with the trainer's. A GPU is read once."""
-        if not self._summed:
+        """Compare checksums of parameters with the trainer's. Reads a GPU once."""
+        if not self._checksums:
             return
-        values = torch.cat([checksums for _, checksums in self._summed]).tolist()
-        pieces = [piece for some, _ in self._summed for piece in some]
-        self._summed = []
+        values = torch.cat([checksums for _, checksums in self._checksums]).tolist()
+        pieces = [piece for some, _ in self._checksums for piece in some]
+        self._checksums = []
         for piece, value in zip(pieces, values, strict=True):
             if piece.checksum is not None and value != piece.checksum:
                 received, expected = (f"{n % (1 << 64):016x}" for n in (value, piece.checksum))
@@ -198,7 +324,7 @@ class ShardWriter:
                 )
 
     def finish(self) -> None:
-        """Raises ValueError when a module did not get all of its parameters."""
+        """Check that every module got all of its parameters. Raises ValueError."""
         short = [
             prefix
             for prefix, layer in self._modules.items()
@@ -211,10 +337,10 @@ class ShardWriter:
             raise ValueError(f"{len(short)} modules did not get all weights: {short[:5]}")
 
 
-def _split(target: str) -> tuple[str, str, int | None]:
-    """Module, parameter and row of a stacked one.
+def _split_target(target: str) -> tuple[str, str, int | None]:
+    """Return module, parameter and row (of a stacked parameter) of a target.
 
-    >>> _split("model.layers.1.mlp.experts.w2_weight[3]")
+    >>> _split_target("model.layers.1.mlp.experts.w2_weight[3]")
     ('model.layers.1.mlp.experts', 'w2_weight', 3)
     """
     prefix, _, name = target.rpartition(".")
@@ -222,12 +348,16 @@ def _split(target: str) -> tuple[str, str, int | None]:
     return prefix, name, int(index[:-1]) if bracket else None
 
 
-def _slices(piece: ReceivedSlice) -> tuple[slice, ...]:
+def _build_slices(piece: ReceivedSlice) -> tuple[slice, ...]:
     return tuple(slice(o, o + n) for o, n in zip(piece.offset, piece.data.shape, strict=True))
 
 
 def _zero_padding(layer: Any) -> int:
-    """Set rows of a vocabulary that no token has to zero, as vLLM's loader does; their elements."""
+    """Zero the rows of a vocabulary that no token has, as vLLM's loader does.
+
+    Returns:
+        The number of elements.
+    """
     if not isinstance(layer, VocabParallelEmbedding):
         return 0
     padding = layer.weight.data[layer.shard_indices.num_org_elements :]
@@ -236,6 +366,49 @@ def _zero_padding(layer: Any) -> int:
 
 
 def _is_tied(model: Any, layer: Any) -> bool:
-    """A head that is the embedding: see _repack_output_heads."""
+    """Return whether a layer is an output head tied to the embedding."""
     tied = getattr(model.config, "tie_word_embeddings", False)
     return bool(tied) and isinstance(layer, ParallelLMHead)
+
+
+def build_float8_arguments(model_path: str, *, ep: bool) -> dict[str, Any]:
+    """Return vLLM's engine arguments for a checkpoint in float8 blocks; none for others.
+
+    vLLM itself handles other quantisations.
+    """
+    quantization = read_config(model_path).get("quantization_config")
+    if quantization is None:
+        has_files = any(Path(model_path).glob("*.safetensors"))
+        if not has_files or not CheckpointReader(model_path).is_quantized:
+            return {}
+    elif not fp8.is_block_format(quantization):
+        return {}
+    return {
+        "load_format": FLOAT8_FORMAT,
+        "hf_overrides": {"quantization_config": None},
+        # Experts of other workers are neither read nor dequantised.
+        "enable_ep_weight_filter": ep,
+    }
+
+
+def register_loader() -> None:
+    """Register our loader with vLLM, as one of its load formats."""
+    register_model_loader(FLOAT8_FORMAT)(_Float8Loader)
+
+
+class _Float8Loader(DefaultModelLoader):
+    """Loads checkpoints in float8 blocks (checkpoint/fp8.py) in the server's dtype.
+
+    Weights are dequantised as they are read, by the trainer's reader, and the model is built
+    without the quantisation: it takes the same shards as that of a plain checkpoint.
+    """
+
+    def get_all_weights(
+        self, model_config: ModelConfig, model: torch.nn.Module
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield name and values of each tensor that this worker needs."""
+        self.counter_before_loading_weights = time.perf_counter()
+        reader = CheckpointReader(model_config.model)
+        for name in reader.get_shapes():
+            if not should_skip_weight(name, self.local_expert_ids):
+                yield name, reader.read_tensor(name)

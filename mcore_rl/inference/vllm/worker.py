@@ -1,8 +1,8 @@
-"""Settings of a lane, patches of vLLM, the watchdog.
+"""vLLM's engine and worker processes: engine arguments by lane, patches, watchdog, sleep.
 
-The server process takes its settings from here. Engine and worker processes enter through
-`ServerName` as they are spawned, or through `owned_processes` as they are forked; workers get
-`WorkerExtension` (vLLM's `worker_extension_cls`) besides.
+The server process gets its engine arguments here. Engine and worker processes are set up through
+`ServerName` when they are spawned, or through `prepare_forks` when they are forked; workers also
+get `WorkerExtension` (vLLM's `worker_extension_cls`). Patches for CPUs alone are in cpu_patches.py.
 Upstream lines are those of vLLM 0.32.
 """
 
@@ -24,7 +24,8 @@ from typing import Any
 
 import psutil
 import torch
-from vllm.config import ModelConfig, set_current_vllm_config
+from vllm import envs
+from vllm.config import ModelConfig, VllmConfig, set_current_vllm_config
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.models import registry
 from vllm.platforms import current_platform
@@ -35,32 +36,30 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from mcore_rl.config.errors import ConfigError, PeerError
 from mcore_rl.config.schema import RolloutConfig
-from mcore_rl.inference.vllm import sleep as vllm_sleep
-from mcore_rl.inference.vllm.float8 import register_loader
-from mcore_rl.inference.vllm.nodes import meet_at_our_rendezvous
+from mcore_rl.inference.vllm.processes import use_worker_rendezvous
 from mcore_rl.inference.vllm.trace import TraceTaker
-from mcore_rl.inference.vllm.weights import make_reloadable, repack_output_heads
+from mcore_rl.inference.vllm.weights import make_reloadable, register_loader, repack_output_heads
 from mcore_rl.observability.process import skip_gc_at_exit
 from mcore_rl.observability.stacks import dump_stacks_on_signal
-from mcore_rl.parallel.gloo import guard_gloo
-from mcore_rl.parallel.rendezvous import interface_of, use_interface_towards
+from mcore_rl.parallel.network import find_interface, use_interface_towards
+from mcore_rl.parallel.store import guard_gloo
 
-BACKEND = "mcore_rl"  # the name of our engine in vLLM's registry of weight transfer engines
+BACKEND = "mcore_rl"  # name of our engine among vLLM's weight transfer engines
 START_METHOD = {"cpu": "fork", "cuda": "spawn"}  # of engine and worker processes
-_LOOK_S = 1.0  # how often a call looks whether its engine lives
+_POLL_S = 1.0  # how often a call checks that its engine lives
 
 
 class ServerName(str):
-    """A server as `<pid>-<random>`: its death ends its processes, its name is on their memory.
+    """Name of a server, `<pid>-<random>`: in the names of its processes' shared memory.
 
-    It travels in vLLM's config, which each process that vLLM spawns unpickles first of all: that is
-    where the process is made ours, before it can hang or allocate anything. It is the whole of
-    `additional_config`, which vLLM's key of compiled graphs asks for its hash (config/vllm.py:549):
-    servers of different names share what one of them compiled.
+    It is vLLM's `additional_config`. Each process that vLLM spawns first unpickles the config, and
+    is set up by that (`__reduce__`), before it can hang or allocate anything. All names have the
+    same hash for vLLM's cache of compiled graphs (config/vllm.py:549), so servers share it.
     """
 
     @classmethod
     def new(cls) -> ServerName:
+        """Make a name for a server in this process."""
         return cls(f"{os.getpid()}-{secrets.token_hex(4)}")
 
     @property
@@ -68,38 +67,39 @@ class ServerName(str):
         return int(self.partition("-")[0])
 
     def compute_hash(self) -> str:
+        """Return the part of vLLM's key of compiled graphs."""
         return "mcore_rl"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _enter_process, (str(self),)
+        return _set_up_process, (str(self),)
 
 
 class _Fork:
-    """While it lives, multiprocessing has each process that it forks enter through it."""
+    """While it lives, multiprocessing calls `set_up` in each process that it forks."""
 
     def __init__(self, server: ServerName) -> None:
         self._server = server
-        register_after_fork(self, _Fork.enter)
+        register_after_fork(self, _Fork.set_up)
 
-    def enter(self) -> None:
-        _enter_process(str(self._server))
-        _take_place()
+    def set_up(self) -> None:
+        """Set up the forked process."""
+        _set_up_process(str(self._server))
+        _pin_to_cores()
 
 
 @contextlib.contextmanager
-def owned_processes(server: ServerName) -> Iterator[None]:
-    """Inside, vLLM forks its processes on the CPU lane, and each becomes ours before all else.
+def prepare_forks(server: ServerName) -> Iterator[None]:
+    """Make vLLM fork its processes on the CPU lane, and set up each of them first.
 
-    A forked process need not import vLLM, which takes longer than all else that it does. CUDA must
-    not be forked: on the GPU lane processes are spawned. Enter in a thread that has not computed: a
-    process forked by one that has, in parallel, hangs when it does so too, for libgomp keeps the
-    names of helpers that a fork does not copy.
+    Forking saves the import of vLLM, the longest part of a start. A process with CUDA must not be
+    forked: on the GPU lane processes are spawned. Call this in a thread that has run no parallel
+    computation: libgomp would wait in the child for helper threads that a fork does not copy.
     """
-    # vLLM itself spawns on the CPU (platforms/cpu.py:413), and in an actor of Ray, that its
-    # processes may find Ray (utils/system_utils.py:130): ours have no business there.
+    # vLLM spawns on the CPU (platforms/cpu.py:413), and in a Ray actor, so that its processes can
+    # use Ray (utils/system_utils.py:130), which ours do not.
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = START_METHOD[current_platform.device_type]
     system_utils.is_in_ray_actor = lambda: False
-    _end_calls_with_their_engine()
+    _end_calls_of_dead_engines()
     fork = _Fork(server)  # multiprocessing keeps no reference
     try:
         yield
@@ -107,81 +107,113 @@ def owned_processes(server: ServerName) -> Iterator[None]:
         del fork
 
 
-def lane_arguments(
+def build_lane_arguments(
     config: RolloutConfig, name: ServerName, max_model_tokens: int, eager: bool
 ) -> dict[str, Any]:
-    """The engine arguments of this lane and of `WorkerExtension`. `eager`: compile no graphs.
+    """Return vLLM's engine arguments of this lane, and those of `WorkerExtension`.
 
-    Also sets the environment that engine and worker processes inherit; it stays, for a server owns
-    its process.
+    Also sets the environment that engine and worker processes inherit, for good: a server owns its
+    process.
+
+    Args:
+        eager: Compile no graphs.
     """
     # Workers are on this machine and their rendezvous is a file
-    # (v1/executor/multiproc_executor.py:143), but their gloo groups would listen where the host
-    # name points (distributed/parallel_state.py:509).
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", interface_of("127.0.0.1"))
-    # NCCL reads its variable once, so the group of the weights, which may be over several machines,
-    # has the interface of the workers' own groups.
+    # (v1/executor/multiproc_executor.py:143), but their gloo groups would listen on the address of
+    # the host name (distributed/parallel_state.py:509).
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", find_interface("127.0.0.1"))
+    # NCCL reads its variable once: the weights' group, which may span machines, uses the interface
+    # of the workers' own groups.
     if host := os.environ.get("RENDEZVOUS_HOST"):
         use_interface_towards(host, int(os.environ["RENDEZVOUS_PORT"]))
-    guard_gloo()  # in the server's process, which may be the worker's; others enter by _correct
+    guard_gloo()  # the server's process may be the worker's; others call it in _apply_patches
     arguments: dict[str, Any] = {
         "worker_extension_cls": f"{__name__}.{WorkerExtension.__name__}",
         "enforce_eager": eager,
         "additional_config": name,
     }
     if not current_platform.is_cpu():
-        # What a server takes is rollout.kv_cache_bytes and the model. This share of the GPU is only
-        # asked whether it is free (v1/worker/utils.py:716), which of a shared one it is not.
-        # Experts by Triton, vLLM's own choice on Hopper. On Blackwell that is FlashInfer's TRTLLM
-        # (fused_moe/oracle/unquantized.py:73), which routes inside its kernel, where no trace sees
-        # it, and reorders and pads weights that a trainer writes again each step (line 462).
+        # A server uses rollout.kv_cache_bytes and the model's size. vLLM only checks that this
+        # share of the GPU is free (v1/worker/utils.py:716), which it is not on a shared GPU.
+        # Experts by Triton, vLLM's default on Hopper. On Blackwell the default is FlashInfer's
+        # TRTLLM (fused_moe/oracle/unquantized.py:73), which routes inside its kernel, hidden from a
+        # trace, and reorders and pads weights that a trainer writes again each step (line 462).
         return arguments | {"gpu_memory_utilization": 0.01, "moe_backend": "triton"}
-    # Scheduler and worker in one process: half the start-up and 8 times the speed of two.
+    # Scheduler and worker in one process: half the start-up time and 8 times the speed of two.
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0" if config.tp == 1 else "1"
-    # Else a process imports vLLM again, for each architecture that is new to this machine
-    # (model_executor/models/registry.py:1079).
-    registry._run_in_subprocess = _inspect_here
-    # Compiling a few small functions takes longer than a small run gains by it, and a C++ compiler.
+    # vLLM inspects a model's class in a new process, which must not initialise CUDA, and imports
+    # vLLM again (model_executor/models/registry.py:1079): not needed on a CPU.
+    registry._run_in_subprocess = lambda inspect: inspect()
+    # Compiling a few small functions needs a C++ compiler, and takes longer than a small run gains.
     os.environ["TORCHDYNAMO_DISABLE"] = "1"
     if config.cores or config.tp > 1:
         num_workers = config.tp // config.nodes_per_server
-        os.environ["VLLM_CPU_OMP_THREADS_BIND"] = config.cores or _cores_shared_out(num_workers)
-    if config.cores and config.tp == 1:  # vLLM itself looks at them for workers of their own only
-        os.environ["OMP_PLACES"] = _place(parse_id_list(config.cores))
-    from mcore_rl.inference.vllm import (
-        cpu_ops as vllm_cpu_ops,  # here, for the processes that are forked from this
-    )
+        os.environ["VLLM_CPU_OMP_THREADS_BIND"] = config.cores or _split_cores(num_workers)
+    if config.cores and config.tp == 1:  # vLLM reads the bind above for several workers only
+        cores = ",".join(map(str, parse_id_list(config.cores)))
+        os.environ["OMP_PLACES"] = f"{{{cores}}}"
+    from mcore_rl.inference.vllm import cpu_patches
 
+    cpu_patches.use_compiled_ops()  # in this process, from which the others are forked
     return arguments | {
         "enforce_eager": True,
-        "kernel_config": vllm_cpu_ops.PRIORITY,
-        # On a CPU with AMX, MLA would run on kernels for bfloat16 and for sizes that 32 divides
-        # (platforms/cpu.py:156); other attention has a single backend there, whatever is asked.
+        "kernel_config": cpu_patches.PRIORITY,
+        # On a CPU with AMX, MLA's default kernels are for bfloat16 and for sizes that 32 divides
+        # (platforms/cpu.py:156). Other attention has a single backend there, and ignores this.
         "attention_backend": "CPU_MLA",
-        # Of tokens that prompts share only whole blocks are computed once. vLLM's own 128 tokens
-        # are more than many a prompt has; latent attention has 16, whatever is asked.
+        # Full blocks that prompts share are computed once. vLLM's default of 128 tokens is longer
+        # than many prompts; latent attention always has 16.
         "block_size": 32,
-        # A seeded request with a chunked prompt rewinds its generator, which one on the CPU
+        # A seeded request with a chunked prompt rewinds its generator, which a CPU generator
         # refuses: the engine dies (v1/worker/gpu_model_runner.py:3502).
         "enable_chunked_prefill": False,
         "max_num_batched_tokens": max(8192, max_model_tokens),
     }
 
 
-def sleep_arguments(can_sleep: bool) -> dict[str, Any]:
-    """On the CPU lane every worker can (inference/vllm/sleep.py)."""
+def build_sleep_arguments(can_sleep: bool) -> dict[str, Any]:
+    """Return vLLM's engine arguments for sleep. On the CPU lane every worker can."""
     return {"enable_sleep_mode": can_sleep and not current_platform.is_cpu()}
 
 
-def _inspect_here(inspect: Callable[[], Any]) -> Any:
-    """What vLLM asks of a model's class, which must not initialise CUDA where there is any."""
-    return inspect()
+def build_expert_arguments(records_experts: bool) -> dict[str, Any]:
+    """Return vLLM's engine arguments for recorded experts; patch the runner on the CPU lane.
+
+    Raises:
+        ConfigError: VLLM_USE_V2_MODEL_RUNNER selects the runner of GPUs that records none.
+    """
+    if records_experts and current_platform.is_cpu():
+        from mcore_rl.inference.vllm import cpu_patches
+
+        cpu_patches.record_experts()
+    elif records_experts and envs.VLLM_USE_V2_MODEL_RUNNER is False:
+        raise ConfigError(
+            "actor.moe.router_replay='rollout': vLLM's model runner V1 records no experts, and "
+            "VLLM_USE_V2_MODEL_RUNNER=0 asks for it; allowed: 1, or unset"
+        )
+    return {"enable_return_routed_experts": records_experts}
+
+
+def check_recorded_experts(config: VllmConfig) -> None:
+    """Check the one of vLLM's rules (config/vllm.py:1135) that our settings can break on a CPU.
+
+    Raises:
+        ConfigError: there is no prefix cache.
+    """
+    if config.aux_output_config.enabled and not config.cache_config.enable_prefix_caching:
+        raise ConfigError(
+            "the experts of a token cannot be recorded: vLLM keeps them by the blocks of its "
+            "prefix cache, and has none for latent attention on a CPU (platforms/cpu.py:526)"
+        )
 
 
 def check_heads(model: ModelConfig) -> None:
-    """Raises ConfigError for attention heads that the CPU lane's kernels were not compiled for.
+    """Check that the CPU lane has kernels for the model's attention heads.
 
-    vLLM notices at the first request, and the engine dies of it.
+    vLLM would notice at the first request, and the engine would die.
+
+    Raises:
+        ConfigError: the kernels were not compiled for their size.
     """
     if not current_platform.is_cpu():
         return
@@ -198,42 +230,38 @@ def check_heads(model: ModelConfig) -> None:
         )
 
 
-def _cores_shared_out(num_workers: int) -> str:
-    """This process's cores, split among the workers: vLLM itself wants a NUMA node for each."""
+def _split_cores(num_workers: int) -> str:
+    """Split this process's cores among the workers. vLLM would need a NUMA node for each."""
     cores = sorted(os.sched_getaffinity(0))
     shares = [cores[worker::num_workers] or cores for worker in range(num_workers)]
     return "|".join(",".join(map(str, share)) for share in shares)
 
 
-def _place(cores: list[int]) -> str:
-    return f"{{{','.join(map(str, cores))}}}"
+def _pin_to_cores() -> None:
+    """Pin this process to the cores in OMP_PLACES, with a thread on each.
 
-
-def _take_place() -> None:
-    """Runs on the cores that OMP_PLACES names as vLLM starts a worker, on a thread each.
-
-    (utils/ompmultiprocessing.py:81.) A spawned worker reads that as it loads OpenMP, a forked one
-    has loaded it.
+    vLLM sets OMP_PLACES as it starts a worker (utils/ompmultiprocessing.py:81). A spawned worker
+    reads it when it loads OpenMP; a forked one has loaded OpenMP already.
     """
-    place = os.environ.get("OMP_PLACES", "")
-    if place.startswith("{"):
-        cores = [int(core) for core in place.strip("{}").split(",")]
+    places = os.environ.get("OMP_PLACES", "")
+    if places.startswith("{"):
+        cores = [int(core) for core in places.strip("{}").split(",")]
         os.sched_setaffinity(0, cores)
         torch.set_num_threads(len(cores))
 
 
 @functools.cache
-def _end_calls_with_their_engine() -> None:
-    """A call of all but `generate` waits for ever when the engine dies of it, or meanwhile.
+def _end_calls_of_dead_engines() -> None:
+    """Make calls other than `generate` raise EngineDeadError when the engine dies.
 
-    (v1/engine/core_client.py:1291: nobody fails its future.) It raises EngineDeadError instead.
+    vLLM does not fail their futures (v1/engine/core_client.py:1291): they would wait for ever.
     """
     upstream = AsyncMPClient._call_utility_async
 
     async def call(client: AsyncMPClient, *args: Any, **kwargs: Any) -> Any:
         answer = asyncio.ensure_future(upstream(client, *args, **kwargs))
         try:
-            while not (await asyncio.wait({answer}, timeout=_LOOK_S))[0]:
+            while not (await asyncio.wait({answer}, timeout=_POLL_S))[0]:
                 if client.resources.engine_dead:
                     raise EngineDeadError
             return answer.result()
@@ -252,16 +280,15 @@ def remove_shared_memory(server: ServerName) -> None:
 def _remove_mapped_memory() -> None:
     """Unlink this process's message queues and semaphores.
 
-    Python's resource tracker would, unless it was killed with the server, as Ray kills an actor's
-    children.
+    Python's resource tracker does so, unless it was killed, too: Ray kills an actor's children.
     """
     maps = Path("/proc/self/maps").read_text().splitlines()
     # By inode: a semaphore is mapped under a temporary name before it gets its own.
-    mine = {int(line.split(None, 5)[4]) for line in maps if " /dev/shm/" in line}
+    mapped = {int(line.split(None, 5)[4]) for line in maps if " /dev/shm/" in line}
     for pattern in ("psm_*", "sem.mp-*"):
         for file in Path("/dev/shm").glob(pattern):
             with contextlib.suppress(FileNotFoundError):
-                if file.stat().st_ino in mine:
+                if file.stat().st_ino in mapped:
                     file.unlink()
 
 
@@ -273,22 +300,22 @@ def _remove_rendezvous() -> None:
 
 
 class WorkerExtension(TraceTaker):
-    """All that `collective_rpc` may call on a worker besides vLLM's own."""
+    """Methods of a worker for `collective_rpc`, besides vLLM's own."""
 
     vllm_config: Any
     start_weight_update: Callable[[], None]
 
     def attempt(self, method: str, arguments: dict[str, Any]) -> tuple[str, bool] | None:
-        """Call a method. What it raises comes back: why, and whether a peer is blamed."""
+        """Call a method. Return its error, and whether that blames a peer; None if it succeeded."""
         try:
             with set_current_vllm_config(self.vllm_config), torch.no_grad():
                 getattr(self, method)(**arguments)
-        except Exception as error:  # noqa: BLE001 (told to the server, which raises)
+        except Exception as error:  # noqa: BLE001 (the server raises it)
             return f"{type(error).__name__}: {error}", isinstance(error, PeerError)
         return None
 
     def begin_weight_update(self) -> None:
-        """vLLM's start of an update, after one that failed too.
+        """Start vLLM's phase of an update, also after one that failed.
 
         A worker that got its part of the failed one is still in it (v1/worker/gpu_worker.py:1534).
         """
@@ -296,47 +323,26 @@ class WorkerExtension(TraceTaker):
         self.start_weight_update()
 
     def load_checkpoint(self, path: str) -> None:
-        """All weights from a Hugging Face folder, by vLLM's own reload."""
+        """Load all weights from a Hugging Face folder, by vLLM's own reload."""
         model = self.model_runner.get_model()
         make_reloadable(model)
         self.model_runner.reload_weights(weights_path=path)
         repack_output_heads(model)
 
-    def kept_bytes(self) -> tuple[int, int]:
-        """Of the weights, and of the KV cache."""
-        return vllm_sleep.kept_bytes(self.model_runner)
-
-
-def _route_local_experts() -> None:
-    """The CPU experts ignore `expert_map`, which ends expert parallelism in a native crash.
-
-    (model_executor/layers/fused_moe/experts/cpu_moe.py:249.) Map the ids to local ones and give the
-    experts of other ranks no weight.
-    """
-    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
-
-    upstream = CPUUnquantizedExperts.apply
-
-    def apply(self: Any, *args: Any, **kwargs: Any) -> None:
-        names = ["output", "hidden_states", "w1", "w2", "topk_weights", "topk_ids", "activation"]
-        names += ["global_num_experts", "expert_map"]
-        kwargs |= dict(zip(names, args, strict=False))
-        expert_map = kwargs.pop("expert_map")
-        if expert_map is not None:
-            ids = kwargs["topk_ids"]
-            local = expert_map[ids.long()]
-            kwargs["topk_ids"] = local.clamp(min=0).to(ids.dtype)
-            kwargs["topk_weights"] = kwargs["topk_weights"].masked_fill(local < 0, 0.0)
-        upstream(self, *args[len(names) :], expert_map=None, **kwargs)
-
-    CPUUnquantizedExperts.apply = apply
+    def measure_memory(self) -> tuple[int, int]:
+        """Return the bytes of the weights and of the KV cache; 0 when asleep."""
+        runner = self.model_runner
+        if not current_platform.is_cpu():
+            return _sum_mapped_bytes("weights"), _sum_mapped_bytes("kv_cache")
+        weights = sum(storage.nbytes() for storage in _list_weights(runner.get_model()))
+        return weights, sum(storage.nbytes() for storage in _list_kv_caches(runner))
 
 
 def _name_shared_memory(server: ServerName) -> None:
-    """Give the workers' shared memory a name that is this server's own.
+    """Put the server's name into the names of the workers' shared memory.
 
-    Upstream's is empty under `external_launcher` (v1/worker/cpu_worker.py:148), so that segments of
-    two jobs collide, and anonymous otherwise, so that leftovers cannot be told from a neighbour's.
+    vLLM's name is empty under `external_launcher` (v1/worker/cpu_worker.py:148), so that segments
+    of two jobs collide, and random otherwise, so that leftovers belong to no server.
     """
     from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
 
@@ -349,8 +355,8 @@ def _name_shared_memory(server: ServerName) -> None:
 
 
 @functools.cache  # a process may unpickle its config more than once
-def _die_with(server: ServerName, pid: int) -> None:
-    """End this process, `pid`, when the server process is gone, however it went.
+def _start_watchdog(server: ServerName, pid: int) -> None:
+    """End this process, `pid`, when the server process has ended, for whatever reason.
 
     vLLM's engine process does not notice a server killed by SIGKILL and would live on: for minutes
     while it starts, for ever once it runs.
@@ -369,31 +375,31 @@ def _die_with(server: ServerName, pid: int) -> None:
 
 
 def _kill_importing_workers() -> None:
-    """End workers of this engine process that do not watch the server yet: for many seconds.
+    """Kill this engine process's workers that are still importing, and have no watchdog yet.
 
-    They have no memory to tidy up. Those that watch have, and vLLM has given them a name.
+    They have no shared memory. vLLM has named the others, so their command line differs.
     """
-    for child in psutil.Process().children():  # multiprocessing lists one only when it has started
+    for child in psutil.Process().children():  # multiprocessing lists only those that have started
         with contextlib.suppress(psutil.NoSuchProcess):
             if any("spawn_main" in word for word in child.cmdline()):
                 child.kill()
 
 
-def _enter_process(name: str) -> ServerName:
+def _set_up_process(name: str) -> ServerName:
     server = ServerName(name)
-    if os.getpid() != server.pid:  # else a copy inside the server itself
+    if os.getpid() != server.pid:  # the server's process unpickles copies, too
         os.setpgid(0, 0)  # Ctrl-C in a terminal is for the server alone
-        _die_with(server, os.getpid())
+        _start_watchdog(server, os.getpid())
         dump_stacks_on_signal()
-        _correct(server)
+        _apply_patches(server)
     return server
 
 
-@functools.cache  # what an engine has patched is patched in a worker that it forks
-def _correct(server: ServerName) -> None:
+@functools.cache  # a worker that an engine forks has its patches
+def _apply_patches(server: ServerName) -> None:
     skip_gc_at_exit()
     guard_gloo()
-    meet_at_our_rendezvous()
+    use_worker_rendezvous()
     register()
     if current_platform.is_cpu():
         _name_shared_memory(server)
@@ -401,10 +407,117 @@ def _correct(server: ServerName) -> None:
 
 @functools.cache  # vLLM loads plugins in each of its processes, some of which are forks
 def register() -> None:
-    """What any vLLM process needs to be fed by a trainer: vLLM's plugin of this package."""
-    module = "mcore_rl.inference.vllm.transfer"
+    """Prepare a vLLM process for updates by a trainer: this package's plugin of vLLM."""
+    module = "mcore_rl.inference.vllm.weights"
     WeightTransferEngineFactory.register_engine(BACKEND, module, "ShardTransferEngine")
-    vllm_sleep.install()
+    _patch_sleep()
     register_loader()
     if current_platform.is_cpu():
-        _route_local_experts()
+        from mcore_rl.inference.vllm import cpu_patches
+
+        cpu_patches.map_expert_ids()
+
+
+def _patch_sleep() -> None:
+    """Give vLLM's CPU worker a sleep; make the workers of both lanes wake with an empty KV cache.
+
+    vLLM's sleep is a no-op on a CPU (v1/worker/cpu_worker.py:179). Ours frees the storages of
+    weights and KV cache and allocates them again, so that tensors that refer to them stay valid.
+    Values are discarded, as in vLLM's sleep level 2 on a GPU. Reading a freed storage would end the
+    process, so the server runs nothing meanwhile (inference/vllm/lifecycle.py).
+    """
+    if current_platform.is_cpu():
+        from vllm.v1.worker.cpu_worker import CPUWorker
+
+        CPUWorker.sleep, CPUWorker.wake_up = _sleep_on_cpu, clear_woken_cache(_wake_on_cpu)
+    else:
+        from vllm.v1.worker.gpu_worker import Worker
+
+        Worker.wake_up = clear_woken_cache(Worker.wake_up)
+
+
+def clear_woken_cache(wake_up: Callable[..., None]) -> Callable[..., None]:
+    """Extend a worker's `wake_up`: it zeroes the KV cache that it allocates.
+
+    vLLM's (v1/worker/gpu_worker.py:332) leaves old memory contents. Attention multiplies slots that
+    were never written by 0, which a NaN in them survives.
+    """
+
+    @functools.wraps(wake_up)
+    def wake(worker: Any, tags: list[str] | None = None) -> None:
+        wake_up(worker, tags)
+        if tags is None or "kv_cache" in tags:
+            for storage in _list_kv_caches(worker.model_runner):
+                zeros = torch.empty(0, dtype=torch.uint8, device=storage.device)
+                zeros.set_(storage).zero_()
+
+    return wake
+
+
+def _sleep_on_cpu(worker: Any, level: int = 1) -> None:
+    if level != 2:
+        raise ValueError(f"sleep of level {level} on a CPU; there is level 2")
+    model = worker.model_runner.get_model()
+    worker._asleep = {
+        "weights": [(storage, storage.nbytes()) for storage in _list_weights(model)],
+        "kv_cache": [
+            (storage, storage.nbytes()) for storage in _list_kv_caches(worker.model_runner)
+        ],
+    }
+    for storages in worker._asleep.values():
+        for storage, _ in storages:
+            storage.resize_(0)
+    for module in model.modules():
+        if hasattr(module, "cpu_linear"):  # it has oneDNN's pack of the weight
+            module.cpu_linear = _refuse_to_run
+
+
+def _wake_on_cpu(worker: Any, tags: list[str] | None = None) -> None:
+    for tag in tags or list(worker._asleep):
+        for storage, num_bytes in worker._asleep.pop(tag):
+            storage.resize_(num_bytes)
+
+
+def _refuse_to_run(*_: Any) -> torch.Tensor:
+    raise RuntimeError("this layer has had no weights since it slept")
+
+
+def _sum_mapped_bytes(tag: str) -> int:
+    """Return the mapped bytes of a tag on a GPU, where sleep unmaps memory of unchanged tensors."""
+    from vllm.device_allocator.cumem import CuMemAllocator
+
+    allocations = CuMemAllocator.get_instance().pointer_to_data.values()
+    return sum(data.handle[1] for data in allocations if data.tag == tag and not data.is_asleep)
+
+
+def _list_weights(model: torch.nn.Module) -> list[torch.UntypedStorage]:
+    """Return the storages of parameters, and of what vLLM derives from them for MLA."""
+
+    def tensors() -> Iterator[torch.Tensor]:
+        yield from model.parameters()
+        for module in model.modules():
+            for name in ("W_UV", "W_UK_T"):  # plain attributes
+                if isinstance(tensor := vars(module).get(name), torch.Tensor):
+                    yield tensor
+
+    for tensor in tensors():
+        if not tensor.untyped_storage().resizable():  # a mapped file
+            tensor.data = tensor.data.clone()
+    return _list_storages(tensors())
+
+
+def _list_kv_caches(model_runner: Any) -> list[torch.UntypedStorage]:
+    def tensors() -> Iterator[torch.Tensor]:
+        for cache in model_runner.kv_caches:
+            yield from cache if isinstance(cache, list) else [cache]
+
+    return _list_storages(tensors())
+
+
+def _list_storages(tensors: Iterator[torch.Tensor]) -> list[torch.UntypedStorage]:
+    """Return each storage once, also if several tensors share it."""
+    storages: dict[int, torch.UntypedStorage] = {}
+    for tensor in tensors:
+        storage = tensor.untyped_storage()
+        storages[storage._cdata] = storage
+    return list(storages.values())

@@ -70,7 +70,7 @@ class ModelledRun:
     samples_per_s: float
     step_s: float
     trainer_waits_s: float  # a step, for samples
-    servers_idle_s: float  # a step; see IdleTime
+    servers_idle_s: float  # a step; see IdleTimer
     slots_used: float  # the share of slots with a response, over the run
     mean_age: float  # of a token, in versions
     max_age: int

@@ -22,8 +22,11 @@ import time
 from collections.abc import Callable, Sequence
 from typing import IO, Any
 
-from mcore_rl.parallel.rendezvous import RendezvousEndpoint
-from mcore_rl.parallel.rendezvous_client import LateError, RendezvousClient
+from mcore_rl.parallel.rendezvous import (
+    RendezvousClient,
+    RendezvousEndpoint,
+    RendezvousTimeoutError,
+)
 from mcore_rl.tools.doctor.checks import list_gpus
 from mcore_rl.tools.doctor.report import Bandwidth, NodeReport
 
@@ -46,7 +49,7 @@ def measure_bandwidth(
     client.set(f"ranks/{number}", str(num_gpus).encode())
     try:
         counts_by_node = client.get([f"ranks/{other}" for other in range(len(nodes))], limit_s)
-    except LateError as error:
+    except RendezvousTimeoutError as error:
         late = ", ".join(nodes[int(key.partition("/")[2])] for key in error.keys)
         value = f"not measured: {late} did not come in {limit_s:.0f} s"
         report.add(_CHECK, "fail", value, "all nodes", "see their own findings")
@@ -95,7 +98,7 @@ def _run_ranks(
 ) -> str:
     """Return the output of the first rank; if a rank fails, add a finding and return ""."""
     first = sum(counts[:number])
-    common = os.environ | endpoint.environment() | {"WORLD_SIZE": str(sum(counts))}
+    common = os.environ | endpoint.to_environment() | {"WORLD_SIZE": str(sum(counts))}
     common.setdefault("OMP_NUM_THREADS", "1")
     command = [sys.executable, "-m", _MODULE, backend, str(limit_s), *map(str, counts)]
     processes: list[subprocess.Popen[bytes]] = []

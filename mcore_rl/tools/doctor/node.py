@@ -23,8 +23,14 @@ from pathlib import Path
 from typing import Any
 
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.parallel.rendezvous import RendezvousEndpoint, RendezvousServer, address_of
-from mcore_rl.parallel.rendezvous_client import LateError, LostError, RendezvousClient
+from mcore_rl.parallel.network import find_address
+from mcore_rl.parallel.rendezvous import (
+    RendezvousClient,
+    RendezvousConnectionError,
+    RendezvousEndpoint,
+    RendezvousServer,
+    RendezvousTimeoutError,
+)
 from mcore_rl.tools.doctor import checks
 from mcore_rl.tools.doctor.report import DoctorRequest, NodeReport
 
@@ -35,14 +41,14 @@ _NUM_CLOCK_READINGS = 10  # the one with the shortest round trip counts
 def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # files are removed
     name = os.environ.get("SLURMD_NODENAME", "")
-    examine(RendezvousEndpoint.from_environment(), int(os.environ["SLURM_NODEID"]), name)
+    examine(RendezvousEndpoint.read_environment(), int(os.environ["SLURM_NODEID"]), name)
 
 
 def examine(endpoint: RendezvousEndpoint, number: int, name: str = "") -> None:
     """Examine this node, the `number`-th, by the request at the rendezvous; send the report there.
 
     Raises:
-        LostError, LateError: The coordinator is gone.
+        RendezvousConnectionError, RendezvousTimeoutError: The coordinator is gone.
     """
     client = RendezvousClient(endpoint, number, number + 1, _CONNECT_S * 2)
     with contextlib.closing(client):
@@ -144,7 +150,7 @@ class _Node:
     def _find_address(self) -> str:
         """Return the address of the interface, or else that by which it reached the coordinator."""
         interface = self._request.interface
-        return address_of(interface) if interface else self._client.own_address
+        return find_address(interface) if interface else self._client.own_address
 
     def _check_peers(self) -> None:
         self._set_activity("waiting for the other nodes")
@@ -157,7 +163,7 @@ class _Node:
         self._check_network(entries)
         self._set_activity(f"reading in {self._request.output_dir}")
         self._check_shared_path(entries)
-        readings = [self._client.clock() for _ in range(_NUM_CLOCK_READINGS)]
+        readings = [self._client.measure_clock_offset() for _ in range(_NUM_CLOCK_READINGS)]
         best = min(readings, key=lambda reading: reading[1])
         self._report.clock_s, self._report.clock_bound_s = best
 
@@ -166,7 +172,7 @@ class _Node:
         keys = {f"{kind}/{peer}": peer for peer in self._peers}
         try:
             values = self._client.get(list(keys), self._wait_s)
-        except LateError as error:
+        except RendezvousTimeoutError as error:
             keys = {key: peer for key, peer in keys.items() if key not in error.keys}
             values = self._client.get(list(keys), _CONNECT_S)
         return dict(zip(keys.values(), values, strict=True))
@@ -189,7 +195,7 @@ class _Node:
         endpoint = RendezvousEndpoint(**entry["endpoint"])
         try:
             RendezvousClient(endpoint, self._number, 0, _CONNECT_S).close()
-        except LostError as error:
+        except RendezvousConnectionError as error:
             return str(error.__cause__ or error)
         return ""
 

@@ -21,8 +21,13 @@ from dataclasses import asdict
 from typing import Protocol
 
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.parallel.rendezvous import RendezvousEndpoint, RendezvousServer, address_of
-from mcore_rl.parallel.rendezvous_client import LateError, RendezvousClient
+from mcore_rl.parallel.network import find_address
+from mcore_rl.parallel.rendezvous import (
+    RendezvousClient,
+    RendezvousEndpoint,
+    RendezvousServer,
+    RendezvousTimeoutError,
+)
 from mcore_rl.tools.doctor import node
 from mcore_rl.tools.doctor.checks import list_requirements
 from mcore_rl.tools.doctor.report import (
@@ -105,7 +110,7 @@ class SlurmNodes:
                 "once, without srun, or with --on=this"
             )
         self.nodes = _run_scontrol("scontrol", "show", "hostnames", listed).split()
-        self.address = address_of(interface)
+        self.address = find_address(interface)
         self._srun: subprocess.Popen[bytes] | None = None
         self._output = tempfile.TemporaryFile()  # noqa: SIM115 (it lives as long as this)
 
@@ -118,7 +123,7 @@ class SlurmNodes:
         ]  # fmt: skip
         self._srun = subprocess.Popen(
             [*command, sys.executable, "-m", node.__name__],
-            env=os.environ | endpoint.environment(),
+            env=os.environ | endpoint.to_environment(),
             stdin=subprocess.DEVNULL,
             stdout=self._output,
             stderr=self._output,
@@ -204,7 +209,7 @@ def _gather_reports(
         is_last = launcher.ended() or time.monotonic() >= deadline
         try:
             values = client.get(keys, 0.0 if is_last else _POLL_S)
-        except LateError as error:
+        except RendezvousTimeoutError as error:
             if not is_last:
                 continue
             keys = [key for key in keys if key not in error.keys]
@@ -224,7 +229,7 @@ def _read_activity(client: RendezvousClient, number: int) -> str:
     """Return the last activity of a node; empty if it has never come."""
     try:
         return client.get([f"at/{number}"], 0.0)[0].decode()
-    except LateError:
+    except RendezvousTimeoutError:
         return ""
 
 

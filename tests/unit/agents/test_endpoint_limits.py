@@ -269,7 +269,7 @@ def test_requests_wait_while_the_weights_are_replaced():
 
         async def program(task: Task, base_url: str, api_key: str) -> None:
             runner.gate.hold("sleep")
-            with runner.gate.held("update"):
+            with runner.gate.hold_during("update"):
                 asked = asyncio.create_task(said(client(base_url, api_key), ASKED))
                 await asyncio.sleep(0.5)
             await asyncio.sleep(0.2)

@@ -48,7 +48,7 @@ class Scripted:
     experts_from: list[int | None] = field(default_factory=list)
 
     @asynccontextmanager
-    async def held(self) -> AsyncIterator[None]:
+    async def start_together(self) -> AsyncIterator[None]:
         yield
 
     async def submit(

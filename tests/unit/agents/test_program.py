@@ -23,7 +23,7 @@ from mcore_rl.config.schema import AgentConfig
 from mcore_rl.data.sample import Sample
 from mcore_rl.inference.protocol import SamplingParams
 from mcore_rl.rewards.base import RewardError
-from mcore_rl.rollout.loop_thread import LoopThread
+from mcore_rl.rollout.worker import EventLoopThread
 from tests.pages import ROOT
 from tests.unit.agents.test_loops import MESSAGES, TOKENIZER, Scripted, is_42
 
@@ -53,7 +53,7 @@ def run(command: str, says: list[str], variables: str = "", **config) -> list[Sa
         finally:
             await runner.close()
 
-    return LoopThread(60).wait(work())  # as a server's worker has it
+    return EventLoopThread(60).run(work())  # as a server's worker has it
 
 
 def test_a_command_finds_its_session_and_its_row_in_the_environment(tmp_path, monkeypatch):
@@ -131,7 +131,7 @@ def test_no_more_commands_run_at_once_than_are_allowed(tmp_path):
         await runner.close()
         return told
 
-    assert [text[-3:].strip() for text in LoopThread(60).wait(work())] == ["3:"] * 3
+    assert [text[-3:].strip() for text in EventLoopThread(60).run(work())] == ["3:"] * 3
 
 
 def assert_gone(pid: int) -> None:

@@ -97,7 +97,7 @@ def test_a_request_and_its_answer_come_through_but_for_versions():
             ]
             new = [part async for part in remote.stream([7], SAMPLING)]
             assert [(part.index, part.token_ids) for part in new] == [(0, [1, 2]), (1, [3])]
-            async with remote.held():
+            async with remote.start_together():
                 pass
 
     run(work)

@@ -35,7 +35,7 @@ class Echo:
         self.asked = []
 
     @asynccontextmanager
-    async def held(self):
+    async def start_together(self):
         yield
 
     async def submit(self, prompt_ids, sampling):
@@ -108,7 +108,7 @@ class Holding(Echo):
         self.is_held, self.were_held, self._fault = False, [], fault
 
     @asynccontextmanager
-    async def held(self):
+    async def start_together(self):
         await asyncio.sleep(0.01)
         if self._fault:
             raise OSError(self._fault)

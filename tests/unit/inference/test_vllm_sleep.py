@@ -1,11 +1,11 @@
-"""A worker that wakes: what its KV cache holds."""
+"""The KV cache of a worker that wakes is zero."""
 
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from mcore_rl.inference.vllm.sleep import clear_woken_cache
+from mcore_rl.inference.vllm.worker import clear_woken_cache
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""What a trace keeps of a model that runs in several steps and works in place, as vLLM's do."""
+"""A trace of a model that runs in several steps and works in place, as vLLM's models do."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -92,7 +92,7 @@ def _worker(model: nn.Module, rank: int) -> TraceTaker:
 
 def _read(worker: TraceTaker, shapes: dict[str, list[int]]) -> dict[str, torch.Tensor]:
     return {
-        name: torch.frombuffer(bytearray(worker.traced_tensor(name)), dtype=torch.float32).view(
+        name: torch.frombuffer(bytearray(worker.pop_traced_tensor(name)), dtype=torch.float32).view(
             shape
         )
         for name, shape in shapes.items()
@@ -138,7 +138,7 @@ def test_other_ranks_keep_nothing_that_they_do_not_compute_with_and_answer_nothi
     worker.start_trace()
     model(torch.arange(_VOCAB))
     assert worker.end_trace() == {}
-    assert worker.traced_tensor("model.norm") == b""
+    assert worker.pop_traced_tensor("model.norm") == b""
     assert set(worker._traced) == {"model.norm", "lm_head"}
 
 

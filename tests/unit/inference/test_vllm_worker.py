@@ -1,4 +1,4 @@
-"""What a server hands to vLLM, as vLLM's own config takes it."""
+"""Engine arguments of a server, and methods of its workers, against vLLM itself."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ if TYPE_CHECKING:  # importing vLLM takes seconds, and every worker of a test ru
     from mcore_rl.inference.vllm.worker import ServerName
 
 
-def config_of(name: ServerName) -> VllmConfig:
+def make_config(name: ServerName) -> VllmConfig:
     from vllm.config import VllmConfig
 
-    from mcore_rl.inference.vllm.worker import lane_arguments
+    from mcore_rl.inference.vllm.worker import build_lane_arguments
 
-    arguments = lane_arguments(RolloutConfig(), name, max_model_tokens=64, eager=False)
+    arguments = build_lane_arguments(RolloutConfig(), name, max_model_tokens=64, eager=False)
     return VllmConfig(additional_config=arguments["additional_config"])
 
 
@@ -34,51 +34,51 @@ def test_servers_of_different_names_share_compiled_graphs(monkeypatch):
 
     from mcore_rl.inference.vllm.worker import ServerName
 
-    monkeypatch.setattr("os.environ", {})  # lane_arguments sets those of a process of its own
+    monkeypatch.setattr("os.environ", {})  # build_lane_arguments sets those of a process of its own
     first, second = ServerName.new(), ServerName.new()
     assert first != second
-    assert config_of(first).compute_hash() == config_of(second).compute_hash()
-    assert config_of(first).compute_hash() != VllmConfig().compute_hash()
+    assert make_config(first).compute_hash() == make_config(second).compute_hash()
+    assert make_config(first).compute_hash() != VllmConfig().compute_hash()
 
 
-def test_the_name_travels_in_the_config(monkeypatch):
+def test_the_name_is_unpickled_with_the_config(monkeypatch):
     from mcore_rl.inference.vllm.worker import ServerName
 
     monkeypatch.setattr("os.environ", {})
     name = ServerName.new()
-    copy = pickle.loads(pickle.dumps(config_of(name))).additional_config
+    copy = pickle.loads(pickle.dumps(make_config(name))).additional_config
     assert isinstance(copy, ServerName) and copy == name and copy.pid == name.pid
 
 
 @pytest.mark.parametrize("is_cpu", [True, False])
-def test_the_arguments_of_a_lane_are_vllms(monkeypatch, is_cpu):
+def test_arguments_of_a_lane_are_engine_arguments_of_vllm(monkeypatch, is_cpu):
     from vllm.engine.arg_utils import AsyncEngineArgs
 
     from mcore_rl.inference.vllm import worker as vllm_worker
 
     monkeypatch.setattr("os.environ", {})
     monkeypatch.setattr(type(vllm_worker.current_platform), "is_cpu", lambda _: is_cpu)
-    given = vllm_worker.lane_arguments(
+    given = vllm_worker.build_lane_arguments(
         RolloutConfig(), vllm_worker.ServerName.new(), max_model_tokens=64, eager=False
     )
     assert given.keys() <= {field.name for field in fields(AsyncEngineArgs)}
     assert given["enforce_eager"] is is_cpu
 
 
-@pytest.mark.parametrize(("named", "expected"), [("", "=lo"), ("ib0", "ib0")])
-def test_nccl_of_a_server_uses_the_interface_of_its_rank(monkeypatch, named, expected):
+@pytest.mark.parametrize(("interface", "expected"), [("", "=lo"), ("ib0", "ib0")])
+def test_nccl_of_a_server_uses_the_interface_of_its_rank(monkeypatch, interface, expected):
     from mcore_rl.inference.vllm.worker import ServerName
 
     environment = {"RENDEZVOUS_HOST": "127.0.0.1", "RENDEZVOUS_PORT": "9"}
-    environment |= {"NCCL_SOCKET_IFNAME": named} if named else {}
+    environment |= {"NCCL_SOCKET_IFNAME": interface} if interface else {}
     monkeypatch.setattr("os.environ", environment)
-    config_of(ServerName.new())
+    make_config(ServerName.new())
     assert environment["NCCL_SOCKET_IFNAME"] == expected
     assert environment["GLOO_SOCKET_IFNAME"] == "lo"
 
 
-def test_experts_on_a_gpu_are_of_a_kernel_that_leaves_routing_to_vllm(monkeypatch):
-    """So that traces see it: a monolithic kernel never calls the router (moe_runner.py:620)."""
+def test_experts_on_a_gpu_use_a_kernel_without_routing(monkeypatch):
+    # Traces hook the router, which a monolithic kernel never calls (moe_runner.py:620).
     from vllm.model_executor.layers.fused_moe.oracle import unquantized
 
     from mcore_rl.inference.vllm import worker as vllm_worker
@@ -86,7 +86,9 @@ def test_experts_on_a_gpu_are_of_a_kernel_that_leaves_routing_to_vllm(monkeypatc
     monkeypatch.setattr("os.environ", {})
     monkeypatch.setattr(type(vllm_worker.current_platform), "is_cpu", lambda _: False)
     name = vllm_worker.ServerName.new()
-    given = vllm_worker.lane_arguments(RolloutConfig(), name, max_model_tokens=64, eager=False)
+    given = vllm_worker.build_lane_arguments(
+        RolloutConfig(), name, max_model_tokens=64, eager=False
+    )
     backend = unquantized.map_unquantized_backend(given["moe_backend"])
     assert backend is unquantized.UnquantizedMoeBackend.TRITON
     monolithic = {
@@ -103,24 +105,24 @@ def test_a_single_worker_has_a_thread_on_each_of_its_cores(monkeypatch):
     cores = sorted(os.sched_getaffinity(0))[:2]
     config = RolloutConfig(cores=",".join(map(str, cores)))
     name = vllm_worker.ServerName.new()
-    vllm_worker.lane_arguments(config, name, max_model_tokens=64, eager=False)
-    here, there = multiprocessing.Pipe()
-    with vllm_worker.owned_processes(name):
-        process = multiprocessing.get_context("fork").Process(target=_tell_place, args=(there,))
+    vllm_worker.build_lane_arguments(config, name, max_model_tokens=64, eager=False)
+    receiver, sender = multiprocessing.Pipe()
+    with vllm_worker.prepare_forks(name):
+        process = multiprocessing.get_context("fork").Process(target=_send_cores, args=(sender,))
         process.start()
-    assert here.poll(60) and here.recv() == (cores, len(cores))
+    assert receiver.poll(60) and receiver.recv() == (cores, len(cores))
     process.join(60)
     assert process.exitcode == 0
 
 
-def _tell_place(pipe: Any) -> None:
+def _send_cores(pipe: Any) -> None:
     import torch
 
     pipe.send((sorted(os.sched_getaffinity(0)), torch.get_num_threads()))
 
 
-class _Once:
-    """A weight transfer engine that gets nothing the first time, where it `fails`."""
+class _TransferEngine:
+    """A weight transfer engine whose first update fails, if it `fails`."""
 
     def __init__(self, fails: bool) -> None:
         self._fails = fails
@@ -137,8 +139,8 @@ class _Once:
     def finish_weight_update(self) -> None: ...
 
 
-def _worker_of(engine: _Once) -> Any:
-    """vLLM's own worker, which tells whether an update is under way, with our extension."""
+def _make_worker(engine: _TransferEngine) -> Any:
+    """Make vLLM's own worker, which keeps track of updates, with our extension."""
     from vllm.config import VllmConfig
     from vllm.v1.worker.gpu_worker import Worker
 
@@ -153,10 +155,10 @@ def _worker_of(engine: _Once) -> Any:
     return Extended()
 
 
-def test_workers_are_updated_again_after_an_update_that_one_of_them_did_not_get():
-    from mcore_rl.inference.vllm.requests import update_workers
+def test_workers_are_updated_again_after_an_update_that_failed_on_one():
+    from mcore_rl.inference.vllm.server import update_workers
 
-    workers = [_worker_of(_Once(fails)) for fails in (True, False)]
+    workers = [_make_worker(_TransferEngine(fails)) for fails in (True, False)]
 
     class Engine:
         async def collective_rpc(self, method: str, args: tuple[Any, ...]) -> list[Any]:

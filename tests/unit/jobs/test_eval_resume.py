@@ -30,13 +30,13 @@ class Tokenizer:
 class Pool:
     """Answers group by group; the first response to each prompt is right."""
 
-    def generate(self, prompts, n, heard):
+    def generate(self, prompts, n, on_samples):
         made = [
             Batch.of([replace(sample(int(group)), reward=float(not i)) for i in range(n)])
             for group in prompts.array("group_ids")
         ]
         for batch in made:
-            heard([batch])
+            on_samples([batch])
         return Batch.concat(made)
 
 
@@ -174,8 +174,8 @@ def test_samples_keep_parts_of_rewards_that_are_missing(tmp_path):
     (tmp_path / "samples").mkdir()
 
     class Parts(Pool):
-        def generate(self, prompts, n, heard):
-            batch = super().generate(prompts, n, heard)
+        def generate(self, prompts, n, on_samples):
+            batch = super().generate(prompts, n, on_samples)
             parts = np.where(np.arange(len(batch)) % 2, np.nan, 1.0)
             return batch.with_columns(**{"reward/form": parts})
 

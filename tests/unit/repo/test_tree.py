@@ -63,7 +63,8 @@ def only_fills_a_registry(init: Path) -> bool:
 
 
 def test_init_files_are_empty_or_fill_a_registry() -> None:
-    inits = [folder / "__init__.py" for folder in PACKAGE_FOLDERS]
+    """But for that of the package, which has its public names (tests/unit/test_library.py)."""
+    inits = [f / "__init__.py" for f in PACKAGE_FOLDERS if f != ROOT / "mcore_rl"]
     assert [init for init in inits if not only_fills_a_registry(init)] == []
 
 

@@ -1,4 +1,4 @@
-"""A pool of servers that answer when they are asked."""
+"""A fake pool of servers that answer at once."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from mcore_rl.inference.protocol import SamplingParams
 
 
 class Answering(ABC):
-    """Of ServerPool, what generation calls; `answers` says what comes back."""
+    """The methods of ServerPool that RolloutPool calls; `answers` returns the samples."""
 
-    found: Sequence[Batch] = ()
+    batches: Sequence[Batch] = ()
 
     @abstractmethod
     def answers(self, prompts: Batch, sampling: SamplingParams) -> list[Batch]: ...
 
     def begin(self, prompts: Batch, sampling: SamplingParams, stream: str = "train") -> None:
-        self.found = self.answers(prompts, sampling)
+        self.batches = self.answers(prompts, sampling)
 
     def idle_s(self) -> list[float]:
         return [0.0]
 
     def num_outstanding(self, stream: str) -> int:
-        return len(self.found)
+        return len(self.batches)
 
     def collect(self, stream: str, wait_s: float, at_least: int = 1) -> list[Batch]:
-        found, self.found = [*self.found], ()
-        return found
+        batches, self.batches = [*self.batches], ()
+        return batches

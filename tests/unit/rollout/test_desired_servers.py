@@ -1,4 +1,4 @@
-"""The servers that a run is to have, from its folder and back."""
+"""The file of the servers that a run is to have."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from mcore_rl.config.errors import ConfigError
 from mcore_rl.rollout.desired_servers import FILE, read_wanted_servers, write_wanted_servers
 
 
-def test_a_run_has_all_of_its_servers_until_something_else_is_wanted(tmp_path):
+def test_a_run_has_all_servers_until_others_are_written(tmp_path):
     assert read_wanted_servers(tmp_path, 3) == {0, 1, 2}
     write_wanted_servers(tmp_path, {2, 0})
     assert read_wanted_servers(tmp_path, 3) == {0, 2}
@@ -26,6 +26,6 @@ def test_a_file_of_other_content_is_refused_with_its_name(tmp_path, text):
         read_wanted_servers(tmp_path, 3)
 
 
-def test_a_folder_that_cannot_be_written_is_named(tmp_path):
+def test_a_folder_that_cannot_be_written_is_an_error_with_its_name(tmp_path):
     with pytest.raises(ConfigError, match=r"gone/servers\.json cannot be written: No such"):
         write_wanted_servers(tmp_path / "gone", {0})

@@ -1,6 +1,6 @@
-"""Processes of rewards that are killed, below the pool of a run: every group comes back once.
+"""Groups are collected once although processes of their rewards are killed.
 
-Two servers are in this process, as in tests/unit/trainers/test_driver_bytes.py. Their rewards have
+Two servers run in this process, as in tests/unit/trainers/test_driver_bytes.py. Their rewards have
 processes of their own.
 """
 
@@ -48,7 +48,7 @@ class Scoring(Server):
         self._agent = SingleTurnLoop(self._server, TOKENIZER, self.judge)
 
     def kill_idle(self) -> int:
-        """The processes that nobody asks; returns how many there were."""
+        """Kill the idle processes; return their number."""
         processes = self.judge._terms[0].processes
         assert processes is not None
         for process in processes._idle:
@@ -57,7 +57,7 @@ class Scoring(Server):
         return len(processes._idle)
 
 
-def prompts(groups: range, killing: Callable[[int], bool] = lambda group: False) -> Batch:
+def make_prompts(groups: range, killing: Callable[[int], bool] = lambda group: False) -> Batch:
     fields = [{"once": f"group {g}" if killing(g) else "", "worth": g} for g in groups]
     return Batch(
         {
@@ -70,15 +70,15 @@ def prompts(groups: range, killing: Callable[[int], bool] = lambda group: False)
     )
 
 
-def collected(pool: ServerPool) -> list[Batch]:
-    found, deadline = list[Batch](), time.monotonic() + 120
+def collect_all(pool: ServerPool) -> list[Batch]:
+    batches, deadline = list[Batch](), time.monotonic() + 120
     while pool.num_outstanding("train"):
         assert time.monotonic() < deadline
-        found += pool.collect("train", 1.0)
-    return found
+        batches += pool.collect("train", 1.0)
+    return batches
 
 
-def test_where_processes_of_a_reward_are_killed_each_group_comes_once_with_its_rewards(
+def test_groups_are_collected_once_with_rewards_after_reward_processes_were_killed(
     ray: Ray,  # noqa: F811
     tmp_path,
     monkeypatch,
@@ -94,15 +94,15 @@ def test_where_processes_of_a_reward_are_killed_each_group_comes_once_with_its_r
     pool = ServerPool(start, 2, max_restarts=0, takes_turns=False, timeouts=config.timeouts)
     pool.started()
     sampling = SamplingParams(n=NUM_SAMPLES, max_tokens=20)
-    pool.begin(prompts(range(4), killing=lambda group: group < 2), sampling)
-    found = collected(pool)
+    pool.begin(make_prompts(range(4), killing=lambda group: group < 2), sampling)
+    batches = collect_all(pool)
     assert sum(name.name.startswith("group ") for name in tmp_path.iterdir()) == 2
     assert [server.kill_idle() for server in servers] == [1, 1]
-    pool.begin(prompts(range(4, 6)), sampling)
-    found += collected(pool)
-    ids, rewards = (np.concatenate([b.array(n) for b in found]) for n in ("group_ids", "rewards"))
+    pool.begin(make_prompts(range(4, 6)), sampling)
+    batches += collect_all(pool)
+    ids, rewards = (np.concatenate([b.array(n) for b in batches]) for n in ("group_ids", "rewards"))
     assert Counter(ids.tolist()) == dict.fromkeys(range(6), NUM_SAMPLES)
     np.testing.assert_array_equal(rewards, ids)
-    assert {error for batch in found for error in batch.array("reward_errors")} == {""}
+    assert {error for batch in batches for error in batch.array("reward_errors")} == {""}
     for server in servers:
         server._wait(server.judge.close())

@@ -1,66 +1,70 @@
-"""Where groups go: worked by hand."""
+"""Routing of groups to servers, worked out by hand."""
 
 import numpy as np
 
 from mcore_rl.data.batch import Batch, Jagged
 from mcore_rl.inference.protocol import SamplingParams
 from mcore_rl.rollout.routing import (
-    Asked,
-    asked_together,
-    prompts_of,
-    route,
-    tokens_by_server,
+    PendingGroup,
+    count_tokens,
+    gather_prompts,
+    route_groups,
+    split_prompts,
 )
 
 SAMPLING = SamplingParams(n=2, max_tokens=6)
 
 
-def asked(group: int, num_prompt: int = 4, server: int | None = None) -> Asked:
-    """Of 2 trajectories with up to 6 tokens each: 2 * (4 + 6) = 20 tokens."""
-    (one,) = asked_together(prompts({group: [1] * num_prompt}), SAMPLING, "train")
-    one.server = server
-    return one
+def make_group(group_id: int, num_prompt: int = 4, server: int | None = None) -> PendingGroup:
+    """Make a group of 2 trajectories with up to 6 tokens each: 2 * (4 + 6) = 20 tokens."""
+    (group,) = split_prompts(make_prompts({group_id: [1] * num_prompt}), SAMPLING, "train")
+    group.server = server
+    return group
 
 
-def prompts(ids: dict[int, list[int]]) -> Batch:
-    """By group id."""
+def make_prompts(ids: dict[int, list[int]]) -> Batch:
     column = Jagged.of(list(ids.values()), np.int64)
     return Batch({"group_ids": np.array([*ids]), "prompt_ids": column})
 
 
-def test_a_group_counts_its_prompt_once_a_trajectory_and_all_that_it_may_answer():
-    assert asked(0).tokens == 20
-    assert asked(0, num_prompt=44).tokens == 100
+def test_tokens_of_a_group_are_prompt_and_longest_response_of_each_trajectory():
+    assert make_group(0).max_tokens == 20
+    assert make_group(0, num_prompt=44).max_tokens == 100
 
 
 def test_groups_go_where_the_fewest_tokens_are_outstanding():
-    groups = [asked(0, 44), asked(1), asked(2), asked(3), asked(4)]
-    # 100 | 20, 40, 60, 80: the fifth still has less beside it than the first.
-    assert route(groups, {3: 0, 5: 0}, {}) == [3, 5, 5, 5, 5]
-    assert route(groups[1:], {3: 30, 5: 0}, {}) == [5, 5, 3, 5]
+    groups = [make_group(0, 44), make_group(1), make_group(2), make_group(3), make_group(4)]
+    # Server 3 has 100; server 5 has 20, 40, 60, 80, still fewer than 100.
+    assert route_groups(groups, {3: 0, 5: 0}, {}) == [3, 5, 5, 5, 5]
+    assert route_groups(groups[1:], {3: 30, 5: 0}, {}) == [5, 5, 3, 5]
 
 
-def test_an_idle_pool_shares_out_by_numbers_alone():
-    groups = [asked(group) for group in range(5)]
-    assert route(groups, {2: 0, 0: 0, 1: 0}, {}) == [0, 1, 2, 0, 1]
+def test_an_idle_pool_is_filled_by_server_number():
+    groups = [make_group(group) for group in range(5)]
+    assert route_groups(groups, {2: 0, 0: 0, 1: 0}, {}) == [0, 1, 2, 0, 1]
 
 
-def test_a_prompt_goes_where_it_was_unless_others_are_freer_by_more_than_a_group():
-    homes = {7: 1}
-    assert route([asked(7)], {0: 0, 1: 20}, homes) == [1]
-    assert route([asked(7)], {0: 0, 1: 21}, homes) == [0]
-    assert route([asked(7)], {0: 0, 2: 0}, homes) == [0]  # it has left
+def test_a_prompt_returns_to_its_server_unless_another_has_fewer_tokens_by_more_than_a_group():
+    last_servers = {7: 1}
+    assert route_groups([make_group(7)], {0: 0, 1: 20}, last_servers) == [1]
+    assert route_groups([make_group(7)], {0: 0, 1: 21}, last_servers) == [0]
+    assert route_groups([make_group(7)], {0: 0, 2: 0}, last_servers) == [0]  # its server has left
 
 
-def test_outstanding_tokens_are_those_of_the_servers_that_are_asked_about():
-    groups = [asked(0, server=0), asked(1, server=2), asked(2, server=0), asked(3)]
-    assert tokens_by_server(groups, [0, 1]) == {0: 40, 1: 0}
+def test_outstanding_tokens_are_counted_for_the_servers_given():
+    groups = [
+        make_group(0, server=0),
+        make_group(1, server=2),
+        make_group(2, server=0),
+        make_group(3),
+    ]
+    assert count_tokens(groups, [0, 1]) == {0: 40, 1: 0}
 
 
-def test_prompts_of_groups_that_go_to_a_server_are_those_that_were_asked_for():
-    first = asked_together(prompts({3: [1], 4: [2, 2], 5: [3, 3, 3]}), SAMPLING, "train")
-    second = asked_together(prompts({8: [4] * 4, 9: [5] * 5}), SAMPLING, "train")
-    found = prompts_of([first[0], first[2], second[1]])
-    assert found.array("group_ids").tolist() == [3, 5, 9]
-    assert [ids.tolist() for ids in found.jagged("prompt_ids")] == [[1], [3] * 3, [5] * 5]
-    assert [one.tokens for one in (first[2], second[1])] == [2 * (3 + 6), 2 * (5 + 6)]
+def test_gathered_prompts_are_those_of_the_groups():
+    first = split_prompts(make_prompts({3: [1], 4: [2, 2], 5: [3, 3, 3]}), SAMPLING, "train")
+    second = split_prompts(make_prompts({8: [4] * 4, 9: [5] * 5}), SAMPLING, "train")
+    prompts = gather_prompts([first[0], first[2], second[1]])
+    assert prompts.array("group_ids").tolist() == [3, 5, 9]
+    assert [ids.tolist() for ids in prompts.jagged("prompt_ids")] == [[1], [3] * 3, [5] * 5]
+    assert [group.max_tokens for group in (first[2], second[1])] == [2 * (3 + 6), 2 * (5 + 6)]

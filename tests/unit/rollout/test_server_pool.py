@@ -1,4 +1,4 @@
-"""Groups and servers of a pool, whose servers answer when a test says so; no Ray."""
+"""Groups and servers of a pool. The servers are fakes that answer when a test says so; no Ray."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from mcore_rl.data.batch import Batch, Jagged
 from mcore_rl.data.sample import Sample
 from mcore_rl.inference.protocol import SamplingParams
 from mcore_rl.rollout import server_pool
-from mcore_rl.rollout.server_pool import ALL, LOOK_S, TOGETHER_S, ServerPool
+from mcore_rl.rollout.server_pool import ALL, COLLECT_ALL_S, POLL_S, ServerPool
 
 SAMPLING = SamplingParams(n=2, max_tokens=3)
 NEVER = Limit(3600, "timeouts.start_s")
 
 
 class Call(PendingCall):
-    """Of one rank, that a test answers."""
+    """A call on one rank, answered by a test."""
 
-    def __init__(self, group: ServedGroup, method: str, given: tuple[Any, ...], limit: Limit):
-        self.reply, self.method, self.given = Future[Reply](), method, given
+    def __init__(self, group: ServedGroup, method: str, args: tuple[Any, ...], limit: Limit):
+        self.reply, self.method, self.args = Future[Reply](), method, args
         super().__init__(group, method, {self: 0}, lambda values: [values[0]], limit)  # type: ignore[dict-item]
 
     def future(self) -> Future[Reply]:
@@ -43,7 +43,7 @@ class Call(PendingCall):
 
 
 class ServedGroup:
-    """The group of a server; all calls on it stay on record."""
+    """The worker group of a server, which records all calls."""
 
     def __init__(self, number: int, start_limit: Limit = NEVER) -> None:
         self.name, self.ended, self._start_limit = f"rollout-{number}", "", start_limit
@@ -65,8 +65,8 @@ class ServedGroup:
                 return Method
 
             @staticmethod
-            def submit(*given: Any) -> Call:
-                self.calls.append(Call(self, method, given, limit))
+            def submit(*args: Any) -> Call:
+                self.calls.append(Call(self, method, args, limit))
                 return self.calls[-1]
 
         return Method
@@ -75,17 +75,17 @@ class ServedGroup:
         return next(call for call in reversed(self.calls) if call.method == method)
 
 
-def pool_of(
+def make_pool(
     *groups: ServedGroup,
-    again: Callable[[int], ServedGroup] = ServedGroup,
+    restart: Callable[[int], ServedGroup] = ServedGroup,
     takes_turns: bool = False,
     wanted: Callable[[], set[int]] | None = None,
 ) -> ServerPool:
-    """Servers of number 0, 1, ... that have started; those started again are `again`'s."""
-    first = dict(enumerate(groups))
+    """Make a pool of servers 0, 1, ... that have started; `restart` makes those started again."""
+    initial = dict(enumerate(groups))
 
     def start(number: int) -> Any:
-        return first.pop(number, None) or again(number)
+        return initial.pop(number, None) or restart(number)
 
     pool = ServerPool(
         start,
@@ -99,12 +99,12 @@ def pool_of(
     return pool
 
 
-def prompts(*groups: int) -> Batch:
+def make_prompts(*groups: int) -> Batch:
     ids = Jagged.of([[1] for _ in groups], np.int64)
     return Batch({"prompt_ids": ids, "group_ids": np.array(groups)})
 
 
-def samples(version: int, *groups: int) -> Batch:
+def make_samples(version: int, *groups: int) -> Batch:
     return Batch.of(
         [
             Sample([1], [group, i], [1, 1], [0.0, 0.0], [version] * 2, "stop", group)
@@ -114,108 +114,104 @@ def samples(version: int, *groups: int) -> Batch:
     )
 
 
-def found(batches: list[Batch]) -> list[tuple[list[int], set[int]]]:
-    """Groups and versions of each."""
+def summarize(batches: list[Batch]) -> list[tuple[list[int], set[int]]]:
+    """Return group ids and versions of each batch."""
     return [
         (sorted({*b.array("group_ids").tolist()}), {*b.jagged("weight_versions").values.tolist()})
         for b in batches
     ]
 
 
-def test_an_answer_that_was_under_way_is_not_taken_for_the_group_that_has_begun_again():
+def test_an_earlier_answer_is_not_used_for_a_group_that_began_again():
     group = ServedGroup(0)
-    pool = pool_of(group)
-    pool.begin(prompts(5, 6), SAMPLING)
+    pool = make_pool(group)
+    pool.begin(make_prompts(5, 6), SAMPLING)
     assert pool.collect("train", 0) == []
     old = group.last("collect")
     pool.abandon("train", [5])
     pool.updated(3)
-    pool.begin(prompts(5), SAMPLING)
-    old.answer(samples(0, 5, 6))  # both had ended before the server was told
-    assert found(pool.collect("train", 0)) == [([6], {0})]
+    pool.begin(make_prompts(5), SAMPLING)
+    old.answer(make_samples(0, 5, 6))  # both had ended before the server got the call
+    assert summarize(pool.collect("train", 0)) == [([6], {0})]
     assert pool.num_outstanding("train") == 1
-    group.last("collect").answer(samples(3, 5))
-    assert found(pool.collect("train", 0)) == [([5], {3})]
+    group.last("collect").answer(make_samples(3, 5))
+    assert summarize(pool.collect("train", 0)) == [([5], {3})]
     assert pool.num_outstanding("train") == 0
 
 
-def test_groups_whose_server_has_died_are_told_once_they_have_begun_again():
+def test_groups_of_a_dead_server_are_rerouted_once():
     groups = ServedGroup(0), ServedGroup(1)
-    pool = pool_of(*groups)
-    pool.begin(prompts(0, 1, 2, 3), SAMPLING)
-    pool.begin(prompts(3), SAMPLING, "evaluation")
+    pool = make_pool(*groups)
+    pool.begin(make_prompts(0, 1, 2, 3), SAMPLING)
+    pool.begin(make_prompts(3), SAMPLING, "evaluation")
     assert pool.rerouted("train") == []
     pool.collect("train", 0)
     groups[1].last("collect").reply.set_exception(RayActorError())
     for _ in range(2):
         pool.collect("train", 0)
-    begun = [c.given[0].array("group_ids").tolist() for c in groups[0].calls if c.method == "begin"]
-    assert begun == [[0, 2], [1, 3], [3]]  # and that of the evaluation
+    begun = [c.args[0].array("group_ids").tolist() for c in groups[0].calls if c.method == "begin"]
+    assert begun == [[0, 2], [1, 3], [3]]  # and the evaluation's group
     assert pool.rerouted("train") == [1, 3] and pool.rerouted("train") == []
 
 
-def test_large_prompts_go_by_reference_and_those_that_begin_again_are_stored_again(monkeypatch):
-    kept: list[Any] = []
-    objects = SimpleNamespace(
-        put=lambda one: kept.append(one) or len(kept) - 1,
-        get=lambda references, timeout: [kept[one] for one in references],
+def test_large_prompts_are_stored_and_stored_again_when_they_are_rerouted(monkeypatch):
+    objects: list[Any] = []
+    store = SimpleNamespace(
+        put=lambda value: objects.append(value) or len(objects) - 1,
+        get=lambda references, timeout: [objects[reference] for reference in references],
         nodes=lambda: [],
     )
-    monkeypatch.setattr(object_columns, "ray", objects)
+    monkeypatch.setattr(object_columns, "ray", store)
     groups = ServedGroup(0), ServedGroup(1)
-    pool = pool_of(*groups)
+    pool = make_pool(*groups)
     ids = Jagged.of([[group] * 4000 for group in range(4)], np.int32)
     pool.begin(Batch({"prompt_ids": ids, "group_ids": np.arange(4)}), SAMPLING)
-    pool.begin(prompts(9), SAMPLING)
-    assert [len(one["prompt_ids"]) for one in kept] == [2, 2]  # each server's own, small ones not
+    pool.begin(make_prompts(9), SAMPLING)
+    assert [len(columns["prompt_ids"]) for columns in objects] == [2, 2]  # not the small ones
     pool.collect("train", 0)
     groups[1].last("collect").reply.set_exception(RayActorError())
     for _ in range(2):
         pool.collect("train", 0)
-    assert len(kept) == 3
-    again = object_columns.fetch(groups[0].last("begin").given[0].to_read())
-    assert again.names == ["prompt_ids", "group_ids"]
-    assert again.array("group_ids").tolist() == [1, 3]
-    assert [set(row.tolist()) for row in again.jagged("prompt_ids")] == [{1}, {3}]
+    assert len(objects) == 3
+    rerouted = object_columns.fetch(groups[0].last("begin").args[0].to_read())
+    assert rerouted.names == ["prompt_ids", "group_ids"]
+    assert rerouted.array("group_ids").tolist() == [1, 3]
+    assert [set(row.tolist()) for row in rerouted.jagged("prompt_ids")] == [{1}, {3}]
 
 
-def test_a_server_that_finds_no_node_in_time_is_asked_for_again_while_others_serve(
-    monkeypatch, capsys
-):
+def test_a_late_start_is_begun_again_while_others_serve(monkeypatch, capsys):
     monkeypatch.setattr("mcore_rl.controller.pending.report", lambda silent, _: silent[0].call)
     started: list[ServedGroup] = []
 
-    def again(number: int) -> ServedGroup:
+    def restart(number: int) -> ServedGroup:
         started.append(ServedGroup(number, Limit(0, "timeouts.start_s")))
         return started[-1]
 
     groups = ServedGroup(0), ServedGroup(1)
-    pool = pool_of(*groups, again=again)
-    pool.begin(prompts(0, 1), SAMPLING)
+    pool = make_pool(*groups, restart=restart)
+    pool.begin(make_prompts(0, 1), SAMPLING)
     pool.collect("train", 0)
     groups[1].last("collect").reply.set_exception(RayActorError())
     for _ in range(9):
         pool.collect("train", 0)
     assert len(started) > 5 and all(group.ended for group in started[:-1])
-    told = capsys.readouterr().out
-    assert told.count("It is started again: 1, rollout.max_restarts=3\n") == 1
-    assert len(re.findall(r"(?m)^rollout-1\.prepare It is started again$", told)) > 4
+    output = capsys.readouterr().out
+    assert output.count("It is started again: 1, rollout.max_restarts=3\n") == 1
+    assert len(re.findall(r"(?m)^rollout-1\.prepare It is started again$", output)) > 4
     groups[0].last("collect").reply.set_exception(RayActorError())
-    with pytest.raises(
-        WorkerError, match=r"rollout-[01]\.prepare"
-    ):  # now there is none that serves
+    with pytest.raises(WorkerError, match=r"rollout-[01]\.prepare"):  # none serves
         for _ in range(9):
             pool.collect("train", 0)
 
 
-def test_on_shared_devices_all_wait_for_a_server_that_starts_so_one_that_is_late_ends_the_run(
+def test_a_late_start_on_shared_devices_ends_the_run(
     monkeypatch,
 ):
     monkeypatch.setattr("mcore_rl.controller.pending.report", lambda silent, _: silent[0].call)
     groups = ServedGroup(0), ServedGroup(1)
     late = Limit(0, "timeouts.start_s")
-    pool = pool_of(*groups, again=lambda number: ServedGroup(number, late), takes_turns=True)
-    pool.begin(prompts(0, 1), SAMPLING)
+    pool = make_pool(*groups, restart=lambda number: ServedGroup(number, late), takes_turns=True)
+    pool.begin(make_prompts(0, 1), SAMPLING)
     pool.collect("train", 0)
     groups[1].last("collect").reply.set_exception(RayActorError())
     with pytest.raises(WorkerError, match=r"rollout-1\.prepare"):
@@ -223,78 +219,78 @@ def test_on_shared_devices_all_wait_for_a_server_that_starts_so_one_that_is_late
             pool.collect("train", 0)
 
 
-def test_a_server_that_is_up_gets_its_weights_though_another_finds_no_node(monkeypatch):
-    monkeypatch.setattr("mcore_rl.rollout.server_groups.wait_until_built", len)
-    again = {0: ServedGroup(0), 1: ServedGroup(1)}
+def test_a_server_that_is_up_gets_weights_while_another_starts(monkeypatch):
+    monkeypatch.setattr("mcore_rl.rollout.server_pool.wait_until_built", len)
+    restarted = {0: ServedGroup(0), 1: ServedGroup(1)}
     groups = ServedGroup(0), ServedGroup(1)
-    pool = pool_of(*groups, again=again.__getitem__)
+    pool = make_pool(*groups, restart=restarted.__getitem__)
     pool.updated(3)
     pool.resend = lambda: pool.updated(3)
-    pool.begin(prompts(0, 1), SAMPLING)
+    pool.begin(make_prompts(0, 1), SAMPLING)
     pool.collect("train", 0)
     for group in groups:
         group.last("collect").reply.set_exception(RayActorError())
     pool.collect("train", 0)
     for method in ("prepare", "start"):
-        again[0].last(method).answer()
+        restarted[0].last(method).answer()
     for _ in range(2):
         pool.collect("train", 0)
-    assert again[0].last("begin").given[0].array("group_ids").tolist() == [0, 1]
+    assert restarted[0].last("begin").args[0].array("group_ids").tolist() == [0, 1]
 
 
-def test_servers_are_asked_for_their_share_and_the_more_there_are_the_longer_each_waits():
-    for num, held_s in ((1, LOOK_S), (2, LOOK_S), (16, 2 * LOOK_S), (400, 2.0)):
+def test_servers_collect_their_share_and_wait_longer_the_more_there_are():
+    for num, wait_s in ((1, POLL_S), (2, POLL_S), (16, 2 * POLL_S), (400, 2.0)):
         groups = [ServedGroup(number) for number in range(num)]
-        pool = pool_of(*groups)
-        pool.begin(prompts(*range(num)), SAMPLING)
+        pool = make_pool(*groups)
+        pool.begin(make_prompts(*range(num)), SAMPLING)
         pool.collect("train", 0, at_least=3 * num - 1)
-        assert {g.last("collect").given for g in groups} == {("train", held_s, 3 if num > 1 else 2)}
-    pool = pool_of(group := ServedGroup(0))
-    pool.begin(prompts(0), SAMPLING)
+        assert {g.last("collect").args for g in groups} == {("train", wait_s, 3 if num > 1 else 2)}
+    pool = make_pool(group := ServedGroup(0))
+    pool.begin(make_prompts(0), SAMPLING)
     pool.collect("train", 0, ALL)
-    assert group.last("collect").given[1:] == (TOGETHER_S, ALL)
+    assert group.last("collect").args[1:] == (COLLECT_ALL_S, ALL)
 
 
-def test_a_server_may_answer_with_as_many_bytes_as_its_share_of_groups_has_tokens():
-    """Each has two samples, of a prompt and up to three tokens."""
-    pool = pool_of(group := ServedGroup(0))
+def test_bytes_of_an_answer_are_limited_by_the_tokens_of_its_groups():
+    # Each group has two samples, of a prompt and up to three tokens.
+    pool = make_pool(group := ServedGroup(0))
     ids = Jagged.of([[1] * num for num in (9, 1, 2, 4)], np.int64)
     pool.begin(Batch({"prompt_ids": ids, "group_ids": np.arange(4)}), SAMPLING)
     for at_least, lengths in ((1, [9]), (2, [4, 2]), (ALL, [1, 2, 4])):
         pool.collect("train", 0, at_least)
         assert group.may_make.pop() == sum(2 * (num + 3) * MADE_BYTES_PER_TOKEN for num in lengths)
-        group.last("collect").answer(samples(0, 0) if at_least == 1 else samples(0))
+        group.last("collect").answer(make_samples(0, 0) if at_least == 1 else make_samples(0))
 
 
-def test_samples_of_servers_have_no_more_bytes_a_token_than_is_counted():
-    one = Sample([1], [2], [1], [0.0], [0], "stop", 0, process_rewards=[0.5], state_ids=[1])
-    made = Batch.of([one])
-    along = [column for name in made.names if isinstance(column := made[name], Jagged)]
-    ids, others = along.pop([made["prompt_ids"] is c for c in along].index(True)), along
-    assert ids.values.nbytes <= MADE_BYTES_PER_TOKEN
-    assert sum(column.values.nbytes for column in others) <= MADE_BYTES_PER_TOKEN
+def test_samples_have_no_more_bytes_per_token_than_are_counted():
+    sample = Sample([1], [2], [1], [0.0], [0], "stop", 0, process_rewards=[0.5], state_ids=[1])
+    batch = Batch.of([sample])
+    columns = [c for name in batch.names if isinstance(c := batch[name], Jagged)]
+    prompt_ids = columns.pop([batch["prompt_ids"] is c for c in columns].index(True))
+    assert prompt_ids.values.nbytes <= MADE_BYTES_PER_TOKEN
+    assert sum(column.values.nbytes for column in columns) <= MADE_BYTES_PER_TOKEN
 
 
-def test_while_weights_change_groups_are_taken_and_begun_and_no_weights_are_asked_for():
+def test_tend_collects_and_routes_groups_without_resending_weights():
     groups = ServedGroup(0), ServedGroup(1)
-    pool = pool_of(*groups)
-    pool.resend = lambda: pytest.fail("the trainer has other weights now")
-    pool.begin(prompts(0, 1), SAMPLING)
+    pool = make_pool(*groups)
+    pool.resend = lambda: pytest.fail("the trainer has other weights")
+    pool.begin(make_prompts(0, 1), SAMPLING)
     assert pool.tend("train") == []
-    assert {group.last("collect").given for group in groups} == {("train", 0.0, 0)}  # no wait
-    groups[0].last("collect").answer(samples(0, 0))
-    assert found(pool.tend("train")) == [([0], {0})]
+    assert {group.last("collect").args for group in groups} == {("train", 0.0, 0)}  # no wait
+    groups[0].last("collect").answer(make_samples(0, 0))
+    assert summarize(pool.tend("train")) == [([0], {0})]
     groups[1].last("collect").reply.set_exception(RayActorError())
     for _ in range(2):
         pool.tend("train")
-    assert groups[0].last("begin").given[0].array("group_ids").tolist() == [1]
+    assert groups[0].last("begin").args[0].array("group_ids").tolist() == [1]
     groups[0].last("collect").reply.set_exception(RayActorError())
     pool.tend("train")
     assert pool.tend("train") == [] and pool.num_outstanding("train") == 1
 
 
 class Leaving(ServedGroup):
-    """Answers as soon as it is to end."""
+    """A group whose shut_down succeeds at once."""
 
     @property
     def shut_down(self) -> Any:
@@ -303,13 +299,13 @@ class Leaving(ServedGroup):
         return SimpleNamespace(submit=lambda: call)
 
 
-def test_before_a_push_servers_leave_and_join_as_is_wanted(monkeypatch, capsys):
-    monkeypatch.setattr("mcore_rl.rollout.server_groups.wait_until_built", len)
+def test_servers_leave_and_join_before_a_push(monkeypatch, capsys):
+    monkeypatch.setattr("mcore_rl.rollout.server_pool.wait_until_built", len)
     wanted, groups = {0, 1}, [Leaving(0), Leaving(1)]
-    again = {number: Leaving(number) for number in (0, 1)}
-    pool = pool_of(*groups, again=again.__getitem__, wanted=lambda: wanted)
+    restarted = {number: Leaving(number) for number in (0, 1)}
+    pool = make_pool(*groups, restart=restarted.__getitem__, wanted=lambda: wanted)
     pool.follow_wanted()
-    pool.begin(prompts(0, 1), SAMPLING)
+    pool.begin(make_prompts(0, 1), SAMPLING)
     pool.collect("train", 0)
     assert not any(group.ended for group in groups)
 
@@ -317,7 +313,7 @@ def test_before_a_push_servers_leave_and_join_as_is_wanted(monkeypatch, capsys):
     pool.follow_wanted()
     assert (groups[0].ended, bool(groups[1].ended)) == ("", True)
     pool.collect("train", 0)
-    assert groups[0].last("begin").given[0].array("group_ids").tolist() == [1]
+    assert groups[0].last("begin").args[0].array("group_ids").tolist() == [1]
 
     wanted |= {1}
     wanted -= {0}
@@ -325,32 +321,32 @@ def test_before_a_push_servers_leave_and_join_as_is_wanted(monkeypatch, capsys):
         pool.follow_wanted()
         assert not groups[0].ended
     for method in ("prepare", "start"):
-        again[1].last(method).answer()
+        restarted[1].last(method).answer()
     pool.admit()
     pool.follow_wanted()
     assert groups[0].ended and pool.num_up == 1
-    told = [line for line in capsys.readouterr().out.splitlines() if "as is wanted" in line]
-    assert told == [
+    lines = [line for line in capsys.readouterr().out.splitlines() if "as is wanted" in line]
+    assert lines == [
         "rollout-1 has left, as is wanted", "rollout-1 is started, as is wanted",
         "rollout-0 has left, as is wanted",
     ]  # fmt: skip
 
 
-def test_what_is_wanted_and_cannot_be_read_changes_nothing(capsys):
+def test_an_unreadable_file_of_servers_changes_nothing(capsys):
     def wanted() -> set[int]:
         raise ConfigError("servers.json is damaged")
 
-    pool = pool_of(ServedGroup(0), ServedGroup(1), wanted=wanted)
+    pool = make_pool(ServedGroup(0), ServedGroup(1), wanted=wanted)
     pool.follow_wanted()
     assert pool.num_up == 2
     assert capsys.readouterr().out == "servers stay as they are: servers.json is damaged\n"
 
 
-def test_a_server_that_cannot_start_leaves_without_a_wait():
-    """As one whose node has died: nothing answers for it."""
+def test_a_server_that_cannot_start_is_removed_without_a_wait():
+    # Its node has died: nothing answers.
     starting = ServedGroup(1)
-    pool = pool_of(ServedGroup(0), ServedGroup(1), again={1: starting}.__getitem__)
-    pool.begin(prompts(0, 1), SAMPLING)
+    pool = make_pool(ServedGroup(0), ServedGroup(1), restart={1: starting}.__getitem__)
+    pool.begin(make_prompts(0, 1), SAMPLING)
     pool.collect("train", 0)
     pool._servers[1].group.last("collect").reply.set_exception(RayActorError())  # type: ignore[attr-defined]
     pool.collect("train", 0)
@@ -361,37 +357,37 @@ def test_a_server_that_cannot_start_leaves_without_a_wait():
 
 @pytest.mark.parametrize("method", ["abandon", "collect", "begin"])
 def test_a_server_that_answers_a_call_too_late_is_started_again(monkeypatch, capsys, method):
-    """Its process is stopped, say, while the other goes on."""
+    # Its process may be stopped, while the other runs.
     monkeypatch.setattr("mcore_rl.controller.pending.report", lambda silent, _: str(silent[0]))
-    late, good, again = ServedGroup(0), ServedGroup(1), list[ServedGroup]()
+    late, good, restarted = ServedGroup(0), ServedGroup(1), list[ServedGroup]()
 
-    def restarted(number: int) -> ServedGroup:
-        again.append(ServedGroup(number))
-        return again[-1]
+    def restart(number: int) -> ServedGroup:
+        restarted.append(ServedGroup(number))
+        return restarted[-1]
 
-    pool = pool_of(late, good, again=restarted)
-    pool.begin(prompts(0, 1, 2, 3), SAMPLING)
+    pool = make_pool(late, good, restart=restart)
+    pool.begin(make_prompts(0, 1, 2, 3), SAMPLING)
     assert pool.collect("train", 0) == []
     if method == "abandon":
         pool.abandon("train", [0, 1])
     monkeypatch.setattr(late.last(method), "_limit", Limit(0, "timeouts.call_s"))
     pool.collect("train", 0)
-    assert [group.name for group in again] == ["rollout-0"] and not good.ended
+    assert [group.name for group in restarted] == ["rollout-0"] and not good.ended
     assert "rank 0 (host host, pid 1)" in late.ended
     assert "It is started again: 1, rollout.max_restarts=3" in capsys.readouterr().out
 
 
-def test_servers_that_are_stopped_while_no_group_ends_are_started_again(monkeypatch):
-    groups, again = [ServedGroup(0), ServedGroup(1)], list[int]()
-    pool = pool_of(*groups, again=lambda number: again.append(number) or ServedGroup(number))
+def test_stopped_servers_are_restarted_when_no_group_ends(monkeypatch):
+    groups, restarts = [ServedGroup(0), ServedGroup(1)], list[int]()
+    pool = make_pool(*groups, restart=lambda number: restarts.append(number) or ServedGroup(number))
     monkeypatch.setattr(pool, "_call_limit", Limit(0.2, "timeouts.call_s"))
     stopped = ["rollout-1.collect"]
     monkeypatch.setattr(
         server_pool, "find_stopped", lambda silent: [s for s in silent if s.call in stopped]
     )
     monkeypatch.setattr(server_pool, "report", lambda silent, limit: f"{silent[0]} is stopped")
-    pool.begin(prompts(0, 1, 2, 3), SAMPLING)
-    assert pool.collect("train", 0.3) == [] and again == [1]
+    pool.begin(make_prompts(0, 1, 2, 3), SAMPLING)
+    assert pool.collect("train", 0.3) == [] and restarts == [1]
     stopped.clear()
     with pytest.raises(WorkerError, match="no group has come back: rank 0"):
         pool.collect("train", 0.3)

@@ -1,4 +1,4 @@
-"""A push waits for both sides together, for as long as the setting says; ranks wait longer."""
+"""A push waits for both sides, up to the limit of the setting; ranks wait longer."""
 
 from __future__ import annotations
 
@@ -10,37 +10,37 @@ import pytest
 from mcore_rl.config.schema import RLConfig, TimeoutsConfig
 from mcore_rl.controller.pending import Limit
 from mcore_rl.reshard.layout import GenerationLayout
-from mcore_rl.rollout import weight_updater as weight_sync
+from mcore_rl.rollout import weight_updater
 
 
 class Actor:
-    """A group that keeps what is asked of it; sent calls are their methods' names."""
+    """A worker group that records calls; a submitted call is its method's name."""
 
     def __init__(self, **answers: Any) -> None:
         self._answers = answers
-        self.asked: dict[str, tuple[Any, ...]] = {}
+        self.calls: dict[str, tuple[Any, ...]] = {}
 
     def __getattr__(self, method: str) -> Any:
-        def ask(*args: Any) -> Any:
-            self.asked[method] = args
+        def call(*args: Any) -> Any:
+            self.calls[method] = args
             return self._answers[method]
 
         def submit(*args: Any) -> Any:
-            self.asked[method] = args
+            self.calls[method] = args
             return method
 
-        ask.submit = submit  # type: ignore[attr-defined]
-        return ask
+        call.submit = submit  # type: ignore[attr-defined]
+        return call
 
 
 class Servers:
-    """A pool that keeps what is tried, with the arguments of its first and its second server.
+    """A pool that records attempts, with the arguments of its first two servers.
 
-    One server dies in each of the tries numbered `deaths`.
+    One server dies in each of the attempts numbered `deaths`.
     """
 
     def __init__(self, deaths: Sequence[int] = ()) -> None:
-        self.deaths, self.tries = deaths, list[Any]()
+        self.deaths, self.attempts = deaths, list[Any]()
         self.membership, self.num_up, self.version = 1, 2, 0
 
     def admit(self) -> None: ...
@@ -53,8 +53,8 @@ class Servers:
         limit: Limit,
         on_death: Callable[[], None] | None = None,
     ) -> bool:
-        self.tries.append((method, arguments(0), arguments(1), beside, limit))
-        if len(self.tries) not in self.deaths:
+        self.attempts.append((method, arguments(0), arguments(1), beside, limit))
+        if len(self.attempts) not in self.deaths:
             return True
         self.membership, self.num_up = self.membership + 1, 1
         return False
@@ -63,10 +63,10 @@ class Servers:
         self.version = version
 
 
-def config(tmp_path, method: str) -> RLConfig:
-    made = RLConfig(output_dir=str(tmp_path), timeouts=TimeoutsConfig(start_s=500, call_s=400))
-    made.weight_sync.method, made.weight_sync.timeout_s = method, 300
-    return made
+def make_config(tmp_path, method: str) -> RLConfig:
+    config = RLConfig(output_dir=str(tmp_path), timeouts=TimeoutsConfig(start_s=500, call_s=400))
+    config.weight_sync.method, config.weight_sync.timeout_s = method, 300
+    return config
 
 
 LIMIT = Limit(300, "weight_sync.timeout_s")
@@ -78,75 +78,78 @@ SENT = "receive_weights", (7,), (7,), ["send_weights"], LIMIT
 
 
 @pytest.mark.parametrize("method", ["colocated", "disaggregated"])
-def test_both_sides_are_waited_for_as_long_as_the_setting_says(tmp_path, method):
-    given, actor, servers = config(tmp_path, method), Actor(**OPENED), Servers()
-    given.rollout.tp = 2
-    sync = weight_sync.connect(given, actor, servers, num_bytes=9)
-    assert servers.tries == [CONNECTED]
+def test_a_push_waits_for_both_sides_up_to_the_limit(tmp_path, method):
+    config, actor, servers = make_config(tmp_path, method), Actor(**OPENED), Servers()
+    config.rollout.tp = 2
+    sync = weight_updater.connect(config, actor, servers, num_bytes=9)
+    assert servers.attempts == [CONNECTED]
     sync.push(7)
-    assert servers.tries == [CONNECTED, SENT] and servers.version == 7
-    assert actor.asked["connect_weights"] == ("endpoint", "spec")
-    assert actor.asked["send_weights"] == (7,)
-    layout, settings = actor.asked["open_weights"]
+    assert servers.attempts == [CONNECTED, SENT] and servers.version == 7
+    assert actor.calls["connect_weights"] == ("endpoint", "spec")
+    assert actor.calls["send_weights"] == (7,)
+    layout, settings = actor.calls["open_weights"]
     assert layout == GenerationLayout(tp=2, dp=2)
-    # The driver, who sees all, is to tell.
-    assert settings.timeout_s == given.inner_timeout_s == 560
+    # Longer: the driver, which knows of both sides, raises first.
+    assert settings.timeout_s == config.inner_timeout_s == 560
 
 
-def test_a_push_in_which_servers_die_begins_anew_with_a_connection_of_those_left(tmp_path):
-    given, actor, servers = config(tmp_path, "disaggregated"), Actor(**OPENED), Servers([2, 3])
-    given.rollout.tp = 2
-    weight_sync.connect(given, actor, servers, num_bytes=9).push(7)
-    assert servers.tries == [CONNECTED, SENT, CONNECTED, CONNECTED, SENT]
-    assert actor.asked["open_weights"][0] == GenerationLayout(tp=2, dp=1)
+def test_a_push_in_which_servers_die_is_repeated_with_the_others(tmp_path):
+    config, actor, servers = (
+        make_config(tmp_path, "disaggregated"),
+        Actor(**OPENED),
+        Servers([2, 3]),
+    )
+    config.rollout.tp = 2
+    weight_updater.connect(config, actor, servers, num_bytes=9).push(7)
+    assert servers.attempts == [CONNECTED, SENT, CONNECTED, CONNECTED, SENT]
+    assert actor.calls["open_weights"][0] == GenerationLayout(tp=2, dp=1)
     assert servers.version == 7
 
 
-def test_servers_that_join_are_connected_by_the_next_push_and_not_again(tmp_path):
-    given, servers = config(tmp_path, "disaggregated"), Servers()
-    given.rollout.tp = 2
-    sync = weight_sync.connect(given, Actor(**OPENED), servers, num_bytes=9)
+def test_servers_that_join_are_connected_once_by_the_next_push(tmp_path):
+    config, servers = make_config(tmp_path, "disaggregated"), Servers()
+    config.rollout.tp = 2
+    sync = weight_updater.connect(config, Actor(**OPENED), servers, num_bytes=9)
     servers.membership = 9
     sync.push(7)
     sync.push(7)
-    assert servers.tries == [CONNECTED, CONNECTED, SENT, SENT]
+    assert servers.attempts == [CONNECTED, CONNECTED, SENT, SENT]
 
 
-def test_a_checkpoint_is_written_then_loaded_and_gone(monkeypatch, tmp_path):
+def test_a_checkpoint_is_written_loaded_and_removed(monkeypatch, tmp_path):
     waits = list[Any]()
-    monkeypatch.setattr(weight_sync, "gathered", lambda *wait: waits.append(wait) or [["", ""]])
+    monkeypatch.setattr(weight_updater, "gathered", lambda *wait: waits.append(wait) or [["", ""]])
     actor, servers = Actor(), Servers([1])
-    sync = weight_sync.connect(config(tmp_path, "full_export"), actor, servers, num_bytes=9)
+    sync = weight_updater.connect(make_config(tmp_path, "full_export"), actor, servers, num_bytes=9)
     folder = tmp_path / ".weights.partial"
     folder.mkdir()
     sync.push(7)
     assert waits == [(["export"], LIMIT)]
-    assert actor.asked["export"] == (str(folder), 9)
+    assert actor.calls["export"] == (str(folder), 9)
     loaded = "load_checkpoint", (str(folder), 7), (str(folder), 7), [], LIMIT
-    assert servers.tries == [loaded, loaded] and servers.version == 7
+    assert servers.attempts == [loaded, loaded] and servers.version == 7
     assert not folder.exists()
 
 
 @pytest.mark.parametrize("recompute_cache", [False, True])
-def test_servers_that_generate_all_the_time_keep_requests_and_their_cache_unless_told(
-    monkeypatch, tmp_path, recompute_cache
-):
-    """A checkpoint that they load comes with the same arguments; a version comes by itself else."""
-    monkeypatch.setattr(weight_sync, "gathered", lambda *_: [["", ""]])
-    for mode, own in (("fully_async", (True, recompute_cache)), ("one_step_off", ())):
+def test_fully_async_updates_are_in_flight(monkeypatch, tmp_path, recompute_cache):
+    monkeypatch.setattr(weight_updater, "gathered", lambda *_: [["", ""]])
+    for mode, options in (("fully_async", (True, recompute_cache)), ("one_step_off", ())):
         for method in ("disaggregated", "full_export"):
-            given, servers = config(tmp_path, method), Servers()
-            given.trainer.mode = mode
-            given.trainer.asynchronous.recompute_cache = recompute_cache
-            weight_sync.connect(given, Actor(**OPENED), servers, num_bytes=9).push(7)
-            came = (str(tmp_path / ".weights.partial"), 7) if method == "full_export" else (7,)
-            assert servers.tries[-1][1] == servers.tries[-1][2] == (*came, *own)
+            config, servers = make_config(tmp_path, method), Servers()
+            config.trainer.mode = mode
+            config.trainer.asynchronous.recompute_cache = recompute_cache
+            weight_updater.connect(config, Actor(**OPENED), servers, num_bytes=9).push(7)
+            expected = (str(tmp_path / ".weights.partial"), 7) if method == "full_export" else (7,)
+            assert servers.attempts[-1][1] == servers.attempts[-1][2] == (*expected, *options)
 
 
 def test_a_checkpoint_that_could_not_be_written_is_not_loaded(monkeypatch, tmp_path):
-    monkeypatch.setattr(weight_sync, "gathered", lambda *_: [["No space left", ""]])
+    monkeypatch.setattr(weight_updater, "gathered", lambda *_: [["No space left", ""]])
     servers = Servers()
-    sync = weight_sync.connect(config(tmp_path, "full_export"), Actor(), servers, num_bytes=9)
-    with pytest.raises(weight_sync.ExportError, match="method='full_export': No space left"):
+    sync = weight_updater.connect(
+        make_config(tmp_path, "full_export"), Actor(), servers, num_bytes=9
+    )
+    with pytest.raises(weight_updater.ExportError, match="method='full_export': No space left"):
         sync.push(7)
-    assert servers.tries == []
+    assert servers.attempts == []

@@ -33,12 +33,15 @@ from mcore_rl.data.tokenizer import load_tokenizer
 from mcore_rl.engine.base import MemoryReport, ScoredStep
 from mcore_rl.engine.worker import ModelWorker
 from mcore_rl.inference.protocol import Completion, SamplingParams
-from mcore_rl.rollout.idle_time import IdleTime
-from mcore_rl.rollout.loop_thread import LoopThread
-from mcore_rl.rollout.running_groups import RunningGroups
 from mcore_rl.rollout.server_pool import ServerPool
 from mcore_rl.rollout.weight_updater import TransportSync
-from mcore_rl.rollout.worker import RolloutWorker, prompts_of
+from mcore_rl.rollout.worker import (
+    EventLoopThread,
+    IdleTimer,
+    RolloutWorker,
+    RunningGroups,
+    list_prompts,
+)
 from mcore_rl.trainers.device_sharing import DeviceSharing
 from mcore_rl.trainers.sample_log import SampleLog
 from tests.fakes import build_trainer
@@ -162,7 +165,7 @@ class Generator:
         self._num_asked, self._apart_s, self._version = 0, apart_s, 0
 
     @asynccontextmanager
-    async def held(self):
+    async def start_together(self):
         yield
 
     async def submit(self, prompt_ids, sampling):
@@ -195,7 +198,7 @@ class Server(RolloutWorker):
         self._spec = SimpleNamespace(experts=None, timeout_s=60.0)
         self._server = Generator(apart_s)
         self._agent = SingleTurnLoop(self._server, tokenizer, every_second_group_differs)
-        self._idle, self._wait = IdleTime(), LoopThread(60.0).wait
+        self._idle, self._wait = IdleTimer(), EventLoopThread(60.0).run
         self._streams = {"train": RunningGroups(self._idle)}
 
 
@@ -323,7 +326,7 @@ class Asked(RolloutWorker):
         self._asked = asked
 
     def begin(self, prompts, sampling, stream):
-        self._asked += prompts_of(prompts)
+        self._asked += list_prompts(prompts)
 
 
 @pytest.mark.parametrize("num_tokens", [16, 300, 1000, 8000])

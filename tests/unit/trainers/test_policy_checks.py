@@ -150,7 +150,7 @@ def test_gaps_are_those_of_samples_of_the_policy_alone_where_there_are_older_one
         assert metrics["mismatch/kl"] == pytest.approx(0.25 + 2 * 9 / 9)
 
 
-def test_the_mismatch_is_reported_and_its_gaps_are_compute_metrics():
+def test_the_mismatch_is_reported_and_its_gaps_are_checked():
     bounds = TrainerConfig(max_logprob_gap=0.3, mean_logprob_gap=0.3)
     gaps, metrics = compute_gaps_and_mismatch(build_scored_batch(), CorrectionConfig())
     check_gaps(gaps, bounds, 1)

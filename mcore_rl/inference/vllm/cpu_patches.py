@@ -1,0 +1,188 @@
+"""Patches of vLLM on a CPU: compiled operators, recorded experts, expert parallelism.
+
+Each names the upstream lines that it corrects, which are those of vLLM 0.32.
+"""
+
+from __future__ import annotations
+
+import functools
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from vllm import ir
+from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
+from vllm.platforms import current_platform
+
+_PROVIDER = "mcore_rl"
+# vLLM's `kernel_config` that chooses our operators.
+PRIORITY = {"ir_op_priority": {name: [_PROVIDER] for name in ("rms_norm", "fused_add_rms_norm")}}
+_VECTOR = 16  # the size of a normed row must be a multiple of it
+_CONNECTOR = "mcore_rl_experts"  # attribute of a model runner: its connector for experts
+
+
+@functools.cache
+def use_compiled_ops() -> None:
+    """Make vLLM use its compiled norms (with PRIORITY) and rotary embeddings in this process.
+
+    In plain torch, the norms and rotary embeddings of a small model take longer than its matrix
+    products. vLLM registers the norms for GPUs only (kernels/vllm_c.py:24).
+    """
+    current_platform.import_kernels()
+    ir.ops.rms_norm.register_impl(_PROVIDER, supports_args=_can_norm)(rms_norm)
+    ir.ops.fused_add_rms_norm.register_impl(
+        _PROVIDER, supports_args=_can_add_and_norm, inplace=True
+    )(fused_add_rms_norm)
+    RotaryEmbedding.forward_cpu = rotate
+
+
+def _can_norm(
+    x: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None
+) -> bool:
+    return _can_norm_rows(x, weight, variance_size)
+
+
+def _can_add_and_norm(
+    x: Tensor,
+    x_residual: Tensor,
+    weight: Tensor | None,
+    epsilon: float,
+    variance_size: int | None = None,
+) -> bool:
+    is_contiguous = x.is_contiguous() and x_residual.is_contiguous()
+    return (
+        is_contiguous and x.dtype == x_residual.dtype and _can_norm_rows(x, weight, variance_size)
+    )
+
+
+def _can_norm_rows(x: Tensor, weight: Tensor | None, variance_size: int | None) -> bool:
+    return (
+        weight is not None
+        and weight.dtype == x.dtype
+        and variance_size is None
+        and x.shape[-1] % _VECTOR == 0
+    )
+
+
+def rms_norm(
+    x: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None
+) -> Tensor:
+    """Normalise rows by vLLM's compiled operator, which ignores strides."""
+    output = torch.empty(x.shape, dtype=x.dtype)
+    torch.ops._C.rms_norm(output, x.contiguous(), weight, epsilon)
+    return output
+
+
+def fused_add_rms_norm(
+    x: Tensor,
+    x_residual: Tensor,
+    weight: Tensor | None,
+    epsilon: float,
+    variance_size: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Add the residual and normalise rows by vLLM's compiled operator, in place."""
+    torch.ops._C.fused_add_rms_norm(x, x_residual, weight, epsilon)
+    return x, x_residual
+
+
+_rotate_2d = RotaryEmbedding.forward_cpu
+
+
+def rotate(
+    self: Any, positions: Tensor, query: Tensor, key: Tensor | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """Rotate 2-D queries by the compiled operator, others by torch.
+
+    The compiled rotation is silently wrong for 3-D queries, which MLA has: by 1 to 4 nats
+    (model_executor/layers/mla.py:228, rotary_embedding/base.py:298).
+    """
+    is_2d = query.dim() == 2 and (key is None or key.dim() == 2)
+    method = _rotate_2d if is_2d else RotaryEmbedding.forward_native
+    rotated: tuple[Tensor, Tensor | None] = method(self, positions, query, key)
+    return rotated
+
+
+@functools.cache
+def map_expert_ids() -> None:
+    """Make the CPU experts use `expert_map`: ignored, expert parallelism ends in a native crash.
+
+    (model_executor/layers/fused_moe/experts/cpu_moe.py:249.) Ids become local ones, and experts of
+    other ranks get weight 0.
+    """
+    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+
+    upstream = CPUUnquantizedExperts.apply
+
+    def apply(self: Any, *args: Any, **kwargs: Any) -> None:
+        names = ["output", "hidden_states", "w1", "w2", "topk_weights", "topk_ids", "activation"]
+        names += ["global_num_experts", "expert_map"]
+        kwargs |= dict(zip(names, args, strict=False))
+        expert_map = kwargs.pop("expert_map")
+        if expert_map is not None:
+            ids = kwargs["topk_ids"]
+            local = expert_map[ids.long()]
+            kwargs["topk_ids"] = local.clamp(min=0).to(ids.dtype)
+            kwargs["topk_weights"] = kwargs["topk_weights"].masked_fill(local < 0, 0.0)
+        upstream(self, *args[len(names) :], expert_map=None, **kwargs)
+
+    CPUUnquantizedExperts.apply = apply
+
+
+@functools.cache
+def record_experts() -> None:
+    """Make the CPU's model runner report the experts of tokens, as the GPU's does.
+
+    vLLM's scheduler asks its workers for them if `aux_output_config` says so, keeps those of cached
+    prefixes by block hash, and drops them with the prefix cache
+    (distributed/aux_output_connector). Only the model runner of GPUs calls the workers' side
+    (v1/worker/gpu/model_runner.py:802, 1740 and 2181).
+    """
+    from vllm.config import VllmConfig
+    from vllm.distributed.aux_output_connector.worker import get_aux_output_connector
+    from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+
+    # worker.check_recorded_experts runs later
+    VllmConfig._verify_aux_output_compatibility = lambda config: None
+    initialize_kv_cache = CPUModelRunner.initialize_kv_cache
+    execute_model, sample_tokens = CPUModelRunner.execute_model, CPUModelRunner.sample_tokens
+
+    def initialize(runner: Any, kv_cache_config: Any, *args: Any, **kwargs: Any) -> None:
+        initialize_kv_cache(runner, kv_cache_config, *args, **kwargs)
+        if runner.vllm_config.aux_output_config.enabled:
+            connector = get_aux_output_connector(runner.model, runner.vllm_config, kv_cache_config)
+            setattr(runner, _CONNECTOR, connector)
+
+    def execute(runner: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        if connector := getattr(runner, _CONNECTOR, None):
+            connector.begin_step(scheduler_output.aux_output_connector_metadata)
+        return execute_model(runner, scheduler_output, *args, **kwargs)
+
+    def sample(runner: Any, *args: Any, **kwargs: Any) -> Any:
+        output = sample_tokens(runner, *args, **kwargs)
+        if (connector := getattr(runner, _CONNECTOR, None)) and output.req_ids:
+            output.aux_output_connector_output = _collect_experts(runner, connector, output)
+        return output
+
+    CPUModelRunner.initialize_kv_cache = initialize
+    CPUModelRunner.execute_model, CPUModelRunner.sample_tokens = execute, sample
+
+
+def _collect_experts(runner: Any, connector: Any, output: Any) -> Any:
+    """Return the experts of a step by request; None on a worker that reports none.
+
+    The CPU runs one step at a time, so nothing has to be synchronised.
+    """
+    batch, num = runner.input_batch, len(output.req_ids)
+    step = SimpleNamespace(
+        req_ids=output.req_ids,
+        query_start_loc_np=runner.query_start_loc.np[: num + 1],
+        num_computed_tokens_np=batch.num_computed_tokens_cpu[:num],
+    )
+    pending = connector.prepare_output(step)
+    if pending is None:
+        return None
+    num_sampled = np.array([len(ids) for ids in output.sampled_token_ids])
+    pending.enqueue_cpu_copy(num_sampled, np.zeros(num, np.int64))
+    return pending.process_output()

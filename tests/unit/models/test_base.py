@@ -1,0 +1,85 @@
+"""The fields of config.json are checked before a family reads them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from mcore_rl.config.errors import ConfigError
+from mcore_rl.models.base import check_fields, read_config
+
+PUBLISHED = sorted((Path(__file__).parent / "published").glob("*.json"))
+
+
+@pytest.mark.parametrize("path", PUBLISHED, ids=lambda path: path.stem)
+def test_published_configs_pass(path):
+    check_fields(json.loads(path.read_text()))
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"num_hidden_layers": 0}, "num_hidden_layers=0 is not .* allowed: an integer from 1 to"),
+        ({"num_hidden_layers": 10**6}, "num_hidden_layers=1000000 is not supported; allowed: an"),
+        ({"num_hidden_layers": True}, "num_hidden_layers=True is not"),
+        ({"num_hidden_layers": 2.0}, r"num_hidden_layers=2\.0 is not"),
+        ({"hidden_size": "64"}, "hidden_size='64' is not supported; allowed: an integer"),
+        ({"rms_norm_eps": 0}, "rms_norm_eps=0 is not supported; allowed: a number from"),
+        ({"rope_theta": float("nan")}, "rope_theta=nan is not"),
+        ({"rope_theta": 10**400}, r"rope_theta=10+\.\.\.0+ is not"),
+        ({"attention_bias": "false"}, "attention_bias='false' is not .* allowed: true or false"),
+        ({"hidden_act": 1}, "hidden_act=1 is not supported; allowed: a string"),
+        ({"architectures": "LlamaForCausalLM"}, "architectures='L.*' is not .* a list of strings"),
+        ({"architectures": [None]}, r"architectures=\[None\] is not supported"),
+        ({"mlp_only_layers": [-1]}, r"mlp_only_layers=\[-1\] is not .* a list of layer numbers"),
+        ({"rope_scaling": []}, r"rope_scaling=\[\] is not supported; allowed: an object"),
+        ({"rope_scaling": {"factor": "2"}}, "factor='2' is not supported; allowed: a number"),
+        ({"rope_parameters": {"type": 1}}, "type=1 is not supported; allowed: a string"),
+        (
+            {"num_attention_heads": 6, "num_key_value_heads": 4},
+            "num_attention_heads=6 is no multiple of num_key_value_heads=4",
+        ),
+        ({"n_routed_experts": 6, "n_group": 4}, "n_routed_experts=6 is no multiple of n_group=4"),
+        ({"topk_group": 3, "n_group": 2}, "topk_group=3 exceeds n_group=2"),
+        (
+            {"num_experts_per_tok": 9, "num_local_experts": 8},
+            "num_experts_per_tok=9 exceeds num_local_experts=8",
+        ),
+        (
+            {"first_k_dense_replace": 4, "num_hidden_layers": 3},
+            "first_k_dense_replace=4 exceeds num_hidden_layers=3",
+        ),
+        (
+            {"num_hidden_layers": 1000, "num_experts": 100},
+            "100 experts in each of 1000 layers make 100000; allowed: at most 65536",
+        ),
+    ],
+)
+def test_a_field_of_the_wrong_type_or_range_is_named(config, message):
+    with pytest.raises(ConfigError, match=f"config.json: {message}"):
+        check_fields(config)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {},
+        {"num_hidden_layers": None, "rope_scaling": None, "n_group": None},
+        {"n_group": 0, "topk_group": 0, "n_routed_experts": 7},
+        {"rope_theta": 10000, "rope_scaling": {"low_freq_factor": 1, "mscale": 0}},
+        {"of_another_family": [[{}]]},
+    ],
+)
+def test_absent_null_and_unknown_fields_pass(config):
+    check_fields(config)
+
+
+def test_a_config_is_checked_when_it_is_read(tmp_path):
+    (tmp_path / "config.json").write_text('{"hidden_size": -1}')
+    with pytest.raises(ConfigError, match="hidden_size=-1 is not supported"):
+        read_config(tmp_path)
+    (tmp_path / "config.json").unlink()
+    with pytest.raises(ConfigError, match=r"there is no config\.json in that folder"):
+        read_config(tmp_path)

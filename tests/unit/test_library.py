@@ -1,0 +1,53 @@
+"""The public interface of the package, for scripts and notebooks."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import mcore_rl
+
+PAGE = Path(__file__).parents[2] / "docs" / "library.md"
+
+
+def test_every_public_name_can_be_imported():
+    assert {name for name in mcore_rl.__all__ if getattr(mcore_rl, name) is not None} == {
+        *mcore_rl.__all__
+    }
+    with pytest.raises(AttributeError, match="no attribute 'Trainer'"):
+        _ = mcore_rl.Trainer  # type: ignore[attr-defined]
+
+
+def test_every_public_name_is_documented():
+    text = PAGE.read_text()
+    assert [name for name in mcore_rl.__all__ if f"`{name}" not in text] == []
+
+
+def test_importing_the_package_needs_no_torch():
+    program = "import mcore_rl, sys; mcore_rl.RLConfig; print('torch' in sys.modules)"
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert result.stdout == "False\n", result.stderr
+
+
+def test_a_recipe_has_its_settings_and_overrides():
+    config = mcore_rl.load_recipe("quickstart", "seed=7", "output_dir=x")
+    assert (config.seed, config.output_dir, config.task.name) == (7, "x", "last_digit")
+    assert mcore_rl.load_recipe() == mcore_rl.RLConfig()
+    with pytest.raises(mcore_rl.ConfigError, match="unknown setting 'sed'"):
+        mcore_rl.load_recipe("quickstart", "sed=7")
+
+
+def test_a_folder_without_a_run_that_has_ended_is_refused(tmp_path):
+    with pytest.raises(mcore_rl.ConfigError, match=r"no run has ended here: .*summary\.json"):
+        mcore_rl.load_run(tmp_path)
+
+
+def test_a_run_that_has_ended_is_read_by_phase(tmp_path):
+    (tmp_path / "summary.json").write_text('{"wall_s": 3.0}')
+    (tmp_path / "metrics.jsonl").write_text(
+        '{"phase": "warm_start", "step": 1}\n{"phase": "training", "step": 1, "reward": 0.5}\n'
+    )
+    result = mcore_rl.load_run(tmp_path)
+    assert (result.summary["wall_s"], [row["reward"] for row in result.metrics]) == (3.0, [0.5])
+    assert len(result.warm_start) == 1 and result.checkpoint == tmp_path / "checkpoint"
