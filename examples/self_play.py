@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from mcore_rl.agents.chat_template.codec import ChatMessage, ContextFullError
 from mcore_rl.agents.loops import Agent, Task
 from mcore_rl.agents.session import Answer, ChatSession
-from mcore_rl.config.checks import at_least
+from mcore_rl.config.checks import check_at_least
 from mcore_rl.data.sample import Sample
 
 _WHOLE = re.compile(r"\d+")
@@ -26,8 +26,8 @@ class HideAndGuessSettings:
     num_guesses: int = 4
 
     def __post_init__(self) -> None:
-        at_least("high", self.high, 2)
-        at_least("num_guesses", self.num_guesses, 1)
+        check_at_least("high", self.high, 2)
+        check_at_least("num_guesses", self.num_guesses, 1)
 
 
 class HideAndGuess:

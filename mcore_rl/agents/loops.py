@@ -18,7 +18,7 @@ from mcore_rl.agents.chat_template.codec import (
 from mcore_rl.agents.environments.base import Environment
 from mcore_rl.agents.session import ChatSession
 from mcore_rl.agents.tools.base import ToolSet
-from mcore_rl.config.checks import between, one_of
+from mcore_rl.config.checks import check_between, check_choice
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.data.sample import Sample, TrajectoryStatus
 from mcore_rl.inference.protocol import SamplingParams
@@ -151,7 +151,7 @@ class ToolLoopSettings:
     )
 
     def __post_init__(self) -> None:
-        between("compact_at", self.compact_at, 0, 1)
+        check_between("compact_at", self.compact_at, 0, 1)
 
 
 class ToolLoop:
@@ -288,7 +288,7 @@ class UserSettings:
     reads: str = "last"  # read by the reward: the policy's last turn, or the whole conversation
 
     def __post_init__(self) -> None:
-        one_of("reads", self.reads, READS)
+        check_choice("reads", self.reads, READS)
         if not self.stop:
             raise ConfigError("stop=''; allowed: a text that ends the conversation")
 

@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from mcore_rl.agents.loops import Agent, ApiSession, Task
-from mcore_rl.config.checks import at_least
+from mcore_rl.config.checks import check_at_least
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.config.import_path import load
+from mcore_rl.config.import_path import load_function
 from mcore_rl.data.sample import Sample, TrajectoryStatus
 
 TASK_FILE = "MCORE_RL_TASK"  # the variable with the path of the row
@@ -52,9 +52,11 @@ class ProgramSettings:
                 f"command={self.command!r} and agent.settings.function={self.function!r}; "
                 "allowed: one of them"
             )
-        if self.function and not inspect.iscoroutinefunction(load("function", self.function)):
+        if self.function and not inspect.iscoroutinefunction(
+            load_function("function", self.function)
+        ):
             raise ConfigError(f"function={self.function!r}; allowed: a function by `async def`")
-        at_least("at_once", self.at_once, 1)
+        check_at_least("at_once", self.at_once, 1)
         parse_variable_names(self.variables)
         if self.command and not self.split_command():
             raise ConfigError(f"command={self.command!r} names no program")
@@ -82,7 +84,7 @@ class ProgramLoop:
         self._slots = asyncio.Semaphore(settings.at_once)
         self._run: Callable[[Task, ApiSession], Awaitable[None]] = self._run_command
         if settings.function:
-            self._function = load("agent.settings.function", settings.function)
+            self._function = load_function("agent.settings.function", settings.function)
             self._run = self._call_function
 
     async def run(self, task: Task) -> list[Sample]:

@@ -41,8 +41,8 @@ from mcore_rl.agents.tools.sources import load_tool_sources, shut_down_sources, 
 from mcore_rl.agents.trajectory import MASKED_VERSION, assign_turn_rewards, build_samples
 from mcore_rl.agents.verifiers.loop import VerifiersLoop
 from mcore_rl.algorithms.registry import Registry
-from mcore_rl.config.agent_schema import AgentConfig
 from mcore_rl.config.errors import ConfigError
+from mcore_rl.config.schema import AgentConfig
 from mcore_rl.data.sample import Sample, TrajectoryStatus
 from mcore_rl.inference.protocol import Gate, Generator, SamplingParams
 from mcore_rl.rewards.registry import RewardError

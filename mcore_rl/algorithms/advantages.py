@@ -29,7 +29,7 @@ from mcore_rl.algorithms.reductions import (
     whiten,
 )
 from mcore_rl.algorithms.registry import Registry
-from mcore_rl.config.checks import between
+from mcore_rl.config.checks import check_between
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import AlgorithmConfig, GRPOSettings
 from mcore_rl.data.batch import Batch, Jagged
@@ -107,13 +107,13 @@ def add_token_rewards(batch: Batch, algorithm: AlgorithmConfig) -> Batch:
     """Add the column token_rewards if there are process_rewards or a KL penalty in the reward.
 
     Each chosen token has its process_rewards, if the batch has them, minus kl_coef times its KL
-    (algorithm.kl_in=reward): Ziegler et al. 2019 (arXiv:1909.08593), equation 2, token by token.
-    The last chosen token of a trajectory also has the reward minus the sum of its process_rewards,
-    so that they add up to the reward. Other tokens have 0. Float64, so that equal sums of parts
-    stay equal. The column rewards stays without the KL penalty; advantages of responses read the
-    sum, AdvantageInputs.scores.
+    (algorithm.kl_placement=reward): Ziegler et al. 2019 (arXiv:1909.08593), equation 2, token by
+    token. The last chosen token of a trajectory also has the reward minus the sum of its
+    process_rewards, so that they add up to the reward. Other tokens have 0. Float64, so that equal
+    sums of parts stay equal. The column rewards stays without the KL penalty; advantages of
+    responses read the sum, AdvantageInputs.scores.
     """
-    is_penalised = bool(algorithm.kl_coef) and algorithm.kl_in == "reward"
+    is_penalised = bool(algorithm.kl_coef) and algorithm.kl_placement == "reward"
     if not is_penalised and "process_rewards" not in batch:
         return batch
     trajectories = Trajectories(batch)
@@ -303,8 +303,8 @@ class GAESettings:
     whiten: bool = True  # mean 0 and variance 1 over all chosen tokens of the batch
 
     def __post_init__(self) -> None:
-        between("gamma", self.gamma, 0, 1)
-        between("lam", self.lam, 0, 1)
+        check_between("gamma", self.gamma, 0, 1)
+        check_between("lam", self.lam, 0, 1)
 
 
 @ADVANTAGES.register("gae")
@@ -333,7 +333,7 @@ class ReinforceSettings:
     gamma: float = 1.0  # discount of a token
 
     def __post_init__(self) -> None:
-        between("gamma", self.gamma, 0, 1)
+        check_between("gamma", self.gamma, 0, 1)
 
 
 @ADVANTAGES.register("reinforce_plus_plus")
@@ -395,7 +395,7 @@ class GiGPOSettings:
     normalize_by_std: bool = True  # divide by standard deviations, of responses and of turns
 
     def __post_init__(self) -> None:
-        between("gamma", self.gamma, 0, 1)
+        check_between("gamma", self.gamma, 0, 1)
 
 
 @ADVANTAGES.register("gigpo")

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mcore_rl.algorithms.registry import Registry
-from mcore_rl.config.checks import at_least
+from mcore_rl.config.checks import check_at_least
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.data.batch import Jagged
 from mcore_rl.data.trajectories import Rows
@@ -107,7 +107,7 @@ class FixedLengthSettings:
     length: int  # in tokens; a run without it takes rollout.max_response_tokens
 
     def __post_init__(self) -> None:
-        at_least("length", self.length, 1)
+        check_at_least("length", self.length, 1)
 
 
 @AGGREGATIONS.register("sequence_sum_fixed_length")

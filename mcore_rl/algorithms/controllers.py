@@ -67,7 +67,7 @@ class Coefficients:
     def needs_measurements(self) -> bool:
         """True if `measure` measures anything with these settings."""
         config = self._config
-        needs_kl = config.kl_in == "reward" or config.kl_target is not None
+        needs_kl = config.kl_placement == "reward" or config.kl_target is not None
         return needs_kl or config.entropy_target is not None
 
     @property
@@ -89,7 +89,7 @@ class Coefficients:
 def measure(batch: Batch, config: AlgorithmConfig) -> dict[str, float]:
     """Measure the `kl` and the `entropy` of a step's samples, each if a setting needs it."""
     mask, measurements = batch.jagged("response_mask"), dict[str, float]()
-    if config.kl_in == "reward" or config.kl_target is not None:
+    if config.kl_placement == "reward" or config.kl_target is not None:
         measurements["kl"] = compute_sequence_mean(compute_reference_kl(batch, config), mask)
     if config.entropy_target is not None:
         chosen = batch.jagged("entropy").values[mask.values != 0]

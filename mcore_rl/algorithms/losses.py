@@ -22,7 +22,7 @@ from torch import Tensor
 from mcore_rl.algorithms.inputs import LossInputs, LossResult, MiniBatchInputs, prepared_by
 from mcore_rl.algorithms.reductions import Floats
 from mcore_rl.algorithms.registry import Registry
-from mcore_rl.config.checks import at_least, between, positive
+from mcore_rl.config.checks import check_at_least, check_between, check_positive
 from mcore_rl.config.schema import PPOClipSettings
 from mcore_rl.data.batch import Jagged
 
@@ -102,7 +102,7 @@ class DecoupledPPOSettings(PPOClipSettings):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.weight_cap is not None:
-            positive("weight_cap", self.weight_cap)
+            check_positive("weight_cap", self.weight_cap)
 
 
 @LOSSES.register("decoupled_ppo")
@@ -130,8 +130,8 @@ class SAPOSettings:
     temperature_negative: float = 1.05  # of all other tokens
 
     def __post_init__(self) -> None:
-        positive("temperature_positive", self.temperature_positive)
-        positive("temperature_negative", self.temperature_negative)
+        check_positive("temperature_positive", self.temperature_positive)
+        check_positive("temperature_negative", self.temperature_negative)
 
 
 @LOSSES.register("sapo")
@@ -172,8 +172,8 @@ class CISPOSettings:
     clip_ratio_high: float = 4.0  # and at most 1 + clip_ratio_high
 
     def __post_init__(self) -> None:
-        between("clip_ratio_low", self.clip_ratio_low, 0, 1)
-        at_least("clip_ratio_high", self.clip_ratio_high, 0)
+        check_between("clip_ratio_low", self.clip_ratio_low, 0, 1)
+        check_at_least("clip_ratio_high", self.clip_ratio_high, 0)
 
 
 @LOSSES.register("cispo")
@@ -199,9 +199,9 @@ class DPPOSettings:
     max_ratio: float = 20.0  # largest weight
 
     def __post_init__(self) -> None:
-        positive("max_divergence_low", self.max_divergence_low)
-        positive("max_divergence_high", self.max_divergence_high)
-        at_least("max_ratio", self.max_ratio, 1)
+        check_positive("max_divergence_low", self.max_divergence_low)
+        check_positive("max_divergence_high", self.max_divergence_high)
+        check_at_least("max_ratio", self.max_ratio, 1)
 
 
 @dataclass(frozen=True)
@@ -271,7 +271,7 @@ class VESPOSettings:
 
     def __post_init__(self) -> None:
         for name in ("k_positive", "lambda_positive", "k_negative", "lambda_negative"):
-            at_least(name, getattr(self, name), 0)
+            check_at_least(name, getattr(self, name), 0)
 
 
 @LOSSES.register("vespo")
@@ -296,7 +296,7 @@ class DROSettings:
     beta: float  # weight of the squared log ratio
 
     def __post_init__(self) -> None:
-        positive("beta", self.beta)
+        check_positive("beta", self.beta)
 
 
 @LOSSES.register("dro")
@@ -321,8 +321,8 @@ class GSPOSettings:
     clip_ratio_high: float = 4e-4
 
     def __post_init__(self) -> None:
-        between("clip_ratio_low", self.clip_ratio_low, 0, 1)
-        at_least("clip_ratio_high", self.clip_ratio_high, 0)
+        check_between("clip_ratio_low", self.clip_ratio_low, 0, 1)
+        check_at_least("clip_ratio_high", self.clip_ratio_high, 0)
 
 
 @LOSSES.register("gspo")
@@ -383,8 +383,8 @@ class GMPOSettings:
     clip_log_ratio_high: float = 0.4  # and at this
 
     def __post_init__(self) -> None:
-        at_least("clip_log_ratio_low", self.clip_log_ratio_low, 0)
-        at_least("clip_log_ratio_high", self.clip_log_ratio_high, 0)
+        check_at_least("clip_log_ratio_low", self.clip_log_ratio_low, 0)
+        check_at_least("clip_log_ratio_high", self.clip_log_ratio_high, 0)
 
 
 @LOSSES.register("gmpo")
@@ -412,7 +412,7 @@ class KimiSettings:
     tau: float  # weight of the squared log ratio
 
     def __post_init__(self) -> None:
-        positive("tau", self.tau)
+        check_positive("tau", self.tau)
 
 
 @LOSSES.register("kimi")
@@ -447,8 +447,8 @@ class ClipCovSettings(PPOClipSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        between("fraction", self.fraction, 0, 1)
-        at_least("covariance_high", self.covariance_high, self.covariance_low)
+        check_between("fraction", self.fraction, 0, 1)
+        check_at_least("covariance_high", self.covariance_high, self.covariance_low)
 
 
 def select_between(inputs: MiniBatchInputs, settings: ClipCovSettings) -> dict[str, Jagged]:
@@ -490,8 +490,8 @@ class KLCovSettings:
     kl_coef: float = 1.0  # weight of their KL
 
     def __post_init__(self) -> None:
-        between("fraction", self.fraction, 0, 1)
-        at_least("kl_coef", self.kl_coef, 0)
+        check_between("fraction", self.fraction, 0, 1)
+        check_at_least("kl_coef", self.kl_coef, 0)
 
 
 def select_highest(inputs: MiniBatchInputs, settings: KLCovSettings) -> dict[str, Jagged]:
@@ -523,7 +523,7 @@ class M2POSettings:
     max_second_moment: float = 0.04  # of the log ratios of the remaining tokens
 
     def __post_init__(self) -> None:
-        positive("max_second_moment", self.max_second_moment)
+        check_positive("max_second_moment", self.max_second_moment)
 
 
 def select_outliers(inputs: MiniBatchInputs, settings: M2POSettings) -> dict[str, Jagged]:
@@ -563,7 +563,7 @@ class PositiveNLLSettings(PPOClipSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        at_least("nll_coef", self.nll_coef, 0)
+        check_at_least("nll_coef", self.nll_coef, 0)
 
 
 def weigh_positive(inputs: MiniBatchInputs, settings: PositiveNLLSettings) -> dict[str, Jagged]:

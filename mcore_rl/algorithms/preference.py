@@ -19,7 +19,7 @@ import numpy.typing as npt
 from mcore_rl.algorithms.estimates import compute_ratio_error
 from mcore_rl.algorithms.inputs import needs
 from mcore_rl.algorithms.registry import Registry
-from mcore_rl.config.checks import at_least, between, positive
+from mcore_rl.config.checks import check_at_least, check_between, check_positive
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.data.batch import Batch, Jagged
 
@@ -104,8 +104,8 @@ class DPOSettings:
     length_normalized: bool = False  # divide log-ratios by the number of tokens
 
     def __post_init__(self) -> None:
-        positive("beta", self.beta)
-        between("label_smoothing", self.label_smoothing, 0, 0.5)
+        check_positive("beta", self.beta)
+        check_between("label_smoothing", self.label_smoothing, 0, 0.5)
 
 
 @PREFERENCE_LOSSES.register("dpo")
@@ -135,7 +135,7 @@ class IPOSettings:
     length_normalized: bool = False  # divide log-ratios by the number of tokens
 
     def __post_init__(self) -> None:
-        positive("beta", self.beta)
+        check_positive("beta", self.beta)
 
 
 @PREFERENCE_LOSSES.register("ipo")
@@ -159,8 +159,8 @@ class SimPOSettings:
     gamma: float = 1.0  # target margin of beta * mean log-prob
 
     def __post_init__(self) -> None:
-        positive("beta", self.beta)
-        at_least("gamma", self.gamma, 0)
+        check_positive("beta", self.beta)
+        check_at_least("gamma", self.gamma, 0)
 
 
 @PREFERENCE_LOSSES.register("simpo")
@@ -182,7 +182,7 @@ class ORPOSettings:
     lam: float = 0.1  # weight of the odds ratio beside the likelihood of the chosen response
 
     def __post_init__(self) -> None:
-        at_least("lam", self.lam, 0)
+        check_at_least("lam", self.lam, 0)
 
 
 @PREFERENCE_LOSSES.register("orpo")

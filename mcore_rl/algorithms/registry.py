@@ -12,7 +12,7 @@ from types import NoneType, UnionType
 from typing import Any, Generic, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.config.import_path import is_import_path, load_own
+from mcore_rl.config.import_path import is_import_path, load_user_function
 
 F = TypeVar("F", bound=Callable[..., Any])  # the function, once its settings are bound
 G = TypeVar("G", bound=Callable[..., Any])
@@ -65,7 +65,7 @@ class Registry(Generic[F]):
             ConfigError: nothing has that name, or the import path leads to no such function.
         """
         if is_import_path(name):
-            return load_own(self.setting, name)
+            return load_user_function(self.setting, name)
         try:
             return self._functions[name]
         except KeyError:

@@ -14,9 +14,9 @@ import numpy.typing as npt
 from mcore_rl.algorithms.inputs import get_reward_part, list_reward_parts
 from mcore_rl.algorithms.reductions import Floats, Groups
 from mcore_rl.algorithms.registry import Registry
-from mcore_rl.config.checks import between
+from mcore_rl.config.checks import check_between
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.config.samples_schema import ReplayConfig, SamplesConfig
+from mcore_rl.config.schema import FilterConfig, ReplayConfig
 from mcore_rl.data.batch import Batch
 from mcore_rl.data.trajectories import Trajectories, split_groups_by_role
 
@@ -26,15 +26,15 @@ Rows = npt.NDArray[np.int64]
 
 # Returns [samples]: true to keep a sample. A group stays if all of its samples do.
 GROUP_FILTERS: Registry[Callable[[Batch], Bools]] = Registry(
-    "algorithm.samples.group_filter", ("batch",)
+    "algorithm.filter.group_filter", ("batch",)
 )
 # Takes the rewards of a group, returns the indices of k responses.
 CHOICES: Registry[Callable[[Floats, int, np.random.Generator], Rows]] = Registry(
-    "algorithm.samples.keep_by", ("rewards", "k", "rng")
+    "algorithm.filter.keep_by", ("rewards", "k", "rng")
 )
 # Takes the rewards of a group, returns its weight in the draw of groups to replay.
 PRIORITIES: Registry[Callable[[Floats], float]] = Registry(
-    "algorithm.samples.replay.priority", ("rewards",)
+    "algorithm.filter.replay.priority", ("rewards",)
 )
 # Takes the success rates of prompts, returns their weights in the draw of prompts.
 CURRICULA: Registry[Callable[[Floats], Floats]] = Registry(
@@ -123,8 +123,8 @@ class WindowSettings:
     high: float = 0.8
 
     def __post_init__(self) -> None:
-        between("low", self.low, 0, 1)
-        between("high", self.high, self.low, 1)
+        check_between("low", self.low, 0, 1)
+        check_between("high", self.high, self.low, 1)
 
 
 @CURRICULA.register("window")
@@ -147,8 +147,8 @@ def get_reward_or_part(batch: Batch, name: str, setting: str) -> Floats:
     return part
 
 
-def filter_groups(batch: Batch, config: SamplesConfig) -> Batch:
-    """Drop groups that do not pass algorithm.samples.group_filter.
+def filter_groups(batch: Batch, config: FilterConfig) -> Batch:
+    """Drop groups that do not pass algorithm.filter.group_filter.
 
     Raises:
         ConfigError: the filter did not return one bool per sample.
@@ -168,8 +168,8 @@ def filter_groups(batch: Batch, config: SamplesConfig) -> Batch:
     return batch.take(trajectories.find_rows(np.flatnonzero(num_passed == groups.sizes)))
 
 
-def choose_responses(batch: Batch, config: SamplesConfig, seed: Sequence[int]) -> Batch:
-    """Select at most keep_responses trajectories of each group by algorithm.samples.keep_by.
+def choose_responses(batch: Batch, config: FilterConfig, seed: Sequence[int]) -> Batch:
+    """Select at most keep_responses trajectories of each group by algorithm.filter.keep_by.
 
     keep_responses=0 keeps all.
 
@@ -199,7 +199,7 @@ def choose_responses(batch: Batch, config: SamplesConfig, seed: Sequence[int]) -
     return batch.take(trajectories.find_rows(np.array(rows, np.int64)))
 
 
-def check_sample_functions(samples: SamplesConfig) -> None:
+def check_sample_functions(samples: FilterConfig) -> None:
     """Raise ConfigError, before a run starts, if a function or its settings are not valid."""
     if samples.group_filter:
         GROUP_FILTERS.bind(samples.group_filter, samples.group_filter_settings)

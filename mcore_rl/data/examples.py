@@ -11,8 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.config.schema import DataConfig
-from mcore_rl.config.train_schema import ConversationsConfig, PairsConfig
+from mcore_rl.config.schema import ConversationsConfig, DataConfig, PairsConfig
 from mcore_rl.data.batch import Batch, Jagged
 from mcore_rl.data.chat_template import MARK, ChatTemplate, ChatTemplateError, find_missing_part
 from mcore_rl.data.files import Digest, open_rows

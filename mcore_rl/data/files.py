@@ -27,9 +27,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from mcore_rl.config.checks import exists
+from mcore_rl.config.checks import check_exists
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.config.import_path import load_own
+from mcore_rl.config.import_path import load_user_function
 from mcore_rl.config.json_file import parse_json_object, read_json_object
 
 ALLOWED = (
@@ -103,9 +103,9 @@ def open_rows(name: str | Path, setting: str) -> RowSource:
     path, source = Path(name), f"{setting}={str(name)!r}"
     rows: RowSource
     if not path.exists() and re.fullmatch(_IMPORT_PATH, str(name)):
-        rows = _FunctionRows(source, load_own(setting, str(name)))
+        rows = _FunctionRows(source, load_user_function(setting, str(name)))
     else:
-        exists(setting, name)
+        check_exists(setting, name)
         rows = open_file(path, source)
     if not len(rows):
         raise ConfigError(f"{source} has no rows")

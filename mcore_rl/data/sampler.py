@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.config.samples_schema import CurriculumConfig
+from mcore_rl.config.schema import CurriculumConfig
 
 Floats = npt.NDArray[np.float64]
 

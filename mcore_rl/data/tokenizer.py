@@ -8,12 +8,12 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mcore_rl.config.checks import exists
+from mcore_rl.config.checks import check_exists
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.json_file import read_json_object
 from mcore_rl.config.schema import ModelConfig
 from mcore_rl.data.template_limits import limit_chat_templates
-from mcore_rl.observability.garbage import long_lived
+from mcore_rl.observability.process import exempt_imports_from_gc
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -68,7 +68,7 @@ def has_tokenizer(path: str | Path) -> bool:
 def read_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     """Load any tokenizer, also of a base model; ConfigError if the folder has none."""
     transformers = import_transformers()
-    exists("model.path", path)
+    check_exists("model.path", path)
     if not Path(path).is_dir():
         raise ConfigError(f"model.path={str(path)!r} is not a folder")
     if not has_tokenizer(path):
@@ -133,7 +133,7 @@ def import_transformers() -> Any:
     distributed tensors, for a mixin of remote-code models: 1.5 of 3.5 CPU seconds. Here the mixin
     is imported when it is used.
     """
-    with long_lived():  # slow to import
+    with exempt_imports_from_gc():  # slow to import
         import transformers
 
         if _AUTO not in sys.modules:

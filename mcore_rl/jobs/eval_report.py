@@ -16,7 +16,7 @@ from rich.table import Table
 
 from mcore_rl.agents.single_turn import Tokenizer, decode_response
 from mcore_rl.algorithms.estimates import compute_mean_and_error, majority_at_k, pass_at_k
-from mcore_rl.config.eval_schema import ScoringConfig
+from mcore_rl.config.schema import ScoringConfig
 from mcore_rl.data.batch import Batch
 from mcore_rl.observability.console import get_stdout_console
 from mcore_rl.rewards.registry import FindAnswer

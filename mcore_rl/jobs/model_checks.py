@@ -8,9 +8,9 @@ import torch
 
 from mcore_rl.agents.chat_template.validation import CodecKind, select_codec
 from mcore_rl.checkpoint.hf import CheckpointReader, read_checkpoint_config
-from mcore_rl.config.checks import divides
+from mcore_rl.config.checks import check_divides
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.config.resolve_models import served_models
+from mcore_rl.config.resolve_rollout import build_served_models
 from mcore_rl.config.schema import RLConfig
 from mcore_rl.data.tokenizer import (
     check_tokenizer_matches,
@@ -43,7 +43,7 @@ def check_model_layouts(config: RLConfig) -> None:
             )
         get_family(found)
         sizes = get_model_sizes(found)
-        divides(f"{key}.tp", servers.tp, "attention heads", sizes.num_attention_heads)
+        check_divides(f"{key}.tp", servers.tp, "attention heads", sizes.num_attention_heads)
         if servers.ep and not sizes.num_experts:
             raise ConfigError(f"{key}.ep=true: the model has no experts; allowed: false")
         positions = found.get("max_position_embeddings")
@@ -69,7 +69,7 @@ def check_models(config: RLConfig) -> None:
     """
     for name, model in models_with_paths(config).items():
         key, found = f"models.{name}", read_config(model.path)
-        if served_models(config)[name].path:
+        if build_served_models(config)[name].path:
             reader = CheckpointReader(model.path, f"{key}.path")
             reader.check(list_logical_tensors(map_model_weights(found, pad_vocab_size(found, 1))))
         if not has_tokenizer(model.path):

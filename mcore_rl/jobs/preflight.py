@@ -15,17 +15,16 @@ from mcore_rl.agents.chat_template.codec import parse_messages
 from mcore_rl.agents.runner import check_agent, try_out
 from mcore_rl.algorithms.sample_choice import CURRICULA
 from mcore_rl.checkpoint.hf import CheckpointReader, read_checkpoint_config
-from mcore_rl.config.checks import one_of
+from mcore_rl.config.checks import check_choice
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.config.resolve import resolve_rollout_model
+from mcore_rl.config.resolve import list_test_files, list_train_files
 from mcore_rl.config.resolve_engine import (
     resolve_model_engine,
     resolve_model_layout,
     resolve_schedule,
 )
-from mcore_rl.config.resolve_models import served_models
+from mcore_rl.config.resolve_rollout import build_served_models, resolve_rollout_model
 from mcore_rl.config.schema import RLConfig
-from mcore_rl.config.sources import test_files, train_files
 from mcore_rl.data.batch import Batch
 from mcore_rl.data.datasets import (
     PromptDataset,
@@ -171,7 +170,7 @@ def _check_choices(config: RLConfig) -> None:
     check_trackers(config.trainer.trackers)
     lengths = config.rollout.max_response_tokens, config.evaluation.max_response_tokens
     RewardManager(config.reward, min(filter(None, lengths)))  # checks names and settings
-    check_judge_models(config.reward, served_models(config))
+    check_judge_models(config.reward, build_served_models(config))
     check_reward_parts(config)
     if config.weight_sync.method == "disaggregated" and config.weight_sync.transport == "nixl":
         import_nixl()
@@ -182,7 +181,7 @@ def _check_choices(config: RLConfig) -> None:
 
 def _data_files(config: RLConfig) -> dict[str, str]:
     """All sources of data that a run reads, by setting."""
-    found = train_files(config.data) | dict(test_files(config.data).values())
+    found = list_train_files(config.data) | dict(list_test_files(config.data).values())
     if config.warm_start.num_steps:
         found["warm_start.train_file"] = config.warm_start.train_file
     return found
@@ -192,14 +191,14 @@ def _read_data(config: RLConfig) -> Inputs:
     tokenizer = load_tokenizer(config.model.path, config.model.chat_date)
     check_tokenizer_matches(tokenizer, get_field(read_config(config.model.path), "vocab_size"))
     if config.agent.loop != "single_turn":
-        models, stop_ids = served_models(config), read_stop_ids(config.model.path)
+        models, stop_ids = build_served_models(config), read_stop_ids(config.model.path)
         check_agent(config.agent, tokenizer, models, stop_ids)
     inputs = Inputs(
         tokenizer=tokenizer,
-        train=prompts_of(train_files(config.data), config, tokenizer),
+        train=prompts_of(list_train_files(config.data), config, tokenizer),
         tests={
             name: prompts_of(dict([file]), config, tokenizer)
-            for name, file in test_files(config.data).items()
+            for name, file in list_test_files(config.data).items()
         },
         examples=_examples(config, tokenizer),
     )
@@ -240,10 +239,10 @@ def prompts_of(
 def _check_numbers_of_rows(config: RLConfig, inputs: Inputs) -> None:
     """Refuse to draw more rows at a time than there are: some would come twice."""
     data, warm, step = config.data, config.warm_start, config.trainer.prompts_per_step
-    files = [f"{setting}={name!r}" for setting, name in train_files(config.data).items()]
+    files = [f"{setting}={name!r}" for setting, name in list_train_files(config.data).items()]
     prompts = f"trainer.prompts_per_step={step}"
-    if (per_round := config.algorithm.samples.prompts_per_round) > step:
-        step, prompts = per_round, f"algorithm.samples.prompts_per_round={per_round}"
+    if (per_round := config.algorithm.filter.prompts_per_round) > step:
+        step, prompts = per_round, f"algorithm.filter.prompts_per_round={per_round}"
     if data.train_weights:
         for file, weight, size in zip(files, data.train_weights, inputs.train.sizes, strict=True):
             drawn = math.ceil(step * weight / sum(data.train_weights))
@@ -251,7 +250,7 @@ def _check_numbers_of_rows(config: RLConfig, inputs: Inputs) -> None:
     else:
         _refuse_fewer(prompts, " and ".join(files), len(inputs.train), step)
     num_tests = config.trainer.eval_samples
-    for name, (setting, file) in test_files(config.data).items():
+    for name, (setting, file) in list_test_files(config.data).items():
         size = len(inputs.tests[name])
         _refuse_fewer(f"trainer.eval_samples={num_tests}", f"{setting}={file!r}", size, num_tests)
     if inputs.examples is not None:
@@ -299,7 +298,7 @@ def _check_critic(config: RLConfig, actor: HFConfig) -> None:
     resolve_model_layout("critic.layout", critic.layout, sizes)
     resolve_model_engine("critic", critic, sizes)
     resolve_schedule("critic.optimizer", critic.optimizer, steps)
-    one_of("critic.loss_aggregation", critic.loss_aggregation, _CRITIC_AGGREGATIONS)
+    check_choice("critic.loss_aggregation", critic.loss_aggregation, _CRITIC_AGGREGATIONS)
 
 
 def _check_cache(config: RLConfig, hf_config: HFConfig) -> None:

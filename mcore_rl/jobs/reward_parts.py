@@ -5,7 +5,7 @@ from __future__ import annotations
 from mcore_rl.algorithms.advantages import ADVANTAGES, GDPOSettings
 from mcore_rl.algorithms.sample_choice import GROUP_FILTERS, DropUniformSettings
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.config.resolve import reward_terms
+from mcore_rl.config.resolve_rollout import list_reward_terms
 from mcore_rl.config.schema import RewardConfig, RLConfig
 from mcore_rl.rewards.registry import get_parts
 
@@ -34,7 +34,7 @@ def check_reward_parts(config: RLConfig) -> None:
 
 def _of_rewards(config: RLConfig) -> dict[str, list[str]]:
     """What settings compare, `reward` or a part of it, by their keys."""
-    found, samples, curriculum = {}, config.algorithm.samples, config.data.curriculum
+    found, samples, curriculum = {}, config.algorithm.filter, config.data.curriculum
     if samples.group_filter:
         settings = GROUP_FILTERS.build_settings(samples.group_filter, samples.group_filter_settings)
         if isinstance(settings, DropUniformSettings):
@@ -47,7 +47,7 @@ def _of_rewards(config: RLConfig) -> dict[str, list[str]]:
 def _parts(config: RewardConfig) -> tuple[list[str], bool]:
     """The names of parts that are known, and whether there may be others."""
     known, is_open = list[str](), False
-    for name, term in reward_terms(config).items():
+    for name, term in list_reward_terms(config).items():
         parts = get_parts(f"reward.terms.{name}" if name else "reward", term.name)
         known += [name] if name else []
         known += [f"{name}/{part}" if name else part for part in parts or ()]

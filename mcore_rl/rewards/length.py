@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from mcore_rl.config.checks import at_least, between
+from mcore_rl.config.checks import check_at_least, check_between
 from mcore_rl.rewards.registry import gives, register_reward
 
 
@@ -18,11 +18,11 @@ class OverlongSettings:
     buffer_tokens: int  # number of tokens before the limit over which the reward falls to -1
 
     def __post_init__(self) -> None:
-        at_least("buffer_tokens", self.buffer_tokens, 1)
+        check_at_least("buffer_tokens", self.buffer_tokens, 1)
 
     def check_max_tokens(self, key: str, max_tokens: int) -> None:
         """Raise ConfigError if the buffer is longer than a response may be."""
-        between(f"{key}.buffer_tokens", self.buffer_tokens, 1, max_tokens)
+        check_between(f"{key}.buffer_tokens", self.buffer_tokens, 1, max_tokens)
 
 
 @dataclass(frozen=True)

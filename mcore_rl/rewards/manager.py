@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from mcore_rl.config.checks import positive
+from mcore_rl.config.checks import check_positive
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.config.resolve import RewardTerm, reward_terms
+from mcore_rl.config.resolve_rollout import RewardTerm, list_reward_terms
 from mcore_rl.config.schema import RewardConfig
 from mcore_rl.data.sample import Sample
 from mcore_rl.rewards.processes import (
@@ -132,7 +132,7 @@ class RewardManager:
         self._config, self._thread_lock, self._decode = config, asyncio.Lock(), decode
         self.models: dict[str, Post] = {}  # clients of frozen models, added when these serve
         self._terms: list[_Term] = []
-        for name, term in reward_terms(config).items():
+        for name, term in list_reward_terms(config).items():
             self._terms.append(self._build_term(name, term, max_tokens))
 
     async def __call__(
@@ -215,7 +215,7 @@ class RewardManager:
             processes = RewardProcessPool(message, self._config.num_processes)
         timeout_s: float | None = getattr(settings, "timeout_s", None)
         if timeout_s is not None:
-            positive(f"{key}.settings.timeout_s", timeout_s)
+            check_positive(f"{key}.settings.timeout_s", timeout_s)
         limit_s = self._config.timeout_s if timeout_s is None else timeout_s
         served_by: str = getattr(settings, "served_by", "")
         is_remote = "post" in parameters and not served_by
@@ -329,7 +329,7 @@ class RewardManager:
 
 def check_columns(config: RewardConfig, columns: Collection[str]) -> None:
     """Raise ConfigError if the settings of a reward name a column that the data lacks."""
-    for name, term in reward_terms(config).items():
+    for name, term in list_reward_terms(config).items():
         key = f"reward.terms.{name}" if name else "reward"
         settings: Any = get_registry(key).build_settings(term.name, term.settings)
         if hasattr(settings, "check_columns"):
@@ -339,7 +339,7 @@ def check_columns(config: RewardConfig, columns: Collection[str]) -> None:
 def build_answer_check(config: RewardConfig) -> Callable[[object], None]:
     """Return a check that raises ValueError for an answer that can earn no reward."""
     checks: list[partial[object]] = []
-    for name, term in reward_terms(config).items():
+    for name, term in list_reward_terms(config).items():
         registry = get_registry(f"reward.terms.{name}" if name else "reward")
         check = getattr(registry[term.name], "check_answer", None)
         if check is not None and term.weight:  # a reward without weight is only a metric
@@ -356,7 +356,7 @@ def build_answer_check(config: RewardConfig) -> Callable[[object], None]:
 
 def check_judge_models(config: RewardConfig, models: Collection[str]) -> None:
     """Raise ConfigError if a reward calls a frozen model that the run does not have."""
-    for name, term in reward_terms(config).items():
+    for name, term in list_reward_terms(config).items():
         key = f"reward.terms.{name}" if name else "reward"
         served_by = term.settings.get("served_by", "")
         if served_by and served_by not in models:

@@ -11,7 +11,7 @@ from decimal import Context, Decimal
 from functools import cache
 from typing import Any
 
-from mcore_rl.config.checks import between
+from mcore_rl.config.checks import check_between
 from mcore_rl.data.latex import find_last_boxed, has_balanced_braces
 from mcore_rl.rewards.registry import (
     FindAnswer,
@@ -41,7 +41,7 @@ class MathSettings:
     timeout_s: float = 5.0  # per response; a longer check counts as wrong
 
     def __post_init__(self) -> None:
-        between("digits", self.digits, 0, 15)
+        check_between("digits", self.digits, 0, 15)
 
 
 def _build_final_line_finder(settings: None) -> FindAnswer:

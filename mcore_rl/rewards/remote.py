@@ -19,9 +19,9 @@ from urllib.parse import urlsplit
 
 import regex
 
-from mcore_rl.config.checks import at_least, positive
+from mcore_rl.config.checks import check_at_least, check_positive
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.config.import_path import load
+from mcore_rl.config.import_path import load_function
 from mcore_rl.config.json_file import parse_json_object
 from mcore_rl.rewards.processes import CallTimeoutError, call_in_thread, wait_within
 from mcore_rl.rewards.registry import gives, register_reward, shorten_repr
@@ -75,13 +75,13 @@ class RemoteSettings:
                 f"url={shown_url!r}; allowed: http://HOST/... or https://HOST/..., without a "
                 "password, which is for headers"
             )
-        at_least("retries", self.retries, 0)
-        at_least("backoff_s", self.backoff_s, 0)
-        at_least("max_backoff_s", self.max_backoff_s, self.backoff_s)
-        at_least("concurrent_requests", self.concurrent_requests, 1)
-        at_least("max_answer_kb", self.max_answer_kb, 1)
+        check_at_least("retries", self.retries, 0)
+        check_at_least("backoff_s", self.backoff_s, 0)
+        check_at_least("max_backoff_s", self.max_backoff_s, self.backoff_s)
+        check_at_least("concurrent_requests", self.concurrent_requests, 1)
+        check_at_least("max_answer_kb", self.max_answer_kb, 1)
         if self.requests_per_s is not None:
-            positive("requests_per_s", self.requests_per_s)
+            check_positive("requests_per_s", self.requests_per_s)
         for part in filter(None, self.headers.split(",")):
             if not re.fullmatch(r"\s*[A-Za-z0-9-]+=[A-Za-z_][A-Za-z0-9_]*\s*", part):
                 raise ConfigError(
@@ -311,10 +311,10 @@ class JudgeSettings(RemoteSettings):
 
     def __post_init__(self) -> None:
         self._check_server()
-        at_least("temperature", self.temperature, 0)
-        at_least("max_tokens", self.max_tokens, 1)
-        at_least("votes", self.votes, 1)
-        positive("high-low", self.high - self.low)
+        check_at_least("temperature", self.temperature, 0)
+        check_at_least("max_tokens", self.max_tokens, 1)
+        check_at_least("votes", self.votes, 1)
+        check_positive("high-low", self.high - self.low)
         if self.votes > 1 and not self.temperature:
             raise ConfigError(f"votes={self.votes} with temperature=0: all would be the same")
         if bool(self.template) == bool(self.template_file):
@@ -326,7 +326,7 @@ class JudgeSettings(RemoteSettings):
             if not self.low <= score <= self.high:
                 raise ConfigError(f"labels: {label}={score}; allowed: {self.low} to {self.high}")
         if self.parser:
-            load("parser", self.parser)
+            load_function("parser", self.parser)
         list_template_fields(self)
 
     def _check_server(self) -> None:
@@ -493,7 +493,7 @@ def _list_verdicts(answer: Mapping[str, Any], settings: JudgeSettings) -> list[s
 def _score_verdict(verdict: str, settings: JudgeSettings) -> float | None:
     """Return the score of a verdict; None without one from `low` to `high`."""
     if settings.parser:
-        score = load("parser", settings.parser)(verdict)
+        score = load_function("parser", settings.parser)(verdict)
     else:
         compiled = regex.compile(settings.pattern)
         matches = compiled.finditer(verdict, timeout=_PATTERN_S, concurrent=True)

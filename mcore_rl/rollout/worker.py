@@ -26,10 +26,9 @@ from mcore_rl.agents.chat_template.validation import CodecKind, select_codec
 from mcore_rl.agents.frozen_model import FrozenModel, ModelAddress, RemoteGenerator, make_judge_post
 from mcore_rl.agents.runner import AgentRunner
 from mcore_rl.agents.single_turn import Group, Prompt, SingleTurnLoop
-from mcore_rl.config.agent_schema import AgentConfig
 from mcore_rl.config.errors import ConfigError, DiedError
-from mcore_rl.config.resolve_models import ServedModel
-from mcore_rl.config.schema import RewardConfig, RolloutConfig
+from mcore_rl.config.resolve_rollout import ServedModel
+from mcore_rl.config.schema import AgentConfig, RewardConfig, RolloutConfig
 from mcore_rl.controller.dispatch import Dispatch, register
 from mcore_rl.data.batch import Batch
 from mcore_rl.data.routed_experts import ExpertLayers, add_experts

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from mcore_rl.config.sandbox_schema import SandboxSettings
+from mcore_rl.config.schema import SandboxSettings
 from mcore_rl.sandbox.tiers import Tier, build_request, list_candidates
 
 _MAIN = "main.py"  # file of a program given as source

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from mcore_rl.config.sandbox_schema import SandboxSettings
+from mcore_rl.config.schema import SandboxSettings
 from mcore_rl.sandbox.cgroup import find_parent
 from mcore_rl.sandbox.seccomp_filter import build_filter
 

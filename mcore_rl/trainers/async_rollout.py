@@ -55,13 +55,13 @@ class AsyncRollout:
             num_steps=trainer.num_steps,
             staleness=self._staleness,
             depth=trainer.asynchronous.max_groups or None,
-            over_issue=trainer.asynchronous.over_issue,
+            oversampling=trainer.asynchronous.oversampling,
             max_samples=trainer.asynchronous.max_waiting_samples or None,
             new_per_step=count_new_groups(config),
         )
         self.admission = Admission(self.queue, pacing)
         # With nothing ahead, what a filter rejects and what is replayed can be as with `sync`.
-        policy = config.algorithm.samples
+        policy = config.algorithm.filter
         self._in_rounds = not self._staleness and bool(policy.group_filter or policy.replay.share)
         self._rejected: list[Batch] = []  # groups that did not pass the filter, since a step
 
@@ -141,7 +141,7 @@ class AsyncRollout:
         generated = type(batches[0]).concat(batches)
         batch, metrics = self._sampler.apply_rewards(generated, step)
         self._sampler.update_curriculum(generated, batch)
-        if self._config.algorithm.samples.group_filter:
+        if self._config.algorithm.filter.group_filter:
             metrics |= {
                 "samples/groups": float(len(batches)),
                 "samples/passed": len(groups) / len(batches),
@@ -178,7 +178,7 @@ class AsyncRollout:
 
     def _select_groups(self, step: int, num_needed: int) -> list[SampleGroup[Batch]]:
         while True:
-            with ACTIVITY.counting(num_needed, "groups") as show_count:
+            with ACTIVITY.count(num_needed, "groups") as show_count:
                 groups = self._wait_for_groups(step, num_needed, show_count)
             if not self._put_back_lost():
                 return groups
@@ -225,7 +225,7 @@ class AsyncRollout:
 
     def _begin_more(self) -> None:
         """Begin groups, also for rejected ones, up to max_rounds times those of a step."""
-        policy, per_step = self._config.algorithm.samples, self._config.trainer.prompts_per_step
+        policy, per_step = self._config.algorithm.filter, self._config.trainer.prompts_per_step
         if len(self._rejected) < policy.max_rounds * per_step:
             self._draw()
         self._begin()
@@ -261,7 +261,7 @@ class AsyncRollout:
             self._rejected.append(release_columns(batch))
 
     def _passes(self, batch: Batch) -> bool:
-        policy = self._config.algorithm.samples
+        policy = self._config.algorithm.filter
         if not policy.group_filter:
             return True
         if self._config.reward.on_error == "drop":
@@ -270,13 +270,13 @@ class AsyncRollout:
 
     def _select_too_few(self, step: int, num_needed: int) -> list[SampleGroup[Batch]]:
         """Return what there is, when the filter has rejected as many as it may in a step."""
-        policy = self._config.algorithm.samples
+        policy = self._config.algorithm.filter
         num = min(self._num_ready, num_needed)
         if policy.if_short == "stop":
             raise ConfigError(
-                f"step {step}: algorithm.samples.group_filter={policy.group_filter!r} has rejected "
+                f"step {step}: algorithm.filter.group_filter={policy.group_filter!r} has rejected "
                 f"{len(self._rejected)} groups, and {num} are left of {num_needed} that the step "
-                "needs; allowed: more algorithm.samples.max_rounds, or if_short='train'"
+                "needs; allowed: more algorithm.filter.max_rounds, or if_short='train'"
             )
         return self.admission.select(step, num) or []
 
@@ -333,7 +333,7 @@ class RolloutPrefetcher:
         """Return when no server answers; immediately if nothing was begun.
 
         Each call of the servers has its own limit, timeouts.call_s, and there are no more than
-        algorithm.samples.max_rounds of them.
+        algorithm.filter.max_rounds of them.
 
         Raises:
             PolicyMismatchError, ConfigError, WorkerError: As StepSampler.collect.

@@ -10,8 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mcore_rl.algorithms.inputs import get_reward_part
-from mcore_rl.config.schema import RewardConfig, RLConfig
-from mcore_rl.config.train_schema import TrainConfig
+from mcore_rl.config.schema import RewardConfig, RLConfig, TrainConfig
 from mcore_rl.controller.batch_ops import get_sample_columns
 from mcore_rl.data.batch import Batch, Samples
 from mcore_rl.data.datasets import PromptDataset
@@ -19,7 +18,7 @@ from mcore_rl.data.examples import ExampleFiles
 from mcore_rl.data.prompt_batches import build_held_out_batch
 from mcore_rl.data.trajectories import Trajectories
 from mcore_rl.observability.activity import ACTIVITY
-from mcore_rl.observability.metrics import of_sets
+from mcore_rl.observability.metrics import prefix_eval_metrics
 from mcore_rl.rollout.manager import RolloutPool
 from mcore_rl.trainers.objectives import Metrics, Objective
 from mcore_rl.trainers.sample_log import SampleLog
@@ -68,7 +67,7 @@ class Evaluation:
         for when, number in (("before", 0), ("after", self.config.trainer.num_steps)):
             if step == number:
                 self.record(when, metrics)
-        return of_sets(metrics)
+        return prefix_eval_metrics(metrics)
 
     @property
     def temperature(self) -> float | None:
@@ -104,13 +103,13 @@ class SupervisedEvaluation:
         for when, number in (("before", 0), ("after", self.config.trainer.num_steps)):
             if step == number:
                 self.record(when, metrics)
-        return of_sets(metrics)
+        return prefix_eval_metrics(metrics)
 
     def _list_batches(self, name: str) -> Iterator[Batch]:
         """Yield all rows of a set, or eval_samples, a training batch at a time."""
         examples, size = self.sets[name], self.config.trainer.batch_size
         rows = list(range(self.config.trainer.eval_samples or len(examples)))
-        with ACTIVITY.counting(len(rows), f"rows of {name}") as show_count:
+        with ACTIVITY.count(len(rows), f"rows of {name}") as show_count:
             for start in range(0, len(rows), size):
                 show_count(start)
                 yield examples.take(rows[start : start + size])

@@ -26,7 +26,7 @@ from mcore_rl.algorithms.preference import (
 from mcore_rl.controller.dispatch import Group
 from mcore_rl.data.batch import Batch
 from mcore_rl.data.examples import build_scoring_batch
-from mcore_rl.observability.stopwatch import Stopwatch
+from mcore_rl.observability.activity import Stopwatch
 
 Metrics = dict[str, float]
 

@@ -26,7 +26,7 @@ from mcore_rl.algorithms.losses import LOSSES, MAX_LOG_RATIO
 from mcore_rl.algorithms.sample_choice import check_sample_functions
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.import_path import is_import_path
-from mcore_rl.config.resolve_mode import get_loop
+from mcore_rl.config.resolve import get_loop
 from mcore_rl.config.schema import AlgorithmConfig, RLConfig
 from mcore_rl.data.batch import Batch, Samples
 
@@ -74,7 +74,7 @@ class PolicyLoss:
         """Inputs that not every run has (algorithms/inputs.py)."""
         config = self.config
         names = set(get_needs(LOSSES[config.loss]))
-        if config.kl_coef and config.kl_in == "loss":
+        if config.kl_coef and config.kl_placement == "loss":
             names.add("reference_log_probs")
         is_scored = not config.correction.use_rollout_log_probs  # which gives the entropy, too
         if config.entropy_coef or config.entropy_target is not None or not is_scored:
@@ -190,7 +190,7 @@ def check_functions(config: AlgorithmConfig, agent_loop: str = "single_turn") ->
     AGGREGATIONS.bind(config.loss_aggregation, config.loss_aggregation_settings)
     KL_ESTIMATORS.bind(config.kl_estimator, config.kl_estimator_settings)
     check_rules(config.correction)
-    check_sample_functions(config.samples)
+    check_sample_functions(config.filter)
     if config.loss == "decoupled_ppo" and config.correction.has_weights:
         raise ConfigError(
             "algorithm.loss='decoupled_ppo' has importance weights of its own; allowed: "
@@ -206,9 +206,9 @@ def check_functions(config: AlgorithmConfig, agent_loop: str = "single_turn") ->
     if agent_loop == "environment" or is_import_path(agent_loop):
         given.add("state_ids")
     check_needs(needed, given, f"{ADVANTAGES.setting}={config.advantage!r}")
-    if config.samples.replay.share and "values" in needed:
+    if config.filter.replay.share and "values" in needed:
         raise ConfigError(
-            f"algorithm.samples.replay.share={config.samples.replay.share}: the returns of old "
+            f"algorithm.filter.replay.share={config.filter.replay.share}: the returns of old "
             f"samples are not those of the policy that {ADVANTAGES.setting}={config.advantage!r} "
             "has values of; allowed: 0, or an advantage without a critic"
         )
@@ -231,7 +231,7 @@ def find_log_prob_pass_reason(config: RLConfig) -> str:
     algorithm.loss="decoupled_ppo", whose proximal policy is the one that is updated.
     """
     algorithm, replay = config.algorithm, config.actor.moe.router_replay
-    correction, samples = algorithm.correction, algorithm.samples
+    correction, samples = algorithm.correction, algorithm.filter
     advantage, loss = ADVANTAGES[algorithm.advantage], LOSSES[algorithm.loss]
     # Functions outside of the package may read any column.
     is_read_by_loss = is_import_path(algorithm.loss) or is_prepared(loss)
@@ -249,12 +249,12 @@ def find_log_prob_pass_reason(config: RLConfig) -> str:
         ("algorithm.correction.reject", correction.reject, bool(correction.reject)),
         ("algorithm.loss", algorithm.loss, is_read_by_loss),
         ("algorithm.advantage", algorithm.advantage, is_read_by_advantage or has_critic),
-        ("algorithm.kl_in", algorithm.kl_in, algorithm.kl_in == "reward"),
+        ("algorithm.kl_placement", algorithm.kl_placement, algorithm.kl_placement == "reward"),
         ("algorithm.kl_target", algorithm.kl_target, algorithm.kl_target is not None),
         ("algorithm.entropy_target", entropy_target, entropy_target is not None),
         ("algorithm.top_entropy_share", share, share < 1),
         ("algorithm.distillation.loss", teacher_loss, teacher_loss != "off"),
-        ("algorithm.samples.advantages_of", samples.advantages_of, has_more),
+        ("algorithm.filter.advantages_of", samples.advantages_of, has_more),
         ("actor.moe.router_replay", replay, replay == "record"),
     ]
     return next((f"{name}={value!r}" for name, value, is_needed in settings if is_needed), "")

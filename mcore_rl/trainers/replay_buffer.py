@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from mcore_rl.algorithms.sample_choice import compute_priority
-from mcore_rl.config.samples_schema import ReplayConfig
+from mcore_rl.config.schema import ReplayConfig
 from mcore_rl.controller.batch_ops import (
     concat_batches,
     drop_groups,
@@ -102,7 +102,7 @@ class ReplayBuffer:
         return {"samples": to_arrays(self._samples, what, self._call_s)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore samples; without algorithm.samples.replay.share nothing."""
+        """Restore samples; without algorithm.filter.replay.share nothing."""
         if self._config.share and state["samples"] is not None:
             self._samples = restore_batch(state["samples"])
 

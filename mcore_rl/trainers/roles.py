@@ -15,7 +15,7 @@ import numpy as np
 from mcore_rl.algorithms.controllers import Coefficients, measure
 from mcore_rl.algorithms.inputs import is_prepared
 from mcore_rl.algorithms.losses import LOSSES
-from mcore_rl.config.resolve_distillation import OF_TOP_TOKENS, teachers_of
+from mcore_rl.config.resolve_algorithm import TOP_TOKEN_LOSSES, build_teachers
 from mcore_rl.config.schema import AlgorithmConfig, RLConfig
 from mcore_rl.controller.batch_ops import (
     B,
@@ -113,7 +113,7 @@ class Actor:
         for kind, text in stats.warnings.items():
             self.warnings.add(kind, step, text)
         batch = batch.union(samples)
-        selected = select_responses(batch, algorithm.samples, seed).union(selected)
+        selected = select_responses(batch, algorithm.filter, seed).union(selected)
         training = TrainingBatch(batch, selected, stats.counts, algorithm)
         return training, metrics | stats.gaps | stats.metrics
 
@@ -332,8 +332,8 @@ class Teachers:
 
     def _score(self, name: str, batch: B, rows: list[int]) -> B:
         """Return the columns of one teacher, of these rows."""
-        workers, weight = self.workers[name], teachers_of(self.config.teacher)[name].weight
-        has_top = self.config.algorithm.distillation.loss in OF_TOP_TOKENS
+        workers, weight = self.workers[name], build_teachers(self.config.teacher)[name].weight
+        has_top = self.config.algorithm.distillation.loss in TOP_TOKEN_LOSSES
         self.devices.use(f"teacher.{name}")
         scored = workers.compute_log_probs(
             batch.select(*_SCORED_COLUMNS).take(rows), temperature=self.config.rollout.temperature

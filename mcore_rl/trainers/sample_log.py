@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
-from mcore_rl.config.schema import SampleTablesConfig
+from mcore_rl.config.schema import SampleLogConfig
 from mcore_rl.controller.dispatch import Group
 from mcore_rl.data.batch import Batch, Samples
 from mcore_rl.data.routed_experts import list_expert_columns
@@ -39,7 +39,7 @@ class SampleLog:
         self,
         folder: Path,
         tokenizer: PreTrainedTokenizerBase,
-        config: SampleTablesConfig,
+        config: SampleLogConfig,
         workers: Group | None = None,
     ) -> None:
         """Prepare.
@@ -52,12 +52,14 @@ class SampleLog:
         self._workers = workers
         self._has_tokens = config.tokens and tokenizer.is_fast
         if config.tokens and not self._has_tokens:
-            warn("samples.tokens: the tokenizer makes no tokenizer.json; tables have texts alone")
+            warn(
+                "sample_log.tokens: the tokenizer makes no tokenizer.json; tables have texts alone"
+            )
 
     def write_step(self, step: int, batch: Samples) -> None:
-        """Write samples/step_NNNNNN.parquet, where it is due; show samples.num_shown on the screen.
+        """Write samples/step_NNNNNN.parquet, where it is due; show sample_log.num_shown of them.
 
-        A table has the first trajectories, as many as samples.max_rows and max_tokens let in.
+        A table has the first trajectories, as many as sample_log.max_rows and max_tokens let in.
         """
         config, rows = self._config, list[int]()
         if config.every and step % config.every == 0:

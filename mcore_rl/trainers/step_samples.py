@@ -50,7 +50,7 @@ class StepSampler:
 
         The servers have the weights of the policy that the step trains, or those of `age` versions
         before it. Round after round is generated until the groups that pass
-        algorithm.samples.group_filter and those that are replayed make trainer.prompts_per_step.
+        algorithm.filter.group_filter and those that are replayed make trainer.prompts_per_step.
         The last round's groups beyond that are dropped. A round that has lost samples with a node
         meanwhile is generated again, and lost groups of the replay buffer are left out. If no group
         has passed, and if_short is not stop, there is nothing to train on: the batch has the first
@@ -60,7 +60,7 @@ class StepSampler:
             PolicyMismatchError: Samples came from other weights.
             ConfigError: No response got a reward; too few groups have passed, and if_short is stop.
         """
-        policy, (replayed, num_needed) = self.config.algorithm.samples, self.draw_replayed(step)
+        policy, (replayed, num_needed) = self.config.algorithm.filter, self.draw_replayed(step)
         prompts: list[Batch] = []
         rounds: list[Samples] = []
         while True:
@@ -83,8 +83,8 @@ class StepSampler:
         if count_groups(passed) < num_needed and policy.if_short == "stop":
             raise ConfigError(
                 f"step {step}: {count_groups(passed)} of {count_groups(batch)} groups have passed "
-                f"algorithm.samples.group_filter={policy.group_filter!r} in {len(rounds)} rounds, "
-                f"of {num_needed} that the step needs; allowed: more algorithm.samples.max_rounds "
+                f"algorithm.filter.group_filter={policy.group_filter!r} in {len(rounds)} rounds, "
+                f"of {num_needed} that the step needs; allowed: more algorithm.filter.max_rounds "
                 "or prompts_per_round, or if_short='train'"
             )
         selected, replay_metrics = self.add_replayed(
@@ -133,7 +133,7 @@ class StepSampler:
 
         The replay buffer has the fresh groups from then on.
         """
-        policy, replay = self.config.algorithm.samples, self.config.algorithm.samples.replay
+        policy, replay = self.config.algorithm.filter, self.config.algorithm.filter.replay
         if policy.advantages_of == "kept":
             seed = [self.config.seed, step, CHOICE_STREAM]
             fresh = select_rows(choose_responses, fresh, policy, seed)
@@ -165,7 +165,7 @@ class StepSampler:
 def count_new_groups(config: RLConfig) -> int:
     """Return the new groups that a step needs at least: the others are replayed, if there are."""
     per_step = config.trainer.prompts_per_step
-    share = round(config.algorithm.samples.replay.share * per_step)
+    share = round(config.algorithm.filter.replay.share * per_step)
     return max(per_step - share, 1)
 
 

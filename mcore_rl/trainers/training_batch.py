@@ -25,13 +25,12 @@ from mcore_rl.algorithms.inputs import (
 )
 from mcore_rl.algorithms.losses import LOSSES
 from mcore_rl.algorithms.sample_choice import CHOICE_STREAM, choose_responses
-from mcore_rl.config.resolve_distillation import OF_TOP_TOKENS
-from mcore_rl.config.samples_schema import SamplesConfig
-from mcore_rl.config.schema import AlgorithmConfig, TrainerConfig
+from mcore_rl.config.resolve_algorithm import TOP_TOKEN_LOSSES
+from mcore_rl.config.schema import AlgorithmConfig, FilterConfig, TrainerConfig
 from mcore_rl.controller.batch_ops import B, select_rows
 from mcore_rl.data.batch import UNSET, Batch, Jagged, Samples
 from mcore_rl.data.trajectories import Trajectories
-from mcore_rl.observability.metrics import merge
+from mcore_rl.observability.metrics import merge_metrics
 from mcore_rl.trainers.policy_checks import (
     compute_gap_mask,
     compute_gaps_and_mismatch,
@@ -70,7 +69,7 @@ def build_training_batch(
     Returns:
         samples: New columns of all samples: token_rewards, advantages and, for a value model,
             returns.
-        selected: New columns of the samples left by algorithm.samples.keep_responses: masks,
+        selected: New columns of the samples left by algorithm.filter.keep_responses: masks,
             corrections, and the weights of each mini-batch's losses. For a batch without log_probs,
             which then come with the update, also gap_mask: the tokens that the update compares.
         stats: Gaps, metrics, warnings and token counts.
@@ -84,11 +83,11 @@ def build_training_batch(
     if find_gaps_beyond(gaps, get_gap_bounds(trainer)):
         return Batch({}), Batch({}), BatchStats(gaps, metrics, {}, [])
     samples = add_advantages(add_token_rewards(batch, algorithm), algorithm)
-    selected = select_responses(samples, algorithm.samples, seed)
+    selected = select_responses(samples, algorithm.filter, seed)
     weighted = selected
     if "log_probs" not in batch:
         weighted = selected.with_columns(gap_mask=compute_gap_mask(selected, version))
-    weighted = mask_truncated(weighted, algorithm.samples)
+    weighted = mask_truncated(weighted, algorithm.filter)
     weighted, correction_metrics = add_corrections(weighted, algorithm)
     num = algorithm.num_mini_batches
     weighted, counts = map_mini_batches(weighted, num, seed, add_loss_weights, algorithm)
@@ -144,15 +143,15 @@ def add_advantages(batch: Batch, algorithm: AlgorithmConfig) -> Batch:
     return batch.with_columns(**columns)
 
 
-def select_responses(batch: B, samples: SamplesConfig, seed: Sequence[int]) -> B:
-    """Apply algorithm.samples.keep_responses after advantages were computed over all of them."""
+def select_responses(batch: B, samples: FilterConfig, seed: Sequence[int]) -> B:
+    """Apply algorithm.filter.keep_responses after advantages were computed over all of them."""
     is_later = samples.advantages_of == "generated"
     if not is_later:
         return batch
     return select_rows(choose_responses, batch, samples, [*seed, CHOICE_STREAM])
 
 
-def mask_truncated(batch: Batch, samples: SamplesConfig) -> Batch:
+def mask_truncated(batch: Batch, samples: FilterConfig) -> Batch:
     """Mask all tokens of truncated trajectories from every loss (mask_truncated).
 
     A trajectory is truncated if its last turn is: all of its samples are masked then, and none
@@ -209,10 +208,10 @@ def add_loss_weights(batch: Batch, algorithm: AlgorithmConfig) -> tuple[Batch, T
             policy = policy.with_values(np.where(batch.jagged(name).values, policy.values, 0))
     columns, distillation = {LOSS_WEIGHTS: policy}, algorithm.distillation
     coefficients = {
-        "kl_weights": algorithm.kl_coef if algorithm.kl_in == "loss" else 0.0,
+        "kl_weights": algorithm.kl_coef if algorithm.kl_placement == "loss" else 0.0,
         "entropy_weights": algorithm.entropy_coef,
     }
-    if distillation.loss in OF_TOP_TOKENS:
+    if distillation.loss in TOP_TOKEN_LOSSES:
         if not distillation.use_reward:
             columns[LOSS_WEIGHTS] = policy.with_values(np.zeros_like(policy.values))
         columns["distillation_weights"] = _compute_weights(
@@ -348,7 +347,7 @@ def merge_update_metrics(steps: Sequence[StepMetrics]) -> dict[str, float]:
     for name in dict.fromkeys(name for step in steps for name in step.metrics):
         having = [step for step in steps if name in step.metrics]
         weights = [_get_weight(name, step) for step in having]
-        merged |= merge([{name: step.metrics[name]} for step in having], weights)
+        merged |= merge_metrics([{name: step.metrics[name]} for step in having], weights)
     return merged
 
 

@@ -25,7 +25,7 @@ from mcore_rl.algorithms.losses import (
     negative_log_likelihood,
     value_clip,
 )
-from mcore_rl.config.resolve_distillation import OF_TOP_TOKENS
+from mcore_rl.config.resolve_algorithm import TOP_TOKEN_LOSSES
 from mcore_rl.config.schema import AlgorithmConfig, DistillationConfig, Layout
 from mcore_rl.data.batch import Batch, Jagged
 from mcore_rl.engine.base import LossFunction
@@ -110,7 +110,7 @@ def cases() -> dict[str, tuple[LossFunction, AlgorithmConfig]]:
             "loss": "gspo",
             "distillation": DistillationConfig(name, DISTILLATION_COEF, TOP, use_reward=True),
         }
-        for name in OF_TOP_TOKENS
+        for name in TOP_TOKEN_LOSSES
     }
     found: dict[str, tuple[LossFunction, AlgorithmConfig]] = {}
     for mode in AGGREGATIONS.names:

@@ -17,8 +17,7 @@ from transformers import PreTrainedTokenizerFast
 from mcore_rl.agents.loops import Task
 from mcore_rl.agents.runner import AgentRunner
 from mcore_rl.agents.single_turn import Prompt
-from mcore_rl.config.agent_schema import AgentConfig
-from mcore_rl.config.schema import RolloutConfig
+from mcore_rl.config.schema import AgentConfig, RolloutConfig
 from mcore_rl.data.sample import Sample
 from mcore_rl.inference.protocol import SamplingParams
 from mcore_rl.inference.vllm.server import VLLMServer

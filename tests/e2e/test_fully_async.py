@@ -18,11 +18,11 @@ pytestmark = pytest.mark.job
 NUM_STEPS, STALENESS = 4, 2
 ASYNC = (
     "trainer.mode=fully_async", f"trainer.staleness={STALENESS}",
-    f"trainer.num_steps={NUM_STEPS}", "algorithm.samples.group_filter=''",
+    f"trainer.num_steps={NUM_STEPS}", "algorithm.filter.group_filter=''",
     "evaluation.every=2",
 )  # fmt: skip
 FEW = "trainer.asynchronous.max_groups=6"  # a push finds some in the middle
-MORE = "trainer.asynchronous.over_issue=0.5"  # some of which are too old before they have ended
+MORE = "trainer.asynchronous.oversampling=0.5"  # some of which are too old before they have ended
 
 
 def trained(output: Path) -> list[dict[str, float]]:

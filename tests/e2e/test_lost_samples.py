@@ -13,9 +13,15 @@ import pytest
 import ray
 from ray.cluster_utils import Cluster
 
-from mcore_rl.config.resolve import for_lane, resolve
-from mcore_rl.config.samples_schema import ReplayConfig
-from mcore_rl.config.schema import AlgorithmConfig, Layout, RLConfig, TimeoutsConfig, TrainerConfig
+from mcore_rl.config.resolve import resolve, resolve_for_lane
+from mcore_rl.config.schema import (
+    AlgorithmConfig,
+    Layout,
+    ReplayConfig,
+    RLConfig,
+    TimeoutsConfig,
+    TrainerConfig,
+)
 from mcore_rl.controller.batch_ops import find_lost_groups
 from mcore_rl.controller.dispatch import Dispatch, register
 from mcore_rl.controller.object_columns import LostColumnsError, fetch, lost_rows
@@ -133,7 +139,7 @@ def settings() -> RLConfig:
     config.placement.rollout = "own"
     config.model.path = config.data.train_file = config.data.test_file = "given"
     resolve(config)
-    return for_lane(config, "cpu")
+    return resolve_for_lane(config, "cpu")
 
 
 def prompt_batches() -> PromptBatches:

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.job
 SETTINGS = (
     "warm_start.num_steps=4", "warm_start.optimizer.warmup_steps=0", "trainer.eval_samples=8",
     "trainer.prompts_per_step=8", "actor.optimizer.warmup_steps=1",
-    "actor.optimizer.schedule=cosine", "algorithm.samples.group_filter=''",
+    "actor.optimizer.schedule=cosine", "algorithm.filter.group_filter=''",
     "reward.name=tests/e2e/own_functions.py:fingerprint", "data.max_prompt_tokens=64",
 )  # fmt: skip
 ONE_RANK = ("actor.layout.tp=1", "actor.layout.ep=1", "warm_start.layout.dp=1")  # else two

@@ -14,9 +14,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 
-from mcore_rl.config.agent_schema import AgentConfig
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.config.schema import RewardConfig, RolloutConfig
+from mcore_rl.config.schema import AgentConfig, RewardConfig, RolloutConfig
 from mcore_rl.data.batch import Batch, Jagged
 from mcore_rl.inference.protocol import SamplingParams
 from mcore_rl.rewards.registry import RewardError, run_in_thread

@@ -22,7 +22,7 @@ from tests.nightly import all_but
 
 SETTINGS = (
     "warm_start.num_steps=0", "warm_start.train_file=''", "actor.layout.tp=1", "actor.layout.ep=1",
-    "actor.optimizer.warmup_steps=0", "algorithm.samples.group_filter=''",
+    "actor.optimizer.warmup_steps=0", "algorithm.filter.group_filter=''",
     "algorithm.advantage_settings={}", "evaluation.before=false", "trainer.eval_samples=4",
     "trainer.prompts_per_step=8", "rollout.num_servers=2", "rollout.max_restarts=100",
     "placement.rollout=own", "weight_sync.method=disaggregated",

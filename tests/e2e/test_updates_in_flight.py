@@ -16,8 +16,8 @@ from mcore_rl.agents.chat_template.codec import ChatMessage, ParsedTurn, ToolSpe
 from mcore_rl.agents.environments.base import EnvironmentStep
 from mcore_rl.agents.runner import AgentRunner
 from mcore_rl.agents.single_turn import Prompt
-from mcore_rl.config.agent_schema import AgentConfig
 from mcore_rl.config.errors import StateError
+from mcore_rl.config.schema import AgentConfig
 from mcore_rl.inference.protocol import Completion, SamplingParams, ServerMemory
 from tests.e2e.served import MAX_TOKENS, PROMPT, Model, Served
 from tests.e2e.test_agent_updates import no_reward, tokenizer_of_characters

@@ -22,8 +22,8 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from mcore_rl.agents.runner import AgentRunner
 from mcore_rl.agents.single_turn import Prompt
 from mcore_rl.agents.verifiers.process import VerifiersSettings
-from mcore_rl.config.agent_schema import AgentConfig
 from mcore_rl.config.errors import ConfigError
+from mcore_rl.config.schema import AgentConfig
 from mcore_rl.inference.protocol import SamplingParams
 from mcore_rl.jobs.make_verifiers import TaskRange, make_verifiers
 from mcore_rl.rewards.registry import RewardError
@@ -238,7 +238,7 @@ def test_a_job_trains_the_environment(start_job, model, settings, tasks, example
         "agent.max_turn_tokens=40",
         "data.max_prompt_tokens=300",
         "rollout.max_response_tokens=200",
-        "algorithm.samples.group_filter=''",
+        "algorithm.filter.group_filter=''",
         "trainer.num_steps=2",
         "trainer.prompts_per_step=8",
         "trainer.eval_samples=8",

@@ -12,7 +12,7 @@ from typing import Any
 from mcore_rl.agents.chat_template.codec import ChatMessage, ParsedTurn, ToolSpec
 from mcore_rl.agents.environments.base import Attempts, EnvironmentStep, format_feedback
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.config.sandbox_schema import SandboxSettings
+from mcore_rl.config.schema import SandboxSettings
 from mcore_rl.rewards.code import RUN_ASSERTS, find_last_program, read_tests, split_output
 from mcore_rl.sandbox.sandbox import Sandbox, SandboxError
 

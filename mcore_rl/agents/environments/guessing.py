@@ -9,7 +9,7 @@ from typing import Any
 
 from mcore_rl.agents.chat_template.codec import ChatMessage, ParsedTurn, ToolSpec
 from mcore_rl.agents.environments.base import Attempts, EnvironmentStep
-from mcore_rl.config.checks import at_least
+from mcore_rl.config.checks import check_at_least
 from mcore_rl.config.errors import ConfigError
 
 _INTEGER = re.compile(r"-?\d+")
@@ -24,7 +24,7 @@ class GuessingSettings:
     try_penalty: float = 0.05  # subtracted from the reward for each guess before the right one
 
     def __post_init__(self) -> None:
-        at_least("high", self.high, self.low)
+        check_at_least("high", self.high, self.low)
 
 
 class Guessing:

@@ -20,7 +20,7 @@ from websockets.exceptions import WebSocketException
 
 from mcore_rl.agents.chat_template.codec import ChatMessage, ParsedCall, ParsedTurn, ToolSpec
 from mcore_rl.agents.environments.base import EnvironmentStep
-from mcore_rl.config.checks import at_least, one_of, positive
+from mcore_rl.config.checks import check_at_least, check_choice, check_positive
 from mcore_rl.config.errors import ConfigError
 
 ACTIONS = ("text", "tools")
@@ -50,10 +50,10 @@ class OpenEnvSettings:
     def __post_init__(self) -> None:
         if urlsplit(self.url).scheme not in ("http", "https", "ws", "wss"):
             raise ConfigError(f"url={self.url!r}; allowed: http://, https://, ws:// or wss://")
-        one_of("action", self.action, ACTIONS)
+        check_choice("action", self.action, ACTIONS)
         for name in ("connect_timeout_s", "message_timeout_s", "max_message_mb"):
-            positive(name, getattr(self, name))
-        at_least("session_timeout_s", self.session_timeout_s, 0)
+            check_positive(name, getattr(self, name))
+        check_at_least("session_timeout_s", self.session_timeout_s, 0)
 
 
 class OpenEnv:

@@ -16,10 +16,9 @@ from jsonschema import Draft202012Validator, SchemaError
 from mcore_rl.agents.tools.base import Tool, ToolError, ToolSet, close_or_report
 from mcore_rl.agents.tools.built_in import PythonTool, SearchTool, calculator
 from mcore_rl.agents.tools.mcp_tools import McpServer, McpTools
-from mcore_rl.config.agent_schema import AgentConfig
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.config.import_path import is_import_path, load
-from mcore_rl.config.sandbox_schema import SandboxSettings
+from mcore_rl.config.import_path import is_import_path, load_function
+from mcore_rl.config.schema import AgentConfig, SandboxSettings
 from mcore_rl.sandbox.sandbox import Sandbox, SandboxError
 
 BUILT_IN = ("calculator", "python", "search")
@@ -92,7 +91,7 @@ async def try_mcp_servers(config: AgentConfig) -> None:
 
 def _load_source(name: str, config: AgentConfig) -> object:
     if is_import_path(name):
-        return load("agent.tools", name)
+        return load_function("agent.tools", name)
     if name == "calculator":
         return calculator
     if name == "search":
@@ -169,7 +168,7 @@ def _parse_tool(where: str, entry: object) -> Tool:
         raise ConfigError(f"{where}.function.parameters: {error.message}") from error
     if not isinstance(parameters, Mapping) or parameters.get("type") != "object":
         raise ConfigError(f"{where}.function.parameters: allowed: a schema of type object")
-    python = load(f"{where}.python", str(entry["python"]))
+    python = load_function(f"{where}.python", str(entry["python"]))
     _check_signature(f"{where}.python={entry['python']!r}", python, parameters)
     return Tool(function["name"], function["description"], parameters, python)
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from mcore_rl.agents.program import build_child_environment, parse_variable_names
-from mcore_rl.config.checks import at_least, positive
+from mcore_rl.config.checks import check_at_least, check_positive
 from mcore_rl.config.errors import ConfigError
 
 _PROGRAM = Path(__file__).parent / "bridge" / "mcore_rl_bridge.py"
@@ -57,8 +57,8 @@ class VerifiersSettings:
             if not Path(folder).is_dir():
                 raise ConfigError(f"folders={self.folders!r}: there is no folder {folder!r}")
         for name in ("start_timeout_s", "answer_timeout_s"):
-            positive(name, getattr(self, name))
-        at_least("max_restarts", self.max_restarts, 0)
+            check_positive(name, getattr(self, name))
+        check_at_least("max_restarts", self.max_restarts, 0)
 
     def parse_args(self) -> dict[str, Any]:
         """Read `args`; raise ConfigError if they cannot be read."""

@@ -13,7 +13,7 @@ from openai import AsyncOpenAI
 from mcore_rl.agents.loops import Task
 from mcore_rl.agents.runner import AgentRunner
 from mcore_rl.agents.single_turn import Prompt
-from mcore_rl.config.agent_schema import AgentConfig
+from mcore_rl.config.schema import AgentConfig
 from mcore_rl.data.sample import Sample
 from mcore_rl.inference.protocol import Completion, SamplingParams
 from tests.unit.agents.test_loops import END, TOKENIZER, is_42, text_of

@@ -14,7 +14,7 @@ from mcore_rl.agents.loops import Agent, Task
 from mcore_rl.agents.tools import base as tools_base
 from mcore_rl.agents.tools.base import tool
 from mcore_rl.agents.trajectory import hash_state
-from mcore_rl.config.agent_schema import AgentConfig
+from mcore_rl.config.schema import AgentConfig
 from mcore_rl.data.sample import Sample
 from tests.unit.agents.test_loops import call, run, text_of
 

@@ -20,8 +20,8 @@ from mcore_rl.agents.loops import Agent, Task
 from mcore_rl.agents.runner import AgentRunner, Timeout
 from mcore_rl.agents.single_turn import Prompt
 from mcore_rl.agents.trajectory import hash_state
-from mcore_rl.config.agent_schema import AgentConfig
 from mcore_rl.config.errors import ConfigError
+from mcore_rl.config.schema import AgentConfig
 from mcore_rl.data.sample import RoutedExperts, Sample
 from mcore_rl.inference.protocol import Completion, SamplingParams
 from mcore_rl.rewards.registry import RewardError

@@ -9,7 +9,7 @@ import pytest
 from mcore_rl.agents.chat_template.codec import ChatMessage, ToolSpec
 from mcore_rl.agents.chat_template.validation import select_codec
 from mcore_rl.agents.loops import Task
-from mcore_rl.config.agent_schema import AgentConfig
+from mcore_rl.config.schema import AgentConfig
 from tests.unit.agents.families import tokenizer_of
 from tests.unit.agents.served import CALCULATOR, QUESTION, ask, client, post
 from tests.unit.agents.served import run as run_program

@@ -17,10 +17,8 @@ from mcore_rl.agents.single_turn import Prompt
 from mcore_rl.agents.trajectory import build_samples
 from mcore_rl.algorithms.advantages import compute_advantages
 from mcore_rl.algorithms.sample_choice import filter_groups
-from mcore_rl.config.agent_schema import AgentConfig
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.config.samples_schema import SamplesConfig
-from mcore_rl.config.schema import RewardConfig
+from mcore_rl.config.schema import AgentConfig, FilterConfig, RewardConfig
 from mcore_rl.data.batch import Batch
 from mcore_rl.data.sample import Sample
 from mcore_rl.inference.protocol import Completion, SamplingParams
@@ -270,7 +268,7 @@ def test_a_role_is_compared_with_itself_and_prompts_are_counted_as_ever():
         compute_advantages(mixed, "grpo", {"normalize_by_std": False})["advantages"].values,
         advantages.values,
     )
-    groups = filter_groups(batch, SamplesConfig(group_filter="drop_uniform"))
+    groups = filter_groups(batch, FilterConfig(group_filter="drop_uniform"))
     assert groups.array("roles").tolist() == ["hider", "hider"]
     assert groups.array("group_ids").tolist() == [0, 0]
     metrics = describe_samples(batch)

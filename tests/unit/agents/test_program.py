@@ -17,8 +17,8 @@ from mcore_rl.agents.api_server.http_server import HttpServer, RequestGuard
 from mcore_rl.agents.loops import Task
 from mcore_rl.agents.runner import AgentRunner, check_agent
 from mcore_rl.agents.single_turn import Prompt
-from mcore_rl.config.agent_schema import AgentConfig
 from mcore_rl.config.errors import ConfigError
+from mcore_rl.config.schema import AgentConfig
 from mcore_rl.data.sample import Sample
 from mcore_rl.inference.protocol import SamplingParams
 from mcore_rl.rewards.registry import RewardError

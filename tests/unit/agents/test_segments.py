@@ -14,9 +14,8 @@ from mcore_rl.agents.runner import AgentRunner
 from mcore_rl.agents.session import draw_session_seed, draw_turn_seed
 from mcore_rl.agents.single_turn import Prompt
 from mcore_rl.algorithms.advantages import compute_advantages
-from mcore_rl.config.agent_schema import AgentConfig
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.config.schema import RewardConfig
+from mcore_rl.config.schema import AgentConfig, RewardConfig
 from mcore_rl.data.batch import Batch
 from mcore_rl.data.sample import Sample
 from mcore_rl.inference.protocol import Completion, SamplingParams

@@ -9,8 +9,7 @@ import pytest
 
 from mcore_rl.agents.chat_template.codec import ChatMessage
 from mcore_rl.agents.loops import Agent, Task
-from mcore_rl.config.agent_schema import AgentConfig
-from mcore_rl.config.schema import RewardConfig
+from mcore_rl.config.schema import AgentConfig, RewardConfig
 from mcore_rl.data.sample import Sample
 from mcore_rl.rewards.manager import RewardManager
 from mcore_rl.rewards.registry import RewardError

@@ -17,8 +17,8 @@ from mcore_rl.agents.session import Turn, VersionSpan
 from mcore_rl.agents.single_turn import Prompt
 from mcore_rl.agents.verifiers.loop import RecordMismatchError, check_record
 from mcore_rl.agents.verifiers.process import BridgeError, BridgeProcess, VerifiersSettings
-from mcore_rl.config.agent_schema import AgentConfig
 from mcore_rl.config.errors import ConfigError
+from mcore_rl.config.schema import AgentConfig
 from mcore_rl.data.sample import Sample
 from mcore_rl.inference.protocol import SamplingParams
 from mcore_rl.rewards.registry import RewardError

@@ -48,7 +48,7 @@ def kl_by_loops(batch: Batch) -> float:
 
 def test_the_kl_coefficient_follows_its_target():
     config = AlgorithmConfig(
-        kl_coef=0.3, kl_target=0.1, kl_horizon=60, kl_estimator="k1", kl_in="loss"
+        kl_coef=0.3, kl_target=0.1, kl_horizon=60, kl_estimator="k1", kl_placement="loss"
     )
     coefficients, wanted = Coefficients(config), 0.3
     for seed in range(1000):
@@ -106,7 +106,7 @@ def test_coefficients_without_a_target_are_those_of_the_settings_now():
 
 @pytest.mark.parametrize(("has_process", "coef"), [(True, 0.25), (False, 0.25), (True, 0.0)])
 def test_rewards_of_tokens_equal_loops(has_process, coef):
-    algorithm = AlgorithmConfig(kl_coef=coef, kl_in="reward", kl_estimator="k2")
+    algorithm = AlgorithmConfig(kl_coef=coef, kl_placement="reward", kl_estimator="k2")
     for seed in range(1000):
         batch = random_batch(seed)
         if not has_process:

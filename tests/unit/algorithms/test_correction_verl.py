@@ -161,7 +161,11 @@ def with_reference(rng: np.random.Generator, batch: Batch) -> Batch:
 
 def test_the_kl_controller_and_rewards_of_tokens():
     algorithm = AlgorithmConfig(
-        kl_coef=0.2, kl_in="reward", kl_target=0.05, kl_horizon=300, kl_estimator="low_variance"
+        kl_coef=0.2,
+        kl_placement="reward",
+        kl_target=0.05,
+        kl_horizon=300,
+        kl_estimator="low_variance",
     )
     coefficients, controller = (
         Coefficients(algorithm),

@@ -14,8 +14,7 @@ from mcore_rl.algorithms.distillation import (
     compute_sampled_kl,
     compute_top_tokens_kl,
 )
-from mcore_rl.config.distillation_schema import DistillationConfig
-from mcore_rl.config.schema import AlgorithmConfig
+from mcore_rl.config.schema import AlgorithmConfig, DistillationConfig
 from mcore_rl.data.batch import Batch, Jagged
 from mcore_rl.trainers.training_batch import add_advantages, add_loss_weights
 

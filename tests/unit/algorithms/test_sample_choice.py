@@ -18,7 +18,7 @@ from mcore_rl.algorithms.sample_choice import (
     filter_groups,
 )
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.config.samples_schema import ReplayConfig, SamplesConfig
+from mcore_rl.config.schema import FilterConfig, ReplayConfig
 from mcore_rl.data.batch import Batch, Jagged
 from mcore_rl.trainers.replay_buffer import ReplayBuffer
 
@@ -52,19 +52,19 @@ def test_uniform_groups_are_dropped_by_the_reward_or_a_part_of_it():
         [1, 0.5, 1, 1, 0, 2, 0, 0, 0], [0, 0, 1, 2, 2, 1, 3, 3, 9],
         answer=[1, 1, 0, 1, 1, 1, nan, 0, 1],
     )  # fmt: skip
-    config = SamplesConfig(group_filter="drop_uniform")
+    config = FilterConfig(group_filter="drop_uniform")
     assert ids(filter_groups(made, config)) == [0, 0, 1, 2, 2, 1]
     config.group_filter_settings = {"of": "answer"}
     assert ids(filter_groups(made, config)) == [1, 1]
     config.group_filter_settings = {"of": "format"}
     with pytest.raises(ConfigError, match=r"settings.of='format' .* allowed: reward, answer"):
         filter_groups(made, config)
-    assert filter_groups(made, SamplesConfig()) is made
+    assert filter_groups(made, FilterConfig()) is made
 
 
 def test_a_group_whose_rewards_have_all_failed_is_uniform_in_every_part():
     made = batch([0, 0], [0, 0]).with_columns(reward_errors=np.array(["late", "late"]))
-    config = SamplesConfig(group_filter="drop_uniform", group_filter_settings={"of": "answer"})
+    config = FilterConfig(group_filter="drop_uniform", group_filter_settings={"of": "answer"})
     assert ids(filter_groups(made, config)) == []
 
 
@@ -73,14 +73,14 @@ def test_a_filter_of_ones_own_has_to_return_a_bool_a_sample(tmp_path, body):
     file = tmp_path / "own.py"
     file.write_text(f"def keep(batch):\n    return {body}\n")
     with pytest.raises(ConfigError, match=r"group_filter=.*allowed: an array of bool"):
-        filter_groups(batch([1], [0]), SamplesConfig(group_filter=f"{file}:keep"))
+        filter_groups(batch([1], [0]), FilterConfig(group_filter=f"{file}:keep"))
 
 
 def test_a_group_stays_if_all_of_its_samples_do(tmp_path):
     file = tmp_path / "own.py"
     file.write_text("def keep(batch):\n    return batch.array('rewards') > 0\n")
     made = batch([1, 0, 1, 1], [0, 0, 1, 1])
-    assert ids(filter_groups(made, SamplesConfig(group_filter=f"{file}:keep"))) == [1, 1]
+    assert ids(filter_groups(made, FilterConfig(group_filter=f"{file}:keep"))) == [1, 1]
 
 
 @cases
@@ -109,11 +109,11 @@ def test_the_best_and_the_worst_are_the_ends_of_the_sorted_rewards(rewards, k):
 
 def test_each_group_keeps_k_responses_and_smaller_ones_all():
     made = batch([0, 3, 1, 2, 5, 4], [7, 8, 7, 7, 9, 7])
-    selected = choose_responses(made, SamplesConfig(keep_responses=2, keep_by="best"), [0])
+    selected = choose_responses(made, FilterConfig(keep_responses=2, keep_by="best"), [0])
     assert list(zip(ids(selected), selected.array("rewards").tolist(), strict=True)) == [
         (8, 3), (7, 2), (9, 5), (7, 4),
     ]  # fmt: skip
-    config = SamplesConfig(keep_responses=2, keep_by="random")
+    config = FilterConfig(keep_responses=2, keep_by="random")
     drawn = [
         choose_responses(made, config, [0, s]).array("rewards").tolist() for s in (*range(9), 0)
     ]
@@ -126,7 +126,7 @@ def test_each_group_keeps_k_responses_and_smaller_ones_all():
 def test_a_choice_of_ones_own_has_to_be_k_different_rows(tmp_path, rows):
     file = tmp_path / "own.py"
     file.write_text(f"def choose(rewards, k, rng):\n    return {rows}\n")
-    config = SamplesConfig(keep_responses=2, keep_by=f"{file}:choose")
+    config = FilterConfig(keep_responses=2, keep_by=f"{file}:choose")
     with pytest.raises(ConfigError, match="allowed: 2 different numbers from 0 to 2"):
         choose_responses(batch([0, 1, 2], [0, 0, 0]), config, [0])
 
@@ -152,7 +152,7 @@ def test_a_rare_success_is_counted_in_rewards_within_0_and_1():
 def test_responses_of_each_role_are_chosen_on_their_own():
     made = batch([3, 2, 1, 0], [7, 7, 7, 7])
     made = made.with_columns(roles=np.array(["asks", "asks", "answers", "answers"]))
-    selected = choose_responses(made, SamplesConfig(keep_responses=1, keep_by="best"), [0])
+    selected = choose_responses(made, FilterConfig(keep_responses=1, keep_by="best"), [0])
     assert selected.array("rewards").tolist() == [3, 1]
 
 

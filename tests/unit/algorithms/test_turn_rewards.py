@@ -80,7 +80,7 @@ def penalised_batch(batch: Batch, kl_coef: float) -> Batch:
     served = batch.jagged("rollout_log_probs")
     zeros = served.with_values(served.values * 0)
     batch = batch.with_columns(log_probs=zeros, reference_log_probs=served)
-    algorithm = AlgorithmConfig(kl_coef=kl_coef, kl_in="reward", kl_estimator="k1")
+    algorithm = AlgorithmConfig(kl_coef=kl_coef, kl_placement="reward", kl_estimator="k1")
     return add_token_rewards(batch, algorithm)
 
 

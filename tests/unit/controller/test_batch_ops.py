@@ -8,8 +8,7 @@ from typing import Any, cast
 import pytest
 from ray.exceptions import GetTimeoutError, OwnerDiedError
 
-from mcore_rl.config.samples_schema import ReplayConfig
-from mcore_rl.config.schema import RLConfig
+from mcore_rl.config.schema import ReplayConfig, RLConfig
 from mcore_rl.controller import object_columns
 from mcore_rl.controller.batch_ops import fetch_batch
 from mcore_rl.controller.pending import WorkerError

@@ -12,11 +12,16 @@ import pytest
 from mcore_rl.agents.chat_template.codec import ChatMessage, parse_messages
 from mcore_rl.agents.chat_template.validation import select_codec
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.config.eval_schema import EvalConfig, resolve_eval
 from mcore_rl.config.resolve import resolve
-from mcore_rl.config.resolve_train import resolve_train
-from mcore_rl.config.schema import DataConfig, ModelConfig, RLConfig
-from mcore_rl.config.train_schema import ConversationsConfig, SFTConfig
+from mcore_rl.config.resolve_train import resolve_eval, resolve_train
+from mcore_rl.config.schema import (
+    ConversationsConfig,
+    DataConfig,
+    EvalConfig,
+    ModelConfig,
+    RLConfig,
+    SFTConfig,
+)
 from mcore_rl.data.datasets import load_prompts, load_supervised
 from mcore_rl.data.examples import load_conversations
 from mcore_rl.data.tokenizer import load_tokenizer

@@ -14,8 +14,7 @@ import pytest
 from mcore_rl.agents.chat_template.codec import ToolSpec
 from mcore_rl.agents.chat_template.validation import select_codec
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.config.schema import DataConfig
-from mcore_rl.config.train_schema import ConversationsConfig, PairsConfig
+from mcore_rl.config.schema import ConversationsConfig, DataConfig, PairsConfig
 from mcore_rl.data.datasets import load_prompts, load_supervised
 from mcore_rl.data.examples import load_conversations, load_pairs
 from mcore_rl.data.files import open_rows

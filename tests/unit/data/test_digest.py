@@ -14,8 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from mcore_rl.config.schema import DataConfig
-from mcore_rl.config.train_schema import ConversationsConfig, PairsConfig
+from mcore_rl.config.schema import ConversationsConfig, DataConfig, PairsConfig
 from mcore_rl.data.datasets import load_prompts
 from mcore_rl.data.examples import load_conversations, load_pairs
 from mcore_rl.data.files import Digest

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.config.schema import DataConfig
-from mcore_rl.config.train_schema import ConversationsConfig, PairsConfig
+from mcore_rl.config.schema import ConversationsConfig, DataConfig, PairsConfig
 from mcore_rl.data.chat_template import ChatTemplate
 from mcore_rl.data.examples import (
     Example,

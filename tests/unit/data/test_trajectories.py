@@ -7,8 +7,7 @@ import pytest
 
 from mcore_rl.algorithms.advantages import ADVANTAGES, compute_advantages
 from mcore_rl.algorithms.sample_choice import choose_responses, filter_groups
-from mcore_rl.config.samples_schema import SamplesConfig
-from mcore_rl.config.schema import RewardConfig
+from mcore_rl.config.schema import FilterConfig, RewardConfig
 from mcore_rl.data.batch import Batch, Jagged
 from mcore_rl.data.sample import Sample
 from mcore_rl.data.trajectories import Trajectories
@@ -109,9 +108,9 @@ def test_an_advantage_of_trajectories_does_not_depend_on_where_they_were_cut(ora
 def test_filters_keep_and_drop_whole_trajectories():
     batch = Batch.collate(SAMPLES)
     same = Batch.collate([*SAMPLES, sample(8, 0, 0, [1], 1.0), sample(8, 0, 1, [2], 1.0)])
-    selected = filter_groups(same, SamplesConfig(group_filter="drop_uniform"))
+    selected = filter_groups(same, FilterConfig(group_filter="drop_uniform"))
     assert set(selected.array("group_ids").tolist()) == {2, 5} and len(selected) == len(SAMPLES)
-    best = choose_responses(batch, SamplesConfig(keep_responses=1, keep_by="best"), [0])
+    best = choose_responses(batch, FilterConfig(keep_responses=1, keep_by="best"), [0])
     assert [row.tolist() for row in best.jagged("response_ids")] == [
         [3, 0, 4], [7, 8], [1, 2], [5],
     ]  # fmt: skip

@@ -4,7 +4,7 @@ import json
 
 import numpy as np
 
-from mcore_rl.config.eval_schema import ScoringConfig
+from mcore_rl.config.schema import ScoringConfig
 from mcore_rl.data.batch import Batch, Jagged
 from mcore_rl.data.sample import Sample
 from mcore_rl.jobs.eval_report import SetSamples

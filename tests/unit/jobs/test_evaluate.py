@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from mcore_rl.config.eval_schema import EvalConfig, ScoringConfig
+from mcore_rl.config.schema import EvalConfig, ScoringConfig
 from mcore_rl.data.batch import Batch
 from mcore_rl.data.datasets import PromptDataset, PromptRow
 from mcore_rl.data.prompt_batches import build_held_out_batch

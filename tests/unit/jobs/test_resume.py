@@ -21,7 +21,7 @@ from mcore_rl.jobs.resume import (
     ended_after,
     prepare,
 )
-from mcore_rl.observability.sinks import read_rows
+from mcore_rl.observability.metrics import read_metrics
 
 
 def saved(config: RLConfig, folder: Path, step: int, **changes: object) -> Path:
@@ -99,6 +99,31 @@ def test_a_setting_that_the_program_has_had_only_since_is_no_other_run(tmp_path,
     del settings["warm_start"]["optimizer"]["max_skipped_steps"]
     _check_settings(asked, RunCheckpoint(tmp_path, 2, {"settings": settings}))
     assert "warm_start.optimizer.max_skipped_steps=0 (was None)" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("algorithm.kl_in", "algorithm.kl_placement"),
+        ("algorithm.samples", "algorithm.filter"),
+        ("samples", "sample_log"),
+        ("trainer.asynchronous.over_issue", "trainer.asynchronous.oversampling"),
+    ],
+)
+def test_a_checkpoint_with_the_old_name_of_a_setting_is_resumed(tmp_path, capsys, old, new):
+    resumed = config(tmp_path)
+    resumed.algorithm.kl_placement, resumed.sample_log.every = "reward", 7
+    resumed.algorithm.filter.max_rounds, resumed.trainer.asynchronous.oversampling = 3, 0.25
+    settings = asdict(resumed)
+    *groups, name = old.split(".")
+    group = settings
+    for part in groups:
+        group = group[part]
+    group[name] = group.pop(new.rpartition(".")[2])
+    _check_settings(resumed, RunCheckpoint(tmp_path, 2, {"settings": settings}))
+    out = capsys.readouterr().out
+    assert "going on after step 2" in out and "settings that differ" not in out
+    assert name in group  # the checkpoint itself is left as it is
 
 
 @pytest.mark.parametrize(
@@ -307,7 +332,7 @@ def test_rows_up_to_the_step_stay_and_rewards_and_results_go_on(tmp_path):
     state = {"results": {"max_logprob_gap": 0.5}}
     found = RunCheckpoint(saved(asked, tmp_path, 2), 2, state)
     second = RunOutput(tmp_path, asked, found)
-    rows = read_rows(tmp_path / "metrics.jsonl")
+    rows = read_metrics(tmp_path / "metrics.jsonl")
     assert [(row["step"], row.get("reward")) for row in rows] == [(9, None), (1, 0.25), (2, 0.5)]
     assert (second._rewards, second.results) == ([0.25, 0.5], {"max_logprob_gap": 0.5})
     assert list(list_tables(tmp_path)) == [1, 2]

@@ -10,7 +10,7 @@ from mcore_rl.config.schema import RLConfig
 from mcore_rl.jobs.preflight import _check_choices
 from mcore_rl.rewards.registry import get_parts, get_registry
 
-FILTER = "algorithm.samples.group_filter_settings.of"
+FILTER = "algorithm.filter.group_filter_settings.of"
 PARTS = "algorithm.advantage_settings.parts"
 GDPO = "algorithm.advantage=gdpo"
 TERMS = "reward.terms={right: {name: math}, brief: {name: overlong, settings: {buffer_tokens: 8}}}"

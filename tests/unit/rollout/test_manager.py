@@ -176,7 +176,7 @@ def test_progress_and_on_samples_follow_new_samples():
             return [first]
 
     prompts = Batch({"group_ids": np.arange(3)})
-    with ACTIVITY.phase("generate"):
+    with ACTIVITY.enter_phase("generate"):
         RolloutPool(OneByOne(), RolloutConfig(), 0).generate(
             prompts, 2, on_samples=lambda batches: num_new.append(sum(map(len, batches)))
         )

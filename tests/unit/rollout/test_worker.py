@@ -13,9 +13,8 @@ import numpy as np
 import pytest
 
 from mcore_rl.agents.runner import AgentRunner
-from mcore_rl.config.agent_schema import AgentConfig
 from mcore_rl.config.errors import ConfigError, PeerError
-from mcore_rl.config.schema import RewardConfig, RolloutConfig
+from mcore_rl.config.schema import AgentConfig, RewardConfig, RolloutConfig
 from mcore_rl.controller.pending import Limit, PendingCall, outlived
 from mcore_rl.controller.rank_actor import FailureKind, RankActor
 from mcore_rl.data.batch import Batch, Jagged

@@ -19,7 +19,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[3]))
 
-from mcore_rl.config.sandbox_schema import SandboxSettings
+from mcore_rl.config.schema import SandboxSettings
 from mcore_rl.sandbox import sandbox
 from mcore_rl.sandbox.sandbox import SandboxError, run_in_tier
 from mcore_rl.sandbox.tiers import Tier

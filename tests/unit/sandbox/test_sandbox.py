@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.config.sandbox_schema import SandboxSettings
+from mcore_rl.config.schema import SandboxSettings
 from mcore_rl.sandbox import sandbox, tiers
 from mcore_rl.sandbox.sandbox import Sandbox, SandboxError
 from mcore_rl.sandbox.tiers import Tier

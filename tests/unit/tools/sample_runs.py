@@ -24,7 +24,7 @@ HOSTILE = "<script>alert(1)</script>\x1b[2J\x1b]0;mine\x07\r\x9b31m\u202e\0&"
 
 
 def byte_tokenizer() -> Tokenizer:
-    """Every byte is a token, so that most characters are several."""
+    """Build a tokenizer in which every byte is a token, so that most characters are several."""
     made = Tokenizer(models.BPE())
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     made.decoder = decoders.ByteLevel()
@@ -51,17 +51,17 @@ def sample(
     untrained: tuple[int, ...] = (),
     **fields,
 ) -> Sample:
-    """Parts of the response: ("turn", text) or ("context", text), one after the other."""
+    """Build a sample; parts of the response are ("turn", text) or ("context", text)."""
     response: list[int] = []
     mask: list[int] = []
     spans: list[TurnSpan] = []
     for kind, text in parts:
-        found = ids(text)
+        token_ids = ids(text)
         if kind == "turn":
-            spans.append(TurnSpan(str(len(spans)), len(response), len(response) + len(found)))
+            spans.append(TurnSpan(str(len(spans)), len(response), len(response) + len(token_ids)))
         chosen = kind == "turn" and len(spans) - 1 not in untrained
-        response += found
-        mask += [int(chosen)] * len(found)
+        response += token_ids
+        mask += [int(chosen)] * len(token_ids)
     return Sample(
         prompt_ids=ids(prompt),
         response_ids=response,
@@ -75,7 +75,7 @@ def sample(
 
 
 def trained(samples: list[Sample], gaps: dict[tuple[int, int], float]) -> Batch:
-    """With log-probs of the trainer that differ at (sample, response token)."""
+    """Build a batch; log-probs of the trainer differ at (sample, response token)."""
     batch = Batch.collate(samples)
     rows = [row.copy() for row in batch.jagged("rollout_log_probs")]
     for (row, token), gap in gaps.items():
@@ -87,7 +87,7 @@ def trained(samples: list[Sample], gaps: dict[tuple[int, int], float]) -> Batch:
 
 
 def written(run: Path, step: int, batch: Batch, evaluation: str = "") -> Path:
-    """The folder of a run, with what a step leaves in it."""
+    """Write the folder of a run with the files of a step."""
     (run / "samples").mkdir(parents=True, exist_ok=True)
     (run / "config.json").write_text("{}")
     BYTES.save(str(run / "samples" / "tokenizer.json"))

@@ -6,8 +6,15 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
-from mcore_rl.config.schema import EvaluationConfig, RewardConfig, RLConfig, SampleTablesConfig
-from mcore_rl.config.train_schema import HeldOutConfig, SFTConfig, StepsConfig
+from mcore_rl.config.schema import (
+    EvaluationConfig,
+    HeldOutConfig,
+    RewardConfig,
+    RLConfig,
+    SampleLogConfig,
+    SFTConfig,
+    StepsConfig,
+)
 from mcore_rl.data.batch import Batch
 from mcore_rl.data.datasets import PromptDataset
 from mcore_rl.data.datasets import PromptRow as Row
@@ -104,7 +111,7 @@ def test_a_failed_reward_counts_as_0_whatever_training_does_with_it(tmp_path, on
                 of_a if prompts.array("group_ids")[0] == -1 else [build_failed_sample(-2)]
             )
 
-    log = SampleLog(tmp_path, Tokenizer(), SampleTablesConfig(tokens=False))
+    log = SampleLog(tmp_path, Tokenizer(), SampleLogConfig(tokens=False))
     metrics = Evaluation(config, Pool(), prompts, log, lambda *_: None).run(0)
     assert metrics["eval/a/accuracy"] == 0.25 and metrics["eval/a/reward_errors"] == 0.5
     assert metrics["eval/b/accuracy"] == 0 and metrics["eval/b/reward_errors"] == 1
@@ -134,7 +141,7 @@ def test_sets_are_evaluated_when_they_are_due_and_saved_with_ids_of_their_own(tm
             ids = np.repeat(prompts.array("group_ids"), evaluation.num_samples)
             return Batch.collate([build_sample(int(group), float(group == -1)) for group in ids])
 
-    log = SampleLog(tmp_path, Tokenizer(), SampleTablesConfig(tokens=False))
+    log = SampleLog(tmp_path, Tokenizer(), SampleLogConfig(tokens=False))
     made = Evaluation(config, Pool(), sets, log, recorded.__setitem__)
     assert [step for step in range(6) if made.is_due(step)] == [0, 2, 4, 5]
     metrics = made.run(0)

@@ -7,7 +7,7 @@ import pytest
 
 from mcore_rl.algorithms.preference import PREFERENCE_LOSSES, bradley_terry, build_pair_inputs
 from mcore_rl.data.batch import Batch, Jagged
-from mcore_rl.observability.stopwatch import Stopwatch
+from mcore_rl.observability.activity import Stopwatch
 from mcore_rl.trainers import supervised
 from mcore_rl.trainers.evaluation import compute_standard_error
 from mcore_rl.trainers.objectives import (

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from mcore_rl.algorithms.controllers import Coefficients
-from mcore_rl.config.resolve import placement_of
+from mcore_rl.config.resolve import resolve_placement
 from mcore_rl.config.schema import AlgorithmConfig, CriticConfig, RLConfig
 from mcore_rl.controller.remote_batch import is_of_part
 from mcore_rl.data.batch import Batch, Jagged
@@ -299,7 +299,7 @@ def build_responses() -> Batch:
 
 def build_devices(config: RLConfig, models: Mapping[str, Any]) -> DeviceSharing:
     servers: Any = Servers()
-    return DeviceSharing(placement_of(config), models, servers, servers)
+    return DeviceSharing(resolve_placement(config), models, servers, servers)
 
 
 def build_teachers(config: RLConfig) -> Teachers:

@@ -2,8 +2,7 @@
 
 from mcore_rl.data.batch import Batch
 from mcore_rl.data.sample import Sample
-from mcore_rl.observability.activity import ACTIVITY
-from mcore_rl.observability.stopwatch import Stopwatch
+from mcore_rl.observability.activity import ACTIVITY, Stopwatch
 from mcore_rl.trainers import supervised
 
 SAMPLE = Sample([5, 6], [1], [1], [0.0], [0], "stop", 0)

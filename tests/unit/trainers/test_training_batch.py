@@ -11,11 +11,11 @@ from verl.trainer.ppo import core_algos
 
 from mcore_rl.algorithms.aggregation import compute_loss_weights
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.config.samples_schema import SamplesConfig
 from mcore_rl.config.schema import (
     AlgorithmConfig,
     CorrectionConfig,
     DistillationConfig,
+    FilterConfig,
     TrainerConfig,
 )
 from mcore_rl.data.batch import Batch, Jagged
@@ -85,10 +85,10 @@ def build_large_batch() -> Batch:
 
 @pytest.mark.parametrize("which", ["kept", "generated"])
 def test_a_training_batch_has_the_columns_that_its_parts_make_one_after_the_other(which: str):
-    policy = SamplesConfig(keep_responses=2, advantages_of=which, mask_truncated=True)
+    policy = FilterConfig(keep_responses=2, advantages_of=which, mask_truncated=True)
     correction = CorrectionConfig(level="token", weight_max=1.05)
     algorithm = AlgorithmConfig(
-        num_mini_batches=3, samples=policy, correction=correction, top_entropy_share=0.8
+        num_mini_batches=3, filter=policy, correction=correction, top_entropy_share=0.8
     )
     batch = build_large_batch()
     advantages, selected, stats = build_training_batch(
@@ -169,7 +169,7 @@ def test_without_log_probs_a_mask_says_which_tokens_the_update_compares(stalenes
     batch = batch.with_columns(weight_versions=ids.with_values(versions), replayed=is_replayed)
     bounds = dict.fromkeys(("max_logprob_gap", "mean_logprob_gap"), 9.0)
     trainer = TrainerConfig(staleness=staleness, **bounds)
-    algorithm = AlgorithmConfig(samples=SamplesConfig(mask_truncated=True))
+    algorithm = AlgorithmConfig(filter=FilterConfig(mask_truncated=True))
     with_pass = build_training_batch(batch, algorithm, trainer, step, SEED)
     before = batch.drop_columns("log_probs", "entropy")
     advantages, selected, stats = build_training_batch(before, algorithm, trainer, step, SEED)
@@ -214,21 +214,21 @@ def test_a_truncated_response_has_no_loss_of_any_kind():
         finish_reasons=reasons,
     )
     settings = dict(cross_entropy_coef=2.0, entropy_coef=1.0, kl_coef=0.5)
-    masked = mask_truncated(made, SamplesConfig(mask_truncated=True))
+    masked = mask_truncated(made, FilterConfig(mask_truncated=True))
     weighted, _ = add_loss_weights(masked, AlgorithmConfig(**settings))
     fourth = [0.25, 0, 0.25, 0, 0, 0, 0.25, 0, 0.25]
     assert weighted.jagged("loss_weights").values.tolist() == fourth
     assert weighted.jagged("entropy_weights").values.tolist() == fourth
     assert weighted.jagged("kl_weights").values.tolist() == [w / 2 for w in fourth]
     assert weighted.jagged("cross_entropy_weights").values.tolist() == [0, 2, *[0] * 7]
-    assert mask_truncated(made, SamplesConfig()) is made
+    assert mask_truncated(made, FilterConfig()) is made
 
 
 def test_an_aborted_response_is_neither_cut_off_nor_at_its_end():
     """So it is trained on with mask_truncated, and its only token is no end of a turn."""
     reasons = np.array(["abort", "length", "abort", "abort", "abort", "abort"])
     made = build_rewarded_batch().with_columns(finish_reasons=reasons)
-    masked = mask_truncated(made, SamplesConfig(mask_truncated=True)).jagged("response_mask")
+    masked = mask_truncated(made, FilterConfig(mask_truncated=True)).jagged("response_mask")
     assert [row.tolist() for row in masked] == [[1, 1], [0], [1, 1, 1], [1], [1], [1]]
     assert describe_samples(made)["truncated"] == pytest.approx(1 / 6)
     scored = add_advantages(made, AlgorithmConfig())
@@ -260,7 +260,7 @@ def test_mask_truncated_masks_all_samples_of_a_trajectory_whose_last_turn_is_cut
         for i, reason in enumerate(of_segments)
     ]
     made = Batch.collate(samples[::-1])  # in any order
-    masked = mask_truncated(made, SamplesConfig(mask_truncated=True))
+    masked = mask_truncated(made, FilterConfig(mask_truncated=True))
     num_tokens = dict.fromkeys(reasons, 0)
     rows = zip(masked.array("group_ids"), masked.array("trajectories"), strict=True)
     for key, mask in zip(rows, masked.jagged("response_mask"), strict=True):
@@ -310,7 +310,7 @@ def test_each_loss_has_weights_of_its_own_times_its_coefficient():
     mine = made.with_columns(cross_entropy_mask=mask)
     weights = add_loss_weights(mine, algorithm)[0].jagged("cross_entropy_weights").values
     assert weights.tolist() == pytest.approx([0.4, 0.4, 0, 0.4, 0.4, 0.4])
-    weighted, _ = add_loss_weights(made, AlgorithmConfig(kl_coef=0.5, kl_in="reward"))
+    weighted, _ = add_loss_weights(made, AlgorithmConfig(kl_coef=0.5, kl_placement="reward"))
     assert weighted.columns.keys() - made.columns.keys() == {"loss_weights"}
 
 
@@ -437,7 +437,7 @@ def test_a_sample_says_which_tokens_the_cross_entropy_is_of():
         Batch.concat([Batch.collate([saying]), Batch.collate([plain])]),
     ):
         assert weights(made) == [1, 1, 0, 0, 1, 0]
-        whole = mask_truncated(made, SamplesConfig(mask_truncated=True))
+        whole = mask_truncated(made, FilterConfig(mask_truncated=True))
         assert weights(whole) == [0, 0, 0, 0, 3, 0]
     assert "cross_entropy_mask" not in Batch.collate([plain])
     with pytest.raises(ValueError, match="cross_entropy_mask has 1 entries for 3 response tokens"):

@@ -14,7 +14,7 @@ from mcore_rl.agents.tools.base import ToolAnswer, ToolError, ToolSet
 from mcore_rl.agents.tools.built_in import PythonTool, SearchTool, calculator
 from mcore_rl.agents.tools.sources import load_tool_file
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.config.sandbox_schema import SandboxSettings
+from mcore_rl.config.schema import SandboxSettings
 from mcore_rl.sandbox.sandbox import Sandbox, probe_tiers
 from mcore_rl.sandbox.tiers import Tier
 

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.config.resolve_models import resolve_models, served_models
+from mcore_rl.config.resolve_rollout import build_served_models, resolve_models
 from mcore_rl.config.schema import RLConfig
 
 
@@ -22,14 +22,14 @@ def test_a_model_has_the_defaults_of_servers_and_the_policys_context():
     made.data.max_prompt_tokens, made.rollout.max_response_tokens = 30, 12
     made.rollout.num_servers, made.rollout.temperature = 3, 0.5  # the policy's own
     resolve_models(made)
-    user, judge = served_models(made).values()
+    user, judge = build_served_models(made).values()
     assert (user.path, user.servers.tp, user.servers.max_response_tokens) == ("m", 2, 7)
     assert (user.servers.temperature, user.max_context) == (0, 42)
     assert (judge.path, judge.servers.num_servers, judge.servers.temperature) == ("", 1, 1.0)
 
 
 @pytest.mark.parametrize(
-    ("parts", "told"),
+    ("parts", "message"),
     [
         ({"path": 3}, "models.user.path=3; allowed: text"),
         ({"tp": True}, "models.user.tp=True; allowed: a whole number"),
@@ -46,8 +46,8 @@ def test_a_model_has_the_defaults_of_servers_and_the_policys_context():
         ({"temperature": float("nan")}, "models.user.temperature=nan; allowed: at least 0"),
     ],
 )
-def test_what_cannot_work_is_refused_by_name(parts, told):
-    with pytest.raises(ConfigError, match=f"^{re.escape(told)}"):
+def test_what_cannot_work_is_refused_by_name(parts, message):
+    with pytest.raises(ConfigError, match=f"^{re.escape(message)}"):
         resolve_models(config(user=parts))
 
 

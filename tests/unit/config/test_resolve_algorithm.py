@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.config.resolve_distillation import resolve_frozen, teachers_of
+from mcore_rl.config.resolve_algorithm import build_teachers, resolve_frozen_models
 from mcore_rl.config.schema import Layout, LoRAConfig, RLConfig
 from mcore_rl.jobs.placement import PoolPlan, models_of, pool_plans
 
@@ -16,11 +16,11 @@ def config_of(**settings) -> RLConfig:
     config = RLConfig()
     for key, value in settings.items():
         *groups, leaf = key.split("__")
-        at = config
+        group_config = config
         for group in groups:
-            at = getattr(at, group)
-        assert hasattr(at, leaf), key
-        setattr(at, leaf, value)
+            group_config = getattr(group_config, group)
+        assert hasattr(group_config, leaf), key
+        setattr(group_config, leaf, value)
     return config
 
 
@@ -43,9 +43,9 @@ def config_of(**settings) -> RLConfig:
             {
                 "algorithm__distillation__loss": "sampled_kl",
                 "teacher__models": MATH,
-                "algorithm__samples__group_filter": "drop_uniform",
+                "algorithm__filter__group_filter": "drop_uniform",
             },
-            "algorithm.samples.group_filter='drop_uniform' leaves out groups",
+            "algorithm.filter.group_filter='drop_uniform' leaves out groups",
         ),
         (
             {
@@ -66,12 +66,12 @@ def config_of(**settings) -> RLConfig:
             )
             for setting, value, key in (
                 (
-                    "algorithm__samples__group_filter",
+                    "algorithm__filter__group_filter",
                     "drop_uniform",
-                    "algorithm.samples.group_filter",
+                    "algorithm.filter.group_filter",
                 ),
-                ("algorithm__samples__keep_responses", 2, "algorithm.samples.keep_responses"),
-                ("algorithm__samples__replay__share", 0.5, "algorithm.samples.replay.share"),
+                ("algorithm__filter__keep_responses", 2, "algorithm.filter.keep_responses"),
+                ("algorithm__filter__replay__share", 0.5, "algorithm.filter.replay.share"),
                 ("data__curriculum__name", "window", "data.curriculum.name"),
                 ("reward__shuffle", True, "reward.shuffle"),
             )
@@ -80,17 +80,17 @@ def config_of(**settings) -> RLConfig:
 )
 def test_what_is_refused(settings, message):
     with pytest.raises(ConfigError) as error:
-        resolve_frozen(config_of(**settings))
+        resolve_frozen_models(config_of(**settings))
     assert message in str(error.value)
 
 
 def test_teachers_have_layouts_of_their_own_and_take_turns_or_have_devices():
     settings = {"algorithm__distillation__loss": "sampled_kl", "teacher__models": MATH}
     config = config_of(**settings, teacher__layout=Layout(tp=2), reward_model__model_path="rm")
-    resolve_frozen(config)
-    found = teachers_of(config.teacher)
-    assert [t.engine.layout for t in found.values()] == [Layout(tp=2, pp=4), Layout(tp=2)]
-    assert [t.weight for t in found.values()] == [2.0, 1.0]
+    resolve_frozen_models(config)
+    teachers = build_teachers(config.teacher)
+    assert [t.engine.layout for t in teachers.values()] == [Layout(tp=2, pp=4), Layout(tp=2)]
+    assert [t.weight for t in teachers.values()] == [2.0, 1.0]
     config.placement.rollout = "shared"
     roles = ("actor", "reward_model", "teacher.math", "teacher.start", "rollout")
     assert pool_plans(config) == {"shared pool": PoolPlan(roles, 8)}
