@@ -24,6 +24,7 @@ from torch.utils import _device
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import Layout
 from mcore_rl.engine.lane import lane
+from mcore_rl.engine.megatron.products import multiply_by_onednn
 from mcore_rl.observability.garbage import long_lived
 from mcore_rl.parallel.gloo import guard_gloo
 
@@ -66,10 +67,18 @@ def rank_environment(layout: Layout, device: str) -> dict[str, str]:
     context-parallel messages are under way beside them (tensor_parallel/layers.py:526). Before
     Blackwell that takes a single queue to the GPU, and CUDA reads the variable once. A driver
     without a GPU cannot tell which GPUs ranks have, and takes the single queue, which is right on
-    all; a variable that is set there counts.
+    all.
+
+    On a CPU glibc takes huge pages where Linux gives them on request: every large tensor is new
+    memory, and with pages of 4 KiB an operation on its elements takes up to four times as long.
+
+    A variable that is set for the driver counts.
     """
+    if device == "cpu":
+        name, value = "GLIBC_TUNABLES", "glibc.malloc.hugetlb=1"
+        return {} if name in os.environ else {name: value}
     name = "CUDA_DEVICE_MAX_CONNECTIONS"
-    if device == "cpu" or layout.tp == layout.cp == 1 or name in os.environ:
+    if layout.tp == layout.cp == 1 or name in os.environ:
         return {}
     is_blackwell = device_name() == "cuda" and torch.cuda.get_device_capability()[0] >= 10
     return {} if is_blackwell else {name: "1"}
@@ -284,7 +293,7 @@ def _use_torch_modules() -> None:
 
 
 def _patch_megatron() -> None:
-    from megatron.core.tensor_parallel import mappings
+    from megatron.core.tensor_parallel import layers, mappings
     from megatron.core.tensor_parallel import random as parallel_random
     from megatron.core.transformer.moe import token_dispatcher
 
@@ -301,6 +310,9 @@ def _patch_megatron() -> None:
     _replace(parallel_random, "_set_cuda_rng_state", set_state)
     # moe_utils.py:1093 turns only CUDA tensors into the host lists that gloo needs, too.
     _replace(token_dispatcher, "maybe_move_tensor_to_cpu", _to_host)
+    # tensor_parallel/layers.py:341 and :488 multiply by torch.matmul.
+    for name in ("LinearWithFrozenWeight", "LinearWithGradAccumulationAndAsyncCommunication"):
+        _replace(layers, name, multiply_by_onednn(getattr(layers, name)))
     gather = _replace(mappings, "_gather_along_first_dim", None)
     mappings._gather_along_first_dim = _even_gather(gather)
 
