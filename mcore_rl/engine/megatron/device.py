@@ -67,18 +67,10 @@ def rank_environment(layout: Layout, device: str) -> dict[str, str]:
     context-parallel messages are under way beside them (tensor_parallel/layers.py:526). Before
     Blackwell that takes a single queue to the GPU, and CUDA reads the variable once. A driver
     without a GPU cannot tell which GPUs ranks have, and takes the single queue, which is right on
-    all.
-
-    On a CPU glibc takes huge pages where Linux gives them on request: every large tensor is new
-    memory, and with pages of 4 KiB an operation on its elements takes up to four times as long.
-
-    A variable that is set for the driver counts.
+    all; a variable that is set there counts.
     """
-    if device == "cpu":
-        name, value = "GLIBC_TUNABLES", "glibc.malloc.hugetlb=1"
-        return {} if name in os.environ else {name: value}
     name = "CUDA_DEVICE_MAX_CONNECTIONS"
-    if layout.tp == layout.cp == 1 or name in os.environ:
+    if device == "cpu" or layout.tp == layout.cp == 1 or name in os.environ:
         return {}
     is_blackwell = device_name() == "cuda" and torch.cuda.get_device_capability()[0] >= 10
     return {} if is_blackwell else {name: "1"}

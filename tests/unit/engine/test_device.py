@@ -143,7 +143,6 @@ def test_weight_gradients_are_added_in_place_where_a_module_can():
 
 
 ONE_QUEUE = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
-HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
 
 
 @pytest.mark.parametrize(
@@ -153,20 +152,18 @@ HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
         (Layout(cp=2), "cuda", "cuda", 9, ONE_QUEUE),
         (Layout(dp=2, ep=2), "cuda", "cuda", 9, {}),
         (Layout(tp=2), "cuda", "cuda", 10, {}),
-        (Layout(tp=2), "cpu", "cpu", 9, HUGE_PAGES),
-        (Layout(), "cpu", "cpu", 0, HUGE_PAGES),
+        (Layout(tp=2), "cpu", "cpu", 9, {}),
         # A driver on a node of another kind: the ranks' counts.
         (Layout(tp=2), "cuda", "cpu", 0, ONE_QUEUE),
-        (Layout(tp=2), "cpu", "cuda", 9, HUGE_PAGES),
+        (Layout(tp=2), "cpu", "cuda", 9, {}),
     ],
 )
-def test_rank_environment_has_one_queue_before_blackwell_and_huge_pages_on_a_cpu(
+def test_ranks_that_send_while_they_compute_have_one_queue_before_blackwell(
     lane, monkeypatch, layout, of_ranks, of_driver, capability, environment
 ):
     lane(of_driver, capability=capability)
     assert device.rank_environment(layout, of_ranks) == environment
-    for name in environment:
-        monkeypatch.setenv(name, "8")
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "8")
     assert device.rank_environment(layout, of_ranks) == {}
 
 
