@@ -215,7 +215,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path, help="a file for the JSON; otherwise it is printed")
     parser.add_argument("overrides", nargs="*", help="settings of ours, key=value")
-    args = parser.parse_args()
+    args = parser.parse_intermixed_args()
     shape, load = SHAPES[args.shape], round(os.getloadavg()[0], 2)
     half = args.steps // 2 if args.beside_load else args.steps
     parts = {"alone": slice(0, half), "beside_load": slice(half, args.steps)}
