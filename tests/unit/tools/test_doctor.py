@@ -61,7 +61,9 @@ def test_two_nodes_that_are_well_have_no_fault_and_keep_no_file(tmp_path, reques
 
 def test_a_node_without_a_sandbox_is_warned_of(monkeypatch):
     report = NodeReport("a")
-    monkeypatch.setattr(checks, "probe_tiers", lambda setting: ("bwrap: not found", "landlock: old"))
+    monkeypatch.setattr(
+        checks, "probe_tiers", lambda setting: ("bwrap: not found", "landlock: old")
+    )
     checks.check_sandbox(report)
     [finding] = report.findings
     assert (finding.status, finding.value) == ("warn", "bwrap: not found; landlock: old")
