@@ -146,8 +146,8 @@ def load_runtime() -> ctypes.CDLL | None:
         return None
 
 
-def runtime_versions(runtime: ctypes.CDLL) -> list[int]:
-    """Of the runtime and of the driver, as CUDA counts them: 12080 is 12.8."""
+def read_runtime_versions(runtime: ctypes.CDLL) -> list[int]:
+    """Return the versions of runtime and driver as CUDA counts them: 12080 is 12.8."""
     version, versions = ctypes.c_int(), []
     for name in ("cudaRuntimeGetVersion", "cudaDriverGetVersion"):
         if error := getattr(runtime, name)(ctypes.byref(version)):
@@ -163,7 +163,7 @@ def missing_batch_copy(device: str, runtime: ctypes.CDLL | None) -> str:
         return (
             f"not available on {device}: no CUDA runtime (torch {torch.__version__}, CUDA {cuda})"
         )
-    versions = runtime_versions(runtime)
+    versions = read_runtime_versions(runtime)
     if min(versions) >= BATCH_SINCE:
         return ""
     version, driver = (f"{n // 1000}.{n % 1000 // 10}" for n in versions)
@@ -189,7 +189,7 @@ class BatchCopy:
         self._begins = np.zeros(1, np.uintp)  # the copy from which on they hold
         # Until CUDA 13 there is a place for the number of the copy that failed.
         self._failed = np.zeros(1, np.uintp)
-        self._has_failed = runtime_versions(runtime)[0] < 13_000
+        self._has_failed = read_runtime_versions(runtime)[0] < 13_000
 
     def run(self, stream: int) -> None:
         """Enqueue the copies; the stream must not be the default one."""

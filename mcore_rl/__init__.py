@@ -6,7 +6,7 @@ From a script or a notebook:
 
     config = mcore_rl.load_recipe("quickstart", "seed=7", "output_dir=outputs/seed7")
     result = mcore_rl.run(config)
-    print(result.metrics[-1]["reward"], result.summary["metrics"])
+    print(result.metrics[-1]["reward"], result.summary["evaluation"]["after"])
 
 The names below are the public interface, documented in docs/library.md; all others may change. They
 are imported when they are first used, so that `import mcore_rl` needs no torch.

@@ -181,17 +181,17 @@ class CheckpointReader:
 
     def check(self, expected: Iterable[LogicalTensor]) -> None:
         """Raise ConfigError unless the folder contains exactly these tensors, in these shapes."""
-        wanted = {tensor.name: tensor.shape for tensor in expected}
+        expected_shapes = {tensor.name: tensor.shape for tensor in expected}
         shapes = self.get_shapes()
-        missing = sorted(wanted.keys() - shapes.keys())
-        extra = sorted(shapes.keys() - wanted.keys())
+        missing = sorted(expected_shapes.keys() - shapes.keys())
+        extra = sorted(shapes.keys() - expected_shapes.keys())
         for what, names in (("lacks", missing), ("has unexpected", extra)):
             if names:
                 more = f" and {len(names) - 3} more" if len(names) > 3 else ""
                 raise ConfigError(
                     f"checkpoint {self.path} {what} tensor {', '.join(names[:3])}{more}"
                 )
-        for name, shape in wanted.items():
+        for name, shape in expected_shapes.items():
             if shapes[name] != shape:
                 raise ConfigError(
                     f"checkpoint {self.path}: tensor {name} has shape {shapes[name]}, "
@@ -254,12 +254,12 @@ class CheckpointReader:
                 raise ConfigError(
                     f"{where}: {name} is in {float8} with shape {shape}; allowed: matrices"
                 )
-            entry, wanted = self._get_entry(scale), fp8.get_scale_shape(shape)
-            if entry.shape != wanted or entry.dtype not in fp8.SCALE_DTYPES:
+            entry, scale_shape = self._get_entry(scale), fp8.get_scale_shape(shape)
+            if entry.shape != scale_shape or entry.dtype not in fp8.SCALE_DTYPES:
                 raise ConfigError(
                     f"{where}: {scale} is {format_dtype(entry.dtype)} of shape {entry.shape}; "
                     f"allowed for {name}: {' or '.join(map(format_dtype, fp8.SCALE_DTYPES))} of "
-                    f"shape {wanted}, one for each block of {fp8.BLOCK} x {fp8.BLOCK}"
+                    f"shape {scale_shape}, one for each block of {fp8.BLOCK} x {fp8.BLOCK}"
                 )
         return frozenset(scaled)
 

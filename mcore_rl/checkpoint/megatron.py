@@ -283,13 +283,13 @@ def load(state: ShardedStateDict, path: Path) -> dict[str, Any]:
         reason = str(error)
     replies: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(replies, (_list_shapes(entries), reason))
-    wanted: Shapes = {}
+    expected: Shapes = {}
     for shapes, failure in replies:
         if failure:
             raise ConfigError(failure)
-        wanted |= shapes
+        expected |= shapes
     stored = {key: tensor.shape for key, tensor in reader.tensors.items()}
-    if problems := find_differences(stored, wanted):
+    if problems := find_differences(stored, expected):
         more = f"; {len(problems) - 1} more differ" if len(problems) > 1 else ""
         raise ConfigError(f"{path} is a checkpoint of another model: {problems[0]}{more}")
     try:
@@ -366,19 +366,19 @@ class _LoadCommon(TorchCommonLoadStrategy):  # type: ignore[misc]
         return self._common
 
 
-def find_differences(stored: Mapping[str, tuple[int, ...]], wanted: Shapes) -> list[str]:
-    """List the differences between the tensors of a checkpoint and those `wanted` by all ranks.
+def find_differences(stored: Mapping[str, tuple[int, ...]], expected: Shapes) -> list[str]:
+    """List the differences between the tensors of a checkpoint and those `expected` by all ranks.
 
-    Optimizer state that is not wanted is ignored: an inference engine loads the model only. So are
-    layers for multi-token prediction of a model without them.
+    Optimizer state that is not expected is ignored: an inference engine loads the model only. So
+    are layers for multi-token prediction of a model without them.
     """
-    problems = [f"it has no {key}" for key in sorted(wanted.keys() - stored.keys())]
-    has_mtp = any(key.startswith(_MTP) for key in wanted)
+    problems = [f"it has no {key}" for key in sorted(expected.keys() - stored.keys())]
+    has_mtp = any(key.startswith(_MTP) for key in expected)
     ignored = _OPTIMIZER if has_mtp else (*_OPTIMIZER, _MTP)
-    unused = (key for key in stored.keys() - wanted.keys() if not key.startswith(ignored))
+    unused = (key for key in stored.keys() - expected.keys() if not key.startswith(ignored))
     problems += [f"the model has no {key}" for key in sorted(unused)]
-    for key in sorted(wanted.keys() & stored.keys()):
-        shape, padded = wanted[key]
+    for key in sorted(expected.keys() & stored.keys()):
+        shape, padded = expected[key]
         first = 1 if padded else 0
         if len(shape) != len(stored[key]) or shape[first:] != stored[key][first:]:
             problems.append(f"{key} has shape {stored[key]} there and {shape} here")

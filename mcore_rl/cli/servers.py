@@ -21,11 +21,11 @@ def main(arguments: list[str]) -> None:
 
     options = build_parser().parse_args(arguments)
     num = _read_num_servers(options.run)
-    wanted = read_wanted_servers(options.run, num)
+    desired = read_wanted_servers(options.run, num)
     joining, leaving = {*options.add}, {*options.remove}
-    _check_numbers("--add", joining, {*range(num)} - wanted)
-    _check_numbers("--remove", leaving, wanted)
-    left = (wanted | joining) - leaving
+    _check_numbers("--add", joining, {*range(num)} - desired)
+    _check_numbers("--remove", leaving, desired)
+    left = (desired | joining) - leaving
     if not left:
         raise ConfigError(f"--remove {_join(leaving)}: one server has to stay")
     if joining or leaving:

@@ -147,8 +147,9 @@ class ModelWorker:
         """Return `function(batch, *args)`, computed where the columns of the batch are.
 
         Advantages, corrections and loss weights need all samples of a step, or of a mini-batch. The
-        function has to be one that can be imported; the engine has no part in it. Batches that it
-        returns, alone or in a tuple, go back by reference.
+        function has to be one that can be imported; the engine has no part in it. A batch that it
+        returns comes back by reference, joined to the columns that were given; batches in a tuple
+        come back with their new columns alone.
         """
         return function(batch, *args)
 

@@ -413,7 +413,7 @@ def server_pool(config: RLConfig, pools: Pools) -> Iterator[ServerPool]:
         experts=expert_layers(config),
     )
     num_servers, nodes = config.rollout.num_servers, config.rollout.nodes_per_server
-    wanted = functools.partial(read_wanted_servers, Path(config.output_dir), num_servers)
+    desired = functools.partial(read_wanted_servers, Path(config.output_dir), num_servers)
 
     def start(number: int) -> WorkerGroup:
         name = f"rollout-{number}" if num_servers > 1 else "rollout"
@@ -429,7 +429,7 @@ def server_pool(config: RLConfig, pools: Pools) -> Iterator[ServerPool]:
         max_restarts=config.rollout.max_restarts,
         takes_turns=spec.can_sleep,
         timeouts=config.timeouts,
-        wanted=wanted,
+        desired=desired,
     ) as servers:
         yield servers
         servers.shut_down()

@@ -103,8 +103,8 @@ class _Peer:
     rank: int | None = None
     inbox: bytearray = field(default_factory=bytearray)
     outbox: bytearray = field(default_factory=bytearray)
-    wanted: tuple[bytes, ...] = ()  # keys that it waits for
-    num_present: int = 0  # leading keys of `wanted` that exist: not looked up again
+    awaited_keys: tuple[bytes, ...] = ()  # keys that it waits for
+    num_present: int = 0  # leading keys of `awaited_keys` that exist: not looked up again
     is_get: bool = False  # whether the answer has the values
 
 
@@ -209,7 +209,7 @@ class RendezvousServer:
             self._strangers.pop(peer, None)
             self._selector.unregister(peer.sock)
             peer.sock.close()
-            peer.wanted = ()
+            peer.awaited_keys = ()
 
     def _set_deadline(self, peer: _Peer, timeout_s: float) -> None:
         peer.deadline = time.monotonic() + timeout_s
@@ -224,8 +224,8 @@ class RendezvousServer:
             if peer.challenge is not None:
                 self._disconnect(peer)
             else:
-                missing = [key for key in peer.wanted if key not in self._values]
-                peer.wanted, peer.deadline = (), math.inf
+                missing = [key for key in peer.awaited_keys if key not in self._values]
+                peer.awaited_keys, peer.deadline = (), math.inf
                 self._send(peer, encode_frame(LATE, *ranks, *missing))
         nearest = min((peer.deadline for peer in self._peers.values()), default=math.inf)
         self._next_deadline = max(nearest, time_s + _EXPIRE_S)
@@ -263,7 +263,7 @@ class RendezvousServer:
     def _run_requests(self, peer: _Peer) -> None:
         """Run the complete requests in the inbox, until one has to wait."""
         inbox = peer.inbox
-        while not peer.wanted and len(inbox) >= 4:
+        while not peer.awaited_keys and len(inbox) >= 4:
             end = 4 + int.from_bytes(inbox[:4], "big")
             if len(inbox) < end:
                 return
@@ -296,7 +296,7 @@ class RendezvousServer:
         self._values[key] = value
         for peer in self._waiting.pop(key, ()):
             # Otherwise its wait has timed out, or it has disconnected.
-            if peer.wanted and peer.wanted[peer.num_present] == key:
+            if peer.awaited_keys and peer.awaited_keys[peer.num_present] == key:
                 self._answer_if_complete(peer)
 
     def _set(self, peer: _Peer, *keys_and_values: bytes) -> None:
@@ -310,31 +310,31 @@ class RendezvousServer:
 
     def _wait(self, peer: _Peer, timeout_s: bytes, *keys: bytes, is_get: bool = False) -> None:
         self._set_deadline(peer, *struct.unpack(">d", timeout_s))
-        peer.wanted, peer.num_present, peer.is_get = keys, 0, is_get
+        peer.awaited_keys, peer.num_present, peer.is_get = keys, 0, is_get
         self._answer_if_complete(peer)
-        if peer.wanted and self._end_reason:
+        if peer.awaited_keys and self._end_reason:
             self._refuse(peer)
 
     def _end_waits(self, peer: _Peer, reason: bytes) -> None:
         self._end_reason = reason
         self._put(WAITS_ENDED_KEY.encode(), reason)
-        for waiting in [other for other in self._peers.values() if other.wanted]:
+        for waiting in [other for other in self._peers.values() if other.awaited_keys]:
             self._refuse(waiting)
         self._send(peer, encode_frame(OK))
 
     def _refuse(self, peer: _Peer) -> None:
-        peer.wanted, peer.deadline = (), math.inf
+        peer.awaited_keys, peer.deadline = (), math.inf
         self._send(peer, encode_frame(BAD, self._end_reason))
 
     def _answer_if_complete(self, peer: _Peer) -> None:
         for start in (peer.num_present, 0):  # from the first again: keys may have been deleted
-            for index in range(start, len(peer.wanted)):
-                if peer.wanted[index] not in self._values:
+            for index in range(start, len(peer.awaited_keys)):
+                if peer.awaited_keys[index] not in self._values:
                     peer.num_present = index
-                    self._waiting.setdefault(peer.wanted[index], []).append(peer)
+                    self._waiting.setdefault(peer.awaited_keys[index], []).append(peer)
                     return
-        values = [self._values[key] for key in peer.wanted] if peer.is_get else []
-        peer.wanted, peer.deadline = (), math.inf
+        values = [self._values[key] for key in peer.awaited_keys] if peer.is_get else []
+        peer.awaited_keys, peer.deadline = (), math.inf
         self._send(peer, encode_frame(OK, *values))
 
     def _add(self, peer: _Peer, key: bytes, amount: bytes) -> None:

@@ -82,7 +82,7 @@ class ServerPool:
     Args:
         max_restarts: Maximum restarts per server.
         takes_turns: Whether servers share devices with other roles.
-        wanted: Returns the servers that the run is to have, read by `follow_wanted`. None: all.
+        desired: Returns the servers that the run is to have, read by `follow_wanted`. None: all.
     """
 
     name = "rollout"
@@ -95,12 +95,12 @@ class ServerPool:
         max_restarts: int,
         takes_turns: bool,
         timeouts: TimeoutsConfig,
-        wanted: Callable[[], Collection[int]] | None = None,
+        desired: Callable[[], Collection[int]] | None = None,
     ) -> None:
         self._start, self._num_servers = start, num_servers
         self._max_restarts, self.takes_turns = max_restarts, takes_turns
         self._call_limit = Limit(timeouts.call_s, "timeouts.call_s")
-        self._read_wanted = wanted
+        self._read_desired = desired
         self._lock = threading.RLock()  # held to start a server, and to close
         self._closed = False
         self._models: Any = None  # addresses of frozen models
@@ -476,17 +476,17 @@ class ServerPool:
 
     def follow_wanted(self) -> None:
         """Add and remove servers as the run is to have, but never the last one that is up."""
-        if self._read_wanted is None:
+        if self._read_desired is None:
             return
         try:
-            wanted = {*self._read_wanted()}
+            desired = {*self._read_desired()}
         except ConfigError as error:
             print(f"servers stay as they are: {error}")
             return
-        for number in sorted(wanted - self._servers.keys()):
+        for number in sorted(desired - self._servers.keys()):
             self.add(number)
             print(f"{self._servers[number].group.name} is started, as is wanted")
-        for number in sorted(self._servers.keys() - wanted):
+        for number in sorted(self._servers.keys() - desired):
             if [server.number for server in self._up] != [number]:
                 name = self._servers[number].group.name
                 self.remove(number)

@@ -1,4 +1,4 @@
-"""From scored samples to what an update reads: gaps, rewards of tokens, advantages, loss weights.
+"""The inputs of an update, made of scored samples: gaps, token rewards, advantages, loss weights.
 
 Pure functions of a whole batch. They run on rank 0 of a model (`ModelWorker.apply`), where the
 columns along tokens are: the driver gets the names of new columns, numbers and sentences.

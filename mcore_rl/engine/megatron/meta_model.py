@@ -143,18 +143,18 @@ def check_rules(weights: Sequence[Weight], shapes: Mapping[str, tuple[int, ...]]
     Args:
         shapes: of the model's parameters, by name.
     """
-    wanted: dict[str, tuple[int, ...]] = {}
+    expected: dict[str, tuple[int, ...]] = {}
     for weight, name in _named(weights):
-        if name in wanted:
+        if name in expected:
             raise RuntimeError(f"{name}: two rules name this parameter")
-        wanted[name] = weight.rule.get_local_shape(_WHOLE)
+        expected[name] = weight.rule.get_local_shape(_WHOLE)
         if name not in shapes:
             raise RuntimeError(f"{name}: a rule names this parameter, which the model has not")
-        if shapes[name] != wanted[name]:
+        if shapes[name] != expected[name]:
             raise RuntimeError(
-                f"{name}: the model has shape {shapes[name]}, its rule says {wanted[name]}"
+                f"{name}: the model has shape {shapes[name]}, its rule says {expected[name]}"
             )
-    if missing := sorted(shapes.keys() - wanted.keys()):
+    if missing := sorted(shapes.keys() - expected.keys()):
         more = f", nor {len(missing) - 1} more" if len(missing) > 1 else ""
         raise RuntimeError(f"{missing[0]}: no rule names this parameter of the model{more}")
 

@@ -46,26 +46,26 @@ class ReplaySlot(RouterReplay):
         default_compute_topk: Any = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(scores, ids) [tokens, topk] of the experts to take, from `scores` [tokens, E]."""
-        action, wanted = self.router_replay_action, (len(scores), topk)
+        action, shape = self.router_replay_action, (len(scores), topk)
         if action is RouterReplayAction.RECORD and self.recorded_topk_idx is not None:
             raise RuntimeError(f"router replay: layer {self.layer} routed twice in one recording")
         if action is RouterReplayAction.REPLAY_FORWARD:
-            self._check(self.target_topk_idx, wanted)
+            self._check(self.target_topk_idx, shape)
         if action is RouterReplayAction.REPLAY_BACKWARD:
-            self._check(next(iter(self.replay_backward_list), None), wanted)
+            self._check(next(iter(self.replay_backward_list), None), shape)
         found = super().get_replay_topk(scores, topk, num_groups, group_topk, default_compute_topk)
         if action is RouterReplayAction.REPLAY_FORWARD:
             self.target_topk_idx = None
         return found
 
-    def _check(self, target: torch.Tensor | None, wanted: tuple[int, int]) -> None:
+    def _check(self, target: torch.Tensor | None, shape: tuple[int, int]) -> None:
         if target is None:
             raise RuntimeError(
                 f"router replay: layer {self.layer} routes more often than it has targets"
             )
-        if tuple(target.shape) != wanted:
+        if tuple(target.shape) != shape:
             raise RuntimeError(
-                f"router replay: layer {self.layer} routes [tokens, experts a token] {wanted}, "
+                f"router replay: layer {self.layer} routes [tokens, experts a token] {shape}, "
                 f"its targets are {tuple(target.shape)}"
             )
 

@@ -112,8 +112,8 @@ def load_weights(
         tensor = unfilled[chunk.vpp_rank].pop(name, None)
         if tensor is None or tuple(tensor.shape) != weight.rule.get_local_shape(shard):
             found = None if tensor is None else tuple(tensor.shape)
-            wanted = weight.rule.get_local_shape(shard)
-            raise RuntimeError(f"{name}: the model has shape {found}, its rule says {wanted}")
+            expected = weight.rule.get_local_shape(shard)
+            raise RuntimeError(f"{name}: the model has shape {found}, its rule says {expected}")
         tensor.zero_()
         for block in weight.rule.get_blocks(shard):
             if block.tensor.name not in zeros:

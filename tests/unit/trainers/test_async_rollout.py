@@ -43,7 +43,7 @@ IN_ROUNDS = {
 
 
 class Object:
-    """What a column is in."""
+    """An object of the store that holds a column."""
 
 
 def test_a_short_step_trains_what_it_had_selected_before_a_loss_and_what_has_come_since(
@@ -87,7 +87,7 @@ class Elsewhere:
 
     @property
     def groups(self) -> list[int]:
-        """Those whose tokens are there still."""
+        """The groups whose objects are still alive."""
         return sorted(self._objects)
 
     def collect(self, *args: Any) -> list[RemoteBatch]:
@@ -186,7 +186,7 @@ def list_generations(batch: Batch) -> set[Generation]:
 
 
 def list_trained(run: one_step_off.Run) -> list[list[tuple[int, int]]]:
-    """Of each step: the group of each sample, and whether it is replayed."""
+    """Return group id and replay flag of the samples of each step."""
     pairs = [
         (u.array("group_ids").tolist(), u.array("replayed").tolist()) for u in run.actor.updates
     ]

@@ -34,7 +34,7 @@ def test_the_gap_is_the_largest_difference_at_chosen_tokens():
 
 
 def test_a_step_without_a_chosen_token_has_no_gap():
-    """As where all trajectories of agents have failed and reward.on_error=zero keeps them."""
+    """All trajectories of agents may fail, and reward.on_error=zero keep them."""
     column = build_scored_batch().jagged("response_mask")
     nothing = build_scored_batch().with_columns(
         response_mask=column.with_values(np.zeros(9, np.int8))

@@ -337,7 +337,7 @@ def test_all_teachers_score_all_rows_and_leave_their_devices_to_the_next():
 
 
 def test_columns_of_several_teachers_reach_the_rank_that_merges_them():
-    """Those with a slash would be for some pipeline ranks only."""
+    """A column with a slash in its name would belong to some pipeline ranks only."""
     teachers = build_teachers(build_teacher_config("", "sampled_kl"))
     scored, _ = teachers.score(build_responses())
     [names] = teachers.actor.applied

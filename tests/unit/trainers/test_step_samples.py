@@ -35,7 +35,7 @@ NUM_ROWS = 40
 
 
 class Pool:
-    """Of the responses to row r, r modulo 3 of 2 succeed; 0 and 2 of 2 teach nothing."""
+    """Servers whose row r has r modulo 3 successes of 2; rows with 0 or 2 teach nothing."""
 
     def __init__(self):
         self.version, self.num_prompts = 0, []

@@ -1,4 +1,4 @@
-"""From scored samples to the weights of each token in each loss, and metrics of an update."""
+"""Advantages, the weights of tokens in each loss, and metrics of an update."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ def test_with_staleness_only_samples_of_the_policy_itself_are_held_to_the_bounds
 @pytest.mark.parametrize("replayed", [[], [3, 4, 5]])
 @pytest.mark.parametrize(("staleness", "step"), [(0, 5), (1, 5), (1, 4)])
 def test_without_log_probs_a_mask_says_which_tokens_the_update_compares(staleness, step, replayed):
-    """Those of the gaps that are made of log-probs before the update, of truncated samples, too."""
+    """The tokens that a pass before the update compares, truncated samples included."""
     batch = build_large_batch()
     ids = batch.jagged("response_ids")
     versions = np.full(len(ids.values), 4)
@@ -315,7 +315,7 @@ def test_each_loss_has_weights_of_its_own_times_its_coefficient():
 
 
 def build_algorithm(mode: str) -> AlgorithmConfig:
-    """With a weight for each loss there is."""
+    """Return settings under which every loss has a weight."""
     return AlgorithmConfig(
         loss_aggregation=mode,
         loss_aggregation_settings={"length": LENGTH} if "fixed" in mode else {},
