@@ -257,4 +257,5 @@ def test_checksums_are_computed_in_the_current_stream() -> None:
         checksums = compute_checksums([(source, torch.float32)])
         assert not stream.query()  # the host has not waited
         source.zero_()
+    stream.synchronize()
     assert checksums.cpu().tolist() == expected.tolist()
