@@ -18,7 +18,7 @@ import ray
 
 from mcore_rl.config.schema import Layout
 from mcore_rl.controller.dispatch import Dispatch
-from mcore_rl.controller.pending import Limit, PendingCall
+from mcore_rl.controller.pending_call import PendingCall, Timeout
 from mcore_rl.controller.pool import ray_session
 from mcore_rl.controller.rank_actor import Call, Reply, WorkerInfo
 from mcore_rl.controller.sending import send
@@ -37,13 +37,13 @@ class Group:
     """What a pending call needs of its group."""
 
     name = "all"
-    ended = ""
+    end_reason = ""
 
     def __init__(self) -> None:
         self.worker_infos: dict[int, WorkerInfo] = {}
 
     def close(self, reason: str = "") -> None:
-        self.ended = reason
+        self.end_reason = reason
 
 
 def main() -> None:
@@ -66,7 +66,7 @@ def measure(actor: ray.actor.ActorHandle, num_ranks: int) -> dict[str, float]:
     split = time.perf_counter()
     calls = send([actor] * num_ranks, "update", parts)
     sent = time.perf_counter()
-    limit, finish = Limit(600, "this benchmark"), partial(mode.gather, parts)
+    limit, finish = Timeout(600, "this benchmark"), partial(mode.gather, parts)
     assert PendingCall(Group(), "update", calls, finish, limit).result() == [1.0] * mesh.sizes["dp"]
     gathered = time.perf_counter()
     there = {ray.put(Reply(1.0)): rank for rank in range(num_ranks)}

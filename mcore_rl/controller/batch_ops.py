@@ -9,7 +9,7 @@ import numpy as np
 import ray
 
 from mcore_rl.controller.object_columns import LostColumnsError, fetch, lost_rows, store
-from mcore_rl.controller.pending import WorkerError
+from mcore_rl.controller.pending_call import WorkerError
 from mcore_rl.controller.remote_batch import PROMPT_TOKENS, RESPONSE_TOKENS, RemoteBatch
 from mcore_rl.data.batch import NO_VERSION, Array, Batch, Column, Jagged, Samples
 from mcore_rl.data.routed_experts import columns_of_experts

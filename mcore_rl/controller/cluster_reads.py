@@ -12,13 +12,13 @@ from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 
 from mcore_rl.checkpoint.manifest import ReadSums, Sum, sums_read_here
 from mcore_rl.controller.each_node import EachNode
-from mcore_rl.controller.pending import Limit, WorkerError
+from mcore_rl.controller.pending_call import Timeout, WorkerError
 from mcore_rl.controller.pool import ray_session
 
 LEAST_BYTES = 16 << 30  # in all: fewer take one node half a minute
 
 
-def cluster_reads(limit: Limit) -> ReadSums:
+def cluster_reads(limit: Timeout) -> ReadSums:
     """Reads each file on one node of the cluster of RAY_ADDRESS, which it joins for that.
 
     Small ones, and all where there is no cluster, it reads here.
@@ -48,7 +48,7 @@ def shares(sizes: Sequence[int], num: int) -> list[list[int]]:
     return [order[number::num] for number in range(num)]
 
 
-def _read_by_nodes(files: Sequence[Path], sizes: Sequence[int], limit: Limit) -> list[Sum]:
+def _read_by_nodes(files: Sequence[Path], sizes: Sequence[int], limit: Timeout) -> list[Sum]:
     nodes, found = EachNode(_read_share), dict[int, Sum]()
     indices = shares(sizes, len(nodes.nodes))
     nodes.start([[files[index] for index in its] for its in indices])
@@ -68,7 +68,7 @@ def _read_share(files: Sequence[Sequence[Path]], number: int) -> list[Sum]:
 
 
 @contextlib.contextmanager
-def _told(folder: Path, share: str, limit: Limit) -> Iterator[None]:
+def _told(folder: Path, share: str, limit: Timeout) -> Iterator[None]:
     """Raises WorkerError for what fails inside, which is to read this share of a folder's files."""
     try:
         yield

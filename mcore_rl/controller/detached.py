@@ -20,7 +20,7 @@ from ray.util.placement_group import (
 
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import Layout
-from mcore_rl.controller.pending import Limit, WorkerError
+from mcore_rl.controller.pending_call import Timeout, WorkerError
 from mcore_rl.controller.pool import NAMESPACE
 from mcore_rl.controller.rank_actor import Reply, WorkerInfo
 
@@ -64,7 +64,7 @@ def actor_options(group: str, rank: int) -> dict[str, str]:
     return {"name": _actor_name(group, rank), "namespace": NAMESPACE, "lifetime": "detached"}
 
 
-def find_group(name: str, limit: Limit) -> FoundGroup:
+def find_group(name: str, limit: Timeout) -> FoundGroup:
     """Looks for a detached group. What earlier drivers have called is finished first.
 
     Raises:
@@ -119,7 +119,7 @@ def _actors(group: str, ranks: Iterable[int]) -> list[Any]:
     return found
 
 
-def _answers(name: str, actors: Sequence[Any], method: str, limit: Limit) -> list[Any]:
+def _answers(name: str, actors: Sequence[Any], method: str, limit: Timeout) -> list[Any]:
     """What a method of the actors gives, by rank."""
     calls = {getattr(actor, method).remote(): rank for rank, actor in enumerate(actors)}
     _, late = ray.wait(list(calls), num_returns=len(calls), timeout=limit.seconds)

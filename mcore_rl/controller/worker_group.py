@@ -26,7 +26,7 @@ from mcore_rl.controller.call_parts import with_given
 from mcore_rl.controller.detached import GroupCard, actor_options, find_group
 from mcore_rl.controller.dispatch import Registration, registered_methods
 from mcore_rl.controller.object_columns import NUM_PIECES, num_pieces
-from mcore_rl.controller.pending import Limit, PendingCall, gathered
+from mcore_rl.controller.pending_call import PendingCall, Timeout, gather_results
 from mcore_rl.controller.pool import ResourcePool
 from mcore_rl.controller.rank_actor import RankActor, Recipe, WorkerInfo
 from mcore_rl.controller.sending import send, send_for_samples
@@ -131,7 +131,7 @@ class WorkerGroup:
             WorkerError: a rank is gone, or does not answer within timeouts.start_s. The group
                 stays: `end_group` of controller/detached.py ends it.
         """
-        found = find_group(name, Limit(timeouts.start_s, "timeouts.start_s"))
+        found = find_group(name, Timeout(timeouts.start_s, "timeouts.start_s"))
         group = cls.__new__(cls)
         card = found.card
         group._set_up(name, card.worker_class, card.layout, timeouts, found.end)
@@ -150,10 +150,10 @@ class WorkerGroup:
         self.name = name or worker_class.__name__
         self._layout, self.mesh = layout, Mesh(layout)
         self.worker_infos: dict[int, WorkerInfo] = {}
-        self.ended = ""
+        self.end_reason = ""
         self._actors: list[Any] = []
-        self._start_limit = Limit(timeouts.start_s, "timeouts.start_s")
-        self._call_limit = Limit(timeouts.call_s, "timeouts.call_s")
+        self._start_limit = Timeout(timeouts.start_s, "timeouts.start_s")
+        self._call_limit = Timeout(timeouts.call_s, "timeouts.call_s")
         self._give_back = give_back  # what the group has of its pool
         self._num_parts = 0
         self._worker_class, self._methods = worker_class, self._bind(worker_class)
@@ -170,8 +170,8 @@ class WorkerGroup:
         A worker's `close` frees what it has; process groups stay. Returns immediately, as the
         constructor without `wait` does. Raises ConfigError when the layout has more or fewer ranks.
         """
-        if self.ended or self._detached:
-            why = self.ended or "a detached group keeps its name and layout"
+        if self.end_reason or self._detached:
+            why = self.end_reason or "a detached group keeps its name and layout"
             raise RuntimeError(f"{self.name} cannot be rebuilt: {why}")
         if len(self._actors) != layout.world_size:
             raise ConfigError(
@@ -190,9 +190,9 @@ class WorkerGroup:
 
     def close(self, reason: str = "") -> None:
         """Ends the workers immediately. May be called twice."""
-        if self.ended:
+        if self.end_reason:
             return
-        self.ended = reason or "the group has been closed"
+        self.end_reason = reason or "the group has been closed"
         if ray.is_initialized():
             for actor in self._actors:
                 ray.kill(actor)
@@ -202,7 +202,7 @@ class WorkerGroup:
         """Lets go of a detached group: its workers stay, this object takes no more calls."""
         if not self._detached:
             raise RuntimeError(f"{self.name} ends with this driver: its pool is not detached")
-        self.ended = self.ended or "it has been let go"
+        self.end_reason = self.end_reason or "it has been let go"
 
     def __enter__(self) -> Self:
         return self
@@ -277,8 +277,8 @@ class WorkerGroup:
         kwargs: dict[str, Any],
         pieces: int,
     ) -> PendingCall:
-        if self.ended:
-            raise RuntimeError(f"{self.name}.{method} was called, but {self.ended}")
+        if self.end_reason:
+            raise RuntimeError(f"{self.name}.{method} was called, but {self.end_reason}")
         read = tuple(map(registration.selected, args))
         read_kwargs = {name: registration.selected(value) for name, value in kwargs.items()}
         parts = registration.scatter(self.mesh, read, read_kwargs)
@@ -307,7 +307,7 @@ def wait_until_built(groups: Sequence[WorkerGroup]) -> None:
     Raises:
         ConfigError, WorkerError: as a group's constructor.
     """
-    gathered([call for group in groups for call in (group._born, group._met)])
+    gather_results([call for group in groups for call in (group._born, group._met)])
     for group in groups:
         group.worker_infos = group._born.result()
-    gathered([group._built for group in groups])
+    gather_results([group._built for group in groups])

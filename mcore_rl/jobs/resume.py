@@ -23,7 +23,7 @@ from mcore_rl.config.schema import RLConfig
 from mcore_rl.config.sources import AnyData, test_files, train_files
 from mcore_rl.config.train_schema import TrainConfig
 from mcore_rl.controller.cluster_reads import cluster_reads
-from mcore_rl.controller.pending import Limit, WorkerError
+from mcore_rl.controller.pending_call import Timeout, WorkerError
 from mcore_rl.jobs.failure import RunFailed
 from mcore_rl.jobs.output import STARTED, SUMMARY
 from mcore_rl.jobs.placement import needs_critic
@@ -80,9 +80,9 @@ def checkpoint_read_by_nodes(config: RLConfig | TrainConfig, folder: Path) -> Ru
     Raises:
         RunFailed: one has not, and says why.
     """
-    limit = Limit(config.timeouts.call_s, "timeouts.call_s")
+    timeout = Timeout(config.timeouts.call_s, "timeouts.call_s")
     try:
-        return checkpoint_to_resume(config, folder, cluster_reads(limit))
+        return checkpoint_to_resume(config, folder, cluster_reads(timeout))
     except WorkerError as error:
         raise RunFailed(str(error)) from error
 

@@ -18,7 +18,7 @@ from mcore_rl.config.resolve_distillation import OF_TOP_TOKENS
 from mcore_rl.config.resolve_mode import get_loop
 from mcore_rl.config.schema import EngineConfig, Layout, LoRAConfig, RLConfig
 from mcore_rl.controller.batch_ops import select_small_columns
-from mcore_rl.controller.pending import gathered
+from mcore_rl.controller.pending_call import gather_results
 from mcore_rl.controller.stop_signals import StopSignals, stop_signals
 from mcore_rl.controller.worker_group import WorkerGroup, wait_until_built
 from mcore_rl.data.batch import Batch
@@ -318,14 +318,14 @@ def _start_models(
     for name, model in models.items():
         waiting_for.append(model.initialize.submit())
         if shares_devices(placement, name, roles):
-            gathered(waiting_for)
+            gather_results(waiting_for)
             model.to("host")
-    gathered(waiting_for)
+    gather_results(waiting_for)
     if servers_sleep(placement, roles):
-        gathered(servers.submit("start"))
+        gather_results(servers.submit("start"))
     servers.started()
     if starting:
-        servers.connect_models(frozen_servers.addresses(gathered(starting)))
+        servers.connect_models(frozen_servers.addresses(gather_results(starting)))
     sync = connect(config, actor, servers, room.weight_bytes(config))
     is_async = get_loop(config.trainer) == "fully_async"
     return DeviceSharing(placement, models, servers, sync, keeps_requests=is_async)

@@ -13,7 +13,7 @@ import ray
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import Layout, TimeoutsConfig
 from mcore_rl.controller.dispatch import Dispatch, register
-from mcore_rl.controller.pending import gathered
+from mcore_rl.controller.pending_call import gather_results
 from mcore_rl.controller.pool import ResourcePool, ray_session
 from mcore_rl.controller.worker_group import WorkerGroup, wait_until_built
 from mcore_rl.data.batch import Batch, Jagged
@@ -86,10 +86,10 @@ def test_groups_are_built_beside_each_other(tmp_path: Path, refused: str):
         if refused:
             with pytest.raises(ConfigError, match=f"{refused}.__init__: rank 0: {refused} is"):
                 wait_until_built([first, second])
-            assert {g.name for g in (first, second) if g.ended} == {refused}
+            assert {g.name for g in (first, second) if g.end_reason} == {refused}
         else:
             wait_until_built([first, second])
-            assert gathered(greetings) == [["met"], ["met"]]
+            assert gather_results(greetings) == [["met"], ["met"]]
             assert first.worker_infos[0].pid != second.worker_infos[0].pid
 
 

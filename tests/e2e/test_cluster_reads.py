@@ -15,12 +15,12 @@ from ray.cluster_utils import Cluster
 
 from mcore_rl.checkpoint.manifest import Sum, sums_read_here
 from mcore_rl.controller import cluster_reads
-from mcore_rl.controller.pending import Limit, WorkerError
+from mcore_rl.controller.pending_call import Timeout, WorkerError
 from mcore_rl.controller.pool import lean_node
 
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import a test
 
-LIMIT = Limit(100.0, "timeouts.call_s")
+LIMIT = Timeout(100.0, "timeouts.call_s")
 
 
 def node_name() -> str:
@@ -98,7 +98,7 @@ def test_a_node_that_does_not_read_its_share_is_named(
 ):
     monkeypatch.setattr(cluster_reads, "_read_share", reader)
     with pytest.raises(WorkerError, match=told):
-        cluster_reads.cluster_reads(Limit(limit_s, "timeouts.call_s"))(files)
+        cluster_reads.cluster_reads(Timeout(limit_s, "timeouts.call_s"))(files)
 
 
 def test_small_files_are_read_here(cluster, files, monkeypatch):

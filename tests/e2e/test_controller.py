@@ -17,7 +17,7 @@ import ray
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import Layout, TimeoutsConfig
 from mcore_rl.controller.dispatch import Dispatch, register
-from mcore_rl.controller.pending import Limit, WorkerError, gathered
+from mcore_rl.controller.pending_call import Timeout, WorkerError, gather_results
 from mcore_rl.controller.pool import ResourcePool, ray_session
 from mcore_rl.controller.reaper import processes
 from mcore_rl.controller.worker_group import WorkerGroup
@@ -178,7 +178,7 @@ def test_ranks_and_tasks_run_at_the_niceness_of_the_driver(group: WorkerGroup):
 def test_a_call_can_be_left_pending(group: WorkerGroup):
     pending = group.wait(0.6)
     assert pending.result() == [0, 1, 2, 3]
-    assert pending.result(Limit(0, "the values are there")) == [0, 1, 2, 3]
+    assert pending.result(Timeout(0, "the values are there")) == [0, 1, 2, 3]
 
 
 def test_two_groups_share_a_pool_and_a_third_is_refused(pool: ResourcePool):
@@ -246,13 +246,13 @@ def test_the_first_group_that_fails_ends_the_wait_for_several(
     group: WorkerGroup, small_pool: ResourcePool
 ):
     with small_group(small_pool, "critic") as critic:
-        assert gathered([group.wait(0.3), critic.wait(0)]) == [[0, 1, 2, 3], [0, 1]]
+        assert gather_results([group.wait(0.3), critic.wait(0)]) == [[0, 1, 2, 3], [0, 1]]
         start = time.monotonic()
         with pytest.raises(ConfigError, match=r"critic\.fail: rank 1: data\.train_file"):
-            gathered([group.wait(30), critic.fail.submit("config")])
+            gather_results([group.wait(30), critic.fail.submit("config")])
         assert time.monotonic() - start < 25
-        assert critic.ended
-        assert not group.ended
+        assert critic.end_reason
+        assert not group.end_reason
 
 
 def test_a_worker_that_cannot_be_built_names_its_rank(small_pool: ResourcePool):

@@ -15,7 +15,7 @@ from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import Layout, TimeoutsConfig
 from mcore_rl.controller.detached import end_group, group_names
 from mcore_rl.controller.dispatch import register
-from mcore_rl.controller.pending import WorkerError
+from mcore_rl.controller.pending_call import WorkerError
 from mcore_rl.controller.pool import ResourcePool
 from mcore_rl.controller.worker_group import WorkerGroup
 from tests.e2e.processes import command_line, started_with, wait_until_gone

@@ -18,7 +18,7 @@ import ray
 from mcore_rl.config.schema import Layout, TimeoutsConfig
 from mcore_rl.controller.call_parts import CallPart
 from mcore_rl.controller.dispatch import Dispatch, DispatchMode, register
-from mcore_rl.controller.pending import PendingCall, WorkerError
+from mcore_rl.controller.pending_call import PendingCall, WorkerError
 from mcore_rl.controller.pool import ResourcePool, ray_session
 from mcore_rl.controller.worker_group import WorkerGroup
 from mcore_rl.data.batch import Batch, Jagged

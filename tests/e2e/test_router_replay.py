@@ -19,7 +19,7 @@ from mcore_rl.config.resolve import for_lane
 from mcore_rl.config.schema import Layout, RLConfig
 from mcore_rl.controller.batch_ops import fetch_batch, select_small_columns, select_token_columns
 from mcore_rl.controller.dispatch import Dispatch, register
-from mcore_rl.controller.pending import WorkerError, gathered
+from mcore_rl.controller.pending_call import WorkerError, gather_results
 from mcore_rl.controller.remote_batch import RemoteBatch
 from mcore_rl.controller.run_scope import run_scope
 from mcore_rl.controller.worker_group import WorkerGroup
@@ -118,7 +118,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
         )
         stack.enter_context(actor)
         actor.initialize()
-        gathered(servers.submit("start"))
+        gather_results(servers.submit("start"))
         servers.started()
         rollout = RolloutPool(servers, config.rollout, seed=0, records_experts=True)
         generated = rollout.generate(next(PromptBatches(prompts, 8, seed=0)), n=4)

@@ -16,7 +16,7 @@ import ray
 from mcore_rl.config.errors import ConfigError, DiedError
 from mcore_rl.config.schema import Layout, RolloutConfig, TimeoutsConfig, WeightSyncConfig
 from mcore_rl.controller.dispatch import Dispatch, register
-from mcore_rl.controller.pending import Limit, WorkerError
+from mcore_rl.controller.pending_call import Timeout, WorkerError
 from mcore_rl.controller.pool import ResourcePool, ray_session
 from mcore_rl.controller.worker_group import WorkerGroup, wait_until_built
 from mcore_rl.data.batch import Batch, Jagged
@@ -31,7 +31,7 @@ from mcore_rl.weight_sync.connection import StreamError
 
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import a test
 
-SAMPLING, LIMIT = SamplingParams(n=2, max_tokens=3, seed=100), Limit(60, "weight_sync.timeout_s")
+SAMPLING, LIMIT = SamplingParams(n=2, max_tokens=3, seed=100), Timeout(60, "weight_sync.timeout_s")
 
 
 class Server:
@@ -357,7 +357,7 @@ def test_servers_leave_and_join_while_groups_run(pool_of):
 
 
 def test_a_push_in_which_a_server_dies_is_done_again_by_those_left(pool_of, bundles, monkeypatch):
-    monkeypatch.setattr("mcore_rl.controller.pending.GRACE_S", 30.0)  # Ray may be slow to tell
+    monkeypatch.setattr("mcore_rl.controller.pending_call.GRACE_S", 30.0)  # Ray may be slow to tell
     pool = pool_of(2)
     with (
         ResourcePool(1, {"CPU": 0.1}) as own,

@@ -17,7 +17,7 @@ import torch
 
 from mcore_rl.config.schema import Layout, RolloutConfig, TimeoutsConfig, WeightSyncConfig
 from mcore_rl.controller.dispatch import Dispatch, register
-from mcore_rl.controller.pending import Limit, WorkerError
+from mcore_rl.controller.pending_call import Timeout, WorkerError
 from mcore_rl.controller.pool import ResourcePool, ray_session
 from mcore_rl.controller.worker_group import WorkerGroup
 from mcore_rl.parallel import rendezvous_client
@@ -197,12 +197,12 @@ def test_after_two_pushes_one_tells_of_the_side_that_failed_and_not_of_the_other
         served.started()
         pid = (servers if version == 4 else actor).worker_infos[0].pid
         settings = RolloutConfig(), WeightSyncConfig()
-        sync = TransportSync(actor, served, Limit(60, "weight_sync.timeout_s"), *settings)
+        sync = TransportSync(actor, served, Timeout(60, "weight_sync.timeout_s"), *settings)
         for good in (5, 6):
             sync.push(good)
-        assert not actor.ended and not servers.ended
-        sync.limit = Limit(3 if version == 4 else 60, "weight_sync.timeout_s")
+        assert not actor.end_reason and not servers.end_reason
+        sync.timeout = Timeout(3 if version == 4 else 60, "weight_sync.timeout_s")
         with pytest.raises(WorkerError) as raised:
             sync.push(version)
         assert str(raised.value).startswith(told.replace("PID", str(pid)))
-        assert (servers if told.startswith("rollout") else actor).ended
+        assert (servers if told.startswith("rollout") else actor).end_reason

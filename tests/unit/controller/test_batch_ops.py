@@ -12,7 +12,7 @@ from mcore_rl.config.samples_schema import ReplayConfig
 from mcore_rl.config.schema import RLConfig
 from mcore_rl.controller import object_columns
 from mcore_rl.controller.batch_ops import fetch_batch
-from mcore_rl.controller.pending import WorkerError
+from mcore_rl.controller.pending_call import WorkerError
 from mcore_rl.data.batch import Batch
 from mcore_rl.data.datasets import PromptDataset, PromptRow
 from mcore_rl.data.prompt_batches import PromptBatches

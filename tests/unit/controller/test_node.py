@@ -23,7 +23,7 @@ import pytest
 from ray._private.parameter import RayParams
 
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.controller import node, pending, reaper
+from mcore_rl.controller import node, pending_call, reaper
 from mcore_rl.controller.pool import by_node
 from mcore_rl.controller.rank_actor import WorkerInfo
 from mcore_rl.controller.worker_group import WorkerGroup
@@ -170,9 +170,9 @@ def test_a_server_whose_devices_are_on_two_nodes_is_refused_with_their_names():
 def test_where_ranks_are_on_several_nodes_a_lost_one_has_time_to_be_missed():
     infos = [WorkerInfo("h", node_id, 1, "") for node_id in ("a", "b")]
     call = SimpleNamespace(_group=SimpleNamespace(worker_infos=dict(enumerate(infos))))
-    assert pending._grace_s([call]) == pending.NODE_GRACE_S
+    assert pending_call._get_grace_s([call]) == pending_call.NODE_GRACE_S
     call._group.worker_infos.pop(1)
-    assert pending._grace_s([call]) == pending.GRACE_S
+    assert pending_call._get_grace_s([call]) == pending_call.GRACE_S
 
 
 def _abandoned(place: Path, files: dict[str, int], marker: str) -> Path:

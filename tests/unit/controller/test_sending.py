@@ -13,7 +13,7 @@ from mcore_rl.config.schema import Layout, TimeoutsConfig
 from mcore_rl.controller import object_columns, sending
 from mcore_rl.controller.dispatch import Dispatch, DispatchMode, register
 from mcore_rl.controller.object_columns import fetch, store
-from mcore_rl.controller.pending import WorkerError
+from mcore_rl.controller.pending_call import WorkerError
 from mcore_rl.controller.rank_actor import RankActor
 from mcore_rl.controller.sending import send
 from mcore_rl.controller.worker_group import WorkerGroup

@@ -14,7 +14,7 @@ from mcore_rl.config.schema import Layout, TimeoutsConfig
 from mcore_rl.controller.batch_ops import select_small_columns, select_token_columns
 from mcore_rl.controller.dispatch import Dispatch, register
 from mcore_rl.controller.object_columns import fetch
-from mcore_rl.controller.pending import WorkerError
+from mcore_rl.controller.pending_call import WorkerError
 from mcore_rl.controller.pool import ResourcePool, ray_session
 from mcore_rl.controller.remote_batch import RemoteBatch
 from mcore_rl.controller.worker_group import WorkerGroup

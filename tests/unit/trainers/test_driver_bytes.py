@@ -23,7 +23,7 @@ from mcore_rl.cli.compose import compose_config
 from mcore_rl.config.resolve import for_lane, resolve
 from mcore_rl.config.schema import Layout, RLConfig
 from mcore_rl.controller import living_nodes, object_columns, sending
-from mcore_rl.controller.pending import Limit
+from mcore_rl.controller.pending_call import Timeout
 from mcore_rl.controller.rank_actor import Call, RankActor
 from mcore_rl.controller.worker_group import WorkerGroup
 from mcore_rl.data.datasets import PromptDataset, PromptRow, load_prompts
@@ -251,7 +251,7 @@ def steps_of(
 
     servers = pool_of(ray, config, lambda: Server(tokenizer, apart_s), 1)
     sync = TransportSync(
-        actor, servers, Limit(60, "weight_sync.timeout_s"), config.rollout, config.weight_sync,
+        actor, servers, Timeout(60, "weight_sync.timeout_s"), config.rollout, config.weight_sync,
         _connected=servers.membership,
     )  # fmt: skip
     devices = DeviceSharing(config.placement, {"actor": actor}, servers, sync)
