@@ -19,7 +19,7 @@ from typing import Any
 import ray
 
 from mcore_rl.config.errors import ConfigError, DiedError, PeerError
-from mcore_rl.controller.dispatch import ANY_COLUMNS, Registration, registered_methods
+from mcore_rl.controller.dispatch import ANY_COLUMNS, Registration, get_registered_methods
 from mcore_rl.controller.node import NODE, print_to
 from mcore_rl.controller.object_columns import fetch, pieces, store
 from mcore_rl.controller.remote_batch import RemoteBatch
@@ -159,7 +159,7 @@ class RankActor:
             method, is_output, *_ = call
             if not is_output:
                 return None
-            registration = registered_methods(type(self._worker))[method]
+            registration = get_registered_methods(type(self._worker))[method]
             return by_reference(value, given, method, registration) if given else value
 
         return _guarded(run)

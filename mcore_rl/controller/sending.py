@@ -7,7 +7,7 @@ from typing import Any
 
 import ray
 
-from mcore_rl.controller.call_parts import CallPart
+from mcore_rl.controller.dispatch import CallPart
 from mcore_rl.controller.rank_actor import Call, StoredBatch
 from mcore_rl.controller.remote_batch import RemoteBatch
 from mcore_rl.data.batch import Samples

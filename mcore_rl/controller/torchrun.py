@@ -27,7 +27,7 @@ import torch.distributed as dist
 
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import Layout
-from mcore_rl.controller.dispatch import registered_methods
+from mcore_rl.controller.dispatch import get_registered_methods
 from mcore_rl.controller.stop_signals import SIGNALS, RunStopped
 from mcore_rl.data.batch import Batch, Jagged
 from mcore_rl.observability.stack_timer import StackTimer
@@ -113,7 +113,7 @@ class TorchrunRanks:
         self._send(call)
         found = dict(enumerate(self._collected(self._run(call))))
         self._timer.begin(f"what follows {self._doing}")  # as long the others wait
-        registration = registered_methods(type(self._workers[name]))[method]
+        registration = get_registered_methods(type(self._workers[name]))[method]
         return registration.dispatch_mode.gather(
             registration.scatter(self.mesh, args, kwargs), found
         )
@@ -121,7 +121,7 @@ class TorchrunRanks:
     def _run(self, call: dict[str, Any]) -> Any:
         """This rank's part of a call."""
         worker, method = self._workers[call["name"]], call["method"]
-        registration = registered_methods(type(worker))[method]
+        registration = get_registered_methods(type(worker))[method]
         args, kwargs = tuple(_unpacked(call["args"])), _unpacked(call["kwargs"])
         for part in registration.scatter(self.mesh, args, kwargs):
             if rank() in part.ranks:
@@ -203,7 +203,7 @@ class TorchrunGroup:
     def __init__(self, ranks: TorchrunRanks, name: str, mesh: Mesh, worker_class: type) -> None:
         self.name, self.mesh = name, mesh
         self.worker_infos = {0: Place(socket.gethostname())}  # the rank that writes
-        self._ranks, self._methods = ranks, registered_methods(worker_class)
+        self._ranks, self._methods = ranks, get_registered_methods(worker_class)
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         if name not in self.__dict__.get("_methods", {}):

@@ -22,9 +22,8 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import Layout, TimeoutsConfig
-from mcore_rl.controller.call_parts import with_given
 from mcore_rl.controller.detached import GroupCard, actor_options, find_group
-from mcore_rl.controller.dispatch import Registration, registered_methods
+from mcore_rl.controller.dispatch import Registration, add_input_columns, get_registered_methods
 from mcore_rl.controller.object_columns import NUM_PIECES, num_pieces
 from mcore_rl.controller.pending_call import PendingCall, Timeout, gather_results
 from mcore_rl.controller.pool import ResourcePool
@@ -212,7 +211,7 @@ class WorkerGroup:
         self.detach() if self._detached else self.close()
 
     def _bind(self, worker_class: type) -> dict[str, Method]:
-        registered = registered_methods(worker_class)
+        registered = get_registered_methods(worker_class)
         hidden = sorted(name for name in registered if name in {*dir(type(self)), *vars(self)})
         if hidden:
             raise TypeError(f"{worker_class.__name__}: a group has its own {hidden}; rename them")
@@ -279,8 +278,8 @@ class WorkerGroup:
     ) -> PendingCall:
         if self.end_reason:
             raise RuntimeError(f"{self.name}.{method} was called, but {self.end_reason}")
-        read = tuple(map(registration.selected, args))
-        read_kwargs = {name: registration.selected(value) for name, value in kwargs.items()}
+        read = tuple(map(registration.select_columns, args))
+        read_kwargs = {name: registration.select_columns(value) for name, value in kwargs.items()}
         parts = registration.scatter(self.mesh, read, read_kwargs)
         gather, of_columns = registration.dispatch_mode.gather, dict[int, list[Any]]()
         if registration.makes:
@@ -295,7 +294,7 @@ class WorkerGroup:
                     r: None if one is None else one.at(of_columns[r]) for r, one in results.items()
                 }
                 return gather(parts, made)
-            return with_given(args, kwargs, gather(parts, results))
+            return add_input_columns(args, kwargs, gather(parts, results))
 
         limit = self._start_limit if registration.is_start else self._call_limit
         return PendingCall(self, method, sent, finish, limit)

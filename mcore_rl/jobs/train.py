@@ -22,7 +22,7 @@ from mcore_rl.config.resolve_train import data_of, resolve_train
 from mcore_rl.config.schema import LoRAConfig
 from mcore_rl.config.train_schema import DPOConfig, RMConfig, SFTConfig, TrainConfig
 from mcore_rl.controller import torchrun
-from mcore_rl.controller.dispatch import Group
+from mcore_rl.controller.dispatch import RankGroup
 from mcore_rl.controller.pool import ResourcePool, ray_session
 from mcore_rl.controller.stop_signals import StopSignals, stop_signals
 from mcore_rl.controller.worker_group import WorkerGroup
@@ -67,7 +67,7 @@ from mcore_rl.trainers.objectives import (
 
 MODEL, REFERENCE = "model", "reference"
 # A group by its name, of an engine with a schedule of that many steps (0: inference only).
-MakeGroup = Callable[[str, int], Group]
+MakeGroup = Callable[[str, int], RankGroup]
 
 
 def run(config: TrainConfig) -> None:
@@ -170,7 +170,7 @@ def _train(run: _Run, make: MakeGroup) -> None:
         room.export(model, path, num_bytes)
 
 
-def _objective(config: TrainConfig, model: Group, make: MakeGroup) -> Objective:
+def _objective(config: TrainConfig, model: RankGroup, make: MakeGroup) -> Objective:
     if isinstance(config, SFTConfig):
         return SupervisedObjective(model, config.loss_aggregation)
     if isinstance(config, RMConfig):

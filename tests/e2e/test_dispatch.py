@@ -16,8 +16,7 @@ import pytest
 import ray
 
 from mcore_rl.config.schema import Layout, TimeoutsConfig
-from mcore_rl.controller.call_parts import CallPart
-from mcore_rl.controller.dispatch import Dispatch, DispatchMode, register
+from mcore_rl.controller.dispatch import CallPart, Dispatch, DispatchMode, register
 from mcore_rl.controller.pending_call import PendingCall, WorkerError
 from mcore_rl.controller.pool import ResourcePool, ray_session
 from mcore_rl.controller.worker_group import WorkerGroup
@@ -30,12 +29,12 @@ ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers canno
 HOST = socket.gethostname()
 
 
-def to_odd_ranks(mesh: Mesh, args: tuple, kwargs: dict) -> list[CallPart]:
+def send_to_odd_ranks(mesh: Mesh, args: tuple, kwargs: dict) -> list[CallPart]:
     odd = tuple(range(1, mesh.world_size, 2))
     return [CallPart(odd, odd[-1], args, kwargs)]
 
 
-def last_word(parts: Sequence[CallPart], results: Mapping[int, Any]) -> Any:
+def get_last_result(parts: Sequence[CallPart], results: Mapping[int, Any]) -> Any:
     return results[parts[0].output_rank]
 
 
@@ -80,7 +79,7 @@ class Worker:
     def pp_as_dp(self, batch: Batch) -> Batch:
         return self.said(batch)
 
-    @register(dispatch_mode=DispatchMode(scatter=to_odd_ranks, gather=last_word))
+    @register(dispatch_mode=DispatchMode(scatter=send_to_odd_ranks, gather=get_last_result))
     def to_the_odd(self, word: str) -> str:
         return f"{word} {self.rank}"
 

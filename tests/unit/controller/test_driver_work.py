@@ -11,7 +11,7 @@ import numpy as np
 
 from mcore_rl.config.schema import Layout
 from mcore_rl.controller import sending
-from mcore_rl.controller.dispatch import Dispatch, Registration, register, registered_methods
+from mcore_rl.controller.dispatch import Dispatch, Registration, get_registered_methods, register
 from mcore_rl.controller.rank_actor import Reply
 from mcore_rl.controller.remote_batch import Places, RemoteBatch, RemoteColumn
 from mcore_rl.data.batch import Batch
@@ -76,7 +76,7 @@ def generated() -> RemoteBatch:
     return RemoteBatch.concat(made)
 
 
-MARK: Registration = registered_methods(Worker)["compute_log_probs"]
+MARK: Registration = get_registered_methods(Worker)["compute_log_probs"]
 
 
 def one_call(batch: RemoteBatch, num_ranks: int) -> tuple[float, int, int]:
@@ -89,7 +89,7 @@ def one_call(batch: RemoteBatch, num_ranks: int) -> tuple[float, int, int]:
 
     actors = [SimpleNamespace(call=SimpleNamespace(remote=remote))] * num_ranks
     start = time.process_time()
-    read = MARK.selected(batch)
+    read = MARK.select_columns(batch)
     parts = MARK.scatter(Mesh(Layout(dp=num_ranks)), (read,), {})
     sent = sending.send(actors, "compute_log_probs", parts)
     took = time.process_time() - start

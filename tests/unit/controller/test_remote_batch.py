@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from mcore_rl.controller import object_columns
-from mcore_rl.controller.dispatch import Dispatch, register, registered_methods
+from mcore_rl.controller.dispatch import Dispatch, get_registered_methods, register
 from mcore_rl.controller.object_columns import (
     MOST_PIECES,
     NUM_PIECES,
@@ -347,12 +347,12 @@ class Worker:
     def score(self, batch: Batch) -> Batch: ...
 
 
-MARKS = registered_methods(Worker)
+MARKS = get_registered_methods(Worker)
 
 
 def test_a_worker_sees_what_it_reads_and_gives_back_what_it_writes():
     batch = batch_of(np.random.default_rng(5), 4)
-    selected = MARKS["score"].selected(store(batch))
+    selected = MARKS["score"].select_columns(store(batch))
     given = fetch(selected.to_read())
     assert {*given.columns} == {"response_ids"}
     values = given.jagged("response_ids")
