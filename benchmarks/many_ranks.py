@@ -29,7 +29,7 @@ import torch
 from mcore_rl.config.schema import Layout, WeightSyncConfig
 from mcore_rl.controller.dispatch import Dispatch
 from mcore_rl.controller.pending_call import PendingCall, Timeout, wait_for_survivors
-from mcore_rl.controller.rank_actor import Reply, WorkerInfo
+from mcore_rl.controller.worker_process import Reply, WorkerInfo
 from mcore_rl.data.batch import Batch, Jagged
 from mcore_rl.engine.megatron.weights import WeightPlacement, export_buckets
 from mcore_rl.parallel.mesh import Mesh

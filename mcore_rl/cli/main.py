@@ -10,7 +10,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.controller.stop_signals import STOPPED, RunStopped
+from mcore_rl.controller.process_cleanup import EXIT_STOPPED, RunStopped
 from mcore_rl.jobs.failure import RunFailed
 from mcore_rl.observability.garbage import leave_garbage_at_exit
 from mcore_rl.observability.start import begin
@@ -95,7 +95,7 @@ def _run(name: str, arguments: list[str]) -> int:
     except RunFailed as error:
         return _say(name, str(error), 1)
     except RunStopped as error:
-        return _say(name, str(error), STOPPED)
+        return _say(name, str(error), EXIT_STOPPED)
     except OSError as error:
         if error.filename is None or error.strerror is None:  # no file of the user's: a defect
             raise

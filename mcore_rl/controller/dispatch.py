@@ -245,7 +245,7 @@ def _take_rows(value: Any, rows: list[int]) -> Any:
 def _estimate_row_costs(batches: Sequence[Samples]) -> Sequence[float]:
     """Estimate costs from lengths alone: nothing is known of the model here."""
     for batch in batches:
-        has_lengths = isinstance(batch, RemoteBatch) and PROMPT_TOKENS in batch.own
+        has_lengths = isinstance(batch, RemoteBatch) and PROMPT_TOKENS in batch.local
         if has_lengths or ("prompt_ids" in batch and "response_ids" in batch):
             return [DEFAULT_SEQUENCE_COST.of(int(count)) for count in batch.num_tokens]
     return [1.0] * len(batches[0])

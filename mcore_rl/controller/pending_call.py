@@ -23,8 +23,8 @@ from ray.exceptions import RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.controller.rank_actor import Failure, FailureKind, Reply, WorkerInfo
-from mcore_rl.controller.run_scope import wait_if_ray_died
+from mcore_rl.controller.process_cleanup import wait_if_ray_died
+from mcore_rl.controller.worker_process import Failure, FailureKind, Reply, WorkerInfo
 from mcore_rl.observability.stacks import HELD_UP, Look, in_full, in_short, look_at
 
 GRACE_S = 2.0  # after a first failure, for the rank that caused it to report, too

@@ -19,7 +19,7 @@ from mcore_rl.config.resolve_mode import get_loop
 from mcore_rl.config.schema import EngineConfig, Layout, LoRAConfig, RLConfig
 from mcore_rl.controller.batch_ops import select_small_columns
 from mcore_rl.controller.pending_call import gather_results
-from mcore_rl.controller.stop_signals import StopSignals, stop_signals
+from mcore_rl.controller.process_cleanup import StopSignals, catch_stop_signals
 from mcore_rl.controller.worker_group import WorkerGroup, wait_until_built
 from mcore_rl.data.batch import Batch
 from mcore_rl.data.examples import ExampleBatches
@@ -127,7 +127,7 @@ def _stop_signals(config: RLConfig) -> Iterator[StopSignals]:
     if not config.trainer.save_every:
         yield StopSignals()
         return
-    with stop_signals(how_to_resume(config)) as stop:
+    with catch_stop_signals(how_to_resume(config)) as stop:
         yield stop
 
 
@@ -250,7 +250,7 @@ class _Run:
         try:
             with (
                 output.progress("training", self.config.trainer.num_steps) as report,
-                self.stop.heeded_after_a_step(),
+                self.stop.defer_to_step_end(),
             ):
                 trainer.run(report)
             if summary := trainer.warnings.summary():

@@ -152,7 +152,7 @@ def _by_itself(pid: int, state: str) -> str:
 def _innermost(stacks: str) -> str:
     """The frame in which the thread of a rank's call is, or else the main thread."""
     threads = [text for text in re.split(r"\n(?=Thread |Current thread )", stacks) if text]
-    of_call = [text for text in threads if "rank_actor.py" in text]
+    of_call = [text for text in threads if "worker_process.py" in text]
     main = [text for text in threads if '"MainThread"' in text or text.startswith("Current")]
     found = _FRAME.search("\n".join((of_call or main or threads)[:1]))
     if found is None:

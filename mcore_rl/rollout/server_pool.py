@@ -22,8 +22,8 @@ from typing import Any, Self
 
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import TimeoutsConfig
-from mcore_rl.controller.object_columns import store
-from mcore_rl.controller.object_store import MADE_BYTES_PER_TOKEN
+from mcore_rl.controller.object_columns import store_columns
+from mcore_rl.controller.object_store import GENERATED_BYTES_PER_TOKEN
 from mcore_rl.controller.pending_call import (
     PendingCall,
     ReplyQueue,
@@ -35,8 +35,8 @@ from mcore_rl.controller.pending_call import (
     gather_results,
     wait_for_survivors,
 )
-from mcore_rl.controller.rank_actor import WorkerInfo
 from mcore_rl.controller.worker_group import WorkerGroup, wait_until_built
+from mcore_rl.controller.worker_process import WorkerInfo
 from mcore_rl.data.batch import Batch, Samples
 from mcore_rl.inference.protocol import SamplingParams, ServerMemory, SleepTag
 from mcore_rl.rollout.routing import (
@@ -101,7 +101,7 @@ class ServerPool:
     ) -> None:
         self._start, self._num_servers = start, num_servers
         self._max_restarts, self.takes_turns = max_restarts, takes_turns
-        self._call_limit = Timeout(timeouts.call_s, "timeouts.call_s")
+        self._call_timeout = Timeout(timeouts.call_s, "timeouts.call_s")
         self._read_wanted = wanted
         self._lock = threading.RLock()  # held to start a server, and to close
         self._closed = False
@@ -338,7 +338,7 @@ class ServerPool:
             wait_s = self._get_collect_s(at_least, num_serving)
             share = math.ceil(at_least / num_serving)
             num_tokens = sum(sorted(group.max_tokens for group in groups)[-max(share, 1) :])
-            collect = server.group.collect.making(num_tokens * MADE_BYTES_PER_TOKEN)
+            collect = server.group.collect.with_result_bytes(num_tokens * GENERATED_BYTES_PER_TOKEN)
             server.collecting[stream] = collect.submit(stream, wait_s, share)
 
     def _get_collect_s(self, at_least: int, num_serving: int) -> float:
@@ -346,7 +346,7 @@ class ServerPool:
         if not at_least:
             return 0.0
         collect_s = min(POLL_S * max(num_serving / _SERVERS_PER_POLL, 1), _MAX_COLLECT_S)
-        return min(COLLECT_ALL_S if at_least == ALL else collect_s, self._call_limit.seconds / 4)
+        return min(COLLECT_ALL_S if at_least == ALL else collect_s, self._call_timeout.seconds / 4)
 
     def _list_groups(self, server: Server, stream: str) -> list[PendingGroup]:
         groups = self._groups.values()
@@ -379,7 +379,7 @@ class ServerPool:
             WorkerError: no process is stopped.
         """
         self._waited_s = self._waited_s + seconds if seconds else 0.0
-        if self._waited_s < self._call_limit.seconds:
+        if self._waited_s < self._call_timeout.seconds:
             return
         silent = {
             UnansweredCall(f"{server.group.name}.collect", rank, info): server
@@ -389,12 +389,12 @@ class ServerPool:
         stopped = find_stopped([*silent])
         for server in {silent[rank] for rank in stopped}:
             ranks = [rank for rank in stopped if silent[rank] is server]
-            self._restart(server, WorkerError(describe_unanswered(ranks, str(self._call_limit))))
+            self._restart(server, WorkerError(describe_unanswered(ranks, str(self._call_timeout))))
         if stopped:
             self._waited_s = 0.0
             return
         reason = (
-            describe_unanswered([*silent], str(self._call_limit)) if silent else "no server is up"
+            describe_unanswered([*silent], str(self._call_timeout)) if silent else "no server is up"
         )
         raise WorkerError(f"no group has come back: {reason}")
 
@@ -658,7 +658,7 @@ class ServerPool:
     def _launch(self, server: Server) -> None:
         """Submit the calls that start a server; on shared devices only those before the start."""
         group = server.group
-        server.starting = [*group.building, group.prepare.submit()]
+        server.starting = [*group.build_calls, group.prepare.submit()]
         if not self.takes_turns:
             server.starting.append(group.start.submit())
 
@@ -671,4 +671,4 @@ def store_if_large(prompts: Batch, num_samples: int) -> Samples:
     groups that begin again are stored again.
     """
     is_small = prompts.num_bytes <= BY_VALUE_BYTES * num_samples * len(prompts)
-    return prompts if is_small else store(prompts)
+    return prompts if is_small else store_columns(prompts)

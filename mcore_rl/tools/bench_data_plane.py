@@ -20,7 +20,8 @@ import ray
 from ray._private.internal_api import get_memory_info_reply, get_state_from_address
 from rich.table import Table
 
-from mcore_rl.controller.pool import ResourcePool, ray_session
+from mcore_rl.controller.ray_session import ray_session
+from mcore_rl.controller.resource_pool import ResourcePool
 from mcore_rl.jobs.failure import RunFailed
 from mcore_rl.observability.console import get_stdout_console
 from mcore_rl.tools.data_plane_candidates import (

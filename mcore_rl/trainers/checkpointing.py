@@ -21,7 +21,7 @@ from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import RLConfig
 from mcore_rl.config.train_schema import TrainConfig
 from mcore_rl.controller.dispatch import RankGroup
-from mcore_rl.controller.stop_signals import RunStopped, StopSignals
+from mcore_rl.controller.process_cleanup import RunStopped, StopSignals
 from mcore_rl.observability.warnings import warn
 from mcore_rl.trainers.device_sharing import DeviceSharing, ExclusiveDevices
 

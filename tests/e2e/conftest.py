@@ -23,8 +23,8 @@ import psutil
 import pytest
 import ray
 
-from mcore_rl.controller.pool import NAMESPACE
-from mcore_rl.controller.run_scope import run_scope
+from mcore_rl.controller.process_cleanup import clean_up_on_exit
+from mcore_rl.controller.ray_session import NAMESPACE
 from mcore_rl.data.tasks import last_digit
 from tests.e2e.processes import environ, lives, shared_memory
 from tests.slurm_cluster import SlurmCluster, missing_programs, slurm_cluster
@@ -223,7 +223,7 @@ def start_job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[...
 def cluster() -> Iterator[str]:
     """The address of a Ray that others can join, as `ray start` makes it."""
     os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
-    with run_scope() as scratch:
+    with clean_up_on_exit() as scratch:
         ray.init(
             address="local",
             namespace=NAMESPACE,

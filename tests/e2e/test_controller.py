@@ -18,8 +18,9 @@ from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import Layout, TimeoutsConfig
 from mcore_rl.controller.dispatch import Dispatch, register
 from mcore_rl.controller.pending_call import Timeout, WorkerError, gather_results
-from mcore_rl.controller.pool import ResourcePool, ray_session
-from mcore_rl.controller.reaper import processes
+from mcore_rl.controller.ray_session import ray_session
+from mcore_rl.controller.reaper import list_processes
+from mcore_rl.controller.resource_pool import ResourcePool
 from mcore_rl.controller.worker_group import WorkerGroup
 from mcore_rl.data.batch import Batch, Jagged
 
@@ -239,7 +240,7 @@ def test_a_failing_rank_ends_the_group_with_one_error(
     assert ("last words of rank 1" in str(raised.value)) == (error is WorkerError)
     with pytest.raises(RuntimeError, match=r"policy.place was called, but the group has ended"):
         group.place()
-    wait_until(lambda: not pids & set(processes()), 30)
+    wait_until(lambda: not pids & set(list_processes()), 30)
 
 
 def test_the_first_group_that_fails_ends_the_wait_for_several(
@@ -267,8 +268,9 @@ from multiprocessing import shared_memory
 import ray
 from mcore_rl.config.schema import Layout, TimeoutsConfig
 from mcore_rl.controller.dispatch import register
-from mcore_rl.controller.run_scope import run_scope
-from mcore_rl.controller.pool import ResourcePool, ray_session
+from mcore_rl.controller.process_cleanup import clean_up_on_exit
+from mcore_rl.controller.ray_session import ray_session
+from mcore_rl.controller.resource_pool import ResourcePool
 from mcore_rl.controller.worker_group import WorkerGroup
 
 class Worker:
@@ -289,8 +291,8 @@ if __name__ == "__main__":
     logs = Path(sys.argv[1])
     logs.mkdir()
     with (
-        run_scope(logs=logs / "ray") as scratch,
-        ray_session(scratch=scratch, object_store_bytes=100 << 20, log_to_driver=False),
+        clean_up_on_exit(logs=logs / "ray") as scratch,
+        ray_session(temp_dir=scratch, object_store_bytes=100 << 20, log_to_driver=False),
     ):
         folder = ray._private.worker._global_node.get_session_dir_path()
         print("session", flush=True)
@@ -376,17 +378,17 @@ def test_a_terminal_that_hangs_up_ends_the_driver_and_ray_with_the_logs_in_place
 
 
 def reaper_of(driver: int) -> int:
-    children = (pid for pid, (parent, _) in processes().items() if parent == driver)
+    children = (pid for pid, (parent, _) in list_processes().items() if parent == driver)
     [found] = [p for p in children if b"reaper.py" in Path(f"/proc/{p}/cmdline").read_bytes()]
     return found
 
 
 def start_times() -> dict[int, str]:
-    return {pid: start for pid, (_, start) in processes().items()}
+    return {pid: start for pid, (_, start) in list_processes().items()}
 
 
 def descendants_with_start_times(pid: int) -> set[tuple[int, str]]:
-    table, found = processes(), {pid}
+    table, found = list_processes(), {pid}
     while new := {p for p, (parent, _) in table.items() if parent in found} - found:
         found |= new
     return {(p, table[p][1]) for p in found - {pid}}

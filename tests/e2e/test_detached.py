@@ -13,11 +13,10 @@ import ray
 
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import Layout, TimeoutsConfig
-from mcore_rl.controller.detached import end_group, group_names
 from mcore_rl.controller.dispatch import register
 from mcore_rl.controller.pending_call import WorkerError
-from mcore_rl.controller.pool import ResourcePool
-from mcore_rl.controller.worker_group import WorkerGroup
+from mcore_rl.controller.resource_pool import ResourcePool
+from mcore_rl.controller.worker_group import WorkerGroup, end_detached_group, list_detached_groups
 from tests.e2e.processes import command_line, started_with, wait_until_gone
 
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import a test
@@ -33,7 +32,8 @@ DRIVER = """
 import sys
 from mcore_rl.config.schema import Layout, TimeoutsConfig
 from mcore_rl.controller.dispatch import Dispatch, register
-from mcore_rl.controller.pool import ResourcePool, ray_session
+from mcore_rl.controller.ray_session import ray_session
+from mcore_rl.controller.resource_pool import ResourcePool
 from mcore_rl.controller.worker_group import WorkerGroup
 
 class Counter:
@@ -86,7 +86,7 @@ def test_a_detached_group_outlives_its_driver_and_is_found_by_name(
     driver.wait()
     reaper.wait(30)
     assert {process.pid for process in started_with("MARK", "judge")} == ranks
-    assert group_names() == ["judge"]
+    assert list_detached_groups() == ["judge"]
     with pytest.raises(ConfigError, match="there is a detached pool 'judge' on this Ray cluster"):
         ResourcePool(1, {"CPU": 0.1}, detached="judge")
 
@@ -100,7 +100,7 @@ def test_a_detached_group_outlives_its_driver_and_is_found_by_name(
     with pytest.raises(WorkerError, match=told):
         WorkerGroup.attach("judge", timeouts=TimeoutsConfig(start_s=1))
     assert {process.pid for process in started_with("MARK", "judge")} == ranks
-    end_group("judge")
+    end_detached_group("judge")
     wait_until_gone("MARK", "judge")
     with pytest.raises(
         ConfigError, match="no detached group 'judge' on this Ray cluster; found: no"
@@ -128,6 +128,6 @@ def test_a_detached_group_that_fails_or_is_closed_is_gone_and_its_name_free(
         WorkerGroup(Worker, pool=kept, **settings).close()
         wait_until_gone("MARK", "guide")
     with ResourcePool(1, {"CPU": 0.1}, detached="guide"):  # without a group it goes with its block
-        assert group_names() == []
+        assert list_detached_groups() == []
     with pytest.raises(ConfigError, match="no detached group 'guide'"):
-        end_group("guide")
+        end_detached_group("guide")

@@ -18,7 +18,8 @@ import ray
 from mcore_rl.config.schema import Layout, TimeoutsConfig
 from mcore_rl.controller.dispatch import CallPart, Dispatch, DispatchMode, register
 from mcore_rl.controller.pending_call import PendingCall, WorkerError
-from mcore_rl.controller.pool import ResourcePool, ray_session
+from mcore_rl.controller.ray_session import ray_session
+from mcore_rl.controller.resource_pool import ResourcePool
 from mcore_rl.controller.worker_group import WorkerGroup
 from mcore_rl.data.batch import Batch, Jagged
 from mcore_rl.parallel.mesh import Mesh

@@ -18,9 +18,11 @@ from mcore_rl.config.samples_schema import ReplayConfig
 from mcore_rl.config.schema import AlgorithmConfig, Layout, RLConfig, TimeoutsConfig, TrainerConfig
 from mcore_rl.controller.batch_ops import find_lost_groups
 from mcore_rl.controller.dispatch import Dispatch, register
-from mcore_rl.controller.object_columns import LostColumnsError, fetch, lost_rows
-from mcore_rl.controller.pool import ResourcePool, lean_node, ray_session
+from mcore_rl.controller.object_columns import LostColumnsError, fetch_columns, find_lost_rows
+from mcore_rl.controller.ray_patches import skip_node_services
+from mcore_rl.controller.ray_session import ray_session
 from mcore_rl.controller.remote_batch import RemoteBatch
+from mcore_rl.controller.resource_pool import ResourcePool
 from mcore_rl.controller.worker_group import WorkerGroup, wait_until_built
 from mcore_rl.data.batch import Batch
 from mcore_rl.data.datasets import PromptDataset, PromptRow
@@ -144,7 +146,7 @@ def prompt_batches() -> PromptBatches:
 def second_node() -> Iterator[Any]:
     """Beside the one that this process is on, in a session that it has joined."""
     head = {"num_cpus": 1, "resources": {"first": 1}, "include_dashboard": False}
-    with lean_node(), pytest.MonkeyPatch.context() as patch:
+    with skip_node_services(), pytest.MonkeyPatch.context() as patch:
         cluster = Cluster(True, head_node_args=head | {"_system_config": HEALTH})
         try:
             node = cluster.add_node(num_cpus=1, resources={"second": 1})
@@ -214,18 +216,18 @@ def groups_of(batch: Any, chosen: Any) -> list[int]:
 
 def assert_whole(batch: Any, groups: Any) -> None:
     """Each sample of the groups is there once, with the tokens of its group and number."""
-    ids = sorted(ids.tolist() for ids in fetch(batch).jagged("response_ids"))
+    ids = sorted(ids.tolist() for ids in fetch_columns(batch).jagged("response_ids"))
     assert ids == sorted(tokens_of(group, i) for group in groups for i in range(GROUP_SIZE))
 
 
 def test_what_was_on_the_node_is_lost_and_what_others_have_is_not(scene: Scene):
     """Also once Ray has put an error in its place, which is an object, too."""
     for _ in range(2):
-        (is_lost,) = lost_rows([scene.made])
+        (is_lost,) = find_lost_rows([scene.made])
         assert groups_of(scene.made, is_lost) == scene.on_second
         assert groups_of(scene.made, ~is_lost) == sorted({*range(100, 108)} - {*scene.on_second})
         with pytest.raises(LostColumnsError):
-            fetch(scene.made, 30)
+            fetch_columns(scene.made, 30)
     left = scene.made.take(np.flatnonzero(~is_lost).tolist())
     assert_whole(left, groups_of(left, slice(None)))
 

@@ -14,8 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 from ray.cluster_utils import Cluster
 
-from mcore_rl.controller.node import HEALTH, RAY_CONFIG
-from mcore_rl.controller.pool import lean_node
+from mcore_rl.controller.ray_patches import HEALTH_CONFIG, RAY_CONFIG, skip_node_services
 from mcore_rl.data.sample_tables import tables_in
 from tests.e2e.processes import lives
 from tests.e2e.test_kill import steps
@@ -41,8 +40,8 @@ ASYNCHRONOUS = (
 def nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
     """That jobs join: the driver's, and three with a device each."""
     os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
-    head = {"num_cpus": 1, "include_dashboard": False, "_system_config": RAY_CONFIG | HEALTH}
-    with lean_node():
+    head = {"num_cpus": 1, "include_dashboard": False, "_system_config": RAY_CONFIG | HEALTH_CONFIG}
+    with skip_node_services():
         cluster = Cluster(True, head_node_args=head | STORE)
         try:
             for _ in range(3):

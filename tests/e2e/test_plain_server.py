@@ -30,6 +30,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import shards
 import tiny_families
+from tests.e2e.list_processes import free_port
 
 from mcore_rl.config.resolve import TRANSPORTS
 from mcore_rl.config.schema import RewardConfig
@@ -40,7 +41,6 @@ from mcore_rl.rewards.judge import Judge
 from mcore_rl.weight_sync.spec import TransferSpec
 from mcore_rl.weight_sync.transport import WeightUpdate, connect
 from tests.e2e import served
-from tests.e2e.processes import free_port
 from tests.unit.rewards.judging import response
 
 pytestmark = pytest.mark.server
@@ -109,9 +109,11 @@ def serving(path: str, log: Path, settings: dict[str, str], tp: int = 1) -> Iter
 
 def _kill(leader: int) -> None:
     """Kill a process and what it started; their shared memory goes, too."""
-    its = reaper.mapped_by(reaper.descendants({leader}, reaper.processes()) | {leader})
+    its = reaper.list_mapped_inodes(
+        reaper.list_descendants({leader}, reaper.list_processes()) | {leader}
+    )
     os.killpg(leader, signal.SIGKILL)
-    for name, inode in reaper.shared_memory().items():
+    for name, inode in reaper.list_shared_memory().items():
         if inode in its:
             Path("/dev/shm", name).unlink(missing_ok=True)
 

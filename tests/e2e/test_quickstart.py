@@ -158,7 +158,7 @@ def test_every_port_is_on_the_loopback_interface(name, request):
     found = request.getfixturevalue(name).listeners
     assert not {a: who for a, who in found.items() if not a[0].endswith("127.0.0.1")}
     # Two ranks of the trainer and a server: each has a port of Ray's and one of gloo's.
-    assert sum(who.startswith("ray::RankActor") for who in found.values()) >= 6, found
+    assert sum(who.startswith("ray::WorkerProcess") for who in found.values()) >= 6, found
 
 
 @pytest.mark.nightly

@@ -20,8 +20,8 @@ from mcore_rl.config.schema import Layout, RLConfig
 from mcore_rl.controller.batch_ops import fetch_batch, select_small_columns, select_token_columns
 from mcore_rl.controller.dispatch import Dispatch, register
 from mcore_rl.controller.pending_call import WorkerError, gather_results
+from mcore_rl.controller.process_cleanup import clean_up_on_exit
 from mcore_rl.controller.remote_batch import RemoteBatch
-from mcore_rl.controller.run_scope import run_scope
 from mcore_rl.controller.worker_group import WorkerGroup
 from mcore_rl.data.batch import Batch, Samples
 from mcore_rl.data.prompt_batches import PromptBatches
@@ -104,7 +104,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
         {"data.train_file": config.data.train_file}, config, load_tokenizer(config.model.path)
     )
     with (
-        run_scope() as scratch,
+        clean_up_on_exit() as scratch,
         session(config, num_devices(pool_plans(config)), scratch),
         Pools(config, resource(), Path(config.output_dir)) as pools,
         contextlib.ExitStack() as stack,

@@ -12,11 +12,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from tests.e2e.list_processes import lives
 
 from mcore_rl.controller import reaper
 from tests.e2e.conftest import ROOT, Job
 from tests.e2e.outcomes import timeless
-from tests.e2e.processes import lives
 from tests.planted import FAULTS, plant
 from tests.slurm_cluster import SlurmCluster, slurm_cluster
 
@@ -79,7 +79,7 @@ class Submitted:
 
 def nothing_is_left(slurm: SlurmCluster, before: set[str]) -> None:
     def left() -> list[str]:
-        its = slurm.processes()
+        its = slurm.list_processes()
         daemons = {"munged", "slurmctld", "slurmd", "slurmstepd"}
         found = [
             str(p) for p in its if lives(p) and p.name() not in daemons and "slurms" not in p.name()
@@ -91,8 +91,8 @@ def nothing_is_left(slurm: SlurmCluster, before: set[str]) -> None:
 
 def temporary(slurm: SlurmCluster) -> set[str]:
     """What jobs leave when they leave something, and no living process uses."""
-    mapped = reaper.mapped_by(set(reaper.processes()))
-    files = {name for name, inode in reaper.shared_memory().items() if inode not in mapped}
+    mapped = reaper.list_mapped_inodes(set(reaper.list_processes()))
+    files = {name for name, inode in reaper.list_shared_memory().items() if inode not in mapped}
     files -= _of_other_runs()
     return files | {str(folder) for folder in slurm.temp.glob("mcr_*") if _is_unlocked(folder)}
 
@@ -108,7 +108,7 @@ def _of_other_runs() -> set[str]:
 
 def _is_unlocked(scratch: Path) -> bool:
     try:
-        os.close(reaper.locked(str(scratch)))
+        os.close(reaper.acquire_lock(str(scratch)))
     except OSError:  # locked, or gone meanwhile
         return False
     return True

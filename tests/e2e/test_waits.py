@@ -18,7 +18,8 @@ import torch
 from mcore_rl.config.schema import Layout, RolloutConfig, TimeoutsConfig, WeightSyncConfig
 from mcore_rl.controller.dispatch import Dispatch, register
 from mcore_rl.controller.pending_call import Timeout, WorkerError
-from mcore_rl.controller.pool import ResourcePool, ray_session
+from mcore_rl.controller.ray_session import ray_session
+from mcore_rl.controller.resource_pool import ResourcePool
 from mcore_rl.controller.worker_group import WorkerGroup
 from mcore_rl.parallel import rendezvous_client
 from mcore_rl.reshard.executor import Bucket
@@ -150,7 +151,7 @@ def test_a_rank_that_does_not_answer_ends_the_group_with_its_stack(
 ):
     # Neither a group's start nor a method of it has the limit of calls.
     group = group_of(Worker, pools[0], "policy", call_s=5 if setting == "call_s" else 0.001)
-    group._start_limit = replace(group._start_limit, seconds=5)  # for which they had 120 s
+    group._start_timeout = replace(group._start_timeout, seconds=5)  # for which they had 120 s
     pids = {info.pid for info in group.worker_infos.values()}
     start = time.monotonic()
     with pytest.raises(WorkerError) as raised:
@@ -161,7 +162,7 @@ def test_a_rank_that_does_not_answer_ends_the_group_with_its_stack(
     told = rf"policy\.{method}: {who} has not answered in 5 s \(timeouts\.{setting}\): {doing}"
     assert re.match(told, line)
     assert "died" not in str(raised.value)
-    assert any("RankActor.call (" in frame for frame in stacks)  # the stack is whole
+    assert any("WorkerProcess.call (" in frame for frame in stacks)  # the stack is whole
     with pytest.raises(RuntimeError, match=rf"but the group has ended: policy\.{method}: rank 1"):
         group.stop()
     assert_end(pids)

@@ -10,7 +10,7 @@ import pytest
 from mcore_rl.cli import rl
 from mcore_rl.cli.main import main
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.controller.stop_signals import RunStopped
+from mcore_rl.controller.process_cleanup import RunStopped
 from mcore_rl.jobs.failure import RunFailed, summarize_failure
 
 

@@ -47,7 +47,7 @@ def store(monkeypatch: pytest.MonkeyPatch) -> Store:
     """As far as anybody knows no node has died."""
     made = Store()
     monkeypatch.setattr(object_columns, "ray", made)
-    monkeypatch.setattr(object_columns, "_object_bytes", lambda: 1 << 20)
+    monkeypatch.setattr(object_columns, "_get_object_bytes", lambda: 1 << 20)
     for module in (replay_buffer, async_rollout):
         monkeypatch.setattr(module, "find_lost_groups", lambda batches: [])
     return made
@@ -55,7 +55,7 @@ def store(monkeypatch: pytest.MonkeyPatch) -> Store:
 
 def stored() -> Any:
     samples = [Sample([1], [2], [1], [0.0], [0], "stop", group) for group in (0, 1)]
-    return object_columns.store(Batch.of(samples))
+    return object_columns.store_columns(Batch.of(samples))
 
 
 def test_samples_that_do_not_come_are_one_error_that_says_which_and_how_long(store: Store):

@@ -15,10 +15,11 @@ import torch
 
 from mcore_rl.config.schema import Layout, TimeoutsConfig
 from mcore_rl.controller.dispatch import Dispatch, register
-from mcore_rl.controller.object_columns import LostColumnsError, fetch, store
+from mcore_rl.controller.object_columns import LostColumnsError, fetch_columns, store_columns
 from mcore_rl.controller.pending_call import WorkerError
-from mcore_rl.controller.pool import ResourcePool, ray_session
+from mcore_rl.controller.ray_session import ray_session
 from mcore_rl.controller.remote_batch import RemoteBatch
+from mcore_rl.controller.resource_pool import ResourcePool
 from mcore_rl.controller.worker_group import WorkerGroup
 from mcore_rl.data.batch import Batch, Jagged
 from mcore_rl.tools.bench_data_plane import settled_store_bytes
@@ -122,7 +123,7 @@ def assert_said(found: RemoteBatch, ranks: Sequence[int], lengths: Sequence[int]
     assert {"prompt_ids", "response_ids", "rewards", "said", "seen_by"} <= {*found.names}
     assert found.array("seen_by").tolist() == list(ranks)
     assert found.array("rewards").tolist() == list(range(len(lengths)))
-    here = fetch(found)
+    here = fetch_columns(found)
     for row, (rank, length) in enumerate(zip(ranks, lengths, strict=True)):
         expected = [token + 10 * rank + 3 for token in range(length)]
         assert here.jagged("said")[row].tolist() == expected
@@ -131,7 +132,7 @@ def assert_said(found: RemoteBatch, ranks: Sequence[int], lengths: Sequence[int]
 def test_each_mode_on_four_processes_as_worked_out_by_hand(pool: ResourcePool):
     lengths = [100, 40, 30, 20, 10]
     with group_of(pool, Layout(tp=2, dp=2)) as group:
-        batch = store(UNEVEN)
+        batch = store_columns(UNEVEN)
         assert_said(group.rank_zero(batch, 3), [0] * 5, lengths)
         assert_said(group.dp_compute(batch, 3), [0, 1, 2, 3, 3], lengths)
         assert_said(group.with_func(said, batch, 3), [0, 1, 2, 3, 3], lengths)
@@ -161,18 +162,18 @@ def test_a_worker_has_views_of_the_columns_that_it_reads(pool: ResourcePool):
             "is_same_memory": True,
             "sum": 3 + 6 + 10,
         }
-        once, again = fetch(made), fetch(made.take([1, 2]))
+        once, again = fetch_columns(made), fetch_columns(made.take([1, 2]))
         values = once.jagged("response_ids").values
         assert np.shares_memory(values, again.jagged("response_ids").values)
         assert not values.flags.writeable
-        scattered = fetch(made.take([2, 0])).jagged("response_ids")
+        scattered = fetch_columns(made.take([2, 0])).jagged("response_ids")
         assert not np.shares_memory(values, scattered.values)
         assert scattered.values.tolist() == [0, 1, 2, 3, 4, 0, 1, 2]
 
 
 def test_a_column_that_is_not_declared_ends_the_call(pool: ResourcePool):
     with group_of(pool, Layout()) as group, pytest.raises(WorkerError) as caught:
-        group.undeclared(store(UNEVEN))
+        group.undeclared(store_columns(UNEVEN))
     assert "undeclared returned the column 'entropy'; it writes none" in str(caught.value)
 
 
@@ -215,7 +216,7 @@ def test_columns_of_a_process_that_was_killed_are_one_error(pool: ResourcePool):
     with group_of(pool, Layout(), "alive") as alive:
         (made,) = alive.make([50_000] * 4)
         scored = scored_by_one_that_is_killed(made)
-        here = fetch(scored.without("said"))  # new samples are the driver's, and stay
+        here = fetch_columns(scored.without("said"))  # new samples are the driver's, and stay
         assert here.lengths("response_ids").tolist() == [50_000] * 4
         wait_until_lost(scored)
         with pytest.raises(WorkerError) as caught:
@@ -237,7 +238,7 @@ def wait_until_lost(batch: RemoteBatch) -> None:
     """Until Ray knows: 30 s at most."""
     for _ in range(300):
         try:
-            fetch(batch, 10)
+            fetch_columns(batch, 10)
         except LostColumnsError:
             return
         time.sleep(0.1)

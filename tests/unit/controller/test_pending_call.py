@@ -27,7 +27,7 @@ from mcore_rl.controller.pending_call import (
     gather_results,
     wait_for_survivors,
 )
-from mcore_rl.controller.rank_actor import Failure, FailureKind, Reply, WorkerInfo
+from mcore_rl.controller.worker_process import Failure, FailureKind, Reply, WorkerInfo
 from mcore_rl.observability.stacks import Look
 from tests.operations import growth
 
@@ -460,3 +460,11 @@ def test_find_stopped_returns_ranks_that_are_gone_or_stopped_by_a_signal(monkeyp
     states = ("gone", "stopped by a signal", "stopped by a debugger", "running", "waiting")
     _, stopped, _ = describe(monkeypatch, {rank: (UP, state) for rank, state in enumerate(states)})
     assert stopped == [0, 1]
+
+
+def test_grace_is_longer_with_ranks_on_several_nodes():
+    infos = [WorkerInfo("h", node_id, 1, "") for node_id in ("a", "b")]
+    call = SimpleNamespace(_group=SimpleNamespace(worker_infos=dict(enumerate(infos))))
+    assert pending_call._get_grace_s([call]) == pending_call.NODE_GRACE_S
+    call._group.worker_infos.pop(1)
+    assert pending_call._get_grace_s([call]) == pending_call.GRACE_S

@@ -9,12 +9,12 @@ import pytest
 
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import Layout
-from mcore_rl.controller.torchrun import _bytes_of, _packed, _unpacked, _value_of, check_world
+from mcore_rl.controller.torchrun import _deserialize, _pack, _serialize, _unpack, check_world_size
 from mcore_rl.data.batch import Batch, Jagged
 
 
 def there_and_back(value):
-    return _unpacked(_value_of(_bytes_of(_packed(value))))
+    return _unpack(_deserialize(_serialize(_pack(value))))
 
 
 def test_a_batch_arrives_as_it_was_sent():
@@ -39,11 +39,11 @@ def test_nothing_that_is_received_is_run():
             return eval, ("1",)  # print is another function where Ray has run
 
     with pytest.raises(pickle.UnpicklingError, match="Unsupported global: GLOBAL eval"):
-        _value_of(_bytes_of({"method": Evil()}))
+        _deserialize(_serialize({"method": Evil()}))
 
 
 def test_a_world_has_to_be_that_of_the_layout(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
-    check_world(Layout(pp=2))
+    check_world_size(Layout(pp=2))
     with pytest.raises(ConfigError, match=r"started 2 ranks, engine\.layout has 4"):
-        check_world(Layout(pp=2, dp=2))
+        check_world_size(Layout(pp=2, dp=2))

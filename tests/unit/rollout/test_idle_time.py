@@ -168,7 +168,7 @@ def test_a_server_that_sleeps_does_not_idle(clock, keeps):
 class Group:
     """The worker group of a server, with one worker in this process."""
 
-    end_reason, building, worker_infos = "", (), dict[int, Any]()
+    end_reason, build_calls, worker_infos = "", (), dict[int, Any]()
 
     def __init__(self, number: int, clock: SimpleNamespace) -> None:
         self.name, self.worker, self.dies = f"rollout-{number}", Worker(clock), False

@@ -15,9 +15,9 @@ from ray.exceptions import RayActorError
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import TimeoutsConfig
 from mcore_rl.controller import object_columns
-from mcore_rl.controller.object_store import MADE_BYTES_PER_TOKEN
+from mcore_rl.controller.object_store import GENERATED_BYTES_PER_TOKEN
 from mcore_rl.controller.pending_call import PendingCall, Timeout, WorkerError
-from mcore_rl.controller.rank_actor import Reply, WorkerInfo
+from mcore_rl.controller.worker_process import Reply, WorkerInfo
 from mcore_rl.data.batch import Batch, Jagged
 from mcore_rl.data.sample import Sample
 from mcore_rl.inference.protocol import SamplingParams
@@ -46,21 +46,23 @@ class ServedGroup:
     """The worker group of a server, which records all calls."""
 
     def __init__(self, number: int, start_limit: Timeout = NEVER) -> None:
-        self.name, self.end_reason, self._start_limit = f"rollout-{number}", "", start_limit
+        self.name, self.end_reason, self._start_timeout = f"rollout-{number}", "", start_limit
         self.worker_infos = {0: WorkerInfo("host", "node", 1, "/nowhere")}
-        self.calls, self.building, self.may_make = list[Call](), list[Call](), list[int]()
+        self.calls, self.build_calls, self.may_make = list[Call](), list[Call](), list[int]()
 
     def close(self, reason: str = "") -> None:
         self.end_reason = self.end_reason or reason or "closed"
 
     def __getattr__(self, method: str) -> Any:
         limit = (
-            self._start_limit if method in ("prepare", "start") else Timeout(60, "timeouts.call_s")
+            self._start_timeout
+            if method in ("prepare", "start")
+            else Timeout(60, "timeouts.call_s")
         )
 
         class Method:
             @staticmethod
-            def making(num_bytes: int) -> Any:
+            def with_result_bytes(num_bytes: int) -> Any:
                 self.may_make.append(num_bytes)
                 return Method
 
@@ -173,7 +175,7 @@ def test_large_prompts_are_stored_and_stored_again_when_they_are_rerouted(monkey
     for _ in range(2):
         pool.collect("train", 0)
     assert len(objects) == 3
-    rerouted = object_columns.fetch(groups[0].last("begin").args[0].to_read())
+    rerouted = object_columns.fetch_columns(groups[0].last("begin").args[0].drop_lengths())
     assert rerouted.names == ["prompt_ids", "group_ids"]
     assert rerouted.array("group_ids").tolist() == [1, 3]
     assert [set(row.tolist()) for row in rerouted.jagged("prompt_ids")] == [{1}, {3}]
@@ -262,7 +264,9 @@ def test_bytes_of_an_answer_are_limited_by_the_tokens_of_its_groups():
     pool.begin(Batch({"prompt_ids": ids, "group_ids": np.arange(4)}), SAMPLING)
     for at_least, lengths in ((1, [9]), (2, [4, 2]), (ALL, [1, 2, 4])):
         pool.collect("train", 0, at_least)
-        assert group.may_make.pop() == sum(2 * (num + 3) * MADE_BYTES_PER_TOKEN for num in lengths)
+        assert group.may_make.pop() == sum(
+            2 * (num + 3) * GENERATED_BYTES_PER_TOKEN for num in lengths
+        )
         group.last("collect").answer(make_samples(0, 0) if at_least == 1 else make_samples(0))
 
 
@@ -271,8 +275,8 @@ def test_samples_have_no_more_bytes_per_token_than_are_counted():
     batch = Batch.of([sample])
     columns = [c for name in batch.names if isinstance(c := batch[name], Jagged)]
     prompt_ids = columns.pop([batch["prompt_ids"] is c for c in columns].index(True))
-    assert prompt_ids.values.nbytes <= MADE_BYTES_PER_TOKEN
-    assert sum(column.values.nbytes for column in columns) <= MADE_BYTES_PER_TOKEN
+    assert prompt_ids.values.nbytes <= GENERATED_BYTES_PER_TOKEN
+    assert sum(column.values.nbytes for column in columns) <= GENERATED_BYTES_PER_TOKEN
 
 
 def test_tend_collects_and_routes_groups_without_resending_weights():
@@ -386,7 +390,7 @@ def test_a_server_that_answers_a_call_too_late_is_started_again(monkeypatch, cap
 def test_stopped_servers_are_restarted_when_no_group_ends(monkeypatch):
     groups, restarts = [ServedGroup(0), ServedGroup(1)], list[int]()
     pool = make_pool(*groups, restart=lambda number: restarts.append(number) or ServedGroup(number))
-    monkeypatch.setattr(pool, "_call_limit", Timeout(0.2, "timeouts.call_s"))
+    monkeypatch.setattr(pool, "_call_timeout", Timeout(0.2, "timeouts.call_s"))
     stopped = ["rollout-1.collect"]
     monkeypatch.setattr(
         server_pool, "find_stopped", lambda silent: [s for s in silent if s.call in stopped]

@@ -17,7 +17,7 @@ from mcore_rl.config.agent_schema import AgentConfig
 from mcore_rl.config.errors import ConfigError, PeerError
 from mcore_rl.config.schema import RewardConfig, RolloutConfig
 from mcore_rl.controller.pending_call import PendingCall, Timeout, wait_for_survivors
-from mcore_rl.controller.rank_actor import FailureKind, RankActor
+from mcore_rl.controller.worker_process import FailureKind, WorkerProcess
 from mcore_rl.data.batch import Batch, Jagged
 from mcore_rl.data.sample import Sample
 from mcore_rl.data.tasks import last_digit
@@ -208,7 +208,7 @@ def test_a_server_whose_first_node_dies_in_a_call_dies_alone(
 ):
     # Its other nodes blame the first, whether it has died or is late.
     over_two = replace(spec, rollout=RolloutConfig(tp=2, nodes_per_server=2))
-    host, group = RankActor("rollout-0", 1), Group("rollout-0")
+    host, group = WorkerProcess("rollout-0", 1), Group("rollout-0")
     host._worker = RolloutWorker(over_two)
     if is_dead:
         rendezvous.close()
