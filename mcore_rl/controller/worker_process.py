@@ -1,4 +1,4 @@
-"""What Ray runs for one rank: a plain class that builds the worker and calls its methods.
+"""The process of one rank: an actor of Ray that builds the worker and calls its methods.
 
 An exception of the worker comes back as data. Ray would pickle it, which fails for many exception
 classes, and would wrap its message in pages of its own.

@@ -1,4 +1,4 @@
-"""What the reaper removes that it has not seen itself."""
+"""The reaper: unseen shared memory, and what a killed reaper has left."""
 
 import fcntl
 import json

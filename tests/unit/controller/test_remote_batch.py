@@ -49,7 +49,7 @@ class Store:
 
 @pytest.fixture(autouse=True)
 def objects(monkeypatch: pytest.MonkeyPatch) -> Store:
-    """An object has about three samples."""
+    """Store objects of about three samples in this process."""
     made = Store()
     monkeypatch.setattr(object_columns, "ray", made)
     monkeypatch.setattr(object_columns, "_get_object_bytes", lambda: 300)

@@ -1,4 +1,4 @@
-"""What travels between ranks of torchrun; the ranks themselves are in e2e/test_train_jobs.py."""
+"""Messages between ranks of torchrun; the ranks themselves are in e2e/test_train_jobs.py."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mcore_rl.controller.torchrun import _deserialize, _pack, _serialize, _unpac
 from mcore_rl.data.batch import Batch, Jagged
 
 
-def there_and_back(value):
+def send_and_receive(value):
     return _unpack(_deserialize(_serialize(_pack(value))))
 
 
@@ -23,12 +23,12 @@ def test_a_batch_arrives_as_it_was_sent():
         "weights": Jagged.of([[0.5, -1.0], [], [np.inf]], np.float32),
         "margins": np.array([0.0, 1.0, 2.0]),
     }
-    found = there_and_back({"batch": 1, "values": (Batch(columns), "text", 2.5, None, [True])})
-    batch, *others = found["values"]
-    assert (found["batch"], others) == (1, ["text", 2.5, None, [True]])
+    received = send_and_receive({"batch": 1, "values": (Batch(columns), "text", 2.5, None, [True])})
+    batch, *rest = received["values"]
+    assert (received["batch"], rest) == (1, ["text", 2.5, None, [True]])
     for name, column in columns.items():
-        for one, other in zip(column, batch[name], strict=True):
-            np.testing.assert_array_equal(one, other)
+        for expected, row in zip(column, batch[name], strict=True):
+            np.testing.assert_array_equal(expected, row)
         values = [c.values if isinstance(c, Jagged) else c for c in (column, batch[name])]
         assert values[0].dtype == values[1].dtype
 

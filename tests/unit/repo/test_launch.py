@@ -37,7 +37,7 @@ TROUBLES = {
     "has another token": "e2e/test_launch.py",
     "where no Ray cluster answers": "e2e/test_bad_input.py",
     "has too little of what": "e2e/test_ends.py",
-    "devices of one node": "unit/controller/test_node.py",
+    "devices of one node": "unit/controller/test_worker_group.py",
     "is in use by": "e2e/test_bad_input.py",
     "is of another run": "unit/jobs/test_resume.py",
     "died": "e2e/test_slurm.py",
