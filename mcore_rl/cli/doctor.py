@@ -83,10 +83,10 @@ def _launcher(on: str, interface: str) -> Iterator[Launcher]:
     else:
         from mcore_rl.controller.ray_nodes import RayNodes
         from mcore_rl.controller.ray_session import ray_session
-        from mcore_rl.parallel.rendezvous import address_of
+        from mcore_rl.parallel.network import find_address
 
         with ray_session(log_to_driver=False):
-            yield RayNodes(node.examine, address_of(interface) if interface else "")
+            yield RayNodes(node.examine, find_address(interface) if interface else "")
 
 
 def parse_ports(text: str) -> tuple[int, ...]:

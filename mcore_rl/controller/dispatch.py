@@ -27,7 +27,7 @@ import numpy as np
 from mcore_rl.config.schema import Layout
 from mcore_rl.controller.remote_batch import PROMPT_TOKENS, RemoteBatch
 from mcore_rl.data.batch import Samples
-from mcore_rl.parallel.balance import DEFAULT_SEQUENCE_COST, balanced_partition
+from mcore_rl.parallel.balance import DEFAULT_SEQUENCE_COST, partition_evenly
 from mcore_rl.parallel.mesh import Mesh
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -105,7 +105,7 @@ def split_batches(axes: tuple[str, ...], mesh: Mesh, args: Args, kwargs: Kwargs)
         all_rows = tuple(range(len(batches[0])))
         output_rank = _get_output_rank(mesh, groups[0])
         return [CallPart(groups[0], output_rank, args, kwargs, all_rows)]
-    partition = balanced_partition(_estimate_row_costs(batches), len(groups))
+    partition = partition_evenly(_estimate_row_costs(batches), len(groups))
     return [
         CallPart(
             ranks=ranks,
@@ -142,7 +142,7 @@ def split_mini_batches(mesh: Mesh, args: Args, kwargs: Kwargs) -> list[CallPart]
     partitions: list[list[list[int]]] = []  # rows by mini-batch and data-parallel rank
     for size, end in zip(sizes, ends, strict=True):
         start = end - size
-        partition = balanced_partition(costs[start:end], len(groups))
+        partition = partition_evenly(costs[start:end], len(groups))
         partitions.append([[start + row for row in rows] for rows in partition])
     parts = []
     for ranks, mini_batches in zip(groups, zip(*partitions, strict=True), strict=True):
@@ -226,7 +226,7 @@ def _group_ranks(mesh: Mesh, axes: tuple[str, ...]) -> list[tuple[int, ...]]:
     """Return the ascending world ranks of each coordinate on these axes, the last axis fastest."""
     groups: dict[tuple[int, ...], list[int]] = {}
     for rank in range(mesh.world_size):
-        coordinate = mesh.coordinate(rank)
+        coordinate = mesh.get_coordinate(rank)
         key = tuple(getattr(coordinate, f"{axis}_rank") for axis in axes)
         groups.setdefault(key, []).append(rank)
     return [tuple(ranks) for _, ranks in sorted(groups.items())]
@@ -234,8 +234,8 @@ def _group_ranks(mesh: Mesh, axes: tuple[str, ...]) -> list[tuple[int, ...]]:
 
 def _get_output_rank(mesh: Mesh, ranks: tuple[int, ...]) -> int:
     """Return the first rank on the last pipeline stage."""
-    stage = mesh.coordinate(ranks[-1]).pp_rank  # pp varies slowest
-    return next(rank for rank in ranks if mesh.coordinate(rank).pp_rank == stage)
+    stage = mesh.get_coordinate(ranks[-1]).pp_rank  # pp varies slowest
+    return next(rank for rank in ranks if mesh.get_coordinate(rank).pp_rank == stage)
 
 
 def _take_rows(value: Any, rows: list[int]) -> Any:
@@ -247,7 +247,7 @@ def _estimate_row_costs(batches: Sequence[Samples]) -> Sequence[float]:
     for batch in batches:
         has_lengths = isinstance(batch, RemoteBatch) and PROMPT_TOKENS in batch.local
         if has_lengths or ("prompt_ids" in batch and "response_ids" in batch):
-            return [DEFAULT_SEQUENCE_COST.of(int(count)) for count in batch.num_tokens]
+            return [DEFAULT_SEQUENCE_COST.estimate(int(count)) for count in batch.num_tokens]
     return [1.0] * len(batches[0])
 
 

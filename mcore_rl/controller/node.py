@@ -35,7 +35,7 @@ from mcore_rl.controller.object_store import choose_object_store_bytes, count_co
 from mcore_rl.controller.process_cleanup import MARKER, clean_up_on_exit, get_short_temp_dir
 from mcore_rl.controller.ray_patches import HEALTH_CONFIG, RAY_CONFIG, skip_node_services
 from mcore_rl.controller.reaper import RAY_DIR, remove_abandoned
-from mcore_rl.parallel.rendezvous import address_of
+from mcore_rl.parallel.network import find_address
 
 NODE = "MCORE_RL_NODE"  # environment variable: the name of the node in messages
 NUMBER = "MCORE_RL_NODE_NUMBER"  # environment variable; 0 has the head
@@ -76,7 +76,7 @@ def main(arguments: list[str]) -> int:
 def get_node_address(interface: str) -> str:
     """Return the address by which other nodes reach this one."""
     try:
-        return address_of(interface)
+        return find_address(interface)
     except ConfigError as error:
         message = f"{_get_node_name()}: {error} (MCORE_RL_INTERFACE={interface!r})"
         raise ConfigError(message) from error

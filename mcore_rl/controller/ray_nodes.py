@@ -13,7 +13,7 @@ import ray
 from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from mcore_rl.checkpoint.manifest import ReadSums, Sum, sums_read_here
+from mcore_rl.checkpoint.files import Checksum, ComputeChecksums, compute_checksums
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.controller.pending_call import Timeout, WorkerError
 from mcore_rl.controller.ray_session import ray_session
@@ -87,7 +87,7 @@ def _choose_names(nodes: list[dict[str, Any]]) -> list[str]:
     ]
 
 
-def create_checksum_reader(timeout: Timeout) -> ReadSums:
+def create_checksum_reader(timeout: Timeout) -> ComputeChecksums:
     """Return a function that computes checksums of files, each on one node of the cluster.
 
     It joins the cluster of RAY_ADDRESS for that. Without one, and for small files, it reads all
@@ -98,14 +98,14 @@ def create_checksum_reader(timeout: Timeout) -> ReadSums:
         WorkerError: a node cannot, has died, or has not read its share within the timeout.
     """
 
-    def read_sums(files: Sequence[Path]) -> list[Sum]:
+    def compute_sums(files: Sequence[Path]) -> list[Checksum]:
         sizes = [file.stat().st_size for file in files]
         if not os.environ.get("RAY_ADDRESS") or sum(sizes) < MIN_CLUSTER_BYTES:
-            return sums_read_here(files)
+            return compute_checksums(files)
         with ray_session(log_to_driver=False):
             return _read_on_nodes(files, sizes, timeout)
 
-    return read_sums
+    return compute_sums
 
 
 def _deal_files(sizes: Sequence[int], num_nodes: int) -> list[list[int]]:
@@ -118,8 +118,8 @@ def _deal_files(sizes: Sequence[int], num_nodes: int) -> list[list[int]]:
     return [order[number::num_nodes] for number in range(num_nodes)]
 
 
-def _read_on_nodes(files: Sequence[Path], sizes: Sequence[int], timeout: Timeout) -> list[Sum]:
-    nodes, sums = RayNodes(_read_share), dict[int, Sum]()
+def _read_on_nodes(files: Sequence[Path], sizes: Sequence[int], timeout: Timeout) -> list[Checksum]:
+    nodes, sums = RayNodes(_read_share), dict[int, Checksum]()
     shares = _deal_files(sizes, len(nodes.nodes))
     nodes.start([[files[index] for index in share] for share in shares])
     deadline = time.monotonic() + timeout.seconds
@@ -132,9 +132,9 @@ def _read_on_nodes(files: Sequence[Path], sizes: Sequence[int], timeout: Timeout
     return [sums[index] for index in range(len(files))]
 
 
-def _read_share(files: Sequence[Sequence[Path]], number: int) -> list[Sum]:
+def _read_share(files: Sequence[Sequence[Path]], number: int) -> list[Checksum]:
     """Compute the checksums of the share of the node with this number, on that node."""
-    return sums_read_here(files[number])
+    return compute_checksums(files[number])
 
 
 @contextlib.contextmanager

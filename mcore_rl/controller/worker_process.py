@@ -148,7 +148,7 @@ class WorkerProcess:
         """
         if rendezvous.failure is not None:
             return rendezvous
-        os.environ |= rendezvous.value.environment()
+        os.environ |= rendezvous.value.to_environment()
 
         def create() -> None:
             if self._worker is not None:

@@ -20,15 +20,15 @@ from mcore_rl.data.tokenizer import (
 )
 from mcore_rl.jobs.placement import models_with_paths
 from mcore_rl.models.base import (
-    family_of,
-    field,
-    kv_elements_per_token,
-    model_sizes,
-    padded_vocab_size,
+    count_kv_elements_per_token,
+    get_family,
+    get_field,
+    get_model_sizes,
+    pad_vocab_size,
     read_config,
 )
-from mcore_rl.models.heads import model_weights, value_head_of
-from mcore_rl.reshard.rules import logical_tensors
+from mcore_rl.models.heads import get_value_head_suffix, map_model_weights
+from mcore_rl.reshard.rules import list_logical_tensors
 
 
 def check_model_layouts(config: RLConfig) -> None:
@@ -36,13 +36,13 @@ def check_model_layouts(config: RLConfig) -> None:
     for name, model in models_with_paths(config).items():
         key, servers = f"models.{name}", model.servers
         found = read_checkpoint_config(model.path, f"{key}.path")
-        if value_head_of(found):
+        if get_value_head_suffix(found):
             raise ConfigError(
                 f"{key}.path={model.path!r} is of {found['architectures']}; allowed: a language "
                 "model"
             )
-        family_of(found)
-        sizes = model_sizes(found)
+        get_family(found)
+        sizes = get_model_sizes(found)
         divides(f"{key}.tp", servers.tp, "attention heads", sizes.num_attention_heads)
         if servers.ep and not sizes.num_experts:
             raise ConfigError(f"{key}.ep=true: the model has no experts; allowed: false")
@@ -53,7 +53,7 @@ def check_model_layouts(config: RLConfig) -> None:
                 f"max_position_embeddings={positions}"
             )
         itemsize = getattr(torch, config.model.dtype).itemsize
-        least = model.max_context * kv_elements_per_token(found, servers.tp) * itemsize
+        least = model.max_context * count_kv_elements_per_token(found, servers.tp) * itemsize
         if servers.kv_cache_bytes < least:
             raise ConfigError(
                 f"{key}.kv_cache_bytes={servers.kv_cache_bytes}: one conversation of "
@@ -71,11 +71,11 @@ def check_models(config: RLConfig) -> None:
         key, found = f"models.{name}", read_config(model.path)
         if served_models(config)[name].path:
             reader = CheckpointReader(model.path, f"{key}.path")
-            reader.check(logical_tensors(model_weights(found, padded_vocab_size(found, 1))))
+            reader.check(list_logical_tensors(map_model_weights(found, pad_vocab_size(found, 1))))
         if not has_tokenizer(model.path):
             raise ConfigError(f"{key}.path={model.path!r} has no tokenizer")
         tokenizer = load_tokenizer(model.path, config.model.chat_date)
-        check_tokenizer_matches(tokenizer, field(found, "vocab_size"))
+        check_tokenizer_matches(tokenizer, get_field(found, "vocab_size"))
         try:
             kind = cast(CodecKind, model.codec)
             codec_for(tokenizer, kind, stop_ids=stop_ids_of(model.path, f"{key}.path"))

@@ -51,19 +51,19 @@ from mcore_rl.jobs.session import lane
 from mcore_rl.jobs.tasks import TASKS
 from mcore_rl.models.base import (
     HFConfig,
-    family_of,
-    field,
-    kv_elements_per_token,
-    model_sizes,
-    padded_vocab_size,
+    count_kv_elements_per_token,
+    get_family,
+    get_field,
+    get_model_sizes,
+    pad_vocab_size,
     read_config,
 )
-from mcore_rl.models.heads import value_config
+from mcore_rl.models.heads import build_value_config
 from mcore_rl.observability.trackers import check_trackers
-from mcore_rl.reshard.rules import logical_tensors
+from mcore_rl.reshard.rules import list_logical_tensors
 from mcore_rl.rewards.judge import Judge, answer_check, check_columns, check_judges
 from mcore_rl.trainers.policy_loss import check_functions, check_greedy
-from mcore_rl.weight_sync.nixl import nixl_api
+from mcore_rl.weight_sync.nixl import import_nixl
 from mcore_rl.weight_sync.shared_memory import check_allocator
 
 if TYPE_CHECKING:
@@ -98,10 +98,10 @@ def check_model(config: RLConfig) -> None:
     """Check the weights of the model, and layouts for it."""
     check_layouts(config)
     reader = CheckpointReader(config.model.path)
-    hf_config = reader.config()  # layers for prediction that the weights lack are left out
-    resolve_model_engine("actor", config.actor, model_sizes(hf_config))
-    weights = family_of(hf_config).weights(hf_config, padded_vocab_size(hf_config, 1))
-    reader.check(logical_tensors(weights))
+    hf_config = reader.read_config()  # layers for prediction that the weights lack are left out
+    resolve_model_engine("actor", config.actor, get_model_sizes(hf_config))
+    weights = get_family(hf_config).weights(hf_config, pad_vocab_size(hf_config, 1))
+    reader.check(list_logical_tensors(weights))
 
 
 def check_existing_inputs(config: RLConfig) -> Inputs | None:
@@ -134,7 +134,7 @@ def has_weights(config: RLConfig) -> bool:
 
 def has_experts(config: RLConfig) -> bool:
     """Whether the run's model is a mixture of experts, as the one that every task makes is."""
-    return bool(config.task.name or model_sizes(read_config(config.model.path)).num_experts)
+    return bool(config.task.name or get_model_sizes(read_config(config.model.path)).num_experts)
 
 
 def prepare_task(config: RLConfig, folder: Path, *, is_made: bool = False) -> RLConfig:
@@ -169,7 +169,7 @@ def _check_choices(config: RLConfig) -> None:
     check_judges(config.reward, served_models(config))
     check_reward_parts(config)
     if config.weight_sync.method == "disaggregated" and config.weight_sync.transport == "nixl":
-        nixl_api()
+        import_nixl()
     backend_of(config.actor).check_modules(config.actor.modules, lane())
     if lane() == "cuda" and config.weight_sync.method == "colocated":
         check_allocator()
@@ -185,7 +185,7 @@ def _data_files(config: RLConfig) -> dict[str, str]:
 
 def _read_data(config: RLConfig) -> Inputs:
     tokenizer = load_tokenizer(config.model.path, config.model.chat_date)
-    check_tokenizer_matches(tokenizer, field(read_config(config.model.path), "vocab_size"))
+    check_tokenizer_matches(tokenizer, get_field(read_config(config.model.path), "vocab_size"))
     if config.agent.loop != "single_turn":
         models, stop_ids = served_models(config), stop_ids_of(config.model.path)
         check_agent(config.agent, tokenizer, models, stop_ids)
@@ -262,8 +262,8 @@ def _refuse_fewer(setting: str, source: str, num_rows: int, drawn: int) -> None:
 def check_layouts(config: RLConfig) -> HFConfig:
     """Check all that depends on config.json alone; returns its contents."""
     found = read_checkpoint_config(config.model.path)
-    family = family_of(found)
-    sizes = model_sizes(found)
+    family = get_family(found)
+    sizes = get_model_sizes(found)
     resolve_model_layout("actor.layout", config.actor.layout, sizes)
     resolve_model_engine("actor", config.actor, sizes)
     if config.actor.moe.router_replay == "rollout" and sizes.is_mla and lane() == "cpu":
@@ -281,7 +281,7 @@ def check_layouts(config: RLConfig) -> HFConfig:
     _check_cache(config, found)
     _check_lengths(config)
     if config.actor.lora.rank:
-        weights = family.weights(found, padded_vocab_size(found, 1))
+        weights = family.weights(found, pad_vocab_size(found, 1))
         check_targets("actor.lora", weights, config.actor.lora)
     return found
 
@@ -290,7 +290,7 @@ def _check_critic(config: RLConfig, actor: HFConfig) -> None:
     critic, steps = config.critic, config.trainer.num_steps * config.algorithm.num_mini_batches
     path = critic.model_path
     starts_from = read_checkpoint_config(path, "critic.model_path") if path else actor
-    sizes = model_sizes(value_config(starts_from))
+    sizes = get_model_sizes(build_value_config(starts_from))
     resolve_model_layout("critic.layout", critic.layout, sizes)
     resolve_model_engine("critic", critic, sizes)
     resolve_schedule("critic.optimizer", critic.optimizer, steps)
@@ -301,7 +301,7 @@ def _check_cache(config: RLConfig, hf_config: HFConfig) -> None:
     """A bound from below: vLLM rounds up to blocks of tokens, and says so when it starts."""
     num_tokens, response = config.max_sequence_tokens, _longest_response(config)
     itemsize = getattr(torch, config.model.dtype).itemsize
-    least = num_tokens * kv_elements_per_token(hf_config, config.rollout.tp) * itemsize
+    least = num_tokens * count_kv_elements_per_token(hf_config, config.rollout.tp) * itemsize
     if config.rollout.kv_cache_bytes < least:
         raise ConfigError(
             f"rollout.kv_cache_bytes={config.rollout.kv_cache_bytes}: one sequence of "

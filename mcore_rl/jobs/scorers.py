@@ -14,20 +14,20 @@ from mcore_rl.jobs.placement import frozen_engines, frozen_paths
 from mcore_rl.models.base import (
     SEQUENCE,
     HFConfig,
-    field,
-    model_sizes,
-    padded_vocab_size,
+    get_field,
+    get_model_sizes,
+    pad_vocab_size,
     read_config,
 )
-from mcore_rl.models.heads import model_weights, value_config, value_head_of
-from mcore_rl.reshard.rules import logical_tensors
+from mcore_rl.models.heads import build_value_config, get_value_head_suffix, map_model_weights
+from mcore_rl.reshard.rules import list_logical_tensors
 
 
 def check_scorer_layouts(config: RLConfig) -> None:
     """All that depends on each config.json alone; raises ConfigError for the first fault."""
     for role, path in frozen_paths(config).items():
         setting, engine = _setting(role), frozen_engines(config)[role]
-        sizes = model_sizes(_config_of(config, role, path))
+        sizes = get_model_sizes(_config_of(config, role, path))
         layout = setting.removesuffix(".model_path") + ".layout"
         resolve_model_layout(layout, engine.layout, sizes)
         resolve_model_engine(role.partition(".")[0], engine, sizes)
@@ -37,7 +37,7 @@ def check_scorers(config: RLConfig) -> None:
     """Weights, tokenizers and the teacher of each prompt, too."""
     for role, path in frozen_paths(config).items():
         found, reader = _config_of(config, role, path), CheckpointReader(path, _setting(role))
-        reader.check(logical_tensors(model_weights(found, padded_vocab_size(found, 1))))
+        reader.check(list_logical_tensors(map_model_weights(found, pad_vocab_size(found, 1))))
         _check_tokenizer(config, role, path)
     _check_teacher_column(config)
 
@@ -45,20 +45,20 @@ def check_scorers(config: RLConfig) -> None:
 def _config_of(config: RLConfig, role: str, path: str) -> HFConfig:
     setting = _setting(role)
     found = read_checkpoint_config(path, setting)
-    kind = value_head_of(found)
+    kind = get_value_head_suffix(found)
     if role == "reward_model":
         if kind != SEQUENCE:
             raise ConfigError(
                 f"{setting}={path!r} is of {found.get('architectures')}; allowed: a reward model, "
                 f"...{SEQUENCE}, as mcore-rl rm leaves one"
             )
-        return value_config(found)
+        return build_value_config(found)
     if kind:
         raise ConfigError(
             f"{setting}={path!r} is of {found['architectures']}; allowed: a language model"
         )
     policy, distillation = read_config(config.model.path), config.algorithm.distillation
-    sizes = [field(c, "vocab_size") for c in (found, policy)]
+    sizes = [get_field(c, "vocab_size") for c in (found, policy)]
     if distillation.loss in OF_TOP_TOKENS:
         if sizes[0] != sizes[1]:
             raise ConfigError(

@@ -36,14 +36,14 @@ from mcore_rl.jobs.session import lane
 from mcore_rl.models.base import (
     SEQUENCE,
     HFConfig,
-    family_of,
-    field,
-    model_sizes,
-    padded_vocab_size,
+    get_family,
+    get_field,
+    get_model_sizes,
+    pad_vocab_size,
 )
-from mcore_rl.models.heads import model_weights, value_config, value_head_of
+from mcore_rl.models.heads import build_value_config, get_value_head_suffix, map_model_weights
 from mcore_rl.observability.trackers import check_trackers
-from mcore_rl.reshard.rules import logical_tensors
+from mcore_rl.reshard.rules import list_logical_tensors
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -82,7 +82,7 @@ def check_train_inputs(config: TrainConfig) -> TrainInputs:
     backend_of(config.engine).check_modules(config.engine.modules, lane())
     found = _check_model(config)
     tokenizer = load_tokenizer(config.model.path, config.model.chat_date)
-    check_tokenizer_matches(tokenizer, field(found, "vocab_size"))
+    check_tokenizer_matches(tokenizer, get_field(found, "vocab_size"))
     data = data_of(config)
     positions = found.get("max_position_embeddings")
     if positions is not None and data.max_tokens > positions:
@@ -129,14 +129,14 @@ def _check_functions(config: TrainConfig) -> None:
 def _check_model(config: TrainConfig) -> HFConfig:
     """config.json, when the settings fit it and the weights are those of it."""
     found = read_checkpoint_config(config.model.path)
-    family_of(found)
+    get_family(found)
     _check_kind(config, found)
-    resolve_model_layout("engine.layout", config.engine.layout, model_sizes(found))
+    resolve_model_layout("engine.layout", config.engine.layout, get_model_sizes(found))
     reader = CheckpointReader(config.model.path)
-    held = reader.config()  # layers for prediction that the weights lack are left out
-    resolve_model_engine("engine", config.engine, model_sizes(held))
-    weights = model_weights(held, padded_vocab_size(held, 1))
-    reader.check(logical_tensors(weights))
+    held = reader.read_config()  # layers for prediction that the weights lack are left out
+    resolve_model_engine("engine", config.engine, get_model_sizes(held))
+    weights = map_model_weights(held, pad_vocab_size(held, 1))
+    reader.check(list_logical_tensors(weights))
     if config.engine.lora.rank:
         check_targets("engine.lora", weights, config.engine.lora)
     return found
@@ -144,7 +144,7 @@ def _check_model(config: TrainConfig) -> HFConfig:
 
 def _check_kind(config: TrainConfig, found: HFConfig) -> None:
     """A language model; for a reward model also one, in a family that transformers has them of."""
-    head = value_head_of(found)
+    head = get_value_head_suffix(found)
     if not isinstance(config, RMConfig):
         if head:
             raise ConfigError(
@@ -154,7 +154,7 @@ def _check_kind(config: TrainConfig, found: HFConfig) -> None:
         return
     import transformers  # slow to import
 
-    [architecture] = value_config(found, SEQUENCE)["architectures"]
+    [architecture] = build_value_config(found, SEQUENCE)["architectures"]
     if not architecture.endswith(SEQUENCE) or not hasattr(transformers, architecture):
         raise ConfigError(
             f"model.path={config.model.path!r} would become a {architecture}, which is no reward "

@@ -13,7 +13,7 @@ import pytest
 import ray
 from ray.cluster_utils import Cluster
 
-from mcore_rl.checkpoint.manifest import Sum, sums_read_here
+from mcore_rl.checkpoint.files import Checksum, compute_checksums
 from mcore_rl.controller import ray_nodes
 from mcore_rl.controller.pending_call import Timeout, WorkerError
 from mcore_rl.controller.ray_patches import skip_node_services
@@ -28,24 +28,24 @@ def get_node_name() -> str:
     return next(node["NodeName"] for node in ray.nodes() if node["NodeID"] == node_id)
 
 
-def get_reader(files: Sequence[Sequence[Path]], number: int) -> list[Sum]:
+def get_reader(files: Sequence[Sequence[Path]], number: int) -> list[Checksum]:
     """Return the number of the node and the number in the name of each file."""
     return [(int(get_node_name()[1:]), int(file.name)) for file in files[number]]
 
 
-def hang_on_second(files: Sequence[Sequence[Path]], number: int) -> list[Sum]:
+def hang_on_second(files: Sequence[Sequence[Path]], number: int) -> list[Checksum]:
     if get_node_name() == "n2":
         time.sleep(1000)
     return get_reader(files, number)
 
 
-def fail_on_second(files: Sequence[Sequence[Path]], number: int) -> list[Sum]:
+def fail_on_second(files: Sequence[Sequence[Path]], number: int) -> list[Checksum]:
     if get_node_name() == "n2":
         raise FileNotFoundError(2, "No such file or directory", str(files[number][0]))
     return get_reader(files, number)
 
 
-def die_on_second(files: Sequence[Sequence[Path]], number: int) -> list[Sum]:
+def die_on_second(files: Sequence[Sequence[Path]], number: int) -> list[Checksum]:
     if get_node_name() == "n2":
         os._exit(1)
     return get_reader(files, number)
@@ -76,7 +76,7 @@ def files(tmp_path: Path) -> list[Path]:
 
 
 def test_all_nodes_read_and_sums_come_in_the_order_of_the_files(cluster, files, monkeypatch):
-    assert ray_nodes.create_checksum_reader(LIMIT)(files) == sums_read_here(files)
+    assert ray_nodes.create_checksum_reader(LIMIT)(files) == compute_checksums(files)
     monkeypatch.setattr(ray_nodes, "_read_share", get_reader)
     readers, numbers = zip(*ray_nodes.create_checksum_reader(LIMIT)(files), strict=True)
     assert numbers == (0, 1, 2, 3, 4)
@@ -104,4 +104,4 @@ def test_a_node_that_does_not_read_its_share_is_named(
 def test_small_files_are_read_here(cluster, files, monkeypatch):
     monkeypatch.setattr(ray_nodes, "MIN_CLUSTER_BYTES", 1101)
     monkeypatch.setattr(ray_nodes, "ray_session", pytest.fail)
-    assert ray_nodes.create_checksum_reader(LIMIT)(files) == sums_read_here(files)
+    assert ray_nodes.create_checksum_reader(LIMIT)(files) == compute_checksums(files)

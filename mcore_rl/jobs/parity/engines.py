@@ -23,7 +23,7 @@ from mcore_rl.engine.base import BaseEngine, EngineSpec, create_engine
 from mcore_rl.inference.protocol import TokenScores
 from mcore_rl.inference.vllm.server import VLLMServer
 from mcore_rl.jobs.parity.compare import Scores
-from mcore_rl.models.base import HFConfig, kv_elements_per_token
+from mcore_rl.models.base import HFConfig, count_kv_elements_per_token
 from mcore_rl.parallel.mesh import Coordinate, Mesh
 
 T = TypeVar("T")
@@ -103,7 +103,7 @@ def _started(spec: EngineSpec, checkpoint: str) -> BaseEngine:
 
 
 def _place(engine: BaseEngine) -> Coordinate:
-    return Mesh(engine.layout).coordinate(engine.world_rank)
+    return Mesh(engine.layout).get_coordinate(engine.world_rank)
 
 
 def _batch(sequences: list[list[int]]) -> Batch:
@@ -226,7 +226,7 @@ def vllm_traces(spec: ServerSpec, sequences: list[list[int]]) -> list[dict[str, 
 def kv_cache_bytes(config: HFConfig, num_tokens: int) -> int:
     """An upper bound on what the cache of four sequences takes, at four bytes an element."""
     num_tokens += _BLOCK_TOKENS  # vLLM rounds up to whole blocks
-    return max(_LEAST_CACHE_BYTES, 4 * num_tokens * 4 * kv_elements_per_token(config))
+    return max(_LEAST_CACHE_BYTES, 4 * num_tokens * 4 * count_kv_elements_per_token(config))
 
 
 async def _serving(

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 import mcore_rl.models  # noqa: F401  (fills the family registry)
-from mcore_rl.checkpoint.checkpoint_info import read_checkpoint_info
+from mcore_rl.checkpoint.files import read_checkpoint_info
 from mcore_rl.checkpoint.hf import CheckpointReader
 from mcore_rl.config.checks import at_least, divides, exists, one_of, positive
 from mcore_rl.config.errors import ConfigError
@@ -28,13 +28,13 @@ from mcore_rl.engine.base import EngineSpec
 from mcore_rl.jobs.parity.engines import ServerSpec, kv_cache_bytes
 from mcore_rl.models.base import (
     HFConfig,
-    family_of,
-    field,
-    model_sizes,
-    padded_vocab_size,
+    get_family,
+    get_field,
+    get_model_sizes,
+    pad_vocab_size,
     read_config,
 )
-from mcore_rl.reshard.rules import logical_tensors
+from mcore_rl.reshard.rules import list_logical_tensors
 
 HF, VLLM = "hf", "vllm"
 _LENGTHS = (3, 7, 12, 21, 34, 55)  # tokens, of the prompts that are drawn
@@ -102,14 +102,14 @@ def checked(request: Request) -> ParityPlan:
     """
     _check_options(request)
     model = _checked_model("--model", request.model)
-    sizes = model_sizes(model)
+    sizes = get_model_sizes(model)
     resolve_model_layout("--layout", request.layout, sizes)
     configs = [model]
     if request.reference:
         configs.append(_checked_model("--reference", request.reference))
     with_vllm = VLLM in request.against
     if with_vllm:
-        heads = model_sizes(configs[-1]).num_attention_heads
+        heads = get_model_sizes(configs[-1]).num_attention_heads
         divides("--vllm-tp", request.vllm_tp, "attention heads", heads)
     prompts, longest = _prompts(request, configs, CONTINUATION + 1 if with_vllm else 0)
     server = None
@@ -144,11 +144,11 @@ def _checked_model(option: str, path: str) -> HFConfig:
     """The config of a checkpoint whose family is known and whose tensors are all there."""
     exists(option, path)
     try:
-        family_of(read_config(path))
+        get_family(read_config(path))
         reader = CheckpointReader(path)
-        config = reader.config()
-        weights = family_of(config).weights(config, padded_vocab_size(config, 1))
-        reader.check(logical_tensors(weights))
+        config = reader.read_config()
+        weights = get_family(config).weights(config, pad_vocab_size(config, 1))
+        reader.check(list_logical_tensors(weights))
     except ConfigError as error:
         reason = str(error).removeprefix(f"model.path={path!r}: ")
         raise ConfigError(f"{option} {path}: {reason}") from error
@@ -159,7 +159,7 @@ def _prompts(
     request: Request, configs: list[HFConfig], num_after: int
 ) -> tuple[list[list[int]], int]:
     """(token ids, length of the longest), with room for `num_after` tokens behind each."""
-    vocab_size = min(field(config, "vocab_size") for config in configs)
+    vocab_size = min(get_field(config, "vocab_size") for config in configs)
     positions = [config.get("max_position_embeddings") for config in configs]
     longest = min(filter(None, positions), default=sys.maxsize) - num_after
     if longest < 2:

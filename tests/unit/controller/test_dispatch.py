@@ -106,9 +106,9 @@ def test_a_batch_comes_back_in_the_callers_order(lengths: list[int], layout: Lay
 def test_all_ranks_of_a_dp_group_get_the_same_part_and_one_owns_the_output():
     mesh = Mesh(Layout(tp=2, cp=2, dp=2, pp=2))
     parts = Dispatch.MEGATRON_COMPUTE.scatter(mesh, (batch_of([3, 9, 4]),), {})
-    assert [part.ranks for part in parts] == [tuple(mesh.ranks(dp_rank=d)) for d in (0, 1)]
+    assert [part.ranks for part in parts] == [tuple(mesh.get_ranks(dp_rank=d)) for d in (0, 1)]
     for dp_rank, part in enumerate(parts):
-        c = mesh.coordinate(part.output_rank)
+        c = mesh.get_coordinate(part.output_rank)
         assert (c.tp_rank, c.cp_rank, c.dp_rank, c.pp_rank) == (0, 0, dp_rank, 1)
 
 
@@ -316,13 +316,13 @@ def test_bad_registrations_are_refused():
 def test_scatter_looks_at_each_of_thousands_of_ranks_once(
     monkeypatch: pytest.MonkeyPatch,
 ):
-    looks, coordinate = Counter(), Mesh.coordinate
+    looks, coordinate = Counter(), Mesh.get_coordinate
 
     def count_looks(mesh: Mesh, rank: int) -> Coordinate:
         looks[mesh.world_size] += 1
         return coordinate(mesh, rank)
 
-    monkeypatch.setattr(Mesh, "coordinate", count_looks)
+    monkeypatch.setattr(Mesh, "get_coordinate", count_looks)
     for dp in (128, 512):
         mesh = Mesh(Layout(tp=8, dp=dp))
         parts = Dispatch.MEGATRON_COMPUTE.scatter(mesh, (batch_of([1] * dp),), {})
