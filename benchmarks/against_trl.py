@@ -33,7 +33,7 @@ from typing import Any
 
 import psutil
 
-from mcore_rl.observability.memory import tree, tree_memory_bytes
+from mcore_rl.observability.memory import get_tree_memory_bytes, list_process_tree
 
 HERE = Path(__file__).parent
 THREADS = 2
@@ -60,7 +60,7 @@ class Side:
         self._cpu_s = 0.0
         self.ready = self._told() | self._spent(started)
         self.steps: list[dict[str, Any]] = []
-        self.peak_memory_bytes = tree_memory_bytes(self._root)
+        self.peak_memory_bytes = get_tree_memory_bytes(self._root)
 
     def step(self) -> None:
         started = time.perf_counter()
@@ -68,7 +68,7 @@ class Side:
         self._process.stdin.write("go\n")
         self._process.stdin.flush()
         self.steps.append(self._told() | self._spent(started))
-        self.peak_memory_bytes = max(self.peak_memory_bytes, tree_memory_bytes(self._root))
+        self.peak_memory_bytes = max(self.peak_memory_bytes, get_tree_memory_bytes(self._root))
 
     def end(self) -> None:
         self._process.terminate()
@@ -101,7 +101,7 @@ class Side:
 def _cpu_seconds(root: psutil.Process) -> float:
     """Of a process and its descendants, those that have ended and were waited for included."""
     total = 0.0
-    for process in tree(root):
+    for process in list_process_tree(root):
         with contextlib.suppress(psutil.Error):
             total += sum(process.cpu_times()[:4])
     return total

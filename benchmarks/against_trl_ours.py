@@ -12,7 +12,7 @@ from unittest import mock
 
 from mcore_rl.cli.compose import compose_config
 from mcore_rl.config.schema import RLConfig
-from mcore_rl.observability.versions import versions
+from mcore_rl.observability.process import list_versions
 
 
 def main(settings: dict[str, Any]) -> None:
@@ -31,7 +31,7 @@ def main(settings: dict[str, Any]) -> None:
         "trainer.eval_samples": 1,
         "algorithm.group_size": settings["group_size"],
         "algorithm.num_mini_batches": settings["optimizer_steps"],
-        "algorithm.samples.group_filter": "''",
+        "algorithm.filter.group_filter": "''",
         "actor.layout.tp": 1,
         "actor.layout.ep": 1,
         "actor.threads_per_rank": settings["threads"],
@@ -46,7 +46,7 @@ def main(settings: dict[str, Any]) -> None:
     @contextlib.contextmanager
     def by_turns(self: output.RunOutput, *args: Any) -> Iterator[Any]:
         with progress(self, *args) as report:
-            _tell({"versions": versions()})
+            _tell({"versions": list_versions()})
 
             def report_and_wait(step: int, metrics: dict[str, float]) -> None:
                 report(step, metrics)

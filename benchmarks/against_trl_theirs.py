@@ -20,7 +20,7 @@ from datasets import Dataset
 from transformers import TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
-from mcore_rl.rewards.rules_math import final_number
+from mcore_rl.rewards.math import final_number
 
 VERSIONS = ("trl", "transformers", "torch", "accelerate", "datasets")
 

@@ -36,7 +36,7 @@ from mcore_rl.controller.remote_batch import (
     Rows,
     is_part_column,
 )
-from mcore_rl.data.batch import FILLED, Array, Batch, Column, Jagged
+from mcore_rl.data.batch import FILL_VALUES, Array, Batch, Column, Jagged
 
 # Size of an object, unless a single sample is larger. A node that reads some rows of an object gets
 # all of it; on one node nothing travels, and few objects take the least time to be made.
@@ -233,7 +233,7 @@ def _gather_rows(
         lengths = batch.lengths("response_ids")[is_missing]
         numbers, rows = numbers.copy(), rows.copy()
         numbers[is_missing], rows[is_missing] = len(sources), np.arange(len(lengths))
-        fill = np.full(lengths.sum(), FILLED[name])
+        fill = np.full(lengths.sum(), FILL_VALUES[name])
         sources.append(Jagged(fill, _compute_offsets(lengths)))
     return GatheredRows(sources, numbers, rows)
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.config.resolve_mode import get_loop, num_over_issued, staleness_of
+from mcore_rl.config.resolve import count_extra_groups, get_loop, get_staleness
 from mcore_rl.config.schema import RLConfig
 
 MIN_BYTES = 512 << 20
@@ -32,11 +32,11 @@ def estimate_sample_bytes(config: RLConfig) -> int:
     replayed: all max_age steps of the buffer count in full, as all are new where nothing is drawn.
     Prompts on their way to a server take less than the samples that there will be of them.
     """
-    trainer, replay = config.trainer, config.algorithm.samples.replay
+    trainer, replay = config.trainer, config.algorithm.filter.replay
     steps, extra = 2, 0
     if get_loop(trainer) == "fully_async":
-        steps += staleness_of(trainer)
-        extra = num_over_issued(trainer.asynchronous.over_issue, trainer.prompts_per_step)
+        steps += get_staleness(trainer)
+        extra = count_extra_groups(trainer.asynchronous.oversampling, trainer.prompts_per_step)
     if replay.share:
         steps += replay.max_age
     samples = (steps * _count_generated_groups(config) + extra) * config.algorithm.group_size
@@ -50,8 +50,8 @@ def _count_generated_groups(config: RLConfig) -> int:
     A step holds them until it has selected, and afterwards too: an object stays while one of its
     samples is used. Where groups are filtered as they arrive, rejected ones are freed at once.
     """
-    trainer, policy = config.trainer, config.algorithm.samples
-    is_filtered_at_once = get_loop(trainer) == "fully_async" and staleness_of(trainer) > 0
+    trainer, policy = config.trainer, config.algorithm.filter
+    is_filtered_at_once = get_loop(trainer) == "fully_async" and get_staleness(trainer) > 0
     if is_filtered_at_once or not policy.group_filter:
         return trainer.prompts_per_step
     return policy.max_rounds * (policy.prompts_per_round or trainer.prompts_per_step)

@@ -25,7 +25,13 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.controller.process_cleanup import wait_if_ray_died
 from mcore_rl.controller.worker_process import Failure, FailureKind, Reply, WorkerInfo
-from mcore_rl.observability.stacks import HELD_UP, Look, in_full, in_short, look_at
+from mcore_rl.observability.stacks import (
+    STUCK_STATES,
+    ProcessState,
+    format_stacks,
+    inspect_process,
+    summarize_states,
+)
 
 GRACE_S = 2.0  # after a first failure, for the rank that caused it to report, too
 NODE_GRACE_S = 12.0  # the same with ranks on several nodes: Ray takes so long to notice a death
@@ -414,7 +420,7 @@ def describe_unanswered(unanswered: Sequence[UnansweredCall], timeout: str) -> s
         if rank.info is None:
             return "its process has not come up"
         look = looks.get(rank.info)
-        return in_short(look) if look else f"no look at it in {_INSPECT_S:g} s"
+        return summarize_states(look) if look else f"no look at it in {_INSPECT_S:g} s"
 
     first, *rest = sorted(unanswered, key=get_urgency)
     line = f"{first.call}: {first} has not answered in {timeout}: {summarize(first)}"
@@ -427,7 +433,7 @@ def describe_unanswered(unanswered: Sequence[UnansweredCall], timeout: str) -> s
     if named:
         line += f". Nor has {'; nor has '.join(named)}"
     stacks = [
-        f"{rank.call}, {rank}:\n{in_full(looks[rank.info])}"
+        f"{rank.call}, {rank}:\n{format_stacks(looks[rank.info])}"
         for rank in (first, *rest)
         if rank.info in looks
     ]
@@ -438,10 +444,12 @@ def find_stopped(unanswered: Sequence[UnansweredCall]) -> list[UnansweredCall]:
     """Return the ranks of which a process, or one that it started, is stopped or gone."""
     looks = _inspect_processes([rank.info for rank in unanswered if rank.info is not None])
     states = {info: {look.state for look in processes} for info, processes in looks.items()}
-    return [rank for rank in unanswered if rank.info and states.get(rank.info, set()) & HELD_UP]
+    return [
+        rank for rank in unanswered if rank.info and states.get(rank.info, set()) & STUCK_STATES
+    ]
 
 
-def _inspect_processes(worker_infos: Iterable[WorkerInfo]) -> dict[WorkerInfo, list[Look]]:
+def _inspect_processes(worker_infos: Iterable[WorkerInfo]) -> dict[WorkerInfo, list[ProcessState]]:
     """Inspect processes by a task on each node; leave out nodes that do not answer in time."""
     by_node: dict[str, list[WorkerInfo]] = defaultdict(list)
     for info in worker_infos:
@@ -454,7 +462,7 @@ def _inspect_processes(worker_infos: Iterable[WorkerInfo]) -> dict[WorkerInfo, l
         ).remote([info.pid for info in infos]): infos
         for node, infos in by_node.items()
     }
-    looks: dict[WorkerInfo, list[Look]] = {}
+    looks: dict[WorkerInfo, list[ProcessState]] = {}
     done, late = ray.wait(list(tasks), num_returns=len(tasks), timeout=_INSPECT_S)
     for task in done:
         try:
@@ -467,5 +475,5 @@ def _inspect_processes(worker_infos: Iterable[WorkerInfo]) -> dict[WorkerInfo, l
 
 
 @ray.remote(num_cpus=0, max_retries=0)
-def _inspect_pids(pids: list[int]) -> list[list[Look]]:
-    return [look_at(pid) for pid in pids]
+def _inspect_pids(pids: list[int]) -> list[list[ProcessState]]:
+    return [inspect_process(pid) for pid in pids]

@@ -19,9 +19,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from mcore_rl.data.batch import FILLED, Array, Batch, Samples
+from mcore_rl.data.batch import FILL_VALUES, Array, Batch, Samples
 
-NO_OBJECT = -1  # the object of a row without an entry in a column, which gets its value in FILLED
+NO_OBJECT = (
+    -1
+)  # the object of a row without an entry in a column, which gets its value in FILL_VALUES
 PROMPT_TOKENS, RESPONSE_TOKENS = LENGTHS = "prompt_tokens", "response_tokens"  # as columns
 _MAX_CODES = 128  # distinct numbers that a code of one byte tells apart
 _LENGTHS = {"prompt_ids": PROMPT_TOKENS}  # lengths by column; of all others RESPONSE_TOKENS
@@ -180,14 +182,14 @@ class RemoteBatch(Samples):
     def select_part(self, part: str) -> RemoteBatch:
         """Drop the remote columns "NAME/PART" of other parts."""
         dropped = [n for n in self.remote if is_part_column(n) and n.partition("/")[2] != part]
-        return self.without(*dropped)
+        return self.drop_columns(*dropped)
 
-    def without(self, *names: str) -> RemoteBatch:
+    def drop_columns(self, *names: str) -> RemoteBatch:
         """Drop columns."""
         return self.select(*(name for name in self.names if name not in names))
 
-    def renamed(self, **names: str) -> RemoteBatch:
-        """Rename remote columns: renamed(log_probs="reference_log_probs")."""
+    def rename_columns(self, **names: str) -> RemoteBatch:
+        """Rename remote columns: rename_columns(log_probs="reference_log_probs")."""
         remote = {names.get(n, n): c for n, c in self.remote.items()}
         return RemoteBatch(self.local, remote, len(self))
 
@@ -230,7 +232,7 @@ class RemoteBatch(Samples):
 
     @staticmethod
     def concat(batches: Sequence[RemoteBatch]) -> RemoteBatch:
-        """Join rows. Columns of FILLED that a batch lacks are filled in, as by Batch.concat."""
+        """Join rows. Fill columns of FILL_VALUES that a batch lacks, as Batch.concat does."""
         filled = [batch for batch in batches if len(batch)] or list(batches[:1])
         names = dict.fromkeys(name for batch in filled for name in batch.remote)
         # By the ids of their parts, which are referred to as long as their ids are in use.
@@ -244,7 +246,7 @@ class RemoteBatch(Samples):
             for batch in filled:
                 if name in batch.remote:
                     parts.append(batch.remote[name].locations)
-                elif name in FILLED:
+                elif name in FILL_VALUES:
                     parts.append(RowLocations.create_missing(len(batch)))
                 else:
                     raise KeyError(f"a batch to be joined has no column {name!r}")

@@ -30,7 +30,7 @@ from mcore_rl.config.schema import Layout
 from mcore_rl.controller.dispatch import get_registered_methods
 from mcore_rl.controller.process_cleanup import STOP_SIGNALS, RunStopped
 from mcore_rl.data.batch import Batch, Jagged
-from mcore_rl.observability.stack_timer import StackTimer
+from mcore_rl.observability.stacks import StackTimer
 from mcore_rl.parallel.mesh import Mesh
 from mcore_rl.parallel.network import use_interface_towards
 from mcore_rl.parallel.rendezvous import RendezvousServer, fetch_endpoint, share_endpoint
@@ -119,7 +119,7 @@ class TorchrunRanks:
         call = {"method": method, "name": name, "args": _pack(args), "kwargs": _pack(kwargs)}
         self._send(call)
         results = dict(enumerate(self._gather(self._run(call))))
-        self._timer.begin(f"what follows {self._activity}")  # the other ranks wait for as long
+        self._timer.start(f"what follows {self._activity}")  # the other ranks wait for as long
         registration = get_registered_methods(type(self._workers[name]))[method]
         return registration.dispatch_mode.gather(
             registration.scatter(self.mesh, args, kwargs), results
@@ -142,7 +142,7 @@ class TorchrunRanks:
 
     def _begin(self, call: dict[str, Any]) -> None:
         self._activity = f"{call['name']}.{call['method']}" if call["method"] else "the end"
-        self._timer.begin(self._activity)
+        self._timer.start(self._activity)
 
     def _send(self, message: dict[str, Any]) -> None:
         self._begin(message)
@@ -155,7 +155,7 @@ class TorchrunRanks:
             torch.zeros(1, dtype=torch.int64),
             f"the wait for a call after {self._activity}",
         )
-        self._timer.begin(wait)
+        self._timer.start(wait)
         try:
             c10d.broadcast(size, 0, group=self._calls)
         except RuntimeError as error:

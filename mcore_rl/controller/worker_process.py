@@ -24,7 +24,7 @@ from mcore_rl.controller.node import NODE, redirect_output
 from mcore_rl.controller.object_columns import fetch_columns, split_into_objects, store_columns
 from mcore_rl.controller.remote_batch import RemoteBatch
 from mcore_rl.data.batch import Batch
-from mcore_rl.observability.stacks import answer_signals
+from mcore_rl.observability.stacks import dump_stacks_on_signal
 from mcore_rl.parallel.rendezvous import RendezvousEndpoint, RendezvousServer
 
 WorkerSpec = tuple[type, tuple[Any, ...], dict[str, Any]]  # a worker's class and its arguments
@@ -119,7 +119,7 @@ class WorkerProcess:
 
     def get_info(self) -> Reply:
         """Reply with the `WorkerInfo` of this process."""
-        answer_signals()
+        dump_stacks_on_signal()
         node = ray.get_runtime_context().get_node_id()
         stderr = os.path.realpath("/proc/self/fd/2")
         host = os.environ.get(NODE) or socket.gethostname()

@@ -23,7 +23,7 @@ from mcore_rl.inference.vllm.server import VLLMServer
 from mcore_rl.jobs.run_folder import chat_date_of, model_folder
 from mcore_rl.models.base import get_field as field_of
 from mcore_rl.models.base import read_config
-from mcore_rl.observability.console import waiting
+from mcore_rl.observability.console import show_waiting
 
 _COMMANDS = "/reset forgets the conversation, /exit or Ctrl-D ends, Ctrl-C ends an answer"
 
@@ -131,7 +131,7 @@ def run(settings: ChatSettings) -> None:
         chat = Chat(server, tokenizer, sampling, context, settings.system)
         chat.prompt_ids([*chat.messages, {"role": "user", "content": "?"}])  # may refuse a system
         try:
-            with waiting(f"loading {path}", has_lines=False):
+            with show_waiting(f"loading {path}", has_lines=False):
                 runner.run(asyncio.wait_for(server.start(), limit))
             _talk(chat, runner)
         finally:

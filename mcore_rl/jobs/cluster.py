@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from mcore_rl.config.resolve import takes_turns
+from mcore_rl.config.resolve import are_colocated
 from mcore_rl.config.schema import Layout, RLConfig
 from mcore_rl.jobs.placement import PoolPlan, frozen_engines, pool_plans, servers_of
 from mcore_rl.jobs.roles import ITEMSIZES
@@ -108,7 +108,7 @@ def moved(config: RLConfig, model: HFConfig, gpus_per_node: int) -> Moved:
     engine, placed = config.actor, devices(config, gpus_per_node)
     training, generation = placed["actor"], placed["rollout"]
     sites = None
-    if takes_turns(config.placement, "actor", "rollout"):
+    if are_colocated(config.placement, "actor", "rollout"):
         sites = MemoryDomains(tuple(map(str, training)), tuple(map(str, generation)), gpus_per_node)
     num_mtp = get_family(model).num_mtp_layers(model) if engine.mtp_loss_coef else 0
     layout = build_generation_layout(config.rollout, config.rollout.num_servers)

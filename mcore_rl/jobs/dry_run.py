@@ -10,7 +10,7 @@ from typing import Literal
 from rich.console import Console
 from rich.table import Table
 
-from mcore_rl.config.resolve import for_lane, resolve
+from mcore_rl.config.resolve import resolve, resolve_for_lane
 from mcore_rl.config.schema import RLConfig
 from mcore_rl.jobs.cluster import moved, node_lines
 from mcore_rl.jobs.gpu_memory import MemoryTurn, turns
@@ -28,7 +28,7 @@ from mcore_rl.jobs.roles import Role, roles
 from mcore_rl.jobs.room import weight_bytes
 from mcore_rl.jobs.session import lane
 from mcore_rl.models.base import HFConfig, read_config
-from mcore_rl.observability.console import get_stdout_console, show_line, waiting
+from mcore_rl.observability.console import get_stdout_console, show_line, show_waiting
 from mcore_rl.trainers.policy_loss import find_log_prob_pass_reason
 
 
@@ -51,10 +51,10 @@ def dry_run(
     console = console or get_stdout_console()
     resolve(config, needs_data=False)
     device = "cuda" if gpus_per_node else lane()
-    config = for_lane(config, device, has_experts=has_experts(config))
+    config = resolve_for_lane(config, device, has_experts=has_experts(config))
     folder, refusal = inspect_run_dir(config.output_dir, config.resume)
     with (
-        waiting("checking the inputs", has_lines=False),
+        show_waiting("checking the inputs", has_lines=False),
         TemporaryDirectory() as scratch,
     ):
         checkpoint = checkpoint_to_resume(config, folder)

@@ -14,12 +14,12 @@ import pyarrow.parquet as pq
 from rich.console import Console
 from rich.table import Table
 
-from mcore_rl.agents.single_turn import Tokenizer, text_of
-from mcore_rl.algorithms.estimates import majority_at_k, mean_and_error, pass_at_k
-from mcore_rl.config.eval_schema import ScoringConfig
+from mcore_rl.agents.single_turn import Tokenizer, decode_response
+from mcore_rl.algorithms.estimates import compute_mean_and_error, majority_at_k, pass_at_k
+from mcore_rl.config.schema import ScoringConfig
 from mcore_rl.data.batch import Batch
 from mcore_rl.observability.console import get_stdout_console
-from mcore_rl.rewards.base import FindAnswer
+from mcore_rl.rewards.registry import FindAnswer
 
 Metrics = dict[str, Any]  # numbers, and {"mean": ..., "standard_error": ...} of what has an error
 _SETS_OF_A_TABLE = 3
@@ -102,7 +102,7 @@ class SetSamples:
 def _text(tokenizer: Tokenizer, token_ids: list[int], end: str, stop: Sequence[str]) -> str:
     """One that a stop string ends has no token that says so."""
     whole = tokenizer.decode(token_ids) if stop else ""
-    return whole if any(s in whole for s in stop) else text_of(tokenizer, token_ids, end)
+    return whole if any(s in whole for s in stop) else decode_response(tokenizer, token_ids, end)
 
 
 def metrics_of(samples: SetSamples, ks: Sequence[int]) -> Metrics:
@@ -125,7 +125,7 @@ def metrics_of(samples: SetSamples, ks: Sequence[int]) -> Metrics:
     }
     values["response_tokens"] = [np.mean(group) for group in samples.groups("response_tokens")]
     for name, column in values.items():
-        mean, error = mean_and_error(column)
+        mean, error = compute_mean_and_error(column)
         found[name] = {"mean": mean, "standard_error": error}
     return found
 

@@ -10,9 +10,8 @@ from typing import Any
 import pyarrow as pa
 
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.config.eval_schema import EvalConfig
 from mcore_rl.config.json_file import read_json_object
-from mcore_rl.config.schema import RLConfig
+from mcore_rl.config.schema import EvalConfig, RLConfig
 from mcore_rl.jobs.eval_report import SetSamples
 from mcore_rl.jobs.output import LOGS, STARTED
 from mcore_rl.jobs.resume import flat

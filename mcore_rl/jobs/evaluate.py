@@ -12,15 +12,15 @@ from typing import Any
 import pyarrow.parquet as pq
 from rich.console import Console
 
-from mcore_rl.config.eval_schema import EvalConfig, as_run, resolve_eval
-from mcore_rl.config.resolve import reward_terms
-from mcore_rl.config.schema import RLConfig
+from mcore_rl.config.resolve_rollout import list_reward_terms
+from mcore_rl.config.resolve_train import build_server_config, resolve_eval
+from mcore_rl.config.schema import EvalConfig, RLConfig
 from mcore_rl.controller.batch_ops import fetch_batch, get_sample_columns
 from mcore_rl.controller.pending_call import gather_results
 from mcore_rl.controller.worker_group import wait_until_built
 from mcore_rl.data.batch import Batch
 from mcore_rl.data.datasets import PromptDataset
-from mcore_rl.data.prompt_batches import held_out_batch
+from mcore_rl.data.prompt_batches import build_held_out_batch
 from mcore_rl.data.tokenizer import check_tokenizer_matches, load_tokenizer
 from mcore_rl.jobs.dry_run import say, show
 from mcore_rl.jobs.eval_report import SetSamples, metrics_of, print_table
@@ -44,13 +44,12 @@ from mcore_rl.jobs.run_folder import chat_date_of, model_folder
 from mcore_rl.jobs.session import lane, resource, session
 from mcore_rl.models.base import get_field, read_config
 from mcore_rl.observability.activity import ACTIVITY
-from mcore_rl.observability.console import StepProgress, get_stdout_console, waiting
+from mcore_rl.observability.console import StepProgress, get_stdout_console, show_waiting
 from mcore_rl.observability.memory import PeakMemory
-from mcore_rl.observability.start import began
-from mcore_rl.observability.versions import versions
+from mcore_rl.observability.process import get_start_time, list_versions
 from mcore_rl.observability.warnings import warn
-from mcore_rl.rewards.base import FindAnswer, answers_of
-from mcore_rl.rewards.judge import Judge, check_columns, check_judges
+from mcore_rl.rewards.manager import RewardManager, check_columns, check_judge_models
+from mcore_rl.rewards.registry import FindAnswer, get_answer_finder
 from mcore_rl.rollout.manager import RolloutPool
 
 _ROUNDS = 4  # a call asks for this many times what the servers run at once
@@ -81,14 +80,14 @@ def run(config: EvalConfig) -> None:
         ConfigError: a setting or an input is wrong; nothing has been started, nothing is left.
         RunFailed: it had to stop. The samples of data sets that were done are left.
     """
-    started = began()
+    started = get_start_time()
     resolve_eval(config)
     with (
         exclusive_run_dir(config.output_dir, config.resume, check_content) as claim,
         job_scope(claim.folder, claim.lock) as scratch,
         PeakMemory() as memory,
     ):
-        with waiting("checking the inputs"):
+        with show_waiting("checking the inputs"):
             inputs = _check(config)
             done = _done_before(inputs, claim.folder)
         found = {name: metrics_of(samples, config.ks) for name, samples in done.items()}
@@ -104,7 +103,7 @@ def run(config: EvalConfig) -> None:
             "seed": config.seed,
             "peak_memory_bytes": memory.peak_bytes,
             "wall_s": round(wall_s, 1),
-            "versions": versions(),
+            "versions": list_versions(),
         }
         _written(claim.folder / SUMMARY, summary)
         print_table(found)
@@ -146,7 +145,7 @@ def dry_run(config: EvalConfig, console: Console | None = None) -> None:
     console = console or get_stdout_console()
     resolve_eval(config)
     folder, refusal = inspect_run_dir(config.output_dir, config.resume, check_content)
-    with waiting("checking the inputs"):
+    with show_waiting("checking the inputs"):
         inputs = _check(config)
         if not refusal:
             _done_before(inputs, folder)
@@ -165,9 +164,9 @@ def dry_run(config: EvalConfig, console: Console | None = None) -> None:
 
 def _check(config: EvalConfig) -> _Inputs:
     chat_date = config.model.chat_date or chat_date_of(config.model.path)
-    run = as_run(config, lane(), str(model_folder(config.model.path)), chat_date)
-    Judge(config.reward, config.rollout.max_response_tokens)  # checks names and settings
-    check_judges(config.reward, ())
+    run = build_server_config(config, lane(), str(model_folder(config.model.path)), chat_date)
+    RewardManager(config.reward, config.rollout.max_response_tokens)  # checks names and settings
+    check_judge_models(config.reward, ())
     check_model(run)
     tokenizer = load_tokenizer(run.model.path, run.model.chat_date)
     check_tokenizer_matches(tokenizer, get_field(read_config(run.model.path), "vocab_size"))
@@ -190,18 +189,18 @@ def _tell_of_short_sets(config: EvalConfig, sets: Mapping[str, PromptDataset]) -
 
 def _find_answer(config: EvalConfig) -> FindAnswer | None:
     """Of the reward that says what is correct; a sum of several has no answer."""
-    name, terms = config.scoring.term, reward_terms(config.reward)
+    name, terms = config.scoring.term, list_reward_terms(config.reward)
     if name not in terms:
         return None
     key = f"reward.terms.{name}" if name else "reward"
-    return answers_of(key, terms[name].name, terms[name].settings)
+    return get_answer_finder(key, terms[name].name, terms[name].settings)
 
 
 def _tell_of_votes(inputs: _Inputs) -> None:
     if inputs.find_answer is None:
         what = "a sum of terms (scoring.term='')"
         if not inputs.config.reward.terms or inputs.config.scoring.term:
-            terms = reward_terms(inputs.config.reward)
+            terms = list_reward_terms(inputs.config.reward)
             what = f"the reward {terms[inputs.config.scoring.term].name!r}"
         print(f"no majority@k: {what} does not say what the answer in a response is")
 
@@ -214,7 +213,7 @@ def _serving(inputs: _Inputs, logs: Path) -> Iterator[RolloutPool]:
         Pools(config, resource(), logs) as pools,
         server_pool(config, pools) as servers,
     ):
-        with waiting("starting the servers"):
+        with show_waiting("starting the servers"):
             wait_until_built(servers.groups)
             for line in places([servers]):
                 print(line)
@@ -227,13 +226,13 @@ def _serving(inputs: _Inputs, logs: Path) -> Iterator[RolloutPool]:
 def _evaluate(name: str, inputs: _Inputs, pool: RolloutPool, folder: Path) -> dict[str, Any]:
     """Sample one set, write its samples, and return its metrics."""
     config, servers = inputs.config, inputs.config.rollout
-    prompts = held_out_batch(inputs.sets[name], inputs.num_prompts(name))
+    prompts = build_held_out_batch(inputs.sets[name], inputs.num_prompts(name))
     at_once = servers.num_servers * servers.max_num_seqs
     size = max(servers.num_servers, _ROUNDS * at_once // servers.n)
     parts: list[Batch] = []
     with (
         StepProgress(name, len(prompts) * servers.n) as progress,
-        ACTIVITY.phase(f"sampling {name}"),
+        ACTIVITY.enter_phase(f"sampling {name}"),
     ):
         so_far = _SoFar(progress, time.monotonic())
         for start in range(0, len(prompts), size):

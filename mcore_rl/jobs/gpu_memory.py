@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mcore_rl.config.resolve import takes_turns
+from mcore_rl.config.resolve import are_colocated
 from mcore_rl.config.schema import EngineConfig, RLConfig
 from mcore_rl.jobs.roles import ITEMSIZES, Role, Stage
 from mcore_rl.models.base import HFConfig, get_family
@@ -37,7 +37,7 @@ def turns(config: RLConfig, model: HFConfig, roles: Sequence[Role]) -> list[Memo
     Roles on GPUs of their own have them to themselves in every turn.
     """
     found = [_turn(config, model, role) for role in roles]
-    if takes_turns(config.placement, "actor", "rollout"):
+    if are_colocated(config.placement, "actor", "rollout"):
         weights = {turn.name: turn.weights for turn in found}
         both = weights["actor"] + weights["rollout"]
         found.append(MemoryTurn("push", both, buffers=2 * config.weight_sync.bucket_bytes))

@@ -6,17 +6,17 @@ from typing import cast
 
 import torch
 
-from mcore_rl.agents.choose import CodecKind, codec_for
+from mcore_rl.agents.chat_template.validation import CodecKind, select_codec
 from mcore_rl.checkpoint.hf import CheckpointReader, read_checkpoint_config
-from mcore_rl.config.checks import divides
+from mcore_rl.config.checks import check_divides
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.config.resolve_models import served_models
+from mcore_rl.config.resolve_rollout import build_served_models
 from mcore_rl.config.schema import RLConfig
 from mcore_rl.data.tokenizer import (
     check_tokenizer_matches,
     has_tokenizer,
     load_tokenizer,
-    stop_ids_of,
+    read_stop_ids,
 )
 from mcore_rl.jobs.placement import models_with_paths
 from mcore_rl.models.base import (
@@ -43,7 +43,7 @@ def check_model_layouts(config: RLConfig) -> None:
             )
         get_family(found)
         sizes = get_model_sizes(found)
-        divides(f"{key}.tp", servers.tp, "attention heads", sizes.num_attention_heads)
+        check_divides(f"{key}.tp", servers.tp, "attention heads", sizes.num_attention_heads)
         if servers.ep and not sizes.num_experts:
             raise ConfigError(f"{key}.ep=true: the model has no experts; allowed: false")
         positions = found.get("max_position_embeddings")
@@ -69,7 +69,7 @@ def check_models(config: RLConfig) -> None:
     """
     for name, model in models_with_paths(config).items():
         key, found = f"models.{name}", read_config(model.path)
-        if served_models(config)[name].path:
+        if build_served_models(config)[name].path:
             reader = CheckpointReader(model.path, f"{key}.path")
             reader.check(list_logical_tensors(map_model_weights(found, pad_vocab_size(found, 1))))
         if not has_tokenizer(model.path):
@@ -78,6 +78,6 @@ def check_models(config: RLConfig) -> None:
         check_tokenizer_matches(tokenizer, get_field(found, "vocab_size"))
         try:
             kind = cast(CodecKind, model.codec)
-            codec_for(tokenizer, kind, stop_ids=stop_ids_of(model.path, f"{key}.path"))
+            select_codec(tokenizer, kind, stop_ids=read_stop_ids(model.path, f"{key}.path"))
         except ConfigError as error:
             raise ConfigError(f"{key}.path={model.path!r}: {error}") from error

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from mcore_rl.agents.remote import ModelAddress
-from mcore_rl.config.resolve_models import ROLE
+from mcore_rl.agents.frozen_model import ModelAddress
+from mcore_rl.config.resolve_rollout import ROLE
 from mcore_rl.config.schema import Layout, RLConfig
 from mcore_rl.controller.pending_call import PendingCall, WorkerError
 from mcore_rl.controller.worker_group import WorkerGroup

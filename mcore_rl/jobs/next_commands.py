@@ -6,13 +6,11 @@ from collections.abc import Iterator
 from functools import reduce
 from pathlib import Path
 
-from mcore_rl.config.eval_schema import EvalConfig
-from mcore_rl.config.schema import RLConfig, RolloutConfig
-from mcore_rl.config.sources import test_files
-from mcore_rl.config.train_schema import RMConfig, TrainConfig
-from mcore_rl.data.sample_tables import tables_in
+from mcore_rl.config.resolve import list_test_files
+from mcore_rl.config.schema import EvalConfig, RLConfig, RMConfig, RolloutConfig, TrainConfig
+from mcore_rl.data.sample_tables import list_tables
 from mcore_rl.data.tasks.prepared import prepared
-from mcore_rl.observability.command_lines import wrap_command
+from mcore_rl.observability.process import wrap_command
 
 CHECKPOINT = "checkpoint"  # the folder with the weights of the end
 _SET = "data.sets.NAME=FILE"
@@ -35,7 +33,7 @@ def _commands(folder: Path, config: RLConfig | TrainConfig) -> Iterator[list[str
     if isinstance(config, RMConfig):
         yield ["rl", "recipe=MINE.yaml", f"reward_model.model_path={folder / CHECKPOINT}"]
         return
-    if tables_in(folder):
+    if list_tables(folder):
         yield ["samples", str(folder)]
     own = [*_list_eval_settings(folder, config)] if isinstance(config, RLConfig) else [_SET]
     if own:
@@ -53,7 +51,7 @@ def _list_eval_settings(folder: Path, config: RLConfig) -> Iterator[str]:
     """Nothing for runs that `mcore-rl eval` cannot repeat: of agents, or with terms of a reward."""
     if config.agent.loop != "single_turn" or config.reward.terms:
         return
-    sets = {name: file for name, (_, file) in test_files(config.data).items()}
+    sets = {name: file for name, (_, file) in list_test_files(config.data).items()}
     made = prepared(folder / "task").test_file
     if config.task.name and made.is_file():
         sets["test"] = str(made)

@@ -15,23 +15,21 @@ from typing import Any
 
 from mcore_rl.checkpoint.run_checkpoints import RunCheckpoint, list_steps
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.config.schema import Layout, RLConfig
-from mcore_rl.config.train_schema import TrainConfig
+from mcore_rl.config.schema import Layout, RLConfig, TrainConfig
 from mcore_rl.controller.process_cleanup import clean_up_on_exit
-from mcore_rl.data.sample_tables import go_on_after
+from mcore_rl.data.sample_tables import resume_tables
 from mcore_rl.jobs.failure import RunFailed
 from mcore_rl.jobs.next_commands import CHECKPOINT, list_next_commands
 from mcore_rl.observability.console import (
-    Measured,
+    MeanWithError,
     StepProgress,
     StepReport,
     print_before_after,
     show_line,
 )
-from mcore_rl.observability.metrics import Report
-from mcore_rl.observability.sinks import METRICS, MetricsSinks, read_rows
+from mcore_rl.observability.metrics import METRICS_FILE, MetricsLogger, Report, read_metrics
+from mcore_rl.observability.process import list_versions
 from mcore_rl.observability.trackers import TrackedRun
-from mcore_rl.observability.versions import versions
 
 STARTED = "config.json"  # the first thing that a run writes, when it has been checked
 # Says who has the folder. After a SIGKILL the scope of the run removes it, by this name.
@@ -205,7 +203,9 @@ class RunOutput:
         self.results: dict[str, Any] = {}  # for the summary
         if resumed is not None:
             rows = [
-                row for row in read_rows(resumed.run / METRICS) if self._is_kept(row, resumed.step)
+                row
+                for row in read_metrics(resumed.run / METRICS_FILE)
+                if self._is_kept(row, resumed.step)
             ]
             self.results |= resumed.state["results"]
             # What the run left when it ended before; it goes on now.
@@ -213,9 +213,9 @@ class RunOutput:
             shutil.rmtree(folder / CHECKPOINT, ignore_errors=True)
             if resumed.run != folder.absolute():  # of "auto", after a start that saved nothing
                 config = replace(config, resume=str(resumed.path))
-        go_on_after(folder, *((resumed.step, resumed.run) if resumed else (-1, folder)))
+        resume_tables(folder, *((resumed.step, resumed.run) if resumed else (-1, folder)))
         tracked = TrackedRun(folder, config.trainer.tracker_project, asdict(config))
-        self._sinks = MetricsSinks(tracked, rows, config.trainer.trackers)
+        self._sinks = MetricsLogger(tracked, rows, config.trainer.trackers)
         self._rewards: list[float] = [row["reward"] for row in rows if "reward" in row]
         write_json(folder / STARTED, asdict(config))
 
@@ -313,7 +313,7 @@ class RunOutput:
             "wall_s": round(wall_s, 1),
             "seed": self._config.seed,
             "layout": asdict(self._layout),
-            "versions": versions(),
+            "versions": list_versions(),
         }
         write_json(self.folder / SUMMARY, summary)
         memory = f"{peak_memory_bytes / 1e9:.1f} GB"
@@ -344,7 +344,7 @@ class TrainOutput(RunOutput):
 
 def held_out_rows(
     found: Mapping[str, Mapping[str, Mapping[str, float]]],
-) -> list[tuple[str, Measured | None, Measured]]:
+) -> list[tuple[str, MeanWithError | None, MeanWithError]]:
     """Of each set its loss and its accuracy or, where it has neither, the mean reward."""
     before, after, rows = found.get("before", {}), found.get("after", {}), []
     for name, metrics in after.items():
@@ -355,8 +355,8 @@ def held_out_rows(
     return rows
 
 
-def _measured(metrics: Mapping[str, float], kind: str) -> Measured:
-    return Measured(metrics[kind], metrics[f"{kind}_stderr"], kind == "accuracy")
+def _measured(metrics: Mapping[str, float], kind: str) -> MeanWithError:
+    return MeanWithError(metrics[kind], metrics[f"{kind}_stderr"], kind == "accuracy")
 
 
 def _layout(config: RLConfig | TrainConfig) -> Layout:

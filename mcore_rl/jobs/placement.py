@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from mcore_rl.algorithms.advantages import ADVANTAGES
-from mcore_rl.algorithms.inputs import needs_of
-from mcore_rl.config.resolve import OWN_POOL, pool_of
-from mcore_rl.config.resolve_distillation import teachers_of
-from mcore_rl.config.resolve_models import ROLE, ServedModel, served_models
+from mcore_rl.algorithms.inputs import get_needs
+from mcore_rl.config.resolve import OWN_POOL, get_pool
+from mcore_rl.config.resolve_algorithm import build_teachers
+from mcore_rl.config.resolve_rollout import ROLE, ServedModel, build_served_models
 from mcore_rl.config.schema import EngineConfig, Layout, RLConfig, RolloutConfig
 from mcore_rl.controller.resource_pool import ResourcePool
 from mcore_rl.controller.worker_group import WorkerGroup
@@ -46,7 +46,7 @@ def pool_plans(config: RLConfig) -> dict[str, PoolPlan]:
     sizes["rollout"] = rollout.num_servers * rollout.tp
     members: dict[str, list[str]] = {}
     for role in sizes:
-        pool = pool_of(config.placement, role)
+        pool = get_pool(config.placement, role)
         members.setdefault(role if pool == OWN_POOL else f"{pool} pool", []).append(role)
     plans = {}
     for name, roles in members.items():
@@ -55,7 +55,7 @@ def pool_plans(config: RLConfig) -> dict[str, PoolPlan]:
             plans[name] = PoolPlan(("rollout",), sizes["rollout"] // per_node, per_node)
         else:
             plans[name] = PoolPlan(tuple(roles), max(sizes[role] for role in roles))
-    for name, model in served_models(config).items():
+    for name, model in build_served_models(config).items():
         role = f"{ROLE}{name}"
         plans[role] = PoolPlan((role,), model.servers.num_servers, model.servers.tp)
     return plans
@@ -79,7 +79,7 @@ def needs_reference(config: RLConfig) -> bool:
 
 def needs_critic(config: RLConfig) -> bool:
     """Whether there is a value model: the advantage function reads values."""
-    return "values" in needs_of(ADVANTAGES[config.algorithm.advantage])
+    return "values" in get_needs(ADVANTAGES[config.algorithm.advantage])
 
 
 def models_of(config: RLConfig) -> set[str]:
@@ -94,7 +94,7 @@ def frozen_engines(config: RLConfig) -> dict[str, EngineConfig]:
     found: dict[str, EngineConfig] = {}
     if config.reward_model.model_path:
         found["reward_model"] = config.reward_model
-    for name, teacher in teachers_of(config.teacher).items():
+    for name, teacher in build_teachers(config.teacher).items():
         found[f"teacher.{name}"] = teacher.engine
     return found
 
@@ -104,7 +104,7 @@ def frozen_paths(config: RLConfig) -> dict[str, str]:
     found = {}
     if config.reward_model.model_path:
         found["reward_model"] = config.reward_model.model_path
-    for name, teacher in teachers_of(config.teacher).items():
+    for name, teacher in build_teachers(config.teacher).items():
         found[f"teacher.{name}"] = teacher.model_path or config.model.path
     return found
 
@@ -113,13 +113,15 @@ def servers_of(config: RLConfig, role: str) -> RolloutConfig | None:
     """Of the policy and of models with servers of their own; None for other roles."""
     if role == "rollout":
         return config.rollout
-    model = served_models(config).get(role.removeprefix(ROLE)) if role.startswith(ROLE) else None
+    model = (
+        build_served_models(config).get(role.removeprefix(ROLE)) if role.startswith(ROLE) else None
+    )
     return model.servers if model else None
 
 
 def models_with_paths(config: RLConfig) -> dict[str, ServedModel]:
     """Those of `models`; one without a path is what the actor begins with."""
-    models = served_models(config).items()
+    models = build_served_models(config).items()
     return {name: replace(model, path=model.path or config.model.path) for name, model in models}
 
 

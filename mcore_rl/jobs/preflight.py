@@ -11,21 +11,20 @@ from typing import TYPE_CHECKING
 import torch
 
 import mcore_rl.models  # noqa: F401  (fills the family registry)
-from mcore_rl.agents.messages import messages_of
+from mcore_rl.agents.chat_template.codec import parse_messages
 from mcore_rl.agents.runner import check_agent, try_out
 from mcore_rl.algorithms.sample_choice import CURRICULA
 from mcore_rl.checkpoint.hf import CheckpointReader, read_checkpoint_config
-from mcore_rl.config.checks import one_of
+from mcore_rl.config.checks import check_choice
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.config.resolve import resolve_rollout_model
+from mcore_rl.config.resolve import list_test_files, list_train_files
 from mcore_rl.config.resolve_engine import (
     resolve_model_engine,
     resolve_model_layout,
     resolve_schedule,
 )
-from mcore_rl.config.resolve_models import served_models
+from mcore_rl.config.resolve_rollout import build_served_models, resolve_rollout_model
 from mcore_rl.config.schema import RLConfig
-from mcore_rl.config.sources import test_files, train_files
 from mcore_rl.data.batch import Batch
 from mcore_rl.data.datasets import (
     PromptDataset,
@@ -39,7 +38,7 @@ from mcore_rl.data.tokenizer import (
     check_tokenizer_matches,
     has_tokenizer,
     load_tokenizer,
-    stop_ids_of,
+    read_stop_ids,
 )
 from mcore_rl.engine.base import backend_of
 from mcore_rl.engine.lora_targets import check_targets
@@ -61,7 +60,12 @@ from mcore_rl.models.base import (
 from mcore_rl.models.heads import build_value_config
 from mcore_rl.observability.trackers import check_trackers
 from mcore_rl.reshard.rules import list_logical_tensors
-from mcore_rl.rewards.judge import Judge, answer_check, check_columns, check_judges
+from mcore_rl.rewards.manager import (
+    RewardManager,
+    build_answer_check,
+    check_columns,
+    check_judge_models,
+)
 from mcore_rl.trainers.policy_loss import check_functions, check_greedy
 from mcore_rl.weight_sync.nixl import import_nixl
 from mcore_rl.weight_sync.shared_memory import check_allocator
@@ -162,11 +166,11 @@ def _check_choices(config: RLConfig) -> None:
     check_functions(config.algorithm, config.agent.loop)
     check_greedy(config)
     if curriculum := config.data.curriculum.name:
-        CURRICULA.bound(curriculum, config.data.curriculum.settings)
+        CURRICULA.bind(curriculum, config.data.curriculum.settings)
     check_trackers(config.trainer.trackers)
     lengths = config.rollout.max_response_tokens, config.evaluation.max_response_tokens
-    Judge(config.reward, min(filter(None, lengths)))  # checks names and settings
-    check_judges(config.reward, served_models(config))
+    RewardManager(config.reward, min(filter(None, lengths)))  # checks names and settings
+    check_judge_models(config.reward, build_served_models(config))
     check_reward_parts(config)
     if config.weight_sync.method == "disaggregated" and config.weight_sync.transport == "nixl":
         import_nixl()
@@ -177,7 +181,7 @@ def _check_choices(config: RLConfig) -> None:
 
 def _data_files(config: RLConfig) -> dict[str, str]:
     """All sources of data that a run reads, by setting."""
-    found = train_files(config.data) | dict(test_files(config.data).values())
+    found = list_train_files(config.data) | dict(list_test_files(config.data).values())
     if config.warm_start.num_steps:
         found["warm_start.train_file"] = config.warm_start.train_file
     return found
@@ -187,14 +191,14 @@ def _read_data(config: RLConfig) -> Inputs:
     tokenizer = load_tokenizer(config.model.path, config.model.chat_date)
     check_tokenizer_matches(tokenizer, get_field(read_config(config.model.path), "vocab_size"))
     if config.agent.loop != "single_turn":
-        models, stop_ids = served_models(config), stop_ids_of(config.model.path)
+        models, stop_ids = build_served_models(config), read_stop_ids(config.model.path)
         check_agent(config.agent, tokenizer, models, stop_ids)
     inputs = Inputs(
         tokenizer=tokenizer,
-        train=prompts_of(train_files(config.data), config, tokenizer),
+        train=prompts_of(list_train_files(config.data), config, tokenizer),
         tests={
             name: prompts_of(dict([file]), config, tokenizer)
-            for name, file in test_files(config.data).items()
+            for name, file in list_test_files(config.data).items()
         },
         examples=_examples(config, tokenizer),
     )
@@ -212,8 +216,8 @@ def prompts_of(
     """Load the prompts of sources, by setting."""
     found = []
     loop = config.agent.loop
-    check_chat = None if loop == "single_turn" else messages_of
-    check_answer = answer_check(config.reward) if loop in REWARDED_LOOPS else None
+    check_chat = None if loop == "single_turn" else parse_messages
+    check_answer = build_answer_check(config.reward) if loop in REWARDED_LOOPS else None
     for setting, name in files.items():
         prompts = load_prompts(
             name,
@@ -235,10 +239,10 @@ def prompts_of(
 def _check_numbers_of_rows(config: RLConfig, inputs: Inputs) -> None:
     """Refuse to draw more rows at a time than there are: some would come twice."""
     data, warm, step = config.data, config.warm_start, config.trainer.prompts_per_step
-    files = [f"{setting}={name!r}" for setting, name in train_files(config.data).items()]
+    files = [f"{setting}={name!r}" for setting, name in list_train_files(config.data).items()]
     prompts = f"trainer.prompts_per_step={step}"
-    if (per_round := config.algorithm.samples.prompts_per_round) > step:
-        step, prompts = per_round, f"algorithm.samples.prompts_per_round={per_round}"
+    if (per_round := config.algorithm.filter.prompts_per_round) > step:
+        step, prompts = per_round, f"algorithm.filter.prompts_per_round={per_round}"
     if data.train_weights:
         for file, weight, size in zip(files, data.train_weights, inputs.train.sizes, strict=True):
             drawn = math.ceil(step * weight / sum(data.train_weights))
@@ -246,7 +250,7 @@ def _check_numbers_of_rows(config: RLConfig, inputs: Inputs) -> None:
     else:
         _refuse_fewer(prompts, " and ".join(files), len(inputs.train), step)
     num_tests = config.trainer.eval_samples
-    for name, (setting, file) in test_files(config.data).items():
+    for name, (setting, file) in list_test_files(config.data).items():
         size = len(inputs.tests[name])
         _refuse_fewer(f"trainer.eval_samples={num_tests}", f"{setting}={file!r}", size, num_tests)
     if inputs.examples is not None:
@@ -294,7 +298,7 @@ def _check_critic(config: RLConfig, actor: HFConfig) -> None:
     resolve_model_layout("critic.layout", critic.layout, sizes)
     resolve_model_engine("critic", critic, sizes)
     resolve_schedule("critic.optimizer", critic.optimizer, steps)
-    one_of("critic.loss_aggregation", critic.loss_aggregation, _CRITIC_AGGREGATIONS)
+    check_choice("critic.loss_aggregation", critic.loss_aggregation, _CRITIC_AGGREGATIONS)
 
 
 def _check_cache(config: RLConfig, hf_config: HFConfig) -> None:

@@ -16,12 +16,12 @@ from mcore_rl.checkpoint.run_checkpoints import (
     list_steps,
     read_checkpoint,
 )
-from mcore_rl.config.checks import exists
+from mcore_rl.config.checks import check_exists
+from mcore_rl.config.describe import SettingRenamer
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.json_file import read_json_object
-from mcore_rl.config.schema import RLConfig
-from mcore_rl.config.sources import AnyData, test_files, train_files
-from mcore_rl.config.train_schema import TrainConfig
+from mcore_rl.config.resolve import list_test_files, list_train_files
+from mcore_rl.config.schema import AnyData, RLConfig, TrainConfig
 from mcore_rl.controller.pending_call import Timeout, WorkerError
 from mcore_rl.controller.ray_nodes import create_checksum_reader
 from mcore_rl.jobs.failure import RunFailed
@@ -61,7 +61,7 @@ def checkpoint_to_resume(
     if config.resume == "auto":
         found = find_newest_checkpoint(own, warn, compute_sums) or _begun_from(folder, compute_sums)
     else:
-        exists("resume", config.resume)
+        check_exists("resume", config.resume)
         found = read_checkpoint(Path(config.resume), compute_sums)
         if found.path.parent == own and list_steps(own)[-1] > found.step:
             raise ConfigError(
@@ -135,7 +135,8 @@ def _check_critic(config: RLConfig, found: RunCheckpoint) -> None:
 def _check_settings(config: RLConfig | TrainConfig, found: RunCheckpoint) -> None:
     if isinstance(config, RLConfig):
         _check_critic(config, found)
-    mine, theirs = dict(flat(asdict(config))), dict(flat(found.state["settings"]))
+    saved = SettingRenamer().rename_tree(found.state["settings"])
+    mine, theirs = dict(flat(asdict(config))), dict(flat(saved))
     differ = [key for key in mine if mine[key] != theirs.get(key)]
     layout = f"{WARM_START}.layout."  # no ranks start for it any more
     known = [key for key in differ if key in theirs]  # others are newer than what wrote it
@@ -158,7 +159,7 @@ def check_data(
     Raises:
         ConfigError: a source has other rows than when the run saved the checkpoint.
     """
-    files = train_files(data) | dict(test_files(data).values())
+    files = list_train_files(data) | dict(list_test_files(data).values())
     digests = [*train.digests, *(digest for test in tests for digest in test.digests)]
     by_setting = dict(zip(files, digests, strict=True))
     saved = found.state.get(DATA, {}) if found else {}  # earlier versions saved none

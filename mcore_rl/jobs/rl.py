@@ -13,9 +13,8 @@ from pathlib import Path
 
 from mcore_rl.algorithms.losses import ValueClipSettings, negative_log_likelihood, value_clip
 from mcore_rl.checkpoint.run_checkpoints import RunCheckpoint
-from mcore_rl.config.resolve import for_lane, resolve
-from mcore_rl.config.resolve_distillation import OF_TOP_TOKENS
-from mcore_rl.config.resolve_mode import get_loop
+from mcore_rl.config.resolve import get_loop, resolve, resolve_for_lane
+from mcore_rl.config.resolve_algorithm import TOP_TOKEN_LOSSES
 from mcore_rl.config.schema import EngineConfig, Layout, LoRAConfig, RLConfig
 from mcore_rl.controller.batch_ops import select_small_columns
 from mcore_rl.controller.pending_call import gather_results
@@ -59,9 +58,9 @@ from mcore_rl.jobs.resume import (
 )
 from mcore_rl.jobs.roles import expert_layers
 from mcore_rl.jobs.session import lane, resource, session
-from mcore_rl.observability.console import show_line, waiting
+from mcore_rl.observability.console import show_line, show_waiting
 from mcore_rl.observability.memory import PeakMemory
-from mcore_rl.observability.start import began
+from mcore_rl.observability.process import get_start_time
 from mcore_rl.rollout.desired_servers import read_wanted_servers
 from mcore_rl.rollout.server_pool import ServerPool
 from mcore_rl.rollout.weight_updater import ExportError, connect
@@ -86,16 +85,16 @@ def run(config: RLConfig) -> None:
         RunFailed: The run had to stop.
         RunStopped: A signal has ended it, and it can be resumed.
     """
-    started = began()
+    started = get_start_time()
     resolve(config)
-    config = for_lane(config, lane(), has_experts=has_experts(config))
+    config = resolve_for_lane(config, lane(), has_experts=has_experts(config))
     with (
         exclusive_run_dir(config.output_dir, config.resume) as claim,
         job_scope(claim.folder, claim.lock) as scratch,
         _stop_signals(config) as stop,
         PeakMemory() as memory,
     ):
-        with waiting("checking the inputs"):
+        with show_waiting("checking the inputs"):
             checkpoint = checkpoint_read_by_nodes(config, claim.folder)
             if last := ended_after(config, checkpoint, claim.folder):
                 print(f"the run in {claim.folder} has ended after step {last}")
@@ -198,14 +197,14 @@ class _Run:
         with contextlib.ExitStack() as stack:
             # It ends after the servers, whose end ends what it waits for.
             thread = stack.enter_context(ThreadPoolExecutor(1, "generation"))
-            with waiting("starting the servers and the trainer"):
+            with show_waiting("starting the servers and the trainer"):
                 devices = _start_models(config, pools, ranks, stack)
             trainer = self._build_trainer(devices, thread)
             if self.checkpoint is None and trainer.evaluation.is_due(0):
-                with waiting("evaluating"):
+                with show_waiting("evaluating"):
                     output.write(0, trainer.evaluation.run(0))
             if self.checkpoint is not None:
-                with waiting("loading the checkpoint"):
+                with show_waiting("loading the checkpoint"):
                     trainer.checkpoints.restore(self.checkpoint)
             if config.algorithm.correction.use_rollout_log_probs:
                 print(
@@ -213,7 +212,7 @@ class _Run:
                     "servers' log-probs with the trainer's"
                 )
             self._run_steps(trainer)
-            with waiting("exporting"):
+            with show_waiting("exporting"):
                 self._export(trainer)
 
     def _build_trainer(self, devices: DeviceSharing, thread: Executor) -> RLTrainer:
@@ -237,7 +236,7 @@ class _Run:
                 devices=devices,
                 prompts=inputs.train,
                 test_sets=build_test_sets(inputs.tests, config.trainer.eval_samples),
-                sample_log=SampleLog(folder, inputs.tokenizer, config.samples, devices.actor),
+                sample_log=SampleLog(folder, inputs.tokenizer, config.sample_log, devices.actor),
                 thread=thread,
                 record_evaluation=self.output.evaluated,
                 build_checkpoints=build_checkpoints,
@@ -349,7 +348,7 @@ def _scorer(config: RLConfig, pools: Pools, role: str) -> AbstractContextManager
     if role == "reward_model":
         return _model(pools, role, spec, None, model_type="reward_model", wait=False)
     distillation = config.algorithm.distillation
-    if distillation.loss in OF_TOP_TOKENS:
+    if distillation.loss in TOP_TOKEN_LOSSES:
         spec = replace(spec, num_top_log_probs=distillation.top_k)
     return _model(pools, role, spec, None, wait=False)
 

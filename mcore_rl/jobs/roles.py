@@ -7,9 +7,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 
 import mcore_rl.models  # noqa: F401  (fills the family registry)
-from mcore_rl.config.resolve_models import ROLE, served_models
-from mcore_rl.config.schema import EngineConfig, Layout, LoRAConfig, RLConfig, RolloutConfig
-from mcore_rl.config.train_schema import RMConfig, TrainConfig
+from mcore_rl.config.resolve_rollout import ROLE, build_served_models
+from mcore_rl.config.schema import (
+    EngineConfig,
+    Layout,
+    LoRAConfig,
+    RLConfig,
+    RMConfig,
+    RolloutConfig,
+    TrainConfig,
+)
 from mcore_rl.data.routed_experts import ExpertLayers
 from mcore_rl.engine.lora_targets import adapted_linear
 from mcore_rl.jobs.placement import frozen_engines, frozen_paths, needs_critic, needs_reference
@@ -90,7 +97,7 @@ def roles(config: RLConfig, model: HFConfig) -> list[Role]:
         found.append(_trainer(role, task, engine, config, scored, trains=False))
     num = config.rollout.num_servers
     found.append(_servers("rollout", f"generation: {_counted(num)}", config.rollout, config, model))
-    for name, served in served_models(config).items():
+    for name, served in build_served_models(config).items():
         task = f"frozen: {_counted(served.servers.num_servers)}"
         read = read_config(served.path) if served.path else model
         found.append(_servers(f"{ROLE}{name}", task, served.servers, config, read))

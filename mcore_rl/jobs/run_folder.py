@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from mcore_rl.checkpoint.run_checkpoints import format_name, list_steps
-from mcore_rl.config.checks import exists
+from mcore_rl.config.checks import check_exists
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.json_file import read_json_object
 from mcore_rl.config.schema import ModelConfig
@@ -31,7 +31,7 @@ def model_folder(path: str, setting: str = "model.path") -> Path:
         ConfigError: it is neither; `setting` names it.
     """
     folder = Path(path)
-    exists(setting, folder)
+    check_exists(setting, folder)
     if not folder.is_dir():
         raise ConfigError(f"{setting}={path!r} is not a folder")
     if (folder / CHECKPOINT / "config.json").is_file():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mcore_rl.checkpoint.hf import CheckpointReader, read_checkpoint_config
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.config.resolve_distillation import OF_TOP_TOKENS, teachers_of
+from mcore_rl.config.resolve_algorithm import TOP_TOKEN_LOSSES, build_teachers
 from mcore_rl.config.resolve_engine import resolve_model_engine, resolve_model_layout
 from mcore_rl.config.schema import RLConfig
 from mcore_rl.data.files import open_rows
@@ -59,7 +59,7 @@ def _config_of(config: RLConfig, role: str, path: str) -> HFConfig:
         )
     policy, distillation = read_config(config.model.path), config.algorithm.distillation
     sizes = [get_field(c, "vocab_size") for c in (found, policy)]
-    if distillation.loss in OF_TOP_TOKENS:
+    if distillation.loss in TOP_TOKEN_LOSSES:
         if sizes[0] != sizes[1]:
             raise ConfigError(
                 f"{setting}={path!r} has vocab_size={sizes[0]}, the policy {sizes[1]}; allowed "
@@ -92,11 +92,11 @@ def _check_tokenizer(config: RLConfig, role: str, path: str) -> None:
 def _check_teacher_column(config: RLConfig) -> None:
     if not config.teacher.column:
         return
-    names, column = teachers_of(config.teacher), Column(config.teacher.column, "teacher.column")
+    names, column = build_teachers(config.teacher), Column(config.teacher.column, "teacher.column")
     for name in filter(None, config.data.train_files or [config.data.train_file]):
         for row in open_rows(name, "data.train_file"):
-            if (found := column.text(row)) not in names:
-                raise column.refusal(row, found, f"one of: {', '.join(names)}")
+            if (found := column.get_text(row)) not in names:
+                raise column.build_error(row, found, f"one of: {', '.join(names)}")
 
 
 def _setting(role: str) -> str:

@@ -18,9 +18,8 @@ from mcore_rl.algorithms.losses import linear_in_scores, negative_log_likelihood
 from mcore_rl.algorithms.preference import PREFERENCE_LOSSES
 from mcore_rl.checkpoint.run_checkpoints import RunCheckpoint
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.config.resolve_train import data_of, resolve_train
-from mcore_rl.config.schema import LoRAConfig
-from mcore_rl.config.train_schema import DPOConfig, RMConfig, SFTConfig, TrainConfig
+from mcore_rl.config.resolve_train import get_data_config, resolve_train
+from mcore_rl.config.schema import DPOConfig, LoRAConfig, RMConfig, SFTConfig, TrainConfig
 from mcore_rl.controller import torchrun
 from mcore_rl.controller.dispatch import RankGroup
 from mcore_rl.controller.process_cleanup import StopSignals, catch_stop_signals
@@ -51,9 +50,9 @@ from mcore_rl.jobs.train_inputs import (
     has_reference_model,
     needs_reference,
 )
-from mcore_rl.observability.console import waiting
+from mcore_rl.observability.console import show_waiting
 from mcore_rl.observability.memory import PeakMemory
-from mcore_rl.observability.start import began
+from mcore_rl.observability.process import get_start_time
 from mcore_rl.trainers import supervised
 from mcore_rl.trainers.checkpointing import CheckpointManager, how_to_resume
 from mcore_rl.trainers.device_sharing import ExclusiveDevices
@@ -79,7 +78,7 @@ def run(config: TrainConfig) -> None:
         RunFailed: the run had to stop.
         RunStopped: a signal has ended it, and it can go on.
     """
-    started = began()
+    started = get_start_time()
     resolve_train(config)
     config = for_device(config, lane())
     if torchrun.is_launched():
@@ -93,13 +92,13 @@ def run(config: TrainConfig) -> None:
         _stop_signals(config) as stop,
         PeakMemory() as memory,
     ):
-        with waiting("checking the inputs"):
+        with show_waiting("checking the inputs"):
             inputs = check_train_inputs(config)
             steps = replace(config.trainer, num_steps=inputs.num_steps)
             config = replace(config, trainer=steps)
             found = checkpoint_read_by_nodes(config, claim.folder)
             tests = inputs.tests.values()
-            digests = check_data(found, data_of(config), inputs.train, tests)
+            digests = check_data(found, get_data_config(config), inputs.train, tests)
             sizes = _sizes(config, claim.folder, found.step if found else 0)
             room.refuse_more(config.output_dir, claim.folder, sizes)
         if last := ended_after(config, found, claim.folder):
@@ -130,13 +129,13 @@ class _Run:
 
 def _train(run: _Run, make: MakeGroup) -> None:
     config, inputs, output = run.config, run.inputs, run.output
-    with waiting("starting the trainer"):
+    with show_waiting("starting the trainer"):
         model = make(MODEL, inputs.num_steps)
         model.initialize()
         objective = _objective(config, model, make)
     batch_size, num_bytes = config.trainer.batch_size, room.weight_bytes(config)
-    rows, weights = inputs.train, data_of(config).train_weights
-    batches = ExampleBatches(rows.batch, rows.sizes, batch_size, config.seed, weights)
+    rows, weights = inputs.train, get_data_config(config).train_weights
+    batches = ExampleBatches(rows.take, rows.sizes, batch_size, config.seed, weights)
     checkpoints = CheckpointManager(
         config,
         output.folder,
@@ -150,10 +149,10 @@ def _train(run: _Run, make: MakeGroup) -> None:
 
     evaluation = SupervisedEvaluation(config, objective, inputs.tests, output.evaluated)
     if run.found is None and evaluation.is_due(0):
-        with waiting("evaluating"):
+        with show_waiting("evaluating"):
             output.write(0, evaluation.run(0))
     if run.found is not None:
-        with waiting("loading the checkpoint"):
+        with show_waiting("loading the checkpoint"):
             checkpoints.restore(run.found)
     path = output.folder / CHECKPOINT
     try:
@@ -165,9 +164,9 @@ def _train(run: _Run, make: MakeGroup) -> None:
     except OutputError as error:  # a full disk: what has been learned is kept
         raise RunFailed(f"{error}; {room.kept(model, path, num_bytes)[1]}") from error
     if checkpoints.next_step > inputs.num_steps and inputs.tests:  # it went on after its last step
-        with waiting("evaluating"):
+        with show_waiting("evaluating"):
             evaluation.run(inputs.num_steps)
-    with waiting("exporting"):
+    with show_waiting("exporting"):
         room.export(model, path, num_bytes)
 
 
@@ -177,7 +176,7 @@ def _objective(config: TrainConfig, model: RankGroup, make: MakeGroup) -> Object
     if isinstance(config, RMConfig):
         return RewardObjective(model)
     assert isinstance(config, DPOConfig)
-    loss = PREFERENCE_LOSSES.bound(config.loss, config.loss_settings)
+    loss = PREFERENCE_LOSSES.bind(config.loss, config.loss_settings)
     if not needs_reference(config):
         return PreferenceObjective(model, loss, None)
     if not has_reference_model(config):

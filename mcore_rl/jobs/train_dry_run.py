@@ -5,7 +5,7 @@ from __future__ import annotations
 from rich.console import Console
 
 from mcore_rl.config.resolve_train import resolve_train
-from mcore_rl.config.train_schema import TrainConfig
+from mcore_rl.config.schema import TrainConfig
 from mcore_rl.jobs.dry_run import say, show
 from mcore_rl.jobs.output import inspect_run_dir
 from mcore_rl.jobs.resume import checkpoint_to_resume
@@ -18,7 +18,7 @@ from mcore_rl.jobs.train_inputs import (
     has_reference_model,
 )
 from mcore_rl.models.base import read_config
-from mcore_rl.observability.console import get_stdout_console, waiting
+from mcore_rl.observability.console import get_stdout_console, show_waiting
 
 
 def dry_run(config: TrainConfig, console: Console | None = None) -> None:
@@ -31,7 +31,7 @@ def dry_run(config: TrainConfig, console: Console | None = None) -> None:
     resolve_train(config)
     config = for_device(config, lane())
     folder, refusal = inspect_run_dir(config.output_dir, config.resume)
-    with waiting("checking the inputs", has_lines=False):
+    with show_waiting("checking the inputs", has_lines=False):
         checkpoint_to_resume(config, folder)
         inputs = check_train_inputs(config)
     say(console, *describe_inputs(config, inputs))

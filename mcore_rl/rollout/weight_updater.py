@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
-from mcore_rl.config.resolve_mode import get_loop
+from mcore_rl.config.resolve import get_loop
 from mcore_rl.config.schema import RLConfig, RolloutConfig, WeightSyncConfig
 from mcore_rl.controller.pending_call import Timeout, gather_results
 from mcore_rl.controller.worker_group import WorkerGroup

@@ -24,7 +24,7 @@ from torch.utils import _device
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import Layout
 from mcore_rl.engine.lane import lane
-from mcore_rl.observability.garbage import long_lived
+from mcore_rl.observability.process import exempt_imports_from_gc
 from mcore_rl.parallel.store import guard_gloo
 
 _CPU = torch.device("cpu")
@@ -120,7 +120,7 @@ def install(num_threads: int, modules: str = "auto", *, on_cpu: bool = False) ->
     _patch_torch()
     _patch_torch_cuda()
     guard_gloo()
-    with long_lived():
+    with exempt_imports_from_gc():
         _check_megatron()  # imports Megatron
         chosen_modules(modules)
         _patch_megatron()

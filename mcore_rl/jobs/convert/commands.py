@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from mcore_rl.config.checks import exists, one_of
+from mcore_rl.config.checks import check_choice, check_exists
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import Layout
 from mcore_rl.engine.megatron.bridge import export_hf, import_hf
@@ -17,7 +17,7 @@ BRIDGES = ("megatron-bridge",)
 
 
 def hf_to_mcore(*, model: Path, output: Path, layout: Layout, **options: Any) -> int:
-    exists("--model", model)
+    check_exists("--model", model)
     resources, dtype = _resources(**options), options["dtype"]
     if _asks_for_bridge({"layout": layout != Layout(), **options}):
         import_hf(model, output)
@@ -35,9 +35,9 @@ def mcore_to_hf(
     lora: str,
     **options: Any,
 ) -> int:
-    exists("--checkpoint", checkpoint)
+    check_exists("--checkpoint", checkpoint)
     if reference is not None:
-        exists("--reference", reference)
+        check_exists("--reference", reference)
     resources, dtype = _resources(**options), options["dtype"]
     shard_bytes = parse_bytes("--max-shard-size", max_shard_size)
     if not _asks_for_bridge(options):
@@ -52,7 +52,7 @@ def mcore_to_hf(
 def _asks_for_bridge(options: Mapping[str, Any]) -> bool:
     if options["bridge"] is None:
         return False
-    one_of("--bridge", options["bridge"], BRIDGES)
+    check_choice("--bridge", options["bridge"], BRIDGES)
     for name, value in options.items():
         if value and name != "bridge":
             option = f"--{name.replace('_', '-')}"
@@ -61,14 +61,14 @@ def _asks_for_bridge(options: Mapping[str, Any]) -> bool:
 
 
 def show(*, folder: Path, json: bool) -> int:
-    exists("DIR", folder)
+    check_exists("DIR", folder)
     inspect.inspect(folder, as_json=json)
     return 0
 
 
 def compare(*, a: Path, b: Path, json: bool) -> int:
     for folder in (a, b):
-        exists("DIR", folder)
+        check_exists("DIR", folder)
     return 0 if verify.verify(a, b, as_json=json) else 1
 
 

@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from mcore_rl.config.checks import at_least
+from mcore_rl.config.checks import check_at_least
 from mcore_rl.config.errors import ConfigError
 
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
@@ -32,7 +32,7 @@ class Resources:
 
     def __post_init__(self) -> None:
         if self.workers is not None:
-            at_least("--workers", self.workers, 1)
+            check_at_least("--workers", self.workers, 1)
 
 
 def parse_bytes(option: str, text: str) -> int:
@@ -48,7 +48,7 @@ def parse_bytes(option: str, text: str) -> int:
     if match is None or match[2].upper() not in _UNITS:
         raise ConfigError(f"{option}={text!r}; allowed: a size such as 500MB, 5GB or 8GiB")
     size = int(float(match[1]) * _UNITS[match[2].upper()])
-    at_least(option, size, 1)
+    check_at_least(option, size, 1)
     return size
 
 

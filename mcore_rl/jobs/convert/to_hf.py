@@ -22,7 +22,7 @@ from mcore_rl.checkpoint.hf_writer import (
     write_shard,
 )
 from mcore_rl.checkpoint.torch_dist import DistReader
-from mcore_rl.config.checks import one_of
+from mcore_rl.config.checks import check_choice
 from mcore_rl.jobs.convert.megatron_folder import MegatronFolder, open_megatron
 from mcore_rl.jobs.convert.options import READ_ENTRY_BYTES, Resources
 from mcore_rl.jobs.convert.plan import Buffer, Parameter, fingerprint, main_dtype, named_dtype
@@ -64,7 +64,7 @@ def plan(
     Raises:
         ConfigError: the folder is no checkpoint, or of another model than it says.
     """
-    one_of("--lora", lora, LORA)
+    check_choice("--lora", lora, LORA)
     asked = named_dtype("--dtype", DTYPES, dtype) if dtype else None
     folder = open_megatron(checkpoint, reference)
     notes, adapted, written = folder.notes, None, folder

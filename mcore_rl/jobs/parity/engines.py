@@ -110,8 +110,8 @@ def _batch(sequences: list[list[int]]) -> Batch:
     """All tokens but the first are to be scored."""
     return Batch(
         {
-            "prompt_ids": Jagged.of([ids[:1] for ids in sequences], np.int64),
-            "response_ids": Jagged.of([ids[1:] for ids in sequences], np.int64),
+            "prompt_ids": Jagged.pack([ids[:1] for ids in sequences], np.int64),
+            "response_ids": Jagged.pack([ids[1:] for ids in sequences], np.int64),
         }
     )
 

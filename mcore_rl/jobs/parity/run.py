@@ -33,8 +33,8 @@ from mcore_rl.jobs.parity.compare import (
 )
 from mcore_rl.jobs.parity.settings import CONTINUATION, HF, VLLM, ParityPlan, Request, checked
 from mcore_rl.jobs.ranks import run_in_process, run_on_ranks
-from mcore_rl.observability.console import waiting
-from mcore_rl.observability.versions import versions
+from mcore_rl.observability.console import show_waiting
+from mcore_rl.observability.process import list_versions
 
 WITH_HF, WITH_PREFILL, WITH_DECODE = "megatron~hf", "megatron~vllm_prefill", "megatron~vllm_decode"
 _NUM_SHOWN = 3  # of the worst tokens of a pair
@@ -178,7 +178,7 @@ def run(request: Request) -> ParityReport:
         mean_tolerance=plan.mean_tolerance,
         layout=request.layout,
         dtype=request.dtype,
-        versions=versions(),
+        versions=list_versions(),
         pairs=pairs,
         texts=_texts(request.model, gaps.values()),
     )
@@ -194,7 +194,7 @@ class _Processes:
     def megatron(self, doing: str, job: Callable[..., Any], tokens: list[list[int]]) -> list[Any]:
         request = self.plan.request
         on_rank = partial(job, self.plan.engine, request.checkpoint, tokens)
-        with waiting(doing, Console(stderr=True), has_lines=False):
+        with show_waiting(doing, Console(stderr=True), has_lines=False):
             return run_on_ranks(on_rank, request.layout.world_size, self.logs, request.timeout_s)
 
     def hf(self, doing: str, job: Callable[..., Any], tokens: list[list[int]]) -> Any:
@@ -205,7 +205,7 @@ class _Processes:
         return self._alone(doing, VLLM, partial(job, self.plan.server, *given))
 
     def _alone(self, doing: str, name: str, job: Callable[[], Any]) -> Any:
-        with waiting(doing, Console(stderr=True), has_lines=False):
+        with show_waiting(doing, Console(stderr=True), has_lines=False):
             return run_in_process(job, name, self.logs, self.plan.request.timeout_s)
 
 

@@ -18,7 +18,13 @@ import torch
 import mcore_rl.models  # noqa: F401  (fills the family registry)
 from mcore_rl.checkpoint.files import read_checkpoint_info
 from mcore_rl.checkpoint.hf import CheckpointReader
-from mcore_rl.config.checks import at_least, divides, exists, one_of, positive
+from mcore_rl.config.checks import (
+    check_at_least,
+    check_choice,
+    check_divides,
+    check_exists,
+    check_positive,
+)
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.resolve import DTYPES
 from mcore_rl.config.resolve_engine import resolve_layout, resolve_model_layout
@@ -110,7 +116,7 @@ def checked(request: Request) -> ParityPlan:
     with_vllm = VLLM in request.against
     if with_vllm:
         heads = get_model_sizes(configs[-1]).num_attention_heads
-        divides("--vllm-tp", request.vllm_tp, "attention heads", heads)
+        check_divides("--vllm-tp", request.vllm_tp, "attention heads", heads)
     prompts, longest = _prompts(request, configs, CONTINUATION + 1 if with_vllm else 0)
     server = None
     if with_vllm:
@@ -124,14 +130,14 @@ def checked(request: Request) -> ParityPlan:
 
 def _check_options(request: Request) -> None:
     for name in request.against:
-        one_of("--against", name, (HF, VLLM))
+        check_choice("--against", name, (HF, VLLM))
     if not request.against:
         raise ConfigError(f"--against names no engine; allowed: {HF}, {VLLM} or both")
-    one_of("--dtype", request.dtype, DTYPES)
+    check_choice("--dtype", request.dtype, DTYPES)
     if request.tolerance is not None and not 0 <= request.tolerance < math.inf:
         raise ConfigError(f"--tolerance={request.tolerance}; allowed: 0 or more, in nats")
-    at_least("--vllm-tp", request.vllm_tp, 1)
-    positive("--timeout", request.timeout_s)
+    check_at_least("--vllm-tp", request.vllm_tp, 1)
+    check_positive("--timeout", request.timeout_s)
     if VLLM in request.against and importlib.util.find_spec("vllm") is None:
         raise ConfigError(f"--against={VLLM}: vllm is not installed; allowed: {HF}")
     resolve_layout("--layout", request.layout)
@@ -142,7 +148,7 @@ def _check_options(request: Request) -> None:
 
 def _checked_model(option: str, path: str) -> HFConfig:
     """The config of a checkpoint whose family is known and whose tensors are all there."""
-    exists(option, path)
+    check_exists(option, path)
     try:
         get_family(read_config(path))
         reader = CheckpointReader(path)
@@ -168,7 +174,7 @@ def _prompts(
             "2 or more"
         )
     if request.prompts:
-        exists("--prompts", request.prompts)
+        check_exists("--prompts", request.prompts)
         prompts = prompts_from_file(request.prompts, request.model, vocab_size, longest)
     else:
         prompts = drawn_prompts(vocab_size, longest)
@@ -191,7 +197,7 @@ def _engine_spec(request: Request, config: HFConfig) -> EngineSpec:
 
 def _lora_of_checkpoint(request: Request, config: HFConfig) -> LoRAConfig:
     """The adapters that a Megatron checkpoint has; it must fit the model and the dtype."""
-    exists("--checkpoint", request.checkpoint)
+    check_exists("--checkpoint", request.checkpoint)
     info: dict[str, Any] = read_checkpoint_info(Path(request.checkpoint))
     if info.get("vocab_size") != config["vocab_size"]:
         raise ConfigError(

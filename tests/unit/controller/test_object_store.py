@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.config.samples_schema import ReplayConfig
-from mcore_rl.config.schema import RLConfig
+from mcore_rl.config.schema import ReplayConfig, RLConfig
 from mcore_rl.controller import node, object_store
 from mcore_rl.controller.object_store import (
     MIN_BYTES,
@@ -51,7 +50,7 @@ def test_sample_bytes_count_every_sample_at_its_longest(mode: str, steps: int):
     config.data.max_prompt_tokens, config.rollout.max_response_tokens = 100, 900
     config.trainer.mode, config.trainer.staleness = mode, 3 if mode == "fully_async" else None
     assert estimate_sample_bytes(config) == steps * 32 * 1000 * 96
-    config.algorithm.samples.replay = ReplayConfig(share=0.1, max_age=6)
+    config.algorithm.filter.replay = ReplayConfig(share=0.1, max_age=6)
     assert estimate_sample_bytes(config) == (steps + 6) * 32 * 1000 * 96
 
 
@@ -60,7 +59,7 @@ def test_sample_bytes_count_groups_beyond_a_step():
     config.trainer.prompts_per_step, config.algorithm.group_size = 4, 8
     config.trainer.mode = "fully_async"
     before = estimate_sample_bytes(config)
-    config.trainer.asynchronous.over_issue = 0.3  # two groups of four
+    config.trainer.asynchronous.oversampling = 0.3  # two groups of four
     assert estimate_sample_bytes(config) * (4 * 4) == before * (4 * 4 + 2)
 
 
@@ -78,7 +77,7 @@ def test_sample_bytes_count_all_rounds_with_a_filter(mode: str, staleness: int |
     config.trainer.prompts_per_step, config.algorithm.group_size = 4, 8
     config.data.max_prompt_tokens, config.rollout.max_response_tokens = 100, 900
     config.trainer.mode, config.trainer.staleness = mode, staleness
-    policy = config.algorithm.samples
+    policy = config.algorithm.filter
     policy.group_filter, policy.max_rounds = "drop_uniform", 3
     policy.prompts_per_round = 0 if mode == "fully_async" else 8
     assert estimate_sample_bytes(config) == groups * 8 * 1000 * 96

@@ -28,7 +28,7 @@ from mcore_rl.controller.pending_call import (
     wait_for_survivors,
 )
 from mcore_rl.controller.worker_process import Failure, FailureKind, Reply, WorkerInfo
-from mcore_rl.observability.stacks import Look
+from mcore_rl.observability.stacks import ProcessState
 from tests.operations import growth
 
 LIMIT = Timeout(10.0, "timeouts.call_s")
@@ -364,9 +364,9 @@ UP, GONE, BUSY = (letter * 56 for letter in "abc")  # ids of nodes
 class Nodes:
     """Ray's tasks on nodes: one answers with its looks, one fails, one is never done."""
 
-    def __init__(self, looks: dict[int, Look]) -> None:
+    def __init__(self, looks: dict[int, ProcessState]) -> None:
         self.looks, self.waited, self.cancelled = looks, [], []
-        self.children: dict[int, list[Look]] = {}
+        self.children: dict[int, list[ProcessState]] = {}
 
     def options(self, scheduling_strategy):
         node = scheduling_strategy.node_id
@@ -397,12 +397,14 @@ def describe(
         child: A rank that has started another process, and the state of that.
     """
     looks = {
-        100 + rank: Look(100 + rank, "ray::Rank", state, f'Thread 1 "MainThread"\n    f{rank} (a)')
+        100 + rank: ProcessState(
+            100 + rank, "ray::Rank", state, f'Thread 1 "MainThread"\n    f{rank} (a)'
+        )
         for rank, (_, state) in states.items()
     }
     nodes = Nodes(looks)
     if child is not None:
-        nodes.children[100 + child[0]] = [Look(200, "engine", child[1], "")]
+        nodes.children[100 + child[0]] = [ProcessState(200, "engine", child[1], "")]
     monkeypatch.setattr(pending_call, "ray", nodes)
     monkeypatch.setattr(pending_call, "_inspect_pids", nodes)
     unanswered = [

@@ -25,7 +25,7 @@ from mcore_rl.controller.object_columns import (
 )
 from mcore_rl.controller.remote_batch import RemoteBatch
 from mcore_rl.controller.worker_process import store_outputs
-from mcore_rl.data.batch import FILLED, Array, Batch, Jagged
+from mcore_rl.data.batch import FILL_VALUES, Array, Batch, Jagged
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ def batch_of(rng: np.random.Generator, num_rows: int, *filled: str) -> Batch:
         rows = [rng.integers(0, 100, (length, *entry)).astype(dtype) for length in lengths]
         if not rows:
             return Jagged(np.empty((0, *entry), dtype), np.zeros(1, np.int64))
-        return Jagged.of(rows, dtype)
+        return Jagged.pack(rows, dtype)
 
     prompts, responses = rng.integers(0, 9, (2, num_rows))
     return Batch(
@@ -72,7 +72,7 @@ def batch_of(rng: np.random.Generator, num_rows: int, *filled: str) -> Batch:
             "routed_experts": make_column(prompts + responses, "int16", 2, 3),
             "seen/first": make_column(responses, "uint8", 4),
             "seen/none": make_column(responses, "uint8", 0),
-            **{name: make_column(responses, FILLED[name].dtype.str) for name in filled},
+            **{name: make_column(responses, FILL_VALUES[name].dtype.str) for name in filled},
             "rewards": rng.random(num_rows).astype(np.float32),
             "group_ids": rng.integers(-3, 1 << 40, num_rows),
             "finish_reasons": rng.choice(np.array(["stop", "length", ""]), num_rows),
@@ -115,15 +115,15 @@ def slice_rows(rng: np.random.Generator, pair: Pair) -> Pair:
 
 
 def concat(rng: np.random.Generator, pair: Pair) -> Pair:
-    """Join with a batch that may lack or have a column of FILLED, before and after."""
+    """Join with a batch that may lack or have a column of FILL_VALUES, before and after."""
     filled = ["state_ids"] if rng.random() < 0.5 else []
     other = batch_of(rng, int(rng.integers(1, 6)), *filled)
-    other = other.select(*[n for n in other.columns if n in pair[1] or n in FILLED])
+    other = other.select(*[n for n in other.columns if n in pair[1] or n in FILL_VALUES])
     remote = store_columns(other)
     if not len(pair[1]):  # a batch without rows has no say in columns
         return remote, other
-    missing = [name for name in pair[1].columns if name not in other and name not in FILLED]
-    first, plain = pair[0].without(*missing), pair[1]
+    missing = [name for name in pair[1].columns if name not in other and name not in FILL_VALUES]
+    first, plain = pair[0].drop_columns(*missing), pair[1]
     plain = plain.select(*[name for name in plain.columns if name not in missing])
     return RemoteBatch.concat([first, remote, first]), Batch.concat([plain, other, plain])
 
@@ -185,11 +185,11 @@ def test_select_renamed_and_without_choose_columns():
     remote = store_columns(batch)
     chosen = fetch_columns(remote.select("response_ids", "rewards"))
     assert_same(chosen, batch.select("response_ids", "rewards"))
-    renamed = fetch_columns(remote.renamed(log_probs="reference_log_probs"))
+    renamed = fetch_columns(remote.rename_columns(log_probs="reference_log_probs"))
     assert "log_probs" not in renamed
     values = renamed.jagged("reference_log_probs").values
     np.testing.assert_array_equal(values, batch.jagged("log_probs").values)
-    fewer = remote.without("log_probs", "group_ids")
+    fewer = remote.drop_columns("log_probs", "group_ids")
     assert {"log_probs", "group_ids"}.isdisjoint(fewer.names)
     with pytest.raises(KeyError, match="no column 'advantage'"):
         remote.select("advantage")
@@ -205,7 +205,7 @@ def test_batches_of_other_rows_are_refused():
     with pytest.raises(ValueError, match="of 2 rows"):
         RemoteBatch(two.local, three.remote)
     with pytest.raises(KeyError, match="'log_probs'"):
-        RemoteBatch.concat([three, two.without("log_probs")])
+        RemoteBatch.concat([three, two.drop_columns("log_probs")])
 
 
 def test_take_drops_references_that_no_row_is_left_of(objects: Store):
@@ -241,7 +241,7 @@ def test_select_part_leaves_objects_of_that_part_and_of_common_columns(objects: 
     remote = store_columns(batch)
     read = remote.select_part("first")
     assert {*remote.names} - {*read.names} == {"seen/none"}
-    assert_same(fetch_columns(read), batch.without("seen/none"))
+    assert_same(fetch_columns(read), batch.drop_columns("seen/none"))
     assert (
         "rewards/style"
         in remote.with_columns(**{"rewards/style": np.zeros(12)}).select_part("").local
@@ -261,8 +261,8 @@ def test_select_part_leaves_objects_of_that_part_and_of_common_columns(objects: 
 @pytest.mark.parametrize("lengths", [[1] * 40, [9] * 9, [1] * 8 + [90], [90] + [1] * 8, [7, 0] * 9])
 def test_split_into_objects_stays_within_the_results_of_a_call(objects: Store, lengths: list[int]):
     rows = [np.full((length, 4, 10), row, np.int64) for row, length in enumerate(lengths)]
-    ids = Jagged.of([[row] * length for row, length in enumerate(lengths)], np.int64)
-    batch = Batch({"response_ids": ids, "seen/first": Jagged.of(rows, np.int64)})
+    ids = Jagged.pack([[row] * length for row, length in enumerate(lengths)], np.int64)
+    batch = Batch({"response_ids": ids, "seen/first": Jagged.pack(rows, np.int64)})
     remote, made = split_into_objects(batch, DEFAULT_OBJECTS, 1)
     assert len(made) == 2 * DEFAULT_OBJECTS
     sizes = [o["seen/first"].values.nbytes for o in made if o and "seen/first" in o]
@@ -284,7 +284,7 @@ def test_more_parts_than_a_group_was_started_for_are_refused(objects: Store):
 
 def test_count_objects_allows_more_objects_of_the_usual_size(objects: Store):
     # An object has 300 bytes here, or up to a sample more.
-    ids = Jagged.of([[row] * 10 for row in range(90)], np.int64)
+    ids = Jagged.pack([[row] * 10 for row in range(90)], np.int64)
     batch = Batch({"response_ids": ids})
     sizes = {}
     for num_bytes in (0, ids.values.nbytes):

@@ -192,7 +192,7 @@ def test_each_rank_reads_and_writes_columns_of_its_entry_of_a_list(monkeypatch):
     )
     monkeypatch.setattr(object_columns, "ray", objects)
     monkeypatch.setattr(object_columns, "_get_object_bytes", lambda: 1 << 20)
-    ids = Jagged.of([[1, 2], [3], [4]], np.int64)
+    ids = Jagged.pack([[1, 2], [3], [4]], np.int64)
     batch = store_columns(
         Batch({"prompt_ids": ids, "response_ids": ids, "rewards": np.arange(3.0)})
     )

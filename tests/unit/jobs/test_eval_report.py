@@ -4,7 +4,7 @@ import json
 
 import numpy as np
 
-from mcore_rl.config.eval_schema import ScoringConfig
+from mcore_rl.config.schema import ScoringConfig
 from mcore_rl.data.batch import Batch, Jagged
 from mcore_rl.data.sample import Sample
 from mcore_rl.jobs.eval_report import SetSamples
@@ -16,17 +16,17 @@ class Tokenizer:
 
 
 def responses(*answers: tuple[list[int], str], stop=()) -> list[str]:
-    prompt = Batch.of([Sample([5], [1], [1], [0.0], [0], "stop", 0)]).select("prompt_ids")
+    prompt = Batch.collate([Sample([5], [1], [1], [0.0], [0], "stop", 0)]).select("prompt_ids")
     prompt = prompt.with_columns(
         group_ids=np.array([0]),
         rows=np.array([0]),
-        fields=Jagged.of_texts([json.dumps({"answer": "1"})]),
+        fields=Jagged.pack_texts([json.dumps({"answer": "1"})]),
     )
     made = [
         Sample([5], ids, [1] * len(ids), [0.0] * len(ids), [0] * len(ids), end, 0)
         for ids, end in answers
     ]
-    found = SetSamples.of(prompt, Batch.of(made), Tokenizer(), None, ScoringConfig(), stop)
+    found = SetSamples.of(prompt, Batch.collate(made), Tokenizer(), None, ScoringConfig(), stop)
     return found.columns["response"]
 
 

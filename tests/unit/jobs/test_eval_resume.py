@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.config.eval_schema import EvalConfig, SamplingConfig, as_run
+from mcore_rl.config.resolve_train import build_server_config
+from mcore_rl.config.schema import EvalConfig, SamplingConfig
 from mcore_rl.data.batch import Batch
 from mcore_rl.data.datasets import PromptDataset, PromptRow
 from mcore_rl.data.sample import Sample
@@ -31,7 +32,7 @@ class Pool:
 
     def generate(self, prompts, n, on_samples):
         made = [
-            Batch.of([replace(sample(int(group)), reward=float(not i)) for i in range(n)])
+            Batch.collate([replace(sample(int(group)), reward=float(not i)) for i in range(n)])
             for group in prompts.array("group_ids")
         ]
         for batch in made:
@@ -57,7 +58,7 @@ def inputs(digests: str = "ab", **changes) -> evaluate._Inputs:
     rows = [PromptRow([1, row], {"answer": "1"}) for row in range(PROMPTS)]
     sets = {name: PromptDataset(Rows(rows, d)) for name, d in zip("ab", digests, strict=True)}
     config.data.sets = {name: f"{name}.jsonl" for name in sets}
-    run = as_run(config, "cpu", "model/checkpoint", "2024-07-26")
+    run = build_server_config(config, "cpu", "model/checkpoint", "2024-07-26")
     return evaluate._Inputs(config, run, Tokenizer(), sets, lambda text, end: text)
 
 

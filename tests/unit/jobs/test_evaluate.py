@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from mcore_rl.config.eval_schema import EvalConfig, ScoringConfig
+from mcore_rl.config.schema import EvalConfig, ScoringConfig
 from mcore_rl.data.batch import Batch
 from mcore_rl.data.datasets import PromptDataset, PromptRow
-from mcore_rl.data.prompt_batches import held_out_batch
+from mcore_rl.data.prompt_batches import build_held_out_batch
 from mcore_rl.data.sample import Sample
 from mcore_rl.jobs.eval_report import SetSamples
 from mcore_rl.jobs.evaluate import _tell_of_short_sets
@@ -35,10 +35,10 @@ class Tokenizer:
 
 def test_a_set_whose_rewards_have_all_failed_has_no_correct_response():
     """Then the term that says what is correct has no column."""
-    prompts = held_out_batch(PromptDataset([PromptRow([7], {"answer": "7"})]), 1)
+    prompts = build_held_out_batch(PromptDataset([PromptRow([7], {"answer": "7"})]), 1)
     group = int(prompts.array("group_ids")[0])
     failed = Sample([7], [1], [1], [0.0], [0], "stop", group, reward_error="late")
-    samples = Batch.of([failed, failed])
+    samples = Batch.collate([failed, failed])
     found = SetSamples.of(prompts, samples, Tokenizer(), None, ScoringConfig(term="right"))
     assert found.columns["correct"] == [False, False]
     parts = samples.with_columns(**{"reward/right": np.array([np.nan, 1.0], np.float32)})

@@ -13,8 +13,7 @@ from pathlib import Path
 import pytest
 
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.config.schema import RLConfig
-from mcore_rl.config.train_schema import DPOConfig
+from mcore_rl.config.schema import DPOConfig, RLConfig
 from mcore_rl.controller.reaper import list_processes
 from mcore_rl.jobs.failure import RunFailed
 from mcore_rl.jobs.output import OutputError, RunOutput, TrainOutput, _locked, exclusive_run_dir
@@ -126,7 +125,7 @@ import json
 import sys
 from pathlib import Path
 from mcore_rl.config.schema import RLConfig
-from mcore_rl.config.train_schema import DPOConfig
+from mcore_rl.config.schema import DPOConfig
 from mcore_rl.jobs.failure import RunFailed, summarize_failure
 from mcore_rl.jobs.output import OutputError, RunOutput
 folder = Path(sys.argv[1])

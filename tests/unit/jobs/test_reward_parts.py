@@ -8,9 +8,9 @@ from mcore_rl.cli.compose import compose_config
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import RLConfig
 from mcore_rl.jobs.preflight import _check_choices
-from mcore_rl.rewards.base import parts_of, rewards
+from mcore_rl.rewards.registry import get_parts, get_registry
 
-FILTER = "algorithm.samples.group_filter_settings.of"
+FILTER = "algorithm.filter.group_filter_settings.of"
 PARTS = "algorithm.advantage_settings.parts"
 GDPO = "algorithm.advantage=gdpo"
 TERMS = "reward.terms={right: {name: math}, brief: {name: overlong, settings: {buffer_tokens: 8}}}"
@@ -89,8 +89,8 @@ SETTINGS = {
 
 def test_the_parts_that_rewards_declare_are_those_that_they_return():
     """A judge asks a server: test_judge_reward.py. A server of http may return anything."""
-    assert set(ASKED) == set(rewards().names) - {"judge", "http"}
+    assert set(ASKED) == set(get_registry().names) - {"judge", "http"}
     for name, (text, fields, more) in ASKED.items():
-        result = rewards().bound(name, SETTINGS.get(name, {}))(text, fields, "stop", **more)
-        assert {*result} - {"reward"} == {*parts_of("reward", name)}, name
-    assert parts_of("reward", "judge") == ("parsed",) and parts_of("reward", "http") is None
+        result = get_registry().bind(name, SETTINGS.get(name, {}))(text, fields, "stop", **more)
+        assert {*result} - {"reward"} == {*get_parts("reward", name)}, name
+    assert get_parts("reward", "judge") == ("parsed",) and get_parts("reward", "http") is None

@@ -5,7 +5,7 @@ import re
 import pytest
 
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.config.train_schema import ConversationsConfig, SFTConfig, StepsConfig
+from mcore_rl.config.schema import ConversationsConfig, SFTConfig, StepsConfig
 from mcore_rl.data.examples import ExampleFiles
 from mcore_rl.jobs.train_inputs import _check_train_rows
 
