@@ -68,7 +68,7 @@ def test_a_tokenizer_that_no_file_holds_costs_the_tokens_and_not_the_run(tmp_pat
         is_fast = False
 
     log = SampleLog(tmp_path, Slow(), SampleLogConfig(num_shown=0))
-    assert "samples.tokens: the tokenizer makes no tokenizer.json" in capsys.readouterr().err
+    assert "sample_log.tokens: the tokenizer makes no tokenizer.json" in capsys.readouterr().err
     log.write_evaluation(0, "a", Batch.collate([build_sample(0, 1.0)]))
     [row] = pq.read_table(tmp_path / "evaluations/step_000000/a.parquet").to_pylist()
     assert row["response"] == "1 2" and "response_ids" not in row
