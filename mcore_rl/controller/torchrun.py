@@ -216,7 +216,7 @@ class TorchrunGroup:
     def __init__(self, ranks: TorchrunRanks, name: str, mesh: Mesh, worker_class: type) -> None:
         self.name, self.mesh = name, mesh
         self.worker_infos = {0: RankInfo(socket.gethostname())}  # the rank that writes
-        self._ranks, self._labelthods = ranks, get_registered_methods(worker_class)
+        self._ranks, self._methods = ranks, get_registered_methods(worker_class)
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         if name not in self.__dict__.get("_methods", {}):
