@@ -212,7 +212,7 @@ def test_unknown_methods_and_pools_that_are_too_small_are_refused(
             )
 
 
-def test_a_pool_that_does_not_fit_says_what_was_asked_and_what_there_is(pool: ResourcePool):
+def test_a_pool_that_does_not_fit_names_the_request_and_the_resources(pool: ResourcePool):
     with pytest.raises(ConfigError, match=r"CPU: asked 9, cluster has 1, free"):
         ResourcePool(3, {"CPU": 3})  # at once: it will never fit
     with pytest.raises(ConfigError, match=r"did not find room in 0.3 s \(CPU: asked 0.9, cluster"):
@@ -305,10 +305,9 @@ if __name__ == "__main__":
 
 
 def test_a_killed_driver_leaves_nothing_and_touches_no_other_session(tmp_path: Path):
-    """The reaper of the killed one does not see a file that is made: who tracks it unlinks it.
-
-    (test_reaper.py has the files that it sees.)
-    """
+    # The reaper of the killed one does not see a file that is made: who tracks it unlinks it.
+    #
+    # (test_reaper.py has the files that it sees.)
     script = tmp_path / "driver.py"
     script.write_text(DRIVER)
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
@@ -350,7 +349,7 @@ def test_a_killed_driver_leaves_nothing_and_touches_no_other_session(tmp_path: P
 
 
 def test_a_terminal_that_hangs_up_ends_the_driver_and_ray_with_the_logs_in_place(tmp_path: Path):
-    """It tells all processes that run in it, Ray's too."""
+    # It tells all processes that run in it, Ray's too.
     script, logs = tmp_path / "driver.py", tmp_path / "logs"
     script.write_text(DRIVER)
     driver = subprocess.Popen(
@@ -379,8 +378,8 @@ def test_a_terminal_that_hangs_up_ends_the_driver_and_ray_with_the_logs_in_place
 
 def reaper_of(driver: int) -> int:
     children = (pid for pid, (parent, _) in list_processes().items() if parent == driver)
-    [found] = [p for p in children if b"reaper.py" in Path(f"/proc/{p}/cmdline").read_bytes()]
-    return found
+    [reaper] = [p for p in children if b"reaper.py" in Path(f"/proc/{p}/cmdline").read_bytes()]
+    return reaper
 
 
 def start_times() -> dict[int, str]:
@@ -388,10 +387,10 @@ def start_times() -> dict[int, str]:
 
 
 def descendants_with_start_times(pid: int) -> set[tuple[int, str]]:
-    table, found = list_processes(), {pid}
-    while new := {p for p, (parent, _) in table.items() if parent in found} - found:
-        found |= new
-    return {(p, table[p][1]) for p in found - {pid}}
+    table, pids = list_processes(), {pid}
+    while new := {p for p, (parent, _) in table.items() if parent in pids} - pids:
+        pids |= new
+    return {(p, table[p][1]) for p in pids - {pid}}
 
 
 def wait_until(condition, timeout_s: float) -> None:

@@ -67,7 +67,7 @@ class Server:
     @register(makes=True)
     def collect(self, stream: str, wait_s: float, at_least: int) -> Batch:
         begun, self.begun = self.begun, []
-        return Batch.collate([self.sample(*one, i) for one in begun for i in range(one[1].n)])
+        return Batch.collate([self.sample(*entry, i) for entry in begun for i in range(entry[1].n)])
 
     def sample(self, group: int, sampling: SamplingParams, number: int) -> Sample:
         ids = tokens_of(group, number)
@@ -93,10 +93,10 @@ class LosesFirst:
     """A pool of servers that answers first with what has been lost meanwhile."""
 
     def __init__(self, pool: ServerPool, lost: RemoteBatch) -> None:
-        self._pool, self._lost, self.asked = pool, [lost], list[list[int]]()
+        self._pool, self._lost, self.calls = pool, [lost], list[list[int]]()
 
     def begin(self, prompts: Batch, sampling: SamplingParams, stream: str) -> None:
-        self.asked.append(prompts.array("group_ids").tolist())
+        self.calls.append(prompts.array("group_ids").tolist())
         if not self._lost:
             self._pool.begin(prompts, sampling, stream)
 
@@ -122,7 +122,7 @@ class LosesLate:
 
 @dataclass
 class Scene:
-    """What there is of samples when the second of two nodes has died."""
+    """Samples on two nodes, of which the second has died."""
 
     asynchronous: AsyncRollout  # with all groups of three steps
     prefetcher: RolloutPrefetcher  # with those of step 1
@@ -166,7 +166,7 @@ def second_node() -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def servers(second_node: Any) -> Iterator[ServerPool]:
-    """One on each node."""
+    """Start one server on each node."""
     with ResourcePool(1, {"first": 1}) as first, ResourcePool(1, {"second": 1}) as second:
 
         def start(number: int) -> WorkerGroup:
@@ -221,7 +221,7 @@ def groups_of(batch: Any, chosen: Any) -> list[int]:
 
 
 def assert_whole(batch: Any, groups: Any) -> None:
-    """Each sample of the groups is there once, with the tokens of its group and number."""
+    """Check that each sample of the groups is there once, with its own tokens."""
     ids = sorted(ids.tolist() for ids in fetch_columns(batch).jagged("response_ids"))
     assert ids == sorted(tokens_of(group, i) for group in groups for i in range(GROUP_SIZE))
 
@@ -273,7 +273,7 @@ def test_groups_that_are_lost_while_others_are_generated_are_generated_again(sce
     servers = LosesFirst(scene.rollout.servers, scene.made)
     rollout = RolloutPool(servers, scene.rollout.config, seed=0)  # type: ignore[arg-type]
     batch = rollout.generate(prompts(*range(107, 99, -1)), n=GROUP_SIZE)
-    assert servers.asked == [list(range(107, 99, -1)), scene.on_second[::-1]]
+    assert servers.calls == [list(range(107, 99, -1)), scene.on_second[::-1]]
     assert_whole(batch, range(100, 108))
     assert batch.array("group_ids").tolist() == [g for g in range(107, 99, -1) for _ in range(2)]
 

@@ -53,7 +53,7 @@ def nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
 
 
 def kill_node_of(log: str) -> None:
-    """All that has descended from the raylet of the worker with that log, and itself."""
+    """Kill the raylet of the worker with that log, and all that has descended from it."""
     everything = psutil.Process().children(recursive=True)
     worker = next(process for process in everything if _writes(process, log))
     raylet = next(process for process in worker.parents() if process.name() == "raylet")
@@ -94,7 +94,7 @@ def test_a_node_that_dies_loses_no_sample_and_another_takes_its_place(
 def test_a_node_that_has_just_died_with_samples_is_missed_before_a_step_trains_on_them(
     nodes, start_job, own_model_and_data, tmp_path
 ):
-    """One server still generates for a second when the other's node dies; Ray needs five."""
+    # One server still generates for a second when the other's node dies; Ray needs five.
     paused = tmp_path / "paused"
     job = start_job(
         *own_model_and_data, *SETTINGS, "trainer.num_steps=3",

@@ -53,7 +53,7 @@ def die_on_second(files: Sequence[Sequence[Path]], number: int) -> list[Checksum
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
-    """A cluster with CPUs for its calls, which this process has not joined."""
+    """Start a cluster with CPUs for its calls, which this process has not joined."""
     common: dict[str, Any] = {"num_cpus": 1, "object_store_memory": 100 << 20}
     head = common | {"node_name": "n1", "include_dashboard": False}
     with skip_node_services(), pytest.MonkeyPatch.context() as patch:

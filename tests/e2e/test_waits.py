@@ -116,13 +116,13 @@ class Server:
 
 @pytest.fixture(scope="module")
 def pools() -> Iterator[list[ResourcePool]]:
-    """Of two bundles, and of one."""
+    """Create a pool of two bundles, and one of one."""
     with (
         ray_session(num_cpus=1, object_store_bytes=100 << 20, log_to_driver=False),
         ResourcePool(2, {"CPU": 0.1}) as two,
-        ResourcePool(1, {"CPU": 0.1}) as one,
+        ResourcePool(1, {"CPU": 0.1}) as small,
     ):
-        yield [two, one]
+        yield [two, small]
 
 
 def group_of(worker: type, pool: ResourcePool, name: str, call_s: float = 60) -> WorkerGroup:
@@ -164,8 +164,8 @@ def test_a_rank_that_does_not_answer_ends_the_group_with_its_stack(
     assert time.monotonic() - start < 5 + 60  # the limit, and that of the look at the rank
     line, *stacks = str(raised.value).split("\n")
     who = rf"rank 1 \(host {HOST}, pid {group.worker_infos[1].pid}\)"
-    told = rf"policy\.{method}: {who} has not answered in 5 s \(timeouts\.{setting}\): {doing}"
-    assert re.match(told, line)
+    message = rf"policy\.{method}: {who} has not answered in 5 s \(timeouts\.{setting}\): {doing}"
+    assert re.match(message, line)
     assert "died" not in str(raised.value)
     assert any("WorkerProcess.call (" in frame for frame in stacks)  # the stack is whole
     with pytest.raises(RuntimeError, match=rf"but the group has ended: policy\.{method}: rank 1"):
@@ -174,7 +174,7 @@ def test_a_rank_that_does_not_answer_ends_the_group_with_its_stack(
 
 
 @pytest.mark.parametrize(
-    ("version", "told"),
+    ("version", "message"),
     [
         (1, "actor.send_weights: rank 0 raised ValueError: the embedding holds NaN"),
         (2, f"actor.send_weights: rank 0 (host {HOST}, pid PID) died."),
@@ -188,7 +188,7 @@ def test_a_rank_that_does_not_answer_ends_the_group_with_its_stack(
     ids=["trainer raises", "trainer dies", "server raises", "server stops"],
 )
 def test_after_two_pushes_one_tells_of_the_side_that_failed_and_not_of_the_other_that_noticed(
-    pools: list[ResourcePool], version: int, told: str, monkeypatch: pytest.MonkeyPatch
+    pools: list[ResourcePool], version: int, message: str, monkeypatch: pytest.MonkeyPatch
 ):
     # These ranks meet at a socket of the sender's, and not at a rendezvous.
     monkeypatch.setattr(rendezvous, "end_waits", lambda *_: None)
@@ -210,5 +210,5 @@ def test_after_two_pushes_one_tells_of_the_side_that_failed_and_not_of_the_other
         sync.timeout = Timeout(3 if version == 4 else 60, "weight_sync.timeout_s")
         with pytest.raises(WorkerError) as raised:
             sync.push(version)
-        assert str(raised.value).startswith(told.replace("PID", str(pid)))
-        assert (servers if told.startswith("rollout") else actor).end_reason
+        assert str(raised.value).startswith(message.replace("PID", str(pid)))
+        assert (servers if message.startswith("rollout") else actor).end_reason
