@@ -30,7 +30,6 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import shards
 import tiny_families
-from tests.e2e.processes import free_port
 
 from mcore_rl.config.resolve import TRANSPORTS
 from mcore_rl.config.schema import RewardConfig
@@ -41,6 +40,7 @@ from mcore_rl.rewards.manager import RewardManager
 from mcore_rl.weight_sync.spec import TransferSpec
 from mcore_rl.weight_sync.transport import WeightUpdate, connect
 from tests.e2e import served
+from tests.e2e.processes import free_port
 from tests.unit.rewards.judging import response
 
 pytestmark = pytest.mark.server

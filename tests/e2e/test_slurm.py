@@ -12,11 +12,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from tests.e2e.processes import lives
 
 from mcore_rl.controller import reaper
 from tests.e2e.conftest import ROOT, Job
 from tests.e2e.outcomes import timeless
+from tests.e2e.processes import lives
 from tests.planted import FAULTS, plant
 from tests.slurm_cluster import SlurmCluster, slurm_cluster
 
