@@ -18,18 +18,18 @@ import ray
 
 from mcore_rl.config.schema import Layout
 from mcore_rl.controller.dispatch import Dispatch
-from mcore_rl.controller.pending import Limit, PendingCall
-from mcore_rl.controller.pool import ray_session
-from mcore_rl.controller.rank_actor import Call, Reply, WorkerInfo
-from mcore_rl.controller.sending import send
+from mcore_rl.controller.pending_call import PendingCall, Timeout
+from mcore_rl.controller.ray_session import ray_session
+from mcore_rl.controller.worker_group import send_parts
+from mcore_rl.controller.worker_process import MethodCall, Reply, WorkerInfo
 from mcore_rl.data.batch import Batch
 from mcore_rl.parallel.mesh import Mesh
 
 
 class AllRanks:
-    """Answers as `RankActor.call` does."""
+    """Answers as `WorkerProcess.call` does."""
 
-    def call(self, call: Call, *_: object) -> Reply:
+    def call(self, call: MethodCall, *_: object) -> Reply:
         return Reply(1.0 if call[1] else None)
 
 
@@ -37,13 +37,13 @@ class Group:
     """What a pending call needs of its group."""
 
     name = "all"
-    ended = ""
+    end_reason = ""
 
     def __init__(self) -> None:
         self.worker_infos: dict[int, WorkerInfo] = {}
 
     def close(self, reason: str = "") -> None:
-        self.ended = reason
+        self.end_reason = reason
 
 
 def main() -> None:
@@ -64,9 +64,9 @@ def measure(actor: ray.actor.ActorHandle, num_ranks: int) -> dict[str, float]:
     start = time.perf_counter()
     parts = mode.scatter(mesh, (batch,), {})
     split = time.perf_counter()
-    calls = send([actor] * num_ranks, "update", parts)
+    calls = send_parts([actor] * num_ranks, "update", parts)
     sent = time.perf_counter()
-    limit, finish = Limit(600, "this benchmark"), partial(mode.gather, parts)
+    limit, finish = Timeout(600, "this benchmark"), partial(mode.gather, parts)
     assert PendingCall(Group(), "update", calls, finish, limit).result() == [1.0] * mesh.sizes["dp"]
     gathered = time.perf_counter()
     there = {ray.put(Reply(1.0)): rank for rank in range(num_ranks)}

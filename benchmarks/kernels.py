@@ -2,8 +2,8 @@
 
     python benchmarks/kernels.py [--device cpu|cuda] [--megabytes N]
 
-Prints JSON, and each case on standard error as soon as it is measured. Every case has the seconds of
-both sides (the quickest of runs that take turns), and:
+Prints JSON, and each case on standard error as soon as it is measured. Every case has the seconds
+of both sides (the quickest of runs that take turns), and:
 
 - copy: boxes of one size, or of all sizes mixed, from one buffer into another, in one launch. On a
   GPU `ratio` is the share of the best device-to-device copy of as many bytes; on the CPU it is the

@@ -28,8 +28,8 @@ import torch
 
 from mcore_rl.config.schema import Layout, WeightSyncConfig
 from mcore_rl.controller.dispatch import Dispatch
-from mcore_rl.controller.pending import Limit, PendingCall, outlived
-from mcore_rl.controller.rank_actor import Reply, WorkerInfo
+from mcore_rl.controller.pending_call import PendingCall, Timeout, wait_for_survivors
+from mcore_rl.controller.worker_process import Reply, WorkerInfo
 from mcore_rl.data.batch import Batch, Jagged
 from mcore_rl.engine.megatron.weights import WeightPlacement, export_buckets
 from mcore_rl.parallel.mesh import Mesh
@@ -53,14 +53,14 @@ MODEL = {
 class Group:
     """What a pending call needs of its group."""
 
-    ended = ""
+    end_reason = ""
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.worker_infos: dict[int, WorkerInfo] = {}
 
     def close(self, reason: str = "") -> None:
-        self.ended = reason
+        self.end_reason = reason
 
 
 class Sent:
@@ -120,7 +120,7 @@ def dispatch(num_ranks: int) -> float:
 
 def wait(num_ranks: int) -> float:
     sent, groups = [Sent() for _ in range(num_ranks)], [Group(str(n)) for n in range(num_ranks)]
-    limit = Limit(600.0, "this benchmark")
+    limit = Timeout(600.0, "this benchmark")
 
     def answer() -> None:
         for call in sent:
@@ -134,7 +134,7 @@ def wait(num_ranks: int) -> float:
     thread = threading.Thread(target=answer)
     thread.start()
     start = time.thread_time()
-    assert not outlived(calls, groups)
+    assert not wait_for_survivors(calls, groups)
     seconds = time.thread_time() - start
     thread.join()
     return seconds

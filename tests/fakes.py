@@ -12,7 +12,7 @@ import torch
 
 from mcore_rl.algorithms.correction import find_gaps_beyond
 from mcore_rl.config.schema import RLConfig, SampleLogConfig
-from mcore_rl.controller.stop_signals import StopSignals
+from mcore_rl.controller.process_cleanup import StopSignals
 from mcore_rl.data.batch import Batch
 from mcore_rl.data.datasets import PromptDataset, PromptRow
 from mcore_rl.trainers.base import RLTrainer, TrainerInputs

@@ -81,12 +81,12 @@ def _open_launcher(on: str, interface: str) -> Iterator[Launcher]:
     elif not os.environ.get("RAY_ADDRESS"):
         raise ConfigError("--on=ray: RAY_ADDRESS is not set; allowed: the address of a cluster")
     else:
-        from mcore_rl.controller.each_node import EachNode
-        from mcore_rl.controller.pool import ray_session
+        from mcore_rl.controller.ray_nodes import RayNodes
+        from mcore_rl.controller.ray_session import ray_session
         from mcore_rl.parallel.network import find_address
 
         with ray_session(log_to_driver=False):
-            yield EachNode(node.examine, find_address(interface) if interface else "")
+            yield RayNodes(node.examine, find_address(interface) if interface else "")
 
 
 def parse_ports(text: str) -> tuple[int, ...]:

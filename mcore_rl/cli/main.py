@@ -11,7 +11,7 @@ from contextlib import suppress
 from typing import Any, Protocol
 
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.controller.stop_signals import STOPPED, RunStopped
+from mcore_rl.controller.process_cleanup import EXIT_STOPPED, RunStopped
 from mcore_rl.jobs.failure import RunFailed
 from mcore_rl.observability.process import record_start, skip_gc_at_exit
 
@@ -116,7 +116,7 @@ def run_command(name: str, arguments: list[str]) -> int:
     except RunFailed as error:
         return _report(name, str(error), 1)
     except RunStopped as error:
-        return _report(name, str(error), STOPPED)
+        return _report(name, str(error), EXIT_STOPPED)
     except OSError as error:
         if error.filename is None or error.strerror is None:  # no file of the user's: a defect
             raise

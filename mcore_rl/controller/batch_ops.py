@@ -8,8 +8,13 @@ from typing import TypeVar, cast
 import numpy as np
 import ray
 
-from mcore_rl.controller.object_columns import LostColumnsError, fetch, lost_rows, store
-from mcore_rl.controller.pending import WorkerError
+from mcore_rl.controller.object_columns import (
+    LostColumnsError,
+    fetch_columns,
+    find_lost_rows,
+    store_columns,
+)
+from mcore_rl.controller.pending_call import WorkerError
 from mcore_rl.controller.remote_batch import PROMPT_TOKENS, RESPONSE_TOKENS, RemoteBatch
 from mcore_rl.data.batch import NO_VERSION, Array, Batch, Column, Jagged, Samples
 from mcore_rl.data.routed_experts import list_expert_columns
@@ -33,7 +38,7 @@ def select_token_columns(batch: B) -> B:
 def get_sample_columns(batch: Samples) -> Batch:
     """Return the columns of one value a sample, with those that a RemoteBatch has of its tokens."""
     if isinstance(batch, RemoteBatch):
-        return batch.own
+        return batch.local
     assert isinstance(batch, Batch)
     columns: dict[str, Column] = {
         n: c for n, c in batch.columns.items() if not isinstance(c, Jagged)
@@ -53,7 +58,7 @@ def release_columns(batch: B) -> B:
     """Keep what `get_sample_columns` reads; columns of a RemoteBatch in the object store may be
     freed.
     """
-    return cast(B, batch.let_go()) if isinstance(batch, RemoteBatch) else batch
+    return cast(B, batch.drop_references()) if isinstance(batch, RemoteBatch) else batch
 
 
 def select_rows(function: Callable[..., Batch], batch: B, *args: object) -> B:
@@ -76,7 +81,7 @@ def find_lost_groups(batches: Sequence[Samples]) -> list[int]:
     remote = [batch for batch in batches if isinstance(batch, RemoteBatch) and batch.remote]
     if not remote:
         return []
-    pairs = zip(remote, lost_rows(remote), strict=True)
+    pairs = zip(remote, find_lost_rows(remote), strict=True)
     return sorted({int(group) for b, rows in pairs for group in b.array("group_ids")[rows]})
 
 
@@ -95,7 +100,7 @@ def fetch_batch(batch: Samples, what: str, call_s: float) -> Batch:
     if not isinstance(batch, RemoteBatch):
         return cast(Batch, batch)
     try:
-        return fetch(batch, call_s)
+        return fetch_columns(batch, call_s)
     except TimeoutError as error:
         raise WorkerError(f"{what}: {error} (timeouts.call_s)") from error
     except LostColumnsError as error:
@@ -113,5 +118,7 @@ def restore_batch(arrays: Mapping[str, Mapping[str, Array]]) -> Samples:
     """
     batch = Batch.load_arrays(arrays)
     return (
-        store(batch.drop_columns(PROMPT_TOKENS, RESPONSE_TOKENS)) if ray.is_initialized() else batch
+        store_columns(batch.drop_columns(PROMPT_TOKENS, RESPONSE_TOKENS))
+        if ray.is_initialized()
+        else batch
     )

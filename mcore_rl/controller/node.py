@@ -1,15 +1,15 @@
-"""The Ray of one node of a job, which launch/*.sh start on each node and which leaves nothing.
+"""Ray on one node of a job: launch/*.sh start it on each node, and it leaves nothing behind.
 
     python -m mcore_rl.controller.node address --interface eth0
     python -m mcore_rl.controller.node hold --head 10.0.0.1:20000 --logs FOLDER <pipe
     python -m mcore_rl.controller.node wait --head 10.0.0.1:20000 --names n1,n2 ...
     python -m mcore_rl.controller.node sweep
 
-`hold` runs `ray start --block` until its standard input ends, which it does however the launch
-script ends; over ssh, too. SIGTERM and the signals by which a batch system asks for the end of a
-job are not for it: the driver saves meanwhile, and needs Ray for that. Ray authenticates by the
-token that RAY_AUTH_TOKEN_PATH names. Which node this is, MCORE_RL_NODE and MCORE_RL_NODE_NUMBER
-tell, or SLURM.
+`hold` runs `ray start --block` until its standard input ends, which happens however the launch
+script ends, over ssh, too. It ignores SIGTERM and the signals by which a batch system asks a job to
+end: the driver saves meanwhile, and needs Ray for that. Ray authenticates by the token in
+RAY_AUTH_TOKEN_PATH. Name and number of the node are MCORE_RL_NODE and MCORE_RL_NODE_NUMBER, or
+those of SLURM.
 """
 
 from __future__ import annotations
@@ -31,58 +31,38 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.controller.node_limits import num_cores
-from mcore_rl.controller.object_store import object_store_bytes
-from mcore_rl.controller.reaper import RAY_DIR, sweep_abandoned
-from mcore_rl.controller.run_scope import MARKER, run_scope, short_temp_dir
+from mcore_rl.controller.object_store import choose_object_store_bytes, count_cores
+from mcore_rl.controller.process_cleanup import MARKER, clean_up_on_exit, get_short_temp_dir
+from mcore_rl.controller.ray_patches import HEALTH_CONFIG, RAY_CONFIG, skip_node_services
+from mcore_rl.controller.reaper import RAY_DIR, remove_abandoned
 from mcore_rl.parallel.network import find_address
 
-NODE = "MCORE_RL_NODE"  # in the environment of a node's processes: how messages call it
-NUMBER = "MCORE_RL_NODE_NUMBER"  # 0 has the head
-RAY_CONFIG: dict[str, bool | int] = {
-    # Workers kept ready would never be used: each rank has an environment of its own.
-    "prestart_worker_first_driver": False,
-    # Ray would kill Python's resource trackers too, before they unlink shared memory that the
-    # reaper may not have seen yet. What else workers have started is the reaper's to kill.
-    "kill_child_processes_on_worker_exit": False,
-    # A record of each call, for `ray list tasks` and the dashboard, which nothing here has: without
-    # it a call takes the driver a fifth less CPU time.
-    "task_events_report_interval_ms": 0,
-    # Added to the niceness of the node; Ray's own default is 15 (ray_config_def.h, applied by
-    # core_worker_process.cc), at which ranks starve beside any other program of the machine.
-    "worker_niceness": 0,
-}
-# A node that is gone is known to be so after 5 looks, a second apart; Ray's own pace takes 15 s.
-HEALTH = {
-    "health_check_initial_delay_ms": 1000,
-    "health_check_period_ms": 1000,
-    "health_check_timeout_ms": 5000,
-    "health_check_failure_threshold": 5,
-}
+NODE = "MCORE_RL_NODE"  # environment variable: the name of the node in messages
+NUMBER = "MCORE_RL_NODE_NUMBER"  # environment variable; 0 has the head
 _OPTIONS = (
     "node-manager-port", "object-manager-port", "dashboard-agent-grpc-port",
     "dashboard-agent-listen-port", "runtime-env-agent-port", "metrics-export-port",
-    # Unused; Ray refuses 10001 and 8265, which they would take, to the others.
+    # Unused; by default they take 10001 and 8265, which Ray then refuses to all others.
     "ray-client-server-port", "dashboard-port",
 )  # fmt: skip
-NUM_PORTS = 64  # of a node: the head's, those of _OPTIONS, of workers
-NODES_APART = 4
+NUM_PORTS = 64  # of a node: the head, those of _OPTIONS, workers
+NODES_APART = 4  # nodes of one machine, in tests, that have different ports
 _FIRST_WORKER_PORT = 9
-_MOST_FILES = 65536
-_LOOK_S = 0.5
+_MAX_FILES = 65536
+_POLL_S = 0.5
 
 
 def main(arguments: list[str]) -> int:
-    """Runs a command; the exit status is 2 for what a user can change."""
+    """Run a command; return the exit status, which is 2 for input that a user can change."""
     if arguments[:1] == ["ray"]:  # `ray start`, as `hold` needs it
         return _run_ray(arguments)
-    options = _parser().parse_args(arguments)
+    options = _build_parser().parse_args(arguments)
     try:
         if options.command == "address":
-            print(own_address(options.interface))
+            print(get_node_address(options.interface))
         elif options.command == "sweep":
-            for scratch in sweep_abandoned(short_temp_dir()):
-                print(f"{_here()}: removed what an earlier job has left, {scratch}")
+            for temp_dir in remove_abandoned(get_short_temp_dir()):
+                print(f"{_get_node_name()}: removed what an earlier job has left, {temp_dir}")
         elif options.command == "wait":
             wait_for_nodes(options.head, options.names.split(","), options.seconds, options.logs)
         else:
@@ -93,38 +73,39 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
-def own_address(interface: str) -> str:
-    """By which other nodes reach this one."""
+def get_node_address(interface: str) -> str:
+    """Return the address by which other nodes reach this one."""
     try:
         return find_address(interface)
     except ConfigError as error:
-        raise ConfigError(f"{_here()}: {error} (MCORE_RL_INTERFACE={interface!r})") from error
+        message = f"{_get_node_name()}: {error} (MCORE_RL_INTERFACE={interface!r})"
+        raise ConfigError(message) from error
 
 
 def hold(options: argparse.Namespace) -> None:
-    """Runs Ray until stdin ends.
+    """Run Ray until stdin ends.
 
     Raises:
-        ConfigError: a port is taken, /dev/shm is small, or Ray ended by itself; LOGS/NAME.failed
-            has the reason, too.
+        ConfigError: a port is taken, /dev/shm is small, or Ray has ended by itself. The reason is
+            also written to LOGS/NAME.failed.
     """
-    logs, name = Path(options.logs), _here()
+    logs, name = Path(options.logs), _get_node_name()
     os.environ[NODE] = name
     try:
         _check_logs(logs)
-        print_to(logs / f"node-{name}.log")
-        options.object_store_bytes = object_store_bytes(
+        redirect_output(logs / f"node-{name}.log")
+        options.object_store_bytes = choose_object_store_bytes(
             options.object_store_bytes, setting="--object-store-bytes"
         )
         number = int(os.environ.get(NUMBER) or os.environ.get("SLURM_NODEID") or 0)
-        address, first = own_address(options.interface), first_port(options.head, number)
+        address, first = get_node_address(options.interface), get_first_port(options.head, number)
         check_ports(address, first, is_head=number == 0)
         _raise_file_limit()
-        with run_scope(logs=logs / f"ray-{name}") as scratch:
+        with clean_up_on_exit(logs=logs / f"ray-{name}") as temp_dir:
             _ignore_signals()
             is_head = number == 0
-            command = ray_command(options, name, address, first, scratch, is_head=is_head)
-            with _ray(command) as ray:
+            command = build_ray_command(options, name, address, first, temp_dir, is_head=is_head)
+            with _start_ray(command) as ray:
                 _wait_for_end(ray, logs)
     except ConfigError as error:
         with contextlib.suppress(OSError):
@@ -132,15 +113,15 @@ def hold(options: argparse.Namespace) -> None:
         raise
 
 
-def first_port(head: str, number: int) -> int:
-    """Of a node; nodes of one machine, which only tests have, differ by their numbers."""
+def get_first_port(head: str, number: int) -> int:
+    """Return the first port of a node; nodes on one machine, in tests, get different ones."""
     return int(head.rpartition(":")[2]) + NUM_PORTS * (number % NODES_APART)
 
 
 def check_ports(address: str, first: int, *, is_head: bool) -> None:
-    """Raises ConfigError for one that something listens on.
+    """Raise ConfigError if something listens on a port, at any address of this machine.
 
-    At any address of this machine, as 127.0.0.1: Ray listens at all of them.
+    Ray listens at all addresses.
     """
     is_dual = socket.has_dualstack_ipv6()
     for port in range(first if is_head else first + 1, first + NUM_PORTS):
@@ -152,17 +133,17 @@ def check_ports(address: str, first: int, *, is_head: bool) -> None:
                 sock.bind(("", port))
             except OSError as error:
                 raise ConfigError(
-                    f"{_here()}: port {address}:{port} cannot be had ({error.strerror}); Ray takes "
-                    f"{first} to {first + NUM_PORTS - 1} there. Set MCORE_RL_FIRST_PORT to the "
-                    f"first of {NUM_PORTS * NODES_APART} ports that are free on every node"
+                    f"{_get_node_name()}: port {address}:{port} cannot be had ({error.strerror}); "
+                    f"Ray takes {first} to {first + NUM_PORTS - 1} there. Set MCORE_RL_FIRST_PORT "
+                    f"to the first of {NUM_PORTS * NODES_APART} ports that are free on every node"
                 ) from error
 
 
 def wait_for_nodes(head: str, names: list[str], seconds: float, logs: str) -> None:
-    """Returns when all of them are alive in the cluster.
+    """Wait until all nodes of these names are alive in the cluster.
 
     Raises:
-        ConfigError: some are not after that time, or one has failed; it says which, and why.
+        ConfigError: some are not after that time, or one has failed.
     """
     deadline = time.monotonic() + seconds
     alive: set[str] = set()
@@ -170,21 +151,21 @@ def wait_for_nodes(head: str, names: list[str], seconds: float, logs: str) -> No
         if failed := sorted(Path(logs).glob("*.failed")):
             raise ConfigError("; ".join(file.read_text().strip() for file in failed))
         if time.monotonic() > deadline:
-            told = (
+            message = (
                 f"{', '.join(missing)} did not join the Ray of {head} in {seconds:g} s; alive: "
                 f"{', '.join(sorted(alive)) or 'none'}. Look into {logs}/node-NAME.log, and "
                 "whether nodes reach that address (MCORE_RL_INTERFACE, a firewall)"
             )
-            # Where most are missing it is the first one that cannot be reached.
+            # If most are missing, the first one cannot be reached.
             for name in missing if len(missing) <= len(alive) else names[:1]:
-                (Path(logs) / f"{name}.failed").write_text(f"{told}\n")
-            raise ConfigError(told)
-        time.sleep(_LOOK_S)
-        alive = _alive(head)
+                (Path(logs) / f"{name}.failed").write_text(f"{message}\n")
+            raise ConfigError(message)
+        time.sleep(_POLL_S)
+        alive = _list_alive_nodes(head)
 
 
-def _alive(head: str) -> set[str]:
-    """Names of nodes; empty while the head does not answer."""
+def _list_alive_nodes(head: str) -> set[str]:
+    """Return names of nodes; none while the head does not answer."""
     from ray._raylet import GcsClient
 
     host, _, port = head.rpartition(":")
@@ -193,7 +174,7 @@ def _alive(head: str) -> set[str]:
     except OSError:
         return set()
     try:
-        found = GcsClient(address=head).get_all_node_info(timeout=10)
+        nodes = GcsClient(address=head).get_all_node_info(timeout=10)
     except Exception as error:
         if "nauthenticated" in str(error) or "token" in str(error):
             raise ConfigError(
@@ -202,46 +183,46 @@ def _alive(head: str) -> set[str]:
                 "changed. Set MCORE_RL_FIRST_PORT, or start the job again"
             ) from error
         return set()
-    return {info.node_name for info in found.values() if info.state == 0}  # GcsNodeState.ALIVE
+    return {info.node_name for info in nodes.values() if info.state == 0}  # GcsNodeState.ALIVE
 
 
 @contextlib.contextmanager
-def _ray(command: list[str]) -> Iterator[subprocess.Popen[bytes]]:
-    """In a session of its own, so that what a batch system tells a task reaches us alone."""
+def _start_ray(command: list[str]) -> Iterator[subprocess.Popen[bytes]]:
+    """Run Ray in a new session: signals of a batch system to the task reach this process alone."""
     print(" ".join(command), flush=True)
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
     try:
         yield process
     finally:
-        process.terminate()  # whatever is left then is the reaper's
+        process.terminate()  # the reaper kills what is left then
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(5)
 
 
-def ray_command(
+def build_ray_command(
     options: argparse.Namespace,
     name: str,
     address: str,
     first: int,
-    scratch: Path,
+    temp_dir: Path,
     *,
     is_head: bool,
 ) -> list[str]:
-    """`ray start` on fixed ports of one address, without a dashboard."""
+    """Return the command line of `ray start` on fixed ports of one address, without dashboard."""
     last = first + NUM_PORTS - 1
     command = [sys.executable, "-m", "mcore_rl.controller.node", "ray", "start", "--block"]
     command += [f"--node-ip-address={address}", f"--node-name={name}"]
-    command += [f"--temp-dir={scratch / RAY_DIR}", f"--num-cpus={options.cpus}"]
+    command += [f"--temp-dir={temp_dir / RAY_DIR}", f"--num-cpus={options.cpus}"]
     command += [f"--object-store-memory={options.object_store_bytes}"]
     command += [f"--{name}={first + 1 + index}" for index, name in enumerate(_OPTIONS)]
     command += [f"--min-worker-port={first + _FIRST_WORKER_PORT}", f"--max-worker-port={last}"]
     command += ["--disable-usage-stats", "--include-log-monitor=false"]
-    ranks = options.ranks if options.ranks >= 0 else _cpu_ranks()
+    ranks = options.ranks if options.ranks >= 0 else _count_cpu_ranks()
     if ranks:
         command.append(f"--resources={json.dumps({'rank': ranks})}")
     if not is_head:
         return [*command, f"--address={options.head}"]
-    config = json.dumps(RAY_CONFIG | HEALTH)
+    config = json.dumps(RAY_CONFIG | HEALTH_CONFIG)
     command += ["--head", f"--port={first}"]
     return [*command, "--include-dashboard=false", "--no-monitor", f"--system-config={config}"]
 
@@ -249,55 +230,54 @@ def ray_command(
 def _run_ray(arguments: list[str]) -> int:
     from ray.scripts.scripts import main as ray
 
-    from mcore_rl.controller.pool import lean_node
-
     sys.argv = arguments
-    with lean_node():
-        _read_agent()
+    with skip_node_services():
+        _preload_agent()
         ray()
     return 0
 
 
-def _read_agent() -> None:
-    """Imports what Ray's agent of a node does, so that its files are in this node's memory.
+def _preload_agent() -> None:
+    """Import what Ray's agent of a node imports, so that its files are in this node's memory.
 
-    The agent is given 15 s for it, no setting changes that, and a shared file system may need more.
+    Ray gives the agent 15 s for it, which no setting changes; a shared file system may need more.
     """
     from ray.dashboard.utils import DashboardAgentModule, get_all_modules
 
     importlib.import_module("ray.dashboard.agent")
-    logging.disable()  # it says of most of them what they lack
+    logging.disable()  # it warns about most modules
     get_all_modules(DashboardAgentModule)
     logging.disable(logging.NOTSET)
 
 
 def _wait_for_end(ray: subprocess.Popen[bytes], logs: Path) -> None:
     while ray.poll() is None:
-        if select.select([sys.stdin], [], [], _LOOK_S)[0] and not os.read(sys.stdin.fileno(), 4096):
+        if select.select([sys.stdin], [], [], _POLL_S)[0] and not os.read(sys.stdin.fileno(), 4096):
             return
+    name = _get_node_name()
     raise ConfigError(
-        f"{_here()}: Ray has ended with status {ray.returncode}; {logs}/node-{_here()}.log and "
-        f"{logs}/ray-{_here()} say why"
+        f"{name}: Ray has ended with status {ray.returncode}; {logs}/node-{name}.log and "
+        f"{logs}/ray-{name} say why"
     )
 
 
 def _check_logs(logs: Path) -> None:
     if not logs.is_dir():
         raise ConfigError(
-            f"{_here()} does not see {logs}, which the launch script has made: output_dir must be "
-            "on a file system that all nodes share"
+            f"{_get_node_name()} does not see {logs}, which the launch script has made: output_dir "
+            "must be on a file system that all nodes share"
         )
 
 
 def _raise_file_limit() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = _MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, _MOST_FILES)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    target = _MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, _MAX_FILES)
+    if soft != resource.RLIM_INFINITY and soft < target:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (target, hard))
 
 
-def print_to(log: Path) -> None:
-    """Both streams of this process, and of those that it starts, go to the end of a file."""
+def redirect_output(log: Path) -> None:
+    """Append stdout and stderr of this process, and of those that it starts, to a file."""
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
@@ -308,20 +288,20 @@ def print_to(log: Path) -> None:
 def _ignore_signals() -> None:
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, lambda *_: None)  # and not SIG_IGN, which Ray would inherit
-    # SLURM sends it to every process of a step, so all that Ray starts has to inherit this.
+    # SLURM sends it to every process of a step, so all processes of Ray have to inherit this.
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
 
 
-def _cpu_ranks() -> int:
-    """One for each core that the job has on a node without GPUs."""
-    return 0 if any(Path("/dev").glob("nvidia[0-9]*")) else num_cores()
+def _count_cpu_ranks() -> int:
+    """Return the cores that the job has on a node without GPUs."""
+    return 0 if any(Path("/dev").glob("nvidia[0-9]*")) else count_cores()
 
 
-def _here() -> str:
+def _get_node_name() -> str:
     return os.environ.get(NODE) or os.environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
-def _parser() -> argparse.ArgumentParser:
+def _build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m mcore_rl.controller.node")
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("sweep", help="remove what jobs of this user have left that are gone")

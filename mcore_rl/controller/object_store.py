@@ -1,28 +1,36 @@
-"""How large Ray's object store of a node is: it is shared memory, where columns of batches lie."""
+"""The size of Ray's object store on a node, and the limits of the node. No Ray.
+
+The store is shared memory, with the columns of batches. Limits are of affinity and of cgroups of
+version 2: that of the process, and those above it.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import os
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.resolve import count_extra_groups, get_loop, get_staleness
 from mcore_rl.config.schema import RLConfig
-from mcore_rl.controller.node_limits import memory_left
 
-LEAST_BYTES = 512 << 20
+MIN_BYTES = 512 << 20
 SHARED_MEMORY = Path("/dev/shm")
-BYTES_PER_TOKEN = 96  # of all columns that a sample gets in a step, recorded experts apart
-MADE_BYTES_PER_TOKEN = 40  # of those that a server makes
-_MOST = 0.8  # of what is free
+BYTES_PER_TOKEN = 96  # all columns that a sample gets in a step, without recorded experts
+GENERATED_BYTES_PER_TOKEN = 40  # the columns that a server makes
+_MAX_SHARE = 0.8  # of the free memory
+_CGROUPS = Path("/sys/fs/cgroup")
+_PROCESS_CGROUP = Path("/proc/self/cgroup")
 
 
-def held_bytes(config: RLConfig) -> int:
-    """What samples hold at most.
+def estimate_sample_bytes(config: RLConfig) -> int:
+    """Return an upper bound on the bytes of samples.
 
-    Those of a step that is trained on, those that are generated, and those that may be replayed:
-    all max_age steps of the buffer count in full, as all are new where nothing is drawn. Prompts on
-    their way to a server take less than the samples that there will be of them.
+    They are those of a step that is trained on, those that are generated, and those that may be
+    replayed: all max_age steps of the buffer count in full, as all are new where nothing is drawn.
+    Prompts on their way to a server take less than the samples that there will be of them.
     """
     trainer, replay = config.trainer, config.algorithm.filter.replay
     steps, extra = 2, 0
@@ -31,41 +39,85 @@ def held_bytes(config: RLConfig) -> int:
         extra = count_extra_groups(trainer.asynchronous.oversampling, trainer.prompts_per_step)
     if replay.share:
         steps += replay.max_age
-    samples = (steps * _generated_groups(config) + extra) * config.algorithm.group_size
+    samples = (steps * _count_generated_groups(config) + extra) * config.algorithm.group_size
     tokens = config.data.max_prompt_tokens + config.rollout.max_response_tokens
     return samples * tokens * BYTES_PER_TOKEN
 
 
-def _generated_groups(config: RLConfig) -> int:
-    """Those of a step at most, with all its rounds.
+def _count_generated_groups(config: RLConfig) -> int:
+    """Return the most groups that a step generates in all its rounds.
 
     A step holds them until it has selected, and afterwards too: an object stays while one of its
-    samples is used. Where groups are filtered as they come, rejected ones are let go of at once.
+    samples is used. Where groups are filtered as they arrive, rejected ones are freed at once.
     """
     trainer, policy = config.trainer, config.algorithm.filter
-    as_they_come = get_loop(trainer) == "fully_async" and get_staleness(trainer) > 0
-    if as_they_come or not policy.group_filter:
+    is_filtered_at_once = get_loop(trainer) == "fully_async" and get_staleness(trainer) > 0
+    if is_filtered_at_once or not policy.group_filter:
         return trainer.prompts_per_step
     return policy.max_rounds * (policy.prompts_per_round or trainer.prompts_per_step)
 
 
-def object_store_bytes(wanted: int, held: int = 0, *, setting: str, shm: int = -1) -> int:
-    """`wanted`, or with 0 what samples hold within what is free, and no less than LEAST_BYTES.
+def choose_object_store_bytes(
+    requested: int, sample_bytes: int = 0, *, setting: str, free_bytes: int = -1
+) -> int:
+    """Return the size of an object store, whose memory is taken when objects are stored.
 
-    Memory is taken when objects are stored. `shm` is for tests: what is free.
+    Args:
+        requested: 0 chooses `sample_bytes` within the free memory, and at least MIN_BYTES.
+        setting: The name of the setting that requests it.
+        free_bytes: -1 measures the free memory.
 
     Raises:
-        ConfigError: more is wanted than is free in /dev/shm and in the memory of the cgroup, or
-            less than LEAST_BYTES.
+        ConfigError: more is requested than is free in /dev/shm and in the memory of the cgroup, or
+            less than MIN_BYTES.
     """
-    if shm < 0:
+    if free_bytes < 0:
         space = os.statvfs(SHARED_MEMORY)
-        shm = min(space.f_bavail * space.f_frsize, memory_left())
-    if not wanted:
-        return max(LEAST_BYTES, min(held, int(_MOST * shm)))
-    if not LEAST_BYTES <= wanted <= shm:
+        free_bytes = min(space.f_bavail * space.f_frsize, get_free_memory_bytes())
+    if not requested:
+        return max(MIN_BYTES, min(sample_bytes, int(_MAX_SHARE * free_bytes)))
+    if not MIN_BYTES <= requested <= free_bytes:
         raise ConfigError(
-            f"{setting}={wanted}; allowed: 0, or from {LEAST_BYTES} to what {SHARED_MEMORY} and "
-            f"memory.max of the cgroup leave here, {shm}"
+            f"{setting}={requested}; allowed: 0, or from {MIN_BYTES} to what {SHARED_MEMORY} and "
+            f"memory.max of the cgroup leave here, {free_bytes}"
         )
-    return wanted
+    return requested
+
+
+def count_cores() -> int:
+    """Return the cores that this process may use: a whole number, and at least one."""
+    cores = float(len(os.sched_getaffinity(0)))
+    for group in _list_cgroups():
+        quota, _, period = _read_limit(group / "cpu.max").partition(" ")
+        if quota.isdigit():
+            cores = min(cores, int(quota) / int(period))
+    return max(1, int(cores))
+
+
+def get_free_memory_bytes() -> int:
+    """Return the bytes left until the first cgroup limit.
+
+    Pages of files that were read count as free: the kernel gives them back.
+    """
+    left = sys.maxsize
+    for group in _list_cgroups():
+        limit = _read_limit(group / "memory.max")
+        if limit.isdigit():
+            parts = dict(line.split() for line in _read_limit(group / "memory.stat").splitlines())
+            used = int(_read_limit(group / "memory.current") or 0)
+            left = min(left, int(limit) - used + int(parts.get("inactive_file", 0)))
+    return max(0, left)
+
+
+def _list_cgroups() -> Iterator[Path]:
+    """Yield the cgroup of this process, and those above it."""
+    for line in _read_limit(_PROCESS_CGROUP).splitlines():
+        if line.startswith("0::"):
+            group = _CGROUPS / line.removeprefix("0::").strip("/")
+            yield from (g for g in (group, *group.parents) if g.is_relative_to(_CGROUPS))
+
+
+def _read_limit(file: Path) -> str:
+    with contextlib.suppress(OSError):  # the root has no limits
+        return file.read_text().strip()
+    return ""

@@ -1,11 +1,11 @@
 """Ranks that torchrun has started, called like a WorkerGroup; no Ray.
 
-Rank 0 runs the job. The others run what it calls, until it ends. Calls and results travel over a
-process group of gloo, as tensors, numbers and text: nothing that is received is run. Ranks of one
-machine meet in a rendezvous of ours: torchrun's store answers whoever asks, on every interface.
+Rank 0 runs the job. The others run its calls, until it ends. Calls and results are sent over a
+process group of gloo, as tensors, numbers and text: no code is unpickled. Ranks of one machine meet
+in a `RendezvousServer`: torchrun's store has no authentication, and listens on every interface.
 
-A rank that fails ends with its error. torchrun then ends the others. A rank that does not get on
-writes its stacks a little before the others give up on it.
+A rank that fails ends with its error, and torchrun ends the others. A rank that hangs writes its
+stacks a little before the others time out.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ import torch.distributed as dist
 
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import Layout
-from mcore_rl.controller.dispatch import registered_methods
-from mcore_rl.controller.stop_signals import SIGNALS, RunStopped
+from mcore_rl.controller.dispatch import get_registered_methods
+from mcore_rl.controller.process_cleanup import STOP_SIGNALS, RunStopped
 from mcore_rl.data.batch import Batch, Jagged
 from mcore_rl.observability.stacks import StackTimer
 from mcore_rl.parallel.mesh import Mesh
@@ -37,45 +37,52 @@ from mcore_rl.parallel.rendezvous import RendezvousServer, fetch_endpoint, share
 from mcore_rl.parallel.store import join_world
 
 c10d: Any = dist
-_STACKS_BEFORE_S = 30.0  # how long before the limit of a wait a rank writes its stacks
-# What tells the ranks of one launch from those of another on the same machine.
-_OF_A_LAUNCH = "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"
-# Makes the worker of a name on this rank; the number is one that rank 0 has for it.
-Build = Callable[[str, int], Any]
+_STACKS_BEFORE_S = 30.0  # before the timeout of a wait, when a rank writes its stacks
+# Variables that differ between launches on the same machine.
+_LAUNCH_VARIABLES = (
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "TORCHELASTIC_RUN_ID",
+    "TORCHELASTIC_RESTART_COUNT",
+)
+CreateWorker = Callable[[str, int], Any]  # from name and number, which rank 0 sends
 
 
 def is_launched() -> bool:
-    """Whether torchrun has started this process."""
+    """Return whether torchrun has started this process."""
     return "TORCHELASTIC_RUN_ID" in os.environ and "RANK" in os.environ
 
 
-def rank() -> int:
+def get_rank() -> int:
+    """Return the world rank of this process."""
     return int(os.environ["RANK"])
 
 
-def check_world(layout: Layout) -> None:
-    """Raises ConfigError when torchrun has started more or fewer ranks than the layout has."""
-    if (found := int(os.environ["WORLD_SIZE"])) != layout.world_size:
+def check_world_size(layout: Layout) -> None:
+    """Raise ConfigError when torchrun has started more or fewer ranks than the layout has."""
+    if (world_size := int(os.environ["WORLD_SIZE"])) != layout.world_size:
         raise ConfigError(
-            f"torchrun has started {found} ranks, engine.layout has {layout.world_size}; allowed: "
-            f"as many (torchrun --nproc-per-node {layout.world_size})"
+            f"torchrun has started {world_size} ranks, engine.layout has {layout.world_size}; "
+            f"allowed: as many (torchrun --nproc-per-node {layout.world_size})"
         )
 
 
 class TorchrunRanks:
-    """All ranks, as rank 0 sees them. A context manager; the others call `serve`."""
+    """All ranks, which rank 0 calls. A context manager; the other ranks call `serve`."""
 
-    def __init__(self, backend: str, layout: Layout, timeout_s: float, build: Build) -> None:
-        """Joins torch's default group. `timeout_s` limits each wait of one rank for others."""
-        self.mesh, self._build = Mesh(layout), build
+    def __init__(
+        self, backend: str, layout: Layout, timeout_s: float, create_worker: CreateWorker
+    ) -> None:
+        """Join torch's default group. `timeout_s` limits each wait of one rank for others."""
+        self.mesh, self._create_worker = Mesh(layout), create_worker
         self._workers: dict[str, Any] = {}
-        self._timeout_s, self._doing, host = timeout_s, "the start", socket.gethostname()
-        self._me = f"rank {rank()} on {host}"
-        self._timer = StackTimer(self._me, timeout_s - min(_STACKS_BEFORE_S, timeout_s / 5))
-        with _joined(backend, timeout_s):
+        self._timeout_s, self._activity, host = timeout_s, "the start", socket.gethostname()
+        self._label = f"rank {get_rank()} on {host}"
+        self._timer = StackTimer(self._label, timeout_s - min(_STACKS_BEFORE_S, timeout_s / 5))
+        with _join_default_group(backend, timeout_s):
             self._calls = c10d.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
         self._hosts: list[str] = []
-        self._hosts = self._collected(host)  # of all ranks, on rank 0
+        self._hosts = self._gather(host)  # of all ranks, on rank 0
 
     def __enter__(self) -> Self:
         return self
@@ -86,113 +93,119 @@ class TorchrunRanks:
             c10d.destroy_process_group()
         self._timer.stop()
 
-    def group(self, name: str, number: int) -> TorchrunGroup:
-        """The workers that `build` makes of these on every rank."""
+    def create_group(self, name: str, number: int) -> TorchrunGroup:
+        """Create a worker on every rank, by `create_worker(name, number)`."""
         self._send({"method": "__init__", "name": name, "number": number})
-        self._workers[name] = self._build(name, number)
+        self._workers[name] = self._create_worker(name, number)
         self._meet()
         return TorchrunGroup(self, name, self.mesh, type(self._workers[name]))
 
     def serve(self) -> None:
-        """Of ranks above 0: returns when rank 0 has ended. Signals are its business."""
-        for number in SIGNALS:
+        """Run the calls of rank 0 until it ends. Signals are ignored: rank 0 acts on them."""
+        for number in STOP_SIGNALS:
             signal.signal(number, signal.SIG_IGN)
-        while method := (call := self._received())["method"]:
+        while method := (call := self._receive())["method"]:
             self._begin(call)
             if method == "__init__":
-                self._workers[call["name"]] = self._build(call["name"], call["number"])
+                self._workers[call["name"]] = self._create_worker(call["name"], call["number"])
                 self._meet()
             else:
-                self._collected(self._run(call))
+                self._gather(self._run(call))
         c10d.destroy_process_group()
         self._timer.stop()
 
     def call(self, name: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Of rank 0: what the method gives, over all ranks."""
-        call = {"method": method, "name": name, "args": _packed(args), "kwargs": _packed(kwargs)}
+        """Call a method on all ranks, from rank 0; return its gathered result."""
+        call = {"method": method, "name": name, "args": _pack(args), "kwargs": _pack(kwargs)}
         self._send(call)
-        found = dict(enumerate(self._collected(self._run(call))))
-        self._timer.start(f"what follows {self._doing}")  # as long the others wait
-        registration = registered_methods(type(self._workers[name]))[method]
+        results = dict(enumerate(self._gather(self._run(call))))
+        self._timer.start(f"what follows {self._activity}")  # the other ranks wait for as long
+        registration = get_registered_methods(type(self._workers[name]))[method]
         return registration.dispatch_mode.gather(
-            registration.scatter(self.mesh, args, kwargs), found
+            registration.scatter(self.mesh, args, kwargs), results
         )
 
     def _run(self, call: dict[str, Any]) -> Any:
-        """This rank's part of a call."""
+        """Run this rank's part of a call."""
         worker, method = self._workers[call["name"]], call["method"]
-        registration = registered_methods(type(worker))[method]
-        args, kwargs = tuple(_unpacked(call["args"])), _unpacked(call["kwargs"])
+        registration = get_registered_methods(type(worker))[method]
+        args, kwargs = tuple(_unpack(call["args"])), _unpack(call["kwargs"])
         for part in registration.scatter(self.mesh, args, kwargs):
-            if rank() in part.ranks:
+            if get_rank() in part.ranks:
                 try:
                     value = getattr(worker, method)(*part.args, **part.kwargs)
                 except Exception as error:
-                    error.add_note(f"{self._me}, in {self._doing}")
+                    error.add_note(f"{self._label}, in {self._activity}")
                     raise
-                return value if part.output_rank in (None, rank()) else None
+                return value if part.output_rank in (None, get_rank()) else None
         return None
 
     def _begin(self, call: dict[str, Any]) -> None:
-        self._doing = f"{call['name']}.{call['method']}" if call["method"] else "the end"
-        self._timer.start(self._doing)
+        self._activity = f"{call['name']}.{call['method']}" if call["method"] else "the end"
+        self._timer.start(self._activity)
 
     def _send(self, message: dict[str, Any]) -> None:
         self._begin(message)
-        data = _bytes_of(message)
+        data = _serialize(message)
         c10d.broadcast(torch.tensor([len(data)]), 0, group=self._calls)
         c10d.broadcast(data, 0, group=self._calls)
 
-    def _received(self) -> dict[str, Any]:
-        size, wait = torch.zeros(1, dtype=torch.int64), f"the wait for a call after {self._doing}"
+    def _receive(self) -> dict[str, Any]:
+        size, wait = (
+            torch.zeros(1, dtype=torch.int64),
+            f"the wait for a call after {self._activity}",
+        )
         self._timer.start(wait)
         try:
             c10d.broadcast(size, 0, group=self._calls)
         except RuntimeError as error:
             raise RuntimeError(
-                f"{self._me}: {wait}, which rank 0 has to make in {self._timeout_s:g} s: {error}"
+                f"{self._label}: {wait}, which rank 0 has to make in {self._timeout_s:g} s: {error}"
             ) from error
         data = torch.empty(int(size), dtype=torch.uint8)
         c10d.broadcast(data, 0, group=self._calls)
-        found: dict[str, Any] = _value_of(data)
-        return found
+        message: dict[str, Any] = _deserialize(data)
+        return message
 
-    def _collected(self, value: Any) -> list[Any]:
-        """Of all ranks, by rank; on rank 0.
+    def _gather(self, value: Any) -> list[Any]:
+        """Gather the values of all ranks on rank 0, by rank.
 
         Raises:
-            RuntimeError: some have not come in time, and which.
+            RuntimeError: some ranks were not there in time; it names them.
         """
         self._meet()
-        data = _bytes_of(_packed(value))
+        data = _serialize(_pack(value))
         sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.mesh.world_size)]
         c10d.all_gather(sizes, torch.tensor([len(data)]), group=self._calls)
         padded = torch.zeros(max(map(int, sizes)), dtype=torch.uint8)
         padded[: len(data)] = data
-        found = [torch.empty_like(padded) for _ in sizes] if rank() == 0 else None
-        c10d.gather(padded, found, 0, group=self._calls)
-        return [_unpacked(_value_of(f[: int(n)])) for f, n in zip(found or (), sizes, strict=False)]
+        gathered = [torch.empty_like(padded) for _ in sizes] if get_rank() == 0 else None
+        c10d.gather(padded, gathered, 0, group=self._calls)
+        return [
+            _unpack(_deserialize(entry[: int(size)]))
+            for entry, size in zip(gathered or (), sizes, strict=False)
+        ]
 
     def _meet(self) -> None:
-        """All ranks have done their parts."""
+        """Wait until all ranks have done their parts."""
         timeout = timedelta(seconds=self._timeout_s)
         try:
             c10d.monitored_barrier(self._calls, timeout, wait_all_ranks=True)
         except RuntimeError as error:
             reason = " ".join(str(error).split())
-            found = re.search(r"Ranks? ([\d, ]+) failed to pass", reason)
-            late = [int(number) for number in found[1].split(",")] if found else []
+            match = re.search(r"Ranks? ([\d, ]+) failed to pass", reason)
+            late = [int(number) for number in match[1].split(",")] if match else []
             hosts = {n: f" on {self._hosts[n]}" if self._hosts else "" for n in late}
             who = ", ".join(f"rank {n}{host}" for n, host in hosts.items())
             raise RuntimeError(
-                f"{self._doing}: {who or 'rank 0, or one that it waits for,'} has not ended its "
-                f"part; the limit is {self._timeout_s:g} s; told by {self._me}: {reason}"
+                f"{self._activity}: {who or 'rank 0, or one that it waits for,'} has not ended its "
+                f"part; the limit is {self._timeout_s:g} s; told by {self._label}: {reason}"
             ) from error
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """Where a rank lives, as WorkerInfo of a WorkerGroup says it."""
+class RankInfo:
+    """The host of a rank, as in WorkerInfo of a WorkerGroup."""
 
     host: str
 
@@ -202,8 +215,8 @@ class TorchrunGroup:
 
     def __init__(self, ranks: TorchrunRanks, name: str, mesh: Mesh, worker_class: type) -> None:
         self.name, self.mesh = name, mesh
-        self.worker_infos = {0: Place(socket.gethostname())}  # the rank that writes
-        self._ranks, self._methods = ranks, registered_methods(worker_class)
+        self.worker_infos = {0: RankInfo(socket.gethostname())}  # the rank that writes
+        self._ranks, self._methods = ranks, get_registered_methods(worker_class)
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         if name not in self.__dict__.get("_methods", {}):
@@ -212,15 +225,15 @@ class TorchrunGroup:
 
 
 @contextlib.contextmanager
-def _joined(backend: str, timeout_s: float) -> Iterator[None]:
-    """In torch's default group; inside, ranks that come later can still join."""
+def _join_default_group(backend: str, timeout_s: float) -> Iterator[None]:
+    """Join torch's default group; inside, ranks that come later can still join."""
     if os.environ["LOCAL_WORLD_SIZE"] != os.environ["WORLD_SIZE"]:
         use_interface_towards(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
         c10d.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
         yield
         return
-    launch = "torchrun " + " ".join(map(os.environ.__getitem__, _OF_A_LAUNCH))
-    if rank():
+    launch = "torchrun " + " ".join(map(os.environ.__getitem__, _LAUNCH_VARIABLES))
+    if get_rank():
         join_world(backend, timeout_s, fetch_endpoint(launch, timeout_s))
         yield
         return
@@ -230,40 +243,40 @@ def _joined(backend: str, timeout_s: float) -> Iterator[None]:
         yield
 
 
-def _packed(value: Any) -> Any:
-    """What torch.load takes without running anything."""
+def _pack(value: Any) -> Any:
+    """Convert a value to types that torch.load accepts with weights_only."""
     if isinstance(value, Batch):
-        return {"batch": {name: _packed(column) for name, column in value.columns.items()}}
+        return {"batch": {name: _pack(column) for name, column in value.columns.items()}}
     if isinstance(value, Jagged):
-        return {"values": _packed(value.values), "offsets": _packed(value.offsets)}
+        return {"values": _pack(value.values), "offsets": _pack(value.offsets)}
     if isinstance(value, np.ndarray):
         return torch.from_numpy(np.array(value))
     if isinstance(value, dict):
-        return {"dict": {name: _packed(entry) for name, entry in value.items()}}
+        return {"dict": {name: _pack(entry) for name, entry in value.items()}}
     if isinstance(value, list | tuple):
-        return [_packed(entry) for entry in value]
+        return [_pack(entry) for entry in value]
     return value if isinstance(value, str | int | float | None) else None
 
 
-def _unpacked(value: Any) -> Any:
+def _unpack(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return value.numpy()
     if isinstance(value, list):
-        return [_unpacked(entry) for entry in value]
+        return [_unpack(entry) for entry in value]
     if not isinstance(value, dict):
         return value
     if "batch" in value:
-        return Batch({name: _unpacked(column) for name, column in value["batch"].items()})
+        return Batch({name: _unpack(column) for name, column in value["batch"].items()})
     if "dict" in value:
-        return {name: _unpacked(entry) for name, entry in value["dict"].items()}
-    return Jagged(_unpacked(value["values"]), _unpacked(value["offsets"]))
+        return {name: _unpack(entry) for name, entry in value["dict"].items()}
+    return Jagged(_unpack(value["values"]), _unpack(value["offsets"]))
 
 
-def _bytes_of(value: Any) -> torch.Tensor:
+def _serialize(value: Any) -> torch.Tensor:
     buffer = io.BytesIO()
     torch.save(value, buffer)
     return torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
 
 
-def _value_of(data: torch.Tensor) -> Any:
+def _deserialize(data: torch.Tensor) -> Any:
     return torch.load(io.BytesIO(data.numpy().tobytes()), weights_only=True)

@@ -9,45 +9,74 @@ A worker class is a plain class; methods marked with `register` become attribute
 worker reads its rank from RANK, WORLD_SIZE, LOCAL_RANK and RENDEZVOUS_*, which join_world of
 parallel/store.py reads. The columns of a batch are views of shared memory in a worker, so they are
 read-only there.
+
+A group in a detached pool outlives its driver, and later drivers find it by name. Its ranks are Ray
+actors of lifetime "detached", called NAME[RANK]. They end when a driver closes the group, with
+`end_detached_group`, or with the cluster.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Self
 
 import ray
+from ray.exceptions import RayError
+from ray.util.placement_group import (
+    PlacementGroup,
+    get_placement_group,
+    remove_placement_group,
+)
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import Layout, TimeoutsConfig
-from mcore_rl.controller.call_parts import with_given
-from mcore_rl.controller.detached import GroupCard, actor_options, find_group
-from mcore_rl.controller.dispatch import Registration, registered_methods
-from mcore_rl.controller.object_columns import NUM_PIECES, num_pieces
-from mcore_rl.controller.pending import Limit, PendingCall, gathered
-from mcore_rl.controller.pool import ResourcePool
-from mcore_rl.controller.rank_actor import RankActor, Recipe, WorkerInfo
-from mcore_rl.controller.sending import send, send_for_samples
+from mcore_rl.controller.dispatch import (
+    CallPart,
+    Registration,
+    add_input_columns,
+    get_registered_methods,
+)
+from mcore_rl.controller.object_columns import DEFAULT_OBJECTS, count_objects
+from mcore_rl.controller.pending_call import PendingCall, Timeout, WorkerError, gather_results
+from mcore_rl.controller.ray_session import NAMESPACE
+from mcore_rl.controller.remote_batch import RemoteBatch
+from mcore_rl.controller.resource_pool import ResourcePool
+from mcore_rl.controller.worker_process import (
+    MethodCall,
+    Reply,
+    StoredBatch,
+    WorkerInfo,
+    WorkerProcess,
+    WorkerSpec,
+)
+from mcore_rl.data.batch import Samples
 from mcore_rl.parallel.mesh import Mesh
+
+SentCalls = dict[Any, int]  # world rank of each reference to a reply
 
 
 class Method:
     """A registered method of a group: call it, or `submit` it and continue."""
 
     def __init__(
-        self, group: WorkerGroup, name: str, registration: Registration, pieces: int = NUM_PIECES
+        self,
+        group: WorkerGroup,
+        name: str,
+        registration: Registration,
+        num_objects: int = DEFAULT_OBJECTS,
     ) -> None:
         self._group, self._name, self._registration = group, name, registration
-        self._pieces = pieces  # that a call returns which makes samples
+        self._num_objects = num_objects  # results of a call that makes samples
 
-    def making(self, num_bytes: int) -> Method:
-        """For a call that may return new samples of so many bytes, in objects of the usual size."""
-        return Method(self._group, self._name, self._registration, num_pieces(num_bytes))
+    def with_result_bytes(self, num_bytes: int) -> Method:
+        """Return the method for calls that may return new samples of so many bytes."""
+        return Method(self._group, self._name, self._registration, count_objects(num_bytes))
 
     def submit(self, *args: Any, **kwargs: Any) -> PendingCall:
-        return self._group._submit(self._name, self._registration, args, kwargs, self._pieces)
+        """Call the method without waiting."""
+        return self._group._submit(self._name, self._registration, args, kwargs, self._num_objects)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         pending = self.submit(*args, **kwargs)
@@ -76,20 +105,22 @@ class WorkerGroup:
         wait: bool = True,
         num_parts: int = 0,
     ) -> None:
-        """Starts the ranks and builds every worker, in parallel; returns when all are built.
-
-        Without `wait` it returns immediately. Methods may be submitted then, and are called on
-        workers that have been built; `wait_until_built` has to come before the first result is
-        asked for.
-
-        `share` is the part that the group takes of each of its bundles, which are those of the
-        pool from `first_bundle` on; a rank starts in the first of its `bundles_per_rank` and may
-        use them all. `max_concurrency` above 1 runs calls on one rank in as many threads.
-        `num_parts` says how many columns NAME/PART new samples of it may have. Raises
-        ConfigError when the pool is too small or used up, and WorkerError (or ConfigError) when a
-        worker cannot be built, or not within timeouts.start_s.
+        """Start the ranks and build every worker, in parallel.
 
         In a detached pool the group is detached, and has the name of the pool.
+
+        Args:
+            share: The share of each of its bundles that the group takes.
+            bundles_per_rank: A rank starts in the first of so many bundles, and may use them all.
+            first_bundle: The group takes the bundles of the pool from this one on.
+            max_concurrency: Calls that run on one rank at a time, each in a thread.
+            wait: Return when all workers are built. Otherwise methods may be submitted at once, and
+                `wait_until_built` has to be called before the first result is read.
+            num_parts: How many columns NAME/PART new samples may have.
+
+        Raises:
+            ConfigError: the pool is too small or used up, or a worker cannot be built.
+            WorkerError: a worker cannot be built, or not within timeouts.start_s.
         """
         if pool.detached and (name or pool.detached, share) != (pool.detached, 1.0):
             raise ConfigError(
@@ -122,21 +153,31 @@ class WorkerGroup:
 
     @classmethod
     def attach(cls, name: str, *, timeouts: TimeoutsConfig) -> Self:
-        """The detached group of that name, whose driver has ended or let it go.
+        """Return the detached group of that name, whose driver has ended or let it go.
 
-        One driver at a time may use a group. What an earlier one has called is finished first.
+        One driver at a time may use a group. Calls of an earlier one are finished first.
 
         Raises:
             ConfigError: there is none of that name.
             WorkerError: a rank is gone, or does not answer within timeouts.start_s. The group
-                stays: `end_group` of controller/detached.py ends it.
+                stays: `end_detached_group` ends it.
         """
-        found = find_group(name, Limit(timeouts.start_s, "timeouts.start_s"))
+        timeout = Timeout(timeouts.start_s, "timeouts.start_s")
+        pool = _get_detached_pool(name)
+        rank_zero = _get_detached_actors(name, [0])
+        [spec] = _call_detached(name, rank_zero, "get_group_spec", timeout)
+        worker_class, layout = ray.cloudpickle.loads(spec)
+        actors = _get_detached_actors(name, range(layout.world_size))
+        infos = _call_detached(name, actors, "get_info", timeout)
+
+        def give_back() -> None:
+            if ray.is_initialized():
+                remove_placement_group(pool)
+
         group = cls.__new__(cls)
-        card = found.card
-        group._set_up(name, card.worker_class, card.layout, timeouts, found.end)
+        group._set_up(name, worker_class, layout, timeouts, give_back)
         group._detached = True
-        group._actors, group.worker_infos = found.actors, found.worker_infos
+        group._actors, group.worker_infos = actors, dict(enumerate(infos))
         return group
 
     def _set_up(
@@ -150,13 +191,13 @@ class WorkerGroup:
         self.name = name or worker_class.__name__
         self._layout, self.mesh = layout, Mesh(layout)
         self.worker_infos: dict[int, WorkerInfo] = {}
-        self.ended = ""
+        self.end_reason = ""
         self._actors: list[Any] = []
-        self._start_limit = Limit(timeouts.start_s, "timeouts.start_s")
-        self._call_limit = Limit(timeouts.call_s, "timeouts.call_s")
-        self._give_back = give_back  # what the group has of its pool
+        self._start_timeout = Timeout(timeouts.start_s, "timeouts.start_s")
+        self._call_timeout = Timeout(timeouts.call_s, "timeouts.call_s")
+        self._give_back = give_back  # releases what the group has of its pool
         self._num_parts = 0
-        self._worker_class, self._methods = worker_class, self._bind(worker_class)
+        self._worker_class, self._methods = worker_class, self._bind_methods(worker_class)
 
     def __getattr__(self, name: str) -> Method:
         methods = self.__dict__.get("_methods", {})
@@ -165,13 +206,15 @@ class WorkerGroup:
         raise AttributeError(f"the group has no registered method {name!r}; it has {[*methods]}")
 
     def rebuild(self, name: str, layout: Layout, *init_args: Any) -> None:
-        """New workers of the same class in the same processes, under another name and layout.
+        """Build new workers of the same class in the same processes, without waiting for them.
 
-        A worker's `close` frees what it has; process groups stay. Returns immediately, as the
-        constructor without `wait` does. Raises ConfigError when the layout has more or fewer ranks.
+        A worker's `close` frees what it has; process groups stay.
+
+        Raises:
+            ConfigError: the layout has more or fewer ranks.
         """
-        if self.ended or self._detached:
-            why = self.ended or "a detached group keeps its name and layout"
+        if self.end_reason or self._detached:
+            why = self.end_reason or "a detached group keeps its name and layout"
             raise RuntimeError(f"{self.name} cannot be rebuilt: {why}")
         if len(self._actors) != layout.world_size:
             raise ConfigError(
@@ -184,35 +227,34 @@ class WorkerGroup:
         self._build((self._worker_class, init_args, {}))
 
     @property
-    def building(self) -> list[PendingCall]:
-        """Of a group that was made without waiting: `wait_until_built` waits for these."""
-        return [self._born, self._met, self._built]
+    def build_calls(self) -> list[PendingCall]:
+        """The calls that `wait_until_built` waits for."""
+        return [self._info_call, self._rendezvous_call, self._build_call]
 
     def close(self, reason: str = "") -> None:
-        """Ends the workers immediately. May be called twice."""
-        if self.ended:
+        """End the workers immediately. May be called twice."""
+        if self.end_reason:
             return
-        self.ended = reason or "the group has been closed"
+        self.end_reason = reason or "the group has been closed"
         if ray.is_initialized():
             for actor in self._actors:
                 ray.kill(actor)
         self._give_back()
 
     def detach(self) -> None:
-        """Lets go of a detached group: its workers stay, this object takes no more calls."""
+        """Let go of a detached group: its workers stay, this object takes no more calls."""
         if not self._detached:
             raise RuntimeError(f"{self.name} ends with this driver: its pool is not detached")
-        self.ended = self.ended or "it has been let go"
+        self.end_reason = self.end_reason or "it has been let go"
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """A detached group stays."""
         self.detach() if self._detached else self.close()
 
-    def _bind(self, worker_class: type) -> dict[str, Method]:
-        registered = registered_methods(worker_class)
+    def _bind_methods(self, worker_class: type) -> dict[str, Method]:
+        registered = get_registered_methods(worker_class)
         hidden = sorted(name for name in registered if name in {*dir(type(self)), *vars(self)})
         if hidden:
             raise TypeError(f"{worker_class.__name__}: a group has its own {hidden}; rename them")
@@ -229,23 +271,25 @@ class WorkerGroup:
             # the cores, spinning takes several times what is computed.
             "OMP_WAIT_POLICY": "PASSIVE",
         }
-        host = ray.remote(RankActor)
-        card = bytes(GroupCard(self._worker_class, self._layout)) if self._detached else b""
+        actor_class = ray.remote(WorkerProcess)
+        spec = (self._worker_class, self._layout) if self._detached else None
+        pickled_spec = b"" if spec is None else ray.cloudpickle.dumps(spec)
         for rank in range(self.mesh.world_size):
-            options = pool.actor_options(self._share) | {
-                "scheduling_strategy": self._on(pool, rank),
+            options = pool.get_actor_options(self._share) | {
+                "scheduling_strategy": self._get_scheduling(pool, rank),
                 "runtime_env": {"env_vars": common | {"RANK": str(rank)} | env},
                 "max_concurrency": max_concurrency,
             }
             if self._detached:
-                options |= actor_options(self.name, rank)
-            made = self.name, rank, pool.log_dir, card, self._call_limit.seconds
-            self._actors.append(host.options(**options).remote(*made))
+                actor_name = _get_actor_name(self.name, rank)
+                options |= {"name": actor_name, "namespace": NAMESPACE, "lifetime": "detached"}
+            args = self.name, rank, pool.log_dir, pickled_spec, self._call_timeout.seconds
+            self._actors.append(actor_class.options(**options).remote(*args))
 
-    def _on(self, pool: ResourcePool, rank: int) -> PlacementGroupSchedulingStrategy:
-        """The first bundle of a rank, all of whose bundles have to be on one node."""
+    def _get_scheduling(self, pool: ResourcePool, rank: int) -> PlacementGroupSchedulingStrategy:
+        """Schedule a rank on its first bundle; all its bundles have to be on one node."""
         first = self._first_bundle + rank * self._bundles_per_rank
-        nodes = {pool.node(bundle) for bundle in range(first, first + self._bundles_per_rank)}
+        nodes = {pool.get_node(bundle) for bundle in range(first, first + self._bundles_per_rank)}
         if len(nodes) > 1:
             raise ConfigError(
                 f"{self.name}: rank {rank} needs {self._bundles_per_rank} devices of one node; "
@@ -257,17 +301,18 @@ class WorkerGroup:
             pool.placement_group, placement_group_bundle_index=index
         )
 
-    def _build(self, recipe: Recipe) -> None:
-        """Starts building the workers, whose rendezvous is on the node of rank 0; does not wait."""
-        born = {actor.info.remote(): rank for rank, actor in enumerate(self._actors)}
+    def _build(self, spec: WorkerSpec) -> None:
+        """Start to build the workers, whose rendezvous is on the node of rank 0."""
+        infos = {actor.get_info.remote(): rank for rank, actor in enumerate(self._actors)}
         rendezvous = self._actors[0].open_rendezvous.remote()
-        stored = ray.put(ray.cloudpickle.dumps(recipe))
+        stored = ray.put(ray.cloudpickle.dumps(spec))
         built = {
             actor.build.remote(rendezvous, stored): rank for rank, actor in enumerate(self._actors)
         }
-        self._born = PendingCall(self, "__init__", born, dict, self._start_limit)
-        self._met = PendingCall(self, "__init__", {rendezvous: 0}, dict, self._start_limit)
-        self._built = PendingCall(self, "__init__", built, dict, self._start_limit)
+        self._info_call, self._rendezvous_call, self._build_call = (
+            PendingCall(self, "__init__", calls, dict, self._start_timeout)
+            for calls in (infos, {rendezvous: 0}, built)
+        )
 
     def _submit(
         self,
@@ -275,39 +320,151 @@ class WorkerGroup:
         registration: Registration,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        pieces: int,
+        num_objects: int,
     ) -> PendingCall:
-        if self.ended:
-            raise RuntimeError(f"{self.name}.{method} was called, but {self.ended}")
-        read = tuple(map(registration.selected, args))
-        read_kwargs = {name: registration.selected(value) for name, value in kwargs.items()}
+        if self.end_reason:
+            raise RuntimeError(f"{self.name}.{method} was called, but {self.end_reason}")
+        read = tuple(map(registration.select_columns, args))
+        read_kwargs = {name: registration.select_columns(value) for name, value in kwargs.items()}
         parts = registration.scatter(self.mesh, read, read_kwargs)
-        gather, of_columns = registration.dispatch_mode.gather, dict[int, list[Any]]()
+        gather, objects = registration.dispatch_mode.gather, dict[int, list[Any]]()
         if registration.makes:
-            made = self._actors, method, parts, pieces, self._num_parts
-            sent, of_columns = send_for_samples(*made)
+            sizes = num_objects, self._num_parts
+            sent, objects = send_for_samples(self._actors, method, parts, *sizes)
         else:
-            sent = send(self._actors, method, parts)
+            sent = send_parts(self._actors, method, parts)
 
         def finish(results: Mapping[int, Any]) -> Any:
             if registration.makes:
-                made = {
-                    r: None if one is None else one.at(of_columns[r]) for r, one in results.items()
+                batches = {
+                    rank: None if batch is None else batch.with_references(objects[rank])
+                    for rank, batch in results.items()
                 }
-                return gather(parts, made)
-            return with_given(args, kwargs, gather(parts, results))
+                return gather(parts, batches)
+            return add_input_columns(args, kwargs, gather(parts, results))
 
-        limit = self._start_limit if registration.is_start else self._call_limit
-        return PendingCall(self, method, sent, finish, limit)
+        timeout = self._start_timeout if registration.is_start else self._call_timeout
+        return PendingCall(self, method, sent, finish, timeout)
 
 
 def wait_until_built(groups: Sequence[WorkerGroup]) -> None:
-    """Waits for groups that were made without waiting. The first rank that fails ends its group.
+    """Wait for groups that were created with wait=False. The first rank that fails ends its group.
 
     Raises:
         ConfigError, WorkerError: as a group's constructor.
     """
-    gathered([call for group in groups for call in (group._born, group._met)])
+    gather_results(
+        [call for group in groups for call in (group._info_call, group._rendezvous_call)]
+    )
     for group in groups:
-        group.worker_infos = group._born.result()
-    gathered([group._built for group in groups])
+        group.worker_infos = group._info_call.result()
+    gather_results([group._build_call for group in groups])
+
+
+def send_parts(actors: Sequence[Any], method: str, parts: Sequence[CallPart]) -> SentCalls:
+    """Call `WorkerProcess.call` of the ranks of each part.
+
+    `actors` are handles by world rank. A batch that several ranks get is stored once.
+    """
+    return {
+        actors[rank].call.remote(call, *stored): rank
+        for part in parts
+        for rank, call, stored in _iterate_calls(method, part)
+    }
+
+
+def send_for_samples(
+    actors: Sequence[Any],
+    method: str,
+    parts: Sequence[CallPart],
+    num_objects: int,
+    num_parts: int,
+) -> tuple[SentCalls, dict[int, list[Any]]]:
+    """Call `WorkerProcess.call_for_samples`; return also the references to objects, by rank."""
+    sent, objects, num_results = {}, {}, num_objects * (1 + num_parts)
+    for part in parts:
+        for rank, call, stored in _iterate_calls(method, part):
+            remote_method = actors[rank].call_for_samples.options(num_returns=1 + num_results)
+            reply, *objects[rank] = remote_method.remote(call, num_objects, num_parts, *stored)
+            sent[reply] = rank
+    return sent, objects
+
+
+def _iterate_calls(method: str, part: CallPart) -> Iterator[tuple[int, MethodCall, list[Any]]]:
+    """Yield rank, call and stored batches of each rank of a part."""
+    stored: list[Any] = []
+
+    def store(value: Any) -> Any:
+        value = value.drop_lengths() if isinstance(value, RemoteBatch) else value
+        if len(part.ranks) == 1 or not isinstance(value, Samples):
+            return value
+        stored.append(ray.put(value))
+        return StoredBatch(len(stored) - 1)
+
+    args = [store(value) for value in part.args]
+    kwargs = {name: store(value) for name, value in part.kwargs.items()}
+    for rank in part.ranks:
+        yield rank, (method, part.output_rank in (None, rank), args, kwargs), stored
+
+
+def list_detached_groups() -> list[str]:
+    """Return the names of the detached groups on this Ray cluster."""
+    actors = ray.util.list_named_actors(all_namespaces=True)
+    names = (actor["name"] for actor in actors if actor["namespace"] == NAMESPACE)
+    return sorted({name.rpartition("[")[0] for name in names})
+
+
+def end_detached_group(name: str) -> None:
+    """End the ranks of a detached group, also those that do not answer, and free its pool.
+
+    Raises:
+        ConfigError: there is none of that name.
+    """
+    remove_placement_group(_get_detached_pool(name))
+
+
+def _get_actor_name(group: str, rank: int) -> str:
+    return f"{group}[{rank}]"
+
+
+def _get_detached_pool(name: str) -> PlacementGroup:
+    try:
+        return get_placement_group(name)
+    except ValueError as error:
+        names = ", ".join(map(repr, list_detached_groups())) or "none"
+        raise ConfigError(
+            f"there is no detached group {name!r} on this Ray cluster; found: {names}"
+        ) from error
+
+
+def _get_detached_actors(group: str, ranks: Iterable[int]) -> list[Any]:
+    actors = []
+    for rank in ranks:
+        try:
+            actors.append(ray.get_actor(_get_actor_name(group, rank), NAMESPACE))
+        except ValueError as error:
+            raise _create_attach_error(group, f"rank {rank} is gone") from error
+    return actors
+
+
+def _call_detached(name: str, actors: Sequence[Any], method: str, timeout: Timeout) -> list[Any]:
+    """Return the values of a method of the actors, by rank."""
+    calls = {getattr(actor, method).remote(): rank for rank, actor in enumerate(actors)}
+    _, late = ray.wait(list(calls), num_returns=len(calls), timeout=timeout.seconds)
+    if late:
+        ranks = ", ".join(str(calls[reference]) for reference in late)
+        why = "an earlier call has not ended there"
+        raise _create_attach_error(name, f"rank {ranks} has not answered in {timeout}: {why}")
+    try:
+        replies: list[Reply] = ray.get(list(calls))
+    except RayError as error:
+        why = f"a rank has died ({type(error).__name__})"
+        raise _create_attach_error(name, why) from error
+    return [reply.value for reply in replies]
+
+
+def _create_attach_error(name: str, why: str) -> WorkerError:
+    return WorkerError(
+        f"the detached group {name!r} cannot be taken up: {why}. It is ended with "
+        f"mcore_rl.controller.worker_group.end_detached_group({name!r})"
+    )

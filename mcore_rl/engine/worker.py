@@ -14,8 +14,14 @@ from mcore_rl.checkpoint.hf_writer import reserve_folder, write_checkpoint
 from mcore_rl.checkpoint.peft import FOLDER, Factors, write_adapters
 from mcore_rl.config.errors import PeerError
 from mcore_rl.config.schema import WeightSyncConfig
-from mcore_rl.controller.call_parts import CallPart, Results
-from mcore_rl.controller.dispatch import ANY_COLUMNS, Dispatch, DispatchMode, register
+from mcore_rl.controller.dispatch import (
+    ANY_COLUMNS,
+    CallPart,
+    Dispatch,
+    DispatchMode,
+    Results,
+    register,
+)
 from mcore_rl.data.batch import Batch
 from mcore_rl.data.examples import build_scoring_batch
 from mcore_rl.data.routed_experts import EXPERTS, format_layers, select_stage_experts

@@ -16,7 +16,7 @@ from mcore_rl.config.resolve_rollout import list_reward_terms
 from mcore_rl.config.resolve_train import build_server_config, resolve_eval
 from mcore_rl.config.schema import EvalConfig, RLConfig
 from mcore_rl.controller.batch_ops import fetch_batch, get_sample_columns
-from mcore_rl.controller.pending import gathered
+from mcore_rl.controller.pending_call import gather_results
 from mcore_rl.controller.worker_group import wait_until_built
 from mcore_rl.data.batch import Batch
 from mcore_rl.data.datasets import PromptDataset
@@ -217,8 +217,8 @@ def _serving(inputs: _Inputs, logs: Path) -> Iterator[RolloutPool]:
             wait_until_built(servers.groups)
             for line in places([servers]):
                 print(line)
-            gathered(servers.submit("prepare"))
-            gathered(servers.submit("start"))
+            gather_results(servers.submit("prepare"))
+            gather_results(servers.submit("start"))
             servers.started()
         yield RolloutPool(servers, config.rollout, config.seed)
 

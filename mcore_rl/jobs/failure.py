@@ -7,8 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from mcore_rl.controller.run_scope import wait_if_ray_died
-from mcore_rl.controller.stop_signals import RunStopped
+from mcore_rl.controller.process_cleanup import RunStopped, wait_if_ray_died
 
 
 class RunFailed(RuntimeError):

@@ -11,7 +11,7 @@ from typing import Any
 from mcore_rl.agents.frozen_model import ModelAddress
 from mcore_rl.config.resolve_rollout import ROLE
 from mcore_rl.config.schema import Layout, RLConfig
-from mcore_rl.controller.pending import PendingCall, WorkerError
+from mcore_rl.controller.pending_call import PendingCall, WorkerError
 from mcore_rl.controller.worker_group import WorkerGroup
 from mcore_rl.jobs.placement import Pools, models_with_paths
 from mcore_rl.rollout.worker import ModelServer, ModelServerSpec

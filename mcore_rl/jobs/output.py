@@ -16,7 +16,7 @@ from typing import Any
 from mcore_rl.checkpoint.run_checkpoints import RunCheckpoint, list_steps
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import Layout, RLConfig, TrainConfig
-from mcore_rl.controller.run_scope import run_scope
+from mcore_rl.controller.process_cleanup import clean_up_on_exit
 from mcore_rl.data.sample_tables import resume_tables
 from mcore_rl.jobs.failure import RunFailed
 from mcore_rl.jobs.next_commands import CHECKPOINT, list_next_commands
@@ -124,7 +124,7 @@ def inspect_run_dir(
 def job_scope(folder: Path, lock: int) -> AbstractContextManager[Path]:
     """The run scope of a job in a folder: what nobody else can tell of its end is in error.txt."""
     logs = log_dir(folder)
-    return run_scope(folder, logs=logs / "ray", locks=[lock], trace_file=logs / TRACES)
+    return clean_up_on_exit(folder, logs=logs / "ray", locks=[lock], trace_file=logs / TRACES)
 
 
 def _check_content(folder: Path, held: set[str], output_dir: str, resume: str) -> None:

@@ -14,7 +14,7 @@ from mcore_rl.config.resolve import OWN_POOL, get_pool
 from mcore_rl.config.resolve_algorithm import build_teachers
 from mcore_rl.config.resolve_rollout import ROLE, ServedModel, build_served_models
 from mcore_rl.config.schema import EngineConfig, Layout, RLConfig, RolloutConfig
-from mcore_rl.controller.pool import ResourcePool
+from mcore_rl.controller.resource_pool import ResourcePool
 from mcore_rl.controller.worker_group import WorkerGroup
 from mcore_rl.rollout.server_pool import ServerPool
 
@@ -151,7 +151,7 @@ class Pools:
         stride = self._bundles_per_rank(role, plan)
         if self._resource != "GPU" or stride == 1:
             return ()
-        found = self._pool(role).gpu_ids(1 / len(plan.roles), self._config.timeouts.start_s)
+        found = self._pool(role).get_gpu_ids(1 / len(plan.roles), self._config.timeouts.start_s)
         return tuple(
             ",".join(found[start : start + stride]) for start in range(0, len(found), stride)
         )

@@ -22,8 +22,8 @@ from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.json_file import read_json_object
 from mcore_rl.config.resolve import list_test_files, list_train_files
 from mcore_rl.config.schema import AnyData, RLConfig, TrainConfig
-from mcore_rl.controller.cluster_reads import cluster_reads
-from mcore_rl.controller.pending import Limit, WorkerError
+from mcore_rl.controller.pending_call import Timeout, WorkerError
+from mcore_rl.controller.ray_nodes import create_checksum_reader
 from mcore_rl.jobs.failure import RunFailed
 from mcore_rl.jobs.output import STARTED, SUMMARY
 from mcore_rl.jobs.placement import needs_critic
@@ -80,9 +80,9 @@ def checkpoint_read_by_nodes(config: RLConfig | TrainConfig, folder: Path) -> Ru
     Raises:
         RunFailed: one has not, and says why.
     """
-    limit = Limit(config.timeouts.call_s, "timeouts.call_s")
+    timeout = Timeout(config.timeouts.call_s, "timeouts.call_s")
     try:
-        return checkpoint_to_resume(config, folder, cluster_reads(limit))
+        return checkpoint_to_resume(config, folder, create_checksum_reader(timeout))
     except WorkerError as error:
         raise RunFailed(str(error)) from error
 

@@ -17,8 +17,8 @@ from mcore_rl.config.resolve import get_loop, resolve, resolve_for_lane
 from mcore_rl.config.resolve_algorithm import TOP_TOKEN_LOSSES
 from mcore_rl.config.schema import EngineConfig, Layout, LoRAConfig, RLConfig
 from mcore_rl.controller.batch_ops import select_small_columns
-from mcore_rl.controller.pending import gathered
-from mcore_rl.controller.stop_signals import StopSignals, stop_signals
+from mcore_rl.controller.pending_call import gather_results
+from mcore_rl.controller.process_cleanup import StopSignals, catch_stop_signals
 from mcore_rl.controller.worker_group import WorkerGroup, wait_until_built
 from mcore_rl.data.batch import Batch
 from mcore_rl.data.examples import ExampleBatches
@@ -126,7 +126,7 @@ def _stop_signals(config: RLConfig) -> Iterator[StopSignals]:
     if not config.trainer.save_every:
         yield StopSignals()
         return
-    with stop_signals(how_to_resume(config)) as stop:
+    with catch_stop_signals(how_to_resume(config)) as stop:
         yield stop
 
 
@@ -249,7 +249,7 @@ class _Run:
         try:
             with (
                 output.progress("training", self.config.trainer.num_steps) as report,
-                self.stop.heeded_after_a_step(),
+                self.stop.defer_to_step_end(),
             ):
                 trainer.run(report)
             if summary := trainer.warnings.summary():
@@ -317,14 +317,14 @@ def _start_models(
     for name, model in models.items():
         waiting_for.append(model.initialize.submit())
         if shares_devices(placement, name, roles):
-            gathered(waiting_for)
+            gather_results(waiting_for)
             model.to("host")
-    gathered(waiting_for)
+    gather_results(waiting_for)
     if servers_sleep(placement, roles):
-        gathered(servers.submit("start"))
+        gather_results(servers.submit("start"))
     servers.started()
     if starting:
-        servers.connect_models(frozen_servers.addresses(gathered(starting)))
+        servers.connect_models(frozen_servers.addresses(gather_results(starting)))
     sync = connect(config, actor, servers, room.weight_bytes(config))
     is_async = get_loop(config.trainer) == "fully_async"
     return DeviceSharing(placement, models, servers, sync, keeps_requests=is_async)

@@ -9,9 +9,8 @@ from pathlib import Path
 
 from mcore_rl.config.schema import RLConfig
 from mcore_rl.controller import torchrun
-from mcore_rl.controller.object_store import held_bytes, object_store_bytes
-from mcore_rl.controller.pool import has_gpus, ray_session
-from mcore_rl.controller.small_stores import tell_of_small_stores
+from mcore_rl.controller.object_store import choose_object_store_bytes, estimate_sample_bytes
+from mcore_rl.controller.ray_session import has_gpus, ray_session, warn_of_small_stores
 from mcore_rl.engine import lane as machine
 
 RANK = "rank"  # the Ray resource of the CPU lane
@@ -25,19 +24,19 @@ def session(config: RLConfig, num_devices: int, scratch: Path) -> Iterator[None]
 
     Raises ConfigError when /dev/shm has too little for the object store.
     """
-    held = held_bytes(config)
-    store = object_store_bytes(config.object_store_bytes, held, setting="object_store_bytes")
+    held = estimate_sample_bytes(config)
+    store = choose_object_store_bytes(config.object_store_bytes, held, setting="object_store_bytes")
     needed = {resource(): num_devices}
     own = needed if RANK in needed else None
     with ray_session(
-        scratch=scratch,
+        temp_dir=scratch,
         log_to_driver=False,
         resources=own,
         needed=needed,
         object_store_bytes=store,
     ):
         if os.environ.get("RAY_ADDRESS"):
-            tell_of_small_stores(held, resource(), config.rollout.num_servers * config.rollout.tp)
+            warn_of_small_stores(held, resource(), config.rollout.num_servers * config.rollout.tp)
         yield
 
 

@@ -21,9 +21,10 @@ from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.resolve_train import get_data_config, resolve_train
 from mcore_rl.config.schema import DPOConfig, LoRAConfig, RMConfig, SFTConfig, TrainConfig
 from mcore_rl.controller import torchrun
-from mcore_rl.controller.dispatch import Group
-from mcore_rl.controller.pool import ResourcePool, ray_session
-from mcore_rl.controller.stop_signals import StopSignals, stop_signals
+from mcore_rl.controller.dispatch import RankGroup
+from mcore_rl.controller.process_cleanup import StopSignals, catch_stop_signals
+from mcore_rl.controller.ray_session import ray_session
+from mcore_rl.controller.resource_pool import ResourcePool
 from mcore_rl.controller.worker_group import WorkerGroup
 from mcore_rl.data.examples import ExampleBatches
 from mcore_rl.engine.base import EngineSpec, backend_of
@@ -66,7 +67,7 @@ from mcore_rl.trainers.objectives import (
 
 MODEL, REFERENCE = "model", "reference"
 # A group by its name, of an engine with a schedule of that many steps (0: inference only).
-MakeGroup = Callable[[str, int], Group]
+MakeGroup = Callable[[str, int], RankGroup]
 
 
 def run(config: TrainConfig) -> None:
@@ -82,7 +83,7 @@ def run(config: TrainConfig) -> None:
     config = for_device(config, lane())
     if torchrun.is_launched():
         _check_torchrun(config)
-        if torchrun.rank():
+        if torchrun.get_rank():
             _serve(config)
             return
     with (
@@ -157,7 +158,7 @@ def _train(run: _Run, make: MakeGroup) -> None:
     try:
         with (
             output.progress("training", inputs.num_steps) as report,
-            run.stop.heeded_after_a_step(),
+            run.stop.defer_to_step_end(),
         ):
             supervised.train(objective, batches, inputs.num_steps, report, checkpoints, evaluation)
     except OutputError as error:  # a full disk: what has been learned is kept
@@ -169,7 +170,7 @@ def _train(run: _Run, make: MakeGroup) -> None:
         room.export(model, path, num_bytes)
 
 
-def _objective(config: TrainConfig, model: Group, make: MakeGroup) -> Objective:
+def _objective(config: TrainConfig, model: RankGroup, make: MakeGroup) -> Objective:
     if isinstance(config, SFTConfig):
         return SupervisedObjective(model, config.loss_aggregation)
     if isinstance(config, RMConfig):
@@ -212,7 +213,7 @@ def _groups(config: TrainConfig, scratch: Path | None, logs: Path) -> Iterator[M
     """What makes groups of ranks: of torchrun's, without a scratch folder, or of Ray's."""
     if scratch is None:
         with _torchrun_ranks(config) as ranks:
-            yield ranks.group
+            yield ranks.create_group
             return
     layout, device = config.engine.layout, resource()
     is_shared = has_reference_model(config) and _reference_placement(config) == "shared"
@@ -220,7 +221,7 @@ def _groups(config: TrainConfig, scratch: Path | None, logs: Path) -> Iterator[M
     needed = {device: layout.world_size * num_pools}
     resources = None if device == "GPU" else needed
     with (
-        ray_session(scratch=scratch, log_to_driver=False, resources=resources, needed=needed),
+        ray_session(temp_dir=scratch, log_to_driver=False, resources=resources, needed=needed),
         ExitStack() as stack,
     ):
         pools: list[ResourcePool] = []
@@ -270,13 +271,13 @@ def _torchrun_ranks(config: TrainConfig) -> torchrun.TorchrunRanks:
 
 def _serve(config: TrainConfig) -> None:
     """What ranks above 0 of torchrun's do."""
-    trace = log_dir(Path(config.output_dir)) / f"rank-{torchrun.rank()}.txt"
+    trace = log_dir(Path(config.output_dir)) / f"rank-{torchrun.get_rank()}.txt"
     with summarize_failure(trace):
         _torchrun_ranks(config).serve()
 
 
 def _check_torchrun(config: TrainConfig) -> None:
-    torchrun.check_world(config.engine.layout)
+    torchrun.check_world_size(config.engine.layout)
     if _reference_placement(config) == "own":
         raise ConfigError(
             "reference.placement='own': ranks of torchrun have no other devices; allowed: 'shared'"
@@ -297,7 +298,7 @@ def _stop_signals(config: TrainConfig) -> AbstractContextManager[StopSignals]:
     """Without checkpoints no signal waits for anything."""
     if not config.trainer.save_every:
         return contextlib.nullcontext(StopSignals())
-    return stop_signals(how_to_resume(config))
+    return catch_stop_signals(how_to_resume(config))
 
 
 def _sizes(config: TrainConfig, folder: Path, done: int) -> dict[str, int]:

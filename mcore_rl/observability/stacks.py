@@ -157,7 +157,7 @@ def _request_stacks(pid: int, state: str) -> str:
 def _find_innermost_frame(stacks: str) -> str:
     """Return the innermost frame of the thread of a rank's call, or else of the main thread."""
     threads = [text for text in re.split(r"\n(?=Thread |Current thread )", stacks) if text]
-    call_threads = [text for text in threads if "rank_actor.py" in text]
+    call_threads = [text for text in threads if "worker_process.py" in text]
     main_threads = [
         text for text in threads if '"MainThread"' in text or text.startswith("Current")
     ]

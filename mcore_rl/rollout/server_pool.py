@@ -22,19 +22,21 @@ from typing import Any, Self
 
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import TimeoutsConfig
-from mcore_rl.controller.object_columns import store
-from mcore_rl.controller.object_store import MADE_BYTES_PER_TOKEN
-from mcore_rl.controller.pending import (
-    Limit,
+from mcore_rl.controller.object_columns import store_columns
+from mcore_rl.controller.object_store import GENERATED_BYTES_PER_TOKEN
+from mcore_rl.controller.pending_call import (
     PendingCall,
-    Replies,
+    ReplyQueue,
+    Timeout,
+    UnansweredCall,
     WorkerError,
-    gathered,
-    outlived,
+    describe_unanswered,
+    find_stopped,
+    gather_results,
+    wait_for_survivors,
 )
-from mcore_rl.controller.rank_actor import WorkerInfo
-from mcore_rl.controller.silence import Silent, find_stopped, report
 from mcore_rl.controller.worker_group import WorkerGroup, wait_until_built
+from mcore_rl.controller.worker_process import WorkerInfo
 from mcore_rl.data.batch import Batch, Samples
 from mcore_rl.inference.protocol import SamplingParams, ServerMemory, SleepTag
 from mcore_rl.rollout.routing import (
@@ -99,7 +101,7 @@ class ServerPool:
     ) -> None:
         self._start, self._num_servers = start, num_servers
         self._max_restarts, self.takes_turns = max_restarts, takes_turns
-        self._call_limit = Limit(timeouts.call_s, "timeouts.call_s")
+        self._call_timeout = Timeout(timeouts.call_s, "timeouts.call_s")
         self._read_desired = desired
         self._lock = threading.RLock()  # held to start a server, and to close
         self._closed = False
@@ -113,7 +115,7 @@ class ServerPool:
         self._last_servers: dict[int, int] = {}  # by group id, since the last update
         self._rerouted: list[tuple[str, int]] = []  # groups begun again on another server
         self._waited_s = 0.0  # since a group was collected
-        self._replies = Replies()
+        self._replies = ReplyQueue()
         self._servers: dict[int, Server] = {}
         try:
             for number in range(num_servers):
@@ -186,9 +188,11 @@ class ServerPool:
         """Shut all servers down at the end of a run; ignore those that have died."""
         with self._lock:
             self._closed = True
-        calls = [server.group.shut_down.submit() for server in self._up if not server.group.ended]
+        calls = [
+            server.group.shut_down.submit() for server in self._up if not server.group.end_reason
+        ]
         with contextlib.suppress(WorkerError):
-            gathered(calls)
+            gather_results(calls)
 
     def close(self) -> None:
         """Kill all servers, and start none again. May be called twice, and from any thread."""
@@ -334,7 +338,7 @@ class ServerPool:
             wait_s = self._get_collect_s(at_least, num_serving)
             share = math.ceil(at_least / num_serving)
             num_tokens = sum(sorted(group.max_tokens for group in groups)[-max(share, 1) :])
-            collect = server.group.collect.making(num_tokens * MADE_BYTES_PER_TOKEN)
+            collect = server.group.collect.with_result_bytes(num_tokens * GENERATED_BYTES_PER_TOKEN)
             server.collecting[stream] = collect.submit(stream, wait_s, share)
 
     def _get_collect_s(self, at_least: int, num_serving: int) -> float:
@@ -342,7 +346,7 @@ class ServerPool:
         if not at_least:
             return 0.0
         collect_s = min(POLL_S * max(num_serving / _SERVERS_PER_POLL, 1), _MAX_COLLECT_S)
-        return min(COLLECT_ALL_S if at_least == ALL else collect_s, self._call_limit.seconds / 4)
+        return min(COLLECT_ALL_S if at_least == ALL else collect_s, self._call_timeout.seconds / 4)
 
     def _list_groups(self, server: Server, stream: str) -> list[PendingGroup]:
         groups = self._groups.values()
@@ -375,21 +379,23 @@ class ServerPool:
             WorkerError: no process is stopped.
         """
         self._waited_s = self._waited_s + seconds if seconds else 0.0
-        if self._waited_s < self._call_limit.seconds:
+        if self._waited_s < self._call_timeout.seconds:
             return
         silent = {
-            Silent(f"{server.group.name}.collect", rank, info): server
+            UnansweredCall(f"{server.group.name}.collect", rank, info): server
             for server in self._serving
             for rank, info in server.group.worker_infos.items()
         }
         stopped = find_stopped([*silent])
         for server in {silent[rank] for rank in stopped}:
             ranks = [rank for rank in stopped if silent[rank] is server]
-            self._restart(server, WorkerError(report(ranks, str(self._call_limit))))
+            self._restart(server, WorkerError(describe_unanswered(ranks, str(self._call_timeout))))
         if stopped:
             self._waited_s = 0.0
             return
-        reason = report([*silent], str(self._call_limit)) if silent else "no server is up"
+        reason = (
+            describe_unanswered([*silent], str(self._call_timeout)) if silent else "no server is up"
+        )
         raise WorkerError(f"no group has come back: {reason}")
 
     def _release_groups(self, server: Server) -> None:
@@ -416,7 +422,7 @@ class ServerPool:
         method: str,
         arguments: Callable[[int], tuple[Any, ...]],
         beside: Sequence[PendingCall],
-        limit: Limit,
+        timeout: Timeout,
         on_death: Callable[[], None] | None = None,
     ) -> bool:
         """Call a method that replaces weights on all servers that are up, with other calls.
@@ -431,7 +437,7 @@ class ServerPool:
             attempt: their weights may be incomplete.
 
         Raises:
-            ConfigError, WorkerError: see `gathered`; for failures that no death has caused.
+            ConfigError, WorkerError: see `gather_results`; for failures that no death has caused.
         """
         servers = self._up
         calls = [
@@ -439,7 +445,7 @@ class ServerPool:
             for index, server in enumerate(servers)
         ]
         groups = [server.group for server in servers]
-        deaths = outlived([*calls, *beside], groups, limit, on_death)
+        deaths = wait_for_survivors([*calls, *beside], groups, timeout, on_death)
         if deaths:
             for server in servers:
                 server.version = None
@@ -520,7 +526,7 @@ class ServerPool:
         self._release_groups(server)
         if server.is_up:  # else the call would wait until it has started
             with contextlib.suppress(WorkerError):
-                gathered([server.group.shut_down.submit()])
+                gather_results([server.group.shut_down.submit()])
         server.group.close()
 
     @property
@@ -567,7 +573,7 @@ class ServerPool:
 
     def _finish_start(self, server: Server) -> None:
         try:
-            gathered(server.starting)
+            gather_results(server.starting)
             wait_until_built([server.group])
         except WorkerError as error:
             return self._restart(server, error)
@@ -608,7 +614,7 @@ class ServerPool:
         except WorkerError as silence:  # its time limit is over
             self._restart(server, silence)
             return False
-        if (error := call.death()) is not None:
+        if (error := call.end_if_rank_died()) is not None:
             self._restart(server, error)
             return False
         call.result()
@@ -619,11 +625,11 @@ class ServerPool:
         calls = [getattr(server.group, method).submit(*args) for server in servers]
         if not calls:
             return []
-        deaths = outlived(calls, [server.group for server in servers])
+        deaths = wait_for_survivors(calls, [server.group for server in servers])
         for index, error in deaths.items():
             self._restart(servers[index], error)
         alive = [call for index, call in enumerate(calls) if index not in deaths]
-        return [value for values in gathered(alive) for value in values]
+        return [value for values in gather_results(alive) for value in values]
 
     def _restart(self, server: Server, error: WorkerError) -> None:
         """Start a server again that has died of `error`, and release its groups.
@@ -652,7 +658,7 @@ class ServerPool:
     def _launch(self, server: Server) -> None:
         """Submit the calls that start a server; on shared devices only those before the start."""
         group = server.group
-        server.starting = [*group.building, group.prepare.submit()]
+        server.starting = [*group.build_calls, group.prepare.submit()]
         if not self.takes_turns:
             server.starting.append(group.start.submit())
 
@@ -665,4 +671,4 @@ def store_if_large(prompts: Batch, num_samples: int) -> Samples:
     groups that begin again are stored again.
     """
     is_small = prompts.num_bytes <= BY_VALUE_BYTES * num_samples * len(prompts)
-    return prompts if is_small else store(prompts)
+    return prompts if is_small else store_columns(prompts)

@@ -10,7 +10,7 @@ from typing import Protocol
 
 from mcore_rl.config.resolve import get_loop
 from mcore_rl.config.schema import RLConfig, RolloutConfig, WeightSyncConfig
-from mcore_rl.controller.pending import Limit, gathered
+from mcore_rl.controller.pending_call import Timeout, gather_results
 from mcore_rl.controller.worker_group import WorkerGroup
 from mcore_rl.parallel import rendezvous
 from mcore_rl.parallel.rendezvous import RendezvousConnectionError, RendezvousEndpoint
@@ -31,7 +31,7 @@ class WeightSync(Protocol):
         """Send the actor's weights; return when every server generates with this version.
 
         Raises:
-            WorkerError, ConfigError: the first failure on either side, as `gathered` raises it.
+            WorkerError, ConfigError: the first failure on either side.
         """
 
 
@@ -49,7 +49,7 @@ class TransportSync:
 
     actor: WorkerGroup
     servers: ServerPool
-    limit: Limit
+    timeout: Timeout
     rollout: RolloutConfig
     settings: WeightSyncConfig
     in_flight: bool = False
@@ -79,7 +79,7 @@ class TransportSync:
         self._endpoint = endpoint
         self._connected = -1
         attempt = self.servers.attempt
-        if not attempt("connect_weights", get_arguments, [actors], self.limit, self._end_waits):
+        if not attempt("connect_weights", get_arguments, [actors], self.timeout, self._end_waits):
             return False
         self._connected = membership
         return True
@@ -89,7 +89,7 @@ class TransportSync:
         options = (True, self.recompute_cache) if self.in_flight else ()
         arguments = version, *options
         attempt, method = self.servers.attempt, "receive_weights"
-        return attempt(method, lambda _: arguments, [sending], self.limit, self._end_waits)
+        return attempt(method, lambda _: arguments, [sending], self.timeout, self._end_waits)
 
     def _end_waits(self) -> None:
         """End the waits of ranks for a server that has died, or leave them to their time limit."""
@@ -107,7 +107,7 @@ class CheckpointSync:
 
     actor: WorkerGroup
     servers: ServerPool
-    limit: Limit
+    timeout: Timeout
     folder: Path  # on a file system that all nodes share
     num_bytes: int
     in_flight: bool = False
@@ -116,13 +116,15 @@ class CheckpointSync:
     def push(self, version: int) -> None:
         try:
             sending = self.actor.export.submit(str(self.folder), self.num_bytes)
-            refused = [reason for reason in gathered([sending], self.limit)[0] if reason]
+            refused = [reason for reason in gather_results([sending], self.timeout)[0] if reason]
             if refused:
                 raise ExportError(f"weight_sync.method='full_export': {refused[0]}")
             options = (True, self.recompute_cache) if self.in_flight else ()
             arguments = str(self.folder), version, *options
             self.servers.admit()
-            while not self.servers.attempt("load_checkpoint", lambda _: arguments, [], self.limit):
+            while not self.servers.attempt(
+                "load_checkpoint", lambda _: arguments, [], self.timeout
+            ):
                 self.servers.admit()
             self.servers.updated(version)
         finally:
@@ -144,15 +146,15 @@ def connect(
         WorkerError: a rank of either side failed; vLLM's layout of the model differs from the
             rules.
     """
-    limit = Limit(config.weight_sync.timeout_s, "weight_sync.timeout_s")
+    timeout = Timeout(config.weight_sync.timeout_s, "weight_sync.timeout_s")
     settings = replace(config.weight_sync, timeout_s=config.inner_timeout_s)
     mode, recompute_cache = get_loop(config.trainer), config.trainer.asynchronous.recompute_cache
     in_flight = mode == "fully_async", recompute_cache
     if settings.method == "full_export":
         # A job removes folders of this name at its end, in any case.
         folder = Path(config.output_dir).absolute() / ".weights.partial"
-        return CheckpointSync(actor, servers, limit, folder, num_bytes, *in_flight)
-    sync = TransportSync(actor, servers, limit, config.rollout, settings, *in_flight)
+        return CheckpointSync(actor, servers, timeout, folder, num_bytes, *in_flight)
+    sync = TransportSync(actor, servers, timeout, config.rollout, settings, *in_flight)
     sync.connect()  # servers that die in it are started again, and a push connects anew
     return sync
 

@@ -28,8 +28,9 @@ from rich.table import Table
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import Layout, TimeoutsConfig
 from mcore_rl.controller.dispatch import Dispatch, register
-from mcore_rl.controller.pool import ResourcePool, ray_session
+from mcore_rl.controller.ray_session import ray_session
 from mcore_rl.controller.remote_batch import RemoteBatch
+from mcore_rl.controller.resource_pool import ResourcePool
 from mcore_rl.controller.worker_group import WorkerGroup
 from mcore_rl.data.batch import Batch, Column, Jagged
 from mcore_rl.jobs.failure import RunFailed

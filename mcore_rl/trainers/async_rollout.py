@@ -20,7 +20,7 @@ from mcore_rl.controller.batch_ops import (
     select_rows,
     to_arrays,
 )
-from mcore_rl.controller.pending import WorkerError
+from mcore_rl.controller.pending_call import WorkerError
 from mcore_rl.data.batch import Batch, Samples
 from mcore_rl.observability.activity import ACTIVITY
 from mcore_rl.rollout.buffer import HELD, Admission, GroupState, Pacing, SampleGroup, SampleQueue

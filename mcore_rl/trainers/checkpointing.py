@@ -19,8 +19,8 @@ from mcore_rl.checkpoint.run_checkpoints import (
 )
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import RLConfig, TrainConfig
-from mcore_rl.controller.dispatch import Group
-from mcore_rl.controller.stop_signals import RunStopped, StopSignals
+from mcore_rl.controller.dispatch import RankGroup
+from mcore_rl.controller.process_cleanup import RunStopped, StopSignals
 from mcore_rl.observability.warnings import warn
 from mcore_rl.trainers.device_sharing import DeviceSharing, ExclusiveDevices
 
@@ -196,7 +196,7 @@ class CheckpointManager:
             self._saving = step
 
     @property
-    def _trained(self) -> list[Group]:
+    def _trained(self) -> list[RankGroup]:
         critic = self._devices.critic
         return [self._devices.actor] + ([critic] if critic is not None else [])
 

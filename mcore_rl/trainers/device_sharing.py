@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from mcore_rl.config.resolve import are_colocated
 from mcore_rl.config.schema import PlacementConfig
-from mcore_rl.controller.dispatch import Group
+from mcore_rl.controller.dispatch import RankGroup
 from mcore_rl.rollout.server_pool import ServerPool
 from mcore_rl.rollout.weight_updater import WeightSync
 
@@ -30,7 +30,7 @@ class DeviceSharing:
     def __init__(
         self,
         placement: PlacementConfig,
-        models: Mapping[str, Group],
+        models: Mapping[str, RankGroup],
         servers: ServerPool,
         weight_sync: WeightSync,
         keeps_requests: bool = False,
@@ -49,11 +49,11 @@ class DeviceSharing:
         self._resident = [ROLLOUT]  # roles with weights on their devices
 
     @property
-    def actor(self) -> Group:
+    def actor(self) -> RankGroup:
         return self.models["actor"]
 
     @property
-    def critic(self) -> Group | None:
+    def critic(self) -> RankGroup | None:
         return self.models.get("critic")
 
     def use(self, role: str) -> None:
@@ -127,7 +127,7 @@ class DeviceSharing:
 class ExclusiveDevices:
     """The same for a model that has its devices to itself, without servers."""
 
-    actor: Group
+    actor: RankGroup
     critic: None = None
 
     def use(self, role: str) -> None:

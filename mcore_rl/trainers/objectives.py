@@ -23,7 +23,7 @@ from mcore_rl.algorithms.preference import (
     build_pair_inputs,
     compute_pair_weights,
 )
-from mcore_rl.controller.dispatch import Group
+from mcore_rl.controller.dispatch import RankGroup
 from mcore_rl.data.batch import Batch
 from mcore_rl.data.examples import build_scoring_batch
 from mcore_rl.observability.activity import Stopwatch
@@ -48,7 +48,7 @@ class Objective(Protocol):
 class SupervisedObjective:
     """The negative log-likelihood of the trained tokens, at temperature 1: nothing is sampled."""
 
-    model: Group
+    model: RankGroup
     aggregation: str = "token_mean"
 
     def step(self, batch: Batch, clock: Stopwatch) -> Metrics:
@@ -78,7 +78,7 @@ class Reference:
     """The reference of a preference loss: a frozen model, or the trained one without adapters."""
 
     compute_log_probs: Callable[..., Batch]  # a method of its workers
-    offloaded: Group | None = None  # the frozen model, where it shares devices with the trained one
+    offloaded: RankGroup | None = None  # the frozen model, if it shares devices with the trained
 
     def add_log_probs(self, batch: Batch) -> Batch:
         """Add reference_log_probs: [response tokens], in nats."""
@@ -92,7 +92,7 @@ class Reference:
 class PairObjective(ABC):
     """A loss of pairs, whose value and gradient are computed before the update."""
 
-    model: Group
+    model: RankGroup
 
     @abstractmethod
     def compute_losses(self, batch: Batch, clock: Stopwatch) -> tuple[Batch, PairLosses]:
@@ -120,7 +120,7 @@ class PairObjective(ABC):
 class PreferenceObjective(PairObjective):
     """A loss of pairs of responses, by their log-probs under the policy and the reference."""
 
-    model: Group
+    model: RankGroup
     loss: PreferenceLoss
     reference: Reference | None  # None for a loss that has none
 
@@ -137,7 +137,7 @@ class PreferenceObjective(PairObjective):
 class RewardObjective(PairObjective):
     """The Bradley-Terry loss of the scores at the last tokens of both conversations of a pair."""
 
-    model: Group
+    model: RankGroup
 
     def compute_losses(self, batch: Batch, clock: Stopwatch) -> tuple[Batch, PairLosses]:
         with clock("scores"):

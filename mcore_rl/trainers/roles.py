@@ -23,7 +23,7 @@ from mcore_rl.controller.batch_ops import (
     select_small_columns,
     select_token_columns,
 )
-from mcore_rl.controller.dispatch import Group
+from mcore_rl.controller.dispatch import RankGroup
 from mcore_rl.data.batch import Batch, Column, Samples
 from mcore_rl.observability.warnings import StepWarnings
 from mcore_rl.trainers.device_sharing import DeviceSharing
@@ -63,7 +63,7 @@ class TrainingBatch:
 class Actor:
     """The policy that is trained."""
 
-    workers: Group
+    workers: RankGroup
     devices: DeviceSharing
     config: RLConfig
     coefficients: Coefficients  # of KL and entropy, at each step
@@ -203,7 +203,7 @@ class Actor:
 class Critic:
     """The value model of an advantage function that reads values."""
 
-    workers: Group
+    workers: RankGroup
     devices: DeviceSharing
     config: RLConfig
 
@@ -272,7 +272,7 @@ class ReferenceModel:
 class RewardModel:
     """A model whose scores are added to the rewards."""
 
-    workers: Group
+    workers: RankGroup
     devices: DeviceSharing
     weight: float  # reward_model.weight
 
@@ -299,8 +299,8 @@ class RewardModel:
 class Teachers:
     """The models that a policy is distilled from, on its own samples."""
 
-    workers: Mapping[str, Group]  # by the name of the teacher
-    actor: Group  # whose rank 0 merges the columns of several teachers
+    workers: Mapping[str, RankGroup]  # by the name of the teacher
+    actor: RankGroup  # whose rank 0 merges the columns of several teachers
     devices: DeviceSharing
     config: RLConfig
 
@@ -370,7 +370,7 @@ def merge_teacher_columns(batch: Batch, num_teachers: int) -> Batch:
 
 
 def _take_steps(
-    workers: Group, batch: Samples, mini_batches: Sequence[Sequence[int]], **settings: float
+    workers: RankGroup, batch: Samples, mini_batches: Sequence[Sequence[int]], **settings: float
 ) -> list[Metrics]:
     """Take an optimizer step on each of these lists of rows, in one call; return their metrics."""
     rows, sizes = [row for part in mini_batches for row in part], [*map(len, mini_batches)]

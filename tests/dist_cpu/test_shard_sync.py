@@ -200,11 +200,11 @@ def reports(
         raise AssertionError("\n".join(said)) from error
     finally:
         everybody = [process for found, _ in workers for process in found]
-        mapped = reaper.mapped_by({process.pid for process in everybody})
+        mapped = reaper.list_mapped_inodes({process.pid for process in everybody})
         for process in everybody:
             process.kill()
             process.join()
-        for file, inode in reaper.shared_memory().items():
+        for file, inode in reaper.list_shared_memory().items():
             if inode in mapped or any(f"mcore_rl_{name}" in file for name in names.values()):
                 Path("/dev/shm", file).unlink(missing_ok=True)
 

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch.distributed as dist
 from mcore_rl.config.schema import Layout
 from mcore_rl.controller.dispatch import Dispatch, register
-from mcore_rl.controller.torchrun import TorchrunRanks, rank
+from mcore_rl.controller.torchrun import TorchrunRanks, get_rank
 from mcore_rl.parallel.store import RendezvousStore
 
 
@@ -36,21 +36,21 @@ class Worker:
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def work(self) -> str:
-        if rank() == 1:
+        if get_rank() == 1:
             loops_for_ever()
         return ""
 
 
-Path(f"{__file__}.{rank()}").touch()
+Path(f"{__file__}.{get_rank()}").touch()
 while not all(Path(f"{__file__}.{number}").exists() for number in range(2)):
     time.sleep(0.05)  # for one that is still importing
 limit_s = float(sys.argv[2])
 ranks = TorchrunRanks("gloo", Layout(dp=2), limit_s, lambda name, number: Worker())
-if rank():
+if get_rank():
     ranks.serve()
 else:
     with ranks:
-        worker = ranks.group("worker", 0)
+        worker = ranks.create_group("worker", 0)
         print(worker.store(), flush=True)
         getattr(worker, sys.argv[1])()
 """

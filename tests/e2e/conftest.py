@@ -23,8 +23,8 @@ import psutil
 import pytest
 import ray
 
-from mcore_rl.controller.pool import NAMESPACE
-from mcore_rl.controller.run_scope import run_scope
+from mcore_rl.controller.process_cleanup import clean_up_on_exit
+from mcore_rl.controller.ray_session import NAMESPACE
 from mcore_rl.data.tasks import last_digit
 from tests.e2e.processes import environ, lives, shared_memory
 from tests.slurm_cluster import SlurmCluster, missing_programs, slurm_cluster
@@ -63,7 +63,7 @@ class Job:
         self._streams = {name: folder / name for name in ("stdout", "stderr")}
         job = [Path(sys.executable).with_name("mcore-rl"), "rl", f"recipe={recipe}"]
         command = [*(command or job), *settings, f"output_dir={self.output}"]
-        its = {"TMPDIR": str(self.temp), "TORCHINDUCTOR_CACHE_DIR": COMPILED}
+        environment = {"TMPDIR": str(self.temp), "TORCHINDUCTOR_CACHE_DIR": COMPILED}
         if disk:
             self.output.mkdir()
             command = on_small_disk(self.output, disk, command)
@@ -72,7 +72,7 @@ class Job:
             self.process = subprocess.Popen(
                 command,
                 cwd=ROOT,
-                env=os.environ | its | variables,
+                env=os.environ | environment | variables,
                 start_new_session=True,
                 preexec_fn=_heed_interrupts,
                 **streams,
@@ -93,25 +93,25 @@ class Job:
         return self._streams["stderr"].read_text()
 
     def wait_until(self, happened: Callable[[], bool], what: str) -> None:
-        """Raises AssertionError with the job's output when the job ends before it happens."""
+        """Wait; raise AssertionError with the job's output when it ends before it happens."""
         while not happened():
             assert self.process.poll() is None, f"ended before {what}:\n{self.stdout}{self.stderr}"
             time.sleep(0.1)
 
     def left(self) -> list[str]:
-        """What the job has left: processes, shared memory, files half-written or temporary."""
+        """Return what the job has left: processes, shared memory, unfinished or temporary files."""
         with_marker = {p for p in psutil.process_iter() if _marker(p) in self._markers - {""}}
-        found = [f"process {p}" for p in set(self.processes) | with_marker if lives(p)]
-        found += [str(file) for file in set(self.shared_memory) if file.exists()]
-        found += [str(file) for file in self.temp.iterdir()]
+        leftovers = [f"process {p}" for p in set(self.processes) | with_marker if lives(p)]
+        leftovers += [str(file) for file in set(self.shared_memory) if file.exists()]
+        leftovers += [str(file) for file in self.temp.iterdir()]
         for folder, folders, files in os.walk(self.output.parent):  # a folder may go meanwhile
             for name in folders + files:
                 if re.match(r"\..*(partial|unfinished)", name):
-                    found.append(os.path.join(folder, name))
-        return found
+                    leftovers.append(os.path.join(folder, name))
+        return leftovers
 
     def rank(self, number: int) -> psutil.Process:
-        """A process of this rank that lives now."""
+        """Return a living process of this rank."""
         return next(p for p in set(self.processes) if environ(p).get("RANK") == str(number))
 
     def close(self) -> None:
@@ -140,7 +140,7 @@ class Job:
 
 
 def _heed_interrupts() -> None:
-    """What a shell starts in the background, or under nohup, ignores them, and so its children."""
+    """Restore SIGINT, which children of a background shell or nohup ignore."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
@@ -154,7 +154,7 @@ _SERVERS = contextlib.ExitStack()
 
 @pytest.fixture(scope="session")
 def shared_server(tmp_path_factory: pytest.TempPathFactory) -> Served:
-    """One for all tests that swap weights: starting one takes seconds."""
+    """Start one server for all tests that swap weights: starting one takes seconds."""
     from tests.e2e import served  # imports vLLM and transformers
 
     config = served.tiny_families.served_config("qwen3_moe")
@@ -180,7 +180,7 @@ def server(shared_server: Served) -> Any:
 
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown(nextitem: pytest.Item | None) -> None:
-    """The server ends with its lane: it has changed the environment of this process."""
+    """Close the server with its lane: it has changed the environment of this process."""
     if nextitem is None or not nextitem.get_closest_marker("server"):
         _SERVERS.close()
         if (distributed := sys.modules.get("torch.distributed")) and distributed.is_initialized():
@@ -189,7 +189,7 @@ def pytest_runtest_teardown(nextitem: pytest.Item | None) -> None:
 
 @pytest.fixture(scope="module")
 def own_model_and_data(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """Settings for the task of the recipe, made once: as a user's own model and data."""
+    """Make the task of the recipe once; return settings as for a user's own model and data."""
     task = last_digit.prepare(tmp_path_factory.mktemp("task") / "task", 0, worked_share=0.35)
     return [
         "task.name=''",
@@ -221,9 +221,9 @@ def start_job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[...
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[str]:
-    """The address of a Ray that others can join, as `ray start` makes it."""
+    """Yield the address of a Ray that others can join, as `ray start` makes it."""
     os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
-    with run_scope() as scratch:
+    with clean_up_on_exit() as scratch:
         ray.init(
             address="local",
             namespace=NAMESPACE,
@@ -239,7 +239,7 @@ def cluster() -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def slurm() -> Iterator[SlurmCluster]:
-    """A SLURM of two nodes."""
+    """Start a SLURM of two nodes."""
     if missing := missing_programs():
         pytest.skip(f"no {', '.join(missing)}: Debian has them in slurm-wlm and munge")
     with slurm_cluster() as cluster:

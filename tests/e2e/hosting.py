@@ -1,4 +1,4 @@
-"""How a process that outlives its vLLM servers has them: one after the other."""
+"""A process that outlives its vLLM servers, which it starts one after the other."""
 
 from __future__ import annotations
 
@@ -10,6 +10,6 @@ from unittest import mock
 
 @contextmanager
 def hosting() -> Iterator[None]:
-    """What a server changes in the environment of its process is undone."""
+    """Undo what a server changes in the environment of its process."""
     with mock.patch.dict(os.environ):
         yield

@@ -12,13 +12,13 @@ server = MCPServer("small")
 
 @server.tool()
 def add(a: int, b: int) -> int:
-    """Adds two numbers."""
+    """Add two numbers."""
     return a + b
 
 
 @server.tool()
 async def wait(seconds: float, file: str = "") -> str:
-    """Waits; the file is made before."""
+    """Wait; create the file before."""
     if file:
         Path(file).touch()
     await asyncio.sleep(seconds)
@@ -27,19 +27,19 @@ async def wait(seconds: float, file: str = "") -> str:
 
 @server.tool()
 def fail() -> str:
-    """Fails."""
+    """Fail."""
     raise ValueError("it is broken")
 
 
 @server.tool()
 def process() -> int:
-    """The process that answers."""
+    """Return the pid of the process that answers."""
     return os.getpid()
 
 
 @server.tool()
 def end() -> str:
-    """Ends the server."""
+    """End the server."""
     os._exit(3)
 
 

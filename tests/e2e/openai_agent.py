@@ -14,7 +14,7 @@ RECORDS = "OPENAI_AGENT_RECORDS"  # the variable with the folder of what it got,
 
 
 async def asks_twice(task: Any, base_url: str, api_key: str) -> None:
-    """Asks again after the first answer; rewards are lengths, so that they differ."""
+    """Ask again after the first answer; rewards are lengths, so that they differ."""
     async with AsyncOpenAI(base_url=base_url, api_key=api_key) as ai:
         messages: list[Any] = [{"role": m.role, "content": m.content} for m in task.messages]
         seen = []
@@ -35,8 +35,8 @@ async def asks_twice(task: Any, base_url: str, api_key: str) -> None:
                     "log_probs": [token.logprob for token in choice.logprobs.content],
                 }
             )
-        said = choice.message.content or ""
-        reward = len(said) % 5 + (str(task.fields["answer"]) in said)
+        reply = choice.message.content or ""
+        reward = len(reply) % 5 + (str(task.fields["answer"]) in reply)
         await ai.post("/sessions/reward", body={"reward": reward}, cast_to=object)
     record = {"reward": reward, "turns": seen}
     Path(os.environ[RECORDS], f"{uuid.uuid4()}.json").write_text(json.dumps(record))

@@ -14,7 +14,7 @@ from openenv.core.env_server.mcp_types import CallToolAction, CallToolObservatio
 from openenv.core.env_server.types import Action, Observation, State
 
 
-class Said(Action):
+class TextAction(Action):
     message: str
 
 
@@ -49,7 +49,7 @@ class Adding(MCPEnvironment):
 
         @mcp.tool
         def add(a: int, b: int) -> int:
-            """Adds two numbers."""
+            """Add two numbers."""
             return a + b
 
         super().__init__(mcp)
@@ -67,7 +67,7 @@ class Adding(MCPEnvironment):
 
 if __name__ == "__main__":
     made = {
-        "text": (Echo, Said, Heard),
+        "text": (Echo, TextAction, Heard),
         "tools": (Adding, CallToolAction, CallToolObservation),
     }[sys.argv[1]]
     app = create_fastapi_app(*made, max_concurrent_envs=2)

@@ -1,4 +1,4 @@
-"""What a run has left in its folder."""
+"""The files that a run has left in its folder."""
 
 from __future__ import annotations
 
@@ -14,5 +14,5 @@ def rows_of(output: Path) -> list[dict[str, float]]:
 
 
 def timeless(output: Path) -> list[dict[str, float]]:
-    """Metrics of its steps but for clocks."""
+    """Return the metrics of its steps, without those of clocks."""
     return [{n: v for n, v in r.items() if not _CLOCK.fullmatch(n)} for r in rows_of(output)]

@@ -1,4 +1,4 @@
-"""What a user may write outside of the package; a job names it by import path."""
+"""Functions that a user may write outside of the package; a job names them by import path."""
 
 from __future__ import annotations
 
@@ -39,25 +39,25 @@ def length(
 
 @run_in_thread  # processes that import torch would take minutes from many jobs
 def fingerprint(text: str, fields: Mapping[str, Any], finish_reason: str) -> dict[str, float]:
-    """The mean of the parts tells which samples a step has; half of all rewards are 1."""
+    """Reward by the text: the mean of the parts identifies samples; half of all rewards are 1."""
     digest = zlib.crc32(f"{fields['answer']} {text} {finish_reason}".encode())
     return {"reward": float(digest % 2), "fingerprint": digest / 2**32}
 
 
 def letters_of(verdict: str) -> float:
-    """The score of a verdict by a model that says anything: how many letters it has."""
+    """Score a verdict by its number of letters, as the model may say anything."""
     return float(sum(letter.isalpha() for letter in verdict))
 
 
 def problems() -> Iterator[dict[str, Any]]:
-    """A few prompts, as a source of data."""
+    """Yield a few prompts, as a source of data."""
     for problem in last_digit.split_problems()[0][:10]:
         messages = [{"role": "user", "content": last_digit.question(problem)}]
         yield {"messages": messages, "answer": last_digit.answer(problem)}
 
 
 def first_token(inputs: AdvantageInputs) -> Jagged:
-    """GRPO's advantage at the first token of a response, and none at the others."""
+    """Compute GRPO's advantage at the first token of a response, and none at the others."""
     responses = grpo(inputs, GRPOSettings())
     lengths = inputs.response_lengths.tolist()
     rows = [np.arange(n) == 0 for n in lengths]
@@ -93,7 +93,7 @@ def pausing_loss(inputs: LossInputs, settings: PauseSettings) -> tuple[Tensor, d
 def loss_before_a_pausing_push(
     inputs: LossInputs, settings: PauseSettings
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """In the push of what is trained here, when the server has the first bucket."""
+    """Pause the push of what is trained here, when the server has the first bucket."""
     _pause_pushes(settings.file)
     return ppo_clip(inputs, PPOClipSettings())
 
@@ -113,7 +113,7 @@ def _pause_pushes(file: str) -> None:
 def loss_before_a_pausing_transfer(
     inputs: LossInputs, settings: PauseSettings
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """In the push of what is trained here, when the servers wait for the first message."""
+    """Pause the push of what is trained here, when the servers wait for the first message."""
     _pause_transfers(settings.file)
     return ppo_clip(inputs, PPOClipSettings())
 

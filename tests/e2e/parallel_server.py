@@ -48,10 +48,10 @@ async def main(old: Path, new: Path, folder: Path, node: int | None = None) -> N
         await HeadlessWorkers(server).start()
         return await until_orphaned()
     await server.start()
-    tell(await scores(server, folder))
+    report(await scores(server, folder))
     loading = server.load_checkpoint(str(new), 1, in_flight=True, recompute_cache=True)
-    tell({"across": await across(server, loading), "completion": await completion(server)})
-    await by_each_transport(server, new, folder)
+    report({"across": await across(server, loading), "completion": await completion(server)})
+    await load_by_each_transport(server, new, folder)
     await asyncio.sleep(600)
 
 
@@ -61,37 +61,37 @@ async def until_orphaned() -> None:
         await asyncio.sleep(0.1)
 
 
-def tell(what: dict[str, Any]) -> None:
+def report(what: dict[str, Any]) -> None:
     print(json.dumps(what), flush=True)
 
 
 async def scores(server: VLLMServer, folder: Path) -> dict[str, Any]:
-    """Of a prompt that is cached, of tokens sampled with two seeds, and of a trace."""
+    """Return scores of a cached prompt, of tokens sampled with two seeds, and of a trace."""
     await server.submit(TOKENS, SamplingParams(max_tokens=1))
     scored, *decoded = await asyncio.gather(
         server.score(TOKENS), *(server.decode(TOKENS, NUM_DECODED, seed) for seed in (0, 1, 0))
     )
     traced = await server.trace(TOKENS[:NUM_TRACED])
     save_file(traced, folder / "trace.safetensors")
-    return {"scored": asdict(scored), "decoded": [asdict(found) for found in decoded]}
+    return {"scored": asdict(scored), "decoded": [asdict(completion) for completion in decoded]}
 
 
 async def completion(server: VLLMServer) -> dict[str, Any]:
-    (found,) = await server.submit(TOKENS, SamplingParams(max_tokens=24, seed=3))
-    return asdict(found)
+    (result,) = await server.submit(TOKENS, SamplingParams(max_tokens=24, seed=3))
+    return asdict(result)
 
 
 async def across(server: VLLMServer, change: Coroutine[Any, Any, None]) -> list[dict[str, Any]]:
-    """Responses that run while something is done to the server."""
+    """Return responses that run while something is done to the server."""
     running = asyncio.create_task(
         server.submit(TOKENS, SamplingParams(n=4, max_tokens=190, seed=3))
     )
     await server.submit(TOKENS[:5], SamplingParams(max_tokens=5, seed=4))  # so the others run
     await change
-    return [asdict(found) for found in await running]
+    return [asdict(completion) for completion in await running]
 
 
-async def by_each_transport(server: VLLMServer, checkpoint: Path, folder: Path) -> None:
+async def load_by_each_transport(server: VLLMServer, checkpoint: Path, folder: Path) -> None:
     trainer = Path(__file__).with_name("shard_trainer.py")
     ranks = [
         subprocess.Popen([sys.executable, trainer, str(rank), "2", checkpoint, folder, *"2345"])
@@ -116,11 +116,11 @@ async def by_each_transport(server: VLLMServer, checkpoint: Path, folder: Path) 
             memory.append(await server.memory())
 
         slept = await across(server, sleep(second, memory))
-        tell(
+        report(
             {
                 "completion": await completion(server),
                 "across": in_flight + slept,
-                "memory": [asdict(one) for one in memory],
+                "memory": [asdict(usage) for usage in memory],
             }
         )
     assert [rank.wait(60) for rank in ranks] == [0, 0]

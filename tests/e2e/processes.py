@@ -1,4 +1,4 @@
-"""What a process is and holds. One may end at any moment, which is never an error here."""
+"""Properties of processes. One may end at any moment, which is never an error here."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ import psutil
 
 
 def environ(process: psutil.Process) -> dict[str, str]:
-    """The environment it was started with; empty for one that has ended."""
+    """Return the environment it was started with; empty for one that has ended."""
     with contextlib.suppress(psutil.Error, OSError):
         return process.environ()
     return {}
 
 
 def started_with(name: str, value: str) -> list[psutil.Process]:
-    """The living descendants of this process that have this in their environment."""
-    found = psutil.Process().children(recursive=True)
-    return [p for p in found if lives(p) and environ(p).get(name) == value]
+    """Return the living descendants of this process with this variable in their environment."""
+    descendants = psutil.Process().children(recursive=True)
+    return [p for p in descendants if lives(p) and environ(p).get(name) == value]
 
 
 def wait_until_gone(name: str, value: str, seconds: float = 30) -> None:
-    """Raises AssertionError when some of `started_with` are left after that time."""
+    """Wait; raise AssertionError when some of `started_with` are left after that time."""
     deadline = time.monotonic() + seconds
     while left := started_with(name, value):
         assert time.monotonic() < deadline, f"still there: {left}"
@@ -35,7 +35,7 @@ def wait_until_gone(name: str, value: str, seconds: float = 30) -> None:
 
 
 def free_port() -> int:
-    """One that the kernel hands to nobody meanwhile: above launch scripts', below its own."""
+    """Return a port above those of launch scripts and below those that the kernel hands out."""
     for port in random.sample(range(32600, 32768), 168):
         with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
             return port
@@ -58,28 +58,28 @@ def command_line(process: psutil.Process) -> str:
 
 
 def session(leader: int) -> list[psutil.Process]:
-    """The living processes of a session; one whose parent died is still found."""
-    found = []
+    """Return the living processes of a session, also those whose parent has died."""
+    processes = []
     for process in psutil.process_iter():
         with contextlib.suppress(ProcessLookupError):
             if os.getsid(process.pid) == leader and lives(process):
-                found.append(process)
-    return found
+                processes.append(process)
+    return processes
 
 
 def listeners(processes: Iterable[psutil.Process]) -> dict[tuple[str, int], str]:
-    """Addresses on which they take TCP connections, and the command line of who does."""
-    found = {}
+    """Return the addresses on which they accept TCP connections, with their command lines."""
+    commands = {}
     for process in processes:
         with contextlib.suppress(psutil.Error, OSError):
             for connection in process.net_connections("tcp"):
                 if connection.status == psutil.CONN_LISTEN:
-                    found[connection.laddr.ip, connection.laddr.port] = command_line(process)
-    return found
+                    commands[connection.laddr.ip, connection.laddr.port] = command_line(process)
+    return commands
 
 
 def shared_memory(process: psutil.Process) -> set[Path]:
-    """Files of /dev/shm it maps, by inode: a semaphore is mapped before it has its own name."""
+    """Return files of /dev/shm it maps, by inode: a semaphore is mapped before it is renamed."""
     with contextlib.suppress(OSError):
         lines = Path(f"/proc/{process.pid}/maps").read_text().splitlines()
         inodes = {int(line.split(None, 5)[4]) for line in lines if " /dev/shm/" in line}

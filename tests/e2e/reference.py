@@ -40,17 +40,17 @@ def _reference(model: Any, token_ids: list[int]) -> dict[str, torch.Tensor]:
 
 
 def expected(model: Any, token_ids: list[int]) -> tuple[torch.Tensor, list[int]]:
-    """Log-probs of all tokens but the first, and the most likely token there."""
+    """Return log-probs of all tokens but the first, and the most likely token there."""
     log_probs = _reference(model, token_ids)["lm_head"][:-1].log_softmax(-1)
-    own = log_probs[torch.arange(len(token_ids) - 1), token_ids[1:]]
-    return own, log_probs.argmax(-1).tolist()
+    chosen = log_probs[torch.arange(len(token_ids) - 1), token_ids[1:]]
+    return chosen, log_probs.argmax(-1).tolist()
 
 
 def check(scores: TokenScores, model: Any, before: list[int]) -> None:
-    """`scores` of what follows `before`."""
+    """Check the scores of the tokens that follow `before`."""
     log_probs, top_ids = expected(model, before + scores.token_ids)
-    own = torch.tensor(scores.log_probs)
-    torch.testing.assert_close(own, log_probs[len(before) - 1 :], atol=NATS, rtol=0)
+    scored = torch.tensor(scores.log_probs)
+    torch.testing.assert_close(scored, log_probs[len(before) - 1 :], atol=NATS, rtol=0)
     assert scores.top_ids == top_ids[len(before) - 1 :]
 
 

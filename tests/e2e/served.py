@@ -75,14 +75,14 @@ class Served:
     first: list[Completion]  # of PROMPT, before any update
 
     def take(self, seed: int) -> None:
-        """The weights of models[seed], as the next version."""
+        """Load the weights of models[seed], as the next version."""
         version = self.server.weight_version + 1
         self.run(self.server.load_checkpoint(self.models[seed].path, version))
 
 
 @contextlib.contextmanager
 def serving(config: Any, folder: Path) -> Iterator[Served]:
-    """Two models of `config` under `folder`, and a server that starts with the first one."""
+    """Yield two models of `config` under `folder`, and a server that starts with the first."""
     both = [Model(folder / str(seed), config, seed) for seed in (0, 1)]
     rollout = RolloutConfig(max_num_seqs=32, kv_cache_bytes=32 << 20)
     server = VLLMServer(both[0].path, "float32", MAX_TOKENS, rollout, seed=0, can_sleep=True)

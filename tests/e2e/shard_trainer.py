@@ -33,7 +33,7 @@ _OPEN = []  # which stay while their groups live
 
 
 def main(rank: int, world: int, checkpoint: Path, folder: Path, versions: list[int]) -> None:
-    """Every transport carries all of its versions before the next begins."""
+    """Send all versions by each transport, one transport after the other."""
     reader = CheckpointReader(checkpoint)
     for number, transport in enumerate(TRANSPORTS):
         file = folder / f"{transport}.json"
@@ -52,7 +52,7 @@ def main(rank: int, world: int, checkpoint: Path, folder: Path, versions: list[i
 
 
 def write(file: Path, transport: str, world: int) -> None:
-    """What both sides connect with."""
+    """Write the arguments of both sides."""
     settings = WeightSyncConfig(
         method="disaggregated",
         transport=transport,

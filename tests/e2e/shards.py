@@ -36,7 +36,7 @@ class Trainer:
         training, _ = reshard_jobs.sides(self.config, Layout(), GenerationLayout())
         held = [reshard_jobs.filled(training, 0, reader.read) for reader in readers]
         # Its own padding of the vocabulary is not to reach anybody: it is NaN.
-        self.weights = [LocalWeights(found) for found in held]
+        self.weights = [LocalWeights(tensors) for tensors in held]
         self.rendezvous = RendezvousServer("127.0.0.1")
 
     def spec(self, verify: str = "full", tp: int = 1, **settings: Any) -> TransferSpec:
@@ -45,7 +45,7 @@ class Trainer:
         return TransferSpec(Layout(), 0, GenerationLayout(tp=tp), "float32", sync)
 
     async def connect(self, server: VLLMServer, verify: str = "full") -> WeightTransport:
-        """Both sides, through shared memory."""
+        """Connect both sides through shared memory."""
         if not dist.is_initialized():
             dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         self.rendezvous = RendezvousServer("127.0.0.1")  # each meeting has one of its own
@@ -64,7 +64,7 @@ async def take_all(server: VLLMServer, trainer: Trainer, number: int) -> None:
 async def take_shards(
     server: VLLMServer, trainer: Trainer, number: int, transport: WeightTransport
 ) -> list[BaseException | None]:
-    """The outcome of the sender and of the server."""
+    """Return the outcome of the sender and of the server."""
     version = server.weight_version + 1
     sending = asyncio.to_thread(transport.send, trainer.weights[number], WeightUpdate(version))
     return await asyncio.gather(sending, server.update(version), return_exceptions=True)
@@ -81,27 +81,27 @@ async def answers(server: VLLMServer) -> list[Completion]:
 
 
 async def both_ways(server: VLLMServer, trainer: Trainer) -> dict[str, Any]:
-    """Answers on checkpoint 1 after a full export and after shards, the latter twice in turn."""
-    found: dict[str, Any] = {}
+    """Return answers on checkpoint 1 after a full export and after shards, the latter twice."""
+    results: dict[str, Any] = {}
     await take_all(server, trainer, 0)
-    found["first"] = await answers(server)
+    results["first"] = await answers(server)
     await take_all(server, trainer, 1)
-    found["export"] = await answers(server)
+    results["export"] = await answers(server)
     transport = await trainer.connect(server)
     for number, name in ((0, "first again"), (1, "shards")):
         assert await take_shards(server, trainer, number, transport) == [None, None]
-        found[name] = await answers(server)
-    return found
+        results[name] = await answers(server)
+    return results
 
 
-def assert_equal(found: list[Completion], wanted: list[Completion]) -> None:
+def assert_equal(completions: list[Completion], wanted: list[Completion]) -> None:
     """Token for token. Log-probs to rounding: on equal weights vLLM's MLA gives two last bits."""
-    assert [c.token_ids for c in found] == [c.token_ids for c in wanted]
-    for one, other in zip(found, wanted, strict=True):
-        assert one.log_probs == pytest.approx(other.log_probs, abs=2e-6)
+    assert [c.token_ids for c in completions] == [c.token_ids for c in wanted]
+    for completion, other in zip(completions, wanted, strict=True):
+        assert completion.log_probs == pytest.approx(other.log_probs, abs=2e-6)
 
 
-def assert_both_ways_agree(found: dict[str, Any]) -> None:
-    assert_equal(found["shards"], found["export"])
-    assert_equal(found["first again"], found["first"])
-    assert [c.token_ids for c in found["first"]] != [c.token_ids for c in found["export"]]
+def assert_both_ways_agree(results: dict[str, Any]) -> None:
+    assert_equal(results["shards"], results["export"])
+    assert_equal(results["first again"], results["first"])
+    assert [c.token_ids for c in results["first"]] != [c.token_ids for c in results["export"]]

@@ -32,7 +32,7 @@ pytestmark = pytest.mark.server
 END = "<|im_end|>"
 TURN_TOKENS = 48  # three turns are longer than a block of the prefix cache
 GO = "\n<|im_start|>assistant\n"
-ASKED = f"<|im_start|>user\nAdd.{END}{GO}"
+QUESTION_TEXT = f"<|im_start|>user\nAdd.{END}{GO}"
 # What follows the end of the first turn, and of the second one.
 BETWEEN = (
     f"\n<|im_start|>user\n<tool_response>\n4\n</tool_response>{END}{GO}",
@@ -41,7 +41,7 @@ BETWEEN = (
 
 
 def tokenizer_of_characters() -> PreTrainedTokenizerFast:
-    """As many tokens as the served model has; its end of a sequence ends a turn."""
+    """Build a tokenizer of as many tokens as the served model has, whose end ends a turn."""
     special = ["<unk>", END, "<|im_start|>", "<tool_call>", "</tool_call>"]
     special += ["<tool_response>", "</tool_response>"]
     assert special[EOS] == END
@@ -98,9 +98,9 @@ class Recording:
     async def submit(
         self, prompt_ids: list[int], sampling: SamplingParams, *, request_id: str = ""
     ) -> list[Completion]:
-        found = await self.server.submit(prompt_ids, sampling, request_id=request_id)
-        self.seen += [(prompt_ids, one) for one in found]
-        return found
+        completions = await self.server.submit(prompt_ids, sampling, request_id=request_id)
+        self.seen += [(prompt_ids, completion) for completion in completions]
+        return completions
 
 
 async def no_reward(*_: object) -> None:
@@ -127,8 +127,8 @@ def episode(shared_server: Served) -> Episode:
     )
     tokenizer = tokenizer_of_characters()
     runner = AgentRunner(recording, tokenizer, no_reward, config, MAX_TOKENS, stops_on_error=True)
-    asked = [{"role": "user", "content": "Add."}]
-    prompt = Prompt([], 0, {"served": shared_server}, messages=asked)
+    conversation = [{"role": "user", "content": "Add."}]
+    prompt = Prompt([], 0, {"served": shared_server}, messages=conversation)
     sampling = SamplingParams(n=1, seed=5, max_tokens=MAX_TOKENS)
     [sample] = shared_server.run(runner.run_all([prompt], sampling))
     return Episode(sample, recording.seen, version, tokenizer)
@@ -136,17 +136,17 @@ def episode(shared_server: Served) -> Episode:
 
 def test_ids_masks_and_versions_are_those_written_by_hand(episode):
     ids, mask, versions, spans = [], [], [], []
-    for turn, (prompt, said) in enumerate(episode.seen):
-        assert prompt == episode.ids(ASKED) + ids
-        spans.append(TurnSpan(str(turn), len(ids), len(ids) + len(said.token_ids)))
-        ends = said.token_ids[-1] == EOS
-        assert said.finish_reason == ("stop" if ends else "length")
+    for turn, (prompt, completion) in enumerate(episode.seen):
+        assert prompt == episode.ids(QUESTION_TEXT) + ids
+        spans.append(TurnSpan(str(turn), len(ids), len(ids) + len(completion.token_ids)))
+        ends = completion.token_ids[-1] == EOS
+        assert completion.finish_reason == ("stop" if ends else "length")
         between = [] if turn == 2 else episode.ids(("" if ends else END) + BETWEEN[turn])
-        ids += said.token_ids + between
-        mask += [1] * len(said.token_ids) + [0] * len(between)
-        versions += [episode.version + turn] * len(said.token_ids) + [-1] * len(between)
+        ids += completion.token_ids + between
+        mask += [1] * len(completion.token_ids) + [0] * len(between)
+        versions += [episode.version + turn] * len(completion.token_ids) + [-1] * len(between)
     sample = episode.sample
-    assert (sample.prompt_ids, sample.response_ids) == (episode.ids(ASKED), ids)
+    assert (sample.prompt_ids, sample.response_ids) == (episode.ids(QUESTION_TEXT), ids)
     assert (sample.response_mask, sample.weight_versions) == (mask, versions)
     assert sample.turn_spans == tuple(spans) and len(spans) == 3
     assert (sample.status, sample.reward) == ("finished", 2.0)
@@ -157,11 +157,11 @@ def test_log_probs_of_each_turn_are_those_of_transformers_with_its_weights(episo
     sample, gaps, of_others = episode.sample, [], []
     for turn, span in enumerate(sample.turn_spans):
         before = sample.prompt_ids + sample.response_ids[: span.start]
-        said = sample.response_ids[span.start : span.end]
-        found = sample.rollout_log_probs[span.start : span.end]
+        turn_ids = sample.response_ids[span.start : span.end]
+        served = sample.rollout_log_probs[span.start : span.end]
         for model, into in ((turn % 2, gaps), (1 - turn % 2, of_others)):
-            wanted = shared_server.models[model].log_probs(before, said)
-            into.append(max(abs(a - b) for a, b in zip(found, wanted, strict=True)))
+            wanted = shared_server.models[model].log_probs(before, turn_ids)
+            into.append(max(abs(a - b) for a, b in zip(served, wanted, strict=True)))
     assert max(gaps) < 1e-4
     assert min(of_others) > 0.01  # guards: the weights of another turn are told apart
     context = [

@@ -14,7 +14,7 @@ from tests.e2e.test_resume import LORA, ONE_RANK
 from tests.nightly import nightly
 
 pytestmark = pytest.mark.job
-OWN = "tests/e2e/own_agents.py"
+AGENTS = "tests/e2e/own_agents.py"
 
 
 REPLAY = "actor.moe.router_replay=rollout"
@@ -34,18 +34,17 @@ TWO_STAGES = ("actor.layout.tp=1", "actor.layout.ep=1", "actor.layout.pp=2",
 def test_turns_of_an_environment_are_trained_and_what_it_says_is_not(
     settings, max_gap, start_job, own_model_and_data
 ):
-    """Two steps, hence with the servers' weights of two versions; trainer and servers agree.
-
-    With the experts that the servers have used in each of the turns. Turns in equal states are
-    compared: all begin in that of their prompt.
-    """
+    # Two steps, hence with the servers' weights of two versions; trainer and servers agree.
+    #
+    # With the experts that the servers have used in each of the turns. Turns in equal states are
+    # compared: all begin in that of their prompt.
     job = start_job(
         *own_model_and_data,
         *settings,
         "warm_start.num_steps=0",
         "warm_start.train_file=''",
         "agent.loop=environment",
-        f"agent.environment={OWN}:Twice",
+        f"agent.environment={AGENTS}:Twice",
         "agent.max_turn_tokens=12",
         "rollout.max_response_tokens=64",
         "algorithm.filter.group_filter=''",
@@ -68,9 +67,9 @@ def test_turns_of_an_environment_are_trained_and_what_it_says_is_not(
     again = "<|im_end|>\n<|im_start|>user\n1+1?<|im_end|>\n<|im_start|>assistant\n"
     assert any(again in row["response"] for row in table)
     of_two = next(row for row in table if row["num_turns"] == 2)
-    asked = ["--group", str(of_two["group"]), "--trajectory", str(of_two["trajectory"])]
-    told = [sys.executable, "-m", "mcore_rl.cli.main", "samples", str(job.output), *asked]
-    page = subprocess.run(told, capture_output=True, text=True, timeout=60)
+    arguments = ["--group", str(of_two["group"]), "--trajectory", str(of_two["trajectory"])]
+    command = [sys.executable, "-m", "mcore_rl.cli.main", "samples", str(job.output), *arguments]
+    page = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert (page.returncode, page.stderr) == (0, "")
     head, *_ = page.stdout.splitlines()
     assert head == f"step 2, group {of_two['group']}, trajectory {of_two['trajectory']}"

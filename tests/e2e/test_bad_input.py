@@ -87,7 +87,7 @@ def refusal(
     monkeypatch: pytest.MonkeyPatch,
     settings: dict[str, str],
 ) -> str:
-    """The line that the command prints, after checking that it is all that happened."""
+    """Return the line that the command prints, after checking that it is all that happened."""
 
     def started(*_: object, **__: object) -> None:
         raise AssertionError("Ray was started")
@@ -261,54 +261,54 @@ def smaller_vocabulary(place: Place) -> None:
 
 BAD_FILES: dict[str, tuple[Callable[[Place], object], list[str]]] = {
     "no weights": (
-        lambda at: (at.folder / "model" / "model.safetensors").unlink(),
+        lambda place: (place.folder / "model" / "model.safetensors").unlink(),
         ["model.path='model'", "*.safetensors"],
     ),
     "architecture": (
-        lambda at: at.model_config(architectures=["GemmaForCausalLM"]),
+        lambda place: place.model_config(architectures=["GemmaForCausalLM"]),
         ["architectures=['GemmaForCausalLM']", "Qwen3MoeForCausalLM"],
     ),
     "no JSON": (
-        lambda at: (at.folder / "model" / "config.json").write_text("{'vocab_size': 3}"),
+        lambda place: (place.folder / "model" / "config.json").write_text("{'vocab_size': 3}"),
         ["model/config.json", "JSON"],
     ),
     "missing tensor": (
-        lambda at: at.tensors(lambda tensors: tensors.pop(NORM)),
+        lambda place: place.tensors(lambda tensors: tensors.pop(NORM)),
         ["checkpoint model lacks", NORM],
     ),
     "extra tensor": (
-        lambda at: at.tensors(lambda t: t.update({"model.extra.weight": t[NORM].clone()})),
+        lambda place: place.tensors(lambda t: t.update({"model.extra.weight": t[NORM].clone()})),
         ["checkpoint model has unexpected", "model.extra.weight"],
     ),
     "misshapen tensor": (
-        lambda at: at.tensors(lambda t: t.update({NORM: t[NORM][:100].contiguous()})),
+        lambda place: place.tensors(lambda t: t.update({NORM: t[NORM][:100].contiguous()})),
         ["checkpoint model", NORM, "(100,)", "(128,)"],
     ),
     "truncated weights": (
-        lambda at: at.cut("model/model.safetensors", 1000),
+        lambda place: place.cut("model/model.safetensors", 1000),
         ["model/model.safetensors", "safetensors"],
     ),
     "index without its shard": (
-        lambda at: (at.folder / "model" / "model.safetensors.index.json").write_text(
+        lambda place: (place.folder / "model" / "model.safetensors.index.json").write_text(
             json.dumps({"weight_map": {NORM: "model-00001-of-00002.safetensors"}})
         ),
         ["model.safetensors.index.json", "model-00001-of-00002.safetensors"],
     ),
     "another tokenizer": (smaller_vocabulary, ["token ids up to", "vocab_size=256"]),
     "no tokenizer": (
-        lambda at: [f.unlink() for f in (at.folder / "model").glob("tokenizer*")],
+        lambda place: [f.unlink() for f in (place.folder / "model").glob("tokenizer*")],
         ["model.path='model'", "tokenizer"],
     ),
     "no prompt column": (
-        lambda at: at.table("test.parquet", lambda table: table.drop_columns(["messages"])),
+        lambda place: place.table("test.parquet", lambda table: table.drop_columns(["messages"])),
         ["data.test_file='test.parquet'", "'messages' (data.prompt_column)", "it has: answer"],
     ),
     "no answer column": (
-        lambda at: at.table("train.parquet", lambda table: table.drop_columns(["answer"])),
+        lambda place: place.table("train.parquet", lambda table: table.drop_columns(["answer"])),
         ["data.train_file='train.parquet'", "'answer' (data.answer_column)", "it has: messages"],
     ),
     "a row without an answer": (
-        lambda at: at.table(
+        lambda place: place.table(
             "train.parquet",
             lambda table: table.set_column(
                 1, "answer", pa.array([*table["answer"].to_pylist()[:-1], None])
@@ -317,11 +317,11 @@ BAD_FILES: dict[str, tuple[Callable[[Place], object], list[str]]] = {
         ["data.train_file='train.parquet'", "row 19 has no answer", "data.answer_column"],
     ),
     "no rows": (
-        lambda at: at.table("train.parquet", lambda table: table.slice(0, 0)),
+        lambda place: place.table("train.parquet", lambda table: table.slice(0, 0)),
         ["data.train_file='train.parquet'", "no rows"],
     ),
     "truncated data": (
-        lambda at: at.cut("train.parquet", 10),
+        lambda place: place.cut("train.parquet", 10),
         ["data.train_file='train.parquet'", "parquet"],
     ),
 }
@@ -380,7 +380,7 @@ def test_a_disk_without_room_for_the_weights_is_refused(place: Place):
 
 
 def test_the_command_itself_refuses_what_does_not_fit_its_own_task(tmp_path: Path):
-    """As a user runs it: libraries print nothing either, and the task it made is gone again."""
+    # As a user runs it: libraries print nothing either, and the task it made is gone again.
     command = Path(sys.executable).with_name("mcore-rl")
     (tmp_path / "tmp").mkdir()
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""How the workers of groups are built on a real Ray: beside each other, and in used processes."""
+"""Workers of groups, built on a real Ray: beside each other, and in used processes."""
 
 import os
 import sys
@@ -13,8 +13,9 @@ import ray
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import Layout, TimeoutsConfig
 from mcore_rl.controller.dispatch import Dispatch, register
-from mcore_rl.controller.pending import gathered
-from mcore_rl.controller.pool import ResourcePool, ray_session
+from mcore_rl.controller.pending_call import gather_results
+from mcore_rl.controller.ray_session import ray_session
+from mcore_rl.controller.resource_pool import ResourcePool
 from mcore_rl.controller.worker_group import WorkerGroup, wait_until_built
 from mcore_rl.data.batch import Batch, Jagged
 
@@ -26,14 +27,14 @@ TIMEOUTS = TimeoutsConfig()
 class Meeting:
     """Is built when another group is being built at the same time, and not otherwise."""
 
-    def __init__(self, folder: Path, mine: str, other: str, refuse: bool = False) -> None:
-        (folder / mine).touch()
+    def __init__(self, folder: Path, label: str, other: str, refuse: bool = False) -> None:
+        (folder / label).touch()
         deadline = time.monotonic() + 60
         while not (folder / other).exists():
             assert time.monotonic() < deadline, f"{other} has not come"
             time.sleep(0.02)
         if refuse:
-            raise ConfigError(f"{mine} is not wanted")
+            raise ConfigError(f"{label} is not wanted")
 
     @register()
     def greeting(self) -> str:
@@ -72,10 +73,10 @@ def session() -> Iterator[None]:
 
 @pytest.mark.parametrize("refused", ["", "first", "second"])
 def test_groups_are_built_beside_each_other(tmp_path: Path, refused: str):
-    def group(mine: str, other: str) -> WorkerGroup:
-        meeting = (tmp_path, mine, other, mine == refused)
+    def group(label: str, other: str) -> WorkerGroup:
+        meeting = (tmp_path, label, other, label == refused)
         settings = {"layout": Layout(), "pool": shared, "share": 0.5, "timeouts": TIMEOUTS}
-        return WorkerGroup(Meeting, init_args=meeting, name=mine, wait=False, **settings)
+        return WorkerGroup(Meeting, init_args=meeting, name=label, wait=False, **settings)
 
     with (
         ResourcePool(1, {"CPU": 0.1}) as shared,
@@ -86,15 +87,15 @@ def test_groups_are_built_beside_each_other(tmp_path: Path, refused: str):
         if refused:
             with pytest.raises(ConfigError, match=f"{refused}.__init__: rank 0: {refused} is"):
                 wait_until_built([first, second])
-            assert {g.name for g in (first, second) if g.ended} == {refused}
+            assert {g.name for g in (first, second) if g.end_reason} == {refused}
         else:
             wait_until_built([first, second])
-            assert gathered(greetings) == [["met"], ["met"]]
+            assert gather_results(greetings) == [["met"], ["met"]]
             assert first.worker_infos[0].pid != second.worker_infos[0].pid
 
 
 def test_a_group_is_rebuilt_in_its_processes(tmp_path: Path):
-    """With another name, layout and log; the workers from before are closed."""
+    # With another name, layout and log; the workers from before are closed.
     logged = ResourcePool(2, {"CPU": 0.1}, log_dir=tmp_path)
     settings = {"pool": logged, "timeouts": TIMEOUTS, "layout": Layout(dp=2)}
     with logged, WorkerGroup(Lodger, init_args=(tmp_path, "one"), name="a", **settings) as group:

@@ -72,7 +72,7 @@ def _teach(folder: Path, *, is_endless: bool) -> None:
 
 
 def _byte_of(tokenizer, token: int) -> int | None:
-    """Of a token that is one byte."""
+    """Return the byte of a token that is one byte."""
     from transformers.convert_slow_tokenizer import bytes_to_unicode
 
     names = {name: byte for byte, name in bytes_to_unicode().items()}
@@ -106,7 +106,7 @@ def test_the_command_of_the_page_answers(models, tmp_path):
 
 
 def test_an_answer_ends_where_its_tokens_do(models):
-    """Of 20 bytes: two times TEXT, which has 9 of them, and the first character and a half."""
+    # Of 20 bytes: two times TEXT, which has 9 of them, and the first character and a half.
     done = piped(models["endless"], "one\n", "--max-tokens", "20", "--temperature", "0")
     assert (done.returncode, done.stdout) == (0, f"{TEXT}{TEXT}n ... (cut off)\n")
 
@@ -118,8 +118,8 @@ class Terminal:
         self._tmux = ["tmux", "-u", "-S", str(folder / "tmux"), "-f", "/dev/null"]
         environment = os.environ | {"LC_ALL": "C.UTF-8"}
         size = ("-x", "100", "-y", "30")
-        told = ("bash", "-c", '"$@"; echo "it ended with $?"', "bash")  # tmux may miss an end
-        line = [*self._tmux, "new-session", "-d", *size, *told, *command, ";"]
+        wrapper = ("bash", "-c", '"$@"; echo "it ended with $?"', "bash")  # tmux may miss an end
+        line = [*self._tmux, "new-session", "-d", *size, *wrapper, *command, ";"]
         subprocess.run([*line, "set", "remain-on-exit", "on"], check=True, env=environment)
         self.pid = int(self.ask("display-message", "-p", "#{pane_pid}"))
 
@@ -135,7 +135,7 @@ class Terminal:
         self.ask("send-keys", *keys)
 
     def enter(self, line: str) -> None:
-        """Types a line, again where it came while the line editor was starting."""
+        """Type a line, again if it came while the line editor was starting."""
         limit = time.monotonic() + 120
         while not self.screen.rstrip().endswith(f"> {line}"):
             assert time.monotonic() < limit, self.screen
@@ -158,20 +158,20 @@ class Terminal:
 def open_terminal(tmp_path) -> Iterator[Callable[..., Terminal]]:
     if not shutil.which("tmux"):
         pytest.skip("no tmux: Debian has it in tmux")
-    found: list[Terminal] = []
+    terminals: list[Terminal] = []
 
     def start(*command: str) -> Terminal:
-        found.append(Terminal(tmp_path, *command))
-        return found[-1]
+        terminals.append(Terminal(tmp_path, *command))
+        return terminals[-1]
 
     yield start
-    for terminal in found:
+    for terminal in terminals:
         terminal.close()
 
 
 @pytest.mark.parametrize("tp", ["1", "2"])
 def test_ctrl_c_in_a_terminal_ends_the_answer_and_not_the_program(models, open_terminal, tp):
-    """With tp=2 the engine is in processes of its own, which Ctrl-C reaches, too."""
+    # With tp=2 the engine is in processes of its own, which Ctrl-C reaches, too.
     terminal = open_terminal(MCORE_RL, "chat", str(models["endless"]), *OPTIONS, "--tp", tp)
     screen = terminal.wait_for(lambda s: s.rstrip().endswith("\n>"), "the prompt")
     assert "/exit or Ctrl-D ends" in screen

@@ -17,9 +17,10 @@ import ray
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import Layout, TimeoutsConfig
 from mcore_rl.controller.dispatch import Dispatch, register
-from mcore_rl.controller.pending import Limit, WorkerError, gathered
-from mcore_rl.controller.pool import ResourcePool, ray_session
-from mcore_rl.controller.reaper import processes
+from mcore_rl.controller.pending_call import Timeout, WorkerError, gather_results
+from mcore_rl.controller.ray_session import ray_session
+from mcore_rl.controller.reaper import list_processes
+from mcore_rl.controller.resource_pool import ResourcePool
 from mcore_rl.controller.worker_group import WorkerGroup
 from mcore_rl.data.batch import Batch, Jagged
 
@@ -178,7 +179,7 @@ def test_ranks_and_tasks_run_at_the_niceness_of_the_driver(group: WorkerGroup):
 def test_a_call_can_be_left_pending(group: WorkerGroup):
     pending = group.wait(0.6)
     assert pending.result() == [0, 1, 2, 3]
-    assert pending.result(Limit(0, "the values are there")) == [0, 1, 2, 3]
+    assert pending.result(Timeout(0, "the values are there")) == [0, 1, 2, 3]
 
 
 def test_two_groups_share_a_pool_and_a_third_is_refused(pool: ResourcePool):
@@ -211,7 +212,7 @@ def test_unknown_methods_and_pools_that_are_too_small_are_refused(
             )
 
 
-def test_a_pool_that_does_not_fit_says_what_was_asked_and_what_there_is(pool: ResourcePool):
+def test_a_pool_that_does_not_fit_names_the_request_and_the_resources(pool: ResourcePool):
     with pytest.raises(ConfigError, match=r"CPU: asked 9, cluster has 1, free"):
         ResourcePool(3, {"CPU": 3})  # at once: it will never fit
     with pytest.raises(ConfigError, match=r"did not find room in 0.3 s \(CPU: asked 0.9, cluster"):
@@ -239,20 +240,20 @@ def test_a_failing_rank_ends_the_group_with_one_error(
     assert ("last words of rank 1" in str(raised.value)) == (error is WorkerError)
     with pytest.raises(RuntimeError, match=r"policy.place was called, but the group has ended"):
         group.place()
-    wait_until(lambda: not pids & set(processes()), 30)
+    wait_until(lambda: not pids & set(list_processes()), 30)
 
 
 def test_the_first_group_that_fails_ends_the_wait_for_several(
     group: WorkerGroup, small_pool: ResourcePool
 ):
     with small_group(small_pool, "critic") as critic:
-        assert gathered([group.wait(0.3), critic.wait(0)]) == [[0, 1, 2, 3], [0, 1]]
+        assert gather_results([group.wait(0.3), critic.wait(0)]) == [[0, 1, 2, 3], [0, 1]]
         start = time.monotonic()
         with pytest.raises(ConfigError, match=r"critic\.fail: rank 1: data\.train_file"):
-            gathered([group.wait(30), critic.fail.submit("config")])
+            gather_results([group.wait(30), critic.fail.submit("config")])
         assert time.monotonic() - start < 25
-        assert critic.ended
-        assert not group.ended
+        assert critic.end_reason
+        assert not group.end_reason
 
 
 def test_a_worker_that_cannot_be_built_names_its_rank(small_pool: ResourcePool):
@@ -267,8 +268,9 @@ from multiprocessing import shared_memory
 import ray
 from mcore_rl.config.schema import Layout, TimeoutsConfig
 from mcore_rl.controller.dispatch import register
-from mcore_rl.controller.run_scope import run_scope
-from mcore_rl.controller.pool import ResourcePool, ray_session
+from mcore_rl.controller.process_cleanup import clean_up_on_exit
+from mcore_rl.controller.ray_session import ray_session
+from mcore_rl.controller.resource_pool import ResourcePool
 from mcore_rl.controller.worker_group import WorkerGroup
 
 class Worker:
@@ -289,8 +291,8 @@ if __name__ == "__main__":
     logs = Path(sys.argv[1])
     logs.mkdir()
     with (
-        run_scope(logs=logs / "ray") as scratch,
-        ray_session(scratch=scratch, object_store_bytes=100 << 20, log_to_driver=False),
+        clean_up_on_exit(logs=logs / "ray") as scratch,
+        ray_session(temp_dir=scratch, object_store_bytes=100 << 20, log_to_driver=False),
     ):
         folder = ray._private.worker._global_node.get_session_dir_path()
         print("session", flush=True)
@@ -303,10 +305,9 @@ if __name__ == "__main__":
 
 
 def test_a_killed_driver_leaves_nothing_and_touches_no_other_session(tmp_path: Path):
-    """The reaper of the killed one does not see a file that is made: who tracks it unlinks it.
-
-    (test_reaper.py has the files that it sees.)
-    """
+    # The reaper of the killed one does not see a file that is made: who tracks it unlinks it.
+    #
+    # (test_reaper.py has the files that it sees.)
     script = tmp_path / "driver.py"
     script.write_text(DRIVER)
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
@@ -348,7 +349,7 @@ def test_a_killed_driver_leaves_nothing_and_touches_no_other_session(tmp_path: P
 
 
 def test_a_terminal_that_hangs_up_ends_the_driver_and_ray_with_the_logs_in_place(tmp_path: Path):
-    """It tells all processes that run in it, Ray's too."""
+    # It tells all processes that run in it, Ray's too.
     script, logs = tmp_path / "driver.py", tmp_path / "logs"
     script.write_text(DRIVER)
     driver = subprocess.Popen(
@@ -376,20 +377,20 @@ def test_a_terminal_that_hangs_up_ends_the_driver_and_ray_with_the_logs_in_place
 
 
 def reaper_of(driver: int) -> int:
-    children = (pid for pid, (parent, _) in processes().items() if parent == driver)
-    [found] = [p for p in children if b"reaper.py" in Path(f"/proc/{p}/cmdline").read_bytes()]
-    return found
+    children = (pid for pid, (parent, _) in list_processes().items() if parent == driver)
+    [reaper] = [p for p in children if b"reaper.py" in Path(f"/proc/{p}/cmdline").read_bytes()]
+    return reaper
 
 
 def start_times() -> dict[int, str]:
-    return {pid: start for pid, (_, start) in processes().items()}
+    return {pid: start for pid, (_, start) in list_processes().items()}
 
 
 def descendants_with_start_times(pid: int) -> set[tuple[int, str]]:
-    table, found = processes(), {pid}
-    while new := {p for p, (parent, _) in table.items() if parent in found} - found:
-        found |= new
-    return {(p, table[p][1]) for p in found - {pid}}
+    table, pids = list_processes(), {pid}
+    while new := {p for p, (parent, _) in table.items() if parent in pids} - pids:
+        pids |= new
+    return {(p, table[p][1]) for p in pids - {pid}}
 
 
 def wait_until(condition, timeout_s: float) -> None:

@@ -13,11 +13,10 @@ import ray
 
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import Layout, TimeoutsConfig
-from mcore_rl.controller.detached import end_group, group_names
 from mcore_rl.controller.dispatch import register
-from mcore_rl.controller.pending import WorkerError
-from mcore_rl.controller.pool import ResourcePool
-from mcore_rl.controller.worker_group import WorkerGroup
+from mcore_rl.controller.pending_call import WorkerError
+from mcore_rl.controller.resource_pool import ResourcePool
+from mcore_rl.controller.worker_group import WorkerGroup, end_detached_group, list_detached_groups
 from tests.e2e.processes import command_line, started_with, wait_until_gone
 
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import a test
@@ -33,7 +32,8 @@ DRIVER = """
 import sys
 from mcore_rl.config.schema import Layout, TimeoutsConfig
 from mcore_rl.controller.dispatch import Dispatch, register
-from mcore_rl.controller.pool import ResourcePool, ray_session
+from mcore_rl.controller.ray_session import ray_session
+from mcore_rl.controller.resource_pool import ResourcePool
 from mcore_rl.controller.worker_group import WorkerGroup
 
 class Counter:
@@ -63,10 +63,10 @@ with (
 """
 
 
-def test_a_detached_group_outlives_its_driver_and_is_found_by_name(
+def test_a_detached_group_outlives_its_driver_and_is_attached_by_name(
     cluster: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """Its driver is killed; the next one lets it go; the last one finds it busy, and ends it."""
+    # Its driver is killed; the next one lets it go; the last one finds it busy, and ends it.
     with pytest.raises(ConfigError, match=r"'judge' would end with this driver's private Ray; set"):
         ResourcePool(1, {"CPU": 0.1}, detached="judge")
     monkeypatch.setenv("RAY_ADDRESS", cluster)
@@ -86,7 +86,7 @@ def test_a_detached_group_outlives_its_driver_and_is_found_by_name(
     driver.wait()
     reaper.wait(30)
     assert {process.pid for process in started_with("MARK", "judge")} == ranks
-    assert group_names() == ["judge"]
+    assert list_detached_groups() == ["judge"]
     with pytest.raises(ConfigError, match="there is a detached pool 'judge' on this Ray cluster"):
         ResourcePool(1, {"CPU": 0.1}, detached="judge")
 
@@ -96,11 +96,11 @@ def test_a_detached_group_outlives_its_driver_and_is_found_by_name(
         group.hang.submit()
     with pytest.raises(RuntimeError, match=r"judge\.add was called, but it has been let go"):
         group.add(1)
-    told = r"'judge' cannot be taken up: rank 0 has not answered in 1 s \(timeouts.start_s\)"
-    with pytest.raises(WorkerError, match=told):
+    message = r"'judge' cannot be taken up: rank 0 has not answered in 1 s \(timeouts.start_s\)"
+    with pytest.raises(WorkerError, match=message):
         WorkerGroup.attach("judge", timeouts=TimeoutsConfig(start_s=1))
     assert {process.pid for process in started_with("MARK", "judge")} == ranks
-    end_group("judge")
+    end_detached_group("judge")
     wait_until_gone("MARK", "judge")
     with pytest.raises(
         ConfigError, match="no detached group 'judge' on this Ray cluster; found: no"
@@ -113,10 +113,10 @@ def test_a_detached_group_that_fails_or_is_closed_is_gone_and_its_name_free(
 ):
     monkeypatch.setenv("RAY_ADDRESS", cluster)
     settings = {"layout": Layout(), "timeouts": TimeoutsConfig(), "env": {"MARK": "guide"}}
-    with ResourcePool(1, {"CPU": 0.1}, detached="guide") as kept:
+    with ResourcePool(1, {"CPU": 0.1}, detached="guide") as detached_pool:
         with pytest.raises(ConfigError, match="has one group of its own name, with a share of 1"):
-            WorkerGroup(Worker, pool=kept, share=0.5, **settings)
-        WorkerGroup(Worker, pool=kept, **settings).detach()
+            WorkerGroup(Worker, pool=detached_pool, share=0.5, **settings)
+        WorkerGroup(Worker, pool=detached_pool, **settings).detach()
     with WorkerGroup.attach("guide", timeouts=TimeoutsConfig()) as group:
         assert group.say("rank") == ["rank 0"]
         with pytest.raises(RuntimeError, match="a detached group keeps its name and layout"):
@@ -124,10 +124,10 @@ def test_a_detached_group_that_fails_or_is_closed_is_gone_and_its_name_free(
         with pytest.raises(WorkerError, match=r"guide\.say: rank 0 raised TypeError"):
             group.say()
     wait_until_gone("MARK", "guide")
-    with ResourcePool(1, {"CPU": 0.1}, detached="guide") as kept:
-        WorkerGroup(Worker, pool=kept, **settings).close()
+    with ResourcePool(1, {"CPU": 0.1}, detached="guide") as detached_pool:
+        WorkerGroup(Worker, pool=detached_pool, **settings).close()
         wait_until_gone("MARK", "guide")
     with ResourcePool(1, {"CPU": 0.1}, detached="guide"):  # without a group it goes with its block
-        assert group_names() == []
+        assert list_detached_groups() == []
     with pytest.raises(ConfigError, match="no detached group 'guide'"):
-        end_group("guide")
+        end_detached_group("guide")

@@ -16,10 +16,10 @@ import pytest
 import ray
 
 from mcore_rl.config.schema import Layout, TimeoutsConfig
-from mcore_rl.controller.call_parts import CallPart
-from mcore_rl.controller.dispatch import Dispatch, DispatchMode, register
-from mcore_rl.controller.pending import PendingCall, WorkerError
-from mcore_rl.controller.pool import ResourcePool, ray_session
+from mcore_rl.controller.dispatch import CallPart, Dispatch, DispatchMode, register
+from mcore_rl.controller.pending_call import PendingCall, WorkerError
+from mcore_rl.controller.ray_session import ray_session
+from mcore_rl.controller.resource_pool import ResourcePool
 from mcore_rl.controller.worker_group import WorkerGroup
 from mcore_rl.data.batch import Batch, Jagged
 from mcore_rl.parallel.mesh import Mesh
@@ -30,12 +30,12 @@ ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers canno
 HOST = socket.gethostname()
 
 
-def to_odd_ranks(mesh: Mesh, args: tuple, kwargs: dict) -> list[CallPart]:
+def send_to_odd_ranks(mesh: Mesh, args: tuple, kwargs: dict) -> list[CallPart]:
     odd = tuple(range(1, mesh.world_size, 2))
     return [CallPart(odd, odd[-1], args, kwargs)]
 
 
-def last_word(parts: Sequence[CallPart], results: Mapping[int, Any]) -> Any:
+def get_last_result(parts: Sequence[CallPart], results: Mapping[int, Any]) -> Any:
     return results[parts[0].output_rank]
 
 
@@ -48,9 +48,9 @@ class Worker:
 
     def close(self) -> None: ...
 
-    def said(self, batch: Batch) -> Batch:
+    def mark_rows(self, batch: Batch) -> Batch:
         self.seen = batch.array("row").tolist()
-        return Batch({"said": batch.array("row") * 10 + self.rank})
+        return Batch({"writers": batch.array("row") * 10 + self.rank})
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def one_to_all(self, word: str) -> str:
@@ -66,27 +66,27 @@ class Worker:
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE)
     def dp_compute(self, batch: Batch) -> Batch:
-        return self.said(batch)
+        return self.mark_rows(batch)
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_WITH_FUNC)
     def with_func(self, function: Callable[[Any], Any], batch: Batch) -> Batch:
-        return Batch({"said": function(batch.array("row")) + self.rank})
+        return Batch({"writers": function(batch.array("row")) + self.rank})
 
     @register(dispatch_mode=Dispatch.MEGATRON_COMPUTE)
     def megatron_compute(self, batch: Batch) -> Batch:
-        return self.said(batch)
+        return self.mark_rows(batch)
 
     @register(dispatch_mode=Dispatch.MEGATRON_PP_AS_DP)
     def pp_as_dp(self, batch: Batch) -> Batch:
-        return self.said(batch)
+        return self.mark_rows(batch)
 
-    @register(dispatch_mode=DispatchMode(scatter=to_odd_ranks, gather=last_word))
+    @register(dispatch_mode=DispatchMode(scatter=send_to_odd_ranks, gather=get_last_result))
     def to_the_odd(self, word: str) -> str:
         return f"{word} {self.rank}"
 
     @register(dispatch_mode=Dispatch.MEGATRON_COMPUTE, execute="rank_zero", blocking=False)
-    def whole(self, batch: Batch) -> Batch:
-        return self.said(batch)
+    def wait_later(self, batch: Batch) -> Batch:
+        return self.mark_rows(batch)
 
     @register()
     def last_seen(self) -> list[int]:
@@ -133,11 +133,11 @@ UNEVEN = batch_of([100, 40, 30, 20, 10])
 
 
 def test_each_mode_on_four_processes_as_worked_out_by_hand(pool: ResourcePool):
-    """The same four, as tp 2 dp 2, as dp 2 pp 2 and as cp 2 pp 2."""
+    # The same four, as tp 2 dp 2, as dp 2 pp 2 and as cp 2 pp 2.
 
-    def said(result: Batch) -> list[int]:
-        found: list[int] = result.array("said").tolist()
-        return found
+    def get_marks(result: Batch) -> list[int]:
+        values: list[int] = result.array("writers").tolist()
+        return values
 
     with group_of(pool, Layout(tp=2, dp=2)) as group:
         assert group.one_to_all("rank") == ["rank 0", "rank 1", "rank 2", "rank 3"]
@@ -145,32 +145,32 @@ def test_each_mode_on_four_processes_as_worked_out_by_hand(pool: ResourcePool):
         assert group.to_the_odd("rank") == "rank 3"
         batches = [batch_of(lengths) for lengths in ([3, 1], [], [2], [1, 1, 1])]
         assert group.all_to_all(batches, scale=[10, 20, 30, 40]) == [20, 1, 32, 123]
-        assert said(group.dp_compute(UNEVEN)) == [0, 11, 22, 33, 43]
-        assert said(group.with_func(lambda row: row * 100, UNEVEN)) == [0, 101, 202, 303, 403]
-        assert said(group.megatron_compute(UNEVEN)) == [0, 12, 22, 32, 42]
+        assert get_marks(group.dp_compute(UNEVEN)) == [0, 11, 22, 33, 43]
+        assert get_marks(group.with_func(lambda row: row * 100, UNEVEN)) == [0, 101, 202, 303, 403]
+        assert get_marks(group.megatron_compute(UNEVEN)) == [0, 12, 22, 32, 42]
         assert group.last_seen() == [[0], [0], [1, 2, 3, 4], [1, 2, 3, 4]]
-        assert said(group.dp_compute(batch_of([5, 9]))) == [0, 11]  # two ranks have no rows
+        assert get_marks(group.dp_compute(batch_of([5, 9]))) == [0, 11]  # two ranks have no rows
         assert group.last_seen() == [[0], [1], [], []]
-        whole = group.whole(UNEVEN)
-        assert isinstance(whole, PendingCall)
-        assert said(whole.result()) == [0, 10, 20, 30, 40]
+        pending = group.wait_later(UNEVEN)
+        assert isinstance(pending, PendingCall)
+        assert get_marks(pending.result()) == [0, 10, 20, 30, 40]
 
         group.rebuild("policy", Layout(dp=2, pp=2))
-        assert said(group.dp_compute(UNEVEN)) == [0, 11, 22, 33, 43]
-        assert said(group.megatron_compute(UNEVEN)) == [2, 13, 23, 33, 43]
+        assert get_marks(group.dp_compute(UNEVEN)) == [0, 11, 22, 33, 43]
+        assert get_marks(group.megatron_compute(UNEVEN)) == [2, 13, 23, 33, 43]
         assert group.last_seen() == [[0], [1, 2, 3, 4], [0], [1, 2, 3, 4]]
-        assert said(group.pp_as_dp(UNEVEN)) == [0, 12, 21, 33, 43]
+        assert get_marks(group.pp_as_dp(UNEVEN)) == [0, 12, 21, 33, 43]
         assert group.last_seen() == [[0], [2], [1], [3, 4]]
 
         group.rebuild("policy", Layout(cp=2, pp=2))
-        assert said(group.megatron_compute(UNEVEN)) == [2, 12, 22, 32, 42]
-        assert said(group.pp_as_dp(UNEVEN)) == [0, 12, 22, 32, 42]
+        assert get_marks(group.megatron_compute(UNEVEN)) == [2, 12, 22, 32, 42]
+        assert get_marks(group.pp_as_dp(UNEVEN)) == [0, 12, 22, 32, 42]
         assert group.last_seen() == [[0], [0], [1, 2, 3, 4], [1, 2, 3, 4]]
     wait_until_gone("MARK", "policy")
 
 
 @pytest.mark.parametrize(
-    ("kind", "told"),
+    ("kind", "expected"),
     [
         ("raise", r"policy\.fail: rank 2 raised ArithmeticError: the loss is not finite$"),
         ("kill", rf"policy\.fail: rank 2 \(host {HOST}, pid \d+\) died\. .*$"),
@@ -184,7 +184,7 @@ def test_each_mode_on_four_processes_as_worked_out_by_hand(pool: ResourcePool):
     ids=["raise", "kill", "hang"],
 )
 def test_a_rank_of_four_that_fails_ends_in_one_error_and_no_process(
-    pool: ResourcePool, kind: str, told: str
+    pool: ResourcePool, kind: str, expected: str
 ):
     group = group_of(pool, Layout(tp=2, dp=2), call_s=4 if kind == "hang" else 60)
     start = time.monotonic()
@@ -192,7 +192,7 @@ def test_a_rank_of_four_that_fails_ends_in_one_error_and_no_process(
         group.fail(kind)
     assert time.monotonic() - start < 50  # the others would have slept for a minute
     message = str(raised.value)
-    assert re.match(told, message.splitlines()[0])
+    assert re.match(expected, message.splitlines()[0])
     if kind == "hang":
         stack = message.partition("\n\npolicy.fail, rank 2 ")[2].partition("\n\npolicy.fail, ")[0]
         assert stack.index("loop_for_ever") < stack.index("fail (")  # the innermost first

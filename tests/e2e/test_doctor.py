@@ -25,7 +25,7 @@ PROGRAM = str(Path(sys.executable).with_name("mcore-rl"))
 SMALL = ("--min-disk", "0.01")
 
 
-def told(done: subprocess.CompletedProcess[str], status: int) -> dict[str, Any]:
+def read_report(done: subprocess.CompletedProcess[str], status: int) -> dict[str, Any]:
     assert done.returncode == status, done.stdout + done.stderr
     return json.loads(done.stdout)
 
@@ -45,7 +45,7 @@ def arguments(tmp_path: Path) -> list[str]:
 
 def test_all_is_well_on_a_slurm_of_two_nodes(slurm: SlurmCluster, tmp_path, arguments):
     world = plant(tmp_path, World())
-    report = told(slurm.run("salloc", "-N2", *arguments, "--bandwidth", **world), 0)
+    report = read_report(slurm.run("salloc", "-N2", *arguments, "--bandwidth", **world), 0)
     assert (report["status"], report["nodes"]) == ("ok", [*NODES])
     assert {finding["node"] for finding in report["findings"]} == {*NODES}
     measured = report["bandwidth"]
@@ -59,23 +59,25 @@ def test_all_is_well_on_a_slurm_of_two_nodes(slurm: SlurmCluster, tmp_path, argu
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_a_fault_of_one_node_is_found_there(slurm: SlurmCluster, tmp_path, arguments, name):
+def test_a_fault_of_one_node_is_reported_for_it(slurm: SlurmCluster, tmp_path, arguments, name):
     fault = FAULTS[name]
     done = slurm.run("salloc", "-N2", *arguments, **plant(tmp_path, fault.world))
     status = int(name != "niceness")  # which is a warning
-    found = [
-        f for f in faults(told(done, status)) if f["node"] == NODE and f["check"] == fault.check
+    faults_by_node = [
+        f
+        for f in faults(read_report(done, status))
+        if f["node"] == NODE and f["check"] == fault.check
     ]
-    assert len(found) == 1, done.stdout
-    assert re.search(fault.value, found[0]["value"])
-    assert re.search(fault.remedy, found[0]["remedy"])
+    assert len(faults_by_node) == 1, done.stdout
+    assert re.search(fault.value, faults_by_node[0]["value"])
+    assert re.search(fault.remedy, faults_by_node[0]["remedy"])
 
 
-def test_a_busy_port_is_found(slurm: SlurmCluster, arguments):
-    """Both nodes are of this machine, so it is busy on both."""
+def test_a_busy_port_is_reported(slurm: SlurmCluster, arguments):
+    # Both nodes are of this machine, so it is busy on both.
     with socket.create_server(("127.0.0.1", 0)) as busy:
         port = str(busy.getsockname()[1])
-        report = told(slurm.run("salloc", "-N2", *arguments, "--ports", port), 1)
+        report = read_report(slurm.run("salloc", "-N2", *arguments, "--ports", port), 1)
     assert {(f["node"], f["value"]) for f in faults(report)} == {
         (node, f"{port}: address already in use") for node in NODES
     }
@@ -85,12 +87,12 @@ def test_a_node_that_cannot_start_it_is_named_with_slurms_reason(
     slurm: SlurmCluster, tmp_path, arguments
 ):
     world = plant(tmp_path, World(command=("sh", "-c", "exit 9")))
-    report = told(slurm.run("salloc", "-N2", *arguments, "--timeout", "30", **world), 1)
-    found = {f["node"]: f["value"] for f in faults(report)}
+    report = read_report(slurm.run("salloc", "-N2", *arguments, "--timeout", "30", **world), 1)
+    values = {f["node"]: f["value"] for f in faults(report)}
     assert re.fullmatch(
-        r"did not come in \d+ s: srun: error: .*n2: task 1: Exited with exit code 9", found[NODE]
+        r"did not come in \d+ s: srun: error: .*n2: task 1: Exited with exit code 9", values[NODE]
     )
-    assert found["n1"] == "n2 did not come in 15 s"
+    assert values["n1"] == "n2 did not come in 15 s"
 
 
 def test_it_runs_once_and_not_as_a_task_on_each_node(slurm: SlurmCluster, arguments):
@@ -100,13 +102,13 @@ def test_it_runs_once_and_not_as_a_task_on_each_node(slurm: SlurmCluster, argume
     for number, node in enumerate(NODES):
         label = f"{number}: "
         lines = [line.removeprefix(label) for line in done.stdout.splitlines() if label in line[:3]]
-        found = json.loads("\n".join(lines))
-        assert (found["status"], found["nodes"]) == ("ok", [node]), done.stderr
+        report = json.loads("\n".join(lines))
+        assert (report["status"], report["nodes"]) == ("ok", [node]), done.stderr
 
 
 @pytest.fixture(scope="module")
 def ray_of_two_nodes(tmp_path_factory) -> Iterator[str]:
-    """With another version of a package on the second."""
+    """Start a Ray of two nodes, with another version of a package on the second."""
     folder = tmp_path_factory.mktemp("ray")
     world = plant(folder, FAULTS["version"].world)
     os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
@@ -115,21 +117,21 @@ def ray_of_two_nodes(tmp_path_factory) -> Iterator[str]:
     with tempfile.TemporaryDirectory(dir="/tmp") as scratch:  # sockets need short paths
         head = {**common, "node_name": NODES[0], "temp_dir": scratch}
         cluster = Cluster(initialize_head=True, head_node_args=head)
-        its = {**world, "SLURMD_NODENAME": NODE}
-        cluster.add_node(**common, node_name=NODE, env_vars=its)
+        environment = {**world, "SLURMD_NODENAME": NODE}
+        cluster.add_node(**common, node_name=NODE, env_vars=environment)
         yield cluster.address
         cluster.shutdown()
 
 
-def test_a_fault_of_a_node_of_ray_is_found_there(ray_of_two_nodes, arguments):
+def test_a_fault_of_a_node_of_ray_is_reported_for_it(ray_of_two_nodes, arguments):
     environment = os.environ | {"RAY_ADDRESS": ray_of_two_nodes}
     done = subprocess.run(arguments, env=environment, capture_output=True, text=True, timeout=120)
-    report = told(done, 1)
+    report = read_report(done, 1)
     assert report["nodes"] == [*NODES]
-    found = [(f["node"], f["check"], f["value"]) for f in faults(report)]
+    node_faults = [(f["node"], f["check"], f["value"]) for f in faults(report)]
     # A Ray of the user's own, whose workers have Ray's default.
     niceness = {(node, "niceness", "15") for node in NODES}
-    assert len(found) == 3 and {*found} == niceness | {(NODE, "ray", "2.59.0")}
+    assert len(node_faults) == 3 and {*node_faults} == niceness | {(NODE, "ray", "2.59.0")}
 
 
 # A network of its own, in which what goes to an address of the third of four nodes is slow. gloo's
@@ -178,7 +180,7 @@ def test_a_slow_pair_is_named_and_its_speed_is_that_of_the_network(tmp_path):
         text=True,
         timeout=300,
     )  # fmt: skip
-    report = told(done, 0)
+    report = read_report(done, 0)
     named = {f["node"]: f["value"] for f in faults(report) if f["check"] == "bandwidth"}
     assert named["n3, n4"].startswith("n3:0 and n4:0: ")
     speeds = {(a, b): speed for a, b, speed in report["bandwidth"]["between"]}

@@ -21,9 +21,8 @@ STEPS = 2
 def test_an_agent_of_openai_is_trained_on_the_tokens_that_it_was_sent(
     start_job, own_model_and_data, tmp_path, monkeypatch
 ):
-    """Two steps, hence with weights of two versions. The trainer's log-probs of the tokens with
-    mask 1 are the servers'.
-    """
+    # Two steps, hence with weights of two versions. The trainer's log-probs of the tokens with
+    # mask 1 are the servers'.
     monkeypatch.setenv(RECORDS, str(tmp_path))
     job = start_job(
         *own_model_and_data,

@@ -50,7 +50,7 @@ class Serving:
     tokenizer: PreTrainedTokenizerFast
 
     def trained(self, program: Program) -> list[Sample]:
-        """The samples of a program, with log-probs as transformers has them."""
+        """Return the samples of a program, with log-probs as transformers has them."""
         config = AgentConfig(
             loop="program", settings={"function": f"{THIS_FILE}:{nothing.__name__}"}
         )
@@ -69,13 +69,13 @@ class Serving:
 
         samples = self.runner.run(work())
         for sample in samples:
-            whole = self.model.log_probs(sample.prompt_ids, sample.response_ids)
-            found = zip(sample.rollout_log_probs, whole, sample.response_mask, strict=True)
-            assert max(abs(a - b) for a, b, mask in found if mask) < 1e-4
+            expected = self.model.log_probs(sample.prompt_ids, sample.response_ids)
+            rows = zip(sample.rollout_log_probs, expected, sample.response_mask, strict=True)
+            assert max(abs(a - b) for a, b, mask in rows if mask) < 1e-4
         return samples
 
     def sent(self, samples: list[Sample]) -> list[list[int]]:
-        """The turns of the policy, each where it is trained."""
+        """Return the turns of the policy, each where it is trained."""
         return [
             sample.response_ids[span.start : span.end]
             for sample in samples
@@ -105,8 +105,8 @@ def serving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
             runner.run(server.close())
 
 
-def asked(messages: list[Any], **own: Any) -> dict[str, Any]:
-    return {"model": "policy", "messages": messages, **IDS, **own}
+def build_request(messages: list[Any], **fields: Any) -> dict[str, Any]:
+    return {"model": "policy", "messages": messages, **IDS, **fields}
 
 
 def test_a_stop_text_ends_an_answer_that_is_gone_on_from_with_all_its_tokens(serving):
@@ -116,7 +116,7 @@ def test_a_stop_text_ends_an_answer_that_is_gone_on_from_with_all_its_tokens(ser
         ai = client(base_url, api_key)
         messages: list[Any] = list(QUESTION)
         for _ in range(2):
-            answer = await ai.chat.completions.create(**asked(messages, stop=STOPS))
+            answer = await ai.chat.completions.create(**build_request(messages, stop=STOPS))
             [choice] = answer.choices
             assert choice.finish_reason == "stop"
             assert not set(STOPS) & set(choice.message.content or "")
@@ -143,7 +143,9 @@ def test_tools_are_in_the_prompt_and_their_answers_in_the_next_one(serving):
             {"role": "tool", "tool_call_id": "a", "content": "42!"},
         ]
         for messages in (QUESTION, history):
-            answer = await ai.chat.completions.create(**asked(list(messages), tools=[CALCULATOR]))
+            answer = await ai.chat.completions.create(
+                **build_request(list(messages), tools=[CALCULATOR])
+            )
             prompts.append(serving.tokenizer.decode(answer.model_extra["prompt_token_ids"]))
             assert answer.choices[0].message.tool_calls is None
 
@@ -158,14 +160,14 @@ def test_choices_and_a_stream_of_them_are_branches_with_the_tokens_that_were_sen
 
     async def program(task: Task, base_url: str, api_key: str) -> None:
         ai = client(base_url, api_key)
-        answer = await ai.chat.completions.create(**asked(list(QUESTION), n=2))
+        answer = await ai.chat.completions.create(**build_request(list(QUESTION), n=2))
         seen.extend(choice.model_extra["token_ids"] for choice in answer.choices)
         usage, texts = None, ["", "", ""]
-        said = [*QUESTION, answer.choices[1].message, AGAIN]
+        messages = [*QUESTION, answer.choices[1].message, AGAIN]
         tokens: list[list[int]] = [[], [], []]
         options = {"include_usage": True}
         stream = await ai.chat.completions.create(
-            **asked(said, n=3, stop=STOPS, stream=True, stream_options=options)
+            **build_request(messages, n=3, stop=STOPS, stream=True, stream_options=options)
         )
         async for chunk in stream:
             usage = chunk.usage or usage

@@ -1,4 +1,4 @@
-"""What a run leaves when its disk is full, or when its cluster has too little."""
+"""Files that a run leaves when its disk is full, or its cluster has too little."""
 
 import os
 import re
@@ -15,7 +15,7 @@ from tests.e2e.test_kill import TRAINING, is_training
 
 @pytest.mark.nightly
 def test_a_disk_that_is_full_in_the_end_costs_no_weights(start_job, own_model_and_data):
-    """Of two ranks, the one that does not write among them."""
+    # Of two ranks, the one that does not write among them.
     settings = (
         *TRAINING,
         "actor.layout.tp=2",
@@ -38,11 +38,11 @@ def test_a_disk_that_is_full_in_the_end_costs_no_weights(start_job, own_model_an
     [place] = re.findall(r"the weights are in (\S+)", error)
     assert Path(place).is_relative_to(job.temp)
     assert Path(place).parent.stat().st_mode & 0o777 == 0o700
-    found = load_file(Path(place) / "model.safetensors")
+    tensors = load_file(Path(place) / "model.safetensors")
     model = next(s for s in own_model_and_data if s.startswith("model.path")).partition("=")[2]
     start = load_file(Path(model) / "model.safetensors")
-    assert {n: t.shape for n, t in found.items()} == {n: t.shape for n, t in start.items()}
-    assert all(tensor.isfinite().all() for tensor in found.values())
+    assert {n: t.shape for n, t in tensors.items()} == {n: t.shape for n, t in start.items()}
+    assert all(tensor.isfinite().all() for tensor in tensors.values())
     assert (Path(place) / "tokenizer.json").exists()
     assert job.left() == [str(Path(place).parent)]
 
@@ -53,7 +53,8 @@ from pathlib import Path
 import ray
 from mcore_rl.config.schema import Layout, TimeoutsConfig
 from mcore_rl.controller.dispatch import register
-from mcore_rl.controller.pool import ResourcePool, ray_session
+from mcore_rl.controller.ray_session import ray_session
+from mcore_rl.controller.resource_pool import ResourcePool
 from mcore_rl.controller.worker_group import WorkerGroup
 
 class Worker:
@@ -96,13 +97,13 @@ def test_on_a_joined_cluster_ranks_print_into_the_folder_of_the_run_where_there_
     assert driver.stdout.readline() == "ready\n"
     driver.kill()
     driver.communicate()
-    theirs = Path(ray._private.worker._global_node.get_logs_dir_path()).glob("worker-*.err")
-    told = "".join(file.read_text() for file in theirs)
+    ray_logs = Path(ray._private.worker._global_node.get_logs_dir_path()).glob("worker-*.err")
+    printed = "".join(file.read_text() for file in ray_logs)
     lines = (logs / "here-0.log").read_text().splitlines()
     assert [line for line in lines if "actor_name" not in line] == ["born", "a word from here"]
-    assert "/nowhere/nowhere-0.log cannot be written, so this is the log" in told
-    assert "a word from nowhere" in told
-    assert "a word from here" not in told
+    assert "/nowhere/nowhere-0.log cannot be written, so this is the log" in printed
+    assert "a word from nowhere" in printed
+    assert "a word from here" not in printed
 
 
 def test_a_cluster_without_the_resource_is_refused_at_once_and_leaves_no_folder(

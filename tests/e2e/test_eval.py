@@ -22,7 +22,7 @@ from tests.e2e.voted import answer
 from tests.pages import of_kind
 
 ROOT = Path(__file__).parents[2]
-OWN = f"{ROOT}/tests/e2e/voted.py"
+VOTED = f"{ROOT}/tests/e2e/voted.py"
 PROMPTS, N = 12, 4
 
 
@@ -52,8 +52,8 @@ def evaluated(folder: Path, *settings: str) -> Job:
 
 @pytest.fixture(scope="module")
 def sampled(model_and_sets, tmp_path_factory) -> Job:
-    """By two servers."""
-    settings = f"reward.name={OWN}:is_a", f"rollout.n={N}", "rollout.num_servers=2", "seed=3"
+    """Sample by two servers."""
+    settings = f"reward.name={VOTED}:is_a", f"rollout.n={N}", "rollout.num_servers=2", "seed=3"
     return evaluated(tmp_path_factory.mktemp("eval"), *model_and_sets, *settings)
 
 
@@ -80,10 +80,10 @@ def test_samples_are_those_of_the_set_with_their_rewards(sampled, model_and_sets
     given = dict(setting.split("=", 1) for setting in model_and_sets)
     tokenizer = transformers.AutoTokenizer.from_pretrained(given["model.path"])
     rows = pq.read_table(given[f"data.sets.{name}"]).slice(0, PROMPTS).to_pylist()
-    found = samples(sampled, name)
+    written = samples(sampled, name)
     places = [(row, number) for row in range(PROMPTS) for number in range(N)]
-    assert [(sample["row"], sample["number"]) for sample in found] == places
-    for sample in found:
+    assert [(sample["row"], sample["number"]) for sample in written] == places
+    for sample in written:
         row = rows[sample["row"]]
         template = tokenizer.apply_chat_template(
             row["messages"], tokenize=False, add_generation_prompt=True
@@ -92,14 +92,14 @@ def test_samples_are_those_of_the_set_with_their_rewards(sampled, model_and_sets
         assert sample["extracted_answer"] == answer(sample["response"], "")
         assert sample["correct"] == (sample["extracted_answer"] == "a") == (sample["reward"] == 1)
         assert sample["reward/length"] == len(sample["response"])
-    assert len({sample["response"] for sample in found}) > PROMPTS  # not one response n times
+    assert len({sample["response"] for sample in written}) > PROMPTS  # not one response n times
 
 
 @pytest.mark.parametrize("name", ["held_out", "train"])
 def test_metrics_are_those_of_all_subsets_of_the_samples(sampled, name):
-    found, groups = summary(sampled)["sets"][name], samples(sampled, name)
+    metrics, groups = summary(sampled)["sets"][name], samples(sampled, name)
     groups = [groups[start : start + N] for start in range(0, len(groups), N)]
-    assert (found["prompts"], found["responses"]) == (PROMPTS, PROMPTS * N)
+    assert (metrics["prompts"], metrics["responses"]) == (PROMPTS, PROMPTS * N)
     expected = {f"mean@{N}": [sum(s["correct"] for s in group) / N for group in groups]}
     for k in (1, 2, 4):
         subsets = [list(itertools.combinations(group, k)) for group in groups]
@@ -111,17 +111,17 @@ def test_metrics_are_those_of_all_subsets_of_the_samples(sampled, name):
             statistics.mean(map(share_of_a, of_prompt)) for of_prompt in subsets
         ]
     for metric, values in expected.items():
-        assert found[metric]["mean"] == pytest.approx(statistics.mean(values)), metric
+        assert metrics[metric]["mean"] == pytest.approx(statistics.mean(values)), metric
         error = statistics.stdev(values) / math.sqrt(PROMPTS)
-        assert found[metric]["standard_error"] == pytest.approx(error), metric
-    assert 0 < found["pass@1"]["mean"] < found["pass@4"]["mean"] < 1
-    shown = f"{found['pass@2']['mean']:.3f} ± {found['pass@2']['standard_error']:.3f}"
+        assert metrics[metric]["standard_error"] == pytest.approx(error), metric
+    assert 0 < metrics["pass@1"]["mean"] < metrics["pass@4"]["mean"] < 1
+    shown = f"{metrics['pass@2']['mean']:.3f} ± {metrics['pass@2']['standard_error']:.3f}"
     [line] = [line for line in sampled.stdout.splitlines() if "pass@2" in line]
     assert shown in line
 
 
 def share_of_a(subset) -> float:
-    """How much of the vote the only correct answer has: ties are split."""
+    """Return the share of the vote of the correct answer: ties are split."""
     votes = [s["extracted_answer"] for s in subset if s["extracted_answer"] is not None]
     most = max(map(votes.count, votes), default=0)
     winners = {vote for vote in votes if votes.count(vote) == most}
@@ -129,11 +129,11 @@ def share_of_a(subset) -> float:
 
 
 def test_greedy_responses_are_those_of_transformers(model_and_sets, tmp_path):
-    """With a reward that raises for some, and that says nothing of answers."""
+    # With a reward that raises for some, and that says nothing of answers.
     job = evaluated(
         tmp_path,
         *model_and_sets,
-        f"reward.name={OWN}:without_answers",
+        f"reward.name={VOTED}:without_answers",
         "reward.on_error=zero",
         "rollout.temperature=0",
         "scoring.correct_from=1.5",
@@ -141,19 +141,19 @@ def test_greedy_responses_are_those_of_transformers(model_and_sets, tmp_path):
     given = dict(setting.split("=", 1) for setting in model_and_sets)
     model = transformers.AutoModelForCausalLM.from_pretrained(given["model.path"])
     tokenizer = transformers.AutoTokenizer.from_pretrained(given["model.path"])
-    found = samples(job, "held_out")
-    for sample in found:
+    rows = samples(job, "held_out")
+    for sample in rows:
         ids = tokenizer.encode(sample["prompt"], add_special_tokens=False, return_tensors="pt")
         with torch.no_grad():
             out = model.generate(ids, do_sample=False, max_new_tokens=24)[0, ids.shape[1] :]
-        kept = out[:-1] if sample["finish_reason"] == "stop" else out
-        assert tokenizer.decode(kept) == sample["response"]
+        expected_ids = out[:-1] if sample["finish_reason"] == "stop" else out
+        assert tokenizer.decode(expected_ids) == sample["response"]
         raised = int(sample["answer"]) % 2 == 1
         assert ("ValueError: odd" in sample["reward_error"]) == raised
         assert sample["correct"] == (not raised and len(sample["response"]) % 2 == 1)
     metrics = summary(job)["sets"]["held_out"]
-    assert metrics["reward_errors"] == sum(int(sample["answer"]) % 2 for sample in found)
-    assert 0 < metrics["reward_errors"] < len(found)
+    assert metrics["reward_errors"] == sum(int(sample["answer"]) % 2 for sample in rows)
+    assert 0 < metrics["reward_errors"] < len(rows)
     assert not [name for name in metrics if name.startswith("majority@")]
     assert re.search(r"no majority@k: the reward '.*without_answers' does not say", job.stdout)
 
@@ -232,14 +232,14 @@ def test_a_dry_run_says_that_an_output_folder_with_content_will_be_refused(dry_r
 
 
 def test_an_evaluation_that_was_ended_samples_what_is_left(sampled, model_and_sets, tmp_path):
-    """And gets the numbers that it would have had."""
+    # And gets the numbers that it would have had.
     out = tmp_path / "out"
     shutil.copytree(sampled.output, out)
     (out / "summary.json").unlink()
     (out / "samples" / "train.parquet").unlink()
-    kept = (out / "samples" / "held_out.parquet").stat().st_mtime_ns
-    settings = f"reward.name={OWN}:is_a", f"rollout.n={N}", "rollout.num_servers=2", "seed=3"
+    modified_ns = (out / "samples" / "held_out.parquet").stat().st_mtime_ns
+    settings = f"reward.name={VOTED}:is_a", f"rollout.n={N}", "rollout.num_servers=2", "seed=3"
     again = evaluated(tmp_path, *model_and_sets, *settings, "resume=auto")
     assert "the samples of held_out are there" in again.stdout
     assert summary(again)["sets"] == summary(sampled)["sets"]
-    assert (out / "samples" / "held_out.parquet").stat().st_mtime_ns == kept
+    assert (out / "samples" / "held_out.parquet").stat().st_mtime_ns == modified_ns

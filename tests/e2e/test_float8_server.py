@@ -41,7 +41,7 @@ def server_of(folder: Path, tp: int) -> VLLMServer:
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory) -> list[Path]:
-    """Published, the same in plain float32, and other weights in plain float32."""
+    """Make folders: published, the same in plain float32, other weights in plain float32."""
     config = tiny_families.served_config("deepseek_v3")
     both = tiny_families.save_published_deepseek(tmp_path_factory.mktemp("first"), config)
     config, folder = tiny_families.served_config("deepseek_v3"), tmp_path_factory.mktemp("other")

@@ -30,7 +30,7 @@ def trained(output: Path) -> list[dict[str, float]]:
 
 
 def groups_of(output: Path) -> list[int]:
-    """Those trained on, step after step, by the tables of samples."""
+    """Return the groups that were trained on, step after step, by the sample log."""
     tables = [
         pq.read_table(table).column("group").to_pylist() for table in list_tables(output).values()
     ]
@@ -41,9 +41,9 @@ def groups_of(output: Path) -> list[int]:
 def test_tokens_of_several_versions_are_trained_on_and_none_is_too_old(
     start_job, own_model_and_data, rollout, groups
 ):
-    """On devices of their own, and on the trainer's by turns; with an evaluation meanwhile."""
-    asked = *SETTINGS, *ASYNC, groups, f"placement.rollout={rollout}"
-    output = ended(start_job(*own_model_and_data, *asked))
+    # On devices of their own, and on the trainer's by turns; with an evaluation meanwhile.
+    overrides = *SETTINGS, *ASYNC, groups, f"placement.rollout={rollout}"
+    output = ended(start_job(*own_model_and_data, *overrides))
     rows = trained(output)
     assert [row["step"] for row in rows] == list(range(1, NUM_STEPS + 1))
     ages = [row["samples/age"] for row in rows]
@@ -60,12 +60,12 @@ def test_tokens_of_several_versions_are_trained_on_and_none_is_too_old(
 def test_a_run_that_is_killed_and_goes_on_trains_on_each_prompt_once(
     start_job, own_model_and_data, tmp_path
 ):
-    asked = (*own_model_and_data, *SETTINGS, *ASYNC, FEW, "trainer.save_every=2", "resume=auto")
-    killed = start_job(*asked, output=tmp_path / "run")
+    overrides = (*own_model_and_data, *SETTINGS, *ASYNC, FEW, "trainer.save_every=2", "resume=auto")
+    killed = start_job(*overrides, output=tmp_path / "run")
     killed.wait_until((killed.output / "checkpoints/step_000002").exists, "the first checkpoint")
     kill(killed)
     assert len(steps(killed)) < NUM_STEPS
-    output = ended(start_job(*asked, output=tmp_path / "run"))
+    output = ended(start_job(*overrides, output=tmp_path / "run"))
     assert [row["step"] for row in trained(output)] == list(range(1, NUM_STEPS + 1))
     assert sorted(groups_of(output)) == list(range(8 * NUM_STEPS))
     assert all(row.get("samples/age", 0) <= STALENESS for row in trained(output))

@@ -28,7 +28,7 @@ CHECKS = all_but(
 
 
 def closure(names: tuple[str, ...]) -> set[str]:
-    """Distributions that these need, themselves too."""
+    """Return the distributions that these need, with themselves."""
     open_, distributions = [*names], set()
     while open_:
         name = re.sub(r"[-_.]+", "-", open_.pop()).lower()
@@ -45,7 +45,7 @@ def closure(names: tuple[str, ...]) -> set[str]:
 
 @pytest.fixture(scope="module")
 def bare_packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with links to the packages of a bare machine, out of this environment."""
+    """Link the packages of a bare machine into a folder outside of this environment."""
     folder = tmp_path_factory.mktemp("packages")
     for name in sorted(closure(ALLOWED) | {*WHEELS}):
         distribution = importlib.metadata.distribution(name)
@@ -82,7 +82,7 @@ def test_a_check_runs_dry_with_nothing_that_a_bare_machine_lacks(
     assert line["status"] == "passed" and line["result"]
 
 
-def test_what_a_bare_machine_lacks_is_not_run_and_said() -> None:
+def test_checks_that_a_bare_machine_cannot_run_are_reported() -> None:
     command = [sys.executable, "tests/gpu/run_checks.py", "--dry", "--only", "kernels"]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     assert '"status": "not run", "reason": "needs a GPU"' in result.stdout

@@ -16,9 +16,9 @@ from ray.cluster_utils import Cluster
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.resolve import resolve_placement
 from mcore_rl.config.schema import Layout, RLConfig
-from mcore_rl.controller import pool
 from mcore_rl.controller.dispatch import register
-from mcore_rl.controller.pool import lean_node, ray_session
+from mcore_rl.controller.ray_patches import skip_node_services
+from mcore_rl.controller.ray_session import has_gpus, ray_session
 from mcore_rl.jobs import session
 from mcore_rl.jobs.placement import Pools
 
@@ -67,21 +67,21 @@ def cluster_without_gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
     """A cluster whose head has no GPU, at RAY_ADDRESS."""
     os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
     common = {"num_cpus": 1, "num_gpus": 0, "object_store_memory": 100 << 20}
-    with lean_node():
+    with skip_node_services():
         cluster = Cluster(True, head_node_args=common | {"include_dashboard": False})
         try:
             monkeypatch.setenv("RAY_ADDRESS", cluster.address)
-            pool.has_gpus.cache_clear()
+            has_gpus.cache_clear()
             yield cluster
         finally:
             cluster.shutdown()
-            pool.has_gpus.cache_clear()
+            has_gpus.cache_clear()
 
 
 def test_nodes_with_gpus_decide_the_lane_and_not_the_drivers(cluster_without_gpus, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)  # of the driver's node
     assert (session.lane(), session.resource()) == ("cpu", "rank")
-    pool.has_gpus.cache_clear()
+    has_gpus.cache_clear()
     cluster_without_gpus.add_node(num_cpus=1, num_gpus=2, object_store_memory=100 << 20)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert (session.lane(), session.resource()) == ("cuda", "GPU")

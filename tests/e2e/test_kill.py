@@ -36,7 +36,7 @@ OWN_FUNCTIONS = (
 
 
 def metrics(job, output=None) -> list[dict]:
-    """Every line must be whole. `output` is where others find the job's, if elsewhere."""
+    """Read the metrics; every line must be complete. `output` is the job's, if elsewhere."""
     file = (output or job.output) / "metrics.jsonl"
     return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
 
@@ -54,7 +54,7 @@ def is_training(job, output=None) -> bool:
 
 
 def interrupt_an_export(job) -> None:
-    """What an export looks like that the signal cuts short; its own moment is too brief to meet."""
+    """Write an export as a signal cuts it short; its own moment is too brief to meet."""
     aside = job.output / ".checkpoint.partial"
     aside.mkdir()
     (aside / "shard-1").write_bytes(b"half a te")
@@ -68,7 +68,7 @@ def assert_gone_soon(job, seconds=30) -> None:
 
 
 def assert_whole(job) -> None:
-    """What has been left can be read to the end."""
+    """Check that what has been left can be read to the end."""
     metrics(job)
     for file in job.output.rglob("*.json"):
         json.loads(file.read_text())
@@ -77,7 +77,7 @@ def assert_whole(job) -> None:
 
 
 def assert_ended(job, number, word) -> None:
-    """By a signal that can be handled."""
+    """Check the end by a signal that can be handled."""
     assert job.process.wait() == 128 + number
     assert job.left() == []
     assert_whole(job)
@@ -87,18 +87,17 @@ def assert_ended(job, number, word) -> None:
 
 
 def assert_logs(job) -> None:
-    """Of ranks, of servers and of Ray."""
+    """Check the logs of ranks, servers and Ray."""
     logs = job.output / "logs"
     assert {"actor-0.log", "rollout-0.log", "ray"} <= {path.name for path in logs.iterdir()}
     assert (logs / "ray" / "raylet.out").stat().st_size > 0
 
 
 def test_a_killed_job_that_trains_leaves_nothing_but_its_logs(start_job, own_model_and_data):
-    """With servers on devices of their own and a reference model, until a second step.
-
-    Loss, advantage and reward are files and modules of the folder that it is started in. The
-    reward `math` has processes of its own.
-    """
+    # With servers on devices of their own and a reference model, until a second step.
+    #
+    # Loss, advantage and reward are files and modules of the folder that it is started in. The
+    # reward `math` has processes of its own.
     job = start_job(*own_model_and_data, *DISAGGREGATED, *OWN_FUNCTIONS)
     job.wait_until(lambda: len(steps(job)) >= 2, "the second step")
     assert len(job.processes) > 8
@@ -147,10 +146,10 @@ def test_a_process_of_rays_that_is_killed_ends_the_job_with_one_true_line(
     # Ray's C++ code in the driver may have logged the raylet's end before the driver was gone.
     lines = [line for line in job.stderr.splitlines() if "core_worker.cc" not in line]
     lines = [line for line in lines if "warning: step " not in line]
-    told = f"Ray's {RAYS[name]} (process {victim.pid}) has died, and the run with it"
+    message = f"Ray's {RAYS[name]} (process {victim.pid}) has died, and the run with it"
     trace_file = job.output / "logs" / "error.txt"
-    assert lines == [f"mcore-rl rl: {told} (more: {trace_file})"]
-    assert trace_file.read_text().startswith(told)
+    assert lines == [f"mcore-rl rl: {message} (more: {trace_file})"]
+    assert trace_file.read_text().startswith(message)
     assert "rank 0" not in job.stdout and "It is started again" not in job.stdout
 
 

@@ -31,7 +31,7 @@ def launch(tmp_path: Path) -> Iterator[Callable[..., Job]]:
     with contextlib.ExitStack() as jobs:
 
         def start(script: str, *settings: str, **variables: str) -> Job:
-            its = {
+            environment = {
                 "MCORE_RL_PYTHON": sys.executable,
                 "MCORE_RL_SSH": str(ssh),
                 "MCORE_RL_DOCTOR": "0",  # tests/e2e/test_doctor.py
@@ -39,7 +39,7 @@ def launch(tmp_path: Path) -> Iterator[Callable[..., Job]]:
                 "MCORE_RL_FIRST_PORT": str(10000 + 256 * random.randrange(54, 62)),
             }
             command = ["bash", ROOT / "launch" / script]
-            job = Job(tmp_path, *settings, command=command, **its | variables)
+            job = Job(tmp_path, *settings, command=command, **environment | variables)
             jobs.callback(job.close)
             return job
 

@@ -25,7 +25,7 @@ if __name__ == "__main__":
 
 
 def test_a_script_gets_the_metrics_of_a_run_whose_trainer_imitates_accepted_responses(tmp_path):
-    """examples/rft.py: as many responses count as got the whole reward, once a group."""
+    # examples/rft.py: as many responses count as got the whole reward, once a group.
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     overrides = [

@@ -24,9 +24,11 @@ from mcore_rl.config.schema import (
 )
 from mcore_rl.controller.batch_ops import find_lost_groups
 from mcore_rl.controller.dispatch import Dispatch, register
-from mcore_rl.controller.object_columns import LostColumnsError, fetch, lost_rows
-from mcore_rl.controller.pool import ResourcePool, lean_node, ray_session
+from mcore_rl.controller.object_columns import LostColumnsError, fetch_columns, find_lost_rows
+from mcore_rl.controller.ray_patches import skip_node_services
+from mcore_rl.controller.ray_session import ray_session
 from mcore_rl.controller.remote_batch import RemoteBatch
+from mcore_rl.controller.resource_pool import ResourcePool
 from mcore_rl.controller.worker_group import WorkerGroup, wait_until_built
 from mcore_rl.data.batch import Batch
 from mcore_rl.data.datasets import PromptDataset, PromptRow
@@ -65,7 +67,7 @@ class Server:
     @register(makes=True)
     def collect(self, stream: str, wait_s: float, at_least: int) -> Batch:
         begun, self.begun = self.begun, []
-        return Batch.collate([self.sample(*one, i) for one in begun for i in range(one[1].n)])
+        return Batch.collate([self.sample(*entry, i) for entry in begun for i in range(entry[1].n)])
 
     def sample(self, group: int, sampling: SamplingParams, number: int) -> Sample:
         ids = tokens_of(group, number)
@@ -91,10 +93,10 @@ class LosesFirst:
     """A pool of servers that answers first with what has been lost meanwhile."""
 
     def __init__(self, pool: ServerPool, lost: RemoteBatch) -> None:
-        self._pool, self._lost, self.asked = pool, [lost], list[list[int]]()
+        self._pool, self._lost, self.calls = pool, [lost], list[list[int]]()
 
     def begin(self, prompts: Batch, sampling: SamplingParams, stream: str) -> None:
-        self.asked.append(prompts.array("group_ids").tolist())
+        self.calls.append(prompts.array("group_ids").tolist())
         if not self._lost:
             self._pool.begin(prompts, sampling, stream)
 
@@ -120,7 +122,7 @@ class LosesLate:
 
 @dataclass
 class Scene:
-    """What there is of samples when the second of two nodes has died."""
+    """Samples on two nodes, of which the second has died."""
 
     asynchronous: AsyncRollout  # with all groups of three steps
     prefetcher: RolloutPrefetcher  # with those of step 1
@@ -150,7 +152,7 @@ def prompt_batches() -> PromptBatches:
 def second_node() -> Iterator[Any]:
     """Beside the one that this process is on, in a session that it has joined."""
     head = {"num_cpus": 1, "resources": {"first": 1}, "include_dashboard": False}
-    with lean_node(), pytest.MonkeyPatch.context() as patch:
+    with skip_node_services(), pytest.MonkeyPatch.context() as patch:
         cluster = Cluster(True, head_node_args=head | {"_system_config": HEALTH})
         try:
             node = cluster.add_node(num_cpus=1, resources={"second": 1})
@@ -164,7 +166,7 @@ def second_node() -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def servers(second_node: Any) -> Iterator[ServerPool]:
-    """One on each node."""
+    """Start one server on each node."""
     with ResourcePool(1, {"first": 1}) as first, ResourcePool(1, {"second": 1}) as second:
 
         def start(number: int) -> WorkerGroup:
@@ -219,19 +221,19 @@ def groups_of(batch: Any, chosen: Any) -> list[int]:
 
 
 def assert_whole(batch: Any, groups: Any) -> None:
-    """Each sample of the groups is there once, with the tokens of its group and number."""
-    ids = sorted(ids.tolist() for ids in fetch(batch).jagged("response_ids"))
+    """Check that each sample of the groups is there once, with its own tokens."""
+    ids = sorted(ids.tolist() for ids in fetch_columns(batch).jagged("response_ids"))
     assert ids == sorted(tokens_of(group, i) for group in groups for i in range(GROUP_SIZE))
 
 
 def test_what_was_on_the_node_is_lost_and_what_others_have_is_not(scene: Scene):
     """Also once Ray has put an error in its place, which is an object, too."""
     for _ in range(2):
-        (is_lost,) = lost_rows([scene.made])
+        (is_lost,) = find_lost_rows([scene.made])
         assert groups_of(scene.made, is_lost) == scene.on_second
         assert groups_of(scene.made, ~is_lost) == sorted({*range(100, 108)} - {*scene.on_second})
         with pytest.raises(LostColumnsError):
-            fetch(scene.made, 30)
+            fetch_columns(scene.made, 30)
     left = scene.made.take(np.flatnonzero(~is_lost).tolist())
     assert_whole(left, groups_of(left, slice(None)))
 
@@ -271,7 +273,7 @@ def test_groups_that_are_lost_while_others_are_generated_are_generated_again(sce
     servers = LosesFirst(scene.rollout.servers, scene.made)
     rollout = RolloutPool(servers, scene.rollout.config, seed=0)  # type: ignore[arg-type]
     batch = rollout.generate(prompts(*range(107, 99, -1)), n=GROUP_SIZE)
-    assert servers.asked == [list(range(107, 99, -1)), scene.on_second[::-1]]
+    assert servers.calls == [list(range(107, 99, -1)), scene.on_second[::-1]]
     assert_whole(batch, range(100, 108))
     assert batch.array("group_ids").tolist() == [g for g in range(107, 99, -1) for _ in range(2)]
 

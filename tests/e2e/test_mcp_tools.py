@@ -47,7 +47,7 @@ def url():
 
 @tool
 def add(a: int, b: int) -> int:
-    """Another one of the name."""
+    """Add, under the name of another tool."""
     return a - b
 
 
@@ -62,26 +62,26 @@ def test_tools_of_a_server(how, url):
     async def run() -> dict[str, object]:
         source = McpTools(STDIO if how == "stdio" else url, prefix="far_", timeout_s=120)
         async with ToolSet([source, add]) as tools:
-            found: dict[str, object] = {"names": list(tools.tools)}
-            found["schema"] = tools.tools["far_add"].schema()["function"]
-            found["add"] = await tools.call("far_add", {"a": 3, "b": 4})
-            found["wrong"] = await tools.call("far_add", {"a": "x"})
-            found["fail"] = await tools.call("far_fail", {})
-            return found
+            results: dict[str, object] = {"names": list(tools.tools)}
+            results["schema"] = tools.tools["far_add"].schema()["function"]
+            results["add"] = await tools.call("far_add", {"a": 3, "b": 4})
+            results["wrong"] = await tools.call("far_add", {"a": "x"})
+            results["fail"] = await tools.call("far_fail", {})
+            return results
 
-    found = asyncio.run(run())
+    results = asyncio.run(run())
     names = ["far_add", "far_wait", "far_fail", "far_process", "far_end", "add"]
-    assert found["names"] == names
-    assert found["schema"]["description"] == "Adds two numbers."
-    assert found["schema"]["parameters"]["required"] == ["a", "b"]
-    assert (found["add"].text, found["add"].is_error) == ("7", False)
-    assert "'b' is a required property" in found["wrong"].text
-    assert found["fail"].is_error and "fail" in found["fail"].text
+    assert results["names"] == names
+    assert results["schema"]["description"] == "Add two numbers."
+    assert results["schema"]["parameters"]["required"] == ["a", "b"]
+    assert (results["add"].text, results["add"].is_error) == ("7", False)
+    assert "'b' is a required property" in results["wrong"].text
+    assert results["fail"].is_error and "fail" in results["fail"].text
     assert servers() == []
 
 
 @pytest.mark.parametrize("how", all_but(["http"], ["stdio", "http"]))
-def test_a_call_that_takes_too_long_is_told(how, url):
+def test_a_call_that_takes_too_long_is_an_error(how, url):
     async def run() -> tuple[str, str]:
         source = McpTools(STDIO if how == "stdio" else url, timeout_s=8)
         async with ToolSet([source]) as tools:
@@ -126,7 +126,7 @@ DEAD: list[tuple[object, str]] = [
 
 
 @pytest.mark.parametrize(("server", "message"), DEAD)
-def test_a_server_that_does_not_answer_is_told_with_its_stderr(server, message):
+def test_a_server_that_does_not_answer_is_an_error_with_its_stderr(server, message):
     async def run() -> None:
         async with ToolSet([McpTools(server, timeout_s=2)]):
             pass
@@ -168,20 +168,20 @@ def test_trajectories_share_a_server_which_is_started_again_when_it_has_ended(ca
         says = [called("process")] * 6 + ["42"] * 6
         policy = Scripted([*says, called("end"), called("process"), "42"])
         runner = AgentRunner(policy, TOKENIZER, is_42, config, 4096, stops_on_error=True)
-        told, running = [], []
+        replies, running = [], []
         try:
             samples = await runner.run_all([prompt], SamplingParams(n=6, max_tokens=1000))
             running.append(len(servers()))
-            told += [text_of(sample.response_ids) for sample in samples]
+            replies += [text_of(sample.response_ids) for sample in samples]
             [sample] = await runner.run_all([prompt], SamplingParams(n=1, max_tokens=1000))
             running.append(len(servers()))
-            told.append(text_of(sample.response_ids))
+            replies.append(text_of(sample.response_ids))
         finally:
             await runner.close()
-        return told, running
+        return replies, running
 
-    told, running = asyncio.run(work())
-    answers = [re.findall(r"<tool_response>\n(.*)\n</tool_response>", text) for text in told]
+    replies, running = asyncio.run(work())
+    answers = [re.findall(r"<tool_response>\n(.*)\n</tool_response>", text) for text in replies]
     first = {process for [process] in answers[:6]}
     assert len(first) == 1
     assert answers[6][0].startswith("Error: ") and answers[6][1] not in first
@@ -196,8 +196,8 @@ def test_the_example_server_answers_the_policy():
     try_out(config, {})
     miles = called("convert", value=26.2, source="mile", target="kilometre")
     [sample], policy = run([miles + called("units"), "42"], config)
-    told = text_of(policy.prompts[1][len(policy.prompts[0]) :])
-    assert "<tool_response>\n42.16" in told and "kilometre" in told
+    text = text_of(policy.prompts[1][len(policy.prompts[0]) :])
+    assert "<tool_response>\n42.16" in text and "kilometre" in text
     assert "Convert a length to another unit." in text_of(sample.prompt_ids)
 
 
@@ -210,8 +210,8 @@ def test_servers_that_the_settings_name_are_those_of_a_trajectory(how, url):
     server = shlex.join(STDIO) if how == "stdio" else url
     config = AgentConfig("tools", mcp_servers=[server], tools=["calculator"], tool_timeout_s=120)
     [sample], policy = run([called("add", a=3, b=4) + called("fail"), "42"], config)
-    told = text_of(policy.prompts[1][len(policy.prompts[0]) :])
-    assert "<tool_response>\n7\n</tool_response>" in told and "Error: " in told
+    text = text_of(policy.prompts[1][len(policy.prompts[0]) :])
+    assert "<tool_response>\n7\n</tool_response>" in text and "Error: " in text
     assert (sample.reward, sample.status) == (1.0, "finished")
     assert servers() == []
 

@@ -53,7 +53,7 @@ def model_of(settings: list[str]) -> Path:
 def test_a_policy_learns_from_talks_with_a_frozen_model_that_stays_as_it_is(
     start_job, own_model_and_data
 ):
-    """The policy changes, hence what the two say differs from step to step; the other does not."""
+    # The policy changes, hence what the two say differs from step to step; the other does not.
     model = model_of(own_model_and_data)
     before = sums(model)
     job = start_job(
@@ -77,7 +77,7 @@ def test_a_policy_learns_from_talks_with_a_frozen_model_that_stays_as_it_is(
 
 @pytest.mark.nightly  # tests/unit/agents/test_models.py has what the model is asked
 def test_a_frozen_model_judges_the_responses_of_a_run(start_job, own_model_and_data):
-    """One that says anything: its verdicts are read by a function, which finds a score in each."""
+    # One that says anything: its verdicts are read by a function, which finds a score in each.
     job = start_job(
         *own_model_and_data,
         *ONE_RANK,
@@ -111,9 +111,14 @@ def test_a_frozen_model_judges_the_responses_of_a_run(start_job, own_model_and_d
 def test_a_frozen_models_server_that_dies_ends_the_run_with_one_line_that_names_it(
     start_job, own_model_and_data, part
 ):
-    """Of a model without a path, which is what the actor begins with."""
-    own = *own_model_and_data, *CONVERSATION, "models.user.num_servers=1", "trainer.num_steps=1000"
-    job = _job_with_a_kill(start_job, part, own)
+    # Of a model without a path, which is what the actor begins with.
+    overrides = (
+        *own_model_and_data,
+        *CONVERSATION,
+        "models.user.num_servers=1",
+        "trainer.num_steps=1000",
+    )
+    job = _job_with_a_kill(start_job, part, overrides)
     killed = time.monotonic()
     assert job.process.wait(120) == 1
     assert time.monotonic() - killed < 60
@@ -127,8 +132,13 @@ def test_a_frozen_models_server_that_dies_ends_the_run_with_one_line_that_names_
 def test_one_of_two_servers_of_a_frozen_model_dies_and_the_run_goes_on(
     start_job, own_model_and_data, part
 ):
-    own = *own_model_and_data, *CONVERSATION, "models.user.num_servers=2", "trainer.num_steps=6"
-    job = _job_with_a_kill(start_job, part, own)
+    overrides = (
+        *own_model_and_data,
+        *CONVERSATION,
+        "models.user.num_servers=2",
+        "trainer.num_steps=6",
+    )
+    job = _job_with_a_kill(start_job, part, overrides)
     assert job.process.wait(300) == 0, job.stderr
     rows = [row for row in rows_of(job.output) if "reward" in row]
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]

@@ -14,8 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 from ray.cluster_utils import Cluster
 
-from mcore_rl.controller.node import HEALTH, RAY_CONFIG
-from mcore_rl.controller.pool import lean_node
+from mcore_rl.controller.ray_patches import HEALTH_CONFIG, RAY_CONFIG, skip_node_services
 from mcore_rl.data.sample_tables import list_tables
 from tests.e2e.processes import lives
 from tests.e2e.test_kill import steps
@@ -41,8 +40,8 @@ ASYNCHRONOUS = (
 def nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
     """That jobs join: the driver's, and three with a device each."""
     os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
-    head = {"num_cpus": 1, "include_dashboard": False, "_system_config": RAY_CONFIG | HEALTH}
-    with lean_node():
+    head = {"num_cpus": 1, "include_dashboard": False, "_system_config": RAY_CONFIG | HEALTH_CONFIG}
+    with skip_node_services():
         cluster = Cluster(True, head_node_args=head | STORE)
         try:
             for _ in range(3):
@@ -54,7 +53,7 @@ def nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
 
 
 def kill_node_of(log: str) -> None:
-    """All that has descended from the raylet of the worker with that log, and itself."""
+    """Kill the raylet of the worker with that log, and all that has descended from it."""
     everything = psutil.Process().children(recursive=True)
     worker = next(process for process in everything if _writes(process, log))
     raylet = next(process for process in worker.parents() if process.name() == "raylet")
@@ -95,7 +94,7 @@ def test_a_node_that_dies_loses_no_sample_and_another_takes_its_place(
 def test_a_node_that_has_just_died_with_samples_is_missed_before_a_step_trains_on_them(
     nodes, start_job, own_model_and_data, tmp_path
 ):
-    """One server still generates for a second when the other's node dies; Ray needs five."""
+    # One server still generates for a second when the other's node dies; Ray needs five.
     paused = tmp_path / "paused"
     job = start_job(
         *own_model_and_data, *SETTINGS, "trainer.num_steps=3",

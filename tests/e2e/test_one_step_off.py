@@ -36,9 +36,9 @@ def finished(start_job, *settings: str) -> list[dict[str, float]]:
 
 @pytest.fixture(scope="module")
 def undisturbed(start_job, own_model_and_data) -> Path:
-    """Two of its mini-batches a step, so that the second is off the policy in any mode."""
-    asked = (*own_model_and_data, *SETTINGS, *ROUNDS, f"trainer.num_steps={NUM_STEPS}")
-    return ended(start_job(*asked, "trainer.mode=one_step_off"))
+    """Run with two mini-batches a step, so that the second is off the policy in any mode."""
+    overrides = (*own_model_and_data, *SETTINGS, *ROUNDS, f"trainer.num_steps={NUM_STEPS}")
+    return ended(start_job(*overrides, "trainer.mode=one_step_off"))
 
 
 @pytest.fixture(scope="module")
@@ -48,16 +48,16 @@ def sync(start_job, own_model_and_data) -> list[dict[str, float]]:
 
 @pytest.mark.parametrize("mode", [nightly("one_step_off"), "fully_async"])
 def test_staleness_0_is_the_synchronous_run_to_the_digit(start_job, own_model_and_data, sync, mode):
-    """Samples, rewards, losses, gradients, gaps."""
-    asked = (*own_model_and_data, *WITHOUT_FILTER, "trainer.staleness=0")
-    found = finished(start_job, *asked, f"trainer.mode={mode}")
-    assert [{n: v for n, v in row.items() if not n.startswith("queue/")} for row in found] == sync
+    # Samples, rewards, losses, gradients, gaps.
+    overrides = (*own_model_and_data, *WITHOUT_FILTER, "trainer.staleness=0")
+    metrics = finished(start_job, *overrides, f"trainer.mode={mode}")
+    assert [{n: v for n, v in row.items() if not n.startswith("queue/")} for row in metrics] == sync
     assert len({row["reward/fingerprint"] for row in sync}) == 3
     assert all(row["actor/grad_norm"] > 0 and "max_logprob_gap" in row for row in sync)
 
 
 def test_no_token_is_more_than_one_version_old(undisturbed):
-    """The gaps of log-probs, of the first step alone, are those of one policy in two engines."""
+    # The gaps of log-probs, of the first step alone, are those of one policy in two engines.
     rows = [row for row in rows_of(undisturbed) if "reward" in row]
     assert [row["samples/age"] for row in rows] == [0, 1, 1, 1, 1]
     assert ["max_logprob_gap" in row for row in rows] == [True] + [False] * (NUM_STEPS - 1)
@@ -72,25 +72,27 @@ def test_no_token_is_more_than_one_version_old(undisturbed):
 def test_a_run_that_is_killed_and_goes_on_is_the_undisturbed_one(
     start_job, own_model_and_data, undisturbed, tmp_path
 ):
-    """It trains on the samples that were ahead, and draws the prompts that would have come next."""
-    asked = (*own_model_and_data, *SETTINGS, *ROUNDS, f"trainer.num_steps={NUM_STEPS}")
-    asked += ("trainer.mode=one_step_off", "trainer.save_every=2", "resume=auto")
-    killed = start_job(*asked, output=tmp_path / "run")
+    # It trains on the samples that were ahead, and draws the prompts that would have come next.
+    overrides = (*own_model_and_data, *SETTINGS, *ROUNDS, f"trainer.num_steps={NUM_STEPS}")
+    overrides += ("trainer.mode=one_step_off", "trainer.save_every=2", "resume=auto")
+    killed = start_job(*overrides, output=tmp_path / "run")
     first = killed.output / "checkpoints/step_000002"
     killed.wait_until(first.exists, "the first checkpoint")
     kill(killed)
     assert len(steps(killed)) < NUM_STEPS
-    assert_the_same_run(ended(start_job(*asked, output=tmp_path / "run")), undisturbed, NUM_STEPS)
+    assert_the_same_run(
+        ended(start_job(*overrides, output=tmp_path / "run")), undisturbed, NUM_STEPS
+    )
 
 
 @pytest.mark.parametrize(
-    ("victim", "told"),
+    ("victim", "message"),
     all_but([("servers", "")], [("servers", ""), ("actor", r"actor\.\w+: rank 0 \(host .* died")]),
 )
 def test_of_what_dies_while_samples_are_generated_ahead_servers_come_back_and_others_end_the_job(
-    start_job, own_model_and_data, tmp_path, victim, told
+    start_job, own_model_and_data, tmp_path, victim, message
 ):
-    """The samples of the second step, while the first is trained on."""
+    # The samples of the second step, while the first is trained on.
     paused, function = tmp_path / "paused", "tests/e2e/own_functions.py:later_pausing_reward"
     job = start_job(
         *own_model_and_data, *SETTINGS, "trainer.mode=one_step_off", "trainer.num_steps=3",
@@ -103,10 +105,10 @@ def test_of_what_dies_while_samples_are_generated_ahead_servers_come_back_and_ot
         p for p in set(job.processes) if _is(p, "actor" if victim == "actor" else "engine")
     ]
     (process if victim == "actor" else process.parent()).kill()
-    assert job.process.wait(240) == (1 if told else 0)
+    assert job.process.wait(240) == (1 if message else 0)
     assert job.left() == []
-    assert len(steps(job)) == (0 if told else 3)
-    if not told:
+    assert len(steps(job)) == (0 if message else 3)
+    if not message:
         return
-    assert re.search(f"(?m)^mcore-rl rl: {told}", job.stderr), job.stderr
+    assert re.search(f"(?m)^mcore-rl rl: {message}", job.stderr), job.stderr
     assert len(re.findall("(?m)^mcore-rl rl: ", job.stderr)) == 1

@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.job, pytest.mark.nightly]
 
 @pytest.fixture(scope="module")
 def python(tmp_path_factory) -> str:
-    """Of an environment with the package; skips where it cannot be installed."""
+    """Return the Python of an environment with the package; skip if it cannot be installed."""
     folder = tmp_path_factory.mktemp("openenv") / "venv"
     subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
     made = str(folder / "bin" / "python")
@@ -82,9 +82,9 @@ def test_a_text_environment_of_the_package(python):
     async def refused(environment: OpenEnv) -> None:
         await environment.reset()
         async with asyncio.TaskGroup() as group:
-            others = [OpenEnv({}, settings) for _ in range(2)]
-            for one in others:
-                group.create_task(one.reset())
+            environments = [OpenEnv({}, settings) for _ in range(2)]
+            for env in environments:
+                group.create_task(env.reset())
 
     with served(python, "text") as url:
         settings = OpenEnvSettings(url, observation_field="echoed", seed_column="n")
@@ -118,7 +118,7 @@ def test_tools_of_an_mcp_environment_of_the_package(python):
     with served(python, "tools") as url:
         first, tools, step, end = talk(OpenEnvSettings(url, action="tools"), body)
     assert first == []
-    assert [(one.name, one.description) for one in tools] == [("add", "Adds two numbers.")]
+    assert [(tool.name, tool.description) for tool in tools] == [("add", "Add two numbers.")]
     assert tools[0].parameters["required"] == ["a", "b"]
     right, wrong, unknown = [message.content for message in step.messages]
     assert right == "7"

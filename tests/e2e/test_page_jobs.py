@@ -28,7 +28,7 @@ SHORT_START = ("warm_start.num_steps=2", "warm_start.optimizer.warmup_steps=0")
 
 
 def job_of(command: Command) -> tuple[str, ...]:
-    """Its settings; the script of the quickstart is set-up and then a recipe."""
+    """Return its settings; the script of the quickstart is set-up and then a recipe."""
     words = shlex.split(command.text)
     settings = words[2:] if words[0] == "mcore-rl" else ["recipe=quickstart", *words[2:]]
     return tuple(word for word in settings if not word.startswith("output_dir="))
@@ -47,13 +47,13 @@ def test_a_job_of_a_page_trains(settings, own_model_and_data, tmp_path, monkeypa
     for name in ("train", "test"):
         Path("here", f"{name}.parquet").symlink_to(given[f"data.{name}_file"])
     model = str(_longer(given["model.path"]))
-    asked = [s.replace("/models/Qwen3-0.6B", model) for s in settings]
-    is_of_recipe = any(setting.startswith("recipe=") for setting in asked)
+    overrides = [s.replace("/models/Qwen3-0.6B", model) for s in settings]
+    is_of_recipe = any(setting.startswith("recipe=") for setting in overrides)
     short = SHORT + (SHORT_START if is_of_recipe else SHORT_RESPONSES)
     names = {setting.partition("=")[0] for setting in short}
-    kept = [setting for setting in asked if setting.partition("=")[0] not in names]
+    page_settings = [setting for setting in overrides if setting.partition("=")[0] not in names]
     done = subprocess.run(
-        [BIN / "mcore-rl", "rl", *kept, *short, f"output_dir={tmp_path / 'out'}"],
+        [BIN / "mcore-rl", "rl", *page_settings, *short, f"output_dir={tmp_path / 'out'}"],
         cwd="here",
         capture_output=True,
         text=True,
@@ -65,22 +65,22 @@ def test_a_job_of_a_page_trains(settings, own_model_and_data, tmp_path, monkeypa
 
 
 def test_an_algorithm_in_a_file_of_the_user_runs_as_its_page_says(own_model_and_data, tmp_path):
-    """Its commands in their order; the job is cut short, without a warm start, on one rank."""
+    # Its commands in their order; the job is cut short, without a warm start, on one rank.
     text = (ROOT / "docs/new_algorithm.md").read_text()
     write_recipes(text, tmp_path)
-    here = tmp_path / "here"
-    code = (here / "ranked.py").read_text().splitlines()[1:]
+    folder = tmp_path / "here"
+    code = (folder / "ranked.py").read_text().splitlines()[1:]
     assert len([line for line in code if line.strip()]) < 30
     given = dict(setting.split("=", 1) for setting in own_model_and_data)
-    (here / "last_digit").symlink_to(Path(given["model.path"]).parent)
+    (folder / "last_digit").symlink_to(Path(given["model.path"]).parent)
     short = (*SHORT, *ONE_RANK, "warm_start.num_steps=0", "warm_start.train_file=''")
     for command in of_kind("new algorithm"):
         words = shlex.split(command.text)
         is_job = words[1] == "rl" and "--dry-run" not in words
         line = [BIN / words[0], *words[1:], *(short if is_job else ())]
-        done = subprocess.run(line, cwd=here, capture_output=True, text=True)
+        done = subprocess.run(line, cwd=folder, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr + done.stdout
-    rows = [json.loads(row) for row in (here / "outputs/ranked/metrics.jsonl").open()]
+    rows = [json.loads(row) for row in (folder / "outputs/ranked/metrics.jsonl").open()]
     rows = [row for row in rows if "reward" in row]  # the others are of evaluations
     assert [row["step"] for row in rows] == [1, 2]
     for row in rows:
@@ -100,7 +100,7 @@ def _longer(model: str) -> Path:
 
 @pytest.fixture(scope="module")
 def models(own_model_and_data, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with all that the commands of parity name: one model, and a checkpoint of it."""
+    """Make a folder with a model and a checkpoint of it, as the commands of parity name them."""
     folder = tmp_path_factory.mktemp("models")
     given = next(s for s in own_model_and_data if s.startswith("model.path=")).partition("=")[2]
     model = shutil.copytree(given, folder / "model")  # for its tokenizer

@@ -62,14 +62,14 @@ def _started(paths: list[Path], folder: Path, *how: str) -> Iterator[subprocess.
 def _num_workers(family: list[psutil.Process], method: str) -> int:
     """Children of the engine process; one that is spawned looks like it until it runs."""
     engines = {process.pid for process in family if "EngineCore" in command_line(process)}
-    found = 0
+    num_workers = 0
     for process in family:
         with contextlib.suppress(psutil.NoSuchProcess):
             is_spawned = "spawn_main" in command_line(process)
             is_tracker = "resource_tracker" in command_line(process)
             is_worker = is_spawned if method == "spawn" else not (is_spawned or is_tracker)
-            found += is_worker and process.ppid() in engines
-    return found
+            num_workers += is_worker and process.ppid() in engines
+    return num_workers
 
 
 def _check_session_gone(leader: int, files: set[Path], within_s: float = 60.0) -> None:
@@ -87,8 +87,8 @@ def test_its_answers_are_right_before_and_after_updates_and_killed_it_leaves_not
     paths, models, tmp_path, method
 ):
     with _started(paths, tmp_path, method) as process:
-        told = (json.loads(line) for line in process.stdout if line.startswith("{"))
-        scores, loaded, *sharded = (next(told) for _ in range(4))
+        reports = (json.loads(line) for line in process.stdout if line.startswith("{"))
+        scores, loaded, *sharded = (next(reports) for _ in range(4))
         family = session(process.pid)
         memory = set().union(*map(shared_memory, family))
         ports = listeners(family)
@@ -97,12 +97,12 @@ def test_its_answers_are_right_before_and_after_updates_and_killed_it_leaves_not
                 with contextlib.suppress(psutil.NoSuchProcess):
                     tracker.kill()
     _check_scores(scores, models[0], tmp_path / "trace.safetensors")
-    _check_completions([found["completion"] for found in (loaded, *sharded)], models[1])
+    _check_completions([report["completion"] for report in (loaded, *sharded)], models[1])
     _check_across(loaded["across"], models, 0)
-    for found, version in zip(sharded, (1, 3), strict=True):
-        _check_across(found["across"][:4], [models[1]] * 2, version)
-        _check_across(found["across"][4:], [models[1]] * 2, version + 1)
-    for awake, asleep, again in (found["memory"] for found in sharded):
+    for report, version in zip(sharded, (1, 3), strict=True):
+        _check_across(report["across"][:4], [models[1]] * 2, version)
+        _check_across(report["across"][4:], [models[1]] * 2, version + 1)
+    for awake, asleep, again in (report["memory"] for report in sharded):
         assert asleep == {"weights_bytes": 0, "kv_cache_bytes": 0}
         assert again == awake
         assert awake["kv_cache_bytes"] > 0.9 * 2 * parallel_server.KV_CACHE_BYTES  # of each worker
@@ -119,11 +119,11 @@ def test_its_answers_are_right_before_and_after_updates_and_killed_it_leaves_not
     _check_session_gone(process.pid, memory)
 
 
-def _check_scores(found: dict[str, Any], model: Any, trace: Path) -> None:
-    prefilled = TokenScores(**found["scored"])
+def _check_scores(report: dict[str, Any], model: Any, trace: Path) -> None:
+    prefilled = TokenScores(**report["scored"])
     assert prefilled.token_ids == _TOKENS[1:]
     reference.check(prefilled, model, _TOKENS[:1])
-    decoded = [TokenScores(**scores) for scores in found["decoded"]]
+    decoded = [TokenScores(**scores) for scores in report["decoded"]]
     for scores in decoded:
         assert len(scores.token_ids) == parallel_server.NUM_DECODED
         reference.check(scores, model, _TOKENS)
@@ -131,9 +131,9 @@ def _check_scores(found: dict[str, Any], model: Any, trace: Path) -> None:
     reference.check_trace(load_file(trace), model, _TOKENS[: parallel_server.NUM_TRACED])
 
 
-def _check_completions(found: list[dict[str, Any]], model: Any) -> None:
+def _check_completions(rows: list[dict[str, Any]], model: Any) -> None:
     """After a folder, and after shards by each transport."""
-    loaded, *sharded = (Completion(**one) for one in found)
+    loaded, *sharded = (Completion(**row) for row in rows)
     log_probs, _ = reference.expected(model, _TOKENS + loaded.token_ids)
     assert loaded.log_probs == pytest.approx(log_probs[len(_TOKENS) - 1 :].tolist(), abs=1e-4)
     assert set(loaded.weight_versions) == {1}
@@ -144,17 +144,17 @@ def _check_completions(found: list[dict[str, Any]], model: Any) -> None:
         assert other.log_probs == pytest.approx(loaded.log_probs, abs=2e-6)
 
 
-def _check_across(found: list[dict[str, Any]], models: list[Any], version: int) -> None:
+def _check_across(rows: list[dict[str, Any]], models: list[Any], version: int) -> None:
     """Each token is of the model of its version, which is this one or the next."""
     num_both = 0
-    for fields in found:
-        one = Completion(**fields)
-        by_model = [reference.expected(m, _TOKENS + one.token_ids)[0] for m in models]
-        at = len(_TOKENS) - 1
-        for number, version_of_token in enumerate(one.weight_versions):
-            expected = by_model[version_of_token - version][at + number].item()
-            assert one.log_probs[number] == pytest.approx(expected, abs=1e-4)
-        num_both += set(one.weight_versions) == {version, version + 1}
+    for fields in rows:
+        completion = Completion(**fields)
+        by_model = [reference.expected(m, _TOKENS + completion.token_ids)[0] for m in models]
+        first = len(_TOKENS) - 1
+        for number, version_of_token in enumerate(completion.weight_versions):
+            expected = by_model[version_of_token - version][first + number].item()
+            assert completion.log_probs[number] == pytest.approx(expected, abs=1e-4)
+        num_both += set(completion.weight_versions) == {version, version + 1}
     assert num_both
 
 

@@ -30,15 +30,15 @@ SETTINGS = (
 def outputs(
     start_job, tmp_path_factory
 ) -> dict[str, tuple[list[dict[str, float]], dict[str, float]]]:
-    """Metrics and summary, by where the roles are."""
-    found = {}
+    """Return metrics and summary by placement of the roles."""
+    results = {}
     for place in ("shared", "own"):
         pause = f"algorithm.loss_settings.file={tmp_path_factory.mktemp('pause') / place}"
         job = start_job(*SETTINGS, pause, *(f"placement.{role}={place}" for role in ROLES))
         assert job.process.wait(900) == 0, job.stderr
         summary = json.loads((job.output / "summary.json").read_text())
-        found[place] = timeless(job.output), summary
-    return found
+        results[place] = timeless(job.output), summary
+    return results
 
 
 def test_samples_and_losses_are_the_same_to_the_digit(outputs):
@@ -51,8 +51,8 @@ def test_samples_and_losses_are_the_same_to_the_digit(outputs):
 
 
 def test_roles_that_take_turns_need_less_memory(outputs):
-    shared, own = (summary["peak_memory_bytes"] for _, summary in outputs.values())
-    assert shared < own - 600_000_000  # the cache alone; 1.4 GB less were found
+    shared, separate = (summary["peak_memory_bytes"] for _, summary in outputs.values())
+    assert shared < separate - 600_000_000  # the cache alone; 1.4 GB less were found
 
 
 PAUSES = {
@@ -68,7 +68,7 @@ PAUSES = {
 
 
 @pytest.mark.parametrize(
-    ("while_it", "victim", "told"),
+    ("while_it", "victim", "message"),
     all_but(
         [
             ("pushes", "engine", r"rollout\.receive_weights: rank 0 \(host .* died"),
@@ -84,7 +84,7 @@ PAUSES = {
     ),
 )
 def test_what_is_killed_in_its_turn_or_away_ends_the_job_with_one_line_and_leaves_nothing(
-    start_job, own_model_and_data, tmp_path, while_it, victim, told
+    start_job, own_model_and_data, tmp_path, while_it, victim, message
 ):
     paused, (function, setting) = tmp_path / "paused", PAUSES[while_it]
     job = start_job(
@@ -101,7 +101,7 @@ def test_what_is_killed_in_its_turn_or_away_ends_the_job_with_one_line_and_leave
     process.kill()
     assert job.process.wait(120) == 1
     assert job.left() == []
-    assert re.search(f"(?m)^mcore-rl rl: {told}", job.stderr), job.stderr
+    assert re.search(f"(?m)^mcore-rl rl: {message}", job.stderr), job.stderr
     assert len(re.findall("(?m)^mcore-rl rl: ", job.stderr)) == 1
 
 

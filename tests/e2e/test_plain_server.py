@@ -59,13 +59,13 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> list[served.Model]:
 def ask(models: list[served.Model], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """ask(path, **fields) of vLLM's HTTP server with our backend, engine and server in one."""
     log = tmp_path_factory.mktemp("plain") / "log"
-    with serving(models[0].path, log, {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}) as asked:
-        yield asked
+    with serving(models[0].path, log, {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}) as ask_server:
+        yield ask_server
 
 
 @contextlib.contextmanager
 def serving(path: str, log: Path, settings: dict[str, str], tp: int = 1) -> Iterator[Any]:
-    """`settings` are of vLLM, as environment; without any the engine has a process of its own."""
+    """Serve; `settings` are environment of vLLM. Without any the engine is another process."""
     port = free_port()
     command = [
         sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", path,
@@ -85,13 +85,13 @@ def serving(path: str, log: Path, settings: dict[str, str], tp: int = 1) -> Iter
         **settings,
     }
 
-    def asked(path: str, **fields: Any) -> dict[str, Any]:
+    def ask_server(path: str, **fields: Any) -> dict[str, Any]:
         url, headers = f"http://127.0.0.1:{port}{path}", {"Content-Type": "application/json"}
         data = json.dumps(fields).encode() if path != "/weight_info" else None
         request = urllib.request.Request(url, data, headers)
         with urllib.request.urlopen(request, timeout=WAIT_S) as answer:
-            found: dict[str, Any] = json.loads(answer.read() or b"{}")
-            return found
+            body: dict[str, Any] = json.loads(answer.read() or b"{}")
+            return body
 
     with (
         log.open("w") as file,
@@ -100,19 +100,21 @@ def serving(path: str, log: Path, settings: dict[str, str], tp: int = 1) -> Iter
         ) as process,
     ):
         try:
-            _wait_until_it_serves(process, asked, log)
-            asked.url = f"http://127.0.0.1:{port}"  # type: ignore[attr-defined]
-            yield asked
+            _wait_until_it_serves(process, ask_server, log)
+            ask_server.url = f"http://127.0.0.1:{port}"  # type: ignore[attr-defined]
+            yield ask_server
         finally:
             _kill(process.pid)  # its engine does not notice by itself
 
 
 def _kill(leader: int) -> None:
     """Kill a process and what it started; their shared memory goes, too."""
-    its = reaper.mapped_by(reaper.descendants({leader}, reaper.processes()) | {leader})
+    inodes = reaper.list_mapped_inodes(
+        reaper.list_descendants({leader}, reaper.list_processes()) | {leader}
+    )
     os.killpg(leader, signal.SIGKILL)
-    for name, inode in reaper.shared_memory().items():
-        if inode in its:
+    for name, inode in reaper.list_shared_memory().items():
+        if inode in inodes:
             Path("/dev/shm", name).unlink(missing_ok=True)
 
 
@@ -137,7 +139,7 @@ def test_it_takes_versions_through_our_engine_and_answers_with_them(ask, models)
     ("tp", "transports"), [(1, ("colocated", *TRANSPORTS)), (2, TRANSPORTS)], ids=["tp1", "tp2"]
 )
 def test_an_engine_in_a_process_of_its_own_takes_them_too(models, tmp_path, tp, transports):
-    """As vLLM starts it by default. It joins again for each transport."""
+    # As vLLM starts it by default. It joins again for each transport.
     trainer = shards.Trainer([Path(model.path) for model in models])
     with serving(models[0].path, tmp_path / "log", {}, tp) as ask:
         for number, name in enumerate(transports):
@@ -176,8 +178,8 @@ def check_versions(
         transport.close()
 
 
-def judged_with(ask: Any, **settings: Any) -> Sample:
-    """A response that the server judges; the reward is the number of a word."""
+def run_judge(ask: Any, **settings: Any) -> Sample:
+    """Let the server judge a response; the reward is the number of a word."""
 
     async def run() -> Sample:
         given = {
@@ -197,24 +199,24 @@ def judged_with(ask: Any, **settings: Any) -> Sample:
 
 
 def test_it_judges_responses(ask, models):
-    """The verdict is what its other route makes of the same text."""
+    # The verdict is what its other route makes of the same text.
     name = models[0].path
     text = {"prompt": "w20 w21 w22 w23", "max_tokens": 8, "temperature": 0.0}
     [choice] = ask("/v1/completions", model=name, **text)["choices"]
     wanted = float(re.findall(r"w(\d+)", choice["text"])[-1])
-    found = judged_with(ask, model=name)
-    assert found.reward == pytest.approx(wanted / 1000), found.reward_error
-    found = judged_with(ask, model=name, votes=3, temperature=1.0)
-    assert (found.reward_error, found.reward_parts) == ("", {"parsed": 1.0})
-    told = judged_with(ask, model="another").reward_error
-    assert "answered 404" in told and "another" in told
+    sample = run_judge(ask, model=name)
+    assert sample.reward == pytest.approx(wanted / 1000), sample.reward_error
+    sample = run_judge(ask, model=name, votes=3, temperature=1.0)
+    assert (sample.reward_error, sample.reward_parts) == ("", {"parsed": 1.0})
+    error = run_judge(ask, model="another").reward_error
+    assert "answered 404" in error and "another" in error
 
 
 def _check_answer(ask: Any, models: list[served.Model], number: int) -> None:
-    asked = {"prompt": served.PROMPT, "max_tokens": 12, "logprobs": 1, "temperature": 0.0}
-    answer = ask("/v1/completions", model=models[0].path, return_token_ids=True, **asked)
+    request = {"prompt": served.PROMPT, "max_tokens": 12, "logprobs": 1, "temperature": 0.0}
+    answer = ask("/v1/completions", model=models[0].path, return_token_ids=True, **request)
     [choice] = answer["choices"]
-    ids, found = choice["token_ids"], choice["logprobs"]["token_logprobs"]
+    ids, token_log_probs = choice["token_ids"], choice["logprobs"]["token_logprobs"]
     right, wrong = (models[n].log_probs(served.PROMPT, ids) for n in (number, 1 - number))
-    assert found == pytest.approx(right, abs=1e-4)
-    assert found != pytest.approx(wrong, abs=1e-2)
+    assert token_log_probs == pytest.approx(right, abs=1e-4)
+    assert token_log_probs != pytest.approx(wrong, abs=1e-2)

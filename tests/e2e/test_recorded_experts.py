@@ -29,13 +29,13 @@ pytestmark = pytest.mark.server
 NUM_LAYERS, TOPK = 3, 2
 LONG = [3, *range(10, 90)]  # more than two blocks of the prefix cache
 ALL = SamplingParams(n=3, max_tokens=24, seed=1, experts_from=0)
-ONE = SamplingParams(max_tokens=24, seed=5, experts_from=0)
+SAMPLING = SamplingParams(max_tokens=24, seed=5, experts_from=0)
 _TIED = 1e-5  # difference of router logits
 
 
 @contextlib.contextmanager
 def started(folder: Path, **settings: Any) -> Iterator[Served]:
-    """With a cache of 21 blocks of 32 tokens."""
+    """Start with a cache of 21 blocks of 32 tokens."""
     config = transformers.Qwen3MoeConfig(
         **{**tiny_families._GROUPED, "head_dim": 32},
         num_experts=8, num_experts_per_tok=TOPK, moe_intermediate_size=64, norm_topk_prob=True,
@@ -68,33 +68,33 @@ def ids_of(completion: Completion) -> np.ndarray:
 def assert_transformers_agrees(
     model: Model, prompt: list[int], completion: Completion, start: int = 0
 ) -> None:
-    """All tokens from `start` on but the last have the experts with the largest logits."""
-    found, tokens = ids_of(completion), prompt + completion.token_ids
+    """Check that tokens from `start`, except the last, have the experts with largest logits."""
+    expert_ids, tokens = ids_of(completion), prompt + completion.token_ids
     assert completion.routed_experts.start == start
-    assert found.dtype == np.uint8
-    assert found.shape == (len(tokens) - 1 - start, NUM_LAYERS, TOPK)
-    assert not found[:, 0].any()  # the dense layer
-    assert_chosen(model, tokens, found, start)
+    assert expert_ids.dtype == np.uint8
+    assert expert_ids.shape == (len(tokens) - 1 - start, NUM_LAYERS, TOPK)
+    assert not expert_ids[:, 0].any()  # the dense layer
+    assert_chosen(model, tokens, expert_ids, start)
 
 
-def assert_chosen(model: Model, tokens: list[int], found: np.ndarray, start: int) -> None:
+def assert_chosen(model: Model, tokens: list[int], expert_ids: np.ndarray, start: int) -> None:
     """[tokens, layers, experts] from the token `start` on have the largest logits."""
     for layer, logits in router_logits(model, tokens).items():
-        logits = logits[start : start + len(found)]
+        logits = logits[start : start + len(expert_ids)]
         best = logits.topk(TOPK + 1).values
-        given = logits.gather(1, torch.from_numpy(found[:, layer].astype(np.int64)))
+        given = logits.gather(1, torch.from_numpy(expert_ids[:, layer].astype(np.int64)))
         assert (given.amin(1) >= best[:, TOPK - 1] - _TIED).all()
         assert (best[:, TOPK - 1] - best[:, TOPK] > _TIED).sum() > 0.9 * len(best)
 
 
 @torch.no_grad()
 def router_logits(model: Model, tokens: list[int]) -> dict[int, torch.Tensor]:
-    """By layer with experts, float32 [tokens, experts]."""
-    found: dict[int, torch.Tensor] = {}
+    """Return by layer with experts: float32 [tokens, experts]."""
+    logits: dict[int, torch.Tensor] = {}
 
     def keep(layer: int) -> Any:
         def hook(gate: Any, inputs: Any, _: Any) -> None:
-            found[layer] = inputs[0].view(-1, gate.weight.shape[1]) @ gate.weight.T
+            logits[layer] = inputs[0].view(-1, gate.weight.shape[1]) @ gate.weight.T
 
         return hook
 
@@ -104,8 +104,8 @@ def router_logits(model: Model, tokens: list[int]) -> dict[int, torch.Tensor]:
     model.reference(torch.tensor([tokens]))
     for handle in handles:
         handle.remove()
-    assert sorted(found) == [1, 2]
-    return found
+    assert sorted(logits) == [1, 2]
+    return logits
 
 
 def test_all_tokens_have_their_experts_whether_the_prompt_was_cached_or_not(recording):
@@ -118,18 +118,18 @@ def test_all_tokens_have_their_experts_whether_the_prompt_was_cached_or_not(reco
 
 
 def test_a_turn_has_the_experts_of_its_own_tokens_and_of_the_weights_that_chose_them(recording):
-    """A later turn, after an update, brings those of the new tokens, with the new weights."""
+    # A later turn, after an update, brings those of the new tokens, with the new weights.
     old, new = recording.models
     recording.take(0)
-    [first] = recording.run(recording.server.submit(LONG, ONE))
+    [first] = recording.run(recording.server.submit(LONG, SAMPLING))
     assert_transformers_agrees(old, LONG, first)
     prompt = [*LONG, *first.token_ids, *range(40, 75)]
     start = len(ids_of(first))
-    asked = SamplingParams(max_tokens=24, seed=6, experts_from=start)
-    [second] = recording.run(recording.server.submit(prompt, asked))
+    sampling = SamplingParams(max_tokens=24, seed=6, experts_from=start)
+    [second] = recording.run(recording.server.submit(prompt, sampling))
     assert_transformers_agrees(old, prompt, second, start)
     recording.take(1)
-    [later] = recording.run(recording.server.submit(prompt, asked))
+    [later] = recording.run(recording.server.submit(prompt, sampling))
     assert_transformers_agrees(new, prompt, later, start)
     assert len(ids_of(first)) + len(ids_of(later)) == len(prompt) + len(later.token_ids) - 1
 
@@ -138,13 +138,13 @@ def test_a_turn_has_the_experts_of_its_own_tokens_and_of_the_weights_that_chose_
 def test_a_token_keeps_the_experts_that_its_successor_was_chosen_with_as_weights_change(
     recording, how
 ):
-    """In flight: those of older tokens are of the old weights, also where they run again."""
+    # In flight: those of older tokens are of the old weights, also where they run again.
     recording.take(0)
     server, number = recording.server, recording.server.weight_version + 1
 
     async def across() -> list[Completion]:
-        asked = SamplingParams(n=2, max_tokens=150, seed=seed, experts_from=0)
-        running = asyncio.create_task(server.submit(LONG, asked))
+        sampling = SamplingParams(n=2, max_tokens=150, seed=seed, experts_from=0)
+        running = asyncio.create_task(server.submit(LONG, sampling))
         await server.submit([5, 6], SamplingParams(max_tokens=5, seed=4))
         path, recompute = recording.models[1].path, how == "recomputed"
         if how == "slept":
@@ -156,54 +156,53 @@ def test_a_token_keeps_the_experts_that_its_successor_was_chosen_with_as_weights
         return await running
 
     seed = longest_of(recording, 2)
-    both = [one for one in recording.run(across()) if len(set(one.weight_versions)) == 2]
+    both = [c for c in recording.run(across()) if len(set(c.weight_versions)) == 2]
     assert both
     for completion in both:
-        found, tokens = ids_of(completion), LONG + completion.token_ids
-        assert len(found) == len(tokens) - 1
+        expert_ids, tokens = ids_of(completion), LONG + completion.token_ids
+        assert len(expert_ids) == len(tokens) - 1
         # The first token of the new weights was chosen as they ran the one before it.
         first = len(LONG) + completion.weight_versions.index(number) - 1
-        assert_chosen(recording.models[0], tokens, found[:first], 0)
+        assert_chosen(recording.models[0], tokens, expert_ids[:first], 0)
         if how != "kept":  # else the new weights read what the old ones had cached
-            assert_chosen(recording.models[1], tokens, found[first:], first)
+            assert_chosen(recording.models[1], tokens, expert_ids[first:], first)
 
 
 def longest_of(served: Served, num: int) -> int:
-    """A seed from which on so many responses to LONG do not end soon."""
+    """Return a seed from which so many responses to LONG do not end soon."""
     many = served.run(served.server.submit(LONG, SamplingParams(n=16, max_tokens=150, seed=1)))
     lengths = [len(completion.token_ids) for completion in many]
-    return 1 + max(range(16 - num), key=lambda at: min(lengths[at : at + num]))
+    return 1 + max(range(16 - num), key=lambda start: min(lengths[start : start + num]))
 
 
 def test_requests_that_wait_for_room_in_the_cache_have_the_experts_of_their_tokens(recording):
-    """The cache has 21 blocks: seven prompts fit, and two responses of 150 tokens with theirs.
-
-    So requests are preempted, and their tokens run again.
-    """
+    # The cache has 21 blocks: seven prompts fit, and two responses of 150 tokens with theirs.
+    #
+    # So requests are preempted, and their tokens run again.
     recording.take(0)
     prompts = [[4 + number, *LONG] for number in range(16)]
-    asked = [SamplingParams(max_tokens=150, seed=seed, experts_from=0) for seed in range(16)]
+    requests = [SamplingParams(max_tokens=150, seed=seed, experts_from=0) for seed in range(16)]
 
     async def together() -> list[list[Completion]]:
-        return await asyncio.gather(*map(recording.server.submit, prompts, asked))
+        return await asyncio.gather(*map(recording.server.submit, prompts, requests))
 
-    found = recording.run(together())
-    assert sum(len(completion.token_ids) == 150 for [completion] in found) >= 3
-    for prompt, [completion] in zip(prompts, found, strict=True):
+    completions = recording.run(together())
+    assert sum(len(completion.token_ids) == 150 for [completion] in completions) >= 3
+    for prompt, [completion] in zip(prompts, completions, strict=True):
         assert_transformers_agrees(recording.models[0], prompt, completion)
 
 
 def test_a_request_that_was_ended_has_the_experts_of_its_tokens(recording):
     recording.take(0)
     server = recording.server
-    asked = [SamplingParams(max_tokens=150, seed=seed, experts_from=0) for seed in range(8)]
-    whole = [recording.run(server.submit(LONG, one))[0] for one in asked]
-    longest = max(range(8), key=lambda one: len(whole[one].token_ids))
-    assert len(whole[longest].token_ids) == 150
+    requests = [SamplingParams(max_tokens=150, seed=seed, experts_from=0) for seed in range(8)]
+    complete = [recording.run(server.submit(LONG, request))[0] for request in requests]
+    longest = max(range(8), key=lambda index: len(complete[index].token_ids))
+    assert len(complete[longest].token_ids) == 150
 
     async def ended_beside(num: int) -> Completion:
-        """Ended when another one has so many tokens."""
-        task = asyncio.create_task(server.submit(LONG, asked[longest], request_id=f"a{num}"))
+        """End a request when another one has so many tokens."""
+        task = asyncio.create_task(server.submit(LONG, requests[longest], request_id=f"a{num}"))
         async for _ in server.stream([9, *LONG], SamplingParams(max_tokens=num, seed=3)):
             pass
         await server.abort(f"a{num}")
@@ -211,10 +210,10 @@ def test_a_request_that_was_ended_has_the_experts_of_its_tokens(recording):
 
     # The other one may be ahead of it.
     ended = (recording.run(ended_beside(num)) for num in (5, 15, 45))
-    completion = next(one for one in ended if one.token_ids)
+    completion = next(c for c in ended if c.token_ids)
     assert completion.finish_reason == "abort"
     assert 0 < len(completion.token_ids) < 150
-    assert completion.token_ids == whole[longest].token_ids[: len(completion.token_ids)]
+    assert completion.token_ids == complete[longest].token_ids[: len(completion.token_ids)]
     assert_transformers_agrees(recording.models[0], LONG, completion)
 
 
@@ -238,9 +237,9 @@ def test_latent_attention_which_has_no_prefix_cache_on_a_cpu_is_refused(tmp_path
         VLLMServer(path, "float32", 64, config, seed=0, records_experts=True).build_engine_config()
 
 
-def test_a_server_that_records_nothing_refuses_to_be_asked(shared_server):
+def test_a_server_that_records_nothing_refuses_requests_for_experts(shared_server):
     with pytest.raises(StateError, match="records no experts"):
-        shared_server.run(shared_server.server.submit([3, 4], ONE))
+        shared_server.run(shared_server.server.submit([3, 4], SAMPLING))
 
 
 @pytest.mark.nightly

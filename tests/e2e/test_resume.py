@@ -40,11 +40,11 @@ def settings(num_steps: int, save_every: int) -> tuple[str, ...]:
 
 @pytest.fixture(scope="module")
 def mixture(own_model_and_data) -> list[str]:
-    """The same with a second source, outside of the package, that a run draws several times."""
+    """Add a second source, outside of the package, that a run draws several times."""
     [train] = [s for s in own_model_and_data if s.startswith("data.train_file=")]
     files = f"[{train.partition('=')[2]},tests/e2e/own_functions.py:problems]"
-    others = [s for s in own_model_and_data if s != train]
-    return [*others, f"data.train_files={files}", "data.train_weights=[2,1]"]
+    other_settings = [s for s in own_model_and_data if s != train]
+    return [*other_settings, f"data.train_files={files}", "data.train_weights=[2,1]"]
 
 
 @pytest.fixture(scope="module")
@@ -78,24 +78,26 @@ def _trained(row: dict[str, float]) -> dict[str, float]:
     return {name: value for name, value in row.items() if not name.startswith("eval/")}
 
 
-def assert_the_same_run(found: Path, wanted: Path, num_steps: int) -> None:
-    """Samples, metrics, weights and picture; all but clocks."""
+def assert_the_same_run(output: Path, wanted: Path, num_steps: int) -> None:
+    """Compare samples, metrics, weights and picture; all but clocks."""
 
-    rows, others = ([_trained(row) for row in timeless(folder)] for folder in (found, wanted))
-    assert rows == others
-    trained = [row for row in timeless(found) if "reward" in row]
+    rows, expected_rows = (
+        [_trained(row) for row in timeless(folder)] for folder in (output, wanted)
+    )
+    assert rows == expected_rows
+    trained = [row for row in timeless(output) if "reward" in row]
     assert [row["step"] for row in trained] == list(range(1, num_steps + 1))
     assert len({row["reward/fingerprint"] for row in trained}) == num_steps
     assert all(row["actor/grad_norm"] > 0 for row in trained)
     for file in ("checkpoint/model.safetensors", "reward_curve.png"):
-        assert (found / file).read_bytes() == (wanted / file).read_bytes(), file
-    assert list(list_tables(found)) == list(range(1, num_steps + 1))
-    for step, table in list_tables(found).items():
+        assert (output / file).read_bytes() == (wanted / file).read_bytes(), file
+    assert list(list_tables(output)) == list(range(1, num_steps + 1))
+    for step, table in list_tables(output).items():
         assert pq.read_table(table).equals(pq.read_table(get_table_path(wanted, step))), table
-    summaries = [json.loads((folder / "summary.json").read_text()) for folder in (found, wanted)]
+    summaries = [json.loads((folder / "summary.json").read_text()) for folder in (output, wanted)]
     for name in ("evaluation", "max_logprob_gap"):
         assert summaries[0][name] == summaries[1][name], name
-    events = EventAccumulator(str(found / "tensorboard")).Reload()
+    events = EventAccumulator(str(output / "tensorboard")).Reload()
     assert [event.step for event in events.Scalars("reward")] == list(range(1, num_steps + 1))
 
 
@@ -104,21 +106,20 @@ def undisturbed(start_job, mixture) -> Path:
     return ended(start_job(*mixture, *settings(NUM_STEPS, 0), *ONE_RANK, *LORA))
 
 
-def test_a_run_that_is_killed_and_then_told_to_stop_is_the_undisturbed_one(
+def test_a_run_that_is_killed_and_then_stopped_is_the_undisturbed_one(
     disturb, mixture, undisturbed
 ):
-    """With adapters; saved in the background, by the last checkpoint and by one that a signal asks
-    for.
-    """
-    asked = (*mixture, *settings(NUM_STEPS, 3), *ONE_RANK, *LORA)
+    # With adapters; saved in the background, by the last checkpoint and by one that a signal asks
+    # for.
+    overrides = (*mixture, *settings(NUM_STEPS, 3), *ONE_RANK, *LORA)
     # The undisturbed run has no evaluation between its steps: they change nothing.
-    asked += ("checkpoint.async_save=true", "evaluation.every=2")
-    killed = disturb(*asked)
+    overrides += ("checkpoint.async_save=true", "evaluation.every=2")
+    killed = disturb(*overrides)
     checkpoints = killed.output / "checkpoints"
     killed.wait_until((checkpoints / "step_000003").exists, "the first checkpoint")
     kill(killed)
 
-    stopped = disturb(*asked)
+    stopped = disturb(*overrides)
     stopped.wait_until(lambda: "training 4/" in stopped.stdout, "a step after it")
     assert "going on after step 3, from " in stopped.stdout
     stopped.process.send_signal(signal.SIGUSR1)
@@ -126,22 +127,22 @@ def test_a_run_that_is_killed_and_then_told_to_stop_is_the_undisturbed_one(
     assert stopped.left() == []
     assert_whole(stopped)
     last = max(row["step"] for row in steps(stopped))
-    told, word = stopped.stderr.splitlines()
-    assert told.startswith("SIGUSR1: the run ends after this step")
+    message, word = stopped.stderr.splitlines()
+    assert message.startswith("SIGUSR1: the run ends after this step")
     assert word == (
         f"mcore-rl rl: SIGUSR1: step {last} is saved; to go on: the same command with resume=auto "
         f"output_dir={stopped.output}"
     )
     assert 4 <= last < NUM_STEPS and (checkpoints / f"step_{last:06d}").exists()
 
-    output = ended(disturb(*asked))
+    output = ended(disturb(*overrides))
     assert_the_same_run(output, undisturbed, NUM_STEPS)
     assert all(row["actor/reference_kl"] > 0 for row in rows_of(output)[-NUM_STEPS + 1 :])
     evaluated = [row["step"] for row in rows_of(output) if "eval/test/reward" in row]
     assert evaluated == [0, *range(2, NUM_STEPS + 1, 2)]
     assert not list(output.rglob(".*partial"))
 
-    again = disturb(*asked)
+    again = disturb(*overrides)
     ended(again)
     assert f"has ended after step {NUM_STEPS}" in again.stdout
     assert_the_same_run(output, undisturbed, NUM_STEPS)
@@ -151,17 +152,16 @@ def test_a_run_that_is_killed_and_then_told_to_stop_is_the_undisturbed_one(
 def test_a_run_that_is_killed_at_each_step_in_turn_trains_every_sample_once(
     start_job, own_model_and_data, tmp_path
 ):
-    """With a reference model. It is asked for 6 steps, then for 12, of which the last three and the
-    end are in another folder; and the last step once more, in another layout.
-    """
+    # With a reference model. It is asked for 6 steps, then for 12, of which the last three and the
+    # end are in another folder; and the last step once more, in another layout.
     num_steps, moments, places = 12, random.Random(0), [tmp_path / name for name in "abc"]
-    asked = (
+    overrides = (
         *own_model_and_data, *SETTINGS, *ONE_RANK, "actor.optimizer.schedule=constant",
         "algorithm.kl_coef=0.05", "trainer.save_every=1", "checkpoint.keep=2",
     )  # fmt: skip
 
     def start(*settings: str, place: Path, num_steps: int = num_steps):
-        return start_job(*asked, f"trainer.num_steps={num_steps}", *settings, output=place)
+        return start_job(*overrides, f"trainer.num_steps={num_steps}", *settings, output=place)
 
     undisturbed = ended(start(place=tmp_path / "undisturbed"))
     step_s = statistics.median(seconds(row) for row in rows_of(undisturbed) if "reward" in row)
@@ -179,13 +179,13 @@ def test_a_run_that_is_killed_at_each_step_in_turn_trains_every_sample_once(
         if step == 6:
             ended(start("resume=auto", place=place, num_steps=6))
     assert exact > num_steps / 2  # others were fast, and killed a step later
-    found = ended(start("resume=auto", place=places[1]))
-    assert_the_same_run(found, undisturbed, num_steps)
-    assert all(row["actor/reference_kl"] > 0 for row in rows_of(found)[-num_steps + 1 :])
+    resumed = ended(start("resume=auto", place=places[1]))
+    assert_the_same_run(resumed, undisturbed, num_steps)
+    assert all(row["actor/reference_kl"] > 0 for row in rows_of(resumed)[-num_steps + 1 :])
 
-    last = found / f"checkpoints/step_{num_steps - 1:06d}"
+    last = resumed / f"checkpoints/step_{num_steps - 1:06d}"
     layout = ("actor.layout.tp=2", "actor.layout.ep=2", f"resume={last}")
-    rows = [rows_of(folder)[-1] for folder in (ended(start(*layout, place=places[2])), found)]
+    rows = [rows_of(folder)[-1] for folder in (ended(start(*layout, place=places[2])), resumed)]
     for name in ("step", "reward", "reward/fingerprint", "response_tokens"):
         assert rows[0][name] == rows[1][name], name
     for name in ("actor/loss", "actor/grad_norm", "actor/reference_kl"):

@@ -44,8 +44,8 @@ def started(request, tmp_path_factory) -> Iterator[Served]:
         yield request.getfixturevalue("shared_server")
     else:
         config = tiny_families.served_config(request.param)
-        with serving(config, tmp_path_factory.mktemp("served")) as own:
-            yield own
+        with serving(config, tmp_path_factory.mktemp("served")) as served:
+            yield served
 
 
 @pytest.fixture
@@ -88,8 +88,8 @@ def test_every_module_of_a_trace_is_the_references_and_a_trace_leaves_nothing_be
 
 def test_a_trace_has_the_engine_to_itself(served):
     async def among_others() -> Any:
-        asked = SamplingParams(n=2, max_tokens=20)
-        cancelled = asyncio.create_task(served.server.submit(_LONG[9:20], asked))
+        sampling = SamplingParams(n=2, max_tokens=20)
+        cancelled = asyncio.create_task(served.server.submit(_LONG[9:20], sampling))
         await asyncio.sleep(0.02)
         with pytest.raises(StateError, match="cannot trace while it generates: 1 requests run"):
             await served.server.trace(_LONG[:40])
@@ -116,8 +116,8 @@ def test_scores_and_traces_are_of_the_weights_after_an_update_and_of_none_after_
     torn = served.models[0].path + "-torn"
     shutil.copytree(served.models[0].path, torn)
     os.truncate(f"{torn}/model.safetensors", 40_000)
-    whole = CheckpointReader(served.models[0].path)  # torn after it has been looked at
-    monkeypatch.setattr(vllm_server, "CheckpointReader", lambda path: whole)
+    reader = CheckpointReader(served.models[0].path)  # torn after it has been looked at
+    monkeypatch.setattr(vllm_server, "CheckpointReader", lambda path: reader)
     with pytest.raises(RuntimeError, match="failed"):
         served.run(served.server.load_checkpoint(torn, served.server.weight_version + 1))
     for call in _calls(served.server, 10):

@@ -179,12 +179,12 @@ def test_asleep_it_has_no_memory_and_answers_nothing_until_it_has_new_weights(se
 
 
 def test_a_stream_has_the_tokens_of_the_whole_and_ends_when_it_is_aborted(server, run):
-    asked = SamplingParams(n=2, max_tokens=100, seed=7)
+    sampling = SamplingParams(n=2, max_tokens=100, seed=7)
 
     async def streamed(stop_after: int) -> tuple[list[list[int]], set[str | None]]:
         tokens: list[list[int]] = [[], []]
         reasons = {}
-        async for new in server.stream(PROMPT, asked, request_id="mine"):
+        async for new in server.stream(PROMPT, sampling, request_id="mine"):
             tokens[new.index] += new.token_ids
             assert len(new.log_probs) == len(new.token_ids)
             reasons[new.index] = new.finish_reason
@@ -192,16 +192,16 @@ def test_a_stream_has_the_tokens_of_the_whole_and_ends_when_it_is_aborted(server
                 await server.abort("mine")
         return tokens, set(reasons.values())
 
-    whole = [completion.token_ids for completion in run(server.submit(PROMPT, asked))]
+    expected = [completion.token_ids for completion in run(server.submit(PROMPT, sampling))]
     tokens, reasons = run(streamed(0))
-    assert tokens == whole and reasons <= {"stop", "length"}
+    assert tokens == expected and reasons <= {"stop", "length"}
     for _ in range(5):  # where this process is held up, all tokens are there before it aborts
         some, reasons = run(streamed(5))
         if reasons == {"abort"}:
             break
     assert reasons == {"abort"}
-    assert all(len(part) < len(all_) for part, all_ in zip(some, whole, strict=True))
-    assert [all_[: len(part)] for part, all_ in zip(some, whole, strict=True)] == some
+    assert all(len(part) < len(all_) for part, all_ in zip(some, expected, strict=True))
+    assert [all_[: len(part)] for part, all_ in zip(some, expected, strict=True)] == some
     run(server.abort("of nobody"))
 
 
@@ -286,7 +286,7 @@ def test_seeded_prompts_beyond_one_step_of_prefill_are_served(server, run, moe):
         assert moe[0].gap(prompt, completion) < 1e-4
 
 
-def test_requests_that_are_held_start_together_in_the_order_in_which_they_came(server, run):
+def test_requests_that_are_held_start_together_in_their_order(server, run):
     async def generate() -> tuple[bool, list[str]]:
         ended: list[str] = []
 
@@ -341,11 +341,12 @@ def test_a_tied_head_follows_the_embedding_and_closing_leaves_nothing(tmp_path_f
         for number, seed in ((1, 1), (2, 0)):
             assert run(server.load_checkpoint(tied[seed].path, number)) is None
             _check_generation(run, server, tied[seed], number)
-        own = ("resource_tracker", "forkserver")  # Python's: they live as long as their parent
+        # Python's processes live as long as their parent.
+        python_processes = ("resource_tracker", "forkserver")
         engines = [
             p
             for p in psutil.Process().children(recursive=True)
-            if p not in before and not any(name in command_line(p) for name in own)
+            if p not in before and not any(name in command_line(p) for name in python_processes)
         ]
         assert engines
         memory = set().union(*map(shared_memory, engines))

@@ -31,7 +31,7 @@ Served = tuple[VLLMServer, shards.Trainer, Callable[..., Any]]
 
 @pytest.fixture(scope="module")
 def served(shared_server) -> Served:
-    """A server with experts, its trainer, and the way to run on the server's loop."""
+    """Start a server with experts, and its trainer."""
     trainer = shards.Trainer([Path(model.path) for model in shared_server.models])
     return shared_server.server, trainer, shared_server.run
 
@@ -39,8 +39,8 @@ def served(shared_server) -> Served:
 @pytest.fixture(scope="module")
 def both_ways(served: Served) -> dict[str, Any]:
     server, trainer, run = served
-    found: dict[str, Any] = run(shards.both_ways(server, trainer))
-    return found
+    results: dict[str, Any] = run(shards.both_ways(server, trainer))
+    return results
 
 
 def test_a_server_generates_token_for_token_as_after_a_full_export(both_ways):

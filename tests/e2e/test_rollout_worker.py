@@ -32,7 +32,7 @@ LONG = replace(SAMPLING, n=12, max_tokens=200)
 
 @run_in_thread
 def length_or_error(text: str, fields: dict[str, object], finish_reason: str) -> dict[str, float]:
-    """The reward: the number of words."""
+    """Reward by the number of words."""
     if fields.get("fails"):
         raise ValueError("no such answer")
     return {"reward": float(len(text.split()))}
@@ -64,20 +64,20 @@ class Working:
         path = self.models[seed].path
         self.worker.load_checkpoint(path, self.version + 1, in_flight, recompute_cache=in_flight)
 
-    def run_all(self, asked: Batch, sampling: SamplingParams) -> Batch:
-        prompts = list_prompts(asked)
+    def run_all(self, requests: Batch, sampling: SamplingParams) -> Batch:
+        prompts = list_prompts(requests)
         return Batch.collate(self.worker._wait(self.worker._agent.run_all(prompts, sampling)))
 
     def collected(self, stream: Stream, *group_ids: int) -> Batch:
-        """All samples of these groups, in the order in which they came."""
-        found: list[Batch] = []
+        """Return all samples of these groups, in the order in which they came."""
+        batches: list[Batch] = []
         missing = set(group_ids)
         while missing:
-            found.append(self.worker.collect(stream, WAIT_S))
-            came = found[-1].array("group_ids").tolist()
-            assert came and came == sorted(came) and set(came) <= missing
-            missing -= set(came)
-        return Batch.concat(found)
+            batches.append(self.worker.collect(stream, WAIT_S))
+            ids = batches[-1].array("group_ids").tolist()
+            assert ids and ids == sorted(ids) and set(ids) <= missing
+            missing -= set(ids)
+        return Batch.concat(batches)
 
 
 @pytest.fixture(scope="module")
@@ -107,21 +107,21 @@ def working(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Working]:
 
 
 def responses(batch: Batch) -> dict[int, list[list[int]]]:
-    """By group, in order."""
-    found: dict[int, list[list[int]]] = {}
+    """Return responses by group, in order."""
+    by_group: dict[int, list[list[int]]] = {}
     for group, ids in zip(batch.array("group_ids"), batch.jagged("response_ids"), strict=True):
-        found.setdefault(int(group), []).append(ids.tolist())
-    return found
+        by_group.setdefault(int(group), []).append(ids.tolist())
+    return by_group
 
 
 def test_groups_that_were_begun_are_collected_whole_once_and_as_a_loop_gives_them(working):
-    asked = [4, 0, 9, 2]
-    expected = working.run_all(prompts(*asked), SAMPLING)
-    working.worker.begin(prompts(*asked), SAMPLING, "train")
-    found = working.collected("train", *asked)
-    assert responses(found) == responses(expected)
-    assert {len(group) for group in responses(found).values()} == {SAMPLING.n}
-    assert found.array("trajectories").tolist() == [0, 1] * len(asked)
+    group_ids = [4, 0, 9, 2]
+    expected = working.run_all(prompts(*group_ids), SAMPLING)
+    working.worker.begin(prompts(*group_ids), SAMPLING, "train")
+    batch = working.collected("train", *group_ids)
+    assert responses(batch) == responses(expected)
+    assert {len(group) for group in responses(batch).values()} == {SAMPLING.n}
+    assert batch.array("trajectories").tolist() == [0, 1] * len(group_ids)
     assert len(working.worker.collect("train", 0.01)) == 0
 
 
@@ -154,14 +154,14 @@ def test_an_abandoned_group_never_comes_and_its_request_is_gone(working):
 
 
 def test_what_a_reward_raises_is_raised_as_a_loop_raises_it(working):
-    worker, one = working.worker, replace(SAMPLING, n=1)
+    worker, sampling = working.worker, replace(SAMPLING, n=1)
     with pytest.raises(RewardError) as expected:
-        working.run_all(prompts(5, fails=1), one)
-    worker.begin(prompts(5, fails=1), one, "train")
-    with pytest.raises(RewardError) as found:
+        working.run_all(prompts(5, fails=1), sampling)
+    worker.begin(prompts(5, fails=1), sampling, "train")
+    with pytest.raises(RewardError) as caught:
         worker.collect("train", WAIT_S)
-    assert str(found.value) == str(expected.value)
-    assert "group 5" in str(found.value) and "no such answer" in str(found.value)
+    assert str(caught.value) == str(expected.value)
+    assert "group 5" in str(caught.value) and "no such answer" in str(caught.value)
     assert len(worker.collect("train", 0.01)) == 0
 
 
@@ -175,8 +175,8 @@ def test_calls_overlap_and_groups_go_on_with_new_weights(working):
         working.collected("evaluation", -1)
         worker.abandon("train", [3])
         working.update(1, in_flight=True)
-        found = waiting.result(WAIT_S)
-    assert_scored_by_their_weights(working, found, version)
+        batch = waiting.result(WAIT_S)
+    assert_scored_by_their_weights(working, batch, version)
 
 
 def test_groups_go_on_after_a_sleep_and_those_begun_meanwhile_wait(working):
@@ -199,15 +199,15 @@ def test_groups_go_on_after_a_sleep_and_those_begun_meanwhile_wait(working):
 
 
 def assert_scored_by_their_weights(working: Working, batch: Batch, version: int) -> None:
-    """Log-probs of each token are of its version, given all before it; some have both."""
+    """Check that log-probs of each token are of its version; some samples have two versions."""
     names = ("prompt_ids", "response_ids", "rollout_log_probs", "weight_versions")
     num_both = 0
     for row in range(len(batch)):
-        prompt, response, found, versions = (batch.jagged(name)[row] for name in names)
+        prompt, response, rollout_log_probs, versions = (batch.jagged(name)[row] for name in names)
         by_model = [m.log_probs(prompt.tolist(), response.tolist()) for m in working.models]
         assert set(versions) <= {version, version + 1}
         expected = np.choose(versions - version, np.array(by_model))
-        assert np.abs(found - expected).max() < 1e-4
+        assert np.abs(rollout_log_probs - expected).max() < 1e-4
         num_both += len(set(versions)) == 2
     assert num_both >= 2
 

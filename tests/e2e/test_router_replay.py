@@ -19,9 +19,9 @@ from mcore_rl.config.resolve import resolve_for_lane
 from mcore_rl.config.schema import Layout, RLConfig
 from mcore_rl.controller.batch_ops import fetch_batch, select_small_columns, select_token_columns
 from mcore_rl.controller.dispatch import Dispatch, register
-from mcore_rl.controller.pending import WorkerError, gathered
+from mcore_rl.controller.pending_call import WorkerError, gather_results
+from mcore_rl.controller.process_cleanup import clean_up_on_exit
 from mcore_rl.controller.remote_batch import RemoteBatch
-from mcore_rl.controller.run_scope import run_scope
 from mcore_rl.controller.worker_group import WorkerGroup
 from mcore_rl.data.batch import Batch, Samples
 from mcore_rl.data.prompt_batches import PromptBatches
@@ -47,12 +47,12 @@ NAMES = [f"{EXPERTS}/0", f"{EXPERTS}/1,2"]
 class Watched(ModelWorker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def used(self, batch: Batch) -> dict[int, np.ndarray]:
-        """By layer of this rank, [tokens of the batch, experts]: which its routers have used."""
+        """Return by layer of this rank the experts that its routers used: [tokens, experts]."""
         from mcore_rl.engine.megatron.moe import routers
 
         engine = self._engine
-        asked = batch.select("prompt_ids", "response_ids")
-        micros = engine._micro_batches(asked, training=False)
+        read = batch.select("prompt_ids", "response_ids")
+        micros = engine._micro_batches(read, training=False)
         seen: dict[int, list[torch.Tensor]] = {}
         handles = [
             router.register_forward_hook(
@@ -64,13 +64,13 @@ class Watched(ModelWorker):
         self.compute_log_probs(batch, temperature=1.0)
         for handle in handles:
             handle.remove()
-        found = {}
+        experts = {}
         for layer, maps in seen.items():
-            found[layer] = np.zeros((int(batch.num_tokens.sum()), NUM_EXPERTS), bool)
+            experts[layer] = np.zeros((int(batch.num_tokens.sum()), NUM_EXPERTS), bool)
             for micro, used in zip(micros, maps, strict=True):
                 is_token = micro.tokens >= 0
-                found[layer][micro.tokens[is_token].numpy()] = used[is_token].numpy()
-        return found
+                experts[layer][micro.tokens[is_token].numpy()] = used[is_token].numpy()
+        return experts
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
         {"data.train_file": config.data.train_file}, config, load_tokenizer(config.model.path)
     )
     with (
-        run_scope() as scratch,
+        clean_up_on_exit() as scratch,
         session(config, num_devices(pool_plans(config)), scratch),
         Pools(config, resource(), Path(config.output_dir)) as pools,
         contextlib.ExitStack() as stack,
@@ -118,7 +118,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
         )
         stack.enter_context(actor)
         actor.initialize()
-        gathered(servers.submit("start"))
+        gather_results(servers.submit("start"))
         servers.started()
         rollout = RolloutPool(servers, config.rollout, seed=0, records_experts=True)
         generated = rollout.generate(next(PromptBatches(prompts, 8, seed=0)), n=4)
@@ -139,16 +139,16 @@ def test_the_driver_has_references_and_a_stage_its_own_layers_at_a_byte_an_id(ru
 
 
 def test_the_trainer_uses_the_experts_of_the_rollout(run):
-    """In all layers at all tokens but the last of each sample, which the server never ran."""
+    # In all layers at all tokens but the last of each sample, which the server never ran.
     by_rank = run.actor.used(run.batch)
-    assert [sorted(found) for found in by_rank] == [[0], [1, 2]]
+    assert [sorted(layers) for layers in by_rank] == [[0], [1, 2]]
     ends = np.cumsum(run.batch.num_tokens)
-    for rank, found in enumerate(by_rank):
+    for rank, layers in enumerate(by_rank):
         recorded = run.batch.jagged(NAMES[rank]).values
         for place, layer in enumerate(STAGES[rank]):
-            wanted = np.zeros_like(found[layer])
+            wanted = np.zeros_like(layers[layer])
             np.put_along_axis(wanted, recorded[:, place].astype(np.int64), True, axis=1)
-            same = (found[layer] == wanted).all(axis=1)
+            same = (layers[layer] == wanted).all(axis=1)
             assert np.delete(same, ends - 1).all()
 
 
@@ -180,5 +180,5 @@ def test_an_update_takes_them_too_and_a_dropped_layer_ends_the_run(run):
 
 def add_equal_advantages(batch: Batch) -> Batch:
     ids = batch.jagged("response_ids")
-    ones = ids.with_values(np.ones(len(ids.values), np.float32))
-    return batch.with_columns(advantages=ones)
+    equal = ids.with_values(np.ones(len(ids.values), np.float32))
+    return batch.with_columns(advantages=equal)

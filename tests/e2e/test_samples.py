@@ -25,19 +25,19 @@ POLICIES = (
 def test_rounds_fill_a_step_and_a_run_that_goes_on_is_the_undisturbed_one(
     start_job, own_model_and_data, tmp_path
 ):
-    """Its replay buffer and its curriculum are in the checkpoint."""
+    # Its replay buffer and its curriculum are in the checkpoint.
 
     def run(place: str, num_steps: int, resume: str = "never"):
-        asked = (*own_model_and_data, *settings(num_steps, 2), *ONE_RANK, *LORA, *POLICIES)
-        asked += ("actor.optimizer.schedule=constant", f"resume={resume}")
-        return ended(start_job(*asked, output=tmp_path / place))
+        overrides = (*own_model_and_data, *settings(num_steps, 2), *ONE_RANK, *LORA, *POLICIES)
+        overrides += ("actor.optimizer.schedule=constant", f"resume={resume}")
+        return ended(start_job(*overrides, output=tmp_path / place))
 
     undisturbed = run("undisturbed", NUM_STEPS)
     assert len(rows_of(run("disturbed", 2))) >= 2
     assert_the_same_run(run("disturbed", NUM_STEPS, "auto"), undisturbed, NUM_STEPS)
-    found = [row for row in rows_of(undisturbed) if "reward" in row]
-    assert [row["samples/replayed"] for row in found] == [0, 2, 2, 2]
-    assert all(row["samples/rounds"] == 2 and row["samples/passed"] == 0.5 for row in found)
-    assert all(row["actor/grad_norm"] > 0 for row in found)
-    assert found[-1]["samples/replayed_age"] > 0 == found[0]["samples/dropped_surplus"]
+    steps = [row for row in rows_of(undisturbed) if "reward" in row]
+    assert [row["samples/replayed"] for row in steps] == [0, 2, 2, 2]
+    assert all(row["samples/rounds"] == 2 and row["samples/passed"] == 0.5 for row in steps)
+    assert all(row["actor/grad_norm"] > 0 for row in steps)
+    assert steps[-1]["samples/replayed_age"] > 0 == steps[0]["samples/dropped_surplus"]
     assert (undisturbed / "checkpoints/step_000004/state.safetensors").is_file()

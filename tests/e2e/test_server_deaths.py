@@ -30,16 +30,16 @@ SETTINGS = (
 
 
 def samples_of(output: Path, step: int) -> list[tuple[int, ...]]:
-    """Ids and rewards."""
+    """Return ids and rewards."""
     table = pq.read_table(output / "samples" / f"step_{step:06d}.parquet")
     names = ["group", "trajectory", "response_ids", "reward"]
     return sorted(map(str, zip(*(table[name].to_pylist() for name in names), strict=True)))
 
 
 def processes_of(job, server: int) -> list[psutil.Process]:
-    """That live: the actor first, then its engine, by the log that they write."""
-    found = [p for p in set(job.processes) if lives(p) and _prints_to(p, f"rollout-{server}-0.log")]
-    return sorted(found, key=lambda process: process.create_time())
+    """Return the living processes of a server by their log: the actor, then its engine."""
+    alive = [p for p in set(job.processes) if lives(p) and _prints_to(p, f"rollout-{server}-0.log")]
+    return sorted(alive, key=lambda process: process.create_time())
 
 
 def _prints_to(process: psutil.Process, log: str) -> bool:
@@ -51,19 +51,19 @@ def _prints_to(process: psutil.Process, log: str) -> bool:
 
 @pytest.fixture(scope="module")
 def job_settings(own_model_and_data, tmp_path_factory) -> tuple[list[str], Path]:
-    """Of three steps; when the file appears, server 1 has a group of the second one for seconds."""
+    """Return settings of three steps; when the file appears, server 1 generates for seconds."""
     paused = tmp_path_factory.mktemp("pause") / "paused"
-    own = (
+    overrides = (
         "trainer.num_steps=3", "reward.settings.after=40", f"reward.settings.file={paused}",
         "reward.settings.log=rollout-1-0.log",
         "reward.name=tests/e2e/own_functions.py:later_pausing_reward",
     )  # fmt: skip
-    return [*own_model_and_data, *SETTINGS, *own], paused
+    return [*own_model_and_data, *SETTINGS, *overrides], paused
 
 
 @pytest.fixture(scope="module")
 def undisturbed(start_job, job_settings) -> Path:
-    """The output of such a run."""
+    """Return the output of such a run."""
     settings, paused = job_settings
     paused.touch()
     job = start_job(*settings)
@@ -112,7 +112,7 @@ def test_all_servers_killed_where_the_actor_has_their_weights_get_these_again(
 def test_a_server_killed_in_a_transfer_does_not_end_the_run(
     start_job, own_model_and_data, tmp_path, server, place
 ):
-    """The weights go to the other one, with a connection of those that are left."""
+    # The weights go to the other one, with a connection of those that are left.
     paused = tmp_path / "paused"
     job = start_job(
         *own_model_and_data, *SETTINGS, "trainer.num_steps=3", "weight_sync.timeout_s=30",
@@ -159,10 +159,10 @@ PLACED = {
 def test_a_server_leaves_and_joins_a_run_that_goes_on(start_job, own_model_and_data, placed):
     job = start_job(*own_model_and_data, *SETTINGS, *PLACED[placed], "trainer.num_steps=10000")
 
-    def wanted(change: str, told: str) -> None:
+    def wanted(change: str, message: str) -> None:
         command = [sys.executable, "-m", "mcore_rl.cli.main", "servers", str(job.output)]
         subprocess.run([*command, change, "1"], check=True, timeout=60)
-        job.wait_until(lambda: told in job.stdout, told)
+        job.wait_until(lambda: message in job.stdout, message)
 
     def two_more_steps() -> None:
         last = len(steps(job)) + 2
@@ -182,7 +182,7 @@ def test_a_server_leaves_and_joins_a_run_that_goes_on(start_job, own_model_and_d
 
 
 def killed(job, times: int) -> list[dict[str, list]]:
-    """The tables of a run's steps, of whose servers `times` processes are killed at any moment.
+    """Kill `times` processes of a run's servers at any moment; return the tables of its steps.
 
     One at a time, of the actors and engines of two servers. It goes on for 3 steps after the last.
     """
@@ -200,20 +200,20 @@ def killed(job, times: int) -> list[dict[str, list]]:
 
 
 def tables_at_the_end(job) -> list[dict[str, list]]:
-    """Of the steps up to the third from now, of a run that is ended then."""
+    """Return the tables of steps up to the third from now, and end the run."""
     last = len(steps(job)) + 3
     job.wait_until(lambda: len(steps(job)) >= last, "it goes on")
     tables = list_tables(job.output)
     assert [*tables][:last] == [*range(1, last + 1)]
-    found = [pq.read_table(tables[step]).to_pydict() for step in range(1, last + 1)]
+    rows = [pq.read_table(tables[step]).to_pydict() for step in range(1, last + 1)]
     job.process.send_signal(signal.SIGINT)
     job.process.wait(60)
     assert_gone_soon(job)
-    return found
+    return rows
 
 
 def assert_whole_groups(table: dict[str, list], num_groups: int = 8) -> list[int]:
-    """Their ids; each has its 8 trajectories."""
+    """Return the ids of groups; each must have its 8 trajectories."""
     groups = Counter(table["group"])
     assert len(groups) == num_groups and set(groups.values()) == {8}
     assert len({*zip(table["group"], table["trajectory"], strict=True)}) == 8 * num_groups
@@ -221,7 +221,7 @@ def assert_whole_groups(table: dict[str, list], num_groups: int = 8) -> list[int
 
 
 def assert_each_step_has_its_own(tables: list[dict[str, list]], age: int = 0) -> None:
-    """Groups, each once and whole, of the version that so many steps before the last made."""
+    """Check that each group comes once, complete, with the version that is `age` steps old."""
     for step, table in enumerate(tables, 1):
         assert assert_whole_groups(table) == list(range(8 * (step - 1), 8 * step))
         assert {v for row in table["weight_versions"] for v in row} == {max(step - 1 - age, 0)}
@@ -251,7 +251,7 @@ def test_twenty_kills_at_any_moment_lose_no_sample_and_serve_no_old_weights(
 def test_kills_of_one_of_two_servers_beside_a_trainer_lose_no_sample_and_serve_no_old_weights(
     start_job, own_model_and_data
 ):
-    """Each after two steps or more: a server that is started again has other weights."""
+    # Each after two steps or more: a server that is started again has other weights.
     mode = "trainer.mode=one_step_off", "weight_sync.timeout_s=30"
     job = start_job(*own_model_and_data, *SETTINGS, "trainer.num_steps=10000", *mode)
     assert_each_step_has_its_own(killed(job, 3), age=1)
@@ -262,7 +262,7 @@ def test_kills_of_one_of_two_servers_beside_a_trainer_lose_no_sample_and_serve_n
 def test_kills_of_servers_on_shared_devices_lose_no_sample_and_serve_no_old_weights(
     start_job, own_model_and_data, method
 ):
-    """Those that join start while the actor is off the devices."""
+    # Those that join start while the actor is off the devices.
     shared = (
         "placement.rollout=shared", "actor.layout.dp=2", f"weight_sync.method={method}",
         "weight_sync.timeout_s=30",
@@ -275,7 +275,7 @@ def test_kills_of_servers_on_shared_devices_lose_no_sample_and_serve_no_old_weig
 def test_kills_of_servers_that_generate_all_the_time_lose_no_group_and_leave_no_old_token(
     start_job, own_model_and_data
 ):
-    """Pushes come in the middle of responses; what a dead server had begun keeps its bound."""
+    # Pushes come in the middle of responses; what a dead server had begun keeps its bound.
     staleness = 2
     job = start_job(
         *own_model_and_data, *SETTINGS, "trainer.mode=fully_async", "trainer.num_steps=10000",

@@ -21,14 +21,14 @@ SETTINGS = (
 
 
 def test_samples_and_losses_are_those_of_a_server_on_one_node(start_job):
-    found = []
+    results = []
     for num_nodes in (1, 2):
         nodes = f"rollout.nodes_per_server={num_nodes}"
         job = start_job(*SETTINGS, nodes, "trainer.num_steps=2")
         assert job.process.wait(300) == 0, job.stderr
-        found.append(timeless(job.output))
-    assert found[0] == found[1]
-    assert [row["step"] for row in found[0] if "reward" in row] == [1, 2]
+        results.append(timeless(job.output))
+    assert results[0] == results[1]
+    assert [row["step"] for row in results[0] if "reward" in row] == [1, 2]
 
 
 def test_a_worker_of_the_second_node_that_dies_ends_the_run_with_its_rank(start_job):

@@ -16,8 +16,9 @@ import ray
 from mcore_rl.config.errors import ConfigError, DiedError
 from mcore_rl.config.schema import Layout, RolloutConfig, TimeoutsConfig, WeightSyncConfig
 from mcore_rl.controller.dispatch import Dispatch, register
-from mcore_rl.controller.pending import Limit, WorkerError
-from mcore_rl.controller.pool import ResourcePool, ray_session
+from mcore_rl.controller.pending_call import Timeout, WorkerError
+from mcore_rl.controller.ray_session import ray_session
+from mcore_rl.controller.resource_pool import ResourcePool
 from mcore_rl.controller.worker_group import WorkerGroup, wait_until_built
 from mcore_rl.data.batch import Batch, Jagged
 from mcore_rl.data.sample import Sample
@@ -31,7 +32,7 @@ from mcore_rl.weight_sync.transport import StreamError
 
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import a test
 
-SAMPLING, LIMIT = SamplingParams(n=2, max_tokens=3, seed=100), Limit(60, "weight_sync.timeout_s")
+SAMPLING, LIMIT = SamplingParams(n=2, max_tokens=3, seed=100), Timeout(60, "weight_sync.timeout_s")
 
 
 class Server:
@@ -46,7 +47,7 @@ class Server:
         self.connected: tuple[int, ...] = ()
 
     def happens(self, what: str) -> bool:
-        """Whether this is the first to come here."""
+        """Return whether this is the first call for it."""
         try:
             (self.once / what).touch(exist_ok=False)
         except FileExistsError:
@@ -69,7 +70,7 @@ class Server:
 
     @register()
     def collect(self, stream: str, wait_s: float, at_least: int = 1) -> Batch:
-        """One group a call, those with something to do last."""
+        """Return one group a call, those with something to do last."""
         running = self.running[stream]
         for group, (n, does) in sorted(running.items(), key=lambda item: (item[1][1], item[0])):
             if does == "hang":
@@ -106,7 +107,7 @@ class Server:
 
     @register()
     def receive_weights(self, version: int) -> None:
-        """A server dies of versions from 10 on, and others then lack their peer."""
+        """Die of versions from 10 on; others then lack their peer."""
         self.version = -1
         if version >= 10 and self.happens(f"push {version}"):
             os.kill(os.getpid(), signal.SIGKILL)
@@ -123,7 +124,7 @@ class Server:
         return 5.0
 
     @register()
-    def told(self) -> tuple[int, ...]:
+    def get_pushes(self) -> tuple[int, ...]:
         return self.connected
 
     @register()
@@ -189,13 +190,13 @@ def pool_of(bundles: ResourcePool, tmp_path: Path) -> Iterator[Callable[..., Ser
 
 
 def prompts(*groups: int, **does: int) -> Batch:
-    """`does` names what the group of an id does."""
-    said = {group: name.replace("_", " ") for name, group in does.items()}
+    """Build prompts; `does` names what the group of an id does."""
+    texts = {group: name.replace("_", " ") for name, group in does.items()}
     return Batch(
         {
             "prompt_ids": Jagged.pack([[1] for _ in groups], np.int64),
             "group_ids": np.array(groups),
-            "does": np.array([said.get(group, "") for group in groups]),
+            "does": np.array([texts.get(group, "") for group in groups]),
         }
     )
 
@@ -207,10 +208,10 @@ def pushed(pool: ServerPool, version: int) -> None:
 
 
 def all_of(pool: ServerPool, stream: str = "train") -> Batch:
-    found: list[Batch] = []
+    batches: list[Batch] = []
     while pool.num_outstanding(stream):
-        found += pool.collect(stream, 1.0)
-    return Batch.concat(found)
+        batches += pool.collect(stream, 1.0)
+    return Batch.concat(batches)
 
 
 def wait_until_up(pool: ServerPool, num: int) -> None:
@@ -222,7 +223,7 @@ def wait_until_up(pool: ServerPool, num: int) -> None:
 
 
 def assert_whole(batch: Batch, *groups: int) -> None:
-    """Each sample of the groups is there once, as an undisturbed server makes it."""
+    """Check that each sample of the groups is there once, as an undisturbed server makes it."""
     ids = sorted(ids.tolist() for ids in batch.jagged("response_ids"))
     assert ids == sorted([group, 10 * group + i] for group in groups for i in range(2))
 
@@ -246,8 +247,8 @@ def test_a_server_that_dies_loses_no_group_and_serves_again_with_the_weights_of_
     first = all_of(pool)
     assert_whole(first, *range(12))
     assert versions(first) == {1} and servers(first) == {0, 1}
-    assert "rollout-1.collect: rank 0" in (told := capsys.readouterr().out)
-    assert "It is started again: 1, rollout.max_restarts=1\n" in told
+    assert "rollout-1.collect: rank 0" in (output := capsys.readouterr().out)
+    assert "It is started again: 1, rollout.max_restarts=1\n" in output
     deadline = time.monotonic() + 60
     while any(server.starting for server in pool._servers.values()):  # it is up, and not the same
         assert time.monotonic() < deadline
@@ -255,8 +256,8 @@ def test_a_server_that_dies_loses_no_group_and_serves_again_with_the_weights_of_
         assert servers(all_of(pool)) == {0}
         time.sleep(0.05)
     pool.begin(prompts(20, 21), SAMPLING)  # that no server has in its cache
-    found = all_of(pool)
-    assert servers(found) == {0} and versions(found) == {1}
+    batch = all_of(pool)
+    assert servers(batch) == {0} and versions(batch) == {1}
     pushed(pool, 2)
     pool.begin(prompts(0, 1), SAMPLING)
     last = all_of(pool)
@@ -265,18 +266,18 @@ def test_a_server_that_dies_loses_no_group_and_serves_again_with_the_weights_of_
 
 
 def test_the_only_server_gets_its_weights_again_and_then_its_groups(pool_of):
-    pool, asked = pool_of(1), []
+    pool, calls = pool_of(1), []
     pushed(pool, 3)
 
     def resend() -> None:
-        asked.append(pool.version)
+        calls.append(pool.version)
         pushed(pool, pool.version)
 
     pool.resend = resend
     pool.begin(prompts(0, 1, 2, dies=1), SAMPLING)
-    found = all_of(pool)
-    assert_whole(found, 0, 1, 2)
-    assert asked == [3] and versions(found) == {3}
+    batch = all_of(pool)
+    assert_whole(batch, 0, 1, 2)
+    assert calls == [3] and versions(batch) == {3}
 
 
 def test_without_anybody_to_send_them_again_the_run_ends_with_one_error(pool_of):
@@ -302,11 +303,11 @@ def test_what_a_reward_raises_ends_the_run_and_starts_nothing(pool_of, capsys):
     assert "started again" not in capsys.readouterr().out  # Ray may yet tell of an earlier death
 
 
-def test_groups_that_never_end_are_told_with_who_was_asked(pool_of):
+def test_groups_that_never_end_are_an_error_that_names_the_ranks(pool_of):
     pool = pool_of(1, call_s=5)
     pool.begin(prompts(0, hang=0), SAMPLING)
-    told = r"^no group has come back: rollout-0\.collect: rank 0 .* in 5 s \(timeouts\.call_s\)"
-    with pytest.raises(WorkerError, match=told):
+    message = r"^no group has come back: rollout-0\.collect: rank 0 .* in 5 s \(timeouts\.call_s\)"
+    with pytest.raises(WorkerError, match=message):
         all_of(pool)
 
 
@@ -341,9 +342,9 @@ def test_servers_leave_and_join_while_groups_run(pool_of):
     with pytest.raises(ConfigError, match=r"server 2 cannot be removed; allowed: \[0, 1\]"):
         pool.remove(2)
     pool.remove(1)
-    found = all_of(pool)
-    assert_whole(found, 0, 2, 3, 4, 5)
-    assert servers(found) == {0}
+    batch = all_of(pool)
+    assert_whole(batch, 0, 2, 3, 4, 5)
+    assert servers(batch) == {0}
     for refused, allowed in ((0, r"\[1\]"), (2, r"\[1\]")):
         with pytest.raises(ConfigError, match=f"server {refused} cannot be added; .*{allowed}"):
             pool.add(refused)
@@ -357,26 +358,26 @@ def test_servers_leave_and_join_while_groups_run(pool_of):
 
 
 def test_a_push_in_which_a_server_dies_is_done_again_by_those_left(pool_of, bundles, monkeypatch):
-    monkeypatch.setattr("mcore_rl.controller.pending.GRACE_S", 30.0)  # Ray may be slow to tell
+    monkeypatch.setattr("mcore_rl.controller.pending_call.GRACE_S", 30.0)  # Ray may be slow to tell
     pool = pool_of(2)
     with (
-        ResourcePool(1, {"CPU": 0.1}) as own,
-        WorkerGroup(Trainer, layout=Layout(), pool=own, timeouts=TimeoutsConfig()) as actor,
+        ResourcePool(1, {"CPU": 0.1}) as actor_pool,
+        WorkerGroup(Trainer, layout=Layout(), pool=actor_pool, timeouts=TimeoutsConfig()) as actor,
     ):
         sync = TransportSync(actor, pool, LIMIT, RolloutConfig(tp=4), WeightSyncConfig())
         sync.push(1)
-        assert [group.told() for group in pool.groups] == [[(2, 0)], [(2, 4)]]
+        assert [group.get_pushes() for group in pool.groups] == [[(2, 0)], [(2, 4)]]
         sync.push(10)
         (alive,) = [server for server in pool._servers.values() if server.is_up]
-        assert alive.version == 10 and alive.group.told() == [(1, 0)]
+        assert alive.version == 10 and alive.group.get_pushes() == [(1, 0)]
         pool.begin(prompts(0, 1), SAMPLING)
         assert versions(all_of(pool)) == {10}
         wait_until_up(pool, 2)
         sync.push(2)
-        assert [group.told() for group in pool.groups] == [[(2, 0)], [(2, 4)]]
+        assert [group.get_pushes() for group in pool.groups] == [[(2, 0)], [(2, 4)]]
         pool.begin(prompts(0, 1), SAMPLING)
-        found = all_of(pool)
-        assert versions(found) == {2} and servers(found) == {0, 1}
+        batch = all_of(pool)
+        assert versions(batch) == {2} and servers(batch) == {0, 1}
 
 
 def test_on_shared_devices_a_server_waits_with_its_start_for_its_turn(pool_of):
@@ -389,8 +390,8 @@ def test_on_shared_devices_a_server_waits_with_its_start_for_its_turn(pool_of):
     assert not pool.has_joining
     pushed(pool, 1)
     pool.begin(prompts(0, 1), SAMPLING)
-    found = all_of(pool)
-    assert servers(found) == {0, 1} and versions(found) == {1}
+    batch = all_of(pool)
+    assert servers(batch) == {0, 1} and versions(batch) == {1}
 
 
 def test_samples_come_in_the_order_of_the_prompts_however_they_end(pool_of):

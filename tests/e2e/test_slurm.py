@@ -64,7 +64,7 @@ class Submitted:
         self.slurm.wait_until(reached, f"step {step}", A_JOB_S)
 
     def wait(self, *states: str) -> dict[str, str]:
-        """Returns in one of these states, or fails with the job's log."""
+        """Wait for one of these states; fail with the job's log."""
         try:
             return self.slurm.wait_for_state(self.number, *states, seconds=A_JOB_S)
         except AssertionError as error:
@@ -79,36 +79,38 @@ class Submitted:
 
 def nothing_is_left(slurm: SlurmCluster, before: set[str]) -> None:
     def left() -> list[str]:
-        its = slurm.processes()
+        pids = slurm.processes()
         daemons = {"munged", "slurmctld", "slurmd", "slurmstepd"}
-        found = [
-            str(p) for p in its if lives(p) and p.name() not in daemons and "slurms" not in p.name()
+        leftovers = [
+            str(p)
+            for p in pids
+            if lives(p) and p.name() not in daemons and "slurms" not in p.name()
         ]
-        return found + sorted(temporary(slurm) - before)
+        return leftovers + sorted(temporary(slurm) - before)
 
     slurm.wait_until(lambda: not left(), f"{left()} is gone", 30)
 
 
 def temporary(slurm: SlurmCluster) -> set[str]:
-    """What jobs leave when they leave something, and no living process uses."""
-    mapped = reaper.mapped_by(set(reaper.processes()))
-    files = {name for name, inode in reaper.shared_memory().items() if inode not in mapped}
-    files -= _of_other_runs()
+    """Return temporary files of jobs that no living process uses."""
+    mapped = reaper.list_mapped_inodes(set(reaper.list_processes()))
+    files = {name for name, inode in reaper.list_shared_memory().items() if inode not in mapped}
+    files -= list_paths_of_other_runs()
     return files | {str(folder) for folder in slurm.temp.glob("mcr_*") if _is_unlocked(folder)}
 
 
-def _of_other_runs() -> set[str]:
-    """What reapers of other tests' jobs will remove, as of servers that a test has killed."""
-    found = set[str]()
+def list_paths_of_other_runs() -> set[str]:
+    """Return what reapers of other tests' jobs will remove, as of killed servers."""
+    paths = set[str]()
     for note in Path("/tmp").glob(f"job*/{reaper.PREFIX}*/{reaper.NOTE}"):
         with contextlib.suppress(OSError, ValueError):  # its job has ended meanwhile
-            found |= json.loads(note.read_text())["files"].keys()
-    return found
+            paths |= json.loads(note.read_text())["files"].keys()
+    return paths
 
 
 def _is_unlocked(scratch: Path) -> bool:
     try:
-        os.close(reaper.locked(str(scratch)))
+        os.close(reaper.acquire_lock(str(scratch)))
     except OSError:  # locked, or gone meanwhile
         return False
     return True
@@ -116,7 +118,7 @@ def _is_unlocked(scratch: Path) -> bool:
 
 @pytest.fixture(scope="module")
 def undisturbed(start_job: Callable[..., Job]) -> list[dict[str, float]]:
-    """The metrics of the same run on one node."""
+    """Return the metrics of the same run on one node."""
     job = start_job("rollout.num_servers=2", *SETTINGS)
     assert job.process.wait(A_JOB_S) == 0, job.stderr
     rows = timeless(job.output)
@@ -128,8 +130,8 @@ def undisturbed(start_job: Callable[..., Job]) -> list[dict[str, float]]:
 def test_a_run_over_two_nodes_is_the_run_on_one_node_to_the_digit(slurm, undisturbed, tmp_path):
     before = temporary(slurm)
     job = Submitted(slurm, tmp_path)
-    found = job.wait("COMPLETED", "FAILED")
-    assert found["ExitCode"] == "0:0", job.log
+    status = job.wait("COMPLETED", "FAILED")
+    assert status["ExitCode"] == "0:0", job.log
     assert {"actor: rank 0 on n1, rank 1 on n2", "rollout: rank 0 on n1, rank 1 on n2"} <= {
         *job.log.splitlines()
     }
@@ -141,18 +143,16 @@ def test_a_run_over_two_nodes_is_the_run_on_one_node_to_the_digit(slurm, undistu
     nothing_is_left(slurm, before)
 
 
-def test_a_run_that_was_told_to_end_saves_is_queued_again_and_ends_the_same(
-    slurm, undisturbed, tmp_path
-):
+def test_a_run_with_a_signal_saves_is_queued_again_and_ends_the_same(slurm, undisturbed, tmp_path):
     before = temporary(slurm)
     job = Submitted(slurm, tmp_path)
     job.wait_for_step(1)
     # As before the time limit (#SBATCH --signal=B:USR1): only the batch script is told.
     assert slurm.run("scancel", "--batch", "--signal=USR1", job.number).returncode == 0
-    found = job.wait("COMPLETED", "FAILED")
-    assert found["ExitCode"] == "0:0", job.log
+    status = job.wait("COMPLETED", "FAILED")
+    assert status["ExitCode"] == "0:0", job.log
     # Starts of Ray that a slow machine has failed do not count.
-    assert (int(found["Restarts"]) > 0, job.log.count("run the driver")) == (True, 2), job.log
+    assert (int(status["Restarts"]) > 0, job.log.count("run the driver")) == (True, 2), job.log
     assert "the driver has ended with status 75" in job.log
     assert {"actor: rank 0 on n1, rank 1 on n2", "rollout: rank 0 on n1, rank 1 on n2"} <= {
         *job.log.splitlines()
@@ -170,8 +170,8 @@ def test_a_run_that_loses_a_node_goes_on_when_that_is_back_and_ends_the_same(und
         slurm.kill_node("n2")
         job.wait("PENDING")
         slurm.start_node("n2")
-        found = job.wait("COMPLETED", "FAILED")
-        assert found["ExitCode"] == "0:0", job.log
+        status = job.wait("COMPLETED", "FAILED")
+        assert status["ExitCode"] == "0:0", job.log
         assert re.search(r"mcore-rl rl: .*\(host n2, pid .* died", job.log), job.log
         assert job.metrics() == undisturbed
         nothing_is_left(slurm, before)
@@ -180,9 +180,9 @@ def test_a_run_that_loses_a_node_goes_on_when_that_is_back_and_ends_the_same(und
 @pytest.mark.nightly
 @pytest.mark.parametrize("kill", [SlurmCluster.kill_node, SlurmCluster.kill_ray])
 def test_a_run_outlives_a_node_that_has_a_server_only(kill, tmp_path):
-    """The other server holds the step up for longer than a driver without Ray is given."""
+    # The other server holds the step up for longer than a driver without Ray is given.
     paused = tmp_path / "paused"
-    own = (
+    overrides = (
         "placement.rollout=own", "weight_sync.method=disaggregated", "weight_sync.timeout_s=60",
         "reward.name=tests/e2e/own_functions.py:later_pausing_reward", "reward.settings.after=60",
         f"reward.settings.file={paused}", "reward.settings.log=rollout-0-0.log",
@@ -190,19 +190,22 @@ def test_a_run_outlives_a_node_that_has_a_server_only(kill, tmp_path):
     )  # fmt: skip
     with slurm_cluster() as slurm:
         before = temporary(slurm)
-        python = on_node(tmp_path, "n2", "hold", 'set -- "$@" --ranks=1')
+        python = make_python(tmp_path, "n2", "hold", 'set -- "$@" --ranks=1')
         variables = {"MCORE_RL_PYTHON": python, "MCORE_RL_RANKS_PER_NODE": "3"}
-        job = Submitted(slurm, tmp_path, *SETTINGS[:-1], *own, **variables)
+        job = Submitted(slurm, tmp_path, *SETTINGS[:-1], *overrides, **variables)
         slurm.wait_until(paused.exists, "a server generates", A_JOB_S)
         kill(slurm, "n2")
-        found = job.wait("COMPLETED", "FAILED", "PENDING")
-        assert (found["ExitCode"], found["Restarts"]) == ("0:0", "0"), job.log
+        status = job.wait("COMPLETED", "FAILED", "PENDING")
+        assert (status["ExitCode"], status["Restarts"]) == ("0:0", "0"), job.log
         assert {"actor: rank 0 on n1, rank 1 on n1", "rollout: rank 0 on n1, rank 1 on n2"} <= {
             *job.log.splitlines()
         }
         assert "It is started again: 1," in job.log and "is up again" not in job.log
-        told = {"kill_node": "Node failure on n2", "kill_ray": "Ray has ended on n2; the driver"}
-        assert told[kill.__name__] in job.log
+        messages = {
+            "kill_node": "Node failure on n2",
+            "kill_ray": "Ray has ended on n2; the driver",
+        }
+        assert messages[kill.__name__] in job.log
         assert len([row for row in job.metrics() if "reward" in row]) == 4
         if kill is SlurmCluster.kill_ray:  # what a lost node has is swept by the next start on it
             nothing_is_left(slurm, before)
@@ -239,15 +242,15 @@ def test_a_busy_port_ends_the_job_with_the_node_the_port_and_the_remedy(slurm, t
 
 @pytest.mark.nightly
 def test_a_node_that_does_not_come_is_named(slurm, tmp_path):
-    python = on_node(tmp_path, "n2", "hold", "sleep 1000")
+    python = make_python(tmp_path, "n2", "hold", "sleep 1000")
     job = Submitted(slurm, tmp_path, MCORE_RL_PYTHON=python, MCORE_RL_NODES_S="40")
     slurm.wait_until(lambda: "did not join" in job.log, "it says so", A_JOB_S)
     slurm.run("scancel", job.number)
     assert re.search(r"node: n2 did not join the Ray of .* in 40 s; alive: n1\.", job.log)
 
 
-def on_node(folder: Path, node: str, command: str, shell: str) -> str:
-    """A Python that on one node, where it is to run a command of node.py, does this before."""
+def make_python(folder: Path, node: str, command: str, shell: str) -> str:
+    """Write a Python that runs `shell` first, on one node, for one command of node.py."""
     script = folder / "python"
     script.write_text(
         f'#!/bin/sh\n[ "$SLURMD_NODENAME" = {node} ] && case "$*" in *" {command} "*) {shell};;\n'
@@ -258,16 +261,16 @@ def on_node(folder: Path, node: str, command: str, shell: str) -> str:
 
 
 def test_a_node_on_which_ray_has_failed_is_left_out_the_next_time(slurm, tmp_path):
-    """A job of one of the two nodes; what it is told to train is refused where Ray comes up."""
-    python = on_node(tmp_path, "n1", "hold", 'set -- "$@" --interface=ib9')
+    # A job of one of the two nodes; what it is told to train is refused where Ray comes up.
+    python = make_python(tmp_path, "n1", "hold", 'set -- "$@" --interface=ib9')
     job = Submitted(slurm, tmp_path, "trainer.num_steps=0", num_nodes=1, MCORE_RL_PYTHON=python)
-    found = job.wait("FAILED")
+    status = job.wait("FAILED")
     assert re.search(r"n1: interface 'ib9' has no IPv4 address; allowed: .*lo", job.log), job.log
     assert "next time without n1" in job.log
     assert "attempt 2 on n2" in job.log
     assert "mcore-rl rl: trainer.num_steps=0" in job.log
     wanted = {"Restarts": "1", "ExitCode": "2:0", "ExcNodeList": "n1", "BatchHost": "n2"}
-    assert {name: found[name] for name in wanted} == wanted
+    assert {name: status[name] for name in wanted} == wanted
 
 
 def test_a_node_that_is_not_fit_ends_the_job_before_ray_and_tells_what_to_do(slurm, tmp_path):
@@ -280,7 +283,7 @@ def test_a_node_that_is_not_fit_ends_the_job_before_ray_and_tells_what_to_do(slu
     assert "start Ray" not in job.log and not (job.output / "config.json").exists()
 
 
-def test_a_wrong_path_is_told_at_once(slurm, tmp_path):
+def test_a_wrong_path_is_refused_at_once(slurm, tmp_path):
     job = Submitted(slurm, tmp_path, MCORE_RL_PYTHON="/nowhere/python")
     job.wait("FAILED")
     assert "/nowhere/python is not there" in job.log

@@ -21,8 +21,8 @@ LIMIT_S = 900.0
 def test_a_recipe_of_several_turns_raises_its_held_out_reward(recipe, start_job):
     job = start_job(recipe=recipe)
     assert job.process.wait(LIMIT_S) == 0, job.stderr
-    found = json.loads((job.output / "summary.json").read_text())["evaluation"]
-    before, after = (found[when]["test"] for when in ("before", "after"))
+    evaluation = json.loads((job.output / "summary.json").read_text())["evaluation"]
+    before, after = (evaluation[when]["test"] for when in ("before", "after"))
     assert before["num_samples"] >= 128
     assert after["reward"] - before["reward"] >= LEAST_GAIN[recipe]
     for row in (row for row in rows_of(job.output) if "reward" in row):

@@ -26,14 +26,14 @@ from tests.pages import of_kind
 ROOT = Path(__file__).parents[2]
 # By the name of the command, as its words on the page: what is trained comes from the fixtures.
 ON_THE_PAGE = {
-    re.search(r"mcore-rl (\w+)", one.text)[1]: one.text.split() for one in of_kind("examples")
+    re.search(r"mcore-rl (\w+)", shown.text)[1]: shown.text.split() for shown in of_kind("examples")
 }
 PROGRAMS = {name: str(Path(sys.executable).with_name(name)) for name in ("mcore-rl", "torchrun")}
 DPO_STEPS = 12
 
 
 def command(kind: str, *settings: str) -> subprocess.CompletedProcess[str]:
-    """The command of the page, with settings after its own."""
+    """Run the command of the page, with settings after its own."""
     line = [PROGRAMS.get(word, word) for word in (*ON_THE_PAGE[kind], *settings)]
     return subprocess.run(line, cwd=ROOT, capture_output=True, text=True)
 
@@ -51,7 +51,7 @@ def dry_run(monkeypatch, capsys):
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory) -> Path:
-    """An untrained model; conversations, and pairs of which the answer in the format is better."""
+    """Make an untrained model, conversations, and pairs with the better answer in the format."""
     folder = tmp_path_factory.mktemp("data")
     last_digit._write_model(folder / "model", 0)
     train, test = split_problems()
@@ -67,7 +67,7 @@ def write(path: Path, rows: list[dict]) -> None:
 
 
 def conversation(problem) -> list[dict[str, str]]:
-    """Of two turns, the second of which needs the first."""
+    """Return a conversation of two turns, the second of which needs the first."""
     again = {"role": "user", "content": "Only the digit."}
     return [
         {"role": "user", "content": question(problem)},
@@ -103,8 +103,8 @@ def ended(done: subprocess.CompletedProcess[str], output: Path) -> dict:
     return json.loads((output / "summary.json").read_text())
 
 
-def told(summary: dict, when: str = "after") -> dict[str, float]:
-    """Of the held-out rows."""
+def get_held_out(summary: dict, when: str = "after") -> dict[str, float]:
+    """Return the metrics of the held-out rows."""
     return summary["evaluation"][when]["test"]
 
 
@@ -125,7 +125,7 @@ def sft_settings(data: Path, output: Path) -> list[str]:
 
 def test_sft_learns_both_turns_in_an_epoch_and_says_so(sft):
     output, summary, stdout = sft
-    before, after = told(summary, "before"), told(summary, "after")
+    before, after = get_held_out(summary, "before"), get_held_out(summary, "after")
     assert before["loss"] > 5 and after["loss"] < 0.5 * before["loss"]
     rows = rows_of(output)
     assert [row["step"] for row in rows] == list(range(21))  # 640 rows, 32 a step
@@ -143,12 +143,12 @@ def test_sft_under_torchrun_is_sft_on_ranks_of_ray(sft, data, tmp_path):
     line = [PROGRAMS.get(word, word) for word in torchrun]
     line += ["sft", *sft_settings(data, again)]
     done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True)
-    assert told(ended(done, again)) == told(summary)
+    assert get_held_out(ended(done, again)) == get_held_out(summary)
     assert timeless(again) == timeless(output)
 
 
 def test_the_loss_that_sft_tells_is_that_of_its_checkpoint_by_transformers(sft, data):
-    """On the held-out conversations, with the masks of the template by hand."""
+    # On the held-out conversations, with the masks of the template by hand.
     output, summary, _ = sft
     folder = output / "checkpoint"
     model = transformers.AutoModelForCausalLM.from_pretrained(folder)
@@ -164,9 +164,9 @@ def test_the_loss_that_sft_tells_is_that_of_its_checkpoint_by_transformers(sft, 
                 trained += [bool(flag) and message["role"] == "assistant"] * len(tokens)
         with torch.no_grad():
             scores = model(torch.tensor([ids])).logits[0, :-1].double().log_softmax(-1)
-        found = -scores.gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
-        losses.append(found[torch.tensor(trained[1:])])
-    assert told(summary)["loss"] == pytest.approx(torch.cat(losses).mean().item(), rel=1e-4)
+        token_losses = -scores.gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
+        losses.append(token_losses[torch.tensor(trained[1:])])
+    assert get_held_out(summary)["loss"] == pytest.approx(torch.cat(losses).mean().item(), rel=1e-4)
 
 
 @pytest.fixture(scope="module")
@@ -185,21 +185,21 @@ def dpo_settings(data: Path, output: Path) -> list[str]:
 
 def test_dpo_under_torchrun_learns_to_prefer(dpo):
     output, summary = dpo
-    assert told(summary, "before")["accuracy"] == 0.5  # the policy is the reference
-    assert told(summary, "before")["loss"] == pytest.approx(0.6931, abs=1e-3)
-    assert told(summary)["accuracy"] >= 0.95
-    assert told(summary)["loss"] < 0.5
+    assert get_held_out(summary, "before")["accuracy"] == 0.5  # the policy is the reference
+    assert get_held_out(summary, "before")["loss"] == pytest.approx(0.6931, abs=1e-3)
+    assert get_held_out(summary)["accuracy"] >= 0.95
+    assert get_held_out(summary)["loss"] < 0.5
     assert len(rows_of(output)) == 1 + DPO_STEPS
 
 
 def test_dpo_goes_on_from_a_checkpoint_as_the_run_that_was_not_ended(dpo, data, tmp_path):
-    """Under torchrun, in another folder: the same metrics and the same weights, bit for bit."""
+    # Under torchrun, in another folder: the same metrics and the same weights, bit for bit.
     output, summary = dpo
     resume = f"resume={output / 'checkpoints' / 'step_000006'}"
     again = tmp_path / "again"
     done = command("dpo", *dpo_settings(data, again), resume)
     assert "going on after step 6" in done.stdout
-    assert told(ended(done, again)) == told(summary)
+    assert get_held_out(ended(done, again)) == get_held_out(summary)
     assert timeless(again) == timeless(output)
     file = "checkpoint/model.safetensors"
     assert (again / file).read_bytes() == (output / file).read_bytes()
@@ -207,8 +207,8 @@ def test_dpo_goes_on_from_a_checkpoint_as_the_run_that_was_not_ended(dpo, data, 
 
 def test_dpo_does_not_go_on_with_other_rows_in_the_same_file(dpo, data, tmp_path):
     file, again = data / "pairs_train.jsonl", tmp_path / "again"
-    first, second, *others = (before := file.read_text()).splitlines(keepends=True)
-    file.write_text("".join([second, first, *others]))
+    first, second, *rest = (before := file.read_text()).splitlines(keepends=True)
+    file.write_text("".join([second, first, *rest]))
     try:
         resume = f"resume={dpo[0] / 'checkpoints' / 'step_000006'}"
         done = command("dpo", *dpo_settings(data, again), resume)
@@ -232,8 +232,8 @@ def rm(data, tmp_path_factory) -> tuple[Path, dict]:
 
 def test_rm_under_torchrun_learns_which_answer_is_better(rm):
     _, summary = rm
-    assert told(summary, "before")["accuracy"] == 0.5  # all scores are 0
-    assert told(summary)["accuracy"] >= 0.95
+    assert get_held_out(summary, "before")["accuracy"] == 0.5  # all scores are 0
+    assert get_held_out(summary)["accuracy"] >= 0.95
 
 
 def test_a_reward_model_gives_its_scores_in_transformers(rm, data):
@@ -252,12 +252,12 @@ def test_a_reward_model_gives_its_scores_in_transformers(rm, data):
         inputs = tokenizer(texts, add_special_tokens=False, padding=True, return_tensors="pt")
         with torch.no_grad():
             means.append(model(**inputs).logits.mean().item())
-    found = told(summary)
-    assert [found["reward_chosen"], found["reward_rejected"]] == pytest.approx(means, abs=1e-4)
+    metrics = get_held_out(summary)
+    assert [metrics["reward_chosen"], metrics["reward_rejected"]] == pytest.approx(means, abs=1e-4)
 
 
 def test_a_reward_model_of_ours_is_the_reward_of_a_run(rm, data, tmp_path):
-    """Two steps: each reward is its score, by weight."""
+    # Two steps: each reward is its score, by weight.
     prompts = tmp_path / "prompts.jsonl"
     problems = split_problems()[0][:64]
     write(prompts, [{"messages": conversation(p)[:1], "answer": answer(p)} for p in problems])
@@ -275,9 +275,9 @@ def test_a_reward_model_of_ours_is_the_reward_of_a_run(rm, data, tmp_path):
     line = [PROGRAMS["mcore-rl"], "rl", "recipe=quickstart", *given]
     done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
-    found = [row for row in rows_of(output) if "reward" in row]
-    assert len(found) == 2
-    for row in found:
+    rows = [row for row in rows_of(output) if "reward" in row]
+    assert len(rows) == 2
+    for row in rows:
         assert row["reward/model"] != 0
         assert row["reward"] == pytest.approx(0.5 * row["reward/model"], rel=1e-5)
         assert row["actor/grad_norm"] > 0

@@ -31,7 +31,7 @@ Action = Callable[[], Awaitable[None]]
 
 @dataclass(frozen=True)
 class Straddling:
-    """What a server answered while its weights changed."""
+    """Answers of a server while its weights changed."""
 
     served: Served
     version: int  # of before
@@ -39,11 +39,11 @@ class Straddling:
     late: Completion  # of PROMPT, asked for meanwhile
 
     def gaps(self, model: Model, *, of_new: bool) -> list[float]:
-        """The largest difference to a model's log-probs, of the old or the new tokens of each."""
-        found = []
+        """Return the largest differences to a model's log-probs, of old or new tokens."""
+        largest = []
         for completion in self.both_versions:
             expected = model.log_probs(LONG, completion.token_ids)
-            found.append(
+            largest.append(
                 max(
                     abs(a - b)
                     for a, b, version in zip(
@@ -52,40 +52,40 @@ class Straddling:
                     if (version > self.version) == of_new
                 )
             )
-        return found
+        return largest
 
     @property
     def both_versions(self) -> list[Completion]:
-        return [one for one in self.early if len(set(one.weight_versions)) == 2]
+        return [c for c in self.early if len(set(c.weight_versions)) == 2]
 
 
 def answered_across(served: Served, change: Action) -> Straddling:
-    """Requests run for some tokens, then `change` is awaited and another one is made meanwhile."""
+    """Run requests for some tokens, await `change`, and make another one meanwhile."""
     served.take(0)
     server, version = served.server, served.server.weight_version
 
     async def work() -> tuple[list[Completion], list[Completion]]:
-        asked = asyncio.create_task(server.submit(LONG, MANY))
+        running = asyncio.create_task(server.submit(LONG, MANY))
         await tokens_of_another(served)
         changing = asyncio.create_task(change())
         await asyncio.sleep(0)  # so it has begun
         late = asyncio.create_task(server.submit(PROMPT, SamplingParams(max_tokens=24, seed=1)))
         await changing
-        return await asked, await late
+        return await running, await late
 
     early, [late] = served.run(work())
-    found = Straddling(served, version, early, late)
-    assert len(early) == MANY.n and len(found.both_versions) >= 2
-    for one in found.both_versions:
-        assert one.weight_versions == sorted(one.weight_versions)
-        assert set(one.weight_versions) == {version, version + 1}
-        assert one.finish_reason == "stop" or len(one.token_ids) == MANY.max_tokens
-    assert max(found.gaps(served.models[0], of_new=False)) < 1e-4
-    return found
+    straddling = Straddling(served, version, early, late)
+    assert len(early) == MANY.n and len(straddling.both_versions) >= 2
+    for completion in straddling.both_versions:
+        assert completion.weight_versions == sorted(completion.weight_versions)
+        assert set(completion.weight_versions) == {version, version + 1}
+        assert completion.finish_reason == "stop" or len(completion.token_ids) == MANY.max_tokens
+    assert max(straddling.gaps(served.models[0], of_new=False)) < 1e-4
+    return straddling
 
 
 async def tokens_of_another(served: Served) -> None:
-    """Returns when a request that came after the others has had some tokens."""
+    """Wait until a request that came after the others has had some tokens."""
     await served.server.submit([5, 6, 7], SamplingParams(max_tokens=5, seed=4))
 
 
@@ -95,25 +95,25 @@ def update(served: Served, seed: int = 1, **how: Any) -> Awaitable[None]:
 
 
 def cached(served: Served, prompt: list[int], cache: str = "") -> int:
-    """The tokens of a prompt that a new request reads from the prefix cache."""
+    """Return how many tokens of a prompt a new request reads from the prefix cache."""
 
     async def ask() -> int:
         async for output in served.server._generate(prompt, max_tokens=1, cache=cache):
-            found = int(output.num_cached_tokens)
-        return found
+            num_cached = int(output.num_cached_tokens)
+        return num_cached
 
     return served.run(ask())
 
 
 @pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
 def test_running_requests_go_on_with_the_new_weights(shared_server, recompute):
-    found = answered_across(
+    straddling = answered_across(
         shared_server, lambda: update(shared_server, in_flight=True, recompute_cache=recompute)
     )
-    new, gaps = shared_server.models[1], found.gaps(shared_server.models[1], of_new=True)
-    assert set(found.late.weight_versions) == {found.version + 1}
-    assert new.gap(PROMPT, found.late) < 1e-4
-    assert found.late.token_ids == whole_of(shared_server)
+    new, gaps = shared_server.models[1], straddling.gaps(shared_server.models[1], of_new=True)
+    assert set(straddling.late.weight_versions) == {straddling.version + 1}
+    assert new.gap(PROMPT, straddling.late) < 1e-4
+    assert straddling.late.token_ids == whole_of(shared_server)
     if recompute:
         assert max(gaps) < 1e-4
     else:  # older keys and values are there still
@@ -122,9 +122,9 @@ def test_running_requests_go_on_with_the_new_weights(shared_server, recompute):
 
 
 def whole_of(served: Served) -> list[int]:
-    """The tokens of the late request of `answered_across`, of the weights that are there now."""
-    [found] = served.run(served.server.submit(PROMPT, SamplingParams(max_tokens=24, seed=1)))
-    return found.token_ids
+    """Return the tokens of the late request, with the weights that are there now."""
+    [completion] = served.run(served.server.submit(PROMPT, SamplingParams(max_tokens=24, seed=1)))
+    return completion.token_ids
 
 
 @pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
@@ -135,10 +135,10 @@ def test_no_new_request_reads_what_older_weights_have_cached(shared_server, reco
         assert [cached(shared_server, LONG, cache) for _ in range(2)] == [0, num_tokens]
 
     async def across() -> None:
-        asked = asyncio.create_task(shared_server.server.submit(LONG, MANY))
+        running = asyncio.create_task(shared_server.server.submit(LONG, MANY))
         await tokens_of_another(shared_server)
         await update(shared_server, in_flight=True, recompute_cache=recompute)
-        await asked
+        await running
 
     shared_server.run(across())
     for cache in ("", "evaluation"):
@@ -148,10 +148,9 @@ def test_no_new_request_reads_what_older_weights_have_cached(shared_server, reco
 def test_after_an_update_in_flight_that_failed_nothing_is_generated_until_a_whole_one(
     shared_server,
 ):
-    """Requests stand still meanwhile; they can be aborted, or go on with a whole update.
-
-    A new one waits for that.
-    """
+    # Requests stand still meanwhile; they can be aborted, or go on with a whole update.
+    #
+    # A new one waits for that.
     server = shared_server.server
 
     async def fail() -> None:
@@ -169,7 +168,7 @@ def test_after_an_update_in_flight_that_failed_nothing_is_generated_until_a_whol
         await fail()
         new = asyncio.create_task(server.submit(PROMPT, SamplingParams(max_tokens=1)))
         await asyncio.sleep(0.3)
-        assert not any(one.done() for one in (goes_on, ended, new))
+        assert not any(task.done() for task in (goes_on, ended, new))
         await server.abort("ended")
         partial = await ended
         await update(shared_server, in_flight=True, recompute_cache=True)
@@ -177,14 +176,14 @@ def test_after_an_update_in_flight_that_failed_nothing_is_generated_until_a_whol
 
     shared_server.take(0)
     number = server.weight_version
-    partial, whole, new = shared_server.run(work())
-    assert "abort" in {one.finish_reason for one in partial}
-    assert {version for one in partial for version in one.weight_versions} == {number}
+    partial, complete, new = shared_server.run(work())
+    assert "abort" in {c.finish_reason for c in partial}
+    assert {version for c in partial for version in c.weight_versions} == {number}
     assert new[0].weight_versions == [number + 1]
-    found = Straddling(shared_server, number, whole, whole[0])
-    assert len(found.both_versions) >= 2
-    assert max(found.gaps(shared_server.models[0], of_new=False)) < 1e-4
-    assert max(found.gaps(shared_server.models[1], of_new=True)) < 1e-4
+    straddling = Straddling(shared_server, number, complete, complete[0])
+    assert len(straddling.both_versions) >= 2
+    assert max(straddling.gaps(shared_server.models[0], of_new=False)) < 1e-4
+    assert max(straddling.gaps(shared_server.models[1], of_new=True)) < 1e-4
 
 
 def test_requests_that_run_when_it_falls_asleep_go_on_with_the_weights_that_it_wakes_with(
@@ -202,13 +201,13 @@ def test_requests_that_run_when_it_falls_asleep_go_on_with_the_weights_that_it_w
         await update(shared_server)
         await server.wake("kv_cache")
 
-    found = answered_across(shared_server, through_sleep)
-    assert max(found.gaps(shared_server.models[1], of_new=True)) < 1e-4
-    assert set(found.late.weight_versions) == {found.version + 1}
-    assert shared_server.models[1].gap(PROMPT, found.late) < 1e-4
+    straddling = answered_across(shared_server, through_sleep)
+    assert max(straddling.gaps(shared_server.models[1], of_new=True)) < 1e-4
+    assert set(straddling.late.weight_versions) == {straddling.version + 1}
+    assert shared_server.models[1].gap(PROMPT, straddling.late) < 1e-4
 
 
-def test_a_request_that_is_ended_while_it_is_kept_in_sleep_leaves_nothing_behind(shared_server):
+def test_a_request_that_is_aborted_during_sleep_leaves_nothing_behind(shared_server):
     shared_server.take(0)
     server = shared_server.server
 
@@ -219,8 +218,8 @@ def test_a_request_that_is_ended_while_it_is_kept_in_sleep_leaves_nothing_behind
         await server.sleep(keep=True)
         await server.abort("aborted")
         cancelled.cancel()
-        found = await aborted
-        assert "abort" in {one.finish_reason for one in found}
+        completions = await aborted
+        assert "abort" in {completion.finish_reason for completion in completions}
         with pytest.raises(asyncio.CancelledError):
             await cancelled
         await server.wake("weights")
@@ -234,14 +233,14 @@ def test_a_request_that_is_ended_while_it_is_kept_in_sleep_leaves_nothing_behind
 
 
 def test_requests_that_are_held_start_together_whatever_the_weights_do(shared_server):
-    """Those of two callers at once, and one whose moment comes in the middle of an update."""
+    # Those of two callers at once, and one whose moment comes in the middle of an update.
     shared_server.take(0)
     server = shared_server.server
 
     async def ask(started: list[asyncio.Task[Any]], seed: int) -> None:
         async with server.start_together():
-            one = SamplingParams(max_tokens=10, seed=seed)
-            started.append(asyncio.create_task(server.submit(PROMPT, one)))
+            sampling = SamplingParams(max_tokens=10, seed=seed)
+            started.append(asyncio.create_task(server.submit(PROMPT, sampling)))
             await asyncio.sleep(0.2 * seed)  # a token takes some 10 ms
             assert not started[-1].done()
 
@@ -254,12 +253,12 @@ def test_requests_that_are_held_start_together_whatever_the_weights_do(shared_se
         await asyncio.sleep(0)
         callers.append(asyncio.create_task(ask(started, 3)))
         await asyncio.gather(*callers, updating)
-        return [one for found in await asyncio.gather(*started) for one in found]
+        return [c for completions in await asyncio.gather(*started) for c in completions]
 
     number = server.weight_version
-    found = shared_server.run(work())
-    assert len(found) == 3
-    assert set(found[-1].weight_versions) == {number + 1}
+    completions = shared_server.run(work())
+    assert len(completions) == 3
+    assert set(completions[-1].weight_versions) == {number + 1}
 
 
 class Waiting:
@@ -297,8 +296,8 @@ def test_a_turn_that_comes_while_the_server_sleeps_waits_and_its_time_stands_sti
         runner = AgentRunner(
             server, tokenizer_of_characters(), no_reward, config, MAX_TOKENS, stops_on_error=True
         )
-        asked = [{"role": "user", "content": "Add."}]
-        prompt = Prompt([], 0, {"reached": reached, "goes_on": goes_on}, messages=asked)
+        conversation = [{"role": "user", "content": "Add."}]
+        prompt = Prompt([], 0, {"reached": reached, "goes_on": goes_on}, messages=conversation)
         [group] = runner.start([prompt], SamplingParams(n=1, seed=5, max_tokens=MAX_TOKENS))
         await reached.wait()
         runner.hold("sleep")
@@ -312,11 +311,11 @@ def test_a_turn_that_comes_while_the_server_sleeps_waits_and_its_time_stands_sti
         assert not group.done()
         await server.wake("kv_cache")
         assert runner._running[0, 0].timeout.when() is None
-        now = asyncio.get_running_loop().time
-        before = now()
+        get_time_s = asyncio.get_running_loop().time
+        before = get_time_s()
         runner.release("sleep")
         ends = runner._running[0, 0].timeout.when()
-        assert before - 1e-6 <= ends - left_s <= now() + 1e-6
+        assert before - 1e-6 <= ends - left_s <= get_time_s() + 1e-6
         [sample] = await group
         await runner.close()
         return sample
@@ -327,5 +326,5 @@ def test_a_turn_that_comes_while_the_server_sleeps_waits_and_its_time_stands_sti
         assert set(sample.weight_versions[span.start : span.end]) == {number + turn}
         before = sample.prompt_ids + sample.response_ids[: span.start]
         expected = model.log_probs(before, sample.response_ids[span.start : span.end])
-        found = sample.rollout_log_probs[span.start : span.end]
-        assert found == pytest.approx(expected, abs=1e-4)
+        served = sample.rollout_log_probs[span.start : span.end]
+        assert served == pytest.approx(expected, abs=1e-4)

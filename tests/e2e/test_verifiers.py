@@ -45,7 +45,7 @@ def settings() -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def tasks(settings, tmp_path_factory) -> str:
-    """The environment's tasks as a file of rows."""
+    """Write the environment's tasks as a file of rows."""
     file = tmp_path_factory.mktemp("tasks") / "tasks.parquet"
     args = '{"taskset": {"num_tasks": 40}}'
     make_verifiers(VerifiersSettings(**settings, args=args), TaskRange(1, 32), file)
@@ -66,7 +66,7 @@ def test_tasks_are_rows_with_their_prompts(settings, tasks, tmp_path):
 
 
 def test_the_commands_of_the_page_make_rows(settings, tmp_path):
-    """As printed, in a folder with what they name."""
+    # As printed, in a folder with what they name.
     (tmp_path / "tests").symlink_to(ROOT / "tests")
     environment = Path(settings["interpreter"]).parents[1]
     (tmp_path / ".venv-verifiers").symlink_to(environment)
@@ -96,10 +96,10 @@ ROLLOUTS: dict[str, list[str]] = {  # what the policy says in each, one after th
 
 @pytest.fixture(scope="module")
 def played(settings) -> dict[str, Any]:
-    """What becomes of each rollout, by one process and with at most two turns; and all at once."""
+    """Return the outcome of each rollout: by one process with two turns at most; all at once."""
     row = {"task": '{"prompt": "How much is 3 + 4?", "answer": "7"}'}
     messages = [{"role": "user", "content": "How much is 3 + 4?"}]
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
 
     async def work() -> None:
         says = [text for texts in ROLLOUTS.values() for text in texts]
@@ -111,35 +111,35 @@ def played(settings) -> dict[str, Any]:
             for name in ROLLOUTS:
                 prompt = Prompt([], 3, row, row=7, messages=messages)
                 try:
-                    [found[name]] = await runner.run_all([prompt], sampling)
+                    [results[name]] = await runner.run_all([prompt], sampling)
                 except RewardError as error:
-                    found[name] = error
+                    results[name] = error
             many = [Prompt([], i, row, row=i, messages=messages) for i in range(16)]
-            found["many"] = await runner.run_all(many, sampling)
+            results["many"] = await runner.run_all(many, sampling)
         finally:
             await runner.close()
-        found["exit status"] = runner._loop._process._process.returncode
+        results["exit status"] = runner._loop._process._process.returncode
 
     asyncio.run(work())
-    return found
+    return results
 
 
 def test_tools_and_rewards_of_the_environment_make_the_samples(played):
-    """Its tokens have been compared by token ids with those that its harness was answered."""
+    # Its tokens have been compared by token ids with those that its harness was answered.
     right, wrong = played["right"], played["wrong"]
     assert (right.reward, right.status) == (2.25, "finished")
     assert right.reward_parts == {"right": 2.0, "used_the_tool": 0.25, "metrics/length": 8.0}
     trained = [t for t, mask in zip(right.response_ids, right.response_mask, strict=True) if mask]
     assert text_of(trained) == f"{called(3, 4)}<|im_end|>It is 7.<|im_end|>"
     assert "<tool_response>\n7\n</tool_response>" in text_of(right.response_ids)
-    assert '"name": "add", "description": "Adds two whole numbers."' in text_of(right.prompt_ids)
+    assert '"name": "add", "description": "Add two integers."' in text_of(right.prompt_ids)
     assert (wrong.reward, wrong.status) == (0.0, "finished")
     assert [sample.reward for sample in played["many"]] == [2.0] * 16
 
 
 def test_an_environment_that_raises_fails_its_trajectory(played):
-    told = "RolloutFailedError: TaskError: .*ValueError: what a reward of a user raises"
-    with pytest.raises(RewardError, match=told):
+    message = "RolloutFailedError: TaskError: .*ValueError: what a reward of a user raises"
+    with pytest.raises(RewardError, match=message):
         raise played["raises"]
 
 
@@ -149,7 +149,7 @@ def test_a_rollout_at_the_limit_of_turns_is_cut_off_and_scored(played):
 
 
 def test_rollouts_of_a_process_that_is_killed_are_played_again(settings):
-    """Two of them, in the middle of a turn: the same prompts, with the same seeds."""
+    # Two of them, in the middle of a turn: the same prompts, with the same seeds.
     row = {"task": '{"prompt": "How much is 3 + 4?", "answer": "7"}'}
     messages = [{"role": "user", "content": "How much is 3 + 4?"}]
     policy = Policy(["It is 7."] * 4, waits={number: asyncio.Event() for number in range(2)})
@@ -160,12 +160,12 @@ def test_rollouts_of_a_process_that_is_killed_are_played_again(settings):
         (0, "finished", 2.0),
         (1, "finished", 2.0),
     ]
-    asked = sorted((prompt, sampling.seed) for prompt, sampling, _ in policy.requests)
-    assert asked[0] == asked[1] != asked[2] == asked[3]
+    seeds = sorted((prompt, sampling.seed) for prompt, sampling, _ in policy.requests)
+    assert seeds[0] == seeds[1] != seeds[2] == seeds[3]
 
 
 def test_its_process_ends_by_itself_and_leaves_nothing(played):
-    """As it does when its worker is killed: its input has ended."""
+    # As it does when its worker is killed: its input has ended.
     assert played["exit status"] == 0
     lines = [" ".join(p.info["cmdline"] or ()) for p in psutil.process_iter(["cmdline"])]
     assert not [line for line in lines if "sums_v1" in line or "mcore_rl_bridge" in line]
@@ -173,7 +173,7 @@ def test_its_process_ends_by_itself_and_leaves_nothing(played):
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> str:
-    """An untrained model whose chat template shows tools."""
+    """Make an untrained model whose chat template shows tools."""
     folder = tmp_path_factory.mktemp("model")
     torch.manual_seed(0)
     config = Qwen3MoeConfig(
@@ -200,7 +200,7 @@ def model(tmp_path_factory) -> str:
 
 @pytest.fixture(scope="module")
 def examples(played, tmp_path_factory) -> str:
-    """Supervised rows of both turns, with the prompts that the policy gets."""
+    """Write supervised rows of both turns, with the prompts that the policy gets."""
     prompt = text_of(played["right"].prompt_ids)
     system = prompt.removeprefix("<|im_start|>system\n").partition("<|im_end|>")[0]
     rows = []
@@ -219,10 +219,9 @@ def examples(played, tmp_path_factory) -> str:
 
 
 def test_a_job_trains_the_environment(start_job, model, settings, tasks, examples):
-    """Two steps, hence with weights of two versions. The trainer's log-probs of what the policy
-    said are the servers'. A warm start has shown it how to call the tool.
-    """
-    own = ", ".join(f"{name}: '{value}'" for name, value in settings.items())
+    # Two steps, hence with weights of two versions. The trainer's log-probs of what the policy
+    # said are the servers'. A warm start has shown it how to call the tool.
+    overrides = ", ".join(f"{name}: '{value}'" for name, value in settings.items())
     job = start_job(
         "task.name=''",
         f"model.path={model}",
@@ -234,7 +233,7 @@ def test_a_job_trains_the_environment(start_job, model, settings, tasks, example
         "warm_start.batch_size=32",
         "warm_start.optimizer.lr=5e-3",
         "agent.loop=verifiers",
-        f"agent.settings={{{own}}}",
+        f"agent.settings={{{overrides}}}",
         "agent.max_turn_tokens=40",
         "data.max_prompt_tokens=300",
         "rollout.max_response_tokens=200",
@@ -255,5 +254,5 @@ def test_a_job_trains_the_environment(start_job, model, settings, tasks, example
         assert row["actor/grad_norm"] > 0
     table = pq.read_table(job.output / "samples" / "step_000002.parquet").to_pylist()
     assert len(table) == 8 * 8
-    assert all("Adds two whole numbers." in row["prompt"] for row in table)
+    assert all("Add two integers." in row["prompt"] for row in table)
     assert any("<tool_response>" in row["response"] for row in table)

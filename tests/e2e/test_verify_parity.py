@@ -57,7 +57,7 @@ FAMILIES = {
     "glm4_moe": TP2_EP2,
     "deepseek_v3": TP2_EP2,
 }  # and qwen3_moe, by the command
-OTHERS = ("hf", "vllm_prefill", "vllm_decode")
+OTHER_ENGINES = ("hf", "vllm_prefill", "vllm_decode")
 PROMPTS = drawn_prompts(tiny_models.VOCAB, longest=34)
 
 Tensors = dict[str, torch.Tensor]
@@ -75,7 +75,7 @@ def another_rotary_base(tensors: Tensors, config: Config) -> None:
 
 
 def permute_experts(tensors: Tensors, config: Config) -> None:
-    """Of one layer; its router stays as it is."""
+    """Permute the experts of one layer; its router stays as it is."""
     names = [name for name in tensors if name.startswith("model.layers.1.mlp.experts.")]
     old = {name: tensors[name] for name in names}
     num_experts = config["n_routed_experts"]
@@ -90,7 +90,7 @@ def forget_the_router_bias(tensors: Tensors, config: Config) -> None:
 
 
 def reorder_query_heads(tensors: Tensors, config: Config) -> None:
-    """Queries of the first group of heads become those of the second."""
+    """Turn queries of the first group of heads into those of the second."""
     name = "model.layers.2.self_attn.q_proj.weight"
     tensors[name] = torch.cat(tensors[name].chunk(2)[::-1])
 
@@ -152,7 +152,7 @@ def spec(path: Path, layout: Layout) -> EngineSpec:
 
 @dataclass(frozen=True)
 class Reference:
-    """What the other engines say of the original of a family."""
+    """Scores and traces of the original of a family by the other engines."""
 
     path: Path
     sequences: list[list[int]]
@@ -161,7 +161,7 @@ class Reference:
 
 
 def reference(path: Path) -> Reference:
-    served, vllm_trace = asyncio.run(under_vllm(path))
+    served, vllm_trace = asyncio.run(run_vllm(path))
     sequences = served["sequences"]
     scores = {
         "hf": Scores(**engines.hf_scores(str(path), "float32", sequences)),
@@ -173,7 +173,7 @@ def reference(path: Path) -> Reference:
     return Reference(path, sequences, scores, traces)
 
 
-async def under_vllm(path: Path) -> tuple[dict[str, Any], Tensors]:
+async def run_vllm(path: Path) -> tuple[dict[str, Any], Tensors]:
     config = RolloutConfig(max_num_seqs=4, kv_cache_bytes=32 << 20)
     server = VLLMServer(str(path), "float32", 256, config, seed=0)
     try:
@@ -205,13 +205,13 @@ class Runs:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self.reference = functools.cache(self._reference)
-        self.of = functools.cache(self._of)
+        self.run_case = functools.cache(self._run_case)
 
     def _reference(self, family: str) -> Reference:
         with hosting():
             return reference(saved(family, self._folder))
 
-    def _of(self, case: str) -> Run:
+    def _run_case(self, case: str) -> Run:
         """A family, the name of a fault, or a checkpoint that is loaded over other weights."""
         planted, checkpoint = [], ""
         if case in FAMILIES:
@@ -233,9 +233,9 @@ class Runs:
         arguments = (spec(path, layout), checkpoint)
         score = ranks.job(*planted, engines.megatron_scores, *arguments, wanted.sequences)
         trace = ranks.job(*planted, engines.megatron_traces, *arguments, wanted.sequences[-1:])
-        found = ranks.spawn(2, {"score": score, "trace": trace})
-        [traced] = engines.joined(found["trace"])
-        return Run(engines.gathered(found["score"]), traced, wanted)
+        results = ranks.spawn(2, {"score": score, "trace": trace})
+        [traced] = engines.joined(results["trace"])
+        return Run(engines.gathered(results["score"]), traced, wanted)
 
 
 @pytest.fixture(scope="module")
@@ -244,39 +244,39 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
     ranks.dismiss()
 
 
-@pytest.mark.parametrize("other", OTHERS)
+@pytest.mark.parametrize("other", OTHER_ENGINES)
 @pytest.mark.parametrize(
     "case", all_but(("qwen3", "glm4_moe", "checkpoint"), [*FAMILIES, "checkpoint"])
 )
 def test_engines_agree_on_every_token_and_in_every_module(runs, case, other):
-    run = runs.of(case)
+    run = runs.run_case(case)
     gap = run.gap(other)
     scored = sum(len(ids) - 1 for ids in run.reference.sequences)
     assert gap.num_tokens == (16 * len(PROMPTS) if other == "vllm_decode" else scored)
     assert gap.max_abs < TOLERANCES["float32"] / 10
     assert gap.argmax_agreement == 1.0
-    found = run.differences(other)
-    assert {"model.embed_tokens", "model.layers.2.mlp", "lm_head"} <= set(found)
-    assert max(found.values()) < THRESHOLDS["float32"] / 10, found
+    by_module = run.differences(other)
+    assert {"model.embed_tokens", "model.layers.2.mlp", "lm_head"} <= set(by_module)
+    assert max(by_module.values()) < THRESHOLDS["float32"] / 10, by_module
 
 
-@pytest.mark.parametrize("other", OTHERS)
+@pytest.mark.parametrize("other", OTHER_ENGINES)
 @pytest.mark.parametrize(
     "fault",
     all_but([fault for fault in FAULTS if fault.family != "llama"], FAULTS),
     ids=lambda fault: fault.plant.__name__,
 )
 def test_a_fault_is_caught_and_its_module_named(runs, fault, other):
-    run = runs.of(fault.plant.__name__)
+    run = runs.run_case(fault.plant.__name__)
     assert run.gap(other).max_abs > 5 * TOLERANCES["float32"]
-    found = run.differences(other)
-    assert first_different(found, "float32") == fault.module
-    assert found[fault.module] > 2 * THRESHOLDS["float32"]
+    by_module = run.differences(other)
+    assert first_different(by_module, "float32") == fault.module
+    assert by_module[fault.module] > 2 * THRESHOLDS["float32"]
 
 
-@pytest.mark.parametrize("other", OTHERS)
+@pytest.mark.parametrize("other", OTHER_ENGINES)
 def test_a_fault_in_the_rules_is_caught_and_its_module_named(runs, other):
-    run = runs.of(IN_THE_RULES)
+    run = runs.run_case(IN_THE_RULES)
     assert run.gap(other).max_abs > 0.1
     assert first_different(run.differences(other), "float32") == "model.layers.0.mlp"
 

@@ -17,8 +17,9 @@ import torch
 
 from mcore_rl.config.schema import Layout, RolloutConfig, TimeoutsConfig, WeightSyncConfig
 from mcore_rl.controller.dispatch import Dispatch, register
-from mcore_rl.controller.pending import Limit, WorkerError
-from mcore_rl.controller.pool import ResourcePool, ray_session
+from mcore_rl.controller.pending_call import Timeout, WorkerError
+from mcore_rl.controller.ray_session import ray_session
+from mcore_rl.controller.resource_pool import ResourcePool
 from mcore_rl.controller.worker_group import WorkerGroup
 from mcore_rl.parallel import rendezvous
 from mcore_rl.reshard.executor import Bucket
@@ -115,13 +116,13 @@ class Server:
 
 @pytest.fixture(scope="module")
 def pools() -> Iterator[list[ResourcePool]]:
-    """Of two bundles, and of one."""
+    """Create a pool of two bundles, and one of one."""
     with (
         ray_session(num_cpus=1, object_store_bytes=100 << 20, log_to_driver=False),
         ResourcePool(2, {"CPU": 0.1}) as two,
-        ResourcePool(1, {"CPU": 0.1}) as one,
+        ResourcePool(1, {"CPU": 0.1}) as small,
     ):
-        yield [two, one]
+        yield [two, small]
 
 
 def group_of(worker: type, pool: ResourcePool, name: str, call_s: float = 60) -> WorkerGroup:
@@ -155,7 +156,7 @@ def test_a_rank_that_does_not_answer_ends_the_group_with_its_stack(
 ):
     # Neither a group's start nor a method of it has the limit of calls.
     group = group_of(Worker, pools[0], "policy", call_s=5 if setting == "call_s" else 0.001)
-    group._start_limit = replace(group._start_limit, seconds=5)  # for which they had 120 s
+    group._start_timeout = replace(group._start_timeout, seconds=5)  # for which they had 120 s
     pids = {info.pid for info in group.worker_infos.values()}
     start = time.monotonic()
     with pytest.raises(WorkerError) as raised:
@@ -163,17 +164,17 @@ def test_a_rank_that_does_not_answer_ends_the_group_with_its_stack(
     assert time.monotonic() - start < 5 + 60  # the limit, and that of the look at the rank
     line, *stacks = str(raised.value).split("\n")
     who = rf"rank 1 \(host {HOST}, pid {group.worker_infos[1].pid}\)"
-    told = rf"policy\.{method}: {who} has not answered in 5 s \(timeouts\.{setting}\): {doing}"
-    assert re.match(told, line)
+    message = rf"policy\.{method}: {who} has not answered in 5 s \(timeouts\.{setting}\): {doing}"
+    assert re.match(message, line)
     assert "died" not in str(raised.value)
-    assert any("RankActor.call (" in frame for frame in stacks)  # the stack is whole
+    assert any("WorkerProcess.call (" in frame for frame in stacks)  # the stack is whole
     with pytest.raises(RuntimeError, match=rf"but the group has ended: policy\.{method}: rank 1"):
         group.stop()
     assert_end(pids)
 
 
 @pytest.mark.parametrize(
-    ("version", "told"),
+    ("version", "message"),
     [
         (1, "actor.send_weights: rank 0 raised ValueError: the embedding holds NaN"),
         (2, f"actor.send_weights: rank 0 (host {HOST}, pid PID) died."),
@@ -187,7 +188,7 @@ def test_a_rank_that_does_not_answer_ends_the_group_with_its_stack(
     ids=["trainer raises", "trainer dies", "server raises", "server stops"],
 )
 def test_after_two_pushes_one_tells_of_the_side_that_failed_and_not_of_the_other_that_noticed(
-    pools: list[ResourcePool], version: int, told: str, monkeypatch: pytest.MonkeyPatch
+    pools: list[ResourcePool], version: int, message: str, monkeypatch: pytest.MonkeyPatch
 ):
     # These ranks meet at a socket of the sender's, and not at a rendezvous.
     monkeypatch.setattr(rendezvous, "end_waits", lambda *_: None)
@@ -202,12 +203,12 @@ def test_after_two_pushes_one_tells_of_the_side_that_failed_and_not_of_the_other
         served.started()
         pid = (servers if version == 4 else actor).worker_infos[0].pid
         settings = RolloutConfig(), WeightSyncConfig()
-        sync = TransportSync(actor, served, Limit(60, "weight_sync.timeout_s"), *settings)
+        sync = TransportSync(actor, served, Timeout(60, "weight_sync.timeout_s"), *settings)
         for good in (5, 6):
             sync.push(good)
-        assert not actor.ended and not servers.ended
-        sync.limit = Limit(3 if version == 4 else 60, "weight_sync.timeout_s")
+        assert not actor.end_reason and not servers.end_reason
+        sync.timeout = Timeout(3 if version == 4 else 60, "weight_sync.timeout_s")
         with pytest.raises(WorkerError) as raised:
             sync.push(version)
-        assert str(raised.value).startswith(told.replace("PID", str(pid)))
-        assert (servers if told.startswith("rollout") else actor).ended
+        assert str(raised.value).startswith(message.replace("PID", str(pid)))
+        assert (servers if message.startswith("rollout") else actor).end_reason

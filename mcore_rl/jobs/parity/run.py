@@ -17,7 +17,7 @@ from rich.table import Table
 
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import Layout
-from mcore_rl.controller.run_scope import run_scope
+from mcore_rl.controller.process_cleanup import clean_up_on_exit
 from mcore_rl.data.tokenizer import has_tokenizer, read_tokenizer
 from mcore_rl.jobs.failure import summarize_failure
 from mcore_rl.jobs.parity import engines
@@ -167,7 +167,7 @@ def run(request: Request) -> ParityReport:
     """
     plan = checked(request)
     trace_file = Path(tempfile.gettempdir(), f"mcore_rl_verify_{os.getpid()}.txt")
-    with run_scope() as scratch, summarize_failure(trace_file, ConfigError):
+    with clean_up_on_exit() as scratch, summarize_failure(trace_file, ConfigError):
         processes = _Processes(plan, scratch)
         sequences, gaps = _score(plan, processes)
         missed = {pair: gap for pair, gap in gaps.items() if not _passes(gap, plan)}

@@ -16,7 +16,7 @@ from rich.table import Table
 
 from mcore_rl.config.resolve import resolve, resolve_for_lane
 from mcore_rl.config.schema import RLConfig, SampleLogConfig
-from mcore_rl.controller.stop_signals import StopSignals
+from mcore_rl.controller.process_cleanup import StopSignals
 from mcore_rl.data.batch import Batch
 from mcore_rl.data.datasets import PromptDataset, PromptRow
 from mcore_rl.observability.console import get_stdout_console

@@ -14,7 +14,7 @@ from mcore_rl.cli import main as command_line
 from mcore_rl.cli.job import report_start
 from mcore_rl.cli.main import main
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.controller.stop_signals import RunStopped
+from mcore_rl.controller.process_cleanup import RunStopped
 from mcore_rl.jobs.failure import RunFailed, summarize_failure
 from mcore_rl.observability import process
 

@@ -15,64 +15,62 @@ import torch
 
 from mcore_rl.config.schema import Layout, TimeoutsConfig
 from mcore_rl.controller.dispatch import Dispatch, register
-from mcore_rl.controller.object_columns import LostColumnsError, fetch, store
-from mcore_rl.controller.pending import WorkerError
-from mcore_rl.controller.pool import ResourcePool, ray_session
+from mcore_rl.controller.object_columns import LostColumnsError, fetch_columns, store_columns
+from mcore_rl.controller.pending_call import WorkerError
+from mcore_rl.controller.ray_session import ray_session
 from mcore_rl.controller.remote_batch import RemoteBatch
+from mcore_rl.controller.resource_pool import ResourcePool
 from mcore_rl.controller.worker_group import WorkerGroup
 from mcore_rl.data.batch import Batch, Jagged
 from mcore_rl.tools.bench_data_plane import read_settled_store_bytes
 from tests.nightly import nightly
 
 pytestmark = pytest.mark.job
-READS, WRITES = ("prompt_ids", "response_ids"), ("said", "seen_by")
+READS, WRITES = ("prompt_ids", "response_ids"), ("marked_ids", "ranks")
 
 
-def said(batch: Batch, add: int) -> Batch:
-    """Each token and ten times the rank, and the rank itself for each sample."""
+def mark_tokens(batch: Batch, add: int) -> Batch:
+    """Add ten times the rank to each token; write the rank of each sample."""
     rank, ids = int(os.environ["RANK"]), batch.jagged("response_ids")
-    spoken = ids.with_values(ids.values + 10 * rank + add)
-    return batch.with_columns(said=spoken, seen_by=np.full(len(batch), rank))
+    marked = ids.with_values(ids.values + 10 * rank + add)
+    return batch.with_columns(marked_ids=marked, ranks=np.full(len(batch), rank))
 
 
 class Worker:
-    def __init__(self) -> None:
-        self.kept: list[Any] = []
-
     @register(makes=True)
     def make(self, lengths: Sequence[int]) -> Batch:
         return batch_of(lengths)
 
     @register(dispatch_mode=Dispatch.ALL_TO_ALL, reads=READS, writes=WRITES)
     def all_to_all(self, batch: Batch, add: int) -> Batch:
-        return said(batch, add)
+        return mark_tokens(batch, add)
 
     @register(dispatch_mode=Dispatch.RANK_ZERO, reads=READS, writes=WRITES)
     def rank_zero(self, batch: Batch, add: int) -> Batch:
-        return said(batch, add)
+        return mark_tokens(batch, add)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, reads=READS, writes=WRITES)
     def one_to_all(self, batch: Batch, add: int) -> Batch:
-        return said(batch, add)
+        return mark_tokens(batch, add)
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE, reads=READS, writes=WRITES)
     def dp_compute(self, batch: Batch, add: int) -> Batch:
-        return said(batch, add)
+        return mark_tokens(batch, add)
 
     @register(dispatch_mode=Dispatch.MEGATRON_COMPUTE, reads=READS, writes=WRITES)
     def megatron_compute(self, batch: Batch, add: int) -> Batch:
-        return said(batch, add)
+        return mark_tokens(batch, add)
 
     @register(dispatch_mode=Dispatch.MEGATRON_PP_AS_DP, reads=READS, writes=WRITES)
     def megatron_pp_as_dp(self, batch: Batch, add: int) -> Batch:
-        return said(batch, add)
+        return mark_tokens(batch, add)
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_WITH_FUNC, reads=READS, writes=WRITES)
     def with_func(self, function: Callable[[Batch, int], Batch], batch: Batch, add: int) -> Batch:
         return function(batch, add)
 
     @register(dispatch_mode=Dispatch.RANK_ZERO, reads=("response_ids",))
-    def looked_at(self, batch: Batch) -> dict[str, Any]:
+    def inspect_columns(self, batch: Batch) -> dict[str, Any]:
         values = batch.jagged("response_ids").values
         tensor = torch.from_numpy(values)
         return {
@@ -87,9 +85,9 @@ class Worker:
     def undeclared(self, batch: Batch) -> Batch:
         return batch.with_columns(entropy=batch["response_ids"])
 
-    @register(dispatch_mode=Dispatch.MEGATRON_COMPUTE, reads=("said",))
-    def read_said(self, batch: Batch) -> int:
-        return len(batch.jagged("said").values)
+    @register(dispatch_mode=Dispatch.MEGATRON_COMPUTE, reads=("marked_ids",))
+    def count_marked(self, batch: Batch) -> int:
+        return len(batch.jagged("marked_ids").values)
 
 
 def batch_of(lengths: Sequence[int]) -> Batch:
@@ -117,62 +115,61 @@ def group_of(pool: ResourcePool, layout: Layout, name: str = "policy") -> Worker
 UNEVEN = batch_of([100, 40, 30, 20, 10])
 
 
-def assert_said(found: RemoteBatch, ranks: Sequence[int], lengths: Sequence[int]) -> None:
-    """`ranks` answered for these rows, which came back in the order of the caller."""
-    assert {"prompt_ids", "response_ids", "rewards", "said", "seen_by"} <= {*found.names}
-    assert found.array("seen_by").tolist() == list(ranks)
-    assert found.array("rewards").tolist() == list(range(len(lengths)))
-    here = fetch(found)
+def assert_marked(batch: RemoteBatch, ranks: Sequence[int], lengths: Sequence[int]) -> None:
+    """Check that these ranks marked the rows, which are in the order of the caller."""
+    assert {"prompt_ids", "response_ids", "rewards", "marked_ids", "ranks"} <= {*batch.names}
+    assert batch.array("ranks").tolist() == list(ranks)
+    assert batch.array("rewards").tolist() == list(range(len(lengths)))
+    fetched = fetch_columns(batch)
     for row, (rank, length) in enumerate(zip(ranks, lengths, strict=True)):
         expected = [token + 10 * rank + 3 for token in range(length)]
-        assert here.jagged("said")[row].tolist() == expected
+        assert fetched.jagged("marked_ids")[row].tolist() == expected
 
 
-def test_each_mode_on_four_processes_as_worked_out_by_hand(pool: ResourcePool):
+def test_each_mode_splits_rows_over_four_processes_as_worked_out_by_hand(pool: ResourcePool):
     lengths = [100, 40, 30, 20, 10]
     with group_of(pool, Layout(tp=2, dp=2)) as group:
-        batch = store(UNEVEN)
-        assert_said(group.rank_zero(batch, 3), [0] * 5, lengths)
-        assert_said(group.dp_compute(batch, 3), [0, 1, 2, 3, 3], lengths)
-        assert_said(group.with_func(said, batch, 3), [0, 1, 2, 3, 3], lengths)
-        assert_said(group.megatron_compute(batch, 3), [0, 2, 2, 2, 2], lengths)
-        for rank, one in enumerate(group.one_to_all(batch, 3)):
-            assert_said(batch.union(one), [rank] * 5, lengths)
+        batch = store_columns(UNEVEN)
+        assert_marked(group.rank_zero(batch, 3), [0] * 5, lengths)
+        assert_marked(group.dp_compute(batch, 3), [0, 1, 2, 3, 3], lengths)
+        assert_marked(group.with_func(mark_tokens, batch, 3), [0, 1, 2, 3, 3], lengths)
+        assert_marked(group.megatron_compute(batch, 3), [0, 2, 2, 2, 2], lengths)
+        for rank, result in enumerate(group.one_to_all(batch, 3)):
+            assert_marked(batch.union(result), [rank] * 5, lengths)
         each = [batch.take(rows) for rows in ([0, 1], [], [2], [3, 4])]
         answers = group.all_to_all(each, [3] * 4)
-        assert [answer.array("seen_by").tolist() for answer in answers] == [[0, 0], [], [2], [3, 3]]
+        assert [answer.array("ranks").tolist() for answer in answers] == [[0, 0], [], [2], [3, 3]]
         few = batch.take([2, 0])  # fewer rows than ranks: two get an empty part
-        assert group.dp_compute(few, 3).array("seen_by").tolist() == [0, 1]
+        assert group.dp_compute(few, 3).array("ranks").tolist() == [0, 1]
         assert len(group.dp_compute(batch.take([]), 3)) == 0
         made = RemoteBatch.concat(group.make([2, 0, 5]))
-        assert_said(group.megatron_compute(made.take([0, 1, 2]), 3), [0, 0, 2], [2, 0, 5])
+        assert_marked(group.megatron_compute(made.take([0, 1, 2]), 3), [0, 0, 2], [2, 0, 5])
         group.rebuild("pipeline", Layout(pp=2, dp=2))
-        assert_said(group.megatron_pp_as_dp(batch, 3), [0, 2, 1, 3, 3], lengths)
+        assert_marked(group.megatron_pp_as_dp(batch, 3), [0, 2, 1, 3, 3], lengths)
 
 
 def test_a_worker_has_views_of_the_columns_that_it_reads(pool: ResourcePool):
     with group_of(pool, Layout()) as group:
         (made,) = group.make([3, 4, 5])
-        found = group.looked_at(made)
-        assert found == {
+        assert group.inspect_columns(made) == {
             "columns": ["response_ids"],
             "is_writeable": False,
             "owns_data": False,
             "is_same_memory": True,
             "sum": 3 + 6 + 10,
         }
-        once, again = fetch(made), fetch(made.take([1, 2]))
+        once, again = fetch_columns(made), fetch_columns(made.take([1, 2]))
         values = once.jagged("response_ids").values
         assert np.shares_memory(values, again.jagged("response_ids").values)
         assert not values.flags.writeable
-        scattered = fetch(made.take([2, 0])).jagged("response_ids")
+        scattered = fetch_columns(made.take([2, 0])).jagged("response_ids")
         assert not np.shares_memory(values, scattered.values)
         assert scattered.values.tolist() == [0, 1, 2, 3, 4, 0, 1, 2]
 
 
 def test_a_column_that_is_not_declared_ends_the_call(pool: ResourcePool):
     with group_of(pool, Layout()) as group, pytest.raises(WorkerError) as caught:
-        group.undeclared(store(UNEVEN))
+        group.undeclared(store_columns(UNEVEN))
     assert "undeclared returned the column 'entropy'; it writes none" in str(caught.value)
 
 
@@ -184,7 +181,7 @@ def test_objects_are_freed_when_no_batch_refers_to_them(pool: ResourcePool):
         full = read_settled_store_bytes() - before
         assert full > 20e6  # three columns of eight bytes a token
         del made
-        part = part.select("said")
+        part = part.select("marked_ids")
         assert read_settled_store_bytes() - before < 10e6
         del part
         assert read_settled_store_bytes() - before < 1e6
@@ -202,7 +199,7 @@ def test_memory_stays_as_it_is_over_many_small_steps(pool: ResourcePool, steps: 
 
         for _ in range(100):
             step()
-        before = [one.memory_info().rss for one in processes]
+        before = [process.memory_info().rss for process in processes]
         stored = read_settled_store_bytes()
         for _ in range(steps):
             step()
@@ -214,19 +211,19 @@ def test_memory_stays_as_it_is_over_many_small_steps(pool: ResourcePool, steps: 
 def test_columns_of_a_process_that_was_killed_are_one_error(pool: ResourcePool):
     with group_of(pool, Layout(), "alive") as alive:
         (made,) = alive.make([50_000] * 4)
-        scored = scored_by_one_that_is_killed(made)
-        here = fetch(scored.drop_columns("said"))  # new samples are the driver's, and stay
-        assert here.lengths("response_ids").tolist() == [50_000] * 4
+        scored = score_and_die(made)
+        samples = fetch_columns(scored.drop_columns("marked_ids"))  # they belong to the driver
+        assert samples.lengths("response_ids").tolist() == [50_000] * 4
         wait_until_lost(scored)
         with pytest.raises(WorkerError) as caught:
-            alive.read_said(scored)
+            alive.count_marked(scored)
     message = str(caught.value)
-    assert "alive.read_said" in message
+    assert "alive.count_marked" in message
     assert "rank 0" in message
     assert "columns are lost: the process that had stored them has died" in message
 
 
-def scored_by_one_that_is_killed(batch: RemoteBatch) -> RemoteBatch:
+def score_and_die(batch: RemoteBatch) -> RemoteBatch:
     with ResourcePool(1, {"CPU": 0.1}) as other, group_of(other, Layout(), "dying") as group:
         scored: RemoteBatch = group.megatron_compute(batch, 3)
         os.kill(group.worker_infos[0].pid, signal.SIGKILL)
@@ -234,10 +231,10 @@ def scored_by_one_that_is_killed(batch: RemoteBatch) -> RemoteBatch:
 
 
 def wait_until_lost(batch: RemoteBatch) -> None:
-    """Until Ray knows: 30 s at most."""
+    """Wait until Ray knows: 30 s at most."""
     for _ in range(300):
         try:
-            fetch(batch, 10)
+            fetch_columns(batch, 10)
         except LostColumnsError:
             return
         time.sleep(0.1)

@@ -10,14 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mcore_rl.config.schema import Layout
-from mcore_rl.controller.call_parts import CallPart, list_by_rank
 from mcore_rl.controller.dispatch import (
+    CallPart,
     Dispatch,
     DispatchMode,
     Execute,
     Registration,
+    get_registered_methods,
+    list_by_rank,
     register,
-    registered_methods,
 )
 from mcore_rl.data.batch import Batch, Jagged
 from mcore_rl.parallel.mesh import Coordinate, Mesh
@@ -35,7 +36,7 @@ def batch_of(lengths: list[int]) -> Batch:
 
 
 def run(parts: list[CallPart], worker: Any) -> dict[int, Any]:
-    """What every rank would return."""
+    """Return the result of each rank."""
     return {rank: worker(*part.args, **part.kwargs) for part in parts for rank in part.ranks}
 
 
@@ -56,14 +57,14 @@ class Child(Base):
     def save(self) -> None: ...
 
 
-def test_marks_are_inherited_and_can_be_changed():
-    assert registered_methods(Base) == {
+def test_registrations_are_inherited_and_can_be_changed():
+    assert get_registered_methods(Base) == {
         "compute": Registration(
             Dispatch.MEGATRON_COMPUTE, Execute.ALL, True, False, None, (), False
         ),
         "save": Registration(Dispatch.ONE_TO_ALL, Execute.ALL, False, False),
     }
-    assert registered_methods(Child) == {
+    assert get_registered_methods(Child) == {
         "compute": Registration(
             Dispatch.MEGATRON_COMPUTE, Execute.ALL, True, False, None, (), False
         ),
@@ -72,7 +73,7 @@ def test_marks_are_inherited_and_can_be_changed():
 
 
 def test_ranks_share_the_cost_of_a_batch_and_not_its_tokens():
-    """Pairs of tokens count: the long sample weighs more than as many tokens in short ones."""
+    # Pairs of tokens count: the long sample costs more than as many tokens in short ones.
     batch = batch_of([40_000] + [1_000] * 100)
     parts = Dispatch.MEGATRON_COMPUTE.scatter(Mesh(Layout(dp=2)), (batch,), {})
     tokens = [int(part.args[0].num_tokens.sum()) for part in parts]
@@ -107,8 +108,8 @@ def test_all_ranks_of_a_dp_group_get_the_same_part_and_one_owns_the_output():
     parts = Dispatch.MEGATRON_COMPUTE.scatter(mesh, (batch_of([3, 9, 4]),), {})
     assert [part.ranks for part in parts] == [tuple(mesh.get_ranks(dp_rank=d)) for d in (0, 1)]
     for dp_rank, part in enumerate(parts):
-        at = mesh.get_coordinate(part.output_rank)
-        assert (at.tp_rank, at.cp_rank, at.dp_rank, at.pp_rank) == (0, 0, dp_rank, 1)
+        c = mesh.get_coordinate(part.output_rank)
+        assert (c.tp_rank, c.cp_rank, c.dp_rank, c.pp_rank) == (0, 0, dp_rank, 1)
 
 
 def test_the_split_follows_tokens_not_rows():
@@ -171,12 +172,12 @@ SPLITS = [  # mode, layout, ranks of each part, which of them returns its result
 
 
 @pytest.mark.parametrize(("mode", "layout", "ranks", "outputs", "rows"), SPLITS)
-def test_each_mode_that_splits_an_uneven_batch_does_it_as_worked_out_by_hand(
+def test_each_mode_splits_an_uneven_batch_as_worked_out_by_hand(
     mode: str, layout: Layout, ranks: list, outputs: list, rows: list
 ):
-    its: DispatchMode = getattr(Dispatch, mode)
+    dispatch: DispatchMode = getattr(Dispatch, mode)
     first = [int] if mode == "DP_COMPUTE_WITH_FUNC" else []
-    parts = its.scatter(Mesh(layout), (*first, batch_of(LENGTHS), "word"), {"scale": 2})
+    parts = dispatch.scatter(Mesh(layout), (*first, batch_of(LENGTHS), "word"), {"scale": 2})
     assert [part.ranks for part in parts] == ranks
     assert [part.output_rank for part in parts] == outputs
     assert [part.rows for part in parts] == rows
@@ -184,19 +185,21 @@ def test_each_mode_that_splits_an_uneven_batch_does_it_as_worked_out_by_hand(
         *function, batch, word = part.args
         assert (function, word, part.kwargs) == (first, "word", {"scale": 2})
         assert batch.array("row").tolist() == list(part.rows or ())
-    # Each rank says who it is; the others' words are dropped.
-    said = {
-        rank: Batch({"said": part.args[-2].array("row") * 10 + rank})
+    # Each rank writes its number; what ranks without an output return is dropped.
+    results = {
+        rank: Batch({"writer": part.args[-2].array("row") * 10 + rank})
         for part in parts
         for rank in part.ranks
     }
     expected = {
-        row: 10 * row + rank for rank, its in zip(outputs, rows, strict=True) for row in its
+        row: 10 * row + rank
+        for rank, rank_rows in zip(outputs, rows, strict=True)
+        for row in rank_rows
     }
-    joined = its.gather(parts, said)
-    assert joined.array("said").tolist() == [expected[row] for row in range(len(LENGTHS))]
+    joined = dispatch.gather(parts, results)
+    assert joined.array("writer").tolist() == [expected[row] for row in range(len(LENGTHS))]
     words = {rank: f"rank {rank}" for rank in range(4)}
-    assert its.gather(parts, words) == [f"rank {rank}" for rank in outputs]
+    assert dispatch.gather(parts, words) == [f"rank {rank}" for rank in outputs]
 
 
 @pytest.mark.parametrize(
@@ -204,17 +207,16 @@ def test_each_mode_that_splits_an_uneven_batch_does_it_as_worked_out_by_hand(
     [(TP2_DP2, [(0, 1), (2, 3)], [0, 2]), (DP2_PP2, [(0, 2), (1, 3)], [2, 3])],
 )
 def test_each_mini_batch_is_split_by_itself_as_worked_out_by_hand(layout, ranks, outputs):
-    """The first has the uneven rows from above; the second as much in its last as in both others.
-
-    The third has a row, which one rank gets.
-    """
+    # The first has the uneven rows from above; the second as much in its last as in both others.
+    # The third has a row, which one rank gets.
     batch, mode = batch_of([*LENGTHS, 10, 40, 50, 5]), Dispatch.MINI_BATCHES
     parts = mode.scatter(Mesh(layout), (batch,), {"sizes": [5, 3, 1], "temperature": 0.5})
     assert [part.ranks for part in parts] == ranks
     assert [part.output_rank for part in parts] == outputs
     assert [part.args[0].array("row").tolist() for part in parts] == [[0, 5, 6, 8], [1, 2, 3, 4, 7]]
-    sizes = [part.kwargs for part in parts]
-    assert sizes == [{"sizes": its, "temperature": 0.5} for its in ([1, 2, 1], [4, 1, 0])]
+    assert [part.kwargs for part in parts] == [
+        {"sizes": sizes, "temperature": 0.5} for sizes in ([1, 2, 1], [4, 1, 0])
+    ]
     assert mode.gather(parts, {rank: [rank, rank] for rank in range(4)}) == [
         [r, r] for r in outputs
     ]
@@ -222,8 +224,8 @@ def test_each_mini_batch_is_split_by_itself_as_worked_out_by_hand(layout, ranks,
 
 def test_without_sizes_or_on_one_data_parallel_rank_mini_batches_stay_as_they_are():
     batch, mode = batch_of(LENGTHS), Dispatch.MINI_BATCHES
-    whole = mode.scatter(Mesh(TP2_DP2), (batch,), {})
-    assert [part.rows for part in whole] == TWO
+    parts = mode.scatter(Mesh(TP2_DP2), (batch,), {})
+    assert [part.rows for part in parts] == TWO
     [part] = mode.scatter(Mesh(CP2_PP2), (batch,), {"sizes": [2, 3]})
     assert part.args[0] is batch and part.kwargs == {"sizes": [2, 3]}
     with pytest.raises(ValueError, match=r"mini-batches of \[2, 2\] rows of a batch of 5"):
@@ -248,8 +250,8 @@ def test_all_to_all_gives_each_rank_its_own_entry_whatever_its_length():
     assert [part.ranks for part in parts] == EACH
     scaled = run(parts, lambda batch, scale: len(batch) * scale)
     assert mode.gather(parts, scaled) == [2, 0, 100, 3000]
-    for value, found in (([1, 2], "has 2"), (batches[0], "is a Batch")):
-        with pytest.raises(ValueError, match=f"argument 'scale' {found}; it must be a list of 4"):
+    for value, problem in (([1, 2], "has 2"), (batches[0], "is a Batch")):
+        with pytest.raises(ValueError, match=f"argument 'scale' {problem}; it must be a list of 4"):
             mode.scatter(Mesh(DP2_PP2), (), {"scale": value})
 
 
@@ -258,7 +260,7 @@ def registration(mode: DispatchMode, execute: str = "all") -> Registration:
         @register(dispatch_mode=mode, execute=execute)
         def method(self) -> None: ...
 
-    return registered_methods(Worker)["method"]
+    return get_registered_methods(Worker)["method"]
 
 
 def test_on_rank_zero_a_mode_does_what_it_would_in_a_group_of_one_rank():
@@ -273,24 +275,24 @@ def test_on_rank_zero_a_mode_does_what_it_would_in_a_group_of_one_rank():
         assert mode.gather([part], {0: "answer"}) == ["answer"]
 
 
-def to_odd_ranks(mesh: Mesh, args: tuple, kwargs: dict) -> list[CallPart]:
+def send_to_odd_ranks(mesh: Mesh, args: tuple, kwargs: dict) -> list[CallPart]:
     odd = tuple(range(1, mesh.world_size, 2))
     return [CallPart(odd, odd[-1], args, kwargs)]
 
 
-def last_word(parts: Sequence[CallPart], results: Mapping[int, Any]) -> Any:
+def get_last_result(parts: Sequence[CallPart], results: Mapping[int, Any]) -> Any:
     return results[parts[0].output_rank]
 
 
-def test_a_mode_of_one_s_own_is_declared_as_the_others():
-    own = registration(DispatchMode(scatter=to_odd_ranks, gather=last_word))
-    parts = own.scatter(Mesh(TP2_DP2), ("text",), {})
+def test_a_custom_mode_is_declared_like_the_built_in_ones():
+    custom = registration(DispatchMode(scatter=send_to_odd_ranks, gather=get_last_result))
+    parts = custom.scatter(Mesh(TP2_DP2), ("text",), {})
     assert parts == [CallPart((1, 3), 3, ("text",), {})]
-    assert own.dispatch_mode.gather(parts, {1: "one", 3: "three"}) == "three"
+    assert custom.dispatch_mode.gather(parts, {1: "one", 3: "three"}) == "three"
 
 
 @pytest.mark.parametrize(
-    ("parts", "told"),
+    ("parts", "message"),
     [
         ([CallPart((0, 4), None, (), {})], "calls rank 4 in a group of 4 ranks"),
         ([CallPart((0, 1), None, (), {}), CallPart((1,), None, (), {})], "calls rank 1 twice"),
@@ -298,10 +300,10 @@ def test_a_mode_of_one_s_own_is_declared_as_the_others():
         ([], "calls no rank"),
     ],
 )
-def test_parts_of_one_s_own_that_are_no_call_on_the_group_are_refused(parts: list, told: str):
-    own = registration(DispatchMode(scatter=lambda *_: parts, gather=list_by_rank))
-    with pytest.raises(ValueError, match=told):
-        own.scatter(Mesh(TP2_DP2), (), {})
+def test_parts_of_a_custom_mode_that_no_group_can_run_are_refused(parts: list, message: str):
+    custom = registration(DispatchMode(scatter=lambda *_: parts, gather=list_by_rank))
+    with pytest.raises(ValueError, match=message):
+        custom.scatter(Mesh(TP2_DP2), (), {})
 
 
 def test_bad_registrations_are_refused():
@@ -311,16 +313,16 @@ def test_bad_registrations_are_refused():
         register(execute="rank_one")
 
 
-def test_the_parts_of_thousands_of_ranks_are_found_in_one_look_at_each(
+def test_scatter_looks_at_each_of_thousands_of_ranks_once(
     monkeypatch: pytest.MonkeyPatch,
 ):
     looks, coordinate = Counter(), Mesh.get_coordinate
 
-    def counted(mesh: Mesh, rank: int) -> Coordinate:
+    def count_looks(mesh: Mesh, rank: int) -> Coordinate:
         looks[mesh.world_size] += 1
         return coordinate(mesh, rank)
 
-    monkeypatch.setattr(Mesh, "get_coordinate", counted)
+    monkeypatch.setattr(Mesh, "get_coordinate", count_looks)
     for dp in (128, 512):
         mesh = Mesh(Layout(tp=8, dp=dp))
         parts = Dispatch.MEGATRON_COMPUTE.scatter(mesh, (batch_of([1] * dp),), {})

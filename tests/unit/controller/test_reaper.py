@@ -1,16 +1,22 @@
-"""What the reaper removes that it has not seen itself."""
+"""The reaper: unseen shared memory, and what a killed reaper has left."""
 
+import fcntl
+import json
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 
 from mcore_rl.controller import reaper as module
-from mcore_rl.controller.reaper import LOOKS, Reaper, processes
+from mcore_rl.controller.reaper import MAX_CHECKS, Reaper, list_processes
 
 MARKER = f"MCORE_RL_SESSION=reaper-test-{os.getpid()}"  # others run this test, too
 MAKER = """
@@ -22,7 +28,7 @@ time.sleep(300)
 """
 
 
-def test_memory_that_nobody_has_seen_is_left_to_the_tracker_of_its_maker(tmp_path: Path) -> None:
+def test_clean_up_leaves_unseen_memory_to_the_tracker_of_its_maker(tmp_path: Path) -> None:
     key, value = MARKER.split("=")
     maker = subprocess.Popen(
         [sys.executable, "-c", MAKER],
@@ -34,12 +40,14 @@ def test_memory_that_nobody_has_seen_is_left_to_the_tracker_of_its_maker(tmp_pat
     memory = Path("/dev/shm", maker.stdout.readline().strip())
     gone = subprocess.Popen(["true"])
     gone.wait()
-    reaper = Reaper(gone.pid, MARKER, str(tmp_path / "scratch"), [])
+    reaper = Reaper(gone.pid, MARKER, str(tmp_path / "temp"), [])
     try:
-        assert reaper.looks[memory.name] == LOOKS  # it was there before: not claimed any more
-        assert len(reaper.victims(processes())) == 2  # the maker and its tracker
-        reaper.sweep()
-        assert reaper.victims(processes()) == set()
+        assert (
+            reaper.num_checks[memory.name] == MAX_CHECKS
+        )  # it was there before: not claimed any more
+        assert len(reaper.list_victims(list_processes())) == 2  # the maker and its tracker
+        reaper.clean_up()
+        assert reaper.list_victims(list_processes()) == set()
         assert not memory.exists()
     finally:
         maker.kill()
@@ -48,12 +56,12 @@ def test_memory_that_nobody_has_seen_is_left_to_the_tracker_of_its_maker(tmp_pat
         memory.unlink(missing_ok=True)
 
 
-def test_memory_is_claimed_when_it_is_made_and_not_at_the_next_poll(
+def test_watch_claims_memory_when_it_is_made(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Or what is made just before a SIGKILL stays, when its maker takes its tracker along."""
+    # Or what is made just before a SIGKILL stays, when its maker takes its tracker along.
     monkeypatch.setattr(module, "POLL_S", 600)
-    reaper = Reaper(os.getppid(), MARKER, str(tmp_path / "scratch"), [])
+    reaper = Reaper(os.getppid(), MARKER, str(tmp_path / "temp"), [])
     words, driver = os.pipe()
     watching = threading.Thread(target=reaper.watch, args=(words,))
     watching.start()
@@ -75,9 +83,97 @@ def test_memory_is_claimed_when_it_is_made_and_not_at_the_next_poll(
         maker.stdout.close()
 
 
-def test_a_folder_that_cannot_be_watched_is_said(
+def test_watch_new_files_reports_a_folder_that_cannot_be_watched(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    with module.made_in(str(tmp_path / "missing")) as made:
-        assert made == []
+    with module.watch_new_files(str(tmp_path / "missing")) as events:
+        assert events == []
     assert "/missing (No such file or directory;" in capfd.readouterr().err
+
+
+def create_abandoned(place: Path, files: dict[str, int], marker: str) -> Path:
+    temp_dir = place / f"{module.PREFIX}gone"
+    temp_dir.mkdir()
+    (temp_dir / module.LOCK).touch()
+    (temp_dir / module.NOTE).write_text(json.dumps({"marker": marker, "files": files}))
+    return temp_dir
+
+
+def test_remove_abandoned_ends_processes_and_removes_memory(tmp_path):
+    memory = Path("/dev/shm", f"test_sweep_{os.getpid()}")
+    other = Path("/dev/shm", f"test_other_{os.getpid()}")
+    for file in (memory, other):
+        file.touch()
+    marker = f"MCORE_RL_SESSION=test{os.getpid()}"
+    name, value = marker.split("=")
+    child = subprocess.Popen(["sleep", "1000"], env={name: value})
+    # The second file belongs to another process by now: its name was used again.
+    files = {memory.name: memory.stat().st_ino, other.name: other.stat().st_ino + 1}
+    try:
+        temp_dir = create_abandoned(tmp_path, files, marker)
+        assert module.remove_abandoned(str(tmp_path)) == [str(temp_dir)]
+        assert child.wait(10) == -9
+        assert not memory.exists()
+        assert other.exists()
+        assert not temp_dir.exists()
+    finally:
+        child.kill()
+        memory.unlink(missing_ok=True)
+        other.unlink()
+
+
+def test_remove_abandoned_leaves_folders_that_are_locked_or_new(tmp_path):
+    temp_dir = create_abandoned(tmp_path, {}, "MCORE_RL_SESSION=none")
+    with (temp_dir / module.LOCK).open() as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert module.remove_abandoned(str(tmp_path)) == []
+    assert temp_dir.exists()
+    new = tmp_path / f"{module.PREFIX}new"  # it gets its lock in a moment
+    new.mkdir()
+    assert module.remove_abandoned(str(tmp_path)) == [str(temp_dir)]
+    assert new.exists()
+
+
+def test_remove_abandoned_cleans_up_after_a_killed_reaper(tmp_path):
+    script = tmp_path / "scope.py"
+    script.write_text(
+        "import multiprocessing.shared_memory as m, time\n"
+        "from mcore_rl.controller.process_cleanup import clean_up_on_exit\n"
+        "with clean_up_on_exit() as temp_dir:\n"
+        "    while not (temp_dir / 'note.json').exists():\n"
+        "        time.sleep(0.05)\n"  # earlier files do not belong to the session
+        "    memory = m.SharedMemory('test_scope_left', create=True, size=8)\n"
+        "    print(temp_dir, flush=True)\n"
+        "    time.sleep(1000)\n"
+    )
+    place = tempfile.mkdtemp(dir="/tmp")  # others sweep /tmp; a socket's path is short
+    scope = subprocess.Popen(
+        [sys.executable, str(script)],
+        stdout=subprocess.PIPE, text=True, env=os.environ | {"TMPDIR": place},
+    )  # fmt: skip
+    assert scope.stdout is not None
+    temp_dir = Path(scope.stdout.readline().strip())
+    note = temp_dir / module.NOTE
+    try:
+        wait_until(lambda: note.exists() and "test_scope_left" in note.read_text())
+        tree = [*psutil.Process(scope.pid).children(recursive=True), psutil.Process(scope.pid)]
+        for process in tree:
+            process.suspend()
+        for process in tree:
+            process.kill()
+        scope.wait()
+        assert Path("/dev/shm/test_scope_left").exists()
+        wait_until(
+            lambda: str(temp_dir) in module.remove_abandoned(str(temp_dir.parent))
+        )  # they die
+        assert not Path("/dev/shm/test_scope_left").exists()
+    finally:
+        Path("/dev/shm/test_scope_left").unlink(missing_ok=True)
+        shutil.rmtree(place, ignore_errors=True)
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)

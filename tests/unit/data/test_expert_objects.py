@@ -13,10 +13,11 @@ import pytest
 from mcore_rl.config.schema import Layout, TimeoutsConfig
 from mcore_rl.controller.batch_ops import select_small_columns, select_token_columns
 from mcore_rl.controller.dispatch import Dispatch, register
-from mcore_rl.controller.object_columns import fetch
-from mcore_rl.controller.pending import WorkerError
-from mcore_rl.controller.pool import ResourcePool, ray_session
+from mcore_rl.controller.object_columns import fetch_columns
+from mcore_rl.controller.pending_call import WorkerError
+from mcore_rl.controller.ray_session import ray_session
 from mcore_rl.controller.remote_batch import RemoteBatch
+from mcore_rl.controller.resource_pool import ResourcePool
 from mcore_rl.controller.worker_group import WorkerGroup
 from mcore_rl.data.batch import Batch
 from mcore_rl.data.routed_experts import EXPERTS, ExpertLayers, add_experts
@@ -132,9 +133,9 @@ def test_ranks_read_the_experts_of_their_layers_when_the_server_has_died(actor, 
 
 def test_the_driver_has_a_reference_for_a_stage_and_not_for_a_sample(made):
     columns = [made.remote[f"{EXPERTS}/{part}"] for part in ("0", "1,2")]
-    assert [len(column.places.references) for column in columns] == [1, 1]
-    assert len({column.places.references for column in columns}) == 2
-    assert not [name for name in made.own.columns if name.startswith(EXPERTS)]
+    assert [len(column.locations.references) for column in columns] == [1, 1]
+    assert len({column.locations.references for column in columns}) == 2
+    assert not [name for name in made.local.columns if name.startswith(EXPERTS)]
 
 
 def test_nobody_else_reads_them(actor, made):
@@ -145,7 +146,7 @@ def test_nobody_else_reads_them(actor, made):
 
 
 def test_they_are_saved_with_the_samples(made):
-    saved = Batch.load_arrays(fetch(made).to_arrays())
+    saved = Batch.load_arrays(fetch_columns(made).to_arrays())
     for part, stage in (("0", (0,)), ("1,2", (1, 2))):
         ids = saved.jagged(f"{EXPERTS}/{part}")
         assert ids.values.dtype == np.uint8

@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 
 from mcore_rl.config.schema import EngineConfig
-from mcore_rl.controller.dispatch import Dispatch, registered_methods
+from mcore_rl.controller.dispatch import Dispatch, get_registered_methods
 from mcore_rl.data.batch import Batch
 from mcore_rl.engine.worker import ModelWorker
 
 
 def test_ranks_that_share_a_model_get_the_same_samples():
     """Their collectives would wait for ever, or mix samples, if each got others."""
-    methods = registered_methods(ModelWorker)
+    methods = get_registered_methods(ModelWorker)
     takes_batches = {"compute_log_probs", "compute_reference_log_probs", "compute_values", "update"}
     for name, registration in methods.items():
         assert registration.dispatch_mode not in (

@@ -12,7 +12,7 @@ from contextlib import closing
 
 import pytest
 
-from mcore_rl.controller.reaper import processes
+from mcore_rl.controller.reaper import list_processes
 from mcore_rl.inference.vllm.processes import StoppedProcesses
 
 LIMIT_S = 0.4
@@ -50,7 +50,7 @@ def test_a_stopped_process_is_ended_and_named(engine, capfd, place):
     reason = f"its process {engine[place]} had been stopped by a signal for 0.4 s"
     assert watch.reason == reason
     assert capfd.readouterr().err == f"vLLM's engine is ended: {reason}\n"
-    wait_until(lambda: engine[place] not in processes())
+    wait_until(lambda: engine[place] not in list_processes())
 
 
 def test_a_process_that_stops_now_and_then_goes_on(engine):

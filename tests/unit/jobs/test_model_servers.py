@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from mcore_rl.config.schema import RLConfig
-from mcore_rl.controller.pending import WorkerError
+from mcore_rl.controller.pending_call import WorkerError
 from mcore_rl.jobs.model_servers import model_servers
 
 

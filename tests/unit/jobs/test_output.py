@@ -14,16 +14,16 @@ import pytest
 
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import DPOConfig, RLConfig
-from mcore_rl.controller.reaper import processes
+from mcore_rl.controller.reaper import list_processes
 from mcore_rl.jobs.failure import RunFailed
 from mcore_rl.jobs.output import OutputError, RunOutput, TrainOutput, _locked, exclusive_run_dir
 from tests.small_disk import on_small_disk
 
 HOLDER = """
 import sys, time
-from mcore_rl.controller.run_scope import run_scope
+from mcore_rl.controller.process_cleanup import clean_up_on_exit
 from mcore_rl.jobs.output import exclusive_run_dir
-with exclusive_run_dir(sys.argv[1]) as claim, run_scope(claim.folder, locks=[claim.lock]):
+with exclusive_run_dir(sys.argv[1]) as claim, clean_up_on_exit(claim.folder, locks=[claim.lock]):
     print("claimed", flush=True)
     time.sleep(300)
 """
@@ -50,7 +50,7 @@ def test_a_folder_that_a_run_has_is_refused_until_all_of_that_run_is_gone(holder
     who = f"process {holder.pid} on host {socket.gethostname()}"
     in_use = f"output_dir={str(out)!r} is in use by {who}; allowed: a new folder"
     assert refused(out) == in_use
-    [reaper] = [pid for pid, (parent, _) in processes().items() if parent == holder.pid]
+    [reaper] = [pid for pid, (parent, _) in list_processes().items() if parent == holder.pid]
     os.kill(reaper, signal.SIGSTOP)  # it has yet to clean up in there
     holder.kill()
     holder.wait()

@@ -12,7 +12,7 @@ import pytest
 
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import ModelConfig, RLConfig
-from mcore_rl.controller.rank_actor import WorkerInfo
+from mcore_rl.controller.worker_process import WorkerInfo
 from mcore_rl.jobs import room
 from mcore_rl.jobs.failure import RunFailed
 

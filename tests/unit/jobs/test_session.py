@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import ray
 
 from mcore_rl.config.schema import RLConfig
-from mcore_rl.controller import small_stores
-from mcore_rl.controller.object_store import held_bytes
+from mcore_rl.controller.object_store import estimate_sample_bytes
 from mcore_rl.jobs import session as its
 
 Told = Callable[..., str]
@@ -28,7 +28,7 @@ def config() -> RLConfig:
 
 @pytest.fixture
 def half(config: RLConfig) -> int:
-    return (held_bytes(config) + 1) // 2
+    return (estimate_sample_bytes(config) + 1) // 2
 
 
 @pytest.fixture
@@ -40,7 +40,7 @@ def told(
     def of(nodes: list[dict[str, Any]], address: str = "10.0.0.1:20000") -> str:
         monkeypatch.setattr(its, "resource", lambda: "GPU")
         monkeypatch.setattr(its, "ray_session", lambda **_: contextlib.nullcontext())
-        monkeypatch.setattr(small_stores.ray, "nodes", lambda: nodes)
+        monkeypatch.setattr(ray, "nodes", lambda: nodes)
         monkeypatch.setenv("RAY_ADDRESS", address)
         with its.session(config, 8, Path("/tmp")):
             return capsys.readouterr().out

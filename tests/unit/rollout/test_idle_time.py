@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from mcore_rl.config.schema import RolloutConfig, TimeoutsConfig
-from mcore_rl.controller.pending import WorkerError
+from mcore_rl.controller.pending_call import WorkerError
 from mcore_rl.data.batch import Batch, Jagged
 from mcore_rl.data.sample import Sample
 from mcore_rl.inference.protocol import SamplingParams
@@ -168,7 +168,7 @@ def test_a_server_that_sleeps_does_not_idle(clock, keeps):
 class Group:
     """The worker group of a server, with one worker in this process."""
 
-    ended, building, worker_infos = "", (), dict[int, Any]()
+    end_reason, build_calls, worker_infos = "", (), dict[int, Any]()
 
     def __init__(self, number: int, clock: SimpleNamespace) -> None:
         self.name, self.worker, self.dies = f"rollout-{number}", Worker(clock), False

@@ -15,9 +15,9 @@ from ray.exceptions import RayActorError
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import TimeoutsConfig
 from mcore_rl.controller import object_columns
-from mcore_rl.controller.object_store import MADE_BYTES_PER_TOKEN
-from mcore_rl.controller.pending import Limit, PendingCall, WorkerError
-from mcore_rl.controller.rank_actor import Reply, WorkerInfo
+from mcore_rl.controller.object_store import GENERATED_BYTES_PER_TOKEN
+from mcore_rl.controller.pending_call import PendingCall, Timeout, WorkerError
+from mcore_rl.controller.worker_process import Reply, WorkerInfo
 from mcore_rl.data.batch import Batch, Jagged
 from mcore_rl.data.sample import Sample
 from mcore_rl.inference.protocol import SamplingParams
@@ -25,13 +25,13 @@ from mcore_rl.rollout import server_pool
 from mcore_rl.rollout.server_pool import ALL, COLLECT_ALL_S, POLL_S, ServerPool
 
 SAMPLING = SamplingParams(n=2, max_tokens=3)
-NEVER = Limit(3600, "timeouts.start_s")
+NEVER = Timeout(3600, "timeouts.start_s")
 
 
 class Call(PendingCall):
     """A call on one rank, answered by a test."""
 
-    def __init__(self, group: ServedGroup, method: str, args: tuple[Any, ...], limit: Limit):
+    def __init__(self, group: ServedGroup, method: str, args: tuple[Any, ...], limit: Timeout):
         self.reply, self.method, self.args = Future[Reply](), method, args
         super().__init__(group, method, {self: 0}, lambda values: [values[0]], limit)  # type: ignore[dict-item]
 
@@ -45,22 +45,24 @@ class Call(PendingCall):
 class ServedGroup:
     """The worker group of a server, which records all calls."""
 
-    def __init__(self, number: int, start_limit: Limit = NEVER) -> None:
-        self.name, self.ended, self._start_limit = f"rollout-{number}", "", start_limit
+    def __init__(self, number: int, start_limit: Timeout = NEVER) -> None:
+        self.name, self.end_reason, self._start_timeout = f"rollout-{number}", "", start_limit
         self.worker_infos = {0: WorkerInfo("host", "node", 1, "/nowhere")}
-        self.calls, self.building, self.may_make = list[Call](), list[Call](), list[int]()
+        self.calls, self.build_calls, self.may_make = list[Call](), list[Call](), list[int]()
 
     def close(self, reason: str = "") -> None:
-        self.ended = self.ended or reason or "closed"
+        self.end_reason = self.end_reason or reason or "closed"
 
     def __getattr__(self, method: str) -> Any:
         limit = (
-            self._start_limit if method in ("prepare", "start") else Limit(60, "timeouts.call_s")
+            self._start_timeout
+            if method in ("prepare", "start")
+            else Timeout(60, "timeouts.call_s")
         )
 
         class Method:
             @staticmethod
-            def making(num_bytes: int) -> Any:
+            def with_result_bytes(num_bytes: int) -> Any:
                 self.may_make.append(num_bytes)
                 return Method
 
@@ -173,18 +175,20 @@ def test_large_prompts_are_stored_and_stored_again_when_they_are_rerouted(monkey
     for _ in range(2):
         pool.collect("train", 0)
     assert len(objects) == 3
-    rerouted = object_columns.fetch(groups[0].last("begin").args[0].to_read())
+    rerouted = object_columns.fetch_columns(groups[0].last("begin").args[0].drop_lengths())
     assert rerouted.names == ["prompt_ids", "group_ids"]
     assert rerouted.array("group_ids").tolist() == [1, 3]
     assert [set(row.tolist()) for row in rerouted.jagged("prompt_ids")] == [{1}, {3}]
 
 
 def test_a_late_start_is_begun_again_while_others_serve(monkeypatch, capsys):
-    monkeypatch.setattr("mcore_rl.controller.pending.report", lambda silent, _: silent[0].call)
+    monkeypatch.setattr(
+        "mcore_rl.controller.pending_call.describe_unanswered", lambda silent, _: silent[0].call
+    )
     started: list[ServedGroup] = []
 
     def restart(number: int) -> ServedGroup:
-        started.append(ServedGroup(number, Limit(0, "timeouts.start_s")))
+        started.append(ServedGroup(number, Timeout(0, "timeouts.start_s")))
         return started[-1]
 
     groups = ServedGroup(0), ServedGroup(1)
@@ -194,7 +198,7 @@ def test_a_late_start_is_begun_again_while_others_serve(monkeypatch, capsys):
     groups[1].last("collect").reply.set_exception(RayActorError())
     for _ in range(9):
         pool.collect("train", 0)
-    assert len(started) > 5 and all(group.ended for group in started[:-1])
+    assert len(started) > 5 and all(group.end_reason for group in started[:-1])
     output = capsys.readouterr().out
     assert output.count("It is started again: 1, rollout.max_restarts=3\n") == 1
     assert len(re.findall(r"(?m)^rollout-1\.prepare It is started again$", output)) > 4
@@ -207,9 +211,11 @@ def test_a_late_start_is_begun_again_while_others_serve(monkeypatch, capsys):
 def test_a_late_start_on_shared_devices_ends_the_run(
     monkeypatch,
 ):
-    monkeypatch.setattr("mcore_rl.controller.pending.report", lambda silent, _: silent[0].call)
+    monkeypatch.setattr(
+        "mcore_rl.controller.pending_call.describe_unanswered", lambda silent, _: silent[0].call
+    )
     groups = ServedGroup(0), ServedGroup(1)
-    late = Limit(0, "timeouts.start_s")
+    late = Timeout(0, "timeouts.start_s")
     pool = make_pool(*groups, restart=lambda number: ServedGroup(number, late), takes_turns=True)
     pool.begin(make_prompts(0, 1), SAMPLING)
     pool.collect("train", 0)
@@ -258,7 +264,9 @@ def test_bytes_of_an_answer_are_limited_by_the_tokens_of_its_groups():
     pool.begin(Batch({"prompt_ids": ids, "group_ids": np.arange(4)}), SAMPLING)
     for at_least, lengths in ((1, [9]), (2, [4, 2]), (ALL, [1, 2, 4])):
         pool.collect("train", 0, at_least)
-        assert group.may_make.pop() == sum(2 * (num + 3) * MADE_BYTES_PER_TOKEN for num in lengths)
+        assert group.may_make.pop() == sum(
+            2 * (num + 3) * GENERATED_BYTES_PER_TOKEN for num in lengths
+        )
         group.last("collect").answer(make_samples(0, 0) if at_least == 1 else make_samples(0))
 
 
@@ -267,8 +275,8 @@ def test_samples_have_no_more_bytes_per_token_than_are_counted():
     batch = Batch.collate([sample])
     columns = [c for name in batch.names if isinstance(c := batch[name], Jagged)]
     prompt_ids = columns.pop([batch["prompt_ids"] is c for c in columns].index(True))
-    assert prompt_ids.values.nbytes <= MADE_BYTES_PER_TOKEN
-    assert sum(column.values.nbytes for column in columns) <= MADE_BYTES_PER_TOKEN
+    assert prompt_ids.values.nbytes <= GENERATED_BYTES_PER_TOKEN
+    assert sum(column.values.nbytes for column in columns) <= GENERATED_BYTES_PER_TOKEN
 
 
 def test_tend_collects_and_routes_groups_without_resending_weights():
@@ -307,11 +315,11 @@ def test_servers_leave_and_join_before_a_push(monkeypatch, capsys):
     pool.follow_wanted()
     pool.begin(make_prompts(0, 1), SAMPLING)
     pool.collect("train", 0)
-    assert not any(group.ended for group in groups)
+    assert not any(group.end_reason for group in groups)
 
     wanted -= {1}
     pool.follow_wanted()
-    assert (groups[0].ended, bool(groups[1].ended)) == ("", True)
+    assert (groups[0].end_reason, bool(groups[1].end_reason)) == ("", True)
     pool.collect("train", 0)
     assert groups[0].last("begin").args[0].array("group_ids").tolist() == [1]
 
@@ -319,12 +327,12 @@ def test_servers_leave_and_join_before_a_push(monkeypatch, capsys):
     wanted -= {0}
     for _ in range(2):  # the first stays until the second is up
         pool.follow_wanted()
-        assert not groups[0].ended
+        assert not groups[0].end_reason
     for method in ("prepare", "start"):
         restarted[1].last(method).answer()
     pool.admit()
     pool.follow_wanted()
-    assert groups[0].ended and pool.num_up == 1
+    assert groups[0].end_reason and pool.num_up == 1
     lines = [line for line in capsys.readouterr().out.splitlines() if "as is wanted" in line]
     assert lines == [
         "rollout-1 has left, as is wanted", "rollout-1 is started, as is wanted",
@@ -351,14 +359,16 @@ def test_a_server_that_cannot_start_is_removed_without_a_wait():
     pool._servers[1].group.last("collect").reply.set_exception(RayActorError())  # type: ignore[attr-defined]
     pool.collect("train", 0)
     pool.remove(1)
-    assert starting.ended
+    assert starting.end_reason
     assert [call.method for call in starting.calls] == ["prepare", "start"]
 
 
 @pytest.mark.parametrize("method", ["abandon", "collect", "begin"])
 def test_a_server_that_answers_a_call_too_late_is_started_again(monkeypatch, capsys, method):
     # Its process may be stopped, while the other runs.
-    monkeypatch.setattr("mcore_rl.controller.pending.report", lambda silent, _: str(silent[0]))
+    monkeypatch.setattr(
+        "mcore_rl.controller.pending_call.describe_unanswered", lambda silent, _: str(silent[0])
+    )
     late, good, restarted = ServedGroup(0), ServedGroup(1), list[ServedGroup]()
 
     def restart(number: int) -> ServedGroup:
@@ -370,22 +380,24 @@ def test_a_server_that_answers_a_call_too_late_is_started_again(monkeypatch, cap
     assert pool.collect("train", 0) == []
     if method == "abandon":
         pool.abandon("train", [0, 1])
-    monkeypatch.setattr(late.last(method), "_limit", Limit(0, "timeouts.call_s"))
+    monkeypatch.setattr(late.last(method), "_timeout", Timeout(0, "timeouts.call_s"))
     pool.collect("train", 0)
-    assert [group.name for group in restarted] == ["rollout-0"] and not good.ended
-    assert "rank 0 (host host, pid 1)" in late.ended
+    assert [group.name for group in restarted] == ["rollout-0"] and not good.end_reason
+    assert "rank 0 (host host, pid 1)" in late.end_reason
     assert "It is started again: 1, rollout.max_restarts=3" in capsys.readouterr().out
 
 
 def test_stopped_servers_are_restarted_when_no_group_ends(monkeypatch):
     groups, restarts = [ServedGroup(0), ServedGroup(1)], list[int]()
     pool = make_pool(*groups, restart=lambda number: restarts.append(number) or ServedGroup(number))
-    monkeypatch.setattr(pool, "_call_limit", Limit(0.2, "timeouts.call_s"))
+    monkeypatch.setattr(pool, "_call_timeout", Timeout(0.2, "timeouts.call_s"))
     stopped = ["rollout-1.collect"]
     monkeypatch.setattr(
         server_pool, "find_stopped", lambda silent: [s for s in silent if s.call in stopped]
     )
-    monkeypatch.setattr(server_pool, "report", lambda silent, limit: f"{silent[0]} is stopped")
+    monkeypatch.setattr(
+        server_pool, "describe_unanswered", lambda silent, limit: f"{silent[0]} is stopped"
+    )
     pool.begin(make_prompts(0, 1, 2, 3), SAMPLING)
     assert pool.collect("train", 0.3) == [] and restarts == [1]
     stopped.clear()

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from mcore_rl.config.schema import RLConfig, TimeoutsConfig
-from mcore_rl.controller.pending import Limit
+from mcore_rl.controller.pending_call import Timeout
 from mcore_rl.reshard.layout import GenerationLayout
 from mcore_rl.rollout import weight_updater
 
@@ -50,7 +50,7 @@ class Servers:
         method: str,
         arguments: Callable[[int], Any],
         beside: list[str],
-        limit: Limit,
+        limit: Timeout,
         on_death: Callable[[], None] | None = None,
     ) -> bool:
         self.attempts.append((method, arguments(0), arguments(1), beside, limit))
@@ -69,7 +69,7 @@ def make_config(tmp_path, method: str) -> RLConfig:
     return config
 
 
-LIMIT = Limit(300, "weight_sync.timeout_s")
+LIMIT = Timeout(300, "weight_sync.timeout_s")
 OPENED = {"open_weights": ("endpoint", "spec")}
 CONNECTED = (
     "connect_weights", ("endpoint", "spec", 0), ("endpoint", "spec", 2), ["connect_weights"], LIMIT,
@@ -118,7 +118,9 @@ def test_servers_that_join_are_connected_once_by_the_next_push(tmp_path):
 
 def test_a_checkpoint_is_written_loaded_and_removed(monkeypatch, tmp_path):
     waits = list[Any]()
-    monkeypatch.setattr(weight_updater, "gathered", lambda *wait: waits.append(wait) or [["", ""]])
+    monkeypatch.setattr(
+        weight_updater, "gather_results", lambda *wait: waits.append(wait) or [["", ""]]
+    )
     actor, servers = Actor(), Servers([1])
     sync = weight_updater.connect(make_config(tmp_path, "full_export"), actor, servers, num_bytes=9)
     folder = tmp_path / ".weights.partial"
@@ -133,7 +135,7 @@ def test_a_checkpoint_is_written_loaded_and_removed(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("recompute_cache", [False, True])
 def test_fully_async_updates_are_in_flight(monkeypatch, tmp_path, recompute_cache):
-    monkeypatch.setattr(weight_updater, "gathered", lambda *_: [["", ""]])
+    monkeypatch.setattr(weight_updater, "gather_results", lambda *_: [["", ""]])
     for mode, options in (("fully_async", (True, recompute_cache)), ("one_step_off", ())):
         for method in ("disaggregated", "full_export"):
             config, servers = make_config(tmp_path, method), Servers()
@@ -145,7 +147,7 @@ def test_fully_async_updates_are_in_flight(monkeypatch, tmp_path, recompute_cach
 
 
 def test_a_checkpoint_that_could_not_be_written_is_not_loaded(monkeypatch, tmp_path):
-    monkeypatch.setattr(weight_updater, "gathered", lambda *_: [["No space left", ""]])
+    monkeypatch.setattr(weight_updater, "gather_results", lambda *_: [["No space left", ""]])
     servers = Servers()
     sync = weight_updater.connect(
         make_config(tmp_path, "full_export"), Actor(), servers, num_bytes=9

@@ -15,8 +15,8 @@ import pytest
 from mcore_rl.agents.runner import AgentRunner
 from mcore_rl.config.errors import ConfigError, PeerError
 from mcore_rl.config.schema import AgentConfig, RewardConfig, RolloutConfig
-from mcore_rl.controller.pending import Limit, PendingCall, outlived
-from mcore_rl.controller.rank_actor import FailureKind, RankActor
+from mcore_rl.controller.pending_call import PendingCall, Timeout, wait_for_survivors
+from mcore_rl.controller.worker_process import FailureKind, WorkerProcess
 from mcore_rl.data.batch import Batch, Jagged
 from mcore_rl.data.sample import Sample
 from mcore_rl.data.tasks import last_digit
@@ -25,7 +25,7 @@ from mcore_rl.inference.vllm.lifecycle import Call, Lifecycle, RequestGate, Stat
 from mcore_rl.parallel.rendezvous import RendezvousServer, end_waits
 from mcore_rl.rollout.worker import RolloutSpec, RolloutWorker, RunningGroups
 from tests.unit.agents.test_loops import MESSAGES, TOKENIZER, TOOLS, Scripted, call, is_42
-from tests.unit.controller.test_pending import Group, Sent, failure
+from tests.unit.controller.test_pending_call import Group, Sent, failure
 
 LONG_S = 60.0
 
@@ -206,7 +206,7 @@ def test_a_server_whose_first_node_dies_in_a_call_dies_alone(
 ):
     # Its other nodes blame the first, whether it has died or is late.
     over_two = replace(spec, rollout=RolloutConfig(tp=2, nodes_per_server=2))
-    host, group = RankActor("rollout-0", 1), Group("rollout-0")
+    host, group = WorkerProcess("rollout-0", 1), Group("rollout-0")
     host._worker = RolloutWorker(over_two)
     if is_dead:
         rendezvous.close()
@@ -218,9 +218,9 @@ def test_a_server_whose_first_node_dies_in_a_call_dies_alone(
     first, further = Sent(), Sent()
     further.answer.set_result(answer)
     first.answer.set_result(failure(FailureKind.DIED, "killed"))
-    limit = Limit(LONG_S, "timeouts.call_s")
+    limit = Timeout(LONG_S, "timeouts.call_s")
     called = PendingCall(group, method, {further: 1, first: 0}, dict, limit)
-    assert "rank 0 died. killed" in str(outlived([called], [group])[0])
+    assert "rank 0 died. killed" in str(wait_for_survivors([called], [group])[0])
 
 
 def make_sample(group_id: int) -> Sample:
@@ -233,7 +233,7 @@ class EndedGroups:
     def __init__(self, *group_ids: int) -> None:
         self.groups = RunningGroups()
         self.ends = {i: asyncio.get_running_loop().create_future() for i in group_ids}
-        self.ended: list[int] = []
+        self.end_reason: list[int] = []
         self.groups.begin({i: asyncio.create_task(self._run(i)) for i in group_ids})
 
     async def _run(self, group_id: int) -> list[Sample]:
@@ -241,7 +241,7 @@ class EndedGroups:
             await self.ends[group_id]
         finally:
             await asyncio.sleep(0)
-            self.ended.append(group_id)
+            self.end_reason.append(group_id)
         return [make_sample(group_id)] * 2
 
     def end(self, *group_ids: int) -> None:
@@ -328,7 +328,7 @@ def test_an_abandoned_group_has_ended_and_is_not_collected():
         await asyncio.sleep(0.01)
         async with asyncio.timeout(10):
             await started.groups.abandon([1, 2, 7])
-        assert started.ended == [1, 2]
+        assert started.end_reason == [1, 2]
         started.end(3)
         assert await started.collect(10.0) == [3, 3]
         assert await started.collect() == []

@@ -20,8 +20,8 @@ import pytest
 from mcore_rl.checkpoint.run_checkpoints import read_checkpoint
 from mcore_rl.config.schema import CorrectionConfig, CurriculumConfig, FilterConfig, ReplayConfig
 from mcore_rl.controller.batch_ops import get_sample_columns
-from mcore_rl.controller.remote_batch import Places, RemoteBatch, RemoteColumn
-from mcore_rl.controller.stop_signals import RunStopped
+from mcore_rl.controller.process_cleanup import RunStopped
+from mcore_rl.controller.remote_batch import RemoteBatch, RemoteColumn, RowLocations
 from mcore_rl.data.batch import Batch, Jagged, Samples
 from mcore_rl.rewards.registry import RewardError
 from mcore_rl.rollout.buffer import HELD, GroupState
@@ -96,9 +96,9 @@ class Elsewhere:
 
     def store(self, group: int, batch: Batch) -> RemoteBatch:
         stored = self._objects[group] = Object()
-        places = Places((stored,), np.zeros(len(batch), np.int32), np.arange(len(batch)))
+        locations = RowLocations((stored,), np.zeros(len(batch), np.int32), np.arange(len(batch)))
         columns = {n: c for n, c in batch.columns.items() if isinstance(c, Jagged)}
-        of_tokens = {n: RemoteColumn(places, n, c.values[:0]) for n, c in columns.items()}
+        of_tokens = {n: RemoteColumn(locations, n, c.values[:0]) for n, c in columns.items()}
         return RemoteBatch(get_sample_columns(batch), of_tokens)
 
 
@@ -143,7 +143,7 @@ def test_rejected_groups_count_with_all_their_tokens_let_go_of(tmp_path, monkeyp
     assert results == wanted
     assert results[0]["samples/groups"] == PER_STEP + rejected and results[0]["dropped"] > 0
     assert isinstance(batch, RemoteBatch) and batch.remote.keys() >= {"response_ids"}
-    assert all((column.places.objects >= 0).all() for column in batch.remote.values())
+    assert all((column.locations.objects >= 0).all() for column in batch.remote.values())
 
 
 class Node:

@@ -13,7 +13,7 @@ from mcore_rl.checkpoint.files import build_manifest, write_checkpoint_info
 from mcore_rl.checkpoint.run_checkpoints import find_newest_checkpoint, list_steps, read_checkpoint
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import CheckpointConfig, RLConfig, TrainerConfig
-from mcore_rl.controller.stop_signals import RunStopped, StopSignals
+from mcore_rl.controller.process_cleanup import RunStopped, StopSignals
 from mcore_rl.trainers.checkpointing import CheckpointManager, NotSavedError
 
 
@@ -299,7 +299,7 @@ def test_a_signal_in_a_step_saves_it_also_where_the_actor_has_left_its_devices(
     run = Run(tmp_path, num_steps=9, save_every=5, async_save=in_background)
     run.steps([1, 2])
     told = r"SIGUSR1: step 3 is saved; to go on: .* resume=auto output_dir="
-    with pytest.raises(RunStopped, match=told), run.stop.heeded_after_a_step():
+    with pytest.raises(RunStopped, match=told), run.stop.defer_to_step_end():
         run.stop.receive(10)  # before the step is over, and after `is_due`
         run.checkpoints.finish_step(3, {})
     assert list_steps(run.folder) == [3]
@@ -308,7 +308,7 @@ def test_a_signal_in_a_step_saves_it_also_where_the_actor_has_left_its_devices(
 
 def test_a_signal_before_the_weights_leave_saves_once(tmp_path):
     run = Run(tmp_path, num_steps=9, save_every=5)
-    with pytest.raises(RunStopped, match="is saved"), run.stop.heeded_after_a_step():
+    with pytest.raises(RunStopped, match="is saved"), run.stop.defer_to_step_end():
         run.stop.receive(15)
         run.steps([1])
     assert list_steps(run.folder) == [1]
@@ -334,7 +334,7 @@ def test_a_run_that_is_told_to_end_and_cannot_be_saved_says_so(tmp_path):
     run = Run(tmp_path)
     run.devices.actor.is_full = True
     told = "SIGTERM: step 1 could not be saved"
-    with pytest.raises(NotSavedError, match=told), run.stop.heeded_after_a_step():
+    with pytest.raises(NotSavedError, match=told), run.stop.defer_to_step_end():
         run.stop.receive(15)
         run.steps([1])
 

@@ -22,10 +22,10 @@ from mcore_rl.agents.single_turn import Prompt, SingleTurnLoop
 from mcore_rl.cli.compose import compose_config
 from mcore_rl.config.resolve import resolve, resolve_for_lane
 from mcore_rl.config.schema import Layout, RLConfig
-from mcore_rl.controller import living_nodes, object_columns, sending
-from mcore_rl.controller.pending import Limit
-from mcore_rl.controller.rank_actor import Call, RankActor
+from mcore_rl.controller import object_columns, worker_group
+from mcore_rl.controller.pending_call import Timeout
 from mcore_rl.controller.worker_group import WorkerGroup
+from mcore_rl.controller.worker_process import MethodCall, WorkerProcess
 from mcore_rl.data.datasets import PromptDataset, PromptRow, load_prompts
 from mcore_rl.data.prompt_batches import PromptBatches
 from mcore_rl.data.tasks import last_digit
@@ -91,10 +91,11 @@ class Actor:
     """A rank with this worker."""
 
     def __init__(self, ray: Ray, worker: Any) -> None:
-        self._ray, self._host = ray, RankActor.__new__(RankActor)
-        self._host._worker, self._host._fetch_s = worker, None
+        self._ray, self._host = ray, WorkerProcess.__new__(WorkerProcess)
+        self._host._worker, self._host._fetch_timeout_s = worker, None
         self.call = SimpleNamespace(remote=self._call)
-        self.make = SimpleNamespace(options=lambda **_: SimpleNamespace(remote=self._make))
+        remote = SimpleNamespace(remote=self._call_for_samples)
+        self.call_for_samples = SimpleNamespace(options=lambda **_: remote)
 
     def _given(self, method: str, given: tuple[Any, ...]) -> list[Any]:
         self._ray.calls[method] += 1
@@ -105,13 +106,13 @@ class Actor:
         value = self._ray.travels(method, value)
         return Reply(self._ray.keep(value).number, value)
 
-    def _call(self, call: Call, *stored: Any) -> Reply:
+    def _call(self, call: MethodCall, *stored: Any) -> Reply:
         method = call[0]
         return self._reply(method, self._host.call(*self._given(method, (call, *stored))))
 
-    def _make(self, call: Call, *given: Any) -> list[Any]:
+    def _call_for_samples(self, call: MethodCall, *given: Any) -> list[Any]:
         method = call[0]
-        reply, *columns = self._host.make(*self._given(method, (call, *given)))
+        reply, *columns = self._host.call_for_samples(*self._given(method, (call, *given)))
         return [self._reply(method, reply), *map(self._ray.keep, columns)]
 
 
@@ -224,12 +225,11 @@ def pool_of(ray: Ray, config: RLConfig, make: Any, num_servers: int) -> ServerPo
 @pytest.fixture
 def ray(monkeypatch: pytest.MonkeyPatch) -> Ray:
     made = Ray()
-    monkeypatch.setattr(sending, "ray", made)
+    monkeypatch.setattr(worker_group, "ray", made)
     # Of which the driver sees nothing.
     ranks = SimpleNamespace(put=made.keep, get=made.get, nodes=lambda: [])
-    for module in (object_columns, living_nodes):
-        monkeypatch.setattr(module, "ray", ranks)
-    monkeypatch.setattr(object_columns, "_object_bytes", lambda: 128 << 20)
+    monkeypatch.setattr(object_columns, "ray", ranks)
+    monkeypatch.setattr(object_columns, "_get_object_bytes", lambda: 128 << 20)
     return made
 
 
@@ -251,7 +251,7 @@ def steps_of(
 
     servers = pool_of(ray, config, lambda: Server(tokenizer, apart_s), 1)
     sync = TransportSync(
-        actor, servers, Limit(60, "weight_sync.timeout_s"), config.rollout, config.weight_sync,
+        actor, servers, Timeout(60, "weight_sync.timeout_s"), config.rollout, config.weight_sync,
         _connected=servers.membership,
     )  # fmt: skip
     devices = DeviceSharing(config.placement, {"actor": actor}, servers, sync)

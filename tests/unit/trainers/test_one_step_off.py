@@ -22,8 +22,8 @@ from mcore_rl.config.schema import (
     RLConfig,
     TrainerConfig,
 )
-from mcore_rl.controller.pending import WorkerError
-from mcore_rl.controller.stop_signals import RunStopped, StopSignals
+from mcore_rl.controller.pending_call import WorkerError
+from mcore_rl.controller.process_cleanup import RunStopped, StopSignals
 from mcore_rl.data.batch import Batch, Jagged
 from mcore_rl.trainers.device_sharing import DeviceSharing
 from mcore_rl.trainers.policy_checks import PolicyMismatchError

@@ -16,7 +16,7 @@ from mcore_rl.cli.compose import compose_config
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.resolve import resolve, resolve_for_lane
 from mcore_rl.config.schema import AlgorithmConfig, CorrectionConfig, DistillationConfig, RLConfig
-from mcore_rl.controller.remote_batch import Places, RemoteBatch, RemoteColumn
+from mcore_rl.controller.remote_batch import RemoteBatch, RemoteColumn, RowLocations
 from mcore_rl.data.batch import Batch, Jagged
 from mcore_rl.trainers.policy_loss import (
     COLUMN_OF_METRIC,
@@ -115,8 +115,8 @@ def all_columns() -> Batch:
 
 
 def by_reference(batch: Batch) -> RemoteBatch:
-    places = Places.nowhere(len(batch))
-    columns = {n: RemoteColumn(places, n, np.zeros(0, np.float32)) for n in tensors(batch)}
+    locations = RowLocations.create_missing(len(batch))
+    columns = {n: RemoteColumn(locations, n, np.zeros(0, np.float32)) for n in tensors(batch)}
     return RemoteBatch(Batch({"rewards": batch["rewards"]}), columns)
 
 

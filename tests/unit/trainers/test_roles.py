@@ -12,7 +12,7 @@ import pytest
 from mcore_rl.algorithms.controllers import Coefficients
 from mcore_rl.config.resolve import resolve_placement
 from mcore_rl.config.schema import AlgorithmConfig, CriticConfig, RLConfig
-from mcore_rl.controller.remote_batch import is_of_part
+from mcore_rl.controller.remote_batch import is_part_column
 from mcore_rl.data.batch import Batch, Jagged
 from mcore_rl.observability.warnings import StepWarnings
 from mcore_rl.trainers.device_sharing import DeviceSharing, ExclusiveDevices
@@ -341,7 +341,7 @@ def test_columns_of_several_teachers_reach_the_rank_that_merges_them():
     teachers = build_teachers(build_teacher_config("", "sampled_kl"))
     scored, _ = teachers.score(build_responses())
     [names] = teachers.actor.applied
-    assert len(names) >= 5 and not any(map(is_of_part, names))
+    assert len(names) >= 5 and not any(map(is_part_column, names))
     assert not [name for name in scored.names if "." in name]
 
 

@@ -6,7 +6,7 @@ class AdderToolset(vf.Toolset[vf.SharedToolsetConfig]):
 
     @vf.tool
     def add(self, a: int, b: int) -> str:
-        """Adds two whole numbers."""
+        """Add two integers."""
         return str(a + b)
 
 

@@ -1,4 +1,4 @@
-"""What a driver says of nodes that its run does not take."""
+"""Warnings of a session that joins a cluster."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import re
 
 import pytest
 
-from mcore_rl.controller import pool
+from mcore_rl.controller import ray_session
 
 
 @pytest.mark.parametrize(
-    ("needed", "address", "told"),
+    ("needed", "address", "message"),
     [
         (
             256,
@@ -22,18 +22,20 @@ from mcore_rl.controller import pool
         (256, None, None),
     ],
 )
-def test_nodes_that_a_run_leaves_idle_are_told(monkeypatch, capsys, needed, address, told):
-    others = [
+def test_session_warns_of_nodes_that_a_run_leaves_idle(
+    monkeypatch, capsys, needed, address, message
+):
+    other_nodes = [
         {"Alive": True, "Resources": {"CPU": 8.0}},
         {"Alive": False, "Resources": {"GPU": 8.0}},
     ]
     nodes = [{"Alive": True, "Resources": {"GPU": 8.0}}] * 64
-    monkeypatch.setattr(pool.ray, "nodes", lambda: [*others, *nodes])
-    monkeypatch.setattr(pool.ray, "cluster_resources", lambda: {"GPU": 512.0})
-    pool._check_resources({"GPU": needed}, address)
+    monkeypatch.setattr(ray_session.ray, "nodes", lambda: [*other_nodes, *nodes])
+    monkeypatch.setattr(ray_session.ray, "cluster_resources", lambda: {"GPU": 512.0})
+    ray_session._check_resources({"GPU": needed}, address)
     out = capsys.readouterr().out
-    if told is None:
+    if message is None:
         assert out == ""
     else:
         assert out.count("\n") == 1
-        assert re.match(told, out)
+        assert re.match(message, out)
