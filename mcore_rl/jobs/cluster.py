@@ -8,7 +8,12 @@ from dataclasses import dataclass
 
 from mcore_rl.config.resolve import takes_turns
 from mcore_rl.config.schema import Layout, RLConfig
-from mcore_rl.jobs.placement import PoolPlan, frozen_engines, pool_plans, servers_of
+from mcore_rl.jobs.placement import (
+    PoolPlan,
+    build_pool_plans,
+    get_frozen_engines,
+    get_server_config,
+)
 from mcore_rl.jobs.roles import ITEMSIZES
 from mcore_rl.models.base import HFConfig, family_of
 from mcore_rl.rollout.weight_updater import build_generation_layout
@@ -34,7 +39,7 @@ def devices(config: RLConfig, gpus_per_node: int) -> dict[str, list[int]]:
     """
     found: dict[str, list[int]] = {}
     start = 0
-    for plan in pool_plans(config).values():
+    for plan in build_pool_plans(config).values():
         gpus = list(_bundles(plan, start, gpus_per_node))
         start = gpus[-1] + 1
         for role in plan.roles:
@@ -43,7 +48,7 @@ def devices(config: RLConfig, gpus_per_node: int) -> dict[str, list[int]]:
 
 
 def _num_ranks(config: RLConfig, role: str) -> int:
-    if servers := servers_of(config, role):
+    if servers := get_server_config(config, role):
         return servers.num_servers * servers.tp
     return _layout(config, role).world_size
 
@@ -51,7 +56,7 @@ def _num_ranks(config: RLConfig, role: str) -> int:
 def _layout(config: RLConfig, role: str) -> Layout:
     """Of a role with a training engine."""
     engine = config.critic if role == "critic" else config.actor
-    return frozen_engines(config).get(role, engine).layout
+    return get_frozen_engines(config).get(role, engine).layout
 
 
 def _bundles(plan: PoolPlan, start: int, gpus_per_node: int) -> Iterator[int]:
@@ -81,7 +86,7 @@ def node_lines(config: RLConfig, gpus_per_node: int) -> Iterator[tuple[str, str]
 def _named(config: RLConfig, role: str, ranks: list[int]) -> str:
     """Ranks that follow each other, by what they are."""
     first, last = ranks[0], ranks[-1]
-    if servers := servers_of(config, role):
+    if servers := get_server_config(config, role):
         tp = servers.tp
         if first // tp < last // tp:
             return f"servers {first // tp}-{last // tp}"

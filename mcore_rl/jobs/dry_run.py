@@ -15,18 +15,17 @@ from mcore_rl.config.schema import RLConfig
 from mcore_rl.jobs.cluster import moved, node_lines
 from mcore_rl.jobs.gpu_memory import MemoryTurn, turns
 from mcore_rl.jobs.output import inspect_run_dir
-from mcore_rl.jobs.placement import num_devices, pool_plans
+from mcore_rl.jobs.placement import build_pool_plans, count_devices, detect_lane
 from mcore_rl.jobs.preflight import (
     Inputs,
     check_existing_inputs,
     has_experts,
     has_weights,
-    unset_data,
+    list_unset_data,
 )
 from mcore_rl.jobs.resume import checkpoint_to_resume, prepare
 from mcore_rl.jobs.roles import Role, roles
 from mcore_rl.jobs.room import weight_bytes
-from mcore_rl.jobs.session import lane
 from mcore_rl.models.base import HFConfig, read_config
 from mcore_rl.observability.console import get_stdout_console, show_line, waiting
 from mcore_rl.trainers.policy_loss import find_log_prob_pass_reason
@@ -50,7 +49,7 @@ def dry_run(
     """
     console = console or get_stdout_console()
     resolve(config, needs_data=False)
-    device = "cuda" if gpus_per_node else lane()
+    device = "cuda" if gpus_per_node else detect_lane()
     config = for_lane(config, device, has_experts=has_experts(config))
     folder, refusal = inspect_run_dir(config.output_dir, config.resume)
     with (
@@ -83,7 +82,7 @@ def _inputs(config: RLConfig, prepared: RLConfig, inputs: Inputs | None) -> list
     lines = [f"model: {name}"]
     if not has_weights(prepared):
         lines[0] += "; not checked: weights, since the folder holds none"
-    if unset := unset_data(prepared):
+    if unset := list_unset_data(prepared):
         verb = "is" if len(unset) == 1 else "are"
         return [*lines, f"data: not checked: {' and '.join(unset)} {verb} not set"]
     if inputs is None:
@@ -209,7 +208,7 @@ def spans(ranks: Sequence[int]) -> str:
 
 
 def _summary(config: RLConfig, device: str) -> list[str]:
-    plans = pool_plans(config)
+    plans = build_pool_plans(config)
     where = "GPUs" if device == "cuda" else "processes, which share this machine's cores"
     parts = "; ".join(
         f"{plan.num_bundles * plan.devices_per_bundle} for {', '.join(plan.roles)}"
@@ -218,7 +217,7 @@ def _summary(config: RLConfig, device: str) -> list[str]:
     )
     samples = config.trainer.prompts_per_step * config.algorithm.group_size
     return [
-        f"{num_devices(plans)} {where}: {parts}",
+        f"{count_devices(plans)} {where}: {parts}",
         f"a step: {_format_count(config.trainer.prompts_per_step, 'prompt')}, "
         f"{_format_count(samples, 'sample')}, "
         f"{_format_count(config.algorithm.num_mini_batches, 'optimizer step')}; "

@@ -36,12 +36,12 @@ from mcore_rl.jobs.output import (
     log_dir,
     write_json,
 )
-from mcore_rl.jobs.placement import Pools, places
-from mcore_rl.jobs.preflight import check_model, prompts_of
+from mcore_rl.jobs.placement import Pools, detect_lane, get_device_resource, list_rank_nodes
+from mcore_rl.jobs.preflight import check_model, load_prompt_files
 from mcore_rl.jobs.rl import server_pool
 from mcore_rl.jobs.roles import roles
 from mcore_rl.jobs.run_folder import chat_date_of, model_folder
-from mcore_rl.jobs.session import lane, resource, session
+from mcore_rl.jobs.session import session
 from mcore_rl.models.base import field, read_config
 from mcore_rl.observability.activity import ACTIVITY
 from mcore_rl.observability.console import StepProgress, get_stdout_console, waiting
@@ -165,14 +165,14 @@ def dry_run(config: EvalConfig, console: Console | None = None) -> None:
 
 def _check(config: EvalConfig) -> _Inputs:
     chat_date = config.model.chat_date or chat_date_of(config.model.path)
-    run = as_run(config, lane(), str(model_folder(config.model.path)), chat_date)
+    run = as_run(config, detect_lane(), str(model_folder(config.model.path)), chat_date)
     Judge(config.reward, config.rollout.max_response_tokens)  # checks names and settings
     check_judges(config.reward, ())
     check_model(run)
     tokenizer = load_tokenizer(run.model.path, run.model.chat_date)
     check_tokenizer_matches(tokenizer, field(read_config(run.model.path), "vocab_size"))
     sets = {
-        name: prompts_of({f"data.sets.{name}": source}, run, tokenizer)
+        name: load_prompt_files({f"data.sets.{name}": source}, run, tokenizer)
         for name, source in config.data.sets.items()
     }
     for prompts in sets.values():
@@ -211,12 +211,12 @@ def _serving(inputs: _Inputs, logs: Path) -> Iterator[RolloutPool]:
     """Servers that have loaded the checkpoint."""
     config = inputs.run
     with (
-        Pools(config, resource(), logs) as pools,
+        Pools(config, get_device_resource(), logs) as pools,
         server_pool(config, pools) as servers,
     ):
         with waiting("starting the servers"):
             wait_until_built(servers.groups)
-            for line in places([servers]):
+            for line in list_rank_nodes([servers]):
                 print(line)
             gathered(servers.submit("prepare"))
             gathered(servers.submit("start"))

@@ -13,7 +13,7 @@ from mcore_rl.config.resolve_models import ROLE
 from mcore_rl.config.schema import Layout, RLConfig
 from mcore_rl.controller.pending import PendingCall, WorkerError
 from mcore_rl.controller.worker_group import WorkerGroup
-from mcore_rl.jobs.placement import Pools, models_with_paths
+from mcore_rl.jobs.placement import Pools, get_served_models
 from mcore_rl.rollout.worker import ModelServer, ModelServerSpec
 
 
@@ -45,7 +45,7 @@ def model_servers(config: RLConfig, pools: Pools) -> Iterator[ModelServers]:
     """
     made = ModelServers({}, {})
     with contextlib.ExitStack() as stack:
-        for name, model in models_with_paths(config).items():
+        for name, model in get_served_models(config).items():
             made.keys[name] = secrets.token_urlsafe(32)
             spec = ModelServerSpec(
                 model_path=model.path,

@@ -99,7 +99,7 @@ def prepare(config: RLConfig, folder: Path, found: RunCheckpoint | None) -> RLCo
     """Settings with the model and the data of the run: made, or those that it goes on with."""
     if found is None:
         return prepare_task(config, folder)
-    config = prepare_task(config, found.made_in, is_made=True)
+    config = prepare_task(config, found.made_in, exists=True)
     if config.warm_start.num_steps:
         path = found.made_in / WARM_START
         if not path.is_dir():

@@ -40,13 +40,15 @@ from mcore_rl.jobs.output import (
 )
 from mcore_rl.jobs.placement import (
     Pools,
-    frozen_engines,
-    frozen_paths,
-    models_of,
-    models_with_paths,
-    num_devices,
-    places,
-    pool_plans,
+    build_pool_plans,
+    count_devices,
+    detect_lane,
+    get_device_resource,
+    get_frozen_engines,
+    get_frozen_paths,
+    get_served_models,
+    list_engine_roles,
+    list_rank_nodes,
 )
 from mcore_rl.jobs.preflight import Inputs, check_inputs, has_experts
 from mcore_rl.jobs.resume import (
@@ -58,7 +60,7 @@ from mcore_rl.jobs.resume import (
     prepare,
 )
 from mcore_rl.jobs.roles import expert_layers
-from mcore_rl.jobs.session import lane, resource, session
+from mcore_rl.jobs.session import session
 from mcore_rl.observability.console import show_line, waiting
 from mcore_rl.observability.memory import PeakMemory
 from mcore_rl.observability.start import began
@@ -88,7 +90,7 @@ def run(config: RLConfig) -> None:
     """
     started = began()
     resolve(config)
-    config = for_lane(config, lane(), has_experts=has_experts(config))
+    config = for_lane(config, detect_lane(), has_experts=has_experts(config))
     with (
         exclusive_run_dir(config.output_dir, config.resume) as claim,
         job_scope(claim.folder, claim.lock) as scratch,
@@ -107,9 +109,9 @@ def run(config: RLConfig) -> None:
             digests = check_data(checkpoint, prepared.data, inputs.train, inputs.tests.values())
             room.check_room(prepared, claim.folder, checkpoint.step if checkpoint else 0)
         with (
-            session(prepared, num_devices(pool_plans(prepared)), scratch),
+            session(prepared, count_devices(build_pool_plans(prepared)), scratch),
             summarize_failure(log_dir(claim.folder) / TRACES),
-            Pools(prepared, resource(), log_dir(claim.folder)) as pools,
+            Pools(prepared, get_device_resource(), log_dir(claim.folder)) as pools,
             contextlib.ExitStack() as stack,
         ):
             output, ranks = RunOutput(claim.folder, config, checkpoint), None
@@ -170,7 +172,8 @@ def _warm_start(
 def _has_same_ranks(first: EngineConfig, second: EngineConfig) -> bool:
     """Return whether processes that were started for one engine can have the other."""
     environments = [
-        backend_of(engine).rank_environment(engine.layout, lane()) for engine in (first, second)
+        backend_of(engine).rank_environment(engine.layout, detect_lane())
+        for engine in (first, second)
     ]
     has_same_size = first.layout.world_size == second.layout.world_size
     return has_same_size and environments[0] == environments[1]
@@ -285,7 +288,7 @@ def _start_models(
     Roles that share devices load one after the other, and leave them to the next.
     """
     loss = load_trainer(config.trainer.mode).build_loss(config)
-    placement, roles = config.placement, models_of(config)
+    placement, roles = config.placement, list_engine_roles(config)
     frozen_servers = stack.enter_context(model_servers(config, pools))
     servers = stack.enter_context(server_pool(config, pools))
     preparing = [*servers.submit("prepare"), *frozen_servers.preparing()]
@@ -305,11 +308,11 @@ def _start_models(
         )
     if "critic" in roles:
         models["critic"] = stack.enter_context(_critic(config, pools, total_steps))
-    for role in frozen_engines(config):
+    for role in get_frozen_engines(config):
         models[role] = stack.enter_context(_scorer(config, pools, role))
     others = [*frozen_servers.groups.values(), *models.values()]
     wait_until_built([*servers.groups, *others])
-    for line in places([servers, *others]):
+    for line in list_rank_nodes([servers, *others]):
         print(line)
     starting = frozen_servers.starting()
     waiting_for = [*preparing, *starting]
@@ -344,8 +347,8 @@ def _critic(
 
 def _scorer(config: RLConfig, pools: Pools, role: str) -> AbstractContextManager[WorkerGroup]:
     """The reward model, or a teacher."""
-    spec = _engine_spec(config, frozen_engines(config)[role], 0)
-    spec = replace(spec, model=replace(spec.model, path=frozen_paths(config)[role]))
+    spec = _engine_spec(config, get_frozen_engines(config)[role], 0)
+    spec = replace(spec, model=replace(spec.model, path=get_frozen_paths(config)[role]))
     if role == "reward_model":
         return _model(pools, role, spec, None, model_type="reward_model", wait=False)
     distillation = config.algorithm.distillation
@@ -389,7 +392,7 @@ def _model(
         layout,
         name=name or role,
         threads_per_rank=spec.engine.threads_per_rank,
-        env=backend_of(spec.engine).rank_environment(layout, lane()),
+        env=backend_of(spec.engine).rank_environment(layout, detect_lane()),
         wait=wait,
     ) as group:
         yield group
@@ -408,9 +411,9 @@ def server_pool(config: RLConfig, pools: Pools) -> Iterator[ServerPool]:
         agent=config.agent,
         seed=config.seed,
         timeout_s=config.inner_timeout_s,
-        can_sleep=servers_sleep(config.placement, models_of(config)),
+        can_sleep=servers_sleep(config.placement, list_engine_roles(config)),
         gpu_ids=pools.gpu_ids("rollout"),
-        models=models_with_paths(config),
+        models=get_served_models(config),
         experts=expert_layers(config),
     )
     num_servers, nodes = config.rollout.num_servers, config.rollout.nodes_per_server

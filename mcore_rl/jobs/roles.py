@@ -12,7 +12,12 @@ from mcore_rl.config.schema import EngineConfig, Layout, LoRAConfig, RLConfig, R
 from mcore_rl.config.train_schema import RMConfig, TrainConfig
 from mcore_rl.data.routed_experts import ExpertLayers
 from mcore_rl.engine.lora_targets import adapted_linear
-from mcore_rl.jobs.placement import frozen_engines, frozen_paths, needs_critic, needs_reference
+from mcore_rl.jobs.placement import (
+    get_frozen_engines,
+    get_frozen_paths,
+    needs_critic,
+    needs_reference,
+)
 from mcore_rl.models.base import (
     SEQUENCE,
     HFConfig,
@@ -84,8 +89,8 @@ def roles(config: RLConfig, model: HFConfig) -> list[Role]:
         )
     if needs_critic(config):
         found.append(_trainer("critic", "values, updates", config.critic, config, model))
-    for role, engine in frozen_engines(config).items():
-        scored, task = read_config(frozen_paths(config)[role]), "log-probs to learn from"
+    for role, engine in get_frozen_engines(config).items():
+        scored, task = read_config(get_frozen_paths(config)[role]), "log-probs to learn from"
         if role == "reward_model":
             scored, task = value_config(scored), "scores of responses"
         found.append(_trainer(role, task, engine, config, scored, trains=False))

@@ -8,13 +8,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from mcore_rl.config.schema import RLConfig
-from mcore_rl.controller import torchrun
 from mcore_rl.controller.object_store import held_bytes, object_store_bytes
-from mcore_rl.controller.pool import has_gpus, ray_session
+from mcore_rl.controller.pool import ray_session
 from mcore_rl.controller.small_stores import tell_of_small_stores
-from mcore_rl.engine import lane as machine
-
-RANK = "rank"  # the Ray resource of the CPU lane
+from mcore_rl.jobs.placement import CPU_RESOURCE, get_device_resource
 
 
 @contextlib.contextmanager
@@ -27,8 +24,8 @@ def session(config: RLConfig, num_devices: int, scratch: Path) -> Iterator[None]
     """
     held = held_bytes(config)
     store = object_store_bytes(config.object_store_bytes, held, setting="object_store_bytes")
-    needed = {resource(): num_devices}
-    own = needed if RANK in needed else None
+    needed = {get_device_resource(): num_devices}
+    own = needed if CPU_RESOURCE in needed else None
     with ray_session(
         scratch=scratch,
         log_to_driver=False,
@@ -37,25 +34,7 @@ def session(config: RLConfig, num_devices: int, scratch: Path) -> Iterator[None]
         object_store_bytes=store,
     ):
         if os.environ.get("RAY_ADDRESS"):
-            tell_of_small_stores(held, resource(), config.rollout.num_servers * config.rollout.tp)
+            tell_of_small_stores(
+                held, get_device_resource(), config.rollout.num_servers * config.rollout.tp
+            )
         yield
-
-
-def lane() -> str:
-    """Return "cuda" if the nodes that ranks run on have GPUs, else "cpu".
-
-    They are the nodes at RAY_ADDRESS where it is set: the driver's own need not have a GPU. Ranks
-    that torchrun has started are on this machine.
-
-    Raises:
-        ConfigError: no cluster answers there.
-    """
-    address = os.environ.get("RAY_ADDRESS")
-    if not address or torchrun.is_launched():
-        return machine.lane()
-    return "cuda" if has_gpus(address) else "cpu"
-
-
-def resource() -> str:
-    """What Ray calls a device."""
-    return "GPU" if lane() == "cuda" else RANK

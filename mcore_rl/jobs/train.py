@@ -40,15 +40,14 @@ from mcore_rl.jobs.output import (
     job_scope,
     log_dir,
 )
-from mcore_rl.jobs.placement import places
+from mcore_rl.jobs.placement import detect_lane, get_device_resource, list_rank_nodes
 from mcore_rl.jobs.resume import check_data, checkpoint_read_by_nodes, ended_after
-from mcore_rl.jobs.session import lane, resource
-from mcore_rl.jobs.train_inputs import (
+from mcore_rl.jobs.supervised_preflight import (
     TrainInputs,
     check_train_inputs,
-    for_device,
     has_reference_model,
     needs_reference,
+    resolve_dtype,
 )
 from mcore_rl.observability.console import waiting
 from mcore_rl.observability.memory import PeakMemory
@@ -80,7 +79,7 @@ def run(config: TrainConfig) -> None:
     """
     started = began()
     resolve_train(config)
-    config = for_device(config, lane())
+    config = resolve_dtype(config, detect_lane())
     if torchrun.is_launched():
         _check_torchrun(config)
         if torchrun.rank():
@@ -215,7 +214,7 @@ def _groups(config: TrainConfig, scratch: Path | None, logs: Path) -> Iterator[M
         with _torchrun_ranks(config) as ranks:
             yield ranks.group
             return
-    layout, device = config.engine.layout, resource()
+    layout, device = config.engine.layout, get_device_resource()
     is_shared = has_reference_model(config) and _reference_placement(config) == "shared"
     num_pools = 1 + (has_reference_model(config) and not is_shared)
     needed = {device: layout.world_size * num_pools}
@@ -244,10 +243,10 @@ def _groups(config: TrainConfig, scratch: Path | None, logs: Path) -> Iterator[M
                 share=0.5 if is_shared else 1.0,
                 name=name,
                 threads_per_rank=config.engine.threads_per_rank,
-                env=backend_of(config.engine).rank_environment(layout, lane()),
+                env=backend_of(config.engine).rank_environment(layout, detect_lane()),
             )
             stack.enter_context(group)
-            for line in places([group]):
+            for line in list_rank_nodes([group]):
                 print(line)
             return group
 
@@ -260,12 +259,12 @@ def _reference_placement(config: TrainConfig) -> str:
 
 def _torchrun_ranks(config: TrainConfig) -> torchrun.TorchrunRanks:
     layout = config.engine.layout
-    os.environ.update(backend_of(config.engine).rank_environment(layout, lane()))
+    os.environ.update(backend_of(config.engine).rank_environment(layout, detect_lane()))
 
     def build(name: str, total_steps: int) -> ModelWorker:
         return ModelWorker(*_worker(config, name, total_steps))
 
-    backend = "nccl" if lane() == "cuda" else "gloo"
+    backend = "nccl" if detect_lane() == "cuda" else "gloo"
     return torchrun.TorchrunRanks(backend, layout, config.inner_timeout_s, build)
 
 

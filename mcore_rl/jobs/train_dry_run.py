@@ -8,14 +8,14 @@ from mcore_rl.config.resolve_train import resolve_train
 from mcore_rl.config.train_schema import TrainConfig
 from mcore_rl.jobs.dry_run import say, show
 from mcore_rl.jobs.output import inspect_run_dir
+from mcore_rl.jobs.placement import detect_lane
 from mcore_rl.jobs.resume import checkpoint_to_resume
 from mcore_rl.jobs.roles import training_roles
-from mcore_rl.jobs.session import lane
-from mcore_rl.jobs.train_inputs import (
+from mcore_rl.jobs.supervised_preflight import (
     check_train_inputs,
     describe_inputs,
-    for_device,
     has_reference_model,
+    resolve_dtype,
 )
 from mcore_rl.models.base import read_config
 from mcore_rl.observability.console import get_stdout_console, waiting
@@ -29,7 +29,7 @@ def dry_run(config: TrainConfig, console: Console | None = None) -> None:
     """
     console = console or get_stdout_console()
     resolve_train(config)
-    config = for_device(config, lane())
+    config = resolve_dtype(config, detect_lane())
     folder, refusal = inspect_run_dir(config.output_dir, config.resume)
     with waiting("checking the inputs", has_lines=False):
         checkpoint_to_resume(config, folder)

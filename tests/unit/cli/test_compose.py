@@ -15,7 +15,7 @@ from mcore_rl.config.eval_schema import EvalConfig
 from mcore_rl.config.resolve import for_lane, resolve
 from mcore_rl.config.schema import Layout, OptimizerConfig, RLConfig, RolloutConfig
 from mcore_rl.config.train_schema import SFTConfig
-from mcore_rl.jobs.placement import num_devices, pool_plans
+from mcore_rl.jobs.placement import count_devices, build_pool_plans
 
 
 @pytest.mark.parametrize("recipe", recipes.names())
@@ -228,7 +228,7 @@ def test_the_recipe_for_one_gpu_is_the_quickstart_with_one_rank_a_role():
     found = for_lane(config, "cuda")
     assert found.actor.layout == found.warm_start.layout == Layout()
     assert found.model.dtype == "bfloat16" and found.task.name == "last_digit"
-    assert num_devices(pool_plans(found)) == 1
+    assert count_devices(build_pool_plans(found)) == 1
 
 
 def test_settings_of_a_function_are_given_one_by_one_or_as_a_mapping(tmp_path):

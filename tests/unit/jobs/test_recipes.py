@@ -19,7 +19,7 @@ from mcore_rl.cli.main import main
 from mcore_rl.config.resolve import for_lane, resolve
 from mcore_rl.config.schema import RLConfig
 from mcore_rl.jobs.gpu_memory import MemoryTurn, turns
-from mcore_rl.jobs.placement import num_devices, pool_plans
+from mcore_rl.jobs.placement import build_pool_plans, count_devices
 from mcore_rl.jobs.roles import Role, roles
 from mcore_rl.models.base import HFConfig, kv_elements_per_token
 from tests.unit.jobs.test_dry_run import dry_run
@@ -86,7 +86,7 @@ def test_every_recipe_is_tested_here_or_by_the_quickstart():
 
 @each_recipe
 def test_a_recipe_fits_its_gpus_in_every_turn(name):
-    assert num_devices(pool_plans(composed(name))) == RECIPES[name].num_gpus
+    assert count_devices(build_pool_plans(composed(name))) == RECIPES[name].num_gpus
     for turn in turns_of(name).values():
         assert turn.total < H100_BYTES - MARGIN_BYTES, turn
 

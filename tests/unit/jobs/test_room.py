@@ -129,7 +129,7 @@ class Model:
 
 
 @pytest.fixture
-def places(monkeypatch, tmp_path) -> tuple[str, str]:
+def list_rank_nodes(monkeypatch, tmp_path) -> tuple[str, str]:
     """Where weights go when their own folder is full: a disk, then memory."""
     disk, memory = str(tmp_path / "disk"), "/dev/shm"
     monkeypatch.setattr(room, "_ELSEWHERE", (disk, memory))

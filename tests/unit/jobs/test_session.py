@@ -38,7 +38,7 @@ def told(
     """told(nodes) is what a session of a Ray with these nodes prints."""
 
     def of(nodes: list[dict[str, Any]], address: str = "10.0.0.1:20000") -> str:
-        monkeypatch.setattr(its, "resource", lambda: "GPU")
+        monkeypatch.setattr(its, "get_device_resource", lambda: "GPU")
         monkeypatch.setattr(its, "ray_session", lambda **_: contextlib.nullcontext())
         monkeypatch.setattr(small_stores.ray, "nodes", lambda: nodes)
         monkeypatch.setenv("RAY_ADDRESS", address)
