@@ -35,8 +35,8 @@ import torch
 
 import mcore_rl.models  # noqa: F401  (fills the family registry)
 from mcore_rl.checkpoint.hf_writer import TensorPlan, plan_shards, write_index, write_shard
-from mcore_rl.models.base import family_of
-from mcore_rl.reshard.rules import logical_tensors
+from mcore_rl.models.base import get_family
+from mcore_rl.reshard.rules import list_logical_tensors
 
 REQUIRED_SHARE = 0.5
 # A virtual machine gives freed memory back to its host after 2 s (page reporting), and touching it
@@ -65,8 +65,8 @@ def write_model(folder: Path, gigabytes: float) -> int:
     folder.mkdir()
     fields = config(gigabytes)
     (folder / "config.json").write_text(json.dumps(fields))
-    weights = family_of(fields).weights(fields, fields["vocab_size"])
-    plans = [TensorPlan(t.name, t.shape, torch.bfloat16) for t in logical_tensors(weights)]
+    weights = get_family(fields).weights(fields, fields["vocab_size"])
+    plans = [TensorPlan(t.name, t.shape, torch.bfloat16) for t in list_logical_tensors(weights)]
     shards = plan_shards(plans, 1 << 29)
     generator = torch.Generator().manual_seed(0)
 

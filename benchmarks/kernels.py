@@ -35,7 +35,7 @@ import numpy as np
 import torch
 from isal import isal_zlib
 
-from mcore_rl.reshard.ops import BoxChecksum, BoxCopy, BoxQuantize, Pair, empty_quantized
+from mcore_rl.reshard.ops import BoxChecksum, BoxCopy, BoxQuantize, Pair, allocate_quantized
 
 SIZES = [4 << 10, 64 << 10, 1 << 20, 16 << 20]  # bytes of a box
 REQUIRED_COPY = (0.8, 0.9)  # with boxes below 64 KiB, and without
@@ -77,7 +77,7 @@ def gpu_seconds(side: Callable[[], Any], repeats: int = 20) -> float:
     return best
 
 
-def boxes_of(sizes: list[int], device: str, num_bytes: int, past: int = 0) -> list[Pair]:
+def split_range(sizes: list[int], device: str, num_bytes: int, past: int = 0) -> list[Pair]:
     """Boxes of these sizes in turn, in another order in the target; two rows with a gap each.
 
     With `past`, rows begin so many bytes later and are one byte shorter.
@@ -107,7 +107,7 @@ def boxes_of(sizes: list[int], device: str, num_bytes: int, past: int = 0) -> li
 
 
 def copy_case(name: str, sizes: list[int], device: str, num_bytes: int, past: int = 0) -> Case:
-    pairs = boxes_of(sizes, device, num_bytes, past)
+    pairs = split_range(sizes, device, num_bytes, past)
     copied = sum(source.numel() for source, _ in pairs)
     copy = BoxCopy(pairs)
     copy.run()
@@ -215,7 +215,7 @@ def batch_case(name: str, sizes: list[int], device: str, num_bytes: int) -> Case
     if reason := missing_batch_copy(device, runtime):
         return case | {"not_available": reason}
     assert runtime is not None
-    pairs = boxes_of(sizes, device, num_bytes)
+    pairs = split_range(sizes, device, num_bytes)
     copied = sum(source.numel() for source, _ in pairs)
     copy = BatchCopy(pairs, runtime)
     whole = torch.empty(copied, dtype=torch.uint8, device=device)
@@ -237,7 +237,7 @@ def quantize_case(device: str, num_bytes: int) -> Case:
     whole = torch.randn(num_rows, 2 * columns, device=device).bfloat16()
     source = whole[:, :columns]
     packed = torch.empty(source.shape, dtype=source.dtype, device=device)
-    into = empty_quantized(source)
+    into = allocate_quantized(source)
     fused = BoxQuantize([(source, into)])
     pack, then = BoxCopy([(source, packed)]), BoxQuantize([(packed, into)])
 

@@ -38,7 +38,7 @@ from mcore_rl.parallel.store import RendezvousStore
 from mcore_rl.reshard.buckets import schedule
 from mcore_rl.reshard.layout import GenerationLayout
 from mcore_rl.rollout.buffer import Admission, Pacing, SampleQueue
-from mcore_rl.weight_sync.spec import TransferSpec, plan_transfer, training_side
+from mcore_rl.weight_sync.spec import TransferSpec, build_training_side, plan_transfer
 
 MODEL = {
     "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "vocab_size": 151936,
@@ -166,7 +166,7 @@ def plan(num_ranks: int) -> float:
 
 def export(num_ranks: int) -> float:
     start = time.process_time()
-    ranks, weights = training_side(MODEL, layout_of(num_ranks), 0)
+    ranks, weights = build_training_side(MODEL, layout_of(num_ranks), 0)
     placement = WeightPlacement(ranks.mesh, ranks.chunks, MODEL["num_experts"])
     assert list(export_buckets(weights, placement, torch.bfloat16))
     return time.process_time() - start

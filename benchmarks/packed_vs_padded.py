@@ -81,7 +81,7 @@ def start_engine(folder: Path, hidden: int, layers: int, threads: int) -> Any:
         tie_word_embeddings=False,
     )
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-    os.environ |= RendezvousServer("127.0.0.1").endpoint.environment()
+    os.environ |= RendezvousServer("127.0.0.1").endpoint.to_environment()
     os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
     settings = EngineConfig(max_tokens_per_micro_batch=1 << 30, threads_per_rank=threads)
     model = ModelConfig(path=str(folder), dtype="float32")

@@ -38,7 +38,7 @@ def main() -> None:
     options = parser.parse_args()
     rendezvous = RendezvousServer("127.0.0.1")
     os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
-    os.environ |= rendezvous.endpoint.environment()
+    os.environ |= rendezvous.endpoint.to_environment()
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         found = measured(Path(folder), options.hidden, options.layers, options.rounds)
     rendezvous.close()

@@ -68,6 +68,6 @@ def load_run(folder: str | Path) -> RunResult:
         rows = read_rows(folder / METRICS)
     except (OSError, ValueError) as error:
         raise ConfigError(f"{folder}: no run has ended here: {error}") from error
-    training = [row for row in rows if row.get("phase") == "training"]
+    training = [row for row in rows if row.get("phase") == "training" and row["step"]]
     warm_start = [row for row in rows if row.get("phase") == "warm_start"]
     return RunResult(folder, summary, training, warm_start)

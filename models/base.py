@@ -1,12 +1,17 @@
-"""Model families, and how the family of a checkpoint is found.
+"""Model families, their registry, and the fields of config.json that they read.
 
 A family is data: how its Hugging Face config maps to Megatron's, and the weight rules that loading,
 export and resharding read. Family files import no torch, so that plans can be made anywhere.
+
+The type and range of each field is checked when a config is read. A field that is absent or null
+passes: each family checks what it needs. The limits are far above any model; they keep a damaged
+file from asking for endless rules.
 """
 
 from __future__ import annotations
 
 import json
+import reprlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,30 +21,30 @@ from mcore_rl.config.checks import exists
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.json_file import read_json_object
 from mcore_rl.config.resolve_engine import ModelSizes
-from mcore_rl.models.fields import check_fields
 from mcore_rl.reshard.rules import Weight
 
 HFConfig = dict[str, Any]  # the contents of config.json
-# How architectures end.
+# Suffixes of architectures.
 CAUSAL = "ForCausalLM"
 CLASSIFICATION, SEQUENCE = "ForTokenClassification", "ForSequenceClassification"
 
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """One family of models.
+    """One family of models. Its functions raise ConfigError for a config that they cannot express.
 
-    `config_map` gives keyword arguments of Megatron's TransformerConfig, and of its GPTModel those
-    that the config class has no field for (activation by its Hugging Face name under "activation").
-    `layer_spec` gives Megatron's layer spec of a chunk from (TransformerConfig, chunk number of the
-    rank or None). `weights` gives the rules, with the vocabulary padded to the size handed in, and
-    `vllm_weights` those of vLLM's parameters, prediction layers left out. All
-    raise ConfigError for a config they cannot express. `num_mtp_layers` counts the multi-token
-    prediction layers that the checkpoint has after its decoder layers.
+    Attributes:
+        architecture: Value of "architectures" in config.json.
+        config_map: Keyword arguments of Megatron's TransformerConfig, and of GPTModel those without
+            a field there; the activation under "activation", by its Hugging Face name.
+        layer_spec: Megatron's layer spec of a model chunk, from TransformerConfig and vp_stage.
+        weights: Rules of Megatron's parameters, from the config and the padded vocabulary size.
+        vllm_weights: Rules of vLLM's parameters, without multi-token prediction layers.
+        num_mtp_layers: Multi-token prediction layers after the decoder layers of a checkpoint.
     """
 
     name: str
-    architecture: str  # as config.json names it
+    architecture: str
     config_map: Callable[[HFConfig], dict[str, Any]]
     layer_spec: Callable[[Any, int | None], Any]
     weights: Callable[[HFConfig, int], tuple[Weight, ...]]
@@ -59,17 +64,19 @@ _REFUSED = {
 
 
 def register(family: Family) -> Family:
+    """Register a family under its architecture."""
     _FAMILIES[family.architecture] = family
     return family
 
 
 def read_config(model_path: str | Path, setting: str = "model.path") -> HFConfig:
-    """The config.json of a checkpoint folder, with fields of the kinds that families read.
+    """Read config.json of a checkpoint folder and check its fields.
 
-    `setting` is the key of the path, for messages.
+    Args:
+        setting: Name of the setting with the path, for messages.
 
     Raises:
-        ConfigError: there is none, or it is not readable, or a field is of another kind.
+        ConfigError: The file is missing or not readable, or a field has another type or range.
     """
     exists(setting, model_path)
     path = Path(model_path) / "config.json"
@@ -80,8 +87,8 @@ def read_config(model_path: str | Path, setting: str = "model.path") -> HFConfig
     return config
 
 
-def family_of(config: HFConfig) -> Family:
-    """The family that config.json names under "architectures"."""
+def get_family(config: HFConfig) -> Family:
+    """Return the family that config.json names under "architectures"."""
     architectures = config.get("architectures") or []
     # A value model is the same family with another head (models/heads.py).
     causal = [
@@ -97,63 +104,65 @@ def family_of(config: HFConfig) -> Family:
     )
 
 
-def field(config: HFConfig, name: str) -> Any:
-    """A field that the config must have."""
+def get_field(config: HFConfig, name: str) -> Any:
+    """Return a required field; raise ConfigError without it."""
     if config.get(name) is None:
         raise ConfigError(f"config.json has no {name!r}, which {config.get('architectures')} needs")
     return config[name]
 
 
-def without_mtp(config: HFConfig) -> HFConfig:
-    """The config of the same model without its layers for multi-token prediction."""
+def drop_mtp_layers(config: HFConfig) -> HFConfig:
+    """Return the config with zero layers for multi-token prediction."""
     fields = ("num_nextn_predict_layers", "num_mtp_layers")
     return {**config, **{name: 0 for name in fields if name in config}}
 
 
-def require(config: HFConfig, allowed: Mapping[str, Any]) -> None:
-    """Raise ConfigError for a field that has another value than the only one allowed.
+def check_values(config: HFConfig, allowed: Mapping[str, Any]) -> None:
+    """Raise ConfigError for a field with another value than the one allowed.
 
-    A field that is absent or null passes: transformers' defaults are then what is allowed.
+    A field that is absent or null passes: transformers' default is then the allowed value.
     """
-    for name, value in allowed.items():
-        found = config.get(name)
-        if found is not None and found != value:
+    for name, expected in allowed.items():
+        value = config.get(name)
+        if value is not None and value != expected:
             raise ConfigError(
-                f"config.json: {name}={_spelled(found)} is not supported for "
-                f"{config.get('architectures')}; allowed: {_spelled(value)}"
+                f"config.json: {name}={_to_json(value)} is not supported for "
+                f"{config.get('architectures')}; allowed: {_to_json(expected)}"
             )
 
 
-def _spelled(value: Any) -> str:
-    """As config.json spells it, but for the quotes."""
+def _to_json(value: Any) -> str:
+    """Return a value as JSON with single quotes."""
     return json.dumps(value).replace('"', "'")
 
 
-def rope(config: HFConfig) -> dict[str, Any]:
-    """Rotary parameters, where either generation of transformers keeps them.
+def read_rope(config: HFConfig) -> dict[str, Any]:
+    """Return the rotary parameters, under the keys of either generation of transformers.
 
-    rope_theta, rope_type ("default" when there is no scaling) and what that type needs; the
-    architectures, for messages.
+    Returns:
+        rope_theta, rope_type ("default" without scaling), the parameters of that type, and the
+        architectures, for messages.
 
     Raises:
-        ConfigError: there is no rope_theta, or one field contradicts another: transformers reads
-            rope_scaling before rope_parameters, and other versions do not.
+        ConfigError: There is no rope_theta, or two fields contradict each other: transformers 5
+            reads rope_scaling before rope_parameters, earlier versions do not.
     """
     names = [name for name in ("rope_scaling", "rope_parameters") if config.get(name)]
     parameters = [_standardize_rope(config, name) for name in names]
     if len(parameters) > 1 and parameters[0] != parameters[1]:
-        values = " and ".join(f"{name}={_spelled(config[name])}" for name in names)
+        values = " and ".join(f"{name}={_to_json(config[name])}" for name in names)
         raise ConfigError(f"config.json: {values} differ; allowed: one of them, or equal values")
-    found = parameters[0] if parameters else _standardize_rope(config)
-    if found.get("rope_theta") is None:
+    merged = parameters[0] if parameters else _standardize_rope(config)
+    if merged.get("rope_theta") is None:
         raise ConfigError("config.json has neither rope_theta nor rope_parameters.rope_theta")
-    return {**found, "architectures": config.get("architectures")}
+    return {**merged, "architectures": config.get("architectures")}
 
 
 def _standardize_rope(config: HFConfig, name: str = "") -> dict[str, Any]:
-    """The object `name` of config.json with the rope fields around it, and one name for its type.
+    """Merge the object `name` of config.json with the top-level rope fields.
 
-    As standardize_rope_params of transformers/modeling_rope_utils.py.
+    Its type is under "rope_type", as in standardize_rope_params
+    (transformers/modeling_rope_utils.py).
     """
     inner = config[name] if name else {}
     kinds = {inner[key] for key in ("rope_type", "type") if inner.get(key) is not None}
@@ -168,21 +177,22 @@ def _standardize_rope(config: HFConfig, name: str = "") -> dict[str, Any]:
     return {**merged, "rope_type": next(iter(kinds), "default")}
 
 
-def rope_theta(config: HFConfig) -> float:
-    """The rotary base of a model without scaled rope; scaled rope is refused."""
-    found = rope(config)
-    if found["rope_type"] != "default":
+def read_rope_theta(config: HFConfig) -> float:
+    """Return the rotary base of a model without scaled rope; raise ConfigError for scaled rope."""
+    parameters = read_rope(config)
+    if parameters["rope_type"] != "default":
         raise ConfigError(
-            f"config.json: rope_type={found['rope_type']!r} is not supported for "
+            f"config.json: rope_type={parameters['rope_type']!r} is not supported for "
             f"{config.get('architectures')}; allowed: 'default'"
         )
-    return float(found["rope_theta"])
+    return float(parameters["rope_theta"])
 
 
-def head_dim(config: HFConfig) -> int:
+def get_head_dim(config: HFConfig) -> int:
+    """Return the size of an attention head."""
     if config.get("head_dim"):
         return int(config["head_dim"])
-    hidden, heads = field(config, "hidden_size"), field(config, "num_attention_heads")
+    hidden, heads = get_field(config, "hidden_size"), get_field(config, "num_attention_heads")
     if hidden % heads:
         raise ConfigError(
             f"config.json: hidden_size={hidden} is no multiple of num_attention_heads={heads}, and "
@@ -191,28 +201,28 @@ def head_dim(config: HFConfig) -> int:
     return int(hidden // heads)
 
 
-def kv_elements_per_token(config: HFConfig, tp: int = 1) -> int:
-    """Elements of the key/value cache for a token in all layers, on one of `tp` workers.
+def count_kv_elements_per_token(config: HFConfig, tp: int = 1) -> int:
+    """Count the elements of the KV cache per token, over all layers, on one of `tp` workers.
 
-    A worker has the keys and values of its own heads, and of one at least. Multi-head latent
-    attention has a latent vector and a rotary key that all heads share (DeepSeek-V2, section 2.1),
-    and every worker keeps them.
+    A worker has the keys and values of its heads, at least of one head. Multi-head latent attention
+    caches a latent vector and a rotary key that all heads share (DeepSeek-V2, section 2.1), on
+    every worker.
     """
-    num_layers = int(field(config, "num_hidden_layers"))
+    num_layers = int(get_field(config, "num_hidden_layers"))
     if config.get("kv_lora_rank"):
-        return num_layers * int(config["kv_lora_rank"] + field(config, "qk_rope_head_dim"))
-    heads = int(config.get("num_key_value_heads") or field(config, "num_attention_heads"))
-    return num_layers * 2 * max(1, heads // tp) * head_dim(config)
+        return num_layers * int(config["kv_lora_rank"] + get_field(config, "qk_rope_head_dim"))
+    heads = int(config.get("num_key_value_heads") or get_field(config, "num_attention_heads"))
+    return num_layers * 2 * max(1, heads // tp) * get_head_dim(config)
 
 
-def padded_vocab_size(config: HFConfig, tp: int) -> int:
-    """The vocabulary rounded up so that it divides over tp ranks."""
-    return -(-int(field(config, "vocab_size")) // tp) * tp
+def pad_vocab_size(config: HFConfig, tp: int) -> int:
+    """Return the vocabulary size rounded up to a multiple of `tp`."""
+    return -(-int(get_field(config, "vocab_size")) // tp) * tp
 
 
-def model_sizes(config: HFConfig) -> ModelSizes:
-    """What a layout of this model has to divide."""
-    family = family_of(config)
+def get_model_sizes(config: HFConfig) -> ModelSizes:
+    """Return the sizes that a layout of this model must divide."""
+    family = get_family(config)
     fields = family.config_map(config)
     num_experts = fields.get("num_moe_experts", 0)
     has_dense = not num_experts or 0 in fields["moe_layer_freq"]
@@ -233,9 +243,125 @@ def model_sizes(config: HFConfig) -> ModelSizes:
     )
 
 
-def layers_with_experts(config: HFConfig) -> tuple[int, ...]:
-    """Decoder layers, numbered over the whole model; none in a dense model."""
-    fields = family_of(config).config_map(config)
+def list_moe_layers(config: HFConfig) -> tuple[int, ...]:
+    """Return the indices of the decoder layers with experts, over the whole model."""
+    fields = get_family(config).config_map(config)
     if not fields.get("num_moe_experts", 0):
         return ()
     return tuple(layer for layer, has in enumerate(fields["moe_layer_freq"]) if has)
+
+
+MAX_EXPERTS = 1 << 16  # over all layers
+
+
+@dataclass(frozen=True, slots=True)
+class FieldType:
+    """Values that a field may have; `allowed` describes them in messages."""
+
+    allowed: str
+    accepts: Callable[[Any], bool]
+
+
+def _declare_integer(low: int, high: int) -> FieldType:
+    # JSON's true is an int to Python.
+    return FieldType(
+        f"an integer from {low} to {high}", lambda v: type(v) is int and low <= v <= high
+    )
+
+
+def _declare_number(low: float, high: float) -> FieldType:
+    return FieldType(
+        f"a number from {low} to {high}", lambda v: type(v) in (int, float) and low <= v <= high
+    )
+
+
+def _declare_list(what: str, element: FieldType) -> FieldType:
+    return FieldType(
+        f"a list of {what}", lambda v: isinstance(v, list) and all(map(element.accepts, v))
+    )
+
+
+_TEXT = FieldType("a string", lambda value: isinstance(value, str))
+_FLAG = FieldType("true or false", lambda value: isinstance(value, bool))
+_OBJECT = FieldType("an object", lambda value: isinstance(value, dict))
+
+_NAMES: dict[FieldType, str] = {
+    _declare_integer(1, 1 << 10): "num_hidden_layers moe_layer_freq decoder_sparse_step",
+    _declare_integer(0, 1 << 10): "first_k_dense_replace num_nextn_predict_layers num_mtp_layers",
+    _declare_integer(
+        1, 1 << 14
+    ): "num_attention_heads num_key_value_heads head_dim qk_nope_head_dim "
+    "qk_rope_head_dim v_head_dim num_experts num_local_experts n_routed_experts "
+    "num_experts_per_tok n_shared_experts",
+    _declare_integer(0, 1 << 14): "n_group topk_group",
+    _declare_integer(1, 1 << 24): "vocab_size hidden_size intermediate_size moe_intermediate_size "
+    "kv_lora_rank q_lora_rank",
+    _declare_integer(
+        1, 1 << 40
+    ): "max_position_embeddings original_max_position_embeddings sliding_window",
+    _declare_number(1e-12, 1.0): "rms_norm_eps partial_rotary_factor",
+    _declare_number(
+        1e-6, 1e12
+    ): "rope_theta routed_scaling_factor factor low_freq_factor high_freq_factor",
+    _declare_number(0.0, 1e6): "beta_fast beta_slow mscale mscale_all_dim attention_factor",
+    _FLAG: "tie_word_embeddings attention_bias mlp_bias norm_topk_prob use_sliding_window "
+    "use_qk_norm rope_interleave token_classification_bias truncate",
+    _TEXT: "hidden_act scoring_func topk_method rope_type type dtype torch_dtype",
+    _OBJECT: "rope_scaling rope_parameters id2label",
+    _declare_list("strings", _TEXT): "architectures layer_types",
+    _declare_list("layer numbers", _declare_integer(0, 1 << 10)): "mlp_only_layers",
+}
+FIELDS: dict[str, FieldType] = {
+    name: field_type for field_type, names in _NAMES.items() for name in names.split()
+}
+
+_MULTIPLES = (("num_attention_heads", "num_key_value_heads"), ("n_routed_experts", "n_group"))
+_AT_MOST = (
+    ("topk_group", "n_group"),
+    ("first_k_dense_replace", "num_hidden_layers"),
+    ("num_experts_per_tok", "num_experts"),
+    ("num_experts_per_tok", "num_local_experts"),
+    ("num_experts_per_tok", "n_routed_experts"),
+)
+
+
+def check_fields(config: Mapping[str, Any]) -> None:
+    """Raise ConfigError for a field of the wrong type or range, or two that contradict each other.
+
+    Fields that no family reads pass.
+    """
+    _check_types(config)
+    for name in ("rope_scaling", "rope_parameters"):
+        _check_types(config.get(name) or {})
+    _check_relations({name: value for name, value in config.items() if value and name in FIELDS})
+
+
+def _check_types(config: Mapping[str, Any]) -> None:
+    for name, field_type in FIELDS.items():
+        value = config.get(name)
+        if value is not None and not field_type.accepts(value):
+            raise ConfigError(
+                f"config.json: {name}={reprlib.repr(value)} is not supported; allowed: "
+                f"{field_type.allowed}"
+            )
+
+
+def _check_relations(config: Mapping[str, Any]) -> None:
+    """Check relations between fields that are set and not zero."""
+    for multiple, factor in _MULTIPLES:
+        if multiple in config and factor in config and config[multiple] % config[factor]:
+            raise ConfigError(
+                f"config.json: {multiple}={config[multiple]} is no multiple of "
+                f"{factor}={config[factor]}"
+            )
+    for name, limit in _AT_MOST:
+        if name in config and limit in config and config[name] > config[limit]:
+            raise ConfigError(f"config.json: {name}={config[name]} exceeds {limit}={config[limit]}")
+    experts = max(
+        config.get(name, 0) for name in ("num_experts", "num_local_experts", "n_routed_experts")
+    )
+    if (total := experts * config.get("num_hidden_layers", 1)) > MAX_EXPERTS:
+        raise ConfigError(
+            f"config.json: {experts} experts in each of {config['num_hidden_layers']} layers make "
+            f"{total}; allowed: at most {MAX_EXPERTS}"
+        )

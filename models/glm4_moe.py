@@ -5,73 +5,71 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from mcore_rl.models.base import Family, HFConfig, register, rope
-from mcore_rl.models.moe_parts import (
-    has_experts,
-    num_mtp_layers,
-    shared_expert_config,
-    shared_expert_mlp_weights,
-)
+from mcore_rl.models.base import Family, HFConfig, read_rope, register
 from mcore_rl.models.parts import (
-    LayerPlace,
-    attention_weights,
-    decoder_config,
-    decoder_layers,
-    decoder_weights,
-    dense_mlp_weights,
+    Layer,
+    count_mtp_layers,
+    get_layer_spec,
+    has_experts,
+    map_attention_weights,
+    map_decoder_config,
+    map_decoder_weights,
+    map_dense_mlp_weights,
+    map_shared_expert_config,
+    map_shared_expert_mlp_weights,
 )
 from mcore_rl.models.vllm_parts import (
-    vllm_attention,
-    vllm_decoder,
-    vllm_norms,
-    vllm_shared_expert_mlp,
+    map_vllm_attention,
+    map_vllm_decoder,
+    map_vllm_norms,
+    map_vllm_shared_expert_mlp,
 )
 from mcore_rl.reshard.rules import Weight
 
 
-def config_map(config: HFConfig) -> dict[str, Any]:
+def map_config(config: HFConfig) -> dict[str, Any]:
     return {
-        **decoder_config(config),
+        **map_decoder_config(config),
         # transformers' default where the config says nothing
-        "rotary_percent": float(rope(config).get("partial_rotary_factor") or 0.5),
+        "rotary_percent": float(read_rope(config).get("partial_rotary_factor") or 0.5),
         "add_qkv_bias": bool(config.get("attention_bias")),
         "qk_layernorm": bool(config.get("use_qk_norm")),
-        **shared_expert_config(config),
+        **map_shared_expert_config(config),
     }
 
 
-def _layer(config: HFConfig, at: LayerPlace) -> Iterator[Weight]:
+def _map_layer(config: HFConfig, layer: Layer) -> Iterator[Weight]:
     qk_norm, qkv_bias = bool(config.get("use_qk_norm")), bool(config.get("attention_bias"))
-    yield from attention_weights(config, at, qk_norm=qk_norm, qkv_bias=qkv_bias)
-    if has_experts(config, at.layer):
-        yield from shared_expert_mlp_weights(config, at)
+    yield from map_attention_weights(config, layer, qk_norm=qk_norm, qkv_bias=qkv_bias)
+    if has_experts(config, layer.index):
+        yield from map_shared_expert_mlp_weights(config, layer)
     else:
-        yield from dense_mlp_weights(config, at)
+        yield from map_dense_mlp_weights(config, layer)
 
 
-def weights(config: HFConfig, padded_vocab: int) -> tuple[Weight, ...]:
-    return decoder_weights(config, padded_vocab, _layer, num_mtp_layers(config))
+def map_weights(config: HFConfig, padded_vocab: int) -> tuple[Weight, ...]:
+    return map_decoder_weights(config, padded_vocab, _map_layer, count_mtp_layers(config))
 
 
-def _vllm_layer(config: HFConfig, at: LayerPlace) -> Iterator[Weight]:
-    yield from vllm_norms(config, at)
+def _map_vllm_layer(config: HFConfig, layer: Layer) -> Iterator[Weight]:
+    yield from map_vllm_norms(config, layer)
     qk_norm, qkv_bias = bool(config.get("use_qk_norm")), bool(config.get("attention_bias"))
-    yield from vllm_attention(config, at, qk_norm=qk_norm, qkv_bias=qkv_bias)
-    yield from vllm_shared_expert_mlp(config, at)
+    yield from map_vllm_attention(config, layer, qk_norm=qk_norm, qkv_bias=qkv_bias)
+    yield from map_vllm_shared_expert_mlp(config, layer)
 
 
-def vllm_weights(config: HFConfig) -> tuple[Weight, ...]:
-    return vllm_decoder(config, _vllm_layer)
+def map_vllm_weights(config: HFConfig) -> tuple[Weight, ...]:
+    return map_vllm_decoder(config, _map_vllm_layer)
 
 
 FAMILY = register(
     Family(
         "glm4_moe",
         "Glm4MoeForCausalLM",
-        config_map,
-        decoder_layers,
-        weights,
-        vllm_weights,
-        num_mtp_layers,
+        map_config,
+        get_layer_spec,
+        map_weights,
+        map_vllm_weights,
+        count_mtp_layers,
     )
 )

@@ -14,78 +14,84 @@ from mcore_rl.models.base import (
     CLASSIFICATION,
     SEQUENCE,
     HFConfig,
-    family_of,
-    field,
-    without_mtp,
+    drop_mtp_layers,
+    get_family,
+    get_field,
 )
-from mcore_rl.reshard.boxes import LogicalTensor
-from mcore_rl.reshard.rules import Weight, Whole
+from mcore_rl.reshard.rules import LogicalTensor, Replicated, Weight
 
 _ONE_LABEL = {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
 
 
-def value_head_of(config: HFConfig) -> str:
-    """CLASSIFICATION or SEQUENCE for a checkpoint of a value model, "" for a language model."""
-    architectures = config.get("architectures") or []
-    found = (end for end in (CLASSIFICATION, SEQUENCE) for n in architectures if n.endswith(end))
-    return next(found, "")
+def get_value_head_suffix(config: HFConfig) -> str:
+    """Return CLASSIFICATION or SEQUENCE for a value model, "" for a language model."""
+    for suffix in (CLASSIFICATION, SEQUENCE):
+        if any(name.endswith(suffix) for name in config.get("architectures") or []):
+            return suffix
+    return ""
 
 
 def has_value_head(config: HFConfig) -> bool:
-    """Whether the checkpoint is one of a value model, not of a language model."""
-    return bool(value_head_of(config))
+    """Return whether the checkpoint is a value model, not a language model."""
+    return bool(get_value_head_suffix(config))
 
 
 def has_value_bias(config: HFConfig) -> bool:
-    if value_head_of(config) == SEQUENCE:
+    """Return whether the value head has a bias."""
+    if get_value_head_suffix(config) == SEQUENCE:
         return False
     return bool(config.get("token_classification_bias", True))
 
 
-def value_config(config: HFConfig, kind: str = CLASSIFICATION) -> HFConfig:
-    """config.json of the value model that starts from a checkpoint, of either kind.
+def build_value_config(config: HFConfig, kind: str = CLASSIFICATION) -> HFConfig:
+    """Return config.json of the value model that starts from a language or value model.
 
-    The decoder is the checkpoint's. A value model has no output embedding to tie, and no layers for
-    multi-token prediction. `kind` is how the architecture of one ends that starts from a language
-    model; one that starts from a value model is of the same kind.
+    The decoder is the checkpoint's. A value model has no output embedding to tie and no layers for
+    multi-token prediction.
+
+    Args:
+        kind: Suffix of the architecture, when the checkpoint is a language model. A value model
+            keeps its suffix.
 
     Raises:
-        ConfigError: the checkpoint classifies into more than one label.
+        ConfigError: The checkpoint classifies into more than one label.
     """
-    if found := value_head_of(config):
-        kind = found
+    if suffix := get_value_head_suffix(config):
+        kind = suffix
         labels = config.get("id2label") or {"0": "", "1": ""}  # absent: transformers' default, two
         if len(labels) != 1:
             raise ConfigError(
                 f"config.json: {config['architectures']} has {len(labels)} labels (id2label); "
                 "allowed for a value model: 1"
             )
-    architecture = family_of(config).architecture.removesuffix(CAUSAL) + kind
-    named = {"architectures": [architecture], "tie_word_embeddings": False, **_ONE_LABEL}
-    return without_mtp(config) | named
+    architecture = get_family(config).architecture.removesuffix(CAUSAL) + kind
+    changes = {"architectures": [architecture], "tie_word_embeddings": False, **_ONE_LABEL}
+    return drop_mtp_layers(config) | changes
 
 
-def value_head_weights(config: HFConfig) -> tuple[Weight, ...]:
-    """Rules of the value head, whole on every rank of the last pipeline stage."""
-    weight = LogicalTensor("score.weight", (1, field(config, "hidden_size")))
-    bias = LogicalTensor("score.bias", (1,))
-    named = {"weight": weight} | ({"bias": bias} if has_value_bias(config) else {})
-    return tuple(Weight(f"output_layer.{n}", Whole(t), stage="head") for n, t in named.items())
+def map_value_head_weights(config: HFConfig) -> tuple[Weight, ...]:
+    """Return the rules of the value head, replicated on the last pipeline stage."""
+    tensors = {"weight": LogicalTensor("score.weight", (1, get_field(config, "hidden_size")))}
+    if has_value_bias(config):
+        tensors["bias"] = LogicalTensor("score.bias", (1,))
+    return tuple(
+        Weight(f"output_layer.{n}", Replicated(t), stage="head") for n, t in tensors.items()
+    )
 
 
-def value_weights(config: HFConfig, padded_vocab: int) -> tuple[Weight, ...]:
-    """The rules of a whole value model, from its config as value_config gives it."""
-    weights = family_of(config).weights(config, padded_vocab)
-    return (*(w for w in weights if w.stage != "head"), *value_head_weights(config))
+def map_value_weights(config: HFConfig, padded_vocab: int) -> tuple[Weight, ...]:
+    """Return the rules of a value model; `config` is the result of `build_value_config`."""
+    weights = get_family(config).weights(config, padded_vocab)
+    return (*(w for w in weights if w.stage != "head"), *map_value_head_weights(config))
 
 
-def model_config(config: HFConfig) -> HFConfig:
-    """The config of the model, of either kind, that a checkpoint with this config.json holds."""
-    return value_config(config) if has_value_head(config) else config
+def get_model_config(config: HFConfig) -> HFConfig:
+    """Return the config of a checkpoint's model, with a value head if it has one."""
+    return build_value_config(config) if has_value_head(config) else config
 
 
-def model_weights(config: HFConfig, padded_vocab: int) -> tuple[Weight, ...]:
-    """The rules of that model, of either kind, from its config as model_config gives it."""
+def map_model_weights(config: HFConfig, padded_vocab: int) -> tuple[Weight, ...]:
+    """Return the rules of a language or value model; `config` is that of `get_model_config`."""
     if has_value_head(config):
-        return value_weights(config, padded_vocab)
-    return family_of(config).weights(config, padded_vocab)
+        return map_value_weights(config, padded_vocab)
+    return get_family(config).weights(config, padded_vocab)

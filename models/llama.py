@@ -6,25 +6,25 @@ from collections.abc import Iterator
 from typing import Any
 
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.models.base import Family, HFConfig, field, register, require, rope
+from mcore_rl.models.base import Family, HFConfig, check_values, get_field, read_rope, register
 from mcore_rl.models.parts import (
-    LayerPlace,
-    attention_weights,
-    common_config,
-    decoder_layers,
-    decoder_weights,
-    dense_mlp_weights,
-    grouped_query_config,
+    Layer,
+    get_layer_spec,
+    map_attention_weights,
+    map_common_config,
+    map_decoder_weights,
+    map_dense_mlp_weights,
+    map_gqa_config,
 )
 from mcore_rl.models.vllm_parts import (
-    vllm_attention,
-    vllm_decoder,
-    vllm_dense_mlp,
-    vllm_norms,
+    map_vllm_attention,
+    map_vllm_decoder,
+    map_vllm_dense_mlp,
+    map_vllm_norms,
 )
 from mcore_rl.reshard.rules import Weight
 
-# What Megatron's scaling has built in (models/common/embeddings/rotary_pos_embedding.py:85).
+# Constants of Megatron's scaling (models/common/embeddings/rotary_pos_embedding.py:85).
 _BUILT_IN = {
     "low_freq_factor": 1,
     "high_freq_factor": 4,
@@ -32,49 +32,53 @@ _BUILT_IN = {
 }
 
 
-def _rope_config(config: HFConfig) -> dict[str, Any]:
-    found = rope(config)
-    arguments = {"rotary_base": float(found["rope_theta"])}
-    if found["rope_type"] == "default":
+def _map_rope_config(config: HFConfig) -> dict[str, Any]:
+    rope = read_rope(config)
+    arguments = {"rotary_base": float(rope["rope_theta"])}
+    if rope["rope_type"] == "default":
         return arguments
-    if found["rope_type"] != "llama3":
+    if rope["rope_type"] != "llama3":
         raise ConfigError(
-            f"config.json: rope_type={found['rope_type']!r} is not supported for "
+            f"config.json: rope_type={rope['rope_type']!r} is not supported for "
             f"{config.get('architectures')}; allowed: 'default', 'llama3'"
         )
     for name, built_in in _BUILT_IN.items():
-        if found.get(name) != built_in:
+        if rope.get(name) != built_in:
             raise ConfigError(
-                f"config.json: rope_type='llama3' with {name}={found.get(name)} is not supported; "
+                f"config.json: rope_type='llama3' with {name}={rope.get(name)} is not supported; "
                 f"allowed: {built_in}"
             )
-    return {**arguments, "rope_scaling": True, "rope_scaling_factor": float(field(found, "factor"))}
+    return {
+        **arguments,
+        "rope_scaling": True,
+        "rope_scaling_factor": float(get_field(rope, "factor")),
+    }
 
 
-def config_map(config: HFConfig) -> dict[str, Any]:
-    require(config, {"attention_bias": False, "mlp_bias": False})
-    return {**common_config(config), **grouped_query_config(config), **_rope_config(config)}
+def map_config(config: HFConfig) -> dict[str, Any]:
+    check_values(config, {"attention_bias": False, "mlp_bias": False})
+    return {**map_common_config(config), **map_gqa_config(config), **_map_rope_config(config)}
 
 
-def _layer(config: HFConfig, at: LayerPlace) -> Iterator[Weight]:
-    yield from attention_weights(config, at)
-    yield from dense_mlp_weights(config, at)
+def _map_layer(config: HFConfig, layer: Layer) -> Iterator[Weight]:
+    yield from map_attention_weights(config, layer)
+    yield from map_dense_mlp_weights(config, layer)
 
 
-def weights(config: HFConfig, padded_vocab: int) -> tuple[Weight, ...]:
-    return decoder_weights(config, padded_vocab, _layer)
+def map_weights(config: HFConfig, padded_vocab: int) -> tuple[Weight, ...]:
+    return map_decoder_weights(config, padded_vocab, _map_layer)
 
 
-def _vllm_layer(config: HFConfig, at: LayerPlace) -> Iterator[Weight]:
-    yield from vllm_norms(config, at)
-    yield from vllm_attention(config, at)
-    yield from vllm_dense_mlp(config, at)
+def _map_vllm_layer(config: HFConfig, layer: Layer) -> Iterator[Weight]:
+    yield from map_vllm_norms(config, layer)
+    yield from map_vllm_attention(config, layer)
+    yield from map_vllm_dense_mlp(config, layer)
 
 
-def vllm_weights(config: HFConfig) -> tuple[Weight, ...]:
-    return vllm_decoder(config, _vllm_layer)
+def map_vllm_weights(config: HFConfig) -> tuple[Weight, ...]:
+    return map_vllm_decoder(config, _map_vllm_layer)
 
 
 FAMILY = register(
-    Family("llama", "LlamaForCausalLM", config_map, decoder_layers, weights, vllm_weights)
+    Family("llama", "LlamaForCausalLM", map_config, get_layer_spec, map_weights, map_vllm_weights)
 )

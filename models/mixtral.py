@@ -5,62 +5,66 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from mcore_rl.models.base import Family, HFConfig, field, register, require
-from mcore_rl.models.moe_parts import expert_weights, router_weights, softmax_router_config
+from mcore_rl.models.base import Family, HFConfig, check_values, get_field, register
 from mcore_rl.models.parts import (
-    LayerPlace,
-    attention_weights,
-    decoder_config,
-    decoder_layers,
-    decoder_weights,
+    Layer,
+    get_layer_spec,
+    map_attention_weights,
+    map_decoder_config,
+    map_decoder_weights,
+    map_expert_weights,
+    map_router_weights,
+    map_softmax_router_config,
 )
 from mcore_rl.models.vllm_parts import (
-    vllm_attention,
-    vllm_decoder,
-    vllm_experts,
-    vllm_norms,
-    vllm_router,
+    map_vllm_attention,
+    map_vllm_decoder,
+    map_vllm_experts,
+    map_vllm_norms,
+    map_vllm_router,
 )
 from mcore_rl.reshard.rules import Weight
 
 
-def config_map(config: HFConfig) -> dict[str, Any]:
+def map_config(config: HFConfig) -> dict[str, Any]:
     # Without a separate switch, a window that is set is in force.
-    require(config, {"sliding_window": None})
+    check_values(config, {"sliding_window": None})
     return {
-        **decoder_config(config),
-        "num_moe_experts": field(config, "num_local_experts"),
-        "moe_ffn_hidden_size": field(config, "intermediate_size"),
-        "moe_layer_freq": [1] * field(config, "num_hidden_layers"),
-        **softmax_router_config(config, renormalised=True),
+        **map_decoder_config(config),
+        "num_moe_experts": get_field(config, "num_local_experts"),
+        "moe_ffn_hidden_size": get_field(config, "intermediate_size"),
+        "moe_layer_freq": [1] * get_field(config, "num_hidden_layers"),
+        **map_softmax_router_config(config, renormalised=True),
     }
 
 
-def _layer(config: HFConfig, at: LayerPlace) -> Iterator[Weight]:
-    hf, num_experts = "block_sparse_moe", field(config, "num_local_experts")
-    yield from attention_weights(config, at)
-    yield from router_weights(config, at, num_experts, hf)
-    ffn = field(config, "intermediate_size")
-    yield from expert_weights(config, at, num_experts, ffn, hf, names=("w1", "w3", "w2"))
+def _map_layer(config: HFConfig, layer: Layer) -> Iterator[Weight]:
+    hf, num_experts = "block_sparse_moe", get_field(config, "num_local_experts")
+    yield from map_attention_weights(config, layer)
+    yield from map_router_weights(config, layer, num_experts, hf)
+    ffn = get_field(config, "intermediate_size")
+    yield from map_expert_weights(config, layer, num_experts, ffn, hf, names=("w1", "w3", "w2"))
 
 
-def weights(config: HFConfig, padded_vocab: int) -> tuple[Weight, ...]:
-    return decoder_weights(config, padded_vocab, _layer)
+def map_weights(config: HFConfig, padded_vocab: int) -> tuple[Weight, ...]:
+    return map_decoder_weights(config, padded_vocab, _map_layer)
 
 
-def _vllm_layer(config: HFConfig, at: LayerPlace) -> Iterator[Weight]:
-    yield from vllm_norms(config, at)
-    yield from vllm_attention(config, at)
-    hf, num_experts = "block_sparse_moe", field(config, "num_local_experts")
-    yield vllm_router(config, at, num_experts, hf)
-    ffn = field(config, "intermediate_size")
-    yield from vllm_experts(config, at, num_experts, ffn, hf, names=("w1", "w3", "w2"))
+def _map_vllm_layer(config: HFConfig, layer: Layer) -> Iterator[Weight]:
+    yield from map_vllm_norms(config, layer)
+    yield from map_vllm_attention(config, layer)
+    hf, num_experts = "block_sparse_moe", get_field(config, "num_local_experts")
+    yield map_vllm_router(config, layer, num_experts, hf)
+    ffn = get_field(config, "intermediate_size")
+    yield from map_vllm_experts(config, layer, num_experts, ffn, hf, names=("w1", "w3", "w2"))
 
 
-def vllm_weights(config: HFConfig) -> tuple[Weight, ...]:
-    return vllm_decoder(config, _vllm_layer)
+def map_vllm_weights(config: HFConfig) -> tuple[Weight, ...]:
+    return map_vllm_decoder(config, _map_vllm_layer)
 
 
 FAMILY = register(
-    Family("mixtral", "MixtralForCausalLM", config_map, decoder_layers, weights, vllm_weights)
+    Family(
+        "mixtral", "MixtralForCausalLM", map_config, get_layer_spec, map_weights, map_vllm_weights
+    )
 )

@@ -1,4 +1,4 @@
-"""Rules that several families share: embeddings, attention, dense and expert MLPs.
+"""Rules that families share: embeddings, attention, MLPs, routers, experts, shared experts.
 
 Parameter names are those of Megatron-core's Transformer Engine layer spec, on both lanes.
 """
@@ -10,28 +10,37 @@ from dataclasses import dataclass
 from typing import Any
 
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.models.base import HFConfig, field, head_dim, require, rope_theta
-from mcore_rl.reshard.boxes import LogicalTensor
-from mcore_rl.reshard.rules import Axis, GateUp, InterleavedQKV, Rule, Split, Weight, Whole
+from mcore_rl.models.base import HFConfig, check_values, get_field, get_head_dim, read_rope_theta
+from mcore_rl.reshard.rules import (
+    Axis,
+    GateUp,
+    InterleavedQKV,
+    LogicalTensor,
+    Replicated,
+    Rule,
+    Split,
+    Weight,
+)
 
 GATED_NAMES = ("gate_proj", "up_proj", "down_proj")
 
 
 @dataclass(frozen=True, slots=True)
-class LayerPlace:
-    """Where one decoder layer is: in the checkpoint, and in Megatron's model.
+class Layer:
+    """A decoder layer: its names in the checkpoint and in Megatron's model.
 
-    A layer of multi-token prediction (`mtp`, its number among those) is numbered behind the others
-    in the checkpoint and is with the output head in Megatron.
+    A layer for multi-token prediction comes after the decoder layers in the checkpoint and is on
+    the stage of the output head in Megatron.
     """
 
-    layer: int  # in the checkpoint
-    mtp: int | None = None
+    index: int  # in the checkpoint
+    mtp_index: int | None = None  # among the layers for multi-token prediction
 
-    def tensor(self, name: str, *shape: int) -> LogicalTensor:
-        return LogicalTensor(f"model.layers.{self.layer}.{name}", shape)
+    def build_tensor(self, name: str, *shape: int) -> LogicalTensor:
+        """Return a tensor of this layer in the checkpoint."""
+        return LogicalTensor(f"model.layers.{self.index}.{name}", shape)
 
-    def weight(
+    def build_weight(
         self,
         name: str,
         rule: Rule,
@@ -40,15 +49,16 @@ class LayerPlace:
         expert: int | None = None,
         float32: bool = False,
     ) -> Weight:
-        if self.mtp is None:
+        """Return a parameter of this layer in Megatron's model."""
+        if self.mtp_index is None:
             name = "decoder.layers.{layer}." + name
-            return Weight(name, rule, axis, layer=self.layer, expert=expert, float32=float32)
-        name = f"mtp.layers.{self.mtp}.transformer_layer.{name}"
+            return Weight(name, rule, axis, layer=self.index, expert=expert, float32=float32)
+        name = f"mtp.layers.{self.mtp_index}.transformer_layer.{name}"
         return Weight(name, rule, axis, expert=expert, stage="mtp", float32=float32)
 
 
-def common_config(config: HFConfig) -> dict[str, Any]:
-    """TransformerConfig arguments of every pre-norm, gated decoder; attention comes on top."""
+def map_common_config(config: HFConfig) -> dict[str, Any]:
+    """Return TransformerConfig arguments of a pre-norm, gated decoder, without its attention."""
     if config.get("use_sliding_window"):
         raise ConfigError("config.json: use_sliding_window=true is not supported; allowed: false")
     kinds = sorted(set(config.get("layer_types") or []) - {"full_attention"})
@@ -57,85 +67,87 @@ def common_config(config: HFConfig) -> dict[str, Any]:
             f"config.json: layer_types with {kinds[0]!r} is not supported; allowed: "
             "'full_attention'"
         )
-    require(config, {"hidden_act": "silu"})
+    check_values(config, {"hidden_act": "silu"})
     return {
-        "num_layers": field(config, "num_hidden_layers"),
-        "hidden_size": field(config, "hidden_size"),
-        "num_attention_heads": field(config, "num_attention_heads"),
-        "ffn_hidden_size": field(config, "intermediate_size"),
-        "layernorm_epsilon": field(config, "rms_norm_eps"),
+        "num_layers": get_field(config, "num_hidden_layers"),
+        "hidden_size": get_field(config, "hidden_size"),
+        "num_attention_heads": get_field(config, "num_attention_heads"),
+        "ffn_hidden_size": get_field(config, "intermediate_size"),
+        "layernorm_epsilon": get_field(config, "rms_norm_eps"),
         "normalization": "RMSNorm",
         "gated_linear_unit": True,
-        "activation": field(config, "hidden_act"),
+        "activation": get_field(config, "hidden_act"),
         "add_bias_linear": False,
     }
 
 
-def grouped_query_config(config: HFConfig) -> dict[str, Any]:
-    """TransformerConfig arguments of rotary attention with grouped queries."""
+def map_gqa_config(config: HFConfig) -> dict[str, Any]:
+    """Return TransformerConfig arguments of grouped-query attention."""
     return {
-        "num_query_groups": field(config, "num_key_value_heads"),
-        "kv_channels": head_dim(config),
+        "num_query_groups": get_field(config, "num_key_value_heads"),
+        "kv_channels": get_head_dim(config),
     }
 
 
-def decoder_config(config: HFConfig) -> dict[str, Any]:
-    """TransformerConfig arguments of a decoder with grouped queries and rotary embeddings."""
-    base = {"rotary_base": rope_theta(config)}
-    return {**common_config(config), **grouped_query_config(config), **base}
+def map_decoder_config(config: HFConfig) -> dict[str, Any]:
+    """Return TransformerConfig arguments of a decoder with grouped queries and plain rope."""
+    base = {"rotary_base": read_rope_theta(config)}
+    return {**map_common_config(config), **map_gqa_config(config), **base}
 
 
-def decoder_layers(config: Any, vp_stage: int | None) -> Any:
-    """Megatron's layer spec of a decoder, dense or expert layers as the config says.
+def get_layer_spec(config: Any, vp_stage: int | None) -> Any:
+    """Return Megatron's Transformer Engine layer spec, with dense or expert layers by the config.
 
-    Transformer Engine's in any case: without it engine/megatron/layers.py answers it.
+    Without Transformer Engine, engine/megatron/layers.py provides its modules.
     """
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 
     return get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
 
 
-LayerRules = Callable[[HFConfig, LayerPlace], Iterator[Weight]]
+LayerRules = Callable[[HFConfig, Layer], Iterator[Weight]]
 
 
-def decoder_weights(
-    config: HFConfig, padded_vocab: int, layer: LayerRules, num_mtp_layers: int = 0
+def map_decoder_weights(
+    config: HFConfig, padded_vocab: int, map_layer: LayerRules, num_mtp_layers: int = 0
 ) -> tuple[Weight, ...]:
-    """The rules of a whole model from those of one layer."""
-    num_layers = field(config, "num_hidden_layers")
-    mtp = [LayerPlace(num_layers + index, index) for index in range(num_mtp_layers)]
-    places = [LayerPlace(number) for number in range(num_layers)]
+    """Return the rules of a model; `map_layer` gives those of a layer."""
+    num_layers = get_field(config, "num_hidden_layers")
+    mtp_layers = [Layer(num_layers + index, index) for index in range(num_mtp_layers)]
+    layers = [Layer(index) for index in range(num_layers)]
     return (
-        *embedding_weights(config, padded_vocab, mtp),
-        *(weight for place in places for weight in layer(config, place)),
-        *head_weights(config, padded_vocab, mtp),
-        *(weight for place in mtp for weight in mtp_weights(config, place)),
-        *(weight for place in mtp for weight in layer(config, place)),
+        *map_embedding_weights(config, padded_vocab, mtp_layers),
+        *(weight for layer in layers for weight in map_layer(config, layer)),
+        *map_head_weights(config, padded_vocab, mtp_layers),
+        *(weight for layer in mtp_layers for weight in map_mtp_weights(config, layer)),
+        *(weight for layer in mtp_layers for weight in map_layer(config, layer)),
     )
 
 
-def embedding_weights(
-    config: HFConfig, padded_vocab: int, mtp: list[LayerPlace]
+def map_embedding_weights(
+    config: HFConfig, padded_vocab: int, mtp_layers: list[Layer]
 ) -> Iterator[Weight]:
-    """The embedding, and its second copy where Megatron's prediction layers stand without it.
+    """Map the embedding, and its copy on the stage of the multi-token prediction layers.
 
-    A checkpoint repeats it, and the head, in each of those layers.
+    A checkpoint repeats the embedding, and the head, in each of those layers.
     """
     repeats = ["embed_tokens", *(["shared_head.head"] if _is_tied(config) else [])]
-    embed = _vocabulary_tensor(config, "model.embed_tokens.weight", repeats, mtp)
+    embed = _build_vocab_tensor(config, "model.embed_tokens.weight", repeats, mtp_layers)
     name, rule = "embedding.word_embeddings.weight", Split(embed, 0, padded_vocab)
     yield Weight(name, rule, axis="tp", stage="embedding")
-    if mtp:
+    if mtp_layers:
         yield Weight(name, rule, axis="tp", stage="mtp", replica=True)
 
 
-def head_weights(config: HFConfig, padded_vocab: int, mtp: list[LayerPlace]) -> Iterator[Weight]:
-    """The last norm, and the output head or the second copy of the embedding in its place."""
-    norm = LogicalTensor("model.norm.weight", (field(config, "hidden_size"),))
-    yield Weight("decoder.final_layernorm.weight", Whole(norm), stage="final_norm")
+def map_head_weights(
+    config: HFConfig, padded_vocab: int, mtp_layers: list[Layer]
+) -> Iterator[Weight]:
+    """Map the final norm and the output head; of a tied model, the head is an embedding copy."""
+    norm = LogicalTensor("model.norm.weight", (get_field(config, "hidden_size"),))
+    yield Weight("decoder.final_layernorm.weight", Replicated(norm), stage="final_norm")
     tied = _is_tied(config)
     name = "model.embed_tokens.weight" if tied else "lm_head.weight"
-    head = _vocabulary_tensor(config, name, ["shared_head.head"], mtp)
+    head = _build_vocab_tensor(config, name, ["shared_head.head"], mtp_layers)
     yield Weight(
         "output_layer.weight", Split(head, 0, padded_vocab), axis="tp", stage="head", replica=tied
     )
@@ -145,75 +157,229 @@ def _is_tied(config: HFConfig) -> bool:
     return bool(config.get("tie_word_embeddings", False))
 
 
-def _vocabulary_tensor(
-    config: HFConfig, name: str, repeats: list[str], mtp: list[LayerPlace]
+def _build_vocab_tensor(
+    config: HFConfig, name: str, repeats: list[str], mtp_layers: list[Layer]
 ) -> LogicalTensor:
-    shape = (field(config, "vocab_size"), field(config, "hidden_size"))
-    also = tuple(place.tensor(f"{repeat}.weight").name for place in mtp for repeat in repeats)
+    shape = (get_field(config, "vocab_size"), get_field(config, "hidden_size"))
+    also = tuple(
+        layer.build_tensor(f"{repeat}.weight").name for layer in mtp_layers for repeat in repeats
+    )
     return LogicalTensor(name, shape, also)
 
 
-def mtp_weights(config: HFConfig, at: LayerPlace) -> Iterator[Weight]:
-    """What a layer of multi-token prediction has around its decoder layer.
+def map_mtp_weights(config: HFConfig, layer: Layer) -> Iterator[Weight]:
+    """Map the norms and the projection around the decoder layer of multi-token prediction.
 
     Both Megatron and the checkpoint project [embedding; hidden state], in this order
     (transformer/multi_token_prediction.py:768, transformers/modeling_layers.py:344).
     """
-    hidden = field(config, "hidden_size")
-    name = f"mtp.layers.{at.mtp}."
+    hidden = get_field(config, "hidden_size")
+    name = f"mtp.layers.{layer.mtp_index}."
     for mcore, hf in (("enorm",) * 2, ("hnorm",) * 2, ("final_layernorm", "shared_head.norm")):
-        norm = at.tensor(f"{hf}.weight", hidden)
-        yield Weight(f"{name}{mcore}.weight", Whole(norm), stage="mtp")
-    project = Split(at.tensor("eh_proj.weight", hidden, 2 * hidden), 0)
+        norm = layer.build_tensor(f"{hf}.weight", hidden)
+        yield Weight(f"{name}{mcore}.weight", Replicated(norm), stage="mtp")
+    project = Split(layer.build_tensor("eh_proj.weight", hidden, 2 * hidden), 0)
     yield Weight(f"{name}eh_proj.weight", project, axis="tp", stage="mtp")
 
 
-def attention_weights(
-    config: HFConfig, at: LayerPlace, *, qk_norm: bool = False, qkv_bias: bool = False
+def map_attention_weights(
+    config: HFConfig, layer: Layer, *, qk_norm: bool = False, qkv_bias: bool = False
 ) -> Iterator[Weight]:
-    """Input norm, q/k/v and output projections of grouped-query attention."""
-    hidden, dim = field(config, "hidden_size"), head_dim(config)
-    heads, groups = field(config, "num_attention_heads"), field(config, "num_key_value_heads")
+    """Map input norm, q/k/v and output projections of grouped-query attention."""
+    hidden, dim = get_field(config, "hidden_size"), get_head_dim(config)
+    heads, groups = (
+        get_field(config, "num_attention_heads"),
+        get_field(config, "num_key_value_heads"),
+    )
 
     def qkv(kind: str, *columns: int) -> InterleavedQKV:
         return InterleavedQKV(
-            at.tensor(f"self_attn.q_proj.{kind}", heads * dim, *columns),
-            at.tensor(f"self_attn.k_proj.{kind}", groups * dim, *columns),
-            at.tensor(f"self_attn.v_proj.{kind}", groups * dim, *columns),
+            layer.build_tensor(f"self_attn.q_proj.{kind}", heads * dim, *columns),
+            layer.build_tensor(f"self_attn.k_proj.{kind}", groups * dim, *columns),
+            layer.build_tensor(f"self_attn.v_proj.{kind}", groups * dim, *columns),
             groups,
         )
 
-    norm = Whole(at.tensor("input_layernorm.weight", hidden))
-    yield at.weight("self_attention.linear_qkv.layer_norm_weight", norm)
-    yield at.weight("self_attention.linear_qkv.weight", qkv("weight", hidden), "tp")
+    norm = Replicated(layer.build_tensor("input_layernorm.weight", hidden))
+    yield layer.build_weight("self_attention.linear_qkv.layer_norm_weight", norm)
+    yield layer.build_weight("self_attention.linear_qkv.weight", qkv("weight", hidden), "tp")
     if qkv_bias:
-        yield at.weight("self_attention.linear_qkv.bias", qkv("bias"), "tp")
+        yield layer.build_weight("self_attention.linear_qkv.bias", qkv("bias"), "tp")
     if qk_norm:
         for name in ("q", "k"):
-            norm = Whole(at.tensor(f"self_attn.{name}_norm.weight", dim))
-            yield at.weight(f"self_attention.{name}_layernorm.weight", norm)
-    out = Split(at.tensor("self_attn.o_proj.weight", hidden, heads * dim), 1)
-    yield at.weight("self_attention.linear_proj.weight", out, "tp")
+            norm = Replicated(layer.build_tensor(f"self_attn.{name}_norm.weight", dim))
+            yield layer.build_weight(f"self_attention.{name}_layernorm.weight", norm)
+    out = Split(layer.build_tensor("self_attn.o_proj.weight", hidden, heads * dim), 1)
+    yield layer.build_weight("self_attention.linear_proj.weight", out, "tp")
 
 
-def gated_mlp(
-    config: HFConfig, at: LayerPlace, hf: str, ffn: int, names: tuple[str, str, str] = GATED_NAMES
+def build_gated_mlp_rules(
+    config: HFConfig, layer: Layer, hf: str, ffn: int, names: tuple[str, str, str] = GATED_NAMES
 ) -> tuple[GateUp, Split]:
-    """(linear_fc1, linear_fc2) of the gated MLP that the checkpoint has under `hf`.
+    """Return the rules of linear_fc1 and linear_fc2 of a gated MLP.
 
-    `names` are the checkpoint's for gate, up and down.
+    Args:
+        hf: Name of the module in the checkpoint's layer.
+        ffn: Intermediate size.
+        names: Names of gate, up and down in the checkpoint.
     """
-    hidden, (gate, up, down) = field(config, "hidden_size"), names
+    hidden, (gate, up, down) = get_field(config, "hidden_size"), names
     fc1 = GateUp(
-        at.tensor(f"{hf}.{gate}.weight", ffn, hidden), at.tensor(f"{hf}.{up}.weight", ffn, hidden)
+        layer.build_tensor(f"{hf}.{gate}.weight", ffn, hidden),
+        layer.build_tensor(f"{hf}.{up}.weight", ffn, hidden),
     )
-    return fc1, Split(at.tensor(f"{hf}.{down}.weight", hidden, ffn), 1)
+    return fc1, Split(layer.build_tensor(f"{hf}.{down}.weight", hidden, ffn), 1)
 
 
-def dense_mlp_weights(config: HFConfig, at: LayerPlace) -> Iterator[Weight]:
-    """Post-attention norm and gated MLP of a dense layer."""
-    norm = Whole(at.tensor("post_attention_layernorm.weight", field(config, "hidden_size")))
-    fc1, fc2 = gated_mlp(config, at, "mlp", field(config, "intermediate_size"))
-    yield at.weight("mlp.linear_fc1.layer_norm_weight", norm)
-    yield at.weight("mlp.linear_fc1.weight", fc1, "tp")
-    yield at.weight("mlp.linear_fc2.weight", fc2, "tp")
+def map_dense_mlp_weights(config: HFConfig, layer: Layer) -> Iterator[Weight]:
+    """Map post-attention norm and gated MLP of a dense layer."""
+    norm = Replicated(
+        layer.build_tensor("post_attention_layernorm.weight", get_field(config, "hidden_size"))
+    )
+    fc1, fc2 = build_gated_mlp_rules(config, layer, "mlp", get_field(config, "intermediate_size"))
+    yield layer.build_weight("mlp.linear_fc1.layer_norm_weight", norm)
+    yield layer.build_weight("mlp.linear_fc1.weight", fc1, "tp")
+    yield layer.build_weight("mlp.linear_fc2.weight", fc2, "tp")
+
+
+def map_softmax_router_config(config: HFConfig, *, renormalised: bool) -> dict[str, Any]:
+    """Return TransformerConfig arguments of a softmax, top-k router.
+
+    `renormalised`: whether the weights of the top k are normalized to sum to 1.
+    """
+    topk = get_field(config, "num_experts_per_tok")
+    if renormalised and topk == 1:
+        raise ConfigError(
+            "config.json: num_experts_per_tok=1 with renormalised weights makes each weight 1 and "
+            "teaches the router nothing; allowed: at least 2"
+        )
+    return {
+        "moe_router_topk": topk,
+        # Softmax over the top k equals softmax over all experts, top k, and renormalisation.
+        "moe_router_pre_softmax": not renormalised,
+    }
+
+
+def map_sigmoid_router_config(config: HFConfig) -> dict[str, Any]:
+    """Return TransformerConfig arguments of DeepSeek-V3's router.
+
+    arXiv:2412.19437, equations 12 to 16: sigmoid scores; a bias that is learned without the loss
+    and used only to select experts; selection from the best groups of experts; weights that are
+    renormalised and scaled.
+    """
+    topk = get_field(config, "num_experts_per_tok")
+    check_values(
+        {"norm_topk_prob": True, **config},
+        {
+            "scoring_func": "sigmoid",
+            "topk_method": "noaux_tc",
+            # Megatron renormalises if k > 1 and never for k = 1
+            # (transformer/moe/moe_utils.py:673).
+            "norm_topk_prob": topk > 1,
+            "moe_layer_freq": 1,
+        },
+    )
+    return {
+        "moe_router_topk": topk,
+        "moe_router_score_function": "sigmoid",
+        "moe_router_pre_softmax": True,
+        "moe_router_enable_expert_bias": True,
+        "moe_router_topk_scaling_factor": get_field(config, "routed_scaling_factor"),
+        **_map_expert_groups(config, topk),
+    }
+
+
+def _map_expert_groups(config: HFConfig, topk: int) -> dict[str, Any]:
+    """Return arguments of group-limited routing, if both definitions of it agree.
+
+    Megatron ranks a group by its best topk // topk_group scores (transformer/moe/moe_utils.py:554),
+    DeepSeek by its best 2 (modeling_deepseek_v3.py, DeepseekV3TopkRouter).
+    """
+    groups, chosen = config.get("n_group") or 1, config.get("topk_group") or 1
+    if groups == chosen:  # every group is chosen
+        return {}
+    if topk // chosen != 2:
+        raise ConfigError(
+            f"config.json: num_experts_per_tok={topk} with topk_group={chosen} of n_group={groups} "
+            f"is not supported; allowed: num_experts_per_tok={2 * chosen}"
+        )
+    return {"moe_router_num_groups": groups, "moe_router_group_topk": chosen}
+
+
+def get_shared_expert_size(config: HFConfig) -> int:
+    """Return the intermediate size of all shared experts, which form one gated MLP."""
+    return int(get_field(config, "moe_intermediate_size") * get_field(config, "n_shared_experts"))
+
+
+def map_router_weights(
+    config: HFConfig, layer: Layer, num_experts: int, hf: str
+) -> Iterator[Weight]:
+    """Map post-attention norm and router; `hf`: name of the MoE module in the checkpoint."""
+    hidden = get_field(config, "hidden_size")
+    norm = Replicated(layer.build_tensor("post_attention_layernorm.weight", hidden))
+    yield layer.build_weight("pre_mlp_layernorm.weight", norm)
+    yield layer.build_weight(
+        "mlp.router.weight",
+        Replicated(layer.build_tensor(f"{hf}.gate.weight", num_experts, hidden)),
+    )
+
+
+def map_expert_weights(
+    config: HFConfig,
+    layer: Layer,
+    num_experts: int,
+    ffn: int,
+    hf: str = "mlp",
+    names: tuple[str, str, str] = GATED_NAMES,
+) -> Iterator[Weight]:
+    """Map the experts of a layer; `hf`, `names`: as in build_gated_mlp_rules."""
+    for expert in range(num_experts):
+        fc1, fc2 = build_gated_mlp_rules(config, layer, f"{hf}.experts.{expert}", ffn, names)
+        yield layer.build_weight("mlp.experts.linear_fc1.weight{expert}", fc1, "etp", expert=expert)
+        yield layer.build_weight("mlp.experts.linear_fc2.weight{expert}", fc2, "etp", expert=expert)
+
+
+def map_expert_mlp_weights(
+    config: HFConfig, layer: Layer, *, num_experts: int, ffn: int
+) -> Iterator[Weight]:
+    """Map post-attention norm, router and experts of a layer, under transformers' usual names."""
+    yield from map_router_weights(config, layer, num_experts, "mlp")
+    yield from map_expert_weights(config, layer, num_experts, ffn)
+
+
+def map_shared_expert_mlp_weights(config: HFConfig, layer: Layer) -> Iterator[Weight]:
+    """Map the MoE of DeepSeek-V3: router with a selection bias, experts and shared experts."""
+    num_experts, ffn = (
+        get_field(config, "n_routed_experts"),
+        get_field(config, "moe_intermediate_size"),
+    )
+    yield from map_expert_mlp_weights(config, layer, num_experts=num_experts, ffn=ffn)
+    bias = Replicated(layer.build_tensor("mlp.gate.e_score_correction_bias", num_experts))
+    yield layer.build_weight("mlp.router.expert_bias", bias, float32=True)
+    fc1, fc2 = build_gated_mlp_rules(
+        config, layer, "mlp.shared_experts", get_shared_expert_size(config)
+    )
+    yield layer.build_weight("mlp.shared_experts.linear_fc1.weight", fc1, "tp")
+    yield layer.build_weight("mlp.shared_experts.linear_fc2.weight", fc2, "tp")
+
+
+def map_shared_expert_config(config: HFConfig) -> dict[str, Any]:
+    """Return TransformerConfig arguments of the MoE of DeepSeek-V3, after some dense layers."""
+    num_layers = get_field(config, "num_hidden_layers")
+    return {
+        "num_moe_experts": get_field(config, "n_routed_experts"),
+        "moe_ffn_hidden_size": get_field(config, "moe_intermediate_size"),
+        "moe_shared_expert_intermediate_size": get_shared_expert_size(config),
+        "moe_layer_freq": [int(has_experts(config, layer)) for layer in range(num_layers)],
+        **map_sigmoid_router_config(config),
+    }
+
+
+def has_experts(config: HFConfig, layer: int) -> bool:
+    """Return whether a layer comes after the dense layers (first_k_dense_replace)."""
+    return layer >= int(config.get("first_k_dense_replace") or 0)
+
+
+def count_mtp_layers(config: HFConfig) -> int:
+    """Return num_nextn_predict_layers, or num_mtp_layers of some versions of transformers."""
+    return int(config.get("num_nextn_predict_layers", config.get("num_mtp_layers")) or 0)

@@ -7,45 +7,45 @@ from typing import Any
 
 from mcore_rl.models.base import Family, HFConfig, register
 from mcore_rl.models.parts import (
-    LayerPlace,
-    attention_weights,
-    decoder_config,
-    decoder_layers,
-    decoder_weights,
-    dense_mlp_weights,
+    Layer,
+    get_layer_spec,
+    map_attention_weights,
+    map_decoder_config,
+    map_decoder_weights,
+    map_dense_mlp_weights,
 )
 from mcore_rl.models.vllm_parts import (
-    vllm_attention,
-    vllm_decoder,
-    vllm_dense_mlp,
-    vllm_norms,
+    map_vllm_attention,
+    map_vllm_decoder,
+    map_vllm_dense_mlp,
+    map_vllm_norms,
 )
 from mcore_rl.reshard.rules import Weight
 
 
-def config_map(config: HFConfig) -> dict[str, Any]:
-    return {**decoder_config(config), "add_qkv_bias": True}
+def map_config(config: HFConfig) -> dict[str, Any]:
+    return {**map_decoder_config(config), "add_qkv_bias": True}
 
 
-def _layer(config: HFConfig, at: LayerPlace) -> Iterator[Weight]:
-    yield from attention_weights(config, at, qkv_bias=True)
-    yield from dense_mlp_weights(config, at)
+def _map_layer(config: HFConfig, layer: Layer) -> Iterator[Weight]:
+    yield from map_attention_weights(config, layer, qkv_bias=True)
+    yield from map_dense_mlp_weights(config, layer)
 
 
-def weights(config: HFConfig, padded_vocab: int) -> tuple[Weight, ...]:
-    return decoder_weights(config, padded_vocab, _layer)
+def map_weights(config: HFConfig, padded_vocab: int) -> tuple[Weight, ...]:
+    return map_decoder_weights(config, padded_vocab, _map_layer)
 
 
-def _vllm_layer(config: HFConfig, at: LayerPlace) -> Iterator[Weight]:
-    yield from vllm_norms(config, at)
-    yield from vllm_attention(config, at, qkv_bias=True)
-    yield from vllm_dense_mlp(config, at)
+def _map_vllm_layer(config: HFConfig, layer: Layer) -> Iterator[Weight]:
+    yield from map_vllm_norms(config, layer)
+    yield from map_vllm_attention(config, layer, qkv_bias=True)
+    yield from map_vllm_dense_mlp(config, layer)
 
 
-def vllm_weights(config: HFConfig) -> tuple[Weight, ...]:
-    return vllm_decoder(config, _vllm_layer)
+def map_vllm_weights(config: HFConfig) -> tuple[Weight, ...]:
+    return map_vllm_decoder(config, _map_vllm_layer)
 
 
 FAMILY = register(
-    Family("qwen2", "Qwen2ForCausalLM", config_map, decoder_layers, weights, vllm_weights)
+    Family("qwen2", "Qwen2ForCausalLM", map_config, get_layer_spec, map_weights, map_vllm_weights)
 )

@@ -19,8 +19,8 @@ from typing import Any
 import psutil
 import torch.distributed
 
-from mcore_rl.parallel import handshake
-from mcore_rl.parallel.rendezvous import frame
+from mcore_rl.parallel import network
+from mcore_rl.parallel.rendezvous import encode_frame
 
 c10d: Any = torch.distributed  # whose stores have no type stubs
 Address = tuple[str, int]
@@ -39,7 +39,8 @@ _SENT: Mapping[str, bytes] = MappingProxyType(
         "lone_surrogate": framed(b'{"kind": "hello", "token": "\\ud800", "version": 1}'),
         "deep_json": framed(b"[" * 60_000 + b"]" * 60_000),
         "four_gib": b"\xff\xff\xff\xff" + bytes(1 << 16),
-        "no_token": frame(b"set", b"default_pg/0//cpu//0/0", b"mine") + frame(b"num_keys"),
+        "no_token": encode_frame(b"set", b"default_pg/0//cpu//0/0", b"mine")
+        + encode_frame(b"num_keys"),
         # What torch's TCPStore takes from anybody: a magic number, and a key and its value.
         "torch_write": b"\0\xce\xf7\x85\x3c"
         b"\1" + struct.pack("<Q", 7) + b"/ours/0" + struct.pack("<Q", 4) + b"mine",
@@ -73,7 +74,7 @@ def drip(address: Address, pause_s: float, patience_s: float) -> float:
 def guess_token(address: Address, patience_s: float = 5.0) -> None:
     """Raises what the listener makes of a wrong token."""
     with socket.create_connection(address, patience_s) as sock:
-        handshake.prove(sock, "0" * 64, time.monotonic() + patience_s)
+        network.prove_token(sock, "0" * 64, time.monotonic() + patience_s)
 
 
 def use_as_torch_store(address: Address, use: Callable[[Any], Any]) -> Any:

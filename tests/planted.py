@@ -165,7 +165,7 @@ class ProcessNodes:
         for number, name in enumerate(self.nodes):
             its = {"SLURM_NODEID": str(number), "SLURMD_NODENAME": name}
             its |= self.by_node.get(name, {})
-            environment = self._environment | endpoint.environment() | its
+            environment = self._environment | endpoint.to_environment() | its
             command = [sys.executable, "-m", entry.__name__]
             self._processes.append(subprocess.Popen(command, env=environment))
 

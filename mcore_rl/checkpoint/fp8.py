@@ -1,4 +1,4 @@
-"""Weights in float8 (e4m3) with one scale for each block of 128 x 128: DeepSeek-V3's format.
+"""Weights in float8 (e4m3) with a scale per block of 128 x 128: DeepSeek-V3's format.
 
 A weight `NAME` [rows, columns] in float8 comes with `NAME_scale_inv` [ceil(rows / 128),
 ceil(columns / 128)]; the weight is their product (deepseek-ai/DeepSeek-V3, README_WEIGHTS.md and
@@ -13,18 +13,18 @@ from typing import Any
 
 import torch
 
-from mcore_rl.checkpoint.integrity import require_finite
+from mcore_rl.checkpoint.files import require_finite
 from mcore_rl.config.errors import ConfigError
 
 BLOCK = 128
 SCALE_SUFFIX = "_scale_inv"
 QUANTIZED, SCALE_DTYPES = torch.float8_e4m3fn, (torch.float32, torch.bfloat16)
 _LARGEST = 448.0  # of e4m3
-# Blocks without a larger value become zeros: below, bfloat16 cannot represent what e4m3 can.
+# Blocks whose values are all smaller become zero: bfloat16 could not represent them all.
 _SMALLEST = 2.0**-110
 
-# The projections of decoder layers. Not those of embeddings, heads, norms and routers, nor the one
-# in front of a layer for multi-token prediction (eh_proj).
+# The projections of decoder layers; not embeddings, heads, norms, routers, nor the projection
+# before a layer for multi-token prediction (eh_proj).
 _PROJECTIONS = re.compile(
     r"model\.layers\.\d+\.(self_attn|mlp|block_sparse_moe)\."
     r"(.+\.)?(\w+_proj|kv_a_proj_with_mqa|w[123])\.weight"
@@ -32,58 +32,59 @@ _PROJECTIONS = re.compile(
 _ROUTER, _SELECTION_BIAS = ".gate.weight", ".gate.e_score_correction_bias"
 
 
-def scale_shape(shape: tuple[int, ...]) -> tuple[int, int]:
+def get_scale_shape(shape: tuple[int, ...]) -> tuple[int, int]:
+    """Return the shape of the scales of a weight."""
     rows, columns = shape
     return -(-rows // BLOCK), -(-columns // BLOCK)
 
 
-def scratch_bytes(dtype: torch.dtype, shape: tuple[int, ...]) -> int:
-    """What it takes to go from or to this dtype, beside the tensor: rows of blocks in float32."""
+def compute_buffer_bytes(dtype: torch.dtype, shape: tuple[int, ...]) -> int:
+    """Return the memory for converting from or to a dtype: rows of blocks in float32."""
     return BLOCK * shape[1] * 4 * torch.float32.itemsize if dtype == QUANTIZED else 0
 
 
 def is_block_quantized(name: str, shape: tuple[int, ...]) -> bool:
-    """Whether a float8 checkpoint stores this tensor in float8."""
+    """Return whether a float8 checkpoint stores this tensor in float8."""
     return len(shape) == 2 and _PROJECTIONS.fullmatch(name) is not None
 
 
-def quantization_config(names: Iterable[str]) -> dict[str, Any]:
-    """What config.json says of a float8 checkpoint with tensors of these names.
+def build_quantization_config(names: Iterable[str]) -> dict[str, Any]:
+    """Return quantization_config of a float8 checkpoint with tensors of these names.
 
-    Routers are named as those that stay as they are, as in published Qwen3 models: vLLM looks for
-    their scales otherwise (model_executor/models/qwen3_moe.py:170). It does not for routers with a
-    selection bias, and the config of DeepSeek-V3 does not name them.
+    Routers are listed as not converted, as in published Qwen3 models: otherwise vLLM expects their
+    scales (model_executor/models/qwen3_moe.py:170). It does not for routers with a selection bias,
+    and the config of DeepSeek-V3 does not list them.
     """
     known = set(names)
-    routers = {name.removesuffix(_ROUTER) for name in known if name.endswith(_ROUTER)}
-    kept = sorted(f"{at}.gate" for at in routers if at + _SELECTION_BIAS not in known)
+    modules = {name.removesuffix(_ROUTER) for name in known if name.endswith(_ROUTER)}
+    routers = sorted(f"{m}.gate" for m in modules if m + _SELECTION_BIAS not in known)
     return {
         "activation_scheme": "dynamic",
         "fmt": "e4m3",
         "quant_method": "fp8",
         "weight_block_size": [BLOCK, BLOCK],
-        **({"modules_to_not_convert": ["lm_head", *kept]} if kept else {}),
+        **({"modules_to_not_convert": ["lm_head", *routers]} if routers else {}),
     }
 
 
-def is_block_format(found: Any) -> bool:
-    """Whether a config.json's quantization_config is of this format."""
+def is_block_format(quantization: Any) -> bool:
+    """Return whether a quantization_config of config.json has this format."""
     try:
-        check_quantization_config(found)
+        check_quantization_config(quantization)
     except ConfigError:
         return False
     return True
 
 
-def check_quantization_config(found: Any) -> None:
-    """Raise ConfigError unless a config.json's quantization_config is of this format."""
+def check_quantization_config(quantization: Any) -> None:
+    """Raise ConfigError unless a quantization_config of config.json has this format."""
     allowed = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [BLOCK, BLOCK]}
-    if not isinstance(found, dict):
-        raise ConfigError(f"config.json: quantization_config={found!r} is not an object")
+    if not isinstance(quantization, dict):
+        raise ConfigError(f"config.json: quantization_config={quantization!r} is not an object")
     for name, value in allowed.items():
-        if found.get(name, "e4m3" if name == "fmt" else None) != value:
+        if quantization.get(name, "e4m3" if name == "fmt" else None) != value:
             raise ConfigError(
-                f"config.json: quantization_config with {name}={found.get(name)!r} is not "
+                f"config.json: quantization_config with {name}={quantization.get(name)!r} is not "
                 f"supported; allowed: {value!r}"
             )
 
@@ -91,17 +92,20 @@ def check_quantization_config(found: Any) -> None:
 def quantize_blocks(
     weight: torch.Tensor, name: str = "a weight"
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(float8 [rows, columns], scales [ceil(rows / 128), ceil(columns / 128)]) of a weight.
+    """Quantize a weight [rows, columns]; `name` is for messages.
 
-    The largest magnitude of a block becomes 448. It is taken as bfloat16 has it, so that what was
-    read from a float8 checkpoint, in bfloat16 or float32, is written as the same bytes.
+    The largest magnitude of a block becomes 448. It is rounded to bfloat16 first, so that a weight
+    that was read from a float8 checkpoint, in bfloat16 or float32, is written as the same bytes.
+
+    Returns:
+        float8 [rows, columns], and scales [ceil(rows / 128), ceil(columns / 128)].
 
     Raises:
-        ConfigError: a value is NaN or infinite, or too large for bfloat16.
+        ConfigError: A value is NaN or infinite, or too large for bfloat16.
     """
     quantized = torch.empty(weight.shape, dtype=QUANTIZED)
-    scales = torch.empty(scale_shape(tuple(weight.shape)))
-    for number, rows in _bands(weight.shape[0]):
+    scales = torch.empty(get_scale_shape(tuple(weight.shape)))
+    for number, rows in _split_rows(weight.shape[0]):
         band = weight[rows].float()
         columns = torch.nn.functional.pad(band.abs().amax(0), (0, -band.shape[1] % BLOCK))
         largest = columns.view(-1, BLOCK).amax(1).bfloat16().float()
@@ -109,8 +113,8 @@ def quantize_blocks(
             require_finite(name, weight)
             raise ConfigError(f"tensor {name} has values that are too large for bfloat16")
         scales[number] = torch.where(largest < _SMALLEST, 1.0, largest / _LARGEST)
-        # Not in place: the band of a float32 weight is the weight itself.
-        quantized[rows] = (band / _by_column(scales[number], 0, band.shape[1])).to(QUANTIZED)
+        # Not in place: the band of a float32 weight is a view of the weight.
+        quantized[rows] = (band / _expand_scales(scales[number], 0, band.shape[1])).to(QUANTIZED)
     return quantized, scales
 
 
@@ -121,41 +125,42 @@ def dequantize_blocks(
     origin: tuple[int, int] = (0, 0),
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The weight [rows, columns] of a box of float8 values, as `dtype` (or in `out`).
+    """Dequantize a box of a weight, into `out` or a new tensor of `dtype`. Computed in float32.
 
-    `origin` is the place of the box's first element in the whole weight, and `scale_inv` has the
-    scales of the blocks that the box touches. The product is taken in float32.
+    Args:
+        scale_inv: Scales of the blocks that the box overlaps.
+        origin: Row and column of the box's first element in the weight.
     """
     if out is None:
         out = torch.empty(quantized.shape, dtype=dtype)
     row, column = (start % BLOCK for start in origin)
-    for number, rows in _bands(quantized.shape[0], row):
-        scales = _by_column(scale_inv[number].float(), column, quantized.shape[1])
-        out[rows] = _float32(quantized[rows]).mul_(scales)
+    for number, rows in _split_rows(quantized.shape[0], row):
+        scales = _expand_scales(scale_inv[number].float(), column, quantized.shape[1])
+        out[rows] = _to_float32(quantized[rows]).mul_(scales)
     return out
 
 
-def _bands(num_rows: int, first: int = 0) -> Iterator[tuple[int, slice]]:
-    """(number, rows) of each row of blocks, where the first begins `first` rows before row 0."""
+def _split_rows(num_rows: int, first: int = 0) -> Iterator[tuple[int, slice]]:
+    """Yield index and rows of each row of blocks; the first block begins `first` rows before 0."""
     for number in range(-(-(first + num_rows) // BLOCK)):
         start = number * BLOCK - first
         yield number, slice(max(start, 0), min(start + BLOCK, num_rows))
 
 
-def _by_column(scales: torch.Tensor, first: int, num_columns: int) -> torch.Tensor:
+def _expand_scales(scales: torch.Tensor, first: int, num_columns: int) -> torch.Tensor:
     return scales.repeat_interleave(BLOCK)[first : first + num_columns]
 
 
-def _float32(quantized: torch.Tensor) -> torch.Tensor:
-    """float8 as float32, ten times as fast as torch converts it on a CPU.
+def _to_float32(quantized: torch.Tensor) -> torch.Tensor:
+    """Convert float8 to float32, ten times as fast as torch on a CPU.
 
     The bits seeeemmm of e4m3, put into a float16 as s0eeeemmm0000000, are the same number divided
-    by 2**8 (exponents count from 7 in e4m3 and from 15 in float16), but for the two that say NaN.
+    by 2**8 (exponent biases are 7 and 15), except for the two NaNs.
     """
     bits = quantized.view(torch.int8).to(torch.int16)
     halves = bits.bitwise_left_shift_(7).bitwise_and_(-0x4080).view(torch.float16)
     smallest, largest = torch.aminmax(halves)
-    found = halves.float().mul_(256.0)
+    values = halves.float().mul_(256.0)
     if max(-smallest, largest) * 256 > _LARGEST:
-        found[found.abs() > _LARGEST] = torch.nan
-    return found
+        values[values.abs() > _LARGEST] = torch.nan
+    return values

@@ -1,41 +1,70 @@
-"""Hugging Face checkpoints: slices of their tensors, read from safetensors files."""
+"""Hugging Face checkpoints: boxes of their tensors, read by position from safetensors files.
+
+safetensors' memory map of a file is not used: its pages count as memory of the process.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import math
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 
-from mcore_rl.checkpoint import fp8
-from mcore_rl.checkpoint.safetensors_file import Entry, SafetensorsFile
+from mcore_rl.checkpoint import files, fp8
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.config.json_file import read_json_object
+from mcore_rl.config.json_file import parse_json_object, read_json_object
 from mcore_rl.models.base import (
     HFConfig,
-    family_of,
-    padded_vocab_size,
+    drop_mtp_layers,
+    get_family,
+    pad_vocab_size,
     read_config,
-    without_mtp,
 )
-from mcore_rl.reshard.boxes import Block, Box, LogicalTensor, rows
-from mcore_rl.reshard.rules import logical_tensors
+from mcore_rl.reshard.rules import Block, Box, LogicalTensor, list_logical_tensors, slice_rows
 
 INDEX_FILE = "model.safetensors.index.json"
 _SINGLE_FILE = "model.safetensors"
 _DERIVED = ".rotary_emb.inv_freq"
 _HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
-_ROWS_AT_ONCE = 4096  # of a head that is compared with the embedding
+_ROWS_AT_ONCE = 4096  # when a tied head is compared with the embedding
 _WEIGHT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+CRC32_KEY = "mcore_rl.crc32"  # in __metadata__ of a file: JSON, 8 hex digits per tensor name
+LENGTH_BYTES = 8  # size of the header length at the start of a file
+DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
+    {
+        "F64": torch.float64,
+        "F32": torch.float32,
+        "F16": torch.float16,
+        "BF16": torch.bfloat16,
+        "F8_E4M3": torch.float8_e4m3fn,
+        "F8_E5M2": torch.float8_e5m2,
+        "F8_E8M0": torch.float8_e8m0fnu,
+        "I64": torch.int64,
+        "I32": torch.int32,
+        "I16": torch.int16,
+        "I8": torch.int8,
+        "U8": torch.uint8,
+        "BOOL": torch.bool,
+    }
+)
+_ROWS_BYTES = 16 << 20  # buffer of rows, when a box has some of their columns
 
 
 def read_checkpoint_config(path: str | Path, setting: str = "model.path") -> HFConfig:
-    """Read the config.json of a checkpoint whose weights `CheckpointReader` can read.
+    """Read config.json and check that `CheckpointReader` supports its quantization.
 
-    `setting` is the key of the path, for messages.
+    Args:
+        setting: Name of the setting with the path, for messages.
 
     Raises:
-        ConfigError: as `read_config`, or weights are quantised in another way than float8 blocks.
+        ConfigError: As `read_config`, or weights are quantized in another way than float8 blocks.
     """
     config = read_config(path, setting)
     if (quantization := config.get("quantization_config")) is not None:
@@ -47,40 +76,41 @@ def read_checkpoint_config(path: str | Path, setting: str = "model.path") -> HFC
 
 
 class CheckpointReader:
-    """The tensors of a checkpoint folder as the model has them; keeps no file open.
+    """The tensors of a checkpoint folder, as the model has them. Keeps no file open.
 
-    A weight in float8 blocks (checkpoint/fp8.py) is one tensor here: its scales have no name of
-    their own, and it is read as their product. Rotary frequencies, which some checkpoints hold and
-    which config.json tells, are left out, as transformers and vLLM do. So is the output head of a
-    model whose config.json ties it to the embedding; `check` compares the two.
+    A weight in float8 blocks (checkpoint/fp8.py) and its scales are one tensor here, their product.
+    Rotary frequencies, which follow from config.json, are left out, as in transformers and vLLM. So
+    is the output head of a model with tied embeddings; `check` compares the two.
 
-    `setting` is the key of the path, for messages.
+    Args:
+        setting: Name of the setting with the path, for messages.
 
     Raises:
-        ConfigError: the index and the files do not agree, a file is damaged, or weights are
-            quantised in another way.
+        ConfigError: Index and files do not agree, a file is damaged, or weights are quantized in
+            another way.
     """
 
     def __init__(self, path: str | Path, setting: str = "model.path") -> None:
         self.path = Path(path)
         has_config = (self.path / "config.json").is_file()
         config: HFConfig = read_checkpoint_config(self.path, setting) if has_config else {}
-        located = _located(self.path, setting)
+        located = _locate_tensors(self.path, setting)
         self._file_of = {n: file for n, file in located.items() if not n.endswith(_DERIVED)}
         is_tied = config.get("tie_word_embeddings") and _EMBEDDING in self._file_of
         self._tied_head = self._file_of.pop(_HEAD, None) if is_tied else None
-        self._scaled = self._pairs()
+        self._scaled = self._find_scaled_weights()
 
     @property
     def is_quantized(self) -> bool:
-        """Whether weights are in float8."""
+        """True if weights are in float8."""
         return bool(self._scaled)
 
-    def shape(self, name: str) -> tuple[int, ...]:
-        return self._entry(name).shape
+    def get_shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a tensor."""
+        return self._get_entry(name).shape
 
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Every tensor's shape by name."""
+    def get_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of all tensors by name."""
         scales = {name + fp8.SCALE_SUFFIX for name in self._scaled}
         return {
             name: file.entries[name].shape
@@ -88,63 +118,63 @@ class CheckpointReader:
             if name not in scales
         }
 
-    def dtype(self, name: str) -> torch.dtype:
-        """What `read` gives: the dtype of the file, bfloat16 for float8."""
-        return torch.bfloat16 if name in self._scaled else self._entry(name).dtype
+    def get_dtype(self, name: str) -> torch.dtype:
+        """Return the dtype that `read` returns: that of the file, bfloat16 for float8."""
+        return torch.bfloat16 if name in self._scaled else self._get_entry(name).dtype
 
     def has_checksum(self, name: str) -> bool:
-        """Whether damage of a tensor shows when it is read whole."""
+        """Return whether a tensor has a checksum, which is compared when all of it is read."""
         names = [name, name + fp8.SCALE_SUFFIX] if name in self._scaled else [name]
         return all(n in self._file_of[n].crc32s for n in names)
 
-    def stored(self) -> Iterator[tuple[str, Path, Entry]]:
-        """Every tensor of the files, scales too: its name, its file, and what it is there."""
+    def list_stored(self) -> Iterator[tuple[str, Path, Entry]]:
+        """Yield name, file and entry of every tensor in the files, scales included."""
         for name, file in self._file_of.items():
             yield name, file.path, file.entries[name]
 
-    def config(self) -> HFConfig:
-        """config.json as far as it is about the model that the tensors are.
+    def read_config(self) -> HFConfig:
+        """Read config.json of the model that the tensors form.
 
-        Without its quantization_config, since tensors are read as if there was none. Without layers
-        for multi-token prediction that the weights do not have: transformers leaves them out when
-        it saves a model and keeps their number in the config.
+        It has no quantization_config: tensors are read dequantized. It has no layers for
+        multi-token prediction without weights: transformers drops the layers when it saves a model
+        and keeps their number in the config.
         """
         config = read_config(self.path)
         config.pop("quantization_config", None)
-        weights = family_of(config).weights(config, padded_vocab_size(config, 1))
+        weights = get_family(config).weights(config, pad_vocab_size(config, 1))
         predicted = [w for w in weights if w.stage == "mtp" and not w.replica]
-        held = any(tensor.name in self._file_of for tensor in logical_tensors(predicted))
-        return config if held else without_mtp(config)
+        has_mtp = any(tensor.name in self._file_of for tensor in list_logical_tensors(predicted))
+        return config if has_mtp else drop_mtp_layers(config)
 
     def read(self, block: Block, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """The elements of one block, and no others, as a new tensor; dtype: see `dtype`.
+        """Read a block, and only its elements, into a new tensor of `dtype` or that of get_dtype.
 
         Raises:
-            ConfigError: the tensor is damaged.
+            ConfigError: The tensor is damaged.
         """
-        out = torch.empty(block.box.sizes, dtype=dtype or self.dtype(block.tensor.name))
+        out = torch.empty(block.box.sizes, dtype=dtype or self.get_dtype(block.tensor.name))
         self.read_into(block, out)
         return out
 
-    def read_whole(self, name: str) -> torch.Tensor:
-        """A tensor, whole, in its `dtype`."""
-        shape = self.shape(name)
-        return self.read(rows(LogicalTensor(name, shape), 0, shape[0], 0))
+    def read_tensor(self, name: str) -> torch.Tensor:
+        """Read a tensor, in the dtype of get_dtype."""
+        shape = self.get_shape(name)
+        return self.read(slice_rows(LogicalTensor(name, shape), 0, shape[0], 0))
 
     def read_into(self, block: Block, out: torch.Tensor) -> None:
-        """The elements of one block, in the dtype of `out`, which has the shape of the box.
+        """Read a block into `out`, which has the shape of its box.
 
-        In memory besides: the elements in the dtype of the file, where that is another one.
+        If the dtype differs from that of the file, the block is in memory in both.
         """
         name, box = block.tensor.name, block.box
-        stored = self._entry(name).dtype
+        stored_dtype = self._get_entry(name).dtype
         if name in self._scaled:
             quantized = _read_stored(self._file_of[name], name, box)
             scale = name + fp8.SCALE_SUFFIX
-            scales = _read_stored(self._file_of[scale], scale, _blocks_of(box))
+            scales = _read_stored(self._file_of[scale], scale, _to_scale_box(box))
             origin = (box.offsets[0], box.offsets[1])
             fp8.dequantize_blocks(quantized, scales, out.dtype, origin, out)
-        elif stored == out.dtype:
+        elif stored_dtype == out.dtype:
             self._file_of[name].read_into(name, box, out)
         else:
             out.copy_(_read_stored(self._file_of[name], name, box))
@@ -152,9 +182,9 @@ class CheckpointReader:
     def check(self, expected: Iterable[LogicalTensor]) -> None:
         """Raise ConfigError unless the folder contains exactly these tensors, in these shapes."""
         wanted = {tensor.name: tensor.shape for tensor in expected}
-        found = self.shapes()
-        missing = sorted(wanted.keys() - found.keys())
-        extra = sorted(found.keys() - wanted.keys())
+        shapes = self.get_shapes()
+        missing = sorted(wanted.keys() - shapes.keys())
+        extra = sorted(shapes.keys() - wanted.keys())
         for what, names in (("lacks", missing), ("has unexpected", extra)):
             if names:
                 more = f" and {len(names) - 3} more" if len(names) > 3 else ""
@@ -162,34 +192,34 @@ class CheckpointReader:
                     f"checkpoint {self.path} {what} tensor {', '.join(names[:3])}{more}"
                 )
         for name, shape in wanted.items():
-            if found[name] != shape:
+            if shapes[name] != shape:
                 raise ConfigError(
-                    f"checkpoint {self.path}: tensor {name} has shape {found[name]}, "
+                    f"checkpoint {self.path}: tensor {name} has shape {shapes[name]}, "
                     f"but config.json asks for {shape}"
                 )
-            if self.dtype(name) not in _WEIGHT_DTYPES:
+            if (dtype := self.get_dtype(name)) not in _WEIGHT_DTYPES:
                 raise ConfigError(
-                    f"checkpoint {self.path}: tensor {name} has dtype {short(self.dtype(name))}; "
-                    f"allowed: {', '.join(map(short, _WEIGHT_DTYPES))}, or float8_e4m3fn with "
-                    f"scales of blocks"
+                    f"checkpoint {self.path}: tensor {name} has dtype {format_dtype(dtype)}; "
+                    f"allowed: {', '.join(map(format_dtype, _WEIGHT_DTYPES))}, or float8_e4m3fn "
+                    "with scales of blocks"
                 )
         self._check_tied_head()
 
     def _check_tied_head(self) -> None:
-        """Raise ConfigError for a tied head that is in the files and not the embedding, bit by bit.
+        """Raise ConfigError if the files have a tied head that differs from the embedding.
 
-        transformers then does not tie the two, and vLLM does.
+        transformers would not tie the two, and vLLM would.
         """
         if self._tied_head is None:
             return
-        files = {_HEAD: self._tied_head, _EMBEDDING: self._file_of[_EMBEDDING]}
-        head, embedding = (file.entries[name] for name, file in files.items())
+        stored = {_HEAD: self._tied_head, _EMBEDDING: self._file_of[_EMBEDDING]}
+        head, embedding = (file.entries[name] for name, file in stored.items())
         is_equal = (head.shape, head.dtype) == (embedding.shape, embedding.dtype)
         for start in range(0, head.shape[0] if is_equal else 0, _ROWS_AT_ONCE):
             num_rows = min(_ROWS_AT_ONCE, head.shape[0] - start)
-            box = rows(LogicalTensor(_HEAD, head.shape), start, num_rows, 0).box
-            one, other = (_read_stored(file, name, box) for name, file in files.items())
-            is_equal &= torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+            box = slice_rows(LogicalTensor(_HEAD, head.shape), start, num_rows, 0).box
+            first, second = (_read_stored(file, name, box) for name, file in stored.items())
+            is_equal &= torch.equal(first.view(torch.uint8), second.view(torch.uint8))
         if not is_equal:
             raise ConfigError(
                 f"checkpoint {self.path} has {_HEAD}, which is not {_EMBEDDING}, and config.json "
@@ -197,25 +227,25 @@ class CheckpointReader:
                 "tie_word_embeddings=false"
             )
 
-    def _entry(self, name: str) -> Entry:
+    def _get_entry(self, name: str) -> Entry:
         if name not in self._file_of:
             raise ConfigError(f"checkpoint {self.path} lacks tensor {name}")
         return self._file_of[name].entries[name]
 
-    def _pairs(self) -> frozenset[str]:
-        """The names of the weights in float8, each of which has its scales.
+    def _find_scaled_weights(self) -> frozenset[str]:
+        """Return the names of the weights in float8.
 
         Raises:
-            ConfigError: one without the other, or scales that do not fit.
+            ConfigError: A weight has no scales, scales have no weight, or their shapes do not fit.
         """
-        where, float8 = f"checkpoint {self.path}", short(fp8.QUANTIZED)
-        scaled = {n for n in self._file_of if self._entry(n).dtype == fp8.QUANTIZED}
+        where, float8 = f"checkpoint {self.path}", format_dtype(fp8.QUANTIZED)
+        scaled = {n for n in self._file_of if self._get_entry(n).dtype == fp8.QUANTIZED}
         for name in self._file_of:
             base = name.removesuffix(fp8.SCALE_SUFFIX)
             if base != name and base not in scaled:
                 raise ConfigError(f"{where}: {name} are scales, but there is no {base} in {float8}")
         for name in sorted(scaled):
-            scale, shape = name + fp8.SCALE_SUFFIX, self.shape(name)
+            scale, shape = name + fp8.SCALE_SUFFIX, self.get_shape(name)
             if scale not in self._file_of:
                 raise ConfigError(
                     f"{where}: {name} is in {float8}, but its scales {scale} are missing"
@@ -224,12 +254,12 @@ class CheckpointReader:
                 raise ConfigError(
                     f"{where}: {name} is in {float8} with shape {shape}; allowed: matrices"
                 )
-            found, wanted = self._entry(scale), fp8.scale_shape(shape)
-            if found.shape != wanted or found.dtype not in fp8.SCALE_DTYPES:
+            entry, wanted = self._get_entry(scale), fp8.get_scale_shape(shape)
+            if entry.shape != wanted or entry.dtype not in fp8.SCALE_DTYPES:
                 raise ConfigError(
-                    f"{where}: {scale} is {short(found.dtype)} of shape {found.shape}; allowed "
-                    f"for {name}: {' or '.join(map(short, fp8.SCALE_DTYPES))} of shape {wanted}, "
-                    f"one for each block of {fp8.BLOCK} x {fp8.BLOCK}"
+                    f"{where}: {scale} is {format_dtype(entry.dtype)} of shape {entry.shape}; "
+                    f"allowed for {name}: {' or '.join(map(format_dtype, fp8.SCALE_DTYPES))} of "
+                    f"shape {wanted}, one for each block of {fp8.BLOCK} x {fp8.BLOCK}"
                 )
         return frozenset(scaled)
 
@@ -240,33 +270,33 @@ def _read_stored(file: SafetensorsFile, name: str, box: Box) -> torch.Tensor:
     return out
 
 
-def _blocks_of(box: Box) -> Box:
-    """The blocks that a box of a weight touches, as a box of its scales."""
+def _to_scale_box(box: Box) -> Box:
+    """Return the box of the scales of all blocks that a box of a weight overlaps."""
     starts = tuple(span.start // fp8.BLOCK for span in box.slices)
     ends = (-(-span.stop // fp8.BLOCK) for span in box.slices)
     return Box(starts, tuple(end - start for start, end in zip(starts, ends, strict=True)))
 
 
-def _located(path: Path, setting: str) -> dict[str, SafetensorsFile]:
-    """The file of each tensor: those of the index, else the one file, else all there are."""
-    found = {file.name: file for file in sorted(path.glob("*.safetensors")) if file.is_file()}
+def _locate_tensors(path: Path, setting: str) -> dict[str, SafetensorsFile]:
+    """Return the file of each tensor: by the index, else in model.safetensors, else in any file."""
+    paths = {file.name: file for file in sorted(path.glob("*.safetensors")) if file.is_file()}
     index, weight_map = path / INDEX_FILE, None
     if index.is_file():
         weight_map = read_json_object(index).get("weight_map")
-        files = weight_map.values() if isinstance(weight_map, dict) else [None]
-        if not all(isinstance(file, str) for file in files):
+        names = weight_map.values() if isinstance(weight_map, dict) else [None]
+        if not all(isinstance(name, str) for name in names):
             raise ConfigError(
                 f"{index} is not a safetensors index: it has no weight_map of file names"
             )
-        if absent := sorted(set(files) - found.keys()):
+        if absent := sorted(set(names) - paths.keys()):
             raise ConfigError(f"{index} names {absent[0]!r}, which is not in the folder")
-        found = {name: found[name] for name in sorted(set(files))}
-    elif _SINGLE_FILE in found:
-        found = {_SINGLE_FILE: found[_SINGLE_FILE]}
-    if not found:
+        paths = {name: paths[name] for name in sorted(set(names))}
+    elif _SINGLE_FILE in paths:
+        paths = {_SINGLE_FILE: paths[_SINGLE_FILE]}
+    if not paths:
         raise ConfigError(f"{setting}={str(path)!r}: there is no *.safetensors file in it")
     located: dict[str, SafetensorsFile] = {}
-    for file in map(SafetensorsFile, found.values()):
+    for file in map(SafetensorsFile, paths.values()):
         for name in file.entries:
             if name in located:
                 raise ConfigError(f"{located[name].path} and {file.path} both have tensor {name}")
@@ -279,9 +309,134 @@ def _located(path: Path, setting: str) -> dict[str, SafetensorsFile]:
     return located
 
 
-def short(dtype: torch.dtype) -> str:
-    """
-    >>> short(torch.bfloat16)
+def format_dtype(dtype: torch.dtype) -> str:
+    """Return the name of a dtype.
+
+    >>> format_dtype(torch.bfloat16)
     'bfloat16'
     """
     return str(dtype).removeprefix("torch.")
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A tensor of a file."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    offset: int  # of its first byte in the file
+    nbytes: int
+
+
+class SafetensorsFile:
+    """The tensors of a file by name. Keeps no file open: any thread or process may read.
+
+    Raises:
+        ConfigError: The file cannot be read, is no safetensors file, or has unsupported dtypes.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self.entries: dict[str, Entry] = {}
+        self.crc32s: dict[str, int] = {}  # of files that mcore_rl wrote
+        try:
+            with safe_open(self.path, framework="numpy") as file, self.path.open("rb") as plain:
+                self._identity = _identify(plain.fileno())
+                offset = LENGTH_BYTES + int.from_bytes(plain.read(LENGTH_BYTES), "little")
+                for name in file.offset_keys():  # safetensors refuses files with gaps
+                    self.entries[name] = entry = self._read_entry(
+                        name, file.get_slice(name), offset
+                    )
+                    offset += entry.nbytes
+                metadata = file.metadata() or {}
+        except (SafetensorError, OSError) as error:
+            quoted = "".join(c if c.isprintable() else " " for c in str(error)[:300])
+            raise ConfigError(f"{self.path} cannot be read as safetensors: {quoted}") from error
+        if CRC32_KEY in metadata:
+            spelled = parse_json_object(metadata[CRC32_KEY].encode(), f"{self.path}: {CRC32_KEY}")
+            if spelled.keys() != self.entries.keys():
+                raise ConfigError(f"{self.path}: {CRC32_KEY} names other tensors than the header")
+            for name, digits in spelled.items():
+                if not isinstance(digits, str) or not re.fullmatch("[0-9a-f]{8}", digits):
+                    raise ConfigError(
+                        f"{self.path}: {CRC32_KEY} of tensor {name} is {digits!r}, not a CRC32"
+                    )
+                self.crc32s[name] = int(digits, 16)
+
+    def _read_entry(self, name: str, tensor: Any, offset: int) -> Entry:
+        if not name.isprintable():
+            raise ConfigError(f"{self.path}: {name!r} is not the name of a tensor")
+        dtype, shape = DTYPES.get(tensor.get_dtype()), tuple(tensor.get_shape())
+        if dtype is None:
+            raise ConfigError(
+                f"{self.path}: tensor {name} has dtype {tensor.get_dtype()}, which is not "
+                f"supported; allowed: {', '.join(DTYPES)}"
+            )
+        return Entry(dtype, shape, offset, math.prod(shape) * dtype.itemsize)
+
+    def read_into(self, name: str, box: Box | None, out: torch.Tensor) -> None:
+        """Read a box of a tensor (None: all of it) into `out`, which has its shape.
+
+        The checksum is compared if all of the tensor is read. Complete rows are read directly into
+        a contiguous `out`; for some of the columns, up to 16 MiB of rows are buffered.
+
+        Raises:
+            ConfigError: The tensor is damaged, or the file has changed since its header was read.
+        """
+        entry = self.entries[name]
+        sizes = entry.shape if box is None else box.sizes
+        if out.dtype != entry.dtype or tuple(out.shape) != sizes:
+            raise ValueError(f"{name}: {entry.dtype} {sizes} do not fit {out.dtype} {out.shape}")
+        if not entry.nbytes:
+            return
+        try:
+            with self.path.open("rb", buffering=0) as file:
+                if _identify(file.fileno()) != self._identity:
+                    raise ConfigError(f"{self.path} has changed since its header was read")
+                if box is None or sizes == entry.shape:
+                    self._read_whole(file.fileno(), name, entry, out)
+                else:
+                    _read_box(file.fileno(), entry.offset, entry.shape, box, out)
+        except EOFError as error:
+            raise ConfigError(f"{self.path} cannot be read: {error}") from error
+        except OSError as error:
+            raise ConfigError(f"{self.path} cannot be read: {error.strerror}") from error
+
+    def _read_whole(self, fd: int, name: str, entry: Entry, out: torch.Tensor) -> None:
+        tensor = out if out.is_contiguous() else torch.empty(entry.shape, dtype=entry.dtype)
+        expected = self.crc32s.get(name)
+        memory = files.view_bytes(tensor)
+        crc32 = files.read_at(fd, entry.offset, memory, with_crc32=expected is not None)
+        if expected is not None and crc32 != expected:
+            raise ConfigError(
+                f"tensor {name} of {self.path} is damaged: its checksum is {crc32:08x} instead of "
+                f"{expected:08x}"
+            )
+        if tensor is not out:
+            out.copy_(tensor)
+
+
+def _read_box(fd: int, offset: int, shape: tuple[int, ...], box: Box, out: torch.Tensor) -> None:
+    """Read a box of the tensor of `shape` at `offset`."""
+    row_bytes = out.element_size() * math.prod(shape[1:])
+    offset += box.offsets[0] * row_bytes
+    if box.sizes[1:] == shape[1:] and out.is_contiguous():
+        files.read_at(fd, offset, files.view_bytes(out), with_crc32=False)
+    elif len(shape) > 2:
+        inner = Box(box.offsets[1:], box.sizes[1:])
+        for index in range(box.sizes[0]):
+            _read_box(fd, offset + index * row_bytes, shape[1:], inner, out[index])
+    else:
+        at_once = max(1, _ROWS_BYTES // row_bytes)
+        buffer = torch.empty((min(at_once, box.sizes[0]), *shape[1:]), dtype=out.dtype)
+        for target in out.split(at_once):
+            rows = buffer[: len(target)]
+            files.read_at(fd, offset, files.view_bytes(rows), with_crc32=False)
+            target.copy_(rows[(slice(None), *box.slices[1:])])
+            offset += len(target) * row_bytes
+
+
+def _identify(fd: int) -> tuple[int, ...]:
+    """Return values that change when a file is replaced or modified."""
+    stat = os.fstat(fd)
+    return (stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns)

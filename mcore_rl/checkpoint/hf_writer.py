@@ -1,4 +1,4 @@
-"""Writing Hugging Face checkpoints: safetensors files planned ahead, their index, other files."""
+"""Writing Hugging Face checkpoints: safetensors files planned ahead, index, companion files."""
 
 from __future__ import annotations
 
@@ -16,25 +16,24 @@ from typing import Any, TypeVar
 
 import torch
 
-from mcore_rl.checkpoint.hf import INDEX_FILE
-from mcore_rl.checkpoint.raw_file import bytes_of, file_aside, write
-from mcore_rl.checkpoint.safetensors_file import CRC32_KEY, DTYPES, LENGTH_BYTES, Entry
+from mcore_rl.checkpoint.files import open_atomic, view_bytes, write_at
+from mcore_rl.checkpoint.hf import CRC32_KEY, DTYPES, INDEX_FILE, LENGTH_BYTES, Entry
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.json_file import read_json_object
 
-# Other files that are copied with the weights: config, tokenizer, chat templates, code.
+# Files that are copied with the weights: config, tokenizer, chat templates, code.
 _COMPANIONS = (
     "*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.py",
     "additional_chat_templates/*.jinja",
 )  # fmt: skip
 _T = TypeVar("_T")
 _ALIGNMENT = 8  # of the first tensor in a file
-_SPELLED = {dtype: name for name, dtype in DTYPES.items()}
+_DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 @dataclass(frozen=True, slots=True)
 class TensorPlan:
-    """A tensor that is to be written."""
+    """A tensor to write."""
 
     name: str
     shape: tuple[int, ...]
@@ -47,52 +46,52 @@ class TensorPlan:
 
 @dataclass(frozen=True, slots=True)
 class ShardPlan:
-    """One file to write, and the place of each of its tensors in it."""
+    """A file to write, with the offset of each of its tensors."""
 
     file: str
     entries: Mapping[str, Entry]
-    start: int  # of the tensors, behind the header
+    start: int  # of the first tensor, after the header
 
     @property
     def nbytes(self) -> int:
-        """Of the tensors, without the header."""
+        """Size of the tensors, without the header."""
         return sum(entry.nbytes for entry in self.entries.values())
 
 
 def plan_shards(tensors: Sequence[TensorPlan], max_shard_bytes: int) -> tuple[ShardPlan, ...]:
-    """The files of a checkpoint, filled in the order of the tensors, under their final names.
+    """Assign tensors, in their order, to files of at most `max_shard_bytes`, with final names.
 
     A tensor larger than `max_shard_bytes` gets a separate file.
     """
-    shards = list(filled(tensors, max_shard_bytes)) or [[]]
-    names = _file_names(len(shards))
-    return tuple(_planned(name, shard) for name, shard in zip(names, shards, strict=True))
+    shards = list(group_by_size(tensors, max_shard_bytes)) or [[]]
+    names = _list_file_names(len(shards))
+    return tuple(_plan_shard(name, shard) for name, shard in zip(names, shards, strict=True))
 
 
-def filled(
+def group_by_size(
     items: Iterable[_T], max_bytes: int, nbytes: Callable[[_T], int] = attrgetter("nbytes")
 ) -> Iterator[list[_T]]:
-    """The items in order, as many at a time as fit into `max_bytes`, but at least one."""
-    held: list[_T] = []
+    """Yield consecutive items in groups of at most `max_bytes`, but of at least one item."""
+    group: list[_T] = []
     size_bytes = 0
     for item in items:
-        if held and size_bytes + nbytes(item) > max_bytes:
-            yield held
-            held, size_bytes = [], 0
-        held.append(item)
+        if group and size_bytes + nbytes(item) > max_bytes:
+            yield group
+            group, size_bytes = [], 0
+        group.append(item)
         size_bytes += nbytes(item)
-    if held:
-        yield held
+    if group:
+        yield group
 
 
-def _file_names(count: int) -> list[str]:
+def _list_file_names(count: int) -> list[str]:
     if count == 1:
         return ["model.safetensors"]
     return [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
 
 
-def _planned(file: str, tensors: Sequence[TensorPlan]) -> ShardPlan:
-    """Larger dtypes first, so that each tensor starts at a multiple of its element size."""
+def _plan_shard(file: str, tensors: Sequence[TensorPlan]) -> ShardPlan:
+    """Plan a file. Larger dtypes come first, so that each tensor is aligned to its element size."""
     entries: dict[str, Entry] = {}
     offset = 0
     for tensor in sorted(tensors, key=lambda tensor: -tensor.dtype.itemsize):
@@ -100,19 +99,19 @@ def _planned(file: str, tensors: Sequence[TensorPlan]) -> ShardPlan:
         offset += tensor.nbytes
     if len(entries) < len(tensors):
         raise ValueError(f"{file}: a tensor is planned twice")
-    start = len(_header(entries, dict.fromkeys(entries, 0), 0))
+    start = len(_build_header(entries, dict.fromkeys(entries, 0), 0))
     moved = {name: replace(entry, offset=start + entry.offset) for name, entry in entries.items()}
     return ShardPlan(file, moved, start)
 
 
-def _header(entries: Mapping[str, Entry], crc32s: Mapping[str, int], start: int) -> bytes:
-    """Length and header of a file whose data begin at `start`. Checksums do not change its size."""
-    spelled = json.dumps({name: f"{crc32s[name]:08x}" for name in entries})
-    header: dict[str, Any] = {"__metadata__": {"format": "pt", CRC32_KEY: spelled}}
+def _build_header(entries: Mapping[str, Entry], crc32s: Mapping[str, int], start: int) -> bytes:
+    """Return length and header of a file. Their size does not depend on the checksums."""
+    checksums = json.dumps({name: f"{crc32s[name]:08x}" for name in entries})
+    header: dict[str, Any] = {"__metadata__": {"format": "pt", CRC32_KEY: checksums}}
     for name, entry in entries.items():
         begin = entry.offset - start
         header[name] = {
-            "dtype": _SPELLED[entry.dtype],
+            "dtype": _DTYPE_NAMES[entry.dtype],
             "shape": list(entry.shape),
             "data_offsets": [begin, begin + entry.nbytes],
         }
@@ -124,16 +123,16 @@ def _header(entries: Mapping[str, Entry], crc32s: Mapping[str, int], start: int)
 def write_shard(
     folder: Path, shard: ShardPlan, tensors: Iterable[tuple[str, torch.Tensor]]
 ) -> None:
-    """Write one file from a stream of its tensors, in any order; the same bytes in every order.
+    """Write a file from a stream of its tensors. Its bytes do not depend on their order.
 
-    The file appears under its name when it is complete.
+    The file gets its name when it is complete.
 
     Raises:
-        OSError: the file cannot be written (a full disk).
-        ValueError: other tensors came than those planned.
+        OSError: The file cannot be written, as on a full disk.
+        ValueError: The stream has other tensors than the plan.
     """
     crc32s: dict[str, int] = {}
-    with file_aside(folder / shard.file, shard.start + shard.nbytes) as fd:
+    with open_atomic(folder / shard.file, shard.start + shard.nbytes) as fd:
         for name, tensor in tensors:
             entry = shard.entries.get(name)
             if entry is None or name in crc32s:
@@ -143,15 +142,17 @@ def write_shard(
                     f"{name}: {tensor.dtype} {tuple(tensor.shape)} was planned as {entry.dtype} "
                     f"{entry.shape}"
                 )
-            crc32s[name] = write(fd, entry.offset, bytes_of(tensor.detach().cpu().contiguous()))
-            del tensor  # before the next one is made
+            crc32s[name] = write_at(
+                fd, entry.offset, view_bytes(tensor.detach().cpu().contiguous())
+            )
+            del tensor  # before the iterator creates the next one
         if missing := shard.entries.keys() - crc32s.keys():
             raise ValueError(f"{shard.file}: {min(missing)} is planned and did not come")
-        write(fd, 0, _header(shard.entries, crc32s, shard.start))
+        write_at(fd, 0, _build_header(shard.entries, crc32s, shard.start))
 
 
 def write_index(folder: Path, shards: Sequence[ShardPlan]) -> None:
-    """The index of a checkpoint in several files; one file needs none."""
+    """Write the index of a checkpoint with several files; one file needs none."""
     if len(shards) < 2:
         return
     index = {
@@ -161,9 +162,9 @@ def write_index(folder: Path, shards: Sequence[ShardPlan]) -> None:
     _write_json(folder / INDEX_FILE, index)
 
 
-def _write_json(path: Path, found: Mapping[str, Any]) -> None:
-    with file_aside(path) as fd:
-        write(fd, 0, (json.dumps(found, indent=2) + "\n").encode())
+def _write_json(path: Path, content: Mapping[str, Any]) -> None:
+    with open_atomic(path) as fd:
+        write_at(fd, 0, (json.dumps(content, indent=2) + "\n").encode())
 
 
 def copy_companions(
@@ -172,13 +173,14 @@ def copy_companions(
     dtype: torch.dtype,
     changes: Mapping[str, Any] | None = None,
 ) -> None:
-    """What stands beside the weights of `reference`; config.json for weights of `dtype`.
+    """Copy the files beside the weights of `reference`, config.json for weights of `dtype`.
 
-    `changes` are fields of config.json that differ from the reference's. Its quantization_config is
-    left out: weights in float8 need one in `changes`.
+    Args:
+        changes: Fields of config.json to set. quantization_config is not copied: weights in float8
+            need it here.
 
     Raises:
-        OSError: a file cannot be copied.
+        OSError: A file cannot be copied.
     """
     for pattern in _COMPANIONS:
         for companion in reference.glob(pattern):
@@ -197,7 +199,7 @@ def copy_companions(
 
 @contextmanager
 def atomic_dir(path: Path) -> Iterator[Path]:
-    """A temporary folder to write into; renamed to `path` at the end, removed on an error.
+    """Create a temporary folder that is renamed to `path` at the end, or removed on an error.
 
     Raises:
         ConfigError: `path` exists.
@@ -215,11 +217,11 @@ def atomic_dir(path: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def room_for(path: Path, num_bytes: int) -> Iterator[None]:
-    """Makes the folder around `path`, for this user alone; an empty one is gone again at the end.
+def reserve_folder(path: Path, num_bytes: int) -> Iterator[None]:
+    """Create the parent folder of `path`, for this user alone; remove it at the end if empty.
 
     Raises:
-        OSError: it cannot be made, or has less room than `num_bytes`.
+        OSError: It cannot be created, or has less free space than `num_bytes`.
     """
     path.parent.mkdir(mode=0o700, exist_ok=True)
     try:
@@ -227,7 +229,7 @@ def room_for(path: Path, num_bytes: int) -> Iterator[None]:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
         yield
     finally:
-        with suppress(OSError):  # it holds something
+        with suppress(OSError):  # not empty
             path.parent.rmdir()
 
 
@@ -241,25 +243,27 @@ def write_checkpoint(
 ) -> None:
     """Stream tensors into a new checkpoint folder, with config and tokenizer files of `reference`.
 
-    At most one shard is in memory. The folder appears under its name when it is complete.
-    `config_changes` are fields of config.json that differ from the reference's. `write_more` is
-    given the folder before it gets its name.
+    At most one shard is in memory. The folder gets its name when it is complete.
+
+    Args:
+        config_changes: Fields of config.json to set.
+        write_more: Writes further files into the folder, before it gets its name.
 
     Raises:
         ConfigError: `path` exists.
-        OSError: it cannot be written.
+        OSError: It cannot be written.
     """
     with atomic_dir(Path(path)) as folder:
         shards: list[ShardPlan] = []
-        largest = TensorPlan("", (), torch.float32)  # a small tensor may be kept in float32
+        largest = TensorPlan("", (), torch.float32)  # small tensors may be float32
         on_cpu = ((name, tensor.detach().cpu()) for name, tensor in tensors)
-        for held in filled(on_cpu, max_shard_bytes, lambda named: named[1].nbytes):
-            plans = [TensorPlan(name, tuple(t.shape), t.dtype) for name, t in held]
-            shards.append(_planned(f"shard-{len(shards)}", plans))
-            write_shard(folder, shards[-1], held)
-            held.clear()  # before the next shard is collected
+        for shard in group_by_size(on_cpu, max_shard_bytes, lambda item: item[1].nbytes):
+            plans = [TensorPlan(name, tuple(t.shape), t.dtype) for name, t in shard]
+            shards.append(_plan_shard(f"shard-{len(shards)}", plans))
+            write_shard(folder, shards[-1], shard)
+            shard.clear()  # before the next shard is collected
             largest = max(largest, *plans, key=lambda plan: math.prod(plan.shape))
-        for number, name in enumerate(_file_names(len(shards))):
+        for number, name in enumerate(_list_file_names(len(shards))):
             (folder / shards[number].file).rename(folder / name)
             shards[number] = replace(shards[number], file=name)
         write_index(folder, shards)

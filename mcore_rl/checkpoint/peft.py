@@ -1,4 +1,4 @@
-"""Low-rank adapters in PEFT's format, next to the weights that they adapt.
+"""LoRA adapters in PEFT's format.
 
 PEFT (https://github.com/huggingface/peft, src/peft/utils/save_and_load.py) reads a folder with
 adapter_config.json and adapter_model.safetensors, whose tensors are called
@@ -17,12 +17,12 @@ import torch
 
 from mcore_rl.checkpoint.hf_writer import TensorPlan, plan_shards, write_shard
 
-FOLDER = "adapter"  # in that of a Hugging Face checkpoint
+FOLDER = "adapter"  # inside a Hugging Face checkpoint
 _WEIGHTS, _CONFIG = "adapter_model.safetensors", "adapter_config.json"
 
 
 class Factors(NamedTuple):
-    """Of one Hugging Face tensor [out, in]; its change is alpha / rank * B @ A."""
+    """LoRA factors of a Hugging Face tensor [out, in], which changes by alpha / rank * B @ A."""
 
     tensor: str
     a: torch.Tensor  # [rank, in]
@@ -32,15 +32,18 @@ class Factors(NamedTuple):
 def write_adapters(
     folder: Path, factors: Callable[[], Iterator[Factors]], rank: int, alpha: float
 ) -> None:
-    """A new folder with all adapters; `factors` is called twice, for shapes and for tensors.
+    """Write a folder with all adapters.
+
+    Args:
+        factors: Called twice, for shapes and for tensors.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: It cannot be written.
     """
     folder.mkdir(exist_ok=True)
-    plans = [TensorPlan(n, tuple(t.shape), t.dtype) for n, t in _named(factors())]
+    plans = [TensorPlan(n, tuple(t.shape), t.dtype) for n, t in _name_tensors(factors())]
     [shard] = plan_shards(plans, sum(plan.nbytes for plan in plans))
-    write_shard(folder, replace(shard, file=_WEIGHTS), _named(factors()))
+    write_shard(folder, replace(shard, file=_WEIGHTS), _name_tensors(factors()))
     modules = [plan.name.removesuffix(".lora_A.weight") for plan in plans]
     config = {
         "peft_type": "LORA",
@@ -55,7 +58,7 @@ def write_adapters(
     (folder / _CONFIG).write_text(json.dumps(config, indent=2) + "\n")
 
 
-def _named(factors: Iterator[Factors]) -> Iterator[tuple[str, torch.Tensor]]:
+def _name_tensors(factors: Iterator[Factors]) -> Iterator[tuple[str, torch.Tensor]]:
     for tensor, a, b in factors:
         module = f"base_model.model.{tensor.removesuffix('.weight')}"
         yield f"{module}.lora_A.weight", a

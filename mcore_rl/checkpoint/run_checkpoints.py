@@ -1,11 +1,11 @@
-"""The training checkpoints of a run: whole or not there, damaged ones refused, old ones removed.
+"""Training checkpoints of a run: published when complete, verified when read, pruned.
 
 checkpoints/step_000012/
-    actor/           what the training engine has saved, with a list of its files
-    critic/          the same of a value model, if there is one
-    state.json       all else that a run goes on from
-    state.safetensors  the arrays in it, if there are any
-    manifest.json    size and checksum of these, of which state.json has those of the engines' lists
+    actor/             checkpoint of the training engine, with a manifest
+    critic/            checkpoint of the value model, if any
+    state.json         state of the run, and checksums of the manifests of actor and critic
+    state.safetensors  arrays of the state, if any
+    manifest.json      size and checksum of state.json and state.safetensors
 """
 
 from __future__ import annotations
@@ -23,9 +23,16 @@ import numpy as np
 import safetensors.numpy
 from safetensors import SafetensorError
 
-from mcore_rl.checkpoint.checkpoint_info import INFO_FILE, check_checkpoint
-from mcore_rl.checkpoint.manifest import ReadSums, check_files, manifest_of, sums_read_here
-from mcore_rl.checkpoint.raw_file import name_folder, size_and_checksum
+from mcore_rl.checkpoint.files import (
+    INFO_FILE,
+    ComputeChecksums,
+    build_manifest,
+    check_checkpoint,
+    check_files,
+    compute_checksum,
+    compute_checksums,
+    publish_folder,
+)
 from mcore_rl.config.checks import shorten
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.json_file import read_json_object
@@ -33,7 +40,7 @@ from mcore_rl.data.batch import Array
 from mcore_rl.data.tasks.prepared import prepared
 
 ACTOR, CRITIC = "actor", "critic"
-MADE_IN = "made_in"  # in `state`, where it is not the folder of the run itself
+MADE_IN = "made_in"  # in `state`, unless it is the folder of the run
 _STATE, _ARRAYS, _MANIFEST = "state.json", "state.safetensors", "manifest.json"
 _FIELDS: dict[str, Any] = {
     "weight_version": int,
@@ -48,28 +55,28 @@ _NAME = re.compile(r"step_(\d{6,})")
 
 @dataclass(frozen=True, slots=True)
 class RunCheckpoint:
-    """One that has been found whole."""
+    """A complete training checkpoint."""
 
     path: Path
     step: int
-    state: Mapping[str, Any]  # what `publish` was given
+    state: Mapping[str, Any]  # see RunCheckpoints.publish
 
     @property
     def run(self) -> Path:
-        """The output folder of the run that has written it."""
+        """Output folder of the run that wrote it."""
         return self.path.parents[1]
 
     def check_fields(self) -> None:
-        """Check that `state` has all that a run goes on from, each of its kind.
+        """Check that `state` has all fields that resuming needs.
 
         Raises:
-            ConfigError: a field is missing, or of another kind.
+            ConfigError: A field is missing or has another type.
         """
         for name, kind in _FIELDS.items():
             if not isinstance(self.state.get(name), kind):
-                found = shorten(self.state[name]) if name in self.state else "missing"
+                value = shorten(self.state[name]) if name in self.state else "missing"
                 raise ConfigError(
-                    f"{self.path / _STATE}: {name} is {found}; allowed: {_KINDS[kind]}, as a run "
+                    f"{self.path / _STATE}: {name} is {value}; allowed: {_KINDS[kind]}, as a run "
                     "writes it"
                 )
         best = self.state.get("best")
@@ -78,7 +85,7 @@ class RunCheckpoint:
 
     @property
     def model(self) -> Path:
-        """The Hugging Face folder that the run began with: given, or made before the first step."""
+        """Hugging Face folder of the initial model: given, or created before the first step."""
         settings = self.state["settings"]
         if settings.get("warm_start", {}).get("num_steps"):
             return self.made_in / "warm_start"
@@ -88,14 +95,14 @@ class RunCheckpoint:
 
     @property
     def made_in(self) -> Path:
-        """The output folder with what was made before the first step: a task, a warm start."""
+        """Output folder with the files created before the first step: task, warm start."""
         return Path(self.state.get(MADE_IN) or self.run)
 
 
 def find_run_checkpoint(engine: Path) -> RunCheckpoint | None:
-    """Return the training checkpoint with the weights in `engine`, by its state.json alone.
+    """Return the training checkpoint that contains the engine's folder, or None.
 
-    None where they are of no run.
+    Only its state.json is read.
     """
     if engine.name != ACTOR or not (engine.parent / _MANIFEST).is_file():
         return None
@@ -104,37 +111,43 @@ def find_run_checkpoint(engine: Path) -> RunCheckpoint | None:
 
 
 def find_actor(path: Path) -> Path:
-    """Return the weights in a training checkpoint, or in the last one of a run; else the path."""
-    if not (path / _MANIFEST).is_file() and (steps := steps_in(path / "checkpoints")):
-        path = path / "checkpoints" / name_of(steps[-1])
+    """Return the actor's folder of a training checkpoint, or a run's last one; else the path."""
+    if not (path / _MANIFEST).is_file() and (steps := list_steps(path / "checkpoints")):
+        path = path / "checkpoints" / format_name(steps[-1])
     return path / ACTOR if (path / _MANIFEST).is_file() and (path / ACTOR).is_dir() else path
 
 
-def read_checkpoint(path: Path, read_sums: ReadSums = sums_read_here) -> RunCheckpoint:
-    """Read every file of a training checkpoint; `read_sums` reads those of the engines.
+def read_checkpoint(
+    path: Path, compute_sums: ComputeChecksums = compute_checksums
+) -> RunCheckpoint:
+    """Read a training checkpoint and verify all of its files.
+
+    Args:
+        compute_sums: Computes the checksums of the engines' files.
 
     Raises:
-        ConfigError: it is none, or a file is missing, cut short, changed or not of it.
+        ConfigError: It is no training checkpoint, or a file is missing, truncated, changed or
+            unexpected.
     """
     path = path.absolute()
     if not (path / _MANIFEST).is_file():
         raise ConfigError(f"{path} is no training checkpoint: it has no {_MANIFEST}")
     listed = read_json_object(path / _MANIFEST)
-    check_files(path, listed, besides=(_MANIFEST, ACTOR, CRITIC))
+    check_files(path, listed, ignored=(_MANIFEST, ACTOR, CRITIC))
     state = read_json_object(path / _STATE)
     _check_step(path, state)
     if (path / _ARRAYS).exists():
-        _put_back(state, path / _ARRAYS)
+        _restore_arrays(state, path / _ARRAYS)
     for engine in (ACTOR, CRITIC):
         if engine in state:
-            _check_engine(path / engine, state[engine], read_sums)
+            _check_engine(path / engine, state[engine], compute_sums)
         elif (path / engine).exists():
             raise ConfigError(f"{path / engine} does not belong to it")
     return RunCheckpoint(path, state["step"], state)
 
 
 def _check_step(path: Path, state: Mapping[str, Any]) -> None:
-    """Check that the state is of the step that its folder is named by."""
+    """Check that the step of the state is that of the folder's name."""
     step, named = state.get("step"), _NAME.fullmatch(path.name)
     expected = int(named[1]) if named else step
     if type(step) is not int or step != expected or step < 0:
@@ -144,123 +157,130 @@ def _check_step(path: Path, state: Mapping[str, Any]) -> None:
         )
 
 
-def _check_engine(folder: Path, sums: Sequence[object], read_sums: ReadSums) -> None:
+def _check_engine(folder: Path, sums: Sequence[object], compute_sums: ComputeChecksums) -> None:
     info = folder / INFO_FILE
     if not info.is_file():
         raise ConfigError(f"{info} is missing")
-    if list(size_and_checksum(info)) != sums:
+    if list(compute_checksum(info)) != sums:
         raise ConfigError(f"{info} is damaged: its checksum differs")
-    check_checkpoint(folder, read_sums)
+    check_checkpoint(folder, compute_sums)
 
 
-def newest_checkpoint(
-    folder: Path, warn: Callable[[str], None], read_sums: ReadSums = sums_read_here
+def find_newest_checkpoint(
+    folder: Path, warn: Callable[[str], None], compute_sums: ComputeChecksums = compute_checksums
 ) -> RunCheckpoint | None:
-    """The newest whole one; `warn` is told of each that is refused. None where there is none.
+    """Return the newest complete checkpoint, or None; call `warn` with each damaged one.
 
     Raises:
-        ConfigError: all are damaged.
+        ConfigError: All are damaged.
     """
     refused = []
-    for step in reversed(steps_in(folder)):
+    for step in reversed(list_steps(folder)):
         try:
-            return read_checkpoint(folder / name_of(step), read_sums)
+            return read_checkpoint(folder / format_name(step), compute_sums)
         except ConfigError as error:
-            warn(f"{folder / name_of(step)} is left out: {error}")
+            warn(f"{folder / format_name(step)} is left out: {error}")
             refused.append(str(error))
     if refused:
         raise ConfigError(f"no training checkpoint in {folder} is whole: {refused[0]}")
     return None
 
 
-def name_of(step: int) -> str:
+def format_name(step: int) -> str:
+    """Return the folder name of a step."""
     return f"step_{step:06d}"
 
 
-def steps_in(folder: Path) -> list[int]:
-    """Of the checkpoints in a folder, whole or not, in order."""
+def list_steps(folder: Path) -> list[int]:
+    """Return the steps of all checkpoints in a folder, complete or not, in order."""
     names = [_NAME.fullmatch(entry.name) for entry in folder.glob("step_*")]
     return sorted(int(name[1]) for name in names if name)
 
 
-def _without_arrays(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Array]]:
-    """The same without its arrays, and these by their place in it: a JSON list of keys."""
+def _split_arrays(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Array]]:
+    """Split arrays off a state.
+
+    Returns:
+        The state without arrays, and the arrays by their path in it, a JSON list of keys.
+    """
     rest: dict[str, Any] = {}
     arrays: dict[str, Array] = {}
     for key, value in state.items():
         if isinstance(value, np.ndarray):
             arrays[json.dumps([key])] = np.ascontiguousarray(value)
         elif isinstance(value, Mapping):
-            rest[key], inside = _without_arrays(value)
-            arrays |= {json.dumps([key, *json.loads(place)]): a for place, a in inside.items()}
+            rest[key], inner = _split_arrays(value)
+            arrays |= {json.dumps([key, *json.loads(path)]): a for path, a in inner.items()}
         else:
             rest[key] = value
     return rest, arrays
 
 
-def _put_back(state: dict[str, Any], file: Path) -> None:
+def _restore_arrays(state: dict[str, Any], file: Path) -> None:
     try:
-        for place, array in safetensors.numpy.load(file.read_bytes()).items():
-            *path, name = json.loads(place)
-            functools.reduce(dict.__getitem__, path, state)[name] = array
+        for path, array in safetensors.numpy.load(file.read_bytes()).items():
+            *parents, name = json.loads(path)
+            functools.reduce(dict.__getitem__, parents, state)[name] = array
     except (OSError, SafetensorError, LookupError, TypeError, ValueError) as error:
         raise ConfigError(f"{file} does not fit {_STATE}: {error}") from error
 
 
 class RunCheckpoints:
-    """The folder that a run writes its checkpoints into. Every method may raise OSError."""
+    """The folder of a run's training checkpoints. Every method may raise OSError."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
     def begin(self, step: int) -> Path:
-        """A new folder, aside, that training engines save into as `ACTOR` and `CRITIC`."""
-        aside = self._aside(step)
-        shutil.rmtree(aside, ignore_errors=True)  # what a killed run left
+        """Create a temporary folder; engines save into `ACTOR` and `CRITIC` in it."""
+        aside = self._get_temporary(step)
+        shutil.rmtree(aside, ignore_errors=True)  # of a killed run
         aside.mkdir(parents=True)
         return aside
 
     def publish(self, step: int, state: Mapping[str, Any]) -> Path:
-        """The engines have saved: with `state` the checkpoint is whole, and gets its name.
+        """Complete a checkpoint that the engines have saved into, and rename it.
 
-        `state` is what JSON can hold, and arrays of numbers. One of the same step that was there
-        is replaced.
+        An existing checkpoint of the step is replaced.
+
+        Args:
+            state: Values that JSON supports, and NumPy arrays.
         """
-        aside, path = self._aside(step), self.folder / name_of(step)
+        aside, path = self._get_temporary(step), self.folder / format_name(step)
         saved = [engine for engine in (ACTOR, CRITIC) if (aside / engine).exists()]
-        sums = {engine: size_and_checksum(aside / engine / INFO_FILE) for engine in saved}
-        rest, arrays = _without_arrays(state)
+        sums = {engine: compute_checksum(aside / engine / INFO_FILE) for engine in saved}
+        rest, arrays = _split_arrays(state)
         (aside / _STATE).write_text(json.dumps({"step": step, **rest, **sums}, indent=1))
         files = [aside / _STATE]
         if arrays:
             files.append(aside / _ARRAYS)
             files[1].write_bytes(safetensors.numpy.save(arrays))
-        (aside / _MANIFEST).write_text(json.dumps(manifest_of(files)))
-        old = self._moved_aside(step) if path.exists() else None
-        name_folder(aside, path, [*files, aside / _MANIFEST])
+        (aside / _MANIFEST).write_text(json.dumps(build_manifest(files)))
+        old = self._move_aside(step) if path.exists() else None
+        publish_folder(aside, path, [*files, aside / _MANIFEST])
         if old is not None:
             shutil.rmtree(old, ignore_errors=True)
         return path
 
     def discard(self, step: int) -> None:
-        """What `begin` has made, where it cannot become a checkpoint."""
-        shutil.rmtree(self._aside(step), ignore_errors=True)
+        """Remove the folder of `begin` after a failure."""
+        shutil.rmtree(self._get_temporary(step), ignore_errors=True)
 
     def prune(self, step: int, keep: int, besides: Collection[int] = ()) -> None:
-        """Remove all but the last `keep` up to this step, and but those of the steps `besides`.
+        """Remove checkpoints up to `step`, except the last `keep` and those of the steps `besides`.
 
-        Later ones are damaged: a run has gone on from before them.
+        Later checkpoints are damaged, since the run has resumed before them.
         """
-        for old in [s for s in steps_in(self.folder) if s <= step][:-keep]:
+        for old in [s for s in list_steps(self.folder) if s <= step][:-keep]:
             if old not in besides:
-                shutil.rmtree(self._moved_aside(old))
+                shutil.rmtree(self._move_aside(old))
 
-    def _moved_aside(self, step: int) -> Path:
-        """What is removed is never half there under its name."""
-        path = self.folder / name_of(step)
+    def _move_aside(self, step: int) -> Path:
+        """Rename a checkpoint before it is removed, so that no partial one has its name."""
+        path = self.folder / format_name(step)
         aside = path.with_name(f".{path.name}.old.partial")
         shutil.rmtree(aside, ignore_errors=True)
         return path.rename(aside)
 
-    def _aside(self, step: int) -> Path:
-        return self.folder / f".{name_of(step)}.partial"
+    def _get_temporary(self, step: int) -> Path:
+        return self.folder / f".{format_name(step)}.partial"

@@ -1,15 +1,15 @@
-"""What a distributed checkpoint contains, and where: its `.metadata`, read safely and checked.
+"""Metadata of distributed checkpoints: the contents and locations in `.metadata`, read safely.
 
-torch pickles a torch.distributed.checkpoint.Metadata into it (filesystem.py, `finish`),
-and a pickle is a program. Here it may use only the classes of such metadata, and torch is not given
-the file: its unpickler would import what the names say. (A file made for it can still end the
-process, with a key nested too deep for the stack.)
+torch pickles a torch.distributed.checkpoint.Metadata into it (filesystem.py, `finish`) and reads it
+with pickle.load, which can run code. Here the pickle may use only the classes of such metadata. (A
+malicious file can still end the process, by a key nested too deep for the stack.)
 """
 
 from __future__ import annotations
 
 import io
 import itertools
+import json
 import math
 import pickle
 import pickletools
@@ -18,10 +18,10 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
-from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -31,25 +31,28 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from mcore_rl.checkpoint.files import open_atomic, write_at
+from mcore_rl.checkpoint.storage_location import CONTENT_METADATA
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.json_file import read_json_object
 
 METADATA_FILE = ".metadata"
+COMMON_FILE = "common.pt"
 BACKEND_FILE = "metadata.json"
-# What Megatron's dist_checkpointing/core.py writes there and compares.
+# Written and compared by Megatron's dist_checkpointing/core.py.
 BACKEND = {
     "sharded_backend": "torch_dist",
     "sharded_backend_version": 1,
     "common_backend": "torch",
     "common_backend_version": 1,
 }
-_MAX_DIMS = 8  # layers and experts in front of a parameter's own dims are no more than four
+_MAX_DIMS = 8  # a parameter's dims, and those that stack layers and experts, are at most four
 _T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
 class DistItem:
-    """`nbytes` bytes at `offset` of a file: the chunk of a tensor at `offsets`, or an object."""
+    """An item of a file: a chunk of a tensor, or an object."""
 
     file: str
     offset: int
@@ -60,7 +63,7 @@ class DistItem:
 
 @dataclass(frozen=True, slots=True)
 class DistTensor:
-    """A tensor, whole; its chunks cover it exactly once."""
+    """A tensor; its chunks cover it exactly once."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -68,18 +71,18 @@ class DistTensor:
 
 
 def read_metadata(folder: Path) -> tuple[dict[str, DistTensor], dict[str, DistItem]]:
-    """The tensors and the other objects of a checkpoint, each by its key.
+    """Return the tensors and the other objects of a checkpoint, by key.
 
     Raises:
-        ConfigError: `folder` is no distributed checkpoint, or its metadata is damaged, names what
-            it should not, or does not fit the files beside it.
+        ConfigError: `folder` is no distributed checkpoint, or its metadata is damaged, needs other
+            classes, or does not fit the files.
     """
     path = folder / METADATA_FILE
     _check_backend(folder)
     try:
         data = path.read_bytes()
         _check_opcodes(data)
-        tensors, objects = _contents(_Unpickler(data, path).load())
+        tensors, objects = _parse_contents(_Unpickler(data, path).load())
         _check_files(
             folder, itertools.chain(objects.values(), *(t.chunks for t in tensors.values()))
         )
@@ -87,7 +90,7 @@ def read_metadata(folder: Path) -> tuple[dict[str, DistTensor], dict[str, DistIt
         raise
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
-    except (  # what a damaged program ends with
+    except (  # of a damaged pickle
         pickle.UnpicklingError, AttributeError, EOFError, LookupError, OverflowError, TypeError,
         ValueError,
     ) as error:  # fmt: skip
@@ -101,10 +104,10 @@ def _check_backend(folder: Path) -> None:
         raise ConfigError(f"checkpoint folder {folder} does not exist")
     if not path.exists():
         raise ConfigError(f"{folder} is not a distributed checkpoint: it has no {BACKEND_FILE}")
-    found = read_json_object(path)
+    backend = read_json_object(path)
     for key in ("sharded_backend", "sharded_backend_version"):
-        if found.get(key) != BACKEND[key]:
-            raise ConfigError(f"{path}: {key} is {found.get(key)!r}, allowed: {BACKEND[key]!r}")
+        if backend.get(key) != BACKEND[key]:
+            raise ConfigError(f"{path}: {key} is {backend.get(key)!r}, allowed: {BACKEND[key]!r}")
 
 
 class _Ignored:
@@ -117,13 +120,13 @@ class _Ignored:
 
 class _TensorProperties(TensorProperties):
     def __setstate__(self, state: Any) -> None:
-        self.dtype = state[0]  # all else is deprecated
+        self.dtype = state[0]  # the other fields are deprecated
 
 
 _DCP = "torch.distributed.checkpoint"
 _MEGATRON = "megatron.core.dist_checkpointing.strategies.torch"
-# All that torch 2.4 to 2.13 and Megatron-core 0.15 to 0.19 pickle, as exact pairs of module and
-# name: what is read, then what is not (the folder, layouts, the plans of the ranks that saved).
+# All classes that torch 2.4 to 2.13 and Megatron-core 0.15 to 0.19 pickle, as pairs of module and
+# name: those that are used, then those that are ignored (folder, layouts, save plans of the ranks).
 _CLASSES: dict[tuple[str, str], Any] = {
     (f"{_DCP}.metadata", "Metadata"): Metadata,
     (_MEGATRON, "MCoreMetadata"): Metadata,
@@ -154,8 +157,8 @@ _CLASSES: dict[tuple[str, str], Any] = {
         _Ignored,
     ),
 }
-# What pickle.dump writes since Python 3.8 (protocols 4 and 5) for plain data and dataclasses.
-# Without the PUT opcodes, with which a few bytes can ask for gigabytes of memo.
+# Opcodes of pickle.dump since Python 3.8 (protocols 4 and 5) for plain data and dataclasses; not
+# PUT, with which a few bytes can allocate gigabytes of memo.
 _OPCODES = (
     "PROTO FRAME STOP MEMOIZE BINGET LONG_BINGET MARK NONE NEWTRUE NEWFALSE BININT BININT1 BININT2 "
     "LONG1 BINFLOAT EMPTY_TUPLE TUPLE TUPLE1 TUPLE2 TUPLE3 EMPTY_LIST APPEND APPENDS EMPTY_DICT "
@@ -167,10 +170,10 @@ class _Unpickler(pickle.Unpickler):
     def __init__(self, data: bytes, path: Path) -> None:
         super().__init__(io.BytesIO(data))
         self._path = path
-        self._own: dict[tuple[str, str], type] = {}
+        self._subclasses: dict[tuple[str, str], type] = {}
 
     def find_class(self, module: str, name: str) -> Any:
-        """Look a pair up; nothing is imported, and no attribute of a module is read."""
+        """Return an allowed class; import nothing."""
         known = _CLASSES.get((module, name))
         if known is None:
             raise ConfigError(
@@ -179,79 +182,79 @@ class _Unpickler(pickle.Unpickler):
             )
         if not isinstance(known, type) or known in (tuple, dict):
             return known
-        if (module, name) not in self._own:  # classes of this pickle's own: it could change ours
-            self._own[module, name] = type(name, (known,), {})
-        return self._own[module, name]
+        if (module, name) not in self._subclasses:  # a pickle could change the class itself
+            self._subclasses[module, name] = type(name, (known,), {})
+        return self._subclasses[module, name]
 
 
 def _check_opcodes(data: bytes) -> None:
-    """Raise ValueError unless these are opcodes of plain data, whole, from the start to STOP."""
-    allowed, at = set(_OPCODES.split()), None
-    for opcode, _, at in pickletools.genops(data):
+    """Raise ValueError unless the data are exactly one pickle with allowed opcodes."""
+    allowed, position = set(_OPCODES.split()), None
+    for opcode, _, position in pickletools.genops(data):
         if opcode.name not in allowed:
-            raise ValueError(f"opcode {opcode.name} at byte {at}")
-    if at != len(data) - 1:
+            raise ValueError(f"opcode {opcode.name} at byte {position}")
+    if position != len(data) - 1:
         raise ValueError("it has data after its end")
 
 
 _Offsets = tuple[int, ...]
-_Places = dict[tuple[str, _Offsets | None], tuple[str, int, int]]
+_Locations = dict[tuple[str, _Offsets | None], tuple[str, int, int]]
 
 
-def _contents(found: Any) -> tuple[dict[str, DistTensor], dict[str, DistItem]]:
-    stored = _as(Metadata, found, "it")
-    places: _Places = {}
-    for index, info in _as(dict, stored.storage_data, "storage_data").items():
-        key = _as(str, _as(MetadataIndex, index, "the key of an item").fqn, "a key")
-        file = _as(_StorageInfo, info, f"the place of {key}").relative_path
+def _parse_contents(unpickled: Any) -> tuple[dict[str, DistTensor], dict[str, DistItem]]:
+    stored = _check_type(Metadata, unpickled, "it")
+    locations: _Locations = {}
+    for index, info in _check_type(dict, stored.storage_data, "storage_data").items():
+        key = _check_type(str, _check_type(MetadataIndex, index, "the key of an item").fqn, "a key")
+        file = _check_type(_StorageInfo, info, f"the place of {key}").relative_path
         if not isinstance(file, str) or not re.fullmatch(r"(?!\.\.?$)[^/\0]+", file):
             raise ValueError(f"the file of {key} is {file!r:.80}, not a name in the folder")
         if info.transform_descriptors:
             raise ValueError(f"{key} was written through an extension, which is not supported")
-        offsets = None if index.offset is None else _numbers(index.offset, key)
-        start, nbytes = _numbers((info.offset, info.length), key)
-        if (key, offsets) in places:  # of two equal keys, readers might take one each
+        offsets = None if index.offset is None else _check_sizes(index.offset, key)
+        start, nbytes = _check_sizes((info.offset, info.length), key)
+        if (key, offsets) in locations:  # of two equal keys, readers might take one each
             raise ValueError(f"an item of {key} has two places")
-        places[key, offsets] = file, start, nbytes
+        locations[key, offsets] = file, start, nbytes
     tensors: dict[str, DistTensor] = {}
     objects: dict[str, DistItem] = {}
-    for key, entry in _as(dict, stored.state_dict_metadata, "state_dict_metadata").items():
-        _as(str, key, "a key")
+    for key, entry in _check_type(dict, stored.state_dict_metadata, "state_dict_metadata").items():
+        _check_type(str, key, "a key")
         if isinstance(entry, BytesStorageMetadata):
-            objects[key] = DistItem(*_taken(places, key, None))
+            objects[key] = DistItem(*_pop_location(locations, key, None))
         else:
-            tensors[key] = _tensor(key, entry, places)
-    if places:
-        raise ValueError(f"an item of {next(iter(places))[0]} is part of no tensor")
+            tensors[key] = _parse_tensor(key, entry, locations)
+    if locations:
+        raise ValueError(f"an item of {next(iter(locations))[0]} is part of no tensor")
     return tensors, objects
 
 
-def _tensor(key: str, entry: Any, places: _Places) -> DistTensor:
-    entry = _as(TensorStorageMetadata, entry, f"what is said of {key}")
-    shape = _numbers(entry.size, key)
-    properties = _as(TensorProperties, entry.properties, f"properties of {key}")
-    dtype = _as(torch.dtype, properties.dtype, f"the dtype of {key}")
+def _parse_tensor(key: str, entry: Any, locations: _Locations) -> DistTensor:
+    entry = _check_type(TensorStorageMetadata, entry, f"what is said of {key}")
+    shape = _check_sizes(entry.size, key)
+    properties = _check_type(TensorProperties, entry.properties, f"properties of {key}")
+    dtype = _check_type(torch.dtype, properties.dtype, f"the dtype of {key}")
     chunks = []
-    for chunk in _as(list, entry.chunks, f"chunks of {key}"):
-        box = _as(ChunkStorageMetadata, chunk, f"a chunk of {key}")
-        offsets, sizes = _numbers(box.offsets, key), _numbers(box.sizes, key)
+    for chunk in _check_type(list, entry.chunks, f"chunks of {key}"):
+        box = _check_type(ChunkStorageMetadata, chunk, f"a chunk of {key}")
+        offsets, sizes = _check_sizes(box.offsets, key), _check_sizes(box.sizes, key)
         if not len(offsets) == len(sizes) == len(shape):
             raise ValueError(f"a chunk of {key} has other dims than its shape {shape}")
-        item = DistItem(*_taken(places, key, offsets), offsets, sizes)
+        item = DistItem(*_pop_location(locations, key, offsets), offsets, sizes)
         if math.prod(sizes) * dtype.itemsize > item.nbytes:
             raise ValueError(f"a chunk of {key} has more elements than its item has bytes for")
         chunks.append(item)
-    if len(shape) > _MAX_DIMS or not cover_once(shape, chunks):
+    if len(shape) > _MAX_DIMS or not covers_once(shape, chunks):
         raise ValueError(f"the chunks of {key} do not cover its shape {shape} exactly once")
     return DistTensor(shape, dtype, tuple(chunks))
 
 
-def cover_once(shape: Sequence[int], chunks: Sequence[DistItem]) -> bool:
-    """Whether boxes cover a tensor exactly once, in time linear in their number.
+def covers_once(shape: Sequence[int], chunks: Sequence[DistItem]) -> bool:
+    """Return whether boxes cover a tensor exactly once, in time linear in their number.
 
-    Whether a point is covered an odd number of times follows from the corners of the boxes that
-    are corners of an odd number of them. If those are the tensor's own, all of it is covered and
-    nothing outside; if the boxes have as many elements as the tensor, none is covered twice.
+    The points that are corners of an odd number of boxes determine which points are covered an odd
+    number of times. If they are the tensor's corners, all of it is covered and nothing outside. If
+    the boxes also have as many elements as the tensor, no element is covered twice.
     """
     if len(chunks) == 1:
         return not any(chunks[0].offsets) and chunks[0].sizes == tuple(shape)
@@ -268,15 +271,15 @@ def cover_once(shape: Sequence[int], chunks: Sequence[DistItem]) -> bool:
 
 
 def _check_files(folder: Path, items: Iterable[DistItem]) -> None:
-    """All items are inside their files, and no two of them overlap."""
+    """Check that all items are inside their files and do not overlap."""
     per_file: dict[str, list[tuple[int, int]]] = defaultdict(list)
     for item in items:
         per_file[item.file].append((item.offset, item.nbytes))
-    for name, places in sorted(per_file.items()):
+    for name, locations in sorted(per_file.items()):
         path, end = folder / name, 0
         if not path.is_file():
             raise ConfigError(f"{folder} is not a complete checkpoint: it has no file {name}")
-        for offset, nbytes in sorted(places):
+        for offset, nbytes in sorted(locations):
             if offset < end:
                 raise ValueError(f"two items of {name} share the bytes at {offset}")
             end = offset + nbytes
@@ -284,21 +287,77 @@ def _check_files(folder: Path, items: Iterable[DistItem]) -> None:
             raise ConfigError(f"{path} is truncated: it has {size} bytes of at least {end}")
 
 
-def _taken(places: _Places, key: str, offsets: _Offsets | None) -> tuple[str, int, int]:
-    if (key, offsets) not in places:
+def _pop_location(
+    locations: _Locations, key: str, offsets: _Offsets | None
+) -> tuple[str, int, int]:
+    if (key, offsets) not in locations:
         raise ValueError(f"it does not say where {key} is stored")
-    return places.pop((key, offsets))
+    return locations.pop((key, offsets))
 
 
-def _as(kind: type[_T], value: Any, what: str) -> _T:
+def _check_type(kind: type[_T], value: Any, what: str) -> _T:
     if not isinstance(value, kind):
         raise ValueError(f"{what} is a {type(value).__name__}, not a {kind.__name__}")
     return value
 
 
-def _numbers(values: Any, key: str) -> tuple[int, ...]:
+def _check_sizes(values: Any, key: str) -> tuple[int, ...]:
     if not isinstance(values, tuple) or not all(
         type(value) is int and 0 <= value < 1 << 63 for value in values
     ):
         raise ValueError(f"a size or an offset of {key} is not a number of elements or bytes")
     return tuple(values)
+
+
+class Record(NamedTuple):
+    """An item of a `.distcp` file: a chunk of a tensor, or an object, without a dtype.
+
+    Also valid after json.dumps and json.loads.
+    """
+
+    key: str
+    shape: Sequence[int]  # of the tensor
+    dtype: str | None  # "bfloat16"
+    offsets: Sequence[int]
+    sizes: Sequence[int]
+    file: str
+    offset: int
+    length: int
+
+
+def write_metadata(folder: str | Path, records: Iterable[Record]) -> None:
+    """Write `.metadata`, `common.pt` and `metadata.json`, which complete the folder.
+
+    Their bytes do not depend on the order of the records.
+    """
+    common = io.BytesIO()
+    torch.save({"content_metadata": CONTENT_METADATA}, common)
+    for name, data in (
+        (COMMON_FILE, common.getvalue()),
+        (BACKEND_FILE, json.dumps(BACKEND).encode()),
+        (METADATA_FILE, pickle.dumps(_build_metadata(records), protocol=4)),
+    ):
+        with open_atomic(Path(folder) / name) as fd:
+            write_at(fd, 0, data)
+
+
+def _build_metadata(records: Iterable[Record]) -> Metadata:
+    entries: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
+    locations: dict[MetadataIndex, _StorageInfo] = {}
+    interned: dict[str, str] = {}  # pickle writes equal strings once if they are the same object
+    for record in sorted(records, key=lambda record: (record.key, tuple(record.offsets))):
+        key = interned.setdefault(record.key, record.key)
+        file = interned.setdefault(record.file, record.file)
+        if record.dtype is None:
+            entries[key], index = BytesStorageMetadata(), MetadataIndex(key)
+        else:
+            properties = TensorProperties(getattr(torch, record.dtype))
+            new = TensorStorageMetadata(properties, torch.Size(record.shape), [])
+            entry: Any = entries.setdefault(key, new)
+            chunk = ChunkStorageMetadata(torch.Size(record.offsets), torch.Size(record.sizes))
+            entry.chunks.append(chunk)
+            index = MetadataIndex(key, chunk.offsets)
+        if index in locations:
+            raise ValueError(f"two records of {key} at offsets {record.offsets}")
+        locations[index] = _StorageInfo(file, record.offset, record.length)
+    return Metadata(entries, storage_data=locations, version=CURRENT_DCP_VERSION)

@@ -83,10 +83,10 @@ def _launcher(on: str, interface: str) -> Iterator[Launcher]:
     else:
         from mcore_rl.controller.each_node import EachNode
         from mcore_rl.controller.pool import ray_session
-        from mcore_rl.parallel.rendezvous import address_of
+        from mcore_rl.parallel.network import find_address
 
         with ray_session(log_to_driver=False):
-            yield EachNode(node.examine, address_of(interface) if interface else "")
+            yield EachNode(node.examine, find_address(interface) if interface else "")
 
 
 def parse_ports(text: str) -> tuple[int, ...]:

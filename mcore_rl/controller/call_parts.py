@@ -14,7 +14,7 @@ import numpy as np
 
 from mcore_rl.controller.remote_batch import PROMPT_TOKENS, RemoteBatch
 from mcore_rl.data.batch import Samples
-from mcore_rl.parallel.balance import DEFAULT_SEQUENCE_COST, balanced_partition
+from mcore_rl.parallel.balance import DEFAULT_SEQUENCE_COST, partition_evenly
 from mcore_rl.parallel.mesh import Mesh
 
 Args = tuple[Any, ...]
@@ -106,7 +106,7 @@ def split_batches(axes: tuple[str, ...], mesh: Mesh, args: Args, kwargs: Kwargs)
     if len(groups) == 1:
         whole = tuple(range(len(batches[0])))
         return [CallPart(groups[0], _first_of_last_stage(mesh, groups[0]), args, kwargs, whole)]
-    rows_of = balanced_partition(_row_costs(batches), len(groups))
+    rows_of = partition_evenly(_row_costs(batches), len(groups))
     return [
         CallPart(
             ranks=ranks,
@@ -143,7 +143,7 @@ def split_mini_batches(mesh: Mesh, args: Args, kwargs: Kwargs) -> list[CallPart]
     rows_of: list[list[list[int]]] = []  # by mini-batch and data-parallel rank
     for size, end in zip(sizes, ends, strict=True):
         start = end - size
-        divided = balanced_partition(costs[start:end], len(groups))
+        divided = partition_evenly(costs[start:end], len(groups))
         rows_of.append([[start + row for row in rows] for rows in divided])
     found = []
     for ranks, of_each in zip(groups, zip(*rows_of, strict=True), strict=True):
@@ -221,14 +221,14 @@ def _groups(mesh: Mesh, axes: tuple[str, ...]) -> list[tuple[int, ...]]:
     """Ascending world ranks of each coordinate on these axes, the last axis fastest."""
     found: dict[tuple[int, ...], list[int]] = {}
     for rank in range(mesh.world_size):
-        at = mesh.coordinate(rank)
+        at = mesh.get_coordinate(rank)
         found.setdefault(tuple(getattr(at, f"{axis}_rank") for axis in axes), []).append(rank)
     return [tuple(ranks) for _, ranks in sorted(found.items())]
 
 
 def _first_of_last_stage(mesh: Mesh, ranks: tuple[int, ...]) -> int:
-    stage = mesh.coordinate(ranks[-1]).pp_rank  # pp varies slowest
-    return next(rank for rank in ranks if mesh.coordinate(rank).pp_rank == stage)
+    stage = mesh.get_coordinate(ranks[-1]).pp_rank  # pp varies slowest
+    return next(rank for rank in ranks if mesh.get_coordinate(rank).pp_rank == stage)
 
 
 def _rows_of(value: Any, rows: list[int]) -> Any:
@@ -240,7 +240,7 @@ def _row_costs(batches: Sequence[Samples]) -> Sequence[float]:
     for batch in batches:
         has_lengths = isinstance(batch, RemoteBatch) and PROMPT_TOKENS in batch.own
         if has_lengths or ("prompt_ids" in batch and "response_ids" in batch):
-            return [DEFAULT_SEQUENCE_COST.of(int(count)) for count in batch.num_tokens]
+            return [DEFAULT_SEQUENCE_COST.estimate(int(count)) for count in batch.num_tokens]
     return [1.0] * len(batches[0])
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 
-from mcore_rl.checkpoint.manifest import ReadSums, Sum, sums_read_here
+from mcore_rl.checkpoint.files import Checksum, ComputeChecksums, compute_checksums
 from mcore_rl.controller.each_node import EachNode
 from mcore_rl.controller.pending import Limit, WorkerError
 from mcore_rl.controller.pool import ray_session
@@ -18,7 +18,7 @@ from mcore_rl.controller.pool import ray_session
 LEAST_BYTES = 16 << 30  # in all: fewer take one node half a minute
 
 
-def cluster_reads(limit: Limit) -> ReadSums:
+def cluster_reads(limit: Limit) -> ComputeChecksums:
     """Reads each file on one node of the cluster of RAY_ADDRESS, which it joins for that.
 
     Small ones, and all where there is no cluster, it reads here.
@@ -28,14 +28,14 @@ def cluster_reads(limit: Limit) -> ReadSums:
         WorkerError: a node cannot, has died, or has not read its share within the limit.
     """
 
-    def read_sums(files: Sequence[Path]) -> list[Sum]:
+    def compute_sums(files: Sequence[Path]) -> list[Checksum]:
         sizes = [file.stat().st_size for file in files]
         if not os.environ.get("RAY_ADDRESS") or sum(sizes) < LEAST_BYTES:
-            return sums_read_here(files)
+            return compute_checksums(files)
         with ray_session(log_to_driver=False):
             return _read_by_nodes(files, sizes, limit)
 
-    return read_sums
+    return compute_sums
 
 
 def shares(sizes: Sequence[int], num: int) -> list[list[int]]:
@@ -48,8 +48,8 @@ def shares(sizes: Sequence[int], num: int) -> list[list[int]]:
     return [order[number::num] for number in range(num)]
 
 
-def _read_by_nodes(files: Sequence[Path], sizes: Sequence[int], limit: Limit) -> list[Sum]:
-    nodes, found = EachNode(_read_share), dict[int, Sum]()
+def _read_by_nodes(files: Sequence[Path], sizes: Sequence[int], limit: Limit) -> list[Checksum]:
+    nodes, found = EachNode(_read_share), dict[int, Checksum]()
     indices = shares(sizes, len(nodes.nodes))
     nodes.start([[files[index] for index in its] for its in indices])
     deadline = time.monotonic() + limit.seconds
@@ -62,9 +62,9 @@ def _read_by_nodes(files: Sequence[Path], sizes: Sequence[int], limit: Limit) ->
     return [found[index] for index in range(len(files))]
 
 
-def _read_share(files: Sequence[Sequence[Path]], number: int) -> list[Sum]:
+def _read_share(files: Sequence[Sequence[Path]], number: int) -> list[Checksum]:
     """On the node of that number."""
-    return sums_read_here(files[number])
+    return compute_checksums(files[number])
 
 
 @contextlib.contextmanager

@@ -35,7 +35,7 @@ from mcore_rl.controller.node_limits import num_cores
 from mcore_rl.controller.object_store import object_store_bytes
 from mcore_rl.controller.reaper import RAY_DIR, sweep_abandoned
 from mcore_rl.controller.run_scope import MARKER, run_scope, short_temp_dir
-from mcore_rl.parallel.rendezvous import address_of
+from mcore_rl.parallel.network import find_address
 
 NODE = "MCORE_RL_NODE"  # in the environment of a node's processes: how messages call it
 NUMBER = "MCORE_RL_NODE_NUMBER"  # 0 has the head
@@ -96,7 +96,7 @@ def main(arguments: list[str]) -> int:
 def own_address(interface: str) -> str:
     """By which other nodes reach this one."""
     try:
-        return address_of(interface)
+        return find_address(interface)
     except ConfigError as error:
         raise ConfigError(f"{_here()}: {error} (MCORE_RL_INTERFACE={interface!r})") from error
 

@@ -136,7 +136,7 @@ class RankActor:
         """
         if rendezvous.failure is not None:
             return rendezvous
-        os.environ |= rendezvous.value.environment()
+        os.environ |= rendezvous.value.to_environment()
 
         def make() -> None:
             if self._worker is not None:

@@ -31,9 +31,9 @@ from mcore_rl.controller.dispatch import registered_methods
 from mcore_rl.controller.stop_signals import SIGNALS, RunStopped
 from mcore_rl.data.batch import Batch, Jagged
 from mcore_rl.observability.stack_timer import StackTimer
-from mcore_rl.parallel.local_endpoint import ask, told
 from mcore_rl.parallel.mesh import Mesh
-from mcore_rl.parallel.rendezvous import RendezvousServer, use_interface_towards
+from mcore_rl.parallel.network import use_interface_towards
+from mcore_rl.parallel.rendezvous import RendezvousServer, fetch_endpoint, share_endpoint
 from mcore_rl.parallel.store import join_world
 
 c10d: Any = dist
@@ -221,11 +221,11 @@ def _joined(backend: str, timeout_s: float) -> Iterator[None]:
         return
     launch = "torchrun " + " ".join(map(os.environ.__getitem__, _OF_A_LAUNCH))
     if rank():
-        join_world(backend, timeout_s, ask(launch, timeout_s))
+        join_world(backend, timeout_s, fetch_endpoint(launch, timeout_s))
         yield
         return
     server = RendezvousServer("127.0.0.1")  # until this process ends
-    with told(server.endpoint, launch):
+    with share_endpoint(server.endpoint, launch):
         join_world(backend, timeout_s, server.endpoint)
         yield
 

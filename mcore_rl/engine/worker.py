@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from mcore_rl.checkpoint.hf_writer import room_for, write_checkpoint
+from mcore_rl.checkpoint.hf_writer import reserve_folder, write_checkpoint
 from mcore_rl.checkpoint.peft import FOLDER, Factors, write_adapters
 from mcore_rl.config.errors import PeerError
 from mcore_rl.config.schema import WeightSyncConfig
@@ -219,7 +219,7 @@ class ModelWorker:
             self._rendezvous.close()
         address = settings.bind_address
         if address == "auto":  # this rank's, where the ranks of the actor have met
-            address = RendezvousEndpoint.from_environment().host
+            address = RendezvousEndpoint.read_environment().host
         self._rendezvous = RendezvousServer(address)
         spec = TransferSpec(engine.layout, engine.num_mtp_layers, generation, dtype, settings)
         return self._rendezvous.endpoint, spec
@@ -273,7 +273,7 @@ class ModelWorker:
                 raise RuntimeError("weights surfaced on a rank that does not write")
             return ""
         try:
-            with room_for(Path(path), num_bytes):
+            with reserve_folder(Path(path), num_bytes):
                 write_checkpoint(
                     path,
                     tensors,

@@ -21,7 +21,7 @@ from mcore_rl.engine.lane import lane
 from mcore_rl.inference.protocol import Generator, SamplingParams
 from mcore_rl.inference.vllm.server import VLLMServer
 from mcore_rl.jobs.run_folder import chat_date_of, model_folder
-from mcore_rl.models.base import field as field_of
+from mcore_rl.models.base import get_field as field_of
 from mcore_rl.models.base import read_config
 from mcore_rl.observability.console import waiting
 

@@ -15,9 +15,9 @@ from mcore_rl.jobs.placement import (
     get_server_config,
 )
 from mcore_rl.jobs.roles import ITEMSIZES
-from mcore_rl.models.base import HFConfig, family_of
+from mcore_rl.models.base import HFConfig, get_family
 from mcore_rl.rollout.weight_updater import build_generation_layout
-from mcore_rl.weight_sync.spec import Sites, TransferSpec, plan_transfer
+from mcore_rl.weight_sync.spec import MemoryDomains, TransferSpec, plan_transfer
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,14 +114,14 @@ def moved(config: RLConfig, model: HFConfig, gpus_per_node: int) -> Moved:
     training, generation = placed["actor"], placed["rollout"]
     sites = None
     if takes_turns(config.placement, "actor", "rollout"):
-        sites = Sites(tuple(map(str, training)), tuple(map(str, generation)), gpus_per_node)
-    num_mtp = family_of(model).num_mtp_layers(model) if engine.mtp_loss_coef else 0
+        sites = MemoryDomains(tuple(map(str, training)), tuple(map(str, generation)), gpus_per_node)
+    num_mtp = get_family(model).num_mtp_layers(model) if engine.mtp_loss_coef else 0
     layout = build_generation_layout(config.rollout, config.rollout.num_servers)
     spec = TransferSpec(engine.layout, num_mtp, layout, config.model.dtype, config.weight_sync)
     plan = plan_transfer(spec, model, ITEMSIZES[config.model.dtype], sites)
     local = in_node = 0
     received, sent = Counter[int](), Counter[int]()
-    for source, target, num_bytes in plan.pairs():
+    for source, target, num_bytes in plan.list_transfers():
         here, there = generation[target], training[source]
         if here == there:
             local += num_bytes

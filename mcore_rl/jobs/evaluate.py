@@ -42,7 +42,7 @@ from mcore_rl.jobs.rl import server_pool
 from mcore_rl.jobs.roles import roles
 from mcore_rl.jobs.run_folder import chat_date_of, model_folder
 from mcore_rl.jobs.session import session
-from mcore_rl.models.base import field, read_config
+from mcore_rl.models.base import get_field, read_config
 from mcore_rl.observability.activity import ACTIVITY
 from mcore_rl.observability.console import StepProgress, get_stdout_console, waiting
 from mcore_rl.observability.memory import PeakMemory
@@ -170,7 +170,7 @@ def _check(config: EvalConfig) -> _Inputs:
     check_judges(config.reward, ())
     check_model(run)
     tokenizer = load_tokenizer(run.model.path, run.model.chat_date)
-    check_tokenizer_matches(tokenizer, field(read_config(run.model.path), "vocab_size"))
+    check_tokenizer_matches(tokenizer, get_field(read_config(run.model.path), "vocab_size"))
     sets = {
         name: load_prompt_files({f"data.sets.{name}": source}, run, tokenizer)
         for name, source in config.data.sets.items()

@@ -9,8 +9,8 @@ from typing import Any
 from mcore_rl.config.resolve import takes_turns
 from mcore_rl.config.schema import EngineConfig, RLConfig
 from mcore_rl.jobs.roles import ITEMSIZES, Role, Stage
-from mcore_rl.models.base import HFConfig, family_of
-from mcore_rl.parallel.stages import split_into_chunks
+from mcore_rl.models.base import HFConfig, get_family
+from mcore_rl.parallel.mesh import split_into_chunks
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ def activation_bytes(config: RLConfig, model: HFConfig) -> int:
     Kernels that are not fused keep up to half as much again (tests/dist_cpu/test_roles.py).
     """
     engine = config.actor
-    layout, family = engine.layout, family_of(model)
+    layout, family = engine.layout, get_family(model)
     parts = _layer_elements(family.config_map(model), layout.etp)
     kept = {name: size for name, size in parts.items() if name not in _recomputed(engine)}
     hidden, layer = parts["input"], sum(parts.values())

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from mcore_rl.checkpoint.run_checkpoints import RunCheckpoint, steps_in
+from mcore_rl.checkpoint.run_checkpoints import RunCheckpoint, list_steps
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import Layout, RLConfig
 from mcore_rl.config.train_schema import TrainConfig
@@ -141,7 +141,7 @@ def _check_content(folder: Path, held: set[str], output_dir: str, resume: str) -
     others = {name for name in held if not name.endswith(".partial")} - _BEFORE_STARTED
     if STARTED not in held and others:
         raise ConfigError(f"{told} and holds no run: it has no {STARTED}; allowed: a new folder")
-    if held & {CHECKPOINT, SUMMARY} and not steps_in(folder / "checkpoints"):
+    if held & {CHECKPOINT, SUMMARY} and not list_steps(folder / "checkpoints"):
         raise ConfigError(
             f"{told}: a run has ended in it that has left no training checkpoints "
             "(trainer.save_every); allowed: a new folder"

@@ -60,20 +60,20 @@ from mcore_rl.jobs.tasks import TASKS
 from mcore_rl.models.base import (
     SEQUENCE,
     HFConfig,
-    family_of,
-    field,
-    kv_elements_per_token,
-    model_sizes,
-    padded_vocab_size,
+    count_kv_elements_per_token,
+    get_family,
+    get_field,
+    get_model_sizes,
+    pad_vocab_size,
     read_config,
 )
-from mcore_rl.models.heads import model_weights, value_config, value_head_of
+from mcore_rl.models.heads import build_value_config, get_value_head_suffix, map_model_weights
 from mcore_rl.observability.trackers import check_trackers
-from mcore_rl.reshard.rules import logical_tensors
+from mcore_rl.reshard.rules import list_logical_tensors
 from mcore_rl.rewards.base import parts_of
 from mcore_rl.rewards.judge import Judge, answer_check, check_columns, check_judges
 from mcore_rl.trainers.policy_loss import check_functions, check_greedy
-from mcore_rl.weight_sync.nixl import nixl_api
+from mcore_rl.weight_sync.nixl import import_nixl
 from mcore_rl.weight_sync.shared_memory import check_allocator
 
 if TYPE_CHECKING:
@@ -113,10 +113,10 @@ def check_model(config: RLConfig) -> None:
     """Check the layouts and the weights of the model."""
     check_layouts(config)
     reader = CheckpointReader(config.model.path)
-    hf_config = reader.config()  # without MTP layers if the weights have none
-    resolve_model_engine("actor", config.actor, model_sizes(hf_config))
-    weights = family_of(hf_config).weights(hf_config, padded_vocab_size(hf_config, 1))
-    reader.check(logical_tensors(weights))
+    hf_config = reader.read_config()  # without MTP layers if the weights have none
+    resolve_model_engine("actor", config.actor, get_model_sizes(hf_config))
+    weights = get_family(hf_config).weights(hf_config, pad_vocab_size(hf_config, 1))
+    reader.check(list_logical_tensors(weights))
 
 
 def check_existing_inputs(config: RLConfig) -> Inputs | None:
@@ -151,7 +151,7 @@ def has_weights(config: RLConfig) -> bool:
 
 def has_experts(config: RLConfig) -> bool:
     """Return whether the model is a mixture of experts; the models of built-in tasks are."""
-    return bool(config.task.name or model_sizes(read_config(config.model.path)).num_experts)
+    return bool(config.task.name or get_model_sizes(read_config(config.model.path)).num_experts)
 
 
 def prepare_task(config: RLConfig, folder: Path, *, exists: bool = False) -> RLConfig:
@@ -188,7 +188,7 @@ def _check_choices(config: RLConfig) -> None:
     check_judges(config.reward, served_models(config))
     check_reward_parts(config)
     if config.weight_sync.method == "disaggregated" and config.weight_sync.transport == "nixl":
-        nixl_api()
+        import_nixl()
     backend_of(config.actor).check_modules(config.actor.modules, detect_lane())
     if detect_lane() == "cuda" and config.weight_sync.method == "colocated":
         check_allocator()
@@ -204,7 +204,7 @@ def _list_data_files(config: RLConfig) -> dict[str, str]:
 
 def _load_data(config: RLConfig) -> Inputs:
     tokenizer = load_tokenizer(config.model.path, config.model.chat_date)
-    check_tokenizer_matches(tokenizer, field(read_config(config.model.path), "vocab_size"))
+    check_tokenizer_matches(tokenizer, get_field(read_config(config.model.path), "vocab_size"))
     if config.agent.loop != "single_turn":
         models, stop_ids = served_models(config), stop_ids_of(config.model.path)
         check_agent(config.agent, tokenizer, models, stop_ids)
@@ -286,8 +286,8 @@ def require_rows(setting: str, source: str, num_rows: int, num_drawn: int) -> No
 def check_layouts(config: RLConfig) -> HFConfig:
     """Check the settings that depend on the config.json of models alone; return the policy's."""
     hf_config = read_checkpoint_config(config.model.path)
-    family = family_of(hf_config)
-    sizes = model_sizes(hf_config)
+    family = get_family(hf_config)
+    sizes = get_model_sizes(hf_config)
     resolve_model_layout("actor.layout", config.actor.layout, sizes)
     resolve_model_engine("actor", config.actor, sizes)
     if config.actor.moe.router_replay == "rollout" and sizes.is_mla and detect_lane() == "cpu":
@@ -305,7 +305,7 @@ def check_layouts(config: RLConfig) -> HFConfig:
     _check_kv_cache(config, hf_config)
     _check_lengths(config)
     if config.actor.lora.rank:
-        weights = family.weights(hf_config, padded_vocab_size(hf_config, 1))
+        weights = family.weights(hf_config, pad_vocab_size(hf_config, 1))
         check_targets("actor.lora", weights, config.actor.lora)
     return hf_config
 
@@ -314,7 +314,7 @@ def _check_critic(config: RLConfig, actor: HFConfig) -> None:
     critic, steps = config.critic, config.trainer.num_steps * config.algorithm.num_mini_batches
     path = critic.model_path
     initial_config = read_checkpoint_config(path, "critic.model_path") if path else actor
-    sizes = model_sizes(value_config(initial_config))
+    sizes = get_model_sizes(build_value_config(initial_config))
     resolve_model_layout("critic.layout", critic.layout, sizes)
     resolve_model_engine("critic", critic, sizes)
     resolve_schedule("critic.optimizer", critic.optimizer, steps)
@@ -328,7 +328,7 @@ def _check_kv_cache(config: RLConfig, hf_config: HFConfig) -> None:
     """
     num_tokens, response = config.max_sequence_tokens, _get_response_setting(config)
     itemsize = getattr(torch, config.model.dtype).itemsize
-    least = num_tokens * kv_elements_per_token(hf_config, config.rollout.tp) * itemsize
+    least = num_tokens * count_kv_elements_per_token(hf_config, config.rollout.tp) * itemsize
     if config.rollout.kv_cache_bytes < least:
         raise ConfigError(
             f"rollout.kv_cache_bytes={config.rollout.kv_cache_bytes}: one sequence of "
@@ -378,7 +378,7 @@ def _check_frozen_layouts(config: RLConfig) -> None:
     """Check the settings that depend on each config.json alone."""
     for role, path in get_frozen_paths(config).items():
         setting, engine = _get_path_setting(role), get_frozen_engines(config)[role]
-        sizes = model_sizes(_read_frozen_config(config, role, path))
+        sizes = get_model_sizes(_read_frozen_config(config, role, path))
         layout = setting.removesuffix(".model_path") + ".layout"
         resolve_model_layout(layout, engine.layout, sizes)
         resolve_model_engine(role.partition(".")[0], engine, sizes)
@@ -389,7 +389,9 @@ def _check_frozen_models(config: RLConfig) -> None:
     for role, path in get_frozen_paths(config).items():
         hf_config = _read_frozen_config(config, role, path)
         reader = CheckpointReader(path, _get_path_setting(role))
-        reader.check(logical_tensors(model_weights(hf_config, padded_vocab_size(hf_config, 1))))
+        reader.check(
+            list_logical_tensors(map_model_weights(hf_config, pad_vocab_size(hf_config, 1)))
+        )
         _check_frozen_tokenizer(config, role, path)
     _check_teacher_column(config)
 
@@ -398,20 +400,20 @@ def _read_frozen_config(config: RLConfig, role: str, path: str) -> HFConfig:
     """Read the config.json of a role; check that it is the kind of model that the role needs."""
     setting = _get_path_setting(role)
     hf_config = read_checkpoint_config(path, setting)
-    kind = value_head_of(hf_config)
+    kind = get_value_head_suffix(hf_config)
     if role == "reward_model":
         if kind != SEQUENCE:
             raise ConfigError(
                 f"{setting}={path!r} is of {hf_config.get('architectures')}; allowed: a reward "
                 f"model, ...{SEQUENCE}, as mcore-rl rm leaves one"
             )
-        return value_config(hf_config)
+        return build_value_config(hf_config)
     if kind:
         raise ConfigError(
             f"{setting}={path!r} is of {hf_config['architectures']}; allowed: a language model"
         )
     policy, distillation = read_config(config.model.path), config.algorithm.distillation
-    vocab_size, policy_vocab_size = (field(c, "vocab_size") for c in (hf_config, policy))
+    vocab_size, policy_vocab_size = (get_field(c, "vocab_size") for c in (hf_config, policy))
     if distillation.loss in OF_TOP_TOKENS:
         if vocab_size != policy_vocab_size:
             raise ConfigError(
@@ -466,13 +468,13 @@ def _check_served_layouts(config: RLConfig) -> None:
     for name, model in get_served_models(config).items():
         key, servers = f"models.{name}", model.servers
         hf_config = read_checkpoint_config(model.path, f"{key}.path")
-        if value_head_of(hf_config):
+        if get_value_head_suffix(hf_config):
             raise ConfigError(
                 f"{key}.path={model.path!r} is of {hf_config['architectures']}; allowed: a "
                 "language model"
             )
-        family_of(hf_config)
-        sizes = model_sizes(hf_config)
+        get_family(hf_config)
+        sizes = get_model_sizes(hf_config)
         divides(f"{key}.tp", servers.tp, "attention heads", sizes.num_attention_heads)
         if servers.ep and not sizes.num_experts:
             raise ConfigError(f"{key}.ep=true: the model has no experts; allowed: false")
@@ -483,7 +485,7 @@ def _check_served_layouts(config: RLConfig) -> None:
                 f"max_position_embeddings={positions}"
             )
         itemsize = getattr(torch, config.model.dtype).itemsize
-        least = model.max_context * kv_elements_per_token(hf_config, servers.tp) * itemsize
+        least = model.max_context * count_kv_elements_per_token(hf_config, servers.tp) * itemsize
         if servers.kv_cache_bytes < least:
             raise ConfigError(
                 f"{key}.kv_cache_bytes={servers.kv_cache_bytes}: one conversation of "
@@ -502,12 +504,12 @@ def _check_served_models(config: RLConfig) -> None:
         key, hf_config = f"models.{name}", read_config(model.path)
         if served_models(config)[name].path:
             reader = CheckpointReader(model.path, f"{key}.path")
-            weights = model_weights(hf_config, padded_vocab_size(hf_config, 1))
-            reader.check(logical_tensors(weights))
+            weights = map_model_weights(hf_config, pad_vocab_size(hf_config, 1))
+            reader.check(list_logical_tensors(weights))
         if not has_tokenizer(model.path):
             raise ConfigError(f"{key}.path={model.path!r} has no tokenizer")
         tokenizer = load_tokenizer(model.path, config.model.chat_date)
-        check_tokenizer_matches(tokenizer, field(hf_config, "vocab_size"))
+        check_tokenizer_matches(tokenizer, get_field(hf_config, "vocab_size"))
         try:
             kind = cast(CodecKind, model.codec)
             codec_for(tokenizer, kind, stop_ids=stop_ids_of(model.path, f"{key}.path"))

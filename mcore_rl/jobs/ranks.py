@@ -53,7 +53,7 @@ def run_on_ranks(job: Job, world_size: int, log_dir: Path, timeout_s: float) -> 
             time.
     """
     with RendezvousServer("127.0.0.1") as rendezvous:
-        common = {"WORLD_SIZE": str(world_size), **rendezvous.endpoint.environment()}
+        common = {"WORLD_SIZE": str(world_size), **rendezvous.endpoint.to_environment()}
         environments = {
             f"rank {rank}": {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}
             for rank in range(world_size)

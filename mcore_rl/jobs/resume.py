@@ -8,13 +8,13 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from mcore_rl.checkpoint.manifest import ReadSums, sums_read_here
+from mcore_rl.checkpoint.files import ComputeChecksums, compute_checksums
 from mcore_rl.checkpoint.run_checkpoints import (
     CRITIC,
     RunCheckpoint,
-    newest_checkpoint,
+    find_newest_checkpoint,
+    list_steps,
     read_checkpoint,
-    steps_in,
 )
 from mcore_rl.config.checks import exists
 from mcore_rl.config.errors import ConfigError
@@ -46,11 +46,11 @@ class Digested(Protocol):
 
 
 def checkpoint_to_resume(
-    config: RLConfig | TrainConfig, folder: Path, read_sums: ReadSums = sums_read_here
+    config: RLConfig | TrainConfig, folder: Path, compute_sums: ComputeChecksums = compute_checksums
 ) -> RunCheckpoint | None:
     """What config.resume names, with all of its files read; None for a run that starts anew.
 
-    `folder` is that of the run, which has it to itself. `read_sums` reads the files of engines.
+    `folder` is that of the run, which has it to itself. `compute_sums` reads the files of engines.
 
     Raises:
         ConfigError: there is none that is whole, or it is of a run with other settings.
@@ -59,14 +59,14 @@ def checkpoint_to_resume(
         return None
     own = folder.absolute() / CHECKPOINTS
     if config.resume == "auto":
-        found = newest_checkpoint(own, warn, read_sums) or _begun_from(folder, read_sums)
+        found = find_newest_checkpoint(own, warn, compute_sums) or _begun_from(folder, compute_sums)
     else:
         exists("resume", config.resume)
-        found = read_checkpoint(Path(config.resume), read_sums)
-        if found.path.parent == own and steps_in(own)[-1] > found.step:
+        found = read_checkpoint(Path(config.resume), compute_sums)
+        if found.path.parent == own and list_steps(own)[-1] > found.step:
             raise ConfigError(
                 f"resume={config.resume!r}: output_dir has a newer one, of step "
-                f"{steps_in(own)[-1]}; allowed: 'auto', or another output_dir"
+                f"{list_steps(own)[-1]}; allowed: 'auto', or another output_dir"
             )
     if found is not None:
         found.check_fields()
@@ -87,12 +87,12 @@ def checkpoint_read_by_nodes(config: RLConfig | TrainConfig, folder: Path) -> Ru
         raise RunFailed(str(error)) from error
 
 
-def _begun_from(folder: Path, read_sums: ReadSums) -> RunCheckpoint | None:
+def _begun_from(folder: Path, compute_sums: ComputeChecksums) -> RunCheckpoint | None:
     """The checkpoint of another run that the run in `folder` began from and has not saved since."""
     if not (folder / STARTED).is_file():
         return None
     resume = read_json_object(folder / STARTED).get("resume", "never")
-    return None if resume in ("never", "auto") else read_checkpoint(Path(resume), read_sums)
+    return None if resume in ("never", "auto") else read_checkpoint(Path(resume), compute_sums)
 
 
 def prepare(config: RLConfig, folder: Path, found: RunCheckpoint | None) -> RLConfig:

@@ -21,15 +21,14 @@ from mcore_rl.jobs.placement import (
 from mcore_rl.models.base import (
     SEQUENCE,
     HFConfig,
-    family_of,
-    layers_with_experts,
-    model_sizes,
-    padded_vocab_size,
+    get_family,
+    get_model_sizes,
+    list_moe_layers,
+    pad_vocab_size,
     read_config,
 )
-from mcore_rl.models.heads import model_weights, value_config, value_weights
-from mcore_rl.parallel.mesh import Mesh
-from mcore_rl.parallel.stages import Chunk, split_into_chunks
+from mcore_rl.models.heads import build_value_config, map_model_weights, map_value_weights
+from mcore_rl.parallel.mesh import Chunk, Mesh, split_into_chunks
 from mcore_rl.reshard.layout import GenerationLayout, GenerationRanks, Ranks, TrainingRanks
 from mcore_rl.reshard.rules import Shard, Weight
 from mcore_rl.rollout.weight_updater import build_generation_layout
@@ -92,7 +91,7 @@ def roles(config: RLConfig, model: HFConfig) -> list[Role]:
     for role, engine in get_frozen_engines(config).items():
         scored, task = read_config(get_frozen_paths(config)[role]), "log-probs to learn from"
         if role == "reward_model":
-            scored, task = value_config(scored), "scores of responses"
+            scored, task = build_value_config(scored), "scores of responses"
         found.append(_trainer(role, task, engine, config, scored, trains=False))
     num = config.rollout.num_servers
     found.append(_servers("rollout", f"generation: {_counted(num)}", config.rollout, config, model))
@@ -108,7 +107,7 @@ def expert_layers(config: RLConfig) -> ExpertLayers | None:
     if config.actor.moe.router_replay != "rollout":
         return None
     model = read_config(config.model.path)
-    fields, mine = family_of(model).config_map(model), layers_with_experts(model)
+    fields, mine = get_family(model).config_map(model), list_moe_layers(model)
     stages: list[list[int]] = [[] for _ in range(config.actor.layout.pp)]
     for chunk in split_into_chunks(config.actor.layout, fields["num_layers"]):
         stages[chunk.pp_rank] += [layer for layer in chunk.layers if layer in mine]
@@ -118,7 +117,7 @@ def expert_layers(config: RLConfig) -> ExpertLayers | None:
 def training_roles(config: TrainConfig, model: HFConfig, *, has_reference: bool) -> list[Role]:
     """Of a job that trains on examples; `has_reference` for a frozen model beside the trained."""
     if isinstance(config, RMConfig):
-        model = value_config(model, SEQUENCE)
+        model = build_value_config(model, SEQUENCE)
     found = [_trainer("model", "updates", config.engine, config, model)]
     if has_reference:
         plain = replace(config.engine, lora=LoRAConfig())
@@ -138,21 +137,21 @@ def _trainer(
     trains: bool = True,
 ) -> Role:
     """A role of Megatron's: a stage for each pipeline rank."""
-    family, layout, sizes = family_of(model), engine.layout, model_sizes(model)
+    family, layout, sizes = get_family(model), engine.layout, get_model_sizes(model)
     num_mtp = family.num_mtp_layers(model) if engine.mtp_loss_coef else 0
     chunks = split_into_chunks(layout, sizes.num_layers, num_mtp)
     mesh = Mesh(layout)
-    padded = padded_vocab_size(model, layout.tp)
+    padded = pad_vocab_size(model, layout.tp)
     if name == "critic":
-        whole = value_weights(value_config(model), padded)
+        whole = map_value_weights(build_value_config(model), padded)
     else:
-        whole = model_weights(model, padded)
+        whole = map_model_weights(model, padded)
     weights = [weight for weight in whole if num_mtp or weight.stage != "mtp"]
     held = _held(TrainingRanks(mesh, chunks, sizes.num_experts), weights, engine.lora)
     itemsize = ITEMSIZES[config.model.dtype]
     stages = []
     for pp_rank in range(layout.pp):
-        ranks = mesh.ranks(pp_rank=pp_rank)
+        ranks = mesh.get_ranks(pp_rank=pp_rank)
         mine = held[ranks[0]]
         trained = mine.dense + mine.expert if trains else 0
         stages.append(
@@ -186,11 +185,11 @@ def _servers(
     name: str, task: str, rollout: RolloutConfig, config: RLConfig, model: HFConfig
 ) -> Role:
     """vLLM's workers: all servers are equal."""
-    sizes = model_sizes(model)
+    sizes = get_model_sizes(model)
     layout = build_generation_layout(rollout, rollout.num_servers)
     held = _held(
         GenerationRanks(layout, sizes.num_layers, sizes.num_experts),
-        family_of(model).vllm_weights(model),
+        get_family(model).vllm_weights(model),
         LoRAConfig(),
     )
     itemsize = ITEMSIZES[config.model.dtype]
@@ -212,9 +211,9 @@ def _held(ranks: Ranks, weights: Sequence[Weight], lora: LoRAConfig) -> list[_He
     """What each rank holds."""
     found = [_Held() for _ in range(ranks.world_size)]
     for weight in weights:
-        holders = ranks.holders(weight)
+        holders = ranks.get_holders(weight)
         for index, members in enumerate(holders):
-            shape = weight.rule.local_shape(Shard(index, len(holders)))
+            shape = weight.rule.get_local_shape(Shard(index, len(holders)))
             size, trained = math.prod(shape), _trained(weight, shape, lora)
             for rank in members:
                 mine = found[rank]

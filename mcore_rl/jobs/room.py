@@ -13,16 +13,16 @@ from typing import Any
 
 import torch
 
-from mcore_rl.checkpoint.run_checkpoints import steps_in
+from mcore_rl.checkpoint.run_checkpoints import list_steps
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import EngineConfig, RLConfig
 from mcore_rl.config.train_schema import TrainConfig
 from mcore_rl.jobs.convert.options import format_bytes
 from mcore_rl.jobs.failure import RunFailed
 from mcore_rl.jobs.placement import needs_critic
-from mcore_rl.models.base import family_of, padded_vocab_size, read_config
-from mcore_rl.models.heads import value_config, value_weights
-from mcore_rl.reshard.rules import Weight, logical_tensors
+from mcore_rl.models.base import get_family, pad_vocab_size, read_config
+from mcore_rl.models.heads import build_value_config, map_value_weights
+from mcore_rl.reshard.rules import Weight, list_logical_tensors
 from mcore_rl.trainers.checkpointing import CHECKPOINTS, HF
 
 _MEMORY = "/dev/shm"
@@ -33,15 +33,15 @@ _ELSEWHERE = tuple(dict.fromkeys((tempfile.gettempdir(), "/var/tmp", _MEMORY)))
 def weight_bytes(config: RLConfig | TrainConfig) -> int:
     """Of the model's weights in a Hugging Face checkpoint of model.dtype."""
     hf_config = read_config(config.model.path)
-    weights = family_of(hf_config).weights(hf_config, padded_vocab_size(hf_config, 1))
+    weights = get_family(hf_config).weights(hf_config, pad_vocab_size(hf_config, 1))
     return _bytes_of(weights, config.model.dtype)
 
 
 def critic_bytes(config: RLConfig) -> int:
     """Of the weights of the value model, in model.dtype."""
     starts_from = read_config(config.critic.model_path or config.model.path)
-    hf_config = value_config(starts_from)
-    weights = value_weights(hf_config, padded_vocab_size(hf_config, 1))
+    hf_config = build_value_config(starts_from)
+    weights = map_value_weights(hf_config, pad_vocab_size(hf_config, 1))
     return _bytes_of(weights, config.model.dtype)
 
 
@@ -50,7 +50,7 @@ def _bytes_of(weights: Sequence[Weight], dtype: str) -> int:
     return sum(
         math.prod(tensor.shape) * (torch.float32.itemsize if weight.float32 else itemsize)
         for weight in weights
-        for tensor in logical_tensors([weight])
+        for tensor in list_logical_tensors([weight])
     )
 
 
@@ -94,7 +94,7 @@ def export_sizes(
     if not every:
         return {}
     due = {step for step in range(every, last + 1, every) if step > done}
-    to_come = due - {*steps_in(folder / HF)}  # others are replaced
+    to_come = due - {*list_steps(folder / HF)}  # others are replaced
     return {"exports": weights * len(to_come)} if to_come else {}
 
 
@@ -109,7 +109,7 @@ def training_bytes(
         of_adam += 4  # the weights in float32
     written = 1 + (config.trainer.num_steps - 1) // config.trainer.save_every
     at_once = min(config.checkpoint.keep + bool(config.checkpoint.keep_best) + 1, written)
-    there = len(steps_in(folder / CHECKPOINTS))
+    there = len(list_steps(folder / CHECKPOINTS))
     return weights * (itemsize + of_adam) // itemsize * max(at_once - there, 1)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from mcore_rl.checkpoint.run_checkpoints import name_of, steps_in
+from mcore_rl.checkpoint.run_checkpoints import format_name, list_steps
 from mcore_rl.config.checks import exists
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.json_file import read_json_object
@@ -36,8 +36,8 @@ def model_folder(path: str, setting: str = "model.path") -> Path:
         raise ConfigError(f"{setting}={path!r} is not a folder")
     if (folder / CHECKPOINT / "config.json").is_file():
         return folder / CHECKPOINT
-    if steps := steps_in(folder / "hf"):
-        return folder / "hf" / name_of(steps[-1])
+    if steps := list_steps(folder / "hf"):
+        return folder / "hf" / format_name(steps[-1])
     if (folder / CHECKPOINTS).is_dir() or (folder / "metrics.jsonl").is_file():
         raise ConfigError(
             f"{setting}={path!r} is of a run that has left no Hugging Face checkpoint yet; allowed:"

@@ -37,14 +37,14 @@ from mcore_rl.jobs.preflight import require_rows
 from mcore_rl.models.base import (
     SEQUENCE,
     HFConfig,
-    family_of,
-    field,
-    model_sizes,
-    padded_vocab_size,
+    get_family,
+    get_field,
+    get_model_sizes,
+    pad_vocab_size,
 )
-from mcore_rl.models.heads import model_weights, value_config, value_head_of
+from mcore_rl.models.heads import build_value_config, get_value_head_suffix, map_model_weights
 from mcore_rl.observability.trackers import check_trackers
-from mcore_rl.reshard.rules import logical_tensors
+from mcore_rl.reshard.rules import list_logical_tensors
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -90,7 +90,7 @@ def check_train_inputs(config: TrainConfig) -> TrainInputs:
     backend_of(config.engine).check_modules(config.engine.modules, detect_lane())
     hf_config = _check_model(config)
     tokenizer = load_tokenizer(config.model.path, config.model.chat_date)
-    check_tokenizer_matches(tokenizer, field(hf_config, "vocab_size"))
+    check_tokenizer_matches(tokenizer, get_field(hf_config, "vocab_size"))
     data = data_of(config)
     positions = hf_config.get("max_position_embeddings")
     if positions is not None and data.max_tokens > positions:
@@ -133,14 +133,14 @@ def _check_functions(config: TrainConfig) -> None:
 def _check_model(config: TrainConfig) -> HFConfig:
     """Check kind, layout and weights of the model; return its config.json."""
     hf_config = read_checkpoint_config(config.model.path)
-    family_of(hf_config)
+    get_family(hf_config)
     _check_kind(config, hf_config)
-    resolve_model_layout("engine.layout", config.engine.layout, model_sizes(hf_config))
+    resolve_model_layout("engine.layout", config.engine.layout, get_model_sizes(hf_config))
     reader = CheckpointReader(config.model.path)
-    weights_config = reader.config()  # without MTP layers if the weights have none
-    resolve_model_engine("engine", config.engine, model_sizes(weights_config))
-    weights = model_weights(weights_config, padded_vocab_size(weights_config, 1))
-    reader.check(logical_tensors(weights))
+    weights_config = reader.read_config()  # without MTP layers if the weights have none
+    resolve_model_engine("engine", config.engine, get_model_sizes(weights_config))
+    weights = map_model_weights(weights_config, pad_vocab_size(weights_config, 1))
+    reader.check(list_logical_tensors(weights))
     if config.engine.lora.rank:
         check_targets("engine.lora", weights, config.engine.lora)
     return hf_config
@@ -149,7 +149,7 @@ def _check_model(config: TrainConfig) -> HFConfig:
 def _check_kind(config: TrainConfig, hf_config: HFConfig) -> None:
     """Require a language model, or for `rm` a model that transformers has reward models of."""
     if not isinstance(config, RMConfig):
-        if value_head_of(hf_config):
+        if get_value_head_suffix(hf_config):
             raise ConfigError(
                 f"model.path={config.model.path!r} is a {hf_config['architectures'][0]}; allowed: "
                 "a language model"
@@ -157,7 +157,7 @@ def _check_kind(config: TrainConfig, hf_config: HFConfig) -> None:
         return
     import transformers  # slow to import
 
-    [architecture] = value_config(hf_config, SEQUENCE)["architectures"]
+    [architecture] = build_value_config(hf_config, SEQUENCE)["architectures"]
     if not architecture.endswith(SEQUENCE) or not hasattr(transformers, architecture):
         raise ConfigError(
             f"model.path={config.model.path!r} would become a {architecture}, which is no reward "

@@ -17,15 +17,17 @@ from mcore_rl.parallel.store import join_world
 
 
 def initialize_groups(layout: Layout, backend: str, seed: int, timeout_s: float = 1800.0) -> None:
-    """Join the default group, where there is none yet, and make Megatron's groups.
+    """Join the default group, unless it exists, and create Megatron's groups.
 
-    Calling it again with another layout over the same ranks replaces the groups, and engines built
-    on the earlier ones can no longer run. `timeout_s` is how long a rank waits for the others, in
-    any of the groups.
+    A second call with another layout over the same ranks replaces the groups; engines built on the
+    earlier ones can no longer run.
+
+    Args:
+        timeout_s: Timeout of all groups.
 
     Raises:
-        ConfigError: the launched world is not the layout's, or this process is no rank.
-        RuntimeError: other ranks did not come in time.
+        ConfigError: The world has another size than the layout, or this process is no rank.
+        RuntimeError: Other ranks did not join in time.
     """
     if not dist.is_initialized():
         join_world(backend, timeout_s)
@@ -33,18 +35,18 @@ def initialize_groups(layout: Layout, backend: str, seed: int, timeout_s: float 
         raise ConfigError(
             f"layout {layout} needs {layout.world_size} ranks; {dist.get_world_size()} were started"
         )
-    if not _are_for(layout):
+    if not _has_groups(layout):
         leave_groups()
-        _make_groups(layout, timeout_s)
+        _create_groups(layout, timeout_s)
     tensor_parallel.model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
 
 
 @contextmanager
-def groups_of_one() -> Iterator[None]:
-    """Inside, this process is the only rank of a separate world; no launcher, no network.
+def use_single_rank_groups() -> Iterator[None]:
+    """Make this process the only rank of a world inside the context, without launcher or network.
 
     Raises:
-        RuntimeError: the process belongs to a world already.
+        RuntimeError: The process belongs to a world already.
     """
     if dist.is_initialized():
         raise RuntimeError("this process is already a rank and cannot form a separate world")
@@ -59,7 +61,7 @@ def groups_of_one() -> Iterator[None]:
 
 
 def leave_groups() -> None:
-    """End Megatron's groups: each gloo group has threads that wait until it ends."""
+    """Destroy Megatron's groups: each gloo group has threads that wait until it ends."""
     gc.collect()  # engines of the earlier layout refer to its groups in cycles
     for group in parallel_state._global_process_group_list or ():
         if group is not None:  # None is the default group
@@ -67,7 +69,7 @@ def leave_groups() -> None:
     parallel_state.destroy_model_parallel()
 
 
-def _make_groups(layout: Layout, timeout_s: float) -> None:
+def _create_groups(layout: Layout, timeout_s: float) -> None:
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
@@ -77,14 +79,14 @@ def _make_groups(layout: Layout, timeout_s: float) -> None:
         expert_tensor_parallel_size=layout.etp,
         distributed_timeout_minutes=timeout_s / 60,
     )
-    # parallel_state.py:1278 leaves it out
+    # parallel_state.py:1278 sets no timeout for this group.
     group = parallel_state._EXPERT_DATA_PARALLEL_GROUP_GLOO
     backend = group._get_backend(torch.device("cpu"))
     backend._set_default_timeout(timedelta(seconds=timeout_s))
 
 
-def _are_for(layout: Layout) -> bool:
-    """Whether the groups that exist are those of this layout."""
+def _has_groups(layout: Layout) -> bool:
+    """Return whether Megatron's groups are those of this layout."""
     if not parallel_state.model_parallel_is_initialized():
         return False
     sizes = (

@@ -1,14 +1,18 @@
-"""The rendezvous of ranks: a key-value store on one address, behind a token.
+"""Rendezvous of ranks: a key-value store on one address, behind a token.
 
-A rank connects as parallel/handshake.py has it. From then on it sends requests and reads an answer
-to each. Both are frames: the length (4 bytes, big endian), then fields, each after its own
-length. A request is the name of an operation and its arguments; an answer begins with one of
-OK, LATE and BAD. parallel/rendezvous_client.py is the other side.
+After the handshake of parallel/network.py a rank sends requests and reads an answer to each. Both
+are frames: the length (4 bytes, big endian), then fields, each after its length. A request is the
+name of an operation and its arguments; an answer begins with OK, LATE or BAD.
+
+Ranks that another launcher has started share no secret yet. Those of one machine get the endpoint
+over an abstract Unix socket: it needs no file, and the kernel tells the user of its peer.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import json
 import math
 import os
 import secrets
@@ -17,49 +21,51 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Self
 
-import psutil
-
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.parallel import handshake
-from mcore_rl.parallel.handshake import Challenge
+from mcore_rl.parallel import network
+from mcore_rl.parallel.network import Challenge, read_exactly, set_deadline
 
 OK, LATE, BAD = b"ok", b"late", b"bad"
-ENDED = "waits-ended"  # the key that is there when a rank is known not to come, or to be gone
+WAITS_ENDED_KEY = "waits-ended"  # set by `end_waits`
 MAX_FRAME_BYTES = 16 << 20
-_MAX_STRANGERS = 128  # connections that have not proved the token yet
-_EXPIRE_S = 0.05  # deadlines that are so near to each other are looked for together
-_IDLE_S = 3600.0  # select takes no more than an int of milliseconds
+_MAX_STRANGERS = 128  # connections that have not authenticated yet
+_EXPIRE_S = 0.05  # deadlines within this time are handled together
+_IDLE_S = 3600.0  # select takes at most an int of milliseconds
+_GRACE_S = 10.0  # for the server's answer, beyond the requested wait
+_RETRY_S = 0.05  # of a client, when the server has too many strangers
+_NO_RANK = -1
+_LOCAL_RETRY_S, _LOCAL_MAX_BYTES = 0.1, 4096  # of fetch_endpoint
 _HOST, _PORT, _TOKEN = "RENDEZVOUS_HOST", "RENDEZVOUS_PORT", "RENDEZVOUS_TOKEN"
 
 
 @dataclass(frozen=True, slots=True)
 class RendezvousEndpoint:
-    """How to reach a server; plain fields, so that it crosses any process boundary."""
+    """Address and token of a server, as plain fields."""
 
     host: str
     port: int
-    token: str = field(repr=False)  # who knows it may join: keep it out of logs
+    token: str = field(repr=False)  # a secret: it allows to join
 
     def __str__(self) -> str:
         return f"{self.host}:{self.port}"
 
-    def environment(self) -> dict[str, str]:
-        """What tells a rank."""
+    def to_environment(self) -> dict[str, str]:
+        """Return the environment variables that a rank reads."""
         return {_HOST: self.host, _PORT: str(self.port), _TOKEN: self.token}
 
     @classmethod
-    def from_environment(cls) -> RendezvousEndpoint:
-        """Raises ConfigError when this process was not started as a rank."""
-        host, port, token = of_rank(_HOST, _PORT, _TOKEN)
+    def read_environment(cls) -> RendezvousEndpoint:
+        """Read the endpoint of a rank; raise ConfigError if this process is no rank."""
+        host, port, token = read_rank_environment(_HOST, _PORT, _TOKEN)
         return cls(host, int(port), token)
 
 
-def of_rank(*names: str) -> list[str]:
-    """The endpoint in a rank's environment; raises ConfigError with what is missing."""
+def read_rank_environment(*names: str) -> list[str]:
+    """Return environment variables of a rank; raise ConfigError with the names of missing ones."""
     missing = [name for name in names if not os.environ.get(name)]
     if missing:
         raise ConfigError(
@@ -69,77 +75,27 @@ def of_rank(*names: str) -> list[str]:
     return [os.environ[name] for name in names]
 
 
-def interface_of(address: str) -> str:
-    """The network interface of this machine with an address, as GLOO_SOCKET_IFNAME takes it."""
-    for name, found in psutil.net_if_addrs().items():
-        if address in (one.address.partition("%")[0] for one in found):
-            return str(name)
-    raise ConfigError(f"{address} is not an address of this machine")
-
-
-def use_interface_of(address: str) -> None:
-    """Have gloo and NCCL of this process use the interface with an address of this machine.
-
-    GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME of the user's are left as they are. Call it before the
-    first group of the process: NCCL reads its variable once.
-    """
-    interface = interface_of(address)
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-    os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")  # not what begins so
-
-
-def use_interface_towards(host: str, port: int) -> None:
-    """As `use_interface_of`, with the address by which this machine reaches another one."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_DGRAM) as sock:
-        sock.connect((host, port))  # sends nothing
-        use_interface_of(sock.getsockname()[0])
-
-
-def address_of(interface: str) -> str:
-    """The IPv4 address of an interface of this machine; "" is that of the default route.
-
-    Raises:
-        ConfigError: there is none.
-    """
-    if not interface:
-        with contextlib.suppress(OSError), socket.socket(type=socket.SOCK_DGRAM) as sock:
-            sock.connect(("203.0.113.1", 9))  # nobody's, by RFC 5737, and nothing is sent
-            return str(sock.getsockname()[0])
-        raise ConfigError(
-            "no interface is named, and this machine has no default route that would say by which "
-            "address others reach it"
-        )
-    found = {
-        name: [one.address for one in addresses if one.family == socket.AF_INET]
-        for name, addresses in psutil.net_if_addrs().items()
-    }
-    if not found.get(interface):
-        allowed = ", ".join(sorted(name for name, addresses in found.items() if addresses))
-        raise ConfigError(f"interface {interface!r} has no IPv4 address; allowed: {allowed}")
-    return str(found[interface][0])
-
-
-def frame(*fields: bytes) -> bytes:
-    body = b"".join(struct.pack(">I", len(one)) + one for one in fields)
+def encode_frame(*fields: bytes) -> bytes:
+    """Encode fields as a frame."""
+    body = b"".join(struct.pack(">I", len(value)) + value for value in fields)
     return struct.pack(">I", len(body)) + body
 
 
-def fields_of(body: bytes) -> list[bytes]:
-    """Raises ValueError when the lengths do not add up."""
-    found, position = [], 0
+def decode_fields(body: bytes) -> list[bytes]:
+    """Decode the fields of a frame without its length; raise ValueError if lengths do not fit."""
+    fields, position = [], 0
     while position < len(body):
         start = position + 4
         position = start + int.from_bytes(body[position:start], "big")
-        found.append(body[start:position])
+        fields.append(body[start:position])
     if position != len(body):
         raise ValueError("a field is longer than its frame")
-    return found
+    return fields
 
 
 @dataclass(eq=False, slots=True)
 class _Peer:
-    """A connection: a stranger's while it has a challenge."""
+    """A connection, not authenticated while it has a challenge."""
 
     sock: socket.socket
     challenge: Challenge | None
@@ -147,20 +103,20 @@ class _Peer:
     rank: int | None = None
     inbox: bytearray = field(default_factory=bytearray)
     outbox: bytearray = field(default_factory=bytearray)
-    wanted: tuple[bytes, ...] = ()  # the keys that it waits for
-    num_present: int = 0  # of these keys, from the first: not looked up again at each new key
-    is_get: bool = False  # and wants the values of
+    wanted: tuple[bytes, ...] = ()  # keys that it waits for
+    num_present: int = 0  # leading keys of `wanted` that exist: not looked up again
+    is_get: bool = False  # whether the answer has the values
 
 
 class RendezvousServer:
-    """Serves from its own thread until `close`, or until the process ends.
+    """The key-value store, served from a daemon thread until `close`.
 
-    Strangers take no time from ranks: each has one deadline, and there are never more than
-    _MAX_STRANGERS; the oldest has to go.
+    Strangers cannot block ranks: each has one deadline, and above _MAX_STRANGERS the oldest is
+    disconnected.
     """
 
     def __init__(self, address: str) -> None:
-        """Binds to one address and a free port. Raises ConfigError when that cannot be."""
+        """Listen on an address and a free port; raise ConfigError if that is not possible."""
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         try:
             self._listener = socket.create_server((address, 0), family=family, backlog=1024)
@@ -174,10 +130,10 @@ class RendezvousServer:
         self.endpoint = RendezvousEndpoint(host, port, secrets.token_hex(32))
         self._values: dict[bytes, bytes] = {}
         self._peers: dict[int, _Peer] = {}  # by file descriptor
-        self._strangers: dict[_Peer, None] = {}  # peers with a challenge, the oldest first
+        self._strangers: dict[_Peer, None] = {}  # peers with a challenge, oldest first
         self._waiting: dict[bytes, list[_Peer]] = {}  # by a missing key
         self._ranks_seen: set[int] = set()
-        self._why_ended = b""  # empty while ranks may wait for each other
+        self._end_reason = b""  # of end_waits
         self._next_deadline = math.inf
         self._operations: dict[bytes, Callable[..., None]] = {
             b"join": self._join,
@@ -193,7 +149,7 @@ class RendezvousServer:
             b"time": self._time,
             b"end_waits": self._end_waits,
         }
-        self._closing, self._bell = socket.socketpair()
+        self._closing, self._close_signal = socket.socketpair()
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._selector.register(self._closing, selectors.EVENT_READ)
@@ -201,8 +157,8 @@ class RendezvousServer:
         self._thread.start()
 
     def close(self) -> None:
-        """May be called twice."""
-        self._bell.close()
+        """Stop the server. May be called twice."""
+        self._close_signal.close()
         self._thread.join()
 
     def __enter__(self) -> Self:
@@ -213,42 +169,42 @@ class RendezvousServer:
 
     def _serve(self) -> None:
         while True:
-            left_s = self._next_deadline - time.monotonic()
-            for key, events in self._selector.select(min(max(left_s, 0.0), _IDLE_S)):
+            remaining_s = self._next_deadline - time.monotonic()
+            for key, events in self._selector.select(min(max(remaining_s, 0.0), _IDLE_S)):
                 if key.fileobj is self._closing:
-                    return self._end()
+                    return self._shut_down()
                 peer = self._peers.get(key.fd)
                 if key.fileobj is self._listener:
                     self._accept()
-                elif peer is not None and peer is key.data:  # not dropped since
-                    self._move(peer, events)
+                elif peer is not None and peer is key.data:  # not disconnected since select
+                    self._handle_events(peer, events)
             if time.monotonic() >= self._next_deadline:
                 self._expire()
 
-    def _end(self) -> None:
+    def _shut_down(self) -> None:
         for peer in list(self._peers.values()):
-            self._drop(peer)
-        for open_one in (self._listener, self._closing, self._selector):
-            open_one.close()
+            self._disconnect(peer)
+        for resource in (self._listener, self._closing, self._selector):
+            resource.close()
 
     def _accept(self) -> None:
         if len(self._strangers) >= _MAX_STRANGERS:
-            self._drop(next(iter(self._strangers)))
+            self._disconnect(next(iter(self._strangers)))
         try:
             sock, _ = self._listener.accept()
             sock.setblocking(False)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        except OSError:  # it has gone again, or this process is out of file descriptors
+        except OSError:  # disconnected already, or this process is out of file descriptors
             time.sleep(0.001)
             return
         challenge = Challenge(self.endpoint.token)
         peer = self._peers[sock.fileno()] = _Peer(sock, challenge, math.inf)
         self._strangers[peer] = None
         self._selector.register(sock, selectors.EVENT_READ, peer)
-        self._set_deadline(peer, handshake.TIMEOUT_S)
+        self._set_deadline(peer, network.HANDSHAKE_TIMEOUT_S)
         self._send(peer, challenge.nonce)
 
-    def _drop(self, peer: _Peer) -> None:
+    def _disconnect(self, peer: _Peer) -> None:
         if self._peers.pop(peer.sock.fileno(), None) is not None:
             self._strangers.pop(peer, None)
             self._selector.unregister(peer.sock)
@@ -260,21 +216,21 @@ class RendezvousServer:
         self._next_deadline = min(self._next_deadline, peer.deadline)
 
     def _expire(self) -> None:
-        now = time.monotonic()
-        late = [peer for peer in self._peers.values() if peer.deadline <= now]
+        time_s = time.monotonic()
+        late = [peer for peer in self._peers.values() if peer.deadline <= time_s]
         connected = {peer.rank for peer in self._peers.values() if peer.rank is not None}
-        ranks = (_joined(self._ranks_seen), _joined(connected)) if late else ()
+        ranks = (_encode_ranks(self._ranks_seen), _encode_ranks(connected)) if late else ()
         for peer in late:
             if peer.challenge is not None:
-                self._drop(peer)
+                self._disconnect(peer)
             else:
                 missing = [key for key in peer.wanted if key not in self._values]
                 peer.wanted, peer.deadline = (), math.inf
-                self._send(peer, frame(LATE, *ranks, *missing))
+                self._send(peer, encode_frame(LATE, *ranks, *missing))
         nearest = min((peer.deadline for peer in self._peers.values()), default=math.inf)
-        self._next_deadline = max(nearest, now + _EXPIRE_S)
+        self._next_deadline = max(nearest, time_s + _EXPIRE_S)
 
-    def _move(self, peer: _Peer, events: int) -> None:
+    def _handle_events(self, peer: _Peer, events: int) -> None:
         if events & selectors.EVENT_WRITE:
             self._send(peer, b"")
         if not events & selectors.EVENT_READ:
@@ -287,25 +243,25 @@ class RendezvousServer:
             data = b""
         peer.inbox += data
         if not data or len(peer.inbox) > MAX_FRAME_BYTES + 4:
-            self._drop(peer)
-        elif peer.challenge is None or self._admit(peer, peer.challenge):
-            self._take(peer)
+            self._disconnect(peer)
+        elif peer.challenge is None or self._authenticate(peer, peer.challenge):
+            self._run_requests(peer)
 
-    def _admit(self, peer: _Peer, challenge: Challenge) -> bool:
-        """Whether it has proved the token by now."""
-        if len(peer.inbox) < handshake.ANSWER_BYTES:
+    def _authenticate(self, peer: _Peer, challenge: Challenge) -> bool:
+        """Return whether the peer has sent a valid answer to its challenge."""
+        if len(peer.inbox) < network.ANSWER_BYTES:
             return False
-        is_right, reply = challenge.verdict(bytes(peer.inbox[: handshake.ANSWER_BYTES]))
-        del peer.inbox[: handshake.ANSWER_BYTES]
+        is_right, reply = challenge.verify(bytes(peer.inbox[: network.ANSWER_BYTES]))
+        del peer.inbox[: network.ANSWER_BYTES]
         peer.challenge, peer.deadline = None, math.inf
         del self._strangers[peer]
         self._send(peer, reply)
         if not is_right:
-            self._drop(peer)
+            self._disconnect(peer)
         return is_right
 
-    def _take(self, peer: _Peer) -> None:
-        """Do what has come whole, one request after the other."""
+    def _run_requests(self, peer: _Peer) -> None:
+        """Run the complete requests in the inbox, until one has to wait."""
         inbox = peer.inbox
         while not peer.wanted and len(inbox) >= 4:
             end = 4 + int.from_bytes(inbox[:4], "big")
@@ -314,10 +270,10 @@ class RendezvousServer:
             body = bytes(inbox[4:end])
             del inbox[:end]
             try:
-                operation, *arguments = fields_of(body)
+                operation, *arguments = decode_fields(body)
                 self._operations[operation](peer, *arguments)
             except (ValueError, TypeError, KeyError, struct.error) as error:
-                self._send(peer, frame(BAD, f"{type(error).__name__}: {error}".encode()))
+                self._send(peer, encode_frame(BAD, f"{type(error).__name__}: {error}".encode()))
 
     def _send(self, peer: _Peer, data: bytes) -> None:
         peer.outbox += data
@@ -325,29 +281,29 @@ class RendezvousServer:
             with contextlib.suppress(BlockingIOError):
                 while peer.outbox:
                     del peer.outbox[: peer.sock.send(peer.outbox)]
-            wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if peer.outbox else 0)
-            if self._selector.get_key(peer.sock).events != wanted:
-                self._selector.modify(peer.sock, wanted, peer)
+            events = selectors.EVENT_READ | (selectors.EVENT_WRITE if peer.outbox else 0)
+            if self._selector.get_key(peer.sock).events != events:
+                self._selector.modify(peer.sock, events, peer)
         except OSError:
-            self._drop(peer)
+            self._disconnect(peer)
 
     def _join(self, peer: _Peer, rank: bytes) -> None:
         peer.rank = int(rank)
         self._ranks_seen.add(peer.rank)
-        self._send(peer, frame(OK))
+        self._send(peer, encode_frame(OK))
 
     def _put(self, key: bytes, value: bytes) -> None:
         self._values[key] = value
         for peer in self._waiting.pop(key, ()):
-            # Else it has given up, or gone.
+            # Otherwise its wait has timed out, or it has disconnected.
             if peer.wanted and peer.wanted[peer.num_present] == key:
-                self._answer_when_there(peer)
+                self._answer_if_complete(peer)
 
     def _set(self, peer: _Peer, *keys_and_values: bytes) -> None:
         keys, values = keys_and_values[::2], keys_and_values[1::2]
         for key, value in zip(keys, values, strict=True):
             self._put(key, value)
-        self._send(peer, frame(OK))
+        self._send(peer, encode_frame(OK))
 
     def _get(self, peer: _Peer, timeout_s: bytes, *keys: bytes) -> None:
         self._wait(peer, timeout_s, *keys, is_get=True)
@@ -355,22 +311,22 @@ class RendezvousServer:
     def _wait(self, peer: _Peer, timeout_s: bytes, *keys: bytes, is_get: bool = False) -> None:
         self._set_deadline(peer, *struct.unpack(">d", timeout_s))
         peer.wanted, peer.num_present, peer.is_get = keys, 0, is_get
-        self._answer_when_there(peer)
-        if peer.wanted and self._why_ended:
+        self._answer_if_complete(peer)
+        if peer.wanted and self._end_reason:
             self._refuse(peer)
 
     def _end_waits(self, peer: _Peer, reason: bytes) -> None:
-        self._why_ended = reason
-        self._put(ENDED.encode(), reason)
-        for waiting in [one for one in self._peers.values() if one.wanted]:
+        self._end_reason = reason
+        self._put(WAITS_ENDED_KEY.encode(), reason)
+        for waiting in [other for other in self._peers.values() if other.wanted]:
             self._refuse(waiting)
-        self._send(peer, frame(OK))
+        self._send(peer, encode_frame(OK))
 
     def _refuse(self, peer: _Peer) -> None:
         peer.wanted, peer.deadline = (), math.inf
-        self._send(peer, frame(BAD, self._why_ended))
+        self._send(peer, encode_frame(BAD, self._end_reason))
 
-    def _answer_when_there(self, peer: _Peer) -> None:
+    def _answer_if_complete(self, peer: _Peer) -> None:
         for start in (peer.num_present, 0):  # from the first again: keys may have been deleted
             for index in range(start, len(peer.wanted)):
                 if peer.wanted[index] not in self._values:
@@ -379,35 +335,261 @@ class RendezvousServer:
                     return
         values = [self._values[key] for key in peer.wanted] if peer.is_get else []
         peer.wanted, peer.deadline = (), math.inf
-        self._send(peer, frame(OK, *values))
+        self._send(peer, encode_frame(OK, *values))
 
     def _add(self, peer: _Peer, key: bytes, amount: bytes) -> None:
         total = b"%d" % (int(self._values.get(key, b"0")) + int(amount))
         self._put(key, total)
-        self._send(peer, frame(OK, total))
+        self._send(peer, encode_frame(OK, total))
 
     def _append(self, peer: _Peer, key: bytes, value: bytes) -> None:
         self._put(key, self._values.get(key, b"") + value)
-        self._send(peer, frame(OK))
+        self._send(peer, encode_frame(OK))
 
     def _compare_set(self, peer: _Peer, key: bytes, expected: bytes, desired: bytes) -> None:
-        """As torch's TCPStore: a missing key is set when nothing was expected."""
+        """Set a missing key if `expected` is empty, as torch's TCPStore does."""
         if self._values.get(key, b"") == expected:
             self._put(key, desired)
-        self._send(peer, frame(OK, self._values.get(key, expected)))
+        self._send(peer, encode_frame(OK, self._values.get(key, expected)))
 
     def _delete_key(self, peer: _Peer, key: bytes) -> None:
-        self._send(peer, frame(OK, b"%d" % (self._values.pop(key, None) is not None)))
+        self._send(peer, encode_frame(OK, b"%d" % (self._values.pop(key, None) is not None)))
 
     def _check(self, peer: _Peer, *keys: bytes) -> None:
-        self._send(peer, frame(OK, b"%d" % all(key in self._values for key in keys)))
+        self._send(peer, encode_frame(OK, b"%d" % all(key in self._values for key in keys)))
 
     def _num_keys(self, peer: _Peer) -> None:
-        self._send(peer, frame(OK, b"%d" % len(self._values)))
+        self._send(peer, encode_frame(OK, b"%d" % len(self._values)))
 
     def _time(self, peer: _Peer) -> None:
-        self._send(peer, frame(OK, struct.pack(">d", time.time())))
+        self._send(peer, encode_frame(OK, struct.pack(">d", time.time())))
 
 
-def _joined(ranks: set[int]) -> bytes:
+def _encode_ranks(ranks: set[int]) -> bytes:
     return ",".join(map(str, sorted(ranks))).encode()
+
+
+class RendezvousTimeoutError(RuntimeError):
+    """`keys` were not set in time; or, without keys, the server refused a request."""
+
+    def __init__(self, message: str, keys: Sequence[str] = ()) -> None:
+        super().__init__(message)
+        self.keys = tuple(keys)
+
+
+class RendezvousConnectionError(RuntimeError):
+    """No server answers, it has another token, or the connection was lost."""
+
+
+class RendezvousClient:
+    """A connection of a rank or node, until `close`. Calls of several threads run one by one."""
+
+    def __init__(
+        self, endpoint: RendezvousEndpoint, rank: int, world_size: int, timeout_s: float
+    ) -> None:
+        """Connect; raise RendezvousConnectionError if no server answers in `timeout_s`."""
+        self._endpoint, self._rank, self._world_size = endpoint, rank, world_size
+        self._timeout_s = timeout_s
+        self._lock = threading.Lock()
+        self._sock = self._connect(time.monotonic() + timeout_s)
+        self.own_address: str = self._sock.getsockname()[0]
+        self.call(b"join", b"%d" % rank)
+
+    def close(self) -> None:
+        self._sock.close()
+
+    def set(self, key: str, value: bytes) -> None:
+        self.call(b"set", key.encode(), value)
+
+    def get(self, keys: Sequence[str], timeout_s: float) -> list[bytes]:
+        """Wait until all keys are set; return their values."""
+        return self.request_keys(b"get", keys, timeout_s)
+
+    def request_keys(self, operation: bytes, keys: Sequence[str], timeout_s: float) -> list[bytes]:
+        """Call `get` or `wait`; raise RendezvousTimeoutError with the keys that were not set."""
+        arguments = struct.pack(">d", timeout_s), *(key.encode() for key in keys)
+        return self.call(operation, *arguments, timeout_s=timeout_s)
+
+    def measure_clock_offset(self) -> tuple[float, float]:
+        """Measure the offset of the server's clock to that of this machine.
+
+        Returns:
+            Offset (server minus local) and its maximum error, in seconds: the server's time is
+            assumed to be that of the middle between request and reply.
+        """
+        start, clock = time.perf_counter(), time.time()
+        (answer,) = self.call(b"time")
+        round_trip_s = time.perf_counter() - start
+        (server_clock,) = struct.unpack(">d", answer)
+        return server_clock - (clock + round_trip_s / 2), round_trip_s / 2
+
+    def call(
+        self, operation: bytes, *arguments: bytes, timeout_s: float | None = None
+    ) -> list[bytes]:
+        """Send a request and return the fields of its answer.
+
+        Raises:
+            RendezvousTimeoutError: Keys were not set in time, or the server refuses the request.
+            RendezvousConnectionError: The connection is lost.
+            ValueError: The request is too long.
+        """
+        if timeout_s is None:  # a server in a busy process may be slow
+            timeout_s = self._timeout_s
+        request = encode_frame(operation, *arguments)
+        if len(request) > MAX_FRAME_BYTES:
+            raise ValueError(
+                f"{operation.decode()} of {len(request)} bytes; allowed at a rendezvous: "
+                f"{MAX_FRAME_BYTES}"
+            )
+        with self._lock:
+            try:
+                if self._sock.fileno() < 0:
+                    raise ConnectionError("the connection was lost before")
+                deadline = time.monotonic() + timeout_s + _GRACE_S
+                set_deadline(self._sock, deadline)
+                self._sock.sendall(request)
+                length = int.from_bytes(read_exactly(self._sock, 4, deadline), "big")
+                answer = read_exactly(self._sock, length, deadline)
+            except OSError as error:
+                self._sock.close()  # or the next call would read the answer to this one
+                raise self._build_connection_error(error) from error
+        outcome, *values = decode_fields(answer)
+        if outcome == LATE:
+            raise self._build_timeout_error(timeout_s, *values)
+        if outcome == BAD:
+            raise RendezvousTimeoutError(f"rank {self._rank}: {operation!r}: {values[0].decode()}")
+        return values
+
+    def _connect(self, deadline: float) -> socket.socket:
+        """Connect, and again if the server disconnects: it has a limited number of strangers."""
+        address = (self._endpoint.host, self._endpoint.port)
+        while True:
+            try:
+                sock = socket.create_connection(address, max(0.001, deadline - time.monotonic()))
+            except OSError as error:
+                raise self._build_connection_error(error) from error
+            try:
+                network.prove_token(sock, self._endpoint.token, deadline)
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            except ConnectionError:
+                sock.close()
+                time.sleep(_RETRY_S)
+            except OSError as error:
+                sock.close()
+                raise self._build_connection_error(error) from error
+            else:
+                return sock
+
+    def _build_timeout_error(
+        self, timeout_s: float, seen: bytes, connected: bytes, *keys: bytes
+    ) -> RendezvousTimeoutError:
+        expected = set(range(self._world_size))
+        never = expected - _decode_ranks(seen)
+        gone = expected - never - _decode_ranks(connected)
+        missing_ranks = [
+            f"{', '.join(f'rank {rank}' for rank in sorted(ranks))} {what}"
+            for ranks, what in ((never, "never came"), (gone, "went away"))
+            if ranks
+        ]
+        missing = [key.decode() for key in keys]
+        return RendezvousTimeoutError(
+            f"rank {self._rank} of {self._world_size} waited {timeout_s:g} s at {self._endpoint} "
+            f"for {', '.join(missing)}; "
+            f"{'; '.join(missing_ranks) or 'all ranks are connected'}",
+            missing,
+        )
+
+    def _build_connection_error(self, error: OSError) -> RendezvousConnectionError:
+        return RendezvousConnectionError(
+            f"rank {self._rank} of {self._world_size}: the rendezvous at {self._endpoint}: {error}"
+        )
+
+
+def end_waits(endpoint: RendezvousEndpoint, reason: str, timeout_s: float) -> None:
+    """Make every wait for a missing key fail with `reason`, as a RendezvousTimeoutError.
+
+    Used when a rank is known to be dead. Raises RendezvousConnectionError if no server answers in
+    `timeout_s`.
+    """
+    client = RendezvousClient(endpoint, _NO_RANK, 0, timeout_s)
+    try:
+        client.call(b"end_waits", reason.encode())
+    finally:
+        client.close()
+
+
+def _decode_ranks(encoded: bytes) -> set[int]:
+    return {int(rank) for rank in encoded.split(b",") if rank}
+
+
+@contextlib.contextmanager
+def share_endpoint(endpoint: RendezvousEndpoint, launch: str) -> Iterator[None]:
+    """Serve the endpoint to processes of this user on this machine that `fetch_endpoint`.
+
+    Args:
+        launch: Name under which the endpoint is shared.
+
+    Raises:
+        RuntimeError: Another process uses that name.
+    """
+    with socket.socket(socket.AF_UNIX) as listener:
+        try:
+            listener.bind(_build_socket_name(launch))
+        except OSError as error:
+            raise RuntimeError(f"{launch}: another process tells its endpoint already") from error
+        listener.listen(128)
+        answer = json.dumps(asdict(endpoint)).encode()
+        thread = threading.Thread(target=_serve_endpoint, args=(listener, answer), daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            listener.shutdown(socket.SHUT_RDWR)
+            thread.join()
+
+
+def fetch_endpoint(launch: str, timeout_s: float) -> RendezvousEndpoint:
+    """Wait for the endpoint that `share_endpoint` serves.
+
+    Raises:
+        RuntimeError: None is served in time, or by a process of another user.
+    """
+    deadline = time.monotonic() + timeout_s
+    while True:
+        with (
+            socket.socket(socket.AF_UNIX) as sock,
+            contextlib.suppress(ConnectionError, TimeoutError),
+        ):
+            sock.settimeout(max(deadline - time.monotonic(), _LOCAL_RETRY_S))
+            sock.connect(_build_socket_name(launch))
+            if not _is_same_user(sock):
+                raise RuntimeError(f"{launch}: a process of another user answers")
+            with sock.makefile("rb") as stream:
+                answer = stream.read(_LOCAL_MAX_BYTES)
+            if answer:
+                return RendezvousEndpoint(**json.loads(answer))
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"{launch}: rank 0 has not come in {timeout_s:g} s")
+        time.sleep(_LOCAL_RETRY_S)
+
+
+def _serve_endpoint(listener: socket.socket, answer: bytes) -> None:
+    while True:
+        try:
+            sock, _ = listener.accept()
+        except OSError:  # shut down
+            return
+        with sock, contextlib.suppress(OSError):
+            sock.settimeout(1.0)
+            if _is_same_user(sock):
+                sock.sendall(answer)
+
+
+def _is_same_user(sock: socket.socket) -> bool:
+    credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    _, user, _ = struct.unpack("3i", credentials)
+    return bool(user == os.getuid())
+
+
+def _build_socket_name(launch: str) -> str:
+    return "\0mcore-rl-" + hashlib.sha256(f"{os.getuid()} {launch}".encode()).hexdigest()

@@ -1,6 +1,6 @@
-"""Executing a plan: pack, exchange and pass on buckets, in bounded memory.
+"""Executing a plan: pack, exchange and unpack buckets, in bounded memory.
 
-Training devices and generation devices run the same loop; a device that does both runs it
+Training devices and generation devices run the same loop; a device that has a rank of each runs it
 once. It needs no collective. While a bucket is consumed, the next one is exchanged.
 """
 
@@ -10,48 +10,97 @@ import itertools
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, Protocol
 
 import torch
+import torch.distributed
 
+from mcore_rl.config.errors import PeerError
 from mcore_rl.reshard import ops
-from mcore_rl.reshard.buckets import ALIGNMENT, Message, Part, ReceiveSlot, Round, Step
-from mcore_rl.reshard.transport import Pending, Transfer, Transport
+from mcore_rl.reshard.buckets import Message, Part, ReceiveSlot, Round, Step, align
 
+c10d: Any = torch.distributed  # its groups have no type stubs
 Allocate = Callable[[int], torch.Tensor]  # bytes -> [bytes] uint8 on the device
-IsChecked = Callable[[str], bool]  # by the name of a generation rank's parameter
+IsChecked = Callable[[str], bool]  # whether a parameter of a generation rank is verified, by name
+Group = Any  # a dist.ProcessGroup, or a bare ProcessGroupGloo or ProcessGroupNCCL
 
 
-def unchecked(_: str) -> bool:
+class ReshardError(PeerError):
+    """An exchange that failed; the message names rank, peer and bucket."""
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """A message to or from a device, in memory of this device."""
+
+    peer: int  # device
+    data: torch.Tensor  # [bytes] uint8, contiguous
+    bucket: int
+    is_send: bool
+    is_checksums: bool = False  # of the bucket's message; not counted as weights
+
+
+class Pending(Protocol):
+    """A transfer in progress; its memory must not be used until wait() has returned."""
+
+    def wait(self) -> None:
+        """Wait for the transfer; raise ReshardError if the peer is gone or makes no progress."""
+
+
+class MessageTransport(Protocol):
+    """Point-to-point messages. Device d of a plan is rank d. Messages of two devices stay in order.
+
+    Attributes:
+        is_ordered: Whether a transfer waits for those started before it. Then the transfers of a
+            step must start together, in the order of the schedule, or devices deadlock.
+    """
+
+    is_ordered: bool
+    sent_bytes: int
+    received_bytes: int
+
+    def start(self, transfers: Sequence[Transfer]) -> Sequence[Pending]:
+        """Start transfers that must run concurrently."""
+
+
+def check_nothing(_: str) -> bool:
+    """Verify no parameter."""
     return False
 
 
 @dataclass(frozen=True, slots=True)
 class LocalWeights:
-    """A training rank's parameters by the names of TrainingRanks: "chunk:name"."""
+    """Parameters of a training rank, by the names of TrainingRanks: "chunk:name".
+
+    Attributes:
+        stored: Parameters in memory.
+        computed: Parameters that are computed on demand and released: weights merged with their
+            LoRA adapters. Each is computed once per message that contains a part of it; one is in
+            memory at a time.
+    """
 
     stored: dict[str, torch.Tensor]
-    # What is made when it is asked for, and dropped again: weights merged with their adapters.
-    # Each is made once for every message that has a part of it; in memory is one at a time.
-    formed: dict[str, Callable[[], torch.Tensor]] = field(default_factory=dict)
+    computed: dict[str, Callable[[], torch.Tensor]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class ReceivedSlice:
-    """A box that has arrived: goes to `offset` of a parameter of this generation rank."""
+    """A received box, for `offset` of a parameter of this generation rank."""
 
     target: str
     offset: tuple[int, ...]
     data: torch.Tensor  # a view into the bucket
     source_rank: int  # training rank
-    checksum: int | None = None  # of the box at its source; None: not requested
+    checksum: int | None = None  # of the box on the training rank; None: not verified
 
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Boxes to copy immediately: the next step of the iterator overwrites the memory.
+    """Received boxes. Copy them before the next bucket, which overwrites the memory.
 
-    Over all buckets each element of a parameter comes exactly once, but for padding of the
-    vocabulary: rows that no box covers are the consumer's to set to zero.
+    Over all buckets each element of a parameter occurs exactly once, except for padding of the
+    vocabulary: the consumer sets rows without a box to zero.
     """
 
     index: int
@@ -59,11 +108,11 @@ class Bucket:
     slots: tuple[ReceiveSlot, ...]
     dtype: torch.dtype
     is_checked: IsChecked
-    checksums: dict[int, torch.Tensor]  # by training rank: int64, of the parts of its message
+    checksums: dict[int, torch.Tensor]  # by training rank: [verified parts of its message] int64
 
     @property
     def parts(self) -> Iterator[Part]:
-        """What it is made of, in the order of its arrivals."""
+        """Parts of all messages, in the order of their slots."""
         return itertools.chain.from_iterable(slot.message.parts for slot in self.slots)
 
     def __iter__(self) -> Iterator[ReceivedSlice]:
@@ -72,20 +121,20 @@ class Bucket:
             for slot in self.slots
             if slot.message.source_rank in self.checksums
         ]
-        checksums = iter(torch.cat(values).tolist() if values else ())  # a GPU is read once
+        checksums = iter(torch.cat(values).tolist() if values else ())  # one copy from the GPU
         for slot in self.slots:
             source = slot.message.source_rank
-            memory = _memory_of(slot, self.memory)
+            memory = _get_slot_memory(slot, self.memory)
             for part in slot.message.parts:
-                data = _view(memory, part, self.dtype)
+                data = _view_part(memory, part, self.dtype)
                 checksum = next(checksums) if self.is_checked(part.target) else None
                 yield ReceivedSlice(part.target, part.target_offset, data, source, checksum)
 
 
 class Exchange:
-    """One device's share of a plan, to be run once a version.
+    """A device's part of a plan, run once per version.
 
-    Memory: two buckets that are filled in turn, and as much again for outgoing messages.
+    Memory: two buckets, filled alternately, and as much again for messages to send.
     """
 
     def __init__(
@@ -93,78 +142,79 @@ class Exchange:
         rounds: Sequence[Round],
         bucket_bytes: int,
         dtype: torch.dtype,
-        transport: Transport,
+        transport: MessageTransport,
         allocate: Allocate,
     ) -> None:
-        """
+        """Prepare an exchange.
+
         Args:
-            rounds: of buckets.schedule, with the same `bucket_bytes`.
-            dtype: in which weights are sent. Those kept in float32 are sent in float32.
-            allocate: called at the beginning of each run for the outbox, unless there is nothing to
-                send.
+            rounds: Of buckets.schedule, with the same `bucket_bytes`.
+            dtype: Dtype in which weights are sent; float32 parameters are sent in float32.
+            allocate: Called at the beginning of each run for the send buffer, if there is anything
+                to send.
         """
         self._rounds, self._bucket_bytes = rounds, bucket_bytes
         self._dtype, self._transport, self._allocate = dtype, transport, allocate
-        self._layouts: dict[tuple[int, int, int], ops.BoxLayout] = {}  # of the messages packed here
+        self._layouts: dict[tuple[int, int, int], ops.BoxLayout] = {}  # of messages packed here
 
     def run(
         self,
         weights: LocalWeights,
         allocate_bucket: Allocate,
-        is_checked: IsChecked = unchecked,
+        is_checked: IsChecked = check_nothing,
     ) -> Iterator[Bucket]:
-        """Send what others lack, and yield what this device's generation rank needs.
+        """Send this device's parts, and yield the buckets of its generation rank.
 
-        `allocate_bucket` is called for the two buckets, unless there is nothing to receive: where
-        another process reads them, it gives memory that both share. Boxes of the parameters that
-        `is_checked` names come with the checksum of what they were made from; all devices must
-        be given the same.
+        The iterator must be exhausted, also on devices without a generation rank, where it is
+        empty. Peers of a device that stops early run into their timeouts.
 
-        The iterator must be exhausted, on devices without a generation rank too, where it is empty.
-        Peers of a device that stops early run into their timeouts.
+        Args:
+            allocate_bucket: Called for the two buckets, if there is anything to receive; memory
+                that is shared with the process that reads them.
+            is_checked: Parameters whose boxes come with a checksum; the same on all devices.
 
         Raises:
-            ReshardError: a peer is gone, or made no move in the transport's time.
-            KeyError: the rules name a parameter that `weights` lack.
+            ReshardError: A peer is gone, or made no progress within the transport's timeout.
+            KeyError: The rules name a parameter that `weights` lack.
         """
-        buckets, outbox = self._buckets(allocate_bucket), self._outbox()
-        before = None
+        buckets, send_buffer = self._allocate_buckets(allocate_bucket), self._allocate_send_buffer()
+        previous = None
         for index, current in enumerate(self._rounds):
             memory = buckets[index % 2][: current.num_bytes]
             bucket = Bucket(index, memory, current.slots, self._dtype, is_checked, {})
-            begun = bucket, self._begin(current, bucket, outbox, weights)
-            if before is not None:
-                yield from _arrived(*before)
-            before = begun
-        if before is not None:
-            yield from _arrived(*before)
-        outbox.wait()
+            started = bucket, self._start_round(current, bucket, send_buffer, weights)
+            if previous is not None:
+                yield from _wait_for_bucket(*previous)
+            previous = started
+        if previous is not None:
+            yield from _wait_for_bucket(*previous)
+        send_buffer.wait()
 
-    def _buckets(self, allocate: Allocate) -> list[torch.Tensor]:
+    def _allocate_buckets(self, allocate: Allocate) -> list[torch.Tensor]:
         sizes = [0, 0]
         for index, current in enumerate(self._rounds):
             sizes[index % 2] = max(sizes[index % 2], current.num_bytes)
         return [allocate(size) if size else torch.empty(0) for size in sizes]
 
-    def _outbox(self) -> _Outbox:
+    def _allocate_send_buffer(self) -> _SendBuffer:
         steps = [step for current in self._rounds for step in current.steps]
-        total = sum(_aligned(step.send[1].num_bytes) for step in steps if step.send is not None)
+        total = sum(align(step.send[1].num_bytes) for step in steps if step.send is not None)
         size = min(total, 2 * self._bucket_bytes)
-        return _Outbox(self._allocate(size) if size else torch.empty(0))
+        return _SendBuffer(self._allocate(size) if size else torch.empty(0))
 
-    def _begin(
-        self, current: Round, bucket: Bucket, outbox: _Outbox, weights: LocalWeights
+    def _start_round(
+        self, current: Round, bucket: Bucket, send_buffer: _SendBuffer, weights: LocalWeights
     ) -> list[Pending]:
-        """Begin all transfers of a round; the incoming messages of its bucket."""
-        arriving: list[Pending] = []
-        receives = [self._receive(step, bucket) for step in current.steps]
-        if not self._transport.is_ordered:  # peers need not wait until we have sent
-            arriving += self._transport.start([one for some in receives for one in some])
+        """Start all transfers of a round; return those that receive its bucket."""
+        receiving: list[Pending] = []
+        receives = [self._build_receives(step, bucket) for step in current.steps]
+        if not self._transport.is_ordered:  # peers need not wait until this device has sent
+            receiving += self._transport.start([*itertools.chain.from_iterable(receives)])
         for step, receive in zip(current.steps, receives, strict=True):
             transfers = list(receive) if self._transport.is_ordered else []
             if step.send is not None:
                 peer, message = step.send
-                data = outbox.room(message.num_bytes)
+                data = send_buffer.allocate(message.num_bytes)
                 checksums = self._pack(message, data, weights, bucket.is_checked)
                 transfers.append(Transfer(peer, data, message.bucket, is_send=True))
                 if checksums is not None:
@@ -172,22 +222,22 @@ class Exchange:
                     transfers.append(Transfer(peer, data, message.bucket, True, is_checksums=True))
             for transfer, pending in zip(transfers, self._transport.start(transfers), strict=True):
                 if transfer.is_send:
-                    outbox.leaving(transfer, pending)
+                    send_buffer.add_transfer(transfer, pending)
                 else:
-                    arriving.append(pending)
-        for slot in current.own:
-            memory = _memory_of(slot, bucket.memory)
+                    receiving.append(pending)
+        for slot in current.local:
+            memory = _get_slot_memory(slot, bucket.memory)
             checksums = self._pack(slot.message, memory, weights, bucket.is_checked)
             if checksums is not None:
                 bucket.checksums[slot.message.source_rank] = checksums
-        return arriving
+        return receiving
 
-    def _receive(self, step: Step, bucket: Bucket) -> list[Transfer]:
+    def _build_receives(self, step: Step, bucket: Bucket) -> list[Transfer]:
         if step.receive is None:
             return []
         peer, slot = step.receive
         message = slot.message
-        data = _memory_of(slot, bucket.memory)
+        data = _get_slot_memory(slot, bucket.memory)
         transfers = [Transfer(peer, data, message.bucket, is_send=False)]
         if num_checked := sum(bucket.is_checked(part.target) for part in message.parts):
             checksums = torch.empty(num_checked, dtype=torch.int64, device=data.device)
@@ -203,27 +253,32 @@ class Exchange:
         weights: LocalWeights,
         is_checked: IsChecked,
     ) -> torch.Tensor | None:
-        """Cast and copy the parts of a message, one behind the other.
+        """Cast and copy the parts of a message into memory.
 
         Returns:
-            The checksums of the sources, int64 on their device; None if no part is checked.
+            [verified parts] int64, checksums of the sources on their device, or None.
         """
         self._pack_stored(message, memory, weights)
         checksums: list[torch.Tensor] = []
         stored: list[tuple[torch.Tensor, torch.dtype]] = []  # boxes for one launch
         for name, group in itertools.groupby(message.parts, key=lambda part: part.source):
             parts = list(group)
-            is_formed = name in weights.formed
+            is_computed = name in weights.computed
             checked = [part for part in parts if is_checked(part.target)]
-            if not is_formed and not checked:
+            if not is_computed and not checked:
                 continue
-            tensor = weights.formed[name]() if is_formed else weights.stored[name]
-            boxes = [(_box(tensor, part), _dtype_of(part, self._dtype)) for part in checked]
-            if not is_formed:
+            tensor = weights.computed[name]() if is_computed else weights.stored[name]
+            boxes = [
+                (_get_source_box(tensor, part), _get_wire_dtype(part, self._dtype))
+                for part in checked
+            ]
+            if not is_computed:
                 stored += boxes
                 continue
-            ops.copy_boxes((_box(tensor, p), _view(memory, p, self._dtype)) for p in parts)
-            if boxes:  # while the tensor is there, and in the order of the parts
+            ops.copy_boxes(
+                (_get_source_box(tensor, p), _view_part(memory, p, self._dtype)) for p in parts
+            )
+            if boxes:  # before the tensor is released, and in the order of the parts
                 checksums += [ops.compute_checksums(some) for some in (stored, boxes) if some]
                 stored = []
         if stored:
@@ -231,73 +286,155 @@ class Exchange:
         return torch.cat(checksums) if checksums else None
 
     def _pack_stored(self, message: Message, memory: torch.Tensor, weights: LocalWeights) -> None:
-        parts = [part for part in message.parts if part.source not in weights.formed]
+        parts = [part for part in message.parts if part.source not in weights.computed]
         names = dict.fromkeys(part.source for part in parts)
         tensors = [memory, *(weights.stored[name] for name in names)]
         key = message.bucket, message.source_rank, message.target_rank
         if key not in self._layouts:
             pairs = [
-                (_box(weights.stored[part.source], part), _view(memory, part, self._dtype))
+                (
+                    _get_source_box(weights.stored[part.source], part),
+                    _view_part(memory, part, self._dtype),
+                )
                 for part in parts
             ]
             self._layouts[key] = ops.BoxLayout(pairs, tensors)
         self._layouts[key].run(tensors)
 
 
-def _arrived(bucket: Bucket, arriving: list[Pending]) -> Iterator[Bucket]:
-    for pending in arriving:
+def _wait_for_bucket(bucket: Bucket, receiving: list[Pending]) -> Iterator[Bucket]:
+    for pending in receiving:
         pending.wait()
     if bucket.memory.numel():
         yield bucket
 
 
-class _Outbox:
-    """A ring buffer for outgoing messages: the oldest is reused."""
+class _SendBuffer:
+    """A ring buffer for messages to send."""
 
     def __init__(self, memory: torch.Tensor) -> None:
         self._memory = memory
-        self._end = 0  # of the newest
-        self._leaving: deque[tuple[int, int, Pending]] = deque()
+        self._end = 0  # of the newest message
+        self._transfers: deque[tuple[int, int, Pending]] = deque()  # start, end, transfer
 
-    def room(self, num_bytes: int) -> torch.Tensor:
-        """Memory for a message; waits until the ones that were there have left."""
+    def allocate(self, num_bytes: int) -> torch.Tensor:
+        """Return memory for a message; wait until the previous messages in it are sent."""
         start = self._end if self._end + num_bytes <= self._memory.numel() else 0
         stop = start + num_bytes
-        while any(first < stop and start < last for first, last, _ in self._leaving):
-            self._leaving.popleft()[2].wait()
-        self._end = _aligned(stop)
+        while any(first < stop and start < last for first, last, _ in self._transfers):
+            self._transfers.popleft()[2].wait()
+        self._end = align(stop)
         return self._memory[start:stop]
 
-    def leaving(self, transfer: Transfer, pending: Pending) -> None:
-        start, end = 0, 0  # of checksums, which use separate memory
+    def add_transfer(self, transfer: Transfer, pending: Pending) -> None:
+        """Add a transfer to wait for before its memory is reused."""
+        start, end = 0, 0  # checksums use separate memory
         if not transfer.is_checksums:
             start = transfer.data.data_ptr() - self._memory.data_ptr()
             end = start + transfer.data.numel()
-        self._leaving.append((start, end, pending))
+        self._transfers.append((start, end, pending))
 
     def wait(self) -> None:
-        while self._leaving:
-            self._leaving.popleft()[2].wait()
+        """Wait until all messages are sent."""
+        while self._transfers:
+            self._transfers.popleft()[2].wait()
 
 
-def _aligned(num_bytes: int) -> int:
-    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
+def _get_source_box(tensor: torch.Tensor, part: Part) -> torch.Tensor:
+    return ops.narrow_box(tensor, part.source_offset, part.sizes)
 
 
-def _box(tensor: torch.Tensor, part: Part) -> torch.Tensor:
-    return ops.box_of(tensor, part.source_offset, part.sizes)
-
-
-def _view(memory: torch.Tensor, part: Part, dtype: torch.dtype) -> torch.Tensor:
-    """The place of a part in the memory of its message."""
+def _view_part(memory: torch.Tensor, part: Part, dtype: torch.dtype) -> torch.Tensor:
+    """Return the memory of a part, in the memory of its message."""
     bytes_of_part = memory[part.start : part.start + part.num_bytes]
-    return bytes_of_part.view(_dtype_of(part, dtype)).view(part.sizes)
+    return bytes_of_part.view(_get_wire_dtype(part, dtype)).view(part.sizes)
 
 
-def _dtype_of(part: Part, dtype: torch.dtype) -> torch.dtype:
-    """On its way, where weights travel in `dtype`."""
+def _get_wire_dtype(part: Part, dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which a part is sent, if weights are sent in `dtype`."""
     return dtype if part.itemsize == dtype.itemsize else torch.float32
 
 
-def _memory_of(slot: ReceiveSlot, bucket: torch.Tensor) -> torch.Tensor:
+def _get_slot_memory(slot: ReceiveSlot, bucket: torch.Tensor) -> torch.Tensor:
     return bucket[slot.offset : slot.offset + slot.message.num_bytes]
+
+
+class GroupTransport:
+    """Messages over gloo or NCCL. The group's ranks are the devices of the plan.
+
+    With NCCL wait() makes the current stream wait for the transfer, not the host; the timeout is
+    that of the group's watchdog.
+    """
+
+    def __init__(self, group: Group, timeout_s: float, device: torch.device) -> None:
+        """Connect all ranks of the group. Collective; `device` is that of this rank."""
+        self._group = group
+        self._timeout = timedelta(seconds=timeout_s)
+        self.rank = self._group.rank()
+        self._is_nccl = self._group.name() == "nccl"
+        self.is_ordered = self._is_nccl
+        self.sent_bytes = self.received_bytes = 0
+        # Without, NCCL guesses the device from the rank (ProcessGroupNCCL.cpp, barrier).
+        options = c10d.BarrierOptions()
+        if self._is_nccl:
+            options.device_ids = [device.index or 0]
+        self._group.barrier(options).wait()
+
+    def start(self, transfers: Sequence[Transfer]) -> Sequence[Pending]:
+        if not transfers:
+            return []
+        for transfer in transfers:
+            if transfer.is_send and not transfer.is_checksums:
+                self.sent_bytes += transfer.data.numel()
+            elif not transfer.is_checksums:
+                self.received_bytes += transfer.data.numel()
+        try:
+            if self._is_nccl:
+                works = self._start_coalesced(transfers)
+            else:
+                works = [*map(self._start_transfer, transfers)]
+        except RuntimeError as error:
+            raise self.build_error(transfers[0], error) from error
+        return [_Work(self, *pair) for pair in zip(transfers, works, strict=True)]
+
+    def _start_transfer(self, transfer: Transfer) -> Any:
+        start = self._group.send if transfer.is_send else self._group.recv
+        return start([transfer.data], transfer.peer, 2 * transfer.bucket + transfer.is_checksums)
+
+    def _start_coalesced(self, transfers: Sequence[Transfer]) -> list[Any]:
+        """Start one NCCL operation, as torch's batch_isend_irecv does (distributed_c10d.py)."""
+        # A dist.ProcessGroup needs the device of its backend; a bare group is a backend.
+        is_bare = not isinstance(self._group, c10d.ProcessGroup)
+        backend = () if is_bare else (transfers[0].data.device,)
+        self._group._start_coalescing(*backend)
+        for transfer in transfers:
+            self._start_transfer(transfer)
+        return [self._group._end_coalescing(*backend)] * len(transfers)
+
+    def wait(self, transfer: Transfer, work: Any) -> None:
+        """Wait for a transfer that `start` started."""
+        try:
+            # With a timeout, NCCL's wait blocks the host until the transfer is done
+            # (ProcessGroupNCCL.cpp, WorkNCCL::synchronizeInternal).
+            work.wait() if self._is_nccl else work.wait(self._timeout)
+        except RuntimeError as error:
+            raise self.build_error(transfer, error) from error
+
+    def build_error(self, transfer: Transfer, error: RuntimeError) -> ReshardError:
+        """Return the error of a transfer that failed."""
+        way = "sending to" if transfer.is_send else "receiving from"
+        reason = str(error).splitlines()[0]
+        return ReshardError(
+            f"rank {self.rank}, {way} rank {transfer.peer}, bucket {transfer.bucket}, "
+            f"{transfer.data.numel()} bytes: {reason}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Work:
+    transport: GroupTransport
+    transfer: Transfer  # keeps the memory alive
+    work: Any
+
+    def wait(self) -> None:
+        self.transport.wait(self.transfer, self.work)

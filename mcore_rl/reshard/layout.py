@@ -1,7 +1,7 @@
-"""Layouts: which rank holds which shard of which parameter. Pure.
+"""Layouts: which rank holds which shard of which parameter. No torch.
 
-A training layout depends on the mesh and the split into pipeline chunks, a generation layout on
-the sizes that vLLM is started with. Both have the same methods for a Weight.
+A training layout depends on the mesh and the pipeline chunks, a generation layout on the parallel
+sizes of vLLM. Both have the same methods for a Weight.
 """
 
 from __future__ import annotations
@@ -13,25 +13,24 @@ from functools import cache
 from typing import Protocol
 
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.parallel.mesh import Mesh
-from mcore_rl.parallel.stages import Chunk
+from mcore_rl.parallel.mesh import Chunk, Mesh
 from mcore_rl.reshard.rules import Stage, Weight
 
-Holders = tuple[tuple[int, ...], ...]  # for each shard, the ranks that have it, ascending
+Holders = tuple[tuple[int, ...], ...]  # ranks per shard, ascending
 
 
 class Ranks(Protocol):
-    """All ranks of an engine, and where its parameters are on them."""
+    """The ranks of an engine, and the parameters on them."""
 
     @property
     def world_size(self) -> int: ...
 
-    def holders(self, weight: Weight) -> Holders:
-        """Empty for a parameter that no rank of this layout has."""
+    def get_holders(self, weight: Weight) -> Holders:
+        """Return the ranks that have each shard; empty if no rank has the parameter."""
         ...
 
-    def local_name(self, weight: Weight) -> str:
-        """The parameter's name on the ranks that have it."""
+    def get_local_name(self, weight: Weight) -> str:
+        """Return the parameter's name on the ranks that have it."""
         ...
 
 
@@ -43,54 +42,54 @@ class TrainingRanks:
         self.experts_per_rank = max(1, num_experts // mesh.sizes["ep"])
         self._chunk_of_layer = {n: chunk for chunk in chunks for n in chunk.layers}
         self._holders = cache(self._find_holders)
-        self._ranks_at = cache(self._group_ranks)
+        self._ranks_by_stage = cache(self._group_ranks)
 
     @property
     def world_size(self) -> int:
         return self.mesh.world_size
 
-    def chunk(self, weight: Weight) -> Chunk | None:
-        """The chunk that has the parameter; None for a replica that this layout does not need."""
+    def find_chunk(self, weight: Weight) -> Chunk | None:
+        """Return the chunk that has the parameter, or None for a replica that is not needed."""
         if weight.layer is not None:
             return self._chunk_of_layer[weight.layer]
-        found = next((chunk for chunk in self.chunks if _has(chunk, weight.stage)), None)
-        if found is not None and weight.replica and found.has_embedding:
+        chunk = next((chunk for chunk in self.chunks if _has_stage(chunk, weight.stage)), None)
+        if chunk is not None and weight.replica and chunk.has_embedding:
             return None
-        return found
+        return chunk
 
-    def holders(self, weight: Weight) -> Holders:
-        chunk = self.chunk(weight)
+    def get_holders(self, weight: Weight) -> Holders:
+        chunk = self.find_chunk(weight)
         if chunk is None:
             return ()
         ep_rank = None if weight.expert is None else weight.expert // self.experts_per_rank
         return self._holders(weight.axis, chunk.pp_rank, ep_rank)
 
-    def local_name(self, weight: Weight) -> str:
-        """The number of the rank's model chunk, a colon, and the name inside it."""
-        chunk = self.chunk(weight)
+    def get_local_name(self, weight: Weight) -> str:
+        """Return the index of the model chunk on the rank, a colon, and the name inside it."""
+        chunk = self.find_chunk(weight)
         assert chunk is not None  # the weight has holders
         first_expert = (weight.expert or 0) // self.experts_per_rank * self.experts_per_rank
-        name = weight.local_name(first_layer=chunk.layers.start, first_expert=first_expert)
+        name = weight.get_local_name(first_layer=chunk.layers.start, first_expert=first_expert)
         return f"{chunk.vpp_rank}:{name}"
 
     def _find_holders(self, axis: str | None, pp_rank: int, ep_rank: int | None) -> Holders:
-        found: dict[int, list[int]] = {}
-        for rank in self._ranks_at()[pp_rank, ep_rank]:
-            shard = 0 if axis is None else getattr(self.mesh.coordinate(rank), f"{axis}_rank")
-            found.setdefault(shard, []).append(rank)
-        return tuple(tuple(found[shard]) for shard in sorted(found))
+        holders: dict[int, list[int]] = {}
+        for rank in self._ranks_by_stage()[pp_rank, ep_rank]:
+            shard = 0 if axis is None else getattr(self.mesh.get_coordinate(rank), f"{axis}_rank")
+            holders.setdefault(shard, []).append(rank)
+        return tuple(tuple(holders[shard]) for shard in sorted(holders))
 
     def _group_ranks(self) -> dict[tuple[int, int | None], list[int]]:
-        """Ranks by pp_rank and ep_rank; with None for that, those of a stage."""
-        found: dict[tuple[int, int | None], list[int]] = {}
+        """Group ranks by (pp_rank, ep_rank) and by (pp_rank, None)."""
+        groups: dict[tuple[int, int | None], list[int]] = {}
         for rank in range(self.world_size):
-            at = self.mesh.coordinate(rank)
-            for ep_rank in (None, at.ep_rank):
-                found.setdefault((at.pp_rank, ep_rank), []).append(rank)
-        return found
+            coordinate = self.mesh.get_coordinate(rank)
+            for ep_rank in (None, coordinate.ep_rank):
+                groups.setdefault((coordinate.pp_rank, ep_rank), []).append(rank)
+        return groups
 
 
-def _has(chunk: Chunk, stage: Stage | None) -> bool:
+def _has_stage(chunk: Chunk, stage: Stage | None) -> bool:
     if stage == "final_norm":
         return chunk.has_final_norm
     if stage == "head":
@@ -100,11 +99,11 @@ def _has(chunk: Chunk, stage: Stage | None) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class GenerationLayout:
-    """How vLLM serves: `dp` engines with consecutive ranks, each over pp * tp ranks.
+    """Parallel layout of vLLM: `dp` engines with consecutive ranks, each over pp * tp ranks.
 
     With `ep` above 1 experts are unsplit and distributed over groups of ep ranks: the tp ranks of
-    one engine, or of ep / tp engines that run as one data-parallel deployment. With ep at 1 their
-    columns are split over tp, like those of dense layers.
+    an engine, or of ep / tp engines of a data-parallel deployment. With ep=1 their columns are
+    split over tp, like those of dense layers.
     """
 
     tp: int = 1
@@ -132,57 +131,59 @@ class GenerationRanks:
 
     def __init__(self, layout: GenerationLayout, num_layers: int, num_experts: int) -> None:
         self.layout = layout
-        self._stage_of_layer = _stages(num_layers, layout.pp)
-        self._first_experts = _first_experts(num_experts, layout.ep)
+        self._stage_of_layer = _assign_stages(num_layers, layout.pp)
+        self._first_experts = _list_first_experts(num_experts, layout.ep)
         self._holders = cache(self._find_holders)
-        self._ranks_at = cache(self._group_ranks)
+        self._ranks_by_stage = cache(self._group_ranks)
 
     @property
     def world_size(self) -> int:
         return self.layout.world_size
 
-    def stage(self, weight: Weight) -> int:
-        """The pipeline rank that has the parameter."""
+    def find_stage(self, weight: Weight) -> int:
+        """Return the pipeline rank that has the parameter."""
         if weight.layer is not None:
             return self._stage_of_layer[weight.layer]
         return 0 if weight.stage == "embedding" else self.layout.pp - 1
 
-    def holders(self, weight: Weight) -> Holders:
+    def get_holders(self, weight: Weight) -> Holders:
         if weight.replica and self.layout.pp == 1:
-            return ()  # a head tied to the embedding of its rank
-        owner = None if weight.expert is None else self._expert_rank(weight.expert)
-        return self._holders(weight.axis, self.stage(weight), owner)
+            return ()  # a tied head is the embedding of the same rank
+        expert_rank = None if weight.expert is None else self._find_expert_rank(weight.expert)
+        return self._holders(weight.axis, self.find_stage(weight), expert_rank)
 
-    def local_name(self, weight: Weight) -> str:
+    def get_local_name(self, weight: Weight) -> str:
         if weight.expert is None:
-            return weight.local_name()
-        return weight.local_name(first_expert=self._first_experts[self._expert_rank(weight.expert)])
+            return weight.get_local_name()
+        return weight.get_local_name(
+            first_expert=self._first_experts[self._find_expert_rank(weight.expert)]
+        )
 
-    def _expert_rank(self, expert: int) -> int:
+    def _find_expert_rank(self, expert: int) -> int:
         return bisect_right(self._first_experts, expert) - 1
 
     def _find_holders(self, axis: str | None, stage: int, expert_rank: int | None) -> Holders:
-        layout, found = self.layout, dict[int, list[int]]()
+        layout, holders = self.layout, dict[int, list[int]]()
         is_split = axis == "tp" or (axis == "etp" and layout.ep == 1)
-        for rank in self._ranks_at()[stage, expert_rank]:
-            found.setdefault(rank % layout.tp if is_split else 0, []).append(rank)
-        return tuple(tuple(found[shard]) for shard in sorted(found))
+        for rank in self._ranks_by_stage()[stage, expert_rank]:
+            holders.setdefault(rank % layout.tp if is_split else 0, []).append(rank)
+        return tuple(tuple(holders[shard]) for shard in sorted(holders))
 
     def _group_ranks(self) -> dict[tuple[int, int | None], list[int]]:
-        """Ranks by stage and expert rank; with None for that, those of a stage."""
-        layout, found = self.layout, dict[tuple[int, int | None], list[int]]()
+        """Group ranks by (stage, expert rank) and by (stage, None)."""
+        layout, groups = self.layout, dict[tuple[int, int | None], list[int]]()
         for rank in range(layout.world_size):
             tp_rank, stage = rank % layout.tp, rank // layout.tp % layout.pp
             engine = rank // (layout.tp * layout.pp)
             for expert_rank in (None, (engine * layout.tp + tp_rank) % layout.ep):
-                found.setdefault((stage, expert_rank), []).append(rank)
-        return found
+                groups.setdefault((stage, expert_rank), []).append(rank)
+        return groups
 
 
-def _stages(num_layers: int, pp: int) -> list[int]:
-    """The pipeline rank of each layer: what remains goes to the stages before the last.
+def _assign_stages(num_layers: int, pp: int) -> list[int]:
+    """Return the pipeline rank of each layer; remaining layers go to the stages before the last.
 
-    (distributed/utils.py, get_pp_indices, of vLLM 0.32.)
+    As get_pp_indices of vLLM 0.32 (distributed/utils.py).
     """
     counts, remaining = [num_layers // pp] * pp, num_layers % pp
     for index in range(2, remaining + 2):
@@ -190,10 +191,11 @@ def _stages(num_layers: int, pp: int) -> list[int]:
     return [stage for stage, count in enumerate(counts) for _ in range(count)]
 
 
-def _first_experts(num_experts: int, ep: int) -> list[int]:
-    """The first expert of each rank: what remains goes to the first ranks.
+def _list_first_experts(num_experts: int, ep: int) -> list[int]:
+    """Return the first expert of each rank; remaining experts go to the first ranks.
 
-    (model_executor/layers/fused_moe/expert_map_manager.py, determine_expert_map, "linear".)
+    As determine_expert_map of vLLM, "linear"
+    (model_executor/layers/fused_moe/expert_map_manager.py).
     """
     base, remainder = divmod(num_experts, ep)
     return [rank * base + min(rank, remainder) for rank in range(ep)]

@@ -1,8 +1,8 @@
 """Copies, casts, float8 quantisation and checksums of many boxes at once, on the CPU or a GPU.
 
-All boxes of a bucket go in one launch for each pair of dtypes, however large or small they are:
-csrc/reshard/ splits their bytes into equal tiles. Each operation has a reference in plain
-torch (`reference_*`), bit-equal: it defines the operation, and tests compare the two.
+All boxes of a bucket, of any size, are processed in one launch per pair of dtypes: csrc/reshard/
+splits their bytes into equal tiles. Tests compare each operation, bit for bit, with a reference in
+plain torch (`reference_*`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from mcore_rl import _csrc
 
-BLOCK = 128  # rows and columns that share a scale
+BLOCK = 128  # rows and columns per scale
 _CASTS = {(torch.float32, torch.bfloat16): 1, (torch.bfloat16, torch.float32): 2}
 _QUANTIZATIONS = {torch.float32: 3, torch.bfloat16: 4}  # the Kind of csrc/reshard/box.h
 _CHECKSUM = 5
@@ -30,37 +30,37 @@ Words = NDArray[np.int64]
 
 
 class Quantized(NamedTuple):
-    """Where a weight [rows, columns] goes in float8 (DeepSeek-V3's format)."""
+    """A weight [rows, columns] in float8 (DeepSeek-V3's format)."""
 
     values: torch.Tensor  # [rows, columns] float8_e4m3fn
     scales: torch.Tensor  # [ceil(rows / 128), ceil(columns / 128)] float32
 
 
 class BoxCopy:
-    """Copies of boxes, checked and laid out once, run as often as wanted.
+    """Copies of boxes, prepared once and run any number of times.
 
     It keeps references to the tensors and reads their values when it runs. Dtypes are equal, or
-    float32 and bfloat16 either way: to bfloat16 it rounds to the nearest, ties to even, and a NaN
+    float32 and bfloat16: values are rounded to the nearest bfloat16, ties to even, and a NaN
     becomes 0x7fc0.
 
     Args:
-        pairs: (source, target) views of equal shape, all on one device. They may have any strides;
-            long rows without gaps are fast.
+        pairs: (source, target) views of equal shape and any strides, all on one device; long
+            contiguous rows are fast.
 
     Raises:
-        ValueError: shapes, dtypes or devices do not fit; among the pairs of equal dtypes, a target
+        ValueError: Shapes, dtypes or devices do not fit; among the pairs of equal dtypes, a target
             overlaps a source or a target.
     """
 
     def __init__(self, pairs: Iterable[Pair]) -> None:
         self._tensors = list(pairs)
-        device = _device_of(tensor for pair in self._tensors for tensor in pair)
+        device = _get_common_device(tensor for pair in self._tensors for tensor in pair)
         self._tables = [
-            _Table(kind, rows, device) for kind, rows in _laid_out(self._tensors).items()
+            _Table(kind, rows, device) for kind, rows in _build_rows(self._tensors).items()
         ]
 
     def run(self, num_threads: int | None = None) -> None:
-        """Copy: on the CPU now, on up to num_threads; on a GPU in the current stream."""
+        """Copy, on the CPU by up to `num_threads`, on a GPU in the current stream."""
         for table in self._tables:
             table.run(num_threads)
 
@@ -68,27 +68,27 @@ class BoxCopy:
 class BoxLayout:
     """Copies of boxes of tensors whose addresses may change between runs.
 
-    What goes where is the same for every version of the weights, and to work it out box by box
-    takes as long as to copy boxes of a few hundred kilobytes. No tensor is kept alive.
+    The layout is the same for every version of the weights, and computing it takes as long as
+    copying boxes of a few hundred kilobytes. No tensor is kept alive.
 
     Args:
-        pairs: as those of BoxCopy.
-        tensors: what sources and targets are views of. They neither overlap nor interleave, but
-            the same memory may come twice.
+        pairs: As of BoxCopy.
+        tensors: Bases of the views in `pairs`. They neither overlap nor interleave; a tensor may
+            occur twice.
 
     Raises:
-        ValueError: as BoxCopy.
+        ValueError: As BoxCopy.
     """
 
     def __init__(self, pairs: Iterable[Pair], tensors: Sequence[torch.Tensor]) -> None:
-        self._like = [_likeness(tensor) for tensor in tensors]
-        self._device = _device_of(tensors)
-        self._starts = [tensor.data_ptr() for tensor in tensors]
-        starts = np.array(self._starts, np.int64)
+        self._like = [_get_layout(tensor) for tensor in tensors]
+        self._device = _get_common_device(tensors)
+        self._compute_starts = [tensor.data_ptr() for tensor in tensors]
+        starts = np.array(self._compute_starts, np.int64)
         by_start = np.argsort(starts)
         self._relative: list[tuple[int, Words, Words]] = []
         self._tables: list[_Table] = []
-        for kind, rows in _laid_out(list(pairs)).items():
+        for kind, rows in _build_rows(list(pairs)).items():
             words = np.array(rows, np.int64).reshape(-1, 8)
             owners = by_start[np.searchsorted(starts[by_start], words[:, :2], side="right") - 1]
             self._tables.append(_Table(kind, words, self._device))
@@ -96,23 +96,26 @@ class BoxLayout:
             self._relative.append((kind, words, owners))
 
     def run(self, tensors: Sequence[torch.Tensor], num_threads: int | None = None) -> None:
-        """Copy between these tensors; otherwise as BoxCopy.run.
+        """Copy between these tensors, as BoxCopy.run.
 
         Raises:
-            ValueError: one has another shape, stride, dtype or device than it had.
+            ValueError: A tensor has another shape, stride, dtype or device than at first.
         """
         for number, (tensor, like) in enumerate(zip(tensors, self._like, strict=True)):
-            if _likeness(tensor) != like:
+            if _get_layout(tensor) != like:
                 raise ValueError(
-                    f"tensor {number} is {_likeness(tensor)}; allowed: {like}, as it was at first"
+                    f"tensor {number} is {_get_layout(tensor)}; allowed: {like}, as it was at first"
                 )
         starts = [tensor.data_ptr() for tensor in tensors]
-        if starts != self._starts:
-            self._starts, self._tables = starts, self._placed(np.array(starts, np.int64))
+        if starts != self._compute_starts:
+            self._compute_starts, self._tables = (
+                starts,
+                self._build_tables(np.array(starts, np.int64)),
+            )
         for table in self._tables:
             table.run(num_threads)
 
-    def _placed(self, starts: Words) -> list[_Table]:
+    def _build_tables(self, starts: Words) -> list[_Table]:
         tables = []
         for kind, relative, owners in self._relative:
             words = relative.copy()
@@ -122,35 +125,35 @@ class BoxLayout:
 
 
 class BoxQuantize:
-    """Weights to float8 with a scale for each block of 128 x 128, without copying them first.
+    """Quantisation of weights to float8 with a scale per block of 128 x 128, in place of a copy.
 
-    Bit-equal to checkpoint/fp8.py's quantize_blocks. A source must begin and end at a block of
-    the weight whose scales are wanted. The scale of a block that holds a NaN, an infinity or a
-    magnitude too large for bfloat16 is NaN: see `check`.
+    Bit-equal to checkpoint/fp8.py's quantize_blocks. A source must consist of complete blocks of
+    its weight. The scale of a block with a NaN, an infinity or a magnitude too large for bfloat16
+    is NaN: see `check`.
 
     Args:
-        pairs: (source [rows, columns] in float32 or bfloat16, where it goes), all on one device.
+        pairs: (source [rows, columns] in float32 or bfloat16, target), all on one device.
 
     Raises:
-        ValueError: as BoxCopy.
+        ValueError: As BoxCopy.
     """
 
     def __init__(self, pairs: Iterable[tuple[torch.Tensor, Quantized]]) -> None:
         self._pairs = list(pairs)
         rows: dict[int, list[Row]] = {}
         for number, (source, into) in enumerate(self._pairs):
-            kind, row = _quantization(number, source, into)
+            kind, row = _build_quantization_row(number, source, into)
             rows.setdefault(kind, []).append(row)
-        device = _device_of(t for source, into in self._pairs for t in (source, *into))
-        self._tables = [_Table(kind, found, device) for kind, found in rows.items()]
+        device = _get_common_device(t for source, into in self._pairs for t in (source, *into))
+        self._tables = [_Table(kind, of_kind, device) for kind, of_kind in rows.items()]
 
     def run(self, num_threads: int | None = None) -> None:
-        """Quantise: on the CPU now, on up to num_threads; on a GPU in the current stream."""
+        """Quantise, on the CPU by up to `num_threads`, on a GPU in the current stream."""
         for table in self._tables:
             table.run(num_threads)
 
     def check(self) -> None:
-        """Wait, and raise ValueError if a weight has values that float8 blocks cannot."""
+        """Wait, and raise ValueError if a weight has values that float8 blocks cannot represent."""
         for number, (_, into) in enumerate(self._pairs):
             if not into.scales.isfinite().all():
                 raise ValueError(
@@ -159,36 +162,36 @@ class BoxQuantize:
 
 
 class BoxChecksum:
-    """Checksums of boxes: 64 bits each, the same on every device, of the values in row-major order.
+    """64-bit checksums of boxes, of the values in row-major order, the same on every device.
 
-    A checksum depends on the bits of every item and on its place in the box, not on strides.
-    csrc/reshard/checksum.h defines it. A change of one item of 2 or 4 bytes always changes it, any
-    other with a chance of about 1 - 2**-48.
+    A checksum depends on the bits and the index of every item in the box, not on strides; see
+    csrc/reshard/checksum.h. A change of one item of 2 or 4 bytes always changes it, any other
+    change with a probability of about 1 - 2**-48.
 
     Args:
         boxes: (tensor, dtype) on one device, of any strides. The checksum is that of the tensor
-            cast to the dtype: its own, or float32 and bfloat16 either way, as in BoxCopy.
+            cast to the dtype: the same, or float32 and bfloat16, as in BoxCopy.
 
     Raises:
-        ValueError: dtypes or devices do not fit.
+        ValueError: Dtypes or devices do not fit.
     """
 
     def __init__(self, boxes: Iterable[tuple[torch.Tensor, torch.dtype]]) -> None:
         self._boxes = list(boxes)
-        device = _device_of(tensor for tensor, _ in self._boxes)
+        device = _get_common_device(tensor for tensor, _ in self._boxes)
         self._values = torch.empty(len(self._boxes), dtype=torch.int64, device=device)
         rows: dict[int, list[Row]] = {}
         for number, (tensor, dtype) in enumerate(self._boxes):
-            kind = _checksum_kind(number, tensor, dtype)
+            kind = _get_checksum_kind(number, tensor, dtype)
             value = self._values.data_ptr() + number * self._values.itemsize
-            rows.setdefault(kind, []).extend(_checksum_rows(kind, tensor, value))
+            rows.setdefault(kind, []).extend(_list_checksum_rows(kind, tensor, value))
         self._tables = [_Table(kind, boxes, device, waits=False) for kind, boxes in rows.items()]
 
     def run(self, num_threads: int | None = None) -> torch.Tensor:
-        """Compute: on the CPU now, on a GPU in the current stream, that in which it was made.
+        """Compute the checksums; on a GPU in the current stream, which must be that of creation.
 
         Returns:
-            [num boxes] int64 on the device, overwritten by the next run.
+            [boxes] int64 on the device, overwritten by the next run.
         """
         self._values.zero_()
         for table in self._tables:
@@ -197,7 +200,7 @@ class BoxChecksum:
 
 
 def compute_checksums(boxes: Iterable[tuple[torch.Tensor, torch.dtype]]) -> torch.Tensor:
-    """The checksum of each box; see BoxChecksum. Does not wait for a GPU."""
+    """Compute the checksum of each box; see BoxChecksum. It does not wait for a GPU."""
     return BoxChecksum(boxes).run()
 
 
@@ -206,11 +209,11 @@ def copy_boxes(pairs: Iterable[Pair], num_threads: int | None = None) -> None:
     BoxCopy(pairs).run(num_threads)
 
 
-def box_of(tensor: torch.Tensor, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
-    """A box of a tensor. Dims that it takes whole cost nothing: there are thousands of boxes.
+def narrow_box(tensor: torch.Tensor, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
+    """Return a box of a tensor as a view. Dims that are not narrowed cost nothing.
 
     Raises:
-        RuntimeError: it is not inside the tensor.
+        RuntimeError: It is not inside the tensor.
     """
     for dim, (start, size) in enumerate(zip(offsets, sizes, strict=True)):
         if size != tensor.shape[dim]:
@@ -219,23 +222,23 @@ def box_of(tensor: torch.Tensor, offsets: Sequence[int], sizes: Sequence[int]) -
 
 
 def cast(source: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The tensor as float32 or bfloat16; see BoxCopy."""
+    """Return a copy of a tensor as float32 or bfloat16; see BoxCopy."""
     target = torch.empty(source.shape, dtype=dtype, device=source.device)
     copy_boxes([(source, target)])
     return target
 
 
-def quantize_pack(
+def quantize_boxes(
     pairs: Iterable[tuple[torch.Tensor, Quantized]], num_threads: int | None = None
 ) -> None:
-    """Quantise each source into its place and check the result; see BoxQuantize."""
+    """Quantise each source into its target and check the result; see BoxQuantize."""
     quantize = BoxQuantize(pairs)
     quantize.run(num_threads)
     quantize.check()
 
 
-def empty_quantized(source: torch.Tensor) -> Quantized:
-    """Memory for a weight [rows, columns] in float8."""
+def allocate_quantized(source: torch.Tensor) -> Quantized:
+    """Allocate a weight [rows, columns] in float8."""
     blocks = [math.ceil(size / BLOCK) for size in source.shape]
     return Quantized(
         torch.empty(source.shape, dtype=torch.float8_e4m3fn, device=source.device),
@@ -244,12 +247,12 @@ def empty_quantized(source: torch.Tensor) -> Quantized:
 
 
 class _Table:
-    """The boxes of one launch; on a GPU, with a copy of them there."""
+    """The boxes of a launch; for a GPU, also in its memory."""
 
     def __init__(
         self, kind: int, rows: Sequence[Row] | Words, device: torch.device, waits: bool = True
     ) -> None:
-        """waits: until every stream finds it on the GPU. Else only the current stream does."""
+        """Create the table; `waits`: until any stream may use it, not only the current one."""
         words = np.asarray(rows, dtype=np.int64).reshape(-1, 8)
         self._table = _csrc.Table(kind, words.ctypes.data, len(words))
         self._device = device
@@ -267,8 +270,8 @@ class _Table:
         self._table.run_cuda(self._device.index, stream.cuda_stream, self._words.data_ptr())
 
 
-def _laid_out(pairs: Sequence[Pair]) -> dict[int, list[Row]]:
-    """The boxes of csrc by their kind."""
+def _build_rows(pairs: Sequence[Pair]) -> dict[int, list[Row]]:
+    """Return the boxes for csrc, by kind."""
     rows: dict[int, list[Row]] = {}
     for number, (source, target) in enumerate(pairs):
         if source.shape != target.shape:
@@ -276,15 +279,17 @@ def _laid_out(pairs: Sequence[Pair]) -> dict[int, list[Row]]:
                 f"box {number}: the source is {tuple(source.shape)}, "
                 f"the target {tuple(target.shape)}; allowed: equal shapes"
             )
-        rows.setdefault(_kind(number, source, target), []).extend(_rows(source, target))
+        rows.setdefault(_get_copy_kind(number, source, target), []).extend(
+            _list_rows(source, target)
+        )
     return rows
 
 
-def _likeness(tensor: torch.Tensor) -> tuple[Any, ...]:
+def _get_layout(tensor: torch.Tensor) -> tuple[Any, ...]:
     return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
 
 
-def _kind(number: int, source: torch.Tensor, target: torch.Tensor) -> int:
+def _get_copy_kind(number: int, source: torch.Tensor, target: torch.Tensor) -> int:
     if source.dtype == target.dtype:
         return 0
     kind = _CASTS.get((source.dtype, target.dtype))
@@ -296,7 +301,7 @@ def _kind(number: int, source: torch.Tensor, target: torch.Tensor) -> int:
     return kind
 
 
-def _device_of(tensors: Iterable[torch.Tensor]) -> torch.device:
+def _get_common_device(tensors: Iterable[torch.Tensor]) -> torch.device:
     devices = {tensor.device for tensor in tensors} or {torch.device("cpu")}
     if len(devices) > 1 or any(device.type not in ("cpu", "cuda") for device in devices):
         raise ValueError(
@@ -305,30 +310,31 @@ def _device_of(tensors: Iterable[torch.Tensor]) -> torch.device:
     return devices.pop()
 
 
-def _rows(source: torch.Tensor, target: torch.Tensor) -> Iterator[Row]:
-    """The boxes of two dims that a box of any number of dims consists of."""
+def _list_rows(source: torch.Tensor, target: torch.Tensor) -> Iterator[Row]:
+    """Yield the two-dimensional boxes that a box consists of."""
     if not source.numel():
         return
     unit = (source.element_size(), target.element_size())
-    item = 1 if source.dtype != target.dtype else unit[0]  # copies count bytes
+    item = 1 if source.dtype != target.dtype else unit[0]  # copies count bytes, casts items
     start = (source.data_ptr(), target.data_ptr())
-    if source.is_contiguous() and target.is_contiguous():  # most are; thousands, in a large model
+    if source.is_contiguous() and target.is_contiguous():  # most boxes
         yield (*start, 1, source.numel() * item, 0, 0, 0, 0)
         return
-    sizes, from_strides, to_strides = _collapse(source, target)
-    for place in itertools.product(*(range(size) for size in sizes[:-2])):
-        at = (
-            address + size * sum(i * step for i, step in zip(place, strides, strict=False))
+    sizes, from_strides, to_strides = _collapse_dims(source, target)
+    for index in itertools.product(*(range(size) for size in sizes[:-2])):
+        addresses = (
+            address + size * sum(i * step for i, step in zip(index, strides, strict=False))
             for address, size, strides in zip(start, unit, (from_strides, to_strides), strict=True)
         )
         row_strides = from_strides[-2] * unit[0], to_strides[-2] * unit[1]
-        yield (*at, sizes[-2], sizes[-1] * item, *row_strides, 0, 0)
+        yield (*addresses, sizes[-2], sizes[-1] * item, *row_strides, 0, 0)
 
 
-def _collapse(source: torch.Tensor, target: torch.Tensor) -> tuple[list[int], ...]:
-    """(sizes, strides, strides) with neighbouring dims that are one run in both made one dim.
+def _collapse_dims(source: torch.Tensor, target: torch.Tensor) -> tuple[list[int], ...]:
+    """Merge adjacent dims that are contiguous in both tensors.
 
-    There are at least two dims, and the last has stride 1 in both.
+    Returns:
+        Sizes, source strides and target strides of at least two dims; the last has stride 1.
     """
     dims: list[tuple[int, int, int]] = []
     for size, step, to in zip(source.shape, source.stride(), target.stride(), strict=True):
@@ -345,7 +351,7 @@ def _collapse(source: torch.Tensor, target: torch.Tensor) -> tuple[list[int], ..
     return tuple(map(list, zip(*dims, strict=True)))
 
 
-def _checksum_kind(number: int, tensor: torch.Tensor, dtype: torch.dtype) -> int:
+def _get_checksum_kind(number: int, tensor: torch.Tensor, dtype: torch.dtype) -> int:
     kind = _CAST_CHECKSUMS.get((tensor.dtype, dtype))
     if kind is None and (tensor.dtype != dtype or dtype.itemsize % 2):
         raise ValueError(
@@ -355,17 +361,17 @@ def _checksum_kind(number: int, tensor: torch.Tensor, dtype: torch.dtype) -> int
     return _CHECKSUM if kind is None else kind
 
 
-def _checksum_rows(kind: int, tensor: torch.Tensor, value: int) -> Iterator[Row]:
-    """Those of `_rows`; each with the number of its first item, and the address of the checksum."""
+def _list_checksum_rows(kind: int, tensor: torch.Tensor, value: int) -> Iterator[Row]:
+    """Yield the boxes of `_list_rows`, with first item and address of the result."""
     item_bytes = 2 if kind == _CHECKSUM else tensor.element_size()
     first_item = 0
-    for start, _, rows, row_bytes, stride, _, _, _ in _rows(tensor, tensor):
+    for start, _, rows, row_bytes, stride, _, _, _ in _list_rows(tensor, tensor):
         items = row_bytes // item_bytes
         yield start, value, rows, items, stride, 0, first_item, 0
         first_item += rows * items
 
 
-def _quantization(number: int, source: torch.Tensor, into: Quantized) -> tuple[int, Row]:
+def _build_quantization_row(number: int, source: torch.Tensor, into: Quantized) -> tuple[int, Row]:
     kind = _QUANTIZATIONS.get(source.dtype)
     blocks = [math.ceil(size / BLOCK) for size in source.shape]
     fits = (

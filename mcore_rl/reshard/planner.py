@@ -1,51 +1,122 @@
-"""Reshard plans: which bytes go from which training rank into which parameter of vLLM. Pure.
+"""Reshard plans: which bytes go from which training rank into which parameter of vLLM. No torch.
 
-Tensors that both sides shard in the same way (such as the experts of a layer on one rank) form a
-group: their boxes are intersected once, and their sources are chosen once. So the plan of a large
-model is small. It is made from the layouts alone, and is the same on every rank. A rank expands
-only what it sends or receives.
+A large model has tens of thousands of tensors and a few dozen ways to shard them. Tensors that both
+sides shard in the same way (such as the experts of a layer on a rank) form a group: their boxes are
+intersected once, and their sources are chosen once. So the plan of a large model is small. It is
+computed from the layouts alone, the same on every rank. A rank expands only what it sends or
+receives.
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from functools import cache
+from operator import attrgetter
+from typing import Any, NamedTuple, get_origin, get_type_hints
 
+import lap
 import numpy as np
 from numpy.typing import NDArray
 
-from mcore_rl.reshard.boxes import Box
-from mcore_rl.reshard.placement import Devices
-from mcore_rl.reshard.tensor_groups import Member, ShardingGroup, Side, group_by_sharding
+from mcore_rl.config.errors import ConfigError
+from mcore_rl.reshard.layout import Holders, Ranks
+from mcore_rl.reshard.rules import Block, Box, LogicalTensor, Rule, Shard, Weight
 
 IntArray = NDArray[np.int64]
+Side = tuple[Ranks, Sequence[Weight]]  # an engine's ranks, and the rules of its parameters
+
+
+class Member(NamedTuple):
+    """A logical tensor of a group, and the names of the parameters that contain it."""
+
+    tensor: str
+    order: int  # index of its parameter in the rules of the generation side
+    sources: tuple[str, ...]
+    targets: tuple[str, ...]
+
+
+class Sharding(NamedTuple):
+    """A logical tensor in a parameter: shards and ranks, without the names of both."""
+
+    rule: Rule
+    position: int  # index of the tensor in the rule
+    holders: Holders
+    float32: bool
+
+    @property
+    def signature(self) -> tuple[object, ...]:
+        """Value that is equal for tensors that are sharded in the same way, on any ranks."""
+        return (*_get_signature(self.rule), self.position, len(self.holders), self.float32)
+
+    def list_blocks(self) -> Iterator[tuple[int, Block]]:
+        """Yield each block of the tensor, with the index of its shard."""
+        tensor = self.rule.tensors[self.position]
+        for index in range(len(self.holders)):
+            for block in self.rule.get_blocks(Shard(index, len(self.holders))):
+                if block.tensor is tensor:
+                    yield index, block
+
+
+class ShardingGroup(NamedTuple):
+    """Tensors that are sharded in the same way, and the shardings in their parameters."""
+
+    sources: tuple[Sharding, ...]
+    targets: tuple[Sharding, ...]
+    members: list[Member]
+
+
+@dataclass(frozen=True, slots=True)
+class Devices:
+    """Devices of the ranks of both sides. A device has one rank of each side, or of one side."""
+
+    training: tuple[int, ...]  # device of each training rank
+    generation: tuple[int, ...]  # device of each generation rank
+    per_node: int
+
+    @classmethod
+    def disaggregated(cls, num_training: int, num_generation: int, per_node: int) -> Devices:
+        """Place the generation ranks on devices after those of the training ranks."""
+        devices = range(num_training + num_generation)
+        return cls(tuple(devices[:num_training]), tuple(devices[num_training:]), per_node)
+
+    @classmethod
+    def colocated(cls, generation: tuple[int, ...], num_training: int, per_node: int) -> Devices:
+        """Place the generation ranks on devices of training ranks.
+
+        `generation`: for each generation rank the training rank whose device it shares.
+        """
+        return cls(tuple(range(num_training)), generation, per_node)
+
+    def get_node(self, device: int) -> int:
+        """Return the node of a device."""
+        return device // self.per_node
 
 
 class TransferOp(NamedTuple):
-    """What a source parameter and a target parameter have in common, and who sends it to whom."""
+    """A box that source and target parameters have in common, and the ranks that transfer it."""
 
     box: Box
-    source: int  # place among the members' sources
+    source: int  # index in Member.sources
     source_offset: tuple[int, ...]
-    target: int  # place among the members' targets
+    target: int  # index in Member.targets
     target_offset: tuple[int, ...]
-    source_of: Mapping[int, int]  # training rank, by generation rank
+    source_of: Mapping[int, int]  # training rank by generation rank
 
 
 @dataclass(frozen=True, slots=True)
 class TensorGroup:
-    """Logical tensors that both sides shard in the same way."""
+    """Logical tensors that both sides shard in the same way, and the ops of each of them."""
 
     members: tuple[Member, ...]
     itemsize: int
-    cuts: tuple[TransferOp, ...]
+    ops: tuple[TransferOp, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """One box on its way: from a training rank's parameter into a generation rank's."""
+    """A box, copied from a training rank's parameter to a generation rank's."""
 
     tensor: str
     box: Box
@@ -59,123 +130,129 @@ class Copy:
 
 
 @dataclass(frozen=True, slots=True)
-class Totals:
+class PlanTotals:
     """Bytes of a plan."""
 
     received: tuple[int, ...]  # by generation rank, from other devices
-    local: tuple[int, ...]  # by generation rank, from its own device
+    local: tuple[int, ...]  # by generation rank, from its device
     sent: tuple[int, ...]  # by training rank, to other devices
-    in_node: int  # of the received ones, those that stay inside a node
+    in_node: int  # received from a device of the same node
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Data: equal on all ranks that make it from the same layouts."""
+    """A reshard plan, equal on all ranks that compute it from the same layouts."""
 
-    kinds: tuple[TensorGroup, ...]
+    groups: tuple[TensorGroup, ...]
     devices: Devices
 
-    def received_by(self, generation_rank: int) -> list[Copy]:
-        """All copies into a rank's parameters, from its own device too, parameter by parameter."""
-        found = []
-        for kind in self.kinds:
-            for cut in kind.cuts:
-                source = cut.source_of.get(generation_rank)
+    def list_received(self, generation_rank: int) -> list[Copy]:
+        """Return all copies to a rank, those from its device included, parameter by parameter."""
+        copies = []
+        for group in self.groups:
+            for op in group.ops:
+                source = op.source_of.get(generation_rank)
                 if source is not None:
                     pair = (source, generation_rank)
-                    found += [(m.order, _copy(kind, m, cut, *pair)) for m in kind.members]
-        return _in_order(found)
+                    copies += [(m.order, _build_copy(group, m, op, *pair)) for m in group.members]
+        return _sort_copies(copies)
 
-    def sent_by(self, training_rank: int) -> list[Copy]:
-        """All copies out of a rank's parameters, in the order in which targets take them."""
-        found = []
-        for kind in self.kinds:
-            for cut in kind.cuts:
-                for target, source in cut.source_of.items():
+    def list_sent(self, training_rank: int) -> list[Copy]:
+        """Return all copies from a rank, parameter by parameter of the targets."""
+        copies = []
+        for group in self.groups:
+            for op in group.ops:
+                for target, source in op.source_of.items():
                     if source == training_rank:
                         pair = (source, target)
-                        found += [(m.order, _copy(kind, m, cut, *pair)) for m in kind.members]
-        return _in_order(found)
+                        copies += [
+                            (m.order, _build_copy(group, m, op, *pair)) for m in group.members
+                        ]
+        return _sort_copies(copies)
 
-    def pairs(self) -> Iterator[tuple[int, int, int]]:
-        """Training rank, generation rank and bytes of each box, in all tensors of its kind."""
-        for kind in self.kinds:
-            for cut in kind.cuts:
-                num_bytes = cut.box.numel * kind.itemsize * len(kind.members)
-                for target, source in cut.source_of.items():
+    def list_transfers(self) -> Iterator[tuple[int, int, int]]:
+        """Yield training rank, generation rank, and bytes in all tensors of a group, per op."""
+        for group in self.groups:
+            for op in group.ops:
+                num_bytes = op.box.numel * group.itemsize * len(group.members)
+                for target, source in op.source_of.items():
                     yield source, target, num_bytes
 
-    def totals(self) -> Totals:
+    def compute_totals(self) -> PlanTotals:
+        """Sum the bytes that each rank sends and receives."""
         devices = self.devices
-        training, generation, node = devices.training, devices.generation, devices.node
+        training, generation, node = devices.training, devices.generation, devices.get_node
         received, local, sent = [0] * len(generation), [0] * len(generation), [0] * len(training)
         in_node = 0
-        for source, target, num_bytes in self.pairs():
-            here, there = generation[target], training[source]
-            if here == there:
+        for source, target, num_bytes in self.list_transfers():
+            target_device, source_device = generation[target], training[source]
+            if target_device == source_device:
                 local[target] += num_bytes
                 continue
             received[target] += num_bytes
             sent[source] += num_bytes
-            in_node += num_bytes * (node(here) == node(there))
-        return Totals(tuple(received), tuple(local), tuple(sent), in_node)
+            in_node += num_bytes * (node(target_device) == node(source_device))
+        return PlanTotals(tuple(received), tuple(local), tuple(sent), in_node)
 
 
-def _in_order(found: list[tuple[int, Copy]]) -> list[Copy]:
-    found.sort(key=lambda pair: (pair[0], pair[1].target_rank, pair[1].target_offset))
-    return [copy for _, copy in found]
+def _sort_copies(ordered_copies: list[tuple[int, Copy]]) -> list[Copy]:
+    ordered_copies.sort(key=lambda pair: (pair[0], pair[1].target_rank, pair[1].target_offset))
+    return [copy for _, copy in ordered_copies]
 
 
-def _copy(kind: TensorGroup, member: Member, cut: TransferOp, source: int, target: int) -> Copy:
+def _build_copy(
+    group: TensorGroup, member: Member, op: TransferOp, source: int, target: int
+) -> Copy:
     return Copy(
         tensor=member.tensor,
-        box=cut.box,
+        box=op.box,
         source_rank=source,
-        source=member.sources[cut.source],
-        source_offset=cut.source_offset,
+        source=member.sources[op.source],
+        source_offset=op.source_offset,
         target_rank=target,
-        target=member.targets[cut.target],
-        target_offset=cut.target_offset,
-        num_bytes=cut.box.numel * kind.itemsize,
+        target=member.targets[op.target],
+        target_offset=op.target_offset,
+        num_bytes=op.box.numel * group.itemsize,
     )
 
 
 class TransferRequirements:
-    """The boxes that the generation side needs, intersected with those of the training side.
+    """The boxes of the generation side, intersected with those of the training side.
 
-    The largest part of making a plan, and the part that does not ask where ranks run.
+    It is the largest part of the work for a plan, and does not depend on devices.
     """
 
     def __init__(self, training: Side, generation: Side, itemsize: int) -> None:
-        """`itemsize` is that of an element as it is sent, in bytes.
+        """Intersect the boxes of both sides.
 
-        Weights that are kept in float32 travel in it.
+        Args:
+            itemsize: Bytes of an element as it is sent; float32 parameters are sent in float32.
 
         Raises:
-            ValueError: the training side does not cover a tensor of the generation side exactly
+            ValueError: The training side does not cover a tensor of the generation side exactly
                 once.
         """
         self.num_training = training[0].world_size
         self.num_generation = generation[0].world_size
-        fits: dict[object, tuple[_Fit, ...]] = {}  # cut once for all kinds of the same shapes
-        self._kinds, have = [], _Have()
-        for kind in group_by_sharding(training, generation):
-            places = (*kind.sources, *kind.targets)
-            shapes = (len(kind.sources), *[place.shape for place in places])
-            if shapes not in fits:
-                fits[shapes] = tuple(_fits(kind))
-            self._kinds.append(_OpenKind(kind, fits[shapes], itemsize, have))
+        boxes: dict[object, tuple[_SharedBox, ...]] = {}  # by the signatures of a group
+        self._groups, index = [], _SourceIndex()
+        for group in group_by_sharding(training, generation):
+            shardings = (*group.sources, *group.targets)
+            signatures = (len(group.sources), *[sharding.signature for sharding in shardings])
+            if signatures not in boxes:
+                boxes[signatures] = tuple(_intersect_blocks(group))
+            self._groups.append(_OpenGroup(group, boxes[signatures], itemsize, index))
 
-    def needed(self) -> IntArray:
-        """[generation ranks]: bytes that each needs, padding left out."""
-        found = np.zeros(self.num_generation, np.int64)
+    def compute_needed(self) -> IntArray:
+        """Return [generation ranks], the bytes that each needs, without padding."""
+        num_bytes = np.zeros(self.num_generation, np.int64)
         for choice in self._choices():
-            found[list(choice.targets)] += choice.num_bytes
-        return found
+            num_bytes[list(choice.targets)] += choice.num_bytes
+        return num_bytes
 
-    def overlap(self) -> IntArray:
-        """[generation ranks, training ranks]: bytes that the one needs and the other has."""
-        # By identity, which is hashed faster than the ranks.
+    def compute_overlap(self) -> IntArray:
+        """Return [generation ranks, training ranks], the bytes that one needs and the other has."""
+        # Keyed by id(), which is hashed faster than the ranks.
         targets: dict[int, tuple[int, ...]] = {}
         sources: dict[int, Mapping[int, int]] = {}
         num_bytes = Counter[tuple[int, int]]()
@@ -186,160 +263,174 @@ class TransferRequirements:
         rows = {target: np.zeros(self.num_training, np.int64) for target in targets}
         for (target, source), shared in num_bytes.items():
             rows[target][list(sources[source])] += shared
-        found = np.zeros((self.num_generation, self.num_training), np.int64)
+        overlap = np.zeros((self.num_generation, self.num_training), np.int64)
         for target, row in rows.items():
-            found[list(targets[target])] += row
-        return found
+            overlap[list(targets[target])] += row
+        return overlap
 
     def plan(self, devices: Devices) -> Plan:
-        """With a source for every box: the own device, else the own node, else the least loaded."""
-        sources = _SourceChooser(devices)
-        # The largest first, so that what is left to choose evens the load out.
-        chosen = {
-            id(kind): [sources.choose(choice) for choice in kind.choices]
-            for kind in sorted(self._kinds, key=lambda kind: -kind.num_bytes)
+        """Choose a source for every box: on the same device, else node, else the least loaded."""
+        chooser = _SourceChooser(devices)
+        # Largest first: the later, smaller choices balance the load.
+        sources = {
+            id(group): [chooser.choose(choice) for choice in group.choices]
+            for group in sorted(self._groups, key=lambda group: -group.num_bytes)
         }
-        return Plan(tuple(kind.closed(chosen[id(kind)]) for kind in self._kinds), devices)
+        return Plan(tuple(group.close(sources[id(group)]) for group in self._groups), devices)
 
-    def _choices(self) -> Iterator[_Choice]:
-        for kind in self._kinds:
-            yield from kind.choices
+    def _choices(self) -> Iterator[_SourceChoice]:
+        for group in self._groups:
+            yield from group.choices
 
 
 @dataclass(frozen=True, slots=True)
-class _Fit:
-    """A box that a shard of a target needs, and its place on both sides, on any rank."""
+class _SharedBox:
+    """A box of a shard of a target parameter, and its locations on both sides, for any rank."""
 
     box: Box
-    target: tuple[int, int, tuple[int, ...]]  # parameter, shard, offset in it
+    target: tuple[int, int, tuple[int, ...]]  # parameter, shard, offset
     sources: tuple[tuple[int, int, tuple[int, ...]], ...]
 
 
-class _Choice(NamedTuple):
-    """Which ranks need a box, and which have it."""
+class _SourceChoice(NamedTuple):
+    """The ranks that need a box, and those that have it."""
 
-    num_bytes: int  # in all tensors of the kind
+    num_bytes: int  # in all tensors of the group
     targets: tuple[int, ...]
-    sources: Mapping[int, int]  # by training rank: which of the fit's sources it has
+    sources: Mapping[int, int]  # by training rank: index in _SharedBox.sources
 
 
-class _Have:
-    """Which training ranks have a box: one object for all boxes that the same ranks have."""
+class _SourceIndex:
+    """Mappings from training rank to source, one object for all boxes of the same ranks."""
 
     def __init__(self) -> None:
-        self._found: dict[tuple[int, ...], dict[int, int]] = {}
+        self._sources: dict[tuple[int, ...], dict[int, int]] = {}
 
-    def one_of(self, *holders: tuple[int, ...]) -> Mapping[int, int]:
-        """By rank: the first of these that it is in."""
+    def find_sources(self, *holders: tuple[int, ...]) -> Mapping[int, int]:
+        """Return, by rank, the index of the first of `holders` that contains it."""
         key = tuple(map(id, holders))
-        if (found := self._found.get(key)) is None:
-            found = {}
+        if (sources := self._sources.get(key)) is None:
+            sources = {}
             for number, ranks in enumerate(holders):
                 for rank in ranks:
-                    found.setdefault(rank, number)
-            self._found[key] = found
-        return found
+                    sources.setdefault(rank, number)
+            self._sources[key] = sources
+        return sources
 
 
-class _OpenKind:
-    """A kind whose sources are still to be chosen: for each fit a choice."""
+class _OpenGroup:
+    """A group whose sources are not chosen yet: a choice for each box."""
 
     def __init__(
-        self, kind: ShardingGroup, fits: tuple[_Fit, ...], itemsize: int, have: _Have
+        self,
+        group: ShardingGroup,
+        boxes: tuple[_SharedBox, ...],
+        itemsize: int,
+        index: _SourceIndex,
     ) -> None:
-        self._members = kind.members
-        self._itemsize = 4 if kind.targets[0].float32 else itemsize
-        self._fits = fits
+        self._members = group.members
+        self._itemsize = 4 if group.targets[0].float32 else itemsize
+        self._boxes = boxes
         self.choices = []
-        for fit in fits:
-            target, target_shard, _ = fit.target
-            held = have.one_of(*[kind.sources[n].holders[shard] for n, shard, _ in fit.sources])
-            num_bytes = fit.box.numel * self._itemsize * len(kind.members)
-            targets = kind.targets[target].holders[target_shard]
-            self.choices.append(_Choice(num_bytes, targets, held))
+        for shared in boxes:
+            target, target_shard, _ = shared.target
+            holders = [group.sources[n].holders[shard] for n, shard, _ in shared.sources]
+            num_bytes = shared.box.numel * self._itemsize * len(group.members)
+            targets = group.targets[target].holders[target_shard]
+            sources = index.find_sources(*holders)
+            self.choices.append(_SourceChoice(num_bytes, targets, sources))
         self.num_bytes = sum(choice.num_bytes for choice in self.choices)
 
-    def closed(self, chosen: Sequence[Mapping[int, int]]) -> TensorGroup:
-        """With the training rank that serves each generation rank, choice by choice."""
-        cuts = []
-        for fit, choice, source_of in zip(self._fits, self.choices, chosen, strict=True):
-            target, _, target_offset = fit.target
-            for number, (source, _, offset) in enumerate(fit.sources):
-                served = source_of
-                if len(fit.sources) > 1:
-                    served = {t: s for t, s in source_of.items() if choice.sources[s] == number}
-                if served:
-                    cuts.append(TransferOp(fit.box, source, offset, target, target_offset, served))
-        return TensorGroup(tuple(self._members), self._itemsize, tuple(cuts))
+    def close(self, sources: Sequence[Mapping[int, int]]) -> TensorGroup:
+        """Return the group with its ops.
+
+        Args:
+            sources: For each choice, the training rank of each generation rank.
+        """
+        ops = []
+        for shared, choice, source_of in zip(self._boxes, self.choices, sources, strict=True):
+            target, _, target_offset = shared.target
+            for number, (source, _, offset) in enumerate(shared.sources):
+                pairs = source_of
+                if len(shared.sources) > 1:
+                    pairs = {t: s for t, s in source_of.items() if choice.sources[s] == number}
+                if pairs:
+                    op = TransferOp(shared.box, source, offset, target, target_offset, pairs)
+                    ops.append(op)
+        return TensorGroup(tuple(self._members), self._itemsize, tuple(ops))
 
 
-def _fits(kind: ShardingGroup) -> Iterator[_Fit]:
-    """TransferOp each block of the targets against those of the sources."""
-    held = [(n, *piece) for n, place in enumerate(kind.sources) for piece in place.blocks()]
-    for number, place in enumerate(kind.targets):
-        for shard, block in place.blocks():
-            found: dict[Box, list[tuple[int, int, tuple[int, ...]]]] = {}
-            for source, source_shard, piece in held:
-                if (box := overlap(piece.box, block.box)) is not None:
-                    at = (source, source_shard, _moved(piece.local_offset, piece.box, box))
-                    found.setdefault(box, []).append(at)
-            if sum(box.numel for box in found) != block.box.numel:
+def _intersect_blocks(group: ShardingGroup) -> Iterator[_SharedBox]:
+    """Intersect each block of the targets with those of the sources."""
+    source_blocks = [
+        (number, *block)
+        for number, sharding in enumerate(group.sources)
+        for block in sharding.list_blocks()
+    ]
+    for number, sharding in enumerate(group.targets):
+        for shard, block in sharding.list_blocks():
+            sources: dict[Box, list[tuple[int, int, tuple[int, ...]]]] = {}
+            for source, source_shard, source_block in source_blocks:
+                if (box := intersect(source_block.box, block.box)) is not None:
+                    offset = _shift_offset(source_block.local_offset, source_block.box, box)
+                    sources.setdefault(box, []).append((source, source_shard, offset))
+            if sum(box.numel for box in sources) != block.box.numel:
                 raise ValueError(
-                    f"{kind.members[0].tensor}: the training side does not cover {block.box} "
+                    f"{group.members[0].tensor}: the training side does not cover {block.box} "
                     "exactly once"
                 )
-            for box, places in found.items():
-                offset = _moved(block.local_offset, block.box, box)
-                yield _Fit(box, (number, shard, offset), tuple(places))
+            for box, locations in sources.items():
+                offset = _shift_offset(block.local_offset, block.box, box)
+                yield _SharedBox(box, (number, shard, offset), tuple(locations))
 
 
 class _SourceChooser:
-    """Own device first, then own node, then the rank that has sent the least so far."""
+    """Chooses sources: the same device first, then the same node, then the least loaded rank."""
 
     def __init__(self, devices: Devices) -> None:
         self._devices = devices
         self._sent = [0] * len(devices.training)
-        self._guest = {device: rank for rank, device in enumerate(devices.generation)}
-        self._host = {device: rank for rank, device in enumerate(devices.training)}
-        self._hosts = defaultdict[int, list[int]](list)  # by node
-        for device, rank in self._host.items():
-            self._hosts[devices.node(device)].append(rank)
-        self._near: dict[tuple[int, int], Collection[int]] = {}
+        self._generation_ranks = {device: rank for rank, device in enumerate(devices.generation)}
+        self._training_ranks = {device: rank for rank, device in enumerate(devices.training)}
+        self._ranks_of_node = defaultdict[int, list[int]](list)  # by node
+        for device, rank in self._training_ranks.items():
+            self._ranks_of_node[devices.get_node(device)].append(rank)
+        self._nearest: dict[tuple[int, int], Collection[int]] = {}
 
-    def choose(self, choice: _Choice) -> dict[int, int]:
-        """The training rank that serves each generation rank."""
+    def choose(self, choice: _SourceChoice) -> dict[int, int]:
+        """Return the training rank that sends to each generation rank."""
         devices, num_bytes = self._devices, choice.num_bytes
-        if len(choice.sources) == 1:  # as for most experts
-            (only,) = choice.sources
-            source_of = dict.fromkeys(choice.targets, only)
-            at_home = self._guest.get(devices.training[only]) in source_of
-            self._sent[only] += num_bytes * (len(source_of) - at_home)
+        if len(choice.sources) == 1:  # most experts
+            (source,) = choice.sources
+            source_of = dict.fromkeys(choice.targets, source)
+            is_local = self._generation_ranks.get(devices.training[source]) in source_of
+            self._sent[source] += num_bytes * (len(source_of) - is_local)
             return source_of
         source_of = {}
         for target in choice.targets:
             device = devices.generation[target]
-            own = self._host.get(device)
-            if own is not None and own in choice.sources:
-                source_of[target] = own
+            local = self._training_ranks.get(device)
+            if local is not None and local in choice.sources:
+                source_of[target] = local
                 continue
-            near = self._nearest(choice.sources, devices.node(device))
-            source = source_of[target] = min(near, key=self._sent.__getitem__)
+            candidates = self._list_nearest(choice.sources, devices.get_node(device))
+            source = source_of[target] = min(candidates, key=self._sent.__getitem__)
             self._sent[source] += num_bytes
         return source_of
 
-    def _nearest(self, sources: Mapping[int, int], node: int) -> Collection[int]:
-        """Those on the node, or else all."""
+    def _list_nearest(self, sources: Mapping[int, int], node: int) -> Collection[int]:
+        """Return the sources on a node, or all if there are none."""
         key = id(sources), node
-        if (found := self._near.get(key)) is None:
-            found = [rank for rank in self._hosts[node] if rank in sources] or sources
-            self._near[key] = found
-        return found
+        if (nearest := self._nearest.get(key)) is None:
+            nearest = [rank for rank in self._ranks_of_node[node] if rank in sources] or sources
+            self._nearest[key] = nearest
+        return nearest
 
 
-def overlap(a: Box, b: Box) -> Box | None:
-    """What two boxes of one tensor have in common.
+def intersect(a: Box, b: Box) -> Box | None:
+    """Return the intersection of two boxes of a tensor, or None.
 
-    >>> overlap(Box((0,), (4,)), Box((3,), (4,)))
+    >>> intersect(Box((0,), (4,)), Box((3,), (4,)))
     Box(offsets=(3,), sizes=(1,))
     """
     starts = tuple(max(x, y) for x, y in zip(a.offsets, b.offsets, strict=True))
@@ -350,6 +441,159 @@ def overlap(a: Box, b: Box) -> Box | None:
     return Box(starts, sizes) if min(sizes, default=1) > 0 else None
 
 
-def _moved(offset: tuple[int, ...], whole: Box, part: Box) -> tuple[int, ...]:
-    """The offset of a part of a box when the box is at `offset`."""
-    return tuple(at + p - w for at, p, w in zip(offset, part.offsets, whole.offsets, strict=True))
+def _shift_offset(offset: tuple[int, ...], outer: Box, inner: Box) -> tuple[int, ...]:
+    """Return the offset of a box inside another one that is at `offset`."""
+    return tuple(o + i - w for o, i, w in zip(offset, inner.offsets, outer.offsets, strict=True))
+
+
+def group_by_sharding(training: Side, generation: Side) -> list[ShardingGroup]:
+    """Group the tensors of the generation side by their shardings on both sides."""
+    sources, targets = _Locations(*training), _Locations(*generation)
+    members: dict[tuple[tuple[int, ...], tuple[int, ...]], list[Member]] = defaultdict(list)
+    for name, target in targets.by_tensor.items():
+        source = sources.by_tensor.get(name)
+        if source is None:
+            raise ValueError(f"the training side has no {name}")
+        member = Member(name, target.order, source.names, target.names)
+        members[source.shardings, target.shardings].append(member)
+    return [
+        ShardingGroup(
+            sources.get_shardings(source_numbers), targets.get_shardings(target_numbers), group
+        )
+        for (source_numbers, target_numbers), group in members.items()
+    ]
+
+
+class _Location(NamedTuple):
+    """The parameters of a side that contain a logical tensor."""
+
+    order: int  # index of the first of them in the rules
+    shardings: tuple[int, ...]  # numbers of _Locations, equal for equal shardings
+    names: tuple[str, ...]
+
+
+class _Locations:
+    """The locations of all logical tensors of a side."""
+
+    def __init__(self, ranks: Ranks, weights: Sequence[Weight]) -> None:
+        self.by_tensor: dict[str, _Location] = {}
+        self._shardings: list[Sharding] = []
+        numbers: dict[object, range] = {}
+        for order, weight in enumerate(weights):
+            holders = ranks.get_holders(weight)
+            if not holders:
+                continue
+            # Holders by id(): equal ones are the same object, and may have a thousand ranks.
+            key = (*_get_signature(weight.rule), id(holders), weight.float32)
+            if (sharding_numbers := numbers.get(key)) is None:
+                sharding_numbers = numbers[key] = self._add_shardings(weight, holders)
+            names = (ranks.get_local_name(weight),)
+            for number, tensor in zip(sharding_numbers, weight.rule.tensors, strict=True):
+                location = _Location(order, (number,), names)
+                if (first := self.by_tensor.get(tensor.name)) is not None:
+                    shardings = (*first.shardings, number)
+                    location = _Location(first.order, shardings, first.names + names)
+                self.by_tensor[tensor.name] = location
+
+    def get_shardings(self, numbers: tuple[int, ...]) -> tuple[Sharding, ...]:
+        """Return the shardings with these numbers."""
+        return tuple(self._shardings[number] for number in numbers)
+
+    def _add_shardings(self, weight: Weight, holders: Holders) -> range:
+        """Add a sharding for each tensor of a weight's rule; return their numbers."""
+        first = len(self._shardings)
+        for position in range(len(weight.rule.tensors)):
+            self._shardings.append(Sharding(weight.rule, position, holders, weight.float32))
+        return range(first, len(self._shardings))
+
+
+def _get_signature(rule: Rule) -> tuple[object, ...]:
+    """Return type and sizes of a rule, without the names of its tensors."""
+    return _build_signature_reader(type(rule))(rule)
+
+
+@cache
+def _build_signature_reader(rule_type: Any) -> Callable[[object], tuple[object, ...]]:
+    """Return a function that reads a rule with shapes in place of tensors.
+
+    attrgetter is fast: there are tens of thousands of rules.
+    """
+    hints = get_type_hints(rule_type)
+    types = {f.name: hints[f.name] for f in fields(rule_type)}
+    names = [f"{name}.shape" if hint is LogicalTensor else name for name, hint in types.items()]
+    read = attrgetter("__class__", *names)
+    if any(get_origin(hint) is tuple for hint in types.values()):
+        return lambda rule: tuple(_strip_names(value) for value in read(rule))
+    return read
+
+
+def _strip_names(value: object) -> object:
+    if isinstance(value, LogicalTensor):
+        return value.shape
+    return tuple(_strip_names(part) for part in value) if isinstance(value, tuple) else value
+
+
+def assign_hosts(
+    overlap: NDArray[np.int64], group_size: int = 1, allowed: NDArray[np.bool_] | None = None
+) -> tuple[int, ...]:
+    """Assign each generation rank the device of a training rank, so that most bytes stay local.
+
+    Solves the maximum-weight assignment.
+
+    Args:
+        overlap: [generation ranks, training ranks], bytes of TransferRequirements.compute_overlap.
+        group_size: Consecutive generation ranks (a tensor-parallel group) that are assigned to
+            consecutive devices, in the best order, to keep groups inside nodes.
+        allowed: [generation ranks, training ranks], pairs that may share a device.
+
+    Returns:
+        The training rank for each generation rank.
+
+    Raises:
+        ConfigError: There are fewer training ranks, the groups do not divide the ranks, or there is
+            no assignment of allowed pairs.
+    """
+    num_generation, num_training = overlap.shape
+    if num_generation > num_training:
+        raise ConfigError(
+            f"{num_generation} generation ranks on the devices of {num_training} training ranks; "
+            "allowed: at most as many"
+        )
+    if allowed is not None:
+        overlap = np.where(allowed, overlap, -1 - overlap.sum())
+    for count in (num_generation, num_training):
+        if count % group_size:
+            raise ConfigError(f"groups of {group_size} do not divide {count} ranks")
+    rows, columns = num_generation // group_size, num_training // group_size
+    inner = np.zeros((rows, columns, group_size), np.int64)
+    gain = overlap
+    if group_size > 1:
+        blocks = overlap.reshape(rows, group_size, columns, group_size).swapaxes(1, 2)
+        gain = np.empty((rows, columns), np.int64)
+        for row, column in np.ndindex(rows, columns):
+            block = blocks[row, column]
+            inner[row, column] = _solve_assignment(block)
+            gain[row, column] = block[np.arange(group_size), inner[row, column]].sum()
+    hosts = tuple(
+        int(column) * group_size + int(inner[row, column, index])
+        for row, column in enumerate(_solve_assignment(gain))
+        for index in range(group_size)
+    )
+    for rank, host in enumerate(hosts):
+        if allowed is not None and not allowed[rank, host]:
+            raise ConfigError(
+                f"generation rank {rank} runs where there are fewer training ranks than generation "
+                "ranks; allowed: a training rank for each"
+            )
+    return hosts
+
+
+def _solve_assignment(gain: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return [rows], a distinct column for each row that maximizes the sum of gains.
+
+    scipy is avoided: if it is installed, transformers and vLLM import much of it, a tenth of all
+    imports of a server's processes.
+    """
+    _, columns, _ = lap.lapjv(-gain.astype(np.float64), extend_cost=True)
+    assignment: NDArray[np.int64] = columns.astype(np.int64)
+    return assignment

@@ -1,20 +1,81 @@
-"""Sharding rules: which part of a parameter a rank has. Pure data, invertible.
+"""Sharding rules: which boxes of which tensors a rank's parameters have. Plain data, invertible.
 
-The rule of one parameter of an engine lists the blocks of logical (Hugging Face) tensors that
-are in the local tensor of one shard. Loading, export and resharding only read the rules.
+The rule of a parameter lists the blocks of logical (Hugging Face) tensors in the local tensor of a
+shard. Loading, export and resharding read the rules and nothing else. No torch.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol
 
-from mcore_rl.reshard.boxes import Block, Box, LogicalTensor, rows
-
 Axis = Literal["tp", "etp"]
-# Where a parameter outside the decoder layers is: with the chunk of the model that has it.
+# Part of the model that a parameter outside the decoder layers belongs to.
 Stage = Literal["embedding", "final_norm", "head", "mtp"]
+
+
+class LogicalTensor(NamedTuple):  # a large model has tens of thousands
+    """An unsharded tensor of a Hugging Face checkpoint.
+
+    `aliases` are further names under which the checkpoint repeats it: an export writes them, and
+    nothing reads them.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    aliases: tuple[str, ...] = ()
+
+    @property
+    def alias_tensors(self) -> tuple[LogicalTensor, ...]:
+        return tuple(LogicalTensor(name, self.shape) for name in self.aliases)
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """Offsets and sizes of a hyper-rectangle.
+
+    >>> Box((4, 0), (2, 8)).numel
+    16
+    """
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.offsets) != len(self.sizes):
+            raise ValueError(f"box offsets {self.offsets} and sizes {self.sizes} differ in rank")
+        if min(self.offsets, default=0) < 0 or min(self.sizes, default=1) < 1:
+            raise ValueError(f"empty or negative box: offsets {self.offsets}, sizes {self.sizes}")
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.sizes)
+
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        return tuple(slice(o, o + n) for o, n in zip(self.offsets, self.sizes, strict=True))
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """A box of a logical tensor, and the offset of its first element in a local tensor."""
+
+    tensor: LogicalTensor
+    box: Box
+    local_offset: tuple[int, ...]
+
+    @property
+    def local_slices(self) -> tuple[slice, ...]:
+        return Box(self.local_offset, self.box.sizes).slices
+
+
+def slice_rows(tensor: LogicalTensor, start: int, count: int, local_start: int) -> Block:
+    """Return rows [start, start + count) of a tensor, at row `local_start` of the local tensor."""
+    rest = tensor.shape[1:]
+    zeros = (0,) * len(rest)
+    return Block(tensor, Box((start, *zeros), (count, *rest)), (local_start, *zeros))
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,25 +87,31 @@ class Shard:
 
 
 class Rule(Protocol):
+    """Layout of a parameter: the blocks of logical tensors in each of its shards."""
+
     @property
     def tensors(self) -> tuple[LogicalTensor, ...]:
-        """The logical tensors that the parameter is made of."""
+        """Logical tensors that the parameter consists of."""
         ...
 
-    def local_shape(self, shard: Shard) -> tuple[int, ...]: ...
+    def get_local_shape(self, shard: Shard) -> tuple[int, ...]:
+        """Return the shape of a shard."""
+        ...
 
-    def blocks(self, shard: Shard) -> tuple[Block, ...]: ...
+    def get_blocks(self, shard: Shard) -> tuple[Block, ...]:
+        """Return the blocks of a shard."""
+        ...
 
 
-def _part(size: int, shard: Shard, what: str) -> int:
+def _divide(size: int, shard: Shard, what: str) -> int:
     if size % shard.count:
         raise ValueError(f"{what} of size {size} does not divide into {shard.count} shards")
     return size // shard.count
 
 
 @dataclass(frozen=True, slots=True)
-class Whole:
-    """The parameter is one logical tensor, replicated on every rank."""
+class Replicated:
+    """A logical tensor, replicated on every rank."""
 
     tensor: LogicalTensor
 
@@ -52,19 +119,19 @@ class Whole:
     def tensors(self) -> tuple[LogicalTensor, ...]:
         return (self.tensor,)
 
-    def local_shape(self, shard: Shard) -> tuple[int, ...]:
+    def get_local_shape(self, shard: Shard) -> tuple[int, ...]:
         return self.tensor.shape
 
-    def blocks(self, shard: Shard) -> tuple[Block, ...]:
+    def get_blocks(self, shard: Shard) -> tuple[Block, ...]:
         zeros = (0,) * len(self.tensor.shape)
         return (Block(self.tensor, Box(zeros, self.tensor.shape), zeros),)
 
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """Equal slices of one dim; `padded` is its size with padding, for a vocabulary.
+    """A logical tensor, split equally along `dim`; `padded`: size of a padded vocabulary.
 
-    >>> Split(LogicalTensor("e", (5, 2)), dim=0, padded=6).blocks(Shard(1, 2))[0].box.sizes
+    >>> Split(LogicalTensor("e", (5, 2)), dim=0, padded=6).get_blocks(Shard(1, 2))[0].box.sizes
     (2, 2)
     """
 
@@ -76,15 +143,15 @@ class Split:
     def tensors(self) -> tuple[LogicalTensor, ...]:
         return (self.tensor,)
 
-    def local_shape(self, shard: Shard) -> tuple[int, ...]:
-        size = _part(self.padded or self.tensor.shape[self.dim], shard, self.tensor.name)
+    def get_local_shape(self, shard: Shard) -> tuple[int, ...]:
+        size = _divide(self.padded or self.tensor.shape[self.dim], shard, self.tensor.name)
         return (*self.tensor.shape[: self.dim], size, *self.tensor.shape[self.dim + 1 :])
 
-    def blocks(self, shard: Shard) -> tuple[Block, ...]:
-        shape = self.local_shape(shard)
+    def get_blocks(self, shard: Shard) -> tuple[Block, ...]:
+        shape = self.get_local_shape(shard)
         start = shard.index * shape[self.dim]
         size = min(shape[self.dim], self.tensor.shape[self.dim] - start)
-        if size <= 0:  # the shard has padding only
+        if size <= 0:  # only padding
             return ()
         zeros = (0,) * len(shape)
         offsets = tuple(start if d == self.dim else 0 for d in range(len(shape)))
@@ -103,13 +170,13 @@ class GateUp:
     def tensors(self) -> tuple[LogicalTensor, ...]:
         return (self.gate, self.up)
 
-    def local_shape(self, shard: Shard) -> tuple[int, ...]:
-        return (2 * _part(self.gate.shape[0], shard, self.gate.name), *self.gate.shape[1:])
+    def get_local_shape(self, shard: Shard) -> tuple[int, ...]:
+        return (2 * _divide(self.gate.shape[0], shard, self.gate.name), *self.gate.shape[1:])
 
-    def blocks(self, shard: Shard) -> tuple[Block, ...]:
-        part = _part(self.gate.shape[0], shard, self.gate.name)
+    def get_blocks(self, shard: Shard) -> tuple[Block, ...]:
+        part = _divide(self.gate.shape[0], shard, self.gate.name)
         start = shard.index * part
-        return (rows(self.gate, start, part, 0), rows(self.up, start, part, part))
+        return (slice_rows(self.gate, start, part, 0), slice_rows(self.up, start, part, part))
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,28 +192,28 @@ class InterleavedQKV:
     def tensors(self) -> tuple[LogicalTensor, ...]:
         return (self.q, self.k, self.v)
 
-    def local_shape(self, shard: Shard) -> tuple[int, ...]:
+    def get_local_shape(self, shard: Shard) -> tuple[int, ...]:
         total = self.q.shape[0] + self.k.shape[0] + self.v.shape[0]
-        groups = _part(self.num_groups, shard, f"query groups of {self.q.name}")
+        groups = _divide(self.num_groups, shard, f"query groups of {self.q.name}")
         return (groups * (total // self.num_groups), *self.q.shape[1:])
 
-    def blocks(self, shard: Shard) -> tuple[Block, ...]:
-        groups = _part(self.num_groups, shard, f"query groups of {self.q.name}")
-        found: list[Block] = []
+    def get_blocks(self, shard: Shard) -> tuple[Block, ...]:
+        groups = _divide(self.num_groups, shard, f"query groups of {self.q.name}")
+        blocks: list[Block] = []
         local = 0
         for group in range(shard.index * groups, (shard.index + 1) * groups):
             for tensor in self.tensors:
                 size = tensor.shape[0] // self.num_groups
-                found.append(rows(tensor, group * size, size, local))
+                blocks.append(slice_rows(tensor, group * size, size, local))
                 local += size
-        return tuple(found)
+        return tuple(blocks)
 
 
 @dataclass(frozen=True, slots=True)
 class StackedQKV:
-    """vLLM's qkv_proj: a shard's [q heads; k heads; v heads].
+    """vLLM's qkv_proj: [q heads; k heads; v heads] of each shard.
 
-    With fewer key/value heads than shards, each head is on several of them
+    With fewer key/value heads than shards, each head is replicated on several shards
     (model_executor/layers/linear.py:1053 of vLLM 0.32).
     """
 
@@ -159,15 +226,15 @@ class StackedQKV:
     def tensors(self) -> tuple[LogicalTensor, ...]:
         return (self.q, self.k, self.v)
 
-    def _runs(self, shard: Shard) -> tuple[tuple[LogicalTensor, int, int], ...]:
-        """(tensor, first row, rows), in their order."""
-        q_rows = _part(self.q.shape[0], shard, self.q.name)
+    def _list_rows(self, shard: Shard) -> tuple[tuple[LogicalTensor, int, int], ...]:
+        """Return (tensor, first row, number of rows) of a shard."""
+        q_rows = _divide(self.q.shape[0], shard, self.q.name)
         head = self.k.shape[0] // self.num_groups
         if self.num_groups < shard.count:
-            copies = _part(shard.count, Shard(0, self.num_groups), f"shards of {self.k.name}")
+            copies = _divide(shard.count, Shard(0, self.num_groups), f"shards of {self.k.name}")
             first, size = shard.index // copies * head, head
         else:
-            size = _part(self.num_groups, shard, f"key/value heads of {self.k.name}") * head
+            size = _divide(self.num_groups, shard, f"key/value heads of {self.k.name}") * head
             first = shard.index * size
         return (
             (self.q, shard.index * q_rows, q_rows),
@@ -175,20 +242,20 @@ class StackedQKV:
             (self.v, first, size),
         )
 
-    def local_shape(self, shard: Shard) -> tuple[int, ...]:
-        return (sum(size for _, _, size in self._runs(shard)), *self.q.shape[1:])
+    def get_local_shape(self, shard: Shard) -> tuple[int, ...]:
+        return (sum(size for _, _, size in self._list_rows(shard)), *self.q.shape[1:])
 
-    def blocks(self, shard: Shard) -> tuple[Block, ...]:
-        found, local = [], 0
-        for tensor, first, size in self._runs(shard):
-            found.append(rows(tensor, first, size, local))
+    def get_blocks(self, shard: Shard) -> tuple[Block, ...]:
+        blocks, local = [], 0
+        for tensor, first, size in self._list_rows(shard):
+            blocks.append(slice_rows(tensor, first, size, local))
             local += size
-        return tuple(found)
+        return tuple(blocks)
 
 
 @dataclass(frozen=True, slots=True)
 class Concat:
-    """Whole tensors one behind the other, replicated: vLLM's fused_qkv_a_proj."""
+    """Logical tensors, concatenated and replicated: vLLM's fused_qkv_a_proj."""
 
     parts: tuple[LogicalTensor, ...]
 
@@ -196,23 +263,22 @@ class Concat:
     def tensors(self) -> tuple[LogicalTensor, ...]:
         return self.parts
 
-    def local_shape(self, shard: Shard) -> tuple[int, ...]:
+    def get_local_shape(self, shard: Shard) -> tuple[int, ...]:
         return (sum(part.shape[0] for part in self.parts), *self.parts[0].shape[1:])
 
-    def blocks(self, shard: Shard) -> tuple[Block, ...]:
-        found, local = [], 0
+    def get_blocks(self, shard: Shard) -> tuple[Block, ...]:
+        blocks, local = [], 0
         for part in self.parts:
-            found.append(rows(part, 0, part.shape[0], local))
+            blocks.append(slice_rows(part, 0, part.shape[0], local))
             local += part.shape[0]
-        return tuple(found)
+        return tuple(blocks)
 
 
 class Weight(NamedTuple):
-    """One parameter of an engine: its name, what it is made of, and which axes place it.
+    """A parameter of an engine: its name, its rule, and the mesh axes that place it.
 
-    `name` is the engine's, Megatron's or vLLM's: "{layer}" and "{expert}" stand where a rank puts
-    its local numbers. Where an engine stacks its experts into one parameter, "[{expert}]" at the
-    end of the name is the place in the stack.
+    `name` is Megatron's or vLLM's; "{layer}" and "{expert}" are replaced by local indices of a
+    rank. If experts are stacked in a parameter, "[{expert}]" at the end is the index in the stack.
     """
 
     name: str
@@ -221,12 +287,13 @@ class Weight(NamedTuple):
     layer: int | None = None  # decoder layer, placed by the pipeline axis
     expert: int | None = None  # placed by the expert axis
     stage: Stage | None = None  # for what is outside the decoder layers
-    # A second copy of tensors of another weight, which a pipeline needs when the first is on
-    # another chunk (tied embeddings, multi-token prediction): loaded, never exported.
+    # A copy of another weight's tensors, which a pipeline needs if that is on another chunk (tied
+    # embeddings, multi-token prediction): loaded, never exported.
     replica: bool = False
-    float32: bool = False  # kept in float32 whatever the dtype of the model
+    float32: bool = False  # float32 for any dtype of the model
 
-    def local_name(self, first_layer: int = 0, first_expert: int = 0) -> str:
+    def get_local_name(self, first_layer: int = 0, first_expert: int = 0) -> str:
+        """Return the name on a rank with these first layer and expert."""
         name = self.name
         if self.layer is not None:
             name = name.replace("{layer}", str(self.layer - first_layer))
@@ -235,19 +302,19 @@ class Weight(NamedTuple):
         return name
 
 
-def logical_tensors(weights: Sequence[Weight]) -> Iterator[LogicalTensor]:
-    """Every tensor of a checkpoint, in the order of the rules; copies behind their original."""
+def list_logical_tensors(weights: Sequence[Weight]) -> Iterator[LogicalTensor]:
+    """Yield every tensor of a checkpoint in the order of the rules, aliases after their tensor."""
     for weight in weights:
         if not weight.replica:
             for tensor in weight.rule.tensors:
                 yield tensor
-                yield from tensor.copies
+                yield from tensor.alias_tensors
 
 
 def check_cover(weights: Sequence[Weight], count: int) -> None:
     """Raise ValueError unless `count` shards cover each logical tensor exactly once.
 
-    Counts elements and compares row starts; replicated rules are read at their first shard.
+    Elements are counted and blocks compared; of replicated rules the first shard is taken.
     """
     seen: set[str] = set()
     for weight in weights:
@@ -257,7 +324,7 @@ def check_cover(weights: Sequence[Weight], count: int) -> None:
         covered: dict[str, int] = {}
         boxes: set[tuple[str, Box]] = set()
         for index in shards:
-            for block in weight.rule.blocks(Shard(index, count if weight.axis else 1)):
+            for block in weight.rule.get_blocks(Shard(index, count if weight.axis else 1)):
                 if (block.tensor.name, block.box) in boxes:
                     raise ValueError(
                         f"{weight.name}: {block.box} of {block.tensor.name} occurs twice"
@@ -265,13 +332,13 @@ def check_cover(weights: Sequence[Weight], count: int) -> None:
                 boxes.add((block.tensor.name, block.box))
                 covered[block.tensor.name] = covered.get(block.tensor.name, 0) + block.box.numel
         for tensor in weight.rule.tensors:
-            for name in (tensor.name, *tensor.also):
+            for name in (tensor.name, *tensor.aliases):
                 if name in seen:
                     raise ValueError(f"{name} is named by two parameters, {weight.name} the second")
                 seen.add(name)
-            whole = Box((0,) * len(tensor.shape), tensor.shape).numel
-            if covered.get(tensor.name, 0) != whole:
+            numel = math.prod(tensor.shape)
+            if covered.get(tensor.name, 0) != numel:
                 raise ValueError(
-                    f"{weight.name}: {covered.get(tensor.name, 0)} of {whole} elements "
+                    f"{weight.name}: {covered.get(tensor.name, 0)} of {numel} elements "
                     f"of {tensor.name}"
                 )

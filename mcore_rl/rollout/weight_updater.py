@@ -12,9 +12,8 @@ from mcore_rl.config.resolve_mode import get_loop
 from mcore_rl.config.schema import RLConfig, RolloutConfig, WeightSyncConfig
 from mcore_rl.controller.pending import Limit, gathered
 from mcore_rl.controller.worker_group import WorkerGroup
-from mcore_rl.parallel import rendezvous_client
-from mcore_rl.parallel.rendezvous import RendezvousEndpoint
-from mcore_rl.parallel.rendezvous_client import LostError
+from mcore_rl.parallel import rendezvous
+from mcore_rl.parallel.rendezvous import RendezvousConnectionError, RendezvousEndpoint
 from mcore_rl.reshard.layout import GenerationLayout
 from mcore_rl.rollout.server_pool import ServerPool
 
@@ -95,8 +94,8 @@ class TransportSync:
     def _end_waits(self) -> None:
         """End the waits of ranks for a server that has died, or leave them to their time limit."""
         assert self._endpoint is not None  # connect came first
-        with contextlib.suppress(LostError):
-            rendezvous_client.end_waits(self._endpoint, "a server has died", _END_S)
+        with contextlib.suppress(RendezvousConnectionError):
+            rendezvous.end_waits(self._endpoint, "a server has died", _END_S)
 
 
 @dataclass(frozen=True, slots=True)

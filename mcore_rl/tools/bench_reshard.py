@@ -30,7 +30,7 @@ from mcore_rl.config.resolve_engine import resolve_layout, resolve_model_layout
 from mcore_rl.config.schema import Layout
 from mcore_rl.jobs.failure import RunFailed
 from mcore_rl.jobs.ranks import ProcessFailed, run_on_ranks
-from mcore_rl.models.base import model_sizes
+from mcore_rl.models.base import get_model_sizes
 from mcore_rl.observability.console import get_stdout_console
 from mcore_rl.reshard.layout import GenerationLayout
 
@@ -61,7 +61,7 @@ class Settings:
 
     def check(self) -> None:
         """Raises ConfigError for layouts that do not fit the model or each other."""
-        sizes = model_sizes(self.config())
+        sizes = get_model_sizes(self.config())
         for name, layout in (("--train", self.train), ("--target", self.target)):
             resolve_layout(name, layout)
             resolve_model_layout(name, layout, sizes)

@@ -21,14 +21,18 @@ from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.json_file import read_json_object
 from mcore_rl.config.resolve_engine import resolve_layout, resolve_model_layout
 from mcore_rl.config.schema import Layout
-from mcore_rl.models.base import HFConfig, family_of, model_sizes, padded_vocab_size, read_config
-from mcore_rl.models.fields import check_fields
+from mcore_rl.models.base import (
+    HFConfig,
+    check_fields,
+    get_family,
+    get_model_sizes,
+    pad_vocab_size,
+    read_config,
+)
 from mcore_rl.observability.console import get_stdout_console
-from mcore_rl.parallel.mesh import Mesh
-from mcore_rl.parallel.stages import split_into_chunks
+from mcore_rl.parallel.mesh import Mesh, split_into_chunks
 from mcore_rl.reshard.layout import GenerationLayout, GenerationRanks, TrainingRanks
-from mcore_rl.reshard.placement import Devices, most_overlap
-from mcore_rl.reshard.planner import Plan, TransferRequirements
+from mcore_rl.reshard.planner import Devices, Plan, TransferRequirements, assign_hosts
 
 Traffic = NDArray[np.int64]
 MODES = ("colocated", "disaggregated")
@@ -105,16 +109,16 @@ def plan_reshard(
     _check(config, train, generate)
     start = time.perf_counter()
     demand = _demand(config, train, generate, itemsize)
-    devices = _devices(mode, demand.overlap(), cluster)
+    devices = _devices(mode, demand.compute_overlap(), cluster)
     plan = demand.plan(devices)
     plan_s = time.perf_counter() - start
     traffic = _traffic(plan)
     # A single generation rank needs the whole model, and overlaps with all that a device holds.
     whole = _demand(config, train, GenerationLayout(), itemsize)
-    gathered = int(whole.needed()[0]) - _on_device(whole.overlap()[0], devices)
+    gathered = int(whole.compute_needed()[0]) - _on_device(whole.compute_overlap()[0], devices)
     same_device, _ = _links(devices)
-    bound = demand.needed() - np.where(same_device, demand.overlap(), 0).sum(axis=1)
-    totals, sent = plan.totals(), np.where(same_device, 0, traffic).sum(axis=0)
+    bound = demand.compute_needed() - np.where(same_device, demand.compute_overlap(), 0).sum(axis=1)
+    totals, sent = plan.compute_totals(), np.where(same_device, 0, traffic).sum(axis=0)
     report = PlanReport(
         mode=mode,
         train=train,
@@ -142,7 +146,7 @@ def plan_reshard(
 def _traffic(plan: Plan) -> Traffic:
     """[generation ranks, training ranks]: bytes from the one to the other, own device included."""
     found = np.zeros((len(plan.devices.generation), len(plan.devices.training)), np.int64)
-    for source, target, num_bytes in plan.pairs():
+    for source, target, num_bytes in plan.list_transfers():
         found[target, source] += num_bytes
     return found
 
@@ -159,7 +163,7 @@ def _read(model: Path) -> HFConfig:
 
 
 def _check(config: HFConfig, train: Layout, generate: GenerationLayout) -> None:
-    sizes = model_sizes(config)
+    sizes = get_model_sizes(config)
     resolve_layout("--train", train)
     resolve_model_layout("--train", train, sizes)
     key = "--generate tp"
@@ -181,13 +185,13 @@ def _check(config: HFConfig, train: Layout, generate: GenerationLayout) -> None:
 def _demand(
     config: HFConfig, train: Layout, generate: GenerationLayout, itemsize: int
 ) -> TransferRequirements:
-    family, sizes = family_of(config), model_sizes(config)
+    family, sizes = get_family(config), get_model_sizes(config)
     chunks = split_into_chunks(train, sizes.num_layers)
     training = TrainingRanks(Mesh(train), chunks, sizes.num_experts)
     generation = GenerationRanks(generate, sizes.num_layers, sizes.num_experts)
     # Prediction layers are not served.
     rules = [
-        w for w in family.weights(config, padded_vocab_size(config, train.tp)) if w.stage != "mtp"
+        w for w in family.weights(config, pad_vocab_size(config, train.tp)) if w.stage != "mtp"
     ]
     return TransferRequirements(
         (training, rules), (generation, family.vllm_weights(config)), itemsize
@@ -197,7 +201,7 @@ def _demand(
 def _devices(mode: str, overlap: Traffic, cluster: Cluster) -> Devices:
     num_generation, num_training = overlap.shape
     if mode == "colocated":
-        hosts = most_overlap(overlap)
+        hosts = assign_hosts(overlap)
         devices = Devices.colocated(hosts, num_training, cluster.gpus_per_node)
         count = num_training
     else:
@@ -241,7 +245,7 @@ def _seconds(traffic: Traffic, devices: Devices, cluster: Cluster) -> float:
 
 def _gather_seconds(gathered: Traffic, devices: Devices, cluster: Cluster) -> float:
     """Each rank takes in what it lacks of the whole model, over the slowest link that there is."""
-    num_nodes = len({devices.node(d) for d in (*devices.training, *devices.generation)})
+    num_nodes = len({devices.get_node(d) for d in (*devices.training, *devices.generation)})
     gbps = cluster.nic_gbps if num_nodes > 1 else cluster.nvlink_gbps
     return float(gathered.max()) * 8e-9 / gbps
 

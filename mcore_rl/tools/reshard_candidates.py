@@ -13,19 +13,14 @@ import torch.distributed as dist
 
 from mcore_rl.config.schema import Layout
 from mcore_rl.jobs.failure import RunFailed
-from mcore_rl.models.base import HFConfig, family_of, model_sizes, padded_vocab_size
-from mcore_rl.parallel.mesh import Mesh
-from mcore_rl.parallel.stages import split_into_chunks
+from mcore_rl.models.base import HFConfig, get_family, get_model_sizes, pad_vocab_size
+from mcore_rl.parallel.mesh import Mesh, split_into_chunks
 from mcore_rl.reshard import ops
-from mcore_rl.reshard.boxes import Block
 from mcore_rl.reshard.buckets import schedule
-from mcore_rl.reshard.executor import Exchange, LocalWeights
+from mcore_rl.reshard.executor import Exchange, GroupTransport, LocalWeights
 from mcore_rl.reshard.layout import GenerationRanks, Ranks, TrainingRanks
-from mcore_rl.reshard.placement import Devices, most_overlap
-from mcore_rl.reshard.planner import TransferRequirements
-from mcore_rl.reshard.rules import Shard, Weight
-from mcore_rl.reshard.tensor_groups import Side
-from mcore_rl.reshard.transport import GroupTransport
+from mcore_rl.reshard.planner import Devices, Side, TransferRequirements, assign_hosts
+from mcore_rl.reshard.rules import Block, Shard, Weight
 
 if TYPE_CHECKING:
     from mcore_rl.tools.bench_reshard import Candidate, Settings
@@ -44,7 +39,7 @@ class PlannedExchange:
         device = dist.get_rank()
         demand = TransferRequirements(training, target, DTYPE.itemsize)
         world = training[0].world_size
-        hosts = most_overlap(demand.overlap()) if is_placed else tuple(range(world))
+        hosts = assign_hosts(demand.compute_overlap()) if is_placed else tuple(range(world))
         plan = demand.plan(Devices.colocated(hosts, world, world))
         # Two buckets' worth of memory in all: two halves on their way in, two on the way out.
         half = bucket_bytes // 2
@@ -52,7 +47,7 @@ class PlannedExchange:
         self.schedule_s = time.perf_counter() - start
         self.rank = hosts.index(device)  # of this device, on the target side
         # By the plan: what the network carries is measured apart, and is a little more.
-        self.received_bytes = plan.totals().received[self.rank]
+        self.received_bytes = plan.compute_totals().received[self.rank]
         group = dist.group.WORLD
         assert group is not None  # the default group has been made
         transport = GroupTransport(group, _TIMEOUT_S, torch.device("cpu"))
@@ -65,7 +60,7 @@ class PlannedExchange:
             tensors = [bucket.memory, *(parameters[target] for target in targets)]
             if bucket.index not in self._layouts:
                 pairs = (
-                    (box.data, ops.box_of(parameters[box.target], box.offset, box.data.shape))
+                    (box.data, ops.narrow_box(parameters[box.target], box.offset, box.data.shape))
                     for box in bucket
                 )
                 self._layouts[bucket.index] = ops.BoxLayout(pairs, tensors)
@@ -95,19 +90,19 @@ class GatherThenSlice:
     ) -> None:
         """`rank` is this device's on the target side; `bucket_bytes` bounds a rank's own shards."""
         self._ranks, self._device = training, dist.get_rank()
-        self._at = training.mesh.coordinate(self._device)
+        self._at = training.mesh.get_coordinate(self._device)
         self._groups = {axis: self._group(axis) for axis in ("pp", "tp", "ep", "etp")}
         self._buckets = self._bucketed(weights, bucket_bytes // DTYPE.itemsize)
         self._wanted: dict[str, list[tuple[Block, str]]] = {}  # by tensor
         for weight, shard in held(*target, rank):
-            for block in weight.rule.blocks(shard):
-                wanted = block, target[0].local_name(weight)
+            for block in weight.rule.get_blocks(shard):
+                wanted = block, target[0].get_local_name(weight)
                 self._wanted.setdefault(block.tensor.name, []).append(wanted)
 
     def _group(self, axis: str) -> dist.ProcessGroup:
         """That of this rank; all ranks make all groups."""
         found: dist.ProcessGroup | None = None
-        for ranks in self._ranks.mesh.groups(axis):
+        for ranks in self._ranks.mesh.get_groups(axis):
             group = dist.new_group(ranks)
             found = group if self._device in ranks else found
         assert found is not None  # every rank is in a group of every axis
@@ -117,7 +112,7 @@ class GatherThenSlice:
         """Units that travel in the same way: as many as `num_elements` hold, or one alone."""
         units: dict[tuple[str, int | None, int | None], list[Weight]] = {}
         for weight in weights:
-            if self._ranks.holders(weight):
+            if self._ranks.get_holders(weight):
                 expert = weight.expert
                 place = None if expert is None else expert % self._ranks.experts_per_rank
                 units.setdefault((weight.name, weight.layer, place), []).append(weight)
@@ -133,9 +128,9 @@ class GatherThenSlice:
         return buckets
 
     def _way(self, weight: Weight) -> _Way:
-        chunk = self._ranks.chunk(weight)
+        chunk = self._ranks.find_chunk(weight)
         assert chunk is not None  # it has holders
-        num_shards = len(self._ranks.holders(weight))
+        num_shards = len(self._ranks.get_holders(weight))
         return _Way(chunk.pp_rank, weight.axis, num_shards, weight.expert is not None)
 
     def run(self, local: Parameters, parameters: Parameters) -> None:
@@ -147,7 +142,7 @@ class GatherThenSlice:
     def _place(self, weight: Weight, shards: list[torch.Tensor], parameters: Parameters) -> None:
         whole = {t.name: torch.empty(t.shape, dtype=DTYPE) for t in weight.rule.tensors}
         for index, tensor in enumerate(shards):
-            for block in weight.rule.blocks(Shard(index, len(shards))):
+            for block in weight.rule.get_blocks(Shard(index, len(shards))):
                 whole[block.tensor.name][block.box.slices] = tensor[block.local_slices]
         for name, tensor in whole.items():
             for block, parameter in self._wanted.get(name, ()):
@@ -161,11 +156,11 @@ class GatherThenSlice:
         if way.pp_rank != self._at.pp_rank:
             mine = torch.empty(sum(unit.numel for unit in bucket), dtype=DTYPE)
         else:
-            names = [self._ranks.local_name(unit.mine(self._at.ep_rank)) for unit in bucket]
+            names = [self._ranks.get_local_name(unit.mine(self._at.ep_rank)) for unit in bucket]
             flat = [local[name].view(-1) for name in names]
             mine = flat[0] if len(flat) == 1 else torch.cat(flat)
         if mesh.sizes["pp"] > 1:
-            stages = mesh.group_of(self._device, "pp")
+            stages = mesh.get_group(self._device, "pp")
             dist.broadcast(mine, src=stages[way.pp_rank], group=self._groups["pp"])
         shards = [mine]
         if way.axis is not None and way.num_shards > 1:
@@ -204,7 +199,7 @@ class _Unit:
     @property
     def shape(self) -> tuple[int, ...]:
         """Of a shard."""
-        return self.weights[0].rule.local_shape(Shard(0, self.way.num_shards))
+        return self.weights[0].rule.get_local_shape(Shard(0, self.way.num_shards))
 
     @property
     def numel(self) -> int:
@@ -221,7 +216,7 @@ def held(ranks: Ranks, weights: Sequence[Weight], rank: int) -> list[tuple[Weigh
     """The parameters of a rank, and which shard of each."""
     found = []
     for weight in weights:
-        holders = ranks.holders(weight)
+        holders = ranks.get_holders(weight)
         for index, members in enumerate(holders):
             if rank in members:
                 found.append((weight, Shard(index, len(holders))))
@@ -231,7 +226,7 @@ def held(ranks: Ranks, weights: Sequence[Weight], rank: int) -> list[tuple[Weigh
 def _empty(side: Side, rank: int) -> Parameters:
     ranks, weights = side
     return {
-        ranks.local_name(weight): torch.zeros(weight.rule.local_shape(shard), dtype=DTYPE)
+        ranks.get_local_name(weight): torch.zeros(weight.rule.get_local_shape(shard), dtype=DTYPE)
         for weight, shard in held(ranks, weights, rank)
     }
 
@@ -242,15 +237,15 @@ def _random(side: Side, rank: int) -> Parameters:
     found = {}
     for number, (weight, shard) in enumerate(held(ranks, weights, rank)):
         generator = torch.Generator().manual_seed(number * 1009 + shard.index)
-        tensor = torch.empty(weight.rule.local_shape(shard), dtype=DTYPE)
-        found[ranks.local_name(weight)] = tensor.uniform_(-1, 1, generator=generator)
+        tensor = torch.empty(weight.rule.get_local_shape(shard), dtype=DTYPE)
+        found[ranks.get_local_name(weight)] = tensor.uniform_(-1, 1, generator=generator)
     return found
 
 
 def _training(config: HFConfig, layout: Layout) -> tuple[TrainingRanks, tuple[Weight, ...]]:
-    sizes = model_sizes(config)
+    sizes = get_model_sizes(config)
     chunks = split_into_chunks(layout, sizes.num_layers)
-    rules = family_of(config).weights(config, padded_vocab_size(config, layout.tp))
+    rules = get_family(config).weights(config, pad_vocab_size(config, layout.tp))
     return TrainingRanks(Mesh(layout), chunks, sizes.num_experts), rules
 
 
@@ -274,9 +269,9 @@ class IntoVLLM(_Case):
     def __init__(self, settings: Settings) -> None:
         config = settings.config()
         training = _training(config, settings.train)
-        sizes = model_sizes(config)
+        sizes = get_model_sizes(config)
         served = GenerationRanks(settings.generate, sizes.num_layers, sizes.num_experts)
-        target: Side = served, family_of(config).vllm_weights(config)
+        target: Side = served, get_family(config).vllm_weights(config)
         self.exchange = PlannedExchange(training, target, True, settings.bucket_bytes)
         self.gather, self.gather_bucketed = (
             GatherThenSlice(*training, target, self.exchange.rank, bucket_bytes)

@@ -15,7 +15,7 @@ from mcore_rl.checkpoint.run_checkpoints import (
     MADE_IN,
     RunCheckpoint,
     RunCheckpoints,
-    name_of,
+    format_name,
 )
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import RLConfig
@@ -127,8 +127,10 @@ class CheckpointManager:
             self._best = best
             return
         warn(
-            f"checkpoint.keep_best={name!r} (was {best['metric']!r}): {name_of(best['step'])}, the "
-            "best so far, goes as others do" + f"; steps after {checkpoint.step} count" * bool(name)
+            f"checkpoint.keep_best={name!r} (was {best['metric']!r}): {format_name(best['step'])}, "
+            "the best so far, goes as others do"
+            + f"; steps after {checkpoint.step} count"
+            * bool(name)
         )
 
     def is_due(self, step: int) -> bool:
@@ -251,7 +253,7 @@ class CheckpointManager:
             warn(f"step {step}: an old checkpoint cannot be removed: {error}; the run goes on")
 
     def _export(self, step: int) -> None:
-        path = self._hf_folder / name_of(step)
+        path = self._hf_folder / format_name(step)
         try:
             self._hf_folder.mkdir(exist_ok=True)
             if path.exists():  # of a run that went on from an earlier step

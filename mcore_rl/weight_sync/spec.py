@@ -1,7 +1,12 @@
-"""The inputs from which all ranks of both sides make the same transfer plan."""
+"""Inputs of the transfer plan, the same on all ranks of both sides; checks against vLLM's layout.
+
+A plan relies on the rules for names, shapes and dtypes of vLLM's parameters. Each vLLM worker
+compares them when it connects, so that a version with another layout is refused by name.
+"""
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -9,24 +14,26 @@ from typing import Any
 import numpy as np
 
 import mcore_rl.models  # noqa: F401  (fills the registry of families)
+from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import Layout, WeightSyncConfig
-from mcore_rl.models.base import HFConfig, family_of, model_sizes, padded_vocab_size
-from mcore_rl.parallel.mesh import Mesh
-from mcore_rl.parallel.stages import split_into_chunks
+from mcore_rl.models.base import HFConfig, get_family, get_model_sizes, pad_vocab_size
+from mcore_rl.parallel.mesh import Mesh, split_into_chunks
 from mcore_rl.reshard.layout import GenerationLayout, GenerationRanks, TrainingRanks
-from mcore_rl.reshard.placement import Devices, most_overlap
-from mcore_rl.reshard.planner import Plan, TransferRequirements
-from mcore_rl.reshard.tensor_groups import Side
+from mcore_rl.reshard.planner import Devices, Plan, Side, TransferRequirements, assign_hosts
+from mcore_rl.reshard.rules import Shard, Weight
+
+SAMPLED_VERSIONS = 16  # number of versions in which weight_sync.verify=sampled checks everything
+Parameters = Mapping[str, tuple[tuple[int, ...], str]]  # name -> shape, dtype
 
 
 @dataclass(frozen=True, slots=True)
 class TransferSpec:
-    """With the model's config.json, all inputs of a transfer plan except where ranks run."""
+    """All inputs of a transfer plan, except the model's config.json and memory domains."""
 
     training: Layout
     num_mtp_layers: int
     generation: GenerationLayout
-    dtype: str  # "bfloat16": in which weights are sent
+    dtype: str  # in which weights are sent: "bfloat16"
     settings: WeightSyncConfig
 
     @property
@@ -35,15 +42,16 @@ class TransferSpec:
 
     @property
     def world_size(self) -> int:
-        """Ranks of both sides: generation rank g is rank num_training + g."""
+        """Number of ranks of both sides: generation rank g is rank num_training + g."""
         return self.training.world_size + self.generation.world_size
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON values."""
+        """Convert to JSON values."""
         return asdict(self)
 
     @classmethod
-    def from_dict(cls, fields: Mapping[str, Any]) -> TransferSpec:
+    def parse(cls, fields: Mapping[str, Any]) -> TransferSpec:
+        """Build a spec from the values of `to_dict`."""
         return cls(
             Layout(**fields["training"]),
             fields["num_mtp_layers"],
@@ -54,52 +62,128 @@ class TransferSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class Sites:
-    """Where ranks run, as shared_memory.site_of names it."""
+class MemoryDomains:
+    """Memory domains of all ranks: ranks of a domain can share memory on their devices."""
 
     training: tuple[str, ...]
     generation: tuple[str, ...]
-    ranks_per_node: int  # training ranks of one host
+    ranks_per_node: int  # training ranks per host
 
 
-def training_side(config: HFConfig, layout: Layout, num_mtp_layers: int) -> Side:
-    """The training side of a plan, for Megatron. `config` is that of a CheckpointReader."""
-    sizes = model_sizes(config)
+def build_training_side(config: HFConfig, layout: Layout, num_mtp_layers: int) -> Side:
+    """Return ranks and rules of Megatron; `config` is that of CheckpointReader.read_config."""
+    sizes = get_model_sizes(config)
     chunks = split_into_chunks(layout, sizes.num_layers, num_mtp_layers)
-    weights = family_of(config).weights(config, padded_vocab_size(config, layout.tp))
+    weights = get_family(config).weights(config, pad_vocab_size(config, layout.tp))
     return TrainingRanks(Mesh(layout), chunks, sizes.num_experts), weights
 
 
-def generation_side(config: HFConfig, layout: GenerationLayout) -> tuple[GenerationRanks, Side]:
-    sizes = model_sizes(config)
+def build_generation_side(
+    config: HFConfig, layout: GenerationLayout
+) -> tuple[GenerationRanks, Side]:
+    """Return the ranks of vLLM, and ranks and rules as a side."""
+    sizes = get_model_sizes(config)
     ranks = GenerationRanks(layout, sizes.num_layers, sizes.num_experts)
-    return ranks, (ranks, family_of(config).vllm_weights(config))
+    return ranks, (ranks, get_family(config).vllm_weights(config))
 
 
 def plan_transfer(
-    spec: TransferSpec, config: HFConfig, itemsize: int, sites: Sites | None = None
+    spec: TransferSpec, config: HFConfig, itemsize: int, domains: MemoryDomains | None = None
 ) -> Plan:
-    """With `sites`, each generation rank shares the device of a training rank of its site: of the
-    one that has most of what it needs. Without, it has a device after those of all of them.
+    """Plan a transfer.
+
+    Args:
+        itemsize: Bytes of an element as it is sent.
+        domains: If given, each generation rank shares the device of a training rank of its domain,
+            assigned so that most bytes stay local. Otherwise the generation ranks have separate
+            devices.
 
     Raises:
-        ConfigError: the layouts do not fit the model, or some site has more generation ranks than
+        ConfigError: The layouts do not fit the model, or a site has more generation ranks than
             training ranks.
     """
-    training = training_side(config, spec.training, spec.num_mtp_layers)
-    _, generation = generation_side(config, spec.generation)
-    demand = TransferRequirements(training, generation, itemsize)
-    if sites is None:
-        # Which of them are close to each other is not known; those of one side are taken to be.
+    training = build_training_side(config, spec.training, spec.num_mtp_layers)
+    _, generation = build_generation_side(config, spec.generation)
+    requirements = TransferRequirements(training, generation, itemsize)
+    if domains is None:
+        # Nodes are not known: all training ranks count as one node.
         num_training, num_generation = spec.num_training, spec.generation.world_size
-        return demand.plan(Devices.disaggregated(num_training, num_generation, num_training))
-    together = np.array(sites.generation)[:, None] == np.array(sites.training)
-    hosts = most_overlap(demand.overlap(), allowed=together)
-    return demand.plan(Devices.colocated(hosts, spec.num_training, sites.ranks_per_node))
+        return requirements.plan(Devices.disaggregated(num_training, num_generation, num_training))
+    allowed = np.array(domains.generation)[:, None] == np.array(domains.training)
+    hosts = assign_hosts(requirements.compute_overlap(), allowed=allowed)
+    return requirements.plan(Devices.colocated(hosts, spec.num_training, domains.ranks_per_node))
 
 
-def sites_of(found: Sequence[tuple[str, str]], num_training: int) -> Sites:
-    """`found`: site and host of each rank, the training ranks first."""
-    training, hosts = zip(*found[:num_training], strict=True)
-    generation = tuple(site for site, _ in found[num_training:])
-    return Sites(training, generation, hosts.count(hosts[0]))
+def group_memory_domains(locations: Sequence[tuple[str, str]], num_training: int) -> MemoryDomains:
+    """Split (memory domain, host) of all ranks, the training ranks first, into both sides."""
+    training, hosts = zip(*locations[:num_training], strict=True)
+    generation = tuple(domain for domain, _ in locations[num_training:])
+    return MemoryDomains(training, generation, hosts.count(hosts[0]))
+
+
+def is_checked(verify: str, name: str, version: int) -> bool:
+    """Return whether a parameter is verified in this version; the same on both sides.
+
+    `sampled` verifies one in sixteen parameters, by a hash of the name, and other ones in the next
+    version.
+
+    >>> [version for version in range(32) if is_checked("sampled", "lm_head.weight", version)]
+    [14, 30]
+    """
+    if verify == "sampled":
+        return (zlib.crc32(name.encode()) + version) % SAMPLED_VERSIONS == 0
+    return verify == "full"
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerLayout:
+    """Parameters of a vLLM worker."""
+
+    parameters: Parameters
+    experts: Mapping[str, tuple[int, ...]]  # experts in the rows of each stacked parameter
+
+
+def check_worker_layout(
+    layout: WorkerLayout, ranks: GenerationRanks, weights: Sequence[Weight], rank: int, dtype: str
+) -> None:
+    """Raise ConfigError for the first difference between a worker's layout and the rules."""
+    tied = {weight.name for weight in weights if weight.replica and not ranks.get_holders(weight)}
+    parameters, experts = compute_expected_layout(ranks, weights, rank, dtype)
+    untied = {name: value for name, value in layout.parameters.items() if name not in tied}
+    _check_values(f"vLLM worker {rank}", "shape and dtype", untied, parameters)
+    rows = {name: rows for name, rows in layout.experts.items() if name in experts}
+    if rows:  # vLLM has no list if every rank has all experts
+        _check_values(f"vLLM worker {rank}", "experts", rows, experts)
+
+
+def compute_expected_layout(
+    ranks: GenerationRanks, weights: Sequence[Weight], rank: int, dtype: str
+) -> tuple[dict[str, tuple[tuple[int, ...], str]], dict[str, tuple[int, ...]]]:
+    """Return parameters and experts of a rank by the rules, for weights in `dtype`."""
+    parameters: dict[str, tuple[tuple[int, ...], str]] = {}
+    experts: dict[str, tuple[int, ...]] = {}
+    for weight in weights:
+        holders = ranks.get_holders(weight)
+        shard = next((n for n, members in enumerate(holders) if rank in members), None)
+        if shard is None:
+            continue
+        shape = weight.rule.get_local_shape(Shard(shard, len(holders)))
+        name = ranks.get_local_name(weight)
+        if weight.expert is not None:
+            name = name.partition("[")[0]
+            experts[name] = (*experts.get(name, ()), weight.expert)
+            shape = (len(experts[name]), *shape)
+        parameters[name] = shape, "float32" if weight.float32 else dtype
+    return parameters, experts
+
+
+def _check_values(
+    who: str, what: str, actual: Mapping[str, object], expected: Mapping[str, object]
+) -> None:
+    for name in sorted(actual.keys() | expected.keys()):
+        if actual.get(name) != expected.get(name):
+            raise ConfigError(
+                f"{who}: {what} of {name} are {actual.get(name, 'missing')}, but the rules of the "
+                f"model's family say {expected.get(name, 'that it does not exist')}; "
+                "weight_sync.method=full_export does without these rules"
+            )

@@ -1,4 +1,4 @@
-"""Moving new weights from a trainer into servers: WeightTransport, and how one is chosen.
+"""Sending new weights from a trainer to servers: WeightTransport and its registry.
 
     transport = connect(spec, endpoint, model, rank, device)   on every rank of both sides, together
     transport.send(weights, update)                            on every training rank
@@ -25,18 +25,25 @@ from mcore_rl.config.schema import WeightSyncConfig
 from mcore_rl.models.base import HFConfig
 from mcore_rl.parallel.rendezvous import RendezvousEndpoint
 from mcore_rl.reshard.buckets import schedule
-from mcore_rl.reshard.executor import Bucket, Exchange, LocalWeights, ReceivedSlice
-from mcore_rl.reshard.transport import Transport
-from mcore_rl.weight_sync.checksums import is_checked
-from mcore_rl.weight_sync.connection import StreamError
-from mcore_rl.weight_sync.spec import TransferSpec, plan_transfer
+from mcore_rl.reshard.executor import (
+    Bucket,
+    Exchange,
+    LocalWeights,
+    MessageTransport,
+    ReceivedSlice,
+)
+from mcore_rl.weight_sync.spec import TransferSpec, is_checked, plan_transfer
 
 DENSE = "dense"  # every element of every weight
 
 
+class StreamError(PeerError):
+    """An update that did not arrive completely; the message says what is missing or wrong."""
+
+
 @dataclass(frozen=True, slots=True)
 class WeightUpdate:
-    """What both sides know of an update."""
+    """Version and format of an update, known to both sides."""
 
     version: int
     format: str = DENSE
@@ -47,46 +54,46 @@ class WeightUpdate:
                 f"version {self.version} comes in the format {self.format!r}; known: {DENSE!r}"
             )
 
-    def agree_with(self, peer: int, fields: Mapping[str, Any]) -> None:
-        """Raises StreamError unless the update that `peer` tells of, by its fields, is this one."""
-        if (theirs := WeightUpdate(fields["version"], fields["format"])) != self:
-            raise StreamError(f"{self}, but rank {peer} of the transport is at {theirs}")
+    def check_equal(self, peer: int, fields: Mapping[str, Any]) -> None:
+        """Raise StreamError unless the fields of `peer`'s update are those of this one."""
+        if (update := WeightUpdate(fields["version"], fields["format"])) != self:
+            raise StreamError(f"{self}, but rank {peer} of the transport is at {update}")
 
     def __str__(self) -> str:
         return f"version {self.version} ({self.format})"
 
 
 class WeightTransport(ABC):
-    """One rank's side. All ranks of both sides send and receive an update together.
+    """A rank's end of the transport. All ranks of both sides send and receive an update together.
 
-    Where the plan lets a training rank host a generation rank, as shared memory does, both are
-    devices of one exchange; else the generation ranks are devices after the training ranks.
+    With shared memory a training rank and a generation rank share a device of the plan; otherwise
+    the devices of generation ranks follow those of training ranks.
     """
 
     @abstractmethod
     def send(self, weights: LocalWeights, update: WeightUpdate) -> None:
-        """A training rank's part. Raises ReshardError, StreamError."""
+        """Send the parts of a training rank. Raises ReshardError, StreamError."""
 
     @abstractmethod
     def receive(self, update: WeightUpdate) -> Generator[list[ReceivedSlice], None, None]:
-        """A generation rank's part: its slices, one bucket at a time, to be copied before the next.
+        """Yield the slices of a generation rank by bucket; copy them before the next bucket.
 
         Ends normally only if the update is complete. Raises ReshardError, StreamError.
         """
 
     @abstractmethod
     def close(self) -> None:
-        """Free what the transport holds: peers that wait for this rank fail."""
+        """Release connections and memory; peers that wait for this rank fail."""
 
 
 class ExchangeTransport(WeightTransport):
-    """Messages go from training ranks to generation ranks, which share no device."""
+    """A transport between training ranks and generation ranks on separate devices."""
 
     def __init__(
         self, spec: TransferSpec, model: HFConfig, rank: int, device: torch.device
     ) -> None:
         self._dtype: torch.dtype = getattr(torch, spec.dtype)
-        self._half = spec.settings.bucket_bytes // 2  # as much again is for what leaves
+        self._half = spec.settings.bucket_bytes // 2  # the other half is for messages to send
         plan = plan_transfer(spec, model, self._dtype.itemsize)
         self._rounds = schedule(plan, rank, self._half)
         self._verify, self._rank, self._device = spec.settings.verify, rank, device
@@ -96,7 +103,7 @@ class ExchangeTransport(WeightTransport):
             for _ in self._run(weights, update):
                 raise RuntimeError("a bucket arrived on a training rank")
         except PeerError as error:
-            _let_go(error)
+            _release_frames(error)
             raise
 
     def receive(self, update: WeightUpdate) -> Generator[list[ReceivedSlice], None, None]:
@@ -105,47 +112,48 @@ class ExchangeTransport(WeightTransport):
             for bucket in buckets:
                 yield list(bucket)
         except PeerError as error:
-            _let_go(error)
+            _release_frames(error)
             raise
         finally:
-            for _ in buckets:  # a consumer that stops must not stop the others' exchanges
+            for _ in buckets:  # if the consumer stops, the exchanges of other ranks go on
                 continue
 
     def _run(self, weights: LocalWeights, update: WeightUpdate) -> Iterator[Bucket]:
-        def checked(name: str) -> bool:
+        def is_verified(name: str) -> bool:
             return is_checked(self._verify, name, update.version)
 
-        with self._messages(update) as transport:
+        with self._open_messages(update) as transport:
             exchange = Exchange(self._rounds, self._half, self._dtype, transport, self._allocate)
-            yield from exchange.run(weights, self._allocate, checked)
+            yield from exchange.run(weights, self._allocate, is_verified)
 
     @abstractmethod
-    def _messages(self, update: WeightUpdate) -> AbstractContextManager[Transport]:
-        """The transport of an update's messages. No weights come before the ranks agree on it."""
+    def _open_messages(self, update: WeightUpdate) -> AbstractContextManager[MessageTransport]:
+        """Open the transport of an update's messages, after all ranks agree on the update."""
 
     def _allocate(self, num_bytes: int) -> torch.Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
 
 
-def _let_go(error: PeerError) -> None:
-    """Frees what the calls that failed hold on to: messages in flight, and so the connections.
+def _release_frames(error: PeerError) -> None:
+    """Clear the frames of an error: messages in flight, and with them the connections.
 
-    Else these stay open after `close` for as long as anybody has the error, and peers wait.
+    Otherwise these stay open after `close` while the error is referenced, and peers wait.
     """
     traceback.clear_frames(error.__traceback__)
 
 
-# Imported when they are used: vLLM's workers start with this file.
+# Imported on use: vLLM's workers import this file at start.
 _TRANSPORTS: Mapping[str, str] = MappingProxyType(
     {
-        "shared_memory": "colocated:shared_memory_end",
+        "shared_memory": "shared_memory:connect_shared_memory",
         "process_group": "process_group:ProcessGroupTransport",
         "nixl": "nixl:NixlTransport",
     }
 )
 
 
-def transport_name(settings: WeightSyncConfig) -> str:
+def get_transport_name(settings: WeightSyncConfig) -> str:
+    """Return the transport of a method: shared memory for colocated servers."""
     return "shared_memory" if settings.method == "colocated" else settings.transport
 
 
@@ -156,16 +164,17 @@ def connect(
     rank: int,
     device: torch.device,
 ) -> WeightTransport:
-    """One rank's side. All ranks of both sides connect together, at the rendezvous `endpoint`.
+    """Connect a rank. All ranks of both sides connect together, at the rendezvous `endpoint`.
 
-    `model` is the config.json that both sides started from.
+    Args:
+        model: config.json of the model that both sides started from.
 
     Raises:
-        ConfigError: the layouts do not fit the model, buckets are too small, generation ranks find
+        ConfigError: The layouts do not fit the model, buckets are too small, a generation rank has
             no training rank to share a device with, or the transport's package is not installed.
-        StreamError: not all ranks connected in time.
+        StreamError: Not all ranks connected in time.
     """
-    module, name = _TRANSPORTS[transport_name(spec.settings)].split(":")
-    make = getattr(importlib.import_module(f"mcore_rl.weight_sync.{module}"), name)
-    transport: WeightTransport = make(spec, endpoint, model, rank, device)
+    module, name = _TRANSPORTS[get_transport_name(spec.settings)].split(":")
+    create = getattr(importlib.import_module(f"mcore_rl.weight_sync.{module}"), name)
+    transport: WeightTransport = create(spec, endpoint, model, rank, device)
     return transport

@@ -203,7 +203,7 @@ def not_a_number(path: Path, layout: Layout, batch: Batch, **optimizer: Any) -> 
     share = mine(engine, batch)
     engine.train_batch(share, ranks.LOSS)
     before = dict(engine.get_per_tensor_param())
-    if engine.mesh.coordinate(engine.world_rank).dp_rank == layout.dp - 1:
+    if engine.mesh.get_coordinate(engine.world_rank).dp_rank == layout.dp - 1:
         advantages = share.jagged("advantages")
         poison = advantages.with_values(np.full_like(advantages.values, np.nan))
         bad = share.with_columns(advantages=poison)

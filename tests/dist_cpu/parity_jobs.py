@@ -15,13 +15,13 @@ from mcore_rl.reshard.rules import GateUp
 
 def with_up_before_gate(job: Callable[..., Any], *arguments: Any) -> Any:
     """`job` with rules that put the halves of every gated MLP into the other's place."""
-    original = parts.gated_mlp
+    original = parts.build_gated_mlp_rules
 
     def swapped(*args: Any, **options: Any) -> Any:
         fc1, fc2 = original(*args, **options)
         return GateUp(fc1.up, fc1.gate), fc2
 
-    with mock.patch.object(parts, "gated_mlp", swapped):
+    with mock.patch.object(parts, "build_gated_mlp_rules", swapped):
         return job(*arguments)
 
 

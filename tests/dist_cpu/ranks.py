@@ -132,7 +132,7 @@ def started_with(path: Path, layout: Layout, settings: Settings) -> MegatronEngi
 
 def share_of(engine: MegatronEngine, batch: Batch) -> list[int]:
     """This rank's rows: an uneven share, so that ranks differ in samples and tokens."""
-    dp, rank = engine.layout.dp, engine.mesh.coordinate(engine.world_rank).dp_rank
+    dp, rank = engine.layout.dp, engine.mesh.get_coordinate(engine.world_rank).dp_rank
     cuts = np.linspace(0, len(batch), dp + 1).astype(int)
     cuts[1:-1] += 1
     return list(range(cuts[rank], cuts[rank + 1]))
@@ -266,7 +266,7 @@ def _set_environment(rank: int, world: World) -> None:
     size, endpoint = world
     assert endpoint is not None
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank)}
-    os.environ |= endpoint.environment()
+    os.environ |= endpoint.to_environment()
 
 
 def _leave_world() -> None:

@@ -17,19 +17,15 @@ import torch.distributed as dist
 from mcore_rl.checkpoint.hf import CheckpointReader
 from mcore_rl.config.schema import Layout
 from mcore_rl.engine.base import EngineSpec
-from mcore_rl.models.base import HFConfig, family_of, model_sizes, padded_vocab_size
-from mcore_rl.parallel.mesh import Mesh
-from mcore_rl.parallel.stages import split_into_chunks
+from mcore_rl.models.base import HFConfig, get_family, get_model_sizes, pad_vocab_size
+from mcore_rl.parallel.mesh import Mesh, split_into_chunks
 from mcore_rl.parallel.store import join_world
-from mcore_rl.reshard.boxes import Block
 from mcore_rl.reshard.buckets import schedule
-from mcore_rl.reshard.executor import Exchange, LocalWeights
+from mcore_rl.reshard.executor import Exchange, GroupTransport, LocalWeights, ReshardError
 from mcore_rl.reshard.layout import GenerationLayout, GenerationRanks, Ranks, TrainingRanks
 from mcore_rl.reshard.ops import compute_checksums
-from mcore_rl.reshard.placement import Devices
-from mcore_rl.reshard.planner import Plan, Side, TransferRequirements
-from mcore_rl.reshard.rules import Shard, Weight
-from mcore_rl.reshard.transport import GroupTransport, ReshardError
+from mcore_rl.reshard.planner import Devices, Plan, Side, TransferRequirements
+from mcore_rl.reshard.rules import Block, Shard, Weight
 
 Result = ranks.Result
 Servers = Mapping[str, tuple[GenerationLayout, tuple[int, ...]]]  # and their devices, if colocated
@@ -40,11 +36,11 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 def sides(
     config: HFConfig, layout: Layout, generation: GenerationLayout, num_mtp: int = 0
 ) -> tuple[Side, Side]:
-    family, sizes = family_of(config), model_sizes(config)
+    family, sizes = get_family(config), get_model_sizes(config)
     chunks = split_into_chunks(layout, sizes.num_layers, num_mtp)
     training = TrainingRanks(Mesh(layout), chunks, sizes.num_experts)
     served = GenerationRanks(generation, sizes.num_layers, sizes.num_experts)
-    rules = family.weights(config, padded_vocab_size(config, layout.tp))
+    rules = family.weights(config, pad_vocab_size(config, layout.tp))
     return (training, rules), (served, family.vllm_weights(config))
 
 
@@ -53,17 +49,17 @@ def filled(side: Side, rank: int, read: Callable[[Block], torch.Tensor]) -> dict
     engine_ranks, weights = side
     found = {}
     for weight, shard in held(engine_ranks, weights, rank):
-        local = torch.full(weight.rule.local_shape(shard), torch.nan)
-        for block in weight.rule.blocks(shard):
+        local = torch.full(weight.rule.get_local_shape(shard), torch.nan)
+        for block in weight.rule.get_blocks(shard):
             local[block.local_slices] = read(block)
-        found[engine_ranks.local_name(weight)] = local
+        found[engine_ranks.get_local_name(weight)] = local
     return found
 
 
 def held(engine_ranks: Ranks, weights: tuple[Weight, ...], rank: int) -> list[tuple[Weight, Shard]]:
     found = []
     for weight in weights:
-        holders = engine_ranks.holders(weight)
+        holders = engine_ranks.get_holders(weight)
         index = next((n for n, members in enumerate(holders) if rank in members), None)
         if index is not None:
             found.append((weight, Shard(index, len(holders))))
@@ -125,7 +121,7 @@ def _exchange(
 
 
 def _report(plan: Plan, transport: GroupTransport, memory: Memory) -> Result:
-    device, totals = dist.get_rank(), plan.totals()
+    device, totals = dist.get_rank(), plan.compute_totals()
     training = _rank_of(device, plan.devices.training)
     generation = _rank_of(device, plan.devices.generation)
     return {
@@ -184,7 +180,7 @@ def disaggregated(
     reader = CheckpointReader(path)
     found = {}
     for name, (generation, _) in servers.items():
-        training, served = sides(reader.config(), layout, generation)
+        training, served = sides(reader.read_config(), layout, generation)
         worlds = training[0].world_size, served[0].world_size
         devices = Devices.disaggregated(*worlds, per_node=2)
         plan = TransferRequirements(training, served, DTYPES[dtype].itemsize).plan(devices)

@@ -26,7 +26,7 @@ import optimizer_jobs as jobs
 import ranks
 import tiny_models
 
-from mcore_rl.checkpoint.run_checkpoints import ACTOR, RunCheckpoints, newest_checkpoint
+from mcore_rl.checkpoint.run_checkpoints import ACTOR, RunCheckpoints, find_newest_checkpoint
 from mcore_rl.config.schema import Layout
 from mcore_rl.engine.megatron.engine import MegatronEngine
 from mcore_rl.parallel.rendezvous import RendezvousServer
@@ -50,7 +50,7 @@ def save_for_ever(model: Path, folder: Path, in_background: bool, told: int) -> 
     engine = jobs.engine_of(model, layout, distributed=layout.dp > 1)
     share = jobs.mine(engine, tiny_models.make_batch())
     is_first, checkpoints = dist.get_rank() == 0, RunCheckpoints(folder)
-    found = newest_checkpoint(folder, lambda warning: None)
+    found = find_newest_checkpoint(folder, lambda warning: None)
     step = 0
     if found is not None:
         engine.load_checkpoint(found.path / ACTOR)

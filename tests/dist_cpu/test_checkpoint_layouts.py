@@ -22,11 +22,12 @@ import tiny_models
 import torch
 import torch.distributed as dist
 
-from mcore_rl.checkpoint.checkpoint_info import check_checkpoint
-from mcore_rl.checkpoint.torch_dist import COMMON_FILE, DistReader
+from mcore_rl.checkpoint.files import check_checkpoint
+from mcore_rl.checkpoint.torch_dist import DistReader
+from mcore_rl.checkpoint.torch_dist_metadata import COMMON_FILE
 from mcore_rl.config.schema import Layout
 from mcore_rl.data.batch import Batch
-from mcore_rl.reshard.boxes import Box
+from mcore_rl.reshard.rules import Box
 from tests.nightly import all_but
 
 LAYOUTS = {

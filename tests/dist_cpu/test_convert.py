@@ -17,8 +17,8 @@ from rich.console import Console
 from safetensors.torch import load_file, save_file
 
 from mcore_rl.checkpoint.hf import CheckpointReader
-from mcore_rl.checkpoint.torch_dist import DistReader
-from mcore_rl.checkpoint.torch_dist_writer import DistFile, write_metadata
+from mcore_rl.checkpoint.torch_dist import DistFile, DistReader
+from mcore_rl.checkpoint.torch_dist_metadata import write_metadata
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import Layout
 from mcore_rl.engine.megatron.meta_model import other_form
@@ -26,7 +26,7 @@ from mcore_rl.jobs.convert import to_hf, to_megatron
 from mcore_rl.jobs.convert.megatron_folder import open_megatron
 from mcore_rl.jobs.convert.options import Resources
 from mcore_rl.jobs.convert.verify import compare
-from mcore_rl.reshard.boxes import Box, LogicalTensor, rows
+from mcore_rl.reshard.rules import Box, LogicalTensor, slice_rows
 
 ONE, SINGLE = Resources(workers=1), Layout()
 UNEVEN = Layout(pp=2, first_stage_layers=1)
@@ -123,7 +123,8 @@ def test_float8_is_written_read_and_written_as_the_same_bytes(models, tmp_path, 
     plain = back(checkpoint, tmp_path / "e")
     reader = CheckpointReader(first)
     wanted = {
-        n: reader.read(rows(LogicalTensor(n, s), 0, s[0], 0)) for n, s in reader.shapes().items()
+        n: reader.read(slice_rows(LogicalTensor(n, s), 0, s[0], 0))
+        for n, s in reader.get_shapes().items()
     }
     assert_same_bytes(tensors_in(plain), wanted)
     assert "quantization_config" not in json.loads((plain / "config.json").read_text())
@@ -169,9 +170,9 @@ def test_a_checkpoint_of_megatron_lm_is_read_with_layers_stacked_or_apart(models
     with DistFile(theirs / "__0_0.distcp") as file:
         for parameter in folder.parameters:
             whole = Box((0,) * len(parameter.shape), parameter.shape)
-            tensor = reader.read(parameter.location.key, parameter.location.box(whole))
+            tensor = reader.read(parameter.location.key, parameter.location.to_tensor_box(whole))
             place = other_form(parameter.location, 3) or parameter.location
-            box = place.box(whole)
+            box = place.to_tensor_box(whole)
             file.add_tensor(place.key, place.shape, box.offsets, tensor.view(box.sizes))
         for key in ("optimizer.state.exp_avg.x", "chained_1.optimizer.state.exp_avg.x"):
             file.add_tensor(key, (3,), (0,), torch.zeros(3))

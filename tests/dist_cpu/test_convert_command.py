@@ -17,7 +17,7 @@ import torch
 from rich.console import Console
 from safetensors.torch import load_file, save_file
 
-from mcore_rl.checkpoint.safetensors_file import SafetensorsFile
+from mcore_rl.checkpoint.hf import SafetensorsFile
 from mcore_rl.cli.main import main
 from mcore_rl.config.schema import Layout
 from mcore_rl.jobs.convert import to_hf, to_megatron

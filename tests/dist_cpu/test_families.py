@@ -24,8 +24,8 @@ from mcore_rl.config.schema import Layout
 from mcore_rl.data.batch import Batch
 from mcore_rl.engine.megatron import device
 from mcore_rl.engine.megatron.engine import MegatronEngine
-from mcore_rl.models.base import family_of, read_config
-from mcore_rl.reshard.rules import logical_tensors
+from mcore_rl.models.base import get_family, read_config
+from mcore_rl.reshard.rules import list_logical_tensors
 from tests.nightly import all_but
 
 CASES = tiny_families.cases()
@@ -101,11 +101,11 @@ def names_by_mbridge(path: Path) -> ranks.Result:
     config = {**read_config(path), "num_hidden_layers": 61, "num_nextn_predict_layers": 1}
     mcore = SimpleNamespace(num_layers=61, mtp_num_layers=1)
     bridge = mbridge_for(config["model_type"], SimpleNamespace(), mcore)
-    weights = family_of(config).weights(config, config["vocab_size"])
+    weights = get_family(config).weights(config, config["vocab_size"])
     return {
-        weight.local_name(): [
+        weight.get_local_name(): [
             [tensor.name for tensor in weight.rule.tensors],
-            bridge._weight_name_mapping_mcore_to_hf(weight.local_name()),
+            bridge._weight_name_mapping_mcore_to_hf(weight.get_local_name()),
         ]
         for weight in weights
         if not weight.replica
@@ -248,9 +248,9 @@ def with_mtp(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def test_rules_name_each_tensor_of_a_checkpoint_with_a_prediction_layer(with_mtp, name):
     path = with_mtp[name]
     config = read_config(path)
-    weights = family_of(config).weights(config, config["vocab_size"])
-    assert family_of(config).num_mtp_layers(config) == 1
-    CheckpointReader(path).check(logical_tensors(weights))
+    weights = get_family(config).weights(config, config["vocab_size"])
+    assert get_family(config).num_mtp_layers(config) == 1
+    CheckpointReader(path).check(list_logical_tensors(weights))
     [replica] = [weight for weight in weights if weight.replica]
     assert (replica.name, replica.stage) == ("embedding.word_embeddings.weight", "mtp")
     read = tiny_families.with_prediction_layer(path)  # the checkpoint is in the published form

@@ -128,7 +128,7 @@ def stopped(path: Path, layout: Layout, planted: str) -> ranks.Result:
     engine = ranks.started_with(path, layout, {"moe.bias_update_rate": 0.01})
     bounds = {"max_logprob_gap": 6.0, "mean_logprob_gap": 6.0}
     function = PolicyLoss(LOSSES["ppo_clip"])
-    dp_rank = engine.mesh.coordinate(engine.world_rank).dp_rank
+    dp_rank = engine.mesh.get_coordinate(engine.world_rank).dp_rank
     gaps, exported, metrics = [], [], []
     for step, wrong in enumerate(("", planted, "") if planted else ("", "")):
         mine = _share(engine, batch_of(min(step, 1), "ppo_clip"))

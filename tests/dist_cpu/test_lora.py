@@ -111,7 +111,7 @@ def merged_by_hand(
 
 
 def _joined(factors: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Whole factors of each tensor, from the runs of rows that one rank cuts them into."""
+    """Replicated factors of each tensor, from the runs of rows that one rank cuts them into."""
     tensors = dict.fromkeys(f["tensor"] for f in factors)
     for tensor in tensors:
         runs = sorted((f for f in factors if f["tensor"] == tensor), key=lambda f: f["first_row"])

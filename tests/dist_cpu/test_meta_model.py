@@ -16,12 +16,12 @@ import torch
 from safetensors.torch import load_file
 
 import mcore_rl.models  # noqa: F401
-from mcore_rl.checkpoint.storage_location import chunks
+from mcore_rl.checkpoint.storage_location import compute_chunks
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import Layout
 from mcore_rl.engine.megatron.meta_model import MetaModel, meta_model
-from mcore_rl.models.base import padded_vocab_size, read_config
-from mcore_rl.models.heads import model_weights
+from mcore_rl.models.base import pad_vocab_size, read_config
+from mcore_rl.models.heads import map_model_weights
 from tests.nightly import all_but
 
 # The models have three layers; qwen3 is tied.
@@ -146,7 +146,7 @@ def meta_model_of(runs):
 
     def make(saved: Saved) -> MetaModel:
         config = read_config(saved.path)
-        rows = padded_vocab_size(config, saved.layout.tp)
+        rows = pad_vocab_size(config, saved.layout.tp)
         if (saved.path.name, rows) not in made:
             made[saved.path.name, rows] = meta_model(config, rows)
         return made[saved.path.name, rows]
@@ -167,15 +167,15 @@ def test_the_blueprint_has_the_tensors_chunks_and_objects_that_engines_save(
     saved = runs.saved(case)
     print_ = meta_model_of(saved)
     config = read_config(saved.path)
-    rows = padded_vocab_size(config, saved.layout.tp)
+    rows = pad_vocab_size(config, saved.layout.tp)
     shapes, boxes = {}, set()
-    for weight in model_weights(config, rows):
+    for weight in map_model_weights(config, rows):
         if weight.replica:
             continue
-        location = print_.parameters[weight.local_name()]
+        location = print_.parameters[weight.get_local_name()]
         shapes[location.key] = location.shape
-        for part in chunks(weight, getattr(saved.layout, weight.axis or "pp")):
-            box = location.box(part)
+        for part in compute_chunks(weight, getattr(saved.layout, weight.axis or "pp")):
+            box = location.to_tensor_box(part)
             boxes.add((location.key, box.offsets, box.sizes))
     entries = saved.metadata.state_dict_metadata
     tensors = {key: entry for key, entry in entries.items() if hasattr(entry, "chunks")}

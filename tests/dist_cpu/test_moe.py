@@ -114,7 +114,7 @@ def balance_with_an_empty_rank(
 ) -> ranks.Result:
     """The same when one data-parallel rank has all samples and the other packs of padding."""
     engine = ranks.started_with(path, layout, settings)
-    has_samples = engine.mesh.coordinate(engine.world_rank).dp_rank == 0
+    has_samples = engine.mesh.get_coordinate(engine.world_rank).dp_rank == 0
     return gradients_of(engine, batch, list(range(len(batch))) if has_samples else [])
 
 

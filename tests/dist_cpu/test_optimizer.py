@@ -385,12 +385,12 @@ def test_away_an_engine_has_no_gradients_and_does_not_train_until_it_is_back(run
 
 
 def test_a_checkpoint_without_its_checkpoint_info_is_refused(runs, tmp_path):
-    from mcore_rl.checkpoint import checkpoint_info
+    from mcore_rl.checkpoint import files
     from mcore_rl.config.errors import ConfigError
 
     copy = tmp_path / "copy"
     shutil.copytree(runs.checkpoint("moe/ep2/sharded"), copy)
-    assert checkpoint_info.read_checkpoint_info(copy)["optimizer"] == "sharded"
+    assert files.read_checkpoint_info(copy)["optimizer"] == "sharded"
     (copy / "mcore_rl.json").unlink()
     with pytest.raises(ConfigError, match="not a complete checkpoint"):
-        checkpoint_info.read_checkpoint_info(copy)
+        files.read_checkpoint_info(copy)

@@ -64,7 +64,7 @@ def distributed_optimizer(path: Path, layout: Layout, batch: Batch) -> ranks.Res
 def fewer_samples_than_ranks(path: Path, layout: Layout, batch: Batch) -> ranks.Result:
     """One sample on DP rank 0 and none elsewhere: two steps."""
     engine = ranks.started(ranks.engine_spec(path, layout))
-    mine = batch.take([0] if engine.mesh.coordinate(engine.world_rank).dp_rank == 0 else [])
+    mine = batch.take([0] if engine.mesh.get_coordinate(engine.world_rank).dp_rank == 0 else [])
     engine.infer_batch(mine)
     return {"steps": [engine.train_batch(mine, ranks.LOSS) for _ in range(2)]}
 

@@ -18,8 +18,8 @@ import torch.multiprocessing as mp
 from safetensors.torch import load_file
 
 from mcore_rl.config.schema import Layout
-from mcore_rl.reshard.boxes import Block
 from mcore_rl.reshard.layout import GenerationLayout
+from mcore_rl.reshard.rules import Block
 from tests.nightly import all_but
 
 FAMILIES = ("qwen3_moe", "deepseek_v3")

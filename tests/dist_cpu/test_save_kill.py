@@ -18,7 +18,7 @@ from typing import IO, Any
 import pytest
 import tiny_models
 
-from mcore_rl.checkpoint.run_checkpoints import steps_in
+from mcore_rl.checkpoint.run_checkpoints import list_steps
 from tests.nightly import nightly
 
 pytestmark = pytest.mark.ranks
@@ -77,7 +77,7 @@ def wait_until(happened: Callable[[], bool]) -> None:
 
 
 def is_saved(folder: Path, step: int) -> bool:
-    return max(steps_in(folder), default=0) >= step
+    return max(list_steps(folder), default=0) >= step
 
 
 def is_saving(folder: Path, since: float) -> bool:
@@ -101,7 +101,7 @@ def test_after_any_kill_the_newest_whole_checkpoint_loads(
     span_s = time_to_save(saves, [str(model), str(folder), num_ranks, in_background], folder)
     for kill in range(num_kills):
         run = saves.start(str(model), str(folder), num_ranks, in_background)
-        assert run is not None, f"kill {kill}: the newest of {steps_in(folder)} does not load"
+        assert run is not None, f"kill {kill}: the newest of {list_steps(folder)} does not load"
         _, step, *processes = run
         assert step >= before  # nothing that was whole is lost
         before = step

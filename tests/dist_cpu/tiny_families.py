@@ -159,7 +159,7 @@ def save_published_deepseek(folder: Path, config: Any = None) -> tuple[Path, Pat
     save_file(tensors, plain / "model.safetensors", metadata={"format": "pt"})
     save_file(blocks, path / "model.safetensors", metadata={"format": "pt"})
     fields = json.loads((path / "config.json").read_text())
-    fields["quantization_config"] = fp8.quantization_config(tensors)
+    fields["quantization_config"] = fp8.build_quantization_config(tensors)
     (path / "config.json").write_text(json.dumps(fields))
     return path, plain
 

@@ -21,10 +21,10 @@ import shards
 import torch
 import torch.distributed as dist
 
-from mcore_rl.weight_sync import colocated
+from mcore_rl.weight_sync import shared_memory
 from mcore_rl.weight_sync.transport import WeightUpdate, connect
 
-_described = colocated._described
+_describe_slice = shared_memory._describe_slice
 _count = 0
 
 
@@ -34,11 +34,11 @@ def stopping(*arguments: Any) -> list[Any]:
     if _count == 12:
         print("half-way", flush=True)
         time.sleep(600)
-    return _described(*arguments)
+    return _describe_slice(*arguments)
 
 
 def main(checkpoint: Path, version: int) -> None:
-    colocated._described = stopping
+    shared_memory._describe_slice = stopping
     trainer = shards.Trainer([checkpoint])
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     spec, endpoint = trainer.spec(), trainer.rendezvous.endpoint

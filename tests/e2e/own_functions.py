@@ -22,8 +22,7 @@ from mcore_rl.algorithms.losses import ppo_clip
 from mcore_rl.config.schema import GRPOSettings, PPOClipSettings
 from mcore_rl.data.batch import Jagged
 from mcore_rl.data.tasks import last_digit
-from mcore_rl.reshard.executor import Bucket, Exchange
-from mcore_rl.reshard.transport import GroupTransport, Pending, Transfer
+from mcore_rl.reshard.executor import Bucket, Exchange, GroupTransport, Pending, Transfer
 from mcore_rl.rewards.base import in_thread
 
 

@@ -102,7 +102,7 @@ async def by_each_transport(server: VLLMServer, checkpoint: Path, folder: Path) 
         while not meeting.exists():
             await asyncio.sleep(0.05)
         endpoint, fields = json.loads(meeting.read_text())
-        spec = TransferSpec.from_dict(fields)
+        spec = TransferSpec.parse(fields)
         await server.connect_weights(RendezvousEndpoint(**endpoint), spec, 0)
         in_flight = await across(server, server.update(first, in_flight=True))
         memory = [await server.memory()]
@@ -130,7 +130,7 @@ if __name__ == "__main__":
     node, method = None, "".join(sys.argv[4:])
     if method == "nodes":
         rendezvous, node = RendezvousServer("127.0.0.1"), 0
-        os.environ |= rendezvous.endpoint.environment()
+        os.environ |= rendezvous.endpoint.to_environment()
         subprocess.Popen([sys.executable, *sys.argv[:4], "second node"])
     elif method == "second node":
         node = 1

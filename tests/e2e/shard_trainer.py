@@ -42,11 +42,11 @@ def main(rank: int, world: int, checkpoint: Path, folder: Path, versions: list[i
         while not file.exists():
             time.sleep(0.02)
         fields, spec_fields = json.loads(file.read_text())
-        spec = TransferSpec.from_dict(spec_fields)
-        training, _ = reshard_jobs.sides(reader.config(), spec.training, spec.generation)
+        spec = TransferSpec.parse(spec_fields)
+        training, _ = reshard_jobs.sides(reader.read_config(), spec.training, spec.generation)
         weights = LocalWeights(reshard_jobs.filled(training, rank, reader.read))
         endpoint, device = RendezvousEndpoint(**fields), torch.device("cpu")
-        end = connect(spec, endpoint, reader.config(), rank, device)
+        end = connect(spec, endpoint, reader.read_config(), rank, device)
         for version in versions[2 * number : 2 * number + 2]:
             end.send(weights, WeightUpdate(version))
 

@@ -32,7 +32,7 @@ class Trainer:
     def __init__(self, paths: list[Path]) -> None:
         self.paths = paths
         readers = [CheckpointReader(path) for path in paths]
-        self.config = readers[0].config()
+        self.config = readers[0].read_config()
         training, _ = reshard_jobs.sides(self.config, Layout(), GenerationLayout())
         held = [reshard_jobs.filled(training, 0, reader.read) for reader in readers]
         # Its own padding of the vocabulary is not to reach anybody: it is NaN.

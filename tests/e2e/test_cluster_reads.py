@@ -13,7 +13,7 @@ import pytest
 import ray
 from ray.cluster_utils import Cluster
 
-from mcore_rl.checkpoint.manifest import Sum, sums_read_here
+from mcore_rl.checkpoint.files import Checksum, compute_checksums
 from mcore_rl.controller import cluster_reads
 from mcore_rl.controller.pending import Limit, WorkerError
 from mcore_rl.controller.pool import lean_node
@@ -28,24 +28,24 @@ def node_name() -> str:
     return next(node["NodeName"] for node in ray.nodes() if node["NodeID"] == here)
 
 
-def who_read(files: Sequence[Sequence[Path]], number: int) -> list[Sum]:
+def who_read(files: Sequence[Sequence[Path]], number: int) -> list[Checksum]:
     """The number of the node, and that in the name of the file."""
     return [(int(node_name()[1:]), int(file.name)) for file in files[number]]
 
 
-def second_is_silent(files: Sequence[Sequence[Path]], number: int) -> list[Sum]:
+def second_is_silent(files: Sequence[Sequence[Path]], number: int) -> list[Checksum]:
     if node_name() == "n2":
         time.sleep(1000)
     return who_read(files, number)
 
 
-def second_does_not_see(files: Sequence[Sequence[Path]], number: int) -> list[Sum]:
+def second_does_not_see(files: Sequence[Sequence[Path]], number: int) -> list[Checksum]:
     if node_name() == "n2":
         raise FileNotFoundError(2, "No such file or directory", str(files[number][0]))
     return who_read(files, number)
 
 
-def second_dies(files: Sequence[Sequence[Path]], number: int) -> list[Sum]:
+def second_dies(files: Sequence[Sequence[Path]], number: int) -> list[Checksum]:
     if node_name() == "n2":
         os._exit(1)
     return who_read(files, number)
@@ -76,7 +76,7 @@ def files(tmp_path: Path) -> list[Path]:
 
 
 def test_all_nodes_read_and_sums_come_in_the_order_of_the_files(cluster, files, monkeypatch):
-    assert cluster_reads.cluster_reads(LIMIT)(files) == sums_read_here(files)
+    assert cluster_reads.cluster_reads(LIMIT)(files) == compute_checksums(files)
     monkeypatch.setattr(cluster_reads, "_read_share", who_read)
     readers, numbers = zip(*cluster_reads.cluster_reads(LIMIT)(files), strict=True)
     assert numbers == (0, 1, 2, 3, 4)
@@ -104,4 +104,4 @@ def test_a_node_that_does_not_read_its_share_is_named(
 def test_small_files_are_read_here(cluster, files, monkeypatch):
     monkeypatch.setattr(cluster_reads, "LEAST_BYTES", 1101)
     monkeypatch.setattr(cluster_reads, "ray_session", pytest.fail)
-    assert cluster_reads.cluster_reads(LIMIT)(files) == sums_read_here(files)
+    assert cluster_reads.cluster_reads(LIMIT)(files) == compute_checksums(files)

@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from mcore_rl.checkpoint.run_checkpoints import steps_in
+from mcore_rl.checkpoint.run_checkpoints import list_steps
 from mcore_rl.data.sample_tables import table_path, tables_in
 from tests.e2e.outcomes import rows_of, timeless
 from tests.e2e.test_kill import assert_whole, steps
@@ -169,7 +169,7 @@ def test_a_run_that_is_killed_at_each_step_in_turn_trains_every_sample_once(
     for step in range(1, num_steps + 1):
         place, resume = places[step > 9], "auto"
         if step == 10:
-            [*_, newest] = steps_in(places[0] / "checkpoints")
+            [*_, newest] = list_steps(places[0] / "checkpoints")
             resume = f"{places[0]}/checkpoints/step_{newest:06d}"
         job = start(f"resume={resume}", place=place, num_steps=6 if step <= 6 else num_steps)
         job.wait_until(lambda job=job, step=step: len(steps(job)) >= step, f"step {step}")
@@ -200,17 +200,17 @@ def test_a_disk_without_room_costs_checkpoints_and_an_interrupted_run_saves_when
     job = start_job(*own_model_and_data, *settings(1000, 1), "checkpoint.keep=1", disk="160m")
     inside = Path(f"/proc/{job.process.pid}/root{job.output}")
     checkpoints = inside / "checkpoints"
-    job.wait_until(lambda: checkpoints.exists() and steps_in(checkpoints) != [], "a checkpoint")
+    job.wait_until(lambda: checkpoints.exists() and list_steps(checkpoints) != [], "a checkpoint")
     filler = inside / "filler"
     filler.write_bytes(bytes(shutil.disk_usage(inside).free - (1 << 20)))
     job.wait_until(lambda: "No space left on device" in job.stderr, "a save that fails")
-    [held] = steps_in(checkpoints)
+    [held] = list_steps(checkpoints)
     assert f"no checkpoint: {job.output}" in job.stderr
     assert f"that of step {held} stays, and the run goes on" in job.stderr
     before = len(steps(job, inside))
     job.wait_until(lambda: len(steps(job, inside)) > before, "another step")
     filler.unlink()
-    job.wait_until(lambda: steps_in(checkpoints) != [held], "another checkpoint")
+    job.wait_until(lambda: list_steps(checkpoints) != [held], "another checkpoint")
     os.killpg(job.process.pid, signal.SIGINT)
     assert job.process.wait(120) == 75
     assert "mcore-rl rl: SIGINT: step " in job.stderr

@@ -239,7 +239,7 @@ def test_a_killed_trainer_leaves_a_server_that_refuses_until_a_whole_update(serv
         endpoint, spec = json.loads(process.stdout.readline())
         run(
             server.connect_weights(
-                RendezvousEndpoint(**endpoint), TransferSpec.from_dict(spec), first_rank=0
+                RendezvousEndpoint(**endpoint), TransferSpec.parse(spec), first_rank=0
             )
         )
 
@@ -336,7 +336,7 @@ def test_a_tied_head_follows_the_embedding_and_closing_leaves_nothing(tmp_path_f
     before = psutil.Process().children(recursive=True)
     with serving(config, tmp_path_factory.mktemp("tied")) as served:
         server, run, tied = served.server, served.run, served.models
-        assert "lm_head.weight" not in CheckpointReader(tied[0].path).shapes()
+        assert "lm_head.weight" not in CheckpointReader(tied[0].path).get_shapes()
         _check_generation(run, server, tied[0], 0)
         for number, seed in ((1, 1), (2, 0)):
             assert run(server.load_checkpoint(tied[seed].path, number)) is None

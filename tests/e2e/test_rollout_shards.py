@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import shards
 
 from mcore_rl.inference.vllm.server import VLLMServer
-from mcore_rl.weight_sync import colocated, shared_memory
+from mcore_rl.weight_sync import shared_memory
 
 pytestmark = pytest.mark.server
 
@@ -79,7 +79,7 @@ def test_a_bit_that_flips_is_caught_with_its_tensor_and_ranks(served, both_ways,
 
 def test_a_box_that_does_not_come_is_an_error_that_names_its_module(served, both_ways, monkeypatch):
     server, trainer, run = served
-    described, lost = colocated._described, []
+    described, lost = shared_memory._describe_slice, []
 
     def losing(piece: Any, memory: torch.Tensor) -> list[Any]:
         entry: list[Any] = described(piece, memory)
@@ -89,7 +89,7 @@ def test_a_box_that_does_not_come_is_an_error_that_names_its_module(served, both
         return entry
 
     with monkeypatch.context() as patch:
-        patch.setattr(colocated, "_described", losing)
+        patch.setattr(shared_memory, "_describe_slice", losing)
         transport = run(trainer.connect(server, verify="off"))
         _, outcome = run(shards.take_shards(server, trainer, 1, transport))
     assert lost

@@ -27,7 +27,7 @@ from mcore_rl.rewards.base import RewardError
 from mcore_rl.rollout.manager import RolloutPool
 from mcore_rl.rollout.server_pool import ServerPool
 from mcore_rl.rollout.weight_updater import TransportSync
-from mcore_rl.weight_sync.connection import StreamError
+from mcore_rl.weight_sync.transport import StreamError
 
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import a test
 

@@ -20,12 +20,17 @@ from mcore_rl.controller.dispatch import Dispatch, register
 from mcore_rl.controller.pending import Limit, WorkerError
 from mcore_rl.controller.pool import ResourcePool, ray_session
 from mcore_rl.controller.worker_group import WorkerGroup
-from mcore_rl.parallel import rendezvous_client
+from mcore_rl.parallel import rendezvous
 from mcore_rl.reshard.executor import Bucket
 from mcore_rl.rollout.server_pool import ServerPool
 from mcore_rl.rollout.weight_updater import TransportSync
-from mcore_rl.weight_sync.colocated import ShardEndpoint, ShardSender, receive_shards
-from mcore_rl.weight_sync.shared_memory import SharedBuckets, shared_buckets
+from mcore_rl.weight_sync.shared_memory import (
+    ShardEndpoint,
+    ShardSender,
+    SharedBuckets,
+    create_shared_buckets,
+    receive_shards,
+)
 from mcore_rl.weight_sync.transport import WeightUpdate
 
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import a test
@@ -69,7 +74,7 @@ class Trainer:
 
     @register()
     def send_weights(self, version: int) -> None:
-        memory = shared_buckets(torch.device("cpu"))
+        memory = create_shared_buckets(torch.device("cpu"))
         try:
             self.sender.send(self.buckets(memory, version), memory, WeightUpdate(version))
         except ValueError:
@@ -185,7 +190,7 @@ def test_after_two_pushes_one_tells_of_the_side_that_failed_and_not_of_the_other
     pools: list[ResourcePool], version: int, told: str, monkeypatch: pytest.MonkeyPatch
 ):
     # These ranks meet at a socket of the sender's, and not at a rendezvous.
-    monkeypatch.setattr(rendezvous_client, "end_waits", lambda *_: None)
+    monkeypatch.setattr(rendezvous, "end_waits", lambda *_: None)
     with (
         ResourcePool(1, {"CPU": 0.1}) as pool,
         group_of(Trainer, pool, "actor") as actor,

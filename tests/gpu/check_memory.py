@@ -13,9 +13,9 @@ import torch
 from mcore_rl.reshard.ops import (
     BoxQuantize,
     Quantized,
+    allocate_quantized,
     compute_checksums,
     copy_boxes,
-    empty_quantized,
 )
 
 DTYPES = [
@@ -46,7 +46,7 @@ def check(arguments: argparse.Namespace) -> measure.Result:
         weight = torch.randn(shape, generator=torch.Generator().manual_seed(1))
         results = []
         for place in (torch.device("cpu"), device):
-            into: Quantized = empty_quantized(moved := weight.to(place))
+            into: Quantized = allocate_quantized(moved := weight.to(place))
             BoxQuantize([(moved, into)]).run()
             results.append(into.values.cpu().view(torch.uint8))
         assert torch.equal(*results), shape

@@ -35,7 +35,7 @@ def receive(path: Path, endpoint: RendezvousEndpoint, spec: TransferSpec) -> Non
     """Take every version as a vLLM worker would; exit with an error if any element differs."""
     device = measure.device()
     reader = CheckpointReader(path)
-    config = reader.config()
+    config = reader.read_config()
     _, served = reshard_jobs.sides(config, Layout(), GenerationLayout())
     expected = reshard_jobs.filled(served, 0, reader.read)
     parameters = {
@@ -101,6 +101,6 @@ def check(arguments: argparse.Namespace) -> measure.Result:
 if __name__ == "__main__":
     if "--receive" in sys.argv:
         checkpoint, fields, spec_fields = json.loads(sys.stdin.read())
-        receive(Path(checkpoint), RendezvousEndpoint(**fields), TransferSpec.from_dict(spec_fields))
+        receive(Path(checkpoint), RendezvousEndpoint(**fields), TransferSpec.parse(spec_fields))
     else:
         measure.report(check)

@@ -75,7 +75,7 @@ def join_alone() -> None:
 
     global _rendezvous
     _rendezvous = RendezvousServer("127.0.0.1")
-    os.environ |= _rendezvous.endpoint.environment()
+    os.environ |= _rendezvous.endpoint.to_environment()
     os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
 
 

@@ -12,9 +12,9 @@ from mcore_rl.reshard.ops import (
     BoxCopy,
     BoxQuantize,
     Quantized,
+    allocate_quantized,
     compute_checksums,
     copy_boxes,
-    empty_quantized,
 )
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
@@ -178,7 +178,7 @@ def test_quantisation_is_that_of_the_cpu(
     whole.view(-1)[-5:] = torch.tensor([0.0, -0.0, 1e-44, -1e-40, 448.0])[-whole.numel() :]
     source = whole.to(dtype)[:, gap:]
     values = torch.zeros(whole.shape, dtype=torch.uint8).view(torch.float8_e4m3fn)
-    scales = empty_quantized(source).scales
+    scales = allocate_quantized(source).scales
     on_gpu = Quantized(values.cuda()[:, gap:], scales.cuda())
     into = Quantized(values[:, gap:], scales)
     moved = whole.to(dtype).cuda()[:, gap:]
@@ -191,7 +191,7 @@ def test_quantisation_is_that_of_the_cpu(
 def test_a_block_with_an_infinity_is_marked() -> None:
     weight = torch.ones(256, 256, device="cuda")
     weight[200, 10] = torch.inf
-    quantize = BoxQuantize([(weight, into := empty_quantized(weight))])
+    quantize = BoxQuantize([(weight, into := allocate_quantized(weight))])
     quantize.run()
     assert into.scales.isnan().tolist() == [[False, False], [True, False]]
     with pytest.raises(ValueError, match="weight 0 has NaN, infinity"):

@@ -25,7 +25,7 @@ from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import Layout
 from mcore_rl.engine.lane import lane
 from mcore_rl.observability.garbage import long_lived
-from mcore_rl.parallel.gloo import guard_gloo
+from mcore_rl.parallel.store import guard_gloo
 
 _CPU = torch.device("cpu")
 MEGATRON_CORE = "0.16.1"  # the one version that the patches below, and the engine, were run on

@@ -29,9 +29,8 @@ from mcore_rl.engine.base import (
 )
 from mcore_rl.engine.megatron import device
 from mcore_rl.engine.megatron.host_mirror import HostMirror
-from mcore_rl.models.base import HFConfig, family_of, padded_vocab_size
-from mcore_rl.parallel.mesh import Mesh
-from mcore_rl.parallel.stages import split_into_chunks
+from mcore_rl.models.base import HFConfig, get_family, pad_vocab_size
+from mcore_rl.parallel.mesh import Mesh, split_into_chunks
 from mcore_rl.reshard.executor import LocalWeights
 from mcore_rl.reshard.rules import Weight
 
@@ -64,13 +63,13 @@ class MegatronEngine(BaseEngine):
         initialize_groups(self.layout, backend, self.spec.seed, timeout_s)
         self.device = torch.device(torch.cuda.current_device())
         self.world_rank = dist.get_rank()
-        at = self.mesh.coordinate(self.world_rank)
+        at = self.mesh.get_coordinate(self.world_rank)
         self.hf_config = self._model_config()
-        family, dtype = family_of(self.hf_config), model.DTYPES[self.spec.model.dtype]
+        family, dtype = get_family(self.hf_config), model.DTYPES[self.spec.model.dtype]
         self.num_mtp_layers = family.num_mtp_layers(self.hf_config) if settings.mtp_loss_coef else 0
         num_layers = self.hf_config["num_hidden_layers"]
         stages = split_into_chunks(self.layout, num_layers, self.num_mtp_layers)
-        vocab = padded_vocab_size(self.hf_config, self.layout.tp)
+        vocab = pad_vocab_size(self.hf_config, self.layout.tp)
         self.chunks = model.build_chunks(
             family, self.hf_config, settings, dtype, stages, at.pp_rank, vocab, self._model_class()
         )
@@ -98,7 +97,7 @@ class MegatronEngine(BaseEngine):
     # What a value model does differently: see value_engine.py.
 
     def _model_config(self) -> HFConfig:
-        return CheckpointReader(self.spec.model.path).config()
+        return CheckpointReader(self.spec.model.path).read_config()
 
     def _model_class(self) -> Any:
         from mcore_rl.engine.megatron.model import PolicyModel
@@ -106,7 +105,7 @@ class MegatronEngine(BaseEngine):
         return PolicyModel
 
     def _weight_rules(self, padded_vocab: int) -> tuple[Weight, ...]:
-        return family_of(self.hf_config).weights(self.hf_config, padded_vocab)
+        return get_family(self.hf_config).weights(self.hf_config, padded_vocab)
 
     def _zeros(self) -> Collection[str]:
         """Tensors that the checkpoint does not have and that begin at zero."""
@@ -266,7 +265,7 @@ class MegatronEngine(BaseEngine):
         from mcore_rl.engine.megatron.handover import local_weights
 
         self._finish_weights()
-        at = self.mesh.coordinate(self.world_rank)
+        at = self.mesh.get_coordinate(self.world_rank)
         return local_weights(self.chunks, self.weights, self.placement, at)
 
     def to(

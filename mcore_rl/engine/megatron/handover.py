@@ -35,11 +35,11 @@ def local_weights(
     for weight in weights:
         if not placement.holds(weight, at):
             continue
-        name = placement.ranks.local_name(weight)
+        name = placement.ranks.get_local_name(weight)
         index, parameter = parameter_of(name)
         tensor = tensors[index][parameter]
         if adapter_of(chunks[index], parameter) is None:
             found.stored[name] = tensor.data
         else:
-            found.formed[name] = partial(computed, chunks[index], parameter, tensor)
+            found.computed[name] = partial(computed, chunks[index], parameter, tensor)
     return found

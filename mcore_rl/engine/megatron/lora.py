@@ -33,8 +33,7 @@ from mcore_rl.config.schema import LoRAConfig
 from mcore_rl.engine.lora_targets import adapted_linear, check_targets
 from mcore_rl.engine.megatron.heads import ValueHead
 from mcore_rl.engine.megatron.weights import WeightPlacement
-from mcore_rl.parallel.mesh import Coordinate
-from mcore_rl.parallel.stages import Chunk
+from mcore_rl.parallel.mesh import Chunk, Coordinate
 from mcore_rl.reshard.rules import Shard, Weight
 
 
@@ -62,13 +61,13 @@ class FactorPlace:
 
     @classmethod
     def of(cls, weight: Weight, shard: Shard, at: Coordinate, cp: int) -> FactorPlace:
-        blocks = sorted(weight.rule.blocks(shard), key=lambda block: block.local_offset)
+        blocks = sorted(weight.rule.get_blocks(shard), key=lambda block: block.local_offset)
         tensors = weight.rule.tensors
         num_outputs, num_inputs = sum(t.shape[0] for t in tensors), tensors[0].shape[1]
-        local = weight.rule.local_shape(shard)
+        local = weight.rule.get_local_shape(shard)
         is_expert = weight.expert is not None
         return cls(
-            name=weight.local_name(),
+            name=weight.get_local_name(),
             rows=tuple(
                 Rows(b.tensor.name, b.tensor.shape[0], b.box.offsets[0], b.box.sizes[0])
                 for b in blocks
@@ -228,7 +227,7 @@ def attach(
         if adapted_linear(weight) not in config.targets or not placement.holds(weight, at):
             continue
         chunk = chunks[_chunk_of(weight, placement).vpp_rank]
-        name = placement.local_name(weight)
+        name = placement.get_local_name(weight)
         path, _, parameter = name.rpartition(".")
         linear = chunk.get_submodule(path)
         frozen = getattr(linear, parameter)

@@ -19,9 +19,14 @@ from mcore_rl.checkpoint.storage_location import StorageLocation
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import EngineConfig, Layout
 from mcore_rl.engine.megatron import device
-from mcore_rl.models.base import HFConfig, family_of
-from mcore_rl.models.heads import has_value_bias, has_value_head, model_config, model_weights
-from mcore_rl.parallel.stages import split_into_chunks
+from mcore_rl.models.base import HFConfig, get_family
+from mcore_rl.models.heads import (
+    get_model_config,
+    has_value_bias,
+    has_value_head,
+    map_model_weights,
+)
+from mcore_rl.parallel.mesh import split_into_chunks
 from mcore_rl.reshard.rules import Shard, Weight, check_cover
 
 # Megatron is imported inside functions: device.install() must have run before its first import.
@@ -34,7 +39,7 @@ _WHOLE = Shard(0, 1)
 class MetaModel:
     """A model in a checkpoint as the engine saves it.
 
-    `parameters` are by Weight.local_name(); replicas are not among them, since a checkpoint has
+    `parameters` are by Weight.get_local_name(); replicas are not among them, since a checkpoint has
     what they repeat once. `objects` is all else that Megatron's load asks for: by key, the
     bytes that a save writes.
     """
@@ -92,21 +97,21 @@ def meta_model(hf_config: HFConfig, padded_vocab: int) -> MetaModel:
             process is a rank.
         ValueError: the rules do not cover each tensor of a checkpoint exactly once (likewise).
     """
-    config = model_config(hf_config)
-    weights = model_weights(config, padded_vocab)
+    config = get_model_config(hf_config)
+    weights = map_model_weights(config, padded_vocab)
     check_cover(weights, 1)
     device.install(torch.get_num_threads(), on_cpu=True)
     from mcore_rl.engine.megatron.shards import shards_to_save
     from mcore_rl.engine.megatron.weights import local_tensors
-    from mcore_rl.parallel.groups import groups_of_one
+    from mcore_rl.parallel.groups import use_single_rank_groups
 
-    with torch.random.fork_rng(devices=()), groups_of_one(), device.without_memory():
+    with torch.random.fork_rng(devices=()), use_single_rank_groups(), device.without_memory():
         chunk = _whole_model(config, padded_vocab)
         tensors = {name: tuple(t.shape) for name, t in local_tensors(chunk).items()}
         check_rules(weights, tensors)
         state = shards_to_save(chunk)
         parameters = {
-            weight.local_name(): storage_location(name, state[name])
+            weight.get_local_name(): storage_location(name, state[name])
             for weight, name in _named(weights)
         }
         return MetaModel(parameters, _objects(state.values()), config["num_hidden_layers"])
@@ -115,7 +120,7 @@ def meta_model(hf_config: HFConfig, padded_vocab: int) -> MetaModel:
 def _whole_model(config: HFConfig, padded_vocab: int) -> Any:
     from mcore_rl.engine.megatron import heads, model
 
-    family, engine = family_of(config), EngineConfig(layout=Layout())
+    family, engine = get_family(config), EngineConfig(layout=Layout())
     model_class: Any = model.PolicyModel
     if has_value_head(config):
         model_class = partial(heads.ValueModel, has_bias=has_value_bias(config))
@@ -129,7 +134,7 @@ def _whole_model(config: HFConfig, padded_vocab: int) -> Any:
 
 def _named(weights: Iterable[Weight]) -> list[tuple[Weight, str]]:
     """Each weight that a single rank has, with its parameter's name."""
-    return [(w, w.local_name()) for w in weights if not w.replica]
+    return [(w, w.get_local_name()) for w in weights if not w.replica]
 
 
 def check_rules(weights: Sequence[Weight], shapes: Mapping[str, tuple[int, ...]]) -> None:
@@ -142,7 +147,7 @@ def check_rules(weights: Sequence[Weight], shapes: Mapping[str, tuple[int, ...]]
     for weight, name in _named(weights):
         if name in wanted:
             raise RuntimeError(f"{name}: two rules name this parameter")
-        wanted[name] = weight.rule.local_shape(_WHOLE)
+        wanted[name] = weight.rule.get_local_shape(_WHOLE)
         if name not in shapes:
             raise RuntimeError(f"{name}: a rule names this parameter, which the model has not")
         if shapes[name] != wanted[name]:

@@ -16,7 +16,7 @@ from mcore_rl.engine.megatron import device
 from mcore_rl.engine.megatron.moe import sequence_share, use_packed_routers
 from mcore_rl.engine.megatron.mtp import block_spec, states_with_predictions
 from mcore_rl.models.base import Family, HFConfig
-from mcore_rl.parallel.stages import Chunk
+from mcore_rl.parallel.mesh import Chunk
 
 _ACTIVATIONS = {"silu": F.silu}
 # Every weight is loaded, or set to zero, before it is read.

@@ -12,10 +12,9 @@ from megatron.core.resharding import refit
 from mcore_rl.config.schema import EngineConfig, Layout
 from mcore_rl.engine.megatron import device, model
 from mcore_rl.engine.megatron.weights import local_tensors
-from mcore_rl.models.base import HFConfig, family_of, padded_vocab_size
+from mcore_rl.models.base import HFConfig, get_family, pad_vocab_size
 from mcore_rl.parallel.groups import initialize_groups
-from mcore_rl.parallel.mesh import Mesh
-from mcore_rl.parallel.stages import split_into_chunks
+from mcore_rl.parallel.mesh import Mesh, split_into_chunks
 
 
 class MegatronRefit:
@@ -48,13 +47,13 @@ class MegatronRefit:
 def _model(config: HFConfig, layout: Layout, dtype: torch.dtype, rank: int) -> model.PolicyModel:
     initialize_groups(layout, device.collective_backend(), seed=0)
     [chunk] = model.build_chunks(
-        family_of(config),
+        get_family(config),
         config,
         EngineConfig(layout=layout),
         dtype,
         split_into_chunks(layout, config["num_hidden_layers"]),
-        Mesh(layout).coordinate(rank).pp_rank,
-        padded_vocab_size(config, layout.tp),
+        Mesh(layout).get_coordinate(rank).pp_rank,
+        pad_vocab_size(config, layout.tp),
     )
     for name, parameter in chunk.named_parameters():
         if ".linear_fc1.weight" in name:

@@ -26,9 +26,9 @@ from mcore_rl.engine.megatron.packing import MicroBatch, PackSplit, pack, pack_s
 from mcore_rl.engine.megatron.sequences import loss_inputs
 from mcore_rl.parallel.balance import (
     SequenceCost,
-    num_parts_within,
+    count_parts_within,
+    estimate_sequence_cost,
     partition_within,
-    sequence_cost,
 )
 
 Result = dict[str, torch.Tensor]
@@ -59,11 +59,11 @@ def micro_batches(
     split = PackSplit.of_this_rank()
     lengths = batch.num_tokens.tolist()
     loads, budget = [split.padded(length) for length in lengths], split.budget(max_tokens)
-    num = torch.tensor(num_parts_within(loads, budget), device=device)
+    num = torch.tensor(count_parts_within(loads, budget), device=device)
     group = parallel_state.get_data_parallel_group()
     dist.all_reduce(num, op=dist.ReduceOp.MAX, group=group)
     num_parts = -(-int(num) // multiple_of) * multiple_of
-    costs = [cost.of(length) for length in lengths]
+    costs = [cost.estimate(length) for length in lengths]
     parts = partition_within(loads, costs, budget, num_parts)
     sizes = torch.tensor(pack_sizes(batch, parts, split), device=device)
     if equal_sizes:
@@ -81,7 +81,7 @@ def model_cost(config: TransformerConfig, vocab_size: int) -> SequenceCost:
     if isinstance(config, MLATransformerConfig):
         groups = heads
         head_dim = (config.qk_head_dim + config.qk_pos_emb_head_dim + config.v_head_dim) / 2
-    return sequence_cost(
+    return estimate_sequence_cost(
         num_layers=config.num_layers,
         hidden_size=config.hidden_size,
         attention_size=heads * head_dim,

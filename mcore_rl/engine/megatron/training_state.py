@@ -36,8 +36,8 @@ from megatron.core.optimizer import distrib_optimizer
 from megatron.core.optimizer.optimizer import ChainedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-from mcore_rl.checkpoint import dist as dist_checkpoint
-from mcore_rl.checkpoint.checkpoint_info import INFO_FILE, read_checkpoint_info
+from mcore_rl.checkpoint import megatron as dist_checkpoint
+from mcore_rl.checkpoint.files import INFO_FILE, read_checkpoint_info
 from mcore_rl.checkpoint.storage_location import CONTENT_METADATA
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import LoRAConfig
@@ -94,11 +94,11 @@ def load(
     """
     info: dict[str, Any] = {}
     mine = _facts(spec, vocab_size)
-    is_foreign = dist_checkpoint.is_checkpoint(path) and not (path / INFO_FILE).exists()
+    is_foreign = dist_checkpoint.has_checkpoint(path) and not (path / INFO_FILE).exists()
     if optimizer is not None or not is_foreign:
         info = read_checkpoint_info(path)
         _check(info, path, mine)
-    stored = dist_checkpoint.tensor_shapes(path)
+    stored = dist_checkpoint.read_tensor_shapes(path)
     if is_foreign:
         _check_rows(stored, path, vocab_size)
     is_stacked = dist_checkpoint.are_layers_stacked(stored)

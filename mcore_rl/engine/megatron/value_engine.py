@@ -9,13 +9,13 @@ from typing import Any
 from mcore_rl.engine.megatron.engine import MegatronEngine
 from mcore_rl.models.base import CLASSIFICATION, SEQUENCE, HFConfig, read_config
 from mcore_rl.models.heads import (
+    build_value_config,
     has_value_bias,
     has_value_head,
-    value_config,
-    value_head_weights,
-    value_weights,
+    map_value_head_weights,
+    map_value_weights,
 )
-from mcore_rl.reshard.rules import Weight, logical_tensors
+from mcore_rl.reshard.rules import Weight, list_logical_tensors
 
 
 class ValueEngine(MegatronEngine):
@@ -32,10 +32,12 @@ class ValueEngine(MegatronEngine):
     @property
     def config_changes(self) -> HFConfig:
         before = read_config(self.spec.model.path)
-        return {k: v for k, v in value_config(before, self._kind).items() if before.get(k) != v}
+        return {
+            k: v for k, v in build_value_config(before, self._kind).items() if before.get(k) != v
+        }
 
     def _model_config(self) -> HFConfig:
-        return value_config(read_config(self.spec.model.path), self._kind)
+        return build_value_config(read_config(self.spec.model.path), self._kind)
 
     def _model_class(self) -> Any:
         from mcore_rl.engine.megatron.heads import ValueModel
@@ -43,12 +45,14 @@ class ValueEngine(MegatronEngine):
         return partial(ValueModel, has_bias=has_value_bias(self.hf_config))
 
     def _weight_rules(self, padded_vocab: int) -> tuple[Weight, ...]:
-        return value_weights(self.hf_config, padded_vocab)
+        return map_value_weights(self.hf_config, padded_vocab)
 
     def _zeros(self) -> Collection[str]:
         if has_value_head(read_config(self.spec.model.path)):
             return ()
-        return [tensor.name for tensor in logical_tensors(value_head_weights(self.hf_config))]
+        return [
+            tensor.name for tensor in list_logical_tensors(map_value_head_weights(self.hf_config))
+        ]
 
     def _head(self, temperature: float, *, training: bool, needs: Collection[str] = ()) -> Any:
         from mcore_rl.engine.megatron.heads import value_scores

@@ -13,11 +13,9 @@ import torch
 import torch.distributed as dist
 
 from mcore_rl.checkpoint.hf import CheckpointReader
-from mcore_rl.parallel.mesh import Coordinate, Mesh
-from mcore_rl.parallel.stages import Chunk
-from mcore_rl.reshard.boxes import LogicalTensor, rows
+from mcore_rl.parallel.mesh import Chunk, Coordinate, Mesh
 from mcore_rl.reshard.layout import TrainingRanks
-from mcore_rl.reshard.rules import Shard, Weight
+from mcore_rl.reshard.rules import LogicalTensor, Shard, Weight, slice_rows
 
 EXPORT_BUCKET_BYTES = 128 << 20  # of parameters that are sent together
 
@@ -34,7 +32,7 @@ class WeightPlacement:
 
     def chunk(self, weight: Weight) -> Chunk | None:
         """The chunk that has the parameter; None for a replica that this layout does not need."""
-        return self.ranks.chunk(weight)
+        return self.ranks.find_chunk(weight)
 
     def shard(self, weight: Weight, at: Coordinate) -> Shard:
         if weight.axis is None:
@@ -47,13 +45,13 @@ class WeightPlacement:
             return False
         return weight.expert is None or weight.expert // self.ranks.experts_per_rank == at.ep_rank
 
-    def local_name(self, weight: Weight) -> str:
+    def get_local_name(self, weight: Weight) -> str:
         """The parameter's name inside its chunk."""
-        return parameter_of(self.ranks.local_name(weight))[1]
+        return parameter_of(self.ranks.get_local_name(weight))[1]
 
     def owners(self, weight: Weight) -> list[tuple[int, Shard]]:
         """For each shard, the lowest world rank that has it; in shard order."""
-        holders = self.ranks.holders(weight)
+        holders = self.ranks.get_holders(weight)
         return [(ranks[0], Shard(index, len(holders))) for index, ranks in enumerate(holders)]
 
 
@@ -110,14 +108,14 @@ def load_weights(
             continue
         chunk = placement.chunk(weight)
         assert chunk is not None
-        name, shard = placement.local_name(weight), placement.shard(weight, at)
+        name, shard = placement.get_local_name(weight), placement.shard(weight, at)
         tensor = unfilled[chunk.vpp_rank].pop(name, None)
-        if tensor is None or tuple(tensor.shape) != weight.rule.local_shape(shard):
+        if tensor is None or tuple(tensor.shape) != weight.rule.get_local_shape(shard):
             found = None if tensor is None else tuple(tensor.shape)
-            wanted = weight.rule.local_shape(shard)
+            wanted = weight.rule.get_local_shape(shard)
             raise RuntimeError(f"{name}: the model has shape {found}, its rule says {wanted}")
         tensor.zero_()
-        for block in weight.rule.blocks(shard):
+        for block in weight.rule.get_blocks(shard):
             if block.tensor.name not in zeros:
                 tensor[block.local_slices].copy_(reader.read(block))
     if names := sorted(name for tensors in unfilled for name in tensors):
@@ -131,7 +129,7 @@ def untouched_weights(
     """Tensors of the checkpoint that no chunk has: prediction layers that are not trained."""
     unheld = [w for w in weights if not w.replica and placement.chunk(w) is None]
     for tensor in (tensor for weight in unheld for tensor in weight.rule.tensors):
-        yield tensor.name, reader.read(rows(tensor, 0, tensor.shape[0], 0))
+        yield tensor.name, reader.read(slice_rows(tensor, 0, tensor.shape[0], 0))
 
 
 def export_weights(
@@ -154,7 +152,7 @@ def export_weights(
     def local(weight: Weight) -> torch.Tensor:
         chunk = placement.chunk(weight)
         assert chunk is not None
-        name = placement.local_name(weight)
+        name = placement.get_local_name(weight)
         return computed(chunks[chunk.vpp_rank], name, tensors[chunk.vpp_rank][name])
 
     for bucket in export_buckets(weights, placement, like.dtype):
@@ -167,14 +165,14 @@ def export_weights(
             whole: dict[str, torch.Tensor] = {}
             for shard in shards:
                 data = received[shard] if shard.owner else local(weight)
-                for block in weight.rule.blocks(shard.shard):
+                for block in weight.rule.get_blocks(shard.shard):
                     target = _whole(whole, block.tensor, data.dtype)
                     target[block.box.slices].copy_(data[block.local_slices])
             for tensor in weight.rule.tensors:
                 if tensor.name in whole:
                     yield tensor.name, whole[tensor.name]
                     # Tensors that share memory cannot be written to one file.
-                    yield from ((name, whole[tensor.name].clone()) for name in tensor.also)
+                    yield from ((name, whole[tensor.name].clone()) for name in tensor.aliases)
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -203,7 +201,7 @@ def export_buckets(
             continue
         of_weight = torch.float32 if weight.float32 else dtype
         shards = [
-            _ExportShard(weight, owner, shard, weight.rule.local_shape(shard), of_weight)
+            _ExportShard(weight, owner, shard, weight.rule.get_local_shape(shard), of_weight)
             for owner, shard in placement.owners(weight)
         ]
         size = sum(shard.num_bytes for shard in shards)

@@ -27,8 +27,14 @@ import psutil
 import torch.distributed
 
 from mcore_rl.config.errors import PeerError
-from mcore_rl.parallel.rendezvous import RendezvousEndpoint, RendezvousServer, use_interface_of
-from mcore_rl.parallel.rendezvous_client import LateError, LostError, RendezvousClient
+from mcore_rl.parallel.network import use_interface_of
+from mcore_rl.parallel.rendezvous import (
+    RendezvousClient,
+    RendezvousConnectionError,
+    RendezvousEndpoint,
+    RendezvousServer,
+    RendezvousTimeoutError,
+)
 from mcore_rl.parallel.store import RendezvousStore
 
 STOPPED_S = 10.0  # py-spy and gdb stop a process for less
@@ -45,7 +51,7 @@ class ServerNodes:
     def __init__(self, count: int, rank: int, world_size: int, timeout_s: float) -> None:
         self.count, self.timeout_s = count, timeout_s
         self.server, self.node_rank = divmod(rank, count)
-        endpoint = RendezvousEndpoint.from_environment()
+        endpoint = RendezvousEndpoint.read_environment()
         self._store = RendezvousClient(endpoint, rank, world_size, timeout_s)
         self._num_calls = 0
         self._rendezvous: RendezvousServer | None = None  # for the workers; on the first node
@@ -68,7 +74,7 @@ class ServerNodes:
             self._store.set(key, json.dumps(asdict(self._rendezvous.endpoint)).encode())
         (encoded,) = self._store.get([key], self.timeout_s)
         endpoint = RendezvousEndpoint(**json.loads(encoded))
-        os.environ |= endpoint.environment()
+        os.environ |= endpoint.to_environment()
         return {
             "nnodes": self.count,
             "node_rank": self.node_rank,
@@ -92,7 +98,7 @@ class ServerNodes:
         else:
             try:
                 self._store.get([this], self.timeout_s)
-            except (LostError, LateError) as error:
+            except (RendezvousConnectionError, RendezvousTimeoutError) as error:
                 raise PeerError(f"the first node of server {self.server}: {error}") from error
 
 
@@ -107,7 +113,7 @@ def use_worker_rendezvous() -> None:
     def meet(url: str, timeout: timedelta, **_: Any) -> Iterator[tuple[RendezvousStore, int, int]]:
         query = parse_qs(urlsplit(url).query)
         rank, world_size = (int(query[name][0]) for name in ("rank", "world_size"))
-        endpoint = RendezvousEndpoint.from_environment()
+        endpoint = RendezvousEndpoint.read_environment()
         yield RendezvousStore(endpoint, rank, world_size, timeout.total_seconds()), rank, world_size
 
     c10d: Any = torch.distributed  # it has no type stubs

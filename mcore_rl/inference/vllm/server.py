@@ -357,7 +357,7 @@ class VLLMServer:
     async def load_checkpoint(
         self, path: str, version: int, *, in_flight: bool = False, recompute_cache: bool = False
     ) -> None:
-        expected, shapes = (CheckpointReader(p).shapes() for p in (self._model_path, path))
+        expected, shapes = (CheckpointReader(p).get_shapes() for p in (self._model_path, path))
         for name in sorted(expected.keys() | shapes.keys()):
             if expected.get(name) != shapes.get(name):
                 raise ConfigError(

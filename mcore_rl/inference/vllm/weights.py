@@ -61,10 +61,19 @@ from mcore_rl.models.base import read_config
 from mcore_rl.parallel.rendezvous import RendezvousEndpoint
 from mcore_rl.reshard import ops
 from mcore_rl.reshard.executor import ReceivedSlice
-from mcore_rl.weight_sync.connection import StreamError
-from mcore_rl.weight_sync.spec import TransferSpec, generation_side
-from mcore_rl.weight_sync.transport import DENSE, WeightTransport, WeightUpdate, connect
-from mcore_rl.weight_sync.worker_layout import WorkerLayout, check_layout
+from mcore_rl.weight_sync.spec import (
+    TransferSpec,
+    WorkerLayout,
+    build_generation_side,
+    check_worker_layout,
+)
+from mcore_rl.weight_sync.transport import (
+    DENSE,
+    StreamError,
+    WeightTransport,
+    WeightUpdate,
+    connect,
+)
 
 FLOAT8_FORMAT = "mcore_rl"  # name of our loader among vLLM's load formats
 
@@ -105,13 +114,13 @@ class ShardTransferEngine(WeightTransferEngine[ConnectInfo, UpdateInfo]):
                 rules; else as `connect`.
         """
         self.shutdown()
-        spec = TransferSpec.from_dict(init_info.spec)
-        config = CheckpointReader(self.model_config.model).config()
+        spec = TransferSpec.parse(init_info.spec)
+        config = CheckpointReader(self.model_config.model).read_config()
         parallel = self.parallel_config
         first_rank = init_info.first_rank + parallel.data_parallel_index * parallel.world_size
         self._rank = rank = first_rank + get_tp_group().rank_in_group
-        ranks, (_, weights) = generation_side(config, spec.generation)
-        check_layout(read_worker_layout(self.model), ranks, weights, rank, spec.dtype)
+        ranks, (_, weights) = build_generation_side(config, spec.generation)
+        check_worker_layout(read_worker_layout(self.model), ranks, weights, rank, spec.dtype)
         endpoint = RendezvousEndpoint(**init_info.endpoint)
         self._transport = connect(spec, endpoint, config, spec.num_training + rank, self.device)
 
@@ -400,6 +409,6 @@ class _Float8Loader(DefaultModelLoader):
         """Yield name and values of each tensor that this worker needs."""
         self.counter_before_loading_weights = time.perf_counter()
         reader = CheckpointReader(model_config.model)
-        for name in reader.shapes():
+        for name in reader.get_shapes():
             if not should_skip_weight(name, self.local_expert_ids):
-                yield name, reader.read_whole(name)
+                yield name, reader.read_tensor(name)

@@ -41,8 +41,8 @@ from mcore_rl.inference.vllm.trace import TraceTaker
 from mcore_rl.inference.vllm.weights import make_reloadable, register_loader, repack_output_heads
 from mcore_rl.observability.garbage import leave_garbage_at_exit
 from mcore_rl.observability.stacks import answer_signals
-from mcore_rl.parallel.gloo import guard_gloo
-from mcore_rl.parallel.rendezvous import interface_of, use_interface_towards
+from mcore_rl.parallel.network import find_interface, use_interface_towards
+from mcore_rl.parallel.store import guard_gloo
 
 BACKEND = "mcore_rl"  # name of our engine among vLLM's weight transfer engines
 START_METHOD = {"cpu": "fork", "cuda": "spawn"}  # of engine and worker processes
@@ -121,7 +121,7 @@ def build_lane_arguments(
     # Workers are on this machine and their rendezvous is a file
     # (v1/executor/multiproc_executor.py:143), but their gloo groups would listen on the address of
     # the host name (distributed/parallel_state.py:509).
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", interface_of("127.0.0.1"))
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", find_interface("127.0.0.1"))
     # NCCL reads its variable once: the weights' group, which may span machines, uses the interface
     # of the workers' own groups.
     if host := os.environ.get("RENDEZVOUS_HOST"):

@@ -12,8 +12,8 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from mcore_rl.checkpoint.checkpoint_info import INFO_FILE, read_checkpoint_info
-from mcore_rl.checkpoint.hf import CheckpointReader, short
+from mcore_rl.checkpoint.files import INFO_FILE, read_checkpoint_info
+from mcore_rl.checkpoint.hf import CheckpointReader, format_dtype
 from mcore_rl.checkpoint.torch_dist import DistReader
 from mcore_rl.jobs.convert.megatron_folder import checkpoint_in, is_megatron
 from mcore_rl.jobs.convert.options import format_bytes
@@ -66,7 +66,7 @@ def _hugging_face(path: Path) -> _Found:
     reader, config = CheckpointReader(path), read_config(path)
     tensors = [
         _tensor(name, entry.shape, entry.dtype, [file.name])
-        for name, file, entry in reader.stored()
+        for name, file, entry in reader.list_stored()
     ]
     facts = {
         "architectures": config.get("architectures"),
@@ -97,7 +97,7 @@ def _tensor(
     return {
         "name": name,
         "shape": shape,
-        "dtype": short(dtype),
+        "dtype": format_dtype(dtype),
         "num_bytes": math.prod(shape) * dtype.itemsize,
         "files": sorted(set(files)),
         "num_chunks": len(files),

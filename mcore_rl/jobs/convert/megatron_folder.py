@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from mcore_rl.checkpoint.checkpoint_info import INFO_FILE, read_checkpoint_info
+from mcore_rl.checkpoint.files import INFO_FILE, read_checkpoint_info
 from mcore_rl.checkpoint.hf import CheckpointReader
 from mcore_rl.checkpoint.run_checkpoints import find_actor, find_run_checkpoint
 from mcore_rl.checkpoint.storage_location import StorageLocation
@@ -19,8 +19,8 @@ from mcore_rl.checkpoint.torch_dist_metadata import BACKEND_FILE, DistTensor
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import Layout
 from mcore_rl.jobs.convert.plan import Parameter, PlannedAdapter, num_shards
-from mcore_rl.models.base import HFConfig, read_config, without_mtp
-from mcore_rl.models.heads import model_config, model_weights
+from mcore_rl.models.base import HFConfig, drop_mtp_layers, read_config
+from mcore_rl.models.heads import get_model_config, map_model_weights
 from mcore_rl.reshard.rules import Weight
 
 COMPANIONS = "hf"  # folder of a checkpoint with config and tokenizer of its model
@@ -108,18 +108,18 @@ def open_megatron(path: Path, reference: Path | None) -> MegatronFolder:
     padded = tensors[_EMBEDDING].shape[0]
     # The config of the same model with plain weights.
     config = {n: v for n, v in read_config(companions).items() if n != "quantization_config"}
-    config = held = model_config(config)
+    config = held = get_model_config(config)
     notes: tuple[str, ...] = ()
     changes: HFConfig = {}
     if not any(key.startswith("mtp.") for key in tensors):
-        held = without_mtp(config)
+        held = drop_mtp_layers(config)
         if held != config and _has_predictions(companions):
             notes = (f"the checkpoint has no prediction layers: they come from {companions}",)
         elif held != config:
             notes = ("the checkpoint has no prediction layers: config.json will say 0 of them",)
             changes = {name: n for name, n in held.items() if config[name] != n}
             config = held
-    weights = model_weights(config, padded)
+    weights = map_model_weights(config, padded)
     from mcore_rl.engine.megatron.meta_model import meta_model  # imports Megatron
 
     locations = meta_model(held, padded).parameters_in(tensors)
@@ -127,7 +127,7 @@ def open_megatron(path: Path, reference: Path | None) -> MegatronFolder:
     layout, lora = Layout(**info.get("layout", {})), info.get("lora")
     parameters = []
     for weight in weights:
-        name, adapter = weight.local_name(), None
+        name, adapter = weight.get_local_name(), None
         if not weight.replica and name in locations:
             if lora and f"lora.{name}.A" in tensors:
                 adapter = PlannedAdapter(lora["alpha"] / lora["rank"], num_shards(weight, layout))
@@ -159,5 +159,5 @@ def _has_predictions(folder: Path) -> bool:
     """Whether a Hugging Face folder has weights, those of prediction layers among them."""
     if not any(folder.glob("*.safetensors")):
         return False
-    config = CheckpointReader(folder).config()
-    return without_mtp(config) != config
+    config = CheckpointReader(folder).read_config()
+    return drop_mtp_layers(config) != config

@@ -12,12 +12,11 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from mcore_rl.checkpoint.hf_writer import filled
+from mcore_rl.checkpoint.hf_writer import group_by_size
 from mcore_rl.checkpoint.storage_location import StorageLocation
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import Layout
-from mcore_rl.reshard.boxes import Box
-from mcore_rl.reshard.rules import Shard, Weight
+from mcore_rl.reshard.rules import Box, Shard, Weight
 
 WHOLE = Shard(0, 1)
 _SMALLEST_FILE, _LARGEST_FILE = 32 << 20, 1 << 30  # bytes
@@ -44,7 +43,7 @@ class Parameter:
     @property
     def shape(self) -> tuple[int, ...]:
         """Of the whole parameter, with padding."""
-        return self.weight.rule.local_shape(WHOLE)
+        return self.weight.rule.get_local_shape(WHOLE)
 
     @property
     def nbytes(self) -> int:
@@ -53,12 +52,12 @@ class Parameter:
     @property
     def box(self) -> Box:
         """The whole parameter as a box of the tensor that has it in a distributed checkpoint."""
-        return self.location.box(Box((0,) * len(self.shape), self.shape))
+        return self.location.to_tensor_box(Box((0,) * len(self.shape), self.shape))
 
     @property
     def names(self) -> tuple[str, ...]:
         """Of the Hugging Face tensors that it is made of, copies included."""
-        return tuple(name for t in self.weight.rule.tensors for name in (t.name, *t.also))
+        return tuple(name for t in self.weight.rule.tensors for name in (t.name, *t.aliases))
 
 
 class Buffer:
@@ -88,7 +87,7 @@ def runs(parameters: Sequence[Parameter]) -> Iterator[tuple[Parameter, ...]]:
     """The parameters as files of about equal size, a function of the model alone."""
     total = sum(parameter.nbytes for parameter in parameters)
     limit = min(max(total // _NUM_FILES, _SMALLEST_FILE), _LARGEST_FILE)
-    return map(tuple, filled(parameters, limit))
+    return map(tuple, group_by_size(parameters, limit))
 
 
 def named_dtype(option: str, allowed: Mapping[str, torch.dtype], name: str) -> torch.dtype:

@@ -10,8 +10,7 @@ import torch
 from mcore_rl.checkpoint.peft import Factors
 from mcore_rl.checkpoint.torch_dist import DistReader
 from mcore_rl.jobs.convert.plan import WHOLE, Buffer, Parameter
-from mcore_rl.reshard.boxes import Box
-from mcore_rl.reshard.rules import Shard
+from mcore_rl.reshard.rules import Box, Shard
 
 
 class MegatronTensors:
@@ -51,7 +50,7 @@ class MegatronTensors:
         rule = parameter.weight.rule
         tensors: dict[str, torch.Tensor] = {}
         for tensor in rule.tensors:
-            blocks = [block for block in rule.blocks(WHOLE) if block.tensor == tensor]
+            blocks = [block for block in rule.get_blocks(WHOLE) if block.tensor == tensor]
             if len(blocks) == 1:  # its rows are contiguous
                 tensors[tensor.name] = whole[blocks[0].local_slices]
                 continue
@@ -60,7 +59,7 @@ class MegatronTensors:
                 found[block.box.slices] = whole[block.local_slices]
         if parameter.adapter is not None:
             self._merge(parameter, tensors)
-        return {n: tensors[t.name] for t in rule.tensors for n in (t.name, *t.also)}
+        return {n: tensors[t.name] for t in rule.tensors for n in (t.name, *t.aliases)}
 
     def _merge(self, parameter: Parameter, tensors: dict[str, torch.Tensor]) -> None:
         """Add the product of the factors, shard by shard as the ranks of the engine do.
@@ -73,8 +72,8 @@ class MegatronTensors:
         a, b = self.factors(parameter)
         for index in range(adapter.num_shards):
             shard = Shard(index, adapter.num_shards)
-            blocks = sorted(rule.blocks(shard), key=lambda block: block.local_offset)
-            local = torch.empty(rule.local_shape(shard), dtype=torch.float32)
+            blocks = sorted(rule.get_blocks(shard), key=lambda block: block.local_offset)
+            local = torch.empty(rule.get_local_shape(shard), dtype=torch.float32)
             for block in blocks:
                 local[block.local_slices] = tensors[block.tensor.name][block.box.slices]
             rows = torch.cat([b[block.tensor.name][block.box.slices[0]] for block in blocks])
@@ -93,7 +92,7 @@ class MegatronTensors:
 
     def factors(self, parameter: Parameter) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """A [rank, in] of a parameter, and by tensor its B [out, rank]."""
-        prefix = f"lora.{parameter.weight.local_name()}"
+        prefix = f"lora.{parameter.weight.get_local_name()}"
         names = [tensor.name for tensor in parameter.weight.rule.tensors]
         return self._all(f"{prefix}.A"), {n: self._all(f"{prefix}.B.{n}") for n in names}
 
@@ -108,10 +107,10 @@ def memory_bytes(parameters: Sequence[Parameter]) -> int:
     for parameter in parameters:
         rule, adapter = parameter.weight.rule, parameter.adapter
         whole = max(whole, parameter.nbytes)
-        if adapter is not None or len(rule.blocks(WHOLE)) > len(rule.tensors):
+        if adapter is not None or len(rule.get_blocks(WHOLE)) > len(rule.tensors):
             gathered = max(gathered, parameter.nbytes)
         if adapter is not None:  # a shard in float32, its sum with the adapter, that sum rounded
-            shape = rule.local_shape(Shard(0, adapter.num_shards))
+            shape = rule.get_local_shape(Shard(0, adapter.num_shards))
             element = 2 * torch.float32.itemsize + parameter.dtype.itemsize
             merged = max(merged, math.prod(shape) * element)
     return whole + gathered + merged

@@ -96,19 +96,19 @@ def _tensors(folder: MegatronFolder, asked: torch.dtype | None) -> Iterator[Tens
     others: CheckpointReader | None = None
     for weight in folder.weights:
         for tensor in () if weight.replica else weight.rule.tensors:
-            for name in (tensor.name, *tensor.also):
+            for name in (tensor.name, *tensor.aliases):
                 if name in held:
                     stored = held[name].dtype
                 else:
                     others = others or CheckpointReader(folder.companions)
-                    stored = others.dtype(name)
+                    stored = others.get_dtype(name)
                 dtype = folder.hf_dtype(name, stored)
                 if asked is not None:
                     plain = torch.bfloat16 if asked == fp8.QUANTIZED else asked
                     dtype = torch.float32 if weight.float32 else plain
                 if asked == fp8.QUANTIZED and fp8.is_block_quantized(name, tensor.shape):
                     yield TensorPlan(name, tensor.shape, fp8.QUANTIZED)
-                    scales = fp8.scale_shape(tensor.shape)
+                    scales = fp8.get_scale_shape(tensor.shape)
                     yield TensorPlan(name + fp8.SCALE_SUFFIX, scales, torch.float32)
                 else:
                     yield TensorPlan(name, tensor.shape, dtype)
@@ -150,7 +150,7 @@ class HFUnit:
                     tensor = held.read(base)
                 else:
                     others = others or CheckpointReader(self.companions)
-                    tensor = others.read_whole(base)
+                    tensor = others.read_tensor(base)
                 if base == name and dtype != fp8.QUANTIZED:
                     tensor = tensor.to(dtype)
                     yield name, tensor
@@ -183,7 +183,7 @@ def _unit(folder: MegatronFolder, shard: ShardPlan, tensors: Sequence[TensorPlan
 def _own_bytes(tensor: TensorPlan, held: Mapping[str, torch.dtype]) -> int:
     """What a tensor takes beside the memory it is read in; `held` are dtypes in the checkpoint."""
     if tensor.dtype == fp8.QUANTIZED:
-        return tensor.nbytes + fp8.scratch_bytes(tensor.dtype, tensor.shape)
+        return tensor.nbytes + fp8.compute_buffer_bytes(tensor.dtype, tensor.shape)
     return 0 if held.get(tensor.name) == tensor.dtype else 2 * tensor.nbytes
 
 
@@ -201,7 +201,7 @@ def _finish(
     most = main_dtype((t.dtype, math.prod(t.shape)) for t in tensors)
     if most == fp8.QUANTIZED:
         most = torch.bfloat16
-        changes["quantization_config"] = fp8.quantization_config(t.name for t in tensors)
+        changes["quantization_config"] = fp8.build_quantization_config(t.name for t in tensors)
     copy_companions(source.companions, folder, most, changes)
     if adapted is not None:
         assert adapted.lora is not None

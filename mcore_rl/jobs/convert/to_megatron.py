@@ -13,12 +13,12 @@ from typing import Any
 import torch
 
 from mcore_rl.checkpoint import fp8
-from mcore_rl.checkpoint.checkpoint_info import write_checkpoint_info
-from mcore_rl.checkpoint.hf import CheckpointReader, short
+from mcore_rl.checkpoint.files import require_finite, write_checkpoint_info
+from mcore_rl.checkpoint.hf import CheckpointReader, format_dtype
 from mcore_rl.checkpoint.hf_writer import copy_companions
-from mcore_rl.checkpoint.integrity import require_finite
-from mcore_rl.checkpoint.storage_location import chunks
-from mcore_rl.checkpoint.torch_dist_writer import DistFile, Record, write_metadata
+from mcore_rl.checkpoint.storage_location import compute_chunks
+from mcore_rl.checkpoint.torch_dist import DistFile
+from mcore_rl.checkpoint.torch_dist_metadata import Record, write_metadata
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.resolve_engine import resolve_layout, resolve_model_layout
 from mcore_rl.config.schema import Layout
@@ -36,10 +36,9 @@ from mcore_rl.jobs.convert.plan import (
 )
 from mcore_rl.jobs.convert.run import Conversion, run
 from mcore_rl.jobs.convert.workers import Wrote
-from mcore_rl.models.base import model_sizes, padded_vocab_size
-from mcore_rl.models.heads import model_config, model_weights
-from mcore_rl.reshard.boxes import Box, rows
-from mcore_rl.reshard.rules import Weight, logical_tensors
+from mcore_rl.models.base import get_model_sizes, pad_vocab_size
+from mcore_rl.models.heads import get_model_config, map_model_weights
+from mcore_rl.reshard.rules import Box, Weight, list_logical_tensors, slice_rows
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _COMPARED_BYTES = 16 << 20  # of a tensor and its repeat, at a time
@@ -65,41 +64,43 @@ def plan(model: Path, output: Path, layout: Layout, dtype: str | None) -> Conver
     """
     resolve_layout("--layout", layout)
     reader = CheckpointReader(model)
-    config = model_config(reader.config())
-    resolve_model_layout("--layout", layout, model_sizes(config))
-    padded = padded_vocab_size(config, layout.tp)
-    weights = model_weights(config, padded)
-    reader.check(logical_tensors(weights))
-    shapes = reader.shapes()
-    dtypes = {name: reader.dtype(name) for name in shapes}
+    config = get_model_config(reader.read_config())
+    resolve_model_layout("--layout", layout, get_model_sizes(config))
+    padded = pad_vocab_size(config, layout.tp)
+    weights = map_model_weights(config, padded)
+    reader.check(list_logical_tensors(weights))
+    shapes = reader.get_shapes()
+    dtypes = {name: reader.get_dtype(name) for name in shapes}
     most = main_dtype((dtypes[name], math.prod(shape)) for name, shape in shapes.items())
     if dtype is None and most not in DTYPES.values():
         raise ConfigError(
-            f"the weights of {model} are in {short(most)}, which the engine does not compute in; "
-            f"allowed: --dtype with {' or '.join(DTYPES)}"
+            f"the weights of {model} are in {format_dtype(most)}, which the engine does not "
+            f"compute in; allowed: --dtype with {' or '.join(DTYPES)}"
         )
-    target = named_dtype("--dtype", DTYPES, dtype or short(most))
+    target = named_dtype("--dtype", DTYPES, dtype or format_dtype(most))
     check_repeats(reader, weights)
     from mcore_rl.engine.megatron.meta_model import meta_model  # imports Megatron
 
     found = meta_model(config, padded)
     parameters = [
-        Parameter(w, found.parameters[w.local_name()], torch.float32 if w.float32 else target)
+        Parameter(w, found.parameters[w.get_local_name()], torch.float32 if w.float32 else target)
         for w in weights
         if not w.replica
     ]
     facts = {
         "layout": asdict(layout),
-        "dtype": short(target),
+        "dtype": format_dtype(target),
         "vocab_size": config["vocab_size"],
         "optimizer": None,
         "lora": None,
         "hf_dtypes": {
-            "most": short(most),
-            "others": {n: short(dtype) for n, dtype in sorted(dtypes.items()) if dtype != most},
+            "most": format_dtype(most),
+            "others": {
+                n: format_dtype(dtype) for n, dtype in sorted(dtypes.items()) if dtype != most
+            },
         },
     }
-    options = {"--layout": asdict(layout), "--dtype": short(target)}
+    options = {"--layout": asdict(layout), "--dtype": format_dtype(target)}
     return Conversion(
         output=output,
         fingerprint=fingerprint("hf-to-mcore", {"model": model}, **options),
@@ -115,10 +116,10 @@ def check_repeats(reader: CheckpointReader, weights: Sequence[Weight]) -> None:
     """Raise ConfigError for a copy of a tensor that differs from it: it would be lost."""
     for tensor in (t for weight in weights if not weight.replica for t in weight.rule.tensors):
         at_once = max(1, _COMPARED_BYTES // (4 * math.prod(tensor.shape[1:])))
-        for copy in tensor.copies:
+        for copy in tensor.alias_tensors:
             for start in range(0, tensor.shape[0], at_once):
                 count = min(at_once, tensor.shape[0] - start)
-                a, b = (reader.read(rows(t, start, count, 0)) for t in (tensor, copy))
+                a, b = (reader.read(slice_rows(t, start, count, 0)) for t in (tensor, copy))
                 if a.dtype != b.dtype or not torch.equal(a, b):
                     raise ConfigError(
                         f"checkpoint {reader.path}: {copy.name} should repeat {tensor.name}, "
@@ -181,7 +182,7 @@ def _units(
     parameters: Sequence[Parameter],
     objects: Mapping[str, bytes],
 ) -> Iterator[DistUnit]:
-    stored = {name: entry.dtype for name, _, entry in reader.stored()}
+    stored = {name: entry.dtype for name, _, entry in reader.list_stored()}
     for number, run_of in enumerate(runs(parameters)):
         largest = max(parameter.nbytes for parameter in run_of)
         scratch = max(_scratch_bytes(p, layout) for p in run_of)
@@ -197,12 +198,12 @@ def _units(
 
 
 def _chunks(parameter: Parameter, layout: Layout) -> tuple[Box, ...]:
-    return chunks(parameter.weight, num_shards(parameter.weight, layout))
+    return compute_chunks(parameter.weight, num_shards(parameter.weight, layout))
 
 
 def _scratch_bytes(parameter: Parameter, layout: Layout) -> int:
     """Beside the parameter: a tensor whose rows are dealt out, or a chunk of some columns."""
-    blocks = Counter(block.tensor for block in parameter.weight.rule.blocks(WHOLE))
+    blocks = Counter(block.tensor for block in parameter.weight.rule.get_blocks(WHOLE))
     dealt = [math.prod(tensor.shape) for tensor, count in blocks.items() if count > 1]
     boxes = _chunks(parameter, layout)
     cut = [box.numel for box in boxes if box.sizes[1:] != parameter.shape[1:]]
@@ -216,7 +217,7 @@ def _cast_bytes(parameter: Parameter, stored: Dtypes) -> int:
         dtype = stored[tensor.name]
         if dtype != parameter.dtype:
             nbytes = math.prod(tensor.shape) * dtype.itemsize
-            found = max(found, nbytes + fp8.scratch_bytes(dtype, tensor.shape))
+            found = max(found, nbytes + fp8.compute_buffer_bytes(dtype, tensor.shape))
     return found
 
 
@@ -227,13 +228,13 @@ def _fill(parameter: Parameter, reader: CheckpointReader, whole: Buffer, scratch
     if sum(math.prod(tensor.shape) for tensor in rule.tensors) < target.numel():
         target.zero_()
     for tensor in rule.tensors:
-        blocks = [block for block in rule.blocks(WHOLE) if block.tensor == tensor]
+        blocks = [block for block in rule.get_blocks(WHOLE) if block.tensor == tensor]
         in_place = len(blocks) == 1
         if in_place:
             read = target[blocks[0].local_slices]
         else:
             read = scratch.tensor(tensor.shape, parameter.dtype)
-        reader.read_into(rows(tensor, 0, tensor.shape[0], 0), read)
+        reader.read_into(slice_rows(tensor, 0, tensor.shape[0], 0), read)
         if not reader.has_checksum(tensor.name):
             require_finite(tensor.name, read)
         for block in () if in_place else blocks:
@@ -251,5 +252,5 @@ def _add_chunks(
         else:
             chunk = scratch.tensor(box.sizes, dtype)
             chunk.copy_(whole.tensor(shape, dtype)[box.slices])
-        place = location.box(box)
+        place = location.to_tensor_box(box)
         file.add_tensor(location.key, location.shape, place.offsets, chunk.view(place.sizes))

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from rich.console import Console
 
-from mcore_rl.checkpoint.hf import CheckpointReader, short
+from mcore_rl.checkpoint.hf import CheckpointReader, format_dtype
 from mcore_rl.jobs.convert.megatron_folder import is_megatron, open_megatron
 from mcore_rl.jobs.convert.options import format_bytes
 from mcore_rl.jobs.convert.progress import ByteProgress
@@ -94,7 +94,7 @@ def compare(a: Path, b: Path, console: Console) -> Comparison:
                 found.misshapen.append(name)
                 continue
             if dtype != other_dtype:
-                pair = f"{short(dtype)} and {short(other_dtype)}"
+                pair = f"{format_dtype(dtype)} and {format_dtype(other_dtype)}"
                 found.dtypes[pair] = found.dtypes.get(pair, 0) + 1
             difference = _difference(name, left.read(name), right.read(name))
             found.num_tensors += 1
@@ -110,14 +110,16 @@ def _opened(path: Path, other: Path) -> _Side:
     """A folder; where it does not say which model it is of, the other one does."""
     if not is_megatron(path):
         reader = CheckpointReader(path)
-        forms = {name: (shape, reader.dtype(name)) for name, shape in reader.shapes().items()}
-        return _Side(forms, reader.read_whole)
+        forms = {
+            name: (shape, reader.get_dtype(name)) for name, shape in reader.get_shapes().items()
+        }
+        return _Side(forms, reader.read_tensor)
     folder = open_megatron(path, None if is_megatron(other) else other)
     forms = {
         name: (tensor.shape, parameter.dtype)
         for parameter in folder.parameters
         for tensor in parameter.weight.rule.tensors
-        for name in (tensor.name, *tensor.also)
+        for name in (tensor.name, *tensor.aliases)
     }
     return _Side(forms, MegatronTensors(folder.reader, folder.parameters).read)
 

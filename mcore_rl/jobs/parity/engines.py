@@ -22,7 +22,7 @@ from mcore_rl.data.batch import Batch, Jagged
 from mcore_rl.engine.base import BaseEngine, EngineSpec, create_engine
 from mcore_rl.inference.protocol import TokenScores
 from mcore_rl.inference.vllm.server import VLLMServer
-from mcore_rl.models.base import HFConfig, kv_elements_per_token
+from mcore_rl.models.base import HFConfig, count_kv_elements_per_token
 from mcore_rl.parallel.mesh import Coordinate, Mesh
 
 T = TypeVar("T")
@@ -121,7 +121,7 @@ def _start_engine(spec: EngineSpec, checkpoint: str) -> BaseEngine:
 
 
 def _get_coordinate(engine: BaseEngine) -> Coordinate:
-    return Mesh(engine.layout).coordinate(engine.world_rank)
+    return Mesh(engine.layout).get_coordinate(engine.world_rank)
 
 
 def _build_batch(sequences: list[list[int]]) -> Batch:
@@ -264,7 +264,7 @@ def trace_with_vllm(spec: ServerSpec, sequences: list[list[int]]) -> list[dict[s
 def compute_kv_cache_bytes(config: HFConfig, num_tokens: int) -> int:
     """Return an upper bound on the KV cache of four sequences, at four bytes an element."""
     num_tokens += _BLOCK_TOKENS  # vLLM rounds up to whole blocks
-    return max(_LEAST_CACHE_BYTES, 4 * num_tokens * 4 * kv_elements_per_token(config))
+    return max(_LEAST_CACHE_BYTES, 4 * num_tokens * 4 * count_kv_elements_per_token(config))
 
 
 async def _run_with_server(

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 import mcore_rl.models  # noqa: F401  (fills the family registry)
-from mcore_rl.checkpoint.checkpoint_info import read_checkpoint_info
+from mcore_rl.checkpoint.files import read_checkpoint_info
 from mcore_rl.checkpoint.hf import CheckpointReader
 from mcore_rl.config.checks import at_least, divides, exists, one_of, positive
 from mcore_rl.config.errors import ConfigError
@@ -28,13 +28,13 @@ from mcore_rl.engine.base import EngineSpec
 from mcore_rl.jobs.parity.engines import ServerSpec, compute_kv_cache_bytes
 from mcore_rl.models.base import (
     HFConfig,
-    family_of,
-    field,
-    model_sizes,
-    padded_vocab_size,
+    get_family,
+    get_field,
+    get_model_sizes,
+    pad_vocab_size,
     read_config,
 )
-from mcore_rl.reshard.rules import logical_tensors
+from mcore_rl.reshard.rules import list_logical_tensors
 
 HF, VLLM = "hf", "vllm"
 _LENGTHS = (3, 7, 12, 21, 34, 55)  # of the sampled prompts, in tokens
@@ -102,14 +102,14 @@ def build_plan(settings: ParitySettings) -> ParityPlan:
     """
     _check_options(settings)
     model = _read_model_config("--model", settings.model)
-    sizes = model_sizes(model)
+    sizes = get_model_sizes(model)
     resolve_model_layout("--layout", settings.layout, sizes)
     configs = [model]
     if settings.reference:
         configs.append(_read_model_config("--reference", settings.reference))
     uses_vllm = VLLM in settings.against
     if uses_vllm:
-        heads = model_sizes(configs[-1]).num_attention_heads
+        heads = get_model_sizes(configs[-1]).num_attention_heads
         divides("--vllm-tp", settings.vllm_tp, "attention heads", heads)
     prompts = _load_prompts(settings, configs, CONTINUATION + 1 if uses_vllm else 0)
     server = None
@@ -145,11 +145,11 @@ def _read_model_config(option: str, path: str) -> HFConfig:
     """Read the config of a checkpoint; check that its family is known and no tensor is missing."""
     exists(option, path)
     try:
-        family_of(read_config(path))
+        get_family(read_config(path))
         reader = CheckpointReader(path)
-        config = reader.config()
-        weights = family_of(config).weights(config, padded_vocab_size(config, 1))
-        reader.check(logical_tensors(weights))
+        config = reader.read_config()
+        weights = get_family(config).weights(config, pad_vocab_size(config, 1))
+        reader.check(list_logical_tensors(weights))
     except ConfigError as error:
         reason = str(error).removeprefix(f"model.path={path!r}: ")
         raise ConfigError(f"{option} {path}: {reason}") from error
@@ -160,7 +160,7 @@ def _load_prompts(
     settings: ParitySettings, configs: list[HFConfig], num_after: int
 ) -> list[list[int]]:
     """Return prompts as token ids, short enough for `num_after` more tokens after each."""
-    vocab_size = min(field(config, "vocab_size") for config in configs)
+    vocab_size = min(get_field(config, "vocab_size") for config in configs)
     positions = [config.get("max_position_embeddings") for config in configs]
     longest = min(filter(None, positions), default=sys.maxsize) - num_after
     if longest < 2:

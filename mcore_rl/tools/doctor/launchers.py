@@ -17,7 +17,8 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.parallel.rendezvous import RendezvousEndpoint, address_of
+from mcore_rl.parallel.network import find_address
+from mcore_rl.parallel.rendezvous import RendezvousEndpoint
 from mcore_rl.tools.doctor import node
 
 _ASK_S = 20.0  # for an answer of SLURM's controller
@@ -83,7 +84,7 @@ class SlurmNodes:
                 "once, without srun, or with --on=this"
             )
         self.nodes = _asked("scontrol", "show", "hostnames", listed).split()
-        self.address = address_of(interface)
+        self.address = find_address(interface)
         self._srun: subprocess.Popen[bytes] | None = None
         self._printed = tempfile.TemporaryFile()  # noqa: SIM115 (it lives as long as this)
 
@@ -96,7 +97,7 @@ class SlurmNodes:
         ]  # fmt: skip
         self._srun = subprocess.Popen(
             [*command, sys.executable, "-m", node.__name__],
-            env=os.environ | endpoint.environment(),
+            env=os.environ | endpoint.to_environment(),
             stdin=subprocess.DEVNULL,
             stdout=self._printed,
             stderr=self._printed,

@@ -23,8 +23,14 @@ from pathlib import Path
 from typing import Any
 
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.parallel.rendezvous import RendezvousEndpoint, RendezvousServer, address_of
-from mcore_rl.parallel.rendezvous_client import LateError, LostError, RendezvousClient
+from mcore_rl.parallel.network import find_address
+from mcore_rl.parallel.rendezvous import (
+    RendezvousClient,
+    RendezvousConnectionError,
+    RendezvousEndpoint,
+    RendezvousServer,
+    RendezvousTimeoutError,
+)
 from mcore_rl.tools.doctor import devices, software, system
 from mcore_rl.tools.doctor.findings import DoctorRequest, NodeReport
 
@@ -35,14 +41,14 @@ _NUM_CLOCK_READINGS = 10  # the one with the shortest round trip counts
 def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # files are removed
     name = os.environ.get("SLURMD_NODENAME", "")
-    examine(RendezvousEndpoint.from_environment(), int(os.environ["SLURM_NODEID"]), name)
+    examine(RendezvousEndpoint.read_environment(), int(os.environ["SLURM_NODEID"]), name)
 
 
 def examine(endpoint: RendezvousEndpoint, number: int, name: str = "") -> None:
     """Tell the rendezvous all about this node, the `number`-th, as it is asked there.
 
     Raises:
-        LostError, LateError: the one that asks is gone.
+        RendezvousConnectionError, RendezvousTimeoutError: the one that asks is gone.
     """
     client = RendezvousClient(endpoint, number, number + 1, _CONNECT_S * 2)
     with contextlib.closing(client):
@@ -142,7 +148,7 @@ class _Node:
     def _own_address(self) -> str:
         """Without an interface, by which it reached the one that asks."""
         interface = self._request.interface
-        return address_of(interface) if interface else self._client.own_address
+        return find_address(interface) if interface else self._client.own_address
 
     def _look_at_others(self) -> None:
         self._doing("waiting for the other nodes")
@@ -155,7 +161,7 @@ class _Node:
         self._look_at_network(others)
         self._doing(f"reading in {self._request.output_dir}")
         self._look_at_shared_path(others)
-        readings = [self._client.clock() for _ in range(_NUM_CLOCK_READINGS)]
+        readings = [self._client.measure_clock_offset() for _ in range(_NUM_CLOCK_READINGS)]
         self._report.clock_s, self._report.clock_bound_s = min(readings, key=lambda one: one[1])
 
     def _those_that_come(self, kind: str) -> dict[int, bytes]:
@@ -163,7 +169,7 @@ class _Node:
         keys = {f"{kind}/{other}": other for other in self._others}
         try:
             values = self._client.get(list(keys), self._wait_s)
-        except LateError as error:
+        except RendezvousTimeoutError as error:
             keys = {key: other for key, other in keys.items() if key not in error.keys}
             values = self._client.get(list(keys), _CONNECT_S)
         return dict(zip(keys.values(), values, strict=True))
@@ -186,7 +192,7 @@ class _Node:
         endpoint = RendezvousEndpoint(**other["endpoint"])
         try:
             RendezvousClient(endpoint, self._number, 0, _CONNECT_S).close()
-        except LostError as error:
+        except RendezvousConnectionError as error:
             return str(error.__cause__ or error)
         return ""
 

@@ -12,8 +12,11 @@ import time
 from collections.abc import Sequence
 from typing import IO
 
-from mcore_rl.parallel.rendezvous import RendezvousEndpoint
-from mcore_rl.parallel.rendezvous_client import LateError, RendezvousClient
+from mcore_rl.parallel.rendezvous import (
+    RendezvousClient,
+    RendezvousEndpoint,
+    RendezvousTimeoutError,
+)
 from mcore_rl.tools.doctor import bandwidth, devices
 from mcore_rl.tools.doctor.findings import Bandwidth, NodeReport
 
@@ -30,7 +33,7 @@ def measure(
     client.set(f"ranks/{number}", str(num_gpus).encode())
     try:
         told = client.get([f"ranks/{other}" for other in range(len(nodes))], limit_s)
-    except LateError as error:
+    except RendezvousTimeoutError as error:
         late = ", ".join(nodes[int(key.partition("/")[2])] for key in error.keys)
         value = f"not measured: {late} did not come in {limit_s:.0f} s"
         report.add(_CHECK, "fail", value, "all nodes", "see their own findings")
@@ -75,7 +78,7 @@ def _run(
 ) -> str:
     """What the first rank printed; empty when one failed, which is a finding then."""
     first = sum(counts[:number])
-    common = os.environ | endpoint.environment() | {"WORLD_SIZE": str(sum(counts))}
+    common = os.environ | endpoint.to_environment() | {"WORLD_SIZE": str(sum(counts))}
     common.setdefault("OMP_NUM_THREADS", "1")
     command = [sys.executable, "-m", bandwidth.__name__, backend, str(limit_s), *map(str, counts)]
     processes: list[subprocess.Popen[bytes]] = []

@@ -7,8 +7,7 @@ import json
 import time
 from dataclasses import asdict
 
-from mcore_rl.parallel.rendezvous import RendezvousServer
-from mcore_rl.parallel.rendezvous_client import LateError, RendezvousClient
+from mcore_rl.parallel.rendezvous import RendezvousClient, RendezvousServer, RendezvousTimeoutError
 from mcore_rl.tools.doctor import compare, software
 from mcore_rl.tools.doctor.findings import DoctorRequest, Finding, NodeReport, Report
 from mcore_rl.tools.doctor.launchers import Launcher
@@ -61,7 +60,7 @@ def _gather(client: RendezvousClient, launcher: Launcher, deadline: float) -> di
         is_last = launcher.ended() or time.monotonic() >= deadline
         try:
             values = client.get(keys, 0.0 if is_last else _LOOK_S)
-        except LateError as error:
+        except RendezvousTimeoutError as error:
             if not is_last:
                 continue
             keys = [key for key in keys if key not in error.keys]
@@ -81,7 +80,7 @@ def _doing(client: RendezvousClient, number: int) -> str:
     """What a node last said that it does; empty when it has never come."""
     try:
         return client.get([f"at/{number}"], 0.0)[0].decode()
-    except LateError:
+    except RendezvousTimeoutError:
         return ""
 
 

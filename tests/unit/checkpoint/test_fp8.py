@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize, Fp8Quantize
 
 from mcore_rl.checkpoint.fp8 import (
+    build_quantization_config,
     check_quantization_config,
     dequantize_blocks,
+    get_scale_shape,
     is_block_quantized,
-    quantization_config,
     quantize_blocks,
-    scale_shape,
 )
 from mcore_rl.config.errors import ConfigError
 
@@ -30,17 +30,17 @@ DTYPES = (torch.bfloat16, torch.float32)
 EVERY_BYTE = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
 
 
-def by_block(quantized: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """The format's definition, block by block, in float32."""
-    whole = torch.empty(quantized.shape)
+def dequantize_by_definition(quantized: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """Dequantize block by block in float32, by the definition of the format."""
+    tensor = torch.empty(quantized.shape)
     for row in range(scales.shape[0]):
         for column in range(scales.shape[1]):
-            at = (slice(row * 128, row * 128 + 128), slice(column * 128, column * 128 + 128))
-            whole[at] = quantized[at].float() * scales[row, column].float()
-    return whole
+            block = (slice(row * 128, row * 128 + 128), slice(column * 128, column * 128 + 128))
+            tensor[block] = quantized[block].float() * scales[row, column].float()
+    return tensor
 
 
-def weight(rows: int, columns: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+def random_weight(rows: int, columns: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     generator = torch.Generator().manual_seed(rows * 1000 + columns)
     return torch.randn(rows, columns, generator=generator).to(dtype)
 
@@ -56,60 +56,62 @@ RAGGED = [(1, 1), (128, 128), (127, 129), (256, 128), (300, 257), (576, 384)]
 @pytest.mark.parametrize(("rows", "columns"), RAGGED)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_block_is_divided_by_its_largest_magnitude_over_448(rows, columns, dtype):
-    whole = weight(rows, columns, dtype)
-    before = whole.clone()
-    quantized, scales = quantize_blocks(whole)
-    assert torch.equal(whole, before)
+    tensor = random_weight(rows, columns, dtype)
+    before = tensor.clone()
+    quantized, scales = quantize_blocks(tensor)
+    assert torch.equal(tensor, before)
     assert (quantized.dtype, scales.dtype) == (torch.float8_e4m3fn, torch.float32)
     assert (
-        tuple(scales.shape) == scale_shape((rows, columns)) == (-(-rows // 128), -(-columns // 128))
+        tuple(scales.shape)
+        == get_scale_shape((rows, columns))
+        == (-(-rows // 128), -(-columns // 128))
     )
     for row in range(scales.shape[0]):
         for column in range(scales.shape[1]):
-            at = (slice(row * 128, row * 128 + 128), slice(column * 128, column * 128 + 128))
-            scale = whole[at].abs().max().bfloat16().float() / 448
+            block = (slice(row * 128, row * 128 + 128), slice(column * 128, column * 128 + 128))
+            scale = tensor[block].abs().max().bfloat16().float() / 448
             assert scales[row, column] == scale
-            assert same(quantized[at], (whole[at].float() / scale).to(torch.float8_e4m3fn))
-            assert quantized[at].float().abs().max() == 448
+            assert same(quantized[block], (tensor[block].float() / scale).to(torch.float8_e4m3fn))
+            assert quantized[block].float().abs().max() == 448
 
 
 @pytest.mark.parametrize(("rows", "columns"), RAGGED)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("scale_dtype", DTYPES)
 def test_a_weight_is_the_product_of_values_and_scales(rows, columns, dtype, scale_dtype):
-    quantized, scales = quantize_blocks(weight(rows, columns))
+    quantized, scales = quantize_blocks(random_weight(rows, columns))
     scales = scales.to(scale_dtype)
-    wanted = by_block(quantized, scales).to(dtype)
+    wanted = dequantize_by_definition(quantized, scales).to(dtype)
     assert same(dequantize_blocks(quantized, scales, dtype), wanted)
 
 
 def test_every_value_of_e4m3_is_read_as_torch_reads_it():
-    """Subnormals, both zeros, and NaN, which stays NaN."""
+    """Include subnormals, both zeros, and NaN, which stays NaN."""
     for scale in (1.0, 1e-30, 3.7, 1e30):
-        found = dequantize_blocks(EVERY_BYTE[None], torch.tensor([[scale, scale]]), torch.float32)
+        values = dequantize_blocks(EVERY_BYTE[None], torch.tensor([[scale, scale]]), torch.float32)
         wanted = EVERY_BYTE[None].float() * torch.tensor(scale)
-        assert torch.equal(found.isnan(), wanted.isnan())
-        assert found.isnan().sum() == 2
-        assert same(found.nan_to_num(7.0), wanted.nan_to_num(7.0))
+        assert torch.equal(values.isnan(), wanted.isnan())
+        assert values.isnan().sum() == 2
+        assert same(values.nan_to_num(7.0), wanted.nan_to_num(7.0))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_transformers_reads_the_same_weight(dtype):
-    quantized, scales = quantize_blocks(weight(384, 256))
-    theirs = Fp8Dequantize(None)._dequantize_one(quantized, scales, dtype)
-    assert same(dequantize_blocks(quantized, scales, dtype), theirs)
+    quantized, scales = quantize_blocks(random_weight(384, 256))
+    expected = Fp8Dequantize(None)._dequantize_one(quantized, scales, dtype)
+    assert same(dequantize_blocks(quantized, scales, dtype), expected)
 
 
 def test_transformers_writes_a_bfloat16_weight_the_same_within_rounding():
-    """It multiplies by a reciprocal of the scale, which rounds once more."""
+    """Allow one more rounding: transformers multiplies by the reciprocal of the scale."""
     settings = SimpleNamespace(weight_block_size=[128, 128], scale_fmt="float")
     written = Fp8Quantize(SimpleNamespace(quantization_config=settings))
-    whole = weight(384, 256, torch.bfloat16)
-    theirs = written._quantize_one("a.weight", whole)
-    quantized, scales = quantize_blocks(whole)
-    torch.testing.assert_close(theirs["a.weight_scale_inv"], scales, rtol=3e-7, atol=0)
-    differing = (theirs["a.weight"].view(torch.uint8) != quantized.view(torch.uint8)).sum()
-    assert differing <= whole.numel() // 1000
+    tensor = random_weight(384, 256, torch.bfloat16)
+    expected = written._quantize_one("a.weight", tensor)
+    quantized, scales = quantize_blocks(tensor)
+    torch.testing.assert_close(expected["a.weight_scale_inv"], scales, rtol=3e-7, atol=0)
+    differing = (expected["a.weight"].view(torch.uint8) != quantized.view(torch.uint8)).sum()
+    assert differing <= tensor.numel() // 1000
 
 
 @given(
@@ -125,20 +127,20 @@ def test_what_was_written_and_read_is_written_as_the_same_bytes(
     rows, columns, exponents, kind, written_as, read_as, seed
 ):
     generator = torch.Generator().manual_seed(seed)
-    whole = torch.randn(rows, columns, generator=generator, dtype=torch.float64)
+    tensor = torch.randn(rows, columns, generator=generator, dtype=torch.float64)
     low, high = sorted(exponents)
     if kind == "wide":  # each value of its own magnitude
-        whole *= 10.0 ** (low + (high - low) * torch.rand(rows, columns, generator=generator))
+        tensor *= 10.0 ** (low + (high - low) * torch.rand(rows, columns, generator=generator))
     elif kind == "subnormal":
-        whole *= 2.0**-130
+        tensor *= 2.0**-130
     else:
-        whole *= 10.0**low
+        tensor *= 10.0**low
     if kind == "zero":
-        whole[: rows // 2] = 0
-        whole[:128, :128] = 0
+        tensor[: rows // 2] = 0
+        tensor[:128, :128] = 0
     if kind == "one":
-        whole = whole * 0 + 10.0**high
-    first = quantize_blocks(whole.to(written_as))
+        tensor = tensor * 0 + 10.0**high
+    first = quantize_blocks(tensor.to(written_as))
     for _ in range(2):
         again = quantize_blocks(dequantize_blocks(*first, read_as))
         assert same(again[0], first[0])
@@ -149,18 +151,18 @@ def test_what_was_written_and_read_is_written_as_the_same_bytes(
 def test_a_scale_is_a_fixed_point_whatever_the_largest_value_is(exponent, seed, dtype):
     """Quotient and product round; over many mantissas of the largest value, in 128 blocks."""
     generator = torch.Generator().manual_seed(seed)
-    whole = torch.zeros(1, 128 * 128)
-    whole[0, ::128] = (1 + torch.rand(128, generator=generator)) * 2.0**exponent
-    first = quantize_blocks(whole)
+    tensor = torch.zeros(1, 128 * 128)
+    tensor[0, ::128] = (1 + torch.rand(128, generator=generator)) * 2.0**exponent
+    first = quantize_blocks(tensor)
     again = quantize_blocks(dequantize_blocks(*first, dtype))
     assert same(again[0], first[0])
     assert same(again[1], first[1])
 
 
 def test_blocks_of_zeros_and_of_next_to_nothing_have_scale_one():
-    whole = torch.zeros(256, 128)
-    whole[128:] = 2.0**-111
-    quantized, scales = quantize_blocks(whole)
+    tensor = torch.zeros(256, 128)
+    tensor[128:] = 2.0**-111
+    quantized, scales = quantize_blocks(tensor)
     assert scales.tolist() == [[1.0], [1.0]]
     assert not dequantize_blocks(quantized, scales, torch.float32).any()
 
@@ -170,38 +172,38 @@ def test_blocks_of_zeros_and_of_next_to_nothing_have_scale_one():
     height=st.integers(1, 300), width=st.integers(1, 300),
 )  # fmt: skip
 def test_a_box_is_read_as_the_slice_of_its_weight(row, column, height, width):
-    quantized, scales = quantize_blocks(weight(300, 300))
-    whole = dequantize_blocks(quantized, scales, torch.bfloat16)
-    at = (slice(row, row + height), slice(column, column + width))
-    box = quantized[at]
+    quantized, scales = quantize_blocks(random_weight(300, 300))
+    tensor = dequantize_blocks(quantized, scales, torch.bfloat16)
+    block = (slice(row, row + height), slice(column, column + width))
+    box = quantized[block]
     touched = (
         slice(row // 128, -(-(row + box.shape[0]) // 128)),
         slice(column // 128, -(-(column + box.shape[1]) // 128)),
     )
-    found = dequantize_blocks(box, scales[touched], torch.bfloat16, (row, column))
-    assert same(found, whole[at].contiguous())
+    values = dequantize_blocks(box, scales[touched], torch.bfloat16, (row, column))
+    assert same(values, tensor[block].contiguous())
 
 
 def test_a_box_is_read_between_other_elements():
-    quantized, scales = quantize_blocks(weight(200, 200))
+    quantized, scales = quantize_blocks(random_weight(200, 200))
     wide = torch.zeros(202, 202)
     dequantize_blocks(quantized, scales, torch.float32, out=wide[1:-1, 1:-1])
-    assert torch.equal(wide[1:-1, 1:-1], by_block(quantized, scales))
+    assert torch.equal(wide[1:-1, 1:-1], dequantize_by_definition(quantized, scales))
     assert not wide[0].any()
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 def test_values_that_are_not_finite_are_refused_by_place(value):
-    whole = weight(200, 300)
-    whole[150, 299] = value
+    tensor = random_weight(200, 300)
+    tensor[150, 299] = value
     with pytest.raises(ConfigError, match=rf"tensor w is damaged: it has {value} at \[150, 299\]"):
-        quantize_blocks(whole, "w")
+        quantize_blocks(tensor, "w")
 
 
 def test_values_that_bfloat16_cannot_hold_are_refused():
-    whole = torch.full((1, 1), torch.finfo(torch.float32).max)
+    tensor = torch.full((1, 1), torch.finfo(torch.float32).max)
     with pytest.raises(ConfigError, match="tensor w has values that are too large for bfloat16"):
-        quantize_blocks(whole, "w")
+        quantize_blocks(tensor, "w")
 
 
 # As published: deepseek-ai/DeepSeek-V3 (its layer 61 predicts), Qwen/Qwen3-30B-A3B-FP8.
@@ -237,11 +239,11 @@ def test_the_projections_of_decoder_layers_are_in_float8(name, expected):
 def test_the_config_is_the_published_one():
     layer = "model.layers.3.mlp."
     deepseek = [f"{layer}gate.weight", f"{layer}gate.e_score_correction_bias", "lm_head.weight"]
-    assert quantization_config(deepseek) == CONFIG
-    assert quantization_config(["model.layers.0.mlp.gate_proj.weight"]) == CONFIG
-    kept = {"modules_to_not_convert": ["lm_head", "model.layers.3.mlp.gate"]}
-    assert quantization_config([f"{layer}gate.weight"]) == CONFIG | kept
-    check_quantization_config(quantization_config([f"{layer}gate.weight"]))
+    assert build_quantization_config(deepseek) == CONFIG
+    assert build_quantization_config(["model.layers.0.mlp.gate_proj.weight"]) == CONFIG
+    routers = {"modules_to_not_convert": ["lm_head", "model.layers.3.mlp.gate"]}
+    assert build_quantization_config([f"{layer}gate.weight"]) == CONFIG | routers
+    check_quantization_config(build_quantization_config([f"{layer}gate.weight"]))
 
 
 @pytest.mark.parametrize(

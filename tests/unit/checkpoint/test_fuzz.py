@@ -21,15 +21,12 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 import mcore_rl.models  # noqa: F401  (fills the family registry)
-from mcore_rl.checkpoint.fp8 import is_block_quantized, quantization_config, quantize_blocks
-from mcore_rl.checkpoint.hf import INDEX_FILE, CheckpointReader
+from mcore_rl.checkpoint.fp8 import build_quantization_config, is_block_quantized, quantize_blocks
+from mcore_rl.checkpoint.hf import INDEX_FILE, CheckpointReader, SafetensorsFile
 from mcore_rl.checkpoint.hf_writer import TensorPlan, plan_shards, write_index, write_shard
-from mcore_rl.checkpoint.safetensors_file import SafetensorsFile
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.models.base import family_of, model_sizes, padded_vocab_size, read_config
-from mcore_rl.models.fields import FIELDS
-from mcore_rl.reshard.boxes import Box
-from mcore_rl.reshard.rules import Weight, check_cover, logical_tensors
+from mcore_rl.models.base import FIELDS, get_family, get_model_sizes, pad_vocab_size, read_config
+from mcore_rl.reshard.rules import Box, Weight, check_cover, list_logical_tensors
 from tests.nightly import all_but
 
 NUM_HEADERS, NUM_BYTES, NUM_CONFIGS, NUM_INDICES = 800, 400, 350, 150
@@ -48,8 +45,8 @@ VALUES = [
 
 
 @contextmanager
-def bounded(case: object, outcomes: Counter[str]) -> Iterator[None]:
-    """Only ConfigError, of one printable line, and soon."""
+def check_outcome(case: object, outcomes: Counter[str]) -> Iterator[None]:
+    """Check that the block ends soon, normally or with a ConfigError of one printable line."""
     start = time.monotonic()
     try:
         yield
@@ -61,8 +58,8 @@ def bounded(case: object, outcomes: Counter[str]) -> Iterator[None]:
     assert time.monotonic() - start < LIMIT_S, case
 
 
-def replaced(rng: random.Random, text: str) -> str:
-    """JSON text with one value replaced, or a part of it dropped or repeated."""
+def replace_text(rng: random.Random, text: str) -> str:
+    """Replace a value of a JSON text, or drop or repeat a part of it."""
     marks = [i for i, character in enumerate(text) if character in "{}[],:"]
     start, end = sorted(rng.sample(marks, 2))
     match rng.randrange(4):
@@ -76,8 +73,8 @@ def replaced(rng: random.Random, text: str) -> str:
             return text.replace(rng.choice(["F32", "BF16", "shape", "0", "1", "4"]), "2", 1)
 
 
-def changed(rng: random.Random, found: Any) -> str:
-    """The JSON text of an object with one of its values, however deep, replaced."""
+def replace_value(rng: random.Random, value: Any) -> str:
+    """Replace a value of an object, however deep; return it as JSON."""
     places: list[tuple[Any, Any]] = []
 
     def visit(node: Any) -> None:
@@ -87,41 +84,41 @@ def changed(rng: random.Random, found: Any) -> str:
             if isinstance(node[key], (dict, list)):
                 visit(node[key])
 
-    found = json.loads(json.dumps(found))
-    visit(found)
+    value = json.loads(json.dumps(value))
+    visit(value)
     node, key = rng.choice(places)
     node[key] = "@"
-    return json.dumps(found).replace('"@"', rng.choice(VALUES))
+    return json.dumps(value).replace('"@"', rng.choice(VALUES))
 
 
-def framed(text: str, data: bytes) -> bytes:
+def build_file(text: str, data: bytes) -> bytes:
     header = text.encode()
     return len(header).to_bytes(8, "little") + header + data
 
 
 def read_all(path: Path) -> None:
-    """Read a file by ours; what is accepted, the library has to have in the same bytes."""
+    """Read a file by our reader, and compare with the library if it is accepted."""
     file = SafetensorsFile(path)
-    with safe_open(path, framework="pt") as theirs:
-        assert sorted(theirs.keys()) == sorted(file.entries)
+    with safe_open(path, framework="pt") as library:
+        assert sorted(library.keys()) == sorted(file.entries)
         for name, entry in file.entries.items():
             out = torch.empty(entry.shape, dtype=entry.dtype)
             file.read_into(name, None, out)
-            tensor = theirs.get_tensor(name)
+            tensor = library.get_tensor(name)
             assert (tensor.dtype, tensor.shape) == (out.dtype, out.shape)
             assert bytes_equal(tensor, out)
             if out.numel() and out.dim():
-                at = Box((0,) * out.dim(), (1,) * out.dim())
-                first = torch.empty(at.sizes, dtype=entry.dtype)
-                file.read_into(name, at, first)
-                assert bytes_equal(first, tensor[at.slices])
+                box = Box((0,) * out.dim(), (1,) * out.dim())
+                first = torch.empty(box.sizes, dtype=entry.dtype)
+                file.read_into(name, box, first)
+                assert bytes_equal(first, tensor[box.slices])
 
 
 def bytes_equal(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
 
 
-def refused_by_the_library(path: Path) -> bool:
+def is_refused_by_the_library(path: Path) -> bool:
     try:
         with safe_open(path, framework="pt"):
             return False
@@ -144,8 +141,8 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[dict[str, An
     return [(header, data[8 + length :]), (plain, data[8 + length :])]
 
 
-def plausible(rng: random.Random, header: dict[str, Any]) -> str:
-    """A header that may still be one: other dtypes, shapes and names for the same bytes."""
+def change_header(rng: random.Random, header: dict[str, Any]) -> str:
+    """Return a header that may be valid: other dtypes, shapes and names for the same bytes."""
     header = json.loads(json.dumps(header))
     info = header[rng.choice("ab")]
     match rng.randrange(6):
@@ -168,39 +165,39 @@ def plausible(rng: random.Random, header: dict[str, Any]) -> str:
     return json.dumps(header, indent=rng.choice([None, 1]))
 
 
-def damaged_header(rng: random.Random, header: dict[str, Any], data: bytes) -> bytes:
+def damage_header(rng: random.Random, header: dict[str, Any], data: bytes) -> bytes:
     choice = rng.randrange(3)
     if choice == 0:
-        return framed(plausible(rng, header), data)
-    text = changed(rng, header) if choice == 1 else replaced(rng, json.dumps(header))
+        return build_file(change_header(rng, header), data)
+    text = replace_value(rng, header) if choice == 1 else replace_text(rng, json.dumps(header))
     if rng.random() < 0.1:
         text = (
             rng.choice(["", " ", "\ufeff", "{", "[" * DEEP, '{"a":' * DEEP, "null", "\x00"]) + text
         )
     if rng.random() < 0.1:
         data = data[: rng.randrange(len(data))] + rng.randbytes(rng.randrange(20))
-    return framed(text, data)
+    return build_file(text, data)
 
 
-def damaged_bytes(rng: random.Random, header: dict[str, Any], data: bytes) -> bytes:
-    whole = bytearray(framed(json.dumps(header), data))
+def damage_bytes(rng: random.Random, header: dict[str, Any], data: bytes) -> bytes:
+    data_bytes = bytearray(build_file(json.dumps(header), data))
     match rng.randrange(5):
         case 0:
-            whole[rng.randrange(8)] = rng.randrange(256)  # the length
+            data_bytes[rng.randrange(8)] = rng.randrange(256)  # the length
         case 1:
-            del whole[rng.randrange(len(whole)) :]
+            del data_bytes[rng.randrange(len(data_bytes)) :]
         case 2:
-            whole[rng.randrange(8, len(whole))] ^= 1 << rng.randrange(8)
+            data_bytes[rng.randrange(8, len(data_bytes))] ^= 1 << rng.randrange(8)
         case 3:
-            start = rng.randrange(len(whole))
-            whole[start : start + rng.randrange(30)] = rng.randbytes(rng.randrange(30))
+            start = rng.randrange(len(data_bytes))
+            data_bytes[start : start + rng.randrange(30)] = rng.randbytes(rng.randrange(30))
         case _:
-            whole = bytearray(rng.randbytes(rng.randrange(200)))
-    return bytes(whole)
+            data_bytes = bytearray(rng.randbytes(rng.randrange(200)))
+    return bytes(data_bytes)
 
 
 @pytest.mark.parametrize(
-    ("damaged", "count"), [(damaged_header, NUM_HEADERS), (damaged_bytes, NUM_BYTES)]
+    ("damaged", "count"), [(damage_header, NUM_HEADERS), (damage_bytes, NUM_BYTES)]
 )
 def test_damaged_safetensors_files(tmp_path, sources, damaged: Callable[..., bytes], count):
     rng, outcomes = random.Random(4), Counter[str]()
@@ -208,9 +205,9 @@ def test_damaged_safetensors_files(tmp_path, sources, damaged: Callable[..., byt
     for case in range(count):
         path.write_bytes(damaged(rng, *sources[case % 2]))
         refused = outcomes["refused"]
-        with bounded(case, outcomes):
+        with check_outcome(case, outcomes):
             read_all(path)
-        if refused_by_the_library(path):
+        if is_refused_by_the_library(path):
             assert outcomes["refused"] > refused, case
     assert os.listdir(tmp_path) == ["a.safetensors"]
     assert min(outcomes["accepted"], outcomes["refused"]) > count // 50, outcomes
@@ -247,7 +244,7 @@ CONFIGS: list[dict[str, Any]] = [
     {**_ATTENTION, **_SHARED, "architectures": ["DeepseekV3ForCausalLM"], "q_lora_rank": 4,
      "kv_lora_rank": 4, "qk_nope_head_dim": 2, "qk_rope_head_dim": 2, "v_head_dim": 2,
      "num_key_value_heads": 4, "scoring_func": "sigmoid", "topk_method": "noaux_tc",
-     "moe_layer_freq": 1, "quantization_config": quantization_config([]), "rope_scaling": {
+     "moe_layer_freq": 1, "quantization_config": build_quantization_config([]), "rope_scaling": {
         "type": "yarn", "factor": 40, "beta_fast": 32, "beta_slow": 1, "mscale": 1.0,
         "mscale_all_dim": 1.0, "original_max_position_embeddings": 4096,
      }},
@@ -255,18 +252,18 @@ CONFIGS: list[dict[str, Any]] = [
 
 
 def save(folder: Path, config: dict[str, Any]) -> Path:
-    """A model's folder of two files, in float8 where its config says so."""
+    """Write a model's folder of two files, in float8 if its config says so."""
     folder.mkdir()
-    held: dict[str, torch.Tensor] = {}
-    for tensor in logical_tensors(family_of(config).weights(config, config["vocab_size"])):
-        held[tensor.name] = torch.ones(tensor.shape)
+    tensors: dict[str, torch.Tensor] = {}
+    for tensor in list_logical_tensors(get_family(config).weights(config, config["vocab_size"])):
+        tensors[tensor.name] = torch.ones(tensor.shape)
         if "quantization_config" in config and is_block_quantized(tensor.name, tensor.shape):
-            q, scales = quantize_blocks(held[tensor.name])
-            held |= {tensor.name: q, f"{tensor.name}_scale_inv": scales}
-    plans = [TensorPlan(name, tuple(t.shape), t.dtype) for name, t in held.items()]
+            q, scales = quantize_blocks(tensors[tensor.name])
+            tensors |= {tensor.name: q, f"{tensor.name}_scale_inv": scales}
+    plans = [TensorPlan(name, tuple(t.shape), t.dtype) for name, t in tensors.items()]
     shards = plan_shards(plans, sum(plan.nbytes for plan in plans) * 2 // 3)
     for shard in shards:
-        write_shard(folder, shard, [(name, held[name]) for name in shard.entries])
+        write_shard(folder, shard, [(name, tensors[name]) for name in shard.entries])
     write_index(folder, shards)
     (folder / "config.json").write_text(json.dumps(config))
     return folder
@@ -279,22 +276,22 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 
 def open_model(folder: Path) -> None:
-    """Everything that is checked before a model is converted or run.
+    """Check a model as before conversion or a run.
 
-    What is accepted is right: the folder has the tensors of the rules, in their shapes, and the
-    rules read each element of them once.
+    If it is accepted, the folder has the tensors of the rules, in their shapes, and the rules read
+    each element of them once.
     """
     reader = CheckpointReader(folder)
-    weights = rules(reader.config())
-    reader.check(logical_tensors(weights))
+    weights = build_rules(reader.read_config())
+    reader.check(list_logical_tensors(weights))
     check_cover(weights, 1)
 
 
-def rules(config: dict[str, Any]) -> tuple[Weight, ...]:
-    family = family_of(config)
+def build_rules(config: dict[str, Any]) -> tuple[Weight, ...]:
+    family = get_family(config)
     family.config_map(config)
-    model_sizes(config)
-    return family.weights(config, padded_vocab_size(config, 1))
+    get_model_sizes(config)
+    return family.weights(config, pad_vocab_size(config, 1))
 
 
 def test_the_models_are_accepted_as_they_are(folders):
@@ -314,14 +311,14 @@ def fuzz_file(
         config = json.loads(originals[folder])
         match rng.randrange(4):
             case 0:
-                text = replaced(rng, originals[folder])
+                text = replace_text(rng, originals[folder])
             case 1 if fields:
                 text = json.dumps(config | {rng.choice(fields): "@"})
                 text = text.replace('"@"', rng.choice(VALUES))
             case _:
-                text = changed(rng, config)
+                text = replace_value(rng, config)
         (folder / name).write_text(text)
-        with bounded((case, text[:2000]), outcomes):
+        with check_outcome((case, text[:2000]), outcomes):
             open_model(folder)
         assert sorted(os.listdir(folder)) == before
         (folder / name).write_text(originals[folder])
@@ -329,7 +326,7 @@ def fuzz_file(
 
 
 def test_damaged_configs(folders):
-    """Fields that no model of the family has are among them: they change nothing, or are named."""
+    """Damage fields, also of other families: they have no effect, or are named."""
     outcomes = fuzz_file(folders, "config.json", NUM_CONFIGS, sorted(FIELDS), seed=5)
     assert min(outcomes["accepted"], outcomes["refused"]) > NUM_CONFIGS // 50, outcomes
 
@@ -341,12 +338,12 @@ def test_damaged_indices(folders):
 
 @pytest.mark.parametrize("number", all_but((3, 5), range(len(CONFIGS))))
 def test_every_field_of_a_config_may_hold_anything(tmp_path, number):
-    """What is accepted gives rules that read each element of each tensor once."""
+    """Check that accepted configs give rules that read each element of each tensor once."""
     outcomes, file = Counter[str](), tmp_path / "config.json"
     values = ["null", "true", "0", "-1", "3", "1.5", "NaN", '"7"', "[{}]", "{}"]
     for name in FIELDS:
         for value in values:
             file.write_text(json.dumps(CONFIGS[number] | {name: "@"}).replace('"@"', value))
-            with bounded((name, value), outcomes):
-                check_cover(rules(read_config(tmp_path)), 1)
+            with check_outcome((name, value), outcomes):
+                check_cover(build_rules(read_config(tmp_path)), 1)
     assert min(outcomes["accepted"], outcomes["refused"]) > len(FIELDS), outcomes

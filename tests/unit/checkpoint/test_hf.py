@@ -10,10 +10,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from mcore_rl.checkpoint.fp8 import dequantize_blocks, quantization_config, quantize_blocks
+from mcore_rl.checkpoint.fp8 import build_quantization_config, dequantize_blocks, quantize_blocks
 from mcore_rl.checkpoint.hf import CheckpointReader
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.reshard.boxes import Block, Box, LogicalTensor
+from mcore_rl.reshard.rules import Block, Box, LogicalTensor
 
 TENSORS = {"a": torch.arange(12.0).reshape(4, 3), "b": torch.arange(5.0)}
 EXPECTED = [LogicalTensor("a", (4, 3)), LogicalTensor("b", (5,))]
@@ -41,12 +41,12 @@ def with_index(folder: Path, weight_map: Any) -> None:
 def test_a_block_is_read_as_the_slice_of_its_tensor(folder):
     reader = CheckpointReader(folder)
     reader.check(EXPECTED)
-    found = reader.read(block("a", (1, 1), (2, 2)))
-    assert torch.equal(found, TENSORS["a"][1:3, 1:3])
-    assert (reader.dtype("a"), reader.is_quantized) == (torch.float32, False)
+    values = reader.read(block("a", (1, 1), (2, 2)))
+    assert torch.equal(values, TENSORS["a"][1:3, 1:3])
+    assert (reader.get_dtype("a"), reader.is_quantized) == (torch.float32, False)
 
 
-def test_a_block_is_read_in_another_dtype_when_asked(folder):
+def test_a_block_is_read_in_another_dtype_if_given(folder):
     reader, wanted = CheckpointReader(folder), TENSORS["a"][1:3].bfloat16()
     assert torch.equal(reader.read(block("a", (1, 0), (2, 3)), torch.bfloat16), wanted)
     out = torch.zeros(4, 3, dtype=torch.bfloat16)
@@ -76,7 +76,7 @@ def test_rotary_frequencies_of_a_checkpoint_are_no_weights(folder):
     save_file({**TENSORS, name: torch.ones(32)}, folder / SINGLE)
     reader = CheckpointReader(folder)
     reader.check(EXPECTED)
-    assert reader.shapes().keys() == TENSORS.keys()
+    assert reader.get_shapes().keys() == TENSORS.keys()
 
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -93,8 +93,8 @@ def tied_folder(path: Path, head: torch.Tensor, *, is_tied: bool = True) -> Chec
 def test_a_tied_head_that_equals_the_embedding_is_no_weight(tmp_path):
     reader = tied_folder(tmp_path, ROWS.clone())
     reader.check([LogicalTensor(EMBEDDING, (5000, 2))])
-    assert reader.shapes() == {EMBEDDING: (5000, 2)}
-    assert [name for name, _, _ in reader.stored()] == [EMBEDDING]
+    assert reader.get_shapes() == {EMBEDDING: (5000, 2)}
+    assert [name for name, _, _ in reader.list_stored()] == [EMBEDDING]
 
 
 @pytest.mark.parametrize(
@@ -109,14 +109,14 @@ def test_a_tied_head_that_equals_the_embedding_is_no_weight(tmp_path):
 )
 def test_a_tied_head_that_is_not_the_embedding_is_refused(tmp_path, head):
     """vLLM would take the embedding, and transformers this head."""
-    told = f"has {HEAD}, which is not {EMBEDDING}, .*=true; allowed: no such tensor"
-    with pytest.raises(ConfigError, match=told):
+    message = f"has {HEAD}, which is not {EMBEDDING}, .*=true; allowed: no such tensor"
+    with pytest.raises(ConfigError, match=message):
         tied_folder(tmp_path, head).check([LogicalTensor(EMBEDDING, (5000, 2))])
 
 
 def test_a_head_that_is_not_tied_is_a_weight_although_it_equals_the_embedding(tmp_path):
     reader = tied_folder(tmp_path, ROWS.clone(), is_tied=False)
-    assert reader.shapes().keys() == {EMBEDDING, HEAD}
+    assert reader.get_shapes().keys() == {EMBEDDING, HEAD}
     with pytest.raises(ConfigError, match=f"has unexpected tensor {HEAD}"):
         reader.check([LogicalTensor(EMBEDDING, (5000, 2))])
 
@@ -131,7 +131,7 @@ def test_a_tensor_of_another_dtype_than_weights_have_is_named(folder, dtype):
 
 def test_a_name_that_the_folder_lacks_is_an_error(folder):
     reader = CheckpointReader(folder)
-    for call in (reader.shape, reader.dtype):
+    for call in (reader.get_shape, reader.get_dtype):
         with pytest.raises(ConfigError, match="lacks tensor z"):
             call("z")
 
@@ -150,15 +150,15 @@ def test_a_damaged_file_is_named(folder):
 def test_shapes_of_a_checkpoint_in_parts_come_from_its_files(tmp_path):
     save_file({"a": torch.zeros(2, 3)}, tmp_path / "one.safetensors")
     save_file({"b": torch.zeros(4)}, tmp_path / "two.safetensors")
-    assert CheckpointReader(tmp_path).shapes() == {"a": (2, 3), "b": (4,)}
+    assert CheckpointReader(tmp_path).get_shapes() == {"a": (2, 3), "b": (4,)}
     with_index(tmp_path, {"a": "one.safetensors", "b": "two.safetensors"})
     save_file({"c": torch.zeros(4)}, tmp_path / "three.safetensors")  # not of the checkpoint
-    assert CheckpointReader(tmp_path).shapes() == {"a": (2, 3), "b": (4,)}
+    assert CheckpointReader(tmp_path).get_shapes() == {"a": (2, 3), "b": (4,)}
 
 
 def test_the_one_file_of_a_model_is_read_and_not_what_lies_beside_it(folder):
     save_file({"x": torch.zeros(1)}, folder / "consolidated.safetensors")
-    assert CheckpointReader(folder).shapes() == {"a": (4, 3), "b": (5,)}
+    assert CheckpointReader(folder).get_shapes() == {"a": (4, 3), "b": (5,)}
 
 
 def test_a_tensor_in_two_files_is_named(tmp_path):
@@ -196,8 +196,8 @@ def test_an_index_that_is_no_json_object_is_refused(folder, text):
 # Float8 blocks.
 
 WEIGHT, SCALES = "model.layers.0.mlp.up_proj.weight", "model.layers.0.mlp.up_proj.weight_scale_inv"
-WHOLE = torch.randn(300, 200, generator=torch.Generator().manual_seed(0))
-Q, S = quantize_blocks(WHOLE)
+TENSOR = torch.randn(300, 200, generator=torch.Generator().manual_seed(0))
+Q, S = quantize_blocks(TENSOR)
 
 
 @pytest.fixture
@@ -207,7 +207,7 @@ def quantized(tmp_path: Path) -> Path:
     path.mkdir()
     save_file({WEIGHT: Q, "norm": TENSORS["b"]}, path / "one.safetensors")
     save_file({SCALES: S}, path / "two.safetensors")
-    config = {"quantization_config": quantization_config([WEIGHT])}
+    config = {"quantization_config": build_quantization_config([WEIGHT])}
     (path / "config.json").write_text(json.dumps(config))
     return path
 
@@ -216,8 +216,8 @@ def test_a_weight_in_float8_is_one_tensor(quantized):
     reader = CheckpointReader(quantized)
     reader.check([LogicalTensor(WEIGHT, (300, 200)), LogicalTensor("norm", (5,))])
     assert reader.is_quantized
-    assert reader.shapes() == {WEIGHT: (300, 200), "norm": (5,)}
-    assert (reader.dtype(WEIGHT), reader.dtype("norm")) == (torch.bfloat16, torch.float32)
+    assert reader.get_shapes() == {WEIGHT: (300, 200), "norm": (5,)}
+    assert (reader.get_dtype(WEIGHT), reader.get_dtype("norm")) == (torch.bfloat16, torch.float32)
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16, torch.float32])
@@ -226,23 +226,23 @@ def test_a_weight_in_float8_is_one_tensor(quantized):
 )
 def test_a_box_of_a_weight_in_float8_is_the_slice_of_the_product(quantized, dtype, offsets, sizes):
     wanted = dequantize_blocks(Q, S, dtype or torch.bfloat16)[Box(offsets, sizes).slices]
-    found = CheckpointReader(quantized).read(block(WEIGHT, offsets, sizes), dtype)
-    assert found.dtype == wanted.dtype
-    assert torch.equal(found, wanted)
+    values = CheckpointReader(quantized).read(block(WEIGHT, offsets, sizes), dtype)
+    assert values.dtype == wanted.dtype
+    assert torch.equal(values, wanted)
 
 
 def test_scales_may_be_in_bfloat16(quantized):
     save_file({SCALES: S.bfloat16()}, quantized / "two.safetensors")
-    found = CheckpointReader(quantized).read(block(WEIGHT, (0, 0), (300, 200)))
-    assert torch.equal(found, dequantize_blocks(Q, S.bfloat16(), torch.bfloat16))
+    values = CheckpointReader(quantized).read(block(WEIGHT, (0, 0), (300, 200)))
+    assert torch.equal(values, dequantize_blocks(Q, S.bfloat16(), torch.bfloat16))
 
 
 @pytest.mark.parametrize(
-    ("one", "two", "message"),
+    ("first", "second", "message"),
     [
         ({WEIGHT: Q}, {"x": S}, f"{WEIGHT} is in float8_e4m3fn, but its scales {SCALES}"),
-        ({WEIGHT: WHOLE}, {SCALES: S}, f"{SCALES} are scales, but there is no {WEIGHT} in float8"),
-        ({"x": WHOLE}, {SCALES: S}, f"{SCALES} are scales, but there is no {WEIGHT} in float8"),
+        ({WEIGHT: TENSOR}, {SCALES: S}, f"{SCALES} are scales, but there is no {WEIGHT} in float8"),
+        ({"x": TENSOR}, {SCALES: S}, f"{SCALES} are scales, but there is no {WEIGHT} in float8"),
         (
             {WEIGHT: Q},
             {SCALES: S[:2]},
@@ -256,9 +256,9 @@ def test_scales_may_be_in_bfloat16(quantized):
         ({WEIGHT: Q[0]}, {SCALES: S}, r"float8_e4m3fn with shape \(200,\); allowed: matrices"),
     ],
 )
-def test_values_and_scales_that_do_not_fit_are_named(quantized, one, two, message):
-    save_file({name: t.contiguous() for name, t in one.items()}, quantized / "one.safetensors")
-    save_file({name: t.contiguous() for name, t in two.items()}, quantized / "two.safetensors")
+def test_values_and_scales_that_do_not_fit_are_named(quantized, first, second, message):
+    save_file({name: t.contiguous() for name, t in first.items()}, quantized / "one.safetensors")
+    save_file({name: t.contiguous() for name, t in second.items()}, quantized / "two.safetensors")
     with pytest.raises(ConfigError, match=message):
         CheckpointReader(quantized)
 
@@ -272,8 +272,8 @@ def test_weights_that_are_quantised_in_another_way_are_refused(folder):
 def test_the_config_of_a_quantised_model_is_that_of_the_model(quantized):
     published = Path(__file__).parents[1] / "models" / "published" / "DeepSeek-V3.json"
     config = json.loads(published.read_text())
-    config["quantization_config"] = quantization_config([])
+    config["quantization_config"] = build_quantization_config([])
     (quantized / "config.json").write_text(json.dumps(config))
-    found = CheckpointReader(quantized).config()
+    values = CheckpointReader(quantized).read_config()
     del config["quantization_config"]
-    assert found == config | {"num_nextn_predict_layers": 0}  # the weights have none
+    assert values == config | {"num_nextn_predict_layers": 0}  # the weights have none

@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from mcore_rl.checkpoint import hf_writer
-from mcore_rl.checkpoint.hf import CheckpointReader
+from mcore_rl.checkpoint.hf import CheckpointReader, SafetensorsFile
 from mcore_rl.checkpoint.hf_writer import (
     TensorPlan,
     copy_companions,
@@ -29,7 +29,6 @@ from mcore_rl.checkpoint.hf_writer import (
     write_index,
     write_shard,
 )
-from mcore_rl.checkpoint.safetensors_file import SafetensorsFile
 from mcore_rl.config.errors import ConfigError
 
 TENSORS = {"a": torch.arange(12.0).reshape(4, 3), "b": torch.arange(5.0)}
@@ -81,12 +80,12 @@ def test_a_file_is_what_the_library_reads(tmp_path):
     shard = one_shard(MIXED)
     write_shard(tmp_path, shard, MIXED.items())
     assert os.listdir(tmp_path) == ["model.safetensors"]
-    found = load_file(tmp_path / "model.safetensors")
-    assert found.keys() == MIXED.keys()
+    loaded = load_file(tmp_path / "model.safetensors")
+    assert loaded.keys() == MIXED.keys()
     for name, tensor in MIXED.items():
-        assert found[name].dtype == tensor.dtype
-        assert found[name].shape == tensor.shape
-        assert found[name].tolist() == tensor.tolist()
+        assert loaded[name].dtype == tensor.dtype
+        assert loaded[name].shape == tensor.shape
+        assert loaded[name].tolist() == tensor.tolist()
     with safe_open(tmp_path / "model.safetensors", framework="pt") as file:
         assert file.metadata()["format"] == "pt"
 
@@ -117,8 +116,8 @@ def test_memory_that_is_no_row_of_bytes_is_written_as_the_tensor(tmp_path):
     tensors = {"turned": wide.T, "cut": wide[:, 1:3], "grown": wide[0].expand(3, 4)}
     tensors["parameter"] = torch.nn.Parameter(wide)
     write_shard(tmp_path, one_shard(tensors), tensors.items())
-    found = load_file(tmp_path / "model.safetensors")
-    assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
+    loaded = load_file(tmp_path / "model.safetensors")
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in tensors.items())
 
 
 class Stream:
@@ -184,8 +183,8 @@ def test_a_write_that_the_kernel_cuts_short_goes_on(tmp_path, monkeypatch):
     pwrite = os.pwrite
     monkeypatch.setattr(os, "pwrite", lambda fd, data, offset: pwrite(fd, data[:5], offset))
     write_shard(tmp_path, one_shard(TENSORS), TENSORS.items())
-    found = load_file(tmp_path / "model.safetensors")
-    assert all(torch.equal(found[name], tensor) for name, tensor in TENSORS.items())
+    loaded = load_file(tmp_path / "model.safetensors")
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in TENSORS.items())
     CheckpointReader(tmp_path)  # and its checksums are those of the whole
 
 
@@ -226,13 +225,13 @@ def test_what_stands_beside_the_weights_is_copied_and_weights_are_not(tmp_path):
         (source / name).parent.mkdir(parents=True, exist_ok=True)
         (source / name).write_text('{"x": 1}')
     copy_companions(source, target, torch.bfloat16)
-    found = {str(path.relative_to(target)) for path in target.rglob("*") if path.is_file()}
-    assert found == set(PUBLISHED)
+    loaded = {str(path.relative_to(target)) for path in target.rglob("*") if path.is_file()}
+    assert loaded == set(PUBLISHED)
     assert json.loads((target / "tokenizer.json").read_text()) == {"x": 1}
 
 
 def test_files_that_are_links_are_copied_as_files(tmp_path):
-    """The cache of the hub has links into its blobs."""
+    """Copy from a folder like the hub's cache, which has links into its blobs."""
     source, target = tmp_path / "source", tmp_path / "target"
     source.mkdir()
     target.mkdir()
@@ -267,7 +266,7 @@ def test_the_config_is_that_of_the_tensors_beside_it(tmp_path, before, changes, 
 def test_a_written_checkpoint_reads_back_bit_for_bit_in_bounded_shards(folder, tmp_path):
     path = tmp_path / "out"
     write_checkpoint(path, TENSORS.items(), reference=folder, max_shard_bytes=50)
-    assert CheckpointReader(path).shapes() == {"a": (4, 3), "b": (5,)}
+    assert CheckpointReader(path).get_shapes() == {"a": (4, 3), "b": (5,)}
     files = sorted(path.glob("*.safetensors"))
     assert [f.name for f in files] == [f"model-0000{i}-of-00002.safetensors" for i in (1, 2)]
     loaded = {name: tensor for file in files for name, tensor in load_file(file).items()}

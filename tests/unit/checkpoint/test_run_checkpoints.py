@@ -14,27 +14,26 @@ import pytest
 import safetensors.numpy
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 
-from mcore_rl.checkpoint.checkpoint_info import write_checkpoint_info
-from mcore_rl.checkpoint.dist import DistSave
-from mcore_rl.checkpoint.manifest import manifest_of
+from mcore_rl.checkpoint.files import build_manifest, write_checkpoint_info
+from mcore_rl.checkpoint.megatron import DistSave
 from mcore_rl.checkpoint.run_checkpoints import (
     ACTOR,
     CRITIC,
     RunCheckpoints,
-    newest_checkpoint,
+    find_newest_checkpoint,
+    list_steps,
     read_checkpoint,
-    steps_in,
 )
 from mcore_rl.config.errors import ConfigError
 
 
-def saved(checkpoints: RunCheckpoints, step: int) -> Path:
-    """What an engine leaves stands in for its files: bytes, listed in its info."""
+def save_checkpoint(checkpoints: RunCheckpoints, step: int) -> Path:
+    """Publish a checkpoint with random bytes for the engine's files."""
     engine = checkpoints.begin(step) / ACTOR
     engine.mkdir()
     (engine / "__0_0.distcp").write_bytes(os.urandom(5000))
     (engine / ".metadata").write_bytes(os.urandom(100))
-    write_checkpoint_info(engine, {"dtype": "float32"}, manifest_of(engine.iterdir()))
+    write_checkpoint_info(engine, {"dtype": "float32"}, build_manifest(engine.iterdir()))
     return checkpoints.publish(step, {"weight_version": step})
 
 
@@ -50,10 +49,10 @@ def flip(file: Path) -> None:
 
 
 def swap_digits(file: Path) -> None:
-    """Of another checksum, in text that can still be read."""
+    """Change a digit, so that the text can still be parsed."""
     data = file.read_text()
-    at = max(index for index, letter in enumerate(data) if letter.isdigit())
-    file.write_text(data[:at] + str((int(data[at]) + 1) % 10) + data[at + 1 :])
+    index = max(index for index, letter in enumerate(data) if letter.isdigit())
+    file.write_text(data[:index] + str((int(data[index]) + 1) % 10) + data[index + 1 :])
 
 
 DATA, STATE = f"{ACTOR}/__0_0.distcp", "state.json"
@@ -81,10 +80,10 @@ DAMAGES: dict[str, tuple[str, Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_damage_is_told_by_the_file_and_the_one_before_is_taken(checkpoints, damage):
+def test_a_damaged_file_is_named_and_the_previous_checkpoint_is_used(checkpoints, damage):
     name, harm, message = DAMAGES[damage]
-    saved(checkpoints, 3)
-    path = saved(checkpoints, 12)
+    save_checkpoint(checkpoints, 3)
+    path = save_checkpoint(checkpoints, 12)
     assert read_checkpoint(path).state["weight_version"] == 12
     harm(path / name)
     with pytest.raises(ConfigError, match=message) as raised:
@@ -92,27 +91,27 @@ def test_damage_is_told_by_the_file_and_the_one_before_is_taken(checkpoints, dam
     wrong = path / (STATE if name == "manifest.json" and message == "is damaged" else name)
     assert str(wrong) in str(raised.value) or message == "has no manifest.json"
     warnings: list[str] = []
-    found = newest_checkpoint(checkpoints.folder, warnings.append)
-    assert found is not None
-    assert (found.step, found.state["weight_version"]) == (3, 3)
+    newest = find_newest_checkpoint(checkpoints.folder, warnings.append)
+    assert newest is not None
+    assert (newest.step, newest.state["weight_version"]) == (3, 3)
     assert warnings == [f"{path} is left out: {raised.value}"]
 
 
 def test_where_all_are_damaged_nothing_begins_anew(checkpoints):
-    path = saved(checkpoints, 3)
+    path = save_checkpoint(checkpoints, 3)
     flip(path / DATA)
     with pytest.raises(ConfigError, match=r"no training checkpoint in .* is whole: .*distcp"):
-        newest_checkpoint(checkpoints.folder, lambda warning: None)
+        find_newest_checkpoint(checkpoints.folder, lambda warning: None)
 
 
 def test_without_any_there_is_none(checkpoints):
-    assert newest_checkpoint(checkpoints.folder, pytest.fail) is None
+    assert find_newest_checkpoint(checkpoints.folder, pytest.fail) is None
     checkpoints.begin(3)
-    assert newest_checkpoint(checkpoints.folder, pytest.fail) is None
+    assert find_newest_checkpoint(checkpoints.folder, pytest.fail) is None
 
 
 def test_a_list_that_names_files_elsewhere_is_refused(checkpoints, tmp_path):
-    path = saved(checkpoints, 3)
+    path = save_checkpoint(checkpoints, 3)
     (path / "manifest.json").write_text(json.dumps({"../../secret": [0, 0]}))
     with pytest.raises(ConfigError, match="names one elsewhere"):
         read_checkpoint(path)
@@ -120,26 +119,26 @@ def test_a_list_that_names_files_elsewhere_is_refused(checkpoints, tmp_path):
 
 def test_the_last_ones_stay_and_the_best(checkpoints):
     for step in (1, 2, 3, 1_000_000):
-        saved(checkpoints, step)
+        save_checkpoint(checkpoints, step)
     checkpoints.prune(1_000_000, 2, besides=[1])
-    assert steps_in(checkpoints.folder) == [1, 3, 1_000_000]
+    assert list_steps(checkpoints.folder) == [1, 3, 1_000_000]
     checkpoints.prune(1_000_000, 1)
-    assert steps_in(checkpoints.folder) == [1_000_000]
+    assert list_steps(checkpoints.folder) == [1_000_000]
     assert [entry.name for entry in checkpoints.folder.iterdir()] == ["step_1000000"]
 
 
 def test_later_ones_are_damaged_and_do_not_count(checkpoints):
     for step in (5, 10, 15, 20):
-        saved(checkpoints, step)
+        save_checkpoint(checkpoints, step)
     checkpoints.prune(15, 1, besides=[10])
-    assert steps_in(checkpoints.folder) == [10, 15, 20]
+    assert list_steps(checkpoints.folder) == [10, 15, 20]
 
 
 def test_one_of_the_same_step_is_replaced(checkpoints):
-    path = saved(checkpoints, 2)
+    path = save_checkpoint(checkpoints, 2)
     before = (path / DATA).read_bytes()
     flip(path / DATA)
-    saved(checkpoints, 2)
+    save_checkpoint(checkpoints, 2)
     assert read_checkpoint(path).step == 2
     assert (path / DATA).read_bytes() != before
     assert [entry.name for entry in checkpoints.folder.iterdir()] == ["step_000002"]
@@ -156,7 +155,7 @@ def test_a_critic_is_checked_as_the_actor_is(checkpoints):
     for engine in (ACTOR, CRITIC):
         (aside / engine).mkdir()
         (aside / engine / ".metadata").write_bytes(os.urandom(100))
-        write_checkpoint_info(aside / engine, {}, manifest_of((aside / engine).iterdir()))
+        write_checkpoint_info(aside / engine, {}, build_manifest((aside / engine).iterdir()))
     path = checkpoints.publish(2, {})
     assert read_checkpoint(path).step == 2
     flip(path / CRITIC / ".metadata")
@@ -165,7 +164,7 @@ def test_a_critic_is_checked_as_the_actor_is(checkpoints):
 
 
 def test_a_critic_that_a_checkpoint_was_not_written_with_is_foreign(checkpoints):
-    path = saved(checkpoints, 2)
+    path = save_checkpoint(checkpoints, 2)
     (path / CRITIC).mkdir()
     with pytest.raises(ConfigError, match=r"critic does not belong to it"):
         read_checkpoint(path)
@@ -200,34 +199,35 @@ def test_arrays_that_do_not_fit_the_state_are_refused(checkpoints):
     path = with_arrays(checkpoints)
     file = path / "state.safetensors"
     file.write_bytes(safetensors.numpy.save({'["other", "x"]': np.ones(2)}))
-    (path / "manifest.json").write_text(json.dumps(manifest_of([path / "state.json", file])))
+    (path / "manifest.json").write_text(json.dumps(build_manifest([path / "state.json", file])))
     with pytest.raises(ConfigError, match=r"state\.safetensors does not fit state\.json"):
         read_checkpoint(path)
 
 
-def forced(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Names of what is forced onto the disk, as they are then, and of what is renamed."""
-    found: list[str] = []
+def record_syncs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return a list that records the names of synced and of renamed files."""
+    events: list[str] = []
     sync, rename = os.fsync, Path.rename
 
     def noted(fd: int) -> None:
-        found.append(Path(os.readlink(f"/proc/self/fd/{fd}")).name)
+        events.append(Path(os.readlink(f"/proc/self/fd/{fd}")).name)
         sync(fd)
 
     def renamed(path: Path, target: Path) -> Path:
-        found.append(f"-> {target.name}")
+        events.append(f"-> {target.name}")
         return rename(path, target)
 
     monkeypatch.setattr(os, "fsync", noted)
     monkeypatch.setattr(Path, "rename", renamed)
-    return found
+    return events
 
 
 def test_a_checkpoint_is_on_the_disk_before_it_has_its_name(checkpoints, monkeypatch):
-    found = forced(monkeypatch)
+    events = record_syncs(monkeypatch)
     with_arrays(checkpoints)
     name = "step_000003"
-    before, [after] = found[: found.index(f"-> {name}")], found[found.index(f"-> {name}") + 1 :]
+    position = events.index(f"-> {name}")
+    before, [after] = events[:position], events[position + 1 :]
     assert before[-1] == f".{name}.partial" and after == checkpoints.folder.name
     assert {"state.json", "state.safetensors", "manifest.json"} == {*before[:-1]}
 
@@ -235,16 +235,16 @@ def test_a_checkpoint_is_on_the_disk_before_it_has_its_name(checkpoints, monkeyp
 def test_the_list_of_an_engine_and_all_beside_its_tensors_are_on_the_disk_too(
     tmp_path, monkeypatch
 ):
-    """Megatron's writers force those of tensors: it passes use_fsync."""
+    """Check that all files are synced; Megatron's writers sync those of tensors (use_fsync)."""
     save = object.__new__(DistSave)
     save._path, save._aside, save._facts = tmp_path / "actor", tmp_path / ".actor.partial", {}
     save._aside.mkdir()
     for name in ("__0_0.distcp", ".metadata", "common.pt"):
         (save._aside / name).write_text(name)
-    found = forced(monkeypatch)
+    events = record_syncs(monkeypatch)
     assert save._publish([{"__0_0.distcp": (12, 0)}]) == ""
-    assert {*found[:4]} == {".metadata", "common.pt", "metadata.json", "mcore_rl.json"}
-    assert found[4:] == [".actor.partial", "-> actor", tmp_path.name]
+    assert {*events[:4]} == {".metadata", "common.pt", "metadata.json", "mcore_rl.json"}
+    assert events[4:] == [".actor.partial", "-> actor", tmp_path.name]
     source = inspect.getsource(
         filesystem_async.FileSystemWriterAsync.write_preloaded_data_multiproc
     )
@@ -253,15 +253,15 @@ def test_the_list_of_an_engine_and_all_beside_its_tensors_are_on_the_disk_too(
 
 @pytest.mark.parametrize("step", [5, -3, "3", True, 3.0, None, 10**30])
 def test_a_step_that_is_not_that_of_its_folder_is_refused(checkpoints: RunCheckpoints, step):
-    path = saved(checkpoints, 3)
+    path = save_checkpoint(checkpoints, 3)
     state = json.loads((path / STATE).read_text()) | {"step": step}
     (path / STATE).write_text(json.dumps(state))
-    (path / "manifest.json").write_text(json.dumps(manifest_of([path / STATE])))
-    told = f"{path}/state.json: step is {step!r}; allowed: 3, as its folder is called"
-    with pytest.raises(ConfigError, match=re.escape(told)):
+    (path / "manifest.json").write_text(json.dumps(build_manifest([path / STATE])))
+    message = f"{path}/state.json: step is {step!r}; allowed: 3, as its folder is called"
+    with pytest.raises(ConfigError, match=re.escape(message)):
         read_checkpoint(path)
 
 
 def test_a_folder_of_another_name_may_have_any_step(checkpoints: RunCheckpoints):
-    path = saved(checkpoints, 3)
+    path = save_checkpoint(checkpoints, 3)
     assert read_checkpoint(path.rename(path.with_name("best"))).step == 3

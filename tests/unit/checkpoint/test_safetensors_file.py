@@ -14,11 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from mcore_rl.checkpoint import raw_file, safetensors_file
+from mcore_rl.checkpoint import files, hf
+from mcore_rl.checkpoint.hf import DTYPES, Entry, SafetensorsFile
 from mcore_rl.checkpoint.hf_writer import TensorPlan, plan_shards, write_shard
-from mcore_rl.checkpoint.safetensors_file import DTYPES, Entry, SafetensorsFile
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.reshard.boxes import Box
+from mcore_rl.reshard.rules import Box
 
 SHAPES = {"scalar": (), "vector": (7,), "matrix": (9, 5), "cube": (4, 3, 6)}
 
@@ -35,12 +35,12 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def summed(folder: Path) -> Path:
-    """A file with checksums."""
-    held = tensors()
-    plans = [TensorPlan(name, tuple(t.shape), t.dtype) for name, t in held.items()]
+def write_with_checksums(folder: Path) -> Path:
+    """Write a file with checksums."""
+    tensors_by_name = tensors()
+    plans = [TensorPlan(name, tuple(t.shape), t.dtype) for name, t in tensors_by_name.items()]
     [shard] = plan_shards(plans, 1 << 30)
-    write_shard(folder, shard, held.items())
+    write_shard(folder, shard, tensors_by_name.items())
     return folder / shard.file
 
 
@@ -65,8 +65,8 @@ def test_any_box_is_read_as_the_slice_of_its_tensor(path, rows_bytes, case, gap)
     """Into memory in one piece, or between other elements, which stay as they are."""
     name, box = case
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(safetensors_file, "_ROWS_BYTES", rows_bytes)
-        patch.setattr(raw_file, "_READ_BYTES", 13)
+        patch.setattr(hf, "_ROWS_BYTES", rows_bytes)
+        patch.setattr(files, "_READ_BYTES", 13)
         wide = torch.full([size + gap for size in box.sizes], -1.0)
         out = wide[tuple(slice(0, size) for size in box.sizes)]
         SafetensorsFile(path).read_into(name, box, out)
@@ -90,8 +90,8 @@ def test_a_whole_tensor_is_read_between_other_elements(path):
 
 def test_a_read_that_the_kernel_cuts_short_goes_on(tmp_path, monkeypatch):
     preadv = os.preadv
-    monkeypatch.setattr(os, "preadv", lambda fd, into, at: preadv(fd, [into[0][:5]], at))
-    file = SafetensorsFile(summed(tmp_path))
+    monkeypatch.setattr(os, "preadv", lambda fd, into, offset: preadv(fd, [into[0][:5]], offset))
+    file = SafetensorsFile(write_with_checksums(tmp_path))
     for name, tensor in tensors().items():
         assert torch.equal(read(file, name), tensor)
 
@@ -104,8 +104,8 @@ def test_every_dtype_is_read_bit_for_bit(tmp_path, name):
     save_file({"a": tensor}, tmp_path / "a.safetensors")
     file = SafetensorsFile(tmp_path / "a.safetensors")
     assert file.entries["a"].dtype == dtype
-    found = read(file, "a")
-    assert torch.equal(found.view(torch.uint8), tensor.view(torch.uint8))
+    values = read(file, "a")
+    assert torch.equal(values.view(torch.uint8), tensor.view(torch.uint8))
 
 
 def test_an_entry_says_where_the_bytes_stand(path):
@@ -123,16 +123,16 @@ def test_another_shape_or_dtype_is_an_error_of_the_caller(path):
 
 
 def test_nothing_stays_open_or_mapped(path):
-    def held() -> tuple[int, bool]:
+    def count_open_files() -> tuple[int, bool]:
         maps = Path("/proc/self/maps").read_text()
         return len(os.listdir("/proc/self/fd")), str(path) in maps
 
     gc.collect()  # what earlier tests have left
-    before = held()
+    before = count_open_files()
     file = SafetensorsFile(path)
     read(file, "matrix")
     read(file, "matrix", Box((1, 1), (2, 2)))
-    assert held() == before
+    assert count_open_files() == before
     assert not before[1]
 
 
@@ -146,12 +146,12 @@ def test_threads_read_at_the_same_time(path):
 
 
 def test_each_flipped_bit_of_a_tensor_is_named(tmp_path):
-    path = summed(tmp_path)
-    whole, file = path.read_bytes(), SafetensorsFile(path)
+    path = write_with_checksums(tmp_path)
+    data, file = path.read_bytes(), SafetensorsFile(path)
     for name, entry in file.entries.items():
         for offset in {entry.offset, entry.offset + entry.nbytes - 1}:
             for bit in range(8):
-                damaged = bytearray(whole)
+                damaged = bytearray(data)
                 damaged[offset] ^= 1 << bit
                 path.write_bytes(damaged)
                 with pytest.raises(
@@ -163,7 +163,7 @@ def test_each_flipped_bit_of_a_tensor_is_named(tmp_path):
 
 
 def test_a_whole_box_and_memory_with_gaps_are_compared_with_the_checksum_too(tmp_path):
-    path = summed(tmp_path)
+    path = write_with_checksums(tmp_path)
     entry = SafetensorsFile(path).entries["matrix"]
     damaged = bytearray(path.read_bytes())
     damaged[entry.offset] ^= 1
@@ -217,7 +217,7 @@ def rename(header: dict) -> None:
     ],
 )
 def test_a_header_that_is_no_models_is_refused(tmp_path, change, message):
-    path = summed(tmp_path)
+    path = write_with_checksums(tmp_path)
     with_header(path, change)
     with pytest.raises(ConfigError, match=message) as caught:
         SafetensorsFile(path)

@@ -12,10 +12,10 @@ import zipfile
 import pytest
 import torch
 
-from mcore_rl.checkpoint.torch_dist import DistReader
-from mcore_rl.checkpoint.torch_dist_writer import DistFile, write_metadata
+from mcore_rl.checkpoint.torch_dist import DistFile, DistReader
+from mcore_rl.checkpoint.torch_dist_metadata import write_metadata
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.reshard.boxes import Box
+from mcore_rl.reshard.rules import Box
 from tests.nightly import all_but
 
 SEED = 4
@@ -28,15 +28,15 @@ TENSORS = {
 FILES = ("__0_0.distcp", "__1_0.distcp")
 
 
-def saved(value):
+def serialize(value):
     data = io.BytesIO()
     torch.save(value, data)
     return data.getvalue()
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory):
-    """Two files, each with a half of every tensor that has one, and one object."""
+def checkpoint(tmp_path_factory):
+    """Write two files, each with a half of every tensor, and one object."""
     folder = tmp_path_factory.mktemp("whole")
     records = []
     for number, name in enumerate(FILES):
@@ -50,14 +50,14 @@ def whole(tmp_path_factory):
                 elif number == 0:
                     file.add_tensor(key, (), (), tensor)
             if number == 1:
-                file.add_object("w._extra_state/shard_0_1", saved([None]))
+                file.add_object("w._extra_state/shard_0_1", serialize([None]))
         records += file.records
     write_metadata(folder, records)
     return folder
 
 
 def read_all(folder):
-    """All tensors, as far as the checkpoint has keys for them."""
+    """Read all tensors that the checkpoint has keys for."""
     reader = DistReader(folder)
     for key in reader.objects:
         reader.load_object(key)
@@ -67,10 +67,10 @@ def read_all(folder):
     }
 
 
-def outcome(folder, *, all_keys):
+def read_or_refuse(folder, *, all_keys):
     """ "refused" with one clear line, or "right"; anything else fails the test."""
     try:
-        found = read_all(folder)
+        results = read_all(folder)
     except ConfigError as error:
         text = str(error)
         assert str(folder) in text
@@ -78,64 +78,70 @@ def outcome(folder, *, all_keys):
         assert len(text) < 600
         return "refused"
     if all_keys:
-        assert found.keys() == TENSORS.keys()
-    for key in found.keys() & TENSORS.keys():
-        assert found[key].dtype == TENSORS[key].dtype
-        assert torch.equal(found[key], TENSORS[key]), key
+        assert results.keys() == TENSORS.keys()
+    for key in results.keys() & TENSORS.keys():
+        assert results[key].dtype == TENSORS[key].dtype
+        assert torch.equal(results[key], TENSORS[key]), key
     return "right"
 
 
-def flipped(data, rng):
-    at = rng.randrange(len(data))
-    return data[:at] + bytes([data[at] ^ (1 << rng.randrange(8))]) + data[at + 1 :]
+def flip_bit(data, rng):
+    position = rng.randrange(len(data))
+    return (
+        data[:position] + bytes([data[position] ^ (1 << rng.randrange(8))]) + data[position + 1 :]
+    )
 
 
-def shortened(data, rng):
+def shorten(data, rng):
     return data[: rng.randrange(len(data))]
 
 
-def overwritten(data, rng):
-    at, size = rng.randrange(len(data)), rng.randint(1, 40)
-    return data[:at] + rng.randbytes(len(data[at : at + size])) + data[at + size :]
+def overwrite(data, rng):
+    position, size = rng.randrange(len(data)), rng.randint(1, 40)
+    return (
+        data[:position]
+        + rng.randbytes(len(data[position : position + size]))
+        + data[position + size :]
+    )
 
 
-def moved(data, rng):
-    """A part taken out and put in elsewhere: the length stays."""
+def move_part(data, rng):
+    """Move a part elsewhere, without a change of the length."""
     a, b, c = sorted(rng.sample(range(len(data) + 1), 3))
     return data[:a] + data[b:c] + data[a:b] + data[c:]
 
 
-DAMAGES = [flipped, flipped, flipped, shortened, overwritten, moved]
+DAMAGES = [flip_bit, flip_bit, flip_bit, shorten, overwrite, move_part]
 
 
-def outcomes(whole, folder, names, count, *, all_keys):
-    """What comes of `count` damages, each to one file."""
+def damage_repeatedly(checkpoint, folder, names, count, *, all_keys):
+    """Return the results of reading after each of `count` damages to one file."""
     rng = random.Random(SEED)
-    shutil.copytree(whole, folder, dirs_exist_ok=True)
-    found = []
+    shutil.copytree(checkpoint, folder, dirs_exist_ok=True)
+    results = []
     for number in range(count):
         name, damage = rng.choice(names), DAMAGES[number % len(DAMAGES)]
-        data = (whole / name).read_bytes()
+        data = (checkpoint / name).read_bytes()
         (folder / name).write_bytes(damage(data, rng))
-        found.append(outcome(folder, all_keys=all_keys))
+        results.append(read_or_refuse(folder, all_keys=all_keys))
         (folder / name).write_bytes(data)
-    return found
+    return results
 
 
-def test_an_undamaged_checkpoint_is_right(whole):
-    assert outcome(whole, all_keys=True) == "right"
+def test_an_undamaged_checkpoint_is_right(checkpoint):
+    assert read_or_refuse(checkpoint, all_keys=True) == "right"
 
 
-def test_damaged_data_is_refused_or_has_no_consequence(whole, tmp_path):
-    found = outcomes(whole, tmp_path, FILES, 600, all_keys=True)
-    assert found.count("refused") > 300
-    assert found.count("right") > 20  # padding, dates, names that nobody reads
+def test_damaged_data_is_refused_or_has_no_consequence(checkpoint, tmp_path):
+    results = damage_repeatedly(checkpoint, tmp_path, FILES, 600, all_keys=True)
+    assert results.count("refused") > 300
+    assert results.count("right") > 20  # padding, dates, names that nobody reads
 
 
-def test_every_flipped_bit_of_a_tensors_bytes_is_refused(whole, tmp_path):
-    data = (whole / FILES[0]).read_bytes()
+def test_every_flipped_bit_of_a_tensors_bytes_is_refused(checkpoint, tmp_path):
+    data = (checkpoint / FILES[0]).read_bytes()
     start = data.index(TENSORS["decoder.layers.0.w"][:2].numpy().tobytes())
-    shutil.copytree(whole, tmp_path, dirs_exist_ok=True)
+    shutil.copytree(checkpoint, tmp_path, dirs_exist_ok=True)
     for bit in range(0, 8 * 48, 3):
         changed = bytearray(data)
         changed[start + bit // 8] ^= 1 << bit % 8
@@ -148,16 +154,16 @@ def test_every_flipped_bit_of_a_tensors_bytes_is_refused(whole, tmp_path):
     "key",
     all_but(("w._extra_state/shard_0_1",), ("stacked", "w._extra_state/shard_0_1")),
 )
-def test_every_flipped_bit_of_an_items_pickle_is_refused(whole, tmp_path, key):
-    """It says, say, in which order a tensor's bytes stand."""
-    stored = pickle.loads((whole / ".metadata").read_bytes())
+def test_every_flipped_bit_of_an_items_pickle_is_refused(checkpoint, tmp_path, key):
+    """Damage a pickle, which has for example the strides of a tensor."""
+    stored = pickle.loads((checkpoint / ".metadata").read_bytes())
     place = next(p for index, p in stored.storage_data.items() if index.fqn == key)
-    data = (whole / place.relative_path).read_bytes()
+    data = (checkpoint / place.relative_path).read_bytes()
     pickled = zipfile.ZipFile(io.BytesIO(data[place.offset :][: place.length])).read(
         "archive/data.pkl"
     )
     start = data.index(pickled, place.offset)
-    shutil.copytree(whole, tmp_path, dirs_exist_ok=True)
+    shutil.copytree(checkpoint, tmp_path, dirs_exist_ok=True)
     for bit in range(0, 8 * len(pickled), 3):
         changed = bytearray(data)
         changed[start + bit // 8] ^= 1 << bit % 8
@@ -166,14 +172,14 @@ def test_every_flipped_bit_of_an_items_pickle_is_refused(whole, tmp_path, key):
             read_all(tmp_path)
 
 
-def test_damaged_metadata_is_refused_or_what_is_read_is_right(whole, tmp_path):
-    found = outcomes(whole, tmp_path, [".metadata"], 600, all_keys=False)
-    assert found.count("refused") > 300
+def test_damaged_metadata_is_refused_or_what_is_read_is_right(checkpoint, tmp_path):
+    results = damage_repeatedly(checkpoint, tmp_path, [".metadata"], 600, all_keys=False)
+    assert results.count("refused") > 300
 
 
-def test_a_shorter_metadata_is_refused(whole, tmp_path):
-    data = (whole / ".metadata").read_bytes()
-    shutil.copytree(whole, tmp_path, dirs_exist_ok=True)
+def test_a_shorter_metadata_is_refused(checkpoint, tmp_path):
+    data = (checkpoint / ".metadata").read_bytes()
+    shutil.copytree(checkpoint, tmp_path, dirs_exist_ok=True)
     for size in range(0, len(data), 3):
         (tmp_path / ".metadata").write_bytes(data[:size])
         with pytest.raises(ConfigError, match=r"\.metadata is damaged, or not"):
@@ -202,8 +208,8 @@ def canary(tmp_path):
 
 
 @pytest.mark.parametrize("protocol", [0, 2, 4, 5])
-def test_metadata_that_runs_a_command_is_not_loaded(whole, tmp_path, canary, protocol):
-    folder = shutil.copytree(whole, tmp_path / "ck")
+def test_metadata_that_runs_a_command_is_not_loaded(checkpoint, tmp_path, canary, protocol):
+    folder = shutil.copytree(checkpoint, tmp_path / "ck")
     (folder / ".metadata").write_bytes(pickle.dumps(canary, protocol))
     expected = "names posix.system, which is not in a checkpoint's metadata; it was not loaded"
     with pytest.raises(ConfigError, match=expected if protocol > 3 else "opcode"):
@@ -211,8 +217,8 @@ def test_metadata_that_runs_a_command_is_not_loaded(whole, tmp_path, canary, pro
     assert not canary.path.exists()
 
 
-def test_metadata_with_a_command_somewhere_inside_is_not_loaded(whole, tmp_path, canary):
-    folder = shutil.copytree(whole, tmp_path / "ck")
+def test_metadata_with_a_command_somewhere_inside_is_not_loaded(checkpoint, tmp_path, canary):
+    folder = shutil.copytree(checkpoint, tmp_path / "ck")
     stored = pickle.loads((folder / ".metadata").read_bytes())
     stored.planner_data = {"a": [canary]}
     (folder / ".metadata").write_bytes(pickle.dumps(stored))
@@ -222,9 +228,9 @@ def test_metadata_with_a_command_somewhere_inside_is_not_loaded(whole, tmp_path,
 
 
 @pytest.mark.parametrize("key", ["count", "w._extra_state/shard_0_1"])
-def test_items_that_run_a_command_are_not_loaded(whole, tmp_path, canary, key):
-    folder = shutil.copytree(whole, tmp_path / "ck")
-    evil = saved([canary, TENSORS["count"]])
+def test_items_that_run_a_command_are_not_loaded(checkpoint, tmp_path, canary, key):
+    folder = shutil.copytree(checkpoint, tmp_path / "ck")
+    evil = serialize([canary, TENSORS["count"]])
     stored = pickle.loads((folder / ".metadata").read_bytes())
     place = next(p for index, p in stored.storage_data.items() if index.fqn == key)
     place.relative_path, place.offset, place.length = "__2_0.distcp", 0, len(evil)
@@ -236,8 +242,8 @@ def test_items_that_run_a_command_are_not_loaded(whole, tmp_path, canary, key):
 
 
 @pytest.mark.filterwarnings("ignore:Detected pickle protocol 4:UserWarning")
-def test_a_common_file_that_runs_a_command_is_told(whole, tmp_path, canary):
-    folder = shutil.copytree(whole, tmp_path / "ck")
+def test_a_common_file_that_runs_a_command_is_not_loaded(checkpoint, tmp_path, canary):
+    folder = shutil.copytree(checkpoint, tmp_path / "ck")
     torch.save({"args": canary}, folder / "common.pt")
     with pytest.raises(ConfigError, match=r"common.pt is damaged .*: it names posix.system, which"):
         DistReader(folder).load_common()
@@ -247,17 +253,17 @@ def test_a_common_file_that_runs_a_command_is_told(whole, tmp_path, canary):
     assert not canary.path.exists()
 
 
-def test_a_checkpoint_may_be_without_a_common_file(whole, tmp_path):
-    """As megatron-core 0.19 writes them."""
-    folder = shutil.copytree(whole, tmp_path / "ck")
+def test_a_checkpoint_may_be_without_a_common_file(checkpoint, tmp_path):
+    """Read a folder as megatron-core 0.19 writes it."""
+    folder = shutil.copytree(checkpoint, tmp_path / "ck")
     DistReader(folder).load_common()
     (folder / "common.pt").unlink()
     DistReader(folder).load_common()
 
 
 @pytest.mark.parametrize("data", [b"", b"PK\x03\x04 cut short", b"\x80\x02garbage"])
-def test_a_damaged_common_file_is_told(whole, tmp_path, data):
-    folder = shutil.copytree(whole, tmp_path / "ck")
+def test_a_damaged_common_file_is_refused(checkpoint, tmp_path, data):
+    folder = shutil.copytree(checkpoint, tmp_path / "ck")
     (folder / "common.pt").write_bytes(data)
     with pytest.raises(ConfigError, match=r"common.pt is damaged"):
         DistReader(folder).load_common()

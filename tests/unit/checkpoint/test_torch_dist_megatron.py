@@ -15,11 +15,11 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTenso
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from mcore_rl.checkpoint import dist as checkpoint_dist
-from mcore_rl.checkpoint.torch_dist import DistReader
-from mcore_rl.checkpoint.torch_dist_writer import DistFile, write_metadata
+from mcore_rl.checkpoint import megatron as checkpoint_dist
+from mcore_rl.checkpoint.torch_dist import DistFile, DistReader
+from mcore_rl.checkpoint.torch_dist_metadata import write_metadata
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.reshard.boxes import Box
+from mcore_rl.reshard.rules import Box
 
 # By key: the whole tensor, and how many dims in front stack layers or experts.
 TENSORS = {
@@ -52,18 +52,18 @@ def saving_without_cuda(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: "cpu")
 
 
-def layers_of(key, values=None):
-    """A whole tensor as Megatron asks for it: one shard for every layer, split in two by rows."""
-    whole, num_stacking = TENSORS[key]
-    data = torch.zeros_like(whole) if values is None else values
+def build_shards(key, values=None):
+    """Build the shards that Megatron requests: one per layer, split in two by rows."""
+    tensor, num_stacking = TENSORS[key]
+    data = torch.zeros_like(tensor) if values is None else values
     if not num_stacking:
         return [ShardedTensor.from_rank_offsets(key, data, replica_id=0)]
     shards = []
-    for index in torch.cartesian_prod(*map(torch.arange, whole.shape[:num_stacking])).reshape(
+    for index in torch.cartesian_prod(*map(torch.arange, tensor.shape[:num_stacking])).reshape(
         -1, num_stacking
     ):
         part = data[tuple(index)]
-        stack = [(dim, int(i), whole.shape[dim]) for dim, i in enumerate(index)]
+        stack = [(dim, int(i), tensor.shape[dim]) for dim, i in enumerate(index)]
         for half, rows in enumerate(part.chunk(2)):
             shards.append(
                 ShardedTensor.from_rank_offsets(
@@ -78,7 +78,7 @@ def layers_of(key, values=None):
 
 
 def state(*, filled):
-    tensors = {key: layers_of(key, TENSORS[key][0] if filled else None) for key in TENSORS}
+    tensors = {key: build_shards(key, TENSORS[key][0] if filled else None) for key in TENSORS}
     flat = {
         f"{key}#{i}": shard for key, shards in tensors.items() for i, shard in enumerate(shards)
     }
@@ -86,30 +86,30 @@ def state(*, filled):
     return {**flat, "extra": ShardedObject(OBJECT, extra, (1,), (0,))}
 
 
-def torch_saved(value):
+def serialize(value):
     data = io.BytesIO()
     torch.save(value, data)
     return data.getvalue()
 
 
-def saved_object(value):
-    return torch_saved([value])
+def serialize_object(value):
+    return serialize([value])
 
 
 def write(folder, extra):
-    """The same checkpoint by our writer: two files, tensors cut along another dim."""
+    """Write the same checkpoint by our writer: two files, tensors split along another dim."""
     records = []
     for number in range(2):
         with DistFile(folder / f"__{number}_0.distcp") as file:
-            for key, (whole, _) in TENSORS.items():
-                dim = whole.dim() - 1
+            for key, (tensor, _) in TENSORS.items():
+                dim = tensor.dim() - 1
                 if dim < 0 and number:
                     continue
-                parts = whole.tensor_split(2, dim) if dim >= 0 else [whole]
-                offsets = [0] * whole.dim()
+                parts = tensor.tensor_split(2, dim) if dim >= 0 else [tensor]
+                offsets = [0] * tensor.dim()
                 if number:
                     offsets[dim] = parts[0].shape[dim]
-                file.add_tensor(key, whole.shape, offsets, parts[number])
+                file.add_tensor(key, tensor.shape, offsets, parts[number])
             if number:
                 file.add_object(STORED_OBJECT, extra)
         records += file.records
@@ -122,13 +122,13 @@ def is_equal(a, b):
 
 def check_loaded(loaded):
     for key in TENSORS:
-        for number, wanted in enumerate(layers_of(key, TENSORS[key][0])):
+        for number, wanted in enumerate(build_shards(key, TENSORS[key][0])):
             assert is_equal(loaded[f"{key}#{number}"], wanted.data), key
     assert loaded["extra"].getvalue() == b"state"
 
 
 def test_megatron_reads_what_is_written(tmp_path):
-    write(tmp_path, saved_object(io.BytesIO(b"state")))
+    write(tmp_path, serialize_object(io.BytesIO(b"state")))
     check_loaded(dist_checkpointing.load(state(filled=False), str(tmp_path)))
     check_loaded(checkpoint_dist.load(state(filled=False), tmp_path))
 
@@ -138,9 +138,9 @@ def test_what_megatron_saves_is_read(tmp_path, saving_without_cuda):
     reader = DistReader(tmp_path)
     assert reader.tensors.keys() == TENSORS.keys()
     assert reader.objects.keys() == {STORED_OBJECT}
-    for key, (whole, _) in TENSORS.items():
-        assert reader.tensors[key].shape == whole.shape
-        assert is_equal(reader.read(key, Box((0,) * whole.dim(), tuple(whole.shape))), whole)
+    for key, (tensor, _) in TENSORS.items():
+        assert reader.tensors[key].shape == tensor.shape
+        assert is_equal(reader.read(key, Box((0,) * tensor.dim(), tuple(tensor.shape))), tensor)
     box = Box((1, 1, 1, 2), (1, 1, 2, 3))  # across the cut between two chunks
     key = "decoder.layers.experts.fc1.weight"
     assert is_equal(reader.read(key, box), TENSORS[key][0][box.slices])
@@ -173,7 +173,7 @@ def refused(folder, canary, message):
 def test_an_object_that_runs_a_command_is_not_given_to_megatron(tmp_path):
     canary, folder = Canary(tmp_path / "canary"), tmp_path / "ck"
     folder.mkdir()
-    write(folder, saved_object(canary))
+    write(folder, serialize_object(canary))
     refused(folder, canary, r"_extra_state/shard_0_1 is damaged .*: it names posix.system")
     dist_checkpointing.load(state(filled=False), str(folder))
     assert canary.path.exists(), "Megatron runs it: without the check the command had been run"
@@ -182,7 +182,7 @@ def test_an_object_that_runs_a_command_is_not_given_to_megatron(tmp_path):
 def test_metadata_and_common_files_that_run_a_command_are_not_given_to_megatron(tmp_path):
     canary, folder = Canary(tmp_path / "canary"), tmp_path / "ck"
     folder.mkdir()
-    write(folder, saved_object(None))
+    write(folder, serialize_object(None))
     torch.save({"args": canary}, folder / "common.pt")
     refused(folder, canary, r"common.pt is damaged or not safe to load: it names posix.system")
     (folder / ".metadata").write_bytes(pickle.dumps(canary))
@@ -239,7 +239,7 @@ DCP = "torch.distributed.checkpoint"
 def test_a_command_under_another_modules_name_is_not_run(tmp_path, pair):
     canary, folder = Canary(tmp_path / "canary"), tmp_path / "ck"
     folder.mkdir()
-    write(folder, saved_object(None))
+    write(folder, serialize_object(None))
     stored = pickle.loads((folder / ".metadata").read_bytes())
     stored.planner_data = canary
     (folder / ".metadata").write_bytes(pickled(stored, pair))
@@ -250,10 +250,10 @@ def test_a_command_under_another_modules_name_is_not_run(tmp_path, pair):
 
 
 def test_metadata_of_a_single_rank_is_not_read_in_place_of_a_damaged_one(tmp_path):
-    """As torch does, which goes on with it when it cannot unpickle .metadata."""
+    """Refuse it, while torch would read it when it cannot unpickle .metadata."""
     canary, folder = Canary(tmp_path / "canary"), tmp_path / "ck"
     folder.mkdir()
-    write(folder, saved_object(None))
+    write(folder, serialize_object(None))
     stored = pickle.loads((folder / ".metadata").read_bytes())
     stored.planner_data = canary
     (folder / "__0.metadata").write_bytes(pickle.dumps(stored))
@@ -262,14 +262,14 @@ def test_metadata_of_a_single_rank_is_not_read_in_place_of_a_damaged_one(tmp_pat
 
 
 def test_an_object_with_two_places_is_refused(tmp_path):
-    """A dict with two equal keys, one changed after it was put in: which is found is a matter of
-    how it is looked up, so that another place is loaded than was checked.
+    """Store a dict with two equal keys, one changed after insertion: lookup and iteration differ,
+    so that an object could be loaded from another location than the checked one.
     """
     canary, folder = Canary(tmp_path / "canary"), tmp_path / "ck"
     folder.mkdir()
-    write(folder, saved_object(canary))
+    write(folder, serialize_object(canary))
     stored = pickle.loads((folder / ".metadata").read_bytes())
-    safe = saved_object(io.BytesIO(b"state"))
+    safe = serialize_object(io.BytesIO(b"state"))
     (folder / "__2_0.distcp").write_bytes(safe)
     index = MetadataIndex("other")
     stored.storage_data[index] = _StorageInfo("__2_0.distcp", 0, len(safe))
@@ -280,19 +280,19 @@ def test_an_object_with_two_places_is_refused(tmp_path):
 
 @pytest.mark.parametrize("name", ["common.pt", "_extra_state"])
 def test_contents_that_megatron_does_not_write_are_refused(tmp_path, name):
-    write(tmp_path, saved_object(None))
+    write(tmp_path, serialize_object(None))
     if name == "common.pt":
         torch.save([1], tmp_path / name)
         message = "common.pt is missing or no dict; allowed: what Megatron writes"
     else:
-        write(tmp_path, torch_saved(5))
+        write(tmp_path, serialize(5))
         message = "_extra_state/shard_0_1 is no list; allowed: what Megatron writes"
     with pytest.raises(ConfigError, match=message):
         checkpoint_dist.load(state(filled=False), tmp_path)
 
 
 def test_a_damaged_tensor_is_refused(tmp_path):
-    write(tmp_path, saved_object(io.BytesIO(b"state")))
+    write(tmp_path, serialize_object(io.BytesIO(b"state")))
     for path in tmp_path.glob("*.distcp"):
         data = bytearray(path.read_bytes())
         start = data.index(TENSORS["counts"][0].tensor_split(2)[path.name[2] == "1"].numpy().data)
@@ -303,14 +303,14 @@ def test_a_damaged_tensor_is_refused(tmp_path):
 
 
 def test_rows_of_padding_that_are_not_stored_are_zero(tmp_path):
-    write(tmp_path, saved_object(io.BytesIO(b"state")))
-    asked, key = state(filled=False), "embedding.weight"
+    write(tmp_path, serialize_object(io.BytesIO(b"state")))
+    requested, key = state(filled=False), "embedding.weight"
     padded = torch.full((6, 3), 7.0)
     for number in range(3):  # rows 12 to 17 have none stored, 6 to 11 have four
-        asked[f"{key}#{number}"] = ShardedTensor.from_rank_offsets(
+        requested[f"{key}#{number}"] = ShardedTensor.from_rank_offsets(
             key, padded.clone(), (0, number, 3), replica_id=0, allow_shape_mismatch=True
         )
-    loaded = checkpoint_dist.load(asked, tmp_path)
+    loaded = checkpoint_dist.load(requested, tmp_path)
     rows = torch.cat([loaded[f"{key}#{number}"] for number in range(3)])
     assert torch.equal(rows[:10], TENSORS[key][0].float())
     assert not rows[10:].any()

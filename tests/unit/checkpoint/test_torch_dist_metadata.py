@@ -14,16 +14,16 @@ import torch
 from torch.distributed.checkpoint import filesystem, metadata
 
 from mcore_rl.checkpoint import torch_dist_metadata
-from mcore_rl.checkpoint.torch_dist import DistReader
-from mcore_rl.checkpoint.torch_dist_writer import DistFile, write_metadata
+from mcore_rl.checkpoint.torch_dist import DistFile, DistReader
+from mcore_rl.checkpoint.torch_dist_metadata import write_metadata
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.reshard.boxes import Box
+from mcore_rl.reshard.rules import Box
 
-WHOLE = torch.arange(24.0).reshape(4, 6)
+TENSOR = torch.arange(24.0).reshape(4, 6)
 
 
 def write(folder, **tensors):
-    """A checkpoint of one file, each tensor in one chunk."""
+    """Write a checkpoint of one file, each tensor in one chunk."""
     with DistFile(folder / "__0_0.distcp") as file:
         for key, tensor in tensors.items():
             file.add_tensor(key, tensor.shape, (0,) * tensor.dim(), tensor)
@@ -62,7 +62,7 @@ def cut(name, by):
     ],
 )
 def test_a_damaged_folder_is_refused(tmp_path, damage, message):
-    write(tmp_path, w=WHOLE)
+    write(tmp_path, w=TENSOR)
     damage(tmp_path)
     with pytest.raises(ConfigError, match=message):
         DistReader(tmp_path)
@@ -74,7 +74,7 @@ def test_a_missing_folder_is_named(tmp_path):
 
 
 def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(tmp_path):
-    write(tmp_path, w=WHOLE)
+    write(tmp_path, w=TENSOR)
     (tmp_path / "__0_0.distcp").unlink()
     os.mkfifo(tmp_path / "__0_0.distcp")
     with pytest.raises(ConfigError, match="has no file"):
@@ -151,7 +151,7 @@ def place_of_nothing(stored):
     ],
 )
 def test_metadata_that_does_not_hold_is_refused(tmp_path, change, message):
-    write(tmp_path, w=WHOLE)
+    write(tmp_path, w=TENSOR)
     change_metadata(tmp_path, change)
     with pytest.raises(ConfigError, match=message):
         DistReader(tmp_path)
@@ -172,18 +172,18 @@ def test_items_do_not_share_bytes(tmp_path):
 @pytest.mark.parametrize(
     ("written", "message"),
     [
-        (WHOLE.double(), "torch.float64"),
-        (WHOLE.reshape(6, 4), r"\(6, 4\)"),
-        ({"w": WHOLE}, "it is a dict, not a tensor"),
-        (WHOLE.to_sparse(), "the bytes of 2 tensors"),
+        (TENSOR.double(), "torch.float64"),
+        (TENSOR.reshape(6, 4), r"\(6, 4\)"),
+        ({"w": TENSOR}, "it is a dict, not a tensor"),
+        (TENSOR.to_sparse(), "the bytes of 2 tensors"),
         (torch.empty(4, 6, device="meta"), "the bytes of 0 tensors"),
-        ([WHOLE, WHOLE + 1], "the bytes of 2 tensors"),
+        ([TENSOR, TENSOR + 1], "the bytes of 2 tensors"),
     ],
 )
 def test_an_item_that_is_something_else_than_the_metadata_says_is_refused(
     tmp_path, written, message
 ):
-    write(tmp_path, w=WHOLE)
+    write(tmp_path, w=TENSOR)
     torch.save(written, tmp_path / "__0_0.distcp")
     size = (tmp_path / "__0_0.distcp").stat().st_size
     change_metadata(tmp_path, lambda stored: info(stored, length=size))
@@ -204,8 +204,8 @@ class Calls:
         return self.call
 
 
-def named(module, name):
-    """The opcodes that push a class."""
+def build_opcodes(module, name):
+    """Return the opcodes that push a class."""
     texts = b"".join(b"\x8c" + bytes([len(t)]) + t.encode() for t in (module, name))
     return texts + b"\x93"
 
@@ -219,7 +219,7 @@ def test_what_does_not_belong_into_metadata_is_refused_before_it_is_called(
     (tmp_path / "ck").mkdir()
     (tmp_path / "empty").mkdir()
     monkeypatch.chdir(tmp_path / "empty")
-    write(tmp_path / "ck", w=WHOLE)
+    write(tmp_path / "ck", w=TENSOR)
     call = Calls(function, "touch canary")
     change_metadata(tmp_path / "ck", lambda m: setattr(m, "planner_data", [call]))
     with pytest.raises(ConfigError, match=rf"names [\w.]+\.{function.__name__}, which is not in a"):
@@ -244,17 +244,17 @@ DCP = "torch.distributed.checkpoint"
     ],
 )
 def test_names_are_exact_pairs_of_a_module_and_a_class(tmp_path, module, name):
-    write(tmp_path, w=WHOLE)
-    (tmp_path / ".metadata").write_bytes(b"\x80\x04" + named(module, name) + b".")
+    write(tmp_path, w=TENSOR)
+    (tmp_path / ".metadata").write_bytes(b"\x80\x04" + build_opcodes(module, name) + b".")
     with pytest.raises(ConfigError, match=f"names {module}.{name}, which is not in a checkpoint's"):
         DistReader(tmp_path)
 
 
 def test_a_pickle_cannot_change_the_classes_that_it_names(tmp_path):
     """BUILD on a class itself, with (None, {"size": 1}): attributes that it is to have."""
-    write(tmp_path, w=WHOLE)
+    write(tmp_path, w=TENSOR)
     kind = metadata.TensorStorageMetadata
-    change = named(kind.__module__, kind.__name__) + b"N}\x8c\x04sizeK\x01s\x86b."
+    change = build_opcodes(kind.__module__, kind.__name__) + b"N}\x8c\x04sizeK\x01s\x86b."
     (tmp_path / ".metadata").write_bytes(b"\x80\x04" + change)
     with pytest.raises(ConfigError, match="it is a type, not a Metadata"):
         DistReader(tmp_path)
@@ -263,7 +263,7 @@ def test_a_pickle_cannot_change_the_classes_that_it_names(tmp_path):
 
 def test_memo_places_are_not_the_pickles_to_choose(tmp_path):
     """LONG_BINPUT 2**31 makes the unpickler touch 32 GiB: refused before it runs."""
-    write(tmp_path, w=WHOLE)
+    write(tmp_path, w=TENSOR)
     (tmp_path / ".metadata").write_bytes(b"\x80\x04]r" + struct.pack("<I", 1 << 31) + b".")
     with pytest.raises(ConfigError, match="opcode LONG_BINPUT at byte 3"):
         DistReader(tmp_path)
@@ -271,7 +271,7 @@ def test_memo_places_are_not_the_pickles_to_choose(tmp_path):
 
 @pytest.mark.parametrize("protocol", [0, 1, 2, 3])
 def test_older_protocols_are_refused(tmp_path, protocol):
-    write(tmp_path, w=WHOLE)
+    write(tmp_path, w=TENSOR)
     stored = pickle.loads((tmp_path / ".metadata").read_bytes())
     (tmp_path / ".metadata").write_bytes(pickle.dumps(stored, protocol))
     with pytest.raises(ConfigError, match="opcode"):
@@ -279,7 +279,7 @@ def test_older_protocols_are_refused(tmp_path, protocol):
 
 
 def test_only_opcodes_of_plain_data_are_known():
-    """No opcode that imports, calls or finds things in another way than the ones that are read."""
+    """Check that no other opcode that imports, calls or looks up is allowed."""
     known = set(torch_dist_metadata._OPCODES.split())
     assert known <= {op.name for op in pickletools.opcodes}
     assert known.isdisjoint(

@@ -10,15 +10,15 @@ import zipfile
 import pytest
 import torch
 
-from mcore_rl.checkpoint import torch_item
+from mcore_rl.checkpoint import torch_dist
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 SHAPES = [(), (1,), (3,), (5, 7), (1, 2, 3, 4), (129, 33), (600, 1000)]
 
 
-def framed(tensor):
+def build_item(tensor):
     with tempfile.TemporaryFile() as file:
-        assert torch_item.write_item(file.fileno(), 0, tensor) == os.fstat(file.fileno()).st_size
+        assert torch_dist.write_item(file.fileno(), 0, tensor) == os.fstat(file.fileno()).st_size
         return file.read()
 
 
@@ -26,30 +26,30 @@ def framed(tensor):
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_an_item_is_what_torch_save_writes(shape, dtype):
     tensor = torch.randn(shape).to(dtype)
-    ours = zipfile.ZipFile(io.BytesIO(framed(tensor)))
+    written = zipfile.ZipFile(io.BytesIO(build_item(tensor)))
     saved = io.BytesIO()
     torch.save(tensor, saved)
-    theirs = zipfile.ZipFile(saved)
-    assert ours.testzip() is None
-    for name in ours.namelist():
-        assert ours.read(name) == theirs.read(name), name
-    loaded = torch.load(io.BytesIO(framed(tensor)), weights_only=True)
+    expected = zipfile.ZipFile(saved)
+    assert written.testzip() is None
+    for name in written.namelist():
+        assert written.read(name) == expected.read(name), name
+    loaded = torch.load(io.BytesIO(build_item(tensor)), weights_only=True)
     assert (loaded.dtype, loaded.shape) == (dtype, tensor.shape)
     assert torch.equal(loaded, tensor)
 
 
 def test_a_part_of_a_storage_is_written_alone():
-    whole = torch.randn(1000, 10)
-    item = framed(whole[20:30])
+    storage = torch.randn(1000, 10)
+    item = build_item(storage[20:30])
     assert len(item) < 1500
-    assert torch.equal(torch.load(io.BytesIO(item), weights_only=True), whole[20:30])
+    assert torch.equal(torch.load(io.BytesIO(item), weights_only=True), storage[20:30])
 
 
 @pytest.fixture
 def item(tmp_path):
     """(descriptor, offset, length, tensor) of an item in the middle of a file."""
     tensor = torch.randn(40, 30)
-    data = framed(tensor)
+    data = build_item(tensor)
     path = tmp_path / "file"
     path.write_bytes(b"before" + data + b"behind")
     descriptor = os.open(path, os.O_RDWR)
@@ -60,25 +60,25 @@ def item(tmp_path):
 def test_an_item_is_read_into_memory_that_is_there(item):
     descriptor, offset, nbytes, tensor = item
     out = torch.zeros(40, 30)
-    assert torch_item.read_item(descriptor, offset, nbytes, out)
+    assert torch_dist.read_item(descriptor, offset, nbytes, out)
     assert torch.equal(out, tensor)
 
 
 def test_every_changed_bit_is_seen(item):
-    """The frame differs, and is left to the general reader, or the checksum does."""
+    """Check that the frame differs, which the general reader handles, or the checksum."""
     descriptor, offset, nbytes, _ = item
     seen = {"frame": 0, "data": 0}
     for place in [*range(400), *range(400, nbytes, 97), *range(nbytes - 300, nbytes)]:
         [byte] = os.pread(descriptor, 1, offset + place)
         os.pwrite(descriptor, bytes([byte ^ 1 << place % 8]), offset + place)
         try:
-            assert not torch_item.read_item(descriptor, offset, nbytes, torch.zeros(40, 30)), place
+            assert not torch_dist.read_item(descriptor, offset, nbytes, torch.zeros(40, 30)), place
             seen["frame"] += 1
         except ValueError:
             seen["data"] += 1
         os.pwrite(descriptor, bytes([byte]), offset + place)
     assert min(seen.values()) > 30
-    assert torch_item.read_item(descriptor, offset, nbytes, torch.zeros(40, 30))
+    assert torch_dist.read_item(descriptor, offset, nbytes, torch.zeros(40, 30))
 
 
 @pytest.mark.parametrize(
@@ -86,17 +86,17 @@ def test_every_changed_bit_is_seen(item):
 )
 def test_an_item_of_another_shape_or_dtype_is_left_to_the_general_reader(item, other):
     descriptor, offset, nbytes, _ = item
-    assert not torch_item.read_item(descriptor, offset, nbytes, other)
+    assert not torch_dist.read_item(descriptor, offset, nbytes, other)
 
 
 def test_what_torch_saved_is_left_to_the_general_reader(tmp_path):
     torch.save(torch.zeros(3, 4), tmp_path / "file")
     with open(tmp_path / "file", "rb") as file:
         size = os.fstat(file.fileno()).st_size
-        assert not torch_item.read_item(file.fileno(), 0, size, torch.zeros(3, 4))
+        assert not torch_dist.read_item(file.fileno(), 0, size, torch.zeros(3, 4))
 
 
 def test_large_and_odd_tensors_are_not_framed():
-    assert not torch_item.is_framed(torch.float32, 1 << 31)
-    assert not torch_item.is_framed(torch.int64, 8)
-    assert not torch_item.is_framed(torch.float32, 0)
+    assert not torch_dist.is_framed(torch.float32, 1 << 31)
+    assert not torch_dist.is_framed(torch.int64, 8)
+    assert not torch_dist.is_framed(torch.float32, 0)

@@ -15,7 +15,7 @@ from mcore_rl.config.eval_schema import EvalConfig
 from mcore_rl.config.resolve import for_lane, resolve
 from mcore_rl.config.schema import Layout, OptimizerConfig, RLConfig, RolloutConfig
 from mcore_rl.config.train_schema import SFTConfig
-from mcore_rl.jobs.placement import count_devices, build_pool_plans
+from mcore_rl.jobs.placement import build_pool_plans, count_devices
 
 
 @pytest.mark.parametrize("recipe", recipes.names())

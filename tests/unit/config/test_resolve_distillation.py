@@ -7,7 +7,7 @@ import pytest
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.resolve_distillation import resolve_frozen, teachers_of
 from mcore_rl.config.schema import Layout, LoRAConfig, RLConfig
-from mcore_rl.jobs.placement import PoolPlan, list_engine_roles, build_pool_plans
+from mcore_rl.jobs.placement import PoolPlan, build_pool_plans, list_engine_roles
 
 MATH = {"math": {"model_path": "math", "weight": 2, "layout": {"pp": 4}}, "start": {}}
 

@@ -105,9 +105,9 @@ def test_a_batch_comes_back_in_the_callers_order(lengths: list[int], layout: Lay
 def test_all_ranks_of_a_dp_group_get_the_same_part_and_one_owns_the_output():
     mesh = Mesh(Layout(tp=2, cp=2, dp=2, pp=2))
     parts = Dispatch.MEGATRON_COMPUTE.scatter(mesh, (batch_of([3, 9, 4]),), {})
-    assert [part.ranks for part in parts] == [tuple(mesh.ranks(dp_rank=d)) for d in (0, 1)]
+    assert [part.ranks for part in parts] == [tuple(mesh.get_ranks(dp_rank=d)) for d in (0, 1)]
     for dp_rank, part in enumerate(parts):
-        at = mesh.coordinate(part.output_rank)
+        at = mesh.get_coordinate(part.output_rank)
         assert (at.tp_rank, at.cp_rank, at.dp_rank, at.pp_rank) == (0, 0, dp_rank, 1)
 
 
@@ -314,13 +314,13 @@ def test_bad_registrations_are_refused():
 def test_the_parts_of_thousands_of_ranks_are_found_in_one_look_at_each(
     monkeypatch: pytest.MonkeyPatch,
 ):
-    looks, coordinate = Counter(), Mesh.coordinate
+    looks, coordinate = Counter(), Mesh.get_coordinate
 
     def counted(mesh: Mesh, rank: int) -> Coordinate:
         looks[mesh.world_size] += 1
         return coordinate(mesh, rank)
 
-    monkeypatch.setattr(Mesh, "coordinate", counted)
+    monkeypatch.setattr(Mesh, "get_coordinate", counted)
     for dp in (128, 512):
         mesh = Mesh(Layout(tp=8, dp=dp))
         parts = Dispatch.MEGATRON_COMPUTE.scatter(mesh, (batch_of([1] * dp),), {})

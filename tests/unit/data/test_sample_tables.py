@@ -169,17 +169,17 @@ def tables(run, content: str, steps) -> None:
     (run / "samples" / ".step_000009.parquet.partial").touch()
 
 
-def steps_in(run) -> list[list[int]]:
+def list_steps(run) -> list[list[int]]:
     return [list(tables_in(run, evaluation)) for evaluation in ("", "test")]
 
 
 def test_a_run_that_goes_on_has_each_step_once_and_none_of_a_future_that_is_no_more(tmp_path):
     tables(tmp_path, "first", range(1, 6))
     go_on_after(tmp_path, 3, tmp_path)
-    assert steps_in(tmp_path) == [[1, 2, 3], [1, 2, 3]]
+    assert list_steps(tmp_path) == [[1, 2, 3], [1, 2, 3]]
     assert (tmp_path / "samples" / "tokenizer.json").exists()
     go_on_after(tmp_path, -1, tmp_path)  # it had saved no checkpoint and starts anew
-    assert steps_in(tmp_path) == [[], []]
+    assert list_steps(tmp_path) == [[], []]
 
 
 def test_a_run_that_goes_on_in_another_folder_has_the_steps_of_the_first(tmp_path):
@@ -187,10 +187,10 @@ def test_a_run_that_goes_on_in_another_folder_has_the_steps_of_the_first(tmp_pat
     tables(first, "first", range(1, 5))
     for _ in range(2):  # it goes on, has saved nothing, and goes on again
         go_on_after(second, 2, first)
-        assert steps_in(second) == [[1, 2], [1, 2]]
+        assert list_steps(second) == [[1, 2], [1, 2]]
         assert (second / "samples" / "tokenizer.json").read_text() == "{}"
         write_table(table_path(second, 3), {}, 0)
-    assert steps_in(first) == [[1, 2, 3, 4]] * 2
+    assert list_steps(first) == [[1, 2, 3, 4]] * 2
     write_table(table_path(second, 2), {}, 0)  # in place of one that both have
     assert table_path(first, 2).read_text() == "first"
     assert not list(second.rglob(".*"))

@@ -34,8 +34,8 @@ from megatron.core.tensor_parallel.random import CudaRNGStatesTracker  # noqa: E
 
 from mcore_rl.engine.megatron import layers  # noqa: E402
 from mcore_rl.engine.megatron.meta_model import _whole_model  # noqa: E402
-from mcore_rl.models.heads import model_config  # noqa: E402
-from mcore_rl.parallel.groups import groups_of_one  # noqa: E402
+from mcore_rl.models.heads import get_model_config  # noqa: E402
+from mcore_rl.parallel.groups import use_single_rank_groups  # noqa: E402
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "dist_cpu"))
 import tiny_models  # noqa: E402
@@ -58,8 +58,8 @@ def main(name: str) -> None:
     config["architectures"] = [architecture]
     starts = np.array([0, 5, 9, 21]).view(Starts)
     packed = PackedSeqParams("thd", starts, starts, max_seqlen_q=12, max_seqlen_kv=12)
-    with groups_of_one():
-        model = _whole_model(model_config(config), config["vocab_size"]).train()
+    with use_single_rank_groups():
+        model = _whole_model(get_model_config(config), config["vocab_size"]).train()
         assert not device.config_flags()["apply_rope_fusion"]
         experts = {name: p for name, p in model.named_parameters() if ".experts." in name}
         if experts:

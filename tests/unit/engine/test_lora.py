@@ -21,10 +21,16 @@ from mcore_rl.engine.megatron.lora import (
     initial_factor,
 )
 from mcore_rl.engine.megatron.weights import WeightPlacement, computed, local_tensors
-from mcore_rl.parallel.mesh import Mesh
-from mcore_rl.parallel.stages import split_into_chunks
-from mcore_rl.reshard.boxes import LogicalTensor
-from mcore_rl.reshard.rules import GateUp, InterleavedQKV, Shard, Split, Weight, Whole
+from mcore_rl.parallel.mesh import Mesh, split_into_chunks
+from mcore_rl.reshard.rules import (
+    GateUp,
+    InterleavedQKV,
+    LogicalTensor,
+    Replicated,
+    Shard,
+    Split,
+    Weight,
+)
 
 FC1 = "decoder.layers.{layer}.mlp.linear_fc1.weight"
 FC2 = "decoder.layers.{layer}.mlp.linear_fc2.weight"
@@ -32,7 +38,7 @@ UP, DOWN = LogicalTensor("up", (6, 4)), LogicalTensor("down", (4, 6))
 WEIGHTS = (
     Weight(FC1, Split(UP, 0), "tp", layer=0),
     Weight(FC2, Split(DOWN, 1), "tp", layer=0),
-    Weight("decoder.layers.{layer}.mlp.norm.weight", Whole(LogicalTensor("n", (4,))), layer=0),
+    Weight("decoder.layers.{layer}.mlp.norm.weight", Replicated(LogicalTensor("n", (4,))), layer=0),
 )
 CONFIG = LoRAConfig(rank=2, alpha=6.0, targets=["linear_fc1", "linear_fc2"])
 
@@ -66,7 +72,7 @@ def model() -> Layers:
     torch.manual_seed(0)
     model, mesh = Layers(), Mesh(Layout())
     placement = WeightPlacement(mesh, split_into_chunks(Layout(), 1), num_experts=1)
-    attach([model], WEIGHTS, placement, mesh.coordinate(0), CONFIG, seed=0)
+    attach([model], WEIGHTS, placement, mesh.get_coordinate(0), CONFIG, seed=0)
     with torch.no_grad():
         for adapter in model.lora.values():
             adapter.B.normal_()
@@ -150,7 +156,7 @@ def test_bfloat16_is_rounded_once():
     place = FactorPlace.of(
         Weight(FC1, Split(LogicalTensor("w", (64, 32)), 0), "tp", layer=0),
         Shard(0, 1),
-        Mesh(Layout()).coordinate(0),
+        Mesh(Layout()).get_coordinate(0),
         cp=1,
     )
     adapter = Adapter(weight, place, LoRAConfig(rank=8, alpha=4.0), seed=0)
@@ -175,7 +181,7 @@ def test_a_rank_starts_from_its_columns_of_the_whole_factor():
     weight = Weight(FC2, Split(DOWN, 1), "tp", layer=0)
     parts = [
         Adapter(torch.zeros(4, 3), FactorPlace.of(weight, Shard(r, 2), at, 1), CONFIG, seed=0).A
-        for r, at in enumerate(mesh.coordinate(rank) for rank in (0, 1))
+        for r, at in enumerate(mesh.get_coordinate(rank) for rank in (0, 1))
     ]
     whole = initial_factor(FC2.format(layer=0), 0, CONFIG.rank, 6)
     assert torch.equal(torch.cat(parts, dim=1), whole)
@@ -184,7 +190,7 @@ def test_a_rank_starts_from_its_columns_of_the_whole_factor():
 def test_rows_of_a_factor_are_saved_as_rows_of_hugging_face_tensors():
     q, k, v = (LogicalTensor(n, (rows, 5)) for n, rows in (("q", 8), ("k", 4), ("v", 4)))
     weight = Weight(FC1, InterleavedQKV(q, k, v, num_groups=4), "tp", layer=0)
-    place = FactorPlace.of(weight, Shard(1, 2), Mesh(Layout(tp=2)).coordinate(1), cp=1)
+    place = FactorPlace.of(weight, Shard(1, 2), Mesh(Layout(tp=2)).get_coordinate(1), cp=1)
     adapter = Adapter(torch.zeros(8, 5), place, CONFIG, seed=0)
     state = adapter.sharded_state_dict("lora.x.")
     a, b = state["lora.x.A"], state["lora.x.B"]

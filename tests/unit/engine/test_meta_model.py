@@ -18,8 +18,7 @@ from mcore_rl.config.errors import ConfigError
 from mcore_rl.engine.megatron import device
 from mcore_rl.engine.megatron.meta_model import MetaModel, meta_model, other_form, storage_location
 from mcore_rl.models import base
-from mcore_rl.reshard.boxes import LogicalTensor
-from mcore_rl.reshard.rules import Whole
+from mcore_rl.reshard.rules import LogicalTensor, Replicated
 
 _SHAPE: dict[str, Any] = {
     "vocab_size": 131, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -83,17 +82,17 @@ def test_after_a_failure_the_next_meta_model_is_made(monkeypatch):
 
 
 def change_rules(monkeypatch, change):
-    family = base.family_of(MOE)
+    family = base.get_family(MOE)
     faulty = replace(family, weights=lambda *args: tuple(change(list(family.weights(*args)))))
     monkeypatch.setitem(base._FAMILIES, family.architecture, faulty)
 
 
 def without(weights):
-    return [w for w in weights if w.local_name() != FC1]
+    return [w for w in weights if w.get_local_name() != FC1]
 
 
 def doubled(weights):
-    return [*weights, weights[0]._replace(rule=Whole(LogicalTensor("other", (131, 64))))]
+    return [*weights, weights[0]._replace(rule=Replicated(LogicalTensor("other", (131, 64))))]
 
 
 def misshapen(weights):
@@ -101,14 +100,14 @@ def misshapen(weights):
         if not weight.name.endswith("router.weight"):
             return weight
         [gate] = weight.rule.tensors
-        return weight._replace(rule=Whole(LogicalTensor(gate.name, (4, 63))))
+        return weight._replace(rule=Replicated(LogicalTensor(gate.name, (4, 63))))
 
     return [shape(w) for w in weights]
 
 
 def with_one_more(weights):
     tensor = LogicalTensor("model.layers.1.extra.weight", (64,))
-    return [*weights, weights[-1]._replace(name="decoder.extra.weight", rule=Whole(tensor))]
+    return [*weights, weights[-1]._replace(name="decoder.extra.weight", rule=Replicated(tensor))]
 
 
 def reading_one_tensor_twice(weights):

@@ -11,8 +11,8 @@ from mcore_rl.config.schema import EngineConfig, Layout
 from mcore_rl.engine.megatron import device
 from mcore_rl.jobs.convert import to_megatron
 from mcore_rl.jobs.convert.options import Resources
-from mcore_rl.models.base import family_of
-from mcore_rl.parallel.stages import split_into_chunks
+from mcore_rl.models.base import get_family
+from mcore_rl.parallel.mesh import split_into_chunks
 
 SIZES = {
     "vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -35,10 +35,10 @@ def stock_model(folder):
     """A GPTModel whose settings are those of `--moe-layer-freq 1`, the default of Megatron-LM."""
     from mcore_rl.engine.megatron import model
 
-    config = CheckpointReader(folder).config()
+    config = CheckpointReader(folder).read_config()
     num_layers = config["num_hidden_layers"]
     [chunk] = model.build_chunks(
-        family_of(config),
+        get_family(config),
         config,
         EngineConfig(),
         torch.float32,
@@ -61,9 +61,9 @@ def test_stock_calls_load_a_converted_model(name, tmp_path):
     device.install(1, on_cpu=True)
     from megatron.core import dist_checkpointing
 
-    from mcore_rl.parallel.groups import groups_of_one
+    from mcore_rl.parallel.groups import use_single_rank_groups
 
-    with groups_of_one():
+    with use_single_rank_groups():
         model = stock_model(tmp_path / "hf")
         path = str(tmp_path / "mcore")
         metadata = dist_checkpointing.load_content_metadata(path)

@@ -21,7 +21,7 @@ from mcore_rl.config.schema import RLConfig
 from mcore_rl.jobs.gpu_memory import MemoryTurn, turns
 from mcore_rl.jobs.placement import build_pool_plans, count_devices
 from mcore_rl.jobs.roles import Role, roles
-from mcore_rl.models.base import HFConfig, kv_elements_per_token
+from mcore_rl.models.base import HFConfig, count_kv_elements_per_token
 from tests.unit.jobs.test_dry_run import dry_run
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -118,7 +118,7 @@ def test_a_recipe_keeps_tensor_parallel_groups_on_a_node_and_all_gpus_busy(name)
         samples / layout.dp * longest / 3 / (config.actor.max_tokens_per_micro_batch * layout.cp)
     )
     assert packs > 4 * layout.pp
-    cached = rollout.kv_cache_bytes / 2 / kv_elements_per_token(model_of(name), rollout.tp)
+    cached = rollout.kv_cache_bytes / 2 / count_kv_elements_per_token(model_of(name), rollout.tp)
     assert cached / (longest / 3) > 48
     assert samples / rollout.num_servers <= rollout.max_num_seqs
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mcore_rl.checkpoint.checkpoint_info import write_checkpoint_info
+from mcore_rl.checkpoint.files import write_checkpoint_info
 from mcore_rl.checkpoint.run_checkpoints import ACTOR, RunCheckpoint, RunCheckpoints
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import DataConfig, Layout, RLConfig

@@ -10,8 +10,8 @@ import pytest
 import mcore_rl.models  # noqa: F401
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.models import base
-from mcore_rl.models.base import family_of, model_sizes, padded_vocab_size, rope
-from mcore_rl.reshard.rules import Weight, check_cover, logical_tensors
+from mcore_rl.models.base import get_family, get_model_sizes, pad_vocab_size, read_rope
+from mcore_rl.reshard.rules import Weight, check_cover, list_logical_tensors
 
 # config.json of published models, as far as families read them, and their parameter counts: those
 # of transformers' model classes for these configs, with the selection biases of routers and without
@@ -105,11 +105,11 @@ NO_MTP = {"num_nextn_predict_layers": 0}
 
 
 def weights_of(config: dict[str, Any], count: int = 1) -> tuple[Weight, ...]:
-    return family_of(config).weights(config, padded_vocab_size(config, count))
+    return get_family(config).weights(config, pad_vocab_size(config, count))
 
 
 def elements(config: dict[str, Any], prefix: str = "") -> int:
-    tensors = (t for t in logical_tensors(weights_of(config)) if t.name.startswith(prefix))
+    tensors = (t for t in list_logical_tensors(weights_of(config)) if t.name.startswith(prefix))
     return sum(math.prod(tensor.shape) for tensor in tensors)
 
 
@@ -130,7 +130,7 @@ def test_a_prediction_layer_is_a_decoder_layer_with_what_stands_around_it(config
     decoder_layer = elements(config, f"model.layers.{last - 1}.")
     assert elements(config, f"model.layers.{last}.") == decoder_layer + around + copies
     assert elements(config) - elements({**config, **NO_MTP}) == decoder_layer + around + copies
-    assert family_of(config).num_mtp_layers(config) == 1
+    assert get_family(config).num_mtp_layers(config) == 1
 
 
 @pytest.mark.parametrize("config", CONFIGS)
@@ -142,15 +142,15 @@ def test_rules_cover_every_logical_tensor_once(config, count):
 
 def test_dense_layers_of_a_mixed_model_have_dense_rules():
     config = {**QWEN3_30B_A3B, "num_hidden_layers": 3, "mlp_only_layers": [1]}
-    names = {w.local_name() for w in weights_of(config) if w.layer == 1}
+    names = {w.get_local_name() for w in weights_of(config) if w.layer == 1}
     assert "decoder.layers.1.mlp.linear_fc1.weight" in names
     assert not any("experts" in name for name in names)
-    assert family_of(config).config_map(config)["moe_layer_freq"] == [1, 0, 1]
-    assert model_sizes(config).ffn_sizes == (6144,)
+    assert get_family(config).config_map(config)["moe_layer_freq"] == [1, 0, 1]
+    assert get_model_sizes(config).ffn_sizes == (6144,)
 
 
 def test_sizes_of_a_model_with_latent_attention_and_shared_experts():
-    sizes = model_sizes(DEEPSEEK_V3)
+    sizes = get_model_sizes(DEEPSEEK_V3)
     assert (sizes.num_attention_heads, sizes.num_query_groups) == (128, 128)
     assert sizes.ffn_sizes == (18432, 2048)
     assert (sizes.num_experts, sizes.expert_ffn_size, sizes.num_mtp_layers) == (256, 2048, 1)
@@ -158,9 +158,9 @@ def test_sizes_of_a_model_with_latent_attention_and_shared_experts():
 
 
 def test_a_group_limit_that_chooses_every_group_is_none():
-    fields = family_of(GLM_4_5).config_map(GLM_4_5)
+    fields = get_family(GLM_4_5).config_map(GLM_4_5)
     assert "moe_router_num_groups" not in fields
-    fields = family_of(DEEPSEEK_V3).config_map(DEEPSEEK_V3)
+    fields = get_family(DEEPSEEK_V3).config_map(DEEPSEEK_V3)
     assert (fields["moe_router_num_groups"], fields["moe_router_group_topk"]) == (8, 4)
 
 
@@ -218,17 +218,17 @@ REFUSED = [
 def test_a_config_that_cannot_be_expressed_is_refused_by_name(config, change, message):
     changed = {name: value for name, value in {**config, **change}.items() if value is not None}
     with pytest.raises(ConfigError, match=message):
-        family_of(changed).config_map(changed)
+        get_family(changed).config_map(changed)
 
 
 def test_rope_is_read_where_either_transformers_keeps_it():
-    plain = rope({"rope_theta": 5.0})
+    plain = read_rope({"rope_theta": 5.0})
     assert (plain["rope_type"], plain["rope_theta"]) == ("default", 5.0)
     new = {"rope_parameters": {"rope_type": "default", "rope_theta": 7.0}}
-    assert rope(new)["rope_theta"] == 7.0
+    assert read_rope(new)["rope_theta"] == 7.0
     old = {"rope_theta": 5, "rope_scaling": {"type": "yarn"}, "partial_rotary_factor": 0.5}
-    assert rope(old)["rope_type"] == "yarn"
-    assert rope(old)["partial_rotary_factor"] == 0.5
+    assert read_rope(old)["rope_type"] == "yarn"
+    assert read_rope(old)["partial_rotary_factor"] == 0.5
 
 
 DEFAULT = {"rope_type": "default", "rope_theta": 5e5}
@@ -252,16 +252,16 @@ BOTH = [
 
 @pytest.mark.parametrize(("fields", "message"), BOTH)
 def test_rope_in_two_fields_is_what_transformers_reads_or_refused(fields, message):
-    """transformers takes rope_scaling before rope_parameters, and vLLM what transformers takes."""
+    """Compare with transformers, which reads rope_scaling first, and so does vLLM."""
     config = {**LLAMA_3_1_8B, "rope_scaling": None, "rope_theta": None, **fields}
     config = {name: value for name, value in config.items() if value is not None}
     if message:
         with pytest.raises(ConfigError, match=f"^config.json: .*{message}"):
-            family_of(config).config_map(config)
+            get_family(config).config_map(config)
         return
     from transformers import LlamaConfig  # slow to import
 
-    theirs = LlamaConfig(**config).rope_parameters
-    assert {name: theirs[name] for name in ("rope_type", "rope_theta")} == {
-        name: rope(config)[name] for name in ("rope_type", "rope_theta")
+    expected = LlamaConfig(**config).rope_parameters
+    assert {name: expected[name] for name in ("rope_type", "rope_theta")} == {
+        name: read_rope(config)[name] for name in ("rope_type", "rope_theta")
     }

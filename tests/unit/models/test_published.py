@@ -12,9 +12,13 @@ import pytest
 
 import mcore_rl.models  # noqa: F401
 from mcore_rl.engine.megatron.meta_model import meta_model
-from mcore_rl.models.base import family_of, kv_elements_per_token, padded_vocab_size, without_mtp
-from mcore_rl.reshard.boxes import LogicalTensor
-from mcore_rl.reshard.rules import check_cover, logical_tensors
+from mcore_rl.models.base import (
+    count_kv_elements_per_token,
+    drop_mtp_layers,
+    get_family,
+    pad_vocab_size,
+)
+from mcore_rl.reshard.rules import LogicalTensor, check_cover, list_logical_tensors
 from tests.nightly import all_but
 
 FOLDER = Path(__file__).parent / "published"
@@ -47,15 +51,15 @@ def config_of(name: str) -> dict[str, Any]:
 
 
 def tensors_of(config: dict[str, Any]) -> list[LogicalTensor]:
-    return list(logical_tensors(family_of(config).weights(config, config["vocab_size"])))
+    return list(list_logical_tensors(get_family(config).weights(config, config["vocab_size"])))
 
 
-def elements(tensors: list[LogicalTensor]) -> int:
+def count_elements(tensors: list[LogicalTensor]) -> int:
     return sum(math.prod(tensor.shape) for tensor in tensors)
 
 
-def counted(config: dict[str, Any]) -> int:
-    """Parameters by the formulas of the models' papers, without prediction layers."""
+def count_by_formula(config: dict[str, Any]) -> int:
+    """Count parameters by the formulas of the models' papers, without prediction layers."""
     c = config
     hidden, layers, heads = c["hidden_size"], c["num_hidden_layers"], c["num_attention_heads"]
     if "kv_lora_rank" in c:
@@ -83,10 +87,10 @@ def counted(config: dict[str, Any]) -> int:
 
 
 @pytest.mark.parametrize("name", TENSOR_ELEMENTS)
-def test_the_tensors_have_the_published_number_of_elements(name):
+def test_the_tensors_have_the_published_number_of_count_elements(name):
     config = config_of(name)
-    assert elements(tensors_of(config)) == TENSOR_ELEMENTS[name]
-    assert elements(tensors_of(without_mtp(config))) == counted(config)
+    assert count_elements(tensors_of(config)) == TENSOR_ELEMENTS[name]
+    assert count_elements(tensors_of(drop_mtp_layers(config))) == count_by_formula(config)
 
 
 def test_the_prediction_layer_of_deepseek_is_a_layer_with_what_stands_around_it():
@@ -94,15 +98,15 @@ def test_the_prediction_layer_of_deepseek_is_a_layer_with_what_stands_around_it(
     one_more = {**config, "num_hidden_layers": 62}
     hidden, vocab = config["hidden_size"], config["vocab_size"]
     around = 2 * hidden * hidden + 3 * hidden + 2 * vocab * hidden
-    assert counted(one_more) + around == TENSOR_ELEMENTS["DeepSeek-V3"]
-    assert counted(config) == 671_026_419_200
+    assert count_by_formula(one_more) + around == TENSOR_ELEMENTS["DeepSeek-V3"]
+    assert count_by_formula(config) == 671_026_419_200
 
 
 def test_moonlight_has_the_parameters_that_its_report_counts_without_the_embeddings():
     """arXiv 2502.16982: 15.29 B. (Its files also hold rotary frequencies, no weights.)"""
     config = config_of("Moonlight-16B-A3B")
-    without = counted(config) - 2 * config["vocab_size"] * config["hidden_size"]
-    assert elements(tensors_of(config)) == counted(config)
+    without = count_by_formula(config) - 2 * config["vocab_size"] * config["hidden_size"]
+    assert count_elements(tensors_of(config)) == count_by_formula(config)
     assert round(without / 1e9, 2) == 15.29
 
 
@@ -112,39 +116,42 @@ def test_deepseek_in_float8_blocks_has_the_published_number_of_elements_of_each_
     quantised = [t for t in tensors if "_proj" in t.name and "eh_proj" not in t.name]
     biases = [t for t in tensors if t.name.endswith("e_score_correction_bias")]
     scales = sum(math.prod(math.ceil(size / 128) for size in t.shape) for t in quantised)
-    assert elements(quantised) == DEEPSEEK_F8
-    assert elements(biases) + scales == DEEPSEEK_F32
-    assert elements(tensors) - elements(quantised) - elements(biases) == DEEPSEEK_BF16
+    assert count_elements(quantised) == DEEPSEEK_F8
+    assert count_elements(biases) + scales == DEEPSEEK_F32
+    assert (
+        count_elements(tensors) - count_elements(quantised) - count_elements(biases)
+        == DEEPSEEK_BF16
+    )
 
 
 def test_the_cache_of_a_token_has_the_published_size():
-    """Bytes in bfloat16, by table 1 of "Insights into DeepSeek-V3" (arXiv 2505.09343)."""
+    """Compare with table 1 of "Insights into DeepSeek-V3" (arXiv 2505.09343), in bfloat16."""
     deepseek, llama = config_of("DeepSeek-V3"), config_of("Llama-3.1-405B")
-    assert 2 * kv_elements_per_token(deepseek) == 70_272
-    assert 2 * kv_elements_per_token(llama) == 516_096
-    assert 2 * kv_elements_per_token(deepseek, tp=16) == 70_272  # every worker has the latent
-    assert 2 * kv_elements_per_token(llama, tp=16) == 516_096 // 8  # and one head of eight
+    assert 2 * count_kv_elements_per_token(deepseek) == 70_272
+    assert 2 * count_kv_elements_per_token(llama) == 516_096
+    assert 2 * count_kv_elements_per_token(deepseek, tp=16) == 70_272  # every worker has the latent
+    assert 2 * count_kv_elements_per_token(llama, tp=16) == 516_096 // 8  # and one head of eight
 
 
 @pytest.mark.parametrize("name", SMALL)
 @pytest.mark.parametrize("count", [1, 4])
 def test_shards_cover_each_tensor_exactly_once(name, count):
     config = config_of(name)
-    check_cover(family_of(config).weights(config, padded_vocab_size(config, count)), count)
+    check_cover(get_family(config).weights(config, pad_vocab_size(config, count)), count)
 
 
 @pytest.mark.parametrize("name", SMALL)
 def test_megatron_has_each_parameter_once_and_nothing_else_in_seconds(name):
-    """meta_model() raises where rules and model differ; here: a checkpoint holds all, and once."""
+    """Check that a checkpoint has each once; meta_model() compares rules and model."""
     config = config_of(name)
-    weights = family_of(config).weights(config, config["vocab_size"])
+    weights = get_family(config).weights(config, config["vocab_size"])
     start_s = time.process_time()
-    found = meta_model(config, config["vocab_size"])
+    parameters = meta_model(config, config["vocab_size"]).parameters
     assert time.process_time() - start_s < 30  # at most 6 on the machine that this was written on
     held = [w for w in weights if not w.replica]
-    assert found.parameters.keys() == {w.local_name() for w in held}
-    places = {(location.key, location.index) for location in found.parameters.values()}
+    assert parameters.keys() == {w.get_local_name() for w in held}
+    places = {(location.key, location.index) for location in parameters.values()}
     assert len(places) == len(held)
-    whole = {location.key: math.prod(location.shape) for location in found.parameters.values()}
-    once = elements([tensor for w in held for tensor in w.rule.tensors])
-    assert sum(whole.values()) == once
+    sizes = {location.key: math.prod(location.shape) for location in parameters.values()}
+    once = count_elements([tensor for w in held for tensor in w.rule.tensors])
+    assert sum(sizes.values()) == once

@@ -1,4 +1,4 @@
-"""Ranks meet, and nobody else: the store does as torch's own, and strangers change nothing."""
+"""The store behaves as torch's own, and strangers can change nothing."""
 
 from __future__ import annotations
 
@@ -20,16 +20,14 @@ import torch.distributed
 
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.inference.vllm.processes import ServerNodes
-from mcore_rl.parallel import handshake, store
-from mcore_rl.parallel.handshake import Challenge
+from mcore_rl.parallel import network, store
+from mcore_rl.parallel.network import Challenge, find_address, find_interface, use_interface_towards
 from mcore_rl.parallel.rendezvous import (
+    RendezvousClient,
     RendezvousEndpoint,
     RendezvousServer,
-    address_of,
-    interface_of,
-    use_interface_towards,
+    end_waits,
 )
-from mcore_rl.parallel.rendezvous_client import RendezvousClient, end_waits
 from mcore_rl.parallel.store import RendezvousStore
 from tests import attacks
 from tests.operations import count_operations
@@ -56,28 +54,28 @@ def address(server: RendezvousServer) -> attacks.Address:
 
 
 def use(keys: Any) -> list[Any]:
-    """Every operation, and what each gives; a key of nobody's has a short wait."""
+    """Run every operation and return the results; the wait for a missing key is short."""
     keys.set("a", "1")
-    found: list[Any] = [keys.get("a"), keys.add("n", 5), keys.add("n", -7), keys.get("n")]
-    found += [keys.compare_set("c", "", "first"), keys.compare_set("c", "other", "second")]
-    found += [keys.compare_set("c", "first", "second"), keys.compare_set("none", "x", "y")]
-    found += [keys.check(["a", "c"]), keys.check(["a", "none"]), keys.delete_key("a")]
-    found += [keys.delete_key("a"), keys.check(["a"])]
+    results: list[Any] = [keys.get("a"), keys.add("n", 5), keys.add("n", -7), keys.get("n")]
+    results += [keys.compare_set("c", "", "first"), keys.compare_set("c", "other", "second")]
+    results += [keys.compare_set("c", "first", "second"), keys.compare_set("none", "x", "y")]
+    results += [keys.check(["a", "c"]), keys.check(["a", "none"]), keys.delete_key("a")]
+    results += [keys.delete_key("a"), keys.check(["a"])]
     keys.multi_set(["p", "q"], ["1", "2"])
     keys.append("p", "0")
     keys.append("new", "0")
     keys.wait(["p", "q"], timedelta(seconds=5))
-    found += [keys.multi_get(["p", "q", "new"]), keys.has_extended_api()]
+    results += [keys.multi_get(["p", "q", "new"]), keys.has_extended_api()]
     with pytest.raises(c10d.DistStoreError):
         keys.wait(["p", "nobody's"], timedelta(seconds=0.05))
-    return found
+    return results
 
 
-def test_it_does_what_torchs_store_does(rank_0):
-    theirs = c10d.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-    assert use(rank_0) == use(theirs)
+def test_it_behaves_as_torchs_store(rank_0):
+    torch_store = c10d.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    assert use(rank_0) == use(torch_store)
     # As process groups use it: by C++, behind a prefix.
-    assert use(c10d.PrefixStore("p", rank_0)) == use(c10d.PrefixStore("p", theirs))
+    assert use(c10d.PrefixStore("p", rank_0)) == use(c10d.PrefixStore("p", torch_store))
     assert c10d.PrefixStore("p", rank_0).num_keys() == rank_0.num_keys() == 11
 
 
@@ -115,20 +113,20 @@ def test_a_wait_that_ends_names_its_key_and_the_ranks_that_are_missing(server):
         rank_0.wait(["there", "key"], timedelta(seconds=0.1))
 
 
-def test_the_clock_of_this_machine_is_right_within_the_error_that_is_told(server):
+def test_the_clock_offset_of_this_machine_is_zero_within_the_error(server):
     client = RendezvousClient(server.endpoint, 0, 1, 20.0)
     for _ in range(10):
-        ahead_s, bound_s = client.clock()
-        assert 0 < bound_s < 1 and abs(ahead_s) < bound_s + 1e-3
+        offset_s, error_s = client.measure_clock_offset()
+        assert 0 < error_s < 1 and abs(offset_s) < error_s + 1e-3
     client.close()
 
 
 def test_many_ranks_count_right(server):
     def count(rank: int) -> None:
-        mine = RendezvousStore(server.endpoint, rank, 16, 20.0)
+        client = RendezvousStore(server.endpoint, rank, 16, 20.0)
         for _ in range(50):
-            mine.add("total", rank)
-        mine.close()
+            client.add("total", rank)
+        client.close()
 
     with ThreadPoolExecutor(16) as threads:
         list(threads.map(count, range(16)))
@@ -144,7 +142,7 @@ def test_a_value_may_be_large_and_has_a_limit(rank_0):
     assert rank_0.get("large") == large
 
 
-def test_a_server_that_is_gone_is_said_to_be(server, rank_0):
+def test_a_closed_server_is_reported(server, rank_0):
     server.close()
     with pytest.raises(c10d.DistNetworkError, match=r"rank 0 of 2: the rendezvous at .* closed"):
         rank_0.get("address")
@@ -156,15 +154,15 @@ def test_an_address_that_is_not_of_this_machine_is_refused():
     with pytest.raises(ConfigError, match=r"cannot listen on '192\.0\.2\.77'"):
         RendezvousServer("192.0.2.77")
     with pytest.raises(ConfigError, match=r"192\.0\.2\.77 is not an address of this machine"):
-        interface_of("192.0.2.77")
+        find_interface("192.0.2.77")
 
 
-def test_the_address_of_an_interface_is_the_one_that_it_is_found_by():
-    assert address_of("lo") == "127.0.0.1"
-    outward = address_of("")
-    assert address_of(interface_of(outward)) == outward
+def test_an_interface_and_its_address_lead_to_each_other():
+    assert find_address("lo") == "127.0.0.1"
+    outward = find_address("")
+    assert find_address(find_interface(outward)) == outward
     with pytest.raises(ConfigError, match=r"^interface 'typo' has no IPv4 address; allowed: .*lo"):
-        address_of("typo")
+        find_address("typo")
 
 
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
@@ -175,7 +173,7 @@ def serve_over_several_nodes(server: RendezvousServer) -> None:
 
 
 def serve_on_one_node(server: RendezvousServer) -> None:
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # of the workers' own groups, by build_lane_arguments
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # of the workers' own groups, by lane_arguments
     use_interface_towards(*address(server))
 
 
@@ -188,19 +186,19 @@ def train(server: RendezvousServer) -> None:
 def test_nccl_uses_the_interface_of_the_rendezvous_unless_the_user_names_one(
     server, monkeypatch, use
 ):
-    interface = interface_of(server.endpoint.host)
+    interface = find_interface(server.endpoint.host)
     for named in ({}, {"NCCL_SOCKET_IFNAME": "ib0"}):
         with monkeypatch.context() as patch:
-            world = {"RANK": "0", "WORLD_SIZE": "2", **server.endpoint.environment()}
-            own = {name: value for name, value in os.environ.items() if name not in INTERFACES}
-            patch.setattr("os.environ", own | world | named)
+            world = {"RANK": "0", "WORLD_SIZE": "2", **server.endpoint.to_environment()}
+            environment = {n: value for n, value in os.environ.items() if n not in INTERFACES}
+            patch.setattr("os.environ", environment | world | named)
             use(server)
             expected = named.get("NCCL_SOCKET_IFNAME", f"={interface}")
             assert os.environ["NCCL_SOCKET_IFNAME"] == expected
 
 
 def test_without_a_default_route_an_interface_has_to_be_named():
-    alone = "from mcore_rl.parallel.rendezvous import address_of as f; print(f('')) "
+    alone = "from mcore_rl.parallel.network import find_address as f; print(f('')) "
     command = ["unshare", "-Urn", sys.executable, "-c", alone]
     if subprocess.run([*command[:2], "true"], capture_output=True).returncode:
         pytest.skip("a network of one's own is not allowed here")
@@ -208,7 +206,7 @@ def test_without_a_default_route_an_interface_has_to_be_named():
     assert "no interface is named, and this machine has no default route" in done.stderr
 
 
-def test_a_process_that_is_no_rank_is_told_what_is_missing(monkeypatch):
+def test_a_process_that_is_no_rank_fails_with_the_missing_variables(monkeypatch):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     with pytest.raises(ConfigError, match=r"^WORLD_SIZE not set in the environment: ranks are"):
@@ -222,47 +220,49 @@ def test_a_process_that_is_no_rank_is_told_what_is_missing(monkeypatch):
 def test_the_token_is_neither_sent_nor_printed(server):
     token = server.endpoint.token
     assert token not in f"{server.endpoint!r} {server.endpoint}"
-    mine, theirs = socket.socketpair()
-    with mine, theirs, ThreadPoolExecutor(1) as threads:
+    listening, connecting = socket.socketpair()
+    with listening, connecting, ThreadPoolExecutor(1) as threads:
         deadline = time.monotonic() + 20
-        proving = threads.submit(handshake.prove, theirs, token, deadline)
+        proving = threads.submit(network.prove_token, connecting, token, deadline)
         challenge = Challenge(token)
-        mine.sendall(challenge.nonce)
-        answer = handshake.read_exactly(mine, handshake.ANSWER_BYTES, deadline)
-        is_right, reply = challenge.verdict(answer)
-        mine.sendall(reply)
+        listening.sendall(challenge.nonce)
+        answer = network.read_exactly(listening, network.ANSWER_BYTES, deadline)
+        is_right, reply = challenge.verify(answer)
+        listening.sendall(reply)
         proving.result()
         assert is_right
         sent = challenge.nonce + answer + reply
         assert token.encode() not in sent
         assert bytes.fromhex(token) not in sent
-        # What was said once proves nothing to another listener.
-        assert Challenge(token).verdict(answer) == (False, bytes(32))
+        # A recorded answer is refused by another listener.
+        assert Challenge(token).verify(answer) == (False, bytes(32))
 
 
 def test_a_listener_without_the_token_is_not_believed():
-    mine, theirs = socket.socketpair()
-    with mine, theirs, ThreadPoolExecutor(1) as threads:
+    listening, connecting = socket.socketpair()
+    with listening, connecting, ThreadPoolExecutor(1) as threads:
         deadline = time.monotonic() + 20
-        proving = threads.submit(handshake.prove, theirs, "token", deadline)
+        proving = threads.submit(network.prove_token, connecting, "token", deadline)
         with pytest.raises(PermissionError):
-            handshake.challenge(mine, "another", deadline)
+            network.challenge_client(listening, "another", deadline)
         with pytest.raises(PermissionError):
             proving.result()
         for reply in (lambda answer: b"\1" * 32, lambda answer: answer[32:]):  # what it was shown
-            believing = threads.submit(handshake.prove, theirs, "token", deadline)
-            mine.sendall(bytes(32))
-            mine.sendall(reply(handshake.read_exactly(mine, handshake.ANSWER_BYTES, deadline)))
+            believing = threads.submit(network.prove_token, connecting, "token", deadline)
+            listening.sendall(bytes(32))
+            listening.sendall(
+                reply(network.read_exactly(listening, network.ANSWER_BYTES, deadline))
+            )
             with pytest.raises(PermissionError):
                 believing.result()
 
 
 def test_torchs_own_store_does_what_a_stranger_says():
-    """Which is why there is another."""
-    theirs = c10d.TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=20))
-    attacks.send((theirs.host, theirs.port), "torch_write", 1.0)
-    assert theirs.get("ours/0") == b"mine"
-    assert "ours/0" in attacks.use_as_torch_store((theirs.host, theirs.port), list_keys)
+    """Show why this project has another store."""
+    torch_store = c10d.TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=20))
+    attacks.send((torch_store.host, torch_store.port), "torch_write", 1.0)
+    assert torch_store.get("ours/0") == b"mine"
+    assert "ours/0" in attacks.use_as_torch_store((torch_store.host, torch_store.port), list_keys)
 
 
 def list_keys(keys: Any) -> list[str]:
@@ -296,7 +296,7 @@ def test_a_stranger_with_torchs_client_neither_lists_nor_writes(server, rank_0, 
 
 
 def test_a_byte_now_and_then_does_not_outlast_the_handshake(server, rank_0, monkeypatch):
-    monkeypatch.setattr(handshake, "TIMEOUT_S", 0.5)
+    monkeypatch.setattr(network, "HANDSHAKE_TIMEOUT_S", 0.5)
     # Its last byte would come after 25 seconds.
     assert 0.3 < attacks.drip(address(server), pause_s=0.4, patience_s=30.0) < 15
     assert rank_0.get("address") == b"of rank 0"
@@ -308,7 +308,7 @@ def test_silent_strangers_keep_nobody_out(server, rank_0):
         start = time.monotonic()
         RendezvousStore(server.endpoint, 1, 2, 20.0).set("late", "1")
         assert rank_0.get("late") == b"1"
-        assert time.monotonic() - start < handshake.TIMEOUT_S / 2
+        assert time.monotonic() - start < network.HANDSHAKE_TIMEOUT_S / 2
         # Nor do hundreds: the oldest has to go.
         silent += [socket.create_connection(address(server)) for _ in range(300)]
         RendezvousStore(server.endpoint, 1, 2, 20.0).set("later", "1")
@@ -322,8 +322,8 @@ def test_silent_strangers_keep_nobody_out(server, rank_0):
 
 def test_it_listens_on_the_address_that_was_chosen_and_on_no_other(server):
     listening = [c for c in psutil.Process().net_connections("tcp") if c.status == "LISTEN"]
-    found = [c.laddr.ip for c in listening if c.laddr.port == server.endpoint.port]
-    assert found == [server.endpoint.host]
+    addresses = [c.laddr.ip for c in listening if c.laddr.port == server.endpoint.port]
+    assert addresses == [server.endpoint.host]
 
 
 def test_garbage_from_a_rank_is_its_own_error(server, rank_0):
@@ -343,7 +343,7 @@ def test_a_server_leaves_no_thread():
 
 
 def connect(stores: list[RendezvousStore], _: int) -> None:
-    """Ranks have done so."""
+    """Do nothing: the ranks are connected already."""
 
 
 def meet(stores: list[RendezvousStore], rank: int) -> None:
@@ -360,7 +360,9 @@ def come_late(stores: list[RendezvousStore], rank: int) -> None:
         stores[rank].wait(["nobody's"], timedelta(seconds=0.5))
 
 
-def operations_of_server(use: Callable[[list[RendezvousStore], int], None], num_ranks: int) -> int:
+def count_server_operations(
+    use: Callable[[list[RendezvousStore], int], None], num_ranks: int
+) -> int:
     with (
         count_operations("rendezvous") as operations,
         RendezvousServer("127.0.0.1") as server,
@@ -377,13 +379,13 @@ def operations_of_server(use: Callable[[list[RendezvousStore], int], None], num_
 @pytest.mark.parametrize(
     ("use", "most"), [(connect, 1.15), (meet, 1.15), (gather, 1.15), (come_late, 1.4)]
 )
-def test_what_the_server_does_is_linear_in_the_ranks(use, most):
-    few, many = (operations_of_server(use, num_ranks) / num_ranks for num_ranks in (32, 256))
+def test_the_work_of_the_server_is_linear_in_the_ranks(use, most):
+    few, many = (count_server_operations(use, num_ranks) / num_ranks for num_ranks in (32, 256))
     assert many / few < most
 
 
 def test_a_key_that_comes_is_looked_up_once_for_each_that_waits():
-    """Of process groups, in which C++ waits for a key of every rank."""
+    """Wait for a key of every rank, as process groups do in C++."""
 
     def operations(num_ranks: int) -> int:
         def wait_for_all(stores: list[RendezvousStore], rank: int) -> None:
@@ -398,7 +400,7 @@ def test_a_key_that_comes_is_looked_up_once_for_each_that_waits():
             for key in keys:
                 stores[rank].set(key, b"")
 
-        return operations_of_server(wait_for_all, num_ranks)
+        return count_server_operations(wait_for_all, num_ranks)
 
     assert operations(192) / operations(64) < 3**2 * 1.2
 

@@ -236,7 +236,7 @@ def test_the_batch_copy_of_cuda_is_called_as_its_version_has_it_or_said_to_be_mi
     assert kernels_benchmark.missing_batch_copy("cuda", runtime) == reason
     if reason:
         return
-    pairs = kernels_benchmark.boxes_of([4 << 10, 16 << 10], "cpu", 100_000)
+    pairs = kernels_benchmark.split_range([4 << 10, 16 << 10], "cpu", 100_000)
     expected = [target.clone() for _, target in pairs]
     copy = kernels_benchmark.BatchCopy(pairs, runtime)
     with pytest.raises(RuntimeError, match="cudaMemcpyBatchAsync: error 400 of CUDA"):

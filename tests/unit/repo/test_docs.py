@@ -175,6 +175,7 @@ def check_command(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
 @each_page
 def test_every_command_has_settings_and_options_that_fit_together(page, monkeypatch, tmp_path):
     (tmp_path / "here").mkdir()
+    (tmp_path / "here" / "examples").symlink_to(ROOT / "examples")
     write_recipes(page.read_text(), tmp_path)
     monkeypatch.chdir(tmp_path / "here")
     for words in commands_of(page):

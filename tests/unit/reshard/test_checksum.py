@@ -26,7 +26,7 @@ WIDTHS = [1, 2, 3, 4, 5, 7, 8, 12, 16, 31, 2047, 2048, 4095, 4096, 4100, 8193]
 
 
 def reference_checksum(tensor: torch.Tensor, dtype: torch.dtype) -> int:
-    """What BoxChecksum computes; csrc/reshard/checksum.h says why."""
+    """Compute what BoxChecksum does; see csrc/reshard/checksum.h."""
     items = cast(tensor, dtype) if tensor.dtype != dtype else tensor
     words = items.contiguous().view(-1).view(torch.int16).numpy().view(np.uint16)
     index = np.arange(len(words), dtype=np.uint64)
@@ -207,7 +207,7 @@ def test_entries_that_cannot_be_are_refused(
 
 
 @pytest.mark.skipif(_csrc.has_cuda, reason="built with CUDA")
-def test_a_build_without_cuda_says_so_when_it_is_asked_for_checksums() -> None:
+def test_a_build_without_cuda_refuses_checksums_on_a_gpu() -> None:
     words = np.array([64, 4096, 2, 8, 32, 0, 0, 0], dtype=np.int64)
     with pytest.raises(RuntimeError, match="built without CUDA"):
         _csrc.Table(5, words.ctypes.data, 1).run_cuda(0, 0, 8)

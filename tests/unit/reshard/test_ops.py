@@ -24,11 +24,11 @@ from mcore_rl.reshard.ops import (
     BoxQuantize,
     Pair,
     Quantized,
-    box_of,
+    allocate_quantized,
     cast,
     copy_boxes,
-    empty_quantized,
-    quantize_pack,
+    narrow_box,
+    quantize_boxes,
 )
 
 TILE_BYTES = 8192
@@ -43,7 +43,7 @@ CASTS = [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)]
 
 
 def reference_copy(pairs: Iterable[Pair]) -> None:
-    """What BoxCopy does. Torch's own NaN in bfloat16 depends on the instructions it runs on."""
+    """Copy as BoxCopy does. Torch's own NaN in bfloat16 depends on the CPU's instructions."""
     for source, target in pairs:
         target.copy_(source)
         if source.dtype != target.dtype and target.dtype is torch.bfloat16:
@@ -51,15 +51,15 @@ def reference_copy(pairs: Iterable[Pair]) -> None:
 
 
 def reference_quantize(pairs: Iterable[tuple[torch.Tensor, Quantized]]) -> None:
-    """What BoxQuantize does."""
+    """Quantise as BoxQuantize does."""
     for source, into in pairs:
         for row, column in itertools.product(*(range(0, n, BLOCK) for n in source.shape)):
-            here = slice(row, row + BLOCK), slice(column, column + BLOCK)
-            block = source[here].float()
+            block_slices = slice(row, row + BLOCK), slice(column, column + BLOCK)
+            block = source[block_slices].float()
             largest = block.abs().amax().bfloat16().float()
             scale = torch.where(largest < SMALLEST, 1.0, largest / LARGEST)
             scale = torch.where(largest.isfinite(), scale, torch.nan)
-            into.values[here] = (block / scale).to(torch.float8_e4m3fn)
+            into.values[block_slices] = (block / scale).to(torch.float8_e4m3fn)
             into.scales[row // BLOCK, column // BLOCK] = scale
 
 
@@ -67,20 +67,20 @@ class Arena:
     """Memory that views are cut from, one behind the other, with odd offsets and gaps."""
 
     def __init__(self, data: st.DataObject, dtype: torch.dtype, seed: int) -> None:
-        self.data, self.at, self.places = data, 0, []
+        self.data, self.end, self.places = data, 0, []
         self.dtype, self.seed = dtype, seed
 
     def place(self, rows: int, columns: int) -> None:
         gap = self.data.draw(st.sampled_from([0, 0, 1, 3, 8]))
-        offset = self.at + self.data.draw(st.sampled_from([0, 0, 1, 2, 8, 16]))
+        offset = self.end + self.data.draw(st.sampled_from([0, 0, 1, 2, 8, 16]))
         stride = columns + gap
         self.places.append((offset, rows, columns, stride))
-        self.at = offset + (rows - 1) * stride + columns
+        self.end = offset + (rows - 1) * stride + columns
 
     def memory(self) -> torch.Tensor:
         """[items], of random bits."""
         rng = np.random.default_rng(self.seed)
-        items = rng.bytes((self.at + 64) * self.dtype.itemsize)
+        items = rng.bytes((self.end + 64) * self.dtype.itemsize)
         return torch.frombuffer(bytearray(items), dtype=self.dtype)
 
     def views(self, memory: torch.Tensor) -> list[torch.Tensor]:
@@ -109,17 +109,17 @@ def test_boxes_arrive_and_nothing_else_is_written(
     for shape in draw_shapes(data):
         source.place(*shape)
         target.place(*shape)
-    given, ours, theirs = source.memory(), target.memory(), target.memory()
+    given, target_memory, expected_memory = source.memory(), target.memory(), target.memory()
     sources = data.draw(st.permutations(range(len(source.places))))
     views = source.views(given)
 
     def pairs(memory: torch.Tensor) -> list[Pair]:
-        found = list(zip(views, target.views(memory), strict=True))
-        return [found[n] for n in sources]
+        pairs_in_order = list(zip(views, target.views(memory), strict=True))
+        return [pairs_in_order[n] for n in sources]
 
-    copy_boxes(pairs(ours), data.draw(threads))
-    reference_copy(pairs(theirs))
-    assert torch.equal(bits(ours), bits(theirs))
+    copy_boxes(pairs(target_memory), data.draw(threads))
+    reference_copy(pairs(expected_memory))
+    assert torch.equal(bits(target_memory), bits(expected_memory))
 
 
 def test_thousands_of_boxes_of_every_size_in_one_launch() -> None:
@@ -146,8 +146,8 @@ def test_thousands_of_boxes_of_every_size_in_one_launch() -> None:
 # The loops of the GPU, lane by lane on the CPU
 
 
-def address_of(memory: NDArray[np.uint8], past: int) -> int:
-    """The first address in the memory that is `past` bytes behind a multiple of 64."""
+def find_address(memory: NDArray[np.uint8], past: int) -> int:
+    """Return the first address in the memory that is `past` bytes after a multiple of 64."""
     return int(memory.ctypes.data) + (past - memory.ctypes.data) % 64
 
 
@@ -161,8 +161,8 @@ def test_the_loops_of_a_gpu_write_what_those_of_the_cpu_write(
     for shape in draw_shapes(data):
         source.place(*shape)
         target.place(*shape)
-    given, ours, theirs = source.memory(), target.memory(), target.memory()
-    views = list(zip(source.views(given), target.views(ours), strict=True))
+    given, target_memory, expected_memory = source.memory(), target.memory(), target.memory()
+    views = list(zip(source.views(given), target.views(target_memory), strict=True))
     kind = 1 + CASTS.index(dtypes) if dtypes in CASTS else 0
     item = dtypes[0].itemsize if kind == 0 else 1
     boxes = []
@@ -171,8 +171,8 @@ def test_the_loops_of_a_gpu_write_what_those_of_the_cpu_write(
         row = from_.shape[1] * item
         boxes.append((from_.data_ptr(), to.data_ptr(), len(from_), row, *strides, 0, 0))
     moves = table(kind, *boxes).simulate_cuda()
-    reference_copy(zip(source.views(given), target.views(theirs), strict=True))
-    assert torch.equal(bits(ours), bits(theirs))
+    reference_copy(zip(source.views(given), target.views(expected_memory), strict=True))
+    assert torch.equal(bits(target_memory), bits(expected_memory))
     moved = sum(number << power for power, number in enumerate(moves))
     assert moved == sum(s.numel() * item for s, _ in views)
 
@@ -183,10 +183,10 @@ def test_rows_at_every_address_arrive(strides: tuple[int, int], row_bytes: int) 
     source = np.random.default_rng(0).integers(0, 256, 2000, dtype=np.uint8)
     for past_source, past_target in itertools.product(range(16), repeat=2):
         target, expected = np.zeros(2000, np.uint8), np.zeros(2000, np.uint8)
-        at, to = address_of(source, past_source), address_of(target, past_target)
-        table(0, (at, to, 3, row_bytes, *strides, 0, 0)).simulate_cuda()
+        source_address, to = find_address(source, past_source), find_address(target, past_target)
+        table(0, (source_address, to, 3, row_bytes, *strides, 0, 0)).simulate_cuda()
         for row in range(3):
-            first = at - source.ctypes.data + row * strides[0]
+            first = source_address - source.ctypes.data + row * strides[0]
             last = to - target.ctypes.data + row * strides[1]
             expected[last : last + row_bytes] = source[first : first + row_bytes]
         assert (target == expected).all(), (past_source, past_target)
@@ -217,7 +217,7 @@ MOVES = {
 def test_a_row_that_is_not_aligned_is_moved_in_wide_steps_but_for_its_ends(case: str) -> None:
     kind, (past_source, past_target, rows, *rest), expected = MOVES[case]
     memories = np.zeros((2, 300_000), dtype=np.uint8)
-    source, target = map(address_of, memories, (past_source, past_target))
+    source, target = map(find_address, memories, (past_source, past_target))
     moves = table(kind, (source, target, rows, *rest, 0, 0)).simulate_cuda()
     assert moves == expected
 
@@ -232,23 +232,23 @@ def test_only_copies_and_casts_have_loops_that_run_on_the_cpu() -> None:
 @settings(max_examples=60)
 @given(data=st.data())
 def test_boxes_that_are_laid_out_once_arrive_wherever_their_tensors_stand(data):
-    """Two sources into one bucket; then the bucket or a source has moved, or nothing has."""
-    bucket, near, far = (Arena(data, torch.float32, seed) for seed in range(3))
+    """Copy two sources into one bucket; then move the bucket, a source, or nothing."""
+    bucket, first, second = (Arena(data, torch.float32, seed) for seed in range(3))
     owners = []
     for rows, columns in draw_shapes(data):
         owners.append(data.draw(st.integers(0, 1)))
-        (near, far)[owners[-1]].place(rows, columns)
+        (first, second)[owners[-1]].place(rows, columns)
         bucket.place(rows, columns)
 
     def pairs(target: torch.Tensor, *sources: torch.Tensor) -> list[Pair]:
-        views = [iter(a.views(m)) for a, m in zip((near, far), sources, strict=True)]
+        views = [iter(a.views(m)) for a, m in zip((first, second), sources, strict=True)]
         return [(next(views[o]), t) for o, t in zip(owners, bucket.views(target), strict=True)]
 
-    tensors = [bucket.memory(), near.memory(), far.memory()]
+    tensors = [bucket.memory(), first.memory(), second.memory()]
     layout = BoxLayout(pairs(*tensors), tensors)
-    kept = []  # so that nothing takes the place of what was there
+    references = []  # so that nothing takes the place of what was there
     for moved in data.draw(st.lists(st.integers(0, 3), min_size=1, max_size=4)):
-        kept += tensors
+        references += tensors
         if moved < 3:
             tensors[moved] = torch.rand_like(tensors[moved])
         expected = tensors[0].clone()
@@ -270,10 +270,10 @@ def test_a_layout_keeps_no_tensor_and_refuses_others_than_it_was_made_for():
 
 def test_a_box_of_a_tensor_is_its_slice_and_is_inside():
     tensor = torch.arange(24).view(2, 3, 4)
-    assert torch.equal(box_of(tensor, (1, 0, 2), (1, 3, 2)), tensor[1:2, :, 2:4])
-    assert box_of(tensor, (0, 0, 0), (2, 3, 4)) is tensor
+    assert torch.equal(narrow_box(tensor, (1, 0, 2), (1, 3, 2)), tensor[1:2, :, 2:4])
+    assert narrow_box(tensor, (0, 0, 0), (2, 3, 4)) is tensor
     with pytest.raises(RuntimeError, match="exceeds dimension size"):
-        box_of(tensor, (0, 2, 0), (2, 2, 4))
+        narrow_box(tensor, (0, 2, 0), (2, 2, 4))
 
 
 @pytest.mark.parametrize(
@@ -307,13 +307,13 @@ def test_float32_rounds_to_the_nearest_bfloat16_and_ties_to_even() -> None:
     high = np.arange(1 << 16, dtype=np.uint32) << 16
     low = np.array([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF], dtype=np.uint32)
     every = torch.from_numpy((high[:, None] | low).view(np.float32))
-    found = torch.empty_like(every, dtype=torch.bfloat16)
-    copy_boxes([(every, found)])
+    rounded = torch.empty_like(every, dtype=torch.bfloat16)
+    copy_boxes([(every, rounded)])
     expected = every.to(torch.bfloat16)
     is_nan = every.isnan()
-    assert torch.equal(bits(found[~is_nan]), bits(expected[~is_nan]))
+    assert torch.equal(bits(rounded[~is_nan]), bits(expected[~is_nan]))
     assert is_nan.any()
-    assert (found[is_nan].view(torch.int16) == 0x7FC0).all()
+    assert (rounded[is_nan].view(torch.int16) == 0x7FC0).all()
 
 
 def test_every_bfloat16_becomes_the_same_float32() -> None:
@@ -356,13 +356,15 @@ def test_quantisation_is_that_of_a_float8_checkpoint(
         weight = weight_of(rows, columns + gap, spread, seed).to(dtype)[:, :columns]
         pairs.append((weight, empty_strided(rows, columns, gap)))
         expected.append(quantize_blocks(weight))
-    quantize_pack(pairs, data.draw(threads))
-    plain = [(weight, empty_quantized(weight)) for weight, _ in pairs]
+    quantize_boxes(pairs, data.draw(threads))
+    plain = [(weight, allocate_quantized(weight)) for weight, _ in pairs]
     reference_quantize(plain)
-    for (_, ours), (_, reference), (values, scales) in zip(pairs, plain, expected, strict=True):
-        for found in (ours, reference):
-            assert torch.equal(bits(found.values), bits(values))
-            assert torch.equal(found.scales, scales)
+    for (_, quantized), (_, reference), (values, scales) in zip(
+        pairs, plain, expected, strict=True
+    ):
+        for result in (quantized, reference):
+            assert torch.equal(bits(result.values), bits(values))
+            assert torch.equal(result.scales, scales)
 
 
 def test_every_magnitude_becomes_the_float8_that_torch_makes_of_it() -> None:
@@ -371,8 +373,8 @@ def test_every_magnitude_becomes_the_float8_that_torch_makes_of_it() -> None:
     every = torch.cat([every, -every, every.nextafter(torch.tensor(torch.inf))]).clamp(-448, 448)
     source = torch.nn.functional.pad(every, (0, -len(every) % 127)).view(-1, 127)
     source = torch.nn.functional.pad(source, (1, 0), value=448.0)
-    into = empty_quantized(source)
-    quantize_pack([(source, into)])
+    into = allocate_quantized(source)
+    quantize_boxes([(source, into)])
     assert (into.scales == 1.0).all()
     assert torch.equal(bits(into.values), bits(source.to(torch.float8_e4m3fn)))
 
@@ -382,15 +384,15 @@ def test_what_float8_cannot_hold_is_an_error_and_marks_its_block_only(bad: float
     weight = torch.ones(130, 260)
     weight[129, 5] = bad
     pairs = [
-        (torch.ones(4, 4), empty_quantized(torch.ones(4, 4))),
-        (weight, empty_quantized(weight)),
+        (torch.ones(4, 4), allocate_quantized(torch.ones(4, 4))),
+        (weight, allocate_quantized(weight)),
     ]
     with pytest.raises(ValueError, match="weight 1 has NaN, infinity or values too large"):
-        quantize_pack(pairs)
+        quantize_boxes(pairs)
     values, scales = pairs[1][1]
     assert scales.isnan().tolist() == [[False] * 3, [True, False, False]]
     assert values.float().isnan().sum() == 2 * 128
-    plain = [(weight, empty_quantized(weight))]
+    plain = [(weight, allocate_quantized(weight))]
     reference_quantize(plain)
     assert torch.equal(bits(values), bits(plain[0][1].values))
 
@@ -418,7 +420,7 @@ def test_pairs_that_do_not_fit(source: torch.Tensor, target: torch.Tensor, messa
 
 def test_weights_that_do_not_fit_their_place() -> None:
     weight = torch.zeros(130, 4)
-    values, scales = empty_quantized(weight)
+    values, scales = allocate_quantized(weight)
     half = weight.half()
     for bad in [
         (half, Quantized(values, scales)),
@@ -498,9 +500,9 @@ def test_sizes_beyond_32_bits_are_counted_whole() -> None:
 
 def test_boxes_of_nothing_stand_between_others() -> None:
     source, target = np.arange(60, dtype=np.uint8), np.zeros(60, dtype=np.uint8)
-    at, to = source.ctypes.data, target.ctypes.data
-    nothing = [(0, 0, 0, 7, 0, 0, 0, 0), (at, to, 7, 0, 0, 0, 0, 0)] * 3
-    boxes = [(at + n, to + n, 1, 20, 0, 0, 0, 0) for n in (40, 0, 20)]
+    source_address, to = source.ctypes.data, target.ctypes.data
+    nothing = [(0, 0, 0, 7, 0, 0, 0, 0), (source_address, to, 7, 0, 0, 0, 0, 0)] * 3
+    boxes = [(source_address + n, to + n, 1, 20, 0, 0, 0, 0) for n in (40, 0, 20)]
     table(0, *nothing, boxes[0], *nothing, boxes[1], *nothing, boxes[2], *nothing).run(1)
     assert (source == target).all()
 
@@ -552,14 +554,14 @@ def test_targets_that_touch_anything_are_refused(
 
 def test_scales_are_targets_too() -> None:
     weight = torch.zeros(256, 128)
-    values, _ = empty_quantized(weight)
+    values, _ = allocate_quantized(weight)
     inside = weight[:1].view(-1)[:2].view(2, 1)
     with pytest.raises(ValueError, match="the source of box 0 overlaps the target of box 0"):
         BoxQuantize([(weight, Quantized(values, inside))])
 
 
 @pytest.mark.skipif(_csrc.has_cuda, reason="built with CUDA")
-def test_a_build_without_cuda_says_so_when_it_is_asked_to_use_it() -> None:
+def test_a_build_without_cuda_refuses_to_run_on_a_gpu() -> None:
     for kind in (0, 3):
         box = table(kind, (*FINE[:6], 1 << 21, 4))
         with pytest.raises(RuntimeError, match="built without CUDA: install again where nvcc is"):

@@ -16,10 +16,8 @@ import mcore_rl.models  # noqa: F401  (fills the registry of families)
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.resolve_engine import resolve_layout, resolve_model_layout
 from mcore_rl.config.schema import Layout
-from mcore_rl.models.base import family_of, model_sizes, padded_vocab_size
-from mcore_rl.parallel.mesh import Mesh
-from mcore_rl.parallel.stages import split_into_chunks
-from mcore_rl.reshard.boxes import LogicalTensor
+from mcore_rl.models.base import get_family, get_model_sizes, pad_vocab_size
+from mcore_rl.parallel.mesh import Mesh, split_into_chunks
 from mcore_rl.reshard.layout import (
     GenerationLayout,
     GenerationRanks,
@@ -27,9 +25,8 @@ from mcore_rl.reshard.layout import (
     Ranks,
     TrainingRanks,
 )
-from mcore_rl.reshard.placement import Devices
-from mcore_rl.reshard.planner import Plan, TransferRequirements
-from mcore_rl.reshard.rules import Shard, Weight, Whole
+from mcore_rl.reshard.planner import Devices, Plan, TransferRequirements, assign_hosts
+from mcore_rl.reshard.rules import LogicalTensor, Replicated, Shard, Weight
 from tests.nightly import all_but
 
 NUM_TRIPLES = 560
@@ -82,7 +79,7 @@ class Case:
 
 
 def draw(rng: random.Random) -> Case | None:
-    """A random triple; None when the layout does not fit the model."""
+    """Draw a random triple, or None if the layout does not fit the model."""
     model = rng.choice(list(MODELS))
     architecture, fields = MODELS[model]
     config = COMMON | fields | {"architectures": [architecture]}
@@ -100,7 +97,7 @@ def draw(rng: random.Random) -> Case | None:
     if layout.pp > 1:
         layout.first_stage_layers = rng.choice([None, None, 0, 1, 2])
         layout.last_stage_layers = rng.choice([None, None, 0, 1])
-    sizes = model_sizes(config)
+    sizes = get_model_sizes(config)
     try:
         resolve_layout("train", layout)
         resolve_model_layout("train", layout, sizes)
@@ -115,8 +112,8 @@ def draw(rng: random.Random) -> Case | None:
     chunks = split_into_chunks(layout, sizes.num_layers, rng.choice([0, mtp]))
     training = TrainingRanks(Mesh(layout), chunks, sizes.num_experts)
     served = GenerationRanks(generation, sizes.num_layers, sizes.num_experts)
-    family = family_of(config)
-    rules = family.weights(config, padded_vocab_size(config, layout.tp))
+    family = get_family(config)
+    rules = family.weights(config, pad_vocab_size(config, layout.tp))
     per_node = size(1, 2, 3, 8)
     worlds = training.world_size, served.world_size
     devices = Devices.disaggregated(*worlds, per_node)
@@ -134,44 +131,46 @@ def triples() -> list[Case]:
     return list(itertools.islice((case for case in drawn if case is not None), NUM_TRIPLES))
 
 
-def numbered(weights: tuple[Weight, ...]) -> dict[str, np.ndarray]:
-    """Whole logical tensors in which each element has a number of its own."""
-    found, start = {}, 1
+def number_elements(weights: tuple[Weight, ...]) -> dict[str, np.ndarray]:
+    """Build the logical tensors of rules, each element with a different number."""
+    tensors, start = {}, 1
     for tensor in (t for w in weights for t in w.rule.tensors):
-        if tensor.name not in found:
+        if tensor.name not in tensors:
             count = int(np.prod(tensor.shape))
-            found[tensor.name] = np.arange(start, start + count).reshape(tensor.shape)
+            tensors[tensor.name] = np.arange(start, start + count).reshape(tensor.shape)
             start += count
-    return found
+    return tensors
 
 
-def held(ranks: Ranks, weights: tuple[Weight, ...], whole: dict[str, np.ndarray]):
-    """By rank, its parameters with what the rules put into them; 0 is padding."""
-    found: list[dict[str, np.ndarray]] = [{} for _ in range(ranks.world_size)]
+def compute_parameters(ranks: Ranks, weights: tuple[Weight, ...], tensors: dict[str, np.ndarray]):
+    """Return the parameters of each rank, filled by the rules; 0 is padding."""
+    parameters: list[dict[str, np.ndarray]] = [{} for _ in range(ranks.world_size)]
     for weight in weights:
-        holders = ranks.holders(weight)
+        holders = ranks.get_holders(weight)
         for index, members in enumerate(holders):
             shard = Shard(index, len(holders))
-            local = np.zeros(weight.rule.local_shape(shard), np.int64)
-            for block in weight.rule.blocks(shard):
-                local[block.local_slices] = whole[block.tensor.name][block.box.slices]
+            local = np.zeros(weight.rule.get_local_shape(shard), np.int64)
+            for block in weight.rule.get_blocks(shard):
+                local[block.local_slices] = tensors[block.tensor.name][block.box.slices]
             for rank in members:
-                assert ranks.local_name(weight) not in found[rank], "two parameters of one name"
-                found[rank][ranks.local_name(weight)] = local
-    return found
+                assert ranks.get_local_name(weight) not in parameters[rank], (
+                    "two parameters of one name"
+                )
+                parameters[rank][ranks.get_local_name(weight)] = local
+    return parameters
 
 
-def slices(offset, box) -> tuple[slice, ...]:
+def build_slices(offset, box) -> tuple[slice, ...]:
     return tuple(slice(o, o + n) for o, n in zip(offset, box.sizes, strict=True))
 
 
-def elements(arrays: Iterable[np.ndarray], count: int) -> np.ndarray:
-    """By number up to `count`, whether the element is in one of the arrays; 0 is padding."""
-    found = np.zeros(count + 1, bool)
+def mark_elements(arrays: Iterable[np.ndarray], count: int) -> np.ndarray:
+    """Return, by number up to `count`, whether an element is in one of the arrays; 0 is padding."""
+    is_present = np.zeros(count + 1, bool)
     for array in arrays:
-        found[array] = True
-    found[0] = False
-    return found
+        is_present[array] = True
+    is_present[0] = False
+    return is_present
 
 
 def test_the_triples_cover_every_axis_and_both_modes():
@@ -191,21 +190,24 @@ def test_the_triples_cover_every_axis_and_both_modes():
 def test_a_plan_writes_each_element_once_and_receives_what_is_missing_and_no_more(start):
     for case in triples()[start : start + 40]:
         (training, rules), (served, vllm_rules) = case.sides
-        whole = numbered((*rules, *vllm_rules))
-        sources, wanted = held(training, rules, whole), held(served, vllm_rules, whole)
-        bounds = lower_bounds(case, whole, sources, wanted)
+        tensors = number_elements((*rules, *vllm_rules))
+        sources = compute_parameters(training, rules, tensors)
+        wanted = compute_parameters(served, vllm_rules, tensors)
+        bounds = compute_lower_bounds(case, tensors, sources, wanted)
         plan = case.plan
-        totals = plan.totals()
+        totals = plan.compute_totals()
         sent = [0] * training.world_size
         for rank, parameters in enumerate(wanted):
             filled = {name: np.zeros_like(array) for name, array in parameters.items()}
             received = 0
-            for copy in plan.received_by(rank):
-                part = sources[copy.source_rank][copy.source][slices(copy.source_offset, copy.box)]
-                target = filled[copy.target][slices(copy.target_offset, copy.box)]
+            for copy in plan.list_received(rank):
+                part = sources[copy.source_rank][copy.source][
+                    build_slices(copy.source_offset, copy.box)
+                ]
+                target = filled[copy.target][build_slices(copy.target_offset, copy.box)]
                 assert not target.any(), "written twice"
                 target[...] = part
-                assert (part == whole[copy.tensor][copy.box.slices]).all()
+                assert (part == tensors[copy.tensor][copy.box.slices]).all()
                 if case.devices.training[copy.source_rank] != case.devices.generation[rank]:
                     received += copy.num_bytes
                     sent[copy.source_rank] += copy.num_bytes
@@ -215,19 +217,19 @@ def test_a_plan_writes_each_element_once_and_receives_what_is_missing_and_no_mor
         assert tuple(sent) == totals.sent
 
 
-def lower_bounds(case: Case, whole, sources, wanted) -> list[int]:
-    """By rank |needed| - |needed AND held|, in bytes, element by element."""
-    count = max(int(array.max()) for array in whole.values())
+def compute_lower_bounds(case: Case, tensors, sources, wanted) -> list[int]:
+    """Count |needed| - |needed AND present| per rank, in bytes, element by element."""
+    count = max(int(array.max()) for array in tensors.values())
     # Router biases travel in float32.
-    wide = elements((whole[w.rule.tensors[0].name] for w in case.rules if w.float32), count)
-    found = []
+    wide = mark_elements((tensors[w.rule.tensors[0].name] for w in case.rules if w.float32), count)
+    bounds = []
     for parameters, device in zip(wanted, case.devices.generation, strict=True):
-        needed = elements(parameters.values(), count)
+        needed = mark_elements(parameters.values(), count)
         if device in case.devices.training:
             held_here = sources[case.devices.training.index(device)]
-            needed &= ~elements(held_here.values(), count)
-        found.append(int(ITEMSIZE * needed.sum() + (4 - ITEMSIZE) * (needed & wide).sum()))
-    return found
+            needed &= ~mark_elements(held_here.values(), count)
+        bounds.append(int(ITEMSIZE * needed.sum() + (4 - ITEMSIZE) * (needed & wide).sum()))
+    return bounds
 
 
 @pytest.mark.parametrize("start", all_but((0,), range(0, NUM_TRIPLES, 140)))
@@ -235,8 +237,8 @@ def test_what_a_rank_sends_is_what_others_receive_from_it_and_every_rank_plans_a
     for case in triples()[start : start + 140]:
         plan = case.plan
         assert plan == case.planned()
-        received = [c for r in range(len(case.devices.generation)) for c in plan.received_by(r)]
-        sent = [c for r in range(len(case.devices.training)) for c in plan.sent_by(r)]
+        received = [c for r in range(len(case.devices.generation)) for c in plan.list_received(r)]
+        sent = [c for r in range(len(case.devices.training)) for c in plan.list_sent(r)]
         assert len(set(sent)) == len(sent)
         assert set(sent) == set(received)
 
@@ -245,7 +247,7 @@ def test_parameters_are_received_one_after_the_other():
     for case in triples()[:60]:
         plan = case.plan
         for rank in range(len(case.devices.generation)):
-            names = [copy.target.split("[")[0] for copy in plan.received_by(rank)]
+            names = [copy.target.split("[")[0] for copy in plan.list_received(rank)]
             layers = [name.split(".")[2] for name in names if ".layers." in name]
             assert layers == sorted(layers, key=int)
 
@@ -256,38 +258,44 @@ class HeldBy:
     def __init__(self, world_size: int, **ranks: tuple[int, ...]):
         self.world_size, self._ranks = world_size, ranks
 
-    def holders(self, weight: Weight) -> Holders:
+    def get_holders(self, weight: Weight) -> Holders:
         return (self._ranks[weight.name],)
 
-    def local_name(self, weight: Weight) -> str:
+    def get_local_name(self, weight: Weight) -> str:
         return weight.name
 
 
-def whole(*shapes: tuple[int, ...]) -> list[Weight]:
-    """Parameters a, b, c and so on."""
+def build_weights(*shapes: tuple[int, ...]) -> list[Weight]:
+    """Build parameters a, b, c and so on."""
     named = zip("abc", shapes, strict=False)
-    return [Weight(name, Whole(LogicalTensor(name, shape))) for name, shape in named]
+    return [Weight(name, Replicated(LogicalTensor(name, shape))) for name, shape in named]
 
 
-def sent(training: HeldBy, generation: HeldBy, weights: list[Weight], devices: Devices) -> object:
+def plan_sent_bytes(
+    training: HeldBy, generation: HeldBy, weights: list[Weight], devices: Devices
+) -> object:
     sides = (training, weights), (generation, weights)
-    return TransferRequirements(*sides, itemsize=1).plan(devices).totals().sent
+    return TransferRequirements(*sides, itemsize=1).plan(devices).compute_totals().sent
 
 
 def test_those_who_have_the_same_send_as_much_and_the_largest_is_given_out_first():
-    """Of 1, 1 and 2 bytes: in another order one would send three of the four."""
-    weights = whole((1,), (1, 1), (2,))
+    """Plan parameters of 1, 1 and 2 bytes: in another order one rank would send three bytes."""
+    weights = build_weights((1,), (1, 1), (2,))
     both = HeldBy(2, a=(0, 1), b=(0, 1), c=(0, 1))
     devices = Devices.disaggregated(2, 1, per_node=3)
-    assert sent(both, HeldBy(1, a=(0,), b=(0,), c=(0,)), weights, devices) == (2, 2)
+    assert plan_sent_bytes(both, HeldBy(1, a=(0,), b=(0,), c=(0,)), weights, devices) == (2, 2)
 
 
 def test_what_stays_on_a_device_is_no_load_of_its_rank():
     """Rank 0 alone has a, for the generation rank of its own device; b and c are of both."""
-    weights = whole((4,), (1,), (1, 1))
+    weights = build_weights((4,), (1,), (1, 1))
     training = HeldBy(3, a=(0,), b=(0, 1), c=(0, 1))
     devices = Devices.colocated((0, 2), 3, per_node=3)
-    assert sent(training, HeldBy(2, a=(0,), b=(1,), c=(1,)), weights, devices) == (1, 1, 0)
+    assert plan_sent_bytes(training, HeldBy(2, a=(0,), b=(1,), c=(1,)), weights, devices) == (
+        1,
+        1,
+        0,
+    )
 
 
 @pytest.mark.parametrize(
@@ -295,7 +303,32 @@ def test_what_stays_on_a_device_is_no_load_of_its_rank():
     [(5, 2, [0, 0, 0, 1, 1]), (7, 3, [0, 0, 1, 1, 1, 2, 2]), (5, 3, [0, 0, 1, 1, 2])],
 )
 def test_layers_that_remain_go_to_the_stages_before_the_last(num_layers, pp, stages):
-    """As vLLM has them: distributed/utils.py, get_pp_indices."""
+    """Compare with vLLM: distributed/utils.py, get_pp_indices."""
     ranks = GenerationRanks(GenerationLayout(pp=pp), num_layers, 0)
-    layers = [Weight("w", Whole(LogicalTensor("w", (1,))), layer=n) for n in range(num_layers)]
-    assert [ranks.stage(layer) for layer in layers] == stages
+    layers = [Weight("w", Replicated(LogicalTensor("w", (1,))), layer=n) for n in range(num_layers)]
+    assert [ranks.find_stage(layer) for layer in layers] == stages
+
+
+OVERLAP = np.array([[0, 9, 5], [0, 8, 1]])  # [generation ranks, training ranks]
+
+
+def test_all_pairs_are_allowed_by_default():
+    assert assign_hosts(OVERLAP) == (2, 1)  # 5 + 8 is more than 9 + 1
+
+
+def test_ranks_stay_where_they_may_even_if_nothing_overlaps():
+    """Allow only training rank 0 for the second generation rank."""
+    allowed = np.array([[False, True, True], [True, False, False]])
+    assert assign_hosts(OVERLAP, allowed=allowed) == (1, 0)
+
+
+def test_a_place_with_too_few_training_ranks_is_an_error_that_names_the_rank():
+    allowed = np.array([[True, False, False], [True, False, False]])
+    with pytest.raises(ConfigError, match=r"generation rank [01] runs where there are fewer"):
+        assign_hosts(OVERLAP, allowed=allowed)
+
+
+def test_no_overlap_is_worth_a_pair_that_is_not_allowed():
+    overlap = np.array([[9, 0], [2, 1]])
+    allowed = np.array([[True, True], [True, False]])
+    assert assign_hosts(overlap, allowed=allowed) == (1, 0)

@@ -7,17 +7,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mcore_rl.reshard.boxes import Box, LogicalTensor
 from mcore_rl.reshard.rules import (
+    Box,
     GateUp,
     InterleavedQKV,
+    LogicalTensor,
+    Replicated,
     Rule,
     Shard,
     Split,
     Weight,
-    Whole,
     check_cover,
-    logical_tensors,
+    list_logical_tensors,
 )
 
 
@@ -27,93 +28,96 @@ def full(tensor: LogicalTensor, start: int) -> np.ndarray:
 
 def local_tensors(rule: Rule, count: int) -> tuple[dict[str, np.ndarray], list[np.ndarray]]:
     """Logical tensors of distinct numbers, and what the rule puts into each shard (-1: padding)."""
-    whole = {t.name: full(t, 10_000 * i) for i, t in enumerate(rule.tensors)}
+    tensors = {t.name: full(t, 10_000 * i) for i, t in enumerate(rule.tensors)}
     shards = []
     for index in range(count):
         shard = Shard(index, count)
-        local = np.full(rule.local_shape(shard), -1)
-        for block in rule.blocks(shard):
+        local = np.full(rule.get_local_shape(shard), -1)
+        for block in rule.get_blocks(shard):
             assert (local[block.local_slices] == -1).all(), "written twice"
-            local[block.local_slices] = whole[block.tensor.name][block.box.slices]
+            local[block.local_slices] = tensors[block.tensor.name][block.box.slices]
         shards.append(local)
-    return whole, shards
+    return tensors, shards
 
 
 @given(st.integers(1, 4), st.integers(1, 5), st.integers(0, 1), st.integers(1, 3))
 def test_split_shards_are_the_chunks_of_the_padded_tensor(count, part, dim, other):
     size = count * part
     shape = (size, other) if dim == 0 else (other, size)
-    whole, shards = local_tensors(Split(LogicalTensor("w", shape), dim), count)
-    np.testing.assert_array_equal(np.concatenate(shards, axis=dim), whole["w"])
+    tensors, shards = local_tensors(Split(LogicalTensor("w", shape), dim), count)
+    np.testing.assert_array_equal(np.concatenate(shards, axis=dim), tensors["w"])
 
 
 def test_split_with_padding_leaves_the_tail_of_the_last_shards_empty():
-    whole, shards = local_tensors(Split(LogicalTensor("w", (5, 2)), 0, padded=12), 4)
+    tensors, shards = local_tensors(Split(LogicalTensor("w", (5, 2)), 0, padded=12), 4)
     joined = np.concatenate(shards)
-    np.testing.assert_array_equal(joined[:5], whole["w"])
+    np.testing.assert_array_equal(joined[:5], tensors["w"])
     assert (joined[5:] == -1).all()
     assert (shards[3] == -1).all()
 
 
 def test_interleaved_qkv_is_megatrons_order_of_query_groups():
     q, k, v = (LogicalTensor(n, (rows, 3)) for n, rows in (("q", 8), ("k", 4), ("v", 4)))
-    whole, shards = local_tensors(InterleavedQKV(q, k, v, num_groups=2), 2)
+    tensors, shards = local_tensors(InterleavedQKV(q, k, v, num_groups=2), 2)
     for group, local in enumerate(shards):
         parts = [
-            whole["q"][4 * group :][:4],
-            whole["k"][2 * group :][:2],
-            whole["v"][2 * group :][:2],
+            tensors["q"][4 * group :][:4],
+            tensors["k"][2 * group :][:2],
+            tensors["v"][2 * group :][:2],
         ]
         np.testing.assert_array_equal(local, np.concatenate(parts))
 
 
 def test_interleaved_biases_follow_their_weights():
     q, k, v = (LogicalTensor(n, (rows,)) for n, rows in (("q", 8), ("k", 4), ("v", 4)))
-    whole, shards = local_tensors(InterleavedQKV(q, k, v, num_groups=2), 2)
-    parts = [whole["q"][4:], whole["k"][2:], whole["v"][2:]]
+    tensors, shards = local_tensors(InterleavedQKV(q, k, v, num_groups=2), 2)
+    parts = [tensors["q"][4:], tensors["k"][2:], tensors["v"][2:]]
     np.testing.assert_array_equal(shards[1], np.concatenate(parts))
 
 
 def test_gate_up_keeps_the_gate_before_the_up_projection_in_each_shard():
     gate, up = LogicalTensor("g", (4, 2)), LogicalTensor("u", (4, 2))
-    whole, shards = local_tensors(GateUp(gate, up), 2)
-    np.testing.assert_array_equal(shards[1], np.concatenate([whole["g"][2:], whole["u"][2:]]))
+    tensors, shards = local_tensors(GateUp(gate, up), 2)
+    np.testing.assert_array_equal(shards[1], np.concatenate([tensors["g"][2:], tensors["u"][2:]]))
 
 
 def test_whole_is_the_same_on_every_shard():
-    whole, shards = local_tensors(Whole(LogicalTensor("n", (7,))), 3)
+    tensors, shards = local_tensors(Replicated(LogicalTensor("n", (7,))), 3)
     for local in shards:
-        np.testing.assert_array_equal(local, whole["n"])
+        np.testing.assert_array_equal(local, tensors["n"])
 
 
 def test_a_size_that_does_not_divide_is_refused_by_name():
     with pytest.raises(ValueError, match=r"w of size 6 does not divide into 4 shards"):
-        Split(LogicalTensor("w", (6,)), 0).local_shape(Shard(0, 4))
+        Split(LogicalTensor("w", (6,)), 0).get_local_shape(Shard(0, 4))
 
 
 def test_cover_check_names_a_tensor_that_two_parameters_claim():
     tensor = LogicalTensor("w", (4,))
-    weights = [Weight("a", Whole(tensor), stage="first"), Weight("b", Whole(tensor), stage="last")]
+    weights = [
+        Weight("a", Replicated(tensor), stage="first"),
+        Weight("b", Replicated(tensor), stage="last"),
+    ]
     with pytest.raises(ValueError, match="w is named by two parameters, b the second"):
         check_cover(weights, 1)
 
 
 def test_a_copy_is_a_tensor_of_the_checkpoint_that_no_rule_may_name_again():
-    tensor = LogicalTensor("w", (4, 2), also=("again", "and again"))
-    weights = [Weight("a", Whole(tensor), stage="embedding")]
-    names = [t.name for t in logical_tensors(weights)]
+    tensor = LogicalTensor("w", (4, 2), aliases=("again", "and again"))
+    weights = [Weight("a", Replicated(tensor), stage="embedding")]
+    names = [t.name for t in list_logical_tensors(weights)]
     assert names == ["w", "again", "and again"]
-    assert {t.shape for t in logical_tensors(weights)} == {(4, 2)}
+    assert {t.shape for t in list_logical_tensors(weights)} == {(4, 2)}
     check_cover(weights, 1)
-    second = Weight("b", Whole(LogicalTensor("again", (4, 2))), stage="head")
+    second = Weight("b", Replicated(LogicalTensor("again", (4, 2))), stage="head")
     with pytest.raises(ValueError, match="again is named by two parameters, b the second"):
         check_cover([*weights, second], 1)
 
 
 def test_cover_check_counts_elements():
     class Half(Split):
-        def blocks(self, shard):
-            return super().blocks(shard)[: 1 - shard.index]
+        def get_blocks(self, shard):
+            return super().get_blocks(shard)[: 1 - shard.index]
 
     rule = Half(LogicalTensor("w", (4,)), 0)
     with pytest.raises(ValueError, match="2 of 4 elements of w"):

@@ -23,8 +23,7 @@ from mcore_rl.data.sample import Sample
 from mcore_rl.data.tasks import last_digit
 from mcore_rl.inference.protocol import Completion, SamplingParams
 from mcore_rl.inference.vllm.lifecycle import Call, Lifecycle, RequestGate, State
-from mcore_rl.parallel.rendezvous import RendezvousServer
-from mcore_rl.parallel.rendezvous_client import end_waits
+from mcore_rl.parallel.rendezvous import RendezvousServer, end_waits
 from mcore_rl.rollout.worker import RolloutSpec, RolloutWorker, RunningGroups
 from tests.unit.agents.test_loops import MESSAGES, TOKENIZER, TOOLS, Scripted, call, is_42
 from tests.unit.controller.test_pending import Group, Sent, failure
@@ -194,7 +193,7 @@ def test_time_of_trajectories_goes_on_after_an_update_that_was_refused(spec):
 def rendezvous(monkeypatch: pytest.MonkeyPatch) -> Iterator[RendezvousServer]:
     """The rendezvous of rank 0 of a server over two nodes, in the environment of rank 1."""
     with RendezvousServer("127.0.0.1") as server:
-        for name, value in (server.endpoint.environment() | {"RANK": "1"}).items():
+        for name, value in (server.endpoint.to_environment() | {"RANK": "1"}).items():
             monkeypatch.setenv(name, value)
         yield server
 

@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from mcore_rl.checkpoint.checkpoint_info import write_checkpoint_info
-from mcore_rl.checkpoint.manifest import manifest_of
-from mcore_rl.checkpoint.run_checkpoints import newest_checkpoint, read_checkpoint, steps_in
+from mcore_rl.checkpoint.files import build_manifest, write_checkpoint_info
+from mcore_rl.checkpoint.run_checkpoints import find_newest_checkpoint, list_steps, read_checkpoint
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import CheckpointConfig, RLConfig, TrainerConfig
 from mcore_rl.controller.stop_signals import RunStopped, StopSignals
@@ -51,7 +50,7 @@ class Actor:
             return f"{path} cannot be written: No space left on device"
         Path(path).mkdir()
         (Path(path) / "data").write_text(path)
-        write_checkpoint_info(Path(path), {}, manifest_of([Path(path) / "data"]))
+        write_checkpoint_info(Path(path), {}, build_manifest([Path(path) / "data"]))
         return ""
 
 
@@ -110,16 +109,16 @@ class Run:
 def test_the_last_steps_are_kept_and_one_after_the_last_step(tmp_path, in_background):
     run = Run(tmp_path, num_steps=7, keep=2, async_save=in_background)
     run.steps(range(1, 8))
-    assert steps_in(run.folder) == [6, 7]
+    assert list_steps(run.folder) == [6, 7]
     assert sorted(p.name for p in run.folder.iterdir()) == ["step_000006", "step_000007"]
 
 
 def test_what_is_saved_in_the_background_gets_its_name_when_it_is_written(tmp_path):
     run = Run(tmp_path, async_save=True)
     run.steps([1, 2, 3])
-    assert steps_in(run.folder) == []
+    assert list_steps(run.folder) == []
     run.steps([4])  # waits for the one under way
-    assert steps_in(run.folder) == [2]
+    assert list_steps(run.folder) == [2]
     assert read_checkpoint(run.folder / "step_000002").state["parts"] == {"prompts": {"drawn": 2}}
 
 
@@ -166,13 +165,13 @@ def test_the_best_stays_beside_the_last(tmp_path, name, best):
     rewards = {2: 0.25, 4: 0.75, 6: 0.5, 8: 0.75, 10: 0.5}
     run = Run(tmp_path, num_steps=10, keep=1, keep_best=name)
     run.steps(range(1, 11), lambda step: {"reward": rewards.get(step, 9.0 * step)})
-    assert steps_in(run.folder) == [best, 10]
+    assert list_steps(run.folder) == [best, 10]
     found = read_checkpoint(run.folder / "step_000010")
     assert found.state["best"] == {"metric": name, "step": best, "value": rewards[best]}
     again = Run(tmp_path, num_steps=12, keep=1, keep_best=name)
     again.checkpoints.restore(found)
     again.steps([11, 12], lambda step: {"reward": 0.5})
-    assert steps_in(run.folder) == [best, 12]
+    assert list_steps(run.folder) == [best, 12]
 
 
 @pytest.mark.parametrize(
@@ -194,7 +193,7 @@ def test_a_run_that_goes_on_with_another_metric_starts_over_with_its_best_and_sa
 
     run = Run(tmp_path, keep=1, keep_best="reward")
     run.steps(range(1, 7), metrics)
-    assert steps_in(run.folder) == [4, 6]
+    assert list_steps(run.folder) == [4, 6]
     again = Run(tmp_path, num_steps=12, keep=1, keep_best=now)
     again.checkpoints.restore(read_checkpoint(run.folder / "step_000006"))
     assert capsys.readouterr().err == (
@@ -202,7 +201,7 @@ def test_a_run_that_goes_on_with_another_metric_starts_over_with_its_best_and_sa
         f"far, goes as others do{told}\n"
     )
     again.steps(range(7, 13), metrics)
-    assert steps_in(run.folder) == sorted({best or 12, 12})
+    assert list_steps(run.folder) == sorted({best or 12, 12})
     found = read_checkpoint(run.folder / "step_000012").state["best"]
     assert (found and (found["metric"], found["step"])) == (best and (now, best))
 
@@ -211,7 +210,7 @@ def test_what_is_no_number_is_never_the_best(tmp_path, capsys):
     run = Run(tmp_path, num_steps=6, keep=1, keep_best="reward")
     rewards = {2: 0.5, 4: float("nan"), 6: 0.25}
     run.steps(range(1, 7), lambda step: {"reward": rewards.get(step, 0.0)})
-    assert steps_in(run.folder) == [2, 6]
+    assert list_steps(run.folder) == [2, 6]
     assert "no such metric in step 4; it is nan" in capsys.readouterr().err
 
 
@@ -221,7 +220,7 @@ def test_a_metric_that_there_is_not_is_told_with_those_that_there_are(tmp_path, 
     assert "checkpoint.keep_best='rewards': no such metric in step 2; it has reward" in (
         capsys.readouterr().err
     )
-    assert steps_in(run.folder) == [2]
+    assert list_steps(run.folder) == [2]
 
 
 @pytest.mark.parametrize("in_background", [False, True])
@@ -240,7 +239,7 @@ def test_a_full_disk_costs_a_checkpoint_and_not_the_run_nor_the_one_before(
     assert told.endswith("that of step 2 stays, and the run goes on\n")
     run.devices.actor.is_full = False
     run.steps([6])
-    assert steps_in(run.folder) == [6]
+    assert list_steps(run.folder) == [6]
 
 
 def test_a_disk_that_takes_the_weights_and_not_the_rest_costs_the_checkpoint(
@@ -264,7 +263,7 @@ def test_a_disk_that_takes_the_weights_and_not_the_rest_costs_the_checkpoint(
 def test_a_run_goes_on_with_its_weights_version_parts_and_step(tmp_path):
     run = Run(tmp_path)
     run.steps([1, 2, 3, 4, 5])
-    found = newest_checkpoint(run.folder, pytest.fail)
+    found = find_newest_checkpoint(run.folder, pytest.fail)
     again = Run(tmp_path)
     again.checkpoints.restore(found)
     assert again.devices.actor.loaded == str(run.folder / "step_000004" / "actor")
@@ -277,7 +276,7 @@ def test_a_critic_is_saved_and_goes_on_with_the_actor(tmp_path, in_background):
     run, again = (Run(tmp_path, async_save=in_background) for _ in range(2))
     run.devices.critic, again.devices.critic = Actor(), Actor()
     run.steps(range(1, 7))
-    again.checkpoints.restore(newest_checkpoint(run.folder, pytest.fail))
+    again.checkpoints.restore(find_newest_checkpoint(run.folder, pytest.fail))
     assert again.devices.critic.loaded == str(run.folder / "step_000006" / "critic")
     assert again.devices.calls == ["offload rollout", "actor", "critic", 6]
 
@@ -288,7 +287,7 @@ def test_a_critic_that_the_disk_does_not_take_costs_the_checkpoint(tmp_path, cap
     run.steps([1, 2])
     run.devices.critic.is_full = True
     run.steps([3, 4])
-    assert steps_in(run.folder) == [2]
+    assert list_steps(run.folder) == [2]
     assert "step 4: no checkpoint: " in capsys.readouterr().err
     assert not list(run.folder.glob(".step_000004*"))
 
@@ -303,7 +302,7 @@ def test_a_signal_in_a_step_saves_it_also_where_the_actor_has_left_its_devices(
     with pytest.raises(RunStopped, match=told), run.stop.heeded_after_a_step():
         run.stop.receive(10)  # before the step is over, and after `is_due`
         run.checkpoints.finish_step(3, {})
-    assert steps_in(run.folder) == [3]
+    assert list_steps(run.folder) == [3]
     assert run.devices.calls == ["offload rollout", "actor"]
 
 
@@ -312,7 +311,7 @@ def test_a_signal_before_the_weights_leave_saves_once(tmp_path):
     with pytest.raises(RunStopped, match="is saved"), run.stop.heeded_after_a_step():
         run.stop.receive(15)
         run.steps([1])
-    assert steps_in(run.folder) == [1]
+    assert list_steps(run.folder) == [1]
     assert run.devices.calls == ["actor"]
 
 
@@ -328,7 +327,7 @@ def test_a_signal_while_a_step_is_being_closed_is_for_the_next(tmp_path):
     run.steps([3])
     with pytest.raises(RunStopped, match="SIGTERM: step 4 is saved"):
         run.steps([4])
-    assert steps_in(run.folder) == [2, 4]
+    assert list_steps(run.folder) == [2, 4]
 
 
 def test_a_run_that_is_told_to_end_and_cannot_be_saved_says_so(tmp_path):

@@ -29,15 +29,15 @@ T = TypeVar("T")
 CPU = torch.device("cpu")
 
 
-def newer(version: int) -> WeightUpdate:
-    """An update as a sender makes it that knows a format more than we do."""
+def build_newer_update(version: int) -> WeightUpdate:
+    """Return an update of a sender that supports a newer format."""
     update = WeightUpdate(version)
     object.__setattr__(update, "format", "delta")
     return update
 
 
 def save_model(folder: Path, family: str = "qwen3_moe") -> Path:
-    """Of four layers: two stages of two chunks each."""
+    """Save a model of four layers: two stages of two chunks each."""
     config = tiny_families.served_config(family)
     config.num_hidden_layers = 4
     if getattr(config, "layer_types", None):
@@ -46,7 +46,7 @@ def save_model(folder: Path, family: str = "qwen3_moe") -> Path:
 
 
 class Route:
-    """The training ranks, and the generation ranks behind them; two of each unless said."""
+    """Training ranks and generation ranks of a transport; by default two of each."""
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class Route:
             timeout_s=timeout_s,
         )
         self.reader = CheckpointReader(checkpoint)
-        config = self.reader.config()
+        config = self.reader.read_config()
         trained, self.served = reshard_jobs.sides(config, self.training, self.generation)
         self.weights = [
             LocalWeights(reshard_jobs.filled(trained, rank, self.reader.read))
@@ -76,8 +76,8 @@ class Route:
         self.rendezvous = RendezvousServer("127.0.0.1")
         endpoint = self.rendezvous.endpoint
         spec = TransferSpec(self.training, 0, self.generation, "float32", self.settings)
-        assert TransferSpec.from_dict(spec.to_dict()) == spec
-        self.ends = together(
+        assert TransferSpec.parse(spec.to_dict()) == spec
+        self.ends = run_together(
             [lambda r=r: connect(spec, endpoint, config, r, CPU) for r in range(spec.world_size)]
         )
 
@@ -85,19 +85,19 @@ class Route:
         self.ends[rank].send(self.weights[rank], update or WeightUpdate(version))
 
     def receive(self, version: int, rank: int) -> dict[str, torch.Tensor]:
-        """All parameters of a generation rank, NaN where nothing came."""
-        found = reshard_jobs.filled(self.served, rank, lambda block: torch.tensor(torch.nan))
+        """Receive all parameters of a generation rank, NaN where nothing arrived."""
+        parameters = reshard_jobs.filled(self.served, rank, lambda block: torch.tensor(torch.nan))
         for boxes in self.ends[self.training.world_size + rank].receive(WeightUpdate(version)):
             for box in boxes:
                 slices = tuple(
                     slice(o, o + n) for o, n in zip(box.offset, box.data.shape, strict=True)
                 )
-                assert found[box.target][slices].isnan().all(), f"{box.target} comes twice"
-                found[box.target][slices] = box.data
-        return found
+                assert parameters[box.target][slices].isnan().all(), f"{box.target} comes twice"
+                parameters[box.target][slices] = box.data
+        return parameters
 
     def sync(self, versions: Sequence[int]) -> list[list[dict[str, torch.Tensor]]]:
-        """What each generation rank has of each version; all ranks at their own pace."""
+        """Return the parameters of each version on each generation rank; ranks run concurrently."""
 
         def send(rank: int) -> list[dict[str, torch.Tensor]]:
             for version in versions:
@@ -110,18 +110,18 @@ class Route:
         num_training = self.training.world_size
         calls = [partial(send, rank) for rank in range(num_training)]
         calls += [partial(receive, rank) for rank in range(self.generation.world_size)]
-        return together(calls)[num_training:]
+        return run_together(calls)[num_training:]
 
-    def wanted(self, rank: int) -> dict[str, torch.Tensor]:
-        """The same, out of the checkpoint; NaN is padding of the vocabulary."""
+    def read_expected(self, rank: int) -> dict[str, torch.Tensor]:
+        """Read the parameters of a generation rank from the checkpoint; padding is NaN."""
         return reshard_jobs.filled(self.served, rank, self.reader.read)
 
 
-def together(calls: Sequence[Callable[[], T]]) -> list[T]:
-    """What the calls return, each in a thread of its own."""
-    return [future.result() for future in ended(calls)]
+def run_together(calls: Sequence[Callable[[], T]]) -> list[T]:
+    """Run each call in a thread; return the results."""
+    return [future.result() for future in run_to_end(calls)]
 
 
-def ended(calls: Sequence[Callable[[], T]]) -> list[Future[T]]:
+def run_to_end(calls: Sequence[Callable[[], T]]) -> list[Future[T]]:
     with ThreadPoolExecutor(len(calls)) as threads:
         return [threads.submit(call) for call in calls]

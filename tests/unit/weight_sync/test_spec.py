@@ -1,20 +1,34 @@
-"""Where the ranks of both sides run, as all of them tell."""
+"""Inputs of a transfer plan, and a worker's parameters compared with the rules of a family."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import Layout
 from mcore_rl.reshard.layout import GenerationLayout
-from mcore_rl.weight_sync.spec import Sites, generation_side, sites_of, training_side
+from mcore_rl.weight_sync.spec import (
+    MemoryDomains,
+    WorkerLayout,
+    build_generation_side,
+    build_training_side,
+    check_worker_layout,
+    compute_expected_layout,
+    group_memory_domains,
+)
 from tests.operations import growth
 
 
 def test_a_node_has_the_training_ranks_of_its_host():
-    """Four training ranks on two hosts; the generation ranks behind them count for neither."""
-    found = [("s0", "h0"), ("s0", "h0"), ("s1", "h1"), ("s1", "h1"), ("s1", "h1"), ("s0", "h0")]
-    assert sites_of(found, 4) == Sites(("s0", "s0", "s1", "s1"), ("s1", "s0"), ranks_per_node=2)
-    assert sites_of(found[:3], 1) == Sites(("s0",), ("s0", "s1"), ranks_per_node=1)
+    """Place four training ranks on two hosts; generation ranks do not count."""
+    domains = [("s0", "h0"), ("s0", "h0"), ("s1", "h1"), ("s1", "h1"), ("s1", "h1"), ("s0", "h0")]
+    assert group_memory_domains(domains, 4) == MemoryDomains(
+        ("s0", "s0", "s1", "s1"), ("s1", "s0"), ranks_per_node=2
+    )
+    assert group_memory_domains(domains[:3], 1) == MemoryDomains(
+        ("s0",), ("s0", "s1"), ranks_per_node=1
+    )
 
 
 def config_of(num_layers: int) -> dict[str, Any]:
@@ -29,18 +43,81 @@ def config_of(num_layers: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def find_trained(num_ranks: int) -> None:
+def find_training_holders(num_ranks: int) -> None:
     layout = Layout(pp=num_ranks // 8, dp=8, ep=8)
-    ranks, weights = training_side(config_of(layout.pp), layout, 0)
-    assert len({ranks.holders(weight) for weight in weights}) >= num_ranks
+    ranks, weights = build_training_side(config_of(layout.pp), layout, 0)
+    assert len({ranks.get_holders(weight) for weight in weights}) >= num_ranks
 
 
-def find_served(num_ranks: int) -> None:
+def find_generation_holders(num_ranks: int) -> None:
     layout = GenerationLayout(pp=num_ranks // 8, tp=1, dp=8, ep=8)
-    ranks, (_, weights) = generation_side(config_of(layout.pp), layout)
-    assert len({ranks.holders(weight) for weight in weights}) >= num_ranks
+    ranks, (_, weights) = build_generation_side(config_of(layout.pp), layout)
+    assert len({ranks.get_holders(weight) for weight in weights}) >= num_ranks
 
 
-@pytest.mark.parametrize("find", [find_trained, find_served])
+@pytest.mark.parametrize("find", [find_training_holders, find_generation_holders])
 def test_who_holds_which_weight_takes_work_linear_in_the_ranks(find):
     assert growth(find, 32, 256) < 1.3
+
+
+CONFIG = {
+    "architectures": ["DeepseekV3ForCausalLM"], "vocab_size": 100, "hidden_size": 64,
+    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4,
+    "intermediate_size": 96, "q_lora_rank": 32, "kv_lora_rank": 16, "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8, "v_head_dim": 16, "n_routed_experts": 5, "n_shared_experts": 1,
+    "moe_intermediate_size": 40, "num_experts_per_tok": 2, "first_k_dense_replace": 1,
+    "routed_scaling_factor": 2.5, "n_group": 1, "topk_group": 1, "norm_topk_prob": True,
+    "scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1,
+    "rope_interleave": True,
+    "rms_norm_eps": 1e-6, "rope_theta": 1e4, "hidden_act": "silu", "tie_word_embeddings": False,
+}  # fmt: skip
+W13 = "model.layers.1.mlp.experts.routed_experts.w13_weight"
+
+
+def build_workers(layout):
+    ranks, (_, weights) = build_generation_side(CONFIG, layout)
+    workers = [
+        WorkerLayout(*compute_expected_layout(ranks, weights, rank, "bfloat16"))
+        for rank in range(layout.world_size)
+    ]
+    return workers, lambda worker, rank: check_worker_layout(
+        worker, ranks, weights, rank, "bfloat16"
+    )
+
+
+def test_shapes_are_those_of_a_ranks_shard():
+    """Compute by hand: 100 tokens are padded to 128; 5 unsplit experts are assigned 3 and 2."""
+    workers, check = build_workers(GenerationLayout(tp=2, ep=2))
+    for rank, (worker, experts) in enumerate(zip(workers, [(0, 1, 2), (3, 4)], strict=True)):
+        check(worker, rank)
+        assert worker.parameters["model.embed_tokens.weight"] == ((64, 64), "bfloat16")
+        assert worker.parameters[W13] == ((len(experts), 80, 64), "bfloat16")
+        assert worker.experts[W13] == experts
+        bias = "model.layers.1.mlp.gate.e_score_correction_bias"
+        assert worker.parameters[bias] == ((5,), "float32")
+    split, _ = build_workers(GenerationLayout(tp=2))
+    assert split[1].parameters[W13] == ((5, 40, 64), "bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model.norm.weight": ((65,), "bfloat16")}, "model.norm.weight are .*65.* rules .*64"),
+        ({"model.norm.weight": ((64,), "float32")}, "model.norm.weight are .*float32"),
+        ({"model.extra": ((64,), "bfloat16")}, "model.extra are .* say that it does not exist"),
+        ({"model.norm.weight": None}, "model.norm.weight are missing"),
+    ],
+)
+def test_a_difference_is_named(change, message):
+    workers, check = build_workers(GenerationLayout(tp=2))
+    parameters = {**workers[1].parameters, **change}
+    present = {name: value for name, value in parameters.items() if value is not None}
+    with pytest.raises(ConfigError, match=f"vLLM worker 1: shape and dtype of {message}"):
+        check(replace(workers[1], parameters=present), 1)
+
+
+def test_experts_that_are_dealt_in_another_way_are_named():
+    workers, check = build_workers(GenerationLayout(tp=2, ep=2))
+    turned = replace(workers[0], experts={**workers[0].experts, W13: (0, 2, 4)})
+    with pytest.raises(ConfigError, match=rf"experts of {W13} are \(0, 2, 4\), .* \(0, 1, 2\)"):
+        check(turned, 0)

@@ -23,9 +23,8 @@ from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.resolve import TRANSPORTS
 from mcore_rl.config.schema import Layout
 from mcore_rl.reshard.layout import GenerationLayout
-from mcore_rl.weight_sync.connection import StreamError
 from mcore_rl.weight_sync.spec import TransferSpec, plan_transfer
-from mcore_rl.weight_sync.transport import WeightUpdate
+from mcore_rl.weight_sync.transport import StreamError, WeightUpdate
 from tests.nightly import all_but
 
 LAYOUTS = {
@@ -68,7 +67,7 @@ def latent(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_versions_arrive_whole_while_ranks_go_on_at_their_own_pace(checkpoint, transport):
     route = routes.Route(checkpoint, transport)
-    check(route, route.sync((1, 2, 3)))
+    check_received(route, route.sync((1, 2, 3)))
 
 
 @pytest.mark.parametrize(("transport", "layout", "server"), CASES)
@@ -77,7 +76,7 @@ def test_servers_of_every_layout_get_what_is_theirs_from_trainers_of_every_layou
 ):
     sides = LAYOUTS[layout], SERVERS[server]
     route = routes.Route(checkpoint, transport, 60.0, *sides, bucket_bytes=BUCKET_BYTES)
-    check(route, route.sync((1,)))
+    check_received(route, route.sync((1,)))
 
 
 @pytest.mark.nightly
@@ -86,29 +85,29 @@ def test_servers_of_every_layout_get_what_is_theirs_from_trainers_of_every_layou
 def test_latent_attention_and_a_dense_first_layer_arrive_too(latent, transport, layout):
     sides = LAYOUTS[layout], SERVERS["ep2"]
     route = routes.Route(latent, transport, 60.0, *sides, bucket_bytes=BUCKET_BYTES)
-    check(route, route.sync((1,)))
+    check_received(route, route.sync((1,)))
 
 
-def check(route: routes.Route, received: list[list[dict[str, torch.Tensor]]]) -> None:
-    """Bit for bit what the checkpoint has."""
+def check_received(route: routes.Route, received: list[list[dict[str, torch.Tensor]]]) -> None:
+    """Compare with the checkpoint, bit for bit."""
     assert len(received) == route.generation.world_size
     for rank, versions in enumerate(received):
-        wanted = route.wanted(rank)
-        for found in versions:
-            assert found.keys() == wanted.keys()
+        wanted = route.read_expected(rank)
+        for parameters in versions:
+            assert parameters.keys() == wanted.keys()
             for name, tensor in wanted.items():
                 same = {"rtol": 0, "atol": 0, "equal_nan": True}
-                torch.testing.assert_close(found[name], tensor, **same, msg=name)
+                torch.testing.assert_close(parameters[name], tensor, **same, msg=name)
 
 
 @pytest.mark.parametrize("transport", ["process_group", "nixl"])
 def test_all_that_listens_for_a_route_is_on_the_address_that_was_chosen(checkpoint, transport):
     before = listening()
     route = routes.Route(checkpoint, transport)
-    found = listening() - before
-    assert route.rendezvous.endpoint.port in {port for _, port in found}
-    assert len(found) > len(route.ends)
-    assert {address for address, _ in found} == {"127.0.0.1"}
+    addresses = listening() - before
+    assert route.rendezvous.endpoint.port in {port for _, port in addresses}
+    assert len(addresses) > len(route.ends)
+    assert {address for address, _ in addresses} == {"127.0.0.1"}
 
 
 def test_the_group_of_the_weights_uses_the_interface_of_its_rendezvous(checkpoint, monkeypatch):
@@ -122,7 +121,7 @@ def test_the_group_of_the_weights_uses_the_interface_of_its_rendezvous(checkpoin
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_ranks_that_have_nothing_to_move_take_no_core(checkpoint, transport):
     route = routes.Route(checkpoint, transport)
-    check(route, route.sync((1,)))
+    check_received(route, route.sync((1,)))
     before = time.process_time()
     time.sleep(1)
     assert time.process_time() - before < 0.5
@@ -150,9 +149,9 @@ def test_a_format_that_receivers_do_not_know_ends_every_rank_by_name_and_brings_
             arrived.extend(slices)
 
     begun = time.monotonic()
-    calls = [partial(route.send, 3, rank, routes.newer(3)) for rank in range(2)]
+    calls = [partial(route.send, 3, rank, routes.build_newer_update(3)) for rank in range(2)]
     calls += [partial(receive, rank) for rank in range(2)]
-    for end in routes.ended(calls):
+    for end in routes.run_to_end(calls):
         with pytest.raises(StreamError, match="version 3 comes in the format 'delta'; known: 'den"):
             end.result()
     assert not arrived
@@ -163,18 +162,18 @@ def test_in_a_process_group_a_rank_that_is_at_another_version_is_named(checkpoin
     route = routes.Route(checkpoint, "process_group", timeout_s=60.0)
     calls = [partial(route.send, 5, rank) for rank in range(2)]
     calls += [partial(route.receive, 4, rank) for rank in range(2)]
-    *_, receiver = routes.ended(calls)
+    *_, receiver = routes.run_to_end(calls)
     with pytest.raises(StreamError, match=r"version 4 \(dense\), but rank 0 .* version 5 "):
         receiver.result()
 
 
 def test_a_package_that_is_missing_is_named_with_what_installs_it(monkeypatch):
-    from mcore_rl.weight_sync.nixl import nixl_api
+    from mcore_rl.weight_sync.nixl import import_nixl
 
     monkeypatch.setitem(sys.modules, "nixl", None)
     monkeypatch.delitem(sys.modules, "nixl._api", raising=False)
     with pytest.raises(ConfigError, match=r"transport='nixl'.*pip install 'mcore-rl\[nixl\]'"):
-        nixl_api()
+        import_nixl()
 
 
 def test_over_nixl_a_rank_that_is_at_another_version_is_named(checkpoint):
@@ -182,7 +181,7 @@ def test_over_nixl_a_rank_that_is_at_another_version_is_named(checkpoint):
     calls = [lambda rank=rank: route.send(5, rank) for rank in range(2)]
     calls += [lambda rank=rank: route.receive(4, rank) for rank in range(2)]
     with pytest.raises(StreamError, match=r"made no move for 8 s"):
-        routes.together(calls)
+        routes.run_together(calls)
     with pytest.raises(StreamError, match=r"version 4, bucket 0: rank [01] .* is at version 5"):
         route.receive(4, 0)
 
@@ -200,9 +199,9 @@ def test_over_nixl_a_rank_that_is_at_another_version_is_named(checkpoint):
 def test_over_nixl_ranks_connect_to_those_that_they_exchange_messages_with(
     checkpoint, monkeypatch, layout, server
 ):
-    from mcore_rl.weight_sync.nixl import nixl_api
+    from mcore_rl.weight_sync.nixl import import_nixl
 
-    agent = nixl_api().nixl_agent
+    agent = import_nixl().nixl_agent
     connect, connected = agent.add_remote_agent, []
 
     def add_remote_agent(self, metadata):
@@ -213,20 +212,20 @@ def test_over_nixl_ranks_connect_to_those_that_they_exchange_messages_with(
     monkeypatch.setattr(agent, "add_remote_agent", add_remote_agent)
     route = routes.Route(checkpoint, "nixl", training=layout, generation=server)
     spec = TransferSpec(layout, 0, server, "float32", route.settings)
-    sent = plan_transfer(spec, route.reader.config(), 4).pairs()
+    sent = plan_transfer(spec, route.reader.read_config(), 4).list_transfers()
     pairs = {(source, spec.num_training + target) for source, target, _ in sent}
     assert sorted(connected) == sorted(pairs | {(target, source) for source, target in pairs})
-    check(route, route.sync((1, 2)))
+    check_received(route, route.sync((1, 2)))
 
 
 def test_over_nixl_a_refusal_reaches_ranks_through_those_that_they_exchange_with(checkpoint):
-    """One of the senders knows a newer format."""
+    """Let one of the senders send a newer format."""
     two = {"training": Layout(tp=2), "generation": GenerationLayout(dp=2)}
     route = routes.Route(checkpoint, "nixl", timeout_s=60.0, **two)
     begun = time.monotonic()
-    calls = [partial(route.send, 3, 0), partial(route.send, 3, 1, routes.newer(3))]
+    calls = [partial(route.send, 3, 0), partial(route.send, 3, 1, routes.build_newer_update(3))]
     calls += [partial(route.receive, 3, rank) for rank in range(2)]
-    for end in routes.ended(calls):
+    for end in routes.run_to_end(calls):
         with pytest.raises(StreamError, match="format 'delta'; known: 'dense'"):
             end.result()
     assert time.monotonic() - begun < 60.0

@@ -1,10 +1,10 @@
-"""What a transport calls on a torch process group: NCCL's own arguments, on gloo's binding."""
+"""Calls of a transport on a torch process group: NCCL's arguments, on gloo's binding."""
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from mcore_rl.reshard.transport import GroupTransport, ReshardError, Transfer
+from mcore_rl.reshard.executor import GroupTransport, ReshardError, Transfer
 
 CPU = torch.device("cpu")
 
@@ -38,7 +38,7 @@ def test_messages_of_a_process_group_are_put_together_by_the_backend_of_their_de
         dist.destroy_process_group()
 
 
-def test_nccl_is_told_the_device_of_the_rank_and_does_not_hold_up_the_host():
+def test_nccl_gets_the_device_of_the_rank_and_does_not_block_the_host():
     calls = []
 
     class Work:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from mcore_rl.checkpoint import dist
+from mcore_rl.checkpoint import megatron
 
 STORED = {"embedding": (132, 64), "layers.norm": (2, 64), "optimizer.state.exp_avg.x": (4,)}
 
 
 @pytest.mark.parametrize(
-    ("changes", "found"),
+    ("changes", "expected"),
     [
         ({}, []),
         ({"embedding": ((136, 64), True)}, []),  # padding follows from the layout
@@ -21,19 +21,19 @@ STORED = {"embedding": (132, 64), "layers.norm": (2, 64), "optimizer.state.exp_a
         ({"layers.norm": None}, ["the model has no layers.norm"]),
     ],
 )
-def test_a_checkpoint_of_another_model_is_told_by_names_and_shapes(changes, found):
+def test_differences_to_another_model_are_names_and_shapes(changes, expected):
     wanted = {"embedding": ((132, 64), True), "layers.norm": ((2, 64), False)} | changes
     wanted = {key: value for key, value in wanted.items() if value is not None}
-    problems = dist.differences(STORED, wanted)
-    assert len(problems) == len(found)
-    assert all(problem.startswith(start) for problem, start in zip(problems, found, strict=True))
+    problems = megatron.find_differences(STORED, wanted)
+    assert len(problems) == len(expected)
+    assert all(problem.startswith(start) for problem, start in zip(problems, expected, strict=True))
 
 
 def test_optimizer_state_may_stay_unread_but_not_be_missing():
-    assert dist.differences(STORED, {}) == [
+    assert megatron.find_differences(STORED, {}) == [
         "the model has no embedding",
         "the model has no layers.norm",
     ]
     wanted = {key: (shape, False) for key, shape in STORED.items()}
     wanted["optimizer.state.exp_avg_sq.x"] = ((4,), False)
-    assert dist.differences(STORED, wanted) == ["it has no optimizer.state.exp_avg_sq.x"]
+    assert megatron.find_differences(STORED, wanted) == ["it has no optimizer.state.exp_avg_sq.x"]

@@ -1,4 +1,4 @@
-"""Megatron's distributed checkpoints (torch_dist): ranks write shards, any layout reads them."""
+"""Megatron's distributed checkpoints (torch_dist): ranks save shards, any layout loads them."""
 
 from __future__ import annotations
 
@@ -39,29 +39,34 @@ from megatron.core.dist_checkpointing.strategies.torch import (
 )
 from torch.distributed.checkpoint.api import CheckpointException
 
-from mcore_rl.checkpoint.checkpoint_info import INFO_FILE, write_checkpoint_info
-from mcore_rl.checkpoint.manifest import manifest_of
-from mcore_rl.checkpoint.raw_file import name_folder
+from mcore_rl.checkpoint.files import (
+    INFO_FILE,
+    Checksum,
+    build_manifest,
+    publish_folder,
+    write_checkpoint_info,
+)
 from mcore_rl.checkpoint.storage_location import CONTENT_METADATA
-from mcore_rl.checkpoint.torch_dist import COMMON_FILE, DistReader
+from mcore_rl.checkpoint.torch_dist import DistReader
+from mcore_rl.checkpoint.torch_dist_metadata import COMMON_FILE
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.reshard.boxes import Box
+from mcore_rl.reshard.rules import Box
 
-# How keys begin: of optimizer state (several optimizers may have prefixes of their own), of layers
-# for multi-token prediction, of decoder layers.
+# Prefixes of keys: optimizer state (chained optimizers add another one), multi-token prediction,
+# decoder layers.
 _OPTIMIZER, _MTP, _LAYERS = ("optimizer.", "chained_"), "mtp.", "decoder.layers."
 
-# Of a tensor of a checkpoint: its shape, and whether rows may be missing at the end (vocabulary
-# padding, whose length follows from the layout).
+# By key: shape of a tensor, and whether its last rows may be missing (padding of the vocabulary,
+# which depends on the layout).
 Shapes = dict[str, tuple[tuple[int, ...], bool]]
 
 
 class DistSave:
-    """A checkpoint that is being written, aside, by Megatron's asynchronous strategy.
+    """An asynchronous save by Megatron's strategy. One at a time.
 
-    It has been copied to the host when this has been made. Then writing goes on beside what else
-    the process does, in a thread and in processes that Megatron forks; the folder appears under its
-    name in `finish`. One at a time. Collective over all ranks, as `finish` is.
+    The constructor returns when the state has been copied to the host. A thread, and processes that
+    Megatron forks, then write into a temporary folder, which `finish` renames. Constructor and
+    `finish` are collective over all ranks.
     """
 
     def __init__(
@@ -71,27 +76,27 @@ class DistSave:
         facts: Mapping[str, Any],
         copies: dict[Any, torch.Tensor] | None,
     ) -> None:
-        """Without `copies` it has been written on return.
+        """Start to save.
 
-        `copies` keep what is copied from the host to the host, for the next save to use again:
-        memory that a process touches first is slow. Tensors on a device go to memory that torch
-        keeps.
-
-        `facts` go into the checkpoint info, where checkpoint_info.read_checkpoint_info finds them.
+        Args:
+            facts: Content of the checkpoint info, see files.read_checkpoint_info.
+            copies: Buffers for tensors that are on the host already, reused by the next save: the
+                first write to new memory is slow. Device tensors are copied to memory that torch
+                caches. None: write before returning.
 
         Raises:
             ConfigError: `path` exists.
-            OSError: it cannot be made; the same on every rank.
+            OSError: The folder cannot be created; the same on every rank.
         """
         if path.exists():
             raise ConfigError(f"checkpoint folder {path} already exists; name one that does not")
         self._path, self._facts = path, facts
         self._aside = path.with_name(f".{path.name}.partial")
-        self._reason = ""  # why this rank could not write its part
-        self._files: dict[str, tuple[int, int]] = {}  # that this rank has written
-        _agree(self._make_folder() if dist.get_rank() == 0 else "", path)
-        # Results stay in this process. Megatron would start one for their queue
-        # (filesystem_async.py:51): seconds, and it outlives a rank that is killed.
+        self._reason = ""  # of a failure to write on this rank
+        self._files: dict[str, Checksum] = {}  # written by this rank
+        _raise_from_rank_0(self._create_folder() if dist.get_rank() == 0 else "", path)
+        # Megatron would start a process for the queue of results (filesystem_async.py:51), which
+        # takes seconds and outlives a rank that is killed.
         filesystem_async._results_queue = queue.Queue()
         self._strategy = _ShardedStrategy("torch_dist", 1)
         self._common = _CommonStrategy("torch", 1)
@@ -104,10 +109,10 @@ class DistSave:
             content_metadata=dict(CONTENT_METADATA),
         )
         arguments = list(self._request.async_fn_args)
-        if self._request.preload_fn is not None:  # else this rank has nothing to write
+        if self._request.preload_fn is not None:  # None: this rank has nothing to write
             arguments[1] = self._request.preload_fn()
             if copies is not None:
-                arguments[1] = _copied(arguments[1], self._request.async_fn_args[1], copies)
+                arguments[1] = _copy_to_host(arguments[1], self._request.async_fn_args[1], copies)
         self._thread: threading.Thread | None = None
         if copies is not None:
             self._thread = threading.Thread(target=self._write, args=(arguments,), daemon=True)
@@ -117,39 +122,39 @@ class DistSave:
 
     @property
     def is_written(self) -> bool:
-        """Whether `finish` has nothing to wait for on this rank."""
+        """True when this rank has written its part."""
         return self._thread is None or not self._thread.is_alive()
 
     def finish(self, timeout_s: float | None = None) -> None:
-        """Wait until all is written; the folder then has its name. Collective over all ranks.
+        """Wait until all ranks have written, and rename the folder. Collective over all ranks.
 
         Raises:
-            OSError: it cannot be written; the same on every rank, and nothing is left.
-            RuntimeError: writing takes longer than `timeout_s`.
+            OSError: It cannot be written; the same on every rank. The folder is removed.
+            RuntimeError: Writing takes longer than `timeout_s`.
         """
         if self._thread is not None:
             self._thread.join(timeout_s)
             if self._thread.is_alive():
                 raise RuntimeError(f"{self._path} has not been written in {timeout_s:g} s")
         try:
-            self._request.finalize_fns[0]()  # gathers what was written, and writes .metadata
-        except CheckpointException as error:  # on every rank; only rank 0 is told why
+            self._request.finalize_fns[0]()  # gathers the results and writes .metadata
+        except CheckpointException as error:  # on every rank; only rank 0 has the reasons
             failures = [failure for failure, _ in error.failures.values()]
             self._reason = self._reason or (str(failures[0]) if failures else "")
-        failed = self._reason or self._strategy.reason or self._common.reason
+        reason = self._reason or self._strategy.reason or self._common.reason
         replies: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(replies, (failed, self._files))
-        failed = next((reason for reason, _ in replies if reason), "")
+        dist.all_gather_object(replies, (reason, self._files))
+        reason = next((reason for reason, _ in replies if reason), "")
         if dist.get_rank() == 0:
-            failed = failed or self._publish([files for _, files in replies])
-            if failed:
+            reason = reason or self._publish([files for _, files in replies])
+            if reason:
                 shutil.rmtree(self._aside, ignore_errors=True)
-        _agree(failed, self._path)
+        _raise_from_rank_0(reason, self._path)
 
-    def _make_folder(self) -> str:
-        """Why it cannot be made."""
+    def _create_folder(self) -> str:
+        """Create the temporary folder; return the reason of a failure, or an empty string."""
         try:
-            shutil.rmtree(self._aside, ignore_errors=True)  # what a killed run left
+            shutil.rmtree(self._aside, ignore_errors=True)  # of a killed run
             self._aside.mkdir(parents=True)
         except OSError as error:
             return str(error)
@@ -160,65 +165,65 @@ class DistSave:
             return
         try:
             self._request.async_fn(*arguments)
-            self._files = manifest_of(Path(file) for file, _, _ in arguments[1])
+            self._files = build_manifest(Path(file) for file, _, _ in arguments[1])
         except OSError as error:  # no process can be started, or a file is missing after a fault
             self._reason = str(error)
 
-    def _publish(self, written: Sequence[dict[str, tuple[int, int]]]) -> str:
-        """On rank 0: the last files, and the name. Why it cannot be done."""
+    def _publish(self, written: Sequence[dict[str, Checksum]]) -> str:
+        """Write the last files and rename the folder, on rank 0; return the reason of a failure."""
         try:
             save_config(CheckpointingConfig("torch_dist", 1), str(self._aside))
-            files = {name: sums for part in written for name, sums in part.items()}
-            others = [file for file in self._aside.iterdir() if file.name not in files]
-            write_checkpoint_info(self._aside, self._facts, files | manifest_of(others))
-            # Megatron's writers force the files of tensors onto the disk themselves.
-            name_folder(self._aside, self._path, [*others, self._aside / INFO_FILE])
+            files = {name: checksum for part in written for name, checksum in part.items()}
+            common_files = [file for file in self._aside.iterdir() if file.name not in files]
+            write_checkpoint_info(self._aside, self._facts, files | build_manifest(common_files))
+            # Megatron's writers sync the files of tensors.
+            publish_folder(self._aside, self._path, [*common_files, self._aside / INFO_FILE])
         except OSError as error:
             return str(error)
         return ""
 
 
 class _ShardedStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc]
-    """Keeps why .metadata could not be written: raised on rank 0, others would wait for it."""
+    """Records why .metadata could not be written: an exception on rank 0 would block the others."""
 
     reason = ""
 
     def _get_save_and_finalize_callbacks(self, writer: Any, planned: Any) -> Any:
         finish = writer.finish
 
-        def guarded(metadata: Any, results: Any) -> None:
+        def finish_or_record(metadata: Any, results: Any) -> None:
             try:
                 finish(metadata, results)
             except OSError as error:
                 self.reason = str(error)
 
-        writer.finish = guarded
+        writer.finish = finish_or_record
         return super()._get_save_and_finalize_callbacks(writer, planned)
 
 
 class _CommonStrategy(TorchCommonSaveStrategy):  # type: ignore[misc]
-    """The same for common.pt."""
+    """Records why common.pt could not be written."""
 
     reason = ""
 
     def save_common(self, state: Any, folder: Any) -> None:
         try:
             super().save_common(state, folder)
-        except (OSError, RuntimeError) as error:  # torch's writer raises the latter
+        except (OSError, RuntimeError) as error:  # RuntimeError: of torch's writer
             self.reason = f"{COMMON_FILE}: {str(error).splitlines()[0]}"
 
 
-def _agree(reason: str, path: Path) -> None:
-    """Raise OSError on every rank when rank 0 has a reason. Collective over all ranks."""
+def _raise_from_rank_0(reason: str, path: Path) -> None:
+    """Raise OSError on every rank if rank 0 has a reason. Collective over all ranks."""
     reasons = [reason]
     dist.broadcast_object_list(reasons, src=0)
     if reasons[0]:
         raise OSError(f"{path} cannot be written: {reasons[0]}")
 
 
-def _copied(loaded: Any, originals: Any, copies: dict[Any, torch.Tensor]) -> Any:
-    """`loaded` on the host, with copies of tensors that were there anyway: the model trains on."""
-    result = []
+def _copy_to_host(loaded: Any, originals: Any, copies: dict[Any, torch.Tensor]) -> Any:
+    """Copy tensors that were on the host already, since training continues; return all of them."""
+    buckets = []
     for (file, key, (data, tensors)), (_, _, (_, before)) in zip(loaded, originals, strict=True):
         copied = []
         for (item, tensor), (_, original) in zip(tensors, before, strict=True):
@@ -228,24 +233,24 @@ def _copied(loaded: Any, originals: Any, copies: dict[Any, torch.Tensor]) -> Any
                     copy = copies[item.index] = torch.empty_like(tensor)
                 tensor = copy.copy_(tensor)
             copied.append((item, tensor))
-        result.append((file, key, (data, copied)))
-    return result
+        buckets.append((file, key, (data, copied)))
+    return buckets
 
 
-def is_checkpoint(path: Path) -> bool:
-    """Whether the folder contains a distributed checkpoint of any program."""
+def has_checkpoint(path: Path) -> bool:
+    """Return whether a folder has a distributed checkpoint of any program."""
     return all((path / name).is_file() for name in (".metadata", "metadata.json"))
 
 
-def tensor_shapes(path: Path) -> dict[str, tuple[int, ...]]:
-    """Of every tensor of a checkpoint, whole, by its key."""
+def read_tensor_shapes(path: Path) -> dict[str, tuple[int, ...]]:
+    """Read the shapes of all tensors of a checkpoint, by key."""
     return {key: tensor.shape for key, tensor in DistReader(path).tensors.items()}
 
 
 def are_layers_stacked(keys: Iterable[str]) -> bool:
-    """Whether a checkpoint with these keys has one tensor for all decoder layers.
+    """Return whether a checkpoint with these keys stacks all decoder layers in one tensor.
 
-    Which it is follows from settings of the run that saved it (transformer_block.py:822).
+    It depends on settings of the run that saved it (transformer_block.py:822).
     """
     return any(
         key.startswith(_LAYERS) and not key.removeprefix(_LAYERS).split(".")[0].isdigit()
@@ -254,16 +259,15 @@ def are_layers_stacked(keys: Iterable[str]) -> bool:
 
 
 def load(state: ShardedStateDict, path: Path) -> dict[str, Any]:
-    """Read the checkpoint's contents into the shards that `state` asks for. Collective over ranks.
+    """Load a checkpoint into the shards of `state`. Collective over all ranks.
 
-    Megatron and torch get tensors and plain data that DistReader has read. They open none of the
-    files: torch runs pickles (distributed/checkpoint/filesystem.py, `read_metadata`, and
-    default_planner.py, `load_bytes`).
+    DistReader reads tensors and plain data for Megatron and torch, which open no file: torch runs
+    pickles (distributed/checkpoint/filesystem.py, `read_metadata`, and default_planner.py,
+    `load_bytes`).
 
     Raises:
-        ConfigError: the checkpoint is of another model or cannot be read, or not without running
-            code from it. The same on every rank; unless a tensor is damaged, before any of the
-            tensors of `state` is written to.
+        ConfigError: The checkpoint is of another model, cannot be read, or would run code. The same
+            on every rank. No tensor of `state` has changed, unless a stored tensor is damaged.
     """
     entries = list(nested_values(load_preprocess(state)[0]))
     keys = {entry.unique_key for entry in entries if isinstance(entry, ShardedObject)}
@@ -278,14 +282,14 @@ def load(state: ShardedStateDict, path: Path) -> dict[str, Any]:
     except ConfigError as error:
         reason = str(error)
     replies: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(replies, (_requested(entries), reason))
+    dist.all_gather_object(replies, (_list_shapes(entries), reason))
     wanted: Shapes = {}
-    for request, unsafe in replies:
-        if unsafe:
-            raise ConfigError(unsafe)
-        wanted |= request
+    for shapes, failure in replies:
+        if failure:
+            raise ConfigError(failure)
+        wanted |= shapes
     stored = {key: tensor.shape for key, tensor in reader.tensors.items()}
-    if problems := differences(stored, wanted):
+    if problems := find_differences(stored, wanted):
         more = f"; {len(problems) - 1} more differ" if len(problems) > 1 else ""
         raise ConfigError(f"{path} is a checkpoint of another model: {problems[0]}{more}")
     try:
@@ -294,13 +298,13 @@ def load(state: ShardedStateDict, path: Path) -> dict[str, Any]:
         )
     except ConfigError:
         raise
-    except (CheckpointingException, ValueError) as error:  # the latter of contents that collide
+    except (CheckpointingException, ValueError) as error:  # ValueError: contents that collide
         raise ConfigError(f"{path} cannot be read: {str(error).splitlines()[0]}") from error
     return loaded
 
 
 class _LoadShards(TorchDistLoadShardedStrategy):  # type: ignore[misc]
-    """Fill shards through DistReader, and hand out objects that it has loaded."""
+    """Loads shards by DistReader, and returns objects that it has loaded."""
 
     def __init__(self, reader: DistReader, objects: Mapping[str, Any]) -> None:
         super().__init__()
@@ -308,10 +312,10 @@ class _LoadShards(TorchDistLoadShardedStrategy):  # type: ignore[misc]
         self._objects = {key: iter(values) for key, values in objects.items()}
 
     def load(self, state: ShardedStateDict, path: Any) -> Any:
-        """Return `state` with tensors and objects in place of shards. Collective over ranks.
+        """Return `state` with tensors and objects in place of shards. Collective over all ranks.
 
         Raises:
-            ConfigError: one cannot be read; the same on every rank.
+            ConfigError: A shard cannot be read; the same on every rank.
         """
         reason = ""
         try:
@@ -338,7 +342,7 @@ class _LoadShards(TorchDistLoadShardedStrategy):  # type: ignore[misc]
         data = shard.data = shard.data.detach()
         stored, stacked = self._reader.tensors[shard.key], shard.prepend_axis_num
         sizes = (1,) * stacked + tuple(shard.local_shape)
-        if shard.allow_shape_mismatch:  # rows of padding that are not stored are zero
+        if shard.allow_shape_mismatch:  # padding rows that are not stored are zero
             data.zero_()
             bounds = zip(shard.global_offset, sizes, stored.shape, strict=True)
             sizes = tuple(max(0, min(start + n, end) - start) for start, n, end in bounds)
@@ -353,7 +357,7 @@ class _LoadShards(TorchDistLoadShardedStrategy):  # type: ignore[misc]
 
 
 class _LoadCommon(TorchCommonLoadStrategy):  # type: ignore[misc]
-    """Hand out the contents of common.pt that DistReader has loaded."""
+    """Returns the contents of common.pt that DistReader has loaded."""
 
     def __init__(self, common: dict[str, Any]) -> None:
         self._common = common
@@ -362,28 +366,28 @@ class _LoadCommon(TorchCommonLoadStrategy):  # type: ignore[misc]
         return self._common
 
 
-def differences(stored: Mapping[str, tuple[int, ...]], wanted: Shapes) -> list[str]:
-    """What of the `wanted` tensors of all ranks is not in a checkpoint, and the other way round.
+def find_differences(stored: Mapping[str, tuple[int, ...]], wanted: Shapes) -> list[str]:
+    """List the differences between the tensors of a checkpoint and those `wanted` by all ranks.
 
-    Optimizer state that is not wanted is ignored: an engine for inference reads the model. So
-    are layers for multi-token prediction where the model has none: it is not trained to predict.
+    Optimizer state that is not wanted is ignored: an inference engine loads the model only. So are
+    layers for multi-token prediction of a model without them.
     """
-    found = [f"it has no {key}" for key in sorted(wanted.keys() - stored.keys())]
-    predicts = any(key.startswith(_MTP) for key in wanted)
-    left_alone = _OPTIMIZER if predicts else (*_OPTIMIZER, _MTP)
-    unused = (key for key in stored.keys() - wanted.keys() if not key.startswith(left_alone))
-    found += [f"the model has no {key}" for key in sorted(unused)]
+    problems = [f"it has no {key}" for key in sorted(wanted.keys() - stored.keys())]
+    has_mtp = any(key.startswith(_MTP) for key in wanted)
+    ignored = _OPTIMIZER if has_mtp else (*_OPTIMIZER, _MTP)
+    unused = (key for key in stored.keys() - wanted.keys() if not key.startswith(ignored))
+    problems += [f"the model has no {key}" for key in sorted(unused)]
     for key in sorted(wanted.keys() & stored.keys()):
         shape, padded = wanted[key]
         first = 1 if padded else 0
         if len(shape) != len(stored[key]) or shape[first:] != stored[key][first:]:
-            found.append(f"{key} has shape {stored[key]} there and {shape} here")
-    return found
+            problems.append(f"{key} has shape {stored[key]} there and {shape} here")
+    return problems
 
 
-def _requested(asked: Iterable[Any]) -> Shapes:
+def _list_shapes(entries: Iterable[Any]) -> Shapes:
     return {
         tensor.key: (tuple(tensor.global_shape), bool(tensor.allow_shape_mismatch))
-        for tensor in asked
+        for tensor in entries
         if isinstance(tensor, ShardedTensor)
     }

@@ -1,4 +1,4 @@
-"""Buckets through shared memory and a socket, between a sender and a receiver in two threads."""
+"""Buckets through shared memory and a socket, between two threads; strangers and broken peers."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,18 +19,24 @@ import pytest
 import torch
 
 from mcore_rl.config.errors import ConfigError
+from mcore_rl.parallel import network
 from mcore_rl.reshard.buckets import Message, Part, ReceiveSlot
 from mcore_rl.reshard.executor import Bucket
 from mcore_rl.reshard.ops import compute_checksums
-from mcore_rl.weight_sync.colocated import ShardEndpoint, ShardSender, receive_shards
-from mcore_rl.weight_sync.connection import StreamError
 from mcore_rl.weight_sync.shared_memory import (
+    Connection,
+    ShardEndpoint,
+    ShardSender,
     SharedBuckets,
+    admit_receiver,
     check_allocator,
-    shared_buckets,
-    site_of,
+    create_shared_buckets,
+    get_memory_domain,
+    greet_sender,
+    receive_shards,
 )
-from mcore_rl.weight_sync.transport import WeightUpdate
+from mcore_rl.weight_sync.transport import StreamError, WeightUpdate
+from tests import attacks
 from tests.fakes import FakeEvent, FakeGpu, FakeStream, replace_torch_cuda
 
 CPU = torch.device("cpu")
@@ -57,8 +64,8 @@ def buckets(memory: SharedBuckets, count: int) -> Iterator[Bucket]:
         yield Bucket(index, *bucket)
 
 
-def in_shared_memory() -> set[str]:
-    """The files there that this process maps: others make some all the time."""
+def list_shared_memory_maps() -> set[str]:
+    """Return the files in /dev/shm that this process maps."""
     lines = Path("/proc/self/maps").read_text().splitlines()
     return {line.split(None, 5)[5] for line in lines if " /dev/shm/" in line}
 
@@ -74,7 +81,7 @@ class Sending:
         memory: SharedBuckets | None = None,
     ) -> None:
         self.sender = ShardSender(generation_rank=3, timeout_s=5)
-        self.memory = memory or shared_buckets(CPU)
+        self.memory = memory or create_shared_buckets(CPU)
         self.taken, self.mapped = 0, set[str]()
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, args=(source, count, update))
@@ -84,7 +91,7 @@ class Sending:
         def counted() -> Iterator[Bucket]:
             for bucket in source(self.memory, count):
                 self.taken += 1
-                self.mapped |= in_shared_memory()
+                self.mapped |= list_shared_memory_maps()
                 yield bucket
 
         try:
@@ -99,31 +106,31 @@ class Sending:
         return self._error
 
 
-def received(
+def receive_all(
     endpoint: ShardEndpoint, update: WeightUpdate = VERSION_7
 ) -> list[list[tuple[Any, ...]]]:
     with contextlib.closing(receive_shards(endpoint, update, CPU)) as arriving:
         return [
-            [(p.target, p.offset, p.data.clone(), p.source_rank, p.checksum) for p in pieces]
-            for pieces in arriving
+            [(p.target, p.offset, p.data.clone(), p.source_rank, p.checksum) for p in slices]
+            for slices in arriving
         ]
 
 
 @pytest.mark.parametrize("count", [0, 1, 2, 7])
 def test_every_box_arrives_in_its_dtype_with_its_checksum(count):
-    before = in_shared_memory()
+    before = list_shared_memory_maps()
     sending = Sending(count)
-    found = received(sending.sender.endpoint)
+    updates = receive_all(sending.sender.endpoint)
     assert sending.outcome() is None
-    assert len(found) == count
-    for index, pieces in enumerate(found):
-        for rank, (target, offset, data, source_rank, checksum) in enumerate(pieces):
+    assert len(updates) == count
+    for index, slices in enumerate(updates):
+        for rank, (target, offset, data, source_rank, checksum) in enumerate(slices):
             wanted = matrix(index).to((torch.float32, torch.bfloat16)[rank])
             assert (target, offset, source_rank) == (f"w{rank}", (index, 0), rank)
             assert data.dtype == wanted.dtype
             assert torch.equal(data, wanted)
             assert [checksum] == compute_checksums([(wanted, wanted.dtype)]).tolist()
-    assert sending.mapped | in_shared_memory() <= before
+    assert sending.mapped | list_shared_memory_maps() <= before
 
 
 def test_descriptors_are_closed():
@@ -131,7 +138,7 @@ def test_descriptors_are_closed():
     for _ in range(2):  # the second time, nothing is opened for the first time
         before = len(os.listdir("/proc/self/fd"))
         sending = Sending(3)
-        received(sending.sender.endpoint)
+        receive_all(sending.sender.endpoint)
         assert sending.outcome() is None
     assert len(os.listdir("/proc/self/fd")) == before
 
@@ -140,27 +147,27 @@ def test_who_shows_no_token_or_wants_another_version_gets_nothing():
     sending = Sending(1)
     endpoint = sending.sender.endpoint
     with pytest.raises(StreamError, match="refused: wrong token"):
-        received(replace(endpoint, token="guess"))
+        receive_all(replace(endpoint, token="guess"))
     with pytest.raises(StreamError, match="this sends version 7, not 8"):
-        received(endpoint, WeightUpdate(8))
-    assert len(received(endpoint)) == 1
+        receive_all(endpoint, WeightUpdate(8))
+    assert len(receive_all(endpoint)) == 1
     assert sending.outcome() is None
     assert endpoint.token not in repr(endpoint)
 
 
-def test_who_does_not_know_the_format_gets_nothing_and_is_told_its_name():
+def test_a_receiver_that_does_not_know_the_format_is_refused_with_its_name():
     update = WeightUpdate(7)
     object.__setattr__(update, "format", "delta")  # as a newer sender makes it
     sending = Sending(1, update=update)
     endpoint = sending.sender.endpoint
     with pytest.raises(StreamError, match="refused: this sends format delta, not dense"):
-        received(endpoint)
-    assert len(received(endpoint, update)) == 1
+        receive_all(endpoint)
+    assert len(receive_all(endpoint, update)) == 1
     assert sending.outcome() is None
 
 
 def test_a_receiver_that_stops_is_an_error_after_all_buckets_were_taken():
-    """The other ranks' exchanges wait for this one's."""
+    """Consume all buckets: the exchanges of other ranks wait for them."""
     sending = Sending(5)
     arriving = receive_shards(sending.sender.endpoint, VERSION_7, CPU)
     next(arriving)
@@ -171,29 +178,29 @@ def test_a_receiver_that_stops_is_an_error_after_all_buckets_were_taken():
     assert sending.taken == 5
 
 
-def test_an_exchange_that_fails_is_told_to_the_receiver():
+def test_the_failure_of_an_exchange_reaches_the_receiver():
     def failing(memory: SharedBuckets, count: int) -> Iterator[Bucket]:
         yield from buckets(memory, count)
         raise RuntimeError("rank 1 is gone")
 
     sending = Sending(2, source=failing)
     with pytest.raises(StreamError, match=r"broke off after 2 buckets: .*rank 1 is gone"):
-        received(sending.sender.endpoint)
+        receive_all(sending.sender.endpoint)
     assert str(sending.outcome()) == "rank 1 is gone"
 
 
 def test_a_receiver_that_does_not_come_and_a_sender_that_is_not_there():
     sender = ShardSender(generation_rank=3, timeout_s=0.1)
     with pytest.raises(StreamError, match="generation rank 3 did not come within"):
-        sender.send(iter(()), shared_buckets(CPU), WeightUpdate(1))
+        sender.send(iter(()), create_shared_buckets(CPU), WeightUpdate(1))
     sender.close()
     with pytest.raises(StreamError, match="cannot reach the trainer on this device"):
-        received(sender.endpoint)
+        receive_all(sender.endpoint)
 
 
 def test_a_receiver_that_is_known_to_be_dead_is_not_waited_for_and_all_buckets_are_taken():
-    """Else the ranks that this one exchanges with would wait for it."""
-    sender, memory = ShardSender(3, 60, is_lost=lambda: True), shared_buckets(CPU)
+    """Consume all buckets: otherwise the peers of this rank would wait for it."""
+    sender, memory = ShardSender(3, 60, is_lost=lambda: True), create_shared_buckets(CPU)
     exchange, begun = buckets(memory, 3), time.monotonic()
     with pytest.raises(StreamError, match="generation rank 3 did not come: a server has died"):
         sender.send(exchange, memory, WeightUpdate(1))
@@ -203,17 +210,17 @@ def test_a_receiver_that_is_known_to_be_dead_is_not_waited_for_and_all_buckets_a
 
 
 def test_a_connection_that_says_nothing_does_not_block_the_receiver(monkeypatch):
-    monkeypatch.setattr("mcore_rl.parallel.handshake.TIMEOUT_S", 1.0)
+    monkeypatch.setattr("mcore_rl.parallel.network.HANDSHAKE_TIMEOUT_S", 1.0)
     sending = Sending(1)
     with socket.socket(socket.AF_UNIX) as silent:
         silent.connect(f"\0{sending.sender.endpoint.name}")
-        assert len(received(sending.sender.endpoint)) == 1
+        assert len(receive_all(sending.sender.endpoint)) == 1
     assert sending.outcome() is None
 
 
 def test_processes_of_a_host_share_a_site():
-    assert site_of(CPU) == site_of(CPU)
-    assert "network" in site_of(CPU)
+    assert get_memory_domain(CPU) == get_memory_domain(CPU)
+    assert "network" in get_memory_domain(CPU)
 
 
 @pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
@@ -222,21 +229,21 @@ def test_gpu_memory_that_no_other_process_can_map_is_refused(monkeypatch, name):
     check_allocator()
     monkeypatch.setenv(name, "max_split_size_mb:64, expandable_segments: True")
     with pytest.raises(ConfigError, match=f"^{name}='max_split.*expandable segments cannot be sh"):
-        shared_buckets(torch.device("cuda", 0))
+        create_shared_buckets(torch.device("cuda", 0))
 
 
 class BucketsOfGpu:
     """Memory of a GPU's buckets, but that any process maps it: it waits as the real one does."""
 
     def __init__(self, gpu: FakeGpu) -> None:
-        files = shared_buckets(CPU)
+        files = create_shared_buckets(CPU)
         self.allocate, self.describe, self.close = files.allocate, files.describe, files.close
         self.descriptors = files.descriptors
-        self.finish_writes = shared_buckets(gpu.device).finish_writes
+        self.finish_writes = create_shared_buckets(gpu.device).finish_writes
 
 
-def buckets_of_gpu(gpu: FakeGpu) -> Callable[[SharedBuckets, int], Iterator[Bucket]]:
-    """Buckets whose writes are in the GPU's current stream, while the next one's transfers run."""
+def write_gpu_buckets(gpu: FakeGpu) -> Callable[[SharedBuckets, int], Iterator[Bucket]]:
+    """Write buckets in the GPU's current stream, while the transfers of the next one run."""
 
     def write(memory: SharedBuckets, count: int) -> Iterator[Bucket]:
         for bucket in buckets(memory, count):
@@ -255,12 +262,12 @@ def test_a_bucket_is_announced_after_one_event_behind_its_writes(monkeypatch, co
     gpus = [FakeGpu(0), FakeGpu(1)]
     replace_torch_cuda(monkeypatch, gpus)
     gpu = gpus[index]
-    sending = Sending(count, buckets_of_gpu(gpu), memory=BucketsOfGpu(gpu))
+    sending = Sending(count, write_gpu_buckets(gpu), memory=BucketsOfGpu(gpu))
     with contextlib.closing(receive_shards(sending.sender.endpoint, VERSION_7, CPU)) as arriving:
-        for number, pieces in enumerate(arriving):  # the sender waits for each to be placed
+        for number, slices in enumerate(arriving):  # the sender waits for each to be placed
             assert gpu.num_event_waits == number + 1
             assert not gpu.current.pending
-            assert torch.equal(pieces[0].data, matrix(number))
+            assert torch.equal(slices[0].data, matrix(number))
             assert len(gpu.side.pending) == number + 1
     assert sending.outcome() is None
     assert gpu.num_event_waits == count
@@ -271,8 +278,8 @@ def test_a_bucket_is_announced_after_one_event_behind_its_writes(monkeypatch, co
 def test_no_event_is_waited_for_without_a_bucket(monkeypatch):
     gpu = FakeGpu(0)
     replace_torch_cuda(monkeypatch, [gpu])
-    sending = Sending(0, buckets_of_gpu(gpu), memory=BucketsOfGpu(gpu))
-    assert received(sending.sender.endpoint) == []
+    sending = Sending(0, write_gpu_buckets(gpu), memory=BucketsOfGpu(gpu))
+    assert receive_all(sending.sender.endpoint) == []
     assert sending.outcome() is None
     assert gpu.num_event_waits == gpu.num_device_waits == 0
 
@@ -288,3 +295,117 @@ def test_no_event_is_waited_for_without_a_bucket(monkeypatch):
 )
 def test_a_fake_gpu_is_called_as_a_real_one(real, fake):
     assert [*inspect.signature(real).parameters][1:] == [*inspect.signature(fake).parameters][1:]
+
+
+TOKEN = "of this update"
+UPDATE = {"version": 7, "format": "dense"}
+
+
+@pytest.fixture
+def pool() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(2) as pool:
+        yield pool
+
+
+@pytest.fixture
+def listener() -> Iterator[socket.socket]:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.settimeout(20)
+        yield listener
+
+
+@pytest.fixture
+def admitting(listener, pool) -> Callable[[], Future[bool]]:
+    """The sender's side for the next connection."""
+
+    def admit_next() -> bool:
+        connection = Connection(listener.accept()[0], "receiver")
+        is_admitted = admit_receiver(connection, TOKEN, UPDATE, 20.0)
+        connection.close()
+        return is_admitted
+
+    return lambda: pool.submit(admit_next)
+
+
+def receiver(listener: socket.socket) -> Connection:
+    return Connection(socket.create_connection(listener.getsockname(), 20), "sender")
+
+
+@pytest.mark.parametrize("what", attacks.SENDERS)
+def test_a_stranger_is_not_admitted_and_learns_nothing(listener, admitting, what):
+    outcome = admitting()
+    assert len(attacks.send(listener.getsockname(), what)) <= attacks.SAID_AT_MOST
+    assert outcome.result() is False
+
+
+def test_a_wrong_token_is_refused_as_such(listener, admitting):
+    outcome = admitting()
+    with pytest.raises(StreamError, match=r"^sender refused: wrong token$"):
+        greet_sender(receiver(listener), "a guess", UPDATE)
+    assert outcome.result() is False
+
+
+def test_one_deadline_is_for_the_whole_handshake(listener, admitting, monkeypatch):
+    monkeypatch.setattr(network, "HANDSHAKE_TIMEOUT_S", 0.5)
+    outcome = admitting()
+    # Its last byte would come after 25 seconds.
+    assert 0.3 < attacks.drip(listener.getsockname(), pause_s=0.4, patience_s=30.0) < 15
+    assert outcome.result() is False
+
+
+def test_who_has_the_token_has_no_more_time(listener, admitting, monkeypatch):
+    monkeypatch.setattr(network, "HANDSHAKE_TIMEOUT_S", 0.5)
+    outcome = admitting()
+    slow = receiver(listener)
+    network.prove_token(slow.sock, TOKEN, time.monotonic() + 20)
+    with pytest.raises(StreamError, match="refused: receiver was not done in time"):
+        for byte in attacks.framed(b'{"kind": "hello", "version": 7}')[:-1]:
+            slow.sock.sendall(bytes([byte]))
+            time.sleep(0.1)
+            if outcome.done():
+                slow.read_expected("welcome", "waiting")
+    assert outcome.result() is False
+
+
+@pytest.mark.parametrize(
+    ("sent", "message"),
+    [
+        (attacks.framed(b'{"kind": "\xff"}'), "a header of peer is not valid JSON: 'utf-8' codec"),
+        (attacks.framed(b"[" * 60_000 + b"]" * 60_000), "a header of peer .* nested too deep"),
+        (b"\xff\xff\xff\xff", "peer: a header of 4294967295 bytes is not part of this protocol"),
+        (attacks.framed(b'{"kind": ' + b"9" * 5000 + b"}"), "a header of peer is not valid JSON"),
+        (attacks.framed(b"[1]"), "a header of peer is a JSON list, not an object"),
+        (attacks.framed(b'{"version": 1}'), "peer: not a header of this protocol"),
+    ],
+)
+def test_a_header_that_cannot_be_read_is_a_stream_error(sent, message):
+    """Refuse it also from a peer that has the token."""
+    reader, writer = socket.socketpair()
+    with reader, writer:
+        writer.sendall(sent)
+        with pytest.raises(StreamError, match=f"^{message}"):
+            Connection(reader, "peer").read_header("reading")
+
+
+def test_a_receiver_of_this_version_is_admitted(listener, admitting):
+    outcome = admitting()
+    greet_sender(receiver(listener), TOKEN, UPDATE)
+    assert outcome.result() is True
+
+
+@pytest.mark.parametrize(
+    ("wanted", "message"),
+    [
+        (UPDATE | {"version": 6}, "this sends version 7, not 6"),
+        (UPDATE | {"format": "sparse"}, "this sends format dense, not sparse"),
+        ({"format": "dense"}, "this sends version 7, not None"),
+        ({}, "this sends version 7, not None"),
+    ],
+)
+def test_a_receiver_that_wants_another_update_or_says_none_is_refused(
+    listener, admitting, wanted, message
+):
+    outcome = admitting()
+    with pytest.raises(StreamError, match=f"^sender refused: {message}$"):
+        greet_sender(receiver(listener), TOKEN, wanted)
+    assert outcome.result() is False

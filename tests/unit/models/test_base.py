@@ -1,4 +1,4 @@
-"""Fields of config.json are of the kinds that families read, before a family reads them."""
+"""The fields of config.json are checked before a family reads them."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.models.base import read_config
-from mcore_rl.models.fields import check_fields
+from mcore_rl.models.base import check_fields, read_config
 
 PUBLISHED = sorted((Path(__file__).parent / "published").glob("*.json"))
 
@@ -58,7 +57,7 @@ def test_published_configs_pass(path):
         ),
     ],
 )
-def test_a_field_of_another_kind_is_named(config, message):
+def test_a_field_of_the_wrong_type_or_range_is_named(config, message):
     with pytest.raises(ConfigError, match=f"config.json: {message}"):
         check_fields(config)
 
