@@ -1,4 +1,4 @@
-"""What mcore-rl sft, dpo and rm have in common: jobs/train.py with other settings."""
+"""What mcore-rl sft, dpo and rm have in common: jobs/supervised.py with other settings."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ def command(name: str) -> JobCommand:
 
 
 def _dry_run(config: TrainConfig, options: argparse.Namespace) -> None:
-    from mcore_rl.jobs.train_dry_run import dry_run
+    from mcore_rl.jobs.dry_run import dry_run_supervised
 
-    dry_run(config)
+    dry_run_supervised(config)
 
 
 def _run(config: TrainConfig) -> None:
     with starting():
-        from mcore_rl.jobs import train  # torch and Ray: bad settings should not wait for that
+        from mcore_rl.jobs import supervised  # torch and Ray: bad settings should not wait for that
 
-    train.run(config)
+    supervised.run(config)

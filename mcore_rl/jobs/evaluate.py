@@ -22,10 +22,11 @@ from mcore_rl.data.batch import Batch
 from mcore_rl.data.datasets import PromptDataset
 from mcore_rl.data.prompt_batches import held_out_batch
 from mcore_rl.data.tokenizer import check_tokenizer_matches, load_tokenizer
-from mcore_rl.jobs.dry_run import say, show
+from mcore_rl.jobs.dry_run import print_lines, print_role
 from mcore_rl.jobs.eval_report import SetSamples, metrics_of, print_table
 from mcore_rl.jobs.eval_resume import SAMPLES, check_content, done_before, settings_of
 from mcore_rl.jobs.failure import RunFailed, summarize_failure
+from mcore_rl.jobs.memory_plan import plan_roles
 from mcore_rl.jobs.output import (
     STARTED,
     SUMMARY,
@@ -39,7 +40,6 @@ from mcore_rl.jobs.output import (
 from mcore_rl.jobs.placement import Pools, detect_lane, get_device_resource, list_rank_nodes
 from mcore_rl.jobs.preflight import check_model, load_prompt_files
 from mcore_rl.jobs.rl import server_pool
-from mcore_rl.jobs.roles import roles
 from mcore_rl.jobs.run_folder import chat_date_of, model_folder
 from mcore_rl.jobs.session import session
 from mcore_rl.models.base import get_field, read_config
@@ -151,16 +151,16 @@ def dry_run(config: EvalConfig, console: Console | None = None) -> None:
         if not refusal:
             _done_before(inputs, folder)
     n = config.rollout.n
-    say(console, f"model: {inputs.run.model.path}")
+    print_lines(console, f"model: {inputs.run.model.path}")
     for name in inputs.sets:
         prompts = inputs.num_prompts(name)
-        say(console, f"data.sets.{name}: {prompts} prompts, {prompts * n} responses")
-    *_, servers = roles(inputs.run, read_config(inputs.run.model.path))
-    show(servers, console)
-    say(console, "", f"pass@k for k = {', '.join(map(str, config.ks))}")
+        print_lines(console, f"data.sets.{name}: {prompts} prompts, {prompts * n} responses")
+    *_, servers = plan_roles(inputs.run, read_config(inputs.run.model.path))
+    print_role(servers, console)
+    print_lines(console, "", f"pass@k for k = {', '.join(map(str, config.ks))}")
     _tell_of_votes(inputs)
     end = "sizes are of one rank, without what libraries take; nothing was started"
-    say(console, end, *refusal)
+    print_lines(console, end, *refusal)
 
 
 def _check(config: EvalConfig) -> _Inputs:

@@ -18,7 +18,10 @@ from mcore_rl.config.schema import EngineConfig, Layout, RLConfig, RolloutConfig
 from mcore_rl.controller import torchrun
 from mcore_rl.controller.pool import ResourcePool, has_gpus
 from mcore_rl.controller.worker_group import WorkerGroup
+from mcore_rl.data.routed_experts import ExpertLayers
 from mcore_rl.engine import lane
+from mcore_rl.models.base import get_family, list_moe_layers, read_config
+from mcore_rl.parallel.mesh import split_into_chunks
 from mcore_rl.rollout.server_pool import ServerPool
 
 CPU_RESOURCE = "rank"  # the Ray resource that stands for a device on the CPU lane
@@ -155,6 +158,21 @@ def detect_lane() -> str:
 def get_device_resource() -> str:
     """Return Ray's name of a device."""
     return "GPU" if detect_lane() == "cuda" else CPU_RESOURCE
+
+
+def list_replayed_experts(config: RLConfig) -> ExpertLayers | None:
+    """Return the MoE layers of each pipeline rank if the actor replays the servers' routing.
+
+    Reads config.json in config.model.path.
+    """
+    if config.actor.moe.router_replay != "rollout":
+        return None
+    model = read_config(config.model.path)
+    fields, moe_layers = get_family(model).config_map(model), list_moe_layers(model)
+    stages: list[list[int]] = [[] for _ in range(config.actor.layout.pp)]
+    for chunk in split_into_chunks(config.actor.layout, fields["num_layers"]):
+        stages[chunk.pp_rank] += [layer for layer in chunk.layers if layer in moe_layers]
+    return ExpertLayers(tuple(map(tuple, stages)), fields["moe_router_topk"])
 
 
 class Pools:

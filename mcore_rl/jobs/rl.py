@@ -49,6 +49,7 @@ from mcore_rl.jobs.placement import (
     get_served_models,
     list_engine_roles,
     list_rank_nodes,
+    list_replayed_experts,
 )
 from mcore_rl.jobs.preflight import Inputs, check_inputs, has_experts
 from mcore_rl.jobs.resume import (
@@ -59,7 +60,6 @@ from mcore_rl.jobs.resume import (
     ended_after,
     prepare,
 )
-from mcore_rl.jobs.roles import expert_layers
 from mcore_rl.jobs.session import session
 from mcore_rl.observability.console import show_line, waiting
 from mcore_rl.observability.memory import PeakMemory
@@ -414,7 +414,7 @@ def server_pool(config: RLConfig, pools: Pools) -> Iterator[ServerPool]:
         can_sleep=servers_sleep(config.placement, list_engine_roles(config)),
         gpu_ids=pools.gpu_ids("rollout"),
         models=get_served_models(config),
-        experts=expert_layers(config),
+        experts=list_replayed_experts(config),
     )
     num_servers, nodes = config.rollout.num_servers, config.rollout.nodes_per_server
     wanted = functools.partial(read_wanted_servers, Path(config.output_dir), num_servers)

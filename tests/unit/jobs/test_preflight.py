@@ -17,8 +17,8 @@ from mcore_rl.data.examples import ExampleFiles
 from mcore_rl.data.routed_experts import ExpertLayers
 from mcore_rl.data.tasks import tiny_model
 from mcore_rl.jobs import preflight
+from mcore_rl.jobs.placement import list_replayed_experts
 from mcore_rl.jobs.preflight import _check_choices, check_inputs, check_layouts, load_prompt_files
-from mcore_rl.jobs.roles import expert_layers
 from mcore_rl.jobs.supervised_preflight import _check_train_rows
 from mcore_rl.rewards.base import parts_of, rewards
 from tests.unit.agents.families import tokenizer_of
@@ -130,11 +130,11 @@ def test_each_pipeline_rank_replays_its_own_layers_with_experts(tmp_path: Path):
     """GLM-4.5 has one dense layer and 91 with experts, of which a token takes 8."""
     config = published(tmp_path, "GLM-4.5", num_hidden_layers=8, first_k_dense_replace=3)
     config.actor.layout = Layout(pp=2, vpp=2)
-    assert expert_layers(config) == ExpertLayers(stages=((4, 5), (3, 6, 7)), topk=8)
+    assert list_replayed_experts(config) == ExpertLayers(stages=((4, 5), (3, 6, 7)), topk=8)
     config.actor.layout = Layout(pp=2, first_stage_layers=2)
-    assert expert_layers(config) == ExpertLayers(stages=((), (3, 4, 5, 6, 7)), topk=8)
+    assert list_replayed_experts(config) == ExpertLayers(stages=((), (3, 4, 5, 6, 7)), topk=8)
     config.actor.moe.router_replay = "record"
-    assert expert_layers(config) is None
+    assert list_replayed_experts(config) is None
 
 
 @pytest.mark.parametrize("role", ["human", "developer", "function"])
