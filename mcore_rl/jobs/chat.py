@@ -20,7 +20,7 @@ from mcore_rl.data.tokenizer import check_tokenizer_matches, load_tokenizer
 from mcore_rl.engine.lane import lane
 from mcore_rl.inference.protocol import Generator, SamplingParams
 from mcore_rl.inference.vllm.server import VLLMServer
-from mcore_rl.jobs.run_folder import chat_date_of, model_folder
+from mcore_rl.jobs.output import find_model_folder, read_chat_date
 from mcore_rl.models.base import get_field as field_of
 from mcore_rl.models.base import read_config
 from mcore_rl.observability.console import waiting
@@ -107,8 +107,8 @@ def run(settings: ChatSettings) -> None:
         ConfigError: a setting or the model is wrong.
         TimeoutError: the server has not started in time.
     """
-    path = str(model_folder(settings.model, "DIR"))
-    tokenizer = load_tokenizer(path, chat_date_of(settings.model))
+    path = str(find_model_folder(settings.model, "DIR"))
+    tokenizer = load_tokenizer(path, read_chat_date(settings.model))
     found = read_config(path)
     check_tokenizer_matches(tokenizer, field_of(found, "vocab_size"))
     if not tokenizer.is_fast:

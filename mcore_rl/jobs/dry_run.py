@@ -16,6 +16,7 @@ from mcore_rl.config.resolve import for_lane, resolve, takes_turns
 from mcore_rl.config.resolve_train import resolve_train
 from mcore_rl.config.schema import Layout, RLConfig
 from mcore_rl.config.train_schema import TrainConfig
+from mcore_rl.jobs.disk_space import compute_weight_bytes
 from mcore_rl.jobs.memory_plan import (
     ITEMSIZES,
     MemoryPhase,
@@ -41,7 +42,6 @@ from mcore_rl.jobs.preflight import (
     list_unset_data,
 )
 from mcore_rl.jobs.resume import checkpoint_to_resume, prepare
-from mcore_rl.jobs.room import weight_bytes
 from mcore_rl.jobs.supervised_preflight import (
     check_train_inputs,
     describe_inputs,
@@ -192,7 +192,7 @@ def _describe_cluster(
         )
     method = config.weight_sync.method
     if method == "full_export":
-        size, servers = weight_bytes(config) / 1e9, config.rollout.num_servers
+        size, servers = compute_weight_bytes(config) / 1e9, config.rollout.num_servers
         text = f"{size:,.1f} GB into output_dir, read by {_format_count(servers, 'server')}"
     else:
         traffic = compute_sync_traffic(config, model, gpus_per_node)

@@ -31,16 +31,17 @@ from mcore_rl.jobs.output import (
     STARTED,
     SUMMARY,
     TRACES,
-    exclusive_run_dir,
+    find_model_folder,
+    get_log_dir,
     inspect_run_dir,
-    job_scope,
-    log_dir,
+    lock_run_dir,
+    open_job_scope,
+    read_chat_date,
     write_json,
 )
 from mcore_rl.jobs.placement import Pools, detect_lane, get_device_resource, list_rank_nodes
 from mcore_rl.jobs.preflight import check_model, load_prompt_files
 from mcore_rl.jobs.rl import server_pool
-from mcore_rl.jobs.run_folder import chat_date_of, model_folder
 from mcore_rl.jobs.session import session
 from mcore_rl.models.base import get_field, read_config
 from mcore_rl.observability.activity import ACTIVITY
@@ -84,17 +85,17 @@ def run(config: EvalConfig) -> None:
     started = began()
     resolve_eval(config)
     with (
-        exclusive_run_dir(config.output_dir, config.resume, check_content) as claim,
-        job_scope(claim.folder, claim.lock) as scratch,
+        lock_run_dir(config.output_dir, config.resume, check_content) as run_lock,
+        open_job_scope(run_lock) as scratch,
         PeakMemory() as memory,
     ):
         with waiting("checking the inputs"):
             inputs = _check(config)
-            done = _done_before(inputs, claim.folder)
+            done = _done_before(inputs, run_lock.folder)
         found = {name: metrics_of(samples, config.ks) for name, samples in done.items()}
         if found.keys() < inputs.sets.keys():
-            (claim.folder / SUMMARY).unlink(missing_ok=True)
-            found |= _sampled(inputs, found, claim.folder, scratch)
+            (run_lock.folder / SUMMARY).unlink(missing_ok=True)
+            found |= _sampled(inputs, found, run_lock.folder, scratch)
         wall_s = time.monotonic() - started
         found = {name: found[name] for name in inputs.sets}
         summary = {
@@ -106,10 +107,10 @@ def run(config: EvalConfig) -> None:
             "wall_s": round(wall_s, 1),
             "versions": versions(),
         }
-        _written(claim.folder / SUMMARY, summary)
+        _written(run_lock.folder / SUMMARY, summary)
         print_table(found)
         _tell_of_votes(inputs)
-        print(f"{wall_s:.0f} s, in {claim.folder}")
+        print(f"{wall_s:.0f} s, in {run_lock.folder}")
 
 
 def _done_before(inputs: _Inputs, folder: Path) -> dict[str, SetSamples]:
@@ -124,7 +125,7 @@ def _sampled(
     inputs: _Inputs, done: Collection[str], folder: Path, scratch: Path
 ) -> dict[str, dict[str, Any]]:
     """Metrics of the sets that are not done, by servers that are started for them."""
-    config, logs = inputs.config, log_dir(folder)
+    config, logs = inputs.config, get_log_dir(folder)
     num_devices = config.rollout.num_servers * config.rollout.tp
     with (
         session(inputs.run, num_devices, scratch),
@@ -164,8 +165,8 @@ def dry_run(config: EvalConfig, console: Console | None = None) -> None:
 
 
 def _check(config: EvalConfig) -> _Inputs:
-    chat_date = config.model.chat_date or chat_date_of(config.model.path)
-    run = as_run(config, detect_lane(), str(model_folder(config.model.path)), chat_date)
+    chat_date = config.model.chat_date or read_chat_date(config.model.path)
+    run = as_run(config, detect_lane(), str(find_model_folder(config.model.path)), chat_date)
     Judge(config.reward, config.rollout.max_response_tokens)  # checks names and settings
     check_judges(config.reward, ())
     check_model(run)

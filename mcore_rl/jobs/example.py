@@ -17,7 +17,7 @@ def record_example(inputs: Inputs, output: RunOutput) -> None:
     first = next(iter(inputs.tests.values()))[0]
     prompt_ids = torch.tensor([first.prompt_ids])
     ids = model.generate(prompt_ids, do_sample=False, max_new_tokens=64)[0].tolist()
-    output.record(
+    output.record_result(
         "example",
         {
             "prompt": inputs.tokenizer.decode(first.prompt_ids),

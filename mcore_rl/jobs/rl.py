@@ -25,7 +25,7 @@ from mcore_rl.data.batch import Batch
 from mcore_rl.data.examples import ExampleBatches
 from mcore_rl.engine.base import EngineSpec, LossFunction, backend_of
 from mcore_rl.engine.worker import ModelWorker
-from mcore_rl.jobs import room
+from mcore_rl.jobs import disk_space
 from mcore_rl.jobs.example import record_example
 from mcore_rl.jobs.failure import RunFailed, summarize_failure
 from mcore_rl.jobs.model_servers import model_servers
@@ -34,9 +34,9 @@ from mcore_rl.jobs.output import (
     TRACES,
     OutputError,
     RunOutput,
-    exclusive_run_dir,
-    job_scope,
-    log_dir,
+    get_log_dir,
+    lock_run_dir,
+    open_job_scope,
 )
 from mcore_rl.jobs.placement import (
     Pools,
@@ -92,29 +92,31 @@ def run(config: RLConfig) -> None:
     resolve(config)
     config = for_lane(config, detect_lane(), has_experts=has_experts(config))
     with (
-        exclusive_run_dir(config.output_dir, config.resume) as claim,
-        job_scope(claim.folder, claim.lock) as scratch,
+        lock_run_dir(config.output_dir, config.resume) as run_lock,
+        open_job_scope(run_lock) as scratch,
         _stop_signals(config) as stop,
         PeakMemory() as memory,
     ):
         with waiting("checking the inputs"):
-            checkpoint = checkpoint_read_by_nodes(config, claim.folder)
-            if last := ended_after(config, checkpoint, claim.folder):
-                print(f"the run in {claim.folder} has ended after step {last}")
+            checkpoint = checkpoint_read_by_nodes(config, run_lock.folder)
+            if last := ended_after(config, checkpoint, run_lock.folder):
+                print(f"the run in {run_lock.folder} has ended after step {last}")
                 return
             if checkpoint is None and config.resume == "auto":
-                clear(claim.folder)
-            prepared = prepare(config, claim.folder, checkpoint)
+                clear(run_lock.folder)
+            prepared = prepare(config, run_lock.folder, checkpoint)
             inputs = check_inputs(prepared)
             digests = check_data(checkpoint, prepared.data, inputs.train, inputs.tests.values())
-            room.check_room(prepared, claim.folder, checkpoint.step if checkpoint else 0)
+            disk_space.check_disk_space(
+                prepared, run_lock.folder, checkpoint.step if checkpoint else 0
+            )
         with (
             session(prepared, count_devices(build_pool_plans(prepared)), scratch),
-            summarize_failure(log_dir(claim.folder) / TRACES),
-            Pools(prepared, get_device_resource(), log_dir(claim.folder)) as pools,
+            summarize_failure(get_log_dir(run_lock.folder) / TRACES),
+            Pools(prepared, get_device_resource(), get_log_dir(run_lock.folder)) as pools,
             contextlib.ExitStack() as stack,
         ):
-            output, ranks = RunOutput(claim.folder, config, checkpoint), None
+            output, ranks = RunOutput(run_lock.folder, config, checkpoint), None
             if inputs.examples is not None:
                 prepared, ranks = _warm_start(prepared, inputs.examples, output, pools, stack)
             _Run(config, prepared, inputs, digests, output, checkpoint, stop).train(pools, ranks)
@@ -161,7 +163,7 @@ def _warm_start(
         with output.progress("warm_start", warm.num_steps) as report:
             batches = ExampleBatches(examples.take, [len(examples)], warm.batch_size, config.seed)
             supervised.train(SupervisedObjective(model), batches, warm.num_steps, report)
-        room.export(model, path, room.weight_bytes(config))
+        disk_space.export_weights(model, path, disk_space.compute_weight_bytes(config))
         is_reused = _has_same_ranks(engine, config.actor)
         if is_reused:
             stack.push(own_stack.pop_all())
@@ -230,7 +232,7 @@ class _Run:
                 states,
                 lambda: self.output.results,
                 self.stop,
-                room.weight_bytes(config),
+                disk_space.compute_weight_bytes(config),
                 self.digests,
             )
 
@@ -242,7 +244,7 @@ class _Run:
                 test_sets=build_test_sets(inputs.tests, config.trainer.eval_samples),
                 sample_log=SampleLog(folder, inputs.tokenizer, config.samples, devices.actor),
                 thread=thread,
-                record_evaluation=self.output.evaluated,
+                record_evaluation=self.output.record_evaluation,
                 build_checkpoints=build_checkpoints,
             )
         )
@@ -261,8 +263,10 @@ class _Run:
         except (OutputError, ExportError) as error:
             devices.offload_rollout()
             devices.use("actor")
-            num_bytes = room.weight_bytes(self.config)
-            reason = room.kept(devices.actor, output.folder / CHECKPOINT, num_bytes)[1]
+            num_bytes = disk_space.compute_weight_bytes(self.config)
+            reason = disk_space.export_to_any_disk(
+                devices.actor, output.folder / CHECKPOINT, num_bytes
+            )[1]
             raise RunFailed(f"{error}; {reason}") from error
 
     def _export(self, trainer: RLTrainer) -> None:
@@ -276,8 +280,10 @@ class _Run:
         for samples in evaluation.latest if temperature is not None else ():
             scored = actor.compute_log_probs(samples, temperature=temperature, replay=False)
             columns = select_small_columns(scored)
-            output.compared(actor.apply(compute_logprob_gaps, columns))
-        room.export(actor, output.folder / CHECKPOINT, room.weight_bytes(self.config))
+            output.record_gap(actor.apply(compute_logprob_gaps, columns))
+        disk_space.export_weights(
+            actor, output.folder / CHECKPOINT, disk_space.compute_weight_bytes(self.config)
+        )
 
 
 def _start_models(
@@ -329,7 +335,7 @@ def _start_models(
     servers.started()
     if starting:
         servers.connect_models(frozen_servers.addresses(gathered(starting)))
-    sync = connect(config, actor, servers, room.weight_bytes(config))
+    sync = connect(config, actor, servers, disk_space.compute_weight_bytes(config))
     is_async = get_loop(config.trainer) == "fully_async"
     return DeviceSharing(placement, models, servers, sync, keeps_requests=is_async)
 

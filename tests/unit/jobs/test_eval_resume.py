@@ -15,7 +15,7 @@ from mcore_rl.data.sample import Sample
 from mcore_rl.jobs import evaluate
 from mcore_rl.jobs.eval_report import metrics_of
 from mcore_rl.jobs.eval_resume import check_content, done_before, settings_of
-from mcore_rl.jobs.output import STARTED, exclusive_run_dir, write_json
+from mcore_rl.jobs.output import STARTED, lock_run_dir, write_json
 from mcore_rl.observability.console import StepProgress
 
 N, PROMPTS = 2, 3
@@ -143,10 +143,10 @@ def test_who_asks_for_a_new_evaluation_gets_none_in_the_folder_of_another(tmp_pa
     begun(tmp_path, "a")
     with (
         pytest.raises(ConfigError, match="or resume=auto to go on with the evaluation in it"),
-        exclusive_run_dir(str(tmp_path), "never", check_content),
+        lock_run_dir(str(tmp_path), "never", check_content),
     ):
         pass
-    with exclusive_run_dir(str(tmp_path), "auto", check_content):
+    with lock_run_dir(str(tmp_path), "auto", check_content):
         pass
     assert (tmp_path / "samples" / "a.parquet").exists()
 
@@ -155,7 +155,7 @@ def test_the_folder_of_something_else_is_refused(tmp_path):
     write_json(tmp_path / STARTED, {"seed": 0})  # of a run
     with (
         pytest.raises(ConfigError, match="holds no evaluation; allowed: a new folder"),
-        exclusive_run_dir(str(tmp_path), "auto", check_content),
+        lock_run_dir(str(tmp_path), "auto", check_content),
     ):
         pass
 
