@@ -41,7 +41,7 @@ from mcore_rl.jobs.preflight import (
     has_weights,
     list_unset_data,
 )
-from mcore_rl.jobs.resume import checkpoint_to_resume, prepare
+from mcore_rl.jobs.resume import find_checkpoint_to_resume, prepare_settings
 from mcore_rl.jobs.supervised_preflight import (
     check_train_inputs,
     describe_inputs,
@@ -83,8 +83,8 @@ def dry_run(
         waiting("checking the inputs", has_lines=False),
         TemporaryDirectory() as scratch,
     ):
-        checkpoint = checkpoint_to_resume(config, folder)
-        prepared = prepare(config, Path(scratch), checkpoint)
+        checkpoint = find_checkpoint_to_resume(config, folder)
+        prepared = prepare_settings(config, Path(scratch), checkpoint)
         inputs = check_existing_inputs(prepared)
         lines = _describe_inputs(config, prepared, inputs)
         model = read_config(prepared.model.path)
@@ -279,7 +279,7 @@ def dry_run_supervised(config: TrainConfig, console: Console | None = None) -> N
     config = resolve_dtype(config, detect_lane())
     folder, refusal = inspect_run_dir(config.output_dir, config.resume)
     with waiting("checking the inputs", has_lines=False):
-        checkpoint_to_resume(config, folder)
+        find_checkpoint_to_resume(config, folder)
         inputs = check_train_inputs(config)
     print_lines(console, *describe_inputs(config, inputs))
     model, has_reference = read_config(config.model.path), has_reference_model(config)

@@ -15,7 +15,7 @@ from mcore_rl.config.json_file import read_json_object
 from mcore_rl.config.schema import RLConfig
 from mcore_rl.jobs.eval_report import SetSamples
 from mcore_rl.jobs.output import LOGS, STARTED
-from mcore_rl.jobs.resume import flat
+from mcore_rl.jobs.resume import flatten_settings
 from mcore_rl.observability.warnings import warn
 
 SAMPLES = "samples"  # the folder with a parquet file a set
@@ -74,7 +74,7 @@ def done_before(
 
 
 def _check_settings(mine: Mapping[str, Any], theirs: Mapping[str, Any], folder: Path) -> None:
-    own, before = dict(flat(mine)), dict(flat(theirs))
+    own, before = dict(flatten_settings(mine)), dict(flatten_settings(theirs))
     differ = [key for key in own if key in before and own[key] != before[key]]
     refused = [key for key in differ if not _is_one_of(key, _FREE)]
     if refused:

@@ -55,10 +55,10 @@ from mcore_rl.jobs.preflight import Inputs, check_inputs, has_experts
 from mcore_rl.jobs.resume import (
     WARM_START,
     check_data,
-    checkpoint_read_by_nodes,
-    clear,
-    ended_after,
-    prepare,
+    find_checkpoint_on_nodes,
+    get_end_step,
+    prepare_settings,
+    remove_warm_start,
 )
 from mcore_rl.jobs.session import session
 from mcore_rl.observability.console import show_line, waiting
@@ -98,13 +98,13 @@ def run(config: RLConfig) -> None:
         PeakMemory() as memory,
     ):
         with waiting("checking the inputs"):
-            checkpoint = checkpoint_read_by_nodes(config, run_lock.folder)
-            if last := ended_after(config, checkpoint, run_lock.folder):
+            checkpoint = find_checkpoint_on_nodes(config, run_lock.folder)
+            if last := get_end_step(config, checkpoint, run_lock.folder):
                 print(f"the run in {run_lock.folder} has ended after step {last}")
                 return
             if checkpoint is None and config.resume == "auto":
-                clear(run_lock.folder)
-            prepared = prepare(config, run_lock.folder, checkpoint)
+                remove_warm_start(run_lock.folder)
+            prepared = prepare_settings(config, run_lock.folder, checkpoint)
             inputs = check_inputs(prepared)
             digests = check_data(checkpoint, prepared.data, inputs.train, inputs.tests.values())
             disk_space.check_disk_space(

@@ -42,7 +42,7 @@ from mcore_rl.jobs.output import (
     open_job_scope,
 )
 from mcore_rl.jobs.placement import detect_lane, get_device_resource, list_rank_nodes
-from mcore_rl.jobs.resume import check_data, checkpoint_read_by_nodes, ended_after
+from mcore_rl.jobs.resume import check_data, find_checkpoint_on_nodes, get_end_step
 from mcore_rl.jobs.supervised_preflight import (
     TrainInputs,
     check_train_inputs,
@@ -96,13 +96,13 @@ def run(config: TrainConfig) -> None:
             inputs = check_train_inputs(config)
             steps = replace(config.trainer, num_steps=inputs.num_steps)
             config = replace(config, trainer=steps)
-            checkpoint = checkpoint_read_by_nodes(config, run_lock.folder)
+            checkpoint = find_checkpoint_on_nodes(config, run_lock.folder)
             tests = inputs.tests.values()
             digests = check_data(checkpoint, data_of(config), inputs.train, tests)
             done = checkpoint.step if checkpoint else 0
             sizes = _list_output_bytes(config, run_lock.folder, done)
             disk_space.require_disk_space(config.output_dir, run_lock.folder, sizes)
-        if last := ended_after(config, checkpoint, run_lock.folder):
+        if last := get_end_step(config, checkpoint, run_lock.folder):
             print(f"the run in {run_lock.folder} has ended after step {last}")
             if scratch_dir is None:
                 with _build_torchrun_ranks(config):  # the other ranks wait for this

@@ -12,14 +12,14 @@ from mcore_rl.checkpoint.run_checkpoints import ACTOR, RunCheckpoint, RunCheckpo
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import DataConfig, Layout, RLConfig
 from mcore_rl.data.sample_tables import table_path, tables_in, write_table
-from mcore_rl.jobs.output import RunOutput, exclusive_run_dir
+from mcore_rl.jobs.output import RunOutput, lock_run_dir
 from mcore_rl.jobs.resume import (
     _check_settings,
     check_data,
-    checkpoint_to_resume,
-    clear,
-    ended_after,
-    prepare,
+    find_checkpoint_to_resume,
+    get_end_step,
+    prepare_settings,
+    remove_warm_start,
 )
 from mcore_rl.observability.sinks import read_rows
 
@@ -47,8 +47,8 @@ def test_never_takes_none_and_auto_the_newest(tmp_path):
     asked = config(tmp_path)
     saved(asked, tmp_path, 2)
     newest = saved(asked, tmp_path, 4)
-    assert checkpoint_to_resume(config(tmp_path, "never"), tmp_path) is None
-    found = checkpoint_to_resume(asked, tmp_path)
+    assert find_checkpoint_to_resume(config(tmp_path, "never"), tmp_path) is None
+    found = find_checkpoint_to_resume(asked, tmp_path)
     assert found is not None and (found.path, found.step, found.run) == (newest, 4, tmp_path)
 
 
@@ -57,14 +57,14 @@ def test_a_path_is_taken_from_another_run_and_of_this_one_only_the_newest(tmp_pa
     older = saved(asked, tmp_path, 2)
     newest = saved(asked, tmp_path, 4)
     for path, folder in ((older, tmp_path / "other"), (newest, tmp_path)):
-        found = checkpoint_to_resume(config(folder, str(path)), folder)
+        found = find_checkpoint_to_resume(config(folder, str(path)), folder)
         assert found is not None and found.path == path
     with pytest.raises(ConfigError, match="output_dir has a newer one, of step 4; allowed: 'auto'"):
-        checkpoint_to_resume(config(tmp_path, str(older)), tmp_path)
+        find_checkpoint_to_resume(config(tmp_path, str(older)), tmp_path)
     with pytest.raises(ConfigError, match=r"^resume='.*/nowhere' does not exist$"):
-        checkpoint_to_resume(config(tmp_path, str(tmp_path / "nowhere")), tmp_path)
+        find_checkpoint_to_resume(config(tmp_path, str(tmp_path / "nowhere")), tmp_path)
     with pytest.raises(ConfigError, match=f"{tmp_path} is no training checkpoint"):
-        checkpoint_to_resume(config(tmp_path, str(tmp_path)), tmp_path)
+        find_checkpoint_to_resume(config(tmp_path, str(tmp_path)), tmp_path)
 
 
 def test_a_run_with_a_critic_goes_on_only_from_a_checkpoint_with_one(tmp_path):
@@ -72,7 +72,7 @@ def test_a_run_with_a_critic_goes_on_only_from_a_checkpoint_with_one(tmp_path):
     saved(asked, tmp_path, 2)
     asked.algorithm.advantage = "gae"
     with pytest.raises(ConfigError, match=r"has no critic, which algorithm.advantage='gae' needs"):
-        checkpoint_to_resume(asked, tmp_path)
+        find_checkpoint_to_resume(asked, tmp_path)
 
 
 def test_a_run_does_not_go_on_with_samples_of_another_age(tmp_path):
@@ -81,7 +81,7 @@ def test_a_run_does_not_go_on_with_samples_of_another_age(tmp_path):
     asked.trainer.mode, asked.trainer.staleness = "one_step_off", 1
     told = r"trainer.mode='one_step_off', there 'sync'; trainer.staleness=1, there None; allowed: "
     with pytest.raises(ConfigError, match=told):
-        checkpoint_to_resume(asked, tmp_path)
+        find_checkpoint_to_resume(asked, tmp_path)
 
 
 def test_a_run_does_not_go_on_with_another_date_in_its_prompts(tmp_path):
@@ -90,7 +90,7 @@ def test_a_run_does_not_go_on_with_another_date_in_its_prompts(tmp_path):
     asked.model.chat_date = "2025-03-09"
     told = r"model.chat_date='2025-03-09', there '2024-07-26'; allowed: the same"
     with pytest.raises(ConfigError, match=told):
-        checkpoint_to_resume(asked, tmp_path)
+        find_checkpoint_to_resume(asked, tmp_path)
 
 
 def test_a_setting_that_the_program_has_had_only_since_is_no_other_run(tmp_path, capsys):
@@ -118,7 +118,7 @@ def test_a_state_without_what_a_run_goes_on_from_is_refused(tmp_path, changes, t
     path = saved(asked, tmp_path, 2, **changes)
     for resume in ("auto", str(path)):
         with pytest.raises(ConfigError, match=f"^{path}/state.json: {told}"):
-            checkpoint_to_resume(config(tmp_path, resume), tmp_path)
+            find_checkpoint_to_resume(config(tmp_path, resume), tmp_path)
 
 
 def test_settings_that_make_it_another_run_are_named_and_others_are_told(tmp_path, capsys):
@@ -126,11 +126,11 @@ def test_settings_that_make_it_another_run_are_named_and_others_are_told(tmp_pat
     saved(asked, tmp_path, 2)
     other = config(tmp_path, seed=4, task=replace(asked.task, name="last_digit"))
     with pytest.raises(ConfigError) as raised:
-        checkpoint_to_resume(other, tmp_path)
+        find_checkpoint_to_resume(other, tmp_path)
     told = "is of another run: seed=4, there 3; task.name='last_digit', there ''; allowed: the same"
     assert str(raised.value).endswith(told)
     longer = config(tmp_path, trainer=replace(asked.trainer, num_steps=7))
-    checkpoint_to_resume(longer, tmp_path)
+    find_checkpoint_to_resume(longer, tmp_path)
     assert "settings that differ: trainer.num_steps=7 (was 100)\n" in capsys.readouterr().out
 
 
@@ -173,9 +173,9 @@ def test_a_run_that_goes_on_has_the_weights_of_its_warm_start_and_makes_none(tmp
     asked = config(tmp_path, warm_start=replace(RLConfig().warm_start, num_steps=5))
     found = RunCheckpoint(saved(asked, tmp_path, 2), 2, {})
     with pytest.raises(ConfigError, match="warm_start is missing"):
-        prepare(asked, tmp_path, found)
+        prepare_settings(asked, tmp_path, found)
     (tmp_path / "warm_start").mkdir()
-    prepared = prepare(asked, tmp_path, found)
+    prepared = prepare_settings(asked, tmp_path, found)
     assert prepared.model.path == str(tmp_path / "warm_start")
     assert prepared.warm_start.num_steps == 0
 
@@ -185,7 +185,7 @@ def test_a_run_that_has_gone_on_from_another_has_the_warm_start_of_that_one(tmp_
     (tmp_path / "a" / "warm_start").mkdir(parents=True)
     path = saved(asked, tmp_path / "b", 4)
     found = RunCheckpoint(path, 4, {"made_in": str(tmp_path / "a")})
-    prepared = prepare(asked, tmp_path / "b", found)
+    prepared = prepare_settings(asked, tmp_path / "b", found)
     assert prepared.model.path == str(tmp_path / "a" / "warm_start")
 
 
@@ -193,12 +193,12 @@ def test_logs_that_a_launch_script_has_begun_are_no_run(tmp_path, monkeypatch):
     (tmp_path / "logs" / "attempt_1").mkdir(parents=True)
     with (
         pytest.raises(ConfigError, match="is not empty"),
-        exclusive_run_dir(str(tmp_path), "never"),
+        lock_run_dir(str(tmp_path), "never"),
     ):
         pass
     monkeypatch.setenv("MCORE_RL_ATTEMPT", "1")
-    with exclusive_run_dir(str(tmp_path), "never") as claim:
-        assert claim.folder == tmp_path
+    with lock_run_dir(str(tmp_path), "never") as run_lock:
+        assert run_lock.folder == tmp_path
 
 
 def test_a_run_that_began_from_another_and_saved_nothing_yet_begins_from_it_again(tmp_path):
@@ -206,7 +206,7 @@ def test_a_run_that_began_from_another_and_saved_nothing_yet_begins_from_it_agai
     (tmp_path / "b").mkdir()
     for resume in (str(path), "auto", "auto"):
         asked = config(tmp_path / "b", resume)
-        found = checkpoint_to_resume(asked, tmp_path / "b")
+        found = find_checkpoint_to_resume(asked, tmp_path / "b")
         assert found is not None and found.path == path
         RunOutput(tmp_path / "b", asked, found)
 
@@ -217,7 +217,7 @@ def test_a_run_that_goes_on_has_not_ended_any_more(tmp_path):
     (tmp_path / "summary.json").touch()
     (tmp_path / "checkpoint").mkdir()
     RunOutput(tmp_path, asked, found)
-    assert not ended_after(asked, found, tmp_path)
+    assert not get_end_step(asked, found, tmp_path)
     assert not (tmp_path / "checkpoint").exists()
 
 
@@ -225,25 +225,25 @@ def test_the_layout_of_a_warm_start_that_is_over_may_change(tmp_path):
     asked = config(tmp_path)
     saved(asked, tmp_path, 2)
     warm = replace(asked.warm_start, layout=Layout(dp=2))
-    assert checkpoint_to_resume(config(tmp_path, warm_start=warm), tmp_path) is not None
+    assert find_checkpoint_to_resume(config(tmp_path, warm_start=warm), tmp_path) is not None
 
 
 def test_a_run_has_ended_when_its_last_step_is_saved_and_its_summary_written(tmp_path):
     asked = config(tmp_path)
     found = RunCheckpoint(saved(asked, tmp_path, 100), 100, {})
-    assert not ended_after(asked, found, tmp_path)
+    assert not get_end_step(asked, found, tmp_path)
     (tmp_path / "summary.json").touch()
-    assert ended_after(asked, found, tmp_path) == 100
-    assert not ended_after(of_steps(asked, 101), found, tmp_path)
-    assert not ended_after(asked, found, tmp_path / "other")
-    assert not ended_after(asked, None, tmp_path)
+    assert get_end_step(asked, found, tmp_path) == 100
+    assert not get_end_step(of_steps(asked, 101), found, tmp_path)
+    assert not get_end_step(asked, found, tmp_path / "other")
+    assert not get_end_step(asked, None, tmp_path)
 
 
 def test_a_run_that_is_asked_for_fewer_steps_than_it_has_trained_tells_those_that_it_has(tmp_path):
     asked = config(tmp_path)
     found = RunCheckpoint(saved(asked, tmp_path, 100), 100, {})
     (tmp_path / "summary.json").touch()
-    assert ended_after(of_steps(asked, 60), found, tmp_path) == 100
+    assert get_end_step(of_steps(asked, 60), found, tmp_path) == 100
 
 
 @pytest.mark.parametrize(
@@ -267,11 +267,11 @@ def test_a_folder_that_holds_something_is_for_a_run_that_goes_on_in_it(
         (tmp_path / name).mkdir()
     resume = resume.format(tmp_path)
     if message:
-        with pytest.raises(ConfigError) as raised, exclusive_run_dir(str(tmp_path), resume):
+        with pytest.raises(ConfigError) as raised, lock_run_dir(str(tmp_path), resume):
             pass
         assert message in str(raised.value)
     else:
-        with pytest.raises(ConfigError, match="later"), exclusive_run_dir(str(tmp_path), resume):
+        with pytest.raises(ConfigError, match="later"), lock_run_dir(str(tmp_path), resume):
             raise ConfigError("later")
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(held)
 
@@ -280,7 +280,7 @@ def test_what_a_run_left_before_its_first_checkpoint_is_replaced_or_goes(tmp_pat
     for name in ("logs", "task", "warm_start", "hf"):
         (tmp_path / name).mkdir()
     (tmp_path / "notes").touch()
-    clear(tmp_path)
+    remove_warm_start(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "logs", "notes", "task"]
 
 
@@ -288,7 +288,7 @@ def test_an_output_dir_that_one_stands_in_is_no_exception(tmp_path, monkeypatch)
     (tmp_path / "mine").touch()
     monkeypatch.chdir(tmp_path)
     for resume in ("never", "auto"):
-        with pytest.raises(ConfigError, match="is not empty"), exclusive_run_dir(".", resume):
+        with pytest.raises(ConfigError, match="is not empty"), lock_run_dir(".", resume):
             pass
 
 
