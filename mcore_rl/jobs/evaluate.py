@@ -49,8 +49,7 @@ from mcore_rl.jobs.output import (
 from mcore_rl.jobs.placement import Pools, detect_lane, get_device_resource, list_rank_nodes
 from mcore_rl.jobs.preflight import check_model, load_prompt_files
 from mcore_rl.jobs.resume import flatten_settings
-from mcore_rl.jobs.rl import server_pool
-from mcore_rl.jobs.session import session
+from mcore_rl.jobs.rl import build_server_pool, open_session
 from mcore_rl.models.base import get_field, read_config
 from mcore_rl.observability.activity import ACTIVITY
 from mcore_rl.observability.console import StepProgress, get_stdout_console, waiting
@@ -146,7 +145,7 @@ def _evaluate_sets(
     config, logs = inputs.config, get_log_dir(folder)
     num_devices = config.rollout.num_servers * config.rollout.tp
     with (
-        session(inputs.run, num_devices, scratch_dir),
+        open_session(inputs.run, num_devices, scratch_dir),
         summarize_failure(logs / TRACES),
         _start_servers(inputs, logs) as pool,
     ):
@@ -234,7 +233,7 @@ def _start_servers(inputs: _Inputs, logs: Path) -> Iterator[RolloutPool]:
     config = inputs.run
     with (
         Pools(config, get_device_resource(), logs) as pools,
-        server_pool(config, pools) as servers,
+        build_server_pool(config, pools) as servers,
     ):
         with waiting("starting the servers"):
             wait_until_built(servers.groups)
