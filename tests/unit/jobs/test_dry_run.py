@@ -355,7 +355,7 @@ def test_a_path_that_does_not_exist_is_refused_by_its_own_key(
 def test_a_plan_needs_no_data_and_names_what_is_not_set(
     place, monkeypatch, capfd, left_out, unset, is_complete
 ):
-    """Existing weights and files are checked nevertheless."""
+    """Check that existing weights and files are refused nevertheless."""
     if not is_complete:
         (place / "model" / "model.safetensors").unlink()
     settings = [word for word in SETTINGS if word.partition("=")[0] not in left_out]

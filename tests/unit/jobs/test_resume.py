@@ -1,4 +1,4 @@
-"""Which checkpoint a run goes on from, and which folders it may go on in."""
+"""Resuming runs: checkpoints, settings and data that must be unchanged, output folders."""
 
 from __future__ import annotations
 
@@ -39,26 +39,30 @@ def config(folder: Path, resume: str = "auto", **changes) -> RLConfig:
     return replace(made, **changes)
 
 
-def of_steps(asked: RLConfig, num_steps: int) -> RLConfig:
-    return replace(asked, trainer=replace(asked.trainer, num_steps=num_steps))
+def with_steps(rl_config: RLConfig, num_steps: int) -> RLConfig:
+    return replace(rl_config, trainer=replace(rl_config.trainer, num_steps=num_steps))
 
 
 def test_never_takes_none_and_auto_the_newest(tmp_path):
-    asked = config(tmp_path)
-    saved(asked, tmp_path, 2)
-    newest = saved(asked, tmp_path, 4)
+    rl_config = config(tmp_path)
+    saved(rl_config, tmp_path, 2)
+    newest = saved(rl_config, tmp_path, 4)
     assert find_checkpoint_to_resume(config(tmp_path, "never"), tmp_path) is None
-    found = find_checkpoint_to_resume(asked, tmp_path)
-    assert found is not None and (found.path, found.step, found.run) == (newest, 4, tmp_path)
+    checkpoint = find_checkpoint_to_resume(rl_config, tmp_path)
+    assert checkpoint is not None and (checkpoint.path, checkpoint.step, checkpoint.run) == (
+        newest,
+        4,
+        tmp_path,
+    )
 
 
 def test_a_path_is_taken_from_another_run_and_of_this_one_only_the_newest(tmp_path):
-    asked = config(tmp_path)
-    older = saved(asked, tmp_path, 2)
-    newest = saved(asked, tmp_path, 4)
+    rl_config = config(tmp_path)
+    older = saved(rl_config, tmp_path, 2)
+    newest = saved(rl_config, tmp_path, 4)
     for path, folder in ((older, tmp_path / "other"), (newest, tmp_path)):
-        found = find_checkpoint_to_resume(config(folder, str(path)), folder)
-        assert found is not None and found.path == path
+        checkpoint = find_checkpoint_to_resume(config(folder, str(path)), folder)
+        assert checkpoint is not None and checkpoint.path == path
     with pytest.raises(ConfigError, match="output_dir has a newer one, of step 4; allowed: 'auto'"):
         find_checkpoint_to_resume(config(tmp_path, str(older)), tmp_path)
     with pytest.raises(ConfigError, match=r"^resume='.*/nowhere' does not exist$"):
@@ -68,41 +72,43 @@ def test_a_path_is_taken_from_another_run_and_of_this_one_only_the_newest(tmp_pa
 
 
 def test_a_run_with_a_critic_goes_on_only_from_a_checkpoint_with_one(tmp_path):
-    asked = config(tmp_path)
-    saved(asked, tmp_path, 2)
-    asked.algorithm.advantage = "gae"
+    rl_config = config(tmp_path)
+    saved(rl_config, tmp_path, 2)
+    rl_config.algorithm.advantage = "gae"
     with pytest.raises(ConfigError, match=r"has no critic, which algorithm.advantage='gae' needs"):
-        find_checkpoint_to_resume(asked, tmp_path)
+        find_checkpoint_to_resume(rl_config, tmp_path)
 
 
 def test_a_run_does_not_go_on_with_samples_of_another_age(tmp_path):
-    asked = config(tmp_path)
-    saved(asked, tmp_path, 2)
-    asked.trainer.mode, asked.trainer.staleness = "one_step_off", 1
-    told = r"trainer.mode='one_step_off', there 'sync'; trainer.staleness=1, there None; allowed: "
-    with pytest.raises(ConfigError, match=told):
-        find_checkpoint_to_resume(asked, tmp_path)
+    rl_config = config(tmp_path)
+    saved(rl_config, tmp_path, 2)
+    rl_config.trainer.mode, rl_config.trainer.staleness = "one_step_off", 1
+    message = (
+        r"trainer.mode='one_step_off', there 'sync'; trainer.staleness=1, there None; allowed: "
+    )
+    with pytest.raises(ConfigError, match=message):
+        find_checkpoint_to_resume(rl_config, tmp_path)
 
 
 def test_a_run_does_not_go_on_with_another_date_in_its_prompts(tmp_path):
-    asked = config(tmp_path)
-    saved(asked, tmp_path, 2)
-    asked.model.chat_date = "2025-03-09"
-    told = r"model.chat_date='2025-03-09', there '2024-07-26'; allowed: the same"
-    with pytest.raises(ConfigError, match=told):
-        find_checkpoint_to_resume(asked, tmp_path)
+    rl_config = config(tmp_path)
+    saved(rl_config, tmp_path, 2)
+    rl_config.model.chat_date = "2025-03-09"
+    message = r"model.chat_date='2025-03-09', there '2024-07-26'; allowed: the same"
+    with pytest.raises(ConfigError, match=message):
+        find_checkpoint_to_resume(rl_config, tmp_path)
 
 
 def test_a_setting_that_the_program_has_had_only_since_is_no_other_run(tmp_path, capsys):
-    asked = config(tmp_path)
-    settings = asdict(asked)
+    rl_config = config(tmp_path)
+    settings = asdict(rl_config)
     del settings["warm_start"]["optimizer"]["max_skipped_steps"]
-    _check_settings(asked, RunCheckpoint(tmp_path, 2, {"settings": settings}))
+    _check_settings(rl_config, RunCheckpoint(tmp_path, 2, {"settings": settings}))
     assert "warm_start.optimizer.max_skipped_steps=0 (was None)" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "message"),
     [
         ({"weight_version": None}, "weight_version is None; allowed: a whole number"),
         ({"parts": []}, r"parts is \[\]; allowed: an object, as a run writes it"),
@@ -113,23 +119,25 @@ def test_a_setting_that_the_program_has_had_only_since_is_no_other_run(tmp_path,
         ({"settings": "long" * 100}, r"settings is 'long.{60,80}long'; allowed"),
     ],
 )
-def test_a_state_without_what_a_run_goes_on_from_is_refused(tmp_path, changes, told):
-    asked = config(tmp_path)
-    path = saved(asked, tmp_path, 2, **changes)
+def test_a_state_without_what_a_run_goes_on_from_is_refused(tmp_path, changes, message):
+    rl_config = config(tmp_path)
+    path = saved(rl_config, tmp_path, 2, **changes)
     for resume in ("auto", str(path)):
-        with pytest.raises(ConfigError, match=f"^{path}/state.json: {told}"):
+        with pytest.raises(ConfigError, match=f"^{path}/state.json: {message}"):
             find_checkpoint_to_resume(config(tmp_path, resume), tmp_path)
 
 
-def test_settings_that_make_it_another_run_are_named_and_others_are_told(tmp_path, capsys):
-    asked = config(tmp_path)
-    saved(asked, tmp_path, 2)
-    other = config(tmp_path, seed=4, task=replace(asked.task, name="last_digit"))
+def test_resume_refuses_settings_of_another_run_and_prints_other_changes(tmp_path, capsys):
+    rl_config = config(tmp_path)
+    saved(rl_config, tmp_path, 2)
+    other = config(tmp_path, seed=4, task=replace(rl_config.task, name="last_digit"))
     with pytest.raises(ConfigError) as raised:
         find_checkpoint_to_resume(other, tmp_path)
-    told = "is of another run: seed=4, there 3; task.name='last_digit', there ''; allowed: the same"
-    assert str(raised.value).endswith(told)
-    longer = config(tmp_path, trainer=replace(asked.trainer, num_steps=7))
+    message = (
+        "is of another run: seed=4, there 3; task.name='last_digit', there ''; allowed: the same"
+    )
+    assert str(raised.value).endswith(message)
+    longer = config(tmp_path, trainer=replace(rl_config.trainer, num_steps=7))
     find_checkpoint_to_resume(longer, tmp_path)
     assert "settings that differ: trainer.num_steps=7 (was 100)\n" in capsys.readouterr().out
 
@@ -140,7 +148,7 @@ class Rows:
 
 
 @pytest.mark.parametrize(
-    ("data", "now", "named"),
+    ("data", "digests", "named"),
     [
         ({"train_file": "a", "test_file": "t"}, ["1", "2"], []),
         ({"train_file": "a", "test_file": "t"}, ["9", "2"], ["data.train_file='a'"]),
@@ -151,41 +159,42 @@ class Rows:
          ["data.train_file='a'", "data.test_files.y='u'"]),
     ],
 )  # fmt: skip
-def test_a_run_does_not_go_on_with_other_rows_behind_the_same_path(tmp_path, data, now, named):
+def test_a_run_does_not_go_on_with_other_rows_behind_the_same_path(tmp_path, data, digests, named):
     config, num = DataConfig(**data), len(data.get("train_files", ["a"]))
-    before = [str(number) for number in range(1, len(now) + 1)]
-    saved = check_data(None, config, Rows(*before[:num]), map(Rows, before[num:]))
-    assert list(saved.values()) == before
-    found = RunCheckpoint(tmp_path / "step_000002", 2, {"data": saved})
-    rows = Rows(*now[:num]), [Rows(digest) for digest in now[num:]]
+    saved_digests = [str(number) for number in range(1, len(digests) + 1)]
+    saved = check_data(None, config, Rows(*saved_digests[:num]), map(Rows, saved_digests[num:]))
+    assert list(saved.values()) == saved_digests
+    checkpoint = RunCheckpoint(tmp_path / "step_000002", 2, {"data": saved})
+    rows = Rows(*digests[:num]), [Rows(digest) for digest in digests[num:]]
     if not named:
-        assert check_data(found, config, *rows) == saved
+        assert check_data(checkpoint, config, *rows) == saved
         return
     with pytest.raises(ConfigError) as raised:
-        check_data(found, config, *rows)
-    told = f"{found.path} is of a run with other rows in {', '.join(named)}; allowed: the rows that"
-    assert str(raised.value).startswith(told)
-    earlier = RunCheckpoint(found.path, 2, {})  # of a version that wrote no digests
-    assert list(check_data(earlier, config, *rows).values()) == now
+        check_data(checkpoint, config, *rows)
+    sources = ", ".join(named)
+    message = f"{checkpoint.path} is of a run with other rows in {sources}; allowed: the rows that"
+    assert str(raised.value).startswith(message)
+    earlier = RunCheckpoint(checkpoint.path, 2, {})  # of a version that wrote no digests
+    assert list(check_data(earlier, config, *rows).values()) == digests
 
 
 def test_a_run_that_goes_on_has_the_weights_of_its_warm_start_and_makes_none(tmp_path):
-    asked = config(tmp_path, warm_start=replace(RLConfig().warm_start, num_steps=5))
-    found = RunCheckpoint(saved(asked, tmp_path, 2), 2, {})
+    rl_config = config(tmp_path, warm_start=replace(RLConfig().warm_start, num_steps=5))
+    checkpoint = RunCheckpoint(saved(rl_config, tmp_path, 2), 2, {})
     with pytest.raises(ConfigError, match="warm_start is missing"):
-        prepare_settings(asked, tmp_path, found)
+        prepare_settings(rl_config, tmp_path, checkpoint)
     (tmp_path / "warm_start").mkdir()
-    prepared = prepare_settings(asked, tmp_path, found)
+    prepared = prepare_settings(rl_config, tmp_path, checkpoint)
     assert prepared.model.path == str(tmp_path / "warm_start")
     assert prepared.warm_start.num_steps == 0
 
 
 def test_a_run_that_has_gone_on_from_another_has_the_warm_start_of_that_one(tmp_path):
-    asked = config(tmp_path / "b", warm_start=replace(RLConfig().warm_start, num_steps=5))
+    rl_config = config(tmp_path / "b", warm_start=replace(RLConfig().warm_start, num_steps=5))
     (tmp_path / "a" / "warm_start").mkdir(parents=True)
-    path = saved(asked, tmp_path / "b", 4)
-    found = RunCheckpoint(path, 4, {"made_in": str(tmp_path / "a")})
-    prepared = prepare_settings(asked, tmp_path / "b", found)
+    path = saved(rl_config, tmp_path / "b", 4)
+    checkpoint = RunCheckpoint(path, 4, {"made_in": str(tmp_path / "a")})
+    prepared = prepare_settings(rl_config, tmp_path / "b", checkpoint)
     assert prepared.model.path == str(tmp_path / "a" / "warm_start")
 
 
@@ -205,45 +214,45 @@ def test_a_run_that_began_from_another_and_saved_nothing_yet_begins_from_it_agai
     path = saved(config(tmp_path / "a"), tmp_path / "a", 4)
     (tmp_path / "b").mkdir()
     for resume in (str(path), "auto", "auto"):
-        asked = config(tmp_path / "b", resume)
-        found = find_checkpoint_to_resume(asked, tmp_path / "b")
-        assert found is not None and found.path == path
-        RunOutput(tmp_path / "b", asked, found)
+        rl_config = config(tmp_path / "b", resume)
+        checkpoint = find_checkpoint_to_resume(rl_config, tmp_path / "b")
+        assert checkpoint is not None and checkpoint.path == path
+        RunOutput(tmp_path / "b", rl_config, checkpoint)
 
 
 def test_a_run_that_goes_on_has_not_ended_any_more(tmp_path):
-    asked = config(tmp_path)
-    found = RunCheckpoint(saved(asked, tmp_path, 100), 100, {"results": {}})
+    rl_config = config(tmp_path)
+    checkpoint = RunCheckpoint(saved(rl_config, tmp_path, 100), 100, {"results": {}})
     (tmp_path / "summary.json").touch()
     (tmp_path / "checkpoint").mkdir()
-    RunOutput(tmp_path, asked, found)
-    assert not get_end_step(asked, found, tmp_path)
+    RunOutput(tmp_path, rl_config, checkpoint)
+    assert not get_end_step(rl_config, checkpoint, tmp_path)
     assert not (tmp_path / "checkpoint").exists()
 
 
 def test_the_layout_of_a_warm_start_that_is_over_may_change(tmp_path):
-    asked = config(tmp_path)
-    saved(asked, tmp_path, 2)
-    warm = replace(asked.warm_start, layout=Layout(dp=2))
+    rl_config = config(tmp_path)
+    saved(rl_config, tmp_path, 2)
+    warm = replace(rl_config.warm_start, layout=Layout(dp=2))
     assert find_checkpoint_to_resume(config(tmp_path, warm_start=warm), tmp_path) is not None
 
 
 def test_a_run_has_ended_when_its_last_step_is_saved_and_its_summary_written(tmp_path):
-    asked = config(tmp_path)
-    found = RunCheckpoint(saved(asked, tmp_path, 100), 100, {})
-    assert not get_end_step(asked, found, tmp_path)
+    rl_config = config(tmp_path)
+    checkpoint = RunCheckpoint(saved(rl_config, tmp_path, 100), 100, {})
+    assert not get_end_step(rl_config, checkpoint, tmp_path)
     (tmp_path / "summary.json").touch()
-    assert get_end_step(asked, found, tmp_path) == 100
-    assert not get_end_step(of_steps(asked, 101), found, tmp_path)
-    assert not get_end_step(asked, found, tmp_path / "other")
-    assert not get_end_step(asked, None, tmp_path)
+    assert get_end_step(rl_config, checkpoint, tmp_path) == 100
+    assert not get_end_step(with_steps(rl_config, 101), checkpoint, tmp_path)
+    assert not get_end_step(rl_config, checkpoint, tmp_path / "other")
+    assert not get_end_step(rl_config, None, tmp_path)
 
 
-def test_a_run_that_is_asked_for_fewer_steps_than_it_has_trained_tells_those_that_it_has(tmp_path):
-    asked = config(tmp_path)
-    found = RunCheckpoint(saved(asked, tmp_path, 100), 100, {})
+def test_end_step_of_a_run_with_fewer_steps_than_it_trained_is_the_trained_one(tmp_path):
+    rl_config = config(tmp_path)
+    checkpoint = RunCheckpoint(saved(rl_config, tmp_path, 100), 100, {})
     (tmp_path / "summary.json").touch()
-    assert get_end_step(of_steps(asked, 60), found, tmp_path) == 100
+    assert get_end_step(with_steps(rl_config, 60), checkpoint, tmp_path) == 100
 
 
 @pytest.mark.parametrize(
@@ -293,8 +302,8 @@ def test_an_output_dir_that_one_stands_in_is_no_exception(tmp_path, monkeypatch)
 
 
 def test_rows_up_to_the_step_stay_and_rewards_and_results_go_on(tmp_path):
-    asked = config(tmp_path)
-    first = RunOutput(tmp_path, asked)
+    rl_config = config(tmp_path)
+    first = RunOutput(tmp_path, rl_config)
     with first.progress("warm_start", 9) as report:
         report(9, {"loss": 1.0})
     with first.progress("training", 9) as report:
@@ -305,15 +314,15 @@ def test_rows_up_to_the_step_stay_and_rewards_and_results_go_on(tmp_path):
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 4, "rew')  # a disk that was full
     state = {"results": {"max_logprob_gap": 0.5}}
-    found = RunCheckpoint(saved(asked, tmp_path, 2), 2, state)
-    second = RunOutput(tmp_path, asked, found)
+    checkpoint = RunCheckpoint(saved(rl_config, tmp_path, 2), 2, state)
+    second = RunOutput(tmp_path, rl_config, checkpoint)
     rows = read_rows(tmp_path / "metrics.jsonl")
     assert [(row["step"], row.get("reward")) for row in rows] == [(9, None), (1, 0.25), (2, 0.5)]
     assert (second._rewards, second.results) == ([0.25, 0.5], {"max_logprob_gap": 0.5})
     assert list(tables_in(tmp_path)) == [1, 2]
-    RunOutput(tmp_path / "other", asked, found)
+    RunOutput(tmp_path / "other", rl_config, checkpoint)
     assert list(tables_in(tmp_path / "other")) == [1, 2]
-    RunOutput(tmp_path, asked)  # it had no checkpoint and begins anew
+    RunOutput(tmp_path, rl_config)  # it had no checkpoint and begins anew
     assert list(tables_in(tmp_path)) == []
 
 
