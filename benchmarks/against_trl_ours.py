@@ -12,7 +12,7 @@ from unittest import mock
 
 from mcore_rl.cli.compose import compose_config
 from mcore_rl.config.schema import RLConfig
-from mcore_rl.observability.versions import versions
+from mcore_rl.observability.process import list_versions
 
 
 def main(settings: dict[str, Any]) -> None:
@@ -24,18 +24,23 @@ def main(settings: dict[str, Any]) -> None:
         "warm_start.num_steps": 0,
         "warm_start.train_file": "''",
         "model.path": settings["checkpoint"],
+        "model.dtype": "float32",
         "data.train_file": settings["data"],
-        "data.test_file": settings["test_data"],
-        "trainer.num_steps": settings["steps"],
+        "data.max_prompt_tokens": settings["max_prompt_tokens"],
+        "reward.name": "substring",
+        "reward.settings": "{whole_words: false}",
+        # More steps than are run: the last one would have the evaluation after training.
+        "trainer.num_steps": settings["steps"] + 1,
         "trainer.prompts_per_step": settings["prompts"],
-        "trainer.eval_samples": 1,
         "algorithm.group_size": settings["group_size"],
         "algorithm.num_mini_batches": settings["optimizer_steps"],
-        "algorithm.samples.group_filter": "''",
+        "algorithm.filter.group_filter": "''",
         "actor.layout.tp": 1,
         "actor.layout.ep": 1,
         "actor.threads_per_rank": settings["threads"],
-        "rollout.cores": f"'{_cores(settings['threads'])}'",
+        "rollout.cores": f"'{_list_cores(settings['threads'])}'",
+        "rollout.max_response_tokens": settings["response_tokens"],
+        "rollout.kv_cache_bytes": settings["kv_cache_bytes"],
     }
     overrides = [f"{key}={value}" for key, value in fixed.items()]
     config = compose_config(RLConfig, [*overrides, *settings["overrides"]])
@@ -44,33 +49,33 @@ def main(settings: dict[str, Any]) -> None:
     progress = output.RunOutput.progress
 
     @contextlib.contextmanager
-    def by_turns(self: output.RunOutput, *args: Any) -> Iterator[Any]:
-        with progress(self, *args) as report:
-            _tell({"versions": versions()})
+    def pause_before_steps(self: output.RunOutput, *args: Any) -> Iterator[Any]:
+        with progress(self, *args) as record_metrics:
+            _report_and_wait({"versions": list_versions()})
 
-            def report_and_wait(step: int, metrics: dict[str, float]) -> None:
-                report(step, metrics)
-                _tell(_described(metrics))
+            def record_and_wait(step: int, metrics: dict[str, float]) -> None:
+                record_metrics(step, metrics)
+                _report_and_wait(_select_metrics(metrics))
 
-            yield report_and_wait
+            yield record_and_wait
 
-    with mock.patch.object(output.RunOutput, "progress", by_turns):
+    with mock.patch.object(output.RunOutput, "progress", pause_before_steps):
         rl.run(config)
 
 
-def _cores(num: int) -> str:
+def _list_cores(num: int) -> str:
     return ",".join(map(str, sorted(os.sched_getaffinity(0))[:num]))
 
 
-def _described(metrics: dict[str, float]) -> dict[str, float]:
+def _select_metrics(metrics: dict[str, float]) -> dict[str, float]:
     times = {k.removeprefix("time/"): v for k, v in metrics.items() if k.startswith("time/")}
-    others = {name: metrics[name] for name in ("reward", "response_tokens")}
-    return {name: round(value, 4) for name, value in (times | others).items()}
+    averages = {name: metrics[name] for name in ("reward", "response_tokens")}
+    return {name: round(value, 4) for name, value in (times | averages).items()}
 
 
-def _tell(what: dict[str, Any]) -> None:
-    """Says it and waits for the next turn."""
-    print(json.dumps(what), flush=True)
+def _report_and_wait(report: dict[str, Any]) -> None:
+    """Print a report and wait for permission to go on."""
+    print(json.dumps(report), flush=True)
     sys.stdin.readline()
 
 

@@ -12,7 +12,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-sys.path.append(str(Path(__file__).parents[1]))  # for our reward, which needs nothing of ours else
+sys.path.append(str(Path(__file__).parents[1]))  # for our reward
 
 import pyarrow.parquet as pq
 import torch
@@ -20,69 +20,84 @@ from datasets import Dataset
 from transformers import TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
-from mcore_rl.rewards.rules_math import final_number
+from mcore_rl.rewards.text import SubstringSettings, substring
 
-VERSIONS = ("trl", "transformers", "torch", "accelerate", "datasets")
+PACKAGES = ("trl", "transformers", "torch", "accelerate", "datasets")
 
 
-class Turns(TrainerCallback):
-    """Waits for a turn before each generation; tells of the step after its last optimizer step."""
+class StepReporter(TrainerCallback):
+    """Waits for permission before each generation; reports a step after its last optimizer step."""
 
     def __init__(self, optimizer_steps: int) -> None:
         self._optimizer_steps = optimizer_steps
+        self._backward_end = 0.0
         self.seconds: Counter[str] = Counter()
         self.rewards: list[float] = []
         self.lengths: list[int] = []
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self._tell({"versions": {name: metadata.version(name) for name in VERSIONS}})
+        self._report_and_wait({"versions": {name: metadata.version(name) for name in PACKAGES}})
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.seconds["optimizer"] += time.perf_counter() - self._backward_end
         if state.global_step % self._optimizer_steps == 0:
-            spent = {f"{name}_s": round(value, 3) for name, value in self.seconds.items()}
+            seconds = self.seconds
+            phases = {
+                "generate_s": seconds["generate"],
+                "log_probs_s": seconds["log_probs"],
+                "update_s": seconds["training_step"] - seconds["rollout"] + seconds["optimizer"],
+                "optimizer_s": seconds["optimizer"],
+            }
             means = {"reward": _mean(self.rewards), "response_tokens": _mean(self.lengths)}
-            self._tell(spent | means)
+            self._report_and_wait({n: round(value, 4) for n, value in (phases | means).items()})
             for record in (self.seconds, self.rewards, self.lengths):
                 record.clear()
 
-    def timed(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(function)
-        def run(*args: Any, **kwargs: Any) -> Any:
+    def time_method(self, trainer: GRPOTrainer, name: str, phase: str) -> None:
+        """Add the seconds of a method of the trainer to a phase."""
+        method: Callable[..., Any] = getattr(trainer, name)
+
+        @functools.wraps(method)
+        def timed_method(*args: Any, **kwargs: Any) -> Any:
+            if phase == "log_probs" and torch.is_grad_enabled():
+                return method(*args, **kwargs)  # of the update
             started = time.perf_counter()
             try:
-                return function(*args, **kwargs)
+                return method(*args, **kwargs)
             finally:
-                self.seconds[name] += time.perf_counter() - started
+                self._backward_end = time.perf_counter()
+                self.seconds[phase] += self._backward_end - started
 
-        return run
+        setattr(trainer, name, timed_method)
 
-    def _tell(self, what: dict[str, Any]) -> None:
-        print(json.dumps(what), flush=True)
+    def _report_and_wait(self, report: dict[str, Any]) -> None:
+        print(json.dumps(report), flush=True)
         sys.stdin.readline()
 
 
 def _mean(values: list[Any]) -> float:
-    return round(sum(values) / len(values), 4)
+    return sum(values) / len(values)
 
 
 def main(settings: dict[str, Any]) -> None:
     torch.set_num_threads(settings["threads"])
-    turns = Turns(settings["optimizer_steps"])
+    reporter = StepReporter(settings["optimizer_steps"])
     samples = settings["prompts"] * settings["group_size"]
     columns = pq.read_table(settings["data"]).to_pydict()
     data = Dataset.from_dict({"prompt": columns["messages"], "answer": columns["answer"]})
+    reward_settings = SubstringSettings(whole_words=False)
 
     def reward(
         completions: list[Any], completion_ids: list[list[int]], answer: list[str], **_: Any
     ) -> list[float]:
-        found = []
-        for messages, ids, right in zip(completions, completion_ids, answer, strict=True):
-            ended = "stop" if ids[-1] == trainer.processing_class.eos_token_id else "length"
-            text = messages[0]["content"]
-            found.append(final_number(text, {"answer": right}, ended)["reward"])
-        turns.rewards += found
-        turns.lengths += map(len, completion_ids)
-        return found
+        texts = [messages[0]["content"] for messages in completions]
+        rewards = [
+            substring(text, {"answer": right}, "length", reward_settings)["reward"]
+            for text, right in zip(texts, answer, strict=True)
+        ]
+        reporter.rewards += rewards
+        reporter.lengths += map(len, completion_ids)
+        return rewards
 
     config = GRPOConfig(
         output_dir=settings["output"],
@@ -93,7 +108,7 @@ def main(settings: dict[str, Any]) -> None:
         per_device_train_batch_size=samples // settings["optimizer_steps"],
         steps_per_generation=settings["optimizer_steps"],
         num_generations=settings["group_size"],
-        max_completion_length=32,
+        max_completion_length=settings["response_tokens"],
         temperature=1.0,
         learning_rate=1e-4,
         lr_scheduler_type="constant_with_warmup",
@@ -103,7 +118,7 @@ def main(settings: dict[str, Any]) -> None:
         max_grad_norm=1.0,
         beta=0.0,
         loss_type="bnpo",  # the mean over the tokens of a mini-batch
-        max_steps=settings["steps"] * settings["optimizer_steps"],
+        max_steps=(settings["steps"] + 1) * settings["optimizer_steps"],
         seed=settings["seed"],
         logging_strategy="no",
         save_strategy="no",
@@ -111,16 +126,16 @@ def main(settings: dict[str, Any]) -> None:
         disable_tqdm=True,
     )
     trainer = GRPOTrainer(
-        settings["checkpoint"], reward, args=config, train_dataset=data, callbacks=[turns]
+        settings["checkpoint"], reward, args=config, train_dataset=data, callbacks=[reporter]
     )
-    parts = {
-        "generate": "_generate",
-        "log_probs": "_get_per_token_logps_and_entropies",
-        "generate_score": "_generate_and_score_completions",
+    phases = {
+        "_generate": "generate",
+        "_get_per_token_logps_and_entropies": "log_probs",
+        "_generate_and_score_completions": "rollout",
         "training_step": "training_step",
     }
-    for name, method in parts.items():
-        setattr(trainer, method, turns.timed(name, getattr(trainer, method)))
+    for name, phase in phases.items():
+        reporter.time_method(trainer, name, phase)
     trainer.train()
 
 

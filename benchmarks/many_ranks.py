@@ -106,8 +106,8 @@ def dispatch(num_ranks: int) -> float:
     mesh = Mesh(Layout(dp=num_ranks))
     tokens = np.random.default_rng(0).lognormal(5, 1, 8 * num_ranks).astype(np.int64)
     columns = {
-        "prompt_ids": Jagged.of([np.zeros(1)] * len(tokens), np.int32),
-        "response_ids": Jagged.of(map(np.zeros, tokens), np.int32),
+        "prompt_ids": Jagged.pack([np.zeros(1)] * len(tokens), np.int32),
+        "response_ids": Jagged.pack(map(np.zeros, tokens), np.int32),
     }
     batch = Batch(columns)
     mode = Dispatch.MEGATRON_COMPUTE

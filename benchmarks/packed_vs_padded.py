@@ -54,9 +54,9 @@ def make_batch(prompts: np.ndarray, responses: np.ndarray, extra: np.ndarray, se
     ]
     return Batch(
         {
-            "prompt_ids": Jagged.of(prompt_ids, np.int64),
-            "response_ids": Jagged.of(padded, np.int64),
-            "loss_weights": Jagged.of(weights, np.float32),
+            "prompt_ids": Jagged.pack(prompt_ids, np.int64),
+            "response_ids": Jagged.pack(padded, np.int64),
+            "loss_weights": Jagged.pack(weights, np.float32),
         }
     )
 

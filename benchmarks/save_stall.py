@@ -93,7 +93,7 @@ def _model(path: Path, hidden: int, layers: int) -> Path:
 
 
 def _batch() -> Batch:
-    ids = Jagged.of([list(range(1, 33))] * 4, np.int64)
+    ids = Jagged.pack([list(range(1, 33))] * 4, np.int64)
     return Batch(
         {
             "prompt_ids": ids,

@@ -12,7 +12,7 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from mcore_rl.agents.codec import ChatMessage, ContextFullError, ParsedCall, ToolSpec
+from mcore_rl.agents.chat_template.codec import ChatMessage, ContextFullError, ParsedCall, ToolSpec
 from mcore_rl.agents.loops import Agent, Task
 from mcore_rl.agents.session import ChatSession
 from mcore_rl.data.sample import Sample, TrajectoryStatus
@@ -40,7 +40,7 @@ class Delegating:
     async def run(self, task: Task) -> list[Sample]:
         solver, helpers = self._agent.session(task), list[ChatSession]()
         status, text = await self._solve(task, solver, helpers)
-        return await self._agent.judged(task, solver, status, text, helpers)
+        return await self._agent.score_samples(task, solver, status, text, helpers)
 
     async def _solve(
         self, task: Task, solver: ChatSession, helpers: list[ChatSession]

@@ -11,10 +11,10 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from mcore_rl.agents.codec import ChatMessage, ContextFullError
+from mcore_rl.agents.chat_template.codec import ChatMessage, ContextFullError
 from mcore_rl.agents.loops import Agent, Task
 from mcore_rl.agents.session import Answer, ChatSession
-from mcore_rl.config.checks import at_least
+from mcore_rl.config.checks import check_at_least
 from mcore_rl.data.sample import Sample
 
 _WHOLE = re.compile(r"\d+")
@@ -26,8 +26,8 @@ class HideAndGuessSettings:
     num_guesses: int = 4
 
     def __post_init__(self) -> None:
-        at_least("high", self.high, 2)
-        at_least("num_guesses", self.num_guesses, 1)
+        check_at_least("high", self.high, 2)
+        check_at_least("num_guesses", self.num_guesses, 1)
 
 
 class HideAndGuess:
@@ -44,12 +44,12 @@ class HideAndGuess:
         hider = self._agent.session(task, role="hider")
         number = _number(await hider.ask(self._told(task, "Name a number that is hard to guess.")))
         if number is None or not 1 <= number <= self._settings.high:
-            return self._agent.rewarded(task, hider, "finished", 0.0)
+            return self._agent.build_samples(task, hider, "finished", 0.0)
         guesser = self._agent.session(task, role="guesser")
         is_found = await self._guesses(task, guesser, number)
         return [
-            *self._agent.rewarded(task, hider, "finished", float(not is_found)),
-            *self._agent.rewarded(task, guesser, "finished", float(is_found)),
+            *self._agent.build_samples(task, hider, "finished", float(not is_found)),
+            *self._agent.build_samples(task, guesser, "finished", float(is_found)),
         ]
 
     async def _guesses(self, task: Task, guesser: ChatSession, number: int) -> bool:

@@ -12,7 +12,7 @@ from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import RLConfig
 from mcore_rl.jobs import rl
 from mcore_rl.jobs.output import SUMMARY
-from mcore_rl.observability.sinks import METRICS, read_rows
+from mcore_rl.observability.metrics import METRICS_FILE, read_metrics
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ def load_run(folder: str | Path) -> RunResult:
     folder = Path(folder)
     try:
         summary = json.loads((folder / SUMMARY).read_text())
-        rows = read_rows(folder / METRICS)
+        rows = read_metrics(folder / METRICS_FILE)
     except (OSError, ValueError) as error:
         raise ConfigError(f"{folder}: no run has ended here: {error}") from error
     training = [row for row in rows if row.get("phase") == "training" and row["step"]]

@@ -46,6 +46,7 @@ IMPERATIVES = {
     "access", "address", "assess", "bring", "compress", "discuss", "dismiss", "embed", "exceed",
     "express", "feed", "focus", "need", "pass", "press", "proceed", "process", "seed", "suppress",
 }  # fmt: skip
+HOOKS = {"on_broken_pipe"}  # methods that a library names
 _FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef
 
 
@@ -112,7 +113,9 @@ def list_complaints(path: Path) -> Iterator[str]:
         if is_banned(name):
             yield f"{path}:{line}: the name {name!r}; allowed: a noun for what it holds"
     for node in ast.walk(tree):
-        if isinstance(node, _FUNCTIONS) and node.name.strip("_").split("_")[0] in NOT_VERBS:
+        if not isinstance(node, _FUNCTIONS) or node.name in HOOKS:
+            continue
+        if node.name.strip("_").split("_")[0] in NOT_VERBS:
             yield f"{path}:{node.lineno}: the function {node.name!r}; allowed: a verb, its object"
     for line, first in list_docstrings(tree):
         yield f"{path}:{line}: the docstring {first!r}; allowed: what it does, as an imperative"

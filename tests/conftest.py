@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-from mcore_rl.observability.garbage import leave_garbage_at_exit
+from mcore_rl.observability.process import skip_gc_at_exit
 
 LANES = ("job", "ranks", "server")  # the longest first
 JOBS_ON_NODES = {"test_slurm.py", "test_launch.py", "test_doctor.py", "test_server_nodes.py"}
@@ -37,7 +37,7 @@ ENVIRONMENT = {
 for name, value in ENVIRONMENT.items():
     os.environ.setdefault(name, value)
 
-leave_garbage_at_exit()
+skip_gc_at_exit()
 gc.disable()  # until everything is imported
 
 # A shell's background job ignores it, and so would every process that a test interrupts.

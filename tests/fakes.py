@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from mcore_rl.algorithms.correction import find_gaps_beyond
-from mcore_rl.config.schema import RLConfig, SampleTablesConfig
+from mcore_rl.config.schema import RLConfig, SampleLogConfig
 from mcore_rl.controller.stop_signals import StopSignals
 from mcore_rl.data.batch import Batch
 from mcore_rl.data.datasets import PromptDataset, PromptRow
@@ -59,7 +59,7 @@ def build_trainer(
 
     `prompts` are thirty of one token, if they are not given.
     """
-    silent = SampleTablesConfig(every=0, num_shown=0, tokens=False)
+    silent = SampleLogConfig(every=0, num_shown=0, tokens=False)
     inputs = TrainerInputs(
         config=config,
         devices=devices,

@@ -9,7 +9,7 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
-from mcore_rl.config.describe import SettingGroup, groups
+from mcore_rl.config.describe import SettingGroup, list_setting_groups
 from mcore_rl.config.schema import RLConfig
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "configuration.md"
@@ -33,7 +33,7 @@ def page(current: str) -> str:
     """The page with its generated part made anew."""
     before, _, rest = current.partition(BEGIN)
     _, _, after = rest.partition(END)
-    made = "".join(line for group in groups(RLConfig()) for line in section(group))
+    made = "".join(line for group in list_setting_groups(RLConfig()) for line in section(group))
     return f"{before}{BEGIN}\n{made}{END}{after}"
 
 

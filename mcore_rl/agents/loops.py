@@ -1,94 +1,104 @@
-"""Loops between the policy and what answers it: a user's own is a class like these."""
+"""Agent loops: the contract for loops of users, and the loops `tools`, `environment` and `user`."""
 
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from mcore_rl.agents.codec import ChatMessage, ContextFullError, ParsedCall, ToolSpec
-from mcore_rl.agents.environment import Environment
-from mcore_rl.agents.session import Answer, ChatSession
+from mcore_rl.agents.chat_template.codec import (
+    ChatMessage,
+    ContextFullError,
+    ParsedCall,
+    ToolSpec,
+)
+from mcore_rl.agents.environments.base import Environment
+from mcore_rl.agents.session import ChatSession
 from mcore_rl.agents.tools.base import ToolSet
-from mcore_rl.config.checks import between
+from mcore_rl.config.checks import check_between, check_choice
+from mcore_rl.config.errors import ConfigError
 from mcore_rl.data.sample import Sample, TrajectoryStatus
 from mcore_rl.inference.protocol import SamplingParams
+
+READS = ("last", "conversation")
+_FIELD = re.compile(r"\{(\w+)\}")
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One trajectory to be made."""
+    """A trajectory to generate."""
 
     messages: tuple[ChatMessage, ...]  # the chat of the prompt column
     fields: Mapping[str, Any]  # the other columns of the data source
     group_id: int
-    trajectory: int  # its number in the group
+    trajectory: int  # number in the group
     row: int  # of the data source
-    sampling: SamplingParams  # of its turns; with the seed of the first
-    max_tokens: int  # that its response may have
+    sampling: SamplingParams  # of each turn; the seed is that of the first
+    max_tokens: int  # of the response
 
 
 @dataclass(slots=True)
-class Served:
-    """A conversation with the policy that a program has over HTTP, as docs/endpoint.md says.
+class ApiSession:
+    """A conversation of a program with the policy over HTTP (docs/endpoint.md).
 
-    What the program does is in the fields behind `session`; they are complete once it has ended.
+    The program's requests set the fields below `session`; they are final once it has ended.
     """
 
-    base_url: str  # of clients of OpenAI's API: it ends with /v1
+    base_url: str  # for clients of OpenAI's API: ends with /v1
     api_key: str = field(repr=False)
-    session: ChatSession  # has the turns
-    text: str = ""  # the content of the last answer, which a reward reads
-    reward: float | None = None  # what the program has posted
-    turn_rewards: tuple[float, ...] = ()  # the same, one a turn; or none
-    token_rewards: tuple[Sequence[float], ...] = ()  # the same, a list a turn; or none
-    status: TrajectoryStatus | None = None  # how the program has said that it ended
-    is_limited: bool = False  # a request was refused by a limit of the trajectory
-    roles: list[Served] = field(default_factory=list)  # opened by the program, with their rewards
+    session: ChatSession  # records the turns
+    text: str = ""  # content of the last answer, read by rewards
+    reward: float | None = None  # posted by the program
+    turn_rewards: tuple[float, ...] = ()  # posted: one per turn, or none
+    token_rewards: tuple[Sequence[float], ...] = ()  # posted: one list per turn, or none
+    status: TrajectoryStatus | None = None  # posted
+    is_limited: bool = False  # a limit of the trajectory refused a request
+    roles: list[ApiSession] = field(default_factory=list)  # opened by the program
 
     @property
     def is_cut_off(self) -> bool:
-        """Whether a limit has ended it: one refused a request, or cut off the last answer."""
+        """True if a limit ended the session: it refused a request, or cut off the last answer."""
         turns = self.session.turns
         return self.is_limited or bool(turns and turns[-1].finish_reason == "length")
 
 
 class Agent(Protocol):
-    """What a loop gets to work with."""
+    """Everything that a loop may use."""
 
     max_turns: int
-    max_context: int  # tokens that a conversation may have
+    max_context: int  # tokens of a conversation
 
     def session(self, task: Task, *, model: str = "", role: str = "") -> ChatSession:
-        """A new conversation with the policy, or with one of `models`; a loop may have several.
+        """Begin a conversation with the policy, or with one of `models`. A loop may have several.
 
-        Those of the policy without a role are one trajectory together, with one reward. One with a
+        Sessions with the policy without a role are one trajectory with one reward. A session with a
         role is a trajectory of its own, compared with those of the same prompt and role.
         """
 
-    def begin_anew(self, task: Task) -> None:
-        """The trajectory begins again: its sessions are forgotten, and the next have their seeds.
+    def restart(self, task: Task) -> None:
+        """Forget the sessions of a trajectory; the next ones get their seeds, and all of its time.
 
-        None of them may be in use. It has the whole of its time again.
+        None of them may be in use.
         """
 
     def tools(self) -> AbstractAsyncContextManager[ToolSet]:
-        """Those of agent.tools, set up for one trajectory and closed after it."""
+        """Set up agent.tools for one trajectory; close them at the end."""
 
     def environment(self, task: Task) -> AbstractAsyncContextManager[Environment]:
-        """That of agent.environment, of one trajectory."""
+        """Make the agent.environment of one trajectory; close it at the end."""
 
-    def served(self, task: Task) -> AbstractAsyncContextManager[Served]:
-        """A new session with the policy for any client of OpenAI's API, with a key of its own.
+    def open_api_session(self, task: Task) -> AbstractAsyncContextManager[ApiSession]:
+        """Open a session with the policy for a client of OpenAI's API, with a key of its own.
 
-        What the client asks with the key becomes turns of `Served.session`, for `judged` or
-        `rewarded`. After the block the key is not known any more. Where the server has failed
-        meanwhile, the block ends with a GenerationError.
+        The client's requests become turns of `ApiSession.session`, for `score_samples` or
+        `build_samples`. The key ends with the block. If the server failed meanwhile, the block ends
+        with a GenerationError.
         """
 
-    async def judged(
+    async def score_samples(
         self,
         task: Task,
         session: ChatSession,
@@ -96,13 +106,14 @@ class Agent(Protocol):
         text: str,
         helpers: Sequence[ChatSession] = (),
     ) -> list[Sample]:
-        """The samples of a session, with the rewards that config.reward finds for a text.
+        """Build the samples of a session, with the reward that config.reward computes for `text`.
 
-        Those of `helpers` come first, and have the same reward. All are sessions of the policy;
-        others are not trained.
+        Args:
+            helpers: More sessions with the policy. Their samples come first and get the same
+                reward.
         """
 
-    def rewarded(
+    def build_samples(
         self,
         task: Task,
         session: ChatSession,
@@ -111,22 +122,20 @@ class Agent(Protocol):
         turn_rewards: Sequence[float] = (),
         token_rewards: Sequence[Sequence[float]] = (),
     ) -> list[Sample]:
-        """The samples of a session with a reward that is known.
+        """Build the samples of a session with a reward.
 
-        `turn_rewards`: how much of it each turn has earned; the last one, what they leave.
-        `token_rewards`: the same for each token of each turn.
+        Args:
+            turn_rewards: Share of the reward that each turn earned, or empty. The last turn gets
+                what they leave.
+            token_rewards: The same per token of each turn.
         """
 
 
 class AgentLoop(Protocol):
-    """Made once a server; `run` is called for many trajectories at the same time."""
+    """A loop, made once per server; `run` is called for many trajectories at the same time."""
 
     async def run(self, task: Task) -> list[Sample]:
-        """The samples of one trajectory. What it raises is of this trajectory alone."""
-
-
-def specs_of(tools: ToolSet) -> list[ToolSpec]:
-    return [ToolSpec(tool.name, tool.description, tool.parameters) for tool in tools.tools.values()]
+        """Return the samples of one trajectory. An exception fails this trajectory only."""
 
 
 @dataclass(frozen=True)
@@ -134,7 +143,7 @@ class ToolLoopSettings:
     """Settings of `agent.loop=tools`."""
 
     # Share of the context, data.max_prompt_tokens + rollout.max_response_tokens, beyond which the
-    # policy is asked for a summary, and goes on from it in a new context; 0: never.
+    # policy is asked for a summary, and continues from it in a new context; 0: never.
     compact_at: float = 0.0
     compact_prompt: str = (
         "The context is nearly full. Write down all that is needed to go on: "
@@ -142,34 +151,36 @@ class ToolLoopSettings:
     )
 
     def __post_init__(self) -> None:
-        between("compact_at", self.compact_at, 0, 1)
+        check_between("compact_at", self.compact_at, 0, 1)
 
 
 class ToolLoop:
     """ReAct (Yao et al. 2022, arXiv:2210.03629): the policy calls tools until it answers.
 
-    Calls of one turn run at the same time. What is wrong with a call is told to the policy as the
-    tool's answer. The reward reads the content of the last turn; it is empty where the trajectory
-    was cut off before one without calls.
+    Calls of one turn run at the same time. An invalid call is answered with an error message. The
+    reward reads the content of the last turn; it is empty if the trajectory was cut off before a
+    turn without calls.
 
-    A summary is a turn like others: it is trained, and counts to agent.max_turns. What follows it
-    is another segment of the trajectory, whose prompt is the task and the summary, which may be cut
-    off by agent.max_turn_tokens.
+    A summary is a turn like others: it is trained, and counts to agent.max_turns. The turns after
+    it are another segment of the trajectory, whose prompt is the task and the summary.
+    agent.max_turn_tokens may cut it off.
     """
 
     def __init__(self, agent: Agent, settings: ToolLoopSettings) -> None:
         self._agent, self._settings = agent, settings
 
     async def run(self, task: Task) -> list[Sample]:
+        """Return the samples of one trajectory."""
         session = self._agent.session(task)
         async with self._agent.tools() as tools:
-            status, text = await self._talk(session, task.messages, tools)
-        return await self._agent.judged(task, session, status, text)
+            status, text = await self._generate(session, task.messages, tools)
+        return await self._agent.score_samples(task, session, status, text)
 
-    async def _talk(
-        self, session: ChatSession, asked: Sequence[ChatMessage], tools: ToolSet
+    async def _generate(
+        self, session: ChatSession, prompt: Sequence[ChatMessage], tools: ToolSet
     ) -> tuple[TrajectoryStatus, str]:
-        specs, messages, is_full = specs_of(tools), asked, False
+        """Return how the trajectory ended, and the content of its last turn."""
+        specs, messages, is_full = list_tool_specs(tools), prompt, False
         for _ in range(self._agent.max_turns):
             if is_full:
                 messages = [*messages, ChatMessage("user", self._settings.compact_prompt)]
@@ -178,37 +189,43 @@ class ToolLoop:
             except ContextFullError:
                 return "truncated", ""
             if is_full and answer.finish_reason != "abort":
-                messages, is_full = with_summary(asked, answer.parsed.content), False
-                session.begin_anew()
+                messages, is_full = add_summary(prompt, answer.parsed.content), False
+                session.clear_context()
                 continue
             if answer.finish_reason != "stop":
                 return "truncated", answer.parsed.content
             calls = answer.parsed.calls
             if not calls:
                 return "finished", answer.parsed.content
-            messages = await asyncio.gather(*(_called(tools, call) for call in calls))
+            messages = await asyncio.gather(*(_call_tool(tools, call) for call in calls))
             is_full = self._is_full(session, messages, specs)
         return "truncated", ""
 
     def _is_full(
         self, session: ChatSession, messages: Sequence[ChatMessage], specs: Sequence[ToolSpec]
     ) -> bool:
-        at = self._settings.compact_at
-        return at > 0 and session.num_tokens(messages, specs) > at * self._agent.max_context
+        share = self._settings.compact_at
+        max_tokens = share * self._agent.max_context
+        return share > 0 and session.count_prompt_tokens(messages, specs) > max_tokens
 
 
-def with_summary(asked: Sequence[ChatMessage], summary: str) -> list[ChatMessage]:
-    """The messages of a task, the last one with a summary of what was done so far.
+def list_tool_specs(tools: ToolSet) -> list[ToolSpec]:
+    """Return the specs of tools, as codecs render them."""
+    return [ToolSpec(tool.name, tool.description, tool.parameters) for tool in tools.tools.values()]
+
+
+def add_summary(prompt: Sequence[ChatMessage], summary: str) -> list[ChatMessage]:
+    """Add a summary of earlier turns to the last message of a prompt.
 
     In one message, since many templates have users and assistants take turns.
     """
-    told = f"What was done so far:\n{summary}"
-    if asked and asked[-1].role == "user":
-        return [*asked[:-1], replace(asked[-1], content=f"{asked[-1].content}\n\n{told}")]
-    return [*asked, ChatMessage("user", told)]
+    text = f"What was done so far:\n{summary}"
+    if prompt and prompt[-1].role == "user":
+        return [*prompt[:-1], replace(prompt[-1], content=f"{prompt[-1].content}\n\n{text}")]
+    return [*prompt, ChatMessage("user", text)]
 
 
-async def _called(tools: ToolSet, call: ParsedCall) -> ChatMessage:
+async def _call_tool(tools: ToolSet, call: ParsedCall) -> ChatMessage:
     if call.status in ("ok", "unknown_tool"):
         text = (await tools.call(call.name, call.arguments)).text
     else:
@@ -219,41 +236,151 @@ async def _called(tools: ToolSet, call: ParsedCall) -> ChatMessage:
 class EnvironmentLoop:
     """The policy acts by its turns, and an environment answers until it is done.
 
-    The reward is the sum of those of all steps, each earned by its turn. A turn that is cut off by
-    agent.max_turn_tokens is a turn like others; a trajectory that is cut off keeps what it has
-    earned.
+    The reward is the sum of the rewards of all steps, each earned by its turn. A turn that
+    agent.max_turn_tokens cuts off is a turn like others; a trajectory that is cut off keeps the
+    rewards of its steps.
     """
 
     def __init__(self, agent: Agent) -> None:
         self._agent = agent
 
     async def run(self, task: Task) -> list[Sample]:
+        """Return the samples of one trajectory."""
         session = self._agent.session(task)
         async with self._agent.environment(task) as environment:
-            status, earned = await self._play(session, environment, task)
-        return self._agent.rewarded(task, session, status, sum(earned, 0.0), earned)
+            status, rewards = await self._generate(session, environment, task)
+        return self._agent.build_samples(task, session, status, sum(rewards, 0.0), rewards)
 
-    async def _play(
+    async def _generate(
         self, session: ChatSession, environment: Environment, task: Task
     ) -> tuple[TrajectoryStatus, list[float]]:
-        """How it ended, and what each turn has earned."""
+        """Return how the trajectory ended, and the reward of each turn."""
         messages: Sequence[ChatMessage] = [*task.messages, *await environment.reset()]
-        specs, earned, state = environment.tools, list[float](), _told(messages)
+        specs, rewards, state = environment.tools, list[float](), _join_contents(messages)
         for _ in range(self._agent.max_turns):
             try:
-                answer: Answer = await session.ask(messages, specs, state=state)
+                answer = await session.ask(messages, specs, state=state)
             except ContextFullError:
-                return "truncated", earned
+                return "truncated", rewards
             step = await environment.step(answer.parsed)
-            earned.append(step.reward)
+            rewards.append(step.reward)
             if step.is_done:
-                return "finished", earned
+                return "finished", rewards
             if answer.finish_reason == "abort":
-                return "aborted", earned
+                return "aborted", rewards
             messages = step.messages
-            state = _told(messages) if step.state is None else step.state
-        return "truncated", earned
+            state = _join_contents(messages) if step.state is None else step.state
+        return "truncated", rewards
 
 
-def _told(messages: Sequence[ChatMessage]) -> str:
+def _join_contents(messages: Sequence[ChatMessage]) -> str:
     return "\n".join(message.content for message in messages)
+
+
+@dataclass(frozen=True)
+class UserSettings:
+    """Settings of `agent.loop=user`. In `prompt`, {NAME} is the column NAME of the row."""
+
+    prompt: str  # system message of the model: whom it plays
+    model: str = "user"  # in `models`
+    stop: str = "###STOP###"  # in the user's text: ends the conversation
+    greeting: str = "Hello! How can I help you?"  # answered by the user's first message
+    reads: str = "last"  # read by the reward: the policy's last turn, or the whole conversation
+
+    def __post_init__(self) -> None:
+        check_choice("reads", self.reads, READS)
+        if not self.stop:
+            raise ConfigError("stop=''; allowed: a text that ends the conversation")
+
+
+class UserLoop:
+    """The policy talks with a user whom a frozen model plays.
+
+    It ends when the user says `stop`, or after max_turns turns of the policy. The user speaks
+    first: with the last message of the row's chat if that is a user's, else the model answers the
+    greeting. The model does not see system messages of the row. Only the policy's turns are
+    trained; the reward is that of config.reward.
+    """
+
+    def __init__(self, agent: Agent, settings: UserSettings) -> None:
+        self._agent, self._settings = agent, settings
+
+    async def run(self, task: Task) -> list[Sample]:
+        """Return the samples of one trajectory; none if the user stopped before the first turn."""
+        policy = self._agent.session(task)
+        user = self._agent.session(task, model=self._settings.model)
+        conversation = [m for m in task.messages if m.role in ("user", "assistant")]
+        status = await self._generate(task, policy, user, conversation)
+        if not policy.turns:
+            return []
+        text = [message for message in conversation if message.role == "assistant"][-1].content
+        if self._settings.reads == "conversation":
+            text = "\n\n".join(f"{message.role}: {message.content}" for message in conversation)
+        return await self._agent.score_samples(task, policy, status, text)
+
+    async def _generate(
+        self, task: Task, policy: ChatSession, user: ChatSession, conversation: list[ChatMessage]
+    ) -> TrajectoryStatus:
+        """Append the messages of both sides to `conversation`."""
+        to_user = [ChatMessage("system", fill_template(self._settings.prompt, task.fields))]
+        if not conversation or conversation[0].role == "user":
+            to_user.append(ChatMessage("user", self._settings.greeting))
+        to_user += [_swap_role(message) for message in conversation]
+        to_policy = list(task.messages)
+        try:
+            if not conversation or conversation[-1].role == "assistant":
+                message, has_stopped = await self._ask_user(user, to_user)
+                if has_stopped:
+                    return "finished"
+                to_user = []
+                conversation.append(message)
+                to_policy.append(message)
+            for turn in range(self._agent.max_turns):
+                answer = await policy.ask(to_policy)
+                conversation.append(ChatMessage("assistant", answer.parsed.content))
+                if answer.finish_reason == "abort":
+                    return "aborted"
+                if turn + 1 == self._agent.max_turns:
+                    break
+                to_user.append(ChatMessage("user", answer.parsed.content))
+                message, has_stopped = await self._ask_user(user, to_user)
+                if has_stopped:
+                    return "finished"
+                to_user = []
+                conversation.append(message)
+                to_policy = [message]
+        except ContextFullError:
+            pass
+        return "truncated"
+
+    async def _ask_user(
+        self, user: ChatSession, messages: list[ChatMessage]
+    ) -> tuple[ChatMessage, bool]:
+        """Return the user's message, and whether it ends the conversation."""
+        content = (await user.ask(messages)).parsed.content
+        return ChatMessage("user", content), self._settings.stop in content
+
+
+def fill_template(template: str, fields: Mapping[str, Any]) -> str:
+    """Replace each {NAME} by the column NAME of a row.
+
+    >>> fill_template('You want {item}: {"a": 1}', {"item": "tea"})
+    'You want tea: {"a": 1}'
+
+    Raises:
+        ConfigError: The row has no such column.
+    """
+
+    def look_up(match: re.Match[str]) -> str:
+        if match[1] not in fields:
+            raise ConfigError(
+                f"agent.settings.prompt has {match[0]}, and the row no such column; it has "
+                f"{', '.join(fields)}"
+            )
+        return str(fields[match[1]])
+
+    return _FIELD.sub(look_up, template)
+
+
+def _swap_role(message: ChatMessage) -> ChatMessage:
+    return ChatMessage("user" if message.role == "assistant" else "assistant", message.content)

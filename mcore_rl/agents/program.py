@@ -1,4 +1,4 @@
-"""The loop `program`: any client of OpenAI's API, which the policy answers."""
+"""The loop `program`: the policy answers any client of OpenAI's API."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import asyncio
 import inspect
 import json
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -17,21 +18,28 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mcore_rl.agents.loops import Agent, Served, Task
-from mcore_rl.agents.process_environment import process_environment, variable_names
-from mcore_rl.config.checks import at_least
+from mcore_rl.agents.loops import Agent, ApiSession, Task
+from mcore_rl.config.checks import check_at_least
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.config.import_path import load
+from mcore_rl.config.import_path import load_function
 from mcore_rl.data.sample import Sample, TrajectoryStatus
 
 TASK_FILE = "MCORE_RL_TASK"  # the variable with the path of the row
+# A server has keys and tokens in its environment, and a program may run what a policy has written:
+# a child process inherits these variables only, and those that a setting names.
+INHERITED = (
+    "CUDA_VISIBLE_DEVICES", "HOME", "LANG", "LC_ALL", "LC_CTYPE", "LOGNAME", "PATH", "SHELL",
+    "TERM", "TMPDIR", "TZ", "USER",
+)  # fmt: skip
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_LOOPBACK = "127.0.0.1,localhost"
 _KILL_S = 10.0  # for a killed program to be gone
-_SHOWN = 2000  # characters of the end of a program's output, in errors
+_MAX_SHOWN = 2000  # characters of the end of a program's output, in errors
 
 
 @dataclass(frozen=True)
 class ProgramSettings:
-    """One of both."""
+    """Settings of `agent.loop=program`: either `command` or `function`."""
 
     command: str = ""  # with its arguments, as a shell would read them; no shell runs it
     function: str = ""  # the import path of `async def f(task, base_url, api_key)`
@@ -44,16 +52,19 @@ class ProgramSettings:
                 f"command={self.command!r} and agent.settings.function={self.function!r}; "
                 "allowed: one of them"
             )
-        if self.function and not inspect.iscoroutinefunction(load("function", self.function)):
+        if self.function and not inspect.iscoroutinefunction(
+            load_function("function", self.function)
+        ):
             raise ConfigError(f"function={self.function!r}; allowed: a function by `async def`")
-        at_least("at_once", self.at_once, 1)
-        variable_names(self.variables)
-        if self.command and not self.words():
+        check_at_least("at_once", self.at_once, 1)
+        parse_variable_names(self.variables)
+        if self.command and not self.split_command():
             raise ConfigError(f"command={self.command!r} names no program")
-        if self.command and shutil.which(self.words()[0]) is None:
-            raise ConfigError(f"command={self.command!r}: there is no program {self.words()[0]!r}")
+        if self.command and shutil.which(program := self.split_command()[0]) is None:
+            raise ConfigError(f"command={self.command!r}: there is no program {program!r}")
 
-    def words(self) -> list[str]:
+    def split_command(self) -> list[str]:
+        """Return the program and its arguments; raise ConfigError if a quote is not closed."""
         try:
             return shlex.split(self.command)
         except ValueError as error:
@@ -61,93 +72,122 @@ class ProgramSettings:
 
 
 class ProgramLoop:
-    """Runs a program or a function for each trajectory, and gives it the URL and key of a session.
+    """Runs a program or a function for each trajectory, with the URL and key of a session.
 
-    The reward is what it has posted, or that of config.reward for the content of the last answer.
-    One that fails after a limit has ended its session is truncated; else its failure is one of the
-    loop.
+    The reward is the one that the program posted, or that of config.reward for the content of the
+    last answer. If the program fails after a limit has ended its session, the trajectory is
+    truncated; any other failure fails the trajectory.
     """
 
     def __init__(self, agent: Agent, settings: ProgramSettings) -> None:
         self._agent, self._settings = agent, settings
-        self._places = asyncio.Semaphore(settings.at_once)
-        self._run: Callable[[Task, Served], Awaitable[None]] = self._command
+        self._slots = asyncio.Semaphore(settings.at_once)
+        self._run: Callable[[Task, ApiSession], Awaitable[None]] = self._run_command
         if settings.function:
-            self._function = load("agent.settings.function", settings.function)
-            self._run = self._call
+            self._function = load_function("agent.settings.function", settings.function)
+            self._run = self._call_function
 
     async def run(self, task: Task) -> list[Sample]:
-        async with self._agent.served(task) as served:
+        """Return the samples of one trajectory, and of the roles that the program opened."""
+        async with self._agent.open_api_session(task) as main:
             try:
-                await self._run(task, served)
-            except Exception:  # of a program that is not ours: raised again, or a limit's doing
-                if not any(one.is_cut_off for one in (served, *served.roles)):
+                await self._run(task, main)
+            except Exception:  # of the user's program: raised again, unless a limit caused it
+                if not any(session.is_cut_off for session in (main, *main.roles)):
                     raise
         samples: list[Sample] = []
         # A program may speak in roles only.
-        asked = [one for one in (served, *served.roles) if one.session.turns]
-        for one in asked or [served]:
-            samples += await self._samples(task, one)
+        used = [session for session in (main, *main.roles) if session.session.turns]
+        for session in used or [main]:
+            samples += await self._build_samples(task, session)
         return samples
 
-    async def _samples(self, task: Task, served: Served) -> list[Sample]:
-        status: TrajectoryStatus = served.status or (
-            "truncated" if served.is_cut_off else "finished"
+    async def _build_samples(self, task: Task, api: ApiSession) -> list[Sample]:
+        status: TrajectoryStatus = api.status or ("truncated" if api.is_cut_off else "finished")
+        if api.reward is None and status == "aborted":
+            return self._agent.build_samples(task, api.session, status, 0.0)
+        if api.reward is None:
+            return await self._agent.score_samples(task, api.session, status, api.text)
+        return self._agent.build_samples(
+            task, api.session, status, api.reward, api.turn_rewards, api.token_rewards
         )
-        if served.reward is None and status == "aborted":
-            return self._agent.rewarded(task, served.session, status, 0.0)
-        if served.reward is None:
-            return await self._agent.judged(task, served.session, status, served.text)
-        of_parts = served.turn_rewards, served.token_rewards
-        return self._agent.rewarded(task, served.session, status, served.reward, *of_parts)
 
-    async def _call(self, task: Task, served: Served) -> None:
-        await self._function(task, served.base_url, served.api_key)
+    async def _call_function(self, task: Task, api: ApiSession) -> None:
+        await self._function(task, api.base_url, api.api_key)
 
-    async def _command(self, task: Task, served: Served) -> None:
-        """Raises RuntimeError where it exits with another status than 0."""
-        async with self._places:
+    async def _run_command(self, task: Task, api: ApiSession) -> None:
+        """Run the program; raise RuntimeError unless it exits with status 0."""
+        async with self._slots:
             with tempfile.TemporaryDirectory(prefix="program_") as folder:
-                await self._started(task, served, Path(folder))
+                await self._run_in(Path(folder), task, api)
 
-    async def _started(self, task: Task, served: Served, folder: Path) -> None:
+    async def _run_in(self, folder: Path, task: Task, api: ApiSession) -> None:
         row, output = folder / "task.json", folder / "output"
-        row.write_text(json.dumps(row_of(task)), encoding="utf-8")
-        with output.open("wb") as told:
+        row.write_text(json.dumps(describe_task(task)), encoding="utf-8")
+        environment = build_child_environment(self._settings.variables) | {
+            "OPENAI_BASE_URL": api.base_url,
+            "OPENAI_API_KEY": api.api_key,
+            TASK_FILE: str(row),
+        }
+        with output.open("wb") as file:
             process = await asyncio.create_subprocess_exec(
-                *self._settings.words(),
-                env=self._environment(served, row),
+                *self._settings.split_command(),
+                env=environment,
                 stdin=DEVNULL,
-                stdout=told,
-                stderr=told,
+                stdout=file,
+                stderr=file,
                 start_new_session=True,
             )
         try:
             status = await process.wait()
         finally:
-            with suppress(ProcessLookupError):  # its group, which it may have left behind
+            with suppress(ProcessLookupError):  # children that it may have left behind
                 os.killpg(process.pid, signal.SIGKILL)
             async with asyncio.timeout(_KILL_S):
                 await process.wait()
         if status != 0:
-            shown = output.read_text(encoding="utf-8", errors="replace")[-_SHOWN:].strip()
-            raise RuntimeError(f"{self._settings.command!r} exited with {status}: {shown}")
-
-    def _environment(self, served: Served, row: Path) -> dict[str, str]:
-        return process_environment(self._settings.variables) | {
-            "OPENAI_BASE_URL": served.base_url,
-            "OPENAI_API_KEY": served.api_key,
-            TASK_FILE: str(row),
-        }
+            end = output.read_text(encoding="utf-8", errors="replace")[-_MAX_SHOWN:].strip()
+            raise RuntimeError(f"{self._settings.command!r} exited with {status}: {end}")
 
 
-def row_of(task: Task) -> dict[str, Any]:
-    """What a program is told of its trajectory."""
+def describe_task(task: Task) -> dict[str, Any]:
+    """Return the JSON that a program reads about its trajectory."""
     return {
-        "messages": [message.as_dict() for message in task.messages],
+        "messages": [message.to_dict() for message in task.messages],
         "fields": dict(task.fields),
         "row": task.row,
         "group_id": task.group_id,
         "trajectory": task.trajectory,
         "max_tokens": task.max_tokens,
     }
+
+
+def parse_variable_names(variables: str) -> list[str]:
+    """Return the names in the setting `variables`, which has commas between them.
+
+    Raises:
+        ConfigError: One is no name, or of a variable that is not set.
+    """
+    names = [name.strip() for name in variables.split(",")] if variables else []
+    for name in names:
+        if not _VARIABLE.fullmatch(name) or name not in os.environ:
+            raise ConfigError(
+                f"variables={variables!r}: {name!r} is not set; allowed: names of environment "
+                "variables of this process, with commas between them"
+            )
+    return names
+
+
+def build_child_environment(variables: str) -> dict[str, str]:
+    """Return the INHERITED variables that are set, and those that `variables` names.
+
+    No proxy stands between the program and its server.
+
+    Raises:
+        ConfigError: As `parse_variable_names`.
+    """
+    names = (*INHERITED, *parse_variable_names(variables))
+    environment = {name: os.environ[name] for name in names if name in os.environ}
+    for name in ("NO_PROXY", "no_proxy"):
+        environment[name] = ",".join(filter(None, (os.environ.get(name, ""), _LOOPBACK)))
+    return environment

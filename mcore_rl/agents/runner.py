@@ -1,44 +1,51 @@
-"""Trajectories of many prompts at once, by the loop that agent.loop names."""
+"""Run the loop that agent.loop names, for many trajectories at once."""
 
 from __future__ import annotations
 
 import asyncio
+import warnings
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
-from mcore_rl.agents.choose import CodecKind, codec_for
-from mcore_rl.agents.closing import close_or_tell
-from mcore_rl.agents.codec import ChatTokenizer
-from mcore_rl.agents.codec_proof import Proved
-from mcore_rl.agents.coding import Coding
-from mcore_rl.agents.countdown import Countdown
-from mcore_rl.agents.endpoint.client_session import ClientSession, Limits
-from mcore_rl.agents.endpoint.endpoint import Endpoint, new_key
-from mcore_rl.agents.endpoint.refusal import RefusalError
-from mcore_rl.agents.environment import Environment
-from mcore_rl.agents.guessing import Guessing
-from mcore_rl.agents.loops import AgentLoop, EnvironmentLoop, Served, Task, ToolLoop
-from mcore_rl.agents.messages import encodable, messages_of
-from mcore_rl.agents.openenv import OpenEnv
+from mcore_rl.agents.api_server.protocol import RefusalError
+from mcore_rl.agents.api_server.sessions import ApiServer, SessionHandler, SessionLimits, draw_key
+from mcore_rl.agents.chat_template.codec import (
+    ChatTokenizer,
+    ValidatedChatTemplate,
+    parse_messages,
+    replace_surrogates,
+)
+from mcore_rl.agents.chat_template.validation import CodecKind, select_codec
+from mcore_rl.agents.environments.base import Environment
+from mcore_rl.agents.environments.coding import Coding
+from mcore_rl.agents.environments.countdown import Countdown
+from mcore_rl.agents.environments.guessing import Guessing
+from mcore_rl.agents.environments.openenv import OpenEnv
+from mcore_rl.agents.frozen_model import FrozenModel
+from mcore_rl.agents.loops import (
+    AgentLoop,
+    ApiSession,
+    EnvironmentLoop,
+    Task,
+    ToolLoop,
+    UserLoop,
+)
 from mcore_rl.agents.program import ProgramLoop
-from mcore_rl.agents.remote import FrozenModel
-from mcore_rl.agents.session import ChatSession, GenerationError, session_seed
-from mcore_rl.agents.single_turn import Group, Prompt, Reward, samples_of_all
-from mcore_rl.agents.time_limit import TimeLimit
-from mcore_rl.agents.tool_sources import end_sources, tool_sources, try_mcp_servers
-from mcore_rl.agents.tools.base import ToolSet
-from mcore_rl.agents.trajectory import MASKED_VERSION, Turn, pay, samples_of
-from mcore_rl.agents.user_loop import UserLoop
+from mcore_rl.agents.session import ChatSession, GenerationError, Turn, draw_session_seed
+from mcore_rl.agents.single_turn import Group, Prompt, Reward, gather_samples
+from mcore_rl.agents.tools.base import ToolSet, close_or_report
+from mcore_rl.agents.tools.sources import load_tool_sources, shut_down_sources, try_mcp_servers
+from mcore_rl.agents.trajectory import MASKED_VERSION, assign_turn_rewards, build_samples
 from mcore_rl.agents.verifiers.loop import VerifiersLoop
 from mcore_rl.algorithms.registry import Registry
-from mcore_rl.config.agent_schema import AgentConfig
 from mcore_rl.config.errors import ConfigError
+from mcore_rl.config.schema import AgentConfig
 from mcore_rl.data.sample import Sample, TrajectoryStatus
 from mcore_rl.inference.protocol import Gate, Generator, SamplingParams
-from mcore_rl.rewards.base import RewardError
+from mcore_rl.rewards.registry import RewardError
 
 LOOPS: Registry[Callable[..., Any]] = Registry("agent.loop", ("agent",), "agent.settings")
 LOOPS.register("tools")(ToolLoop)
@@ -52,6 +59,13 @@ ENVIRONMENTS.register("countdown")(Countdown)
 ENVIRONMENTS.register("guessing")(Guessing)
 ENVIRONMENTS.register("openenv")(OpenEnv)
 MAX_ROLES = 64  # sessions that a program may open in a trajectory
+# Methods of `Agent` under the names of the last release.
+_RENAMED = {
+    "judged": "score_samples",
+    "rewarded": "build_samples",
+    "served": "open_api_session",
+    "begin_anew": "restart",
+}
 
 
 def check_agent(
@@ -60,56 +74,120 @@ def check_agent(
     models: Collection[str] = (),
     stop_ids: Sequence[int] = (),
     max_context: int | None = None,
-) -> tuple[Proved, list[object]]:
-    """The codec and the tools of a run; no tool is set up. `models` are the frozen ones by name.
+) -> tuple[ValidatedChatTemplate, list[object]]:
+    """Return the codec and the tools of a run; no tool is set up.
 
-    `stop_ids`: as `data.tokenizer.stop_ids_of` the checkpoint. `max_context`: tokens that a prompt
-    may have.
+    Args:
+        models: Names of the frozen models.
+        stop_ids: Tokens at which the server ends a turn (`data.tokenizer.stop_ids_of`).
+        max_context: Tokens of a prompt.
 
     Raises:
-        ConfigError: the chat template, a tool, the loop or its environment cannot be used.
+        ConfigError: The chat template, a tool, the loop or its environment cannot be used.
     """
     kind = cast(CodecKind, config.codec)
-    codec = codec_for(tokenizer, kind, stop_ids=stop_ids, max_tokens=max_context)
-    sources = tool_sources(config)
+    codec = select_codec(tokenizer, kind, stop_ids=stop_ids, max_tokens=max_context)
+    sources = load_tool_sources(config)
     if sources and codec.tool_refusal:
         raise ConfigError(f"agent.tools: the codec {codec.name} takes none: {codec.tool_refusal}")
-    settings = LOOPS.settings(config.loop, config.settings)
+    settings = LOOPS.build_settings(config.loop, config.settings)
     if (model := getattr(settings, "model", None)) is not None and model not in models:
         raise ConfigError(
             f"agent.settings.model={model!r} is none of models; allowed: "
             f"{', '.join(models) or 'none, as models is empty'}"
         )
     if config.environment:
-        its = ENVIRONMENTS.settings(config.environment, config.environment_settings)
+        environment = ENVIRONMENTS.build_settings(config.environment, config.environment_settings)
         if check := getattr(ENVIRONMENTS[config.environment], "check", None):
-            check(its)
+            check(environment)
     return codec, sources
 
 
 def try_out(config: AgentConfig, fields: Mapping[str, Any]) -> None:
-    """What takes a loop seconds to check, with the columns of a row: once before a run.
+    """Check, once before a run, what takes seconds: MCP servers, and the loop's `try_out`.
+
+    Args:
+        fields: Columns of a row.
 
     Raises:
-        ConfigError: the loop cannot work, or a server of agent.mcp_servers.
+        ConfigError: The loop or a server of agent.mcp_servers cannot work.
     """
     asyncio.run(try_mcp_servers(config))
     if check := getattr(LOOPS[config.loop], "try_out", None):
-        check(LOOPS.settings(config.loop, config.settings), config.max_turns, fields)
+        check(LOOPS.build_settings(config.loop, config.settings), config.max_turns, fields)
+
+
+class Timeout:
+    """Limits the time of a trajectory, as `asyncio.timeout` does; its clock can be paused."""
+
+    def __init__(self, limit_s: float) -> None:
+        self._limit_s, self._timeout = limit_s, asyncio.timeout(limit_s)
+        self._clock = asyncio.get_running_loop().time
+        self._num_pauses = 0
+        self._remaining_s = 0.0
+
+    async def __aenter__(self) -> Timeout:
+        await self._timeout.__aenter__()
+        return self
+
+    async def __aexit__(self, *error: Any) -> None:
+        await self._timeout.__aexit__(*error)
+
+    def when(self) -> float | None:
+        """Return the end, in the time of the event loop; None while paused."""
+        return self._timeout.when()
+
+    def expired(self) -> bool:
+        """Return whether the end has come."""
+        return self._timeout.expired()
+
+    def pause(self) -> None:
+        """Stop the clock. After several calls it takes as many of `resume` to start it."""
+        self._num_pauses += 1
+        if self._num_pauses == 1:
+            end = self.when()
+            assert end is not None  # only `pause` removes it
+            self._remaining_s = end - self._clock()
+            self._reschedule(None)
+
+    def resume(self) -> None:
+        """Undo a `pause`."""
+        self._num_pauses -= 1
+        if not self._num_pauses:
+            self._reschedule(self._clock() + self._remaining_s)
+
+    def restart(self) -> None:
+        """Give back the whole time. A paused clock stays paused."""
+        self._remaining_s = self._limit_s
+        if not self._num_pauses:
+            self._reschedule(self._clock() + self._limit_s)
+
+    def _reschedule(self, end: float | None) -> None:
+        if not self.expired():  # else the trajectory is being cancelled
+            self._timeout.reschedule(end)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Stop the clock within a block."""
+        self.pause()
+        try:
+            yield
+        finally:
+            self.resume()
 
 
 @dataclass(slots=True)
-class _Open:
-    """A trajectory that is being made."""
+class _Trajectory:
+    """A trajectory that is being generated."""
 
     group_size: int  # trajectories of the prompt
-    limit: TimeLimit
+    timeout: Timeout
     sessions: list[ChatSession] = field(default_factory=list)  # with the policy
     num_sessions: int = 0  # with any model
 
 
 class AgentRunner:
-    """Runs loops against a server, and is the `Agent` that they get."""
+    """Runs loops against a server; it is the `Agent` that they get (see `loops.Agent`)."""
 
     def __init__(
         self,
@@ -123,11 +201,14 @@ class AgentRunner:
         models: Collection[str] = (),
         stop_ids: Sequence[int] = (),
     ) -> None:
-        """Raises ConfigError where the chat template, a tool or the loop cannot be used.
+        """Load the codec, the tools and the loop.
 
         Args:
-            models: the names of those that will be in `self.models` when loops run.
-            stop_ids: tokens at which the server ends a turn (`data.tokenizer.stop_ids_of`).
+            models: Names of those that will be in `self.models` when loops run.
+            stop_ids: Tokens at which the server ends a turn (`data.tokenizer.stop_ids_of`).
+
+        Raises:
+            ConfigError: The chat template, a tool or the loop cannot be used.
         """
         self._generator, self._reward, self._config = generator, reward, config
         self._tokenizer = tokenizer
@@ -135,79 +216,91 @@ class AgentRunner:
         self.codec, self._sources = check_agent(config, tokenizer, models, stop_ids, max_context)
         self.models: dict[str, FrozenModel] = {}
         self.max_turns = config.max_turns
-        self._open: dict[tuple[int, int], _Open] = {}
-        self.gate = Gate()  # for requests from outside, and for trajectories that have yet to begin
-        self._endpoint = Endpoint(max_context)
-        self._loop: AgentLoop = LOOPS.bound(config.loop, config.settings)(self)
+        self._running: dict[tuple[int, int], _Trajectory] = {}  # by group id and trajectory
+        self.gate = Gate()  # holds requests of programs, and trajectories that have yet to begin
+        self._api_server = ApiServer(max_context)
+        self._loop: AgentLoop = LOOPS.bind(config.loop, config.settings)(self)
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in _RENAMED:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        warnings.warn(f"agent.{name} is now agent.{_RENAMED[name]}", FutureWarning, stacklevel=2)
+        return getattr(self, _RENAMED[name])
 
     async def close(self) -> None:
-        """Ends what the loop has started, MCP servers, and the HTTP server of programs."""
+        """End what the loop has started, MCP servers, and the HTTP server of programs."""
         if close := getattr(self._loop, "close", None):
             await close()
-        await end_sources(self._sources)
-        await self._endpoint.close()
+        await shut_down_sources(self._sources)
+        await self._api_server.close()
 
     def hold(self, reason: str) -> None:
-        """Until `release` requests from outside wait, and of no trajectory's time any passes."""
+        """Hold requests of programs, and stop the clocks of trajectories, until `release`."""
         if self.gate.is_open:
-            for one in self._open.values():
-                one.limit.stop()
+            for trajectory in self._running.values():
+                trajectory.timeout.pause()
         self.gate.hold(reason)
 
     def release(self, reason: str) -> None:
+        """Undo `hold` for a reason."""
         was_open = self.gate.is_open
         self.gate.release(reason)
         if self.gate.is_open and not was_open:
-            for one in self._open.values():
-                one.limit.go_on()
+            for trajectory in self._running.values():
+                trajectory.timeout.resume()
 
     async def run_all(self, prompts: Sequence[Prompt], sampling: SamplingParams) -> list[Sample]:
-        """`sampling.n` trajectories of each prompt, in order. The first failure cancels the rest.
+        """Return `sampling.n` trajectories per prompt, in order. The first failure cancels others.
 
         The seed of a trajectory is that of the response in its place: see SingleTurnLoop.
         """
-        return await samples_of_all(self.start(prompts, sampling))
+        return await gather_samples(self.start(prompts, sampling))
 
     def start(self, prompts: Sequence[Prompt], sampling: SamplingParams) -> list[Group]:
-        """A group for each prompt. Call it in an event loop."""
+        """Start a group for each prompt. Call it in an event loop."""
         return [asyncio.create_task(self._run_group(prompt, sampling)) for prompt in prompts]
 
     async def _run_group(self, prompt: Prompt, sampling: SamplingParams) -> list[Sample]:
-        tasks = [self._task(prompt, number, sampling) for number in range(sampling.n)]
-        asked = [asyncio.create_task(self._run(task, sampling.n)) for task in tasks]
-        return await samples_of_all(asked)
+        tasks = [self._build_task(prompt, number, sampling) for number in range(sampling.n)]
+        running = [asyncio.create_task(self._run(task, sampling.n)) for task in tasks]
+        return await gather_samples(running)
 
-    def _task(self, prompt: Prompt, number: int, sampling: SamplingParams) -> Task:
+    def _build_task(self, prompt: Prompt, number: int, sampling: SamplingParams) -> Task:
         seed = sampling.seed
         if seed is not None:
             seed += prompt.group_id * sampling.n + number
-        tokens = self._config.max_turn_tokens or sampling.max_tokens
-        own = replace(sampling, n=1, seed=seed, max_tokens=min(tokens, sampling.max_tokens))
-        messages = messages_of(prompt.messages)
-        at = prompt.group_id, number, prompt.row
-        return Task(messages, prompt.fields, *at, own, sampling.max_tokens)
+        turn_tokens = min(self._config.max_turn_tokens or sampling.max_tokens, sampling.max_tokens)
+        return Task(
+            parse_messages(prompt.messages),
+            prompt.fields,
+            prompt.group_id,
+            number,
+            prompt.row,
+            replace(sampling, n=1, seed=seed, max_tokens=turn_tokens),
+            sampling.max_tokens,
+        )
 
     async def _run(self, task: Task, group_size: int) -> list[Sample]:
         await self.gate.wait_open()
-        key, limit = (task.group_id, task.trajectory), TimeLimit(self._config.timeout_s)
-        self._open[key] = _Open(group_size, limit)
+        key, timeout = (task.group_id, task.trajectory), Timeout(self._config.timeout_s)
+        self._running[key] = _Trajectory(group_size, timeout)
         try:
-            async with limit.timeout:
-                samples = _checked(await self._loop.run(task))
+            async with timeout:
+                samples = _check_samples(await self._loop.run(task))
         except TimeoutError as error:
             samples = (
-                self._cut_off(task, "aborted")
-                if limit.timeout.expired()
-                else self._failed(task, error)
+                self._build_cut_off(task, "aborted")
+                if timeout.expired()
+                else self._build_failed(task, error)
             )
         except RewardError:
             raise
         except GenerationError as error:
             raise error.__cause__ or error from None
-        except Exception as error:  # noqa: BLE001 (of a loop or an environment that is not ours)
-            samples = self._failed(task, error)
+        except Exception as error:  # noqa: BLE001 (of a user's loop or environment)
+            samples = self._build_failed(task, error)
         finally:
-            del self._open[key]
+            del self._running[key]
         segments: Counter[int] = Counter()
         for sample in samples:
             sample.group_id = task.group_id
@@ -216,100 +309,112 @@ class AgentRunner:
             segments[sample.trajectory] += 1
         return samples
 
-    def _cut_off(self, task: Task, status: TrajectoryStatus) -> list[Sample]:
-        """What all conversations of a trajectory have so far, with a reward of 0."""
-        sessions = self._open[task.group_id, task.trajectory].sessions
-        asked = [session for session in sessions if session.turns]
-        return [s for session in asked for s in self.rewarded(task, session, status, 0.0)]
+    def _build_cut_off(self, task: Task, status: TrajectoryStatus) -> list[Sample]:
+        """Build the samples of all sessions of a trajectory so far, with a reward of 0."""
+        sessions = self._running[task.group_id, task.trajectory].sessions
+        used = [session for session in sessions if session.turns]
+        return [s for session in used for s in self.build_samples(task, session, status, 0.0)]
 
-    def _failed(self, task: Task, error: Exception) -> list[Sample]:
-        told = encodable(f"agent.loop={self._config.loop!r} raised {type(error).__name__}: {error}")
+    def _build_failed(self, task: Task, error: Exception) -> list[Sample]:
+        """Build the samples of a trajectory that failed.
+
+        Raises:
+            RewardError: The run stops on errors.
+        """
+        reason = replace_surrogates(
+            f"agent.loop={self._config.loop!r} raised {type(error).__name__}: {error}"
+        )
         if self._stops_on_error:
             where = f"row {task.row} of the data (group {task.group_id})"
-            raise RewardError(f"{told}; it was asked about {where}") from error
-        samples = self._cut_off(task, "failed")
+            raise RewardError(f"{reason}; it was asked about {where}") from error
+        samples = self._build_cut_off(task, "failed")
         for sample in samples:
-            sample.reward_error = told
+            sample.reward_error = reason
         return samples
 
-    # What loops get, as `loops.Agent` says.
+    # The methods of loops.Agent.
 
     def session(self, task: Task, *, model: str = "", role: str = "") -> ChatSession:
-        made = self._open[task.group_id, task.trajectory]
-        name = f"{task.group_id}/{task.trajectory}/{made.num_sessions}"
-        seed = session_seed(task.sampling.seed, made.num_sessions)
+        """Begin a conversation; see `loops.Agent`."""
+        trajectory = self._running[task.group_id, task.trajectory]
+        name = f"{task.group_id}/{task.trajectory}/{trajectory.num_sessions}"
+        seed = draw_session_seed(task.sampling.seed, trajectory.num_sessions)
         if model and (role or model not in self.models):
             raise ConfigError(
                 f"agent.session(model={model!r}, role={role!r}); allowed: one of models "
                 f"({', '.join(self.models) or 'there is none'}), without a role"
             )
-        made.num_sessions += 1
+        trajectory.num_sessions += 1
         if model:
             frozen = self.models[model]
             sampling = replace(frozen.sampling, seed=seed)
             context = frozen.max_context
             return ChatSession(name, frozen.generator, frozen.codec, sampling, context, model=model)
         number = task.trajectory
-        if role:  # behind the numbers of those without
-            number += made.group_size * (1 + len(made.sessions))
+        if role:  # numbered after the trajectories without a role
+            number += trajectory.group_size * (1 + len(trajectory.sessions))
         sampling, context = replace(task.sampling, seed=seed), self.max_context
         session = ChatSession(
             name, self._generator, self.codec, sampling, context, role=role, trajectory=number
         )
-        made.sessions.append(session)
+        trajectory.sessions.append(session)
         return session
 
-    def begin_anew(self, task: Task) -> None:
-        made = self._open[task.group_id, task.trajectory]
-        made.sessions.clear()
-        made.num_sessions = 0
-        made.limit.begin_anew()
+    def restart(self, task: Task) -> None:
+        """Forget the sessions of a trajectory; see `loops.Agent`."""
+        trajectory = self._running[task.group_id, task.trajectory]
+        trajectory.sessions.clear()
+        trajectory.num_sessions = 0
+        trajectory.timeout.restart()
 
     @asynccontextmanager
-    async def served(self, task: Task) -> AsyncIterator[Served]:
-        url, made = await self._endpoint.url(), list[ClientSession]()
+    async def open_api_session(self, task: Task) -> AsyncIterator[ApiSession]:
+        """Open a session for a client of OpenAI's API; see `loops.Agent`."""
+        url, handlers = await self._api_server.start(), list[SessionHandler]()
 
-        def opened(role: str) -> Served:
-            served = Served(url, new_key(), self.session(task, role=role))
-            limits = Limits(self.max_turns, self.max_context)
-            client = ClientSession(
-                served, self.codec, self._tokenizer, limits, self.gate, opened_role
+        def open_session(role: str) -> ApiSession:
+            session = ApiSession(url, draw_key(), self.session(task, role=role))
+            limits = SessionLimits(self.max_turns, self.max_context)
+            handler = SessionHandler(
+                session, self.codec, self._tokenizer, limits, self.gate, open_role
             )
-            self._endpoint.add(served.api_key, client)
-            made.append(client)
-            return served
+            self._api_server.add(session.api_key, handler)
+            handlers.append(handler)
+            return session
 
-        def opened_role(role: str) -> Served:
-            if len(made) > MAX_ROLES:
-                told = f"the trajectory has {MAX_ROLES} sessions of roles; no more are allowed"
-                raise RefusalError(429, "too_many_sessions", told)
-            served = opened(role)
-            made[0].served.roles.append(served)
-            return served
+        def open_role(role: str) -> ApiSession:
+            if len(handlers) > MAX_ROLES:
+                reason = f"the trajectory has {MAX_ROLES} sessions of roles; no more are allowed"
+                raise RefusalError(429, "too_many_sessions", reason)
+            session = open_session(role)
+            handlers[0].session.roles.append(session)
+            return session
 
         try:
-            yield opened("")
+            yield open_session("")
         finally:
-            for client in made:
-                await self._endpoint.remove(client.served.api_key)
-            for client in made:
-                if client.failure is not None:
-                    raise client.failure
+            for handler in handlers:
+                await self._api_server.remove(handler.session.api_key)
+            for handler in handlers:
+                if handler.failure is not None:
+                    raise handler.failure
 
     def tools(self) -> AbstractAsyncContextManager[ToolSet]:
+        """Set up the tools of a trajectory; see `loops.Agent`."""
         return ToolSet(self._sources, self._config.tool_timeout_s)
 
     @asynccontextmanager
     async def environment(self, task: Task) -> AsyncIterator[Environment]:
-        make = ENVIRONMENTS.bound(self._config.environment, self._config.environment_settings)
+        """Make the environment of a trajectory; see `loops.Agent`."""
+        make = ENVIRONMENTS.bind(self._config.environment, self._config.environment_settings)
         environment: Environment = make(task.fields)
         try:
             yield environment
         finally:
             name = f"agent.environment={self._config.environment!r}, for row {task.row},"
-            await close_or_tell(name, environment.close)
+            await close_or_report(name, environment.close)
 
-    async def judged(
+    async def score_samples(
         self,
         task: Task,
         session: ChatSession,
@@ -317,33 +422,35 @@ class AgentRunner:
         text: str,
         helpers: Sequence[ChatSession] = (),
     ) -> list[Sample]:
-        own = self.rewarded(task, session, status, 0.0)
-        asked = [one for one in helpers if one.turns]
-        samples = [s for one in asked for s in self.rewarded(task, one, status, 0.0)] + own
+        """Build samples with the reward of config.reward; see `loops.Agent`."""
+        main = self.build_samples(task, session, status, 0.0)
+        used = [helper for helper in helpers if helper.turns]
+        samples = [s for helper in used for s in self.build_samples(task, helper, status, 0.0)]
+        samples += main
         where = f"row {task.row} of the data (group {task.group_id})"
         last = samples[-1:]
         for sample in last:
-            sample.messages = [message.as_dict() for message in task.messages]
-            sample.turn_texts = [self._text(turn) for turn in session.turns]
+            sample.messages = [message.to_dict() for message in task.messages]
+            sample.turn_texts = [self._decode_turn(turn) for turn in session.turns]
             sample.turn_token_ids = [list(turn.token_ids) for turn in session.turns]
-        # A reward has a limit of its own.
-        with self._open[task.group_id, task.trajectory].limit.stopped():
+        # A reward has a timeout of its own.
+        with self._running[task.group_id, task.trajectory].timeout.paused():
             await self._reward(last, [text], task.max_tokens, where)
         for sample in samples[:-1]:
             sample.reward, sample.reward_parts = last[0].reward, last[0].reward_parts
             sample.reward_error = last[0].reward_error
         if last:
-            pay(own, session.turns, last[0].turn_rewards, last[0].token_rewards)
+            assign_turn_rewards(main, session.turns, last[0].turn_rewards, last[0].token_rewards)
         return samples
 
-    def _text(self, turn: Turn) -> str:
-        """What was said, with calls and reasoning, without the token that ends it."""
+    def _decode_turn(self, turn: Turn) -> str:
+        """Return the text of a turn, with calls and reasoning, without the token that ends it."""
         ids = turn.token_ids
         if turn.finish_reason == "stop" and ids[-1] in self.codec.stop_ids:  # else by a stop text
             ids = ids[:-1]
         return self._tokenizer.decode([*ids], skip_special_tokens=False)
 
-    def rewarded(
+    def build_samples(
         self,
         task: Task,
         session: ChatSession,
@@ -352,6 +459,7 @@ class AgentRunner:
         turn_rewards: Sequence[float] = (),
         token_rewards: Sequence[Sequence[float]] = (),
     ) -> list[Sample]:
+        """Build samples with a known reward; see `loops.Agent`."""
         if session.model:
             raise ValueError(f"a session with models.{session.model} is not trained")
         if not session.turns:
@@ -359,7 +467,7 @@ class AgentRunner:
                 "a session without a turn has no samples: the policy was never asked, or its first "
                 f"prompt has no room in {self.max_context} tokens"
             )
-        samples = samples_of(
+        samples = build_samples(
             session.turns,
             trajectory=session.trajectory,
             group_id=task.group_id,
@@ -370,21 +478,21 @@ class AgentRunner:
             sample.fields, sample.role = dict(task.fields), session.role
             if status == "truncated":
                 sample.finish_reason = "length"
-        pay(samples, session.turns, turn_rewards, token_rewards)
+        assign_turn_rewards(samples, session.turns, turn_rewards, token_rewards)
         return samples
 
 
-def _checked(samples: Sequence[Sample]) -> list[Sample]:
-    """Raises ValueError where they cannot be trained as they are."""
+def _check_samples(samples: Sequence[Sample]) -> list[Sample]:
+    """Return the samples of a loop; raise ValueError if they cannot be trained on."""
     rewards: dict[int, float] = {}
     for sample in samples:
-        chosen = zip(sample.response_mask, sample.weight_versions, strict=True)
-        if any(mask and version == MASKED_VERSION for mask, version in chosen):
+        trained = zip(sample.response_mask, sample.weight_versions, strict=True)
+        if any(mask and version == MASKED_VERSION for mask, version in trained):
             raise ValueError("samples have tokens to be trained that the policy did not choose")
-        said = sample.cross_entropy_mask
-        if said and (len(said) != len(sample.response_ids) or not {*said} <= {0, 1}):
+        mask = sample.cross_entropy_mask
+        if mask and (len(mask) != len(sample.response_ids) or not {*mask} <= {0, 1}):
             raise ValueError(
-                f"a cross_entropy_mask of {len(said)} entries for {len(sample.response_ids)} "
+                f"a cross_entropy_mask of {len(mask)} entries for {len(sample.response_ids)} "
                 "response tokens; it has to have 0 or 1 for each"
             )
         key = sample.trajectory if sample.role else -1

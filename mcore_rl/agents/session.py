@@ -1,4 +1,4 @@
-"""A conversation with the policy or a frozen model, which owns its tokens."""
+"""Conversations with the policy or a frozen model: sessions, and the turns that they record."""
 
 from __future__ import annotations
 
@@ -8,39 +8,88 @@ from itertools import groupby
 
 import numpy as np
 
-from mcore_rl.agents.codec import (
+from mcore_rl.agents.chat_template.codec import (
     ChatCodec,
     ChatMessage,
     ContextFullError,
     ParsedTurn,
     ToolSpec,
+    replace_message_surrogates,
 )
-from mcore_rl.agents.messages import encodable_message
-from mcore_rl.agents.trajectory import Turn, VersionSpan, num_routed
+from mcore_rl.data.sample import RoutedExperts
 from mcore_rl.inference.protocol import Completion, Generator, SamplingParams
 
 
 class GenerationError(RuntimeError):
-    """The server has failed, and with it the step; its cause says how."""
+    """The server failed, which ends the step; the cause is the server's error."""
+
+
+@dataclass(frozen=True, slots=True)
+class VersionSpan:
+    """Tokens [start, end) of a turn that one version of the weights sampled."""
+
+    version: int
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """A completion as the server sampled it."""
+
+    session_id: str
+    turn_id: str  # unique in its session
+    parent: str  # turn_id of the turn that it continues; empty: first turn of a conversation
+    prompt_ids: tuple[int, ...]
+    token_ids: tuple[int, ...]
+    log_probs: tuple[float, ...]  # nats, one per token
+    weight_versions: tuple[VersionSpan, ...]  # cover the tokens, in order
+    finish_reason: str  # "stop", "length" or "abort"
+    # Experts of the tokens that the parent has none for, if this continues it; else of all tokens.
+    routed_experts: RoutedExperts | None = None
+    token_rewards: tuple[float, ...] = ()  # shares of the trajectory's reward; one per token or ()
+    state: str | None = None  # state of the environment that the turn was taken in, if known
+
+    def __post_init__(self) -> None:
+        length = len(self.token_ids)
+        if len(self.log_probs) != length:
+            raise ValueError(
+                f"turn {self.turn_id!r} has {len(self.log_probs)} log_probs for {length} tokens"
+            )
+        if self.token_rewards and len(self.token_rewards) != length:
+            raise ValueError(
+                f"turn {self.turn_id!r} has {len(self.token_rewards)} token_rewards "
+                f"for {length} tokens"
+            )
+        spans = self.weight_versions
+        bounds = [0, *(bound for span in spans for bound in (span.start, span.end)), length]
+        is_adjoining = all(bounds[i] == bounds[i + 1] for i in range(0, len(bounds), 2))
+        if not is_adjoining or any(span.start >= span.end for span in spans):
+            raise ValueError(
+                f"turn {self.turn_id!r} has weight_versions {spans} for {length} tokens; "
+                f"spans have to cover each token once, in order"
+            )
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What the policy said in a turn."""
+    """A turn of the model, parsed."""
 
     parsed: ParsedTurn
     finish_reason: str  # "stop", "length" or "abort"
 
 
 class ChatSession:
-    """Messages go in, turns of a model come out; what was sampled is never rendered again.
+    """A conversation: messages go in, turns of a model come out.
 
-    `model` is the name of a frozen one, whose turns are not trained; "" is the policy. A `role`
-    makes it a `trajectory` of its own (its number in the group), to be compared with those of the
-    same role only.
+    Sampled tokens are never rendered again. Messages of all turns are kept for one case: if the
+    template would rewrite the last turn (`ChatCodec.extend`), they are rendered anew.
 
-    The messages of all turns are kept only to render them anew where the last turn cannot be gone
-    on from (`ChatCodec.extend`).
+    Attributes:
+        model: Name of a frozen model, whose turns are not trained. "" is the policy.
+        role: Makes the session a `trajectory` of its own (its number in the group), compared only
+            with sessions of the same role.
+        turns: In the order in which they ended.
     """
 
     def __init__(
@@ -55,17 +104,20 @@ class ChatSession:
         role: str = "",
         trajectory: int = 0,
     ) -> None:
-        """`max_context`: tokens of a prompt and what follows it. `sampling.max_tokens`: a turn's.
+        """Begin a conversation without messages.
 
-        A `sampling.seed` is that of the first turn; those of later ones are drawn from it.
+        Args:
+            sampling: Of each turn; `max_tokens` limits a turn. `seed` is that of the first turn;
+                seeds of later turns are drawn from it.
+            max_context: Tokens of a prompt and its completion.
         """
         self.name, self._generator, self._codec = name, generator, codec
         self._sampling, self._max_context = sampling, max_context
         self.model, self.role, self.trajectory = model, role, trajectory
         self._messages: list[ChatMessage] = []
-        self._goes_on = False  # whether the last turn is in the context
-        self._num_asked = 0  # turns that were begun
-        self.turns: list[Turn] = []  # in the order in which they ended
+        self._can_extend = False  # whether the last turn is in the context
+        self._num_started = 0  # turns
+        self.turns: list[Turn] = []
 
     async def ask(
         self,
@@ -74,33 +126,34 @@ class ChatSession:
         *,
         state: str | None = None,
     ) -> Answer:
-        """The policy's answer to messages that came since its last one.
+        """Return the model's answer to the messages since its last answer.
 
-        `state` names the state of an environment that it is in: turns of a group with equal names
-        are compared by advantages that need them.
+        Args:
+            state: Name of the state that the environment is in. Advantages that need it compare
+                turns of a group with equal names.
 
         Raises:
-            ContextFullError: the conversation has as many tokens as it may have.
-            GenerationError: the server failed. It is no failure of the loop, and not to be caught.
+            ContextFullError: The conversation has as many tokens as it may have.
+            GenerationError: The server failed. This is no failure of the loop; do not catch it.
         """
-        prompt = self._prompt(messages, tools)
+        prompt = self._build_prompt(messages, tools)
         parent = self.turns[-1].turn_id if self.turns else ""
         _, completion = await self.sample(prompt, parent, state=state)
         parsed = self._codec.parse(completion.token_ids, tools, prompt)
-        self._messages += [*messages, parsed.message()]
-        self._goes_on = True
+        self._messages += [*messages, parsed.to_message()]
+        self._can_extend = True
         return Answer(parsed, completion.finish_reason)
 
-    def room(self, prompt: Sequence[int]) -> int:
-        """Tokens that an answer to a prompt may have.
+    def compute_max_tokens(self, prompt: Sequence[int]) -> int:
+        """Return how many tokens an answer to a prompt may have.
 
         Raises:
-            ContextFullError: none.
+            ContextFullError: None.
         """
-        room = self._max_context - len(prompt)
-        if room < 1:
+        free = self._max_context - len(prompt)
+        if free < 1:
             raise ContextFullError(f"{len(prompt)} of {self._max_context} tokens are used")
-        return min(self._sampling.max_tokens, room)
+        return min(self._sampling.max_tokens, free)
 
     async def sample(
         self,
@@ -112,19 +165,23 @@ class ChatSession:
         request_id: str = "",
         state: str | None = None,
     ) -> tuple[Turn, Completion]:
-        """A turn after any earlier one, its `parent`, or "" for the first of a conversation.
+        """Sample a turn after any earlier turn. Several may run at once; each has its own seed.
 
-        Several may run at the same time: each has the seed of its number. Raises as `ask`.
+        Args:
+            parent: turn_id of the earlier turn; "" begins a conversation.
+
+        Raises:
+            ContextFullError, GenerationError: As `ask`.
         """
-        most = self.room(prompt)
-        number, self._num_asked = self._num_asked, self._num_asked + 1
+        limit = self.compute_max_tokens(prompt)
+        number, self._num_started = self._num_started, self._num_started + 1
         sampling = replace(
             self._sampling,
             n=1,
-            max_tokens=min(most, max_tokens or most),
+            max_tokens=min(limit, max_tokens or limit),
             stop=(*self._sampling.stop, *stop),
-            seed=turn_seed(self._sampling.seed, number),
-            experts_from=self._num_routed(prompt, parent),
+            seed=draw_turn_seed(self._sampling.seed, number),
+            experts_from=self._count_routed(prompt, parent),
         )
         try:
             [completion] = await self._generator.submit(
@@ -132,72 +189,94 @@ class ChatSession:
             )
         except Exception as error:
             raise GenerationError(f"{type(error).__name__}: {error}") from error
-        self.turns.append(self._turn(number, parent, prompt, completion, state))
-        return self.turns[-1], completion
-
-    async def abort(self, request_id: str) -> None:
-        """Ends a request of `sample` with the tokens that it has."""
-        await self._generator.abort(request_id)
-
-    def begin_anew(self) -> None:
-        """The next messages begin a new context: all that was said before is left out of it."""
-        self._messages, self._goes_on = [], False
-
-    def num_tokens(self, messages: Sequence[ChatMessage], tools: Sequence[ToolSpec] = ()) -> int:
-        """Tokens of the prompt that `ask` would make of these messages.
-
-        One more than the context has for a text that is too long to be tokenised.
-        """
-        try:
-            return len(self._prompt(messages, tools))
-        except ContextFullError:
-            return self._max_context + 1
-
-    def _prompt(self, messages: Sequence[ChatMessage], tools: Sequence[ToolSpec]) -> list[int]:
-        messages = [*map(encodable_message, messages)]
-        if self._goes_on:
-            last = self.turns[-1]
-            found = self._codec.extend(last.prompt_ids, last.token_ids, messages, tools)
-            if found is not None:
-                return found
-        return self._codec.render([*map(encodable_message, self._messages), *messages], tools)
-
-    def _num_routed(self, prompt: Sequence[int], parent: str) -> int | None:
-        """As SamplingParams.experts_from, after the turn `parent` and those before it."""
-        if self._sampling.experts_from is None:
-            return None
-        turns, path = {turn.turn_id: turn for turn in self.turns}, list[Turn]()
-        while parent:
-            path.insert(0, turns[parent])
-            parent = path[0].parent
-        return num_routed(tuple(prompt), path)
-
-    def _turn(
-        self,
-        number: int,
-        parent: str,
-        prompt: Sequence[int],
-        completion: Completion,
-        state: str | None,
-    ) -> Turn:
-        return Turn(
+        turn = Turn(
             session_id=self.name,
             turn_id=str(number),
             parent=parent,
             prompt_ids=tuple(prompt),
             token_ids=tuple(completion.token_ids),
             log_probs=tuple(completion.log_probs),
-            weight_versions=version_spans(completion.weight_versions),
+            weight_versions=group_versions(completion.weight_versions),
             finish_reason=completion.finish_reason,
             routed_experts=completion.routed_experts,
             state=state,
         )
+        self.turns.append(turn)
+        return turn, completion
+
+    async def abort(self, request_id: str) -> None:
+        """End a request of `sample` with the tokens that it has."""
+        await self._generator.abort(request_id)
+
+    def clear_context(self) -> None:
+        """Begin a new context: the next prompt has only the next messages."""
+        self._messages, self._can_extend = [], False
+
+    def count_prompt_tokens(
+        self, messages: Sequence[ChatMessage], tools: Sequence[ToolSpec] = ()
+    ) -> int:
+        """Return how many tokens the prompt has that `ask` would build of these messages.
+
+        A text too long to be tokenised counts as one more than the context has.
+        """
+        try:
+            return len(self._build_prompt(messages, tools))
+        except ContextFullError:
+            return self._max_context + 1
+
+    def _build_prompt(
+        self, messages: Sequence[ChatMessage], tools: Sequence[ToolSpec]
+    ) -> list[int]:
+        messages = [*map(replace_message_surrogates, messages)]
+        if self._can_extend:
+            last = self.turns[-1]
+            prompt = self._codec.extend(last.prompt_ids, last.token_ids, messages, tools)
+            if prompt is not None:
+                return prompt
+        history = map(replace_message_surrogates, self._messages)
+        return self._codec.render([*history, *messages], tools)
+
+    def _count_routed(self, prompt: Sequence[int], parent: str) -> int | None:
+        """Return `SamplingParams.experts_from` for a prompt after the turn `parent`."""
+        if self._sampling.experts_from is None:
+            return None
+        turns, path = {turn.turn_id: turn for turn in self.turns}, list[Turn]()
+        while parent:
+            path.insert(0, turns[parent])
+            parent = path[0].parent
+        return count_routed_tokens(tuple(prompt), path)
 
 
-def version_spans(versions: Sequence[int]) -> tuple[VersionSpan, ...]:
-    """Of the version of each token.
+def is_continuation(prompt_ids: tuple[int, ...], parent: Turn | None) -> bool:
+    """Return whether a prompt begins with all tokens of a parent."""
+    if parent is None:
+        return False
+    before = parent.prompt_ids + parent.token_ids
+    return prompt_ids[: len(before)] == before
 
-    >>> [(span.version, span.start, span.end) for span in version_spans([3, 3, 4])]
+
+def count_routed_tokens(prompt_ids: tuple[int, ...], turns: Sequence[Turn]) -> int:
+    """Return how many tokens of a prompt, from the first, have experts recorded by earlier turns.
+
+    The experts are those that the tokens were sampled with, whatever weights recompute them. The
+    last token of a turn never ran through the model: its experts come with the next turn.
+
+    Args:
+        turns: The turns that the prompt may continue, each after its parent.
+    """
+    for turn in reversed(turns):
+        if not is_continuation(prompt_ids, turn):
+            break
+        if (routed := turn.routed_experts) is not None:
+            return routed.start + len(routed.ids)
+        prompt_ids = turn.prompt_ids
+    return 0
+
+
+def group_versions(versions: Sequence[int]) -> tuple[VersionSpan, ...]:
+    """Group the weight versions of tokens into spans.
+
+    >>> [(span.version, span.start, span.end) for span in group_versions([3, 3, 4])]
     [(3, 0, 2), (4, 2, 3)]
     """
     spans, start = [], 0
@@ -208,26 +287,23 @@ def version_spans(versions: Sequence[int]) -> tuple[VersionSpan, ...]:
     return tuple(spans)
 
 
-def turn_seed(seed: int | None, turn: int) -> int | None:
-    """That of the first turn is the trajectory's; the others are drawn by np.random.SeedSequence.
+def draw_turn_seed(seed: int | None, turn: int) -> int | None:
+    """Return the seed of a turn: the trajectory's for the first, else drawn from it.
 
-    In [0, 2**62), where no first turn has its seed (rollout/manager.py).
+    Drawn seeds are in [0, 2**62), where no first turn has its seed (rollout/manager.py).
     """
     if seed is None or turn == 0:
         return seed
-    return _drawn(seed, turn)
+    return _draw_seed(seed, turn)
 
 
-def session_seed(seed: int | None, number: int) -> int | None:
-    """Of a trajectory's sessions the first has its seed; those of the others are drawn from it.
-
-    In [0, 2**62), as those of later turns.
-    """
+def draw_session_seed(seed: int | None, number: int) -> int | None:
+    """Return the seed of a session: the trajectory's for the first, else drawn as of turns."""
     if seed is None or number == 0:
         return seed
-    return _drawn(seed, 0, number)
+    return _draw_seed(seed, 0, number)
 
 
-def _drawn(*entropy: int) -> int:
+def _draw_seed(*entropy: int) -> int:
     (drawn,) = np.random.SeedSequence(entropy).generate_state(1, np.uint64)
     return int(drawn >> np.uint64(2))

@@ -1,8 +1,7 @@
-"""The only place that normalises a loss.
+"""Loss aggregation: the weight of each token's loss. Nothing else normalises a loss.
 
-A loss is aggregated by weights fixed before the mini-batch is split: however its tokens are split
-over micro-batches, ranks and context-parallel chunks, the aggregated loss is the plain sum of
-weight * loss over all of them.
+Weights are computed before the mini-batch is split, so that the aggregated loss is the plain sum of
+weight * loss, however tokens are split over micro-batches, ranks and context-parallel chunks.
 """
 
 from __future__ import annotations
@@ -14,36 +13,41 @@ import numpy as np
 import numpy.typing as npt
 
 from mcore_rl.algorithms.registry import Registry
-from mcore_rl.config.checks import at_least
+from mcore_rl.config.checks import check_at_least
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.data.batch import Jagged
 from mcore_rl.data.trajectories import Rows
 
 Floats = npt.NDArray[np.float64]
-# From the number of trained tokens of each sequence to the weight of each of its trained tokens.
+# Maps the number of trained tokens of each sequence to the weight of each of these tokens.
 SequenceWeights = Callable[[Floats], Floats]
 AGGREGATIONS: Registry[SequenceWeights] = Registry("algorithm.loss_aggregation", ("counts",))
 
 
-def loss_weights(
+def compute_loss_weights(
     response_mask: Jagged,
     mode: str,
     settings: Mapping[str, object] | None = None,
     sequences: Rows | None = None,
 ) -> Jagged:
-    """Weight of each response token: the aggregated loss is sum_t weight_t * loss_t.
+    """Compute the weight of each response token: the aggregated loss is sum_t weight_t * loss_t.
 
-    response_mask is a whole mini-batch, over all ranks: 1 at tokens to train on, else 0. The result
-    is float32 in the same rows, 0 wherever the mask is. A sequence without a trained token does not
-    count as a sequence. `settings` are those of the mode, if it has any. `sequences`: the number of
-    the sequence that each row is of, such as Trajectories.numbers; without it each row is its own.
+    Args:
+        response_mask: 1 at tokens to train on, else 0, of the whole mini-batch over all ranks.
+        mode: Value of algorithm.loss_aggregation.
+        settings: Settings of the mode.
+        sequences: Index of the sequence of each row, as Trajectories.numbers; None: each row is a
+            sequence. Sequences without a trained token do not count.
+
+    Returns:
+        float32 in the same rows, 0 wherever the mask is 0.
 
     Raises:
-        ValueError: no token at all is to be trained on.
-        ConfigError: an unknown mode or setting, or one that returns something else than a finite
-            weight for each sequence.
+        ValueError: no token is to be trained on.
+        ConfigError: the mode or a setting is unknown, or the mode does not return a finite weight
+            for each sequence.
     """
-    sequence_weights = AGGREGATIONS.bound(mode, settings or {})
+    sequence_weights = AGGREGATIONS.bind(mode, settings or {})
     trained = (response_mask.values != 0).astype(np.float64)
     numbers = np.arange(len(response_mask)) if sequences is None else sequences
     sequence = np.repeat(numbers, response_mask.lengths)
@@ -63,20 +67,21 @@ def loss_weights(
     return response_mask.with_values((trained * weights[sequence]).astype(np.float32))
 
 
-def top_entropy_mask(entropy: Jagged, response_mask: Jagged, share: float) -> Jagged:
-    """1 at the chosen tokens of the highest entropy, this share of all of the batch, else 0.
+def select_top_entropy(entropy: Jagged, response_mask: Jagged, share: float) -> Jagged:
+    """Mark a share of the chosen tokens, those of the highest entropy, with 1, others with 0.
 
     The high-entropy minority tokens of Wang et al. 2025 (arXiv:2506.01939, share 0.2).
-    As many as are nearest to the share, at least one; and those whose entropy equals the lowest of
-    these. The batch is that of the step, and the loss is divided by all tokens, as in the paper.
+    The number is rounded to the nearest, at least one; ties with the lowest selected entropy are
+    selected, too. The batch is that of the step, and the loss is divided by all tokens, as in the
+    paper.
     """
     chosen = response_mask.values != 0
-    found = entropy.values[chosen]
-    kept = np.zeros_like(response_mask.values)
-    if len(found):
-        place = len(found) - max(round(share * len(found)), 1)
-        kept[chosen] = found >= np.partition(found, place)[place]
-    return response_mask.with_values(kept)
+    entropies = entropy.values[chosen]
+    mask = np.zeros_like(response_mask.values)
+    if len(entropies):
+        rank = len(entropies) - max(round(share * len(entropies)), 1)
+        mask[chosen] = entropies >= np.partition(entropies, rank)[rank]
+    return response_mask.with_values(mask)
 
 
 @AGGREGATIONS.register("token_mean")
@@ -99,10 +104,10 @@ def _sequence_mean_token_sum(counts: Floats) -> Floats:
 
 @dataclass(frozen=True, slots=True)
 class FixedLengthSettings:
-    length: int  # in tokens; of a run, if it is not set: rollout.max_response_tokens
+    length: int  # in tokens; a run without it takes rollout.max_response_tokens
 
     def __post_init__(self) -> None:
-        at_least("length", self.length, 1)
+        check_at_least("length", self.length, 1)
 
 
 @AGGREGATIONS.register("sequence_sum_fixed_length")
@@ -110,6 +115,6 @@ def _sequence_sum_fixed_length(counts: Floats, settings: FixedLengthSettings) ->
     """The mean over sequences of the sum over their tokens, divided by a constant length.
 
     Dr. GRPO (arXiv:2503.20783): no bias towards any length, and losses of the size of a
-    token's. Sequences without a trained token are left out of the mean, as they are of the others.
+    token's. The mean is over sequences with a trained token, as in the other modes.
     """
     return np.full_like(counts, 1.0 / (np.count_nonzero(counts) * settings.length))

@@ -1,4 +1,4 @@
-"""Coefficients of KL and entropy that change from step to step."""
+"""Adaptive coefficients of KL and entropy."""
 
 from __future__ import annotations
 
@@ -8,86 +8,90 @@ from typing import Any
 
 import numpy as np
 
-from mcore_rl.algorithms.token_rewards import mean_over_sequences, reference_kl
+from mcore_rl.algorithms.kl import compute_reference_kl, compute_sequence_mean
 from mcore_rl.config.schema import AlgorithmConfig
 from mcore_rl.data.batch import Batch
 
-_MAX_ERROR = 0.2  # of the KL, as a share of its target
+_MAX_ERROR = 0.2  # of the KL, relative to its target
 
 
 class Coefficients:
-    """The coefficients of each step: those of the settings, and those that follow a target.
+    """Coefficients of KL and entropy: constant, or adapted to a target after each step.
 
-    A state that a checkpoint keeps, where a coefficient follows a target.
+    Adapted coefficients are part of a training checkpoint.
     """
 
     def __init__(self, config: AlgorithmConfig) -> None:
         self._config = config
         self._kl, self._entropy = config.kl_coef, config.entropy_coef
 
-    def of_step(
-        self, found: Mapping[str, float], num_samples: int
+    def update(
+        self, measurements: Mapping[str, float], num_samples: int
     ) -> tuple[AlgorithmConfig, dict[str, float]]:
-        """The settings with the coefficients of a step; and what they follow.
+        """Return the settings with this step's coefficients, and adapt them for the next step.
 
-        `found` is what `measured` finds in its `num_samples` samples.
+        Args:
+            measurements: Result of `measure` for the samples of the step.
+            num_samples: Number of these samples.
 
-        With algorithm.kl_target: Ziegler et al. 2019 (arXiv:1909.08593), with samples
-        and horizon as in its code: coef *= 1 + clip(KL / target - 1, -0.2, 0.2) * samples /
-        horizon, after the step. The KL is of a token, the mean of means of responses, where the
-        paper has that of a response: so does verl.
+        Returns:
+            The settings, and metrics algorithm/...
 
-        With algorithm.entropy_target: Skywork-OR1 (arXiv:2505.22312): the bonus has
-        the coefficient c where the entropy is at most the target, else none; after the step, c goes
-        up by entropy_coef_step where the entropy is below the target, down where it is above. Ours
-        stays within 0 and entropy_coef_max. The entropy is of a token, over all of the step.
+        algorithm.kl_target: Ziegler et al. 2019 (arXiv:1909.08593), with samples and horizon as in
+        its code: after the step, coef *= 1 + clip(KL / target - 1, -0.2, 0.2) * samples / horizon.
+        The KL is per token, averaged over responses, as in verl; the paper's is per response.
+
+        algorithm.entropy_target: Skywork-OR1 (arXiv:2505.22312): the bonus has the coefficient c if
+        the entropy is at most the target, else 0; after the step, c goes up by entropy_coef_step if
+        the entropy is below the target, down if it is above. Here c stays within 0 and
+        entropy_coef_max. The entropy is the mean over the tokens of the step.
         """
         config, metrics = self._config, dict[str, float]()
-        if "kl" in found:
-            kl = found["kl"]
+        if "kl" in measurements:
+            kl = measurements["kl"]
             metrics |= {"reference_kl": kl, "kl_coef": self._kl}
         if (target := config.kl_target) is not None:
             config = replace(config, kl_coef=self._kl)
             error = min(max(kl / target - 1, -_MAX_ERROR), _MAX_ERROR)
             self._kl *= 1 + error * num_samples / config.kl_horizon
         if (target := config.entropy_target) is not None:
-            entropy = found["entropy"]
+            entropy = measurements["entropy"]
             used = self._entropy if entropy <= target else 0.0
             metrics |= {"entropy": entropy, "entropy_coef": used}
             config = replace(config, entropy_coef=used)
-            moved = self._entropy + config.entropy_coef_step * float(np.sign(target - entropy))
-            self._entropy = min(max(moved, 0.0), config.entropy_coef_max)
+            coef = self._entropy + config.entropy_coef_step * float(np.sign(target - entropy))
+            self._entropy = min(max(coef, 0.0), config.entropy_coef_max)
         return config, {f"algorithm/{name}": value for name, value in metrics.items()}
 
     @property
-    def follow(self) -> bool:
-        """Whether `measured` finds anything."""
+    def needs_measurements(self) -> bool:
+        """True if `measure` measures anything with these settings."""
         config = self._config
-        is_told = config.kl_in == "reward" or config.kl_target is not None
-        return is_told or config.entropy_target is not None
+        needs_kl = config.kl_placement == "reward" or config.kl_target is not None
+        return needs_kl or config.entropy_target is not None
 
     @property
     def config(self) -> AlgorithmConfig:
-        """The settings, with the coefficients that they begin with."""
+        """Settings with the initial coefficients."""
         return self._config
 
     def state_dict(self) -> dict[str, Any]:
         return {"kl": self._kl, "entropy": self._entropy}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """A coefficient without a target is that of the settings, which may be others now."""
+        """Restore the coefficients with a target; the settings, which may be new, give the rest."""
         if self._config.kl_target is not None:
             self._kl = state["kl"]
         if self._config.entropy_target is not None:
             self._entropy = state["entropy"]
 
 
-def measured(batch: Batch, config: AlgorithmConfig) -> dict[str, float]:
-    """What coefficients follow: `kl` and `entropy`, each only where a setting needs it."""
-    mask, found = batch.jagged("response_mask"), dict[str, float]()
-    if config.kl_in == "reward" or config.kl_target is not None:
-        found["kl"] = mean_over_sequences(reference_kl(batch, config), mask)
+def measure(batch: Batch, config: AlgorithmConfig) -> dict[str, float]:
+    """Measure the `kl` and the `entropy` of a step's samples, each if a setting needs it."""
+    mask, measurements = batch.jagged("response_mask"), dict[str, float]()
+    if config.kl_placement == "reward" or config.kl_target is not None:
+        measurements["kl"] = compute_sequence_mean(compute_reference_kl(batch, config), mask)
     if config.entropy_target is not None:
         chosen = batch.jagged("entropy").values[mask.values != 0]
-        found["entropy"] = float(chosen.mean(dtype=np.float64)) if len(chosen) else 0.0
-    return found
+        measurements["entropy"] = float(chosen.mean(dtype=np.float64)) if len(chosen) else 0.0
+    return measurements

@@ -1,4 +1,4 @@
-"""The inputs of losses, of what prepares them, and of advantages: one object of named arrays each.
+"""Inputs of losses and advantages: named arrays of a micro-batch, a mini-batch or a trainer step.
 
 None uses process groups. Reading an input that a run does not have is a ConfigError that names
 it and the setting that provides it.
@@ -6,31 +6,32 @@ it and the setting that provides it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+import inspect
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, NoReturn, TypeVar
+from typing import Any, ClassVar, NamedTuple, NoReturn, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from mcore_rl.algorithms.reductions import ChosenTokens, totals
+from mcore_rl.algorithms.reductions import ChosenTokens, sum_by_index
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.data.batch import Batch, Jagged
 
 Tensors = Mapping[str, Tensor]
-# The loss of each token, and metrics of each token; without a mask, weights or means.
+# The loss and the metrics of each token, before any mask, weight or mean.
 LossResult = tuple[Tensor, Tensors]
-# What an engine takes: the same, or several losses, each by the column of its weights. A mean of a
-# metric is over the tokens with a loss weight or, of a pair, with one in the column that it names.
+# Result of an engine's loss function: as above, or several losses by the column of their weights.
+# A metric is averaged over the tokens with a loss weight; a pair names another weight column.
 Metric = Tensor | tuple[str, Tensor]
 Losses = tuple[Tensor | Tensors, Mapping[str, Metric]]
-WEIGHTS = "_weights"  # how the names of such columns end
-LOSS_WEIGHTS = "loss_weights"  # those of the loss that algorithm.loss names
+WEIGHTS = "_weights"  # suffix of weight columns
+LOSS_WEIGHTS = "loss_weights"  # weights of the loss that algorithm.loss names
 
 G = TypeVar("G", bound=Callable[..., Any])
-# What not every run has, and what gives it.
+# Inputs that only some runs have.
 OPTIONAL = (
     "entropy",
     "reference_log_probs",
@@ -56,15 +57,15 @@ _WHY_MISSING = {
 }
 
 
-def stream_name(column: str) -> str:
-    """What the sum of weights * loss is called: kl_loss with kl_weights."""
+def get_loss_name(column: str) -> str:
+    """Return the metric name of the sum of weights * loss: kl_loss for kl_weights."""
     return "policy_loss" if column == LOSS_WEIGHTS else column.removesuffix(WEIGHTS) + "_loss"
 
 
 def needs(*names: str) -> Callable[[G], G]:
-    """Decorator of a loss or an advantage function that reads one of `OPTIONAL`.
+    """Declare, as a decorator, which of `OPTIONAL` a loss or an advantage function reads.
 
-    A run without it is refused before it starts. The entropy is computed for no other loss.
+    A run without them is refused before it starts. The entropy is computed for no other loss.
     """
     if unknown := [name for name in names if name not in OPTIONAL]:
         raise ConfigError(f"@needs of {', '.join(unknown)}; allowed: {', '.join(OPTIONAL)}")
@@ -76,83 +77,134 @@ def needs(*names: str) -> Callable[[G], G]:
     return mark
 
 
-def needs_of(function: Callable[..., Any]) -> frozenset[str]:
-    """The inputs that a function or callable object declared with `needs`."""
+def get_needs(function: Callable[..., Any]) -> frozenset[str]:
+    """Return the inputs that a function or callable object declared with `needs`."""
     return frozenset(getattr(function, "needs", ()))
 
 
-def check_needs(needed: Collection[str], given: Collection[str], who: str) -> None:
-    """Raises ConfigError if a needed input is not available."""
+def check_needs(needed: Collection[str], available: Collection[str], reader: str) -> None:
+    """Raise ConfigError if a needed input is not available."""
     for name in sorted(needed):
-        if name not in given:
-            missing(name, who)
+        if name not in available:
+            raise_missing(name, reader)
 
 
-def missing(name: str, who: str) -> NoReturn:
-    """Raises the ConfigError for an input that `who` asks for and a run lacks."""
+def raise_missing(name: str, reader: str) -> NoReturn:
+    """Raise the ConfigError for an input that `reader` (a setting) asks for and a run lacks."""
     why = _WHY_MISSING.get(name, "the batch has no such column")
-    raise ConfigError(f"{who} asks for {name}, which this run does not have: {why}")
+    raise ConfigError(f"{reader} asks for {name}, which this run does not have: {why}")
 
 
-def _same(totals: Tensor) -> Tensor:
-    return totals
+def prepared_by(prepare: Callable[..., Mapping[str, Jagged]]) -> Callable[[G], G]:
+    """Declare, as a decorator, the function that computes a loss's columns of a whole mini-batch.
+
+    `prepare(inputs: MiniBatchInputs)`, or `prepare(inputs, settings)` with the settings of the
+    loss, runs on rank 0 of the actor before the update. It returns columns by name, one number per
+    response token, which the loss reads with `LossInputs.prepared`. They do not depend on how the
+    mini-batch is split over micro-batches and ranks.
+    """
+    parameters = tuple(inspect.signature(prepare).parameters)
+    if parameters not in (("inputs",), ("inputs", "settings")):
+        raise ConfigError(
+            f"@prepared_by of {getattr(prepare, '__name__', prepare)}{inspect.signature(prepare)}; "
+            "allowed: (inputs), or (inputs, settings)"
+        )
+
+    def mark(function: G) -> G:
+        function.prepare = prepare  # type: ignore[attr-defined]
+        return function
+
+    return mark
+
+
+def is_prepared(loss: Callable[..., Any]) -> bool:
+    """Return whether a loss was declared with `prepared_by`."""
+    return hasattr(loss, "prepare")
+
+
+def prepare_columns(
+    loss: Callable[..., Any], settings: object | None, inputs: MiniBatchInputs, reader: str
+) -> dict[str, Jagged]:
+    """Compute the columns of a `prepared_by` loss.
+
+    Raises:
+        ConfigError: a column exists already, or has not one finite number per response token.
+    """
+    prepare = loss.prepare  # type: ignore[attr-defined]
+    takes_settings = "settings" in inspect.signature(prepare).parameters
+    columns = prepare(inputs, settings) if takes_settings else prepare(inputs)
+    lengths = inputs.batch.jagged("response_ids").lengths
+    for name, column in columns.items():
+        if name in inputs.batch:
+            raise ConfigError(f"{reader} prepares {name}, which is a column of the batch already")
+        if not isinstance(column, Jagged) or not np.array_equal(column.lengths, lengths):
+            raise ConfigError(
+                f"{reader} prepares {name}; allowed: a Jagged with the responses' rows"
+            )
+        if column.values.ndim != 1 or not np.isfinite(column.values).all():
+            raise ConfigError(f"{reader} prepares {name}; allowed: a finite number for each token")
+    return dict(columns)
+
+
+def _keep_local(sums: Tensor) -> Tensor:
+    return sums
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossInputs:
-    """Tensors of one micro-batch, each [tokens]: the response tokens that this rank has scored.
+    """Tensors of one micro-batch, each [tokens]: the response tokens on this rank.
 
-    Under context parallelism the tokens of a sequence are on several ranks, and several sequences
-    are in one micro-batch; a sequence is never in two. `sequence_sum` and `sequence_mean` are
-    right in all of that, and so are their gradients. Every rank must make the same calls, so never
-    under an `if` on the values of tensors.
+    A micro-batch packs several sequences, and under context parallelism the tokens of a sequence
+    are on several ranks; a sequence is never in two micro-batches. `sequence_sum` and
+    `sequence_mean` and their gradients account for that. Every rank must make the same calls, so
+    never call them under an `if` on the values of tensors.
     """
 
-    scores: Tensors  # of the model in training, with gradients: log_probs and entropy, or values
-    columns: Tensors  # of the batch, without: all that run along the response tokens
-    sequence_ids: Tensor  # which sequence each token is of: int64, from 0 to num_sequences - 1
+    scores: Tensors  # model outputs, with gradients: log_probs and entropy, or values
+    columns: Tensors  # per-token columns of the batch, without gradients
+    sequence_ids: Tensor  # sequence of each token: int64, from 0 to num_sequences - 1
     num_sequences: int  # of the micro-batch, the same on all ranks that share them
-    # Adds [num_sequences, ...] up over the ranks that share the sequences, and their gradients.
-    sum_over_ranks: Callable[[Tensor], Tensor] = _same
+    # Sums [num_sequences, ...] and its gradients over the ranks that share the sequences.
+    sum_over_ranks: Callable[[Tensor], Tensor] = _keep_local
 
     @property
     def log_probs(self) -> Tensor:
-        """Of the policy in training, in nats, with gradient."""
+        """Log-probs of the policy in training, in nats, with gradient."""
         return self._score("log_probs")
 
     @property
     def entropy(self) -> Tensor:
-        """Of the policy's distribution at each token, in nats, with gradient; @needs("entropy")."""
+        """Entropy of the policy at each token, in nats, with gradient; @needs("entropy")."""
         return self._score("entropy")
 
     @property
     def values(self) -> Tensor:
-        """Of a value model in training, with gradient."""
+        """Values of the value model in training, with gradient."""
         return self._score("values")
 
     @property
     def old_log_probs(self) -> Tensor:
-        """Of the policy that generated, computed by the trainer before the first update."""
+        """Log-probs of the rollout policy, computed by the trainer before the first update."""
         return self._column("log_probs", "old_log_probs")
 
     @property
     def rollout_log_probs(self) -> Tensor:
-        """The same, computed by the server that generated."""
+        """Log-probs of the rollout policy, computed by the server that generated."""
         return self._column("rollout_log_probs")
 
     @property
     def reference_log_probs(self) -> Tensor:
-        """Of the frozen reference model."""
+        """Log-probs of the frozen reference model."""
         return self._column("reference_log_probs")
 
     @property
     def old_values(self) -> Tensor:
-        """Of the value model before the first update."""
+        """Values of the value model before the first update."""
         return self._column("values", "old_values")
 
     @property
     def returns(self) -> Tensor:
-        """The targets of a value model."""
+        """Targets of the value model."""
         return self._column("returns")
 
     @property
@@ -161,54 +213,54 @@ class LossInputs:
 
     @property
     def response_mask(self) -> Tensor:
-        """True at tokens to train on: those that the policy chose."""
+        """True at the tokens that the policy chose: those to train on."""
         return self._column("response_mask") != 0
 
     @property
     def loss_weights(self) -> Tensor:
-        """The weight of each token's loss: see aggregation.py."""
+        """Weight of each token's loss: see aggregation.py."""
         return self._column("loss_weights")
 
     def prepared(self, name: str) -> Tensor:
-        """A column of the function that the loss is marked with: see prepared_by."""
+        """Return a column computed by the function given to `prepared_by`."""
         return self._column(name)
 
     def sequence_sum(self, values: Tensor) -> Tensor:
-        """[tokens] to [tokens]: at each token the sum over all tokens to train on of its sequence.
+        """Sum over the tokens to train on of each token's sequence: [tokens] to [tokens].
 
-        Values that are not finite at other tokens have no effect.
+        Values at other tokens have no effect, even if they are not finite.
         """
-        return self._totals(self._masked(values)[:, None])[self.sequence_ids, 0]
+        masked = torch.where(self.response_mask, values, 0)
+        return self._sum_sequences(masked[:, None])[self.sequence_ids, 0]
 
     def sequence_mean(self, values: Tensor) -> Tensor:
-        """[tokens] to [tokens]: the same, divided by their number; 0 where it is 0."""
-        parts = [self._masked(values), self.response_mask.to(values.dtype)]
-        total, count = self._totals(torch.stack(parts, -1)).unbind(-1)
+        """Average over the tokens to train on of each token's sequence; 0 if it has none."""
+        masked = torch.where(self.response_mask, values, 0)
+        sums = self._sum_sequences(torch.stack([masked, self.response_mask.to(values.dtype)], -1))
+        total, count = sums.unbind(-1)
         return (total / count.detach().clamp(min=1))[self.sequence_ids]
 
-    def _masked(self, values: Tensor) -> Tensor:
-        return torch.where(self.response_mask, values, 0)
-
-    def _totals(self, values: Tensor) -> Tensor:
-        """[tokens, n] to [num_sequences, n]."""
+    def _sum_sequences(self, values: Tensor) -> Tensor:
+        """Sum [tokens, n] to [num_sequences, n]."""
         zeros = values.new_zeros(self.num_sequences, values.shape[1])
         return self.sum_over_ranks(zeros.index_add(0, self.sequence_ids, values))
 
     def _score(self, name: str) -> Tensor:
         if name not in self.scores:
-            missing(name, "algorithm.loss")
+            raise_missing(name, "algorithm.loss")
         return self.scores[name]
 
-    def _column(self, name: str, called: str = "") -> Tensor:
+    def _column(self, name: str, public_name: str = "") -> Tensor:
         if name not in self.columns:
-            missing(called or name, "algorithm.loss")
+            raise_missing(public_name or name, "algorithm.loss")
         return self.columns[name]
 
 
-def reward_part(batch: Batch, name: str) -> npt.NDArray[np.float64] | None:
-    """[samples]: what the reward function returned under this name, and 0 where it failed.
+def get_reward_part(batch: Batch, name: str) -> npt.NDArray[np.float64] | None:
+    """Return the part of the reward with this name, [samples]; 0 where the reward failed.
 
-    None if it returns nothing of that name. Where it failed for all, no part is known.
+    None if the reward has no such part. If it failed for all samples, any part is 0: which parts it
+    has is not known.
     """
     if (column := f"reward/{name}") in batch:
         return np.nan_to_num(batch.array(column).astype(np.float64))
@@ -217,62 +269,118 @@ def reward_part(batch: Batch, name: str) -> npt.NDArray[np.float64] | None:
     return None
 
 
-def reward_parts(batch: Batch) -> list[str]:
-    """The names of what the reward function returned."""
+def list_reward_parts(batch: Batch) -> list[str]:
+    """Return the names of the parts of the reward."""
     return [c.removeprefix("reward/") for c in batch.columns if c.startswith("reward/")]
 
 
 class Estimates(NamedTuple):
-    """What an advantage function may return for a run with a value model."""
+    """Advantages and returns, the result of an advantage function in a run with a value model."""
 
     advantages: npt.NDArray[np.floating] | Jagged  # [samples] or [response tokens]
     returns: Jagged  # [response tokens]: the targets of the value model
 
 
 @dataclass(frozen=True, slots=True)
-class AdvantageInputs:
-    """Columns of all samples of a step, of all data-parallel ranks.
+class BatchInputs:
+    """Columns of all samples of a batch, of all data-parallel ranks, by name."""
+
+    batch: Batch
+    reader: ClassVar[str]  # setting that names the function which reads them
+
+    @property
+    def rewards(self) -> npt.NDArray[np.floating]:
+        """Reward of each response, without a KL penalty: [samples]."""
+        return self.batch.array("rewards")
+
+    @property
+    def response_mask(self) -> Jagged:
+        """1 at the tokens that the policy chose, else 0: [response tokens]."""
+        return self._column("response_mask")
+
+    def _column(self, name: str, public_name: str = "") -> Jagged:
+        if name not in self.batch:
+            raise_missing(public_name or name, self.reader)
+        return self.batch.jagged(name)
+
+
+@dataclass(frozen=True, slots=True)
+class MiniBatchInputs(BatchInputs):
+    """Columns of a whole mini-batch before its update: see prepared_by."""
+
+    reader: ClassVar[str] = "algorithm.loss"
+    seed: Sequence[int]  # of this mini-batch; the same if the run is resumed
+
+    @property
+    def log_probs(self) -> Jagged:
+        """Log-probs of the policy before the update, in nats: [response tokens]."""
+        return self._column("current_log_probs")
+
+    @property
+    def entropy(self) -> Jagged:
+        """Entropy of the policy before the update, in nats: [response tokens]."""
+        return self._column("entropy")
+
+    @property
+    def old_log_probs(self) -> Jagged:
+        """Log-probs of the rollout policy by the trainer, in nats: [response tokens]."""
+        return self._column("log_probs", "old_log_probs")
+
+    @property
+    def rollout_log_probs(self) -> Jagged:
+        """Log-probs of the rollout policy by the server, in nats: [response tokens]."""
+        return self._column("rollout_log_probs")
+
+    @property
+    def advantages(self) -> Jagged:
+        """Advantage of each of [response tokens]."""
+        return self._column("advantages")
+
+    @property
+    def loss_weights(self) -> Jagged:
+        """Loss weight of each of [response tokens]; 0 at those not trained on, as rejected ones."""
+        return self._column("loss_weights")
+
+
+@dataclass(frozen=True, slots=True)
+class AdvantageInputs(BatchInputs):
+    """Columns of all samples of a step.
 
     Samples of a group may be anywhere, and groups may differ in size.
     """
 
-    batch: Batch
-
-    @property
-    def rewards(self) -> npt.NDArray[np.floating]:
-        """[samples]: all that a response has earned, without a KL penalty."""
-        return self.batch.array("rewards")
+    reader: ClassVar[str] = "algorithm.advantage"
 
     def reward_part(self, name: str) -> npt.NDArray[np.float64]:
-        """[samples]: what the reward function returned under this name; 0 where it failed.
+        """Return the part of the reward with this name, [samples]; 0 where the reward failed.
 
         Raises:
-            ConfigError: it returned none.
+            ConfigError: the reward has no such part.
         """
-        if (found := reward_part(self.batch, name)) is None:
+        if (part := get_reward_part(self.batch, name)) is None:
             raise ConfigError(
                 f"algorithm.advantage asks for the part {name!r} of the reward; reward.name gives "
-                f"{', '.join(sorted(reward_parts(self.batch))) or 'none'}"
+                f"{', '.join(sorted(list_reward_parts(self.batch))) or 'none'}"
             )
-        return found
+        return part
 
     @property
     def token_rewards(self) -> Jagged:
-        """[response tokens]: of each token, such as a process reward, less a KL penalty.
+        """Reward of each token, such as a process reward, minus a KL penalty: [response tokens].
 
-        A run that makes no such rewards has the reward of a response at the last token that the
-        policy chose. Rewards of tokens that it did not choose are not used.
+        Without token rewards, the reward of the response is at the last token that the policy
+        chose. Rewards of tokens that it did not choose are not used.
         """
         if "token_rewards" in self.batch:
             return self._column("token_rewards")
         tokens = ChosenTokens(self.response_mask)
-        rewards = np.zeros(len(tokens.at))
+        rewards = np.zeros(len(tokens.positions))
         rewards[tokens.last] = self.rewards[tokens.counts > 0]
-        return tokens.spread(rewards)
+        return tokens.scatter(rewards)
 
     @property
     def scores(self) -> npt.NDArray[np.float64]:
-        """[samples]: what a response has earned; the sum of token_rewards if a run makes them.
+        """Reward of each response, [samples]; the sum of token_rewards in a run that has them.
 
         A response without a chosen token has no token to hold its reward, so its score is the
         reward itself.
@@ -280,70 +388,57 @@ class AdvantageInputs:
         if "token_rewards" not in self.batch:
             return self.rewards.astype(np.float64)
         tokens = ChosenTokens(self.response_mask)
-        sums = totals(tokens.sample, tokens.of(self.token_rewards), len(self.batch))
+        sums = sum_by_index(tokens.rows, tokens.select(self.token_rewards), len(self.batch))
         return np.where(tokens.counts > 0, sums, self.rewards)
 
     @property
     def baseline_rewards(self) -> npt.NDArray[np.floating]:
-        """[samples]: of the greedy response to the same prompt; @needs("baseline_rewards")."""
-        return self._array("baseline_rewards")
+        """Reward of the greedy response to the prompt, [samples]; @needs("baseline_rewards")."""
+        if "baseline_rewards" not in self.batch:
+            raise_missing("baseline_rewards", self.reader)
+        return self.batch.array("baseline_rewards")
 
     @property
     def group_ids(self) -> npt.NDArray[np.integer]:
-        """[samples]: the same for responses to one prompt, in one role."""
+        """Group of each sample, [samples]: the responses of one role to one prompt."""
         return self.batch.array("group_ids")
 
     @property
     def response_lengths(self) -> npt.NDArray[np.int64]:
-        """[samples]: tokens of each response."""
+        """Tokens of each response: [samples]."""
         return self.batch.jagged("response_ids").lengths
 
     @property
-    def response_mask(self) -> Jagged:
-        """[response tokens]: 1 at those that the policy chose, else 0."""
-        return self._column("response_mask")
-
-    @property
     def state_ids(self) -> Jagged:
-        """[response tokens]: integers, the state of the environment that a token was chosen in.
+        """State of the environment in which each of [response tokens] was chosen: an integer.
 
-        The same for equal states within a group, and for the tokens of a turn; @needs("state_ids").
-        -1 at tokens that the policy did not choose.
+        Equal for equal states within a group, and for the tokens of a turn; -1 at tokens that the
+        policy did not choose; @needs("state_ids").
         """
-        found = self._column("state_ids")
-        if (found.values[self.response_mask.values != 0] < 0).any():
-            missing("state_ids", "algorithm.advantage")
-        return found
+        state_ids = self._column("state_ids")
+        if (state_ids.values[self.response_mask.values != 0] < 0).any():
+            raise_missing("state_ids", self.reader)
+        return state_ids
 
     @property
     def log_probs(self) -> Jagged:
-        """[response tokens] of the policy that generated, by the trainer, in nats."""
+        """Log-probs of the rollout policy by the trainer, in nats: [response tokens]."""
         return self._column("log_probs")
 
     @property
     def sum_pi_squared(self) -> Jagged:
-        """[response tokens]: the sum over the vocabulary of the squared probabilities.
+        """Sum over the vocabulary of the squared probabilities at each of [response tokens].
 
-        Of the same policy and temperature as log_probs; @needs("sum_pi_squared").
+        At the policy and temperature of log_probs; @needs("sum_pi_squared").
         """
         return self._column("sum_pi_squared")
 
     @property
     def reference_log_probs(self) -> Jagged:
-        """[response tokens] of the frozen reference model, in nats."""
+        """Log-probs of the frozen reference model, in nats: [response tokens]."""
         return self._column("reference_log_probs")
 
     @property
     def values(self) -> Jagged:
-        """[response tokens]: the value of the state before each; @needs("values")."""
+        """Value of the state before each of [response tokens]; @needs("values")."""
         return self._column("values")
-
-    def _column(self, name: str) -> Jagged:
-        if name not in self.batch:
-            missing(name, "algorithm.advantage")
-        return self.batch.jagged(name)
-
-    def _array(self, name: str) -> npt.NDArray[np.floating]:
-        if name not in self.batch:
-            missing(name, "algorithm.advantage")
-        return self.batch.array(name)

@@ -1,9 +1,9 @@
-"""Losses of preference pairs, with their derivatives, on the driver.
+"""Losses of preference pairs and their derivatives, computed on the driver.
 
-A loss of a pair reads nothing of a response but its log-prob: the sum over its trained tokens. So
-its gradient is the gradient of that sum, times the derivative of the loss, which is a number. That
-number is the weight of each token of the response in an update with `linear_in_scores`. It is
-known before the batch is split, so no pair has to stay together in a micro-batch or on a rank.
+The loss of a pair is a function of two numbers, the summed log-probs of its responses. Its gradient
+is the gradient of these sums times the derivative of the loss by them. The derivative is the weight
+of each token of the response in an update with `losses.linear_in_scores`. It is computed before the
+batch is split, so the responses of a pair may be in different micro-batches or on different ranks.
 
 The rows of a batch of pairs are chosen, rejected, chosen, rejected, ...
 """
@@ -16,30 +16,30 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from mcore_rl.algorithms.estimates import ratio_error
+from mcore_rl.algorithms.estimates import compute_ratio_error
 from mcore_rl.algorithms.inputs import needs
 from mcore_rl.algorithms.registry import Registry
-from mcore_rl.config.checks import at_least, between, positive
+from mcore_rl.config.checks import check_at_least, check_between, check_positive
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.data.batch import Batch, Jagged
 
 Floats = npt.NDArray[np.float64]
-_MAX_MEAN_LOG_PROB = -1e-6  # where the odds of ORPO end: those of probability 1 are infinite
+_MAX_MEAN_LOG_PROB = -1e-6  # in the odds of ORPO, which are infinite at probability 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairInputs:
-    """Of each pair, [pairs] each."""
+    """Log-probs and lengths of the responses of each pair: [pairs]."""
 
     chosen: Floats  # log-prob of the preferred response under the policy in training, in nats
-    rejected: Floats  # of the other one
-    chosen_lengths: Floats  # trained tokens of each
+    rejected: Floats  # log-prob of the rejected response
+    chosen_lengths: Floats  # number of trained tokens
     rejected_lengths: Floats
-    # The two log-prob columns under the frozen reference model; None in a run that has none.
+    # Log-probs of chosen and rejected under the frozen reference model; None in a run without one.
     reference: tuple[Floats, Floats] | None = None
 
     def log_ratios(self, *, per_token: bool) -> tuple[Floats, Floats]:
-        """log(policy / reference) of the chosen and of the rejected responses.
+        """Return log(policy / reference) of the chosen and of the rejected responses.
 
         Raises:
             ConfigError: there is no reference.
@@ -50,33 +50,36 @@ class PairInputs:
                 "allowed: a loss with @needs('reference_log_probs')"
             )
         ratios = self.chosen - self.reference[0], self.rejected - self.reference[1]
-        return self.by_length(*ratios) if per_token else ratios
+        return self.divide_by_length(*ratios) if per_token else ratios
 
-    def by_length(self, chosen: Floats, rejected: Floats) -> tuple[Floats, Floats]:
+    def divide_by_length(self, chosen: Floats, rejected: Floats) -> tuple[Floats, Floats]:
+        """Divide values of the responses by their numbers of trained tokens."""
         return chosen / self.chosen_lengths, rejected / self.rejected_lengths
 
 
 @dataclass(frozen=True, slots=True)
 class PairLosses:
-    """[pairs] each."""
+    """Loss of each pair and its derivatives: [pairs]."""
 
     loss: Floats
-    chosen: Floats  # derivative of the loss with respect to PairInputs.chosen
-    rejected: Floats  # and to PairInputs.rejected
-    reward_chosen: Floats  # what the loss takes for the reward of each response: for metrics
+    chosen: Floats  # derivative of the loss by PairInputs.chosen
+    rejected: Floats  # derivative of the loss by PairInputs.rejected
+    reward_chosen: Floats  # implicit reward of each response, for metrics
     reward_rejected: Floats
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Means over the pairs. `accuracy` is the share whose chosen response has more reward."""
+        """Means over the pairs; accuracy: share of pairs whose chosen response has more reward."""
         return {name: float(column.mean()) for name, column in self._columns.items()}
 
     @property
     def metrics_with_errors(self) -> dict[str, float]:
-        """The same, and NAME_stderr of loss and accuracy, over the pairs."""
-        ones, told = np.ones(len(self.loss)), ("loss", "accuracy")
-        errors = {f"{name}_stderr": ratio_error(self._columns[name], ones) for name in told}
-        return self.metrics | errors
+        """Means over the pairs, and NAME_stderr of loss and accuracy."""
+        counts = np.ones(len(self.loss))
+        return self.metrics | {
+            f"{name}_stderr": compute_ratio_error(self._columns[name], counts)
+            for name in ("loss", "accuracy")
+        }
 
     @property
     def _columns(self) -> dict[str, Floats]:
@@ -97,12 +100,12 @@ PREFERENCE_LOSSES: Registry[PreferenceLoss] = Registry("loss", ("inputs",))
 @dataclass(frozen=True, slots=True)
 class DPOSettings:
     beta: float = 0.1  # strength of the tie to the reference model
-    label_smoothing: float = 0.0  # assumed share of pairs whose labels are swapped (cDPO)
-    length_normalized: bool = False  # log-ratios divided by the number of tokens
+    label_smoothing: float = 0.0  # assumed share of pairs with swapped labels (cDPO)
+    length_normalized: bool = False  # divide log-ratios by the number of tokens
 
     def __post_init__(self) -> None:
-        positive("beta", self.beta)
-        between("label_smoothing", self.label_smoothing, 0, 0.5)
+        check_positive("beta", self.beta)
+        check_between("label_smoothing", self.label_smoothing, 0, 0.5)
 
 
 @PREFERENCE_LOSSES.register("dpo")
@@ -120,19 +123,19 @@ def dpo(inputs: PairInputs, settings: DPOSettings) -> PairLosses:
     h = beta * (chosen - rejected)
     loss = (1 - smoothing) * _softplus(-h) + smoothing * _softplus(h)
     slope = beta * (_sigmoid(h) - (1 - smoothing))
-    found = (slope, -slope)
+    slopes = (slope, -slope)
     if settings.length_normalized:
-        found = inputs.by_length(*found)
-    return PairLosses(loss, *found, beta * chosen, beta * rejected)
+        slopes = inputs.divide_by_length(*slopes)
+    return PairLosses(loss, *slopes, beta * chosen, beta * rejected)
 
 
 @dataclass(frozen=True, slots=True)
 class IPOSettings:
-    beta: float = 0.1  # tau of the paper: the log-ratios are to differ by 1 / (2 beta)
-    length_normalized: bool = False  # log-ratios divided by the number of tokens
+    beta: float = 0.1  # tau of the paper: the target difference of log-ratios is 1 / (2 beta)
+    length_normalized: bool = False  # divide log-ratios by the number of tokens
 
     def __post_init__(self) -> None:
-        positive("beta", self.beta)
+        check_positive("beta", self.beta)
 
 
 @PREFERENCE_LOSSES.register("ipo")
@@ -143,21 +146,21 @@ def ipo(inputs: PairInputs, settings: IPOSettings) -> PairLosses:
     TRL's IPO has length_normalized=true.
     """
     chosen, rejected = inputs.log_ratios(per_token=settings.length_normalized)
-    away = chosen - rejected - 1 / (2 * settings.beta)
-    found = (2 * away, -2 * away)
+    error = chosen - rejected - 1 / (2 * settings.beta)
+    slopes = (2 * error, -2 * error)
     if settings.length_normalized:
-        found = inputs.by_length(*found)
-    return PairLosses(away**2, *found, settings.beta * chosen, settings.beta * rejected)
+        slopes = inputs.divide_by_length(*slopes)
+    return PairLosses(error**2, *slopes, settings.beta * chosen, settings.beta * rejected)
 
 
 @dataclass(frozen=True, slots=True)
 class SimPOSettings:
     beta: float = 2.0  # factor of the mean log-probs
-    gamma: float = 1.0  # margin by which the chosen response is to be ahead, in that unit
+    gamma: float = 1.0  # target margin of beta * mean log-prob
 
     def __post_init__(self) -> None:
-        positive("beta", self.beta)
-        at_least("gamma", self.gamma, 0)
+        check_positive("beta", self.beta)
+        check_at_least("gamma", self.gamma, 0)
 
 
 @PREFERENCE_LOSSES.register("simpo")
@@ -167,11 +170,11 @@ def simpo(inputs: PairInputs, settings: SimPOSettings) -> PairLosses:
     Equation 6 of SimPO (arXiv:2405.14734). No reference model.
     """
     beta = settings.beta
-    chosen, rejected = inputs.by_length(inputs.chosen, inputs.rejected)
+    chosen, rejected = inputs.divide_by_length(inputs.chosen, inputs.rejected)
     h = beta * (chosen - rejected) - settings.gamma
     slope = -beta * _sigmoid(-h)
-    found = inputs.by_length(slope, -slope)
-    return PairLosses(_softplus(-h), *found, beta * chosen, beta * rejected)
+    slopes = inputs.divide_by_length(slope, -slope)
+    return PairLosses(_softplus(-h), *slopes, beta * chosen, beta * rejected)
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,34 +182,34 @@ class ORPOSettings:
     lam: float = 0.1  # weight of the odds ratio beside the likelihood of the chosen response
 
     def __post_init__(self) -> None:
-        at_least("lam", self.lam, 0)
+        check_at_least("lam", self.lam, 0)
 
 
 @PREFERENCE_LOSSES.register("orpo")
 def orpo(inputs: PairInputs, settings: ORPOSettings) -> PairLosses:
     """-m_w - lam log sigmoid(log odds(m_w) - log odds(m_l)), odds(m) = exp(m) / (1 - exp(m)).
 
-    m is the mean log-prob of a response. Equations 4, 6 and 7 of ORPO (arXiv:2403.07691). It leaves
-    the paper in one place: m is at most -1e-6 in the odds, which are infinite at probability 1. No
-    reference model.
+    m is the mean log-prob of a response. Equations 4, 6 and 7 of ORPO (arXiv:2403.07691). Unlike
+    the paper, m is at most -1e-6 in the odds, which are infinite at probability 1. No reference
+    model.
     """
-    means = inputs.by_length(inputs.chosen, inputs.rejected)
+    means = inputs.divide_by_length(inputs.chosen, inputs.rejected)
     chosen, rejected = (np.minimum(mean, _MAX_MEAN_LOG_PROB) for mean in means)
     log_odds = tuple(mean - np.log(-np.expm1(mean)) for mean in (chosen, rejected))
     h = log_odds[0] - log_odds[1]
     loss = -means[0] + settings.lam * _softplus(-h)
     slopes = [
-        -settings.lam * _sigmoid(-h) / -np.expm1(held) * (mean == held)
-        for mean, held in zip(means, (chosen, rejected), strict=True)
+        -settings.lam * _sigmoid(-h) / -np.expm1(clipped) * (mean == clipped)
+        for mean, clipped in zip(means, (chosen, rejected), strict=True)
     ]
-    found = inputs.by_length(slopes[0] - 1, -slopes[1])
-    return PairLosses(loss, *found, *log_odds)
+    derivatives = inputs.divide_by_length(slopes[0] - 1, -slopes[1])
+    return PairLosses(loss, *derivatives, *log_odds)
 
 
 def bradley_terry(chosen: Floats, rejected: Floats, margins: Floats) -> PairLosses:
-    """-log sigmoid(chosen - rejected - margin) of the scores that a reward model gives.
+    """-log sigmoid(chosen - rejected - margin) of the scores of a reward model.
 
-    Equation 1 of InstructGPT (arXiv:2203.02155); the margin is that of equation 2 of Llama 2
+    Equation 1 of InstructGPT (arXiv:2203.02155); the margin is from equation 2 of Llama 2
     (arXiv:2307.09288), 0 for none. All are [pairs].
     """
     h = chosen - rejected - margins
@@ -214,21 +217,21 @@ def bradley_terry(chosen: Floats, rejected: Floats, margins: Floats) -> PairLoss
     return PairLosses(_softplus(-h), slope, -slope, chosen, rejected)
 
 
-def pair_inputs(batch: Batch) -> PairInputs:
-    """Of a batch of pairs with log_probs and, where there is a reference, reference_log_probs.
+def build_pair_inputs(batch: Batch) -> PairInputs:
+    """Sum log_probs and, if the batch has them, reference_log_probs of each response.
 
     Raises:
         ConfigError: a response has no token to train on.
     """
-    lengths = _sums(batch.jagged("response_mask"), batch)
+    lengths = _sum_responses(batch.jagged("response_mask"), batch)
     if not lengths.all():
         row = int(np.flatnonzero(lengths == 0)[0])
         raise ConfigError(f"pair {row // 2} of the batch has a response without trained tokens")
-    log_probs = _sums(batch.jagged("log_probs"), batch)
+    log_probs = _sum_responses(batch.jagged("log_probs"), batch)
     reference = None
     if "reference_log_probs" in batch:
-        found = _sums(batch.jagged("reference_log_probs"), batch)
-        reference = found[::2], found[1::2]
+        sums = _sum_responses(batch.jagged("reference_log_probs"), batch)
+        reference = sums[::2], sums[1::2]
     return PairInputs(
         chosen=log_probs[::2],
         rejected=log_probs[1::2],
@@ -238,10 +241,10 @@ def pair_inputs(batch: Batch) -> PairInputs:
     )
 
 
-def pair_weights(batch: Batch, losses: PairLosses) -> Jagged:
-    """[response tokens] derivative of the mean loss of the pairs by the score of each token.
+def compute_pair_weights(batch: Batch, losses: PairLosses) -> Jagged:
+    """Differentiate the mean loss of the pairs by the score of each token: [response tokens].
 
-    The score is a log-prob, or that of a reward model. 0 wherever response_mask is.
+    The score is a log-prob, or the score of a reward model. 0 where response_mask is 0.
     """
     mask, slopes = batch.jagged("response_mask"), np.empty(len(batch))
     slopes[::2], slopes[1::2] = losses.chosen, losses.rejected
@@ -249,8 +252,8 @@ def pair_weights(batch: Batch, losses: PairLosses) -> Jagged:
     return mask.with_values(weights.astype(np.float32))
 
 
-def _sums(column: Jagged, batch: Batch) -> Floats:
-    """[rows] over the trained tokens of each."""
+def _sum_responses(column: Jagged, batch: Batch) -> Floats:
+    """Sum a column over the trained tokens of each row: [rows]."""
     mask = batch.jagged("response_mask")
     values = np.where(mask.values != 0, column.values, 0).astype(np.float64)
     rows = np.repeat(np.arange(len(mask)), mask.lengths)
@@ -258,7 +261,7 @@ def _sums(column: Jagged, batch: Batch) -> Floats:
 
 
 def _softplus(x: Floats) -> Floats:
-    """-log sigmoid(-x)"""
+    """Compute -log sigmoid(-x)."""
     return np.logaddexp(np.zeros_like(x), x)
 
 

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from mcore_rl.cli.options import AXES, SERVED_AXES, Parser, parse_layout
-from mcore_rl.config.checks import at_least, positive
+from mcore_rl.config.checks import check_at_least, check_positive
 from mcore_rl.config.schema import Layout
 from mcore_rl.reshard.layout import GenerationLayout
 
@@ -39,8 +39,8 @@ def main(arguments: list[str]) -> None:
 
 def _bench_reshard(options: argparse.Namespace) -> None:
     for name in ("layers", "bucket_mib", "repetitions"):
-        at_least(f"--{name.replace('_', '-')}", getattr(options, name), 1)
-    positive("--timeout", options.timeout)
+        check_at_least(f"--{name.replace('_', '-')}", getattr(options, name), 1)
+    check_positive("--timeout", options.timeout)
     layouts = (
         parse_layout("--train", options.train, Layout),
         parse_layout("--generate", options.generate, GenerationLayout),
@@ -49,41 +49,41 @@ def _bench_reshard(options: argparse.Namespace) -> None:
     from mcore_rl.tools import bench_reshard
 
     sizes = options.layers, options.bucket_mib << 20, options.repetitions, options.timeout
-    report = bench_reshard.bench_reshard(bench_reshard.Settings(*layouts, *sizes))
+    report = bench_reshard.bench_reshard(bench_reshard.ReshardSettings(*layouts, *sizes))
     if options.json:
-        _print(report.as_json())
+        _print(report.to_json())
     else:
-        bench_reshard.show(report)
+        bench_reshard.print_report(report)
 
 
 def _bench_data_plane(options: argparse.Namespace) -> None:
     sizes = ("ranks", "samples", "tokens", "repetitions", "steps", "small_samples")
     for name in sizes:
-        at_least(f"--{name.replace('_', '-')}", getattr(options, name), 1)
+        check_at_least(f"--{name.replace('_', '-')}", getattr(options, name), 1)
     from mcore_rl.tools import bench_data_plane
 
     given = {name: getattr(options, name) for name in sizes}
     settings = bench_data_plane.DataPlaneSettings(**given)
     report = bench_data_plane.bench_data_plane(settings)
     if options.json:
-        _print(report.as_json())
+        _print(report.to_json())
     else:
-        bench_data_plane.show(report)
+        bench_data_plane.print_report(report)
 
 
 def _bench_async(options: argparse.Namespace) -> None:
-    at_least("--steps", options.steps, 1)
-    at_least("--staleness", options.staleness, 0)
-    from mcore_rl.tools.bench_async import run, timeline
+    check_at_least("--steps", options.steps, 1)
+    check_at_least("--staleness", options.staleness, 0)
+    from mcore_rl.tools.bench_async import run
 
     settings = run.WorkloadSettings(options.steps, options.staleness)
-    found = run.bench_async(settings)
+    results = run.bench_async(settings)
     if options.picture:
-        timeline.write_timeline(options.picture, found, options.picture_s)
+        run.write_timeline(options.picture, results, options.picture_s)
     if options.json:
-        _print(run.as_json(settings, found))
+        _print(run.build_json(settings, results))
     else:
-        run.show(settings, found)
+        run.print_results(settings, results)
 
 
 def _print(report: object) -> None:

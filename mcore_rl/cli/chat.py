@@ -8,10 +8,10 @@ import os
 import warnings
 
 from mcore_rl.cli.options import Parser
-from mcore_rl.config.checks import at_least, between, one_of, positive
+from mcore_rl.config.checks import check_at_least, check_between, check_choice, check_positive
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.resolve import DTYPES, MAX_SEED
-from mcore_rl.config.resolve_evaluation import check_stop
+from mcore_rl.config.resolve_rollout import check_stop
 
 _ABOUT = """\
 Answers each line of standard input, from a terminal or a pipe. The conversation goes on until
@@ -20,18 +20,18 @@ Answers each line of standard input, from a terminal or a pipe. The conversation
 
 def main(arguments: list[str]) -> None:
     options = build_parser().parse_args(arguments)
-    at_least("--temperature", options.temperature, 0)
+    check_at_least("--temperature", options.temperature, 0)
     if not 0 < options.top_p <= 1:
         raise ConfigError(f"--top-p={options.top_p}; allowed: above 0, up to 1")
-    at_least("--top-k", options.top_k, 0)
+    check_at_least("--top-k", options.top_k, 0)
     check_stop("--stop", options.stop)
     for name in ("max_tokens", "max_context", "tp", "kv_cache_bytes"):
-        at_least(f"--{name.replace('_', '-')}", getattr(options, name), 1)
+        check_at_least(f"--{name.replace('_', '-')}", getattr(options, name), 1)
     if options.seed is not None:
-        between("--seed", options.seed, 0, MAX_SEED)
-    one_of("--dtype", options.dtype, (*DTYPES, "auto"))
-    positive("--timeout", options.timeout)
-    _quiet()
+        check_between("--seed", options.seed, 0, MAX_SEED)
+    check_choice("--dtype", options.dtype, (*DTYPES, "auto"))
+    check_positive("--timeout", options.timeout)
+    _silence_libraries()
     from mcore_rl.jobs.chat import ChatSettings, run  # imports torch: not for a bad option
 
     run(
@@ -53,8 +53,8 @@ def main(arguments: list[str]) -> None:
     )
 
 
-def _quiet() -> None:
-    """What torch and vLLM say while they start would stand in the middle of the chat."""
+def _silence_libraries() -> None:
+    """Keep the start-up messages of torch and vLLM out of the chat."""
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     warnings.simplefilter("ignore", FutureWarning)
     logging.getLogger("torch._library.triton").setLevel(logging.ERROR)

@@ -1,21 +1,21 @@
-"""mcore-rl completion: scripts for the Tab key, and the words that they ask for.
+"""mcore-rl completion: scripts for the Tab key, and the words that they complete.
 
-Only the settings and the parsers are imported, so a Tab is answered quickly.
+Only settings and parsers are imported, so that a Tab is answered quickly; for the name of a loss or
+another registered function its registry, too, which takes seconds.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib
 import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import fields
 
 from mcore_rl.cli import main as command_line
 from mcore_rl.cli import recipes
-from mcore_rl.cli.job import SCHEMAS
-from mcore_rl.cli.options import Parser, show
-from mcore_rl.config.describe import Setting, groups
+from mcore_rl.cli.job import SCHEMAS, list_choices
+from mcore_rl.cli.options import Parser, print_text
+from mcore_rl.config.describe import list_setting_groups
 from mcore_rl.config.schema import Layout
 from mcore_rl.reshard.layout import GenerationLayout
 
@@ -52,86 +52,84 @@ _AXES = {"--layout": Layout, "--train": Layout, "--target": Layout, "--generate"
 
 
 def main(arguments: list[str]) -> None:
-    """`words LINE` is what the scripts call: the possible words at the end of the line."""
+    """Print a script, or for `words LINE`, which scripts call, the words that may end the line."""
     if arguments[:1] == ["words"]:
-        if found := words(arguments[1]):  # an empty line would be a word: then no path is completed
-            show("\n".join(found))
+        if matches := complete(arguments[1]):  # an empty line would be a word, and stop paths
+            print_text("\n".join(matches))
         return
     shell = build_parser().parse_args(arguments).shell
-    show(SCRIPTS[shell])
+    print_text(SCRIPTS[shell])
 
 
 def build_parser() -> Parser:
     about = """eval "$(mcore-rl completion bash)" in ~/.bashrc, or zsh in ~/.zshrc, lets the Tab key
     complete commands, options, settings, recipes and values."""
-    found = Parser(prog="mcore-rl completion", description=about)
-    found.add_argument("shell", choices=sorted(SCRIPTS))
-    return found
+    parser = Parser(prog="mcore-rl completion", description=about)
+    parser.add_argument("shell", choices=sorted(SCRIPTS))
+    return parser
 
 
-def words(line: str) -> list[str]:
-    """The possible words at the end of a line; none where a file name is expected."""
+def complete(line: str) -> list[str]:
+    """Return the words that may end a line; none where a file name is expected."""
     try:
         before = shlex.split(line)
     except ValueError:  # an open quote
         before = line.split()
     current = "" if line[-1:].isspace() else before.pop()
-    return [word for word in _candidates(before[1:], current) if word.startswith(current)]
+    return [word for word in _list_candidates(before[1:], current) if word.startswith(current)]
 
 
-def _candidates(before: Sequence[str], current: str) -> Iterator[str]:
+def _list_candidates(before: Sequence[str], current: str) -> Iterator[str]:
     if not before:
         yield from (*command_line.COMMANDS, *command_line.OPTIONS)
         return
     name = before[0]
     if name in SCHEMAS and not current.startswith("-"):
-        yield from _settings(name, current, is_topic="-h" in before or "--help" in before)
+        yield from _list_settings(name, current, is_topic="-h" in before or "--help" in before)
     if name not in command_line.COMMANDS or (name in SCHEMAS and current[:1] not in ("", "-")):
         return
-    found = importlib.import_module(f"mcore_rl.cli.{name}").build_parser()
+    parser = command_line.load_command(name).build_parser()
     for word in before[1:]:
-        found = _subcommands(found).get(word, found)
-    yield from _of_parser(found, before[-1], current)
+        parser = _get_subcommands(parser).get(word, parser)
+    yield from _list_arguments(parser, before[-1], current)
 
 
-def _settings(name: str, current: str, *, is_topic: bool) -> Iterator[str]:
-    found = list(groups(SCHEMAS[name]()))
+def _list_settings(name: str, current: str, *, is_topic: bool) -> Iterator[str]:
+    groups = list(list_setting_groups(SCHEMAS[name]()))
     if is_topic:
-        yield from (group.key for group in found if group.key)
+        yield from (group.key for group in groups if group.key)
         return
     key, equals, text = current.partition("=")
     if not equals:
-        yield from ("recipe=", *(f"{s.key}=" for group in found for s in group.settings))
+        yield from ("recipe=", *(f"{s.key}=" for group in groups for s in group.settings))
     elif key == "recipe":
-        yield from (f"recipe={name}" for name in (*recipes.names(), *recipes.find_files(text)))
+        yield from (
+            f"recipe={name}" for name in (*recipes.list_recipes(), *recipes.find_files(text))
+        )
     else:
-        for group in found:
+        for group in groups:
             for setting in group.settings:
                 if setting.key == key:
-                    yield from (f"{key}={value}" for value in _values(setting))
+                    yield from (f"{key}={value}" for value in list_choices(setting))
 
 
-def _values(setting: Setting) -> Sequence[str]:
-    return ("true", "false") if setting.kind == "bool" else setting.choices
-
-
-def _of_parser(found: argparse.ArgumentParser, last: str, current: str) -> Iterator[str]:
-    taking = [a for a in found._actions if last in a.option_strings and a.nargs != 0]
-    if taking:
-        yield from _of_option(taking[0], last, current)
+def _list_arguments(parser: argparse.ArgumentParser, last: str, current: str) -> Iterator[str]:
+    options = [a for a in parser._actions if last in a.option_strings and a.nargs != 0]
+    if options:
+        yield from _list_option_values(options[0], last, current)
         return
-    yield from _subcommands(found)
-    takes_path = any(a.metavar in _PATHS and not a.option_strings for a in found._actions)
+    yield from _get_subcommands(parser)
+    takes_path = any(a.metavar in _PATHS and not a.option_strings for a in parser._actions)
     if takes_path and not current.startswith("-"):
         return
-    for action in found._actions:
+    for action in parser._actions:
         if action.choices is not None and not isinstance(action, argparse._SubParsersAction):
             yield from map(str, action.choices)
         yield from (name for name in action.option_strings if name.startswith("--"))
 
 
-def _of_option(action: argparse.Action, option: str, current: str) -> Iterator[str]:
-    """The values of an option: the axes of a layout, or the names that its help lists."""
+def _list_option_values(action: argparse.Action, option: str, current: str) -> Iterator[str]:
+    """Yield the values of an option: the axes of a layout, or the names that its help lists."""
     if option in _AXES:
         done, comma, _ = current.rpartition(",")
         given = [part.partition("=")[0] for part in done.split(",")]
@@ -141,10 +139,10 @@ def _of_option(action: argparse.Action, option: str, current: str) -> Iterator[s
         yield from action.metavar.split("|")
 
 
-def _subcommands(found: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
+def _get_subcommands(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
     return {
-        name: parser
-        for action in found._actions
+        name: subparser
+        for action in parser._actions
         if isinstance(action, argparse._SubParsersAction)
-        for name, parser in action.choices.items()
+        for name, subparser in action.choices.items()
     }

@@ -8,7 +8,7 @@ from pathlib import Path
 from mcore_rl.cli.options import Parser
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.data.publishers import PUBLISHERS
-from mcore_rl.observability.command_lines import wrap_command
+from mcore_rl.observability.process import wrap_command
 
 _ABOUT = """\
 Makes a parquet file that mcore-rl trains on, of the files that a publisher
@@ -46,32 +46,34 @@ def main(arguments: list[str]) -> None:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    examples = [f"{name} {found.example}" for name, found in PUBLISHERS.items()]
+    examples = [f"{name} {publisher.example}" for name, publisher in PUBLISHERS.items()]
     parser = Parser(
         prog="mcore-rl data",
         description=_ABOUT,
-        epilog=_examples(*examples, *_TASK_EXAMPLES, _VERIFIERS_EXAMPLE),
+        epilog=_format_examples(*examples, *_TASK_EXAMPLES, _VERIFIERS_EXAMPLE),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     names = parser.add_subparsers(dest="name", required=True, metavar="NAME")
-    for name, found in PUBLISHERS.items():
-        add = _subcommand(names, name, found.about, f"{name} {found.example}").add_argument
+    for name, publisher in PUBLISHERS.items():
+        add = _add_subcommand(
+            names, name, publisher.about, f"{name} {publisher.example}"
+        ).add_argument
         add("--input", type=Path, nargs="+", required=True, metavar="FILE", help="as published")
         add("--output", type=Path, required=True, metavar="FILE", help="a new file, NAME.parquet")
-        if found.instruction is not None:
-            about = f"added to a question; default: {found.instruction or 'none'}"
+        if publisher.instruction is not None:
+            about = f"added to a question; default: {publisher.instruction or 'none'}"
             add("--instruction", metavar="TEXT", help=about)
-    for (name, (taught, share)), example in zip(_TASKS.items(), _TASK_EXAMPLES, strict=True):
-        _add_task(names, name, taught, share, example)
+    for (name, (lesson, share)), example in zip(_TASKS.items(), _TASK_EXAMPLES, strict=True):
+        _add_task(names, name, lesson, share, example)
     _add_verifiers(names)
     return parser
 
 
 def _add_task(
-    names: argparse._SubParsersAction[Parser], name: str, taught: str, share: float, example: str
+    names: argparse._SubParsersAction[Parser], name: str, lesson: str, share: float, example: str
 ) -> None:
-    about = f"a built-in task, {taught}: its prompts, examples and untrained model"
-    add = _subcommand(names, name, about, example).add_argument
+    about = f"a built-in task, {lesson}: its prompts, examples and untrained model"
+    add = _add_subcommand(names, name, about, example).add_argument
     add("--output", type=Path, required=True, metavar="DIR", help="a new or empty folder")
     add("--seed", type=int, default=0, metavar="N", help="of order, examples and model; default: 0")
     about = f"share of examples that show their work, or go about it well; default: {share}"
@@ -79,7 +81,7 @@ def _add_task(
 
 
 def _make_verifiers(options: argparse.Namespace) -> None:
-    from mcore_rl.agents.verifiers.settings import VerifiersSettings
+    from mcore_rl.agents.verifiers.process import VerifiersSettings
     from mcore_rl.jobs.make_verifiers import TaskRange, make_verifiers
 
     names = "args", "folders", "interpreter", "variables"
@@ -94,7 +96,7 @@ def _make_verifiers(options: argparse.Namespace) -> None:
 
 def _add_verifiers(names: argparse._SubParsersAction[Parser]) -> None:
     about = "the tasks of an environment of verifiers 0.4, for agent.loop=verifiers"
-    add = _subcommand(names, _VERIFIERS, about, _VERIFIERS_EXAMPLE).add_argument
+    add = _add_subcommand(names, _VERIFIERS, about, _VERIFIERS_EXAMPLE).add_argument
     add("--environment", required=True, metavar="NAME", help="as agent.settings.environment")
     add("--args", metavar="JSON|FILE.toml", help="as agent.settings.args; say here which split")
     add("--folders", metavar="DIR[:DIR]", help="as agent.settings.folders")
@@ -105,18 +107,18 @@ def _add_verifiers(names: argparse._SubParsersAction[Parser]) -> None:
     add("--output", type=Path, required=True, metavar="FILE", help="a new file, NAME.parquet")
 
 
-def _subcommand(
+def _add_subcommand(
     names: argparse._SubParsersAction[Parser], name: str, about: str, example: str
 ) -> Parser:
     return names.add_parser(
         name,
         help=about,
         description=about,
-        epilog=_examples(example),
+        epilog=_format_examples(example),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
 
 
-def _examples(*examples: str) -> str:
+def _format_examples(*examples: str) -> str:
     commands = [wrap_command(example.split(), "  mcore-rl data") for example in examples]
     return "\n".join(["examples:", *(line for lines in commands for line in lines)])

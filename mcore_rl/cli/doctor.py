@@ -14,33 +14,33 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mcore_rl.cli.options import Parser
-from mcore_rl.config.checks import at_least, one_of, positive
+from mcore_rl.config.checks import check_at_least, check_choice, check_positive
 from mcore_rl.config.errors import ConfigError
 
 if TYPE_CHECKING:
-    from mcore_rl.tools.doctor.launchers import Launcher
+    from mcore_rl.tools.doctor.run import Launcher
 
 _ABOUT = """\
 Looks at this node, at all nodes of the SLURM allocation that it is started in, or, with RAY_ADDRESS
 set, at all nodes of that Ray cluster: versions, GPUs and networks, limits, memory, disks, ports,
 clocks, and whether nodes reach each other and share the output folder. The exit status is 1 when a
 check failed."""
-_PLACES = ("auto", "this", "slurm", "ray")
+_TARGETS = ("auto", "this", "slurm", "ray")
 _MOST_PORTS = 10_000
-_LOOKING_S, _MEASURING_S = 60.0, 300.0
+_CHECK_S, _BENCHMARK_S = 60.0, 300.0
 
 
 def main(arguments: list[str]) -> int:
     options = build_parser().parse_args(arguments)
-    one_of("--on", options.on, _PLACES)
+    check_choice("--on", options.on, _TARGETS)
     for name in ("min_shm", "min_disk", "max_skew"):
-        at_least(f"--{name.replace('_', '-')}", getattr(options, name), 0)
+        check_at_least(f"--{name.replace('_', '-')}", getattr(options, name), 0)
     timeout_s = options.timeout
     if timeout_s is None:
-        timeout_s = _MEASURING_S if options.bandwidth else _LOOKING_S
-    positive("--timeout", timeout_s)
-    from mcore_rl.tools.doctor import run, show
-    from mcore_rl.tools.doctor.findings import DoctorRequest
+        timeout_s = _BENCHMARK_S if options.bandwidth else _CHECK_S
+    check_positive("--timeout", timeout_s)
+    from mcore_rl.tools.doctor.report import DoctorRequest, print_report
+    from mcore_rl.tools.doctor.run import examine_nodes
 
     request = DoctorRequest(
         output_dir=str(options.output_dir.absolute()),
@@ -54,30 +54,30 @@ def main(arguments: list[str]) -> int:
         bandwidth=options.bandwidth,
         timeout_s=timeout_s,
     )
-    with _launcher(options.on, options.interface) as launcher:
-        report = run.examine(request, launcher)
+    with _open_launcher(options.on, options.interface) as launcher:
+        report = examine_nodes(request, launcher)
     if options.mark:
-        for name, why in report.unfit().items():
-            (options.mark / f"{name}.failed").write_text(f"{why}\n")
+        for name, reason in report.list_unfit_nodes().items():
+            (options.mark / f"{name}.failed").write_text(f"{reason}\n")
     if options.json:
-        json.dump(report.as_json(), sys.stdout, indent=1)
+        json.dump(report.to_json(), sys.stdout, indent=1)
         print()
     else:
-        show.show(report, quiet=options.quiet)
+        print_report(report, quiet=options.quiet)
     return 1 if report.status == "fail" else 0
 
 
 @contextlib.contextmanager
-def _launcher(on: str, interface: str) -> Iterator[Launcher]:
-    from mcore_rl.tools.doctor import launchers, node
+def _open_launcher(on: str, interface: str) -> Iterator[Launcher]:
+    from mcore_rl.tools.doctor import node, run
 
     if on == "auto":
         in_slurm = "SLURM_JOB_NODELIST" in os.environ
         on = "ray" if os.environ.get("RAY_ADDRESS") else "slurm" if in_slurm else "this"
     if on == "this":
-        yield launchers.ThisNode()
+        yield run.ThisNode()
     elif on == "slurm":
-        yield launchers.SlurmNodes(interface)
+        yield run.SlurmNodes(interface)
     elif not os.environ.get("RAY_ADDRESS"):
         raise ConfigError("--on=ray: RAY_ADDRESS is not set; allowed: the address of a cluster")
     else:
@@ -90,23 +90,24 @@ def _launcher(on: str, interface: str) -> Iterator[Launcher]:
 
 
 def parse_ports(text: str) -> tuple[int, ...]:
-    """
+    """Parse ports and ranges of ports.
+
     >>> parse_ports("6379,20000-20003")
     (6379, 20000, 20001, 20002, 20003)
 
     Raises:
-        ConfigError: not of that form, or out of range.
+        ConfigError: A port is not of that form, or out of range.
     """
-    found: list[int] = []
+    ports: list[int] = []
     for part in filter(None, text.split(",")):
         match = re.fullmatch(r"([0-9]{1,5})(?:-([0-9]{1,5}))?", part)
         first, last = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
         if not 0 < first <= last <= 65535:
             raise ConfigError(f"--ports={text}: {part!r}; allowed: numbers and ranges, 1 to 65535")
-        found += range(first, last + 1)
-    if len(found) > _MOST_PORTS:
-        raise ConfigError(f"--ports={text}: {len(found)} ports; allowed: up to {_MOST_PORTS}")
-    return tuple(found)
+        ports += range(first, last + 1)
+    if len(ports) > _MOST_PORTS:
+        raise ConfigError(f"--ports={text}: {len(ports)} ports; allowed: up to {_MOST_PORTS}")
+    return tuple(ports)
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -121,7 +122,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--interface", default="", metavar="eth0", help="by which nodes meet; default: the outward")
     add("--bandwidth", action="store_true", help="measure an all-reduce, and pairs of ranks")
     add("--mark", type=Path, metavar="DIR", help="write DIR/NODE.failed for each node at fault")
-    add("--on", default="auto", metavar="|".join(_PLACES), help="which nodes; default: auto")
+    add("--on", default="auto", metavar="|".join(_TARGETS), help="which nodes; default: auto")
     add("--timeout", type=float, help="seconds; default: 60, and 300 with --bandwidth")
     add("--quiet", action="store_true", help="print faults only")
     add("--json", action="store_true", help="print one JSON object")

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import os
 import signal
 import sys
-from collections.abc import Callable
 from contextlib import suppress
+from typing import Any, Protocol
 
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.controller.stop_signals import STOPPED, RunStopped
 from mcore_rl.jobs.failure import RunFailed
-from mcore_rl.observability.garbage import leave_garbage_at_exit
-from mcore_rl.observability.start import begin
+from mcore_rl.observability.process import record_start, skip_gc_at_exit
 
 COMMANDS = {
     "rl": "reinforcement learning: mcore-rl rl recipe=quickstart [key=value ...]",
@@ -36,26 +36,37 @@ OPTIONS = {
     "--help": "this; mcore-rl COMMAND --help says more",
     "--version": "of mcore-rl and of the packages that results depend on, and the lane",
 }
-# What signals that the scope of a run turns into exits are called.
-_ENDED = {128 + signal.SIGTERM: "terminated", 128 + signal.SIGHUP: "hung up"}
+JOBS = ("rl", "sft", "dpo", "rm", "eval")
+# Names of the signals that the scope of a run turns into exits.
+_SIGNALS = {128 + signal.SIGTERM: "terminated", 128 + signal.SIGHUP: "hung up"}
+
+
+class Command(Protocol):
+    """`mcore-rl NAME`."""
+
+    def main(self, arguments: list[str], /) -> int | None: ...
+
+    def build_parser(self) -> argparse.ArgumentParser: ...
 
 
 def main() -> int:
-    begin()
-    leave_garbage_at_exit()
+    record_start()
+    skip_gc_at_exit()
     arguments = sys.argv[1:]
     if not arguments or arguments[0] in ("-h", "--help", "help"):
-        return _show(_usage())
+        return _show(_format_usage())
     if arguments[0] in ("-V", "--version"):
-        from mcore_rl.observability.versions import lane, versions
+        from mcore_rl.observability.process import detect_lane, list_versions
 
-        return _show("\n".join(f"{n} {v}" for n, v in {**versions(), "lane": lane()}.items()))
+        return _show(
+            "\n".join(f"{n} {v}" for n, v in {**list_versions(), "lane": detect_lane()}.items())
+        )
     if arguments[0] not in COMMANDS:
         return _refuse(arguments[0])
-    return _run(arguments[0], arguments[1:])
+    return run_command(arguments[0], arguments[1:])
 
 
-def _usage() -> str:
+def _format_usage() -> str:
     from mcore_rl.cli.options import wrap_descriptions
 
     rows = wrap_descriptions({**COMMANDS, **OPTIONS}, indent=2)
@@ -63,52 +74,62 @@ def _usage() -> str:
 
 
 def _show(text: str) -> int:
-    from mcore_rl.cli.options import show
+    from mcore_rl.cli.options import print_text
 
-    show(text)
+    print_text(text)
     return 0
 
 
 def _refuse(word: str) -> int:
-    from mcore_rl.cli.options import closest
+    from mcore_rl.cli.options import find_closest
 
     kind, known = ("option", OPTIONS) if word.startswith("-") else ("command", COMMANDS)
-    close = closest(word, known)
+    close = find_closest(word, known)
     if not close and "=" in word:
         close = [f"mcore-rl rl {word}"]
     hint = f"; did you mean {' or '.join(close)}?" if close else ""
-    print(f"mcore-rl: unknown {kind} {word!r}{hint}\n{_usage()}", file=sys.stderr)
+    print(f"mcore-rl: unknown {kind} {word!r}{hint}\n{_format_usage()}", file=sys.stderr)
     return 2
 
 
-def _run(name: str, arguments: list[str]) -> int:
-    """The exit status: 2 for bad input, 1 for a run that had to stop, 128 + n for signal n.
+def load_command(name: str) -> Command:
+    """Return the job, or the module of this folder, that is a command."""
+    if name in JOBS:
+        from mcore_rl.cli.job import JOB_COMMANDS
 
-    75 for a run that a signal has ended and that can go on.
+        return JOB_COMMANDS[name]
+    module: Any = importlib.import_module(f"mcore_rl.cli.{name}")
+    command: Command = module
+    return command
+
+
+def run_command(name: str, arguments: list[str]) -> int:
+    """Run a command and return the exit status.
+
+    It is 2 for bad input, 1 for a run that had to stop, 75 for one that a signal has ended and that
+    can be resumed, else 128 + n for signal n.
     """
     try:
-        command: Callable[[list[str]], int | None]
-        command = importlib.import_module(f"mcore_rl.cli.{name}").main
-        return command(arguments) or 0
+        return load_command(name).main(arguments) or 0
     except ConfigError as error:
-        return _say(name, str(error), 2)
+        return _report(name, str(error), 2)
     except RunFailed as error:
-        return _say(name, str(error), 1)
+        return _report(name, str(error), 1)
     except RunStopped as error:
-        return _say(name, str(error), STOPPED)
+        return _report(name, str(error), STOPPED)
     except OSError as error:
         if error.filename is None or error.strerror is None:  # no file of the user's: a defect
             raise
-        return _say(name, f"{os.fsdecode(error.filename)!r}: {error.strerror}", 2)
+        return _report(name, f"{os.fsdecode(error.filename)!r}: {error.strerror}", 2)
     except KeyboardInterrupt as error:
-        return _say(name, str(error) or "interrupted", 128 + signal.SIGINT)
+        return _report(name, str(error) or "interrupted", 128 + signal.SIGINT)
     except SystemExit as error:
-        if error.code not in _ENDED:
+        if error.code not in _SIGNALS:
             raise
-        return _say(name, _ENDED[error.code], error.code)
+        return _report(name, _SIGNALS[error.code], error.code)
 
 
-def _say(name: str, message: str, status: int) -> int:
+def _report(name: str, message: str, status: int) -> int:
     with suppress(OSError):  # a terminal that has hung up
         print(f"mcore-rl {name}: {' '.join(message.split())}", file=sys.stderr)
     return status

@@ -16,7 +16,7 @@ data.max_prompt_length |  | data.max_prompt_tokens
 data.filter_overlong_prompts |  | data.long_prompts
 data.seed | seed | seed
 data.train_batch_size | generation_batch_size | trainer.prompts_per_step
-data.gen_batch_size |  | algorithm.samples.prompts_per_round
+data.gen_batch_size |  | algorithm.filter.prompts_per_round
 data.custom_cls.path |  | data.train_file
 data.max_response_length | max_completion_length | rollout.max_response_tokens
 rollout.temperature | temperature | rollout.temperature
@@ -85,13 +85,13 @@ actor.entropy_coeff | entropy_coef | algorithm.entropy_coef
  | entropy_coef_max | algorithm.entropy_coef_max
  | top_entropy_quantile | algorithm.top_entropy_share
 actor.kl_loss_coef | beta | algorithm.kl_coef
-actor.use_kl_loss, algorithm.use_kl_in_reward |  | algorithm.kl_in
+actor.use_kl_loss, algorithm.use_kl_in_reward |  | algorithm.kl_placement
 actor.kl_loss_type, algorithm.kl_penalty |  | algorithm.kl_estimator
 algorithm.kl_ctrl.target_kl |  | algorithm.kl_target
 algorithm.kl_ctrl.horizon |  | algorithm.kl_horizon
-algorithm.filter_groups.enable, algorithm.filter_groups.metric |  | algorithm.samples.group_filter
-algorithm.filter_groups.max_num_gen_batches |  | algorithm.samples.max_rounds
- | mask_truncated_completions | algorithm.samples.mask_truncated
+algorithm.filter_groups.enable, algorithm.filter_groups.metric |  | algorithm.filter.group_filter
+algorithm.filter_groups.max_num_gen_batches |  | algorithm.filter.max_rounds
+ | mask_truncated_completions | algorithm.filter.mask_truncated
 algorithm.rollout_correction.rollout_is | vllm_importance_sampling_mode | \
 algorithm.correction.level, algorithm.correction.method
 algorithm.rollout_correction.rollout_is_threshold | vllm_importance_sampling_clip_max | \
@@ -123,8 +123,8 @@ trainer.save_freq | save_steps | trainer.save_every
 trainer.max_actor_ckpt_to_keep | save_total_limit | checkpoint.keep
  | metric_for_best_model | checkpoint.keep_best
 trainer.resume_mode, trainer.resume_from_path | resume_from_checkpoint | resume
-trainer.log_val_generations | num_completions_to_print | samples.num_shown
-trainer.rollout_data_dir | log_completions | samples.every
+trainer.log_val_generations | num_completions_to_print | sample_log.num_shown
+trainer.rollout_data_dir | log_completions | sample_log.every
 """
 ROWS = [
     tuple([name for name in cell.strip().split(", ") if name] for cell in line.split("|"))
@@ -133,7 +133,7 @@ ROWS = [
 
 
 def find_our_settings(key: str, known: Collection[str]) -> tuple[str, list[str]]:
-    """Return whose setting a key is, and which of `known` are in its place; "" if nobody's.
+    """Return the framework that has a setting, or "", and our settings for it among `known`.
 
     verl's names may come without their first parts. Where there is no other model than the one that
     is trained, the engine's settings are in the place of the actor's.
@@ -144,14 +144,16 @@ def find_our_settings(key: str, known: Collection[str]) -> tuple[str, list[str]]
     ('TRL', ['engine.optimizer.lr'])
     """
     name = key.removeprefix(f"{_VERLS}.")
-    for verls, trls, ours in ROWS:
-        is_verls = any(n == name or ("." in name and n.endswith(f".{name}")) for n in verls)
-        if is_verls or key in trls:
-            of_engines = [
-                f"engine.{o.removeprefix('actor.')}" for o in ours if o.startswith("actor.")
+    for verl_names, trl_names, our_names in ROWS:
+        is_verls = any(n == name or ("." in name and n.endswith(f".{name}")) for n in verl_names)
+        if is_verls or key in trl_names:
+            engine_names = [
+                f"engine.{o.removeprefix('actor.')}" for o in our_names if o.startswith("actor.")
             ]
             settings = [
-                o for o in (*ours, *of_engines) if o in known or o.rpartition(".")[0] in known
+                o
+                for o in (*our_names, *engine_names)
+                if o in known or o.rpartition(".")[0] in known
             ]
             return ("verl" if is_verls else "TRL"), settings
     return ("verl" if key.partition(".")[0] == _VERLS else ""), []

@@ -33,10 +33,10 @@ def main(arguments: list[str]) -> None:
 
         plot_traffic(options.plot, traffic)
     if options.json:
-        json.dump(report.as_json(), sys.stdout, indent=1)
+        json.dump(report.to_json(), sys.stdout, indent=1)
         print()
     else:
-        plan_reshard.show(report)
+        plan_reshard.print_report(report)
 
 
 def build_parser() -> argparse.ArgumentParser:

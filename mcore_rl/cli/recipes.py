@@ -7,7 +7,7 @@ from glob import escape, glob
 from pathlib import Path
 
 import mcore_rl
-from mcore_rl.cli.options import closest, wrap_descriptions
+from mcore_rl.cli.options import find_closest, wrap_descriptions
 from mcore_rl.config.checks import check_path
 from mcore_rl.config.errors import ConfigError
 
@@ -15,7 +15,8 @@ RECIPES = Path(mcore_rl.__file__).parent / "configs" / "recipe"
 _SUFFIXES = (".yaml", ".yml")
 
 
-def names() -> list[str]:
+def list_recipes() -> list[str]:
+    """Return the names of the built-in recipes."""
     return sorted(path.stem for path in RECIPES.glob("*.yaml"))
 
 
@@ -26,25 +27,25 @@ def find_files(start: str) -> list[str]:
     return folders + [path for path in paths if path.endswith(_SUFFIXES)]
 
 
-def first_comment(path: Path) -> str:
-    """What the first comment of a recipe says, up to the end of a sentence; "" if there is none."""
+def read_first_comment(path: Path) -> str:
+    """Return the first comment of a recipe, up to the end of a sentence; "" if there is none."""
     words: list[str] = []
     for line in path.read_text().splitlines():
         if not line.startswith("#") or line.startswith("# @"):
             if words:
                 break
             continue
-        own = line.lstrip("# ").split()
-        words += own
-        if words and (not own or words[-1].endswith(".")):
+        comment = line.lstrip("# ").split()
+        words += comment
+        if words and (not comment or words[-1].endswith(".")):
             break
     return " ".join(words)
 
 
-def listing(indent: int = 0) -> Iterator[str]:
-    """The name of each recipe, and what its first comment says."""
+def list_descriptions(indent: int = 0) -> Iterator[str]:
+    """Yield the name of each recipe with its first comment."""
     return wrap_descriptions(
-        {name: first_comment(RECIPES / f"{name}.yaml") for name in names()}, indent
+        {name: read_first_comment(RECIPES / f"{name}.yaml") for name in list_recipes()}, indent
     )
 
 
@@ -53,23 +54,23 @@ def suggest_recipe(word: str) -> str:
     if "/" in word or word.endswith(_SUFFIXES):
         return f"recipe={word}"
     beside = [f"{word}{end}" for end in _SUFFIXES if Path(f"{word}{end}").is_file()]
-    close = [word] if word in names() else beside or closest(word, names())
+    close = [word] if word in list_recipes() else beside or find_closest(word, list_recipes())
     return f"recipe={close[0]}" if close else ""
 
 
-def find(recipe: str, where: str, folder: Path) -> Path:
-    """The file of a recipe: a name of ours, or a path, of which a relative one starts at `folder`.
+def find_recipe(recipe: str, where: str, folder: Path) -> Path:
+    """Return the file of a recipe: a built-in name, or a path, relative to `folder`.
 
     Raises:
-        ConfigError: there is no such recipe or file; the message begins with `where`.
+        ConfigError: There is no such recipe or file; the message begins with `where`.
     """
-    allowed = f"{', '.join(names())}, or the path of a YAML file"
+    allowed = f"{', '.join(list_recipes())}, or the path of a YAML file"
     check_path(where, recipe)
     if "/" not in recipe and not recipe.endswith(_SUFFIXES):
-        if recipe in names():
+        if recipe in list_recipes():
             return RECIPES / f"{recipe}.yaml"
         beside = [f"{recipe}{end}" for end in _SUFFIXES if (folder / f"{recipe}{end}").is_file()]
-        close = beside or closest(recipe, names())
+        close = beside or find_closest(recipe, list_recipes())
         hint = f"; did you mean {close[0]}?" if close else ""
         raise ConfigError(f"{where}={recipe!r}; allowed: {allowed}{hint}")
     path = folder / Path(recipe).expanduser()

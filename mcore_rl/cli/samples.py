@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mcore_rl.cli.options import Parser
-from mcore_rl.config.checks import at_least, one_of
+from mcore_rl.config.checks import check_at_least, check_choice
 from mcore_rl.config.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -25,64 +25,64 @@ def main(arguments: list[str]) -> None:
     if options.list and options.html:
         raise ConfigError("--list and --html exclude each other; allowed: one of them")
     if options.sort is not None:
-        one_of("--sort", options.sort, _SORTS)
+        check_choice("--sort", options.sort, _SORTS)
     if options.num is not None:
-        at_least("--num", options.num, 1)
-    at_least("--mark-gap", options.mark_gap, 0)
+        check_at_least("--num", options.num, 1)
+    check_at_least("--mark-gap", options.mark_gap, 0)
     if options.html is not None and not options.html.absolute().parent.is_dir():
         raise ConfigError(f"--html={options.html}: there is no folder {options.html.parent}")
-    from mcore_rl.tools.samples import terminal  # pyarrow and rich: not for a bad option
-    from mcore_rl.tools.samples.html import html_of
-    from mcore_rl.tools.samples.page import page_of
+    from mcore_rl.tools.samples import output  # pyarrow and rich: not for a bad option
+    from mcore_rl.tools.samples.page import TokenTexts, build_page, find_tokenizer
     from mcore_rl.tools.samples.tables import SORTS, SampleReader
-    from mcore_rl.tools.samples.token_texts import TokenTexts, tokenizer_path
 
     reader = SampleReader(options.run, options.evaluation)
-    steps = reader.steps(options.step)
-    found = [one for one in reader.summaries(steps) if _is_asked_for(one, options)]
-    if not found:
-        raise ConfigError(_nothing(options))
+    steps = reader.select_steps(options.step)
+    summaries = [s for s in reader.read_summaries(steps) if _is_selected(s, options)]
+    if not summaries:
+        raise ConfigError(_explain_empty(options))
     if options.sort:
-        found.sort(key=SORTS[options.sort], reverse=not options.reverse)
+        summaries.sort(key=SORTS[options.sort], reverse=not options.reverse)
     elif options.reverse:
-        found.reverse()
-    found = found[: options.num]
+        summaries.reverse()
+    summaries = summaries[: options.num]
     if options.list:
-        with terminal.output() as console:
-            terminal.print_list(console, found)
-            if left_out := reader.num_left_out(steps):
+        with output.open_output() as console:
+            output.print_list(console, summaries)
+            if left_out := reader.count_left_out(steps):
                 console.print(f"{left_out} samples of these steps are in no table: {_BOUNDS}")
         return
-    texts = TokenTexts(tokenizer_path(Path(options.run), options.tokenizer))
+    texts = TokenTexts(find_tokenizer(Path(options.run), options.tokenizer))
     if options.html:
-        page = page_of(found[0], texts, options.mark_gap)
-        _write(options.html, html_of(page))
+        page = build_page(summaries[0], texts, options.mark_gap)
+        _write(options.html, output.format_html(page))
         print(f"{options.html}: {page.title}")
         return
-    pages = (page_of(one, texts, options.mark_gap) for one in found)
+    pages = (build_page(summary, texts, options.mark_gap) for summary in summaries)
     first = next(pages)  # a fault shows before there is a pager
-    with terminal.output() as console:
-        terminal.print_page(console, first)
+    with output.open_output() as console:
+        output.print_page(console, first)
         for page in pages:
-            terminal.print_page(console, page)
+            output.print_page(console, page)
 
 
-def _is_asked_for(one: Summary, options: argparse.Namespace) -> bool:
-    wanted = ((options.group, one.group), (options.trajectory, one.trajectory))
-    return all(asked is None or asked == has for asked, has in wanted)
+def _is_selected(summary: Summary, options: argparse.Namespace) -> bool:
+    numbers = (options.group, summary.group), (options.trajectory, summary.trajectory)
+    return all(wanted is None or wanted == number for wanted, number in numbers)
 
 
-def _nothing(options: argparse.Namespace) -> str:
-    asked = {"--group": options.group, "--trajectory": options.trajectory}
-    told = " ".join(f"{name}={value}" for name, value in asked.items() if value is not None)
-    return f"{told}: no trajectory of these steps; mcore-rl samples {options.run} --list shows them"
+def _explain_empty(options: argparse.Namespace) -> str:
+    numbers = {"--group": options.group, "--trajectory": options.trajectory}
+    given = " ".join(f"{name}={value}" for name, value in numbers.items() if value is not None)
+    return (
+        f"{given}: no trajectory of these steps; mcore-rl samples {options.run} --list shows them"
+    )
 
 
 def _write(path: Path, text: str) -> None:
-    aside = path.with_name(f".{path.name}.partial")
+    partial = path.with_name(f".{path.name}.partial")
     try:
-        aside.write_text(text, encoding="utf-8")
-        aside.replace(path)
+        partial.write_text(text, encoding="utf-8")
+        partial.replace(path)
     except OSError as error:
         raise ConfigError(f"--html={path} cannot be written: {error.strerror}") from error
 
@@ -108,4 +108,4 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-_BOUNDS = "samples.max_rows, samples.max_tokens"
+_BOUNDS = "sample_log.max_rows, sample_log.max_tokens"

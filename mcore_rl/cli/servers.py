@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from mcore_rl.cli.options import Parser
-from mcore_rl.config.checks import exists
+from mcore_rl.config.checks import check_exists
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.json_file import read_json_object
 
@@ -20,22 +20,22 @@ def main(arguments: list[str]) -> None:
     from mcore_rl.rollout.desired_servers import read_wanted_servers, write_wanted_servers
 
     options = build_parser().parse_args(arguments)
-    num = _num_servers(options.run)
+    num = _read_num_servers(options.run)
     wanted = read_wanted_servers(options.run, num)
     joining, leaving = {*options.add}, {*options.remove}
-    _check("--add", joining, {*range(num)} - wanted)
-    _check("--remove", leaving, wanted)
+    _check_numbers("--add", joining, {*range(num)} - wanted)
+    _check_numbers("--remove", leaving, wanted)
     left = (wanted | joining) - leaving
     if not left:
-        raise ConfigError(f"--remove {_listed(leaving)}: one server has to stay")
+        raise ConfigError(f"--remove {_join(leaving)}: one server has to stay")
     if joining or leaving:
         write_wanted_servers(options.run, left)
     when = ", from the next push of weights on" if joining or leaving else ""
-    print(f"{options.run} is to have server {_listed(left)} of {_listed({*range(num)})}{when}")
+    print(f"{options.run} is to have server {_join(left)} of {_join({*range(num)})}{when}")
 
 
-def _num_servers(run: Path) -> int:
-    exists("RUN", run)
+def _read_num_servers(run: Path) -> int:
+    check_exists("RUN", run)
     settings = read_json_object(run / "config.json")
     rollout = settings.get("rollout")
     if not isinstance(rollout, dict) or not isinstance(rollout.get("num_servers"), int):
@@ -44,12 +44,12 @@ def _num_servers(run: Path) -> int:
     return num
 
 
-def _check(option: str, asked: set[int], allowed: set[int]) -> None:
-    if asked - allowed:
-        raise ConfigError(f"{option} {_listed(asked)}; allowed: {_listed(allowed) or 'none now'}")
+def _check_numbers(option: str, numbers: set[int], allowed: set[int]) -> None:
+    if numbers - allowed:
+        raise ConfigError(f"{option} {_join(numbers)}; allowed: {_join(allowed) or 'none now'}")
 
 
-def _listed(numbers: set[int]) -> str:
+def _join(numbers: set[int]) -> str:
     return ", ".join(map(str, sorted(numbers)))
 
 

@@ -1,4 +1,4 @@
-"""Checks of settings: each raises ConfigError naming the setting and what is allowed."""
+"""Checks of single settings. Each raises ConfigError with the setting and what is allowed."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _IS_PATH = re.compile(r"(^|[._])(resume|(dir|path|file)s?(\.\w+)?|sets\.\w+)$")
 
 
 def check_values(config: Any) -> None:
-    """Check each setting for what no value can be: a huge number, a text or path with NUL.
+    """Check all settings for huge numbers, NUL characters and paths that are too long.
 
     Raises:
         ConfigError: a number beyond 2**53, a text with NUL, or a path that Linux finds too long.
     """
-    for key, value in _walk("", config):
+    for key, value in _list_values("", config):
         if isinstance(value, int) and abs(value) > MAX_INT:
             raise ConfigError(f"{key}={value}; allowed: -2**53 to 2**53")
         if not isinstance(value, str):
@@ -35,22 +35,22 @@ def check_values(config: Any) -> None:
             check_path(key, value)
 
 
-def _walk(key: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Each value inside a config, with its full key."""
+def _list_values(key: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield each value inside a config, with its full key."""
     if is_dataclass(value):
         value = {field.name: getattr(value, field.name) for field in fields(value)}
     if isinstance(value, Mapping):
         for name, entry in value.items():
-            yield from _walk(f"{key}.{name}" if key else str(name), entry)
+            yield from _list_values(f"{key}.{name}" if key else str(name), entry)
     elif isinstance(value, list | tuple):
         for entry in value:
-            yield from _walk(key, entry)
+            yield from _list_values(key, entry)
     else:
         yield key, value
 
 
 def check_path(key: str, path: str) -> None:
-    """Raise ConfigError for what Linux takes for no path: too long, or half a surrogate pair."""
+    """Check that Linux takes a text as a path: not too long, and without half a surrogate pair."""
     try:
         size, longest = (max(map(len, map(os.fsencode, p))) for p in ([path], path.split("/")))
     except UnicodeEncodeError as error:
@@ -63,32 +63,32 @@ def check_path(key: str, path: str) -> None:
 
 
 def shorten(value: object, most: int = 80) -> str:
-    """The repr of a value, cut in its middle where it is long: what a file holds fills no screen.
+    """Return the repr of a value; cut the middle out of a long one, so that it fills no screen.
 
     >>> shorten("a" * 200, 20)
     "'aaaaaaaa...aaaaaa'"
     """
     text = repr(value)
-    kept = (most - 3) // 2
-    return text if len(text) <= most else f"{text[: kept + 1]}...{text[-kept + 1 :]}"
+    half = (most - 3) // 2
+    return text if len(text) <= most else f"{text[: half + 1]}...{text[-half + 1 :]}"
 
 
-def one_of(key: str, value: str, allowed: Sequence[str]) -> None:
+def check_choice(key: str, value: str, allowed: Sequence[str]) -> None:
     if value not in allowed:
         raise ConfigError(f"{key}={value!r}; allowed: {', '.join(map(repr, allowed))}")
 
 
-def at_least(key: str, value: float, least: float) -> None:
+def check_at_least(key: str, value: float, least: float) -> None:
     if not least <= value < math.inf:  # false for NaN, as every comparison with it
-        raise ConfigError(f"{key}={value}; allowed: at least {least}{_finite(value)}")
+        raise ConfigError(f"{key}={value}; allowed: at least {least}{_name_finite(value)}")
 
 
-def positive(key: str, value: float) -> None:
+def check_positive(key: str, value: float) -> None:
     if not 0 < value < math.inf:
-        raise ConfigError(f"{key}={value}; allowed: above 0{_finite(value)}")
+        raise ConfigError(f"{key}={value}; allowed: above 0{_name_finite(value)}")
 
 
-def iso_date(key: str, value: str) -> None:
+def check_date(key: str, value: str) -> None:
     try:
         is_date = date.fromisoformat(value).isoformat() == value  # it knows other forms, too
     except ValueError:
@@ -97,16 +97,16 @@ def iso_date(key: str, value: str) -> None:
         raise ConfigError(f"{key}={value!r}; allowed: a date, YYYY-MM-DD")
 
 
-def between(key: str, value: float, least: float, most: float) -> None:
+def check_between(key: str, value: float, least: float, most: float) -> None:
     if not least <= value <= most:
         raise ConfigError(f"{key}={value}; allowed: {least} to {most}")
 
 
-def _finite(value: float) -> str:
+def _name_finite(value: float) -> str:
     return "" if -math.inf < value < math.inf else ", finite"
 
 
-def exists(key: str, path: str | Path) -> None:
+def check_exists(key: str, path: str | Path) -> None:
     try:
         is_there = Path(path).exists()
     except OSError as error:  # a folder on the way that is closed to this user
@@ -115,13 +115,13 @@ def exists(key: str, path: str | Path) -> None:
         raise ConfigError(f"{key}={str(path)!r} does not exist")
 
 
-def divides(key: str, size: int, what: str, number: int) -> None:
+def check_divides(key: str, size: int, what: str, number: int) -> None:
     if number % size:
         raise ConfigError(f"{key}={size} does not divide the model's {number} {what}")
 
 
 def check_cores(key: str, cores: str, num_workers: int) -> None:
-    """Those of a server's workers on a node, or ""."""
+    """Check the CPU cores of the workers of a server on a node; "" sets none."""
     if cores and len(cores.split("|")) != num_workers:
         raise ConfigError(
             f"{key}={cores!r} must list the cores of each of a node's {num_workers} workers of a "

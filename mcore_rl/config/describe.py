@@ -1,96 +1,32 @@
-"""What each setting means: its default, the comment of its field, the names it may have."""
+"""Descriptions of settings: default, comment, allowed values, and names that they had before."""
 
 from __future__ import annotations
 
 import ast
+import copy
 import inspect
 import io
+import re
 import sys
 import tokenize
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass
 from functools import cache
+from typing import Any
 
-from mcore_rl.config import (
-    resolve,
-    resolve_algorithm,
-    resolve_distillation,
-    resolve_engine,
-    resolve_mode,
-    schema,
-)
+from mcore_rl.config import resolve, resolve_algorithm, resolve_engine, resolve_rollout, schema
+from mcore_rl.config.errors import ConfigError
 
-# Values of the settings that choose something by name, by the last two parts of their keys. Those
-# of the registries are repeated here, since filling one imports torch.
+# Values of the settings that choose something by name, by the last two parts of their keys or
+# the last. Names in registries are not among them: importing a registry imports torch.
 CHOICES: Mapping[str, Sequence[str]] = {
-    "algorithm.advantage": (
-        "gae",
-        "gdpo",
-        "gigpo",
-        "gpg",
-        "grpo",
-        "grpo_passk",
-        "lite_ppo",
-        "maxrl",
-        "opo",
-        "optimal_token_baseline",
-        "reinforce_plus_plus",
-        "reinforce_plus_plus_baseline",
-        "remax",
-        "rloo",
-    ),
-    "algorithm.kl_estimator": (
-        "abs",
-        "abs+",
-        "k1",
-        "k1+",
-        "k2",
-        "k3",
-        "k3+",
-        "low_variance",
-        "low_variance+",
-    ),
-    "algorithm.kl_in": resolve_algorithm.KL_IN,
-    "algorithm.loss": (
-        "cispo",
-        "clip_cov",
-        "decoupled_ppo",
-        "dppo_kl",
-        "dppo_tv",
-        "dro",
-        "gmpo",
-        "gpg",
-        "gspo",
-        "gspo_token",
-        "kimi",
-        "kl_cov",
-        "luspo",
-        "m2po",
-        "positive_nll",
-        "ppo_clip",
-        "reinforce",
-        "sapo",
-        "topr",
-        "vespo",
-    ),
-    "algorithm.loss_aggregation": (
-        "sequence_mean_token_mean",
-        "sequence_mean_token_sum",
-        "sequence_sum_fixed_length",
-        "token_mean",
-    ),
-    "distillation.loss": resolve_distillation.DISTILLATION_LOSSES,
+    "backend": resolve_engine.BACKENDS,
+    "modules": resolve_engine.MODULES,
+    "algorithm.kl_placement": resolve_algorithm.KL_PLACEMENTS,
+    "distillation.loss": resolve_algorithm.DISTILLATION_LOSSES,
     "correction.level": resolve_algorithm.CORRECTION_LEVELS,
     "correction.method": resolve_algorithm.CORRECTION_METHODS,
-    "actor.backend": resolve_engine.BACKENDS,
-    "actor.modules": resolve_engine.MODULES,
     "data.long_rows": ("refuse", "drop"),
-    "engine.backend": resolve_engine.BACKENDS,
-    "engine.modules": resolve_engine.MODULES,
-    "loss": ("dpo", "ipo", "orpo", "simpo"),
-    "loss_aggregation": ("sequence_mean_token_mean", "sequence_mean_token_sum", "token_mean"),
-    "critic.backend": resolve_engine.BACKENDS,
-    "critic.modules": resolve_engine.MODULES,
     "data.long_prompts": resolve.LONG_PROMPTS,
     "model.dtype": ("auto", *resolve.DTYPES),
     "moe.aux_loss": resolve_engine.AUX_LOSSES,
@@ -106,25 +42,8 @@ CHOICES: Mapping[str, Sequence[str]] = {
     "recompute.granularity": resolve_engine.GRANULARITIES,
     "recompute.modules": resolve_engine.RECOMPUTE_MODULES,
     "reference.placement": ("shared", "own"),
-    "reward.name": (
-        "choice",
-        "code",
-        "cosine",
-        "final_number",
-        "format",
-        "http",
-        "judge",
-        "math",
-        "overlong",
-        "pattern",
-        "substring",
-    ),
-    "reward_model.backend": resolve_engine.BACKENDS,
-    "reward_model.modules": resolve_engine.MODULES,
-    "teacher.backend": resolve_engine.BACKENDS,
-    "teacher.modules": resolve_engine.MODULES,
-    "reward.on_error": resolve.ON_ERROR,
-    "trainer.mode": resolve_mode.MODES,
+    "reward.on_error": resolve_rollout.ON_ERROR,
+    "trainer.mode": resolve.MODES,
     "task.name": tuple(name for name in resolve.TASKS if name),
     "weight_sync.method": resolve.WEIGHT_SYNC_METHODS,
     "weight_sync.transport": resolve.TRANSPORTS,
@@ -133,10 +52,63 @@ CHOICES: Mapping[str, Sequence[str]] = {
 
 # Settings of the default functions, by the key under which they are given. Those of others are
 # beside the functions, and in docs/algorithms.md.
-OF_FUNCTIONS: Mapping[str, Sequence[type]] = {
+FUNCTION_SETTINGS: Mapping[str, Sequence[type]] = {
     "algorithm.advantage_settings": (schema.GRPOSettings,),
     "algorithm.loss_settings": (schema.PPOClipSettings,),
 }
+
+# Names that settings had before, by the same group. They work for one release, with a warning.
+RENAMED: Mapping[str, str] = {
+    "algorithm.kl_in": "algorithm.kl_placement",
+    "algorithm.samples": "algorithm.filter",
+    "samples": "sample_log",
+    "trainer.asynchronous.over_issue": "trainer.asynchronous.oversampling",
+}
+_REFERENCE = re.compile(r"(?<!\\)\$\{([\w.]+)\}")  # to another setting, in a text
+
+
+@dataclass
+class SettingRenamer:
+    """Replaces old names of settings by current ones, and records which were used.
+
+    >>> SettingRenamer().rename_key("algorithm.samples.max_rounds")
+    'algorithm.filter.max_rounds'
+    """
+
+    names: Mapping[str, str] = field(default_factory=lambda: RENAMED)
+    used: dict[str, str] = field(default_factory=dict)  # old names that were found, current ones
+
+    def rename_key(self, key: str) -> str:
+        for old, new in self.names.items():
+            if key == old or key.startswith(f"{old}."):
+                self.used[old] = new
+                return new + key.removeprefix(old)
+        return key
+
+    def rename_references(self, text: str) -> str:
+        """Rename the settings that a text refers to, as in ${seed}."""
+        return _REFERENCE.sub(lambda match: f"${{{self.rename_key(match[1])}}}", text)
+
+    def rename_tree(self, settings: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a copy of nested settings under their current names.
+
+        Raises:
+            ConfigError: A setting is given under both names.
+        """
+        renamed = copy.deepcopy(dict(settings))
+        for old, new in self.names.items():
+            *outer, name = old.split(".")
+            group: Any = renamed
+            for part in outer:
+                group = group.get(part) if isinstance(group, dict) else None
+            if not isinstance(group, dict) or name not in group:
+                continue
+            new_name = new.rpartition(".")[2]
+            if new_name in group:
+                raise ConfigError(f"{old} is now called {new}, and both are given; allowed: {new}")
+            group[new_name] = group.pop(name)
+            self.used[old] = new
+        return renamed
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +121,7 @@ class Setting:
 
     @property
     def is_mapping(self) -> bool:
-        """Whether it contains the settings of a function, which that function names and checks."""
+        """Return whether it holds the settings of a function, which that function checks."""
         return self.kind.startswith("dict")
 
 
@@ -162,36 +134,39 @@ class SettingGroup:
     settings: tuple[Setting, ...]
 
 
-def groups(part: object, key: str = "") -> Iterator[SettingGroup]:
-    """The groups of settings in an instance of a dataclass of settings, outer ones first."""
+def list_setting_groups(part: object, key: str = "") -> Iterator[SettingGroup]:
+    """Yield the groups of settings in an instance of a dataclass of settings, outer ones first."""
     kind = type(part)
-    found, inner = [], []
+    settings, inner = [], []
     for entry in fields(part):  # type: ignore[arg-type]
         value, name = getattr(part, entry.name), f"{key}.{entry.name}".lstrip(".")
         if is_dataclass(value):
             inner.append((value, name))
             continue
-        choices = tuple(CHOICES.get(".".join(name.split(".")[-2:]), ()))
-        of = next(base for base in kind.__mro__ if entry.name in base.__annotations__)
-        meaning = _with_choices(_comments(of.__module__)[of.__name__, entry.name], choices)
-        found.append(Setting(name, str(entry.type), value, meaning, choices))
+        names = ".".join(name.split(".")[-2:]), entry.name
+        choices = tuple(next((CHOICES[name] for name in names if name in CHOICES), ()))
+        base = next(base for base in kind.__mro__ if entry.name in base.__annotations__)
+        comment = _read_comments(base.__module__)[base.__name__, entry.name]
+        meaning = _add_choices(comment, choices)
+        settings.append(Setting(name, str(entry.type), value, meaning, choices))
     about = kind.__doc__ or ""
     if about.startswith(f"{kind.__name__}("):  # what dataclass writes where there is no docstring
         about = ""
-    yield SettingGroup(key, inspect.cleandoc(about), tuple(found))
+    yield SettingGroup(key, inspect.cleandoc(about), tuple(settings))
     for value, name in inner:
-        yield from groups(value, name)
-    for setting in found:
-        for settings in OF_FUNCTIONS.get(setting.key, ()):
-            yield from groups(settings(), setting.key)
+        yield from list_setting_groups(value, name)
+    for setting in settings:
+        for function_settings in FUNCTION_SETTINGS.get(setting.key, ()):
+            yield from list_setting_groups(function_settings(), setting.key)
 
 
-def setting_names(schema: type) -> list[str]:
-    """The full key of every setting, such as actor.layout.tp."""
-    return [setting.key for group in groups(schema()) for setting in group.settings]
+def list_setting_names(schema: type) -> list[str]:
+    """Return the full key of every setting, such as actor.layout.tp."""
+    return [setting.key for group in list_setting_groups(schema()) for setting in group.settings]
 
 
-def _with_choices(meaning: str, choices: Sequence[str]) -> str:
+def _add_choices(meaning: str, choices: Sequence[str]) -> str:
+    """Return a comment with the allowed names, unless it has them all."""
     if all(word in meaning for word in choices):
         return meaning
     listed = f"one of: {', '.join(choices)}"
@@ -199,12 +174,12 @@ def _with_choices(meaning: str, choices: Sequence[str]) -> str:
 
 
 @cache
-def _comments(module: str) -> dict[tuple[str, str], str]:
-    """By (class, field): comments on the lines of a field, or on separate lines above it."""
+def _read_comments(module: str) -> dict[tuple[str, str], str]:
+    """Return the comments of fields, by class and field: on their lines or in lines above."""
     source = inspect.getsource(sys.modules[module])
     tokens = tokenize.generate_tokens(io.StringIO(source).readline)
     comments = {t.start[0]: t for t in tokens if t.type == tokenize.COMMENT}
-    found: dict[tuple[str, str], str] = {}
+    texts: dict[tuple[str, str], str] = {}
     for part in ast.parse(source).body:
         if not isinstance(part, ast.ClassDef):
             continue
@@ -215,6 +190,6 @@ def _comments(module: str) -> dict[tuple[str, str], str]:
             while (above := comments.get(first - 1)) and above.line.lstrip().startswith("#"):
                 first -= 1
             lines = range(first, (node.end_lineno or node.lineno) + 1)
-            texts = [comments[n].string.lstrip("# ") for n in lines if n in comments]
-            found[part.name, node.target.id] = " ".join(texts)
-    return found
+            words = [comments[n].string.lstrip("# ") for n in lines if n in comments]
+            texts[part.name, node.target.id] = " ".join(words)
+    return texts

@@ -10,8 +10,8 @@ class PeerError(RuntimeError):
 
 
 class DiedError(RuntimeError):
-    """What a worker needs has died, such as its engine's process: the worker is as good as dead."""
+    """A process that a worker needs has died, such as its engine: the worker has to be replaced."""
 
 
 class StateError(RuntimeError):
-    """A call that the state of an engine or a server does not allow, and which it does."""
+    """A call that the state of an engine or a server does not allow; says which state allows it."""

@@ -20,61 +20,60 @@ def is_import_path(name: str) -> bool:
     return ":" in name
 
 
-def load(setting: str, path: str) -> Callable[..., Any]:
-    """The function that an import path leads to. A module is imported once a process.
+def load_function(setting: str, path: str) -> Callable[..., Any]:
+    """Return the function of an import path; import its module once a process.
 
-    Modules are looked for in the current folder, too, as files are. Ray's workers run there and
-    look there.
+    Modules are also searched in the current folder, as files are: Ray's workers run there, too.
 
     Raises:
         ConfigError: the module cannot be imported, or has no such function; names the setting.
     """
     where, _, name = path.rpartition(":")
     try:
-        module = _of_file(Path(where)) if where.endswith(".py") else _of_name(where)
+        module = _import_file(Path(where)) if where.endswith(".py") else _import_module(where)
     except Exception as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise ConfigError(f"{setting}={path!r}: {where!r} cannot be imported: {reason}") from error
-    found: Any = getattr(module, name, None)
-    if not callable(found):
+    target: Any = getattr(module, name, None)
+    if not callable(target):
         functions = [key for key, value in vars(module).items() if _is_own(value, module)]
         raise ConfigError(
             f"{setting}={path!r}: {where!r} has no function {name!r}; it has: "
             f"{', '.join(functions) or 'none'}"
         )
-    function: Callable[..., Any] = found
+    function: Callable[..., Any] = target
     return function
 
 
-def load_own(setting: str, path: str) -> Callable[..., Any]:
-    """Load a function that was written for a setting: none of Python's own, such as os:system.
+def load_user_function(setting: str, path: str) -> Callable[..., Any]:
+    """Load a function that was written for a setting; refuse Python's own, such as os:system.
 
     Raises:
-        ConfigError: as `load`, or the function comes with Python.
+        ConfigError: as `load_function`, or the function comes with Python.
     """
-    found = load(setting, path)
-    home = getattr(found, "__module__", None) or "builtins"
-    is_written = inspect.isroutine(found) or inspect.isclass(found)
+    function = load_function(setting, path)
+    home = getattr(function, "__module__", None) or "builtins"
+    is_written = inspect.isroutine(function) or inspect.isclass(function)
     if is_written and home.partition(".")[0] in sys.stdlib_module_names:
         raise ConfigError(
-            f"{setting}={path!r} is Python's own {home}.{found.__name__}; allowed: a function that "
-            "was written for this setting"
+            f"{setting}={path!r} is Python's own {home}.{function.__name__}; allowed: a function "
+            "that was written for this setting"
         )
-    return found
+    return function
 
 
 def _is_own(value: object, module: ModuleType) -> bool:
     return callable(value) and getattr(value, "__module__", "") == module.__name__
 
 
-def _of_name(name: str) -> ModuleType:
+def _import_module(name: str) -> ModuleType:
     if os.getcwd() not in sys.path:  # a console script has its own folder there instead
         sys.path.append(os.getcwd())
     return importlib.import_module(name)
 
 
-def _of_file(path: Path) -> ModuleType:
-    """Under a name of its own, which two files of one name do not share."""
+def _import_file(path: Path) -> ModuleType:
+    """Import a file as a module with a unique name, which two files of one name do not share."""
     path = path.resolve()
     name = f"{path.stem}_{zlib.crc32(os.fsencode(path)):08x}"
     if name in sys.modules:

@@ -13,7 +13,7 @@ _MAX_BYTES = 100_000_000  # what the safetensors library allows a header
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
-    """The object in a JSON file.
+    """Return the object in a JSON file.
 
     Raises:
         ConfigError: the file cannot be read, or has other contents.
@@ -31,7 +31,7 @@ def parse_json_object(
     where: str,
     from_pairs: Callable[[list[tuple[str, Any]]], dict[str, Any]] = dict,
 ) -> dict[str, Any]:
-    """The object in UTF-8 text; `from_pairs` makes each object in it and may refuse some.
+    """Return the object in UTF-8 text; `from_pairs` makes each object in it and may refuse some.
 
     Raises:
         ConfigError: it is no JSON object; the message begins with `where`.
@@ -39,11 +39,11 @@ def parse_json_object(
     if len(data) > _MAX_BYTES:
         raise ConfigError(f"{where} has more than {_MAX_BYTES} bytes")
     try:
-        found = json.loads(data.decode(), object_pairs_hook=from_pairs)
+        value = json.loads(data.decode(), object_pairs_hook=from_pairs)
     except ValueError as error:
         raise ConfigError(f"{where} is not valid JSON: {error}") from error
     except RecursionError:  # raised by the parser for nesting, long before the stack ends
         raise ConfigError(f"{where} is not valid JSON: it is nested too deep") from None
-    if not isinstance(found, dict):
-        raise ConfigError(f"{where} is a JSON {type(found).__name__}, not an object")
-    return found
+    if not isinstance(value, dict):
+        raise ConfigError(f"{where} is a JSON {type(value).__name__}, not an object")
+    return value

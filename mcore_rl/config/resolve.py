@@ -1,55 +1,58 @@
-"""Every rule between the settings of a job, checked before a process is started. Pure.
+"""Every rule between the settings of a run, checked before a process is started. Pure.
 
-Those of a training engine are in resolve_engine.py.
-
-A rule that fails raises ConfigError naming the setting, its value and what is allowed.
+Those of the algorithm, of a training engine and of generation are in the files beside this one. A
+rule that fails raises ConfigError naming the setting, its value and what is allowed.
 """
 
 from __future__ import annotations
 
+import math
 import re
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, replace
 
-from mcore_rl.config.agent_schema import resolve_agent
 from mcore_rl.config.checks import (
-    at_least,
-    between,
-    check_cores,
+    check_at_least,
+    check_between,
+    check_choice,
+    check_date,
+    check_positive,
     check_values,
-    divides,
-    iso_date,
-    one_of,
-    positive,
 )
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.config.resolve_algorithm import resolve_algorithm, with_level
-from mcore_rl.config.resolve_distillation import MAX_WEIGHT, resolve_frozen
+from mcore_rl.config.import_path import is_import_path, load_user_function
+from mcore_rl.config.resolve_algorithm import (
+    MAX_WEIGHT,
+    fill_correction_level,
+    resolve_algorithm,
+    resolve_frozen_models,
+)
 from mcore_rl.config.resolve_engine import (
-    ModelSizes,
     resolve_engine,
     resolve_layout,
     resolve_optimizer,
     resolve_schedule,
 )
-from mcore_rl.config.resolve_evaluation import (
+from mcore_rl.config.resolve_rollout import (
+    resolve_agent,
     resolve_evaluation,
-    resolve_trackers,
+    resolve_models,
+    resolve_reward,
+    resolve_rollout,
     resolve_truncation,
 )
-from mcore_rl.config.resolve_mode import get_loop, resolve_mode, staleness_of
-from mcore_rl.config.resolve_models import resolve_models
 from mcore_rl.config.schema import (
+    AnyData,
+    AsynchronousConfig,
     DataConfig,
     ModelConfig,
+    OptimizerConfig,
     PlacementConfig,
-    RewardConfig,
     RLConfig,
-    RolloutConfig,
+    TrainConfig,
+    TrainerConfig,
     WeightSyncConfig,
 )
-from mcore_rl.config.sources import resolve_sources
-from mcore_rl.config.train_schema import TrainConfig
 
 DTYPES = ("float32", "bfloat16")
 DTYPE_OF_LANE = {"cpu": "float32", "cuda": "bfloat16"}
@@ -61,55 +64,40 @@ ROUTED_LOGPROB_GAP = 20.0
 WEIGHT_SYNC_METHODS = ("colocated", "disaggregated", "full_export")
 TRANSPORTS = ("process_group", "nixl")
 VERIFY = ("off", "sampled", "full")
-ON_ERROR = ("stop", "drop", "zero")
 TASKS = ("", "calculator", "code", "countdown", "last_digit")
 LONG_PROMPTS = ("refuse", "drop")
 OWN_POOL = "own"
-# What a term of reward.terms may have.
-_TERM_PARTS: dict[str, tuple[Any, str]] = {
-    "name": (str, "text"),
-    "weight": (int | float, "a number"),
-    "settings": (dict, "settings of that reward, as in {name: value}"),
-}
 MIN_CURRICULUM_WEIGHT = 1e-6  # a prompt of no weight would never be tried again
 MAX_SEED = 2**32 - 1  # numpy's global generator, which vLLM seeds, takes no more
-
-
-@dataclass(frozen=True, slots=True)
-class RewardTerm:
-    """A reward in a weighted sum."""
-
-    name: str  # in the registry, or an import path
-    weight: float = 1.0
-    settings: dict[str, Any] = field(default_factory=dict)
-
-
-def resolve_model(config: ModelConfig) -> None:
-    one_of("model.dtype", config.dtype, (*DTYPES, "auto"))
-    iso_date("model.chat_date", config.chat_date)
+MODES = ("sync", "one_step_off", "fully_async")
+DEFAULT_STALENESS = {"sync": 0, "one_step_off": 1, "fully_async": 2}
+TRACKERS = ("tensorboard", "wandb", "mlflow", "swanlab")
+_SET_NAME = "[A-Za-z0-9_-]+"
 
 
 def resolve(config: RLConfig, *, needs_data: bool = True) -> None:
     """Check every setting that needs no file; without `needs_data` sources of data may be unset."""
     check_values(config)
-    one_of("task.name", config.task.name, TASKS)
+    check_choice("task.name", config.task.name, TASKS)
     resolve_model(config.model)
-    one_of("weight_sync.method", config.weight_sync.method, WEIGHT_SYNC_METHODS)
-    one_of("weight_sync.transport", config.weight_sync.transport, TRANSPORTS)
-    one_of("weight_sync.verify", config.weight_sync.verify, VERIFY)
-    between("seed", config.seed, 0, MAX_SEED)
-    between("task.worked_share", config.task.worked_share, 0, 1)
-    at_least("trainer.num_steps", config.trainer.num_steps, 1)
-    at_least("trainer.prompts_per_step", config.trainer.prompts_per_step, 1)
-    at_least("trainer.eval_samples", config.trainer.eval_samples, 0)
+    check_choice("weight_sync.method", config.weight_sync.method, WEIGHT_SYNC_METHODS)
+    check_choice("weight_sync.transport", config.weight_sync.transport, TRANSPORTS)
+    check_choice("weight_sync.verify", config.weight_sync.verify, VERIFY)
+    check_between("seed", config.seed, 0, MAX_SEED)
+    check_between("task.worked_share", config.task.worked_share, 0, 1)
+    check_at_least("trainer.num_steps", config.trainer.num_steps, 1)
+    check_at_least("trainer.prompts_per_step", config.trainer.prompts_per_step, 1)
+    check_at_least("trainer.eval_samples", config.trainer.eval_samples, 0)
     resolve_evaluation(config)
+    has_sets = bool(list_test_files(config.data) or config.task.name)
+    resolve_held_out(config, has_sets=has_sets)
     resolve_checkpoint(config)
     for name in ("max_logprob_gap", "mean_logprob_gap"):
         if (bound := getattr(config.trainer, name)) is not None:
-            positive(f"trainer.{name}", bound)
-    positive("timeouts.start_s", config.timeouts.start_s)
-    positive("timeouts.call_s", config.timeouts.call_s)
-    positive("weight_sync.timeout_s", config.weight_sync.timeout_s)
+            check_positive(f"trainer.{name}", bound)
+    check_positive("timeouts.start_s", config.timeouts.start_s)
+    check_positive("timeouts.call_s", config.timeouts.call_s)
+    check_positive("weight_sync.timeout_s", config.weight_sync.timeout_s)
     if config.weight_sync.bind_address in ("", "0.0.0.0", "::"):
         raise ConfigError(
             f"weight_sync.bind_address={config.weight_sync.bind_address!r}: servers connect to it; "
@@ -120,13 +108,13 @@ def resolve(config: RLConfig, *, needs_data: bool = True) -> None:
     _resolve_data(config.data)
     _resolve_files(config, needs_data)
     resolve_engine("actor", config.actor)
-    replay, share = config.actor.moe.router_replay, config.algorithm.samples.replay.share
+    replay, share = config.actor.moe.router_replay, config.algorithm.filter.replay.share
     if replay == "rollout" and share:
         raise ConfigError(
-            f"algorithm.samples.replay.share={share} with actor.moe.router_replay='rollout': the "
+            f"algorithm.filter.replay.share={share} with actor.moe.router_replay='rollout': the "
             "experts of samples of earlier steps are not kept; allowed: 0, or router_replay='off'"
         )
-    if replay == "rollout" and staleness_of(config.trainer) and config.trainer.save_every:
+    if replay == "rollout" and get_staleness(config.trainer) and config.trainer.save_every:
         raise ConfigError(
             f"trainer.save_every={config.trainer.save_every}, actor.moe.router_replay='rollout' "
             "and samples ahead of their step: their experts are not in a checkpoint; allowed: "
@@ -137,45 +125,50 @@ def resolve(config: RLConfig, *, needs_data: bool = True) -> None:
             "actor.moe.router_replay='record' records while log-probs are computed, and "
             "algorithm.correction.use_rollout_log_probs=true computes none; allowed: 'off'"
         )
-    _resolve_rollout(config.rollout)
+    resolve_rollout(config.rollout)
     stops = {"rollout.stop": config.rollout.stop, "evaluation.stop": config.evaluation.stop or []}
     resolve_agent(config.agent, stops)
     resolve_truncation(config)
     resolve_reward(config.reward)
     _resolve_weight_sync(config)
     resolve_mode(config)
-    _resolve_placement(config)
-    resolve_algorithm(config.algorithm, staleness_of(config.trainer))
+    _check_placement(config)
+    resolve_algorithm(config.algorithm, get_staleness(config.trainer))
     _resolve_batch(config)
     actor_steps = config.trainer.num_steps * config.algorithm.num_mini_batches
     resolve_schedule("actor.optimizer", config.actor.optimizer, actor_steps)
     resolve_engine("critic", config.critic)
-    at_least("critic.warmup_steps", config.critic.warmup_steps, 0)
-    positive("critic.clip_range", config.critic.clip_range)
+    check_at_least("critic.warmup_steps", config.critic.warmup_steps, 0)
+    check_positive("critic.clip_range", config.critic.clip_range)
     if config.critic.lora.rank or config.critic.moe.router_replay != "off":
         raise ConfigError("critic.lora and critic.moe.router_replay: allowed: none, and 'off'")
-    resolve_frozen(config)
+    resolve_frozen_models(config)
     resolve_models(config)
     warm = config.warm_start
-    at_least("warm_start.num_steps", warm.num_steps, 0)
+    check_at_least("warm_start.num_steps", warm.num_steps, 0)
     if warm.num_steps:
-        at_least("warm_start.batch_size", warm.batch_size, 1)
-        at_least("warm_start.moe_aux_loss_coef", warm.moe_aux_loss_coef, 0)
+        check_at_least("warm_start.batch_size", warm.batch_size, 1)
+        check_at_least("warm_start.moe_aux_loss_coef", warm.moe_aux_loss_coef, 0)
         resolve_layout("warm_start.layout", warm.layout)
         resolve_optimizer("warm_start.optimizer", warm.optimizer)
         resolve_schedule("warm_start.optimizer", warm.optimizer, warm.num_steps)
 
 
-def for_lane(config: RLConfig, device: str, *, has_experts: bool = False) -> RLConfig:
-    """Return the settings with all that the lane and the kind of model decide.
+def resolve_model(config: ModelConfig) -> None:
+    check_choice("model.dtype", config.dtype, (*DTYPES, "auto"))
+    check_date("model.chat_date", config.chat_date)
+
+
+def resolve_for_lane(config: RLConfig, device: str, *, has_experts: bool = False) -> RLConfig:
+    """Return the settings with the defaults that the lane and the kind of model decide.
 
     `device` is "cpu" or "cuda".
 
     Raises:
-        ConfigError: the lane cannot do what is asked for.
+        ConfigError: The lane cannot do what the settings say.
     """
-    config = replace(config, placement=placement_of(config))
-    is_shared = takes_turns(config.placement, "actor", "rollout")
+    config = replace(config, placement=resolve_placement(config))
+    is_shared = are_colocated(config.placement, "actor", "rollout")
     if device == "cuda" and config.weight_sync.method == "colocated" and not is_shared:
         raise ConfigError(
             "weight_sync.method='colocated': trainer and servers are on different GPUs "
@@ -183,7 +176,7 @@ def for_lane(config: RLConfig, device: str, *, has_experts: bool = False) -> RLC
             f"placement.rollout={config.placement.rollout!r}); allowed: a pool for both, or "
             "weight_sync.method='disaggregated', 'full_export'"
         )
-    staleness = staleness_of(config.trainer)
+    staleness = get_staleness(config.trainer)
     dtype = config.model.dtype if config.model.dtype != "auto" else DTYPE_OF_LANE[device]
     trainer, (largest, mean) = replace(config.trainer, staleness=staleness), LOGPROB_GAPS[dtype]
     if has_experts and dtype == "bfloat16" and config.actor.moe.router_replay != "rollout":
@@ -192,7 +185,7 @@ def for_lane(config: RLConfig, device: str, *, has_experts: bool = False) -> RLC
         trainer = replace(trainer, max_logprob_gap=largest)
     if trainer.mean_logprob_gap is None:
         trainer = replace(trainer, mean_logprob_gap=mean)
-    algorithm = with_level(config.algorithm, staleness)
+    algorithm = fill_correction_level(config.algorithm, staleness)
     if algorithm.loss_aggregation == "sequence_sum_fixed_length":
         length = {"length": config.rollout.max_response_tokens}
         settings = length | algorithm.loss_aggregation_settings
@@ -201,35 +194,101 @@ def for_lane(config: RLConfig, device: str, *, has_experts: bool = False) -> RLC
     return replace(config, model=model, trainer=trainer, algorithm=algorithm)
 
 
-def resolve_rollout_model(config: RolloutConfig, sizes: ModelSizes) -> None:
-    """Check that vLLM can split the model; it replicates key/value heads when ranks are more."""
-    divides("rollout.tp", config.tp, "attention heads", sizes.num_attention_heads)
-    if config.ep and not sizes.num_experts:
-        raise ConfigError("rollout.ep=true: the model has no experts; allowed: false")
-
-
 def resolve_checkpoint(config: RLConfig | TrainConfig) -> None:
     resolve_trackers(config.trainer.trackers)
-    at_least("trainer.save_every", config.trainer.save_every, 0)
-    at_least("checkpoint.keep", config.checkpoint.keep, 1)
-    at_least("checkpoint.hf_every", config.checkpoint.hf_every, 0)
+    check_at_least("trainer.save_every", config.trainer.save_every, 0)
+    check_at_least("checkpoint.keep", config.checkpoint.keep, 1)
+    check_at_least("checkpoint.hf_every", config.checkpoint.hf_every, 0)
     if not config.resume:
         raise ConfigError("resume=''; allowed: 'never', 'auto', or the folder of a checkpoint")
 
 
+def resolve_trackers(trackers: Sequence[str]) -> None:
+    for index, name in enumerate(trackers):
+        check_choice(f"trainer.trackers[{index}]", name, TRACKERS)
+    if len(set(trackers)) < len(trackers):
+        raise ConfigError(f"trainer.trackers={list(trackers)}; allowed: each once")
+
+
+def resolve_held_out(config: RLConfig | TrainConfig, *, has_sets: bool) -> None:
+    """Refuse settings of evaluations without a held-out set, or at other steps.
+
+    A checkpoint can be the best by an evaluation if there is one at its step.
+    """
+    reads_sets = {
+        f"evaluation.every={config.evaluation.every}": config.evaluation.every > 0,
+        f"checkpoint.keep_best={config.checkpoint.keep_best!r}": (
+            config.checkpoint.keep_best.removeprefix("-").startswith("eval/")
+        ),
+    }
+    for setting, reads in reads_sets.items():
+        if reads and not has_sets:
+            raise ConfigError(f"{setting} needs data.test_file or data.test_files")
+    best, every, save = (
+        config.checkpoint.keep_best,
+        config.evaluation.every,
+        (config.trainer.save_every),
+    )
+    if best.removeprefix("-").startswith("eval/") and save and (not every or save % every):
+        raise ConfigError(
+            f"checkpoint.keep_best={best!r}: trainer.save_every={save} saves steps without an "
+            f"evaluation (evaluation.every={every}); allowed: evaluation.every above 0 that "
+            "divides trainer.save_every"
+        )
+
+
 def _resolve_data(config: DataConfig) -> None:
-    at_least("data.max_prompt_tokens", config.max_prompt_tokens, 1)
-    one_of("data.long_prompts", config.long_prompts, LONG_PROMPTS)
+    check_at_least("data.max_prompt_tokens", config.max_prompt_tokens, 1)
+    check_choice("data.long_prompts", config.long_prompts, LONG_PROMPTS)
     resolve_sources(config)
     curriculum, weights = config.curriculum, config.train_weights
-    between("data.curriculum.decay", curriculum.decay, 0, 1)
-    between("data.curriculum.min_reward", curriculum.min_reward, -MAX_WEIGHT, MAX_WEIGHT)
-    between("data.curriculum.min_weight", curriculum.min_weight, MIN_CURRICULUM_WEIGHT, 1)
+    check_between("data.curriculum.decay", curriculum.decay, 0, 1)
+    check_between("data.curriculum.min_reward", curriculum.min_reward, -MAX_WEIGHT, MAX_WEIGHT)
+    check_between("data.curriculum.min_weight", curriculum.min_weight, MIN_CURRICULUM_WEIGHT, 1)
     if curriculum.name and weights:
         raise ConfigError(
             f"data.curriculum.name={curriculum.name!r} and data.train_weights={weights} both say "
             "how often a prompt is drawn; allowed: one of the two"
         )
+
+
+def resolve_sources(config: AnyData) -> None:
+    files, weights = config.train_files, config.train_weights
+    if files and config.train_file:
+        raise ConfigError(
+            f"data.train_file={config.train_file!r} and data.train_files={files}; allowed: one of "
+            "the two"
+        )
+    if weights and len(weights) != len(files):
+        raise ConfigError(
+            f"data.train_weights={weights}: {len(files)} files in data.train_files; allowed: a "
+            "weight for each of them, or []"
+        )
+    for index, weight in enumerate(weights):
+        check_positive(f"data.train_weights[{index}]", weight)
+    if config.test_files and config.test_file:
+        raise ConfigError(
+            f"data.test_file={config.test_file!r} and data.test_files={config.test_files}; "
+            "allowed: one of the two"
+        )
+    for name in config.test_files:
+        if not re.fullmatch(_SET_NAME, str(name)):
+            raise ConfigError(f"data.test_files.{name}; allowed: names of {_SET_NAME}")
+
+
+def list_train_files(config: AnyData) -> dict[str, str]:
+    """Return the sources that are trained on, by setting."""
+    several = {f"data.train_files[{i}]": name for i, name in enumerate(config.train_files)}
+    return several or {"data.train_file": config.train_file}
+
+
+def list_test_files(config: AnyData) -> dict[str, tuple[str, str]]:
+    """Return setting and source of each held-out set, by its name."""
+    several = config.test_files
+    sources = {name: (f"data.test_files.{name}", file) for name, file in several.items()}
+    if config.test_file:
+        sources["test"] = "data.test_file", config.test_file
+    return sources
 
 
 def _resolve_files(config: RLConfig, needs_data: bool) -> None:
@@ -249,20 +308,20 @@ def _resolve_files(config: RLConfig, needs_data: bool) -> None:
             raise ConfigError(f"{key}='' names nothing; it is needed when task.name is empty")
 
 
-def takes_turns(placement: PlacementConfig, role: str, *others: str) -> bool:
-    """Whether these roles are on one pool."""
-    pools = {pool_of(placement, name) for name in (role, *others)}
+def are_colocated(placement: PlacementConfig, *roles: str) -> bool:
+    """Return whether these roles share a pool of devices."""
+    pools = {get_pool(placement, role) for role in roles}
     return len(pools) == 1 and OWN_POOL not in pools
 
 
-def pool_of(placement: PlacementConfig, role: str) -> str:
-    """The pool of a role; teacher.math is placed as teacher is."""
+def get_pool(placement: PlacementConfig, role: str) -> str:
+    """Return the pool of a role; that of teacher.math is that of teacher."""
     pool: str = getattr(placement, role.partition(".")[0])
     return pool
 
 
-def placement_of(config: RLConfig) -> PlacementConfig:
-    """With all decided that the settings decide."""
+def resolve_placement(config: RLConfig) -> PlacementConfig:
+    """Return the placement, with the pool of the servers decided."""
     if config.placement.rollout != "auto":
         return config.placement
     is_elsewhere = (
@@ -271,23 +330,23 @@ def placement_of(config: RLConfig) -> PlacementConfig:
     return replace(config.placement, rollout=OWN_POOL if is_elsewhere else "shared")
 
 
-def _resolve_placement(config: RLConfig) -> None:
-    for role, pool in asdict(placement_of(config)).items():
+def _check_placement(config: RLConfig) -> None:
+    for role, pool in asdict(resolve_placement(config)).items():
         if pool == "auto" or not re.fullmatch("[A-Za-z][A-Za-z0-9_]*", pool):
             raise ConfigError(
                 f"placement.{role}={pool!r}; allowed: 'shared', 'own', or the name of a pool, of "
                 "letters, digits and '_'"
             )
-    placement = placement_of(config)
-    others = asdict(placement).keys() - {"rollout"}
-    mates = sorted(role for role in others if takes_turns(placement, "rollout", role))
+    placement = resolve_placement(config)
+    other_roles = asdict(placement).keys() - {"rollout"}
+    mates = sorted(role for role in other_roles if are_colocated(placement, "rollout", role))
     if mates and get_loop(config.trainer) == "one_step_off":
         raise ConfigError(
             f"placement.rollout={config.placement.rollout!r} has the servers on the pool of "
             f"{', '.join(mates)}; trainer.mode='one_step_off' trains while they generate; allowed: "
             "placement.rollout='own', or a pool of no other role"
         )
-    is_shared = takes_turns(placement, "actor", "rollout")
+    is_shared = are_colocated(placement, "actor", "rollout")
     if is_shared and config.weight_sync.method == "disaggregated":
         raise ConfigError(
             f"placement.rollout={config.placement.rollout!r}: the servers are on the actor's "
@@ -318,61 +377,94 @@ def _resolve_weight_sync(config: RLConfig) -> None:
         )
 
 
-def resolve_servers(config: RolloutConfig) -> None:
-    """All but how they sample."""
-    positive_counts = "num_servers", "tp", "nodes_per_server", "max_response_tokens"
-    for name in (*positive_counts, "max_num_seqs", "kv_cache_bytes"):
-        at_least(f"rollout.{name}", getattr(config, name), 1)
-    num_workers, rest = divmod(config.tp, config.nodes_per_server)
-    if rest:
+def resolve_mode(config: RLConfig) -> None:
+    trainer, loop = config.trainer, get_loop(config.trainer)
+    check_at_least("trainer.asynchronous.max_groups", trainer.asynchronous.max_groups, 0)
+    check_between("trainer.asynchronous.oversampling", trainer.asynchronous.oversampling, 0, 1)
+    if waiting := trainer.asynchronous.max_waiting_samples:
+        a_step = trainer.prompts_per_step * config.algorithm.group_size
+        check_at_least("trainer.asynchronous.max_waiting_samples", waiting, a_step)
+    if loop == "sync" and trainer.staleness:
         raise ConfigError(
-            f"rollout.nodes_per_server={config.nodes_per_server}; allowed: divisors of "
-            f"rollout.tp={config.tp}, since each node has as many workers"
+            f"trainer.staleness={trainer.staleness}: trainer.mode={trainer.mode!r} trains on "
+            "samples of the policy; allowed: 0, or trainer.mode='one_step_off', 'fully_async'"
         )
-    check_cores("rollout.cores", config.cores, num_workers)
-    at_least("rollout.max_restarts", config.max_restarts, 0)
+    if loop == "fully_async":
+        check_at_least("trainer.staleness", get_staleness(trainer), 0)
+        _resolve_fully_async(config)
+        return
+    check_between("trainer.staleness", get_staleness(trainer), 0, 1)
+    if trainer.asynchronous != AsynchronousConfig():
+        raise ConfigError(
+            f"trainer.asynchronous has no part in trainer.mode={trainer.mode!r}; allowed: its "
+            "defaults, or trainer.mode='fully_async'"
+        )
 
 
-def _resolve_rollout(config: RolloutConfig) -> None:
-    resolve_servers(config)
-    # Log-probs at temperature 0 do not exist: the policy that is trained must be one that samples.
-    positive("rollout.temperature", config.temperature)
+def get_loop(trainer: TrainerConfig) -> str:
+    """Return the loop of this package whose rules hold: trainer.mode, or that of a user's trainer.
+
+    A trainer by import path names it as its attribute `mode`.
+
+    Raises:
+        ConfigError: There is no such loop, or the import path leads nowhere.
+    """
+    if not is_import_path(trainer.mode):
+        check_choice("trainer.mode", trainer.mode, MODES)
+        return trainer.mode
+    loop = getattr(load_user_function("trainer.mode", trainer.mode), "mode", None)
+    if loop not in MODES:
+        raise ConfigError(
+            f"trainer.mode={trainer.mode!r} has mode={loop!r}; allowed: a subclass of "
+            f"mcore_rl.RLTrainer, with one of {', '.join(MODES)}"
+        )
+    return str(loop)
 
 
-def resolve_reward(config: RewardConfig) -> None:
-    one_of("reward.on_error", config.on_error, ON_ERROR)
-    positive("reward.timeout_s", config.timeout_s)
-    at_least("reward.num_processes", config.num_processes, 1)
-    for key, given, default in (
-        ("name", config.name, RewardConfig.name),
-        ("settings", config.settings, {}),
-    ):
-        if config.terms and given != default:
-            raise ConfigError(
-                f"reward.{key}={given!r} has no part in reward.terms={', '.join(config.terms)}; "
-                "allowed: one of the two"
-            )
-    reward_terms(config)
+def get_staleness(config: TrainerConfig) -> int:
+    """Return by how many versions samples may be older than the policy."""
+    if config.staleness is not None:
+        return config.staleness
+    return DEFAULT_STALENESS[get_loop(config)]
 
 
-def reward_terms(config: RewardConfig) -> dict[str, RewardTerm]:
-    """The rewards of a run by their names in metrics; the name of a single one is empty."""
-    if not config.terms:
-        return {"": RewardTerm(config.name, settings=config.settings)}
-    found = {}
-    for name, parts in config.terms.items():
-        key = f"reward.terms.{name}"
-        if not re.fullmatch("[A-Za-z0-9_-]+", str(name)):
-            raise ConfigError(f"{key}; allowed: names of letters, digits, '_' and '-'")
-        for part, value in parts.items():
-            if part not in _TERM_PARTS:
-                raise ConfigError(f"{key}.{part} is unknown; allowed: {', '.join(_TERM_PARTS)}")
-            kind, words = _TERM_PARTS[part]
-            if not isinstance(value, kind) or isinstance(value, bool):
-                raise ConfigError(f"{key}.{part}={value!r}; allowed: {words}")
-        found[name] = RewardTerm(**{"name": name, **parts})
-        between(f"{key}.weight", found[name].weight, -MAX_WEIGHT, MAX_WEIGHT)
-    return found
+def count_extra_groups(oversampling: float, prompts_per_step: int) -> int:
+    """Return the groups to begin beyond those of a step: a share of a step, rounded up."""
+    return math.ceil(round(oversampling * prompts_per_step, 9))  # 0.07 of 100 is 7
+
+
+def _resolve_fully_async(config: RLConfig) -> None:
+    asynchronous, algorithm = config.trainer.asynchronous, config.algorithm
+    mode = "trainer.mode='fully_async'"
+    if asynchronous.oversampling and not get_staleness(config.trainer):
+        raise ConfigError(
+            f"trainer.asynchronous.oversampling={asynchronous.oversampling} with "
+            "trainer.staleness=0: groups that a step leaves are too old for the next; allowed: 0, "
+            "or staleness above 0"
+        )
+    if config.actor.moe.router_replay == "rollout":
+        raise ConfigError(
+            f"actor.moe.router_replay='rollout' with {mode}: the experts of a response are those "
+            "of several versions of the router; allowed: 'off', 'record'"
+        )
+    is_uncut = algorithm.loss == "decoupled_ppo" and not algorithm.loss_settings.get("weight_cap")
+    if is_uncut and get_staleness(config.trainer):
+        raise ConfigError(
+            f"algorithm.loss='decoupled_ppo' with {mode} and no weight_cap in "
+            "algorithm.loss_settings: training collapses by weights of old samples without a "
+            "bound; allowed: weight_cap above 0, such as 5"
+        )
+    if algorithm.filter.prompts_per_round:
+        raise ConfigError(
+            f"algorithm.filter.prompts_per_round={algorithm.filter.prompts_per_round}: {mode} "
+            "generates in no rounds; allowed: 0"
+        )
+    if config.reward.shuffle and algorithm.filter.group_filter:
+        raise ConfigError(
+            f"reward.shuffle=true with {mode} and algorithm.filter.group_filter="
+            f"{algorithm.filter.group_filter!r}: groups are filtered as they come, before "
+            "rewards could be permuted over a step; allowed: group_filter=''"
+        )
 
 
 def _resolve_batch(config: RLConfig) -> None:
@@ -395,3 +487,47 @@ def _resolve_batch(config: RLConfig) -> None:
             f"warm_start.layout.dp={warm.layout.dp} does not divide "
             f"warm_start.batch_size={warm.batch_size}"
         )
+
+
+def list_warnings(config: RLConfig) -> Iterator[str]:
+    """Yield a line for each setting that is valid but probably a mistake."""
+    data, warm, trainer = config.data, config.warm_start, config.trainer
+    for key, file in list_test_files(data).values():
+        if file in (data.train_file, *data.train_files):
+            where = "data.train_file" if data.train_file else "in data.train_files"
+            yield f"{key}={file!r} is {where}: evaluations are of training data"
+    if warm.train_file and not warm.num_steps:
+        yield (
+            f"warm_start.train_file={warm.train_file!r} is not read: warm_start.num_steps=0 "
+            "disables supervised training"
+        )
+    if config.reward.shuffle:
+        yield "reward.shuffle=true: a control experiment, in which rewards have no signal"
+    yield from list_checkpoint_warnings(config)
+    steps = trainer.num_steps * config.algorithm.num_mini_batches
+    yield from list_optimizer_warnings("actor.optimizer", config.actor.optimizer, steps)
+    if warm.num_steps:
+        yield from list_optimizer_warnings("warm_start.optimizer", warm.optimizer, warm.num_steps)
+
+
+def list_checkpoint_warnings(config: RLConfig | TrainConfig) -> Iterator[str]:
+    if config.trainer.save_every:
+        return
+    unused: dict[str, object] = {
+        "checkpoint.keep_best": config.checkpoint.keep_best,
+        "checkpoint.async_save": config.checkpoint.async_save,
+        "resume": config.resume if config.resume == "auto" else "",
+    }
+    for key, value in unused.items():
+        if value:
+            yield f"{key}={value!r}: trainer.save_every=0 writes no training checkpoints"
+
+
+def list_optimizer_warnings(key: str, config: OptimizerConfig, num_steps: int) -> Iterator[str]:
+    if config.warmup_steps >= num_steps > 0:
+        yield (
+            f"{key}.warmup_steps={config.warmup_steps}: all {num_steps} steps are warm-up "
+            f"to {key}.lr={config.lr}"
+        )
+    if config.schedule == "constant" and config.min_lr:
+        yield f"{key}.min_lr={config.min_lr} has no effect with {key}.schedule='constant'"

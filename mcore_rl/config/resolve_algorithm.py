@@ -1,29 +1,57 @@
-"""Rules between the settings of an algorithm. Pure."""
+"""Rules of the algorithm: its settings, and models that are not trained. Pure."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+import re
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
-from mcore_rl.config.checks import at_least, between, one_of, positive
+from mcore_rl.config.checks import check_at_least, check_between, check_choice, check_positive
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.config.samples_schema import SamplesConfig
-from mcore_rl.config.schema import AlgorithmConfig, CorrectionConfig
+from mcore_rl.config.resolve_engine import resolve_engine, resolve_layout
+from mcore_rl.config.schema import (
+    AlgorithmConfig,
+    CorrectionConfig,
+    EngineConfig,
+    FilterConfig,
+    Layout,
+    RLConfig,
+    TeacherConfig,
+)
 
-KL_IN = ("loss", "reward")
+KL_PLACEMENTS = ("loss", "reward")
 CORRECTION_LEVELS = ("off", "token", "sequence", "geometric")
 CORRECTION_METHODS = ("truncate", "mask")
 IF_SHORT = ("train", "stop")
 LOG_PROB_PASS = ("auto", "always")
 ADVANTAGES_OF = ("kept", "generated")
 # Advantages that compare the responses to one prompt.
-OF_GROUPS = (
+GROUP_ADVANTAGES = (
     "gdpo", "gpg", "grpo", "grpo_passk", "lite_ppo", "maxrl", "opo", "optimal_token_baseline",
     "reinforce_plus_plus_baseline", "rloo",
 )  # fmt: skip
+DISTILLATION_LOSSES = ("off", "sampled_kl", "reverse_kl", "forward_kl")
+MAX_WEIGHT = 1e6  # of a reward, whose sums are float32
+TOP_TOKEN_LOSSES = ("reverse_kl", "forward_kl")
+# Settings of a teacher.
+_TEACHER_PARTS: dict[str, tuple[Any, str]] = {
+    "model_path": (str, "text"),
+    "weight": (int | float, "a number"),
+    "layout": (dict, "settings of a layout, as in {tp: 2}"),
+}
 
 
-def with_level(config: AlgorithmConfig, staleness: int) -> AlgorithmConfig:
-    """The same, with algorithm.correction.level decided where nobody has set it."""
+@dataclass(frozen=True, slots=True)
+class Teacher:
+    """A model of teacher.models."""
+
+    model_path: str  # "": what the actor begins with
+    weight: float
+    engine: EngineConfig
+
+
+def fill_correction_level(config: AlgorithmConfig, staleness: int) -> AlgorithmConfig:
+    """Return the settings with a default for algorithm.correction.level."""
     correction = config.correction
     if correction.level is not None:
         return config
@@ -33,29 +61,29 @@ def with_level(config: AlgorithmConfig, staleness: int) -> AlgorithmConfig:
 
 
 def resolve_algorithm(config: AlgorithmConfig, staleness: int = 0) -> None:
-    """`staleness`: how many versions older than the policy samples are."""
-    config = with_level(config, staleness)
-    fewest = 2 if config.advantage in OF_GROUPS else 1
-    at_least("algorithm.group_size", config.group_size, fewest)
-    at_least("algorithm.num_mini_batches", config.num_mini_batches, 1)
-    one_of("algorithm.log_prob_pass", config.log_prob_pass, LOG_PROB_PASS)
-    at_least("algorithm.kl_coef", config.kl_coef, 0)
-    at_least("algorithm.entropy_coef", config.entropy_coef, 0)
-    at_least("algorithm.cross_entropy_coef", config.cross_entropy_coef, 0)
+    """Check the settings of the algorithm for samples that are `staleness` versions old."""
+    config = fill_correction_level(config, staleness)
+    fewest = 2 if config.advantage in GROUP_ADVANTAGES else 1
+    check_at_least("algorithm.group_size", config.group_size, fewest)
+    check_at_least("algorithm.num_mini_batches", config.num_mini_batches, 1)
+    check_choice("algorithm.log_prob_pass", config.log_prob_pass, LOG_PROB_PASS)
+    check_at_least("algorithm.kl_coef", config.kl_coef, 0)
+    check_at_least("algorithm.entropy_coef", config.entropy_coef, 0)
+    check_at_least("algorithm.cross_entropy_coef", config.cross_entropy_coef, 0)
     _resolve_kl(config)
     _resolve_entropy(config)
     _resolve_correction(config.correction)
-    _resolve_samples(config.samples, config.group_size, fewest)
+    _resolve_samples(config.filter, config.group_size, fewest)
     _resolve_old_samples(config, staleness)
 
 
-def _resolve_samples(config: SamplesConfig, group_size: int, fewest: int) -> None:
-    key = "algorithm.samples"
-    one_of(f"{key}.if_short", config.if_short, IF_SHORT)
-    one_of(f"{key}.advantages_of", config.advantages_of, ADVANTAGES_OF)
-    at_least(f"{key}.max_rounds", config.max_rounds, 1)
-    at_least(f"{key}.prompts_per_round", config.prompts_per_round, 0)
-    default = SamplesConfig()
+def _resolve_samples(config: FilterConfig, group_size: int, fewest: int) -> None:
+    key = "algorithm.filter"
+    check_choice(f"{key}.if_short", config.if_short, IF_SHORT)
+    check_choice(f"{key}.advantages_of", config.advantages_of, ADVANTAGES_OF)
+    check_at_least(f"{key}.max_rounds", config.max_rounds, 1)
+    check_at_least(f"{key}.prompts_per_round", config.prompts_per_round, 0)
+    default = FilterConfig()
     for name in ("max_rounds", "prompts_per_round", "if_short"):
         if not config.group_filter and (value := getattr(config, name)) != getattr(default, name):
             raise ConfigError(
@@ -64,45 +92,45 @@ def _resolve_samples(config: SamplesConfig, group_size: int, fewest: int) -> Non
             )
     if config.keep_responses:
         least = fewest if config.advantages_of == "kept" else 1
-        between(f"{key}.keep_responses", config.keep_responses, least, group_size)
+        check_between(f"{key}.keep_responses", config.keep_responses, least, group_size)
 
 
 def _resolve_old_samples(config: AlgorithmConfig, staleness: int) -> None:
-    """Old samples need the probability that they were generated with in the loss."""
-    replay, key = config.samples.replay, "algorithm.samples.replay"
-    between(f"{key}.share", replay.share, 0, 1)
+    """Check that the loss of old samples uses the probabilities that they were generated with."""
+    replay, key = config.filter.replay, "algorithm.filter.replay"
+    check_between(f"{key}.share", replay.share, 0, 1)
     # One that is replayed is older by at least a step.
-    at_least(f"{key}.max_age", replay.max_age, 1 + staleness if replay.share else 1)
+    check_at_least(f"{key}.max_age", replay.max_age, 1 + staleness if replay.share else 1)
     correction = config.correction
     is_weighted = correction.has_weights or correction.use_rollout_log_probs
-    asked = f"trainer.staleness={staleness}" if staleness else f"{key}.share={replay.share}"
+    cause = f"trainer.staleness={staleness}" if staleness else f"{key}.share={replay.share}"
     if (replay.share or staleness) and not is_weighted and config.loss != "decoupled_ppo":
         raise ConfigError(
-            f"{asked}: old samples would count as those of the policy; allowed: "
+            f"{cause}: old samples would count as those of the policy; allowed: "
             "algorithm.correction.level='token', 'sequence' or 'geometric', "
             "algorithm.correction.use_rollout_log_probs=true, or algorithm.loss='decoupled_ppo'"
         )
 
 
 def _resolve_kl(config: AlgorithmConfig) -> None:
-    one_of("algorithm.kl_in", config.kl_in, KL_IN)
-    at_least("algorithm.kl_horizon", config.kl_horizon, 1)
+    check_choice("algorithm.kl_placement", config.kl_placement, KL_PLACEMENTS)
+    check_at_least("algorithm.kl_horizon", config.kl_horizon, 1)
     if config.kl_target is not None:
-        positive("algorithm.kl_target", config.kl_target)
-    asked = {
-        "kl_in": config.kl_in == "reward",
+        check_positive("algorithm.kl_target", config.kl_target)
+    is_set = {
+        "kl_placement": config.kl_placement == "reward",
         "kl_target": config.kl_target is not None,
         "correction.unbiased_kl": config.correction.unbiased_kl,
     }
-    for name, is_asked in asked.items():
-        if is_asked and not config.kl_coef:
+    for name, is_used in is_set.items():
+        if is_used and not config.kl_coef:
             raise ConfigError(
                 f"algorithm.kl_coef=0: there is no KL for algorithm.{name}; allowed: above 0"
             )
-    if config.correction.unbiased_kl and config.kl_in != "loss":
+    if config.correction.unbiased_kl and config.kl_placement != "loss":
         raise ConfigError(
-            f"algorithm.correction.unbiased_kl=true corrects a gradient, and algorithm.kl_in="
-            f"{config.kl_in!r} has none; allowed: kl_in='loss'"
+            "algorithm.correction.unbiased_kl=true corrects a gradient, and "
+            f"algorithm.kl_placement={config.kl_placement!r} has none; allowed: kl_placement='loss'"
         )
 
 
@@ -110,11 +138,11 @@ def _resolve_entropy(config: AlgorithmConfig) -> None:
     share = config.top_entropy_share
     if not 0 < share <= 1:
         raise ConfigError(f"algorithm.top_entropy_share={share}; allowed: above 0, up to 1")
-    positive("algorithm.entropy_coef_step", config.entropy_coef_step)
-    positive("algorithm.entropy_coef_max", config.entropy_coef_max)
+    check_positive("algorithm.entropy_coef_step", config.entropy_coef_step)
+    check_positive("algorithm.entropy_coef_max", config.entropy_coef_max)
     if config.entropy_target is not None:
-        positive("algorithm.entropy_target", config.entropy_target)
-        between("algorithm.entropy_coef", config.entropy_coef, 0, config.entropy_coef_max)
+        check_positive("algorithm.entropy_target", config.entropy_target)
+        check_between("algorithm.entropy_coef", config.entropy_coef, 0, config.entropy_coef_max)
     reads = {"entropy_target": config.entropy_target is not None, "top_entropy_share": share < 1}
     for name, is_read in reads.items():
         if is_read and config.correction.use_rollout_log_probs:
@@ -126,10 +154,10 @@ def _resolve_entropy(config: AlgorithmConfig) -> None:
 
 def _resolve_correction(config: CorrectionConfig) -> None:
     key = "algorithm.correction"
-    one_of(f"{key}.level", config.level or "off", CORRECTION_LEVELS)
-    one_of(f"{key}.method", config.method, CORRECTION_METHODS)
-    positive(f"{key}.weight_max", config.weight_max)
-    at_least(f"{key}.weight_min", config.weight_min, 0)
+    check_choice(f"{key}.level", config.level or "off", CORRECTION_LEVELS)
+    check_choice(f"{key}.method", config.method, CORRECTION_METHODS)
+    check_positive(f"{key}.weight_max", config.weight_max)
+    check_at_least(f"{key}.weight_min", config.weight_min, 0)
     if config.weight_min > (config.weight_max if config.method == "mask" else 0):
         raise ConfigError(
             f"{key}.weight_min={config.weight_min}; allowed: 0, or up to weight_max="
@@ -140,3 +168,108 @@ def _resolve_correction(config: CorrectionConfig) -> None:
             f"{key}.use_rollout_log_probs=true computes no log-probs that {key}.level and "
             f"{key}.reject could compare with the servers'; allowed: level='off' and no reject"
         )
+
+
+def build_teachers(config: TeacherConfig) -> dict[str, Teacher]:
+    """Return the teachers by name.
+
+    Raises:
+        ConfigError: A teacher is not valid.
+    """
+    teachers = {}
+    for name, parts in config.models.items():
+        key = f"teacher.models.{name}"
+        if not re.fullmatch("[A-Za-z0-9_-]+", str(name)):
+            raise ConfigError(f"{key}; allowed: names of letters, digits, '_' and '-'")
+        for part, value in parts.items():
+            if part not in _TEACHER_PARTS:
+                raise ConfigError(f"{key}.{part} is unknown; allowed: {', '.join(_TEACHER_PARTS)}")
+            kind, words = _TEACHER_PARTS[part]
+            if not isinstance(value, kind) or isinstance(value, bool):
+                raise ConfigError(f"{key}.{part}={value!r}; allowed: {words}")
+        weight = float(parts.get("weight", 1.0))
+        check_positive(f"{key}.weight", weight)
+        layout = _build_layout(f"{key}.layout", parts.get("layout", {}), config.layout)
+        engine = replace(config, layout=layout)
+        teachers[str(name)] = Teacher(parts.get("model_path", ""), weight, engine)
+    return teachers
+
+
+def _build_layout(key: str, changes: dict[str, Any], layout: Layout) -> Layout:
+    known = asdict(Layout())
+    for axis, size in changes.items():
+        if axis not in known:
+            raise ConfigError(f"{key}.{axis} is unknown; allowed: {', '.join(known)}")
+        if not isinstance(size, int) or isinstance(size, bool):
+            raise ConfigError(f"{key}.{axis}={size!r}; allowed: a whole number")
+    return replace(layout, **changes)
+
+
+def resolve_frozen_models(config: RLConfig) -> None:
+    _resolve_reward_model(config)
+    _resolve_teachers(config)
+
+
+def _resolve_reward_model(config: RLConfig) -> None:
+    model = config.reward_model
+    _resolve_engine("reward_model", model)
+    check_between("reward_model.weight", model.weight, -MAX_WEIGHT, MAX_WEIGHT)
+    if not model.model_path:
+        return
+    if not model.weight:
+        raise ConfigError("reward_model.weight=0: the model would score in vain; allowed: not 0")
+    samples = config.algorithm.filter
+    before = {
+        "algorithm.filter.group_filter": samples.group_filter,
+        "algorithm.filter.keep_responses": samples.advantages_of == "kept"
+        and samples.keep_responses,
+        "algorithm.filter.replay.share": samples.replay.share,
+        "data.curriculum.name": config.data.curriculum.name,
+        "reward.shuffle": config.reward.shuffle,
+    }
+    for key, value in before.items():
+        if value:
+            raise ConfigError(
+                f"{key}={value!r} looks at rewards before reward_model.model_path="
+                f"{model.model_path!r} has scored; allowed: {type(value)()!r}"
+            )
+
+
+def _resolve_teachers(config: RLConfig) -> None:
+    distillation, settings = config.algorithm.distillation, config.teacher
+    key = "algorithm.distillation"
+    check_choice(f"{key}.loss", distillation.loss, DISTILLATION_LOSSES)
+    check_positive(f"{key}.coef", distillation.coef)
+    check_at_least(f"{key}.top_k", distillation.top_k, 1)
+    _resolve_engine("teacher", settings)
+    is_off, teachers = distillation.loss == "off", build_teachers(settings)
+    if is_off and (teachers or settings.column):
+        raise ConfigError(
+            f"{key}.loss='off': nothing is learned from teacher.models={', '.join(teachers)}; "
+            f"allowed: {', '.join(DISTILLATION_LOSSES[1:])}"
+        )
+    if is_off:
+        return
+    if not teachers:
+        raise ConfigError(
+            f"{key}.loss={distillation.loss!r}: teacher.models names no teacher; allowed: at "
+            "least one, as in {math: {model_path: ...}}"
+        )
+    for name, teacher in teachers.items():
+        resolve_layout(f"teacher.models.{name}.layout", teacher.engine.layout)
+    if group_filter := config.algorithm.filter.group_filter:
+        raise ConfigError(
+            f"algorithm.filter.group_filter={group_filter!r} leaves out groups that {key}.loss="
+            f"{distillation.loss!r} learns from; allowed: ''"
+        )
+    if config.algorithm.advantage == "gae" and not distillation.use_reward:
+        raise ConfigError(
+            f"algorithm.advantage='gae' trains a critic of rewards, and {key}.use_reward=false "
+            "uses none; allowed: use_reward=true, or another advantage"
+        )
+
+
+def _resolve_engine(role: str, engine: EngineConfig) -> None:
+    resolve_engine(role, engine)
+    if engine.lora.rank or engine.moe.router_replay != "off":
+        raise ConfigError(f"{role}.lora and {role}.moe.router_replay: allowed: none, and 'off'")

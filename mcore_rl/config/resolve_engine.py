@@ -1,4 +1,4 @@
-"""Every rule between the settings of a training engine, and between them and the model. Pure.
+"""Rules of the settings of a training engine, alone and with the model. Pure.
 
 A rule that fails raises ConfigError naming the setting, its value and what is allowed. What
 Megatron would do wrongly without an error is refused here, or corrected in the engine.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from mcore_rl.config.checks import at_least, divides, one_of, positive
+from mcore_rl.config.checks import check_at_least, check_choice, check_divides, check_positive
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import EngineConfig, Layout, OptimizerConfig
 
@@ -28,7 +28,7 @@ _AXES = ("tp", "pp", "cp", "dp", "ep", "etp", "vpp")
 
 @dataclass(frozen=True, slots=True)
 class ModelSizes:
-    """What settings of an engine have to fit."""
+    """Sizes of a model that the settings of an engine have to fit."""
 
     num_attention_heads: int
     num_query_groups: int
@@ -43,31 +43,31 @@ class ModelSizes:
 
 
 def resolve_engine(key: str, config: EngineConfig) -> None:
-    """Rules that need no model; `key` names the engine, such as actor."""
+    """Check the settings of an engine without its model; `key` names it, such as actor."""
     resolve_layout(f"{key}.layout", config.layout)
     resolve_optimizer(f"{key}.optimizer", config.optimizer)
     for name in ("max_tokens_per_micro_batch", "threads_per_rank"):
-        at_least(f"{key}.{name}", getattr(config, name), 1)
-    at_least(f"{key}.logprob_chunk_bytes", config.logprob_chunk_bytes, 0)
-    one_of(f"{key}.backend", config.backend, BACKENDS)
-    one_of(f"{key}.modules", config.modules, MODULES)
-    one_of(f"{key}.moe.dispatcher", config.moe.dispatcher, DISPATCHERS)
-    one_of(f"{key}.moe.aux_loss", config.moe.aux_loss, AUX_LOSSES)
-    one_of(f"{key}.moe.router_replay", config.moe.router_replay, ROUTER_REPLAYS)
-    at_least(f"{key}.moe.aux_loss_coef", config.moe.aux_loss_coef, 0)
-    at_least(f"{key}.moe.bias_update_rate", config.moe.bias_update_rate, 0)
-    at_least(f"{key}.mtp_loss_coef", config.mtp_loss_coef, 0)
-    at_least(f"{key}.lora.rank", config.lora.rank, 0)
-    positive(f"{key}.lora.alpha", config.lora.alpha)
+        check_at_least(f"{key}.{name}", getattr(config, name), 1)
+    check_at_least(f"{key}.logprob_chunk_bytes", config.logprob_chunk_bytes, 0)
+    check_choice(f"{key}.backend", config.backend, BACKENDS)
+    check_choice(f"{key}.modules", config.modules, MODULES)
+    check_choice(f"{key}.moe.dispatcher", config.moe.dispatcher, DISPATCHERS)
+    check_choice(f"{key}.moe.aux_loss", config.moe.aux_loss, AUX_LOSSES)
+    check_choice(f"{key}.moe.router_replay", config.moe.router_replay, ROUTER_REPLAYS)
+    check_at_least(f"{key}.moe.aux_loss_coef", config.moe.aux_loss_coef, 0)
+    check_at_least(f"{key}.moe.bias_update_rate", config.moe.bias_update_rate, 0)
+    check_at_least(f"{key}.mtp_loss_coef", config.mtp_loss_coef, 0)
+    check_at_least(f"{key}.lora.rank", config.lora.rank, 0)
+    check_positive(f"{key}.lora.alpha", config.lora.alpha)
     if config.lora.rank and not config.lora.targets:
         raise ConfigError(
             f"{key}.lora.targets=[] with {key}.lora.rank={config.lora.rank} adapts nothing; "
             "allowed: at least one"
         )
-    one_of(f"{key}.recompute.granularity", config.recompute.granularity, GRANULARITIES)
-    at_least(f"{key}.recompute.num_layers", config.recompute.num_layers, 1)
+    check_choice(f"{key}.recompute.granularity", config.recompute.granularity, GRANULARITIES)
+    check_at_least(f"{key}.recompute.num_layers", config.recompute.num_layers, 1)
     for module in config.recompute.modules:
-        one_of(f"{key}.recompute.modules", module, RECOMPUTE_MODULES)
+        check_choice(f"{key}.recompute.modules", module, RECOMPUTE_MODULES)
     if config.moe.dispatcher == "allgather" and config.layout.pp > 1:
         raise ConfigError(
             f"{key}.moe.dispatcher='allgather' with {key}.layout.pp={config.layout.pp}: packs of a "
@@ -78,7 +78,7 @@ def resolve_engine(key: str, config: EngineConfig) -> None:
 
 
 def _resolve_mtp(key: str, config: EngineConfig) -> None:
-    """Rules of training prediction layers."""
+    """Check the settings of the training of multi-token prediction layers."""
     if config.lora.rank:
         raise ConfigError(
             f"{key}.mtp_loss_coef={config.mtp_loss_coef} with {key}.lora.rank={config.lora.rank}: "
@@ -103,16 +103,16 @@ def _resolve_mtp(key: str, config: EngineConfig) -> None:
 
 
 def resolve_layout(key: str, layout: Layout) -> None:
-    """Rules between the axes; `key` names the layout, such as actor.layout."""
+    """Check the axes of a layout against each other; `key` names it, such as actor.layout."""
     for axis in _AXES:
-        at_least(f"{key}.{axis}", getattr(layout, axis), 1)
+        check_at_least(f"{key}.{axis}", getattr(layout, axis), 1)
     if layout.vpp > 1 and layout.pp == 1:
         raise ConfigError(f"{key}.vpp={layout.vpp} needs {key}.pp above 1; {key}.pp=1")
     for name in ("first_stage_layers", "last_stage_layers"):
         given = getattr(layout, name)
         if given is None:
             continue
-        at_least(f"{key}.{name}", given, 0)
+        check_at_least(f"{key}.{name}", given, 0)
         if layout.pp == 1:
             raise ConfigError(f"{key}.{name}={given} needs {key}.pp above 1; {key}.pp=1")
     experts = layout.etp * layout.ep * layout.pp
@@ -120,28 +120,28 @@ def resolve_layout(key: str, layout: Layout) -> None:
         raise ConfigError(
             f"{key}: etp * ep * pp = {layout.etp} * {layout.ep} * {layout.pp} = {experts} must "
             f"divide the world size tp * pp * cp * dp = {layout.world_size}; the smallest {key}.dp "
-            f"that fits: {smallest_dp(layout)}"
+            f"that fits: {find_smallest_dp(layout)}"
         )
 
 
-def smallest_dp(layout: Layout) -> int:
-    """The least dp with which the ranks of the other axes can form the experts' axes.
+def find_smallest_dp(layout: Layout) -> int:
+    """Return the smallest dp with which the experts' axes divide the world size.
 
-    >>> smallest_dp(Layout(tp=2, ep=4))
+    >>> find_smallest_dp(Layout(tp=2, ep=4))
     2
     """
-    experts, others = layout.etp * layout.ep, layout.tp * layout.cp
-    return experts // math.gcd(experts, others)
+    expert_ranks, dense_ranks = layout.etp * layout.ep, layout.tp * layout.cp
+    return expert_ranks // math.gcd(expert_ranks, dense_ranks)
 
 
 def resolve_optimizer(key: str, config: OptimizerConfig) -> None:
-    one_of(f"{key}.schedule", config.schedule, SCHEDULES)
-    positive(f"{key}.lr", config.lr)
-    positive(f"{key}.eps", config.eps)
+    check_choice(f"{key}.schedule", config.schedule, SCHEDULES)
+    check_positive(f"{key}.lr", config.lr)
+    check_positive(f"{key}.eps", config.eps)
     if not 0 <= config.min_lr <= config.lr:
         raise ConfigError(f"{key}.min_lr={config.min_lr}; allowed: 0 to {key}.lr={config.lr}")
     for name in ("warmup_steps", "weight_decay", "clip_grad", "max_skipped_steps"):
-        at_least(f"{key}.{name}", getattr(config, name), 0)
+        check_at_least(f"{key}.{name}", getattr(config, name), 0)
     for name in ("beta1", "beta2"):
         if not 0 <= getattr(config, name) < 1:
             raise ConfigError(
@@ -159,7 +159,7 @@ def resolve_optimizer(key: str, config: OptimizerConfig) -> None:
 
 
 def resolve_schedule(key: str, config: OptimizerConfig, total_steps: int) -> None:
-    """Whether warm-up and decay fit into a training of `total_steps` optimizer steps."""
+    """Check that warm-up and decay fit into `total_steps` optimizer steps."""
     if config.schedule == "wsd" and total_steps:
         free = total_steps - config.warmup_steps
         if not 1 <= config.wsd_decay_steps <= free:
@@ -170,15 +170,15 @@ def resolve_schedule(key: str, config: OptimizerConfig, total_steps: int) -> Non
 
 
 def resolve_model_layout(key: str, layout: Layout, sizes: ModelSizes) -> None:
-    """Whether a layout divides the model."""
-    divides(f"{key}.tp", layout.tp, "attention heads", sizes.num_attention_heads)
-    divides(f"{key}.tp", layout.tp, "key/value heads", sizes.num_query_groups)
+    """Check that a layout divides the model."""
+    check_divides(f"{key}.tp", layout.tp, "attention heads", sizes.num_attention_heads)
+    check_divides(f"{key}.tp", layout.tp, "key/value heads", sizes.num_query_groups)
     for size in sizes.ffn_sizes:
-        divides(f"{key}.tp", layout.tp, "MLP columns", size)
-    layers_of_chunks(key, layout, sizes.num_layers)
+        check_divides(f"{key}.tp", layout.tp, "MLP columns", size)
+    count_chunk_layers(key, layout, sizes.num_layers)
     if sizes.num_experts:
-        divides(f"{key}.ep", layout.ep, "experts", sizes.num_experts)
-        divides(f"{key}.etp", layout.etp, "columns of an expert", sizes.expert_ffn_size)
+        check_divides(f"{key}.ep", layout.ep, "experts", sizes.num_experts)
+        check_divides(f"{key}.etp", layout.etp, "columns of an expert", sizes.expert_ffn_size)
     elif layout.ep > 1 or layout.etp > 1:
         axis = "ep" if layout.ep > 1 else "etp"
         raise ConfigError(
@@ -187,7 +187,7 @@ def resolve_model_layout(key: str, layout: Layout, sizes: ModelSizes) -> None:
 
 
 def resolve_model_engine(key: str, config: EngineConfig, sizes: ModelSizes) -> None:
-    """Whether the model has what the settings of an engine speak of."""
+    """Check that the model has the parts that the settings of an engine name."""
     if not sizes.num_experts:
         for name, off in (("aux_loss_coef", 0), ("router_replay", "off")):
             if getattr(config.moe, name) != off:
@@ -222,11 +222,11 @@ def _check_recompute_module(key: str, module: str, sizes: ModelSizes) -> None:
         raise ConfigError(f"{key} names {module!r}: the model has no experts")
 
 
-def layers_of_chunks(key: str, layout: Layout, num_layers: int) -> list[int]:
-    """How many decoder layers each of the pp * vpp chunks has, in the order of the layers.
+def count_chunk_layers(key: str, layout: Layout, num_layers: int) -> list[int]:
+    """Return the number of decoder layers of each of the pp * vpp chunks, in order.
 
     Raises:
-        ConfigError: they do not divide.
+        ConfigError: The layers cannot be divided so.
     """
     num_chunks = layout.pp * layout.vpp
     ends = (layout.first_stage_layers, layout.last_stage_layers)

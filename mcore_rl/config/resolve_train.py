@@ -1,4 +1,4 @@
-"""The rules between the settings of `mcore-rl sft`, `dpo` and `rm`. Pure.
+"""Rules of the settings of `mcore-rl sft`, `dpo`, `rm` and `eval`. Pure.
 
 A rule that fails raises ConfigError naming the setting, its value and what is allowed.
 """
@@ -6,52 +6,88 @@ A rule that fails raises ConfigError naming the setting, its value and what is a
 from __future__ import annotations
 
 import math
+import re
+from collections.abc import Iterator
+from dataclasses import replace
 
-from mcore_rl.config.checks import at_least, between, check_values, one_of, positive
+from mcore_rl.config.checks import (
+    check_at_least,
+    check_between,
+    check_choice,
+    check_date,
+    check_positive,
+    check_values,
+)
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.config.resolve import MAX_SEED, resolve_checkpoint, resolve_model
+from mcore_rl.config.resolve import (
+    DTYPE_OF_LANE,
+    DTYPES,
+    LONG_PROMPTS,
+    MAX_SEED,
+    OWN_POOL,
+    list_checkpoint_warnings,
+    list_optimizer_warnings,
+    list_test_files,
+    list_train_files,
+    resolve_checkpoint,
+    resolve_held_out,
+    resolve_model,
+    resolve_sources,
+)
 from mcore_rl.config.resolve_engine import resolve_engine
-from mcore_rl.config.resolve_evaluation import resolve_held_out
-from mcore_rl.config.sources import resolve_sources, test_files, train_files
-from mcore_rl.config.train_schema import (
+from mcore_rl.config.resolve_rollout import (
+    check_stop,
+    list_reward_terms,
+    resolve_reward,
+    resolve_servers,
+)
+from mcore_rl.config.schema import (
     ConversationsConfig,
+    DataConfig,
     DPOConfig,
+    EvalConfig,
+    ModelConfig,
     PairsConfig,
+    PlacementConfig,
+    RLConfig,
     RMConfig,
+    SamplingConfig,
     SFTConfig,
     TrainConfig,
 )
+
+MAX_N = 1000  # beyond it numbers of subsets are no float64
 
 
 def resolve_train(config: TrainConfig) -> None:
     """Check every setting that needs no file."""
     check_values(config)
     resolve_model(config.model)
-    between("seed", config.seed, 0, MAX_SEED)
+    check_between("seed", config.seed, 0, MAX_SEED)
     if not config.output_dir:
         raise ConfigError("output_dir='' names no folder")
     steps = config.trainer
-    at_least("trainer.num_steps", steps.num_steps, 0)
-    positive("trainer.num_epochs", steps.num_epochs)
-    at_least("trainer.batch_size", steps.batch_size, 1)
-    at_least("trainer.eval_samples", steps.eval_samples, 0)
-    at_least("evaluation.every", config.evaluation.every, 0)
+    check_at_least("trainer.num_steps", steps.num_steps, 0)
+    check_positive("trainer.num_epochs", steps.num_epochs)
+    check_at_least("trainer.batch_size", steps.batch_size, 1)
+    check_at_least("trainer.eval_samples", steps.eval_samples, 0)
+    check_at_least("evaluation.every", config.evaluation.every, 0)
     resolve_checkpoint(config)
-    positive("timeouts.start_s", config.timeouts.start_s)
-    positive("timeouts.call_s", config.timeouts.call_s)
+    check_positive("timeouts.start_s", config.timeouts.start_s)
+    check_positive("timeouts.call_s", config.timeouts.call_s)
     resolve_engine("engine", config.engine)
     if config.engine.moe.router_replay == "rollout":
         raise ConfigError("engine.moe.router_replay='rollout': nothing is rolled out here; 'off'")
-    data = data_of(config)
-    for key, value in ({"model.path": config.model.path} | train_files(data)).items():
+    data = get_data_config(config)
+    for key, value in ({"model.path": config.model.path} | list_train_files(data)).items():
         if not value:
             raise ConfigError(f"{key}='' names nothing; it is needed")
     resolve_sources(data)
-    resolve_held_out(config, has_sets=bool(test_files(data)))
-    at_least("data.max_tokens", data.max_tokens, 2)
-    one_of("data.long_rows", data.long_rows, ("refuse", "drop"))
+    resolve_held_out(config, has_sets=bool(list_test_files(data)))
+    check_at_least("data.max_tokens", data.max_tokens, 2)
+    check_choice("data.long_rows", data.long_rows, ("refuse", "drop"))
     _resolve_pairs(config)
-    dp, rows = config.engine.layout.dp, steps.batch_size * rows_each(config)
+    dp, rows = config.engine.layout.dp, steps.batch_size * count_row_conversations(config)
     if rows % dp:
         raise ConfigError(
             f"engine.layout.dp={dp} does not divide the {rows} conversations of a step "
@@ -60,7 +96,7 @@ def resolve_train(config: TrainConfig) -> None:
 
 
 def _resolve_pairs(config: TrainConfig) -> None:
-    """An update by weights of tokens is right for scores alone."""
+    """Check engine settings that only one of the three losses supports."""
     if isinstance(config, SFTConfig):
         if config.engine.moe.router_replay == "record":
             raise ConfigError(
@@ -74,24 +110,119 @@ def _resolve_pairs(config: TrainConfig) -> None:
             "mcore-rl sft; allowed: 0"
         )
     if isinstance(config, DPOConfig):
-        one_of("reference.placement", config.reference.placement, ("shared", "own"))
+        check_choice("reference.placement", config.reference.placement, ("shared", "own"))
 
 
-def data_of(config: TrainConfig) -> ConversationsConfig | PairsConfig:
+def get_data_config(config: TrainConfig) -> ConversationsConfig | PairsConfig:
     assert isinstance(config, SFTConfig | DPOConfig | RMConfig)
     return config.data
 
 
-def rows_each(config: TrainConfig) -> int:
-    """Conversations of a row of data.train_file."""
+def count_row_conversations(config: TrainConfig) -> int:
+    """Return the conversations of a row of data.train_file."""
     return 1 if isinstance(config, SFTConfig) else 2
 
 
-def num_steps(config: TrainConfig, num_rows: int) -> int:
-    """Of the whole run.
+def count_steps(config: TrainConfig, num_rows: int) -> int:
+    """Return the optimizer steps of the whole run.
 
-    >>> num_steps(SFTConfig(), 130)
+    >>> count_steps(SFTConfig(), 130)
     3
     """
     steps = config.trainer
     return steps.num_steps or math.ceil(steps.num_epochs * num_rows / steps.batch_size)
+
+
+def list_train_warnings(config: TrainConfig) -> Iterator[str]:
+    """Yield a line for each setting that is valid but probably a mistake."""
+    data, optimizer = get_data_config(config), config.engine.optimizer
+    for key, file in list_test_files(data).values():
+        if file in (data.train_file, *data.train_files):
+            where = "data.train_file" if data.train_file else "in data.train_files"
+            yield f"{key}={file!r} is {where}: evaluations are of training data"
+    yield from list_checkpoint_warnings(config)
+    yield from list_optimizer_warnings("engine.optimizer", optimizer, config.trainer.num_steps)
+
+
+def resolve_eval(config: EvalConfig) -> None:
+    """Check every setting that needs no file."""
+    check_values(config)
+    check_choice("model.dtype", config.model.dtype, (*DTYPES, "auto"))
+    if config.model.chat_date:
+        check_date("model.chat_date", config.model.chat_date)
+    check_choice("resume", config.resume, ("never", "auto"))
+    check_between("seed", config.seed, 0, MAX_SEED)
+    for key, value in (("model.path", config.model.path), ("output_dir", config.output_dir)):
+        if not value:
+            raise ConfigError(f"{key}='' names no folder")
+    if not config.data.sets:
+        raise ConfigError("data.sets is empty; allowed: one or more, as data.sets.NAME=FILE")
+    for name in config.data.sets:
+        if not re.fullmatch(r"[A-Za-z0-9_-]+", name):
+            raise ConfigError(
+                f"data.sets.{name}: its name is that of a file; allowed: letters, digits, '_', '-'"
+            )
+    check_at_least("data.num_prompts", config.data.num_prompts, 0)
+    check_at_least("data.max_prompt_tokens", config.data.max_prompt_tokens, 1)
+    check_choice("data.long_prompts", config.data.long_prompts, LONG_PROMPTS)
+    check_positive("timeouts.start_s", config.timeouts.start_s)
+    check_positive("timeouts.call_s", config.timeouts.call_s)
+    _resolve_sampling(config.rollout)
+    resolve_reward(config.reward)
+    _resolve_metrics(config)
+
+
+def _resolve_sampling(config: SamplingConfig) -> None:
+    check_stop("rollout.stop", config.stop)
+    resolve_servers(config)
+    check_between("rollout.n", config.n, 1, MAX_N)
+    check_at_least("rollout.temperature", config.temperature, 0)
+    if not 0 < config.top_p <= 1:
+        raise ConfigError(f"rollout.top_p={config.top_p}; allowed: above 0, up to 1")
+    if not config.temperature and config.n > 1:
+        raise ConfigError(
+            f"rollout.n={config.n}: with rollout.temperature=0 all responses to a prompt are the "
+            "same; allowed: 1"
+        )
+
+
+def _resolve_metrics(config: EvalConfig) -> None:
+    for k in config.ks:
+        if not 1 <= k <= config.rollout.n:
+            raise ConfigError(f"scoring.ks: {k}; allowed: 1 to rollout.n={config.rollout.n}")
+    check_at_least("scoring.correct_from", config.scoring.correct_from, -float("1e6"))
+    if config.scoring.term and config.scoring.term not in config.reward.terms:
+        raise ConfigError(
+            f"scoring.term={config.scoring.term!r}; allowed: '', or one of reward.terms: "
+            f"{', '.join(list_reward_terms(config.reward)) or 'there is none'}"
+        )
+    if config.reward.on_error == "drop" or config.reward.shuffle:
+        raise ConfigError(
+            "reward.on_error='drop' and reward.shuffle=true are for training; allowed: 'stop' or "
+            "'zero' (a response without a reward is wrong), and false"
+        )
+
+
+def build_server_config(config: EvalConfig, device: str, path: str, chat_date: str) -> RLConfig:
+    """Return the settings of a run whose servers evaluate the model in the folder `path`.
+
+    `device` is "cpu" or "cuda"; `chat_date` the date that chat templates write.
+    """
+    data = config.data
+    dtype = config.model.dtype if config.model.dtype != "auto" else DTYPE_OF_LANE[device]
+    return RLConfig(
+        seed=config.seed,
+        output_dir=config.output_dir,
+        placement=replace(PlacementConfig(), rollout=OWN_POOL),
+        model=ModelConfig(path, dtype, chat_date),
+        data=DataConfig(
+            prompt_column=data.prompt_column,
+            answer_column=data.answer_column,
+            tools_column=data.tools_column,
+            max_prompt_tokens=data.max_prompt_tokens,
+            long_prompts=data.long_prompts,
+        ),
+        rollout=config.rollout,
+        reward=config.reward,
+        timeouts=config.timeouts,
+    )

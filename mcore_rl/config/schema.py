@@ -10,10 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from mcore_rl.config.agent_schema import AgentConfig
-from mcore_rl.config.checks import at_least, between
-from mcore_rl.config.distillation_schema import DistillationConfig
-from mcore_rl.config.samples_schema import CurriculumConfig, SamplesConfig
+from mcore_rl.config.checks import check_at_least, check_between, check_choice, check_positive
 
 
 @dataclass
@@ -172,15 +169,64 @@ class RolloutConfig:
     max_response_tokens: int = 1024  # longer responses are truncated
     max_num_seqs: int = 256  # sequences that a server runs at the same time
     kv_cache_bytes: int = 4 << 30  # key/value cache of each worker of a server
-    max_restarts: int = 3  # how often a server that has died is started again, each of them
+    max_restarts: int = 3  # maximum restarts per server
     # CPU lane: cores of each worker, such as "0|1", one thread per core. If empty, the cores are
     # split among the workers, and the worker of tp=1 gets one thread.
     cores: str = ""
 
 
 @dataclass
+class AgentConfig:
+    # single_turn: one response to a prompt; tools: turns with calls of `tools`, until one has none;
+    # environment: turns with `environment`; user: a conversation with a user whom one of `models`
+    # plays; program: what a client of OpenAI's API asks (docs/endpoint.md); verifiers: rollouts of
+    # an environment of that package; or the import path of a class (docs/agents.md).
+    loop: str = "single_turn"
+    settings: dict[str, Any] = field(default_factory=dict)  # of that loop
+    # Tools by name (calculator, python, search), as the import path of a function or class with
+    # @tool, or as a file.yaml of function schemas.
+    tools: list[str] = field(default_factory=list)
+    search_file: str = ""  # JSONL with a column text, for the tool search
+    # Servers whose tools are offered, too: URLs, or commands, started once by each worker.
+    mcp_servers: list[str] = field(default_factory=list)
+    sandbox: dict[str, Any] = field(default_factory=dict)  # of the tool python: docs/sandbox.md
+    # Of loop=environment: code, countdown, guessing, openenv, or the import path of a class.
+    environment: str = ""
+    environment_settings: dict[str, Any] = field(default_factory=dict)  # of that environment
+    codec: str = "auto"  # what writes turns as tokens: renderers, template, or auto
+    max_turns: int = 8  # of the policy in a trajectory
+    max_turn_tokens: int = 0  # that a turn may have; 0: all that is left of max_response_tokens
+    timeout_s: float = 600.0  # of a trajectory; one that takes longer ends as it is
+    tool_timeout_s: float = 30.0  # of a call of a tool without a limit of its own
+
+
+TIERS = ("auto", "bwrap", "landlock", "unsafe")  # of the sandbox
+
+
+@dataclass(frozen=True)
+class SandboxSettings:
+    """Containment of programs, and limits of one call."""
+
+    tier: str = "auto"  # auto: the best there is; unsafe: no containment, only limits
+    cpu_s: float = 10.0  # CPU seconds of all processes of a call
+    wall_s: float = 20.0  # seconds until a call is ended
+    memory_mb: int = 1024  # of each process and of all together; MiB
+    output_kb: int = 256  # stdout and stderr together; KiB
+    processes: int = 32  # processes and threads at once; landlock has threads only
+    scratch_mb: int = 64  # in its folder; MiB
+
+    def __post_init__(self) -> None:
+        check_choice("tier", self.tier, TIERS)
+        for name in ("cpu_s", "wall_s"):
+            check_positive(name, getattr(self, name))
+        check_at_least("memory_mb", self.memory_mb, 64)  # less does not start Python
+        for name in ("output_kb", "processes", "scratch_mb"):
+            check_at_least(name, getattr(self, name), 1)
+
+
+@dataclass
 class EvaluationConfig:
-    """How and when held-out prompts are answered."""
+    """Evaluation on held-out prompts."""
 
     before: bool = True  # evaluate before training; there is always an evaluation after it
     every: int = 0  # steps from one evaluation to the next while training goes on; 0: none
@@ -193,8 +239,8 @@ class EvaluationConfig:
 
 
 @dataclass
-class SampleTablesConfig:
-    """What is kept and shown of the responses of a step."""
+class SampleLogConfig:
+    """Tables of the responses of a step, and responses on the screen."""
 
     every: int = 1  # steps from one table samples/step_NNNNNN.parquet to the next; 0 writes none
     max_rows: int = 0  # responses in such a table, of whole trajectories; 0: all of the step
@@ -203,6 +249,20 @@ class SampleTablesConfig:
     max_tokens: int = 4_000_000
     tokens: bool = True  # what `mcore-rl samples` shows of each token; false: texts alone
     num_shown: int = 1  # responses that are shown on the screen each step, in short
+
+
+@dataclass
+class CurriculumConfig:
+    """Prompts drawn by the success rate p of their earlier responses."""
+
+    # The weight of a prompt of rate p among all: learnability (4 p (1 - p)), window (1 from low to
+    # high), or an import path. Empty: prompts come in random order, each once an epoch.
+    name: str = ""
+    settings: dict[str, Any] = field(default_factory=dict)  # settings of that function
+    success: str = "reward"  # what says that a response has succeeded: reward, or a part of it
+    min_reward: float = 1.0  # a response with at least this much of it has
+    decay: float = 0.5  # what earlier responses still count when a prompt is drawn again
+    min_weight: float = 0.05  # the smallest weight of a prompt
 
 
 @dataclass
@@ -260,15 +320,15 @@ class PPOClipSettings:
     dual_clip: float | None = None  # most that a ratio counts with a negative advantage; null: none
 
     def __post_init__(self) -> None:
-        between("clip_ratio_low", self.clip_ratio_low, 0, 1)
-        at_least("clip_ratio_high", self.clip_ratio_high, 0)
+        check_between("clip_ratio_low", self.clip_ratio_low, 0, 1)
+        check_at_least("clip_ratio_high", self.clip_ratio_high, 0)
         if self.dual_clip is not None:
-            at_least("dual_clip", self.dual_clip, 1)
+            check_at_least("dual_clip", self.dual_clip, 1)
 
 
 @dataclass
 class CorrectionConfig:
-    """What is done about servers and trainer that do not give a token the same probability.
+    """Correction of differences between the probabilities of servers and trainer.
 
     The ratio is the trainer's probability divided by the server's.
     """
@@ -296,13 +356,57 @@ class CorrectionConfig:
 
 
 @dataclass
+class ReplayConfig:
+    """Groups of earlier steps, trained on again in place of new ones."""
+
+    share: float = 0.0  # of the groups of a step; 0: none
+    max_age: int = 4  # most steps since a group was generated
+    # The weight of a group among those that may be drawn: spread (of its rewards), rare_success,
+    # uniform, or an import path.
+    priority: str = "spread"
+    priority_settings: dict[str, Any] = field(default_factory=dict)  # settings of that function
+
+
+@dataclass
+class FilterConfig:
+    """Selection of the generated samples that a step trains on: docs/sample_policies.md."""
+
+    # Which groups a step keeps: drop_uniform (those whose rewards are not all the same), or an
+    # import path. Empty: all.
+    group_filter: str = ""
+    group_filter_settings: dict[str, Any] = field(default_factory=dict)  # of that function
+    # Most rounds of generation in a step, until it has trainer.prompts_per_step groups that pass.
+    max_rounds: int = 1
+    prompts_per_round: int = 0  # 0: as many as the step has groups
+    if_short: str = "train"  # with fewer groups after the last round: train on them, or stop
+    keep_responses: int = 0  # responses of a group that are trained on; 0: all
+    keep_by: str = "max_variance"  # best, best_and_worst, max_variance, random or an import path
+    keep_by_settings: dict[str, Any] = field(default_factory=dict)  # settings of that function
+    advantages_of: str = "kept"  # responses that advantages compare: kept, or all generated
+    mask_truncated: bool = False  # no loss for trajectories whose last turn is cut off
+    replay: ReplayConfig = field(default_factory=ReplayConfig)
+
+
+@dataclass
+class DistillationConfig:
+    """Distillation from the models of `teacher`, on responses of the policy itself."""
+
+    # off, sampled_kl (the KL to the teacher, estimated at each token that was sampled, is taken off
+    # its advantage), or a loss: reverse_kl, forward_kl, over the teacher's likeliest tokens.
+    loss: str = "off"
+    coef: float = 1.0  # its weight
+    top_k: int = 32  # tokens of the teacher that reverse_kl and forward_kl compare
+    use_reward: bool = False  # train on the rewards, too; false: they are metrics only
+
+
+@dataclass
 class AlgorithmConfig:
     """Functions are built-in names, or import paths of your own: see docs/algorithms.md."""
 
     advantage: str = "grpo"  # function that computes advantages from rewards
     advantage_settings: dict[str, Any] = field(default_factory=dict)  # settings of that function
     group_size: int = 8  # responses per prompt
-    samples: SamplesConfig = field(default_factory=SamplesConfig)
+    filter: FilterConfig = field(default_factory=FilterConfig)
     num_mini_batches: int = 1  # optimizer steps per trainer step
     loss: str = "ppo_clip"  # loss of each token, without KL and entropy
     loss_settings: dict[str, Any] = field(default_factory=dict)  # settings of that function
@@ -318,7 +422,7 @@ class AlgorithmConfig:
     top_entropy_share: float = 1.0  # share of the batch's tokens, of highest entropy, to train on
     cross_entropy_coef: float = 0.0  # weight of the cross entropy of tokens not by the policy
     kl_coef: float = 0.0  # weight of the KL to the reference model; 0 loads no reference
-    kl_in: str = "loss"  # where the KL counts: loss, or reward (taken off it at each token)
+    kl_placement: str = "loss"  # where the KL counts: loss, or reward (taken off it at each token)
     kl_target: float | None = None  # change the weight until the KL is this many nats a token
     kl_horizon: int = 10000  # samples in which kl_target changes the weight by up to a fifth
     kl_estimator: str = "k3"  # estimator of the KL from one sample
@@ -349,7 +453,7 @@ class WeightSyncConfig:
 
 @dataclass
 class TimeoutsConfig:
-    """How long all ranks of a model, or all servers, may take before the run ends with an error.
+    """Time limits for all ranks of a model, or all servers; beyond them the run ends with an error.
 
     The error says which rank did not answer, and what it was doing.
     """
@@ -362,13 +466,13 @@ class TimeoutsConfig:
 
 @dataclass
 class AsynchronousConfig:
-    """How generation goes on beside training, with trainer.mode=fully_async."""
+    """Generation beside training, with trainer.mode=fully_async."""
 
     max_groups: int = 0  # groups that are generated at once; 0: as many as staleness lets in
     # Groups begun beyond those, as a share of trainer.prompts_per_step, rounded up: a step takes
     # the first that are complete. Those that are too old then are begun again, which favours short
     # responses.
-    over_issue: float = 0.0
+    oversampling: float = 0.0
     # Samples that may be held or generated for later steps: with more no group is begun but those
     # that the next step lacks. It bounds the memory of samples. 0: as many as staleness lets in.
     max_waiting_samples: int = 0
@@ -473,7 +577,7 @@ class RLConfig:
     placement: PlacementConfig = field(default_factory=PlacementConfig)
     # Shared memory of a private Ray, where the columns of batches lie. 0: room for the samples of
     # two steps with all their rounds, with trainer.mode=fully_async of trainer.staleness more and
-    # what is over-issued, with replay of algorithm.samples.replay.max_age more; at least 512 MiB,
+    # what is oversampled, with replay of algorithm.filter.replay.max_age more; at least 512 MiB,
     # at most 80% of what is free in /dev/shm and in the memory of the job's cgroup.
     object_store_bytes: int = 0
     task: TaskConfig = field(default_factory=TaskConfig)
@@ -491,7 +595,7 @@ class RLConfig:
     # have is in docs/agents.md.
     models: dict[str, dict[str, Any]] = field(default_factory=dict)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
-    samples: SampleTablesConfig = field(default_factory=SampleTablesConfig)
+    sample_log: SampleLogConfig = field(default_factory=SampleLogConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     weight_sync: WeightSyncConfig = field(default_factory=WeightSyncConfig)
@@ -501,7 +605,7 @@ class RLConfig:
 
     @property
     def max_sequence_tokens(self) -> int:
-        """Of a prompt and its response, in training or evaluation."""
+        """Most tokens of a prompt and its response, in training or evaluation."""
         responses = self.rollout.max_response_tokens, self.evaluation.max_response_tokens or 0
         return self.data.max_prompt_tokens + max(responses)
 
@@ -513,3 +617,201 @@ class RLConfig:
         """
         driver = self.timeouts.start_s, self.timeouts.call_s, self.weight_sync.timeout_s
         return max(driver) + 60.0
+
+
+@dataclass
+class ConversationsConfig:
+    """A file is parquet, a file.jsonl, a folder of save_to_disk of Hugging Face's datasets, or the
+    import path of a function that returns rows.
+    """
+
+    train_file: str = ""  # rows with the messages column
+    train_files: list[str] = field(default_factory=list)  # several of them, in its place
+    # How often a row is drawn from each of train_files, in relation to the others. Empty: each row
+    # of all files comes once an epoch.
+    train_weights: list[float] = field(default_factory=list)
+    test_file: str = ""  # the same, for evaluation; the set is called test; empty: none
+    # Several sets for evaluation, by their names in metrics, in its place:
+    # {chat: chat.jsonl, code: code.jsonl}.
+    test_files: dict[str, str] = field(default_factory=dict)
+    # Chat messages: list of {role, content}. Those of the assistant are trained on; a message may
+    # say otherwise with a field `train`, true or false.
+    messages_column: str = "messages"
+    tools_column: str = ""  # tool schemas for the chat template; empty: none
+    train_on_prompt: bool = False  # train on all tokens
+    max_tokens: int = 4096  # of a conversation
+    long_rows: str = "refuse"  # those with more tokens: refuse the file, or drop the rows
+
+
+@dataclass
+class PairsConfig:
+    """Preference pairs, in the same kinds of files."""
+
+    train_file: str = ""  # rows with the prompt, chosen and rejected columns
+    train_files: list[str] = field(default_factory=list)  # several of them, in its place
+    # How often a row is drawn from each of train_files, in relation to the others. Empty: each row
+    # of all files comes once an epoch.
+    train_weights: list[float] = field(default_factory=list)
+    test_file: str = ""  # the same, for evaluation; the set is called test; empty: none
+    # Several sets for evaluation, by their names in metrics, in its place:
+    # {chat: chat.jsonl, code: code.jsonl}.
+    test_files: dict[str, str] = field(default_factory=dict)
+    prompt_column: str = "prompt"  # chat messages
+    chosen_column: str = "chosen"  # chat messages that follow the prompt: the preferred answer
+    rejected_column: str = "rejected"  # the other one
+    margin_column: str = ""  # by how much the score of the preferred one is to be larger, for rm
+    tools_column: str = ""  # tool schemas for the chat template; empty: none
+    max_tokens: int = 4096  # of a prompt with one answer
+    long_rows: str = "refuse"  # those with more tokens: refuse the file, or drop the rows
+
+
+AnyData = DataConfig | ConversationsConfig | PairsConfig
+
+
+@dataclass
+class StepsConfig:
+    # Where num_steps is 0: passes over the rows of all files, or with data.train_weights as many
+    # rows.
+    num_epochs: float = 1.0
+    num_steps: int = 0  # optimizer steps; 0: as many as num_epochs needs
+    batch_size: int = 64  # conversations, or pairs, of an optimizer step
+    eval_samples: int = 0  # rows of each held-out set per evaluation; 0 uses all
+    # Steps from one training checkpoint to the next, and one after the last step; 0 writes none.
+    save_every: int = 0
+    # Where metrics go besides metrics.jsonl: tensorboard, wandb, mlflow, swanlab. The last three
+    # have to be installed, and are configured by their own environment variables.
+    trackers: list[str] = field(default_factory=lambda: ["tensorboard"])
+    tracker_project: str = "mcore_rl"  # project, or experiment, of the last three
+
+
+@dataclass
+class HeldOutConfig:
+    """Evaluation on held-out rows."""
+
+    before: bool = True  # evaluate before training; there is always an evaluation after it
+    every: int = 0  # steps from one evaluation to the next while training goes on; 0: none
+
+
+@dataclass
+class ReferenceConfig:
+    """The frozen model of a loss that has one: model.path as it was before training."""
+
+    # Its devices: shared (those of the trained model) or own (as many). With adapters there is no
+    # other model: the trained one without them.
+    placement: str = "shared"
+
+
+@dataclass
+class TrainConfig:
+    """Settings of all jobs that train on examples."""
+
+    seed: int = 0  # of data order and adapters; up to 4294967295
+    output_dir: str = "outputs/train"  # folder of all outputs; new or empty, unless resumed
+    # never, auto (the newest complete training checkpoint in output_dir; a new run if there is
+    # none), or the folder of a training checkpoint, in this or in another output_dir.
+    resume: str = "never"
+    model: ModelConfig = field(default_factory=ModelConfig)
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    trainer: StepsConfig = field(default_factory=StepsConfig)
+    evaluation: HeldOutConfig = field(default_factory=HeldOutConfig)
+    timeouts: TimeoutsConfig = field(default_factory=TimeoutsConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+
+    @property
+    def inner_timeout_s(self) -> float:
+        """Time-out of waits inside ranks, longer than those of the driver."""
+        return max(self.timeouts.start_s, self.timeouts.call_s) + 60.0
+
+
+@dataclass
+class SFTConfig(TrainConfig):
+    """Supervised training on conversations."""
+
+    output_dir: str = "outputs/sft"  # folder of all outputs; new or empty, unless resumed
+    data: ConversationsConfig = field(default_factory=ConversationsConfig)
+    loss_aggregation: str = "token_mean"  # how token losses are averaged
+
+
+@dataclass
+class DPOConfig(TrainConfig):
+    """Training on preference pairs, without a reward model."""
+
+    output_dir: str = "outputs/dpo"  # folder of all outputs; new or empty, unless resumed
+    data: PairsConfig = field(default_factory=PairsConfig)
+    loss: str = "dpo"  # loss of a pair: a name, or the import path of a function
+    loss_settings: dict[str, Any] = field(default_factory=dict)  # settings of that function
+    reference: ReferenceConfig = field(default_factory=ReferenceConfig)
+
+
+@dataclass
+class RMConfig(TrainConfig):
+    """A reward model, trained on preference pairs."""
+
+    output_dir: str = "outputs/rm"  # folder of all outputs; new or empty, unless resumed
+    data: PairsConfig = field(default_factory=PairsConfig)
+
+
+@dataclass
+class EvaluatedModelConfig(ModelConfig):
+    # Folder of a Hugging Face checkpoint, or the output_dir of a run: its checkpoint/, or else the
+    # last of its hf/step_NNNNNN.
+    path: str = ""
+    # Date, YYYY-MM-DD, that chat templates write as that of today. Empty: that of the run, or of
+    # another checkpoint 2024-07-26.
+    chat_date: str = ""
+
+
+@dataclass
+class SetsConfig:
+    # Data sets by names of your choice, as in data.sets.math=math.parquet: each a parquet file, a
+    # file.jsonl, a folder of save_to_disk of Hugging Face's datasets, or the import path of a
+    # function that returns rows.
+    sets: dict[str, str] = field(default_factory=dict)
+    num_prompts: int = 0  # the first ones of each set; 0 uses all
+    prompt_column: str = "messages"  # chat messages: list of {role, content}
+    answer_column: str = "answer"  # ground truth, passed to the reward
+    tools_column: str = ""  # tool schemas for the chat template; empty: none
+    max_prompt_tokens: int = 1024  # with the chat template applied
+    long_prompts: str = "refuse"  # those with more tokens: refuse the file, or drop the rows
+
+
+@dataclass
+class SamplingConfig(RolloutConfig):
+    """The vLLM servers that generate, and how they sample."""
+
+    n: int = 1  # responses per prompt, 1 to 1000
+    temperature: float = 1.0  # sampling temperature; 0 takes the most likely token
+    top_p: float = 1.0  # sample from the most likely tokens that have this probability together
+
+
+@dataclass
+class ScoringConfig:
+    # The k of pass@k and majority@k, each up to rollout.n. Empty: 1, 2, 4, ... and rollout.n.
+    ks: list[int] = field(default_factory=list)
+    term: str = ""  # the term of reward.terms that says what is correct; empty: the whole reward
+    correct_from: float = 1.0  # a response is correct if its reward is this or more
+
+
+@dataclass
+class EvalConfig:
+    seed: int = 0  # of sampling; up to 4294967295
+    output_dir: str = "outputs/eval"  # folder of all outputs; new or empty, unless resumed
+    # never, or auto: go on in output_dir, with the sets of which not all samples are there; a new
+    # evaluation if there is none.
+    resume: str = "never"
+    model: EvaluatedModelConfig = field(default_factory=EvaluatedModelConfig)
+    data: SetsConfig = field(default_factory=SetsConfig)
+    rollout: SamplingConfig = field(default_factory=SamplingConfig)
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    scoring: ScoringConfig = field(default_factory=ScoringConfig)
+    timeouts: TimeoutsConfig = field(default_factory=TimeoutsConfig)
+
+    @property
+    def ks(self) -> list[int]:
+        """The k of pass@k and majority@k, in order.
+
+        >>> EvalConfig(rollout=SamplingConfig(n=6)).ks
+        [1, 2, 4, 6]
+        """
+        n = self.rollout.n
+        return sorted(set(self.scoring.ks or [*(2**i for i in range(n.bit_length())), n]))

@@ -12,20 +12,22 @@ from mcore_rl.controller.object_columns import LostColumnsError, fetch, lost_row
 from mcore_rl.controller.pending import WorkerError
 from mcore_rl.controller.remote_batch import PROMPT_TOKENS, RESPONSE_TOKENS, RemoteBatch
 from mcore_rl.data.batch import NO_VERSION, Array, Batch, Column, Jagged, Samples
-from mcore_rl.data.routed_experts import columns_of_experts
+from mcore_rl.data.routed_experts import list_expert_columns
 
 B = TypeVar("B", bound=Samples)
 
 
 def select_small_columns(batch: B) -> B:
     """Drop columns that no computation over a whole batch reads, and that are large."""
-    return batch.without("prompt_ids", "fields", *columns_of_experts(batch))
+    return batch.drop_columns("prompt_ids", "fields", *list_expert_columns(batch))
 
 
 def select_token_columns(batch: B) -> B:
     """Drop columns that no engine reads: data rows and, of a RemoteBatch, one value a sample."""
-    batch = batch.without("fields")
-    return batch if isinstance(batch, Batch) else batch.without(*get_sample_columns(batch).names)
+    batch = batch.drop_columns("fields")
+    return (
+        batch if isinstance(batch, Batch) else batch.drop_columns(*get_sample_columns(batch).names)
+    )
 
 
 def get_sample_columns(batch: Samples) -> Batch:
@@ -109,5 +111,7 @@ def restore_batch(arrays: Mapping[str, Mapping[str, Array]]) -> Samples:
     """Restore the batch of `to_arrays`: by reference in a job, with columns that this process
     stores.
     """
-    batch = Batch.from_arrays(arrays)
-    return store(batch.without(PROMPT_TOKENS, RESPONSE_TOKENS)) if ray.is_initialized() else batch
+    batch = Batch.load_arrays(arrays)
+    return (
+        store(batch.drop_columns(PROMPT_TOKENS, RESPONSE_TOKENS)) if ray.is_initialized() else batch
+    )

@@ -34,7 +34,7 @@ from mcore_rl.controller.remote_batch import (
     Rows,
     is_of_part,
 )
-from mcore_rl.data.batch import FILLED, Array, Batch, Column, Jagged
+from mcore_rl.data.batch import FILL_VALUES, Array, Batch, Column, Jagged
 
 # Of an object, but for a sample that is larger. A node that reads some rows of an object gets all
 # of it; on one node nothing travels, and few objects take the least time to be made.
@@ -257,7 +257,7 @@ def _gathered(column: RemoteColumn, sources: list[Jagged], batch: RemoteBatch, n
         lengths = batch.lengths("response_ids")[is_filled]
         numbers, rows = numbers.copy(), rows.copy()
         numbers[is_filled], rows[is_filled] = len(sources), np.arange(len(lengths))
-        sources.append(Jagged(np.full(lengths.sum(), FILLED[name]), _offsets(lengths)))
+        sources.append(Jagged(np.full(lengths.sum(), FILL_VALUES[name]), _offsets(lengths)))
     return GatheredRows(sources, numbers, rows)
 
 

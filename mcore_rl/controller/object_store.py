@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.config.resolve_mode import get_loop, num_over_issued, staleness_of
+from mcore_rl.config.resolve import count_extra_groups, get_loop, get_staleness
 from mcore_rl.config.schema import RLConfig
 from mcore_rl.controller.node_limits import memory_left
 
@@ -24,11 +24,11 @@ def held_bytes(config: RLConfig) -> int:
     all max_age steps of the buffer count in full, as all are new where nothing is drawn. Prompts on
     their way to a server take less than the samples that there will be of them.
     """
-    trainer, replay = config.trainer, config.algorithm.samples.replay
+    trainer, replay = config.trainer, config.algorithm.filter.replay
     steps, extra = 2, 0
     if get_loop(trainer) == "fully_async":
-        steps += staleness_of(trainer)
-        extra = num_over_issued(trainer.asynchronous.over_issue, trainer.prompts_per_step)
+        steps += get_staleness(trainer)
+        extra = count_extra_groups(trainer.asynchronous.oversampling, trainer.prompts_per_step)
     if replay.share:
         steps += replay.max_age
     samples = (steps * _generated_groups(config) + extra) * config.algorithm.group_size
@@ -42,8 +42,8 @@ def _generated_groups(config: RLConfig) -> int:
     A step holds them until it has selected, and afterwards too: an object stays while one of its
     samples is used. Where groups are filtered as they come, rejected ones are let go of at once.
     """
-    trainer, policy = config.trainer, config.algorithm.samples
-    as_they_come = get_loop(trainer) == "fully_async" and staleness_of(trainer) > 0
+    trainer, policy = config.trainer, config.algorithm.filter
+    as_they_come = get_loop(trainer) == "fully_async" and get_staleness(trainer) > 0
     if as_they_come or not policy.group_filter:
         return trainer.prompts_per_step
     return policy.max_rounds * (policy.prompts_per_round or trainer.prompts_per_step)

@@ -24,7 +24,7 @@ from mcore_rl.controller.node import NODE, print_to
 from mcore_rl.controller.object_columns import fetch, pieces, store
 from mcore_rl.controller.remote_batch import RemoteBatch
 from mcore_rl.data.batch import Batch
-from mcore_rl.observability.stacks import answer_signals
+from mcore_rl.observability.stacks import dump_stacks_on_signal
 from mcore_rl.parallel.rendezvous import RendezvousEndpoint, RendezvousServer
 
 Recipe = tuple[type, tuple[Any, ...], dict[str, Any]]  # a worker's class and its arguments
@@ -108,7 +108,7 @@ class RankActor:
 
     def info(self) -> Reply:
         """The value is a `WorkerInfo`."""
-        answer_signals()
+        dump_stacks_on_signal()
         node = ray.get_runtime_context().get_node_id()
         stderr = os.path.realpath("/proc/self/fd/2")
         host = os.environ.get(NODE) or socket.gethostname()

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from mcore_rl.data.batch import FILLED, Array, Batch, Samples
+from mcore_rl.data.batch import FILL_VALUES, Array, Batch, Samples
 
 NOWHERE = -1  # the object of a row that has no entry in a column, and gets what FILLED says
 PROMPT_TOKENS, RESPONSE_TOKENS = LENGTHS = "prompt_tokens", "response_tokens"  # as columns
@@ -172,12 +172,12 @@ class RemoteBatch(Samples):
     def of_part(self, part: str) -> RemoteBatch:
         """Of the columns "NAME/PART" along tokens with those of that part only."""
         others = [n for n in self.remote if is_of_part(n) and n.partition("/")[2] != part]
-        return self.without(*others)
+        return self.drop_columns(*others)
 
-    def without(self, *names: str) -> RemoteBatch:
+    def drop_columns(self, *names: str) -> RemoteBatch:
         return self.select(*(name for name in self.names if name not in names))
 
-    def renamed(self, **names: str) -> RemoteBatch:
+    def rename_columns(self, **names: str) -> RemoteBatch:
         """With remote columns under other names: renamed(log_probs="reference_log_probs")."""
         remote = {names.get(n, n): c for n, c in self.remote.items()}
         return RemoteBatch(self.own, remote, len(self))
@@ -234,7 +234,7 @@ class RemoteBatch(Samples):
             if len(stored) > 1:
                 raise ValueError(f"column {name!r} is stored under the names {sorted(stored)}")
             for batch in filled:
-                if name not in batch.remote and name not in FILLED:
+                if name not in batch.remote and name not in FILL_VALUES:
                     raise KeyError(f"a batch to be joined has no column {name!r}")
                 has = name in batch.remote
                 parts.append(batch.remote[name].places if has else Places.nowhere(len(batch)))

@@ -11,7 +11,13 @@ from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from mcore_rl.controller.rank_actor import WorkerInfo
-from mcore_rl.observability.stacks import HELD_UP, Look, in_full, in_short, look_at
+from mcore_rl.observability.stacks import (
+    STUCK_STATES,
+    ProcessState,
+    format_stacks,
+    inspect_process,
+    summarize_states,
+)
 
 _LOOK_S = 60.0  # how long the looks may take, on all nodes together
 _MOST_NAMED = 4  # ranks whose state is in the first line
@@ -52,7 +58,7 @@ def report(silent: Sequence[Silent], limit: str) -> str:
     if named:
         line += f". Nor has {'; nor has '.join(named)}"
     stacks = [
-        f"{rank.call}, {rank}:\n{in_full(looks[rank.info])}"
+        f"{rank.call}, {rank}:\n{format_stacks(looks[rank.info])}"
         for rank in (first, *others)
         if rank.info in looks
     ]
@@ -66,17 +72,17 @@ def find_stopped(silent: Sequence[Silent]) -> list[Silent]:
     """
     looks = _looks([rank.info for rank in silent if rank.info is not None])
     states = {info: {look.state for look in found} for info, found in looks.items()}
-    return [rank for rank in silent if rank.info and states.get(rank.info, set()) & HELD_UP]
+    return [rank for rank in silent if rank.info and states.get(rank.info, set()) & STUCK_STATES]
 
 
-def _doing(rank: Silent, looks: dict[WorkerInfo, list[Look]]) -> str:
+def _doing(rank: Silent, looks: dict[WorkerInfo, list[ProcessState]]) -> str:
     if rank.info is None:
         return "its process has not come up"
     look = looks.get(rank.info)
-    return in_short(look) if look else f"no look at it in {_LOOK_S:g} s"
+    return summarize_states(look) if look else f"no look at it in {_LOOK_S:g} s"
 
 
-def _looks(worker_infos: Iterable[WorkerInfo]) -> dict[WorkerInfo, list[Look]]:
+def _looks(worker_infos: Iterable[WorkerInfo]) -> dict[WorkerInfo, list[ProcessState]]:
     """By a task on each node; without those of a node that does not answer in time."""
     by_node: dict[str, list[WorkerInfo]] = defaultdict(list)
     for info in worker_infos:
@@ -89,7 +95,7 @@ def _looks(worker_infos: Iterable[WorkerInfo]) -> dict[WorkerInfo, list[Look]]:
         ).remote([info.pid for info in born]): born
         for node, born in by_node.items()
     }
-    found: dict[WorkerInfo, list[Look]] = {}
+    found: dict[WorkerInfo, list[ProcessState]] = {}
     done, late = ray.wait(list(tasks), num_returns=len(tasks), timeout=_LOOK_S)
     for task in done:
         try:
@@ -102,5 +108,5 @@ def _looks(worker_infos: Iterable[WorkerInfo]) -> dict[WorkerInfo, list[Look]]:
 
 
 @ray.remote(num_cpus=0, max_retries=0)
-def _look_at_all(pids: list[int]) -> list[list[Look]]:
-    return [look_at(pid) for pid in pids]
+def _look_at_all(pids: list[int]) -> list[list[ProcessState]]:
+    return [inspect_process(pid) for pid in pids]

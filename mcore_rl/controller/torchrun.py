@@ -30,7 +30,7 @@ from mcore_rl.config.schema import Layout
 from mcore_rl.controller.dispatch import registered_methods
 from mcore_rl.controller.stop_signals import SIGNALS, RunStopped
 from mcore_rl.data.batch import Batch, Jagged
-from mcore_rl.observability.stack_timer import StackTimer
+from mcore_rl.observability.stacks import StackTimer
 from mcore_rl.parallel.mesh import Mesh
 from mcore_rl.parallel.network import use_interface_towards
 from mcore_rl.parallel.rendezvous import RendezvousServer, fetch_endpoint, share_endpoint
@@ -112,7 +112,7 @@ class TorchrunRanks:
         call = {"method": method, "name": name, "args": _packed(args), "kwargs": _packed(kwargs)}
         self._send(call)
         found = dict(enumerate(self._collected(self._run(call))))
-        self._timer.begin(f"what follows {self._doing}")  # as long the others wait
+        self._timer.start(f"what follows {self._doing}")  # as long the others wait
         registration = registered_methods(type(self._workers[name]))[method]
         return registration.dispatch_mode.gather(
             registration.scatter(self.mesh, args, kwargs), found
@@ -135,7 +135,7 @@ class TorchrunRanks:
 
     def _begin(self, call: dict[str, Any]) -> None:
         self._doing = f"{call['name']}.{call['method']}" if call["method"] else "the end"
-        self._timer.begin(self._doing)
+        self._timer.start(self._doing)
 
     def _send(self, message: dict[str, Any]) -> None:
         self._begin(message)
@@ -145,7 +145,7 @@ class TorchrunRanks:
 
     def _received(self) -> dict[str, Any]:
         size, wait = torch.zeros(1, dtype=torch.int64), f"the wait for a call after {self._doing}"
-        self._timer.begin(wait)
+        self._timer.start(wait)
         try:
             c10d.broadcast(size, 0, group=self._calls)
         except RuntimeError as error:

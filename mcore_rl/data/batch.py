@@ -1,8 +1,7 @@
-"""The one batch type: named columns that are here, one row per sample, of different lengths.
+"""Batches: named columns with one row per sample, never padded.
 
-A column is either a `Jagged` array (one variable-length row a sample) or a plain numpy array (one
-value a sample). Nothing is padded; a batch contains data, never settings. numpy, so that Ray moves
-columns without a copy.
+A column is a `Jagged` array (one variable-length row per sample) or a plain numpy array (one value
+per sample). A batch contains data, never settings. numpy, so that Ray moves columns without a copy.
 """
 
 from __future__ import annotations
@@ -25,31 +24,32 @@ Array = npt.NDArray[Any]
 class Jagged:
     """Variable-length rows, concatenated: row i is values[offsets[i]:offsets[i + 1]].
 
-    >>> Jagged.of([[1, 2], [3]], np.int64).lengths.tolist()
+    >>> Jagged.pack([[1, 2], [3]], np.int64).lengths.tolist()
     [2, 1]
     """
 
     values: Array  # [total length]
     offsets: npt.NDArray[np.int64]  # [number of rows + 1]
 
-    def __reduce__(self) -> tuple[Any, ...]:  # of subclasses too: they arrive as plain ones
+    def __reduce__(self) -> tuple[Any, ...]:  # subclasses are unpickled as Jagged
         return Jagged, (self.values, self.offsets)
 
     @classmethod
-    def of(cls, rows: Iterable[Sequence[float] | Array], dtype: npt.DTypeLike) -> Jagged:
+    def pack(cls, rows: Iterable[Sequence[float] | Array], dtype: npt.DTypeLike) -> Jagged:
+        """Concatenate rows."""
         arrays = [np.asarray(row, dtype=dtype) for row in rows]
         offsets = np.zeros(len(arrays) + 1, dtype=np.int64)
         np.cumsum([len(a) for a in arrays], out=offsets[1:])
         return cls(np.concatenate(arrays) if arrays else np.empty(0, dtype=dtype), offsets)
 
     @classmethod
-    def of_texts(cls, texts: Iterable[str]) -> Jagged:
-        """Their bytes in UTF-8: numpy's own texts all have four a letter of the longest."""
-        return cls.of((np.frombuffer(text.encode(), np.uint8) for text in texts), np.uint8)
+    def pack_texts(cls, texts: Iterable[str]) -> Jagged:
+        """Concatenate texts as UTF-8 bytes; numpy's texts take 4 bytes * the longest length."""
+        return cls.pack((np.frombuffer(text.encode(), np.uint8) for text in texts), np.uint8)
 
     @property
     def texts(self) -> list[str]:
-        """What of_texts was made of."""
+        """Texts that pack_texts has packed."""
         return [row.tobytes().decode() for row in self]
 
     def __len__(self) -> int:
@@ -66,14 +66,14 @@ class Jagged:
         return np.diff(self.offsets)
 
     def with_values(self, values: Array) -> Jagged:
-        """Other values with the same row lengths."""
+        """Return a Jagged of other values with the same row lengths."""
         if len(values) != len(self.values):
             raise ValueError(f"{len(values)} values for rows of {len(self.values)} in all")
         return Jagged(values, self.offsets)
 
     @staticmethod
     def concat(parts: Sequence[Jagged]) -> Jagged:
-        """The rows of all parts, with the dtype of the first."""
+        """Concatenate the rows of all parts, with the dtype of the first."""
         values = [part.values[part.offsets[0] : part.offsets[-1]] for part in parts]
         dtype = parts[0].values.dtype
         offsets = np.concatenate([[0], np.cumsum(np.concatenate([p.lengths for p in parts]))])
@@ -81,65 +81,66 @@ class Jagged:
         return Jagged(joined, offsets.astype(np.int64))
 
     def take(self, rows: Sequence[int]) -> Jagged:
-        if not len(rows):  # keeps the shape of an entry
+        """Select rows, in this order."""
+        if not len(rows):  # slicing keeps the shape of an entry
             return Jagged(self.values[:0], np.zeros(1, dtype=np.int64))
         index = np.asarray(rows, dtype=np.int64)
         lengths = self.lengths[index]
         offsets = np.zeros(len(index) + 1, dtype=np.int64)
         np.cumsum(lengths, out=offsets[1:])
         if offsets[-1] < _SHORT * len(index):
-            places = np.repeat(self.offsets[index] - offsets[:-1], lengths)
-            return Jagged(self.values[places + np.arange(offsets[-1])], offsets)
+            shifts = np.repeat(self.offsets[index] - offsets[:-1], lengths)
+            return Jagged(self.values[shifts + np.arange(offsets[-1])], offsets)
         return Jagged(np.concatenate([self[i] for i in index]), offsets)
 
 
 Column = Jagged | Array
-_SHORT = 64  # entries of a row, below which copying row by row takes longer than an index
+_SHORT = 64  # mean row length below which an index is faster than copying row by row
 
 
 NO_STATE = -1  # in state_ids
 NO_VERSION = -2  # in oldest_versions and newest_versions
-NOT_SAID = -1  # in cross_entropy_mask: the loss decides
-# What response tokens have in columns that not all batches have.
-FILLED = {
+UNSET = -1  # in cross_entropy_mask: the loss decides
+# Values of response tokens in columns that not all batches have.
+FILL_VALUES = {
     "process_rewards": np.float32(0),
     "state_ids": np.int64(NO_STATE),
-    "cross_entropy_mask": np.int8(NOT_SAID),
-    "fields": np.uint8(ord(" ")),  # which is no JSON
+    "cross_entropy_mask": np.int8(UNSET),
+    "fields": np.uint8(ord(" ")),  # blanks are no JSON
 }
-MAX_FIELD = 4000  # characters of a value of a data row, as JSON, beyond which a sample has a part
+MAX_FIELD = 4000  # JSON characters to which a sample truncates a value of its data row
 
 
 def _encode_fields(fields: Mapping[str, Any]) -> str:
-    """JSON of the columns of a data row, without the ends of long ones."""
+    """Encode the columns of a data row as JSON, with long values truncated."""
     values = {name: json.dumps(value, default=str) for name, value in fields.items()}
     is_long = {name for name, text in values.items() if len(text) > MAX_FIELD}
     shown = {n: f"{values[n][:MAX_FIELD]} ..." if n in is_long else v for n, v in fields.items()}
     return json.dumps(shown, default=str)
 
 
-def _versions_of(samples: Sequence[Sample]) -> dict[str, Column]:
-    found = []
+def _collect_versions(samples: Sequence[Sample]) -> dict[str, Column]:
+    rows = []
     for sample in samples:
         pairs = zip(sample.weight_versions, sample.response_mask, strict=True)
-        found.append([version for version, mask in pairs if mask] or [NO_VERSION])
+        rows.append([version for version, mask in pairs if mask] or [NO_VERSION])
     return {
-        "oldest_versions": np.array([min(one) for one in found], np.int64),
-        "newest_versions": np.array([max(one) for one in found], np.int64),
+        "oldest_versions": np.array([min(versions) for versions in rows], np.int64),
+        "newest_versions": np.array([max(versions) for versions in rows], np.int64),
     }
 
 
-def _turn_numbers(sample: Sample) -> Array:
-    found = np.full(len(sample.response_ids), -1 if sample.turn_spans else 0, np.int32)
+def _number_turns(sample: Sample) -> Array:
+    numbers = np.full(len(sample.response_ids), -1 if sample.turn_spans else 0, np.int32)
     for number, span in enumerate(sample.turn_spans):
-        found[span.start : span.end] = number
-    return found
+        numbers[span.start : span.end] = number
+    return numbers
 
 
 class Samples(ABC):
-    """Rows of samples, wherever their columns along tokens are: what a driver does with them.
+    """Interface of Batch and of RemoteBatch (controller/remote_batch.py), for code on the driver.
 
-    A Batch has all columns here; a RemoteBatch (controller/remote_batch.py) refers to some.
+    A Batch has all columns in memory; a RemoteBatch has references to columns along tokens.
     """
 
     @abstractmethod
@@ -151,67 +152,76 @@ class Samples(ABC):
     @property
     @abstractmethod
     def names(self) -> list[str]:
-        """Of all columns."""
+        """Names of all columns."""
 
     @abstractmethod
     def array(self, name: str) -> Array:
-        """A column of one value a sample. Raises KeyError, and TypeError for another kind."""
+        """Return a column of one value per sample; TypeError for a jagged one."""
 
     @abstractmethod
     def lengths(self, name: str) -> npt.NDArray[np.int64]:
-        """[samples]: how many entries a column along tokens has."""
+        """Return the number of entries of each row of a jagged column: [samples]."""
 
     @property
     @abstractmethod
     def num_tokens(self) -> npt.NDArray[np.int64]:
-        """[samples]: prompt and response tokens."""
+        """Prompt and response tokens of each sample: [samples]."""
 
     @abstractmethod
     def with_columns(self, **columns: Array) -> Self:
-        """With columns of one value a sample."""
+        """Return the batch with these columns of one value per sample."""
 
     @abstractmethod
-    def select(self, *names: str) -> Self: ...
+    def select(self, *names: str) -> Self:
+        """Return a batch of these columns."""
 
     @abstractmethod
-    def without(self, *names: str) -> Self: ...
+    def drop_columns(self, *names: str) -> Self:
+        """Return a batch without these columns, whether it has them or not."""
 
     @abstractmethod
-    def renamed(self, **names: str) -> Self:
-        """With columns along tokens under other names."""
+    def rename_columns(self, **names: str) -> Self:
+        """Return a batch with jagged columns renamed: old=new."""
 
     @abstractmethod
     def union(self, other: Self) -> Self:
-        """The columns of both, of the same samples; those of `other` count."""
+        """Return the columns of both batches of the same samples; those of `other` win."""
 
     @abstractmethod
-    def take(self, rows: Sequence[int]) -> Self: ...
+    def take(self, rows: Sequence[int]) -> Self:
+        """Return a batch of these rows, in this order."""
 
     @staticmethod
     @abstractmethod
-    def concat(batches: Sequence[Any]) -> Any: ...
+    def concat(batches: Sequence[Any]) -> Any:
+        """Return a batch of the rows of all batches."""
 
 
 class Batch(Samples):
     """Rows of samples as named columns of equal length. Immutable: each change is a new batch.
 
-    Standard columns (jagged, one entry per response token unless stated): prompt_ids (one per
-    prompt token), response_ids, response_mask, rollout_log_probs, weight_versions, log_probs,
-    reference_log_probs, entropy, values, advantages, returns, process_rewards, token_rewards,
-    correction_weights, policy_mask, top_entropy_mask, cross_entropy_mask (-1: the sample does not
-    say), state_ids (-1: none), sum_pi_squared, turn_numbers (of the turns of the policy in the
-    sample, from 0; -1: the token is of none), and weights of losses: loss_weights, kl_weights,
-    entropy_weights, cross_entropy_weights, distillation_weights; teacher_shares, teacher_log_probs,
-    teacher_ids, teacher_top_log_probs: see Teachers in trainers/roles.py; routed_experts: [MoE
-    layers, experts a token] a prompt or response token, and stage_routed_experts, those of a
-    pipeline rank, which are stage_routed_experts/<its layers> of each in what servers have made;
-    fields: the columns of the data row, as texts of JSON (Jagged.of_texts; blanks: none); one value
-    a sample: rewards, reward/<part> (NaN without a reward), reward_errors (empty with one),
-    baseline_rewards, group_ids, roles (of the policy, where a loop has several), trajectories (the
-    number in its group), segments (the number in its trajectory: data/trajectories.py), turns (of
-    the policy), oldest_versions and newest_versions (of the weights that chose its tokens; -2: none
-    did), finish_reasons, statuses (of a trajectory: TrajectoryStatus), replayed (1 if it is of an
-    earlier step).
+    Standard columns, jagged with one entry per response token unless stated otherwise:
+
+    - prompt_ids (one per prompt token), response_ids, response_mask, rollout_log_probs,
+      weight_versions, log_probs, reference_log_probs, entropy, values, advantages, returns,
+      process_rewards, token_rewards, correction_weights, policy_mask, top_entropy_mask,
+      sum_pi_squared; cross_entropy_mask (-1: unset); state_ids (-1: none); turn_numbers (policy
+      turns of the sample, from 0; -1: the token is in none)
+    - weights of losses: loss_weights, kl_weights, entropy_weights, cross_entropy_weights,
+      distillation_weights
+    - teacher_shares, teacher_log_probs, teacher_ids, teacher_top_log_probs: see Teachers in
+      trainers/roles.py
+    - routed_experts: [MoE layers, experts per token] per prompt and response token, and
+      stage_routed_experts, those of a pipeline rank; a batch of servers has
+      stage_routed_experts/LAYERS for each
+    - fields: columns of the data row as JSON (Jagged.pack_texts; blanks: none)
+
+    One value per sample: rewards, reward/PART (NaN if the reward failed), reward_errors (empty if
+    it did not), baseline_rewards, group_ids, roles (of the policy, in a loop with several),
+    trajectories (index in the group), segments (index in the trajectory: data/trajectories.py),
+    turns (of the policy), oldest_versions and newest_versions (of the weights that chose its
+    tokens; -2: none did), finish_reasons, statuses (of the trajectory: TrajectoryStatus), replayed
+    (1 if the sample is of an earlier step).
     """
 
     def __init__(self, columns: dict[str, Column]) -> None:
@@ -221,30 +231,33 @@ class Batch(Samples):
         self.columns = columns
 
     @classmethod
-    def of(cls, samples: Sequence[Sample]) -> Batch:
+    def collate(cls, samples: Sequence[Sample]) -> Batch:
+        """Build the columns of samples."""
         parts = dict.fromkeys(part for s in samples for part in s.reward_parts)
         optional: dict[str, Column] = {}
         if any(s.process_rewards for s in samples):
             rows = (s.process_rewards or [0.0] * len(s.response_ids) for s in samples)
-            optional["process_rewards"] = Jagged.of(rows, np.float32)
+            optional["process_rewards"] = Jagged.pack(rows, np.float32)
         if any(s.state_ids for s in samples):
             states = (s.state_ids or [NO_STATE] * len(s.response_ids) for s in samples)
-            optional["state_ids"] = Jagged.of(states, np.int64)
+            optional["state_ids"] = Jagged.pack(states, np.int64)
         if any(s.cross_entropy_mask for s in samples):
-            masks = (s.cross_entropy_mask or [NOT_SAID] * len(s.response_ids) for s in samples)
-            optional["cross_entropy_mask"] = Jagged.of(masks, np.int8)
+            masks = (s.cross_entropy_mask or [UNSET] * len(s.response_ids) for s in samples)
+            optional["cross_entropy_mask"] = Jagged.pack(masks, np.int8)
         if any(s.fields for s in samples):
-            optional["fields"] = Jagged.of_texts(_encode_fields(s.fields) for s in samples)
+            optional["fields"] = Jagged.pack_texts(_encode_fields(s.fields) for s in samples)
         return cls(
             {
                 **optional,
-                "prompt_ids": Jagged.of((s.prompt_ids for s in samples), np.int64),
-                "response_ids": Jagged.of((s.response_ids for s in samples), np.int64),
-                "response_mask": Jagged.of((s.response_mask for s in samples), np.int8),
-                "rollout_log_probs": Jagged.of((s.rollout_log_probs for s in samples), np.float32),
-                "weight_versions": Jagged.of((s.weight_versions for s in samples), np.int64),
-                "turn_numbers": Jagged.of((_turn_numbers(s) for s in samples), np.int32),
-                **_versions_of(samples),
+                "prompt_ids": Jagged.pack((s.prompt_ids for s in samples), np.int64),
+                "response_ids": Jagged.pack((s.response_ids for s in samples), np.int64),
+                "response_mask": Jagged.pack((s.response_mask for s in samples), np.int8),
+                "rollout_log_probs": Jagged.pack(
+                    (s.rollout_log_probs for s in samples), np.float32
+                ),
+                "weight_versions": Jagged.pack((s.weight_versions for s in samples), np.int64),
+                "turn_numbers": Jagged.pack((_number_turns(s) for s in samples), np.int32),
+                **_collect_versions(samples),
                 "rewards": np.array([s.reward for s in samples], dtype=np.float32),
                 "group_ids": np.array([s.group_id for s in samples], dtype=np.int64),
                 "roles": np.array([s.role for s in samples], dtype=np.str_),
@@ -278,6 +291,7 @@ class Batch(Samples):
             ) from None
 
     def jagged(self, name: str) -> Jagged:
+        """Return a jagged column; TypeError for one of one value per sample."""
         column = self[name]
         if not isinstance(column, Jagged):
             raise TypeError(f"column {name!r} has one value per sample, not one row per sample")
@@ -290,17 +304,15 @@ class Batch(Samples):
         return column
 
     def lengths(self, name: str) -> npt.NDArray[np.int64]:
-        """[samples]: how many entries a jagged column has."""
         return self.jagged(name).lengths
 
     @property
     def num_tokens(self) -> npt.NDArray[np.int64]:
-        """Prompt and response tokens of each sample."""
         return self.jagged("prompt_ids").lengths + self.jagged("response_ids").lengths
 
     @property
     def num_bytes(self) -> int:
-        """Of all values."""
+        """Bytes of all values."""
         columns = self.columns.values()
         return sum(c.values.nbytes if isinstance(c, Jagged) else c.nbytes for c in columns)
 
@@ -310,10 +322,10 @@ class Batch(Samples):
     def select(self, *names: str) -> Batch:
         return Batch({name: self[name] for name in names})
 
-    def without(self, *names: str) -> Batch:
+    def drop_columns(self, *names: str) -> Batch:
         return Batch({name: c for name, c in self.columns.items() if name not in names})
 
-    def renamed(self, **names: str) -> Batch:
+    def rename_columns(self, **names: str) -> Batch:
         return Batch({names.get(name, name): c for name, c in self.columns.items()})
 
     def union(self, other: Batch) -> Batch:
@@ -330,21 +342,21 @@ class Batch(Samples):
         return Batch({name: taken[id(c)] for name, c in self.columns.items()})
 
     def to_arrays(self) -> dict[str, dict[str, Array]]:
-        """The columns as numbers alone, to be saved: text as the code points of its letters."""
-        found: dict[str, dict[str, Array]] = {}
+        """Return the columns as arrays of numbers, for saving: text as Unicode code points."""
+        arrays: dict[str, dict[str, Array]] = {}
         for name, column in self.columns.items():
             if isinstance(column, Jagged):
-                found[name] = {"values": column.values, "offsets": column.offsets}
+                arrays[name] = {"values": column.values, "offsets": column.offsets}
             elif column.dtype.kind == "U":
                 letters = np.ascontiguousarray(column).view(np.uint32)
-                found[name] = {"letters": letters.reshape(len(column), column.dtype.itemsize // 4)}
+                arrays[name] = {"letters": letters.reshape(len(column), column.dtype.itemsize // 4)}
             else:
-                found[name] = {"numbers": column}
-        return found
+                arrays[name] = {"numbers": column}
+        return arrays
 
     @staticmethod
-    def from_arrays(arrays: Mapping[str, Mapping[str, Array]]) -> Batch:
-        """What to_arrays was made of."""
+    def load_arrays(arrays: Mapping[str, Mapping[str, Array]]) -> Batch:
+        """Build the batch of which to_arrays returned these arrays."""
         columns: dict[str, Column] = {}
         for name, parts in arrays.items():
             if "offsets" in parts:
@@ -358,18 +370,17 @@ class Batch(Samples):
 
     @staticmethod
     def concat(batches: Sequence[Batch]) -> Batch:
-        """What some lack, as no response of theirs got a reward of that kind, is filled in.
+        """Concatenate batches; fill parts of rewards and FILL_VALUES columns that some lack.
 
-        Parts of a reward are NaN there, other columns as FILLED has it. What has no rows says
-        nothing of columns.
+        Parts of rewards are filled with NaN. Batches without rows are left out.
 
         Raises:
-            KeyError: some lack another column.
+            KeyError: a batch lacks another column.
         """
         batches = [batch for batch in batches if len(batch)] or batches[:1]
         names = {name for batch in batches for name in batch.columns}
-        parts = {n for n in names if n.startswith("reward/") or n in FILLED}
-        batches = [batch._with_parts(parts) for batch in batches]
+        parts = {n for n in names if n.startswith("reward/") or n in FILL_VALUES}
+        batches = [batch._fill_columns(parts) for batch in batches]
         first = batches[0]
         columns: dict[str, Column] = {}
         for batch in batches:
@@ -382,10 +393,10 @@ class Batch(Samples):
                 columns[name] = np.concatenate([batch.array(name) for batch in batches])
         return Batch(columns)
 
-    def _with_parts(self, names: Iterable[str]) -> Batch:
+    def _fill_columns(self, names: Iterable[str]) -> Batch:
         missing = sorted({*names} - self.columns.keys())
-        found: dict[str, Column] = {n: np.full(len(self), np.nan, np.float32) for n in missing}
-        for name in FILLED.keys() & missing:
+        filled: dict[str, Column] = {n: np.full(len(self), np.nan, np.float32) for n in missing}
+        for name in FILL_VALUES.keys() & missing:
             ids = self.jagged("response_ids")
-            found[name] = ids.with_values(np.full(len(ids.values), FILLED[name]))
-        return self.with_columns(**found) if missing else self
+            filled[name] = ids.with_values(np.full(len(ids.values), FILL_VALUES[name]))
+        return self.with_columns(**filled) if missing else self

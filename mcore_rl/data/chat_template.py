@@ -1,7 +1,7 @@
-"""Chats of rows as the model's chat template writes them: every message in it, or an error.
+"""Chat templates, checked to render every message of a conversation completely.
 
-Templates leave out what they do not know: roles, calls of tools, reasoning. Nothing of this is an
-error for them, so what they write is searched for what the messages say.
+Templates silently drop roles, tool calls and reasoning that they do not know. So the rendered text
+is searched for the contents of the messages.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from mcore_rl.data.rows import REASONING, Message, function_of
+from mcore_rl.data.rows import REASONING, Message, get_function
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# Stand for a content and a role, to see where and whether the template writes them: private
+# Placeholders for a content and a role, to see whether and where the template writes them: private
 # characters, which occur in no text.
 MARK = "\ue000{}\ue001"
 _ROLE = "\ue000role\ue001"
@@ -24,15 +24,15 @@ _THINK = re.compile(r"</?think>")
 
 
 class ChatTemplateError(Exception):
-    """A conversation that the chat template does not write as it is."""
+    """A conversation that the chat template does not render completely."""
 
 
 class ChatTemplate:
-    """The chat template of a tokenizer, held to write all that messages say."""
+    """Chat template of a tokenizer; raises if it drops parts of messages."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.tokenizer = tokenizer
-        self._known: set[tuple[Any, ...]] = set()  # shapes of conversations whose roles it writes
+        self._checked_shapes: set[tuple[Any, ...]] = set()  # of conversations whose roles it writes
 
     def write(
         self,
@@ -43,13 +43,14 @@ class ChatTemplate:
     ) -> tuple[str, Sequence[Message]]:
         """Return the text of a conversation, and its messages as the template reads them.
 
-        Arguments of calls are objects or, where the template writes those wrongly, JSON text.
+        Arguments of calls are passed as objects or, if the template renders these wrongly, as JSON
+        text.
 
         Raises:
-            ChatTemplateError: it leaves out a message or a call, or refuses the conversation.
+            ChatTemplateError: it drops a message or a call, or refuses the conversation.
         """
         errors = []
-        for candidate in _with_either_arguments(messages):
+        for candidate in _list_candidates(messages):
             try:
                 text = self.render(candidate, tools, add_generation_prompt=add_generation_prompt)
                 self._check(candidate, tools, text)
@@ -65,7 +66,7 @@ class ChatTemplate:
         *,
         add_generation_prompt: bool = False,
     ) -> str:
-        """Render without a look at the result. Raises ChatTemplateError where the template does."""
+        """Render without checking the result; ChatTemplateError if the template raises."""
         from jinja2 import TemplateError  # comes with transformers
 
         schemas: Any = list(tools)
@@ -85,12 +86,12 @@ class ChatTemplate:
     def split_at(
         self, messages: Sequence[Message], index: int, tools: Sequence[Mapping[str, Any]], mark: str
     ) -> tuple[str, str]:
-        """Return what is written before and after the content of a message if that is `mark`."""
+        """Return the text before and after the content of a message, rendered as `mark`."""
         marked = [*messages]
         marked[index] = {**messages[index], "content": mark}
         before, is_written, after = self.render(marked, tools).partition(mark)
         if not is_written:
-            raise ChatTemplateError(_leaves_out(index, messages[index]["role"]))
+            raise ChatTemplateError(_describe_loss(index, messages[index]["role"]))
         return before, after
 
     def _check(
@@ -98,29 +99,29 @@ class ChatTemplate:
     ) -> None:
         shape = (
             bool(tools),
-            *((m["role"], _has_mark(m), len(m.get("tool_calls", ()))) for m in messages),
+            *((m["role"], _is_replaceable(m), len(m.get("tool_calls", ()))) for m in messages),
         )
-        if shape not in self._known:
+        if shape not in self._checked_shapes:
             self._check_roles(messages, tools)
-            self._known.add(shape)
+            self._checked_shapes.add(shape)
         for index, message in enumerate(messages):
             content = (message["content"] or "").split("</think>")[-1].strip()
             if content not in text and json.dumps(content, ensure_ascii=False)[1:-1] not in text:
-                raise ChatTemplateError(_leaves_out(index, message["role"], repr(content[:40])))
-            if missing := missing_calls(message, text):
-                raise ChatTemplateError(_leaves_out(index, message["role"], missing))
+                raise ChatTemplateError(_describe_loss(index, message["role"], repr(content[:40])))
+            if missing := find_missing_call(message, text):
+                raise ChatTemplateError(_describe_loss(index, message["role"], missing))
 
     def _check_roles(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> None:
-        """Check that each message is written, as that of its role, whatever its content is."""
+        """Check that each message is rendered, as one of its role, with any content."""
         marked = [
-            {**message, "content": MARK.format(index)} if _has_mark(message) else message
+            {**message, "content": MARK.format(index)} if _is_replaceable(message) else message
             for index, message in enumerate(messages)
         ]
         text = self.render(marked, tools)
         for index, message in enumerate(messages):
             role = message["role"]
-            if _has_mark(message) and MARK.format(index) not in text:
-                raise ChatTemplateError(_leaves_out(index, role))
+            if _is_replaceable(message) and MARK.format(index) not in text:
+                raise ChatTemplateError(_describe_loss(index, role))
             if role not in ("user", "assistant") and not self._reads_role(
                 role, marked, tools, text
             ):
@@ -132,7 +133,7 @@ class ChatTemplate:
     def _reads_role(
         self, role: str, marked: Sequence[Message], tools: Sequence[Mapping[str, Any]], text: str
     ) -> bool:
-        """Whether a role is written otherwise than a made-up name; true if no role is read."""
+        """Return whether a role is rendered unlike an unknown one, or roles are not rendered."""
 
         def write_as(name: str) -> str:
             renamed = [{**m, "role": name} if m["role"] == role else m for m in marked]
@@ -146,10 +147,10 @@ class ChatTemplate:
         )
 
 
-def missing_calls(message: Message, text: str) -> str:
-    """Return the first call of a message that a text does not have, in words; empty for none."""
+def find_missing_call(message: Message, text: str) -> str:
+    """Describe the first call of a message that a text lacks; "" if it has all."""
     for number, call in enumerate(message.get("tool_calls", ())):
-        function = function_of(call)
+        function = get_function(call)
         if function["name"] not in text:
             return f"call {number} of {function['name']!r}"
         if not _has_arguments(text, function["arguments"]):
@@ -157,18 +158,18 @@ def missing_calls(message: Message, text: str) -> str:
     return ""
 
 
-def missing_part(message: Message, text: str) -> str:
-    """Return the first part of what a message says that a text does not have; empty for none."""
+def find_missing_part(message: Message, text: str) -> str:
+    """Describe the first part of a message that a text lacks; "" if it has all."""
     for part in _THINK.split(message["content"] or ""):
         if part.strip() not in text:
             return f"{part.strip()[:40]!r}"
     for name in REASONING:
         if message.get(name, "").strip() not in text:
             return f"its {name}"
-    return missing_calls(message, text)
+    return find_missing_call(message, text)
 
 
-def _leaves_out(index: int, role: str, what: str = "") -> str:
+def _describe_loss(index: int, role: str, what: str = "") -> str:
     of = f"{what} of " if what else ""
     return (
         f"is not written whole: the model's chat template leaves out {of}message {index} "
@@ -176,12 +177,13 @@ def _leaves_out(index: int, role: str, what: str = "") -> str:
     )
 
 
-def _has_mark(message: Message) -> bool:
-    """Whether its content can be replaced: not where there are calls alone."""
+def _is_replaceable(message: Message) -> bool:
+    """Return whether the content can be replaced: not that of a message of calls only."""
     return bool(message["content"] or not message.get("tool_calls"))
 
 
-def _with_either_arguments(messages: Sequence[Message]) -> Iterator[Sequence[Message]]:
+def _list_candidates(messages: Sequence[Message]) -> Iterator[Sequence[Message]]:
+    """Yield the messages and, if they have calls, the messages with arguments as JSON text."""
     yield messages
     if not any(message.get("tool_calls") for message in messages):
         return
@@ -189,16 +191,16 @@ def _with_either_arguments(messages: Sequence[Message]) -> Iterator[Sequence[Mes
     for message in messages:
         calls = []
         for call in message.get("tool_calls", ()):
-            function = function_of(call)
+            function = get_function(call)
             text = json.dumps(function["arguments"], ensure_ascii=False)
-            own = {**function, "arguments": text}
-            calls.append({**call, "function": own} if "function" in call else own)
+            encoded = {**function, "arguments": text}
+            calls.append({**call, "function": encoded} if "function" in call else encoded)
         written.append({**message, "tool_calls": calls} if calls else message)
     yield written
 
 
 def _has_arguments(text: str, arguments: Mapping[str, Any] | str) -> bool:
-    """Whether arguments are in a text as JSON, or name by name; not JSON in JSON, nor a repr."""
+    """Return whether a text has arguments as JSON or one by one, not as JSON in JSON or a repr."""
     if isinstance(arguments, str):
         return arguments in text
     written = json.dumps(arguments, ensure_ascii=False)

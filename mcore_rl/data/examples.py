@@ -1,4 +1,4 @@
-"""Conversations and preference pairs as token ids, with a mask of the tokens to train on."""
+"""Tokenised conversations and preference pairs, with a mask of the tokens to train on."""
 
 from __future__ import annotations
 
@@ -11,22 +11,20 @@ import numpy as np
 import numpy.typing as npt
 
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.config.schema import DataConfig
-from mcore_rl.config.train_schema import ConversationsConfig, PairsConfig
+from mcore_rl.config.schema import ConversationsConfig, DataConfig, PairsConfig
 from mcore_rl.data.batch import Batch, Jagged
-from mcore_rl.data.chat_template import MARK, ChatTemplate, ChatTemplateError, missing_part
-from mcore_rl.data.digest import Digest
-from mcore_rl.data.files import open_rows
+from mcore_rl.data.chat_template import MARK, ChatTemplate, ChatTemplateError, find_missing_part
+from mcore_rl.data.files import Digest, open_rows
 from mcore_rl.data.rows import (
     REASONING,
     Column,
-    FilesInOrder,
+    ConcatFiles,
     Message,
     PreferenceRow,
     SupervisedRow,
     TypedRows,
-    preference_rows,
-    supervised_rows,
+    read_preference_rows,
+    read_supervised_rows,
 )
 from mcore_rl.data.sampler import IndexSampler, MixtureSampler
 
@@ -46,17 +44,17 @@ class Tokens:
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """A row: one conversation, or the chosen and the rejected one of a pair."""
+    """A row: a conversation, or the chosen and the rejected conversation of a pair."""
 
     conversations: tuple[Tokens, ...]
     margin: float = 0.0
 
 
 class Examples(Generic[R]):
-    """The rows of a source, tokenised when they are asked for.
+    """Rows of a source, tokenised on access.
 
-    A first pass over all rows checks them, finds those that are too long, and computes `digest`
-    of their tokens and masks.
+    A first pass over all rows checks them, finds rows that are too long, and computes `digest` of
+    their tokens and masks.
     """
 
     def __init__(
@@ -66,11 +64,11 @@ class Examples(Generic[R]):
         config: ConversationsConfig | PairsConfig,
         source: str,
     ) -> None:
-        """`source` begins the errors."""
+        """Check all rows; `source` begins the errors."""
         self._rows, self._encode, self._source = rows, encode, source
         digest, lengths = Digest(), np.empty(len(rows), np.int64)
         for index in range(len(rows)):
-            example = self._example(index)
+            example = self._encode_row(index)
             digest.add(asdict(example))
             lengths[index] = max(len(tokens.ids) for tokens in example.conversations)
         self.digest = digest.hexdigest()
@@ -83,18 +81,19 @@ class Examples(Generic[R]):
                 f"{source}: row {longest} has {lengths[longest]} tokens; allowed: up to "
                 f"data.max_tokens={config.max_tokens}{hint}"
             )
-        self._kept: npt.NDArray[np.int64] = np.flatnonzero(is_short)
+        self._short_rows: npt.NDArray[np.int64] = np.flatnonzero(is_short)
 
     def __len__(self) -> int:
-        return len(self._kept)
+        return len(self._short_rows)
 
     def __getitem__(self, row: int) -> Example:
-        return self._example(int(self._kept[row]))
+        return self._encode_row(int(self._short_rows[row]))
 
-    def batch(self, rows: Sequence[int]) -> Batch:
-        return batch_of([self[row] for row in rows])
+    def take(self, rows: Sequence[int]) -> Batch:
+        """Return a batch of these rows."""
+        return collate_examples([self[row] for row in rows])
 
-    def _example(self, index: int) -> Example:
+    def _encode_row(self, index: int) -> Example:
         try:
             return self._encode(self._rows[index])
         except ChatTemplateError as error:
@@ -104,11 +103,12 @@ class Examples(Generic[R]):
 AnyExamples = Examples[SupervisedRow] | Examples[PreferenceRow]
 
 
-class ExampleFiles(FilesInOrder[AnyExamples, Example]):
-    """Examples of files."""
+class ExampleFiles(ConcatFiles[AnyExamples, Example]):
+    """Examples of one or more files."""
 
-    def batch(self, rows: Sequence[int]) -> Batch:
-        return batch_of([self[row] for row in rows])
+    def take(self, rows: Sequence[int]) -> Batch:
+        """Return a batch of these rows."""
+        return collate_examples([self[row] for row in rows])
 
 
 def load_conversations(
@@ -117,11 +117,11 @@ def load_conversations(
     tokenizer: PreTrainedTokenizerBase,
     setting: str = "data.train_file",
 ) -> Examples[SupervisedRow]:
-    """Of a source of rows (data/files.py); `setting` names it in errors.
+    """Load conversations from a source of rows (data/files.py); `setting` names it in errors.
 
     Raises:
-        ConfigError: it cannot be read, a row is no conversation with a message to train on, does
-            not fit the chat template, or is too long.
+        ConfigError: the source cannot be read, or a row is no conversation with a message to train
+            on, does not fit the chat template, or is too long.
     """
     source = open_rows(name, setting)
     messages = Column(config.messages_column, "data.messages_column")
@@ -130,12 +130,12 @@ def load_conversations(
     template = ChatTemplate(tokenizer)
 
     def encode(row: SupervisedRow) -> Example:
-        tokens = encoded(row.messages, row.is_trained, row.tools, template)
+        tokens = encode_conversation(row.messages, row.is_trained, row.tools, template)
         if config.train_on_prompt:
             tokens = Tokens(tokens.ids, [False] + [True] * (len(tokens.ids) - 1))
         return Example((tokens,))
 
-    return Examples(supervised_rows(source, messages, tools), encode, config, source.source)
+    return Examples(read_supervised_rows(source, messages, tools), encode, config, source.source)
 
 
 def load_chats(
@@ -145,26 +145,28 @@ def load_chats(
     tokenizer: PreTrainedTokenizerBase,
     setting: str = "warm_start.train_file",
 ) -> Batch:
-    """Whole conversations in the prompt column, as columns prompt_ids, response_ids, response_mask.
+    """Load whole conversations in the prompt column, for a warm start.
 
-    Raises ConfigError as `load_conversations`; `max_tokens` is what the policy may read and write.
+    `max_tokens` is the limit of prompt and response together. Returns the columns prompt_ids,
+    response_ids and response_mask. Raises ConfigError as `load_conversations` does.
     """
     source = open_rows(name, setting)
     messages = Column(config.prompt_column, "data.prompt_column")
     tools = Column(config.tools_column, "data.tools_column") if config.tools_column else None
-    template, found = ChatTemplate(tokenizer), []
-    for number, row in enumerate(supervised_rows(source, messages, tools)):
+    template, conversations = ChatTemplate(tokenizer), list[Tokens]()
+    for number, row in enumerate(read_supervised_rows(source, messages, tools)):
         where = f"{source.source}: row {number}"
         try:
-            found.append(encoded(row.messages, row.is_trained, row.tools, template))
+            tokens = encode_conversation(row.messages, row.is_trained, row.tools, template)
         except ChatTemplateError as error:
             raise ConfigError(f"{where} {error}") from error
-        if len(found[-1].ids) > max_tokens:
+        if len(tokens.ids) > max_tokens:
             raise ConfigError(
-                f"{where} has {len(found[-1].ids)} tokens; allowed: up to data.max_prompt_tokens "
+                f"{where} has {len(tokens.ids)} tokens; allowed: up to data.max_prompt_tokens "
                 f"+ rollout.max_response_tokens={max_tokens}"
             )
-    return _batch_of(found)
+        conversations.append(tokens)
+    return _collate(conversations)
 
 
 def load_pairs(
@@ -173,7 +175,10 @@ def load_pairs(
     tokenizer: PreTrainedTokenizerBase,
     setting: str = "data.train_file",
 ) -> Examples[PreferenceRow]:
-    """The same for preference pairs. Messages of the assistant after the prompt are trained on."""
+    """Load preference pairs, to train on the assistant's messages after the prompt.
+
+    Raises ConfigError as `load_conversations` does.
+    """
     source = open_rows(name, setting)
     prompt = Column(config.prompt_column, "data.prompt_column")
     chosen = Column(config.chosen_column, "data.chosen_column")
@@ -184,46 +189,47 @@ def load_pairs(
     template = ChatTemplate(tokenizer)
 
     def encode(row: PreferenceRow) -> Example:
-        found = [
-            encoded(
+        conversations = tuple(
+            encode_conversation(
                 [*row.prompt, *answer],
                 [False] * len(row.prompt) + [m["role"] == "assistant" for m in answer],
                 row.tools,
                 template,
             )
             for answer in (row.chosen, row.rejected)
-        ]
-        return Example(tuple(found), row.margin or 0.0)
+        )
+        return Example(conversations, row.margin or 0.0)
 
-    rows = preference_rows(source, prompt, chosen, rejected, margin, tools)
+    rows = read_preference_rows(source, prompt, chosen, rejected, margin, tools)
     return Examples(rows, encode, config, source.source)
 
 
-def encoded(
+def encode_conversation(
     messages: Sequence[Message],
     is_trained: Sequence[bool],
     tools: Sequence[Mapping[str, Any]],
     template: ChatTemplate,
 ) -> Tokens:
-    """A conversation as the chat template writes it, up to its last trained token.
+    """Encode a conversation by the chat template, up to its last trained token.
 
-    Trained are the tokens of what a trained message says, and the special token that ends it: the
-    one right after it or, at the end of a text without one, the end-of-sequence token.
+    The trained tokens are the content of each trained message and the special token right after it;
+    at the end of the text without such a token, the end-of-sequence token is appended.
     """
     tokenizer = template.tokenizer
     text, messages = template.write(messages, tools)
     spans = [
-        _span(text, messages, index, tools, template)
+        _find_span(text, messages, index, tools, template)
         for index, flag in enumerate(is_trained)
         if flag
     ]
-    found = tokenizer(
+    encoding = tokenizer(
         text,
         add_special_tokens=False,
         return_attention_mask=False,
         return_offsets_mapping=True,
     )
-    ids, starts = list(found["input_ids"]), [start for start, _ in found["offset_mapping"]]
+    ids = list(encoding["input_ids"])
+    starts = [start for start, _ in encoding["offset_mapping"]]
     special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
     mask = [False] * len(ids)
     for start, end in spans:
@@ -240,52 +246,56 @@ def encoded(
     return Tokens(ids[:end], mask[:end])
 
 
-def batch_of(examples: Sequence[Example]) -> Batch:
-    """Jagged columns prompt_ids, response_ids and response_mask, and the array margins.
+def collate_examples(examples: Sequence[Example]) -> Batch:
+    """Build the columns prompt_ids, response_ids, response_mask and margins.
 
-    A conversation begins with prompt_ids, up to its first trained token. Those of a row follow each
-    other.
+    prompt_ids end before the first trained token of a conversation. The conversations of a row
+    follow each other.
     """
-    found = [tokens for example in examples for tokens in example.conversations]
+    conversations = [tokens for example in examples for tokens in example.conversations]
     num_each = len(examples[0].conversations)
     margins = np.repeat([example.margin for example in examples], num_each)
-    return _batch_of(found).with_columns(margins=margins)
+    return _collate(conversations).with_columns(margins=margins)
 
 
-def _batch_of(conversations: Sequence[Tokens]) -> Batch:
-    """A conversation begins with prompt_ids, up to its first trained token."""
+def _collate(conversations: Sequence[Tokens]) -> Batch:
     firsts = [max(1, tokens.is_trained.index(True)) for tokens in conversations]
     split = list(zip(conversations, firsts, strict=True))
     return Batch(
         {
-            "prompt_ids": Jagged.of((t.ids[:first] for t, first in split), np.int64),
-            "response_ids": Jagged.of((t.ids[first:] for t, first in split), np.int64),
-            "response_mask": Jagged.of((t.is_trained[first:] for t, first in split), np.int8),
+            "prompt_ids": Jagged.pack((t.ids[:first] for t, first in split), np.int64),
+            "response_ids": Jagged.pack((t.ids[first:] for t, first in split), np.int64),
+            "response_mask": Jagged.pack((t.is_trained[first:] for t, first in split), np.int8),
         }
     )
 
 
-def scored_batch(batch: Batch) -> Batch:
-    """Rows whose only response token is one after the conversation: its score is the whole's.
+def build_scoring_batch(batch: Batch) -> Batch:
+    """Move conversations to prompt_ids, with a dummy response token whose score is theirs.
 
-    The state before a response token scores it, so that of the last token scores this one. It is
-    never read itself. The jagged columns prompt_ids, response_ids, response_mask; other arrays.
+    The state before a response token gives its score, so the state of the last token of the
+    conversation scores the dummy token, which the model never reads. Other columns are unchanged.
     """
-    whole = [
+    conversations = [
         np.concatenate(parts)
         for parts in zip(batch.jagged("prompt_ids"), batch.jagged("response_ids"), strict=True)
     ]
     return batch.with_columns(
-        prompt_ids=Jagged.of(whole, np.int64),
-        response_ids=Jagged.of([[0]] * len(whole), np.int64),
-        response_mask=Jagged.of([[1]] * len(whole), np.int8),
+        prompt_ids=Jagged.pack(conversations, np.int64),
+        response_ids=Jagged.pack([[0]] * len(conversations), np.int64),
+        response_mask=Jagged.pack([[1]] * len(conversations), np.int8),
     )
 
 
 class ExampleBatches:
-    """Shuffled batches without end; `take` gives the batch of rows.
+    """Endless shuffled batches of examples.
 
-    `sizes` are rows of each file. With `weights`, one a file, files are mixed.
+    Args:
+        take: Returns the batch of these rows.
+        sizes: Number of rows of each file.
+        batch_size: Rows per batch.
+        seed: Seed of the order.
+        weights: Mixture weight of each file; without them rows are shuffled over all files.
     """
 
     def __init__(
@@ -316,32 +326,33 @@ class ExampleBatches:
         self._sampler.load_state_dict(state)
 
 
-def _span(
+def _find_span(
     text: str,
     messages: Sequence[Message],
     index: int,
     tools: Sequence[Mapping[str, Any]],
     template: ChatTemplate,
 ) -> tuple[int, int]:
-    """Where in `text` is what a message says: what the model is to write in its place.
+    """Find the part of `text` that the model is to generate for a message: [start, end).
 
-    It begins after the generation prompt, where the template has one. Else, and where it ends, it
-    is what the template does not write around another message in the same place. (Templates change
-    earlier messages by what follows, so the text of the messages up to here would not do.)
+    The part begins after the generation prompt, if the template has one. Otherwise it begins, and
+    in any case it ends, where the text differs from that with another message in this place.
+    (Rendering the messages up to this one does not help: templates change earlier messages by those
+    that follow.)
 
     Raises:
-        ChatTemplateError: it is not all that the message says.
+        ChatTemplateError: the part lacks something of the message.
     """
     role = messages[index]["role"]
-    others = [*messages]
+    marked = [*messages]
     removed = ("tool_calls", *REASONING)
-    others[index] = {name: value for name, value in messages[index].items() if name not in removed}
-    before, after = template.split_at(others, index, tools, MARK.format(index))
-    start = _common_length(before, text)
+    marked[index] = {name: value for name, value in messages[index].items() if name not in removed}
+    before, after = template.split_at(marked, index, tools, MARK.format(index))
+    start = _count_common(before, text)
     if index and role == "assistant":
-        start = _after_generation_prompt(text, messages, index, tools, template, start)
-    end = len(text) - _common_length(after[::-1], text[start:][::-1])
-    if missing := missing_part(messages[index], text[start:end]):
+        start = _find_prompt_end(text, messages, index, tools, template, start)
+    end = len(text) - _count_common(after[::-1], text[start:][::-1])
+    if missing := find_missing_part(messages[index], text[start:end]):
         raise ChatTemplateError(
             f"trains on message {index}, of which the model's chat template leaves out {missing}; "
             f"allowed: messages that it writes whole, or (sft) `train: false`"
@@ -349,41 +360,43 @@ def _span(
     return start, end
 
 
-def _after_generation_prompt(
+def _find_prompt_end(
     text: str,
     messages: Sequence[Message],
     index: int,
     tools: Sequence[Mapping[str, Any]],
     template: ChatTemplate,
-    most: int,
+    limit: int,
 ) -> int:
-    """Where in `text` the generation prompt before a message ends, or what is written of it.
+    """Find the end in `text` of the generation prompt of a message.
 
-    `most`: where the text of this message is another than that of another one in its place. The
-    prompt may open reasoning, which the template leaves out of some messages: what the text has of
-    the prompt, to the end of one of its tokens, is then not trained.
+    The prompt may open reasoning, which the template drops from some messages: the text then has a
+    prefix of the prompt, to the end of one of its tokens, and this end is returned.
+
+    Args:
+        limit: Where the text begins to differ from that with another message in this place.
     """
     history = template.render(messages[:index], tools)
     prompt = template.render(messages[:index], tools, add_generation_prompt=True)
     if prompt == history or not prompt.startswith(history):
-        return most
+        return limit
     if text.startswith(prompt):
         return len(prompt)
     opening = prompt[len(history) :]
-    first = 0  # behind the message before
-    with suppress(ChatTemplateError):  # of one with calls alone
+    first = 0  # end of the message before
+    with suppress(ChatTemplateError):  # a message with calls only
         _, after = template.split_at(messages, index - 1, tools, MARK.format(index))
-        first = len(text) - _common_length(after[::-1], text[::-1])
+        first = len(text) - _count_common(after[::-1], text[::-1])
     encoding = template.tokenizer(opening, add_special_tokens=False, return_offsets_mapping=True)
     ends = [int(end) for _, end in encoding["offset_mapping"]]
     for length in reversed(ends):
         place = text.find(opening[:length], first)
-        if place >= 0 and (place + length <= most or (length == len(opening) and place < most)):
+        if place >= 0 and (place + length <= limit or (length == len(opening) and place < limit)):
             return place + length
-    return most
+    return limit
 
 
-def _common_length(one: str, other: str) -> int:
-    """Characters with which both begin."""
-    pairs = enumerate(zip(one, other, strict=False))
-    return next((place for place, (a, b) in pairs if a != b), min(len(one), len(other)))
+def _count_common(left: str, right: str) -> int:
+    """Count the characters of the common prefix."""
+    pairs = enumerate(zip(left, right, strict=False))
+    return next((index for index, (a, b) in pairs if a != b), min(len(left), len(right)))

@@ -1,15 +1,19 @@
-"""Rows of a data file, one at a time: parquet, JSONL, folders of `datasets`, functions of a user.
+"""Random access to rows of data: parquet, JSONL, folders of `datasets`, functions of a user.
 
-No reader keeps a file in memory. Any row can be read at any time, in any order:
+No reader keeps a file in memory:
 
-- parquet: a row group at a time; the last ones that were read are kept.
-- JSONL: by the offset of each line, 8 bytes a row.
+- parquet: a row group at a time, with a cache of the last ones.
+- JSONL: by the offset of each line, 8 bytes per row.
 - a folder of `Dataset.save_to_disk`: Arrow files, mapped into memory.
-- `module:function` or `path/to/file.py:function`: what that function returns.
+- `module:function` or `path/to/file.py:function`: rows that the function returns.
+
+`Digest` tells whether a resumed run reads the same rows.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import re
 from abc import ABC, abstractmethod
 from array import array
@@ -23,43 +27,44 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from mcore_rl.config.checks import exists
+from mcore_rl.config.checks import check_exists
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.config.import_path import load_own
+from mcore_rl.config.import_path import load_user_function
 from mcore_rl.config.json_file import parse_json_object, read_json_object
 
 ALLOWED = (
     "a parquet file, a file.jsonl, a folder of save_to_disk of `datasets`, or an import path, "
     "module:function or path/to/file.py:function"
 )
-KEPT_BYTES = 64 << 20  # row groups of a parquet file in memory; one at least, whatever its size
-MOST_GROUP_BYTES = 2 << 30  # of a row group
-_AT_ONCE = 1000  # rows that become Python objects together, where a file is read in its order
+CACHE_BYTES = 64 << 20  # row groups of a parquet file in memory, at least one
+MAX_GROUP_BYTES = 2 << 30  # of a row group
+_CHUNK_ROWS = 1000  # rows converted to Python objects at a time when a file is read in order
 _SURROGATE = re.compile(r"[\ud800-\udfff]")
 _IMPORT_PATH = r"(.+\.py|[\w.]+):\w+"
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """The columns of one row, and where it is."""
+    """The columns of a row, its source and its index."""
 
-    source: str  # the setting and the file, as in "data.train_file='train.parquet'"
+    source: str  # setting and file, as in "data.train_file='train.parquet'"
     index: int
     values: dict[str, Any]
 
-    def refusal(self, reason: str) -> ConfigError:
+    def build_error(self, reason: str) -> ConfigError:
+        """Build an error that names source and row."""
         return ConfigError(f"{self.source}: row {self.index} {reason}")
 
     def check_text(self) -> Row:
-        """Return the row. Raises ConfigError for half a surrogate pair, which no tokenizer takes.
+        """Return the row; ConfigError if a text has half a surrogate pair, as JSON allows.
 
-        JSON may have one, as may what a function returns.
+        No tokenizer takes one.
         """
         for name, value in self.values.items():
             values = [value]
             while values:
                 if halves := [v for v in values if isinstance(v, str) and _SURROGATE.search(v)]:
-                    raise self.refusal(
+                    raise self.build_error(
                         f"of column {name!r} has half a surrogate pair in {halves[0][:80]!r}; "
                         "allowed: whole characters"
                     )
@@ -68,12 +73,12 @@ class Row:
                     for v in values
                     if isinstance(v, dict | list)
                 )
-                values = [v for some in inner for v in some]
+                values = [v for container in inner for v in container]
         return self
 
 
 class RowSource(ABC):
-    """All rows of one source, by number, or in its order."""
+    """Rows of a source, by index or in order."""
 
     def __init__(self, source: str) -> None:
         self.source = source
@@ -89,18 +94,18 @@ class RowSource(ABC):
 
 
 def open_rows(name: str | Path, setting: str) -> RowSource:
-    """The rows of a file, a folder or a function; `setting` names it in errors.
+    """Open the rows of a file, a folder or a function; `setting` names it in errors.
 
     Raises:
-        ConfigError: there is none, it cannot be read, or it has no rows. Reading a row raises it,
-            too, where the file is damaged there.
+        ConfigError: it does not exist, cannot be read, or has no rows. Reading a damaged row raises
+            it, too.
     """
     path, source = Path(name), f"{setting}={str(name)!r}"
     rows: RowSource
     if not path.exists() and re.fullmatch(_IMPORT_PATH, str(name)):
-        rows = _FunctionRows(source, load_own(setting, str(name)))
+        rows = _FunctionRows(source, load_user_function(setting, str(name)))
     else:
-        exists(setting, name)
+        check_exists(setting, name)
         rows = open_file(path, source)
     if not len(rows):
         raise ConfigError(f"{source} has no rows")
@@ -108,21 +113,21 @@ def open_rows(name: str | Path, setting: str) -> RowSource:
 
 
 def open_file(path: Path, source: str) -> RowSource:
-    """The same for a path that exists; `source` begins the errors."""
+    """Open the rows of an existing path; `source` begins its errors."""
     if path.is_dir():
         return _ArrowRows(source, path)
     return _JsonRows(source, path) if path.suffix == ".jsonl" else _ParquetRows(source, path)
 
 
-class _Tables(RowSource):
-    """Rows in Arrow tables, one after the other."""
+class _TableRows(RowSource):
+    """Rows of Arrow tables, one after the other."""
 
     def __init__(self, source: str, num_rows: Sequence[int]) -> None:
         super().__init__(source)
-        self._ends = np.cumsum(num_rows, dtype=np.int64)  # the first row after each table
+        self._ends = np.cumsum(num_rows, dtype=np.int64)  # index after the last row of each table
 
     @abstractmethod
-    def _table(self, index: int) -> pa.Table | pa.RecordBatch: ...
+    def _read_table(self, index: int) -> pa.Table | pa.RecordBatch: ...
 
     def __len__(self) -> int:
         return int(self._ends[-1]) if len(self._ends) else 0
@@ -130,33 +135,33 @@ class _Tables(RowSource):
     def __getitem__(self, row: int) -> Row:
         index = int(np.searchsorted(self._ends, row, side="right"))
         begin = int(self._ends[index - 1]) if index else 0
-        return self._rows(self._table(index).slice(row - begin, 1), row)[0]
+        return self._convert(self._read_table(index).slice(row - begin, 1), row)[0]
 
     def __iter__(self) -> Iterator[Row]:
         row = 0
         for index in range(len(self._ends)):
-            table = self._table(index)
-            for begin in range(0, table.num_rows, _AT_ONCE):
-                rows = self._rows(table.slice(begin, _AT_ONCE), row)
+            table = self._read_table(index)
+            for begin in range(0, table.num_rows, _CHUNK_ROWS):
+                rows = self._convert(table.slice(begin, _CHUNK_ROWS), row)
                 yield from rows
                 row += len(rows)
 
-    def _rows(self, table: pa.Table | pa.RecordBatch, first: int) -> list[Row]:
+    def _convert(self, table: pa.Table | pa.RecordBatch, first: int) -> list[Row]:
         try:
             values = table.to_pylist()
         except UnicodeDecodeError as error:
             if table.num_rows > 1:
                 return [
                     row
-                    for place in range(table.num_rows)
-                    for row in self._rows(table.slice(place, 1), first + place)
+                    for index in range(table.num_rows)
+                    for row in self._convert(table.slice(index, 1), first + index)
                 ]
             reason = f"has text that is no UTF-8: {error}; allowed: whole characters"
-            raise Row(self.source, first, {}).refusal(reason) from error
-        return [Row(self.source, first + place, row) for place, row in enumerate(values)]
+            raise Row(self.source, first, {}).build_error(reason) from error
+        return [Row(self.source, first + index, row) for index, row in enumerate(values)]
 
 
-class _ParquetRows(_Tables):
+class _ParquetRows(_TableRows):
     def __init__(self, source: str, path: Path) -> None:
         try:
             self._file = pq.ParquetFile(path)
@@ -164,47 +169,47 @@ class _ParquetRows(_Tables):
             raise ConfigError(
                 f"{source} cannot be read as parquet: {error}; allowed: {ALLOWED}"
             ) from error
-        about = self._file.metadata
-        groups = [about.row_group(index) for index in range(about.num_row_groups)]
+        metadata = self._file.metadata
+        groups = [metadata.row_group(index) for index in range(metadata.num_row_groups)]
         super().__init__(source, [group.num_rows for group in groups])
-        self._kept: OrderedDict[int, pa.Table] = OrderedDict()  # the last one used comes last
+        self._cache: OrderedDict[int, pa.Table] = OrderedDict()  # least recently used first
         largest = max((group.total_byte_size for group in groups), default=0)
-        if largest > MOST_GROUP_BYTES:
+        if largest > MAX_GROUP_BYTES:
             raise ConfigError(
                 f"{source} has a row group of {largest} bytes, and is read by row groups; allowed: "
-                f"up to {MOST_GROUP_BYTES}. Write it with a smaller row_group_size"
+                f"up to {MAX_GROUP_BYTES}. Write it with a smaller row_group_size"
             )
 
-    def _table(self, index: int) -> pa.Table:
-        table = self._kept.pop(index, None)
+    def _read_table(self, index: int) -> pa.Table:
+        table = self._cache.pop(index, None)
         if table is None:
             try:
                 table = self._file.read_row_group(index)
             except (pa.ArrowInvalid, OSError) as error:
                 raise ConfigError(f"{self.source} cannot be read as parquet: {error}") from error
-        self._kept[index] = table
-        while len(self._kept) > 1 and sum(t.nbytes for t in self._kept.values()) > KEPT_BYTES:
-            self._kept.popitem(last=False)
+        self._cache[index] = table
+        while len(self._cache) > 1 and sum(t.nbytes for t in self._cache.values()) > CACHE_BYTES:
+            self._cache.popitem(last=False)
         return table
 
 
-class _ArrowRows(_Tables):
-    """`Dataset.save_to_disk` of Hugging Face's `datasets`: state.json names files of streams."""
+class _ArrowRows(_TableRows):
+    """Rows of `Dataset.save_to_disk` of Hugging Face's `datasets`, whose state.json names files."""
 
     def __init__(self, source: str, folder: Path) -> None:
-        self._batches: list[pa.RecordBatch] = []  # their data stays on disk until it is looked at
-        for path in _arrow_files(source, folder):
+        self._batches: list[pa.RecordBatch] = []  # memory-mapped
+        for path in _list_arrow_files(source, folder):
             try:
                 self._batches += pa.ipc.open_stream(pa.memory_map(str(path)))
             except (pa.ArrowInvalid, OSError) as error:
                 raise ConfigError(f"{source}: {path.name} cannot be read: {error}") from error
         super().__init__(source, [batch.num_rows for batch in self._batches])
 
-    def _table(self, index: int) -> pa.RecordBatch:
+    def _read_table(self, index: int) -> pa.RecordBatch:
         return self._batches[index]
 
 
-def _arrow_files(source: str, folder: Path) -> list[Path]:
+def _list_arrow_files(source: str, folder: Path) -> list[Path]:
     if (folder / "dataset_dict.json").is_file():
         splits = read_json_object(folder / "dataset_dict.json").get("splits")
         names = [str(folder / str(name)) for name in splits] if isinstance(splits, list) else []
@@ -219,7 +224,7 @@ def _arrow_files(source: str, folder: Path) -> list[Path]:
 
 
 class _JsonRows(RowSource):
-    """A JSON object a line; lines with nothing but blanks do not count."""
+    """Rows of JSON Lines; blank lines are skipped."""
 
     def __init__(self, source: str, path: Path) -> None:
         super().__init__(source)
@@ -251,23 +256,20 @@ class _JsonRows(RowSource):
 
 
 class _FunctionRows(RowSource):
-    """What a function of the user's returns: something with a length and numbers, or an iterable.
-
-    Of the first a row is read when it is needed, as of a file. The second is read once, and kept.
-    """
+    """Rows that a user's function returns: a sequence, or an iterable, which is read once."""
 
     def __init__(self, source: str, function: Any) -> None:
         super().__init__(source)
-        found = self._told(function)
-        if isinstance(found, str | bytes | Mapping) or not hasattr(found, "__iter__"):
+        rows = self._call(function)
+        if isinstance(rows, str | bytes | Mapping) or not hasattr(rows, "__iter__"):
             raise ConfigError(
-                f"{source} returned {str(found)[:80]!r}; allowed: rows, each a dict of columns"
+                f"{source} returned {str(rows)[:80]!r}; allowed: rows, each a dict of columns"
             )
-        is_indexed = hasattr(found, "__len__") and hasattr(found, "__getitem__")
-        self._found: Sequence[Any] = found if is_indexed else self._told(lambda: list(found))
+        is_indexed = hasattr(rows, "__len__") and hasattr(rows, "__getitem__")
+        self._items: Sequence[Any] = rows if is_indexed else self._call(lambda: list(rows))
 
-    def _told(self, function: Any) -> Any:
-        """What a call into code of the user's gives; what it raises is an error of that source."""
+    def _call(self, function: Any) -> Any:
+        """Call a user's code; report an exception as an error of the source."""
         try:
             return function()
         except ConfigError:
@@ -277,12 +279,37 @@ class _FunctionRows(RowSource):
             raise ConfigError(f"{self.source} raised {reason}") from error
 
     def __len__(self) -> int:
-        return len(self._found)
+        return len(self._items)
 
     def __getitem__(self, row: int) -> Row:
-        values = self._told(lambda: self._found[row])
+        values = self._call(lambda: self._items[row])
         if not isinstance(values, Mapping) or not all(isinstance(name, str) for name in values):
             raise ConfigError(
                 f"{self.source}: row {row} is {str(values)[:80]!r}; it must be a dict of columns"
             )
         return Row(self.source, row, dict(values)).check_text()
+
+
+class Digest:
+    """Digest of a sequence of values, the same in every process."""
+
+    def __init__(self) -> None:
+        self._hash = hashlib.blake2b(digest_size=16)
+
+    def add(self, value: Any) -> None:
+        """Add a value: its JSON, with `_describe` for objects that JSON cannot hold."""
+        text = json.dumps(value, default=_describe, skipkeys=True)
+        self._hash.update(text.encode())
+
+    def hexdigest(self) -> str:
+        """Return the digest as text."""
+        return self._hash.hexdigest()
+
+
+def _describe(value: Any) -> Any:
+    """Describe an object without its address, and a set in sorted order."""
+    if hasattr(value, "tolist"):  # arrays and tensors, whose repr leaves elements out
+        return value.tolist()
+    if isinstance(value, set | frozenset):
+        return sorted(map(repr, value))
+    return re.sub(r" at 0x[0-9a-f]+", "", repr(value))

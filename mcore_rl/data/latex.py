@@ -1,4 +1,4 @@
-"""LaTeX boxes, in which solutions and responses have their answers."""
+"""LaTeX boxes around the answers of solutions and responses."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ _BOX = re.compile(r"\\(?:boxed|fbox)(?![A-Za-z])\s*(\{|(?<=\s)[^\s{$\\]+)")
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 
 
-def last_boxed(text: str) -> str | None:
-    r"""Return the content of the last \boxed{} or \fbox{}; None without one that is complete.
+def find_last_boxed(text: str) -> str | None:
+    r"""Return the content of the last \boxed{} or \fbox{}; None if there is no complete box.
 
-    Blanks before the brace, and a box without braces that ends at a blank or a dollar, are read as
-    TeX or its readers take them.
+    As in TeX, blanks before the brace are allowed, and a box without braces ends at a blank or a
+    dollar.
 
-    >>> last_boxed(r"\boxed{1}, so \boxed {\frac{1}{2}}")
+    >>> find_last_boxed(r"\boxed{1}, so \boxed {\frac{1}{2}}")
     '\\frac{1}{2}'
-    >>> last_boxed(r"the answer is $\boxed 12$.")
+    >>> find_last_boxed(r"the answer is $\boxed 12$.")
     '12'
     """
     boxes = list(_BOX.finditer(text))
@@ -31,5 +31,5 @@ def last_boxed(text: str) -> str | None:
 
 
 def has_balanced_braces(text: str) -> bool:
-    r"""Whether \boxed{text} ends at its last brace."""
-    return last_boxed(f"\\boxed{{{text}}}") == text
+    r"""Return whether \boxed{text} ends at its last brace."""
+    return find_last_boxed(f"\\boxed{{{text}}}") == text

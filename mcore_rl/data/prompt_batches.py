@@ -1,4 +1,4 @@
-"""Prompts as batches: what a trainer hands to its generation servers."""
+"""Batches of prompts, for generation."""
 
 from __future__ import annotations
 
@@ -9,18 +9,22 @@ from typing import Any
 import numpy as np
 
 from mcore_rl.data.batch import Array, Batch, Jagged
-from mcore_rl.data.curriculum import CurriculumSampler
 from mcore_rl.data.datasets import PromptDataset
-from mcore_rl.data.sampler import IndexSampler, MixtureSampler
+from mcore_rl.data.sampler import CurriculumSampler, IndexSampler, MixtureSampler
 
 
 class PromptBatches:
-    """Shuffled batches without end. Group ids count up from 0: no two prompts of a run share one.
+    """Endless shuffled batches of prompts. Group ids count up from 0, one per prompt of a run.
 
-    Columns: prompt_ids, group_ids, fields and messages (JSON, as Jagged.of_texts), and rows (of the
-    data set). The batch size may change where a run goes on from a state. With `weights`, one a
-    file, files are mixed; a `curriculum` draws by what it is told of earlier prompts, with
-    `observe`.
+    Columns: prompt_ids, group_ids, fields and messages (JSON, as Jagged.pack_texts), and rows (of
+    the data set). The batch size may change on resuming.
+
+    Args:
+        dataset: Prompts of one or more files.
+        batch_size: Prompts per batch.
+        seed: Seed of the order.
+        weights: Mixture weight of each file; without them rows are shuffled over all files.
+        curriculum: Sampler that draws by the success rates that `observe` counts.
     """
 
     def __init__(
@@ -32,7 +36,7 @@ class PromptBatches:
         curriculum: CurriculumSampler | None = None,
     ) -> None:
         self._dataset, self._batch_size, self._curriculum = dataset, batch_size, curriculum
-        self._drawn: dict[int, int] = {}  # the row of each group that nobody has told of yet
+        self._drawn: dict[int, int] = {}  # row of each group that was not observed yet
         self._sampler: IndexSampler | MixtureSampler | CurriculumSampler
         if curriculum is not None:
             self._sampler = curriculum
@@ -49,62 +53,67 @@ class PromptBatches:
         return self.take(self._batch_size)
 
     def take(self, num: int) -> Batch:
-        """The next `num` prompts: other sizes have the same ones, in the same order."""
-        return self.again(self.draw(num))
+        """Return the next `num` prompts; the order does not depend on the sizes of batches."""
+        return self.build_batch(self.draw(num))
 
     def draw(self, num: int) -> dict[int, int]:
-        """The rows of the next `num` prompts, by the group ids that they have got."""
+        """Draw the rows of the next `num` prompts, by their new group ids."""
         rows, first = self._sampler.take(num), self._next_group_id
         self._next_group_id += num
         return dict(zip(range(first, self._next_group_id), rows, strict=True))
 
-    def again(self, drawn: Mapping[int, int]) -> Batch:
-        """The prompts of what `draw` has given, now or in a run that this one goes on from."""
+    def build_batch(self, drawn: Mapping[int, int]) -> Batch:
+        """Build the batch of a result of `draw`, of this run or of the run that it resumes."""
         if self._curriculum is not None:
             self._drawn |= drawn
-        return _prompt_batch(self._dataset, list(drawn.values()), list(drawn))
+        return _build_batch(self._dataset, list(drawn.values()), list(drawn))
 
-    def observe(self, came: Array, group_ids: Array, has_succeeded: Array) -> None:
-        """Which responses [samples] have succeeded, of the groups that `came`, each once."""
+    def observe(self, generated_groups: Array, group_ids: Array, has_succeeded: Array) -> None:
+        """Count successes for the curriculum, once per group.
+
+        Args:
+            generated_groups: Ids of all groups that were generated.
+            group_ids: Group of each response with a reward: [samples].
+            has_succeeded: Whether each of these succeeded: [samples].
+        """
         if self._curriculum is None:
             return
-        for group in np.unique(came).tolist():
-            row, found = self._drawn.pop(group), has_succeeded[group_ids == group]
-            if len(found):  # else each reward raised
-                self._curriculum.observe(row, int(found.sum()), len(found))
+        for group in np.unique(generated_groups).tolist():
+            row, successes = self._drawn.pop(group), has_succeeded[group_ids == group]
+            if len(successes):  # else each reward raised
+                self._curriculum.observe(row, int(successes.sum()), len(successes))
 
     def state_dict(self) -> dict[str, Any]:
         return {"sampler": self._sampler.state_dict(), "next_group_id": self._next_group_id}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state` was taken; ConfigError when it is of other data or another seed."""
+        """Continue from `state`; ConfigError if it is of other data or another seed."""
         self._sampler.load_state_dict(state["sampler"])
         self._next_group_id = state["next_group_id"]
 
 
-def held_out_batch(dataset: PromptDataset, num_prompts: int, num_before: int = 0) -> Batch:
-    """The first prompts of an evaluation, in columns as above.
+def build_held_out_batch(dataset: PromptDataset, num_prompts: int, num_before: int = 0) -> Batch:
+    """Build a batch of the first prompts of an evaluation set, in the columns of PromptBatches.
 
-    Group ids count down from -1, so that training has none of them, nor a seed made of one; those
-    of a prompt are the same however many are asked. `num_before` are of other sets: those of a set
-    begin below.
+    Group ids count down from -1, or from below those of `num_before` prompts of other sets. They,
+    and seeds made of them, differ from those of training and do not depend on num_prompts.
     """
     first = -1 - num_before
-    return _prompt_batch(dataset, range(num_prompts), range(first, first - num_prompts, -1))
+    return _build_batch(dataset, range(num_prompts), range(first, first - num_prompts, -1))
 
 
-def _prompt_batch(dataset: PromptDataset, rows: Sequence[int], group_ids: Sequence[int]) -> Batch:
+def _build_batch(dataset: PromptDataset, rows: Sequence[int], group_ids: Sequence[int]) -> Batch:
     prompts = dataset.take(rows)
 
-    def texts(values: Iterable[Any]) -> Jagged:
-        return Jagged.of_texts(json.dumps(value, default=str) for value in values)
+    def pack_json(values: Iterable[Any]) -> Jagged:
+        return Jagged.pack_texts(json.dumps(value, default=str) for value in values)
 
     return Batch(
         {
-            "prompt_ids": Jagged.of((p.prompt_ids for p in prompts), np.int32),
+            "prompt_ids": Jagged.pack((p.prompt_ids for p in prompts), np.int32),
             "group_ids": np.array(group_ids, dtype=np.int64),
-            "fields": texts(p.fields for p in prompts),
-            "messages": texts(p.messages for p in prompts),
-            "rows": np.array([dataset.row_number(row) for row in rows], dtype=np.int64),
+            "fields": pack_json(p.fields for p in prompts),
+            "messages": pack_json(p.messages for p in prompts),
+            "rows": np.array([dataset.get_row_number(row) for row in rows], dtype=np.int64),
         }
     )

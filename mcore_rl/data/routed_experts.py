@@ -1,8 +1,8 @@
-"""The experts that servers have used, on their way to the pipeline ranks that replay them.
+"""Router replay: experts that servers used, as columns for the pipeline ranks that replay them.
 
-A server's worker adds a column along tokens for each pipeline rank, of the MoE layers of that rank:
-"stage_routed_experts/LAYERS". They are by reference, so the driver never has an expert's id, and
-each has objects of its own: a training rank fetches the experts of its samples and layers.
+The rollout worker adds a jagged column for each pipeline rank, with the MoE layers of that rank:
+"stage_routed_experts/LAYERS". Columns are by reference and stored separately: the driver has no
+expert ids, and a training rank fetches the experts of its samples and layers only.
 """
 
 from __future__ import annotations
@@ -16,52 +16,54 @@ import numpy.typing as npt
 from mcore_rl.data.batch import Batch, Jagged, Samples
 from mcore_rl.data.sample import Sample
 
-EXPERTS = "stage_routed_experts"  # as an engine reads those of its own layers
+EXPERTS = "stage_routed_experts"  # the column that an engine reads: experts of its layers
 Ids = npt.NDArray[np.integer]
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertLayers:
-    """Where the experts of a model are."""
+    """MoE layers of a model by pipeline rank."""
 
-    stages: tuple[tuple[int, ...], ...]  # by pipeline rank its decoder layers with experts
-    topk: int  # experts a token
+    stages: tuple[tuple[int, ...], ...]  # decoder layers with experts of each pipeline rank
+    topk: int  # experts per token
 
 
-def part_of(layers: Sequence[int]) -> str:
-    """What the column for these decoder layers is called after its slash."""
+def format_layers(layers: Sequence[int]) -> str:
+    """Format decoder layers for the name of their column, after the slash."""
     return ",".join(map(str, layers)) or "none"
 
 
-def columns_of_experts(batch: Samples) -> list[str]:
-    """The names of those for all pipeline ranks."""
+def list_expert_columns(batch: Samples) -> list[str]:
+    """Return the names of the expert columns of all pipeline ranks."""
     return [name for name in batch.names if name.startswith(f"{EXPERTS}/")]
 
 
-def with_experts(batch: Batch, samples: Sequence[Sample], layers: ExpertLayers) -> Batch:
-    """The batch of these samples with a column for each pipeline rank.
+def add_experts(batch: Batch, samples: Sequence[Sample], layers: ExpertLayers) -> Batch:
+    """Add to the batch of these samples an expert column for each pipeline rank.
 
     Raises:
-        RuntimeError: as `by_stage`.
+        RuntimeError: as `split_by_stage`.
     """
     offsets = np.concatenate([[0], np.cumsum(batch.num_tokens)]).astype(np.int64)
-    dtype = np.result_type(np.uint8, *{p.ids.dtype for one in samples for p in one.routed_experts})
+    dtype = np.result_type(
+        np.uint8, *{p.ids.dtype for sample in samples for p in sample.routed_experts}
+    )
     shapes = [(int(offsets[-1]), len(stage), layers.topk) for stage in layers.stages]
     columns = [Jagged(np.empty(shape, dtype), offsets) for shape in shapes]
     for row, sample in enumerate(samples):
-        for column, ids in zip(columns, by_stage(sample, layers), strict=True):
+        for column, ids in zip(columns, split_by_stage(sample, layers), strict=True):
             column[row][:] = ids
-    names = [f"{EXPERTS}/{part_of(stage)}" for stage in layers.stages]
+    names = [f"{EXPERTS}/{format_layers(stage)}" for stage in layers.stages]
     return batch.with_columns(**dict(zip(names, columns, strict=True)))
 
 
-def with_own_experts(batch: Batch, layers: Sequence[int]) -> Batch:
-    """With the column that the engine of a pipeline rank with these layers reads.
+def select_stage_experts(batch: Batch, layers: Sequence[int]) -> Batch:
+    """Add the column EXPERTS with the experts of these layers, those of a pipeline rank.
 
     Raises:
-        RuntimeError: there is none of these layers.
+        RuntimeError: the batch has no column of these layers.
     """
-    name = f"{EXPERTS}/{part_of(layers)}"
+    name = f"{EXPERTS}/{format_layers(layers)}"
     if name not in batch:
         raise RuntimeError(
             f"router replay: the batch has no column {name!r}, the experts of the decoder layers "
@@ -70,35 +72,34 @@ def with_own_experts(batch: Batch, layers: Sequence[int]) -> Batch:
     return batch.with_columns(**{EXPERTS: batch[name]})
 
 
-def by_stage(sample: Sample, layers: ExpertLayers) -> list[Ids]:
-    """What each pipeline rank is to replay: [prompt and response tokens, its layers, experts].
+def split_by_stage(sample: Sample, layers: ExpertLayers) -> list[Ids]:
+    """Return the experts of each pipeline rank: [prompt and response tokens, its layers, experts].
 
-    Tokens after the last one that the policy chose need no experts, nor does that one itself: no
-    log-prob that is trained depends on them. Where the server has none they get those of the token
-    before.
+    No trained log-prob depends on the experts of the last token that the policy chose and of those
+    after it. If the server has none for them, they get those of the token before.
 
     Raises:
         RuntimeError: the server has not recorded a layer, or a token.
     """
     if not (any(sample.response_mask) or sample.routed_experts):
-        return [_of_no_token(sample, stage, layers.topk) for stage in layers.stages]
-    ids = _all_tokens(sample, layers.topk)
-    found = []
+        return [_fill_empty_turn(sample, stage, layers.topk) for stage in layers.stages]
+    ids = _concat_tokens(sample, layers.topk)
+    stages = []
     for stage in layers.stages:
-        _check_layers(ids, stage, _name(sample.group_id, sample.trajectory, sample.segment))
-        found.append(np.ascontiguousarray(ids[:, list(stage)]))
-    return found
+        _check_layers(ids, stage, _describe(sample))
+        stages.append(np.ascontiguousarray(ids[:, list(stage)]))
+    return stages
 
 
-def _of_no_token(sample: Sample, stage: tuple[int, ...], topk: int) -> Ids:
-    """Of a turn that ended before its first token: any experts, as nothing is trained."""
+def _fill_empty_turn(sample: Sample, stage: tuple[int, ...], topk: int) -> Ids:
+    """Return arbitrary experts for a turn without a token: nothing of it is trained."""
     shape = (len(sample.prompt_ids) + len(sample.response_ids), len(stage), topk)
     return np.broadcast_to(np.arange(topk, dtype=np.uint8), shape)
 
 
-def _all_tokens(sample: Sample, topk: int) -> Ids:
-    """[prompt and response tokens, decoder layers, experts a token]."""
-    name = _name(sample.group_id, sample.trajectory, sample.segment)
+def _concat_tokens(sample: Sample, topk: int) -> Ids:
+    """Concatenate the recorded experts: [prompt and response tokens, decoder layers, topk]."""
+    name = _describe(sample)
     num_tokens, num_recorded = len(sample.prompt_ids) + len(sample.response_ids), 0
     for part in sample.routed_experts:
         if part.start != num_recorded or part.ids.shape[2] != topk:
@@ -114,12 +115,12 @@ def _all_tokens(sample: Sample, topk: int) -> Ids:
             f"router replay: the server has recorded the experts of {num_recorded} tokens of "
             f"{name}; it needs those of {max(needed, 1)}, and has {num_tokens} tokens"
         )
-    whole = np.concatenate([part.ids for part in sample.routed_experts])
-    return np.concatenate([whole, np.repeat(whole[-1:], num_tokens - num_recorded, axis=0)])
+    ids = np.concatenate([part.ids for part in sample.routed_experts])
+    return np.concatenate([ids, np.repeat(ids[-1:], num_tokens - num_recorded, axis=0)])
 
 
 def _check_layers(ids: Ids, stage: tuple[int, ...], name: str) -> None:
-    """Of a layer that was not recorded all ids are 0, and no token has an expert twice."""
+    """Raise RuntimeError for a layer without records, whose ids are all 0."""
     for layer in stage:
         if layer >= ids.shape[1] or (ids.shape[2] > 1 and not ids[:, layer].any()):
             raise RuntimeError(
@@ -127,5 +128,8 @@ def _check_layers(ids: Ids, stage: tuple[int, ...], name: str) -> None:
             )
 
 
-def _name(group: int, trajectory: int, segment: int) -> str:
-    return f"the sample of group {group}, trajectory {trajectory}, segment {segment}"
+def _describe(sample: Sample) -> str:
+    return (
+        f"the sample of group {sample.group_id}, trajectory {sample.trajectory}, "
+        f"segment {sample.segment}"
+    )

@@ -1,4 +1,4 @@
-"""Typed rows: what a column has to contain, and rows for supervised and for preference training."""
+"""Columns with checked contents, and rows of supervised and of preference training."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from mcore_rl.data.files import Row, RowSource
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
-Message = dict[str, Any]  # role, content, and what else a chat template reads, such as tool_calls
-REASONING = ("reasoning_content", "reasoning", "thinking")  # names of it beside content
+Message = dict[str, Any]  # role, content, and other keys that a chat template reads: tool_calls
+REASONING = ("reasoning_content", "reasoning", "thinking")  # keys of reasoning beside content
 _CHAT = "a list of messages with a role and a content of text"
 _CALLS = (
     "a chat whose calls are objects with a name and with arguments, which are an object or its "
@@ -27,7 +27,7 @@ _TOOLS = "a list of tool schemas, each an object, or that list as JSON text"
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A column by its name, and the setting that names it, if one does."""
+    """A column by its name, and the setting that names it, if any."""
 
     name: str
     setting: str = ""
@@ -35,25 +35,27 @@ class Column:
     def __str__(self) -> str:
         return f"column {self.name!r}" + (f" ({self.setting})" if self.setting else "")
 
-    def of(self, row: Row) -> Any:
-        """Its value; ConfigError where the row has no such column."""
+    def get(self, row: Row) -> Any:
+        """Return the value in a row; ConfigError if the row has no such column."""
         if self.name not in row.values:
-            raise row.refusal(f"has no {self}; it has: {', '.join(row.values)}")
+            raise row.build_error(f"has no {self}; it has: {', '.join(row.values)}")
         return row.values[self.name]
 
-    def text(self, row: Row) -> str:
-        value = self.of(row)
+    def get_text(self, row: Row) -> str:
+        """Return the value in a row; ConfigError if it is no text."""
+        value = self.get(row)
         if not isinstance(value, str):
-            raise self.refusal(row, value, "text")
+            raise self.build_error(row, value, "text")
         return value
 
-    def refusal(self, row: Row, value: object, allowed: str) -> ConfigError:
-        return row.refusal(f"of {self} is {str(value)[:80]!r}; it must be {allowed}")
+    def build_error(self, row: Row, value: object, allowed: str) -> ConfigError:
+        """Build the error for a value that is not allowed."""
+        return row.build_error(f"of {self} is {str(value)[:80]!r}; it must be {allowed}")
 
 
 @dataclass(frozen=True, slots=True)
 class SupervisedRow:
-    """A conversation, of which some messages are trained on."""
+    """A conversation with the messages to train on."""
 
     messages: list[Message]
     is_trained: list[bool]  # of each message
@@ -65,17 +67,16 @@ class PreferenceRow:
     """A prompt and two continuations, of which the first is preferred."""
 
     prompt: list[Message]
-    chosen: list[Message]  # what follows the prompt, the last one by the assistant
+    chosen: list[Message]  # after the prompt; the last message is the assistant's
     rejected: list[Message]
-    margin: float | None  # by how much `chosen` is better, where the data says so
+    margin: float | None  # by how much `chosen` is better, if the data has it
     tools: list[dict[str, Any]]  # schemas for the chat template
 
 
 class TypedRows(Generic[T]):
-    """The rows of a source, each checked and made a T when it is read.
+    """Rows of a source, each checked and parsed to a T when it is read.
 
-    A row that is not valid is a ConfigError that names source, row, column, value and what is
-    allowed.
+    An invalid row is a ConfigError that names source, row, column, value and what is allowed.
     """
 
     def __init__(self, rows: RowSource, parse: Callable[[Row], T]) -> None:
@@ -92,19 +93,19 @@ class TypedRows(Generic[T]):
         return map(self._parse, self._rows)
 
 
-class Numbered(Protocol[T_co]):
-    """A file's rows, by number."""
+class Indexed(Protocol[T_co]):
+    """Rows of a file by index."""
 
     def __len__(self) -> int: ...
 
     def __getitem__(self, row: int, /) -> T_co: ...
 
 
-F = TypeVar("F", bound=Numbered[Any])
+F = TypeVar("F", bound=Indexed[Any])
 
 
-class FilesInOrder(Generic[F, T]):
-    """Rows by number: those of the first file, then those of the next."""
+class ConcatFiles(Generic[F, T]):
+    """Rows of several files, one file after the other, by index."""
 
     def __init__(self, *files: F) -> None:
         self._files = files
@@ -112,50 +113,50 @@ class FilesInOrder(Generic[F, T]):
 
     @property
     def sizes(self) -> list[int]:
-        """Rows of each file."""
+        """Number of rows of each file."""
         return [len(file) for file in self._files]
 
     @property
     def digests(self) -> list[str]:
-        """The digest of each file; "" for rows that are in none."""
+        """Digest of each file; "" for rows that are in no file."""
         return [getattr(file, "digest", "") for file in self._files]
 
     def __len__(self) -> int:
         return self._ends[-1]
 
     def __getitem__(self, row: int) -> T:
-        file, its_row = self._place(row)
-        found: T = self._files[file][its_row]
-        return found
+        file, index = self._locate(row)
+        item: T = self._files[file][index]
+        return item
 
-    def _place(self, row: int) -> tuple[int, int]:
-        """The number of its file, and its own in that."""
+    def _locate(self, row: int) -> tuple[int, int]:
+        """Return the index of the row's file, and the index of the row in it."""
         file = bisect_right(self._ends, row)
         return file, row - (self._ends[file - 1] if file else 0)
 
 
-def supervised_rows(
+def read_supervised_rows(
     rows: RowSource, messages: Column, tools: Column | None = None
 ) -> TypedRows[SupervisedRow]:
-    """Conversations. Messages of the assistant are trained on, others are not.
+    """Read conversations, to train on the messages of the assistant.
 
-    `train` of a message, true or false, says otherwise for that message. A row that trains on no
-    message is refused.
+    `train` of a message, true or false, overrides that. A row without a message to train on is
+    refused.
     """
 
     def parse(row: Row) -> SupervisedRow:
-        found = chat(row, messages)
-        flags = [message.pop("train", message["role"] == "assistant") for message in found]
+        chat = read_chat(row, messages)
+        flags = [message.pop("train", message["role"] == "assistant") for message in chat]
         if not all(isinstance(flag, bool) for flag in flags):
-            raise messages.refusal(row, flags, "messages whose `train` is true or false")
+            raise messages.build_error(row, flags, "messages whose `train` is true or false")
         if not any(flags):
-            raise messages.refusal(row, found, "a chat with a message to train on")
-        return SupervisedRow(found, flags, tool_schemas(row, tools))
+            raise messages.build_error(row, chat, "a chat with a message to train on")
+        return SupervisedRow(chat, flags, read_tool_schemas(row, tools))
 
     return TypedRows(rows, parse)
 
 
-def preference_rows(
+def read_preference_rows(
     rows: RowSource,
     prompt: Column,
     chosen: Column,
@@ -163,55 +164,62 @@ def preference_rows(
     margin: Column | None = None,
     tools: Column | None = None,
 ) -> TypedRows[PreferenceRow]:
-    """Prompts with a preferred and a rejected continuation, and the margin between the two."""
+    """Read prompts with a preferred and a rejected continuation, and the margin between them."""
 
     def parse(row: Row) -> PreferenceRow:
-        asked, *answers = (chat(row, column) for column in (prompt, chosen, rejected))
+        messages, *answers = (read_chat(row, column) for column in (prompt, chosen, rejected))
         for column, answer in zip((chosen, rejected), answers, strict=True):
             if answer[-1]["role"] != "assistant":
-                raise column.refusal(row, answer, f"{_CHAT}, of which the last is the assistant's")
+                raise column.build_error(
+                    row, answer, f"{_CHAT}, of which the last is the assistant's"
+                )
         if answers[0] == answers[1]:
-            raise rejected.refusal(row, answers[1], f"another answer than {chosen.name!r}")
-        found = _margin(row, margin), tool_schemas(row, tools)
-        return PreferenceRow(asked, answers[0], answers[1], *found)
+            raise rejected.build_error(row, answers[1], f"another answer than {chosen.name!r}")
+        return PreferenceRow(
+            messages,
+            answers[0],
+            answers[1],
+            _read_margin(row, margin),
+            read_tool_schemas(row, tools),
+        )
 
     return TypedRows(rows, parse)
 
 
-def chat(row: Row, column: Column) -> list[Message]:
-    """Messages with a role and a content of text; content may be null beside `tool_calls`.
+def read_chat(row: Row, column: Column) -> list[Message]:
+    """Read messages with a role and a text as content; content may be null beside `tool_calls`.
 
-    Other keys that are null are left out: a table gives each message the keys of all. Arguments of
-    calls are objects, also those that are JSON text in the row.
+    Other null keys are dropped: in a table each message has the keys of all. Arguments of calls
+    that are JSON text are parsed to objects.
     """
-    value = column.of(row)
+    value = column.get(row)
     if not isinstance(value, list) or not value or not all(isinstance(m, dict) for m in value):
-        raise column.refusal(row, value, _CHAT)
-    found = [{"content": m.get("content")} | without_nulls(m) for m in value]
-    for message in found:
+        raise column.build_error(row, value, _CHAT)
+    messages = [{"content": m.get("content")} | drop_nulls(m) for m in value]
+    for message in messages:
         is_text = isinstance(message["content"], str)
         is_call = message["content"] is None and bool(message.get("tool_calls"))
         if not isinstance(message.get("role"), str) or not (is_text or is_call):
-            raise column.refusal(row, value, _CHAT)
+            raise column.build_error(row, value, _CHAT)
         if not all(isinstance(message.get(name, ""), str) for name in REASONING):
-            raise column.refusal(row, value, f"a chat with text as {' or '.join(REASONING)}")
+            raise column.build_error(row, value, f"a chat with text as {' or '.join(REASONING)}")
         if "tool_calls" in message:
             try:
                 message["tool_calls"] = [_parse_call(call) for call in message["tool_calls"]]
             except (TypeError, KeyError, ValueError, AttributeError, RecursionError) as error:
-                raise column.refusal(row, value, _CALLS) from error
-    return found
+                raise column.build_error(row, value, _CALLS) from error
+    return messages
 
 
-def function_of(call: dict[str, Any]) -> dict[str, Any]:
+def get_function(call: dict[str, Any]) -> dict[str, Any]:
     """Return the object of a call that has its name and arguments."""
     function: dict[str, Any] = call.get("function", call)
     return function
 
 
 def _parse_call(call: dict[str, Any]) -> dict[str, Any]:
-    """Return a call with its arguments as an object. Raises where it is none."""
-    function = function_of(call)
+    """Return a call with its arguments as an object; raise if it is no call."""
+    function = get_function(call)
     arguments = function.get("arguments") or {}
     if isinstance(arguments, str):
         arguments = json.loads(arguments)
@@ -222,35 +230,35 @@ def _parse_call(call: dict[str, Any]) -> dict[str, Any]:
     return {**call, "function": parsed} if "function" in call else parsed
 
 
-def tool_schemas(row: Row, column: Column | None) -> list[dict[str, Any]]:
-    """The tools of a row; none without a column, or where it is null or empty.
+def read_tool_schemas(row: Row, column: Column | None) -> list[dict[str, Any]]:
+    """Read the tools of a row; none without a column, or if it is null or empty.
 
-    Whole lists and single schemas may be JSON text, as a table stores what differs by row.
+    The list, or a schema, may be JSON text: a table column has one type for all rows.
     """
-    value = column.of(row) if column else None
+    value = column.get(row) if column else None
     if column is None or not value:
         return []
     try:
-        found = json.loads(value) if isinstance(value, str) else value
-        tools = [json.loads(t) if isinstance(t, str) else without_nulls(t) for t in found]
+        schemas = json.loads(value) if isinstance(value, str) else value
+        tools = [json.loads(t) if isinstance(t, str) else drop_nulls(t) for t in schemas]
     except (ValueError, TypeError, RecursionError):
-        found, tools = None, []
-    if not isinstance(found, list) or not all(isinstance(tool, dict) for tool in tools):
-        raise column.refusal(row, value, _TOOLS)
+        schemas, tools = None, []
+    if not isinstance(schemas, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise column.build_error(row, value, _TOOLS)
     return tools
 
 
-def without_nulls(value: Any) -> Any:
-    """Objects without the keys that are null, at any depth."""
+def drop_nulls(value: Any) -> Any:
+    """Drop null keys from objects, at any depth."""
     if isinstance(value, dict):
-        return {key: without_nulls(entry) for key, entry in value.items() if entry is not None}
-    return [without_nulls(entry) for entry in value] if isinstance(value, list) else value
+        return {key: drop_nulls(entry) for key, entry in value.items() if entry is not None}
+    return [drop_nulls(entry) for entry in value] if isinstance(value, list) else value
 
 
-def _margin(row: Row, column: Column | None) -> float | None:
-    value = column.of(row) if column else None
+def _read_margin(row: Row, column: Column | None) -> float | None:
+    value = column.get(row) if column else None
     if column is None or value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise column.refusal(row, value, "a finite number, or null")
+        raise column.build_error(row, value, "a finite number, or null")
     return float(value)

@@ -14,7 +14,7 @@ TrajectoryStatus = Literal["finished", "truncated", "aborted", "failed"]
 
 @dataclass(frozen=True, slots=True)
 class TurnSpan:
-    """Where a turn's tokens are among a sample's response_ids: [start, end)."""
+    """Tokens of a turn in a sample's response_ids: [start, end)."""
 
     turn_id: str
     start: int
@@ -23,15 +23,15 @@ class TurnSpan:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RoutedExperts:
-    """The experts that a server has used for consecutive tokens; equal to itself only."""
+    """Experts that a server used for consecutive tokens; compared by identity."""
 
-    start: int  # place of the first of the tokens, counted from the first token of the prompt
-    ids: npt.NDArray[np.integer]  # [tokens, decoder layers, experts a token]
+    start: int  # index of the first token, counted from the first token of the prompt
+    ids: npt.NDArray[np.integer]  # [tokens, decoder layers, experts per token]
 
 
 @dataclass(slots=True)
 class Sample:
-    """A prompt and one response to it: of an agent, all that comes after the prompt.
+    """A prompt and one response to it; the response of an agent is all that follows the prompt.
 
     A trajectory whose context begins anew is several samples, its segments (data/trajectories.py).
     `response_mask`, `rollout_log_probs` and `weight_versions` have one entry per response token.
@@ -40,32 +40,32 @@ class Sample:
     prompt_ids: list[int]
     response_ids: list[int]
     response_mask: list[int]  # 1 where the policy chose the token
-    rollout_log_probs: list[float]  # nats, as the rollout engine sampled it
+    rollout_log_probs: list[float]  # nats, by the server that sampled the token
     weight_versions: list[int]  # version of the weights that chose the token; -1 if none did
     finish_reason: str  # "stop" (end of sequence) or "length"
-    group_id: int  # responses to one prompt share it
+    group_id: int  # the same for all responses to a prompt
     reward: float = 0.0
     reward_parts: dict[str, float] = field(default_factory=dict)
-    reward_error: str = ""  # why there is no reward; then `reward` is 0 and there are no parts
-    role: str = ""  # of the policy in it, where a loop has several; compared with the same role
-    trajectory: int = 0  # its number among those of the group
-    segment: int = 0
+    reward_error: str = ""  # why the reward failed; then `reward` is 0 and there are no parts
+    role: str = ""  # of the policy, in a loop with several; advantages compare within a role
+    trajectory: int = 0  # index in the group
+    segment: int = 0  # index in the trajectory
     status: TrajectoryStatus = "finished"
-    turn_spans: tuple[TurnSpan, ...] = ()  # of an agent; without them the response is one turn
-    # How much of `reward` each response token has earned; or none: all is of the last one.
+    turn_spans: tuple[TurnSpan, ...] = ()  # turns of an agent; empty: the response is one turn
+    # Share of `reward` of each response token; empty: the last token has all of it.
     process_rewards: list[float] = field(default_factory=list)
-    # The state that each response token was chosen in, 0 or more; -1 if there is none. Or none.
+    # State in which each response token was chosen, 0 or more; -1 for none. May be empty.
     state_ids: list[int] = field(default_factory=list)
-    # 1 at response tokens of the cross entropy loss, else 0; or none: it is of those that the
-    # policy did not choose.
+    # 1 at response tokens of the cross entropy loss, else 0; empty: 1 at tokens that the policy did
+    # not choose.
     cross_entropy_mask: list[int] = field(default_factory=list)
-    fields: dict[str, Any] = field(default_factory=dict)  # columns of the data source
-    messages: Sequence[Mapping[str, Any]] = ()  # of the prompt, in OpenAI's form
-    turn_texts: Sequence[str] = ()  # what the policy said in all of the trajectory, of an agent
-    turn_token_ids: Sequence[Sequence[int]] = ()  # the same as tokens
-    turn_rewards: Sequence[float] = ()  # how much of `reward` each of these has earned; or none
-    token_rewards: Sequence[Sequence[float]] = ()  # the same for each token of each turn; or none
-    # Of the tokens from the first of the prompt, one part after the other; or none.
+    fields: dict[str, Any] = field(default_factory=dict)  # columns of the data row
+    messages: Sequence[Mapping[str, Any]] = ()  # the prompt, in OpenAI's form
+    turn_texts: Sequence[str] = ()  # policy turns of the whole trajectory, of an agent
+    turn_token_ids: Sequence[Sequence[int]] = ()  # token ids of these turns
+    turn_rewards: Sequence[float] = ()  # share of `reward` of each of these turns; may be empty
+    token_rewards: Sequence[Sequence[float]] = ()  # share of each token of each turn; may be empty
+    # Of consecutive tokens from the first of the prompt on; may be empty.
     routed_experts: tuple[RoutedExperts, ...] = ()
 
     def __post_init__(self) -> None:

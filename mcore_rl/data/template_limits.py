@@ -1,6 +1,6 @@
-"""Limits on chat templates: programs that come with a model, and may not end or write no end.
+"""Limits on the time and the output of chat templates, programs that come with a model.
 
-Jinja's sandbox, which transformers renders them in, keeps them from the machine. It limits neither
+Jinja's sandbox, in which transformers renders them, keeps them from the machine, but limits neither
 their time nor their output.
 """
 
@@ -17,23 +17,23 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 CPU_S = 5.0  # of a render; a thousand turns take a tenth of a second
-# Of a render, beside what the conversation has: instructions and the texts around its messages.
+# Characters of a render besides the conversation: instructions and the texts around messages.
 OWN_CHARACTERS = 1_000_000
 _TIMES_WRITTEN = 16  # how often a template may write each character of a conversation
-_LATE_SHARE = 0.02  # of the time, for a template that has exceeded it: it is tried on many chats
+_LATE_SHARE = 0.02  # of the time, for later renders of a template that has exceeded it
 _LOOK_S = 0.1
 _ERRORS = (ArithmeticError, AttributeError, LookupError, MemoryError, RecursionError)
 
 
 class _TimeIsUp(BaseException):
-    """Raised in a thread whose render has had its time; not for `except Exception` in between."""
+    """Raised in a thread whose render has exceeded its time; passes `except Exception`."""
 
 
 def limit_chat_templates() -> None:
-    """Limit each render of a chat template in this process, whichever tokenizer it is for.
+    """Limit each render of a chat template in this process, for all tokenizers.
 
-    What exceeds a limit, calls itself without end or fails in another way raises jinja2's
-    TemplateRuntimeError, as a template that refuses a conversation does.
+    A template that exceeds a limit, recurses without end or fails otherwise raises jinja2's
+    TemplateRuntimeError, as one that refuses a conversation does.
     """
     from transformers import tokenization_utils_base as base  # slow to import
 
@@ -43,12 +43,12 @@ def limit_chat_templates() -> None:
 
 @dataclass(frozen=True, slots=True)
 class LimitedRender:
-    """The function of transformers that renders chats, within limits."""
+    """Wrapper with limits around the function of transformers that renders chats."""
 
     render: Callable[..., tuple[list[str], Any]]
     cpu_s: float = CPU_S
     own_characters: int = OWN_CHARACTERS
-    late: set[str] = field(default_factory=set)  # templates that have exceeded their time once
+    late: set[str] = field(default_factory=set)  # templates that have exceeded the time before
 
     def __call__(self, conversations: Any, **options: Any) -> tuple[list[str], Any]:
         """Render conversations as transformers does.
@@ -98,23 +98,24 @@ class _Job:
 
 
 class _Watch:
-    """Ends what runs in a thread when it has had its CPU time, by an exception in that thread.
+    """Watchdog that raises an exception in a thread that exceeds its CPU time.
 
-    Nothing else can: a template is Python code, and Python ends no thread.
+    A template is Python code, and Python cannot stop a thread otherwise.
     """
 
     def __init__(self) -> None:
         self.reset()
-        os.register_at_fork(after_in_child=self.reset)  # no thread there, maybe a held lock
+        os.register_at_fork(after_in_child=self.reset)  # a child has no thread, maybe a held lock
 
     def reset(self) -> None:
+        """Forget all jobs and the watching thread."""
         self._lock = threading.Lock()
         self._jobs: set[_Job] = set()
         self._has_jobs = threading.Event()
         self._thread: threading.Thread | None = None
 
     def run(self, function: Callable[[], T], cpu_s: float) -> T:
-        """Call a function; raises _TimeIsUp in it."""
+        """Call a function; raise _TimeIsUp in it after `cpu_s` of CPU time."""
         thread_id = threading.get_ident()
         clock = time.pthread_getcpuclockid(thread_id)
         job = _Job(thread_id, clock, time.clock_gettime(clock) + cpu_s)
@@ -122,7 +123,7 @@ class _Watch:
             self._jobs.add(job)
             self._has_jobs.set()
             if self._thread is None:
-                self._thread = threading.Thread(target=self._look, name="templates", daemon=True)
+                self._thread = threading.Thread(target=self._watch, name="templates", daemon=True)
                 self._thread.start()
         try:
             return function()
@@ -130,13 +131,13 @@ class _Watch:
             with self._lock:
                 self._jobs.discard(job)
             if job.is_late and not isinstance(sys.exception(), _TimeIsUp):
-                # It has ended by itself just then: take what was sent to it. Taking it back leaves
-                # a flag of the interpreter set for good (CPython 3.11, ceval.c: only an exception
-                # that is raised clears it), and whoever traces that thread then waits for ever.
+                # The function ended just before the exception: let it be raised here. Withdrawing
+                # it would leave an interpreter flag set (CPython 3.11, ceval.c: only a raised
+                # exception clears it), and a later trace of this thread would wait forever.
                 for _ in range(1000):
                     pass
 
-    def _look(self) -> None:
+    def _watch(self) -> None:
         while self._has_jobs.wait():
             time.sleep(_LOOK_S)
             with self._lock:
@@ -150,7 +151,7 @@ class _Watch:
 
 
 def _raise_in(thread_id: int) -> None:
-    """Raise _TimeIsUp in a thread when it runs Python code next."""
+    """Raise _TimeIsUp in a thread at its next Python instruction."""
     exception = ctypes.py_object(_TimeIsUp)
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread_id), exception)
 

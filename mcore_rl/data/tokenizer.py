@@ -1,36 +1,39 @@
-"""Loading a tokenizer and refusing one that does not fit its model."""
+"""Tokenizers of checkpoints: loading, and checks that they fit their model."""
 
 from __future__ import annotations
 
+import sys
 from datetime import date
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from mcore_rl.config.checks import exists
+from mcore_rl.config.checks import check_exists
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.json_file import read_json_object
 from mcore_rl.config.schema import ModelConfig
-from mcore_rl.data.lean_transformers import import_transformers
 from mcore_rl.data.template_limits import limit_chat_templates
+from mcore_rl.observability.process import exempt_imports_from_gc
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-# Without one of them transformers makes a tokenizer without words, by the model's type alone.
+# Without any of these transformers makes an empty tokenizer from the model type.
 _FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+_AUTO = "transformers.models.auto.auto_factory"
 
 
 def load_tokenizer(
     path: str | Path, chat_date: str = ModelConfig.chat_date
 ) -> PreTrainedTokenizerBase:
-    """The tokenizer of the checkpoint folder `path` (model.path); reads local files only.
+    """Load the tokenizer of a checkpoint folder (model.path) from local files only.
 
     Its chat template writes `chat_date` (model.chat_date) as today's date.
 
-    Raises ConfigError when the folder has none, or it lacks an end-of-sequence token or a chat
-    template: prompts are chats and responses end.
+    Raises:
+        ConfigError: the folder has no tokenizer, or it lacks an end-of-sequence token or a chat
+            template.
     """
     tokenizer = read_tokenizer(path)
     if tokenizer.eos_token_id is None:
@@ -58,14 +61,14 @@ def set_chat_date(tokenizer: PreTrainedTokenizerBase, chat_date: str) -> None:
 
 
 def has_tokenizer(path: str | Path) -> bool:
-    """Whether the folder contains a tokenizer's words."""
+    """Return whether the folder contains the vocabulary of a tokenizer."""
     return any(Path(path, name).is_file() for name in _FILES)
 
 
 def read_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
-    """Any tokenizer, of a base model too. Raises ConfigError when the folder has none."""
+    """Load any tokenizer, also of a base model; ConfigError if the folder has none."""
     transformers = import_transformers()
-    exists("model.path", path)
+    check_exists("model.path", path)
     if not Path(path).is_dir():
         raise ConfigError(f"model.path={str(path)!r} is not a folder")
     if not has_tokenizer(path):
@@ -79,7 +82,7 @@ def read_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
         )
     except (KeyboardInterrupt, SystemExit):
         raise
-    except BaseException as error:  # other files raise anything, panics of Rust too
+    except BaseException as error:  # damaged files raise anything, also panics of Rust
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise ConfigError(
             f"model.path={str(path)!r} has a tokenizer that does not load: {reason[:300]}; "
@@ -88,11 +91,11 @@ def read_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def stop_ids_of(path: str | Path, setting: str = "model.path") -> tuple[int, ...]:
-    """Return the tokens at which a server ends a response, beside the tokenizer's eos_token.
+def read_stop_ids(path: str | Path, setting: str = "model.path") -> tuple[int, ...]:
+    """Read the tokens at which a server ends a response, besides the tokenizer's eos_token.
 
-    These are the eos_token_id of generation_config.json or, where there is no such file, of
-    config.json, as vLLM reads them (config/model.py:1812).
+    As vLLM does (config/model.py:1812), from eos_token_id of generation_config.json or, without
+    that file, of config.json.
 
     Raises:
         ConfigError: it is neither a token id, a list of them, nor null.
@@ -102,18 +105,18 @@ def stop_ids_of(path: str | Path, setting: str = "model.path") -> tuple[int, ...
             break
     else:
         return ()
-    given = read_json_object(file).get("eos_token_id")
-    ids = given if isinstance(given, list) else [] if given is None else [given]
+    value = read_json_object(file).get("eos_token_id")
+    ids = value if isinstance(value, list) else [] if value is None else [value]
     if not all(type(token) is int and token >= 0 for token in ids):
         raise ConfigError(
-            f"{setting}={str(path)!r}: {file.name} has eos_token_id={given!r}; allowed: a token "
+            f"{setting}={str(path)!r}: {file.name} has eos_token_id={value!r}; allowed: a token "
             "id, a list of them, or null"
         )
     return tuple(ids)
 
 
 def check_tokenizer_matches(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> None:
-    """ConfigError when the tokenizer can give ids that the model's embedding has no row for."""
+    """Raise ConfigError if the tokenizer has ids without a row in the model's embedding."""
     token, highest = max(tokenizer.get_vocab().items(), key=lambda entry: entry[1])
     if highest >= vocab_size:
         raise ConfigError(
@@ -121,3 +124,35 @@ def check_tokenizer_matches(tokenizer: PreTrainedTokenizerBase, vocab_size: int)
             f"vocab_size={vocab_size}; allowed: ids below vocab_size. "
             f"The tokenizer and config.json of model.path are not of the same model"
         )
+
+
+def import_transformers() -> Any:
+    """Import transformers for tokenizers and configs, without generation; return the package.
+
+    auto_factory.py:41 (transformers 5.19) imports all of generation, with torch's compiler and
+    distributed tensors, for a mixin of remote-code models: 1.5 of 3.5 CPU seconds. Here the mixin
+    is imported when it is used.
+    """
+    with exempt_imports_from_gc():  # slow to import
+        import transformers
+
+        if _AUTO not in sys.modules:
+            _import_without_generation()
+    return transformers
+
+
+def _import_without_generation() -> None:
+    from transformers import generation
+
+    generation.GenerationMixin = type("GenerationMixin", (), {})
+    try:
+        from transformers.models.auto import auto_factory
+    finally:
+        del generation.GenerationMixin  # the next import gets the real one
+    upstream = auto_factory.add_generation_mixin_to_remote_model
+
+    def add_generation_mixin_to_remote_model(model_class: Any) -> Any:
+        auto_factory.GenerationMixin = generation.GenerationMixin
+        return upstream(model_class)
+
+    auto_factory.add_generation_mixin_to_remote_model = add_generation_mixin_to_remote_model

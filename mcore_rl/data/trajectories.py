@@ -1,8 +1,8 @@
-"""Trajectories of several samples: what an agent did in one go, where its context began anew.
+"""Trajectories of several samples: an agent whose context began anew.
 
-The samples of a trajectory have its group id, its number in the group and the same reward, and
-count up by their segment. Statistics over responses are over trajectories, and so are the means of
-a loss over sequences, so that one of three samples counts once.
+The samples of a trajectory share its group id, its index in the group and its reward, and are
+numbered by segment. Statistics over responses, and means of a loss over sequences, are over
+trajectories, so that a trajectory of three samples counts once.
 """
 
 from __future__ import annotations
@@ -15,36 +15,37 @@ import numpy.typing as npt
 from mcore_rl.data.batch import Batch, Column, Jagged
 
 Rows = npt.NDArray[np.int64]
-_OF_PROMPT = ("prompt_ids", "routed_experts")  # jagged columns that have entries for the prompt
-_SUMMED = ("response_tokens",)  # columns of one value a sample that add up
+_OF_PROMPT = ("prompt_ids", "routed_experts")  # jagged columns with entries for prompt tokens
+_SUMMED = ("response_tokens",)  # columns of one value per sample to sum over segments
 
 
-def compared(batch: Batch) -> Batch:
-    """The batch with group ids by which responses are compared: those of a prompt and a role.
+def split_groups_by_role(batch: Batch) -> Batch:
+    """Return the batch with a group id for each pair of prompt and role.
 
-    The ids of the batch itself are those of prompts, in which steps count and mini-batches are cut.
+    Advantages compare within these groups. The ids of the batch itself are per prompt: steps count
+    prompts, and mini-batches are cut between them.
     """
     if "roles" not in batch or not (batch.array("roles") != "").any():
         return batch
     pairs = [batch.array("group_ids"), np.unique(batch.array("roles"), return_inverse=True)[1]]
-    found = np.unique(np.stack(pairs), axis=1, return_inverse=True)[1]
-    return batch.with_columns(group_ids=found.reshape(-1).astype(np.int64))
+    ids = np.unique(np.stack(pairs), axis=1, return_inverse=True)[1]
+    return batch.with_columns(group_ids=ids.reshape(-1).astype(np.int64))
 
 
 class Trajectories:
-    """Which samples of a batch, wherever they are, make a trajectory together."""
+    """Trajectories of a batch, whose samples may be in any order."""
 
     def __init__(self, batch: Batch) -> None:
         self._batch = batch
 
     @cached_property
     def is_trivial(self) -> bool:
-        """Whether each is one sample."""
+        """True if each trajectory is one sample."""
         return "segments" not in self._batch or not self._batch.array("segments").any()
 
     @cached_property
     def _order(self) -> Rows:
-        """Rows of the batch, trajectory after trajectory, each by its segments."""
+        """Rows of the batch sorted by trajectory, then by segment."""
         names = ("segments", "trajectories", "group_ids")
         return np.asarray(np.lexsort([self._batch.array(name) for name in names]), np.int64)
 
@@ -58,7 +59,7 @@ class Trajectories:
 
     @cached_property
     def numbers(self) -> Rows:
-        """Of each row of the batch, the row of `joined` that it is in."""
+        """Index of the trajectory of each row of the batch: the row of `join`."""
         if self.is_trivial:
             return np.arange(len(self._batch))
         numbers = np.empty(len(self._batch), np.int64)
@@ -67,17 +68,16 @@ class Trajectories:
 
     @cached_property
     def last_rows(self) -> Rows:
-        """Row of the last segment of each row's trajectory, one a row of the batch."""
+        """Row of the last segment of the trajectory of each row of the batch."""
         if self.is_trivial:
             return np.arange(len(self._batch))
         return self._order[self._bounds[1:] - 1][self.numbers]
 
-    def joined(self) -> Batch:
-        """One row a trajectory.
+    def join(self) -> Batch:
+        """Return a batch of one row per trajectory.
 
-        Of the columns along response tokens those of all its segments, one after the other, and the
-        sum of response_tokens; of the others, those of its last segment. Columns with entries for
-        prompt tokens are left out.
+        Columns along response tokens are concatenated over segments, response_tokens are summed,
+        other columns are those of the last segment. Columns along prompt tokens are left out.
         """
         if self.is_trivial:
             return self._batch
@@ -93,15 +93,15 @@ class Trajectories:
         return Batch(columns)
 
     def split(self, column: Jagged) -> Jagged:
-        """A column along the response tokens of `joined`, as rows of the batch."""
+        """Split a column along the response tokens of `join` into rows of the batch."""
         if self.is_trivial:
             return column
         lengths = self._batch.jagged("response_ids").lengths[self._order]
         offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
         return Jagged(column.values, offsets).take(np.argsort(self._order).tolist())
 
-    def rows_of(self, joined_rows: Rows) -> list[int]:
-        """The rows of the batch of these rows of `joined`, in ascending order."""
+    def find_rows(self, joined_rows: Rows) -> list[int]:
+        """Return the rows of the batch in these rows of `join`, in ascending order."""
         if self.is_trivial:
             return sorted(joined_rows.tolist())
         return sorted(np.flatnonzero(np.isin(self.numbers, joined_rows)).tolist())

@@ -13,7 +13,7 @@ import torch
 
 from mcore_rl.algorithms.inputs import Losses, LossInputs
 from mcore_rl.checkpoint.peft import Factors
-from mcore_rl.config.checks import one_of
+from mcore_rl.config.checks import check_choice
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.resolve_engine import BACKENDS
 from mcore_rl.config.schema import EngineConfig, Layout, ModelConfig
@@ -270,7 +270,7 @@ class Backend:
 
 def backend_of(engine: EngineConfig) -> Backend:
     """Raises ConfigError when there is none of that name."""
-    one_of("backend", engine.backend, BACKENDS)
+    check_choice("backend", engine.backend, BACKENDS)
     module = importlib.import_module(f"mcore_rl.engine.{engine.backend}.backend")
     backend: Backend = module.BACKEND
     return backend

@@ -17,8 +17,8 @@ from mcore_rl.config.schema import WeightSyncConfig
 from mcore_rl.controller.call_parts import CallPart, Results
 from mcore_rl.controller.dispatch import ANY_COLUMNS, Dispatch, DispatchMode, register
 from mcore_rl.data.batch import Batch
-from mcore_rl.data.examples import scored_batch
-from mcore_rl.data.routed_experts import EXPERTS, part_of, with_own_experts
+from mcore_rl.data.examples import build_scoring_batch
+from mcore_rl.data.routed_experts import EXPERTS, format_layers, select_stage_experts
 from mcore_rl.engine.base import (
     EngineSpec,
     LossFunction,
@@ -102,7 +102,7 @@ class ModelWorker:
         if not (replay and self._replays_rollout):
             return self._engine.infer_batch(batch, temperature=temperature, replay=replay)
         scored = self._engine.infer_batch(self._with_experts(batch), temperature=temperature)
-        return None if scored is None else scored.without(EXPERTS)
+        return None if scored is None else scored.drop_columns(EXPERTS)
 
     @property
     def _replays_rollout(self) -> bool:
@@ -111,13 +111,13 @@ class ModelWorker:
     @property
     def part(self) -> str:
         """The part of recorded experts that this rank reads: those of its layers."""
-        return part_of(self._engine.expert_layers) if self._replays_rollout else ""
+        return format_layers(self._engine.expert_layers) if self._replays_rollout else ""
 
     def _with_experts(self, batch: Batch) -> Batch:
         """With those of this rank's layers, if it replays them."""
         if not self._replays_rollout:
             return batch
-        return with_own_experts(batch, self._engine.expert_layers)
+        return select_stage_experts(batch, self._engine.expert_layers)
 
     @register(dispatch_mode=Dispatch.MEGATRON_COMPUTE, reads=_SCORED, writes=_SCORES)
     def compute_reference_log_probs(self, batch: Batch, *, temperature: float) -> Batch | None:
@@ -135,7 +135,9 @@ class ModelWorker:
     def compute_scores(self, batch: Batch) -> Batch | None:
         """Add the column scores of a reward model: [samples], at the last token of each."""
         self._onload()
-        scored = self._engine.infer_batch(scored_batch(batch.select("prompt_ids", "response_ids")))
+        scored = self._engine.infer_batch(
+            build_scoring_batch(batch.select("prompt_ids", "response_ids"))
+        )
         if scored is None:
             return None
         return batch.with_columns(scores=scored.jagged("values").values.astype(np.float32))

@@ -22,7 +22,7 @@ from mcore_rl.inference.protocol import Generator, SamplingParams
 from mcore_rl.inference.vllm.server import VLLMServer
 from mcore_rl.jobs.output import find_model_folder, read_chat_date
 from mcore_rl.models.base import get_field, read_config
-from mcore_rl.observability.console import waiting
+from mcore_rl.observability.console import show_waiting
 
 _COMMANDS = "/reset forgets the conversation, /exit or Ctrl-D ends, Ctrl-C ends an answer"
 
@@ -138,7 +138,7 @@ def run(settings: ChatSettings) -> None:
         # The template may refuse a system message.
         chat.tokenize([*chat.messages, {"role": "user", "content": "?"}])
         try:
-            with waiting(f"loading {path}", has_lines=False):
+            with show_waiting(f"loading {path}", has_lines=False):
                 runner.run(asyncio.wait_for(server.start(), limit))
             _answer_lines(chat, runner)
         finally:

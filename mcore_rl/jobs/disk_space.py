@@ -15,8 +15,7 @@ import torch
 
 from mcore_rl.checkpoint.run_checkpoints import list_steps
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.config.schema import EngineConfig, RLConfig
-from mcore_rl.config.train_schema import TrainConfig
+from mcore_rl.config.schema import EngineConfig, RLConfig, TrainConfig
 from mcore_rl.jobs.convert.plan import format_bytes
 from mcore_rl.jobs.failure import RunFailed
 from mcore_rl.jobs.placement import needs_critic

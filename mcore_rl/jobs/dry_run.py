@@ -12,10 +12,9 @@ from typing import Literal
 from rich.console import Console
 from rich.table import Table
 
-from mcore_rl.config.resolve import for_lane, resolve, takes_turns
+from mcore_rl.config.resolve import are_colocated, resolve, resolve_for_lane
 from mcore_rl.config.resolve_train import resolve_train
-from mcore_rl.config.schema import Layout, RLConfig
-from mcore_rl.config.train_schema import TrainConfig
+from mcore_rl.config.schema import Layout, RLConfig, TrainConfig
 from mcore_rl.jobs.disk_space import compute_weight_bytes
 from mcore_rl.jobs.memory_plan import (
     ITEMSIZES,
@@ -49,7 +48,7 @@ from mcore_rl.jobs.supervised_preflight import (
     resolve_dtype,
 )
 from mcore_rl.models.base import HFConfig, get_family, read_config
-from mcore_rl.observability.console import get_stdout_console, show_line, waiting
+from mcore_rl.observability.console import get_stdout_console, show_line, show_waiting
 from mcore_rl.rollout.weight_updater import build_generation_layout
 from mcore_rl.trainers.policy_loss import find_log_prob_pass_reason
 from mcore_rl.weight_sync.spec import MemoryDomains, TransferSpec, plan_transfer
@@ -77,10 +76,10 @@ def dry_run(
     console = console or get_stdout_console()
     resolve(config, needs_data=False)
     device = "cuda" if gpus_per_node else detect_lane()
-    config = for_lane(config, device, has_experts=has_experts(config))
+    config = resolve_for_lane(config, device, has_experts=has_experts(config))
     folder, refusal = inspect_run_dir(config.output_dir, config.resume)
     with (
-        waiting("checking the inputs", has_lines=False),
+        show_waiting("checking the inputs", has_lines=False),
         TemporaryDirectory() as scratch,
     ):
         checkpoint = find_checkpoint_to_resume(config, folder)
@@ -278,7 +277,7 @@ def dry_run_supervised(config: TrainConfig, console: Console | None = None) -> N
     resolve_train(config)
     config = resolve_dtype(config, detect_lane())
     folder, refusal = inspect_run_dir(config.output_dir, config.resume)
-    with waiting("checking the inputs", has_lines=False):
+    with show_waiting("checking the inputs", has_lines=False):
         find_checkpoint_to_resume(config, folder)
         inputs = check_train_inputs(config)
     print_lines(console, *describe_inputs(config, inputs))
@@ -381,7 +380,7 @@ def compute_sync_traffic(config: RLConfig, model: HFConfig, gpus_per_node: int) 
     engine, role_gpus = config.actor, assign_gpus(config, gpus_per_node)
     training, generation = role_gpus["actor"], role_gpus["rollout"]
     domains = None
-    if takes_turns(config.placement, "actor", "rollout"):
+    if are_colocated(config.placement, "actor", "rollout"):
         domains = MemoryDomains(
             tuple(map(str, training)), tuple(map(str, generation)), gpus_per_node
         )

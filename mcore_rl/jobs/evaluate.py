@@ -16,19 +16,19 @@ import pyarrow.parquet as pq
 from rich.console import Console
 from rich.table import Table
 
-from mcore_rl.agents.single_turn import Tokenizer, text_of
-from mcore_rl.algorithms.estimates import majority_at_k, mean_and_error, pass_at_k
+from mcore_rl.agents.single_turn import Tokenizer, decode_response
+from mcore_rl.algorithms.estimates import compute_mean_and_error, majority_at_k, pass_at_k
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.config.eval_schema import EvalConfig, ScoringConfig, as_run, resolve_eval
 from mcore_rl.config.json_file import read_json_object
-from mcore_rl.config.resolve import reward_terms
-from mcore_rl.config.schema import RLConfig
+from mcore_rl.config.resolve_rollout import list_reward_terms
+from mcore_rl.config.resolve_train import build_server_config, resolve_eval
+from mcore_rl.config.schema import EvalConfig, RLConfig, ScoringConfig
 from mcore_rl.controller.batch_ops import fetch_batch, get_sample_columns
 from mcore_rl.controller.pending import gathered
 from mcore_rl.controller.worker_group import wait_until_built
 from mcore_rl.data.batch import Batch
 from mcore_rl.data.datasets import PromptDataset
-from mcore_rl.data.prompt_batches import held_out_batch
+from mcore_rl.data.prompt_batches import build_held_out_batch
 from mcore_rl.data.tokenizer import check_tokenizer_matches, load_tokenizer
 from mcore_rl.jobs.dry_run import print_lines, print_role
 from mcore_rl.jobs.failure import RunFailed, summarize_failure
@@ -52,13 +52,12 @@ from mcore_rl.jobs.resume import flatten_settings
 from mcore_rl.jobs.rl import build_server_pool, open_session
 from mcore_rl.models.base import get_field, read_config
 from mcore_rl.observability.activity import ACTIVITY
-from mcore_rl.observability.console import StepProgress, get_stdout_console, waiting
+from mcore_rl.observability.console import StepProgress, get_stdout_console, show_waiting
 from mcore_rl.observability.memory import PeakMemory
-from mcore_rl.observability.start import began
-from mcore_rl.observability.versions import versions
+from mcore_rl.observability.process import get_start_time, list_versions
 from mcore_rl.observability.warnings import warn
-from mcore_rl.rewards.base import FindAnswer, answers_of
-from mcore_rl.rewards.judge import Judge, check_columns, check_judges
+from mcore_rl.rewards.manager import RewardManager, check_columns, check_judge_models
+from mcore_rl.rewards.registry import FindAnswer, get_answer_finder
 from mcore_rl.rollout.manager import RolloutPool
 
 SAMPLES = "samples"  # folder with a parquet file per set
@@ -99,14 +98,14 @@ def run(config: EvalConfig) -> None:
         ConfigError: A setting or an input is wrong; nothing was started, nothing is left.
         RunFailed: It had to stop. The samples of finished sets are left.
     """
-    started = began()
+    started = get_start_time()
     resolve_eval(config)
     with (
         lock_run_dir(config.output_dir, config.resume, check_content) as run_lock,
         open_job_scope(run_lock) as scratch_dir,
         PeakMemory() as memory,
     ):
-        with waiting("checking the inputs"):
+        with show_waiting("checking the inputs"):
             inputs = _check_inputs(config)
             done = _find_done_sets(inputs, run_lock.folder)
         metrics = {name: compute_metrics(samples, config.ks) for name, samples in done.items()}
@@ -122,7 +121,7 @@ def run(config: EvalConfig) -> None:
             "seed": config.seed,
             "peak_memory_bytes": memory.peak_bytes,
             "wall_s": round(wall_s, 1),
-            "versions": versions(),
+            "versions": list_versions(),
         }
         _write_file(run_lock.folder / SUMMARY, summary)
         print_table(metrics)
@@ -164,7 +163,7 @@ def dry_run(config: EvalConfig, console: Console | None = None) -> None:
     console = console or get_stdout_console()
     resolve_eval(config)
     folder, refusal = inspect_run_dir(config.output_dir, config.resume, check_content)
-    with waiting("checking the inputs"):
+    with show_waiting("checking the inputs"):
         inputs = _check_inputs(config)
         if not refusal:
             _find_done_sets(inputs, folder)
@@ -183,9 +182,11 @@ def dry_run(config: EvalConfig, console: Console | None = None) -> None:
 
 def _check_inputs(config: EvalConfig) -> _Inputs:
     chat_date = config.model.chat_date or read_chat_date(config.model.path)
-    run = as_run(config, detect_lane(), str(find_model_folder(config.model.path)), chat_date)
-    Judge(config.reward, config.rollout.max_response_tokens)  # checks names and settings
-    check_judges(config.reward, ())
+    run = build_server_config(
+        config, detect_lane(), str(find_model_folder(config.model.path)), chat_date
+    )
+    RewardManager(config.reward, config.rollout.max_response_tokens)  # checks names and settings
+    check_judge_models(config.reward, ())
     check_model(run)
     tokenizer = load_tokenizer(run.model.path, run.model.chat_date)
     check_tokenizer_matches(tokenizer, get_field(read_config(run.model.path), "vocab_size"))
@@ -211,18 +212,18 @@ def _get_find_answer(config: EvalConfig) -> FindAnswer | None:
 
     The sum of several terms has none.
     """
-    name, terms = config.scoring.term, reward_terms(config.reward)
+    name, terms = config.scoring.term, list_reward_terms(config.reward)
     if name not in terms:
         return None
     key = f"reward.terms.{name}" if name else "reward"
-    return answers_of(key, terms[name].name, terms[name].settings)
+    return get_answer_finder(key, terms[name].name, terms[name].settings)
 
 
 def _print_majority_note(inputs: _Inputs) -> None:
     if inputs.find_answer is None:
         reward = "a sum of terms (scoring.term='')"
         if not inputs.config.reward.terms or inputs.config.scoring.term:
-            terms = reward_terms(inputs.config.reward)
+            terms = list_reward_terms(inputs.config.reward)
             reward = f"the reward {terms[inputs.config.scoring.term].name!r}"
         print(f"no majority@k: {reward} does not say what the answer in a response is")
 
@@ -235,7 +236,7 @@ def _start_servers(inputs: _Inputs, logs: Path) -> Iterator[RolloutPool]:
         Pools(config, get_device_resource(), logs) as pools,
         build_server_pool(config, pools) as servers,
     ):
-        with waiting("starting the servers"):
+        with show_waiting("starting the servers"):
             wait_until_built(servers.groups)
             for line in list_rank_nodes([servers]):
                 print(line)
@@ -248,13 +249,13 @@ def _start_servers(inputs: _Inputs, logs: Path) -> Iterator[RolloutPool]:
 def _evaluate_set(name: str, inputs: _Inputs, pool: RolloutPool, folder: Path) -> Metrics:
     """Sample one set, write its samples, and return its metrics."""
     config, servers = inputs.config, inputs.config.rollout
-    prompts = held_out_batch(inputs.sets[name], inputs.count_prompts(name))
+    prompts = build_held_out_batch(inputs.sets[name], inputs.count_prompts(name))
     num_running = servers.num_servers * servers.max_num_seqs
     size = max(servers.num_servers, _ROUNDS * num_running // servers.n)
     parts: list[Batch] = []
     with (
         StepProgress(name, len(prompts) * servers.n) as progress,
-        ACTIVITY.phase(f"sampling {name}"),
+        ACTIVITY.enter_phase(f"sampling {name}"),
     ):
         sampling = _SamplingProgress(progress, time.monotonic())
         for start in range(0, len(prompts), size):
@@ -488,7 +489,7 @@ def _decode_response(
 ) -> str:
     """Decode a response, without its end token unless a stop string has ended it."""
     text = tokenizer.decode(token_ids) if stop else ""
-    return text if any(s in text for s in stop) else text_of(tokenizer, token_ids, reason)
+    return text if any(s in text for s in stop) else decode_response(tokenizer, token_ids, reason)
 
 
 def compute_metrics(samples: SetSamples, ks: Sequence[int]) -> Metrics:
@@ -512,7 +513,7 @@ def compute_metrics(samples: SetSamples, ks: Sequence[int]) -> Metrics:
     lengths = samples.group_by_prompt("response_tokens")
     values["response_tokens"] = [np.mean(group) for group in lengths]
     for name, column in values.items():
-        mean, error = mean_and_error(column)
+        mean, error = compute_mean_and_error(column)
         metrics[name] = {"mean": mean, "standard_error": error}
     return metrics
 

@@ -16,12 +16,12 @@ from tempfile import TemporaryDirectory
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from mcore_rl.config.checks import between, exists
+from mcore_rl.config.checks import check_between, check_exists
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.json_file import read_json_object
 from mcore_rl.config.resolve import MAX_SEED
 from mcore_rl.data.files import Row, RowSource, open_file, open_rows
-from mcore_rl.data.publishers import PUBLISHERS, LeftOut, Publisher, Values
+from mcore_rl.data.publishers import PUBLISHERS, Publisher, RowSkipped, Values
 from mcore_rl.jobs.failure import RunFailed
 from mcore_rl.jobs.tasks import TASKS
 
@@ -63,8 +63,8 @@ def make_published(
 
 def make_task(name: str, output: Path, seed: int, worked_share: float) -> None:
     """Make a built-in task: model, training and held-out prompts, supervised examples."""
-    between("--seed", seed, 0, MAX_SEED)
-    between("--worked-share", worked_share, 0, 1)
+    check_between("--seed", seed, 0, MAX_SEED)
+    check_between("--worked-share", worked_share, 0, 1)
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise ConfigError(f"--output={str(output)!r} exists; allowed: a new or empty folder")
     try:
@@ -94,7 +94,7 @@ class _JsonFiles(RowSource):
 def _open_input(path: Path, folder: Path) -> RowSource:
     """Open what `open_rows` opens, compressed JSONL (unpacked to `folder`) or JSON files."""
     if path.name.endswith(".jsonl.gz"):
-        exists("--input", path)
+        check_exists("--input", path)
         unpacked = folder / f"{len(list(folder.iterdir()))}.jsonl"
         try:
             with gzip.open(path) as archive, unpacked.open("wb") as file:
@@ -121,9 +121,9 @@ def _convert_rows(
                 prompt = hashlib.sha256(json.dumps(values["messages"]).encode()).digest()
                 if prompt in answers:
                     is_same = answers[prompt] == values["answer"]
-                    raise LeftOut(f"prompt seen before, {'same' if is_same else 'other'} answer")
+                    raise RowSkipped(f"prompt seen before, {'same' if is_same else 'other'} answer")
                 answers[prompt] = values["answer"]
-        except LeftOut as reason:
+        except RowSkipped as reason:
             dropped[str(reason)] += 1
         else:
             yield values

@@ -13,9 +13,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from mcore_rl.agents.verifiers.loop import TASK
-from mcore_rl.agents.verifiers.process import BridgeError, BridgeProcess
-from mcore_rl.agents.verifiers.settings import VerifiersSettings
-from mcore_rl.config.checks import at_least
+from mcore_rl.agents.verifiers.process import BridgeError, BridgeProcess, VerifiersSettings
+from mcore_rl.config.checks import check_at_least
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.jobs.failure import RunFailed
 from mcore_rl.jobs.make_data import GROUP_ROWS
@@ -43,9 +42,9 @@ def make_verifiers(settings: VerifiersSettings, tasks: TaskRange, output: Path) 
         ConfigError: The environment cannot be loaded, a prompt is no text, or `output` exists.
         RunFailed: The file cannot be written. In both cases nothing is left.
     """
-    at_least("--skip", tasks.skip, 0)
+    check_at_least("--skip", tasks.skip, 0)
     if tasks.limit is not None:
-        at_least("--limit", tasks.limit, 1)
+        check_at_least("--limit", tasks.limit, 1)
     if output.suffix != ".parquet" or output.exists() or not output.parent.is_dir():
         raise ConfigError(
             f"--output={str(output)!r}; allowed: a new file in a folder that there is, NAME.parquet"

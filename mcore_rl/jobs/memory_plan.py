@@ -11,10 +11,17 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import mcore_rl.models  # noqa: F401  (fills the family registry)
-from mcore_rl.config.resolve import takes_turns
-from mcore_rl.config.resolve_models import ROLE, served_models
-from mcore_rl.config.schema import EngineConfig, Layout, LoRAConfig, RLConfig, RolloutConfig
-from mcore_rl.config.train_schema import RMConfig, TrainConfig
+from mcore_rl.config.resolve import are_colocated
+from mcore_rl.config.resolve_rollout import ROLE, build_served_models
+from mcore_rl.config.schema import (
+    EngineConfig,
+    Layout,
+    LoRAConfig,
+    RLConfig,
+    RMConfig,
+    RolloutConfig,
+    TrainConfig,
+)
 from mcore_rl.engine.lora_targets import adapted_linear
 from mcore_rl.jobs.placement import (
     get_frozen_engines,
@@ -104,7 +111,7 @@ def plan_roles(config: RLConfig, model: HFConfig) -> list[RolePlan]:
         plans.append(_plan_engine(role, task, engine, config, frozen, trains=False))
     task = f"generation: {_format_servers(config.rollout.num_servers)}"
     plans.append(_plan_servers("rollout", task, config.rollout, config, model))
-    for name, served in served_models(config).items():
+    for name, served in build_served_models(config).items():
         task = f"frozen: {_format_servers(served.servers.num_servers)}"
         frozen = read_config(served.path) if served.path else model
         plans.append(_plan_servers(f"{ROLE}{name}", task, served.servers, config, frozen))
@@ -295,7 +302,7 @@ def compute_memory_phases(
 ) -> list[MemoryPhase]:
     """Return a phase for each role, and the weight update if actor and servers share GPUs."""
     phases = [_compute_phase(config, model, plan) for plan in plans]
-    if takes_turns(config.placement, "actor", "rollout"):
+    if are_colocated(config.placement, "actor", "rollout"):
         weights = {phase.name: phase.weights for phase in phases}
         both = weights["actor"] + weights["rollout"]
         phases.append(MemoryPhase("push", both, buffers=2 * config.weight_sync.bucket_bytes))

@@ -15,29 +15,32 @@ from pathlib import Path
 from typing import Any
 
 from mcore_rl.checkpoint.run_checkpoints import RunCheckpoint, format_name, list_steps
-from mcore_rl.config.checks import exists
+from mcore_rl.config.checks import check_exists
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.config.eval_schema import EvalConfig
 from mcore_rl.config.json_file import read_json_object
-from mcore_rl.config.schema import ModelConfig, RLConfig, RolloutConfig
-from mcore_rl.config.sources import test_files
-from mcore_rl.config.train_schema import RMConfig, TrainConfig
+from mcore_rl.config.resolve import list_test_files
+from mcore_rl.config.schema import (
+    EvalConfig,
+    ModelConfig,
+    RLConfig,
+    RMConfig,
+    RolloutConfig,
+    TrainConfig,
+)
 from mcore_rl.controller.run_scope import run_scope
-from mcore_rl.data.sample_tables import go_on_after, tables_in
+from mcore_rl.data.sample_tables import list_tables, resume_tables
 from mcore_rl.data.tasks.prepared import prepared
 from mcore_rl.jobs.failure import RunFailed
-from mcore_rl.observability.command_lines import wrap_command
 from mcore_rl.observability.console import (
-    Measured,
+    MeanWithError,
     StepProgress,
     StepReport,
     print_before_after,
     show_line,
 )
-from mcore_rl.observability.metrics import Report
-from mcore_rl.observability.sinks import METRICS, MetricsSinks, read_rows
+from mcore_rl.observability.metrics import METRICS_FILE, MetricsLogger, Report, read_metrics
+from mcore_rl.observability.process import list_versions, wrap_command
 from mcore_rl.observability.trackers import TrackedRun
-from mcore_rl.observability.versions import versions
 
 CHECKPOINT = "checkpoint"  # folder of the final weights
 _SET = "data.sets.NAME=FILE"
@@ -220,7 +223,7 @@ class RunOutput:
         if resumed is not None:
             rows = [
                 row
-                for row in read_rows(resumed.run / METRICS)
+                for row in read_metrics(resumed.run / METRICS_FILE)
                 if self._is_before_resume(row, resumed.step)
             ]
             self.results |= resumed.state["results"]
@@ -229,9 +232,9 @@ class RunOutput:
             shutil.rmtree(folder / CHECKPOINT, ignore_errors=True)
             if resumed.run != folder.absolute():  # resume="auto" after a start that saved nothing
                 config = replace(config, resume=str(resumed.path))
-        go_on_after(folder, *((resumed.step, resumed.run) if resumed else (-1, folder)))
+        resume_tables(folder, *((resumed.step, resumed.run) if resumed else (-1, folder)))
         tracked = TrackedRun(folder, config.trainer.tracker_project, asdict(config))
-        self._sinks = MetricsSinks(tracked, rows, config.trainer.trackers)
+        self._sinks = MetricsLogger(tracked, rows, config.trainer.trackers)
         self._rewards: list[float] = [row["reward"] for row in rows if "reward" in row]
         write_json(folder / STARTED, asdict(config))
 
@@ -341,7 +344,7 @@ class RunOutput:
             "wall_s": round(wall_s, 1),
             "seed": self._config.seed,
             "layout": asdict(layout),
-            "versions": versions(),
+            "versions": list_versions(),
         }
         write_json(self.folder / SUMMARY, summary)
         memory = f"{peak_memory_bytes / 1e9:.1f} GB"
@@ -372,7 +375,7 @@ class SupervisedOutput(RunOutput):
 
 def list_held_out_rows(
     evaluation: Mapping[str, Mapping[str, Mapping[str, float]]],
-) -> list[tuple[str, Measured | None, Measured]]:
+) -> list[tuple[str, MeanWithError | None, MeanWithError]]:
     """Return loss and accuracy of each held-out set, before and after; else its mean reward."""
     before, after, rows = evaluation.get("before", {}), evaluation.get("after", {}), []
     for name, metrics in after.items():
@@ -383,8 +386,8 @@ def list_held_out_rows(
     return rows
 
 
-def _get_measured(metrics: Mapping[str, float], kind: str) -> Measured:
-    return Measured(metrics[kind], metrics[f"{kind}_stderr"], kind == "accuracy")
+def _get_measured(metrics: Mapping[str, float], kind: str) -> MeanWithError:
+    return MeanWithError(metrics[kind], metrics[f"{kind}_stderr"], kind == "accuracy")
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
@@ -410,7 +413,7 @@ def _list_commands(folder: Path, config: RLConfig | TrainConfig) -> Iterator[lis
     if isinstance(config, RMConfig):
         yield ["rl", "recipe=MINE.yaml", f"reward_model.model_path={folder / CHECKPOINT}"]
         return
-    if tables_in(folder):
+    if list_tables(folder):
         yield ["samples", str(folder)]
     settings = [*_list_eval_settings(folder, config)] if isinstance(config, RLConfig) else [_SET]
     if settings:
@@ -431,7 +434,7 @@ def _list_eval_settings(folder: Path, config: RLConfig) -> Iterator[str]:
     """
     if config.agent.loop != "single_turn" or config.reward.terms:
         return
-    sets = {name: file for name, (_, file) in test_files(config.data).items()}
+    sets = {name: file for name, (_, file) in list_test_files(config.data).items()}
     made = prepared(folder / "task").test_file
     if config.task.name and made.is_file():
         sets["test"] = str(made)
@@ -467,7 +470,7 @@ def find_model_folder(path: str, setting: str = "model.path") -> Path:
         ConfigError: `path` is neither.
     """
     folder = Path(path)
-    exists(setting, folder)
+    check_exists(setting, folder)
     if not folder.is_dir():
         raise ConfigError(f"{setting}={path!r} is not a folder")
     if (folder / CHECKPOINT / "config.json").is_file():

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from mcore_rl.algorithms.advantages import ADVANTAGES
-from mcore_rl.algorithms.inputs import needs_of
-from mcore_rl.config.resolve import OWN_POOL, pool_of
-from mcore_rl.config.resolve_distillation import teachers_of
-from mcore_rl.config.resolve_models import ROLE, ServedModel, served_models
+from mcore_rl.algorithms.inputs import get_needs
+from mcore_rl.config.resolve import OWN_POOL, get_pool
+from mcore_rl.config.resolve_algorithm import build_teachers
+from mcore_rl.config.resolve_rollout import ROLE, ServedModel, build_served_models
 from mcore_rl.config.schema import EngineConfig, Layout, RLConfig, RolloutConfig
 from mcore_rl.controller import torchrun
 from mcore_rl.controller.pool import ResourcePool, has_gpus
@@ -54,7 +54,7 @@ def build_pool_plans(config: RLConfig) -> dict[str, PoolPlan]:
     sizes["rollout"] = rollout.num_servers * rollout.tp
     members: dict[str, list[str]] = {}
     for role in sizes:
-        pool = pool_of(config.placement, role)
+        pool = get_pool(config.placement, role)
         members.setdefault(role if pool == OWN_POOL else f"{pool} pool", []).append(role)
     plans = {}
     for name, roles in members.items():
@@ -63,7 +63,7 @@ def build_pool_plans(config: RLConfig) -> dict[str, PoolPlan]:
             plans[name] = PoolPlan(("rollout",), sizes["rollout"] // per_node, per_node)
         else:
             plans[name] = PoolPlan(tuple(roles), max(sizes[role] for role in roles))
-    for name, model in served_models(config).items():
+    for name, model in build_served_models(config).items():
         role = f"{ROLE}{name}"
         plans[role] = PoolPlan((role,), model.servers.num_servers, model.servers.tp)
     return plans
@@ -92,7 +92,7 @@ def needs_reference(config: RLConfig) -> bool:
 
 def needs_critic(config: RLConfig) -> bool:
     """Return whether a run has a value model: its advantage function reads values."""
-    return "values" in needs_of(ADVANTAGES[config.algorithm.advantage])
+    return "values" in get_needs(ADVANTAGES[config.algorithm.advantage])
 
 
 def list_engine_roles(config: RLConfig) -> set[str]:
@@ -107,7 +107,7 @@ def get_frozen_engines(config: RLConfig) -> dict[str, EngineConfig]:
     engines: dict[str, EngineConfig] = {}
     if config.reward_model.model_path:
         engines["reward_model"] = config.reward_model
-    for name, teacher in teachers_of(config.teacher).items():
+    for name, teacher in build_teachers(config.teacher).items():
         engines[f"teacher.{name}"] = teacher.engine
     return engines
 
@@ -117,7 +117,7 @@ def get_frozen_paths(config: RLConfig) -> dict[str, str]:
     paths = {}
     if config.reward_model.model_path:
         paths["reward_model"] = config.reward_model.model_path
-    for name, teacher in teachers_of(config.teacher).items():
+    for name, teacher in build_teachers(config.teacher).items():
         paths[f"teacher.{name}"] = teacher.model_path or config.model.path
     return paths
 
@@ -126,13 +126,15 @@ def get_server_config(config: RLConfig, role: str) -> RolloutConfig | None:
     """Return the server settings of the rollout role or of a frozen model; None for other roles."""
     if role == "rollout":
         return config.rollout
-    model = served_models(config).get(role.removeprefix(ROLE)) if role.startswith(ROLE) else None
+    model = (
+        build_served_models(config).get(role.removeprefix(ROLE)) if role.startswith(ROLE) else None
+    )
     return model.servers if model else None
 
 
 def get_served_models(config: RLConfig) -> dict[str, ServedModel]:
     """Return the frozen models of `models`; one without a path gets the policy's path."""
-    models = served_models(config).items()
+    models = build_served_models(config).items()
     return {name: replace(model, path=model.path or config.model.path) for name, model in models}
 
 

@@ -11,25 +11,27 @@ from typing import TYPE_CHECKING, cast
 import torch
 
 import mcore_rl.models  # noqa: F401  (fills the family registry)
-from mcore_rl.agents.choose import CodecKind, codec_for
-from mcore_rl.agents.messages import messages_of
+from mcore_rl.agents.chat_template.codec import parse_messages
+from mcore_rl.agents.chat_template.validation import CodecKind, select_codec
 from mcore_rl.agents.runner import check_agent, try_out
-from mcore_rl.algorithms.advantages import ADVANTAGES
-from mcore_rl.algorithms.group_advantages import GDPOSettings
+from mcore_rl.algorithms.advantages import ADVANTAGES, GDPOSettings
 from mcore_rl.algorithms.sample_choice import CURRICULA, GROUP_FILTERS, DropUniformSettings
 from mcore_rl.checkpoint.hf import CheckpointReader, read_checkpoint_config
-from mcore_rl.config.checks import divides, one_of
+from mcore_rl.config.checks import check_choice, check_divides
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.config.resolve import resolve_rollout_model, reward_terms
-from mcore_rl.config.resolve_distillation import OF_TOP_TOKENS, teachers_of
+from mcore_rl.config.resolve import list_test_files, list_train_files
+from mcore_rl.config.resolve_algorithm import TOP_TOKEN_LOSSES, build_teachers
 from mcore_rl.config.resolve_engine import (
     resolve_model_engine,
     resolve_model_layout,
     resolve_schedule,
 )
-from mcore_rl.config.resolve_models import served_models
+from mcore_rl.config.resolve_rollout import (
+    build_served_models,
+    list_reward_terms,
+    resolve_rollout_model,
+)
 from mcore_rl.config.schema import RewardConfig, RLConfig
-from mcore_rl.config.sources import test_files, train_files
 from mcore_rl.data.batch import Batch
 from mcore_rl.data.datasets import (
     PromptDataset,
@@ -44,8 +46,8 @@ from mcore_rl.data.tokenizer import (
     check_tokenizer_matches,
     has_tokenizer,
     load_tokenizer,
+    read_stop_ids,
     read_tokenizer,
-    stop_ids_of,
 )
 from mcore_rl.engine.base import backend_of
 from mcore_rl.engine.lora_targets import check_targets
@@ -70,8 +72,13 @@ from mcore_rl.models.base import (
 from mcore_rl.models.heads import build_value_config, get_value_head_suffix, map_model_weights
 from mcore_rl.observability.trackers import check_trackers
 from mcore_rl.reshard.rules import list_logical_tensors
-from mcore_rl.rewards.base import parts_of
-from mcore_rl.rewards.judge import Judge, answer_check, check_columns, check_judges
+from mcore_rl.rewards.manager import (
+    RewardManager,
+    build_answer_check,
+    check_columns,
+    check_judge_models,
+)
+from mcore_rl.rewards.registry import get_parts
 from mcore_rl.trainers.policy_loss import check_functions, check_greedy
 from mcore_rl.weight_sync.nixl import import_nixl
 from mcore_rl.weight_sync.shared_memory import check_allocator
@@ -181,11 +188,11 @@ def _check_choices(config: RLConfig) -> None:
     check_functions(config.algorithm, config.agent.loop)
     check_greedy(config)
     if curriculum := config.data.curriculum.name:
-        CURRICULA.bound(curriculum, config.data.curriculum.settings)
+        CURRICULA.bind(curriculum, config.data.curriculum.settings)
     check_trackers(config.trainer.trackers)
     lengths = config.rollout.max_response_tokens, config.evaluation.max_response_tokens
-    Judge(config.reward, min(filter(None, lengths)))  # checks names and settings
-    check_judges(config.reward, served_models(config))
+    RewardManager(config.reward, min(filter(None, lengths)))  # checks names and settings
+    check_judge_models(config.reward, build_served_models(config))
     check_reward_parts(config)
     if config.weight_sync.method == "disaggregated" and config.weight_sync.transport == "nixl":
         import_nixl()
@@ -196,7 +203,7 @@ def _check_choices(config: RLConfig) -> None:
 
 def _list_data_files(config: RLConfig) -> dict[str, str]:
     """Return all data sources of a run, by setting."""
-    files = train_files(config.data) | dict(test_files(config.data).values())
+    files = list_train_files(config.data) | dict(list_test_files(config.data).values())
     if config.warm_start.num_steps:
         files["warm_start.train_file"] = config.warm_start.train_file
     return files
@@ -206,14 +213,14 @@ def _load_data(config: RLConfig) -> Inputs:
     tokenizer = load_tokenizer(config.model.path, config.model.chat_date)
     check_tokenizer_matches(tokenizer, get_field(read_config(config.model.path), "vocab_size"))
     if config.agent.loop != "single_turn":
-        models, stop_ids = served_models(config), stop_ids_of(config.model.path)
+        models, stop_ids = build_served_models(config), read_stop_ids(config.model.path)
         check_agent(config.agent, tokenizer, models, stop_ids)
     inputs = Inputs(
         tokenizer=tokenizer,
-        train=load_prompt_files(train_files(config.data), config, tokenizer),
+        train=load_prompt_files(list_train_files(config.data), config, tokenizer),
         tests={
             name: load_prompt_files(dict([file]), config, tokenizer)
-            for name, file in test_files(config.data).items()
+            for name, file in list_test_files(config.data).items()
         },
         examples=_load_examples(config, tokenizer),
     )
@@ -235,8 +242,8 @@ def load_prompt_files(
     """
     datasets = []
     loop = config.agent.loop
-    check_chat = None if loop == "single_turn" else messages_of
-    check_answer = answer_check(config.reward) if loop in REWARDED_LOOPS else None
+    check_chat = None if loop == "single_turn" else parse_messages
+    check_answer = build_answer_check(config.reward) if loop in REWARDED_LOOPS else None
     for setting, name in files.items():
         prompts = load_prompts(
             name,
@@ -258,10 +265,10 @@ def load_prompt_files(
 def _check_row_counts(config: RLConfig, inputs: Inputs) -> None:
     """Refuse to draw more rows at a time than a source has: some would be drawn twice."""
     data, warm, step = config.data, config.warm_start, config.trainer.prompts_per_step
-    files = [f"{setting}={name!r}" for setting, name in train_files(config.data).items()]
+    files = [f"{setting}={name!r}" for setting, name in list_train_files(config.data).items()]
     prompts = f"trainer.prompts_per_step={step}"
-    if (per_round := config.algorithm.samples.prompts_per_round) > step:
-        step, prompts = per_round, f"algorithm.samples.prompts_per_round={per_round}"
+    if (per_round := config.algorithm.filter.prompts_per_round) > step:
+        step, prompts = per_round, f"algorithm.filter.prompts_per_round={per_round}"
     if data.train_weights:
         for file, weight, size in zip(files, data.train_weights, inputs.train.sizes, strict=True):
             drawn = math.ceil(step * weight / sum(data.train_weights))
@@ -269,7 +276,7 @@ def _check_row_counts(config: RLConfig, inputs: Inputs) -> None:
     else:
         require_rows(prompts, " and ".join(files), len(inputs.train), step)
     num_tests = config.trainer.eval_samples
-    for name, (setting, file) in test_files(config.data).items():
+    for name, (setting, file) in list_test_files(config.data).items():
         size = len(inputs.tests[name])
         require_rows(f"trainer.eval_samples={num_tests}", f"{setting}={file!r}", size, num_tests)
     if inputs.examples is not None:
@@ -318,7 +325,7 @@ def _check_critic(config: RLConfig, actor: HFConfig) -> None:
     resolve_model_layout("critic.layout", critic.layout, sizes)
     resolve_model_engine("critic", critic, sizes)
     resolve_schedule("critic.optimizer", critic.optimizer, steps)
-    one_of("critic.loss_aggregation", critic.loss_aggregation, _CRITIC_AGGREGATIONS)
+    check_choice("critic.loss_aggregation", critic.loss_aggregation, _CRITIC_AGGREGATIONS)
 
 
 def _check_kv_cache(config: RLConfig, hf_config: HFConfig) -> None:
@@ -414,7 +421,7 @@ def _read_frozen_config(config: RLConfig, role: str, path: str) -> HFConfig:
         )
     policy, distillation = read_config(config.model.path), config.algorithm.distillation
     vocab_size, policy_vocab_size = (get_field(c, "vocab_size") for c in (hf_config, policy))
-    if distillation.loss in OF_TOP_TOKENS:
+    if distillation.loss in TOP_TOKEN_LOSSES:
         if vocab_size != policy_vocab_size:
             raise ConfigError(
                 f"{setting}={path!r} has vocab_size={vocab_size}, the policy {policy_vocab_size}; "
@@ -447,11 +454,11 @@ def _check_frozen_tokenizer(config: RLConfig, role: str, path: str) -> None:
 def _check_teacher_column(config: RLConfig) -> None:
     if not config.teacher.column:
         return
-    names, column = teachers_of(config.teacher), Column(config.teacher.column, "teacher.column")
+    names, column = build_teachers(config.teacher), Column(config.teacher.column, "teacher.column")
     for name in filter(None, config.data.train_files or [config.data.train_file]):
         for row in open_rows(name, "data.train_file"):
-            if (teacher := column.text(row)) not in names:
-                raise column.refusal(row, teacher, f"one of: {', '.join(names)}")
+            if (teacher := column.get_text(row)) not in names:
+                raise column.build_error(row, teacher, f"one of: {', '.join(names)}")
 
 
 def _get_path_setting(role: str) -> str:
@@ -475,7 +482,7 @@ def _check_served_layouts(config: RLConfig) -> None:
             )
         get_family(hf_config)
         sizes = get_model_sizes(hf_config)
-        divides(f"{key}.tp", servers.tp, "attention heads", sizes.num_attention_heads)
+        check_divides(f"{key}.tp", servers.tp, "attention heads", sizes.num_attention_heads)
         if servers.ep and not sizes.num_experts:
             raise ConfigError(f"{key}.ep=true: the model has no experts; allowed: false")
         positions = hf_config.get("max_position_embeddings")
@@ -502,7 +509,7 @@ def _check_served_models(config: RLConfig) -> None:
     """
     for name, model in get_served_models(config).items():
         key, hf_config = f"models.{name}", read_config(model.path)
-        if served_models(config)[name].path:
+        if build_served_models(config)[name].path:
             reader = CheckpointReader(model.path, f"{key}.path")
             weights = map_model_weights(hf_config, pad_vocab_size(hf_config, 1))
             reader.check(list_logical_tensors(weights))
@@ -512,7 +519,7 @@ def _check_served_models(config: RLConfig) -> None:
         check_tokenizer_matches(tokenizer, get_field(hf_config, "vocab_size"))
         try:
             kind = cast(CodecKind, model.codec)
-            codec_for(tokenizer, kind, stop_ids=stop_ids_of(model.path, f"{key}.path"))
+            select_codec(tokenizer, kind, stop_ids=read_stop_ids(model.path, f"{key}.path"))
         except ConfigError as error:
             raise ConfigError(f"{key}.path={model.path!r}: {error}") from error
 
@@ -530,9 +537,9 @@ def check_reward_parts(config: RLConfig) -> None:
     parts, is_open = _list_reward_parts(config.reward)
     if is_open:
         return
-    samples, curriculum = config.algorithm.samples, config.data.curriculum
+    samples, curriculum = config.algorithm.filter, config.data.curriculum
     if samples.group_filter:
-        filter_settings = GROUP_FILTERS.settings(
+        filter_settings = GROUP_FILTERS.build_settings(
             samples.group_filter, samples.group_filter_settings
         )
         if isinstance(filter_settings, DropUniformSettings):
@@ -541,7 +548,7 @@ def check_reward_parts(config: RLConfig) -> None:
     if curriculum.name:
         _require_parts("data.curriculum.success", [curriculum.success], ["reward", *parts])
     advantage = config.algorithm.advantage
-    settings = ADVANTAGES.settings(advantage, config.algorithm.advantage_settings)
+    settings = ADVANTAGES.build_settings(advantage, config.algorithm.advantage_settings)
     if isinstance(settings, GDPOSettings):
         scores = ["model"] if config.reward_model.model_path else []
         _require_parts(f"{ADVANTAGES.settings_key}.parts", [*settings.weights()], parts + scores)
@@ -550,8 +557,8 @@ def check_reward_parts(config: RLConfig) -> None:
 def _list_reward_parts(config: RewardConfig) -> tuple[list[str], bool]:
     """Return the names of the known parts, and whether there may be others."""
     names, is_open = list[str](), False
-    for name, term in reward_terms(config).items():
-        parts = parts_of(f"reward.terms.{name}" if name else "reward", term.name)
+    for name, term in list_reward_terms(config).items():
+        parts = get_parts(f"reward.terms.{name}" if name else "reward", term.name)
         names += [name] if name else []
         names += [f"{name}/{part}" if name else part for part in parts or ()]
         is_open = is_open or parts is None

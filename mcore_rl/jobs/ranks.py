@@ -22,8 +22,13 @@ from pathlib import Path
 from typing import Any
 
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.observability.garbage import leave_garbage_at_exit
-from mcore_rl.observability.stacks import answer_signals, in_full, in_short, look_at
+from mcore_rl.observability.process import skip_gc_at_exit
+from mcore_rl.observability.stacks import (
+    dump_stacks_on_signal,
+    format_stacks,
+    inspect_process,
+    summarize_states,
+)
 from mcore_rl.parallel.rendezvous import RendezvousServer
 
 # Containers of tensors, numbers and text, which torch.load loads with weights_only.
@@ -129,12 +134,14 @@ def _gather(
 
 def _build_timeout_error(silent: Sequence[Any], timeout_s: float) -> ProcessFailed:
     """Return an error with what the processes are doing, the most urgent first."""
-    looks = {process.name: look_at(process.pid) for process in silent}
+    looks = {process.name: inspect_process(process.pid) for process in silent}
     first, *rest = sorted(looks, key=lambda name: min(look.urgency for look in looks[name]))
-    line = f"{first} has not answered in {timeout_s:g} s (--timeout): {in_short(looks[first])}"
+    line = (
+        f"{first} has not answered in {timeout_s:g} s (--timeout): {summarize_states(looks[first])}"
+    )
     if rest:
-        line += f". Nor has {'; nor has '.join(f'{n}: {in_short(looks[n])}' for n in rest)}"
-    return ProcessFailed("\n\n".join([line, *(f"{n}:\n{in_full(looks[n])}" for n in looks)]))
+        line += f". Nor has {'; nor has '.join(f'{n}: {summarize_states(looks[n])}' for n in rest)}"
+    return ProcessFailed("\n\n".join([line, *(f"{n}:\n{format_stacks(looks[n])}" for n in looks)]))
 
 
 def _build_error(name: str, answer: tuple[str, str], log: Path) -> ProcessFailed:
@@ -156,8 +163,8 @@ def _main(job: bytes, environment: dict[str, str], log: Path, answers: Connectio
     _end_with_parent()
     _redirect_output(log)
     os.environ.update(environment)
-    answer_signals()
-    leave_garbage_at_exit()
+    dump_stacks_on_signal()
+    skip_gc_at_exit()
     try:
         run = pickle.loads(job)
         answer: tuple[str, Any] = _DONE, _serialize(run())

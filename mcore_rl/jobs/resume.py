@@ -16,12 +16,12 @@ from mcore_rl.checkpoint.run_checkpoints import (
     list_steps,
     read_checkpoint,
 )
-from mcore_rl.config.checks import exists
+from mcore_rl.config.checks import check_exists
+from mcore_rl.config.describe import SettingRenamer
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.json_file import read_json_object
-from mcore_rl.config.schema import RLConfig
-from mcore_rl.config.sources import AnyData, test_files, train_files
-from mcore_rl.config.train_schema import TrainConfig
+from mcore_rl.config.resolve import list_test_files, list_train_files
+from mcore_rl.config.schema import AnyData, RLConfig, TrainConfig
 from mcore_rl.controller.cluster_reads import cluster_reads
 from mcore_rl.controller.pending import Limit, WorkerError
 from mcore_rl.jobs.failure import RunFailed
@@ -64,7 +64,7 @@ def find_checkpoint_to_resume(
         checkpoint = find_newest_checkpoint(checkpoints, warn, compute_sums)
         checkpoint = checkpoint or _read_first_checkpoint(folder, compute_sums)
     else:
-        exists("resume", config.resume)
+        check_exists("resume", config.resume)
         checkpoint = read_checkpoint(Path(config.resume), compute_sums)
         if checkpoint.path.parent == checkpoints and list_steps(checkpoints)[-1] > checkpoint.step:
             raise ConfigError(
@@ -144,7 +144,7 @@ def _check_settings(config: RLConfig | TrainConfig, checkpoint: RunCheckpoint) -
     if isinstance(config, RLConfig):
         _check_critic(config, checkpoint)
     settings = dict(flatten_settings(asdict(config)))
-    saved = dict(flatten_settings(checkpoint.state["settings"]))
+    saved = dict(flatten_settings(SettingRenamer().rename_tree(checkpoint.state["settings"])))
     changed = [key for key in settings if settings[key] != saved.get(key)]
     layout = f"{WARM_START}.layout."  # the warm start is over
     known = [key for key in changed if key in saved]  # an older version saved fewer settings
@@ -171,7 +171,7 @@ def check_data(
     Raises:
         ConfigError: A source has other rows than when the run saved the checkpoint.
     """
-    files = train_files(data) | dict(test_files(data).values())
+    files = list_train_files(data) | dict(list_test_files(data).values())
     digests = [*train.digests, *(digest for test in tests for digest in test.digests)]
     by_setting = dict(zip(files, digests, strict=True))
     saved = checkpoint.state.get(DATA, {}) if checkpoint else {}  # earlier versions saved none

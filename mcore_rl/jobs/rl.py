@@ -14,13 +14,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from mcore_rl.agents.remote import ModelAddress
+from mcore_rl.agents.frozen_model import ModelAddress
 from mcore_rl.algorithms.losses import ValueClipSettings, negative_log_likelihood, value_clip
 from mcore_rl.checkpoint.run_checkpoints import RunCheckpoint
-from mcore_rl.config.resolve import for_lane, resolve
-from mcore_rl.config.resolve_distillation import OF_TOP_TOKENS
-from mcore_rl.config.resolve_mode import get_loop
-from mcore_rl.config.resolve_models import ROLE
+from mcore_rl.config.resolve import get_loop, resolve, resolve_for_lane
+from mcore_rl.config.resolve_algorithm import TOP_TOKEN_LOSSES
+from mcore_rl.config.resolve_rollout import ROLE
 from mcore_rl.config.schema import EngineConfig, Layout, LoRAConfig, RLConfig
 from mcore_rl.controller.batch_ops import select_small_columns
 from mcore_rl.controller.object_store import held_bytes, object_store_bytes
@@ -67,9 +66,9 @@ from mcore_rl.jobs.resume import (
     prepare_settings,
     remove_warm_start,
 )
-from mcore_rl.observability.console import show_line, waiting
+from mcore_rl.observability.console import show_line, show_waiting
 from mcore_rl.observability.memory import PeakMemory
-from mcore_rl.observability.start import began
+from mcore_rl.observability.process import get_start_time
 from mcore_rl.rollout.desired_servers import read_wanted_servers
 from mcore_rl.rollout.server_pool import ServerPool
 from mcore_rl.rollout.weight_updater import ExportError, connect
@@ -94,16 +93,16 @@ def run(config: RLConfig) -> None:
         RunFailed: The run had to stop.
         RunStopped: A signal has ended the run, which can be resumed.
     """
-    started = began()
+    started = get_start_time()
     resolve(config)
-    config = for_lane(config, detect_lane(), has_experts=has_experts(config))
+    config = resolve_for_lane(config, detect_lane(), has_experts=has_experts(config))
     with (
         lock_run_dir(config.output_dir, config.resume) as run_lock,
         open_job_scope(run_lock) as scratch_dir,
         _handle_stop_signals(config) as stop,
         PeakMemory() as memory,
     ):
-        with waiting("checking the inputs"):
+        with show_waiting("checking the inputs"):
             checkpoint = find_checkpoint_on_nodes(config, run_lock.folder)
             if last := get_end_step(config, checkpoint, run_lock.folder):
                 print(f"the run in {run_lock.folder} has ended after step {last}")
@@ -209,14 +208,14 @@ class _Run:
         with contextlib.ExitStack() as stack:
             # Ends after the servers: until they end, it may wait for them.
             thread = stack.enter_context(ThreadPoolExecutor(1, "generation"))
-            with waiting("starting the servers and the trainer"):
+            with show_waiting("starting the servers and the trainer"):
                 devices = _start_models(config, pools, ranks, stack)
             trainer = self._build_trainer(devices, thread)
             if self.checkpoint is None and trainer.evaluation.is_due(0):
-                with waiting("evaluating"):
+                with show_waiting("evaluating"):
                     output.write(0, trainer.evaluation.run(0))
             if self.checkpoint is not None:
-                with waiting("loading the checkpoint"):
+                with show_waiting("loading the checkpoint"):
                     trainer.checkpoints.restore(self.checkpoint)
             if config.algorithm.correction.use_rollout_log_probs:
                 print(
@@ -224,7 +223,7 @@ class _Run:
                     "servers' log-probs with the trainer's"
                 )
             self._run_steps(trainer)
-            with waiting("exporting"):
+            with show_waiting("exporting"):
                 self._export(trainer)
 
     def _build_trainer(self, devices: DeviceSharing, thread: Executor) -> RLTrainer:
@@ -248,7 +247,7 @@ class _Run:
                 devices=devices,
                 prompts=inputs.train,
                 test_sets=build_test_sets(inputs.tests, config.trainer.eval_samples),
-                sample_log=SampleLog(folder, inputs.tokenizer, config.samples, devices.actor),
+                sample_log=SampleLog(folder, inputs.tokenizer, config.sample_log, devices.actor),
                 thread=thread,
                 record_evaluation=self.output.record_evaluation,
                 build_checkpoints=build_checkpoints,
@@ -370,7 +369,7 @@ def _start_frozen_model(
     if role == "reward_model":
         return _start_engine(pools, role, spec, None, model_type="reward_model", wait=False)
     distillation = config.algorithm.distillation
-    if distillation.loss in OF_TOP_TOKENS:
+    if distillation.loss in TOP_TOKEN_LOSSES:
         spec = replace(spec, num_top_log_probs=distillation.top_k)
     return _start_engine(pools, role, spec, None, wait=False)
 

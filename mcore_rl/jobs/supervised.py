@@ -18,9 +18,8 @@ from mcore_rl.algorithms.losses import linear_in_scores, negative_log_likelihood
 from mcore_rl.algorithms.preference import PREFERENCE_LOSSES
 from mcore_rl.checkpoint.run_checkpoints import RunCheckpoint
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.config.resolve_train import data_of, resolve_train
-from mcore_rl.config.schema import LoRAConfig
-from mcore_rl.config.train_schema import DPOConfig, RMConfig, SFTConfig, TrainConfig
+from mcore_rl.config.resolve_train import get_data_config, resolve_train
+from mcore_rl.config.schema import DPOConfig, LoRAConfig, RMConfig, SFTConfig, TrainConfig
 from mcore_rl.controller import torchrun
 from mcore_rl.controller.dispatch import Group
 from mcore_rl.controller.pool import ResourcePool, ray_session
@@ -50,9 +49,9 @@ from mcore_rl.jobs.supervised_preflight import (
     needs_reference,
     resolve_dtype,
 )
-from mcore_rl.observability.console import waiting
+from mcore_rl.observability.console import show_waiting
 from mcore_rl.observability.memory import PeakMemory
-from mcore_rl.observability.start import began
+from mcore_rl.observability.process import get_start_time
 from mcore_rl.trainers import supervised
 from mcore_rl.trainers.checkpointing import CheckpointManager, how_to_resume
 from mcore_rl.trainers.device_sharing import ExclusiveDevices
@@ -78,7 +77,7 @@ def run(config: TrainConfig) -> None:
         RunFailed: The run had to stop.
         RunStopped: A signal has ended the run, which can be resumed.
     """
-    started = began()
+    started = get_start_time()
     resolve_train(config)
     config = resolve_dtype(config, detect_lane())
     if torchrun.is_launched():
@@ -92,13 +91,13 @@ def run(config: TrainConfig) -> None:
         _handle_stop_signals(config) as stop,
         PeakMemory() as memory,
     ):
-        with waiting("checking the inputs"):
+        with show_waiting("checking the inputs"):
             inputs = check_train_inputs(config)
             steps = replace(config.trainer, num_steps=inputs.num_steps)
             config = replace(config, trainer=steps)
             checkpoint = find_checkpoint_on_nodes(config, run_lock.folder)
             tests = inputs.tests.values()
-            digests = check_data(checkpoint, data_of(config), inputs.train, tests)
+            digests = check_data(checkpoint, get_data_config(config), inputs.train, tests)
             done = checkpoint.step if checkpoint else 0
             sizes = _list_output_bytes(config, run_lock.folder, done)
             disk_space.require_disk_space(config.output_dir, run_lock.folder, sizes)
@@ -130,13 +129,13 @@ class _Run:
 
 def _train(run: _Run, start_group: StartGroup) -> None:
     config, inputs, output = run.config, run.inputs, run.output
-    with waiting("starting the trainer"):
+    with show_waiting("starting the trainer"):
         model = start_group(MODEL, inputs.num_steps)
         model.initialize()
         objective = _build_objective(config, model, start_group)
     batch_size, num_bytes = config.trainer.batch_size, disk_space.compute_weight_bytes(config)
-    rows, weights = inputs.train, data_of(config).train_weights
-    batches = ExampleBatches(rows.batch, rows.sizes, batch_size, config.seed, weights)
+    rows, weights = inputs.train, get_data_config(config).train_weights
+    batches = ExampleBatches(rows.take, rows.sizes, batch_size, config.seed, weights)
     checkpoints = CheckpointManager(
         config,
         output.folder,
@@ -150,10 +149,10 @@ def _train(run: _Run, start_group: StartGroup) -> None:
 
     evaluation = SupervisedEvaluation(config, objective, inputs.tests, output.record_evaluation)
     if run.checkpoint is None and evaluation.is_due(0):
-        with waiting("evaluating"):
+        with show_waiting("evaluating"):
             output.write(0, evaluation.run(0))
     if run.checkpoint is not None:
-        with waiting("loading the checkpoint"):
+        with show_waiting("loading the checkpoint"):
             checkpoints.restore(run.checkpoint)
     path = output.folder / CHECKPOINT
     try:
@@ -166,9 +165,9 @@ def _train(run: _Run, start_group: StartGroup) -> None:
         location = disk_space.export_to_any_disk(model, path, num_bytes)[1]
         raise RunFailed(f"{error}; {location}") from error
     if checkpoints.next_step > inputs.num_steps and inputs.tests:  # resumed after its last step
-        with waiting("evaluating"):
+        with show_waiting("evaluating"):
             evaluation.run(inputs.num_steps)
-    with waiting("exporting"):
+    with show_waiting("exporting"):
         disk_space.export_weights(model, path, num_bytes)
 
 
@@ -178,7 +177,7 @@ def _build_objective(config: TrainConfig, model: Group, start_group: StartGroup)
     if isinstance(config, RMConfig):
         return RewardObjective(model)
     assert isinstance(config, DPOConfig)
-    loss = PREFERENCE_LOSSES.bound(config.loss, config.loss_settings)
+    loss = PREFERENCE_LOSSES.bind(config.loss, config.loss_settings)
     if not needs_reference(config):
         return PreferenceObjective(model, loss, None)
     if not has_reference_model(config):

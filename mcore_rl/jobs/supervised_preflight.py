@@ -9,25 +9,18 @@ from typing import TYPE_CHECKING
 
 import mcore_rl.models  # noqa: F401  (fills the family registry)
 from mcore_rl.algorithms.aggregation import AGGREGATIONS
-from mcore_rl.algorithms.inputs import check_needs, needs_of
+from mcore_rl.algorithms.inputs import check_needs, get_needs
 from mcore_rl.algorithms.preference import PREFERENCE_LOSSES
 from mcore_rl.checkpoint.hf import CheckpointReader, read_checkpoint_config
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.config.resolve import DTYPE_OF_LANE
+from mcore_rl.config.resolve import DTYPE_OF_LANE, list_test_files, list_train_files
 from mcore_rl.config.resolve_engine import (
     resolve_model_engine,
     resolve_model_layout,
     resolve_schedule,
 )
-from mcore_rl.config.resolve_train import data_of, num_steps, rows_each
-from mcore_rl.config.sources import test_files, train_files
-from mcore_rl.config.train_schema import (
-    ConversationsConfig,
-    DPOConfig,
-    RMConfig,
-    SFTConfig,
-    TrainConfig,
-)
+from mcore_rl.config.resolve_train import count_row_conversations, count_steps, get_data_config
+from mcore_rl.config.schema import ConversationsConfig, DPOConfig, RMConfig, SFTConfig, TrainConfig
 from mcore_rl.data.examples import AnyExamples, ExampleFiles, load_conversations, load_pairs
 from mcore_rl.data.tokenizer import check_tokenizer_matches, load_tokenizer
 from mcore_rl.engine.base import backend_of
@@ -68,7 +61,7 @@ def needs_reference(config: TrainConfig) -> bool:
     """Return whether the loss reads the log-probs of a reference model."""
     if not isinstance(config, DPOConfig):
         return False
-    return "reference_log_probs" in needs_of(PREFERENCE_LOSSES[config.loss])
+    return "reference_log_probs" in get_needs(PREFERENCE_LOSSES[config.loss])
 
 
 def has_reference_model(config: TrainConfig) -> bool:
@@ -91,28 +84,28 @@ def check_train_inputs(config: TrainConfig) -> TrainInputs:
     hf_config = _check_model(config)
     tokenizer = load_tokenizer(config.model.path, config.model.chat_date)
     check_tokenizer_matches(tokenizer, get_field(hf_config, "vocab_size"))
-    data = data_of(config)
+    data = get_data_config(config)
     positions = hf_config.get("max_position_embeddings")
     if positions is not None and data.max_tokens > positions:
         raise ConfigError(
             f"data.max_tokens={data.max_tokens}; allowed: up to the model's "
             f"max_position_embeddings={positions}"
         )
-    train = _load(config, train_files(data), tokenizer)
+    train = _load(config, list_train_files(data), tokenizer)
     _check_train_rows(config, train)
     tests, num = {}, config.trainer.eval_samples
-    for name, (setting, file) in test_files(data).items():
+    for name, (setting, file) in list_test_files(data).items():
         tests[name] = _load(config, {setting: file}, tokenizer)
         require_rows(f"trainer.eval_samples={num}", setting, len(tests[name]), num)
-    steps = num_steps(config, len(train))
+    steps = count_steps(config, len(train))
     resolve_schedule("engine.optimizer", config.engine.optimizer, steps)
     return TrainInputs(train, tests, steps)
 
 
 def _check_train_rows(config: TrainConfig, train: ExampleFiles) -> None:
     """Refuse to draw more rows at a time than a source has: some would be drawn twice."""
-    data, size = data_of(config), config.trainer.batch_size
-    setting, files = f"trainer.batch_size={size}", list(train_files(data))
+    data, size = get_data_config(config), config.trainer.batch_size
+    setting, files = f"trainer.batch_size={size}", list(list_train_files(data))
     if not data.train_weights:
         require_rows(setting, " and ".join(files), len(train), size)
         return
@@ -123,10 +116,10 @@ def _check_train_rows(config: TrainConfig, train: ExampleFiles) -> None:
 
 def _check_functions(config: TrainConfig) -> None:
     if isinstance(config, SFTConfig):
-        AGGREGATIONS.bound(config.loss_aggregation, {})
+        AGGREGATIONS.bind(config.loss_aggregation, {})
     if isinstance(config, DPOConfig):
-        PREFERENCE_LOSSES.bound(config.loss, config.loss_settings)
-        needed = needs_of(PREFERENCE_LOSSES[config.loss])
+        PREFERENCE_LOSSES.bind(config.loss, config.loss_settings)
+        needed = get_needs(PREFERENCE_LOSSES[config.loss])
         check_needs(needed, {"reference_log_probs"}, f"loss={config.loss!r}")
 
 
@@ -170,7 +163,7 @@ def _load(
     config: TrainConfig, files: Mapping[str, str], tokenizer: PreTrainedTokenizerBase
 ) -> ExampleFiles:
     """Load the examples of all sources, which `files` has by setting."""
-    data, sources = data_of(config), list[AnyExamples]()
+    data, sources = get_data_config(config), list[AnyExamples]()
     for setting, name in files.items():
         examples: AnyExamples
         if isinstance(data, ConversationsConfig):
@@ -188,7 +181,7 @@ def _load(
 
 def describe_inputs(config: TrainConfig, inputs: TrainInputs) -> list[str]:
     """Return lines on the model, the data and the number of steps."""
-    unit = "conversations" if rows_each(config) == 1 else "pairs"
+    unit = "conversations" if count_row_conversations(config) == 1 else "pairs"
     num_held_out = sum(map(len, inputs.tests.values()))
     held_out = f", {num_held_out} held out" if num_held_out else ""
     return [

@@ -1,6 +1,6 @@
-"""What this process does now, for whoever shows it: a phase, since when, and what has come of it.
+"""The phase that this process is in, its progress and its time: for the screen and for metrics.
 
-A process has one thing to show at a time, on one terminal: hence one `ACTIVITY`.
+A process shows one phase at a time, on one terminal: hence one `ACTIVITY`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-FIRST_S = 30.0  # a phase that takes longer is worth a line; the next ones come at 1, 2, 4, ... min
+FIRST_REPORT_S = 30.0  # a longer phase gets a line; the next ones come after 1, 2, 4, ... min
 
 
 @dataclass(eq=False, slots=True)
@@ -23,26 +23,26 @@ class Phase:
 
 @dataclass(eq=False, slots=True)
 class Count:
-    """Of what generation has been asked for."""
+    """Progress of generation: how many of `total` are done."""
 
-    asked: int
-    what: str
-    is_beside: bool  # in a thread of its own, while the phase does something else
-    came: int = 0
+    total: int
+    unit: str
+    is_background: bool  # in another thread, while the phase does something else
+    num_done: int = 0
 
 
 class Activity:
-    """The phases that are open; the outermost one is what is shown."""
+    """Open phases, of which the outermost is shown, and counts of generation."""
 
-    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
-        self.now = now
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self.clock = clock
         self._phases: list[Phase] = []
         self._counts: list[Count] = []
 
     @contextmanager
-    def phase(self, title: str, step: int = 0, since: float | None = None) -> Iterator[None]:
-        """`since` is when it began, if that is not now."""
-        phase = Phase(title, step, self.now() if since is None else since)
+    def enter_phase(self, title: str, step: int = 0, since: float | None = None) -> Iterator[None]:
+        """Open a phase; `since` is when it began, if before."""
+        phase = Phase(title, step, self.clock() if since is None else since)
         self._phases.append(phase)
         try:
             yield
@@ -50,17 +50,17 @@ class Activity:
             self._phases.remove(phase)
 
     @contextmanager
-    def counting(self, asked: int, what: str) -> Iterator[Callable[[int], None]]:
-        """Inside, takes how many have come so far."""
-        is_beside = threading.current_thread() is not threading.main_thread()
-        count = Count(asked, what, is_beside)
+    def count(self, total: int, unit: str) -> Iterator[Callable[[int], None]]:
+        """Yield a function that takes how many of `total` are done so far."""
+        is_background = threading.current_thread() is not threading.main_thread()
+        count = Count(total, unit, is_background)
         self._counts.append(count)
 
-        def came(num: int) -> None:
-            count.came = num
+        def update(num_done: int) -> None:
+            count.num_done = num_done
 
         try:
-            yield came
+            yield update
         finally:
             self._counts.remove(count)
 
@@ -69,61 +69,93 @@ class Activity:
         return next(iter(self._phases), None)
 
     def __str__(self) -> str:
-        """Empty between phases; else as "step 12: generate 190/512 samples, 61 s"."""
+        """Return "" between phases; else a text like "step 12: generate 190/512 samples, 61 s"."""
         phase, count = self.outermost, next(reversed(self._counts), None)
         if phase is None:
             return ""
-        of_step = f"step {phase.step}: " if phase.step else ""
-        took = f"{self.now() - phase.since:.0f} s"
+        step = f"step {phase.step}: " if phase.step else ""
+        duration = f"{self.clock() - phase.since:.0f} s"
         if count is None:
-            return f"{of_step}{phase.title}, {took}"
-        num = f"{count.came}/{count.asked} {count.what}"
-        if count.is_beside and phase.title != "generate":
-            return f"{of_step}{phase.title}, {took}; {num} ahead"
-        return f"{of_step}{phase.title} {num}, {took}"
+            return f"{step}{phase.title}, {duration}"
+        progress = f"{count.num_done}/{count.total} {count.unit}"
+        if count.is_background and phase.title != "generate":
+            return f"{step}{phase.title}, {duration}; {progress} ahead"
+        return f"{step}{phase.title} {progress}, {duration}"
 
 
 ACTIVITY = Activity()
 
 
-class Teller:
-    """Writes a line of a phase that takes long, at growing intervals."""
+class SlowPhaseReporter:
+    """Writes a line about a phase that takes long, at growing intervals."""
 
     def __init__(self, write: Callable[[str], None], activity: Activity = ACTIVITY) -> None:
         self._write, self._activity = write, activity
         self._phase: Phase | None = None
-        self._due_s = FIRST_S
+        self._due_s = FIRST_REPORT_S
 
-    def look(self) -> float:
-        """Write what is due; returns the seconds until something can be."""
+    def report_if_due(self) -> float:
+        """Write a line if it is due; return the seconds until the next may be."""
         phase = self._activity.outermost
         if phase is None:
-            return FIRST_S
+            return FIRST_REPORT_S
         if phase is not self._phase:
-            self._phase, self._due_s = phase, FIRST_S
-        took = self._activity.now() - phase.since
-        if took >= self._due_s:
+            self._phase, self._due_s = phase, FIRST_REPORT_S
+        duration = self._activity.clock() - phase.since
+        if duration >= self._due_s:
             self._write(str(self._activity))
-            while self._due_s <= took:
+            while self._due_s <= duration:
                 self._due_s *= 2
-        return self._due_s - took
+        return self._due_s - duration
 
     @contextmanager
-    def told(self) -> Iterator[None]:
-        """Inside, a thread looks; it sleeps until a line can be due.
+    def run_in_background(self) -> Iterator[None]:
+        """Report from a thread, which sleeps until a line can be due.
 
-        The waits of a driver are many, and some are not ours: rank 0 of torchrun computes itself.
+        The main thread could not: its waits are many, and rank 0 of torchrun computes itself.
         """
         is_over = threading.Event()
 
         def run() -> None:
-            while not is_over.wait(self.look()):
+            while not is_over.wait(self.report_if_due()):
                 pass
 
-        thread = threading.Thread(target=run, name="tells-phases", daemon=True)
+        thread = threading.Thread(target=run, name="slow-phases", daemon=True)
         thread.start()
         try:
             yield
         finally:
             is_over.set()
             thread.join()
+
+
+class Stopwatch:
+    """Seconds of named phases, as metrics "time/<phase>_s", and of everything since it was made.
+
+    Each is a phase of `ACTIVITY`, in `step`.
+    """
+
+    def __init__(self, step: int = 0) -> None:
+        self._step = step
+        self._start_s, self._cpu_start_s = time.perf_counter(), time.process_time()
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def __call__(self, phase: str) -> Iterator[None]:
+        start_s = time.perf_counter()
+        try:
+            with ACTIVITY.enter_phase(phase, self._step):
+                yield
+        finally:
+            name = f"time/{phase}_s"
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start_s
+
+    @property
+    def total_s(self) -> float:
+        return time.perf_counter() - self._start_s
+
+    @property
+    def driver(self) -> dict[str, float]:
+        """CPU seconds of this process, of all its threads; and as a share of one core."""
+        cpu_s = time.process_time() - self._cpu_start_s
+        return {"driver/cpu_s": cpu_s, "driver/cpu_share": cpu_s / self.total_s}

@@ -1,4 +1,4 @@
-"""What a run shows: a live bar on a terminal, one plain line per step elsewhere."""
+"""Output of a run: a live bar on a terminal, one plain line per step elsewhere."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
-from mcore_rl.observability.activity import ACTIVITY, Teller
+from mcore_rl.observability.activity import ACTIVITY, SlowPhaseReporter
 
 _JOINERS = "\u200c\u200d"  # without which Persian, Hindi and emoji are other text
 _UNSAFE = ("Cc", "Cf", "Cs", "Co", "Zl", "Zp")  # control, format, no characters, line separators
@@ -27,7 +27,7 @@ _UNSAFE = ("Cc", "Cf", "Cs", "Co", "Zl", "Zp")  # control, format, no characters
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """What is worth seeing of one reinforcement-learning step."""
+    """Summary of a reinforcement-learning step."""
 
     reward: float  # mean over the samples of the step
     response_tokens: float  # mean length of a response
@@ -45,32 +45,32 @@ class StepReport:
 
 
 class _Console(Console):
-    """Goes on in silence when nobody reads any more, as after Ctrl-C on `... | tee`."""
+    """Console that falls silent when its pipe breaks, as after Ctrl-C on `... | tee`."""
 
     @property
     def is_terminal(self) -> bool:
-        """FORCE_COLOR, which many CI systems set, makes no terminal of a file."""
+        """True on a terminal alone, even with FORCE_COLOR, which many CI systems set."""
         return self.file.isatty() and super().is_terminal
 
     def on_broken_pipe(self) -> None:
         self.quiet = True
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, sys.stdout.fileno())
-        os.close(nowhere)
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, sys.stdout.fileno())
+        os.close(null)
 
 
 @functools.cache
 def get_stdout_console() -> Console:
     """Return the console of this process's standard output.
 
-    There is one: a line that another console prints passes by a live display, which is then drawn
-    again below the line and stays above it, too.
+    There is one. A line of another console would not know of a live display, and leave a copy of it
+    above the line.
     """
     return _Console()
 
 
-class _Now:
-    """What the process does at the time that it is drawn."""
+class _ActivityLine:
+    """The current activity of this process, read whenever it is drawn."""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         if text := str(ACTIVITY):
@@ -80,8 +80,8 @@ class _Now:
 class StepProgress:
     """Shows each of `num_steps` steps of the phase `title`; use it as a context manager.
 
-    Within a step it shows what is being done: on a terminal all the time, elsewhere as a line where
-    that takes long.
+    Within a step it shows the activity: on a terminal all the time, elsewhere as a line where a
+    phase takes long.
 
     >>> with StepProgress("warm start", 2, Console(width=80)) as progress:
     ...     progress.update(1, "loss 2.310")
@@ -101,18 +101,18 @@ class StepProgress:
         self._task = self._bar.add_task(title, total=num_steps)
         # The report has a line of its own under the bar: both fit in 80 columns.
         self._report = Text(no_wrap=True, overflow="ellipsis")
-        self._live = _make_live(Group(self._bar, self._report, _Now()), self._console)
+        self._live = _make_live(Group(self._bar, self._report, _ActivityLine()), self._console)
         self._stack = ExitStack()
 
     def update(self, step: int, report: StepReport | str) -> None:
-        """Step `step`, counted from 1, is done."""
+        """Show that `step`, counted from 1, is done."""
         if self._console.is_interactive:
             self.draw(step, report)
         else:
             show_line(f"{self._title} {step}/{self._num_steps}  {report}", self._console)
 
     def draw(self, step: int, report: StepReport | str) -> None:
-        """The same for a terminal alone: there may be more of these than anybody reads as lines."""
+        """Show a step on a terminal alone, for steps that are too many to read as lines."""
         self._report.plain = str(report)
         self._bar.update(self._task, completed=step)
 
@@ -120,7 +120,7 @@ class StepProgress:
         if self._console.is_interactive:
             self._stack.enter_context(self._live)
         else:
-            self._stack.enter_context(_told(self._console))
+            self._stack.enter_context(_report_slow_phases(self._console))
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -128,49 +128,51 @@ class StepProgress:
 
 
 @contextmanager
-def waiting(
-    for_what: str,
+def show_waiting(
+    title: str,
     console: Console | None = None,
     *,
     has_lines: bool = True,
     since: float | None = None,
 ) -> Iterator[None]:
-    """A spinner on a terminal while something without steps runs; elsewhere a line when it begins.
+    """Show a spinner on a terminal while something without steps runs; elsewhere a line.
 
-    Elsewhere there are others where it takes long. When it has ended well, a line with its seconds.
-    Without `has_lines` only the spinner. `since` is when it began, if that is not now.
+    Elsewhere more lines follow where it takes long. At its end comes a line with its seconds.
+    Without `has_lines` there is only the spinner. `since` is when it began, if before.
     """
     console = console or get_stdout_console()
-    started = time.monotonic() if since is None else since
+    start = time.monotonic() if since is None else since
     with ExitStack() as stack:
-        stack.enter_context(ACTIVITY.phase(for_what, since=started))
+        stack.enter_context(ACTIVITY.enter_phase(title, since=start))
         if console.is_interactive:
-            stack.enter_context(_make_live(Spinner("dots", _Now()), console, transient=True))
+            stack.enter_context(
+                _make_live(Spinner("dots", _ActivityLine()), console, transient=True)
+            )
         elif has_lines:
-            show_line(f"{for_what} ...", console)
-            stack.enter_context(_told(console))
+            show_line(f"{title} ...", console)
+            stack.enter_context(_report_slow_phases(console))
         yield
     if has_lines:
-        show_line(f"{for_what}: {time.monotonic() - started:.1f} s", console)
+        show_line(f"{title}: {time.monotonic() - start:.1f} s", console)
 
 
-def _told(console: Console) -> AbstractContextManager[None]:
-    return Teller(lambda line: show_line(line, console)).told()
+def _report_slow_phases(console: Console) -> AbstractContextManager[None]:
+    return SlowPhaseReporter(lambda line: show_line(line, console)).run_in_background()
 
 
-def _make_live(shown: RenderableType, console: Console, *, transient: bool = False) -> Live:
-    """Standard error is no part of the display where it goes elsewhere."""
+def _make_live(content: RenderableType, console: Console, *, transient: bool = False) -> Live:
+    """Return a live display, through which standard error passes if it is on the terminal, too."""
     is_shared = sys.stderr.isatty()
-    return Live(shown, console=console, transient=transient, redirect_stderr=is_shared)
+    return Live(content, console=console, transient=transient, redirect_stderr=is_shared)
 
 
 def show_line(line: str, console: Console | None = None) -> None:
     """Print a plain line, above a live display if there is one.
 
-    On a terminal it is wrapped between words; a word that is too long stays whole, to be copied.
+    On a terminal it is wrapped between words; a word that is too long is not split, to be copied.
     """
     console = console or get_stdout_console()
-    lines = [visible(line)]
+    lines = [escape_control(line)]
     if console.is_interactive:
         wrapper = textwrap.TextWrapper(
             console.width, break_long_words=False, break_on_hyphens=False, replace_whitespace=False
@@ -179,12 +181,12 @@ def show_line(line: str, console: Console | None = None) -> None:
     console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
 
 
-def visible(text: str) -> str:
+def escape_control(text: str) -> str:
     r"""Escape characters that a terminal obeys or that reorder what stands around them.
 
     Newlines and tabs stay.
 
-    >>> print(visible("\x1b[2Jred\u202e"))
+    >>> print(escape_control("\x1b[2Jred\u202e"))
     \x1b[2Jred\u202e
     """
     return "".join(c if _is_safe(c) else c.encode("unicode_escape").decode() for c in text)
@@ -197,7 +199,7 @@ def _is_safe(character: str) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class MeanWithError:
     """A mean with its standard error."""
 
     value: float
@@ -212,21 +214,21 @@ class Measured:
 
 def print_before_after(
     title: str,
-    rows: Iterable[tuple[str, Measured | None, Measured]],
+    rows: Iterable[tuple[str, MeanWithError | None, MeanWithError]],
     console: Console | None = None,
 ) -> None:
-    """A table of (name, before, after), with the change; None: nobody has measured it before."""
-    found = list(rows)
-    headings = ("before", "after", "change") if any(row[1] for row in found) else ("after",)
+    """Print a table of (name, before, after), with the change; None: not measured before."""
+    rows = list(rows)
+    headings = ("before", "after", "change") if any(row[1] for row in rows) else ("after",)
     table = Table(title=title, title_justify="left")
     table.add_column("", overflow="fold")
     for heading in headings:
         table.add_column(heading, justify="right")
-    for name, before, after in found:
+    for name, before, after in rows:
         if before is None:
             table.add_row(name, *[""] * (len(headings) == 3), str(after))
             continue
         change = after.value - before.value
-        shown = f"{100 * change:+.1f} points" if after.is_share else f"{change:+.3f}"
-        table.add_row(name, str(before), str(after), shown)
+        change_text = f"{100 * change:+.1f} points" if after.is_share else f"{change:+.3f}"
+        table.add_row(name, str(before), str(after), change_text)
     (console or get_stdout_console()).print(table)

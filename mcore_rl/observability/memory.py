@@ -8,8 +8,8 @@ import time
 import psutil
 
 
-def process_memory_bytes(process: psutil.Process) -> int:
-    """Memory of one process, in bytes: proportional (PSS) if Linux reports it, else resident (RSS).
+def get_process_memory_bytes(process: psutil.Process) -> int:
+    """Return the memory of a process: proportional (PSS) if Linux reports it, else resident (RSS).
 
     PSS splits a shared page between the processes that map it. Summed RSS would count the object
     store and weights in shared memory once for every process that has them mapped.
@@ -21,46 +21,46 @@ def process_memory_bytes(process: psutil.Process) -> int:
                     return int(line.split()[1]) * 1024
     except OSError:  # no such file on this system, not ours to read, or the process is gone
         pass
-    return resident_bytes(process)
+    return get_resident_bytes(process)
 
 
-def resident_bytes(process: psutil.Process) -> int:
-    """Resident memory of one process (RSS), in bytes; of one that has ended, none."""
+def get_resident_bytes(process: psutil.Process) -> int:
+    """Return the resident memory of one process (RSS); 0 if it has ended."""
     try:
         return int(process.memory_info().rss)
     except psutil.Error:
         return 0
 
 
-def _resident_and_shared(process: psutil.Process) -> tuple[int, int]:
-    """RSS, and the part of it that is of files or shared memory, in bytes."""
+def _get_resident_and_shared_bytes(process: psutil.Process) -> tuple[int, int]:
+    """Return RSS, and the part of it in files or shared memory."""
     try:
-        found = process.memory_info()
+        info = process.memory_info()
     except psutil.Error:
         return 0, 0
-    return int(found.rss), int(getattr(found, "shared", 0))
+    return int(info.rss), int(getattr(info, "shared", 0))
 
 
-def tree(root: psutil.Process) -> list[psutil.Process]:
-    """A process and all its descendants; of one that has ended, none."""
+def list_process_tree(root: psutil.Process) -> list[psutil.Process]:
+    """Return a process and all its descendants; none if it has ended."""
     try:
         return [root, *root.children(recursive=True)]
     except psutil.Error:
         return []
 
 
-def tree_memory_bytes(root: psutil.Process) -> int:
-    """Memory of a process and all its descendants, in bytes; a process that has ended has none."""
-    return sum(map(process_memory_bytes, tree(root)))
+def get_tree_memory_bytes(root: psutil.Process) -> int:
+    """Return the memory of a process and all its descendants; 0 if it has ended."""
+    return sum(map(get_process_memory_bytes, list_process_tree(root)))
 
 
 class PeakMemory:
     """Context manager that samples the memory of this process and its descendants in a thread.
 
     `peak_bytes` is the highest sample so far; spikes shorter than `interval_s` may be missed. Linux
-    walks the page tables to tell PSS, 7 ms for a process that has imported vLLM. It is asked when
-    RSS is by a hundredth above what it was at the last time, and so seldom that it takes `share` of
-    a core; between, memory is what it was then and what anonymous memory has grown by.
+    walks the page tables for PSS, 7 ms for a process that has imported vLLM. PSS is read when RSS
+    has grown by a hundredth since the last time, and so seldom that it takes `share` of a core. In
+    between, memory is the last value plus the growth of anonymous memory.
     """
 
     def __init__(self, interval_s: float = 4.0, share: float = 0.0005) -> None:
@@ -68,8 +68,8 @@ class PeakMemory:
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="peak-memory", daemon=True)
         self._root = psutil.Process()
-        self._resident = 0.0  # at the last look at PSS, as the two below
-        self._shared_bytes = 0  # what is not anonymous, counted once
+        self._resident = 0.0  # when PSS was last read, as the two below
+        self._shared_bytes = 0  # not anonymous, counted once
         self._next_at = 0.0
         self.peak_bytes = 0
 
@@ -88,13 +88,13 @@ class PeakMemory:
             self._sample()
 
     def _sample(self) -> None:
-        processes = tree(self._root)
-        found = [_resident_and_shared(process) for process in processes]
-        resident = sum(own for own, _ in found)
-        anonymous = resident - sum(shared for _, shared in found)
+        processes = list_process_tree(self._root)
+        sizes = [_get_resident_and_shared_bytes(process) for process in processes]
+        resident = sum(size for size, _ in sizes)
+        anonymous = resident - sum(shared for _, shared in sizes)
         if resident > self._resident * 1.01 and time.monotonic() >= self._next_at:
-            began_s = time.thread_time()
-            self._shared_bytes = sum(map(process_memory_bytes, processes)) - anonymous
-            took_s = time.thread_time() - began_s
-            self._resident, self._next_at = resident, time.monotonic() + took_s / self._share
+            start_s = time.thread_time()
+            self._shared_bytes = sum(map(get_process_memory_bytes, processes)) - anonymous
+            duration_s = time.thread_time() - start_s
+            self._resident, self._next_at = resident, time.monotonic() + duration_s / self._share
         self.peak_bytes = max(self.peak_bytes, self._shared_bytes + anonymous)

@@ -28,7 +28,7 @@ def plot_reward_curve(
 ) -> None:
     """Write a PNG of the mean training reward of steps 1, 2, ...
 
-    What was measured on held-out prompts, and is called `held_out`, are dashed lines across it.
+    Results on held-out prompts, labelled `held_out`, are dashed lines across it.
     """
     figure = Figure(figsize=(8.0, 4.8), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
@@ -40,8 +40,8 @@ def plot_reward_curve(
         if value is not None:
             label = f"{held_out} {when}: {value:.3f}"
             axes.axhline(value, color=color, linestyle="--", linewidth=1.5, label=label)
-    shown = [*rewards, *(value for value, _ in lines.values() if value is not None)]
-    axes.set_ylim(min([0.0, *shown]), max([1.0, *shown]) * 1.04)
+    values = [*rewards, *(value for value, _ in lines.values() if value is not None)]
+    axes.set_ylim(min([0.0, *values]), max([1.0, *values]) * 1.04)
     axes.set_xlabel("step")
     axes.xaxis.get_major_locator().set_params(integer=True)
     axes.set_ylabel("reward")
@@ -56,8 +56,8 @@ def plot_traffic(path: Path, traffic: NDArray[np.int64]) -> None:
     figure = Figure(figsize=(8.0, 7.0), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    shown = np.ma.masked_equal(traffic / 1e6, 0)
-    image = axes.imshow(shown, norm=LogNorm(), aspect="auto", interpolation="nearest")
+    megabytes = np.ma.masked_equal(traffic / 1e6, 0)
+    image = axes.imshow(megabytes, norm=LogNorm(), aspect="auto", interpolation="nearest")
     figure.colorbar(image, label="MB", format="%g")
     axes.set_xlabel("training rank")
     axes.set_ylabel("generation rank")
@@ -66,6 +66,6 @@ def plot_traffic(path: Path, traffic: NDArray[np.int64]) -> None:
 
 
 def _save(figure: Figure, path: Path) -> None:
-    aside = path.with_name(f".{path.name}.partial")
-    figure.savefig(aside, format="png")
-    os.replace(aside, path)
+    partial = path.with_name(f".{path.name}.partial")
+    figure.savefig(partial, format="png")
+    os.replace(partial, path)

@@ -1,8 +1,8 @@
-"""What another process of this machine is doing: its state, and the Python stacks of its threads.
+"""State and Python stacks of processes that take too long, this one or others of the machine.
 
-py-spy reads them from outside, whatever the process does: it may be stopped, hold the interpreter's
-lock, or loop in C. Where the system lets no process look into another (ptrace), a process that has
-called `answer_signals` writes them to its stderr when it is asked.
+py-spy reads the stacks of others from outside, also of a process that is stopped, holds the
+interpreter's lock or loops in C. Where the system forbids that (ptrace), a process that has called
+`dump_stacks_on_signal` writes them to its stderr when it gets SIGUSR2.
 """
 
 from __future__ import annotations
@@ -13,7 +13,10 @@ import os
 import re
 import signal
 import subprocess
+import sys
 import sysconfig
+import tempfile
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,9 +27,9 @@ import psutil
 _SIGNAL = signal.SIGUSR2
 _PY_SPY_S = 20.0  # how long py-spy may take for a process
 _ANSWER_S = 5.0  # how long a process may take to write its own stacks
-_MOST_CHILDREN = 8  # processes of a process that are looked at
+_MOST_CHILDREN = 8  # children of a process that are inspected
 _GONE, _STOPPED, _WAITING = "gone", "stopped by a signal", "waiting"
-HELD_UP = frozenset({_GONE, _STOPPED})  # states that end by themselves never
+STUCK_STATES = frozenset({_GONE, _STOPPED})  # states that never end by themselves
 _STATES = {
     psutil.STATUS_ZOMBIE: _GONE,
     psutil.STATUS_DEAD: _GONE,
@@ -35,13 +38,13 @@ _STATES = {
     psutil.STATUS_DISK_SLEEP: "waiting for a disk",
     psutil.STATUS_RUNNING: "running",
 }
-_URGENCY = [*dict.fromkeys(_STATES.values()), _WAITING]  # likeliest to be the trouble first
+_URGENCY = [*dict.fromkeys(_STATES.values()), _WAITING]  # the likeliest cause first
 _FRAME = re.compile(r'^ {4}(.+ \(.+\))$|^  File "(.+)", line (\d+) in (.+)$', re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
-    """What one process was doing."""
+class ProcessState:
+    """State and stacks of one process."""
 
     pid: int
     name: str  # the start of its command line
@@ -50,73 +53,75 @@ class Look:
 
     @property
     def urgency(self) -> int:
-        """The lowest most likely blocks the others."""
+        """The process with the lowest most likely blocks the others."""
         return _URGENCY.index(self.state)
 
 
-def answer_signals() -> None:
-    """On SIGUSR2 this process writes the stacks of its threads to its stderr."""
+def dump_stacks_on_signal() -> None:
+    """Write the stacks of all threads to stderr on SIGUSR2."""
     faulthandler.register(_SIGNAL, file=2, all_threads=True, chain=False)
 
 
-def look_at(pid: int) -> list[Look]:
-    """The process, then the Python processes that it has started. Never raises."""
-    looks = []
+def inspect_process(pid: int) -> list[ProcessState]:
+    """Return the states of a process and of its Python children. Never raise."""
+    states = []
     with contextlib.suppress(psutil.Error):
         process = psutil.Process(pid)
-        looks.append(_look(process))
-        children = [p for p in process.children(recursive=True) if _runs_python(p)]
-        looks += [_look(child) for child in children[:_MOST_CHILDREN]]
-    return looks or [Look(pid, "", _GONE, "")]
+        states.append(_read_state(process))
+        children = [p for p in process.children(recursive=True) if _is_python(p)]
+        states += [_read_state(child) for child in children[:_MOST_CHILDREN]]
+    return states or [ProcessState(pid, "", _GONE, "")]
 
 
-def in_short(looks: Sequence[Look]) -> str:
-    """On one line: the state of the process that is likeliest to be the trouble, and where it is.
+def summarize_states(states: Sequence[ProcessState]) -> str:
+    """Return a line with the state and the innermost frame of the likeliest cause of a hang.
 
-    >>> in_short([Look(7, "ray::Actor", "waiting", ""), Look(8, "engine", "gone", "")])
+    >>> engine = ProcessState(8, "engine", "gone", "")
+    >>> summarize_states([ProcessState(7, "ray::Actor", "waiting", ""), engine])
     'its process 8 (engine) is gone'
     """
-    worst = min(looks, key=lambda look: look.urgency)
-    whose = "" if worst is looks[0] else f"its process {worst.pid} ({worst.name}) is "
-    frame = _innermost(worst.stacks)
-    return f"{whose}{worst.state}{frame and f', in {frame}'}"
+    worst = min(states, key=lambda state: state.urgency)
+    child = "" if worst is states[0] else f"its process {worst.pid} ({worst.name}) is "
+    frame = _find_innermost_frame(worst.stacks)
+    return f"{child}{worst.state}{frame and f', in {frame}'}"
 
 
-def in_full(looks: Sequence[Look]) -> str:
-    """The stacks of all processes."""
-    return "\n".join(f"pid {x.pid} ({x.name}), {x.state}\n{x.stacks}".rstrip() for x in looks)
+def format_stacks(states: Sequence[ProcessState]) -> str:
+    """Return the stacks of all processes."""
+    return "\n".join(f"pid {x.pid} ({x.name}), {x.state}\n{x.stacks}".rstrip() for x in states)
 
 
-def _look(process: psutil.Process) -> Look:
+def _read_state(process: psutil.Process) -> ProcessState:
     name, state = "", _GONE
     with contextlib.suppress(psutil.Error):
         program, *words = process.cmdline() or [""]
         name = " ".join([Path(program).name, *words])[:60].strip()
         state = _STATES.get(process.status(), _WAITING)
-    return Look(process.pid, name, state, "" if state == _GONE else _stacks(process.pid, state))
+    stacks = "" if state == _GONE else _read_stacks(process.pid, state)
+    return ProcessState(process.pid, name, state, stacks)
 
 
-def _runs_python(process: psutil.Process) -> bool:
+def _is_python(process: psutil.Process) -> bool:
     with contextlib.suppress(psutil.Error):
         is_tracker = any("multiprocessing.resource_tracker" in word for word in process.cmdline())
-        lives = process.status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
-        return lives and not is_tracker and "python" in Path(process.exe()).name
+        is_alive = process.status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+        return is_alive and not is_tracker and "python" in Path(process.exe()).name
     return False
 
 
-def _stacks(pid: int, state: str) -> str:
+def _read_stacks(pid: int, state: str) -> str:
     try:
-        return _by_py_spy(pid)
+        return _run_py_spy(pid)
     except (OSError, subprocess.SubprocessError) as error:
-        told = getattr(error, "stderr", None) or str(error)
-        refusal = f"py-spy cannot read them: {' '.join(str(told).split())}"
+        message = getattr(error, "stderr", None) or str(error)
+        refusal = f"py-spy cannot read them: {' '.join(str(message).split())}"
     try:
-        return f"({refusal}; from the process itself)\n{_by_itself(pid, state)}"
+        return f"({refusal}; from the process itself)\n{_request_stacks(pid, state)}"
     except (OSError, RuntimeError) as error:
         return f"no stacks: {refusal}; nor does the process write them: {error}"
 
 
-def _by_py_spy(pid: int) -> str:
+def _run_py_spy(pid: int) -> str:
     tool = Path(sysconfig.get_path("scripts"), "py-spy")
     command = [str(tool), "dump", "--nonblocking", "--pid", str(pid)]
     return subprocess.run(
@@ -124,8 +129,8 @@ def _by_py_spy(pid: int) -> str:
     ).stdout.strip()
 
 
-def _by_itself(pid: int, state: str) -> str:
-    """Asks by a signal. A stopped process continues for it; it writes first of all."""
+def _request_stacks(pid: int, state: str) -> str:
+    """Request the stacks by SIGUSR2. A stopped process is continued, and writes first of all."""
     caught = re.search(r"^SigCgt:\s*(\w+)$", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
     if caught is None or not int(caught[1], 16) >> (_SIGNAL - 1) & 1:
         raise RuntimeError("it does not heed SIGUSR2")
@@ -149,13 +154,47 @@ def _by_itself(pid: int, state: str) -> str:
         return file.read(size - before).decode(errors="replace")
 
 
-def _innermost(stacks: str) -> str:
-    """The frame in which the thread of a rank's call is, or else the main thread."""
+def _find_innermost_frame(stacks: str) -> str:
+    """Return the innermost frame of the thread of a rank's call, or else of the main thread."""
     threads = [text for text in re.split(r"\n(?=Thread |Current thread )", stacks) if text]
-    of_call = [text for text in threads if "rank_actor.py" in text]
-    main = [text for text in threads if '"MainThread"' in text or text.startswith("Current")]
-    found = _FRAME.search("\n".join((of_call or main or threads)[:1]))
-    if found is None:
+    call_threads = [text for text in threads if "rank_actor.py" in text]
+    main_threads = [
+        text for text in threads if '"MainThread"' in text or text.startswith("Current")
+    ]
+    match = _FRAME.search("\n".join((call_threads or main_threads or threads)[:1]))
+    if match is None:
         return ""
-    frame, file, line, name = found.groups()
+    frame, file, line, name = match.groups()
     return frame or f"{name} ({file}:{line})"
+
+
+class StackTimer:
+    """Writes the stacks of this process where an operation takes too long, one at a time."""
+
+    def __init__(self, process_name: str, after_s: float) -> None:
+        """Create a timer; `process_name` stands in the first line."""
+        self._process_name, self._after_s = process_name, after_s
+        self._timer: threading.Timer | None = None
+
+    def start(self, operation: str) -> None:
+        """Start the time of an operation, in place of the one before."""
+        self.stop()
+        self._timer = threading.Timer(self._after_s, self._write, [operation])
+        self._timer.daemon = True
+        self._timer.start()
+
+    def stop(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _write(self, operation: str) -> None:
+        """Write all at once, so that it stays in one piece beside the texts of other processes."""
+        with tempfile.TemporaryFile() as file:
+            faulthandler.dump_traceback(file, all_threads=True)
+            stacks = os.pread(file.fileno(), os.fstat(file.fileno()).st_size, 0)
+        line = (
+            f"{self._process_name}: {operation} takes longer than {self._after_s:g} s; its threads:"
+        )
+        sys.stderr.write(f"{line}\n{stacks.decode(errors='replace')}\n")
+        sys.stderr.flush()

@@ -1,6 +1,6 @@
-"""Services and tools that draw the metrics of a run: TensorBoard, W&B, MLflow, SwanLab.
+"""Trackers of metrics: TensorBoard, W&B, MLflow, SwanLab.
 
-TensorBoard comes with this package. The others have to be installed, are asked for by
+TensorBoard comes with this package. The others have to be installed, are chosen by
 trainer.trackers, and take accounts and addresses from their own environment variables.
 """
 
@@ -16,22 +16,22 @@ from typing import Any, Protocol
 
 from mcore_rl.config.errors import ConfigError
 
-# Of metrics.jsonl: metrics, and where they belong: the phase, the step in it and wall_time_s.
+# A row of metrics.jsonl: metrics by name, with the phase, the step in it and wall_time_s.
 Row = Mapping[str, Any]
 TRAINING = "training"  # the phase whose metrics have no prefix
-_PLACE = ("phase", "step", "wall_time_s")
+_POSITION = ("phase", "step", "wall_time_s")
 
 
 class Tracker(Protocol):
     def log(self, row: Row) -> None:
-        """The metrics of a row; None stands for one that is not finite."""
+        """Record the metrics of a row; None stands for a value that is not finite."""
 
     def close(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
 class TrackedRun:
-    """What a tracker is told of a run."""
+    """A run as a tracker shows it."""
 
     folder: Path
     project: str
@@ -43,7 +43,7 @@ class TrackedRun:
 
 
 def check_trackers(names: Sequence[str]) -> None:
-    """Raises ConfigError for one that is not installed."""
+    """Raise ConfigError for a tracker that is not installed."""
     for name in names:
         if importlib.util.find_spec(name) is None:
             raise ConfigError(
@@ -53,23 +53,23 @@ def check_trackers(names: Sequence[str]) -> None:
 
 
 def open_trackers(names: Sequence[str], run: TrackedRun) -> dict[str, Tracker]:
-    """By name; raises ConfigError for one that is not installed or cannot start."""
+    """Start trackers; raise ConfigError for one that is not installed or cannot start."""
     check_trackers(names)
-    return {name: _opened(name, run) for name in names}
+    return {name: _open_tracker(name, run) for name in names}
 
 
-def _opened(name: str, run: TrackedRun) -> Tracker:
+def _open_tracker(name: str, run: TrackedRun) -> Tracker:
     try:
-        return _KINDS[name](run)
+        return _TRACKERS[name](run)
     except Exception as error:
         raise ConfigError(
-            f"trainer.trackers: {name} cannot start: {reason(error)}; allowed: the others, or to "
-            "set it up"
+            f"trainer.trackers: {name} cannot start: {summarize_error(error)}; allowed: the "
+            "others, or to set it up"
         ) from error
 
 
-def reason(error: Exception) -> str:
-    """Of a library that is not ours: its kind, and the first line of what it says."""
+def summarize_error(error: Exception) -> str:
+    """Return the type of an error, and the first line of its message."""
     return f"{type(error).__name__}: {error}".partition("\n")[0]
 
 
@@ -92,7 +92,7 @@ class TensorBoard:
         values = [
             Summary.Value(tag=name, simple_value=math.nan if value is None else float(value))
             for name, value in row.items()
-            if name not in _PLACE
+            if name not in _POSITION
         ]
         event = Event(step=row["step"], wall_time=row["wall_time_s"], summary=Summary(value=values))
         self._events.add_event(event)
@@ -114,13 +114,13 @@ class WandB:
         self._phases: set[str] = set()
 
     def log(self, row: Row) -> None:
-        # Phases count their steps anew, and W&B's own step may only rise.
+        # Each phase counts its steps from 1, and W&B's own step may only rise.
         phase = row.get("phase", TRAINING)
         prefix = "" if phase == TRAINING else f"{phase}/"
         if phase not in self._phases:
             self._phases.add(phase)
             self._run.define_metric(f"{prefix}*", step_metric=f"{prefix}step")
-        self._run.log(_finite(row) | {f"{prefix}step": row["step"]})
+        self._run.log(_keep_finite(row) | {f"{prefix}step": row["step"]})
 
     def close(self) -> None:
         self._run.finish()
@@ -132,19 +132,21 @@ class MLflow:
     def __init__(self, run: TrackedRun) -> None:
         from mlflow import MlflowClient
 
-        own = f"sqlite:///{run.folder.absolute() / 'mlflow.db'}"
-        place = os.environ.get("MLFLOW_TRACKING_URI") or own
-        self._client = MlflowClient(tracking_uri=place)
-        found = self._client.get_experiment_by_name(run.project)
-        experiment = found.experiment_id if found else self._client.create_experiment(run.project)
-        self._id = self._client.create_run(experiment, run_name=run.name).info.run_id
+        default = f"sqlite:///{run.folder.absolute() / 'mlflow.db'}"
+        address = os.environ.get("MLFLOW_TRACKING_URI") or default
+        self._client = MlflowClient(tracking_uri=address)
+        experiment = self._client.get_experiment_by_name(run.project)
+        experiment_id = (
+            experiment.experiment_id if experiment else self._client.create_experiment(run.project)
+        )
+        self._id = self._client.create_run(experiment_id, run_name=run.name).info.run_id
         self._client.log_dict(self._id, dict(run.settings), "config.json")
 
     def log(self, row: Row) -> None:
         from mlflow.entities import Metric
 
         step, time_ms = int(row["step"] or 0), int(1000 * (row["wall_time_s"] or 0))
-        metrics = [Metric(name, value, time_ms, step) for name, value in _finite(row).items()]
+        metrics = [Metric(name, value, time_ms, step) for name, value in _keep_finite(row).items()]
         self._client.log_batch(self._id, metrics)
 
     def close(self) -> None:
@@ -166,17 +168,17 @@ class SwanLab:
         )
 
     def log(self, row: Row) -> None:
-        self._swanlab.log(_finite(row), step=int(row["step"] or 0))
+        self._swanlab.log(_keep_finite(row), step=int(row["step"] or 0))
 
     def close(self) -> None:
         self._swanlab.finish()
 
 
-def _finite(row: Row) -> dict[str, float]:
-    return {name: v for name, v in row.items() if name not in _PLACE and v is not None}
+def _keep_finite(row: Row) -> dict[str, float]:
+    return {name: v for name, v in row.items() if name not in _POSITION and v is not None}
 
 
-_KINDS: dict[str, Callable[[TrackedRun], Tracker]] = {
+_TRACKERS: dict[str, Callable[[TrackedRun], Tracker]] = {
     "tensorboard": TensorBoard,
     "wandb": WandB,
     "mlflow": MLflow,

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from math import prod
 
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.config.resolve_engine import layers_of_chunks
+from mcore_rl.config.resolve_engine import count_chunk_layers
 from mcore_rl.config.schema import Layout
 
 DENSE_AXES = ("tp", "cp", "dp", "pp")  # fastest first
@@ -156,7 +156,7 @@ def split_into_chunks(layout: Layout, num_layers: int, num_mtp_layers: int = 0) 
     Raises:
         ConfigError: The layers do not divide over the chunks.
     """
-    counts = layers_of_chunks("layout", layout, num_layers)
+    counts = count_chunk_layers("layout", layout, num_layers)
     last = len(counts) - 1
     chunks, start = [], 0
     for index, count in enumerate(counts):

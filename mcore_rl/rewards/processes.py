@@ -1,28 +1,41 @@
-"""Processes that call one reward, each killed and replaced when a call takes too long.
+"""Calls of rewards with a time limit, in separate processes or in threads.
 
-math-verify's own limit is a signal, which only a main thread gets, and which code that does not
-return to the interpreter never sees. A process that is killed has no such gaps.
+A process calls one reward, and is killed and replaced when a call takes too long. (math-verify's
+own limit is a signal, which only a main thread gets, and never while code does not return to the
+interpreter.) A process runs this module, and reads and writes a line of JSON per message:
 
-A process gets a line of JSON for each call and answers with one: see reward_process.py.
+{"name": ..., "settings": {...}, "modules": [...], "memory_mb": ..., "path": [...]}
+                                        the first message; the answer is {}, or {"error": ...}
+{"given": [...], "optional": {...}, "timeout_s": ...}
+                                        a call; the answer is {"error": ...} or
+{"result": ..., "errors": {...}}        with the `errors` of items of a batched result
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib
 import json
+import os
+import resource
+import signal
 import sys
+import threading
 from asyncio.subprocess import PIPE, Process
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any, TypeVar
+
+from mcore_rl.rewards.registry import describe_exception, get_reward, shorten_repr
 
 T = TypeVar("T")
 
-START_S = 120.0  # for a process to start and to import what it needs
-_LONGEST = 1 << 28  # characters of an answer
+START_S = 120.0  # for a process to start and import its modules
+_MAX_ANSWER = 1 << 28  # characters
 
 
-class TooLateError(RuntimeError):
+class CallTimeoutError(RuntimeError):
     """A call took longer than its limit."""
 
 
@@ -31,107 +44,196 @@ class ProcessDiedError(RuntimeError):
 
     def __init__(self, status: int) -> None:
         super().__init__(f"ended its process with status {status}")
-        self.is_killed = status < 0  # by a signal, perhaps from outside
+        self.is_killed = status < 0  # by a signal, possibly from outside
 
 
 class NotLoadedError(RuntimeError):
-    """A process cannot import what it is to call; the message says why."""
+    """A process cannot import its reward; the message says why."""
 
 
-async def within(timeout_s: float, work: Awaitable[T]) -> T:
-    """Its result; TooLateError after timeout_s, which a TimeoutError of its own is not."""
+class CallError(RuntimeError):
+    """A function raised; the message says what."""
+
+
+async def wait_within(timeout_s: float, work: Awaitable[T]) -> T:
+    """Return the result of `work`; CallTimeoutError after timeout_s.
+
+    A TimeoutError that `work` raises is passed on.
+    """
     limit = asyncio.timeout(timeout_s)
     try:
         async with limit:
             return await work
     except TimeoutError:
         if limit.expired():
-            raise TooLateError(f"took longer than {timeout_s:g} s") from None
+            raise CallTimeoutError(f"took longer than {timeout_s:g} s") from None
         raise
 
 
-class RewardProcesses:
-    """Up to `limit` processes, started as calls need them. All calls are of one event loop."""
+async def call_in_thread(call: Callable[[], T]) -> T:
+    """Call a blocking function in a new thread. If the wait is cancelled, the thread goes on.
+
+    Raises:
+        CallError: the function raised, also SystemExit.
+    """
+    future: Future[T] = Future()
+    future.set_running_or_notify_cancel()  # so that a time limit cannot cancel it
+
+    def run() -> None:
+        try:
+            future.set_result(call())
+        except BaseException as error:  # noqa: BLE001 (SystemExit must not end the worker)
+            future.set_exception(CallError(describe_exception(error)))
+
+    threading.Thread(target=run, daemon=True).start()
+    return await asyncio.wrap_future(future)
+
+
+class RewardProcessPool:
+    """Up to `limit` processes of a reward, started on demand. All calls are of one event loop."""
 
     def __init__(self, reward: Mapping[str, Any], limit: int) -> None:
-        """`reward`: the name, settings and modules, as reward_process.py reads them."""
+        """Take the first message of the processes: name, settings, modules, memory_mb."""
         self._reward = reward
         self._idle: list[Process] = []
-        self._places = asyncio.Semaphore(limit)
+        self._slots = asyncio.Semaphore(limit)
 
     async def call(
         self, given: Sequence[Any], optional: Mapping[str, Any], timeout_s: float
     ) -> dict[str, Any]:
-        """What reward_process.py answers to one call, with arguments by place and by name.
+        """Call the reward with arguments by position and by name; return the answer.
 
-        Time spent waiting for a process does not count. A call whose process was killed, as the
-        kernel does when memory is short, is made once more.
+        Waiting for a process does not count. A call whose process is killed by a signal, as by the
+        kernel when memory is short, is made once more.
 
         Raises:
-            TooLateError: after timeout_s; the process has been killed.
+            CallTimeoutError: after timeout_s; the process has been killed.
             ProcessDiedError: the call ended its process.
             NotLoadedError: a process has started, but cannot import the reward.
-            RuntimeError: none could be started.
+            RuntimeError: no process could be started.
         """
-        asked = {"given": given, "optional": optional, "timeout_s": timeout_s}
-        async with self._places:
+        message = {"given": given, "optional": optional, "timeout_s": timeout_s}
+        async with self._slots:
             try:
-                return await self._call(asked, timeout_s)
+                return await self._call(message, timeout_s)
             except ProcessDiedError as error:
                 if not error.is_killed:
                     raise
-                return await self._call(asked, timeout_s)
+                return await self._call(message, timeout_s)
 
-    async def _call(self, asked: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
-        process = await self._process()
+    async def _call(self, message: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
+        process = await self._get_process()
         try:
-            found = await within(timeout_s, _answer(process, asked))
-        except BaseException:  # also where the call is cancelled: it would go on
-            await _end(process)
+            answer = await wait_within(timeout_s, _exchange(process, message))
+        except BaseException:  # also if the call is cancelled: the process would go on
+            await _kill(process)
             raise
         self._idle.append(process)
-        return found
+        return answer
 
     async def close(self) -> None:
+        """Kill all processes."""
         while self._idle:
-            await _end(self._idle.pop())
+            await _kill(self._idle.pop())
 
-    async def _process(self) -> Process:
+    async def _get_process(self) -> Process:
         while self._idle:
             if (process := self._idle.pop()).returncode is None:
                 return process
-        program = [sys.executable, "-m", "mcore_rl.rewards.reward_process"]
+        program = [sys.executable, "-m", "mcore_rl.rewards.processes"]
         process = await asyncio.create_subprocess_exec(
-            *program, stdin=PIPE, stdout=PIPE, limit=_LONGEST
+            *program, stdin=PIPE, stdout=PIPE, limit=_MAX_ANSWER
         )
         try:
-            found = await within(START_S, _answer(process, {**self._reward, "path": sys.path}))
-            if "error" in found:
+            first_message = {**self._reward, "path": sys.path}
+            answer = await wait_within(START_S, _exchange(process, first_message))
+            if "error" in answer:
                 raise NotLoadedError(
-                    f"cannot be imported by a process of its own: {found['error']}. In the server, "
-                    "which could, a function with @in_thread of mcore_rl.rewards.base is called"
+                    f"cannot be imported by a process of its own: {answer['error']}. The server, "
+                    "which could import it, calls a function with @run_in_thread of "
+                    "mcore_rl.rewards.registry itself"
                 )
         except BaseException as error:
-            await _end(process)
-            if isinstance(error, TooLateError | ProcessDiedError):
+            await _kill(process)
+            if isinstance(error, CallTimeoutError | ProcessDiedError):
                 raise RuntimeError(f"the start of its process {error}; see the log") from error
             raise
         return process
 
 
-async def _answer(process: Process, asked: Mapping[str, Any]) -> dict[str, Any]:
+async def _exchange(process: Process, message: Mapping[str, Any]) -> dict[str, Any]:
     assert process.stdin is not None and process.stdout is not None  # they are pipes
-    with contextlib.suppress(ConnectionError):  # the process has died; it has no answer either
-        process.stdin.write(json.dumps(asked, default=str).encode() + b"\n")
+    with contextlib.suppress(ConnectionError):  # the process has died; no answer follows
+        process.stdin.write(json.dumps(message, default=str).encode() + b"\n")
         await process.stdin.drain()
     line = await process.stdout.readline()
     if not line.endswith(b"\n"):
         raise ProcessDiedError(await process.wait())
-    found: dict[str, Any] = json.loads(line)
-    return found
+    answer: dict[str, Any] = json.loads(line)
+    return answer
 
 
-async def _end(process: Process) -> None:
+async def _kill(process: Process) -> None:
     with contextlib.suppress(ProcessLookupError):
         process.kill()
     await process.wait()
+
+
+def main() -> None:
+    """Run a process: load a reward, then answer calls until stdin ends."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # prints of a reward go to stderr
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the rollout worker ends this process
+    message = json.loads(sys.stdin.readline())
+    try:
+        reward = _load_reward(message)
+    except Exception as error:  # noqa: BLE001 (reported to the rollout worker)
+        reason = f"{type(error).__name__}: {error}"
+        print(json.dumps({"error": reason}), file=answers, flush=True)
+        return
+    if message["memory_mb"] is not None:
+        resource.setrlimit(resource.RLIMIT_AS, (message["memory_mb"] << 20,) * 2)
+    print("{}", file=answers, flush=True)
+    for line in sys.stdin:
+        message = json.loads(line)
+        # If the rollout worker is killed, it cannot kill this process; then the alarm ends it.
+        signal.setitimer(signal.ITIMER_REAL, message["timeout_s"] + 5)
+        try:
+            answer = _encode(reward(*message["given"], **message["optional"]))
+        except MemoryError:
+            raise  # ends this process, as a time limit does
+        except Exception as error:  # noqa: BLE001 (reported to the rollout worker)
+            answer = json.dumps({"error": describe_exception(error)})
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        print(answer, file=answers, flush=True)
+
+
+def _load_reward(message: Mapping[str, Any]) -> Callable[..., Any]:
+    sys.path += [folder for folder in message["path"] if folder not in sys.path]
+    for module in message["modules"]:
+        importlib.import_module(module)
+    return get_reward(message["name"], message["settings"])
+
+
+def _encode(result: object) -> str:
+    errors: dict[int, str] = {}
+    if isinstance(result, list | tuple):
+        errors = {
+            number: describe_exception(item)
+            for number, item in enumerate(result)
+            if isinstance(item, Exception)
+        }
+        result = [None if number in errors else item for number, item in enumerate(result)]
+    return json.dumps({"result": result, "errors": errors}, default=_encode_value)
+
+
+def _encode_value(value: Any) -> float | str:
+    """Return a value that JSON lacks as a number, if it is one, as of numpy, or as its repr."""
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        return shorten_repr(value)
+
+
+if __name__ == "__main__":
+    main()

@@ -41,7 +41,7 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 
-from mcore_rl.config.resolve_mode import num_over_issued
+from mcore_rl.config.resolve import count_extra_groups
 
 T = TypeVar("T")  # a column of a group: samples, rewards, log-probs; opaque here
 
@@ -352,7 +352,7 @@ class Pacing:
     depth: int | None = None  # maximum of groups being generated; None: bounded by staleness
     # Extra groups begun beyond those that the batches need, as a share of groups_per_step. Those
     # that end too late for a batch wait for the next one, unless they become too old.
-    over_issue: float = 0.0
+    oversampling: float = 0.0
     # No group is begun while so many samples are held or generated, unless the next batch lacks it.
     # None: bounded by staleness.
     max_samples: int | None = None
@@ -361,7 +361,7 @@ class Pacing:
 
     def __post_init__(self) -> None:
         lowest = {"groups_per_step": 1, "group_size": 1, "num_steps": 0, "staleness": 0}
-        lowest |= {"depth": 1, "over_issue": 0}
+        lowest |= {"depth": 1, "oversampling": 0}
         lowest["max_samples"] = self.groups_per_step * self.group_size
         for name, low in lowest.items():
             value = getattr(self, name)
@@ -371,16 +371,16 @@ class Pacing:
             raise ValueError(
                 f"new_per_step={self.new_per_step}; allowed: 1 to {self.groups_per_step}"
             )
-        if self.over_issue and not self.staleness:
+        if self.oversampling and not self.staleness:
             raise ValueError(
-                f"over_issue={self.over_issue} with staleness=0, where what is left over is too "
-                "old; allowed: 0, or staleness of 1 or more"
+                f"oversampling={self.oversampling} with staleness=0, where what is left over is "
+                "too old; allowed: 0, or staleness of 1 or more"
             )
 
     @property
     def num_extra(self) -> int:
         """Groups begun beyond those that the batches need."""
-        return num_over_issued(self.over_issue, self.groups_per_step)
+        return count_extra_groups(self.oversampling, self.groups_per_step)
 
     @property
     def num_new(self) -> int:

@@ -124,7 +124,7 @@ class RolloutPool:
         batches: list[Batch] = []
         self.servers.begin(prompts, sampling, stream)
         num_samples = len(prompts) * sampling.n
-        with ACTIVITY.counting(num_samples, "samples") as report_progress:
+        with ACTIVITY.count(num_samples, "samples") as report_progress:
             while self.servers.num_outstanding(stream):
                 batches += (new := self.servers.collect(stream, _WAIT_S, ALL))
                 num_groups = sum(len(np.unique(batch.array("group_ids"))) for batch in batches)

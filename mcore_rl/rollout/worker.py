@@ -22,29 +22,27 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
 import ray
 
-from mcore_rl.agents.choose import CodecKind, codec_for
-from mcore_rl.agents.judge_model import chat_of
-from mcore_rl.agents.remote import FrozenModel, ModelAddress, RemoteGenerator
+from mcore_rl.agents.chat_template.validation import CodecKind, select_codec
+from mcore_rl.agents.frozen_model import FrozenModel, ModelAddress, RemoteGenerator, make_judge_post
 from mcore_rl.agents.runner import AgentRunner
 from mcore_rl.agents.single_turn import Group, Prompt, SingleTurnLoop
-from mcore_rl.config.agent_schema import AgentConfig
 from mcore_rl.config.errors import ConfigError, DiedError
-from mcore_rl.config.resolve_models import ServedModel
-from mcore_rl.config.schema import RewardConfig, RolloutConfig
+from mcore_rl.config.resolve_rollout import ServedModel
+from mcore_rl.config.schema import AgentConfig, RewardConfig, RolloutConfig
 from mcore_rl.controller.dispatch import Dispatch, register
 from mcore_rl.data.batch import Batch
-from mcore_rl.data.routed_experts import ExpertLayers, with_experts
+from mcore_rl.data.routed_experts import ExpertLayers, add_experts
 from mcore_rl.data.sample import Sample
-from mcore_rl.data.tokenizer import load_tokenizer, stop_ids_of
+from mcore_rl.data.tokenizer import load_tokenizer, read_stop_ids
 from mcore_rl.inference.protocol import GenerationServer, SamplingParams, ServerMemory, SleepTag
 from mcore_rl.inference.vllm.processes import ServerNodes
 from mcore_rl.inference.vllm.server import HeadlessWorkers, VLLMServer
 from mcore_rl.parallel.rendezvous import RendezvousEndpoint
-from mcore_rl.rewards.judge import Judge
+from mcore_rl.rewards.manager import RewardManager
 from mcore_rl.weight_sync.spec import TransferSpec
 
 if TYPE_CHECKING:
-    from mcore_rl.agents.endpoint.server import HttpServer
+    from mcore_rl.agents.api_server.http_server import HttpServer
 
 T = TypeVar("T")
 Stream = Literal["train", "evaluation"]  # the purpose of samples
@@ -243,20 +241,20 @@ class RolloutWorker:
         if self._nodes is not None and not self._nodes.is_first:
             self._headless = HeadlessWorkers(server)
         tokenizer = load_tokenizer(spec.model_path, spec.chat_date)
-        self._judge = Judge(spec.reward, decode=tokenizer.decode)
+        self._reward_manager = RewardManager(spec.reward, decode=tokenizer.decode)
         self._agent: SingleTurnLoop | AgentRunner
         if spec.agent.loop == "single_turn":
-            self._agent = SingleTurnLoop(self._server, tokenizer, self._judge)
+            self._agent = SingleTurnLoop(self._server, tokenizer, self._reward_manager)
         else:
             self._agent = AgentRunner(
                 self._server,
                 tokenizer,
-                self._judge,
+                self._reward_manager,
                 spec.agent,
                 spec.max_model_tokens,
                 stops_on_error=spec.reward.on_error == "stop",
                 models=spec.models,
-                stop_ids=stop_ids_of(spec.model_path),
+                stop_ids=read_stop_ids(spec.model_path),
             )
         self._remotes: list[RemoteGenerator] = []
         self._idle = IdleTimer()
@@ -319,7 +317,7 @@ class RolloutWorker:
 
         Args:
             prompts: Columns prompt_ids, group_ids, fields and messages (JSON, see
-                Jagged.of_texts), and rows (of their file).
+                Jagged.pack_texts), and rows (of their file).
 
         Raises:
             ConfigError: a group of the same id was begun, and neither collected nor abandoned.
@@ -358,9 +356,9 @@ class RolloutWorker:
             raise ValueError(f"wait_s={wait_s:g}; allowed: 0 to less than {self._spec.timeout_s:g}")
         with self._check_alive():
             samples = self._wait(self._streams[stream].collect(wait_s, at_least))
-        batch, experts = Batch.of(samples), self._spec.experts
+        batch, experts = Batch.collate(samples), self._spec.experts
         if experts is not None and stream == "train":
-            batch = with_experts(batch, samples, experts)
+            batch = add_experts(batch, samples, experts)
         return batch
 
     @register(dispatch_mode=Dispatch.RANK_ZERO)
@@ -380,11 +378,11 @@ class RolloutWorker:
             model = self._spec.models[name]
             remote = RemoteGenerator(name, address, model.timeout_s)
             self._remotes.append(remote)
-            kind, stop_ids = cast(CodecKind, model.codec), stop_ids_of(model.path)
+            kind, stop_ids = cast(CodecKind, model.codec), read_stop_ids(model.path)
             tokenizer = load_tokenizer(model.path, self._spec.chat_date)
-            codec = codec_for(tokenizer, kind, stop_ids=stop_ids, max_tokens=model.max_context)
+            codec = select_codec(tokenizer, kind, stop_ids=stop_ids, max_tokens=model.max_context)
             frozen = FrozenModel(remote, codec, _get_sampling(model), model.max_context)
-            self._judge.models[name] = chat_of(frozen)
+            self._reward_manager.models[name] = make_judge_post(frozen)
             if isinstance(self._agent, AgentRunner):
                 self._agent.models[name] = frozen
 
@@ -480,7 +478,7 @@ class RolloutWorker:
             self._wait(groups.abandon([*groups.ids]))
         if isinstance(self._agent, AgentRunner):
             self._wait(self._agent.close())
-        self._wait(self._judge.close())
+        self._wait(self._reward_manager.close())
         for remote in self._remotes:
             self._wait(remote.close())
         self._wait(self._server.close())
@@ -553,12 +551,12 @@ class ModelServer:
         return self._http.url
 
     async def _start(self, host: str) -> None:
-        from mcore_rl.agents.endpoint.generate import generate_app
-        from mcore_rl.agents.endpoint.server import HttpServer
+        from mcore_rl.agents.api_server.app import build_generate_app
+        from mcore_rl.agents.api_server.http_server import HttpServer
 
         await self._server.start()
         print(f"vLLM's model runner: {self._server.model_runner}")
-        app = generate_app(self._server, self._spec.key, self._spec.max_context)
+        app = build_generate_app(self._server, self._spec.key, self._spec.max_context)
         self._http = HttpServer(app, host)
         await self._http.start()
 

@@ -1,9 +1,9 @@
-"""Memory cgroups: where this machine lets us make them, and one for a call.
+"""Memory cgroups for calls of the sandbox, where the machine allows them.
 
-A cgroup counts what no look at processes can see: kernel memory, such as sockets and inodes, and
-pages that nothing maps. It needs a folder of cgroups that we may write to, as root has on a machine
-and a user in a delegated subtree; most containers have none. Standard library only. Kernel
-interfaces: Documentation/admin-guide/cgroup-v2.rst and cgroup-v1/memory.rst.
+A cgroup counts memory that /proc does not show: kernel memory, such as sockets and inodes, and
+pages that no process maps. It needs a writable cgroup folder, as root has on a machine and a user
+in a delegated subtree; most containers have none. Standard library only. Kernel interfaces:
+Documentation/admin-guide/cgroup-v2.rst and cgroup-v1/memory.rst.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-PREFIX = "mcore-rl-sandbox-"  # of cgroups, and of scratch folders; a process id follows
+PREFIX = "mcore-rl-sandbox-"  # of names of cgroups and scratch folders, before a process id
 
-_TCP_BYTES = 32 << 20  # version 1 counts buffers of TCP apart
+_TCP_BYTES = 32 << 20  # version 1 counts TCP buffers separately
 _REMOVE_S = 2.0  # a cgroup is in use for a moment after its last process has been reaped
-# The files that a cgroup of each version must have to limit all memory, and those that it may have.
+# Required and optional files of a cgroup that limits all memory, for each version.
 _LIMITS = (
     (("memory.max",), ("memory.swap.max", "memory.oom.group")),
     (
@@ -33,13 +33,13 @@ _LIMITS = (
 
 @dataclass(frozen=True, slots=True)
 class CgroupParent:
-    """A folder in which memory cgroups can be made, and the files that limit one."""
+    """A folder for new memory cgroups, and the files that limit one."""
 
     folder: str
     files: tuple[str, ...]
 
-    def limits(self, num_bytes: int) -> dict[str, int]:
-        """Return what to write into each file, in this order."""
+    def build_limits(self, num_bytes: int) -> dict[str, int]:
+        """Return the value to write to each file, in this order."""
         fixed = {
             "memory.swap.max": 0,
             "memory.oom.group": 1,  # all processes of a call end together
@@ -50,27 +50,29 @@ class CgroupParent:
 
 @functools.cache
 def find_parent() -> CgroupParent | None:
-    """Try where a memory cgroup can be made, at or above our own; None: nowhere."""
+    """Find a folder for memory cgroups, at or above that of this process; None: there is none."""
     try:
         mounts = Path("/proc/self/mountinfo").read_text()
         membership = Path("/proc/self/cgroup").read_text()
         options = Path("/proc/cmdline").read_text()
     except OSError:
         return None
-    if "nokmem" in options or "nosocket" in options:  # of cgroup.memory: kernel memory is not seen
+    if (
+        "nokmem" in options or "nosocket" in options
+    ):  # options of cgroup.memory: kernel memory is not counted
         return None
-    for folder in candidate_folders(mounts, membership):
+    for folder in list_candidate_folders(mounts, membership):
         with contextlib.suppress(OSError):
             return _try_folder(folder)
     return None
 
 
-def candidate_folders(mounts: str, membership: str) -> Iterator[str]:
-    """Yield folders whose new cgroups would count memory, from ours upwards.
+def list_candidate_folders(mounts: str, membership: str) -> Iterator[str]:
+    """Yield folders whose new cgroups would count memory, from that of this process upwards.
 
     Args:
-        mounts: text of /proc/self/mountinfo.
-        membership: text of /proc/self/cgroup.
+        mounts: Text of /proc/self/mountinfo.
+        membership: Text of /proc/self/cgroup.
     """
     paths: dict[str, str] = {}  # by controller; "" is version 2
     for line in membership.splitlines():
@@ -87,30 +89,32 @@ def candidate_folders(mounts: str, membership: str) -> Iterator[str]:
             continue
         path = paths[controller]
         path = path.removeprefix(root) if root != "/" else path
-        own = Path(f"{mount}/{path}")
+        folder = Path(f"{mount}/{path}")
         if controller:
-            yield str(own)
+            yield str(folder)
             continue
-        # Version 2: children count memory where subtree_control has it, which a cgroup that has
-        # processes of its own does not allow.
-        while own.is_relative_to(mount):
+        # Version 2: children count memory if subtree_control has it, which a cgroup with
+        # processes does not allow.
+        while folder.is_relative_to(mount):
             with contextlib.suppress(OSError):
-                if "memory" in (own / "cgroup.subtree_control").read_text().split():
-                    yield str(own)
-            own = own.parent
+                if "memory" in (folder / "cgroup.subtree_control").read_text().split():
+                    yield str(folder)
+            folder = folder.parent
 
 
 def _try_folder(folder: str) -> CgroupParent:
-    """Make a cgroup there and remove it; raises OSError where that is not allowed."""
+    """Make a cgroup in a folder and remove it; raise OSError if that is not allowed."""
     trial = f"{folder}/{PREFIX}{os.getpid()}-trial"
     os.mkdir(trial)
     try:
         present = set(os.listdir(trial))
-        files = [(*must, *may) for must, may in _LIMITS if present.issuperset(must)]
+        files = [
+            (*required, *optional) for required, optional in _LIMITS if present.issuperset(required)
+        ]
         if not files:
             raise OSError(f"{folder} does not limit all memory")
         parent = CgroupParent(folder, tuple(name for name in files[0] if name in present))
-        for name, value in parent.limits(1 << 30).items():
+        for name, value in parent.build_limits(1 << 30).items():
             Path(trial, name).write_text(str(value))
         return parent
     finally:
@@ -118,10 +122,10 @@ def _try_folder(folder: str) -> CgroupParent:
 
 
 class Cgroup:
-    """The memory cgroup of one call."""
+    """Memory cgroup of a call."""
 
     def __init__(self, parent: str, limits: dict[str, int]) -> None:
-        """Make it, and remove those that killed supervisors have left. Raises OSError."""
+        """Make the cgroup, and remove those of killed supervisors. Raises OSError."""
         for name in os.listdir(parent):
             pid = name.removeprefix(PREFIX)
             if pid != name and pid.isdigit() and not os.path.exists(f"/proc/{pid}"):
@@ -133,11 +137,11 @@ class Cgroup:
             Path(self.folder, name).write_text(str(value))
 
     def join(self) -> None:
-        """Move the calling process into it. Raises OSError."""
+        """Move the calling process into the cgroup. Raises OSError."""
         Path(self.folder, "cgroup.procs").write_text("0")
 
     def has_killed(self) -> bool:
-        """Whether a process in it was ended because its memory was full."""
+        """Return whether the kernel has killed a process because the cgroup's memory was full."""
         for name in ("memory.events", "memory.oom_control"):
             with contextlib.suppress(FileNotFoundError):
                 text = Path(self.folder, name).read_text()
@@ -145,7 +149,7 @@ class Cgroup:
         return False
 
     def remove(self) -> None:
-        """Remove it once its processes are gone; one that stays is left to a later call."""
+        """Remove the cgroup once its processes are gone, or leave it to a later call."""
         deadline = time.monotonic() + _REMOVE_S
         while os.path.exists(self.folder) and time.monotonic() < deadline:
             with contextlib.suppress(OSError):

@@ -1,10 +1,10 @@
-"""Run inside of a sandbox: gives up what the program must not have, then becomes the program.
+"""Script that drops privileges inside of a sandbox, then executes the program.
 
     python -I -S launcher.py REQUEST_FD STATUS_FD
 
 Reads its JSON request from one descriptor, writes the files of the program, sets limits, changes to
 the sandbox's user id, applies Landlock and a seccomp filter, writes "ready" to the other descriptor
-and executes the program. Any failure before that leaves "ready" unwritten and is told on stderr.
+and executes the program. A failure before that is printed to stderr, and "ready" is not written.
 Standard library only. Kernel interfaces: landlock(7), seccomp(2), prctl(2), setrlimit(2).
 """
 
@@ -19,7 +19,7 @@ import signal
 import struct
 import sys
 
-MIN_LANDLOCK = 3  # its version from which files cannot be truncated either; Linux 6.2
+MIN_LANDLOCK = 3  # the first version that restricts truncation; Linux 6.2
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _SET_PDEATHSIG, _CAPBSET_DROP, _SET_NO_NEW_PRIVS, _SET_SECCOMP = 1, 24, 38, 22  # of prctl
@@ -28,23 +28,24 @@ _LANDLOCK_CREATE, _LANDLOCK_ADD, _LANDLOCK_RESTRICT = 444, 445, 446  # on all ma
 # <linux/landlock.h>
 _EXECUTE, _WRITE_FILE, _READ_FILE, _READ_DIR = 1 << 0, 1 << 1, 1 << 2, 1 << 3
 _MAKE_CHAR, _MAKE_SOCK, _MAKE_BLOCK = 1 << 6, 1 << 9, 1 << 11
-_ALL_FILES = {3: (1 << 15) - 1, 5: (1 << 16) - 1}  # by version: all rights of files there are
-_SCOPES = 0b11  # from version 6: abstract sockets and signals
+_ALL_FILES = {3: (1 << 15) - 1, 5: (1 << 16) - 1}  # all file rights, by version
+_SCOPES = 0b11  # version 6 and later: abstract sockets and signals
 
 
 def main() -> None:
+    """Read the request, restrict this process and execute the program."""
     request_fd, status_fd = int(sys.argv[1]), int(sys.argv[2])
     with open(request_fd) as file:
         request = json.load(file)
-    has_namespaces = request["tier"] == "bwrap"  # which go with the supervisor
+    has_namespaces = request["tier"] == "bwrap"  # bubblewrap dies with the supervisor
     if not has_namespaces:
-        die_with(request["supervisor"])
+        die_with_supervisor(request["supervisor"])
     os.chdir(request["scratch"])
     change_user(request["uid"])
     write_files(request["files"])
     set_limits(request["limits"])
     if not has_namespaces:
-        die_with(request["supervisor"])  # a change of the user id clears it
+        die_with_supervisor(request["supervisor"])  # changing the user id clears it
     if request["tier"] != "unsafe":
         drop_capabilities()
         _prctl(_SET_NO_NEW_PRIVS, 1)
@@ -53,7 +54,7 @@ def main() -> None:
         apply_filter(request["filter"])
     os.set_inheritable(status_fd, False)
     os.write(status_fd, b"ready")
-    for number in (signal.SIGPIPE, signal.SIGXFSZ):  # which Python ignores
+    for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores these
         signal.signal(number, signal.SIG_DFL)
     program = request["program"]
     try:
@@ -63,13 +64,15 @@ def main() -> None:
         os._exit(127)
 
 
-def die_with(supervisor: int) -> None:
+def die_with_supervisor(supervisor: int) -> None:
+    """Let the kernel kill this process when its supervisor dies."""
     _prctl(_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != supervisor:  # it has died before
+    if os.getppid() != supervisor:  # it is dead already
         os._exit(1)
 
 
 def change_user(uid: int | None) -> None:
+    """Change to a user and group id, unless it is None."""
     if uid is not None:
         os.setgroups([])
         os.setresgid(uid, uid, uid)
@@ -77,41 +80,42 @@ def change_user(uid: int | None) -> None:
 
 
 def write_files(files: dict[str, str]) -> None:
+    """Write texts by relative path."""
     for name, text in files.items():
         if folder := os.path.dirname(name):
             os.makedirs(folder, exist_ok=True)
-        # Half a surrogate pair in a program is an error of the program.
+        # The program may have half a surrogate pair, which is its error.
         with open(name, "x", encoding="utf-8", errors="surrogatepass") as file:
             file.write(text)
 
 
 def set_limits(limits: dict[str, list[int]]) -> None:
-    """By the names of the module resource: soft and hard limit."""
+    """Set soft and hard limits, by their names in the module resource."""
     for name, (soft, hard) in limits.items():
         kind = getattr(resource, name)
-        _, most = resource.getrlimit(kind)
-        allowed = hard if most == resource.RLIM_INFINITY else min(hard, most)
+        _, maximum = resource.getrlimit(kind)
+        allowed = hard if maximum == resource.RLIM_INFINITY else min(hard, maximum)
         resource.setrlimit(kind, (min(soft, allowed), allowed))
 
 
 def drop_capabilities() -> None:
-    """All of them. Those that exec would give uid 0 are held back by no_new_privs."""
+    """Drop all capabilities. no_new_privs keeps exec from giving some to uid 0."""
     for number in range(64):
-        # EPERM without CAP_SETPCAP, EINVAL for one that the kernel does not know
+        # EPERM without CAP_SETPCAP, EINVAL for numbers unknown to the kernel
         _LIBC.prctl(_CAPBSET_DROP, number, 0, 0, 0)
     header = struct.pack("Ii", 0x20080522, 0)  # _LINUX_CAPABILITY_VERSION_3, this process
     if _LIBC.capset(header, bytes(24)) < 0:
         raise _os_error("capset")
 
 
-def landlock_version() -> int:
-    """0 without Landlock."""
+def get_landlock_version() -> int:
+    """Return the version of Landlock; 0 if the kernel has none."""
     return max(0, int(_LIBC.syscall(_LANDLOCK_CREATE, None, 0, 1)))
 
 
 def restrict_files(readable: list[str], scratch: str) -> None:
-    """Only these paths can be read and executed, and only the scratch folder written to."""
-    version = landlock_version()
+    """Restrict reads and execution to these paths, and writes to the scratch folder."""
+    version = get_landlock_version()
     if version < MIN_LANDLOCK:
         raise OSError(f"Landlock has version {version}; needed: {MIN_LANDLOCK} (Linux 6.2)")
     handled = _ALL_FILES[5 if version >= 5 else 3]
@@ -141,7 +145,7 @@ def _allow_path(rules: int, path: str, rights: int) -> None:
 
 
 def apply_filter(instructions: list[list[int]]) -> None:
-    """A constant of -1 stands for our process id."""
+    """Apply a seccomp filter, in which a constant of -1 stands for this process id."""
     pid = os.getpid()
     code = b"".join(
         struct.pack("HBBI", *head, pid if constant == -1 else constant)

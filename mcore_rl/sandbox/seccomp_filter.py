@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import errno
 
-PID = -1  # in the place of the program's process id, which the launcher knows
+PID = -1  # placeholder of the program's process id, which the launcher fills in
 
-Instruction = tuple[int, int, int, int]  # a code, two jumps, a constant
+Instruction = tuple[int, int, int, int]  # code, jump if true, jump if false, constant
 
-# Names of calls with their numbers on x86_64 and on aarch64; "-": there is no such call.
+# Names of system calls with their numbers on x86_64 and on aarch64; "-": no such call.
 _TABLE = """
 add_key 248 217, bind 49 200, bpf 321 280, chmod 90 -, chown 92 -, chroot 161 51, clone 56 220,
 clone3 435 435, connect 42 203, fanotify_init 300 262, fanotify_mark 301 263, fchmod 91 52,
@@ -43,9 +43,9 @@ _AUDIT = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}  # AUDIT_ARCH_*
 _NUMBERS: dict[str, list[str]] = {
     name: numbers for name, *numbers in (entry.split() for entry in _TABLE.split(","))
 }
-# Refused in every sandbox: memory that no look at processes sees (usage.py), other families of
-# sockets, new namespaces, other processes, objects of System V and message queues, also those of
-# others by their ids, watches and leases on files, the kernel.
+# Refused in every sandbox: memory that usage.py does not count, other socket families, new
+# namespaces, other processes, System V objects and message queues (also of others, by their ids),
+# watches and leases on files, kernel administration.
 _REFUSED = (
     "add_key bpf chroot fanotify_init fanotify_mark fsconfig fsetxattr fsmount fsopen fspick "
     "inotify_add_watch inotify_init inotify_init1 io_setup io_uring_enter io_uring_register "
@@ -56,9 +56,9 @@ _REFUSED = (
     "semctl semget semop semtimedop setns setxattr setxattrat shmat shmctl shmget syslog tee "
     "umount2 unshare userfaultfd vmsplice"
 )
-# Where there are no namespaces, also: sockets, messages with descriptors in them, new processes,
-# signals to others and settings of others, and what Landlock does not restrict: owners, modes,
-# times and locks of files.
+# Also refused without namespaces: sockets, messages with descriptors, new processes, signals to
+# and settings of other processes, and owners, modes, times and locks of files, which Landlock does
+# not restrict.
 _REFUSED_WITHOUT_NAMESPACES = (
     "bind chmod chown connect fchmod fchmodat fchmodat2 fchown fchownat file_setattr flock fork "
     "fremovexattr futimesat ioprio_set lchown lremovexattr migrate_pages move_pages pidfd_open "
@@ -66,15 +66,15 @@ _REFUSED_WITHOUT_NAMESPACES = (
     "sched_setaffinity sched_setattr sched_setparam sched_setscheduler sendmmsg sendmsg "
     "setpriority socket tkill utime utimensat utimes vfork"
 )
-# Pages of a file or of another process, lent to a pipe or a socket, are memory that nothing maps,
-# up to 2 MiB for each byte: programs copy instead, as they do where a file system has no splice.
+# Pages of a file or of another process, lent to a pipe or a socket, are unmapped memory, up to
+# 2 MiB per byte: programs copy instead, as they do if a file system has no splice.
 _COPIED = "sendfile splice"
-# AF_UNIX, and AF_INET and AF_INET6, whose buffers a cgroup alone counts; not vsock, which has no
+# AF_UNIX, AF_INET, AF_INET6. Only a cgroup counts buffers of the latter two. vsock has no
 # namespaces.
 _LOCAL_FAMILIES, _FAMILIES = (1,), (1, 2, 10)
 _CLONE_THREAD, _CLONE_NAMESPACES = 0x10000, 0x7E020000
 _MAP_SHARED, _MAP_ANONYMOUS, _MAP_HUGETLB = 0x1, 0x20, 0x40000
-_SOCK_STREAM, _TYPE_MASK = 1, 0xF  # a pair of datagram sockets can send to others
+_SOCK_STREAM, _TYPE_MASK = 1, 0xF  # datagram socket pairs can send to other sockets
 _SOL_SOCKET, _SO_SNDBUF, _SO_SNDBUFFORCE = 1, 7, 32
 _SET_PDEATHSIG, _SET_DUMPABLE, _FUTEX_HASH = 1, 4, 78  # of prctl; the last allocates gigabytes
 _LEASE_NOTIFY_PIPE_SIZE = 1024, 1026, 1031  # F_SETLEASE, F_NOTIFY, F_SETPIPE_SZ
@@ -87,15 +87,16 @@ _ALLOWED: Instruction = (_RETURN, 0, 0, _ALLOW)
 _DENIED: Instruction = (_RETURN, 0, 0, _ERROR | errno.EPERM)
 
 
-def filter_code(machine: str, has_namespaces: bool, has_cgroup: bool) -> list[Instruction]:
-    """Allow all calls but those above, and those only with harmless arguments below.
+def build_filter(machine: str, has_namespaces: bool, has_cgroup: bool) -> list[Instruction]:
+    """Build a filter that allows all calls except those above and harmful arguments of some.
 
     Args:
-        has_namespaces: Whether mounts, processes, network and IPC are the sandbox's own.
+        machine: Architecture, as in os.uname().
+        has_namespaces: Whether the sandbox has its own mounts, processes, network and IPC.
         has_cgroup: Whether a cgroup counts kernel memory.
 
     Raises:
-        OSError: calls of this machine are not known.
+        OSError: the system calls of the machine are unknown.
     """
     if machine not in _COLUMNS:
         raise OSError(f"there is no seccomp filter for {machine}; allowed: {', '.join(_COLUMNS)}")
@@ -105,7 +106,7 @@ def filter_code(machine: str, has_namespaces: bool, has_cgroup: bool) -> list[In
         (_RETURN, 0, 0, _KILL),
         (_LOAD, 0, 0, _NUMBER),
     ]
-    if machine == "x86_64":  # numbers of x32, another way to each call
+    if machine == "x86_64":  # numbers of x32, another ABI of each call
         code += [(_JUMP_GREATER, 0, 1, 0x40000000), (_RETURN, 0, 0, _KILL)]
 
     def add_rule(name: str, *body: Instruction) -> None:
@@ -119,8 +120,8 @@ def filter_code(machine: str, has_namespaces: bool, has_cgroup: bool) -> list[In
     for name in _COPIED.split():
         add_rule(name, (_RETURN, 0, 0, _ERROR | errno.EINVAL))
     add_rule("clone3", (_RETURN, 0, 0, _ERROR | errno.ENOSYS))  # flags are in memory; use clone
-    add_rule("mmap", *_PRIVATE_OR_OF_A_FILE)
-    add_rule("setsockopt", *_IGNORE_SIZE_OF_BUFFER)
+    add_rule("mmap", *_REFUSE_SHARED_ANONYMOUS)
+    add_rule("setsockopt", *_IGNORE_BUFFER_SIZE)
     if has_namespaces:
         new = (_JUMP_ANY_BIT, 0, 1, _CLONE_NAMESPACES)
         add_rule("clone", _load(0), new, _DENIED, _ALLOWED)
@@ -158,9 +159,9 @@ def _deny(argument: int, values: tuple[int, ...]) -> list[Instruction]:
     return [_load(argument), *jumps, _ALLOWED, _DENIED]
 
 
-# Pages of a shared anonymous mapping stay when nothing maps them any more, while one byte of it is
-# mapped; those of hugetlbfs are counted nowhere.
-_PRIVATE_OR_OF_A_FILE: list[Instruction] = [
+# Pages of a shared anonymous mapping stay in memory as long as any byte of it is mapped; pages of
+# hugetlbfs are not counted anywhere.
+_REFUSE_SHARED_ANONYMOUS: list[Instruction] = [
     _load(3),
     (_JUMP_ANY_BIT, 3, 0, _MAP_HUGETLB),
     (_JUMP_ANY_BIT, 0, 1, _MAP_ANONYMOUS),
@@ -168,8 +169,8 @@ _PRIVATE_OR_OF_A_FILE: list[Instruction] = [
     _ALLOWED,
     _DENIED,
 ]
-# A socket has what usage.py counts for it: to ask for more succeeds, and changes nothing.
-_IGNORE_SIZE_OF_BUFFER: list[Instruction] = [
+# usage.py counts the default buffer size of each socket: setting another succeeds without effect.
+_IGNORE_BUFFER_SIZE: list[Instruction] = [
     _load(1),
     (_JUMP_EQUAL, 0, 3, _SOL_SOCKET),
     _load(2),

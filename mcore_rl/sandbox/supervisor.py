@@ -1,13 +1,13 @@
-"""Runs one program in a sandbox, and outlives its caller just long enough to clean up.
+"""Script that runs a program in a sandbox, enforces limits, and cleans up.
 
-Reads one line of JSON from stdin, answers with JSON on stdout. The end of stdin, a SIGTERM, or the
-death of the thread that started this process ends the call. However a call ends, all that the
-program has started is dead and its scratch folder is gone before this process exits. Only what
-outlives SIGKILL, in an uninterruptible sleep, does not hold the answer up: a process of ours waits
-for it and then removes the folder.
+Reads a line of JSON from stdin, answers with JSON on stdout. The end of stdin, a SIGTERM, or the
+death of the thread that started this process ends the call. However a call ends, all processes of
+the program are dead and its scratch folder is gone before this process exits. The answer does not
+wait for processes that outlive SIGKILL in an uninterruptible sleep: a child of this process waits
+for them and then removes the folder.
 
-Limits on wall time, output, scratch folder, and the sums of CPU time, memory and threads are kept
-here, by looking every POLL_S; the others are of the kernel (launcher.py, cgroup.py).
+Limits on wall time, output, scratch folder, and the sums of CPU time, memory and threads are
+checked here every POLL_S; the kernel enforces the rest (launcher.py, cgroup.py).
 
 Runs as a script (`python -I -S supervisor.py`) with the standard library only. Linux only.
 """
@@ -31,33 +31,34 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
-sys.path.append(str(Path(__file__).parents[2]))  # this is a script; the last place to look in
+sys.path.append(str(Path(__file__).parents[2]))  # as a script it has no package; searched last
 
 from mcore_rl.sandbox import usage
 from mcore_rl.sandbox.cgroup import PREFIX, Cgroup
 
 POLL_S = 0.05
-KILL_S = 2.0  # until SIGKILL has ended processes that sleep uninterruptibly
-FIRST_UID = 2_000_000_000  # user ids of sandboxes: this and a pid, which nobody else has
+KILL_S = 2.0  # wait for SIGKILL to end processes in an uninterruptible sleep
+FIRST_UID = 2_000_000_000  # a sandbox has the user id FIRST_UID + pid, which nobody else has
 
 _CHUNK = 1 << 16
-_RAM_FOLDERS = "/tmp", "/dev/shm"  # in bubblewrap; the kernel limits their size, not their inodes
+_RAM_FOLDERS = "/tmp", "/dev/shm"  # in bubblewrap; the kernel limits their size, not inodes
 _SET_PDEATHSIG, _SET_CHILD_SUBREAPER = 1, 36  # of prctl
 
 
 class CancelledError(Exception):
-    """Nobody waits for the result any more."""
+    """The caller has cancelled the call."""
 
 
 def main() -> None:
+    """Run a call and write its answer."""
     libc = ctypes.CDLL(None)
-    libc.prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # what loses its parent becomes our child
+    libc.prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # orphans become children of this process
     signal.signal(signal.SIGTERM, _cancel)
     libc.prctl(_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
     call = None
     answer: dict[str, Any] = {}
     try:
-        call = _Call(json.loads(_request_line()))
+        call = _Call(json.loads(_read_request()))
         answer = call.run()
     except CancelledError:
         pass
@@ -80,8 +81,8 @@ def _cancel(*_: object) -> None:
     raise CancelledError
 
 
-def _request_line() -> bytes:
-    """Not through sys.stdin: nothing after the line may be read ahead."""
+def _read_request() -> bytes:
+    """Read the line of the request; sys.stdin would read ahead."""
     line = bytearray()
     while not line.endswith(b"\n"):
         if not (chunk := os.read(0, _CHUNK)):
@@ -91,21 +92,21 @@ def _request_line() -> bytes:
 
 
 class _Call:
-    """One program, from its start to its end."""
+    """A program, from its start to its end."""
 
     def __init__(self, request: dict[str, Any]) -> None:
         self._request = request
         self._limits: dict[str, float] = request["limits"]
-        self._own_processes: int = request["own_processes"]  # of the sandbox itself
+        self._num_own_processes: int = request["own_processes"]  # processes of the sandbox itself
         self._stdin = memoryview(request["stdin"].encode(errors="surrogatepass"))
-        self._scratch = ""  # in bubblewrap there is none
+        self._scratch = ""  # empty for bubblewrap, which has a tmpfs
         self._cgroup: Cgroup | None = None
         self._output = {"stdout": bytearray(), "stderr": bytearray()}
-        self._reached = ""  # the status of a limit that it has reached
+        self._reached = ""  # status of the limit that the program has reached
         self.survivors: list[int] | None = None  # processes that SIGKILL has not ended
 
     def run(self) -> dict[str, Any]:
-        """Start it, and return what it did. Raises OSError where it cannot be started."""
+        """Run the program and return its result; OSError if it cannot be started."""
         request = self._request
         launch = {**request["launch"], "supervisor": os.getpid(), "uid": None}
         if request["own_uid"]:
@@ -120,7 +121,7 @@ class _Call:
         if request["cgroup"]:
             self._cgroup = Cgroup(**request["cgroup"])
         self._start = time.monotonic()
-        with _memory_file(json.dumps(launch).encode()) as request_fd:
+        with _create_memory_file(json.dumps(launch).encode()) as request_fd:
             self._ready, ready = os.pipe()
             os.set_blocking(self._ready, False)
             try:
@@ -138,23 +139,23 @@ class _Call:
                 raise OSError(f"the program cannot join its cgroup: {error}") from error
             finally:
                 os.close(ready)
-        return self._result()
+        return self._collect_result()
 
     def clean_up(self) -> None:
-        """Remove what it had; all its processes have ended."""
+        """Remove scratch folder and cgroup, after all processes have ended."""
         if self._scratch:
-            remove(self._scratch)
+            remove_folder(self._scratch)
         if self._cgroup:
             self._cgroup.remove()
 
     def _prepare_process(self) -> None:
-        """In the new process, before it becomes the sandbox."""
+        """Join the cgroup, in the new process before exec."""
         if self._cgroup:
             self._cgroup.join()
-        with contextlib.suppress(OSError):  # where memory of the machine runs out, it goes first
+        with contextlib.suppress(OSError):  # the first to go when the machine is out of memory
             Path("/proc/self/oom_score_adj").write_text("1000")
 
-    def _result(self) -> dict[str, Any]:
+    def _collect_result(self) -> dict[str, Any]:
         with selectors.DefaultSelector() as selector:
             self._watch(selector)
         wall_s = time.monotonic() - self._start
@@ -163,7 +164,7 @@ class _Call:
         self._child.returncode = code
         for name in self._output:
             self._drain(name)
-        text = {name: bytes(found).decode(errors="replace") for name, found in self._output.items()}
+        text = {n: bytes(output).decode(errors="replace") for n, output in self._output.items()}
         if self._cgroup and self._cgroup.has_killed():
             self._reached = "memory"
         if not self._is_ready() and not self._reached:
@@ -171,11 +172,11 @@ class _Call:
         usage = resource.getrusage(resource.RUSAGE_CHILDREN)
         code = 128 - code if code < 0 else code
         cpu_s = usage.ru_utime + usage.ru_stime
-        status = self._reached or _status(code, text["stderr"], cpu_s >= self._limits["cpu_s"])
+        status = self._reached or _get_status(code, text["stderr"], cpu_s >= self._limits["cpu_s"])
         return {"status": status, "exit_code": code, **text, "wall_s": wall_s, "cpu_s": cpu_s}
 
     def _watch(self, selector: selectors.BaseSelector) -> None:
-        """Returns when the program has ended or has reached a limit."""
+        """Wait until the program has ended or reached a limit."""
         end = os.pidfd_open(self._child.pid)
         for stream, name in ((self._child.stdout, "stdout"), (self._child.stderr, "stderr")):
             assert stream is not None  # they are pipes
@@ -186,7 +187,7 @@ class _Call:
         selector.register(self._child.stdin, selectors.EVENT_WRITE, "stdin")
         selector.register(0, selectors.EVENT_READ, "caller")
         selector.register(end, selectors.EVENT_READ, "end")
-        looked = self._start
+        checked = self._start
         while not self._reached:
             for key, _ in selector.select(POLL_S):
                 if key.data == "caller":
@@ -203,15 +204,15 @@ class _Call:
                     with contextlib.suppress(BlockingIOError):
                         if not self._read(key.data, key.fd):
                             selector.unregister(key.fileobj)
-            now = time.monotonic()
-            if now - self._start > self._limits["wall_s"]:
+            elapsed_s = time.monotonic() - self._start
+            if elapsed_s > self._limits["wall_s"]:
                 self._reached = "timeout"
-            elif now - looked > POLL_S:
-                self._look()
-                looked = time.monotonic()
+            elif time.monotonic() - checked > POLL_S:
+                self._check_usage()
+                checked = time.monotonic()
 
     def _write(self, stdin: IO[bytes]) -> bool:
-        """Whether there is more to write."""
+        """Write to stdin; return whether there is more to write."""
         with contextlib.suppress(BlockingIOError):
             try:
                 self._stdin = self._stdin[os.write(stdin.fileno(), self._stdin[:_CHUNK]) :]
@@ -220,40 +221,40 @@ class _Call:
         return bool(self._stdin)
 
     def _read(self, name: str, fd: int) -> bool:
-        """Whether there may be more to read. Raises BlockingIOError where there is nothing now."""
-        room = int(self._limits["output"]) - sum(map(len, self._output.values()))
-        found = os.read(fd, _CHUNK)
-        self._output[name] += found[:room]
-        if len(found) > room:
+        """Read output; return whether there may be more. BlockingIOError if there is none yet."""
+        remaining = int(self._limits["output"]) - sum(map(len, self._output.values()))
+        chunk = os.read(fd, _CHUNK)
+        self._output[name] += chunk[:remaining]
+        if len(chunk) > remaining:
             self._reached = self._reached or "output"
             return False
-        return bool(found)
+        return bool(chunk)
 
     def _drain(self, name: str) -> None:
-        """Read what it wrote before it ended; only what outlives SIGKILL could write more."""
+        """Read the rest of the output; only processes that outlive SIGKILL could write more."""
         stream = getattr(self._child, name)
         with contextlib.closing(stream), contextlib.suppress(BlockingIOError):
             while self._read(name, stream.fileno()):
                 pass
 
     def _is_ready(self) -> bool:
-        """Whether the program has been started in its sandbox."""
+        """Return whether the launcher has started the program."""
         if self._ready >= 0:
             with contextlib.suppress(BlockingIOError):
                 if os.read(self._ready, 5) == b"ready":
                     self._ready = -1
         return self._ready < 0
 
-    def _look(self) -> None:
+    def _check_usage(self) -> None:
         pids = usage.find_descendants()
-        memory, cpu_s, threads = 0, 0.0, -self._own_processes
+        memory, cpu_s, threads = 0, 0.0, -self._num_own_processes
         for pid in pids:
             with contextlib.suppress(OSError, ValueError, IndexError):
                 used = usage.read_process(pid)
                 memory, cpu_s, threads = memory + used[0], cpu_s + used[1], threads + used[2]
         is_full = bool(self._scratch) and usage.is_larger(self._scratch, self._limits["scratch"])
         if self._is_ready():
-            hidden_bytes, is_hidden_full = self._look_behind(pids[self._own_processes :])
+            hidden_bytes, is_hidden_full = self._measure_hidden(pids[self._num_own_processes :])
             memory, is_full = memory + hidden_bytes, is_full or is_hidden_full
         if threads > self._limits["processes"]:
             self._reached = "processes"
@@ -264,8 +265,8 @@ class _Call:
         elif is_full:
             self._reached = "disk"
 
-    def _look_behind(self, pids: list[int]) -> tuple[int, bool]:
-        """Return bytes of memory that no process maps, and whether it hides too many files."""
+    def _measure_hidden(self, pids: list[int]) -> tuple[int, bool]:
+        """Return bytes of unmapped memory, and whether there are too many unnamed files."""
         memory, limit = 0, self._limits["scratch"]
         for pid in pids:
             try:
@@ -278,15 +279,15 @@ class _Call:
                 if size > limit:
                     return memory, True
                 memory += socket_bytes
-            except PermissionError:  # it cannot be looked into
+            except PermissionError:  # the process hides its files
                 return memory, True
-            except OSError:  # it has ended
+            except OSError:  # the process has ended
                 continue
         return memory, False
 
 
-def _status(code: int, stderr: str, used_cpu: bool) -> str:
-    """Of a program that has ended by itself, or by a signal of the kernel."""
+def _get_status(code: int, stderr: str, used_cpu: bool) -> str:
+    """Return the status of a program that ended by itself or by a signal of the kernel."""
     if code == 128 + signal.SIGXCPU or (code == 128 + signal.SIGKILL and used_cpu):
         return "timeout"
     if code == 128 + signal.SIGXFSZ:
@@ -297,7 +298,7 @@ def _status(code: int, stderr: str, used_cpu: bool) -> str:
 
 
 @contextlib.contextmanager
-def _memory_file(content: bytes) -> Iterator[int]:
+def _create_memory_file(content: bytes) -> Iterator[int]:
     with os.fdopen(os.memfd_create("request"), "w+b") as file:
         file.write(content)
         file.flush()
@@ -306,10 +307,11 @@ def _memory_file(content: bytes) -> Iterator[int]:
 
 
 def kill_all() -> tuple[dict[int, int], list[int]]:
-    """End all descendants.
+    """Kill all descendants.
 
-    Returns the exit status of each child that has ended, negative for a signal, and the processes
-    that have not.
+    Returns:
+        The exit status of each child that has ended (negative for a signal), and the processes that
+        have not ended.
     """
     ended: dict[int, int] = {}
     deadline = time.monotonic() + KILL_S
@@ -318,8 +320,8 @@ def kill_all() -> tuple[dict[int, int], list[int]]:
             with contextlib.suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
         try:
-            while (found := os.waitpid(-1, os.WNOHANG))[0]:
-                ended[found[0]] = os.waitstatus_to_exitcode(found[1])
+            while (child := os.waitpid(-1, os.WNOHANG))[0]:
+                ended[child[0]] = os.waitstatus_to_exitcode(child[1])
         except ChildProcessError:
             return ended, []
         if time.monotonic() > deadline:
@@ -328,20 +330,20 @@ def kill_all() -> tuple[dict[int, int], list[int]]:
 
 
 def wait_for(pids: list[int]) -> None:
-    """Wait until processes have ended that are children of others by now."""
+    """Wait for processes that are not children of this process."""
     if not pids:
         return
     os.setsid()
     null = os.open(os.devnull, os.O_RDWR)
     for fd in range(3):
-        os.dup2(null, fd)  # nobody waits for this process
+        os.dup2(null, fd)  # so that the caller does not wait for this process
     for pid in pids:
         with contextlib.suppress(OSError):
             select.select([os.pidfd_open(pid)], [], [])
 
 
-def remove(folder: str) -> None:
-    """Also where a program made folders too deep for Python, or without rights."""
+def remove_folder(folder: str) -> None:
+    """Remove a folder, also one with subfolders too deep for Python or without permissions."""
     try:
         shutil.rmtree(folder)
     except (OSError, RecursionError):

@@ -1,11 +1,11 @@
-"""The kinds of sandbox there are, and the requests that they are made by.
+"""Tiers of the sandbox, and the requests that the supervisor runs.
 
-Processes are limited so. Under bubblewrap by RLIMIT_NPROC, which the kernel counts for a user id in
-a user namespace: as root the program gets a user id of its own, else bubblewrap makes a namespace.
-Where neither counts (uid 0 that cannot change it), and for threads under Landlock, the supervisor
-looks 20 times a second and ends the call. Memory is limited by RLIMIT_AS for each process, by the
-same look for all together, and by a memory cgroup where one can be made. Where none can, the
-filter refuses what a look does not see (seccomp_filter.py, usage.py).
+The number of processes is limited by RLIMIT_NPROC under bubblewrap. The kernel counts it per user
+id and user namespace: as root the program gets a separate user id, else bubblewrap makes a
+namespace. If neither is possible (uid 0 that cannot change it), and for threads under Landlock, the
+supervisor counts 20 times a second. Memory is limited by RLIMIT_AS per process, by the supervisor
+in sum, and by a memory cgroup if one can be made. If not, the filter refuses calls whose memory the
+supervisor does not count (seccomp_filter.py, usage.py).
 """
 
 from __future__ import annotations
@@ -20,71 +20,72 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from mcore_rl.config.sandbox_schema import SandboxSettings
+from mcore_rl.config.schema import SandboxSettings
 from mcore_rl.sandbox.cgroup import find_parent
-from mcore_rl.sandbox.seccomp_filter import filter_code
+from mcore_rl.sandbox.seccomp_filter import build_filter
 
-_SCRATCH = "/tmp"  # inside of bubblewrap
+_SCRATCH = "/tmp"  # in bubblewrap
 _SYSTEM = "/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32"
 _FILES = "/etc/ld.so.cache", "/etc/localtime"
-# Reads of /dev/full give zeros as well, and it cannot be mapped: pages of /dev/zero are memory that
-# stays when nothing maps it any more.
+# /dev/full reads as zeros, too, but cannot be mapped: pages of /dev/zero stay in memory after they
+# are unmapped.
 _DEVICES = {n: n for n in ("null", "full", "random", "urandom")} | {"zero": "full"}
 _LAUNCHER = str(Path(__file__).with_name("launcher.py"))
 _OPEN_FILES = 128
 _PENDING_SIGNALS = 128  # and timers
-_KERNEL_BYTES = 32 << 20  # of processes, in a cgroup: stacks, page tables, descriptors
-# chown, dac_override, kill, setgid, setuid: to change to a user id, and to clean up after it
+_KERNEL_BYTES = 32 << 20  # in a cgroup, for stacks, page tables and descriptors
+# chown, dac_override, kill, setgid, setuid: to change to another user id and to clean up after it
 _CAN_CHANGE_USER = 1 << 0 | 1 << 1 | 1 << 5 | 1 << 6 | 1 << 7
 _ONE_THREAD = {f"{name}_NUM_THREADS": "1" for name in ("OMP", "OPENBLAS", "MKL")}
 
 
 @dataclass(frozen=True, slots=True)
 class Tier:
-    """One kind of sandbox."""
+    """A kind of sandbox."""
 
     name: str  # bwrap, landlock or unsafe
-    has_proc: bool = True  # of bubblewrap: whether the program has a /proc
+    has_proc: bool = True  # for bubblewrap: the program has a /proc
     in_user_namespace: bool = False  # for bubblewrap without capabilities
-    own_uid: bool = False  # whether the program gets a user id of its own
-    in_cgroup: bool = False  # whether a memory cgroup limits it
+    own_uid: bool = False  # the program gets a separate user id
+    in_cgroup: bool = False  # a memory cgroup limits the program
 
     def __str__(self) -> str:
-        more = {
+        options = {
             "in a user namespace": self.in_user_namespace,
             "with a user id of its own": self.own_uid,
             "without /proc": not self.has_proc,
             "in a cgroup": self.in_cgroup,
         }
-        return " ".join([self.name, *(words for words, is_so in more.items() if is_so)])
+        return " ".join([self.name, *(words for words, is_set in options.items() if is_set)])
 
 
-def candidates(tier: str) -> list[Tier]:
-    """Those that the setting `tier` allows, best first; whether they work is not known yet."""
+def list_candidates(tier: str) -> list[Tier]:
+    """Return the tiers that the setting `tier` allows, best first, whether or not they work."""
     can_change = _can_change_user()
-    found: list[Tier] = []
+    tiers: list[Tier] = []
     if tier in ("auto", "bwrap"):
         for has_proc in (True, False):
-            found += [Tier("bwrap", has_proc, own_uid=True)] if can_change else []
-            found.append(Tier("bwrap", has_proc, in_user_namespace=True))
+            tiers += [Tier("bwrap", has_proc, own_uid=True)] if can_change else []
+            tiers.append(Tier("bwrap", has_proc, in_user_namespace=True))
     if tier in ("auto", "landlock"):
-        found += [Tier("landlock", own_uid=True)] if can_change else []
-        found.append(Tier("landlock"))
+        tiers += [Tier("landlock", own_uid=True)] if can_change else []
+        tiers.append(Tier("landlock"))
     if tier == "unsafe":
         return [Tier("unsafe")]
-    has_cgroup = find_parent() is not None
-    with_cgroup = [[replace(one, in_cgroup=True), one] if has_cgroup else [one] for one in found]
-    return list(itertools.chain(*with_cgroup))
+    if find_parent() is None:
+        return tiers
+    pairs = ((replace(candidate, in_cgroup=True), candidate) for candidate in tiers)
+    return list(itertools.chain(*pairs))
 
 
-def request(
+def build_request(
     tier: Tier,
     settings: SandboxSettings,
     program: Sequence[str],
     stdin: str,
     files: Mapping[str, str],
 ) -> dict[str, Any]:
-    """What supervisor.py reads: the program, how it is contained, its limits (bytes, seconds).
+    """Build the request of supervisor.py: program, containment, limits (bytes, seconds).
 
     Raises:
         OSError: there is no filter for this machine, or no cgroup can be made.
@@ -103,14 +104,18 @@ def request(
         "RLIMIT_FSIZE": [size, size],
         "RLIMIT_NOFILE": [_OPEN_FILES, _OPEN_FILES],
     }
-    if is_bwrap:  # elsewhere other processes would count; in a namespace its first one does
+    if (
+        is_bwrap
+    ):  # otherwise processes outside would count; a user namespace counts its first process
         limits["RLIMIT_NPROC"] = [settings.processes + tier.in_user_namespace] * 2
     return {
-        "command": [*_bwrap(tier, settings), *python] if is_bwrap else python,
-        "cgroup": _cgroup(memory + (1 + is_bwrap) * size) if tier.in_cgroup else None,
+        "command": [*_build_bwrap_command(tier, settings), *python] if is_bwrap else python,
+        "cgroup": _build_cgroup(memory + (1 + is_bwrap) * size) if tier.in_cgroup else None,
         "own_uid": tier.own_uid,
         "own_processes": 2 if is_bwrap else 0,
-        "scratch_parent": "/tmp" if tier.own_uid else None,  # TMPDIR may be closed to others
+        "scratch_parent": "/tmp"
+        if tier.own_uid
+        else None,  # other users may have no access to TMPDIR
         "stdin": stdin,
         "limits": {
             "wall_s": settings.wall_s,
@@ -125,9 +130,9 @@ def request(
             "program": list(program),
             "files": dict(files),
             "scratch": scratch,
-            "readable": [*_SYSTEM, *_FILES, *_python_folders()],
+            "readable": [*_SYSTEM, *_FILES, *_list_python_folders()],
             "limits": limits,
-            "filter": filter_code(os.uname().machine, is_bwrap, tier.in_cgroup),
+            "filter": build_filter(os.uname().machine, is_bwrap, tier.in_cgroup),
             "environment": {
                 "HOME": scratch,
                 "LANG": "C.UTF-8",
@@ -140,16 +145,16 @@ def request(
     }
 
 
-def _cgroup(num_bytes: int) -> dict[str, Any]:
-    """Of a call whose programs may have so much memory, with the files that are in memory."""
+def _build_cgroup(num_bytes: int) -> dict[str, Any]:
+    """Build the arguments of a Cgroup for a program with so much memory and files in memory."""
     parent = find_parent()
     if parent is None:
         raise OSError("no memory cgroup can be made here")
-    return {"parent": parent.folder, "limits": parent.limits(num_bytes + _KERNEL_BYTES)}
+    return {"parent": parent.folder, "limits": parent.build_limits(num_bytes + _KERNEL_BYTES)}
 
 
-def _bwrap(tier: Tier, settings: SandboxSettings) -> Iterator[str]:
-    """bubblewrap's command line: its own mounts, pids, network and IPC; ends with this process."""
+def _build_bwrap_command(tier: Tier, settings: SandboxSettings) -> Iterator[str]:
+    """Yield the command line of bubblewrap, with separate mounts, pids, network and IPC."""
     yield shutil.which("bwrap") or "/usr/bin/bwrap"
     yield from ("--die-with-parent", "--unshare-pid", "--unshare-net", "--unshare-ipc")
     yield from ("--unshare-uts", "--unshare-cgroup-try", "--new-session")
@@ -172,15 +177,17 @@ def _bwrap(tier: Tier, settings: SandboxSettings) -> Iterator[str]:
         yield from ("--symlink", f"/proc/self/fd{target}", f"/dev/{name}")
     yield from ("--size", size, "--perms", "1777", "--tmpfs", "/dev/shm")
     yield from ("--remount-ro", "/dev", "--size", size, "--perms", "1777", "--tmpfs", _SCRATCH)
-    for path in [*_python_folders(), _LAUNCHER]:
-        for parent in list(Path(path).parents)[-2::-1]:  # else it makes them for one user only
+    for path in [*_list_python_folders(), _LAUNCHER]:
+        for parent in list(Path(path).parents)[
+            -2::-1
+        ]:  # bwrap itself would make them private to its user
             yield from ("--dir", str(parent))
         yield from ("--ro-bind", path, path)
     yield from ("--remount-ro", "/", "--chdir", _SCRATCH, "--")
 
 
-def _python_folders() -> list[str]:
-    """Of the interpreter and its packages, where they are not in /usr."""
+def _list_python_folders() -> list[str]:
+    """Return the folders of the interpreter and its packages that are not in /usr."""
     folders = {sys.prefix, sys.base_prefix, os.path.realpath(sys.base_prefix)}
     return sorted(path for path in folders if not f"{path}/".startswith("/usr/"))
 

@@ -1,8 +1,8 @@
-"""What the processes of a call hold, read from /proc; standard library only.
+"""Memory, CPU time and files of the processes of a call, from /proc; standard library only.
 
-A look sees what processes map, and bounds what they hold otherwise: files that have no name any
-more, sockets, inodes. What else the kernel keeps for a program, the filter refuses
-(seccomp_filter.py) or a cgroup counts (cgroup.py).
+Counts mapped memory, and bounds that of deleted open files, sockets and inodes. For all other
+kernel memory, the filter refuses the system calls (seccomp_filter.py) or a cgroup counts
+(cgroup.py).
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ import re
 import stat
 from pathlib import Path
 
-BLOCK = 4096  # the least that a file counts for, with its inode and its name
+BLOCK = 4096  # least bytes of a file, with its inode and name
 
 _TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 
 
 def find_descendants() -> list[int]:
-    """Processes started by this one, by those, and so on; also where a parent has died."""
+    """Return all descendants of this process, also those whose parent has died."""
     descendants: list[int] = []
     frontier = [os.getpid()]
     while frontier:
@@ -37,21 +37,21 @@ def read_process(pid: int) -> tuple[int, float, int]:
     """Return bytes of memory, seconds of CPU time with reaped children, and threads.
 
     Raises:
-        OSError, ValueError, IndexError: it has ended.
+        OSError, ValueError, IndexError: the process has ended.
     """
     lines = _read(f"/proc/{pid}/status").splitlines()
     fields = {name: value for name, _, value in (line.partition(":") for line in lines)}
-    kinds = "RssAnon", "RssShmem", "VmPTE"  # which a zombie has not
+    kinds = "RssAnon", "RssShmem", "VmPTE"  # missing for a zombie
     memory = sum(int(fields.get(kind, "0 kB").split()[0]) for kind in kinds) << 10
     ticks = _read(f"/proc/{pid}/stat").rpartition(")")[2].split()[11:15]
     return memory, sum(map(int, ticks)) * _TICK_S, int(fields["Threads"])
 
 
 def bound_socket_bytes(pid: int) -> int:
-    """Return at most how much is in sockets of a network namespace of its own.
+    """Return an upper bound of the bytes in sockets of the network namespace of a process.
 
-    All sockets count, also those that wait to be accepted or are in a message. Each may be full:
-    programs cannot change how much one may have.
+    Counts all sockets, also those not accepted yet or in a message, as full: programs cannot change
+    the size of their buffers.
     """
     lines = _read(f"/proc/{pid}/net/sockstat").splitlines()
     [count] = [line.split()[2] for line in lines if line.startswith("sockets:")]
@@ -59,11 +59,11 @@ def bound_socket_bytes(pid: int) -> int:
 
 
 def read_open_files(pid: int, folder: str) -> tuple[int, int]:
-    """Return bytes of files without a name, and at most how much is in sockets, of a process.
+    """Return bytes of deleted open files of a process, and an upper bound of bytes in its sockets.
 
     Raises:
-        OSError: it has ended, or hides what it has open, or maps such a file of `folder` that it
-            has closed.
+        OSError: the process has ended, hides its descriptors, or maps a deleted file of `folder`
+            that it has closed.
     """
     file_bytes = num_sockets = 0
     inodes = set()
@@ -85,13 +85,13 @@ def read_open_files(pid: int, folder: str) -> tuple[int, int]:
 
 
 def count_inodes(pid: int, folder: str) -> int:
-    """Return how many inodes are used in the file system of a folder, as a process sees it."""
+    """Return the number of used inodes in the file system of a folder, as a process sees it."""
     info = os.statvfs(f"/proc/{pid}/root{folder}")
     return info.f_files - info.f_ffree
 
 
 def is_larger(folder: str, limit: float) -> bool:
-    """Whether the files in it take more; a folder that cannot be looked into counts as full."""
+    """Return whether files take more bytes than `limit`; an unreadable folder counts as full."""
     size, frontier = 0, [folder]
     while frontier:
         try:
@@ -112,10 +112,10 @@ def is_larger(folder: str, limit: float) -> bool:
 
 
 def _read(path: str) -> str:
-    # Names of processes and of files are any bytes: a program chooses them.
+    # A program chooses the names of processes and files, so they may be any bytes.
     return Path(path).read_text("latin-1")
 
 
 def _socket_bytes() -> int:
-    # A sender may go beyond the size of its buffer by one message.
+    # A sender may exceed its buffer by one message.
     return 2 * int(_read("/proc/sys/net/core/wmem_default"))

@@ -16,7 +16,13 @@ from rich.console import Console
 from rich.table import Table
 
 import mcore_rl.models  # noqa: F401  (fills the registry of families)
-from mcore_rl.config.checks import at_least, divides, exists, one_of, positive
+from mcore_rl.config.checks import (
+    check_at_least,
+    check_choice,
+    check_divides,
+    check_exists,
+    check_positive,
+)
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.json_file import read_json_object
 from mcore_rl.config.resolve_engine import resolve_layout, resolve_model_layout
@@ -49,9 +55,9 @@ class Cluster:
     nodes: int | None = None  # None: as many as the ranks need
 
     def __post_init__(self) -> None:
-        at_least("--gpus-per-node", self.gpus_per_node, 1)
-        positive("--nic-gbps", self.nic_gbps)
-        positive("--nvlink-gbps", self.nvlink_gbps)
+        check_at_least("--gpus-per-node", self.gpus_per_node, 1)
+        check_positive("--nic-gbps", self.nic_gbps)
+        check_positive("--nvlink-gbps", self.nvlink_gbps)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +91,7 @@ class PlanReport:
     gather_then_slice_predicted_s: float
     ranks: tuple[RankReport, ...]
 
-    def as_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
 
@@ -97,26 +103,28 @@ def plan_reshard(
     cluster: Cluster,
     itemsize: int = 2,
 ) -> tuple[PlanReport, Traffic]:
-    """The report, and the traffic [generation ranks, training ranks] in bytes.
+    """Return the report, and the traffic [generation ranks, training ranks] in bytes.
 
     `model` is a Hugging Face folder or a config.json. `itemsize` is that of a weight as it is sent.
 
     Raises:
-        ConfigError: a layout does not fit the model, or the ranks do not fit the cluster.
+        ConfigError: A layout does not fit the model, or the ranks do not fit the cluster.
     """
-    one_of("--mode", mode, MODES)
-    config = _read(model)
-    _check(config, train, generate)
+    check_choice("--mode", mode, MODES)
+    config = _read_model_config(model)
+    _check_layouts(config, train, generate)
     start = time.perf_counter()
-    demand = _demand(config, train, generate, itemsize)
-    devices = _devices(mode, demand.compute_overlap(), cluster)
+    demand = _build_requirements(config, train, generate, itemsize)
+    devices = _place_devices(mode, demand.compute_overlap(), cluster)
     plan = demand.plan(devices)
     plan_s = time.perf_counter() - start
-    traffic = _traffic(plan)
+    traffic = _count_traffic(plan)
     # A single generation rank needs the whole model, and overlaps with all that a device holds.
-    whole = _demand(config, train, GenerationLayout(), itemsize)
-    gathered = int(whole.compute_needed()[0]) - _on_device(whole.compute_overlap()[0], devices)
-    same_device, _ = _links(devices)
+    whole_model = _build_requirements(config, train, GenerationLayout(), itemsize)
+    gathered = int(whole_model.compute_needed()[0]) - _select_local(
+        whole_model.compute_overlap()[0], devices
+    )
+    same_device, _ = _compare_devices(devices)
     bound = demand.compute_needed() - np.where(same_device, demand.compute_overlap(), 0).sum(axis=1)
     totals, sent = plan.compute_totals(), np.where(same_device, 0, traffic).sum(axis=0)
     report = PlanReport(
@@ -133,8 +141,8 @@ def plan_reshard(
         busiest_sender_bytes=int(sent.max()),
         peak_buffer_bytes=2 * BUCKET_BYTES,
         plan_s=round(plan_s, 3),
-        predicted_s=_seconds(traffic, devices, cluster),
-        gather_then_slice_predicted_s=_gather_seconds(gathered, devices, cluster),
+        predicted_s=_predict_seconds(traffic, devices, cluster),
+        gather_then_slice_predicted_s=_predict_gather_seconds(gathered, devices, cluster),
         ranks=tuple(
             RankReport(rank, totals.received[rank], int(bound[rank]), totals.local[rank])
             for rank in range(len(devices.generation))
@@ -143,16 +151,16 @@ def plan_reshard(
     return report, traffic
 
 
-def _traffic(plan: Plan) -> Traffic:
-    """[generation ranks, training ranks]: bytes from the one to the other, own device included."""
-    found = np.zeros((len(plan.devices.generation), len(plan.devices.training)), np.int64)
+def _count_traffic(plan: Plan) -> Traffic:
+    """Return bytes [generation ranks, training ranks], those inside a device included."""
+    traffic = np.zeros((len(plan.devices.generation), len(plan.devices.training)), np.int64)
     for source, target, num_bytes in plan.list_transfers():
-        found[target, source] += num_bytes
-    return found
+        traffic[target, source] += num_bytes
+    return traffic
 
 
-def _read(model: Path) -> HFConfig:
-    exists("--model", model)
+def _read_model_config(model: Path) -> HFConfig:
+    check_exists("--model", model)
     if not model.is_file():
         config = read_config(model)
     else:
@@ -162,19 +170,19 @@ def _read(model: Path) -> HFConfig:
     return {name: value for name, value in config.items() if name != "quantization_config"}
 
 
-def _check(config: HFConfig, train: Layout, generate: GenerationLayout) -> None:
+def _check_layouts(config: HFConfig, train: Layout, generate: GenerationLayout) -> None:
     sizes = get_model_sizes(config)
     resolve_layout("--train", train)
     resolve_model_layout("--train", train, sizes)
     key = "--generate tp"
-    divides(key, generate.tp, "attention heads", sizes.num_attention_heads)
+    check_divides(key, generate.tp, "attention heads", sizes.num_attention_heads)
     if generate.tp > sizes.num_query_groups and not sizes.is_mla:  # each head on several ranks
-        divides("the model's key/value heads", sizes.num_query_groups, "ranks", generate.tp)
+        check_divides("the model's key/value heads", sizes.num_query_groups, "ranks", generate.tp)
     for size in sizes.ffn_sizes:
-        divides(key, generate.tp, "MLP columns", size)
+        check_divides(key, generate.tp, "MLP columns", size)
     if generate.ep == 1 and sizes.num_experts:
-        divides(key, generate.tp, "columns of an expert", sizes.expert_ffn_size)
-    at_least("the model's layers", sizes.num_layers, generate.pp)
+        check_divides(key, generate.tp, "columns of an expert", sizes.expert_ffn_size)
+    check_at_least("the model's layers", sizes.num_layers, generate.pp)
     if generate.ep > max(1, sizes.num_experts):
         raise ConfigError(
             f"--generate ep={generate.ep}: the model has {sizes.num_experts} experts; allowed: up "
@@ -182,7 +190,7 @@ def _check(config: HFConfig, train: Layout, generate: GenerationLayout) -> None:
         )
 
 
-def _demand(
+def _build_requirements(
     config: HFConfig, train: Layout, generate: GenerationLayout, itemsize: int
 ) -> TransferRequirements:
     family, sizes = get_family(config), get_model_sizes(config)
@@ -198,7 +206,7 @@ def _demand(
     )
 
 
-def _devices(mode: str, overlap: Traffic, cluster: Cluster) -> Devices:
+def _place_devices(mode: str, overlap: Traffic, cluster: Cluster) -> Devices:
     num_generation, num_training = overlap.shape
     if mode == "colocated":
         hosts = assign_hosts(overlap)
@@ -215,8 +223,8 @@ def _devices(mode: str, overlap: Traffic, cluster: Cluster) -> Devices:
     return devices
 
 
-def _on_device(held: Traffic, devices: Devices) -> Traffic:
-    """For each generation rank, the part of `held` on the training rank of its device; else 0.
+def _select_local(held: Traffic, devices: Devices) -> Traffic:
+    """Return for each generation rank the entry of `held` for its device's training rank, else 0.
 
     `held` is [training ranks] in bytes.
     """
@@ -224,15 +232,15 @@ def _on_device(held: Traffic, devices: Devices) -> Traffic:
     return np.array([by_device.get(device, 0) for device in devices.generation], np.int64)
 
 
-def _links(devices: Devices) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
-    """[generation ranks, training ranks]: whether two ranks share a device, and whether a node."""
-    there, here = np.array(devices.training), np.array(devices.generation)[:, None]
-    return here == there, here // devices.per_node == there // devices.per_node
+def _compare_devices(devices: Devices) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
+    """Return whether two ranks share a device and a node: [generation ranks, training ranks]."""
+    sources, targets = np.array(devices.training), np.array(devices.generation)[:, None]
+    return sources == targets, sources // devices.per_node == targets // devices.per_node
 
 
-def _seconds(traffic: Traffic, devices: Devices, cluster: Cluster) -> float:
-    """The time of the busiest link, each at its rate in both directions at the same time."""
-    same_device, same_node = _links(devices)
+def _predict_seconds(traffic: Traffic, devices: Devices, cluster: Cluster) -> float:
+    """Return the time of the busiest link, each at its rate in both directions at once."""
+    same_device, same_node = _compare_devices(devices)
     slowest = 0.0
     for part, gbps in (
         (np.where(same_node & ~same_device, traffic, 0), cluster.nvlink_gbps),
@@ -243,31 +251,37 @@ def _seconds(traffic: Traffic, devices: Devices, cluster: Cluster) -> float:
     return slowest
 
 
-def _gather_seconds(gathered: Traffic, devices: Devices, cluster: Cluster) -> float:
-    """Each rank takes in what it lacks of the whole model, over the slowest link that there is."""
+def _predict_gather_seconds(gathered: Traffic, devices: Devices, cluster: Cluster) -> float:
+    """Return the time in which each rank receives the rest of the model over the slowest link."""
     num_nodes = len({devices.get_node(d) for d in (*devices.training, *devices.generation)})
     gbps = cluster.nic_gbps if num_nodes > 1 else cluster.nvlink_gbps
     return float(gathered.max()) * 8e-9 / gbps
 
 
-def show(report: PlanReport, console: Console | None = None) -> None:
+def print_report(report: PlanReport, console: Console | None = None) -> None:
     """Print a report as a table."""
     console = console or get_stdout_console()
-    table = Table(title=f"{report.mode}: {_axes(report.train)} -> {_axes(report.generate)}")
+    table = Table(
+        title=f"{report.mode}: {_format_axes(report.train)} -> {_format_axes(report.generate)}"
+    )
     table.add_column("")
     table.add_column("planned", justify="right")
     table.add_column("gather-then-slice", justify="right")
     ratio = report.received_bytes / max(1, report.lower_bound_bytes)
     for name, planned, gathered in (
-        ("received", _gb(report.received_bytes), _gb(report.gather_then_slice_bytes)),
-        ("lower bound", _gb(report.lower_bound_bytes), ""),
+        ("received", _format_gb(report.received_bytes), _format_gb(report.gather_then_slice_bytes)),
+        ("lower bound", _format_gb(report.lower_bound_bytes), ""),
         ("received / lower bound", f"{ratio:.3f}", ""),
-        ("on the same GPU", _gb(report.same_gpu_bytes), ""),
-        ("inside a node", _gb(report.in_node_bytes), ""),
-        ("across nodes", _gb(report.across_nodes_bytes), ""),
-        (f"busiest sender: {report.busiest_sender_rank}", _gb(report.busiest_sender_bytes), ""),
-        ("most a rank receives", _gb(max(rank.received_bytes for rank in report.ranks)), ""),
-        ("buffers of a rank", _gb(report.peak_buffer_bytes), ""),
+        ("on the same GPU", _format_gb(report.same_gpu_bytes), ""),
+        ("inside a node", _format_gb(report.in_node_bytes), ""),
+        ("across nodes", _format_gb(report.across_nodes_bytes), ""),
+        (
+            f"busiest sender: {report.busiest_sender_rank}",
+            _format_gb(report.busiest_sender_bytes),
+            "",
+        ),
+        ("most a rank receives", _format_gb(max(rank.received_bytes for rank in report.ranks)), ""),
+        ("buffers of a rank", _format_gb(report.peak_buffer_bytes), ""),
         (
             "predicted",
             f"{report.predicted_s:.3f} s",
@@ -279,10 +293,10 @@ def show(report: PlanReport, console: Console | None = None) -> None:
     console.print(table)
 
 
-def _axes(layout: Layout | GenerationLayout) -> str:
+def _format_axes(layout: Layout | GenerationLayout) -> str:
     sizes = asdict(layout)
     return " ".join(f"{axis}={size}" for axis, size in sizes.items() if size not in (1, None))
 
 
-def _gb(num_bytes: int) -> str:
+def _format_gb(num_bytes: int) -> str:
     return f"{num_bytes / 1e9:,.3f} GB"

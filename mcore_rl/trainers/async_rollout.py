@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from mcore_rl.algorithms.sample_choice import kept_groups
+from mcore_rl.algorithms.sample_choice import filter_groups
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.controller.batch_ops import (
     find_lost_groups,
@@ -55,13 +55,13 @@ class AsyncRollout:
             num_steps=trainer.num_steps,
             staleness=self._staleness,
             depth=trainer.asynchronous.max_groups or None,
-            over_issue=trainer.asynchronous.over_issue,
+            oversampling=trainer.asynchronous.oversampling,
             max_samples=trainer.asynchronous.max_waiting_samples or None,
             new_per_step=count_new_groups(config),
         )
         self.admission = Admission(self.queue, pacing)
         # With nothing ahead, what a filter rejects and what is replayed can be as with `sync`.
-        policy = config.algorithm.samples
+        policy = config.algorithm.filter
         self._in_rounds = not self._staleness and bool(policy.group_filter or policy.replay.share)
         self._rejected: list[Batch] = []  # groups that did not pass the filter, since a step
 
@@ -91,7 +91,7 @@ class AsyncRollout:
 
     def _begin(self) -> None:
         if begun := self.admission.begin():
-            prompts = self._prompts.again({group.group_id: group.row for group in begun})
+            prompts = self._prompts.build_batch({group.group_id: group.row for group in begun})
             self._rollout.begin(prompts, n=self._config.algorithm.group_size)
 
     @contextlib.contextmanager
@@ -141,7 +141,7 @@ class AsyncRollout:
         generated = type(batches[0]).concat(batches)
         batch, metrics = self._sampler.apply_rewards(generated, step)
         self._sampler.update_curriculum(generated, batch)
-        if self._config.algorithm.samples.group_filter:
+        if self._config.algorithm.filter.group_filter:
             metrics |= {
                 "samples/groups": float(len(batches)),
                 "samples/passed": len(groups) / len(batches),
@@ -178,7 +178,7 @@ class AsyncRollout:
 
     def _select_groups(self, step: int, num_needed: int) -> list[SampleGroup[Batch]]:
         while True:
-            with ACTIVITY.counting(num_needed, "groups") as show_count:
+            with ACTIVITY.count(num_needed, "groups") as show_count:
                 groups = self._wait_for_groups(step, num_needed, show_count)
             if not self._put_back_lost():
                 return groups
@@ -225,7 +225,7 @@ class AsyncRollout:
 
     def _begin_more(self) -> None:
         """Begin groups, also for rejected ones, up to max_rounds times those of a step."""
-        policy, per_step = self._config.algorithm.samples, self._config.trainer.prompts_per_step
+        policy, per_step = self._config.algorithm.filter, self._config.trainer.prompts_per_step
         if len(self._rejected) < policy.max_rounds * per_step:
             self._draw()
         self._begin()
@@ -251,7 +251,7 @@ class AsyncRollout:
         oldest = int(versions[versions >= 0].min(initial=np.iinfo(np.int64).max))
         oldest = oldest if (versions >= 0).any() else -1
         if config.teacher.column:
-            prompts = self._prompts.again({group_id: self.queue.row_of(group_id)})
+            prompts = self._prompts.build_batch({group_id: self.queue.row_of(group_id)})
             batch = add_teacher_names(batch, prompts, config.teacher.column)
         self.queue.finish(group_id, oldest, len(batch), {SAMPLES: batch})
         if self._passes(batch):
@@ -261,22 +261,22 @@ class AsyncRollout:
             self._rejected.append(release_columns(batch))
 
     def _passes(self, batch: Batch) -> bool:
-        policy = self._config.algorithm.samples
+        policy = self._config.algorithm.filter
         if not policy.group_filter:
             return True
         if self._config.reward.on_error == "drop":
             batch = batch.take(np.flatnonzero(batch.array("reward_errors") == "").tolist())
-        return len(batch) > 0 and len(select_rows(kept_groups, batch, policy)) > 0
+        return len(batch) > 0 and len(select_rows(filter_groups, batch, policy)) > 0
 
     def _select_too_few(self, step: int, num_needed: int) -> list[SampleGroup[Batch]]:
         """Return what there is, when the filter has rejected as many as it may in a step."""
-        policy = self._config.algorithm.samples
+        policy = self._config.algorithm.filter
         num = min(self._num_ready, num_needed)
         if policy.if_short == "stop":
             raise ConfigError(
-                f"step {step}: algorithm.samples.group_filter={policy.group_filter!r} has rejected "
+                f"step {step}: algorithm.filter.group_filter={policy.group_filter!r} has rejected "
                 f"{len(self._rejected)} groups, and {num} are left of {num_needed} that the step "
-                "needs; allowed: more algorithm.samples.max_rounds, or if_short='train'"
+                "needs; allowed: more algorithm.filter.max_rounds, or if_short='train'"
             )
         return self.admission.select(step, num) or []
 
@@ -333,7 +333,7 @@ class RolloutPrefetcher:
         """Return when no server answers; immediately if nothing was begun.
 
         Each call of the servers has its own limit, timeouts.call_s, and there are no more than
-        algorithm.samples.max_rounds of them.
+        algorithm.filter.max_rounds of them.
 
         Raises:
             PolicyMismatchError, ConfigError, WorkerError: As StepSampler.collect.

@@ -22,15 +22,15 @@ from typing import ClassVar
 
 from mcore_rl.algorithms.controllers import Coefficients
 from mcore_rl.algorithms.sample_choice import CURRICULA
-from mcore_rl.config.resolve_distillation import teachers_of
+from mcore_rl.config.resolve_algorithm import build_teachers
 from mcore_rl.config.schema import RLConfig
 from mcore_rl.data.batch import Batch, Samples
-from mcore_rl.data.curriculum import CurriculumSampler
 from mcore_rl.data.datasets import PromptDataset
 from mcore_rl.data.prompt_batches import PromptBatches
+from mcore_rl.data.sampler import CurriculumSampler
 from mcore_rl.engine.base import LossFunction
+from mcore_rl.observability.activity import Stopwatch
 from mcore_rl.observability.metrics import Report
-from mcore_rl.observability.stopwatch import Stopwatch
 from mcore_rl.observability.warnings import StepWarnings
 from mcore_rl.rollout.manager import RolloutPool
 from mcore_rl.trainers.checkpointing import CheckpointManager, Stateful
@@ -81,7 +81,7 @@ class RLTrainer(ABC):
         records_experts = config.actor.moe.router_replay == "rollout"
         self.rollout = RolloutPool(devices.servers, config.rollout, config.seed, records_experts)
         self.prompts = build_prompt_batches(config, inputs.prompts)
-        replay = config.algorithm.samples.replay
+        replay = config.algorithm.filter.replay
         self.replay = ReplayBuffer(replay, config.seed, config.timeouts.call_s)
         self.sampler = StepSampler(config, self.rollout, self.prompts, self.replay)
         self.coefficients, self.warnings = Coefficients(config.algorithm), StepWarnings()
@@ -187,7 +187,7 @@ class RLTrainer(ABC):
 
         A filter with a single round to fill a step is meant to leave groups out.
         """
-        warnings, policy = self.warnings, self.config.algorithm.samples
+        warnings, policy = self.warnings, self.config.algorithm.filter
         warnings.begin_step()
         if dropped := round(metrics.get("dropped", 0)):
             text = f"{dropped} responses are missing, as they got no reward"
@@ -195,7 +195,7 @@ class RLTrainer(ABC):
         num_prompts = self.config.trainer.prompts_per_step
         if num >= num_prompts:
             return
-        setting = f"algorithm.samples.group_filter={policy.group_filter!r}"
+        setting = f"algorithm.filter.group_filter={policy.group_filter!r}"
         text = f"{num} groups to train on, of {num_prompts} that were asked for"
         if not policy.group_filter:
             warnings.add("groups were missing", step, text)
@@ -215,7 +215,7 @@ def build_frozen_models(config: RLConfig, devices: DeviceSharing) -> list[Scorin
     if config.reward_model.model_path:
         weight = config.reward_model.weight
         models.append(RewardModel(workers["reward_model"], devices, weight))
-    if names := list(teachers_of(config.teacher)):
+    if names := list(build_teachers(config.teacher)):
         teachers = {name: workers[f"teacher.{name}"] for name in names}
         models.append(Teachers(teachers, devices.actor, devices, config))
     if config.algorithm.kl_coef:
@@ -231,6 +231,6 @@ def build_prompt_batches(config: RLConfig, prompts: PromptDataset) -> PromptBatc
     """Return the batches of training prompts, by success rates with data.curriculum."""
     data, num, curriculum = config.data, config.trainer.prompts_per_step, None
     if name := data.curriculum.name:
-        weight = CURRICULA.bound(name, data.curriculum.settings)
+        weight = CURRICULA.bind(name, data.curriculum.settings)
         curriculum = CurriculumSampler(len(prompts), num, config.seed, data.curriculum, weight)
     return PromptBatches(prompts, num, config.seed, data.train_weights, curriculum)

@@ -18,8 +18,7 @@ from mcore_rl.checkpoint.run_checkpoints import (
     format_name,
 )
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.config.schema import RLConfig
-from mcore_rl.config.train_schema import TrainConfig
+from mcore_rl.config.schema import RLConfig, TrainConfig
 from mcore_rl.controller.dispatch import Group
 from mcore_rl.controller.stop_signals import RunStopped, StopSignals
 from mcore_rl.observability.warnings import warn

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-from mcore_rl.config.resolve import takes_turns
+from mcore_rl.config.resolve import are_colocated
 from mcore_rl.config.schema import PlacementConfig
 from mcore_rl.controller.dispatch import Group
 from mcore_rl.rollout.server_pool import ServerPool
@@ -73,7 +73,7 @@ class DeviceSharing:
         The actor leaves devices that it shares with servers.
         """
         self.servers.follow_wanted()
-        is_shared = takes_turns(self.placement, "actor", ROLLOUT)
+        is_shared = are_colocated(self.placement, "actor", ROLLOUT)
         self.use("actor")
         if self._has_sleeping_servers:
             self._offload_others(ROLLOUT, but="actor")
@@ -112,7 +112,7 @@ class DeviceSharing:
 
     def _offload_others(self, role: str, but: str = "") -> None:
         for other in [*self._resident]:
-            if other not in (role, but) and takes_turns(self.placement, role, other):
+            if other not in (role, but) and are_colocated(self.placement, role, other):
                 self._offload(other)
 
     def _offload(self, role: str) -> None:
@@ -142,10 +142,10 @@ class ExclusiveDevices:
 
 def servers_sleep(placement: PlacementConfig, models: Collection[str]) -> bool:
     """Return whether servers share devices with one of the roles `models`, and so have to sleep."""
-    return any(takes_turns(placement, ROLLOUT, role) for role in models)
+    return any(are_colocated(placement, ROLLOUT, role) for role in models)
 
 
 def shares_devices(placement: PlacementConfig, role: str, models: Collection[str]) -> bool:
     """Return whether the engine of a role is offloaded for servers or others of `models`."""
     mates = {*models, ROLLOUT} - {role}
-    return any(takes_turns(placement, role, mate) for mate in mates)
+    return any(are_colocated(placement, role, mate) for mate in mates)

@@ -9,17 +9,16 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from mcore_rl.algorithms.inputs import reward_part
-from mcore_rl.config.schema import RewardConfig, RLConfig
-from mcore_rl.config.train_schema import TrainConfig
+from mcore_rl.algorithms.inputs import get_reward_part
+from mcore_rl.config.schema import RewardConfig, RLConfig, TrainConfig
 from mcore_rl.controller.batch_ops import get_sample_columns
 from mcore_rl.data.batch import Batch, Samples
 from mcore_rl.data.datasets import PromptDataset
 from mcore_rl.data.examples import ExampleFiles
-from mcore_rl.data.prompt_batches import held_out_batch
+from mcore_rl.data.prompt_batches import build_held_out_batch
 from mcore_rl.data.trajectories import Trajectories
 from mcore_rl.observability.activity import ACTIVITY
-from mcore_rl.observability.metrics import of_sets
+from mcore_rl.observability.metrics import prefix_eval_metrics
 from mcore_rl.rollout.manager import RolloutPool
 from mcore_rl.trainers.objectives import Metrics, Objective
 from mcore_rl.trainers.sample_log import SampleLog
@@ -68,7 +67,7 @@ class Evaluation:
         for when, number in (("before", 0), ("after", self.config.trainer.num_steps)):
             if step == number:
                 self.record(when, metrics)
-        return of_sets(metrics)
+        return prefix_eval_metrics(metrics)
 
     @property
     def temperature(self) -> float | None:
@@ -104,23 +103,23 @@ class SupervisedEvaluation:
         for when, number in (("before", 0), ("after", self.config.trainer.num_steps)):
             if step == number:
                 self.record(when, metrics)
-        return of_sets(metrics)
+        return prefix_eval_metrics(metrics)
 
     def _list_batches(self, name: str) -> Iterator[Batch]:
         """Yield all rows of a set, or eval_samples, a training batch at a time."""
         examples, size = self.sets[name], self.config.trainer.batch_size
         rows = list(range(self.config.trainer.eval_samples or len(examples)))
-        with ACTIVITY.counting(len(rows), f"rows of {name}") as show_count:
+        with ACTIVITY.count(len(rows), f"rows of {name}") as show_count:
             for start in range(0, len(rows), size):
                 show_count(start)
-                yield examples.batch(rows[start : start + size])
+                yield examples.take(rows[start : start + size])
 
 
 def build_test_sets(tests: Mapping[str, PromptDataset], num_prompts: int) -> dict[str, Batch]:
     """Return the prompts of each set, all or the first; no two share a group id."""
     sets, num_before = {}, 0
     for name, dataset in tests.items():
-        sets[name] = held_out_batch(dataset, num_prompts or len(dataset), num_before)
+        sets[name] = build_held_out_batch(dataset, num_prompts or len(dataset), num_before)
         num_before += len(sets[name])
     return sets
 
@@ -131,7 +130,7 @@ def compute_scores(batch: Samples, config: RewardConfig) -> dict[str, float]:
     All are over trajectories. accuracy is there where the reward is one (`ACCURACIES`): alone, or
     as a term. A response whose reward failed has reward 0, is not right, and has no parts.
     """
-    batch = Trajectories(get_sample_columns(batch)).joined()
+    batch = Trajectories(get_sample_columns(batch)).join()
     groups, rewards = batch.array("group_ids"), batch.array("rewards")
     values = {"reward": rewards}
     if not config.terms and config.name in ACCURACIES:
@@ -139,7 +138,7 @@ def compute_scores(batch: Samples, config: RewardConfig) -> dict[str, float]:
     values |= {name: batch.array(name) for name in batch.columns if name.startswith("reward/")}
     for name, term in config.terms.items():
         is_accuracy = term.get("name", name) in ACCURACIES
-        if is_accuracy and (right := reward_part(batch, name)) is not None:
+        if is_accuracy and (right := get_reward_part(batch, name)) is not None:
             values[f"accuracy/{name}"] = right
     metrics = {}
     if "roles" in batch:

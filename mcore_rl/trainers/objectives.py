@@ -14,19 +14,19 @@ from typing import Protocol
 
 import numpy as np
 
-from mcore_rl.algorithms.aggregation import loss_weights
-from mcore_rl.algorithms.estimates import ratio_error
+from mcore_rl.algorithms.aggregation import compute_loss_weights
+from mcore_rl.algorithms.estimates import compute_ratio_error
 from mcore_rl.algorithms.preference import (
     PairLosses,
     PreferenceLoss,
     bradley_terry,
-    pair_inputs,
-    pair_weights,
+    build_pair_inputs,
+    compute_pair_weights,
 )
 from mcore_rl.controller.dispatch import Group
 from mcore_rl.data.batch import Batch
-from mcore_rl.data.examples import scored_batch
-from mcore_rl.observability.stopwatch import Stopwatch
+from mcore_rl.data.examples import build_scoring_batch
+from mcore_rl.observability.activity import Stopwatch
 
 Metrics = dict[str, float]
 
@@ -53,7 +53,7 @@ class SupervisedObjective:
 
     def step(self, batch: Batch, clock: Stopwatch) -> Metrics:
         """Take one optimizer step; return metrics of the weights before it."""
-        weights = loss_weights(batch.jagged("response_mask"), self.aggregation)
+        weights = compute_loss_weights(batch.jagged("response_mask"), self.aggregation)
         with clock("update"):
             metrics: Metrics = self.model.update(batch.with_columns(loss_weights=weights))[0][0]
         return metrics
@@ -69,7 +69,7 @@ class SupervisedObjective:
                 counts.append(int((mask != 0).sum()))
         return {
             "loss": float(np.sum(sums) / np.sum(counts)),
-            "loss_stderr": ratio_error(sums, counts),
+            "loss_stderr": compute_ratio_error(sums, counts),
         }
 
 
@@ -86,7 +86,7 @@ class Reference:
         scored = self.compute_log_probs(columns, temperature=1.0).select("log_probs")
         if self.offloaded is not None:
             self.offloaded.to("host")
-        return batch.union(scored.renamed(log_probs="reference_log_probs"))
+        return batch.union(scored.rename_columns(log_probs="reference_log_probs"))
 
 
 class PairObjective(ABC):
@@ -101,7 +101,7 @@ class PairObjective(ABC):
     def step(self, batch: Batch, clock: Stopwatch) -> Metrics:
         """Take one optimizer step; return metrics of the weights before it."""
         batch, losses = self.compute_losses(batch, clock)
-        weights = pair_weights(batch, losses)
+        weights = compute_pair_weights(batch, losses)
         with clock("update"):
             metrics = self.model.update(batch.with_columns(loss_weights=weights))[0][0]
         return {
@@ -130,7 +130,7 @@ class PreferenceObjective(PairObjective):
                 batch = self.reference.add_log_probs(batch)
         with clock("log_probs"):
             batch = self.model.compute_log_probs(batch, temperature=1.0)
-        return batch, self.loss(pair_inputs(batch))
+        return batch, self.loss(build_pair_inputs(batch))
 
 
 @dataclass(frozen=True)
@@ -141,7 +141,7 @@ class RewardObjective(PairObjective):
 
     def compute_losses(self, batch: Batch, clock: Stopwatch) -> tuple[Batch, PairLosses]:
         with clock("scores"):
-            batch = self.model.compute_values(scored_batch(batch))
+            batch = self.model.compute_values(build_scoring_batch(batch))
         scores = batch.jagged("values").values.astype(np.float64)
         margins = batch.array("margins")[::2]
         return batch, bradley_terry(scores[::2], scores[1::2], margins)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from mcore_rl.algorithms.correction import find_gaps_beyond, mismatch
+from mcore_rl.algorithms.correction import compute_mismatch, find_gaps_beyond
 from mcore_rl.config.schema import CorrectionConfig, TrainerConfig
 from mcore_rl.controller.batch_ops import B, get_sample_columns
 from mcore_rl.data.batch import NO_VERSION, Array, Batch, Jagged, Samples
@@ -109,7 +109,7 @@ def compute_gaps_and_mismatch(
     if config.use_rollout_log_probs or not len(fresh):
         return {}, {}
     compared = batch.take(np.flatnonzero(_is_compared(batch, version)).tolist())
-    return compute_logprob_gaps(compared), mismatch(fresh)
+    return compute_logprob_gaps(compared), compute_mismatch(fresh)
 
 
 def compute_gap_mask(batch: Batch, version: int | None = None) -> Jagged:

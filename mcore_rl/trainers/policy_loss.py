@@ -11,22 +11,22 @@ import torch
 from mcore_rl.algorithms.advantages import ADVANTAGES
 from mcore_rl.algorithms.aggregation import AGGREGATIONS
 from mcore_rl.algorithms.correction import check_rules
-from mcore_rl.algorithms.distillation import top_tokens_loss
+from mcore_rl.algorithms.distillation import compute_top_tokens_loss
 from mcore_rl.algorithms.inputs import (
     LOSS_WEIGHTS,
     Losses,
     LossInputs,
     Metric,
     check_needs,
-    needs_of,
+    get_needs,
+    is_prepared,
 )
 from mcore_rl.algorithms.kl import KL_ESTIMATORS
 from mcore_rl.algorithms.losses import LOSSES, MAX_LOG_RATIO
-from mcore_rl.algorithms.prepared import is_prepared
-from mcore_rl.algorithms.sample_choice import check_choices
+from mcore_rl.algorithms.sample_choice import check_sample_functions
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.import_path import is_import_path
-from mcore_rl.config.resolve_mode import get_loop
+from mcore_rl.config.resolve import get_loop
 from mcore_rl.config.schema import AlgorithmConfig, RLConfig
 from mcore_rl.data.batch import Batch, Samples
 
@@ -46,7 +46,7 @@ def select_read_columns(batch: B, loss: str) -> B:
     """
     if isinstance(batch, Batch) or is_import_path(loss):
         return batch
-    return batch.without(*EARLIER_COLUMNS)
+    return batch.drop_columns(*EARLIER_COLUMNS)
 
 
 # Of metrics of other losses than the one that algorithm.loss names: the column of its weights.
@@ -73,8 +73,8 @@ class PolicyLoss:
     def needs(self) -> frozenset[str]:
         """Inputs that not every run has (algorithms/inputs.py)."""
         config = self.config
-        names = set(needs_of(LOSSES[config.loss]))
-        if config.kl_coef and config.kl_in == "loss":
+        names = set(get_needs(LOSSES[config.loss]))
+        if config.kl_coef and config.kl_placement == "loss":
             names.add("reference_log_probs")
         is_scored = not config.correction.use_rollout_log_probs  # which gives the entropy, too
         if config.entropy_coef or config.entropy_target is not None or not is_scored:
@@ -96,7 +96,7 @@ class PolicyLoss:
         elif self.config.correction.use_rollout_log_probs:
             metrics.setdefault("entropy", (LOSS_WEIGHTS, inputs.entropy.detach()))
         if "distillation_weights" in columns:
-            kl = top_tokens_loss(inputs, self.config.distillation.loss)
+            kl = compute_top_tokens_loss(inputs, self.config.distillation.loss)
             losses["distillation_weights"] = kl
             metrics["distillation_kl"] = "distillation_weights", kl
         if "cross_entropy_weights" in columns:
@@ -112,7 +112,7 @@ class PolicyLoss:
         +-20.
         """
         name = self.config.kl_estimator
-        estimator = KL_ESTIMATORS.bound(name, self.config.kl_estimator_settings)
+        estimator = KL_ESTIMATORS.bind(name, self.config.kl_estimator_settings)
         kl = estimator(inputs.log_probs, inputs.reference_log_probs)
         _check(kl, "the KL", inputs, f"{KL_ESTIMATORS.setting}={name!r}")
         if self.config.correction.unbiased_kl:
@@ -122,7 +122,7 @@ class PolicyLoss:
 
     def _policy_loss(self, inputs: LossInputs) -> tuple[torch.Tensor, dict[str, Metric]]:
         name = self.config.loss
-        result = LOSSES.bound(name, self.config.loss_settings)(inputs)
+        result = LOSSES.bind(name, self.config.loss_settings)(inputs)
         what = f"{LOSSES.setting}={name!r}"
         if not isinstance(result, tuple) or len(result) != 2 or not isinstance(result[1], Mapping):
             raise ConfigError(
@@ -147,12 +147,12 @@ def _check(value: object, called: str, inputs: LossInputs, what: str) -> torch.T
 
 def reads_squares(config: AlgorithmConfig) -> bool:
     """Return whether the actor's log-probs have to come with sum_pi_squared."""
-    return "sum_pi_squared" in needs_of(ADVANTAGES[config.advantage])
+    return "sum_pi_squared" in get_needs(ADVANTAGES[config.advantage])
 
 
 def reads_greedy(config: AlgorithmConfig) -> bool:
     """Return whether the advantage compares with greedy responses, which are generated then."""
-    return "baseline_rewards" in needs_of(ADVANTAGES[config.advantage])
+    return "baseline_rewards" in get_needs(ADVANTAGES[config.advantage])
 
 
 def check_greedy(config: RLConfig) -> None:
@@ -185,12 +185,12 @@ def check_functions(config: AlgorithmConfig, agent_loop: str = "single_turn") ->
         ConfigError: one does not exist, its settings do not fit it, or it needs what a run with
             these settings does not have.
     """
-    LOSSES.bound(config.loss, config.loss_settings)
-    ADVANTAGES.bound(config.advantage, config.advantage_settings)
-    AGGREGATIONS.bound(config.loss_aggregation, config.loss_aggregation_settings)
-    KL_ESTIMATORS.bound(config.kl_estimator, config.kl_estimator_settings)
+    LOSSES.bind(config.loss, config.loss_settings)
+    ADVANTAGES.bind(config.advantage, config.advantage_settings)
+    AGGREGATIONS.bind(config.loss_aggregation, config.loss_aggregation_settings)
+    KL_ESTIMATORS.bind(config.kl_estimator, config.kl_estimator_settings)
     check_rules(config.correction)
-    check_choices(config.samples)
+    check_sample_functions(config.filter)
     if config.loss == "decoupled_ppo" and config.correction.has_weights:
         raise ConfigError(
             "algorithm.loss='decoupled_ppo' has importance weights of its own; allowed: "
@@ -199,16 +199,16 @@ def check_functions(config: AlgorithmConfig, agent_loop: str = "single_turn") ->
     given = {"reference_log_probs"} if config.kl_coef else set()
     needed = PolicyLoss(config).needs
     check_needs(needed, given | {"entropy"}, f"{LOSSES.setting}={config.loss!r}")
-    needed = needs_of(ADVANTAGES[config.advantage])
+    needed = get_needs(ADVANTAGES[config.advantage])
     given |= {"values", "baseline_rewards"}  # made where needed; see check_greedy
     if not config.correction.use_rollout_log_probs:
         given.add("sum_pi_squared")
     if agent_loop == "environment" or is_import_path(agent_loop):
         given.add("state_ids")
     check_needs(needed, given, f"{ADVANTAGES.setting}={config.advantage!r}")
-    if config.samples.replay.share and "values" in needed:
+    if config.filter.replay.share and "values" in needed:
         raise ConfigError(
-            f"algorithm.samples.replay.share={config.samples.replay.share}: the returns of old "
+            f"algorithm.filter.replay.share={config.filter.replay.share}: the returns of old "
             f"samples are not those of the policy that {ADVANTAGES.setting}={config.advantage!r} "
             "has values of; allowed: 0, or an advantage without a critic"
         )
@@ -231,12 +231,12 @@ def find_log_prob_pass_reason(config: RLConfig) -> str:
     algorithm.loss="decoupled_ppo", whose proximal policy is the one that is updated.
     """
     algorithm, replay = config.algorithm, config.actor.moe.router_replay
-    correction, samples = algorithm.correction, algorithm.samples
+    correction, samples = algorithm.correction, algorithm.filter
     advantage, loss = ADVANTAGES[algorithm.advantage], LOSSES[algorithm.loss]
     # Functions outside of the package may read any column.
     is_read_by_loss = is_import_path(algorithm.loss) or is_prepared(loss)
     is_read_by_advantage = is_import_path(algorithm.advantage) or reads_squares(algorithm)
-    has_critic = "values" in needs_of(advantage)  # which learns before the actor is checked
+    has_critic = "values" in get_needs(advantage)  # which learns before the actor is checked
     # Gaps and entropies are of responses, too, that no update has.
     has_more = bool(samples.keep_responses) and samples.advantages_of == "generated"
     entropy_target, share = algorithm.entropy_target, algorithm.top_entropy_share
@@ -249,12 +249,12 @@ def find_log_prob_pass_reason(config: RLConfig) -> str:
         ("algorithm.correction.reject", correction.reject, bool(correction.reject)),
         ("algorithm.loss", algorithm.loss, is_read_by_loss),
         ("algorithm.advantage", algorithm.advantage, is_read_by_advantage or has_critic),
-        ("algorithm.kl_in", algorithm.kl_in, algorithm.kl_in == "reward"),
+        ("algorithm.kl_placement", algorithm.kl_placement, algorithm.kl_placement == "reward"),
         ("algorithm.kl_target", algorithm.kl_target, algorithm.kl_target is not None),
         ("algorithm.entropy_target", entropy_target, entropy_target is not None),
         ("algorithm.top_entropy_share", share, share < 1),
         ("algorithm.distillation.loss", teacher_loss, teacher_loss != "off"),
-        ("algorithm.samples.advantages_of", samples.advantages_of, has_more),
+        ("algorithm.filter.advantages_of", samples.advantages_of, has_more),
         ("actor.moe.router_replay", replay, replay == "record"),
     ]
     return next((f"{name}={value!r}" for name, value, is_needed in settings if is_needed), "")

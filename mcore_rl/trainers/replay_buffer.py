@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from mcore_rl.algorithms.sample_choice import priority_of
-from mcore_rl.config.samples_schema import ReplayConfig
+from mcore_rl.algorithms.sample_choice import compute_priority
+from mcore_rl.config.schema import ReplayConfig
 from mcore_rl.controller.batch_ops import (
     concat_batches,
     drop_groups,
@@ -18,7 +18,7 @@ from mcore_rl.controller.batch_ops import (
     to_arrays,
 )
 from mcore_rl.data.batch import NO_VERSION, Array, Samples
-from mcore_rl.data.trajectories import compared
+from mcore_rl.data.trajectories import split_groups_by_role
 
 _STREAM = 0x7265706C  # sets its random numbers apart from others of the same seed and step
 
@@ -57,13 +57,13 @@ class ReplayBuffer:
         """Return the priority of each group in order: the sum over its roles, mostly one."""
         assert self._samples is not None
         columns = get_sample_columns(self._samples)
-        ids, by_role = (b.array("group_ids") for b in (columns, compared(columns)))
+        ids, by_role = (b.array("group_ids") for b in (columns, split_groups_by_role(columns)))
         rewards = self._samples.array("rewards").astype(np.float64)
         priorities = np.zeros(len(np.unique(ids)))
         index = np.unique(ids, return_inverse=True)[1]
         for part in np.unique(by_role):
             rows = by_role == part
-            priorities[index[rows][0]] += priority_of(rewards[rows], self._config)
+            priorities[index[rows][0]] += compute_priority(rewards[rows], self._config)
         return priorities
 
     def add(self, batch: Samples, step: int) -> None:
@@ -102,7 +102,7 @@ class ReplayBuffer:
         return {"samples": to_arrays(self._samples, what, self._call_s)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore samples; without algorithm.samples.replay.share nothing."""
+        """Restore samples; without algorithm.filter.replay.share nothing."""
         if self._config.share and state["samples"] is not None:
             self._samples = restore_batch(state["samples"])
 

@@ -12,10 +12,10 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from mcore_rl.algorithms.controllers import Coefficients, measured
+from mcore_rl.algorithms.controllers import Coefficients, measure
+from mcore_rl.algorithms.inputs import is_prepared
 from mcore_rl.algorithms.losses import LOSSES
-from mcore_rl.algorithms.prepared import is_prepared
-from mcore_rl.config.resolve_distillation import OF_TOP_TOKENS, teachers_of
+from mcore_rl.config.resolve_algorithm import TOP_TOKEN_LOSSES, build_teachers
 from mcore_rl.config.schema import AlgorithmConfig, RLConfig
 from mcore_rl.controller.batch_ops import (
     B,
@@ -78,7 +78,7 @@ class Actor:
             return batch
         if self.config.algorithm.correction.use_rollout_log_probs:
             served = batch.select("rollout_log_probs")
-            return batch.union(served.renamed(rollout_log_probs="log_probs"))
+            return batch.union(served.rename_columns(rollout_log_probs="log_probs"))
         return self._compute_log_probs(batch)
 
     def _compute_log_probs(self, batch: B) -> B:
@@ -98,9 +98,9 @@ class Actor:
         if not len(batch):
             return TrainingBatch(batch, batch, [], self.config.algorithm), {}
         values = Metrics()
-        if self.coefficients.follow:
-            values = self._apply(measured, batch, self.coefficients.config)
-        algorithm, metrics = self.coefficients.of_step(values, len(batch))
+        if self.coefficients.needs_measurements:
+            values = self._apply(measure, batch, self.coefficients.config)
+        algorithm, metrics = self.coefficients.update(values, len(batch))
         seed = [self.config.seed, step]
         args = algorithm, self.config.trainer, step, seed
         samples, selected, stats = self._apply(build_training_batch, batch, *args)
@@ -113,7 +113,7 @@ class Actor:
         for kind, text in stats.warnings.items():
             self.warnings.add(kind, step, text)
         batch = batch.union(samples)
-        selected = select_responses(batch, algorithm.samples, seed).union(selected)
+        selected = select_responses(batch, algorithm.filter, seed).union(selected)
         training = TrainingBatch(batch, selected, stats.counts, algorithm)
         return training, metrics | stats.gaps | stats.metrics
 
@@ -168,7 +168,7 @@ class Actor:
         if not is_scored:
             scored = self.workers.compute_log_probs(part, temperature=temperature)
         current = scored.select("log_probs", "entropy")
-        part = part.union(current.renamed(log_probs="current_log_probs"))
+        part = part.union(current.rename_columns(log_probs="current_log_probs"))
         columns = self._apply(add_prepared_columns, part, algorithm, [*seed, 1 + number])
         read = select_read_columns(select_token_columns(part.union(columns)), algorithm.loss)
         metrics: Metrics = self.workers.update(read, temperature=temperature)[0][0]
@@ -265,7 +265,7 @@ class ReferenceModel:
         self.devices.use(self.role)
         columns = batch.select(*_SCORED_COLUMNS)
         scored = self.compute_log_probs(columns, temperature=self.temperature).select("log_probs")
-        return batch.union(scored.renamed(log_probs="reference_log_probs")), {}
+        return batch.union(scored.rename_columns(log_probs="reference_log_probs")), {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -326,14 +326,14 @@ class Teachers:
             return batch.union(parts[0]), {}
         columns = batch.select("response_ids")
         for number, part in enumerate(parts):
-            columns = columns.union(part.renamed(**{n: f"{n}.{number}" for n in part.names}))
+            columns = columns.union(part.rename_columns(**{n: f"{n}.{number}" for n in part.names}))
         merged = self.actor.apply(merge_teacher_columns, columns, len(parts))
         return batch.union(merged), {}
 
     def _score(self, name: str, batch: B, rows: list[int]) -> B:
         """Return the columns of one teacher, of these rows."""
-        workers, weight = self.workers[name], teachers_of(self.config.teacher)[name].weight
-        has_top = self.config.algorithm.distillation.loss in OF_TOP_TOKENS
+        workers, weight = self.workers[name], build_teachers(self.config.teacher)[name].weight
+        has_top = self.config.algorithm.distillation.loss in TOP_TOKEN_LOSSES
         self.devices.use(f"teacher.{name}")
         scored = workers.compute_log_probs(
             batch.select(*_SCORED_COLUMNS).take(rows), temperature=self.config.rollout.temperature

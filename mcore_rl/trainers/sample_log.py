@@ -8,18 +8,18 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
-from mcore_rl.config.schema import SampleTablesConfig
+from mcore_rl.config.schema import SampleLogConfig
 from mcore_rl.controller.dispatch import Group
 from mcore_rl.data.batch import Batch, Samples
-from mcore_rl.data.routed_experts import columns_of_experts
+from mcore_rl.data.routed_experts import list_expert_columns
 from mcore_rl.data.sample_tables import (
     SAMPLES,
     TOKENIZER,
-    first_trajectories,
-    summary_columns,
-    table_path,
-    token_columns,
-    with_own_log_probs,
+    build_summary_columns,
+    build_token_columns,
+    drop_server_log_probs,
+    get_table_path,
+    select_first_trajectories,
     write_table,
 )
 from mcore_rl.data.tokenizer import load_tokenizer
@@ -39,7 +39,7 @@ class SampleLog:
         self,
         folder: Path,
         tokenizer: PreTrainedTokenizerBase,
-        config: SampleTablesConfig,
+        config: SampleLogConfig,
         workers: Group | None = None,
     ) -> None:
         """Prepare.
@@ -52,27 +52,29 @@ class SampleLog:
         self._workers = workers
         self._has_tokens = config.tokens and tokenizer.is_fast
         if config.tokens and not self._has_tokens:
-            warn("samples.tokens: the tokenizer makes no tokenizer.json; tables have texts alone")
+            warn(
+                "sample_log.tokens: the tokenizer makes no tokenizer.json; tables have texts alone"
+            )
 
     def write_step(self, step: int, batch: Samples) -> None:
-        """Write samples/step_NNNNNN.parquet, where it is due; show samples.num_shown on the screen.
+        """Write samples/step_NNNNNN.parquet, where it is due; show sample_log.num_shown of them.
 
-        A table has the first trajectories, as many as samples.max_rows and max_tokens let in.
+        A table has the first trajectories, as many as sample_log.max_rows and max_tokens let in.
         """
         config, rows = self._config, list[int]()
         if config.every and step % config.every == 0:
-            rows = first_trajectories(batch, config.max_rows, config.max_tokens)
+            rows = select_first_trajectories(batch, config.max_rows, config.max_tokens)
         shown = range(min(config.num_shown, len(batch)))
         of_both = rows + [row for row in shown if row not in rows]
         places = [of_both.index(row) for row in shown]
         if of_both:
-            path = table_path(self._folder, step)
+            path = get_table_path(self._folder, step)
             for line in self._write(path, batch.take(of_both), len(batch), len(rows), places):
                 show_line(f"step {step}: {line}")
 
     def write_evaluation(self, step: int, name: str, batch: Samples) -> None:
         """Write evaluations/step_NNNNNN/NAME.parquet, with all samples."""
-        self._write(table_path(self._folder, step, name), batch, len(batch), len(batch), [])
+        self._write(get_table_path(self._folder, step, name), batch, len(batch), len(batch), [])
 
     def _write(
         self, path: Path, batch: Samples, num_samples: int, num_rows: int, shown: list[int]
@@ -91,7 +93,7 @@ class SampleLog:
             assert isinstance(batch, Batch)  # the workers of a run write those by reference
             error_text, lines = write_and_show(batch, self._tokenizer, *args)
         else:
-            columns = batch.without(*columns_of_experts(batch))
+            columns = batch.drop_columns(*list_expert_columns(batch))
             source = self._tokenizer.name_or_path
             error_text, lines = self._workers.apply(_load_write_and_show, columns, source, *args)
         if refused := refused or error_text:
@@ -141,13 +143,13 @@ def build_table(
     batch: Batch, tokenizer: PreTrainedTokenizerBase, has_tokens: bool
 ) -> dict[str, pa.Array]:
     """Return the columns of a table, one row a sample (docs/watching.md)."""
-    batch = with_own_log_probs(batch)
+    batch = drop_server_log_probs(batch)
     columns = {
-        **summary_columns(batch),
+        **build_summary_columns(batch),
         "prompt": _decode(batch, tokenizer, "prompt_ids"),
         "response": _decode(batch, tokenizer, "response_ids"),
     }
-    return columns | token_columns(batch) if has_tokens else columns
+    return columns | build_token_columns(batch) if has_tokens else columns
 
 
 def _decode(batch: Batch, tokenizer: PreTrainedTokenizerBase, name: str) -> pa.Array:

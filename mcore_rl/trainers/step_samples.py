@@ -11,9 +11,9 @@ import numpy as np
 
 from mcore_rl.algorithms.sample_choice import (
     CHOICE_STREAM,
-    kept_groups,
-    kept_responses,
-    reward_or_part,
+    choose_responses,
+    filter_groups,
+    get_reward_or_part,
 )
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import RLConfig
@@ -50,7 +50,7 @@ class StepSampler:
 
         The servers have the weights of the policy that the step trains, or those of `age` versions
         before it. Round after round is generated until the groups that pass
-        algorithm.samples.group_filter and those that are replayed make trainer.prompts_per_step.
+        algorithm.filter.group_filter and those that are replayed make trainer.prompts_per_step.
         The last round's groups beyond that are dropped. A round that has lost samples with a node
         meanwhile is generated again, and lost groups of the replay buffer are left out. If no group
         has passed, and if_short is not stop, there is nothing to train on: the batch has the first
@@ -60,7 +60,7 @@ class StepSampler:
             PolicyMismatchError: Samples came from other weights.
             ConfigError: No response got a reward; too few groups have passed, and if_short is stop.
         """
-        policy, (replayed, num_needed) = self.config.algorithm.samples, self.draw_replayed(step)
+        policy, (replayed, num_needed) = self.config.algorithm.filter, self.draw_replayed(step)
         prompts: list[Batch] = []
         rounds: list[Samples] = []
         while True:
@@ -74,7 +74,7 @@ class StepSampler:
             generated = concat_batches(rounds)
             policy_checks.check_versions(generated, step - 1 - age)
             batch, metrics = self.apply_rewards(generated, step)
-            passed = select_rows(kept_groups, batch, policy)
+            passed = select_rows(filter_groups, batch, policy)
             if count_groups(passed) >= num_needed or len(rounds) == policy.max_rounds:
                 break
         self.update_curriculum(generated, batch)
@@ -83,8 +83,8 @@ class StepSampler:
         if count_groups(passed) < num_needed and policy.if_short == "stop":
             raise ConfigError(
                 f"step {step}: {count_groups(passed)} of {count_groups(batch)} groups have passed "
-                f"algorithm.samples.group_filter={policy.group_filter!r} in {len(rounds)} rounds, "
-                f"of {num_needed} that the step needs; allowed: more algorithm.samples.max_rounds "
+                f"algorithm.filter.group_filter={policy.group_filter!r} in {len(rounds)} rounds, "
+                f"of {num_needed} that the step needs; allowed: more algorithm.filter.max_rounds "
                 "or prompts_per_round, or if_short='train'"
             )
         selected, replay_metrics = self.add_replayed(
@@ -118,8 +118,10 @@ class StepSampler:
         """Report successes by group; `batch` has the samples of `generated` that got a reward."""
         curriculum = self.config.data.curriculum
         if curriculum.name:
-            trajectories = Trajectories(get_sample_columns(batch)).joined()
-            rewards = reward_or_part(trajectories, curriculum.success, "data.curriculum.success")
+            trajectories = Trajectories(get_sample_columns(batch)).join()
+            rewards = get_reward_or_part(
+                trajectories, curriculum.success, "data.curriculum.success"
+            )
             has_succeeded = rewards >= curriculum.min_reward
             group_ids = trajectories.array("group_ids")
             self.prompts.observe(generated.array("group_ids"), group_ids, has_succeeded)
@@ -131,10 +133,10 @@ class StepSampler:
 
         The replay buffer has the fresh groups from then on.
         """
-        policy, replay = self.config.algorithm.samples, self.config.algorithm.samples.replay
+        policy, replay = self.config.algorithm.filter, self.config.algorithm.filter.replay
         if policy.advantages_of == "kept":
             seed = [self.config.seed, step, CHOICE_STREAM]
-            fresh = select_rows(kept_responses, fresh, policy, seed)
+            fresh = select_rows(choose_responses, fresh, policy, seed)
         if not replay.share:
             return fresh, {}
         self.replay.add(fresh, step)
@@ -163,7 +165,7 @@ class StepSampler:
 def count_new_groups(config: RLConfig) -> int:
     """Return the new groups that a step needs at least: the others are replayed, if there are."""
     per_step = config.trainer.prompts_per_step
-    share = round(config.algorithm.samples.replay.share * per_step)
+    share = round(config.algorithm.filter.replay.share * per_step)
     return max(per_step - share, 1)
 
 
@@ -210,7 +212,7 @@ def compute_failure_rate(batch: Samples) -> float:
 def shuffle_rewards(batch: B, seed: Sequence[int]) -> B:
     """Permute rewards over the samples and drop those of tokens: no signal is left."""
     rewards = np.random.default_rng(seed).permutation(batch.array("rewards"))
-    return batch.without("process_rewards").with_columns(rewards=rewards)
+    return batch.drop_columns("process_rewards").with_columns(rewards=rewards)
 
 
 def add_baseline_rewards(batch: B, greedy: Samples) -> B:
@@ -252,7 +254,7 @@ def add_teacher_names(batch: B, prompts: Batch, column: str) -> B:
 def describe_samples(batch: Samples) -> dict[str, float]:
     """Return metrics of generated samples, over trajectories."""
     num_samples, num_turns = len(batch), batch.array("turns").sum() if "turns" in batch else 0
-    batch = Trajectories(get_sample_columns(batch)).joined()
+    batch = Trajectories(get_sample_columns(batch)).join()
     lengths = batch.array("response_tokens")
     metrics: dict[str, Any] = {
         "reward": batch.array("rewards").mean(),

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from mcore_rl.data.batch import Batch
+from mcore_rl.observability.activity import Stopwatch
 from mcore_rl.observability.metrics import Report
-from mcore_rl.observability.stopwatch import Stopwatch
 from mcore_rl.trainers.checkpointing import CheckpointManager
 from mcore_rl.trainers.evaluation import SupervisedEvaluation
 from mcore_rl.trainers.objectives import Objective

@@ -12,22 +12,25 @@ from typing import TypeVar
 
 import numpy as np
 
-from mcore_rl.algorithms.advantages import token_advantages
-from mcore_rl.algorithms.aggregation import loss_weights, top_entropy_mask
-from mcore_rl.algorithms.correction import corrected, find_gaps_beyond
-from mcore_rl.algorithms.distillation import distillation_metrics, sampled_kl
-from mcore_rl.algorithms.inputs import LOSS_WEIGHTS, WEIGHTS, stream_name
+from mcore_rl.algorithms.advantages import add_token_rewards, compute_advantages
+from mcore_rl.algorithms.aggregation import compute_loss_weights, select_top_entropy
+from mcore_rl.algorithms.correction import apply_correction, find_gaps_beyond
+from mcore_rl.algorithms.distillation import compute_distillation_metrics, compute_sampled_kl
+from mcore_rl.algorithms.inputs import (
+    LOSS_WEIGHTS,
+    WEIGHTS,
+    MiniBatchInputs,
+    get_loss_name,
+    prepare_columns,
+)
 from mcore_rl.algorithms.losses import LOSSES
-from mcore_rl.algorithms.prepared import MiniBatchInputs, prepared_columns
-from mcore_rl.algorithms.sample_choice import CHOICE_STREAM, kept_responses
-from mcore_rl.algorithms.token_rewards import with_token_rewards
-from mcore_rl.config.resolve_distillation import OF_TOP_TOKENS
-from mcore_rl.config.samples_schema import SamplesConfig
-from mcore_rl.config.schema import AlgorithmConfig, TrainerConfig
+from mcore_rl.algorithms.sample_choice import CHOICE_STREAM, choose_responses
+from mcore_rl.config.resolve_algorithm import TOP_TOKEN_LOSSES
+from mcore_rl.config.schema import AlgorithmConfig, FilterConfig, TrainerConfig
 from mcore_rl.controller.batch_ops import B, select_rows
-from mcore_rl.data.batch import NOT_SAID, Batch, Jagged, Samples
+from mcore_rl.data.batch import UNSET, Batch, Jagged, Samples
 from mcore_rl.data.trajectories import Trajectories
-from mcore_rl.observability.metrics import merge
+from mcore_rl.observability.metrics import merge_metrics
 from mcore_rl.trainers.policy_checks import (
     compute_gap_mask,
     compute_gaps_and_mismatch,
@@ -66,7 +69,7 @@ def build_training_batch(
     Returns:
         samples: New columns of all samples: token_rewards, advantages and, for a value model,
             returns.
-        selected: New columns of the samples left by algorithm.samples.keep_responses: masks,
+        selected: New columns of the samples left by algorithm.filter.keep_responses: masks,
             corrections, and the weights of each mini-batch's losses. For a batch without log_probs,
             which then come with the update, also gap_mask: the tokens that the update compares.
         stats: Gaps, metrics, warnings and token counts.
@@ -79,17 +82,20 @@ def build_training_batch(
         gaps, metrics = compute_gaps_and_mismatch(batch, algorithm.correction, version)
     if find_gaps_beyond(gaps, get_gap_bounds(trainer)):
         return Batch({}), Batch({}), BatchStats(gaps, metrics, {}, [])
-    samples = add_advantages(with_token_rewards(batch, algorithm), algorithm)
-    selected = select_responses(samples, algorithm.samples, seed)
+    samples = add_advantages(add_token_rewards(batch, algorithm), algorithm)
+    selected = select_responses(samples, algorithm.filter, seed)
     weighted = selected
     if "log_probs" not in batch:
         weighted = selected.with_columns(gap_mask=compute_gap_mask(selected, version))
-    weighted = mask_truncated(weighted, algorithm.samples)
+    weighted = mask_truncated(weighted, algorithm.filter)
     weighted, correction_metrics = add_corrections(weighted, algorithm)
     num = algorithm.num_mini_batches
     weighted, counts = map_mini_batches(weighted, num, seed, add_loss_weights, algorithm)
     metrics = (
-        metrics | compute_policy_entropy(batch) | distillation_metrics(batch) | correction_metrics
+        metrics
+        | compute_policy_entropy(batch)
+        | compute_distillation_metrics(batch)
+        | correction_metrics
     )
     stats = BatchStats(gaps, metrics, find_warnings(samples), counts)
     return _select_new(samples, batch), _select_new(weighted, selected), stats
@@ -127,25 +133,25 @@ def add_advantages(batch: Batch, algorithm: AlgorithmConfig) -> Batch:
     """
     distillation, responses = algorithm.distillation, batch.jagged("response_ids")
     if distillation.loss == "off" or distillation.use_reward:
-        columns = token_advantages(batch, algorithm.advantage, algorithm.advantage_settings)
+        columns = compute_advantages(batch, algorithm.advantage, algorithm.advantage_settings)
     else:
         zeros = np.zeros(len(responses.values), np.float32)
         columns = {"advantages": responses.with_values(zeros)}
     if distillation.loss == "sampled_kl":
-        kl = np.float32(distillation.coef) * sampled_kl(batch).values
+        kl = np.float32(distillation.coef) * compute_sampled_kl(batch).values
         columns["advantages"] = responses.with_values(columns["advantages"].values - kl)
     return batch.with_columns(**columns)
 
 
-def select_responses(batch: B, samples: SamplesConfig, seed: Sequence[int]) -> B:
-    """Apply algorithm.samples.keep_responses after advantages were computed over all of them."""
+def select_responses(batch: B, samples: FilterConfig, seed: Sequence[int]) -> B:
+    """Apply algorithm.filter.keep_responses after advantages were computed over all of them."""
     is_later = samples.advantages_of == "generated"
     if not is_later:
         return batch
-    return select_rows(kept_responses, batch, samples, [*seed, CHOICE_STREAM])
+    return select_rows(choose_responses, batch, samples, [*seed, CHOICE_STREAM])
 
 
-def mask_truncated(batch: Batch, samples: SamplesConfig) -> Batch:
+def mask_truncated(batch: Batch, samples: FilterConfig) -> Batch:
     """Mask all tokens of truncated trajectories from every loss (mask_truncated).
 
     A trajectory is truncated if its last turn is: all of its samples are masked then, and none
@@ -169,15 +175,15 @@ def _get_cross_entropy_mask(batch: Batch) -> Jagged:
     if "cross_entropy_mask" not in batch:
         return response_mask.with_values(is_not_chosen)
     mask = batch.jagged("cross_entropy_mask")
-    return mask.with_values(np.where(mask.values == NOT_SAID, is_not_chosen, mask.values))
+    return mask.with_values(np.where(mask.values == UNSET, is_not_chosen, mask.values))
 
 
 def add_corrections(batch: Batch, algorithm: AlgorithmConfig) -> tuple[Batch, dict[str, float]]:
     """Add the columns of algorithm.correction and top_entropy_share; return their metrics too."""
-    batch, metrics = corrected(batch, algorithm.correction)
+    batch, metrics = apply_correction(batch, algorithm.correction)
     if algorithm.top_entropy_share < 1:
         entropy, mask = batch.jagged("entropy"), batch.jagged("response_mask")
-        highest = top_entropy_mask(entropy, mask, algorithm.top_entropy_share)
+        highest = select_top_entropy(entropy, mask, algorithm.top_entropy_share)
         batch = batch.with_columns(top_entropy_mask=highest)
     return batch, metrics
 
@@ -202,10 +208,10 @@ def add_loss_weights(batch: Batch, algorithm: AlgorithmConfig) -> tuple[Batch, T
             policy = policy.with_values(np.where(batch.jagged(name).values, policy.values, 0))
     columns, distillation = {LOSS_WEIGHTS: policy}, algorithm.distillation
     coefficients = {
-        "kl_weights": algorithm.kl_coef if algorithm.kl_in == "loss" else 0.0,
+        "kl_weights": algorithm.kl_coef if algorithm.kl_placement == "loss" else 0.0,
         "entropy_weights": algorithm.entropy_coef,
     }
-    if distillation.loss in OF_TOP_TOKENS:
+    if distillation.loss in TOP_TOKEN_LOSSES:
         if not distillation.use_reward:
             columns[LOSS_WEIGHTS] = policy.with_values(np.zeros_like(policy.values))
         columns["distillation_weights"] = _compute_weights(
@@ -226,14 +232,14 @@ def _compute_weights(
     if not mask.values.any():
         return mask.with_values(np.zeros(len(mask.values), np.float32))
     mode, settings = algorithm.loss_aggregation, algorithm.loss_aggregation_settings
-    weights = loss_weights(mask, mode, settings, trajectories.numbers)
+    weights = compute_loss_weights(mask, mode, settings, trajectories.numbers)
     return weights.with_values(weights.values * np.float32(coef))
 
 
 def add_token_weights(batch: Batch, aggregation: str) -> tuple[Batch, TokenCounts]:
     """Add loss_weights over the tokens that the policy chose; return how many are not 0."""
     sequences = Trajectories(batch).numbers
-    weights = loss_weights(batch.jagged("response_mask"), aggregation, sequences=sequences)
+    weights = compute_loss_weights(batch.jagged("response_mask"), aggregation, sequences=sequences)
     counts = count_trained_tokens(Batch({LOSS_WEIGHTS: weights}))
     return batch.with_columns(loss_weights=weights), counts
 
@@ -243,9 +249,9 @@ def add_prepared_columns(batch: Batch, algorithm: AlgorithmConfig, seed: Sequenc
 
     The batch has current_log_probs and entropy of the policy as it is before the update.
     """
-    columns = prepared_columns(
+    columns = prepare_columns(
         LOSSES[algorithm.loss],
-        LOSSES.settings(algorithm.loss, algorithm.loss_settings),
+        LOSSES.build_settings(algorithm.loss, algorithm.loss_settings),
         MiniBatchInputs(batch, seed),
         f"{LOSSES.setting}={algorithm.loss!r}",
     )
@@ -341,7 +347,7 @@ def merge_update_metrics(steps: Sequence[StepMetrics]) -> dict[str, float]:
     for name in dict.fromkeys(name for step in steps for name in step.metrics):
         having = [step for step in steps if name in step.metrics]
         weights = [_get_weight(name, step) for step in having]
-        merged |= merge([{name: step.metrics[name]} for step in having], weights)
+        merged |= merge_metrics([{name: step.metrics[name]} for step in having], weights)
     return merged
 
 
@@ -351,7 +357,7 @@ def _get_weight(name: str, step: StepMetrics) -> float:
         return step.num_tokens
     if name in _METRICS_OF_A_STEP or name.startswith(_PREFIX_OF_ROUTERS):
         return 1
-    if name in map(stream_name, step.counts):
+    if name in map(get_loss_name, step.counts):
         return 1
     column = COLUMN_OF_METRIC.get(name, LOSS_WEIGHTS)
     return step.counts.get(column, step.counts[LOSS_WEIGHTS])

@@ -32,7 +32,7 @@ from mcore_rl.data.batch import Batch
 from mcore_rl.engine.base import EngineSpec
 from mcore_rl.engine.megatron import device
 from mcore_rl.engine.megatron.engine import MegatronEngine
-from mcore_rl.observability.garbage import leave_garbage_at_exit, long_lived
+from mcore_rl.observability.process import exempt_imports_from_gc, skip_gc_at_exit
 from mcore_rl.parallel.rendezvous import RendezvousEndpoint, RendezvousServer
 from mcore_rl.trainers.policy_loss import PolicyLoss
 
@@ -238,13 +238,13 @@ def _serve(rank: int, orders: Connection) -> None:
     """A rank that runs what it is sent until one job fails or the parent hangs up."""
     global _is_rank
     _is_rank = True
-    leave_garbage_at_exit()
-    with long_lived():
+    skip_gc_at_exit()
+    with exempt_imports_from_gc():
         _import_engine()
     world: World | None = None
     while True:
         gc.collect()  # engines of the order before: what is left then counts as long-lived
-        with long_lived():  # an order imports what its jobs are made of
+        with exempt_imports_from_gc():  # an order imports what its jobs are made of
             order = orders.recv()
         if order is None:
             break

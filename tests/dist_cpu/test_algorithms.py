@@ -73,7 +73,7 @@ def reward_to_go(inputs: AdvantageInputs, settings: Settings) -> Jagged:
         for t in np.flatnonzero(mask)[::-1]:
             row[t] = total = rewards[t] + settings.gamma * total
         rows.append(row)
-    return Jagged.of(rows, np.float64)
+    return Jagged.pack(rows, np.float64)
 """
 ONE_PACK, PACKS, ALONE = 10_000, 132, 16  # budgets in tokens; the last is below most samples
 LAYOUTS = {
@@ -210,7 +210,7 @@ class Runs:
     def gae(self, layout: str, budget: int = PACKS) -> list[ranks.Result]:
         by_rank = values_of(self.value_path, LAYOUTS[layout], rewarded_batch())
         by_row = {row: values for result in by_rank for row, values in result.items()}
-        values = Jagged.of([by_row[row].numpy() for row in sorted(by_row)], np.float32)
+        values = Jagged.pack([by_row[row].numpy() for row in sorted(by_row)], np.float32)
         batch = add_advantages(rewarded_batch().with_columns(values=values), GAE)
         return trained(self.path, LAYOUTS[layout], batch, GAE, budget)
 

@@ -13,8 +13,7 @@ import ranks
 import tiny_models
 import torch
 
-from mcore_rl.config.distillation_schema import DistillationConfig
-from mcore_rl.config.schema import AlgorithmConfig, Layout
+from mcore_rl.config.schema import AlgorithmConfig, DistillationConfig, Layout
 from mcore_rl.data.batch import Batch
 from mcore_rl.engine.base import create_engine
 from mcore_rl.trainers.policy_loss import PolicyLoss

@@ -216,7 +216,7 @@ def make_batch() -> Batch:
     batch = tiny_models.make_batch()
     rng = np.random.default_rng(5)
     lengths = batch.jagged("response_ids").lengths
-    columns = {n: Jagged.of([rng.normal(0, 0.5, k) for k in lengths], np.float32) for n in "vr"}
+    columns = {n: Jagged.pack([rng.normal(0, 0.5, k) for k in lengths], np.float32) for n in "vr"}
     return batch.select("prompt_ids", "response_ids", "loss_weights").with_columns(
         values=columns["v"], returns=columns["r"]
     )

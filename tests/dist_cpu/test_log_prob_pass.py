@@ -40,7 +40,10 @@ WIDE = {"max_logprob_gap": math.inf, "mean_logprob_gap": math.inf}
 
 def batch_of(step: int, loss: str) -> Batch:
     """With log-probs of servers, and without those of the trainer."""
-    made, rng = tiny_models.make_batch(seed=step).without("log_probs"), np.random.default_rng(step)
+    made, rng = (
+        tiny_models.make_batch(seed=step).drop_columns("log_probs"),
+        np.random.default_rng(step),
+    )
     mask, weights = made.jagged("response_mask"), made.jagged("loss_weights")
     served = rng.normal(-5, 0.1, len(mask.values)).astype(np.float32)
     made = made.with_columns(
@@ -50,7 +53,7 @@ def batch_of(step: int, loss: str) -> Batch:
     )
     if LOSSES[loss].entropy_coef:
         made = made.with_columns(entropy_weights=weights.with_values(0.1 * weights.values))
-    return made if LOSSES[loss].kl_coef else made.without("kl_weights")
+    return made if LOSSES[loss].kl_coef else made.drop_columns("kl_weights")
 
 
 @ranks.on_ranks()
@@ -64,7 +67,7 @@ def trained(path: Path, layout: Layout, loss: str, with_pass: bool) -> ranks.Res
         mine = batch.take(rows)
         if with_pass:
             scored = engine.infer_batch(mine, temperature=TEMPERATURE)
-            given = mine if scored is None else scored.without("entropy")
+            given = mine if scored is None else scored.drop_columns("entropy")
             steps.append(engine.train_batch(given, function, temperature=TEMPERATURE))
         else:
             done = engine.train_batch_with_scores(

@@ -23,13 +23,13 @@ from mcore_rl.algorithms.losses import linear_in_scores, negative_log_likelihood
 from mcore_rl.algorithms.preference import (
     PREFERENCE_LOSSES,
     bradley_terry,
-    pair_inputs,
-    pair_weights,
+    build_pair_inputs,
+    compute_pair_weights,
 )
 from mcore_rl.checkpoint.hf_writer import write_checkpoint
 from mcore_rl.config.schema import Layout
 from mcore_rl.data.batch import Batch, Jagged
-from mcore_rl.data.examples import scored_batch
+from mcore_rl.data.examples import build_scoring_batch
 from mcore_rl.engine.base import create_engine
 from tests.nightly import all_but
 
@@ -101,7 +101,7 @@ class Runs:
         by_rank = scores(self.paths[kind], LAYOUTS[layout], batch, kind, column)
         by_row = {row: values for found in by_rank for row, values in found.items()}
         rows = [by_row[row].numpy() for row in range(len(batch))]
-        return batch.with_columns(**{column: Jagged.of(rows, np.float32)})
+        return batch.with_columns(**{column: Jagged.pack(rows, np.float32)})
 
     def gradients(self, batch: Batch, layout: str, *of: Any) -> list[ranks.Result]:
         return gradients(self.paths[of[0]], LAYOUTS[layout], batch, *of)
@@ -117,7 +117,7 @@ def runs(tmp_path_factory) -> Runs:
     }
     pairs, reference = pair_batch(), tiny_models.build("qwen3", seed=9)
     found = [log_probs_of(reference, pairs, row).detach().numpy() for row in range(len(pairs))]
-    pairs = pairs.with_columns(reference_log_probs=Jagged.of(found, np.float32))
+    pairs = pairs.with_columns(reference_log_probs=Jagged.pack(found, np.float32))
     return Runs(paths, pairs, folder)
 
 
@@ -135,7 +135,7 @@ def pair_batch() -> Batch:
     """Both responses of a pair have one prompt; some of their tokens are not trained."""
     whole = tiny_models.make_batch(12).select("prompt_ids", "response_ids", "response_mask")
     prompts = [whole.jagged("prompt_ids")[row // 2 * 2] for row in range(12)]
-    return whole.with_columns(prompt_ids=Jagged.of(prompts, np.int64))
+    return whole.with_columns(prompt_ids=Jagged.pack(prompts, np.int64))
 
 
 def ids_of(batch: Batch, row: int) -> torch.Tensor:
@@ -215,20 +215,20 @@ def test_preference_loss_and_gradients_equal_torch_on_transformers(runs, name, l
     ]
     wanted = [by_torch(new[i : i + 2], old[i : i + 2]) for i in range(0, len(new), 2)]
     batch = runs.scored(pairs, layout, "language_model", "log_probs")
-    losses = PREFERENCE_LOSSES.bound(name, settings)(pair_inputs(batch))
+    losses = PREFERENCE_LOSSES.bind(name, settings)(build_pair_inputs(batch))
     np.testing.assert_allclose(losses.loss, [w.item() for w in wanted], rtol=1e-4)
-    batch = batch.with_columns(loss_weights=pair_weights(batch, losses))
+    batch = batch.with_columns(loss_weights=compute_pair_weights(batch, losses))
     found = runs.gradients(batch, layout, "language_model")
     loss = torch.stack(wanted).mean()
     assert_gradients(found, reference_gradients(model, loss, runs.folder / f"{name}-{layout}"))
 
 
 def reward_batch(runs: Runs, layout: str) -> tuple[Batch, Any]:
-    pairs = runs.scored(scored_batch(runs.pairs), layout, "reward_model", "values")
+    pairs = runs.scored(build_scoring_batch(runs.pairs), layout, "reward_model", "values")
     pairs = pairs.select("prompt_ids", "response_ids", "response_mask", "values")
     values = pairs.jagged("values").values.astype(np.float64)
     losses = bradley_terry(values[::2], values[1::2], np.full(len(pairs) // 2, MARGIN))
-    return pairs.with_columns(loss_weights=pair_weights(pairs, losses)), losses
+    return pairs.with_columns(loss_weights=compute_pair_weights(pairs, losses)), losses
 
 
 @pytest.mark.parametrize("layout", EACH)

@@ -17,7 +17,7 @@ import tiny_models
 import torch
 from safetensors.torch import load_file
 
-from mcore_rl.algorithms.aggregation import loss_weights
+from mcore_rl.algorithms.aggregation import compute_loss_weights
 from mcore_rl.config.schema import Layout
 from mcore_rl.data.batch import Batch
 
@@ -99,7 +99,7 @@ class Runs:
 def runs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("policy")
     path, batch = tiny_models.save(MODEL, folder), tiny_models.make_batch()
-    weights = loss_weights(batch.jagged("response_mask"), "sequence_mean_token_sum")
+    weights = compute_loss_weights(batch.jagged("response_mask"), "sequence_mean_token_sum")
     batch = batch.with_columns(
         loss_weights=weights,
         kl_weights=weights.with_values(0.1 * weights.values),

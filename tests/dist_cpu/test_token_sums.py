@@ -17,7 +17,7 @@ import ranks
 import torch
 
 from mcore_rl.algorithms.aggregation import AGGREGATIONS
-from mcore_rl.algorithms.inputs import LOSS_WEIGHTS, LossInputs, stream_name
+from mcore_rl.algorithms.inputs import LOSS_WEIGHTS, LossInputs, get_loss_name, is_prepared
 from mcore_rl.algorithms.kl import KL_ESTIMATORS
 from mcore_rl.algorithms.losses import (
     LOSSES,
@@ -25,8 +25,7 @@ from mcore_rl.algorithms.losses import (
     negative_log_likelihood,
     value_clip,
 )
-from mcore_rl.algorithms.prepared import is_prepared
-from mcore_rl.config.resolve_distillation import OF_TOP_TOKENS
+from mcore_rl.config.resolve_algorithm import TOP_TOKEN_LOSSES
 from mcore_rl.config.schema import AlgorithmConfig, DistillationConfig, Layout
 from mcore_rl.data.batch import Batch, Jagged
 from mcore_rl.engine.base import LossFunction
@@ -79,7 +78,7 @@ def made_batch() -> Batch:
     new, value = tokens(-rng.exponential(1.0, total)), tokens(rng.normal(size=total))
     return Batch(
         {
-            "prompt_ids": Jagged.of([[1] * n for n in rng.integers(1, 7, 16)], np.int64),
+            "prompt_ids": Jagged.pack([[1] * n for n in rng.integers(1, 7, 16)], np.int64),
             "response_ids": tokens(np.ones(total, np.int64)),
             "response_mask": chosen,
             "log_probs": near(new, 0.3),
@@ -111,7 +110,7 @@ def cases() -> dict[str, tuple[LossFunction, AlgorithmConfig]]:
             "loss": "gspo",
             "distillation": DistillationConfig(name, DISTILLATION_COEF, TOP, use_reward=True),
         }
-        for name in OF_TOP_TOKENS
+        for name in TOP_TOKEN_LOSSES
     }
     found: dict[str, tuple[LossFunction, AlgorithmConfig]] = {}
     for mode in AGGREGATIONS.names:
@@ -128,7 +127,7 @@ def cases() -> dict[str, tuple[LossFunction, AlgorithmConfig]]:
 
 def settings(name: str) -> dict[str, Any]:
     """Those that a loss has to be given; and a share of tokens that selects some of these few."""
-    kind = LOSSES.settings_of(name)
+    kind = LOSSES.get_settings_class(name)
     known = fields(kind) if kind is not None else ()
     needed = {f.name: 0.3 for f in known if f.default is MISSING and f.default_factory is MISSING}
     return needed | {f.name: 0.3 for f in known if f.name == "fraction"}
@@ -138,7 +137,7 @@ def input_batch(name: str, config: AlgorithmConfig) -> Batch:
     """The mini-batch as the driver sends it."""
     batch = made_batch()
     if name.partition("/")[0] in OTHERS:
-        return add_loss_weights(batch.without("correction_weights"), config)[0]
+        return add_loss_weights(batch.drop_columns("correction_weights"), config)[0]
     batch, _ = add_loss_weights(batch, config)
     if is_prepared(LOSSES[config.loss]):
         now = {"current_log_probs": batch["new/log_probs"], "entropy": batch["new/entropy"]}
@@ -167,7 +166,7 @@ def whole(name: str, loss: LossFunction, config: AlgorithmConfig) -> Sums:
             if column == LOSS_WEIGHTS:
                 weights = weights * (columns["correction_weights"] != 0)
             coef = (COEFS | {"distillation_weights": DISTILLATION_COEF}).get(column, 1)
-            sums[stream_name(column)] = (coef * weights * value).sum()
+            sums[get_loss_name(column)] = (coef * weights * value).sum()
         assert len(sums) == 4 + (config.distillation.loss != "off")
         sums["loss"] = torch.stack([*sums.values()]).sum()
     sums["loss"].backward()

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 import transformers
 
-from mcore_rl.algorithms.aggregation import loss_weights
+from mcore_rl.algorithms.aggregation import compute_loss_weights
 from mcore_rl.data.batch import Batch, Jagged
 
 VOCAB = 131  # odd, so that it is padded at TP2
@@ -67,16 +67,16 @@ def make_batch(num_samples: int = 11, seed: int = 0) -> Batch:
     prompts = [rng.integers(2, VOCAB, rng.integers(1, 23)) for _ in range(num_samples)]
     responses = [rng.integers(2, VOCAB, rng.integers(1, 19)) for _ in range(num_samples)]
     lengths = [len(r) for r in responses]
-    mask = Jagged.of([rng.integers(0, 2, n) | (np.arange(n) == 0) for n in lengths], np.int8)
-    weights = loss_weights(mask, "token_mean")
+    mask = Jagged.pack([rng.integers(0, 2, n) | (np.arange(n) == 0) for n in lengths], np.int8)
+    weights = compute_loss_weights(mask, "token_mean")
     return Batch(
         {
-            "prompt_ids": Jagged.of(prompts, np.int64),
-            "response_ids": Jagged.of(responses, np.int64),
+            "prompt_ids": Jagged.pack(prompts, np.int64),
+            "response_ids": Jagged.pack(responses, np.int64),
             "response_mask": mask,
-            "log_probs": Jagged.of([rng.normal(-5, 1, n) for n in lengths], np.float32),
-            "reference_log_probs": Jagged.of([rng.normal(-5, 1, n) for n in lengths], np.float32),
-            "advantages": Jagged.of([np.full(n, rng.normal()) for n in lengths], np.float32),
+            "log_probs": Jagged.pack([rng.normal(-5, 1, n) for n in lengths], np.float32),
+            "reference_log_probs": Jagged.pack([rng.normal(-5, 1, n) for n in lengths], np.float32),
+            "advantages": Jagged.pack([np.full(n, rng.normal()) for n in lengths], np.float32),
             "loss_weights": weights,
             "kl_weights": weights.with_values(0.1 * weights.values),
         }

@@ -16,14 +16,14 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from mcore_rl.algorithms.group_advantages import grpo
+from mcore_rl.algorithms.advantages import grpo
 from mcore_rl.algorithms.inputs import AdvantageInputs, LossInputs
 from mcore_rl.algorithms.losses import ppo_clip
 from mcore_rl.config.schema import GRPOSettings, PPOClipSettings
 from mcore_rl.data.batch import Jagged
 from mcore_rl.data.tasks import last_digit
 from mcore_rl.reshard.executor import Bucket, Exchange, GroupTransport, Pending, Transfer
-from mcore_rl.rewards.base import in_thread
+from mcore_rl.rewards.registry import run_in_thread
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ def length(
     return {"reward": settings.per_character * len(text), "characters": float(len(text))}
 
 
-@in_thread  # processes that import torch would take minutes from many jobs
+@run_in_thread  # processes that import torch would take minutes from many jobs
 def fingerprint(text: str, fields: Mapping[str, Any], finish_reason: str) -> dict[str, float]:
     """The mean of the parts tells which samples a step has; half of all rewards are 1."""
     digest = zlib.crc32(f"{fields['answer']} {text} {finish_reason}".encode())
@@ -61,7 +61,7 @@ def first_token(inputs: AdvantageInputs) -> Jagged:
     responses = grpo(inputs, GRPOSettings())
     lengths = inputs.response_lengths.tolist()
     rows = [np.arange(n) == 0 for n in lengths]
-    return Jagged.of([row * a for row, a in zip(rows, responses, strict=True)], np.float32)
+    return Jagged.pack([row * a for row, a in zip(rows, responses, strict=True)], np.float32)
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ def _pause(file: str, seconds: float = 4) -> None:
         time.sleep(seconds)
 
 
-@in_thread
+@run_in_thread
 def pausing_reward(
     text: str, fields: Mapping[str, Any], finish_reason: str, settings: PauseSettings
 ) -> dict[str, float]:
@@ -145,7 +145,7 @@ class LaterPauseSettings:
     seconds: float = 30  # its process is killed meanwhile
 
 
-@in_thread
+@run_in_thread
 def later_pausing_reward(
     text: str, fields: Mapping[str, Any], finish_reason: str, settings: LaterPauseSettings
 ) -> dict[str, float]:

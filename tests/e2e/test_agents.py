@@ -48,7 +48,7 @@ def test_turns_of_an_environment_are_trained_and_what_it_says_is_not(
         f"agent.environment={OWN}:Twice",
         "agent.max_turn_tokens=12",
         "rollout.max_response_tokens=64",
-        "algorithm.samples.group_filter=''",
+        "algorithm.filter.group_filter=''",
         "algorithm.advantage=gigpo",
         "trainer.num_steps=2",
         "trainer.prompts_per_step=8",

@@ -98,7 +98,7 @@ def test_a_group_is_rebuilt_in_its_processes(tmp_path: Path):
     logged = ResourcePool(2, {"CPU": 0.1}, log_dir=tmp_path)
     settings = {"pool": logged, "timeouts": TIMEOUTS, "layout": Layout(dp=2)}
     with logged, WorkerGroup(Lodger, init_args=(tmp_path, "one"), name="a", **settings) as group:
-        before, batch = group.lodger(), Batch({"ids": Jagged.of([[1], [2], [3], [4]], np.int64)})
+        before, batch = group.lodger(), Batch({"ids": Jagged.pack([[1], [2], [3], [4]], np.int64)})
         group.look_at(batch)
         assert group.rows() == [2, 2]
         with pytest.raises(ConfigError, match=r"b: the layout .* has 4 ranks; a has 2$"):

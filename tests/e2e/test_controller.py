@@ -121,7 +121,7 @@ def small_group(pool: ResourcePool, name: str, **settings) -> WorkerGroup:
 
 def jagged_batch(lengths: list[int]) -> Batch:
     rows = [[row] * length for row, length in enumerate(lengths)]
-    ids = Jagged.of(rows, np.int64)
+    ids = Jagged.pack(rows, np.int64)
     return Batch({"prompt_ids": ids, "response_ids": ids})
 
 

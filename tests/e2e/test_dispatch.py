@@ -124,7 +124,7 @@ def group_of(pool: ResourcePool, layout: Layout, call_s: float = 60) -> WorkerGr
 
 
 def batch_of(lengths: Sequence[int]) -> Batch:
-    ids = Jagged.of([[7] * length for length in lengths], np.int64)
+    ids = Jagged.pack([[7] * length for length in lengths], np.int64)
     return Batch({"prompt_ids": ids, "response_ids": ids, "row": np.arange(len(lengths))})
 
 

@@ -151,14 +151,14 @@ exec "$@"
 """
 NODES_OF_THE_NETWORK = """\
 import json, sys
-from mcore_rl.tools.doctor import run
-from mcore_rl.tools.doctor.findings import DoctorRequest
+from mcore_rl.tools.doctor.report import DoctorRequest
+from mcore_rl.tools.doctor.run import examine_nodes
 from tests.planted import ProcessNodes
 
 nodes = ProcessNodes({}, [f"n{i}" for i in range(1, 5)])
 nodes.by_node = {f"n{i}": {"GLOO_SOCKET_IFNAME": f"d{i}"} for i in range(1, 5)}
 request = DoctorRequest(sys.argv[1], "run", min_disk_gb=0.01, bandwidth=True, timeout_s=300.0)
-print(json.dumps(run.examine(request, nodes).as_json()))
+print(json.dumps(examine_nodes(request, nodes).as_json()))
 """
 
 

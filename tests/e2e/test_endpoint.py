@@ -33,7 +33,7 @@ def test_an_agent_of_openai_is_trained_on_the_tokens_that_it_was_sent(
         "agent.loop=program",
         f"agent.settings={{function: '{AGENT}'}}",
         "rollout.max_response_tokens=64",
-        "algorithm.samples.group_filter=''",
+        "algorithm.filter.group_filter=''",
         f"trainer.num_steps={STEPS}",
         "trainer.prompts_per_step=8",
         "trainer.eval_samples=8",

@@ -17,8 +17,7 @@ from transformers import PreTrainedTokenizerFast
 from mcore_rl.agents.loops import Task
 from mcore_rl.agents.runner import AgentRunner
 from mcore_rl.agents.single_turn import Prompt
-from mcore_rl.config.agent_schema import AgentConfig
-from mcore_rl.config.schema import RolloutConfig
+from mcore_rl.config.schema import AgentConfig, RolloutConfig
 from mcore_rl.data.sample import Sample
 from mcore_rl.inference.protocol import SamplingParams
 from mcore_rl.inference.vllm.server import VLLMServer
@@ -27,9 +26,9 @@ from tests.e2e.served import Model, tiny_families
 from tests.e2e.test_agent_updates import END, tokenizer_of_characters
 from tests.unit.agents.served import (
     AGAIN,
-    ASKED,
     CALCULATOR,
-    HERE,
+    QUESTION,
+    THIS_FILE,
     Program,
     client,
     close,
@@ -52,7 +51,9 @@ class Serving:
 
     def trained(self, program: Program) -> list[Sample]:
         """The samples of a program, with log-probs as transformers has them."""
-        config = AgentConfig(loop="program", settings={"function": f"{HERE}:{nothing.__name__}"})
+        config = AgentConfig(
+            loop="program", settings={"function": f"{THIS_FILE}:{nothing.__name__}"}
+        )
 
         async def work() -> list[Sample]:
             agent = AgentRunner(
@@ -62,7 +63,7 @@ class Serving:
             sampling = SamplingParams(n=1, seed=100, max_tokens=40)
             try:
                 async with asyncio.timeout(300):
-                    return await agent.run_all([Prompt([], 3, {}, messages=ASKED)], sampling)
+                    return await agent.run_all([Prompt([], 3, {}, messages=QUESTION)], sampling)
             finally:
                 await close(agent)
 
@@ -113,7 +114,7 @@ def test_a_stop_text_ends_an_answer_that_is_gone_on_from_with_all_its_tokens(ser
 
     async def program(task: Task, base_url: str, api_key: str) -> None:
         ai = client(base_url, api_key)
-        messages: list[Any] = list(ASKED)
+        messages: list[Any] = list(QUESTION)
         for _ in range(2):
             answer = await ai.chat.completions.create(**asked(messages, stop=STOPS))
             [choice] = answer.choices
@@ -137,11 +138,11 @@ def test_tools_are_in_the_prompt_and_their_answers_in_the_next_one(serving):
         function = {"name": "calculator", "arguments": '{"expression": "6 * 7"}'}
         call = {"type": "function", "id": "a", "function": function}
         history = [
-            *ASKED,
+            *QUESTION,
             {"role": "assistant", "content": None, "tool_calls": [call]},
             {"role": "tool", "tool_call_id": "a", "content": "42!"},
         ]
-        for messages in (ASKED, history):
+        for messages in (QUESTION, history):
             answer = await ai.chat.completions.create(**asked(list(messages), tools=[CALCULATOR]))
             prompts.append(serving.tokenizer.decode(answer.model_extra["prompt_token_ids"]))
             assert answer.choices[0].message.tool_calls is None
@@ -157,10 +158,10 @@ def test_choices_and_a_stream_of_them_are_branches_with_the_tokens_that_were_sen
 
     async def program(task: Task, base_url: str, api_key: str) -> None:
         ai = client(base_url, api_key)
-        answer = await ai.chat.completions.create(**asked(list(ASKED), n=2))
+        answer = await ai.chat.completions.create(**asked(list(QUESTION), n=2))
         seen.extend(choice.model_extra["token_ids"] for choice in answer.choices)
         usage, texts = None, ["", "", ""]
-        said = [*ASKED, answer.choices[1].message, AGAIN]
+        said = [*QUESTION, answer.choices[1].message, AGAIN]
         tokens: list[list[int]] = [[], [], []]
         options = {"include_usage": True}
         stream = await ai.chat.completions.create(

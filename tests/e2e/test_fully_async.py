@@ -7,7 +7,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from mcore_rl.data.sample_tables import tables_in
+from mcore_rl.data.sample_tables import list_tables
 from tests.e2e.outcomes import rows_of
 from tests.e2e.test_kill import steps
 from tests.e2e.test_one_step_off import SETTINGS
@@ -18,11 +18,11 @@ pytestmark = pytest.mark.job
 NUM_STEPS, STALENESS = 4, 2
 ASYNC = (
     "trainer.mode=fully_async", f"trainer.staleness={STALENESS}",
-    f"trainer.num_steps={NUM_STEPS}", "algorithm.samples.group_filter=''",
+    f"trainer.num_steps={NUM_STEPS}", "algorithm.filter.group_filter=''",
     "evaluation.every=2",
 )  # fmt: skip
 FEW = "trainer.asynchronous.max_groups=6"  # a push finds some in the middle
-MORE = "trainer.asynchronous.over_issue=0.5"  # some of which are too old before they have ended
+MORE = "trainer.asynchronous.oversampling=0.5"  # some of which are too old before they have ended
 
 
 def trained(output: Path) -> list[dict[str, float]]:
@@ -32,7 +32,7 @@ def trained(output: Path) -> list[dict[str, float]]:
 def groups_of(output: Path) -> list[int]:
     """Those trained on, step after step, by the tables of samples."""
     tables = [
-        pq.read_table(table).column("group").to_pylist() for table in tables_in(output).values()
+        pq.read_table(table).column("group").to_pylist() for table in list_tables(output).values()
     ]
     return [group for groups in tables for group in sorted(set(groups))]
 

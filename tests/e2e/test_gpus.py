@@ -14,7 +14,7 @@ import torch
 from ray.cluster_utils import Cluster
 
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.config.resolve import placement_of
+from mcore_rl.config.resolve import resolve_placement
 from mcore_rl.config.schema import Layout, RLConfig
 from mcore_rl.controller import pool
 from mcore_rl.controller.dispatch import register
@@ -35,7 +35,7 @@ class Worker:
 
 def test_each_role_gets_the_gpus_of_its_ranks_and_a_server_those_of_all_its_workers(tmp_path):
     config = RLConfig(output_dir=str(tmp_path))
-    config.placement = placement_of(config)
+    config.placement = resolve_placement(config)
     config.actor.layout, config.algorithm.kl_coef = Layout(tp=2, dp=2), 0.1
     config.rollout.num_servers = config.rollout.tp = 2
     servers = Layout(dp=2)

@@ -24,7 +24,7 @@ DISAGGREGATED = (
     *STEPS, "warm_start.num_steps=0", "warm_start.train_file=''", "actor.layout.tp=1",
     "actor.layout.ep=1",
     "weight_sync.method=disaggregated", "algorithm.kl_coef=0.001",
-    "algorithm.samples.group_filter=''",
+    "algorithm.filter.group_filter=''",
 )  # fmt: skip
 OWN_FUNCTIONS = (
     "algorithm.loss=examples.gspo:gspo", "algorithm.loss_settings.clip_ratio_low=0.1",

@@ -13,9 +13,15 @@ import pytest
 import ray
 from ray.cluster_utils import Cluster
 
-from mcore_rl.config.resolve import for_lane, resolve
-from mcore_rl.config.samples_schema import ReplayConfig
-from mcore_rl.config.schema import AlgorithmConfig, Layout, RLConfig, TimeoutsConfig, TrainerConfig
+from mcore_rl.config.resolve import resolve, resolve_for_lane
+from mcore_rl.config.schema import (
+    AlgorithmConfig,
+    Layout,
+    ReplayConfig,
+    RLConfig,
+    TimeoutsConfig,
+    TrainerConfig,
+)
 from mcore_rl.controller.batch_ops import find_lost_groups
 from mcore_rl.controller.dispatch import Dispatch, register
 from mcore_rl.controller.object_columns import LostColumnsError, fetch, lost_rows
@@ -59,7 +65,7 @@ class Server:
     @register(makes=True)
     def collect(self, stream: str, wait_s: float, at_least: int) -> Batch:
         begun, self.begun = self.begun, []
-        return Batch.of([self.sample(*one, i) for one in begun for i in range(one[1].n)])
+        return Batch.collate([self.sample(*one, i) for one in begun for i in range(one[1].n)])
 
     def sample(self, group: int, sampling: SamplingParams, number: int) -> Sample:
         ids = tokens_of(group, number)
@@ -133,7 +139,7 @@ def settings() -> RLConfig:
     config.placement.rollout = "own"
     config.model.path = config.data.train_file = config.data.test_file = "given"
     resolve(config)
-    return for_lane(config, "cpu")
+    return resolve_for_lane(config, "cpu")
 
 
 def prompt_batches() -> PromptBatches:
@@ -246,7 +252,7 @@ def test_an_asynchronous_run_begins_lost_groups_again_and_trains_each_prompt_onc
 
 
 def test_samples_that_were_made_ahead_are_made_again_with_the_same_prompts(scene: Scene):
-    saved = Batch.from_arrays(scene.prefetcher.state_dict()["samples"])  # of a checkpoint
+    saved = Batch.load_arrays(scene.prefetcher.state_dict()["samples"])  # of a checkpoint
     assert groups_of(saved, slice(None)) == list(range(PER_STEP))
     batch, _ = scene.prefetcher.take(2, version=1)
     assert_whole(batch, range(PER_STEP))
@@ -257,7 +263,7 @@ def test_lost_groups_leave_the_replay_buffer(scene: Scene):
     drawn = scene.replay.draw(8, 1)
     assert drawn is not None
     assert_whole(drawn, left)
-    saved = Batch.from_arrays(scene.replay.state_dict()["samples"])
+    saved = Batch.load_arrays(scene.replay.state_dict()["samples"])
     assert groups_of(saved, slice(None)) == sorted(left)
 
 

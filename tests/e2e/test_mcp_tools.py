@@ -17,8 +17,8 @@ from mcore_rl.agents.runner import AgentRunner, try_out
 from mcore_rl.agents.single_turn import Prompt
 from mcore_rl.agents.tools.base import ToolError, ToolSet, tool
 from mcore_rl.agents.tools.mcp_tools import McpTools
-from mcore_rl.config.agent_schema import AgentConfig
 from mcore_rl.config.errors import ConfigError
+from mcore_rl.config.schema import AgentConfig
 from mcore_rl.inference.protocol import SamplingParams
 from tests.e2e.processes import command_line, free_port
 from tests.nightly import all_but

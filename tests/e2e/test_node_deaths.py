@@ -16,7 +16,7 @@ from ray.cluster_utils import Cluster
 
 from mcore_rl.controller.node import HEALTH, RAY_CONFIG
 from mcore_rl.controller.pool import lean_node
-from mcore_rl.data.sample_tables import tables_in
+from mcore_rl.data.sample_tables import list_tables
 from tests.e2e.processes import lives
 from tests.e2e.test_kill import steps
 from tests.e2e.test_server_deaths import (
@@ -109,5 +109,5 @@ def test_a_node_that_has_just_died_with_samples_is_missed_before_a_step_trains_o
     assert job.process.wait(300) == 0, job.stderr
     assert re.search(r"\d groups of samples died with their node", job.stdout), job.stdout
     assert_each_step_has_its_own(
-        [pq.read_table(table).to_pydict() for table in tables_in(job.output).values()]
+        [pq.read_table(table).to_pydict() for table in list_tables(job.output).values()]
     )

@@ -23,10 +23,10 @@ SETTINGS = (
 )  # fmt: skip
 # Rounds of generation for each step, and samples of earlier steps.
 ROUNDS = (
-    "algorithm.samples.max_rounds=2", "algorithm.samples.prompts_per_round=4",
-    "algorithm.samples.replay.share=0.25", "algorithm.samples.replay.max_age=3",
+    "algorithm.filter.max_rounds=2", "algorithm.filter.prompts_per_round=4",
+    "algorithm.filter.replay.share=0.25", "algorithm.filter.replay.max_age=3",
 )  # fmt: skip
-WITHOUT_FILTER = ("algorithm.samples.group_filter=''", "trainer.num_steps=3")
+WITHOUT_FILTER = ("algorithm.filter.group_filter=''", "trainer.num_steps=3")
 NUM_STEPS = 5
 
 
@@ -94,7 +94,7 @@ def test_of_what_dies_while_samples_are_generated_ahead_servers_come_back_and_ot
     paused, function = tmp_path / "paused", "tests/e2e/own_functions.py:later_pausing_reward"
     job = start_job(
         *own_model_and_data, *SETTINGS, "trainer.mode=one_step_off", "trainer.num_steps=3",
-        "evaluation.before=false", "algorithm.samples.group_filter=''", f"reward.name={function}",
+        "evaluation.before=false", "algorithm.filter.group_filter=''", f"reward.name={function}",
         f"reward.settings.file={paused}", "reward.settings.after=64",
         "reward.settings.log=rollout-0.log",
     )  # fmt: skip

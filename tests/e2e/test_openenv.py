@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from mcore_rl.agents.codec import ParsedCall, ParsedTurn
-from mcore_rl.agents.openenv import OpenEnv, OpenEnvError, OpenEnvSettings
+from mcore_rl.agents.chat_template.codec import ParsedCall, ParsedTurn
+from mcore_rl.agents.environments.openenv import OpenEnv, OpenEnvError, OpenEnvSettings
 
 PACKAGE = "openenv==0.10.0"  # it conflicts with our pins
 SERVERS = Path(__file__).with_name("openenv_servers.py")

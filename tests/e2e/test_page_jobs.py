@@ -20,7 +20,7 @@ from tests.unit.repo.test_docs import write_recipes
 BIN = Path(sys.executable).parent
 SHORT = (
     "trainer.num_steps=2", "trainer.prompts_per_step=8", "trainer.eval_samples=8",
-    "actor.optimizer.warmup_steps=0", "algorithm.samples.group_filter=''",
+    "actor.optimizer.warmup_steps=0", "algorithm.filter.group_filter=''",
 )  # fmt: skip
 # Of a model that has not learned to stop.
 SHORT_RESPONSES = ("rollout.max_response_tokens=32",)

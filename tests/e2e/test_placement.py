@@ -92,7 +92,7 @@ def test_what_is_killed_in_its_turn_or_away_ends_the_job_with_one_line_and_leave
         "trainer.num_steps=2", "trainer.eval_samples=4", "trainer.prompts_per_step=4",
         "actor.layout.tp=1", "actor.layout.ep=1", "actor.optimizer.warmup_steps=0",
         "algorithm.num_mini_batches=1", "weight_sync.bucket_bytes=2097152",
-        "algorithm.samples.group_filter=''", "algorithm.advantage_settings={}",
+        "algorithm.filter.group_filter=''", "algorithm.advantage_settings={}",
         "algorithm.loss_settings={}", function, f"{setting}={paused}", "rollout.max_restarts=0",
     )  # fmt: skip
     job.wait_until(paused.exists, f"a job that {while_it}")

@@ -36,7 +36,7 @@ from mcore_rl.config.schema import RewardConfig
 from mcore_rl.controller import reaper
 from mcore_rl.data.sample import Sample
 from mcore_rl.parallel.rendezvous import RendezvousServer
-from mcore_rl.rewards.judge import Judge
+from mcore_rl.rewards.manager import RewardManager
 from mcore_rl.weight_sync.spec import TransferSpec
 from mcore_rl.weight_sync.transport import WeightUpdate, connect
 from tests.e2e import served
@@ -184,7 +184,7 @@ def judged_with(ask: Any, **settings: Any) -> Sample:
             "url": f"{ask.url}/v1", "template": "w20 {prompt} {response}", "pattern": r"w(\d+)",
             "high": 1000.0, "max_tokens": 8, "timeout_s": WAIT_S, **settings,
         }  # fmt: skip
-        judge = Judge(RewardConfig("judge", given, on_error="zero"))
+        judge = RewardManager(RewardConfig("judge", given, on_error="zero"))
         sample = response()
         sample.messages = [{"role": "user", "content": "w21 w22"}]
         try:

@@ -70,14 +70,14 @@ def shuffled(run, start_job):
 
 # Learned from the end of `run`, without rewards.
 TAUGHT = (
-    "teacher.models={grpo: {model_path: TEACHER}}", "algorithm.samples.group_filter=''",
+    "teacher.models={grpo: {model_path: TEACHER}}", "algorithm.filter.group_filter=''",
     "actor.optimizer.lr=3e-4",
 )  # fmt: skip
 # Settings of algorithms on one rank, from the warm start of `run`.
 ALGORITHMS = {
     "ppo": (
         "algorithm.advantage=gae", "algorithm.advantage_settings.lam=1.0",
-        "critic.optimizer.lr=1e-3", "algorithm.samples.group_filter=''",
+        "critic.optimizer.lr=1e-3", "algorithm.filter.group_filter=''",
     ),
     "dr_grpo": (
         "algorithm.advantage_settings.normalize_by_std=false",
@@ -86,15 +86,15 @@ ALGORITHMS = {
     "rloo": ("algorithm.advantage=rloo",),
     "optimal_token_baseline": ("algorithm.advantage=optimal_token_baseline",),
     "reinforce_plus_plus": (
-        "algorithm.advantage=reinforce_plus_plus", "algorithm.samples.group_filter=''"
+        "algorithm.advantage=reinforce_plus_plus", "algorithm.filter.group_filter=''"
     ),
-    "remax": ("algorithm.advantage=remax", "algorithm.samples.group_filter=''"),
+    "remax": ("algorithm.advantage=remax", "algorithm.filter.group_filter=''"),
     "gspo": ("algorithm.loss=gspo", "algorithm.loss_aggregation=sequence_mean_token_mean"),
     "cispo": ("algorithm.loss=cispo",),
     "dapo": (
         "algorithm.loss_settings.clip_ratio_high=0.28", "algorithm.loss_aggregation=token_mean",
-        "algorithm.samples.group_filter_settings.of=answer", "algorithm.samples.max_rounds=4",
-        "algorithm.samples.mask_truncated=true", "reward.terms.answer={name: final_number}",
+        "algorithm.filter.group_filter_settings.of=answer", "algorithm.filter.max_rounds=4",
+        "algorithm.filter.mask_truncated=true", "reward.terms.answer={name: final_number}",
         "reward.terms.brief={name: overlong, settings: {buffer_tokens: 8}}",
     ),
     "sampled_kl": (*TAUGHT, "algorithm.distillation.loss=sampled_kl"),

@@ -16,7 +16,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from mcore_rl.checkpoint.run_checkpoints import list_steps
-from mcore_rl.data.sample_tables import table_path, tables_in
+from mcore_rl.data.sample_tables import get_table_path, list_tables
 from tests.e2e.outcomes import rows_of, timeless
 from tests.e2e.test_kill import assert_whole, steps
 
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.job
 SETTINGS = (
     "warm_start.num_steps=4", "warm_start.optimizer.warmup_steps=0", "trainer.eval_samples=8",
     "trainer.prompts_per_step=8", "actor.optimizer.warmup_steps=1",
-    "actor.optimizer.schedule=cosine", "algorithm.samples.group_filter=''",
+    "actor.optimizer.schedule=cosine", "algorithm.filter.group_filter=''",
     "reward.name=tests/e2e/own_functions.py:fingerprint", "data.max_prompt_tokens=64",
 )  # fmt: skip
 ONE_RANK = ("actor.layout.tp=1", "actor.layout.ep=1", "warm_start.layout.dp=1")  # else two
@@ -89,9 +89,9 @@ def assert_the_same_run(found: Path, wanted: Path, num_steps: int) -> None:
     assert all(row["actor/grad_norm"] > 0 for row in trained)
     for file in ("checkpoint/model.safetensors", "reward_curve.png"):
         assert (found / file).read_bytes() == (wanted / file).read_bytes(), file
-    assert list(tables_in(found)) == list(range(1, num_steps + 1))
-    for step, table in tables_in(found).items():
-        assert pq.read_table(table).equals(pq.read_table(table_path(wanted, step))), table
+    assert list(list_tables(found)) == list(range(1, num_steps + 1))
+    for step, table in list_tables(found).items():
+        assert pq.read_table(table).equals(pq.read_table(get_table_path(wanted, step))), table
     summaries = [json.loads((folder / "summary.json").read_text()) for folder in (found, wanted)]
     for name in ("evaluation", "max_logprob_gap"):
         assert summaries[0][name] == summaries[1][name], name

@@ -14,12 +14,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 
-from mcore_rl.config.agent_schema import AgentConfig
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.config.schema import RewardConfig, RolloutConfig
+from mcore_rl.config.schema import AgentConfig, RewardConfig, RolloutConfig
 from mcore_rl.data.batch import Batch, Jagged
 from mcore_rl.inference.protocol import SamplingParams
-from mcore_rl.rewards.base import RewardError, in_thread
+from mcore_rl.rewards.registry import RewardError, run_in_thread
 from mcore_rl.rollout.worker import RolloutSpec, RolloutWorker, Stream, list_prompts
 from tests.e2e.hosting import hosting
 from tests.e2e.served import MAX_TOKENS, PROMPT, Model, tiny_families
@@ -31,7 +30,7 @@ SAMPLING = SamplingParams(n=2, max_tokens=24, seed=100)
 LONG = replace(SAMPLING, n=12, max_tokens=200)
 
 
-@in_thread
+@run_in_thread
 def length_or_error(text: str, fields: dict[str, object], finish_reason: str) -> dict[str, float]:
     """The reward: the number of words."""
     if fields.get("fails"):
@@ -43,11 +42,11 @@ def prompts(*group_ids: int, **fields: object) -> Batch:
     num = len(group_ids)
     return Batch(
         {
-            "prompt_ids": Jagged.of([PROMPT[: 20 + i % 7] for i in group_ids], np.int64),
+            "prompt_ids": Jagged.pack([PROMPT[: 20 + i % 7] for i in group_ids], np.int64),
             "group_ids": np.array(group_ids, np.int64),
-            "fields": Jagged.of_texts([json.dumps(fields)] * num),
+            "fields": Jagged.pack_texts([json.dumps(fields)] * num),
             "rows": np.arange(num),
-            "messages": Jagged.of_texts(["[]"] * num),
+            "messages": Jagged.pack_texts(["[]"] * num),
         }
     )
 
@@ -67,7 +66,7 @@ class Working:
 
     def run_all(self, asked: Batch, sampling: SamplingParams) -> Batch:
         prompts = list_prompts(asked)
-        return Batch.of(self.worker._wait(self.worker._agent.run_all(prompts, sampling)))
+        return Batch.collate(self.worker._wait(self.worker._agent.run_all(prompts, sampling)))
 
     def collected(self, stream: Stream, *group_ids: int) -> Batch:
         """All samples of these groups, in the order in which they came."""

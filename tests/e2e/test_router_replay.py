@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from mcore_rl.config.resolve import for_lane
+from mcore_rl.config.resolve import resolve_for_lane
 from mcore_rl.config.schema import Layout, RLConfig
 from mcore_rl.controller.batch_ops import fetch_batch, select_small_columns, select_token_columns
 from mcore_rl.controller.dispatch import Dispatch, register
@@ -25,7 +25,7 @@ from mcore_rl.controller.run_scope import run_scope
 from mcore_rl.controller.worker_group import WorkerGroup
 from mcore_rl.data.batch import Batch, Samples
 from mcore_rl.data.prompt_batches import PromptBatches
-from mcore_rl.data.routed_experts import EXPERTS, columns_of_experts
+from mcore_rl.data.routed_experts import EXPERTS, list_expert_columns
 from mcore_rl.data.tasks import last_digit
 from mcore_rl.data.tokenizer import load_tokenizer
 from mcore_rl.engine.worker import ModelWorker
@@ -93,7 +93,7 @@ def config_of(folder: Path) -> RLConfig:
     config.actor.max_tokens_per_micro_batch = 400
     config.rollout.max_response_tokens = 32
     config.rollout.kv_cache_bytes = 64 << 20
-    return for_lane(config, "cpu")
+    return resolve_for_lane(config, "cpu")
 
 
 @pytest.fixture(scope="module")
@@ -127,7 +127,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
 
 
 def test_the_driver_has_references_and_a_stage_its_own_layers_at_a_byte_an_id(run):
-    assert columns_of_experts(run.generated) == NAMES
+    assert list_expert_columns(run.generated) == NAMES
     assert {*NAMES} <= {*run.generated.remote}
     for name, layers in zip(NAMES, STAGES, strict=True):
         values = run.batch.jagged(name).values
@@ -170,7 +170,7 @@ def test_an_update_takes_them_too_and_a_dropped_layer_ends_the_run(run):
     batch = batch.union(weights)
     [[metrics]] = run.actor.update(select_token_columns(batch), temperature=1.0)
     assert metrics["grad_norm"] > 0
-    dropped = batch.renamed(**{NAMES[1]: f"{EXPERTS}/1"})
+    dropped = batch.rename_columns(**{NAMES[1]: f"{EXPERTS}/1"})
     with pytest.raises(
         WorkerError, match=rf"rank 1 raised .*no column '{EXPERTS}/1,2', the experts of the decoder"
     ):

@@ -12,10 +12,10 @@ pytestmark = pytest.mark.job
 NUM_STEPS = 4
 # Half of the groups are dropped as if they were uniform; another quarter of a step is replayed.
 POLICIES = (
-    "algorithm.samples.group_filter=tests/e2e/own_functions.py:every_second_group",
-    "algorithm.samples.max_rounds=4", "algorithm.samples.if_short=stop",
-    "algorithm.samples.keep_responses=4", "algorithm.samples.mask_truncated=true",
-    "algorithm.samples.replay.share=0.25", "algorithm.samples.replay.max_age=2",
+    "algorithm.filter.group_filter=tests/e2e/own_functions.py:every_second_group",
+    "algorithm.filter.max_rounds=4", "algorithm.filter.if_short=stop",
+    "algorithm.filter.keep_responses=4", "algorithm.filter.mask_truncated=true",
+    "algorithm.filter.replay.share=0.25", "algorithm.filter.replay.max_age=2",
     "algorithm.correction.level=token", "data.curriculum.name=learnability",
     "data.curriculum.min_reward=0.5",
 )  # fmt: skip

@@ -15,14 +15,14 @@ import psutil
 import pyarrow.parquet as pq
 import pytest
 
-from mcore_rl.data.sample_tables import tables_in
+from mcore_rl.data.sample_tables import list_tables
 from tests.e2e.processes import lives
 from tests.e2e.test_kill import assert_gone_soon, steps
 from tests.nightly import all_but
 
 SETTINGS = (
     "warm_start.num_steps=0", "warm_start.train_file=''", "actor.layout.tp=1", "actor.layout.ep=1",
-    "actor.optimizer.warmup_steps=0", "algorithm.samples.group_filter=''",
+    "actor.optimizer.warmup_steps=0", "algorithm.filter.group_filter=''",
     "algorithm.advantage_settings={}", "evaluation.before=false", "trainer.eval_samples=4",
     "trainer.prompts_per_step=8", "rollout.num_servers=2", "rollout.max_restarts=100",
     "placement.rollout=own", "weight_sync.method=disaggregated",
@@ -203,7 +203,7 @@ def tables_at_the_end(job) -> list[dict[str, list]]:
     """Of the steps up to the third from now, of a run that is ended then."""
     last = len(steps(job)) + 3
     job.wait_until(lambda: len(steps(job)) >= last, "it goes on")
-    tables = tables_in(job.output)
+    tables = list_tables(job.output)
     assert [*tables][:last] == [*range(1, last + 1)]
     found = [pq.read_table(tables[step]).to_pydict() for step in range(1, last + 1)]
     job.process.send_signal(signal.SIGINT)

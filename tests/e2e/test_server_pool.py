@@ -23,7 +23,7 @@ from mcore_rl.data.batch import Batch, Jagged
 from mcore_rl.data.sample import Sample
 from mcore_rl.inference.protocol import SamplingParams
 from mcore_rl.parallel.rendezvous import RendezvousEndpoint, RendezvousServer
-from mcore_rl.rewards.base import RewardError
+from mcore_rl.rewards.registry import RewardError
 from mcore_rl.rollout.manager import RolloutPool
 from mcore_rl.rollout.server_pool import ServerPool
 from mcore_rl.rollout.weight_updater import TransportSync
@@ -78,8 +78,8 @@ class Server:
             if does and self.happens(f"{does}-{group}"):
                 self.act(does)
             del running[group]
-            return Batch.of([self.sample(group, i) for i in range(n)])
-        return Batch.of([])
+            return Batch.collate([self.sample(group, i) for i in range(n)])
+        return Batch.collate([])
 
     def act(self, does: str) -> None:
         if does == "dies":
@@ -193,7 +193,7 @@ def prompts(*groups: int, **does: int) -> Batch:
     said = {group: name.replace("_", " ") for name, group in does.items()}
     return Batch(
         {
-            "prompt_ids": Jagged.of([[1] for _ in groups], np.int64),
+            "prompt_ids": Jagged.pack([[1] for _ in groups], np.int64),
             "group_ids": np.array(groups),
             "does": np.array([said.get(group, "") for group in groups]),
         }

@@ -24,7 +24,7 @@ SETTINGS = (
     "warm_start.num_steps=6", "warm_start.batch_size=16", "warm_start.optimizer.warmup_steps=1",
     "trainer.num_steps=4", "trainer.eval_samples=8", "trainer.prompts_per_step=8",
     "trainer.save_every=1", "actor.optimizer.warmup_steps=0", "algorithm.num_mini_batches=1",
-    "algorithm.samples.group_filter=''",
+    "algorithm.filter.group_filter=''",
     f"reward.name={ROOT}/tests/e2e/own_functions.py:fingerprint",  # half of all rewards are 1
 )  # fmt: skip
 LAUNCH = {

@@ -269,7 +269,7 @@ def test_a_reward_model_of_ours_is_the_reward_of_a_run(rm, data, tmp_path):
         f"data.train_file={prompts}", f"data.test_file={prompts}", f"output_dir={output}",
         "trainer.num_steps=2", "trainer.prompts_per_step=4", "trainer.eval_samples=4",
         "algorithm.group_size=4", "algorithm.num_mini_batches=1", "actor.layout.tp=1",
-        "algorithm.samples.group_filter=''",
+        "algorithm.filter.group_filter=''",
         "actor.layout.ep=1", "rollout.max_response_tokens=16",
     )  # fmt: skip
     line = [PROGRAMS["mcore-rl"], "rl", "recipe=quickstart", *given]

@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
-from mcore_rl.agents.codec import ChatMessage, ParsedTurn, ToolSpec
-from mcore_rl.agents.environment import EnvironmentStep
+from mcore_rl.agents.chat_template.codec import ChatMessage, ParsedTurn, ToolSpec
+from mcore_rl.agents.environments.base import EnvironmentStep
 from mcore_rl.agents.runner import AgentRunner
 from mcore_rl.agents.single_turn import Prompt
-from mcore_rl.config.agent_schema import AgentConfig
 from mcore_rl.config.errors import StateError
+from mcore_rl.config.schema import AgentConfig
 from mcore_rl.inference.protocol import Completion, SamplingParams, ServerMemory
 from tests.e2e.served import MAX_TOKENS, PROMPT, Model, Served
 from tests.e2e.test_agent_updates import no_reward, tokenizer_of_characters
@@ -303,7 +303,7 @@ def test_a_turn_that_comes_while_the_server_sleeps_waits_and_its_time_stands_sti
         await reached.wait()
         runner.hold("sleep")
         await server.sleep(keep=True)
-        left_s = runner._open[0, 0].limit._left_s
+        left_s = runner._running[0, 0].timeout._remaining_s
         goes_on.set()
         await asyncio.sleep(0.3)
         assert not group.done()
@@ -311,11 +311,11 @@ def test_a_turn_that_comes_while_the_server_sleeps_waits_and_its_time_stands_sti
         await update(shared_server)
         assert not group.done()
         await server.wake("kv_cache")
-        assert runner._open[0, 0].limit.timeout.when() is None
+        assert runner._running[0, 0].timeout.when() is None
         now = asyncio.get_running_loop().time
         before = now()
         runner.release("sleep")
-        ends = runner._open[0, 0].limit.timeout.when()
+        ends = runner._running[0, 0].timeout.when()
         assert before - 1e-6 <= ends - left_s <= now() + 1e-6
         [sample] = await group
         await runner.close()

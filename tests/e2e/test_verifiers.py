@@ -21,12 +21,12 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from mcore_rl.agents.runner import AgentRunner
 from mcore_rl.agents.single_turn import Prompt
-from mcore_rl.agents.verifiers.settings import VerifiersSettings
-from mcore_rl.config.agent_schema import AgentConfig
+from mcore_rl.agents.verifiers.process import VerifiersSettings
 from mcore_rl.config.errors import ConfigError
+from mcore_rl.config.schema import AgentConfig
 from mcore_rl.inference.protocol import SamplingParams
 from mcore_rl.jobs.make_verifiers import TaskRange, make_verifiers
-from mcore_rl.rewards.base import RewardError
+from mcore_rl.rewards.registry import RewardError
 from tests.e2e.outcomes import rows_of
 from tests.e2e.test_resume import ONE_RANK
 from tests.e2e.verifiers_environment import FOLDERS, interpreter
@@ -160,7 +160,7 @@ def test_rollouts_of_a_process_that_is_killed_are_played_again(settings):
         (0, "finished", 2.0),
         (1, "finished", 2.0),
     ]
-    asked = sorted((prompt, sampling.seed) for prompt, sampling, _ in policy.asked)
+    asked = sorted((prompt, sampling.seed) for prompt, sampling, _ in policy.requests)
     assert asked[0] == asked[1] != asked[2] == asked[3]
 
 
@@ -238,7 +238,7 @@ def test_a_job_trains_the_environment(start_job, model, settings, tasks, example
         "agent.max_turn_tokens=40",
         "data.max_prompt_tokens=300",
         "rollout.max_response_tokens=200",
-        "algorithm.samples.group_filter=''",
+        "algorithm.filter.group_filter=''",
         "trainer.num_steps=2",
         "trainer.prompts_per_step=8",
         "trainer.eval_samples=8",

@@ -6,7 +6,7 @@ import zlib
 from collections.abc import Mapping
 from typing import Any
 
-from mcore_rl.rewards.base import with_answers
+from mcore_rl.rewards.registry import with_answers
 
 
 def answer(text: str, finish_reason: str) -> str | None:

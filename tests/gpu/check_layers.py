@@ -14,7 +14,7 @@ import measure
 import numpy as np
 import torch
 
-from mcore_rl.algorithms.aggregation import loss_weights
+from mcore_rl.algorithms.aggregation import compute_loss_weights
 from mcore_rl.config.schema import AlgorithmConfig, EngineConfig, ModelConfig, OptimizerConfig
 from mcore_rl.data.batch import Batch, Jagged
 from mcore_rl.engine.base import EngineSpec
@@ -36,15 +36,15 @@ def make_batch(num_tokens: int, vocab_size: int) -> Batch:
     lengths = [n for n in lengths if n >= 8]
     prompts = [rng.integers(2, vocab_size, n // 4) for n in lengths]
     responses = [rng.integers(2, vocab_size, n - n // 4) for n in lengths]
-    mask = Jagged.of([np.ones(len(r), np.int8) for r in responses], np.int8)
+    mask = Jagged.pack([np.ones(len(r), np.int8) for r in responses], np.int8)
     return Batch(
         {
-            "prompt_ids": Jagged.of(prompts, np.int64),
-            "response_ids": Jagged.of(responses, np.int64),
+            "prompt_ids": Jagged.pack(prompts, np.int64),
+            "response_ids": Jagged.pack(responses, np.int64),
             "response_mask": mask,
-            "log_probs": Jagged.of([np.full(len(r), -11.0) for r in responses], np.float32),
-            "advantages": Jagged.of([rng.normal(size=len(r)) for r in responses], np.float32),
-            "loss_weights": loss_weights(mask, "token_mean"),
+            "log_probs": Jagged.pack([np.full(len(r), -11.0) for r in responses], np.float32),
+            "advantages": Jagged.pack([rng.normal(size=len(r)) for r in responses], np.float32),
+            "loss_weights": compute_loss_weights(mask, "token_mean"),
         }
     )
 

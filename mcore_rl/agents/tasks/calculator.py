@@ -1,6 +1,6 @@
-"""Products too long for a tiny model, which has a calculator and seldom takes it.
+"""The task `calculator`: products that are too hard for a tiny model without its calculator.
 
-*Worked* conversations call the tool and say what it has found; *direct* ones say a number at once,
+*Worked* conversations call the tool and repeat its result; *direct* ones give a number at once,
 which a model of this size does not get right. Supervised training on a mixture leaves a model that
 mostly guesses; reinforcement learning with nothing but an exact-match reward learns to call.
 """
@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from itertools import product
 from typing import Any
 
-from mcore_rl.agents.codec import ChatMessage, ToolCall, ToolSpec
-from mcore_rl.agents.tools.calculator import calculator
+from mcore_rl.agents.chat_template.codec import ChatMessage, ToolCall, ToolSpec
+from mcore_rl.agents.tools.built_in import calculator
 
 Problem = tuple[int, int]  # to be multiplied
 
@@ -21,6 +21,8 @@ _FACTORS = range(32, 100)  # products have four digits
 
 
 class CalculatorTask:
+    """Multiply two numbers."""
+
     name = "calculator"
     tools: Sequence[ToolSpec] = (
         ToolSpec(
@@ -31,28 +33,32 @@ class CalculatorTask:
     )
 
     def problems(self) -> list[Problem]:
-        found = list(product(_FACTORS, _FACTORS))
-        random.Random(0).shuffle(found)
-        return found
+        """Return all pairs of factors, shuffled."""
+        pairs = list(product(_FACTORS, _FACTORS))
+        random.Random(0).shuffle(pairs)
+        return pairs
 
     def question(self, problem: Problem) -> str:
-        return f"What is {_expression(problem)}?"
+        """Return the user's question."""
+        return f"What is {_format_expression(problem)}?"
 
     def fields(self, problem: Problem) -> Mapping[str, Any]:
-        return {"answer": _answer(problem)}
+        """Return the product."""
+        return {"answer": _compute_answer(problem)}
 
     def turns(self, problem: Problem, is_worked: bool, chance: random.Random) -> list[ChatMessage]:
-        said = ChatMessage("assistant", f"#### {_answer(problem)}")
+        """Return an answer, with a call of the calculator before it if it is worked."""
+        answer = ChatMessage("assistant", f"#### {_compute_answer(problem)}")
         if not is_worked:
-            return [said]
-        call = ToolCall("calculator", {"expression": _expression(problem)})
-        answered = ChatMessage("tool", _answer(problem), name="calculator")
-        return [ChatMessage("assistant", tool_calls=(call,)), answered, said]
+            return [answer]
+        call = ToolCall("calculator", {"expression": _format_expression(problem)})
+        result = ChatMessage("tool", _compute_answer(problem), name="calculator")
+        return [ChatMessage("assistant", tool_calls=(call,)), result, answer]
 
 
-def _expression(problem: Problem) -> str:
+def _format_expression(problem: Problem) -> str:
     return f"{problem[0]}*{problem[1]}"
 
 
-def _answer(problem: Problem) -> str:
+def _compute_answer(problem: Problem) -> str:
     return str(problem[0] * problem[1])

@@ -1,9 +1,9 @@
-"""One-line functions with a number that only the tests know, in up to two programs.
+"""The task `code`: one-line functions with a number that only the tests have, in two attempts.
 
-The first program leaves the number out; the failure of its test tells it. *Worked* conversations
-add it; *stubborn* ones say the same program again. Supervised training on a mixture leaves a model
-that does either; reinforcement learning with the rewards of the environment `code` learns to read
-what has failed.
+The first program leaves the number out; the failure of its test shows it. *Worked* conversations
+add it; *stubborn* ones repeat the program. Supervised training on a mixture leaves a model that
+does either; reinforcement learning with the rewards of the environment `code` learns to read the
+feedback.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from collections.abc import Mapping, Sequence
 from itertools import product
 from typing import Any
 
-from mcore_rl.agents.codec import ChatMessage, ToolSpec
-from mcore_rl.agents.coding import told_assert
-from mcore_rl.agents.environment import try_again
+from mcore_rl.agents.chat_template.codec import ChatMessage, ToolSpec
+from mcore_rl.agents.environments.base import format_feedback
+from mcore_rl.agents.environments.coding import describe_failed_assert
 
 Problem = tuple[int, int]  # f(x) = x * factor + number
 
@@ -24,33 +24,39 @@ _FACTORS, _NUMBERS = range(10, 40), range(10, 60)
 
 
 class CodeTask:
+    """Write a linear function."""
+
     name = "code"
     tools: Sequence[ToolSpec] = ()
 
     def problems(self) -> list[Problem]:
-        found = list(product(_FACTORS, _NUMBERS))
-        random.Random(0).shuffle(found)
-        return found
+        """Return all pairs of factor and number, shuffled."""
+        pairs = list(product(_FACTORS, _NUMBERS))
+        random.Random(0).shuffle(pairs)
+        return pairs
 
     def question(self, problem: Problem) -> str:
+        """Return the user's question."""
         return f"Write f(x): x times {problem[0]}, plus a number."
 
     def fields(self, problem: Problem) -> Mapping[str, Any]:
+        """Return the tests."""
         factor, number = problem
-        asserts = [_assert(0, number), _assert(1, factor + number)]
+        asserts = [_write_assert(0, number), _write_assert(1, factor + number)]
         return {"answer": json.dumps({"asserts": asserts})}
 
     def turns(self, problem: Problem, is_worked: bool, chance: random.Random) -> list[ChatMessage]:
+        """Return two programs; the second has the number if the conversation is worked."""
         factor, number = problem
-        first, right = (_program(f"x*{factor}{added}") for added in ("", f"+{number}"))
-        wrong = told_assert(_assert(0, number), "AssertionError: ")
-        told = ChatMessage("user", try_again(wrong))
-        return [first, told, right if is_worked else first]
+        first, right = (_make_program(f"x*{factor}{added}") for added in ("", f"+{number}"))
+        wrong = describe_failed_assert(_write_assert(0, number), "AssertionError: ")
+        feedback = ChatMessage("user", format_feedback(wrong))
+        return [first, feedback, right if is_worked else first]
 
 
-def _program(value: str) -> ChatMessage:
+def _make_program(value: str) -> ChatMessage:
     return ChatMessage("assistant", f"```python\ndef f(x):\n return {value}\n```")
 
 
-def _assert(x: int, wanted: int) -> str:
-    return f"assert f({x}) == {wanted}"
+def _write_assert(x: int, expected: int) -> str:
+    return f"assert f({x}) == {expected}"

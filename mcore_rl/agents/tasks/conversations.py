@@ -1,4 +1,4 @@
-"""A task of several turns: its problems, and how its tiny model and its data are made of them."""
+"""Write the tiny model and the data of a toy task of several turns."""
 
 from __future__ import annotations
 
@@ -12,38 +12,39 @@ from typing import Any, Generic, Protocol, TypeVar
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from mcore_rl.agents.codec import ChatMessage, ToolSpec
+from mcore_rl.agents.chat_template.codec import ChatMessage, ToolSpec
 from mcore_rl.data.tasks.prepared import PreparedTask, write_task
 
 P = TypeVar("P")
-NUM_WARM_START = 4800  # conversations; a warm start takes each of them several times
-_NUM_TEXTS = 1500  # conversations that the tokenizer is made of
+NUM_WARM_START = 4800  # conversations; a warm start trains on each several times
+_NUM_TEXTS = 1500  # conversations to train the tokenizer on
 
 
 class ConversationTask(Protocol, Generic[P]):
-    """What a task has to say; `P` is a problem, whose repr tells it from the others."""
+    """A toy task. `P` is the type of a problem; problems have different reprs."""
 
     name: str
     tools: Sequence[ToolSpec]
 
     def problems(self) -> list[P]:
-        """All of them, in a fixed order without pattern."""
+        """Return all problems, in a fixed order without pattern."""
 
     def question(self, problem: P) -> str:
-        """What the user asks."""
+        """Return the user's question."""
 
     def fields(self, problem: P) -> Mapping[str, Any]:
-        """The other columns of its row; `answer` is one."""
+        """Return the other columns of its row; `answer` is one."""
 
     def turns(self, problem: P, is_worked: bool, chance: random.Random) -> list[ChatMessage]:
-        """A conversation that follows the question, with what tools or environment answer.
+        """Return the messages after the question, with those of tools or environment.
 
-        `is_worked`: in the style that earns more.
+        Args:
+            is_worked: In the style that earns more.
         """
 
 
 def split_problems(task: ConversationTask[P]) -> tuple[list[P], list[P]]:
-    """The problems as (train, held out): a tenth is held out by its content alone."""
+    """Split the problems into (train, held out); a tenth is held out, by a hash of the problem."""
     problems = task.problems()
     held_out = [zlib.crc32(repr(problem).encode()) % 10 == 0 for problem in problems]
     pairs = list(zip(problems, held_out, strict=True))
@@ -55,19 +56,21 @@ def prepare(
 ) -> PreparedTask:
     """Make the tokenizer, the untrained model and the data, all determined by the arguments.
 
-    `worked_share` in [0, 1] is the share of warm-start conversations in the style that earns more.
-    The held-out problems are the same for every seed. `write_task` says what becomes of
-    `directory`.
+    Args:
+        directory: See `write_task`.
+        seed: Held-out problems are the same for every seed.
+        worked_share: Share, in [0, 1], of warm-start conversations in the style that earns more.
     """
     settings = {"task": task.name, "seed": seed, "worked_share": worked_share}
     return write_task(directory, settings, lambda paths: _write(task, paths, seed, worked_share))
 
 
-def conversation(
+def build_conversation(
     task: ConversationTask[P], problem: P, is_worked: bool, chance: random.Random
 ) -> list[ChatMessage]:
-    asked = ChatMessage("user", task.question(problem))
-    return [asked, *task.turns(problem, is_worked, chance)]
+    """Return the question of a problem and the messages after it."""
+    question = ChatMessage("user", task.question(problem))
+    return [question, *task.turns(problem, is_worked, chance)]
 
 
 def _write(task: ConversationTask[P], paths: PreparedTask, seed: int, worked_share: float) -> None:
@@ -77,21 +80,23 @@ def _write(task: ConversationTask[P], paths: PreparedTask, seed: int, worked_sha
     chance = random.Random(seed)
     _write_prompts(task, paths.train_file, chance.sample(train, len(train)))
     _write_prompts(task, paths.test_file, test)
-    taught = [
-        conversation(task, problem, chance.random() < worked_share, chance)
+    warm_start = [
+        build_conversation(task, problem, chance.random() < worked_share, chance)
         for problem in chance.choices(train, k=NUM_WARM_START)
     ]
-    _write_rows(task, paths.warm_start_file, ({"messages": one} for one in taught))
+    _write_rows(task, paths.warm_start_file, ({"messages": messages} for messages in warm_start))
     # The same conversations for every seed, so that every run has the same tokens.
     chance = random.Random(0)
     texts = [
-        f"{message.role}\n{_text(message)}"
+        f"{message.role}\n{_format_message(message)}"
         for problem in train[:_NUM_TEXTS]
-        for message in conversation(task, problem, chance.random() < 0.5, chance)
+        for message in build_conversation(task, problem, chance.random() < 0.5, chance)
     ]
-    shown = [f"system\n{tool.name}({', '.join(_names(tool))})\n" for tool in task.tools]
+    tool_texts = [
+        f"system\n{tool.name}({', '.join(_list_parameters(tool))})\n" for tool in task.tools
+    ]
     tokenizer = tiny_model.train_tokenizer(
-        [*texts, *shown * _NUM_TEXTS], with_tools=bool(task.tools)
+        [*texts, *tool_texts * _NUM_TEXTS], with_tools=bool(task.tools)
     )
     tiny_model.save_checkpoint(paths.model_dir, tokenizer, seed)
 
@@ -105,17 +110,17 @@ def _write_prompts(task: ConversationTask[P], path: Path, problems: Sequence[P])
 
 
 def _write_rows(task: ConversationTask[P], path: Path, rows: Iterable[dict[str, Any]]) -> None:
-    tools = {"tools": [tool.as_dict() for tool in task.tools]} if task.tools else {}
-    told = [{**row, "messages": [m.as_dict() for m in row["messages"]], **tools} for row in rows]
-    pq.write_table(pa.Table.from_pylist(told), path)
+    tools = {"tools": [tool.to_dict() for tool in task.tools]} if task.tools else {}
+    table = [{**row, "messages": [m.to_dict() for m in row["messages"]], **tools} for row in rows]
+    pq.write_table(pa.Table.from_pylist(table), path)
 
 
-def _names(tool: ToolSpec) -> list[str]:
+def _list_parameters(tool: ToolSpec) -> list[str]:
     properties: Any = tool.parameters["properties"]
     return list(properties)
 
 
-def _text(message: ChatMessage) -> str:
+def _format_message(message: ChatMessage) -> str:
     calls = (
         json.dumps({"name": call.name, "arguments": dict(call.arguments)})
         for call in message.tool_calls

@@ -1,7 +1,7 @@
-"""Three numbers that make a target with the right two signs, in up to four tries.
+"""The task `countdown`: three numbers make a target with the right two signs, in four attempts.
 
-*Worked* conversations go on to the next signs, in a fixed order; *stubborn* ones say the same again
-when they are told that it is wrong. Supervised training on a mixture leaves a model that is mostly
+*Worked* conversations try the next signs, in a fixed order; *stubborn* ones repeat the expression
+after the feedback that it is wrong. Supervised training on a mixture leaves a model that is mostly
 stubborn; reinforcement learning with the rewards of the environment `countdown` learns to try
 another.
 """
@@ -13,8 +13,8 @@ from collections.abc import Mapping, Sequence
 from itertools import product
 from typing import Any
 
-from mcore_rl.agents.codec import ChatMessage, ToolSpec
-from mcore_rl.agents.environment import try_again
+from mcore_rl.agents.chat_template.codec import ChatMessage, ToolSpec
+from mcore_rl.agents.environments.base import format_feedback
 
 Problem = tuple[tuple[int, int, int], int]  # the numbers and the target
 
@@ -24,47 +24,52 @@ _SIGNS = tuple(product("+*", repeat=2))
 
 
 class CountdownTask:
+    """Find the signs between three numbers."""
+
     name = "countdown"
     tools: Sequence[ToolSpec] = ()
 
     def problems(self) -> list[Problem]:
-        """Those that one pair of signs alone solves."""
-        found = []
+        """Return all problems that exactly one pair of signs solves, shuffled."""
+        problems: list[Problem] = []
         for numbers in product(_NUMBERS, _NUMBERS, _NUMBERS):
-            values = [_value(numbers, signs) for signs in _SIGNS]
-            found += [(numbers, value) for value in values if values.count(value) == 1]
-        random.Random(0).shuffle(found)
-        return found
+            values = [_evaluate(numbers, signs) for signs in _SIGNS]
+            problems += [(numbers, value) for value in values if values.count(value) == 1]
+        random.Random(0).shuffle(problems)
+        return problems
 
     def question(self, problem: Problem) -> str:
+        """Return the user's question."""
         (a, b, c), target = problem
         return f"Make {target} of {a}, {b} and {c}."
 
     def fields(self, problem: Problem) -> Mapping[str, Any]:
+        """Return the numbers and the target."""
         numbers, target = problem
         return {"answer": str(target), "nums": list(numbers), "target": target}
 
     def turns(self, problem: Problem, is_worked: bool, chance: random.Random) -> list[ChatMessage]:
+        """Return attempts with their feedback, up to the right one or NUM_TRIES."""
         numbers, target = problem
         first = chance.randrange(NUM_TRIES)
         tried = [(first + number * is_worked) % NUM_TRIES for number in range(NUM_TRIES)]
-        found: list[ChatMessage] = []
+        messages: list[ChatMessage] = []
         for signs in (_SIGNS[number] for number in tried):
-            said, value = _expression(numbers, signs), _value(numbers, signs)
-            found.append(ChatMessage("assistant", said))
+            text, value = _format_expression(numbers, signs), _evaluate(numbers, signs)
+            messages.append(ChatMessage("assistant", text))
             if value == target:
-                return found
-            wrong = f"{said} is {value}, not {target}."
-            found.append(ChatMessage("user", try_again(wrong)))
-        return found[:-1]
+                return messages
+            wrong = f"{text} is {value}, not {target}."
+            messages.append(ChatMessage("user", format_feedback(wrong)))
+        return messages[:-1]
 
 
-def _expression(numbers: tuple[int, int, int], signs: tuple[str, ...]) -> str:
+def _format_expression(numbers: tuple[int, int, int], signs: tuple[str, ...]) -> str:
     a, b, c = numbers
     return f"{a}{signs[0]}{b}{signs[1]}{c}"
 
 
-def _value(numbers: tuple[int, int, int], signs: tuple[str, ...]) -> int:
+def _evaluate(numbers: tuple[int, int, int], signs: tuple[str, ...]) -> int:
     a, b, c = numbers
     first, second = signs
     if second == "*" and first == "+":

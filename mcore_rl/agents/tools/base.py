@@ -28,30 +28,30 @@ from typing import (
 
 from jsonschema import Draft202012Validator
 
-from mcore_rl.agents.closing import close_or_tell
-from mcore_rl.agents.messages import encodable
+from mcore_rl.agents.chat_template.codec import replace_surrogates
 from mcore_rl.config.errors import ConfigError
 
 NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")  # of OpenAI's functions
+CLOSE_S = 10.0  # for a tool or an environment to clean up after a trajectory
 _SCALARS = {int: "integer", float: "number", str: "string", bool: "boolean"}
 
 
 class ToolError(RuntimeError):
-    """Raised by a tool to tell the model what is wrong, in its own words."""
+    """Raised by a tool; its message is the answer to the model."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tool:
-    """What a model can call. `parameters` is a JSON schema of type object."""
+    """A function that a model can call, with the schema that the model is shown."""
 
     name: str
     description: str
-    parameters: Mapping[str, Any]
+    parameters: Mapping[str, Any]  # JSON schema of type object
     function: Callable[..., Any]  # called with the arguments by name; may be async
-    timeout_s: float | None = None  # None: that of the ToolSet; math.inf: its own business
+    timeout_s: float | None = None  # None: that of the ToolSet; math.inf: none
 
     def schema(self) -> dict[str, Any]:
-        """As OpenAI's API has it."""
+        """Return the tool in OpenAI's form."""
         function = {
             "name": self.name,
             "description": self.description,
@@ -70,7 +70,7 @@ class StatefulTool(Protocol):
     """Tools of one trajectory that share state: a class with methods marked by @tool.
 
     Its ToolSet calls `setup` first and `close` in the end, however the trajectory ends. A class
-    whose tools are known only after `setup` has them as `tools`, a sequence of Tool.
+    that knows its tools only after `setup` has them as `tools`, a sequence of Tool.
     """
 
     async def setup(self) -> None: ...
@@ -85,27 +85,27 @@ def tool(
     *, timeout_s: float | None = None
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]: ...
 def tool(function: Callable[..., Any] | None = None, *, timeout_s: float | None = None) -> Any:
-    """Decorator that makes a function or method a tool; it stays callable as it was.
+    """Mark a function or method as a tool; it can still be called.
 
-    The schema is made of its annotations and docstring: int, float, str, bool, list, dict,
-    list[...], dict[str, ...], Literal of texts or whole numbers, any of them or None; defaults.
+    The schema comes from its annotations (int, float, str, bool, list, dict, list[...],
+    dict[str, ...], Literal of texts or whole numbers, any of them or None), defaults and docstring.
     Descriptions are the docstring up to "Args:", and the lines `name: ...` after that.
 
     Raises:
-        ConfigError: there is no docstring, or a parameter without or with another annotation.
+        ConfigError: There is no docstring, or a parameter without or with another annotation.
     """
 
     def mark(function: Callable[..., Any]) -> Callable[..., Any]:
-        function.tool = tool_of(function, timeout_s)  # type: ignore[attr-defined]
+        function.tool = make_tool(function, timeout_s)  # type: ignore[attr-defined]
         return function
 
     return mark if function is None else mark(function)
 
 
-def tool_of(function: Callable[..., Any], timeout_s: float | None = None) -> Tool:
-    """A function as a tool; ConfigError as `tool`."""
+def make_tool(function: Callable[..., Any], timeout_s: float | None = None) -> Tool:
+    """Make a Tool of a function; raise ConfigError as `tool`."""
     name = function.__name__
-    text, documented = _documented(function)
+    text, documented = _parse_docstring(function)
     if not text:
         raise ConfigError(f"tool {name}: it has no docstring, which is what the model is told")
     hints = get_type_hints(function)
@@ -119,7 +119,7 @@ def tool_of(function: Callable[..., Any], timeout_s: float | None = None) -> Too
             raise ConfigError(f"{where} is {parameter.kind.description}; allowed: by name")
         if parameter.name not in hints:
             raise ConfigError(f"{where} has no annotation")
-        schema = _schema_of(hints[parameter.name], where)
+        schema = _make_schema(hints[parameter.name], where)
         if parameter.name in documented:
             schema["description"] = documented[parameter.name]
         if parameter.default is parameter.empty:
@@ -142,11 +142,13 @@ class ToolSet:
     def __init__(
         self, sources: Iterable[object], timeout_s: float = 30.0, max_chars: int = 20_000
     ) -> None:
-        """`sources`: tools, functions or objects with @tool, and classes or partials of
-            them, made anew each time.
+        """Create the sources that are classes.
 
-        timeout_s: of one call, unless the tool has its own. max_chars: of what the model is told;
-        the middle of a longer text is left out.
+        Args:
+            sources: Tools, functions or objects with @tool, and classes or partials of them, which
+                are called to make one.
+            timeout_s: Limit of a call, unless the tool has its own.
+            max_chars: Limit of an answer; the middle of a longer one is left out.
         """
         self._sources = [
             source() if isinstance(source, type | partial) else source for source in sources
@@ -156,17 +158,17 @@ class ToolSet:
         self._stack = AsyncExitStack()
 
     async def __aenter__(self) -> ToolSet:
-        """Raises ConfigError if two names are the same, or a source is no tool."""
+        """Set the tools up; raise ConfigError if two have one name, or a source is no tool."""
         async with AsyncExitStack() as stack:
             for source in self._sources:
                 if hasattr(source, "close"):
                     close = cast(StatefulTool, source).close
                     name = f"the tool {type(source).__name__}"
-                    stack.push_async_callback(close_or_tell, name, close)
+                    stack.push_async_callback(close_or_report, name, close)
                 if hasattr(source, "setup"):
                     await source.setup()
-                for found in _tools_of(source):
-                    self._add(found)
+                for listed in _list_tools(source):
+                    self._add(listed)
             self._stack = stack.pop_all()
         return self
 
@@ -179,55 +181,56 @@ class ToolSet:
 
     @property
     def schemas(self) -> list[dict[str, Any]]:
-        """As OpenAI's API and chat templates have them."""
-        return [one.schema() for one in self._tools.values()]
+        """The tools in the form of OpenAI's API and chat templates."""
+        return [tool.schema() for tool in self._tools.values()]
 
     async def call(self, name: str, arguments: Mapping[str, Any] | str) -> ToolAnswer:
-        """What the model is told of a call. Whatever is wrong with it is told, not raised.
+        """Call a tool. Errors of the call or the tool are answers to the model, never raised.
 
         Args:
-            arguments: an object, or its JSON.
+            arguments: An object, or its JSON.
         """
-        found = self._tools.get(name)
-        if found is None:
+        called = self._tools.get(name)
+        if called is None:
             return self.refuse(f"there is no tool {name!r}; there are: {', '.join(self._tools)}")
         try:
             given = json.loads(arguments) if isinstance(arguments, str) else dict(arguments)
-            errors = sorted(Draft202012Validator(found.parameters).iter_errors(given), key=str)
+            errors = sorted(Draft202012Validator(called.parameters).iter_errors(given), key=str)
         except (RecursionError, ValueError) as error:
             return self.refuse(f"the arguments are no JSON: {error}")
         if errors:
-            told = "; ".join(f"{'.'.join(map(str, e.path)) or name}: {e.message}" for e in errors)
-            return self.refuse(told)
-        limit_s = self._timeout_s if found.timeout_s is None else found.timeout_s
-        limit = asyncio.timeout(None if limit_s == math.inf else limit_s)
+            return self.refuse(
+                "; ".join(f"{'.'.join(map(str, e.path)) or name}: {e.message}" for e in errors)
+            )
+        limit_s = self._timeout_s if called.timeout_s is None else called.timeout_s
+        timeout = asyncio.timeout(None if limit_s == math.inf else limit_s)
         try:
-            async with limit:
-                result = await _called(found.function, given)
+            async with timeout:
+                result = await _call_function(called.function, given)
         except ToolError as error:
             return self.refuse(str(error))
         except TimeoutError as error:
             late = f"{name} took longer than {limit_s:g} s"
-            return self.refuse(late if limit.expired() else f"TimeoutError: {error}")
-        except Exception as error:  # noqa: BLE001 (of a function that is not ours)
+            return self.refuse(late if timeout.expired() else f"TimeoutError: {error}")
+        except Exception as error:  # noqa: BLE001 (of a user's function)
             return self.refuse(f"{type(error).__name__}: {error}")
         text = result if isinstance(result, str) else json.dumps(result, default=str)
         return ToolAnswer(self._cut(text))
 
-    def _add(self, found: Tool) -> None:
-        if not NAME.fullmatch(found.name):
-            raise ConfigError(f"tool {found.name!r}; allowed as a name: {NAME.pattern}")
-        if found.name in self._tools:
-            raise ConfigError(f"two tools have the name {found.name!r}")
-        self._tools[found.name] = found
+    def _add(self, tool: Tool) -> None:
+        if not NAME.fullmatch(tool.name):
+            raise ConfigError(f"tool {tool.name!r}; allowed as a name: {NAME.pattern}")
+        if tool.name in self._tools:
+            raise ConfigError(f"two tools have the name {tool.name!r}")
+        self._tools[tool.name] = tool
 
     def refuse(self, text: str) -> ToolAnswer:
-        """Tell the model what is wrong with a call."""
+        """Return an answer with an error."""
         return ToolAnswer(self._cut(f"Error: {text}"), is_error=True)
 
     def _cut(self, text: str) -> str:
-        """What the model is told of a text, which may echo what is in a call."""
-        text = encodable(text)
+        """Return a text that a tokenizer takes, with at most max_chars characters."""
+        text = replace_surrogates(text)
         if len(text) <= self._max_chars:
             return text
         half = self._max_chars // 2
@@ -235,11 +238,11 @@ class ToolSet:
         return f"{text[:half]}\n[{left_out} characters left out]\n{text[len(text) - half :]}"
 
 
-def _tools_of(source: object) -> list[Tool]:
+def _list_tools(source: object) -> list[Tool]:
     if isinstance(source, Tool):
         return [source]
-    if isinstance(found := getattr(source, "tool", None), Tool):
-        return [found]
+    if isinstance(marked_tool := getattr(source, "tool", None), Tool):
+        return [marked_tool]
     if (listed := getattr(source, "tools", None)) is not None:
         return list(listed)
     members = [member for _, member in inspect.getmembers(source, inspect.ismethod)]
@@ -247,20 +250,20 @@ def _tools_of(source: object) -> list[Tool]:
     if not marked:
         raise ConfigError(f"{source!r} is no tool; allowed: a function or a class with @tool")
     return [
-        Tool(one.name, one.description, one.parameters, method, one.timeout_s)
-        for method, one in marked
+        Tool(tool.name, tool.description, tool.parameters, method, tool.timeout_s)
+        for method, tool in marked
     ]
 
 
-async def _called(function: Callable[..., Any], arguments: Mapping[str, Any]) -> object:
-    """Its result. One that is not async runs in a thread, which goes on after a time limit."""
+async def _call_function(function: Callable[..., Any], arguments: Mapping[str, Any]) -> object:
+    """Call a function; if it is not async, in a thread, which a timeout does not end."""
     if inspect.iscoroutinefunction(function):
         return await function(**arguments)
     loop = asyncio.get_running_loop()
     future: asyncio.Future[object] = loop.create_future()
 
-    def told(result: object, error: BaseException | None) -> None:
-        if future.done():  # nobody waits for it any more
+    def set_result(result: object, error: BaseException | None) -> None:
+        if future.done():  # nobody waits any more
             return
         if error is None:
             future.set_result(result)
@@ -271,20 +274,32 @@ async def _called(function: Callable[..., Any], arguments: Mapping[str, Any]) ->
         result, error = None, None
         try:
             result = function(**arguments)
-        except Exception as raised:  # noqa: BLE001 (it is raised where it is awaited)
+        except Exception as raised:  # noqa: BLE001 (raised where it is awaited)
             error = raised
         except BaseException as raised:  # noqa: BLE001 (sys.exit ends no server)
             error = RuntimeError(f"{type(raised).__name__}: {raised}")
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits
-            loop.call_soon_threadsafe(told, result, error)
+            loop.call_soon_threadsafe(set_result, result, error)
 
     threading.Thread(target=run, daemon=True).start()
     result = await future
     return await result if isinstance(result, Awaitable) else result
 
 
-def _documented(function: Callable[..., Any]) -> tuple[str, dict[str, str]]:
-    """Its description, and those of its parameters."""
+async def close_or_report(name: str, close: Callable[[], Awaitable[None]]) -> None:
+    """Await `close`; print an error if it raises or takes longer than CLOSE_S."""
+    timeout = asyncio.timeout(CLOSE_S)
+    try:
+        async with timeout:
+            await close()
+    except Exception as error:  # noqa: BLE001 (of a user's function)
+        late = f"has not closed in {CLOSE_S:g} s"
+        fault = f"raised {type(error).__name__} when it was closed: {error}"
+        print(f"{name} {late if timeout.expired() else fault}")
+
+
+def _parse_docstring(function: Callable[..., Any]) -> tuple[str, dict[str, str]]:
+    """Return the description of a function, and those of its parameters."""
     text = inspect.getdoc(function) or ""
     text, *rest = re.split(r"^(?:Args|Returns|Raises):\s*$", text, flags=re.MULTILINE)
     arguments: dict[str, str] = {}
@@ -297,20 +312,20 @@ def _documented(function: Callable[..., Any]) -> tuple[str, dict[str, str]]:
     return " ".join(text.split()), arguments
 
 
-def _schema_of(kind: Any, where: str) -> dict[str, Any]:
+def _make_schema(kind: Any, where: str) -> dict[str, Any]:
     if kind in _SCALARS:
         return {"type": _SCALARS[kind]}
     origin, inside = get_origin(kind) or kind, get_args(kind)
     if origin is list:
-        return {"type": "array"} | ({"items": _schema_of(inside[0], where)} if inside else {})
+        return {"type": "array"} | ({"items": _make_schema(inside[0], where)} if inside else {})
     if origin is dict and (not inside or inside[0] is str):
-        values = {"additionalProperties": _schema_of(inside[1], where)} if inside else {}
+        values = {"additionalProperties": _make_schema(inside[1], where)} if inside else {}
         return {"type": "object"} | values
     if origin is Literal and {type(value) for value in inside} in ({int}, {str}):
         return {"type": _SCALARS[type(inside[0])], "enum": list(inside)}
     if origin in (Union, types.UnionType) and types.NoneType in inside and len(inside) == 2:
-        [other] = [one for one in inside if one is not types.NoneType]
-        return {"anyOf": [_schema_of(other, where), {"type": "null"}]}
+        [other] = [kind for kind in inside if kind is not types.NoneType]
+        return {"anyOf": [_make_schema(other, where), {"type": "null"}]}
     raise ConfigError(
         f"{where} is annotated as {kind!r}; allowed: int, float, str, bool, list, dict, list[...], "
         "dict[str, ...], Literal of texts or whole numbers, and any of them or None"

@@ -11,24 +11,26 @@ from typing import Any
 from mcore_rl.agents.tools.base import NAME, Tool, ToolError
 
 _MAX_TOOLS = 128
-_STDERR_CHARS = 2000  # of a server's stderr: its end
-_STDERR_S = 1.0  # for the rest of it, after the server has ended
+_STDERR_CHARS = 2000  # of the end of a server's stderr, in errors
+_STDERR_S = 1.0  # to read its rest, after the server has ended
 
 
 class McpServer:
     """Tools of one server, shared by all trajectories of an event loop.
 
-    The first `setup` starts the server or connects to it. One that has ended is started again by
-    the next `setup` or call. `shutdown` ends it.
+    The first `setup` starts the server or connects to it. If it has ended, the next `setup` or call
+    starts it again. `shutdown` ends it.
     """
 
     def __init__(
         self, server: str | Sequence[str], prefix: str = "", timeout_s: float = 30.0
     ) -> None:
-        """`server`: the URL of its endpoint, or the command that starts it.
+        """Connect to nothing yet.
 
-        prefix: of the names of its tools, where servers have some in common. timeout_s: of the
-        start, and of each call.
+        Args:
+            server: URL of its endpoint, or the command that starts it.
+            prefix: For the names of its tools, if servers have some in common.
+            timeout_s: Limit of the start, and of each call.
         """
         self._server, self._prefix, self._timeout_s = server, prefix, timeout_s
         self._client: Any = None  # while it is connected
@@ -70,7 +72,7 @@ class McpServer:
             await asyncio.wait([self._owner])  # of a server that has ended
         self._stop, self._stderr = asyncio.Event(), _Stderr()
         connected: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        self._owner = owner = asyncio.create_task(self._own(connected))
+        self._owner = owner = asyncio.create_task(self._run_client(connected))
         try:
             async with asyncio.timeout(self._timeout_s):
                 client, listed = await connected
@@ -85,14 +87,14 @@ class McpServer:
                 raise
             is_late = isinstance(error, TimeoutError)
             reason = f"no answer in {self._timeout_s:g} s" if is_late else _describe(error)
-            raise ToolError(f"{self}: {reason}{self._said()}") from error
+            raise ToolError(f"{self}: {reason}{self._format_stderr()}") from error
 
-    async def _own(self, connected: asyncio.Future[Any]) -> None:
-        """Hold the client open: it has to be entered and left by one task."""
+    async def _run_client(self, connected: asyncio.Future[Any]) -> None:
+        """Keep the client open until `_stop`: one task has to enter and leave it."""
         from mcp import Client, StdioServerParameters, stdio_client  # 0.8 s
 
         try:
-            async with self._stderr.opened() as stderr:
+            async with self._stderr.open() as stderr:
                 target: Any = self._server
                 if not isinstance(self._server, str):
                     command, *arguments = self._server
@@ -101,7 +103,7 @@ class McpServer:
                 async with Client(target, read_timeout_seconds=self._timeout_s) as client:
                     connected.set_result((client, await _list_tools(client)))
                     await self._stop.wait()
-        except Exception as error:  # noqa: BLE001 (of a server that is not ours)
+        except Exception as error:  # noqa: BLE001 (of a user's server)
             if not connected.done():
                 connected.set_exception(error)
 
@@ -120,7 +122,7 @@ class McpServer:
             except Exception as error:
                 if _is_closed(error) and client is self._client:
                     self._client = None
-                    print(f"{self} has ended{self._said()}")
+                    print(f"{self} has ended{self._format_stderr()}")
                 raise
             texts = [
                 block.text if block.type == "text" else f"[{block.type}]"
@@ -132,7 +134,7 @@ class McpServer:
 
         return Tool(name, listed.description or name, listed.input_schema, call, self._timeout_s)
 
-    def _said(self) -> str:
+    def _format_stderr(self) -> str:
         text = " ".join(self._stderr.text.split())
         return f"; its stderr: {text}" if text else ""
 
@@ -141,11 +143,12 @@ class McpTools(McpServer):
     """Tools of one server for a single trajectory, with a connection of its own."""
 
     async def close(self) -> None:
+        """End the connection."""
         await self.shutdown()
 
 
 class _Stderr(asyncio.Protocol):
-    """The end of what a server writes to its stderr."""
+    """Collects the end of a server's stderr."""
 
     def __init__(self) -> None:
         self.text = ""
@@ -158,8 +161,8 @@ class _Stderr(asyncio.Protocol):
         self._is_complete.set()
 
     @asynccontextmanager
-    async def opened(self) -> AsyncIterator[Any]:
-        """A file for the stderr of a process; in the end what it has written is read."""
+    async def open(self) -> AsyncIterator[Any]:
+        """Open a file for the stderr of a process; at the end, read the rest of it."""
         reading, writing = os.pipe()
         loop = asyncio.get_running_loop()
         transport, _ = await loop.connect_read_pipe(lambda: self, os.fdopen(reading, "rb"))
@@ -167,7 +170,7 @@ class _Stderr(asyncio.Protocol):
             with os.fdopen(writing, "w") as file:
                 yield file
         finally:
-            with suppress(TimeoutError):  # a process that the server has left keeps it open
+            with suppress(TimeoutError):  # a child that the server left behind keeps it open
                 async with asyncio.timeout(_STDERR_S):
                     await self._is_complete.wait()
             transport.close()

@@ -1,4 +1,4 @@
-"""The loop `verifiers`: rollouts of an environment of verifiers 0.4, which the policy answers."""
+"""The loop `verifiers`: the policy acts in rollouts of an environment of verifiers 0.4."""
 
 from __future__ import annotations
 
@@ -6,33 +6,31 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mcore_rl.agents.endpoint.wire import MODEL
-from mcore_rl.agents.loops import Agent, Served, Task
-from mcore_rl.agents.session import GenerationError
-from mcore_rl.agents.trajectory import Turn
-from mcore_rl.agents.verifiers.process import BridgeError, BridgeProcess
-from mcore_rl.agents.verifiers.settings import VerifiersSettings
+from mcore_rl.agents.api_server.protocol import MODEL
+from mcore_rl.agents.loops import Agent, ApiSession, Task
+from mcore_rl.agents.session import GenerationError, Turn
+from mcore_rl.agents.verifiers.process import BridgeError, BridgeProcess, VerifiersSettings
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.data.sample import Sample, TrajectoryStatus
 
-TASK = "task"  # the column with the data of a task, as JSON
-METRICS = "metrics/"  # before the names of metrics, among those of rewards
+TASK = "task"  # column with the data of a task, as JSON
+METRICS = "metrics/"  # prefix of metrics among the parts of a reward
 
 
 class RolloutFailedError(RuntimeError):
-    """An environment of verifiers, or its agent, has failed in a rollout."""
+    """A rollout failed in an environment of verifiers or in its agent."""
 
 
 class RecordMismatchError(RuntimeError):
-    """verifiers counts other turns than the endpoint has recorded."""
+    """verifiers counted other turns than the API server recorded."""
 
 
 class VerifiersLoop:
-    """One process has all rollouts of a server.
+    """Runs all rollouts of a server in one process.
 
-    One that has ended, or hangs, is started again max_restarts times. The rollouts that it had
-    begin anew, with the same seeds. One more ends the run, and so does one that cannot load its
-    environment at first.
+    If the process ends or hangs, it is restarted, up to max_restarts times, and its rollouts begin
+    again with the same seeds. One more failure ends the run, and so does a first process that
+    cannot load its environment.
 
     The reward is the environment's. A rollout that fails after a limit of the trajectory was
     reached is truncated, with the reward 0.
@@ -45,14 +43,14 @@ class VerifiersLoop:
 
     @staticmethod
     def try_out(settings: VerifiersSettings, max_turns: int, fields: Mapping[str, Any]) -> None:
-        """Loads the environment as a run does: some seconds.
+        """Load the environment as a run does, which takes seconds.
 
         Raises:
-            ConfigError: it cannot be loaded; or the row has no task.
+            ConfigError: It cannot be loaded, or the row has no task.
         """
-        _task_of(fields)
+        _get_task(fields)
 
-        async def started() -> None:
+        async def start() -> None:
             process = BridgeProcess(settings, max_turns)
             try:
                 await process.start()
@@ -60,38 +58,40 @@ class VerifiersLoop:
                 await process.close()
 
         try:
-            asyncio.run(started())
+            asyncio.run(start())
         except BridgeError as error:
-            told = " ".join(str(error).split())
-            raise ConfigError(f"agent.settings.environment: {told}") from error
+            reason = " ".join(str(error).split())
+            raise ConfigError(f"agent.settings.environment: {reason}") from error
 
     async def close(self) -> None:
+        """End the process."""
         self._is_closed = True
         await self._process.close()
 
     async def run(self, task: Task) -> list[Sample]:
+        """Return the samples of one rollout."""
         while True:
             process = self._process
             try:
-                async with self._agent.served(task) as served:
-                    found = await process.ask(
+                async with self._agent.open_api_session(task) as api:
+                    result = await process.ask(
                         "run",
-                        task=_task_of(task.fields),
-                        base_url=served.base_url,
-                        api_key=served.api_key,
+                        task=_get_task(task.fields),
+                        base_url=api.base_url,
+                        api_key=api.api_key,
                         model=MODEL,
                     )
             except BridgeError as error:
                 await self._replace(process, error)
-                self._agent.begin_anew(task)
+                self._agent.restart(task)
             else:
-                return self._samples(task, served, found)
+                return self._build_samples(task, api, result)
 
     async def _replace(self, process: BridgeProcess, error: BridgeError) -> None:
-        """Once for all rollouts that a process had.
+        """Start another process, once for all rollouts of the failed one.
 
         Raises:
-            GenerationError: no other is started.
+            GenerationError: None may be started any more.
         """
         if process is not self._process:
             return
@@ -100,27 +100,29 @@ class VerifiersLoop:
         limit = f"agent.settings.max_restarts={self._settings.max_restarts}"
         if self._num_restarts >= self._settings.max_restarts:
             last = BridgeError(f"{error}\n\n(It is not started again: {limit})")
-            raise GenerationError(str(last)) from last  # whoever runs the loop raises the cause
+            raise GenerationError(str(last)) from last  # AgentRunner raises the cause
         self._num_restarts += 1
         print(f"{str(error).splitlines()[0]}. It is started again: {self._num_restarts}, {limit}")
         self._process = BridgeProcess(self._settings, self._agent.max_turns)
         await process.close()
 
-    def _samples(self, task: Task, served: Served, found: Mapping[str, Any]) -> list[Sample]:
-        if found["error"] is not None:
-            if served.is_cut_off and served.session.turns:
-                return self._agent.rewarded(task, served.session, "truncated", 0.0)
-            raise RolloutFailedError(found["error"])
-        if not found["is_timeout"]:  # what a time limit has cut off is in one of them only
-            check_record(served.session.turns, found["turns"], found["usage"])
+    def _build_samples(
+        self, task: Task, api: ApiSession, result: Mapping[str, Any]
+    ) -> list[Sample]:
+        if result["error"] is not None:
+            if api.is_cut_off and api.session.turns:
+                return self._agent.build_samples(task, api.session, "truncated", 0.0)
+            raise RolloutFailedError(result["error"])
+        if not result["is_timeout"]:  # a turn that a timeout cut off is in one of them only
+            check_record(api.session.turns, result["turns"], result["usage"])
         status: TrajectoryStatus = "finished"
-        if found["is_timeout"]:
+        if result["is_timeout"]:
             status = "aborted"
-        elif found["is_truncated"] or served.is_cut_off:
+        elif result["is_truncated"] or api.is_cut_off:
             status = "truncated"
-        samples = self._agent.rewarded(task, served.session, status, found["reward"])
-        parts = {METRICS + name: float(value) for name, value in found["metrics"].items()}
-        parts |= {name: float(value) for name, value in found["rewards"].items()}
+        samples = self._agent.build_samples(task, api.session, status, result["reward"])
+        parts = {METRICS + name: float(value) for name, value in result["metrics"].items()}
+        parts |= {name: float(value) for name, value in result["rewards"].items()}
         for sample in samples:
             sample.reward_parts = parts
         return samples
@@ -131,15 +133,15 @@ def check_record(
     answers: Sequence[Mapping[str, Any]] | None,
     usage: Sequence[Sequence[int]],
 ) -> None:
-    """What verifiers has seen of a trajectory, with what is trained of it.
+    """Compare the turns that verifiers saw with those that are trained.
 
     Args:
-        answers: the number of tokens of each prompt and the token ids of each answer, where the
-            harness has kept them.
-        usage: tokens of prompt and answer of each call of the model.
+        answers: Number of tokens of each prompt and token ids of each answer; None if the harness
+            does not record them.
+        usage: Numbers of tokens of prompt and answer of each call of the model.
 
     Raises:
-        RecordMismatchError: they differ; it names both.
+        RecordMismatchError: They differ; it names both.
     """
     recorded = sorted((len(turn.prompt_ids), len(turn.token_ids)) for turn in turns)
     counted = sorted((prompt, new) for prompt, new in usage)
@@ -159,7 +161,7 @@ def check_record(
         )
 
 
-def _task_of(fields: Mapping[str, Any]) -> str:
+def _get_task(fields: Mapping[str, Any]) -> str:
     task = fields.get(TASK)
     if not isinstance(task, str):
         raise ConfigError(

@@ -58,9 +58,9 @@ def prepare(directory: Path, seed: int, worked_share: float) -> PreparedTask:
 
 
 def split_problems() -> tuple[list[Problem], list[Problem]]:
-    """All 11,979 problems as (train, held out), each in a fixed order without pattern.
+    """Return all 11,979 problems as (train, held out), each in a fixed random order.
 
-    A problem is held out by its content alone: no seed moves one from one side to the other.
+    A problem is held out by its content, not by a seed.
     """
     chains = itertools.product(_OPERATIONS, repeat=_NUM_OPERATIONS)
     problems = [(start, chain) for chain in chains for start in _STARTS]
@@ -84,7 +84,7 @@ def direct_response(problem: Problem) -> str:
 
 
 def worked_response(problem: Problem) -> str:
-    """One equation a line, each starting from the last digit of the one before, then the answer."""
+    """Write an equation per line, from the last digit of the line before, and the answer."""
     digit, chain = problem
     lines = []
     for sign, n in chain:

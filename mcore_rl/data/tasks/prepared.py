@@ -1,4 +1,4 @@
-"""Where a task's model and data lie, and how its folder is written."""
+"""Folder of a toy task: paths of its model and data, and how to write it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class PreparedTask:
 
 
 def prepared(directory: Path) -> PreparedTask:
-    """What a task has made, or will make, in a folder."""
+    """Return the paths of a task in a folder, whether or not it is written."""
     return PreparedTask(
         model_dir=directory / "model",
         train_file=directory / "train.parquet",
@@ -34,10 +34,10 @@ def prepared(directory: Path) -> PreparedTask:
 def write_task(
     directory: Path, settings: dict[str, object], write: Callable[[PreparedTask], None]
 ) -> PreparedTask:
-    """Has `write` make all files aside, and renames them to `directory`.
+    """Write all files by `write` to a temporary folder, and rename it to `directory`.
 
-    Replaces the files of an earlier call; ConfigError if other files are there. `settings` are
-    written down beside them.
+    Replaces the files of an earlier call; ConfigError if the folder has other files. `settings` are
+    saved in task.json.
     """
     _refuse_foreign(directory)
     aside = directory.with_name(f".{directory.name}.partial")

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from mcore_rl.data.lean_transformers import import_transformers
+from mcore_rl.data.tokenizer import import_transformers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast, Qwen3MoeConfig
@@ -28,7 +28,7 @@ _CHATML = (
     "{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-# The same with tools, in few tokens: their names and parameters, calls as Qwen3 writes them.
+# ChatML with tools, in few tokens: their names and parameters, and calls as in Qwen3.
 _CHATML_WITH_TOOLS = (
     "{% if tools %}<|im_start|>system\n"
     "{% for tool in tools %}{{ tool.function.name }}"
@@ -44,10 +44,10 @@ _TOOL_TOKENS = "<tool_call>", "</tool_call>"
 
 
 def train_tokenizer(texts: Iterable[str], *, with_tools: bool = False) -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer with ChatML markers, in which every digit is a separate token.
+    """Train a byte-level BPE tokenizer with ChatML markers; every digit is a separate token.
 
-    Digits are separate so that an answer is one token and arithmetic is a table over tokens.
-    `with_tools`: its chat template writes tools, calls and their answers.
+    So an answer is one token and arithmetic is a table over tokens. `with_tools`: the chat template
+    renders tools, calls and their answers.
     """
     tool_tokens = _TOOL_TOKENS if with_tools else ()
     tokenizer = Tokenizer(models.BPE())

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 import mcore_rl.models  # noqa: F401  (fills the family registry)
 from mcore_rl.algorithms.correction import find_gaps_beyond
-from mcore_rl.algorithms.inputs import needs_of
+from mcore_rl.algorithms.inputs import get_needs
 from mcore_rl.checkpoint.hf import CheckpointReader
 from mcore_rl.checkpoint.peft import Factors
 from mcore_rl.config.errors import StateError
@@ -402,7 +402,7 @@ class MegatronEngine(BaseEngine):
             make_loss = step.inference(self._head(temperature, training=False))
         else:
             counts = step.count_tokens(micros, self.device)
-            needs = needs_of(loss_function) | ({"entropy"} if with_scores else set())
+            needs = get_needs(loss_function) | ({"entropy"} if with_scores else set())
             head = self._head(temperature, training=True, needs=needs)
             coef = self.spec.engine.mtp_loss_coef
             make_loss = step.training(head, loss_function, counts, coef, with_scores=with_scores)

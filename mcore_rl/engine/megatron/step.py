@@ -17,7 +17,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from megatron.core.utils import unwrap_model
 
-from mcore_rl.algorithms.inputs import LOSS_WEIGHTS, WEIGHTS, stream_name
+from mcore_rl.algorithms.inputs import LOSS_WEIGHTS, WEIGHTS, get_loss_name
 from mcore_rl.data.batch import Batch, Jagged
 from mcore_rl.engine.base import LossFunction
 from mcore_rl.engine.megatron.heads import Head
@@ -224,7 +224,7 @@ def _loss_closure(
             chosen = torch.where(micro.columns[column] != 0, value.detach(), 0)
             result[name] = chosen.sum() / max(counts.trained[column], 1)
         if isinstance(losses, Mapping):
-            result |= {stream_name(name): value.detach() for name, value in sums.items()}
+            result |= {get_loss_name(name): value.detach() for name, value in sums.items()}
         result["loss"] = total.detach()
         if predictions:
             mtp_loss = prediction_loss(head, chunk, predictions, micro)

@@ -36,7 +36,7 @@ from mcore_rl.inference.protocol import (
 from mcore_rl.inference.vllm.lifecycle import ASLEEP, Call, Lifecycle, RequestGate, State
 from mcore_rl.inference.vllm.processes import ServerNodes, StoppedProcesses
 from mcore_rl.inference.vllm.trace import run_trace
-from mcore_rl.observability.garbage import long_lived
+from mcore_rl.observability.process import exempt_imports_from_gc
 from mcore_rl.parallel.rendezvous import RendezvousEndpoint
 from mcore_rl.weight_sync.spec import TransferSpec
 
@@ -130,7 +130,7 @@ class VLLMServer:
     def prepare(self) -> None:
         os.environ |= _QUIET
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-        with long_lived():
+        with exempt_imports_from_gc():
             import mcore_rl.inference.vllm.worker  # noqa: F401
 
     async def start(self) -> None:

@@ -39,8 +39,8 @@ from mcore_rl.config.schema import RolloutConfig
 from mcore_rl.inference.vllm.processes import use_worker_rendezvous
 from mcore_rl.inference.vllm.trace import TraceTaker
 from mcore_rl.inference.vllm.weights import make_reloadable, register_loader, repack_output_heads
-from mcore_rl.observability.garbage import leave_garbage_at_exit
-from mcore_rl.observability.stacks import answer_signals
+from mcore_rl.observability.process import skip_gc_at_exit
+from mcore_rl.observability.stacks import dump_stacks_on_signal
 from mcore_rl.parallel.network import find_interface, use_interface_towards
 from mcore_rl.parallel.store import guard_gloo
 
@@ -390,14 +390,14 @@ def _set_up_process(name: str) -> ServerName:
     if os.getpid() != server.pid:  # the server's process unpickles copies, too
         os.setpgid(0, 0)  # Ctrl-C in a terminal is for the server alone
         _start_watchdog(server, os.getpid())
-        answer_signals()
+        dump_stacks_on_signal()
         _apply_patches(server)
     return server
 
 
 @functools.cache  # a worker that an engine forks has its patches
 def _apply_patches(server: ServerName) -> None:
-    leave_garbage_at_exit()
+    skip_gc_at_exit()
     guard_gloo()
     use_worker_rendezvous()
     register()

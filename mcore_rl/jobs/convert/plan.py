@@ -17,7 +17,7 @@ import torch
 
 from mcore_rl.checkpoint.hf_writer import group_by_size
 from mcore_rl.checkpoint.storage_location import StorageLocation
-from mcore_rl.config.checks import at_least, one_of
+from mcore_rl.config.checks import check_at_least, check_choice
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import Layout
 from mcore_rl.reshard.rules import Box, Shard, Weight
@@ -153,7 +153,7 @@ class Resources:
 
     def __post_init__(self) -> None:
         if self.workers is not None:
-            at_least("--workers", self.workers, 1)
+            check_at_least("--workers", self.workers, 1)
 
 
 def parse_bytes(option: str, text: str) -> int:
@@ -169,7 +169,7 @@ def parse_bytes(option: str, text: str) -> int:
     if match is None or match[2].upper() not in _UNITS:
         raise ConfigError(f"{option}={text!r}; allowed: a size such as 500MB, 5GB or 8GiB")
     size = int(float(match[1]) * _UNITS[match[2].upper()])
-    at_least(option, size, 1)
+    check_at_least(option, size, 1)
     return size
 
 
@@ -245,7 +245,7 @@ def uses_bridge(options: Mapping[str, Any]) -> bool:
     """Return whether --bridge is given; refuse options that it does not use."""
     if options["bridge"] is None:
         return False
-    one_of("--bridge", options["bridge"], BRIDGES)
+    check_choice("--bridge", options["bridge"], BRIDGES)
     for name, value in options.items():
         if value and name != "bridge":
             option = f"--{name.replace('_', '-')}"

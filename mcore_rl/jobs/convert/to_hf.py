@@ -22,7 +22,7 @@ from mcore_rl.checkpoint.hf_writer import (
     write_shard,
 )
 from mcore_rl.checkpoint.torch_dist import DistReader
-from mcore_rl.config.checks import exists, one_of
+from mcore_rl.config.checks import check_choice, check_exists
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.jobs.convert.megatron_checkpoint import (
     MegatronCheckpoint,
@@ -62,9 +62,9 @@ def convert_checkpoint(
     Raises:
         ConfigError, RunFailed: See plan_conversion and run.run.
     """
-    exists("--checkpoint", checkpoint)
+    check_exists("--checkpoint", checkpoint)
     if reference is not None:
-        exists("--reference", reference)
+        check_exists("--reference", reference)
     resources, dtype = parse_resources(**options), options["dtype"]
     shard_bytes = parse_bytes("--max-shard-size", max_shard_size)
     if not uses_bridge(options):
@@ -108,7 +108,7 @@ def plan_conversion(
     Raises:
         ConfigError: The folder is no checkpoint, or of another model than it says.
     """
-    one_of("--lora", lora, LORA)
+    check_choice("--lora", lora, LORA)
     target = parse_dtype("--dtype", DTYPES, dtype) if dtype else None
     source = open_megatron_checkpoint(checkpoint, reference)
     notes, adapted, base = source.notes, None, source

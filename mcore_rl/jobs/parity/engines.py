@@ -128,8 +128,8 @@ def _build_batch(sequences: list[list[int]]) -> Batch:
     """Build a batch in which all tokens but the first are scored."""
     return Batch(
         {
-            "prompt_ids": Jagged.of([ids[:1] for ids in sequences], np.int64),
-            "response_ids": Jagged.of([ids[1:] for ids in sequences], np.int64),
+            "prompt_ids": Jagged.pack([ids[:1] for ids in sequences], np.int64),
+            "response_ids": Jagged.pack([ids[1:] for ids in sequences], np.int64),
         }
     )
 

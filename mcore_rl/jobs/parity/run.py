@@ -37,8 +37,8 @@ from mcore_rl.jobs.parity.settings import (
     build_plan,
 )
 from mcore_rl.jobs.ranks import run_in_process, run_on_ranks
-from mcore_rl.observability.console import waiting
-from mcore_rl.observability.versions import versions
+from mcore_rl.observability.console import show_waiting
+from mcore_rl.observability.process import list_versions
 
 WITH_HF, WITH_PREFILL, WITH_DECODE = "megatron~hf", "megatron~vllm_prefill", "megatron~vllm_decode"
 _NUM_SHOWN = 3  # worst tokens of a pair in the printed table
@@ -217,7 +217,7 @@ def run(settings: ParitySettings) -> ParityReport:
         mean_tolerance=plan.mean_tolerance,
         layout=settings.layout,
         dtype=settings.dtype,
-        versions=versions(),
+        versions=list_versions(),
         pairs=pairs,
         texts=_decode_tokens(settings.model, gaps.values()),
     )
@@ -237,7 +237,7 @@ class _EngineProcesses:
         settings = self.plan.settings
         rank_job = partial(job, self.plan.engine, settings.checkpoint, sequences)
         world_size = settings.layout.world_size
-        with waiting(title, Console(stderr=True), has_lines=False):
+        with show_waiting(title, Console(stderr=True), has_lines=False):
             return run_on_ranks(rank_job, world_size, self.log_dir, settings.timeout_s)
 
     def run_on_hf(self, title: str, job: Callable[..., Any], sequences: list[list[int]]) -> Any:
@@ -250,7 +250,7 @@ class _EngineProcesses:
         return self._run_process(title, VLLM, partial(job, self.plan.server, *arguments))
 
     def _run_process(self, title: str, name: str, job: Callable[[], Any]) -> Any:
-        with waiting(title, Console(stderr=True), has_lines=False):
+        with show_waiting(title, Console(stderr=True), has_lines=False):
             return run_in_process(job, name, self.log_dir, self.plan.settings.timeout_s)
 
 

@@ -18,7 +18,13 @@ import torch
 import mcore_rl.models  # noqa: F401  (fills the family registry)
 from mcore_rl.checkpoint.files import read_checkpoint_info
 from mcore_rl.checkpoint.hf import CheckpointReader
-from mcore_rl.config.checks import at_least, divides, exists, one_of, positive
+from mcore_rl.config.checks import (
+    check_at_least,
+    check_choice,
+    check_divides,
+    check_exists,
+    check_positive,
+)
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.resolve import DTYPES
 from mcore_rl.config.resolve_engine import resolve_layout, resolve_model_layout
@@ -110,7 +116,7 @@ def build_plan(settings: ParitySettings) -> ParityPlan:
     uses_vllm = VLLM in settings.against
     if uses_vllm:
         heads = get_model_sizes(configs[-1]).num_attention_heads
-        divides("--vllm-tp", settings.vllm_tp, "attention heads", heads)
+        check_divides("--vllm-tp", settings.vllm_tp, "attention heads", heads)
     prompts = _load_prompts(settings, configs, CONTINUATION + 1 if uses_vllm else 0)
     server = None
     if uses_vllm:
@@ -125,14 +131,14 @@ def build_plan(settings: ParitySettings) -> ParityPlan:
 
 def _check_options(settings: ParitySettings) -> None:
     for name in settings.against:
-        one_of("--against", name, (HF, VLLM))
+        check_choice("--against", name, (HF, VLLM))
     if not settings.against:
         raise ConfigError(f"--against names no engine; allowed: {HF}, {VLLM} or both")
-    one_of("--dtype", settings.dtype, DTYPES)
+    check_choice("--dtype", settings.dtype, DTYPES)
     if settings.tolerance is not None and not 0 <= settings.tolerance < math.inf:
         raise ConfigError(f"--tolerance={settings.tolerance}; allowed: 0 or more, in nats")
-    at_least("--vllm-tp", settings.vllm_tp, 1)
-    positive("--timeout", settings.timeout_s)
+    check_at_least("--vllm-tp", settings.vllm_tp, 1)
+    check_positive("--timeout", settings.timeout_s)
     if VLLM in settings.against and importlib.util.find_spec("vllm") is None:
         raise ConfigError(f"--against={VLLM}: vllm is not installed; allowed: {HF}")
     resolve_layout("--layout", settings.layout)
@@ -143,7 +149,7 @@ def _check_options(settings: ParitySettings) -> None:
 
 def _read_model_config(option: str, path: str) -> HFConfig:
     """Read the config of a checkpoint; check that its family is known and no tensor is missing."""
-    exists(option, path)
+    check_exists(option, path)
     try:
         get_family(read_config(path))
         reader = CheckpointReader(path)
@@ -169,7 +175,7 @@ def _load_prompts(
             "2 or more"
         )
     if settings.prompts:
-        exists("--prompts", settings.prompts)
+        check_exists("--prompts", settings.prompts)
         prompts = read_prompts(settings.prompts, settings.model, vocab_size, longest)
     else:
         prompts = sample_prompts(vocab_size, longest)
@@ -193,7 +199,7 @@ def _build_engine_spec(settings: ParitySettings, config: HFConfig) -> EngineSpec
 
 def _read_checkpoint_lora(settings: ParitySettings, config: HFConfig) -> LoRAConfig:
     """Read the adapters of a Megatron checkpoint; check that it fits the model and the dtype."""
-    exists("--checkpoint", settings.checkpoint)
+    check_exists("--checkpoint", settings.checkpoint)
     info: dict[str, Any] = read_checkpoint_info(Path(settings.checkpoint))
     if info.get("vocab_size") != config["vocab_size"]:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""Modelled devices in place of servers and of an actor, for loops whose time is a number."""
+"""Models of servers and an actor with a simulated clock, for benchmarks of the loops."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ import numpy as np
 from mcore_rl.data.batch import Batch, Jagged
 from mcore_rl.inference.protocol import SamplingParams
 
-ONE_FOR = 32  # a token of a batch here stands for so many, which keeps the loops' own work small
+TOKENS_PER_ENTRY = 32  # tokens that one of a batch stands for, to keep the loops' work small
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Lengths of responses, and what devices do in a second."""
+    """Lengths of responses, and rates of the devices."""
 
     median: int = 1000  # tokens of a response, log-normal
     sigma: float = 0.8
@@ -35,46 +35,46 @@ class Workload:
 
 @dataclass(slots=True)
 class Clock:
-    """The seconds of a run, and what was done when: (from, to, kind) of the trainer and pushes."""
+    """Simulated time of a run, with spans (from, to, kind) of the trainer and of pushes."""
 
-    now: float = 0.0
+    now_s: float = 0.0
     spans: list[tuple[float, float, str]] = field(default_factory=list)
 
     def pass_time(self, seconds: float, kind: str) -> None:
-        self.spans.append((self.now, self.now + seconds, kind))
-        self.now += seconds
+        self.spans.append((self.now_s, self.now_s + seconds, kind))
+        self.now_s += seconds
 
-    def spent(self, *kinds: str) -> float:
+    def sum_spans(self, *kinds: str) -> float:
         return sum(end - start for start, end, kind in self.spans if kind in kinds)
 
 
-class Elsewhere(Executor):
-    """Runs what it is given at once, but as if a thread did while time goes on for the caller."""
+class BackgroundExecutor(Executor):
+    """Runs functions at once, but as if in a thread, while time continues for the caller."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        began = self._clock.now
-        found: Future[Any] = _Awaited(self._clock)
-        found.set_result(fn(*args, **kwargs))
-        self._clock.now = began
-        return found
+        start_s = self._clock.now_s
+        future: Future[Any] = _ClockedFuture(self._clock)
+        future.set_result(fn(*args, **kwargs))
+        self._clock.now_s = start_s
+        return future
 
 
-class _Awaited(Future[Any]):
-    """Whoever asks for the result has waited for it."""
+class _ClockedFuture(Future[Any]):
+    """Future whose `result` advances the clock to its end."""
 
     def __init__(self, clock: Clock) -> None:
         super().__init__()
         self._clock, self._ended = clock, 0.0
 
     def set_result(self, result: Any) -> None:
-        self._ended = self._clock.now
+        self._ended = self._clock.now_s
         super().set_result(result)
 
     def result(self, timeout: float | None = None) -> Any:
-        self._clock.now = max(self._clock.now, self._ended)
+        self._clock.now_s = max(self._clock.now_s, self._ended)
         return super().result(timeout)
 
 
@@ -91,7 +91,7 @@ class Servers:
         self._done_s = 0.0  # of their own time, up to which all is known
         self._asleep_at: float | None = None
         self._held: list[tuple[float, float]] = []  # from when to when they took weights or slept
-        self._told_idle_s = 0.0
+        self._reported_idle_s = 0.0
         self._pushes = [(0.0, 0)]  # in their own time: when each version came
         self._waiting: deque[tuple[int, int]] = deque()  # (group, number) without a slot
         self._running: list[tuple[float, int, int]] = []  # a heap: (end, group, number)
@@ -101,35 +101,35 @@ class Servers:
         self.used: list[tuple[float, int]] = [(0.0, 0)]  # slots from a time of the clock on
 
     def begin(self, prompts: Batch, sampling: SamplingParams, stream: str) -> None:
-        self._go_on()
+        self._advance()
         for group in prompts.array("group_ids").tolist():
             self._starts[group], self._left[group] = [0.0] * sampling.n, sampling.n
             self._waiting.extend((group, number) for number in range(sampling.n))
         self._fill_slots()
 
     def collect(self, stream: str, wait_s: float, at_least: int = 1) -> list[Batch]:
-        """As those of servers; waiting lets the clock go on."""
-        self._go_on()
-        until = self._clock.now + wait_s
+        """Return ended groups as real servers do; waiting advances the clock."""
+        self._advance()
+        until = self._clock.now_s + wait_s
         while not self._ended and self._running:
             next_s = self._running[0][0]
             if next_s + self._still_s > until:
-                self._clock.now = until
-                self._go_on()
+                self._clock.now_s = until
+                self._advance()
                 break
-            self._clock.now = max(next_s + self._still_s, self._clock.now)
-            self._go_on(next_s)
-        found, self._ended = sorted(self._ended), []
-        return [Batch.concat([self._samples(group) for group in found])] if found else []
+            self._clock.now_s = max(next_s + self._still_s, self._clock.now_s)
+            self._advance(next_s)
+        groups, self._ended = sorted(self._ended), []
+        return [Batch.concat([self._build_samples(group) for group in groups])] if groups else []
 
     def num_outstanding(self, stream: str) -> int:
         return len(self._starts)
 
     def abandon(self, stream: str, group_ids: Collection[int]) -> None:
-        self._go_on()
+        self._advance()
         ended = set(group_ids)
-        self._waiting = deque(one for one in self._waiting if one[0] not in ended)
-        self._running = [one for one in self._running if one[1] not in ended]
+        self._waiting = deque(entry for entry in self._waiting if entry[0] not in ended)
+        self._running = [entry for entry in self._running if entry[1] not in ended]
         heapq.heapify(self._running)
         self._ended = [group for group in self._ended if group not in ended]
         for group in ended:
@@ -142,106 +142,106 @@ class Servers:
     def follow_wanted(self) -> None: ...
 
     def tend(self, stream: str) -> list[Batch]:
-        """Nothing: no real second passes while a trainer of the model computes."""
+        """Return nothing: no real second passes while the modelled trainer computes."""
         return []
 
     def rerouted(self, stream: str) -> list[int]:
-        """None: these servers live."""
+        """Return no groups: modelled servers never die."""
         return []
 
     def push(self, version: int) -> None:
-        with self._standing_still():
+        with self._pause():
             self._clock.pass_time(self._load.push_s, "push")
         self._pushes.append((self._done_s, version))
 
     def sleep(self, keep: bool) -> None:
-        self._go_on()
+        self._advance()
         if self._left and not keep:
             raise RuntimeError("servers were told to sleep while they answer")
-        self._asleep_at = self._clock.now
-        self.used.append((self._clock.now, 0))
+        self._asleep_at = self._clock.now_s
+        self.used.append((self._clock.now_s, 0))
 
     def wake(self, tag: str) -> None:
         if tag != "kv_cache" or self._asleep_at is None:
             return
-        kept = sum(self._done_s - self._starts[group][n] for _, group, n in self._running)
-        again_s = kept * self._load.tokens_per_s / self._load.recomputed_per_s
-        asleep_s = self._clock.now - self._asleep_at
-        self._held.append((self._asleep_at, self._clock.now))
+        cached_s = sum(self._done_s - self._starts[group][n] for _, group, n in self._running)
+        again_s = cached_s * self._load.tokens_per_s / self._load.recomputed_per_s
+        asleep_s = self._clock.now_s - self._asleep_at
+        self._held.append((self._asleep_at, self._clock.now_s))
         self._still_s += asleep_s + again_s
         self._asleep_at = None
-        self.used.append((self._clock.now, len(self._running)))
+        self.used.append((self._clock.now_s, len(self._running)))
 
     def idle_s(self) -> list[float]:
-        """As those of servers: seconds with nothing to do since the last call."""
-        before, self._told_idle_s = self._told_idle_s, self.all_idle_s
-        return [self._told_idle_s - before]
+        """Return the idle seconds since the last call, as real servers do."""
+        before, self._reported_idle_s = self._reported_idle_s, self.all_idle_s
+        return [self._reported_idle_s - before]
 
     @property
     def all_idle_s(self) -> float:
         """Seconds without a response in a slot, without a push and awake."""
-        self._go_on()
-        now = self._clock.now
-        ends = [when for when, _ in self.used[1:]] + [now]
+        self._advance()
+        now_s = self._clock.now_s
+        ends = [when for when, _ in self.used[1:]] + [now_s]
         used = [(start, end) for (start, num), end in zip(self.used, ends, strict=True) if num]
-        asleep = [] if self._asleep_at is None else [(self._asleep_at, now)]
-        return now - _covered_s([*used, *self._held, *asleep], now)
+        asleep = [] if self._asleep_at is None else [(self._asleep_at, now_s)]
+        return now_s - _sum_covered_s([*used, *self._held, *asleep], now_s)
 
     @contextlib.contextmanager
-    def _standing_still(self) -> Iterator[None]:
-        self._go_on()
-        began = self._clock.now
+    def _pause(self) -> Iterator[None]:
+        self._advance()
+        start_s = self._clock.now_s
         yield
-        self._held.append((began, self._clock.now))
+        self._held.append((start_s, self._clock.now_s))
         if self._asleep_at is None:
-            self._still_s += self._clock.now - began
+            self._still_s += self._clock.now_s - start_s
 
-    def _go_on(self, until_s: float = 0.0) -> None:
-        """To what their own time is now, or to `until_s`, which may be rounded down to now."""
+    def _advance(self, until_s: float = 0.0) -> None:
+        """Advance the servers' own time to the present, or to `until_s`, perhaps rounded down."""
         if self._asleep_at is not None:
             return
-        now = max(self._clock.now - self._still_s, self._done_s, until_s)
-        while self._running and self._running[0][0] <= now:
+        own_time_s = max(self._clock.now_s - self._still_s, self._done_s, until_s)
+        while self._running and self._running[0][0] <= own_time_s:
             self._done_s, group, _ = heapq.heappop(self._running)
             self._left[group] -= 1
             if not self._left[group]:
                 del self._left[group]
                 self._ended.append(group)
             self._fill_slots()
-        self._done_s = now
+        self._done_s = own_time_s
 
     def _fill_slots(self) -> None:
         while self._waiting and len(self._running) < self.slots:
             group, number = self._waiting.popleft()
             self._starts[group][number] = self._done_s
-            num_tokens = self._lengths(group)[0][number]
+            num_tokens = self._draw_lengths(group)[0][number]
             end = self._done_s + float(num_tokens) / self._load.tokens_per_s
             heapq.heappush(self._running, (end, group, number))
         self.used.append((self._done_s + self._still_s, len(self._running)))
 
-    def _lengths(self, group: int) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-        """[responses] in tokens, and whether each is cut."""
+    def _draw_lengths(self, group: int) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+        """Return tokens of each response, and whether it is truncated: [responses]."""
         load, num = self._load, len(self._starts[group])
         drawn = load.median * np.exp(load.sigma * np.random.default_rng(group).standard_normal(num))
         return np.minimum(drawn, load.longest), drawn >= load.longest
 
-    def _samples(self, group: int) -> Batch:
-        lengths, is_cut = self._lengths(group)
+    def _build_samples(self, group: int) -> Batch:
+        lengths, is_cut = self._draw_lengths(group)
         starts = self._starts.pop(group)
-        ids = Jagged.of((np.arange(1, 2 + int(n) // ONE_FOR) for n in lengths), np.int64)
-        one_s = ONE_FOR / self._load.tokens_per_s
-        times = np.concatenate([a + row * one_s for a, row in zip(starts, ids, strict=True)])
-        pushed, of_pushes = (np.array(column) for column in zip(*self._pushes, strict=True))
-        found = of_pushes[np.searchsorted(pushed, times - one_s, side="right") - 1]
-        versions, rng = ids.with_values(found), np.random.default_rng([1, group])
-        ones = np.ones(len(ids.values))
+        ids = Jagged.pack((np.arange(1, 2 + int(n) // TOKENS_PER_ENTRY) for n in lengths), np.int64)
+        entry_s = TOKENS_PER_ENTRY / self._load.tokens_per_s
+        times = np.concatenate([a + row * entry_s for a, row in zip(starts, ids, strict=True)])
+        pushed, pushed_versions = (np.array(column) for column in zip(*self._pushes, strict=True))
+        token_versions = pushed_versions[np.searchsorted(pushed, times - entry_s, side="right") - 1]
+        versions, rng = ids.with_values(token_versions), np.random.default_rng([1, group])
+        mask = np.ones(len(ids.values))
         return Batch(
             {
                 "group_ids": np.full(len(starts), group),
-                "prompt_ids": Jagged.of([[1]] * len(starts), np.int64),
+                "prompt_ids": Jagged.pack([[1]] * len(starts), np.int64),
                 "response_ids": ids,
-                "response_mask": ids.with_values(ones.astype(np.int8)),
-                "rollout_log_probs": ids.with_values(-ones.astype(np.float32)),
+                "response_mask": ids.with_values(mask.astype(np.int8)),
+                "rollout_log_probs": ids.with_values(-mask.astype(np.float32)),
                 "weight_versions": versions,
                 "oldest_versions": np.array([row.min() for row in versions]),
                 "newest_versions": np.array([row.max() for row in versions]),
@@ -252,13 +252,13 @@ class Servers:
         )
 
 
-def _covered_s(spans: Sequence[tuple[float, float]], until_s: float) -> float:
-    """Seconds of at least one of the spans."""
-    found = covered_until = 0.0
+def _sum_covered_s(spans: Sequence[tuple[float, float]], until_s: float) -> float:
+    """Return the seconds that at least one of the spans covers."""
+    total_s = covered_until = 0.0
     for start, end in sorted(spans):
-        found += max(min(end, until_s) - max(start, covered_until), 0.0)
+        total_s += max(min(end, until_s) - max(start, covered_until), 0.0)
         covered_until = max(covered_until, end)
-    return found
+    return total_s
 
 
 class ModelledActor:
@@ -269,23 +269,23 @@ class ModelledActor:
         self.updates: list[Batch] = []
 
     def to(self, place: str, model: bool = True) -> None:
-        """Takes no time."""
+        """Move the model in no time."""
 
     def apply(self, function: Callable[..., Any], batch: Batch, *args: object) -> Any:
-        """Neither does this."""
+        """Apply a function in no time."""
         return function(batch, *args)
 
     def compute_log_probs(self, batch: Batch, *, temperature: float) -> Batch:
-        self._take(batch, self._load.log_probs_per_s, "log-probs")
+        self._spend(batch, self._load.log_probs_per_s, "log-probs")
         return batch.with_columns(log_probs=batch.jagged("rollout_log_probs"))
 
     def update(
         self, batch: Batch, *, sizes: Sequence[int], temperature: float
     ) -> list[list[dict[str, float]]]:
-        self._take(batch, self._load.trained_per_s, "update")
+        self._spend(batch, self._load.trained_per_s, "update")
         self.updates.append(batch)
         return [[{"loss": 0.0}] * len(sizes)]
 
-    def _take(self, batch: Batch, tokens_per_s: float, kind: str) -> None:
-        num_tokens = len(batch.jagged("response_ids").values) * ONE_FOR
+    def _spend(self, batch: Batch, tokens_per_s: float, kind: str) -> None:
+        num_tokens = len(batch.jagged("response_ids").values) * TOKENS_PER_ENTRY
         self._clock.pass_time(num_tokens / (tokens_per_s * self._share), kind)

@@ -1,7 +1,7 @@
-"""What each node does: it looks at itself and at the others, and tells who asked.
+"""The doctor on one node: checks of itself and of its connections, sent to the coordinator.
 
-Nodes and the one that asks meet at a rendezvous. Each node has one of its own, too, to which the
-others connect, with a token: so a firewall between two nodes is seen.
+Nodes and coordinator meet at a rendezvous. Each node has one of its own, too, to which the other
+nodes connect with a token: this detects a firewall between two nodes.
 
     python -m mcore_rl.tools.doctor.node
 
@@ -31,8 +31,8 @@ from mcore_rl.parallel.rendezvous import (
     RendezvousServer,
     RendezvousTimeoutError,
 )
-from mcore_rl.tools.doctor import devices, software, system
-from mcore_rl.tools.doctor.findings import DoctorRequest, NodeReport
+from mcore_rl.tools.doctor import checks
+from mcore_rl.tools.doctor.report import DoctorRequest, NodeReport
 
 _CONNECT_S = 5.0  # for one connection between two nodes
 _NUM_CLOCK_READINGS = 10  # the one with the shortest round trip counts
@@ -45,21 +45,23 @@ def main() -> None:
 
 
 def examine(endpoint: RendezvousEndpoint, number: int, name: str = "") -> None:
-    """Tell the rendezvous all about this node, the `number`-th, as it is asked there.
+    """Examine this node, the `number`-th, by the request at the rendezvous; send the report there.
 
     Raises:
-        RendezvousConnectionError, RendezvousTimeoutError: the one that asks is gone.
+        RendezvousConnectionError, RendezvousTimeoutError: The coordinator is gone.
     """
     client = RendezvousClient(endpoint, number, number + 1, _CONNECT_S * 2)
     with contextlib.closing(client):
-        told = json.loads(client.get(["request"], _CONNECT_S * 2)[0])
-        request = DoctorRequest(**told["request"])
-        node = _Node(client, request, number, told["nodes"], name or told["nodes"][number])
-        report = node.look()
+        message = json.loads(client.get(["request"], _CONNECT_S * 2)[0])
+        request = DoctorRequest(**message["request"])
+        node = _Node(client, request, number, message["nodes"], name or message["nodes"][number])
+        report = node.examine()
         client.set(f"report/{number}", json.dumps(asdict(report)).encode())
 
 
 class _Node:
+    """This node, its report and its view of the other nodes."""
+
     def __init__(
         self,
         client: RendezvousClient,
@@ -70,148 +72,150 @@ class _Node:
     ) -> None:
         self._client, self._request = client, request
         self._number, self._nodes = number, nodes
-        self._others = [other for other in range(len(nodes)) if other != number]
+        self._peers = [peer for peer in range(len(nodes)) if peer != number]
         self._report = NodeReport(name)
-        self._wait_s = request.timeout_s / 2  # the one that asks waits for longer than this
+        self._wait_s = request.timeout_s / 2  # the coordinator waits longer
 
-    def look(self) -> NodeReport:
-        if not self._others:
-            self._look_at_itself()
+    def examine(self) -> NodeReport:
+        if not self._peers:
+            self._check_itself()
         else:
-            self._doing("starting")
-            with self._published():
-                self._look_at_itself()
-                self._look_at_others()
-        if self._request.bandwidth and len(self._others) == len(self._nodes) - 1:
-            self._doing("measuring bandwidth")
-            from mcore_rl.tools.doctor import ranks
+            self._set_activity("starting")
+            with self._publish():
+                self._check_itself()
+                self._check_peers()
+        if self._request.bandwidth and len(self._peers) == len(self._nodes) - 1:
+            self._set_activity("measuring bandwidth")
+            from mcore_rl.tools.doctor.bandwidth import measure_bandwidth
 
-            ranks.measure(self._report, self._client, self._number, self._nodes, self._wait_s)
+            measure_bandwidth(self._report, self._client, self._number, self._nodes, self._wait_s)
         return self._report
 
-    def _doing(self, what: str) -> None:
-        """Told when this node does not come back from it, as from a file server that is gone."""
-        self._client.set(f"at/{self._number}", what.encode())
+    def _set_activity(self, activity: str) -> None:
+        """Announce an activity, to be named if this node hangs in it, as on a lost file server."""
+        self._client.set(f"at/{self._number}", activity.encode())
 
-    def _look_at_itself(self) -> None:
+    def _check_itself(self) -> None:
         report, request = self._report, self._request
-        self._doing("asking for versions")
-        report.facts.update(software.facts())
-        software.look_at_model_runner(report)
-        self._doing("asking nvidia-smi")
-        devices.look(report)
-        system.look_at_limits(report)
-        system.look_at_niceness(report)
-        system.look_at_shared_memory(report, request)
-        system.look_at_host_name(report)
-        system.look_at_ports(report, request)
-        self._doing("trying sandboxes")
-        system.look_at_sandbox(report)
+        self._set_activity("asking for versions")
+        report.facts.update(checks.collect_versions())
+        checks.check_model_runner(report)
+        self._set_activity("asking nvidia-smi")
+        checks.check_devices(report)
+        checks.check_limits(report)
+        checks.check_niceness(report)
+        checks.check_shared_memory(report, request)
+        checks.check_host_name(report)
+        checks.check_ports(report, request)
+        self._set_activity("trying sandboxes")
+        checks.check_sandbox(report)
         model_bytes = 0
         if request.model_path:
-            self._doing(f"reading {request.model_path}")
-            model_bytes = system.look_at_model(report, request)
+            self._set_activity(f"reading {request.model_path}")
+            model_bytes = checks.check_model(report, request)
         output, temp = Path(request.output_dir), Path(tempfile.gettempdir())
         wanted_gb = max(request.min_disk_gb, model_bytes / 1e9)
         for check, path, min_gb, setting in (
             ("output folder", output, wanted_gb, "--output-dir"),
             ("temporary files", temp, request.min_disk_gb, "TMPDIR"),
         ):
-            self._doing(f"writing in {path}")
-            system.look_at_folder(report, check, path, min_gb, setting)
+            self._set_activity(f"writing in {path}")
+            checks.check_folder(report, check, path, min_gb, setting)
 
     @contextlib.contextmanager
-    def _published(self) -> Iterator[None]:
-        """A rendezvous of this node and a file in the output folder, for the others."""
+    def _publish(self) -> Iterator[None]:
+        """Open a rendezvous and write a file in the output folder, for the other nodes."""
         with contextlib.ExitStack() as stack:
-            mine: dict[str, Any] = {"name": self._report.name, "endpoint": None, "file": ""}
+            entry: dict[str, Any] = {"name": self._report.name, "endpoint": None, "file": ""}
             try:
-                address = self._own_address()
+                address = self._find_address()
                 server = stack.enter_context(RendezvousServer(address))
-                mine["endpoint"] = asdict(server.endpoint)
+                entry["endpoint"] = asdict(server.endpoint)
             except ConfigError as error:
                 self._report.add("network", "fail", str(error), "an address", "--interface")
-            self._doing(f"writing in {self._request.output_dir}")
+            self._set_activity(f"writing in {self._request.output_dir}")
             # A folder where this cannot be has a finding of its own.
             with contextlib.suppress(OSError):
-                folder = system.existing(Path(self._request.output_dir))
+                folder = checks.find_existing(Path(self._request.output_dir))
                 file = folder / f".mcore-rl-doctor-{self._request.run}-{self._number}"
                 stack.callback(file.unlink, missing_ok=True)
                 file.write_text(self._report.name)
-                mine["file"] = str(file)
-            self._client.set(f"node/{self._number}", json.dumps(mine).encode())
+                entry["file"] = str(file)
+            self._client.set(f"node/{self._number}", json.dumps(entry).encode())
             yield
-            self._doing("waiting for the other nodes")
+            self._set_activity("waiting for the other nodes")
             self._client.set(f"seen/{self._number}", b"")
-            self._those_that_come("seen")  # until then they look at what is published here
+            self._wait_for_peers("seen")  # until then they read what is published here
 
-    def _own_address(self) -> str:
-        """Without an interface, by which it reached the one that asks."""
+    def _find_address(self) -> str:
+        """Return the address of the interface, or else that by which it reached the coordinator."""
         interface = self._request.interface
         return find_address(interface) if interface else self._client.own_address
 
-    def _look_at_others(self) -> None:
-        self._doing("waiting for the other nodes")
-        others = {k: json.loads(v) for k, v in self._those_that_come("node").items()}
-        for late in set(self._others) - set(others):
+    def _check_peers(self) -> None:
+        self._set_activity("waiting for the other nodes")
+        entries = {k: json.loads(v) for k, v in self._wait_for_peers("node").items()}
+        for late in set(self._peers) - set(entries):
             value = f"{self._nodes[late]} did not come in {self._wait_s:.0f} s"
             self._report.add("network", "fail", value, "all nodes", "see the findings of that node")
-        self._others = list(others)
-        self._doing("connecting to the other nodes")
-        self._look_at_network(others)
-        self._doing(f"reading in {self._request.output_dir}")
-        self._look_at_shared_path(others)
+        self._peers = list(entries)
+        self._set_activity("connecting to the other nodes")
+        self._check_network(entries)
+        self._set_activity(f"reading in {self._request.output_dir}")
+        self._check_shared_path(entries)
         readings = [self._client.measure_clock_offset() for _ in range(_NUM_CLOCK_READINGS)]
-        self._report.clock_s, self._report.clock_bound_s = min(readings, key=lambda one: one[1])
+        best = min(readings, key=lambda reading: reading[1])
+        self._report.clock_s, self._report.clock_bound_s = best
 
-    def _those_that_come(self, kind: str) -> dict[int, bytes]:
-        """By number of the node: what it has set."""
-        keys = {f"{kind}/{other}": other for other in self._others}
+    def _wait_for_peers(self, kind: str) -> dict[int, bytes]:
+        """Return the values that peers have set in time, by their numbers."""
+        keys = {f"{kind}/{peer}": peer for peer in self._peers}
         try:
             values = self._client.get(list(keys), self._wait_s)
         except RendezvousTimeoutError as error:
-            keys = {key: other for key, other in keys.items() if key not in error.keys}
+            keys = {key: peer for key, peer in keys.items() if key not in error.keys}
             values = self._client.get(list(keys), _CONNECT_S)
         return dict(zip(keys.values(), values, strict=True))
 
-    def _look_at_network(self, others: Mapping[int, Mapping[str, Any]]) -> None:
-        reachable = [one for one in others.values() if one["endpoint"]]
+    def _check_network(self, entries: Mapping[int, Mapping[str, Any]]) -> None:
+        reachable = [entry for entry in entries.values() if entry["endpoint"]]
         with ThreadPoolExecutor(16) as threads:
             reasons = list(threads.map(self._connect, reachable))
-        for one, reason in zip(reachable, reasons, strict=True):
+        for entry, reason in zip(reachable, reasons, strict=True):
             if reason:
-                host = one["endpoint"]["host"]
+                host = entry["endpoint"]["host"]
                 remedy = "open the firewall between them, or choose another network (--interface)"
-                value = f"cannot reach {one['name']} at {host}: {reason}"
+                value = f"cannot reach {entry['name']} at {host}: {reason}"
                 self._report.add("network", "fail", value, "a connection", remedy)
-        if len(others) == len(self._nodes) - 1 and not any(reasons):
+        if len(entries) == len(self._nodes) - 1 and not any(reasons):
             self._report.add("network", "ok", f"reaches all others ({len(reachable)})")
 
-    def _connect(self, other: Mapping[str, Any]) -> str:
-        """Why that does not work; empty when it does."""
-        endpoint = RendezvousEndpoint(**other["endpoint"])
+    def _connect(self, entry: Mapping[str, Any]) -> str:
+        """Return why the connection fails; empty if it does not."""
+        endpoint = RendezvousEndpoint(**entry["endpoint"])
         try:
             RendezvousClient(endpoint, self._number, 0, _CONNECT_S).close()
         except RendezvousConnectionError as error:
             return str(error.__cause__ or error)
         return ""
 
-    def _look_at_shared_path(self, others: Mapping[int, Mapping[str, Any]]) -> None:
-        """The first node reads what all others wrote, and they what the first did."""
-        watched = others.values() if self._number == 0 else [others[0]] if 0 in others else []
-        unseen = [one for one in watched if one["file"] and not _reads(one)]
+    def _check_shared_path(self, entries: Mapping[int, Mapping[str, Any]]) -> None:
+        """Read the files of all peers on the first node, and that of the first on the others."""
+        first = [entries[0]] if 0 in entries else []
+        writers = entries.values() if self._number == 0 else first
+        unseen = [entry for entry in writers if entry["file"] and not _can_read(entry)]
         folder = self._request.output_dir
-        for one in unseen:
-            value = f"{folder}: {one['file']}, written on {one['name']}, is not here"
+        for entry in unseen:
+            value = f"{folder}: {entry['file']}, written on {entry['name']}, is not here"
             remedy = "choose a folder that all nodes share (--output-dir), or mount it here"
             self._report.add("shared path", "fail", value, "one folder on all nodes", remedy)
-        if watched and not unseen:
+        if writers and not unseen:
             self._report.add("shared path", "ok", folder)
 
 
-def _reads(other: Mapping[str, Any]) -> bool:
+def _can_read(entry: Mapping[str, Any]) -> bool:
     try:
-        return Path(other["file"]).read_text() == str(other["name"])
+        return Path(entry["file"]).read_text() == str(entry["name"])
     except OSError:
         return False
 

@@ -1,4 +1,4 @@
-"""A trajectory as messages: who says what, and which tokens of it are worth a look."""
+"""Pages of trajectories: messages by role, with the text of each token and its numbers."""
 
 from __future__ import annotations
 
@@ -7,14 +7,17 @@ import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
+from tokenizers import Tokenizer
 
-from mcore_rl.observability.console import visible
-from mcore_rl.tools.samples.tables import Array, Segment, Summary, segments_of
-from mcore_rl.tools.samples.token_texts import Piece, TokenTexts
+from mcore_rl.config.errors import ConfigError
+from mcore_rl.data.sample_tables import SAMPLES, TOKENIZER
+from mcore_rl.observability.console import escape_control
+from mcore_rl.tools.samples.tables import Array, Segment, Summary, read_segments
 
-# Added tokens of chat templates: those after which a role is named, and those that are of one.
+# Added tokens of chat templates: those that a role name follows, and those of one role.
 _LLAMA = "<|start_header_id|>"
 _HEADERS = ("<|im_start|>", _LLAMA)
 _KIMI_SYSTEM, _RESULT = "<|im_system|>", "<tool_response>"
@@ -31,13 +34,13 @@ _OPENERS = {
     "<｜tool▁outputs▁end｜>": "assistant",  # noqa: RUF001
     _RESULT: "tool",
 }
-_ROLES = {"ipython": "tool", "observation": "tool", "developer": "system"}  # other names of ours
+_ROLES = {"ipython": "tool", "observation": "tool", "developer": "system"}  # other names of roles
 _ROLE = re.compile(r"\s*(system|user|assistant|tool|ipython|observation|developer)\b")
-_OF_KIMI_SYSTEM = re.compile(r"(system|tool_declare)\b")  # else it is the name of a tool
+_KIMI_SYSTEM_NAME = re.compile(r"(system|tool_declare)\b")  # else it is the name of a tool
 _USER_WITH_RESULT = re.compile(rf"\s*user\s*{_RESULT}")
 _MOST_SHOWN = 300  # characters of a column of the data row
-_NAME_TOKENS = 12  # in which a header has named its role, at a letter each
-# Parts of what the policy says; one that is not closed goes on to the end of the turn.
+_NAME_TOKENS = 12  # of a header, in which its role is named, at a letter each
+# Parts of a turn of the policy; one that is not closed ends with the turn.
 _PARTS = {
     "reasoning": re.compile(r"<think>.*?(?:</think>|\Z)", re.DOTALL),
     "call": re.compile(
@@ -48,26 +51,29 @@ _PARTS = {
         re.DOTALL,
     ),
 }
-_THINK, _THOUGHT = "<think>", "</think>"
+_THINK, _END_THINK = "<think>", "</think>"
 _END = re.compile(r"\s*(?:<\|\w+\|>)?\s*")  # of a turn
+
+_INCOMPLETE = "\ufffd"  # the decoded text of bytes that are no whole character
+_MOST_TOKENS = 8  # of a character: its four bytes, with room
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Text of neighbouring tokens that are shown alike."""
+    """Text of neighbouring tokens that are shown in the same way."""
 
-    text: str  # harmless: see console.visible
+    text: str  # escaped: see console.escape_control
     is_chosen: bool
     part: str = ""  # "reasoning" or "call", of a turn
     gap: float | None = None  # largest of its tokens, nats, where it is to be marked
-    about: str = ""  # its token in numbers
+    about: str = ""  # numbers of its tokens
 
 
 @dataclass(slots=True)
 class PageMessage:
-    """What one role says. `turn` is the number of the policy's turn in it; -1: it has none."""
+    """Message of a role. `turn` is the number of the policy's turn in it; -1: it has none."""
 
-    role: str  # system, user, assistant or tool; "context" where the template does not tell
+    role: str  # system, user, assistant or tool; "context" where the template does not say
     turn: int = -1
     spans: list[Span] = field(default_factory=list)
     facts: str = ""  # of the turn
@@ -80,213 +86,288 @@ class PageMessage:
 @dataclass(frozen=True, slots=True)
 class Page:
     title: str
-    facts: list[tuple[str, str]]  # a name and what there is to say
+    facts: list[tuple[str, str]]  # names and values
     segments: list[list[PageMessage]]
 
 
-def page_of(summary: Summary, texts: TokenTexts, mark_gap: float) -> Page:
-    """Tokens are marked whose log-probs differ by `mark_gap` nats or more.
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """The tokens [start, end) and their text: one token, or those that share a character."""
+
+    text: str
+    start: int
+    end: int
+
+
+class TokenTexts:
+    """The tokenizer of a run, or another one."""
+
+    def __init__(self, path: Path) -> None:
+        """Read a tokenizer.json; raise ConfigError if that fails."""
+        try:
+            self._tokenizer = Tokenizer.from_file(str(path))
+        except Exception as error:  # tokenizers raises nothing narrower
+            raise ConfigError(f"{path} cannot be read as a tokenizer: {error}") from error
+        self._added = set(self._tokenizer.get_added_tokens_decoder())
+
+    def split(self, ids: Sequence[int]) -> Iterator[Piece]:
+        """Yield all tokens as pieces, in order. Bytes that make no character are U+FFFD."""
+        # A piece is the text that tokens from `start` add to those from `before`: some decoders
+        # treat the first token of a text specially.
+        before = start = 0
+        for end, token in enumerate(ids, 1):
+            if token in self._added or self._tokenizer.id_to_token(token) is None:
+                if start < end - 1:
+                    yield Piece(self._decode_added(ids, before, start, end - 1), start, end - 1)
+                text = self._tokenizer.id_to_token(token)
+                yield Piece(f"[token {token}]" if text is None else text, end - 1, end)
+                before, start = end - 1, end
+                continue
+            text = self._decode_added(ids, before, start, end)
+            if text.endswith(_INCOMPLETE) and end - start < _MOST_TOKENS:
+                continue
+            yield Piece(text, start, end)
+            before, start = start, end
+        if start < len(ids):
+            yield Piece(self._decode_added(ids, before, start, len(ids)), start, len(ids))
+
+    def _decode_added(self, ids: Sequence[int], before: int, start: int, end: int) -> str:
+        known, text = (self._decode(ids[before:to]) for to in (start, end))
+        if not text.startswith(known):  # of bytes that are no character if taken together
+            return self._decode(ids[start:end])
+        return text[len(known) :]
+
+    def _decode(self, ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(list(ids), skip_special_tokens=False)
+
+
+def find_tokenizer(run: Path, given: Path | None) -> Path:
+    """Return the tokenizer.json of a run, or the given one: the file, or a folder with it.
 
     Raises:
-        ConfigError: the table has no tokens, or cannot be read.
+        ConfigError: There is none.
     """
-    segments = segments_of(summary)
-    messages = [list(messages_of(segment, texts, mark_gap)) for segment in segments]
-    return Page(title_of(summary), list(_facts(summary, segments)), messages)
+    if given is None:
+        path = run / SAMPLES / TOKENIZER
+        hint = "; allowed: --tokenizer with the folder of the model"
+    else:
+        path, hint = (given / TOKENIZER if given.is_dir() else given), ""
+    if not path.is_file():
+        raise ConfigError(f"there is no tokenizer at {path}{hint}")
+    return path
 
 
-def title_of(summary: Summary) -> str:
-    role = f", role {visible(summary.role)}" if summary.role else ""
+def build_page(summary: Summary, texts: TokenTexts, mark_gap: float) -> Page:
+    """Build a page; mark tokens whose log-probs differ by `mark_gap` nats or more.
+
+    Raises:
+        ConfigError: The table has no tokens, or cannot be read.
+    """
+    segments = read_segments(summary)
+    messages = [list(list_messages(segment, texts, mark_gap)) for segment in segments]
+    return Page(format_title(summary), list(_list_facts(summary, segments)), messages)
+
+
+def format_title(summary: Summary) -> str:
+    role = f", role {escape_control(summary.role)}" if summary.role else ""
     return f"step {summary.step}, group {summary.group}, trajectory {summary.trajectory}{role}"
 
 
-def _facts(summary: Summary, segments: Sequence[Segment]) -> Iterator[tuple[str, str]]:
-    yield "reward", number(summary.reward)
+def _list_facts(summary: Summary, segments: Sequence[Segment]) -> Iterator[tuple[str, str]]:
+    yield "reward", format_number(summary.reward)
     if summary.answer is not None:
         yield "reference answer", _shorten(summary.answer)
     for name, value in summary.columns.items():
         text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-        yield f"column {visible(name)}", _shorten(text)
+        yield f"column {escape_control(name)}", _shorten(text)
     if summary.parts:
-        parts = (f"{visible(name)} {number(part)}" for name, part in summary.parts.items())
+        parts = (
+            f"{escape_control(name)} {format_number(part)}" for name, part in summary.parts.items()
+        )
         yield "reward parts", ", ".join(parts)
     if summary.reward_error:
-        yield "no reward", visible(summary.reward_error)
+        yield "no reward", escape_control(summary.reward_error)
     yield "status", f"{summary.status} ({summary.finish_reason})"
     chosen = sum(int(segment.is_chosen.sum()) for segment in segments)
     length = f"{summary.num_tokens} tokens of responses, {chosen} of them the policy's"
     yield "length", f"{len(segments)} segments, {summary.num_turns} turns, {length}"
     if summary.advantage is not None:
-        yield "advantage", number(summary.advantage)
-    found = np.concatenate([segment.versions[segment.is_chosen] for segment in segments])
-    if len(found):
+        yield "advantage", format_number(summary.advantage)
+    versions = np.concatenate([segment.versions[segment.is_chosen] for segment in segments])
+    if len(versions):
         replayed = ", replayed from an earlier step" if summary.is_replayed else ""
-        yield "weights", f"version {_range(found)}{replayed}"
+        yield "weights", f"version {_format_range(versions)}{replayed}"
     if summary.max_gap is not None:
         yield "largest gap", f"{summary.max_gap:.4g} nats between trainer and servers"
 
 
 def _shorten(text: str) -> str:
-    """On one line, without what is far behind."""
-    line = visible(" ".join(text.split()))
+    """Return a text on one line, cut where it is long."""
+    line = escape_control(" ".join(text.split()))
     return line if len(line) <= _MOST_SHOWN else f"{line[:_MOST_SHOWN]} ..."
 
 
-def number(value: float) -> str:
+def format_number(value: float) -> str:
     return "none" if math.isnan(value) else f"{value:.4g}"
 
 
-def _range(values: Array) -> str:
+def _format_range(values: Array) -> str:
     least, most = int(values.min()), int(values.max())
     return str(least) if least == most else f"{least} to {most}"
 
 
-def messages_of(segment: Segment, texts: TokenTexts, mark_gap: float) -> Iterator[PageMessage]:
-    """Prompt and response, as messages one after the other."""
-    pieces = list(texts.pieces(segment.ids.tolist()))
-    for role, turn, own in _cut(pieces, segment):
-        spans = list(_spans(own, turn, segment, mark_gap))
-        facts = _turn_facts(segment, turn) if turn >= 0 else ""
-        yield PageMessage(role, turn, _merged(spans), facts)
+def list_messages(segment: Segment, texts: TokenTexts, mark_gap: float) -> Iterator[PageMessage]:
+    """Yield prompt and response as messages."""
+    pieces = list(texts.split(segment.ids.tolist()))
+    for role, turn, message_pieces in _split_messages(pieces, segment):
+        spans = list(_build_spans(message_pieces, turn, segment, mark_gap))
+        facts = _format_turn_facts(segment, turn) if turn >= 0 else ""
+        yield PageMessage(role, turn, _merge_context(spans), facts)
 
 
-def _cut(pieces: Sequence[Piece], segment: Segment) -> Iterator[tuple[str, int, list[Piece]]]:
-    """Messages: a role, the policy's turn in it or -1, and its pieces."""
-    role, turn, own = "context", -1, list[Piece]()
+def _split_messages(
+    pieces: Sequence[Piece], segment: Segment
+) -> Iterator[tuple[str, int, list[Piece]]]:
+    """Yield role, turn of the policy or -1, and pieces of each message."""
+    role, turn, message = "context", -1, list[Piece]()
     for index, piece in enumerate(pieces):
-        now = int(segment.turns[piece.start])
-        opened = _opened_role(pieces, index) if now < 0 else ""
+        piece_turn = int(segment.turns[piece.start])
+        opened = _find_opened_role(pieces, index) if piece_turn < 0 else ""
         if piece.text == _RESULT and role == "tool":  # of several in a message, or after a header
             opened = ""
-        begins_turn = now >= 0 and now != turn
-        goes_on = begins_turn and turn < 0 and role == "assistant"  # after the header of a turn
-        if (opened or begins_turn) and not goes_on:
-            if own:
-                yield role, turn, own
-            role, turn, own = opened or "assistant", -1, []
+        begins_turn = piece_turn >= 0 and piece_turn != turn
+        is_continued = (
+            begins_turn and turn < 0 and role == "assistant"
+        )  # after the header of a turn
+        if (opened or begins_turn) and not is_continued:
+            if message:
+                yield role, turn, message
+            role, turn, message = opened or "assistant", -1, []
         if begins_turn:
-            turn = now
-        own.append(piece)
-    if own:
-        yield role, turn, own
+            turn = piece_turn
+        message.append(piece)
+    if message:
+        yield role, turn, message
 
 
-def _opened_role(pieces: Sequence[Piece], index: int) -> str:
-    """Of the message that a piece of the context opens; empty where it opens none.
+def _find_opened_role(pieces: Sequence[Piece], index: int) -> str:
+    """Return the role of the message that a piece of the context opens; empty if it opens none.
 
-    Markers that are spelled with other tokens are many pieces, and open none.
+    A marker spelled with other tokens has many pieces, and opens none.
     """
     marker = pieces[index].text
     following = [piece.text for piece in pieces[index + 1 : index + 1 + _NAME_TOKENS]]
     after = "".join(following)
     if marker == _KIMI_SYSTEM:
-        return "system" if _OF_KIMI_SYSTEM.match(after) else "tool"
+        return "system" if _KIMI_SYSTEM_NAME.match(after) else "tool"
     if marker not in _HEADERS:
         return _OPENERS.get(marker, "")
     if _RESULT in following and _USER_WITH_RESULT.match(after):
         return "tool"
-    found = _ROLE.match(after)
-    return _ROLES.get(found[1], found[1]) if found else "context"
+    match = _ROLE.match(after)
+    return _ROLES.get(match[1], match[1]) if match else "context"
 
 
-def _spans(pieces: Sequence[Piece], turn: int, segment: Segment, mark_gap: float) -> Iterator[Span]:
-    is_said = [int(segment.turns[piece.start]) == turn >= 0 for piece in pieces]
-    header = "".join(p.text for p, said in zip(pieces, is_said, strict=True) if not said)
-    said = [p.text if said else "" for p, said in zip(pieces, is_said, strict=True)]
-    parts = _parts(said, header)
+def _build_spans(
+    pieces: Sequence[Piece], turn: int, segment: Segment, mark_gap: float
+) -> Iterator[Span]:
+    is_in_turn = [int(segment.turns[piece.start]) == turn >= 0 for piece in pieces]
+    header = "".join(p.text for p, is_in in zip(pieces, is_in_turn, strict=True) if not is_in)
+    texts = [p.text if is_in else "" for p, is_in in zip(pieces, is_in_turn, strict=True)]
+    parts = _find_parts(texts, header)
     for piece, part in zip(pieces, parts, strict=True):
         tokens = slice(piece.start, piece.end)
         is_chosen = bool(segment.is_chosen[tokens].any())
         gaps = np.abs(segment.trainer[tokens] - segment.servers[tokens])[segment.is_chosen[tokens]]
         gap = float(gaps.max()) if len(gaps) else math.nan
         yield Span(
-            visible(piece.text),
+            escape_control(piece.text),
             is_chosen,
             part,
             gap if gap >= mark_gap else None,
-            _about(segment, piece) if is_chosen else "",
+            _format_tokens(segment, piece) if is_chosen else "",
         )
 
 
-def _parts(texts: Sequence[str], header: str) -> list[str]:
-    """For each text which part of the whole it begins in; empty: in none.
+def _find_parts(texts: Sequence[str], header: str) -> list[str]:
+    """Return for each text the part of the turn in which it begins; empty for none.
 
-    `header`: what the template has put before the turn.
+    `header` is the text of the template before the turn.
     """
-    whole, starts = "".join(texts), np.cumsum([0, *map(len, texts)])
-    found = [""] * len(texts)
-    for name, *span in _parts_of(whole, header):
+    turn_text, starts = "".join(texts), np.cumsum([0, *map(len, texts)])
+    parts = [""] * len(texts)
+    for name, *span in _list_parts(turn_text, header):
         for index in range(*np.searchsorted(starts[:-1], span)):
-            if texts[index]:  # others begin there, too, and are none of it
-                found[index] = name
-    return found
+            if texts[index]:  # texts outside of the turn are empty
+                parts[index] = name
+    return parts
 
 
-def _parts_of(said: str, header: str) -> Iterator[tuple[str, int, int]]:
-    """Names, starts and ends; a later one may be inside of one before it."""
-    if _THINK in header and _THOUGHT not in header.rpartition(_THINK)[2]:
-        before, closed, _ = said.partition(_THOUGHT)
+def _list_parts(turn_text: str, header: str) -> Iterator[tuple[str, int, int]]:
+    """Yield names, starts and ends; a later part may lie inside an earlier one."""
+    if _THINK in header and _END_THINK not in header.rpartition(_THINK)[2]:
+        before, closed, _ = turn_text.partition(_END_THINK)
         yield "reasoning", 0, len(before) + len(closed)
     for name, form in _PARTS.items():
-        for match in form.finditer(said):
+        for match in form.finditer(turn_text):
             yield name, *match.span()
-    if _LLAMA in header and (end := _end_of_json_call(said)):
+    if _LLAMA in header and (end := _find_json_call_end(turn_text)):
         yield "call", 0, end
 
 
-def _end_of_json_call(said: str) -> int:
-    """Where a turn that is nothing but a call of Llama-3 ends: an object with a name; else 0."""
-    start = len(said) - len(said.lstrip())
+def _find_json_call_end(turn_text: str) -> int:
+    """Return the end of a turn that is one call of Llama-3, a JSON object with a name; else 0."""
+    start = len(turn_text) - len(turn_text.lstrip())
     try:
-        found, end = json.JSONDecoder().raw_decode(said, start)
+        value, end = json.JSONDecoder().raw_decode(turn_text, start)
     except (ValueError, RecursionError):
         return 0
-    is_call = isinstance(found, dict) and bool(found.get("name")) and _END.fullmatch(said, end)
+    is_call = isinstance(value, dict) and bool(value.get("name")) and _END.fullmatch(turn_text, end)
     return end if is_call else 0
 
 
-def _about(segment: Segment, piece: Piece) -> str:
-    """A line for each token, such as `token 17: servers -0.5, trainer -0.51, version 3`."""
+def _format_tokens(segment: Segment, piece: Piece) -> str:
+    """Return a line for each token, such as `token 17: servers -0.5, trainer -0.51, version 3`."""
     lines = []
-    for at in range(piece.start, piece.end):
-        told = [f"token {segment.ids[at]}:"]
+    for index in range(piece.start, piece.end):
+        words = [f"token {segment.ids[index]}:"]
         for name, values in (
             ("servers", segment.servers),
             ("trainer", segment.trainer),
             ("advantage", segment.advantages),
         ):
-            if not math.isnan(values[at]):
-                told.append(f"{name} {number(values[at])},")
-        lines.append(" ".join([*told, f"version {segment.versions[at]}"]))
+            if not math.isnan(values[index]):
+                words.append(f"{name} {format_number(values[index])},")
+        lines.append(" ".join([*words, f"version {segment.versions[index]}"]))
     return "\n".join(lines)
 
 
-def _turn_facts(segment: Segment, turn: int) -> str:
-    own = segment.turns == turn
-    chosen = own & segment.is_chosen
-    told = [f"{own.sum()} tokens"]
+def _format_turn_facts(segment: Segment, turn: int) -> str:
+    is_in_turn = segment.turns == turn
+    chosen = is_in_turn & segment.is_chosen
+    facts = [f"{is_in_turn.sum()} tokens"]
     if not chosen.any():
-        return ", ".join([*told, "context: trained in another segment"])
-    told.append(f"version {_range(segment.versions[chosen])}")
+        return ", ".join([*facts, "context: trained in another segment"])
+    facts.append(f"version {_format_range(segment.versions[chosen])}")
     gaps = np.abs(segment.trainer - segment.servers)[chosen]
     if not np.isnan(gaps).all():
-        told.append(f"largest gap {number(float(np.nanmax(gaps)))}")
+        facts.append(f"largest gap {format_number(float(np.nanmax(gaps)))}")
     advantages = segment.advantages[chosen]
     if not np.isnan(advantages).any():
-        told.append(f"advantage {number(float(advantages.mean()))}")
+        facts.append(f"advantage {format_number(float(advantages.mean()))}")
     rewards = segment.rewards[chosen]
     if not np.isnan(rewards).any():
-        told.append(f"reward {number(float(rewards.sum()))}")
-    return ", ".join(told)
+        facts.append(f"reward {format_number(float(rewards.sum()))}")
+    return ", ".join(facts)
 
 
-def _merged(spans: Sequence[Span]) -> list[Span]:
-    """Neighbours of the context as one: there is nothing to say of their tokens."""
-    found: list[Span] = []
+def _merge_context(spans: Sequence[Span]) -> list[Span]:
+    """Merge neighbouring spans of the context, whose tokens have no numbers."""
+    merged: list[Span] = []
     for span in spans:
-        last = found[-1] if found else None
+        last = merged[-1] if merged else None
         if last is None or span.is_chosen or last.is_chosen or last.part != span.part:
-            found.append(span)
+            merged.append(span)
         else:
-            found[-1] = Span(last.text + span.text, False, span.part)
-    return found
+            merged[-1] = Span(last.text + span.text, False, span.part)
+    return merged

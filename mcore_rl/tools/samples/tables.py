@@ -1,4 +1,4 @@
-"""The tables of samples of a run, read: which trajectories there are, and the tokens of one."""
+"""Reader of the sample tables of a run: summaries of trajectories, and the tokens of one."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from mcore_rl.config.checks import exists
+from mcore_rl.config.checks import check_exists
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.data.sample_tables import METADATA, TOKEN_COLUMNS, TRAJECTORY, tables_in
+from mcore_rl.data.sample_tables import METADATA, TOKEN_COLUMNS, TRAJECTORY, list_tables
 
 _OPTIONAL = ("role", "advantage", "max_logprob_gap", "answer", "columns")
 _OLDER = "of a version of mcore-rl before there was `mcore-rl samples`"
@@ -26,7 +26,7 @@ Array = npt.NDArray[Any]
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """What a table says of a trajectory beside its tokens. Rewards are those of its last sample."""
+    """Fields of a trajectory, without its tokens. Rewards are those of its last sample."""
 
     path: Path  # of the table
     rows: tuple[int, ...]  # in it, one a segment
@@ -45,7 +45,7 @@ class Summary:
     max_gap: float | None  # of log-probs, in nats
     is_replayed: bool
     answer: str | None  # the reference of the data row
-    columns: Mapping[str, Any]  # the others of the row
+    columns: Mapping[str, Any]  # the other columns of the data row
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,17 +59,17 @@ class Segment:
     trainer: Array  # log-probs in nats, as of the servers below; NaN where there is none
     servers: Array
     advantages: Array  # NaN where there is none
-    rewards: Array  # how much of the reward is of the token; NaN where that is not told
+    rewards: Array  # share of the reward of a token; NaN where there is none
 
 
 SORTS: dict[str, Callable[[Summary], float]] = {  # the largest first
-    "reward": lambda one: one.reward,
-    "gap": lambda one: -1.0 if one.max_gap is None else _nan_is_largest(one.max_gap),
-    "length": lambda one: one.num_tokens,
+    "reward": lambda s: s.reward,
+    "gap": lambda s: -1.0 if s.max_gap is None else _rank_nan_largest(s.max_gap),
+    "length": lambda s: s.num_tokens,
 }
 
 
-def _nan_is_largest(value: float) -> float:
+def _rank_nan_largest(value: float) -> float:
     return math.inf if math.isnan(value) else value
 
 
@@ -77,158 +77,160 @@ class SampleReader:
     """The tables of a run; of an evaluation, by the name of its set, instead of training."""
 
     def __init__(self, run: str, evaluation: str = "") -> None:
-        """Raises ConfigError: it is not the folder of a run, or has no tables."""
-        exists("RUN", run)
-        self.tables = tables_in(Path(run), evaluation)
+        """Open a run; raise ConfigError if it is no folder of a run, or has no tables."""
+        check_exists("RUN", run)
+        self.tables = list_tables(Path(run), evaluation)
         if self.tables:
             return
         if not (Path(run) / "config.json").is_file():
             raise ConfigError(f"RUN={run!r} is not the output folder of a run: no config.json")
         if evaluation:
             names = sorted({path.stem for path in Path(run).glob("evaluations/step_*/*.parquet")})
-            told = f"allowed: {', '.join(names)}" if names else "there are none"
-            raise ConfigError(f"--evaluation={evaluation!r}: {run} has none of that name; {told}")
+            hint = f"allowed: {', '.join(names)}" if names else "there are none"
+            raise ConfigError(f"--evaluation={evaluation!r}: {run} has none of that name; {hint}")
         raise ConfigError(
-            f"RUN={run!r} has no samples: no step has been trained yet, or samples.every=0"
+            f"RUN={run!r} has no samples: no step has been trained yet, or sample_log.every=0"
         )
 
-    def steps(self, asked: str) -> list[int]:
-        """Of "" the last one, of "all" all, of "3" or "3-7" these.
+    def select_steps(self, text: str) -> list[int]:
+        """Return the steps of a text: "" is the last one, "all" all, "3" or "3-7" these.
 
         Raises:
-            ConfigError: there is none of them, or it is not of that form.
+            ConfigError: There is none of them, or the text is not of that form.
         """
         known = list(self.tables)
-        if asked in ("", "all"):
-            return known if asked else known[-1:]
-        first, dash, last = asked.partition("-")
+        if text in ("", "all"):
+            return known if text else known[-1:]
+        first, dash, last = text.partition("-")
         if not (first.isdecimal() and (last.isdecimal() or not dash)):
-            raise ConfigError(f"--step={asked!r}; allowed: all, a step, or two as in 3-7")
+            raise ConfigError(f"--step={text!r}; allowed: all, a step, or two as in 3-7")
         bounds = int(first), int(last or first)
-        if found := [step for step in known if bounds[0] <= step <= bounds[1]]:
-            return found
+        if steps := [step for step in known if bounds[0] <= step <= bounds[1]]:
+            return steps
         between = f", from {known[0]} to {known[-1]}" if len(known) > 1 else f": {known[0]}"
         raise ConfigError(
-            f"--step={asked}: there is no table of it; there are tables of {len(known)} steps"
+            f"--step={text}: there is no table of it; there are tables of {len(known)} steps"
             f"{between}"
         )
 
-    def summaries(self, steps: Sequence[int]) -> list[Summary]:
-        """Of all trajectories of these steps, in the order of their tables."""
-        return [one for step in steps for one in _summaries(self.tables[step], step)]
+    def read_summaries(self, steps: Sequence[int]) -> list[Summary]:
+        """Return all trajectories of these steps, in the order of their tables."""
+        return [s for step in steps for s in _read_summaries(self.tables[step], step)]
 
-    def num_left_out(self, steps: Sequence[int]) -> int:
-        """Samples of these steps that samples.max_rows and max_tokens have kept out of tables."""
-        files = [_opened(self.tables[step]) for step in steps]
-        return sum(_num_written(file) - file.metadata.num_rows for file in files)
+    def count_left_out(self, steps: Sequence[int]) -> int:
+        """Return the samples that sample_log.max_rows and max_tokens left out of these steps."""
+        files = [_open_file(self.tables[step]) for step in steps]
+        return sum(_count_written(file) - file.metadata.num_rows for file in files)
 
 
-def segments_of(summary: Summary) -> list[Segment]:
-    """The tokens of a trajectory.
+def read_segments(summary: Summary) -> list[Segment]:
+    """Return the tokens of a trajectory.
 
     Raises:
-        ConfigError: the table has none, or cannot be read.
+        ConfigError: The table has none, or cannot be read.
     """
-    names = set(_opened(summary.path).schema_arrow.names)
+    names = set(_open_file(summary.path).schema_arrow.names)
     if missing := sorted({"prompt_ids", "response_ids", "response_mask"} - names):
         raise ConfigError(
-            f"{summary.path} has no tokens ({', '.join(missing)}): samples.tokens=false; "
+            f"{summary.path} has no tokens ({', '.join(missing)}): sample_log.tokens=false; "
             "allowed: --list"
         )
-    return [_segment(_row(summary.path, row)) for row in summary.rows]
+    return [_build_segment(_read_row(summary.path, row)) for row in summary.rows]
 
 
-def _summaries(path: Path, step: int) -> Iterator[Summary]:
-    file = _opened(path)
+def _read_summaries(path: Path, step: int) -> Iterator[Summary]:
+    file = _open_file(path)
     names = file.schema_arrow.names
     if missing := [name for name in TRAJECTORY if name not in names]:
         raise ConfigError(f"{path} has no column {', '.join(missing)}: it is {_OLDER}")
     parts = [name for name in names if name.startswith("reward/")]
-    own = ("reward", "reward_error", "finish_reason", "num_tokens")
-    columns = [*TRAJECTORY, *own, *parts, *(name for name in _OPTIONAL if name in names)]
-    rows = _read(path, lambda: file.read(columns).to_pylist())
+    required = ("reward", "reward_error", "finish_reason", "num_tokens")
+    columns = [*TRAJECTORY, *required, *parts, *(name for name in _OPTIONAL if name in names)]
+    rows = _read_file(path, lambda: file.read(columns).to_pylist())
     trajectories: dict[tuple[int, int], list[int]] = {}
     for number, row in enumerate(rows):
         trajectories.setdefault((row["group"], row["trajectory"]), []).append(number)
     for (group, trajectory), numbers in trajectories.items():
         numbers.sort(key=lambda number: rows[number]["segment"])
-        of = [rows[number] for number in numbers]
-        gaps = [row["max_logprob_gap"] for row in of if row.get("max_logprob_gap") is not None]
+        segments = [rows[number] for number in numbers]
+        gaps = [
+            row["max_logprob_gap"] for row in segments if row.get("max_logprob_gap") is not None
+        ]
         yield Summary(
             path=path,
             rows=tuple(numbers),
             step=step,
             group=group,
             trajectory=trajectory,
-            role=of[-1].get("role", ""),
-            num_turns=sum(row["num_turns"] for row in of),
-            num_tokens=sum(row["num_tokens"] for row in of),
-            status=of[-1]["status"],
-            finish_reason=of[-1]["finish_reason"],
-            reward=of[-1]["reward"],
-            reward_error=of[-1]["reward_error"],
-            parts={name.removeprefix("reward/"): of[-1][name] for name in parts},
-            advantage=of[-1].get("advantage"),
-            max_gap=max(gaps, key=_nan_is_largest, default=None),
-            is_replayed=of[-1]["replayed"],
-            answer=of[-1].get("answer"),
-            columns=json.loads(of[-1].get("columns") or "{}"),
+            role=segments[-1].get("role", ""),
+            num_turns=sum(row["num_turns"] for row in segments),
+            num_tokens=sum(row["num_tokens"] for row in segments),
+            status=segments[-1]["status"],
+            finish_reason=segments[-1]["finish_reason"],
+            reward=segments[-1]["reward"],
+            reward_error=segments[-1]["reward_error"],
+            parts={name.removeprefix("reward/"): segments[-1][name] for name in parts},
+            advantage=segments[-1].get("advantage"),
+            max_gap=max(gaps, key=_rank_nan_largest, default=None),
+            is_replayed=segments[-1]["replayed"],
+            answer=segments[-1].get("answer"),
+            columns=json.loads(segments[-1].get("columns") or "{}"),
         )
 
 
-def _segment(row: Mapping[str, list[float]]) -> Segment:
+def _build_segment(row: Mapping[str, list[float]]) -> Segment:
     num_prompt = len(row["prompt_ids"])
 
-    def along(name: str, default: float, dtype: type) -> Array:
-        own = row.get(name, [default] * len(row["response_ids"]))
-        return np.array([default] * num_prompt + own, dtype)
+    def get_column(name: str, default: float, dtype: type) -> Array:
+        values = row.get(name, [default] * len(row["response_ids"]))
+        return np.array([default] * num_prompt + values, dtype)
 
-    chosen = along("response_mask", 0, np.bool_)
+    chosen = get_column("response_mask", 0, np.bool_)
 
-    def of_chosen(name: str) -> Array:
-        return np.where(chosen, along(name, math.nan, np.float64), math.nan)
+    def get_chosen(name: str) -> Array:
+        return np.where(chosen, get_column(name, math.nan, np.float64), math.nan)
 
     return Segment(
         ids=np.array(row["prompt_ids"] + row["response_ids"], np.int64),
         is_chosen=chosen,
-        turns=along("turn_numbers", -1, np.int64),
-        versions=along("weight_versions", -1, np.int64),
-        trainer=of_chosen("log_probs"),
-        servers=of_chosen("rollout_log_probs"),
-        advantages=of_chosen("token_advantages"),
-        rewards=of_chosen("process_rewards"),
+        turns=get_column("turn_numbers", -1, np.int64),
+        versions=get_column("weight_versions", -1, np.int64),
+        trainer=get_chosen("log_probs"),
+        servers=get_chosen("rollout_log_probs"),
+        advantages=get_chosen("token_advantages"),
+        rewards=get_chosen("process_rewards"),
     )
 
 
-def _row(path: Path, row: int) -> dict[str, list[float]]:
-    metadata = _opened(path).metadata
+def _read_row(path: Path, row: int) -> dict[str, list[float]]:
+    metadata = _open_file(path).metadata
     group = 0
     while row >= metadata.row_group(group).num_rows:
         row -= metadata.row_group(group).num_rows
         group += 1
-    (found,) = _row_group(path, group).slice(row, 1).to_pylist()
-    return {name: values for name, values in found.items() if values is not None}
+    (fields,) = _read_row_group(path, group).slice(row, 1).to_pylist()
+    return {name: values for name, values in fields.items() if values is not None}
 
 
 @functools.lru_cache(maxsize=2)
-def _row_group(path: Path, group: int) -> pa.Table:
-    file = _opened(path)
+def _read_row_group(path: Path, group: int) -> pa.Table:
+    file = _open_file(path)
     columns = [name for name in TOKEN_COLUMNS if name in file.schema_arrow.names]
-    found: pa.Table = _read(path, lambda: file.read_row_group(group, columns))
-    return found
+    table: pa.Table = _read_file(path, lambda: file.read_row_group(group, columns))
+    return table
 
 
 @functools.lru_cache(maxsize=8)
-def _opened(path: Path) -> pq.ParquetFile:
-    return _read(path, lambda: pq.ParquetFile(path, memory_map=True))
+def _open_file(path: Path) -> pq.ParquetFile:
+    return _read_file(path, lambda: pq.ParquetFile(path, memory_map=True))
 
 
-def _num_written(file: pq.ParquetFile) -> int:
-    told = (file.schema_arrow.metadata or {}).get(METADATA)
-    return int(json.loads(told)["num_samples"]) if told else file.metadata.num_rows
+def _count_written(file: pq.ParquetFile) -> int:
+    metadata = (file.schema_arrow.metadata or {}).get(METADATA)
+    return int(json.loads(metadata)["num_samples"]) if metadata else file.metadata.num_rows
 
 
-def _read(path: Path, read: Callable[[], Any]) -> Any:
+def _read_file(path: Path, read: Callable[[], Any]) -> Any:
     try:
         return read()
     except (OSError, pa.ArrowException) as error:

@@ -78,7 +78,7 @@ def template_of(family: str) -> str:
 
 @cache
 def tokenizer_of(family: str, template: str = "") -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer with a few merges; `template` takes the place of the family's."""
+    """Return a byte-level BPE tokenizer with a few merges; `template` replaces the family's."""
     text, end = FAMILIES[family]
     tokens = text.split()
     tokenizer = Tokenizer(models.BPE())

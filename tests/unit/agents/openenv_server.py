@@ -20,14 +20,14 @@ _FIELDS = {"reset": {"type", "data"}, "step": {"type", "data"}, "close": {"type"
 
 
 def observation(reward: object = None, done: bool = False, **fields: Any) -> dict[str, Any]:
-    """As `serialize_observation` does: metadata is in the observation, and beside it if any."""
+    """Build an answer as `serialize_observation` does: metadata is inside it and beside it."""
     inside = {"metadata": {}, **fields}
-    found = {"observation": inside, "reward": reward, "done": done}
-    return found | ({"metadata": inside["metadata"]} if inside["metadata"] else {})
+    message = {"observation": inside, "reward": reward, "done": done}
+    return message | ({"metadata": inside["metadata"]} if inside["metadata"] else {})
 
 
 def tool_result(name: str, text: str, **more: Any) -> dict[str, Any]:
-    """Of a call: the fields of CallToolObservation, with FastMCP's result."""
+    """Build the answer to a call: the fields of CallToolObservation, with FastMCP's result."""
     result = {"content": [{"type": "text", "text": text}], "data": text, "is_error": False}
     return observation(**{"tool_name": name, "result": result, "error": None} | more)
 
@@ -62,13 +62,13 @@ class OpenEnvServer:
         if self._open >= self.max_sessions:
             self.refused += 1
             more = {"active_sessions": self._open, "max_sessions": self.max_sessions}
-            said = f"Server at capacity: {self._open}/{self.max_sessions} sessions active"
-            await connection.send(json.dumps(error("CAPACITY_REACHED", said, **more)))
+            text = f"Server at capacity: {self._open}/{self.max_sessions} sessions active"
+            await connection.send(json.dumps(error("CAPACITY_REACHED", text, **more)))
             return
         self._open += 1
         try:
-            async for said in connection:
-                message = json.loads(said)
+            async for text in connection:
+                message = json.loads(text)
                 self.heard.append(message)
                 if message["type"] == "close":
                     assert set(message) == {"type"}, message
@@ -88,8 +88,8 @@ class OpenEnvServer:
             return json.dumps(error("UNKNOWN_TYPE", f"Unknown message type: {message['type']}"))
         if set(message) != _FIELDS[message["type"]]:
             return json.dumps(error("VALIDATION_ERROR", "Invalid message", errors=[dict(message)]))
-        found = self.answers(message)
-        if isinstance(found, str):
-            return found
-        whole = found if "type" in found else {"type": "observation", "data": found}
-        return json.dumps(whole)
+        answer = self.answers(message)
+        if isinstance(answer, str):
+            return answer
+        reply = answer if "type" in answer else {"type": "observation", "data": answer}
+        return json.dumps(reply)

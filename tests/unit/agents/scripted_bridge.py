@@ -1,4 +1,4 @@
-"""What the process of an environment says, by a script: started in place of an interpreter.
+"""A scripted process of an environment, started in place of an interpreter.
 
 The name of the environment is what it does. Its rollouts are those of a program with one turn.
 """
@@ -24,8 +24,8 @@ def say(answer: dict[str, Any]) -> None:
         print(json.dumps(answer), flush=True)
 
 
-def asked(run: dict[str, Any]) -> tuple[int, int]:
-    """Tokens of the prompt and of the policy's answer."""
+def ask_policy(run: dict[str, Any]) -> tuple[int, int]:
+    """Ask the policy; return the numbers of tokens of the prompt and of its answer."""
     body = {"model": run["model"], "messages": [{"role": "user", "content": run["task"]}]}
     headers = {"Authorization": f"Bearer {run['api_key']}", "Content-Type": "application/json"}
     request = urllib.request.Request(
@@ -37,13 +37,13 @@ def asked(run: dict[str, Any]) -> tuple[int, int]:
 
 
 def rollout(kind: str, run: dict[str, Any]) -> None:
-    prompt, new = asked(run)
+    prompt, new = ask_policy(run)
     if kind == "dies":
         print("no memory is left", file=sys.stderr, flush=True)
         signal.raise_signal(signal.SIGKILL)
     if kind == "waits" and run["task"] == "waits":
         return
-    found = {
+    result = {
         "error": "TaskError: no such city" if kind == "fails" else None,
         "reward": 1.5 + len(CANCELLED),
         "rewards": {"right": 1.0, "short": 0.5},
@@ -53,7 +53,7 @@ def rollout(kind: str, run: dict[str, Any]) -> None:
         "is_truncated": False,
         "is_timeout": kind == "late",
     }
-    say({"id": run["id"], **found})
+    say({"id": run["id"], **result})
 
 
 def main() -> None:

@@ -13,13 +13,13 @@ from openai import AsyncOpenAI
 from mcore_rl.agents.loops import Task
 from mcore_rl.agents.runner import AgentRunner
 from mcore_rl.agents.single_turn import Prompt
-from mcore_rl.config.agent_schema import AgentConfig
+from mcore_rl.config.schema import AgentConfig
 from mcore_rl.data.sample import Sample
 from mcore_rl.inference.protocol import Completion, SamplingParams
 from tests.unit.agents.test_loops import END, TOKENIZER, is_42, text_of
 
-HERE = __file__
-ASKED = [{"role": "user", "content": "How much is 6 * 7?"}]
+THIS_FILE = __file__
+QUESTION = [{"role": "user", "content": "How much is 6 * 7?"}]
 AGAIN = {"role": "user", "content": "Are you sure?"}
 CALCULATOR = {
     "type": "function",
@@ -38,15 +38,15 @@ class Policy:
 
     says: Sequence[str]
     waits: dict[int, asyncio.Event] = field(default_factory=dict)  # by the number of a request
-    asked: list[tuple[list[int], SamplingParams, str]] = field(default_factory=list)
+    requests: list[tuple[list[int], SamplingParams, str]] = field(default_factory=list)
     cancelled: list[int] = field(default_factory=list)
     aborted: list[str] = field(default_factory=list)
 
     async def submit(
         self, prompt_ids: list[int], sampling: SamplingParams, *, request_id: str = ""
     ) -> list[Completion]:
-        number = len(self.asked)
-        self.asked.append((prompt_ids, sampling, request_id))
+        number = len(self.requests)
+        self.requests.append((prompt_ids, sampling, request_id))
         text = self.says[number]
         await asyncio.sleep(0)  # as a server, it does not answer before others can ask
         if text == "dies":
@@ -78,11 +78,11 @@ class Policy:
 
     @property
     def prompts(self) -> list[str]:
-        return [text_of(prompt) for prompt, _, _ in self.asked]
+        return [text_of(prompt) for prompt, _, _ in self.requests]
 
 
 async def nothing(task: Task, base_url: str, api_key: str) -> None:
-    """In place of a test's own program, which no import path leads to."""
+    """Stand in for a test's own program, which no import path leads to."""
 
 
 def run(
@@ -97,19 +97,19 @@ def run(
     reward: Any = is_42,
     stop: tuple[str, ...] = (),
 ) -> tuple[list[Sample], Policy]:
-    """`settings` of the loop name a program in place of the one that is given.
+    """Run a program of a test; `settings` of the loop name another in its place.
 
     stop: rollout.stop.
     """
     policy = policy or Policy(says)
-    settings = settings or {"function": f"{HERE}:nothing"}
+    settings = settings or {"function": f"{THIS_FILE}:nothing"}
     agent = AgentConfig(loop="program", settings=settings, **(config or {}))
 
     async def work() -> list[Sample]:
         runner = AgentRunner(policy, TOKENIZER, reward, agent, max_context, stops_on_error=stops)
         if program is not None:
             runner._loop._function = program  # type: ignore[attr-defined]
-        prompt = Prompt([], 3, {"answer": "42"}, row=7, messages=ASKED)
+        prompt = Prompt([], 3, {"answer": "42"}, row=7, messages=QUESTION)
         sampling = SamplingParams(n=1, seed=100, max_tokens=1000, temperature=0.7, stop=stop)
         try:
             async with asyncio.timeout(50):
@@ -123,8 +123,8 @@ def run(
 OPENED: list[AsyncOpenAI] = []
 
 
-def client(base_url: str, api_key: str, **own: Any) -> AsyncOpenAI:
-    OPENED.append(AsyncOpenAI(base_url=base_url, api_key=api_key, **own))
+def client(base_url: str, api_key: str, **options: Any) -> AsyncOpenAI:
+    OPENED.append(AsyncOpenAI(base_url=base_url, api_key=api_key, **options))
     return OPENED[-1]
 
 
@@ -134,8 +134,8 @@ async def close(runner: AgentRunner) -> None:
         await OPENED.pop().close()
 
 
-async def said(ai: AsyncOpenAI, messages: Sequence[Any], **own: Any) -> Any:
-    return await ai.chat.completions.create(model="any", messages=list(messages), **own)
+async def ask(ai: AsyncOpenAI, messages: Sequence[Any], **options: Any) -> Any:
+    return await ai.chat.completions.create(model="any", messages=list(messages), **options)
 
 
 async def post(

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
-from mcore_rl.agents.choose import codec_for
-from mcore_rl.agents.codec import ChatMessage, ToolCall, ToolSpec
-from mcore_rl.agents.codec_proof import Proved, Template
-from mcore_rl.agents.renderers_codec import RenderersCodec
-from mcore_rl.agents.template_codec import TemplateCodec
+from mcore_rl.agents.chat_template.codec import (
+    ChatMessage,
+    TemplateRenderer,
+    ToolCall,
+    ToolSpec,
+    ValidatedChatTemplate,
+)
+from mcore_rl.agents.chat_template.renderers_codec import RenderersCodec
+from mcore_rl.agents.chat_template.template_codec import TemplateCodec
+from mcore_rl.agents.chat_template.validation import select_codec, validate_codec
 from mcore_rl.config.errors import ConfigError
 from tests.unit.agents.families import template_of, tokenizer_of
 
@@ -45,22 +51,22 @@ class Faulty(TemplateCodec):
     ) -> list[int] | None:
         done = [*prompt_ids, *completion_ids]
         if self.fault == "keeps reasoning":
-            after = self._after_turn(new_messages, tools)
+            after = self._render_after_turn(new_messages, tools)
             return done + after[1:]
-        found = super().extend(prompt_ids, completion_ids, new_messages, tools)
-        if self.fault == "drops the separator" and found:
-            return found[: len(done)] + found[len(done) + 1 :]
+        extended = super().extend(prompt_ids, completion_ids, new_messages, tools)
+        if self.fault == "drops the separator" and extended:
+            return extended[: len(done)] + extended[len(done) + 1 :]
         if self.fault == "renders calls again":
-            said = self.parse(completion_ids, tools, prompt_ids).message()
-            if said.tool_calls:
-                return self.render([*ASK, said, *new_messages], tools)
-        return found
+            turn = self.parse(completion_ids, tools, prompt_ids).to_message()
+            if turn.tool_calls:
+                return self.render([*ASK, turn, *new_messages], tools)
+        return extended
 
-    def _has_reasoned(self, ids: list[int]) -> bool:
+    def _contains_reasoning(self, ids: list[int]) -> bool:
         if self.fault == "looks at the last turn alone":
-            start = self._token("<|im_start|>")
+            start = self._tokenizer.get_added_vocab()["<|im_start|>"]
             ids = ids[max(i for i, token in enumerate(ids) if token == start) :]
-        return super()._has_reasoned(ids)
+        return super()._contains_reasoning(ids)
 
 
 @pytest.mark.parametrize(
@@ -75,15 +81,15 @@ def test_a_codec_with_a_fault_is_refused(fault: str, words: str):
     codec = Faulty(tokenizer, {})
     codec.fault = fault
     with pytest.raises(ConfigError, match=f"the codec template {re.escape(words)}"):
-        Proved(codec, Template(tokenizer, {}))
+        validate_codec(codec, TemplateRenderer(tokenizer, {}))
 
 
 def test_a_codec_that_keeps_reasoning_of_turns_before_the_last_has_no_tools():
     tokenizer = tokenizer_of("published/qwen3")
     codec = Faulty(tokenizer, {})
-    assert Proved(codec, Template(tokenizer, {})).tool_refusal == ""
+    assert validate_codec(codec, TemplateRenderer(tokenizer, {})).tool_refusal == ""
     codec.fault = "looks at the last turn alone"
-    assert Proved(codec, Template(tokenizer, {})).tool_refusal == (
+    assert validate_codec(codec, TemplateRenderer(tokenizer, {})).tool_refusal == (
         "it goes on from earlier turns, which the chat template changes (an answer after "
         "reasoning and a call)"
     )
@@ -94,27 +100,27 @@ CALL_TEXT = '<tool_call>\n{"name":  "look",\n "arguments": {}}\n</tool_call><|im
 
 @pytest.mark.parametrize("kind", ["renderers", "template"])
 def test_a_call_keeps_the_tokens_that_were_sampled(kind: str):
-    """Two spaces and a newline, which JSON that is written again does not have."""
-    codec = codec_for(tokenizer_of("qwen3"), kind)
-    prompt, said = codec.render(ASK, [LOOK]), ids("qwen3", CALL_TEXT)
-    extended = codec.extend(prompt, said, ANSWERS[:1], [LOOK])
-    assert extended[: len(prompt) + len(said)] == prompt + said
-    assert tokenizer_of("qwen3").decode(extended[len(prompt) + len(said) :]) == (
+    # The text has two spaces and a newline, which JSON written again would not have.
+    codec = select_codec(tokenizer_of("qwen3"), kind)
+    prompt, turn = codec.render(ASK, [LOOK]), ids("qwen3", CALL_TEXT)
+    extended = codec.extend(prompt, turn, ANSWERS[:1], [LOOK])
+    assert extended[: len(prompt) + len(turn)] == prompt + turn
+    assert tokenizer_of("qwen3").decode(extended[len(prompt) + len(turn) :]) == (
         "\n<|im_start|>user\n<tool_response>\nA door.\n</tool_response><|im_end|>\n"
         "<|im_start|>assistant\n"
     )
-    [call] = codec.parse(said, [LOOK], prompt).calls
+    [call] = codec.parse(turn, [LOOK], prompt).calls
     assert (call.status, call.name, call.arguments) == ("ok", "look", {})
-    assert call.span == (0, len(said) - 1)
+    assert call.span == (0, len(turn) - 1)
 
 
 def test_a_codec_that_renders_calls_again_extends_nothing():
     tokenizer = tokenizer_of("qwen3")
     codec = Faulty(tokenizer, {})
     codec.fault = "renders calls again"
-    proved = Proved(codec, Template(tokenizer, {}))
+    proved = validate_codec(codec, TemplateRenderer(tokenizer, {}))
     assert "extends a turn in another way" in proved.tool_refusal
-    proved.tool_refusal = proved.parallel_refusal = ""
+    proved = replace(proved, tool_refusal="", parallel_refusal="")
     prompt = proved.render(ASK, [LOOK])
     assert proved.extend(prompt, ids("qwen3", CALL_TEXT), ANSWERS[:1], [LOOK]) is None
 
@@ -142,7 +148,7 @@ def test_a_codec_that_renders_calls_again_extends_nothing():
 )
 def test_a_template_that_breaks_the_laws_is_refused(template: str, words: str):
     with pytest.raises(ConfigError, match=words):
-        codec_for(tokenizer_of("chatml", template), "template")
+        select_codec(tokenizer_of("chatml", template), "template")
 
 
 @pytest.mark.parametrize(
@@ -156,7 +162,7 @@ def test_a_template_that_breaks_the_laws_is_refused(template: str, words: str):
     ],
 )
 def test_tools_of_a_template_are_refused_alone(template: str, words: str):
-    codec = codec_for(tokenizer_of("qwen3", template), "template")
+    codec = select_codec(tokenizer_of("qwen3", template), "template")
     assert codec.render(ASK)
     with pytest.raises(ConfigError, match=f"the codec template has no tools: .*{words}"):
         codec.render(ASK, [LOOK])
@@ -165,18 +171,18 @@ def test_tools_of_a_template_are_refused_alone(template: str, words: str):
 
 
 def test_several_calls_are_refused_where_the_template_takes_one():
-    codec = codec_for(tokenizer_of("llama-3"), "renderers")
-    said = ChatMessage("assistant", tool_calls=(ToolCall("look", {}), ToolCall("look", {})))
+    codec = select_codec(tokenizer_of("llama-3"), "renderers")
+    turn = ChatMessage("assistant", tool_calls=(ToolCall("look", {}), ToolCall("look", {})))
     with pytest.raises(ConfigError, match="takes one tool call a turn, not 2: "):
-        codec.render([*ASK, said])
+        codec.render([*ASK, turn])
 
 
 @pytest.mark.parametrize("kind", ["renderers", "template"])
 def test_the_token_that_ends_a_turn_is_context_after_a_cut(kind: str):
-    codec, said = codec_for(tokenizer_of("qwen3"), kind), ids("qwen3", "There is a")
+    codec, turn = select_codec(tokenizer_of("qwen3"), kind), ids("qwen3", "There is a")
     prompt = codec.render(ASK, [LOOK])
-    extended = codec.extend(prompt, said, ANSWERS, [LOOK])
-    text = tokenizer_of("qwen3").decode(extended[len(prompt) + len(said) :])
+    extended = codec.extend(prompt, turn, ANSWERS, [LOOK])
+    text = tokenizer_of("qwen3").decode(extended[len(prompt) + len(turn) :])
     assert text.startswith("<|im_end|>\n<|im_start|>user\n<tool_response>")
 
 
@@ -190,25 +196,27 @@ SECOND_ENDS = [
 
 @pytest.mark.parametrize(("family", "kind", "end"), SECOND_ENDS)
 def test_a_second_token_that_ends_turns_is_no_text_and_ends_a_turn_once(family, kind, end):
-    """Where generation_config.json has it, servers stop at it, and the template has its own."""
+    # If generation_config.json has another end, servers stop at it; the template has its own.
     [token] = ids(family, end)
-    codec = codec_for(tokenizer_of(family), kind, stop_ids=[token])
+    codec = select_codec(tokenizer_of(family), kind, stop_ids=[token])
     assert token in codec.stop_ids
-    prompt, said = codec.render(ASK), ids(family, "A door.")
-    assert codec.parse([*said, token], (), prompt).content == "A door."
-    assert codec.extend(prompt, [*said, token], GO_ON) is None  # begins a new sample
-    cut = codec.extend(prompt, said, GO_ON)
+    prompt, turn = codec.render(ASK), ids(family, "A door.")
+    assert codec.parse([*turn, token], (), prompt).content == "A door."
+    assert codec.extend(prompt, [*turn, token], GO_ON) is None  # begins a new sample
+    cut = codec.extend(prompt, turn, GO_ON)
     assert cut is not None and token not in cut[len(prompt) :]
 
 
 def test_a_template_codec_goes_on_only_from_a_turn_that_ends_as_the_template_ends_it():
-    codec = codec_for(tokenizer_of("chatml"), "template", stop_ids=ids("chatml", "<|endoftext|>"))
-    prompt, said = codec.render(ASK), ids("chatml", "A door.")
+    codec = select_codec(
+        tokenizer_of("chatml"), "template", stop_ids=ids("chatml", "<|endoftext|>")
+    )
+    prompt, turn = codec.render(ASK), ids("chatml", "A door.")
     for end, goes_on in (("<|im_end|>", True), ("<|endoftext|>", False), ("<|im_start|>", True)):
-        done = [*said, *ids("chatml", end)]
-        found = codec.extend(prompt, done, GO_ON)
-        assert (found is not None) == goes_on, end
-    text = tokenizer_of("chatml").decode(found[len(prompt) :])
+        done = [*turn, *ids("chatml", end)]
+        extended = codec.extend(prompt, done, GO_ON)
+        assert (extended is not None) == goes_on, end
+    text = tokenizer_of("chatml").decode(extended[len(prompt) :])
     # A token that ends nothing is part of a turn that was cut off.
     assert text.startswith("A door.<|im_start|><|im_end|>\n<|im_start|>user\nGo on.")
     twice = ids("chatml", "A door.<|im_end|><|im_end|>")
@@ -216,7 +224,7 @@ def test_a_template_codec_goes_on_only_from_a_turn_that_ends_as_the_template_end
 
 
 def test_reasoning_that_a_user_message_strips_begins_a_new_sample():
-    codec = codec_for(tokenizer_of("qwen3"), "template")
+    codec = select_codec(tokenizer_of("qwen3"), "template")
     prompt = codec.render(ASK)
     thought = ids("qwen3", "<think>\nHm.\n</think>\n\nA door.<|im_end|>")
     assert codec.extend(prompt, thought, GO_ON) is None
@@ -231,53 +239,56 @@ THOUGHTS = ("<think>\nHm.\n</think>\n\n", "<think>\n\n</think>\n\n")
 
 
 def after_a_call(
-    family: str, codec: Proved, first: str, last: str, *, room: str = "A door."
+    family: str, codec: ValidatedChatTemplate, first: str, last: str, *, room: str = "A door."
 ) -> list[int] | None:
-    """The prompt behind a turn with a call, the tool's answer, a last turn, and a user."""
+    """Return the prompt behind a turn with a call, the tool's answer, a last turn, and a user."""
     answer = ChatMessage("tool", room, "", (), "functions.look:0", "look")
     prompt = codec.render([ChatMessage("system", "Write <think> and </think>."), *ASK[1:]], [LOOK])
     prompt = codec.extend(prompt, ids(family, f"{first}{CALL}<|im_end|>"), [answer], [LOOK])
     assert prompt is not None  # nothing is stripped of a turn that called a tool
     done = ids(family, last)
-    found = codec.extend(prompt, done, GO_ON, [LOOK])
-    assert found is None or found[: len(prompt) + len(done)] == prompt + done
-    return found
+    extended = codec.extend(prompt, done, GO_ON, [LOOK])
+    assert extended is None or extended[: len(prompt) + len(done)] == prompt + done
+    return extended
 
 
 @pytest.mark.parametrize("family", ["qwen3", "published/qwen3"])
 def test_no_reasoning_since_the_last_user_message_outlives_the_next(family: str):
     """Nor an empty one, nor one that was cut off. What others wrote about it is no reasoning."""
-    codec, said = codec_for(tokenizer_of(family), "template"), "A door.<|im_end|>"
-    assert after_a_call(family, codec, "", said, room="It says <think> or </think>.") is not None
+    codec, turn = select_codec(tokenizer_of(family), "template"), "A door.<|im_end|>"
+    assert after_a_call(family, codec, "", turn, room="It says <think> or </think>.") is not None
     for thought in THOUGHTS:
-        assert after_a_call(family, codec, thought, said) is None
-        assert after_a_call(family, codec, "", thought + said) is None
+        assert after_a_call(family, codec, thought, turn) is None
+        assert after_a_call(family, codec, "", thought + turn) is None
         assert after_a_call(family, codec, "", thought.partition("\n</")[0]) is None
 
 
 def test_reasoning_before_the_last_user_message_is_gone_and_the_next_turns_go_on():
-    codec, tokenizer = codec_for(tokenizer_of("published/qwen3"), "template"), tokenizer_of("qwen3")
+    codec, tokenizer = (
+        select_codec(tokenizer_of("published/qwen3"), "template"),
+        tokenizer_of("qwen3"),
+    )
     calls, call = (ToolCall("look", {}),), ids("qwen3", f"{CALL}<|im_end|>")
     earlier = [ChatMessage("assistant", "", "Hm.", calls), ANSWERS[0]]
-    said = [ChatMessage("assistant", "A door.", "Hm."), *GO_ON]
-    prompt = codec.render([*ASK, *earlier, *said], [LOOK])
+    messages = [ChatMessage("assistant", "A door.", "Hm."), *GO_ON]
+    prompt = codec.render([*ASK, *earlier, *messages], [LOOK])
     assert "Hm." not in tokenizer.decode(prompt)
     prompt = codec.extend(prompt, call, ANSWERS[:1], [LOOK])
     assert codec.extend(prompt, ids("qwen3", "A door.<|im_end|>"), GO_ON, [LOOK]) is not None
 
 
 def test_reasoning_that_every_prompt_opens_and_closes_was_not_sampled():
-    said, options = "A door.<|im_end|>", {"enable_thinking": False}
-    codec = codec_for(tokenizer_of("published/qwen3"), "template", options)
-    assert after_a_call("published/qwen3", codec, "", said) is not None
+    turn, options = "A door.<|im_end|>", {"enable_thinking": False}
+    codec = select_codec(tokenizer_of("published/qwen3"), "template", options)
+    assert after_a_call("published/qwen3", codec, "", turn) is not None
     for thought in THOUGHTS:
-        assert after_a_call("published/qwen3", codec, thought, said) is None
-        assert after_a_call("published/qwen3", codec, "", thought + said) is None
+        assert after_a_call("published/qwen3", codec, thought, turn) is None
+        assert after_a_call("published/qwen3", codec, "", thought + turn) is None
 
 
 def test_reasoning_that_every_prompt_opens_is_sampled():
     template = changed("qwen3", OPENS, OPENS.replace("\\n", "\\n<think>\\n"))
-    codec = codec_for(tokenizer_of("qwen3", template), "template")
+    codec = select_codec(tokenizer_of("qwen3", template), "template")
     for last in ("Hm.\n</think>\n\nA door.<|im_end|>", "</think>A door.<|im_end|>", "Hm"):
         assert after_a_call("qwen3", codec, "Hm.\n</think>\n\n", last) is None
         assert codec.extend(codec.render(ASK), ids("qwen3", last), GO_ON) is None
@@ -285,14 +296,14 @@ def test_reasoning_that_every_prompt_opens_is_sampled():
 
 @pytest.mark.parametrize("kind", ["renderers", "template"])
 def test_a_turn_is_parsed(kind: str):
-    codec = codec_for(tokenizer_of("qwen3"), kind)
+    codec = select_codec(tokenizer_of("qwen3"), kind)
     good, bad = '<tool_call>\n{"name": "look"}\n</tool_call>', "<tool_call>\n{no\n</tool_call>"
     other = '<tool_call>{"name": "fly"}</tool_call>'
-    said = f"<think>\nHm.\n</think>\n\nI look.\n{good}{bad}{other}<tool_call>\n{{"
-    turn = codec.parse(ids("qwen3", said), [LOOK])
+    text = f"<think>\nHm.\n</think>\n\nI look.\n{good}{bad}{other}<tool_call>\n{{"
+    turn = codec.parse(ids("qwen3", text), [LOOK])
     assert (turn.reasoning, turn.content) == ("Hm.", "I look.")
     assert [c.status for c in turn.calls] == ["ok", "malformed", "unknown_tool", "unclosed"]
-    assert [tokenizer_of("qwen3").decode(ids("qwen3", said)[slice(*c.span)]) for c in turn.calls][
+    assert [tokenizer_of("qwen3").decode(ids("qwen3", text)[slice(*c.span)]) for c in turn.calls][
         :3
     ] == [good, bad, other]
     assert not codec.parse(ids("qwen3", "<think>\nHm"), [LOOK]).reasoning_closed
@@ -301,13 +312,13 @@ def test_a_turn_is_parsed(kind: str):
 def test_no_codec_says_why_of_each():
     template = changed("chatml", "message.content", "message.content | trim")
     with pytest.raises(ConfigError) as refused:
-        codec_for(tokenizer_of("llama-3", template), "auto")
+        select_codec(tokenizer_of("llama-3", template), "auto")
     assert "renderers:qwen3: Special token '<|im_start|>' not found" in str(refused.value)
     assert "template: the chat template" in str(refused.value)
 
 
 def test_a_renderer_of_another_family_is_refused():
     tokenizer = tokenizer_of("chatml")
-    proved = Proved(RenderersCodec(tokenizer, "qwen3", {}), Template(tokenizer, {}))
+    proved = validate_codec(RenderersCodec(tokenizer, "qwen3", {}), TemplateRenderer(tokenizer, {}))
     assert "extends a turn in another way" in proved.tool_refusal
-    assert codec_for(tokenizer).name == "template"
+    assert select_codec(tokenizer).name == "template"

@@ -10,10 +10,20 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from mcore_rl.agents.choose import CodecKind, codec_for
-from mcore_rl.agents.codec import ChatMessage, JsonValue, ToolCall, ToolSpec
-from mcore_rl.agents.codec_proof import Proved, Template, difference
-from mcore_rl.agents.proof_conversations import Conversation
+from mcore_rl.agents.chat_template.codec import (
+    ChatMessage,
+    JsonValue,
+    TemplateRenderer,
+    ToolCall,
+    ToolSpec,
+    ValidatedChatTemplate,
+)
+from mcore_rl.agents.chat_template.validation import (
+    CodecKind,
+    Conversation,
+    find_difference,
+    select_codec,
+)
 from mcore_rl.config.errors import ConfigError
 from tests.nightly import nightly
 from tests.unit.agents.families import FAMILIES, template_of, tokenizer_of
@@ -64,9 +74,9 @@ VALUES: tuple[JsonValue, ...] = (7, True, None, "12", [1, "a b"], {"k": 0.5})
 
 
 @cache
-def codec_of(family: str, kind: str) -> tuple[Proved, Template]:
+def codec_of(family: str, kind: str) -> tuple[ValidatedChatTemplate, TemplateRenderer]:
     tokenizer = tokenizer_of(family)
-    return codec_for(tokenizer, kind), Template(tokenizer, {})
+    return select_codec(tokenizer, kind), TemplateRenderer(tokenizer, {})
 
 
 def some_text(chance: Random) -> str:
@@ -76,7 +86,7 @@ def some_text(chance: Random) -> str:
 
 
 def some_turn(chance: Random, first: int) -> tuple[ChatMessage, tuple[ChatMessage, ...]]:
-    """An assistant's turn, and what answers it; `first` is the number of its first call."""
+    """Draw an assistant's turn, and its answers; `first` is the number of its first call."""
     reasoning = chance.choice(("", "Hm. Let me see", "1 < 2\n\nso: é"))
     names = chance.choices(NAMES, k=chance.choice((0, 0, 1, 2, 3)))
     values = (*VALUES, some_text(chance))
@@ -88,10 +98,10 @@ def some_turn(chance: Random, first: int) -> tuple[ChatMessage, tuple[ChatMessag
         )
         for i, name in enumerate(names)
     )
-    said = ChatMessage("assistant", some_text(chance), reasoning, calls)
+    turn = ChatMessage("assistant", some_text(chance), reasoning, calls)
     if not calls:
-        return said, (ChatMessage("user", some_text(chance)),)
-    return said, tuple(
+        return turn, (ChatMessage("user", some_text(chance)),)
+    return turn, tuple(
         ChatMessage("tool", some_text(chance), "", (), call.id, call.name) for call in calls
     )
 
@@ -101,32 +111,32 @@ def some_conversation(seed: int) -> Conversation:
     before = [ChatMessage("system", some_text(chance))] if chance.random() < 0.5 else []
     before.append(ChatMessage("user", some_text(chance)))
     for i in range(chance.randrange(2)):
-        said, answers = some_turn(chance, 4 * i)
-        before += [said, *answers]
-    said, after = some_turn(chance, 8)
+        turn, answers = some_turn(chance, 4 * i)
+        before += [turn, *answers]
+    turn, after = some_turn(chance, 8)
     parameters: dict[str, JsonValue] = {"type": "object", "properties": {"n": {"type": "integer"}}}
     tools = tuple(ToolSpec(name, "Does it.", parameters) for name in NAMES)
-    return Conversation(tuple(before), said, after, tools)
+    return Conversation(tuple(before), turn, after, tools)
 
 
 def with_calls(given: Conversation, most: int) -> Conversation:
-    """The conversation with so many calls a turn; with none, tools' answers become users'."""
+    """Limit a conversation to so many calls a turn; with none, tools' answers become users'."""
 
-    def kept(messages: tuple[ChatMessage, ...]) -> tuple[ChatMessage, ...]:
-        found: list[ChatMessage] = []
+    def limit_calls(messages: tuple[ChatMessage, ...]) -> tuple[ChatMessage, ...]:
+        messages_left: list[ChatMessage] = []
         for message in messages:
             if message.role == "tool":
-                calls = found[-1].tool_calls
+                calls = messages_left[-1].tool_calls
                 if not most:
                     message = ChatMessage("user", message.content)
                 elif not any(call.id == message.tool_call_id for call in calls):
                     continue
-            found.append(replace(message, tool_calls=message.tool_calls[:most]))
-        return tuple(found)
+            messages_left.append(replace(message, tool_calls=message.tool_calls[:most]))
+        return tuple(messages_left)
 
-    both = kept((given.turn, *given.after))
+    both = limit_calls((given.turn, *given.after))
     tools = given.tools if most else ()
-    return Conversation(kept(given.before), both[0], both[1:], tools)
+    return Conversation(limit_calls(given.before), both[0], both[1:], tools)
 
 
 @pytest.mark.parametrize("count", [200, nightly(2000)])
@@ -141,20 +151,20 @@ def laws_hold(seed: int, cut: int | None) -> None:
     for family, kind in PROVED:
         codec, template = codec_of(family, kind)
         most = 0 if codec.tool_refusal else 1 if codec.parallel_refusal else 3
-        assert difference(codec, template, fewer[most], cut) == "", (family, kind)
+        assert find_difference(codec, template, fewer[most], cut) == "", (family, kind)
 
 
 def test_what_is_proved():
-    found = {}
+    summaries = {}
     for family, kind in PROVED:
         codec, _ = codec_of(family, kind)
-        found[family, kind] = (
+        summaries[family, kind] = (
             codec.name
             + ("" if codec.tool_refusal else ", tools")
             + ("" if codec.parallel_refusal else ", several calls")
             + (", users" if codec.extends_users else "")
         )
-    assert found == PROVED
+    assert summaries == PROVED
     assert {family for family, _ in [*PROVED, *REFUSED]} == FAMILIES.keys()
 
 
@@ -164,14 +174,14 @@ def test_auto_is_a_codec_that_goes_on_where_a_user_speaks_if_there_is_one():
         codecs = [codec_of(family, kind)[0] for kind in kinds]
         chosen, _ = codec_of(family, "auto")
         most = max(("tools" in PROVED[family, kind]) for kind in kinds)
-        as_able = [one for one in codecs if (not one.tool_refusal) == most]
-        assert chosen.name in {one.name for one in as_able}, family
-        assert chosen.extends_users == any(one.extends_users for one in as_able), family
+        as_able = [codec for codec in codecs if (not codec.tool_refusal) == most]
+        assert chosen.name in {codec.name for codec in as_able}, family
+        assert chosen.extends_users == any(codec.extends_users for codec in as_able), family
 
 
 @pytest.mark.parametrize(("family", "kind"), PROVED)
 def test_prompts_of_agents_are_those_of_rows(family: str, kind: str):
-    """Whatever values a renderer needs to be told of the template's variables."""
+    # Renderers get whatever values of the template's variables they need.
     rows = [{"role": "user", "content": "Go."}]
     codec, _ = codec_of(family, kind)
     wanted = tokenizer_of(family).apply_chat_template(
@@ -180,22 +190,22 @@ def test_prompts_of_agents_are_those_of_rows(family: str, kind: str):
     assert codec.render([ChatMessage("user", "Go.")]) == wanted
 
 
-def test_the_renderer_of_a_template_that_thinks_by_default_or_does_not_is_told_which():
+def test_a_renderer_gets_whether_its_template_thinks_by_default():
     opens = "enable_thinking is defined and not enable_thinking"
     for family, template in (
         ("qwen3.5", ""),
         ("qwen3.5", template_of("qwen3.5").replace(opens, "not enable_thinking")),
     ):
         tokenizer = tokenizer_of(family, template)
-        codec = codec_for(tokenizer, "renderers")
+        codec = select_codec(tokenizer, "renderers")
         prompt = tokenizer.decode(codec.render([ChatMessage("user", "Go.")]))
         assert prompt.endswith("</think>\n\n" if template else "<think>\n")
-        said = tokenizer.encode("A door.<|im_end|>", add_special_tokens=False)
-        turn = codec.parse(said, (), tokenizer.encode(prompt, add_special_tokens=False))
+        completion = tokenizer.encode("A door.<|im_end|>", add_special_tokens=False)
+        turn = codec.parse(completion, (), tokenizer.encode(prompt, add_special_tokens=False))
         assert turn.content == ("A door." if template else "")
 
 
 @pytest.mark.parametrize(("family", "kind"), REFUSED)
 def test_a_template_that_breaks_the_laws_is_refused_by_name(family: str, kind: CodecKind):
     with pytest.raises(ConfigError, match=f"template: the chat template {REFUSED[family, kind]}"):
-        codec_for(tokenizer_of(family), kind)
+        select_codec(tokenizer_of(family), kind)

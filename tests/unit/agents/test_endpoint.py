@@ -1,4 +1,4 @@
-"""What OpenAI's own client asks of a served session, and the samples that come of it."""
+"""Requests of OpenAI's own client to a session, and the samples that they become."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from typing import Any
 import httpx
 import pytest
 
-from mcore_rl.agents.endpoint.wire import chat_of
+from mcore_rl.agents.api_server.protocol import parse_chat
 from mcore_rl.agents.loops import Task
 from mcore_rl.data.sample import Sample
 from tests.pages import ROOT
 from tests.unit.agents.served import (
     AGAIN,
-    ASKED,
     CALCULATOR,
+    QUESTION,
     Policy,
+    ask,
     client,
     post,
     run,
-    said,
     until,
 )
 from tests.unit.agents.test_loops import END, TOKENIZER, call, text_of
@@ -33,14 +33,14 @@ from tests.unit.repo.test_docs import write_recipes
 def test_a_chat_that_resends_its_history_is_one_sample():
     async def program(task: Task, base_url: str, api_key: str) -> None:
         ai = client(base_url, api_key)
-        messages: list[Any] = [*ASKED]
+        messages: list[Any] = [*QUESTION]
         for _ in range(2):
-            answer = await said(ai, messages, temperature=0.1, logprobs=True)
+            answer = await ask(ai, messages, temperature=0.1, logprobs=True)
             choice = answer.choices[0]
             messages += [{"role": "assistant", "content": choice.message.content}, AGAIN]
         assert choice.message.content == "42" and choice.finish_reason == "stop"
         tokens = choice.logprobs.content
-        assert [(one.token, one.logprob) for one in tokens] == [
+        assert [(token.token, token.logprob) for token in tokens] == [
             ("4", -0.5), ("2", -0.5), ("<|im_end|>", -0.5),
         ]  # fmt: skip
         usage = answer.usage
@@ -48,7 +48,7 @@ def test_a_chat_that_resends_its_history_is_one_sample():
         assert [model.id async for model in ai.models.list()] == ["policy"]
 
     [sample], policy = run(["41 perhaps", "42"], program)
-    first, second = (prompt for prompt, _, _ in policy.asked)
+    first, second = (prompt for prompt, _, _ in policy.requests)
     assert sample.prompt_ids == first
     ids = TOKENIZER.encode("41 perhaps")
     assert second[: len(first) + len(ids) + 1] == [*first, *ids, END]
@@ -58,48 +58,48 @@ def test_a_chat_that_resends_its_history_is_one_sample():
     assert sample.weight_versions == [5] * (len(ids) + 1) + [-1] * between + [6] * 3
     assert sample.rollout_log_probs[-3:] == [-0.5] * 3
     assert (sample.reward, sample.status, sample.fields) == (1.0, "finished", {"answer": "42"})
-    assert [asked.temperature for _, asked, _ in policy.asked] == [0.7, 0.7]
-    seeds = [asked.seed for _, asked, _ in policy.asked]
+    assert [sampling.temperature for _, sampling, _ in policy.requests] == [0.7, 0.7]
+    seeds = [sampling.seed for _, sampling, _ in policy.requests]
     assert seeds[0] == 103 and seeds[1] not in (None, 103)
 
 
 def test_what_a_client_says_of_sampling_seeds_and_caches_is_overruled():
-    own = {"temperature": 0.1, "top_p": 0.2, "seed": 7}
+    options = {"temperature": 0.1, "top_p": 0.2, "seed": 7}
     more = {"top_k": 3, "cache_salt": "mine", "user": "me", "repetition_penalty": 2.0}
 
     async def program(task: Task, base_url: str, api_key: str) -> None:
         ai = client(base_url, api_key)
-        await said(ai, ASKED)
-        await said(ai, ASKED, **own, extra_body=more)
-        await ai.completions.create(model="any", prompt="So", **own, extra_body=more)
+        await ask(ai, QUESTION)
+        await ask(ai, QUESTION, **options, extra_body=more)
+        await ai.completions.create(model="any", prompt="So", **options, extra_body=more)
         url = base_url.removesuffix("/v1")
-        body = {"token_ids": [1], "sampling_params": {**own, **more}, "cache_salt": "mine"}
-        found = await post(url, api_key, "inference/v1/generate", body)
-        assert found.status_code == 200, found.text
+        body = {"token_ids": [1], "sampling_params": {**options, **more}, "cache_salt": "mine"}
+        answer = await post(url, api_key, "inference/v1/generate", body)
+        assert answer.status_code == 200, answer.text
 
     _, policy = run(["41"] * 4, program)
-    plain, *others = [sampling for _, sampling, _ in policy.asked]
+    plain, *rest = [sampling for _, sampling, _ in policy.requests]
     assert (plain.temperature, plain.top_p, plain.top_k, plain.cache) == (0.7, 1.0, 0, "")
-    alike = [replace(one, seed=plain.seed, max_tokens=plain.max_tokens) for one in others]
+    alike = [replace(params, seed=plain.seed, max_tokens=plain.max_tokens) for params in rest]
     assert alike == [plain] * 3
-    seeds = {one.seed for one in [plain, *others]}
+    seeds = {params.seed for params in [plain, *rest]}
     assert len(seeds) == 4 and not {7, None} & seeds  # drawn from the trajectory's
 
 
 def test_calls_of_tools_come_as_the_client_knows_them_and_their_answers_go_on():
     async def program(task: Task, base_url: str, api_key: str) -> None:
         ai = client(base_url, api_key)
-        answer = await said(ai, ASKED, tools=[CALCULATOR])
+        answer = await ask(ai, QUESTION, tools=[CALCULATOR])
         [choice] = answer.choices
-        [asked] = choice.message.tool_calls
+        [tool_call] = choice.message.tool_calls
         assert choice.finish_reason == "tool_calls" and choice.message.content is None
-        assert asked.function.name == "calculator"
-        assert json.loads(asked.function.arguments) == {"expression": "6 * 7"}
-        asked.id = "an id of the client's own"
-        told = {"role": "tool", "tool_call_id": asked.id, "content": "42"}
+        assert tool_call.function.name == "calculator"
+        assert json.loads(tool_call.function.arguments) == {"expression": "6 * 7"}
+        tool_call.id = "an id of the client's own"
+        result = {"role": "tool", "tool_call_id": tool_call.id, "content": "42"}
         parts = [{"type": "text", "text": "How much is "}, {"type": "text", "text": "6 * 7?"}]
-        messages = [{"role": "user", "content": parts}, choice.message, told]
-        answer = await said(ai, messages, tools=[CALCULATOR])
+        messages = [{"role": "user", "content": parts}, choice.message, result]
+        answer = await ask(ai, messages, tools=[CALCULATOR])
         assert answer.choices[0].message.content == "42"
 
     [sample], policy = run([call("6 * 7"), "42"], program)
@@ -107,21 +107,21 @@ def test_calls_of_tools_come_as_the_client_knows_them_and_their_answers_go_on():
     first, second = policy.prompts
     assert "<tools>" in first and second.startswith(first + call("6 * 7"))
     assert "<tool_response>\n42\n</tool_response>" in second[len(first) :]
-    whole = TOKENIZER.apply_chat_template(
-        [*ASKED, {"role": "assistant", "content": call("6 * 7")},
+    render = TOKENIZER.apply_chat_template(
+        [*QUESTION, {"role": "assistant", "content": call("6 * 7")},
          {"role": "tool", "content": "42"}],
         tools=[CALCULATOR], add_generation_prompt=True, tokenize=False,
     )  # fmt: skip
-    assert second == whole
+    assert second == render
 
 
 def test_the_answer_of_a_tool_has_the_name_of_its_call():
-    """Some chat templates show it, and clients do not send it."""
-    asked = {"id": "a", "type": "function", "function": {"name": "look", "arguments": "{}"}}
+    # Some chat templates show the name, and clients do not send it.
+    call = {"id": "a", "type": "function", "function": {"name": "look", "arguments": "{}"}}
     answer = {"role": "tool", "tool_call_id": "a", "content": [{"type": "text", "text": "yes"}]}
     person = {"role": "user", "name": "Ada", "content": "Look."}
-    messages = [person, {"role": "assistant", "content": None, "tool_calls": [asked]}, answer]
-    assert [(m.name, m.content) for m in chat_of(messages)] == [
+    messages = [person, {"role": "assistant", "content": None, "tool_calls": [call]}, answer]
+    assert [(m.name, m.content) for m in parse_chat(messages)] == [
         ("", "Look."), ("", ""), ("look", "yes"),
     ]  # fmt: skip
 
@@ -129,12 +129,12 @@ def test_the_answer_of_a_tool_has_the_name_of_its_call():
 def test_a_call_that_is_not_well_formed_is_text():
     async def program(task: Task, base_url: str, api_key: str) -> None:
         ai = client(base_url, api_key)
-        [choice] = (await said(ai, ASKED, tools=[CALCULATOR])).choices
+        [choice] = (await ask(ai, QUESTION, tools=[CALCULATOR])).choices
         assert choice.finish_reason == "stop" and choice.message.tool_calls is None
         assert "<tool_call>\n{\n</tool_call>" in choice.message.content
-        [choice] = (await said(ai, [*ASKED, choice.message, AGAIN], tools=[CALCULATOR])).choices
+        [choice] = (await ask(ai, [*QUESTION, choice.message, AGAIN], tools=[CALCULATOR])).choices
         assert choice.message.content == "42"
-        [choice] = (await said(ai, ASKED, tools=[CALCULATOR], tool_choice="none")).choices
+        [choice] = (await ask(ai, QUESTION, tools=[CALCULATOR], tool_choice="none")).choices
         assert choice.message.tool_calls is None
 
     bad = "Look: <tool_call>\n{\n</tool_call>"
@@ -146,13 +146,13 @@ def test_a_call_that_is_not_well_formed_is_text():
 def test_each_of_n_choices_is_a_branch_that_can_be_gone_on_from():
     async def program(task: Task, base_url: str, api_key: str) -> None:
         ai = client(base_url, api_key)
-        answer = await said(ai, ASKED, n=3)
-        assert [one.message.content for one in answer.choices] == ["a", "b", "c"]
+        answer = await ask(ai, QUESTION, n=3)
+        assert [choice.message.content for choice in answer.choices] == ["a", "b", "c"]
         assert answer.usage.completion_tokens == 6
-        await said(ai, [*ASKED, answer.choices[1].message, AGAIN], n=2)
+        await ask(ai, [*QUESTION, answer.choices[1].message, AGAIN], n=2)
 
     samples, policy = run(["a", "b", "c", "d", "e"], program)
-    assert len({asked.seed for _, asked, _ in policy.asked}) == 5
+    assert len({sampling.seed for _, sampling, _ in policy.requests}) == 5
     shown = [[text_of([token]) for token in sample.response_ids] for sample in samples]
     assert [(s[0], s[-2]) for s in shown] == [("a", "a"), ("c", "c"), ("b", "d"), ("b", "e")]
     masks = [sum(sample.response_mask) for sample in samples]
@@ -163,26 +163,26 @@ def test_each_of_n_choices_is_a_branch_that_can_be_gone_on_from():
 def test_a_stop_text_ends_an_answer_and_is_not_in_it():
     async def program(task: Task, base_url: str, api_key: str) -> None:
         ai = client(base_url, api_key)
-        answer = await said(ai, ASKED, stop=["END", "!"])
+        answer = await ask(ai, QUESTION, stop=["END", "!"])
         assert answer.choices[0].message.content == "41"
         assert answer.choices[0].finish_reason == "stop"
-        await said(ai, [*ASKED, answer.choices[0].message, AGAIN], stop="!", max_tokens=7)
+        await ask(ai, [*QUESTION, answer.choices[0].message, AGAIN], stop="!", max_tokens=7)
 
     turns: list[str] = []
 
-    async def reward(samples: list[Sample], *asked: Any) -> None:
+    async def reward(samples: list[Sample], *rest: Any) -> None:
         turns.extend(samples[0].turn_texts)
 
     [sample], policy = run(["41! or 42", "42"], program, reward=reward)
     assert turns == ["41!", "42"]
-    assert [asked.stop for _, asked, _ in policy.asked] == [("END", "!"), ("!",)]
-    assert [asked.max_tokens for _, asked, _ in policy.asked] == [1000, 7]
+    assert [sampling.stop for _, sampling, _ in policy.requests] == [("END", "!"), ("!",)]
+    assert [sampling.max_tokens for _, sampling, _ in policy.requests] == [1000, 7]
     assert "41!<|im_end|>\n<|im_start|>user\nAre you sure?" in policy.prompts[1]
     assert sample.response_mask[:4] == [1, 1, 1, 0]  # "41!", and the end that was not sampled
 
 
 def test_a_stream_says_the_same_in_chunks(monkeypatch):
-    monkeypatch.setattr("mcore_rl.agents.endpoint.openai_app.COMMENTS_S", 0.05)
+    monkeypatch.setattr("mcore_rl.agents.api_server.app.COMMENTS_S", 0.05)
     waits = asyncio.Event()
     comments = 0
 
@@ -190,18 +190,18 @@ def test_a_stream_says_the_same_in_chunks(monkeypatch):
         nonlocal comments
         ai = client(base_url, api_key)
         options = {"include_usage": True}
-        stream = await said(ai, ASKED, stream=True, stream_options=options, tools=[CALCULATOR])
+        stream = await ask(ai, QUESTION, stream=True, stream_options=options, tools=[CALCULATOR])
         chunks = [chunk async for chunk in stream]
         assert all(chunk.object == "chat.completion.chunk" for chunk in chunks)
         deltas = [chunk.choices[0].delta for chunk in chunks if chunk.choices]
         assert "".join(delta.content or "" for delta in deltas) == "Well."
-        [asked] = [one for delta in deltas for one in delta.tool_calls or ()]
-        assert (asked.index, asked.function.name) == (0, "calculator")
+        [tool_call] = [part for delta in deltas for part in delta.tool_calls or ()]
+        assert (tool_call.index, tool_call.function.name) == (0, "calculator")
         assert chunks[-2].choices[0].finish_reason == "tool_calls"
         assert chunks[-1].usage.total_tokens > 0
         headers = {"Authorization": f"Bearer {api_key}"}
         async with httpx.AsyncClient(headers=headers, trust_env=False) as raw:
-            body = {"messages": ASKED, "stream": True}
+            body = {"messages": QUESTION, "stream": True}
             async with raw.stream("POST", f"{base_url}/chat/completions", json=body) as answer:
                 async for line in answer.aiter_lines():
                     comments += line.startswith(":")
@@ -223,10 +223,10 @@ def test_requests_at_the_same_time_are_turns_of_one_trajectory():
 
     async def program(task: Task, base_url: str, api_key: str) -> None:
         ai = client(base_url, api_key)
-        first = asyncio.create_task(said(ai, ASKED))
-        await until(lambda: len(policy.asked) == 1)
-        second = await said(ai, ASKED)
-        await said(ai, [*ASKED, second.choices[0].message, AGAIN])
+        first = asyncio.create_task(ask(ai, QUESTION))
+        await until(lambda: len(policy.requests) == 1)
+        second = await ask(ai, QUESTION)
+        await ask(ai, [*QUESTION, second.choices[0].message, AGAIN])
         waits.set()
         assert (await first).choices[0].message.content == "a"
 
@@ -240,22 +240,22 @@ def test_requests_at_the_same_time_are_turns_of_one_trajectory():
 def test_a_history_that_was_edited_begins_a_new_sample(change):
     async def program(task: Task, base_url: str, api_key: str) -> None:
         ai = client(base_url, api_key)
-        answer = await said(ai, ASKED)
+        answer = await ask(ai, QUESTION)
         reply: dict[str, Any] = {"role": "assistant", "content": answer.choices[0].message.content}
-        messages, own = [*ASKED, reply, AGAIN], {}
+        messages, options = [*QUESTION, reply, AGAIN], {}
         if change == "content":
             reply["content"] = "43"
         elif change == "tools":
-            own["tools"] = [CALCULATOR]
+            options["tools"] = [CALCULATOR]
         else:
             messages.insert(0, {"role": "developer", "content": "Be brief."})
-        await said(ai, messages, **own)
+        await ask(ai, messages, **options)
 
     samples, policy = run(["41", "42"], program)
     assert [sample.segment for sample in samples] == [0, 1]
     assert [sum(sample.response_mask) for sample in samples] == [3, 3]
-    said_before = "43" if change == "content" else "41"
-    assert said_before in text_of(samples[1].prompt_ids)
+    first_content = "43" if change == "content" else "41"
+    assert first_content in text_of(samples[1].prompt_ids)
     assert "Be brief." in policy.prompts[1] or change != "system"
     assert not any(text in policy.prompts[1] for text in ["41"] if change == "content")
 
@@ -285,7 +285,7 @@ def test_tokens_in_and_out_with_versions_and_both_forms_of_log_probs():
     assert sample.prompt_ids == first and sample.reward == 1
     mask = sample.response_mask
     assert mask == [1] * 3 + [0] * len(TOKENIZER.encode("Sure?")) + [1] * 3
-    assert [asked.temperature for _, asked, _ in policy.asked] == [0.7] * 2
+    assert [params.temperature for _, params, _ in policy.requests] == [0.7] * 2
 
 
 def test_a_program_may_open_sessions_of_roles_with_rewards_of_their_own():
@@ -293,7 +293,7 @@ def test_a_program_may_open_sessions_of_roles_with_rewards_of_their_own():
         for role, reward in (("asks", 1.0), ("answers", -1.0)):
             opened = (await post(base_url, api_key, "sessions", {"role": role})).json()
             assert opened["base_url"] == base_url
-            await said(client(base_url, opened["api_key"]), ASKED)
+            await ask(client(base_url, opened["api_key"]), QUESTION)
             await post(base_url, opened["api_key"], "sessions/reward", {"reward": reward})
         assert (await post(base_url, api_key, "sessions", {"role": ""})).status_code == 400
 
@@ -307,7 +307,7 @@ def test_the_client_of_renderers_reads_what_tokens_give():
     from renderers.client import generate
 
     async def program(task: Task, base_url: str, api_key: str) -> None:
-        found = await generate(
+        completions = await generate(
             client=client(base_url, api_key),
             renderer=create_renderer(TOKENIZER, config_from_name("qwen3")),
             messages=[{"role": "user", "content": "How much is 6 * 7?"}],
@@ -316,8 +316,8 @@ def test_the_client_of_renderers_reads_what_tokens_give():
             extra_headers={"X-Session-ID": "a trace"},
         )
         ids = [*TOKENIZER.encode("42"), END]
-        assert found["completion_ids"] == ids and found["content"] == "42"
-        assert found["completion_logprobs"] == [-0.25] * 3
+        assert completions["completion_ids"] == ids and completions["content"] == "42"
+        assert completions["completion_logprobs"] == [-0.25] * 3
 
     [sample], _ = run(["42"], program)
     assert (sample.reward, sum(sample.response_mask)) == (1.0, 3)

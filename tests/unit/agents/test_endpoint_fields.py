@@ -1,4 +1,4 @@
-"""What a request may say, field by field, and how long texts are taken."""
+"""Fields of requests, and how long texts are handled."""
 
 from __future__ import annotations
 
@@ -11,20 +11,25 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from mcore_rl.agents.codec import ContextFullError, check_length, encode, template_ids
-from mcore_rl.agents.endpoint.token_bytes import token_bytes
+from mcore_rl.agents.api_server.sessions import decode_token_bytes
+from mcore_rl.agents.chat_template.codec import (
+    ContextFullError,
+    TemplateRenderer,
+    check_length,
+    encode,
+    parse_messages,
+)
 from mcore_rl.agents.loops import Task
-from mcore_rl.agents.messages import messages_of
 from mcore_rl.config.errors import ConfigError
 from tests.unit.agents.families import FAMILIES, tokenizer_of
 from tests.unit.agents.served import (
     AGAIN,
-    ASKED,
     CALCULATOR,
+    QUESTION,
+    ask,
     client,
     post,
     run,
-    said,
     until,
 )
 from tests.unit.agents.test_loops import TOKENIZER, call
@@ -66,11 +71,11 @@ OF_TEXTS: dict[str, tuple[Any, Any]] = {
 def test_a_field_that_changes_the_answer_is_refused_and_one_that_does_not_is_taken():
     async def program(task: Task, base_url: str, api_key: str) -> None:
         url = base_url.removesuffix("/v1")
-        asked: list[tuple[str, dict[str, Any], dict[str, tuple[Any, Any]]]] = [
-            ("v1/chat/completions", {"messages": ASKED}, OF_CHATS),
+        cases: list[tuple[str, dict[str, Any], dict[str, tuple[Any, Any]]]] = [
+            ("v1/chat/completions", {"messages": QUESTION}, OF_CHATS),
             ("v1/completions", {"prompt": "6 * 7 ="}, OF_TEXTS),
         ]
-        for route, body, fields in asked:
+        for route, body, fields in cases:
             for field, (changes, _) in fields.items():
                 refused = await post(url, api_key, route, {**body, field: changes})
                 assert refused.status_code == 400, field
@@ -83,7 +88,7 @@ def test_a_field_that_changes_the_answer_is_refused_and_one_that_does_not_is_tak
             assert taken.status_code == 200, taken.text
 
     _, policy = run(["42", "42"], program)
-    assert len(policy.asked) == 2
+    assert len(policy.requests) == 2
 
 
 def test_fields_of_tokens_that_change_the_answer_are_refused():
@@ -105,7 +110,7 @@ def test_fields_of_tokens_that_change_the_answer_are_refused():
         assert (await post(url, api_key, route, body)).status_code == 200
 
     _, policy = run(["42"], program)
-    assert len(policy.asked) == 1
+    assert len(policy.requests) == 1
 
 
 @pytest.mark.parametrize(
@@ -119,7 +124,7 @@ def test_fields_of_tokens_that_change_the_answer_are_refused():
 )
 def test_a_null_is_a_field_that_is_not_there(nulls):
     async def program(task: Task, base_url: str, api_key: str) -> None:
-        answer = await post(base_url, api_key, "chat/completions", {"messages": ASKED, **nulls})
+        answer = await post(base_url, api_key, "chat/completions", {"messages": QUESTION, **nulls})
         assert answer.status_code == 200, answer.text
         [choice] = answer.json()["choices"]
         assert choice["message"]["content"] == "42"
@@ -132,14 +137,14 @@ def test_a_null_is_a_field_that_is_not_there(nulls):
 
 @pytest.mark.parametrize("arguments", ["", None, " \n", "{}", {}])
 def test_a_call_without_arguments_has_none(arguments):
-    asked = {"id": "a", "type": "function", "function": {"name": "look", "arguments": arguments}}
-    [message] = messages_of([{"role": "assistant", "content": None, "tool_calls": [asked]}])
-    assert [(one.name, one.arguments) for one in message.tool_calls] == [("look", {})]
+    call = {"id": "a", "type": "function", "function": {"name": "look", "arguments": arguments}}
+    [message] = parse_messages([{"role": "assistant", "content": None, "tool_calls": [call]}])
+    assert [(call.name, call.arguments) for call in message.tool_calls] == [("look", {})]
 
     async def program(task: Task, base_url: str, api_key: str) -> None:
-        turn = {"role": "assistant", "content": None, "tool_calls": [asked]}
-        told = {"role": "tool", "tool_call_id": "a", "content": "A door."}
-        answer = await said(client(base_url, api_key), [*ASKED, turn, told], tools=[CALCULATOR])
+        turn = {"role": "assistant", "content": None, "tool_calls": [call]}
+        result = {"role": "tool", "tool_call_id": "a", "content": "A door."}
+        answer = await ask(client(base_url, api_key), [*QUESTION, turn, result], tools=[CALCULATOR])
         assert answer.choices[0].message.content == "42"
 
     _, policy = run(["42"], program)
@@ -148,22 +153,22 @@ def test_a_call_without_arguments_has_none(arguments):
 
 @pytest.mark.parametrize("arguments", ["[1]", "7", "{", [1], 7])
 def test_arguments_that_are_no_object_are_refused(arguments):
-    asked = {"function": {"name": "look", "arguments": arguments}}
+    call = {"function": {"name": "look", "arguments": arguments}}
     with pytest.raises(ConfigError, match="message 0 has a tool call"):
-        messages_of([{"role": "assistant", "tool_calls": [asked]}])
+        parse_messages([{"role": "assistant", "tool_calls": [call]}])
 
 
 @pytest.mark.parametrize("tools", [None, []])
 def test_a_request_without_tools_gets_a_call_as_text(tools):
     async def program(task: Task, base_url: str, api_key: str) -> None:
         ai = client(base_url, api_key)
-        own = {} if tools is None else {"extra_body": {"tools": tools}}
-        [choice] = (await said(ai, ASKED, **own)).choices
+        options = {} if tools is None else {"extra_body": {"tools": tools}}
+        [choice] = (await ask(ai, QUESTION, **options)).choices
         assert choice.message.tool_calls is None and choice.finish_reason == "stop"
         assert choice.message.content == f"Well.\n{call('6 * 7')}"
-        [choice] = (await said(ai, [*ASKED, choice.message, AGAIN], **own)).choices
-        stream = await said(ai, ASKED, stream=True, **own)
-        deltas = [one.choices[0].delta async for one in stream if one.choices]
+        [choice] = (await ask(ai, [*QUESTION, choice.message, AGAIN], **options)).choices
+        stream = await ask(ai, QUESTION, stream=True, **options)
+        deltas = [chunk.choices[0].delta async for chunk in stream if chunk.choices]
         assert not any(delta.tool_calls for delta in deltas)
 
     samples, policy = run(["Well." + call("6 * 7"), "42", call("1")], program)
@@ -172,7 +177,7 @@ def test_a_request_without_tools_gets_a_call_as_text(tools):
 
 
 def byte_fallback() -> PreTrainedTokenizerFast:
-    """As SentencePiece makes them, with a token for each byte that it has no piece for."""
+    """Make a tokenizer as SentencePiece does, with a token for each byte without a piece."""
     pieces = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "\u2581Hi", "\u2581"]
     tokenizer = Tokenizer(
         models.BPE({p: i for i, p in enumerate(pieces)}, [], unk_token="<unk>", byte_fallback=True)
@@ -186,21 +191,21 @@ def byte_fallback() -> PreTrainedTokenizerFast:
 
 @pytest.mark.parametrize("text", ["🌊", "a 🌊🌊 b", "é東", "\x00\ud7ff", "<|im_start|>🌊</think>"])
 def test_the_bytes_of_tokens_are_those_of_the_text_and_no_replacement(text):
-    found = token_bytes(TOKENIZER, TOKENIZER.encode(text, add_special_tokens=False))
-    assert b"".join(found) == text.encode()
-    assert not any("\ufffd".encode() in data for data in found)
+    pieces = decode_token_bytes(TOKENIZER, TOKENIZER.encode(text, add_special_tokens=False))
+    assert b"".join(pieces) == text.encode()
+    assert not any("\ufffd".encode() in data for data in pieces)
 
 
 def test_the_bytes_of_a_vocabulary_with_byte_fallback_and_of_no_token():
     tokenizer = byte_fallback()
     ids = [257, 1 + 0xF0, 1 + 0x9F, 258, 259, 9999]
     expected = [b" Hi", b"\xf0", b"\x9f", b" ", "<é>".encode(), b""]
-    assert token_bytes(tokenizer, ids) == expected
+    assert decode_token_bytes(tokenizer, ids) == expected
 
 
 def test_log_probs_of_an_emoji_have_its_bytes():
     async def program(task: Task, base_url: str, api_key: str) -> None:
-        answer = await said(client(base_url, api_key), ASKED, logprobs=True)
+        answer = await ask(client(base_url, api_key), QUESTION, logprobs=True)
         [choice] = answer.choices
         tokens = choice.logprobs.content
         assert len(tokens) > 2  # of which none is a character
@@ -213,12 +218,16 @@ def test_log_probs_of_an_emoji_have_its_bytes():
 def test_stop_texts_of_the_run_and_of_a_request_both_end_a_turn():
     async def program(task: Task, base_url: str, api_key: str) -> None:
         ai = client(base_url, api_key)
-        for own, text in ({"stop": "!"}, "41"), ({"stop": ["?"]}, "4"), ({}, "2"):
-            answer = await said(ai, ASKED, **own)
+        for options, text in ({"stop": "!"}, "41"), ({"stop": ["?"]}, "4"), ({}, "2"):
+            answer = await ask(ai, QUESTION, **options)
             assert answer.choices[0].message.content == text
 
     _, policy = run(["41! or 42", "4? or 5", "2END!"], program, stop=("END",))
-    assert [asked.stop for _, asked, _ in policy.asked] == [("END", "!"), ("END", "?"), ("END",)]
+    assert [sampling.stop for _, sampling, _ in policy.requests] == [
+        ("END", "!"),
+        ("END", "?"),
+        ("END",),
+    ]
 
 
 WORDS = "of the and 12 "  # 14 characters, and no fewer tokens than 7
@@ -235,9 +244,9 @@ def with_tool(description: str) -> dict[str, Any]:
         ("chat/completions", {"messages": [{"role": "user", "content": LONG}]}),
         (
             "chat/completions",
-            {"messages": [{"role": "system", "content": "x" * 2**21}, *ASKED]},
+            {"messages": [{"role": "system", "content": "x" * 2**21}, *QUESTION]},
         ),
-        ("chat/completions", {"messages": ASKED, "tools": [with_tool(LONG)]}),
+        ("chat/completions", {"messages": QUESTION, "tools": [with_tool(LONG)]}),
         ("chat/completions", {"messages": [{"role": "user", "content": "a"}] * 9000}),
         ("completions", {"prompt": LONG}),
     ],
@@ -247,7 +256,9 @@ def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenised(route, body, m
     lengths: list[int] = []
     plain = TOKENIZER.encode
     monkeypatch.setattr(
-        TOKENIZER, "encode", lambda text, **own: lengths.append(len(text)) or plain(text, **own)
+        TOKENIZER,
+        "encode",
+        lambda text, **kw: lengths.append(len(text)) or plain(text, **kw),
     )
 
     async def program(task: Task, base_url: str, api_key: str) -> None:
@@ -256,10 +267,10 @@ def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenised(route, body, m
         assert refused.status_code == 400, refused.text
         assert refused.json()["error"]["code"] == "context_length_exceeded"
         assert sum(lengths) <= 4 * 4 * 4096  # characters, of 2 million
-        await said(client(base_url, api_key), ASKED)
+        await ask(client(base_url, api_key), QUESTION)
 
     [sample], policy = run(["42"], program)
-    assert len(policy.asked) == 1 and sample.status == "truncated"
+    assert len(policy.requests) == 1 and sample.status == "truncated"
 
 
 def test_an_answer_of_a_tool_that_cannot_fit_is_refused_before_it_is_tokenised(monkeypatch):
@@ -267,15 +278,17 @@ def test_an_answer_of_a_tool_that_cannot_fit_is_refused_before_it_is_tokenised(m
 
     async def program(task: Task, base_url: str, api_key: str) -> None:
         ai = client(base_url, api_key)
-        [choice] = (await said(ai, ASKED, tools=[CALCULATOR])).choices
-        [asked] = choice.message.tool_calls
+        [choice] = (await ask(ai, QUESTION, tools=[CALCULATOR])).choices
+        [tool_call] = choice.message.tool_calls
         plain = TOKENIZER.encode
         monkeypatch.setattr(
-            TOKENIZER, "encode", lambda text, **own: lengths.append(len(text)) or plain(text, **own)
+            TOKENIZER,
+            "encode",
+            lambda text, **kw: lengths.append(len(text)) or plain(text, **kw),
         )
-        told = {"role": "tool", "tool_call_id": asked.id, "content": LONG}
+        result = {"role": "tool", "tool_call_id": tool_call.id, "content": LONG}
         with pytest.raises(openai.BadRequestError, match="of 4096 tokens are used"):
-            await said(ai, [*ASKED, choice.message, told], tools=[CALCULATOR])
+            await ask(ai, [*QUESTION, choice.message, result], tools=[CALCULATOR])
 
     [sample], _ = run([call("6 * 7")], program)
     assert sum(lengths) <= 4 * 4 * 4096 and sample.status == "truncated"
@@ -287,7 +300,7 @@ def test_a_body_that_is_larger_than_any_that_fits_is_a_limit_of_the_trajectory()
         refused = await post(base_url, api_key, "chat/completions", body)
         assert refused.status_code == 413
         assert refused.json()["error"]["code"] == "context_length_exceeded"
-        await said(client(base_url, api_key), ASKED)
+        await ask(client(base_url, api_key), QUESTION)
 
     [sample], _ = run(["42"], program)
     assert sample.status == "truncated"
@@ -297,11 +310,11 @@ def test_a_body_that_is_larger_than_any_that_fits_is_a_limit_of_the_trajectory()
 def test_other_requests_are_answered_while_a_text_is_tokenised(route, monkeypatch):
     goes_on, plain, waits = threading.Event(), TOKENIZER.encode, threading.Event()
 
-    def slow(text: str, **own: Any) -> list[int]:
+    def slow(text: str, **options: Any) -> list[int]:
         if "slow" in text:
             waits.set()
             assert goes_on.wait(20), "nothing else was answered meanwhile"
-        return plain(text, **own)
+        return plain(text, **options)
 
     monkeypatch.setattr(TOKENIZER, "encode", slow)
 
@@ -310,7 +323,7 @@ def test_other_requests_are_answered_while_a_text_is_tokenised(route, monkeypatc
         body.pop("messages" if route == "completions" else "prompt")
         first = asyncio.create_task(post(base_url, api_key, route, body))
         await until(waits.is_set)
-        second = await said(client(base_url, api_key), ASKED)
+        second = await ask(client(base_url, api_key), QUESTION)
         assert second.choices[0].message.content == "42" and not first.done()
         goes_on.set()
         assert (await first).status_code == 200
@@ -336,6 +349,6 @@ def test_a_rendered_conversation_has_the_tokens_that_transformers_gives_it(famil
         {"role": "assistant", "content": "Yes."},
         AGAIN,
     ]
-    own = {"add_generation_prompt": True, "return_dict": False}
-    expected = tokenizer.apply_chat_template(rows, **own, **options)
-    assert template_ids(tokenizer, messages_of(rows), (), options) == expected
+    arguments = {"add_generation_prompt": True, "return_dict": False}
+    expected = tokenizer.apply_chat_template(rows, **arguments, **options)
+    assert TemplateRenderer(tokenizer, options).render(parse_messages(rows), ()) == expected

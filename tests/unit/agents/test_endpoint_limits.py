@@ -12,34 +12,34 @@ import pytest
 from mcore_rl.agents.loops import Task
 from mcore_rl.agents.runner import AgentRunner
 from mcore_rl.agents.single_turn import Prompt
-from mcore_rl.config.agent_schema import AgentConfig
+from mcore_rl.config.schema import AgentConfig
 from mcore_rl.data.sample import Sample
 from mcore_rl.inference.protocol import SamplingParams
-from mcore_rl.rewards.base import RewardError
+from mcore_rl.rewards.registry import RewardError
 from tests.unit.agents.served import (
     AGAIN,
-    ASKED,
-    HERE,
+    QUESTION,
+    THIS_FILE,
     Policy,
+    ask,
     client,
     close,
     nothing,
     post,
     run,
-    said,
     until,
 )
 from tests.unit.agents.test_loops import END, TOKENIZER, is_42
 
 
 def test_what_fails_before_a_stream_has_its_status_and_what_fails_in_it_an_event(monkeypatch):
-    monkeypatch.setattr("mcore_rl.agents.endpoint.openai_app.COMMENTS_S", 0.05)
+    monkeypatch.setattr("mcore_rl.agents.api_server.app.COMMENTS_S", 0.05)
 
     async def program(task: Task, base_url: str, api_key: str) -> None:
         ai = client(base_url, api_key, max_retries=0)
         with pytest.raises(openai.BadRequestError):
-            await said(ai, ASKED, stream=True, tool_choice="required")
-        stream = await said(ai, ASKED, stream=True)
+            await ask(ai, QUESTION, stream=True, tool_choice="required")
+        stream = await ask(ai, QUESTION, stream=True)
         await post(base_url, api_key, "sessions/abort")
         with pytest.raises(openai.APIError, match="the session has ended"):
             [_ async for _ in stream]
@@ -51,67 +51,67 @@ def test_what_fails_before_a_stream_has_its_status_and_what_fails_in_it_an_event
 
 
 def test_a_key_is_of_its_session_only():
-    kept: list[tuple[str, str]] = []
+    keys: list[tuple[str, str]] = []
 
     async def program(task: Task, base_url: str, api_key: str) -> None:
         with pytest.raises(openai.AuthenticationError, match="the key is missing, wrong"):
-            await said(client(base_url, "sk-other"), ASKED)
+            await ask(client(base_url, "sk-other"), QUESTION)
         with pytest.raises(openai.NotFoundError):
             await client(base_url, api_key).embeddings.create(model="any", input="a")
-        if kept:
+        if keys:
             with pytest.raises(openai.AuthenticationError):
-                await said(client(*kept[0]), ASKED)
-        kept.append((base_url, api_key))
-        await said(client(base_url, api_key), ASKED)
+                await ask(client(*keys[0]), QUESTION)
+        keys.append((base_url, api_key))
+        await ask(client(base_url, api_key), QUESTION)
 
     policy = Policy(["42", "42"])
 
     async def work() -> list[Sample]:
-        settings = AgentConfig(loop="program", settings={"function": f"{HERE}:nothing"})
+        settings = AgentConfig(loop="program", settings={"function": f"{THIS_FILE}:nothing"})
         runner = AgentRunner(policy, TOKENIZER, is_42, settings, 4096, stops_on_error=True)
         runner._loop._function = program  # type: ignore[attr-defined]
-        prompt = Prompt([], 3, {}, messages=ASKED)
-        found = await runner.run_all([prompt], SamplingParams())
-        found += await runner.run_all([prompt], SamplingParams())
+        prompt = Prompt([], 3, {}, messages=QUESTION)
+        samples = await runner.run_all([prompt], SamplingParams())
+        samples += await runner.run_all([prompt], SamplingParams())
         await close(runner)
-        return found
+        return samples
 
     assert len(asyncio.run(work())) == 2
-    assert kept[0][0] == kept[1][0] and kept[0][1] != kept[1][1]
+    assert keys[0][0] == keys[1][0] and keys[0][1] != keys[1][1]
 
 
 def test_a_session_that_has_ended_answers_no_more_and_may_still_be_rewarded():
     async def program(task: Task, base_url: str, api_key: str) -> None:
         ai = client(base_url, api_key)
-        await said(ai, ASKED)
+        await ask(ai, QUESTION)
         assert (await post(base_url, api_key, "sessions/finish")).status_code == 200
         with pytest.raises(openai.ConflictError, match="the session has ended") as caught:
-            await said(ai, ASKED)
+            await ask(ai, QUESTION)
         assert caught.value.response.headers["x-should-retry"] == "false"
         body: dict[str, Any] = {"reward": 0.25, "turn_rewards": [0.1, 0.2]}
         refused = await post(base_url, api_key, "sessions/reward", body)
         assert refused.status_code == 400 and "the session has 1 turns" in refused.text
         body = {"reward": 0.25, "turn_rewards": [0.2], "token_rewards": [[0.5]]}
         refused = await post(base_url, api_key, "sessions/reward", body)
-        told = "1 numbers for 'token_rewards' of turn 0, of 3 tokens"
-        assert refused.status_code == 400 and told in refused.text
+        reason = "1 numbers for 'token_rewards' of turn 0, of 3 tokens"
+        assert refused.status_code == 400 and reason in refused.text
         body["token_rewards"] = [[0.0, 0.5, 0.25]]
         assert (await post(base_url, api_key, "sessions/reward", body)).status_code == 200
 
     [sample], policy = run(["41"], program)
-    assert len(policy.asked) == 1
+    assert len(policy.requests) == 1
     assert (sample.reward, sample.status) == (0.25, "finished")
     assert sample.process_rewards == [0.0, 0.5, pytest.approx(0.45)]
 
 
-def test_requests_that_are_too_large_or_unfit_are_told():
+def test_requests_that_are_too_large_or_unfit_are_refused():
     async def program(task: Task, base_url: str, api_key: str) -> None:
         ai = client(base_url, api_key, max_retries=0)
         with pytest.raises(openai.APIStatusError) as caught:
-            await said(ai, [{"role": "user", "content": "x" * 2**25}])
+            await ask(ai, [{"role": "user", "content": "x" * 2**25}])
         assert caught.value.status_code == 413
         image = {"type": "image_url", "image_url": {"url": "data:,"}}
-        for field_, own in {
+        for field_, options in {
             "tool_choice": {"tool_choice": "required"},
             "response_format": {"response_format": {"type": "json_object"}},
             "stop_token_ids": {"extra_body": {"stop_token_ids": [1]}},
@@ -120,42 +120,42 @@ def test_requests_that_are_too_large_or_unfit_are_told():
             "tools": {"tools": [{"type": "custom", "custom": {"name": "a"}}]},
         }.items():
             with pytest.raises(openai.BadRequestError) as refused:
-                await said(ai, **{"messages": ASKED, **own})
+                await ask(ai, **{"messages": QUESTION, **options})
             assert refused.value.param == field_
         with pytest.raises(openai.BadRequestError, match="the role 'robot'; allowed: system"):
-            await said(ai, [{"role": "robot", "content": "a"}])
+            await ask(ai, [{"role": "robot", "content": "a"}])
         odd = {"role": "assistant", "content": "a", "tool_calls": 1}
         with pytest.raises(openai.BadRequestError, match="this cannot be written as tokens"):
-            await said(ai, [odd, *ASKED])
+            await ask(ai, [odd, *QUESTION])
         with pytest.raises(openai.BadRequestError, match="one prompt a request is allowed"):
             await ai.completions.create(model="any", prompt=["a", "b"])
-        answer = await said(ai, ASKED, extra_body={"stop_token_ids": [END]})
+        answer = await ask(ai, QUESTION, extra_body={"stop_token_ids": [END]})
         assert answer.choices[0].message.content == "42"
 
     [sample], policy = run(["42"], program)
-    assert len(policy.asked) == 1 and sample.reward == 1
+    assert len(policy.requests) == 1 and sample.reward == 1
 
 
 def test_a_program_that_met_a_limit_is_truncated():
     async def goes_on(task: Task, base_url: str, api_key: str) -> None:
         ai = client(base_url, api_key)
-        messages: list[Any] = [*ASKED]
+        messages: list[Any] = [*QUESTION]
         while True:
-            answer = await said(ai, messages)
+            answer = await ask(ai, messages)
             messages += [answer.choices[0].message, AGAIN]
 
     [sample], policy = run(["42"] * 9, goes_on, config={"max_turns": 3})
-    assert (len(policy.asked), sample.status, sample.finish_reason) == (3, "truncated", "length")
+    assert (len(policy.requests), sample.status, sample.finish_reason) == (3, "truncated", "length")
     assert sample.reward == 1
-    context = len(policy.asked[2][0]) - 5
+    context = len(policy.requests[2][0]) - 5
     [sample], policy = run(["42"] * 9, goes_on, max_context=context)
-    assert (len(policy.asked), sample.status) == (2, "truncated")
+    assert (len(policy.requests), sample.status) == (2, "truncated")
 
     async def full(task: Task, base_url: str, api_key: str) -> None:
         ai = client(base_url, api_key)
-        await said(ai, ASKED)
+        await ask(ai, QUESTION)
         with pytest.raises(openai.BadRequestError, match=f"of {context} tokens are used") as error:
-            await said(ai, [{"role": "user", "content": "x " * 500}])
+            await ask(ai, [{"role": "user", "content": "x " * 500}])
         assert error.value.code == "context_length_exceeded"
 
     [sample], _ = run(["42"], full, max_context=context)
@@ -164,26 +164,26 @@ def test_a_program_that_met_a_limit_is_truncated():
     async def many(task: Task, base_url: str, api_key: str) -> None:
         ai = client(base_url, api_key, max_retries=0)
         with pytest.raises(openai.RateLimitError, match="at once are allowed: 64") as error:
-            await said(ai, ASKED, n=65)
+            await ask(ai, QUESTION, n=65)
         assert error.value.response.headers["x-should-retry"] == "true"
-        await said(ai, ASKED)
+        await ask(ai, QUESTION)
 
     [sample], policy = run(["42"], many, config={"max_turns": 100})
-    assert (len(policy.asked), sample.status) == (1, "finished")
+    assert (len(policy.requests), sample.status) == (1, "finished")
 
 
 def test_a_client_that_vanishes_ends_its_request_and_leaves_the_turns_before(monkeypatch):
-    monkeypatch.setattr("mcore_rl.agents.endpoint.openai_app.COMMENTS_S", 0.05)
+    monkeypatch.setattr("mcore_rl.agents.api_server.app.COMMENTS_S", 0.05)
     policy = Policy(["42", "a", "b", "a"], {1: asyncio.Event(), 3: asyncio.Event()})
 
     async def program(task: Task, base_url: str, api_key: str) -> None:
         ai = client(base_url, api_key, max_retries=0)
-        answer = await said(ai, ASKED)
-        messages = [*ASKED, answer.choices[0].message, AGAIN]
+        answer = await ask(ai, QUESTION)
+        messages = [*QUESTION, answer.choices[0].message, AGAIN]
         with pytest.raises(openai.APITimeoutError):
-            await said(ai, messages, n=2, timeout=0.5)
+            await ask(ai, messages, n=2, timeout=0.5)
         await until(lambda: policy.cancelled == [1])
-        stream = await said(ai, messages, stream=True)
+        stream = await ask(ai, messages, stream=True)
         await stream.close()
         await until(lambda: policy.cancelled == [1, 3])
 
@@ -199,19 +199,19 @@ def test_a_retry_with_an_idempotency_key_is_the_same_answer():
         ai = client(base_url, api_key, max_retries=0)
         key = {"Idempotency-Key": "1"}
         with pytest.raises(openai.APITimeoutError):
-            await said(ai, ASKED, extra_headers=key, timeout=0.5)
+            await ask(ai, QUESTION, extra_headers=key, timeout=0.5)
         waits.set()
-        found = [await said(ai, ASKED, extra_headers=key) for _ in range(2)]
-        assert found[0] == found[1] and found[0].choices[0].message.content == "a"
+        contents = [await ask(ai, QUESTION, extra_headers=key) for _ in range(2)]
+        assert contents[0] == contents[1] and contents[0].choices[0].message.content == "a"
         with pytest.raises(openai.ConflictError, match="came with another request"):
-            await said(ai, [AGAIN], extra_headers=key)
+            await ask(ai, [AGAIN], extra_headers=key)
         refused = {"Idempotency-Key": "2"}
         with pytest.raises(openai.BadRequestError):
-            await said(ai, ASKED, tool_choice="required", extra_headers=refused)
-        assert (await said(ai, ASKED, extra_headers=refused)).choices[0].message.content == "b"
+            await ask(ai, QUESTION, tool_choice="required", extra_headers=refused)
+        assert (await ask(ai, QUESTION, extra_headers=refused)).choices[0].message.content == "b"
 
     samples, _ = run((), program, policy=policy)
-    assert (len(policy.asked), len(samples), policy.cancelled) == (2, 2, [])
+    assert (len(policy.requests), len(samples), policy.cancelled) == (2, 2, [])
 
 
 def test_an_abort_of_a_request_keeps_its_tokens_and_one_of_the_session_no_more():
@@ -220,25 +220,25 @@ def test_an_abort_of_a_request_keeps_its_tokens_and_one_of_the_session_no_more()
     async def program(task: Task, base_url: str, api_key: str) -> None:
         url = base_url.removesuffix("/v1")
         body: dict[str, Any] = {"token_ids": [1], "sampling_params": {}, "request_id": "mine"}
-        asked = asyncio.create_task(post(url, api_key, "inference/v1/generate", body))
-        await until(lambda: len(policy.asked) == 1)
+        request = asyncio.create_task(post(url, api_key, "inference/v1/generate", body))
+        await until(lambda: len(policy.requests) == 1)
         ids = {"request_ids": ["another", "mine"]}
         await post(url, api_key, "inference/v1/abort_requests", ids)
-        assert (await asked).json()["choices"][0]["finish_reason"] == "abort"
+        assert (await request).json()["choices"][0]["finish_reason"] == "abort"
         ai = client(base_url, api_key, max_retries=0)
-        asked = asyncio.create_task(said(ai, ASKED))
-        await until(lambda: len(policy.asked) == 2)
+        request = asyncio.create_task(ask(ai, QUESTION))
+        await until(lambda: len(policy.requests) == 2)
         await post(base_url, api_key, "sessions/abort")
         with pytest.raises(openai.ConflictError):
-            await asked
+            await request
 
     [sample], _ = run((), program, policy=policy)
     assert (sample.status, sample.reward, len(sample.response_ids)) == ("aborted", 0.0, 1)
 
 
-def test_a_program_that_never_asks_or_fails_is_told():
+def test_a_program_that_never_asks_or_fails_is_an_error():
     async def fails(task: Task, base_url: str, api_key: str) -> None:
-        await said(client(base_url, api_key), ASKED)
+        await ask(client(base_url, api_key), QUESTION)
         raise KeyError("city")
 
     with pytest.raises(RewardError, match=r"'program' raised ValueError: a session without a turn"):
@@ -252,9 +252,9 @@ def test_a_program_that_never_asks_or_fails_is_told():
 def test_a_server_that_fails_ends_the_step_whatever_the_program_makes_of_it():
     async def program(task: Task, base_url: str, api_key: str) -> None:
         ai = client(base_url, api_key)
-        await said(ai, ASKED)
+        await ask(ai, QUESTION)
         with pytest.raises(openai.InternalServerError, match="the server is gone"):
-            await said(ai, ASKED)
+            await ask(ai, QUESTION)
 
     with pytest.raises(ConnectionError, match="the server is gone"):
         run(["42", "dies"], program, stops=False)
@@ -264,21 +264,21 @@ def test_requests_wait_while_the_weights_are_replaced():
     policy = Policy(["42"])
 
     async def work() -> None:
-        settings = AgentConfig(loop="program", settings={"function": f"{HERE}:nothing"})
+        settings = AgentConfig(loop="program", settings={"function": f"{THIS_FILE}:nothing"})
         runner = AgentRunner(policy, TOKENIZER, is_42, settings, 4096, stops_on_error=True)
 
         async def program(task: Task, base_url: str, api_key: str) -> None:
             runner.gate.hold("sleep")
             with runner.gate.hold_during("update"):
-                asked = asyncio.create_task(said(client(base_url, api_key), ASKED))
+                request = asyncio.create_task(ask(client(base_url, api_key), QUESTION))
                 await asyncio.sleep(0.5)
             await asyncio.sleep(0.2)
-            assert not asked.done() and not policy.asked
+            assert not request.done() and not policy.requests
             runner.gate.release("sleep")
-            assert (await asked).choices[0].message.content == "42"
+            assert (await request).choices[0].message.content == "42"
 
         runner._loop._function = program  # type: ignore[attr-defined]
-        prompt = Prompt([], 3, {}, messages=ASKED)
+        prompt = Prompt([], 3, {}, messages=QUESTION)
         assert len(await runner.run_all([prompt], SamplingParams())) == 1
         await close(runner)
 
@@ -304,10 +304,10 @@ def test_tokens_and_texts_that_cannot_be_are_refused_and_do_not_end_the_run():
             for text in ("{", "[" * 100_000):
                 refused = await raw.post(f"{base_url}/completions", content=text)
                 assert refused.status_code == 400
-        await said(client(base_url, api_key), ASKED, stop=["", "!"])
+        await ask(client(base_url, api_key), QUESTION, stop=["", "!"])
 
     [sample], policy = run(["42"], program)
-    assert sample.reward == 1 and [asked.stop for _, asked, _ in policy.asked] == [("!",)]
+    assert sample.reward == 1 and [sampling.stop for _, sampling, _ in policy.requests] == [("!",)]
 
 
 @pytest.mark.parametrize("route", ["inference/v1/generate", "v1/chat/completions"])
@@ -316,13 +316,13 @@ def test_what_still_runs_when_a_program_ends_is_cancelled_and_not_trained(route)
     left: list[asyncio.Task[httpx.Response]] = []
 
     async def program(task: Task, base_url: str, api_key: str) -> None:
-        await said(client(base_url, api_key), ASKED)
+        await ask(client(base_url, api_key), QUESTION)
         url, is_chat = base_url.removesuffix("/v1"), route.endswith("completions")
-        body = {"messages": ASKED} if is_chat else {"token_ids": [1], "sampling_params": {}}
+        body = {"messages": QUESTION} if is_chat else {"token_ids": [1], "sampling_params": {}}
         left.append(asyncio.create_task(post(url, api_key, route, body)))
-        await until(lambda: len(policy.asked) == 2)
+        await until(lambda: len(policy.requests) == 2)
 
-    async def reward(samples: list[Sample], *asked: Any) -> None:
+    async def reward(samples: list[Sample], *rest: Any) -> None:
         assert policy.cancelled == [1]  # before anything is trained
         samples[0].reward = 1.0
 
@@ -335,18 +335,18 @@ def test_tokens_may_have_an_idempotency_key():
         url, key = base_url.removesuffix("/v1"), {"Idempotency-Key": "1"}
         body: dict[str, Any] = {"token_ids": [1], "sampling_params": {}}
         route = "inference/v1/generate"
-        found = [(await post(url, api_key, route, body, **key)).json() for _ in range(2)]
-        assert found[0] == found[1]
+        answers = [(await post(url, api_key, route, body, **key)).json() for _ in range(2)]
+        assert answers[0] == answers[1]
         body["token_ids"] = [2]
         assert (await post(url, api_key, route, body, **key)).status_code == 409
 
     [_], policy = run(["42", "41"], program)
-    assert len(policy.asked) == 1
+    assert len(policy.requests) == 1
 
 
 def test_a_trajectory_has_a_number_of_roles():
     async def program(task: Task, base_url: str, api_key: str) -> None:
-        await said(client(base_url, api_key), ASKED)
+        await ask(client(base_url, api_key), QUESTION)
         for _ in range(64):
             assert (await post(base_url, api_key, "sessions", {"role": "a"})).status_code == 200
         assert (await post(base_url, api_key, "sessions", {"role": "a"})).status_code == 429

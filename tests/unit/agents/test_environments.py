@@ -1,4 +1,4 @@
-"""What the environments of the package say and what they pay."""
+"""Feedback and rewards of the environments of the package."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ import time
 
 import pytest
 
-from mcore_rl.agents.codec import ParsedTurn
-from mcore_rl.agents.coding import Coding, CodingSettings
-from mcore_rl.agents.countdown import Countdown, CountdownSettings, expression_of
-from mcore_rl.agents.guessing import Guessing, GuessingSettings
+from mcore_rl.agents.chat_template.codec import ParsedTurn
+from mcore_rl.agents.environments.coding import Coding, CodingSettings
+from mcore_rl.agents.environments.countdown import Countdown, CountdownSettings, find_expression
+from mcore_rl.agents.environments.guessing import Guessing, GuessingSettings
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.sandbox.call import SandboxError
+from mcore_rl.sandbox.sandbox import SandboxError
 
 
 def played(environment, *says: str) -> list[tuple[str, float, bool]]:
-    """What it answers to each turn: the text, the reward, and whether it is done."""
-    found = []
+    """Play turns; return per turn the text, the reward, and whether it is done."""
+    results = []
     for text in says:
         step = asyncio.run(environment.step(ParsedTurn(text, "", ())))
-        found.append(("".join(m.content for m in step.messages), step.reward, step.is_done))
-    return found
+        results.append(("".join(m.content for m in step.messages), step.reward, step.is_done))
+    return results
 
 
 def countdown(**settings) -> Countdown:
@@ -30,7 +30,7 @@ def countdown(**settings) -> Countdown:
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "feedback"),
     [
         ("8 * 3", ""),
         ("So it is 8 * 3 = 24.", ""),
@@ -46,38 +46,40 @@ def countdown(**settings) -> Countdown:
         ("-8 * -3", ""),
     ],
 )
-def test_a_try_of_countdown_is_right_or_told_what_is_wrong(text, told):
-    [(found, reward, is_done)] = played(countdown(), text)
-    assert found.startswith(told) and (reward, is_done) == ((0.0, False) if told else (1.0, True))
+def test_an_attempt_of_countdown_is_right_or_gets_feedback(text, feedback):
+    [(message, reward, is_done)] = played(countdown(), text)
+    assert message.startswith(feedback) and (reward, is_done) == (
+        (0.0, False) if feedback else (1.0, True)
+    )
 
 
 @pytest.mark.parametrize("text", ["(" * 10**6, "<answer>" * 10**5, "3 " + "=" * 10**6])
 def test_a_long_try_keeps_no_server_waiting(text):
-    """Each takes hours where every part of it is read from every place."""
+    # A search that starts anew at each position would take hours.
     started = time.monotonic()
-    assert expression_of(text) in (None, "3")
+    assert find_expression(text) in (None, "3")
     assert time.monotonic() - started < 30
 
 
 def test_the_last_answer_that_is_closed_counts():
-    said = "<answer>8</answer> 3</answer> <answer>2 * 3 = 6</answer> 7 <answer>9"
-    assert expression_of(said) == "2 * 3"
-    assert expression_of("<answer>8 <answer>2</answer>") == "8"
+    text = "<answer>8</answer> 3</answer> <answer>2 * 3 = 6</answer> 7 <answer>9"
+    assert find_expression(text) == "2 * 3"
+    assert find_expression("<answer>8 <answer>2</answer>") == "8"
 
 
-def test_tries_before_the_right_one_cost_and_all_numbers_may_be_asked_for():
+def test_attempts_before_the_right_one_cost_and_all_numbers_may_be_required():
     assert played(countdown(), "8 + 8", "no", "3 * 8")[-1] == ("", pytest.approx(0.8), True)
     assert played(countdown(try_penalty=0.7), "8", "8", "3 * 8")[-1] == ("", 0.0, True)
-    asked = countdown(uses_all=True)
-    [(told, _, _), (_, reward, _)] = played(asked, "3 * 8", "(8 + 8) * 3 / 2")
-    assert told == "3 * 8 does not use 2. Try again."
+    environment = countdown(uses_all=True)
+    [(feedback, _, _), (_, reward, _)] = played(environment, "3 * 8", "(8 + 8) * 3 / 2")
+    assert feedback == "3 * 8 does not use 2. Try again."
     assert reward == pytest.approx(0.9)
 
 
 def test_an_expression_is_the_left_side_of_the_last_line_with_one():
-    assert expression_of("1 + 1\nno numbers\n2 * (3 + 4) = 14 is it") == "2 * (3 + 4)"
-    assert expression_of("<answer> 3 + 4 </answer> and 5") == "3 + 4"
-    assert expression_of("none") is None
+    assert find_expression("1 + 1\nno numbers\n2 * (3 + 4) = 14 is it") == "2 * (3 + 4)"
+    assert find_expression("<answer> 3 + 4 </answer> and 5") == "3 + 4"
+    assert find_expression("none") is None
 
 
 ASSERTS = {"asserts": ["assert double(2) == 4", "assert double(-3) == -6, 'negative'"]}
@@ -95,7 +97,7 @@ def coding(tests: dict, **settings) -> Coding:
 
 
 @pytest.mark.parametrize(
-    ("tests", "program", "told"),
+    ("tests", "program", "feedback"),
     [
         (ASSERTS, RIGHT, ""),
         (
@@ -110,15 +112,17 @@ def coding(tests: dict, **settings) -> Coding:
         (OUTPUTS, f"{READS}\nprint(1 / 0)", "For the input '2' it ends with 'Traceback"),
     ],
 )
-def test_a_program_passes_or_is_told_the_first_test_that_fails(tests, program, told):
+def test_a_program_passes_or_gets_the_first_test_that_fails(tests, program, feedback):
     environment = coding(tests, cpu_s=2.0)
-    [(found, reward, is_done)] = played(environment, block(program))
-    assert found.startswith(told) and (reward, is_done) == ((0.0, False) if told else (1.0, True))
+    [(message, reward, is_done)] = played(environment, block(program))
+    assert message.startswith(feedback) and (reward, is_done) == (
+        (0.0, False) if feedback else (1.0, True)
+    )
 
 
 def test_programs_before_the_right_one_cost_and_tests_may_be_hidden():
-    found = played(coding(ASSERTS, shows_tests=False), "no", block(WRONG), block(RIGHT))
-    assert found == [
+    results = played(coding(ASSERTS, shows_tests=False), "no", block(WRONG), block(RIGHT))
+    assert results == [
         ("There is no ```python block in your answer. Try again.", 0.0, False),
         ("A test fails. Try again.", 0.0, False),
         ("", pytest.approx(0.8), True),
@@ -129,12 +133,12 @@ def test_programs_without_a_sandbox_are_refused_before_a_run(monkeypatch):
     def none(settings):
         raise SandboxError("no sandbox works here")
 
-    monkeypatch.setattr("mcore_rl.agents.coding._sandbox", none)
+    monkeypatch.setattr("mcore_rl.agents.environments.coding._make_sandbox", none)
     with pytest.raises(ConfigError, match=r"agent\.environment='code': no sandbox works here"):
         Coding.check(CodingSettings())
 
 
-def test_guesses_are_told_higher_and_lower():
+def test_guesses_get_higher_and_lower():
     game = Guessing({"answer": "37"}, GuessingSettings())
     assert played(game, "50?", "well", "from 1 to 20: 20", "37") == [
         ("50 is too high.", 0.0, False),
@@ -145,7 +149,7 @@ def test_guesses_are_told_higher_and_lower():
 
 
 @pytest.mark.parametrize(
-    ("make", "told"),
+    ("make", "message"),
     [
         (lambda: Countdown({"nums": 3}, CountdownSettings()), "reads the columns nums"),
         (lambda: coding({"asserts": []}), "environment='code': the field 'answer'.*not empty"),
@@ -153,6 +157,6 @@ def test_guesses_are_told_higher_and_lower():
         (lambda: Guessing({"answer": 7}, GuessingSettings(high=5)), "7 is not from 1 to 5"),
     ],
 )
-def test_a_row_that_does_not_fit_is_refused(make, told):
-    with pytest.raises(ConfigError, match=told):
+def test_a_row_that_does_not_fit_is_refused(make, message):
+    with pytest.raises(ConfigError, match=message):
         make()

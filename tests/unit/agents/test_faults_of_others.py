@@ -8,24 +8,24 @@ from collections.abc import Sequence
 
 import pytest
 
-from mcore_rl.agents import closing
-from mcore_rl.agents.codec import ChatMessage, ParsedTurn, ToolSpec
-from mcore_rl.agents.environment import EnvironmentStep
+from mcore_rl.agents.chat_template.codec import ChatMessage, ParsedTurn, ToolSpec
+from mcore_rl.agents.environments.base import EnvironmentStep
 from mcore_rl.agents.loops import Agent, Task
+from mcore_rl.agents.tools import base as tools_base
 from mcore_rl.agents.tools.base import tool
-from mcore_rl.agents.trajectory import state_id
-from mcore_rl.config.agent_schema import AgentConfig
+from mcore_rl.agents.trajectory import hash_state
+from mcore_rl.config.schema import AgentConfig
 from mcore_rl.data.sample import Sample
 from tests.unit.agents.test_loops import call, run, text_of
 
-HERE = __file__
+THIS_FILE = __file__
 LONE = "x\ud800"  # half of a character in two bytes pairs, as JSON may have it
-TOLD = "x\ufffd"
+REPLACED = "x\ufffd"
 
 
 @tool
 def weather(city: str) -> str:
-    """The weather in a city."""
+    """Return the weather in a city."""
     if city == f"no {LONE}":
         raise ValueError(city)
     return f"in {city}"
@@ -58,29 +58,29 @@ class Renders:
     async def run(self, task: Task) -> list[Sample]:
         session, other = self._agent.session(task), self._agent.session(task)
         answer = await session.ask(task.messages)
-        messages = [*task.messages, answer.parsed.message(), ChatMessage("tool", LONE)]
+        messages = [*task.messages, answer.parsed.to_message(), ChatMessage("tool", LONE)]
         await other.ask(messages)
-        return await self._agent.judged(task, other, "finished", "42", [session])
+        return await self._agent.score_samples(task, other, "finished", "42", [session])
 
 
-def asked(city: str) -> str:
+def write_call(city: str) -> str:
     arguments = {"name": "weather", "arguments": {"city": city}}
     return f"<tool_call>\n{json.dumps(arguments)}\n</tool_call>"
 
 
 def test_half_a_character_is_replaced_wherever_it_comes_from():
-    config = AgentConfig("tools", tools=[f"{HERE}:weather"])
-    says = [asked(LONE) + asked(f"no {LONE}"), "42"]
+    config = AgentConfig("tools", tools=[f"{THIS_FILE}:weather"])
+    says = [write_call(LONE) + write_call(f"no {LONE}"), "42"]
     [sample], policy = run(says, config)
-    told = text_of(policy.prompts[1])
-    assert f"in {TOLD}" in told and f"Error: ValueError: no {TOLD}" in told
+    text = text_of(policy.prompts[1])
+    assert f"in {REPLACED}" in text and f"Error: ValueError: no {REPLACED}" in text
     assert (sample.reward, sample.status) == (1.0, "finished")
-    config = AgentConfig("environment", environment=f"{HERE}:Echoes", max_turns=2)
+    config = AgentConfig("environment", environment=f"{THIS_FILE}:Echoes", max_turns=2)
     [sample], policy = run(["1", "2"], config)
-    assert TOLD in text_of(policy.prompts[0]) and f"in {TOLD}" in text_of(policy.prompts[1])
-    assert sample.state_ids[-1] == state_id(f"in {LONE}") != state_id(f"in {TOLD}")
-    _, policy = run([asked(LONE), "42"], AgentConfig(f"{HERE}:Renders"))
-    assert text_of(policy.prompts[1]).count(TOLD) == 2
+    assert REPLACED in text_of(policy.prompts[0]) and f"in {REPLACED}" in text_of(policy.prompts[1])
+    assert sample.state_ids[-1] == hash_state(f"in {LONE}") != hash_state(f"in {REPLACED}")
+    _, policy = run([write_call(LONE), "42"], AgentConfig(f"{THIS_FILE}:Renders"))
+    assert text_of(policy.prompts[1]).count(REPLACED) == 2
 
 
 class Hanging:
@@ -120,9 +120,9 @@ class FailingRoom(HangingRoom):
         ("FailingRoom", "raised OSError when it was closed: the file is gone"),
     ],
 )
-def test_what_does_not_close_is_told_and_costs_no_trajectory(name, what, monkeypatch, capsys):
-    monkeypatch.setattr(closing, "CLOSE_S", 0.01)
-    path, is_room = f"{HERE}:{name}", name.endswith("Room")
+def test_a_close_that_fails_is_printed_and_costs_no_trajectory(name, what, monkeypatch, capsys):
+    monkeypatch.setattr(tools_base, "CLOSE_S", 0.01)
+    path, is_room = f"{THIS_FILE}:{name}", name.endswith("Room")
     config = AgentConfig("tools", tools=[path, "calculator"])
     if is_room:
         config = AgentConfig("environment", environment=path)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import json
+import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
@@ -12,30 +14,31 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mcore_rl.agents.codec import ChatMessage, ParsedTurn, ToolSpec
-from mcore_rl.agents.environment import EnvironmentStep
+from mcore_rl.agents.chat_template.codec import ChatMessage, ParsedTurn, ToolSpec
+from mcore_rl.agents.environments.base import EnvironmentStep
 from mcore_rl.agents.loops import Agent, Task
-from mcore_rl.agents.runner import AgentRunner
+from mcore_rl.agents.runner import AgentRunner, Timeout
 from mcore_rl.agents.single_turn import Prompt
-from mcore_rl.agents.trajectory import state_id
-from mcore_rl.config.agent_schema import AgentConfig
+from mcore_rl.agents.trajectory import hash_state
 from mcore_rl.config.errors import ConfigError
+from mcore_rl.config.schema import AgentConfig
 from mcore_rl.data.sample import RoutedExperts, Sample
 from mcore_rl.inference.protocol import Completion, SamplingParams
-from mcore_rl.rewards.base import RewardError
+from mcore_rl.rewards.registry import RewardError
 from tests.pages import ROOT
 from tests.unit.agents.families import tokenizer_of
 from tests.unit.repo.test_docs import write_recipes
+from tests.unit.rewards.test_http_reward import SkippedTime
 
-HERE = __file__
+THIS_FILE = __file__
 TOKENIZER = tokenizer_of("qwen3")
 END = TOKENIZER.eos_token_id
 MESSAGES = [{"role": "user", "content": "How much is 6 * 7?"}]
 
 
 def call(expression: str) -> str:
-    found = {"name": "calculator", "arguments": {"expression": expression}}
-    return f"<tool_call>\n{json.dumps(found)}\n</tool_call>"
+    function = {"name": "calculator", "arguments": {"expression": expression}}
+    return f"<tool_call>\n{json.dumps(function)}\n</tool_call>"
 
 
 @dataclass
@@ -63,16 +66,16 @@ class Scripted:
         if self.says[number] == "dies":
             raise ConnectionError("the server is gone")
         ids = [*TOKENIZER.encode(self.says[number], add_special_tokens=False), END]
-        kept, routed = ids[: sampling.max_tokens], None
+        sampled, routed = ids[: sampling.max_tokens], None
         if (start := sampling.experts_from) is not None:
-            num_tokens = len(prompt_ids) + len(kept) - 1 - start
+            num_tokens = len(prompt_ids) + len(sampled) - 1 - start
             routed = RoutedExperts(start, np.full((num_tokens, 1, 2), number, np.uint8))
         return [
             Completion(
-                token_ids=kept,
-                log_probs=[-0.1 * (number + 1)] * len(kept),
-                finish_reason="stop" if len(kept) == len(ids) else "length",
-                weight_versions=[5 + number] * len(kept),
+                token_ids=sampled,
+                log_probs=[-0.1 * (number + 1)] * len(sampled),
+                finish_reason="stop" if len(sampled) == len(ids) else "length",
+                weight_versions=[5 + number] * len(sampled),
                 routed_experts=routed,
             )
         ]
@@ -85,17 +88,22 @@ async def is_42(samples: list[Sample], texts: list[str], max_tokens: int, where:
 
 
 def run(
-    says: Sequence[str], config: AgentConfig, max_context: int = 4096, *, stops: bool = True, **own
+    says: Sequence[str],
+    config: AgentConfig,
+    max_context: int = 4096,
+    *,
+    stops: bool = True,
+    **options,
 ) -> tuple[list[Sample], Scripted]:
     policy = Scripted(says)
-    reward = own.get("reward", is_42)
+    reward = options.get("reward", is_42)
     runner = AgentRunner(policy, TOKENIZER, reward, config, max_context, stops_on_error=stops)
     prompt = Prompt([], 3, {"answer": "42"}, row=7, messages=MESSAGES)
     sampling = SamplingParams(
         n=1,
         seed=100,
-        max_tokens=own.get("max_tokens", 1000),
-        experts_from=own.get("experts_from"),
+        max_tokens=options.get("max_tokens", 1000),
+        experts_from=options.get("experts_from"),
     )
 
     async def run_and_close() -> list[Sample]:
@@ -124,9 +132,9 @@ def test_a_tool_loop_is_one_sample_whose_tool_tokens_are_context():
     assert sample.prompt_ids == policy.prompts[0]
     assert [*sample.prompt_ids, *sample.response_ids[: -len(last) - 1]] == policy.prompts[1]
     chosen = [[-0.1, 5]] * (len(first) + 1) + [[0.0, -1]] * between + [[-0.2, 6]] * (len(last) + 1)
-    found = zip(sample.rollout_log_probs, sample.weight_versions, strict=True)
-    assert [list(pair) for pair in found] == chosen
-    whole = TOKENIZER.apply_chat_template(
+    pairs = zip(sample.rollout_log_probs, sample.weight_versions, strict=True)
+    assert [list(pair) for pair in pairs] == chosen
+    render = TOKENIZER.apply_chat_template(
         [
             *MESSAGES,
             {"role": "assistant", "content": call("6 * 7")},
@@ -136,7 +144,7 @@ def test_a_tool_loop_is_one_sample_whose_tool_tokens_are_context():
         add_generation_prompt=True,
         tokenize=False,
     )
-    assert text_of(policy.prompts[1]) == whole
+    assert text_of(policy.prompts[1]) == render
     assert (sample.reward, sample.reward_parts) == (1.0, {"length": 2.0})
     assert (sample.finish_reason, sample.status, sample.fields) == (
         "stop", "finished", {"answer": "42"},
@@ -145,7 +153,7 @@ def test_a_tool_loop_is_one_sample_whose_tool_tokens_are_context():
 
 
 def _schemas() -> list[dict]:
-    from mcore_rl.agents.tools.calculator import calculator
+    from mcore_rl.agents.tools.built_in import calculator
 
     return [calculator.tool.schema()]
 
@@ -163,18 +171,18 @@ def test_turns_bring_the_experts_of_their_own_tokens_only():
     assert (policy.experts_from, sample.routed_experts) == ([None, None], ())
 
 
-def test_calls_of_one_turn_are_all_answered_and_wrong_ones_told():
+def test_calls_of_one_turn_are_all_answered_and_wrong_ones_with_errors():
     says = [
         call("1 + 1") + call("1 / 0") + "<tool_call>\n{\n</tool_call>",
         '<tool_call>\n{"name": "nothing", "arguments": {}}\n</tool_call>',
         "42",
     ]
     [sample], policy = run(says, TOOLS)
-    told = text_of(policy.prompts[1][len(policy.prompts[0]) :])
-    assert told.count("<tool_response>") == 3
-    assert "\n2\n" in told and "Error: " in told and "malformed" in told
-    told = text_of(policy.prompts[2][len(policy.prompts[1]) :])
-    assert "there is no tool 'nothing'; there are: calculator" in told
+    text = text_of(policy.prompts[1][len(policy.prompts[0]) :])
+    assert text.count("<tool_response>") == 3
+    assert "\n2\n" in text and "Error: " in text and "malformed" in text
+    text = text_of(policy.prompts[2][len(policy.prompts[1]) :])
+    assert "there is no tool 'nothing'; there are: calculator" in text
     assert sample.reward == 1
 
 
@@ -216,7 +224,7 @@ class Guessing:
         Guessing.closed += 1
 
 
-GUESSING = AgentConfig("environment", environment=f"{HERE}:Guessing")
+GUESSING = AgentConfig("environment", environment=f"{THIS_FILE}:Guessing")
 
 
 def test_an_environment_answers_until_it_is_done_and_its_rewards_add_up():
@@ -228,7 +236,7 @@ def test_an_environment_answers_until_it_is_done_and_its_rewards_add_up():
     assert sample.response_mask.count(1) == 2 * len(TOKENIZER.encode("42<|im_end|>")) + 9
     assert text_of(policy.prompts[2]).count("x<|im_end|>") == 1
     ends = [span.end - 1 for span in sample.turn_spans]
-    paid = {at: reward for at, reward in enumerate(sample.process_rewards) if reward}
+    paid = {position: reward for position, reward in enumerate(sample.process_rewards) if reward}
     assert paid == dict(zip(ends, [0.1, 0.1, 1.0], strict=True))
     start = len(policy.prompts[0])
     [sample], _ = run(["40", "x" * 90], GUESSING, max_context=start + 30)
@@ -236,17 +244,17 @@ def test_an_environment_answers_until_it_is_done_and_its_rewards_add_up():
 
 
 def test_tokens_have_the_state_that_their_turn_was_chosen_in():
-    """What the policy was told, unless the environment names it; also of one that is cut off."""
+    # The state is the last text for the policy, unless the environment names one.
     [sample], _ = run(["40", "41", "42"], GUESSING)
     first, second, third = (sample.state_ids[span.start] for span in sample.turn_spans)
-    assert first == state_id("How much is 6 * 7?\nGuess.")
-    assert second == third == state_id("Too low.")
+    assert first == hash_state("How much is 6 * 7?\nGuess.")
+    assert second == third == hash_state("Too low.")
     of_turn = {-1 if mask == 0 else state for mask, state in states_of(sample)}
     assert of_turn == {-1, first, second} == {state for _, state in states_of(sample)}
-    config = AgentConfig("environment", environment=f"{HERE}:Named", timeout_s=2.0)
+    config = AgentConfig("environment", environment=f"{THIS_FILE}:Named", timeout_s=2.0)
     [sample], _ = run(["40", "41", "waits"], config)
     assert sample.status == "aborted"
-    assert {state for mask, state in states_of(sample) if mask} == {first, state_id("below 42")}
+    assert {state for mask, state in states_of(sample) if mask} == {first, hash_state("below 42")}
     [sample], _ = run([call("6 * 7"), "42"], TOOLS)
     assert not sample.state_ids
 
@@ -285,8 +293,8 @@ def test_the_code_of_the_page_runs(page):
     [sample], policy = run(["41", "42"], AgentConfig(f"{page}/twice.py:CheckedTwice"))
     assert "Check that" in text_of(policy.prompts[1]) and sample.reward == 1
     config = AgentConfig("tools", tools=["calculator", f"{page}/tools.py:weather"])
-    asked = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
-    [sample], policy = run([asked, "42"], config)
+    call_text = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
+    [sample], policy = run([call_text, "42"], config)
     assert "20 degrees celsius in Oslo" in text_of(policy.prompts[1])
 
 
@@ -298,7 +306,7 @@ def test_a_slow_reward_takes_no_time_of_its_trajectory():
     config = AgentConfig("tools", tools=["calculator"], timeout_s=2.0)
     [sample], _ = run(["42"], config, reward=slow)
     assert (sample.status, sample.reward) == ("finished", 1.0)
-    config = AgentConfig(f"{HERE}:AsksAgain", timeout_s=2.0)
+    config = AgentConfig(f"{THIS_FILE}:AsksAgain", timeout_s=2.0)
     [sample], _ = run(["42", "waits"], config, reward=slow)
     assert (sample.status, sample.reward) == ("aborted", 0.0)
 
@@ -312,13 +320,13 @@ class AsksAgain:
     async def run(self, task: Task) -> list[Sample]:
         session = self._agent.session(task)
         answer = await session.ask(task.messages)
-        await self._agent.judged(task, session, "finished", answer.parsed.content)
+        await self._agent.score_samples(task, session, "finished", answer.parsed.content)
         await session.ask([ChatMessage("user", "Once more.")])
         raise AssertionError("the policy waits longer than the trajectory may")
 
 
-def test_rewards_are_found_while_other_trajectories_are_generated():
-    """That of the first trajectory waits for the last one; the server has room for one."""
+def test_rewards_are_computed_while_other_trajectories_are_generated():
+    # The reward of the first trajectory waits for the last one; the server has room for one.
     all_sampled, room = asyncio.Event(), asyncio.Lock()
 
     async def slow(samples: list[Sample], texts: list[str], max_tokens: int, where: str) -> None:
@@ -327,13 +335,13 @@ def test_rewards_are_found_while_other_trajectories_are_generated():
         await is_42(samples, texts, max_tokens, where)
 
     class OneAtATime(Scripted):
-        async def submit(self, *asked, **more) -> list[Completion]:
+        async def submit(self, *args, **more) -> list[Completion]:
             async with room:
                 await asyncio.sleep(0)
-                found = await super().submit(*asked, **more)
+                completions = await super().submit(*args, **more)
                 if len(self.prompts) == len(self.says):
                     all_sampled.set()
-                return found
+                return completions
 
     policy = OneAtATime(["42"] * 4)
     runner = AgentRunner(policy, TOKENIZER, slow, TOOLS, 4096, stops_on_error=True)
@@ -358,25 +366,107 @@ class TwoSpeakers:
         for _ in range(2):
             session = self._agent.session(task)
             await session.ask(task.messages)
-            samples += self._agent.rewarded(task, session, "finished", 0.5)
+            samples += self._agent.build_samples(task, session, "finished", 0.5)
         return samples
 
 
 def test_a_loop_of_ones_own_may_give_several_samples_of_one_trajectory():
-    samples, _ = run(["a", "b"], AgentConfig(f"{HERE}:TwoSpeakers"))
+    samples, _ = run(["a", "b"], AgentConfig(f"{THIS_FILE}:TwoSpeakers"))
     assert [(s.group_id, s.trajectory, s.segment, s.reward) for s in samples] == [
         (3, 0, 0, 0.5), (3, 0, 1, 0.5),
     ]  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("config", "told"),
+    ("config", "message"),
     [
         (AgentConfig("tool"), "agent.loop='tool' is unknown; allowed: environment, program, tools"),
         (AgentConfig("tools", tools=["abacus"]), "agent.tools has 'abacus'; allowed: calculator"),
         (AgentConfig("tools", tools=["search"]), "agent.search_file=''"),
     ],
 )
-def test_what_is_unknown_is_refused(config, told):
-    with pytest.raises(ConfigError, match=told):
+def test_what_is_unknown_is_refused(config, message):
+    with pytest.raises(ConfigError, match=message):
         run(["42"], config)
+
+
+async def ended_in_time(limit: Timeout, *pauses_s: float) -> bool:
+    """Return whether a trajectory that is paused for each of these times, in turn, ended."""
+    try:
+        async with limit:
+            for pause_s in pauses_s:
+                with limit.paused(), limit.paused():
+                    await asyncio.sleep(pause_s)
+            await asyncio.sleep(0.05)
+    except TimeoutError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize(("limit_s", "ends"), [(0.02, False), (0.2, True)])
+def test_time_stands_still_while_it_is_stopped(limit_s, ends):
+    async def work() -> bool:
+        return await ended_in_time(Timeout(limit_s), 0.3, 0.1)
+
+    clock = SkippedTime()
+    loop = asyncio.SelectorEventLoop(clock)
+    loop.time = lambda: clock.now  # type: ignore[method-assign]
+    try:
+        assert loop.run_until_complete(work()) is ends
+    finally:
+        loop.close()
+
+
+def test_a_trajectory_whose_time_is_over_can_be_stopped_while_it_ends():
+    async def work() -> bool:
+        limit = Timeout(0.01)
+        try:
+            async with limit:
+                try:
+                    await asyncio.sleep(10)
+                finally:
+                    with limit.paused():
+                        await asyncio.sleep(0.01)
+        except TimeoutError:
+            return True
+        return False
+
+    assert asyncio.run(work())
+
+
+class OldNames:
+    """A loop that uses the names of the last release."""
+
+    def __init__(self, agent: Agent) -> None:
+        self._agent = agent
+
+    async def run(self, task: Task) -> list[Sample]:
+        self._agent.begin_anew(task)
+        async with self._agent.served(task) as api:
+            session = api.session
+            answer = await session.ask(task.messages)
+        await self._agent.judged(task, session, "finished", answer.parsed.content)
+        return self._agent.rewarded(task, session, "finished", 0.25)
+
+
+def test_methods_of_an_agent_keep_their_old_names_for_one_release():
+    with pytest.warns(FutureWarning) as caught:
+        [sample], _ = run(["42"], AgentConfig(f"{THIS_FILE}:OldNames"))
+    assert sample.reward == 0.25
+    assert {str(warning.message).partition(" is")[0] for warning in caught} == {
+        "agent.begin_anew", "agent.served", "agent.judged", "agent.rewarded",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "name"),
+    [
+        ("codec", "chat_template.codec", "ChatMessage"),
+        ("environment", "environments.base", "EnvironmentStep"),
+    ],
+)
+def test_documented_import_paths_keep_working_for_one_release(old, new, name):
+    sys.modules.pop(f"mcore_rl.agents.{old}", None)
+    with pytest.warns(FutureWarning, match=f"is now mcore_rl.agents.{new}"):
+        module = importlib.import_module(f"mcore_rl.agents.{old}")
+    assert getattr(module, name) is getattr(importlib.import_module(f"mcore_rl.agents.{new}"), name)

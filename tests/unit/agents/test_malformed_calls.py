@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from mcore_rl.agents.choose import codec_for
-from mcore_rl.agents.codec import ChatMessage, ToolSpec
+from mcore_rl.agents.chat_template.codec import ChatMessage, ToolSpec
+from mcore_rl.agents.chat_template.validation import select_codec
 from mcore_rl.agents.loops import Task
-from mcore_rl.config.agent_schema import AgentConfig
+from mcore_rl.config.schema import AgentConfig
 from tests.unit.agents.families import tokenizer_of
-from tests.unit.agents.served import ASKED, CALCULATOR, client, post, said
+from tests.unit.agents.served import CALCULATOR, QUESTION, ask, client, post
 from tests.unit.agents.served import run as run_program
 from tests.unit.agents.test_loops import run, text_of
 
@@ -53,7 +53,7 @@ VALUES = {
 @pytest.mark.parametrize(("family", "kind"), CALLS)
 def test_a_call_that_nothing_can_read_or_write_is_malformed(family: str, kind: Any, value: str):
     tokenizer = tokenizer_of(family)
-    codec = codec_for(tokenizer, kind)
+    codec = select_codec(tokenizer, kind)
 
     def parse(written: str, tools: list[ToolSpec]) -> Any:
         text = CALLS[family, kind].replace("VALUE", written)
@@ -71,13 +71,13 @@ def test_a_call_that_nothing_can_read_or_write_is_malformed(family: str, kind: A
 
 
 @pytest.mark.parametrize("value", VALUES.values(), ids=VALUES)
-def test_a_malformed_call_is_told_and_its_middle_left_out(value: str):
+def test_a_malformed_call_is_answered_without_its_middle(value: str):
     says = [_HERMES.replace("look", "calculator").replace("VALUE", value * 4), "42"]
     config = AgentConfig("tools", tools=["calculator"])
     [sample], policy = run(says, config, max_context=200_000, max_tokens=100_000)
-    told = text_of(policy.prompts[1][len(policy.prompts[0]) :])
-    assert "Error: the call is malformed" in told
-    assert ("characters left out" in told) == (len(value) > 5000)
+    text = text_of(policy.prompts[1][len(policy.prompts[0]) :])
+    assert "Error: the call is malformed" in text
+    assert ("characters left out" in text) == (len(value) > 5000)
     assert (sample.reward, sample.status) == (1.0, "finished")
 
 
@@ -88,12 +88,12 @@ def test_a_client_gets_a_malformed_call_as_text(value: str):
     async def program(task: Task, base_url: str, api_key: str) -> None:
         ai = client(base_url, api_key)
         for tools in ({"tools": [CALCULATOR]}, {}):
-            message = (await said(ai, ASKED, **tools)).choices[0].message
+            message = (await ask(ai, QUESTION, **tools)).choices[0].message
             assert message.tool_calls is None and value in message.content
         body = {"token_ids": [1], "sampling_params": {}}
         answer = await post(base_url.removesuffix("/v1"), api_key, "inference/v1/generate", body)
         assert answer.status_code == 200
-        assert (await said(ai, ASKED)).choices[0].message.content == "42"
+        assert (await ask(ai, QUESTION)).choices[0].message.content == "42"
 
     samples, _ = run_program(
         [text, text, text, "42"], program, max_context=100_000, config={"max_turns": 8}

@@ -8,32 +8,29 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from mcore_rl.agents.choose import codec_for
-from mcore_rl.agents.judge_model import chat_of
+from mcore_rl.agents.chat_template.validation import select_codec
+from mcore_rl.agents.frozen_model import FrozenModel, make_judge_post
 from mcore_rl.agents.loops import Agent, Task
-from mcore_rl.agents.remote import FrozenModel
 from mcore_rl.agents.runner import AgentRunner
-from mcore_rl.agents.session import session_seed, turn_seed
+from mcore_rl.agents.session import draw_session_seed, draw_turn_seed
 from mcore_rl.agents.single_turn import Prompt
-from mcore_rl.agents.trajectory import samples_of
-from mcore_rl.algorithms.advantages import token_advantages
-from mcore_rl.algorithms.sample_choice import kept_groups
-from mcore_rl.config.agent_schema import AgentConfig
+from mcore_rl.agents.trajectory import build_samples
+from mcore_rl.algorithms.advantages import compute_advantages
+from mcore_rl.algorithms.sample_choice import filter_groups
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.config.samples_schema import SamplesConfig
-from mcore_rl.config.schema import RewardConfig
+from mcore_rl.config.schema import AgentConfig, FilterConfig, RewardConfig
 from mcore_rl.data.batch import Batch
 from mcore_rl.data.sample import Sample
 from mcore_rl.inference.protocol import Completion, SamplingParams
-from mcore_rl.rewards.base import RewardError
-from mcore_rl.rewards.judge import Judge
+from mcore_rl.rewards.manager import RewardManager
+from mcore_rl.rewards.registry import RewardError
 from mcore_rl.trainers.step_samples import describe_samples
 from tests.pages import ROOT
 from tests.unit.agents.test_loops import TOKENIZER, Scripted, text_of
 
-HERE = __file__
+THIS_FILE = __file__
 STOP = "###STOP###"
-CODEC = codec_for(TOKENIZER)
+CODEC = select_codec(TOKENIZER)
 
 
 class Frozen(Scripted):
@@ -42,9 +39,9 @@ class Frozen(Scripted):
     async def submit(
         self, prompt_ids: list[int], sampling: SamplingParams, *, request_id: str = ""
     ) -> list[Completion]:
-        [found] = await super().submit(prompt_ids, sampling, request_id=request_id)
-        found.weight_versions[:] = [-1] * len(found.token_ids)
-        return [found]
+        [completion] = await super().submit(prompt_ids, sampling, request_id=request_id)
+        completion.weight_versions[:] = [-1] * len(completion.token_ids)
+        return [completion]
 
 
 async def word_count(samples: list[Sample], texts: list[str], max_tokens: int, where: str) -> None:
@@ -67,12 +64,12 @@ def run(
     sampling = SamplingParams(temperature=0.0, max_tokens=50)
     runner.models["user"] = FrozenModel(other, CODEC, sampling, 4096)
     prompt = Prompt([], 3, {"answer": "42", "item": "tea"}, row=7, messages=messages)
-    asked = SamplingParams(n=1, seed=100, max_tokens=1000)
-    return asyncio.run(runner.run_all([prompt], asked)), speaks, other
+    policy_sampling = SamplingParams(n=1, seed=100, max_tokens=1000)
+    return asyncio.run(runner.run_all([prompt], policy_sampling)), speaks, other
 
 
 def chat(*messages: tuple[str, str]) -> str:
-    """A prompt as the chat template writes it."""
+    """Return a prompt as the chat template writes it."""
     return TOKENIZER.apply_chat_template(
         [{"role": role, "content": content} for role, content in messages],
         add_generation_prompt=True,
@@ -81,8 +78,8 @@ def chat(*messages: tuple[str, str]) -> str:
 
 
 def user(**settings: object) -> AgentConfig:
-    told = {"prompt": "You want {item}.", "greeting": "Yes?"} | settings
-    return AgentConfig("user", settings=told, max_turns=3)
+    user_settings = {"prompt": "You want {item}.", "greeting": "Yes?"} | settings
+    return AgentConfig("user", settings=user_settings, max_turns=3)
 
 
 def length(text: str) -> int:
@@ -106,7 +103,7 @@ def test_each_side_sees_the_other_as_its_user_and_the_policy_alone_is_trained():
     assert sample.weight_versions == [5] * first + [-1] * between + [6] * last
     assert (sample.reward, sample.status, sample.role) == (2.0, "finished", "")
     assert policy.seeds[0] == 103
-    assert other.seeds[0] == session_seed(103, 1) and None not in other.seeds
+    assert other.seeds[0] == draw_session_seed(103, 1) and None not in other.seeds
     assert len({*policy.seeds, *other.seeds}) == 4
 
 
@@ -131,19 +128,19 @@ def test_a_server_of_a_model_that_fails_is_no_failure_of_the_loop():
 
 
 @pytest.mark.parametrize(
-    ("settings", "told"),
+    ("settings", "message"),
     [
         ({"model": "judge"}, "agent.settings.model='judge' is none of models; allowed: user"),
         ({"reads": "all"}, "agent.settings.reads='all'"),
         ({"stop": ""}, "stop=''; allowed"),
     ],
 )
-def test_settings_of_the_user_are_checked_before_the_run(settings, told):
-    with pytest.raises(ConfigError, match=told):
+def test_settings_of_the_user_are_checked_before_the_run(settings, message):
+    with pytest.raises(ConfigError, match=message):
         run(user(**settings), [])
 
 
-def test_a_column_that_the_row_lacks_is_told():
+def test_a_column_that_the_row_lacks_is_an_error():
     with pytest.raises(RewardError, match=r"\{mood\}, and the row no such column; it has answer,"):
         run(user(prompt="You are {mood}."), [], ["Hi."])
 
@@ -160,23 +157,23 @@ class Wrong:
         await other.ask(task.messages)
         way = task.fields["way"]
         if way == "agent":
-            return self._agent.rewarded(task, other, "finished", 1.0)
+            return self._agent.build_samples(task, other, "finished", 1.0)
         if way == "tokens":
             known = {"trajectory": 0, "group_id": 3, "reward": 1.0}
-            return samples_of(other.turns, status="finished", **known)
+            return build_samples(other.turns, status="finished", **known)
         if way == "rewards":
             again = self._agent.session(task)
             await again.ask(task.messages)
             return [
-                *self._agent.rewarded(task, policy, "finished", 1.0),
-                *self._agent.rewarded(task, again, "finished", 0.0),
+                *self._agent.build_samples(task, policy, "finished", 1.0),
+                *self._agent.build_samples(task, again, "finished", 0.0),
             ]
         self._agent.session(task, model="nobody")
         raise AssertionError
 
 
 @pytest.mark.parametrize(
-    ("way", "told"),
+    ("way", "message"),
     [
         ("agent", "a session with models.user is not trained"),
         ("tokens", "samples have tokens to be trained that the policy did not choose"),
@@ -184,14 +181,14 @@ class Wrong:
         ("unknown", r"model='nobody'.*allowed: one of models \(user\)"),
     ],
 )
-def test_what_a_loop_must_not_train_is_refused(way, told):
+def test_what_a_loop_must_not_train_is_refused(way, message):
     runner = AgentRunner(
-        Scripted(["a", "b"]), TOKENIZER, word_count, AgentConfig(f"{HERE}:Wrong"), 4096,
+        Scripted(["a", "b"]), TOKENIZER, word_count, AgentConfig(f"{THIS_FILE}:Wrong"), 4096,
         stops_on_error=True, models=["user"],
     )  # fmt: skip
     runner.models["user"] = FrozenModel(Frozen(["c"]), CODEC, SamplingParams(), 4096)
     prompt = Prompt([], 3, {"way": way}, messages=[{"role": "user", "content": "Hi."}])
-    with pytest.raises(RewardError, match=told):
+    with pytest.raises(RewardError, match=message):
         asyncio.run(runner.run_all([prompt], SamplingParams(n=1, max_tokens=10)))
 
 
@@ -213,9 +210,9 @@ def test_both_roles_of_self_play_are_trained_with_rewards_of_their_own():
         ),
     ]  # fmt: skip
     assert hider.response_mask == [1] * (length("The number 7") + 1)
-    own = length("5") + 1
-    between = len(guesser.response_ids) - 2 * own
-    assert guesser.response_mask == [1] * own + [0] * between + [1] * own
+    length_of_turn = length("5") + 1
+    between = len(guesser.response_ids) - 2 * length_of_turn
+    assert guesser.response_mask == [1] * length_of_turn + [0] * between + [1] * length_of_turn
     assert [(s.role, s.reward, s.group_id, s.segment) for s in samples] == [
         ("hider", 0.0, 3, 0), ("guesser", 1.0, 3, 0),
     ]  # fmt: skip
@@ -233,10 +230,10 @@ def test_a_trajectory_that_breaks_off_has_its_roles():
 
     class Breaks(Scripted):
         async def submit(self, prompt_ids, sampling, *, request_id=""):
-            found = await super().submit(prompt_ids, sampling, request_id=request_id)
+            completions = await super().submit(prompt_ids, sampling, request_id=request_id)
             if len(self.prompts) == 2:
-                raise_in_parse(found[0])
-            return found
+                raise_in_parse(completions[0])
+            return completions
 
     def raise_in_parse(completion: Completion) -> None:
         completion.log_probs.append(0.0)  # no turn can be made of it
@@ -258,22 +255,22 @@ def a_sample(group: int, trajectory: int, role: str, reward: float) -> Sample:
 
 
 def test_a_role_is_compared_with_itself_and_prompts_are_counted_as_ever():
-    """Hiders of prompt 0 earn 0 and 1, guessers 10 and 10; by hand: -0.5, 0.5 and 0, 0."""
+    # Hiders of prompt 0 earn 0 and 1, guessers 10 and 10; by hand: -0.5, 0.5 and 0, 0.
     rows = [
         a_sample(0, 0, "hider", 0.0), a_sample(0, 4, "guesser", 10.0),
         a_sample(0, 1, "hider", 1.0), a_sample(0, 5, "guesser", 10.0),
     ]  # fmt: skip
-    batch = Batch.of(rows)
-    found = token_advantages(batch, "grpo", {"normalize_by_std": False})["advantages"]
-    assert [row.tolist() for row in found] == [[-0.5] * 2, [0.0] * 2, [0.5] * 2, [0.0] * 2]
-    mixed = Batch.of([*map(plain, rows)])
+    batch = Batch.collate(rows)
+    advantages = compute_advantages(batch, "grpo", {"normalize_by_std": False})["advantages"]
+    assert [row.tolist() for row in advantages] == [[-0.5] * 2, [0.0] * 2, [0.5] * 2, [0.0] * 2]
+    mixed = Batch.collate([*map(plain, rows)])
     assert not np.allclose(
-        token_advantages(mixed, "grpo", {"normalize_by_std": False})["advantages"].values,
-        found.values,
+        compute_advantages(mixed, "grpo", {"normalize_by_std": False})["advantages"].values,
+        advantages.values,
     )
-    kept = kept_groups(batch, SamplesConfig(group_filter="drop_uniform"))
-    assert kept.array("roles").tolist() == ["hider", "hider"]
-    assert kept.array("group_ids").tolist() == [0, 0]
+    groups = filter_groups(batch, FilterConfig(group_filter="drop_uniform"))
+    assert groups.array("roles").tolist() == ["hider", "hider"]
+    assert groups.array("group_ids").tolist() == [0, 0]
     metrics = describe_samples(batch)
     assert (metrics["role/hider/reward"], metrics["role/guesser/reward"]) == (0.5, 10.0)
     assert not any(name.startswith("role/") for name in describe_samples(mixed))
@@ -285,9 +282,9 @@ def plain(sample: Sample) -> Sample:
 
 
 def test_seeds_of_sessions_and_turns_differ():
-    seeds = [session_seed(100, number) for number in range(50)]
-    later = [turn_seed(100, number) for number in range(1, 50)]
-    assert seeds[0] == 100 and session_seed(None, 3) is None
+    seeds = [draw_session_seed(100, number) for number in range(50)]
+    later = [draw_turn_seed(100, number) for number in range(1, 50)]
+    assert seeds[0] == 100 and draw_session_seed(None, 3) is None
     assert len({*seeds, *later}) == 99
     assert all(seed < 2**62 for seed in [*seeds[1:], *later])
 
@@ -296,24 +293,24 @@ class Verdicts:
     """A generator that gives these, one a completion, and keeps what it is asked."""
 
     def __init__(self, *texts: str) -> None:
-        self.texts, self.asked = texts, list[tuple[str, SamplingParams]]()
+        self.texts, self.requests = texts, list[tuple[str, SamplingParams]]()
 
     async def submit(
         self, prompt_ids: list[int], sampling: SamplingParams, *, request_id: str = ""
     ) -> list[Completion]:
-        self.asked.append((TOKENIZER.decode(prompt_ids), sampling))
-        found = [TOKENIZER.encode(text) for text in self.texts[: sampling.n]]
-        return [Completion(ids, [0.0] * len(ids), "stop", [-1] * len(ids)) for ids in found]
+        self.requests.append((TOKENIZER.decode(prompt_ids), sampling))
+        responses = [TOKENIZER.encode(text) for text in self.texts[: sampling.n]]
+        return [Completion(ids, [0.0] * len(ids), "stop", [-1] * len(ids)) for ids in responses]
 
 
-def judged_by_model(generator: Verdicts, max_context: int) -> Sample:
+def judge_by_model(generator: Verdicts, max_context: int) -> Sample:
     settings = {
         "served_by": "big", "template": "Q: {prompt} A: {response}", "high": 10.0, "votes": 2,
         "temperature": 0.5, "max_tokens": 40,
     }  # fmt: skip
-    judge = Judge(RewardConfig("judge", settings, on_error="zero"))
+    judge = RewardManager(RewardConfig("judge", settings, on_error="zero"))
     model = FrozenModel(generator, CODEC, SamplingParams(top_p=0.9), max_context)  # type: ignore[arg-type]
-    judge.models["big"] = chat_of(model)
+    judge.models["big"] = make_judge_post(model)
     sample = Sample([], [1, 2], [1, 1], [0.0, 0.0], [0, 0], "stop", 3)
     sample.messages = [{"role": "user", "content": "3 + 4?"}]
     asyncio.run(judge([sample], ["7"], 16, "row 7"))
@@ -322,17 +319,17 @@ def judged_by_model(generator: Verdicts, max_context: int) -> Sample:
 
 def test_a_frozen_model_is_a_judge_with_its_chat_template_and_a_seed_of_the_prompt():
     generator = Verdicts("Score: 2", "It is a Score: 6")
-    sample = judged_by_model(generator, 4096)
+    sample = judge_by_model(generator, 4096)
     assert (sample.reward, sample.reward_parts, sample.reward_error) == (0.4, {"parsed": 1.0}, "")
-    judged_by_model(generator, 4096)
-    [(prompt, sampling), again] = generator.asked
+    judge_by_model(generator, 4096)
+    [(prompt, sampling), again] = generator.requests
     assert prompt == chat(("user", "Q: 3 + 4? A: 7"))
     assert (sampling.n, sampling.temperature, sampling.top_p) == (2, 0.5, 0.9)
     assert sampling.max_tokens == 40
     assert sampling.seed is not None
     assert again == (prompt, sampling)
     length = len(TOKENIZER.encode(prompt))
-    judged_by_model(generator, length + 7)
-    assert generator.asked[-1][1].max_tokens == 7
-    told = f"raised RemoteError: the judge's prompt has {length} tokens, and its max_context is"
-    assert told in judged_by_model(generator, length).reward_error
+    judge_by_model(generator, length + 7)
+    assert generator.requests[-1][1].max_tokens == 7
+    reason = f"raised RemoteError: the judge's prompt has {length} tokens, and its max_context is"
+    assert reason in judge_by_model(generator, length).reward_error

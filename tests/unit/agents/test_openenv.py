@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from mcore_rl.agents.codec import ParsedCall, ParsedTurn
-from mcore_rl.agents.openenv import OpenEnv, OpenEnvError, OpenEnvSettings
+from mcore_rl.agents.chat_template.codec import ParsedCall, ParsedTurn
+from mcore_rl.agents.environments.openenv import OpenEnv, OpenEnvError, OpenEnvSettings
 from mcore_rl.agents.runner import ENVIRONMENTS
 from mcore_rl.config.errors import ConfigError
 from tests.unit.agents.openenv_server import OpenEnvServer, error, observation, tool_result
@@ -24,11 +24,11 @@ def talk(
     fields: dict[str, Any] | None = None,
     **settings: Any,
 ) -> Any:
-    """What a coroutine gives that uses one environment, which is closed in the end."""
+    """Return the result of a coroutine that uses one environment, which is closed in the end."""
 
     async def run() -> Any:
         async with server.served():
-            made = ENVIRONMENTS.bound("openenv", {"url": server.url, **settings})
+            made = ENVIRONMENTS.bind("openenv", {"url": server.url, **settings})
             environment = made(fields or {})
             try:
                 return await body(environment)
@@ -74,7 +74,7 @@ def test_texts_are_steps_and_their_rewards_and_end_come_back():
     ]
 
 
-def test_a_field_of_the_observation_is_what_the_policy_is_told():
+def test_a_field_of_the_observation_is_shown_to_the_policy():
     async def body(environment: OpenEnv) -> list[str]:
         first = await environment.reset()
         step = await environment.step(says("ü"))
@@ -94,8 +94,8 @@ def tools(message: dict[str, Any]) -> dict[str, Any]:
     if data["tool_name"] == "add":
         total = sum(data["arguments"].values())
         return tool_result("add", str(total), reward=1, done=total == 9)
-    said = {"error_type": "tool_not_found", "message": "Unknown tool: sub"}
-    return tool_result(data["tool_name"], "", result=None, error=said)
+    fault = {"error_type": "tool_not_found", "message": "Unknown tool: sub"}
+    return tool_result(data["tool_name"], "", result=None, error=fault)
 
 
 def test_calls_of_a_turn_are_steps_in_their_order_until_it_is_done():
@@ -144,7 +144,7 @@ async def _reset(environment: OpenEnv) -> None:
 
 
 @pytest.mark.parametrize(
-    ("answer", "told"),
+    ("answer", "message"),
     [
         (
             error("EXECUTION_ERROR", "no such level"),
@@ -163,20 +163,20 @@ async def _reset(environment: OpenEnv) -> None:
         (observation(text="x" * (1 << 20)), "no answer to reset: .*1009"),
     ],
 )
-def test_what_is_wrong_with_a_server_is_told_with_its_url(answer, told):
+def test_errors_of_a_server_name_its_url(answer, message):
     server = OpenEnvServer(lambda message: answer)
     limits = {"message_timeout_s": 0.3} if answer == "never" else {}
-    with pytest.raises(OpenEnvError, match=told) as caught:
+    with pytest.raises(OpenEnvError, match=message) as caught:
         talk(server, _reset, max_message_mb=0.5, **limits)
     assert server.url.replace("http", "ws") + "/ws" in str(caught.value)
 
 
-def test_a_server_that_is_not_there_or_has_no_tools_is_told():
+def test_a_server_that_is_not_there_or_has_no_tools_is_an_error():
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     environment = OpenEnv({}, OpenEnvSettings(f"http://user:secret@127.0.0.1:{port}/games/"))
-    told = rf"the OpenEnv server ws://127.0.0.1:{port}/games/ws: no connection: "
-    with pytest.raises(OpenEnvError, match=told):
+    reason = rf"the OpenEnv server ws://127.0.0.1:{port}/games/ws: no connection: "
+    with pytest.raises(OpenEnvError, match=reason):
         asyncio.run(environment.reset())
     asyncio.run(environment.close())  # nothing is open
     with pytest.raises(OpenEnvError, match="it has no tools"):
@@ -189,12 +189,12 @@ def test_a_session_is_waited_for_while_all_are_in_use():
     async def body(first: OpenEnv) -> bool:
         await first.reset()
         second = OpenEnv({}, OpenEnvSettings(server.url))
-        asked = asyncio.create_task(second.reset())
+        reset = asyncio.create_task(second.reset())
         while server.refused < 2:
             await asyncio.sleep(0.01)
-        was_waiting = not asked.done()
+        was_waiting = not reset.done()
         await first.close()
-        await asked
+        await reset
         await second.close()
         return was_waiting
 
@@ -210,7 +210,7 @@ def test_a_session_is_waited_for_while_all_are_in_use():
 
 
 @pytest.mark.parametrize(
-    ("settings", "fields", "told"),
+    ("settings", "fields", "message"),
     [
         ({}, {}, "environment_settings.url is needed"),
         ({"url": "localhost:8000"}, {}, "url='localhost:8000'; allowed: http://"),
@@ -220,6 +220,6 @@ def test_a_session_is_waited_for_while_all_are_in_use():
         ({"url": "ws://a", "seed_column": "n"}, {"n": -1}, "the seed is -1"),
     ],
 )
-def test_settings_and_rows_that_cannot_work_are_refused(settings, fields, told):
-    with pytest.raises(ConfigError, match=told):
-        ENVIRONMENTS.bound("openenv", settings)(fields)
+def test_settings_and_rows_that_cannot_work_are_refused(settings, fields, message):
+    with pytest.raises(ConfigError, match=message):
+        ENVIRONMENTS.bind("openenv", settings)(fields)

@@ -12,17 +12,16 @@ import httpx
 import pytest
 from starlette.responses import PlainTextResponse
 
-from mcore_rl.agents.endpoint import server as server_module
-from mcore_rl.agents.endpoint.guard import Guard
-from mcore_rl.agents.endpoint.server import HttpServer
+from mcore_rl.agents.api_server import http_server as server_module
+from mcore_rl.agents.api_server.http_server import HttpServer, RequestGuard
 from mcore_rl.agents.loops import Task
 from mcore_rl.agents.runner import AgentRunner, check_agent
 from mcore_rl.agents.single_turn import Prompt
-from mcore_rl.config.agent_schema import AgentConfig
 from mcore_rl.config.errors import ConfigError
+from mcore_rl.config.schema import AgentConfig
 from mcore_rl.data.sample import Sample
 from mcore_rl.inference.protocol import SamplingParams
-from mcore_rl.rewards.base import RewardError
+from mcore_rl.rewards.registry import RewardError
 from mcore_rl.rollout.worker import EventLoopThread
 from tests.pages import ROOT
 from tests.unit.agents.test_loops import MESSAGES, TOKENIZER, Scripted, is_42
@@ -40,8 +39,8 @@ OpenAI().chat.completions.create(model="any", messages=messages)
 
 
 def run(command: str, says: list[str], variables: str = "", **config) -> list[Sample]:
-    own = {"command": command, "variables": variables}
-    settings = AgentConfig(loop="program", settings=own, **config)
+    loop_settings = {"command": command, "variables": variables}
+    settings = AgentConfig(loop="program", settings=loop_settings, **config)
 
     async def work() -> list[Sample]:
         policy = Scripted(says)
@@ -77,33 +76,33 @@ def test_a_command_gets_no_variables_but_those_that_the_page_names(
 ):
     for name, value in SECRETS.items():
         monkeypatch.setenv(name, value)
-    told = tmp_path / "told"
+    output = tmp_path / "told"
     with pytest.raises(RewardError, match="a session without a turn"):
-        run(f"sh -c 'env -0 > {told}'", [], variables=variables)
-    found = {line.partition("=")[0] for line in told.read_text().split("\0") if line}
-    found -= {"PWD", "SHLVL", "_", "OLDPWD"}  # the shell's own
+        run(f"sh -c 'env -0 > {output}'", [], variables=variables)
+    names = {line.partition("=")[0] for line in output.read_text().split("\0") if line}
+    names -= {"PWD", "SHLVL", "_", "OLDPWD"}  # the shell's own
     chosen = {name.strip() for name in variables.split(",") if name}
-    assert found & SECRETS.keys() == chosen
+    assert names & SECRETS.keys() == chosen
     page = (ROOT / "docs" / "endpoint.md").read_text()
-    assert all(f"`{name}`" in page for name in found - chosen - {"no_proxy"})
-    assert {"OPENAI_BASE_URL", "OPENAI_API_KEY", "MCORE_RL_TASK", "PATH"} <= found
+    assert all(f"`{name}`" in page for name in names - chosen - {"no_proxy"})
+    assert {"OPENAI_BASE_URL", "OPENAI_API_KEY", "MCORE_RL_TASK", "PATH"} <= names
 
 
-def test_a_command_that_fails_is_told_with_the_end_of_what_it_said():
+def test_a_command_that_fails_is_an_error_with_the_end_of_its_output():
     command = f"""{sys.executable} -c 'raise SystemExit("no such city")'"""
     with pytest.raises(RewardError, match=r"exited with 1: no such city; it was asked about row 7"):
         run(command, [])
 
 
 def test_a_command_ends_with_all_that_it_has_started_when_its_time_is_over(tmp_path):
-    told = tmp_path / "pid"
-    command = f"""sh -c 'sleep 600 & echo $! > {told}; wait'"""
+    output = tmp_path / "pid"
+    command = f"""sh -c 'sleep 600 & echo $! > {output}; wait'"""
     assert run(command, [], timeout_s=5.0) == []
-    assert_gone(int(told.read_text()))
-    command = f"""sh -c 'sleep 600 & echo $! > {told}'"""
+    assert_gone(int(output.read_text()))
+    command = f"""sh -c 'sleep 600 & echo $! > {output}'"""
     with pytest.raises(RewardError, match="a session without a turn"):
         run(command, [])
-    assert_gone(int(told.read_text()))
+    assert_gone(int(output.read_text()))
 
 
 def test_no_more_commands_run_at_once_than_are_allowed(tmp_path):
@@ -115,21 +114,21 @@ def test_no_more_commands_run_at_once_than_are_allowed(tmp_path):
 
     async def work() -> list[str]:
         runner = AgentRunner(Scripted([]), TOKENIZER, is_42, settings, 4096, stops_on_error=False)
-        told: list[str] = []
+        errors: list[str] = []
         loop = runner._loop
 
         class Listens:
             async def run(self, task: Task) -> list[Sample]:
                 with pytest.raises(RuntimeError) as caught:
                     await loop.run(task)
-                told.append(str(caught.value))
+                errors.append(str(caught.value))
                 return []
 
         runner._loop = Listens()
         prompts = [Prompt([], number, {}, messages=MESSAGES) for number in range(3)]
         await runner.run_all(prompts, SamplingParams())
         await runner.close()
-        return told
+        return errors
 
     assert [text[-3:].strip() for text in EventLoopThread(60).run(work())] == ["3:"] * 3
 
@@ -145,7 +144,7 @@ def assert_gone(pid: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "told"),
+    ("settings", "message"),
     [
         ({}, "agent.settings.command='' and agent.settings.function=''; allowed: one of them"),
         ({"command": "a", "function": "b:c"}, "allowed: one of them"),
@@ -161,10 +160,10 @@ def assert_gone(pid: int) -> None:
         ({"comand": "sh"}, "agent.settings.comand is no setting of agent.loop='program'"),
     ],
 )
-def test_settings_that_cannot_work_are_refused_before_a_run(settings, told):
+def test_settings_that_cannot_work_are_refused_before_a_run(settings, message):
     with pytest.raises(ConfigError) as caught:
         check_agent(AgentConfig(loop="program", settings=settings), TOKENIZER)
-    assert told in str(caught.value)
+    assert message in str(caught.value)
 
 
 @pytest.fixture
@@ -174,7 +173,7 @@ def serve(monkeypatch):
 
     def run(talk) -> None:
         async def work() -> None:
-            app = Guard(
+            app = RequestGuard(
                 PlainTextResponse("yes"),
                 lambda key: key == "mine" or None,
                 max_body_bytes=1000,
@@ -194,7 +193,7 @@ def serve(monkeypatch):
 
 
 async def raw(url: str, *parts: bytes, pause_s: float = 0.0) -> bytes:
-    """What comes back of bytes that are sent with pauses, until the server closes."""
+    """Send bytes with pauses; return what comes back until the server closes."""
     reader, writer = await asyncio.open_connection("127.0.0.1", int(url.rsplit(":", 1)[1]))
     try:
         for part in parts:
@@ -218,11 +217,11 @@ def test_headers_that_do_not_come_close_the_connection(serve):
         assert await raw(url, b"POST", b" /x") == b""
         assert await raw(url, *[b"P"] * 300, pause_s=0.1) == b""  # however often a byte comes
         assert time.monotonic() - started < 15
-        whole = HEAD + b"Content-Length: 2\r\n\r\nok"
-        assert b"yes" in await raw(url, whole, b"GET", pause_s=0.1)  # the next one, too
+        request_bytes = HEAD + b"Content-Length: 2\r\n\r\nok"
+        assert b"yes" in await raw(url, request_bytes, b"GET", pause_s=0.1)  # the next one, too
         reader, writer = await asyncio.open_connection("127.0.0.1", int(url.rsplit(":", 1)[1]))
         for _ in range(2):  # a connection without requests stays
-            writer.write(whole)
+            writer.write(request_bytes)
             assert b"200 OK" in await reader.readuntil(b"yes")
             await asyncio.sleep(0.8)
         writer.close()
@@ -230,7 +229,7 @@ def test_headers_that_do_not_come_close_the_connection(serve):
     serve(talk)
 
 
-def test_a_body_that_does_not_come_or_is_too_large_is_told(serve):
+def test_a_body_that_is_late_or_too_large_is_refused(serve):
     async def talk(url: str) -> None:
         slow = HEAD + b"Content-Length: 5\r\n\r\n"
         assert b" 408 " in await raw(url, slow, b"a", b"a", pause_s=0.1)
@@ -240,14 +239,14 @@ def test_a_body_that_does_not_come_or_is_too_large_is_told(serve):
                 for _ in range(20):
                     yield b"x" * 100
 
-            mine = {"Authorization": "Bearer mine"}
+            key = {"Authorization": "Bearer mine"}
             for body in (b"x" * 2**22, parts()):
-                answer = await client.post(url, content=body, headers=mine)
+                answer = await client.post(url, content=body, headers=key)
                 assert answer.status_code == 413
                 assert answer.json()["error"]["message"] == "a request may have 1000 bytes"
             answer = await client.post(url, content=b"x" * 2**22)
             assert answer.status_code == 401
-            answer = await client.post(url, content=b"x" * 1000, headers=mine)
+            answer = await client.post(url, content=b"x" * 1000, headers=key)
             assert answer.text == "yes"
 
     serve(talk)
@@ -264,14 +263,14 @@ def test_a_body_that_does_not_come_or_is_too_large_is_told(serve):
     ids=["nothing", "half of the headers", "a wrong key", "no key"],
 )
 def test_connections_without_a_key_are_limited_and_cost_others_nothing(serve, opening, monkeypatch):
-    monkeypatch.setattr(server_module, "MAX_STRANGERS", 5)
+    monkeypatch.setattr(server_module, "MAX_ANONYMOUS", 5)
     monkeypatch.setattr(server_module, "HEADERS_S", 20.0)
 
     async def talk(url: str) -> None:
         port = int(url.rsplit(":", 1)[1])
-        whole = HEAD + b"Content-Length: 2\r\n\r\nok"
+        request_bytes = HEAD + b"Content-Length: 2\r\n\r\nok"
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        writer.write(whole)
+        writer.write(request_bytes)
         await reader.readuntil(b"yes")
         before, strangers = num_sockets(port), []
         for _ in range(30):
@@ -279,24 +278,24 @@ def test_connections_without_a_key_are_limited_and_cost_others_nothing(serve, op
             strangers[-1][1].write(opening)
         await asyncio.sleep(0.1)
         assert num_sockets(port) - before <= 5
-        writer.write(whole)  # the oldest of all has shown a key
+        writer.write(request_bytes)  # the oldest of all has shown a key
         await reader.readuntil(b"yes")
-        assert b"yes" in await raw(url, whole, b"GET / HTTP/9\r\n\r\n")  # and who comes now
-        for _, one in [*strangers, (reader, writer)]:
-            one.close()
+        assert b"yes" in await raw(url, request_bytes, b"GET / HTTP/9\r\n\r\n")  # and who comes now
+        for _, stream in [*strangers, (reader, writer)]:
+            stream.close()
 
     serve(talk)
 
 
 def num_sockets(port: int) -> int:
-    """Sockets of this process that were accepted at a port and are open."""
+    """Count the open sockets of this process that were accepted at a port."""
     inodes = {
         fields[9]
         for line in Path("/proc/self/net/tcp").read_text().splitlines()[1:]
         if (fields := line.split())[1].endswith(f":{port:04X}") and fields[3] == "01"
     }
-    found = 0
+    number = 0
     for link in Path("/proc/self/fd").iterdir():
         with suppress(OSError):
-            found += str(link.readlink()).removeprefix("socket:[").removesuffix("]") in inodes
-    return found
+            number += str(link.readlink()).removeprefix("socket:[").removesuffix("]") in inodes
+    return number

@@ -14,11 +14,11 @@ from dataclasses import dataclass, field
 import httpx
 import pytest
 
-from mcore_rl.agents.choose import codec_for
-from mcore_rl.agents.codec import ChatMessage
-from mcore_rl.agents.endpoint.generate import generate_app
-from mcore_rl.agents.endpoint.server import HttpServer
-from mcore_rl.agents.remote import GENERATE, ModelAddress, ModelServerError, RemoteGenerator
+from mcore_rl.agents.api_server.app import build_generate_app
+from mcore_rl.agents.api_server.http_server import HttpServer
+from mcore_rl.agents.chat_template.codec import ChatMessage
+from mcore_rl.agents.chat_template.validation import select_codec
+from mcore_rl.agents.frozen_model import GENERATE, ModelAddress, ModelServerError, RemoteGenerator
 from mcore_rl.agents.session import ChatSession
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.inference.protocol import Completion, SamplingParams
@@ -35,14 +35,14 @@ class Server:
     """Two completions, or what it is told to do instead."""
 
     does: str = ""
-    asked: list[tuple[list[int], SamplingParams, str]] = field(default_factory=list)
+    requests: list[tuple[list[int], SamplingParams, str]] = field(default_factory=list)
     aborted: list[str] = field(default_factory=list)
     cancelled: int = 0
 
     async def submit(
         self, prompt_ids: list[int], sampling: SamplingParams, *, request_id: str = ""
     ) -> list[Completion]:
-        self.asked.append((prompt_ids, sampling, request_id))
+        self.requests.append((prompt_ids, sampling, request_id))
         if self.does == "raises":
             raise RuntimeError("out of\n memory")
         if self.does == "refuses":
@@ -68,7 +68,7 @@ async def serving(*servers: object, timeout_s: float = 30.0) -> AsyncIterator[Re
     async with AsyncExitStack() as stack:
         urls = []
         for server in servers:
-            http = HttpServer(generate_app(server, KEY, 4096), "127.0.0.1")  # type: ignore[arg-type]
+            http = HttpServer(build_generate_app(server, KEY, 4096), "127.0.0.1")  # type: ignore[arg-type]
             await http.start()
             stack.push_async_callback(http.close)
             urls.append(http.url)
@@ -89,9 +89,9 @@ def test_a_request_and_its_answer_come_through_but_for_versions():
     async def work() -> None:
         server = Server()
         async with serving(server) as remote:
-            found = await remote.submit([7, 8], SAMPLING, request_id="a")
-            assert server.asked == [([7, 8], SAMPLING, "a")]
-            assert found == [
+            completions = await remote.submit([7, 8], SAMPLING, request_id="a")
+            assert server.requests == [([7, 8], SAMPLING, "a")]
+            assert completions == [
                 Completion([1, 2], [-0.25, -1e-9], "stop", [-1, -1], "x"),
                 Completion([3], [-0.1], "length", [-1]),
             ]
@@ -105,16 +105,16 @@ def test_a_request_and_its_answer_come_through_but_for_versions():
 
 def test_a_conversation_goes_over_it_as_over_a_server_here():
     async def work() -> None:
-        here, there = Scripted(["Yes.", "No."]), Scripted(["Yes.", "No."])
-        codec, sampling = codec_for(TOKENIZER), SamplingParams(max_tokens=20, seed=3)
-        async with serving(there) as remote:
-            for generator in (here, remote):
+        local, distant = Scripted(["Yes.", "No."]), Scripted(["Yes.", "No."])
+        codec, sampling = select_codec(TOKENIZER), SamplingParams(max_tokens=20, seed=3)
+        async with serving(distant) as remote:
+            for generator in (local, remote):
                 session = ChatSession("a", generator, codec, sampling, 500)
                 for text in ("One?", "Two?"):
                     answer = await session.ask([ChatMessage("user", text)])
                 assert answer.parsed.content == "No."
                 assert session.turns[-1].token_ids[-1] == END
-        assert (here.prompts, here.seeds) == (there.prompts, there.seeds)
+        assert (local.prompts, local.seeds) == (distant.prompts, distant.seeds)
 
     run(work)
 
@@ -123,36 +123,36 @@ def test_requests_go_where_the_fewest_are():
     async def work() -> None:
         servers = [Server("waits"), Server(), Server("waits")]
         async with serving(*servers) as remote:
-            asked = [asyncio.create_task(remote.submit([1], SAMPLING)) for _ in range(7)]
-            await until(lambda: sum(task.done() for task in asked) == 2)
-            await until(lambda: sum(len(server.asked) for server in servers) == 7)
+            requests = [asyncio.create_task(remote.submit([1], SAMPLING)) for _ in range(7)]
+            await until(lambda: sum(task.done() for task in requests) == 2)
+            await until(lambda: sum(len(server.requests) for server in servers) == 7)
             for _ in range(3):  # the second has none any more
                 await remote.submit([1], SAMPLING)
-            assert [len(server.asked) for server in servers] == [3, 5, 2]
+            assert [len(server.requests) for server in servers] == [3, 5, 2]
             for server in servers:
                 server.does = ""
-            await asyncio.gather(*asked)
+            await asyncio.gather(*requests)
 
     run(work)
 
 
 @pytest.mark.parametrize(
-    ("does", "told"),
+    ("does", "message"),
     [
         ("raises", r"answered with status 500: .*RuntimeError: out of"),
         ("refuses", r"answered with status 400: .*a prompt of 9 tokens does not fit"),
         ("waits", r"has not answered in 0.5 s \(models.user.timeout_s\)"),
     ],
 )
-def test_errors_name_the_model_and_the_server_and_are_not_asked_again(does, told):
+def test_errors_name_the_model_and_the_server_without_a_second_request(does, message):
     async def work() -> None:
         server = Server(does)
         async with serving(server, timeout_s=0.5) as remote:
-            where = rf"models\.user: the server at http://127\.0\.0\.1:\d+ {told}"
+            where = rf"models\.user: the server at http://127\.0\.0\.1:\d+ {message}"
             with pytest.raises(ModelServerError, match=where) as caught:
                 await remote.submit([1], SAMPLING)
             assert "\n" not in str(caught.value) and KEY not in repr(caught.value)
-            assert len(server.asked) == 1
+            assert len(server.requests) == 1
             await until(lambda: server.cancelled == (does == "waits"))
 
     run(work)
@@ -169,9 +169,9 @@ def test_what_nobody_waits_for_any_more_ends_at_the_server():
     async def work() -> None:
         server = Server("waits")
         async with serving(server) as remote:
-            asked = asyncio.create_task(remote.submit([1], SAMPLING))
-            await until(lambda: bool(server.asked))
-            asked.cancel()
+            request = asyncio.create_task(remote.submit([1], SAMPLING))
+            await until(lambda: bool(server.requests))
+            request.cancel()
             await until(lambda: server.cancelled == 1)
 
     run(work)
@@ -181,11 +181,11 @@ def test_an_abort_ends_a_request_with_what_it_has():
     async def work() -> None:
         server = Server("waits")
         async with serving(server) as remote:
-            asked = asyncio.create_task(remote.submit([1], SAMPLING, request_id="mine"))
-            await until(lambda: bool(server.asked))
+            request = asyncio.create_task(remote.submit([1], SAMPLING, request_id="mine"))
+            await until(lambda: bool(server.requests))
             await remote.abort("another")
             await remote.abort("mine")
-            assert (await asked)[0].finish_reason == "abort"
+            assert (await request)[0].finish_reason == "abort"
             assert server.aborted == ["mine"]
 
     run(work)
@@ -205,14 +205,14 @@ def test_without_the_key_nothing_is_answered_and_no_page_is_shown():
                 assert (await client.get(f"{url}{page}", headers=right)).status_code == 404
             wrong = {"token_ids": [], "sampling_params": {"n": 0}}
             answer = await client.post(f"{url}{GENERATE}", json=wrong, headers=right)
-            assert (answer.status_code, server.asked) == (400, [])
+            assert (answer.status_code, server.requests) == (400, [])
 
     run(work)
     assert KEY not in repr(ModelAddress(("http://a",), KEY))
 
 
-def test_a_server_that_was_never_there_is_told_soon(monkeypatch):
-    monkeypatch.setattr("mcore_rl.agents.remote._PAUSES_S", (0.01, 0.02))
+def test_a_server_that_was_never_there_is_an_error_soon(monkeypatch):
+    monkeypatch.setattr("mcore_rl.agents.frozen_model._PAUSES_S", (0.01, 0.02))
 
     async def work() -> None:
         with socket.socket() as taken:
@@ -230,14 +230,14 @@ def test_a_server_that_was_never_there_is_told_soon(monkeypatch):
 
 SERVER = """
 import asyncio, sys
-from mcore_rl.agents.endpoint.generate import generate_app
-from mcore_rl.agents.endpoint.server import HttpServer
+from mcore_rl.agents.api_server.app import build_generate_app
+from mcore_rl.agents.api_server.http_server import HttpServer
 class Waits:
     async def submit(self, prompt_ids, sampling, *, request_id=""):
         print("asked", flush=True)
         await asyncio.sleep(600)
 async def main():
-    server = HttpServer(generate_app(Waits(), "the key", 4096), "127.0.0.1")
+    server = HttpServer(build_generate_app(Waits(), "the key", 4096), "127.0.0.1")
     await server.start()
     print(server.url, flush=True)
     await asyncio.sleep(600)
@@ -245,19 +245,19 @@ asyncio.run(main())
 """
 
 
-def test_a_server_that_dies_under_a_request_is_told(monkeypatch):
-    monkeypatch.setattr("mcore_rl.agents.remote._PAUSES_S", (0.05,))
+def test_a_server_that_dies_under_a_request_is_an_error(monkeypatch):
+    monkeypatch.setattr("mcore_rl.agents.frozen_model._PAUSES_S", (0.05,))
     process = subprocess.Popen([sys.executable, "-c", SERVER], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     url = process.stdout.readline().strip()
 
     async def work() -> None:
         remote = RemoteGenerator("user", ModelAddress((url,), KEY), 50)
-        asked = asyncio.create_task(remote.submit([1], SAMPLING))
+        request = asyncio.create_task(remote.submit([1], SAMPLING))
         assert await asyncio.to_thread(process.stdout.readline) == "asked\n"
         process.kill()
         with pytest.raises(ModelServerError, match=f"models.user: the server at {url} cannot be r"):
-            await asked
+            await request
         await remote.close()
 
     try:
@@ -297,7 +297,7 @@ def test_a_connection_that_is_lost_once_is_made_again():
 
 
 @pytest.mark.parametrize("body", [b"[]", b"no", b'{"choices": [{"token_ids": [1]}]}'])
-def test_an_answer_that_is_none_is_told(body):
+def test_an_answer_without_completions_is_an_error(body):
     async def work() -> None:
         async def answers(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             await reader.read(1 << 16)

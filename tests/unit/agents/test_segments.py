@@ -8,15 +8,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from mcore_rl.agents.codec import ChatMessage
-from mcore_rl.agents.loops import ToolLoopSettings, with_summary
+from mcore_rl.agents.chat_template.codec import ChatMessage
+from mcore_rl.agents.loops import ToolLoopSettings, add_summary
 from mcore_rl.agents.runner import AgentRunner
-from mcore_rl.agents.session import session_seed, turn_seed
+from mcore_rl.agents.session import draw_session_seed, draw_turn_seed
 from mcore_rl.agents.single_turn import Prompt
-from mcore_rl.algorithms.advantages import token_advantages
-from mcore_rl.config.agent_schema import AgentConfig
+from mcore_rl.algorithms.advantages import compute_advantages
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.config.schema import RewardConfig
+from mcore_rl.config.schema import AgentConfig, RewardConfig
 from mcore_rl.data.batch import Batch
 from mcore_rl.data.sample import Sample
 from mcore_rl.inference.protocol import Completion, SamplingParams
@@ -45,32 +44,32 @@ def tools_of(share: float, **more: int) -> AgentConfig:
     return AgentConfig("tools", settings=settings, tools=["calculator"], **more)
 
 
-def said(text: str) -> list[int]:
+def encode_turn(text: str) -> list[int]:
     return [*TOKENIZER.encode(text, add_special_tokens=False), END]
 
 
 def expected(*parts: tuple[str, int]) -> tuple[list[int], list[int], list[int], list[float]]:
-    """Ids, mask, versions and log-probs of texts; 0 is the number of what no turn has said."""
+    """Return ids, mask, versions and log-probs of texts; number 0 means that no turn sampled it."""
     ids, mask, versions, log_probs = [], [], [], []
     for text, turn in parts:
-        found = said(text) if turn else TOKENIZER.encode(text, add_special_tokens=False)
-        ids += found
-        mask += [int(turn > 0)] * len(found)
-        versions += [4 + turn if turn else -1] * len(found)
-        log_probs += [-0.1 * turn if turn else 0.0] * len(found)
+        new = encode_turn(text) if turn else TOKENIZER.encode(text, add_special_tokens=False)
+        ids += new
+        mask += [int(turn > 0)] * len(new)
+        versions += [4 + turn if turn else -1] * len(new)
+        log_probs += [-0.1 * turn if turn else 0.0] * len(new)
     return ids, mask, versions, log_probs
 
 
 @pytest.mark.parametrize("family", ["published/qwen2.5", "published/qwen3", "qwen3"])
 def test_a_game_without_reasoning_is_one_sample(family, monkeypatch):
-    """Each turn ends with white space, which templates trim when they render it again."""
+    # Each turn ends with white space, which templates trim when they render it again.
     monkeypatch.setattr(test_loops, "TOKENIZER", tokenizer_of(family))
     config = AgentConfig("environment", environment=f"{test_loops.__file__}:Guessing")
     guesses = [f"I say {number}\n" for number in (10, 20, 30, 40)]
     [sample], policy = run([*guesses, "42"], config)
     assert len(sample.turn_spans) == 5
-    whole = [*sample.prompt_ids, *sample.response_ids]
-    assert whole[: len(policy.prompts[-1])] == policy.prompts[-1]
+    tokens = [*sample.prompt_ids, *sample.response_ids]
+    assert tokens[: len(policy.prompts[-1])] == policy.prompts[-1]
 
 
 def columns(sample: Sample) -> tuple[list[int], list[int], list[int], list[float]]:
@@ -95,9 +94,9 @@ def test_a_full_context_is_summed_up_and_the_next_begins_with_the_summary():
     first, second = samples
     assert first.prompt_ids == policy.prompts[0]
     assert columns(first) == expected((says[0], 1), (tool("42") + SUM_UP, 0), (says[1], 2))
-    asked = "How much is 6 * 7?"
+    question = "How much is 6 * 7?"
     assert text_of(second.prompt_ids) == text_of(first.prompt_ids).replace(
-        asked, f"{asked}\n\nWhat was done so far:\nIt is 42."
+        question, f"{question}\n\nWhat was done so far:\nIt is 42."
     )
     assert columns(second) == expected(("42", 3))
     assert [(s.segment, s.trajectory, s.group_id) for s in samples] == [(0, 0, 3), (1, 0, 3)]
@@ -132,18 +131,18 @@ def test_without_the_setting_no_context_is_summed_up():
 
 def test_a_context_with_no_room_for_the_question_is_cut_off():
     [start], _ = run(["42"], tools_of(0))
-    room = len(start.prompt_ids) + len(said(call("6 * 7"))) + 3
+    room = len(start.prompt_ids) + len(encode_turn(call("6 * 7"))) + 3
     [sample], policy = run([call("6 * 7"), "x"], tools_of(0.5), room)
     assert (len(policy.prompts), sample.status, sample.finish_reason) == (1, "truncated", "length")
 
 
 def test_a_summary_joins_the_last_message_of_a_user():
     system, user = ChatMessage("system", "Be brief."), ChatMessage("user", "Why?")
-    told = "What was done so far:\nNothing."
-    assert with_summary([system, user], "Nothing.") == [
-        system, ChatMessage("user", f"Why?\n\n{told}"),
+    text = "What was done so far:\nNothing."
+    assert add_summary([system, user], "Nothing.") == [
+        system, ChatMessage("user", f"Why?\n\n{text}"),
     ]  # fmt: skip
-    assert with_summary([system], "Nothing.") == [system, ChatMessage("user", told)]
+    assert add_summary([system], "Nothing.") == [system, ChatMessage("user", text)]
 
 
 def delegate(question: str) -> str:
@@ -171,19 +170,19 @@ def test_helpers_see_their_question_alone_and_all_samples_have_the_reward_of_the
     assert len(set(policy.seeds)) == 4 and policy.seeds[0] == 103
 
 
-def test_calls_without_a_question_or_beyond_the_last_helper_are_told():
+def test_calls_without_a_question_or_beyond_the_last_helper_are_errors():
     says = [delegate("a") * 2 + call("1"), "A", "42"]
     samples, policy = run(says, AgentConfig(DELEGATING, settings={"max_helpers": 1}))
-    told = text_of(policy.prompts[2])
-    assert "there is no helper left" in told and "the call has no question" in told
+    text = text_of(policy.prompts[2])
+    assert "there is no helper left" in text and "the call has no question" in text
     assert len(samples) == 2
 
 
 def test_statistics_of_a_group_count_a_trajectory_with_helpers_once():
-    """Two trajectories of a group: three samples that earn 1, and one that earns 0."""
+    # Two trajectories of a group: three samples that earn 1, and one that earns 0.
 
     async def both() -> list[Sample]:
-        found: list[Sample] = []
+        all_samples: list[Sample] = []
         scripts = [delegate("a") + delegate("b"), "A", "B", "42"], ["no"]
         for number, says in enumerate(scripts):
             runner = AgentRunner(
@@ -193,32 +192,32 @@ def test_statistics_of_a_group_count_a_trajectory_with_helpers_once():
             made = await runner.run_all([prompt], SamplingParams(n=1, max_tokens=100))
             for sample in made:
                 sample.trajectory = number
-            found += made
-        return found
+            all_samples += made
+        return all_samples
 
     samples = asyncio.run(both())
-    batch = Batch.of(samples)
+    batch = Batch.collate(samples)
     scores = evaluation.compute_scores(batch, RewardConfig())
     assert (scores["reward"], scores["num_samples"]) == (0.5, 2)
-    advantages = token_advantages(batch, "rloo", {})["advantages"]
+    advantages = compute_advantages(batch, "rloo", {})["advantages"]
     for row, sample in zip(advantages, samples, strict=True):
         wanted = 1.0 if sample.reward else -1.0
         assert row[np.array(sample.response_mask) == 1] == pytest.approx(wanted)
 
 
 def test_sessions_of_a_trajectory_have_seeds_of_their_own():
-    assert session_seed(None, 3) is None and session_seed(7, 0) == 7
-    seeds = {session_seed(seed, session) for seed in (7, 8) for session in range(5)}
-    seeds |= {turn_seed(seed, turn) for seed in (7, 8) for turn in range(1, 5)}
+    assert draw_session_seed(None, 3) is None and draw_session_seed(7, 0) == 7
+    seeds = {draw_session_seed(seed, session) for seed in (7, 8) for session in range(5)}
+    seeds |= {draw_turn_seed(seed, turn) for seed in (7, 8) for turn in range(1, 5)}
     assert len(seeds) == 18 and all(0 <= seed < 2**62 for seed in seeds)
 
 
 class EndsOtherwise(Scripted):
     """Ends each turn with a token that generation_config.json has beside the tokenizer's."""
 
-    async def submit(self, *args, **own) -> list[Completion]:
-        [said] = await super().submit(*args, **own)
-        return [replace(said, token_ids=[*said.token_ids[:-1], SECOND_END])]
+    async def submit(self, *args, **options) -> list[Completion]:
+        [completion] = await super().submit(*args, **options)
+        return [replace(completion, token_ids=[*completion.token_ids[:-1], SECOND_END])]
 
 
 SECOND_END = TOKENIZER.convert_tokens_to_ids("<|endoftext|>")
@@ -228,7 +227,7 @@ SECOND_END = TOKENIZER.convert_tokens_to_ids("<|endoftext|>")
 def test_a_turn_that_a_second_token_ends_has_it_in_no_text_and_ends_once(codec):
     texts: list[list[str]] = []
 
-    async def reward(samples: list[Sample], final: list[str], *asked: object) -> None:
+    async def reward(samples: list[Sample], final: list[str], *rest: object) -> None:
         texts.append([*samples[0].turn_texts, *final])
 
     policy, config = EndsOtherwise([call("6 * 7"), "42"]), replace(TOOLS, codec=codec)
@@ -239,6 +238,6 @@ def test_a_turn_that_a_second_token_ends_has_it_in_no_text_and_ends_once(codec):
     asyncio.run(runner.run_all([prompt], SamplingParams(max_tokens=1000)))
     assert texts == [[call("6 * 7"), "42", "42"]]
     ends = [text_of([token]) for token in policy.prompts[1] if token in (END, SECOND_END)]
-    said = text_of(policy.prompts[1]).split(call("6 * 7"))[1]
-    assert said.startswith(("<|im_end|>\n<|im_start|>", "<|endoftext|>\n<|im_start|>"))
+    text = text_of(policy.prompts[1]).split(call("6 * 7"))[1]
+    assert text.startswith(("<|im_end|>\n<|im_start|>", "<|endoftext|>\n<|im_start|>"))
     assert len(ends) == 4  # of the tools, the user, the turn and the answer of the tool

@@ -11,8 +11,8 @@ import pytest
 from mcore_rl.agents.single_turn import Prompt, SingleTurnLoop
 from mcore_rl.config.schema import RewardConfig
 from mcore_rl.inference.protocol import Completion, SamplingParams
-from mcore_rl.rewards.base import rewards
-from mcore_rl.rewards.judge import Judge
+from mcore_rl.rewards.manager import RewardManager
+from mcore_rl.rewards.registry import get_registry
 
 _EOS = 9
 
@@ -32,14 +32,14 @@ class Echo:
     """Answers with the prompt; every second completion stops at the end of sequence."""
 
     def __init__(self):
-        self.asked = []
+        self.requests = []
 
     @asynccontextmanager
     async def start_together(self):
         yield
 
     async def submit(self, prompt_ids, sampling):
-        self.asked.append(sampling)
+        self.requests.append(sampling)
         await asyncio.sleep(0)
         if _EOS in prompt_ids:
             raise RuntimeError("broken prompt")
@@ -90,7 +90,7 @@ def test_no_two_completions_of_a_run_share_a_seed():
     sampling = SamplingParams(n=4, temperature=0.7, top_p=0.9, max_tokens=33, seed=100)
     asyncio.run(loop.run_all(prompts, sampling))
     # The engine counts on from here for the n completions. All else arrives as it was asked.
-    assert generator.asked == [replace(sampling, seed=seed) for seed in (100, 104, 108, 96)]
+    assert generator.requests == [replace(sampling, seed=seed) for seed in (100, 104, 108, 96)]
 
 
 def test_the_first_failure_is_raised():
@@ -137,37 +137,37 @@ def test_groups_start_together_and_each_ends_on_its_own():
     asyncio.run(work())
 
 
-def test_all_groups_are_told_why_they_cannot_start():
+def test_all_groups_raise_why_they_cannot_start():
     loop = SingleTurnLoop(Holding("it sleeps"), Letters(), _reward)
 
     async def work():
         groups = loop.start([Prompt([1], 1), Prompt([1], 2)], SamplingParams())
-        found = await asyncio.gather(*groups, return_exceptions=True)
-        assert [str(error) for error in found] == ["it sleeps"] * 2
+        results = await asyncio.gather(*groups, return_exceptions=True)
+        assert [str(error) for error in results] == ["it sleeps"] * 2
 
     asyncio.run(work())
 
 
-def test_a_reward_is_told_which_prompt_it_is_about_and_how_long_a_response_may_be():
-    asked = []
+def test_a_reward_gets_the_prompt_and_the_limit_of_responses():
+    calls = []
 
     async def reward(samples, texts, max_tokens, where):
-        asked.append((len(samples), max_tokens, where))
+        calls.append((len(samples), max_tokens, where))
 
     loop = SingleTurnLoop(Echo(), Letters(), reward)
     asyncio.run(loop.run_all([Prompt([0], 3, row=12)], SamplingParams(n=2, max_tokens=33)))
-    assert asked == [(2, 33, "row 12 of the data (group 3)")]
+    assert calls == [(2, 33, "row 12 of the data (group 3)")]
 
 
 BLOCKS = """
 import threading
 
-from mcore_rl.rewards.base import in_thread
+from mcore_rl.rewards.registry import run_in_thread
 
 all_sampled = threading.Event()
 on_main_thread = []
 
-@in_thread
+@run_in_thread
 def blocks(text, fields, finish_reason):
     on_main_thread.append(threading.current_thread() is threading.main_thread())
     return {"reward": float(all_sampled.wait(60))}
@@ -175,21 +175,21 @@ def blocks(text, fields, finish_reason):
 
 
 def test_a_reward_that_blocks_its_thread_delays_no_generation(tmp_path):
-    """That of the first prompt waits for the last one; the server has room for one."""
+    # The reward of the first prompt waits for the last one; the server has room for one.
     (tmp_path / "own.py").write_text(BLOCKS)
     name = f"{tmp_path}/own.py:blocks"
-    own, room = rewards()[name].__globals__, asyncio.Lock()
+    namespace, room = get_registry()[name].__globals__, asyncio.Lock()
 
     class OneAtATime(Echo):
         async def submit(self, prompt_ids, sampling):
             async with room:
-                found = await super().submit(prompt_ids, sampling)
-            if len(self.asked) == 4:
-                own["all_sampled"].set()
-            return found
+                completions = await super().submit(prompt_ids, sampling)
+            if len(self.requests) == 4:
+                namespace["all_sampled"].set()
+            return completions
 
-    loop = SingleTurnLoop(OneAtATime(), Letters(), Judge(RewardConfig(name)))
+    loop = SingleTurnLoop(OneAtATime(), Letters(), RewardManager(RewardConfig(name)))
     prompts = [Prompt([0], group) for group in range(4)]
     samples = asyncio.run(loop.run_all(prompts, SamplingParams(n=1)))
     assert [sample.reward for sample in samples] == [1.0] * 4
-    assert own["on_main_thread"] == [False] * 4
+    assert namespace["on_main_thread"] == [False] * 4

@@ -9,22 +9,21 @@ import random
 import pyarrow.parquet as pq
 import pytest
 
-from mcore_rl.agents.choose import codec_for
-from mcore_rl.agents.codec import ChatMessage, ParsedTurn, ToolSpec
-from mcore_rl.agents.coding import Coding, CodingSettings
-from mcore_rl.agents.countdown import Countdown, CountdownSettings
-from mcore_rl.agents.environment import Environment
-from mcore_rl.agents.messages import messages_of
+from mcore_rl.agents.chat_template.codec import ChatMessage, ParsedTurn, ToolSpec, parse_messages
+from mcore_rl.agents.chat_template.validation import select_codec
+from mcore_rl.agents.environments.base import Environment
+from mcore_rl.agents.environments.coding import Coding, CodingSettings
+from mcore_rl.agents.environments.countdown import Countdown, CountdownSettings
 from mcore_rl.agents.tasks.calculator import CalculatorTask
 from mcore_rl.agents.tasks.code import CodeTask
-from mcore_rl.agents.tasks.conversations import conversation, prepare, split_problems
+from mcore_rl.agents.tasks.conversations import build_conversation, prepare, split_problems
 from mcore_rl.agents.tasks.countdown import CountdownTask
-from mcore_rl.agents.tools.calculator import calculator
+from mcore_rl.agents.tools.built_in import calculator
 from mcore_rl.config.schema import DataConfig
 from mcore_rl.data.examples import load_chats
 from mcore_rl.data.tasks.prepared import PreparedTask
 from mcore_rl.data.tokenizer import load_tokenizer
-from mcore_rl.rewards.base import get_reward
+from mcore_rl.rewards.registry import get_reward
 
 TASKS = {"calculator": CalculatorTask(), "countdown": CountdownTask(), "code": CodeTask()}
 each_task = pytest.mark.parametrize("name", TASKS)
@@ -37,14 +36,14 @@ def made(tmp_path_factory) -> dict[str, PreparedTask]:
 
 
 def played(environment: Environment, talk: list[ChatMessage]) -> tuple[list[ChatMessage], float]:
-    """What it answers to the assistant's turns, and what they earn."""
-    told, reward = [], 0.0
+    """Return the environment's messages to the assistant's turns, and the reward."""
+    messages, reward = [], 0.0
     for message in talk:
         if message.role == "assistant":
             step = asyncio.run(environment.step(ParsedTurn(message.content, "", ())))
-            told += step.messages
+            messages += step.messages
             reward += step.reward
-    return told, reward
+    return messages, reward
 
 
 def test_problems_worked_by_hand():
@@ -69,11 +68,11 @@ def test_no_problem_is_on_both_sides_and_a_tenth_is_held_out(name):
 def test_the_environment_of_countdown_says_what_the_conversations_have(is_worked):
     task, chance, earned = CountdownTask(), random.Random(0), []
     for problem in split_problems(task)[1]:
-        talk = conversation(task, problem, is_worked, chance)
+        talk = build_conversation(task, problem, is_worked, chance)
         environment = Countdown(task.fields(problem), CountdownSettings())
-        told, reward = played(environment, talk)
-        assert told == [message for message in talk[1:] if message.role == "user"] + (
-            told[-1:] if not reward else []
+        messages, reward = played(environment, talk)
+        assert messages == [message for message in talk[1:] if message.role == "user"] + (
+            messages[-1:] if not reward else []
         )
         earned.append(reward)
     if is_worked:  # the right one of four comes first to last
@@ -87,10 +86,10 @@ def test_the_environment_of_programs_says_what_the_conversations_have():
     task, chance = CodeTask(), random.Random(0)
     for problem in split_problems(task)[1][:3]:
         for is_worked in (True, False):
-            talk = conversation(task, problem, is_worked, chance)
+            talk = build_conversation(task, problem, is_worked, chance)
             environment = Coding(task.fields(problem), CodingSettings())
-            told, reward = played(environment, talk)
-            assert told[:1] == talk[2:3]
+            messages, reward = played(environment, talk)
+            assert messages[:1] == talk[2:3]
             assert reward == pytest.approx(0.9 * is_worked)
 
 
@@ -98,12 +97,12 @@ def test_the_calculator_says_what_the_conversations_have_and_the_reward_takes_it
     task, chance = CalculatorTask(), random.Random(0)
     reward = get_reward("final_number")
     for problem in split_problems(task)[1][:50]:
-        _, called, told, said = conversation(task, problem, True, chance)
+        _, called, result, answer = build_conversation(task, problem, True, chance)
         [call] = called.tool_calls
-        assert calculator(**call.arguments) == told.content == task.fields(problem)["answer"]
-        assert reward(said.content, task.fields(problem), "stop")["reward"] == 1.0
-        asked, direct = conversation(task, problem, False, chance)
-        assert str(problem[0]) in asked.content and direct.content == said.content
+        assert calculator(**call.arguments) == result.content == task.fields(problem)["answer"]
+        assert reward(answer.content, task.fields(problem), "stop")["reward"] == 1.0
+        question, direct = build_conversation(task, problem, False, chance)
+        assert str(problem[0]) in question.content and direct.content == answer.content
 
 
 @each_task
@@ -121,27 +120,27 @@ def test_the_same_seed_makes_the_same_files_and_another_the_same_problems(name, 
 
 @each_task
 def test_what_the_assistant_says_is_trained_on_as_the_loop_would_have_it(name, made):
-    """A turn's tokens follow those of a prompt that the codec makes, with nothing between."""
+    # A turn's tokens directly follow those of a prompt that the codec renders.
     task, paths = TASKS[name], made[name]
     tokenizer = load_tokenizer(str(paths.model_dir))
     config = DataConfig(tools_column="tools" if task.tools else "")
     batch = load_chats(str(paths.warm_start_file), config, 256, tokenizer)
     rows = pq.read_table(paths.warm_start_file)["messages"].to_pylist()
-    codec = codec_for(tokenizer, "auto")
+    codec = select_codec(tokenizer, "auto")
     for number in range(8):
-        ids, mask = whole(batch, number)
+        ids, mask = list_tokens(batch, number)
         talk = [ChatMessage(**_without_none(message)) for message in rows[number]]
         firsts = [i for i, flag in enumerate(mask) if flag and not mask[i - 1]]
         turns = [i for i, message in enumerate(talk) if message.role == "assistant"]
         assert len(firsts) == len(turns)
-        prompt = codec.render(messages_of(rows[number][:1]), task.tools)
+        prompt = codec.render(parse_messages(rows[number][:1]), task.tools)
         assert ids[: firsts[0]] == prompt
         for first in firsts:
             end = next(i for i in range(first, len(ids)) if ids[i] in codec.stop_ids) + 1
             assert all(mask[first:end]) and not any(mask[end : end + 1])
 
 
-def whole(batch, row: int) -> tuple[list[int], list[int]]:
+def list_tokens(batch, row: int) -> tuple[list[int], list[int]]:
     prompt, response, mask = (
         batch.jagged(name)[row].tolist() for name in ("prompt_ids", "response_ids", "response_mask")
     )

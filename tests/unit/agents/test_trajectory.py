@@ -10,13 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mcore_rl.agents.trajectory import (
-    Turn,
-    VersionSpan,
-    num_routed,
-    samples_of,
-    with_turn_rewards,
-)
+from mcore_rl.agents.session import Turn, VersionSpan, count_routed_tokens
+from mcore_rl.agents.trajectory import assign_turn_rewards, build_samples
 from mcore_rl.data.batch import Batch
 from mcore_rl.data.sample import RoutedExperts, Sample, TurnSpan
 
@@ -45,7 +40,7 @@ ANEW = Turn("s", "anew", "last", (1, 52, 2, 1), (76,), (-1.0,), (VersionSpan(5, 
 
 
 def samples(*turns: Turn) -> list[Sample]:
-    return samples_of(turns, trajectory=3, group_id=8, reward=1.5, status="finished")
+    return build_samples(turns, trajectory=3, group_id=8, reward=1.5, status="finished")
 
 
 def test_three_turns_with_a_tool_a_branch_and_a_cut():
@@ -80,7 +75,7 @@ def test_three_turns_with_a_tool_a_branch_and_a_cut():
 
 
 def routed(turn: Turn, start: int) -> Turn:
-    """With experts from a token on, as a server gives them: none of the last token."""
+    """Add experts from a token on, as a server records them: none of the last token."""
     num_tokens = len(turn.prompt_ids) + len(turn.token_ids) - 1 - start
     ids = np.full((num_tokens, 1, 1), len(turn.prompt_ids), np.uint8)
     return replace(turn, routed_experts=RoutedExperts(start, ids))
@@ -104,18 +99,19 @@ def test_each_token_has_the_experts_of_the_turn_that_ran_it_first():
 def test_a_turn_asks_for_the_experts_that_earlier_turns_do_not_have():
     call, cut = routed(CALL, 0), routed(CUT, 6)
     empty = replace(CUT, token_ids=(), log_probs=(), weight_versions=(), token_rewards=())
-    assert num_routed(CALL.prompt_ids, []) == 0
-    assert num_routed(CUT.prompt_ids, [call]) == 4 + 3 - 1
-    assert num_routed(LAST.prompt_ids, [call, cut]) == 11 + 2 - 1
-    assert num_routed(ANEW.prompt_ids, [call, cut]) == 0  # it was rendered anew
+    assert count_routed_tokens(CALL.prompt_ids, []) == 0
+    assert count_routed_tokens(CUT.prompt_ids, [call]) == 4 + 3 - 1
+    assert count_routed_tokens(LAST.prompt_ids, [call, cut]) == 11 + 2 - 1
+    assert count_routed_tokens(ANEW.prompt_ids, [call, cut]) == 0  # it was rendered anew
     # A turn that was ended before its first token has none; those of the call stay.
-    assert num_routed((*CUT.prompt_ids, 9), [call, empty]) == 6
+    assert count_routed_tokens((*CUT.prompt_ids, 9), [call, empty]) == 6
 
 
 def test_a_turn_is_paid_once_at_its_last_token_in_the_sample_that_trains_it():
     empty = replace(ANEW, turn_id="empty", token_ids=(), log_probs=(), weight_versions=())
-    made = samples(CALL, CUT, LAST, BRANCH, ANEW, empty)
-    with_turn_rewards(made, {"call": 1.0, "cut": 0.5, "branch": 2.0, "anew": 3.0, "empty": 9.0})
+    turns = [CALL, CUT, LAST, BRANCH, ANEW, empty]
+    made = samples(*turns)
+    assign_turn_rewards(made, turns, [1.0, 0.5, 0.0, 2.0, 3.0, 9.0])
     assert [sample.process_rewards for sample in made] == [
         [0, 0, 1, 0, 0, 0, 0, 0, 0.75, 0, 0, 0, 0, 0, 0, 0],  # with the 0.25 of a token
         [0, 0, 0, 0, 0, 0, 0, 0, 2],
@@ -161,7 +157,7 @@ def test_each_token_of_any_tree_is_trained_once_with_its_own_numbers(seed: int):
 
 
 def test_samples_are_rows_of_a_batch():
-    batch = Batch.of(samples(CALL, CUT, LAST, BRANCH))
+    batch = Batch.collate(samples(CALL, CUT, LAST, BRANCH))
     assert batch.jagged("response_mask").lengths.tolist() == [16, 9]
 
 

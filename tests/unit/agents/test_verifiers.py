@@ -13,16 +13,15 @@ from typing import Any
 import pytest
 
 from mcore_rl.agents.runner import AgentRunner, check_agent, try_out
+from mcore_rl.agents.session import Turn, VersionSpan
 from mcore_rl.agents.single_turn import Prompt
-from mcore_rl.agents.trajectory import Turn, VersionSpan
 from mcore_rl.agents.verifiers.loop import RecordMismatchError, check_record
-from mcore_rl.agents.verifiers.process import BridgeError, BridgeProcess
-from mcore_rl.agents.verifiers.settings import VerifiersSettings
-from mcore_rl.config.agent_schema import AgentConfig
+from mcore_rl.agents.verifiers.process import BridgeError, BridgeProcess, VerifiersSettings
 from mcore_rl.config.errors import ConfigError
+from mcore_rl.config.schema import AgentConfig
 from mcore_rl.data.sample import Sample
 from mcore_rl.inference.protocol import SamplingParams
-from mcore_rl.rewards.base import RewardError
+from mcore_rl.rewards.registry import RewardError
 from tests.unit.agents.served import Policy
 from tests.unit.agents.test_loops import MESSAGES, TOKENIZER, text_of
 from tests.unit.agents.test_program import assert_gone
@@ -37,21 +36,21 @@ def scripted(tmp_path):
     program.write_text(f'#!/bin/sh\nexec "{sys.executable}" "{SCRIPT}"\n')
     program.chmod(0o755)
 
-    def of(environment: str, **own: Any) -> dict[str, Any]:
-        return {"environment": environment, "interpreter": str(program), **own}
+    def build_settings(environment: str, **settings: Any) -> dict[str, Any]:
+        return {"environment": environment, "interpreter": str(program), **settings}
 
-    return of
+    return build_settings
 
 
 def run(
     settings: dict[str, Any], tasks: list[list[str]], *, stops: bool = True, **config: Any
 ) -> list[list[Sample]]:
-    """The samples of each batch of tasks, by one process."""
+    """Return the samples of each batch of tasks, by one process."""
 
     async def work() -> list[list[Sample]]:
         policy = Policy(["42"] * 10)
-        own = AgentConfig(loop="verifiers", settings=settings, **config)
-        runner = AgentRunner(policy, TOKENIZER, None, own, 4096, stops_on_error=stops)
+        agent = AgentConfig(loop="verifiers", settings=settings, **config)
+        runner = AgentRunner(policy, TOKENIZER, None, agent, 4096, stops_on_error=stops)
         try:
             async with asyncio.timeout(50):
                 return [
@@ -83,11 +82,11 @@ def test_rollouts_at_the_same_time_are_samples_of_their_own_sessions(scripted):
 
 
 def test_other_turns_than_the_endpoint_recorded_are_an_error_with_both(scripted):
-    told = (
+    message = (
         r"RecordMismatchError: verifiers counts 1 turns with the tokens \(prompt, answer\) "
         r"\[\((\d+), 4\)\]; the endpoint has recorded 1: \[\(\1, 3\)\]; it was asked about row 7"
     )
-    with pytest.raises(RewardError, match=told):
+    with pytest.raises(RewardError, match=message):
         run(scripted("lies"), [["one"]])
 
 
@@ -121,7 +120,7 @@ def test_a_trajectory_that_takes_too_long_is_cancelled_and_the_process_goes_on(s
 
 
 @pytest.mark.parametrize(
-    ("environment", "own", "told"),
+    ("environment", "options", "message"),
     [
         (
             "dies",
@@ -139,24 +138,24 @@ def test_a_trajectory_that_takes_too_long_is_cancelled_and_the_process_goes_on(s
         ("silent", {"start_timeout_s": 0.4}, r"has not loaded its environment in 0.4 s"),
     ],
 )
-def test_what_a_restart_does_not_help_ends_the_run_with_what_the_process_said(
-    scripted, environment, own, told
+def test_a_failure_after_restarts_ends_the_run_with_the_stderr(
+    scripted, environment, options, message
 ):
     """Also where an error of a trajectory does not."""
-    with pytest.raises(BridgeError, match=told):
-        run(scripted(environment, **own), [["one"]], stops=False)
+    with pytest.raises(BridgeError, match=message):
+        run(scripted(environment, **options), [["one"]], stops=False)
 
 
 async def played_through_a_kill(
     policy: Policy, config: AgentConfig, prompts: list[Prompt], limit_s: float
 ) -> list[Sample]:
-    """Samples whose process is killed when each prompt has asked the policy once."""
+    """Return samples whose process is killed when each prompt has asked the policy once."""
     runner = AgentRunner(policy, TOKENIZER, None, config, 4096, stops_on_error=True)
     sampling = SamplingParams(n=1, max_tokens=1000, seed=5)
     try:
         async with asyncio.timeout(limit_s):
             running = asyncio.create_task(runner.run_all(prompts, sampling))
-            while len(policy.asked) < len(prompts):
+            while len(policy.requests) < len(prompts):
                 await asyncio.sleep(0.01)
             os.kill(runner._loop._process._process.pid, signal.SIGKILL)
             return await running
@@ -178,23 +177,23 @@ def test_a_process_that_is_killed_in_mid_rollout_is_started_again_with_the_same_
         (group, "finished", 1.5) for group in range(3)
     ]
     assert [sum(sample.response_mask) for sample in samples] == [3] * 3
-    asked = sorted((prompt, sampling.seed) for prompt, sampling, _ in policy.asked)
-    assert asked[::2] == asked[1::2] and len({seed for _, seed in asked}) == 3
+    requests = sorted((prompt, sampling.seed) for prompt, sampling, _ in policy.requests)
+    assert requests[::2] == requests[1::2] and len({seed for _, seed in requests}) == 3
     assert sorted(policy.cancelled) == [0, 1, 2]
-    told = "ended with status -9. It is started again: 1, agent.settings.max_restarts=3\n"
-    assert capsys.readouterr().out == f"the process of the verifiers environment 'good' {told}"
+    message = "ended with status -9. It is started again: 1, agent.settings.max_restarts=3\n"
+    assert capsys.readouterr().out == f"the process of the verifiers environment 'good' {message}"
 
 
 def test_what_the_process_has_started_ends_with_it(scripted):
     async def work() -> str:
         process = BridgeProcess(VerifiersSettings(**scripted("leaves")), 8)
         await process.start()
-        while "child" not in process._said:
+        while "child" not in process._stderr:
             await asyncio.sleep(0.01)
         await process.close()
         with pytest.raises(BridgeError, match="was closed"):
             await process.ask("ping")
-        return process._said
+        return process._stderr
 
     assert_gone(int(asyncio.run(work()).split()[-1]))
 
@@ -210,7 +209,7 @@ def test_an_environment_is_tried_out_before_a_run(scripted):
 
 
 @pytest.mark.parametrize(
-    ("own", "told"),
+    ("options", "message"),
     [
         ({"environment": ""}, "agent.settings.environment=''"),
         ({"interpreter": "no/python"}, "`bash launch/setup_env.sh verifiers` makes"),
@@ -222,11 +221,11 @@ def test_an_environment_is_tried_out_before_a_run(scripted):
         ({"answer_timeout_s": 0}, "agent.settings.answer_timeout_s=0.0"),
     ],
 )
-def test_settings_that_cannot_work_are_refused(scripted, own, told):
-    config = AgentConfig(loop="verifiers", settings=scripted("good") | own)
+def test_settings_that_cannot_work_are_refused(scripted, options, message):
+    config = AgentConfig(loop="verifiers", settings=scripted("good") | options)
     with pytest.raises(ConfigError) as caught:
         check_agent(config, TOKENIZER)
-    assert told in str(caught.value)
+    assert message in str(caught.value)
 
 
 @pytest.mark.parametrize("variables", ["", "HF_TOKEN"])
@@ -235,21 +234,21 @@ def test_the_process_gets_few_variables_and_those_that_settings_name(
 ):
     for name in ("HF_TOKEN", "WANDB_API_KEY", "VIRTUAL_ENV"):
         monkeypatch.setenv(name, "secret")
-    settings, told = scripted("good", variables=variables), tmp_path / "told"
+    settings, output = scripted("good", variables=variables), tmp_path / "told"
     program = Path(settings["interpreter"])
-    program.write_text(program.read_text().replace("exec", f"env -0 > {told}\nexec"))
+    program.write_text(program.read_text().replace("exec", f"env -0 > {output}\nexec"))
     [[sample]] = run(settings, [["one"]])
     assert sample.status == "finished"
-    found = {line.partition("=")[0] for line in told.read_text().split("\0")}
-    assert found & {"HF_TOKEN", "WANDB_API_KEY", "VIRTUAL_ENV"} == {*filter(None, [variables])}
-    assert {"PATH", "PYTHONPATH", "NO_PROXY"} <= found
+    names = {line.partition("=")[0] for line in output.read_text().split("\0")}
+    assert names & {"HF_TOKEN", "WANDB_API_KEY", "VIRTUAL_ENV"} == {*filter(None, [variables])}
+    assert {"PATH", "PYTHONPATH", "NO_PROXY"} <= names
 
 
 def test_args_may_be_the_file_that_verifiers_reads(scripted, tmp_path):
     file = tmp_path / "run.toml"
     file.write_text('[env.taskset]\nsplit = "train"\n[env.agent.runtime]\ntype = "docker"\n')
     settings = VerifiersSettings(**scripted("good", args=str(file)))
-    assert settings.parsed_args() == {
+    assert settings.parse_args() == {
         "taskset": {"split": "train"},
         "agent": {"runtime": {"type": "docker"}},
     }

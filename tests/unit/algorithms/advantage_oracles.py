@@ -39,38 +39,46 @@ class Case:
     responses: list[Response]
     process: bool  # whether there are rewards of tokens
 
-    def rewards_of_tokens(self, of: Response) -> list[float]:
-        """At each step."""
+    def step_rewards(self, response: Response) -> list[float]:
+        """Return the reward of each step."""
         if self.process:
-            return [of.token_rewards[place] for place in of.steps]
-        return [0.0] * (len(of.steps) - 1) + [of.reward] if of.steps else []
+            return [response.token_rewards[place] for place in response.steps]
+        return [0.0] * (len(response.steps) - 1) + [response.reward] if response.steps else []
 
-    def score(self, of: Response) -> float:
-        return math.fsum(self.rewards_of_tokens(of)) if self.process and of.steps else of.reward
+    def score(self, response: Response) -> float:
+        return (
+            math.fsum(self.step_rewards(response))
+            if self.process and response.steps
+            else response.reward
+        )
 
-    def others(self, of: Response) -> list[float]:
-        """Scores of the whole group."""
-        return [self.score(other) for other in self.responses if other.group == of.group]
+    def group_scores(self, response: Response) -> list[float]:
+        """Return the scores of the whole group of a response."""
+        return [self.score(other) for other in self.responses if other.group == response.group]
 
 
-def batch_of(case: Case) -> Batch:
+def build_batch(case: Case) -> Batch:
     def column(name: str, kind: type) -> Jagged:
-        return Jagged.of([getattr(one, name) for one in case.responses], kind)
+        return Jagged.pack([getattr(response, name) for response in case.responses], kind)
 
     masks = column("mask", np.int8)
     batch = Batch(
         {
             "response_ids": masks.with_values(np.arange(len(masks.values))),
             "response_mask": masks,
-            "group_ids": np.array([one.group for one in case.responses], np.int64),
-            "rewards": np.array([one.reward for one in case.responses], np.float32),
-            "baseline_rewards": np.array([one.greedy_reward for one in case.responses], np.float32),
+            "group_ids": np.array([response.group for response in case.responses], np.int64),
+            "rewards": np.array([response.reward for response in case.responses], np.float32),
+            "baseline_rewards": np.array(
+                [response.greedy_reward for response in case.responses], np.float32
+            ),
             "values": column("values", np.float32),
             "log_probs": column("log_probs", np.float32),
             "sum_pi_squared": column("squares", np.float32),
             "state_ids": column("states", np.int64),
             **{
-                f"reward/{part}": np.array([one.parts[part] for one in case.responses], np.float32)
+                f"reward/{part}": np.array(
+                    [response.parts[part] for response in case.responses], np.float32
+                )
                 for part in ("accuracy", "format")
             },
         }
@@ -81,7 +89,7 @@ def batch_of(case: Case) -> Batch:
 
 
 def float32(values: np.ndarray) -> list[float]:
-    """Python floats that a float32 column has exactly."""
+    """Return Python floats that float32 represents exactly."""
     return [float(value) for value in np.asarray(values, np.float32)]
 
 
@@ -124,7 +132,7 @@ def random_case(seed: int, nonnegative: bool) -> Case:
 @functools.cache
 def random_cases(*, nonnegative: bool = False) -> list[tuple[Case, Batch]]:
     cases = [random_case(seed, nonnegative) for seed in range(1000)]
-    return [(case, batch_of(case)) for case in cases]
+    return [(case, build_batch(case)) for case in cases]
 
 
 def std(values: list[float]) -> float:
@@ -132,196 +140,206 @@ def std(values: list[float]) -> float:
 
 
 def whiten(rows: Rows, case: Case) -> Rows:
-    """Over the steps of all rows."""
+    """Whiten over the steps of all rows."""
     pairs = zip(rows, case.responses, strict=True)
-    steps = [row[place] for row, one in pairs for place in one.steps]
+    steps = [row[place] for row, response in pairs for place in response.steps]
     mean = math.fsum(steps) / max(len(steps), 1)
     scale = math.sqrt(std(steps) ** 2 + 1e-8)
-    found = [[0.0] * len(row) for row in rows]
-    for row, one, out in zip(rows, case.responses, found, strict=True):
-        for place in one.steps:
+    advantages = [[0.0] * len(row) for row in rows]
+    for row, response, out in zip(rows, case.responses, advantages, strict=True):
+        for place in response.steps:
             out[place] = (row[place] - mean) / scale
-    return found
+    return advantages
 
 
-def at_steps(case: Case, found: list[list[float]]) -> Rows:
-    """From numbers at steps to numbers at tokens."""
+def expand_steps(case: Case, advantages: list[list[float]]) -> Rows:
+    """Put values of steps at their tokens, and 0 elsewhere."""
     rows = []
-    for one, numbers in zip(case.responses, found, strict=True):
-        row = [0.0] * len(one.mask)
-        for place, number in zip(one.steps, numbers, strict=True):
+    for response, numbers in zip(case.responses, advantages, strict=True):
+        row = [0.0] * len(response.mask)
+        for place, number in zip(response.steps, numbers, strict=True):
             row[place] = number
         rows.append(row)
     return rows
 
 
 def grpo(case: Case, settings: Settings) -> list[float]:
-    found = []
-    for one in case.responses:
-        group = case.others(one)
+    advantages = []
+    for response in case.responses:
+        group = case.group_scores(response)
         scale = std(group) + 1e-6 if settings["normalize_by_std"] else 1.0
-        found.append((case.score(one) - statistics.fmean(group)) / scale)
-    return found
+        advantages.append((case.score(response) - statistics.fmean(group)) / scale)
+    return advantages
 
 
 def grpo_passk(case: Case, settings: Settings) -> list[float]:
-    """The highest of all less the highest of the others: what pass@k loses without a response."""
-    found = []
-    for one in case.responses:
-        group = case.others(one)
+    """Subtract the highest of the rest from the highest of all: pass@k lost without a response."""
+    advantages = []
+    for response in case.responses:
+        group = case.group_scores(response)
         if len(group) == 1:
-            found.append(0.0)
+            advantages.append(0.0)
             continue
         rest = [
             case.score(other)
             for other in case.responses
-            if other.group == one.group and other is not one
+            if other.group == response.group and other is not response
         ]
         scale = std(group) + 1e-6 if settings["normalize_by_std"] else 1.0
-        found.append((max(group) - max(rest)) / scale)
-    return found
+        advantages.append((max(group) - max(rest)) / scale)
+    return advantages
 
 
 def rloo(case: Case, settings: Settings) -> list[float]:
-    found = []
-    for one in case.responses:
+    advantages = []
+    for response in case.responses:
         rest = [
             case.score(other)
             for other in case.responses
-            if other.group == one.group and other is not one
+            if other.group == response.group and other is not response
         ]
-        found.append(case.score(one) - statistics.fmean(rest) if rest else 0.0)
-    return found
+        advantages.append(case.score(response) - statistics.fmean(rest) if rest else 0.0)
+    return advantages
 
 
 def reinforce_plus_plus_baseline(case: Case, settings: Settings) -> Rows:
     rows = [
-        [case.score(one) - statistics.fmean(case.others(one))] * len(one.mask)
-        for one in case.responses
+        [case.score(response) - statistics.fmean(case.group_scores(response))] * len(response.mask)
+        for response in case.responses
     ]
     return whiten(rows, case)
 
 
 def opo(case: Case, settings: Settings) -> list[float]:
-    found = []
-    for one in case.responses:
-        group = [other for other in case.responses if other.group == one.group]
+    advantages = []
+    for response in case.responses:
+        group = [other for other in case.responses if other.group == response.group]
         length = sum(len(other.steps) for other in group)
         weighted = math.fsum(len(other.steps) * case.score(other) for other in group)
-        found.append(case.score(one) - (weighted / length if length else 0.0))
-    return found
+        advantages.append(case.score(response) - (weighted / length if length else 0.0))
+    return advantages
 
 
 def gpg(case: Case, settings: Settings) -> list[float]:
     batch = len(case.responses)
-    useless = sum(len(set(case.others(one))) == 1 for one in case.responses)
+    useless = sum(len(set(case.group_scores(response))) == 1 for response in case.responses)
     alpha = batch / (batch - useless) if useless < batch else 1.0
     return [alpha * value for value in grpo(case, settings)]
 
 
 def gdpo(case: Case, settings: Settings) -> Rows:
     rows = []
-    for one in case.responses:
+    for response in case.responses:
         total = 0.0
         for part, weight in (("accuracy", 1.0), ("format", 0.5)):
-            group = [other.parts[part] for other in case.responses if other.group == one.group]
+            group = [other.parts[part] for other in case.responses if other.group == response.group]
             scale = std(group) + 1e-6 if settings.get("normalize_by_std", True) else 1.0
-            total += weight * (one.parts[part] - statistics.fmean(group)) / scale
-        rows.append([total] * len(one.mask))
+            total += weight * (response.parts[part] - statistics.fmean(group)) / scale
+        rows.append([total] * len(response.mask))
     return whiten(rows, case)
 
 
 def maxrl(case: Case, settings: Settings) -> list[float]:
-    found = []
-    for one in case.responses:
-        mean = statistics.fmean(case.others(one))
-        found.append((case.score(one) - mean) / mean if mean else 0.0)
-    return found
+    advantages = []
+    for response in case.responses:
+        mean = statistics.fmean(case.group_scores(response))
+        advantages.append((case.score(response) - mean) / mean if mean else 0.0)
+    return advantages
 
 
 def lite_ppo(case: Case, settings: Settings) -> list[float]:
-    scale = std([case.score(one) for one in case.responses]) + 1e-6
+    scale = std([case.score(response) for response in case.responses]) + 1e-6
     return [
-        (case.score(one) - statistics.fmean(case.others(one))) / scale for one in case.responses
+        (case.score(response) - statistics.fmean(case.group_scores(response))) / scale
+        for response in case.responses
     ]
 
 
 def gae(case: Case, settings: Settings) -> tuple[Rows, Rows]:
     gamma, lam = float(settings["gamma"]), float(settings["lam"])
-    found, returns = [], []
-    for one in case.responses:
-        rewards = case.rewards_of_tokens(one)
-        values = [one.values[place] for place in one.steps]
+    advantages, returns = [], []
+    for response in case.responses:
+        rewards = case.step_rewards(response)
+        values = [response.values[place] for place in response.steps]
         after = [*values[1:], 0.0]
         deltas = [r + gamma * v2 - v1 for r, v1, v2 in zip(rewards, values, after, strict=False)]
         n = len(values)
         sums = [
             math.fsum((gamma * lam) ** (k - t) * deltas[k] for k in range(t, n)) for t in range(n)
         ]
-        found.append(sums)
+        advantages.append(sums)
         returns.append([a + v for a, v in zip(sums, values, strict=True)])
-    rows = at_steps(case, found)
-    return whiten(rows, case) if settings["whiten"] else rows, at_steps(case, returns)
+    rows = expand_steps(case, advantages)
+    return whiten(rows, case) if settings["whiten"] else rows, expand_steps(case, returns)
 
 
 def returns_to_go(case: Case, gamma: float) -> list[list[float]]:
-    found = []
-    for one in case.responses:
-        rewards = case.rewards_of_tokens(one)
+    advantages = []
+    for response in case.responses:
+        rewards = case.step_rewards(response)
         n = len(rewards)
-        found.append(
+        advantages.append(
             [math.fsum(gamma ** (k - t) * rewards[k] for k in range(t, n)) for t in range(n)]
         )
-    return found
+    return advantages
 
 
 def reinforce_plus_plus(case: Case, settings: Settings) -> Rows:
-    return whiten(at_steps(case, returns_to_go(case, float(settings["gamma"]))), case)
+    return whiten(expand_steps(case, returns_to_go(case, float(settings["gamma"]))), case)
 
 
 def remax(case: Case, settings: Settings) -> Rows:
     pairs = zip(case.responses, returns_to_go(case, 1.0), strict=True)
-    return at_steps(case, [[value - one.greedy_reward for value in row] for one, row in pairs])
+    return expand_steps(
+        case, [[value - response.greedy_reward for value in row] for response, row in pairs]
+    )
 
 
 def optimal_token_baseline(case: Case, settings: Settings) -> Rows:
     returns, energies = returns_to_go(case, 1.0), []
-    for one in case.responses:
-        norms = [1 - 2 * math.exp(one.log_probs[at]) + one.squares[at] for at in one.steps]
+    for response in case.responses:
+        norms = [
+            1 - 2 * math.exp(response.log_probs[place]) + response.squares[place]
+            for place in response.steps
+        ]
         energies.append([math.fsum(norms[: t + 1]) for t in range(len(norms))])
-    found = []
-    for one, row in zip(case.responses, returns, strict=True):
+    advantages = []
+    for response, row in zip(case.responses, returns, strict=True):
         numbers = []
         for t, value in enumerate(row):
             same = [
                 (returns[j][t], energies[j][t])
                 for j, other in enumerate(case.responses)
-                if other.group == one.group and len(returns[j]) > t
+                if other.group == response.group and len(returns[j]) > t
             ]
             weight = math.fsum(energy for _, energy in same)
             known = len(same) > 1 and weight > 0
             base = math.fsum(g * energy for g, energy in same) / weight if known else 0.0
             numbers.append(value - base)
-        found.append(numbers)
-    return at_steps(case, found)
+        advantages.append(numbers)
+    return expand_steps(case, advantages)
 
 
 def gigpo(case: Case, settings: Settings) -> Rows:
     gamma, by_std = float(settings["gamma"]), settings["normalize_by_std"]
     turns = []  # response, places of its tokens, state, return
-    for number, one in enumerate(case.responses):
-        mine: list[list[int]] = []
-        for place in one.steps:
-            if mine and mine[-1][-1] == place - 1 and one.states[place - 1] == one.states[place]:
-                mine[-1].append(place)
+    for number, response in enumerate(case.responses):
+        spans: list[list[int]] = []
+        for place in response.steps:
+            if (
+                spans
+                and spans[-1][-1] == place - 1
+                and response.states[place - 1] == response.states[place]
+            ):
+                spans[-1].append(place)
             else:
-                mine.append([place])
-        rewards = dict(zip(one.steps, case.rewards_of_tokens(one), strict=True))
-        earned = [math.fsum(rewards[place] for place in places) for places in mine]
-        for t, places in enumerate(mine):
-            total = math.fsum(gamma ** (k - t) * earned[k] for k in range(t, len(mine)))
-            turns.append((number, places, (one.group, one.states[places[0]]), total))
-    rows = [[0.0] * len(one.mask) for one in case.responses]
+                spans.append([place])
+        rewards = dict(zip(response.steps, case.step_rewards(response), strict=True))
+        earned = [math.fsum(rewards[place] for place in places) for places in spans]
+        for t, places in enumerate(spans):
+            total = math.fsum(gamma ** (k - t) * earned[k] for k in range(t, len(spans)))
+            turns.append((number, places, (response.group, response.states[places[0]]), total))
+    rows = [[0.0] * len(response.mask) for response in case.responses]
     of_responses = grpo(case, settings)
     for number, places, state, total in turns:
         same = [other_total for _, _, other_state, other_total in turns if other_state == state]

@@ -18,7 +18,7 @@ RULES = (
 def random_batch(rng: np.random.Generator) -> Batch:
     """Up to 6 sequences of up to 7 tokens; tokens that the policy did not choose have nan."""
     lengths = rng.integers(0, 8, rng.integers(1, 7))
-    mask = Jagged.of([rng.random(n) < 0.8 for n in lengths], np.int8)
+    mask = Jagged.pack([rng.random(n) < 0.8 for n in lengths], np.int8)
     num, scale = len(mask.values), rng.choice([0.01, 0.3, 2.0, 15.0])
     log_probs = -rng.exponential(1.0, num)
     rollout = np.minimum(log_probs + scale * rng.normal(size=num), -1e-3)
@@ -28,9 +28,9 @@ def random_batch(rng: np.random.Generator) -> Batch:
     advantages = np.repeat(rng.normal(size=len(mask)), mask.lengths)
     if rng.random() < 0.5:
         advantages = rng.normal(size=num)
-    found = {name: mask.with_values(v.astype(np.float32)) for name, v in columns.items()}
+    result = {name: mask.with_values(v.astype(np.float32)) for name, v in columns.items()}
     return Batch(
-        found
+        result
         | {"response_mask": mask, "response_ids": mask.with_values(np.arange(num))}
         | {"advantages": mask.with_values(advantages.astype(np.float32))}
     )

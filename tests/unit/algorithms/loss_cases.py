@@ -15,9 +15,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from mcore_rl.algorithms.inputs import LossInputs
+from mcore_rl.algorithms.inputs import LossInputs, MiniBatchInputs
 from mcore_rl.algorithms.losses import LOSSES
-from mcore_rl.algorithms.prepared import MiniBatchInputs
 from mcore_rl.data.batch import Batch, Jagged
 
 Rows = list[list[float]]
@@ -85,20 +84,20 @@ def random_case(seed: int, scale: float | None = None) -> Case:
 
 def batch_of(case: Case, dtype: Any = np.float64) -> Batch:
     rows = (case.new, case.old, case.rollout, case.advantages, case.mask)
-    found = {n: Jagged.of(r, dtype) for n, r in zip(COLUMNS, rows, strict=True)}
+    result = {n: Jagged.pack(r, dtype) for n, r in zip(COLUMNS, rows, strict=True)}
     return Batch(
         {
-            **found,
-            "response_ids": found["advantages"],
-            "loss_weights": Jagged.of(case.weights, dtype),
-            "entropy": found["log_probs"],
+            **result,
+            "response_ids": result["advantages"],
+            "loss_weights": Jagged.pack(case.weights, dtype),
+            "entropy": result["log_probs"],
             "rewards": np.array(case.rewards),
         }
     )
 
 
 def prepared(batch: Batch, name: str, settings: object, seed: Sequence[int] = (7,)) -> Batch:
-    """With the columns that the loss reads of the whole mini-batch, if any."""
+    """Add the prepared columns of the loss, if it has any."""
     if not hasattr(LOSSES[name], "prepare"):
         return batch
     return batch.with_columns(**LOSSES[name].prepare(MiniBatchInputs(batch, seed), settings))
@@ -130,7 +129,7 @@ def clip_min(ratio: float, advantage: float, low: float, high: float) -> float:
     return -min(ratio * advantage, max(1 - low, min(1 + high, ratio)) * advantage)
 
 
-def ppo_clip(c: Case, at: Case, s: Any, i: int, t: int) -> float:
+def ppo_clip(c: Case, constants: Case, s: Any, i: int, t: int) -> float:
     a = c.advantages[i][t]
     loss = clip_min(math.exp(c.log_ratio(i, t)), a, s.clip_ratio_low, s.clip_ratio_high)
     if s.dual_clip is not None and a < 0:
@@ -138,26 +137,26 @@ def ppo_clip(c: Case, at: Case, s: Any, i: int, t: int) -> float:
     return loss
 
 
-def decoupled_ppo(c: Case, at: Case, s: Any, i: int, t: int) -> float:
+def decoupled_ppo(c: Case, constants: Case, s: Any, i: int, t: int) -> float:
     weight = math.exp(c.old[i][t]) / math.exp(c.rollout[i][t])
     if s.weight_cap is not None and weight > s.weight_cap:
         weight = s.weight_cap
-    return weight * ppo_clip(c, at, s, i, t)
+    return weight * ppo_clip(c, constants, s, i, t)
 
 
-def sapo(c: Case, at: Case, s: Any, i: int, t: int) -> float:
+def sapo(c: Case, constants: Case, s: Any, i: int, t: int) -> float:
     a = c.advantages[i][t]
     tau = s.temperature_positive if a > 0 else s.temperature_negative
     r = math.exp(c.log_ratio(i, t))
     return -a * 4 / tau / (1 + math.exp(-tau * (r - 1)))
 
 
-def reinforce(c: Case, at: Case, s: Any, i: int, t: int) -> float:
+def reinforce(c: Case, constants: Case, s: Any, i: int, t: int) -> float:
     return -c.advantages[i][t] * c.new[i][t]
 
 
-def cispo(c: Case, at: Case, s: Any, i: int, t: int) -> float:
-    weight = math.exp(at.log_ratio(i, t))
+def cispo(c: Case, constants: Case, s: Any, i: int, t: int) -> float:
+    weight = math.exp(constants.log_ratio(i, t))
     weight = max(weight, 1 - s.clip_ratio_low)
     weight = min(weight, 1 + s.clip_ratio_high)
     return -weight * c.advantages[i][t] * c.new[i][t]
@@ -168,19 +167,19 @@ def total_variation(p: float, q: float) -> float:
 
 
 def binary_kl(p: float, q: float) -> float:
-    """From p to q."""
+    """Return KL(p || q) of two events."""
     return p * math.log(p / q) + (1 - p) * math.log((1 - p + 1e-8) / (1 - q + 1e-8))
 
 
 def dppo(divergence: Callable[[float, float], float]) -> Any:
-    def loss(c: Case, at: Case, s: Any, i: int, t: int) -> float:
-        old, new = math.exp(at.old[i][t]), math.exp(at.new[i][t])
+    def loss(c: Case, constants: Case, s: Any, i: int, t: int) -> float:
+        old, new = math.exp(constants.old[i][t]), math.exp(constants.new[i][t])
         a, d = c.advantages[i][t], divergence(old, new)
         if a > 0 and new > old and d > s.max_divergence_high:
             return 0.0
         if a < 0 and new < old and d > s.max_divergence_low:
             return 0.0
-        return -min(math.exp(at.log_ratio(i, t)), s.max_ratio) * a * c.new[i][t]
+        return -min(math.exp(constants.log_ratio(i, t)), s.max_ratio) * a * c.new[i][t]
 
     return loss
 
@@ -192,19 +191,19 @@ def sequence_ratio(c: Case, i: int) -> float:
     return product
 
 
-def topr(c: Case, at: Case, s: Any, i: int, t: int) -> float:
+def topr(c: Case, constants: Case, s: Any, i: int, t: int) -> float:
     a = c.advantages[i][t]
-    weight = 1.0 if a >= 0 else min(sequence_ratio(at, i), 1.0)
+    weight = 1.0 if a >= 0 else min(sequence_ratio(constants, i), 1.0)
     return -weight * a * c.new[i][t]
 
 
-def vespo(c: Case, at: Case, s: Any, i: int, t: int) -> float:
-    a, w = c.advantages[i][t], sequence_ratio(at, i)
+def vespo(c: Case, constants: Case, s: Any, i: int, t: int) -> float:
+    a, w = c.advantages[i][t], sequence_ratio(constants, i)
     k, decay = (s.k_positive, s.lambda_positive) if a > 0 else (s.k_negative, s.lambda_negative)
     return -(w**k) * math.exp(decay * (1 - w)) * a * c.new[i][t]
 
 
-def dro(c: Case, at: Case, s: Any, i: int, t: int) -> float:
+def dro(c: Case, constants: Case, s: Any, i: int, t: int) -> float:
     return -c.advantages[i][t] * c.new[i][t] + s.beta * c.gap(i, t) ** 2 / 2
 
 
@@ -212,21 +211,21 @@ def gspo_ratio(c: Case, i: int) -> float:
     return sequence_ratio(c, i) ** (1 / len(c.trained(i)))
 
 
-def gspo(c: Case, at: Case, s: Any, i: int, t: int) -> float:
+def gspo(c: Case, constants: Case, s: Any, i: int, t: int) -> float:
     return clip_min(gspo_ratio(c, i), c.advantages[i][t], s.clip_ratio_low, s.clip_ratio_high)
 
 
-def gspo_token(c: Case, at: Case, s: Any, i: int, t: int) -> float:
-    ratio = gspo_ratio(at, i) * math.exp(c.new[i][t]) / math.exp(at.new[i][t])
+def gspo_token(c: Case, constants: Case, s: Any, i: int, t: int) -> float:
+    ratio = gspo_ratio(constants, i) * math.exp(c.new[i][t]) / math.exp(constants.new[i][t])
     return clip_min(ratio, c.advantages[i][t], s.clip_ratio_low, s.clip_ratio_high)
 
 
-def luspo(c: Case, at: Case, s: Any, i: int, t: int) -> float:
-    return len(c.trained(i)) * gspo(c, at, s, i, t)
+def luspo(c: Case, constants: Case, s: Any, i: int, t: int) -> float:
+    return len(c.trained(i)) * gspo(c, constants, s, i, t)
 
 
-def gmpo(c: Case, at: Case, s: Any, i: int, t: int) -> float:
-    """Each token's ratio to the power of the sign, clipped from above, and back."""
+def gmpo(c: Case, constants: Case, s: Any, i: int, t: int) -> float:
+    """Clip each token's ratio, to the power of the sign, from above; take the geometric mean."""
     product, mean = 1.0, 0.0
     for u in c.trained(i):
         a, r = c.advantages[i][u], math.exp(c.log_ratio(i, u))
@@ -237,7 +236,7 @@ def gmpo(c: Case, at: Case, s: Any, i: int, t: int) -> float:
     return -mean * product ** (1 / len(c.trained(i)))
 
 
-def kimi(c: Case, at: Case, s: Any, i: int, t: int) -> float:
+def kimi(c: Case, constants: Case, s: Any, i: int, t: int) -> float:
     places = c.trained(i)
     total = sum(c.gap(i, u) for u in places)
     return -c.advantages[i][t] * c.new[i][t] + s.tau / 2 * total**2 / len(places)
@@ -254,13 +253,13 @@ def covariances(c: Case) -> dict[tuple[int, int], float]:
 
 
 def clip_cov_candidates(c: Case, s: Any) -> set[tuple[int, int]]:
-    found = set()
+    values = set()
     for (i, t), value in covariances(c).items():
         a, r = c.advantages[i][t], math.exp(c.log_ratio(i, t))
         is_clipped = (a > 0 and r > 1 + s.clip_ratio_high) or (a < 0 and r < 1 - s.clip_ratio_low)
         if s.covariance_low < value < s.covariance_high and not is_clipped:
-            found.add((i, t))
-    return found
+            values.add((i, t))
+    return values
 
 
 def kl_cov_selected(c: Case, s: Any) -> set[tuple[int, int]]:
@@ -268,15 +267,15 @@ def kl_cov_selected(c: Case, s: Any) -> set[tuple[int, int]]:
     return {place for place, _ in ranked[: max(1, int(len(ranked) * s.fraction))]}
 
 
-def kl_cov(c: Case, at: Case, s: Any, i: int, t: int) -> float:
+def kl_cov(c: Case, constants: Case, s: Any, i: int, t: int) -> float:
     loss = -math.exp(c.log_ratio(i, t)) * c.advantages[i][t]
-    if (i, t) in kl_cov_selected(at, s):
+    if (i, t) in kl_cov_selected(constants, s):
         loss += s.kl_coef * abs(c.gap(i, t))
     return loss
 
 
 def m2po_selected(c: Case, s: Any) -> set[tuple[int, int]]:
-    """The largest second moment goes, as long as their mean is too large."""
+    """Select the largest second moment while their mean is too large."""
     left = {}
     for i, t in c.tokens():
         r, a = math.exp(c.log_ratio(i, t)), c.advantages[i][t]
@@ -290,16 +289,16 @@ def m2po_selected(c: Case, s: Any) -> set[tuple[int, int]]:
     return gone
 
 
-def m2po(c: Case, at: Case, s: Any, i: int, t: int) -> float:
-    if (i, t) in m2po_selected(at, s):
+def m2po(c: Case, constants: Case, s: Any, i: int, t: int) -> float:
+    if (i, t) in m2po_selected(constants, s):
         return 0.0
     return -math.exp(c.log_ratio(i, t)) * c.advantages[i][t]
 
 
-def positive_nll(c: Case, at: Case, s: Any, i: int, t: int) -> float:
-    """Times the mean of all tokens it is the mean over those of the positive samples."""
+def positive_nll(c: Case, constants: Case, s: Any, i: int, t: int) -> float:
+    """Add a term whose mean over all tokens is the mean over tokens of positive samples."""
     positive = [(j, u) for j, u in c.tokens() if c.rewards[j] >= s.min_reward]
-    loss = ppo_clip(c, at, s, i, t)
+    loss = ppo_clip(c, constants, s, i, t)
     if (i, t) in positive:
         loss -= s.nll_coef * len(c.tokens()) / len(positive) * c.new[i][t]
     return loss

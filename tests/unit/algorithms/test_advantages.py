@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from mcore_rl.algorithms.advantages import ADVANTAGES, token_advantages
-from mcore_rl.algorithms.group_advantages import grpo
+from mcore_rl.algorithms.advantages import ADVANTAGES, compute_advantages, grpo
 from mcore_rl.algorithms.inputs import AdvantageInputs
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import AlgorithmConfig, GRPOSettings
@@ -77,14 +76,14 @@ def test_an_unknown_advantage_names_the_setting_and_what_is_allowed():
 def answered(lengths: list[int], seed: int = 0) -> Batch:
     rng = np.random.default_rng(seed)
     mask = [rng.integers(0, 2, n) for n in lengths]
-    responses = Jagged.of([np.arange(n) for n in lengths], np.int64)
+    responses = Jagged.pack([np.arange(n) for n in lengths], np.int64)
     values = rng.normal(size=len(responses.values)).astype(np.float32)
     return Batch(
         {
             "rewards": rng.normal(size=len(lengths)).astype(np.float32),
             "group_ids": np.zeros(len(lengths), np.int64),
             "response_ids": responses,
-            "response_mask": Jagged.of(mask, np.int8),
+            "response_mask": Jagged.pack(mask, np.int8),
             "values": responses.with_values(values),
         }
     )
@@ -93,14 +92,14 @@ def answered(lengths: list[int], seed: int = 0) -> Batch:
 def test_the_advantage_of_a_sample_is_that_of_each_of_its_tokens():
     batch = answered([2, 0, 3])
     wanted = grpo(AdvantageInputs(batch), GRPOSettings())
-    found = token_advantages(batch, "grpo", {})["advantages"]
-    assert found.values.dtype == np.float32
-    assert found.values.tolist() == np.repeat(wanted.astype(np.float32), [2, 0, 3]).tolist()
+    advantages = compute_advantages(batch, "grpo", {})["advantages"]
+    assert advantages.values.dtype == np.float32
+    assert advantages.values.tolist() == np.repeat(wanted.astype(np.float32), [2, 0, 3]).tolist()
 
 
 def columns(masks: list[list[int]], **given: object) -> Batch:
-    """Jagged columns have one number a response token, in order."""
-    mask = Jagged.of(masks, np.int8)
+    """Build a batch; jagged columns have a number per response token, in order."""
+    mask = Jagged.pack(masks, np.int8)
     jagged = {name: mask.with_values(np.array(rows)) for name, rows in given.items()}
     return Batch({"response_ids": mask, "response_mask": mask, **jagged})
 
@@ -112,10 +111,10 @@ def test_gae_matches_a_case_worked_by_hand():
     advantages, from the last: 0; -2 + 0.25 * 0 = -2; 0.5 + 0.25 * -2 = 0. Plus the values: returns.
     """
     batch = columns([[1, 1, 0, 1]], values=[1.0, 3.0, 9.0, 2.0]).with_columns(rewards=np.array([2]))
-    found = token_advantages(batch, "gae", {"gamma": 0.5, "lam": 0.5, "whiten": False})
-    assert found["advantages"][0].tolist() == [0.0, -2.0, 0.0, 0.0]
-    assert found["returns"][0].tolist() == [1.0, 1.0, 0.0, 2.0]
-    assert found["returns"].values.dtype == np.float32
+    advantages = compute_advantages(batch, "gae", {"gamma": 0.5, "lam": 0.5, "whiten": False})
+    assert advantages["advantages"][0].tolist() == [0.0, -2.0, 0.0, 0.0]
+    assert advantages["returns"][0].tolist() == [1.0, 1.0, 0.0, 2.0]
+    assert advantages["returns"].values.dtype == np.float32
 
 
 def test_gigpo_compares_turns_of_a_group_that_were_taken_in_one_state():
@@ -131,55 +130,55 @@ def test_gigpo_compares_turns_of_a_group_that_were_taken_in_one_state():
         state_ids=[7, 0, 8, 7, 0, 9, 8],
     ).with_columns(group_ids=np.array([3, 3, 4]), rewards=np.array([4.0, 1.0, 4.0]))
     settings = {"gamma": 0.5, "step_weight": 2, "normalize_by_std": False}
-    found = token_advantages(batch, "gigpo", settings)["advantages"]
-    assert [row.tolist() for row in found] == [[3.5, 0, 1.5], [-3.5, 0, -1.5], [0]]
+    advantages = compute_advantages(batch, "gigpo", settings)["advantages"]
+    assert [row.tolist() for row in advantages] == [[3.5, 0, 1.5], [-3.5, 0, -1.5], [0]]
 
 
 def test_gpg_makes_up_for_samples_that_teach_nothing():
-    """Two of six are in a group of equal rewards, so alpha is 6 / 4 = 1.5."""
+    # Two of six are in a group of equal rewards, so alpha is 6 / 4 = 1.5.
     rewards, group_ids = np.array([1.0, 0, 0, 1, 1, 1]), np.array([0, 0, 0, 0, 1, 1])
-    mask = Jagged.of([[1]] * 6, np.int8)
+    mask = Jagged.pack([[1]] * 6, np.int8)
     batch = Batch({"response_ids": mask, "rewards": rewards, "group_ids": group_ids})
-    found = token_advantages(batch, "gpg", {})["advantages"]
-    assert found.values.tolist() == [0.75, -0.75, -0.75, 0.75, 0, 0]
+    advantages = compute_advantages(batch, "gpg", {})["advantages"]
+    assert advantages.values.tolist() == [0.75, -0.75, -0.75, 0.75, 0, 0]
 
 
 def test_maxrl_weighs_a_success_by_how_rare_it_is():
-    """One success of four: (1 - 0.25) / 0.25 = 3. No success: 0. A reward below 0 is refused."""
+    # One success of four: (1 - 0.25) / 0.25 = 3. No success: 0. A reward below 0 is refused.
     rewards, group_ids = np.array([0.0, 0, 1, 0, 0, 0]), np.array([5, 5, 5, 5, 6, 6])
-    mask = Jagged.of([[1]] * 6, np.int8)
+    mask = Jagged.pack([[1]] * 6, np.int8)
     batch = Batch({"response_ids": mask, "rewards": rewards, "group_ids": group_ids})
-    found = token_advantages(batch, "maxrl", {})["advantages"]
-    assert found.values.tolist() == [-1, -1, 3, -1, 0, 0]
+    advantages = compute_advantages(batch, "maxrl", {})["advantages"]
+    assert advantages.values.tolist() == [-1, -1, 3, -1, 0, 0]
     with pytest.raises(ConfigError, match=r"advantage='maxrl' was given the reward -1; allowed: 0"):
-        token_advantages(batch.with_columns(rewards=rewards - 1), "maxrl", {})
+        compute_advantages(batch.with_columns(rewards=rewards - 1), "maxrl", {})
 
 
 @pytest.mark.parametrize("parts", ["", "accuracy,", "accuracy=x", "a,a", "a=inf", "=1"])
 def test_parts_that_are_no_names_with_weights_are_refused(parts):
     message = rf"algorithm.advantage_settings.parts={parts!r}; allowed: names, each once, with"
     with pytest.raises(ConfigError, match=message):
-        ADVANTAGES.bound("gdpo", {"parts": parts})
+        ADVANTAGES.bind("gdpo", {"parts": parts})
 
 
 def test_a_part_that_the_reward_does_not_give_is_named():
     batch = answered([2, 1]).with_columns(**{"reward/format": np.zeros(2)})
     with pytest.raises(ConfigError, match=r"the part 'speed' of the reward; reward.name gives fo"):
-        token_advantages(batch, "gdpo", {"parts": "format,speed"})
+        compute_advantages(batch, "gdpo", {"parts": "format,speed"})
 
 
 def test_the_parts_of_a_failed_reward_count_as_0():
-    """Whether it failed for one response, whose part is NaN, or for all, without a part."""
+    # Whether it failed for one response, whose part is NaN, or for all, without a part.
     batch = answered([2, 1]).with_columns(reward_errors=np.array(["", "raised"]))
     failed = batch.with_columns(**{"reward/right": np.array([1.0, np.nan])})
     as_zero = batch.with_columns(**{"reward/right": np.array([1.0, 0.0])})
-    found, wanted = (
-        token_advantages(one, "gdpo", {"parts": "right"})["advantages"].values
-        for one in (failed, as_zero)
+    result, wanted = (
+        compute_advantages(item, "gdpo", {"parts": "right"})["advantages"].values
+        for item in (failed, as_zero)
     )
-    assert found.tolist() == wanted.tolist() and found.any()
+    assert result.tolist() == wanted.tolist() and result.any()
     all_failed = batch.with_columns(reward_errors=np.array(["raised", "raised"]))
-    assert not token_advantages(all_failed, "gdpo", {"parts": "right"})["advantages"].values.any()
+    assert not compute_advantages(all_failed, "gdpo", {"parts": "right"})["advantages"].values.any()
 
 
 def test_the_reward_of_a_response_is_at_its_last_chosen_token():
@@ -200,11 +199,11 @@ def test_the_example_of_the_page_is_an_advantage(tmp_path):
     code = page.partition("## An advantage\n\n```python\n")[2].partition("```")[0]
     (tmp_path / "own.py").write_text(code)
     batch = answered([2, 1, 3]).with_columns(rewards=np.array([3.0, 1, 2]))
-    found = token_advantages(batch, f"{tmp_path / 'own.py'}:above_median", {})["advantages"]
-    assert found.values.tolist() == [1, 1, -1, -1, -1, -1]
+    advantages = compute_advantages(batch, f"{tmp_path / 'own.py'}:above_median", {})["advantages"]
+    assert advantages.values.tolist() == [1, 1, -1, -1, -1, -1]
 
 
-OWN = """
+USER_FILE = """
 import numpy as np
 from mcore_rl.data.batch import Jagged
 
@@ -212,7 +211,7 @@ def short(inputs):
     return inputs.rewards[1:]
 
 def rows(inputs):
-    return Jagged.of([[0.0]] * len(inputs.rewards), np.float32)
+    return Jagged.pack([[0.0]] * len(inputs.rewards), np.float32)
 
 def listed(inputs):
     return inputs.rewards.tolist()
@@ -243,25 +242,25 @@ def lacking(inputs):
         ("wrong", r"raised KeyError: 'length'"),
     ],
 )
-def test_what_an_advantage_must_not_return_is_told_by_its_name(tmp_path, name, message):
+def test_an_invalid_advantage_is_refused_by_its_name(tmp_path, name, message):
     path = tmp_path / "own.py"
-    path.write_text(OWN)
+    path.write_text(USER_FILE)
     with pytest.raises(ConfigError, match=rf"algorithm.advantage='{path}:{name}' {message}"):
-        token_advantages(answered([2, 1, 3]), f"{path}:{name}", {})
+        compute_advantages(answered([2, 1, 3]), f"{path}:{name}", {})
 
 
-def test_an_input_that_a_run_lacks_is_named_when_it_is_asked_for(tmp_path):
+def test_an_error_names_the_input_that_a_run_lacks(tmp_path):
     path = tmp_path / "own.py"
-    path.write_text(OWN)
+    path.write_text(USER_FILE)
     with pytest.raises(ConfigError, match=r"advantage asks for state_ids, .*agent.loop=env"):
-        token_advantages(answered([2, 1, 3]), f"{path}:lacking", {})
+        compute_advantages(answered([2, 1, 3]), f"{path}:lacking", {})
 
 
-def test_a_turn_without_a_state_is_named_when_states_are_asked_for():
+def test_an_error_names_states_if_a_turn_has_none():
     batch = columns([[1, 0, 1]], token_rewards=[1.0, 0.0, 3.0], state_ids=[7, -1, -1])
     batch = batch.with_columns(group_ids=np.array([3]))
     with pytest.raises(ConfigError, match=r"advantage asks for state_ids, which this run does not"):
-        token_advantages(batch, "gigpo", {})
+        compute_advantages(batch, "gigpo", {})
 
 
 def test_an_advantage_whose_input_a_run_lacks_is_refused_before_it_starts():

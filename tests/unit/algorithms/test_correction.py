@@ -7,8 +7,8 @@ import math
 import numpy as np
 import pytest
 
-from mcore_rl.algorithms.correction import check_rules, corrected, mismatch
-from mcore_rl.algorithms.correction_rules import RULES as OURS
+from mcore_rl.algorithms.correction import RULES as RULES_BY_NAME
+from mcore_rl.algorithms.correction import apply_correction, check_rules, compute_mismatch
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import CorrectionConfig
 from mcore_rl.data.batch import Batch, Jagged
@@ -18,13 +18,13 @@ NOT_NORMALISED = ("token_binary_kl", "negative_sequence_k1")
 
 
 def sequences(batch: Batch) -> list[list[tuple[float, float, float]]]:
-    """Of each sequence the chosen tokens: log-probs of trainer and server, advantage."""
+    """Return (trainer, server, advantage) of the chosen tokens of each sequence."""
     names = ("log_probs", "rollout_log_probs", "advantages")
-    found = []
+    values = []
     for row, mask in enumerate(batch.jagged("response_mask")):
         columns = [batch.jagged(name)[row] for name in names]
-        found.append([tuple(float(c[t]) for c in columns) for t in range(len(mask)) if mask[t]])
-    return found
+        values.append([tuple(float(c[t]) for c in columns) for t in range(len(mask)) if mask[t]])
+    return values
 
 
 def exp(log: float) -> float:
@@ -32,7 +32,7 @@ def exp(log: float) -> float:
 
 
 def weights_by_loops(batch: Batch, config: CorrectionConfig) -> tuple[list[float], list[bool]]:
-    """Of each chosen token the weight, and whether it was beyond a bound."""
+    """Return the weight of each chosen token, and whether it was beyond a bound."""
     weights, beyond, starts = [], [], []
     for tokens in sequences(batch):
         logs = [trainer - server for trainer, server, _ in tokens]
@@ -65,21 +65,21 @@ def binary_kl(p: float, q: float) -> float:
     return p * math.log(p / q) + (1 - p) * math.log((1 - p) / (1 - q))
 
 
-def kept_by_loops(batch: Batch, rule: str, bound: float | list[float]) -> list[bool]:
-    found = []
+def accept_by_loops(batch: Batch, rule: str, bound: float | list[float]) -> list[bool]:
+    result = []
     for tokens in sequences(batch):
         if rule == "veto":
             fine = all(
                 bound[0] <= exp(trainer - server) <= bound[1] for trainer, server, _ in tokens
             )
-            found += [fine] * len(tokens)
+            result += [fine] * len(tokens)
         elif rule == "token_binary_kl":
             for trainer, server, _ in tokens:
                 p, q = (min(max(math.exp(x), 1e-6), 1 - 1e-6) for x in (trainer, server))
-                found.append(binary_kl(p, q) <= bound and binary_kl(q, p) <= bound)
+                result.append(binary_kl(p, q) <= bound and binary_kl(q, p) <= bound)
         elif rule == "negative_sequence_k1":
             drift = sum(server - trainer for trainer, server, _ in tokens) / max(len(tokens), 1)
-            found += [not (advantage < 0 and drift > bound) for _, _, advantage in tokens]
+            result += [not (advantage < 0 and drift > bound) for _, _, advantage in tokens]
         else:
             level, _, kind = rule.rpartition("_")
             values = [estimate(kind, trainer, server) for trainer, server, _ in tokens]
@@ -87,8 +87,8 @@ def kept_by_loops(batch: Batch, rule: str, bound: float | list[float]) -> list[b
                 over = {"sum": sum, "mean": lambda v: sum(v) / len(v), "max": max}
                 values = [over[level.removeprefix("sequence_")](values)] * len(values)
             low, high = (-math.inf, bound) if kind != "k1" else [math.log(b) for b in bound]
-            found += [low <= value <= high for value in values]
-    return found
+            result += [low <= value <= high for value in values]
+    return result
 
 
 def chosen(batch: Batch, column: str) -> list[float]:
@@ -108,7 +108,7 @@ def random_settings(rng: np.random.Generator) -> CorrectionConfig:
 
 
 def test_every_rule_has_a_case():
-    assert set(RULES) == set(OURS)
+    assert set(RULES) == set(RULES_BY_NAME)
 
 
 def test_weights_masks_and_metrics_equal_loops_over_tokens():
@@ -116,27 +116,27 @@ def test_weights_masks_and_metrics_equal_loops_over_tokens():
     for seed in range(1000):
         rng = np.random.default_rng(seed)
         batch, config = random_batch(rng), random_settings(rng)
-        found, metrics = corrected(batch, config)
+        corrected, metrics = apply_correction(batch, config)
         num = sum(chosen(batch, "response_mask"))
         if (config.level == "off" and not config.reject) or not num:
-            assert found is batch and metrics == {}
+            assert corrected is batch and metrics == {}
             continue
         weights, beyond = weights_by_loops(batch, config)
-        kept = [True] * len(weights)
+        selected = [True] * len(weights)
         for rule, bound in config.reject.items():
-            passes = kept_by_loops(batch, rule, bound)
+            passes = accept_by_loops(batch, rule, bound)
             assert metrics[f"correction/{rule}"] == pytest.approx(1 - sum(passes) / num)
             if rule in NOT_NORMALISED:
                 weights = [w if fine else 0.0 for w, fine in zip(weights, passes, strict=True)]
             else:
-                kept = [one and other for one, other in zip(kept, passes, strict=True)]
-        assert chosen(found, "policy_mask") == kept, seed
-        assert chosen(found, "correction_weights") == pytest.approx(weights, rel=1e-6), seed
+                selected = [item and other for item, other in zip(selected, passes, strict=True)]
+        assert chosen(corrected, "policy_mask") == selected, seed
+        assert chosen(corrected, "correction_weights") == pytest.approx(weights, rel=1e-6), seed
         unchosen = batch.jagged("response_mask").values == 0
         for column in ("policy_mask", "correction_weights"):
-            assert not found.jagged(column).values[unchosen].any()
-            assert found.jagged(column).values.dtype == np.float32
-        trained = sum(k and w != 0 for k, w in zip(kept, weights, strict=True))
+            assert not corrected.jagged(column).values[unchosen].any()
+            assert corrected.jagged(column).values.dtype == np.float32
+        trained = sum(k and w != 0 for k, w in zip(selected, weights, strict=True))
         assert metrics["correction/rejected_tokens"] == pytest.approx(1 - trained / num)
         if config.level != "off":
             assert metrics["correction/clipped"] == pytest.approx(sum(beyond) / num)
@@ -150,21 +150,23 @@ def test_the_mismatch_equals_loops_over_tokens():
         tokens = sequences(batch)
         logs = [trainer - server for row in tokens for trainer, server, _ in row]
         if not logs:
-            assert mismatch(batch) == {}
+            assert compute_mismatch(batch) == {}
             continue
-        found = {n.removeprefix("mismatch/"): value for n, value in mismatch(batch).items()}
-        assert found["kl"] == pytest.approx(-sum(logs) / len(logs))
+        metrics = {
+            n.removeprefix("mismatch/"): value for n, value in compute_mismatch(batch).items()
+        }
+        assert metrics["kl"] == pytest.approx(-sum(logs) / len(logs))
         k3 = [exp(log) - 1 - max(-20.0, min(20.0, log)) for log in logs]
-        assert found["k3_kl"] == pytest.approx(sum(k3) / len(k3), rel=1e-6, abs=1e-12)
+        assert metrics["k3_kl"] == pytest.approx(sum(k3) / len(k3), rel=1e-6, abs=1e-12)
         for percent in (1, 50, 99):
             place = (len(logs) - 1) * percent / 100
             low, high = sorted(logs)[math.floor(place)], sorted(logs)[math.ceil(place)]
             wanted = low + (high - low) * (place - math.floor(place))
-            assert found[f"log_ratio_p{percent:02}"] == pytest.approx(wanted, abs=1e-12)
-        whole = [exp(sum(trainer - server for trainer, server, _ in row)) for row in tokens if row]
-        for name, ratios in {"": [exp(log) for log in logs], "_sequences": whole}.items():
+            assert metrics[f"log_ratio_p{percent:02}"] == pytest.approx(wanted, abs=1e-12)
+        full = [exp(sum(trainer - server for trainer, server, _ in row)) for row in tokens if row]
+        for name, ratios in {"": [exp(log) for log in logs], "_sequences": full}.items():
             share = sum(ratios) ** 2 / (len(ratios) * sum(r * r for r in ratios))
-            assert found[f"effective_sample_size{name}"] == pytest.approx(share)
+            assert metrics[f"effective_sample_size{name}"] == pytest.approx(share)
 
 
 def test_samples_in_another_order_have_the_same_weights():
@@ -172,18 +174,18 @@ def test_samples_in_another_order_have_the_same_weights():
         rng = np.random.default_rng(seed)
         batch, config = random_batch(rng), random_settings(rng)
         order = rng.permutation(len(batch)).tolist()
-        one, metrics = corrected(batch, config)
-        other, same = corrected(batch.take(order), config)
+        item, metrics = apply_correction(batch, config)
+        other, same = apply_correction(batch.take(order), config)
         assert metrics == pytest.approx(same)
-        for column in one.columns.keys() - batch.columns.keys():
+        for column in item.columns.keys() - batch.columns.keys():
             np.testing.assert_allclose(
-                other.jagged(column).values, one.jagged(column).take(order).values, rtol=1e-6
+                other.jagged(column).values, item.jagged(column).take(order).values, rtol=1e-6
             )
 
 
-def of_ratios(rows: list[list[float]]) -> Batch:
-    """The server gives each token a probability of a tenth."""
-    column = Jagged.of(rows, np.float32)
+def build_from_ratios(rows: list[list[float]]) -> Batch:
+    """Build a batch in which the server gives each token a probability of a tenth."""
+    column = Jagged.pack(rows, np.float32)
     server = np.full(len(column.values), math.log(0.1), np.float32)
     return Batch(
         {
@@ -210,10 +212,14 @@ def of_ratios(rows: list[list[float]]) -> Batch:
     ],
 )
 def test_a_case_worked_by_hand(settings, weights, mask):
-    """A sequence of the ratios 1/2 and 4, of product 2, and one of the ratio 1."""
-    found, _ = corrected(of_ratios([[0.5, 4.0], [1.0]]), CorrectionConfig(**settings))
-    assert found.jagged("correction_weights").values.tolist() == pytest.approx(weights, rel=1e-6)
-    assert found.jagged("policy_mask").values.tolist() == mask
+    # A sequence of the ratios 1/2 and 4, of product 2, and one of the ratio 1.
+    corrected, _ = apply_correction(
+        build_from_ratios([[0.5, 4.0], [1.0]]), CorrectionConfig(**settings)
+    )
+    assert corrected.jagged("correction_weights").values.tolist() == pytest.approx(
+        weights, rel=1e-6
+    )
+    assert corrected.jagged("policy_mask").values.tolist() == mask
 
 
 @pytest.mark.parametrize(
@@ -235,11 +241,11 @@ def test_rules_and_bounds_that_do_not_fit_are_refused(settings, message):
 
 
 def test_a_ratio_that_equals_a_bound_is_within_it():
-    column = Jagged.of([[-1.0, -1.0]], np.float64)
+    column = Jagged.pack([[-1.0, -1.0]], np.float64)
     names = ("log_probs", "rollout_log_probs", "advantages")
     batch = Batch(dict.fromkeys(names, column) | {"response_mask": column})
     for bounds in ({"weight_min": 1.0}, {"weight_max": 1.0}):
         config = CorrectionConfig(level="token", method="mask", **bounds)
-        found, metrics = corrected(batch, config)
-        assert found.jagged("correction_weights").values.tolist() == [1, 1]
+        corrected, metrics = apply_correction(batch, config)
+        assert corrected.jagged("correction_weights").values.tolist() == [1, 1]
         assert metrics["correction/clipped"] == 0

@@ -8,10 +8,13 @@ import numpy as np
 import pytest
 import torch
 
-from mcore_rl.algorithms.aggregation import loss_weights
-from mcore_rl.algorithms.distillation import distillation_metrics, sampled_kl, top_tokens_kl
-from mcore_rl.config.distillation_schema import DistillationConfig
-from mcore_rl.config.schema import AlgorithmConfig
+from mcore_rl.algorithms.aggregation import compute_loss_weights
+from mcore_rl.algorithms.distillation import (
+    compute_distillation_metrics,
+    compute_sampled_kl,
+    compute_top_tokens_kl,
+)
+from mcore_rl.config.schema import AlgorithmConfig, DistillationConfig
 from mcore_rl.data.batch import Batch, Jagged
 from mcore_rl.trainers.training_batch import add_advantages, add_loss_weights
 
@@ -40,11 +43,11 @@ def test_the_kl_over_likely_tokens_equals_its_definition(kind):
         policy, teacher = log_probs(rng, vocab), log_probs(rng, vocab)
         top = np.argsort(-teacher)[: rng.integers(1, vocab)]
         sides = torch.from_numpy(policy[top]), torch.from_numpy(teacher[top])
-        found = top_tokens_kl(*sides, kind).item()
+        result = compute_top_tokens_kl(*sides, kind).item()
         wanted = kl_by_loops(policy[top].tolist(), teacher[top].tolist(), kind)
-        assert found == pytest.approx(wanted, rel=1e-9, abs=1e-12)
+        assert result == pytest.approx(wanted, rel=1e-9, abs=1e-12)
         p, q = (policy, teacher) if kind == "reverse_kl" else (teacher, policy)
-        assert -1e-12 <= found <= (np.exp(p) * (p - q)).sum() + 1e-12
+        assert -1e-12 <= result <= (np.exp(p) * (p - q)).sum() + 1e-12
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -52,12 +55,12 @@ def test_over_all_tokens_it_is_the_whole_kl_with_its_gradient(kind):
     rng = np.random.default_rng(1)
     logits = torch.from_numpy(rng.normal(0, 2, (4, 9))).requires_grad_()
     teacher = torch.from_numpy(rng.normal(0, 2, (4, 9))).log_softmax(-1)
-    found = top_tokens_kl(logits.log_softmax(-1), teacher, kind)
-    mine = logits.log_softmax(-1)
-    sides = (teacher, mine) if kind == "reverse_kl" else (mine, teacher)
+    result = compute_top_tokens_kl(logits.log_softmax(-1), teacher, kind)
+    policy = logits.log_softmax(-1)
+    sides = (teacher, policy) if kind == "reverse_kl" else (policy, teacher)
     wanted = torch.nn.functional.kl_div(*sides, reduction="none", log_target=True).sum(-1)
-    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-9)
-    grads = [torch.autograd.grad(loss.sum(), logits)[0] for loss in (found, wanted)]
+    torch.testing.assert_close(result, wanted, rtol=0, atol=1e-9)
+    grads = [torch.autograd.grad(loss.sum(), logits)[0] for loss in (result, wanted)]
     torch.testing.assert_close(*grads, rtol=0, atol=1e-5)
 
 
@@ -67,13 +70,13 @@ def test_gradcheck(kind):
     logits = torch.from_numpy(rng.normal(0, 1, (3, 7))).requires_grad_()
     teacher = torch.from_numpy(rng.normal(0, 1, (3, 7))).log_softmax(-1)[:, :4]
     assert torch.autograd.gradcheck(
-        lambda x: top_tokens_kl(x.log_softmax(-1)[:, :4], teacher, kind), logits
+        lambda x: compute_top_tokens_kl(x.log_softmax(-1)[:, :4], teacher, kind), logits
     )
 
 
 def batch_of(rng: np.random.Generator, num_teachers: int) -> Batch:
     lengths = rng.integers(1, 6, rng.integers(2, 6))
-    ids = Jagged.of([rng.integers(0, 9, n) for n in lengths], np.int64)
+    ids = Jagged.pack([rng.integers(0, 9, n) for n in lengths], np.int64)
     total = len(ids.values)
 
     def column(*shape: int) -> Jagged:
@@ -98,15 +101,15 @@ def test_the_sampled_kl_is_taken_off_the_advantage():
     rng = np.random.default_rng(3)
     for case in range(1000):
         batch = batch_of(rng, 1 + case % 3)
-        found = sampled_kl(batch)
+        result = compute_sampled_kl(batch)
         wanted = []
         for t, chosen in enumerate(batch.jagged("response_mask").values):
-            mine = float(batch.jagged("log_probs").values[t])
-            theirs = batch.jagged("teacher_log_probs").values[t].tolist()
+            policy = float(batch.jagged("log_probs").values[t])
+            teachers = batch.jagged("teacher_log_probs").values[t].tolist()
             shares = batch.jagged("teacher_shares").values[t].tolist()
-            parts = [w * (mine - other) for w, other in zip(shares, theirs, strict=True)]
+            parts = [w * (policy - other) for w, other in zip(shares, teachers, strict=True)]
             wanted.append(sum(parts) if chosen else 0.0)
-        np.testing.assert_allclose(found.values, wanted, rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(result.values, wanted, rtol=1e-4, atol=1e-5)
         alone = AlgorithmConfig(distillation=DistillationConfig("sampled_kl", coef=0.5))
         mixed = AlgorithmConfig(
             distillation=DistillationConfig("sampled_kl", coef=0.5, use_reward=True)
@@ -118,7 +121,7 @@ def test_the_sampled_kl_is_taken_off_the_advantage():
                 advantages, base - 0.5 * np.array(wanted), rtol=1e-4, atol=1e-5
             )
         chosen = batch.jagged("response_mask").values != 0
-        mean = distillation_metrics(batch)["distillation/sampled_kl"]
+        mean = compute_distillation_metrics(batch)["distillation/sampled_kl"]
         assert mean == pytest.approx(np.array(wanted)[chosen].mean(), rel=1e-3, abs=1e-5)
 
 
@@ -128,16 +131,16 @@ def test_weights_of_a_distillation_loss_alone_and_beside_rewards(use_reward):
     config = AlgorithmConfig(
         distillation=DistillationConfig("reverse_kl", coef=0.5, use_reward=use_reward)
     )
-    found, _ = add_loss_weights(batch, config)
-    weights = loss_weights(batch.jagged("response_mask"), "token_mean").values
-    np.testing.assert_array_equal(found.jagged("loss_weights").values, weights * use_reward)
-    np.testing.assert_array_equal(found.jagged("distillation_weights").values, weights * 0.5)
+    result, _ = add_loss_weights(batch, config)
+    weights = compute_loss_weights(batch.jagged("response_mask"), "token_mean").values
+    np.testing.assert_array_equal(result.jagged("loss_weights").values, weights * use_reward)
+    np.testing.assert_array_equal(result.jagged("distillation_weights").values, weights * 0.5)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_rest_has_a_probability_of_a_millionth_at_least(kind):
-    """One side has all of its probability on the token, where the KL would have no bound."""
+    # One side has all of its probability on the token, where the KL would have no bound.
     sure, half = torch.zeros(1), torch.tensor([0.5]).log()
     sides = (half, sure) if kind == "reverse_kl" else (sure, half)
     wanted = 0.5 * math.log(0.5) + 0.5 * (math.log(0.5) - math.log(1e-6))
-    assert top_tokens_kl(*sides, kind).item() == pytest.approx(wanted, rel=1e-5)
+    assert compute_top_tokens_kl(*sides, kind).item() == pytest.approx(wanted, rel=1e-5)

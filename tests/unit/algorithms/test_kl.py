@@ -66,7 +66,7 @@ def test_an_unknown_estimator_names_the_setting_and_what_is_allowed():
         KL_ESTIMATORS["k4"]
 
 
-def by_the_formula(name: str, policy: float, reference: float) -> float:
+def compute_by_formula(name: str, policy: float, reference: float) -> float:
     log_r = reference - policy
     k3 = math.exp(max(-20.0, min(20.0, log_r))) - 1 - max(-20.0, min(20.0, log_r))
     values = {"k1": -log_r, "k2": log_r**2 / 2, "k3": k3, "low_variance": min(k3, 10.0)}
@@ -75,17 +75,17 @@ def by_the_formula(name: str, policy: float, reference: float) -> float:
 
 @pytest.mark.parametrize("name", sorted(KL_ESTIMATORS.names))
 def test_an_estimator_and_its_gradient_equal_its_formula(name):
-    """Those with a + have the gradient of k2; gradcheck has the others."""
+    # Those with a + have the gradient of k2; gradcheck has the others.
     torch.manual_seed(1)
     policy, reference = 4 * torch.randn(2, 1000, dtype=torch.float64)
     policy.requires_grad_()
-    found = KL_ESTIMATORS[name](policy, reference)
+    result = KL_ESTIMATORS[name](policy, reference)
     pairs = zip(policy.tolist(), reference.tolist(), strict=True)
-    wanted = torch.tensor([by_the_formula(name, *pair) for pair in pairs], dtype=torch.float64)
-    torch.testing.assert_close(found, wanted)
+    wanted = torch.tensor([compute_by_formula(name, *pair) for pair in pairs], dtype=torch.float64)
+    torch.testing.assert_close(result, wanted)
     if name.endswith("+"):
         torch.testing.assert_close(
-            torch.autograd.grad(found.sum(), policy)[0], (policy - reference).detach()
+            torch.autograd.grad(result.sum(), policy)[0], (policy - reference).detach()
         )
     else:
         few = [x[:50].detach().requires_grad_() for x in (policy, reference)]

@@ -17,7 +17,7 @@ CLIP = PPOClipSettings(clip_ratio_low=0.2, clip_ratio_high=0.3)
 
 
 def inputs(scores: dict[str, torch.Tensor], **columns: torch.Tensor) -> LossInputs:
-    """Of a single sequence."""
+    """Build the inputs of a single sequence."""
     [name] = scores
     ids = torch.zeros(len(scores[name]), dtype=torch.int64)
     return LossInputs(scores=scores, columns=columns, sequence_ids=ids, num_sequences=1)
@@ -113,9 +113,9 @@ def test_the_negative_log_likelihood_of_two_tokens():
 def test_value_clip_matches_cases_worked_by_hand(moved_to, target, loss, clipped, gradient):
     values = torch.tensor([moved_to], requires_grad=True)
     given = value(values, torch.tensor([1.0]), torch.tensor([target]))
-    found, metrics = value_clip(given, ValueClipSettings(clip_range=0.5))
-    found.sum().backward()
-    assert found.item() == loss
+    losses, metrics = value_clip(given, ValueClipSettings(clip_range=0.5))
+    losses.sum().backward()
+    assert losses.item() == loss
     assert bool(metrics["value_clipped"]) is clipped
     assert metrics["value_error"].item() == (moved_to - target) ** 2
     assert values.grad.item() == pytest.approx(gradient)
@@ -125,14 +125,12 @@ def test_value_clip_is_the_larger_of_two_squares_at_each_token():
     rng = np.random.default_rng(0)
     values, old, target = rng.normal(size=(3, 1000))
     given = [torch.from_numpy(column.copy()) for column in (values, old, target)]
-    found, metrics = value_clip(
-        value(given[0].requires_grad_(), *given[1:]), ValueClipSettings(0.5)
-    )
-    (gradient,) = torch.autograd.grad(found.sum(), given[0])
+    loss, metrics = value_clip(value(given[0].requires_grad_(), *given[1:]), ValueClipSettings(0.5))
+    (gradient,) = torch.autograd.grad(loss.sum(), given[0])
     for t in range(1000):
         bounded = min(max(values[t], old[t] - 0.5), old[t] + 0.5)
         squares = (values[t] - target[t]) ** 2, (bounded - target[t]) ** 2
-        assert found[t].item() == pytest.approx(max(squares) / 2)
+        assert loss[t].item() == pytest.approx(max(squares) / 2)
         is_clipped = squares[1] > squares[0]
         assert bool(metrics["value_clipped"][t]) == is_clipped
         assert gradient[t].item() == pytest.approx(0 if is_clipped else values[t] - target[t])
@@ -146,6 +144,6 @@ def test_value_clip_is_the_larger_of_two_squares_at_each_token():
 def test_value_clip_without_a_bound_is_half_the_squared_error():
     torch.manual_seed(0)
     values, old, target = torch.randn(3, 50)
-    found, metrics = value_clip(value(values, old, target), ValueClipSettings(math.inf))
-    torch.testing.assert_close(found, (values - target) ** 2 / 2)
+    loss, metrics = value_clip(value(values, old, target), ValueClipSettings(math.inf))
+    torch.testing.assert_close(loss, (values - target) ** 2 / 2)
     assert not metrics["value_clipped"].any()

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from mcore_rl.algorithms.aggregation import loss_weights
+from mcore_rl.algorithms.aggregation import compute_loss_weights
 from mcore_rl.algorithms.losses import LOSSES, ValueClipSettings, value_clip
 from mcore_rl.data.batch import Batch
 from tests.unit.algorithms.loss_cases import (
@@ -49,20 +49,20 @@ SAME: list[tuple[str, dict[str, float], str, dict[str, float]]] = [
 
 
 def aggregated(batch: Batch, mode: str) -> Batch:
-    weights = loss_weights(batch.jagged("response_mask"), mode)
+    weights = compute_loss_weights(batch.jagged("response_mask"), mode)
     return batch.with_columns(loss_weights=weights.with_values(weights.values.astype(np.float64)))
 
 
 def padded(batch: Batch, name: str, fill: float = 0.0) -> torch.Tensor:
     column = batch.jagged(name)
-    found = torch.full((len(column), int(column.lengths.max())), fill, dtype=torch.float64)
+    result = torch.full((len(column), int(column.lengths.max())), fill, dtype=torch.float64)
     for row, values in enumerate(column):
-        found[row, : len(values)] = torch.from_numpy(values.copy())
-    return found
+        result[row, : len(values)] = torch.from_numpy(values.copy())
+    return result
 
 
 def random_batch(seed: int) -> Batch:
-    """Every response has a trained token, and no two covariances are the same."""
+    """Draw a batch whose responses have trained tokens, with different covariances."""
     case, rng = random_case(seed, scale=0.4), np.random.default_rng(seed)
     advantages = [[a + 0.1 * rng.normal() for a in row] for row in case.advantages]
     mask = [[1.0, *row[1:]] for row in case.mask]
@@ -91,7 +91,7 @@ ONE_MODE = ("sapo", "gmpo")  # verl aggregates these in one way
 
 
 @pytest.mark.parametrize(
-    ("name", "given", "theirs", "config", "mode"),
+    ("name", "given", "verl_name", "config", "mode"),
     [
         pytest.param(*row, mode, id=f"{row[0]}-{mode}")
         for mode in MODES
@@ -99,18 +99,18 @@ ONE_MODE = ("sapo", "gmpo")  # verl aggregates these in one way
         if mode != "token_mean" or row[0] not in ONE_MODE
     ],
 )
-def test_loss_and_gradient_are_those_of_verl(name, given, theirs, config, mode):
+def test_loss_and_gradient_are_those_of_verl(name, given, verl_name, config, mode):
     from verl.trainer.ppo.core_algos import get_policy_loss_fn
 
-    settings, verl = LOSSES.settings(name, given), get_policy_loss_fn(theirs)
+    settings, verl = LOSSES.build_settings(name, given), get_policy_loss_fn(verl_name)
     clipped, of_verl = [], []
     for seed in range(40):
         batch = prepared(aggregated(random_batch(seed), mode), name, settings)
         new = torch.from_numpy(batch.jagged("current_log_probs").values.copy()).requires_grad_()
         inputs = inputs_of(batch, new)
         loss, metrics = loss_of(name, settings, inputs)
-        found = (loss * inputs.loss_weights).sum()
-        (gradient,) = torch.autograd.grad(found, new)
+        total = (loss * inputs.loss_weights).sum()
+        (gradient,) = torch.autograd.grad(total, new)
 
         log_probs = padded(batch, "current_log_probs").requires_grad_()
         mask = padded(batch, "response_mask")
@@ -119,12 +119,12 @@ def test_loss_and_gradient_are_those_of_verl(name, given, theirs, config, mode):
             MODES[mode], verl_config(config),
         )  # fmt: skip
         (slopes,) = torch.autograd.grad(wanted, log_probs)
-        assert found.item() == pytest.approx(wanted.item(), rel=1e-5, abs=1e-7)
+        assert total.item() == pytest.approx(wanted.item(), rel=1e-5, abs=1e-7)
         is_token = (
             torch.arange(mask.shape[1]) < torch.tensor(batch.jagged("log_probs").lengths)[:, None]
         )
         torch.testing.assert_close(gradient, slopes[is_token], rtol=1e-5, atol=1e-7)
-        if "clipped" in metrics and theirs not in ("geo_mean", "clip_cov"):
+        if "clipped" in metrics and verl_name not in ("geo_mean", "clip_cov"):
             clipped.append(metrics["clipped"][inputs.response_mask].double().mean().item())
             of_verl.append(reported["actor/pg_clipfrac"])
     if clipped:
@@ -141,7 +141,7 @@ def test_dro_is_that_of_verl_at_any_log_ratio(away):
     batch = batch.with_columns(log_probs=old.with_values(old.values - away))
     new = torch.from_numpy(old.values.copy()).requires_grad_()
     inputs = inputs_of(batch, new)
-    loss, _ = loss_of("dro", LOSSES.settings("dro", {"beta": 0.3}), inputs)
+    loss, _ = loss_of("dro", LOSSES.build_settings("dro", {"beta": 0.3}), inputs)
     (gradient,) = torch.autograd.grad((loss * inputs.loss_weights).sum(), new)
     columns = ("log_probs", "current_log_probs", "advantages", "response_mask")
     given = [padded(batch, name) for name in columns]
@@ -162,15 +162,15 @@ def test_the_value_loss_is_that_of_verl():
         values = torch.from_numpy(batch.jagged("current_log_probs").values.copy()).requires_grad_()
         inputs = replace(inputs_of(batch, values), scores={"values": values})
         loss, metrics = value_clip(inputs, ValueClipSettings(clip_range=0.3))
-        found = (loss * inputs.loss_weights).sum()
-        (gradient,) = torch.autograd.grad(found, values)
+        total = (loss * inputs.loss_weights).sum()
+        (gradient,) = torch.autograd.grad(total, values)
 
         mask, predicted = padded(batch, "response_mask"), padded(batch, "current_log_probs")
         wanted, fraction = compute_value_loss(
             predicted.requires_grad_(), padded(batch, "returns"), padded(batch, "values"), mask, 0.3
         )
         (slopes,) = torch.autograd.grad(wanted, predicted)
-        assert found.item() == pytest.approx(wanted.item(), rel=1e-6)
+        assert total.item() == pytest.approx(wanted.item(), rel=1e-6)
         is_trained = inputs.response_mask
         torch.testing.assert_close(gradient[is_trained], slopes[mask != 0])
         clipped = metrics["value_clipped"][is_trained].double().mean().item()

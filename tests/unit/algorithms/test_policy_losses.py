@@ -12,9 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from mcore_rl.algorithms.inputs import needs
+from mcore_rl.algorithms.inputs import MiniBatchInputs, needs, prepared_by
 from mcore_rl.algorithms.losses import LOSSES
-from mcore_rl.algorithms.prepared import MiniBatchInputs, prepared_by
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.data.batch import Batch, Jagged
 from tests.unit.algorithms import loss_cases as cases
@@ -34,8 +33,8 @@ EVERY = LOSSES.names
 
 
 def random_settings(name: str, seed: int) -> Any:
-    """Bounds that random cases are on both sides of."""
-    kind, rng = LOSSES.settings_of(name), np.random.default_rng(seed)
+    """Draw settings with bounds within the range of random cases."""
+    kind, rng = LOSSES.get_settings_class(name), np.random.default_rng(seed)
     if kind is None:
         return None
     values = {field.name: float(rng.uniform(0.05, 0.9)) for field in fields(kind)}
@@ -54,7 +53,7 @@ def random_settings(name: str, seed: int) -> Any:
 
 
 def evaluated(name: str, settings: Any, batch: Batch) -> tuple[torch.Tensor, Any, torch.Tensor]:
-    """The loss of each token, metrics, and the gradient of their weighted sum."""
+    """Return loss of each token, metrics, and gradient of the weighted sum."""
     new = torch.from_numpy(batch.jagged("current_log_probs").values.copy()).requires_grad_()
     inputs = inputs_of(batch, new)
     loss, metrics = loss_of(name, settings, inputs)
@@ -62,15 +61,17 @@ def evaluated(name: str, settings: Any, batch: Batch) -> tuple[torch.Tensor, Any
     return loss.detach(), metrics, gradient
 
 
-def oracle_sum(name: str, settings: Any, case: Case, at: Case) -> float:
+def oracle_sum(name: str, settings: Any, case: Case, constants: Case) -> float:
     oracle = cases.ORACLES[name]
-    return sum(case.weights[i][t] * oracle(case, at, settings, i, t) for i, t in case.tokens())
+    return sum(
+        case.weights[i][t] * oracle(case, constants, settings, i, t) for i, t in case.tokens()
+    )
 
 
 def all_prepared(name: str, settings: Any, seeds: Sequence[int]) -> tuple[list[Case], Batch]:
     """Random cases, each a mini-batch of its own, and all of them packed into one micro-batch."""
-    found = [random_case(seed) for seed in seeds]
-    return found, Batch.concat([prepared(batch_of(case), name, settings) for case in found])
+    drawn = [random_case(seed) for seed in seeds]
+    return drawn, Batch.concat([prepared(batch_of(case), name, settings) for case in drawn])
 
 
 @pytest.mark.parametrize("name", sorted(cases.ORACLES))
@@ -79,35 +80,35 @@ def test_each_token_is_that_of_loops_over_the_tokens(name):
     assert set(EVERY) == {*cases.ORACLES, "clip_cov"}
     for first in range(0, 1000, 100):
         settings = random_settings(name, first)
-        found, batch = all_prepared(name, settings, range(first, first + 100))
+        drawn, batch = all_prepared(name, settings, range(first, first + 100))
         trained = torch.from_numpy(batch.jagged("response_mask").values != 0)
         loss, metrics, gradient = evaluated(name, settings, batch)
         wanted = [
             cases.ORACLES[name](case, case, settings, i, t)
-            for case in found
+            for case in drawn
             for i, t in case.tokens()
         ]
         np.testing.assert_allclose(loss[trained], wanted, rtol=1e-6, atol=1e-7)
         assert loss.isfinite().all() and gradient.isfinite().all()
         for key, value in metrics.items():
             assert value.shape == loss.shape and not value.requires_grad, key
-        moves = [case.log_ratio(i, t) for case in found for i, t in case.tokens()]
+        moves = [case.log_ratio(i, t) for case in drawn for i, t in case.tokens()]
         kl = [math.exp(move) - 1 - move for move in moves]
         np.testing.assert_allclose(metrics["approx_kl"][trained], kl, rtol=1e-6, atol=1e-12)
         if name not in WITH_RATIO_OF_SEQUENCE:
             np.testing.assert_allclose(metrics["ratio"][trained], np.exp(moves))
-        slopes = [slope for case in found[:4] for slope in differences(name, settings, case)]
+        slopes = [slope for case in drawn[:4] for slope in differences(name, settings, case)]
         close = {"rtol": 1e-5, "atol": 1e-6}
         np.testing.assert_allclose(gradient[trained][: len(slopes)], slopes, **close)
 
 
 def differences(name: str, settings: Any, case: Case, step: float = 1e-6) -> list[float]:
-    """The derivative of the weighted sum by the log-prob of each trained token."""
-    found = []
+    """Differentiate the weighted sum by the log-prob of each trained token, numerically."""
+    slopes = []
     for i, t in case.tokens():
         up, down = (oracle_sum(name, settings, case.moved(i, t, by), case) for by in (step, -step))
-        found.append((up - down) / (2 * step))
-    return found
+        slopes.append((up - down) / (2 * step))
+    return slopes
 
 
 @pytest.mark.parametrize("name", sorted(set(EVERY) - WITH_CONSTANTS))
@@ -117,15 +118,15 @@ def test_the_gradient_is_that_of_the_loss(name):
         batch = prepared(batch_of(random_case(seed)), name, settings)
         new = torch.from_numpy(batch.jagged("current_log_probs").values.copy()).requires_grad_()
 
-        def weighed(new: torch.Tensor, batch=batch, settings=settings) -> torch.Tensor:
+        def weigh(new: torch.Tensor, batch=batch, settings=settings) -> torch.Tensor:
             inputs = inputs_of(batch, new)
             return loss_of(name, settings, inputs)[0] * inputs.loss_weights
 
-        assert torch.autograd.gradcheck(weighed, new, atol=1e-6)
+        assert torch.autograd.gradcheck(weigh, new, atol=1e-6)
 
 
 def total(name: str, settings: Any, batch: Batch, parts: list[list[int]]) -> tuple[float, Any]:
-    """Of micro-batches, whose samples are prepared together; the gradient by row."""
+    """Sum over micro-batches whose samples are prepared together; gradients by row."""
     batch = prepared(batch, name, settings)
     value, gradients = 0.0, {}
     for part in parts:
@@ -147,8 +148,8 @@ def test_neither_the_split_nor_the_order_of_samples_counts(name):
         split = total(name, settings, batch, [order[:1], order[1:]] if order[1:] else [order])
         moved = total(name, settings, batch.take(order), [rows])
         moved = moved[0], {row: moved[1][place] for place, row in enumerate(order)}
-        for found, slopes in (split, moved):
-            assert found == pytest.approx(value, rel=1e-6, abs=1e-9), seed
+        for values, slopes in (split, moved):
+            assert values == pytest.approx(value, rel=1e-6, abs=1e-9), seed
             for row in rows:
                 np.testing.assert_allclose(slopes[row], gradients[row], rtol=1e-6, atol=1e-9)
 
@@ -156,12 +157,14 @@ def test_neither_the_split_nor_the_order_of_samples_counts(name):
 @pytest.mark.parametrize("name", EVERY)
 @pytest.mark.parametrize("away", [100.0, -100.0])
 def test_a_policy_that_ran_away_gives_finite_losses_and_gradients(name, away):
-    """In float32, as in a run."""
+    # In float32, as in a run.
     case = random_case(3, scale=0.5)
     case = replace(case, new=[[-0.5] * len(row) for row in case.old])
     case = replace(case, old=[[min(x - away, -0.1 - away) for x in row] for row in case.new])
     batch = batch_of(case, np.float32)
-    settings = LOSSES.settings(name, {"dro": {"beta": 0.1}, "kimi": {"tau": 0.1}}.get(name, {}))
+    settings = LOSSES.build_settings(
+        name, {"dro": {"beta": 0.1}, "kimi": {"tau": 0.1}}.get(name, {})
+    )
     loss, metrics, gradient = evaluated(name, settings, prepared(batch, name, settings))
     assert loss.dtype == gradient.dtype == torch.float32
     assert loss.isfinite().all() and gradient.isfinite().all()
@@ -183,11 +186,11 @@ UNCLAMPED = {
 @pytest.mark.parametrize("name", UNCLAMPED)
 @pytest.mark.parametrize("away", [25.0, -25.0, 400.0, -400.0])
 def test_a_penalty_of_log_ratios_pulls_back_a_policy_beyond_20_nats(name, away):
-    """Clamped, it would not depend on the policy any more, and have no gradient."""
+    # Clamped, it would not depend on the policy any more, and have no gradient.
     given, worked_out = UNCLAMPED[name]
-    new, old, ones = [[-1.0, -1.0]], [[-1.0 - away] * 2], [[1.0, 1.0]]
-    batch = batch_of(Case(new, old, old, [[0.5, 0.5]], ones, [1.0], ones))
-    settings = LOSSES.settings(name, given)
+    new, old, unit = [[-1.0, -1.0]], [[-1.0 - away] * 2], [[1.0, 1.0]]
+    batch = batch_of(Case(new, old, old, [[0.5, 0.5]], unit, [1.0], unit))
+    settings = LOSSES.build_settings(name, given)
     loss, _, gradient = evaluated(name, settings, prepared(batch, name, settings))
     value, slope = worked_out(away)
     assert loss.tolist() == pytest.approx([value] * 2)
@@ -197,25 +200,25 @@ def test_a_penalty_of_log_ratios_pulls_back_a_policy_beyond_20_nats(name, away):
 def test_clip_cov_drops_so_many_tokens_at_random_of_those_between_the_bounds():
     for first in range(0, 1000, 100):
         settings = random_settings("clip_cov", first)
-        found, batch = all_prepared("clip_cov", settings, range(first, first + 100))
+        drawn, batch = all_prepared("clip_cov", settings, range(first, first + 100))
         loss, _, gradient = evaluated("clip_cov", settings, batch)
         columns = [batch.jagged("selected").values, loss.numpy(), gradient.numpy()]
         trained = batch.jagged("response_mask").values != 0
         assert not columns[0][~trained].any()
         rows = zip(*(column[trained].tolist() for column in columns), strict=True)
-        for case in found:
+        for case in drawn:
             candidates = cases.clip_cov_candidates(case, settings)
             num = min(max(int(settings.fraction * len(case.tokens())), 1), len(candidates))
             for (i, t), (selected, of_token, slope) in zip(case.tokens(), rows, strict=False):
-                kept = cases.ppo_clip(case, case, settings, i, t)
-                assert of_token == pytest.approx(0 if selected else kept, rel=1e-6)
+                plain = cases.ppo_clip(case, case, settings, i, t)
+                assert of_token == pytest.approx(0 if selected else plain, rel=1e-6)
                 assert not selected or (slope == 0 and (i, t) in candidates)
                 num -= selected
             assert num == 0
 
 
 def test_clip_cov_draws_by_the_seed_of_the_mini_batch():
-    wide = LOSSES.settings("clip_cov", {"covariance_low": -9, "covariance_high": 9})
+    wide = LOSSES.build_settings("clip_cov", {"covariance_low": -9, "covariance_high": 9})
     case, drawn = random_case(5), set()
     for seed in range(20):
         column = prepared(batch_of(case), "clip_cov", wide, (0, seed)).jagged("selected")
@@ -227,7 +230,7 @@ def test_clip_cov_draws_by_the_seed_of_the_mini_batch():
 
 @pytest.mark.parametrize("name", ["clip_cov", "kl_cov", "m2po", "positive_nll"])
 def test_tokens_that_are_not_trained_on_have_no_part_in_the_choice(name):
-    """Rejected ones have no weight; it is as if the policy had not chosen them."""
+    # Rejected ones have no weight; it is as if the policy had not chosen them.
     for seed in range(100):
         case, settings = random_case(seed), random_settings(name, seed)
         places = case.tokens()[1:] or case.tokens()
@@ -238,27 +241,27 @@ def test_tokens_that_are_not_trained_on_have_no_part_in_the_choice(name):
         rejected = prepared(batch_of(replace(case, weights=weights)), name, settings)
         unchosen = prepared(batch_of(replace(case, weights=weights, mask=mask)), name, settings)
         for column in {"selected", "nll_weights"} & set(rejected.columns):
-            found = rejected.jagged(column)
-            assert found[i][t] == 0
-            np.testing.assert_array_equal(found.values, unchosen.jagged(column).values)
+            result = rejected.jagged(column)
+            assert result[i][t] == 0
+            np.testing.assert_array_equal(result.values, unchosen.jagged(column).values)
 
 
 def test_the_example_of_the_page_is_gspo():
     settings, batch = random_settings("gspo", 1), batch_of(random_case(1))
-    own = f"{Path(__file__).parents[3] / 'examples' / 'gspo.py'}:gspo"
-    own_settings = LOSSES.settings(own, vars(settings))
-    for found, wanted in zip(
-        evaluated(own, own_settings, batch), evaluated("gspo", settings, batch), strict=True
+    user_file = f"{Path(__file__).parents[3] / 'examples' / 'gspo.py'}:gspo"
+    own_settings = LOSSES.build_settings(user_file, vars(settings))
+    for values, wanted in zip(
+        evaluated(user_file, own_settings, batch), evaluated("gspo", settings, batch), strict=True
     ):
-        if isinstance(found, torch.Tensor):
-            torch.testing.assert_close(found, wanted)
+        if isinstance(values, torch.Tensor):
+            torch.testing.assert_close(values, wanted)
 
 
 def test_luspo_is_gspo_summed_over_the_tokens():
     case = random_case(11)
     settings = random_settings("gspo", 11)
     batch = batch_of(case)
-    longer = evaluated("luspo", LOSSES.settings_of("luspo")(**vars(settings)), batch)[0]
+    longer = evaluated("luspo", LOSSES.get_settings_class("luspo")(**vars(settings)), batch)[0]
     lengths = np.repeat([len(case.trained(i)) for i in range(len(batch))], [*map(len, case.new)])
     plain = evaluated("gspo", settings, batch)[0]
     np.testing.assert_allclose(longer, plain * torch.from_numpy(lengths))
@@ -276,9 +279,9 @@ def test_gspo_token_has_the_gradient_of_gspo_with_an_advantage_a_sequence():
             for row in zip(weights, case.mask, strict=True)
         ]
         batch = batch_of(replace(case, weights=weights))
-        whole, token = (evaluated(name, settings, batch) for name in ("gspo", "gspo_token"))
-        torch.testing.assert_close(whole[0], token[0])
-        torch.testing.assert_close(whole[2], token[2])
+        sequence, token = (evaluated(name, settings, batch) for name in ("gspo", "gspo_token"))
+        torch.testing.assert_close(sequence[0], token[0])
+        torch.testing.assert_close(sequence[2], token[2])
 
 
 @pytest.mark.parametrize(
@@ -295,7 +298,7 @@ def test_gspo_token_has_the_gradient_of_gspo_with_an_advantage_a_sequence():
 )
 def test_settings_that_cannot_be_are_refused(name, given, message):
     with pytest.raises(ConfigError, match=message):
-        LOSSES.bound(name, given)
+        LOSSES.bind(name, given)
 
 
 def test_what_prepares_a_loss_takes_inputs_and_maybe_settings():

@@ -7,13 +7,13 @@ import pytest
 import torch
 from torch.nn.functional import logsigmoid
 
-from mcore_rl.algorithms.inputs import needs_of
+from mcore_rl.algorithms.inputs import get_needs
 from mcore_rl.algorithms.preference import (
     PREFERENCE_LOSSES,
     PairInputs,
     bradley_terry,
-    pair_inputs,
-    pair_weights,
+    build_pair_inputs,
+    compute_pair_weights,
 )
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.data.batch import Batch, Jagged
@@ -22,7 +22,7 @@ CASES = 1000
 
 
 def dpo_of(policy, reference, settings):
-    """Of (chosen, rejected) log-probs of tokens, one pair: equation 7 of arXiv:2305.18290."""
+    """Compute equation 7 of arXiv:2305.18290 for (chosen, rejected) log-probs of tokens."""
     sums = [(p - r).sum() for p, r in zip(policy, reference, strict=True)]
     if settings.get("length_normalized"):
         sums = [total / len(p) for total, p in zip(sums, policy, strict=True)]
@@ -62,9 +62,9 @@ LOSSES = {
 
 
 def batch_of(rng, num_pairs, *, has_reference=True) -> Batch:
-    """Ragged responses with tokens that are not trained, some of which are not finite."""
+    """Build ragged responses with untrained tokens, some of which are not finite."""
     lengths = rng.integers(1, 6, 2 * num_pairs)
-    mask = Jagged.of([rng.integers(0, 2, n) | (np.arange(n) == n - 1) for n in lengths], np.int8)
+    mask = Jagged.pack([rng.integers(0, 2, n) | (np.arange(n) == n - 1) for n in lengths], np.int8)
     names = ["log_probs", "reference_log_probs"] if has_reference else ["log_probs"]
     columns = {"response_mask": mask, "response_ids": mask}
     for name in names:
@@ -73,8 +73,8 @@ def batch_of(rng, num_pairs, *, has_reference=True) -> Batch:
     return Batch(columns)
 
 
-def by_token(batch: Batch, name: str) -> list[torch.Tensor]:
-    """Trained tokens of each row."""
+def split_by_row(batch: Batch, name: str) -> list[torch.Tensor]:
+    """Return the trained tokens of each row."""
     rows = zip(batch.jagged(name), batch.jagged("response_mask"), strict=True)
     return [torch.tensor(row[mask != 0], dtype=torch.float64) for row, mask in rows]
 
@@ -82,20 +82,20 @@ def by_token(batch: Batch, name: str) -> list[torch.Tensor]:
 @pytest.mark.parametrize("name", LOSSES)
 def test_a_loss_and_the_weights_of_its_tokens_equal_torch_autograd(name):
     key, formula, settings = LOSSES[name]
-    loss, rng = PREFERENCE_LOSSES.bound(key, settings), np.random.default_rng(5)
-    has_reference = bool(needs_of(PREFERENCE_LOSSES[key]))
+    loss, rng = PREFERENCE_LOSSES.bind(key, settings), np.random.default_rng(5)
+    has_reference = bool(get_needs(PREFERENCE_LOSSES[key]))
     for _ in range(CASES):
         batch = batch_of(rng, int(rng.integers(1, 4)), has_reference=has_reference)
-        found = loss(pair_inputs(batch))
-        weights = by_token(batch.with_columns(w=pair_weights(batch, found)), "w")
-        policy = [row.requires_grad_() for row in by_token(batch, "log_probs")]
-        reference = by_token(batch, "reference_log_probs") if has_reference else policy
+        result = loss(build_pair_inputs(batch))
+        weights = split_by_row(batch.with_columns(w=compute_pair_weights(batch, result)), "w")
+        policy = [row.requires_grad_() for row in split_by_row(batch, "log_probs")]
+        reference = split_by_row(batch, "reference_log_probs") if has_reference else policy
         wanted = [
             formula(policy[i : i + 2], reference[i : i + 2], settings)
             for i in range(0, len(policy), 2)
         ]
         torch.stack(wanted).mean().backward()
-        np.testing.assert_allclose(found.loss, [w.item() for w in wanted], rtol=1e-9, atol=1e-12)
+        np.testing.assert_allclose(result.loss, [w.item() for w in wanted], rtol=1e-9, atol=1e-12)
         for row, weight in zip(policy, weights, strict=True):
             np.testing.assert_allclose(weight, row.grad, rtol=1e-6, atol=1e-9)  # float32
 
@@ -104,20 +104,20 @@ def test_bradley_terry_and_its_derivatives_equal_torch():
     rng = np.random.default_rng(6)
     for _ in range(CASES):
         chosen, rejected, margins = rng.normal(0, 3, (3, int(rng.integers(1, 5))))
-        found = bradley_terry(chosen, rejected, margins)
+        result = bradley_terry(chosen, rejected, margins)
         good, bad = (torch.tensor(s, requires_grad=True) for s in (chosen, rejected))
         wanted = -logsigmoid(good - bad - torch.tensor(margins))
         wanted.sum().backward()
-        np.testing.assert_allclose(found.loss, wanted.detach(), rtol=1e-9)
-        np.testing.assert_allclose(found.chosen, good.grad, rtol=1e-9)
-        np.testing.assert_allclose(found.rejected, bad.grad, rtol=1e-9)
+        np.testing.assert_allclose(result.loss, wanted.detach(), rtol=1e-9)
+        np.testing.assert_allclose(result.chosen, good.grad, rtol=1e-9)
+        np.testing.assert_allclose(result.rejected, bad.grad, rtol=1e-9)
 
 
 def inputs_of(chosen, rejected) -> PairInputs:
     pair = np.array([chosen]), np.array([rejected])
-    ones = np.ones(1)
+    unit = np.ones(1)
     return PairInputs(
-        chosen=pair[0], rejected=pair[1], chosen_lengths=ones, rejected_lengths=ones,
+        chosen=pair[0], rejected=pair[1], chosen_lengths=unit, rejected_lengths=unit,
         reference=(np.zeros(1), np.zeros(1)),
     )  # fmt: skip
 
@@ -126,27 +126,27 @@ def inputs_of(chosen, rejected) -> PairInputs:
 @pytest.mark.parametrize("pair", [(-1e4, 0.0), (0.0, -1e4), (-1e4, -1e4), (0.0, 0.0)])
 def test_extreme_log_probs_give_finite_losses_and_derivatives(name, pair):
     key, _, settings = LOSSES[name]
-    found = PREFERENCE_LOSSES.bound(key, settings)(inputs_of(*pair))
-    for column in (found.loss, found.chosen, found.rejected):
+    losses = PREFERENCE_LOSSES.bind(key, settings)(inputs_of(*pair))
+    for column in (losses.loss, losses.chosen, losses.rejected):
         assert np.isfinite(column).all()
 
 
 def test_metrics_are_means_and_a_tie_is_half_right():
-    found = bradley_terry(np.array([1.0, 2.0, 3.0]), np.array([0.0, 2.0, 4.0]), np.zeros(3))
-    assert found.metrics["accuracy"] == 0.5
-    assert found.metrics["margin"] == 0.0
-    assert (found.metrics["reward_chosen"], found.metrics["reward_rejected"]) == (2.0, 2.0)
+    result = bradley_terry(np.array([1.0, 2.0, 3.0]), np.array([0.0, 2.0, 4.0]), np.zeros(3))
+    assert result.metrics["accuracy"] == 0.5
+    assert result.metrics["margin"] == 0.0
+    assert (result.metrics["reward_chosen"], result.metrics["reward_rejected"]) == (2.0, 2.0)
 
 
 def test_a_loss_without_its_reference_and_a_response_without_tokens_are_refused():
     rng = np.random.default_rng(0)
     with pytest.raises(ConfigError, match="loss asks for the reference model's log-probs"):
-        PREFERENCE_LOSSES.bound("dpo", {})(pair_inputs(batch_of(rng, 1, has_reference=False)))
+        PREFERENCE_LOSSES.bind("dpo", {})(build_pair_inputs(batch_of(rng, 1, has_reference=False)))
     batch = batch_of(rng, 2)
     mask = batch.jagged("response_mask")
     empty = np.where(np.repeat(np.arange(4), mask.lengths) == 3, 0, mask.values)
     with pytest.raises(ConfigError, match="pair 1 of the batch has a response without trained"):
-        pair_inputs(batch.with_columns(response_mask=mask.with_values(empty)))
+        build_pair_inputs(batch.with_columns(response_mask=mask.with_values(empty)))
 
 
 @pytest.mark.parametrize(
@@ -155,4 +155,4 @@ def test_a_loss_without_its_reference_and_a_response_without_tokens_are_refused(
 )
 def test_a_setting_out_of_range_is_refused(name, settings):
     with pytest.raises((ConfigError, ValueError), match="allowed"):
-        PREFERENCE_LOSSES.bound(name, settings)
+        PREFERENCE_LOSSES.bind(name, settings)

@@ -46,7 +46,7 @@ def registry() -> Registry[Scaled]:
     return made
 
 
-def test_an_entry_is_found_by_its_name_and_unchanged_by_its_decorator(registry):
+def test_an_entry_has_its_name_and_is_unchanged_by_its_decorator(registry):
     def other(number: int) -> str:
         return ""
 
@@ -69,15 +69,15 @@ def test_an_unknown_name_is_a_configuration_error(registry):
 
 
 def test_settings_are_filled_in_by_type_and_default(registry):
-    assert registry.bound("scaled", {"scale": 2, "most": 3})(4) == "8 m 3 False"
-    found = registry.bound("scaled", {"scale": 0.5, "unit": "s", "most": None, "is_round": True})
-    assert found(4) == "2 s None True"
-    assert registry.bound("plain", {})(4) == "4"
+    assert registry.bind("scaled", {"scale": 2, "most": 3})(4) == "8 m 3 False"
+    result = registry.bind("scaled", {"scale": 0.5, "unit": "s", "most": None, "is_round": True})
+    assert result(4) == "2 s None True"
+    assert registry.bind("plain", {})(4) == "4"
 
 
 def test_a_number_may_be_infinite_where_its_default_is(registry):
     for limit in (math.inf, -math.inf):
-        assert registry.settings("scaled", {"scale": 1.0, "limit": limit}).limit == limit
+        assert registry.build_settings("scaled", {"scale": 1.0, "limit": limit}).limit == limit
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
@@ -87,7 +87,7 @@ def test_a_number_may_be_infinite_where_its_default_is(registry):
 )
 def test_no_function_of_ours_takes_a_number_that_is_not_finite(functions, name, setting, value):
     with pytest.raises(ConfigError, match=rf"{functions.settings_key}\.{setting}={value}; allowed"):
-        functions.bound(name, {setting: value})
+        functions.bind(name, {setting: value})
 
 
 @pytest.mark.parametrize(
@@ -112,15 +112,15 @@ def test_no_function_of_ours_takes_a_number_that_is_not_finite(functions, name, 
 )
 def test_a_wrong_setting_is_named(registry, settings, message):
     with pytest.raises(ConfigError, match=message):
-        registry.bound("scaled", settings)
+        registry.bind("scaled", settings)
 
 
 def test_settings_of_a_function_that_has_none_are_refused(registry):
     with pytest.raises(ConfigError, match=r"room.choice_settings={'x': 1}: .*'plain' has no set"):
-        registry.bound("plain", {"x": 1})
+        registry.bind("plain", {"x": 1})
 
 
-OWN = """
+USER_FILE = """
 from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -155,30 +155,30 @@ value = 3
 
 
 @pytest.fixture
-def own(tmp_path, monkeypatch):
+def user_path(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", sys.path[:])
-    (tmp_path / "own_file.py").write_text(OWN)
+    (tmp_path / "own_file.py").write_text(USER_FILE)
     (tmp_path / "broken.py").write_text("import nowhere_at_all\n")
     yield tmp_path
     sys.modules.pop("own_file", None)
 
 
 @pytest.mark.parametrize("where", ["own_file", "own_file.py", "{}/own_file.py"])
-def test_a_function_outside_of_the_package_is_found_by_its_import_path(registry, own, where):
-    """As a module of the current folder, and as a file; with `import annotations`."""
-    path = f"{where.format(own)}:loud"
-    assert registry.bound(path, {})(3) == "3!"
-    assert registry.bound(path, {"suffix": "?"})(3) == "3?"
+def test_a_function_outside_of_the_package_has_its_import_path(registry, user_path, where):
+    # As a module of the current folder, and as a file; with `import annotations`.
+    path = f"{where.format(user_path)}:loud"
+    assert registry.bind(path, {})(3) == "3!"
+    assert registry.bind(path, {"suffix": "?"})(3) == "3?"
     assert registry[path] is registry[path]
-    assert registry.bound(path.replace("loud", "optional"), {})(3) == "6"
+    assert registry.bind(path.replace("loud", "optional"), {})(3) == "6"
 
 
-def test_two_files_of_one_name_are_two_modules(registry, own):
-    (own / "a").mkdir()
-    (own / "a" / "own_file.py").write_text(OWN.replace('"!"', '"a"'))
-    assert registry.bound("own_file.py:loud", {})(3) == "3!"
-    assert registry.bound("a/own_file.py:loud", {})(3) == "3a"
+def test_two_files_of_one_name_are_two_modules(registry, user_path):
+    (user_path / "a").mkdir()
+    (user_path / "a" / "own_file.py").write_text(USER_FILE.replace('"!"', '"a"'))
+    assert registry.bind("own_file.py:loud", {})(3) == "3!"
+    assert registry.bind("a/own_file.py:loud", {})(3) == "3a"
 
 
 @pytest.mark.parametrize(
@@ -213,26 +213,26 @@ def test_two_files_of_one_name_are_two_modules(registry, own):
         ),
     ],
 )
-def test_an_import_path_that_leads_nowhere_is_one_clear_error(registry, own, path, message):
+def test_an_import_path_that_leads_nowhere_is_one_clear_error(registry, user_path, path, message):
     with pytest.raises(ConfigError, match=rf"room.choice='{path}'.*{message}"):
-        registry.bound(path, {})
+        registry.bind(path, {})
 
 
 @pytest.mark.parametrize(
     "path", ["os:system", "posix:system", "builtins:eval", "subprocess:run", "math:sqrt"]
 )
 def test_a_function_of_python_is_none_of_a_setting(path):
-    """It would be called with what a run has, once that has begun."""
+    # It would be called with what a run has, once that has begun.
     for registry in (LOSSES, ADVANTAGES):
-        told = (
+        message = (
             rf"^{registry.setting}='{path}' is Python's own \w+\.\w+; allowed: a function that was"
         )
-        with pytest.raises(ConfigError, match=told):
-            registry.bound(path, {})
+        with pytest.raises(ConfigError, match=message):
+            registry.bind(path, {})
 
 
 def test_nor_is_one_that_a_file_of_ones_own_has_imported(tmp_path):
     (tmp_path / "mine.py").write_text("from os import system\ndef loss(inputs): ...\n")
     with pytest.raises(ConfigError, match=r"is Python's own posix\.system"):
-        LOSSES.bound(f"{tmp_path / 'mine.py'}:system", {})
-    assert LOSSES.bound(f"{tmp_path / 'mine.py'}:loss", {}) is not None
+        LOSSES.bind(f"{tmp_path / 'mine.py'}:system", {})
+    assert LOSSES.bind(f"{tmp_path / 'mine.py'}:loss", {}) is not None

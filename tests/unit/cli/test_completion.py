@@ -11,16 +11,16 @@ from pathlib import Path
 
 import pytest
 
-from mcore_rl.cli.completion import SCRIPTS, words
+from mcore_rl.cli.completion import SCRIPTS, complete
 from mcore_rl.cli.main import COMMANDS, main
-from mcore_rl.config.describe import setting_names
+from mcore_rl.config.describe import list_setting_names
 from mcore_rl.config.schema import RLConfig
 from tests.pages import of_kind
 from tests.terminal import on_terminal
 
 
 @pytest.mark.parametrize(
-    ("line", "found"),
+    ("line", "matches"),
     [
         ("mcore-rl ", [*COMMANDS, "--help", "--version"]),
         ("mcore-rl conv", ["convert"]),
@@ -50,17 +50,17 @@ from tests.terminal import on_terminal
         ("mcore-rl rl 'outp", []),
     ],
 )
-def test_words_are_those_that_may_stand_there(line, found, tmp_path, monkeypatch):
+def test_words_are_those_that_may_stand_there(line, matches, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mines").mkdir()
     for name in ("mine.yaml", "mine.txt", "mines/deep.yml"):
         (tmp_path / name).touch()
-    assert words(line) == found
+    assert complete(line) == matches
 
 
 def test_every_setting_is_completed():
-    assert words("mcore-rl rl ")[1 : len(setting_names(RLConfig)) + 1] == [
-        f"{name}=" for name in setting_names(RLConfig)
+    assert complete("mcore-rl rl ")[1 : len(list_setting_names(RLConfig)) + 1] == [
+        f"{name}=" for name in list_setting_names(RLConfig)
     ]
 
 
@@ -105,7 +105,7 @@ def test_bash_replaces_what_stands_behind_the_last_equals_sign(line, replies):
     ],
 )
 def test_the_tab_key_completes_paths_and_words_in_bash(typed, completed, tmp_path):
-    """A line is typed into a shell on a pseudo-terminal, whose Tab key is pressed."""
+    """Type a line into a shell on a pseudo-terminal, and press its Tab key."""
     for name in ("train.parquet", "mine.yaml"):
         (tmp_path / name).touch()
     (tmp_path / "my_model").mkdir()

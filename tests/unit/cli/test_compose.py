@@ -9,16 +9,21 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from mcore_rl.cli import recipes
-from mcore_rl.cli.compose import as_recipe, compose_config
+from mcore_rl.cli.compose import compose_config, format_recipe
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.config.eval_schema import EvalConfig
-from mcore_rl.config.resolve import for_lane, resolve
-from mcore_rl.config.schema import Layout, OptimizerConfig, RLConfig, RolloutConfig
-from mcore_rl.config.train_schema import SFTConfig
+from mcore_rl.config.resolve import resolve, resolve_for_lane
+from mcore_rl.config.schema import (
+    EvalConfig,
+    Layout,
+    OptimizerConfig,
+    RLConfig,
+    RolloutConfig,
+    SFTConfig,
+)
 from mcore_rl.jobs.placement import build_pool_plans, count_devices
 
 
-@pytest.mark.parametrize("recipe", recipes.names())
+@pytest.mark.parametrize("recipe", recipes.list_recipes())
 def test_every_recipe_composes_and_resolves(recipe):
     config = compose_config(RLConfig, [f"recipe={recipe}"])
     assert isinstance(config, RLConfig)
@@ -115,6 +120,72 @@ def test_a_recipe_may_be_a_file_and_start_from_another(tmp_path, monkeypatch):
     assert compose_config(RLConfig, ["recipe=../base.yml"]).seed == 7
 
 
+RENAMED_SETTINGS = {
+    "algorithm.kl_in=reward": ("algorithm.kl_in", "algorithm.kl_placement=reward"),
+    "algorithm.samples.max_rounds=4": ("algorithm.samples", "algorithm.filter.max_rounds=4"),
+    "algorithm.samples.replay.share=0.5": ("algorithm.samples", "algorithm.filter.replay.share=.5"),
+    "algorithm.samples.group_filter_settings.of=answer": (
+        "algorithm.samples",
+        "algorithm.filter.group_filter_settings.of=answer",
+    ),
+    "samples.every=7": ("samples", "sample_log.every=7"),
+    "trainer.asynchronous.over_issue=0.25": (
+        "trainer.asynchronous.over_issue",
+        "trainer.asynchronous.oversampling=0.25",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", ["override", "recipe", "base of a recipe"])
+@pytest.mark.parametrize("override", RENAMED_SETTINGS)
+def test_the_old_name_of_a_setting_works_with_one_warning(tmp_path, capsys, override, kind):
+    old, current = RENAMED_SETTINGS[override]
+    expected = compose_config(RLConfig, [current])
+    assert expected != RLConfig() and capsys.readouterr().err == ""
+    arguments = [override, override]
+    if kind != "override":
+        key, _, value = override.partition("=")
+        parts = key.split(".")
+        text = "".join(f"{'  ' * depth}{part}:\n" for depth, part in enumerate(parts))
+        arguments = [recipe(tmp_path, f"{text.rstrip()} {value}\n")]
+    if kind == "base of a recipe":
+        arguments = [recipe(tmp_path, "recipe: mine.yaml\n", "next.yaml"), override]
+    assert compose_config(RLConfig, arguments) == expected
+    new = current.partition("=")[0]
+    new = {"algorithm.samples": "algorithm.filter", "samples": "sample_log"}.get(old, new)
+    warning = (
+        f"mcore-rl: warning: {old} is now called {new}; the next release refuses the old name\n"
+    )
+    assert capsys.readouterr().err == warning
+
+
+def test_what_refers_to_an_old_name_gets_the_setting_of_today(tmp_path, capsys):
+    text = "samples: {every: 5}\nevaluation: {every: '${samples.every}'}\n"
+    replaced = "recipe: base.yaml\nreplace: [algorithm.samples.group_filter_settings]\n"
+    recipe(
+        tmp_path, f"{text}algorithm: {{samples: {{group_filter_settings: {{a: 1}}}}}}", "base.yaml"
+    )
+    config = compose_config(
+        RLConfig, [recipe(tmp_path, replaced), "trainer.save_every=${samples.every}"]
+    )
+    assert (config.evaluation.every, config.trainer.save_every) == (5, 5)
+    assert config.algorithm.filter.group_filter_settings == {}
+    assert capsys.readouterr().err.count("warning") == 2
+
+
+def test_a_setting_under_both_names_in_one_file_is_refused(tmp_path):
+    message = "mine.yaml: samples is now called sample_log, and both are given; allowed: sample_log"
+    with pytest.raises(ConfigError, match=message):
+        compose_config(
+            RLConfig, [recipe(tmp_path, "samples: {every: 1}\nsample_log: {every: 2}\n")]
+        )
+
+
+def test_the_old_name_of_a_setting_of_another_job_is_unknown():
+    with pytest.raises(ConfigError, match=r"unknown setting 'samples\.every'"):
+        compose_config(SFTConfig, ["samples.every=1"])
+
+
 BAD_RECIPES = {
     "seed: x": "mine.yaml: seed='x'; allowed: a whole number",
     "actor: {layot: {tp: 2}}": "unknown setting 'actor.layot'; did you mean actor.layout",
@@ -135,7 +206,7 @@ BAD_RECIPES = {
 
 
 @pytest.mark.parametrize(("text", "message"), BAD_RECIPES.items())
-def test_what_is_wrong_in_a_recipe_is_told_with_its_file(tmp_path, text, message):
+def test_an_error_in_a_recipe_names_its_file(tmp_path, text, message):
     with pytest.raises(ConfigError, match=message):
         compose_config(RLConfig, [recipe(tmp_path, text)])
 
@@ -145,7 +216,7 @@ def test_what_is_wrong_in_a_recipe_is_told_with_its_file(tmp_path, text, message
     [
         (
             "nope",
-            f"recipe='nope'; allowed: {', '.join(recipes.names())}, or the path of a YAML file",
+            f"recipe='nope'; allowed: {', '.join(recipes.list_recipes())}, or the path of a YAML",
         ),
         ("quickstrat", "did you mean quickstart"),
         ("mine", "did you mean mine.yaml"),
@@ -178,8 +249,8 @@ def test_a_file_that_is_no_recipe_is_not_shown(tmp_path, text):
     with pytest.raises(ConfigError) as raised:
         compose_config(RLConfig, [given])
     path = given.partition("=")[2]
-    told = f"{path} is no recipe; allowed: settings, one a line as key: value"
-    assert str(raised.value) == told
+    message = f"{path} is no recipe; allowed: settings, one a line as key: value"
+    assert str(raised.value) == message
 
 
 def test_a_long_value_of_a_recipe_is_cut(tmp_path):
@@ -210,7 +281,7 @@ def test_a_printed_config_is_a_recipe_of_the_same_config(tmp_path_factory, text,
     config.actor.optimizer = OptimizerConfig(lr=lr)
     config.actor.recompute.modules = names
     config.actor.layout.first_stage_layers = layers
-    given = recipe(tmp_path_factory.getbasetemp(), as_recipe(config))
+    given = recipe(tmp_path_factory.getbasetemp(), format_recipe(config))
     assert compose_config(RLConfig, [given]) == config
 
 
@@ -219,25 +290,25 @@ def test_a_printed_config_is_a_recipe_of_the_same_config(tmp_path_factory, text,
 )
 def test_texts_that_yaml_would_take_for_something_else_come_back(tmp_path, text):
     config = RLConfig(output_dir=text)
-    assert compose_config(RLConfig, [recipe(tmp_path, as_recipe(config))]) == config
+    assert compose_config(RLConfig, [recipe(tmp_path, format_recipe(config))]) == config
 
 
 def test_the_recipe_for_one_gpu_is_the_quickstart_with_one_rank_a_role():
     config = compose_config(RLConfig, ["recipe=quickstart_one_gpu", "output_dir=/x"])
     resolve(config)
-    found = for_lane(config, "cuda")
-    assert found.actor.layout == found.warm_start.layout == Layout()
-    assert found.model.dtype == "bfloat16" and found.task.name == "last_digit"
-    assert count_devices(build_pool_plans(found)) == 1
+    resolved = resolve_for_lane(config, "cuda")
+    assert resolved.actor.layout == resolved.warm_start.layout == Layout()
+    assert resolved.model.dtype == "bfloat16" and resolved.task.name == "last_digit"
+    assert count_devices(build_pool_plans(resolved)) == 1
 
 
 def test_settings_of_a_function_are_given_one_by_one_or_as_a_mapping(tmp_path):
     given = ["reward.settings={a: 1, b: x}", "algorithm.loss_settings.clip_ratio_low=0.1"]
-    found = compose_config(RLConfig, [*given, "algorithm.loss_settings.of_mine=[1,2]"])
-    assert found.reward.settings == {"a": 1, "b": "x"}
-    assert found.algorithm.loss_settings == {"clip_ratio_low": 0.1, "of_mine": [1, 2]}
-    (tmp_path / "again.yaml").write_text(as_recipe(found))
-    assert compose_config(RLConfig, [f"recipe={tmp_path / 'again.yaml'}"]) == found
+    composed = compose_config(RLConfig, [*given, "algorithm.loss_settings.of_mine=[1,2]"])
+    assert composed.reward.settings == {"a": 1, "b": "x"}
+    assert composed.algorithm.loss_settings == {"clip_ratio_low": 0.1, "of_mine": [1, 2]}
+    (tmp_path / "again.yaml").write_text(format_recipe(composed))
+    assert compose_config(RLConfig, [f"recipe={tmp_path / 'again.yaml'}"]) == composed
 
 
 def test_a_recipe_adds_to_the_settings_of_a_function_and_an_empty_mapping_clears_them(tmp_path):
@@ -247,11 +318,11 @@ def test_a_recipe_adds_to_the_settings_of_a_function_and_an_empty_mapping_clears
         "third": "recipe: second.yaml\nalgorithm: {loss_settings: {}}",
     }.items():
         (tmp_path / f"{name}.yaml").write_text(text)
-    found = [
+    names = [
         compose_config(RLConfig, [f"recipe={tmp_path / name}.yaml"]).algorithm.loss_settings
         for name in ("second", "third")
     ]
-    assert found == [{"low": 0.1, "high": 0.2}, {}]
+    assert names == [{"low": 0.1, "high": 0.2}, {}]
 
 
 @pytest.mark.parametrize(
@@ -283,8 +354,10 @@ def test_a_setting_of_another_framework_is_refused_with_ours(schema, argument, m
 
 def test_a_recipe_with_groups_of_another_framework_is_refused_by_a_whole_name(tmp_path):
     given = recipe(tmp_path, "actor_rollout_ref: {rollout: {n: 8}}")
-    told = r"mine.yaml: unknown setting 'actor_rollout_ref.rollout.n', which is verl's; did you m"
-    with pytest.raises(ConfigError, match=told):
+    message = (
+        r"mine.yaml: unknown setting 'actor_rollout_ref.rollout.n', which is verl's; did you m"
+    )
+    with pytest.raises(ConfigError, match=message):
         compose_config(RLConfig, [given])
 
 
@@ -317,10 +390,10 @@ def test_a_recipe_replaces_mappings_of_its_base_by_their_names(tmp_path):
         "data: {test_files: {b: b.jsonl}}",
     }.items():
         (tmp_path / f"{name}.yaml").write_text(text)
-    found = compose_config(RLConfig, [f"recipe={tmp_path / 'second.yaml'}"])
-    assert found.reward.terms == {"code": {}}
-    assert found.algorithm.loss_settings == {"clip_ratio_high": 0.2}
-    assert found.data.test_files == {"a": "a.jsonl", "b": "b.jsonl"} and found.seed == 3
+    config = compose_config(RLConfig, [f"recipe={tmp_path / 'second.yaml'}"])
+    assert config.reward.terms == {"code": {}}
+    assert config.algorithm.loss_settings == {"clip_ratio_high": 0.2}
+    assert config.data.test_files == {"a": "a.jsonl", "b": "b.jsonl"} and config.seed == 3
 
 
 @pytest.mark.parametrize("keys", ["reward.terms", "[reward]", "[seed]", "[reward.term]", "[3]"])
@@ -333,12 +406,12 @@ def test_terms_of_a_reward_are_given_by_a_recipe_and_changed_one_by_one(tmp_path
     recipe = tmp_path / "terms.yaml"
     recipe.write_text("reward: {terms: {math: {}, short: {name: a.py:b, settings: {x: 1}}}}")
     changes = ["reward.terms.math.weight=3", "reward.terms.short.settings.x=2"]
-    found = compose_config(RLConfig, [f"recipe={recipe}", *changes]).reward.terms
-    assert found == {"math": {"weight": 3}, "short": {"name": "a.py:b", "settings": {"x": 2}}}
+    terms = compose_config(RLConfig, [f"recipe={recipe}", *changes]).reward.terms
+    assert terms == {"math": {"weight": 3}, "short": {"name": "a.py:b", "settings": {"x": 2}}}
     given = ["reward.terms={math: {weight: 0.5}}", "reward.terms.mine.name=a.py:b"]
     made = compose_config(RLConfig, given)
     assert made.reward.terms == {"math": {"weight": 0.5}, "mine": {"name": "a.py:b"}}
-    (tmp_path / "again.yaml").write_text(as_recipe(made))
+    (tmp_path / "again.yaml").write_text(format_recipe(made))
     assert compose_config(RLConfig, [f"recipe={tmp_path / 'again.yaml'}"]) == made
 
 
@@ -360,7 +433,7 @@ def test_what_is_no_setting_of_a_function_is_refused(argument, message):
 
 
 @pytest.mark.parametrize("schema", [RLConfig, SFTConfig, EvalConfig])
-def test_the_time_to_start_grows_with_the_model_and_a_set_one_is_kept(tmp_path, schema):
+def test_the_time_to_start_grows_with_the_model_unless_it_is_set(tmp_path, schema):
     (tmp_path / "of: ${a} model").mkdir()
     model = f"model.path={tmp_path}/of: \\${{a}} model"
 

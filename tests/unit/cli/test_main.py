@@ -1,17 +1,26 @@
-"""What the command prints and returns for each way in which a job can end."""
+"""Output and status of the command for each way in which a job can end."""
 
+import re
 import signal
 import sys
+import time
 from importlib import metadata
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from mcore_rl.cli import rl
+from mcore_rl.cli import main as command_line
+from mcore_rl.cli.job import report_start
 from mcore_rl.cli.main import main
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.controller.stop_signals import RunStopped
 from mcore_rl.jobs.failure import RunFailed, summarize_failure
+from mcore_rl.observability import process
+
+
+def stub_command(monkeypatch, run) -> None:
+    monkeypatch.setattr(command_line, "load_command", lambda name: SimpleNamespace(main=run))
 
 
 @pytest.mark.parametrize(
@@ -31,7 +40,7 @@ def test_every_end_has_its_line_and_status(monkeypatch, capsys, end, status, lin
         if end is not None:
             raise end
 
-    monkeypatch.setattr(rl, "main", job)
+    stub_command(monkeypatch, job)
     monkeypatch.setattr(sys, "argv", ["mcore-rl", "rl", "seed=x"])
     assert main() == status
     assert capsys.readouterr() == ("", line)
@@ -54,11 +63,11 @@ def test_the_version_is_that_of_each_package_and_the_lane_is_named(
     monkeypatch.setattr(metadata, "version", version)
     monkeypatch.setattr(sys, "argv", ["mcore-rl", "--version"])
     assert main() == 0
-    found = dict(line.split(" ") for line in capsys.readouterr().out.splitlines())
-    assert found == installed | {"lane": lane}
+    versions = dict(line.split(" ") for line in capsys.readouterr().out.splitlines())
+    assert versions == installed | {"lane": lane}
 
 
-HERE = "/"  # exists
+ROOT = "/"  # exists
 PARITY = ["verify", "parity", "--layout", "tp=1", "--against", "hf"]
 TO_HF = ["convert", "mcore-to-hf", "--output", "out"]
 
@@ -68,9 +77,9 @@ TO_HF = ["convert", "mcore-to-hf", "--output", "out"]
     [
         (["convert", "hf-to-mcore", "--output", "out", "--model", "typo"], "--model"),
         ([*TO_HF, "--checkpoint", "typo"], "--checkpoint"),
-        ([*TO_HF, "--checkpoint", HERE, "--reference", "typo"], "--reference"),
+        ([*TO_HF, "--checkpoint", ROOT, "--reference", "typo"], "--reference"),
         (["convert", "inspect", "typo"], "DIR"),
-        (["convert", "verify", HERE, "typo"], "DIR"),
+        (["convert", "verify", ROOT, "typo"], "DIR"),
         (
             ["plan", "reshard", "--train", "tp=1", "--generate", "tp=1", "--model", "typo"],
             "--model",
@@ -90,7 +99,7 @@ TO_HF = ["convert", "mcore-to-hf", "--output", "out"]
     ],
     ids=" ".join,
 )
-def test_a_path_that_does_not_exist_is_said_not_to(monkeypatch, capsys, tmp_path, arguments, key):
+def test_a_path_that_does_not_exist_is_named(monkeypatch, capsys, tmp_path, arguments, key):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["mcore-rl", *arguments])
     assert main() == 2
@@ -111,7 +120,7 @@ def test_a_file_that_the_system_refuses_is_one_line(monkeypatch, capsys, error, 
     def refuse(arguments):
         raise error
 
-    monkeypatch.setattr(rl, "main", refuse)
+    stub_command(monkeypatch, refuse)
     monkeypatch.setattr(sys, "argv", ["mcore-rl", "rl"])
     assert main() == 2
     printed = capsys.readouterr().err
@@ -119,7 +128,7 @@ def test_a_file_that_the_system_refuses_is_one_line(monkeypatch, capsys, error, 
 
 
 def test_a_defect_keeps_its_traceback(monkeypatch):
-    monkeypatch.setattr(rl, "main", lambda arguments: 1 / 0)
+    stub_command(monkeypatch, lambda arguments: 1 / 0)
     monkeypatch.setattr(sys, "argv", ["mcore-rl", "rl"])
     with pytest.raises(ZeroDivisionError):
         main()
@@ -145,8 +154,8 @@ def test_usage_names_every_command(monkeypatch, capsys, argument, status):
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_a_failure_is_told_in_one_line_and_its_trace_kept(tmp_path, error, line):
-    """Whatever it is: a run that has started ends with a line."""
+def test_a_failure_is_one_line_and_its_trace_is_saved(tmp_path, error, line):
+    """End a run that has started with a line, whatever the error is."""
     trace_file = tmp_path / "logs" / "error.txt"
     with (
         pytest.raises(RunFailed, match=rf"^{line} \(traceback: {trace_file}\)$"),
@@ -169,3 +178,32 @@ def test_an_end_that_has_its_line_keeps_it_and_its_traces_are_written_if_they_ca
         with pytest.raises(RunFailed, match=r"^step 3: no space$"), summarize_failure(file):
             raise RunFailed("step 3: no space") from OSError(28, "No space left")
     assert "No space left" in (tmp_path / "error.txt").read_text()
+
+
+@pytest.fixture(autouse=True)
+def nothing_has_begun(monkeypatch):
+    monkeypatch.setattr(process, "_start_time", None)
+
+
+def test_imports_count_from_the_beginning_of_the_command(monkeypatch, capsys):
+    monkeypatch.setattr(process, "_start_time", time.monotonic() - 20)
+    with report_start():
+        assert capsys.readouterr().out == "starting ...\n"  # before them
+    assert re.fullmatch(r"starting: [2-9]\d\.\d s\n", capsys.readouterr().out)
+
+
+@pytest.mark.parametrize(("rank", "lines"), [("0", 2), ("1", 0)])
+def test_of_the_ranks_of_torchrun_one_says_so(monkeypatch, capsys, rank, lines):
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    monkeypatch.setenv("RANK", rank)
+    with report_start():
+        pass
+    assert len(capsys.readouterr().out.splitlines()) == lines
+
+
+def test_without_a_recorded_start_the_start_is_now():
+    before = time.monotonic()
+    assert before <= process.get_start_time() <= time.monotonic()
+    process.record_start()
+    start = process.get_start_time()
+    assert process.get_start_time() == start

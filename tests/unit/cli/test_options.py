@@ -25,9 +25,9 @@ def fits(layout: Layout) -> bool:
 def test_without_dp_a_layout_has_the_smallest_that_fits():
     for tp, pp, cp, ep, etp in itertools.product((1, 2, 3), (1, 2), (1, 3), (1, 2, 4, 6), (1, 2)):
         text = f"tp={tp},pp={pp},cp={cp},ep={ep},etp={etp}"
-        found = parse_layout("--layout", text, Layout)
+        layout = parse_layout("--layout", text, Layout)
         axes = {"tp": tp, "pp": pp, "cp": cp, "ep": ep, "etp": etp}
-        assert found == next(
+        assert layout == next(
             layout for dp in itertools.count(1) if fits(layout := Layout(dp=dp, **axes))
         )
 
@@ -85,9 +85,9 @@ def test_chat_takes_top_k_and_stop_strings(monkeypatch):
     from mcore_rl.cli import chat
     from mcore_rl.jobs import chat as job
 
-    asked = []
-    monkeypatch.setattr(job, "run", asked.append)
+    runs = []
+    monkeypatch.setattr(job, "run", runs.append)
     chat.main(["folder", "--top-k", "5", "--stop", "a", "--stop=b"])
-    assert (asked[0].top_k, asked[0].stop) == (5, ("a", "b"))
+    assert (runs[0].top_k, runs[0].stop) == (5, ("a", "b"))
     with pytest.raises(ConfigError, match=r"--stop=\[''\]"):
         chat.main(["folder", "--stop", ""])

@@ -1,4 +1,4 @@
-"""What `mcore-rl rl` prints instead of running, and warns of before it runs."""
+"""Help, printed settings and warnings of `mcore-rl rl`."""
 
 from __future__ import annotations
 
@@ -8,13 +8,17 @@ import sys
 
 import pytest
 
-from mcore_rl.cli import rl
 from mcore_rl.cli.compose import compose_config
-from mcore_rl.cli.job import SCHEMAS
+from mcore_rl.cli.job import _REGISTRIES, JOB_COMMANDS, SCHEMAS, list_choices
 from mcore_rl.cli.main import main
-from mcore_rl.config.describe import CHOICES, OF_FUNCTIONS, groups, setting_names
+from mcore_rl.config.describe import (
+    CHOICES,
+    FUNCTION_SETTINGS,
+    list_setting_groups,
+    list_setting_names,
+)
+from mcore_rl.config.resolve import list_warnings
 from mcore_rl.config.schema import RLConfig
-from mcore_rl.config.warnings import warnings_of
 
 HEAVY = ("torch", "ray", "vllm", "transformers", "megatron", "numpy")
 LIGHT = [
@@ -34,7 +38,7 @@ def command(monkeypatch, capsys, *arguments: str) -> tuple[int, str, str]:
 
 
 def test_what_only_prints_imports_none_of_the_large_libraries():
-    """In one process: what one of them imported the next would have, too."""
+    """Run all in one process: an import of one would be there for the next."""
     program = """if True:
     import contextlib, io, sys
     from mcore_rl.cli.main import main
@@ -71,7 +75,7 @@ def test_help_lists_every_setting_with_its_default_and_meaning(monkeypatch, caps
         "rollout.top_p=1.0\n",
     ):
         assert part in out
-    assert [name for name in setting_names(RLConfig) if f"\n  {name}=" not in out] == []
+    assert [name for name in list_setting_names(RLConfig) if f"\n  {name}=" not in out] == []
     assert (
         "trainer.prompts_per_step=64\n      a step has this times algorithm.group_size samples"
         in out
@@ -80,13 +84,15 @@ def test_help_lists_every_setting_with_its_default_and_meaning(monkeypatch, caps
 
 def test_every_setting_has_a_meaning():
     for schema in SCHEMAS.values():
-        assert [s.key for g in groups(schema()) for s in g.settings if not s.meaning] == []
+        assert [
+            s.key for g in list_setting_groups(schema()) for s in g.settings if not s.meaning
+        ] == []
 
 
 def test_help_of_a_group_has_that_group_only(monkeypatch, capsys):
     status, out, _ = command(monkeypatch, capsys, "rl", "--help", "actor.optimizer")
     keys = [line.strip().partition("=")[0] for line in out.splitlines() if line[2:3].strip()]
-    names = setting_names(RLConfig)
+    names = list_setting_names(RLConfig)
     assert status == 0
     assert [k for k in keys if k in names] == [n for n in names if n.startswith("actor.optimizer.")]
 
@@ -100,27 +106,30 @@ def test_help_of_one_setting_and_of_none(monkeypatch, capsys):
     assert "'acter'; did you mean actor" in err
 
 
-def test_names_of_registries_are_those_that_are_registered():
-    from mcore_rl.algorithms.advantages import ADVANTAGES
-    from mcore_rl.algorithms.aggregation import AGGREGATIONS
-    from mcore_rl.algorithms.kl import KL_ESTIMATORS
-    from mcore_rl.algorithms.losses import LOSSES
-    from mcore_rl.algorithms.preference import PREFERENCE_LOSSES
-    from mcore_rl.rewards.base import rewards
+def test_help_of_a_setting_lists_the_names_in_its_registry(monkeypatch, capsys):
+    for key, name in (("algorithm.loss", "gspo"), ("algorithm.kl_estimator", "k3+")):
+        assert f" {name}, " in command(monkeypatch, capsys, "rl", "--help", key)[1]
+    assert "one of" not in command(monkeypatch, capsys, "rl", "--help", "algorithm.group_size")[1]
 
-    assert list(CHOICES["reward.name"]) == rewards().names  # docs/rewards.md has their settings
-    registries = (ADVANTAGES, AGGREGATIONS, KL_ESTIMATORS, LOSSES)
-    for registry in registries:
-        assert list(CHOICES[registry.setting]) == registry.names
-        kinds = [registry.settings_of(name) for name in registry.names]
-        assert set(OF_FUNCTIONS.get(registry.settings_key, ())) <= set(kinds)
-    assert set(OF_FUNCTIONS) <= {registry.settings_key for registry in registries}
-    assert list(CHOICES["loss"]) == PREFERENCE_LOSSES.names
-    without_length = {*AGGREGATIONS.names} - {"sequence_sum_fixed_length"}
-    assert set(CHOICES["loss_aggregation"]) == without_length
-    settings = [name for schema in SCHEMAS.values() for name in setting_names(schema)]
-    ends = {".".join(name.split(".")[-2:]) for name in settings}
-    assert set(CHOICES) <= ends
+
+def test_choices_and_settings_of_functions_are_those_of_the_registries():
+    from mcore_rl.algorithms.advantages import ADVANTAGES
+    from mcore_rl.algorithms.losses import LOSSES
+
+    groups = [*list_setting_groups(RLConfig()), *list_setting_groups(SCHEMAS["dpo"]())]
+    settings = [setting for group in groups for setting in group.settings]
+    names = {setting.key: list_choices(setting) for setting in settings}
+    assert names["algorithm.loss"] == LOSSES.names and "ipo" in names["loss"]
+    assert "math" in names["reward.name"] and "uniform" in names["algorithm.filter.replay.priority"]
+    kinds = {
+        registry.get_settings_class(name)
+        for registry in (ADVANTAGES, LOSSES)
+        for name in registry.names
+    }
+    assert {kind for group in FUNCTION_SETTINGS.values() for kind in group} <= kinds
+    keys = [name for schema in SCHEMAS.values() for name in list_setting_names(schema)]
+    ends = {".".join(key.split(".")[-count:]) for key in keys for count in (1, 2)}
+    assert {*CHOICES, *_REGISTRIES} <= ends
 
 
 def test_the_printed_config_runs_again_as_a_recipe(monkeypatch, capsys, tmp_path):
@@ -179,20 +188,20 @@ DOUBTFUL = {
 
 @pytest.mark.parametrize(("settings", "warning"), DOUBTFUL.items())
 def test_doubtful_settings_are_warned_of(settings, warning):
-    [found] = warnings_of(compose_config(RLConfig, settings.split()))
-    assert found.startswith(warning)
+    [text] = list_warnings(compose_config(RLConfig, settings.split()))
+    assert text.startswith(warning)
 
 
 @pytest.mark.parametrize("settings", ["", "recipe=quickstart", "recipe=quickstart seed=7"])
 def test_usual_settings_are_not(settings):
-    assert list(warnings_of(compose_config(RLConfig, settings.split()))) == []
+    assert list(list_warnings(compose_config(RLConfig, settings.split()))) == []
 
 
 def test_warnings_come_before_the_run(monkeypatch, capsys):
     from mcore_rl.jobs import rl as job
 
     monkeypatch.setattr(job, "run", lambda config: print("runs", config.seed))
-    rl.main(["seed=3", "reward.shuffle=true"])
+    JOB_COMMANDS["rl"].main(["seed=3", "reward.shuffle=true"])
     out, err = capsys.readouterr()
     assert re.fullmatch(r"starting \.\.\.\nstarting: \d+\.\d s\nruns 3\n", out)
     assert err.startswith("mcore-rl rl: warning: reward.shuffle=true")

@@ -15,8 +15,8 @@ import pytest
 
 from mcore_rl.cli.main import main
 from mcore_rl.data.batch import Batch
-from mcore_rl.data.sample_tables import summary_columns, table_path, write_table
-from mcore_rl.observability.console import visible
+from mcore_rl.data.sample_tables import build_summary_columns, get_table_path, write_table
+from mcore_rl.observability.console import escape_control
 from tests.pages import of_kind
 from tests.unit.tools.sample_runs import (
     ASSISTANT,
@@ -31,12 +31,12 @@ from tests.unit.tools.sample_runs import (
 
 
 def hostile_run(run: Path) -> Path:
-    """One response that means harm, to a prompt that does, with a part and a role that do."""
-    one = sample(
+    """Write a run with hostile prompt, response, reward part and role."""
+    response = sample(
         f"{START}user\n{HOSTILE}{END}\n{ASSISTANT}", ("turn", HOSTILE), group_id=0,
         reward_parts={HOSTILE: 1.0}, role=HOSTILE,
     )  # fmt: skip
-    return written(run, 1, trained([one], {(0, 3): 2.0, (0, 26): 3.0}))
+    return written(run, 1, trained([response], {(0, 3): 2.0, (0, 26): 3.0}))
 
 
 def command(monkeypatch, capsys, *arguments: object) -> tuple[int, str, str]:
@@ -87,16 +87,16 @@ def test_nothing_of_a_response_reaches_whoever_reads_but_text(
 
 
 def test_on_a_terminal_there_are_colours_in_a_pager_and_no_other_escapes(tmp_path):
-    ours, theirs = pty.openpty()
+    parent, child = pty.openpty()
     environment = {**os.environ, "PAGER": "tee seen", "TERM": "xterm-256color", "COLUMNS": "100"}
     environment.pop("NO_COLOR", None)
     run = hostile_run(tmp_path)
     done = subprocess.run(
         [sys.executable, "-m", "mcore_rl.cli.main", "samples", str(run)],
-        stdout=theirs, stderr=subprocess.PIPE, env=environment, cwd=tmp_path, timeout=60,
+        stdout=child, stderr=subprocess.PIPE, env=environment, cwd=tmp_path, timeout=60,
     )  # fmt: skip
-    os.close(theirs)
-    os.close(ours)
+    os.close(child)
+    os.close(parent)
     assert (done.returncode, done.stderr) == (0, b"")
     seen = (tmp_path / "seen").read_text()
     assert "\x1b[1;37;41m" in seen and "\x1b[2m" in seen and "\x1b[1;32m" in seen
@@ -134,7 +134,9 @@ def test_html_is_one_file_of_text_that_runs_and_loads_nothing(monkeypatch, capsy
         "section", "h3", "pre",
     }  # fmt: skip
     assert page.attributes == {"lang", "charset", "http-equiv", "content", "class", "title"}
-    assert page.text.count(visible(HOSTILE)) == 5  # title, heading, part, prompt and response
+    assert (
+        page.text.count(escape_control(HOSTILE)) == 5
+    )  # title, heading, part, prompt and response
     assert all(character == "\n" or character.isprintable() for character in content)
     assert 'class="c gap" title="token ' in content
     assert [entry.name for entry in tmp_path.glob("*page*")] == ["page.html"]
@@ -158,8 +160,8 @@ def several(tmp_path) -> Path:
     run = tmp_path / "outputs" / "mine"
     for step in (3, 5):
         written(run, step, trained(samples, gaps))
-    asked = sample(ASSISTANT, ("turn", "evaluated"), group_id=-1)
-    return written(run, 5, Batch.of([asked]), "math")
+    evaluated = sample(ASSISTANT, ("turn", "evaluated"), group_id=-1)
+    return written(run, 5, Batch.collate([evaluated]), "math")
 
 
 @pytest.mark.parametrize(
@@ -178,7 +180,9 @@ def several(tmp_path) -> Path:
     ],
     ids=lambda value: " ".join(map(str, value)),
 )
-def test_a_list_has_what_is_asked_for_in_its_order(monkeypatch, capsys, several, options, listed):
+def test_a_list_has_the_selected_trajectories_in_order(
+    monkeypatch, capsys, several, options, listed
+):
     status, out, err = command(monkeypatch, capsys, several, "--list", *options)
     assert (status, err) == (0, "")
     head, *lines = out.splitlines()
@@ -187,20 +191,20 @@ def test_a_list_has_what_is_asked_for_in_its_order(monkeypatch, capsys, several,
 
 
 def test_a_list_tells_what_no_table_has(monkeypatch, capsys, several):
-    columns = summary_columns(Batch.of([sample(ASSISTANT, ("turn", "x"), group_id=0)]))
-    write_table(table_path(several, 6), columns, 9)
+    columns = build_summary_columns(Batch.collate([sample(ASSISTANT, ("turn", "x"), group_id=0)]))
+    write_table(get_table_path(several, 6), columns, 9)
     _, out, _ = command(monkeypatch, capsys, several, "--list")
     assert out.splitlines()[1].split() == ["6", "0", "0", "1", "1", "1", "finished", "0"]
-    assert out.splitlines()[2].startswith("8 samples of these steps are in no table: samples.max")
+    assert out.splitlines()[2].startswith("8 samples of these steps are in no table: sample_log")
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
         (("typo",), "RUN='typo' does not exist"),
         ((".",), "RUN='.' is not the output folder of a run: no config.json"),
         (("begun",), "RUN='begun' has no samples: no step has been trained yet, or "
-         "samples.every=0"),
+         "sample_log.every=0"),
         (("outputs/mine", "--step", "4"), "--step=4: there is no table of it; there are tables of "
          "2 steps, from 3 to 5"),
         (("outputs/mine", "--step", "x"), "--step='x'; allowed: all, a step, or two as in 3-7"),
@@ -217,7 +221,7 @@ def test_a_list_tells_what_no_table_has(monkeypatch, capsys, several):
         (("alone",), "there is no tokenizer at alone/samples/tokenizer.json; allowed: --tokenizer "
          "with the folder of the model"),
         (("texts",), "texts/samples/step_000001.parquet has no tokens (prompt_ids, response_ids, "
-         "response_mask): samples.tokens=false; allowed: --list"),
+         "response_mask): sample_log.tokens=false; allowed: --list"),
         (("older",), "older/samples/step_000001.parquet has no column trajectory, segment, "
          "num_turns, status, replayed: it is of a version of mcore-rl before there was "
          "`mcore-rl samples`"),
@@ -227,22 +231,22 @@ def test_a_list_tells_what_no_table_has(monkeypatch, capsys, several):
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )  # fmt: skip
-def test_what_is_not_there_is_told_in_one_line(
-    monkeypatch, capsys, tmp_path, several, arguments, told
-):
+def test_missing_samples_are_one_line(monkeypatch, capsys, tmp_path, several, arguments, message):
     monkeypatch.chdir(tmp_path)
-    one = summary_columns(batch := Batch.of([sample(ASSISTANT, ("turn", "x"), group_id=0)]))
+    columns = build_summary_columns(
+        batch := Batch.collate([sample(ASSISTANT, ("turn", "x"), group_id=0)])
+    )
     for name in ("begun", "alone", "texts", "older", "broken"):
         written(tmp_path / name, 1, batch)
     (tmp_path / "begun" / "samples" / "step_000001.parquet").unlink()
     (tmp_path / "alone" / "samples" / "tokenizer.json").unlink()
-    write_table(table_path(tmp_path / "texts", 1), one, 1)
-    write_table(table_path(tmp_path / "older", 1), {"group": one["group"]}, 1)
-    table_path(tmp_path / "broken", 1).write_bytes(b"PAR1 and no more")
+    write_table(get_table_path(tmp_path / "texts", 1), columns, 1)
+    write_table(get_table_path(tmp_path / "older", 1), {"group": columns["group"]}, 1)
+    get_table_path(tmp_path / "broken", 1).write_bytes(b"PAR1 and no more")
     status, out, err = command(monkeypatch, capsys, *arguments)
     assert (status, out) == (2, "")
-    assert err.startswith(f"mcore-rl samples: {told}") and err.count("\n") == 1
-    assert told.endswith(": ") or err == f"mcore-rl samples: {told}\n"
+    assert err.startswith(f"mcore-rl samples: {message}") and err.count("\n") == 1
+    assert message.endswith(": ") or err == f"mcore-rl samples: {message}\n"
 
 
 @pytest.mark.parametrize("line", of_kind("samples"), ids=str)
@@ -267,7 +271,7 @@ def test_no_engine_is_imported_to_look_at_a_page(several):
 
 
 def test_a_locale_that_lacks_letters_gets_escapes_of_them(tmp_path):
-    run = written(tmp_path, 1, Batch.of([sample(ASSISTANT, ("turn", "fünf"), group_id=0)]))
+    run = written(tmp_path, 1, Batch.collate([sample(ASSISTANT, ("turn", "fünf"), group_id=0)]))
     done = subprocess.run(
         [sys.executable, "-m", "mcore_rl.cli.main", "samples", str(run)],
         capture_output=True, env={**os.environ, "PYTHONIOENCODING": "ascii"},

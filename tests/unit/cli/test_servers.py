@@ -32,17 +32,17 @@ def run(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def told(capsys: pytest.CaptureFixture[str], run: Path, *options: str) -> str:
+def run_command(capsys: pytest.CaptureFixture[str], run: Path, *options: str) -> str:
     servers.main([str(run), *options])
     return capsys.readouterr().out.removeprefix(f"{run} is to have server ").strip()
 
 
 def test_servers_leave_and_join(run, capsys):
     later = ", from the next push of weights on"
-    assert told(capsys, run) == "0, 1, 2 of 0, 1, 2"
-    assert told(capsys, run, "--remove", "0", "2") == f"1 of 0, 1, 2{later}"
-    assert told(capsys, run) == "1 of 0, 1, 2"
-    assert told(capsys, run, "--add", "0", "--remove", "1") == f"0 of 0, 1, 2{later}"
+    assert run_command(capsys, run) == "0, 1, 2 of 0, 1, 2"
+    assert run_command(capsys, run, "--remove", "0", "2") == f"1 of 0, 1, 2{later}"
+    assert run_command(capsys, run) == "1 of 0, 1, 2"
+    assert run_command(capsys, run, "--add", "0", "--remove", "1") == f"0 of 0, 1, 2{later}"
     assert read_wanted_servers(run, 3) == {0}
 
 

@@ -1,4 +1,4 @@
-"""What a screen of 80 columns shows: whole lines, whole words, sentences that end."""
+"""Output on a screen of 80 columns: whole lines, whole words, sentences that end."""
 
 from __future__ import annotations
 
@@ -17,9 +17,8 @@ from mcore_rl.cli.main import COMMANDS, main
 from mcore_rl.config.schema import RLConfig
 from mcore_rl.jobs.dry_run import dry_run
 from mcore_rl.jobs.evaluate import print_table
-from mcore_rl.observability.console import Measured, print_before_after
-from mcore_rl.tools.bench_async.run import ModelledRun, WorkloadSettings
-from mcore_rl.tools.bench_async.run import show as show_bench
+from mcore_rl.observability.console import MeanWithError, print_before_after
+from mcore_rl.tools.bench_async.run import ModelledRun, WorkloadSettings, print_results
 
 PUBLISHED = Path(__file__).parents[1] / "models" / "published"
 SUBCOMMANDS = {
@@ -53,13 +52,13 @@ def test_help_fits(words, monkeypatch, capsys):
 
 
 def test_a_recipe_is_described_by_a_sentence_that_ends():
-    files = [recipes.RECIPES / f"{name}.yaml" for name in recipes.names()]
-    assert [file for file in files if not recipes.first_comment(file).endswith(".")] == []
-    assert all(len(line) <= 80 for line in recipes.listing())
+    files = [recipes.RECIPES / f"{name}.yaml" for name in recipes.list_recipes()]
+    assert [file for file in files if not recipes.read_first_comment(file).endswith(".")] == []
+    assert all(len(line) <= 80 for line in recipes.list_descriptions())
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "comment"),
     [
         ("# One line\n# and the next.\n# Not this.\nseed: 1", "One line and the next."),
         ("# No full stop\n#\n# mcore-rl rl", "No full stop"),
@@ -67,9 +66,9 @@ def test_a_recipe_is_described_by_a_sentence_that_ends():
         ("seed: 1", ""),
     ],
 )
-def test_a_sentence_of_a_recipe_may_take_several_lines(tmp_path, text, said):
+def test_a_sentence_of_a_recipe_may_take_several_lines(tmp_path, text, comment):
     (tmp_path / "a.yaml").write_text(text)
-    assert recipes.first_comment(tmp_path / "a.yaml") == said
+    assert recipes.read_first_comment(tmp_path / "a.yaml") == comment
 
 
 MODELS = {
@@ -96,7 +95,7 @@ def test_the_tables_of_a_dry_run_fit(recipe, tmp_path, monkeypatch):
         assert any(heading in line.split() for line in tables), heading
 
 
-def whole(written: io.StringIO, *words: str) -> None:
+def assert_unwrapped(written: io.StringIO, *words: str) -> None:
     text = written.getvalue()
     assert "…" not in text and max(map(len, text.splitlines())) <= 80
     assert [word for word in words if word not in text] == []
@@ -109,20 +108,20 @@ def test_the_table_of_an_evaluation_fits_whatever_the_number_of_sets(num_sets):
     metrics = {"responses": 123456, "response_tokens": score, "majority@128": score}
     names = [f"competition_{number}" for number in range(num_sets)]
     print_table(dict.fromkeys(names, metrics), shown)
-    whole(written, *names, "response_tokens", "majority@128")
+    assert_unwrapped(written, *names, "response_tokens", "majority@128")
     assert written.getvalue().count("0.512 ± 0.012") == num_sets
 
 
 def test_the_table_at_the_end_of_a_run_fits():
     shown, written = console()
-    found = Measured(0.5, 0.02, True)
-    print_before_after("Held out", [(f"accuracy ({'long_' * 12}name)", found, found)], shown)
-    whole(written, "before", "after", "change", "50.0% ± 2.0", "+0.0 points")
+    estimate = MeanWithError(0.5, 0.02, True)
+    print_before_after("Held out", [(f"accuracy ({'long_' * 12}name)", estimate, estimate)], shown)
+    assert_unwrapped(written, "before", "after", "change", "50.0% ± 2.0", "+0.0 points")
 
 
 def test_the_table_of_the_loops_fits():
     shown, written = console()
     values = dict.fromkeys((field.name for field in fields(ModelledRun)), 1234.5)
     names = ("sync", "sync, by turns", "one step off", "fully async", "fully async, by turns")
-    show_bench(WorkloadSettings(), {name: ModelledRun(**values) for name in names}, shown)
-    whole(written, "trainer waits", "servers idle", "samples/s", "over sync, by turns")
+    print_results(WorkloadSettings(), {name: ModelledRun(**values) for name in names}, shown)
+    assert_unwrapped(written, "trainer waits", "servers idle", "samples/s", "over sync, by turns")

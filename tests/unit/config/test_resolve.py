@@ -14,15 +14,22 @@ import pytest
 import torch
 
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.config.resolve import MAX_SEED, for_lane, resolve, resolve_rollout_model
+from mcore_rl.config.resolve import MAX_SEED, resolve, resolve_for_lane
 from mcore_rl.config.resolve_engine import ModelSizes
+from mcore_rl.config.resolve_rollout import resolve_rollout_model
 from mcore_rl.config.schema import (
+    AlgorithmConfig,
+    AsynchronousConfig,
+    CorrectionConfig,
+    FilterConfig,
     Layout,
     LoRAConfig,
     OptimizerConfig,
     PlacementConfig,
+    RewardConfig,
     RLConfig,
     RolloutConfig,
+    TrainerConfig,
 )
 
 
@@ -44,7 +51,7 @@ def test_the_defaults_with_a_task_resolve():
 
 
 @pytest.mark.parametrize(
-    ("device", "asked", "replay", "has_experts", "dtype", "gaps"),
+    ("device", "setting", "replay", "has_experts", "dtype", "gaps"),
     [
         ("cpu", "auto", "off", False, "float32", (0.5, 1e-4)),
         ("cuda", "auto", "off", False, "bfloat16", (2.0, 0.1)),
@@ -57,15 +64,15 @@ def test_the_defaults_with_a_task_resolve():
         ("cuda", "float32", "off", True, "float32", (0.5, 1e-4)),
     ],
 )
-def test_dtype_and_experts_decide_the_gaps(device, asked, replay, has_experts, dtype, gaps):
+def test_dtype_and_experts_decide_the_gaps(device, setting, replay, has_experts, dtype, gaps):
     method = {"weight_sync__method": "disaggregated", "actor__moe__router_replay": replay}
-    given = config(model__dtype=asked, **method)
-    found = for_lane(given, device, has_experts=has_experts)
-    bounds = found.trainer.max_logprob_gap, found.trainer.mean_logprob_gap
-    assert (found.model.dtype, bounds) == (dtype, gaps)
+    given = config(model__dtype=setting, **method)
+    resolved = resolve_for_lane(given, device, has_experts=has_experts)
+    bounds = resolved.trainer.max_logprob_gap, resolved.trainer.mean_logprob_gap
+    assert (resolved.model.dtype, bounds) == (dtype, gaps)
     given.trainer.mean_logprob_gap = 0.5
-    expected = replace(found.trainer, mean_logprob_gap=0.5)
-    assert for_lane(given, device, has_experts=has_experts).trainer == expected
+    expected = replace(resolved.trainer, mean_logprob_gap=0.5)
+    assert resolve_for_lane(given, device, has_experts=has_experts).trainer == expected
 
 
 def test_on_gpus_servers_are_colocated_only_with_trainers_of_the_same_pool():
@@ -73,9 +80,9 @@ def test_on_gpus_servers_are_colocated_only_with_trainers_of_the_same_pool():
     with pytest.raises(
         ConfigError, match=r"colocated': .*\(placement.actor='shared', placement.ro"
     ):
-        for_lane(apart, "cuda")
-    for_lane(apart, "cpu")
-    for_lane(config(), "cuda")
+        resolve_for_lane(apart, "cuda")
+    resolve_for_lane(apart, "cpu")
+    resolve_for_lane(config(), "cuda")
 
 
 @pytest.mark.parametrize(
@@ -85,7 +92,7 @@ def test_on_gpus_servers_are_colocated_only_with_trainers_of_the_same_pool():
 def test_where_the_servers_are_follows_from_how_they_get_weights(method, pool):
     given = config(weight_sync__method=method)
     resolve(given)
-    assert for_lane(given, "cpu").placement == PlacementConfig(rollout=pool)
+    assert resolve_for_lane(given, "cpu").placement == PlacementConfig(rollout=pool)
 
 
 WSD = OptimizerConfig(schedule="wsd", warmup_steps=3, wsd_decay_steps=4)
@@ -231,10 +238,13 @@ BAD = [
     ({"critic__warmup_steps": -1}, "critic.warmup_steps=-1; allowed: at least 0"),
     ({"critic__layout": Layout(dp=3)}, "critic.layout.dp=3 does not divide the"),
     ({"critic__lora": LoRAConfig(rank=4)}, "critic.lora and critic.moe.router_replay: allowed"),
-    ({"algorithm__kl_in": "both"}, "algorithm.kl_in='both'; allowed: 'loss', 'reward'"),
     (
-        {"algorithm__kl_in": "reward"},
-        "algorithm.kl_coef=0: there is no KL for algorithm.kl_in; allowed: above 0",
+        {"algorithm__kl_placement": "both"},
+        "algorithm.kl_placement='both'; allowed: 'loss', 'reward'",
+    ),
+    (
+        {"algorithm__kl_placement": "reward"},
+        "algorithm.kl_coef=0: there is no KL for algorithm.kl_placement; allowed: above 0",
     ),
     (
         {"algorithm__kl_target": 0.1},
@@ -248,7 +258,7 @@ BAD = [
         {
             "algorithm__correction__unbiased_kl": True,
             "algorithm__kl_coef": 0.1,
-            "algorithm__kl_in": "reward",
+            "algorithm__kl_placement": "reward",
         },
         "algorithm.correction.unbiased_kl=true corrects a gradient",
     ),
@@ -311,10 +321,10 @@ BAD = [
     (
         {
             "actor__moe__router_replay": "rollout",
-            "algorithm__samples__replay__share": 0.5,
+            "algorithm__filter__replay__share": 0.5,
             "algorithm__correction__level": "token",
         },
-        "algorithm.samples.replay.share=0.5 with actor.moe.router_replay='rollout'",
+        "algorithm.filter.replay.share=0.5 with actor.moe.router_replay='rollout'",
     ),
     ({"algorithm__num_mini_batches": 3}, "algorithm.num_mini_batches=3 does not divide"),
     (
@@ -333,14 +343,14 @@ BAD = [
         {"warm_start__num_steps": 1, "warm_start__layout": Layout(tp=2, ep=3)},
         "warm_start.layout: etp * ep * pp = 1 * 3 * 1 = 3 must divide",
     ),
-    ({"algorithm__samples__max_rounds": 3}, "max_rounds=3 has no part without a filter"),
-    ({"algorithm__samples__if_short": "stop"}, "if_short='stop' has no part without a filter"),
-    ({"algorithm__samples__if_short": "wait"}, "algorithm.samples.if_short='wait'"),
-    ({"algorithm__samples__keep_responses": 1}, "algorithm.samples.keep_responses=1"),
-    ({"algorithm__samples__keep_responses": 9}, "algorithm.samples.keep_responses=9"),
-    ({"algorithm__samples__advantages_of": "all"}, "algorithm.samples.advantages_of='all'"),
-    ({"algorithm__samples__replay__share": 0.5}, "share=0.5: old samples would count"),
-    ({"algorithm__samples__replay__max_age": 0}, "algorithm.samples.replay.max_age=0"),
+    ({"algorithm__filter__max_rounds": 3}, "max_rounds=3 has no part without a filter"),
+    ({"algorithm__filter__if_short": "stop"}, "if_short='stop' has no part without a filter"),
+    ({"algorithm__filter__if_short": "wait"}, "algorithm.filter.if_short='wait'"),
+    ({"algorithm__filter__keep_responses": 1}, "algorithm.filter.keep_responses=1"),
+    ({"algorithm__filter__keep_responses": 9}, "algorithm.filter.keep_responses=9"),
+    ({"algorithm__filter__advantages_of": "all"}, "algorithm.filter.advantages_of='all'"),
+    ({"algorithm__filter__replay__share": 0.5}, "share=0.5: old samples would count"),
+    ({"algorithm__filter__replay__max_age": 0}, "algorithm.filter.replay.max_age=0"),
     ({"data__curriculum__min_weight": 0.0}, "data.curriculum.min_weight=0.0"),
     (
         {
@@ -357,10 +367,10 @@ BAD = [
 def test_the_fixed_length_of_a_loss_is_that_of_the_longest_response():
     made = config(rollout__max_response_tokens=77)
     made.algorithm.loss_aggregation = "sequence_sum_fixed_length"
-    settings = for_lane(made, "cpu").algorithm.loss_aggregation_settings
+    settings = resolve_for_lane(made, "cpu").algorithm.loss_aggregation_settings
     assert settings == {"length": 77}
     made.algorithm.loss_aggregation_settings = {"length": 5}
-    assert for_lane(made, "cpu").algorithm.loss_aggregation_settings == {"length": 5}
+    assert resolve_for_lane(made, "cpu").algorithm.loss_aggregation_settings == {"length": 5}
     assert made.algorithm.loss_aggregation_settings == {"length": 5}
 
 
@@ -443,7 +453,7 @@ def test_every_setting_has_a_default():
     ],
 )
 def test_replay_needs_the_probabilities_of_old_samples(setting):
-    resolve(config(algorithm__samples__replay__share=0.5, **setting))
+    resolve(config(algorithm__filter__replay__share=0.5, **setting))
 
 
 HUGE = 10**23
@@ -478,3 +488,65 @@ def test_what_no_setting_can_be_is_refused_by_name_in_one_short_line(key):
 
 def test_a_path_may_be_as_long_as_linux_takes_one():
     resolve(config(output_dir="/".join(["a" * 255] * 15)))
+
+
+def resolved(
+    mode="fully_async", staleness=2, asynchronous=None, replay="off", **algorithm
+) -> RLConfig:
+    config = RLConfig(
+        trainer=TrainerConfig(
+            mode=mode, staleness=staleness, asynchronous=AsynchronousConfig(**asynchronous or {})
+        ),
+        reward=RewardConfig(shuffle=algorithm.pop("shuffle", False)),
+        algorithm=AlgorithmConfig(**algorithm),
+    )
+    config.actor.moe.router_replay = replay
+    config.model.path = config.data.train_file = config.data.test_file = "given"
+    resolve(config)
+    return resolve_for_lane(config, "cpu")
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (dict(staleness=-1), "trainer.staleness=-1; allowed: at least 0"),
+        (dict(asynchronous={"oversampling": 2}), "oversampling=2; allowed: 0 to 1"),
+        (
+            dict(staleness=0, asynchronous={"oversampling": 0.5}),
+            "oversampling=0.5 with .*staleness=0",
+        ),
+        (dict(asynchronous={"max_groups": -1}), "max_groups=-1; allowed: at least 0"),
+        (dict(asynchronous={"max_waiting_samples": 511}), "samples=511; allowed: at least 512"),
+        (dict(mode="sync", staleness=0, asynchronous={"max_groups": 1}), "has no part in .*'sync'"),
+        (dict(correction=CorrectionConfig(level="off")), "trainer.staleness=2: old samples would"),
+        (dict(loss="decoupled_ppo"), "algorithm.loss='decoupled_ppo' with .* and no weight_cap"),
+        (dict(replay="rollout"), "router_replay='rollout' with trainer.mode='fully_async'"),
+        (
+            dict(filter=FilterConfig(group_filter="drop_uniform"), shuffle=True),
+            "reward.shuffle=true with .*: groups are filtered as they come",
+        ),
+        (
+            dict(filter=FilterConfig(group_filter="drop_uniform", prompts_per_round=8)),
+            "prompts_per_round=8: .* in no rounds",
+        ),
+    ],
+)
+def test_settings_that_do_not_fit_are_refused(settings, message):
+    with pytest.raises(ConfigError, match=message):
+        resolved(**settings)
+
+
+def test_a_cap_on_the_weights_makes_decoupled_ppo_an_answer_to_old_samples():
+    resolved(loss="decoupled_ppo", loss_settings={"weight_cap": 5.0})
+
+
+@pytest.mark.parametrize(
+    ("mode", "staleness", "level"),
+    [("sync", 0, "off"), ("one_step_off", 1, "token"), ("fully_async", 2, "token")],
+)
+def test_what_nobody_has_set(mode, staleness, level):
+    config = resolved(mode, None)
+    assert config.trainer.staleness == staleness
+    correction = config.algorithm.correction
+    assert (correction.level, correction.method, correction.weight_max) == (level, "truncate", 2.0)
+    assert config.placement.rollout == ("shared" if mode == "sync" else "own")

@@ -5,9 +5,8 @@ import re
 import pytest
 
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.config.resolve_train import resolve_train
-from mcore_rl.config.train_schema import DPOConfig, SFTConfig, TrainConfig
-from mcore_rl.config.warnings import warnings_of_training
+from mcore_rl.config.resolve_train import list_train_warnings, resolve_train
+from mcore_rl.config.schema import DPOConfig, SFTConfig, TrainConfig
 
 
 def config(kind: type[TrainConfig] = SFTConfig, **changes) -> TrainConfig:
@@ -69,10 +68,10 @@ def test_the_best_checkpoint_can_be_that_of_the_held_out_loss():
 
 def test_held_out_rows_that_are_trained_on_are_doubted():
     made = config(data__test_file="", data__test_files={"new": "c", "old": "a"})
-    [line] = warnings_of_training(made)
+    [line] = list_train_warnings(made)
     assert line.startswith("data.test_files.old='a' is data.train_file")
     made.data.train_file, made.data.train_files = "", ["x", "a"]
-    [line] = warnings_of_training(made)
+    [line] = list_train_warnings(made)
     assert line.startswith("data.test_files.old='a' is in data.train_files")
 
 

@@ -8,8 +8,7 @@ from typing import Any, cast
 import pytest
 from ray.exceptions import GetTimeoutError, OwnerDiedError
 
-from mcore_rl.config.samples_schema import ReplayConfig
-from mcore_rl.config.schema import RLConfig
+from mcore_rl.config.schema import ReplayConfig, RLConfig
 from mcore_rl.controller import object_columns
 from mcore_rl.controller.batch_ops import fetch_batch
 from mcore_rl.controller.pending import WorkerError
@@ -55,7 +54,7 @@ def store(monkeypatch: pytest.MonkeyPatch) -> Store:
 
 def stored() -> Any:
     samples = [Sample([1], [2], [1], [0.0], [0], "stop", group) for group in (0, 1)]
-    return object_columns.store(Batch.of(samples))
+    return object_columns.store(Batch.collate(samples))
 
 
 def test_samples_that_do_not_come_are_one_error_that_says_which_and_how_long(store: Store):

@@ -21,7 +21,7 @@ from mcore_rl.controller.pool import ResourcePool, ray_session
 from mcore_rl.controller.remote_batch import RemoteBatch
 from mcore_rl.controller.worker_group import WorkerGroup
 from mcore_rl.data.batch import Batch, Jagged
-from mcore_rl.tools.bench_data_plane import settled_store_bytes
+from mcore_rl.tools.bench_data_plane import read_settled_store_bytes
 from tests.nightly import nightly
 
 pytestmark = pytest.mark.job
@@ -93,8 +93,8 @@ class Worker:
 
 
 def batch_of(lengths: Sequence[int]) -> Batch:
-    prompts = Jagged.of([[7] * length for length in lengths], np.int64)
-    responses = Jagged.of([list(range(length)) for length in lengths], np.int64)
+    prompts = Jagged.pack([[7] * length for length in lengths], np.int64)
+    responses = Jagged.pack([list(range(length)) for length in lengths], np.int64)
     columns = {"prompt_ids": prompts, "response_ids": responses}
     return Batch({**columns, "rewards": np.arange(len(lengths), dtype=np.float32)})
 
@@ -178,16 +178,16 @@ def test_a_column_that_is_not_declared_ends_the_call(pool: ResourcePool):
 
 def test_objects_are_freed_when_no_batch_refers_to_them(pool: ResourcePool):
     with group_of(pool, Layout()) as group:
-        before = settled_store_bytes()
+        before = read_settled_store_bytes()
         (made,) = group.make([200_000] * 5)
         part = group.megatron_compute(made.select("response_ids", "prompt_ids"), 3)
-        full = settled_store_bytes() - before
+        full = read_settled_store_bytes() - before
         assert full > 20e6  # three columns of eight bytes a token
         del made
         part = part.select("said")
-        assert settled_store_bytes() - before < 10e6
+        assert read_settled_store_bytes() - before < 10e6
         del part
-        assert settled_store_bytes() - before < 1e6
+        assert read_settled_store_bytes() - before < 1e6
 
 
 @pytest.mark.parametrize("steps", [300, nightly(5000)])
@@ -203,10 +203,10 @@ def test_memory_stays_as_it_is_over_many_small_steps(pool: ResourcePool, steps: 
         for _ in range(100):
             step()
         before = [one.memory_info().rss for one in processes]
-        stored = settled_store_bytes()
+        stored = read_settled_store_bytes()
         for _ in range(steps):
             step()
-        assert settled_store_bytes() <= stored + (1 << 20)
+        assert read_settled_store_bytes() <= stored + (1 << 20)
         for process, start in zip(processes, before, strict=True):
             assert process.memory_info().rss < start + (24 << 20)
 
@@ -215,7 +215,7 @@ def test_columns_of_a_process_that_was_killed_are_one_error(pool: ResourcePool):
     with group_of(pool, Layout(), "alive") as alive:
         (made,) = alive.make([50_000] * 4)
         scored = scored_by_one_that_is_killed(made)
-        here = fetch(scored.without("said"))  # new samples are the driver's, and stay
+        here = fetch(scored.drop_columns("said"))  # new samples are the driver's, and stay
         assert here.lengths("response_ids").tolist() == [50_000] * 4
         wait_until_lost(scored)
         with pytest.raises(WorkerError) as caught:

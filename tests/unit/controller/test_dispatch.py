@@ -27,8 +27,8 @@ def batch_of(lengths: list[int]) -> Batch:
     rows = [[row] * length for row, length in enumerate(lengths)]
     return Batch(
         {
-            "prompt_ids": Jagged.of([[7]] * len(rows), np.int64),
-            "response_ids": Jagged.of(rows, np.int64),
+            "prompt_ids": Jagged.pack([[7]] * len(rows), np.int64),
+            "response_ids": Jagged.pack(rows, np.int64),
             "row": np.arange(len(rows)),
         }
     )

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.config.samples_schema import ReplayConfig
-from mcore_rl.config.schema import RLConfig
+from mcore_rl.config.schema import ReplayConfig, RLConfig
 from mcore_rl.controller.object_store import LEAST_BYTES, held_bytes, object_store_bytes
 
 GIB = 1 << 30
@@ -41,16 +40,16 @@ def test_steps_hold_every_sample_at_its_longest(mode: str, steps: int):
     config.data.max_prompt_tokens, config.rollout.max_response_tokens = 100, 900
     config.trainer.mode, config.trainer.staleness = mode, 3 if mode == "fully_async" else None
     assert held_bytes(config) == steps * 32 * 1000 * 96
-    config.algorithm.samples.replay = ReplayConfig(share=0.1, max_age=6)
+    config.algorithm.filter.replay = ReplayConfig(share=0.1, max_age=6)
     assert held_bytes(config) == (steps + 6) * 32 * 1000 * 96
 
 
-def test_what_is_over_issued_is_held_too():
+def test_oversampling_is_held_too():
     config = RLConfig()
     config.trainer.prompts_per_step, config.algorithm.group_size = 4, 8
     config.trainer.mode = "fully_async"
     before = held_bytes(config)
-    config.trainer.asynchronous.over_issue = 0.3  # two groups of four
+    config.trainer.asynchronous.oversampling = 0.3  # two groups of four
     assert held_bytes(config) * (4 * 4) == before * (4 * 4 + 2)
 
 
@@ -70,7 +69,7 @@ def test_with_a_filter_a_step_holds_what_all_its_rounds_have_generated(
     config.trainer.prompts_per_step, config.algorithm.group_size = 4, 8
     config.data.max_prompt_tokens, config.rollout.max_response_tokens = 100, 900
     config.trainer.mode, config.trainer.staleness = mode, staleness
-    policy = config.algorithm.samples
+    policy = config.algorithm.filter
     policy.group_filter, policy.max_rounds = "drop_uniform", 3
     policy.prompts_per_round = 0 if mode == "fully_async" else 8
     assert held_bytes(config) == groups * 8 * 1000 * 96

@@ -24,7 +24,7 @@ from mcore_rl.controller.object_columns import (
 )
 from mcore_rl.controller.rank_actor import by_reference
 from mcore_rl.controller.remote_batch import RemoteBatch
-from mcore_rl.data.batch import FILLED, Array, Batch, Jagged
+from mcore_rl.data.batch import FILL_VALUES, Array, Batch, Jagged
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ def batch_of(rng: np.random.Generator, num_rows: int, *filled: str) -> Batch:
         rows = [rng.integers(0, 100, (length, *entry)).astype(dtype) for length in lengths]
         if not rows:
             return Jagged(np.empty((0, *entry), dtype), np.zeros(1, np.int64))
-        return Jagged.of(rows, dtype)
+        return Jagged.pack(rows, dtype)
 
     prompts, responses = rng.integers(0, 9, (2, num_rows))
     return Batch(
@@ -71,7 +71,7 @@ def batch_of(rng: np.random.Generator, num_rows: int, *filled: str) -> Batch:
             "routed_experts": along(prompts + responses, "int16", 2, 3),
             "seen/first": along(responses, "uint8", 4),
             "seen/none": along(responses, "uint8", 0),
-            **{name: along(responses, FILLED[name].dtype.str) for name in filled},
+            **{name: along(responses, FILL_VALUES[name].dtype.str) for name in filled},
             "rewards": rng.random(num_rows).astype(np.float32),
             "group_ids": rng.integers(-3, 1 << 40, num_rows),
             "finish_reasons": rng.choice(np.array(["stop", "length", ""]), num_rows),
@@ -117,12 +117,12 @@ def concat(rng: np.random.Generator, pair: Pair) -> Pair:
     """With one that may lack or have a column of FILLED, before and after."""
     filled = ["state_ids"] if rng.random() < 0.5 else []
     other = batch_of(rng, int(rng.integers(1, 6)), *filled)
-    other = other.select(*[n for n in other.columns if n in pair[1] or n in FILLED])
+    other = other.select(*[n for n in other.columns if n in pair[1] or n in FILL_VALUES])
     remote = store(other)
     if not len(pair[1]):  # what has no rows says nothing of columns
         return remote, other
-    missing = [name for name in pair[1].columns if name not in other and name not in FILLED]
-    mine, theirs = pair[0].without(*missing), pair[1]
+    missing = [name for name in pair[1].columns if name not in other and name not in FILL_VALUES]
+    mine, theirs = pair[0].drop_columns(*missing), pair[1]
     theirs = theirs.select(*[name for name in theirs.columns if name not in missing])
     both = RemoteBatch.concat([mine, remote, mine]), Batch.concat([theirs, other, theirs])
     return both
@@ -185,11 +185,11 @@ def test_select_renamed_and_without_choose_columns():
     remote = store(batch)
     chosen = fetch(remote.select("response_ids", "rewards"))
     assert_same(chosen, batch.select("response_ids", "rewards"))
-    renamed = fetch(remote.renamed(log_probs="reference_log_probs"))
+    renamed = fetch(remote.rename_columns(log_probs="reference_log_probs"))
     assert "log_probs" not in renamed
     values = renamed.jagged("reference_log_probs").values
     np.testing.assert_array_equal(values, batch.jagged("log_probs").values)
-    fewer = remote.without("log_probs", "group_ids")
+    fewer = remote.drop_columns("log_probs", "group_ids")
     assert {"log_probs", "group_ids"}.isdisjoint(fewer.names)
     with pytest.raises(KeyError, match="no column 'advantage'"):
         remote.select("advantage")
@@ -205,7 +205,7 @@ def test_batches_of_other_rows_are_refused():
     with pytest.raises(ValueError, match="of 2 rows"):
         RemoteBatch(two.own, three.remote)
     with pytest.raises(KeyError, match="'log_probs'"):
-        RemoteBatch.concat([three, two.without("log_probs")])
+        RemoteBatch.concat([three, two.drop_columns("log_probs")])
 
 
 def test_take_drops_references_that_no_row_is_left_of(objects: Store):
@@ -241,7 +241,7 @@ def test_a_reader_of_a_part_fetches_the_objects_of_that_part_and_of_what_all_rea
     remote = store(batch)
     read = remote.of_part("first")
     assert {*remote.names} - {*read.names} == {"seen/none"}
-    assert_same(fetch(read), batch.without("seen/none"))
+    assert_same(fetch(read), batch.drop_columns("seen/none"))
     assert "rewards/style" in remote.with_columns(**{"rewards/style": np.zeros(12)}).of_part("").own
     references = {
         name: {one.number for one in column.places.references}
@@ -259,8 +259,8 @@ def test_a_reader_of_a_part_fetches_the_objects_of_that_part_and_of_what_all_rea
 def test_new_samples_take_as_many_objects_as_their_call_returns(objects: Store, lengths: list[int]):
     """Also where each is larger than an object is to be, but for one."""
     rows = [np.full((length, 4, 10), row, np.int64) for row, length in enumerate(lengths)]
-    ids = Jagged.of([[row] * length for row, length in enumerate(lengths)], np.int64)
-    batch = Batch({"response_ids": ids, "seen/first": Jagged.of(rows, np.int64)})
+    ids = Jagged.pack([[row] * length for row, length in enumerate(lengths)], np.int64)
+    batch = Batch({"response_ids": ids, "seen/first": Jagged.pack(rows, np.int64)})
     found, made = pieces(batch, NUM_PIECES, 1)
     assert len(made) == 2 * NUM_PIECES
     sizes = [one["seen/first"].values.nbytes for one in made if one and "seen/first" in one]
@@ -282,7 +282,7 @@ def test_more_parts_than_a_group_was_started_for_are_refused(objects: Store):
 
 def test_a_call_that_may_return_more_returns_more_objects_and_none_is_larger(objects: Store):
     """Here an object has 300 bytes, or up to a sample more."""
-    ids = Jagged.of([[row] * 10 for row in range(90)], np.int64)
+    ids = Jagged.pack([[row] * 10 for row in range(90)], np.int64)
     batch = Batch({"response_ids": ids})
     sizes = {}
     for num_bytes in (0, ids.values.nbytes):

@@ -32,9 +32,9 @@ def job(arguments):
         finally:
             print("closed in order", file=story)
 
-sys.modules["mcore_rl.cli.job"] = ModuleType("job")
-sys.modules["mcore_rl.cli.job"].main = job
-sys.exit(main._run("job", []))
+sys.modules["mcore_rl.cli.waiting_job"] = ModuleType("waiting_job")
+sys.modules["mcore_rl.cli.waiting_job"].main = job
+sys.exit(main.run_command("waiting_job", []))
 """
 
 

@@ -185,7 +185,7 @@ def test_of_a_list_each_rank_fetches_what_it_reads_and_gives_back_what_it_writes
     )
     monkeypatch.setattr(object_columns, "ray", objects)
     monkeypatch.setattr(object_columns, "_object_bytes", lambda: 1 << 20)
-    ids = Jagged.of([[1, 2], [3], [4]], np.int64)
+    ids = Jagged.pack([[1, 2], [3], [4]], np.int64)
     batch = store(Batch({"prompt_ids": ids, "response_ids": ids, "rewards": np.arange(3.0)}))
     workers = [Scorer() for _ in range(3)]
     rows = [2, 0], [], [1]

@@ -9,7 +9,7 @@ from ray.exceptions import RayError
 from mcore_rl.controller import silence
 from mcore_rl.controller.rank_actor import WorkerInfo
 from mcore_rl.controller.silence import Silent, find_stopped, report
-from mcore_rl.observability.stacks import Look
+from mcore_rl.observability.stacks import ProcessState
 
 LIMIT = "9 s (timeouts.call_s)"
 UP, GONE, BUSY = (letter * 56 for letter in "abc")  # ids of nodes
@@ -18,9 +18,9 @@ UP, GONE, BUSY = (letter * 56 for letter in "abc")  # ids of nodes
 class Nodes:
     """Ray's tasks on nodes: one answers with its looks, one fails, one is never done."""
 
-    def __init__(self, looks: dict[int, Look]) -> None:
+    def __init__(self, looks: dict[int, ProcessState]) -> None:
         self.looks, self.waited, self.cancelled = looks, [], []
-        self.children: dict[int, list[Look]] = {}
+        self.children: dict[int, list[ProcessState]] = {}
 
     def options(self, scheduling_strategy):
         node = scheduling_strategy.node_id
@@ -52,12 +52,14 @@ def told(
     `child` is a rank that has started another process, and the state of that.
     """
     looks = {
-        100 + rank: Look(100 + rank, "ray::Rank", state, f'Thread 1 "MainThread"\n    f{rank} (a)')
+        100 + rank: ProcessState(
+            100 + rank, "ray::Rank", state, f'Thread 1 "MainThread"\n    f{rank} (a)'
+        )
         for rank, (_, state) in states.items()
     }
     nodes = Nodes(looks)
     if child is not None:
-        nodes.children[100 + child[0]] = [Look(200, "engine", child[1], "")]
+        nodes.children[100 + child[0]] = [ProcessState(200, "engine", child[1], "")]
     monkeypatch.setattr(silence, "ray", nodes)
     monkeypatch.setattr(silence, "_look_at_all", nodes)
     silent = [

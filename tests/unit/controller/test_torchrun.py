@@ -19,8 +19,8 @@ def there_and_back(value):
 
 def test_a_batch_arrives_as_it_was_sent():
     columns = {
-        "ids": Jagged.of([[1, 2], [], [3]], np.int64),
-        "weights": Jagged.of([[0.5, -1.0], [], [np.inf]], np.float32),
+        "ids": Jagged.pack([[1, 2], [], [3]], np.int64),
+        "weights": Jagged.pack([[0.5, -1.0], [], [np.inf]], np.float32),
         "margins": np.array([0.0, 1.0, 2.0]),
     }
     found = there_and_back({"batch": 1, "values": (Batch(columns), "text", 2.5, None, [True])})

@@ -38,7 +38,7 @@ def assert_same(left: Batch, right: Batch) -> None:
 
 @given(rows=rows_of_numbers)
 def test_jagged_gives_back_the_rows_it_was_made_of(rows):
-    jagged = Jagged.of(rows, np.int64)
+    jagged = Jagged.pack(rows, np.int64)
     assert [row.tolist() for row in jagged] == rows
     assert jagged.lengths.tolist() == [len(row) for row in rows]
 
@@ -46,14 +46,14 @@ def test_jagged_gives_back_the_rows_it_was_made_of(rows):
 @given(rows=rows_of_numbers.filter(bool), data=st.data())
 def test_jagged_take_is_list_indexing(rows, data):
     picks = data.draw(st.lists(st.integers(0, len(rows) - 1), max_size=12))
-    taken = Jagged.of(rows, np.int64).take(picks)
+    taken = Jagged.pack(rows, np.int64).take(picks)
     assert [row.tolist() for row in taken] == [rows[i] for i in picks]
     assert taken.values.dtype == np.int64
 
 
 @given(lengths=st.lists(st.integers(0, 5), min_size=1, max_size=10), data=st.data())
 def test_batch_cut_up_by_take_and_joined_by_concat_is_the_same_batch(lengths, data):
-    batch = Batch.of([sample(number, length) for number, length in enumerate(lengths)])
+    batch = Batch.collate([sample(number, length) for number, length in enumerate(lengths)])
     cuts = data.draw(st.sets(st.integers(1, len(lengths)), max_size=4))
     bounds = sorted({0, len(lengths)} | cuts)
     parts = [batch.take(range(low, high)) for low, high in itertools.pairwise(bounds)]
@@ -62,13 +62,13 @@ def test_batch_cut_up_by_take_and_joined_by_concat_is_the_same_batch(lengths, da
 
 @given(lengths=st.lists(st.integers(0, 5), min_size=1, max_size=10), data=st.data())
 def test_batch_in_another_order_and_back_is_the_same_batch(lengths, data):
-    batch = Batch.of([sample(number, length) for number, length in enumerate(lengths)])
+    batch = Batch.collate([sample(number, length) for number, length in enumerate(lengths)])
     order = data.draw(st.permutations(range(len(lengths))))
     assert_same(batch.take(order).take(np.argsort(order).tolist()), batch)
 
 
 def test_a_column_that_only_some_of_the_batches_to_be_joined_have_is_refused():
-    plain = Batch.of([sample(0, 2)])
+    plain = Batch.collate([sample(0, 2)])
     more = plain.with_columns(teacher=np.array(["a"]))
     for batches in ([plain, more], [more, plain]):
         with pytest.raises(KeyError, match="to be joined has no column 'teacher'"):
@@ -78,7 +78,7 @@ def test_a_column_that_only_some_of_the_batches_to_be_joined_have_is_refused():
 
 def test_columns_of_unequal_length_are_refused():
     with pytest.raises(ValueError, match="columns of a batch differ in length"):
-        Batch({"a": np.zeros(2), "b": Jagged.of([[1]], np.int64)})
+        Batch({"a": np.zeros(2), "b": Jagged.pack([[1]], np.int64)})
 
 
 def test_a_sample_whose_columns_do_not_fit_its_response_is_refused():
@@ -88,10 +88,10 @@ def test_a_sample_whose_columns_do_not_fit_its_response_is_refused():
 
 def test_offsets_of_rows_that_are_taken_count_beyond_four_bytes():
     for rows in ([0, 0], []):
-        assert Jagged.of([[1, 2]], np.int8).take(rows).offsets.dtype == np.int64
+        assert Jagged.pack([[1, 2]], np.int8).take(rows).offsets.dtype == np.int64
 
 
 def test_a_token_of_no_turn_has_the_number_of_none():
     made = replace(sample(0, 5), turn_spans=[TurnSpan("a", 0, 2), TurnSpan("b", 3, 4)])
-    numbers = Batch.of([made, sample(1, 2)]).jagged("turn_numbers")
+    numbers = Batch.collate([made, sample(1, 2)]).jagged("turn_numbers")
     assert [row.tolist() for row in numbers] == [[0, 0, -1, 1, -1], [0, 0]]

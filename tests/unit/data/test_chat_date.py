@@ -9,15 +9,19 @@ from pathlib import Path
 
 import pytest
 
-from mcore_rl.agents.choose import codec_for
-from mcore_rl.agents.codec import ChatMessage
-from mcore_rl.agents.messages import messages_of
+from mcore_rl.agents.chat_template.codec import ChatMessage, parse_messages
+from mcore_rl.agents.chat_template.validation import select_codec
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.config.eval_schema import EvalConfig, resolve_eval
 from mcore_rl.config.resolve import resolve
-from mcore_rl.config.resolve_train import resolve_train
-from mcore_rl.config.schema import DataConfig, ModelConfig, RLConfig
-from mcore_rl.config.train_schema import ConversationsConfig, SFTConfig
+from mcore_rl.config.resolve_train import resolve_eval, resolve_train
+from mcore_rl.config.schema import (
+    ConversationsConfig,
+    DataConfig,
+    EvalConfig,
+    ModelConfig,
+    RLConfig,
+    SFTConfig,
+)
 from mcore_rl.data.datasets import load_prompts, load_supervised
 from mcore_rl.data.examples import load_conversations
 from mcore_rl.data.tokenizer import load_tokenizer
@@ -61,26 +65,26 @@ def test_rows_agents_and_examples_have_the_same_date(tmp_path):
     file.write_text(json.dumps(ROW | {"whole": answered}) + "\n")
     prompt = load_prompts(file, DataConfig(), tokenizer)[0].prompt_ids
     assert "Today Date: 09 Mar 2025" in tokenizer.decode(prompt)
-    assert codec_for(load_tokenizer(path, "2025-03-09")).render(messages_of(CHAT)) == prompt
+    assert select_codec(load_tokenizer(path, "2025-03-09")).render(parse_messages(CHAT)) == prompt
     supervised = load_supervised(file, "messages", "response", tokenizer)
     assert supervised.jagged("prompt_ids")[0].tolist() == prompt
     config = ConversationsConfig(messages_column="whole")
     examples = load_conversations(str(file), config, tokenizer)
-    assert examples.batch([0]).jagged("prompt_ids")[0].tolist() == prompt
-    today = codec_for(load_tokenizer(path)).render([ChatMessage("user", CHAT[0]["content"])])
+    assert examples.take([0]).jagged("prompt_ids")[0].tolist() == prompt
+    today = select_codec(load_tokenizer(path)).render([ChatMessage("user", CHAT[0]["content"])])
     assert today != prompt
 
 
 @pytest.mark.parametrize("value", ["", "today", "20250309", "2025-02-30", "9 Mar 2025"])
 def test_a_date_that_is_none_is_refused(value):
-    told = rf"model\.chat_date='{value}'; allowed: a date, YYYY-MM-DD"
+    message = rf"model\.chat_date='{value}'; allowed: a date, YYYY-MM-DD"
     for config, check in ((RLConfig(), resolve), (SFTConfig(), resolve_train)):
         config.model.chat_date = value
-        with pytest.raises(ConfigError, match=told):
+        with pytest.raises(ConfigError, match=message):
             check(config)
     config = EvalConfig()
     config.model.chat_date, config.model.path = value, "m"
-    with pytest.raises(ConfigError, match=told if value else "data.sets is empty"):
+    with pytest.raises(ConfigError, match=message if value else "data.sets is empty"):
         resolve_eval(config)
 
 

@@ -11,11 +11,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from mcore_rl.agents.choose import codec_for
-from mcore_rl.agents.codec import ToolSpec
+from mcore_rl.agents.chat_template.codec import ToolSpec
+from mcore_rl.agents.chat_template.validation import select_codec
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.config.schema import DataConfig
-from mcore_rl.config.train_schema import ConversationsConfig, PairsConfig
+from mcore_rl.config.schema import ConversationsConfig, DataConfig, PairsConfig
 from mcore_rl.data.datasets import load_prompts, load_supervised
 from mcore_rl.data.examples import load_conversations, load_pairs
 from mcore_rl.data.files import open_rows
@@ -25,19 +24,19 @@ Message = dict[str, Any]
 Write = Callable[..., str]
 
 
-def of(role: str, text: str | None, **more: Any) -> Message:
+def say(role: str, text: str | None, **more: Any) -> Message:
     return {"role": role, "content": text, **more}
 
 
 def calling(arguments: object, text: str | None = "", **more: Any) -> list[Message]:
     function = {"name": "look", "arguments": arguments}
     call = {"type": "function", "id": "functions.look:0", "function": function}
-    answer = of("tool", "A door.", tool_call_id=call["id"], name="look")
-    return [of("assistant", text, tool_calls=[call], **more), answer]
+    answer = say("tool", "A door.", tool_call_id=call["id"], name="look")
+    return [say("assistant", text, tool_calls=[call], **more), answer]
 
 
-ASK, END = of("user", "What is there?"), of("assistant", "A door, I see.")
-GO_ON = of("user", "Go on.")
+ASK, END = say("user", "What is there?"), say("assistant", "A door, I see.")
+GO_ON = say("user", "Go on.")
 
 
 @pytest.fixture
@@ -62,28 +61,30 @@ ONE_SYSTEM = (
 )
 SHORT = "{% for m in messages %}{% if m.content != 'x' %}{{ m.role }}: {{ m.content }}\n{% endif %}{% endfor %}"  # noqa: E501
 REFUSED = {
-    "human with Qwen3": ("published/qwen3", "", [of("human", "a"), END], "message 0"),
+    "human with Qwen3": ("published/qwen3", "", [say("human", "a"), END], "message 0"),
     "what another message says, too": (
-        "published/qwen3", "", [of("human", "a"), of("user", "a"), END], "message 0",
+        "published/qwen3", "", [say("human", "a"), say("user", "a"), END], "message 0",
     ),
-    "an empty one": ("published/qwen3", "", [ASK, of("human", ""), END], "message 1"),
-    "developer with GLM": ("published/glm-4.5", "", [of("developer", "a"), ASK, END], "message 0"),
+    "an empty one": ("published/qwen3", "", [ASK, say("human", ""), END], "message 1"),
+    "developer with GLM": ("published/glm-4.5", "", [say("developer", "a"), ASK, END], "message 0"),
     "function with DeepSeek": (
-        "published/deepseek-v3", "", [ASK, of("function", "a"), END], "message 1",
+        "published/deepseek-v3", "", [ASK, say("function", "a"), END], "message 1",
     ),
-    "gpt as any other": ("chatml", ELSE, [ASK, of("gpt", "a"), END], "the role 'gpt' of message 1"),
-    "a tool as the model": ("chatml", ELSE, [ASK, of("tool", "a"), END], "the role 'tool'"),
+    "gpt as any": ("chatml", ELSE, [ASK, say("gpt", "a"), END], "the role 'gpt' of message 1"),
+    "a tool as the model": ("chatml", ELSE, [ASK, say("tool", "a"), END], "the role 'tool'"),
     "two systems": (
-        "chatml", ONE_SYSTEM, [of("system", "a"), ASK, of("system", "b"), END], "message 2",
+        "chatml", ONE_SYSTEM, [say("system", "a"), ASK, say("system", "b"), END], "message 2",
     ),
-    "a content": ("chatml", SHORT, [ASK, of("user", "x"), END], "message 1"),
+    "a content": ("chatml", SHORT, [ASK, say("user", "x"), END], "message 1"),
     "calls": ("chatml", "", [ASK, *calling({"at": 1}), END], "call 0 of 'look' of message 1"),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("family", "template", "messages", "told"), REFUSED.values(), ids=REFUSED)
+@pytest.mark.parametrize(
+    ("family", "template", "messages", "message"), REFUSED.values(), ids=REFUSED
+)
 def test_a_row_with_a_message_that_is_not_written_is_refused(
-    write: Write, family: str, template: str, messages: list[Message], told: str
+    write: Write, family: str, template: str, messages: list[Message], message: str
 ):
     tokenizer, name = tokenizer_of(family, template), write([ASK, END], messages)
     for load in (
@@ -91,27 +92,29 @@ def test_a_row_with_a_message_that_is_not_written_is_refused(
         lambda: load_supervised(name, "messages", "response", tokenizer),
         lambda: load_conversations(name, ConversationsConfig(), tokenizer),
     ):
-        with pytest.raises(ConfigError, match=f"rows.jsonl': row 1 .*{told}.*; allowed: "):
+        with pytest.raises(ConfigError, match=f"rows.jsonl': row 1 .*{message}.*; allowed: "):
             load()
 
 
-JSON_ANSWER = of("tool", 'a "door"\n', tool_call_id="functions.look:0")
+JSON_ANSWER = say("tool", 'a "door"\n', tool_call_id="functions.look:0")
 WORDS = (
     "{% for m in messages %}{{ {'human': 'Q', 'gpt': 'A'}[m.role] }}: {{ m.content }}{% endfor %}"
 )
 WRITTEN = {
-    "a role by its name": ("chatml", "", [of("human", "a"), END]),
-    "roles that the template has words for": ("chatml", WORDS, [of("human", "a"), of("gpt", "b")]),
+    "a role by its name": ("chatml", "", [say("human", "a"), END]),
+    "roles that the template knows": ("chatml", WORDS, [say("human", "a"), say("gpt", "b")]),
     "no roles": (
-        "chatml", "{% for m in messages %}{{ m.content }}\n{% endfor %}", [of("system", "a"), ASK],
+        "chatml", "{% for m in messages %}{{ m.content }}\n{% endfor %}", [say("system", "a"), ASK],
     ),
     "an answer as JSON": ("llama-3", "", [ASK, *calling({"at": 1})[:1], JSON_ANSWER]),
     "reasoning that the model does not see again": (
-        "published/qwen3", "", [ASK, of("assistant", "<think>\nHm.\n</think>\n\nA."), GO_ON],
+        "published/qwen3", "", [ASK, say("assistant", "<think>\nHm.\n</think>\n\nA."), GO_ON],
     ),
-    "white space": ("qwen3.5", "", [of("user", " a\n"), of("assistant", "\n1 "), of("user", "\n")]),
+    "white space": (
+        "qwen3.5", "", [say("user", " a\n"), say("assistant", "\n1 "), say("user", "\n")],
+    ),
     "system messages in one place": (
-        "published/deepseek-v3", "", [of("system", "a"), ASK, of("system", "b"), END, GO_ON],
+        "published/deepseek-v3", "", [say("system", "a"), ASK, say("system", "b"), END, GO_ON],
     ),
 }  # fmt: skip
 
@@ -134,15 +137,15 @@ def test_half_a_surrogate_pair_is_refused_with_its_row(tmp_path: Path, column: s
     if column == "name of a key":
         bad = bad.replace('"content"', f'{HALF}: 1, "content"')
     else:
-        bad = json.dumps(row | {column: [of("user", "HALF")]}).replace('"HALF"', HALF)
+        bad = json.dumps(row | {column: [say("user", "HALF")]}).replace('"HALF"', HALF)
     (tmp_path / "rows.jsonl").write_text(f"{json.dumps(row)}\n{bad}\n")
     source = open_rows(tmp_path / "rows.jsonl", "data.train_file")
     assert source[0].values == row
     column = "messages" if column == "name of a key" else column
-    told = rf"row 1 of column '{column}' has half a surrogate pair in 'x\\ud83d'; allowed: "
-    with pytest.raises(ConfigError, match=told):
+    message = rf"row 1 of column '{column}' has half a surrogate pair in 'x\\ud83d'; allowed: "
+    with pytest.raises(ConfigError, match=message):
         source[1]
-    with pytest.raises(ConfigError, match=told):
+    with pytest.raises(ConfigError, match=message):
         load_prompts(tmp_path / "rows.jsonl", DataConfig(), tokenizer_of("chatml"))
 
 
@@ -169,7 +172,7 @@ ARGUMENTS = {"at": 'the "old" door', "n": [1, 2.5], "deep": {"é": True}}
 
 
 def trained(name: str, tokenizer: Any) -> list[str]:
-    """Runs of tokens that are trained on, of the last conversation of a file."""
+    """Return the trained spans of the last conversation of a file."""
     examples = load_conversations(name, ConversationsConfig(), tokenizer)
     [tokens] = examples[len(examples) - 1].conversations
     runs, before = list[list[int]](), False
@@ -187,19 +190,19 @@ def test_calls_are_trained_as_the_family_writes_them_whether_arguments_are_text_
     write: Write, family: str
 ):
     tokenizer = tokenizer_of(family)
-    found = [
+    result = [
         trained(write([ASK, *calling(arguments, None if "deepseek" in family else "")]), tokenizer)
         for arguments in (ARGUMENTS, json.dumps(ARGUMENTS), json.dumps(ARGUMENTS, indent=2))
     ]
-    assert found[0] == found[1] == found[2]
-    [text] = found[0]
-    if codec_for(tokenizer).tool_refusal:  # its calls are JSON in a block of code
+    assert result[0] == result[1] == result[2]
+    [text] = result[0]
+    if select_codec(tokenizer).tool_refusal:  # its calls are JSON in a block of code
         assert json.dumps(ARGUMENTS, ensure_ascii=False) in text
         return
     properties: Any = {"at": {"type": "string"}}
     tools = [ToolSpec("look", "Looks.", {"type": "object", "properties": properties})]
     said = tokenizer.encode(text, add_special_tokens=False)
-    [call] = codec_for(tokenizer).parse(said, tools).calls
+    [call] = select_codec(tokenizer).parse(said, tools).calls
     assert (call.status, call.name) == ("ok", "look")
     assert call.arguments == ARGUMENTS
 
@@ -218,11 +221,11 @@ PARTS = {
         "published/qwen3", [ASK, END | THOUGHT, GO_ON, END], "message 1.* its reasoning_content",
     ),
     "the same in the content": (
-        "published/qwen3", [ASK, of("assistant", "<think>\nHm.\n</think>\n\nA."), GO_ON, END],
+        "published/qwen3", [ASK, say("assistant", "<think>\nHm.\n</think>\n\nA."), GO_ON, END],
         "message 1.* 'Hm.'",
     ),
     "of any turn": (
-        "published/deepseek-r1-distill", [ASK, of("assistant", "<think>\nHm.\n</think>\n\nA.")],
+        "published/deepseek-r1-distill", [ASK, say("assistant", "<think>\nHm.\n</think>\n\nA.")],
         "message 1.* 'Hm.'",
     ),
     "in a field that the template has not": (
@@ -236,7 +239,7 @@ PARTS = {
     ),
     "the name of a call": (
         "kimi-k2",
-        [ASK, of("assistant", "", tool_calls=[{"id": "c0", "function": {"name": "look"}}])],
+        [ASK, say("assistant", "", tool_calls=[{"id": "c0", "function": {"name": "look"}}])],
         "call 0 of 'look'",
     ),
     "arguments": (
@@ -247,12 +250,12 @@ PARTS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("family", "messages", "told"), PARTS.values(), ids=PARTS)
+@pytest.mark.parametrize(("family", "messages", "message"), PARTS.values(), ids=PARTS)
 def test_what_a_message_says_is_trained_on_or_refused(
-    write: Write, family: str, messages: list[Message], told: str
+    write: Write, family: str, messages: list[Message], message: str
 ):
     tokenizer, name = tokenizer_of(family), write([ASK, END], messages)
-    with pytest.raises(ConfigError, match=f"rows.jsonl': row 1 .*{told}.*; allowed: "):
+    with pytest.raises(ConfigError, match=f"rows.jsonl': row 1 .*{message}.*; allowed: "):
         load_conversations(name, ConversationsConfig(), tokenizer)
 
 
@@ -293,13 +296,13 @@ def test_an_earlier_turn_that_is_not_trained_may_lose_its_reasoning(write: Write
 
 
 def test_pairs_are_held_to_the_same(tmp_path: Path):
-    pair = {"prompt": [ASK], "chosen": [END], "rejected": [of("assistant", "No.")]}
-    for bad, told in (
+    pair = {"prompt": [ASK], "chosen": [END], "rejected": [say("assistant", "No.")]}
+    for bad, message in (
         (pair | {"rejected": [END | THOUGHT]}, "its reasoning_content"),
-        (pair | {"prompt": [of("human", "a")]}, r"message 0 \(role 'human'\)"),
+        (pair | {"prompt": [say("human", "a")]}, r"message 0 \(role 'human'\)"),
     ):
         (tmp_path / "pairs.jsonl").write_text(f"{json.dumps(pair)}\n{json.dumps(bad)}\n")
-        with pytest.raises(ConfigError, match=f"pairs.jsonl': row 1 .*leaves out {told}"):
+        with pytest.raises(ConfigError, match=f"pairs.jsonl': row 1 .*leaves out {message}"):
             load_pairs(
                 str(tmp_path / "pairs.jsonl"), PairsConfig(), tokenizer_of("published/qwen2.5")
             )
@@ -312,7 +315,11 @@ BEFORE = {
     "turns with a tool": [ASK, *calling({"at": 1}), END, GO_ON],
     "a tool after turns": [ASK, END, GO_ON, *calling({"at": 1})],
 }
-AFTER = {"nothing": [], "a turn": [GO_ON, of("assistant", "2")], "a tool": [GO_ON, *calling({})]}
+AFTER = {
+    "nothing": [],
+    "a turn": [GO_ON, say("assistant", "2")],
+    "a tool": [GO_ON, *calling({})],
+}
 
 
 @pytest.mark.parametrize(
@@ -332,11 +339,11 @@ AFTER = {"nothing": [], "a turn": [GO_ON, of("assistant", "2")], "a tool": [GO_O
 def test_where_training_starts_does_not_depend_on_the_history(
     write: Write, family: str, starts: list[str]
 ):
-    tokenizer, found = tokenizer_of(family), set()
+    tokenizer, result = tokenizer_of(family), set()
     for before in BEFORE.values():
         for after in AFTER.values():
-            messages = [*before, of("assistant", "Yes."), *after]
+            messages = [*before, say("assistant", "Yes."), *after]
             flagged = [m | {"train": i == len(before)} for i, m in enumerate(messages)]
             [text] = trained(write(flagged), tokenizer)
-            found.add(text[: text.index("Yes.") + 4])
-    assert found == {*starts}
+            result.add(text[: text.index("Yes.") + 4])
+    assert result == {*starts}

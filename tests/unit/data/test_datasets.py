@@ -114,7 +114,7 @@ def test_a_prompt_that_is_too_long_is_named_with_the_limit(parquet, tokenizer):
         load_prompts(path, DataConfig(max_prompt_tokens=8), tokenizer)
 
 
-def test_prompts_that_are_too_long_are_left_out_where_that_is_asked_for(parquet, tokenizer):
+def test_long_prompts_are_dropped_with_long_prompts_drop(parquet, tokenizer):
     path = parquet(messages=[CHATS[1], CHATS[0], CHATS[1]], answer=["34", "3", "35"])
     short = len(load_prompts(path, DataConfig(), tokenizer)[1].prompt_ids)
     config = DataConfig(max_prompt_tokens=short, long_prompts="drop")
@@ -143,7 +143,7 @@ def test_prompts_of_several_files_are_counted_on_and_keep_the_number_of_their_ro
     dataset = PromptDataset(*(load_prompts(path, config, tokenizer) for path in paths))
     assert (len(dataset), dataset.sizes) == (3, [1, 2])
     assert [dataset[row].fields["answer"] for row in range(3)] == ["3", 7, 7]
-    assert [dataset.row_number(row) for row in range(3)] == [1, 2, 4]
+    assert [dataset.get_row_number(row) for row in range(3)] == [1, 2, 4]
 
 
 WITH_TOOLS = (

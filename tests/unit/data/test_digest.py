@@ -14,11 +14,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from mcore_rl.config.schema import DataConfig
-from mcore_rl.config.train_schema import ConversationsConfig, PairsConfig
+from mcore_rl.config.schema import ConversationsConfig, DataConfig, PairsConfig
 from mcore_rl.data.datasets import load_prompts
-from mcore_rl.data.digest import Digest
 from mcore_rl.data.examples import load_conversations, load_pairs
+from mcore_rl.data.files import Digest
 from mcore_rl.data.tasks import tiny_model
 
 ROWS = [
@@ -85,17 +84,17 @@ def says(text: str, **keys) -> dict:
 
 
 def test_other_conversations_have_another_digest(tmp_path, tokenizer):
-    """Other words, and the same words of which others are trained on."""
-    asked, digests = {"role": "user", "content": "Add 1 and 2."}, []
+    # Other words, and the same words of which others are trained on.
+    request, digests = {"role": "user", "content": "Add 1 and 2."}, []
     for first in (says("3"), says("4"), says("3", train=False)):
-        rows = [{"messages": [asked, first, asked, says("3")]}]
+        rows = [{"messages": [request, first, request, says("3")]}]
         path = jsonl(tmp_path, rows)
         digests.append(load_conversations(path, ConversationsConfig(), tokenizer).digest)
     assert len(set(digests)) == 3
 
 
 def test_other_pairs_have_another_digest(tmp_path, tokenizer):
-    """Other answers, answers that are exchanged, another margin."""
+    # Other answers, answers that are exchanged, another margin.
     prompt, digests = [{"role": "user", "content": "Add 1 and 2."}], []
     for chosen, rejected, margin in (("3", "4", 1), ("3", "5", 1), ("4", "3", 1), ("3", "4", 2)):
         row = {"prompt": prompt, "chosen": [says(chosen)], "rejected": [says(rejected)]}
@@ -106,7 +105,7 @@ def test_other_pairs_have_another_digest(tmp_path, tokenizer):
 
 
 OTHER_PROCESS = """
-from mcore_rl.data.digest import Digest
+from mcore_rl.data.files import Digest
 class Own: pass
 digest = Digest()
 digest.add({"set": {"a", "bc", "def"}, "own": Own(), (1, 2): "no key of JSON", "bytes": b"x"})
@@ -115,7 +114,7 @@ print(digest.hexdigest())
 
 
 def test_a_digest_of_sets_and_objects_is_the_same_in_every_process():
-    found = {
+    result = {
         subprocess.run(
             [sys.executable, "-c", OTHER_PROCESS],
             env=os.environ | {"PYTHONHASHSEED": str(seed)},
@@ -123,7 +122,7 @@ def test_a_digest_of_sets_and_objects_is_the_same_in_every_process():
         ).stdout
         for seed in (1, 2)
     }  # fmt: skip
-    assert len(found) == 1
+    assert len(result) == 1
 
 
 def test_every_element_of_an_array_counts():

@@ -1,4 +1,4 @@
-"""Which tokens of a conversation are trained on, by the chat template's own marks."""
+"""Trained tokens of conversations, by the chat template's own marks."""
 
 from __future__ import annotations
 
@@ -8,19 +8,18 @@ import numpy as np
 import pytest
 
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.config.schema import DataConfig
-from mcore_rl.config.train_schema import ConversationsConfig, PairsConfig
+from mcore_rl.config.schema import ConversationsConfig, DataConfig, PairsConfig
 from mcore_rl.data.chat_template import ChatTemplate
 from mcore_rl.data.examples import (
     Example,
     ExampleBatches,
     ExampleFiles,
     Tokens,
-    encoded,
+    build_scoring_batch,
+    encode_conversation,
     load_chats,
     load_conversations,
     load_pairs,
-    scored_batch,
 )
 from mcore_rl.data.tasks import tiny_model
 
@@ -61,9 +60,11 @@ def assistants(messages) -> list[bool]:
 
 
 def trained(tokenizer, messages, flags=None) -> str:
-    found = encoded(messages, flags or assistants(messages), [], ChatTemplate(tokenizer))
-    kept = zip(found.ids, found.is_trained, strict=True)
-    return tokenizer.decode([token for token, flag in kept if flag])
+    result = encode_conversation(
+        messages, flags or assistants(messages), [], ChatTemplate(tokenizer)
+    )
+    selected = zip(result.ids, result.is_trained, strict=True)
+    return tokenizer.decode([token for token, flag in selected if flag])
 
 
 @pytest.mark.parametrize(
@@ -80,12 +81,12 @@ def test_trained_tokens_are_those_that_the_template_marks_as_generated(tokenizer
     wanted = tokenizer.apply_chat_template(
         messages, return_dict=True, return_assistant_tokens_mask=True
     )
-    found = encoded(messages, assistants(messages), [], ChatTemplate(tokenizer))
-    num = len(found.ids)  # up to the last trained token
-    assert found.ids == wanted["input_ids"][:num]
-    assert [int(flag) for flag in found.is_trained] == wanted["assistant_masks"][:num]
+    result = encode_conversation(messages, assistants(messages), [], ChatTemplate(tokenizer))
+    num = len(result.ids)  # up to the last trained token
+    assert result.ids == wanted["input_ids"][:num]
+    assert [int(flag) for flag in result.is_trained] == wanted["assistant_masks"][:num]
     assert sum(wanted["assistant_masks"][num:]) == 0
-    assert found.is_trained[-1]
+    assert result.is_trained[-1]
 
 
 def test_a_template_that_changes_earlier_messages_is_followed(tokenizer):
@@ -132,34 +133,34 @@ def test_a_batch_begins_its_responses_at_the_first_trained_token(write, tokenize
     examples = load_conversations(
         write([{"messages": messages}] * 2), ConversationsConfig(), tokenizer
     )
-    batch = examples.batch([1, 0])
-    whole = encoded(messages, assistants(messages), [], ChatTemplate(tokenizer))
+    batch = examples.take([1, 0])
+    full = encode_conversation(messages, assistants(messages), [], ChatTemplate(tokenizer))
     for prompt, response, mask in zip(
         *(rows_of(batch, n) for n in ("prompt_ids", "response_ids", "response_mask")), strict=True
     ):
-        assert prompt + response == whole.ids
-        assert [0] * len(prompt) + mask == [int(flag) for flag in whole.is_trained]
+        assert prompt + response == full.ids
+        assert [0] * len(prompt) + mask == [int(flag) for flag in full.is_trained]
         assert mask[0] == 1 and 0 in mask
 
 
 def test_whole_conversations_of_a_warm_start_are_those_of_training_on_examples(write, tokenizer):
     name = write([{"messages": chat("Add 2.", "7", "Add 4.", "1")}, {"messages": chat("7", "7")}])
-    wanted = load_conversations(name, ConversationsConfig(), tokenizer).batch([0, 1])
+    wanted = load_conversations(name, ConversationsConfig(), tokenizer).take([0, 1])
     columns = "prompt_ids", "response_ids", "response_mask"
     parts = zip(rows_of(wanted, "prompt_ids"), rows_of(wanted, "response_ids"), strict=True)
     lengths = [len(prompt) + len(response) for prompt, response in parts]
     batch = load_chats(name, DataConfig(), lengths[0], tokenizer)
     for column in columns:
         assert rows_of(batch, column) == rows_of(wanted, column)
-    told = f"row 0 has {lengths[0]} tokens; allowed: up to data.max_prompt_tokens"
-    with pytest.raises(ConfigError, match=told):
+    message = f"row 0 has {lengths[0]} tokens; allowed: up to data.max_prompt_tokens"
+    with pytest.raises(ConfigError, match=message):
         load_chats(name, DataConfig(), lengths[0] - 1, tokenizer)
 
 
 def test_all_tokens_but_the_first_are_trained_on_with_the_prompt(write, tokenizer):
     config = ConversationsConfig(train_on_prompt=True)
     name = write([{"messages": chat("Add 2.", "7")}])
-    batch = load_conversations(name, config, tokenizer).batch([0])
+    batch = load_conversations(name, config, tokenizer).take([0])
     assert [len(row) for row in rows_of(batch, "prompt_ids")] == [1]
     assert set(rows_of(batch, "response_mask")[0]) == {1}
 
@@ -175,11 +176,11 @@ PAIR = {
 def test_pairs_follow_each_other_with_their_margin_and_a_score_at_their_end(write, tokenizer):
     name = write([PAIR, PAIR | {"by": None}])
     examples = load_pairs(name, PairsConfig(margin_column="by"), tokenizer)
-    batch = examples.batch([1, 0])
+    batch = examples.take([1, 0])
     answers = [tokenizer.decode(row) for row in batch.jagged("response_ids")]
     assert answers == ["7<|im_end|>", "8 9<|im_end|>"] * 2
     assert batch.array("margins").tolist() == [0, 0, 2, 2]
-    scored = scored_batch(batch)
+    scored = build_scoring_batch(batch)
     texts = [tokenizer.decode(row) for row in scored.jagged("prompt_ids")]
     assert texts[1].endswith("Add 2.<|im_end|><|im_start|>assistant\n8 9<|im_end|>")
     assert rows_of(scored, "response_mask") == [[1]] * 4
@@ -189,8 +190,8 @@ def test_the_prompts_of_both_conversations_of_a_pair_have_its_tools(write):
     tokenizer = tiny_model.train_tokenizer(["user\nAdd 2.", "assistant\n7"] * 9, with_tools=True)
     adder = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
     name = write([PAIR | {"tools": [adder]}])
-    batch = load_pairs(name, PairsConfig(tools_column="tools"), tokenizer).batch([0])
-    plain = load_pairs(name, PairsConfig(), tokenizer).batch([0])
+    batch = load_pairs(name, PairsConfig(tools_column="tools"), tokenizer).take([0])
+    plain = load_pairs(name, PairsConfig(), tokenizer).take([0])
     for with_tools, without in zip(
         batch.jagged("prompt_ids"), plain.jagged("prompt_ids"), strict=True
     ):
@@ -205,7 +206,7 @@ def test_long_rows_are_refused_or_left_out(write, tokenizer):
     config = ConversationsConfig(max_tokens=40, long_rows="drop")
     examples = load_conversations(write(rows), config, tokenizer)
     assert (len(examples), examples.num_rows, examples.num_dropped) == (2, 3, 1)
-    assert tokenizer.decode(examples.batch([1]).jagged("response_ids")[0]) == "8<|im_end|>"
+    assert tokenizer.decode(examples.take([1]).jagged("response_ids")[0]) == "8<|im_end|>"
 
 
 @pytest.mark.parametrize(
@@ -236,7 +237,7 @@ def test_files_follow_each_other_and_a_batch_is_in_the_order_of_its_rows():
 
     files = ExampleFiles(rows(0, 1, 2), rows(3), rows(4, 5))
     assert files.sizes == [3, 1, 2] and len(files) == 6
-    batch = files.batch([5, 0, 3, 4, 0])
+    batch = files.take([5, 0, 3, 4, 0])
     assert [row.tolist() for row in batch.jagged("response_ids")] == [[5], [0], [3], [4], [0]]
 
 
@@ -250,6 +251,6 @@ def test_with_weights_a_batch_has_its_share_of_each_file():
 
 
 def test_a_conversation_that_trains_from_its_first_token_on_has_a_token_to_be_scored_by():
-    batch = ExampleFiles([Example((Tokens([7, 8, 9], [True, True, True]),))]).batch([0])
+    batch = ExampleFiles([Example((Tokens([7, 8, 9], [True, True, True]),))]).take([0])
     assert [batch.jagged(n)[0].tolist() for n in ("prompt_ids", "response_ids")] == [[7], [8, 9]]
     assert batch.jagged("response_mask")[0].tolist() == [1, 1]

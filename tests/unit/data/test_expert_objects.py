@@ -19,7 +19,7 @@ from mcore_rl.controller.pool import ResourcePool, ray_session
 from mcore_rl.controller.remote_batch import RemoteBatch
 from mcore_rl.controller.worker_group import WorkerGroup
 from mcore_rl.data.batch import Batch
-from mcore_rl.data.routed_experts import EXPERTS, ExpertLayers, with_experts
+from mcore_rl.data.routed_experts import EXPERTS, ExpertLayers, add_experts
 from mcore_rl.data.sample import RoutedExperts, Sample
 from mcore_rl.engine.worker import ModelWorker
 from tests.unit.controller.test_data_plane import wait_until_lost
@@ -33,7 +33,7 @@ class Server:
     @register(makes=True)
     def collect(self) -> Batch:
         samples = [sample(group) for group in range(NUM_SAMPLES)]
-        return with_experts(Batch.of(samples), samples, LAYERS)
+        return add_experts(Batch.collate(samples), samples, LAYERS)
 
     @register(dispatch_mode=Dispatch.MEGATRON_COMPUTE, reads=("response_ids",), writes=("said",))
     def say(self, batch: Batch) -> Batch:
@@ -41,7 +41,7 @@ class Server:
 
 
 def sample(group: int) -> Sample:
-    """A group's tokens have its own expert, and another one in each layer."""
+    """Build a sample whose tokens have an expert of their group, another in each layer."""
     ids = np.full((3, 3, 2), group, np.uint8)
     ids[:, :, 1] = [100, 101, 102]
     experts = (RoutedExperts(0, ids),)
@@ -57,8 +57,8 @@ class Engine:
 
     def infer_batch(self, batch: Batch, **_: Any) -> Batch | None:
         self.read.append((sorted(batch.names), [ids.tolist() for ids in batch.jagged(EXPERTS)]))
-        ones = batch.jagged("response_ids").with_values(np.ones(2 * len(batch), np.float32))
-        return batch.with_columns(log_probs=ones) if self.rank == 1 else None
+        unit = batch.jagged("response_ids").with_values(np.ones(2 * len(batch), np.float32))
+        return batch.with_columns(log_probs=unit) if self.rank == 1 else None
 
     def train_batch(self, batch: Batch, *_: object, **__: Any) -> dict[str, float]:
         self.infer_batch(batch)
@@ -75,8 +75,8 @@ class Rank(ModelWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def read(self) -> list[tuple[list[str], Any]]:
-        found, self._engine.read = self._engine.read, []
-        return found
+        result, self._engine.read = self._engine.read, []
+        return result
 
 
 def names_of(batch: Batch) -> list[str]:
@@ -100,17 +100,17 @@ def actor(pool: ResourcePool) -> Iterator[WorkerGroup]:
 
 @pytest.fixture(scope="module")
 def made(pool: ResourcePool) -> RemoteBatch:
-    """What a server has answered before it was killed. What it has stored is lost by then."""
+    """Return the answer of a server that was killed afterwards, with the objects that it stored."""
     with (
         ResourcePool(1, {"CPU": 0.1}) as other,
         WorkerGroup(Server, layout=Layout(), pool=other, timeouts=TIMEOUTS, num_parts=2) as server,
     ):
         (batch,) = server.collect()
-        said = server.say(batch)
+        message = server.say(batch)
         os.kill(server.worker_infos[0].pid, signal.SIGKILL)
         with pytest.raises(WorkerError, match="died"):
             server.collect()
-    wait_until_lost(said)
+    wait_until_lost(message)
     return batch
 
 
@@ -121,12 +121,12 @@ def test_ranks_read_the_experts_of_their_layers_when_the_server_has_died(actor, 
     assert {*scored.names} == {*made.names, "log_probs"}
     actor.update(select_token_columns(scored), temperature=1.0)
     for stage, of_both in zip(LAYERS.stages, actor.read(), strict=True):
-        own = ",".join(map(str, stage))
-        other = {"0": "1,2", "1,2": "0"}[own]
+        layers = ",".join(map(str, stage))
+        other = {"0": "1,2", "1,2": "0"}[layers]
         ids = [[[[row, 100 + layer] for layer in stage]] * 4 for row in rows]
         for names, experts in of_both:
             assert experts == ids
-            assert f"{EXPERTS}/{own}" in names and f"{EXPERTS}/{other}" not in names
+            assert f"{EXPERTS}/{layers}" in names and f"{EXPERTS}/{other}" not in names
         assert len(of_both) == 2
 
 
@@ -145,7 +145,7 @@ def test_nobody_else_reads_them(actor, made):
 
 
 def test_they_are_saved_with_the_samples(made):
-    saved = Batch.from_arrays(fetch(made).to_arrays())
+    saved = Batch.load_arrays(fetch(made).to_arrays())
     for part, stage in (("0", (0,)), ("1,2", (1, 2))):
         ids = saved.jagged(f"{EXPERTS}/{part}")
         assert ids.values.dtype == np.uint8

@@ -32,7 +32,7 @@ def parquet(folder: Path) -> str:
 
 
 def jsonl(folder: Path) -> str:
-    """With blank lines, and no end of line at the end."""
+    """Write rows with blank lines, and no line break at the end."""
     lines = [json.dumps(row) for row in SEVEN]
     text = "\n".join([*lines[:3], "", "  ", *lines[3:]])
     (folder / "rows.jsonl").write_text(text)
@@ -76,7 +76,7 @@ def test_every_kind_of_source_gives_the_same_rows_in_any_order(tmp_path, source)
     assert [(row.index, rows[row.index].index) for row in rows] == [(i, i) for i in range(7)]
 
 
-def test_row_groups_are_kept_up_to_a_size_and_the_least_used_goes_first(tmp_path, monkeypatch):
+def test_row_groups_are_cached_up_to_a_size_and_the_least_used_is_evicted(tmp_path, monkeypatch):
     read: list[int] = []
     original = pq.ParquetFile.read_row_group
     monkeypatch.setattr(
@@ -87,7 +87,7 @@ def test_row_groups_are_kept_up_to_a_size_and_the_least_used_goes_first(tmp_path
     rows = open_rows(parquet(tmp_path), "data.train_file")
     rows[0], rows[6], rows[1]
     assert read == [0, 2]
-    monkeypatch.setattr(files, "KEPT_BYTES", 2 * original(rows._file, 0).nbytes)
+    monkeypatch.setattr(files, "CACHE_BYTES", 2 * original(rows._file, 0).nbytes)
     rows[3]  # group 2 was used before group 0 was
     rows[0], rows[6]
     assert read == [0, 2, 1, 2]
@@ -133,7 +133,9 @@ BROKEN = {
         r"row 1 is not valid JSON: Expecting value.* \(line 2 of the file\)",
     ),
     "no UTF-8": (
-        lambda at: (at / "rows.jsonl").write_bytes(b'{"a": "\xff"}') and str(at / "rows.jsonl"),
+        lambda folder: (
+            (folder / "rows.jsonl").write_bytes(b'{"a": "\xff"}') and str(folder / "rows.jsonl")
+        ),
         r"row 0 is not valid JSON: 'utf-8' codec .* \(line 1 of the file\)",
     ),
     "a folder": (written("rows/x.txt", ""), r"is a folder without state\.json; allowed: a parquet"),
@@ -170,7 +172,7 @@ def test_what_is_wrong_with_a_source_is_named(tmp_path, source, message):
 
 
 def test_a_row_group_that_does_not_fit_in_memory_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(files, "MOST_GROUP_BYTES", 50)
+    monkeypatch.setattr(files, "MAX_GROUP_BYTES", 50)
     with pytest.raises(ConfigError, match=r"row group of \d+ bytes.*allowed: up to 50\. Write it"):
         open_rows(parquet(tmp_path), "data.train_file")
 
@@ -192,7 +194,7 @@ def use(path):
     for _ in range(12):
         next(prompts)
 
-files.KEPT_BYTES = 8 << 20
+files.CACHE_BYTES = 8 << 20
 words = tiny_model.train_tokenizer(["user Add 1 and 2. assistant"] * 20)
 small, *large = sys.argv[1:]
 use(small)
@@ -218,9 +220,11 @@ def test_memory_is_bounded_whatever_the_size_of_a_file(tmp_path):
     Memory that was freed is not given back at once: what takes the most comes last.
     """
     num_rows, text = 12_000, os.urandom(4000).hex()
-    at = [text[i % 97 :] for i in range(num_rows)]
+    chunks = [text[i % 97 :] for i in range(num_rows)]
     chats = [[{"role": "user", "content": f"Add {i} and 1."}] for i in range(num_rows)]
-    table = pa.table({"messages": chats, "answer": [str(i) for i in range(num_rows)], "text": at})
+    table = pa.table(
+        {"messages": chats, "answer": [str(i) for i in range(num_rows)], "text": chunks}
+    )
     pq.write_table(table, tmp_path / "a.parquet", row_group_size=250, use_dictionary=False)
     with (tmp_path / "b.jsonl").open("w") as file:
         for row in table.to_pylist():

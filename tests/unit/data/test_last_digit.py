@@ -21,7 +21,7 @@ from mcore_rl.data.tasks.last_digit import (
     worked_response,
 )
 from mcore_rl.data.tokenizer import load_tokenizer
-from mcore_rl.rewards.base import get_reward
+from mcore_rl.rewards.registry import get_reward
 
 SEED, WORKED_SHARE = 3, 0.35
 
@@ -157,9 +157,9 @@ def test_weights_are_those_of_transformers_own_model(tmp_path, task, seed):
     tiny_model.save_checkpoint(tmp_path, tokenizer, seed)
     torch.manual_seed(seed)
     Qwen3MoeForCausalLM(Qwen3MoeConfig.from_pretrained(tmp_path)).save_pretrained(tmp_path / "its")
-    ours, its = (load_file(p / "model.safetensors") for p in (tmp_path, tmp_path / "its"))
-    assert ours.keys() == its.keys()
-    assert [name for name in its if not torch.equal(ours[name], its[name])] == []
+    actual, second = (load_file(p / "model.safetensors") for p in (tmp_path, tmp_path / "its"))
+    assert actual.keys() == second.keys()
+    assert [name for name in second if not torch.equal(actual[name], second[name])] == []
     configs = [json.loads((p / "config.json").read_text()) for p in (tmp_path, tmp_path / "its")]
     assert configs[0] == configs[1]
 

@@ -1,8 +1,8 @@
-"""Where the answer is in a solution or a response."""
+"""Answers in boxes of solutions and responses."""
 
 import pytest
 
-from mcore_rl.data.latex import last_boxed
+from mcore_rl.data.latex import find_last_boxed
 
 
 @pytest.mark.parametrize(
@@ -27,4 +27,4 @@ from mcore_rl.data.latex import last_boxed
     ],
 )
 def test_the_last_box_has_the_answer(text, answer):
-    assert last_boxed(text) == answer
+    assert find_last_boxed(text) == answer

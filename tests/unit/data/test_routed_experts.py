@@ -1,4 +1,4 @@
-"""What each pipeline rank gets of a sample's experts, worked out by hand; no Ray."""
+"""Experts of a sample for each pipeline rank, worked out by hand; no Ray."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import pytest
 from mcore_rl.data.batch import Batch
 from mcore_rl.data.routed_experts import (
     ExpertLayers,
-    by_stage,
-    columns_of_experts,
-    with_experts,
-    with_own_experts,
+    add_experts,
+    list_expert_columns,
+    select_stage_experts,
+    split_by_stage,
 )
 from mcore_rl.data.sample import RoutedExperts, Sample
 
@@ -37,12 +37,12 @@ def sample(*parts: RoutedExperts, mask: tuple[int, ...] = (1, 1)) -> Sample:
 
 
 def made(*samples: Sample) -> Batch:
-    return with_experts(Batch.of(samples), samples, LAYERS)
+    return add_experts(Batch.collate(samples), samples, LAYERS)
 
 
 @pytest.mark.parametrize("parts", [[(0, 4)], [(0, 2), (2, 2)]], ids=["one turn", "two turns"])
 def test_a_pipeline_rank_gets_the_layers_of_its_own(parts):
-    first, last = by_stage(sample(*(recorded(*part) for part in parts)), LAYERS)
+    first, last = split_by_stage(sample(*(recorded(*part) for part in parts)), LAYERS)
     # The last token never ran; it has the experts of the one before.
     assert first.tolist() == [[[token, 102]] for token in (0, 1, 2, 3, 3)]
     assert last.tolist() == [[[token, 101], [token, 103]] for token in (0, 1, 2, 3, 3)]
@@ -50,22 +50,22 @@ def test_a_pipeline_rank_gets_the_layers_of_its_own(parts):
 
 def test_an_id_takes_a_byte():
     batch = made(sample(recorded(0, 4)), sample(recorded(0, 4)))
-    columns = [batch.jagged(name).values for name in columns_of_experts(batch)]
+    columns = [batch.jagged(name).values for name in list_expert_columns(batch)]
     assert sum(values.nbytes for values in columns) == batch.num_tokens.sum() * 3 * 2
 
 
 def test_tokens_after_the_last_one_that_was_chosen_need_no_experts():
     cut = sample(recorded(0, 3), mask=(1, 0))  # the first response token, chosen by token 2
-    assert by_stage(cut, LAYERS)[0][:, 0, 0].tolist() == [0, 1, 2, 2, 2]
+    assert split_by_stage(cut, LAYERS)[0][:, 0, 0].tolist() == [0, 1, 2, 2, 2]
 
 
 def test_a_turn_that_ended_before_its_first_token_needs_none():
     empty = Sample(PROMPT, [], [], [], [], "abort", 8)
-    assert by_stage(empty, LAYERS)[1].tolist() == [[[0, 1], [0, 1]]] * len(PROMPT)
+    assert split_by_stage(empty, LAYERS)[1].tolist() == [[[0, 1], [0, 1]]] * len(PROMPT)
 
 
 @pytest.mark.parametrize(
-    ("parts", "told"),
+    ("parts", "message"),
     [
         ([], "of 0 tokens of the sample of group 8, trajectory 1, segment 2; it needs those of 4"),
         ([recorded(0, 3)], "of 3 tokens .* needs those of 4, and has 5 tokens"),
@@ -75,36 +75,38 @@ def test_a_turn_that_ended_before_its_first_token_needs_none():
     ],
     ids=["none", "too few", "too many", "late", "gap"],
 )
-def test_experts_that_are_not_those_of_the_tokens_are_refused(parts, told):
-    with pytest.raises(RuntimeError, match=f"router replay: .*{told}"):
-        by_stage(sample(*parts), LAYERS)
+def test_experts_that_are_not_those_of_the_tokens_are_refused(parts, message):
+    with pytest.raises(RuntimeError, match=f"router replay: .*{message}"):
+        split_by_stage(sample(*parts), LAYERS)
 
 
 @pytest.mark.parametrize("layer", [1, 3])
-def test_a_layer_that_the_server_did_not_record_is_told(layer):
-    whole = recorded(0, 4)
-    whole.ids[:, layer] = 0
+def test_a_layer_that_the_server_did_not_record_is_an_error(layer):
+    full = recorded(0, 4)
+    full.ids[:, layer] = 0
     with pytest.raises(RuntimeError, match=f"no experts of layer {layer} for the sample of group"):
-        by_stage(sample(whole), LAYERS)
+        split_by_stage(sample(full), LAYERS)
 
 
-def test_a_layer_that_the_server_does_not_have_is_told():
-    whole = recorded(0, 4)
+def test_a_layer_that_the_server_does_not_have_is_an_error():
+    full = recorded(0, 4)
     with pytest.raises(RuntimeError, match="no experts of layer 3 for the sample of group 8"):
-        by_stage(sample(RoutedExperts(0, whole.ids[:, :3])), LAYERS)
+        split_by_stage(sample(RoutedExperts(0, full.ids[:, :3])), LAYERS)
 
 
 def test_a_batch_has_a_column_for_each_pipeline_rank_and_an_engine_reads_its_own():
     empty = Sample(PROMPT, [], [], [], [], "abort", 8)
     batch = made(sample(recorded(0, 4)), empty, sample(recorded(0, 4)))
-    assert columns_of_experts(batch) == ["stage_routed_experts/2", "stage_routed_experts/1,3"]
-    own = with_own_experts(batch, (1, 3)).jagged("stage_routed_experts")
-    assert own.lengths.tolist() == batch.num_tokens.tolist()
-    assert own.values.dtype == np.uint8
+    assert list_expert_columns(batch) == ["stage_routed_experts/2", "stage_routed_experts/1,3"]
+    stage_experts = select_stage_experts(batch, (1, 3)).jagged("stage_routed_experts")
+    assert stage_experts.lengths.tolist() == batch.num_tokens.tolist()
+    assert stage_experts.values.dtype == np.uint8
     assert (
-        own[0].tolist() == own[2].tolist() == by_stage(sample(recorded(0, 4)), LAYERS)[1].tolist()
+        stage_experts[0].tolist()
+        == stage_experts[2].tolist()
+        == split_by_stage(sample(recorded(0, 4)), LAYERS)[1].tolist()
     )
-    assert own[1].tolist() == by_stage(empty, LAYERS)[1].tolist()
+    assert stage_experts[1].tolist() == split_by_stage(empty, LAYERS)[1].tolist()
 
 
 def test_ids_that_do_not_fit_a_byte_take_two_in_the_whole_batch():
@@ -118,11 +120,11 @@ def test_ids_that_do_not_fit_a_byte_take_two_in_the_whole_batch():
 
 def test_pipeline_ranks_without_experts_read_a_column_of_no_layers():
     stages = ExpertLayers(stages=((), (), (1, 2, 3)), topk=2)
-    batch = with_experts(Batch.of([sample(recorded(0, 4))]), [sample(recorded(0, 4))], stages)
-    assert columns_of_experts(batch) == [
+    batch = add_experts(Batch.collate([sample(recorded(0, 4))]), [sample(recorded(0, 4))], stages)
+    assert list_expert_columns(batch) == [
         "stage_routed_experts/none", "stage_routed_experts/1,2,3",
     ]  # fmt: skip
-    assert with_own_experts(batch, ()).jagged("stage_routed_experts").values.shape == (5, 0, 2)
+    assert select_stage_experts(batch, ()).jagged("stage_routed_experts").values.shape == (5, 0, 2)
 
 
 def test_no_samples_have_columns_of_the_shape_that_others_have():
@@ -132,8 +134,8 @@ def test_no_samples_have_columns_of_the_shape_that_others_have():
 
 @pytest.mark.parametrize("layers", [(2,), (1,), (1, 2, 3)])
 def test_a_batch_without_the_experts_of_a_rank_is_refused(layers):
-    """A replay that would replace nothing, and one of other layers."""
-    batch = made(sample(recorded(0, 4))).without("stage_routed_experts/2")
+    # A replay that would replace nothing, and one of other layers.
+    batch = made(sample(recorded(0, 4))).drop_columns("stage_routed_experts/2")
     name = ",".join(map(str, layers))
     with pytest.raises(RuntimeError, match=f"no column 'stage_routed_experts/{name}', the experts"):
-        with_own_experts(batch, layers)
+        select_stage_experts(batch, layers)

@@ -1,4 +1,4 @@
-"""What rows for supervised and for preference training are, and which are refused."""
+"""Rows of supervised and of preference training, and rows that are refused."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from mcore_rl.data.rows import (
     Column,
     PreferenceRow,
     SupervisedRow,
-    chat,
-    preference_rows,
-    supervised_rows,
-    tool_schemas,
+    read_chat,
+    read_preference_rows,
+    read_supervised_rows,
+    read_tool_schemas,
 )
 
 MESSAGES, TOOLS = Column("messages", "data.messages_column"), Column("tools", "data.tools_column")
@@ -55,17 +55,17 @@ def test_the_turns_of_the_assistant_are_trained_on_unless_a_message_says_otherwi
     rows = source(
         tmp_path, {"messages": chats[0], "tools": None}, {"messages": chats[1], "tools": [ADD]}
     )
-    found = supervised_rows(rows, MESSAGES, TOOLS)
-    assert len(found) == 2
-    first, second = found
+    result = read_supervised_rows(rows, MESSAGES, TOOLS)
+    assert len(result) == 2
+    first, second = result
     assert first.is_trained == [False, False, True, False, False, True]
     assert first.messages == [message(m["role"], m["content"]) for m in chats[0]]
     assert first.tools == []
-    assert second == found[1] == SupervisedRow(chats[1], [False, True, False, True], [ADD])
+    assert second == result[1] == SupervisedRow(chats[1], [False, True, False, True], [ADD])
 
 
 def test_what_a_table_adds_to_messages_is_taken_away_again(tmp_path):
-    """All messages of a table have all keys, and all schemas all properties."""
+    # All messages of a table have all keys, and all schemas all properties.
     call = {"function": {"name": "add", "arguments": {"a": 1}}}
     other = {"function": {"name": "now", "arguments": {"zone": "UTC"}}}
     rows = [
@@ -75,22 +75,22 @@ def test_what_a_table_adds_to_messages_is_taken_away_again(tmp_path):
          "tools": [{"type": "function", "function": {"name": "now", "description": "time"}}]},
     ]  # fmt: skip
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
-    found = supervised_rows(open_rows(tmp_path / "rows.parquet", "x"), MESSAGES, TOOLS)
-    assert [row.messages for row in found] == [row["messages"] for row in rows]
-    assert [row.tools for row in found] == [row["tools"] for row in rows]
+    result = read_supervised_rows(open_rows(tmp_path / "rows.parquet", "x"), MESSAGES, TOOLS)
+    assert [row.messages for row in result] == [row["messages"] for row in rows]
+    assert [row.tools for row in result] == [row["tools"] for row in rows]
 
 
 @pytest.mark.parametrize(
     "value", [[ADD], json.dumps([ADD]), [json.dumps(ADD)]], ids=["objects", "text", "texts"]
 )
 def test_tools_are_objects_or_json_text(value):
-    assert tool_schemas(Row("x", 0, {"tools": value}), TOOLS) == [ADD]
-    assert tool_schemas(Row("x", 0, {"tools": value}), None) == []
+    assert read_tool_schemas(Row("x", 0, {"tools": value}), TOOLS) == [ADD]
+    assert read_tool_schemas(Row("x", 0, {"tools": value}), None) == []
 
 
 @pytest.mark.parametrize("value", [None, [], "", "[]"])
 def test_a_row_may_have_no_tools(value):
-    assert tool_schemas(Row("x", 0, {"tools": value}), TOOLS) == []
+    assert read_tool_schemas(Row("x", 0, {"tools": value}), TOOLS) == []
 
 
 @pytest.mark.parametrize("value", ["[{", "{}", 3, [3], ["x"], {"a": 1}, json.dumps(ADD)], ids=str)
@@ -99,7 +99,7 @@ def test_what_is_no_tool_is_refused(value):
         ConfigError,
         match=r"^x: row 7 of column 'tools' \(data\.tools_column\) is .*; it must be a li",
     ):
-        tool_schemas(Row("x", 7, {"tools": value}), TOOLS)
+        read_tool_schemas(Row("x", 7, {"tools": value}), TOOLS)
 
 
 @pytest.mark.parametrize(
@@ -121,7 +121,7 @@ def test_what_is_no_tool_is_refused(value):
 )
 def test_a_chat_that_cannot_be_trained_on_is_refused(tmp_path, messages, why):
     good = {"messages": [message("user", "a"), message("assistant", "b")]}
-    rows = supervised_rows(source(tmp_path, good, {"messages": messages}), MESSAGES)
+    rows = read_supervised_rows(source(tmp_path, good, {"messages": messages}), MESSAGES)
     assert rows[0].is_trained == [False, True]
     with pytest.raises(ConfigError, match=why) as caught:
         rows[1]
@@ -131,9 +131,9 @@ def test_a_chat_that_cannot_be_trained_on_is_refused(tmp_path, messages, why):
 
 def test_a_missing_column_is_named_by_its_row(tmp_path):
     rows = source(tmp_path, {"messages": [message("user", "a")]}, {"text": "x", "id": 3})
-    assert chat(rows[0], MESSAGES)
+    assert read_chat(rows[0], MESSAGES)
     with pytest.raises(ConfigError, match=r"row 1 has no column 'messages' .*; it has: text, id$"):
-        chat(rows[1], MESSAGES)
+        read_chat(rows[1], MESSAGES)
 
 
 GOOD = {
@@ -147,11 +147,11 @@ GOOD = {
 def test_preferences_have_a_prompt_two_answers_and_maybe_a_margin(tmp_path):
     turns = [message("assistant", "x"), message("user", "y"), message("assistant", "z")]
     rows = source(tmp_path, GOOD, {**GOOD, "rejected": turns, "margin": None})
-    one, two = preference_rows(rows, *PREFERENCE, MARGIN)
-    assert one == PreferenceRow(GOOD["prompt"], GOOD["chosen"], GOOD["rejected"], 1.0, [])
-    assert isinstance(one.margin, float)
+    item, two = read_preference_rows(rows, *PREFERENCE, MARGIN)
+    assert item == PreferenceRow(GOOD["prompt"], GOOD["chosen"], GOOD["rejected"], 1.0, [])
+    assert isinstance(item.margin, float)
     assert two == PreferenceRow(GOOD["prompt"], GOOD["chosen"], turns, None, [])
-    assert [row.margin for row in preference_rows(rows, *PREFERENCE)] == [None, None]
+    assert [row.margin for row in read_preference_rows(rows, *PREFERENCE)] == [None, None]
 
 
 @pytest.mark.parametrize(
@@ -168,6 +168,6 @@ def test_preferences_have_a_prompt_two_answers_and_maybe_a_margin(tmp_path):
 )
 def test_a_preference_that_says_nothing_is_refused(tmp_path, change, why):
     with pytest.raises(ConfigError) as caught:
-        list(preference_rows(source(tmp_path, GOOD, {**GOOD, **change}), *PREFERENCE, MARGIN))
+        list(read_preference_rows(source(tmp_path, GOOD, {**GOOD, **change}), *PREFERENCE, MARGIN))
     assert "rows.jsonl': row 1 of column" in str(caught.value)
     assert why in str(caught.value)

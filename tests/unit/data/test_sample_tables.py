@@ -12,28 +12,28 @@ import pytest
 from mcore_rl.data.batch import Batch
 from mcore_rl.data.sample import Sample, TurnSpan
 from mcore_rl.data.sample_tables import (
-    first_trajectories,
-    go_on_after,
-    summary_columns,
-    table_path,
-    tables_in,
-    token_columns,
-    with_own_log_probs,
+    build_summary_columns,
+    build_token_columns,
+    drop_server_log_probs,
+    get_table_path,
+    list_tables,
+    resume_tables,
+    select_first_trajectories,
     write_table,
 )
 
 
 def sample(group: int, trajectory: int = 0, segment: int = 0, ids=(1, 2), **fields) -> Sample:
-    own = {"response_mask": [1] * len(ids), "rollout_log_probs": [-1.0] * len(ids)} | fields
+    columns = {"response_mask": [1] * len(ids), "rollout_log_probs": [-1.0] * len(ids)} | fields
     return Sample(
         prompt_ids=[7, 8],
         response_ids=[*ids],
-        weight_versions=[3 if mask else -1 for mask in own["response_mask"]],
+        weight_versions=[3 if mask else -1 for mask in columns["response_mask"]],
         finish_reason="stop",
         group_id=group,
         trajectory=trajectory,
         segment=segment,
-        **own,
+        **columns,
     )
 
 
@@ -60,8 +60,8 @@ APART = [(5, 0, 1), (5, 1, 0), (5, 0, 0), (2, 0, 0)]
     ],
 )
 def test_a_bound_keeps_the_first_trajectories_and_cuts_none(max_samples, max_tokens, rows):
-    batch = Batch.of([sample(*keys) for keys in APART])
-    assert first_trajectories(batch, max_samples, max_tokens) == rows
+    batch = Batch.collate([sample(*keys) for keys in APART])
+    assert select_first_trajectories(batch, max_samples, max_tokens) == rows
 
 
 ROWS = [
@@ -75,14 +75,14 @@ ROWS = [
 @pytest.mark.parametrize("kind", ["here", "joined"])
 def test_a_table_has_the_answer_and_the_other_columns_of_the_data_row(kind):
     samples = [sample(number, fields=fields) for number, (fields, *_) in enumerate(ROWS)]
-    batch = Batch.of(samples)
+    batch = Batch.collate(samples)
     if kind == "joined":  # with samples that have no row, as of an earlier version
-        batch = Batch.concat([batch, Batch.of([sample(9)])])
-    found = {name: column.to_pylist() for name, column in summary_columns(batch).items()}
-    assert found["answer"] == [row[1] for row in ROWS] + [""] * (kind == "joined")
-    for text, (_, _, columns) in zip(found["columns"], ROWS, strict=False):
+        batch = Batch.concat([batch, Batch.collate([sample(9)])])
+    result = {name: column.to_pylist() for name, column in build_summary_columns(batch).items()}
+    assert result["answer"] == [row[1] for row in ROWS] + [""] * (kind == "joined")
+    for text, (_, _, columns) in zip(result["columns"], ROWS, strict=False):
         assert text == columns or len(json.loads(text)["tests"]) == 4004
-    assert found["columns"][-1] == "{}"
+    assert result["columns"][-1] == "{}"
 
 
 def test_a_table_tells_of_each_sample_and_of_each_token():
@@ -93,18 +93,18 @@ def test_a_table_tells_of_each_sample_and_of_each_token():
         4, 1, ids=(1, 2, 3, 4), response_mask=mask, rollout_log_probs=servers, turn_spans=spans,
         status="truncated", process_rewards=process, role="guesser", reward=0.25,
     )  # fmt: skip
-    batch = with_log_probs(Batch.of([sample(4), agent]), [-1, -1, -1.5, 9, -2, -0.75])
+    batch = with_log_probs(Batch.collate([sample(4), agent]), [-1, -1, -1.5, 9, -2, -0.75])
     advantages = batch.jagged("log_probs").with_values(np.array([1, 3, 1, 9, 1, 4], np.float32))
     batch = batch.with_columns(advantages=advantages, replayed=np.array([0, 1], np.int8))
-    found = {name: column.to_pylist() for name, column in summary_columns(batch).items()}
-    assert found == {
+    result = {name: column.to_pylist() for name, column in build_summary_columns(batch).items()}
+    assert result == {
         "group": [4, 4], "trajectory": [0, 1], "segment": [0, 0], "num_turns": [1, 2],
         "status": ["finished", "truncated"], "replayed": [False, True], "reward": [0, 0.25],
         "finish_reason": ["stop", "stop"], "num_tokens": [2, 4], "reward_error": ["", ""],
         "role": ["", "guesser"], "advantage": [2, 2], "max_logprob_gap": [0, 0.5],
     }  # fmt: skip
-    found = {name: column.to_pylist()[1] for name, column in token_columns(batch).items()}
-    assert found == {
+    result = {name: column.to_pylist()[1] for name, column in build_token_columns(batch).items()}
+    assert result == {
         "prompt_ids": [7, 8], "response_ids": [1, 2, 3, 4], "response_mask": mask,
         "turn_numbers": [0, -1, 1, 1], "weight_versions": [3, -1, 3, 3],
         "log_probs": [-1.5, 9, -2, -0.75], "rollout_log_probs": servers,
@@ -112,29 +112,29 @@ def test_a_table_tells_of_each_sample_and_of_each_token():
     }  # fmt: skip
 
 
-def test_a_response_without_a_chosen_token_has_no_gap_and_one_that_is_no_number_is_kept():
+def test_a_response_without_a_chosen_token_has_no_gap_and_a_nan_gap_stays():
     none = sample(0, response_mask=[0, 0])
-    batch = with_log_probs(Batch.of([none, sample(1)]), [-5, -5, math.nan, -1])
-    first, second = summary_columns(batch)["max_logprob_gap"].to_pylist()
+    batch = with_log_probs(Batch.collate([none, sample(1)]), [-5, -5, math.nan, -1])
+    first, second = build_summary_columns(batch)["max_logprob_gap"].to_pylist()
     assert first is None and math.isnan(second)
 
 
 def test_log_probs_of_the_servers_in_place_of_the_trainers_are_not_compared():
-    batch = Batch.of([sample(0)])
+    batch = Batch.collate([sample(0)])
     same = batch.with_columns(log_probs=batch["rollout_log_probs"])
-    assert "log_probs" not in with_own_log_probs(same)
-    own = with_log_probs(batch, [-1, -1])  # equal, but the trainer's
-    assert with_own_log_probs(own) is own
-    assert "max_logprob_gap" not in summary_columns(batch)
-    assert "rollout_log_probs" not in token_columns(batch)
+    assert "log_probs" not in drop_server_log_probs(same)
+    trainer_batch = with_log_probs(batch, [-1, -1])  # equal, but the trainer's
+    assert drop_server_log_probs(trainer_batch) is trainer_batch
+    assert "max_logprob_gap" not in build_summary_columns(batch)
+    assert "rollout_log_probs" not in build_token_columns(batch)
 
 
 def test_what_is_written_is_read_again_and_log_probs_to_the_bit(tmp_path):
     rng = np.random.default_rng(0)
-    batch = Batch.of([sample(group, ids=range(group)) for group in range(100)])
+    batch = Batch.collate([sample(group, ids=range(group)) for group in range(100)])
     batch = with_log_probs(batch, rng.normal(size=len(batch.jagged("response_ids").values)))
-    columns = summary_columns(batch) | token_columns(batch)
-    path = table_path(tmp_path, 12)
+    columns = build_summary_columns(batch) | build_token_columns(batch)
+    path = get_table_path(tmp_path, 12)
     write_table(path, columns, 200)
     file = pq.ParquetFile(path)
     assert {name: file.read([name])[name].to_pylist() for name in columns} == {
@@ -145,8 +145,8 @@ def test_what_is_written_is_read_again_and_log_probs_to_the_bit(tmp_path):
 
 
 def test_a_table_that_cannot_be_written_leaves_the_old_one_and_nothing_else(tmp_path, monkeypatch):
-    path = table_path(tmp_path, 1, "math")
-    write_table(path, summary_columns(Batch.of([sample(0)])), 1)
+    path = get_table_path(tmp_path, 1, "math")
+    write_table(path, build_summary_columns(Batch.collate([sample(0)])), 1)
     before = path.read_bytes()
 
     def full(table, where, **options):
@@ -155,14 +155,14 @@ def test_a_table_that_cannot_be_written_leaves_the_old_one_and_nothing_else(tmp_
 
     monkeypatch.setattr(pq, "write_table", full)
     with pytest.raises(OSError, match="no space"):
-        write_table(path, summary_columns(Batch.of([sample(1)])), 1)
+        write_table(path, build_summary_columns(Batch.collate([sample(1)])), 1)
     assert path.read_bytes() == before
     assert [entry.name for entry in path.parent.iterdir()] == ["math.parquet"]
 
 
 def tables(run, content: str, steps) -> None:
     for step in steps:
-        for path in (table_path(run, step), table_path(run, step, "test")):
+        for path in (get_table_path(run, step), get_table_path(run, step, "test")):
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(content)
     (run / "samples" / "tokenizer.json").write_text("{}")
@@ -170,15 +170,15 @@ def tables(run, content: str, steps) -> None:
 
 
 def list_steps(run) -> list[list[int]]:
-    return [list(tables_in(run, evaluation)) for evaluation in ("", "test")]
+    return [list(list_tables(run, evaluation)) for evaluation in ("", "test")]
 
 
 def test_a_run_that_goes_on_has_each_step_once_and_none_of_a_future_that_is_no_more(tmp_path):
     tables(tmp_path, "first", range(1, 6))
-    go_on_after(tmp_path, 3, tmp_path)
+    resume_tables(tmp_path, 3, tmp_path)
     assert list_steps(tmp_path) == [[1, 2, 3], [1, 2, 3]]
     assert (tmp_path / "samples" / "tokenizer.json").exists()
-    go_on_after(tmp_path, -1, tmp_path)  # it had saved no checkpoint and starts anew
+    resume_tables(tmp_path, -1, tmp_path)  # it had saved no checkpoint and starts anew
     assert list_steps(tmp_path) == [[], []]
 
 
@@ -186,11 +186,11 @@ def test_a_run_that_goes_on_in_another_folder_has_the_steps_of_the_first(tmp_pat
     first, second = tmp_path / "a", tmp_path / "b"
     tables(first, "first", range(1, 5))
     for _ in range(2):  # it goes on, has saved nothing, and goes on again
-        go_on_after(second, 2, first)
+        resume_tables(second, 2, first)
         assert list_steps(second) == [[1, 2], [1, 2]]
         assert (second / "samples" / "tokenizer.json").read_text() == "{}"
-        write_table(table_path(second, 3), {}, 0)
+        write_table(get_table_path(second, 3), {}, 0)
     assert list_steps(first) == [[1, 2, 3, 4]] * 2
-    write_table(table_path(second, 2), {}, 0)  # in place of one that both have
-    assert table_path(first, 2).read_text() == "first"
+    write_table(get_table_path(second, 2), {}, 0)  # in place of one that both have
+    assert get_table_path(first, 2).read_text() == "first"
     assert not list(second.rglob(".*"))

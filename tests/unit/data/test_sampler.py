@@ -71,9 +71,9 @@ def test_a_mixture_keeps_to_its_weights_and_has_every_row_of_a_file_once_an_epoc
     flat = list(itertools.chain.from_iterable(drawn))
     first = 0
     for size, weight in files:
-        mine = [row - first for row in flat if first <= row < first + size]
-        for start in range(0, len(mine) - size + 1, size):
-            assert sorted(mine[start : start + size]) == list(range(size))
+        file_rows = [row - first for row in flat if first <= row < first + size]
+        for start in range(0, len(file_rows) - size + 1, size):
+            assert sorted(file_rows[start : start + size]) == list(range(size))
         for n in range(1, len(flat) + 1):
             expected = n * weight / sum(weights)
             count = sum(first <= row < first + size for row in flat[:n])
@@ -94,7 +94,7 @@ def test_a_restored_mixture_goes_on_where_the_saved_one_was(files, batch_size, s
 
 
 def test_a_mixture_worked_by_hand():
-    """Weights 3 to 1: each fourth prompt is of the second file, after the first two."""
+    # Weights 3 to 1: each fourth prompt is of the second file, after the first two.
     rows = [row for [row] in batches(MixtureSampler([100, 100], [3, 1], 1, seed=0), 8)]
     assert [row >= 100 for row in rows] == [False, False, True, False] * 2
 

@@ -12,7 +12,7 @@ import pytest
 from jinja2 import TemplateError
 from transformers import tokenization_utils_base
 
-from mcore_rl.agents.choose import codec_for
+from mcore_rl.agents.chat_template.validation import select_codec
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import DataConfig
 from mcore_rl.data import template_limits
@@ -51,8 +51,8 @@ def short(monkeypatch):
     """A tenth of a second in place of seconds."""
     monkeypatch.setattr(template_limits, "_LOOK_S", 0.02)
     template_limits.limit_chat_templates()
-    own = LimitedRender(tokenization_utils_base.render_jinja_template.render, cpu_s=0.1)
-    monkeypatch.setattr(tokenization_utils_base, "render_jinja_template", own)
+    limited = LimitedRender(tokenization_utils_base.render_jinja_template.render, cpu_s=0.1)
+    monkeypatch.setattr(tokenization_utils_base, "render_jinja_template", limited)
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +84,7 @@ def test_a_template_without_end_is_refused_by_each_codec_in_seconds(short, folde
     tokenizer.chat_template = LOOPS * 3
     start = time.thread_time()
     with pytest.raises(ConfigError, match="has not ended after"):
-        codec_for(tokenizer, "auto")
+        select_codec(tokenizer, "auto")
     assert time.thread_time() - start < 10
 
 
@@ -172,7 +172,7 @@ print("ended")
 
 
 def test_a_thread_whose_render_was_ended_can_be_traced_afterwards():
-    """As debuggers and coverage do; an exception that is taken back makes them wait for ever."""
+    # As debuggers and coverage do; an exception that is taken back makes them wait for ever.
     command = [sys.executable, "-c", TRACED_AFTERWARDS]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout == "it has not ended after 0.05 s of CPU time\nended\n"

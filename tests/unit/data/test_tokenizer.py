@@ -1,4 +1,4 @@
-"""What a checkpoint folder says of its tokenizer."""
+"""Tokenizers of checkpoint folders."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.data.tokenizer import stop_ids_of
+from mcore_rl.data.tokenizer import read_stop_ids
 
 
 @pytest.mark.parametrize(
@@ -26,23 +26,23 @@ from mcore_rl.data.tokenizer import stop_ids_of
 def test_stop_ids_are_those_that_vllm_reads(files, ids, tmp_path):
     for name, contents in files.items():
         (tmp_path / name).write_text(json.dumps(contents))
-    assert stop_ids_of(tmp_path) == ids
+    assert read_stop_ids(tmp_path) == ids
 
 
 @pytest.mark.parametrize("value", ["</s>", [7, "</s>"], -1, True, {"id": 7}, [[7]], 1.5])
 def test_stop_ids_that_are_no_token_ids_are_refused_with_file_and_value(value, tmp_path):
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": value}))
     with pytest.raises(ConfigError) as caught:
-        stop_ids_of(tmp_path, "models.user.path")
-    told = str(caught.value)
-    assert told.startswith(f"models.user.path={str(tmp_path)!r}: generation_config.json has")
-    assert f"eos_token_id={value!r}; allowed: a token id, a list of them, or null" in told
+        read_stop_ids(tmp_path, "models.user.path")
+    message = str(caught.value)
+    assert message.startswith(f"models.user.path={str(tmp_path)!r}: generation_config.json has")
+    assert f"eos_token_id={value!r}; allowed: a token id, a list of them, or null" in message
 
 
 _MIXIN = """
 import sys
 import torch
-from mcore_rl.data.lean_transformers import import_transformers
+from mcore_rl.data.tokenizer import import_transformers
 
 transformers = import_transformers()
 assert transformers.AutoTokenizer and "transformers.generation.utils" not in sys.modules

@@ -5,10 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from mcore_rl.algorithms.advantages import ADVANTAGES, token_advantages
-from mcore_rl.algorithms.sample_choice import kept_groups, kept_responses
-from mcore_rl.config.samples_schema import SamplesConfig
-from mcore_rl.config.schema import RewardConfig
+from mcore_rl.algorithms.advantages import ADVANTAGES, compute_advantages
+from mcore_rl.algorithms.sample_choice import choose_responses, filter_groups
+from mcore_rl.config.schema import FilterConfig, RewardConfig
 from mcore_rl.data.batch import Batch, Jagged
 from mcore_rl.data.sample import Sample
 from mcore_rl.data.trajectories import Trajectories
@@ -43,7 +42,7 @@ SAMPLES = [
 
 
 def test_a_joined_trajectory_has_the_tokens_of_its_segments_and_the_rest_of_the_last():
-    joined = Trajectories(Batch.of(SAMPLES)).joined()
+    joined = Trajectories(Batch.collate(SAMPLES)).join()
     rows = [row.tolist() for row in joined.jagged("response_ids")]
     assert rows == [[7, 8], [0, 9], [1, 2, 3, 0, 4, 5], [6]]
     assert joined.array("rewards").tolist() == [4, 2, 1, 0]
@@ -52,20 +51,20 @@ def test_a_joined_trajectory_has_the_tokens_of_its_segments_and_the_rest_of_the_
 
 
 def test_a_column_of_the_joined_is_split_to_the_samples():
-    batch = Batch.of(SAMPLES)
+    batch = Batch.collate(SAMPLES)
     trajectories = Trajectories(batch)
-    split = trajectories.split(trajectories.joined().jagged("response_ids"))
+    split = trajectories.split(trajectories.join().jagged("response_ids"))
     assert [row.tolist() for row in split] == [row.tolist() for row in batch.jagged("response_ids")]
-    assert trajectories.rows_of(np.array([2])) == [0, 3, 5]
+    assert trajectories.find_rows(np.array([2])) == [0, 3, 5]
 
 
 def test_a_batch_of_whole_trajectories_is_itself():
-    batch = Batch.of([one for one in SAMPLES if one.group_id == 2])
-    assert Trajectories(batch).joined() is batch
+    batch = Batch.collate([item for item in SAMPLES if item.group_id == 2])
+    assert Trajectories(batch).join() is batch
 
 
 def cut(batch: Batch, rng: np.random.Generator) -> tuple[Batch, list[int]]:
-    """Each response in up to three segments, shuffled; and the row that each came from."""
+    """Cut each response into up to three segments, shuffled; return also the row of each."""
     columns: dict[str, list[np.ndarray]] = {name: [] for name in batch.columns}
     rows, segments = [], []
     for row in range(len(batch)):
@@ -77,15 +76,15 @@ def cut(batch: Batch, rng: np.random.Generator) -> tuple[Batch, list[int]]:
             for name, column in batch.columns.items():
                 part = column[row][start:end] if isinstance(column, Jagged) else column[row]
                 columns[name].append(part)
-    found = {
-        name: Jagged.of(columns[name], column.values.dtype)
+    result = {
+        name: Jagged.pack(columns[name], column.values.dtype)
         if isinstance(column, Jagged)
         else np.array(columns[name])
         for name, column in batch.columns.items()
     }
     order = rng.permutation(len(rows)).tolist()
     numbers = {"trajectories": np.array(rows), "segments": np.array(segments)}
-    return Batch({**found, **numbers}).take(order), [rows[i] for i in order]
+    return Batch({**result, **numbers}).take(order), [rows[i] for i in order]
 
 
 @pytest.mark.parametrize(
@@ -96,38 +95,38 @@ def test_an_advantage_of_trajectories_does_not_depend_on_where_they_were_cut(ora
     rng = np.random.default_rng(0)
     for _, batch in oracles.random_cases(nonnegative=oracle is oracles.maxrl)[:40]:
         batch = Batch({n: c for n, c in batch.columns.items() if n != "prompt_ids"})
-        whole = token_advantages(batch, oracle.__name__, settings)
+        full = compute_advantages(batch, oracle.__name__, settings)
         parts, rows = cut(batch, rng)
-        for name, column in token_advantages(parts, oracle.__name__, settings).items():
+        for name, column in compute_advantages(parts, oracle.__name__, settings).items():
             for row in range(len(batch)):
-                mine = [i for i, of in enumerate(rows) if of == row]
-                mine.sort(key=lambda i: parts.array("segments")[i])
-                joined = np.concatenate([column[i] for i in mine])
-                np.testing.assert_allclose(joined, whole[name][row], 1e-5, 1e-6)
+                segments = [i for i, of in enumerate(rows) if of == row]
+                segments.sort(key=lambda i: parts.array("segments")[i])
+                joined = np.concatenate([column[i] for i in segments])
+                np.testing.assert_allclose(joined, full[name][row], 1e-5, 1e-6)
 
 
 def test_filters_keep_and_drop_whole_trajectories():
-    batch = Batch.of(SAMPLES)
-    same = Batch.of([*SAMPLES, sample(8, 0, 0, [1], 1.0), sample(8, 0, 1, [2], 1.0)])
-    kept = kept_groups(same, SamplesConfig(group_filter="drop_uniform"))
-    assert set(kept.array("group_ids").tolist()) == {2, 5} and len(kept) == len(SAMPLES)
-    best = kept_responses(batch, SamplesConfig(keep_responses=1, keep_by="best"), [0])
+    batch = Batch.collate(SAMPLES)
+    same = Batch.collate([*SAMPLES, sample(8, 0, 0, [1], 1.0), sample(8, 0, 1, [2], 1.0)])
+    selected = filter_groups(same, FilterConfig(group_filter="drop_uniform"))
+    assert set(selected.array("group_ids").tolist()) == {2, 5} and len(selected) == len(SAMPLES)
+    best = choose_responses(batch, FilterConfig(keep_responses=1, keep_by="best"), [0])
     assert [row.tolist() for row in best.jagged("response_ids")] == [
         [3, 0, 4], [7, 8], [1, 2], [5],
     ]  # fmt: skip
 
 
 def test_metrics_count_a_trajectory_once():
-    batch = Batch.of(SAMPLES)
+    batch = Batch.collate(SAMPLES)
     assert step_samples.describe_samples(batch)["reward"] == 7 / 4
     assert step_samples.describe_samples(batch)["samples_per_trajectory"] == 6 / 4
     assert evaluation.compute_scores(batch, RewardConfig())["accuracy"] == 7 / 4
 
 
 def test_versions_are_those_of_tokens_that_the_policy_chose():
-    policy_checks.check_versions(Batch.of(SAMPLES), 3)
+    policy_checks.check_versions(Batch.collate(SAMPLES), 3)
     with pytest.raises(policy_checks.PolicyMismatchError, match=r"version \[3\]; expected 4"):
-        policy_checks.check_versions(Batch.of(SAMPLES), 4)
+        policy_checks.check_versions(Batch.collate(SAMPLES), 4)
 
 
 def test_every_advantage_is_cut():

@@ -104,8 +104,8 @@ def column(values: np.ndarray, lengths: tuple[int, ...] = (3, 2)) -> Batch:
     offsets = np.concatenate([[0], np.cumsum(lengths)])
     return Batch(
         {
-            "prompt_ids": Jagged.of([[1], [1]], np.int64),
-            "response_ids": Jagged.of([[2, 3], [4]], np.int64),
+            "prompt_ids": Jagged.pack([[1], [1]], np.int64),
+            "response_ids": Jagged.pack([[2, 3], [4]], np.int64),
             "routed_experts": Jagged(values, offsets),
         }
     )

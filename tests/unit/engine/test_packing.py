@@ -19,9 +19,9 @@ CPU = torch.device("cpu")
 def batch(prompts=((5, 6), (7,), (8, 9, 10)), responses=((1, 2, 3), (4,), (11, 12))):
     return Batch(
         {
-            "prompt_ids": Jagged.of(prompts, np.int64),
-            "response_ids": Jagged.of(responses, np.int64),
-            "advantages": Jagged.of([[t / 10 for t in r] for r in responses], np.float32),
+            "prompt_ids": Jagged.pack(prompts, np.int64),
+            "response_ids": Jagged.pack(responses, np.int64),
+            "advantages": Jagged.pack([[t / 10 for t in r] for r in responses], np.float32),
             "rewards": np.zeros(len(prompts), np.float32),
         }
     )
@@ -154,14 +154,14 @@ def test_zigzag_rows_cover_a_pack():
 
 
 def test_a_column_that_does_not_run_along_the_responses_is_named():
-    bad = batch().with_columns(advantages=Jagged.of([[0.1], [0.2], [0.3]], np.float32))
+    bad = batch().with_columns(advantages=Jagged.pack([[0.1], [0.2], [0.3]], np.float32))
     with pytest.raises(ValueError, match="'advantages' does not run along the response tokens"):
         pack(bad, [[0, 1, 2]], PackSplit(), CPU)
 
 
 def test_experts_of_any_stage_run_along_prompts_too_and_are_in_no_pack():
     lengths = batch().num_tokens
-    ids = Jagged.of([np.zeros((length, 2, 2)) for length in lengths], np.uint8)
+    ids = Jagged.pack([np.zeros((length, 2, 2)) for length in lengths], np.uint8)
     own = batch().with_columns(**{"stage_routed_experts": ids, "stage_routed_experts/1,2": ids})
     [micro] = pack(own, [[0, 1, 2]], PackSplit(), CPU)
     assert "advantages" in micro.columns

@@ -15,7 +15,7 @@ import pytest
 import ray
 
 from mcore_rl.cli.main import main
-from mcore_rl.config.resolve import placement_of
+from mcore_rl.config.resolve import resolve_placement
 from mcore_rl.config.schema import (
     AlgorithmConfig,
     EngineConfig,
@@ -452,7 +452,7 @@ def config_of(layout: Layout, servers: int, tp: int, method: str = "colocated", 
         weight_sync=WeightSyncConfig(method=method),
         **settings,  # type: ignore[arg-type]
     )
-    config.placement = placement_of(config)
+    config.placement = resolve_placement(config)
     return config
 
 

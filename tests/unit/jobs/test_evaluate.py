@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.config.eval_schema import EvalConfig, SamplingConfig, ScoringConfig, as_run
+from mcore_rl.config.resolve_train import build_server_config
+from mcore_rl.config.schema import EvalConfig, SamplingConfig, ScoringConfig
 from mcore_rl.data.batch import Batch, Jagged
 from mcore_rl.data.datasets import PromptDataset, PromptRow
-from mcore_rl.data.prompt_batches import held_out_batch
+from mcore_rl.data.prompt_batches import build_held_out_batch
 from mcore_rl.data.sample import Sample
 from mcore_rl.jobs import evaluate
 from mcore_rl.jobs.evaluate import (
@@ -51,10 +52,10 @@ class Tokenizer:
 
 def test_a_set_whose_rewards_have_all_failed_has_no_correct_response():
     """Then the term that says what is correct has no column."""
-    prompts = held_out_batch(PromptDataset([PromptRow([7], {"answer": "7"})]), 1)
+    prompts = build_held_out_batch(PromptDataset([PromptRow([7], {"answer": "7"})]), 1)
     group = int(prompts.array("group_ids")[0])
     failed = Sample([7], [1], [1], [0.0], [0], "stop", group, reward_error="late")
-    samples = Batch.of([failed, failed])
+    samples = Batch.collate([failed, failed])
     set_samples = SetSamples.build(prompts, samples, Tokenizer(), None, ScoringConfig(term="right"))
     assert set_samples.columns["correct"] == [False, False]
     parts = samples.with_columns(**{"reward/right": np.array([np.nan, 1.0], np.float32)})
@@ -69,17 +70,19 @@ class EndTokenizer:
 
 
 def responses(*answers: tuple[list[int], str], stop=()) -> list[str]:
-    prompt = Batch.of([Sample([5], [1], [1], [0.0], [0], "stop", 0)]).select("prompt_ids")
+    prompt = Batch.collate([Sample([5], [1], [1], [0.0], [0], "stop", 0)]).select("prompt_ids")
     prompt = prompt.with_columns(
         group_ids=np.array([0]),
         rows=np.array([0]),
-        fields=Jagged.of_texts([json.dumps({"answer": "1"})]),
+        fields=Jagged.pack_texts([json.dumps({"answer": "1"})]),
     )
     made = [
         Sample([5], ids, [1] * len(ids), [0.0] * len(ids), [0] * len(ids), end, 0)
         for ids, end in answers
     ]
-    samples = SetSamples.build(prompt, Batch.of(made), EndTokenizer(), None, ScoringConfig(), stop)
+    samples = SetSamples.build(
+        prompt, Batch.collate(made), EndTokenizer(), None, ScoringConfig(), stop
+    )
     return samples.columns["response"]
 
 
@@ -104,7 +107,7 @@ class Pool:
 
     def generate(self, prompts, n, on_samples):
         made = [
-            Batch.of([replace(sample(int(group)), reward=float(not i)) for i in range(n)])
+            Batch.collate([replace(sample(int(group)), reward=float(not i)) for i in range(n)])
             for group in prompts.array("group_ids")
         ]
         for batch in made:
@@ -130,7 +133,7 @@ def inputs(digests: str = "ab", **changes) -> evaluate._Inputs:
     rows = [PromptRow([1, row], {"answer": "1"}) for row in range(PROMPTS)]
     sets = {name: PromptDataset(Rows(rows, d)) for name, d in zip("ab", digests, strict=True)}
     config.data.sets = {name: f"{name}.jsonl" for name in sets}
-    run = as_run(config, "cpu", "model/checkpoint", "2024-07-26")
+    run = build_server_config(config, "cpu", "model/checkpoint", "2024-07-26")
     return evaluate._Inputs(config, run, JoiningTokenizer(), sets, lambda text, end: text)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from mcore_rl.config.resolve import placement_of
+from mcore_rl.config.resolve import resolve_placement
 from mcore_rl.config.schema import (
     DataConfig,
     EngineConfig,
@@ -44,7 +44,7 @@ def config_of(layout: Layout, recompute: RecomputeConfig, **engine: object) -> R
         ),
         rollout=RolloutConfig(max_response_tokens=3000),
     )
-    return replace(config, placement=placement_of(config))
+    return replace(config, placement=resolve_placement(config))
 
 
 def model_of(name: str) -> dict[str, object]:

@@ -18,9 +18,7 @@ import pytest
 from mcore_rl.cli import chat, samples
 from mcore_rl.cli.compose import compose_config
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.config.eval_schema import EvalConfig
-from mcore_rl.config.schema import RLConfig
-from mcore_rl.config.train_schema import DPOConfig, RMConfig, SFTConfig
+from mcore_rl.config.schema import DPOConfig, EvalConfig, RLConfig, RMConfig, SFTConfig
 from mcore_rl.controller.reaper import processes
 from mcore_rl.jobs.failure import RunFailed
 from mcore_rl.jobs.output import (

@@ -11,8 +11,15 @@ import pytest
 
 from mcore_rl.cli.compose import compose_config
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.config.schema import Layout, ModelConfig, RewardConfig, RLConfig
-from mcore_rl.config.train_schema import ConversationsConfig, SFTConfig, StepsConfig
+from mcore_rl.config.schema import (
+    ConversationsConfig,
+    Layout,
+    ModelConfig,
+    RewardConfig,
+    RLConfig,
+    SFTConfig,
+    StepsConfig,
+)
 from mcore_rl.data.examples import ExampleFiles
 from mcore_rl.data.routed_experts import ExpertLayers
 from mcore_rl.data.tasks import tiny_model
@@ -20,7 +27,7 @@ from mcore_rl.jobs import preflight
 from mcore_rl.jobs.placement import list_replayed_experts
 from mcore_rl.jobs.preflight import _check_choices, check_inputs, check_layouts, load_prompt_files
 from mcore_rl.jobs.supervised_preflight import _check_train_rows
-from mcore_rl.rewards.base import parts_of, rewards
+from mcore_rl.rewards.registry import get_parts, get_registry
 from tests.unit.agents.families import tokenizer_of
 
 
@@ -156,7 +163,7 @@ def test_a_role_that_loops_do_not_know_is_refused_with_its_row_before_a_run(
         load_prompt_files(files, config, tokenizer)
 
 
-FILTER = "algorithm.samples.group_filter_settings.of"
+FILTER = "algorithm.filter.group_filter_settings.of"
 PARTS = "algorithm.advantage_settings.parts"
 GDPO = "algorithm.advantage=gdpo"
 TERMS = "reward.terms={right: {name: math}, brief: {name: overlong, settings: {buffer_tokens: 8}}}"
@@ -235,11 +242,11 @@ SETTINGS = {
 
 def test_the_parts_that_rewards_declare_are_those_that_they_return():
     """Except judge (test_judge_reward.py) and http, whose server may return anything."""
-    assert set(REWARD_CALLS) == set(rewards().names) - {"judge", "http"}
+    assert set(REWARD_CALLS) == set(get_registry().names) - {"judge", "http"}
     for name, (text, fields, more) in REWARD_CALLS.items():
-        result = rewards().bound(name, SETTINGS.get(name, {}))(text, fields, "stop", **more)
-        assert {*result} - {"reward"} == {*parts_of("reward", name)}, name
-    assert parts_of("reward", "judge") == ("parsed",) and parts_of("reward", "http") is None
+        result = get_registry().bind(name, SETTINGS.get(name, {}))(text, fields, "stop", **more)
+        assert {*result} - {"reward"} == {*get_parts("reward", name)}, name
+    assert get_parts("reward", "judge") == ("parsed",) and get_parts("reward", "http") is None
 
 
 def check(sizes: list[int], weights: list[float], batch_size: int) -> None:

@@ -17,7 +17,7 @@ import pytest
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.jobs import ranks
 from mcore_rl.jobs.ranks import ProcessFailed, run_in_process, run_on_ranks
-from mcore_rl.observability.stacks import Look
+from mcore_rl.observability.stacks import ProcessState
 
 LIMIT_S = 300.0
 
@@ -134,7 +134,9 @@ def test_the_limit_is_of_all_ranks_together_and_not_of_each_answer(monkeypatch):
 
     monkeypatch.setattr(ranks, "wait", wait)
     monkeypatch.setattr(ranks, "time", SimpleNamespace(monotonic=lambda: clock_s[0]))
-    monkeypatch.setattr(ranks, "look_at", lambda pid: [Look(pid, "", "waiting", "")])
+    monkeypatch.setattr(
+        ranks, "inspect_process", lambda pid: [ProcessState(pid, "", "waiting", "")]
+    )
     processes = [SimpleNamespace(name=f"rank {rank}", pid=rank) for rank in range(4)]
     with pytest.raises(ProcessFailed, match=r"^rank 3 has not answered in 10 s \(--timeout\)"):
         ranks._gather(processes, [current for current, _ in pipes], [Path()] * 4, 10.0)

@@ -16,7 +16,7 @@ import pytest
 from mcore_rl.cli import recipes
 from mcore_rl.cli.compose import compose_config
 from mcore_rl.cli.main import main
-from mcore_rl.config.resolve import for_lane, resolve
+from mcore_rl.config.resolve import resolve, resolve_for_lane
 from mcore_rl.config.schema import RLConfig
 from mcore_rl.jobs.memory_plan import MemoryPhase, RolePlan, compute_memory_phases, plan_roles
 from mcore_rl.jobs.placement import build_pool_plans, count_devices
@@ -56,7 +56,7 @@ def composed(name: str, *overrides: str) -> RLConfig:
     files = ["model.path=model", "data.train_file=train.parquet", "data.test_file=test.parquet"]
     config = compose_config(RLConfig, [f"recipe={name}", *files, *overrides])
     resolve(config)
-    return for_lane(config, "cuda")
+    return resolve_for_lane(config, "cuda")
 
 
 def model_of(name: str) -> HFConfig:
@@ -83,7 +83,7 @@ def most_bytes(name: str, *overrides: str) -> int:
 
 def test_every_recipe_is_tested_here_or_by_the_quickstart():
     of_a_task = ("quickstart", "tiny", "toy")  # models that are made
-    assert {n for n in recipes.names() if not n.startswith(of_a_task)} == RECIPES.keys()
+    assert {n for n in recipes.list_recipes() if not n.startswith(of_a_task)} == RECIPES.keys()
 
 
 @each_recipe

@@ -11,7 +11,7 @@ from mcore_rl.checkpoint.files import write_checkpoint_info
 from mcore_rl.checkpoint.run_checkpoints import ACTOR, RunCheckpoint, RunCheckpoints
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import DataConfig, Layout, RLConfig
-from mcore_rl.data.sample_tables import table_path, tables_in, write_table
+from mcore_rl.data.sample_tables import get_table_path, list_tables, write_table
 from mcore_rl.jobs.output import RunOutput, lock_run_dir
 from mcore_rl.jobs.resume import (
     _check_settings,
@@ -21,7 +21,7 @@ from mcore_rl.jobs.resume import (
     prepare_settings,
     remove_warm_start,
 )
-from mcore_rl.observability.sinks import read_rows
+from mcore_rl.observability.metrics import read_metrics
 
 
 def saved(config: RLConfig, folder: Path, step: int, **changes: object) -> Path:
@@ -105,6 +105,31 @@ def test_a_setting_that_the_program_has_had_only_since_is_no_other_run(tmp_path,
     del settings["warm_start"]["optimizer"]["max_skipped_steps"]
     _check_settings(rl_config, RunCheckpoint(tmp_path, 2, {"settings": settings}))
     assert "warm_start.optimizer.max_skipped_steps=0 (was None)" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("algorithm.kl_in", "algorithm.kl_placement"),
+        ("algorithm.samples", "algorithm.filter"),
+        ("samples", "sample_log"),
+        ("trainer.asynchronous.over_issue", "trainer.asynchronous.oversampling"),
+    ],
+)
+def test_a_checkpoint_with_the_old_name_of_a_setting_is_resumed(tmp_path, capsys, old, new):
+    resumed = config(tmp_path)
+    resumed.algorithm.kl_placement, resumed.sample_log.every = "reward", 7
+    resumed.algorithm.filter.max_rounds, resumed.trainer.asynchronous.oversampling = 3, 0.25
+    settings = asdict(resumed)
+    *groups, name = old.split(".")
+    group = settings
+    for part in groups:
+        group = group[part]
+    group[name] = group.pop(new.rpartition(".")[2])
+    _check_settings(resumed, RunCheckpoint(tmp_path, 2, {"settings": settings}))
+    out = capsys.readouterr().out
+    assert "going on after step 2" in out and "settings that differ" not in out
+    assert name in group  # the checkpoint itself is left as it is
 
 
 @pytest.mark.parametrize(
@@ -308,25 +333,25 @@ def test_rows_up_to_the_step_stay_and_rewards_and_results_go_on(tmp_path):
         report(9, {"loss": 1.0})
     with first.progress("training", 9) as report:
         for step in (1, 2, 3):
-            report(step, METRICS | {"reward": step / 4, "max_logprob_gap": step / 4})
+            report(step, METRICS_FILE | {"reward": step / 4, "max_logprob_gap": step / 4})
     for step in (1, 2, 3):
-        write_table(table_path(tmp_path, step), {}, 0)
+        write_table(get_table_path(tmp_path, step), {}, 0)
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 4, "rew')  # a disk that was full
     state = {"results": {"max_logprob_gap": 0.5}}
     checkpoint = RunCheckpoint(saved(rl_config, tmp_path, 2), 2, state)
     second = RunOutput(tmp_path, rl_config, checkpoint)
-    rows = read_rows(tmp_path / "metrics.jsonl")
+    rows = read_metrics(tmp_path / "metrics.jsonl")
     assert [(row["step"], row.get("reward")) for row in rows] == [(9, None), (1, 0.25), (2, 0.5)]
     assert (second._rewards, second.results) == ([0.25, 0.5], {"max_logprob_gap": 0.5})
-    assert list(tables_in(tmp_path)) == [1, 2]
+    assert list(list_tables(tmp_path)) == [1, 2]
     RunOutput(tmp_path / "other", rl_config, checkpoint)
-    assert list(tables_in(tmp_path / "other")) == [1, 2]
+    assert list(list_tables(tmp_path / "other")) == [1, 2]
     RunOutput(tmp_path, rl_config)  # it had no checkpoint and begins anew
-    assert list(tables_in(tmp_path)) == []
+    assert list(list_tables(tmp_path)) == []
 
 
-METRICS = dict.fromkeys(
+METRICS_FILE = dict.fromkeys(
     ("response_tokens", "time/generate_s", "time/log_probs_s", "time/update_s",
      "time/weight_sync_s", "tokens_per_s"),
     1.0,

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from mcore_rl.config.resolve import placement_of
+from mcore_rl.config.resolve import resolve_placement
 from mcore_rl.config.schema import RLConfig, TimeoutsConfig
 from mcore_rl.controller import small_stores
 from mcore_rl.controller.object_store import held_bytes
@@ -47,7 +47,7 @@ class Pools:
 def test_ranks_and_servers_wait_longer_inside_than_the_driver_does():
     """So the driver, which sees all of them, is the one that tells who is stuck."""
     config = RLConfig(timeouts=TimeoutsConfig(start_s=500, call_s=400))
-    config.weight_sync.timeout_s, config.placement = 300, placement_of(config)
+    config.weight_sync.timeout_s, config.placement = 300, resolve_placement(config)
     pools, spec = Pools(), rl._build_engine_spec(config, config.actor, 0)
     with rl._start_engine(pools, "actor", spec, None), rl.build_server_pool(config, pools):
         pass

@@ -4,15 +4,14 @@ import time
 
 from rich.console import Console
 
-from mcore_rl.observability.activity import ACTIVITY
+from mcore_rl.observability.activity import ACTIVITY, Stopwatch
 from mcore_rl.observability.console import (
-    Measured,
+    MeanWithError,
     StepProgress,
     StepReport,
     print_before_after,
-    waiting,
+    show_waiting,
 )
-from mcore_rl.observability.stopwatch import Stopwatch
 
 REPORT = StepReport(
     reward=0.4567,
@@ -63,11 +62,11 @@ def test_on_a_terminal_the_cursor_comes_back_when_the_run_fails():
 
 def test_the_table_shows_before_after_and_the_change_in_points():
     to, written = console(terminal=False)
-    found = [
-        ("right", Measured(0.354, 0.021, True), Measured(0.953, 0.009, True)),
-        ("reward", Measured(0.5, 0.1, False), Measured(-0.25, 0.05, False)),
+    lines = [
+        ("right", MeanWithError(0.354, 0.021, True), MeanWithError(0.953, 0.009, True)),
+        ("reward", MeanWithError(0.5, 0.1, False), MeanWithError(-0.25, 0.05, False)),
     ]
-    print_before_after("Held out", found, to)
+    print_before_after("Held out", lines, to)
     rows = [
         [cell.strip() for cell in line.strip("│┃").replace("┃", "│").split("│")]
         for line in written.getvalue().splitlines()
@@ -79,15 +78,15 @@ def test_the_table_shows_before_after_and_the_change_in_points():
     ]
 
 
-def test_nothing_is_told_of_before_where_nobody_measured_it():
+def test_a_table_without_values_before_has_no_such_column():
     to, written = console(terminal=False)
-    print_before_after("Held out", [("reward", None, Measured(0.5, 0.1, False))], to)
+    print_before_after("Held out", [("reward", None, MeanWithError(0.5, 0.1, False))], to)
     assert "before" not in written.getvalue() and "0.500 ± 0.100" in written.getvalue()
 
 
 def test_a_phase_has_a_line_when_it_begins_and_its_seconds_when_it_has_ended():
     to, written = console(terminal=False)
-    with waiting("loading", to):
+    with show_waiting("loading", to):
         assert written.getvalue() == "loading ...\n"
     assert re.fullmatch(r"loading \.\.\.\nloading: 0\.\d s\n", written.getvalue())
 
@@ -97,9 +96,9 @@ def test_on_a_terminal_a_step_shows_what_it_does_and_how_much_has_come():
     with (
         StepProgress("grpo", 16, to),
         Stopwatch(12)("generate"),
-        ACTIVITY.counting(512, "samples") as came,
+        ACTIVITY.count(512, "samples") as update,
     ):
-        came(190)
+        update(190)
         deadline = time.monotonic() + 60  # rich draws in a thread, four times a second
         while "190/512" not in written.getvalue() and time.monotonic() < deadline:
             time.sleep(0.05)
@@ -115,6 +114,6 @@ def test_what_is_drawn_is_no_line_elsewhere():
 
 def test_on_a_terminal_a_wait_shows_its_seconds():
     to, written = console(terminal=True)
-    with waiting("loading", to):
+    with show_waiting("loading", to):
         pass
     assert re.search(r"loading, \d+ s", written.getvalue())

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 import psutil
 
-from mcore_rl.observability.memory import PeakMemory, tree_memory_bytes
+from mcore_rl.observability.memory import PeakMemory, get_tree_memory_bytes
 
 MB = 1 << 20
 # A process with 80 MB of its own and a child with 60 MB, which says when both are there.
@@ -59,28 +59,28 @@ def running(code: str, *arguments: str) -> Iterator[psutil.Process]:
 
 def test_children_and_their_children_count():
     with running(ROOT, FAMILY) as family:
-        assert 140 * MB <= tree_memory_bytes(family) < 200 * MB
-    assert tree_memory_bytes(family) == 0
+        assert 140 * MB <= get_tree_memory_bytes(family) < 200 * MB
+    assert get_tree_memory_bytes(family) == 0
 
 
 def test_the_peak_outlives_the_memory():
     done = subprocess.run([sys.executable, "-c", PEAK], capture_output=True, text=True, check=True)
-    start, found = map(int, done.stdout.split())
-    assert start > 0 and 180 * MB <= found < 250 * MB
+    start, peak = map(int, done.stdout.split())
+    assert start > 0 and 180 * MB <= peak < 250 * MB
 
 
 def test_what_its_thread_takes_is_bounded_and_growth_between_counts(monkeypatch):
-    """PSS, which takes all that the thread may, is asked once; memory that is not shared counts."""
-    asked: list[int] = []
+    """PSS, which takes all that the thread may, is read once; memory that is not shared counts."""
+    calls: list[int] = []
 
     def slow(process: psutil.Process) -> int:
-        asked.append(process.pid)
+        calls.append(process.pid)
         until = time.thread_time() + 0.01
         while time.thread_time() < until:
             pass
         return psutil.Process(process.pid).memory_info().rss
 
-    monkeypatch.setattr("mcore_rl.observability.memory.process_memory_bytes", slow)
+    monkeypatch.setattr("mcore_rl.observability.memory.get_process_memory_bytes", slow)
     with PeakMemory(interval_s=0.02, share=1e-6) as memory:
         start = memory.peak_bytes
         block = bytearray(b"x") * (100 * MB)
@@ -89,18 +89,18 @@ def test_what_its_thread_takes_is_bounded_and_growth_between_counts(monkeypatch)
             time.sleep(0.02)
         del block
     assert 90 * MB <= memory.peak_bytes - start < 150 * MB
-    assert len(asked) == len(set(asked))
+    assert len(calls) == len(set(calls))
 
 
 def test_memory_that_processes_share_counts_once(tmp_path):
     path = tmp_path / "shared"
     path.write_bytes(b"x" * (64 * MB))
     with running(READER, str(path), READER) as reader:
-        assert tree_memory_bytes(reader) < 96 * MB  # twice would be 128, and the interpreters
+        assert get_tree_memory_bytes(reader) < 96 * MB  # twice would be 128, and the interpreters
 
 
 def test_a_process_that_has_ended_counts_nothing():
     process = subprocess.Popen([sys.executable, "-c", ""])
     gone = psutil.Process(process.pid)
     process.wait()
-    assert tree_memory_bytes(gone) == 0
+    assert get_tree_memory_bytes(gone) == 0

@@ -1,4 +1,4 @@
-"""What a person sees of a run on a real pseudo-terminal, when it has ended."""
+"""Output of a run on a real pseudo-terminal, as a person sees it at the end."""
 
 from __future__ import annotations
 
@@ -14,32 +14,31 @@ from tests.terminal import Screen, on_terminal, seen_on_terminal
 WIDTHS = (80, 140)
 RUN = """
 import os, sys, time
-from mcore_rl.observability.activity import ACTIVITY
+from mcore_rl.observability.activity import ACTIVITY, Stopwatch
 from mcore_rl.observability.console import (
-    Measured, StepProgress, StepReport, print_before_after, show_line, waiting,
+    MeanWithError, StepProgress, StepReport, print_before_after, show_line, show_waiting,
 )
-from mcore_rl.observability.stopwatch import Stopwatch
 from mcore_rl.observability.warnings import warn
 
-with waiting("starting"):
+with show_waiting("starting"):
     print("1 node")
 with StepProgress("training", 20) as progress:
     for step in range(1, 21):
-        with Stopwatch(step)("generate"), ACTIVITY.counting(8, "samples") as count:
+        with Stopwatch(step)("generate"), ACTIVITY.count(8, "samples") as count:
             count(4)
             time.sleep(0.02)
         show_line(f"step {step}: sample, reward 1.000  " + "word " * 30 + "end")
         if step in (7, 20):
             warn(f"step {step}: half of the responses are empty")
         if step == 10:
-            with waiting("evaluating"):
+            with show_waiting("evaluating"):
                 time.sleep(0.3)
         if step == 12:
             print("a line of a library")
         progress.update(step, StepReport(step / 20, 23.45, 1.0, 2.0, 0.1, 5000.0))
-with waiting("exporting"):
+with show_waiting("exporting"):
     time.sleep(0.3)
-print_before_after("Held out", [("reward", None, Measured(0.5, 0.1, False))])
+print_before_after("Held out", [("reward", None, MeanWithError(0.5, 0.1, False))])
 """
 
 
@@ -62,7 +61,6 @@ def test_after_twenty_steps_a_person_sees_each_line_once_and_the_last_bar(column
 
 
 def test_a_path_that_is_longer_than_a_line_stays_whole():
-    """A newline in it would be copied with it."""
     path = f"/{'long/' * 20}end"
     program = f"""
 from mcore_rl.observability.console import StepProgress, show_line
@@ -91,8 +89,8 @@ with StepProgress("training", 1) as progress:
 
 STEPS = """
 import sys
-from mcore_rl.observability.console import StepProgress, waiting
-with waiting("starting"):
+from mcore_rl.observability.console import StepProgress, show_waiting
+with show_waiting("starting"):
     pass
 with StepProgress("training", 2) as progress:
     for step in (1, 2):

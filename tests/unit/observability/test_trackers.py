@@ -33,9 +33,11 @@ def test_a_tracker_that_cannot_start_is_refused_by_name(tmp_path, monkeypatch):
     def broken(run):
         raise RuntimeError("no engine for sqlite\nTraceback of a library")
 
-    monkeypatch.setitem(trackers._KINDS, "tensorboard", broken)
-    told = "trainer.trackers: tensorboard cannot start: RuntimeError: no engine for sqlite; allowed"
-    with pytest.raises(ConfigError, match=told):
+    monkeypatch.setitem(trackers._TRACKERS, "tensorboard", broken)
+    message = (
+        "trainer.trackers: tensorboard cannot start: RuntimeError: no engine for sqlite; allowed"
+    )
+    with pytest.raises(ConfigError, match=message):
         open_trackers(["tensorboard"], TrackedRun(tmp_path, "project", {}))
 
 
@@ -44,9 +46,9 @@ def test_mlflow_has_every_value_with_its_step(tmp_path, monkeypatch):
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     log_rows("mlflow", tmp_path)
     with sqlite3.connect(tmp_path / "mlflow.db") as base:
-        found = base.execute("select key, step, value from metrics order by key").fetchall()
+        rows = base.execute("select key, step, value from metrics order by key").fetchall()
         status = base.execute("select status from runs").fetchall()
-    assert found == [("eval/test/reward", 0, 0.25), ("reward", 1, 0.5), ("warm_start/loss", 2, 1.0)]
+    assert rows == [("eval/test/reward", 0, 0.25), ("reward", 1, 0.5), ("warm_start/loss", 2, 1.0)]
     assert status == [("FINISHED",)]
 
 

@@ -14,16 +14,14 @@ from typing import Any
 
 import pytest
 
-from mcore_rl.cli import rl
 from mcore_rl.cli.compose import compose_config
-from mcore_rl.cli.job import SCHEMAS
-from mcore_rl.cli.main import main
+from mcore_rl.cli.job import JOB_COMMANDS, SCHEMAS
+from mcore_rl.cli.main import load_command, main
 from mcore_rl.cli.options import parse_layout
-from mcore_rl.config.describe import setting_names
-from mcore_rl.config.eval_schema import resolve_eval
+from mcore_rl.config.describe import RENAMED, list_setting_names
 from mcore_rl.config.resolve import resolve
 from mcore_rl.config.resolve_engine import resolve_layout
-from mcore_rl.config.resolve_train import resolve_train
+from mcore_rl.config.resolve_train import resolve_eval, resolve_train
 from mcore_rl.config.schema import Layout, RLConfig
 from mcore_rl.reshard.layout import GenerationLayout
 from tests.pages import of_kind
@@ -33,7 +31,7 @@ ARCHITECTURE = ROOT / "docs" / "architecture.md"
 CONFIGURATION = ROOT / "docs" / "configuration.md"
 WRITER = ROOT / "tests" / "write_configuration_doc.py"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-SETTINGS = [name for schema in SCHEMAS.values() for name in setting_names(schema)]
+SETTINGS = [name for schema in SCHEMAS.values() for name in list_setting_names(schema)]
 GROUPS = {".".join(parts[:n]) for key in SETTINGS for parts in [key.split(".")] for n in (1, 2, 3)}
 
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -119,7 +117,7 @@ def test_every_setting_exists(page: Path):
     assert [key for key in named if key not in SETTINGS] == []
     spans = CODE_SPAN.findall(FENCE.sub("", text))
     keys = [s for s in spans if re.fullmatch(r"\w+(\.\w+)+", s) and s.partition(".")[0] in GROUPS]
-    assert [key for key in keys if key not in SETTINGS and key not in GROUPS] == []
+    assert [key for key in keys if key not in {*SETTINGS, *GROUPS, *RENAMED}] == []
 
 
 def command_lines(text: str) -> Iterator[list[str]]:
@@ -164,7 +162,7 @@ def check_command(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(sys, "argv", ["mcore-rl", name, *arguments])
         assert main() == 0
         return
-    options = importlib.import_module(f"mcore_rl.cli.{name}").build_parser().parse_args(arguments)
+    options = load_command(name).build_parser().parse_args(arguments)
     for option in ("layout", "train", "target"):
         if text := getattr(options, option, None):
             resolve_layout(f"--{option}", parse_layout(f"--{option}", text, Layout))
@@ -199,8 +197,9 @@ def test_every_command_that_starts_nothing_prints_and_leaves_nothing(
 def test_the_examples_of_the_help_are_commands_that_work(monkeypatch, tmp_path):
     write_recipes(CONFIGURATION.read_text(), tmp_path)
     monkeypatch.chdir(tmp_path / "here")
-    commands = list(command_lines(rl.EXAMPLES.replace(" > mine.yaml", "")))
-    assert len(commands) == rl.EXAMPLES.count("mcore-rl rl")
+    examples = JOB_COMMANDS["rl"].examples
+    commands = list(command_lines(examples.replace(" > mine.yaml", "")))
+    assert len(commands) == examples.count("mcore-rl rl")
     for words in commands:
         check_command(words, monkeypatch)
 
@@ -227,7 +226,7 @@ def test_the_tables_of_the_configuration_page_are_those_of_the_schema():
     current = CONFIGURATION.read_text()
     made = runpy.run_path(str(WRITER))["page"](current)
     assert current == made, "run: .venv/bin/python tests/write_configuration_doc.py"
-    assert [key for key in setting_names(RLConfig) if f"| `{key}` |" not in current] == []
+    assert [key for key in list_setting_names(RLConfig) if f"| `{key}` |" not in current] == []
 
 
 @pytest.mark.parametrize("page", [p for p in PAGES if ">>> " in p.read_text()], ids=page_id)

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from mcore_rl.cli.compose import compose_config
-from mcore_rl.config.resolve import for_lane
+from mcore_rl.config.resolve import resolve_for_lane
 from mcore_rl.config.schema import RLConfig
 from mcore_rl.jobs.placement import build_pool_plans, count_devices
 from tests.pages import of_kind
@@ -66,7 +66,7 @@ def test_scripts_are_of_bash_and_shellcheck_has_nothing_to_say(script):
 def test_a_job_asks_for_as_many_devices_as_its_recipe_needs(script):
     recipe = re.search(r"run_job recipe=(\w+)", script.read_text())
     assert recipe, script
-    config = for_lane(compose_config(RLConfig, [f"recipe={recipe[1]}"]), "cpu")
+    config = resolve_for_lane(compose_config(RLConfig, [f"recipe={recipe[1]}"]), "cpu")
     devices = int(asked(script, "nodes")) * int(asked(script, "gpus-per-node") or 1)
     assert devices == count_devices(build_pool_plans(config))
     assert config.trainer.save_every or "trainer.save_every=" in script.read_text()

@@ -12,7 +12,7 @@ import yaml
 from transformers import TrainingArguments
 
 from mcore_rl.cli import other_names
-from mcore_rl.config.describe import groups
+from mcore_rl.config.describe import list_setting_groups
 from mcore_rl.config.schema import RLConfig
 from tests.pages import ROOT
 
@@ -37,7 +37,7 @@ def leaves(at: Any, key: str = "") -> set[str]:
 
 
 def test_each_setting_of_ours_exists_and_each_row_has_one():
-    known = {setting.key for group in groups(RLConfig()) for setting in group.settings}
+    known = {setting.key for group in list_setting_groups(RLConfig()) for setting in group.settings}
     assert len(ROWS) > 100 and all(row[2] for row in ROWS)
     assert set(names(2)) <= known, set(names(2)) - known
     theirs = [name for name in names(0) if name]

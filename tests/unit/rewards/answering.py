@@ -13,9 +13,9 @@ from typing import Any
 Answer = Callable[[asyncio.StreamWriter], Awaitable[None]]
 
 
-def says(found: object, status: int = 200, **headers: str) -> Answer:
+def says(content: object, status: int = 200, **headers: str) -> Answer:
     """`found` as it is, if that is bytes, or else as JSON."""
-    body = found if isinstance(found, bytes) else json.dumps(found).encode()
+    body = content if isinstance(content, bytes) else json.dumps(content).encode()
     named = {name.replace("_", "-"): value for name, value in headers.items()}
     lines = [f"HTTP/1.1 {status} so", f"Content-Length: {len(body)}", "Connection: close"]
     lines += [f"{name}: {value}" for name, value in named.items()]
@@ -26,8 +26,8 @@ def says(found: object, status: int = 200, **headers: str) -> Answer:
     return answer
 
 
-async def dies(writer: asyncio.StreamWriter) -> None:
-    """Closes the connection without a word."""
+async def disconnect(writer: asyncio.StreamWriter) -> None:
+    """Close the connection without an answer."""
 
 
 async def stops_half_way(writer: asyncio.StreamWriter) -> None:
@@ -56,7 +56,7 @@ class Answering:
 
     script: Sequence[Answer]
     url: str = ""
-    asked: list[dict[str, Any]] = field(default_factory=list)
+    requests: list[dict[str, Any]] = field(default_factory=list)
     headers: list[dict[str, str]] = field(default_factory=list)
     lines: list[str] = field(default_factory=list)  # such as POST /score HTTP/1.1
 
@@ -65,10 +65,10 @@ class Answering:
             head = (await reader.readuntil(b"\r\n\r\n")).decode().splitlines()
             headers = dict(line.lower().split(": ", 1) for line in head[1:] if line)
             body = await reader.readexactly(int(headers["content-length"]))
-            number = len(self.asked)
+            number = len(self.requests)
             self.lines.append(head[0])
             self.headers.append(headers)
-            self.asked.append(json.loads(body))
+            self.requests.append(json.loads(body))
             await self.script[min(number, len(self.script) - 1)](writer)
             await writer.drain()
         except (ConnectionError, asyncio.IncompleteReadError):
@@ -79,18 +79,18 @@ class Answering:
 
 @asynccontextmanager
 async def answering(*script: Answer) -> AsyncIterator[Answering]:
-    found = Answering(script)
+    result = Answering(script)
     tasks = set()
 
     def served(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.ensure_future(found._serve(reader, writer))
+        task = asyncio.ensure_future(result._serve(reader, writer))
         tasks.add(task)
         task.add_done_callback(tasks.discard)
 
     server = await asyncio.start_server(served, "127.0.0.1", 0)
-    found.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/score"
+    result.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/score"
     try:
-        yield found
+        yield result
     finally:
         server.close()
         for task in list(tasks):

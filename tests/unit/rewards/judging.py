@@ -1,4 +1,4 @@
-"""Responses as an agent loop hands them to a judge."""
+"""Responses as an agent loop passes them to the reward manager."""
 
 from __future__ import annotations
 
@@ -7,43 +7,43 @@ from collections.abc import Sequence
 
 from mcore_rl.config.schema import RewardConfig
 from mcore_rl.data.sample import Sample
-from mcore_rl.rewards.judge import Judge
+from mcore_rl.rewards.manager import RewardManager
 
 
 def response(answer: object = "7", num_tokens: int = 3, finish_reason: str = "stop") -> Sample:
-    ones = [1] * num_tokens
+    unit = [1] * num_tokens
     return Sample(
         prompt_ids=[5],
-        response_ids=ones,
-        response_mask=ones,
+        response_ids=unit,
+        response_mask=unit,
         rollout_log_probs=[0.0] * num_tokens,
-        weight_versions=ones,
+        weight_versions=unit,
         finish_reason=finish_reason,
         group_id=0,
         fields={"answer": answer},
     )
 
 
-async def judged_by(
-    judge: Judge, texts: Sequence[str], samples: Sequence[Sample] = (), max_tokens: int = 16
+async def compute_rewards_with(
+    judge: RewardManager, texts: Sequence[str], samples: Sequence[Sample] = (), max_tokens: int = 16
 ) -> list[Sample]:
     samples = list(samples) or [response() for _ in texts]
     await judge(samples, texts, max_tokens, "row 3 of the data")
     return samples
 
 
-def judged(
+def compute_rewards(
     config: RewardConfig,
     texts: Sequence[str],
     samples: Sequence[Sample] = (),
     max_tokens: int = 16,
 ) -> list[Sample]:
-    """By a judge of their own."""
+    """Compute rewards with a new manager."""
 
     async def run() -> list[Sample]:
-        judge = Judge(config, max_tokens)
+        judge = RewardManager(config, max_tokens)
         try:
-            return await judged_by(judge, texts, samples, max_tokens)
+            return await compute_rewards_with(judge, texts, samples, max_tokens)
         finally:
             await judge.close()
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.rewards.base import answers_of
+from mcore_rl.rewards.registry import get_answer_finder
 
 
 @pytest.mark.parametrize(
-    ("name", "settings", "text", "found"),
+    ("name", "settings", "text", "result"),
     [
         ("final_number", {}, "1+1=2\n#### 2", "2"),
         ("final_number", {}, "#### 2\nor 3", None),
@@ -23,19 +23,19 @@ from mcore_rl.rewards.base import answers_of
         ("choice", {"letters": "AB"}, "The answer is (C).", None),
     ],
 )
-def test_the_answer_is_the_one_that_the_reward_reads(name, settings, text, found):
-    assert answers_of("reward", name, settings)(text, "stop") == found
+def test_the_answer_is_the_one_that_the_reward_reads(name, settings, text, result):
+    assert get_answer_finder("reward", name, settings)(text, "stop") == result
 
 
 def test_a_response_that_was_cut_off_has_no_final_number():
-    assert answers_of("reward", "final_number", {})("#### 2", "length") is None
+    assert get_answer_finder("reward", "final_number", {})("#### 2", "length") is None
 
 
 @pytest.mark.parametrize(
     ("name", "settings"), [("substring", {}), ("math", {"boxed_only": False}), ("overlong", {})]
 )
 def test_rewards_without_one_answer_have_none(name, settings):
-    assert answers_of("reward", name, settings | _needed(name)) is None
+    assert get_answer_finder("reward", name, settings | _needed(name)) is None
 
 
 def _needed(name: str) -> dict[str, object]:
@@ -44,4 +44,4 @@ def _needed(name: str) -> dict[str, object]:
 
 def test_settings_are_checked():
     with pytest.raises(ConfigError, match=r"reward.terms.a.settings.no is no setting"):
-        answers_of("reward.terms.a", "choice", {"no": 1})
+        get_answer_finder("reward.terms.a", "choice", {"no": 1})

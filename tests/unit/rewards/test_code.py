@@ -6,11 +6,11 @@ import pytest
 
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import RewardConfig
-from mcore_rl.rewards.base import RewardError
-from mcore_rl.rewards.rules_code import last_program
-from mcore_rl.sandbox.probe import probed
+from mcore_rl.rewards.code import find_last_program
+from mcore_rl.rewards.registry import RewardError
+from mcore_rl.sandbox.sandbox import probe_tiers
 from mcore_rl.sandbox.tiers import Tier
-from tests.unit.rewards.judging import judged, response
+from tests.unit.rewards.judging import compute_rewards, response
 
 PAIRS = json.dumps(
     {"inputs": ["3 4\n", "1 1\n", "0 5\n", "2 9\n"], "outputs": ["7", "2", "5", "11"]}
@@ -20,7 +20,8 @@ ADD = "def add(a, b):\n    return a + b\n"
 READ = "a, b = map(int, input().split())\n"
 
 pytestmark = pytest.mark.skipif(
-    not isinstance(probed("auto"), Tier), reason=f"there is no sandbox here: {probed('auto')}"
+    not isinstance(probe_tiers("auto"), Tier),
+    reason=f"there is no sandbox here: {probe_tiers('auto')}",
 )
 
 
@@ -28,8 +29,10 @@ def fenced(program: str) -> str:
     return f"This is it:\n```python\n{program}```\nDone."
 
 
-def found(answer: object, texts: list[str], **settings: object) -> list[dict[str, float]]:
-    samples = judged(RewardConfig("code", settings), texts, [response(answer) for _ in texts])
+def compute(answer: object, texts: list[str], **settings: object) -> list[dict[str, float]]:
+    samples = compute_rewards(
+        RewardConfig("code", settings), texts, [response(answer) for _ in texts]
+    )
     return [{"reward": sample.reward, **sample.reward_parts} for sample in samples]
 
 
@@ -47,7 +50,7 @@ def test_outputs():
         fenced("not Python\n"),
         "print(7)",
     ]
-    assert found(PAIRS, texts) == [
+    assert compute(PAIRS, texts) == [
         parts(1, 1),
         parts(1, 1),
         parts(0.5, 0.5),
@@ -66,12 +69,12 @@ def test_asserts():
         fenced(ADD + "print('passed')\nimport os\nos._exit(0)\n"),
         fenced("def add(a, b):\n    if a == 1:\n        raise ValueError\n    return a + b\n"),
     ]
-    rewards = [one["reward"] for one in found(ASSERTS, texts)]
+    rewards = [item["reward"] for item in compute(ASSERTS, texts)]
     assert rewards == [1, pytest.approx(1 / 3), 0, 0, pytest.approx(2 / 3)]
 
 
 def test_a_program_is_a_module_that_libraries_find():
-    """By dataclasses, typing, pickle and inspect."""
+    # By dataclasses, typing, pickle and inspect.
     program = """\
 from __future__ import annotations
 import dataclasses, pickle, sys, typing
@@ -89,17 +92,17 @@ class Point:
         "assert vars(sys.modules[Point.__module__])['Point'] is Point",
         "assert __name__ != '__main__'",
     ]
-    assert found({"asserts": tests}, [fenced(program)]) == [parts(1, 1)]
+    assert compute({"asserts": tests}, [fenced(program)]) == [parts(1, 1)]
 
 
 def test_tests_of_a_column_of_structs_have_nulls():
     tests = {**ASSERTS, "inputs": None, "outputs": None}
-    assert found(tests, [fenced(ADD)]) == [parts(1, 1)]
+    assert compute(tests, [fenced(ADD)]) == [parts(1, 1)]
 
 
 def test_all_or_nothing():
     texts = [fenced(ADD), fenced("def add(a, b):\n    return a * b\n")]
-    assert found(ASSERTS, texts, all_or_nothing=True) == [
+    assert compute(ASSERTS, texts, all_or_nothing=True) == [
         parts(1, 1),
         parts(0, pytest.approx(1 / 3)),
     ]
@@ -107,15 +110,15 @@ def test_all_or_nothing():
 
 def test_a_test_that_reaches_a_limit_fails_those_after_it():
     texts = [fenced(f"{READ}while a == 1: pass\nprint(a + b)\n")]
-    assert found(PAIRS, texts, cpu_s=0.3) == [parts(0.25, 0.25)]
+    assert compute(PAIRS, texts, cpu_s=0.3) == [parts(0.25, 0.25)]
     texts = [fenced("def add(a, b):\n    while a == 1: pass\n    return a + b\n")]
-    assert found(ASSERTS, texts, cpu_s=0.3) == [parts(pytest.approx(1 / 3), pytest.approx(1 / 3))]
+    assert compute(ASSERTS, texts, cpu_s=0.3) == [parts(pytest.approx(1 / 3), pytest.approx(1 / 3))]
 
 
 def test_a_response_that_takes_too_long_is_unchecked():
     texts = [fenced("import time\ntime.sleep(60)\n")]
     expected = {"reward": 0.0, "passed": 0.0, "answered": 1.0, "unchecked": 1.0}
-    assert found(PAIRS, texts, timeout_s=1.0) == [expected]
+    assert compute(PAIRS, texts, timeout_s=1.0) == [expected]
 
 
 @pytest.mark.parametrize(
@@ -151,7 +154,7 @@ def test_a_response_that_takes_too_long_is_unchecked():
     ],
 )
 def test_the_last_complete_block_counts(text, program):
-    assert last_program(text) == program
+    assert find_last_program(text) == program
 
 
 @pytest.mark.parametrize(
@@ -167,11 +170,11 @@ def test_the_last_complete_block_counts(text, program):
 )
 def test_tests_that_cannot_be_read(answer):
     with pytest.raises(RewardError, match=r"needs an object \{.inputs"):
-        found(answer, [fenced(ADD)])
+        compute(answer, [fenced(ADD)])
 
 
 @pytest.mark.parametrize(
-    ("settings", "told"),
+    ("settings", "message"),
     [
         ({"tier": "docker"}, r"reward.settings.tier='docker'; allowed: 'auto', 'bwrap'"),
         ({"memory_mb": 1}, r"reward.settings.memory_mb=1; allowed: at least 64"),
@@ -179,6 +182,6 @@ def test_tests_that_cannot_be_read(answer):
         ({"tiers": "auto"}, r"reward.settings.tiers is no setting"),
     ],
 )
-def test_settings_that_cannot_work(settings, told):
-    with pytest.raises(ConfigError, match=told):
-        found(PAIRS, [fenced(ADD)], **settings)
+def test_settings_that_cannot_work(settings, message):
+    with pytest.raises(ConfigError, match=message):
+        compute(PAIRS, [fenced(ADD)], **settings)

@@ -15,28 +15,27 @@ import pytest
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import RewardConfig
 from mcore_rl.data.sample import Sample
-from mcore_rl.rewards.base import RewardError
-from mcore_rl.rewards.http_reward import HttpSettings
-from mcore_rl.rewards.judge import Judge
-from mcore_rl.rewards.remote import RemoteReward, retry_after_s
+from mcore_rl.rewards.manager import RewardManager
+from mcore_rl.rewards.registry import RewardError
+from mcore_rl.rewards.remote import HttpSettings, RemoteReward, parse_retry_after
 from tests.unit.rewards.answering import (
     Answer,
     Answering,
     answering,
-    dies,
+    disconnect,
     drips,
     says,
     stops_half_way,
     streams,
     waits,
 )
-from tests.unit.rewards.judging import judged_by, response
+from tests.unit.rewards.judging import compute_rewards_with, response
 
 RIGHT = says({"reward": 0.5, "steps": 3})
 QUICK = {"backoff_s": 0.01, "max_backoff_s": 0.05, "timeout_s": 10.0}
 
 
-def asked(
+def send(
     script: Sequence[Answer],
     texts: Sequence[str] = ("a",),
     on_error: str = "zero",
@@ -46,23 +45,23 @@ def asked(
     async def run() -> tuple[list[Sample], Answering]:
         async with asyncio.timeout(120), answering(*script) as server:
             given = {"url": server.url, **QUICK, **settings}
-            judge = Judge(RewardConfig("http", given, on_error=on_error))
+            judge = RewardManager(RewardConfig("http", given, on_error=on_error))
             try:
-                return await judged_by(judge, texts, samples), server
+                return await compute_rewards_with(judge, texts, samples), server
             finally:
                 await judge.close()
 
     return asyncio.run(run())
 
 
-def test_a_server_is_told_about_a_response_and_says_what_it_is_worth(monkeypatch):
+def test_a_server_gets_a_response_and_returns_its_reward(monkeypatch):
     monkeypatch.setenv("REWARD_TOKEN", "Bearer of tokens")
     sample = response()
     sample.messages = [{"role": "user", "content": "3 + 4?"}]
     headers = "Authorization=REWARD_TOKEN"
-    [found], server = asked([RIGHT], ["#### 7"], samples=[sample], headers=headers)
-    assert (found.reward, found.reward_parts, found.reward_error) == (0.5, {"steps": 3.0}, "")
-    assert server.asked == [
+    [result], server = send([RIGHT], ["#### 7"], samples=[sample], headers=headers)
+    assert (result.reward, result.reward_parts, result.reward_error) == (0.5, {"steps": 3.0}, "")
+    assert server.requests == [
         {
             "text": "#### 7",
             "fields": {"answer": "7"},
@@ -79,15 +78,15 @@ def test_a_server_is_told_about_a_response_and_says_what_it_is_worth(monkeypatch
 
 def test_a_batch_is_one_request():
     results = [{"reward": 0.0}, {"reward": 1.0, "turn_rewards": [1.0]}, {"reward": 2.0}]
-    found, server = asked([says({"results": results[::2]})], ["a", "b"], batched=True)
-    assert [sample.reward for sample in found] == [0.0, 2.0]
-    assert [row["text"] for row in server.asked[0]["responses"]] == ["a", "b"]
-    found, server = asked([says({"results": results})], ["a", "b"], batched=True)
-    for sample in found:
+    result, server = send([says({"results": results[::2]})], ["a", "b"], batched=True)
+    assert [sample.reward for sample in result] == [0.0, 2.0]
+    assert [row["text"] for row in server.requests[0]["responses"]] == ["a", "b"]
+    result, server = send([says({"results": results})], ["a", "b"], batched=True)
+    for sample in result:
         assert "as 'results' of 2 responses; allowed: a list of as many" in sample.reward_error
-    found, _ = asked([says({"results": results[:2]})], ["a", "b"], batched=True)
-    assert found[0].reward_error == ""
-    assert "returned the keys ['reward', 'turn_rewards']" in found[1].reward_error
+    result, _ = send([says({"results": results[:2]})], ["a", "b"], batched=True)
+    assert result[0].reward_error == ""
+    assert "returned the keys ['reward', 'turn_rewards']" in result[1].reward_error
 
 
 BROKEN = {
@@ -96,50 +95,52 @@ BROKEN = {
     "429": says({}, 429),
     "429 with a date": says({}, 429, Retry_After="Wed, 21 Oct 2015 07:28:00 GMT"),
     "429 with an hour": says({}, 429, Retry_After="3600"),  # which is more than max_backoff_s
-    "dies": dies,
+    "dies": disconnect,
     "stops half way": stops_half_way,
 }
 
 
 @pytest.mark.parametrize("name", BROKEN)
 def test_what_may_pass_is_tried_again(name):
-    [found], server = asked([BROKEN[name], BROKEN[name], RIGHT])
-    assert (found.reward, found.reward_error, len(server.asked)) == (0.5, "", 3)
+    [sample], server = send([BROKEN[name], BROKEN[name], RIGHT])
+    assert (sample.reward, sample.reward_error, len(server.requests)) == (0.5, "", 3)
 
 
 @pytest.mark.parametrize("name", BROKEN)
 def test_what_does_not_pass_marks_its_sample(name):
-    [found], server = asked([BROKEN[name]], retries=2)
-    assert (found.reward, len(server.asked)) == (0.0, 3)
-    assert found.reward_error.startswith("reward.name='http' raised RemoteError: http://127.0.0.1:")
+    [sample], server = send([BROKEN[name]], retries=2)
+    assert (sample.reward, len(server.requests)) == (0.0, 3)
+    assert sample.reward_error.startswith(
+        "reward.name='http' raised RemoteError: http://127.0.0.1:"
+    )
 
 
 def test_nobody_listens():
-    [found], server = asked([RIGHT], url="http://127.0.0.1:1/score", retries=1)
-    assert "http://127.0.0.1:1/score cannot be reached: ConnectError" in found.reward_error
-    assert server.asked == []
+    [sample], server = send([RIGHT], url="http://127.0.0.1:1/score", retries=1)
+    assert "http://127.0.0.1:1/score cannot be reached: ConnectError" in sample.reward_error
+    assert server.requests == []
 
 
 def test_a_server_says_how_long_to_wait():
     started = time.monotonic()
-    asked([says({}, 429, Retry_After="1"), RIGHT], max_backoff_s=5.0)
+    send([says({}, 429, Retry_After="1"), RIGHT], max_backoff_s=5.0)
     assert time.monotonic() - started >= 1
 
 
 @pytest.mark.parametrize(("header", "seconds"), [("7", 7.0), ("Wed, 21 Oct 2015 07:28:00 GMT", 0)])
 def test_retry_after(header, seconds):
-    assert retry_after_s(header) == seconds
+    assert parse_retry_after(header) == seconds
 
 
-def told_of(answer: Answer, **settings: Any) -> str:
-    """The error of an answer that is asked for once."""
-    [found], server = asked([answer], **settings)
-    assert (found.reward, found.reward_parts, len(server.asked)) == (0.0, {}, 1)
-    return found.reward_error
+def get_error(answer: Answer, **settings: Any) -> str:
+    """Return the error of an answer to a single request."""
+    [sample], server = send([answer], **settings)
+    assert (sample.reward, sample.reward_parts, len(server.requests)) == (0.0, {}, 1)
+    return sample.reward_error
 
 
 @pytest.mark.parametrize(
-    ("answer", "told"),
+    ("answer", "message"),
     [
         (says(b'{"reward": NaN}'), "returned nan for 'reward', which is no finite number"),
         (says(b'{"reward": 1e999}'), "returned inf for 'reward', which is no finite number"),
@@ -156,43 +157,45 @@ def told_of(answer: Answer, **settings: Any) -> str:
         (streams, "answered with more than 1024 KiB (max_answer_kb)"),
     ],
 )
-def test_what_is_wrong_is_not_tried_again(answer, told):
-    assert told in told_of(answer)
+def test_what_is_wrong_is_not_tried_again(answer, message):
+    assert message in get_error(answer)
 
 
 @pytest.mark.parametrize("answer", [waits, drips])
 def test_an_answer_has_a_limit_on_time(answer):
-    told = told_of(answer, timeout_s=0.5)
-    assert told == "reward.name='http' took longer than 0.5 s (reward.settings.timeout_s)"
+    message = get_error(answer, timeout_s=0.5)
+    assert message == "reward.name='http' took longer than 0.5 s (reward.settings.timeout_s)"
 
 
 def test_retries_end_with_the_time_of_the_request():
-    [found], server = asked([dies], timeout_s=0.5, retries=10_000)
-    assert found.reward_error.endswith("took longer than 0.5 s (reward.settings.timeout_s)")
-    assert len(server.asked) > 2
+    [sample], server = send([disconnect], timeout_s=0.5, retries=10_000)
+    assert sample.reward_error.endswith("took longer than 0.5 s (reward.settings.timeout_s)")
+    assert len(server.requests) > 2
 
 
 def test_a_request_goes_where_the_settings_say_and_nowhere_else():
     async def run() -> tuple[list[Sample], Answering, Answering]:
         async with answering(RIGHT) as other, answering(says({}, 307, Location=other.url)) as first:
-            judge = Judge(RewardConfig("http", {"url": first.url, **QUICK}, on_error="zero"))
-            found = await judged_by(judge, ["a"])
+            judge = RewardManager(
+                RewardConfig("http", {"url": first.url, **QUICK}, on_error="zero")
+            )
+            samples = await compute_rewards_with(judge, ["a"])
             await judge.close()
-            return found, first, other
+            return samples, first, other
 
-    [found], first, other = asyncio.run(run())
-    assert f"leads to '{other.url}'" in found.reward_error
-    assert (len(first.asked), len(other.asked)) == (1, 0)
+    [sample], first, other = asyncio.run(run())
+    assert f"leads to '{other.url}'" in sample.reward_error
+    assert (len(first.requests), len(other.requests)) == (1, 0)
 
 
 def test_an_error_marks_one_sample_or_stops_the_run():
     script = [says({}, 404), says({}, 404), says({}, 404)]
-    found, _ = asked([says({}, 400), RIGHT], ["a", "b", "c"])
-    assert sorted(bool(sample.reward_error) for sample in found) == [False, False, True]
-    found, _ = asked(script, ["a", "b"], on_error="drop")
-    assert all(sample.reward_error for sample in found)
+    result, _ = send([says({}, 400), RIGHT], ["a", "b", "c"])
+    assert sorted(bool(sample.reward_error) for sample in result) == [False, False, True]
+    result, _ = send(script, ["a", "b"], on_error="drop")
+    assert all(sample.reward_error for sample in result)
     with pytest.raises(RewardError, match=r"'http' raised RemoteError: .* answered 404"):
-        asked(script, ["a", "b"], on_error="stop")
+        send(script, ["a", "b"], on_error="stop")
 
 
 def test_requests_wait_for_a_place_which_takes_no_time_of_theirs():
@@ -205,32 +208,32 @@ def test_requests_wait_for_a_place_which_takes_no_time_of_theirs():
         open_now["requests"] -= 1
         await RIGHT(writer)
 
-    found, _ = asked([slow], ["a"] * 16, concurrent_requests=2, timeout_s=2.4)  # in 3.2 s
-    assert [sample.reward_error for sample in found] == [""] * 16
+    result, _ = send([slow], ["a"] * 16, concurrent_requests=2, timeout_s=2.4)  # in 3.2 s
+    assert [sample.reward_error for sample in result] == [""] * 16
     assert most["requests"] == 2
 
 
 class SkippedTime(selectors.SelectSelector):
     """Time passes where a loop would wait, at once."""
 
-    now = 0.0
+    time_s = 0.0
 
     def select(self, timeout: float | None = None) -> list[Any]:
-        found = super().select(0)
-        if not found and timeout:
-            self.now += timeout
-        return found
+        result = super().select(0)
+        if not result and timeout:
+            self.time_s += timeout
+        return result
 
 
 @pytest.mark.parametrize("rate", [0.5, 4.0, 32.0])
 def test_no_second_has_more_requests_than_are_allowed(rate):
-    """By a clock that is skipped ahead; each third request fails and is tried again."""
+    # By a clock that is skipped ahead; each third request fails and is tried again.
     clock, times = SkippedTime(), list[float]()
     loop = asyncio.SelectorEventLoop(clock)
-    loop.time = lambda: clock.now  # type: ignore[method-assign]
+    loop.time = lambda: clock.time_s  # type: ignore[method-assign]
 
     async def server(scope: Any, receive: Any, send: Any) -> None:
-        times.append(clock.now)
+        times.append(clock.time_s)
         status = 503 if len(times) % 3 == 0 else 200
         await send({"type": "http.response.start", "status": status, "headers": []})
         await send({"type": "http.response.body", "body": b'{"reward": 1}'})
@@ -249,7 +252,9 @@ def test_no_second_has_more_requests_than_are_allowed(rate):
     assert len(times) >= 149
     window = max(1.0, 1 / rate)
     for start in times:
-        assert sum(start <= at < start + window - 1e-6 for at in times) <= round(rate * window)
+        assert sum(start <= moment < start + window - 1e-6 for moment in times) <= round(
+            rate * window
+        )
     assert times[-1] <= (len(times) + 1) / rate + 60  # and it is used
 
 
@@ -274,6 +279,6 @@ def test_a_wrong_setting_is_refused_before_a_run(message, monkeypatch):
     monkeypatch.setenv("TWO_LINES", "secret\nB: c")
     settings = {"url": "http://host/", **WRONG[message]}
     with pytest.raises(ConfigError) as raised:
-        Judge(RewardConfig("http", settings))
+        RewardManager(RewardConfig("http", settings))
     assert str(raised.value).startswith(f"reward.settings.{message}")
     assert "secret" not in str(raised.value)

@@ -7,18 +7,18 @@ import pytest
 
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import RewardConfig
-from mcore_rl.rewards import base
-from mcore_rl.rewards.base import RewardError
-from mcore_rl.rewards.judge import Judge
-from tests.unit.rewards.judging import judged, response
+from mcore_rl.rewards import registry
+from mcore_rl.rewards.manager import RewardManager
+from mcore_rl.rewards.registry import RewardError
+from tests.unit.rewards.judging import compute_rewards, response
 
-OWN = """
+USER_FILE = """
 import asyncio
 import math
 import time
 from dataclasses import dataclass
 
-from mcore_rl.rewards.base import in_process, in_thread
+from mcore_rl.rewards.registry import run_in_process, run_in_thread
 
 @dataclass(frozen=True)
 class Settings:
@@ -64,11 +64,11 @@ async def waits(text, fields, finish_reason):
         raise TimeoutError
     await asyncio.sleep(20)
 
-@in_process()
+@run_in_process()
 def apart(text, fields, finish_reason):
     return raises_or_sleeps(text, fields, finish_reason)
 
-@in_thread
+@run_in_thread
 def in_a_thread(text, fields, finish_reason):
     return raises_or_sleeps(text, fields, finish_reason)
 
@@ -84,8 +84,8 @@ def some_fail(texts, fields, finish_reasons):
 
 
 @pytest.fixture
-def own(tmp_path, monkeypatch):
-    (tmp_path / "own.py").write_text(OWN)
+def user_path(tmp_path, monkeypatch):
+    (tmp_path / "own.py").write_text(USER_FILE)
     monkeypatch.chdir(tmp_path)
     return "own.py:{}".format
 
@@ -99,18 +99,18 @@ def judge(monkeypatch, *answers):
             raise answer
         return answer
 
-    monkeypatch.setitem(base._REWARDS._functions, "for_tests", given)
-    return judged(RewardConfig("for_tests"), ["so #### 12" * 100 for _ in answers])
+    monkeypatch.setitem(registry._REWARDS._functions, "for_tests", given)
+    return compute_rewards(RewardConfig("for_tests"), ["so #### 12" * 100 for _ in answers])
 
 
 def test_numbers_of_any_kind_come_back_as_floats(monkeypatch):
-    [found] = judge(monkeypatch, {"reward": np.float32(0.5), "right": True, "length": np.int64(3)})
-    assert (found.reward, found.reward_parts) == (0.5, {"right": 1.0, "length": 3.0})
-    assert {type(value) for value in found.reward_parts.values()} == {float}
+    [sample] = judge(monkeypatch, {"reward": np.float32(0.5), "right": True, "length": np.int64(3)})
+    assert (sample.reward, sample.reward_parts) == (0.5, {"right": 1.0, "length": 3.0})
+    assert {type(value) for value in sample.reward_parts.values()} == {float}
 
 
 @pytest.mark.parametrize(
-    ("answer", "said"),
+    ("answer", "message"),
     [
         (0.5, "returned 0.5, which is no dict but float"),
         (None, "returned None, which is no dict but NoneType"),
@@ -129,11 +129,13 @@ def test_numbers_of_any_kind_come_back_as_floats(monkeypatch):
         (ConfigError("a field\nis missing"), "raised ConfigError: a field is missing"),
     ],
 )
-def test_a_wrong_answer_names_the_reward_the_row_and_what_must_come_back(monkeypatch, answer, said):
+def test_a_wrong_answer_names_the_reward_the_row_and_what_must_come_back(
+    monkeypatch, answer, message
+):
     with pytest.raises(RewardError) as raised:
         judge(monkeypatch, answer)
     line = str(raised.value)
-    assert line.startswith(f"reward.name='for_tests' {said}; it must return a dict of finite")
+    assert line.startswith(f"reward.name='for_tests' {message}; it must return a dict of finite")
     assert "with 'reward' and the same keys for every response." in line
     assert "about row 3 of the data, with the fields {'answer': '7'} and the response" in line
     assert "'so #### 12so" in line and len(line) < 700
@@ -146,38 +148,44 @@ def test_parts_that_come_and_go_are_refused(monkeypatch):
         judge(monkeypatch, {"reward": 1.0, "right": 1.0}, {"reward": 0.0})
 
 
-def test_a_reward_outside_of_the_package_has_settings_and_is_checked_alike(own):
-    [found] = judged(RewardConfig(own("words"), {"per_token": 0.5}), ["three words here"])
-    assert (found.reward, found.reward_parts) == (1.5, {})
-    with pytest.raises(RewardError, match=r"own.py:words' returned inf for 'reward'"):
-        judged(RewardConfig(own("words"), {"per_token": 1e308}), ["a word"])
-    with pytest.raises(ConfigError, match=r"reward.settings.per_word is no setting of rew"):
-        Judge(RewardConfig(own("words"), {"per_word": 0.5}))
-    with pytest.raises(ConfigError, match=r"takes \(text\); allowed: \(text, fields, fin"):
-        Judge(RewardConfig(own("text_only")))
-
-
-def test_async_calls_are_made_at_the_same_time(own):
-    found = judged(
-        RewardConfig(own("meets")), ["a", "bc", "def"], [response(num_tokens=n) for n in (4, 5, 6)]
+def test_a_reward_outside_of_the_package_has_settings_and_is_checked_alike(user_path):
+    [sample] = compute_rewards(
+        RewardConfig(user_path("words"), {"per_token": 0.5}), ["three words here"]
     )
-    assert [(s.reward, s.reward_parts) for s in found] == [
+    assert (sample.reward, sample.reward_parts) == (1.5, {})
+    with pytest.raises(RewardError, match=r"own.py:words' returned inf for 'reward'"):
+        compute_rewards(RewardConfig(user_path("words"), {"per_token": 1e308}), ["a word"])
+    with pytest.raises(ConfigError, match=r"reward.settings.per_word is no setting of rew"):
+        RewardManager(RewardConfig(user_path("words"), {"per_word": 0.5}))
+    with pytest.raises(ConfigError, match=r"takes \(text\); allowed: \(text, fields, fin"):
+        RewardManager(RewardConfig(user_path("text_only")))
+
+
+def test_async_calls_are_made_at_the_same_time(user_path):
+    samples = compute_rewards(
+        RewardConfig(user_path("meets")),
+        ["a", "bc", "def"],
+        [response(num_tokens=n) for n in (4, 5, 6)],
+    )
+    assert [(s.reward, s.reward_parts) for s in samples] == [
         (4.0, {"letters": 1.0}),
         (5.0, {"letters": 2.0}),
         (6.0, {"letters": 3.0}),
     ]
 
 
-def test_a_weighted_sum_has_its_terms_and_their_parts_as_metrics(own):
-    """By hand: 2 * words - 0.5 * right + 0 * batched_later; math of 7 and 8 against 7."""
+def test_a_weighted_sum_has_its_terms_and_their_parts_as_metrics(user_path):
+    # By hand: 2 * words - 0.5 * right + 0 * batched_later; math of 7 and 8 against 7.
     terms = {
-        "words": {"name": own("words"), "weight": 2.0, "settings": {"per_token": 3.0}},
+        "words": {"name": user_path("words"), "weight": 2.0, "settings": {"per_token": 3.0}},
         "right": {"name": "final_number", "weight": -0.5},
-        "spread": {"name": own("batched"), "weight": 16.0},
-        "later": {"name": own("batched_later"), "weight": 0.0},
+        "spread": {"name": user_path("batched"), "weight": 16.0},
+        "later": {"name": user_path("batched_later"), "weight": 0.0},
     }
     samples = [response(num_tokens=2), response(num_tokens=6)]
-    first, second = judged(RewardConfig(terms=terms), ["#### 7", "so it is\n#### 8"], samples)
+    first, second = compute_rewards(
+        RewardConfig(terms=terms), ["#### 7", "so it is\n#### 8"], samples
+    )
     assert first.reward == pytest.approx(2.0 * 6 - 0.5 - 2)
     assert second.reward == pytest.approx(2.0 * 15 + 2)
     assert first.reward_parts == {
@@ -204,9 +212,9 @@ def first(texts, fields, finish_reasons, turns):
     }
     sample = response()
     sample.turn_texts, sample.turn_token_ids = ["a call", "#### 7"], [[1], [2]]
-    [found] = judged(RewardConfig(terms=terms), ["#### 7"], [sample])
-    assert (found.reward, found.turn_rewards) == (2.5, [0.5, 1.0])
-    assert sorted(found.reward_parts) == ["first", "half", "right", "right/format"]
+    [result] = compute_rewards(RewardConfig(terms=terms), ["#### 7"], [sample])
+    assert (result.reward, result.turn_rewards) == (2.5, [0.5, 1.0])
+    assert sorted(result.reward_parts) == ["first", "half", "right", "right/format"]
 
 
 TEXTS = ["fine", "raises", "stops", "exits", "sleeps", "nan", "prints"]
@@ -223,61 +231,63 @@ ERRORS = [
 
 @pytest.mark.parametrize("function", ["raises_or_sleeps", "apart", "in_a_thread"])
 @pytest.mark.parametrize("on_error", ["drop", "zero"])
-def test_an_error_marks_its_sample_and_no_other(own, function, on_error):
-    """Whether in a thread or in a process; a call that goes on does not delay those after it."""
-    config = RewardConfig(own(function), on_error=on_error, timeout_s=2.0)
-    found = judged(config, TEXTS)
+def test_an_error_marks_its_sample_and_no_other(user_path, function, on_error):
+    # Whether in a thread or in a process; a call that goes on does not delay those after it.
+    config = RewardConfig(user_path(function), on_error=on_error, timeout_s=2.0)
+    samples = compute_rewards(config, TEXTS)
     expected = list(ERRORS)
     if function != "in_a_thread":  # it ends its process
         expected[3] = "ended its process with status 3"
-    for sample, text, error in zip(found, TEXTS, expected, strict=True):
-        said = f"reward.name={own(function)!r} {error}".strip() if error else ""
-        assert sample.reward_error.strip() == said
+    for sample, text, error in zip(samples, TEXTS, expected, strict=True):
+        message = f"reward.name={user_path(function)!r} {error}".strip() if error else ""
+        assert sample.reward_error.strip() == message
         assert sample.reward == (0.0 if error else 2.0)
         assert sample.reward_parts == ({} if error else {"length": len(text)})
 
 
 @pytest.mark.parametrize("text", ["raises", "sleeps"])
-def test_with_stop_an_error_is_raised(own, text):
+def test_with_stop_an_error_is_raised(user_path, text):
     with pytest.raises(RewardError, match=r"raises_or_sleeps' (raised Key|took longer than 0.2 s)"):
-        judged(RewardConfig(own("raises_or_sleeps"), timeout_s=0.2), ["fine", text])
+        compute_rewards(RewardConfig(user_path("raises_or_sleeps"), timeout_s=0.2), ["fine", text])
 
 
-def test_an_async_call_has_a_limit_and_may_raise_a_time_out_of_its_own(own):
-    config = RewardConfig(own("waits"), on_error="zero", timeout_s=0.2)
-    first, second = judged(config, ["times out", "waits"])
+def test_an_async_call_has_a_limit_and_may_raise_a_time_out_of_its_own(user_path):
+    config = RewardConfig(user_path("waits"), on_error="zero", timeout_s=0.2)
+    first, second = compute_rewards(config, ["times out", "waits"])
     assert first.reward_error.endswith("raised TimeoutError: ")
     assert second.reward_error.endswith("took longer than 0.2 s (reward.timeout_s)")
 
 
 @pytest.mark.parametrize(
-    ("function", "said"),
+    ("function", "message"),
     [("too_few", "returned [{'reward': 1.0}] for 2 responses"), ("fails", "ValueError: no server")],
 )
-def test_an_error_of_a_batch_is_that_of_all_its_samples(own, function, said):
-    found = judged(RewardConfig(own(function), on_error="zero"), ["a", "b"])
-    assert [said in sample.reward_error for sample in found] == [True, True]
+def test_an_error_of_a_batch_is_that_of_all_its_samples(user_path, function, message):
+    samples = compute_rewards(RewardConfig(user_path(function), on_error="zero"), ["a", "b"])
+    assert [message in sample.reward_error for sample in samples] == [True, True]
 
 
-def test_a_batch_may_have_errors_in_the_place_of_results(own):
-    found = judged(RewardConfig(own("some_fail"), on_error="zero"), ["a", "raises", "b"])
-    assert [sample.reward for sample in found] == [2.0, 0.0, 2.0]
-    assert found[1].reward_error.endswith("some_fail' raised KeyError: 'raises'")
+def test_a_batch_may_have_errors_in_the_place_of_results(user_path):
+    samples = compute_rewards(
+        RewardConfig(user_path("some_fail"), on_error="zero"), ["a", "raises", "b"]
+    )
+    assert [sample.reward for sample in samples] == [2.0, 0.0, 2.0]
+    assert samples[1].reward_error.endswith("some_fail' raised KeyError: 'raises'")
 
 
-def test_a_sample_with_an_error_is_not_asked_about_again(own):
+def test_a_sample_with_an_error_is_not_evaluated_again(user_path):
     terms = {
-        "first": {"name": own("raises_or_sleeps")},
-        "words": {"name": own("words")},
-        "later": {"name": own("batched_later")},
+        "first": {"name": user_path("raises_or_sleeps")},
+        "words": {"name": user_path("words")},
+        "later": {"name": user_path("batched_later")},
     }
     config = RewardConfig(terms=terms, on_error="zero")
-    found = judged(config, ["raises", "all is well"])
-    assert found[0].reward_error == (
+    samples = compute_rewards(config, ["raises", "all is well"])
+    assert samples[0].reward_error == (
         "reward.terms.first.name='own.py:raises_or_sleeps' raised KeyError: 'solution'"
     )
-    assert found[1].reward_parts["later"] == 3.0  # one response, of three words
-    assert judged(config, ["raises"])[0].reward_parts == {}
+    assert samples[1].reward_parts["later"] == 3.0  # one response, of three words
+    assert compute_rewards(config, ["raises"])[0].reward_parts == {}
 
 
 WRONG = {
@@ -309,4 +319,4 @@ WRONG = {
 @pytest.mark.parametrize("message", WRONG)
 def test_a_wrong_setting_is_refused_before_a_run(message):
     with pytest.raises(ConfigError, match=re.escape(message)):
-        Judge(RewardConfig(terms=WRONG[message]), max_tokens=16)
+        RewardManager(RewardConfig(terms=WRONG[message]), max_tokens=16)

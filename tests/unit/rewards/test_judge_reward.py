@@ -14,17 +14,17 @@ from openai.types.chat.chat_completion import Choice
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import RewardConfig
 from mcore_rl.data.sample import Sample
-from mcore_rl.rewards import judge_reward
-from mcore_rl.rewards.judge import Judge, check_columns, check_judges
+from mcore_rl.rewards import remote
+from mcore_rl.rewards.manager import RewardManager, check_columns, check_judge_models
 from tests.unit.rewards.answering import Answering, answering, says
-from tests.unit.rewards.judging import judged_by, response
+from tests.unit.rewards.judging import compute_rewards_with, response
 
 TEMPLATE = "Q: {prompt}\nRight: {answer}\nA: {response}\nIn {{braces}} say Score: 0 to 10."
 SETTINGS = {"model": "judge-8b", "template": TEMPLATE, "high": 10.0}
 
 
 def completion(*verdicts: str | None) -> dict[str, Any]:
-    """As OpenAI's own types have it."""
+    """Build an answer with OpenAI's own types."""
     choices = [
         Choice(
             finish_reason="stop",
@@ -33,41 +33,43 @@ def completion(*verdicts: str | None) -> dict[str, Any]:
         )
         for n, verdict in enumerate(verdicts)
     ]
-    found = ChatCompletion(
+    result = ChatCompletion(
         id="1", choices=choices, created=1, model="judge-8b", object="chat.completion"
     )
-    return found.model_dump()
+    return result.model_dump()
 
 
-def asked(verdicts: Sequence[str | None], text: str = "7", **own: Any) -> tuple[Sample, Answering]:
+def send(
+    verdicts: Sequence[str | None], text: str = "7", **overrides: Any
+) -> tuple[Sample, Answering]:
     async def run() -> tuple[Sample, Answering]:
         async with asyncio.timeout(120), answering(says(completion(*verdicts))) as server:
-            settings = {"url": server.url, **SETTINGS, **own}
-            judge = Judge(RewardConfig("judge", settings, on_error="zero"))
+            settings = {"url": server.url, **SETTINGS, **overrides}
+            judge = RewardManager(RewardConfig("judge", settings, on_error="zero"))
             sample = response()
             sample.messages = [{"role": "user", "content": "3 + 4?"}]
             try:
-                [found] = await judged_by(judge, [text], [sample])
+                [result] = await compute_rewards_with(judge, [text], [sample])
             finally:
                 await judge.close()
-            return found, server
+            return result, server
 
     return asyncio.run(run())
 
 
-def test_a_judge_is_asked_with_the_template_and_its_score_scaled(monkeypatch):
+def test_a_judge_gets_the_template_and_its_score_is_scaled(monkeypatch):
     monkeypatch.setenv("JUDGE_KEY", "k-123")
-    found, server = asked(
+    result, server = send(
         ["Hm. Score: 3? No. **Score:** 8"], "{prompt} {0}", api_key_env="JUDGE_KEY"
     )
-    assert (found.reward, found.reward_parts, found.reward_error) == (0.8, {"parsed": 1.0}, "")
+    assert (result.reward, result.reward_parts, result.reward_error) == (0.8, {"parsed": 1.0}, "")
     assert server.lines == ["POST /score/chat/completions HTTP/1.1"]
     assert server.headers[0]["authorization"] == "bearer k-123"
-    said = "Q: 3 + 4?\nRight: 7\nA: {prompt} {0}\nIn {braces} say Score: 0 to 10."
-    assert server.asked == [
+    message = "Q: 3 + 4?\nRight: 7\nA: {prompt} {0}\nIn {braces} say Score: 0 to 10."
+    assert server.requests == [
         {
             "model": "judge-8b",
-            "messages": [{"role": "user", "content": said}],
+            "messages": [{"role": "user", "content": message}],
             "temperature": 0.0,
             "max_tokens": 1024,
             "n": 1,
@@ -76,15 +78,15 @@ def test_a_judge_is_asked_with_the_template_and_its_score_scaled(monkeypatch):
 
 
 def test_votes_are_averaged_and_those_without_a_score_left_out():
-    """By hand: 2 and 6 of 0 to 10; 11 is no score, nor is silence."""
+    # By hand: 2 and 6 of 0 to 10; 11 is no score, nor is silence.
     verdicts = ["Score: 2", "Score: 11", None, "Score = 6.0"]
-    found, server = asked(verdicts, votes=4, temperature=1.0)
-    assert (found.reward, found.reward_parts) == (0.4, {"parsed": 0.5})
-    assert server.asked[0]["n"] == 4
-    found, _ = asked(["Score: 2"], votes=2, temperature=1.0)
-    assert "answered ['Score: 2']; asked for: 2 texts (n)" in found.reward_error
-    found, _ = asked(["Score: NaN", "none"], votes=2, temperature=1.0)
-    assert "raised RemoteError: no score from 0.0 to 10.0 in ['Score: NaN'" in found.reward_error
+    result, server = send(verdicts, votes=4, temperature=1.0)
+    assert (result.reward, result.reward_parts) == (0.4, {"parsed": 0.5})
+    assert server.requests[0]["n"] == 4
+    result, _ = send(["Score: 2"], votes=2, temperature=1.0)
+    assert "answered ['Score: 2']; asked for: 2 texts (n)" in result.reward_error
+    result, _ = send(["Score: NaN", "none"], votes=2, temperature=1.0)
+    assert "raised RemoteError: no score from 0.0 to 10.0 in ['Score: NaN'" in result.reward_error
 
 
 @pytest.mark.parametrize(
@@ -100,30 +102,30 @@ def test_votes_are_averaged_and_those_without_a_score_left_out():
     ],
 )
 def test_the_scale_that_a_verdict_repeats_is_no_score(verdict):
-    assert asked([verdict])[0].reward == 0.4
+    assert send([verdict])[0].reward == 0.4
 
 
 def test_a_verdict_with_a_scale_alone_has_no_score():
-    assert "no score from 0.0 to 10.0" in asked(["Give a Score: 0 to 10."])[0].reward_error
+    assert "no score from 0.0 to 10.0" in send(["Give a Score: 0 to 10."])[0].reward_error
 
 
 def test_labels_and_a_function_of_ones_own_read_verdicts(tmp_path):
     yes_no = {"pattern": r"\[\[(\w+)\]\]", "labels": "Yes=1, no=-1", "low": -1.0, "high": 1.0}
-    assert asked(["[[No]] or rather [[YES]]"], **yes_no)[0].reward == 1.0
-    assert asked(["[[no]]"], **yes_no)[0].reward == 0.0
-    assert "no score" in asked(["[[maybe]]"], **yes_no)[0].reward_error
+    assert send(["[[No]] or rather [[YES]]"], **yes_no)[0].reward == 1.0
+    assert send(["[[no]]"], **yes_no)[0].reward == 0.0
+    assert "no score" in send(["[[maybe]]"], **yes_no)[0].reward_error
     source = "def stars(verdict):\n    return verdict.count('*') if verdict else 1 / 0\n"
     (tmp_path / "own.py").write_text(source)
     parser = {"parser": f"{tmp_path}/own.py:stars", "high": 5.0}
-    assert asked(["****"], **parser)[0].reward == 0.8
-    assert "'judge' raised ZeroDivisionError" in asked([""], **parser)[0].reward_error
+    assert send(["****"], **parser)[0].reward == 0.8
+    assert "'judge' raised ZeroDivisionError" in send([""], **parser)[0].reward_error
 
 
 def test_a_function_that_never_ends_keeps_nobody_waiting(tmp_path, monkeypatch):
-    monkeypatch.setattr(judge_reward, "_PARSER_S", 0.3)
+    monkeypatch.setattr(remote, "_PARSER_S", 0.3)
     (tmp_path / "own.py").write_text("import time\ndef never(verdict):\n    time.sleep(600)\n")
-    found, _ = asked(["Score: 1"], parser=f"{tmp_path}/own.py:never")
-    assert "to read the verdict 'Score: 1' took longer than 0.3 s" in found.reward_error
+    result, _ = send(["Score: 1"], parser=f"{tmp_path}/own.py:never")
+    assert "to read the verdict 'Score: 1' took longer than 0.3 s" in result.reward_error
 
 
 def test_a_prompt_of_several_messages_has_their_roles_and_a_template_may_be_a_file(tmp_path):
@@ -132,22 +134,22 @@ def test_a_prompt_of_several_messages_has_their_roles_and_a_template_may_be_a_fi
     async def run() -> Answering:
         async with answering(says(completion("Score: 1"))) as server:
             settings = {"url": server.url, "model": "j", "template_file": f"{tmp_path}/judge.txt"}
-            judge = Judge(RewardConfig("judge", settings))
+            judge = RewardManager(RewardConfig("judge", settings))
             sample = response()
             sample.messages = [
                 {"role": "system", "content": "Be brief."},
                 {"role": "user", "content": "3 + 4?"},
             ]
-            await judged_by(judge, ["7"], [sample])
+            await compute_rewards_with(judge, ["7"], [sample])
             await judge.close()
             return server
 
-    [message] = asyncio.run(run()).asked[0]["messages"]
+    [message] = asyncio.run(run()).requests[0]["messages"]
     assert message["content"] == "system: Be brief.\n\nuser: 3 + 4?|7"
 
 
 def test_a_pattern_that_takes_years_keeps_nobody_waiting():
-    """The event loop goes on, and the verdict is an error of its sample."""
+    # The event loop goes on, and the verdict is an error of its sample.
     ticks = []
 
     async def run() -> Sample:
@@ -159,16 +161,16 @@ def test_a_pattern_that_takes_years_keeps_nobody_waiting():
         async with answering(says(completion("a" * 5000))) as server:
             ticking = asyncio.create_task(tick())
             settings = {"url": server.url, **SETTINGS, "pattern": r"(a+)+b"}
-            judge = Judge(RewardConfig("judge", settings, on_error="zero"))
+            judge = RewardManager(RewardConfig("judge", settings, on_error="zero"))
             sample = response()
             sample.messages = [{"role": "user", "content": "3 + 4?"}]
-            [found] = await judged_by(judge, ["7"], [sample])
+            [result] = await compute_rewards_with(judge, ["7"], [sample])
             ticking.cancel()
             await judge.close()
-            return found
+            return result
 
-    found = asyncio.run(run())
-    assert "'judge' raised TimeoutError" in found.reward_error
+    result = asyncio.run(run())
+    assert "'judge' raised TimeoutError" in result.reward_error
     assert len(ticks) > 5
 
 
@@ -178,12 +180,14 @@ def test_a_pattern_that_takes_years_keeps_nobody_waiting():
 def test_an_answer_of_another_form_is_an_error_of_its_sample(answer):
     async def run() -> Sample:
         async with answering(says(answer)) as server:
-            judge = Judge(RewardConfig("judge", {"url": server.url, **SETTINGS}, on_error="zero"))
+            judge = RewardManager(
+                RewardConfig("judge", {"url": server.url, **SETTINGS}, on_error="zero")
+            )
             sample = response()
             sample.messages = [{"role": "user", "content": "3 + 4?"}]
-            [found] = await judged_by(judge, ["7"], [sample])
+            [result] = await compute_rewards_with(judge, ["7"], [sample])
             await judge.close()
-            return found
+            return result
 
     assert "raised RemoteError: http://127.0.0.1:" in asyncio.run(run()).reward_error
 
@@ -214,7 +218,7 @@ def test_a_wrong_setting_is_refused_before_a_run(message):
     settings = {"url": "http://host/v1", **SETTINGS, **WRONG[message]}
     given = {name: value for name, value in settings.items() if value is not ...}
     with pytest.raises(ConfigError) as raised:
-        Judge(RewardConfig("judge", given))
+        RewardManager(RewardConfig("judge", given))
     assert str(raised.value).startswith(f"reward.settings.{message}")
 
 
@@ -230,16 +234,18 @@ def test_a_judge_is_at_a_url_or_a_frozen_model_of_the_run():
     def config(**settings: object) -> RewardConfig:
         return RewardConfig(terms={"clear": {"name": "judge", "settings": settings}})
 
-    own = {"template": "{response}"}
+    template = {"template": "{response}"}
     with pytest.raises(ConfigError, match="url='' and served_by=''; allowed: one of them"):
-        Judge(config(**own))
+        RewardManager(config(**template))
     with pytest.raises(ConfigError, match="model=''; allowed: what the server at url calls"):
-        Judge(config(url="http://here", **own))
+        RewardManager(config(url="http://here", **template))
     with pytest.raises(ConfigError, match=r"timeout_s=3.0 is of a server at url; models.big has"):
-        Judge(config(served_by="big", timeout_s=3.0, **own))
-    found = config(served_by="big", **own)
-    Judge(found)
-    check_judges(found, ["big"])
-    told = r"reward.terms.clear.settings.served_by='big'; allowed: none, as the run has no frozen"
-    with pytest.raises(ConfigError, match=told):
-        check_judges(found, ())
+        RewardManager(config(served_by="big", timeout_s=3.0, **template))
+    result = config(served_by="big", **template)
+    RewardManager(result)
+    check_judge_models(result, ["big"])
+    message = (
+        r"reward.terms.clear.settings.served_by='big'; allowed: none, as the run has no frozen"
+    )
+    with pytest.raises(ConfigError, match=message):
+        check_judge_models(result, ())

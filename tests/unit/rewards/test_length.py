@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from mcore_rl.config.schema import RewardConfig
-from mcore_rl.rewards.base import get_reward
-from tests.unit.rewards.judging import judged, response
+from mcore_rl.rewards.registry import get_reward
+from tests.unit.rewards.judging import compute_rewards, response
 
 
 def punishment(num_tokens: int, longest: int, cache: int) -> float:
@@ -23,13 +23,13 @@ def punishment(num_tokens: int, longest: int, cache: int) -> float:
 def test_overlong_is_equation_13_of_dapo(longest, cache):
     reward = get_reward("overlong", {"buffer_tokens": cache})
     for num_tokens in range(0, longest + 1, max(1, longest // 100)):
-        found = reward("", {}, "stop", num_tokens=num_tokens, max_tokens=longest)
-        assert found == {"reward": pytest.approx(punishment(num_tokens, longest, cache))}
+        result = reward("", {}, "stop", num_tokens=num_tokens, max_tokens=longest)
+        assert result == {"reward": pytest.approx(punishment(num_tokens, longest, cache))}
 
 
 @pytest.mark.nightly  # 20 seconds of imports
 def test_overlong_is_verls():
-    """Its formula of reward_manager/dapo.py, with penalty_factor 1."""
+    # Its formula of reward_manager/dapo.py, with penalty_factor 1.
     import torch
     from verl import DataProto
     from verl.workers.reward_manager.dapo import DAPORewardManager
@@ -61,8 +61,8 @@ def test_overlong_is_verls():
     }
     expected = manager(data).sum(-1).tolist()
     reward = get_reward("overlong", {"buffer_tokens": 6})
-    found = [reward("", {}, "", num_tokens=n, max_tokens=16)["reward"] for n in lengths]
-    assert found == pytest.approx(expected)
+    result = [reward("", {}, "", num_tokens=n, max_tokens=16)["reward"] for n in lengths]
+    assert result == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(
@@ -89,6 +89,6 @@ def test_cosine_of_short_and_long_right_and_wrong_responses(num_tokens, right, r
         "cosine": {"settings": settings},
     }
     text = "7" if right else "8"
-    [found] = judged(RewardConfig(terms=terms), [text], [response(num_tokens=num_tokens)])
-    assert found.reward == pytest.approx(reward)
-    assert found.reward_parts == {"right": float(right), "cosine": pytest.approx(reward)}
+    [sample] = compute_rewards(RewardConfig(terms=terms), [text], [response(num_tokens=num_tokens)])
+    assert sample.reward == pytest.approx(reward)
+    assert sample.reward_parts == {"right": float(right), "cosine": pytest.approx(reward)}

@@ -1,4 +1,4 @@
-"""Which answers are equal is written by hand here."""
+"""Equal and different answers, written by hand."""
 
 import asyncio
 import time
@@ -6,9 +6,9 @@ import time
 import pytest
 
 from mcore_rl.config.schema import RewardConfig
-from mcore_rl.rewards.base import RewardError
-from mcore_rl.rewards.judge import Judge
-from tests.unit.rewards.judging import judged, judged_by, response
+from mcore_rl.rewards.manager import RewardManager
+from mcore_rl.rewards.registry import RewardError
+from tests.unit.rewards.judging import compute_rewards, compute_rewards_with, response
 
 EQUAL = [
     (r"\frac{1}{2}", "0.5"),
@@ -160,9 +160,9 @@ DIFFERENT = [
 ]
 
 
-def found(pairs, settings=None, form=r"hence \boxed{%s}"):
+def compute(pairs, settings=None, form=r"hence \boxed{%s}"):
     samples = [response(answer=gold) for gold, _ in pairs]
-    return judged(
+    return compute_rewards(
         RewardConfig("math", settings or {"timeout_s": 60.0}, num_processes=1),
         [form % answer for _, answer in pairs],
         samples,
@@ -171,7 +171,7 @@ def found(pairs, settings=None, form=r"hence \boxed{%s}"):
 
 def test_equal_and_different_answers():
     rows = [(*pair, 1.0) for pair in EQUAL] + [(*pair, 0.0) for pair in DIFFERENT]
-    results = found([row[:2] for row in rows])
+    results = compute([row[:2] for row in rows])
     wrong = [row for row, s in zip(rows, results, strict=True) if s.reward != row[2]]
     assert wrong == []
     assert {s.reward_parts["unchecked"] for s in results} == {0.0}
@@ -180,35 +180,35 @@ def test_equal_and_different_answers():
     ] == [""]
 
 
-def test_without_a_box_the_last_number_counts_only_if_asked_for():
+def test_without_a_box_the_last_number_counts_only_without_boxed_only():
     texts = [("7", "6 + 1 = 7"), ("7", "It is 8, not 7, so 9.")]
-    assert [s.reward_parts["answered"] for s in found(texts, form="%s")] == [0.0, 0.0]
+    assert [s.reward_parts["answered"] for s in compute(texts, form="%s")] == [0.0, 0.0]
     settings = {"timeout_s": 60.0, "boxed_only": False}
-    assert [s.reward for s in found(texts, settings, form="%s")] == [1.0, 0.0]
+    assert [s.reward for s in compute(texts, settings, form="%s")] == [1.0, 0.0]
 
 
 def test_digits_are_those_of_numbers_with_a_decimal_point():
     settings = {"timeout_s": 60.0, "digits": 2}
-    assert [s.reward for s in found([("1/3", "0.33"), ("1/3", "0.32")], settings)] == [1.0, 0.0]
+    assert [s.reward for s in compute([("1/3", "0.33"), ("1/3", "0.32")], settings)] == [1.0, 0.0]
 
 
 def test_an_answer_of_the_data_that_cannot_be_read_is_an_error():
     with pytest.raises(RewardError, match=r"the answer '.*' of the data cannot be read as mathem"):
-        found([(r"\text{ }", "1")])
+        compute([(r"\text{ }", "1")])
 
 
 @pytest.mark.parametrize("text", [r"\boxed{9^{9^{9^{9}}}}", r"\boxed{%s}" % ("(" * 3000)], ids=len)
 def test_a_check_that_never_ends_is_killed_and_the_next_one_works(text):
-    """Powers that fill the memory of no machine, and a parser's depth: wrong answers, no errors."""
+    # Powers that fill the memory of no machine, and a parser's depth: wrong answers, no errors.
 
     async def run():
-        judge = Judge(RewardConfig("math", {"timeout_s": 2.0}, num_processes=1))
-        await judged_by(judge, [r"\boxed{7}"])  # now a process is there
+        judge = RewardManager(RewardConfig("math", {"timeout_s": 2.0}, num_processes=1))
+        await compute_rewards_with(judge, [r"\boxed{7}"])  # now a process is there
         started = time.monotonic()
-        [endless] = await judged_by(judge, [text])
+        [endless] = await compute_rewards_with(judge, [text])
         assert time.monotonic() - started < 2.0 + 10.0
         assert (endless.reward, endless.reward_error) == (0.0, "")
-        [next_one] = await judged_by(judge, [r"\boxed{7}"])
+        [next_one] = await compute_rewards_with(judge, [r"\boxed{7}"])
         assert next_one.reward == 1.0
         await judge.close()
         return endless

@@ -8,23 +8,23 @@ import time
 import pytest
 
 from mcore_rl.config.schema import RewardConfig
-from mcore_rl.rewards.base import RewardError
-from mcore_rl.rewards.judge import Judge
-from tests.unit.rewards.judging import judged, judged_by, response
+from mcore_rl.rewards.manager import RewardManager
+from mcore_rl.rewards.registry import RewardError
+from tests.unit.rewards.judging import compute_rewards, compute_rewards_with, response
 
-OWN = """
+USER_FILE = """
 import os
 import re
 import threading
 import time
 
-from mcore_rl.rewards.base import in_process, in_thread
+from mcore_rl.rewards.registry import run_in_process, run_in_thread
 
 def where(text, fields, finish_reason):
     is_main = threading.current_thread() is threading.main_thread()
     return {"reward": float(is_main), "process": os.getpid()}
 
-@in_thread
+@run_in_thread
 def where_in_thread(text, fields, finish_reason):
     return where(text, fields, finish_reason)
 
@@ -39,7 +39,7 @@ def sleeps(text, fields, finish_reason):
         time.sleep(20)
     return {"reward": 2.0}
 
-@in_process()
+@run_in_process()
 def killed(text, fields, finish_reason):
     # Always, or once, where the text is a file that is not there yet.
     if text == "always" or not os.path.exists(text):
@@ -50,7 +50,7 @@ def killed(text, fields, finish_reason):
 ONLY_HERE = """
 import sys
 
-if "reward_process" in sys.argv[0]:
+if "processes" in sys.argv[0]:
     raise ImportError("no device")
 
 def one(text, fields, finish_reason):
@@ -59,25 +59,25 @@ def one(text, fields, finish_reason):
 
 
 @pytest.fixture
-def own(tmp_path, monkeypatch):
-    (tmp_path / "own.py").write_text(OWN)
+def user_path(tmp_path, monkeypatch):
+    (tmp_path / "own.py").write_text(USER_FILE)
     monkeypatch.chdir(tmp_path)
     return "own.py:{}".format
 
 
-def test_a_sync_function_of_a_user_is_in_a_process_or_in_a_thread_that_it_asks_for(own):
-    [found] = judged(RewardConfig(own("where")), ["a"])
-    assert (found.reward, found.reward_parts["process"] == os.getpid()) == (1.0, False)
-    [found] = judged(RewardConfig(own("where_in_thread")), ["a"])
-    assert (found.reward, found.reward_parts["process"] == os.getpid()) == (0.0, True)
+def test_a_sync_function_of_a_user_is_in_a_process_or_in_a_thread_that_it_asks_for(user_path):
+    [sample] = compute_rewards(RewardConfig(user_path("where")), ["a"])
+    assert (sample.reward, sample.reward_parts["process"] == os.getpid()) == (1.0, False)
+    [sample] = compute_rewards(RewardConfig(user_path("where_in_thread")), ["a"])
+    assert (sample.reward, sample.reward_parts["process"] == os.getpid()) == (0.0, True)
 
 
-def test_a_function_that_lets_no_thread_run_costs_its_sample_and_no_other_work(own):
-    """A match of Python's re keeps all threads of its process waiting: here, for hours."""
+def test_a_function_that_lets_no_thread_run_costs_its_sample_and_no_other_work(user_path):
+    # A match of Python's re keeps all threads of its process waiting: here, for hours.
 
     async def run():
-        judge = Judge(RewardConfig(own("backtracks"), on_error="zero", timeout_s=1.0))
-        judging = asyncio.create_task(judged_by(judge, ["ab", "a" * 60, "aab"]))
+        judge = RewardManager(RewardConfig(user_path("backtracks"), on_error="zero", timeout_s=1.0))
+        judging = asyncio.create_task(compute_rewards_with(judge, ["ab", "a" * 60, "aab"]))
         gaps, last = [], time.monotonic()
         while not judging.done():
             await asyncio.sleep(0.01)
@@ -86,22 +86,22 @@ def test_a_function_that_lets_no_thread_run_costs_its_sample_and_no_other_work(o
         await judge.close()
         return await judging, max(gaps)
 
-    found, longest = asyncio.run(run())
-    assert [sample.reward for sample in found] == [1.0, 0.0, 1.0]
-    assert found[1].reward_error.endswith("took longer than 1 s (reward.timeout_s)")
+    result, longest = asyncio.run(run())
+    assert [sample.reward for sample in result] == [1.0, 0.0, 1.0]
+    assert result[1].reward_error.endswith("took longer than 1 s (reward.timeout_s)")
     assert longest < 30
 
 
-def test_an_answer_of_a_process_may_be_long(own):
+def test_an_answer_of_a_process_may_be_long(user_path):
     name = "x" * 200_000
-    [found] = judged(RewardConfig(own("long_name")), [name])
-    assert (found.reward, found.reward_parts) == (1.0, {name: 0.0})
+    [sample] = compute_rewards(RewardConfig(user_path("long_name")), [name])
+    assert (sample.reward, sample.reward_parts) == (1.0, {name: 0.0})
 
 
 def test_a_function_that_no_process_can_import_says_so_and_how_to_keep_it_here(tmp_path):
     (tmp_path / "own.py").write_text(ONLY_HERE)
-    with pytest.raises(RewardError, match=r"no device\. .* @in_thread"):
-        judged(RewardConfig(f"{tmp_path}/own.py:one"), ["a"])
+    with pytest.raises(RewardError, match=r"no device\. .* @run_in_thread"):
+        compute_rewards(RewardConfig(f"{tmp_path}/own.py:one"), ["a"])
 
 
 def test_a_process_that_cannot_start_is_no_wrong_answer(monkeypatch):
@@ -109,25 +109,25 @@ def test_a_process_that_cannot_start_is_no_wrong_answer(monkeypatch):
     monkeypatch.chdir("/")
     monkeypatch.setattr("sys.executable", "/bin/false")
     with pytest.raises(RewardError, match=r"'math' raised RuntimeError: the start of its process"):
-        judged(RewardConfig("math"), [r"\boxed{7}"])
+        compute_rewards(RewardConfig("math"), [r"\boxed{7}"])
 
 
-def test_a_cancelled_call_leaves_no_process_and_one_that_dies_is_replaced(own):
+def test_a_cancelled_call_leaves_no_process_and_one_that_dies_is_replaced(user_path):
     async def run():
-        judge = Judge(RewardConfig(own("sleeps"), num_processes=1))
-        await judged_by(judge, ["fine"])
+        judge = RewardManager(RewardConfig(user_path("sleeps"), num_processes=1))
+        await compute_rewards_with(judge, ["fine"])
         [process] = judge._terms[0].processes._idle
-        waiting = asyncio.create_task(judged_by(judge, ["sleeps"]))
+        waiting = asyncio.create_task(compute_rewards_with(judge, ["sleeps"]))
         await asyncio.sleep(0.2)
         waiting.cancel()
         with pytest.raises(asyncio.CancelledError):
             await waiting
         assert process.returncode == -9
-        await judged_by(judge, ["fine"])
+        await compute_rewards_with(judge, ["fine"])
         [process] = judge._terms[0].processes._idle
         process.kill()  # by the kernel, say, while nobody asks it
         await process.wait()
-        await judged_by(judge, ["fine"])
+        await compute_rewards_with(judge, ["fine"])
         await judge.close()
         assert judge._terms[0].processes._idle == []
 
@@ -136,12 +136,12 @@ def test_a_cancelled_call_leaves_no_process_and_one_that_dies_is_replaced(own):
     assert time.monotonic() - started < 15
 
 
-def test_a_process_that_is_killed_in_a_call_loses_no_reward(own, tmp_path):
-    config = RewardConfig(own("killed"), num_processes=1)
-    (found,) = judged(config, [str(tmp_path / "once")])
-    assert (found.reward, found.reward_error) == (0.5, "")
+def test_a_process_that_is_killed_in_a_call_loses_no_reward(user_path, tmp_path):
+    config = RewardConfig(user_path("killed"), num_processes=1)
+    (sample,) = compute_rewards(config, [str(tmp_path / "once")])
+    assert (sample.reward, sample.reward_error) == (0.5, "")
     with pytest.raises(RewardError, match=r"killed' ended its process with status -9"):
-        judged(config, ["always"])
+        compute_rewards(config, ["always"])
 
 
 def test_columns_that_json_lacks_come_to_a_process_as_text(tmp_path):
@@ -149,7 +149,7 @@ def test_columns_that_json_lacks_come_to_a_process_as_text(tmp_path):
         "def day(text, fields, finish_reason):\n"
         "    return {'reward': float(fields['answer'] == '2026-01-02')}\n"
     )
-    [sample] = judged(
+    [sample] = compute_rewards(
         RewardConfig(f"{tmp_path}/own.py:day"), ["x"], [response(datetime.date(2026, 1, 2))]
     )
     assert sample.reward == 1.0

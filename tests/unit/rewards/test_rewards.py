@@ -7,8 +7,8 @@ from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import DataConfig, RewardConfig
 from mcore_rl.data.datasets import load_prompts
 from mcore_rl.data.tasks import tiny_model
-from mcore_rl.rewards.base import get_reward
-from mcore_rl.rewards.judge import answer_check
+from mcore_rl.rewards.manager import build_answer_check
+from mcore_rl.rewards.registry import get_reward
 
 
 @pytest.mark.parametrize(
@@ -86,13 +86,15 @@ def test_an_answer_that_no_response_can_earn_is_refused_by_its_row(
         "def rows():\n    message = {'role': 'user', 'content': 'A or B?'}\n"
         f"    return [{{'messages': [message], 'answer': answer}} for answer in [{answer!r}]]\n"
     )
-    check = answer_check(RewardConfig(terms={"own": {"name": name, "settings": settings}}))
+    check = build_answer_check(RewardConfig(terms={"own": {"name": name, "settings": settings}}))
     with pytest.raises(ConfigError) as raised:
         load_prompts(f"{tmp_path}/rows.py:rows", DataConfig(), tokenizer, check_answer=check)
     assert "row 0 has an answer that no response can earn: " in str(raised.value)
     assert message in str(raised.value)
     metric = {"name": name, "settings": settings, "weight": 0.0}
-    answer_check(RewardConfig(terms={"own": metric}))(answer)  # its metric may be 0 everywhere
+    build_answer_check(RewardConfig(terms={"own": metric}))(
+        answer
+    )  # its metric may be 0 everywhere
     if name != "final_number" or not isinstance(answer, str):  # which compares texts
         with pytest.raises(ValueError, match=re.escape(message)):
             get_reward(name, settings)("```\n```", {"answer": answer}, "stop")
@@ -101,7 +103,7 @@ def test_an_answer_that_no_response_can_earn_is_refused_by_its_row(
 @pytest.mark.parametrize("name", ["format", "overlong", "pattern"])
 def test_rewards_that_read_no_answer_take_any(name):
     settings = {"overlong": {"buffer_tokens": 5}, "pattern": {"pattern": "."}}.get(name, {})
-    answer_check(RewardConfig(name, settings))(["any"])
+    build_answer_check(RewardConfig(name, settings))(["any"])
 
 
 def test_a_response_that_was_cut_off_earns_nothing():

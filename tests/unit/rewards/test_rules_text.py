@@ -8,9 +8,9 @@ import pytest
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import RewardConfig
 from mcore_rl.data.sample import TurnSpan
-from mcore_rl.rewards.base import RewardError, get_reward
-from mcore_rl.rewards.judge import Judge
-from tests.unit.rewards.judging import judged, judged_by, response
+from mcore_rl.rewards.manager import RewardManager
+from mcore_rl.rewards.registry import RewardError, get_reward
+from tests.unit.rewards.judging import compute_rewards, compute_rewards_with, response
 
 
 @pytest.mark.parametrize(
@@ -47,13 +47,13 @@ def test_format(text, reward):
     ],
 )
 def test_a_tag_that_the_prompt_opens_is_of_the_format(text, prompt_end, reward):
-    """As templates of reasoning models do; the reward is told of it by the tokens of the prompt."""
+    # As templates of reasoning models do; the reward is told of it by the tokens of the prompt.
     sample = response()
     sample.prompt_ids = [*range(100), *map(ord, prompt_end)]
 
     async def run():
-        judge = Judge(RewardConfig("format"), decode=lambda ids: "".join(map(chr, ids)))
-        await judged_by(judge, [text], [sample])
+        judge = RewardManager(RewardConfig("format"), decode=lambda ids: "".join(map(chr, ids)))
+        await compute_rewards_with(judge, [text], [sample])
 
     asyncio.run(run())
     assert sample.reward == reward
@@ -67,29 +67,29 @@ def test_an_agent_has_the_format_in_its_last_turn_with_its_reasoning_or_without(
     sample.response_ids = [1] * 5 + [2] * 23 + [*map(ord, "<think>")] + [1] * 5
 
     async def run(tags):
-        judge = Judge(
+        judge = RewardManager(
             RewardConfig("format", {"tags": tags}), decode=lambda ids: "".join(map(chr, ids))
         )
-        await judged_by(judge, ["<answer>c</answer>"], [sample])
+        await compute_rewards_with(judge, ["<answer>c</answer>"], [sample])
 
     for tags, reward in {"think,answer": 1.0, "answer": 1.0, "answer,think": 0.0}.items():
         asyncio.run(run(tags))
         assert sample.reward == reward
 
 
-def test_format_has_the_tags_that_it_is_told():
+def test_format_has_the_tags_of_its_settings():
     reward = get_reward("format", {"tags": "plan, code"})
     assert reward("<plan>a</plan><code>b</code>", {}, "stop") == {"reward": 1.0}
     assert reward("<think>a</think><answer>b</answer>", {}, "stop") == {"reward": 0.0}
 
 
 def test_pattern_has_to_match_the_whole_response_in_time():
-    """(a|aa)+ tries every way to split the letters, more than there are atoms."""
+    # (a|aa)+ tries every way to split the letters, more than there are atoms.
     settings = {"pattern": r"(a|aa)+b.*", "timeout_s": 2.0}
     texts = ["aab\nand more", "so aab", "a" * 400]
     started = time.monotonic()
-    found = judged(RewardConfig("pattern", settings), texts)
-    assert [(s.reward, s.reward_parts["unchecked"]) for s in found] == [(1, 0), (0, 0), (0, 1)]
+    samples = compute_rewards(RewardConfig("pattern", settings), texts)
+    assert [(s.reward, s.reward_parts["unchecked"]) for s in samples] == [(1, 0), (0, 0), (0, 1)]
     assert time.monotonic() - started < 30
 
 
@@ -128,8 +128,8 @@ def test_pattern_has_to_match_the_whole_response_in_time():
     ],
 )
 def test_choice(text, reward, answered):
-    found = get_reward("choice")(text, {"answer": "(b)"}, "stop")
-    assert found == {"reward": reward, "answered": answered}
+    result = get_reward("choice")(text, {"answer": "(b)"}, "stop")
+    assert result == {"reward": reward, "answered": answered}
 
 
 @pytest.mark.parametrize(
@@ -137,10 +137,10 @@ def test_choice(text, reward, answered):
     ["answer" + "*" * 2000, r"\boxed{" + r"\text{" * 10**5 + "\n" + "}" * (10**5 + 1)],
 )
 def test_a_choice_among_many_marks_does_not_keep_the_server_waiting(text):
-    """Each takes minutes where each way to share the marks out is tried."""
+    # Each takes minutes where each way to share the marks out is tried.
     started = time.monotonic()
-    found = get_reward("choice")(text, {"answer": "B"}, "stop")
-    assert found == {"reward": 0.0, "answered": 0.0}
+    result = get_reward("choice")(text, {"answer": "B"}, "stop")
+    assert result == {"reward": 0.0, "answered": 0.0}
     assert time.monotonic() - started < 20
 
 
@@ -149,7 +149,7 @@ def test_choice_needs_an_answer_that_is_one_of_the_letters():
     with pytest.raises(
         RewardError, match=r"data.answer_column has '7'; allowed with .* A, B, C, D"
     ):
-        judged(RewardConfig("choice"), ["A"])
+        compute_rewards(RewardConfig("choice"), ["A"])
 
 
 @pytest.mark.parametrize(
@@ -165,8 +165,8 @@ def test_choice_needs_an_answer_that_is_one_of_the_letters():
     ],
 )
 def test_substring(text, settings, reward):
-    found = get_reward("substring", settings)(text, {"answer": "New  York"}, "stop")
-    assert found == {"reward": reward}
+    result = get_reward("substring", settings)(text, {"answer": "New  York"}, "stop")
+    assert result == {"reward": reward}
 
 
 def test_a_number_is_not_in_a_longer_one():

@@ -72,10 +72,10 @@ class Worker(RolloutWorker):
         self._streams = streams  # type: ignore[assignment]
 
     def start_groups(self, *groups: int, stream: Any = "train") -> None:
-        ids = Jagged.of([[1] for _ in groups], np.int64)
-        texts = Jagged.of_texts(["{}"] * len(groups))
+        ids = Jagged.pack([[1] for _ in groups], np.int64)
+        texts = Jagged.pack_texts(["{}"] * len(groups))
         columns = {"prompt_ids": ids, "group_ids": np.array(groups), "fields": texts}
-        columns |= {"rows": np.array(groups), "messages": Jagged.of_texts(["null"] * len(groups))}
+        columns |= {"rows": np.array(groups), "messages": Jagged.pack_texts(["null"] * len(groups))}
         self._agent = SimpleNamespace(start=self._start_groups)
         self.begin(Batch(columns), SAMPLING, stream)
 

@@ -16,7 +16,7 @@ from mcore_rl.config.schema import EvaluationConfig, RolloutConfig
 from mcore_rl.data.batch import Batch
 from mcore_rl.data.datasets import PromptDataset
 from mcore_rl.data.datasets import PromptRow as Row
-from mcore_rl.data.prompt_batches import PromptBatches, held_out_batch
+from mcore_rl.data.prompt_batches import PromptBatches, build_held_out_batch
 from mcore_rl.data.sample import Sample
 from mcore_rl.inference.protocol import Completion, SamplingParams
 from mcore_rl.observability.activity import ACTIVITY
@@ -64,7 +64,7 @@ class Servers(Answering):
 
     def answers(self, prompts, sampling):
         rows = [Prompt([1], group) for group in prompts.array("group_ids").tolist()]
-        return [Batch.of(asyncio.run(self._loop.run_all(rows, sampling)))]
+        return [Batch.collate(asyncio.run(self._loop.run_all(rows, sampling)))]
 
 
 def make_pool(seed: int = 0, **settings) -> tuple[RolloutPool, Generator]:
@@ -74,7 +74,7 @@ def make_pool(seed: int = 0, **settings) -> tuple[RolloutPool, Generator]:
 
 def test_a_request_carries_the_settings_of_sampling():
     pool, generator = make_pool(temperature=0.6, max_response_tokens=77)
-    pool.generate(held_out_batch(DATASET, 2), n=3)
+    pool.generate(build_held_out_batch(DATASET, 2), n=3)
     wanted = {"n": 3, "temperature": 0.6, "top_p": 1.0, "max_tokens": 77}
     assert len(generator.requests) == 2
     for request in generator.requests:
@@ -86,7 +86,7 @@ def test_no_two_samples_of_training_and_evaluation_share_a_seed():
     pool, generator = make_pool()
     for batch in itertools.islice(PromptBatches(DATASET, 10, seed=0), 20):
         pool.generate(batch, n=8)
-    pool.generate(held_out_batch(DATASET, 50), n=1)
+    pool.generate(build_held_out_batch(DATASET, 50), n=1)
     assert len(generator.seeds) == 20 * 10 * 8 + 50
     assert len({seed % 2**32 for seed in generator.seeds}) == len(generator.seeds)
 
@@ -94,16 +94,18 @@ def test_no_two_samples_of_training_and_evaluation_share_a_seed():
 def test_evaluations_repeat_their_seeds():
     pool, generator = make_pool()
     for _ in range(2):
-        pool.generate(held_out_batch(DATASET, 5), n=1)
+        pool.generate(build_held_out_batch(DATASET, 5), n=1)
     assert generator.seeds[:5] == generator.seeds[5:]
 
 
 def test_an_evaluation_has_its_own_sampling_and_a_cache_apart():
     pool, generator = make_pool(temperature=0.6, stop=["</s>"], max_response_tokens=9)
-    pool.generate(held_out_batch(DATASET, 1), n=1)
-    pool.evaluate(held_out_batch(DATASET, 1), EvaluationConfig(num_samples=2, top_k=5))
-    pool.evaluate(held_out_batch(DATASET, 1), EvaluationConfig(temperature=0.0, top_p=0.9))
-    pool.evaluate(held_out_batch(DATASET, 1), EvaluationConfig(stop=[], max_response_tokens=7))
+    pool.generate(build_held_out_batch(DATASET, 1), n=1)
+    pool.evaluate(build_held_out_batch(DATASET, 1), EvaluationConfig(num_samples=2, top_k=5))
+    pool.evaluate(build_held_out_batch(DATASET, 1), EvaluationConfig(temperature=0.0, top_p=0.9))
+    pool.evaluate(
+        build_held_out_batch(DATASET, 1), EvaluationConfig(stop=[], max_response_tokens=7)
+    )
     training, sampled, greedy, short = generator.requests
     assert (greedy.max_tokens, short.max_tokens, short.stop) == (9, 7, ())
     assert (training.cache, training.stop) == ("", ("</s>",))
@@ -114,17 +116,17 @@ def test_an_evaluation_has_its_own_sampling_and_a_cache_apart():
 
 def test_experts_are_requested_for_samples_of_training():
     pool, generator = make_pool()
-    pool.generate(held_out_batch(DATASET, 1), n=1)
+    pool.generate(build_held_out_batch(DATASET, 1), n=1)
     pool = replace(pool, records_experts=True)
-    pool.generate(held_out_batch(DATASET, 1), n=1)
-    pool.generate(held_out_batch(DATASET, 1), n=1, is_greedy=True)  # a baseline
-    pool.evaluate(held_out_batch(DATASET, 1), EvaluationConfig())
+    pool.generate(build_held_out_batch(DATASET, 1), n=1)
+    pool.generate(build_held_out_batch(DATASET, 1), n=1, is_greedy=True)  # a baseline
+    pool.evaluate(build_held_out_batch(DATASET, 1), EvaluationConfig())
     assert [request.experts_from for request in generator.requests] == [None, 0, None, None]
 
 
 def test_a_long_run_does_not_reach_the_seeds_of_the_next_run():
     # Group 2**21 of 8 samples once had the seeds of group 0 under the next seed.
-    late = held_out_batch(DATASET, 1).with_columns(group_ids=np.array([2**21]))
+    late = build_held_out_batch(DATASET, 1).with_columns(group_ids=np.array([2**21]))
     first = next(PromptBatches(DATASET, 1, seed=0))
     (old, old_generator), (new, new_generator) = make_pool(seed=6), make_pool(seed=7)
     old.generate(late, n=8)
@@ -153,7 +155,7 @@ def test_reward_parts_of_other_servers_are_nan_for_a_server_without_rewards():
 
     class Two(Answering):
         def answers(self, prompts, sampling):
-            return [Batch.of([scored]), Batch.of([failed])]
+            return [Batch.collate([scored]), Batch.collate([failed])]
 
     prompts = Batch({"group_ids": np.array([0, 1])})
     batch = RolloutPool(Two(), RolloutConfig(), 0).generate(prompts, 1)
@@ -166,7 +168,7 @@ def test_progress_and_on_samples_follow_new_samples():
 
     class OneByOne(Answering):
         def answers(self, prompts, sampling):
-            return [Batch.of([replace(SAMPLE, group_id=i)] * sampling.n) for i in range(3)]
+            return [Batch.collate([replace(SAMPLE, group_id=i)] * sampling.n) for i in range(3)]
 
         def collect(self, stream, wait_s, at_least=1):
             progress.append(str(ACTIVITY).partition(",")[0])
@@ -174,7 +176,7 @@ def test_progress_and_on_samples_follow_new_samples():
             return [first]
 
     prompts = Batch({"group_ids": np.arange(3)})
-    with ACTIVITY.phase("generate"):
+    with ACTIVITY.enter_phase("generate"):
         RolloutPool(OneByOne(), RolloutConfig(), 0).generate(
             prompts, 2, on_samples=lambda batches: num_new.append(sum(map(len, batches)))
         )

@@ -18,16 +18,16 @@ from mcore_rl.agents.single_turn import SingleTurnLoop
 from mcore_rl.config.schema import Layout, RewardConfig, RLConfig
 from mcore_rl.data.batch import Batch, Jagged
 from mcore_rl.inference.protocol import SamplingParams
-from mcore_rl.rewards.judge import Judge
+from mcore_rl.rewards.manager import RewardManager
 from mcore_rl.rollout.server_pool import ServerPool
 from tests.unit.agents.test_loops import TOKENIZER
 from tests.unit.trainers.test_driver_bytes import Ray, Server, group, ray  # noqa: F401
 
 KILLED = """
 import os
-from mcore_rl.rewards.base import in_process
+from mcore_rl.rewards.registry import run_in_process
 
-@in_process()
+@run_in_process()
 def killed(text, fields, finish_reason):
     # Once for each name that is given.
     name = fields["once"]
@@ -44,7 +44,7 @@ class Scoring(Server):
 
     def __init__(self, reward: RewardConfig) -> None:
         super().__init__(TOKENIZER, apart_s=0.0)
-        self.judge = Judge(reward)
+        self.judge = RewardManager(reward)
         self._agent = SingleTurnLoop(self._server, TOKENIZER, self.judge)
 
     def kill_idle(self) -> int:
@@ -61,10 +61,10 @@ def make_prompts(groups: range, killing: Callable[[int], bool] = lambda group: F
     fields = [{"once": f"group {g}" if killing(g) else "", "worth": g} for g in groups]
     return Batch(
         {
-            "prompt_ids": Jagged.of([[5]] * len(groups), np.int64),
+            "prompt_ids": Jagged.pack([[5]] * len(groups), np.int64),
             "group_ids": np.array(groups),
-            "fields": Jagged.of_texts(map(json.dumps, fields)),
-            "messages": Jagged.of_texts(["[]"] * len(groups)),
+            "fields": Jagged.pack_texts(map(json.dumps, fields)),
+            "messages": Jagged.pack_texts(["[]"] * len(groups)),
             "rows": np.array(groups),
         }
     )

@@ -23,7 +23,7 @@ def make_group(group_id: int, num_prompt: int = 4, server: int | None = None) ->
 
 
 def make_prompts(ids: dict[int, list[int]]) -> Batch:
-    column = Jagged.of(list(ids.values()), np.int64)
+    column = Jagged.pack(list(ids.values()), np.int64)
     return Batch({"group_ids": np.array([*ids]), "prompt_ids": column})
 
 

@@ -100,12 +100,12 @@ def make_pool(
 
 
 def make_prompts(*groups: int) -> Batch:
-    ids = Jagged.of([[1] for _ in groups], np.int64)
+    ids = Jagged.pack([[1] for _ in groups], np.int64)
     return Batch({"prompt_ids": ids, "group_ids": np.array(groups)})
 
 
 def make_samples(version: int, *groups: int) -> Batch:
-    return Batch.of(
+    return Batch.collate(
         [
             Sample([1], [group, i], [1, 1], [0.0, 0.0], [version] * 2, "stop", group)
             for group in groups
@@ -164,7 +164,7 @@ def test_large_prompts_are_stored_and_stored_again_when_they_are_rerouted(monkey
     monkeypatch.setattr(object_columns, "ray", store)
     groups = ServedGroup(0), ServedGroup(1)
     pool = make_pool(*groups)
-    ids = Jagged.of([[group] * 4000 for group in range(4)], np.int32)
+    ids = Jagged.pack([[group] * 4000 for group in range(4)], np.int32)
     pool.begin(Batch({"prompt_ids": ids, "group_ids": np.arange(4)}), SAMPLING)
     pool.begin(make_prompts(9), SAMPLING)
     assert [len(columns["prompt_ids"]) for columns in objects] == [2, 2]  # not the small ones
@@ -254,7 +254,7 @@ def test_servers_collect_their_share_and_wait_longer_the_more_there_are():
 def test_bytes_of_an_answer_are_limited_by_the_tokens_of_its_groups():
     # Each group has two samples, of a prompt and up to three tokens.
     pool = make_pool(group := ServedGroup(0))
-    ids = Jagged.of([[1] * num for num in (9, 1, 2, 4)], np.int64)
+    ids = Jagged.pack([[1] * num for num in (9, 1, 2, 4)], np.int64)
     pool.begin(Batch({"prompt_ids": ids, "group_ids": np.arange(4)}), SAMPLING)
     for at_least, lengths in ((1, [9]), (2, [4, 2]), (ALL, [1, 2, 4])):
         pool.collect("train", 0, at_least)
@@ -264,7 +264,7 @@ def test_bytes_of_an_answer_are_limited_by_the_tokens_of_its_groups():
 
 def test_samples_have_no_more_bytes_per_token_than_are_counted():
     sample = Sample([1], [2], [1], [0.0], [0], "stop", 0, process_rewards=[0.5], state_ids=[1])
-    batch = Batch.of([sample])
+    batch = Batch.collate([sample])
     columns = [c for name in batch.names if isinstance(c := batch[name], Jagged)]
     prompt_ids = columns.pop([batch["prompt_ids"] is c for c in columns].index(True))
     assert prompt_ids.values.nbytes <= MADE_BYTES_PER_TOKEN

@@ -80,7 +80,7 @@ def test_staleness_1_begins_a_step_ahead_and_waits_for_groups_that_would_be_too_
 
 
 def test_as_many_stragglers_as_extra_groups_are_issued_again():
-    queue, admission = make_admission(make_pacing(staleness=1, over_issue=0.5))
+    queue, admission = make_admission(make_pacing(staleness=1, oversampling=0.5))
     assert begin(queue, admission) == [0, 1, 2, 3, 4]  # one more than steps 1 and 2 need
     finish(queue, 4, 1, 2)
     assert select(admission, 1) == [1, 2] and begin(queue, admission) == []
@@ -99,7 +99,7 @@ def test_as_many_stragglers_as_extra_groups_are_issued_again():
 
 
 def test_a_step_does_not_wait_for_as_many_stragglers_as_extra_groups():
-    queue, admission = make_admission(make_pacing(staleness=1, over_issue=0.5))
+    queue, admission = make_admission(make_pacing(staleness=1, oversampling=0.5))
     assert begin(queue, admission) == [0, 1, 2, 3, 4]
     finish(queue, 0, 1, 2, 4)
     queue.drop([4])
@@ -111,7 +111,7 @@ def test_a_step_does_not_wait_for_as_many_stragglers_as_extra_groups():
 
 
 def test_finished_groups_that_would_be_too_old_are_issued_again():
-    queue, admission = make_admission(make_pacing(staleness=1, over_issue=0.5))
+    queue, admission = make_admission(make_pacing(staleness=1, oversampling=0.5))
     assert begin(queue, admission) == [0, 1, 2, 3, 4]
     finish(queue, 0, 1, 2, 3, 4)
     for step, expected in ((1, [0, 1]), (2, [2, 3])):
@@ -226,11 +226,13 @@ def test_expect_more_groups_than_a_step_trains_is_an_error():
 
 def test_extra_groups_are_rounded_up():
     for share, groups, extra in ((0, 8, 0), (0.05, 8, 1), (0.5, 8, 4), (0.07, 100, 7)):
-        assert make_pacing(staleness=1, groups_per_step=groups, over_issue=share).num_extra == extra
+        assert (
+            make_pacing(staleness=1, groups_per_step=groups, oversampling=share).num_extra == extra
+        )
 
 
 def test_no_group_is_begun_for_steps_after_the_last():
-    queue, admission = make_admission(make_pacing(staleness=3, num_steps=2, over_issue=0.5))
+    queue, admission = make_admission(make_pacing(staleness=3, num_steps=2, oversampling=0.5))
     assert begin(queue, admission) == [0, 1, 2, 3, 4]
     for step in (1, 2):
         finish(queue, *range(2 * step - 2, 2 * step))
@@ -294,13 +296,13 @@ def test_a_push_is_refused_until_too_old_groups_are_evicted():
         ({"groups_per_step": 0}, "groups_per_step=0; allowed: 1 or more"),
         ({"staleness": -1}, "staleness=-1; allowed: 0 or more"),
         ({"depth": 0}, "depth=0; allowed: 1 or more"),
-        ({"over_issue": float("nan")}, "over_issue=nan; allowed: 0 or more"),
+        ({"oversampling": float("nan")}, "oversampling=nan; allowed: 0 or more"),
         ({"max_samples": 5}, "max_samples=5; allowed: 6 or more"),
         ({"new_per_step": 0}, "new_per_step=0; allowed: 1 to 2"),
         ({"new_per_step": 3}, "new_per_step=3; allowed: 1 to 2"),
         (
-            {"staleness": 0, "over_issue": 0.5},
-            "over_issue=0.5 with staleness=0, .*; allowed: 0, or",
+            {"staleness": 0, "oversampling": 0.5},
+            "oversampling=0.5 with staleness=0, .*; allowed: 0, or",
         ),
     ],
 )

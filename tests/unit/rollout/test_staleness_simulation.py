@@ -92,7 +92,7 @@ class Run:
         pacing, progress = self.pacing, self.progress
         num_dropped = sum(reason == "dropped" for reason in progress.ends.values())
         batches = min(progress.steps + pacing.staleness + 1, pacing.num_steps)
-        extra = math.ceil(pacing.over_issue * pacing.groups_per_step)
+        extra = math.ceil(pacing.oversampling * pacing.groups_per_step)
         known = min(progress.steps + 1, batches)
         counted = self.needed_until[known] + (batches - known) * pacing.num_new
         assert len(progress.begun) - num_dropped <= counted + extra
@@ -231,8 +231,8 @@ SETTINGS = {
     "s0": {"staleness": 0},
     "s0 depth 2": {"staleness": 0, "depth": 2},
     "s1": {"staleness": 1},
-    "s1 over-issue": {"staleness": 1, "over_issue": 0.5},
-    "s3 over-issue, depth": {"staleness": 3, "over_issue": 0.25, "depth": 6},
+    "s1 over-issue": {"staleness": 1, "oversampling": 0.5},
+    "s3 over-issue, depth": {"staleness": 3, "oversampling": 0.25, "depth": 6},
     "s3 few samples": {"staleness": 3, "max_samples": 15},
     "s1 replay": {"staleness": 1, "new_per_step": 2},
     "s3 replay, few samples": {"staleness": 3, "new_per_step": 1, "max_samples": 12},
@@ -252,7 +252,7 @@ def test_no_token_older_than_staleness_is_trained_in_500_steps_of_delays_and_kil
     assert run.seen["oldest"] == settings["staleness"]  # it reaches the bound
     assert run.seen["lost"] > 100 and run.seen["crashes"] > 2 and run.seen["redone"] > 2
     assert run.seen["late"] > 5
-    assert (run.queue.groups_total["abandoned"] > 0) == ("over_issue" in settings)
+    assert (run.queue.groups_total["abandoned"] > 0) == ("oversampling" in settings)
 
 
 def make_faults() -> dict[str, Callable[[pytest.MonkeyPatch], None]]:

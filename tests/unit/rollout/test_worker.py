@@ -13,9 +13,8 @@ import numpy as np
 import pytest
 
 from mcore_rl.agents.runner import AgentRunner
-from mcore_rl.config.agent_schema import AgentConfig
 from mcore_rl.config.errors import ConfigError, PeerError
-from mcore_rl.config.schema import RewardConfig, RolloutConfig
+from mcore_rl.config.schema import AgentConfig, RewardConfig, RolloutConfig
 from mcore_rl.controller.pending import Limit, PendingCall, outlived
 from mcore_rl.controller.rank_actor import FailureKind, RankActor
 from mcore_rl.data.batch import Batch, Jagged
@@ -127,11 +126,11 @@ def start_trajectory(spec: RolloutSpec, server: Server) -> tuple[RolloutWorker, 
     worker._server, worker._agent = server, runner
     prompts = Batch(
         {
-            "prompt_ids": Jagged.of([[]], np.int64),
+            "prompt_ids": Jagged.pack([[]], np.int64),
             "group_ids": np.array([3]),
-            "fields": Jagged.of_texts(["{}"]),
+            "fields": Jagged.pack_texts(["{}"]),
             "rows": np.array([7]),
-            "messages": Jagged.of_texts([json.dumps(MESSAGES)]),
+            "messages": Jagged.pack_texts([json.dumps(MESSAGES)]),
         }
     )
     worker.begin(prompts, SamplingParams(n=1, max_tokens=1000), "train")
@@ -141,7 +140,7 @@ def start_trajectory(spec: RolloutSpec, server: Server) -> tuple[RolloutWorker, 
 
 def get_deadlines(runner: AgentRunner) -> list[float | None]:
     """Return the deadline of each trajectory; None while its time stands still."""
-    return [trajectory.limit.timeout.when() for trajectory in runner._open.values()]
+    return [trajectory.timeout.when() for trajectory in runner._running.values()]
 
 
 def test_a_turn_after_a_push_that_failed_waits_until_the_push_is_repeated(spec):
@@ -349,4 +348,4 @@ def test_a_group_without_samples_is_collected_as_a_failed_sample():
     [sample] = asyncio.run(work())
     assert (sample.group_id, sample.response_ids, sample.status) == (7, [], "failed")
     assert sample.reward_error == "no trajectory of the group has had a turn"
-    assert len(Batch.of([sample])) == 1
+    assert len(Batch.collate([sample])) == 1

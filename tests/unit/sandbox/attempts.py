@@ -131,7 +131,7 @@ def signal_other(place):
 
 
 def signal_by_owner(place):
-    """A descriptor's owner is sent a signal of one's choice when there is something to read."""
+    """Set another process as owner of a descriptor, which is sent a signal on input."""
     read, write = os.pipe()
     fcntl.fcntl(read, fcntl.F_SETOWN, place["owner"])
     fcntl.fcntl(read, fcntl.F_SETSIG, signal.SIGUSR1)
@@ -208,7 +208,7 @@ def watch_system_folder(place):
 
 
 def lease_of_file(place):
-    """Who opens it for writing waits, for up to 45 s."""
+    """Take a lease, for which a writer waits up to 45 s."""
     with open(os.__file__) as file:
         fcntl.fcntl(file, fcntl.F_SETLEASE, fcntl.F_RDLCK)
 
@@ -236,7 +236,7 @@ def large_pipe(place):
 
 
 def memory_lent_to_a_pipe(place):
-    """A byte of a huge page keeps all of it."""
+    """Lend a byte of a huge page, which keeps the page in memory."""
     page = ctypes.create_string_buffer(8192)
     vector = (ctypes.c_void_p * 2)(ctypes.addressof(page), 4096)
     if LIBC.vmsplice(os.pipe()[1], vector, 1, 0) < 0:
@@ -320,11 +320,11 @@ ATTEMPTS = [
 ]  # fmt: skip
 
 if __name__ == "__main__":
-    told = json.loads(sys.stdin.read())
+    message = json.loads(sys.stdin.read())
     worked = {}
     for attempt in ATTEMPTS:
         try:
-            attempt(told)
+            attempt(message)
             worked[attempt.__name__] = True
         except (Exception, SystemExit):  # noqa: BLE001 (whatever stops it)
             worked[attempt.__name__] = False

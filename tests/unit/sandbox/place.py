@@ -19,9 +19,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[3]))
 
-from mcore_rl.config.sandbox_schema import SandboxSettings
-from mcore_rl.sandbox import probe
-from mcore_rl.sandbox.call import SandboxError, call
+from mcore_rl.config.schema import SandboxSettings
+from mcore_rl.sandbox import sandbox
+from mcore_rl.sandbox.sandbox import SandboxError, run_in_tier
 from mcore_rl.sandbox.tiers import Tier
 
 _REFUSED = {
@@ -42,7 +42,7 @@ def refuse_namespaces() -> None:
     code += [(0x15, 0, 1, _CLONE3), (0x06, 0, 0, 0x00050000 | errno.ENOSYS)]
     code += [(0x15, 0, 3, _CLONE[machine]), (0x20, 0, 0, 16), (0x45, 0, 1, _NEW_NAMESPACES), refuse]
     code.append(allow)
-    packed = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *one) for one in code))
+    packed = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *item) for item in code))
     program = struct.pack("HxxxxxxP", len(code), ctypes.addressof(packed))
     libc = ctypes.CDLL(None, use_errno=True)
     assert libc.prctl(22, 2, program, 0, 0) == 0, os.strerror(ctypes.get_errno())
@@ -72,16 +72,18 @@ def main() -> None:
         print(json.dumps(answer(json.loads(line))), flush=True)
 
 
-def answer(asked: dict) -> dict:
-    if "auto" in asked:
-        found = probe.probed(asked["auto"])
-        return dataclasses.asdict(found) if isinstance(found, Tier) else {"reasons": found}
-    tier = Tier(**asked["tier"])
-    if "settings" not in asked:
-        return {"why_not": probe.why_not(tier)}
-    settings = SandboxSettings(**asked["settings"])
+def answer(request: dict) -> dict:
+    if "auto" in request:
+        result = sandbox.probe_tiers(request["auto"])
+        return dataclasses.asdict(result) if isinstance(result, Tier) else {"reasons": result}
+    tier = Tier(**request["tier"])
+    if "settings" not in request:
+        return {"why_not": sandbox.check_tier(tier)}
+    settings = SandboxSettings(**request["settings"])
     try:
-        running = call(tier, settings, asked["program"], asked["stdin"], asked["files"])
+        running = run_in_tier(
+            tier, settings, request["program"], request["stdin"], request["files"]
+        )
         return dataclasses.asdict(asyncio.run(running))
     except SandboxError as error:
         return {"error": str(error)}

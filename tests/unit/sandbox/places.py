@@ -1,4 +1,4 @@
-"""Where programs are contained in tests: tiers, as several users, in containers."""
+"""Places to run programs in tests: tiers, as several users, in containers."""
 
 import functools
 import json
@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from mcore_rl.sandbox.call import SandboxResult
+from mcore_rl.sandbox.sandbox import SandboxResult
 from mcore_rl.sandbox.tiers import Tier
 
 SCRIPT = Path(__file__).with_name("place.py")
@@ -42,15 +42,15 @@ class Place:
         files: Mapping[str, str] | None = None,
         **limits: float,
     ) -> SandboxResult:
-        asked = {"settings": {**LIMITS, **limits}, "program": program, "stdin": stdin}
-        answer = self.ask({**asked, "tier": asdict(self.tier), "files": files or {}})
+        request = {"settings": {**LIMITS, **limits}, "program": program, "stdin": stdin}
+        answer = self.ask({**request, "tier": asdict(self.tier), "files": files or {}})
         assert "error" not in answer, answer
         return SandboxResult(**answer)
 
-    def ask(self, asked: Mapping[str, Any]) -> dict[str, Any]:
+    def ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
         process = _process(self)
         assert process.stdin is not None and process.stdout is not None
-        process.stdin.write(json.dumps(asked) + "\n")
+        process.stdin.write(json.dumps(request) + "\n")
         process.stdin.flush()
         return json.loads(process.stdout.readline())
 
@@ -84,21 +84,21 @@ PLACES = [
 
 
 @functools.cache
-def why_not(place: Place) -> str:
-    """Why this machine does not have it; empty if it has."""
+def explain_missing(place: Place) -> str:
+    """Return why this machine does not have a place; "" if it has."""
     needs_root = place.uid is not None or place.tier.own_uid
     if needs_root and os.geteuid() != 0:
         return "only root can become another user"
     if place.python == SYSTEM_PYTHON:
         version = [place.python, "-c", "import sys; print(sys.version_info >= (3, 11))"]
-        found = subprocess.run(version, capture_output=True, text=True, check=False)
-        if found.stdout.strip() != "True":
+        result = subprocess.run(version, capture_output=True, text=True, check=False)
+        if result.stdout.strip() != "True":
             return f"{place.python} is not Python 3.11 or later"
     return str(place.ask({"tier": asdict(place.tier)})["why_not"])
 
 
-def needed(place: Place) -> Place:
-    """The place; skips the test if this machine does not have it."""
-    if reason := why_not(place):
+def require(place: Place) -> Place:
+    """Return the place; skip the test if this machine does not have it."""
+    if reason := explain_missing(place):
         pytest.skip(f"{place}: {reason} (bubblewrap is the Debian package bubblewrap)")
     return place

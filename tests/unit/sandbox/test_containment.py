@@ -1,4 +1,4 @@
-"""What a program in a sandbox cannot do, in every tier, as several users, in containers."""
+"""Containment of programs, in every tier, as several users, in containers."""
 
 import contextlib
 import ctypes
@@ -20,12 +20,12 @@ import pytest
 
 from tests.nightly import all_but
 from tests.unit.sandbox import attempts
-from tests.unit.sandbox.places import CONTAINER, PLACES, SECRET, Place, needed
+from tests.unit.sandbox.places import CONTAINER, PLACES, SECRET, Place, require
 
 SOURCE = Path(attempts.__file__).read_text()
 NAMES = [attempt.__name__ for attempt in attempts.ATTEMPTS]
-KEPT = [place for place in PLACES if place.name in ("bwrap", "bwrap as root", CONTAINER)]
-in_each_place = pytest.mark.parametrize("place", all_but(KEPT, PLACES), ids=str)
+SELECTED = [place for place in PLACES if place.name in ("bwrap", "bwrap as root", CONTAINER)]
+in_each_place = pytest.mark.parametrize("place", all_but(SELECTED, PLACES), ids=str)
 # Ends when it is told to; a signal is told of by a line.
 _OTHER = """
 import signal, sys
@@ -49,7 +49,7 @@ def other_process() -> Iterator[subprocess.Popen[str]]:
 
 
 def attempted(run: Callable[[str, str], str]) -> dict[str, bool]:
-    """By name, whether an attempt to get out worked for a program run by `run(source, stdin)`."""
+    """Return by name which attempts to escape work for programs run by `run(source, stdin)`."""
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory())
         os.chmod(folder, 0o777)  # so that it is not the rights of a user that protect it
@@ -74,19 +74,19 @@ def attempted(run: Callable[[str, str], str]) -> dict[str, bool]:
             os.chmod(path, 0o777)
         place |= stack.enter_context(shared_objects())
         names = "pid", "signalled", "owner"
-        others = {name: stack.enter_context(other_process()) for name in names}
-        told = place | {name: process.pid for name, process in others.items()}
-        worked = json.loads(run(SOURCE, json.dumps(told)))
+        rest = {name: stack.enter_context(other_process()) for name in names}
+        message = place | {name: process.pid for name, process in rest.items()}
+        worked = json.loads(run(SOURCE, json.dumps(message)))
         worked["udp"] = _can_be_read(udp)
-        worked["signal_other"] = _can_be_read(others["signalled"].stdout)
-        worked["signal_by_owner"] = _can_be_read(others["owner"].stdout)
-        assert all(process.poll() is None for process in others.values())
+        worked["signal_other"] = _can_be_read(rest["signalled"].stdout)
+        worked["signal_by_owner"] = _can_be_read(rest["owner"].stdout)
+        assert all(process.poll() is None for process in rest.values())
         return worked
 
 
 @contextlib.contextmanager
 def shared_objects() -> Iterator[dict[str, object]]:
-    """Objects of System V, and a message queue, that any user may use; gone afterwards."""
+    """Create System V objects and a message queue for all users; remove them afterwards."""
     libc, rights = ctypes.CDLL(None, use_errno=True), 0o1666  # IPC_CREAT
     name = f"mcore_rl_attempt_{os.getpid()}"
     queue = libc.mq_open(f"/{name}".encode(), os.O_CREAT | os.O_RDWR, 0o666, None)
@@ -138,7 +138,7 @@ def attempted_outside() -> dict[str, bool]:
 
 @pytest.mark.parametrize("place", PLACES, ids=str)
 def test_no_attempt_to_get_out_works(place):
-    worked = attempted_in(needed(place))
+    worked = attempted_in(require(place))
     assert worked == dict.fromkeys(NAMES, False)
 
 
@@ -170,7 +170,7 @@ time.sleep(1)
 
 @in_each_place
 def test_a_fork_bomb_stops_at_the_limit(place):
-    result = needed(place).run(FORK_BOMB)
+    result = require(place).run(FORK_BOMB)
     if place.tier.name == "landlock":
         assert result.stdout.split() == ["0", "1"]  # EPERM: there is one process only
     elif place.counts_processes:
@@ -190,7 +190,7 @@ time.sleep(10)
 @in_each_place
 def test_a_thread_bomb_stops_at_the_limit(place):
     # Address space for the stacks of all: the limit of memory is not to come first.
-    result = needed(place).run(THREAD_BOMB, memory_mb=32768)
+    result = require(place).run(THREAD_BOMB, memory_mb=32768)
     if place.tier.name == "bwrap" and place.counts_processes:
         assert result.status == "error" and "can't start new thread" in result.stderr
     else:
@@ -199,7 +199,7 @@ def test_a_thread_bomb_stops_at_the_limit(place):
 
 @in_each_place
 def test_memory_of_one_process(place):
-    result = needed(place).run("b = bytearray(1 << 30)\nprint(len(b))")
+    result = require(place).run("b = bytearray(1 << 30)\nprint(len(b))")
     assert (result.status, result.stdout) == ("memory", "")
     assert "MemoryError" in result.stderr
 
@@ -218,7 +218,7 @@ time.sleep(60)
 @in_each_place
 @pytest.mark.parametrize("name", [b"eater", b"\xff\xfe)"], ids=["a name", "no text"])
 def test_memory_of_all_processes_together(place, name):
-    if needed(place).tier.name == "landlock":
+    if require(place).tier.name == "landlock":
         pytest.skip("there is one process only")
     assert place.run(EATERS.replace("NAME", repr(name))).status == "memory"
 
@@ -226,7 +226,7 @@ def test_memory_of_all_processes_together(place, name):
 @in_each_place
 def test_a_program_that_sleeps(place):
     start = time.monotonic()
-    result = needed(place).run("print('here', flush=True)\nimport time\ntime.sleep(600)", wall_s=1)
+    result = require(place).run("print('here', flush=True)\nimport time\ntime.sleep(600)", wall_s=1)
     assert (result.status, result.stdout, result.exit_code) == ("timeout", "here\n", 137)
     assert 1 <= result.wall_s < 10
     assert time.monotonic() - start < 20
@@ -234,14 +234,14 @@ def test_a_program_that_sleeps(place):
 
 @in_each_place
 def test_a_program_that_computes_for_ever(place):
-    result = needed(place).run("while True: pass", cpu_s=0.3)
+    result = require(place).run("while True: pass", cpu_s=0.3)
     assert result.status == "timeout"
     assert result.cpu_s < 5 and result.wall_s < 15
 
 
 @in_each_place
 def test_a_flood_of_output(place):
-    result = needed(place).run("while True: print('x' * 1000)", output_kb=64)
+    result = require(place).run("while True: print('x' * 1000)", output_kb=64)
     assert result.status == "output"
     assert len(result.stdout) + len(result.stderr) == 64 << 10
 
@@ -258,7 +258,7 @@ while names < 2000:
 
 @in_each_place
 def test_a_scratch_folder_that_is_filled(place):
-    result = needed(place).run(FILLER)
+    result = require(place).run(FILLER)
     if place.tier.name == "landlock":
         assert result.status == "disk"
     else:
@@ -267,19 +267,19 @@ def test_a_scratch_folder_that_is_filled(place):
 
 @in_each_place
 def test_a_file_larger_than_the_scratch_folder(place):
-    result = needed(place).run("f = open('f', 'wb')\nwhile True: f.write(bytes(1 << 20))")
+    result = require(place).run("f = open('f', 'wb')\nwhile True: f.write(bytes(1 << 20))")
     assert result.status in ("disk", "error")
     assert result.stdout == ""
 
 
-def running(marker: str) -> list[int]:
-    """Processes with this word on their command line."""
-    found = []
+def find_processes(marker: str) -> list[int]:
+    """Return the processes with this word on their command line."""
+    values = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         with contextlib.suppress(OSError):
             if marker.encode() in path.read_bytes():
-                found.append(int(path.parent.name))
-    return found
+                values.append(int(path.parent.name))
+    return values
 
 
 DAEMON = """
@@ -302,14 +302,14 @@ def marked() -> str:
 @in_each_place
 def test_nothing_is_left(place):
     marker = marked()
-    result = needed(place).run(DAEMON.replace("MARKER", marker))
+    result = require(place).run(DAEMON.replace("MARKER", marker))
     if place.tier.name == "landlock":
         assert "PermissionError" in result.stderr
         assert not Path(result.stdout.strip()).exists()
     else:
         assert result.status == "ok", result
         assert result.stdout == "/tmp\n"
-    assert running(marker) == []
+    assert find_processes(marker) == []
 
 
 def test_outside_of_a_sandbox_something_is_left(tmp_path):
@@ -317,7 +317,7 @@ def test_outside_of_a_sandbox_something_is_left(tmp_path):
     source = DAEMON.replace("MARKER", marker)
     subprocess.run([sys.executable, "-c", source], cwd=tmp_path, check=True)
     deadline = time.monotonic() + 10
-    while not (left := running(marker)) and time.monotonic() < deadline:
+    while not (left := find_processes(marker)) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert len(left) == 1
     os.kill(left[0], signal.SIGKILL)
@@ -330,16 +330,16 @@ def test_nothing_is_left_of_a_caller_that_ends(place, how, tmp_path):
     source = (
         f"import os, sys, time\nopen('mine', 'w')\nos.execv('/bin/sleep', ['sleep', '{marker}'])"
     )
-    asked = {"settings": {"wall_s": 300}, "program": source, "stdin": "", "files": {}}
-    tier = {name: getattr(needed(place).tier, name) for name in place.tier.__dataclass_fields__}
+    request = {"settings": {"wall_s": 300}, "program": source, "stdin": "", "files": {}}
+    tier = {name: getattr(require(place).tier, name) for name in place.tier.__dataclass_fields__}
     with place.start() as process:
         assert process.stdin is not None
-        process.stdin.write(json.dumps({**asked, "tier": tier}) + "\n")
+        process.stdin.write(json.dumps({**request, "tier": tier}) + "\n")
         process.stdin.flush()
-        until(lambda: running(marker) != [], "a start")
-        folders = {Path(os.readlink(f"/proc/{pid}/cwd")) for pid in running(marker)}
+        until(lambda: find_processes(marker) != [], "a start")
+        folders = {Path(os.readlink(f"/proc/{pid}/cwd")) for pid in find_processes(marker)}
         process.send_signal(signal.SIGKILL if how == "killed" else signal.SIGINT)
-        until(lambda: running(marker) == [], "an end")
+        until(lambda: find_processes(marker) == [], "an end")
     if place.tier.name == "landlock":
         assert any("mcore-rl-sandbox-" in str(folder) for folder in folders)
         until(lambda: not any(map(os.path.exists, folders)), "removal of the scratch folder")
@@ -363,7 +363,7 @@ os.mkdir("closed", 0)
 
 @in_each_place
 def test_a_scratch_folder_too_deep_for_python_is_removed(place):
-    result = needed(place).run("import os\nprint(os.getcwd(), flush=True)" + DEEP, scratch_mb=64)
+    result = require(place).run("import os\nprint(os.getcwd(), flush=True)" + DEEP, scratch_mb=64)
     assert result.status in ("ok", "disk")
     if place.tier.name == "landlock":
         assert not Path(result.stdout.strip()).exists()

@@ -9,7 +9,7 @@ import struct
 import pytest
 
 from mcore_rl.sandbox.seccomp_filter import PID as PLACEHOLDER
-from mcore_rl.sandbox.seccomp_filter import filter_code
+from mcore_rl.sandbox.seccomp_filter import build_filter
 
 PID = 4321
 ALLOW, KILL, DONE = 0x7FFF0000, 0x80000000, 0x50000  # the last returns 0 and does nothing
@@ -92,7 +92,7 @@ CALLS = [
 
 
 def followed(code: list[tuple[int, int, int, int]], data: bytes) -> int:
-    """What a classic BPF program returns for a struct seccomp_data."""
+    """Run a classic BPF program on a struct seccomp_data."""
     place = accumulator = 0
     while True:
         operation, if_true, if_false, constant = code[place]
@@ -124,7 +124,7 @@ def answer(
     data = struct.pack("<IIQ6Q", number, audit or MACHINES[machine], 0, *padded)
     code = [
         (*head, PID if constant == PLACEHOLDER else constant)
-        for *head, constant in filter_code(machine, has_namespaces, has_cgroup)
+        for *head, constant in build_filter(machine, has_namespaces, has_cgroup)
     ]
     return followed(code, data)
 
@@ -135,8 +135,8 @@ def test_each_call(machine, has_namespaces):
     column = list(MACHINES).index(machine)
     for numbers, arguments, without, with_namespaces in CALLS:
         expected = with_namespaces if has_namespaces else without
-        found = answer(machine, has_namespaces, numbers[column], *arguments)
-        assert found == expected, (numbers, arguments, hex(found))
+        result = answer(machine, has_namespaces, numbers[column], *arguments)
+        assert result == expected, (numbers, arguments, hex(result))
 
 
 @pytest.mark.parametrize("family", [2, 10])
@@ -148,7 +148,7 @@ def test_sockets_of_a_network_need_a_cgroup_that_counts_their_buffers(family):
 
 def test_an_unknown_machine_is_refused():
     with pytest.raises(OSError, match="no seccomp filter for riscv64; allowed: x86_64, aarch64"):
-        filter_code("riscv64", True, True)
+        build_filter("riscv64", True, True)
 
 
 @pytest.mark.parametrize("has_namespaces", [False, True])

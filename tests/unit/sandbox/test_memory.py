@@ -7,18 +7,18 @@ from pathlib import Path
 
 import pytest
 
-from mcore_rl.sandbox.cgroup import PREFIX, candidate_folders, find_parent
+from mcore_rl.sandbox.cgroup import PREFIX, find_parent, list_candidate_folders
 from tests.nightly import all_but
-from tests.unit.sandbox.places import CONTAINER, PLACES, needed
-from tests.unit.sandbox.test_containment import marked, running, until
+from tests.unit.sandbox.places import CONTAINER, PLACES, require
+from tests.unit.sandbox.test_containment import find_processes, marked, until
 
 BY_NAME = {place.name: place for place in PLACES}
 IN_A_CGROUP = BY_NAME["bwrap in a cgroup"]
-KEPT = [BY_NAME[name] for name in ("bwrap", "bwrap as nobody", CONTAINER)]
+SELECTED = [BY_NAME[name] for name in ("bwrap", "bwrap as nobody", CONTAINER)]
 BWRAP = [place for place in PLACES if place.tier.name == "bwrap"]
 LANDLOCK = [place for place in PLACES if place.tier.name == "landlock"]
-in_bwrap = pytest.mark.parametrize("place", all_but([*KEPT[:2], IN_A_CGROUP], BWRAP), ids=str)
-in_landlock = pytest.mark.parametrize("place", all_but([KEPT[2]], LANDLOCK), ids=str)
+in_bwrap = pytest.mark.parametrize("place", all_but([*SELECTED[:2], IN_A_CGROUP], BWRAP), ids=str)
+in_landlock = pytest.mark.parametrize("place", all_but([SELECTED[2]], LANDLOCK), ids=str)
 LIMITS = {"memory_mb": 64, "scratch_mb": 8}
 
 # A program prints how many MiB it holds by now.
@@ -124,7 +124,7 @@ def held_mib(stdout: str) -> int:
 @in_bwrap
 @pytest.mark.parametrize("program", [BACKLOG, MESSAGES, PAIRS], ids=["backlog", "sent", "pairs"])
 def test_what_is_in_sockets_counts_as_memory(place, program):
-    result = needed(place).run(START + program, **LIMITS, wall_s=2)
+    result = require(place).run(START + program, **LIMITS, wall_s=2)
     if place.tier.in_cgroup:  # it counts what is there, not what could be, and is never exceeded
         assert result.status in ("memory", "timeout")
         assert held_mib(result.stdout) <= 64 + 2 * 8 + 32
@@ -135,7 +135,7 @@ def test_what_is_in_sockets_counts_as_memory(place, program):
 
 @in_bwrap
 def test_sockets_of_a_network_are_counted_by_a_cgroup_or_refused(place):
-    result = needed(place).run(START + LOOPBACK, **LIMITS)
+    result = require(place).run(START + LOOPBACK, **LIMITS)
     if place.tier.in_cgroup:
         assert 0 < held_mib(result.stdout) <= 64
     else:
@@ -145,7 +145,7 @@ def test_sockets_of_a_network_are_counted_by_a_cgroup_or_refused(place):
 @in_bwrap
 @pytest.mark.parametrize("folder", ["/tmp", "/dev/shm"])
 def test_inodes_of_a_folder_in_memory_count_as_files(place, folder):
-    result = needed(place).run(START + INODES.format(folder=folder), **LIMITS)
+    result = require(place).run(START + INODES.format(folder=folder), **LIMITS)
     assert result.status == "disk"
     assert held_mib(result.stdout) < 64
 
@@ -153,40 +153,40 @@ def test_inodes_of_a_folder_in_memory_count_as_files(place, folder):
 @in_landlock
 @pytest.mark.parametrize("source", [NAMELESS, NAMELESS + CLOSED], ids=["open", "mapped"])
 def test_files_without_a_name_count(place, source):
-    result = needed(place).run(START + source, **LIMITS)
+    result = require(place).run(START + source, **LIMITS)
     assert result.status == "disk"
 
 
 @pytest.mark.parametrize("place", [place for place in LANDLOCK if place.is_container], ids=str)
 def test_a_process_that_cannot_be_looked_into_is_ended(place):
-    result = needed(place).run(START + HIDDEN, **LIMITS)
+    result = require(place).run(START + HIDDEN, **LIMITS)
     assert result.status == "disk"
 
 
 SEIZE, DETACH, TRACE_EXIT = 0x4206, 17, 0x40  # of ptrace(2): a process stops before it ends
 
 
-@pytest.mark.parametrize("place", all_but([KEPT[0], KEPT[2], IN_A_CGROUP], PLACES), ids=str)
+@pytest.mark.parametrize("place", all_but([SELECTED[0], SELECTED[2], IN_A_CGROUP], PLACES), ids=str)
 def test_a_process_that_outlives_sigkill_does_not_fail_the_call(place):
-    """It holds nothing up, and what is left of its call goes when it does."""
+    # It holds nothing up, and what is left of its call goes when it does.
     marker, results = marked(), []
     source = (
         f"import os\nprint(os.getcwd(), flush=True)\nos.execv('/bin/sleep', ['sleep', '{marker}'])"
     )
-    running_call = needed(place).run
+    running_call = require(place).run
     call = threading.Thread(target=lambda: results.append(running_call(source, wall_s=1)))
     call.start()
-    until(lambda: running(marker) != [], "a start")
-    [pid] = running(marker)
+    until(lambda: find_processes(marker) != [], "a start")
+    [pid] = find_processes(marker)
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.ptrace(SEIZE, pid, 0, ctypes.c_long(TRACE_EXIT)) < 0:
         call.join()
         pytest.skip(f"ptrace: {os.strerror(ctypes.get_errno())}")
     call.join()
     assert [result.status for result in results] == ["timeout"]
-    assert running(marker) == [pid]
+    assert find_processes(marker) == [pid]
     assert libc.ptrace(DETACH, pid, 0, 0) == 0
-    until(lambda: running(marker) == [], "an end")
+    until(lambda: find_processes(marker) == [], "an end")
     if place.tier.name == "landlock":
         folder = results[0].stdout.strip()
         until(lambda: not os.path.exists(folder), "removal of the scratch folder")
@@ -198,13 +198,13 @@ def test_a_cgroup_is_gone_after_a_call_and_those_of_killed_supervisors_after_the
     parent = Path(find_parent().folder)
     abandoned = parent / f"{PREFIX}{2**22 + 1}"  # no process has such an id
     abandoned.mkdir()
-    assert needed(place).run("print(1)").status == "ok"
-    own = [path for path in parent.glob(f"{PREFIX}*") if not is_running(path)]
-    assert own == []
+    assert require(place).run("print(1)").status == "ok"
+    user_file = [path for path in parent.glob(f"{PREFIX}*") if not is_running(path)]
+    assert user_file == []
 
 
 def is_running(cgroup: Path) -> bool:
-    """Whether its supervisor runs: other tests have cgroups, too."""
+    """Return whether the supervisor of a cgroup runs: other tests have cgroups, too."""
     return os.path.exists(f"/proc/{cgroup.name.removeprefix(PREFIX).partition('-')[0]}")
 
 
@@ -222,8 +222,8 @@ V2 = "41 31 0:38 {root} {mount} rw,relatime - cgroup2 cgroup2 rw"
     ],
 )
 def test_a_cgroup_of_version_1_is_made_in_our_own(root, membership, expected):
-    found = candidate_folders(V1.format(root=root), membership)
-    assert [os.path.normpath(folder) for folder in found] == expected
+    result = list_candidate_folders(V1.format(root=root), membership)
+    assert [os.path.normpath(folder) for folder in result] == expected
 
 
 def test_a_cgroup_of_version_2_is_made_above_where_children_count_memory(tmp_path):
@@ -231,6 +231,6 @@ def test_a_cgroup_of_version_2_is_made_above_where_children_count_memory(tmp_pat
         (tmp_path / name).mkdir(exist_ok=True)
         (tmp_path / name / "cgroup.subtree_control").write_text(text + "\n")
     mounts = V2.format(root="/", mount=tmp_path)
-    found = list(candidate_folders(mounts, "0::/slice/scope"))
-    assert found == [str(tmp_path / "slice"), str(tmp_path)]
-    assert list(candidate_folders(mounts, "4:memory:/slice")) == []
+    result = list(list_candidate_folders(mounts, "0::/slice/scope"))
+    assert result == [str(tmp_path / "slice"), str(tmp_path)]
+    assert list(list_candidate_folders(mounts, "4:memory:/slice")) == []

@@ -11,18 +11,18 @@ from pathlib import Path
 import pytest
 
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.config.sandbox_schema import SandboxSettings
-from mcore_rl.sandbox import probe, tiers
-from mcore_rl.sandbox.call import SandboxError
-from mcore_rl.sandbox.sandbox import Sandbox
+from mcore_rl.config.schema import SandboxSettings
+from mcore_rl.sandbox import sandbox, tiers
+from mcore_rl.sandbox.sandbox import Sandbox, SandboxError
 from mcore_rl.sandbox.tiers import Tier
 from tests.pages import FENCE, ROOT
-from tests.unit.sandbox.places import CONTAINER, PLACES, needed
-from tests.unit.sandbox.test_containment import DAEMON, marked, running
+from tests.unit.sandbox.places import CONTAINER, PLACES, require
+from tests.unit.sandbox.test_containment import DAEMON, find_processes, marked
 
 PAGE = (ROOT / "docs" / "sandbox.md").read_text()
 needs_a_tier = pytest.mark.skipif(
-    not isinstance(probe.probed("auto"), Tier), reason=f"no sandbox: {probe.probed('auto')}"
+    not isinstance(sandbox.probe_tiers("auto"), Tier),
+    reason=f"no sandbox: {sandbox.probe_tiers('auto')}",
 )
 
 
@@ -89,7 +89,7 @@ def test_calls_at_once_are_limited_and_do_not_block_the_loop():
         return [tuple(map(float, result.stdout.split())) for result in results]
 
     spans = asyncio.run(calls())
-    at_once = [sum(start <= one < end for start, end in spans) for one, _ in spans]
+    at_once = [sum(start <= item < end for start, end in spans) for item, _ in spans]
     assert max(at_once) == 2
     # A call that blocked the loop would leave no tick in its half second.
     assert all(sum(start < tick < end for tick in ticks) > 3 for start, end in spans)
@@ -103,47 +103,47 @@ def test_nothing_is_left_of_a_call_that_is_cancelled():
         sleep = f"import os\nos.execv('/bin/sleep', ['sleep', '{marker}'])"
         task = asyncio.create_task(Sandbox(SandboxSettings(wall_s=300)).run_async(sleep))
         deadline = time.monotonic() + 20
-        while not running(marker):
+        while not find_processes(marker):
             assert time.monotonic() < deadline
             await asyncio.sleep(0.02)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        assert running(marker) == []
+        assert find_processes(marker) == []
 
     asyncio.run(cancelled())
 
 
-def test_without_containment_it_has_to_be_asked_for_and_cleans_up_too():
+def test_the_unsafe_tier_cleans_up_too():
     sandbox, marker = Sandbox(SandboxSettings(tier="unsafe")), marked()
     result = sandbox.run(DAEMON.replace("MARKER", marker))
     assert result.status == "ok"
-    assert running(marker) == []
+    assert find_processes(marker) == []
     assert not Path(result.stdout.strip()).exists()
 
 
 def test_no_tier_is_one_clear_error(monkeypatch):
     monkeypatch.setattr(tiers.shutil, "which", lambda name: "/missing/bwrap")
     monkeypatch.setattr(tiers, "_can_change_user", lambda: False)
-    probe.probed.cache_clear()
+    sandbox.probe_tiers.cache_clear()
     try:
         with pytest.raises(
             SandboxError, match=r"no sandbox works.*bwrap.*No such file.*tier=unsafe"
         ):
             Sandbox(SandboxSettings(tier="bwrap"))
     finally:
-        probe.probed.cache_clear()
+        sandbox.probe_tiers.cache_clear()
 
 
-def test_in_a_container_landlock_is_found_and_bubblewrap_refused():
-    place = needed(next(place for place in PLACES if place.name == CONTAINER))
+def test_in_a_container_landlock_works_and_bubblewrap_is_refused():
+    place = require(next(place for place in PLACES if place.name == CONTAINER))
     assert place.ask({"auto": "auto"})["name"] == "landlock"
     [first, *_] = place.ask({"auto": "bwrap"})["reasons"]
     assert "namespace" in first or "No such file" in first
 
 
 def test_the_probe_finds_a_tier_that_contains_nothing():
-    found = probe.why_not(Tier("unsafe"))
+    result = sandbox.check_tier(Tier("unsafe"))
     expected = [
         "connect to a port",
         "read a file",
@@ -151,11 +151,11 @@ def test_the_probe_finds_a_tier_that_contains_nothing():
         "the environment",
         "end another",
     ]
-    assert all(escape in found for escape in expected), found
+    assert all(escape in result for escape in expected), result
 
 
 @pytest.mark.parametrize(
-    ("settings", "told"),
+    ("settings", "message"),
     [
         ({"tier": "docker"}, "tier='docker'; allowed: 'auto', 'bwrap', 'landlock', 'unsafe'"),
         ({"cpu_s": 0}, "cpu_s=0; allowed: above 0"),
@@ -164,8 +164,8 @@ def test_the_probe_finds_a_tier_that_contains_nothing():
         ({"processes": 0}, "processes=0; allowed: at least 1"),
     ],
 )
-def test_settings_that_cannot_work(settings, told):
-    with pytest.raises(ConfigError, match=re.escape(told)):
+def test_settings_that_cannot_work(settings, message):
+    with pytest.raises(ConfigError, match=re.escape(message)):
         SandboxSettings(**settings)
 
 

@@ -9,7 +9,12 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 
 from mcore_rl.data.batch import Batch
 from mcore_rl.data.sample import Sample, TurnSpan
-from mcore_rl.data.sample_tables import summary_columns, table_path, token_columns, write_table
+from mcore_rl.data.sample_tables import (
+    build_summary_columns,
+    build_token_columns,
+    get_table_path,
+    write_table,
+)
 
 START, END = "<|im_start|>", "<|im_end|>"
 SPECIAL = (START, END, "<｜User｜>", "<｜Assistant｜>")  # noqa: RUF001
@@ -19,7 +24,7 @@ HOSTILE = "<script>alert(1)</script>\x1b[2J\x1b]0;mine\x07\r\x9b31m\u202e\0&"
 
 
 def byte_tokenizer() -> Tokenizer:
-    """Every byte is a token, so that most characters are several."""
+    """Build a tokenizer in which every byte is a token, so that most characters are several."""
     made = Tokenizer(models.BPE())
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     made.decoder = decoders.ByteLevel()
@@ -46,17 +51,17 @@ def sample(
     untrained: tuple[int, ...] = (),
     **fields,
 ) -> Sample:
-    """Parts of the response: ("turn", text) or ("context", text), one after the other."""
+    """Build a sample; parts of the response are ("turn", text) or ("context", text)."""
     response: list[int] = []
     mask: list[int] = []
     spans: list[TurnSpan] = []
     for kind, text in parts:
-        found = ids(text)
+        token_ids = ids(text)
         if kind == "turn":
-            spans.append(TurnSpan(str(len(spans)), len(response), len(response) + len(found)))
+            spans.append(TurnSpan(str(len(spans)), len(response), len(response) + len(token_ids)))
         chosen = kind == "turn" and len(spans) - 1 not in untrained
-        response += found
-        mask += [int(chosen)] * len(found)
+        response += token_ids
+        mask += [int(chosen)] * len(token_ids)
     return Sample(
         prompt_ids=ids(prompt),
         response_ids=response,
@@ -70,8 +75,8 @@ def sample(
 
 
 def trained(samples: list[Sample], gaps: dict[tuple[int, int], float]) -> Batch:
-    """With log-probs of the trainer that differ at (sample, response token)."""
-    batch = Batch.of(samples)
+    """Build a batch; log-probs of the trainer differ at (sample, response token)."""
+    batch = Batch.collate(samples)
     rows = [row.copy() for row in batch.jagged("rollout_log_probs")]
     for (row, token), gap in gaps.items():
         rows[row][token] -= gap
@@ -82,10 +87,10 @@ def trained(samples: list[Sample], gaps: dict[tuple[int, int], float]) -> Batch:
 
 
 def written(run: Path, step: int, batch: Batch, evaluation: str = "") -> Path:
-    """The folder of a run, with what a step leaves in it."""
+    """Write the folder of a run with the files of a step."""
     (run / "samples").mkdir(parents=True, exist_ok=True)
     (run / "config.json").write_text("{}")
     BYTES.save(str(run / "samples" / "tokenizer.json"))
-    columns = summary_columns(batch) | token_columns(batch)
-    write_table(table_path(run, step, evaluation), columns, len(batch))
+    columns = build_summary_columns(batch) | build_token_columns(batch)
+    write_table(get_table_path(run, step, evaluation), columns, len(batch))
     return run

@@ -20,7 +20,7 @@ def test_sizes_below_one_are_refused_before_a_rank_starts(name: str):
 
 
 def test_a_small_run_reports_times_and_memory(monkeypatch, capsys):
-    """The command of the page, with less to move; each value is checked on its way."""
+    """Run the command of the page with less to move; each value is checked on its way."""
     [command] = of_kind("data plane")
     smaller = ["--samples", "16", "--tokens", "100", "--repetitions", "2", "--steps", "100"]
     monkeypatch.setattr(sys, "argv", [*command.text.split(), *smaller])

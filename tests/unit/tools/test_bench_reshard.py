@@ -41,7 +41,7 @@ TWO_RANKS = ["--train", "pp=2", "--generate", "tp=2,ep=2", "--target", "tp=2,ep=
     ids=["two ranks", "four ranks"],
 )
 def test_a_small_run_reports_every_candidate(monkeypatch, capsys, layouts, num_ranks, share):
-    """The command of the page, with less to move."""
+    """Run the command of the page with less to move."""
     [command] = of_kind("bench")
     smaller = ["--layers", "2", "--repetitions", "1", "--bucket-mib", "1", *layouts]
     monkeypatch.setattr(sys, "argv", [*command.text.split(), *smaller])

@@ -19,16 +19,20 @@ from packaging.requirements import Requirement
 
 from mcore_rl.cli import doctor
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.tools.doctor import compare, devices, run, software, system
-from mcore_rl.tools.doctor.bandwidth import rounds, rounds_of_ranks
-from mcore_rl.tools.doctor.findings import (
+from mcore_rl.tools.doctor import checks
+from mcore_rl.tools.doctor.bandwidth import schedule_pairs, schedule_rank_pairs
+from mcore_rl.tools.doctor.report import (
     Bandwidth,
     DoctorRequest,
     Fact,
     Finding,
     NodeReport,
     Report,
+    compare_clocks,
+    compare_facts,
+    find_slow_pairs,
 )
+from mcore_rl.tools.doctor.run import examine_nodes
 from tests.pages import of_kind
 from tests.planted import FAULTS, NODE, NODES, ProcessNodes, World, plant
 
@@ -47,7 +51,7 @@ def request_(tmp_path: Path) -> DoctorRequest:
 
 
 def test_two_nodes_that_are_well_have_no_fault_and_keep_no_file(tmp_path, request_):
-    report = run.examine(request_, ProcessNodes(plant(tmp_path, World())))
+    report = examine_nodes(request_, ProcessNodes(plant(tmp_path, World())))
     assert faults(report.findings) == []
     checks = {"network", "shared path", "clock", "model", "sandbox"}
     assert {f.check for f in report.findings} >= checks
@@ -57,24 +61,26 @@ def test_two_nodes_that_are_well_have_no_fault_and_keep_no_file(tmp_path, reques
 
 def test_a_node_without_a_sandbox_is_warned_of(monkeypatch):
     report = NodeReport("a")
-    monkeypatch.setattr(system, "probed", lambda setting: ("bwrap: not found", "landlock: old"))
-    system.look_at_sandbox(report)
-    [found] = report.findings
-    assert (found.status, found.value) == ("warn", "bwrap: not found; landlock: old")
-    assert "install bubblewrap" in found.remedy
+    monkeypatch.setattr(
+        checks, "probe_tiers", lambda setting: ("bwrap: not found", "landlock: old")
+    )
+    checks.check_sandbox(report)
+    [finding] = report.findings
+    assert (finding.status, finding.value) == ("warn", "bwrap: not found; landlock: old")
+    assert "install bubblewrap" in finding.remedy
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_a_fault_of_one_node_is_found_there_and_nowhere_else(tmp_path, request_, name):
+def test_a_fault_of_one_node_is_reported_for_that_node_only(tmp_path, request_, name):
     fault = FAULTS[name]
-    report = run.examine(request_, ProcessNodes(plant(tmp_path, fault.world)))
-    found = [f for f in faults(report.findings) if f.node == NODE and f.check == fault.check]
-    assert len(found) == 1, report.findings
-    assert re.search(fault.value, found[0].value), found
-    assert re.search(fault.remedy, found[0].remedy), found
+    report = examine_nodes(request_, ProcessNodes(plant(tmp_path, fault.world)))
+    findings = [f for f in faults(report.findings) if f.node == NODE and f.check == fault.check]
+    assert len(findings) == 1, report.findings
+    assert re.search(fault.value, findings[0].value), findings
+    assert re.search(fault.remedy, findings[0].remedy), findings
     assert report.status == ("warn" if name == "niceness" else "fail")
     # A path that is not shared is told by both sides, whose fault ever it is.
-    assert name == "path not shared" or faults(report.findings) == found
+    assert name == "path not shared" or faults(report.findings) == findings
 
 
 @pytest.mark.parametrize(
@@ -87,22 +93,22 @@ def test_a_fault_of_one_node_is_found_there_and_nowhere_else(tmp_path, request_,
 def test_a_node_that_does_not_come_is_named_within_the_limit(tmp_path, request_, command, value):
     limited = DoctorRequest(request_.output_dir, "run", min_disk_gb=0.01, timeout_s=16.0)
     start = time.monotonic()
-    report = run.examine(limited, ProcessNodes(plant(tmp_path, World(command=command))))
+    report = examine_nodes(limited, ProcessNodes(plant(tmp_path, World(command=command))))
     assert time.monotonic() - start < 40
-    found = {f.node: f for f in faults(report.findings)}
-    assert re.search(value, found[NODE].value)
-    assert found["n1"].value == "n2 did not come in 8 s"  # who came tells what it found
+    by_node = {f.node: f for f in faults(report.findings)}
+    assert re.search(value, by_node[NODE].value)
+    assert by_node["n1"].value == "n2 did not come in 8 s"  # who came tells what it found
     assert {f.check for f in report.findings} > {"open files", "shared memory"}
     assert list((tmp_path / "out").iterdir()) == []
 
 
 def test_a_node_that_hangs_is_named_with_what_it_was_doing(tmp_path, request_):
-    """As on a file server that is gone: an open of a pipe that nobody writes to has no end."""
+    """Hang as on a lost file server: the open of a pipe without a writer never ends."""
     os.mkfifo(tmp_path / "fifo")
     (tmp_path / "model" / "config.json").unlink()
     (tmp_path / "model" / "config.json").symlink_to(tmp_path / "fifo")
     limited = DoctorRequest(request_.output_dir, "run", request_.model_path, timeout_s=10.0)
-    report = run.examine(limited, ProcessNodes(plant(tmp_path, World())))
+    report = examine_nodes(limited, ProcessNodes(plant(tmp_path, World())))
     assert {(f.node, re.sub(r"\d+ s", "N s", f.value)) for f in faults(report.findings)} == {
         (node, f"no answer in N s, while reading {tmp_path / 'model'}") for node in NODES
     }
@@ -143,14 +149,14 @@ def test_a_busy_port_is_named_and_a_free_one_is_not(tmp_path):
         given = ",".join(map(str, ports))
         done = mcore_rl("doctor", "--json", *SMALL, "--output-dir", str(tmp_path), "--ports", given)
     assert done.returncode == 1
-    told = json.loads(done.stdout)
-    assert told["status"] == "fail"
-    found = [one for one in told["findings"] if one["check"] == "ports"]
-    assert [(one["status"], one["value"]) for one in found] == [
+    report = json.loads(done.stdout)
+    assert report["status"] == "fail"
+    findings = [finding for finding in report["findings"] if finding["check"] == "ports"]
+    assert [(finding["status"], finding["value"]) for finding in findings] == [
         ("fail", f"{ports[0]}: address already in use"),
         ("warn", f"{ports[1]} in the ephemeral range 32768-60999"),
     ]
-    assert "MCORE_RL_FIRST_PORT" in found[1]["remedy"]
+    assert "MCORE_RL_FIRST_PORT" in findings[1]["remedy"]
 
 
 def _finding(node: str, check: str) -> Finding:
@@ -158,7 +164,7 @@ def _finding(node: str, check: str) -> Finding:
 
 
 @pytest.mark.parametrize(
-    ("num_nodes", "found", "unfit"),
+    ("num_nodes", "faults_by_node", "unfit"),
     [
         (2, {"n2 clock"}, {"n2"}),
         (1, {"n1 clock"}, {"n1"}),
@@ -168,10 +174,12 @@ def _finding(node: str, check: str) -> Finding:
         (2, {"n1 shared path", "n2 shared path"}, set()),
     ],
 )
-def test_nodes_at_fault_are_those_that_differ_from_most(num_nodes, found, unfit):
-    findings = [_finding(*map(str.strip, one.split(maxsplit=1))) for one in sorted(found)]
+def test_nodes_at_fault_are_those_that_differ_from_most(num_nodes, faults_by_node, unfit):
+    findings = [
+        _finding(*map(str.strip, text.split(maxsplit=1))) for text in sorted(faults_by_node)
+    ]
     nodes = [f"n{number}" for number in range(1, num_nodes + 1)]
-    assert {*Report(nodes, findings, None, 1.0).unfit()} == unfit
+    assert {*Report(nodes, findings, None, 1.0).list_unfit_nodes()} == unfit
 
 
 def test_a_node_at_fault_is_marked_with_the_reason(tmp_path):
@@ -227,38 +235,40 @@ def reports(**values: str) -> list[NodeReport]:
 
 
 def test_a_node_that_differs_from_most_is_named_and_with_two_nodes_the_second():
-    found = list(compare.compare_facts(reports(a="1", b="2", c="2", d="2"), {}))
-    assert [(f.node, f.value, f.wanted) for f in faults(found)] == [("a", "1", "2, as on b, c, d")]
-    found = list(compare.compare_facts(reports(a="1", b="2"), {}))
-    assert [(f.node, f.value, f.wanted) for f in faults(found)] == [("b", "2", "1, as on a")]
+    findings = list(compare_facts(reports(a="1", b="2", c="2", d="2"), {}))
+    assert [(f.node, f.value, f.wanted) for f in faults(findings)] == [
+        ("a", "1", "2, as on b, c, d")
+    ]
+    findings = list(compare_facts(reports(a="1", b="2"), {}))
+    assert [(f.node, f.value, f.wanted) for f in faults(findings)] == [("b", "2", "1, as on a")]
 
 
-def test_what_a_node_lacks_differs_and_what_only_one_has_is_told_of_that_one():
+def test_what_a_node_lacks_is_a_difference_of_that_node():
     bare = NodeReport("c", facts={"GPUs": Fact("none", "warn")})
     with_gpus = [NodeReport(n, facts={"GPUs": Fact("8 x H200", "warn")}) for n in ("a", "b")]
-    found = faults(list(compare.compare_facts([*with_gpus, bare], {})))
-    assert [(f.node, f.status, f.value) for f in found] == [("c", "warn", "none")]
-    found = faults(list(compare.compare_facts([*reports(a="1", b="1"), NodeReport("c")], {})))
-    assert [(f.node, f.status, f.value) for f in found] == [("c", "fail", "none")]
+    findings = faults(list(compare_facts([*with_gpus, bare], {})))
+    assert [(f.node, f.status, f.value) for f in findings] == [("c", "warn", "none")]
+    findings = faults(list(compare_facts([*reports(a="1", b="1"), NodeReport("c")], {})))
+    assert [(f.node, f.status, f.value) for f in findings] == [("c", "fail", "none")]
 
 
 def test_a_version_that_is_not_pinned_is_a_warning():
     pins = {"ray": Requirement("ray==2.60.0")}
-    [found] = compare.compare_facts(reports(a="2.59.0"), pins)
-    assert (found.status, found.wanted) == ("warn", "==2.60.0")
-    [found] = compare.compare_facts(reports(a="2.60.0+local"), pins)
-    assert found.status == "ok"
+    [finding] = compare_facts(reports(a="2.59.0"), pins)
+    assert (finding.status, finding.wanted) == ("warn", "==2.60.0")
+    [finding] = compare_facts(reports(a="2.60.0+local"), pins)
+    assert finding.status == "ok"
 
 
 def test_a_clock_is_wrong_only_beyond_what_the_measure_may_be_off_by():
-    """By seconds behind the node that asks, these are 0, 1.0 (a, the lower middle), 1.1 and 4.0."""
+    """Take clocks 0, 1.0 (a, the lower middle), 1.1 and 4.0 s behind the coordinator."""
     nodes = [NodeReport("a", clock_s=1.0, clock_bound_s=0.1)]
     nodes += [NodeReport("b", clock_s=4.0, clock_bound_s=0.2), NodeReport("c", clock_s=1.1)]
-    found = list(compare.compare_clocks(nodes, 1.0))
-    assert [(f.node, f.status) for f in found] == [("a", "ok"), ("b", "fail"), ("c", "ok")]
-    assert found[1].value == "3.000 s behind a (give or take 0.300 s)"
-    assert faults(list(compare.compare_clocks(nodes, 2.8))) == []
-    assert list(compare.compare_clocks(nodes[:1], 1.0)) == []
+    findings = list(compare_clocks(nodes, 1.0))
+    assert [(f.node, f.status) for f in findings] == [("a", "ok"), ("b", "fail"), ("c", "ok")]
+    assert findings[1].value == "3.000 s behind a (give or take 0.300 s)"
+    assert faults(list(compare_clocks(nodes, 2.8))) == []
+    assert list(compare_clocks(nodes[:1], 1.0)) == []
 
 
 def test_pairs_below_half_of_the_median_of_their_kind_are_slow():
@@ -269,28 +279,28 @@ def test_pairs_below_half_of_the_median_of_their_kind_are_slow():
         ("b:0", "c:0", 20e9),
         ("c:0", "d:0", 12e9),
     ]
-    found = list(compare.slow_pairs(Bandwidth(6, "nccl", 1.0, inside, between)))
+    findings = list(find_slow_pairs(Bandwidth(6, "nccl", 1.0, inside, between)))
     # Medians by hand: 380 inside, (20 + 25) / 2 = 22.5 between nodes; 12 is above 11.25.
-    assert [(f.node, f.value) for f in found] == [("b", "b:0 and b:1: 100 GB/s")]
+    assert [(f.node, f.value) for f in findings] == [("b", "b:0 and b:1: 100 GB/s")]
     between[3] = ("c:0", "d:0", 11e9)
-    found = list(compare.slow_pairs(Bandwidth(6, "nccl", 1.0, [], between)))
-    assert [(f.node, f.status) for f in found] == [("c, d", "warn")]
+    findings = list(find_slow_pairs(Bandwidth(6, "nccl", 1.0, [], between)))
+    assert [(f.node, f.status) for f in findings] == [("c, d", "warn")]
 
 
 @pytest.mark.parametrize("count", range(9))
 def test_every_pair_meets_once_and_nobody_is_in_two_pairs_of_a_round(count):
-    found = rounds(count)
-    assert sorted(itertools.chain(*found)) == list(itertools.combinations(range(count), 2))
-    assert all(len(set(itertools.chain(*one))) == 2 * len(one) for one in found)
-    assert len(found) <= max(0, count - 1 + count % 2)
+    rounds = schedule_pairs(count)
+    assert sorted(itertools.chain(*rounds)) == list(itertools.combinations(range(count), 2))
+    assert all(len(set(itertools.chain(*pairs))) == 2 * len(pairs) for pairs in rounds)
+    assert len(rounds) <= max(0, count - 1 + count % 2)
 
 
 def test_ranks_meet_all_of_their_node_and_their_number_on_other_nodes():
-    inside, between = rounds_of_ranks([2, 2, 1])
+    inside, between = schedule_rank_pairs([2, 2, 1])
     assert sorted(itertools.chain(*inside)) == [(0, 1), (2, 3)]
     assert sorted(itertools.chain(*between)) == [(0, 2), (0, 4), (1, 3), (2, 4)]
-    for one in (*inside, *between):
-        assert len(set(itertools.chain(*one))) == 2 * len(one)
+    for pairs in (*inside, *between):
+        assert len(set(itertools.chain(*pairs))) == 2 * len(pairs)
 
 
 # What nvidia-smi prints, as on a node of two H100 with one link down and an error of memory.
@@ -319,10 +329,10 @@ def nvidia_smi(tmp_path, monkeypatch):
     return install
 
 
-def test_gpus_are_told_with_their_faults(nvidia_smi):
+def test_gpus_are_reported_with_their_faults(nvidia_smi):
     nvidia_smi(f"if [ $1 = nvlink ]; then printf '{LINKS}'; else printf '{GPUS}'; fi")
     report = NodeReport("a")
-    devices.look(report)
+    checks.check_devices(report)
     assert report.facts["GPUs"].value == "2 x NVIDIA H100 80GB HBM3, 81559 MiB"
     assert report.facts["NVIDIA driver"].value == "580.95.05"
     assert [(f.check, f.status, f.value) for f in report.findings] == [
@@ -343,16 +353,16 @@ def test_gpus_are_told_with_their_faults(nvidia_smi):
 def test_a_driver_in_trouble_is_a_failure(nvidia_smi, script, reason):
     nvidia_smi(script)
     report = NodeReport("a")
-    devices.look(report)
-    [found] = report.findings
-    assert found.status == "fail" and reason in found.value
+    checks.check_devices(report)
+    [finding] = report.findings
+    assert finding.status == "fail" and reason in finding.value
 
 
 RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
 
 
 @pytest.mark.parametrize(
-    ("kind", "has_triton", "asked", "runner"),
+    ("kind", "has_triton", "setting", "runner"),
     [
         ("gpu", True, None, "V2"),
         ("gpu", True, "0", "V1"),
@@ -362,45 +372,49 @@ RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
         ("cpu", False, "0", "V1"),
     ],
 )
-def test_the_model_runner_that_vllm_would_take_is_told(
-    monkeypatch, tmp_path, kind, has_triton, asked, runner
+def test_the_model_runner_that_vllm_would_take_is_reported(
+    monkeypatch, tmp_path, kind, has_triton, setting, runner
 ):
     spec = SimpleNamespace(origin=str(tmp_path / "triton/__init__.py")) if has_triton else None
-    monkeypatch.setattr(software.importlib.util, "find_spec", lambda _: spec)
-    monkeypatch.setattr(software, "lane", lambda: kind)
+    monkeypatch.setattr(checks.importlib.util, "find_spec", lambda _: spec)
+    monkeypatch.setattr(checks, "detect_lane", lambda: kind)
     monkeypatch.delenv(RUNNER, raising=False)
-    if asked is not None:
-        monkeypatch.setenv(RUNNER, asked)
+    if setting is not None:
+        monkeypatch.setenv(RUNNER, setting)
     report = NodeReport("a")
-    software.look_at_model_runner(report)
+    checks.check_model_runner(report)
     assert report.facts["vLLM's model runner"].value == runner and not report.findings
 
 
 @pytest.mark.parametrize(
-    ("asked", "has_triton", "wanted"),
+    ("setting", "has_triton", "wanted"),
     [("yes", True, "0 or 1"), ("", True, "0 or 1"), ("1", False, "0, because Triton is missing")],
 )
 def test_a_model_runner_that_cannot_be_had_fails_before_a_server_does(
-    monkeypatch, asked, has_triton, wanted
+    monkeypatch, setting, has_triton, wanted
 ):
-    monkeypatch.setattr(software, "lane", lambda: "gpu")
-    monkeypatch.setattr(software, "_has_triton", lambda _: has_triton)
-    monkeypatch.setenv(RUNNER, asked)
+    monkeypatch.setattr(checks, "detect_lane", lambda: "gpu")
+    monkeypatch.setattr(checks, "_has_triton", lambda _: has_triton)
+    monkeypatch.setenv(RUNNER, setting)
     report = NodeReport("a")
-    software.look_at_model_runner(report)
-    [found] = report.findings
-    assert (found.status, found.value, found.wanted) == ("fail", f"{RUNNER}={asked!r}", wanted)
+    checks.check_model_runner(report)
+    [finding] = report.findings
+    assert (finding.status, finding.value, finding.wanted) == (
+        "fail",
+        f"{RUNNER}={setting!r}",
+        wanted,
+    )
 
 
-@pytest.mark.parametrize("asked", [None, "0", "1"])
-def test_the_model_runner_that_is_told_is_vllms_own_choice_here(monkeypatch, asked):
+@pytest.mark.parametrize("setting", [None, "0", "1"])
+def test_the_reported_model_runner_is_the_choice_of_vllm(monkeypatch, setting):
     from vllm.config import VllmConfig
 
     monkeypatch.delenv(RUNNER, raising=False)
-    if asked is not None:
-        monkeypatch.setenv(RUNNER, asked)
+    if setting is not None:
+        monkeypatch.setenv(RUNNER, setting)
     report = NodeReport("a")
-    software.look_at_model_runner(report)
+    checks.check_model_runner(report)
     if report.findings:
         with pytest.raises(ValueError, match="V2 requires Triton"):
             VllmConfig()
@@ -421,10 +435,10 @@ def test_a_gpu_for_one_process_is_a_fault_because_roles_share_it(nvidia_smi, mod
     rows = "\\n".join(f"NVIDIA H100, 81559, 4, 0, 580.95.05, {mode}" for mode in modes)
     nvidia_smi(f"if [ $1 != nvlink ]; then printf '{rows}\\n'; fi")
     report = NodeReport("a")
-    devices.look(report)
-    [found] = [finding for finding in report.findings if finding.check == "compute mode"]
-    assert found.status == status and found.value == f"{len(modes)} x {modes[0]}"
-    assert ("-c DEFAULT" in found.remedy) == (status == "fail")
+    checks.check_devices(report)
+    [finding] = [finding for finding in report.findings if finding.check == "compute mode"]
+    assert finding.status == status and finding.value == f"{len(modes)} x {modes[0]}"
+    assert ("-c DEFAULT" in finding.remedy) == (status == "fail")
 
 
 def test_only_active_ports_of_infiniband_count(tmp_path):
@@ -433,4 +447,4 @@ def test_only_active_ports_of_infiniband_count(tmp_path):
         port.mkdir(parents=True)
         (port / "state").write_text(f"{state}\n")
         (port / "rate").write_text("400 Gb/sec (4X NDR)\n")
-    assert list(devices.infiniband(tmp_path)) == ["400 Gb/sec (4X NDR)"] * 2
+    assert list(checks.list_infiniband_rates(tmp_path)) == ["400 Gb/sec (4X NDR)"] * 2

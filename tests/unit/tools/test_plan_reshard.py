@@ -1,4 +1,4 @@
-"""What `mcore-rl plan reshard` says of published models and small ones."""
+"""Reports of `mcore-rl plan reshard` for published models and small ones."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ DENSE = {
 }  # fmt: skip
 # By hand: embedding and head 2 * 128 * 8, the last norm 8; a layer has two norms 2 * 8, q and o
 # 2 * 8 * 8, k and v 2 * 4 * 8, the norms of q and k 2 * 2, the MLP 3 * 16 * 8.
-SPLIT, WHOLE = 2 * 128 * 8 + 2 * (2 * 64 + 2 * 32 + 3 * 128), 8 + 2 * (16 + 4)
+SPLIT, REPLICATED = 2 * 128 * 8 + 2 * (2 * 64 + 2 * 32 + 3 * 128), 8 + 2 * (16 + 4)
 
 
 @pytest.fixture
@@ -37,11 +37,11 @@ def test_bytes_of_a_small_model_are_those_counted_by_hand(dense):
     report, traffic = plan_reshard(
         dense, "disaggregated", Layout(tp=2), GenerationLayout(tp=2), Cluster(gpus_per_node=2)
     )
-    assert [rank.received_bytes for rank in report.ranks] == [2 * (SPLIT // 2 + WHOLE)] * 2
+    assert [rank.received_bytes for rank in report.ranks] == [2 * (SPLIT // 2 + REPLICATED)] * 2
     assert report.received_bytes == report.lower_bound_bytes == report.across_nodes_bytes
-    assert report.gather_then_slice_bytes == 2 * 2 * (SPLIT + WHOLE)
+    assert report.gather_then_slice_bytes == 2 * 2 * (SPLIT + REPLICATED)
     assert traffic.sum() == report.received_bytes
-    assert report.predicted_s == pytest.approx(2 * (SPLIT // 2 + WHOLE) * 8 / 400e9)
+    assert report.predicted_s == pytest.approx(2 * (SPLIT // 2 + REPLICATED) * 8 / 400e9)
 
 
 def test_ranks_that_share_a_gpu_and_a_layout_move_nothing(dense):
@@ -49,7 +49,7 @@ def test_ranks_that_share_a_gpu_and_a_layout_move_nothing(dense):
         dense, "colocated", Layout(tp=2), GenerationLayout(tp=2), Cluster(gpus_per_node=2)
     )
     assert report.received_bytes == report.lower_bound_bytes == report.busiest_sender_bytes == 0
-    assert report.same_gpu_bytes == 2 * 2 * (SPLIT // 2 + WHOLE)
+    assert report.same_gpu_bytes == 2 * 2 * (SPLIT // 2 + REPLICATED)
     assert report.predicted_s == 0
     assert report.gather_then_slice_bytes == 2 * SPLIT // 2 * 2
 
@@ -71,8 +71,8 @@ def test_deepseek_v3_meets_the_bound_and_moves_a_thirtieth_of_gather_then_slice(
     for rank in report.ranks:
         assert rank.received_bytes == rank.lower_bound_bytes
     # 671,026,419,200 parameters in bfloat16 and 58 router biases in float32.
-    whole = 2 * 671_026_419_200 + 2 * 58 * 256
-    assert report.gather_then_slice_bytes == 256 * whole
+    model_bytes = 2 * 671_026_419_200 + 2 * 58 * 256
+    assert report.gather_then_slice_bytes == 256 * model_bytes
     assert report.gather_then_slice_bytes > 30 * report.received_bytes
 
 
@@ -130,5 +130,5 @@ def test_the_command_of_the_page_reaches_the_lower_bound_that_the_page_tells(
 ):
     monkeypatch.chdir(ROOT)
     command.main([*shlex.split(page.text)[2:], "--json"])
-    found = json.loads(capsys.readouterr().out)
-    assert found["received_bytes"] == found["lower_bound_bytes"]
+    report = json.loads(capsys.readouterr().out)
+    assert report["received_bytes"] == report["lower_bound_bytes"]

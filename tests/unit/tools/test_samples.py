@@ -12,10 +12,9 @@ from tokenizers import Tokenizer, decoders, models
 
 from mcore_rl.data.batch import Batch
 from mcore_rl.data.sample import Sample
-from mcore_rl.observability.console import visible
-from mcore_rl.tools.samples.page import PageMessage, page_of
+from mcore_rl.observability.console import escape_control
+from mcore_rl.tools.samples.page import PageMessage, TokenTexts, build_page
 from mcore_rl.tools.samples.tables import SampleReader
-from mcore_rl.tools.samples.token_texts import TokenTexts
 from tests.unit.agents.families import FAMILIES, tokenizer_of
 from tests.unit.tools.sample_runs import (
     ADDED,
@@ -33,7 +32,7 @@ from tests.unit.tools.sample_runs import (
 
 
 def piece_tokenizer() -> Tokenizer:
-    """Of the kind of Llama 2: blanks are in tokens, rare bytes are tokens of their own."""
+    """Build a tokenizer like that of Llama 2: blanks are in tokens, rare bytes are tokens."""
     bytes_ = [f"<0x{byte:02X}>" for byte in range(256)]
     words = ["<unk>", "<s>", *bytes_, "▁", "▁a", "a", "b", "▁b"]
     vocabulary = {word: index for index, word in enumerate(words)}
@@ -87,8 +86,8 @@ def shown(message: PageMessage) -> tuple[str, int, str]:
 
 def test_a_trajectory_of_two_segments_is_its_messages_by_role_and_turn(tmp_path, texts):
     batch = trained(AGENT[::-1], {(1, UMLAUT + 1): 0.25, (1, 0): 0.01})
-    [summary] = SampleReader(str(written(tmp_path, 1, batch))).summaries([1])
-    page = page_of(summary, texts, 0.1)
+    [summary] = SampleReader(str(written(tmp_path, 1, batch))).read_summaries([1])
+    page = build_page(summary, texts, 0.1)
     first, second = page.segments
     assert [shown(message) for message in first] == [
         ("system", -1, f"{START}system\nBe brief.{END}\n"),
@@ -114,20 +113,20 @@ def test_a_trajectory_of_two_segments_is_its_messages_by_role_and_turn(tmp_path,
 
 
 def test_a_page_shows_the_reference_answer_and_the_other_columns_of_the_row(tmp_path, texts):
-    """On a line each, harmless, and not all of a long one."""
+    """Expect a line each, escaped, and cut if long."""
     fields = {"answer": f"5{HOSTILE}", "level": 2, "tests": ["a\nb"], "notes": "x" * 1000}
     samples = [sample("2+3?", ("turn", "5"), group_id=1, fields=fields)]
-    [summary] = SampleReader(str(written(tmp_path, 1, trained(samples, {})))).summaries([1])
-    facts = dict(page_of(summary, texts, 0.1).facts)
-    assert facts["reference answer"] == f"5{visible(' '.join(HOSTILE.split()))}"
+    [summary] = SampleReader(str(written(tmp_path, 1, trained(samples, {})))).read_summaries([1])
+    facts = dict(build_page(summary, texts, 0.1).facts)
+    assert facts["reference answer"] == f"5{escape_control(' '.join(HOSTILE.split()))}"
     assert (facts["column level"], facts["column tests"]) == ("2", '["a\\nb"]')
     assert facts["column notes"] == f"{'x' * 300} ..."
 
 
 def test_a_turn_tells_what_is_chosen_what_is_a_call_and_which_tokens_differ(tmp_path, texts):
     batch = trained(AGENT, {(0, UMLAUT + 1): 0.25, (0, 0): 0.01})
-    [summary] = SampleReader(str(written(tmp_path, 1, batch))).summaries([1])
-    (*_, call, _, last), (_, repeated, _, _) = page_of(summary, texts, 0.1).segments
+    [summary] = SampleReader(str(written(tmp_path, 1, batch))).read_summaries([1])
+    (*_, call, _, last), (_, repeated, _, _) = build_page(summary, texts, 0.1).segments
 
     def parts(message: PageMessage, **wanted) -> str:
         """Text of the spans of which all of this is true."""
@@ -154,7 +153,7 @@ JSON_CALL = '{"name": "add", "parameters": {"a": 2}}'
 
 
 @pytest.mark.parametrize(
-    ("family", "said", "reasoning", "call"),
+    ("family", "answer_text", "reasoning", "call"),
     [
         ("llama-3", f"{JSON_CALL}<|eot_id|>", "", JSON_CALL),
         ("llama-3", f"So: {JSON_CALL}<|eot_id|>", "", ""),
@@ -169,7 +168,7 @@ JSON_CALL = '{"name": "add", "parameters": {"a": 2}}'
     ],
 )  # fmt: skip
 def test_parts_without_a_marker_of_their_own_are_known_by_what_the_template_puts_before_the_turn(
-    family, said, reasoning, call, tmp_path
+    family, answer_text, reasoning, call, tmp_path
 ):
     tokenizer = tokenizer_of(family)
     tokenizer.backend_tokenizer.save(str(tmp_path / "tokenizer.json"))
@@ -177,39 +176,41 @@ def test_parts_without_a_marker_of_their_own_are_known_by_what_the_template_puts
     prompt = tokenizer.apply_chat_template(
         CHAT[1:2], add_generation_prompt=True, tokenize=True, return_dict=False, **options
     )
-    answer = tokenizer.encode(said, add_special_tokens=False)
-    ones = [1] * len(answer)
-    one = Sample(prompt, answer, ones, [-1.0] * len(answer), ones, "stop", 0)
-    [summary] = SampleReader(str(written(tmp_path, 1, Batch.of([one])))).summaries([1])
-    [(*_, last)] = page_of(summary, TokenTexts(tmp_path / "tokenizer.json"), 0.1).segments
-    found = {name: "" for name in ("reasoning", "call", "")}
+    answer = tokenizer.encode(answer_text, add_special_tokens=False)
+    mask = [1] * len(answer)
+    sample_of_family = Sample(prompt, answer, mask, [-1.0] * len(answer), mask, "stop", 0)
+    [summary] = SampleReader(
+        str(written(tmp_path, 1, Batch.collate([sample_of_family])))
+    ).read_summaries([1])
+    [(*_, last)] = build_page(summary, TokenTexts(tmp_path / "tokenizer.json"), 0.1).segments
+    texts_by_part = {name: "" for name in ("reasoning", "call", "")}
     for span in last.spans:
-        found[span.part] += span.text
-    assert (found["reasoning"], found["call"]) == (reasoning, call)
+        texts_by_part[span.part] += span.text
+    assert (texts_by_part["reasoning"], texts_by_part["call"]) == (reasoning, call)
 
 
 def test_every_trajectory_of_a_table_of_many_is_its_own(tmp_path, texts):
     samples = [sample(ASSISTANT, ("turn", f"this is {n}"), group_id=n) for n in range(200)]
-    reader = SampleReader(str(written(tmp_path, 1, Batch.of(samples))))
-    for summary in reader.summaries([1])[::-9]:
-        [[message]] = page_of(summary, texts, 0.1).segments
+    reader = SampleReader(str(written(tmp_path, 1, Batch.collate(samples))))
+    for summary in reader.read_summaries([1])[::-9]:
+        [[message]] = build_page(summary, texts, 0.1).segments
         assert message.text == f"{ASSISTANT}this is {summary.group}"
 
 
 def test_roles_come_of_markers_that_are_tokens_and_not_of_text_that_looks_like_them(
     tmp_path, texts
 ):
-    """A prompt of DeepSeek's form; the user spells another template's marker."""
+    """Use a prompt of DeepSeek's form; the user spells another template's marker."""
     plain = [token for letter in f"{START}system\n" for token in ids(letter)]
-    asked, answers = "<｜User｜>", "<｜Assistant｜>"  # noqa: RUF001
-    one = sample(asked, ("turn", "yes"), group_id=0)
-    one.prompt_ids = ids(f"before{asked}") + plain + ids(answers)
-    batch = Batch.of([one])
-    [summary] = SampleReader(str(written(tmp_path, 1, batch))).summaries([1])
-    [messages] = page_of(summary, texts, 0.1).segments
+    user, answers = "<｜User｜>", "<｜Assistant｜>"  # noqa: RUF001
+    hostile = sample(user, ("turn", "yes"), group_id=0)
+    hostile.prompt_ids = ids(f"before{user}") + plain + ids(answers)
+    batch = Batch.collate([hostile])
+    [summary] = SampleReader(str(written(tmp_path, 1, batch))).read_summaries([1])
+    [messages] = build_page(summary, texts, 0.1).segments
     assert [shown(message) for message in messages] == [
         ("context", -1, "before"),
-        ("user", -1, f"{asked}{START}system\n"),
+        ("user", -1, f"{user}{START}system\n"),
         ("assistant", 0, f"{answers}yes"),
     ]
     assert messages[-1].facts == "3 tokens, version 3"  # nobody compared their log-probs
@@ -250,12 +251,14 @@ def test_roles_are_those_of_the_messages_that_a_chat_template_has_rendered(famil
         chat, add_generation_prompt=True, tokenize=True, return_dict=False, **options
     )
     answer = tokenizer.encode("Yes.", add_special_tokens=False)
-    ones = [1] * len(answer)
-    one = Sample(prompt, answer, ones, [-1.0] * len(answer), ones, "stop", 0)
-    [summary] = SampleReader(str(written(tmp_path, 1, Batch.of([one])))).summaries([1])
-    [found] = page_of(summary, TokenTexts(tmp_path / "tokenizer.json"), 0.1).segments
-    assert "".join(message.text for message in found) == tokenizer.decode([*prompt, *answer])
-    roles = [message.role for message in found if message.role != "context"]
+    mask = [1] * len(answer)
+    other_sample = Sample(prompt, answer, mask, [-1.0] * len(answer), mask, "stop", 0)
+    [summary] = SampleReader(
+        str(written(tmp_path, 1, Batch.collate([other_sample])))
+    ).read_summaries([1])
+    [messages] = build_page(summary, TokenTexts(tmp_path / "tokenizer.json"), 0.1).segments
+    assert "".join(message.text for message in messages) == tokenizer.decode([*prompt, *answer])
+    roles = [message.role for message in messages if message.role != "context"]
     wanted = [message["role"] for message in chat] + ["assistant"]
     if family in WITHOUT_MARKERS:
         assert roles == ["assistant"]
@@ -263,35 +266,37 @@ def test_roles_are_those_of_the_messages_that_a_chat_template_has_rendered(famil
         assert roles == wanted[1:]
     else:
         assert [role for role, _ in itertools.groupby(roles)] == wanted
-    assert found[-1].turn == 0 and found[-1].text.endswith("Yes.")
+    assert messages[-1].turn == 0 and messages[-1].text.endswith("Yes.")
 
 
 @given(text=st.text(st.characters(exclude_categories=["Cs"]), max_size=40))
 def test_pieces_are_the_text_and_every_token_once(texts, text):
-    found = list(texts.pieces(ids(text)))
-    assert "".join(piece.text for piece in found) == text
-    bounds = [0, *(bound for piece in found for bound in (piece.start, piece.end)), len(ids(text))]
+    pieces = list(texts.split(ids(text)))
+    assert "".join(piece.text for piece in pieces) == text
+    bounds = [0, *(bound for piece in pieces for bound in (piece.start, piece.end)), len(ids(text))]
     assert all(bounds[i] == bounds[i + 1] for i in range(0, len(bounds), 2))
     if "\ufffd" not in text:  # else tokens wait for the rest of a character that is whole
-        assert all(len(piece.text) == 1 or piece.text in (*SPECIAL, *ADDED) for piece in found)
+        assert all(len(piece.text) == 1 or piece.text in (*SPECIAL, *ADDED) for piece in pieces)
 
 
 @given(tokens=st.lists(st.integers(0, 300), max_size=60))
 def test_any_tokens_are_pieces_of_a_bounded_number_of_them(texts, tokens):
-    found = list(texts.pieces(tokens))
-    assert [at for piece in found for at in range(piece.start, piece.end)] == [*range(len(tokens))]
-    assert all(piece.end - piece.start <= 8 for piece in found)
-    unknown = [piece.text for piece in found if tokens[piece.start] >= BYTES.get_vocab_size()]
+    pieces = list(texts.split(tokens))
+    assert [index for piece in pieces for index in range(piece.start, piece.end)] == [
+        *range(len(tokens))
+    ]
+    assert all(piece.end - piece.start <= 8 for piece in pieces)
+    unknown = [piece.text for piece in pieces if tokens[piece.start] >= BYTES.get_vocab_size()]
     assert all(re.fullmatch(r"\[token \d+\]", text) for text in unknown)
 
 
-def test_blanks_and_bytes_of_tokenizers_without_a_byte_level_are_kept(tmp_path):
+def test_blanks_and_bytes_of_tokenizers_without_a_byte_level_stay(tmp_path):
     path = tmp_path / "tokenizer.json"
     made = piece_tokenizer()
     made.save(str(path))
     tokens = ["<s>", "▁a", "▁b", "<0xC3>", "<0xBC>", "<0xC3>", "a", "▁b"]
-    found = TokenTexts(path).pieces([made.token_to_id(token) for token in tokens])
-    assert [piece.text for piece in found] == ["<s>", " a", " b", "ü", "\ufffda", " b"]
+    pieces = TokenTexts(path).split([made.token_to_id(token) for token in tokens])
+    assert [piece.text for piece in pieces] == ["<s>", " a", " b", "ü", "\ufffda", " b"]
 
 
 @pytest.mark.parametrize(
@@ -304,4 +309,4 @@ def test_blanks_and_bytes_of_tokenizers_without_a_byte_level_are_kept(tmp_path):
     ],
 )
 def test_only_text_is_shown(text, seen):
-    assert visible(text) == seen
+    assert escape_control(text) == seen

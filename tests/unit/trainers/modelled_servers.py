@@ -75,14 +75,14 @@ class Servers:
             for n in lengths
         ]
         of_tokens = [row - int(self.lies) for row in of_tokens]
-        ids = Jagged.of([group + np.arange(n) for n in lengths], np.int64)
+        ids = Jagged.pack([group + np.arange(n) for n in lengths], np.int64)
         token_versions = ids.with_values(np.concatenate(of_tokens))
         log_probs = log_probs_of(ids.values, token_versions.values)
         rng = np.random.default_rng(group)
         return Batch(
             dict(
                 group_ids=np.full(num, group),
-                prompt_ids=Jagged.of([[group]] * num, np.int64),
+                prompt_ids=Jagged.pack([[group]] * num, np.int64),
                 response_ids=ids,
                 response_mask=ids.with_values(np.ones(len(ids.values), np.int8)),
                 rollout_log_probs=ids.with_values(log_probs),

@@ -12,7 +12,7 @@ REWARDS = np.array([1.0, 0.0, 1.0, 1.0, 0.0, 0.0], np.float32)
 def build_scored_batch() -> Batch:
     """Return nine tokens whose log-probs are 1 to 9; those of the servers are 0.25 higher."""
     rows = [[1.0, 2.0], [3.0], [4.0, 5.0, 6.0], [7.0], [8.0], [9.0]]
-    column = Jagged.of(rows, np.float32)
+    column = Jagged.pack(rows, np.float32)
     return Batch(
         {
             "group_ids": np.array([0, 0, 1, 1, 2, 2]),

@@ -18,13 +18,12 @@ import numpy as np
 import pytest
 
 from mcore_rl.checkpoint.run_checkpoints import read_checkpoint
-from mcore_rl.config.samples_schema import CurriculumConfig, ReplayConfig, SamplesConfig
-from mcore_rl.config.schema import CorrectionConfig
+from mcore_rl.config.schema import CorrectionConfig, CurriculumConfig, FilterConfig, ReplayConfig
 from mcore_rl.controller.batch_ops import get_sample_columns
 from mcore_rl.controller.remote_batch import Places, RemoteBatch, RemoteColumn
 from mcore_rl.controller.stop_signals import RunStopped
 from mcore_rl.data.batch import Batch, Jagged, Samples
-from mcore_rl.rewards.base import RewardError
+from mcore_rl.rewards.registry import RewardError
 from mcore_rl.rollout.buffer import HELD, GroupState
 from mcore_rl.trainers import async_rollout, replay_buffer, step_samples
 from tests.unit.trainers import test_one_step_off as one_step_off
@@ -38,7 +37,7 @@ OLDER = [(group, 0) for group in range(9)]
 NEXT = [(9, 1)]  # of 9 to 11, which wait then
 IN_ROUNDS = {
     "staleness": 0,
-    "samples": SamplesConfig(replay=ReplayConfig(share=0.5, max_age=2)),
+    "filter": FilterConfig(replay=ReplayConfig(share=0.5, max_age=2)),
     "correction": CorrectionConfig(level="token"),
 }
 
@@ -51,8 +50,8 @@ def test_a_short_step_trains_what_it_had_selected_before_a_loss_and_what_has_com
     tmp_path, monkeypatch
 ):
     """Five groups pass. Two of the four that are selected die, and do not pass again."""
-    samples = SamplesConfig(group_filter="drop_uniform", if_short="train")
-    run, left, lost = Run(tmp_path, samples=samples), {0, 1, 2, 3, 4}, []
+    samples = FilterConfig(group_filter="drop_uniform", if_short="train")
+    run, left, lost = Run(tmp_path, filter=samples), {0, 1, 2, 3, 4}, []
     samples_of = run.servers._samples
 
     def some_pass(group: int, *args: Any) -> Batch:
@@ -110,8 +109,8 @@ def split_groups(batch: Batch) -> list[tuple[int, Batch]]:
 
 def build_filtering_run(folder: Path) -> Run:
     """Every fifth group has a response without a reward."""
-    samples = SamplesConfig(group_filter="drop_uniform", max_rounds=4)
-    run = Run(folder, samples=samples, curriculum=CurriculumConfig(name="learnability"))
+    samples = FilterConfig(group_filter="drop_uniform", max_rounds=4)
+    run = Run(folder, filter=samples, curriculum=CurriculumConfig(name="learnability"))
     run.config.reward.on_error = "drop"
     samples_of = run.servers._samples
 
@@ -172,8 +171,8 @@ class Node:
 
 
 def build_replaying_run(folder: Path, save_every: int = 0) -> one_step_off.Run:
-    policy = SamplesConfig(replay=ReplayConfig(share=0.5, max_age=4, priority="uniform"))
-    return one_step_off.Run(folder, samples=policy, save_every=save_every, prompts_per_step=6)
+    policy = FilterConfig(replay=ReplayConfig(share=0.5, max_age=4, priority="uniform"))
+    return one_step_off.Run(folder, filter=policy, save_every=save_every, prompts_per_step=6)
 
 
 @pytest.fixture
@@ -322,7 +321,7 @@ def test_what_goes_wrong_meanwhile_is_raised_when_the_trainer_has_computed(tmp_p
 
 @pytest.mark.parametrize(
     "settings",
-    [{"rollout": "shared"}, IN_ROUNDS, {"num_steps": 1, "asynchronous": {"over_issue": 0.5}}],
+    [{"rollout": "shared"}, IN_ROUNDS, {"num_steps": 1, "asynchronous": {"oversampling": 0.5}}],
     ids=["asleep", "rounds", "the last step"],
 )
 def test_servers_that_sleep_or_generate_in_rounds_or_for_no_later_step_are_let_be(
@@ -344,7 +343,7 @@ def test_servers_that_sleep_or_generate_in_rounds_or_for_no_later_step_are_let_b
 def test_what_is_too_old_begins_again_after_the_push_and_not_by_the_weights_of_before(tmp_path):
     servers = Going(train_s=0.0)
     servers.tend = lambda stream: []  # type: ignore[method-assign]
-    settings = {"staleness": 1, "num_steps": 20, "asynchronous": {"over_issue": 1.0}}
+    settings = {"staleness": 1, "num_steps": 20, "asynchronous": {"oversampling": 1.0}}
     run = build_run(tmp_path, servers, **settings)
     run.actor.pause_s = 0.03
     events = run.train().servers.events

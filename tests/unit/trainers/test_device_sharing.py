@@ -61,7 +61,7 @@ def run_step(has_reference: bool, **placement: str) -> list[str]:
     calls: list[str] = []
     roles = ("actor", "reference") if has_reference else ("actor",)
     devices = share_devices(placement, calls, *roles)
-    ids = Jagged.of([[1, 2]], np.int64)
+    ids = Jagged.pack([[1, 2]], np.int64)
     devices.offload_rollout()
     compute = devices.models[roles[-1]].compute_log_probs
     reference = ReferenceModel(compute, devices, roles[-1], 0.5)

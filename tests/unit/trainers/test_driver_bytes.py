@@ -20,7 +20,7 @@ from ray import cloudpickle
 
 from mcore_rl.agents.single_turn import Prompt, SingleTurnLoop
 from mcore_rl.cli.compose import compose_config
-from mcore_rl.config.resolve import for_lane, resolve
+from mcore_rl.config.resolve import resolve, resolve_for_lane
 from mcore_rl.config.schema import Layout, RLConfig
 from mcore_rl.controller import living_nodes, object_columns, sending
 from mcore_rl.controller.pending import Limit
@@ -245,7 +245,7 @@ def steps_of(
     given = ["recipe=quickstart", "trainer.num_steps=1", f"output_dir={folder}", *overrides]
     config = compose_config(RLConfig, given)
     resolve(config)
-    config = for_lane(config, "cpu")
+    config = resolve_for_lane(config, "cpu")
     tokenizer = load_tokenizer(task.model_dir)
     actor = group(ray, config, "actor", config.actor.layout, lambda: Rank(ray))
 
@@ -258,7 +258,7 @@ def steps_of(
     prompts = PromptDataset(load_prompts(task.train_file, config.data, tokenizer))
     last_metrics: dict[str, float] = {}
     with ThreadPoolExecutor(1) as thread:
-        sample_log = SampleLog(folder, tokenizer, config.samples, actor)
+        sample_log = SampleLog(folder, tokenizer, config.sample_log, actor)
         trainer = build_trainer(
             config, folder, devices, prompts=prompts, sample_log=sample_log, thread=thread
         )
@@ -305,7 +305,7 @@ def test_responses_that_advantages_compare_and_no_update_has_take_no_other_call(
     ray, task, tmp_path
 ):
     samples = ["keep_responses=3", "advantages_of=generated", "mask_truncated=true"]
-    steps_of(ray, task, tmp_path, *(f"algorithm.samples.{one}" for one in samples))
+    steps_of(ray, task, tmp_path, *(f"algorithm.filter.{one}" for one in samples))
     assert (ray.calls["update"], ray.calls["apply"]) == (2, 2)
     assert ray.num_trained == 2 * 256 * 3 / 8
 

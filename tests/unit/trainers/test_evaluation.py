@@ -6,8 +6,15 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
-from mcore_rl.config.schema import EvaluationConfig, RewardConfig, RLConfig, SampleTablesConfig
-from mcore_rl.config.train_schema import HeldOutConfig, SFTConfig, StepsConfig
+from mcore_rl.config.schema import (
+    EvaluationConfig,
+    HeldOutConfig,
+    RewardConfig,
+    RLConfig,
+    SampleLogConfig,
+    SFTConfig,
+    StepsConfig,
+)
 from mcore_rl.data.batch import Batch
 from mcore_rl.data.datasets import PromptDataset
 from mcore_rl.data.datasets import PromptRow as Row
@@ -68,7 +75,7 @@ def test_the_error_of_equal_clusters_is_that_of_their_means_and_of_unequal_ones_
 
 
 def test_an_accuracy_is_named_where_the_reward_is_one():
-    batch = Batch.of(
+    batch = Batch.collate(
         [build_sample(0, 1.0), build_sample(0, 0.0), build_sample(1, 0.5, finish="length")]
     )
     scores = compute_scores(batch, RewardConfig(name="final_number"))
@@ -76,7 +83,7 @@ def test_an_accuracy_is_named_where_the_reward_is_one():
     assert scores["truncated"] == pytest.approx(1 / 3)
     assert "accuracy" not in compute_scores(batch, RewardConfig(name="own.py:partial_credit"))
     terms = {"right": {"name": "math"}, "brief": {"name": "overlong"}}
-    batch = Batch.of(
+    batch = Batch.collate(
         [build_sample(0, 0.9, right=1.0, brief=-0.1), build_sample(1, 0.0, right=0.0, brief=0.0)]
     )
     scores = compute_scores(batch, RewardConfig(terms=terms))
@@ -100,11 +107,11 @@ def test_a_failed_reward_counts_as_0_whatever_training_does_with_it(tmp_path, on
                 build_failed_sample(-1),
                 build_failed_sample(-1),
             ]
-            return Batch.of(
+            return Batch.collate(
                 of_a if prompts.array("group_ids")[0] == -1 else [build_failed_sample(-2)]
             )
 
-    log = SampleLog(tmp_path, Tokenizer(), SampleTablesConfig(tokens=False))
+    log = SampleLog(tmp_path, Tokenizer(), SampleLogConfig(tokens=False))
     metrics = Evaluation(config, Pool(), prompts, log, lambda *_: None).run(0)
     assert metrics["eval/a/accuracy"] == 0.25 and metrics["eval/a/reward_errors"] == 0.5
     assert metrics["eval/b/accuracy"] == 0 and metrics["eval/b/reward_errors"] == 1
@@ -113,10 +120,10 @@ def test_a_failed_reward_counts_as_0_whatever_training_does_with_it(tmp_path, on
 def test_a_failed_reward_is_not_right_in_the_accuracy_of_a_term():
     config = RewardConfig(terms={"right": {"name": "math"}})
     scores = compute_scores(
-        Batch.of([build_sample(0, 1.0, right=1.0), build_failed_sample(0)]), config
+        Batch.collate([build_sample(0, 1.0, right=1.0), build_failed_sample(0)]), config
     )
     assert scores["accuracy/right"] == scores["reward"] == 0.5 and scores["reward/right"] == 1
-    assert compute_scores(Batch.of([build_failed_sample(0)]), config)["accuracy/right"] == 0
+    assert compute_scores(Batch.collate([build_failed_sample(0)]), config)["accuracy/right"] == 0
 
 
 def test_sets_are_evaluated_when_they_are_due_and_saved_with_ids_of_their_own(tmp_path):
@@ -132,9 +139,9 @@ def test_sets_are_evaluated_when_they_are_due_and_saved_with_ids_of_their_own(tm
     class Pool:
         def evaluate(self, prompts, evaluation):
             ids = np.repeat(prompts.array("group_ids"), evaluation.num_samples)
-            return Batch.of([build_sample(int(group), float(group == -1)) for group in ids])
+            return Batch.collate([build_sample(int(group), float(group == -1)) for group in ids])
 
-    log = SampleLog(tmp_path, Tokenizer(), SampleTablesConfig(tokens=False))
+    log = SampleLog(tmp_path, Tokenizer(), SampleLogConfig(tokens=False))
     made = Evaluation(config, Pool(), sets, log, recorded.__setitem__)
     assert [step for step in range(6) if made.is_due(step)] == [0, 2, 4, 5]
     metrics = made.run(0)
@@ -184,8 +191,8 @@ class Rows:
     def __len__(self) -> int:
         return self._num
 
-    def batch(self, rows):
-        return Batch.of([EXAMPLE] * len(rows))
+    def take(self, rows):
+        return Batch.collate([EXAMPLE] * len(rows))
 
 
 class Objective:
@@ -224,7 +231,7 @@ def test_an_evaluation_of_examples_is_due_before_training_every_so_many_steps_an
 def test_a_loop_reports_held_out_losses_by_set_in_the_row_of_their_step():
     objective, recorded, rows = Objective(), {}, {}
     made = build_evaluation(objective, recorded, num_steps=2, every=1)
-    batches = iter([Batch.of([EXAMPLE])] * 2)
+    batches = iter([Batch.collate([EXAMPLE])] * 2)
     supervised.train(objective, batches, 2, rows.__setitem__, None, made)
     assert rows[1]["eval/a/loss"] == 2 and rows[2]["eval/b/loss"] == 8
     assert rows[1]["time/evaluate_s"] >= 0

@@ -15,19 +15,21 @@ import pytest
 
 from mcore_rl.checkpoint.run_checkpoints import read_checkpoint
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.config.resolve import for_lane, resolve
-from mcore_rl.config.samples_schema import CurriculumConfig, ReplayConfig, SamplesConfig
+from mcore_rl.config.resolve import resolve, resolve_for_lane
 from mcore_rl.config.schema import (
     AlgorithmConfig,
     AsynchronousConfig,
     CorrectionConfig,
+    CurriculumConfig,
+    FilterConfig,
+    ReplayConfig,
     RLConfig,
     TrainerConfig,
 )
 from mcore_rl.controller.pending import WorkerError
 from mcore_rl.controller.stop_signals import RunStopped, StopSignals
 from mcore_rl.data.batch import Batch, Jagged
-from mcore_rl.observability.stopwatch import Stopwatch
+from mcore_rl.observability.activity import Stopwatch
 from mcore_rl.rollout.buffer import GroupState
 from mcore_rl.trainers.device_sharing import DeviceSharing
 from mcore_rl.trainers.policy_checks import PolicyMismatchError
@@ -89,7 +91,7 @@ class Run:
         self.actor = other.pop("build_policy", Policy)(self.servers)
         config.algorithm = AlgorithmConfig(group_size=3, **other)
         resolve(config)
-        self.config = config = for_lane(config, "cpu")
+        self.config = config = resolve_for_lane(config, "cpu")
         devices = DeviceSharing(
             config.placement, {"actor": self.actor}, self.servers, self.servers, True
         )
@@ -125,9 +127,9 @@ def ages(run: Run) -> list[list[int]]:
         {},
         {"num_mini_batches": 2},
         {"curriculum": CurriculumConfig(name="learnability")},
-        {"samples": SamplesConfig(group_filter="drop_uniform", max_rounds=4, if_short="train")},
+        {"filter": FilterConfig(group_filter="drop_uniform", max_rounds=4, if_short="train")},
         {
-            "samples": SamplesConfig(replay=ReplayConfig(share=0.5, max_age=2)),
+            "filter": FilterConfig(replay=ReplayConfig(share=0.5, max_age=2)),
             "correction": CorrectionConfig(level="token"),
         },
     ],
@@ -204,7 +206,7 @@ def test_no_more_groups_are_begun_than_may_wait(tmp_path):
 
 
 def test_groups_that_would_be_too_old_are_ended_before_the_push_and_begun_after_it(tmp_path):
-    run = Run(tmp_path, staleness=1, num_steps=40, asynchronous={"over_issue": 0.5}).train()
+    run = Run(tmp_path, staleness=1, num_steps=40, asynchronous={"oversampling": 0.5}).train()
     events = run.servers.events
     ended = [number for number, event in enumerate(events) if event.startswith("abandon")]
     assert ended
@@ -246,14 +248,14 @@ def test_staleness_0_goes_on_bit_for_bit(tmp_path):
 
 
 def test_the_run_that_has_ended_leaves_nothing_that_generates(tmp_path):
-    run = Run(tmp_path, asynchronous={"over_issue": 0.5}).train()
+    run = Run(tmp_path, asynchronous={"oversampling": 0.5}).train()
     assert run.servers.running == {}
     assert run.trainer.generation.queue.num_groups(GroupState.GENERATING) == 0
 
 
 def test_groups_that_the_filter_rejects_are_replaced(tmp_path):
-    samples = SamplesConfig(group_filter="drop_uniform", max_rounds=4)
-    run = Run(tmp_path, samples=samples).train()
+    samples = FilterConfig(group_filter="drop_uniform", max_rounds=4)
+    run = Run(tmp_path, filter=samples).train()
     assert [len(groups) for groups in run.trained] == [PER_STEP] * NUM_STEPS
     for update in run.actor.updates:
         ids, rewards = update.array("group_ids"), update.array("rewards")
@@ -267,8 +269,8 @@ def test_groups_that_the_filter_rejects_are_replaced(tmp_path):
 @pytest.mark.parametrize(("if_short", "told"), [("train", None), ("stop", "max_rounds")])
 def test_a_filter_that_rejects_all_ends_the_wait(tmp_path, if_short, told):
     """After as many groups as max_rounds says, a step is short or stops the run."""
-    samples = SamplesConfig(group_filter="drop_uniform", if_short=if_short)
-    run = Run(tmp_path, samples=samples, num_steps=2)
+    samples = FilterConfig(group_filter="drop_uniform", if_short=if_short)
+    run = Run(tmp_path, filter=samples, num_steps=2)
     samples_of = run.servers._samples
 
     def uniform(*asked):
@@ -287,8 +289,8 @@ def test_a_filter_that_rejects_all_ends_the_wait(tmp_path, if_short, told):
 
 def test_a_step_begins_as_many_groups_for_a_filter_as_max_rounds_says(tmp_path):
     """Of groups one after the other, of which none passes."""
-    samples = SamplesConfig(group_filter="drop_uniform", if_short="train", max_rounds=2)
-    run = Run(tmp_path, samples=samples, num_steps=1, asynchronous={"max_groups": 1})
+    samples = FilterConfig(group_filter="drop_uniform", if_short="train", max_rounds=2)
+    run = Run(tmp_path, filter=samples, num_steps=1, asynchronous={"max_groups": 1})
     samples_of = run.servers._samples
 
     def uniform(*asked):
@@ -301,7 +303,7 @@ def test_a_step_begins_as_many_groups_for_a_filter_as_max_rounds_says(tmp_path):
 
 def test_replayed_groups_take_the_place_of_new_ones(tmp_path):
     replay = ReplayConfig(share=0.5, max_age=4, priority="uniform")
-    run = Run(tmp_path, samples=SamplesConfig(replay=replay), num_steps=20).train()
+    run = Run(tmp_path, filter=FilterConfig(replay=replay), num_steps=20).train()
     assert [row["samples/replayed"] for row in run.rows[1:]] == [2.0] * 19
     for update in run.actor.updates[1:]:
         assert len(np.unique(update.array("group_ids")[update.array("replayed") == 1])) == 2
@@ -314,9 +316,9 @@ def test_replayed_groups_take_the_place_of_new_ones(tmp_path):
 @pytest.mark.parametrize("share", [0.25, 0.5, 1.0])
 def test_all_that_is_begun_is_trained_where_steps_replay(tmp_path, share, staleness, train_s):
     """Also where the buffer has too few groups of priority, and servers are ahead."""
-    samples = SamplesConfig(replay=ReplayConfig(share=share, max_age=5))
+    samples = FilterConfig(replay=ReplayConfig(share=share, max_age=5))
     settings = {"staleness": staleness, "train_s": train_s, "num_steps": 20}
-    run = Run(tmp_path, samples=samples, **settings).train()
+    run = Run(tmp_path, filter=samples, **settings).train()
     new = [batch.take(np.flatnonzero(batch["replayed"] == 0)) for batch in run.actor.updates]
     groups = [group for batch in new for group in np.unique(batch.array("group_ids")).tolist()]
     assert run.rows[-1]["queue/abandoned_total"] == 0

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from mcore_rl.algorithms.preference import PREFERENCE_LOSSES, bradley_terry, pair_inputs
+from mcore_rl.algorithms.preference import PREFERENCE_LOSSES, bradley_terry, build_pair_inputs
 from mcore_rl.data.batch import Batch, Jagged
-from mcore_rl.observability.stopwatch import Stopwatch
+from mcore_rl.observability.activity import Stopwatch
 from mcore_rl.trainers import supervised
 from mcore_rl.trainers.evaluation import compute_standard_error
 from mcore_rl.trainers.objectives import (
@@ -30,7 +30,7 @@ class Model:
 
     def compute_values(self, batch):
         last = [prompt[-1] for prompt in batch.jagged("prompt_ids")]
-        return batch.with_columns(values=Jagged.of([[n / 4] for n in last], np.float32))
+        return batch.with_columns(values=Jagged.pack([[n / 4] for n in last], np.float32))
 
     def update(self, batch, *, temperature=1.0):
         assert temperature == 1.0
@@ -46,13 +46,13 @@ class Model:
 
 
 def batch_of(*responses: list[int], mask: list[list[int]] | None = None) -> Batch:
-    ids = Jagged.of(responses, np.int64)
+    ids = Jagged.pack(responses, np.int64)
     ones = [[1] * len(row) for row in responses]
     return Batch(
         {
-            "prompt_ids": Jagged.of([[1, 2]] * len(responses), np.int64),
+            "prompt_ids": Jagged.pack([[1, 2]] * len(responses), np.int64),
             "response_ids": ids,
-            "response_mask": Jagged.of(mask or ones, np.int8),
+            "response_mask": Jagged.pack(mask or ones, np.int8),
             "margins": np.repeat([0.5, 0.0], 2)[: len(responses)],
         }
     )
@@ -76,13 +76,13 @@ def test_an_evaluation_is_the_mean_over_the_trained_tokens_of_all_batches():
 
 def test_a_step_on_pairs_tells_the_loss_of_the_pairs_not_of_the_update():
     model, reference = Model(), Model(shift=0.5)
-    loss = PREFERENCE_LOSSES.bound("dpo", {"beta": 0.2})
+    loss = PREFERENCE_LOSSES.bind("dpo", {"beta": 0.2})
     objective = PreferenceObjective(
         model, loss, Reference(reference.compute_log_probs, offloaded=reference)
     )
     found = objective.step(PAIRS, Stopwatch())
     [updated] = model.updates
-    wanted = loss(pair_inputs(updated))
+    wanted = loss(build_pair_inputs(updated))
     # The log-ratio of each response is half its number of tokens.
     margins = 0.2 * 0.5 * np.array([2 - 1, 1 - 3])
     assert found["loss"] == pytest.approx(np.log1p(np.exp(-margins)).mean())

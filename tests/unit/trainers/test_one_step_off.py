@@ -14,9 +14,14 @@ import pytest
 
 from mcore_rl.checkpoint.run_checkpoints import read_checkpoint
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.config.resolve import for_lane, resolve
-from mcore_rl.config.samples_schema import ReplayConfig, SamplesConfig
-from mcore_rl.config.schema import AlgorithmConfig, RLConfig, TrainerConfig
+from mcore_rl.config.resolve import resolve, resolve_for_lane
+from mcore_rl.config.schema import (
+    AlgorithmConfig,
+    FilterConfig,
+    ReplayConfig,
+    RLConfig,
+    TrainerConfig,
+)
 from mcore_rl.controller.pending import WorkerError
 from mcore_rl.controller.stop_signals import RunStopped, StopSignals
 from mcore_rl.data.batch import Batch, Jagged
@@ -101,7 +106,7 @@ class Servers(Answering):
         return [self._answers(np.repeat(groups, sampling.n))]
 
     def _answers(self, groups) -> Batch:
-        ids = Jagged.of([[group, group + 1] for group in groups], np.int64)
+        ids = Jagged.pack([[group, group + 1] for group in groups], np.int64)
         mine = self.version - int(self.lies)
         return Batch(
             dict(
@@ -143,7 +148,7 @@ class Run:
         config.model.path = config.data.train_file = config.data.test_file = "given"
         config.algorithm = AlgorithmConfig(group_size=2, **other)
         resolve(config)
-        self.config = config = for_lane(config, "cpu")
+        self.config = config = resolve_for_lane(config, "cpu")
         self.servers = Servers()
         self.actor = Policy(self.servers)
         devices = DeviceSharing(config.placement, {"actor": self.actor}, self.servers, self.servers)
@@ -236,7 +241,7 @@ def test_gaps_are_checked_where_the_samples_are_of_the_policy_and_others_are_wei
     [
         {},
         {
-            "samples": SamplesConfig(
+            "filter": FilterConfig(
                 group_filter="drop_uniform", max_rounds=4,
                 replay=ReplayConfig(share=0.5, max_age=3, priority="uniform"),
             ),
@@ -256,9 +261,9 @@ def test_staleness_0_is_the_synchronous_run(tmp_path, settings):
 def test_a_run_that_goes_on_trains_on_the_samples_that_it_had(tmp_path):
     """With rounds and replay: prompts, buffer and samples are as they were."""
     replay = ReplayConfig(share=0.5, max_age=3, priority="uniform")
-    samples = SamplesConfig(group_filter="drop_uniform", max_rounds=4, replay=replay)
-    whole = Run(tmp_path / "whole", samples=samples, save_every=1).train()
-    begun = Run(tmp_path / "begun", samples=samples, save_every=1)
+    samples = FilterConfig(group_filter="drop_uniform", max_rounds=4, replay=replay)
+    whole = Run(tmp_path / "whole", filter=samples, save_every=1).train()
+    begun = Run(tmp_path / "begun", filter=samples, save_every=1)
 
     def stop(step, metrics):
         begun.stop.requested = "SIGTERM" if step == 2 else ""
@@ -266,7 +271,7 @@ def test_a_run_that_goes_on_trains_on_the_samples_that_it_had(tmp_path):
     with pytest.raises(RunStopped, match="SIGTERM: step 2 is saved"):
         begun.train(stop)
     assert begun.servers.events[-1] == "push 2"  # nothing is generated that nobody trains on
-    again = Run(tmp_path / "again", samples=samples)
+    again = Run(tmp_path / "again", filter=samples)
     again.trainer.checkpoints.restore(read_checkpoint(tmp_path / "begun/checkpoints/step_000002"))
     again.train()
     begun.rows += again.rows
@@ -346,8 +351,8 @@ def test_an_empty_batch_is_a_state_too(tmp_path):
             r"trainer.staleness=1: old samples would count .* allowed: algorithm.correction.level=",
         ),
         (
-            dict(samples=SamplesConfig(replay=ReplayConfig(share=0.5, max_age=1))),
-            r"algorithm.samples.replay.max_age=1; allowed: at least 2",
+            dict(filter=FilterConfig(replay=ReplayConfig(share=0.5, max_age=1))),
+            r"algorithm.filter.replay.max_age=1; allowed: at least 2",
         ),
     ],
 )
@@ -379,4 +384,4 @@ def test_servers_on_devices_of_other_roles_are_refused(rollout, mates):
         resolve(config)
     config.placement.rollout = "auto"
     resolve(config)
-    assert for_lane(config, "cpu").placement.rollout == "own"
+    assert resolve_for_lane(config, "cpu").placement.rollout == "own"

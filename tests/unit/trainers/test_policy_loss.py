@@ -9,15 +9,13 @@ import numpy as np
 import pytest
 import torch
 
-from mcore_rl.algorithms.advantages import ADVANTAGES, token_advantages
-from mcore_rl.algorithms.inputs import LossInputs
+from mcore_rl.algorithms.advantages import ADVANTAGES, compute_advantages
+from mcore_rl.algorithms.inputs import LossInputs, is_prepared
 from mcore_rl.algorithms.losses import LOSSES
-from mcore_rl.algorithms.prepared import is_prepared
 from mcore_rl.cli.compose import compose_config
-from mcore_rl.config.distillation_schema import DistillationConfig
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.config.resolve import for_lane, resolve
-from mcore_rl.config.schema import AlgorithmConfig, CorrectionConfig, RLConfig
+from mcore_rl.config.resolve import resolve, resolve_for_lane
+from mcore_rl.config.schema import AlgorithmConfig, CorrectionConfig, DistillationConfig, RLConfig
 from mcore_rl.controller.remote_batch import Places, RemoteBatch, RemoteColumn
 from mcore_rl.data.batch import Batch, Jagged
 from mcore_rl.trainers.policy_loss import (
@@ -112,7 +110,7 @@ def all_columns() -> Batch:
     names = (*OF_ALL_LOSSES, *EARLIER_COLUMNS)
     values = np.random.default_rng(0).random((len(names), 3)).astype(np.float32)
     rows = {name: [row[:2], row[2:]] for name, row in zip(names, values, strict=True)}
-    columns = {name: Jagged.of(row, np.float32) for name, row in rows.items()}
+    columns = {name: Jagged.pack(row, np.float32) for name, row in rows.items()}
     return Batch(columns | {"response_ids": columns["advantages"], "rewards": np.ones(2)})
 
 
@@ -144,7 +142,7 @@ def test_a_metric_is_a_mean_over_the_column_that_stands_in_the_table():
 
 
 def test_the_kl_in_the_reward_is_none_of_the_loss():
-    config = AlgorithmConfig(kl_coef=2.0, kl_in="reward")
+    config = AlgorithmConfig(kl_coef=2.0, kl_placement="reward")
     assert PolicyLoss(config).needs == set()
 
 
@@ -166,7 +164,7 @@ def test_an_update_that_nothing_has_scored_before_measures_the_entropy():
 OWN = """
 from __future__ import annotations
 import torch
-from mcore_rl.algorithms.advantages import ADVANTAGES, token_advantages
+from mcore_rl.algorithms.advantages import ADVANTAGES, compute_advantages
 from mcore_rl.algorithms.inputs import LossInputs, LossResult, needs
 
 @needs("entropy", "reference_log_probs")
@@ -299,7 +297,7 @@ def test_the_recipe_of_the_page_fits_its_functions(tmp_path, monkeypatch):
 def test_replay_with_a_critic_is_refused():
     settings = AlgorithmConfig(advantage="gae")
     check_functions(settings)
-    settings.samples.replay.share = 0.5
+    settings.filter.replay.share = 0.5
     with pytest.raises(ConfigError, match=r"replay.share=0.5: .*advantage='gae'"):
         check_functions(settings)
 
@@ -321,15 +319,15 @@ NEEDS_PASS = {
     "algorithm.advantage='own.py:advantage'": ["algorithm.advantage=own.py:advantage"],
     "algorithm.advantage='optimal_token_baseline'": ["algorithm.advantage=optimal_token_baseline"],
     "algorithm.advantage='gae'": ["algorithm.advantage=gae"],
-    "algorithm.kl_in='reward'": ["algorithm.kl_coef=0.1", "algorithm.kl_in=reward"],
+    "algorithm.kl_placement='reward'": ["algorithm.kl_coef=0.1", "algorithm.kl_placement=reward"],
     "algorithm.kl_target=0.5": ["algorithm.kl_coef=0.1", "algorithm.kl_target=0.5"],
     "algorithm.entropy_target=0.5": ["algorithm.entropy_target=0.5"],
     "algorithm.top_entropy_share=0.2": ["algorithm.top_entropy_share=0.2"],
     "algorithm.distillation.loss='sampled_kl'": [
         "algorithm.distillation.loss=sampled_kl", "teacher.models={math: {model_path: x}}"
     ],
-    "algorithm.samples.advantages_of='generated'": [
-        "algorithm.samples.advantages_of=generated", "algorithm.samples.keep_responses=2"
+    "algorithm.filter.advantages_of='generated'": [
+        "algorithm.filter.advantages_of=generated", "algorithm.filter.keep_responses=2"
     ],
     "actor.moe.router_replay='record'": ["actor.moe.router_replay=record"],
 }  # fmt: skip
@@ -337,9 +335,9 @@ NEEDS_NONE = [
     [],
     ["algorithm.kl_coef=0.1", "algorithm.entropy_coef=0.1", "algorithm.cross_entropy_coef=0.1"],
     ["algorithm.kl_coef=0.1", "algorithm.correction.unbiased_kl=true"],
-    ["algorithm.samples.mask_truncated=true", "algorithm.samples.group_filter=drop_uniform"],
-    ["algorithm.samples.keep_responses=2"],
-    ["algorithm.samples.replay.share=0.5", "algorithm.loss=decoupled_ppo"],
+    ["algorithm.filter.mask_truncated=true", "algorithm.filter.group_filter=drop_uniform"],
+    ["algorithm.filter.keep_responses=2"],
+    ["algorithm.filter.replay.share=0.5", "algorithm.loss=decoupled_ppo"],
     ["actor.moe.router_replay=rollout", "actor.lora.rank=4"],
     [
         "trainer.mode=fully_async",
@@ -353,7 +351,7 @@ def build_config(settings: list[str]) -> RLConfig:
     given = ["model.path=m", "data.train_file=d", *settings]
     config = compose_config(RLConfig, given)
     resolve(config)
-    return for_lane(config, "cpu")
+    return resolve_for_lane(config, "cpu")
 
 
 @pytest.mark.parametrize("reason", NEEDS_PASS)
@@ -379,7 +377,7 @@ def test_another_value_of_the_setting_is_refused():
         build_config(["algorithm.log_prob_pass=never"])
 
 
-IDS = Jagged.of([[1, 2], [3], [4, 5, 6], [7]], np.int64)
+IDS = Jagged.pack([[1, 2], [3], [4, 5, 6], [7]], np.int64)
 # All that a batch has before the update, but for what the trainer's log-probs come with.
 BEFORE = Batch(
     {
@@ -409,7 +407,7 @@ def keeps_pass(key: str, name: str) -> bool:
 @pytest.mark.parametrize("name", ADVANTAGES.names)
 def test_an_advantage_reads_no_log_probs_or_keeps_their_pass(name):
     if not keeps_pass("advantage", name):
-        columns = token_advantages(BEFORE, name, SETTINGS.get(name, {}))
+        columns = compute_advantages(BEFORE, name, SETTINGS.get(name, {}))
         assert np.isfinite(columns["advantages"].values).all()
 
 
@@ -436,7 +434,7 @@ def test_a_loss_has_the_gradient_of_old_log_probs_that_rounding_moves_or_keeps_t
             sequence_ids=torch.repeat_interleave(torch.arange(4), lengths),
             num_sequences=4,
         )
-        loss, _ = LOSSES.bound(name, SETTINGS.get(name, {}))(inputs)
+        loss, _ = LOSSES.bind(name, SETTINGS.get(name, {}))(inputs)
         gradients += torch.autograd.grad((loss * columns["loss_weights"]).sum(), [log_probs])
     assert gradients[0].abs().max() > 0
     torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-5, atol=1e-7)

@@ -4,8 +4,7 @@ import pytest
 
 from mcore_rl.cli.compose import compose_config
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.config.resolve import resolve
-from mcore_rl.config.resolve_mode import MODES, get_loop
+from mcore_rl.config.resolve import MODES, get_loop, resolve
 from mcore_rl.config.schema import RLConfig, TrainerConfig
 from mcore_rl.trainers.registry import TRAINERS, load_trainer
 

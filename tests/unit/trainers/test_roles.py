@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from mcore_rl.algorithms.controllers import Coefficients
-from mcore_rl.config.resolve import placement_of
+from mcore_rl.config.resolve import resolve_placement
 from mcore_rl.config.schema import AlgorithmConfig, CriticConfig, RLConfig
 from mcore_rl.controller.remote_batch import is_of_part
 from mcore_rl.data.batch import Batch, Jagged
@@ -120,7 +120,7 @@ def test_the_log_probs_of_the_servers_are_taken_and_nothing_is_checked():
 
 
 def test_log_probs_are_computed_where_a_setting_needs_them_before_the_update():
-    batch = build_rewarded_batch().without("log_probs")
+    batch = build_rewarded_batch().drop_columns("log_probs")
     for name, is_scored in (("auto", False), ("always", True)):
         config = build_config(AlgorithmConfig(log_prob_pass=name))
         assert ("log_probs" in build_actor(Model(), config).compute_log_probs(batch)) == is_scored
@@ -131,8 +131,8 @@ def test_log_probs_are_computed_where_a_setting_needs_them_before_the_update():
 
 def build_two_groups() -> Batch:
     """Return two groups of one response: 1 token and 99, after prompts of 3 tokens and of 1."""
-    responses = Jagged.of([[1], [1] * 99], np.int64)
-    prompts = Jagged.of([[1, 1, 1], [1]], np.int64)
+    responses = Jagged.pack([[1], [1] * 99], np.int64)
+    prompts = Jagged.pack([[1, 1, 1], [1]], np.int64)
     of_tokens = responses.with_values(np.ones(100, np.float32))
     return Batch(
         {
@@ -211,7 +211,7 @@ def test_an_actor_takes_no_step_before_its_critic_is_warm():
 @pytest.mark.parametrize("role", ["actor", "critic"])
 def test_an_update_knows_trajectories(role: str):
     """Two mini-batches: one has four samples of two trajectories, the other two of two."""
-    batch, workers = Batch.of(SAMPLES), Model()
+    batch, workers = Batch.collate(SAMPLES), Model()
     zeros = batch.jagged("rollout_log_probs")
     batch = batch.with_columns(advantages=zeros, log_probs=zeros, values=zeros, returns=zeros)
     aggregation = "sequence_mean_token_sum"
@@ -284,10 +284,10 @@ class Servers:
 
 
 def build_responses() -> Batch:
-    ids = Jagged.of([[1, 2], [3], [4, 5, 6], [7]], np.int64)
+    ids = Jagged.pack([[1, 2], [3], [4, 5, 6], [7]], np.int64)
     return Batch(
         {
-            "prompt_ids": Jagged.of([[10], [10], [20], [20]], np.int64),
+            "prompt_ids": Jagged.pack([[10], [10], [20], [20]], np.int64),
             "response_ids": ids,
             "group_ids": np.array([5, 5, 6, 6]),
             "rewards": np.array([1, 0, 0.5, 0], np.float32),
@@ -299,7 +299,7 @@ def build_responses() -> Batch:
 
 def build_devices(config: RLConfig, models: Mapping[str, Any]) -> DeviceSharing:
     servers: Any = Servers()
-    return DeviceSharing(placement_of(config), models, servers, servers)
+    return DeviceSharing(resolve_placement(config), models, servers, servers)
 
 
 def build_teachers(config: RLConfig) -> Teachers:
@@ -348,7 +348,7 @@ def test_columns_of_several_teachers_reach_the_rank_that_merges_them():
 @pytest.mark.parametrize("names", [["math", "code"], ["code", "math"], ["code", "code"]])
 def test_a_prompt_with_a_teacher_of_its_own_has_no_other(names):
     fields = [json.dumps({"subject": name}) for name in names]
-    prompts = Batch({"group_ids": np.array([6, 5]), "fields": Jagged.of_texts(fields)})
+    prompts = Batch({"group_ids": np.array([6, 5]), "fields": Jagged.pack_texts(fields)})
     batch = add_teacher_names(build_responses(), prompts, "subject")
     scored, _ = build_teachers(build_teacher_config("subject", "sampled_kl")).score(batch)
     factors = {"math": (-0.5, 0.5), "code": (-1.0, 2.0)}

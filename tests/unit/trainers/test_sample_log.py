@@ -7,17 +7,17 @@ from tokenizers import Tokenizer as TokenizerFile
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
-from mcore_rl.config.schema import SampleTablesConfig
+from mcore_rl.config.schema import SampleLogConfig
 from mcore_rl.data.batch import Batch
 from mcore_rl.trainers.sample_log import SampleLog
 from tests.unit.trainers.test_evaluation import Tokenizer, build_sample
 
 
 def test_a_table_of_a_step_has_the_mean_advantage_of_each_sample(tmp_path, capsys):
-    batch = Batch.of([build_sample(0, 1.0, tidy=0.5), build_sample(1, 0.0, tidy=0.0)])
+    batch = Batch.collate([build_sample(0, 1.0, tidy=0.5), build_sample(1, 0.0, tidy=0.0)])
     advantages = batch.jagged("rollout_log_probs").with_values(np.array([1, 3, -2, -2], np.float32))
     batch = batch.with_columns(advantages=advantages)
-    log = SampleLog(tmp_path, Tokenizer(), SampleTablesConfig(every=2, max_rows=1, tokens=False))
+    log = SampleLog(tmp_path, Tokenizer(), SampleLogConfig(every=2, max_rows=1, tokens=False))
     log.write_step(1, batch)
     log.write_step(2, batch)
     shown = [f"step {step}: sample, reward 1.000  7 -> 1 2" for step in (1, 2)]
@@ -36,8 +36,8 @@ def test_a_table_of_a_step_has_the_mean_advantage_of_each_sample(tmp_path, capsy
 def test_the_end_of_a_long_prompt_is_shown_from_a_word_on(tmp_path, capsys, length, shown):
     long = build_sample(0, 1.0)
     long.prompt_ids = [7] * length
-    log = SampleLog(tmp_path, Tokenizer(), SampleTablesConfig(every=0, tokens=False))
-    log.write_step(1, Batch.of([long]))
+    log = SampleLog(tmp_path, Tokenizer(), SampleLogConfig(every=0, tokens=False))
+    log.write_step(1, Batch.collate([long]))
     prompt = capsys.readouterr().out.removeprefix("step 1: sample, reward 1.000  ")
     prompt = prompt.removesuffix(" -> 1 2\n")
     assert prompt == (shown or "... " + "7 " * 26 + "7") and len(prompt) <= 58
@@ -46,10 +46,10 @@ def test_the_end_of_a_long_prompt_is_shown_from_a_word_on(tmp_path, capsys, leng
 def test_a_table_with_tokens_has_the_tokenizer_beside_it_and_log_probs_of_the_trainer(tmp_path):
     words = {"a": 7, "b": 1, "c": 2}
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=TokenizerFile(WordLevel(words)))
-    batch = Batch.of([build_sample(0, 1.0)])
+    batch = Batch.collate([build_sample(0, 1.0)])
     batch = batch.with_columns(advantages=batch["rollout_log_probs"])
     own = batch.jagged("rollout_log_probs").with_values(np.array([-0.5, 0], np.float32))
-    log = SampleLog(tmp_path, tokenizer, SampleTablesConfig(num_shown=0))
+    log = SampleLog(tmp_path, tokenizer, SampleLogConfig(num_shown=0))
     log.write_step(1, batch.with_columns(log_probs=own))
     log.write_step(2, batch.with_columns(log_probs=batch["rollout_log_probs"]))  # the servers'
     first, second = (
@@ -67,8 +67,8 @@ def test_a_tokenizer_that_no_file_holds_costs_the_tokens_and_not_the_run(tmp_pat
     class Slow(Tokenizer):
         is_fast = False
 
-    log = SampleLog(tmp_path, Slow(), SampleTablesConfig(num_shown=0))
+    log = SampleLog(tmp_path, Slow(), SampleLogConfig(num_shown=0))
     assert "samples.tokens: the tokenizer makes no tokenizer.json" in capsys.readouterr().err
-    log.write_evaluation(0, "a", Batch.of([build_sample(0, 1.0)]))
+    log.write_evaluation(0, "a", Batch.collate([build_sample(0, 1.0)]))
     [row] = pq.read_table(tmp_path / "evaluations/step_000000/a.parquet").to_pylist()
     assert row["response"] == "1 2" and "response_ids" not in row

@@ -9,12 +9,18 @@ import pytest
 
 from mcore_rl.algorithms.sample_choice import CURRICULA
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.config.samples_schema import CurriculumConfig, ReplayConfig, SamplesConfig
-from mcore_rl.config.schema import AlgorithmConfig, RLConfig, TrainerConfig
+from mcore_rl.config.schema import (
+    AlgorithmConfig,
+    CurriculumConfig,
+    FilterConfig,
+    ReplayConfig,
+    RLConfig,
+    TrainerConfig,
+)
 from mcore_rl.data.batch import Batch, Jagged
-from mcore_rl.data.curriculum import CurriculumSampler
 from mcore_rl.data.datasets import PromptDataset, PromptRow
 from mcore_rl.data.prompt_batches import PromptBatches
+from mcore_rl.data.sampler import CurriculumSampler
 from mcore_rl.trainers.replay_buffer import ReplayBuffer
 from mcore_rl.trainers.step_samples import (
     StepSampler,
@@ -38,7 +44,7 @@ class Pool:
         assert n == 2
         rows = np.repeat(prompts.array("rows"), n)
         self.num_prompts.append(len(prompts))
-        tokens = Jagged.of([[row] for row in rows], np.int64)
+        tokens = Jagged.pack([[row] for row in rows], np.int64)
         return Batch(
             {
                 "prompt_ids": tokens,
@@ -52,16 +58,14 @@ class Pool:
         )
 
 
-def build_sampler(
-    samples: SamplesConfig, curriculum: CurriculumConfig | None = None
-) -> StepSampler:
+def build_sampler(samples: FilterConfig, curriculum: CurriculumConfig | None = None) -> StepSampler:
     config = RLConfig(trainer=TrainerConfig(prompts_per_step=6))
-    config.algorithm = AlgorithmConfig(group_size=2, samples=samples)
+    config.algorithm = AlgorithmConfig(group_size=2, filter=samples)
     data = PromptDataset([PromptRow([row], {}) for row in range(NUM_ROWS)])
     curriculum_sampler = None
     if curriculum is not None:
         config.data.curriculum = curriculum
-        weight = CURRICULA.bound(curriculum.name, curriculum.settings)
+        weight = CURRICULA.bind(curriculum.name, curriculum.settings)
         curriculum_sampler = CurriculumSampler(NUM_ROWS, 6, 0, curriculum, weight)
     prompts = PromptBatches(data, 6, 0, curriculum=curriculum_sampler)
     return StepSampler(config, Pool(), prompts, ReplayBuffer(samples.replay, 0, 60))
@@ -75,7 +79,7 @@ def collect(sampler: StepSampler, step: int):
 
 def test_rounds_of_generation_fill_a_step_with_groups_that_differ():
     """The first six that pass, of the prompts in their order; and no prompt is skipped after it."""
-    sampler = build_sampler(SamplesConfig(group_filter="drop_uniform", max_rounds=9))
+    sampler = build_sampler(FilterConfig(group_filter="drop_uniform", max_rounds=9))
     groups, batch, metrics = collect(sampler, 1)
     plain = PromptBatches(sampler.prompts._dataset, 6, 0)
     order = [int(row) for _ in range(6) for row in next(plain).array("rows")]
@@ -95,14 +99,14 @@ def test_rounds_of_generation_fill_a_step_with_groups_that_differ():
 
 def test_rounds_may_ask_for_more_prompts_than_a_step_has():
     sampler = build_sampler(
-        SamplesConfig(group_filter="drop_uniform", max_rounds=2, prompts_per_round=30)
+        FilterConfig(group_filter="drop_uniform", max_rounds=2, prompts_per_round=30)
     )
     assert len(collect(sampler, 1)[0]) == 6
     assert sampler.rollout.num_prompts == [30]
 
 
 def test_a_step_that_stays_short_is_trained_on_or_ends_the_run():
-    policy = SamplesConfig(group_filter="drop_uniform", max_rounds=1)
+    policy = FilterConfig(group_filter="drop_uniform", max_rounds=1)
     groups, _, metrics = collect(build_sampler(policy), 1)
     assert 0 < len(groups) < 6 and metrics["samples/dropped_surplus"] == 0
     policy.if_short = "stop"
@@ -114,7 +118,7 @@ def test_a_step_that_stays_short_is_trained_on_or_ends_the_run():
 
 
 def test_if_no_group_passes_the_first_of_them_are_there_to_be_shown():
-    sampler = build_sampler(SamplesConfig(group_filter="drop_uniform"))
+    sampler = build_sampler(FilterConfig(group_filter="drop_uniform"))
     generate = sampler.rollout.generate
 
     def generate_uniform(*args, **kwargs):
@@ -129,7 +133,7 @@ def test_if_no_group_passes_the_first_of_them_are_there_to_be_shown():
 
 def test_replayed_groups_take_the_place_of_new_ones():
     replay = ReplayConfig(share=0.5, max_age=1, priority="uniform")
-    sampler = build_sampler(SamplesConfig(replay=replay))
+    sampler = build_sampler(FilterConfig(replay=replay))
     assert collect(sampler, 1)[0] == [0, 1, 2, 3, 4, 5]
     for step, first in ((2, 6), (3, 9), (4, 12)):
         groups, batch, metrics = collect(sampler, step)
@@ -144,14 +148,14 @@ def test_replayed_groups_take_the_place_of_new_ones():
 
 def test_a_curriculum_comes_to_the_prompts_that_succeed_half_of_the_time():
     curriculum = CurriculumConfig(name="window", settings={"low": 0.3}, min_weight=0.01)
-    sampler = build_sampler(SamplesConfig(), curriculum)
+    sampler = build_sampler(FilterConfig(), curriculum)
     rows = [collect(sampler, step)[1].jagged("response_ids").values for step in range(1, 201)]
     shares = [np.mean(np.concatenate(part) % 3 == 1) for part in (rows[:2], rows[100:])]
     assert shares[0] < 0.6 and shares[1] > 0.9
 
 
 def test_a_resumed_state_draws_and_replays_what_would_have_come():
-    policy = SamplesConfig(
+    policy = FilterConfig(
         group_filter="drop_uniform", max_rounds=9, replay=ReplayConfig(share=0.4, max_age=2)
     )
     whole, begun, resumed = (

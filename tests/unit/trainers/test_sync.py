@@ -6,16 +6,16 @@ import numpy as np
 import pytest
 
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.config.resolve import placement_of
-from mcore_rl.config.samples_schema import SamplesConfig
+from mcore_rl.config.resolve import resolve_placement
 from mcore_rl.config.schema import (
     AlgorithmConfig,
     CorrectionConfig,
+    FilterConfig,
     RLConfig,
     TrainerConfig,
 )
 from mcore_rl.data.batch import Batch, Jagged
-from mcore_rl.observability.stopwatch import Stopwatch
+from mcore_rl.observability.activity import Stopwatch
 from mcore_rl.trainers.device_sharing import DeviceSharing
 from mcore_rl.trainers.policy_checks import PolicyMismatchError
 from mcore_rl.trainers.step_samples import StepSampler, add_baseline_rewards
@@ -86,13 +86,13 @@ class Servers:
 
 def answered() -> Batch:
     """Three groups of two; the policy has not chosen the third token of the third response."""
-    column = Jagged.of([[0, 1], [2], [3, 4, 5], [6], [7], [8]], np.int64)
+    column = Jagged.pack([[0, 1], [2], [3, 4, 5], [6], [7], [8]], np.int64)
     mask = np.ones(9, np.int8)
     mask[5] = 0
     return Batch(
         dict(
             group_ids=np.array([0, 0, 1, 1, 2, 2]),
-            prompt_ids=Jagged.of([[1, 2]] * 6, np.int64),
+            prompt_ids=Jagged.pack([[1, 2]] * 6, np.int64),
             response_ids=column,
             response_mask=column.with_values(mask),
             rollout_log_probs=column.with_values(np.full(9, -1.0, np.float32)),
@@ -117,7 +117,7 @@ def one_step_of(
     config.rollout.temperature, config.critic.warmup_steps = 0.7, warmup_steps
     config.algorithm, config.reward.on_error = AlgorithmConfig(**settings), on_error
     servers = Servers(answered() if made is None else made)
-    devices = DeviceSharing(placement_of(config), models, servers, servers)
+    devices = DeviceSharing(resolve_placement(config), models, servers, servers)
     trainer = build_trainer(config, tmp_path, devices, sample_log=tables)
     trainer.sampler = StepSampler(config, servers, servers, trainer.replay)
     trainer.run(lambda step, metrics: REPORTED.update(metrics))
@@ -162,11 +162,11 @@ SAME_WITHOUT_PASS = {
     "plain": ({}, {}),
     "reference and entropy": (dict(kl_coef=0.1, entropy_coef=0.1, loss="decoupled_ppo"), {}),
     "truncated": (
-        dict(samples=SamplesConfig(mask_truncated=True)),
+        dict(filter=FilterConfig(mask_truncated=True)),
         {"finish_reasons": np.array(["stop", "length", "stop", "stop", "length", "stop"])},
     ),
     "nothing trained": (
-        dict(samples=SamplesConfig(mask_truncated=True)),
+        dict(filter=FilterConfig(mask_truncated=True)),
         {"finish_reasons": np.array(["length"] * 6)},
     ),
 }
@@ -230,7 +230,7 @@ def test_tokens_that_the_policy_did_not_choose_have_no_weight(one_step):
 def test_a_step_with_all_that_is_between_generation_and_update(tmp_path):
     """KL in the reward, its controller, importance weights and the tokens of highest entropy."""
     settings = dict(
-        kl_coef=0.1, kl_in="reward", kl_target=1.0, kl_horizon=10, kl_estimator="k1",
+        kl_coef=0.1, kl_placement="reward", kl_target=1.0, kl_horizon=10, kl_estimator="k1",
         top_entropy_share=0.5, advantage_settings={"normalize_by_std": False},
         correction=CorrectionConfig(level="token", weight_max=0.5),
     )  # fmt: skip
@@ -266,8 +266,8 @@ def test_the_kl_coefficient_follows_its_target_by_the_number_of_samples(tmp_path
 def test_the_speed_of_a_step_is_in_tokens_of_all_that_was_generated(tmp_path, monkeypatch):
     """With the prompt of each of six responses, and groups that the filter leaves out."""
     monkeypatch.setattr(Stopwatch, "total_s", 2.0)
-    samples = SamplesConfig(group_filter="drop_uniform")
-    one_step_of(tmp_path, {"samples": samples}, {"actor": Model(-1.0625)})
+    samples = FilterConfig(group_filter="drop_uniform")
+    one_step_of(tmp_path, {"filter": samples}, {"actor": Model(-1.0625)})
     assert REPORTED["tokens_per_s"] == (6 * 2 + 9) / 2.0
 
 
@@ -319,9 +319,9 @@ def test_a_critic_learns_from_all_samples_and_the_actor_when_it_is_warm(
 @pytest.mark.parametrize(("rewards", "num_updates"), [([1, 0, 1, 1, 0, 0], 1), ([1] * 6, 0)])
 def test_groups_that_do_not_pass_are_neither_scored_nor_trained_on(tmp_path, rewards, num_updates):
     """If none passes, the step ends without an update, and the servers get its weights."""
-    actor, samples = Model(-1.0625), SamplesConfig(group_filter="drop_uniform")
+    actor, samples = Model(-1.0625), FilterConfig(group_filter="drop_uniform")
     made = answered().with_columns(rewards=np.array(rewards, np.float32))
-    one_step_of(tmp_path, {"samples": samples}, {"actor": actor}, made=made)
+    one_step_of(tmp_path, {"filter": samples}, {"actor": actor}, made=made)
     assert [set(update.array("group_ids").tolist()) for update in actor.updates] == [{0}] * (
         num_updates
     )
@@ -342,11 +342,11 @@ class Shown:
 
 
 def test_a_step_of_which_no_group_passes_is_told_and_its_samples_are_shown(tmp_path, capsys):
-    actor, samples, tables = Model(-1.0625), SamplesConfig(group_filter="drop_uniform"), Shown()
+    actor, samples, tables = Model(-1.0625), FilterConfig(group_filter="drop_uniform"), Shown()
     made = answered().with_columns(rewards=np.ones(6, np.float32))
-    one_step_of(tmp_path, {"samples": samples}, {"actor": actor}, made=made, tables=tables)
+    one_step_of(tmp_path, {"filter": samples}, {"actor": actor}, made=made, tables=tables)
     assert actor.updates == [] and tables.group_ids == [[0, 0, 1, 1, 2, 2]]
-    told = "step 1: no group has passed algorithm.samples.group_filter='drop_uniform': nothing is"
+    told = "step 1: no group has passed algorithm.filter.group_filter='drop_uniform': nothing is"
     assert f"mcore-rl: warning: {told} learned\n" in capsys.readouterr().err
 
 
@@ -366,13 +366,13 @@ def test_a_short_step_is_told_unless_the_filter_is_meant_to_leave_groups_out(
     """Of three prompts. Only several rounds are there to fill a step."""
     rewards = np.array([1.0, 0, 1, 0, 1, 0], np.float32)
     rewards[2 * num_passing :] = 0
-    samples = SamplesConfig(group_filter="drop_uniform", max_rounds=max_rounds)
+    samples = FilterConfig(group_filter="drop_uniform", max_rounds=max_rounds)
     made = answered().with_columns(rewards=rewards)
     models = {"actor": Model(-1.0625)}
-    _, summed_up = one_step_of(tmp_path, {"samples": samples}, models, made=made)
+    _, summed_up = one_step_of(tmp_path, {"filter": samples}, models, made=made)
     told = f"step 1: {num_passing} groups to train on, of 3 that were asked for, after algorithm"
     assert (told in capsys.readouterr().err) == is_told
-    setting = "algorithm.samples.group_filter='drop_uniform'"
+    setting = "algorithm.filter.group_filter='drop_uniform'"
     assert (f"in 1 of 1 {summary}{setting}" in summed_up) == bool(summary)
     assert summary or setting not in summed_up
 
@@ -389,8 +389,8 @@ def test_dropped_responses_and_groups_that_are_gone_with_them_are_told(tmp_path,
 def test_advantages_may_compare_responses_that_are_not_trained_on(tmp_path):
     found = {}
     for which in ("kept", "generated"):
-        samples = SamplesConfig(keep_responses=1, keep_by="best", advantages_of=which)
-        settings = {"samples": samples, "advantage_settings": {"normalize_by_std": False}}
+        samples = FilterConfig(keep_responses=1, keep_by="best", advantages_of=which)
+        settings = {"filter": samples, "advantage_settings": {"normalize_by_std": False}}
         update = after_one_step(tmp_path, settings)[2]
         pairs = zip(update.array("group_ids"), update.jagged("advantages"), strict=True)
         found[which] = {int(group): float(row[0]) for group, row in pairs}

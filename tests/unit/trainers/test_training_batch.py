@@ -9,13 +9,13 @@ import pytest
 import torch
 from verl.trainer.ppo import core_algos
 
-from mcore_rl.algorithms.aggregation import loss_weights
+from mcore_rl.algorithms.aggregation import compute_loss_weights
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.config.samples_schema import SamplesConfig
 from mcore_rl.config.schema import (
     AlgorithmConfig,
     CorrectionConfig,
     DistillationConfig,
+    FilterConfig,
     TrainerConfig,
 )
 from mcore_rl.data.batch import Batch, Jagged
@@ -63,7 +63,7 @@ WEIGHTS = (
 def build_large_batch() -> Batch:
     """Four groups of three responses, of which some are cut off."""
     rng = np.random.default_rng(0)
-    ids = Jagged.of([rng.integers(1, 9, n) for n in rng.integers(1, 6, 12)], np.int64)
+    ids = Jagged.pack([rng.integers(1, 9, n) for n in rng.integers(1, 6, 12)], np.int64)
 
     def column(values: object) -> Jagged:
         return ids.with_values(np.asarray(values, np.float32))
@@ -85,10 +85,10 @@ def build_large_batch() -> Batch:
 
 @pytest.mark.parametrize("which", ["kept", "generated"])
 def test_a_training_batch_has_the_columns_that_its_parts_make_one_after_the_other(which: str):
-    policy = SamplesConfig(keep_responses=2, advantages_of=which, mask_truncated=True)
+    policy = FilterConfig(keep_responses=2, advantages_of=which, mask_truncated=True)
     correction = CorrectionConfig(level="token", weight_max=1.05)
     algorithm = AlgorithmConfig(
-        num_mini_batches=3, samples=policy, correction=correction, top_entropy_share=0.8
+        num_mini_batches=3, filter=policy, correction=correction, top_entropy_share=0.8
     )
     batch = build_large_batch()
     advantages, selected, stats = build_training_batch(
@@ -169,9 +169,9 @@ def test_without_log_probs_a_mask_says_which_tokens_the_update_compares(stalenes
     batch = batch.with_columns(weight_versions=ids.with_values(versions), replayed=is_replayed)
     bounds = dict.fromkeys(("max_logprob_gap", "mean_logprob_gap"), 9.0)
     trainer = TrainerConfig(staleness=staleness, **bounds)
-    algorithm = AlgorithmConfig(samples=SamplesConfig(mask_truncated=True))
+    algorithm = AlgorithmConfig(filter=FilterConfig(mask_truncated=True))
     with_pass = build_training_batch(batch, algorithm, trainer, step, SEED)
-    before = batch.without("log_probs", "entropy")
+    before = batch.drop_columns("log_probs", "entropy")
     advantages, selected, stats = build_training_batch(before, algorithm, trainer, step, SEED)
     assert stats.gaps == stats.metrics == {} and stats.counts == with_pass[2].counts
     assert {*selected.names} == {*with_pass[1].names, "gap_mask"}
@@ -214,21 +214,21 @@ def test_a_truncated_response_has_no_loss_of_any_kind():
         finish_reasons=reasons,
     )
     settings = dict(cross_entropy_coef=2.0, entropy_coef=1.0, kl_coef=0.5)
-    masked = mask_truncated(made, SamplesConfig(mask_truncated=True))
+    masked = mask_truncated(made, FilterConfig(mask_truncated=True))
     weighted, _ = add_loss_weights(masked, AlgorithmConfig(**settings))
     fourth = [0.25, 0, 0.25, 0, 0, 0, 0.25, 0, 0.25]
     assert weighted.jagged("loss_weights").values.tolist() == fourth
     assert weighted.jagged("entropy_weights").values.tolist() == fourth
     assert weighted.jagged("kl_weights").values.tolist() == [w / 2 for w in fourth]
     assert weighted.jagged("cross_entropy_weights").values.tolist() == [0, 2, *[0] * 7]
-    assert mask_truncated(made, SamplesConfig()) is made
+    assert mask_truncated(made, FilterConfig()) is made
 
 
 def test_an_aborted_response_is_neither_cut_off_nor_at_its_end():
     """So it is trained on with mask_truncated, and its only token is no end of a turn."""
     reasons = np.array(["abort", "length", "abort", "abort", "abort", "abort"])
     made = build_rewarded_batch().with_columns(finish_reasons=reasons)
-    masked = mask_truncated(made, SamplesConfig(mask_truncated=True)).jagged("response_mask")
+    masked = mask_truncated(made, FilterConfig(mask_truncated=True)).jagged("response_mask")
     assert [row.tolist() for row in masked] == [[1, 1], [0], [1, 1, 1], [1], [1], [1]]
     assert describe_samples(made)["truncated"] == pytest.approx(1 / 6)
     scored = add_advantages(made, AlgorithmConfig())
@@ -259,8 +259,8 @@ def test_mask_truncated_masks_all_samples_of_a_trajectory_whose_last_turn_is_cut
         for (group, t), of_segments in reasons.items()
         for i, reason in enumerate(of_segments)
     ]
-    made = Batch.of(samples[::-1])  # in any order
-    masked = mask_truncated(made, SamplesConfig(mask_truncated=True))
+    made = Batch.collate(samples[::-1])  # in any order
+    masked = mask_truncated(made, FilterConfig(mask_truncated=True))
     num_tokens = dict.fromkeys(reasons, 0)
     rows = zip(masked.array("group_ids"), masked.array("trajectories"), strict=True)
     for key, mask in zip(rows, masked.jagged("response_mask"), strict=True):
@@ -288,7 +288,7 @@ def test_an_aggregation_outside_of_the_package_weighs_tokens_by_its_settings(tmp
 
 
 def test_each_loss_has_weights_of_its_own_times_its_coefficient():
-    mask = Jagged.of([[1, 1, 0], [1], [1, 1]], np.int8)
+    mask = Jagged.pack([[1, 1, 0], [1], [1, 1]], np.int8)
     made = Batch(
         {
             "response_mask": mask,
@@ -310,7 +310,7 @@ def test_each_loss_has_weights_of_its_own_times_its_coefficient():
     mine = made.with_columns(cross_entropy_mask=mask)
     weights = add_loss_weights(mine, algorithm)[0].jagged("cross_entropy_weights").values
     assert weights.tolist() == pytest.approx([0.4, 0.4, 0, 0.4, 0.4, 0.4])
-    weighted, _ = add_loss_weights(made, AlgorithmConfig(kl_coef=0.5, kl_in="reward"))
+    weighted, _ = add_loss_weights(made, AlgorithmConfig(kl_coef=0.5, kl_placement="reward"))
     assert weighted.columns.keys() - made.columns.keys() == {"loss_weights"}
 
 
@@ -327,7 +327,7 @@ def build_algorithm(mode: str) -> AlgorithmConfig:
 
 
 def build_batch(lengths: list[int], **columns: list[int]) -> Batch:
-    tokens = Jagged.of([[1] * n for n in lengths], np.int8)
+    tokens = Jagged.pack([[1] * n for n in lengths], np.int8)
     return Batch(
         {
             "response_ids": tokens,
@@ -340,7 +340,7 @@ def build_batch(lengths: list[int], **columns: list[int]) -> Batch:
 def build_random_batch(rng: np.random.Generator) -> Batch:
     """One sample a trajectory, with a trained token of each kind."""
     rows = [rng.integers(0, 2, rng.integers(0, 9)) for _ in range(6)]
-    mask = Jagged.of([*rows, [0, 1]], np.int8)
+    mask = Jagged.pack([*rows, [0, 1]], np.int8)
     return Batch(
         {
             "response_ids": mask,
@@ -378,7 +378,7 @@ def test_weights_do_not_depend_on_where_trajectories_were_cut(mode: str):
     rng, algorithm = np.random.default_rng(0), build_algorithm(mode)
     for _ in range(50):
         whole, _ = add_loss_weights(build_random_batch(rng), algorithm)
-        parts, rows = cut(whole.without(*WEIGHTS), rng)
+        parts, rows = cut(whole.drop_columns(*WEIGHTS), rng)
         weighted, _ = add_loss_weights(parts, algorithm)
         for name in WEIGHTS:
             for row in range(len(whole)):
@@ -392,7 +392,7 @@ def test_weights_do_not_depend_on_where_trajectories_were_cut(mode: str):
 def test_the_loss_is_that_of_verl_on_the_joined_trajectories(mode: str):
     rng = np.random.default_rng(1)
     for _ in range(50):
-        whole = build_random_batch(rng).without("policy_mask")
+        whole = build_random_batch(rng).drop_columns("policy_mask")
         mask = whole.jagged("response_mask")
         losses = mask.with_values(rng.normal(size=len(mask.values)))
         padded = torch.zeros(2, len(mask), int(mask.lengths.max()), dtype=torch.float64)
@@ -414,7 +414,7 @@ def test_trajectories_of_one_sample_have_the_weights_that_samples_have(
     """Bit for bit, also where a trajectory has lost its first samples; so has a batch of none."""
     algorithm, lengths = build_algorithm(mode), [3, 7, 11]
     mask = build_batch(lengths).jagged("response_mask")
-    wanted = loss_weights(mask, mode, algorithm.loss_aggregation_settings).values
+    wanted = compute_loss_weights(mask, mode, algorithm.loss_aggregation_settings).values
     made = build_batch(lengths, group_ids=[2, 2, 0], trajectories=[1, 0, 0], segments=segments)
     for batch in (made, build_batch(lengths)):
         weighted, _ = add_loss_weights(batch, algorithm)
@@ -432,11 +432,14 @@ def test_a_sample_says_which_tokens_the_cross_entropy_is_of():
         weighted, _ = add_loss_weights(made, algorithm)
         return weighted.jagged("cross_entropy_weights").values.tolist()
 
-    for made in (Batch.of([saying, plain]), Batch.concat([Batch.of([saying]), Batch.of([plain])])):
+    for made in (
+        Batch.collate([saying, plain]),
+        Batch.concat([Batch.collate([saying]), Batch.collate([plain])]),
+    ):
         assert weights(made) == [1, 1, 0, 0, 1, 0]
-        whole = mask_truncated(made, SamplesConfig(mask_truncated=True))
+        whole = mask_truncated(made, FilterConfig(mask_truncated=True))
         assert weights(whole) == [0, 0, 0, 0, 3, 0]
-    assert "cross_entropy_mask" not in Batch.of([plain])
+    assert "cross_entropy_mask" not in Batch.collate([plain])
     with pytest.raises(ValueError, match="cross_entropy_mask has 1 entries for 3 response tokens"):
         replace(plain, cross_entropy_mask=[1])
 
@@ -507,7 +510,7 @@ def build_answer(reward: float, response_ids: list[int]) -> Sample:
 
 def test_a_batch_that_teaches_nothing_has_a_warning():
     def find(samples, advantages):
-        batch = Batch.of(samples)
+        batch = Batch.collate(samples)
         values = np.array(advantages, np.float32)
         column = batch.jagged("rollout_log_probs").with_values(values)
         return find_warnings(batch.with_columns(advantages=column))

@@ -1,14 +1,15 @@
-"""Runs an environment of verifiers 0.4, asked by lines of JSON; process.py has the other side.
+"""Serve an environment of verifiers 0.4 by lines of JSON on stdin; process.py is the client.
 
-Runs in an interpreter with verifiers, and imports nothing of mcore_rl. The first line is the
-settings, answered by what the environment is. Then each line has an `id`, which is the answer's:
+This program runs in an interpreter with verifiers, and imports nothing of mcore_rl. The first line
+has the settings, and is answered with the version and the agent. Each later line is a request; its
+answer has the same `id`:
 
 {"id", "op": "run", "task", "base_url", "api_key", "model"}   a rollout; many at the same time
 {"id", "op": "cancel", "run"}                                 ends the rollout with the id `run`
-{"id", "op": "tasks", "skip", "num"}                          the next tasks, without the first ones
+{"id", "op": "tasks", "skip", "num"}                          the next tasks; `skip` leaves out some
 {"id", "op": "ping"}                                          answered at once
 
-The end of the lines ends the process, with all that it has started.
+When stdin ends, so does the process, with all that it has started.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ from verifiers.v1.dialects.chat import message_to_wire
 _END_S = 15.0  # for rollouts and servers to end, after the last line
 
 
-def made(settings: dict[str, Any]) -> tuple[vf.Env, str]:
-    """The environment, and the name of its agent that the policy plays."""
+def load_environment(settings: dict[str, Any]) -> tuple[vf.Env, str]:
+    """Return the environment, and the name of its agent that the policy plays."""
     name, args = settings["environment"], settings["args"]
     data = {**args, "taskset": {**args.get("taskset", {}), "id": name}}
     kind = vf.env_config_type(name, data.get("id", ""))
@@ -43,13 +44,16 @@ def made(settings: dict[str, Any]) -> tuple[vf.Env, str]:
         for role, field in kind.model_fields.items()
         if isinstance(field.default, vf.AgentConfig)
     }
-    ours: dict[str, Any] = {"runtime": {"type": "subprocess"}, "max_turns": settings["max_turns"]}
+    defaults: dict[str, Any] = {
+        "runtime": {"type": "subprocess"},
+        "max_turns": settings["max_turns"],
+    }
     if vf.default_harness_id(name) == "bash":  # the environment has none of its own
-        ours["harness"] = {"id": "mcore-rl-chat"}
+        defaults["harness"] = {"id": "mcore-rl-chat"}
     for role, default in roles.items():
-        # What the environment's author or its user says is kept.
-        unsaid = {key: value for key, value in ours.items() if key not in default.model_fields_set}
-        data[role] = {**unsaid, **args.get(role, {})}
+        # Settings of the environment's author or its user come first.
+        unset = {key: v for key, v in defaults.items() if key not in default.model_fields_set}
+        data[role] = {**unset, **args.get(role, {})}
     env = vf.load_environment(vf.resolve_env_config(data))
     played = [role for role in roles if getattr(env.config, role).client is None]
     if len(played) != 1:
@@ -65,69 +69,75 @@ def made(settings: dict[str, Any]) -> tuple[vf.Env, str]:
 
 
 class Bridge:
+    """Answers requests about one environment."""
+
     def __init__(self, env: vf.Env, played: str, answers: TextIO) -> None:
         self._env, self._played, self._answers = env, played, answers
         self._running: dict[int, asyncio.Task[None]] = {}
         self._tasks: Iterator[vf.Task] | None = None
 
-    def say(self, answer: dict[str, Any]) -> None:
+    def send(self, answer: dict[str, Any]) -> None:
+        """Write an answer; one that is no JSON becomes an error."""
         try:
             text = json.dumps(answer, allow_nan=False)
         except ValueError as error:
             text = json.dumps({"id": answer["id"], "error": f"{type(error).__name__}: {error}"})
         print(text, file=self._answers, flush=True)
 
-    def take(self, line: str) -> None:
-        asked = json.loads(line)
-        if asked["op"] == "cancel":
-            if (running := self._running.get(asked["run"])) is not None:
+    def receive(self, line: str) -> None:
+        """Start to answer a request."""
+        request = json.loads(line)
+        if request["op"] == "cancel":
+            if (running := self._running.get(request["run"])) is not None:
                 running.cancel()
             return
-        task = asyncio.create_task(self._answer(asked))
-        self._running[asked["id"]] = task
-        task.add_done_callback(lambda _: self._running.pop(asked["id"], None))
+        task = asyncio.create_task(self._answer(request))
+        self._running[request["id"]] = task
+        task.add_done_callback(lambda _: self._running.pop(request["id"], None))
 
-    async def _answer(self, asked: dict[str, Any]) -> None:
-        answer: dict[str, Any] = {"id": asked["id"]}
+    async def _answer(self, request: dict[str, Any]) -> None:
+        answer: dict[str, Any] = {"id": request["id"]}
         try:
-            if asked["op"] == "run":
-                answer |= self._outcome(await self._run(asked))
-            elif asked["op"] == "tasks":
-                answer["tasks"] = self._next_tasks(asked["skip"], asked["num"])
-        except Exception as error:  # noqa: BLE001 (who asked is to hear of it)
+            if request["op"] == "run":
+                answer |= self._summarize(await self._run(request))
+            elif request["op"] == "tasks":
+                answer["tasks"] = self._next_tasks(request["skip"], request["num"])
+        except Exception as error:  # noqa: BLE001 (sent to the client)
             answer["error"] = f"{type(error).__name__}: {error}"
-        self.say(answer)
+        self.send(answer)
 
-    async def end(self) -> None:
+    async def close(self) -> None:
+        """Cancel all rollouts."""
         for task in [*self._running.values()]:
             task.cancel()
         await asyncio.gather(*self._running.values(), return_exceptions=True)
 
-    async def _run(self, asked: dict[str, Any]) -> vf.Episode:
+    async def _run(self, request: dict[str, Any]) -> vf.Episode:
         # verifiers reads keys from the environment, and keeps this one from programs by its name.
-        variable = f"MCORE_RL_{asked['id']}_API_KEY"
-        os.environ[variable] = asked["api_key"]
+        variable = f"MCORE_RL_{request['id']}_API_KEY"
+        os.environ[variable] = request["api_key"]
         try:
-            client = vf.EvalClientConfig(base_url=asked["base_url"], api_key_var=variable)
-            context = vf.ModelContext(model=asked["model"], client=client)
-            [slot] = self._env.slots(self._task(asked["task"]))
+            client = vf.EvalClientConfig(base_url=request["base_url"], api_key_var=variable)
+            context = vf.ModelContext(model=request["model"], client=client)
+            [slot] = self._env.slots(self._build_task(request["task"]))
             return await self._env.run_slot(slot, context)
         finally:
             del os.environ[variable]
 
-    def _task(self, text: str) -> vf.Task:
-        """As verifiers' own server builds it (serve/server.py, _build_task)."""
+    def _build_task(self, text: str) -> vf.Task:
+        """Build a task of its JSON, as verifiers' own server does (serve/server.py)."""
         kind = type(self._env.taskset).task_type()
         data = kind.data_type().model_validate_json(text)
         return kind(data, self._env.config.taskset.task)
 
-    def _outcome(self, episode: vf.Episode) -> dict[str, Any]:
+    def _summarize(self, episode: vf.Episode) -> dict[str, Any]:
+        """Return reward, metrics and turns of an episode, or its error."""
         traces = [trace for trace in episode.traces if trace.agent.name == self._played]
         failed = [*episode.errors, *(e for t in episode.traces if not t.ok for e in t.errors)]
         error = f"{failed[-1].type}: {failed[-1].message}" if failed and not episode.ok else None
         if len(traces) != 1:
-            told = f"the episode has {len(traces)} conversations of {self._played!r}; allowed: 1"
-            return {"error": error or told}
+            fault = f"the episode has {len(traces)} conversations of {self._played!r}; allowed: 1"
+            return {"error": error or fault}
         [trace] = traces
         calls = [call.usage for call in trace.calls if call.usage is not None]
         return {
@@ -144,10 +154,10 @@ class Bridge:
     def _next_tasks(self, skip: int, num: int) -> list[dict[str, Any]]:
         if self._tasks is None:
             self._tasks = iter(self._env.taskset.skip(skip))
-        return [_row(task.data) for task in islice(self._tasks, num)]
+        return [_to_row(task.data) for task in islice(self._tasks, num)]
 
 
-def _row(data: vf.TaskData) -> dict[str, Any]:
+def _to_row(data: vf.TaskData) -> dict[str, Any]:
     messages = [{"role": "system", "content": data.system_prompt}] if data.system_prompt else []
     if isinstance(data.prompt, str):
         messages.append({"role": "user", "content": data.prompt})
@@ -157,7 +167,7 @@ def _row(data: vf.TaskData) -> dict[str, Any]:
 
 
 def read_lines(loop: asyncio.AbstractEventLoop, lines: asyncio.Queue[str]) -> None:
-    """Ends the process where its work does not end by itself."""
+    """Read stdin to its end; kill the process group if it has not ended _END_S later."""
     for line in sys.stdin:
         loop.call_soon_threadsafe(lines.put_nowait, line)
     loop.call_soon_threadsafe(lines.put_nowait, "")
@@ -166,28 +176,29 @@ def read_lines(loop: asyncio.AbstractEventLoop, lines: asyncio.Queue[str]) -> No
 
 
 async def main(answers: TextIO) -> None:
+    """Load the environment, and answer requests until stdin ends."""
     settings = json.loads(sys.stdin.readline())
     try:
-        env, played = made(settings)
-    except Exception as error:  # noqa: BLE001 (of an environment that is not ours)
+        env, played = load_environment(settings)
+    except Exception as error:  # noqa: BLE001 (of a user's environment)
         print(json.dumps({"error": f"{type(error).__name__}: {error}"}), file=answers, flush=True)
         return
     async with env.serving():
-        # Rollouts get a proxy each. A shared one keeps a client for every key that there was.
+        # Rollouts get a proxy each: a shared one keeps a client for every key that it has seen.
         env._interception = None
         bridge = Bridge(env, played, answers)
         lines: asyncio.Queue[str] = asyncio.Queue()
         loop = asyncio.get_running_loop()
         threading.Thread(target=read_lines, args=(loop, lines), daemon=True).start()
-        bridge.say({"version": verifiers.__version__, "agent": played})
+        bridge.send({"version": verifiers.__version__, "agent": played})
         while line := await lines.get():
-            bridge.take(line)
-        await bridge.end()
+            bridge.receive(line)
+        await bridge.close()
 
 
 if __name__ == "__main__":
     faulthandler.register(signal.SIGUSR2, all_threads=True)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the worker ends this process
-    own = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what an environment prints is no answer
-    asyncio.run(main(own))
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # the environment may print to stdout
+    asyncio.run(main(answers))

@@ -1,6 +1,6 @@
-"""A harness of verifiers: its `null`, without a program to start for each rollout.
+"""A harness of verifiers: its `null`, without starting a program for each rollout.
 
-Imports nothing of mcore_rl. verifiers finds it by its name, as one that is installed.
+It imports nothing of mcore_rl. verifiers finds it by its name, as an installed package.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from verifiers.v1.harnesses.utils.core import gate_tool_call
 from verifiers.v1.harnesses.utils.mcp import call_mcp, connect_mcp
 
 __all__ = ["ChatHarness"]
-TURNS = "mcore_rl_turns"  # in the info of a trace: the tokens of each answer
+TURNS = "mcore_rl_turns"  # key in the info of a trace: prompt length and token ids of each answer
 
 
 class ChatHarness(NullHarness):
     """Asks the model and calls its tools until an answer has no call.
 
-    A conversation that has no room for another token has ended, and is scored.
+    A conversation without room for another token ends, and is scored.
     """
 
     async def setup(self, runtime: vf.Runtime) -> None:
-        """Nothing is installed."""
+        """Install nothing."""
 
     async def launch(
         self,
@@ -41,6 +41,7 @@ class ChatHarness(NullHarness):
         data: vf.TaskData,
         tool_interception_url: str | None = None,
     ) -> vf.ProgramResult:
+        """Run one conversation in this process."""
         servers = {
             name: {"url": url, "timeout": self.config.tool_timeout}
             for name, url in mcp_urls.items()
@@ -50,8 +51,8 @@ class ChatHarness(NullHarness):
             model = AsyncOpenAI(base_url=endpoint, api_key=secret, http_client=http)
             tools, dispatch, connected = await connect_mcp({"mcpServers": servers}, stack)
 
-            async def called(call: Any) -> Any:
-                """The content of a tool's answer."""
+            async def call_tool(call: Any) -> Any:
+                """Return the content of a tool's answer."""
                 if tool_interception_url:
                     gate = await gate_tool_call(http, tool_interception_url, secret, call)
                     if gate["action"] == "deny":
@@ -79,11 +80,11 @@ class ChatHarness(NullHarness):
                     if not choice.message.tool_calls:
                         break
                     messages += [
-                        {"role": "tool", "tool_call_id": call.id, "content": await called(call)}
+                        {"role": "tool", "tool_call_id": call.id, "content": await call_tool(call)}
                         for call in choice.message.tool_calls
                     ]
             except APIStatusError as error:
-                # A rollout that verifiers has stopped is refused what it asks.
+                # Once verifiers has stopped a rollout, it refuses its requests.
                 if trace.stop_condition is None and not is_context_overflow(error):
                     raise
         return vf.ProgramResult(exit_code=0, stdout="", stderr="")

@@ -16,12 +16,12 @@ def lookup(
     city: str,
     days: int = 1,
     unit: Literal["C", "F"] = "C",
-    near: Optional[float] = None,  # noqa: UP045 (the other way to write it)
+    close_to: Optional[float] = None,  # noqa: UP045 (the other way to write it)
     tags: list[str] | None = None,
     more: dict[str, int] | None = None,
     exact: bool = False,
 ) -> str:
-    """The weather
+    """Return the weather
     in a city.
 
     Args:
@@ -29,7 +29,7 @@ def lookup(
             in English
         days (int): how many
     """
-    return f"{city} {days} {unit} {near} {tags} {more} {exact}"
+    return f"{city} {days} {unit} {close_to} {tags} {more} {exact}"
 
 
 PARAMETERS = {
@@ -38,7 +38,7 @@ PARAMETERS = {
         "city": {"type": "string", "description": "its name, in English"},
         "days": {"type": "integer", "description": "how many", "default": 1},
         "unit": {"type": "string", "enum": ["C", "F"], "default": "C"},
-        "near": {"anyOf": [{"type": "number"}, {"type": "null"}], "default": None},
+        "close_to": {"anyOf": [{"type": "number"}, {"type": "null"}], "default": None},
         "tags": {
             "anyOf": [{"type": "array", "items": {"type": "string"}}, {"type": "null"}],
             "default": None,
@@ -62,7 +62,7 @@ def test_the_schema_of_a_function():
         "type": "function",
         "function": {
             "name": "lookup",
-            "description": "The weather in a city.",
+            "description": "Return the weather in a city.",
             "parameters": PARAMETERS,
         },
     }
@@ -97,7 +97,7 @@ def any_number(*a: int):
 
 
 @pytest.mark.parametrize(
-    ("function", "told"),
+    ("function", "message"),
     [
         (no_docstring, "tool no_docstring: it has no docstring"),
         (no_annotation, "tool no_annotation: the parameter a has no annotation"),
@@ -108,12 +108,12 @@ def any_number(*a: int):
         (any_number, "the parameter a is variadic positional; allowed: by name"),
     ],
 )
-def test_functions_that_are_no_tools(function, told):
-    with pytest.raises(ConfigError, match=told):
+def test_functions_that_are_no_tools(function, message):
+    with pytest.raises(ConfigError, match=message):
         tool(function)
 
 
-def told(sources: list[object], name: str, arguments: object, **settings: float) -> ToolAnswer:
+def call_tool(sources: list[object], name: str, arguments: object, **settings: float) -> ToolAnswer:
     async def run() -> ToolAnswer:
         async with ToolSet(sources, **settings) as tools:
             return await tools.call(name, arguments)
@@ -123,21 +123,21 @@ def told(sources: list[object], name: str, arguments: object, **settings: float)
 
 @tool
 async def wait(seconds: float) -> dict[str, float]:
-    """Waits."""
+    """Wait."""
     await asyncio.sleep(seconds)
     return {"waited": seconds}
 
 
 @tool
 def hang() -> str:
-    """Keeps its thread."""
+    """Block its thread."""
     time.sleep(3)
     return ""
 
 
 @tool
 def fail(how: str) -> str:
-    """Fails."""
+    """Fail."""
     if how == "exit":
         raise SystemExit(3)
     raise {"tool": ToolError, "time": TimeoutError, "key": KeyError}[how]("mine")
@@ -145,7 +145,7 @@ def fail(how: str) -> str:
 
 @tool
 def long() -> str:
-    """A long text."""
+    """Return a long text."""
     return "a" * 600 + "b" * 600
 
 
@@ -177,9 +177,9 @@ def long() -> str:
         ("long", {}, f"{'a' * 100}\n[1000 characters left out]\n{'b' * 100}"),
     ],
 )
-def test_what_a_model_is_told(name, arguments, text):
+def test_answers_of_calls(name, arguments, text):
     sources = [lookup, wait, hang, fail, long]
-    answer = told(sources, name, arguments, timeout_s=0.3, max_chars=200)
+    answer = call_tool(sources, name, arguments, timeout_s=0.3, max_chars=200)
     assert answer.text.startswith(text)
     assert answer.is_error == text.startswith("Error")
 
@@ -197,7 +197,7 @@ class Counter:
 
     @tool
     async def count_up(self, by: int) -> int:
-        """Counts."""
+        """Count."""
         self.count += by
         return self.count
 
@@ -225,9 +225,9 @@ def test_state_of_a_trajectory_is_its_own_and_closed_however_it_ends(how):
                 task.cancel()
         return await asyncio.gather(*tasks, return_exceptions=True)
 
-    found = asyncio.run(run())
+    objects = asyncio.run(run())
     kinds = {"returns": type(None), "raises": KeyError, "is cancelled": asyncio.CancelledError}
-    assert [type(one) for one in found] == [kinds[how]] * 2
+    assert [type(instance) for instance in objects] == [kinds[how]] * 2
     assert sorted(Counter.events) == ["closed at 3", "closed at 6", "setup", "setup"]
 
 
@@ -238,7 +238,7 @@ def test_a_setup_that_fails_closes_what_was_set_up():
 
     Counter.events.clear()
     with pytest.raises(OSError, match="no"):
-        told([Counter, Broken], "count_up", {"by": 1})
+        call_tool([Counter, Broken], "count_up", {"by": 1})
     assert Counter.events == ["setup", "closed at 0", "closed at 0"]
 
 
@@ -252,11 +252,11 @@ def test_a_setup_that_fails_closes_what_was_set_up():
 )
 def test_sources_that_make_no_set(sources, message):
     with pytest.raises(ConfigError, match=message):
-        told(sources, "lookup", {})
+        call_tool(sources, "lookup", {})
 
 
 def test_a_thread_that_is_late_does_not_hold_up_the_end():
     start = time.monotonic()
-    told([hang], "hang", {}, timeout_s=0.1)
+    call_tool([hang], "hang", {}, timeout_s=0.1)
     assert time.monotonic() - start < 2
     assert threading.active_count() < 50

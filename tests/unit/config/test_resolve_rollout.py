@@ -1,0 +1,68 @@
+"""Rules of models with servers of their own."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from mcore_rl.config.errors import ConfigError
+from mcore_rl.config.resolve_rollout import build_served_models, resolve_models
+from mcore_rl.config.schema import RLConfig
+
+
+def config(loop: str = "user", **models: object) -> RLConfig:
+    made = RLConfig(models=models)  # type: ignore[arg-type]
+    made.agent.loop = loop
+    return made
+
+
+def test_a_model_has_the_defaults_of_servers_and_the_policys_context():
+    made = config(user={"path": "m", "tp": 2, "max_tokens": 7, "temperature": 0}, judge={})
+    made.data.max_prompt_tokens, made.rollout.max_response_tokens = 30, 12
+    made.rollout.num_servers, made.rollout.temperature = 3, 0.5  # the policy's own
+    resolve_models(made)
+    user, judge = build_served_models(made).values()
+    assert (user.path, user.servers.tp, user.servers.max_response_tokens) == ("m", 2, 7)
+    assert (user.servers.temperature, user.max_context) == (0, 42)
+    assert (judge.path, judge.servers.num_servers, judge.servers.temperature) == ("", 1, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("parts", "message"),
+    [
+        ({"path": 3}, "models.user.path=3; allowed: text"),
+        ({"tp": True}, "models.user.tp=True; allowed: a whole number"),
+        ({"ep": 1}, "models.user.ep=1; allowed: true or false"),
+        ({"tp": 0}, "models.user.tp=0; allowed: at least 1"),
+        ({"layout": {}}, "models.user.layout is unknown; allowed: path, num_servers, tp,"),
+        ({"top_p": 1.5}, "models.user.top_p=1.5; allowed: 0 to 1"),
+        ({"top_p": 0}, "models.user.top_p=0; allowed: above 0"),
+        ({"max_tokens": 0}, "models.user.max_tokens=0; allowed: at least 1"),
+        ({"timeout_s": 0}, "models.user.timeout_s=0.0; allowed: above 0"),
+        ({"codec": "own"}, "models.user.codec='own'; allowed: 'auto', 'renderers', 'template'"),
+        ({"cores": "0|1"}, "models.user.cores='0|1' must list the cores of each of a node's 1"),
+        ({"placement": "shared"}, "models.user.placement='shared': servers that leave their"),
+        ({"temperature": float("nan")}, "models.user.temperature=nan; allowed: at least 0"),
+    ],
+)
+def test_what_cannot_work_is_refused_by_name(parts, message):
+    with pytest.raises(ConfigError, match=f"^{re.escape(message)}"):
+        resolve_models(config(user=parts))
+
+
+def test_names_are_those_of_roles_and_a_single_turn_has_no_use_for_models():
+    with pytest.raises(ConfigError, match=r"models.a b; allowed: names of letters"):
+        resolve_models(config(**{"a b": {}}))
+    with pytest.raises(ConfigError, match=r"models=user: agent.loop='single_turn' talks to the"):
+        resolve_models(config("single_turn", user={}))
+    resolve_models(config("single_turn"))
+
+
+def test_a_single_turn_may_have_the_models_that_rewards_ask():
+    made = config("single_turn", judge={}, user={})
+    made.reward.terms = {"clear": {"name": "judge", "settings": {"served_by": "judge"}}}
+    with pytest.raises(ConfigError, match=r"^models=user: agent.loop='single_turn' talks to the"):
+        resolve_models(made)
+    del made.models["user"]
+    resolve_models(made)
