@@ -57,7 +57,7 @@ _REGISTRIES: Mapping[str, tuple[str, str]] = {
     "filter.keep_by": ("mcore_rl.algorithms.sample_choice", "CHOICES"),
     "loss": ("mcore_rl.algorithms.preference", "PREFERENCE_LOSSES"),
     "replay.priority": ("mcore_rl.algorithms.sample_choice", "PRIORITIES"),
-    "reward.name": ("mcore_rl.rewards.base", "rewards"),
+    "reward.name": ("mcore_rl.rewards.registry", "get_registry"),
 }
 _RL_EXAMPLES = """\
   mcore-rl rl recipe=quickstart seed=7 trainer.num_steps=40

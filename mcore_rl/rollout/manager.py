@@ -110,7 +110,7 @@ class RolloutPool:
     ) -> Batch:
         batch = self._collect_all(prompts, sampling, stream, on_samples)
         while lost := find_lost_groups([batch]):
-            tell_lost(lost)
+            report_lost_groups(lost)
             rows = np.flatnonzero(np.isin(prompts.array("group_ids"), lost)).tolist()
             regenerated = self._collect_all(prompts.take(rows), sampling, stream, on_samples)
             batch = concat_batches([drop_groups(batch, lost), regenerated])
@@ -133,7 +133,7 @@ class RolloutPool:
         return concat_batches(batches)
 
 
-def tell_lost(group_ids: Sequence[int]) -> None:
+def report_lost_groups(group_ids: Sequence[int]) -> None:
     """Print that these groups are generated again."""
     print(f"{len(group_ids)} groups of samples died with their node: they are generated again")
 

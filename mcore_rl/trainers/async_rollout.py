@@ -24,7 +24,7 @@ from mcore_rl.controller.pending import WorkerError
 from mcore_rl.data.batch import Batch, Samples
 from mcore_rl.observability.activity import ACTIVITY
 from mcore_rl.rollout.buffer import HELD, Admission, GroupState, Pacing, SampleGroup, SampleQueue
-from mcore_rl.rollout.manager import tell_lost
+from mcore_rl.rollout.manager import report_lost_groups
 from mcore_rl.trainers import policy_checks
 from mcore_rl.trainers.step_samples import StepSampler, add_teacher_names, count_new_groups
 
@@ -187,7 +187,7 @@ class AsyncRollout:
         """Put groups whose samples are lost back, to begin again; return whether there were any."""
         held = {group.group_id: group.columns[SAMPLES] for group in self.queue.groups(*HELD)}
         if lost := find_lost_groups(list(held.values())):
-            tell_lost(lost)
+            report_lost_groups(lost)
             self.queue.lost(lost)
         return bool(lost)
 
@@ -361,7 +361,7 @@ class RolloutPrefetcher:
         assert self._pending is not None
         result = self._pending.result()
         while self._begun_from is not None and (lost := find_lost_groups([result[0]])):
-            tell_lost(lost)
+            report_lost_groups(lost)
             self._sampler.prompts.load_state_dict(self._begun_from[0])
             self._sampler.replay.go_back(self._begun_from[1])
             age = self._step - 1 - self._sampler.rollout.servers.version

@@ -28,7 +28,7 @@ from mcore_rl.controller.batch_ops import (
 from mcore_rl.data.batch import Batch, Samples
 from mcore_rl.data.prompt_batches import PromptBatches
 from mcore_rl.data.trajectories import Trajectories
-from mcore_rl.rollout.manager import RolloutPool, tell_lost
+from mcore_rl.rollout.manager import RolloutPool, report_lost_groups
 from mcore_rl.trainers import policy_checks
 from mcore_rl.trainers.policy_loss import reads_greedy
 from mcore_rl.trainers.replay_buffer import ReplayBuffer
@@ -67,7 +67,7 @@ class StepSampler:
             prompts.append(self.prompts.take(policy.prompts_per_round or num_needed))
             rounds.append(self._generate(prompts[-1]))
             while lost := find_lost_groups(rounds):
-                tell_lost(lost)
+                report_lost_groups(lost)
                 for number, samples in enumerate(rounds):
                     if np.isin(samples.array("group_ids"), lost).any():
                         rounds[number] = self._generate(prompts[number])

@@ -24,7 +24,6 @@ from torch.utils import _device
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import Layout
 from mcore_rl.engine.lane import lane
-from mcore_rl.engine.megatron.products import multiply_by_onednn
 from mcore_rl.observability.process import exempt_imports_from_gc
 from mcore_rl.parallel.store import guard_gloo
 
@@ -285,7 +284,7 @@ def _use_torch_modules() -> None:
 
 
 def _patch_megatron() -> None:
-    from megatron.core.tensor_parallel import layers, mappings
+    from megatron.core.tensor_parallel import mappings
     from megatron.core.tensor_parallel import random as parallel_random
     from megatron.core.transformer.moe import token_dispatcher
 
@@ -302,9 +301,6 @@ def _patch_megatron() -> None:
     _replace(parallel_random, "_set_cuda_rng_state", set_state)
     # moe_utils.py:1093 turns only CUDA tensors into the host lists that gloo needs, too.
     _replace(token_dispatcher, "maybe_move_tensor_to_cpu", _to_host)
-    # tensor_parallel/layers.py:341 and :488 multiply by torch.matmul.
-    for name in ("LinearWithFrozenWeight", "LinearWithGradAccumulationAndAsyncCommunication"):
-        _replace(layers, name, multiply_by_onednn(getattr(layers, name)))
     gather = _replace(mappings, "_gather_along_first_dim", None)
     mappings._gather_along_first_dim = _even_gather(gather)
 

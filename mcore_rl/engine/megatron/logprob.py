@@ -14,8 +14,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from mcore_rl.engine.megatron.products import multiply
-
 # By type of device: on a GPU wide tiles fill its processors, on a CPU small ones its caches.
 DEFAULT_CHUNK_BYTES = {"cuda": 512 << 20, "cpu": 32 << 20}
 _BYTES_PER_LOGIT = 8  # a logit and its probability, both float32
@@ -318,10 +316,10 @@ def _matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     cast, although bfloat16 is 2 to 4 times as fast on a CPU with AVX512-bf16 (two threads).
     """
     if a.dtype == _wide(a.dtype):
-        return multiply(a, b)
+        return a @ b
     if a.is_cuda:
         return torch.mm(a, b, out_dtype=torch.float32)
-    return multiply(a.float(), b.float())
+    return a.float() @ b.float()
 
 
 def _inside(local: torch.Tensor, block: slice) -> tuple[torch.Tensor, torch.Tensor]:
