@@ -136,8 +136,7 @@ FULL = """
 import json
 import sys
 from pathlib import Path
-from mcore_rl.config.schema import RLConfig
-from mcore_rl.config.train_schema import DPOConfig
+from mcore_rl.config.schema import DPOConfig, RLConfig
 from mcore_rl.jobs.failure import RunFailed, summarize_failure
 from mcore_rl.jobs.output import OutputError, RunOutput
 folder = Path(sys.argv[1])
