@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 from mcore_rl.cli.options import AXES, Parser, parse_layout
 from mcore_rl.config.schema import Layout
@@ -14,9 +15,28 @@ def main(arguments: list[str]) -> int:
     command = options.pop("command")
     if "layout" in options:
         options["layout"] = parse_layout("--layout", options["layout"], Layout)
-    from mcore_rl.jobs.convert.commands import COMMANDS  # imports torch: not for a wrong option
+    return _run(command, options)
 
-    return COMMANDS[command](**options)
+
+def _run(command: str, options: dict[str, Any]) -> int:
+    """Run a command; its module imports torch, so it is not imported for a wrong option."""
+    if command == "hf-to-mcore":
+        from mcore_rl.jobs.convert.to_megatron import convert_folder
+
+        convert_folder(**options)
+    elif command == "mcore-to-hf":
+        from mcore_rl.jobs.convert.to_hf import convert_checkpoint
+
+        convert_checkpoint(**options)
+    elif command == "inspect":
+        from mcore_rl.jobs.convert.inspect import inspect_folder
+
+        inspect_folder(options["folder"], is_json=options["json"])
+    else:
+        from mcore_rl.jobs.convert.verify import verify
+
+        return 0 if verify(options["a"], options["b"], is_json=options["json"]) else 1
+    return 0
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -248,16 +248,16 @@ def _run_rl(config: RLConfig) -> None:
 
 
 def _dry_run_train(config: TrainConfig, options: argparse.Namespace) -> None:
-    from mcore_rl.jobs.train_dry_run import dry_run
+    from mcore_rl.jobs.dry_run import dry_run_supervised
 
-    dry_run(config)
+    dry_run_supervised(config)
 
 
 def _run_train(config: TrainConfig) -> None:
     with report_start():
-        from mcore_rl.jobs import train
+        from mcore_rl.jobs import supervised
 
-    train.run(config)
+    supervised.run(config)
 
 
 def _dry_run_eval(config: EvalConfig, options: argparse.Namespace) -> None:

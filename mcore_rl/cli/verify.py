@@ -26,11 +26,11 @@ def main(arguments: list[str]) -> None:
     options = build_parser().parse_args(arguments)
     layout = parse_layout("--layout", options.layout, Layout)
     from mcore_rl.jobs.parity.run import run  # imports torch: not for a bad option
-    from mcore_rl.jobs.parity.settings import Request
+    from mcore_rl.jobs.parity.settings import ParitySettings
     from mcore_rl.observability.console import get_stdout_console
 
     report = run(
-        Request(
+        ParitySettings(
             model=options.model,
             layout=layout,
             against=tuple(dict.fromkeys(options.against.split(","))),
@@ -44,7 +44,7 @@ def main(arguments: list[str]) -> None:
         )
     )
     if options.json:
-        json.dump(report.as_json(), sys.stdout, indent=1, allow_nan=False)
+        json.dump(report.to_json(), sys.stdout, indent=1, allow_nan=False)
         print()
     else:
         report.print(get_stdout_console())

@@ -1,4 +1,4 @@
-"""A chat with a checkpoint in the terminal: one vLLM server in this process."""
+"""Chat with a checkpoint in the terminal, with one vLLM server in this process."""
 
 from __future__ import annotations
 
@@ -20,9 +20,8 @@ from mcore_rl.data.tokenizer import check_tokenizer_matches, load_tokenizer
 from mcore_rl.engine.lane import lane
 from mcore_rl.inference.protocol import Generator, SamplingParams
 from mcore_rl.inference.vllm.server import VLLMServer
-from mcore_rl.jobs.run_folder import chat_date_of, model_folder
-from mcore_rl.models.base import get_field as field_of
-from mcore_rl.models.base import read_config
+from mcore_rl.jobs.output import find_model_folder, read_chat_date
+from mcore_rl.models.base import get_field, read_config
 from mcore_rl.observability.console import show_waiting
 
 _COMMANDS = "/reset forgets the conversation, /exit or Ctrl-D ends, Ctrl-C ends an answer"
@@ -30,7 +29,7 @@ _COMMANDS = "/reset forgets the conversation, /exit or Ctrl-D ends, Ctrl-C ends 
 
 @dataclass(frozen=True, slots=True)
 class ChatSettings:
-    """What `mcore-rl chat` is asked for."""
+    """Options of `mcore-rl chat`."""
 
     model: str  # a Hugging Face folder, or the output folder of a run
     system: str
@@ -38,7 +37,7 @@ class ChatSettings:
     top_p: float
     top_k: int
     stop: tuple[str, ...]
-    max_tokens: int  # of an answer
+    max_tokens: int  # per answer
     max_context: int  # tokens of the whole conversation
     seed: int | None
     dtype: str
@@ -65,55 +64,62 @@ class Chat:
         self.messages = [{"role": "system", "content": self.system}] if self.system else []
 
     async def answer(self, text: str) -> None:
-        """Print the answer as it comes. One that is cancelled stays in the conversation so far."""
-        asked = [*self.messages, {"role": "user", "content": text}]
-        prompt_ids = self.prompt_ids(asked)
-        room = self.max_context - len(prompt_ids)
-        if room < 1:
+        """Generate and print an answer, token by token.
+
+        If it is cancelled, the conversation keeps what was generated.
+        """
+        messages = [*self.messages, {"role": "user", "content": text}]
+        prompt_ids = self.tokenize(messages)
+        num_left = self.max_context - len(prompt_ids)
+        if num_left < 1:
             print(f"the conversation has {len(prompt_ids)} of {self.max_context} tokens: /reset")
             return
-        sampling = replace(self.sampling, max_tokens=min(self.sampling.max_tokens, room))
-        stream, said = DecodeStream(skip_special_tokens=True), ""
+        sampling = replace(self.sampling, max_tokens=min(self.sampling.max_tokens, num_left))
+        stream, response = DecodeStream(skip_special_tokens=True), ""
         reason: str | None = None
         try:
             async for new in self.server.stream(prompt_ids, sampling):
                 for token in new.token_ids:
                     piece = stream.step(self.tokenizer.backend_tokenizer, token) or ""
-                    said += piece
+                    response += piece
                     print(piece, end="", flush=True)
                 reason = new.finish_reason
         finally:
             ends = {"stop": "", "length": " ... (cut off)"}
             print(ends.get(reason or "", " ..."), flush=True)
-            self.messages = [*asked, {"role": "assistant", "content": said}]
+            self.messages = [*messages, {"role": "assistant", "content": response}]
 
-    def prompt_ids(self, messages: list[dict[str, str]]) -> list[int]:
-        """Raises ConfigError where the chat template refuses the messages."""
+    def tokenize(self, messages: list[dict[str, str]]) -> list[int]:
+        """Apply the chat template.
+
+        Raises:
+            ConfigError: The template refuses the messages.
+        """
         from jinja2 import TemplateError  # comes with transformers
 
         try:
-            found: list[int] = self.tokenizer.apply_chat_template(
+            token_ids: list[int] = self.tokenizer.apply_chat_template(
                 messages, add_generation_prompt=True, tokenize=True, return_dict=False
             )
         except TemplateError as error:
             raise ConfigError(f"the model's chat template refuses this: {error}") from error
-        return found
+        return token_ids
 
 
 def run(settings: ChatSettings) -> None:
     """Answer each line of standard input until its end or /exit.
 
     Raises:
-        ConfigError: a setting or the model is wrong.
-        TimeoutError: the server has not started in time.
+        ConfigError: A setting or the model is wrong.
+        TimeoutError: The server has not started in time.
     """
-    path = str(model_folder(settings.model, "DIR"))
-    tokenizer = load_tokenizer(path, chat_date_of(settings.model))
-    found = read_config(path)
-    check_tokenizer_matches(tokenizer, field_of(found, "vocab_size"))
+    path = str(find_model_folder(settings.model, "DIR"))
+    tokenizer = load_tokenizer(path, read_chat_date(settings.model))
+    hf_config = read_config(path)
+    check_tokenizer_matches(tokenizer, get_field(hf_config, "vocab_size"))
     if not tokenizer.is_fast:
         raise ConfigError(f"{path} has no tokenizer.json, which text is decoded by as it comes")
-    longest = found.get("max_position_embeddings") or settings.max_context
+    longest = hf_config.get("max_position_embeddings") or settings.max_context
     context = min(settings.max_context, longest)
     sampling = SamplingParams(
         temperature=settings.temperature,
@@ -129,20 +135,21 @@ def run(settings: ChatSettings) -> None:
         seed, limit = settings.seed or 0, settings.timeout_s
         server = VLLMServer(path, dtype, context, rollout, seed, timeout_s=limit)
         chat = Chat(server, tokenizer, sampling, context, settings.system)
-        chat.prompt_ids([*chat.messages, {"role": "user", "content": "?"}])  # may refuse a system
+        # The template may refuse a system message.
+        chat.tokenize([*chat.messages, {"role": "user", "content": "?"}])
         try:
             with show_waiting(f"loading {path}", has_lines=False):
                 runner.run(asyncio.wait_for(server.start(), limit))
-            _talk(chat, runner)
+            _answer_lines(chat, runner)
         finally:
             runner.run(server.close())
 
 
-def _talk(chat: Chat, runner: asyncio.Runner) -> None:
+def _answer_lines(chat: Chat, runner: asyncio.Runner) -> None:
     is_terminal = sys.stdin.isatty()
     if is_terminal:
         print(_COMMANDS)
-    for line in _lines(is_terminal):
+    for line in _read_lines(is_terminal):
         text = line.strip()
         if text == "/exit":
             return
@@ -158,8 +165,8 @@ def _talk(chat: Chat, runner: asyncio.Runner) -> None:
                     raise
 
 
-def _lines(is_terminal: bool) -> Iterator[str]:
-    """Lines of standard input until its end; Ctrl-C while one is typed drops it."""
+def _read_lines(is_terminal: bool) -> Iterator[str]:
+    """Yield lines of standard input until its end; Ctrl-C while typing drops the line."""
     if not is_terminal:
         yield from sys.stdin
         return

@@ -1,8 +1,10 @@
-"""What a run would be: all inputs checked, roles and layouts shown; nothing is started or left."""
+"""Dry runs: check all inputs, print roles, layouts and memory, start nothing, leave nothing."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Literal
@@ -10,26 +12,46 @@ from typing import Literal
 from rich.console import Console
 from rich.table import Table
 
-from mcore_rl.config.resolve import resolve, resolve_for_lane
-from mcore_rl.config.schema import RLConfig
-from mcore_rl.jobs.cluster import moved, node_lines
-from mcore_rl.jobs.gpu_memory import MemoryTurn, turns
+from mcore_rl.config.resolve import are_colocated, resolve, resolve_for_lane
+from mcore_rl.config.resolve_train import resolve_train
+from mcore_rl.config.schema import Layout, RLConfig, TrainConfig
+from mcore_rl.jobs.disk_space import compute_weight_bytes
+from mcore_rl.jobs.memory_plan import (
+    ITEMSIZES,
+    MemoryPhase,
+    RolePlan,
+    compute_memory_phases,
+    plan_roles,
+    plan_supervised_roles,
+)
 from mcore_rl.jobs.output import inspect_run_dir
-from mcore_rl.jobs.placement import num_devices, pool_plans
+from mcore_rl.jobs.placement import (
+    PoolPlan,
+    build_pool_plans,
+    count_devices,
+    detect_lane,
+    get_frozen_engines,
+    get_server_config,
+)
 from mcore_rl.jobs.preflight import (
     Inputs,
     check_existing_inputs,
     has_experts,
     has_weights,
-    unset_data,
+    list_unset_data,
 )
-from mcore_rl.jobs.resume import checkpoint_to_resume, prepare
-from mcore_rl.jobs.roles import Role, roles
-from mcore_rl.jobs.room import weight_bytes
-from mcore_rl.jobs.session import lane
-from mcore_rl.models.base import HFConfig, read_config
+from mcore_rl.jobs.resume import find_checkpoint_to_resume, prepare_settings
+from mcore_rl.jobs.supervised_preflight import (
+    check_train_inputs,
+    describe_inputs,
+    has_reference_model,
+    resolve_dtype,
+)
+from mcore_rl.models.base import HFConfig, get_family, read_config
 from mcore_rl.observability.console import get_stdout_console, show_line, show_waiting
+from mcore_rl.rollout.weight_updater import build_generation_layout
 from mcore_rl.trainers.policy_loss import find_log_prob_pass_reason
+from mcore_rl.weight_sync.spec import MemoryDomains, TransferSpec, plan_transfer
 
 
 def dry_run(
@@ -38,63 +60,67 @@ def dry_run(
     gpus_per_node: int | None = None,
     num_nodes: int | None = None,
 ) -> None:
-    """Check all that a run checks before its start, then print what it would start.
+    """Make all checks that an RL run makes before it starts, then print what it would start.
 
-    A folder model.path with a config.json alone will do, and settings of data may be missing; what
-    was not checked then is said. With `gpus_per_node` it tells of a cluster of such nodes, whatever
-    this machine has; without, of this machine. `num_nodes` is how many of them there would be.
+    model.path may be a folder with config.json alone, and data settings may be empty: a line says
+    what was not checked.
+
+    Args:
+        gpus_per_node: GPUs of each node of the cluster to plan for. None plans for this machine.
+        num_nodes: Nodes of that cluster.
 
     Raises:
-        ConfigError: the run would be refused, for the same reason. A folder with something in it
-            is no such reason here: a line tells of it.
+        ConfigError: The run would be refused, for the same reason. An output_dir that is not empty
+            only prints a line.
     """
     console = console or get_stdout_console()
     resolve(config, needs_data=False)
-    device = "cuda" if gpus_per_node else lane()
+    device = "cuda" if gpus_per_node else detect_lane()
     config = resolve_for_lane(config, device, has_experts=has_experts(config))
     folder, refusal = inspect_run_dir(config.output_dir, config.resume)
     with (
         show_waiting("checking the inputs", has_lines=False),
         TemporaryDirectory() as scratch,
     ):
-        checkpoint = checkpoint_to_resume(config, folder)
-        prepared = prepare(config, Path(scratch), checkpoint)
+        checkpoint = find_checkpoint_to_resume(config, folder)
+        prepared = prepare_settings(config, Path(scratch), checkpoint)
         inputs = check_existing_inputs(prepared)
-        lines = _inputs(config, prepared, inputs)
+        lines = _describe_inputs(config, prepared, inputs)
         model = read_config(prepared.model.path)
-        found = roles(prepared, model)
-        on_nodes: list[str] = []
+        plans = plan_roles(prepared, model)
+        cluster_lines: list[str] = []
         if gpus_per_node:
-            on_nodes = _on_nodes(prepared, model, gpus_per_node, num_nodes)
-    say(console, *lines)
-    for role in found:
-        show(role, console)
-    _show_turns(turns(prepared, model, found), console)
-    say(console, *on_nodes, "", *_summary(config, device), *refusal)
+            cluster_lines = _describe_cluster(prepared, model, gpus_per_node, num_nodes)
+    print_lines(console, *lines)
+    for plan in plans:
+        print_role(plan, console)
+    _print_phases(compute_memory_phases(prepared, model, plans), console)
+    print_lines(console, *cluster_lines, "", *_summarize(config, device), *refusal)
 
 
-def say(console: Console, *lines: str) -> None:
+def print_lines(console: Console, *lines: str) -> None:
+    """Print lines without markup."""
     for line in lines:
         show_line(line, console)
 
 
-def _inputs(config: RLConfig, prepared: RLConfig, inputs: Inputs | None) -> list[str]:
+def _describe_inputs(config: RLConfig, prepared: RLConfig, inputs: Inputs | None) -> list[str]:
     name = f"task {config.task.name}" if config.task.name else config.model.path
     lines = [f"model: {name}"]
     if not has_weights(prepared):
         lines[0] += "; not checked: weights, since the folder holds none"
-    if unset := unset_data(prepared):
+    if unset := list_unset_data(prepared):
         verb = "is" if len(unset) == 1 else "are"
         return [*lines, f"data: not checked: {' and '.join(unset)} {verb} not set"]
     if inputs is None:
         return [*lines, "data: not checked but for the files: the model folder has no tokenizer"]
-    data = f"data: {len(inputs.train)} prompts to train, {_held_out(inputs)} held out"
+    data = f"data: {len(inputs.train)} prompts to train, {_count_held_out(inputs)} held out"
     if inputs.examples is not None:
         data += f", {len(inputs.examples)} examples for supervised training"
     return [*lines, data]
 
 
-def _held_out(inputs: Inputs) -> str:
+def _count_held_out(inputs: Inputs) -> str:
     sizes = {name: len(dataset) for name, dataset in inputs.tests.items()}
     if not sizes:
         return "none"
@@ -103,42 +129,40 @@ def _held_out(inputs: Inputs) -> str:
     return " and ".join(f"{size} ({name})" for name, size in sizes.items())
 
 
-def show(role: Role, console: Console) -> None:
-    """A line on the role, and a table of its ranks."""
-    say(
-        console,
-        "",
-        f"{role.name}: {_format_count(role.num_ranks, 'rank')}, {role.layout} ({role.task})",
-    )
+def print_role(plan: RolePlan, console: Console) -> None:
+    """Print a line on a role, and a table of its ranks."""
+    ranks = _format_count(plan.num_ranks, "rank")
+    print_lines(console, "", f"{plan.name}: {ranks}, {plan.layout} ({plan.task})")
     sizes = {
-        "weights\nGB": [stage.weight_bytes for stage in role.stages],
-        "gradients\nGB": [stage.gradient_bytes for stage in role.stages],
-        "optimizer\nGB": [stage.optimizer_bytes for stage in role.stages],
-        "KV cache\nGB": [stage.cache_bytes for stage in role.stages],
+        "weights\nGB": [stage.weight_bytes for stage in plan.stages],
+        "gradients\nGB": [stage.gradient_bytes for stage in plan.stages],
+        "optimizer\nGB": [stage.optimizer_bytes for stage in plan.stages],
+        "KV cache\nGB": [stage.cache_bytes for stage in plan.stages],
     }
-    stages = [(spans(s.ranks), s.layers, f"{s.parameters:,}") for s in role.stages]
-    console.print(_table(("ranks", "hold", "parameters"), stages, sizes))
+    stages = [(format_ranks(s.ranks), s.layers, f"{s.parameters:,}") for s in plan.stages]
+    console.print(_build_table(("ranks", "hold", "parameters"), stages, sizes))
 
 
-def _show_turns(found: Sequence[MemoryTurn], console: Console) -> None:
-    """What the fullest device of each turn has to hold."""
-    say(console, "", "most on a device, in GB, turn by turn (activations are estimated):")
+def _print_phases(phases: Sequence[MemoryPhase], console: Console) -> None:
+    """Print a table of the memory on the fullest device, by phase."""
+    heading = "most on a device, in GB, turn by turn (activations are estimated):"
+    print_lines(console, "", heading)
     sizes = {
-        "weights": [turn.weights for turn in found],
-        "gradients": [turn.gradients for turn in found],
-        "optimizer": [turn.optimizer for turn in found],
-        "activations": [turn.activations for turn in found],
-        "KV\ncache": [turn.cache for turn in found],
-        "buffers": [turn.buffers for turn in found],
-        "all": [turn.total for turn in found],
+        "weights": [phase.weights for phase in phases],
+        "gradients": [phase.gradients for phase in phases],
+        "optimizer": [phase.optimizer for phase in phases],
+        "activations": [phase.activations for phase in phases],
+        "KV\ncache": [phase.cache for phase in phases],
+        "buffers": [phase.buffers for phase in phases],
+        "all": [phase.total for phase in phases],
     }
-    console.print(_table(("turn",), [(turn.name,) for turn in found], sizes))
+    console.print(_build_table(("turn",), [(phase.name,) for phase in phases], sizes))
 
 
-def _table(
+def _build_table(
     headings: Sequence[str], rows: Sequence[Sequence[str]], sizes: Mapping[str, Sequence[int]]
 ) -> Table:
-    """Columns of text, then those columns of bytes, in GB, that are not empty."""
+    """Build a table of text columns, then of those byte columns, in GB, that are not all zero."""
     shown = {heading: column for heading, column in sizes.items() if any(column)}
     table = Table(box=None, pad_edge=False)
     for heading in headings:
@@ -152,13 +176,13 @@ def _table(
     return table
 
 
-def _on_nodes(
+def _describe_cluster(
     config: RLConfig, model: HFConfig, gpus_per_node: int, num_nodes: int | None
 ) -> list[str]:
-    """Roles on nodes, and what a push of new weights moves between their GPUs."""
+    """Return lines on the roles of each node and on the traffic of a weight sync."""
     lines = ["", f"nodes of {gpus_per_node} GPUs, filled in their order:"]
-    taken = [f" {node}: {roles}" for node, roles in node_lines(config, gpus_per_node)]
-    lines += [*taken, *_left_over(len(taken), num_nodes or len(taken))]
+    nodes = [f" {node}: {roles}" for node, roles in list_node_roles(config, gpus_per_node)]
+    lines += [*nodes, *_describe_idle_nodes(len(nodes), num_nodes or len(nodes))]
     tp, per_server = config.rollout.tp, config.rollout.nodes_per_server
     if tp // per_server > gpus_per_node:
         lines.append(
@@ -167,49 +191,54 @@ def _on_nodes(
         )
     method = config.weight_sync.method
     if method == "full_export":
-        size, servers = weight_bytes(config) / 1e9, config.rollout.num_servers
+        size, servers = compute_weight_bytes(config) / 1e9, config.rollout.num_servers
         text = f"{size:,.1f} GB into output_dir, read by {_format_count(servers, 'server')}"
     else:
-        found = moved(config, model, gpus_per_node)
+        traffic = compute_sync_traffic(config, model, gpus_per_node)
         text = (
-            f"{found.received / 1e9:,.1f} GB between GPUs, of them {found.in_node / 1e9:,.1f} "
-            f"inside a node; {found.local / 1e9:,.1f} GB stay on their GPU; at most "
-            f"{found.most_received / 1e9:,.1f} GB into a GPU and {found.most_sent / 1e9:,.1f} out"
+            f"{traffic.received / 1e9:,.1f} GB between GPUs, of them {traffic.in_node / 1e9:,.1f} "
+            f"inside a node; {traffic.local / 1e9:,.1f} GB stay on their GPU; at most "
+            f"{traffic.most_received / 1e9:,.1f} GB into a GPU and "
+            f"{traffic.most_sent / 1e9:,.1f} out"
         )
     return [*lines, "", f"weight sync ({method}), each step: {text}"]
 
 
-def _left_over(num_taken: int, num_nodes: int) -> list[str]:
-    if num_nodes < num_taken:
-        return [f"the run will be refused: it takes {num_taken} nodes, and there are {num_nodes}"]
-    if num_nodes == num_taken:
+def _describe_idle_nodes(num_used: int, num_nodes: int) -> list[str]:
+    if num_nodes < num_used:
+        return [f"the run will be refused: it takes {num_used} nodes, and there are {num_nodes}"]
+    if num_nodes == num_used:
         return []
     return [
-        f"{num_nodes - num_taken} of the {num_nodes} nodes stay idle: to use them, raise "
-        f"actor.layout.dp or rollout.num_servers; else ask for {num_taken} nodes"
+        f"{num_nodes - num_used} of the {num_nodes} nodes stay idle: to use them, raise "
+        f"actor.layout.dp or rollout.num_servers; else ask for {num_used} nodes"
     ]
 
 
-def _format_count(number: int, what: str) -> str:
-    return f"{number} {what}{'s' * (number != 1)}"
+def _format_count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'s' * (number != 1)}"
 
 
-def spans(ranks: Sequence[int]) -> str:
+def format_ranks(ranks: Sequence[int]) -> str:
     """
-    >>> spans([0, 1, 2, 6, 8, 9])
+    >>> format_ranks([0, 1, 2, 6, 8, 9])
     '0-2, 6, 8-9'
     """
-    found: list[list[int]] = []
+    ranges: list[list[int]] = []
     for rank in ranks:
-        if found and found[-1][1] == rank - 1:
-            found[-1][1] = rank
+        if ranges and ranges[-1][1] == rank - 1:
+            ranges[-1][1] = rank
         else:
-            found.append([rank, rank])
-    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in found)
+            ranges.append([rank, rank])
+    return ", ".join(_format_range(first, last) for first, last in ranges)
 
 
-def _summary(config: RLConfig, device: str) -> list[str]:
-    plans = pool_plans(config)
+def _format_range(first: int, last: int) -> str:
+    return str(first) if first == last else f"{first}-{last}"
+
+
+def _summarize(config: RLConfig, device: str) -> list[str]:
+    plans = build_pool_plans(config)
     where = "GPUs" if device == "cuda" else "processes, which share this machine's cores"
     parts = "; ".join(
         f"{plan.num_bundles * plan.devices_per_bundle} for {', '.join(plan.roles)}"
@@ -218,7 +247,7 @@ def _summary(config: RLConfig, device: str) -> list[str]:
     )
     samples = config.trainer.prompts_per_step * config.algorithm.group_size
     return [
-        f"{num_devices(plans)} {where}: {parts}",
+        f"{count_devices(plans)} {where}: {parts}",
         f"a step: {_format_count(config.trainer.prompts_per_step, 'prompt')}, "
         f"{_format_count(samples, 'sample')}, "
         f"{_format_count(config.algorithm.num_mini_batches, 'optimizer step')}; "
@@ -236,3 +265,138 @@ def _describe_log_probs(config: RLConfig) -> str:
     if reason := find_log_prob_pass_reason(config):
         return f"in a pass before the update ({reason})"
     return "from the forward pass of the update (algorithm.log_prob_pass='auto')"
+
+
+def dry_run_supervised(config: TrainConfig, console: Console | None = None) -> None:
+    """Make all checks that a supervised job makes before it starts, then print its roles.
+
+    Raises:
+        ConfigError: The job would be refused, for the same reason.
+    """
+    console = console or get_stdout_console()
+    resolve_train(config)
+    config = resolve_dtype(config, detect_lane())
+    folder, refusal = inspect_run_dir(config.output_dir, config.resume)
+    with show_waiting("checking the inputs", has_lines=False):
+        find_checkpoint_to_resume(config, folder)
+        inputs = check_train_inputs(config)
+    print_lines(console, *describe_inputs(config, inputs))
+    model, has_reference = read_config(config.model.path), has_reference_model(config)
+    for plan in plan_supervised_roles(config, model, has_reference=has_reference):
+        print_role(plan, console)
+    note = "sizes are of one rank, without activations; nothing was started"
+    print_lines(console, "", note, *refusal)
+
+
+# Roles on the nodes of a cluster, and the traffic of a weight sync between their GPUs. Pure.
+
+
+@dataclass(frozen=True, slots=True)
+class SyncTraffic:
+    """Bytes that one weight sync moves to all servers."""
+
+    received: int  # from another GPU
+    in_node: int  # part of `received` that comes from the same node
+    local: int  # between processes on one GPU
+    most_received: int  # by one GPU
+    most_sent: int  # by one GPU
+
+
+def assign_gpus(config: RLConfig, gpus_per_node: int) -> dict[str, list[int]]:
+    """Return the GPU of each rank or worker, by role; pools fill the nodes in order.
+
+    GPU g is on node g // gpus_per_node. A server with separate GPUs that fits one node stays inside
+    a node.
+    """
+    role_gpus: dict[str, list[int]] = {}
+    start = 0
+    for plan in build_pool_plans(config).values():
+        gpus = list(_assign_bundles(plan, start, gpus_per_node))
+        start = gpus[-1] + 1
+        for role in plan.roles:
+            role_gpus[role] = gpus[: _count_ranks(config, role)]
+    return role_gpus
+
+
+def _count_ranks(config: RLConfig, role: str) -> int:
+    if servers := get_server_config(config, role):
+        return servers.num_servers * servers.tp
+    return _get_layout(config, role).world_size
+
+
+def _get_layout(config: RLConfig, role: str) -> Layout:
+    """Return the layout of a role with a training engine."""
+    engine = config.critic if role == "critic" else config.actor
+    return get_frozen_engines(config).get(role, engine).layout
+
+
+def _assign_bundles(plan: PoolPlan, start: int, gpus_per_node: int) -> Iterator[int]:
+    """Yield the GPUs of a pool; a bundle is on one node unless it is larger."""
+    size = plan.devices_per_bundle
+    for _ in range(plan.num_bundles):
+        left = -start % gpus_per_node
+        if left < size <= gpus_per_node:
+            start += left
+        yield from range(start, start + size)
+        start += size
+
+
+def list_node_roles(config: RLConfig, gpus_per_node: int) -> Iterator[tuple[str, str]]:
+    """Yield the roles of each node: ("node 3", "actor 24-31 (pp 1); rollout server 3")."""
+    role_gpus = assign_gpus(config, gpus_per_node)
+    last = max(gpus[-1] for gpus in role_gpus.values())
+    for node in range(last // gpus_per_node + 1):
+        parts = []
+        for role, gpus in role_gpus.items():
+            ranks = [rank for rank, gpu in enumerate(gpus) if gpu // gpus_per_node == node]
+            if ranks:
+                parts.append(f"{role} {_describe_ranks(config, role, ranks)}")
+        yield f"node {node}", "; ".join(parts) or "nothing"
+
+
+def _describe_ranks(config: RLConfig, role: str, ranks: list[int]) -> str:
+    """Describe consecutive ranks, as servers and workers or with their pipeline stages."""
+    first, last = ranks[0], ranks[-1]
+    if servers := get_server_config(config, role):
+        tp = servers.tp
+        if first // tp < last // tp:
+            return f"servers {first // tp}-{last // tp}"
+        workers = f", workers {_format_range(first % tp, last % tp)}" if tp > 1 else ""
+        return f"server {first // tp}{workers}"
+    text = _format_range(first, last)
+    layout = _get_layout(config, role)
+    if layout.pp > 1:
+        stage = layout.world_size // layout.pp
+        text += f" (pp {_format_range(first // stage, last // stage)})"
+    return text
+
+
+def compute_sync_traffic(config: RLConfig, model: HFConfig, gpus_per_node: int) -> SyncTraffic:
+    """Return the traffic of a weight sync, from the transfer plan that the ranks would make.
+
+    Raises:
+        ConfigError: The layouts do not fit the model.
+    """
+    engine, role_gpus = config.actor, assign_gpus(config, gpus_per_node)
+    training, generation = role_gpus["actor"], role_gpus["rollout"]
+    domains = None
+    if are_colocated(config.placement, "actor", "rollout"):
+        domains = MemoryDomains(
+            tuple(map(str, training)), tuple(map(str, generation)), gpus_per_node
+        )
+    num_mtp = get_family(model).num_mtp_layers(model) if engine.mtp_loss_coef else 0
+    layout = build_generation_layout(config.rollout, config.rollout.num_servers)
+    spec = TransferSpec(engine.layout, num_mtp, layout, config.model.dtype, config.weight_sync)
+    plan = plan_transfer(spec, model, ITEMSIZES[config.model.dtype], domains)
+    local = in_node = 0
+    received, sent = Counter[int](), Counter[int]()
+    for source, target, num_bytes in plan.list_transfers():
+        receiver, sender = generation[target], training[source]
+        if receiver == sender:
+            local += num_bytes
+            continue
+        received[receiver] += num_bytes
+        sent[sender] += num_bytes
+        in_node += num_bytes * (receiver // gpus_per_node == sender // gpus_per_node)
+    most = (max(counts.values(), default=0) for counts in (received, sent))
+    return SyncTraffic(sum(received.values()), in_node, local, *most)

@@ -1,4 +1,7 @@
-"""How a started job reports why it failed."""
+"""Failure of a started job: one line for the terminal, tracebacks in a file.
+
+Imports neither torch nor Ray: the command line and conversion workers import it.
+"""
 
 from __future__ import annotations
 
@@ -11,15 +14,16 @@ from mcore_rl.controller.process_cleanup import RunStopped, wait_if_ray_died
 
 
 class RunFailed(RuntimeError):
-    """A run failed; the message is one line that names the file with the traceback."""
+    """A run failed; the message is one line that names the file with the tracebacks."""
 
 
 @contextmanager
 def summarize_failure(trace_file: Path, *untouched: type[Exception]) -> Iterator[None]:
-    """Turn an error into RunFailed, one line; write its traces, remote ones included, to a file.
+    """Raise errors as RunFailed, in one line; write tracebacks, remote ones included, to a file.
 
-    Every error but those `untouched`: a defect of ours ends a run that has started as a dead rank
-    does. Of a RunFailed, which has its line, the traces are written as far as that is possible.
+    Args:
+        untouched: Error types that pass unchanged. RunStopped always does; a RunFailed keeps its
+            message, and its tracebacks are written.
     """
     try:
         yield
@@ -30,24 +34,24 @@ def summarize_failure(trace_file: Path, *untouched: type[Exception]) -> Iterator
         full = _write_traces(trace_file, error)
         if isinstance(error, RunFailed):
             raise
-        told = f"no disk space for the traceback: {full}" if full else f"traceback: {trace_file}"
-        raise RunFailed(f"{_summarize(error)} ({told})") from error
+        note = f"no disk space for the traceback: {full}" if full else f"traceback: {trace_file}"
+        raise RunFailed(f"{_summarize(error)} ({note})") from error
 
 
 def _write_traces(trace_file: Path, error: Exception) -> OSError | None:
-    """Return why the file cannot be written; None where it is there."""
+    """Return why the file cannot be written; None if it is."""
     try:
         trace_file.parent.mkdir(parents=True, exist_ok=True)
-        aside = trace_file.with_name(f".{trace_file.name}.partial")
-        aside.write_text("".join(traceback.format_exception(error)))
-        aside.replace(trace_file)
+        partial = trace_file.with_name(f".{trace_file.name}.partial")
+        partial.write_text("".join(traceback.format_exception(error)))
+        partial.replace(trace_file)
     except OSError as full:
         return full
     return None
 
 
 def _summarize(error: Exception) -> str:
-    """The first line of what an error says; with its type where it is not an error of ours."""
+    """Return the first line of an error's message, with its type unless the error is ours."""
     first, kind = str(error).strip().partition("\n")[0], type(error)
     is_ours = kind.__module__.startswith("mcore_rl.") or kind is RuntimeError
     return first if first and is_ours else f"{kind.__name__}: {first}".removesuffix(": ")

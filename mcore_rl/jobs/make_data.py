@@ -1,4 +1,4 @@
-"""Files to train on, from what publishers of data sets ship and from built-in tasks."""
+"""`mcore-rl data`: data files from published data sets and from built-in tasks."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ from mcore_rl.data.publishers import PUBLISHERS, Publisher, RowSkipped, Values
 from mcore_rl.jobs.failure import RunFailed
 from mcore_rl.jobs.tasks import TASKS
 
-GROUP_ROWS = 1000  # of a row group: what a reader of one row has to read
+GROUP_ROWS = 1000  # rows of a row group, which a reader of one row reads
 
 
 def make_published(
     name: str, inputs: Sequence[Path], output: Path, instruction: str | None = None
 ) -> None:
-    """One parquet file from files of the publisher `name`, which are read one after the other.
+    """Write one parquet file from the files of a publisher, in their order.
 
     Raises:
-        ConfigError: an input is not what the publisher ships, or `output` exists.
-        RunFailed: the file cannot be written. In both cases nothing is left.
+        ConfigError: An input is not what the publisher ships, or `output` exists.
+        RunFailed: The file cannot be written. In both cases nothing is left.
     """
     publisher = PUBLISHERS[name]
     if output.suffix != ".parquet":
@@ -45,22 +45,24 @@ def make_published(
     if not output.parent.is_dir():
         raise ConfigError(f"--output={str(output)!r}: there is no folder {output.parent}")
     added = publisher.instruction if instruction is None else instruction
-    left_out: Counter[str] = Counter()
+    dropped: Counter[str] = Counter()
     try:
         with TemporaryDirectory(dir=output.parent, prefix=".", suffix=".partial") as folder:
-            opened = [_opened(path, Path(folder)) for path in inputs]
-            made = _made(publisher, chain.from_iterable(opened), added or "", left_out)
-            num_rows = _written(made, publisher, Path(folder) / output.name)
+            sources = [_open_input(path, Path(folder)) for path in inputs]
+            rows = _convert_rows(publisher, chain.from_iterable(sources), added or "", dropped)
+            num_rows = _write_rows(rows, publisher, Path(folder) / output.name)
             if not num_rows:
-                raise ConfigError(f"--output={str(output)!r}: no row is left; {_told(left_out)}")
+                note = _describe_dropped(dropped)
+                raise ConfigError(f"--output={str(output)!r}: no row is left; {note}")
             (Path(folder) / output.name).rename(output)
     except OSError as error:
         raise RunFailed(f"--output={str(output)!r} cannot be written: {error}") from error
-    print(f"{output}: {num_rows} of {sum(map(len, opened))} rows; {_told(left_out)}")
+    total = sum(map(len, sources))
+    print(f"{output}: {num_rows} of {total} rows; {_describe_dropped(dropped)}")
 
 
 def make_task(name: str, output: Path, seed: int, worked_share: float) -> None:
-    """The folder of a built-in task: model, training and held-out prompts, supervised examples."""
+    """Make a built-in task: model, training and held-out prompts, supervised examples."""
     check_between("--seed", seed, 0, MAX_SEED)
     check_between("--worked-share", worked_share, 0, 1)
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
@@ -75,7 +77,7 @@ def make_task(name: str, output: Path, seed: int, worked_share: float) -> None:
 
 
 class _JsonFiles(RowSource):
-    """A JSON object a file, as MATH was first published: train/algebra/1.json."""
+    """Source with one JSON object per file, as in the first release of MATH."""
 
     def __init__(self, files: Sequence[Path]) -> None:
         super().__init__("--input")
@@ -89,14 +91,14 @@ class _JsonFiles(RowSource):
         return Row(f"--input={str(path)!r}", 0, read_json_object(path))
 
 
-def _opened(path: Path, folder: Path) -> RowSource:
-    """An input: what `open_rows` opens, JSONL that is compressed, or a folder of JSON files."""
+def _open_input(path: Path, folder: Path) -> RowSource:
+    """Open what `open_rows` opens, compressed JSONL (unpacked to `folder`) or JSON files."""
     if path.name.endswith(".jsonl.gz"):
         check_exists("--input", path)
         unpacked = folder / f"{len(list(folder.iterdir()))}.jsonl"
         try:
-            with gzip.open(path) as packed, unpacked.open("wb") as file:
-                shutil.copyfileobj(packed, file)
+            with gzip.open(path) as archive, unpacked.open("wb") as file:
+                shutil.copyfileobj(archive, file)
         except (OSError, EOFError, zlib.error) as error:
             raise ConfigError(f"--input={str(path)!r} cannot be unpacked: {error}") from error
         return open_file(unpacked, f"--input={str(path)!r}")
@@ -107,27 +109,28 @@ def _opened(path: Path, folder: Path) -> RowSource:
     return open_rows(path, "--input")
 
 
-def _made(
-    publisher: Publisher, rows: Iterable[Row], instruction: str, left_out: Counter[str]
+def _convert_rows(
+    publisher: Publisher, rows: Iterable[Row], instruction: str, dropped: Counter[str]
 ) -> Iterator[Values]:
+    """Yield the converted rows; count dropped rows by reason."""
     answers: dict[bytes, str] = {}  # by the digest of a prompt
     for row in rows:
         try:
-            made = publisher.make(row, instruction)
+            values = publisher.make(row, instruction)
             if publisher.is_repeated:
-                prompt = hashlib.sha256(json.dumps(made["messages"]).encode()).digest()
+                prompt = hashlib.sha256(json.dumps(values["messages"]).encode()).digest()
                 if prompt in answers:
-                    is_same = answers[prompt] == made["answer"]
+                    is_same = answers[prompt] == values["answer"]
                     raise RowSkipped(f"prompt seen before, {'same' if is_same else 'other'} answer")
-                answers[prompt] = made["answer"]
+                answers[prompt] = values["answer"]
         except RowSkipped as reason:
-            left_out[str(reason)] += 1
+            dropped[str(reason)] += 1
         else:
-            yield made
+            yield values
 
 
-def _written(rows: Iterator[Values], publisher: Publisher, path: Path) -> int:
-    """Rows in groups that are read as a whole; returns how many."""
+def _write_rows(rows: Iterator[Values], publisher: Publisher, path: Path) -> int:
+    """Write rows in row groups; return their number."""
     schema, num_rows = pa.schema(publisher.columns), 0
     with pq.ParquetWriter(path, schema, compression="zstd") as writer:
         while group := list(islice(rows, GROUP_ROWS)):
@@ -136,6 +139,6 @@ def _written(rows: Iterator[Values], publisher: Publisher, path: Path) -> int:
     return num_rows
 
 
-def _told(left_out: Counter[str]) -> str:
-    told = ", ".join(f"{count} ({reason})" for reason, count in left_out.most_common())
-    return f"left out: {told or 'none'}"
+def _describe_dropped(dropped: Counter[str]) -> str:
+    reasons = ", ".join(f"{count} ({reason})" for reason, count in dropped.most_common())
+    return f"left out: {reasons or 'none'}"

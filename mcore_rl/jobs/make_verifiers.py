@@ -1,4 +1,4 @@
-"""The tasks of an environment of verifiers, as rows that mcore-rl trains on."""
+"""`mcore-rl data verifiers`: the tasks of a verifiers environment as training rows."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ _SCHEMA = pa.schema(
 @dataclass(frozen=True, slots=True)
 class TaskRange:
     skip: int = 0
-    limit: int | None = None  # None: all that there are
+    limit: int | None = None  # None: all tasks
 
 
 def make_verifiers(settings: VerifiersSettings, tasks: TaskRange, output: Path) -> None:
-    """One parquet file: each task's prompt as messages, and the task itself as JSON.
+    """Write one parquet file with the prompt of each task as messages, and the task as JSON.
 
     Raises:
-        ConfigError: the environment cannot be loaded, a prompt is no text, or `output` exists.
-        RunFailed: the file cannot be written. In both cases nothing is left.
+        ConfigError: The environment cannot be loaded, a prompt is no text, or `output` exists.
+        RunFailed: The file cannot be written. In both cases nothing is left.
     """
     check_at_least("--skip", tasks.skip, 0)
     if tasks.limit is not None:
@@ -51,11 +51,11 @@ def make_verifiers(settings: VerifiersSettings, tasks: TaskRange, output: Path) 
         )
     try:
         with TemporaryDirectory(dir=output.parent, prefix=".", suffix=".partial") as folder:
-            made = Path(folder) / output.name
-            num_rows = asyncio.run(_written(settings, tasks, made))
+            file = Path(folder) / output.name
+            num_rows = asyncio.run(_write_tasks(settings, tasks, file))
             if not num_rows:
                 raise ConfigError(f"{settings.environment!r} has no task after --skip={tasks.skip}")
-            made.rename(output)
+            file.rename(output)
     except BridgeError as error:
         raise ConfigError(f"--environment: {' '.join(str(error).split())}") from error
     except OSError as error:
@@ -63,36 +63,41 @@ def make_verifiers(settings: VerifiersSettings, tasks: TaskRange, output: Path) 
     print(f"{output}: {num_rows} tasks of {settings.environment!r}")
 
 
-async def _written(settings: VerifiersSettings, tasks: TaskRange, path: Path) -> int:
+async def _write_tasks(settings: VerifiersSettings, tasks: TaskRange, path: Path) -> int:
+    """Write the tasks to a parquet file; return their number."""
     num_rows = 0
     process = BridgeProcess(settings, max_turns=1)
     try:
         with pq.ParquetWriter(path, _SCHEMA, compression="zstd") as writer:
-            async for rows in _read(process, tasks):
-                found = [_row(row, number) for number, row in enumerate(rows, num_rows)]
-                writer.write_table(pa.Table.from_pylist(found, schema=_SCHEMA))
-                num_rows += len(found)
+            async for group in _read_tasks(process, tasks):
+                rows = [_convert_task(task, number) for number, task in enumerate(group, num_rows)]
+                writer.write_table(pa.Table.from_pylist(rows, schema=_SCHEMA))
+                num_rows += len(rows)
     finally:
         await process.close()
     return num_rows
 
 
-async def _read(process: BridgeProcess, tasks: TaskRange) -> AsyncIterator[list[dict[str, Any]]]:
+async def _read_tasks(
+    process: BridgeProcess, tasks: TaskRange
+) -> AsyncIterator[list[dict[str, Any]]]:
+    """Yield the tasks in groups of up to GROUP_ROWS."""
     left = tasks.limit
     while left != 0:
         num = GROUP_ROWS if left is None else min(GROUP_ROWS, left)
-        found = await process.ask("tasks", skip=tasks.skip, num=num)
-        if "error" in found:
-            raise ConfigError(f"--environment: its tasks cannot be read: {found['error']}")
-        rows: list[dict[str, Any]] = found["tasks"]
-        if not rows:
+        reply = await process.ask("tasks", skip=tasks.skip, num=num)
+        if "error" in reply:
+            raise ConfigError(f"--environment: its tasks cannot be read: {reply['error']}")
+        group: list[dict[str, Any]] = reply["tasks"]
+        if not group:
             return
-        yield rows
-        left = None if left is None else left - len(rows)
+        yield group
+        left = None if left is None else left - len(group)
 
 
-def _row(row: dict[str, Any], number: int) -> dict[str, Any]:
-    messages = row["messages"]
+def _convert_task(task: dict[str, Any], number: int) -> dict[str, Any]:
+    """Return the row of a task; check that its prompt is text."""
+    messages = task["messages"]
     if not messages:
         raise ConfigError(f"task {number} has no prompt; allowed: environments that begin with one")
     for message in messages:
@@ -100,4 +105,4 @@ def _row(row: dict[str, Any], number: int) -> dict[str, Any]:
             raise ConfigError(
                 f"task {number} has the message {str(message)[:200]} in its prompt; allowed: text"
             )
-    return {"messages": messages, "answer": "", TASK: row[TASK]}
+    return {"messages": messages, "answer": "", TASK: task[TASK]}

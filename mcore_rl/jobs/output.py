@@ -1,4 +1,4 @@
-"""What a run leaves in its folder, and what it shows while it goes on."""
+"""The output folder of a run: who may use it, what a run writes there, which model it left."""
 
 from __future__ import annotations
 
@@ -10,16 +10,27 @@ import socket
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
-from mcore_rl.checkpoint.run_checkpoints import RunCheckpoint, list_steps
+from mcore_rl.checkpoint.run_checkpoints import RunCheckpoint, format_name, list_steps
+from mcore_rl.config.checks import check_exists
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.config.schema import Layout, RLConfig, TrainConfig
+from mcore_rl.config.json_file import read_json_object
+from mcore_rl.config.resolve import list_test_files
+from mcore_rl.config.schema import (
+    EvalConfig,
+    ModelConfig,
+    RLConfig,
+    RMConfig,
+    RolloutConfig,
+    TrainConfig,
+)
 from mcore_rl.controller.process_cleanup import clean_up_on_exit
-from mcore_rl.data.sample_tables import resume_tables
+from mcore_rl.data.sample_tables import list_tables, resume_tables
+from mcore_rl.data.tasks.prepared import prepared
 from mcore_rl.jobs.failure import RunFailed
-from mcore_rl.jobs.next_commands import CHECKPOINT, list_next_commands
 from mcore_rl.observability.console import (
     MeanWithError,
     StepProgress,
@@ -28,46 +39,55 @@ from mcore_rl.observability.console import (
     show_line,
 )
 from mcore_rl.observability.metrics import METRICS_FILE, MetricsLogger, Report, read_metrics
-from mcore_rl.observability.process import list_versions
+from mcore_rl.observability.process import list_versions, wrap_command
 from mcore_rl.observability.trackers import TrackedRun
 
-STARTED = "config.json"  # the first thing that a run writes, when it has been checked
-# Says who has the folder. After a SIGKILL the scope of the run removes it, by this name.
+CHECKPOINT = "checkpoint"  # folder of the final weights
+_SET = "data.sets.NAME=FILE"
+_EVALUATED_ALIKE = (
+    "data.prompt_column", "data.answer_column", "data.tools_column", "data.max_prompt_tokens",
+    "rollout.max_response_tokens", "rollout.tp", "rollout.kv_cache_bytes", "reward.name",
+)  # fmt: skip
+STARTED = "config.json"  # the first file of a run, written when its inputs have been checked
+# Names the process that has the folder. After a SIGKILL the run scope removes it, by this name.
 _LOCK = ".lock.partial"
-TRACES = "error.txt"  # in the folder of logs: why the run has failed
-LOGS = "logs"  # the folder for what ranks print, and for Ray's own logs
-ATTEMPT = "MCORE_RL_ATTEMPT"  # which start of the run this is, where a launch script counts them
-_BEFORE_STARTED = {LOGS, "task"}  # what may be there before it, of a run that was killed
-SUMMARY = "summary.json"  # the last thing
+TRACES = "error.txt"  # in the log folder: tracebacks of a failed run
+LOGS = "logs"  # folder of the output of ranks and of Ray's logs
+ATTEMPT = "MCORE_RL_ATTEMPT"  # number of this start of the run, set by launch scripts
+_BEFORE_STARTED = {LOGS, "task"}  # entries that a run may leave if it is killed before config.json
+SUMMARY = "summary.json"  # the last file of a run
 
 
-# Takes a folder, what it holds, its setting and `resume`; raises ConfigError.
+# Takes a folder, the names in it, output_dir and `resume`; raises ConfigError.
 CheckContent = Callable[[Path, set[str], str, str], None]
 
 
 class OutputError(RunFailed):
-    """What a run tells about itself could not be written."""
+    """Metrics or the summary of a run could not be written."""
 
 
 @dataclass(frozen=True, slots=True)
-class Claim:
-    """A folder, and the descriptor of the lock on it: whoever holds that keeps other runs out."""
+class RunLock:
+    """An output folder and its lock. The lock lasts until all processes have closed `fd`."""
 
     folder: Path
-    lock: int
+    fd: int  # descriptor of the lock file
 
 
 @contextmanager
-def exclusive_run_dir(
+def lock_run_dir(
     output_dir: str, resume: str = "never", check: CheckContent | None = None
-) -> Iterator[Claim]:
-    """A folder for a run, new or empty but for one that goes on in it, which `check` says.
+) -> Iterator[RunLock]:
+    """Make and lock the output folder of a run.
 
-    One that was new or empty is so again at the end when no RunOutput was made in it.
+    A folder that was new or empty is restored at the end if no RunOutput was made in it.
+
+    Args:
+        check: Checks the content of the folder. By default it must be empty, or hold the run that
+            `resume` continues.
 
     Raises:
-        ConfigError: it cannot be made, another run has it, or it holds what `resume` does not go
-            on from.
+        ConfigError: The folder cannot be made, another run has it, or `check` refused its content.
     """
     folder = Path(output_dir)
     missing = [place for place in (folder, *folder.parents) if not place.exists()]
@@ -79,24 +99,24 @@ def exclusive_run_dir(
             f"output_dir={output_dir!r} cannot be made: {error.strerror}; allowed: a new folder"
         ) from error
     try:
-        with _locked(file, folder, output_dir):
-            held = {entry.name for entry in folder.iterdir()} - {_LOCK}
+        with _hold_lock(file, folder, output_dir):
+            names = {entry.name for entry in folder.iterdir()} - {_LOCK}
             if ATTEMPT in os.environ:
-                held -= {LOGS}  # of a launch script, which writes there before the run
-            (check or _check_content)(folder, held, output_dir, resume)
+                names -= {LOGS}  # a launch script writes there before the run starts
+            (check or _check_content)(folder, names, output_dir, resume)
             is_refused = False
             try:
-                yield Claim(folder, file)
+                yield RunLock(folder, file)
             except ConfigError:
                 is_refused = True
                 raise
             finally:
                 has_logs = (folder / LOGS).exists() and not is_refused
-                if not held and not has_logs and not (folder / STARTED).exists():
-                    _empty(folder)
+                if not names and not has_logs and not (folder / STARTED).exists():
+                    _remove_content(folder)
     finally:
         os.close(file)
-        with suppress(OSError):  # there is something in it
+        with suppress(OSError):  # not empty
             for place in missing:
                 place.rmdir()
 
@@ -104,16 +124,14 @@ def exclusive_run_dir(
 def inspect_run_dir(
     output_dir: str, resume: str, check: CheckContent | None = None
 ) -> tuple[Path, list[str]]:
-    """Return the folder that a run would have, and a line if the run would be refused that folder.
-
-    A run may have it, or have left something in it.
+    """Return the output folder of a planned run, and a line if the run would be refused.
 
     Raises:
-        ConfigError: it cannot be made.
+        ConfigError: The folder cannot be made.
     """
     folder = Path(output_dir)
     try:
-        with exclusive_run_dir(output_dir, resume, check):
+        with lock_run_dir(output_dir, resume, check):
             return folder, []
     except ConfigError as error:
         if not folder.is_dir():
@@ -121,40 +139,41 @@ def inspect_run_dir(
         return folder, [f"the run will be refused: {error}"]
 
 
-def job_scope(folder: Path, lock: int) -> AbstractContextManager[Path]:
-    """The run scope of a job in a folder: what nobody else can tell of its end is in error.txt."""
-    logs = log_dir(folder)
-    return clean_up_on_exit(folder, logs=logs / "ray", locks=[lock], trace_file=logs / TRACES)
+def open_job_scope(run_lock: RunLock) -> AbstractContextManager[Path]:
+    """Open the run scope of a job, which writes to error.txt if the job is killed."""
+    logs = get_log_dir(run_lock.folder)
+    folder, locks = run_lock.folder, [run_lock.fd]
+    return clean_up_on_exit(folder, logs=logs / "ray", locks=locks, trace_file=logs / TRACES)
 
 
-def _check_content(folder: Path, held: set[str], output_dir: str, resume: str) -> None:
-    """Raise ConfigError when a run may not begin, or go on, in a folder that holds this."""
+def _check_content(folder: Path, names: set[str], output_dir: str, resume: str) -> None:
+    """Raise ConfigError if a run may not start, or resume, in a folder with these entries."""
     is_path = resume not in ("never", "auto")
-    if not held or (is_path and folder.absolute() in Path(resume).absolute().parents):
+    if not names or (is_path and folder.absolute() in Path(resume).absolute().parents):
         return
-    told = f"output_dir={output_dir!r} is not empty"
+    problem = f"output_dir={output_dir!r} is not empty"
     if resume != "auto":
-        hint = ", or resume='auto' to go on with the run in it" if "checkpoints" in held else ""
-        raise ConfigError(f"{told}; allowed: a new folder{hint}")
-    others = {name for name in held if not name.endswith(".partial")} - _BEFORE_STARTED
-    if STARTED not in held and others:
-        raise ConfigError(f"{told} and holds no run: it has no {STARTED}; allowed: a new folder")
-    if held & {CHECKPOINT, SUMMARY} and not list_steps(folder / "checkpoints"):
+        hint = ", or resume='auto' to go on with the run in it" if "checkpoints" in names else ""
+        raise ConfigError(f"{problem}; allowed: a new folder{hint}")
+    files = {name for name in names if not name.endswith(".partial")} - _BEFORE_STARTED
+    if STARTED not in names and files:
+        raise ConfigError(f"{problem} and holds no run: it has no {STARTED}; allowed: a new folder")
+    if names & {CHECKPOINT, SUMMARY} and not list_steps(folder / "checkpoints"):
         raise ConfigError(
-            f"{told}: a run has ended in it that has left no training checkpoints "
+            f"{problem}: a run has ended in it that has left no training checkpoints "
             "(trainer.save_every); allowed: a new folder"
         )
 
 
-def log_dir(folder: Path) -> Path:
-    """Of the run in `folder`; each attempt of a launch script has one of its own."""
+def get_log_dir(folder: Path) -> Path:
+    """Return the log folder of the run in `folder`; a launch script has one per attempt."""
     attempt = os.environ.get(ATTEMPT)
     return folder / LOGS / f"attempt_{attempt}" if attempt else folder / LOGS
 
 
 @contextmanager
-def _locked(file: int, folder: Path, output_dir: str) -> Iterator[None]:
-    """The lock is the kernel's: it goes with the last process that has the file open."""
+def _hold_lock(file: int, folder: Path, output_dir: str) -> Iterator[None]:
+    """Lock a file with flock, which lasts until the last process with the file open ends."""
     in_use = f"output_dir={output_dir!r} is in use by "
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -181,7 +200,7 @@ def _locked(file: int, folder: Path, output_dir: str) -> Iterator[None]:
         path.unlink(missing_ok=True)
 
 
-def _empty(folder: Path) -> None:
+def _remove_content(folder: Path) -> None:
     for entry in folder.iterdir():
         if entry.is_dir():
             shutil.rmtree(entry, ignore_errors=True)
@@ -190,28 +209,28 @@ def _empty(folder: Path) -> None:
 
 
 class RunOutput:
-    """The folder of one run: config.json, metrics.jsonl, tensorboard/, a picture, summary.json."""
+    """Writer of a run's folder: config.json, metrics.jsonl, tensorboard/, plot, summary.json."""
 
     def __init__(
         self, folder: Path, config: RLConfig | TrainConfig, resumed: RunCheckpoint | None = None
     ) -> None:
-        """With `resumed` it goes on where the run was that has written it."""
+        """`resumed` is the checkpoint that the run continues from."""
         self.folder = folder
-        log_dir(folder).mkdir(parents=True, exist_ok=True)
-        self._config, self._layout = config, _layout(config)
+        get_log_dir(folder).mkdir(parents=True, exist_ok=True)
+        self._config = config
         rows: list[dict[str, Any]] = []
-        self.results: dict[str, Any] = {}  # for the summary
+        self.results: dict[str, Any] = {}  # entries of the summary
         if resumed is not None:
             rows = [
                 row
                 for row in read_metrics(resumed.run / METRICS_FILE)
-                if self._is_kept(row, resumed.step)
+                if self._is_before_resume(row, resumed.step)
             ]
             self.results |= resumed.state["results"]
-            # What the run left when it ended before; it goes on now.
+            # The run may have ended before.
             (folder / SUMMARY).unlink(missing_ok=True)
             shutil.rmtree(folder / CHECKPOINT, ignore_errors=True)
-            if resumed.run != folder.absolute():  # of "auto", after a start that saved nothing
+            if resumed.run != folder.absolute():  # resume="auto" after a start that saved nothing
                 config = replace(config, resume=str(resumed.path))
         resume_tables(folder, *((resumed.step, resumed.run) if resumed else (-1, folder)))
         tracked = TrackedRun(folder, config.trainer.tracker_project, asdict(config))
@@ -221,7 +240,10 @@ class RunOutput:
 
     @contextmanager
     def progress(self, phase: str, num_steps: int) -> Iterator[Report]:
-        """A live display of a phase; each report is shown and recorded, or raises OutputError."""
+        """Display a phase live; yield the function that records and shows a step's metrics.
+
+        That function raises OutputError if the metrics cannot be written.
+        """
         title = phase.replace("_", " ")
         with StepProgress(title, num_steps) as display:
 
@@ -235,49 +257,56 @@ class RunOutput:
 
             def show(step: int, metrics: dict[str, float]) -> None:
                 self._sinks.write(step, metrics, phase)
-                display.update(step, self._shown(metrics))
+                display.update(step, self._summarize_step(metrics))
 
             yield report
 
-    def _shown(self, metrics: Mapping[str, float]) -> StepReport | str:
-        """What is worth seeing of a step."""
+    def _summarize_step(self, metrics: Mapping[str, float]) -> StepReport | str:
+        """Return what the display shows of a step."""
         if "reward" not in metrics:
             return f"loss {metrics['loss']:.3f}"
         self._rewards.append(metrics["reward"])
-        if "max_logprob_gap" in metrics:  # not of a step that trusts the servers
-            self.compared(metrics)
-        return _step_report(metrics)
+        if "max_logprob_gap" in metrics:  # absent if the step uses the servers' log-probs
+            self.record_gap(metrics)
+        return StepReport(
+            reward=metrics["reward"],
+            response_tokens=metrics["response_tokens"],
+            generate_s=metrics["time/generate_s"],
+            train_s=metrics.get("time/log_probs_s", 0.0) + metrics.get("time/update_s", 0.0),
+            sync_s=metrics["time/weight_sync_s"],
+            tokens_per_s=metrics["tokens_per_s"],
+        )
 
-    def _is_kept(self, row: Mapping[str, Any], step: int) -> bool:
-        """Whether a row is of the warm start, or of a step up to this one."""
+    def _is_before_resume(self, row: Mapping[str, Any], step: int) -> bool:
+        """Return whether a metrics row is of the warm start, or of a step up to `step`."""
         return "reward" not in row or bool(row["step"] <= step)
 
-    def compared(self, gaps: Mapping[str, float]) -> None:
-        """Keep the largest log-prob gap between trainer and rollout of the whole run.
+    def record_gap(self, gaps: Mapping[str, float]) -> None:
+        """Keep the largest log-prob gap between trainer and rollout of the run.
 
-        `gaps` is empty where no token was compared.
+        `gaps` is empty if no token was compared.
         """
         if gaps:
             largest = self.results.get("max_logprob_gap", 0.0)
             self.results["max_logprob_gap"] = max(gaps["max_logprob_gap"], largest)
 
-    def evaluated(self, when: str, found: Mapping[str, Mapping[str, float]]) -> None:
-        """Record metrics of held-out sets, by name; `when` is "before" or "after"."""
-        self.results["evaluation"] = self.results.get("evaluation", {}) | {when: found}
+    def record_evaluation(self, when: str, metrics: Mapping[str, Mapping[str, float]]) -> None:
+        """Record metrics of held-out sets, by set; `when` is "before" or "after"."""
+        self.results["evaluation"] = self.results.get("evaluation", {}) | {when: metrics}
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Record metrics of training that come of no step of it."""
+        """Write metrics outside of a training step, such as those of an evaluation."""
         self._sinks.write(step, metrics)
 
-    def record(self, name: str, value: Any) -> None:
-        """Put an entry of its own into the summary."""
+    def record_result(self, name: str, value: Any) -> None:
+        """Add an entry to the summary."""
         self.results[name] = value
 
     def finish(self, *, peak_memory_bytes: int, wall_s: float) -> None:
-        """Write the picture and the summary, and print the table.
+        """Write the plot and the summary, and print the table.
 
         Raises:
-            OutputError: the disk is full, say. All else that the run leaves is there.
+            OutputError: They cannot be written, such as on a full disk. The weights are there.
         """
         try:
             self._finish(peak_memory_bytes, wall_s)
@@ -290,7 +319,7 @@ class RunOutput:
     def _finish(self, peak_memory_bytes: int, wall_s: float) -> None:
         from mcore_rl.observability.plots import plot_reward_curve  # slow to import: matplotlib
 
-        rows = held_out_rows(self.results.get("evaluation", {}))
+        rows = list_held_out_rows(self.results.get("evaluation", {}))
         self._sinks.check_place()
         self._sinks.close()
         name, before, after = rows[0] if rows else ("", None, None)
@@ -306,13 +335,15 @@ class RunOutput:
         self._write_summary(peak_memory_bytes, wall_s)
 
     def _write_summary(self, peak_memory_bytes: int, wall_s: float) -> None:
-        """The last thing that a run writes and shows."""
+        """Write and print the summary, the last output of a run."""
+        config = self._config
+        layout = config.engine.layout if isinstance(config, TrainConfig) else config.actor.layout
         summary = {
             **self.results,
             "peak_memory_bytes": peak_memory_bytes,
             "wall_s": round(wall_s, 1),
             "seed": self._config.seed,
-            "layout": asdict(self._layout),
+            "layout": asdict(layout),
             "versions": list_versions(),
         }
         write_json(self.folder / SUMMARY, summary)
@@ -322,59 +353,139 @@ class RunOutput:
             show_line(line)
 
 
-class TrainOutput(RunOutput):
-    """Of a run that trains on examples, without rewards."""
+class SupervisedOutput(RunOutput):
+    """Output of a supervised job, which has no rewards."""
 
-    def _shown(self, metrics: Mapping[str, float]) -> str:
+    def _summarize_step(self, metrics: Mapping[str, float]) -> str:
         names = [name for name in ("loss", "accuracy", "margin") if name in metrics]
         shown = [f"{name} {metrics[name]:.3f}" for name in names]
         rates = f"lr {metrics['lr']:.2g}  {metrics['tokens_per_s']:,.0f} tok/s"
         return "  ".join([*shown, f"norm {metrics['grad_norm']:.2f}", rates])
 
-    def _is_kept(self, row: Mapping[str, Any], step: int) -> bool:
+    def _is_before_resume(self, row: Mapping[str, Any], step: int) -> bool:
         return bool(row["step"] <= step)
 
     def _finish(self, peak_memory_bytes: int, wall_s: float) -> None:
         self._sinks.check_place()
         self._sinks.close()
-        if rows := held_out_rows(self.results.get("evaluation", {})):
+        if rows := list_held_out_rows(self.results.get("evaluation", {})):
             print_before_after("Held out", rows)
         self._write_summary(peak_memory_bytes, wall_s)
 
 
-def held_out_rows(
-    found: Mapping[str, Mapping[str, Mapping[str, float]]],
+def list_held_out_rows(
+    evaluation: Mapping[str, Mapping[str, Mapping[str, float]]],
 ) -> list[tuple[str, MeanWithError | None, MeanWithError]]:
-    """Of each set its loss and its accuracy or, where it has neither, the mean reward."""
-    before, after, rows = found.get("before", {}), found.get("after", {}), []
+    """Return loss and accuracy of each held-out set, before and after; else its mean reward."""
+    before, after, rows = evaluation.get("before", {}), evaluation.get("after", {}), []
     for name, metrics in after.items():
         for kind in [kind for kind in ("loss", "accuracy") if kind in metrics] or ["reward"]:
             title = f"{kind} ({name})" if len(after) > 1 else kind
-            was = _measured(before[name], kind) if name in before else None
-            rows.append((title, was, _measured(metrics, kind)))
+            first = _get_measured(before[name], kind) if name in before else None
+            rows.append((title, first, _get_measured(metrics, kind)))
     return rows
 
 
-def _measured(metrics: Mapping[str, float], kind: str) -> MeanWithError:
+def _get_measured(metrics: Mapping[str, float], kind: str) -> MeanWithError:
     return MeanWithError(metrics[kind], metrics[f"{kind}_stderr"], kind == "accuracy")
 
 
-def _layout(config: RLConfig | TrainConfig) -> Layout:
-    return config.engine.layout if isinstance(config, TrainConfig) else config.actor.layout
-
-
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
-    aside = path.with_name(f".{path.name}.partial")
-    aside.write_text(json.dumps(value, indent=2) + "\n")
-    aside.replace(path)
+    """Write a JSON file atomically."""
+    partial = path.with_name(f".{path.name}.partial")
+    partial.write_text(json.dumps(value, indent=2) + "\n")
+    partial.replace(path)
 
 
-def _step_report(metrics: Mapping[str, float]) -> StepReport:
-    return StepReport(
-        reward=metrics["reward"],
-        response_tokens=metrics["response_tokens"],
-        generate_s=metrics["time/generate_s"],
-        train_s=metrics.get("time/log_probs_s", 0.0) + metrics.get("time/update_s", 0.0),
-        sync_s=metrics["time/weight_sync_s"],
-        tokens_per_s=metrics["tokens_per_s"],
-    )
+# Commands to run after a run
+
+
+def list_next_commands(folder: Path, config: RLConfig | TrainConfig) -> list[str]:
+    """Return lines with commands to paste into a shell; long commands are wrapped."""
+    lines: list[str] = []
+    for words in _list_commands(folder, config):
+        head = f"{' ' * 5} mcore-rl" if lines else "next: mcore-rl"
+        lines += wrap_command(words, head)
+    return lines
+
+
+def _list_commands(folder: Path, config: RLConfig | TrainConfig) -> Iterator[list[str]]:
+    if isinstance(config, RMConfig):
+        yield ["rl", "recipe=MINE.yaml", f"reward_model.model_path={folder / CHECKPOINT}"]
+        return
+    if list_tables(folder):
+        yield ["samples", str(folder)]
+    settings = [*_list_eval_settings(folder, config)] if isinstance(config, RLConfig) else [_SET]
+    if settings:
+        yield ["eval", f"model.path={folder}", *settings]
+    chat = ["chat", str(folder)]
+    if isinstance(config, RLConfig):
+        for name in ("tp", "kv_cache_bytes"):
+            value = getattr(config.rollout, name)
+            if value != getattr(RolloutConfig(), name):
+                chat += [f"--{name.replace('_', '-')}", str(value)]
+    yield chat
+
+
+def _list_eval_settings(folder: Path, config: RLConfig) -> Iterator[str]:
+    """Yield the settings of `mcore-rl eval`; none if it cannot evaluate like the run.
+
+    It cannot with agents or with several reward terms.
+    """
+    if config.agent.loop != "single_turn" or config.reward.terms:
+        return
+    sets = {name: file for name, (_, file) in list_test_files(config.data).items()}
+    made = prepared(folder / "task").test_file
+    if config.task.name and made.is_file():
+        sets["test"] = str(made)
+    yield from [f"data.sets.{name}={file}" for name, file in sets.items()] or [_SET]
+    for key in _EVALUATED_ALIKE:
+        value, default = (reduce(getattr, key.split("."), of) for of in (config, EvalConfig()))
+        if value != default:
+            yield f"{key}={value}"
+
+
+# The model of a run
+
+
+def read_chat_date(path: str) -> str:
+    """Read model.chat_date of the run in `path`; without a run, the setting's default."""
+    model: object = None
+    if (Path(path) / STARTED).is_file():
+        model = read_json_object(Path(path) / STARTED).get("model")
+    if not isinstance(model, dict):  # config.json of transformers has no such object
+        return ModelConfig.chat_date
+    return str(model.get("chat_date", ModelConfig.chat_date))
+
+
+def find_model_folder(path: str, setting: str = "model.path") -> Path:
+    """Return the folder of a Hugging Face checkpoint.
+
+    Args:
+        path: That folder, or the output folder of a run: then its checkpoint/, written at the end,
+            else its last hf/step_NNNNNN.
+        setting: The setting of `path`, for errors.
+
+    Raises:
+        ConfigError: `path` is neither.
+    """
+    folder = Path(path)
+    check_exists(setting, folder)
+    if not folder.is_dir():
+        raise ConfigError(f"{setting}={path!r} is not a folder")
+    if (folder / CHECKPOINT / "config.json").is_file():
+        return folder / CHECKPOINT
+    if steps := list_steps(folder / "hf"):
+        return folder / "hf" / format_name(steps[-1])
+    if (folder / "checkpoints").is_dir() or (folder / "metrics.jsonl").is_file():
+        raise ConfigError(
+            f"{setting}={path!r} is of a run that has left no Hugging Face checkpoint yet; allowed:"
+            f" a run that has ended, or one with checkpoint.hf_every, or what mcore-rl convert "
+            f"mcore-to-hf makes of a checkpoint in checkpoints"
+        )
+    if not (folder / STARTED).is_file():
+        raise ConfigError(
+            f"{setting}={path!r} has no config.json; allowed: the folder of a Hugging Face "
+            f"checkpoint, or the output_dir of a run"
+        )
+    return folder

@@ -1,8 +1,9 @@
-"""Which pool of devices each role of a run is on: `placement` as requests to Ray."""
+"""Placement: the pools of devices that a run requests from Ray, and the roles on each pool."""
 
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,9 +15,17 @@ from mcore_rl.config.resolve import OWN_POOL, get_pool
 from mcore_rl.config.resolve_algorithm import build_teachers
 from mcore_rl.config.resolve_rollout import ROLE, ServedModel, build_served_models
 from mcore_rl.config.schema import EngineConfig, Layout, RLConfig, RolloutConfig
+from mcore_rl.controller import torchrun
+from mcore_rl.controller.ray_session import has_gpus
 from mcore_rl.controller.resource_pool import ResourcePool
 from mcore_rl.controller.worker_group import WorkerGroup
+from mcore_rl.data.routed_experts import ExpertLayers
+from mcore_rl.engine import lane
+from mcore_rl.models.base import get_family, list_moe_layers, read_config
+from mcore_rl.parallel.mesh import split_into_chunks
 from mcore_rl.rollout.server_pool import ServerPool
+
+CPU_RESOURCE = "rank"  # the Ray resource that stands for a device on the CPU lane
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,21 +37,21 @@ class PoolPlan:
     devices_per_bundle: int = 1
 
 
-def pool_plans(config: RLConfig) -> dict[str, PoolPlan]:
-    """By name; a role's own pool has the role's name. Only roles that the run has.
+def build_pool_plans(config: RLConfig) -> dict[str, PoolPlan]:
+    """Return the plan of each pool, by name; the pool of a single role has the role's name.
 
-    A pool is as large as the largest of its roles. Servers on separate devices have one bundle
-    each and node, so that Ray keeps the workers in it on one node; on a shared pool each takes as
-    many bundles as workers.
+    A pool is as large as its largest role. On a pool of their own, servers have one bundle per
+    server and node, which Ray places on one node; on a shared pool a server takes as many bundles
+    as it has workers.
     """
     rollout, sizes = config.rollout, {"actor": config.actor.layout.world_size}
-    if config.warm_start.num_steps:  # on the actor's devices, before it
+    if config.warm_start.num_steps:  # runs on the actor's devices, before the actor starts
         sizes["actor"] = max(sizes["actor"], config.warm_start.layout.world_size)
     if needs_reference(config):
         sizes["reference"] = config.actor.layout.world_size
     if needs_critic(config):
         sizes["critic"] = config.critic.layout.world_size
-    sizes |= {role: engine.layout.world_size for role, engine in frozen_engines(config).items()}
+    sizes |= {role: engine.layout.world_size for role, engine in get_frozen_engines(config).items()}
     sizes["rollout"] = rollout.num_servers * rollout.tp
     members: dict[str, list[str]] = {}
     for role in sizes:
@@ -61,56 +70,61 @@ def pool_plans(config: RLConfig) -> dict[str, PoolPlan]:
     return plans
 
 
-def places(groups: Sequence[WorkerGroup | ServerPool]) -> list[str]:
-    """A line a group on which node each of its ranks is; none while all are on one node."""
-    hosts = [{rank: info.host for rank, info in group.worker_infos.items()} for group in groups]
-    if len({host for found in hosts for host in found.values()}) < 2:
+def list_rank_nodes(groups: Sequence[WorkerGroup | ServerPool]) -> list[str]:
+    """Return a line per group with the node of each rank; [] if all are on one node."""
+    group_hosts = [
+        {rank: info.host for rank, info in group.worker_infos.items()} for group in groups
+    ]
+    if len({host for hosts in group_hosts for host in hosts.values()}) < 2:
         return []
     return [
-        f"{group.name}: " + ", ".join(f"rank {rank} on {found[rank]}" for rank in sorted(found))
-        for group, found in zip(groups, hosts, strict=True)
+        f"{group.name}: " + ", ".join(f"rank {rank} on {hosts[rank]}" for rank in sorted(hosts))
+        for group, hosts in zip(groups, group_hosts, strict=True)
     ]
 
 
 def needs_reference(config: RLConfig) -> bool:
-    """Whether there is a separate reference model; a LoRA actor is its own reference."""
+    """Return whether a run has a separate reference model.
+
+    A LoRA actor without its adapters is the reference.
+    """
     return bool(config.algorithm.kl_coef) and not config.actor.lora.rank
 
 
 def needs_critic(config: RLConfig) -> bool:
-    """Whether there is a value model: the advantage function reads values."""
+    """Return whether a run has a value model: its advantage function reads values."""
     return "values" in get_needs(ADVANTAGES[config.algorithm.advantage])
 
 
-def models_of(config: RLConfig) -> set[str]:
-    """The roles of a run that have a training engine."""
-    found = {"reference": needs_reference(config), "critic": needs_critic(config)}
-    needed = {role for role, is_needed in found.items() if is_needed}
-    return {"actor"} | needed | frozen_engines(config).keys()
+def list_engine_roles(config: RLConfig) -> set[str]:
+    """Return the roles of a run that have a training engine."""
+    optional = {"reference": needs_reference(config), "critic": needs_critic(config)}
+    needed = {role for role, is_needed in optional.items() if is_needed}
+    return {"actor"} | needed | get_frozen_engines(config).keys()
 
 
-def frozen_engines(config: RLConfig) -> dict[str, EngineConfig]:
-    """Of the roles that only score and have settings of their own: reward_model, teacher.NAME."""
-    found: dict[str, EngineConfig] = {}
+def get_frozen_engines(config: RLConfig) -> dict[str, EngineConfig]:
+    """Return the engine settings of the scoring roles: reward_model, teacher.NAME."""
+    engines: dict[str, EngineConfig] = {}
     if config.reward_model.model_path:
-        found["reward_model"] = config.reward_model
+        engines["reward_model"] = config.reward_model
     for name, teacher in build_teachers(config.teacher).items():
-        found[f"teacher.{name}"] = teacher.engine
-    return found
+        engines[f"teacher.{name}"] = teacher.engine
+    return engines
 
 
-def frozen_paths(config: RLConfig) -> dict[str, str]:
-    """The checkpoints of these roles; a teacher without one is what the actor begins with."""
-    found = {}
+def get_frozen_paths(config: RLConfig) -> dict[str, str]:
+    """Return the checkpoint of each scoring role; by default a teacher has the policy's."""
+    paths = {}
     if config.reward_model.model_path:
-        found["reward_model"] = config.reward_model.model_path
+        paths["reward_model"] = config.reward_model.model_path
     for name, teacher in build_teachers(config.teacher).items():
-        found[f"teacher.{name}"] = teacher.model_path or config.model.path
-    return found
+        paths[f"teacher.{name}"] = teacher.model_path or config.model.path
+    return paths
 
 
-def servers_of(config: RLConfig, role: str) -> RolloutConfig | None:
-    """Of the policy and of models with servers of their own; None for other roles."""
+def get_server_config(config: RLConfig, role: str) -> RolloutConfig | None:
+    """Return the server settings of the rollout role or of a frozen model; None for other roles."""
     if role == "rollout":
         return config.rollout
     model = (
@@ -119,23 +133,58 @@ def servers_of(config: RLConfig, role: str) -> RolloutConfig | None:
     return model.servers if model else None
 
 
-def models_with_paths(config: RLConfig) -> dict[str, ServedModel]:
-    """Those of `models`; one without a path is what the actor begins with."""
+def get_served_models(config: RLConfig) -> dict[str, ServedModel]:
+    """Return the frozen models of `models`; one without a path gets the policy's path."""
     models = build_served_models(config).items()
     return {name: replace(model, path=model.path or config.model.path) for name, model in models}
 
 
-def num_devices(plans: Mapping[str, PoolPlan]) -> int:
+def count_devices(plans: Mapping[str, PoolPlan]) -> int:
     return sum(plan.num_bundles * plan.devices_per_bundle for plan in plans.values())
+
+
+def detect_lane() -> str:
+    """Return "cuda" if the nodes that ranks run on have GPUs, else "cpu".
+
+    With RAY_ADDRESS these are the nodes of that cluster; the driver itself need not have a GPU.
+    Ranks that torchrun has started run on this machine.
+
+    Raises:
+        ConfigError: No cluster answers at RAY_ADDRESS.
+    """
+    address = os.environ.get("RAY_ADDRESS")
+    if not address or torchrun.is_launched():
+        return lane.lane()
+    return "cuda" if has_gpus(address) else "cpu"
+
+
+def get_device_resource() -> str:
+    """Return Ray's name of a device."""
+    return "GPU" if detect_lane() == "cuda" else CPU_RESOURCE
+
+
+def list_replayed_experts(config: RLConfig) -> ExpertLayers | None:
+    """Return the MoE layers of each pipeline rank if the actor replays the servers' routing.
+
+    Reads config.json in config.model.path.
+    """
+    if config.actor.moe.router_replay != "rollout":
+        return None
+    model = read_config(config.model.path)
+    fields, moe_layers = get_family(model).config_map(model), list_moe_layers(model)
+    stages: list[list[int]] = [[] for _ in range(config.actor.layout.pp)]
+    for chunk in split_into_chunks(config.actor.layout, fields["num_layers"]):
+        stages[chunk.pp_rank] += [layer for layer in chunk.layers if layer in moe_layers]
+    return ExpertLayers(tuple(map(tuple, stages)), fields["moe_router_topk"])
 
 
 class Pools:
     """The pools of a run, opened when the first of their roles is started. A context manager."""
 
     def __init__(self, config: RLConfig, resource: str, log_dir: Path) -> None:
-        """`resource` is what Ray calls a device."""
+        """`resource` is Ray's name of a device."""
         self._config, self._resource, self._log_dir = config, resource, log_dir
-        self._plans = pool_plans(config)
+        self._plans = build_pool_plans(config)
         self._open: dict[str, ResourcePool] = {}
         self._stack = contextlib.ExitStack()
 
@@ -145,15 +194,18 @@ class Pools:
     def __exit__(self, *_: object) -> None:
         self._stack.close()
 
-    def gpu_ids(self, role: str) -> tuple[str, ...]:
-        """Of each of the role's ranks, where Ray itself shows it fewer GPUs than are its own."""
+    def get_gpu_ids(self, role: str) -> tuple[str, ...]:
+        """Return the GPU ids of each rank of a role; () if Ray itself shows a rank its GPUs.
+
+        Ray shows a rank the GPU of its first bundle only; servers on shared pools have several.
+        """
         plan = self._plan(role)[1]
         stride = self._bundles_per_rank(role, plan)
         if self._resource != "GPU" or stride == 1:
             return ()
-        found = self._pool(role).get_gpu_ids(1 / len(plan.roles), self._config.timeouts.start_s)
+        gpu_ids = self._pool(role).get_gpu_ids(1 / len(plan.roles), self._config.timeouts.start_s)
         return tuple(
-            ",".join(found[start : start + stride]) for start in range(0, len(found), stride)
+            ",".join(gpu_ids[start : start + stride]) for start in range(0, len(gpu_ids), stride)
         )
 
     def group(
@@ -166,11 +218,12 @@ class Pools:
         first_rank: int = 0,
         **options: Any,
     ) -> WorkerGroup:
-        """A group of workers for a role, or for its ranks from `first_rank` on.
+        """Start a group of workers for a role, or for its ranks from `first_rank` on.
 
-        `options` are those of WorkerGroup. It is the caller's to close.
+        `options` are those of WorkerGroup. The caller closes the group.
 
-        Raises ConfigError when the cluster does not provide the devices.
+        Raises:
+            ConfigError: The cluster does not provide the devices.
         """
         _, plan = self._plan(role)
         return WorkerGroup(
@@ -189,7 +242,7 @@ class Pools:
         return next((n, plan) for n, plan in self._plans.items() if role in plan.roles)
 
     def _bundles_per_rank(self, role: str, plan: PoolPlan) -> int:
-        """A rank of the servers is a server's node, with as many workers as GPUs."""
+        """Return the bundles of a rank: on a shared pool, those of a server on one node."""
         rollout = self._config.rollout
         is_spread = role == "rollout" and plan.roles != ("rollout",)
         return rollout.tp // rollout.nodes_per_server if is_spread else 1

@@ -1,4 +1,4 @@
-"""All inputs of a run, read and checked before a process group or a server is started."""
+"""Checks of all inputs of an RL run, before a process group or a server starts."""
 
 from __future__ import annotations
 
@@ -6,25 +6,32 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 
 import mcore_rl.models  # noqa: F401  (fills the family registry)
 from mcore_rl.agents.chat_template.codec import parse_messages
+from mcore_rl.agents.chat_template.validation import CodecKind, select_codec
 from mcore_rl.agents.runner import check_agent, try_out
-from mcore_rl.algorithms.sample_choice import CURRICULA
+from mcore_rl.algorithms.advantages import ADVANTAGES, GDPOSettings
+from mcore_rl.algorithms.sample_choice import CURRICULA, GROUP_FILTERS, DropUniformSettings
 from mcore_rl.checkpoint.hf import CheckpointReader, read_checkpoint_config
-from mcore_rl.config.checks import check_choice
+from mcore_rl.config.checks import check_choice, check_divides
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.resolve import list_test_files, list_train_files
+from mcore_rl.config.resolve_algorithm import TOP_TOKEN_LOSSES, build_teachers
 from mcore_rl.config.resolve_engine import (
     resolve_model_engine,
     resolve_model_layout,
     resolve_schedule,
 )
-from mcore_rl.config.resolve_rollout import build_served_models, resolve_rollout_model
-from mcore_rl.config.schema import RLConfig
+from mcore_rl.config.resolve_rollout import (
+    build_served_models,
+    list_reward_terms,
+    resolve_rollout_model,
+)
+from mcore_rl.config.schema import RewardConfig, RLConfig
 from mcore_rl.data.batch import Batch
 from mcore_rl.data.datasets import (
     PromptDataset,
@@ -33,22 +40,27 @@ from mcore_rl.data.datasets import (
 )
 from mcore_rl.data.examples import load_chats
 from mcore_rl.data.files import open_rows
+from mcore_rl.data.rows import Column
 from mcore_rl.data.tasks.prepared import prepared
 from mcore_rl.data.tokenizer import (
     check_tokenizer_matches,
     has_tokenizer,
     load_tokenizer,
     read_stop_ids,
+    read_tokenizer,
 )
 from mcore_rl.engine.base import backend_of
 from mcore_rl.engine.lora_targets import check_targets
-from mcore_rl.jobs.model_checks import check_model_layouts, check_models
-from mcore_rl.jobs.placement import needs_critic
-from mcore_rl.jobs.reward_parts import REWARDED_LOOPS, check_reward_parts
-from mcore_rl.jobs.scorers import check_scorer_layouts, check_scorers
-from mcore_rl.jobs.session import lane
+from mcore_rl.jobs.placement import (
+    detect_lane,
+    get_frozen_engines,
+    get_frozen_paths,
+    get_served_models,
+    needs_critic,
+)
 from mcore_rl.jobs.tasks import TASKS
 from mcore_rl.models.base import (
+    SEQUENCE,
     HFConfig,
     count_kv_elements_per_token,
     get_family,
@@ -57,7 +69,7 @@ from mcore_rl.models.base import (
     pad_vocab_size,
     read_config,
 )
-from mcore_rl.models.heads import build_value_config
+from mcore_rl.models.heads import build_value_config, get_value_head_suffix, map_model_weights
 from mcore_rl.observability.trackers import check_trackers
 from mcore_rl.reshard.rules import list_logical_tensors
 from mcore_rl.rewards.manager import (
@@ -66,6 +78,7 @@ from mcore_rl.rewards.manager import (
     check_columns,
     check_judge_models,
 )
+from mcore_rl.rewards.registry import get_parts
 from mcore_rl.trainers.policy_loss import check_functions, check_greedy
 from mcore_rl.weight_sync.nixl import import_nixl
 from mcore_rl.weight_sync.shared_memory import check_allocator
@@ -73,7 +86,8 @@ from mcore_rl.weight_sync.shared_memory import check_allocator
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-
+# Agent loops whose trajectories are scored by config.reward; other loops may score by themselves.
+REWARDED_LOOPS = ("single_turn", "tools", "program", "user")
 _CRITIC_AGGREGATIONS = "token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum"
 
 
@@ -81,37 +95,43 @@ _CRITIC_AGGREGATIONS = "token_mean", "sequence_mean_token_mean", "sequence_mean_
 class Inputs:
     tokenizer: PreTrainedTokenizerBase
     train: PromptDataset
-    tests: dict[str, PromptDataset]  # the held-out sets by name
-    examples: Batch | None  # of the warm start
+    tests: dict[str, PromptDataset]  # held-out sets, by name
+    examples: Batch | None  # warm-start examples
 
 
 def check_inputs(config: RLConfig) -> Inputs:
-    """Load the data and check model, layouts and names; raises ConfigError for the first fault."""
+    """Load the data; check models, layouts and names.
+
+    Raises:
+        ConfigError: An input or a setting is wrong.
+    """
     _check_choices(config)
     _check_weights(config)
-    return _read_data(config)
+    return _load_data(config)
 
 
 def _check_weights(config: RLConfig) -> None:
     check_model(config)
-    check_scorers(config)
-    check_models(config)
+    _check_frozen_models(config)
+    _check_served_models(config)
 
 
 def check_model(config: RLConfig) -> None:
-    """Check the weights of the model, and layouts for it."""
+    """Check the layouts and the weights of the model."""
     check_layouts(config)
     reader = CheckpointReader(config.model.path)
-    hf_config = reader.read_config()  # layers for prediction that the weights lack are left out
+    hf_config = reader.read_config()  # without MTP layers if the weights have none
     resolve_model_engine("actor", config.actor, get_model_sizes(hf_config))
     weights = get_family(hf_config).weights(hf_config, pad_vocab_size(hf_config, 1))
     reader.check(list_logical_tensors(weights))
 
 
 def check_existing_inputs(config: RLConfig) -> Inputs | None:
-    """Check what is there already, for a plan: weights, tokenizer and data may be missing.
+    """Check the inputs for a dry run, where weights, tokenizer and data may be missing.
 
-    Returns None without a tokenizer or with an unset source of data: then files are only opened.
+    Returns:
+        The inputs; None without a tokenizer or with an unset data source. Data files that are set
+        are then only opened.
     """
     _check_choices(config)
     if has_weights(config):
@@ -119,17 +139,17 @@ def check_existing_inputs(config: RLConfig) -> Inputs | None:
     else:
         check_layouts(config)
     has_files = has_weights(config) or has_tokenizer(config.model.path)
-    if has_files and not unset_data(config):
-        return _read_data(config)
-    for setting, name in _data_files(config).items():
+    if has_files and not list_unset_data(config):
+        return _load_data(config)
+    for setting, name in _list_data_files(config).items():
         if name:
             open_rows(name, setting)
     return None
 
 
-def unset_data(config: RLConfig) -> list[str]:
-    """Settings of data that a run needs and that name nothing."""
-    return [setting for setting, name in _data_files(config).items() if not name]
+def list_unset_data(config: RLConfig) -> list[str]:
+    """Return the data settings that a run needs and that are empty."""
+    return [setting for setting, name in _list_data_files(config).items() if not name]
 
 
 def has_weights(config: RLConfig) -> bool:
@@ -137,18 +157,20 @@ def has_weights(config: RLConfig) -> bool:
 
 
 def has_experts(config: RLConfig) -> bool:
-    """Whether the run's model is a mixture of experts, as the one that every task makes is."""
+    """Return whether the model is a mixture of experts; the models of built-in tasks are."""
     return bool(config.task.name or get_model_sizes(read_config(config.model.path)).num_experts)
 
 
-def prepare_task(config: RLConfig, folder: Path, *, is_made: bool = False) -> RLConfig:
-    """Make the synthetic task, when one is asked for, and point the settings at it.
+def prepare_task(config: RLConfig, folder: Path, *, exists: bool = False) -> RLConfig:
+    """Make the built-in task of config.task, if any; return settings with its model and data.
 
-    `is_made` in `folder` by an earlier call, it is taken as it is.
+    Args:
+        folder: The task is made in `folder`/task.
+        exists: An earlier call has made the task there.
     """
     if not config.task.name:
         return config
-    if is_made:
+    if exists:
         task = prepared(folder / "task")
     else:
         make = TASKS[config.task.name]
@@ -174,20 +196,20 @@ def _check_choices(config: RLConfig) -> None:
     check_reward_parts(config)
     if config.weight_sync.method == "disaggregated" and config.weight_sync.transport == "nixl":
         import_nixl()
-    backend_of(config.actor).check_modules(config.actor.modules, lane())
-    if lane() == "cuda" and config.weight_sync.method == "colocated":
+    backend_of(config.actor).check_modules(config.actor.modules, detect_lane())
+    if detect_lane() == "cuda" and config.weight_sync.method == "colocated":
         check_allocator()
 
 
-def _data_files(config: RLConfig) -> dict[str, str]:
-    """All sources of data that a run reads, by setting."""
-    found = list_train_files(config.data) | dict(list_test_files(config.data).values())
+def _list_data_files(config: RLConfig) -> dict[str, str]:
+    """Return all data sources of a run, by setting."""
+    files = list_train_files(config.data) | dict(list_test_files(config.data).values())
     if config.warm_start.num_steps:
-        found["warm_start.train_file"] = config.warm_start.train_file
-    return found
+        files["warm_start.train_file"] = config.warm_start.train_file
+    return files
 
 
-def _read_data(config: RLConfig) -> Inputs:
+def _load_data(config: RLConfig) -> Inputs:
     tokenizer = load_tokenizer(config.model.path, config.model.chat_date)
     check_tokenizer_matches(tokenizer, get_field(read_config(config.model.path), "vocab_size"))
     if config.agent.loop != "single_turn":
@@ -195,14 +217,14 @@ def _read_data(config: RLConfig) -> Inputs:
         check_agent(config.agent, tokenizer, models, stop_ids)
     inputs = Inputs(
         tokenizer=tokenizer,
-        train=prompts_of(list_train_files(config.data), config, tokenizer),
+        train=load_prompt_files(list_train_files(config.data), config, tokenizer),
         tests={
-            name: prompts_of(dict([file]), config, tokenizer)
+            name: load_prompt_files(dict([file]), config, tokenizer)
             for name, file in list_test_files(config.data).items()
         },
-        examples=_examples(config, tokenizer),
+        examples=_load_examples(config, tokenizer),
     )
-    _check_numbers_of_rows(config, inputs)
+    _check_row_counts(config, inputs)
     for prompts in (inputs.train, *inputs.tests.values()):
         check_columns(config.reward, prompts[0].fields)
     if config.agent.loop != "single_turn":
@@ -210,11 +232,15 @@ def _read_data(config: RLConfig) -> Inputs:
     return inputs
 
 
-def prompts_of(
+def load_prompt_files(
     files: Mapping[str, str], config: RLConfig, tokenizer: PreTrainedTokenizerBase
 ) -> PromptDataset:
-    """Load the prompts of sources, by setting."""
-    found = []
+    """Load the prompts of all sources.
+
+    Args:
+        files: Sources by the setting that names them.
+    """
+    datasets = []
     loop = config.agent.loop
     check_chat = None if loop == "single_turn" else parse_messages
     check_answer = build_answer_check(config.reward) if loop in REWARDED_LOOPS else None
@@ -232,12 +258,12 @@ def prompts_of(
                 f"{setting}={name!r}: {prompts.num_dropped} of {prompts.num_rows} rows left out: "
                 f"more than data.max_prompt_tokens={config.data.max_prompt_tokens} tokens"
             )
-        found.append(prompts)
-    return PromptDataset(*found)
+        datasets.append(prompts)
+    return PromptDataset(*datasets)
 
 
-def _check_numbers_of_rows(config: RLConfig, inputs: Inputs) -> None:
-    """Refuse to draw more rows at a time than there are: some would come twice."""
+def _check_row_counts(config: RLConfig, inputs: Inputs) -> None:
+    """Refuse to draw more rows at a time than a source has: some would be drawn twice."""
     data, warm, step = config.data, config.warm_start, config.trainer.prompts_per_step
     files = [f"{setting}={name!r}" for setting, name in list_train_files(config.data).items()]
     prompts = f"trainer.prompts_per_step={step}"
@@ -246,31 +272,32 @@ def _check_numbers_of_rows(config: RLConfig, inputs: Inputs) -> None:
     if data.train_weights:
         for file, weight, size in zip(files, data.train_weights, inputs.train.sizes, strict=True):
             drawn = math.ceil(step * weight / sum(data.train_weights))
-            _refuse_fewer(f"{prompts} takes {drawn} of this file", file, size, drawn)
+            require_rows(f"{prompts} takes {drawn} of this file", file, size, drawn)
     else:
-        _refuse_fewer(prompts, " and ".join(files), len(inputs.train), step)
+        require_rows(prompts, " and ".join(files), len(inputs.train), step)
     num_tests = config.trainer.eval_samples
     for name, (setting, file) in list_test_files(config.data).items():
         size = len(inputs.tests[name])
-        _refuse_fewer(f"trainer.eval_samples={num_tests}", f"{setting}={file!r}", size, num_tests)
+        require_rows(f"trainer.eval_samples={num_tests}", f"{setting}={file!r}", size, num_tests)
     if inputs.examples is not None:
         size, file = warm.batch_size, f"warm_start.train_file={warm.train_file!r}"
-        _refuse_fewer(f"warm_start.batch_size={size}", file, len(inputs.examples), size)
+        require_rows(f"warm_start.batch_size={size}", file, len(inputs.examples), size)
 
 
-def _refuse_fewer(setting: str, source: str, num_rows: int, drawn: int) -> None:
-    if drawn > num_rows:
+def require_rows(setting: str, source: str, num_rows: int, num_drawn: int) -> None:
+    """Raise ConfigError if a source has fewer rows than a setting draws at a time."""
+    if num_drawn > num_rows:
         raise ConfigError(f"{setting}: {source} has {num_rows} rows; allowed: up to as many")
 
 
 def check_layouts(config: RLConfig) -> HFConfig:
-    """Check all that depends on config.json alone; returns its contents."""
-    found = read_checkpoint_config(config.model.path)
-    family = get_family(found)
-    sizes = get_model_sizes(found)
+    """Check the settings that depend on the config.json of models alone; return the policy's."""
+    hf_config = read_checkpoint_config(config.model.path)
+    family = get_family(hf_config)
+    sizes = get_model_sizes(hf_config)
     resolve_model_layout("actor.layout", config.actor.layout, sizes)
     resolve_model_engine("actor", config.actor, sizes)
-    if config.actor.moe.router_replay == "rollout" and sizes.is_mla and lane() == "cpu":
+    if config.actor.moe.router_replay == "rollout" and sizes.is_mla and detect_lane() == "cpu":
         raise ConfigError(
             "actor.moe.router_replay='rollout': vLLM on a CPU records no experts of models with "
             "latent attention; allowed: 'off', 'record'"
@@ -278,32 +305,35 @@ def check_layouts(config: RLConfig) -> HFConfig:
     if config.warm_start.num_steps:
         resolve_model_layout("warm_start.layout", config.warm_start.layout, sizes)
     if needs_critic(config):
-        _check_critic(config, found)
-    check_scorer_layouts(config)
-    check_model_layouts(config)
+        _check_critic(config, hf_config)
+    _check_frozen_layouts(config)
+    _check_served_layouts(config)
     resolve_rollout_model(config.rollout, sizes)
-    _check_cache(config, found)
+    _check_kv_cache(config, hf_config)
     _check_lengths(config)
     if config.actor.lora.rank:
-        weights = family.weights(found, pad_vocab_size(found, 1))
+        weights = family.weights(hf_config, pad_vocab_size(hf_config, 1))
         check_targets("actor.lora", weights, config.actor.lora)
-    return found
+    return hf_config
 
 
 def _check_critic(config: RLConfig, actor: HFConfig) -> None:
     critic, steps = config.critic, config.trainer.num_steps * config.algorithm.num_mini_batches
     path = critic.model_path
-    starts_from = read_checkpoint_config(path, "critic.model_path") if path else actor
-    sizes = get_model_sizes(build_value_config(starts_from))
+    initial_config = read_checkpoint_config(path, "critic.model_path") if path else actor
+    sizes = get_model_sizes(build_value_config(initial_config))
     resolve_model_layout("critic.layout", critic.layout, sizes)
     resolve_model_engine("critic", critic, sizes)
     resolve_schedule("critic.optimizer", critic.optimizer, steps)
     check_choice("critic.loss_aggregation", critic.loss_aggregation, _CRITIC_AGGREGATIONS)
 
 
-def _check_cache(config: RLConfig, hf_config: HFConfig) -> None:
-    """A bound from below: vLLM rounds up to blocks of tokens, and says so when it starts."""
-    num_tokens, response = config.max_sequence_tokens, _longest_response(config)
+def _check_kv_cache(config: RLConfig, hf_config: HFConfig) -> None:
+    """Check that the KV cache holds one sequence.
+
+    vLLM rounds up to blocks of tokens, and refuses the rest when it starts.
+    """
+    num_tokens, response = config.max_sequence_tokens, _get_response_setting(config)
     itemsize = getattr(torch, config.model.dtype).itemsize
     least = num_tokens * count_kv_elements_per_token(hf_config, config.rollout.tp) * itemsize
     if config.rollout.kv_cache_bytes < least:
@@ -314,14 +344,15 @@ def _check_cache(config: RLConfig, hf_config: HFConfig) -> None:
         )
 
 
-def _longest_response(config: RLConfig) -> str:
-    """The setting that says how long one can be."""
-    is_own = (config.evaluation.max_response_tokens or 0) > config.rollout.max_response_tokens
-    return f"{'evaluation' if is_own else 'rollout'}.max_response_tokens"
+def _get_response_setting(config: RLConfig) -> str:
+    """Return the setting that limits the longest response."""
+    eval_tokens = config.evaluation.max_response_tokens or 0
+    is_eval = eval_tokens > config.rollout.max_response_tokens
+    return f"{'evaluation' if is_eval else 'rollout'}.max_response_tokens"
 
 
 def _check_lengths(config: RLConfig) -> None:
-    longest, response = config.max_sequence_tokens, _longest_response(config)
+    longest, response = config.max_sequence_tokens, _get_response_setting(config)
     positions = read_config(config.model.path).get("max_position_embeddings")
     if positions is not None and longest > positions:
         raise ConfigError(
@@ -331,7 +362,7 @@ def _check_lengths(config: RLConfig) -> None:
         )
 
 
-def _examples(config: RLConfig, tokenizer: PreTrainedTokenizerBase) -> Batch | None:
+def _load_examples(config: RLConfig, tokenizer: PreTrainedTokenizerBase) -> Batch | None:
     warm = config.warm_start
     if not warm.num_steps:
         return None
@@ -345,3 +376,199 @@ def _examples(config: RLConfig, tokenizer: PreTrainedTokenizerBase) -> Batch | N
         tokenizer,
         tools_column=config.data.tools_column,
     )
+
+
+# The frozen models that score: reward model and teachers
+
+
+def _check_frozen_layouts(config: RLConfig) -> None:
+    """Check the settings that depend on each config.json alone."""
+    for role, path in get_frozen_paths(config).items():
+        setting, engine = _get_path_setting(role), get_frozen_engines(config)[role]
+        sizes = get_model_sizes(_read_frozen_config(config, role, path))
+        layout = setting.removesuffix(".model_path") + ".layout"
+        resolve_model_layout(layout, engine.layout, sizes)
+        resolve_model_engine(role.partition(".")[0], engine, sizes)
+
+
+def _check_frozen_models(config: RLConfig) -> None:
+    """Check weights, tokenizers and the teacher of each prompt."""
+    for role, path in get_frozen_paths(config).items():
+        hf_config = _read_frozen_config(config, role, path)
+        reader = CheckpointReader(path, _get_path_setting(role))
+        reader.check(
+            list_logical_tensors(map_model_weights(hf_config, pad_vocab_size(hf_config, 1)))
+        )
+        _check_frozen_tokenizer(config, role, path)
+    _check_teacher_column(config)
+
+
+def _read_frozen_config(config: RLConfig, role: str, path: str) -> HFConfig:
+    """Read the config.json of a role; check that it is the kind of model that the role needs."""
+    setting = _get_path_setting(role)
+    hf_config = read_checkpoint_config(path, setting)
+    kind = get_value_head_suffix(hf_config)
+    if role == "reward_model":
+        if kind != SEQUENCE:
+            raise ConfigError(
+                f"{setting}={path!r} is of {hf_config.get('architectures')}; allowed: a reward "
+                f"model, ...{SEQUENCE}, as mcore-rl rm leaves one"
+            )
+        return build_value_config(hf_config)
+    if kind:
+        raise ConfigError(
+            f"{setting}={path!r} is of {hf_config['architectures']}; allowed: a language model"
+        )
+    policy, distillation = read_config(config.model.path), config.algorithm.distillation
+    vocab_size, policy_vocab_size = (get_field(c, "vocab_size") for c in (hf_config, policy))
+    if distillation.loss in TOP_TOKEN_LOSSES:
+        if vocab_size != policy_vocab_size:
+            raise ConfigError(
+                f"{setting}={path!r} has vocab_size={vocab_size}, the policy {policy_vocab_size}; "
+                f"allowed with algorithm.distillation.loss={distillation.loss!r}: the same"
+            )
+        if distillation.top_k > vocab_size:
+            raise ConfigError(
+                f"algorithm.distillation.top_k={distillation.top_k}; allowed: up to the "
+                f"{vocab_size} tokens of the vocabulary"
+            )
+    return hf_config
+
+
+def _check_frozen_tokenizer(config: RLConfig, role: str, path: str) -> None:
+    """Check that a role has the vocabulary of the policy, whose token ids it reads."""
+    if path == config.model.path:
+        return
+    setting = _get_path_setting(role)
+    if not has_tokenizer(path):
+        raise ConfigError(f"{setting}={path!r} has no tokenizer to compare with the policy's")
+    policy_vocab, vocab = (read_tokenizer(p).get_vocab() for p in (config.model.path, path))
+    if policy_vocab != vocab:
+        token = next(t for t in (policy_vocab | vocab) if policy_vocab.get(t) != vocab.get(t))
+        raise ConfigError(
+            f"{setting}={path!r} has another vocabulary than model.path={config.model.path!r}: "
+            f"{token!r} is {vocab.get(token)}, there {policy_vocab.get(token)}; allowed: the same"
+        )
+
+
+def _check_teacher_column(config: RLConfig) -> None:
+    if not config.teacher.column:
+        return
+    names, column = build_teachers(config.teacher), Column(config.teacher.column, "teacher.column")
+    for name in filter(None, config.data.train_files or [config.data.train_file]):
+        for row in open_rows(name, "data.train_file"):
+            if (teacher := column.get_text(row)) not in names:
+                raise column.build_error(row, teacher, f"one of: {', '.join(names)}")
+
+
+def _get_path_setting(role: str) -> str:
+    """Return the setting with the path of a frozen role."""
+    kind, _, name = role.partition(".")
+    return f"{kind}.models.{name}.model_path" if name else f"{kind}.model_path"
+
+
+# The frozen models with servers (`models`)
+
+
+def _check_served_layouts(config: RLConfig) -> None:
+    """Check the settings that depend on each config.json alone."""
+    for name, model in get_served_models(config).items():
+        key, servers = f"models.{name}", model.servers
+        hf_config = read_checkpoint_config(model.path, f"{key}.path")
+        if get_value_head_suffix(hf_config):
+            raise ConfigError(
+                f"{key}.path={model.path!r} is of {hf_config['architectures']}; allowed: a "
+                "language model"
+            )
+        get_family(hf_config)
+        sizes = get_model_sizes(hf_config)
+        check_divides(f"{key}.tp", servers.tp, "attention heads", sizes.num_attention_heads)
+        if servers.ep and not sizes.num_experts:
+            raise ConfigError(f"{key}.ep=true: the model has no experts; allowed: false")
+        positions = hf_config.get("max_position_embeddings")
+        if positions is not None and model.max_context > positions:
+            raise ConfigError(
+                f"{key}.max_context={model.max_context}; allowed: up to the model's "
+                f"max_position_embeddings={positions}"
+            )
+        itemsize = getattr(torch, config.model.dtype).itemsize
+        least = model.max_context * count_kv_elements_per_token(hf_config, servers.tp) * itemsize
+        if servers.kv_cache_bytes < least:
+            raise ConfigError(
+                f"{key}.kv_cache_bytes={servers.kv_cache_bytes}: one conversation of "
+                f"max_context={model.max_context} tokens takes {least} bytes; allowed: at least as "
+                "many"
+            )
+
+
+def _check_served_models(config: RLConfig) -> None:
+    """Check weights, tokenizers and chat templates.
+
+    A model without a path starts from the policy after the warm start, whose weights are checked
+    with the policy.
+    """
+    for name, model in get_served_models(config).items():
+        key, hf_config = f"models.{name}", read_config(model.path)
+        if build_served_models(config)[name].path:
+            reader = CheckpointReader(model.path, f"{key}.path")
+            weights = map_model_weights(hf_config, pad_vocab_size(hf_config, 1))
+            reader.check(list_logical_tensors(weights))
+        if not has_tokenizer(model.path):
+            raise ConfigError(f"{key}.path={model.path!r} has no tokenizer")
+        tokenizer = load_tokenizer(model.path, config.model.chat_date)
+        check_tokenizer_matches(tokenizer, get_field(hf_config, "vocab_size"))
+        try:
+            kind = cast(CodecKind, model.codec)
+            select_codec(tokenizer, kind, stop_ids=read_stop_ids(model.path, f"{key}.path"))
+        except ConfigError as error:
+            raise ConfigError(f"{key}.path={model.path!r}: {error}") from error
+
+
+# Settings that name a part of the reward
+
+
+def check_reward_parts(config: RLConfig) -> None:
+    """Raise ConfigError if a setting names a part that no reward of the run returns.
+
+    Nothing is checked with a reward outside the package: its parts are known only from a call.
+    """
+    if config.agent.loop not in REWARDED_LOOPS:
+        return
+    parts, is_open = _list_reward_parts(config.reward)
+    if is_open:
+        return
+    samples, curriculum = config.algorithm.filter, config.data.curriculum
+    if samples.group_filter:
+        filter_settings = GROUP_FILTERS.build_settings(
+            samples.group_filter, samples.group_filter_settings
+        )
+        if isinstance(filter_settings, DropUniformSettings):
+            setting = f"{GROUP_FILTERS.settings_key}.of"
+            _require_parts(setting, [filter_settings.of], ["reward", *parts])
+    if curriculum.name:
+        _require_parts("data.curriculum.success", [curriculum.success], ["reward", *parts])
+    advantage = config.algorithm.advantage
+    settings = ADVANTAGES.build_settings(advantage, config.algorithm.advantage_settings)
+    if isinstance(settings, GDPOSettings):
+        scores = ["model"] if config.reward_model.model_path else []
+        _require_parts(f"{ADVANTAGES.settings_key}.parts", [*settings.weights()], parts + scores)
+
+
+def _list_reward_parts(config: RewardConfig) -> tuple[list[str], bool]:
+    """Return the names of the known parts, and whether there may be others."""
+    names, is_open = list[str](), False
+    for name, term in list_reward_terms(config).items():
+        parts = get_parts(f"reward.terms.{name}" if name else "reward", term.name)
+        names += [name] if name else []
+        names += [f"{name}/{part}" if name else part for part in parts or ()]
+        is_open = is_open or parts is None
+    return names, is_open
+
+
+def _require_parts(setting: str, names: list[str], allowed: list[str]) -> None:
+    for name in names:
+        if name not in allowed:
+            choices = ", ".join(allowed) or "none, as the reward has no parts"
+            raise ConfigError(
+                f"{setting} names {name!r}, no part of the reward; allowed: {choices}"
+            )

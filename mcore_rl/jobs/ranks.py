@@ -1,7 +1,7 @@
-"""Processes for a job that needs an engine once: no Ray, and no controller.
+"""Processes for a job that needs an engine once, without Ray and controller.
 
-A process that fails ends the others, and its failure is the error here. All end with this process,
-however it ends. What they print goes to files, and becomes part of the error when they fail.
+A process that fails ends the others, and its failure is raised here. All end with this process,
+however it ends. Their output goes to files, and becomes part of the error if they fail.
 """
 
 from __future__ import annotations
@@ -31,30 +31,31 @@ from mcore_rl.observability.stacks import (
 )
 from mcore_rl.parallel.rendezvous import RendezvousServer
 
-# Containers of tensors, numbers and text: what torch.load takes without running anything.
+# Containers of tensors, numbers and text, which torch.load loads with weights_only.
 Result = Any
 Job = Callable[[], Result]  # importable by name, as functools.partial of a function is
 
 _DONE, _BAD_INPUT, _FAILED = "done", "bad input", "failed"  # outcomes of a process
-_END_S = 30.0  # how long a process that has answered may take to end
+_END_S = 30.0  # timeout of the end of a process that has answered
 _REASON = re.compile(r"\b\w*(?:Error|Exception)\b: .+")
 
 
 class ProcessFailed(RuntimeError):
-    """The first line says which process and why; the rest is its trace and what it printed."""
+    """A process failed. The first line names it and the reason; its traceback and output follow."""
 
 
 def run_on_ranks(job: Job, world_size: int, log_dir: Path, timeout_s: float) -> list[Result]:
-    """What `job` returns on each of `world_size` ranks of this machine, by rank.
+    """Run `job` on `world_size` ranks of this machine; return the results by rank.
 
-    `timeout_s` is what the user gave as --timeout.
+    A rank has RANK, WORLD_SIZE, LOCAL_RANK and RENDEZVOUS_* in its environment, which join_world
+    reads, and makes its process groups itself.
 
-    A rank finds itself by RANK, WORLD_SIZE, LOCAL_RANK and RENDEZVOUS_*, which join_world of
-    parallel/store.py reads, and makes its process groups itself.
+    Args:
+        timeout_s: The value of --timeout.
 
     Raises:
-        ConfigError: a rank raised it.
-        ProcessFailed: a rank raised something else, ended without a result, or did not answer in
+        ConfigError: A rank raised it.
+        ProcessFailed: A rank raised another error, ended without a result, or did not answer in
             time.
     """
     with RendezvousServer("127.0.0.1") as rendezvous:
@@ -67,9 +68,10 @@ def run_on_ranks(job: Job, world_size: int, log_dir: Path, timeout_s: float) -> 
 
 
 def run_in_process(job: Job, name: str, log_dir: Path, timeout_s: float) -> Result:
-    """What `job` returns in a separate process; `name` is in its error.
+    """Run `job` in a separate process and return its result; see run_on_ranks.
 
-    Raises as `run_on_ranks`.
+    Args:
+        name: Name of the process in errors.
     """
     return _run(job, {name: {}}, log_dir, timeout_s)[0]
 
@@ -77,19 +79,19 @@ def run_in_process(job: Job, name: str, log_dir: Path, timeout_s: float) -> Resu
 def _run(
     job: Job, environments: Mapping[str, Mapping[str, str]], log_dir: Path, timeout_s: float
 ) -> list[Result]:
-    # Unpickled by hand: that imports torch, for which environment and streams must be ready.
-    packed = pickle.dumps(job)
+    # Each process unpickles it when environment and streams are ready, since that imports torch.
+    pickled = pickle.dumps(job)
     context = multiprocessing.get_context("spawn")
     processes, pipes, logs = [], [], []
     try:
         for name, environment in environments.items():
-            here, there = context.Pipe(duplex=False)
+            receiver, sender = context.Pipe(duplex=False)
             logs.append(log_dir / f"{name.replace(' ', '_')}.log")
-            arguments = (packed, dict(environment), logs[-1], there)
+            arguments = (pickled, dict(environment), logs[-1], sender)
             processes.append(context.Process(target=_main, args=arguments, name=name))
             processes[-1].start()
-            there.close()
-            pipes.append(here)
+            sender.close()
+            pipes.append(receiver)
         results = _gather(processes, pipes, logs, timeout_s)
         for process in processes:
             process.join(_END_S)
@@ -113,7 +115,7 @@ def _gather(
         ready = wait(waiting, max(0.0, deadline - time.monotonic()))
         if not ready:
             silent = [process for index, process in enumerate(processes) if index not in results]
-            raise _silence(silent, timeout_s)
+            raise _build_timeout_error(silent, timeout_s)
         for pipe in ready:
             index = pipes.index(pipe)  # type: ignore[arg-type]
             try:
@@ -125,48 +127,47 @@ def _gather(
             if outcome == _BAD_INPUT:
                 raise ConfigError(answer)
             if outcome == _FAILED:
-                raise _failure(processes[index].name, answer, logs[index])
+                raise _build_error(processes[index].name, answer, logs[index])
             results[index] = torch.load(io.BytesIO(answer), weights_only=True)
     return [results[index] for index in range(len(pipes))]
 
 
-def _silence(silent: Sequence[Any], timeout_s: float) -> ProcessFailed:
+def _build_timeout_error(silent: Sequence[Any], timeout_s: float) -> ProcessFailed:
+    """Return an error with what the processes are doing, the most urgent first."""
     looks = {process.name: inspect_process(process.pid) for process in silent}
-    first, *others = sorted(looks, key=lambda name: min(look.urgency for look in looks[name]))
+    first, *rest = sorted(looks, key=lambda name: min(look.urgency for look in looks[name]))
     line = (
         f"{first} has not answered in {timeout_s:g} s (--timeout): {summarize_states(looks[first])}"
     )
-    if others:
-        line += (
-            f". Nor has {'; nor has '.join(f'{n}: {summarize_states(looks[n])}' for n in others)}"
-        )
+    if rest:
+        line += f". Nor has {'; nor has '.join(f'{n}: {summarize_states(looks[n])}' for n in rest)}"
     return ProcessFailed("\n\n".join([line, *(f"{n}:\n{format_stacks(looks[n])}" for n in looks)]))
 
 
-def _failure(name: str, answer: tuple[str, str], log: Path) -> ProcessFailed:
+def _build_error(name: str, answer: tuple[str, str], log: Path) -> ProcessFailed:
     reason, trace = answer
     printed = log.read_text(errors="replace") if log.exists() else ""
-    return ProcessFailed(f"{name}: {_root_cause(reason, printed)}\n{trace}\n{printed}")
+    return ProcessFailed(f"{name}: {_find_root_cause(reason, printed)}\n{trace}\n{printed}")
 
 
-def _root_cause(reason: str, printed: str) -> str:
-    """The reason, or that of a child process to which it only refers, as in vLLM."""
+def _find_root_cause(reason: str, printed: str) -> str:
+    """Return the reason, or that of a child process to which it only refers, as in vLLM."""
     if "root cause" not in reason:
         return reason
-    found = [match[0] for match in _REASON.finditer(printed) if "root cause" not in match[0]]
-    return found[0] if found else reason
+    reasons = [match[0] for match in _REASON.finditer(printed) if "root cause" not in match[0]]
+    return reasons[0] if reasons else reason
 
 
 def _main(job: bytes, environment: dict[str, str], log: Path, answers: Connection) -> None:
-    """A process: run the job and answer (outcome, what there is to tell)."""
+    """Run the job in a process; send (outcome, result or error)."""
     _end_with_parent()
-    _print_to(log)
+    _redirect_output(log)
     os.environ.update(environment)
     dump_stacks_on_signal()
     skip_gc_at_exit()
     try:
         run = pickle.loads(job)
-        answer: tuple[str, Any] = _DONE, _packed(run())
+        answer: tuple[str, Any] = _DONE, _serialize(run())
     except ConfigError as error:
         answer = _BAD_INPUT, str(error)
     except BaseException as error:  # noqa: BLE001 (it is raised in the parent)
@@ -182,7 +183,7 @@ def _main(job: bytes, environment: dict[str, str], log: Path, answers: Connectio
             dist.destroy_process_group()
 
 
-def _packed(result: Result) -> bytes:
+def _serialize(result: Result) -> bytes:
     import torch
 
     buffer = io.BytesIO()
@@ -201,8 +202,8 @@ def _end_with_parent() -> None:
     threading.Thread(target=watch, name="parent-watch", daemon=True).start()
 
 
-def _print_to(log: Path) -> None:
-    """Both streams go to the file, those of libraries and of processes started from here too."""
+def _redirect_output(log: Path) -> None:
+    """Redirect both streams to a file, for libraries and child processes too."""
     sys.stdout.flush()
     sys.stderr.flush()
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)

@@ -1,4 +1,4 @@
-"""What a run goes on from: its checkpoint, and the settings that have to be those of before."""
+"""Resuming a run: its checkpoint, and the settings and data that have to be unchanged."""
 
 from __future__ import annotations
 
@@ -31,152 +31,164 @@ from mcore_rl.jobs.preflight import prepare_task
 from mcore_rl.observability.warnings import warn
 from mcore_rl.trainers.checkpointing import CHECKPOINTS, DATA
 
-WARM_START = "warm_start"  # the folder with the weights that it ends with
-# What makes a run the same one: the first weights, and which prompts come in which order.
-_THE_SAME = ("seed", "task", "model", "data", WARM_START)
-_THE_SAME_SETTINGS = ("trainer.mode", "trainer.staleness")  # which samples are ahead of a step
-_ITS_OWN = ("output_dir", "resume")
+WARM_START = "warm_start"  # folder of the weights after the warm start
+# Sections that decide the first weights, and the order of the prompts.
+_FIXED_SECTIONS = ("seed", "task", "model", "data", WARM_START)
+_FIXED_SETTINGS = ("trainer.mode", "trainer.staleness")  # these decide the age of samples
+_SETTINGS_OF_A_START = ("output_dir", "resume")
 
 
 class Digested(Protocol):
-    """Rows of files, of which each has a digest."""
+    """Rows of files, with the digest of each file."""
 
     @property
     def digests(self) -> list[str]: ...
 
 
-def checkpoint_to_resume(
+def find_checkpoint_to_resume(
     config: RLConfig | TrainConfig, folder: Path, compute_sums: ComputeChecksums = compute_checksums
 ) -> RunCheckpoint | None:
-    """What config.resume names, with all of its files read; None for a run that starts anew.
+    """Return the checkpoint that config.resume names, with all files read; None to start anew.
 
-    `folder` is that of the run, which has it to itself. `compute_sums` reads the files of engines.
+    Args:
+        folder: Output folder of the run, which no other run uses.
+        compute_sums: Reads the files of engines.
 
     Raises:
-        ConfigError: there is none that is whole, or it is of a run with other settings.
+        ConfigError: No checkpoint is complete, or it is of a run with other settings.
     """
     if config.resume == "never":
         return None
-    own = folder.absolute() / CHECKPOINTS
+    checkpoints = folder.absolute() / CHECKPOINTS
     if config.resume == "auto":
-        found = find_newest_checkpoint(own, warn, compute_sums) or _begun_from(folder, compute_sums)
+        checkpoint = find_newest_checkpoint(checkpoints, warn, compute_sums)
+        checkpoint = checkpoint or _read_first_checkpoint(folder, compute_sums)
     else:
         check_exists("resume", config.resume)
-        found = read_checkpoint(Path(config.resume), compute_sums)
-        if found.path.parent == own and list_steps(own)[-1] > found.step:
+        checkpoint = read_checkpoint(Path(config.resume), compute_sums)
+        if checkpoint.path.parent == checkpoints and list_steps(checkpoints)[-1] > checkpoint.step:
             raise ConfigError(
                 f"resume={config.resume!r}: output_dir has a newer one, of step "
-                f"{list_steps(own)[-1]}; allowed: 'auto', or another output_dir"
+                f"{list_steps(checkpoints)[-1]}; allowed: 'auto', or another output_dir"
             )
-    if found is not None:
-        found.check_fields()
-        _check_settings(config, found)
-    return found
+    if checkpoint is not None:
+        checkpoint.check_fields()
+        _check_settings(config, checkpoint)
+    return checkpoint
 
 
-def checkpoint_read_by_nodes(config: RLConfig | TrainConfig, folder: Path) -> RunCheckpoint | None:
-    """The same, where all nodes of the cluster that a run joins read the files.
+def find_checkpoint_on_nodes(config: RLConfig | TrainConfig, folder: Path) -> RunCheckpoint | None:
+    """Call find_checkpoint_to_resume with all nodes of the run's cluster reading the files.
 
     Raises:
-        RunFailed: one has not, and says why.
+        RunFailed: A node could not read them.
     """
     timeout = Timeout(config.timeouts.call_s, "timeouts.call_s")
     try:
-        return checkpoint_to_resume(config, folder, create_checksum_reader(timeout))
+        return find_checkpoint_to_resume(config, folder, create_checksum_reader(timeout))
     except WorkerError as error:
         raise RunFailed(str(error)) from error
 
 
-def _begun_from(folder: Path, compute_sums: ComputeChecksums) -> RunCheckpoint | None:
-    """The checkpoint of another run that the run in `folder` began from and has not saved since."""
+def _read_first_checkpoint(folder: Path, compute_sums: ComputeChecksums) -> RunCheckpoint | None:
+    """Read the checkpoint of another run that the run in `folder` started from, if any."""
     if not (folder / STARTED).is_file():
         return None
     resume = read_json_object(folder / STARTED).get("resume", "never")
     return None if resume in ("never", "auto") else read_checkpoint(Path(resume), compute_sums)
 
 
-def prepare(config: RLConfig, folder: Path, found: RunCheckpoint | None) -> RLConfig:
-    """Settings with the model and the data of the run: made, or those that it goes on with."""
-    if found is None:
+def prepare_settings(config: RLConfig, folder: Path, checkpoint: RunCheckpoint | None) -> RLConfig:
+    """Return settings with the run's model and data: newly made, or those of the checkpoint."""
+    if checkpoint is None:
         return prepare_task(config, folder)
-    config = prepare_task(config, found.made_in, is_made=True)
+    config = prepare_task(config, checkpoint.made_in, exists=True)
     if config.warm_start.num_steps:
-        path = found.made_in / WARM_START
+        path = checkpoint.made_in / WARM_START
         if not path.is_dir():
-            raise ConfigError(f"{path} is missing: {found.path} goes on with its tokenizer")
+            raise ConfigError(f"{path} is missing: {checkpoint.path} goes on with its tokenizer")
         warm = replace(config.warm_start, num_steps=0)
         config = replace(config, warm_start=warm, model=replace(config.model, path=str(path)))
     return config
 
 
-def clear(folder: Path) -> None:
-    """Remove what a run has left before its first checkpoint and another one does not replace."""
+def remove_warm_start(folder: Path) -> None:
+    """Remove the warm start of a run that ended before its first checkpoint."""
     shutil.rmtree(folder / WARM_START, ignore_errors=True)
 
 
-def ended_after(config: RLConfig | TrainConfig, found: RunCheckpoint | None, folder: Path) -> int:
-    """The last step of a run that has nothing left to do; 0 if something is left.
+def get_end_step(
+    config: RLConfig | TrainConfig, checkpoint: RunCheckpoint | None, folder: Path
+) -> int:
+    """Return the last step of a run that has ended; 0 if steps are left.
 
-    That step is a later one than trainer.num_steps where fewer are asked for than were trained.
+    It is later than trainer.num_steps if the run trained more steps before.
     """
-    if found is None or found.run != folder.absolute() or not (folder / SUMMARY).exists():
+    has_summary = (folder / SUMMARY).exists()
+    if checkpoint is None or checkpoint.run != folder.absolute() or not has_summary:
         return 0
-    return found.step if found.step >= config.trainer.num_steps else 0
+    return checkpoint.step if checkpoint.step >= config.trainer.num_steps else 0
 
 
-def _check_critic(config: RLConfig, found: RunCheckpoint) -> None:
-    if needs_critic(config) and not (found.path / CRITIC).exists():
+def _check_critic(config: RLConfig, checkpoint: RunCheckpoint) -> None:
+    if needs_critic(config) and not (checkpoint.path / CRITIC).exists():
         raise ConfigError(
-            f"{found.path} has no critic, which algorithm.advantage={config.algorithm.advantage!r} "
-            "needs; allowed: a checkpoint of a run with one"
+            f"{checkpoint.path} has no critic, which "
+            f"algorithm.advantage={config.algorithm.advantage!r} needs; allowed: a checkpoint of "
+            "a run with one"
         )
 
 
-def _check_settings(config: RLConfig | TrainConfig, found: RunCheckpoint) -> None:
+def _check_settings(config: RLConfig | TrainConfig, checkpoint: RunCheckpoint) -> None:
+    """Refuse changes of settings that make another run; print all other changes."""
     if isinstance(config, RLConfig):
-        _check_critic(config, found)
-    saved = SettingRenamer().rename_tree(found.state["settings"])
-    mine, theirs = dict(flat(asdict(config))), dict(flat(saved))
-    differ = [key for key in mine if mine[key] != theirs.get(key)]
-    layout = f"{WARM_START}.layout."  # no ranks start for it any more
-    known = [key for key in differ if key in theirs]  # others are newer than what wrote it
-    refused = [k for k in known if k.split(".")[0] in _THE_SAME and not k.startswith(layout)]
-    refused += [k for k in known if k in _THE_SAME_SETTINGS]
+        _check_critic(config, checkpoint)
+    settings = dict(flatten_settings(asdict(config)))
+    saved = dict(flatten_settings(SettingRenamer().rename_tree(checkpoint.state["settings"])))
+    changed = [key for key in settings if settings[key] != saved.get(key)]
+    layout = f"{WARM_START}.layout."  # the warm start is over
+    known = [key for key in changed if key in saved]  # an older version saved fewer settings
+    refused = [k for k in known if k.split(".")[0] in _FIXED_SECTIONS and not k.startswith(layout)]
+    refused += [k for k in known if k in _FIXED_SETTINGS]
     if refused:
-        told = "; ".join(f"{key}={mine[key]!r}, there {theirs.get(key)!r}" for key in refused)
-        raise ConfigError(f"{found.path} is of another run: {told}; allowed: the same")
-    print(f"going on after step {found.step}, from {found.path}")
-    others = [f"{k}={mine[k]} (was {theirs.get(k)})" for k in differ if k not in _ITS_OWN]
-    if others:
-        print(f"settings that differ: {', '.join(others)}")
+        values = "; ".join(f"{key}={settings[key]!r}, there {saved.get(key)!r}" for key in refused)
+        raise ConfigError(f"{checkpoint.path} is of another run: {values}; allowed: the same")
+    print(f"going on after step {checkpoint.step}, from {checkpoint.path}")
+    changes = [
+        f"{key}={settings[key]} (was {saved.get(key)})"
+        for key in changed
+        if key not in _SETTINGS_OF_A_START
+    ]
+    if changes:
+        print(f"settings that differ: {', '.join(changes)}")
 
 
 def check_data(
-    found: RunCheckpoint | None, data: AnyData, train: Digested, tests: Iterable[Digested]
+    checkpoint: RunCheckpoint | None, data: AnyData, train: Digested, tests: Iterable[Digested]
 ) -> dict[str, str]:
     """Return the digest of each source of `data`, by the setting that names it.
 
     Raises:
-        ConfigError: a source has other rows than when the run saved the checkpoint.
+        ConfigError: A source has other rows than when the run saved the checkpoint.
     """
     files = list_train_files(data) | dict(list_test_files(data).values())
     digests = [*train.digests, *(digest for test in tests for digest in test.digests)]
     by_setting = dict(zip(files, digests, strict=True))
-    saved = found.state.get(DATA, {}) if found else {}  # earlier versions saved none
+    saved = checkpoint.state.get(DATA, {}) if checkpoint else {}  # earlier versions saved none
     changed = [s for s, digest in by_setting.items() if saved.get(s, digest) != digest]
-    if found and changed:
+    if checkpoint and changed:
         sources = ", ".join(f"{setting}={files[setting]!r}" for setting in changed)
         raise ConfigError(
-            f"{found.path} is of a run with other rows in {sources}; allowed: the rows that it "
-            "was trained on, or a new output_dir with resume=never"
+            f"{checkpoint.path} is of a run with other rows in {sources}; allowed: the rows that "
+            "it was trained on, or a new output_dir with resume=never"
         )
     return by_setting
 
 
-def flat(settings: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
-    """Settings by their whole names."""
+def flatten_settings(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield each setting by its full name, such as "actor.layout.tp"."""
     for name, value in settings.items():
         if isinstance(value, Mapping) and value:
-            yield from flat(value, f"{before}{name}.")
+            yield from flatten_settings(value, f"{prefix}{name}.")
         else:
-            yield f"{before}{name}", list(value) if isinstance(value, tuple) else value
+            yield f"{prefix}{name}", list(value) if isinstance(value, tuple) else value

@@ -1,70 +1,77 @@
-"""The reinforcement-learning job: check, warm-start, train, evaluate, export, report."""
+"""`mcore-rl rl`, from start to end: check, warm-start, train, evaluate, export, report."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import os
+import secrets
 import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
+from mcore_rl.agents.frozen_model import ModelAddress
 from mcore_rl.algorithms.losses import ValueClipSettings, negative_log_likelihood, value_clip
 from mcore_rl.checkpoint.run_checkpoints import RunCheckpoint
 from mcore_rl.config.resolve import get_loop, resolve, resolve_for_lane
 from mcore_rl.config.resolve_algorithm import TOP_TOKEN_LOSSES
+from mcore_rl.config.resolve_rollout import ROLE
 from mcore_rl.config.schema import EngineConfig, Layout, LoRAConfig, RLConfig
 from mcore_rl.controller.batch_ops import select_small_columns
-from mcore_rl.controller.pending_call import gather_results
+from mcore_rl.controller.object_store import choose_object_store_bytes, estimate_sample_bytes
+from mcore_rl.controller.pending_call import PendingCall, WorkerError, gather_results
 from mcore_rl.controller.process_cleanup import StopSignals, catch_stop_signals
+from mcore_rl.controller.ray_session import ray_session, warn_of_small_stores
 from mcore_rl.controller.worker_group import WorkerGroup, wait_until_built
 from mcore_rl.data.batch import Batch
 from mcore_rl.data.examples import ExampleBatches
 from mcore_rl.engine.base import EngineSpec, LossFunction, backend_of
 from mcore_rl.engine.worker import ModelWorker
-from mcore_rl.jobs import room
-from mcore_rl.jobs.example import record_example
+from mcore_rl.jobs import disk_space
 from mcore_rl.jobs.failure import RunFailed, summarize_failure
-from mcore_rl.jobs.model_servers import model_servers
 from mcore_rl.jobs.output import (
     CHECKPOINT,
     TRACES,
     OutputError,
     RunOutput,
-    exclusive_run_dir,
-    job_scope,
-    log_dir,
+    get_log_dir,
+    lock_run_dir,
+    open_job_scope,
 )
 from mcore_rl.jobs.placement import (
+    CPU_RESOURCE,
     Pools,
-    frozen_engines,
-    frozen_paths,
-    models_of,
-    models_with_paths,
-    num_devices,
-    places,
-    pool_plans,
+    build_pool_plans,
+    count_devices,
+    detect_lane,
+    get_device_resource,
+    get_frozen_engines,
+    get_frozen_paths,
+    get_served_models,
+    list_engine_roles,
+    list_rank_nodes,
+    list_replayed_experts,
 )
 from mcore_rl.jobs.preflight import Inputs, check_inputs, has_experts
 from mcore_rl.jobs.resume import (
     WARM_START,
     check_data,
-    checkpoint_read_by_nodes,
-    clear,
-    ended_after,
-    prepare,
+    find_checkpoint_on_nodes,
+    get_end_step,
+    prepare_settings,
+    remove_warm_start,
 )
-from mcore_rl.jobs.roles import expert_layers
-from mcore_rl.jobs.session import lane, resource, session
 from mcore_rl.observability.console import show_line, show_waiting
 from mcore_rl.observability.memory import PeakMemory
 from mcore_rl.observability.process import get_start_time
 from mcore_rl.rollout.desired_servers import read_wanted_servers
 from mcore_rl.rollout.server_pool import ServerPool
 from mcore_rl.rollout.weight_updater import ExportError, connect
-from mcore_rl.rollout.worker import RolloutSpec, RolloutWorker
+from mcore_rl.rollout.worker import ModelServer, ModelServerSpec, RolloutSpec, RolloutWorker
 from mcore_rl.trainers import supervised
 from mcore_rl.trainers.base import RLTrainer, TrainerInputs
 from mcore_rl.trainers.checkpointing import CheckpointManager, Stateful, how_to_resume
@@ -78,51 +85,53 @@ from mcore_rl.trainers.sample_log import SampleLog
 
 
 def run(config: RLConfig) -> None:
-    """Run the job; everything it leaves lies in config.output_dir.
+    """Run the job; all of its files are in config.output_dir.
 
     Raises:
-        ConfigError: A setting or an input is wrong; nothing has been started, nothing is left.
+        ConfigError: A setting or an input is wrong; nothing was started, nothing is left.
         RunFailed: The run had to stop.
-        RunStopped: A signal has ended it, and it can be resumed.
+        RunStopped: A signal has ended the run, which can be resumed.
     """
     started = get_start_time()
     resolve(config)
-    config = resolve_for_lane(config, lane(), has_experts=has_experts(config))
+    config = resolve_for_lane(config, detect_lane(), has_experts=has_experts(config))
     with (
-        exclusive_run_dir(config.output_dir, config.resume) as claim,
-        job_scope(claim.folder, claim.lock) as scratch,
-        _stop_signals(config) as stop,
+        lock_run_dir(config.output_dir, config.resume) as run_lock,
+        open_job_scope(run_lock) as scratch_dir,
+        _handle_stop_signals(config) as stop,
         PeakMemory() as memory,
     ):
         with show_waiting("checking the inputs"):
-            checkpoint = checkpoint_read_by_nodes(config, claim.folder)
-            if last := ended_after(config, checkpoint, claim.folder):
-                print(f"the run in {claim.folder} has ended after step {last}")
+            checkpoint = find_checkpoint_on_nodes(config, run_lock.folder)
+            if last := get_end_step(config, checkpoint, run_lock.folder):
+                print(f"the run in {run_lock.folder} has ended after step {last}")
                 return
             if checkpoint is None and config.resume == "auto":
-                clear(claim.folder)
-            prepared = prepare(config, claim.folder, checkpoint)
+                remove_warm_start(run_lock.folder)
+            prepared = prepare_settings(config, run_lock.folder, checkpoint)
             inputs = check_inputs(prepared)
             digests = check_data(checkpoint, prepared.data, inputs.train, inputs.tests.values())
-            room.check_room(prepared, claim.folder, checkpoint.step if checkpoint else 0)
+            disk_space.check_disk_space(
+                prepared, run_lock.folder, checkpoint.step if checkpoint else 0
+            )
         with (
-            session(prepared, num_devices(pool_plans(prepared)), scratch),
-            summarize_failure(log_dir(claim.folder) / TRACES),
-            Pools(prepared, resource(), log_dir(claim.folder)) as pools,
+            open_session(prepared, count_devices(build_pool_plans(prepared)), scratch_dir),
+            summarize_failure(get_log_dir(run_lock.folder) / TRACES),
+            Pools(prepared, get_device_resource(), get_log_dir(run_lock.folder)) as pools,
             contextlib.ExitStack() as stack,
         ):
-            output, ranks = RunOutput(claim.folder, config, checkpoint), None
+            output, ranks = RunOutput(run_lock.folder, config, checkpoint), None
             if inputs.examples is not None:
                 prepared, ranks = _warm_start(prepared, inputs.examples, output, pools, stack)
             _Run(config, prepared, inputs, digests, output, checkpoint, stop).train(pools, ranks)
-        if config.task.name:  # a model that was made small enough to load here
-            record_example(inputs, output)
+        if config.task.name:  # the models of built-in tasks are small
+            _record_example(inputs, output)
         output.finish(peak_memory_bytes=memory.peak_bytes, wall_s=time.monotonic() - started)
 
 
 @contextlib.contextmanager
-def _stop_signals(config: RLConfig) -> Iterator[StopSignals]:
-    """Let a signal end the step first; without checkpoints it waits for nothing."""
+def _handle_stop_signals(config: RLConfig) -> Iterator[StopSignals]:
+    """Let a signal end the step first; without checkpoints it ends the run at once."""
     if not config.trainer.save_every:
         yield StopSignals()
         return
@@ -137,10 +146,10 @@ def _warm_start(
     pools: Pools,
     stack: contextlib.ExitStack,
 ) -> tuple[RLConfig, WorkerGroup | None]:
-    """Train on examples; return the settings that start from its checkpoint.
+    """Train on examples; return settings whose model is the result, and workers to reuse.
 
-    With them its workers, which end with `stack`, if the actor can have them: to start processes
-    and to import Megatron there takes longer than all else that a trainer does before it trains.
+    The workers, which end with `stack`, are None if the actor needs other ranks. To start processes
+    and import Megatron in them takes longer than the rest of a trainer's start.
     """
     warm = config.warm_start
     engine = replace(
@@ -148,28 +157,29 @@ def _warm_start(
         layout=warm.layout,
         optimizer=warm.optimizer,
         moe=replace(config.actor.moe, aux_loss_coef=warm.moe_aux_loss_coef, router_replay="off"),
-        lora=LoRAConfig(),  # adapters are for what comes after it
+        lora=LoRAConfig(),  # adapters are trained by RL only
     )
     path = output.folder / WARM_START
-    with contextlib.ExitStack() as own_stack:
-        loss, spec = negative_log_likelihood, _engine_spec(config, engine, warm.num_steps)
-        model = own_stack.enter_context(_model(pools, "actor", spec, loss, "warm_start"))
+    with contextlib.ExitStack() as warm_stack:
+        loss, spec = negative_log_likelihood, _build_engine_spec(config, engine, warm.num_steps)
+        model = warm_stack.enter_context(_start_engine(pools, "actor", spec, loss, "warm_start"))
         model.initialize()
         with output.progress("warm_start", warm.num_steps) as report:
             batches = ExampleBatches(examples.take, [len(examples)], warm.batch_size, config.seed)
             supervised.train(SupervisedObjective(model), batches, warm.num_steps, report)
-        room.export(model, path, room.weight_bytes(config))
+        disk_space.export_weights(model, path, disk_space.compute_weight_bytes(config))
         is_reused = _has_same_ranks(engine, config.actor)
         if is_reused:
-            stack.push(own_stack.pop_all())
+            stack.push(warm_stack.pop_all())
     prepared = replace(config, model=replace(config.model, path=str(path)))
     return prepared, model if is_reused else None
 
 
 def _has_same_ranks(first: EngineConfig, second: EngineConfig) -> bool:
-    """Return whether processes that were started for one engine can have the other."""
+    """Return whether the processes of one engine can run the other."""
     environments = [
-        backend_of(engine).rank_environment(engine.layout, lane()) for engine in (first, second)
+        backend_of(engine).rank_environment(engine.layout, detect_lane())
+        for engine in (first, second)
     ]
     has_same_size = first.layout.world_size == second.layout.world_size
     return has_same_size and environments[0] == environments[1]
@@ -179,12 +189,12 @@ def _has_same_ranks(first: EngineConfig, second: EngineConfig) -> bool:
 class _Run:
     """Reinforcement learning, after the warm start."""
 
-    given: RLConfig  # the settings of the user
-    config: RLConfig  # the same, with the model and the data that were made
+    user_config: RLConfig
+    config: RLConfig  # user_config with the model and data that were made
     inputs: Inputs
-    digests: dict[str, str]  # of the data, by setting
+    digests: dict[str, str]  # of the data sources, by setting
     output: RunOutput
-    checkpoint: RunCheckpoint | None  # what the run resumes from
+    checkpoint: RunCheckpoint | None  # to resume from
     stop: StopSignals
 
     def train(self, pools: Pools, ranks: WorkerGroup | None) -> None:
@@ -195,7 +205,7 @@ class _Run:
         """
         config, output = self.config, self.output
         with contextlib.ExitStack() as stack:
-            # It ends after the servers, whose end ends what it waits for.
+            # Ends after the servers: until they end, it may wait for them.
             thread = stack.enter_context(ThreadPoolExecutor(1, "generation"))
             with show_waiting("starting the servers and the trainer"):
                 devices = _start_models(config, pools, ranks, stack)
@@ -220,13 +230,13 @@ class _Run:
 
         def build_checkpoints(states: Mapping[str, Stateful]) -> CheckpointManager:
             return CheckpointManager(
-                self.given,
+                self.user_config,
                 folder,
                 devices,
                 states,
                 lambda: self.output.results,
                 self.stop,
-                room.weight_bytes(config),
+                disk_space.compute_weight_bytes(config),
                 self.digests,
             )
 
@@ -238,7 +248,7 @@ class _Run:
                 test_sets=build_test_sets(inputs.tests, config.trainer.eval_samples),
                 sample_log=SampleLog(folder, inputs.tokenizer, config.sample_log, devices.actor),
                 thread=thread,
-                record_evaluation=self.output.evaluated,
+                record_evaluation=self.output.record_evaluation,
                 build_checkpoints=build_checkpoints,
             )
         )
@@ -257,8 +267,10 @@ class _Run:
         except (OutputError, ExportError) as error:
             devices.offload_rollout()
             devices.use("actor")
-            num_bytes = room.weight_bytes(self.config)
-            reason = room.kept(devices.actor, output.folder / CHECKPOINT, num_bytes)[1]
+            num_bytes = disk_space.compute_weight_bytes(self.config)
+            reason = disk_space.export_to_any_disk(
+                devices.actor, output.folder / CHECKPOINT, num_bytes
+            )[1]
             raise RunFailed(f"{error}; {reason}") from error
 
     def _export(self, trainer: RLTrainer) -> None:
@@ -272,45 +284,51 @@ class _Run:
         for samples in evaluation.latest if temperature is not None else ():
             scored = actor.compute_log_probs(samples, temperature=temperature, replay=False)
             columns = select_small_columns(scored)
-            output.compared(actor.apply(compute_logprob_gaps, columns))
-        room.export(actor, output.folder / CHECKPOINT, room.weight_bytes(self.config))
+            output.record_gap(actor.apply(compute_logprob_gaps, columns))
+        disk_space.export_weights(
+            actor, output.folder / CHECKPOINT, disk_space.compute_weight_bytes(self.config)
+        )
 
 
 def _start_models(
     config: RLConfig, pools: Pools, ranks: WorkerGroup | None, stack: contextlib.ExitStack
 ) -> DeviceSharing:
-    """Build all roles beside each other and load them; the servers serve when this returns.
+    """Start all roles at a time and load their weights; the servers serve when this returns.
 
-    Roles that share devices load one after the other, and leave them to the next.
+    Roles that share devices load one after the other, and are then offloaded.
     """
     loss = load_trainer(config.trainer.mode).build_loss(config)
-    placement, roles = config.placement, models_of(config)
-    frozen_servers = stack.enter_context(model_servers(config, pools))
-    servers = stack.enter_context(server_pool(config, pools))
-    preparing = [*servers.submit("prepare"), *frozen_servers.preparing()]
+    placement, roles = config.placement, list_engine_roles(config)
+    frozen_servers = stack.enter_context(build_frozen_servers(config, pools))
+    servers = stack.enter_context(build_server_pool(config, pools))
+    preparing = [*servers.submit("prepare"), *frozen_servers.submit_prepare()]
     total_steps = config.trainer.num_steps * config.algorithm.num_mini_batches
-    spec = _engine_spec(config, config.actor, total_steps)
+    spec = _build_engine_spec(config, config.actor, total_steps)
     spec = replace(spec, with_sum_pi_squared=reads_squares(config.algorithm))
     if ranks is None:
-        actor = stack.enter_context(_model(pools, "actor", spec, loss, wait=False))
+        actor = stack.enter_context(_start_engine(pools, "actor", spec, loss, wait=False))
     else:
         actor = ranks
         actor.rebuild("actor", config.actor.layout, spec, loss)
     models = {"actor": actor}
     if "reference" in roles:
-        frozen = _engine_spec(config, _frozen(config.actor), 0)
+        # Without adapters, and recording no experts.
+        moe = replace(config.actor.moe, router_replay="off")
+        frozen = replace(config.actor, lora=LoRAConfig(), moe=moe)
         models["reference"] = stack.enter_context(
-            _model(pools, "reference", frozen, None, wait=False)
+            _start_engine(
+                pools, "reference", _build_engine_spec(config, frozen, 0), None, wait=False
+            )
         )
     if "critic" in roles:
-        models["critic"] = stack.enter_context(_critic(config, pools, total_steps))
-    for role in frozen_engines(config):
-        models[role] = stack.enter_context(_scorer(config, pools, role))
-    others = [*frozen_servers.groups.values(), *models.values()]
-    wait_until_built([*servers.groups, *others])
-    for line in places([servers, *others]):
+        models["critic"] = stack.enter_context(_start_critic(config, pools, total_steps))
+    for role in get_frozen_engines(config):
+        models[role] = stack.enter_context(_start_frozen_model(config, pools, role))
+    groups = [*frozen_servers.groups.values(), *models.values()]
+    wait_until_built([*servers.groups, *groups])
+    for line in list_rank_nodes([servers, *groups]):
         print(line)
-    starting = frozen_servers.starting()
+    starting = frozen_servers.submit_start()
     waiting_for = [*preparing, *starting]
     if not servers_sleep(placement, roles):
         waiting_for += servers.submit("start")
@@ -324,41 +342,38 @@ def _start_models(
         gather_results(servers.submit("start"))
     servers.started()
     if starting:
-        servers.connect_models(frozen_servers.addresses(gather_results(starting)))
-    sync = connect(config, actor, servers, room.weight_bytes(config))
+        servers.connect_models(frozen_servers.build_addresses(gather_results(starting)))
+    sync = connect(config, actor, servers, disk_space.compute_weight_bytes(config))
     is_async = get_loop(config.trainer) == "fully_async"
     return DeviceSharing(placement, models, servers, sync, keeps_requests=is_async)
 
 
-def _critic(
+def _start_critic(
     config: RLConfig, pools: Pools, total_steps: int
 ) -> AbstractContextManager[WorkerGroup]:
     critic = config.critic
-    spec = _engine_spec(config, critic, total_steps)
+    spec = _build_engine_spec(config, critic, total_steps)
     if critic.model_path:
         spec = replace(spec, model=replace(spec.model, path=critic.model_path))
     loss = functools.partial(value_clip, settings=ValueClipSettings(critic.clip_range))
-    return _model(pools, "critic", spec, loss, model_type="value_model", wait=False)
+    return _start_engine(pools, "critic", spec, loss, model_type="value_model", wait=False)
 
 
-def _scorer(config: RLConfig, pools: Pools, role: str) -> AbstractContextManager[WorkerGroup]:
-    """The reward model, or a teacher."""
-    spec = _engine_spec(config, frozen_engines(config)[role], 0)
-    spec = replace(spec, model=replace(spec.model, path=frozen_paths(config)[role]))
+def _start_frozen_model(
+    config: RLConfig, pools: Pools, role: str
+) -> AbstractContextManager[WorkerGroup]:
+    """Start the reward model or a teacher."""
+    spec = _build_engine_spec(config, get_frozen_engines(config)[role], 0)
+    spec = replace(spec, model=replace(spec.model, path=get_frozen_paths(config)[role]))
     if role == "reward_model":
-        return _model(pools, role, spec, None, model_type="reward_model", wait=False)
+        return _start_engine(pools, role, spec, None, model_type="reward_model", wait=False)
     distillation = config.algorithm.distillation
     if distillation.loss in TOP_TOKEN_LOSSES:
         spec = replace(spec, num_top_log_probs=distillation.top_k)
-    return _model(pools, role, spec, None, wait=False)
+    return _start_engine(pools, role, spec, None, wait=False)
 
 
-def _frozen(engine: EngineConfig) -> EngineConfig:
-    """The engine of a model that only scores: no adapters, nothing recorded."""
-    return replace(engine, lora=LoRAConfig(), moe=replace(engine.moe, router_replay="off"))
-
-
-def _engine_spec(config: RLConfig, engine: EngineConfig, total_steps: int) -> EngineSpec:
+def _build_engine_spec(config: RLConfig, engine: EngineConfig, total_steps: int) -> EngineSpec:
     return EngineSpec(
         model=config.model,
         engine=engine,
@@ -369,7 +384,7 @@ def _engine_spec(config: RLConfig, engine: EngineConfig, total_steps: int) -> En
 
 
 @contextlib.contextmanager
-def _model(
+def _start_engine(
     pools: Pools,
     role: str,
     spec: EngineSpec,
@@ -379,7 +394,11 @@ def _model(
     model_type: str = "language_model",
     wait: bool = True,
 ) -> Iterator[WorkerGroup]:
-    """A training engine on ranks of its own, not initialized; without `wait`, being built."""
+    """Start the workers of a training engine, which is not initialized yet.
+
+    Args:
+        wait: Wait until the workers are built.
+    """
     layout = spec.engine.layout
     with pools.group(
         role,
@@ -388,15 +407,15 @@ def _model(
         layout,
         name=name or role,
         threads_per_rank=spec.engine.threads_per_rank,
-        env=backend_of(spec.engine).rank_environment(layout, lane()),
+        env=backend_of(spec.engine).rank_environment(layout, detect_lane()),
         wait=wait,
     ) as group:
         yield group
 
 
 @contextlib.contextmanager
-def server_pool(config: RLConfig, pools: Pools) -> Iterator[ServerPool]:
-    """The generation servers of a checkpoint: being built, and they have yet to be started."""
+def build_server_pool(config: RLConfig, pools: Pools) -> Iterator[ServerPool]:
+    """Build the generation servers of the policy; the caller waits for them and starts them."""
     spec = RolloutSpec(
         model_path=config.model.path,
         chat_date=config.model.chat_date,
@@ -407,10 +426,10 @@ def server_pool(config: RLConfig, pools: Pools) -> Iterator[ServerPool]:
         agent=config.agent,
         seed=config.seed,
         timeout_s=config.inner_timeout_s,
-        can_sleep=servers_sleep(config.placement, models_of(config)),
-        gpu_ids=pools.gpu_ids("rollout"),
-        models=models_with_paths(config),
-        experts=expert_layers(config),
+        can_sleep=servers_sleep(config.placement, list_engine_roles(config)),
+        gpu_ids=pools.get_gpu_ids("rollout"),
+        models=get_served_models(config),
+        experts=list_replayed_experts(config),
     )
     num_servers, nodes = config.rollout.num_servers, config.rollout.nodes_per_server
     desired = functools.partial(read_wanted_servers, Path(config.output_dir), num_servers)
@@ -433,3 +452,104 @@ def server_pool(config: RLConfig, pools: Pools) -> Iterator[ServerPool]:
     ) as servers:
         yield servers
         servers.shut_down()
+
+
+@dataclass(slots=True)
+class FrozenServers:
+    """Servers of the frozen models in `models`, by name."""
+
+    groups: dict[str, WorkerGroup]
+    keys: dict[str, str] = field(repr=False)
+
+    def submit_prepare(self) -> list[PendingCall]:
+        """Submit the preparation of all servers."""
+        return [group.prepare.submit() for group in self.groups.values()]
+
+    def submit_start(self) -> list[PendingCall]:
+        """Submit the start of all servers; each call returns the URLs of a model's servers."""
+        return [group.start.submit() for group in self.groups.values()]
+
+    def build_addresses(self, urls: list[Any]) -> dict[str, ModelAddress]:
+        """Return the address of each model, from the results of `submit_start`."""
+        return {
+            name: ModelAddress(tuple(model_urls), self.keys[name])
+            for name, model_urls in zip(self.groups, urls, strict=True)
+        }
+
+
+@contextlib.contextmanager
+def build_frozen_servers(config: RLConfig, pools: Pools) -> Iterator[FrozenServers]:
+    """Build the servers of frozen models; the caller waits for them and starts them.
+
+    Each model has a separate API key, which is passed to its servers and to the policy's workers.
+    """
+    servers = FrozenServers({}, {})
+    with contextlib.ExitStack() as stack:
+        for name, model in get_served_models(config).items():
+            servers.keys[name] = secrets.token_urlsafe(32)
+            spec = ModelServerSpec(
+                model_path=model.path,
+                dtype=config.model.dtype,
+                max_context=model.max_context,
+                servers=model.servers,
+                seed=config.seed,
+                timeout_s=config.inner_timeout_s,
+                key=servers.keys[name],
+            )
+            layout, role = Layout(dp=model.servers.num_servers), f"{ROLE}{name}"
+            servers.groups[name] = stack.enter_context(
+                pools.group(role, ModelServer, (spec,), layout, name=role, wait=False)
+            )
+        yield servers
+        for group in servers.groups.values():
+            try:
+                group.shut_down()
+            except WorkerError as error:  # a server died, and the run went on with the others
+                print(str(error).splitlines()[0])
+
+
+@contextlib.contextmanager
+def open_session(config: RLConfig, num_devices: int, scratch_dir: Path) -> Iterator[None]:
+    """Start a private Ray with the resources of the run, or join the Ray at RAY_ADDRESS.
+
+    Prints a line if the object stores of a joined Ray are too small.
+
+    Raises:
+        ConfigError: /dev/shm is too small for the object store.
+    """
+    held = estimate_sample_bytes(config)
+    store = choose_object_store_bytes(config.object_store_bytes, held, setting="object_store_bytes")
+    needed = {get_device_resource(): num_devices}
+    with ray_session(
+        temp_dir=scratch_dir,
+        log_to_driver=False,
+        resources=needed if CPU_RESOURCE in needed else None,
+        needed=needed,
+        object_store_bytes=store,
+    ):
+        if os.environ.get("RAY_ADDRESS"):
+            warn_of_small_stores(
+                held, get_device_resource(), config.rollout.num_servers * config.rollout.tp
+            )
+        yield
+
+
+def _record_example(inputs: Inputs, output: RunOutput) -> None:
+    """Load the export with transformers, and record its answer to the first held-out prompt."""
+    import torch
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    model = AutoModelForCausalLM.from_pretrained(output.folder / CHECKPOINT, local_files_only=True)
+    first = next(iter(inputs.tests.values()))[0]
+    prompt_ids = torch.tensor([first.prompt_ids])
+    ids = model.generate(prompt_ids, do_sample=False, max_new_tokens=64)[0].tolist()
+    output.record_result(
+        "example",
+        {
+            "prompt": inputs.tokenizer.decode(first.prompt_ids),
+            "response": inputs.tokenizer.decode(ids[prompt_ids.shape[1] :]),
+            "answer": first.fields["answer"],
+        },
+    )

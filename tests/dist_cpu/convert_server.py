@@ -21,7 +21,7 @@ from pathlib import Path
 from rich.console import Console
 
 from mcore_rl.jobs.convert import to_hf, to_megatron  # noqa: F401  (what plans are made of)
-from mcore_rl.jobs.convert.options import Resources
+from mcore_rl.jobs.convert.plan import Resources
 from mcore_rl.jobs.convert.run import run
 
 

@@ -23,9 +23,9 @@ from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import Layout
 from mcore_rl.engine.megatron.meta_model import other_form
 from mcore_rl.jobs.convert import to_hf, to_megatron
-from mcore_rl.jobs.convert.megatron_folder import open_megatron
-from mcore_rl.jobs.convert.options import Resources
-from mcore_rl.jobs.convert.verify import compare
+from mcore_rl.jobs.convert.megatron_checkpoint import open_megatron_checkpoint
+from mcore_rl.jobs.convert.plan import Resources
+from mcore_rl.jobs.convert.verify import compare_folders
 from mcore_rl.reshard.rules import Box, LogicalTensor, slice_rows
 
 ONE, SINGLE = Resources(workers=1), Layout()
@@ -163,7 +163,7 @@ def test_a_checkpoint_without_prediction_layers_takes_them_from_the_reference_or
 def test_a_checkpoint_of_megatron_lm_is_read_with_layers_stacked_or_apart(models, tmp_path, name):
     """The other form than ours, with optimizer state, in a folder of several iterations."""
     model, ours = models[name], to_mcore(models[name], tmp_path / "ours", Layout(tp=2))
-    folder = open_megatron(ours, None)
+    folder = open_megatron_checkpoint(ours, None)
     theirs, reader = tmp_path / "theirs" / "iter_0000007", DistReader(ours)
     theirs.mkdir(parents=True)
     (theirs.parent / "latest_checkpointed_iteration.txt").write_text("7\n")
@@ -316,9 +316,9 @@ def test_verify_names_the_first_element_that_differs(models, tmp_path):
     (other / "config.json").write_text((model / "config.json").read_text())
     checkpoint = to_mcore(model, tmp_path / "checkpoint", Layout(tp=2, ep=2))
     for a, b in ((checkpoint, other), (model, other)):
-        found = compare(a, b, Console(quiet=True))
+        found = compare_folders(a, b, Console(quiet=True))
         first = found.first_difference
         assert (found.equal, found.num_different, first.name) == (False, 1, name)
         assert (first.index, first.num_elements) == ([3, 5], 2)
         assert first.max_abs == pytest.approx(1, abs=0.01)
-    assert compare(checkpoint, model, Console(quiet=True)).equal
+    assert compare_folders(checkpoint, model, Console(quiet=True)).equal

@@ -21,7 +21,7 @@ from mcore_rl.checkpoint.hf import SafetensorsFile
 from mcore_rl.cli.main import main
 from mcore_rl.config.schema import Layout
 from mcore_rl.jobs.convert import to_hf, to_megatron
-from mcore_rl.jobs.convert.options import Resources
+from mcore_rl.jobs.convert.plan import Resources
 from mcore_rl.jobs.convert.run import run
 
 NORM = "model.layers.1.input_layernorm.weight"
@@ -63,8 +63,14 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
     mtp = tiny_families.save_with_mtp("deepseek_v3", folder)
     mtp.rename(folder / "mtp")
     one, quiet = Resources(workers=1), Console(quiet=True)
-    run(to_megatron.plan(folder / "model", folder / "checkpoint", Layout(), None), one, quiet)
-    back = to_hf.plan(folder / "checkpoint", folder / "model-again", None, None, 1 << 30, "merge")
+    run(
+        to_megatron.plan_conversion(folder / "model", folder / "checkpoint", Layout(), None),
+        one,
+        quiet,
+    )
+    back = to_hf.plan_conversion(
+        folder / "checkpoint", folder / "model-again", None, None, 1 << 30, "merge"
+    )
     run(back, one, quiet)
     return folder
 
@@ -338,7 +344,7 @@ def test_verify_has_an_exit_status_and_one_object(place, capsys, monkeypatch, co
 @pytest.mark.parametrize("lora", ["merge", "separate"])
 def test_separate_adapters_of_a_checkpoint_without_any_are_warned_of(original, lora):
     checkpoint = original / "checkpoint"
-    plan = to_hf.plan(checkpoint, original / "out", None, None, 1 << 30, lora)
+    plan = to_hf.plan_conversion(checkpoint, original / "out", None, None, 1 << 30, lora)
     warning = f"warning: {checkpoint} has no adapters: --lora=separate writes none"
     assert plan.notes == ((warning,) if lora == "separate" else ())
 

@@ -24,7 +24,7 @@ from rich.console import Console
 
 from mcore_rl.config.schema import Layout
 from mcore_rl.jobs.convert import to_hf, to_megatron
-from mcore_rl.jobs.convert.options import Resources
+from mcore_rl.jobs.convert.plan import Resources
 from mcore_rl.jobs.convert.run import run
 from tests.nightly import all_but
 
@@ -79,9 +79,11 @@ def conversions(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Conversion
         dtype="bfloat16",
     )  # fmt: skip
     transformers.AutoModelForCausalLM.from_config(config).bfloat16().save_pretrained(folder / "hf")
-    there = to_megatron.plan(folder / "hf", folder / "mcore", Layout(tp=2), None)
+    there = to_megatron.plan_conversion(folder / "hf", folder / "mcore", Layout(tp=2), None)
     run(there, Resources(workers=1), Console(quiet=True))
-    back = to_hf.plan(folder / "mcore", folder / "again", None, None, 20_000_000, "merge")
+    back = to_hf.plan_conversion(
+        folder / "mcore", folder / "again", None, None, 20_000_000, "merge"
+    )
     run(back, Resources(workers=1), Console(quiet=True))
     (folder / "hf-to-mcore").write_bytes(pickle.dumps(there))
     (folder / "mcore-to-hf").write_bytes(pickle.dumps(back))

@@ -22,8 +22,7 @@ from mcore_rl.config.schema import (
     RLConfig,
     RolloutConfig,
 )
-from mcore_rl.jobs.gpu_memory import activation_bytes
-from mcore_rl.jobs.roles import roles
+from mcore_rl.jobs.memory_plan import estimate_activation_bytes, plan_roles
 from mcore_rl.models.base import read_config
 
 SHARDED = OptimizerConfig(lr=1e-3, distributed=True)
@@ -67,7 +66,7 @@ def test_a_rank_holds_what_was_told(measured: dict[str, Any], name: str):
     model, dtype, engine = CASES[name]
     config = RLConfig(model=ModelConfig(dtype=dtype), actor=engine)
     hf_config = read_config(Path(measured["folder"]) / f"{model}-0")
-    [actor] = [role for role in roles(config, hf_config) if role.name == "actor"]
+    [actor] = [role for role in plan_roles(config, hf_config) if role.name == "actor"]
     for stage in actor.stages:
         for rank in stage.ranks:
             told = {key: getattr(stage, key) for key in measured[name][rank]}
@@ -100,5 +99,5 @@ def test_a_pass_takes_the_activations_that_were_told(peaks: dict[str, Any], name
         actor=EngineConfig(recompute=recompute, max_tokens_per_micro_batch=found["tokens"]),
         rollout=RolloutConfig(max_response_tokens=1),
     )
-    told = activation_bytes(config, read_config(Path(peaks["folder"]) / model))
+    told = estimate_activation_bytes(config, read_config(Path(peaks["folder"]) / model))
     assert least < told / found["bytes"] < 1.05

@@ -14,7 +14,7 @@ import torch
 from mcore_rl.config.schema import EngineConfig, Layout, ModelConfig
 from mcore_rl.engine.base import EngineSpec
 from mcore_rl.jobs.parity import engines
-from mcore_rl.jobs.parity.compare import THRESHOLDS, differences, module_names
+from mcore_rl.jobs.parity.run import THRESHOLDS, compare_traces, list_module_names
 
 LAYOUTS = {
     "tp2": Layout(tp=2),
@@ -55,12 +55,12 @@ def traces(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         config.rms_norm_eps = 1e-6  # what transformers has in norms of latents, whatever the config
         model = tiny_models.build_from(config)
         path = tiny_families.save(model, tmp_path_factory.mktemp("models") / name)
-        found[name] = engines.hf_traces(str(path), "float32", SEQUENCES)
+        found[name] = engines.trace_with_hf(str(path), "float32", SEQUENCES)
         for key in layouts:
-            case = ranks.job(engines.megatron_traces, spec(path, LAYOUTS[key]), "", SEQUENCES)
+            case = ranks.job(engines.trace_with_megatron, spec(path, LAYOUTS[key]), "", SEQUENCES)
             jobs[LAYOUTS[key].world_size][f"{name}/{key}"] = case
     for world, cases in jobs.items():
-        found |= {n: engines.joined(by) for n, by in ranks.spawn(world, cases).items()}
+        found |= {n: engines.merge_traces(by) for n, by in ranks.spawn(world, cases).items()}
     return found
 
 
@@ -69,15 +69,15 @@ def test_every_module_gives_what_transformers_gives(traces, case):
     reference: Traces = traces[case.partition("/")[0]]
     for mine, theirs, ids in zip(traces[case], reference, SEQUENCES, strict=True):
         assert set(mine) == set(theirs)
-        assert set(mine) <= set(module_names(3))
+        assert set(mine) <= set(list_module_names(3))
         assert all(len(value) == len(ids) for value in mine.values())
-        found = differences(mine, theirs, num_layers=3)
+        found = compare_traces(mine, theirs, num_layers=3)
         assert max(found.values()) < THRESHOLDS["float32"] / 10, found
 
 
 def test_a_trace_has_every_module_of_a_layer(traces):
     last = {name for name in traces["glm4_moe/pp2"][0] if name.startswith("model.layers.2.")}
-    assert last == {name for name in module_names(3) if name.startswith("model.layers.2.")}
+    assert last == {name for name in list_module_names(3) if name.startswith("model.layers.2.")}
     assert traces["qwen3/tp2"][0]["lm_head"].shape == (2, tiny_models.VOCAB)  # no padding
     weights = traces["deepseek_v3/tp2ep2"][2]["model.layers.1.mlp.gate"]
     assert ((weights > 0).sum(-1) == 4).all()

@@ -19,9 +19,9 @@ from safetensors.torch import load_file, save_file
 from mcore_rl.cli.main import main
 from mcore_rl.config.schema import ModelConfig, RLConfig
 from mcore_rl.data.tasks import last_digit
-from mcore_rl.jobs.convert.options import format_bytes
-from mcore_rl.jobs.output import exclusive_run_dir
-from mcore_rl.jobs.room import weight_bytes
+from mcore_rl.jobs.convert.plan import format_bytes
+from mcore_rl.jobs.disk_space import compute_weight_bytes
+from mcore_rl.jobs.output import lock_run_dir
 from tests.small_disk import on_small_disk
 
 DEFAULTS = {
@@ -344,9 +344,9 @@ def test_an_empty_output_folder_stays_and_folders_made_on_the_way_go(place, capf
 
 
 def test_a_folder_that_another_run_has_is_refused(place, capfd, monkeypatch):
-    with exclusive_run_dir("out") as claim:
+    with lock_run_dir("out") as run_lock:
         line = refusal(place, capfd, monkeypatch, DEFAULTS)
-        assert claim.folder.exists()
+        assert run_lock.folder.exists()
     assert f"output_dir='out' is in use by process {os.getpid()} on host " in line
 
 
@@ -359,7 +359,7 @@ def test_a_cluster_that_does_not_answer_is_refused_and_leaves_no_folder(place, c
 def test_the_weights_of_a_run_take_as_much_room_as_those_it_starts_from(place):
     tensors = load_file(place.folder / "model" / "model.safetensors").values()
     config = RLConfig(model=ModelConfig(path="model", dtype="float32"))
-    assert weight_bytes(config) == sum(t.numel() * t.element_size() for t in tensors)
+    assert compute_weight_bytes(config) == sum(t.numel() * t.element_size() for t in tensors)
 
 
 def test_a_disk_without_room_for_the_weights_is_refused(place: Place):
@@ -371,7 +371,7 @@ def test_a_disk_without_room_for_the_weights_is_refused(place: Place):
     settings |= {"warm_start.batch_size": "4"}
     job = [command, "rl", *(f"{key}={value}" for key, value in settings.items())]
     done = subprocess.run(on_small_disk(disk, "10m", job), capture_output=True, text=True)
-    needed = 2 * weight_bytes(RLConfig(model=ModelConfig(path="model", dtype="float32")))
+    needed = 2 * compute_weight_bytes(RLConfig(model=ModelConfig(path="model", dtype="float32")))
     assert needed > 10 << 20
     assert done.returncode == 2, done.stderr
     assert "output_dir='disk/out' has 10.5 MB left; needed are " in done.stderr

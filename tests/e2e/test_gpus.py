@@ -19,7 +19,7 @@ from mcore_rl.config.schema import Layout, RLConfig
 from mcore_rl.controller.dispatch import register
 from mcore_rl.controller.ray_patches import skip_node_services
 from mcore_rl.controller.ray_session import has_gpus, ray_session
-from mcore_rl.jobs import session
+from mcore_rl.jobs import placement
 from mcore_rl.jobs.placement import Pools
 
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers import little
@@ -80,21 +80,21 @@ def cluster_without_gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
 
 def test_nodes_with_gpus_decide_the_lane_and_not_the_drivers(cluster_without_gpus, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)  # of the driver's node
-    assert (session.lane(), session.resource()) == ("cpu", "rank")
+    assert (placement.detect_lane(), placement.get_device_resource()) == ("cpu", "rank")
     has_gpus.cache_clear()
     cluster_without_gpus.add_node(num_cpus=1, num_gpus=2, object_store_memory=100 << 20)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert (session.lane(), session.resource()) == ("cuda", "GPU")
+    assert (placement.detect_lane(), placement.get_device_resource()) == ("cuda", "GPU")
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "a")
     monkeypatch.setenv("RANK", "0")
-    assert session.lane() == "cpu"  # torchrun's ranks are here
+    assert placement.detect_lane() == "cpu"  # torchrun's ranks are here
     monkeypatch.delenv("RANK")
     monkeypatch.delenv("RAY_ADDRESS")
-    assert session.lane() == "cpu"
+    assert placement.detect_lane() == "cpu"
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:1", "nowhere.invalid:6379"])
 def test_a_cluster_that_does_not_answer_decides_no_lane(monkeypatch, address):
     monkeypatch.setenv("RAY_ADDRESS", address)
     with pytest.raises(ConfigError, match=f"^RAY_ADDRESS is '{address}', where no Ray cluster ans"):
-        session.lane()
+        placement.detect_lane()

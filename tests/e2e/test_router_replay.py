@@ -30,9 +30,8 @@ from mcore_rl.data.tasks import last_digit
 from mcore_rl.data.tokenizer import load_tokenizer
 from mcore_rl.engine.worker import ModelWorker
 from mcore_rl.jobs import rl
-from mcore_rl.jobs.placement import Pools, num_devices, pool_plans
-from mcore_rl.jobs.preflight import prompts_of
-from mcore_rl.jobs.session import resource, session
+from mcore_rl.jobs.placement import Pools, build_pool_plans, count_devices, get_device_resource
+from mcore_rl.jobs.preflight import load_prompt_files
 from mcore_rl.rollout.manager import RolloutPool
 from mcore_rl.trainers.policy_checks import compute_logprob_gaps
 from mcore_rl.trainers.policy_loss import PolicyLoss
@@ -100,17 +99,17 @@ def config_of(folder: Path) -> RLConfig:
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     config = config_of(tmp_path_factory.mktemp("replay"))
-    prompts = prompts_of(
+    prompts = load_prompt_files(
         {"data.train_file": config.data.train_file}, config, load_tokenizer(config.model.path)
     )
     with (
         clean_up_on_exit() as scratch,
-        session(config, num_devices(pool_plans(config)), scratch),
-        Pools(config, resource(), Path(config.output_dir)) as pools,
+        rl.open_session(config, count_devices(build_pool_plans(config)), scratch),
+        Pools(config, get_device_resource(), Path(config.output_dir)) as pools,
         contextlib.ExitStack() as stack,
     ):
-        servers = stack.enter_context(rl.server_pool(config, pools))
-        spec = rl._engine_spec(config, config.actor, 1)
+        servers = stack.enter_context(rl.build_server_pool(config, pools))
+        spec = rl._build_engine_spec(config, config.actor, 1)
         arguments = spec, PolicyLoss(config.algorithm), "language_model"
         layout, env = config.actor.layout, rl.backend_of(config.actor).rank_environment
         actor = pools.group(

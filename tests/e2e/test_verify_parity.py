@@ -34,15 +34,15 @@ from mcore_rl.config.schema import EngineConfig, Layout, ModelConfig, RolloutCon
 from mcore_rl.engine.base import EngineSpec
 from mcore_rl.inference.vllm.server import VLLMServer
 from mcore_rl.jobs.parity import engines
-from mcore_rl.jobs.parity.compare import (
+from mcore_rl.jobs.parity.run import (
     THRESHOLDS,
-    Gap,
+    LogProbGap,
     Scores,
-    compare,
-    differences,
-    first_different,
+    compare_log_probs,
+    compare_traces,
+    find_first_different,
 )
-from mcore_rl.jobs.parity.settings import TOLERANCES, drawn_prompts
+from mcore_rl.jobs.parity.settings import TOLERANCES, sample_prompts
 from tests.e2e.hosting import hosting
 from tests.nightly import all_but
 
@@ -58,7 +58,7 @@ FAMILIES = {
     "deepseek_v3": TP2_EP2,
 }  # and qwen3_moe, by the command
 OTHER_ENGINES = ("hf", "vllm_prefill", "vllm_decode")
-PROMPTS = drawn_prompts(tiny_models.VOCAB, longest=34)
+PROMPTS = sample_prompts(tiny_models.VOCAB, longest=34)
 
 Tensors = dict[str, torch.Tensor]
 Config = dict[str, Any]
@@ -164,11 +164,11 @@ def reference(path: Path) -> Reference:
     served, vllm_trace = asyncio.run(run_vllm(path))
     sequences = served["sequences"]
     scores = {
-        "hf": Scores(**engines.hf_scores(str(path), "float32", sequences)),
+        "hf": Scores(**engines.score_with_hf(str(path), "float32", sequences)),
         "vllm_prefill": Scores(**served["prefill"]),
         "vllm_decode": Scores(**served["decode"]),
     }
-    [hf_trace] = engines.hf_traces(str(path), "float32", sequences[-1:])
+    [hf_trace] = engines.trace_with_hf(str(path), "float32", sequences[-1:])
     traces = {"hf": hf_trace, "vllm_prefill": vllm_trace, "vllm_decode": vllm_trace}
     return Reference(path, sequences, scores, traces)
 
@@ -178,7 +178,7 @@ async def run_vllm(path: Path) -> tuple[dict[str, Any], Tensors]:
     server = VLLMServer(str(path), "float32", 256, config, seed=0)
     try:
         await server.start()
-        served = await engines.scored(server, PROMPTS, num_tokens=16)
+        served = await engines.score_on_server(server, PROMPTS, num_tokens=16)
         return served, await server.trace(served["sequences"][-1])
     finally:
         await server.close()
@@ -192,11 +192,13 @@ class Run:
     trace: Tensors
     reference: Reference
 
-    def gap(self, other: str) -> Gap:
-        return compare(self.reference.sequences, self.scores, self.reference.scores[other])
+    def gap(self, other: str) -> LogProbGap:
+        return compare_log_probs(
+            self.reference.sequences, self.scores, self.reference.scores[other]
+        )
 
     def differences(self, other: str) -> dict[str, float]:
-        return differences(self.trace, self.reference.traces[other], num_layers=3)
+        return compare_traces(self.trace, self.reference.traces[other], num_layers=3)
 
 
 class Runs:
@@ -231,11 +233,11 @@ class Runs:
             path = faulty(fault, self.reference(family).path, self._folder)
         wanted = self.reference(family)
         arguments = (spec(path, layout), checkpoint)
-        score = ranks.job(*planted, engines.megatron_scores, *arguments, wanted.sequences)
-        trace = ranks.job(*planted, engines.megatron_traces, *arguments, wanted.sequences[-1:])
+        score = ranks.job(*planted, engines.score_with_megatron, *arguments, wanted.sequences)
+        trace = ranks.job(*planted, engines.trace_with_megatron, *arguments, wanted.sequences[-1:])
         results = ranks.spawn(2, {"score": score, "trace": trace})
-        [traced] = engines.joined(results["trace"])
-        return Run(engines.gathered(results["score"]), traced, wanted)
+        [traced] = engines.merge_traces(results["trace"])
+        return Run(engines.merge_scores(results["score"]), traced, wanted)
 
 
 @pytest.fixture(scope="module")
@@ -270,7 +272,7 @@ def test_a_fault_is_caught_and_its_module_named(runs, fault, other):
     run = runs.run_case(fault.plant.__name__)
     assert run.gap(other).max_abs > 5 * TOLERANCES["float32"]
     by_module = run.differences(other)
-    assert first_different(by_module, "float32") == fault.module
+    assert find_first_different(by_module, "float32") == fault.module
     assert by_module[fault.module] > 2 * THRESHOLDS["float32"]
 
 
@@ -278,7 +280,7 @@ def test_a_fault_is_caught_and_its_module_named(runs, fault, other):
 def test_a_fault_in_the_rules_is_caught_and_its_module_named(runs, other):
     run = runs.run_case(IN_THE_RULES)
     assert run.gap(other).max_abs > 0.1
-    assert first_different(run.differences(other), "float32") == "model.layers.0.mlp"
+    assert find_first_different(run.differences(other), "float32") == "model.layers.0.mlp"
 
 
 @pytest.fixture

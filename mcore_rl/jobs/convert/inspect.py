@@ -1,4 +1,4 @@
-"""mcore-rl convert inspect: what is in a checkpoint folder, of either kind."""
+"""mcore-rl convert inspect: print the contents of a checkpoint folder, of either format."""
 
 from __future__ import annotations
 
@@ -15,32 +15,34 @@ from rich.table import Table
 from mcore_rl.checkpoint.files import INFO_FILE, read_checkpoint_info
 from mcore_rl.checkpoint.hf import CheckpointReader, format_dtype
 from mcore_rl.checkpoint.torch_dist import DistReader
-from mcore_rl.jobs.convert.megatron_folder import checkpoint_in, is_megatron
-from mcore_rl.jobs.convert.options import format_bytes
+from mcore_rl.config.checks import check_exists
+from mcore_rl.jobs.convert.megatron_checkpoint import find_checkpoint, is_megatron_checkpoint
+from mcore_rl.jobs.convert.plan import format_bytes
 from mcore_rl.models.base import read_config
 
-_Found = tuple[dict[str, Any], list[dict[str, Any]]]  # facts of one kind only, and tensors
+_Contents = tuple[dict[str, Any], list[dict[str, Any]]]  # facts of the format, and tensors
 
 
-def inspect(path: Path, *, as_json: bool) -> None:
-    """Print what is in a folder.
+def inspect_folder(path: Path, *, is_json: bool) -> None:
+    """Print the contents of a checkpoint folder.
 
     Raises:
-        ConfigError: it is no checkpoint, or is damaged.
+        ConfigError: It is no checkpoint, or is damaged.
     """
-    if is_megatron(path):
-        kind, path = "Megatron", checkpoint_in(path)
-        facts, tensors = _megatron(path)
+    check_exists("DIR", path)
+    if is_megatron_checkpoint(path):
+        kind, path = "Megatron", find_checkpoint(path)
+        facts, tensors = _read_megatron(path)
     else:
-        kind, (facts, tensors) = "Hugging Face", _hugging_face(path)
+        kind, (facts, tensors) = "Hugging Face", _read_hugging_face(path)
     sizes = {
         "num_tensors": len(tensors),
         "num_elements": sum(math.prod(tensor["shape"]) for tensor in tensors),
         "num_bytes": sum(tensor["num_bytes"] for tensor in tensors),
     }
-    if as_json:
-        found = {"kind": kind, "path": str(path), **sizes, "facts": facts, "tensors": tensors}
-        print(json.dumps(found, indent=1))
+    if is_json:
+        contents = {"kind": kind, "path": str(path), **sizes, "facts": facts, "tensors": tensors}
+        print(json.dumps(contents, indent=1))
         return
     table = Table(title=f"{kind}: {path}", title_justify="left")
     for heading in ("tensor", "shape", "dtype", "size", "chunks", "file"):
@@ -62,10 +64,10 @@ def inspect(path: Path, *, as_json: bool) -> None:
     console.print(f"{len(tensors)} tensors, {sizes['num_elements']:,} elements, {size}")
 
 
-def _hugging_face(path: Path) -> _Found:
+def _read_hugging_face(path: Path) -> _Contents:
     reader, config = CheckpointReader(path), read_config(path)
     tensors = [
-        _tensor(name, entry.shape, entry.dtype, [file.name])
+        _describe_tensor(name, entry.shape, entry.dtype, [file.name])
         for name, file, entry in reader.list_stored()
     ]
     facts = {
@@ -75,11 +77,11 @@ def _hugging_face(path: Path) -> _Found:
     return facts, tensors
 
 
-def _megatron(path: Path) -> _Found:
+def _read_megatron(path: Path) -> _Contents:
     reader = DistReader(path)
     tensors = [
-        _tensor(name, found.shape, found.dtype, [chunk.file for chunk in found.chunks])
-        for name, found in reader.tensors.items()
+        _describe_tensor(name, tensor.shape, tensor.dtype, [chunk.file for chunk in tensor.chunks])
+        for name, tensor in reader.tensors.items()
     ]
     info = read_checkpoint_info(path) if (path / INFO_FILE).exists() else {}
     facts = {
@@ -90,10 +92,10 @@ def _megatron(path: Path) -> _Found:
     return facts, tensors
 
 
-def _tensor(
+def _describe_tensor(
     name: str, shape: tuple[int, ...], dtype: torch.dtype, files: list[str]
 ) -> dict[str, Any]:
-    """One tensor that is stored in pieces in `files`."""
+    """Return the entry of a tensor; `files` has the file of each of its chunks."""
     return {
         "name": name,
         "shape": shape,

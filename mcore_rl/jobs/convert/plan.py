@@ -1,31 +1,47 @@
-"""The plan of a conversion, made before anything is written."""
+"""Plans of conversions: options, parameters, files, and limits on memory and processes."""
 
 from __future__ import annotations
 
 import math
+import os
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
 from mcore_rl.checkpoint.hf_writer import group_by_size
 from mcore_rl.checkpoint.storage_location import StorageLocation
+from mcore_rl.config.checks import check_at_least, check_choice
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import Layout
 from mcore_rl.reshard.rules import Box, Shard, Weight
 
-WHOLE = Shard(0, 1)
+BRIDGES = ("megatron-bridge",)
+_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_UNITS |= {"KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
+
+# Measured: a process that has imported torch and our readers, and memory that allocators keep.
+_WORKER_BYTES = 288 << 20
+_TRACKER_BYTES = 16 << 20  # the resource tracker of multiprocessing
+_SLACK_BYTES = 32 << 20
+# Measured with 60,000 of each: an entry (tensor or chunk) of an index that is read, and a chunk of
+# a checkpoint while its index is written.
+READ_ENTRY_BYTES, WRITTEN_ENTRY_BYTES = 2048, 4096
+_MOST_WORKERS = 4  # default of --workers: more seldom helps with one disk
+UNSHARDED = Shard(0, 1)
 _SMALLEST_FILE, _LARGEST_FILE = 32 << 20, 1 << 30  # bytes
-_NUM_FILES = 8  # so that a small model, too, is work for several processes
+_NUM_FILES = 8  # so that several processes share the work of a small model, too
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedAdapter:
-    """The low-rank adapter of a parameter, as ranks in `num_shards` shards computed with it."""
+    """The low-rank adapter of a parameter, which ranks computed with in `num_shards` shards."""
 
     scale: float
     num_shards: int
@@ -33,7 +49,7 @@ class PlannedAdapter:
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """A parameter of Megatron's: what it is made of, where it is, and how it is stored."""
+    """A Megatron parameter: its rule, its location in the checkpoint, and its dtype there."""
 
     weight: Weight
     location: StorageLocation
@@ -42,8 +58,8 @@ class Parameter:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the whole parameter, with padding."""
-        return self.weight.rule.get_local_shape(WHOLE)
+        """Full shape, with padding of the vocabulary."""
+        return self.weight.rule.get_local_shape(UNSHARDED)
 
     @property
     def nbytes(self) -> int:
@@ -51,72 +67,187 @@ class Parameter:
 
     @property
     def box(self) -> Box:
-        """The whole parameter as a box of the tensor that has it in a distributed checkpoint."""
+        """The parameter as a box of its tensor in a distributed checkpoint."""
         return self.location.to_tensor_box(Box((0,) * len(self.shape), self.shape))
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of the Hugging Face tensors that it is made of, copies included."""
+        """Names of its Hugging Face tensors, with aliases."""
         return tuple(name for t in self.weight.rule.tensors for name in (t.name, *t.aliases))
 
 
 class Buffer:
-    """Memory for one tensor after another: filling new memory takes as long as copying."""
+    """Memory that is reused for one tensor after another.
+
+    To fill new memory would take as long as a copy.
+    """
 
     def __init__(self) -> None:
         self._memory = np.empty(0, np.uint8)
 
-    def tensor(self, shape: tuple[int, ...], dtype: torch.dtype, start: int = 0) -> torch.Tensor:
-        """A tensor in the bytes from `start` on. Its storage is these bytes and no others.
+    def view(self, shape: tuple[int, ...], dtype: torch.dtype, start: int = 0) -> torch.Tensor:
+        """Return a tensor whose storage is the bytes from `start` on.
 
-        Where they are more than there were, their contents are lost.
+        If the buffer has to grow for it, its contents are lost.
         """
         end = start + math.prod(shape) * dtype.itemsize
         if end > len(self._memory):
-            self._memory = np.empty(0, np.uint8)  # given back before more is taken
+            self._memory = np.empty(0, np.uint8)  # freed before the larger one is allocated
             self._memory = np.empty(end, np.uint8)
         return torch.from_numpy(self._memory[start:end]).view(dtype).view(shape)
 
 
-def num_shards(weight: Weight, layout: Layout) -> int:
-    """Over how many ranks of a layout a weight is split."""
+def count_shards(weight: Weight, layout: Layout) -> int:
+    """Return over how many ranks of a layout a weight is split."""
     return 1 if weight.axis is None else int(getattr(layout, weight.axis))
 
 
-def runs(parameters: Sequence[Parameter]) -> Iterator[tuple[Parameter, ...]]:
-    """The parameters as files of about equal size, a function of the model alone."""
+def split_into_files(parameters: Sequence[Parameter]) -> Iterator[tuple[Parameter, ...]]:
+    """Yield the parameters of each file, of about equal size; depends on the model alone."""
     total = sum(parameter.nbytes for parameter in parameters)
     limit = min(max(total // _NUM_FILES, _SMALLEST_FILE), _LARGEST_FILE)
     return map(tuple, group_by_size(parameters, limit))
 
 
-def named_dtype(option: str, allowed: Mapping[str, torch.dtype], name: str) -> torch.dtype:
-    """Raises ConfigError for a name that is not allowed."""
+def parse_dtype(option: str, allowed: Mapping[str, torch.dtype], name: str) -> torch.dtype:
+    """Return the dtype of an option; raise ConfigError for a name that is not allowed."""
     if name not in allowed:
         raise ConfigError(f"{option}={name}; allowed: {', '.join(allowed)}")
     return allowed[name]
 
 
-def main_dtype(sizes: Iterable[tuple[torch.dtype, int]]) -> torch.dtype:
-    """The dtype of most elements, from (dtype, elements) of each tensor."""
+def find_main_dtype(sizes: Iterable[tuple[torch.dtype, int]]) -> torch.dtype:
+    """Return the dtype of most elements, from (dtype, elements) of each tensor."""
     totals: Counter[torch.dtype] = Counter()
     for dtype, size in sizes:
         totals[dtype] += size
     return totals.most_common(1)[0][0]
 
 
-def fingerprint(
+def compute_fingerprint(
     command: str, folders: Mapping[str, Path | None], **options: object
 ) -> dict[str, object]:
-    """All that decides about the bytes of a conversion; of the files in `folders` size and time.
+    """Return all that decides the output of a conversion, with size and time of input files.
 
-    Hidden folders in them are left out: one may contain what is being written.
+    Hidden folders are left out: the output may be written to one.
     """
-    found: dict[str, object] = {"command": command, **options}
-    found |= {name: metadata.version(name) for name in ("mcore-rl", "megatron-core", "torch")}
+    facts: dict[str, object] = {"command": command, **options}
+    facts |= {name: metadata.version(name) for name in ("mcore-rl", "megatron-core", "torch")}
     for role, folder in folders.items():
         if folder is not None:
             for file in filter(Path.is_file, sorted((*folder.glob("*"), *folder.glob("[!.]*/*")))):
                 stat = file.stat()
-                found[f"{role}/{file.relative_to(folder)}"] = [stat.st_size, stat.st_mtime_ns]
-    return found
+                facts[f"{role}/{file.relative_to(folder)}"] = [stat.st_size, stat.st_mtime_ns]
+    return facts
+
+
+# Memory and processes
+
+
+@dataclass(frozen=True, slots=True)
+class Resources:
+    """Limits of a conversion; None leaves the choice to it."""
+
+    workers: int | None = None  # processes that convert
+    max_memory_bytes: int | None = None  # sum over all processes
+
+    def __post_init__(self) -> None:
+        if self.workers is not None:
+            check_at_least("--workers", self.workers, 1)
+
+
+def parse_bytes(option: str, text: str) -> int:
+    """Parse a size such as "5GB" or "512MiB", the value of an option.
+
+    >>> parse_bytes("--max-memory", "1.5GB")
+    1500000000
+
+    Raises:
+        ConfigError: It is no size, or not above 0.
+    """
+    match = re.fullmatch(r"([0-9]{1,12}(?:\.[0-9]{1,6})?)\s*([a-zA-Z]*)", text.strip())
+    if match is None or match[2].upper() not in _UNITS:
+        raise ConfigError(f"{option}={text!r}; allowed: a size such as 500MB, 5GB or 8GiB")
+    size = int(float(match[1]) * _UNITS[match[2].upper()])
+    check_at_least(option, size, 1)
+    return size
+
+
+def format_bytes(size: float) -> str:
+    """
+    >>> format_bytes(1536 << 20)
+    '1.61 GB'
+    """
+    for unit in ("bytes", "kB", "MB", "GB"):
+        if size < 1000:
+            return f"{size:.3g} {unit}" if unit != "bytes" else f"{size:.0f} bytes"
+        size /= 1000
+    return f"{size:.3g} TB"
+
+
+def choose_workers(
+    memory_bytes: Sequence[int], resources: Resources, finish_bytes: int = 0
+) -> tuple[int, str]:
+    """Return the number of processes, and a line on the memory that they take.
+
+    Args:
+        memory_bytes: Memory of each unit of work.
+        finish_bytes: Memory of this process when all units are written.
+
+    Raises:
+        ConfigError: Less memory is allowed than the conversion takes.
+    """
+    largest = max(memory_bytes, default=0)
+    most = resources.workers or min(os.cpu_count() or 1, _MOST_WORKERS)
+    workers = max(1, min(most, len(memory_bytes)))
+    allowed = resources.max_memory_bytes
+    if resources.workers is None and allowed is not None:
+        while workers > 1 and compute_memory_bound(workers, largest, finish_bytes) > allowed:
+            workers -= 1
+    bound = compute_memory_bound(workers, largest, finish_bytes)
+    if allowed is not None and bound > allowed:
+        raise ConfigError(
+            f"--max-memory={format_bytes(allowed)} is too small for {_format_processes(workers)}; "
+            f"allowed: at least {-(-bound // 10**6)}MB"
+        )
+    buffers = f"buffers of {format_bytes(largest)}"
+    return (
+        workers,
+        f"at most {format_bytes(bound)} of memory: {_format_processes(workers)}, {buffers} each",
+    )
+
+
+def compute_memory_bound(workers: int, largest: int, finish_bytes: int = 0) -> int:
+    """Return a bound on the memory of all processes: this one's peak so far, and what follows."""
+    so_far = get_peak_memory() + _SLACK_BYTES + finish_bytes
+    if workers == 1:
+        return so_far + largest
+    return so_far + _TRACKER_BYTES + workers * (_WORKER_BYTES + largest)
+
+
+def get_peak_memory() -> int:
+    """Return the largest resident memory that this process has had, in bytes."""
+    with open("/proc/self/status", encoding="ascii") as status:
+        return next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmHWM:"))
+
+
+def _format_processes(workers: int) -> str:
+    return "1 process" if workers == 1 else f"{workers} worker processes"
+
+
+def parse_resources(*, workers: int | None, max_memory: str | None, **_: Any) -> Resources:
+    """Parse the options --workers and --max-memory."""
+    memory = None if max_memory is None else parse_bytes("--max-memory", max_memory)
+    return Resources(workers, memory)
+
+
+def uses_bridge(options: Mapping[str, Any]) -> bool:
+    """Return whether --bridge is given; refuse options that it does not use."""
+    if options["bridge"] is None:
+        return False
+    check_choice("--bridge", options["bridge"], BRIDGES)
+    for name, value in options.items():
+        if value and name != "bridge":
+            option = f"--{name.replace('_', '-')}"
+            raise ConfigError(f"{option} with --bridge={options['bridge']}, which does not use it")
+    return True

@@ -1,14 +1,17 @@
-"""A conversion from its plan to a folder: resumable, bounded in memory, atomic.
+"""Run a conversion: resumable, bounded in memory, atomic.
 
-The output NAME is written as `.NAME.partial`, with a journal in it, `.conversion.jsonl`: what is
-converted and how, the fingerprint, and then a line for each complete file. A file gets its
-name when it is complete, and its line after that. So a killed run continues where it stopped,
-to the same bytes. The journal goes when the folder has its name.
+The output NAME is written as `.NAME.partial` with a journal, `.conversion.jsonl`: the fingerprint
+of the conversion, then a line for each complete file. A file is renamed when it is complete, and
+gets its line after that, so a killed run continues where it stopped, to the same bytes. The journal
+is removed when the folder has its name.
 
-Nothing is flushed to the disk, as when files are copied: a killed process loses
-none of what it wrote, and a flush would take as long as the rest. A machine that loses its power
-may lose the last seconds of writes. A file whose end is lost is then shorter than the journal
-says, and is written again.
+As in a copy of files, nothing is flushed to disk: a killed process loses none of its writes, and a
+flush would double the time. After a power failure a file may have lost its end: it is shorter than
+the journal says, and is written again.
+
+Units of work are done in this process or by worker processes, which import the modules of their
+units and no Megatron. Workers end with this process, however it ends, and leave interrupts from the
+terminal to it.
 """
 
 from __future__ import annotations
@@ -16,76 +19,123 @@ from __future__ import annotations
 import errno
 import fcntl
 import json
+import multiprocessing
+import multiprocessing.connection
+import os
 import shutil
 import signal
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import sys
+import threading
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Protocol
 
 from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
 
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.jobs.convert.options import Resources, choose_workers, format_bytes
-from mcore_rl.jobs.convert.progress import ByteProgress
-from mcore_rl.jobs.convert.workers import Unit, writer
+from mcore_rl.jobs.convert.plan import Resources, choose_workers, format_bytes
 from mcore_rl.jobs.failure import RunFailed
-from mcore_rl.observability.console import show_line
+from mcore_rl.observability.console import get_stdout_console, show_line
 
 _JOURNAL = ".conversion.jsonl"
 _CONTINUE = "run the same command again to continue"
+_LINE_INTERVAL_S = 5.0  # between progress lines without a terminal
+_COUNT_INTERVAL_S = 0.2  # between counts of the bytes that workers have written
+
+ReportBytes = Callable[[int], None]
+
+
+class Unit(Protocol):
+    """One output file. Units can be pickled, and are written in any order."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def nbytes(self) -> int: ...  # of the file, without headers
+
+    @property
+    def memory_bytes(self) -> int: ...  # the most memory that writing it takes
+
+    def write(self, folder: Path, report_bytes: ReportBytes, shared: dict[str, Any]) -> Any:
+        """Write the file under another name, then rename it.
+
+        Args:
+            report_bytes: Called with the number of bytes after each write.
+            shared: Objects that the units of one process share, such as an open reader.
+
+        Returns:
+            A value that JSON can hold.
+        """
+        ...
+
+
+UnitResult = tuple[Unit, Any]
+WriteUnits = Callable[[Sequence[Unit], ReportBytes], Iterator[UnitResult]]
 
 
 @dataclass(frozen=True, slots=True)
 class Conversion:
-    """What is to be written: a file for each unit, and what `finish` adds when they are there."""
+    """A planned conversion: a file for each unit, and a function that completes the folder."""
 
     output: Path
     fingerprint: Mapping[str, Any]  # equal fingerprints make equal bytes; JSON
     units: Sequence[Unit]
-    # Gets the folder, and what each unit returned in the order of the units.
-    finish: Callable[[Path, list[Any]], None]
-    notes: Sequence[str] = ()  # lines that a user should see first
-    finish_bytes: int = 0  # of memory that `finish` takes
-    # What planning has opened, for units that are written in this process.
-    kept: Mapping[str, Any] = field(default_factory=dict)
+    finish: Callable[[Path, list[Any]], None]  # takes the folder, and the results of all units
+    notes: Sequence[str] = ()  # lines to print first
+    finish_bytes: int = 0  # memory of `finish`
+    # Objects that planning has opened, for units that are written in this process.
+    shared: Mapping[str, Any] = field(default_factory=dict)
 
 
 def run(conversion: Conversion, resources: Resources, console: Console | None = None) -> None:
-    """Carry out a conversion, or the rest of one that was interrupted.
+    """Run a conversion, or the rest of an interrupted one.
 
     Raises:
-        ConfigError: the output folder is not empty, too little memory or disk space is allowed or
-            left, the rest is of another conversion, a source is damaged. Nothing is on disk.
-        RunFailed: the disk is full, a worker died. What is finished stays for the same command.
+        ConfigError: The output folder is not empty or of another conversion, memory or disk space
+            are too small, or a source is damaged. Nothing is left on disk.
+        RunFailed: The disk is full, or a worker died. Finished files stay, and the same command
+            continues.
     """
     output = conversion.output
     work = output.with_name(f".{output.name}.partial")
-    say = partial(show_line, console=console)
+    print_line = partial(show_line, console=console)
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        if _read_journal(output)[:1] != [_as_json(conversion.fingerprint)]:
+        if _read_journal(output)[:1] != [_normalize_json(conversion.fingerprint)]:
             raise ConfigError(
                 f"output folder {output} is not empty; allowed: a new or empty folder"
             )
-        (output / _JOURNAL).unlink()  # it was killed just before
-        say(f"{output} was complete")
+        (output / _JOURNAL).unlink()  # the run was killed just before
+        print_line(f"{output} was complete")
         return
-    results = _finished(work, conversion)
+    results = _read_results(work, conversion)
     todo = [unit for unit in conversion.units if unit.name not in results]
     _check_space(output, todo)
     memory = [unit.memory_bytes for unit in todo]
     workers, bound = choose_workers(memory, resources, conversion.finish_bytes)
     for line in (*conversion.notes, bound):
-        say(line)
+        print_line(line)
     total, left = (sum(u.nbytes for u in units) for units in (conversion.units, todo))
     if left < total:
-        say(f"going on behind {format_bytes(total - left)} of {format_bytes(total)}")
+        print_line(f"going on behind {format_bytes(total - left)} of {format_bytes(total)}")
     with (
-        _claimed(work, conversion.fingerprint) as journal,
-        _told_in_one_line(work),
-        writer(workers, work, {type(unit) for unit in todo}, conversion.kept) as write,
+        _lock_work_dir(work, conversion.fingerprint) as journal,
+        _summarize_interruption(work),
+        open_writer(workers, work, {type(unit) for unit in todo}, conversion.shared) as write,
         ByteProgress("converting", total, total - left, console) as progress,
     ):
         for unit, result in write(todo, progress.add):
@@ -95,25 +145,25 @@ def run(conversion: Conversion, resources: Resources, console: Console | None = 
         conversion.finish(work, [results[unit.name] for unit in conversion.units])
         work.rename(output)
         (output / _JOURNAL).unlink()
-        took = str(progress)
-    say(took)
+        speed = str(progress)
+    print_line(speed)
 
 
-def _finished(work: Path, conversion: Conversion) -> dict[str, Any]:
-    """What the units gave whose files are whole, by name.
+def _read_results(work: Path, conversion: Conversion) -> dict[str, Any]:
+    """Return the results of the units whose files are complete, by name.
 
     Raises:
         ConfigError: `work` has something else than the first part of this conversion.
     """
-    fingerprint, lines = _as_json(conversion.fingerprint), _read_journal(work)
+    fingerprint, lines = _normalize_json(conversion.fingerprint), _read_journal(work)
     if not lines and (not work.is_dir() or all(f.name == _JOURNAL for f in work.iterdir())):
         return {}
-    theirs, *entries = lines or [{}]
-    for name in sorted(theirs.keys() | fingerprint.keys()):
-        if theirs.get(name) != fingerprint.get(name):
+    saved, *entries = lines or [{}]
+    for name in sorted(saved.keys() | fingerprint.keys()):
+        if saved.get(name) != fingerprint.get(name):
             raise ConfigError(
                 f"{work} contains the first part of another conversion: {name} is "
-                f"{json.dumps(theirs.get(name))} there and {json.dumps(fingerprint.get(name))} "
+                f"{json.dumps(saved.get(name))} there and {json.dumps(fingerprint.get(name))} "
                 "here; remove that folder to start over"
             )
     return {
@@ -124,7 +174,7 @@ def _finished(work: Path, conversion: Conversion) -> dict[str, Any]:
 
 
 def _read_journal(folder: Path) -> list[Any]:
-    """Its lines, except one that a killed run has truncated."""
+    """Return the lines of a journal, except one that a killed run has truncated."""
     lines = []
     with suppress(OSError):
         for line in (folder / _JOURNAL).read_text().splitlines():
@@ -138,25 +188,29 @@ def _append(journal: IO[str], value: Any) -> None:
     journal.flush()
 
 
-def _as_json(value: Any) -> Any:
+def _normalize_json(value: Any) -> Any:
+    """Return a value as it is read from JSON."""
     return json.loads(json.dumps(value))
 
 
 def _check_space(output: Path, todo: Sequence[Unit]) -> None:
     needed = sum(unit.nbytes for unit in todo)
-    place = next(folder for folder in output.absolute().parents if folder.exists())
-    free = shutil.disk_usage(place).free
+    parent = next(folder for folder in output.absolute().parents if folder.exists())
+    free = shutil.disk_usage(parent).free
     if needed > free:
         raise ConfigError(
-            f"output folder {output} needs {format_bytes(needed)}, and {place} has "
+            f"output folder {output} needs {format_bytes(needed)}, and {parent} has "
             f"{format_bytes(free)} left"
         )
 
 
 @contextmanager
-def _claimed(work: Path, fingerprint: Mapping[str, Any]) -> Iterator[IO[str]]:
-    """The journal in `work`, locked. After a ConfigError `work` is gone, with what led there."""
-    made = [folder for folder in (work, *work.absolute().parents) if not folder.exists()]
+def _lock_work_dir(work: Path, fingerprint: Mapping[str, Any]) -> Iterator[IO[str]]:
+    """Make and lock `work`; yield its journal.
+
+    A ConfigError removes `work` and the parent folders that were made for it.
+    """
+    new_folders = [folder for folder in (work, *work.absolute().parents) if not folder.exists()]
     try:
         work.mkdir(parents=True, exist_ok=True)
         journal = (work / _JOURNAL).open("a")
@@ -171,31 +225,212 @@ def _claimed(work: Path, fingerprint: Mapping[str, Any]) -> Iterator[IO[str]]:
             if not _read_journal(work):
                 _append(journal, fingerprint)
             yield journal
-        except ConfigError:  # what is there came from bad input
+        except ConfigError:  # the files came from bad input
             shutil.rmtree(work)
-            with suppress(OSError):  # somebody else may have put something there
-                for folder in made[1:]:
+            with suppress(OSError):  # another program may have put something there
+                for folder in new_folders[1:]:
                     folder.rmdir()
             raise
 
 
 @contextmanager
-def _told_in_one_line(work: Path) -> Iterator[None]:
-    """What stops a run from outside, as one line; what is finished stays."""
-    before = signal.signal(signal.SIGTERM, _exit)
+def _summarize_interruption(work: Path) -> Iterator[None]:
+    """Turn signals, a full disk and dead workers into errors of one line; finished files stay."""
+    previous = signal.signal(signal.SIGTERM, _exit)
     try:
         yield
     except KeyboardInterrupt:
         raise KeyboardInterrupt(f"interrupted; {_CONTINUE}") from None
     except OSError as error:
-        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-        reason = f"no space left in {work.absolute().parent}" if full else str(error)
+        is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        reason = f"no space left in {work.absolute().parent}" if is_full else str(error)
         raise RunFailed(f"{reason}; {_CONTINUE}") from error
     except RunFailed as error:
         raise RunFailed(f"{error}; {_CONTINUE}") from error
     finally:
-        signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGTERM, previous)
 
 
 def _exit(signum: int, frame: object) -> None:
     raise SystemExit(128 + signum)
+
+
+# Progress
+
+
+class ByteProgress:
+    """Progress of `total` bytes, of which an earlier run has written `done`. A context manager.
+
+    A live bar on a terminal, a line now and then elsewhere.
+
+    >>> with ByteProgress("writing", 100, console=Console(width=80)) as progress:
+    ...     progress.add(100)
+    """
+
+    def __init__(
+        self, title: str, total: int, done: int = 0, console: Console | None = None
+    ) -> None:
+        self._title, self._total, self._earlier = title, total, done
+        self._console = console or get_stdout_console()
+        self._bar = Progress(
+            TextColumn("[bold]{task.description}"),
+            BarColumn(bar_width=30),
+            DownloadColumn(),
+            TransferSpeedColumn(),
+            TimeRemainingColumn(),
+            console=self._console,
+            disable=not self._console.is_terminal,
+        )
+        self._task = self._bar.add_task(title, total=total, completed=done)
+        self._started_s = self._printed_s = time.monotonic()
+        self._num_bytes = 0  # by this run
+
+    def __str__(self) -> str:
+        """Bytes of this run, its duration and speed."""
+        done = format_bytes(self._num_bytes)
+        seconds = time.monotonic() - self._started_s
+        return f"{done} in {seconds:.2f} s, {format_bytes(self._num_bytes / max(seconds, 1e-9))}/s"
+
+    def add(self, num_bytes: int) -> None:
+        """Count bytes, and show the progress."""
+        self._num_bytes += num_bytes
+        self._bar.update(self._task, advance=num_bytes)
+        if self._bar.disable and time.monotonic() - self._printed_s > _LINE_INTERVAL_S:
+            self._printed_s = time.monotonic()
+            done = format_bytes(self._earlier + self._num_bytes)
+            left = self._total - self._earlier - self._num_bytes
+            left_s = left * (self._printed_s - self._started_s) / max(self._num_bytes, 1)
+            line = f"{self._title} {done} of {format_bytes(self._total)}, {left_s:.0f} s left"
+            show_line(line, self._console)
+
+    def __enter__(self) -> ByteProgress:
+        self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.stop()
+
+
+# Worker processes
+
+
+@contextmanager
+def open_writer(
+    workers: int, folder: Path, kinds: Collection[type[Unit]], shared: Mapping[str, Any]
+) -> Iterator[WriteUnits]:
+    """Start workers; yield the function that writes units and yields their results when done.
+
+    That function raises ConfigError and OSError of a unit, which stops all units, and RunFailed if
+    a worker died.
+
+    Args:
+        workers: With 1 all units are written in this process, with `shared` to share.
+        kinds: Types of the units.
+    """
+    if workers == 1:
+        _use_one_thread()
+        yield partial(_write_in_process, folder, dict(shared))
+    else:
+        with _start_pools(workers, folder, tuple(kinds)) as pools:
+            yield partial(_write_in_pools, pools)
+
+
+def _write_in_process(
+    folder: Path, shared: dict[str, Any], units: Sequence[Unit], report_bytes: ReportBytes
+) -> Iterator[UnitResult]:
+    for unit in units:
+        yield unit, _write_unit(unit, folder, report_bytes, shared)
+
+
+# Pools of one process each, which shows which one has died; and the bytes that each has written.
+_Pools = Mapping[ProcessPoolExecutor, Any]
+
+
+def _write_in_pools(
+    pools: _Pools, units: Sequence[Unit], report_bytes: ReportBytes
+) -> Iterator[UnitResult]:
+    left, idle, reported = list(reversed(units)), list(pools), 0
+    busy: dict[Future[Any], tuple[Unit, ProcessPoolExecutor]] = {}
+    while left or busy:
+        while left and idle:
+            unit, pool = left.pop(), idle.pop()
+            busy[pool.submit(_write_in_worker, unit)] = unit, pool
+        done, _ = wait(busy, _COUNT_INTERVAL_S, FIRST_COMPLETED)
+        written = sum(count.value for count in pools.values())
+        report_bytes(written - reported)
+        reported = written
+        for future in done:
+            unit, pool = busy.pop(future)
+            try:
+                result = future.result()
+            except BrokenProcessPool:
+                raise RunFailed(f"the process that wrote {unit.name} has died") from None
+            yield unit, result
+            idle.append(pool)
+
+
+@contextmanager
+def _start_pools(count: int, folder: Path, kinds: tuple[type[Unit], ...]) -> Iterator[_Pools]:
+    """Start worker processes for units of these kinds; kill them at the end."""
+    context = multiprocessing.get_context("spawn")
+    previous_children = set(multiprocessing.active_children())
+    pools: dict[ProcessPoolExecutor, Any] = {}
+    # A mask is inherited: an interrupt from the terminal is for this process alone.
+    previous_mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        for _ in range(count):
+            written = context.RawValue("q")
+            arguments = (folder, written, kinds)
+            pools[ProcessPoolExecutor(1, context, _initialize_worker, arguments)] = written
+        ready = [pool.submit(_use_one_thread) for pool in pools]
+        signal.pthread_sigmask(signal.SIG_SETMASK, previous_mask)
+        for future in ready:
+            future.result()
+        yield pools
+    except BrokenProcessPool:
+        raise RunFailed("a worker process has died") from None
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, previous_mask)
+        for process in set(multiprocessing.active_children()) - previous_children:
+            process.kill()
+        for pool in pools:
+            pool.shutdown(cancel_futures=True)
+
+
+_worker: list[Any] = []  # of a worker process: folder, report_bytes, shared
+
+
+def _initialize_worker(folder: Path, written: Any, kinds: tuple[type[Unit], ...]) -> None:
+    """Initialize a worker process; unpickling `kinds` has imported the modules of the units."""
+
+    def report_bytes(num_bytes: int) -> None:
+        written.value += num_bytes
+
+    _worker[:] = folder, report_bytes, {}
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    multiprocessing.connection.wait([parent.sentinel])
+    os._exit(1)
+
+
+def _use_one_thread() -> None:
+    """Limit torch to one thread, if a module of units has imported it."""
+    if torch := sys.modules.get("torch"):
+        torch.set_num_threads(1)
+
+
+def _write_in_worker(unit: Unit) -> Any:
+    return _write_unit(unit, *_worker)
+
+
+def _write_unit(unit: Unit, folder: Path, report_bytes: ReportBytes, shared: dict[str, Any]) -> Any:
+    try:
+        return unit.write(folder, report_bytes, shared)
+    except ConfigError as error:
+        if isinstance(error.__cause__, OSError):  # such as a full disk: no bad input
+            raise error.__cause__ from None
+        raise

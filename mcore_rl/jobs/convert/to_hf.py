@@ -1,4 +1,4 @@
-"""mcore-rl convert mcore-to-hf: a distributed checkpoint becomes a Hugging Face folder."""
+"""mcore-rl convert mcore-to-hf: write a distributed checkpoint in Hugging Face's format."""
 
 from __future__ import annotations
 
@@ -22,16 +22,59 @@ from mcore_rl.checkpoint.hf_writer import (
     write_shard,
 )
 from mcore_rl.checkpoint.torch_dist import DistReader
-from mcore_rl.config.checks import check_choice
-from mcore_rl.jobs.convert.megatron_folder import MegatronFolder, open_megatron
-from mcore_rl.jobs.convert.options import READ_ENTRY_BYTES, Resources
-from mcore_rl.jobs.convert.plan import Buffer, Parameter, fingerprint, main_dtype, named_dtype
-from mcore_rl.jobs.convert.run import Conversion, run
-from mcore_rl.jobs.convert.sources import MegatronTensors, memory_bytes
-from mcore_rl.jobs.convert.workers import Wrote
+from mcore_rl.config.checks import check_choice, check_exists
+from mcore_rl.config.errors import ConfigError
+from mcore_rl.jobs.convert.megatron_checkpoint import (
+    MegatronCheckpoint,
+    MegatronTensors,
+    compute_read_bytes,
+    open_megatron_checkpoint,
+)
+from mcore_rl.jobs.convert.plan import (
+    READ_ENTRY_BYTES,
+    Buffer,
+    Parameter,
+    Resources,
+    compute_fingerprint,
+    find_main_dtype,
+    parse_bytes,
+    parse_dtype,
+    parse_resources,
+    uses_bridge,
+)
+from mcore_rl.jobs.convert.run import Conversion, ReportBytes, run
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "fp8": fp8.QUANTIZED}
 LORA = ("merge", "separate")
+
+
+def convert_checkpoint(
+    *,
+    checkpoint: Path,
+    output: Path,
+    reference: Path | None,
+    max_shard_size: str,
+    lora: str,
+    **options: Any,
+) -> None:
+    """Run the command with its options.
+
+    Raises:
+        ConfigError, RunFailed: See plan_conversion and run.run.
+    """
+    check_exists("--checkpoint", checkpoint)
+    if reference is not None:
+        check_exists("--reference", reference)
+    resources, dtype = parse_resources(**options), options["dtype"]
+    shard_bytes = parse_bytes("--max-shard-size", max_shard_size)
+    if not uses_bridge(options):
+        convert(checkpoint, output, reference, dtype, shard_bytes, lora, resources)
+    elif reference is None:
+        raise ConfigError(f"--bridge={options['bridge']} needs --reference")
+    else:
+        from mcore_rl.engine.megatron.bridge import export_hf
+
+        export_hf(checkpoint, reference, output)
 
 
 def convert(
@@ -46,12 +89,13 @@ def convert(
     """Write the weights of a checkpoint in Hugging Face's format, with config and tokenizer.
 
     Raises:
-        ConfigError, RunFailed: see plan and run.run.
+        ConfigError, RunFailed: See plan_conversion and run.run.
     """
-    run(plan(checkpoint, output, reference, dtype, max_shard_bytes, lora), resources)
+    conversion = plan_conversion(checkpoint, output, reference, dtype, max_shard_bytes, lora)
+    run(conversion, resources)
 
 
-def plan(
+def plan_conversion(
     checkpoint: Path,
     output: Path,
     reference: Path | None,
@@ -59,54 +103,54 @@ def plan(
     max_shard_bytes: int,
     lora: str,
 ) -> Conversion:
-    """The conversion, after every check that can be made before weights are read.
+    """Plan a conversion, after every check that can be made before weights are read.
 
     Raises:
-        ConfigError: the folder is no checkpoint, or of another model than it says.
+        ConfigError: The folder is no checkpoint, or of another model than it says.
     """
     check_choice("--lora", lora, LORA)
-    asked = named_dtype("--dtype", DTYPES, dtype) if dtype else None
-    folder = open_megatron(checkpoint, reference)
-    notes, adapted, written = folder.notes, None, folder
+    target = parse_dtype("--dtype", DTYPES, dtype) if dtype else None
+    source = open_megatron_checkpoint(checkpoint, reference)
+    notes, adapted, base = source.notes, None, source
     if lora == "separate":
-        written = replace(
-            folder, parameters=tuple(replace(p, adapter=None) for p in folder.parameters)
+        base = replace(
+            source, parameters=tuple(replace(p, adapter=None) for p in source.parameters)
         )
-        if folder.lora:
-            adapted = folder
+        if source.lora:
+            adapted = source
         else:
             notes += (f"warning: {checkpoint} has no adapters: --lora=separate writes none",)
-    tensors = list(_tensors(written, asked))
+    tensors = list(_plan_tensors(base, target))
     shards = plan_shards(tensors, max_shard_bytes)
     options = {"--dtype": dtype, "--lora": lora, "--max-shard-size": max_shard_bytes}
-    sources = {"checkpoint": folder.path, "reference": reference}
+    sources = {"checkpoint": source.path, "reference": reference}
     return Conversion(
         output=output,
-        fingerprint=fingerprint("mcore-to-hf", sources, **options),
-        units=tuple(_unit(written, shard, tensors) for shard in shards),
-        finish=partial(_finish, source=folder, shards=shards, tensors=tensors, adapted=adapted),
+        fingerprint=compute_fingerprint("mcore-to-hf", sources, **options),
+        units=tuple(_build_unit(base, shard, tensors) for shard in shards),
+        finish=partial(_finish, source=source, shards=shards, tensors=tensors, adapted=adapted),
         notes=notes,
-        kept={"reader": folder.reader},
+        shared={"reader": source.reader},
     )
 
 
-def _tensors(folder: MegatronFolder, asked: torch.dtype | None) -> Iterator[TensorPlan]:
-    """What is to be written, in the order of the rules; scales behind what they scale."""
-    held = {name: parameter for parameter in folder.parameters for name in parameter.names}
-    others: CheckpointReader | None = None
-    for weight in folder.weights:
+def _plan_tensors(source: MegatronCheckpoint, target: torch.dtype | None) -> Iterator[TensorPlan]:
+    """Yield the tensors to write, in the order of the rules; scales follow their tensor."""
+    parameters = {name: parameter for parameter in source.parameters for name in parameter.names}
+    companion_reader: CheckpointReader | None = None
+    for weight in source.weights:
         for tensor in () if weight.replica else weight.rule.tensors:
             for name in (tensor.name, *tensor.aliases):
-                if name in held:
-                    stored = held[name].dtype
+                if name in parameters:
+                    stored = parameters[name].dtype
                 else:
-                    others = others or CheckpointReader(folder.companions)
-                    stored = others.get_dtype(name)
-                dtype = folder.hf_dtype(name, stored)
-                if asked is not None:
-                    plain = torch.bfloat16 if asked == fp8.QUANTIZED else asked
+                    companion_reader = companion_reader or CheckpointReader(source.companions)
+                    stored = companion_reader.get_dtype(name)
+                dtype = source.get_hf_dtype(name, stored)
+                if target is not None:
+                    plain = torch.bfloat16 if target == fp8.QUANTIZED else target
                     dtype = torch.float32 if weight.float32 else plain
-                if asked == fp8.QUANTIZED and fp8.is_block_quantized(name, tensor.shape):
+                if target == fp8.QUANTIZED and fp8.is_block_quantized(name, tensor.shape):
                     yield TensorPlan(name, tensor.shape, fp8.QUANTIZED)
                     scales = fp8.get_scale_shape(tensor.shape)
                     yield TensorPlan(name + fp8.SCALE_SUFFIX, scales, torch.float32)
@@ -116,7 +160,7 @@ def _tensors(folder: MegatronFolder, asked: torch.dtype | None) -> Iterator[Tens
 
 @dataclass(frozen=True, slots=True)
 class HFUnit:
-    """One safetensors file: some tensors of a checkpoint, the rest from a Hugging Face folder."""
+    """One safetensors file: tensors of a checkpoint, and those that only the companions have."""
 
     shard: ShardPlan
     names: tuple[str, ...]  # in the order in which they are read
@@ -133,78 +177,90 @@ class HFUnit:
     def nbytes(self) -> int:
         return self.shard.nbytes
 
-    def write(self, folder: Path, wrote: Wrote, kept: dict[str, Any]) -> None:
-        if "reader" not in kept:
-            kept["reader"] = DistReader(self.checkpoint)
-        buffer = kept.setdefault("buffer", Buffer())
-        held = MegatronTensors(kept["reader"], self.parameters, buffer)
-        write_shard(folder, self.shard, self._read(held, wrote))
+    def write(self, folder: Path, report_bytes: ReportBytes, shared: dict[str, Any]) -> None:
+        """Write the file; see Unit."""
+        if "reader" not in shared:
+            shared["reader"] = DistReader(self.checkpoint)
+        buffer = shared.setdefault("buffer", Buffer())
+        tensors = MegatronTensors(shared["reader"], self.parameters, buffer)
+        write_shard(folder, self.shard, self._read_tensors(tensors, report_bytes))
 
-    def _read(self, held: MegatronTensors, wrote: Wrote) -> Iterator[tuple[str, torch.Tensor]]:
-        others: CheckpointReader | None = None
-        quantized: dict[str, torch.Tensor] = {}  # the last, by name: a weight and its scales
+    def _read_tensors(
+        self, tensors: MegatronTensors, report_bytes: ReportBytes
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        companion_reader: CheckpointReader | None = None
+        quantized: dict[str, torch.Tensor] = {}  # the latest weight and its scales, by name
         for name in self.names:
             if name not in quantized:
                 base, dtype = name.removesuffix(fp8.SCALE_SUFFIX), self.shard.entries[name].dtype
-                if base in held:
-                    tensor = held.read(base)
+                if base in tensors:
+                    tensor = tensors.read(base)
                 else:
-                    others = others or CheckpointReader(self.companions)
-                    tensor = others.read_tensor(base)
+                    companion_reader = companion_reader or CheckpointReader(self.companions)
+                    tensor = companion_reader.read_tensor(base)
                 if base == name and dtype != fp8.QUANTIZED:
                     tensor = tensor.to(dtype)
                     yield name, tensor
-                    wrote(tensor.nbytes)
-                    del tensor  # before the next one is made
+                    report_bytes(tensor.nbytes)
+                    del tensor  # freed before the next one is allocated
                     continue
                 pair = fp8.quantize_blocks(tensor, base)
                 del tensor
                 quantized = dict(zip((base, base + fp8.SCALE_SUFFIX), pair, strict=True))
             yield name, quantized[name]
-            wrote(quantized[name].nbytes)
+            report_bytes(quantized[name].nbytes)
 
 
-def _unit(folder: MegatronFolder, shard: ShardPlan, tensors: Sequence[TensorPlan]) -> HFUnit:
-    own = [tensor for tensor in tensors if tensor.name in shard.entries]
-    bases = {tensor.name.removesuffix(fp8.SCALE_SUFFIX) for tensor in own}
-    parameters = tuple(p for p in folder.parameters if not bases.isdisjoint(p.names))
-    held = {name: parameter.dtype for parameter in parameters for name in parameter.names}
-    memory = memory_bytes(parameters) + 2 * max(_own_bytes(tensor, held) for tensor in own)
+def _build_unit(
+    source: MegatronCheckpoint, shard: ShardPlan, all_tensors: Sequence[TensorPlan]
+) -> HFUnit:
+    tensors = [tensor for tensor in all_tensors if tensor.name in shard.entries]
+    bases = {tensor.name.removesuffix(fp8.SCALE_SUFFIX) for tensor in tensors}
+    parameters = tuple(p for p in source.parameters if not bases.isdisjoint(p.names))
+    dtypes = {name: parameter.dtype for parameter in parameters for name in parameter.names}
+    cast_bytes = max(_compute_cast_bytes(tensor, dtypes) for tensor in tensors)
     return HFUnit(
         shard=shard,
-        names=tuple(tensor.name for tensor in own),
-        checkpoint=folder.path,
+        names=tuple(tensor.name for tensor in tensors),
+        checkpoint=source.path,
         parameters=parameters,
-        companions=folder.companions,
-        memory_bytes=memory + READ_ENTRY_BYTES * folder.num_chunks,
+        companions=source.companions,
+        memory_bytes=compute_read_bytes(parameters)
+        + 2 * cast_bytes
+        + READ_ENTRY_BYTES * source.num_chunks,
     )
 
 
-def _own_bytes(tensor: TensorPlan, held: Mapping[str, torch.dtype]) -> int:
-    """What a tensor takes beside the memory it is read in; `held` are dtypes in the checkpoint."""
+def _compute_cast_bytes(tensor: TensorPlan, dtypes: Mapping[str, torch.dtype]) -> int:
+    """Return the memory of a tensor besides the buffer that it is read into.
+
+    Args:
+        dtypes: Dtypes in the checkpoint, by tensor.
+    """
     if tensor.dtype == fp8.QUANTIZED:
         return tensor.nbytes + fp8.compute_buffer_bytes(tensor.dtype, tensor.shape)
-    return 0 if held.get(tensor.name) == tensor.dtype else 2 * tensor.nbytes
+    return 0 if dtypes.get(tensor.name) == tensor.dtype else 2 * tensor.nbytes
 
 
 def _finish(
     folder: Path,
     results: list[Any],
     *,
-    source: MegatronFolder,
+    source: MegatronCheckpoint,
     shards: Sequence[ShardPlan],
     tensors: Sequence[TensorPlan],
-    adapted: MegatronFolder | None,
+    adapted: MegatronCheckpoint | None,
 ) -> None:
+    """Write index, config and tokenizer; with `adapted`, its adapters."""
     write_index(folder, shards)
     changes = dict(source.config_changes)
-    most = main_dtype((t.dtype, math.prod(t.shape)) for t in tensors)
-    if most == fp8.QUANTIZED:
-        most = torch.bfloat16
+    dtype = find_main_dtype((t.dtype, math.prod(t.shape)) for t in tensors)
+    if dtype == fp8.QUANTIZED:
+        dtype = torch.bfloat16
         changes["quantization_config"] = fp8.build_quantization_config(t.name for t in tensors)
-    copy_companions(source.companions, folder, most, changes)
+    copy_companions(source.companions, folder, dtype, changes)
     if adapted is not None:
         assert adapted.lora is not None
-        held = MegatronTensors(adapted.reader, adapted.parameters)
+        adapters = MegatronTensors(adapted.reader, adapted.parameters)
         rank, alpha = adapted.lora["rank"], adapted.lora["alpha"]
-        peft.write_adapters(folder / peft.FOLDER, held.all_factors, rank, alpha)
+        peft.write_adapters(folder / peft.FOLDER, adapters.read_all_factors, rank, alpha)

@@ -1,4 +1,4 @@
-"""mcore-rl convert hf-to-mcore: a Hugging Face folder becomes a distributed checkpoint."""
+"""mcore-rl convert hf-to-mcore: write a Hugging Face folder as a distributed checkpoint."""
 
 from __future__ import annotations
 
@@ -19,30 +19,50 @@ from mcore_rl.checkpoint.hf_writer import copy_companions
 from mcore_rl.checkpoint.storage_location import compute_chunks
 from mcore_rl.checkpoint.torch_dist import DistFile
 from mcore_rl.checkpoint.torch_dist_metadata import Record, write_metadata
+from mcore_rl.config.checks import check_exists
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.resolve_engine import resolve_layout, resolve_model_layout
 from mcore_rl.config.schema import Layout
-from mcore_rl.jobs.convert.megatron_folder import COMPANIONS
-from mcore_rl.jobs.convert.options import READ_ENTRY_BYTES, WRITTEN_ENTRY_BYTES, Resources
+from mcore_rl.jobs.convert.megatron_checkpoint import COMPANIONS
 from mcore_rl.jobs.convert.plan import (
-    WHOLE,
+    READ_ENTRY_BYTES,
+    UNSHARDED,
+    WRITTEN_ENTRY_BYTES,
     Buffer,
     Parameter,
-    fingerprint,
-    main_dtype,
-    named_dtype,
-    num_shards,
-    runs,
+    Resources,
+    compute_fingerprint,
+    count_shards,
+    find_main_dtype,
+    parse_dtype,
+    parse_resources,
+    split_into_files,
+    uses_bridge,
 )
-from mcore_rl.jobs.convert.run import Conversion, run
-from mcore_rl.jobs.convert.workers import Wrote
+from mcore_rl.jobs.convert.run import Conversion, ReportBytes, run
 from mcore_rl.models.base import get_model_sizes, pad_vocab_size
 from mcore_rl.models.heads import get_model_config, map_model_weights
 from mcore_rl.reshard.rules import Box, Weight, list_logical_tensors, slice_rows
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-_COMPARED_BYTES = 16 << 20  # of a tensor and its repeat, at a time
+_COMPARED_BYTES = 16 << 20  # of a tensor and its alias, at a time
 Dtypes = Mapping[str, torch.dtype]  # of the Hugging Face tensors, by name
+
+
+def convert_folder(*, model: Path, output: Path, layout: Layout, **options: Any) -> None:
+    """Run the command with its options.
+
+    Raises:
+        ConfigError, RunFailed: See plan_conversion and run.run.
+    """
+    check_exists("--model", model)
+    resources, dtype = parse_resources(**options), options["dtype"]
+    if uses_bridge({"layout": layout != Layout(), **options}):
+        from mcore_rl.engine.megatron.bridge import import_hf
+
+        import_hf(model, output)
+    else:
+        convert(model, output, layout, dtype, resources)
 
 
 def convert(
@@ -51,16 +71,16 @@ def convert(
     """Write the weights in `model` as a checkpoint that an engine of any layout loads.
 
     Raises:
-        ConfigError, RunFailed: see plan and run.run.
+        ConfigError, RunFailed: See plan_conversion and run.run.
     """
-    run(plan(model, output, layout, dtype), resources)
+    run(plan_conversion(model, output, layout, dtype), resources)
 
 
-def plan(model: Path, output: Path, layout: Layout, dtype: str | None) -> Conversion:
-    """The conversion, after every check that can be made before weights are read.
+def plan_conversion(model: Path, output: Path, layout: Layout, dtype: str | None) -> Conversion:
+    """Plan a conversion, after every check that can be made before weights are read.
 
     Raises:
-        ConfigError: the folder is no checkpoint of a family, or the layout does not divide it.
+        ConfigError: The folder is no checkpoint of a family, or the layout does not divide it.
     """
     resolve_layout("--layout", layout)
     reader = CheckpointReader(model)
@@ -71,19 +91,20 @@ def plan(model: Path, output: Path, layout: Layout, dtype: str | None) -> Conver
     reader.check(list_logical_tensors(weights))
     shapes = reader.get_shapes()
     dtypes = {name: reader.get_dtype(name) for name in shapes}
-    most = main_dtype((dtypes[name], math.prod(shape)) for name, shape in shapes.items())
-    if dtype is None and most not in DTYPES.values():
+    main_dtype = find_main_dtype((dtypes[name], math.prod(shape)) for name, shape in shapes.items())
+    if dtype is None and main_dtype not in DTYPES.values():
         raise ConfigError(
-            f"the weights of {model} are in {format_dtype(most)}, which the engine does not "
+            f"the weights of {model} are in {format_dtype(main_dtype)}, which the engine does not "
             f"compute in; allowed: --dtype with {' or '.join(DTYPES)}"
         )
-    target = named_dtype("--dtype", DTYPES, dtype or format_dtype(most))
-    check_repeats(reader, weights)
+    target = parse_dtype("--dtype", DTYPES, dtype or format_dtype(main_dtype))
+    check_aliases(reader, weights)
     from mcore_rl.engine.megatron.meta_model import meta_model  # imports Megatron
 
-    found = meta_model(config, padded)
+    megatron_model = meta_model(config, padded)
+    locations = megatron_model.parameters
     parameters = [
-        Parameter(w, found.parameters[w.get_local_name()], torch.float32 if w.float32 else target)
+        Parameter(w, locations[w.get_local_name()], torch.float32 if w.float32 else target)
         for w in weights
         if not w.replica
     ]
@@ -94,41 +115,41 @@ def plan(model: Path, output: Path, layout: Layout, dtype: str | None) -> Conver
         "optimizer": None,
         "lora": None,
         "hf_dtypes": {
-            "most": format_dtype(most),
+            "most": format_dtype(main_dtype),
             "others": {
-                n: format_dtype(dtype) for n, dtype in sorted(dtypes.items()) if dtype != most
+                n: format_dtype(dtype) for n, dtype in sorted(dtypes.items()) if dtype != main_dtype
             },
         },
     }
     options = {"--layout": asdict(layout), "--dtype": format_dtype(target)}
     return Conversion(
         output=output,
-        fingerprint=fingerprint("hf-to-mcore", {"model": model}, **options),
-        units=tuple(_units(reader, layout, parameters, found.objects)),
+        fingerprint=compute_fingerprint("hf-to-mcore", {"model": model}, **options),
+        units=tuple(_plan_units(reader, layout, parameters, megatron_model.objects)),
         finish=partial(_finish, model=model, facts=facts),
-        notes=_rounded(parameters, dtypes),
-        finish_bytes=WRITTEN_ENTRY_BYTES * sum(len(_chunks(p, layout)) for p in parameters),
-        kept={"reader": reader},
+        notes=_describe_rounding(parameters, dtypes),
+        finish_bytes=WRITTEN_ENTRY_BYTES * sum(len(_list_chunks(p, layout)) for p in parameters),
+        shared={"reader": reader},
     )
 
 
-def check_repeats(reader: CheckpointReader, weights: Sequence[Weight]) -> None:
-    """Raise ConfigError for a copy of a tensor that differs from it: it would be lost."""
+def check_aliases(reader: CheckpointReader, weights: Sequence[Weight]) -> None:
+    """Raise ConfigError if an alias of a tensor differs from it: its values would be lost."""
     for tensor in (t for weight in weights if not weight.replica for t in weight.rule.tensors):
-        at_once = max(1, _COMPARED_BYTES // (4 * math.prod(tensor.shape[1:])))
-        for copy in tensor.alias_tensors:
-            for start in range(0, tensor.shape[0], at_once):
-                count = min(at_once, tensor.shape[0] - start)
-                a, b = (reader.read(slice_rows(t, start, count, 0)) for t in (tensor, copy))
+        num_rows = max(1, _COMPARED_BYTES // (4 * math.prod(tensor.shape[1:])))
+        for alias in tensor.alias_tensors:
+            for start in range(0, tensor.shape[0], num_rows):
+                count = min(num_rows, tensor.shape[0] - start)
+                a, b = (reader.read(slice_rows(t, start, count, 0)) for t in (tensor, alias))
                 if a.dtype != b.dtype or not torch.equal(a, b):
                     raise ConfigError(
-                        f"checkpoint {reader.path}: {copy.name} should repeat {tensor.name}, "
+                        f"checkpoint {reader.path}: {alias.name} should repeat {tensor.name}, "
                         "and differs from it"
                     )
 
 
-def _rounded(parameters: Sequence[Parameter], dtypes: Dtypes) -> tuple[str, ...]:
-    """A line on tensors that are wider than what they become."""
+def _describe_rounding(parameters: Sequence[Parameter], dtypes: Dtypes) -> tuple[str, ...]:
+    """Return a line on the tensors that are rounded to a narrower dtype, if any."""
     names = [
         tensor.name
         for parameter in parameters
@@ -141,6 +162,7 @@ def _rounded(parameters: Sequence[Parameter], dtypes: Dtypes) -> tuple[str, ...]
 
 
 def _finish(folder: Path, results: list[Any], *, model: Path, facts: Mapping[str, Any]) -> None:
+    """Write the index, config and tokenizer, and facts on the checkpoint."""
     write_metadata(folder, (Record(*values) for file in results for values in file))
     (folder / COMPANIONS).mkdir(exist_ok=True)
     copy_companions(model, folder / COMPANIONS, DTYPES[facts["dtype"]])
@@ -149,7 +171,7 @@ def _finish(folder: Path, results: list[Any], *, model: Path, facts: Mapping[str
 
 @dataclass(frozen=True, slots=True)
 class DistUnit:
-    """One .distcp file: some parameters, read from the Hugging Face folder `model`. No Megatron."""
+    """One .distcp file, with parameters of the Hugging Face folder `model`. Needs no Megatron."""
 
     name: str
     model: Path
@@ -162,95 +184,105 @@ class DistUnit:
     def nbytes(self) -> int:
         return sum(p.nbytes for p in self.parameters) + sum(map(len, self.objects.values()))
 
-    def write(self, folder: Path, wrote: Wrote, kept: dict[str, Any]) -> list[Record]:
-        if "reader" not in kept:
-            kept["reader"] = CheckpointReader(self.model)
-        whole, scratch = kept.setdefault("buffers", (Buffer(), Buffer()))
+    def write(
+        self, folder: Path, report_bytes: ReportBytes, shared: dict[str, Any]
+    ) -> list[Record]:
+        """Write the file; see Unit."""
+        if "reader" not in shared:
+            shared["reader"] = CheckpointReader(self.model)
+        buffer, scratch = shared.setdefault("buffers", (Buffer(), Buffer()))
         with DistFile(folder / self.name, self.nbytes) as file:
             for parameter in self.parameters:
-                _fill(parameter, kept["reader"], whole, scratch)
-                _add_chunks(parameter, self.layout, whole, scratch, file)
-                wrote(parameter.nbytes)
+                _read_parameter(parameter, shared["reader"], buffer, scratch)
+                _write_chunks(parameter, self.layout, buffer, scratch, file)
+                report_bytes(parameter.nbytes)
             for key, data in self.objects.items():
                 file.add_object(key, data)
         return file.records
 
 
-def _units(
+def _plan_units(
     reader: CheckpointReader,
     layout: Layout,
     parameters: Sequence[Parameter],
     objects: Mapping[str, bytes],
 ) -> Iterator[DistUnit]:
     stored = {name: entry.dtype for name, _, entry in reader.list_stored()}
-    for number, run_of in enumerate(runs(parameters)):
-        largest = max(parameter.nbytes for parameter in run_of)
-        scratch = max(_scratch_bytes(p, layout) for p in run_of)
-        casts = max(_cast_bytes(p, stored) for p in run_of)
+    for number, file_parameters in enumerate(split_into_files(parameters)):
+        largest = max(parameter.nbytes for parameter in file_parameters)
+        scratch = max(_compute_scratch_bytes(p, layout) for p in file_parameters)
+        casts = max(_compute_cast_bytes(p, stored) for p in file_parameters)
         yield DistUnit(
             name=f"__{number}_0.distcp",
             model=reader.path,
             layout=layout,
-            parameters=run_of,
+            parameters=file_parameters,
             objects={} if number else objects,
             memory_bytes=largest + scratch + casts + READ_ENTRY_BYTES * len(stored),
         )
 
 
-def _chunks(parameter: Parameter, layout: Layout) -> tuple[Box, ...]:
-    return compute_chunks(parameter.weight, num_shards(parameter.weight, layout))
+def _list_chunks(parameter: Parameter, layout: Layout) -> tuple[Box, ...]:
+    return compute_chunks(parameter.weight, count_shards(parameter.weight, layout))
 
 
-def _scratch_bytes(parameter: Parameter, layout: Layout) -> int:
-    """Beside the parameter: a tensor whose rows are dealt out, or a chunk of some columns."""
-    blocks = Counter(block.tensor for block in parameter.weight.rule.get_blocks(WHOLE))
-    dealt = [math.prod(tensor.shape) for tensor, count in blocks.items() if count > 1]
-    boxes = _chunks(parameter, layout)
-    cut = [box.numel for box in boxes if box.sizes[1:] != parameter.shape[1:]]
-    return max([0, *dealt, *cut]) * parameter.dtype.itemsize
+def _compute_scratch_bytes(parameter: Parameter, layout: Layout) -> int:
+    """Return the memory besides the parameter: a tensor in several blocks, or a column chunk."""
+    blocks = Counter(block.tensor for block in parameter.weight.rule.get_blocks(UNSHARDED))
+    tensors = [math.prod(tensor.shape) for tensor, count in blocks.items() if count > 1]
+    boxes = _list_chunks(parameter, layout)
+    columns = [box.numel for box in boxes if box.sizes[1:] != parameter.shape[1:]]
+    return max([0, *tensors, *columns]) * parameter.dtype.itemsize
 
 
-def _cast_bytes(parameter: Parameter, stored: Dtypes) -> int:
-    """What the reader takes for a tensor in another dtype: as it stands, and rows of blocks."""
-    found = 0
+def _compute_cast_bytes(parameter: Parameter, stored: Dtypes) -> int:
+    """Return the reader's memory for a tensor in another dtype: as stored, and rows of blocks."""
+    most = 0
     for tensor in parameter.weight.rule.tensors:
         dtype = stored[tensor.name]
         if dtype != parameter.dtype:
             nbytes = math.prod(tensor.shape) * dtype.itemsize
-            found = max(found, nbytes + fp8.compute_buffer_bytes(dtype, tensor.shape))
-    return found
+            most = max(most, nbytes + fp8.compute_buffer_bytes(dtype, tensor.shape))
+    return most
 
 
-def _fill(parameter: Parameter, reader: CheckpointReader, whole: Buffer, scratch: Buffer) -> None:
-    """Fill `whole`; vocabulary padding is zero. Tensors are read whole, and so checked whole."""
-    target = whole.tensor(parameter.shape, parameter.dtype)
+def _read_parameter(
+    parameter: Parameter, reader: CheckpointReader, buffer: Buffer, scratch: Buffer
+) -> None:
+    """Read a parameter into `buffer`; vocabulary padding is zero.
+
+    Tensors are read in full, so that their checksums can be verified.
+    """
+    target = buffer.view(parameter.shape, parameter.dtype)
     rule = parameter.weight.rule
     if sum(math.prod(tensor.shape) for tensor in rule.tensors) < target.numel():
         target.zero_()
     for tensor in rule.tensors:
-        blocks = [block for block in rule.get_blocks(WHOLE) if block.tensor == tensor]
-        in_place = len(blocks) == 1
-        if in_place:
-            read = target[blocks[0].local_slices]
+        blocks = [block for block in rule.get_blocks(UNSHARDED) if block.tensor == tensor]
+        is_one_block = len(blocks) == 1
+        if is_one_block:
+            values = target[blocks[0].local_slices]
         else:
-            read = scratch.tensor(tensor.shape, parameter.dtype)
-        reader.read_into(slice_rows(tensor, 0, tensor.shape[0], 0), read)
+            values = scratch.view(tensor.shape, parameter.dtype)
+        reader.read_into(slice_rows(tensor, 0, tensor.shape[0], 0), values)
         if not reader.has_checksum(tensor.name):
-            require_finite(tensor.name, read)
-        for block in () if in_place else blocks:
-            target[block.local_slices] = read[block.box.slices]
+            require_finite(tensor.name, values)
+        for block in () if is_one_block else blocks:
+            target[block.local_slices] = values[block.box.slices]
 
 
-def _add_chunks(
-    parameter: Parameter, layout: Layout, whole: Buffer, scratch: Buffer, file: DistFile
+def _write_chunks(
+    parameter: Parameter, layout: Layout, buffer: Buffer, scratch: Buffer, file: DistFile
 ) -> None:
+    """Write a parameter from `buffer` in the chunks of the layout."""
     location, shape, dtype = parameter.location, parameter.shape, parameter.dtype
     row_bytes = math.prod(shape[1:]) * dtype.itemsize
-    for box in _chunks(parameter, layout):
+    for box in _list_chunks(parameter, layout):
         if box.sizes[1:] == shape[1:]:
-            chunk = whole.tensor(box.sizes, dtype, start=box.offsets[0] * row_bytes)
+            chunk = buffer.view(box.sizes, dtype, start=box.offsets[0] * row_bytes)
         else:
-            chunk = scratch.tensor(box.sizes, dtype)
-            chunk.copy_(whole.tensor(shape, dtype)[box.slices])
-        place = location.to_tensor_box(box)
-        file.add_tensor(location.key, location.shape, place.offsets, chunk.view(place.sizes))
+            chunk = scratch.view(box.sizes, dtype)
+            chunk.copy_(buffer.view(shape, dtype)[box.slices])
+        tensor_box = location.to_tensor_box(box)
+        values = chunk.view(tensor_box.sizes)
+        file.add_tensor(location.key, location.shape, tensor_box.offsets, values)

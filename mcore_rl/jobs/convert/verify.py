@@ -1,4 +1,4 @@
-"""mcore-rl convert verify: whether two folders, of either format, contain the same weights."""
+"""mcore-rl convert verify: compare the weights of two folders, of either format."""
 
 from __future__ import annotations
 
@@ -14,10 +14,14 @@ import torch
 from rich.console import Console
 
 from mcore_rl.checkpoint.hf import CheckpointReader, format_dtype
-from mcore_rl.jobs.convert.megatron_folder import is_megatron, open_megatron
-from mcore_rl.jobs.convert.options import format_bytes
-from mcore_rl.jobs.convert.progress import ByteProgress
-from mcore_rl.jobs.convert.sources import MegatronTensors
+from mcore_rl.config.checks import check_exists
+from mcore_rl.jobs.convert.megatron_checkpoint import (
+    MegatronTensors,
+    is_megatron_checkpoint,
+    open_megatron_checkpoint,
+)
+from mcore_rl.jobs.convert.plan import format_bytes
+from mcore_rl.jobs.convert.run import ByteProgress
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
 _LISTED = 20  # names of each kind in a report
@@ -25,30 +29,30 @@ _LISTED = 20  # names of each kind in a report
 
 @dataclass(slots=True)
 class Difference:
-    """The first element that differs of a tensor, and by how much any does."""
+    """The first different element of a tensor, and the largest difference."""
 
     name: str
     index: list[int]
     a: float
     b: float
-    max_abs: float  # NaN where only one of the two is
-    num_elements: int  # that differ
+    max_abs: float  # NaN if only one of the two is NaN
+    num_elements: int  # number of different elements
 
 
 @dataclass(slots=True)
 class Comparison:
-    """What two folders have in common."""
+    """Result of the comparison of two folders."""
 
     a: str
     b: str
-    num_tensors: int = 0  # that both have
-    num_bytes: int = 0  # compared, of the narrower side
+    num_tensors: int = 0  # in both folders
+    num_bytes: int = 0  # compared, in the narrower dtype
     only_in_a: list[str] = field(default_factory=list)
     only_in_b: list[str] = field(default_factory=list)
     misshapen: list[str] = field(default_factory=list)
     num_different: int = 0
     first_difference: Difference | None = None
-    # Dtypes that the two sides keep the same tensors in, with how many: compared in the narrower.
+    # Numbers of tensors by pair of different dtypes; compared in the narrower.
     dtypes: dict[str, int] = field(default_factory=dict)
 
     @property
@@ -59,103 +63,106 @@ class Comparison:
 class _Side(NamedTuple):
     """The tensors of a folder, by Hugging Face names."""
 
-    forms: Mapping[str, tuple[tuple[int, ...], torch.dtype]]  # in the cheapest order for reading
+    tensors: Mapping[str, tuple[tuple[int, ...], torch.dtype]]  # in the fastest order to read
     read: Callable[[str], torch.Tensor]
 
 
-def verify(a: Path, b: Path, *, as_json: bool) -> bool:
-    """Compare two folders and print a report; whether they are equal.
+def verify(a: Path, b: Path, *, is_json: bool) -> bool:
+    """Compare two folders and print a report; return whether they are equal.
 
     Raises:
-        ConfigError: one of the two is no checkpoint, or is damaged.
+        ConfigError: One of the two is no checkpoint, or is damaged.
     """
-    # The bar is shown on a terminal only, apart from the report.
-    found = compare(a, b, Console(stderr=True, quiet=not sys.stderr.isatty()))
-    if as_json:
-        print(json.dumps({"equal": found.equal, **asdict(found)}, indent=1))
+    for folder in (a, b):
+        check_exists("DIR", folder)
+    # Progress goes to a terminal only.
+    comparison = compare_folders(a, b, Console(stderr=True, quiet=not sys.stderr.isatty()))
+    if is_json:
+        print(json.dumps({"equal": comparison.equal, **asdict(comparison)}, indent=1))
     else:
-        print("\n".join(report(found)))
-    return found.equal
+        print("\n".join(format_report(comparison)))
+    return comparison.equal
 
 
-def compare(a: Path, b: Path, console: Console) -> Comparison:
-    """Compare every tensor, one at a time."""
+def compare_folders(a: Path, b: Path, console: Console) -> Comparison:
+    """Compare all tensors, one at a time."""
     torch.set_num_threads(1)
-    left, right = _opened(a, b), _opened(b, a)
-    found = Comparison(str(a), str(b))
-    found.only_in_a = sorted(left.forms.keys() - right.forms.keys())
-    found.only_in_b = sorted(right.forms.keys() - left.forms.keys())
-    common = [name for name in left.forms if name in right.forms]
-    total = sum(math.prod(left.forms[name][0]) for name in common)
+    left, right = _open_folder(a, b), _open_folder(b, a)
+    comparison = Comparison(str(a), str(b))
+    comparison.only_in_a = sorted(left.tensors.keys() - right.tensors.keys())
+    comparison.only_in_b = sorted(right.tensors.keys() - left.tensors.keys())
+    common = [name for name in left.tensors if name in right.tensors]
+    total = sum(math.prod(left.tensors[name][0]) for name in common)
     with ByteProgress("comparing", total * 2, console=console) as progress:
         for name in common:
-            (shape, dtype), (other_shape, other_dtype) = left.forms[name], right.forms[name]
+            (shape, dtype), (other_shape, other_dtype) = left.tensors[name], right.tensors[name]
             if shape != other_shape:
-                found.misshapen.append(name)
+                comparison.misshapen.append(name)
                 continue
             if dtype != other_dtype:
                 pair = f"{format_dtype(dtype)} and {format_dtype(other_dtype)}"
-                found.dtypes[pair] = found.dtypes.get(pair, 0) + 1
-            difference = _difference(name, left.read(name), right.read(name))
-            found.num_tensors += 1
-            found.num_bytes += math.prod(shape) * min(dtype.itemsize, other_dtype.itemsize)
+                comparison.dtypes[pair] = comparison.dtypes.get(pair, 0) + 1
+            difference = _find_difference(name, left.read(name), right.read(name))
+            comparison.num_tensors += 1
+            comparison.num_bytes += math.prod(shape) * min(dtype.itemsize, other_dtype.itemsize)
             if difference is not None:
-                found.num_different += 1
-                found.first_difference = found.first_difference or difference
+                comparison.num_different += 1
+                comparison.first_difference = comparison.first_difference or difference
             progress.add(math.prod(shape) * 2)
-    return found
+    return comparison
 
 
-def _opened(path: Path, other: Path) -> _Side:
-    """A folder; where it does not say which model it is of, the other one does."""
-    if not is_megatron(path):
+def _open_folder(path: Path, other: Path) -> _Side:
+    """Open a folder; `other` may tell the model of a Megatron checkpoint that does not."""
+    if not is_megatron_checkpoint(path):
         reader = CheckpointReader(path)
-        forms = {
+        tensors = {
             name: (shape, reader.get_dtype(name)) for name, shape in reader.get_shapes().items()
         }
-        return _Side(forms, reader.read_tensor)
-    folder = open_megatron(path, None if is_megatron(other) else other)
-    forms = {
+        return _Side(tensors, reader.read_tensor)
+    reference = None if is_megatron_checkpoint(other) else other
+    checkpoint = open_megatron_checkpoint(path, reference)
+    tensors = {
         name: (tensor.shape, parameter.dtype)
-        for parameter in folder.parameters
+        for parameter in checkpoint.parameters
         for tensor in parameter.weight.rule.tensors
         for name in (tensor.name, *tensor.aliases)
     }
-    return _Side(forms, MegatronTensors(folder.reader, folder.parameters).read)
+    return _Side(tensors, MegatronTensors(checkpoint.reader, checkpoint.parameters).read)
 
 
-def _difference(name: str, a: torch.Tensor, b: torch.Tensor) -> Difference | None:
-    """Where the bits of two tensors differ, in the narrower of their dtypes; None: nowhere."""
+def _find_difference(name: str, a: torch.Tensor, b: torch.Tensor) -> Difference | None:
+    """Compare the bits of two tensors in the narrower of their dtypes; None if they are equal."""
     dtype = min(a.dtype, b.dtype, key=lambda dtype: dtype.itemsize)
     a, b = (t.to(dtype).contiguous() for t in (a, b))
-    as_bits = _BITS[dtype.itemsize]
-    if torch.equal(a.view(as_bits), b.view(as_bits)):
+    bits = _BITS[dtype.itemsize]
+    if torch.equal(a.view(bits), b.view(bits)):
         return None
-    differs = (a.view(as_bits) != b.view(as_bits)).nonzero()
-    index = differs[0].tolist()
-    pairs = (side[tuple(differs.T)].float() for side in (a, b))
-    largest = (next(pairs) - next(pairs)).abs().max()
-    one, other = (side[tuple(index)].item() for side in (a, b))
-    return Difference(name, index, one, other, float(largest), len(differs))
+    indices = (a.view(bits) != b.view(bits)).nonzero()
+    first = indices[0].tolist()
+    values = (tensor[tuple(indices.T)].float() for tensor in (a, b))
+    largest = (next(values) - next(values)).abs().max()
+    a_value, b_value = (tensor[tuple(first)].item() for tensor in (a, b))
+    return Difference(name, first, a_value, b_value, float(largest), len(indices))
 
 
-def report(found: Comparison) -> Iterator[str]:
-    """The comparison in lines for a terminal."""
-    for pair, count in found.dtypes.items():
+def format_report(comparison: Comparison) -> Iterator[str]:
+    """Yield the lines of a report for a terminal."""
+    for pair, count in comparison.dtypes.items():
         yield f"{count} tensors are {pair}: compared in the narrower"
-    for what, names in (
-        (f"only in {found.a}", found.only_in_a),
-        (f"only in {found.b}", found.only_in_b),
-        ("of different shapes", found.misshapen),
+    for heading, names in (
+        (f"only in {comparison.a}", comparison.only_in_a),
+        (f"only in {comparison.b}", comparison.only_in_b),
+        ("of different shapes", comparison.misshapen),
     ):
         if names:
             more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
-            yield f"{what}: {', '.join(names[:_LISTED])}{more}"
-    if found.first_difference is not None:
-        first = found.first_difference
+            yield f"{heading}: {', '.join(names[:_LISTED])}{more}"
+    if comparison.first_difference is not None:
+        first = comparison.first_difference
         yield (
-            f"{found.num_different} tensors differ; the first is {first.name}: {first.a} and "
+            f"{comparison.num_different} tensors differ; the first is {first.name}: {first.a} and "
             f"{first.b} at {first.index}, {first.num_elements} elements by up to {first.max_abs:g}"
         )
-    compared = f"{found.num_tensors} tensors, {format_bytes(found.num_bytes)}"
-    yield f"{'equal' if found.equal else 'DIFFERENT'}: {compared} compared"
+    compared = f"{comparison.num_tensors} tensors, {format_bytes(comparison.num_bytes)}"
+    yield f"{'equal' if comparison.equal else 'DIFFERENT'}: {compared} compared"

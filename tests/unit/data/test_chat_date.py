@@ -25,8 +25,7 @@ from mcore_rl.config.schema import (
 from mcore_rl.data.datasets import load_prompts, load_supervised
 from mcore_rl.data.examples import load_conversations
 from mcore_rl.data.tokenizer import load_tokenizer
-from mcore_rl.jobs.output import STARTED
-from mcore_rl.jobs.run_folder import chat_date_of
+from mcore_rl.jobs.output import STARTED, read_chat_date
 from tests.unit.agents.families import template_of, tokenizer_of
 
 CHAT = [{"role": "user", "content": "What day is it?"}]
@@ -93,7 +92,7 @@ def test_an_evaluation_and_a_chat_have_the_date_of_the_run(tmp_path):
     config = RLConfig()
     config.model.chat_date = "2025-03-09"
     (tmp_path / STARTED).write_text(json.dumps(asdict(config)))
-    assert chat_date_of(str(tmp_path)) == "2025-03-09"
+    assert read_chat_date(str(tmp_path)) == "2025-03-09"
     (tmp_path / STARTED).write_text(json.dumps({"model_type": "llama", "model": "x"}))
-    assert chat_date_of(str(tmp_path)) == ModelConfig.chat_date
-    assert chat_date_of(str(tmp_path / "nowhere")) == ModelConfig.chat_date
+    assert read_chat_date(str(tmp_path)) == ModelConfig.chat_date
+    assert read_chat_date(str(tmp_path / "nowhere")) == ModelConfig.chat_date

@@ -39,7 +39,7 @@ def test_an_engine_that_does_not_exist_is_named_with_those_that_do():
 
 def test_a_comparison_of_engines_has_the_one_that_its_settings_name():
     spec = replace(SPEC, engine=EngineConfig(backend="fsdp"))
-    for job in (engines.megatron_scores, engines.megatron_traces):
+    for job in (engines.score_with_megatron, engines.trace_with_megatron):
         with pytest.raises(ConfigError, match="backend='fsdp'; allowed: 'megatron'"):
             job(spec, "", [])
 

@@ -10,7 +10,7 @@ from mcore_rl.checkpoint.hf import CheckpointReader
 from mcore_rl.config.schema import EngineConfig, Layout
 from mcore_rl.engine.megatron import device
 from mcore_rl.jobs.convert import to_megatron
-from mcore_rl.jobs.convert.options import Resources
+from mcore_rl.jobs.convert.plan import Resources
 from mcore_rl.models.base import get_family
 from mcore_rl.parallel.mesh import split_into_chunks
 

@@ -1,4 +1,4 @@
-"""What --dry-run prints, from config.json alone if need be, and that it leaves nothing."""
+"""Dry runs: what they print, from config.json alone if need be, and that they leave nothing."""
 
 from __future__ import annotations
 
@@ -15,18 +15,27 @@ import pytest
 import ray
 
 from mcore_rl.cli.main import main
+from mcore_rl.config.resolve import resolve_placement
 from mcore_rl.config.schema import (
     AlgorithmConfig,
     EngineConfig,
     Layout,
     ModelConfig,
+    PlacementConfig,
     RLConfig,
     RolloutConfig,
     WarmStartConfig,
+    WeightSyncConfig,
 )
 from mcore_rl.data.tasks import last_digit
-from mcore_rl.jobs.dry_run import spans
-from mcore_rl.jobs.roles import Role, roles
+from mcore_rl.jobs.dry_run import (
+    SyncTraffic,
+    assign_gpus,
+    compute_sync_traffic,
+    format_ranks,
+    list_node_roles,
+)
+from mcore_rl.jobs.memory_plan import RolePlan, plan_roles
 
 PUBLISHED = Path(__file__).parents[1] / "models" / "published"
 SETTINGS = (
@@ -55,7 +64,7 @@ def place(good: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def dry_run(monkeypatch, capfd, *settings: str) -> tuple[int, str, str]:
-    """Status and output, after checking that nothing was started or left."""
+    """Return status and output; check that nothing was started or left."""
 
     def started(*_: object, **__: object) -> None:
         raise AssertionError("Ray was started")
@@ -71,7 +80,7 @@ def dry_run(monkeypatch, capfd, *settings: str) -> tuple[int, str, str]:
     return status, printed.out, printed.err
 
 
-def test_roles_layouts_and_data_are_told(place, monkeypatch, capfd):
+def test_dry_run_prints_roles_layouts_and_data(place, monkeypatch, capfd):
     status, out, err = dry_run(monkeypatch, capfd, *SETTINGS)
     assert (status, err) == (0, "")
     for line in (
@@ -115,7 +124,7 @@ def test_it_tells_when_the_log_probs_of_the_trainer_are_computed(
     assert f"log-probs of the trainer: {line}\n" in out
 
 
-def test_a_mixture_of_files_is_read_and_what_is_left_out_is_told(place, monkeypatch, capfd):
+def test_dry_run_reads_a_mixture_of_files_and_prints_dropped_rows(place, monkeypatch, capfd):
     rows = pq.read_table("train.parquet").to_pylist()
     chat = rows[0]["messages"]
     rows[3]["messages"] = [{**chat[0], "content": chat[0]["content"] * 5}]
@@ -151,12 +160,12 @@ def test_a_cluster_is_shown_from_any_machine(place, monkeypatch, capfd):
     assert re.search(r"\(colocated\), each step: 0\.0 GB between GPUs, of them 0\.0 inside", out), (
         out
     )
-    told = "weight_sync.method=full_export", "--gpus-per-node=8"
-    _, out, _ = dry_run(monkeypatch, capfd, *SETTINGS, *told)
+    message = "weight_sync.method=full_export", "--gpus-per-node=8"
+    _, out, _ = dry_run(monkeypatch, capfd, *SETTINGS, *message)
     assert "(full_export), each step: 0.0 GB into output_dir, read by 1 server\n" in out
 
 
-def test_a_config_alone_will_do_and_what_is_not_checked_is_said(place, monkeypatch, capfd):
+def test_dry_run_needs_config_json_only_and_names_skipped_checks(place, monkeypatch, capfd):
     for file in (place / "model").iterdir():
         if file.name != "config.json":
             file.unlink()
@@ -221,18 +230,18 @@ def test_frozen_models_are_shown_with_their_devices(place, monkeypatch, capfd):
 
 
 @pytest.mark.parametrize(
-    ("num_nodes", "told"),
+    ("num_nodes", "message"),
     [
         (3, ""),
         (5, "2 of the 5 nodes stay idle: to use them, raise actor.layout.dp or rollout.num_"),
         (2, "the run will be refused: it takes 3 nodes, and there are 2"),
     ],
 )
-def test_nodes_that_a_run_leaves_idle_are_told(place, monkeypatch, capfd, num_nodes, told):
+def test_dry_run_prints_idle_nodes(place, monkeypatch, capfd, num_nodes, message):
     nodes = "--gpus-per-node=2", f"--num-nodes={num_nodes}"
     status, out, err = dry_run(monkeypatch, capfd, *SETTINGS, *USER, *nodes)
     assert (status, err) == (0, "")
-    assert (told in out) and ("idle" in out or "refused" in out) == bool(told)
+    assert (message in out) and ("idle" in out or "refused" in out) == bool(message)
 
 
 @pytest.mark.parametrize(
@@ -294,9 +303,7 @@ USED = [
 
 
 @pytest.mark.parametrize(("paths", "refusal"), USED, ids=[str(paths[0]) for paths, _ in USED])
-def test_a_dry_run_looks_at_a_used_output_folder_and_says_what_a_run_would_be_told(
-    place, monkeypatch, capfd, paths, refusal
-):
+def test_dry_run_reports_a_used_output_folder(place, monkeypatch, capfd, paths, refusal):
     folder, *inside = paths
     for name in inside:
         path = place / folder / name
@@ -348,7 +355,7 @@ def test_a_path_that_does_not_exist_is_refused_by_its_own_key(
 def test_a_plan_needs_no_data_and_names_what_is_not_set(
     place, monkeypatch, capfd, left_out, unset, is_complete
 ):
-    """The weights and the files that are there are checked all the same."""
+    """Check that existing weights and files are refused nevertheless."""
     if not is_complete:
         (place / "model" / "model.safetensors").unlink()
     settings = [word for word in SETTINGS if word.partition("=")[0] not in left_out]
@@ -371,10 +378,10 @@ def test_weights_that_are_there_are_checked(place, monkeypatch, capfd):
     assert "model/model.safetensors" in err
 
 
-def found(model: str, **settings: object) -> dict[str, Role]:
+def plan_model(model: str, **settings: object) -> dict[str, RolePlan]:
     config = RLConfig(model=ModelConfig(dtype="bfloat16"), **settings)  # type: ignore[arg-type]
     loaded = json.loads((PUBLISHED / f"{model}.json").read_text())
-    return {role.name: role for role in roles(config, loaded)}
+    return {role.name: role for role in plan_roles(config, loaded)}
 
 
 @pytest.mark.parametrize(
@@ -387,7 +394,7 @@ def found(model: str, **settings: object) -> dict[str, Role]:
     ],
 )
 def test_one_rank_holds_as_many_parameters_as_a_published_model_has(model, parameters):
-    role = found(model)["actor"]
+    role = plan_model(model)["actor"]
     [stage] = role.stages
     biases = 58 * 256 if model == "DeepSeek-V3" else 0  # of routers: float32, in no gradient
     assert stage.parameters == parameters
@@ -397,24 +404,24 @@ def test_one_rank_holds_as_many_parameters_as_a_published_model_has(model, param
 
 
 def test_stages_of_a_pipeline_hold_the_model_once_between_them():
-    whole = found("Qwen3-30B-A3B")["actor"].stages[0].parameters
-    role = found("Qwen3-30B-A3B", actor=EngineConfig(layout=Layout(pp=4, dp=4, ep=4)))["actor"]
+    all_parameters = plan_model("Qwen3-30B-A3B")["actor"].stages[0].parameters
+    role = plan_model("Qwen3-30B-A3B", actor=EngineConfig(layout=Layout(pp=4, dp=4, ep=4)))["actor"]
     assert [stage.ranks for stage in role.stages] == [tuple(range(n, n + 4)) for n in (0, 4, 8, 12)]
     experts = 48 * 128 * 3 * 2048 * 768
-    assert sum(stage.parameters for stage in role.stages) == whole - experts + experts // 4
+    assert sum(stage.parameters for stage in role.stages) == all_parameters - experts + experts // 4
     assert [stage.layers for stage in role.stages] == [
         "embedding, layers 0-11", "layers 12-23", "layers 24-35", "layers 36-47, head",
     ]  # fmt: skip
 
 
 def test_roles_that_there_are_depend_on_the_settings():
-    assert list(found("Qwen3-30B-A3B")) == ["actor", "rollout"]
+    assert list(plan_model("Qwen3-30B-A3B")) == ["actor", "rollout"]
     settings = {
         "warm_start": WarmStartConfig(num_steps=1, layout=Layout(dp=4)),
         "algorithm": AlgorithmConfig(kl_coef=0.1),
         "rollout": RolloutConfig(num_servers=2, tp=4, ep=True),
     }
-    all_roles = found("Qwen3-30B-A3B", **settings)
+    all_roles = plan_model("Qwen3-30B-A3B", **settings)
     assert {name: role.num_ranks for name, role in all_roles.items()} == {
         "warm_start": 4, "actor": 1, "reference": 1, "rollout": 8,
     }  # fmt: skip
@@ -424,5 +431,93 @@ def test_roles_that_there_are_depend_on_the_settings():
     assert server.parameters > all_roles["actor"].stages[0].parameters / 4  # norms, routers whole
 
 
-def test_spans_join_ranks_that_follow_each_other():
-    assert [spans(ranks) for ranks in ([], [3], [0, 1, 2, 5, 7, 8])] == ["", "3", "0-2, 5, 7-8"]
+def test_format_ranks_joins_consecutive_ranks():
+    assert [format_ranks(ranks) for ranks in ([], [3], [0, 1, 2, 5, 7, 8])] == [
+        "",
+        "3",
+        "0-2, 5, 7-8",
+    ]
+
+
+PUBLISHED = Path(__file__).parents[1] / "models" / "published"
+WEIGHTS = 2 * 8_190_735_360  # Qwen3-8B in bfloat16
+NORMS = 2 * (36 * (2 * 4096 + 2 * 128) + 4096)  # of them, what every rank of tp has whole
+
+
+def config_of(layout: Layout, servers: int, tp: int, method: str = "colocated", **settings: object):
+    config = RLConfig(
+        model=ModelConfig(dtype="bfloat16"),
+        actor=EngineConfig(layout=layout),
+        rollout=RolloutConfig(num_servers=servers, tp=tp),
+        weight_sync=WeightSyncConfig(method=method),
+        **settings,  # type: ignore[arg-type]
+    )
+    config.placement = resolve_placement(config)
+    return config
+
+
+def qwen() -> dict[str, object]:
+    return json.loads((PUBLISHED / "Qwen3-8B.json").read_text())
+
+
+def test_roles_that_take_turns_are_on_the_same_nodes():
+    config = config_of(Layout(tp=2, pp=2, dp=4), servers=4, tp=4)
+    assert assign_gpus(config, 8) == {"actor": list(range(16)), "rollout": list(range(16))}
+    assert list(list_node_roles(config, 8)) == [
+        ("node 0", "actor 0-7 (pp 0); rollout servers 0-1"),
+        ("node 1", "actor 8-15 (pp 1); rollout servers 2-3"),
+    ]
+    wide = config_of(Layout(tp=2, pp=2, dp=4), servers=1, tp=16)
+    assert list(list_node_roles(wide, 8)) == [
+        ("node 0", "actor 0-7 (pp 0); rollout server 0, workers 0-7"),
+        ("node 1", "actor 8-15 (pp 1); rollout server 0, workers 8-15"),
+    ]
+
+
+def test_a_server_with_gpus_of_its_own_stays_on_a_node_when_it_fits_one():
+    config = config_of(Layout(dp=6), servers=3, tp=4, method="disaggregated")
+    assert assign_gpus(config, 8)["rollout"] == [*range(8, 16), *range(16, 20)]
+    assert list(list_node_roles(config, 8)) == [
+        ("node 0", "actor 0-5"),
+        ("node 1", "rollout servers 0-1"),
+        ("node 2", "rollout server 2, workers 0-3"),
+    ]
+
+
+def test_a_server_that_is_larger_than_a_node_spans_as_many_as_it_says():
+    config = config_of(Layout(tp=6), 1, 16, method="disaggregated")
+    config.rollout.nodes_per_server = 2
+    assert assign_gpus(config, 8)["rollout"] == [*range(8, 24)]
+    assert [roles for _, roles in list_node_roles(config, 8)][1:] == [
+        "rollout server 0, workers 0-7",
+        "rollout server 0, workers 8-15",
+    ]
+
+
+def test_a_reference_with_gpus_of_its_own_comes_behind_the_others():
+    placement = PlacementConfig(reference="own")
+    config = config_of(
+        Layout(tp=2), 2, 1, placement=placement, algorithm=AlgorithmConfig(kl_coef=0.1)
+    )
+    assert assign_gpus(config, 2) == {"actor": [0, 1], "reference": [2, 3], "rollout": [0, 1]}
+
+
+def test_between_the_same_layouts_on_the_same_gpus_nothing_moves():
+    held = compute_sync_traffic(config_of(Layout(tp=8), servers=1, tp=8), qwen(), 8)
+    assert held == SyncTraffic(0, 0, WEIGHTS + 7 * NORMS, 0, 0)
+
+
+@pytest.mark.parametrize(("gpus_per_node", "in_node"), [(8, 0), (16, WEIGHTS)])
+def test_to_gpus_of_their_own_servers_get_all_they_need(gpus_per_node, in_node):
+    config = config_of(Layout(tp=8), servers=1, tp=1, method="disaggregated")
+    traffic = compute_sync_traffic(config, qwen(), gpus_per_node)
+    assert (traffic.received, traffic.in_node, traffic.local) == (WEIGHTS, in_node, 0)
+    assert traffic.most_received == WEIGHTS
+    assert traffic.most_sent == pytest.approx(WEIGHTS / 8, rel=1e-3)
+
+
+def test_half_of_what_a_gpu_needs_is_on_it_already():
+    traffic = compute_sync_traffic(config_of(Layout(tp=2), servers=2, tp=1), qwen(), 8)
+    assert traffic.received + traffic.local == 2 * WEIGHTS
+    assert traffic.local == WEIGHTS + NORMS
+    assert traffic.in_node == traffic.received

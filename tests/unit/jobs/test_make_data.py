@@ -66,10 +66,10 @@ DAPO = [
     dapo("1+1?", "3", "c"),
 ]
 COUNTDOWN = [{"target": 98, "nums": [44, 19, 35]}, {"target": 64, "nums": [63, 95, 96]}]
-ASKED = {"role": "user", "content": "Why is the sky blue?"}
+USER_MESSAGE = {"role": "user", "content": "Why is the sky blue?"}
 
 
-def told(*contents: str) -> list[dict]:
+def build_turns(*contents: str) -> list[dict]:
     turns = [{"role": "assistant", "content": c} for c in contents]
     more = {"role": "user", "content": "More."}
     return [m for turn in turns for m in (more, turn)][1:]
@@ -77,16 +77,31 @@ def told(*contents: str) -> list[dict]:
 
 def binarized(chosen: list[dict], rejected: list[dict], *scores: float) -> dict:
     return {
-        "prompt": ASKED["content"], "prompt_id": "x", "chosen": chosen, "rejected": rejected,
+        "prompt": USER_MESSAGE["content"], "prompt_id": "x", "chosen": chosen, "rejected": rejected,
         "messages": chosen, "score_chosen": scores[0], "score_rejected": scores[1],
     }  # fmt: skip
 
 
 ULTRAFEEDBACK = [
-    binarized([ASKED, *told("Scattering.")], [ASKED, *told("It is.")], 8.5, 3.0),
-    binarized([ASKED, *told("The same.")], [ASKED, *told("The same.")], 7.0, 7.0),
-    binarized([ASKED, *told("A.", "B.")], [ASKED, *told("A.", "C.")], 6.0, 6.0),
-    binarized([ASKED, *told("")], [ASKED, *told("C.")], 6.0, 6.0),
+    binarized(
+        [USER_MESSAGE, *build_turns("Scattering.")],
+        [USER_MESSAGE, *build_turns("It is.")],
+        8.5,
+        3.0,
+    ),
+    binarized(
+        [USER_MESSAGE, *build_turns("The same.")],
+        [USER_MESSAGE, *build_turns("The same.")],
+        7.0,
+        7.0,
+    ),
+    binarized(
+        [USER_MESSAGE, *build_turns("A.", "B.")],
+        [USER_MESSAGE, *build_turns("A.", "C.")],
+        6.0,
+        6.0,
+    ),
+    binarized([USER_MESSAGE, *build_turns("")], [USER_MESSAGE, *build_turns("C.")], 6.0, 6.0),
 ]
 HH = [
     {"chosen": "\n\nHuman: Hi\n\nAssistant: Hello.\n\nHuman: Why?\n\nAssistant: Because:\n\nso.",
@@ -140,8 +155,8 @@ def test_gsm8k(made, tmp_path, write):
     assert out == "4 of 4 rows; left out: none\n"
     assert [row["answer"] for row in rows] == ["72", "2125", "-5", "2.5"]
     instruction = PUBLISHERS["gsm8k"].instruction
-    asked = {"role": "user", "content": f"{GSM8K[0]['question']}\n{instruction}"}
-    assert rows[0]["messages"] == [asked]
+    user_message = {"role": "user", "content": f"{GSM8K[0]['question']}\n{instruction}"}
+    assert rows[0]["messages"] == [user_message]
     assert rows[0]["solution"] == GSM8K[0]["answer"]
     reward = get_reward("final_number")
     for row, text in zip(rows, ["72", "$2,125", "-5", "2.5"], strict=True):
@@ -210,8 +225,8 @@ def test_countdown_and_a_reward_for_it(made, tmp_path):
         "<answer>9**9**9</answer>": (0, 0),
         "<answer>44 +</answer>": (0, 0),
     }.items():
-        found = reward(text, rows[0], "stop")
-        assert (found["reward"], found["format"]) == expected, text
+        score = reward(text, rows[0], "stop")
+        assert (score["reward"], score["format"]) == expected, text
 
 
 def test_ultrafeedback_rows_are_preference_rows(made, tmp_path):
@@ -221,13 +236,18 @@ def test_ultrafeedback_rows_are_preference_rows(made, tmp_path):
         "1 (an answer is empty, or does not alternate with the user)\n"
     )
     assert rows[0] == {
-        "prompt": [ASKED], "chosen": told("Scattering."), "rejected": told("It is."), "margin": 5.5
+        "prompt": [USER_MESSAGE], "chosen": build_turns("Scattering."),
+        "rejected": build_turns("It is."), "margin": 5.5,
     }  # fmt: skip
-    assert rows[1]["prompt"] == [ASKED, *told("A."), {"role": "user", "content": "More."}]
+    assert rows[1]["prompt"] == [
+        USER_MESSAGE,
+        *build_turns("A."),
+        {"role": "user", "content": "More."},
+    ]
     columns = [Column(name) for name in ("prompt", "chosen", "rejected", "margin")]
-    found = list(read_preference_rows(open_rows(tmp_path / "made.parquet", "x"), *columns))
-    assert [row.margin for row in found] == [5.5, 0.0]
-    assert found[1].chosen == told("B.")
+    rows = list(read_preference_rows(open_rows(tmp_path / "made.parquet", "x"), *columns))
+    assert [row.margin for row in rows] == [5.5, 0.0]
+    assert rows[1].chosen == build_turns("B.")
 
 
 def test_hh_comes_compressed_and_without_margins(made, tmp_path):
@@ -240,8 +260,8 @@ def test_hh_comes_compressed_and_without_margins(made, tmp_path):
                 {"role": "assistant", "content": "Hello."},
                 {"role": "user", "content": "Why?"},
             ],
-            "chosen": told("Because:\n\nso."),
-            "rejected": told("No."),
+            "chosen": build_turns("Because:\n\nso."),
+            "rejected": build_turns("No."),
             "margin": None,
         }
     ]
@@ -324,14 +344,14 @@ def test_inputs_that_leave_no_row_or_are_damaged_are_refused(monkeypatch, capsys
 
 
 def place(words: list[str], folder: Path) -> None:
-    """The inputs that a command names, with the columns of their publisher."""
+    """Write the inputs that a command names, with the columns of their publisher."""
     options = command.build_parser().parse_args(words[2:])
     for path in getattr(options, "input", []):
         write = parquet if path.suffix == ".parquet" else jsonl
         write(folder / path, FIRST[options.name])
 
 
-EXAMPLES = [f"mcore-rl data {name} {found.example}" for name, found in PUBLISHERS.items()]
+EXAMPLES = [f"mcore-rl data {name} {rows.example}" for name, rows in PUBLISHERS.items()]
 
 
 @pytest.mark.parametrize(

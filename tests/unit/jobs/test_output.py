@@ -1,7 +1,10 @@
-"""Who has an output folder, and what becomes of a run that cannot write into it."""
+"""Output folders: locks, metrics and summaries, full disks, commands to run next."""
+
+from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 import signal
 import socket
@@ -12,18 +15,27 @@ from pathlib import Path
 
 import pytest
 
+from mcore_rl.cli import chat, samples
+from mcore_rl.cli.compose import compose_config
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.config.schema import DPOConfig, RLConfig
+from mcore_rl.config.schema import DPOConfig, EvalConfig, RLConfig, RMConfig, SFTConfig
 from mcore_rl.controller.reaper import list_processes
 from mcore_rl.jobs.failure import RunFailed
-from mcore_rl.jobs.output import OutputError, RunOutput, TrainOutput, _locked, exclusive_run_dir
+from mcore_rl.jobs.output import (
+    OutputError,
+    RunOutput,
+    SupervisedOutput,
+    _hold_lock,
+    list_next_commands,
+    lock_run_dir,
+)
 from tests.small_disk import on_small_disk
 
 HOLDER = """
 import sys, time
 from mcore_rl.controller.process_cleanup import clean_up_on_exit
-from mcore_rl.jobs.output import exclusive_run_dir
-with exclusive_run_dir(sys.argv[1]) as claim, clean_up_on_exit(claim.folder, locks=[claim.lock]):
+from mcore_rl.jobs.output import lock_run_dir
+with lock_run_dir(sys.argv[1]) as run_lock, clean_up_on_exit(run_lock.folder, locks=[run_lock.fd]):
     print("claimed", flush=True)
     time.sleep(300)
 """
@@ -40,7 +52,7 @@ def holder(tmp_path: Path):
 
 
 def refused(folder: Path) -> str:
-    with pytest.raises(ConfigError) as raised, exclusive_run_dir(str(folder)):
+    with pytest.raises(ConfigError) as raised, lock_run_dir(str(folder)):
         pass
     return str(raised.value)
 
@@ -60,14 +72,14 @@ def test_a_folder_that_a_run_has_is_refused_until_all_of_that_run_is_gone(holder
     while list(out.iterdir()):
         assert time.monotonic() < deadline
         time.sleep(0.05)
-    with exclusive_run_dir(str(out)) as claim:
-        assert claim.folder == out
+    with lock_run_dir(str(out)) as run_lock:
+        assert run_lock.folder == out
     assert out.exists()  # it was there before, so it stays
 
 
 def test_a_lock_whose_holder_is_gone_is_none(tmp_path: Path):
     (tmp_path / ".lock.partial").write_text("process 1 on host nowhere")
-    with exclusive_run_dir(str(tmp_path)):
+    with lock_run_dir(str(tmp_path)):
         pass
     assert list(tmp_path.iterdir()) == []
 
@@ -75,11 +87,11 @@ def test_a_lock_whose_holder_is_gone_is_none(tmp_path: Path):
 def test_a_lock_that_its_run_removes_meanwhile_is_none(tmp_path: Path):
     """Or a third run could lock another file of that name, beside the second."""
     out = tmp_path / "out"
-    with exclusive_run_dir(str(out)):
+    with lock_run_dir(str(out)):
         late = os.open(out / ".lock.partial", os.O_RDWR)  # before it goes
     with (
         pytest.raises(ConfigError, match="is in use by a run that ends"),
-        _locked(late, out, str(out)),
+        _hold_lock(late, out, str(out)),
     ):
         pass
     os.close(late)
@@ -88,8 +100,8 @@ def test_a_lock_that_its_run_removes_meanwhile_is_none(tmp_path: Path):
 @pytest.mark.parametrize(("error", "left"), [(ConfigError, []), (KeyError, ["runs"])])
 def test_logs_stay_but_for_a_run_that_was_refused(tmp_path: Path, error, left):
     out = tmp_path / "runs" / "out"
-    with pytest.raises(error), exclusive_run_dir(str(out)) as claim:
-        (claim.folder / "logs" / "ray").mkdir(parents=True)
+    with pytest.raises(error), lock_run_dir(str(out)) as run_lock:
+        (run_lock.folder / "logs" / "ray").mkdir(parents=True)
         raise error("no cluster answers")
     assert [path.name for path in tmp_path.iterdir()] == left
     assert not left or [path.name for path in out.iterdir()] == ["logs"]
@@ -98,8 +110,8 @@ def test_logs_stay_but_for_a_run_that_was_refused(tmp_path: Path, error, left):
 def test_the_largest_gap_of_the_run_stays_in_the_summary(tmp_path: Path):
     output = RunOutput(tmp_path, RLConfig())
     for gap in (0.25, 0.5, 0.125):
-        output.compared({"max_logprob_gap": gap})
-    output.compared({})  # of samples without a chosen token
+        output.record_gap({"max_logprob_gap": gap})
+    output.record_gap({})  # of samples without a chosen token
     assert output.results == {"max_logprob_gap": 0.5}
 
 
@@ -110,7 +122,7 @@ def test_steps_that_compare_no_log_probs_have_no_gap(tmp_path: Path):
     with output.progress("training", 1) as report:
         report(1, metrics)
     assert output.results == {}
-    output.compared({"max_logprob_gap": 0.25})  # of the evaluation in the end
+    output.record_gap({"max_logprob_gap": 0.25})  # of the evaluation in the end
     assert output.results == {"max_logprob_gap": 0.25}
 
 
@@ -124,8 +136,7 @@ FULL = """
 import json
 import sys
 from pathlib import Path
-from mcore_rl.config.schema import RLConfig
-from mcore_rl.config.schema import DPOConfig
+from mcore_rl.config.schema import DPOConfig, RLConfig
 from mcore_rl.jobs.failure import RunFailed, summarize_failure
 from mcore_rl.jobs.output import OutputError, RunOutput
 folder = Path(sys.argv[1])
@@ -149,7 +160,7 @@ except RunFailed as error:
 """
 
 
-def test_a_full_disk_is_told_and_not_a_traceback(tmp_path: Path):
+def test_full_disk_is_reported_without_a_traceback(tmp_path: Path):
     (tmp_path / "script.py").write_text(FULL)
     disk = tmp_path / "disk"
     disk.mkdir()
@@ -188,16 +199,16 @@ def test_a_folder_that_is_gone_ends_the_run_at_its_next_step(tmp_path: Path, los
     with output.progress("training", 3) as report:
         report(1, {"loss": 0.5})
         lose(folder)
-        told = rf"^training, step 2: metrics cannot be written: .*{folder}/metrics.jsonl"
-        with pytest.raises(OutputError, match=told) as raised:
+        message = rf"^training, step 2: metrics cannot be written: .*{folder}/metrics.jsonl"
+        with pytest.raises(OutputError, match=message) as raised:
             report(2, {"loss": 0.25})
     assert "was deleted, moved or replaced while the run wrote it" in str(raised.value)
 
 
 def test_a_folder_that_is_gone_at_the_end_is_no_success(tmp_path: Path):
     for number, kind in enumerate((RunOutput(tmp_path / "a", RLConfig()),
-                                   TrainOutput(tmp_path / "b", DPOConfig()))):  # fmt: skip
-        kind.evaluated("after", {"test": {"reward": 0.0, "reward_stderr": 0.0}})
+                                   SupervisedOutput(tmp_path / "b", DPOConfig()))):  # fmt: skip
+        kind.record_evaluation("after", {"test": {"reward": 0.0, "reward_stderr": 0.0}})
         shutil.rmtree(kind.folder)
         with pytest.raises(OutputError, match=r"summary cannot be written: .*was deleted"):
             kind.finish(peak_memory_bytes=0, wall_s=0.0)
@@ -206,17 +217,19 @@ def test_a_folder_that_is_gone_at_the_end_is_no_success(tmp_path: Path):
 
 def test_a_summary_that_cannot_be_written_says_where_the_weights_are(tmp_path: Path):
     output = RunOutput(tmp_path, RLConfig())
-    output.evaluated("after", {"test": {"reward": 0.0, "reward_stderr": 0.0}})
+    output.record_evaluation("after", {"test": {"reward": 0.0, "reward_stderr": 0.0}})
     (tmp_path / "summary.json").mkdir()  # what a full disk does to a rename
     with pytest.raises(RunFailed, match=rf"summary cannot be written: .*{tmp_path}/checkpoint$"):
         output.finish(peak_memory_bytes=0, wall_s=0.0)
 
 
 def test_a_run_on_examples_shows_loss_and_accuracy_of_each_set_with_errors(tmp_path, capsys):
-    output = TrainOutput(tmp_path, DPOConfig())
-    found = {"loss": 0.5, "loss_stderr": 0.125, "accuracy": 0.75, "accuracy_stderr": 0.0625}
-    output.evaluated("before", {"a": found})
-    output.evaluated("after", {"a": found | {"loss": 0.25}, "b": {"loss": 2, "loss_stderr": 1}})
+    output = SupervisedOutput(tmp_path, DPOConfig())
+    metrics = {"loss": 0.5, "loss_stderr": 0.125, "accuracy": 0.75, "accuracy_stderr": 0.0625}
+    output.record_evaluation("before", {"a": metrics})
+    output.record_evaluation(
+        "after", {"a": metrics | {"loss": 0.25}, "b": {"loss": 2, "loss_stderr": 1}}
+    )
     output.finish(peak_memory_bytes=0, wall_s=0.0)
     lines = [line for line in capsys.readouterr().out.splitlines() if "±" in line]
     assert [[cell.strip() for cell in line.split("│")[1:5]] for line in lines] == [
@@ -235,5 +248,63 @@ def test_a_run_without_held_out_sets_has_a_summary_and_no_table(tmp_path, capsys
     output.finish(peak_memory_bytes=10**9, wall_s=2.0)
     assert "evaluation" not in json.loads((tmp_path / "summary.json").read_text())
     assert (tmp_path / "reward_curve.png").stat().st_size > 5000
-    told = capsys.readouterr().out
-    assert "Held out" not in told and "2 s, peak memory 1.0 GB" in told
+    message = capsys.readouterr().out
+    assert "Held out" not in message and "2 s, peak memory 1.0 GB" in message
+
+
+def commands(lines: list[str]) -> list[list[str]]:
+    """Split lines as a shell would."""
+    assert lines[0].startswith("next: ") and max(map(len, lines)) <= 80
+    text = "\n".join([lines[0].removeprefix("next:"), *lines[1:]]).replace("\\\n", " ")
+    return [shlex.split(line) for line in text.splitlines()]
+
+
+def quickstart(folder: Path) -> RLConfig:
+    (folder / "task").mkdir()
+    (folder / "task" / "test.parquet").touch()
+    (folder / "samples").mkdir()
+    (folder / "samples" / "step_000001.parquet").touch()
+    return compose_config(RLConfig, ["recipe=quickstart"])
+
+
+def test_a_run_says_how_to_look_at_it_evaluate_it_and_talk_to_it(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    folder = Path("my run")
+    folder.mkdir()
+    shown, evaluated, talked = commands(list_next_commands(folder, quickstart(folder)))
+    assert [line[:2] for line in (shown, evaluated, talked)] == [
+        ["mcore-rl", "samples"], ["mcore-rl", "eval"], ["mcore-rl", "chat"]
+    ]  # fmt: skip
+    assert samples.build_parser().parse_args(shown[2:]).run == str(folder)
+    config = compose_config(EvalConfig, evaluated[2:])
+    assert config.model.path == str(folder)
+    assert config.data.sets == {"test": str(folder / "task" / "test.parquet")}
+    assert (config.data.max_prompt_tokens, config.rollout.max_response_tokens) == (64, 32)
+    options = chat.build_parser().parse_args(talked[2:])
+    assert (options.model, options.kv_cache_bytes) == (str(folder), 80 << 20)
+
+
+def test_held_out_sets_and_what_differs_from_the_defaults_of_an_evaluation_are_named():
+    settings = ["data.test_files={math: m.jsonl, code: c.jsonl}", "data.answer_column=solution"]
+    config = compose_config(RLConfig, [*settings, "reward.name=math", "data.train_file=t.jsonl"])
+    evaluated, _ = commands(list_next_commands(Path("out"), config))
+    assert evaluated[3:] == [
+        "data.sets.math=m.jsonl", "data.sets.code=c.jsonl", "data.answer_column=solution",
+        "reward.name=math",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("setting", ["agent.loop=tools", "reward.terms.math={weight: 1.0}"])
+def test_no_evaluation_is_named_that_would_be_another_one(setting):
+    config = compose_config(RLConfig, [setting])
+    assert [line[1] for line in commands(list_next_commands(Path("out"), config))] == ["chat"]
+
+
+@pytest.mark.parametrize(
+    ("config", "names"),
+    [(SFTConfig(), ["eval", "chat"]), (DPOConfig(), ["eval", "chat"]), (RMConfig(), ["rl"])],
+)
+def test_training_on_examples_leaves_what_can_be_evaluated_or_what_rewards(config, names):
+    next_commands = commands(list_next_commands(Path("out"), config))
+    assert [line[1] for line in next_commands] == names
+    assert names != ["rl"] or next_commands[0][3] == "reward_model.model_path=out/checkpoint"

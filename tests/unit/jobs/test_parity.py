@@ -1,4 +1,4 @@
-"""Comparing engines: statistics of differences, the first module that differs, reports, inputs."""
+"""Parity of engines: gaps of log-probs, the first module that differs, reports, options."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import io
 import json
 import math
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,19 +16,28 @@ import torch
 import transformers
 from rich.console import Console
 
+from mcore_rl.cli.main import main
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import Layout, LoRAConfig
-from mcore_rl.jobs.parity.compare import Scores, compare, differences, first_different, module_names
-from mcore_rl.jobs.parity.run import Pair, ParityReport
-from mcore_rl.jobs.parity.settings import CONTINUATION, Request, checked
+from mcore_rl.jobs.parity import run
+from mcore_rl.jobs.parity.run import (
+    Pair,
+    ParityReport,
+    Scores,
+    compare_log_probs,
+    compare_traces,
+    find_first_different,
+    list_module_names,
+)
+from mcore_rl.jobs.parity.settings import CONTINUATION, ParitySettings, build_plan
 
 SEQUENCES = [[5, 6, 7, 8], [9, 10, 11]]
 
 
-def test_a_gap_counts_every_token_and_names_the_worst():
-    mine = Scores([[-1.0, -2.0, -3.0], [-4.0, -5.0]], [[1, 2, 3], [4, 5]])
+def test_gap_counts_all_tokens_and_lists_the_worst():
+    scores = Scores([[-1.0, -2.0, -3.0], [-4.0, -5.0]], [[1, 2, 3], [4, 5]])
     reference = Scores([[-1.0, -2.5, -3.0], [-4.0, -5.25]], [[1, 2, 0], [4, 5]])
-    gap = compare(SEQUENCES, mine, reference)
+    gap = compare_log_probs(SEQUENCES, scores, reference)
     assert (gap.num_tokens, gap.max_abs, gap.mean_abs) == (5, 0.5, 0.15)
     assert (gap.p50_abs, gap.p90_abs, gap.p99_abs) == (0.0, 0.5, 0.5)
     assert gap.argmax_agreement == 0.8
@@ -37,30 +47,30 @@ def test_a_gap_counts_every_token_and_names_the_worst():
     assert (second.prompt, second.position, second.token_id) == (1, 2, 11)
 
 
-def test_percentiles_are_numpys():
+def test_gap_percentiles_equal_numpys():
     values = np.random.default_rng(0).normal(size=1000)
     zeros = [0] * 1000
-    gap = compare([[0] * 1001], Scores([values], [zeros]), Scores([zeros], [zeros]))
-    for share, found in ((50, gap.p50_abs), (90, gap.p90_abs), (99, gap.p99_abs)):
+    gap = compare_log_probs([[0] * 1001], Scores([values], [zeros]), Scores([zeros], [zeros]))
+    for share, percentile in ((50, gap.p50_abs), (90, gap.p90_abs), (99, gap.p99_abs)):
         # the smallest difference that this share of the tokens does not exceed, or the next one
-        below = (np.abs(values) <= found).mean()
+        below = (np.abs(values) <= percentile).mean()
         assert share / 100 <= below <= share / 100 + 0.002
 
 
-def test_a_reference_of_the_last_tokens_is_compared_at_those():
-    mine = Scores([[-1.0, -2.0, -3.0], [-4.0, -5.0]], [[1, 2, 3], [4, 5]])
+def test_gap_compares_last_tokens_when_reference_is_shorter():
+    scores = Scores([[-1.0, -2.0, -3.0], [-4.0, -5.0]], [[1, 2, 3], [4, 5]])
     reference = Scores([[-3.5], [-5.0]], [[3], [0]])
-    gap = compare(SEQUENCES, mine, reference)
+    gap = compare_log_probs(SEQUENCES, scores, reference)
     assert (gap.num_tokens, gap.max_abs, gap.argmax_agreement) == (2, 0.5, 0.5)
     assert (gap.worst[0].prompt, gap.worst[0].position) == (0, 3)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_what_is_no_number_is_infinitely_far_and_null_in_json(value):
-    gap = compare([[1, 2]], Scores([[value]], [[0]]), Scores([[value]], [[0]]))
+def test_gap_is_infinite_and_null_in_json_for_values_that_are_not_finite(value):
+    gap = compare_log_probs([[1, 2]], Scores([[value]], [[0]]), Scores([[value]], [[0]]))
     assert gap.max_abs == gap.mean_abs == gap.p99_abs == math.inf
-    shown = report(Pair(False, gap, "lm_head", {"lm_head": math.inf})).as_json()
-    [pair] = json.loads(json.dumps(shown, allow_nan=False))["pairs"].values()
+    parity_report = report(Pair(False, gap, "lm_head", {"lm_head": math.inf})).to_json()
+    [pair] = json.loads(json.dumps(parity_report, allow_nan=False))["pairs"].values()
     assert pair["max_abs"] is None
     assert pair["first_differing_module"] == "lm_head"
 
@@ -70,32 +80,32 @@ def trace(**values: list[float]) -> dict[str, torch.Tensor]:
 
 
 def test_modules_are_compared_in_the_order_of_the_model():
-    names = module_names(2)
+    names = list_module_names(2)
     assert names[:3] == [
         "model.embed_tokens",
         "model.layers.0.input_layernorm",
         "model.layers.0.self_attn",
     ]
     assert names[-3:] == ["model.layers.1.mlp", "model.norm", "lm_head"]
-    mine = trace(lm_head=[1.0], model__norm=[3.0, 4.0], model__layers__1__mlp=[1.0])
+    scores = trace(lm_head=[1.0], model__norm=[3.0, 4.0], model__layers__1__mlp=[1.0])
     reference = trace(model__norm=[3.0, 4.1], lm_head=[2.0], model__embed_tokens=[1.0])
-    found = differences(mine, reference, num_layers=2)
-    assert list(found) == ["model.norm", "lm_head"]
-    assert found["model.norm"] == pytest.approx(0.1 / math.hypot(3.0, 4.1), rel=1e-5)
-    assert found["lm_head"] == pytest.approx(0.5)
+    differences = compare_traces(scores, reference, num_layers=2)
+    assert list(differences) == ["model.norm", "lm_head"]
+    assert differences["model.norm"] == pytest.approx(0.1 / math.hypot(3.0, 4.1), rel=1e-5)
+    assert differences["lm_head"] == pytest.approx(0.5)
 
 
 def test_the_first_module_over_the_threshold_of_the_dtype_is_named():
-    found = {"model.embed_tokens": 9e-5, "model.norm": 1e-3, "lm_head": 1.0}
-    assert first_different(found, "float32") == "model.norm"
-    assert first_different(found, "bfloat16") == "lm_head"
-    assert first_different({"model.norm": 1e-7}, "float32") is None
+    differences = {"model.embed_tokens": 9e-5, "model.norm": 1e-3, "lm_head": 1.0}
+    assert find_first_different(differences, "float32") == "model.norm"
+    assert find_first_different(differences, "bfloat16") == "lm_head"
+    assert find_first_different({"model.norm": 1e-7}, "float32") is None
 
 
 @pytest.mark.parametrize("other", [[math.nan, 1.0], [1.0, 2.0, 3.0]])
-def test_another_shape_and_no_number_are_differences(other):
-    found = differences(trace(lm_head=[1.0, 1.0]), trace(lm_head=other), num_layers=1)
-    assert found == {"lm_head": math.inf}
+def test_difference_is_infinite_for_another_shape_and_for_nan(other):
+    differences = compare_traces(trace(lm_head=[1.0, 1.0]), trace(lm_head=other), num_layers=1)
+    assert differences == {"lm_head": math.inf}
 
 
 def report(pair: Pair, texts: dict[int, str] | None = None) -> ParityReport:
@@ -104,29 +114,29 @@ def report(pair: Pair, texts: dict[int, str] | None = None) -> ParityReport:
     )
 
 
-def printed(shown: ParityReport) -> str:
+def printed(parity_report: ParityReport) -> str:
     stream = io.StringIO()
-    shown.print(Console(file=stream, width=100))
+    parity_report.print(Console(file=stream, width=100))
     return stream.getvalue()
 
 
 def gap_of_one_token() -> Any:
-    return compare([[1, 2]], Scores([[-1.5]], [[2]]), Scores([[-1.0]], [[2]]))
+    return compare_log_probs([[1, 2]], Scores([[-1.5]], [[2]]), Scores([[-1.0]], [[2]]))
 
 
-def test_a_report_tells_the_worst_tokens_with_what_stands_before_them():
-    shown = report(Pair(True, gap_of_one_token()), {1: "[a]", 2: "b"})
-    assert shown.passed
-    text = printed(shown)
+def test_report_shows_worst_tokens_with_their_context():
+    parity_report = report(Pair(True, gap_of_one_token()), {1: "[a]", 2: "b"})
+    assert parity_report.passed
+    text = printed(parity_report)
     assert "megatron~hf" in text
     assert "[a][b]" in text
     assert "-1.500000" in text
-    [pair] = shown.as_json()["pairs"].values()
+    [pair] = parity_report.to_json()["pairs"].values()
     assert pair["worst"][0]["text"] == "[a][b]"
     assert "first_differing_module" not in pair
 
 
-def test_a_missed_pair_names_the_module_or_says_that_there_is_none():
+def test_failed_pair_names_the_first_different_module_or_says_none():
     parts = {"model.norm": 0.25, "lm_head": 0.5}
     named = report(Pair(False, gap_of_one_token(), "model.norm", parts))
     assert not named.passed
@@ -135,12 +145,12 @@ def test_a_missed_pair_names_the_module_or_says_that_there_is_none():
     assert "no module differs by more than 0.0001 of its output (the most is 1.0e-06)" in printed(
         none
     )
-    assert none.as_json()["pairs"]["megatron~hf"]["first_differing_module"] is None
+    assert none.to_json()["pairs"]["megatron~hf"]["first_differing_module"] is None
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint with a tokenizer of three words."""
+    """Make a checkpoint with a tokenizer of three words."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     path = tmp_path_factory.mktemp("model")
@@ -155,16 +165,18 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def request(folder: Path, **options: Any) -> Request:
-    return Request(**{"model": str(folder), "layout": Layout(), "against": ("hf",), **options})
+def request(folder: Path, **options: Any) -> ParitySettings:
+    return ParitySettings(
+        **{"model": str(folder), "layout": Layout(), "against": ("hf",), **options}
+    )
 
 
-def test_prompts_are_the_same_for_every_run_and_leave_room_for_what_follows(model):
-    drawn = checked(request(model)).prompts
-    assert drawn == checked(request(model)).prompts
+def test_sampled_prompts_are_deterministic_and_leave_room_for_a_continuation(model):
+    drawn = build_plan(request(model)).prompts
+    assert drawn == build_plan(request(model)).prompts
     assert len({len(ids) for ids in drawn}) == len(drawn) > 3
     assert max(map(len, drawn)) == 55
-    plan = checked(request(model, against=("hf", "vllm")))
+    plan = build_plan(request(model, against=("hf", "vllm")))
     assert max(map(len, plan.prompts)) == 64 - CONTINUATION - 1
     assert plan.server is not None
     assert plan.server.max_model_tokens == 64
@@ -174,10 +186,10 @@ def test_prompts_are_the_same_for_every_run_and_leave_room_for_what_follows(mode
 def test_prompts_of_a_file_are_tokenised(model, tmp_path):
     text = tmp_path / "prompts.txt"
     text.write_text("one two\n\ntwo two one\n")
-    assert checked(request(model, prompts=str(text))).prompts == [[1, 2], [2, 2, 1]]
+    assert build_plan(request(model, prompts=str(text))).prompts == [[1, 2], [2, 2, 1]]
     lines = tmp_path / "prompts.jsonl"
     lines.write_text('{"prompt": "two one", "answer": 3}\n{"prompt_ids": [39, 0]}\n')
-    assert checked(request(model, prompts=str(lines))).prompts == [[2, 1], [39, 0]]
+    assert build_plan(request(model, prompts=str(lines))).prompts == [[2, 1], [39, 0]]
 
 
 @pytest.mark.parametrize(
@@ -197,12 +209,12 @@ def test_prompts_of_a_file_are_tokenised(model, tmp_path):
         ('{"prompt_ids": [1, 2]}\n{"prompt_ids": [1]}', r"prompt 1 has one token"),
     ],
 )
-def test_a_prompts_file_that_does_not_do_is_refused_by_line(model, tmp_path, lines, message):
+def test_wrong_prompts_file_is_refused_with_its_line(model, tmp_path, lines, message):
     file = tmp_path / "prompts.txt"
     if lines is not None:
         file.write_text(lines)
     with pytest.raises(ConfigError, match=message):
-        checked(request(model, prompts=str(file)))
+        build_plan(request(model, prompts=str(file)))
 
 
 @pytest.mark.parametrize(
@@ -230,7 +242,7 @@ def test_a_prompts_file_that_does_not_do_is_refused_by_line(model, tmp_path, lin
 )
 def test_a_wrong_option_is_refused(model, options, message):
     with pytest.raises(ConfigError, match=message):
-        checked(request(model, **options))
+        build_plan(request(model, **options))
 
 
 def test_a_reference_with_missing_tensors_is_refused(model, tmp_path):
@@ -239,7 +251,7 @@ def test_a_reference_with_missing_tensors_is_refused(model, tmp_path):
     config = json.loads((broken / "config.json").read_text())
     (broken / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 3}))
     with pytest.raises(ConfigError, match=r"--reference .*lacks tensor model.layers.2"):
-        checked(request(model, reference=str(broken)))
+        build_plan(request(model, reference=str(broken)))
 
 
 def with_checkpoint_info(folder: Path, **facts: Any) -> str:
@@ -256,18 +268,91 @@ def with_checkpoint_info(folder: Path, **facts: Any) -> str:
 )
 def test_a_checkpoint_of_another_model_is_refused(model, tmp_path, facts, message):
     with pytest.raises(ConfigError, match=message):
-        checked(request(model, checkpoint=with_checkpoint_info(tmp_path, **facts)))
+        build_plan(request(model, checkpoint=with_checkpoint_info(tmp_path, **facts)))
 
 
 def test_a_checkpoint_brings_its_adapters(model, tmp_path):
     lora = {"rank": 4, "alpha": 8.0, "targets": ["linear_proj"]}
     path = with_checkpoint_info(tmp_path, vocab_size=40, dtype="float32", lora=lora)
-    assert checked(request(model, checkpoint=path)).engine.engine.lora == LoRAConfig(**lora)
+    assert build_plan(request(model, checkpoint=path)).engine.engine.lora == LoRAConfig(**lora)
 
 
 def test_bfloat16_has_tolerances_of_its_own(model):
-    plan = checked(request(model, dtype="bfloat16"))
+    plan = build_plan(request(model, dtype="bfloat16"))
     assert (plan.tolerance, plan.mean_tolerance) == (2.0, 0.1)
-    plan = checked(request(model))
+    plan = build_plan(request(model))
     assert (plan.tolerance, plan.mean_tolerance) == (1e-4, None)
-    assert checked(request(model, tolerance=0.0)).tolerance == 0.0
+    assert build_plan(request(model, tolerance=0.0)).tolerance == 0.0
+
+
+GOOD = ["--model", "here", "--layout", "tp=2,pp=2,last_stage_layers=1", "--against", "hf,vllm"]
+
+
+def status(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    monkeypatch.setattr(sys, "argv", ["mcore-rl", "verify", *arguments])
+    try:
+        return main()
+    except SystemExit as end:
+        return int(end.code or 0)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "the following arguments are required: parity"),
+        (["pairity"], "unknown command 'pairity'; did you mean parity?"),
+        (["parity", "--layout", "tp=1", "--against", "hf"], "required: --model"),
+        (["parity", *GOOD, "--tolerance", "small"], "invalid float value: 'small'"),
+        (["parity", *GOOD, "--shards", "3"], "unknown option '--shards'; allowed: "),
+        (["parity", *GOOD, "--layout", "tp=2,xp=3"], "--layout=tp=2,xp=3: 'xp' is unknown"),
+        (["parity", *GOOD, "--layout", "tp=two"], "--layout=tp=two: 'tp=two'"),
+        (["parity", *GOOD], "--model='here' does not exist"),
+    ],
+)
+def test_a_wrong_option_ends_with_status_2_and_one_line(monkeypatch, capsys, arguments, message):
+    assert status(monkeypatch, *arguments) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert message in printed.err
+    assert printed.err.startswith("mcore-rl verify: ")
+    assert printed.err.count("\n") == 1
+
+
+def test_the_help_tells_tolerances_and_exit_status(monkeypatch, capsys):
+    assert status(monkeypatch, "parity", "--help") == 0
+    text = " ".join(capsys.readouterr().out.split())
+    for part in (
+        "1e-4 in float32, 2.0 in bfloat16",
+        "Exit status: 0",
+        "--reference",
+        "--checkpoint",
+    ):
+        assert part in text
+
+
+@pytest.mark.parametrize(("passed", "expected"), [(True, 0), (False, 1)])
+@pytest.mark.parametrize("as_json", [True, False])
+def test_the_status_is_the_outcome_and_json_is_alone(
+    monkeypatch, capsys, passed, expected, as_json
+):
+    received = []
+
+    def fake(request: ParitySettings) -> ParityReport:
+        received.append(request)
+        gap = compare_log_probs([[1, 2]], Scores([[-1.5]], [[2]]), Scores([[-1.0]], [[2]]))
+        pair = Pair(True, gap) if passed else Pair(False, gap, "lm_head", {"lm_head": 0.5})
+        return ParityReport(1e-4, None, Layout(), "float32", {}, {"megatron~hf": pair}, {})
+
+    monkeypatch.setattr(run, "run", fake)
+    options = ["--json"] if as_json else []
+    assert status(monkeypatch, "parity", *GOOD, "--tolerance", "0.5", *options) == expected
+    assert received == [
+        ParitySettings(
+            "here", Layout(tp=2, pp=2, last_stage_layers=1), ("hf", "vllm"), tolerance=0.5
+        )
+    ]
+    text = capsys.readouterr().out
+    if as_json:
+        assert json.loads(text)["passed"] is passed
+    else:
+        assert ("passed" if passed else "the first module that differs is lm_head") in text

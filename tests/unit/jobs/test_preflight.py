@@ -1,8 +1,9 @@
-"""What a run refuses before anything is started."""
+"""Preflight of RL and supervised runs: what is refused before any process starts."""
 
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -10,12 +11,23 @@ import pytest
 
 from mcore_rl.cli.compose import compose_config
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.config.schema import Layout, ModelConfig, RewardConfig, RLConfig
+from mcore_rl.config.schema import (
+    ConversationsConfig,
+    Layout,
+    ModelConfig,
+    RewardConfig,
+    RLConfig,
+    SFTConfig,
+    StepsConfig,
+)
+from mcore_rl.data.examples import ExampleFiles
 from mcore_rl.data.routed_experts import ExpertLayers
 from mcore_rl.data.tasks import tiny_model
 from mcore_rl.jobs import preflight
-from mcore_rl.jobs.preflight import check_inputs, check_layouts, prompts_of
-from mcore_rl.jobs.roles import expert_layers
+from mcore_rl.jobs.placement import list_replayed_experts
+from mcore_rl.jobs.preflight import _check_choices, check_inputs, check_layouts, load_prompt_files
+from mcore_rl.jobs.supervised_preflight import _check_train_rows
+from mcore_rl.rewards.registry import get_parts, get_registry
 from tests.unit.agents.families import tokenizer_of
 
 
@@ -23,7 +35,7 @@ from tests.unit.agents.families import tokenizer_of
     "setting", ["model.path", "critic.model_path", "reward_model.model_path", "models.user.path"]
 )
 def test_another_quantisation_than_float8_blocks_is_refused_by_its_path(tmp_path: Path, setting):
-    """From config.json alone, as in a dry run."""
+    """Dry runs check this too: config.json suffices."""
     source = Path(__file__).parents[1] / "models" / "published" / "DeepSeek-V3.json"
     made = json.loads(source.read_text())
     for name, method in (("float8", "fp8"), ("other", "awq")):
@@ -38,8 +50,10 @@ def test_another_quantisation_than_float8_blocks_is_refused_by_its_path(tmp_path
         RLConfig,
         ["recipe=dsv3_671b", "algorithm.advantage=gae", *(f"{k}={v}" for k, v in paths.items())],
     )
-    told = rf"^{setting}='{tmp_path}/other': .*quant_method='awq' is not supported; allowed: 'fp8'"
-    with pytest.raises(ConfigError, match=told):
+    message = (
+        rf"^{setting}='{tmp_path}/other': .*quant_method='awq' is not supported; allowed: 'fp8'"
+    )
+    with pytest.raises(ConfigError, match=message):
         check_layouts(config)
 
 
@@ -54,7 +68,7 @@ def test_another_quantisation_than_float8_blocks_is_refused_by_its_path(tmp_path
 def test_gpu_memory_that_servers_cannot_map_is_refused_before_a_run(
     monkeypatch, lane, method, message
 ):
-    monkeypatch.setattr(preflight, "lane", lambda: lane)
+    monkeypatch.setattr(preflight, "detect_lane", lambda: lane)
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     config = RLConfig(model=ModelConfig(path="/nowhere"))
     config.weight_sync.method = method
@@ -88,9 +102,9 @@ def test_an_answer_that_no_response_of_a_run_can_earn_is_refused(
     files = {"data.train_file": f"{tmp_path}/rows.jsonl"}
     if message:
         with pytest.raises(ConfigError, match=f"data.train_file=.* row 1 has an .* {message}"):
-            prompts_of(files, config, tokenizer)
+            load_prompt_files(files, config, tokenizer)
     else:
-        assert len(prompts_of(files, config, tokenizer)) == 2
+        assert len(load_prompt_files(files, config, tokenizer)) == 2
 
 
 def test_the_layout_of_a_critic_has_to_fit_the_model_that_it_begins_with(tmp_path: Path):
@@ -105,7 +119,7 @@ def test_the_layout_of_a_critic_has_to_fit_the_model_that_it_begins_with(tmp_pat
 
 
 def published(folder: Path, name: str, **changes: object) -> RLConfig:
-    """With replay of what servers have recorded."""
+    """Build settings with router replay of a published model."""
     source = Path(__file__).parents[1] / "models" / "published" / f"{name}.json"
     made = json.loads(source.read_text()) | changes
     (folder / "config.json").write_text(json.dumps(made))
@@ -123,25 +137,131 @@ def test_each_pipeline_rank_replays_its_own_layers_with_experts(tmp_path: Path):
     """GLM-4.5 has one dense layer and 91 with experts, of which a token takes 8."""
     config = published(tmp_path, "GLM-4.5", num_hidden_layers=8, first_k_dense_replace=3)
     config.actor.layout = Layout(pp=2, vpp=2)
-    assert expert_layers(config) == ExpertLayers(stages=((4, 5), (3, 6, 7)), topk=8)
+    assert list_replayed_experts(config) == ExpertLayers(stages=((4, 5), (3, 6, 7)), topk=8)
     config.actor.layout = Layout(pp=2, first_stage_layers=2)
-    assert expert_layers(config) == ExpertLayers(stages=((), (3, 4, 5, 6, 7)), topk=8)
+    assert list_replayed_experts(config) == ExpertLayers(stages=((), (3, 4, 5, 6, 7)), topk=8)
     config.actor.moe.router_replay = "record"
-    assert expert_layers(config) is None
+    assert list_replayed_experts(config) is None
 
 
 @pytest.mark.parametrize("role", ["human", "developer", "function"])
 def test_a_role_that_loops_do_not_know_is_refused_with_its_row_before_a_run(
     tmp_path: Path, role: str
 ):
-    """This chat template writes any role by its name."""
+    """Use a chat template that accepts any role."""
     rows = [[{"role": name, "content": "Hi."}] for name in ("user", role)]
     text = "".join(json.dumps({"messages": row, "answer": 1}) + "\n" for row in rows)
     (tmp_path / "rows.jsonl").write_text(text)
     files = {"data.train_file": str(tmp_path / "rows.jsonl")}
     config, tokenizer = RLConfig(), tokenizer_of("chatml")
-    assert len(prompts_of(files, config, tokenizer)) == 2
+    assert len(load_prompt_files(files, config, tokenizer)) == 2
     config.agent.loop = "tools"
-    told = rf"rows.jsonl': row 1 of column 'messages' .*: message 0 has the role '{role}'; allowed"
-    with pytest.raises(ConfigError, match=told):
-        prompts_of(files, config, tokenizer)
+    message = (
+        rf"rows.jsonl': row 1 of column 'messages' .*: message 0 has the role '{role}'; allowed"
+    )
+    with pytest.raises(ConfigError, match=message):
+        load_prompt_files(files, config, tokenizer)
+
+
+FILTER = "algorithm.filter.group_filter_settings.of"
+PARTS = "algorithm.advantage_settings.parts"
+GDPO = "algorithm.advantage=gdpo"
+TERMS = "reward.terms={right: {name: math}, brief: {name: overlong, settings: {buffer_tokens: 8}}}"
+OF_TERMS = "right, right/answered, right/unchecked, brief$"
+CURRICULUM = "data.curriculum.name=learnability"
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ([f"{FILTER}=nothing"], f"{FILTER} names 'nothing', .* allowed: reward, format$"),
+        ([GDPO, f"{PARTS}=format,x=2"], f"{PARTS} names 'x', .* allowed: format$"),
+        ([GDPO, f"{PARTS}=reward"], f"{PARTS} names 'reward', .* allowed: format$"),
+        ([GDPO, f"{PARTS}=model"], f"{PARTS} names 'model', "),
+        ([TERMS, f"{FILTER}=answered"], f"{FILTER} names 'answered', .*: reward, {OF_TERMS}"),
+        ([TERMS, GDPO, f"{PARTS}=right,math"], f"{PARTS} names 'math', .* allowed: {OF_TERMS}"),
+        (
+            ["reward.name=substring", GDPO, f"{PARTS}=right"],
+            "allowed: none, as the reward has no parts",
+        ),
+        (
+            [CURRICULUM, "data.curriculum.success=passed"],
+            "data.curriculum.success names 'passed', .* allowed: reward, format",
+        ),
+    ],
+)
+def test_a_name_that_no_built_in_reward_returns_is_refused(given, message):
+    with pytest.raises(ConfigError, match=message):
+        _check_choices(compose_config(RLConfig, ["recipe=quickstart", *given]))
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        [FILTER + "=format", CURRICULUM, "data.curriculum.success=reward"],
+        [TERMS, GDPO, f"{PARTS}=right,brief=0.5", f"{FILTER}=right/answered"],
+        [GDPO, f"{PARTS}=format,model", "reward_model.model_path=/x"],
+        [f"{FILTER}=anything", "reward.name={own}"],
+        [f"{FILTER}=anything", "reward.name=http", "reward.settings.url=http://x"],
+        [f"{FILTER}=own/anything", "reward.terms={math: {}, own: {name: '{own}'}}"],
+    ],
+)
+def test_names_of_parts_that_there_are_or_may_be_pass(given, tmp_path):
+    file = tmp_path / "own.py"
+    file.write_text("def f(text, fields, finish_reason):\n    return {'reward': 0.0}\n")
+    given = [text.replace("{own}", f"{file}:f") for text in given]
+    _check_choices(compose_config(RLConfig, ["recipe=quickstart", *given]))
+
+
+@pytest.mark.parametrize("loop", ["environment", "verifiers"])
+def test_a_loop_that_finds_rewards_itself_may_have_any_parts(loop):
+    from mcore_rl.jobs.preflight import check_reward_parts
+
+    given = ["recipe=quickstart", f"{FILTER}=anything", f"agent.loop={loop}"]
+    check_reward_parts(compose_config(RLConfig, given))
+
+
+REWARD_CALLS = {
+    "choice": ("A", {"answer": "A"}, {}),
+    "code": ("no block", {"answer": '{"asserts": ["assert True"]}'}, {}),
+    "cosine": ("x", {}, {"num_tokens": 1, "max_tokens": 4, "rewards": {"a": 1.0}}),
+    "final_number": ("#### 7", {"answer": "7"}, {}),
+    "format": ("<a></a>", {}, {}),
+    "math": ("\\boxed{7}", {"answer": "7"}, {}),
+    "overlong": ("x", {}, {"num_tokens": 1, "max_tokens": 4}),
+    "pattern": ("x", {}, {}),
+    "substring": ("7", {"answer": "7"}, {}),
+}
+SETTINGS = {
+    "cosine": {"term": "a"},
+    "format": {"tags": "a"},
+    "overlong": {"buffer_tokens": 2},
+    "pattern": {"pattern": "x"},
+}
+
+
+def test_the_parts_that_rewards_declare_are_those_that_they_return():
+    """Except judge (test_judge_reward.py) and http, whose server may return anything."""
+    assert set(REWARD_CALLS) == set(get_registry().names) - {"judge", "http"}
+    for name, (text, fields, more) in REWARD_CALLS.items():
+        result = get_registry().bind(name, SETTINGS.get(name, {}))(text, fields, "stop", **more)
+        assert {*result} - {"reward"} == {*get_parts("reward", name)}, name
+    assert get_parts("reward", "judge") == ("parsed",) and get_parts("reward", "http") is None
+
+
+def check(sizes: list[int], weights: list[float], batch_size: int) -> None:
+    files = [f"{number}.jsonl" for number in range(len(sizes))]
+    data = ConversationsConfig(train_files=files, train_weights=weights)
+    config = SFTConfig(data=data, trainer=StepsConfig(batch_size=batch_size))
+    _check_train_rows(config, ExampleFiles(*(["row"] * size for size in sizes)))
+
+
+def test_a_step_takes_no_row_twice():
+    check([3, 5], [], 8)
+    check([3, 5], [1.0, 1.0], 6)
+    message = "trainer.batch_size=9: data.train_files[0] and data.train_files[1] has 8 rows"
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        check([3, 5], [], 9)
+    message = "trainer.batch_size=8 takes 4 of this file: data.train_files[0] has 3 rows"
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        check([3, 5], [1.0, 1.0], 8)

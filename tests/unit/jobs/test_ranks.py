@@ -80,11 +80,11 @@ def jobs(tmp_path_factory: pytest.TempPathFactory):
 
 
 def test_ranks_meet_and_answer_in_order(jobs, tmp_path, capfd):
-    found = run_on_ranks(jobs.whoami, 2, tmp_path, LIMIT_S)
-    assert [rank["rank"] for rank in found] == [0, 1]
-    assert [int(rank["sum"]) for rank in found] == [3, 3]
-    assert found[0]["names"] == ["a"]
-    assert [rank["listens_on"] for rank in found] == [["127.0.0.1"]] * 2  # gloo's
+    result = run_on_ranks(jobs.whoami, 2, tmp_path, LIMIT_S)
+    assert [rank["rank"] for rank in result] == [0, 1]
+    assert [int(rank["sum"]) for rank in result] == [3, 3]
+    assert result[0]["names"] == ["a"]
+    assert [rank["listens_on"] for rank in result] == [["127.0.0.1"]] * 2  # gloo's
     assert capfd.readouterr() == ("", "")
     assert "chatter" in (tmp_path / "rank_1.log").read_text()
 
@@ -108,7 +108,7 @@ def test_the_failure_of_one_rank_ends_the_others_and_is_the_error(
     assert not spawned() - before
 
 
-def test_of_ranks_that_do_not_answer_in_time_the_one_in_a_loop_is_told_first(jobs, tmp_path):
+def test_timeout_error_names_the_busy_rank_first(jobs, tmp_path):
     before = spawned()
     with pytest.raises(ProcessFailed) as raised:
         run_on_ranks(jobs.hang, 2, tmp_path, 20)
@@ -120,27 +120,27 @@ def test_of_ranks_that_do_not_answer_in_time_the_one_in_a_loop_is_told_first(job
 
 
 def test_the_limit_is_of_all_ranks_together_and_not_of_each_answer(monkeypatch):
-    """They answer every 4 s by the clock of the test."""
-    now, pipes = [0.0], [Pipe(duplex=False) for _ in range(4)]
+    """Answer every 4 s by the clock of the test."""
+    clock_s, pipes = [0.0], [Pipe(duplex=False) for _ in range(4)]
 
     def wait(waiting, seconds):
         rank = len(pipes) - len(waiting)
-        if 4.0 * rank > now[0] + seconds:
-            now[0] += seconds
+        if 4.0 * rank > clock_s[0] + seconds:
+            clock_s[0] += seconds
             return []
-        now[0] = 4.0 * rank
-        pipes[rank][1].send(("done", ranks._packed(rank)))
+        clock_s[0] = 4.0 * rank
+        pipes[rank][1].send(("done", ranks._serialize(rank)))
         return [pipes[rank][0]]
 
     monkeypatch.setattr(ranks, "wait", wait)
-    monkeypatch.setattr(ranks, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(ranks, "time", SimpleNamespace(monotonic=lambda: clock_s[0]))
     monkeypatch.setattr(
         ranks, "inspect_process", lambda pid: [ProcessState(pid, "", "waiting", "")]
     )
     processes = [SimpleNamespace(name=f"rank {rank}", pid=rank) for rank in range(4)]
     with pytest.raises(ProcessFailed, match=r"^rank 3 has not answered in 10 s \(--timeout\)"):
-        ranks._gather(processes, [here for here, _ in pipes], [Path()] * 4, 10.0)
-    assert now == [10.0]
+        ranks._gather(processes, [current for current, _ in pipes], [Path()] * 4, 10.0)
+    assert clock_s == [10.0]
 
 
 def spawned() -> set[psutil.Process]:

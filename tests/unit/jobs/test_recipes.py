@@ -18,9 +18,8 @@ from mcore_rl.cli.compose import compose_config
 from mcore_rl.cli.main import main
 from mcore_rl.config.resolve import resolve, resolve_for_lane
 from mcore_rl.config.schema import RLConfig
-from mcore_rl.jobs.gpu_memory import MemoryTurn, turns
-from mcore_rl.jobs.placement import num_devices, pool_plans
-from mcore_rl.jobs.roles import Role, roles
+from mcore_rl.jobs.memory_plan import MemoryPhase, RolePlan, compute_memory_phases, plan_roles
+from mcore_rl.jobs.placement import build_pool_plans, count_devices
 from mcore_rl.models.base import HFConfig, count_kv_elements_per_token
 from tests.unit.jobs.test_dry_run import dry_run
 
@@ -53,7 +52,7 @@ each_recipe = pytest.mark.parametrize("name", RECIPES)
 
 
 def composed(name: str, *overrides: str) -> RLConfig:
-    """As on a GPU, whatever this machine has."""
+    """Compose a recipe for GPUs."""
     files = ["model.path=model", "data.train_file=train.parquet", "data.test_file=test.parquet"]
     config = compose_config(RLConfig, [f"recipe={name}", *files, *overrides])
     resolve(config)
@@ -61,22 +60,25 @@ def composed(name: str, *overrides: str) -> RLConfig:
 
 
 def model_of(name: str) -> HFConfig:
-    """The published config.json."""
+    """Read the published config.json of a recipe's model."""
     return json.loads((PUBLISHED / f"{RECIPES[name].published}.json").read_text())
 
 
 @cache
-def roles_of(name: str, *overrides: str) -> list[Role]:
-    return roles(composed(name, *overrides), model_of(name))
+def roles_of(name: str, *overrides: str) -> list[RolePlan]:
+    return plan_roles(composed(name, *overrides), model_of(name))
 
 
-def turns_of(name: str, *overrides: str) -> dict[str, MemoryTurn]:
+def phases_of(name: str, *overrides: str) -> dict[str, MemoryPhase]:
     config, model = composed(name, *overrides), model_of(name)
-    return {turn.name: turn for turn in turns(config, model, roles_of(name, *overrides))}
+    return {
+        phase.name: phase
+        for phase in compute_memory_phases(config, model, roles_of(name, *overrides))
+    }
 
 
 def most_bytes(name: str, *overrides: str) -> int:
-    return max(turn.total for turn in turns_of(name, *overrides).values())
+    return max(turn.total for turn in phases_of(name, *overrides).values())
 
 
 def test_every_recipe_is_tested_here_or_by_the_quickstart():
@@ -86,8 +88,8 @@ def test_every_recipe_is_tested_here_or_by_the_quickstart():
 
 @each_recipe
 def test_a_recipe_fits_its_gpus_in_every_turn(name):
-    assert num_devices(pool_plans(composed(name))) == RECIPES[name].num_gpus
-    for turn in turns_of(name).values():
+    assert count_devices(build_pool_plans(composed(name))) == RECIPES[name].num_gpus
+    for turn in phases_of(name).values():
         assert turn.total < H100_BYTES - MARGIN_BYTES, turn
 
 
@@ -176,10 +178,10 @@ def test_a_recipe_is_dry_run_on_its_published_config(name, place, monkeypatch, c
 
 @each_recipe
 def test_the_table_of_the_page_has_the_memory_of_the_fullest_gpu(name):
-    """The row of a recipe, in GB: host of a node, parts of the actor's turn, a push, a server."""
+    """Host of a node, parts of the actor's phase, a weight update, a server, in GB."""
     rows = [line for line in PAGE.read_text().splitlines() if line.startswith(f"| `{name}` |")]
-    found = turns_of(name)
-    actor, server, push = found["actor"], found["rollout"], found["push"]
+    phases = phases_of(name)
+    actor, server, push = phases["actor"], phases["rollout"], phases["push"]
     parts = (actor.weights, actor.gradients, actor.optimizer, actor.activations, actor.total)
     stages, num_nodes = roles_of(name)[0].stages, RECIPES[name].num_gpus // GPUS_PER_NODE
     host = sum(len(s.ranks) * (s.weight_bytes + s.optimizer_bytes) for s in stages) / num_nodes

@@ -1,4 +1,4 @@
-"""Which checkpoint a run goes on from, and which folders it may go on in."""
+"""Resuming runs: checkpoints, settings and data that must be unchanged, output folders."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from mcore_rl.checkpoint.run_checkpoints import ACTOR, RunCheckpoint, RunCheckpo
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import DataConfig, Layout, RLConfig
 from mcore_rl.data.sample_tables import get_table_path, list_tables, write_table
-from mcore_rl.jobs.output import RunOutput, exclusive_run_dir
+from mcore_rl.jobs.output import RunOutput, lock_run_dir
 from mcore_rl.jobs.resume import (
     _check_settings,
     check_data,
-    checkpoint_to_resume,
-    clear,
-    ended_after,
-    prepare,
+    find_checkpoint_to_resume,
+    get_end_step,
+    prepare_settings,
+    remove_warm_start,
 )
 from mcore_rl.observability.metrics import read_metrics
 
@@ -39,65 +39,71 @@ def config(folder: Path, resume: str = "auto", **changes) -> RLConfig:
     return replace(made, **changes)
 
 
-def of_steps(asked: RLConfig, num_steps: int) -> RLConfig:
-    return replace(asked, trainer=replace(asked.trainer, num_steps=num_steps))
+def with_steps(rl_config: RLConfig, num_steps: int) -> RLConfig:
+    return replace(rl_config, trainer=replace(rl_config.trainer, num_steps=num_steps))
 
 
 def test_never_takes_none_and_auto_the_newest(tmp_path):
-    asked = config(tmp_path)
-    saved(asked, tmp_path, 2)
-    newest = saved(asked, tmp_path, 4)
-    assert checkpoint_to_resume(config(tmp_path, "never"), tmp_path) is None
-    found = checkpoint_to_resume(asked, tmp_path)
-    assert found is not None and (found.path, found.step, found.run) == (newest, 4, tmp_path)
+    rl_config = config(tmp_path)
+    saved(rl_config, tmp_path, 2)
+    newest = saved(rl_config, tmp_path, 4)
+    assert find_checkpoint_to_resume(config(tmp_path, "never"), tmp_path) is None
+    checkpoint = find_checkpoint_to_resume(rl_config, tmp_path)
+    assert checkpoint is not None and (checkpoint.path, checkpoint.step, checkpoint.run) == (
+        newest,
+        4,
+        tmp_path,
+    )
 
 
 def test_a_path_is_taken_from_another_run_and_of_this_one_only_the_newest(tmp_path):
-    asked = config(tmp_path)
-    older = saved(asked, tmp_path, 2)
-    newest = saved(asked, tmp_path, 4)
+    rl_config = config(tmp_path)
+    older = saved(rl_config, tmp_path, 2)
+    newest = saved(rl_config, tmp_path, 4)
     for path, folder in ((older, tmp_path / "other"), (newest, tmp_path)):
-        found = checkpoint_to_resume(config(folder, str(path)), folder)
-        assert found is not None and found.path == path
+        checkpoint = find_checkpoint_to_resume(config(folder, str(path)), folder)
+        assert checkpoint is not None and checkpoint.path == path
     with pytest.raises(ConfigError, match="output_dir has a newer one, of step 4; allowed: 'auto'"):
-        checkpoint_to_resume(config(tmp_path, str(older)), tmp_path)
+        find_checkpoint_to_resume(config(tmp_path, str(older)), tmp_path)
     with pytest.raises(ConfigError, match=r"^resume='.*/nowhere' does not exist$"):
-        checkpoint_to_resume(config(tmp_path, str(tmp_path / "nowhere")), tmp_path)
+        find_checkpoint_to_resume(config(tmp_path, str(tmp_path / "nowhere")), tmp_path)
     with pytest.raises(ConfigError, match=f"{tmp_path} is no training checkpoint"):
-        checkpoint_to_resume(config(tmp_path, str(tmp_path)), tmp_path)
+        find_checkpoint_to_resume(config(tmp_path, str(tmp_path)), tmp_path)
 
 
 def test_a_run_with_a_critic_goes_on_only_from_a_checkpoint_with_one(tmp_path):
-    asked = config(tmp_path)
-    saved(asked, tmp_path, 2)
-    asked.algorithm.advantage = "gae"
+    rl_config = config(tmp_path)
+    saved(rl_config, tmp_path, 2)
+    rl_config.algorithm.advantage = "gae"
     with pytest.raises(ConfigError, match=r"has no critic, which algorithm.advantage='gae' needs"):
-        checkpoint_to_resume(asked, tmp_path)
+        find_checkpoint_to_resume(rl_config, tmp_path)
 
 
 def test_a_run_does_not_go_on_with_samples_of_another_age(tmp_path):
-    asked = config(tmp_path)
-    saved(asked, tmp_path, 2)
-    asked.trainer.mode, asked.trainer.staleness = "one_step_off", 1
-    told = r"trainer.mode='one_step_off', there 'sync'; trainer.staleness=1, there None; allowed: "
-    with pytest.raises(ConfigError, match=told):
-        checkpoint_to_resume(asked, tmp_path)
+    rl_config = config(tmp_path)
+    saved(rl_config, tmp_path, 2)
+    rl_config.trainer.mode, rl_config.trainer.staleness = "one_step_off", 1
+    message = (
+        r"trainer.mode='one_step_off', there 'sync'; trainer.staleness=1, there None; allowed: "
+    )
+    with pytest.raises(ConfigError, match=message):
+        find_checkpoint_to_resume(rl_config, tmp_path)
 
 
 def test_a_run_does_not_go_on_with_another_date_in_its_prompts(tmp_path):
-    asked = config(tmp_path)
-    saved(asked, tmp_path, 2)
-    asked.model.chat_date = "2025-03-09"
-    told = r"model.chat_date='2025-03-09', there '2024-07-26'; allowed: the same"
-    with pytest.raises(ConfigError, match=told):
-        checkpoint_to_resume(asked, tmp_path)
+    rl_config = config(tmp_path)
+    saved(rl_config, tmp_path, 2)
+    rl_config.model.chat_date = "2025-03-09"
+    message = r"model.chat_date='2025-03-09', there '2024-07-26'; allowed: the same"
+    with pytest.raises(ConfigError, match=message):
+        find_checkpoint_to_resume(rl_config, tmp_path)
 
 
 def test_a_setting_that_the_program_has_had_only_since_is_no_other_run(tmp_path, capsys):
-    asked = config(tmp_path)
-    settings = asdict(asked)
+    rl_config = config(tmp_path)
+    settings = asdict(rl_config)
     del settings["warm_start"]["optimizer"]["max_skipped_steps"]
-    _check_settings(asked, RunCheckpoint(tmp_path, 2, {"settings": settings}))
+    _check_settings(rl_config, RunCheckpoint(tmp_path, 2, {"settings": settings}))
     assert "warm_start.optimizer.max_skipped_steps=0 (was None)" in capsys.readouterr().out
 
 
@@ -127,7 +133,7 @@ def test_a_checkpoint_with_the_old_name_of_a_setting_is_resumed(tmp_path, capsys
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "message"),
     [
         ({"weight_version": None}, "weight_version is None; allowed: a whole number"),
         ({"parts": []}, r"parts is \[\]; allowed: an object, as a run writes it"),
@@ -138,24 +144,26 @@ def test_a_checkpoint_with_the_old_name_of_a_setting_is_resumed(tmp_path, capsys
         ({"settings": "long" * 100}, r"settings is 'long.{60,80}long'; allowed"),
     ],
 )
-def test_a_state_without_what_a_run_goes_on_from_is_refused(tmp_path, changes, told):
-    asked = config(tmp_path)
-    path = saved(asked, tmp_path, 2, **changes)
+def test_a_state_without_what_a_run_goes_on_from_is_refused(tmp_path, changes, message):
+    rl_config = config(tmp_path)
+    path = saved(rl_config, tmp_path, 2, **changes)
     for resume in ("auto", str(path)):
-        with pytest.raises(ConfigError, match=f"^{path}/state.json: {told}"):
-            checkpoint_to_resume(config(tmp_path, resume), tmp_path)
+        with pytest.raises(ConfigError, match=f"^{path}/state.json: {message}"):
+            find_checkpoint_to_resume(config(tmp_path, resume), tmp_path)
 
 
-def test_settings_that_make_it_another_run_are_named_and_others_are_told(tmp_path, capsys):
-    asked = config(tmp_path)
-    saved(asked, tmp_path, 2)
-    other = config(tmp_path, seed=4, task=replace(asked.task, name="last_digit"))
+def test_resume_refuses_settings_of_another_run_and_prints_other_changes(tmp_path, capsys):
+    rl_config = config(tmp_path)
+    saved(rl_config, tmp_path, 2)
+    other = config(tmp_path, seed=4, task=replace(rl_config.task, name="last_digit"))
     with pytest.raises(ConfigError) as raised:
-        checkpoint_to_resume(other, tmp_path)
-    told = "is of another run: seed=4, there 3; task.name='last_digit', there ''; allowed: the same"
-    assert str(raised.value).endswith(told)
-    longer = config(tmp_path, trainer=replace(asked.trainer, num_steps=7))
-    checkpoint_to_resume(longer, tmp_path)
+        find_checkpoint_to_resume(other, tmp_path)
+    message = (
+        "is of another run: seed=4, there 3; task.name='last_digit', there ''; allowed: the same"
+    )
+    assert str(raised.value).endswith(message)
+    longer = config(tmp_path, trainer=replace(rl_config.trainer, num_steps=7))
+    find_checkpoint_to_resume(longer, tmp_path)
     assert "settings that differ: trainer.num_steps=7 (was 100)\n" in capsys.readouterr().out
 
 
@@ -165,7 +173,7 @@ class Rows:
 
 
 @pytest.mark.parametrize(
-    ("data", "now", "named"),
+    ("data", "digests", "named"),
     [
         ({"train_file": "a", "test_file": "t"}, ["1", "2"], []),
         ({"train_file": "a", "test_file": "t"}, ["9", "2"], ["data.train_file='a'"]),
@@ -176,41 +184,42 @@ class Rows:
          ["data.train_file='a'", "data.test_files.y='u'"]),
     ],
 )  # fmt: skip
-def test_a_run_does_not_go_on_with_other_rows_behind_the_same_path(tmp_path, data, now, named):
+def test_a_run_does_not_go_on_with_other_rows_behind_the_same_path(tmp_path, data, digests, named):
     config, num = DataConfig(**data), len(data.get("train_files", ["a"]))
-    before = [str(number) for number in range(1, len(now) + 1)]
-    saved = check_data(None, config, Rows(*before[:num]), map(Rows, before[num:]))
-    assert list(saved.values()) == before
-    found = RunCheckpoint(tmp_path / "step_000002", 2, {"data": saved})
-    rows = Rows(*now[:num]), [Rows(digest) for digest in now[num:]]
+    saved_digests = [str(number) for number in range(1, len(digests) + 1)]
+    saved = check_data(None, config, Rows(*saved_digests[:num]), map(Rows, saved_digests[num:]))
+    assert list(saved.values()) == saved_digests
+    checkpoint = RunCheckpoint(tmp_path / "step_000002", 2, {"data": saved})
+    rows = Rows(*digests[:num]), [Rows(digest) for digest in digests[num:]]
     if not named:
-        assert check_data(found, config, *rows) == saved
+        assert check_data(checkpoint, config, *rows) == saved
         return
     with pytest.raises(ConfigError) as raised:
-        check_data(found, config, *rows)
-    told = f"{found.path} is of a run with other rows in {', '.join(named)}; allowed: the rows that"
-    assert str(raised.value).startswith(told)
-    earlier = RunCheckpoint(found.path, 2, {})  # of a version that wrote no digests
-    assert list(check_data(earlier, config, *rows).values()) == now
+        check_data(checkpoint, config, *rows)
+    sources = ", ".join(named)
+    message = f"{checkpoint.path} is of a run with other rows in {sources}; allowed: the rows that"
+    assert str(raised.value).startswith(message)
+    earlier = RunCheckpoint(checkpoint.path, 2, {})  # of a version that wrote no digests
+    assert list(check_data(earlier, config, *rows).values()) == digests
 
 
 def test_a_run_that_goes_on_has_the_weights_of_its_warm_start_and_makes_none(tmp_path):
-    asked = config(tmp_path, warm_start=replace(RLConfig().warm_start, num_steps=5))
-    found = RunCheckpoint(saved(asked, tmp_path, 2), 2, {})
+    rl_config = config(tmp_path, warm_start=replace(RLConfig().warm_start, num_steps=5))
+    checkpoint = RunCheckpoint(saved(rl_config, tmp_path, 2), 2, {})
     with pytest.raises(ConfigError, match="warm_start is missing"):
-        prepare(asked, tmp_path, found)
+        prepare_settings(rl_config, tmp_path, checkpoint)
     (tmp_path / "warm_start").mkdir()
-    prepared = prepare(asked, tmp_path, found)
+    prepared = prepare_settings(rl_config, tmp_path, checkpoint)
     assert prepared.model.path == str(tmp_path / "warm_start")
     assert prepared.warm_start.num_steps == 0
 
 
 def test_a_run_that_has_gone_on_from_another_has_the_warm_start_of_that_one(tmp_path):
-    asked = config(tmp_path / "b", warm_start=replace(RLConfig().warm_start, num_steps=5))
+    rl_config = config(tmp_path / "b", warm_start=replace(RLConfig().warm_start, num_steps=5))
     (tmp_path / "a" / "warm_start").mkdir(parents=True)
-    path = saved(asked, tmp_path / "b", 4)
-    found = RunCheckpoint(path, 4, {"made_in": str(tmp_path / "a")})
-    prepared = prepare(asked, tmp_path / "b", found)
+    path = saved(rl_config, tmp_path / "b", 4)
+    checkpoint = RunCheckpoint(path, 4, {"made_in": str(tmp_path / "a")})
+    prepared = prepare_settings(rl_config, tmp_path / "b", checkpoint)
     assert prepared.model.path == str(tmp_path / "a" / "warm_start")
 
 
@@ -218,57 +227,57 @@ def test_logs_that_a_launch_script_has_begun_are_no_run(tmp_path, monkeypatch):
     (tmp_path / "logs" / "attempt_1").mkdir(parents=True)
     with (
         pytest.raises(ConfigError, match="is not empty"),
-        exclusive_run_dir(str(tmp_path), "never"),
+        lock_run_dir(str(tmp_path), "never"),
     ):
         pass
     monkeypatch.setenv("MCORE_RL_ATTEMPT", "1")
-    with exclusive_run_dir(str(tmp_path), "never") as claim:
-        assert claim.folder == tmp_path
+    with lock_run_dir(str(tmp_path), "never") as run_lock:
+        assert run_lock.folder == tmp_path
 
 
 def test_a_run_that_began_from_another_and_saved_nothing_yet_begins_from_it_again(tmp_path):
     path = saved(config(tmp_path / "a"), tmp_path / "a", 4)
     (tmp_path / "b").mkdir()
     for resume in (str(path), "auto", "auto"):
-        asked = config(tmp_path / "b", resume)
-        found = checkpoint_to_resume(asked, tmp_path / "b")
-        assert found is not None and found.path == path
-        RunOutput(tmp_path / "b", asked, found)
+        rl_config = config(tmp_path / "b", resume)
+        checkpoint = find_checkpoint_to_resume(rl_config, tmp_path / "b")
+        assert checkpoint is not None and checkpoint.path == path
+        RunOutput(tmp_path / "b", rl_config, checkpoint)
 
 
 def test_a_run_that_goes_on_has_not_ended_any_more(tmp_path):
-    asked = config(tmp_path)
-    found = RunCheckpoint(saved(asked, tmp_path, 100), 100, {"results": {}})
+    rl_config = config(tmp_path)
+    checkpoint = RunCheckpoint(saved(rl_config, tmp_path, 100), 100, {"results": {}})
     (tmp_path / "summary.json").touch()
     (tmp_path / "checkpoint").mkdir()
-    RunOutput(tmp_path, asked, found)
-    assert not ended_after(asked, found, tmp_path)
+    RunOutput(tmp_path, rl_config, checkpoint)
+    assert not get_end_step(rl_config, checkpoint, tmp_path)
     assert not (tmp_path / "checkpoint").exists()
 
 
 def test_the_layout_of_a_warm_start_that_is_over_may_change(tmp_path):
-    asked = config(tmp_path)
-    saved(asked, tmp_path, 2)
-    warm = replace(asked.warm_start, layout=Layout(dp=2))
-    assert checkpoint_to_resume(config(tmp_path, warm_start=warm), tmp_path) is not None
+    rl_config = config(tmp_path)
+    saved(rl_config, tmp_path, 2)
+    warm = replace(rl_config.warm_start, layout=Layout(dp=2))
+    assert find_checkpoint_to_resume(config(tmp_path, warm_start=warm), tmp_path) is not None
 
 
 def test_a_run_has_ended_when_its_last_step_is_saved_and_its_summary_written(tmp_path):
-    asked = config(tmp_path)
-    found = RunCheckpoint(saved(asked, tmp_path, 100), 100, {})
-    assert not ended_after(asked, found, tmp_path)
+    rl_config = config(tmp_path)
+    checkpoint = RunCheckpoint(saved(rl_config, tmp_path, 100), 100, {})
+    assert not get_end_step(rl_config, checkpoint, tmp_path)
     (tmp_path / "summary.json").touch()
-    assert ended_after(asked, found, tmp_path) == 100
-    assert not ended_after(of_steps(asked, 101), found, tmp_path)
-    assert not ended_after(asked, found, tmp_path / "other")
-    assert not ended_after(asked, None, tmp_path)
+    assert get_end_step(rl_config, checkpoint, tmp_path) == 100
+    assert not get_end_step(with_steps(rl_config, 101), checkpoint, tmp_path)
+    assert not get_end_step(rl_config, checkpoint, tmp_path / "other")
+    assert not get_end_step(rl_config, None, tmp_path)
 
 
-def test_a_run_that_is_asked_for_fewer_steps_than_it_has_trained_tells_those_that_it_has(tmp_path):
-    asked = config(tmp_path)
-    found = RunCheckpoint(saved(asked, tmp_path, 100), 100, {})
+def test_end_step_of_a_run_with_fewer_steps_than_it_trained_is_the_trained_one(tmp_path):
+    rl_config = config(tmp_path)
+    checkpoint = RunCheckpoint(saved(rl_config, tmp_path, 100), 100, {})
     (tmp_path / "summary.json").touch()
-    assert ended_after(of_steps(asked, 60), found, tmp_path) == 100
+    assert get_end_step(with_steps(rl_config, 60), checkpoint, tmp_path) == 100
 
 
 @pytest.mark.parametrize(
@@ -292,11 +301,11 @@ def test_a_folder_that_holds_something_is_for_a_run_that_goes_on_in_it(
         (tmp_path / name).mkdir()
     resume = resume.format(tmp_path)
     if message:
-        with pytest.raises(ConfigError) as raised, exclusive_run_dir(str(tmp_path), resume):
+        with pytest.raises(ConfigError) as raised, lock_run_dir(str(tmp_path), resume):
             pass
         assert message in str(raised.value)
     else:
-        with pytest.raises(ConfigError, match="later"), exclusive_run_dir(str(tmp_path), resume):
+        with pytest.raises(ConfigError, match="later"), lock_run_dir(str(tmp_path), resume):
             raise ConfigError("later")
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(held)
 
@@ -305,7 +314,7 @@ def test_what_a_run_left_before_its_first_checkpoint_is_replaced_or_goes(tmp_pat
     for name in ("logs", "task", "warm_start", "hf"):
         (tmp_path / name).mkdir()
     (tmp_path / "notes").touch()
-    clear(tmp_path)
+    remove_warm_start(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "logs", "notes", "task"]
 
 
@@ -313,36 +322,36 @@ def test_an_output_dir_that_one_stands_in_is_no_exception(tmp_path, monkeypatch)
     (tmp_path / "mine").touch()
     monkeypatch.chdir(tmp_path)
     for resume in ("never", "auto"):
-        with pytest.raises(ConfigError, match="is not empty"), exclusive_run_dir(".", resume):
+        with pytest.raises(ConfigError, match="is not empty"), lock_run_dir(".", resume):
             pass
 
 
 def test_rows_up_to_the_step_stay_and_rewards_and_results_go_on(tmp_path):
-    asked = config(tmp_path)
-    first = RunOutput(tmp_path, asked)
+    rl_config = config(tmp_path)
+    first = RunOutput(tmp_path, rl_config)
     with first.progress("warm_start", 9) as report:
         report(9, {"loss": 1.0})
     with first.progress("training", 9) as report:
         for step in (1, 2, 3):
-            report(step, METRICS | {"reward": step / 4, "max_logprob_gap": step / 4})
+            report(step, METRICS_FILE | {"reward": step / 4, "max_logprob_gap": step / 4})
     for step in (1, 2, 3):
         write_table(get_table_path(tmp_path, step), {}, 0)
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 4, "rew')  # a disk that was full
     state = {"results": {"max_logprob_gap": 0.5}}
-    found = RunCheckpoint(saved(asked, tmp_path, 2), 2, state)
-    second = RunOutput(tmp_path, asked, found)
+    checkpoint = RunCheckpoint(saved(rl_config, tmp_path, 2), 2, state)
+    second = RunOutput(tmp_path, rl_config, checkpoint)
     rows = read_metrics(tmp_path / "metrics.jsonl")
     assert [(row["step"], row.get("reward")) for row in rows] == [(9, None), (1, 0.25), (2, 0.5)]
     assert (second._rewards, second.results) == ([0.25, 0.5], {"max_logprob_gap": 0.5})
     assert list(list_tables(tmp_path)) == [1, 2]
-    RunOutput(tmp_path / "other", asked, found)
+    RunOutput(tmp_path / "other", rl_config, checkpoint)
     assert list(list_tables(tmp_path / "other")) == [1, 2]
-    RunOutput(tmp_path, asked)  # it had no checkpoint and begins anew
+    RunOutput(tmp_path, rl_config)  # it had no checkpoint and begins anew
     assert list(list_tables(tmp_path)) == []
 
 
-METRICS = dict.fromkeys(
+METRICS_FILE = dict.fromkeys(
     ("response_tokens", "time/generate_s", "time/log_probs_s", "time/update_s",
      "time/weight_sync_s", "tokens_per_s"),
     1.0,

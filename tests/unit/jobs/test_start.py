@@ -1,4 +1,4 @@
-"""What a job need not wait for before it starts."""
+"""Start of a job: imports that it does not wait for, ranks that it reuses."""
 
 import subprocess
 import sys
@@ -13,8 +13,8 @@ _SLOW = {"matplotlib", "megatron.core", "vllm"}  # for the picture at the end, f
 
 def test_a_job_starts_without_what_its_driver_has_no_use_for() -> None:
     program = f"import sys, mcore_rl.jobs.rl; print(sorted({_SLOW} & set(sys.modules)))"
-    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert (found.stdout, found.returncode) == ("[]\n", 0), found.stderr
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (result.stdout, result.returncode) == ("[]\n", 0), result.stderr
 
 
 # Of what a driver needs for tokens and agents: servers of HTTP, torch's compiler, generation.
@@ -43,9 +43,9 @@ def test_a_driver_that_makes_a_model_and_reads_its_tokenizer_imports_no_models(t
 
 
 def test_the_actor_takes_over_the_ranks_of_a_warm_start_that_are_as_many() -> None:
-    """As the quickstart's are; test_building.py has how a group is rebuilt."""
-    one, two, actor = (
+    """See test_building.py for how a group is rebuilt."""
+    single, two, actor = (
         EngineConfig(layout=layout) for layout in (Layout(), Layout(dp=2), Layout(tp=2, ep=2))
     )
     assert _has_same_ranks(two, actor)
-    assert not _has_same_ranks(one, actor)
+    assert not _has_same_ranks(single, actor)

@@ -15,7 +15,7 @@ import pytest
 from mcore_rl.cli.compose import compose_config
 from mcore_rl.config.resolve import resolve_for_lane
 from mcore_rl.config.schema import RLConfig
-from mcore_rl.jobs.placement import num_devices, pool_plans
+from mcore_rl.jobs.placement import build_pool_plans, count_devices
 from tests.pages import of_kind
 
 ROOT = Path(__file__).parents[3]
@@ -68,7 +68,7 @@ def test_a_job_asks_for_as_many_devices_as_its_recipe_needs(script):
     assert recipe, script
     config = resolve_for_lane(compose_config(RLConfig, [f"recipe={recipe[1]}"]), "cpu")
     devices = int(asked(script, "nodes")) * int(asked(script, "gpus-per-node") or 1)
-    assert devices == num_devices(pool_plans(config))
+    assert devices == count_devices(build_pool_plans(config))
     assert config.trainer.save_every or "trainer.save_every=" in script.read_text()
     assert asked(script, "signal").startswith("B:USR1@")
     assert "#SBATCH --requeue\n" in script.read_text()

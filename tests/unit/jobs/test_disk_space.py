@@ -1,4 +1,4 @@
-"""Room on disk for weights: what is asked for, and where they go when there is none."""
+"""Disk space for weights: how much a run needs, and where exports fall back to."""
 
 from __future__ import annotations
 
@@ -13,7 +13,15 @@ import pytest
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import ModelConfig, RLConfig
 from mcore_rl.controller.worker_process import WorkerInfo
-from mcore_rl.jobs import room
+from mcore_rl.jobs import disk_space
+from mcore_rl.jobs.disk_space import (
+    check_disk_space,
+    compute_critic_bytes,
+    compute_export_bytes,
+    compute_weight_bytes,
+    export_to_any_disk,
+    export_weights,
+)
 from mcore_rl.jobs.failure import RunFailed
 
 DENSE = {
@@ -24,8 +32,10 @@ DENSE = {
 # By hand: embedding and head 2 * 128 * 8, the last norm 8; a layer has two norms 2 * 8, q and o
 # 2 * 8 * 8, k and v 2 * 4 * 8, the norms of q and k 2 * 2, the MLP 3 * 16 * 8.
 PARAMETERS = 2 * 128 * 8 + 8 + 2 * (16 + 128 + 64 + 4 + 384)
-ONE = 2 * PARAMETERS  # bytes of the weights in bfloat16
-CRITIC = ONE - 2 * 128 * 8 + 2 * (8 + 1)  # without the head, with the value head and its bias
+WEIGHT_BYTES = 2 * PARAMETERS  # bytes of the weights in bfloat16
+CRITIC_BYTES = (
+    WEIGHT_BYTES - 2 * 128 * 8 + 2 * (8 + 1)
+)  # without the head, with the value head and its bias
 
 
 def config(folder: Path) -> RLConfig:
@@ -40,7 +50,7 @@ def with_warm_start(config: RLConfig) -> None:
 
 
 def with_training_checkpoints(config: RLConfig) -> None:
-    """Two that stay and one on the way: of 2 bytes 2, 4 in float32 and 8 of Adam."""
+    """Save two and one being written: 2 bytes, 4 in float32 and 8 of Adam per parameter."""
     config.trainer.save_every = 5
 
 
@@ -50,7 +60,7 @@ def with_a_critic(config: RLConfig) -> None:
 
 
 def with_exports(config: RLConfig) -> None:
-    """After steps 3, 6 and 9."""
+    """Export after steps 3, 6 and 9."""
     config.trainer.num_steps, config.checkpoint.hf_every = 10, 3
 
 
@@ -64,61 +74,69 @@ def with_files_on_the_way(config: RLConfig) -> None:
         (lambda config: None, 1, "the checkpoint)"),
         (with_warm_start, 2, "the warm start's)"),
         (with_training_checkpoints, 1 + 3 * 7, "training checkpoints)"),
-        (with_a_critic, 1 + 3 * 7 * (1 + CRITIC / ONE), "training checkpoints of the critic)"),
+        (
+            with_a_critic,
+            1 + 3 * 7 * (1 + CRITIC_BYTES / WEIGHT_BYTES),
+            "training checkpoints of the critic)",
+        ),
         (with_exports, 1 + 3, "exports)"),
         (with_files_on_the_way, 2, "weights exported for the servers)"),
     ],
 )
-def test_a_run_needs_room_for_all_that_it_writes_at_a_time(
+def test_check_disk_space_counts_all_that_a_run_writes_at_a_time(
     tmp_path, monkeypatch, change, copies, parts
 ):
-    asked = config(tmp_path)
-    change(asked)
-    free = SimpleNamespace(free=round(copies * ONE))
+    rl_config = config(tmp_path)
+    change(rl_config)
+    free = SimpleNamespace(free=round(copies * WEIGHT_BYTES))
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: free)
-    room.check_room(asked, tmp_path)
+    check_disk_space(rl_config, tmp_path)
     free.free -= 1
     with pytest.raises(ConfigError, match=r"^output_dir='out' has .* left; needed are") as raised:
-        room.check_room(asked, tmp_path)
+        check_disk_space(rl_config, tmp_path)
     assert str(raised.value).endswith(parts)
 
 
-def test_exports_that_are_there_or_before_the_first_step_need_no_room(tmp_path):
-    asked = config(tmp_path)
-    with_exports(asked)
-    assert room.export_sizes(asked, ONE, tmp_path, done=3) == {"exports": 2 * ONE}
+def test_export_bytes_leave_out_existing_and_past_exports(tmp_path):
+    rl_config = config(tmp_path)
+    with_exports(rl_config)
+    assert compute_export_bytes(rl_config, WEIGHT_BYTES, tmp_path, done=3) == {
+        "exports": 2 * WEIGHT_BYTES
+    }
     (tmp_path / "hf" / "step_000006").mkdir(parents=True)  # is replaced
-    assert room.export_sizes(asked, ONE, tmp_path, done=3) == {"exports": ONE}
-    assert room.export_sizes(asked, ONE, tmp_path, done=9) == {}
+    assert compute_export_bytes(rl_config, WEIGHT_BYTES, tmp_path, done=3) == {
+        "exports": WEIGHT_BYTES
+    }
+    assert compute_export_bytes(rl_config, WEIGHT_BYTES, tmp_path, done=9) == {}
 
 
-def test_a_critic_of_its_own_checkpoint_takes_the_room_of_that_one(tmp_path):
-    asked = config(tmp_path)
+def test_critic_bytes_are_those_of_its_checkpoint(tmp_path):
+    rl_config = config(tmp_path)
     larger = tmp_path / "larger"
     larger.mkdir()
     (larger / "config.json").write_text(json.dumps(DENSE | {"vocab_size": 256}))
-    assert room.critic_bytes(asked) == CRITIC
-    asked.critic.model_path = str(larger)
-    assert room.critic_bytes(asked) == CRITIC + 2 * 128 * 8
+    assert compute_critic_bytes(rl_config) == CRITIC_BYTES
+    rl_config.critic.model_path = str(larger)
+    assert compute_critic_bytes(rl_config) == CRITIC_BYTES + 2 * 128 * 8
 
 
 def test_a_router_s_bias_stays_in_float32(tmp_path):
     published = Path(__file__).parents[1] / "models" / "published" / "DeepSeek-V3.json"
     shutil.copy(published, tmp_path / "config.json")
-    asked = RLConfig(model=ModelConfig(path=str(tmp_path), dtype="bfloat16"))
+    rl_config = RLConfig(model=ModelConfig(path=str(tmp_path), dtype="bfloat16"))
     in_float32 = RLConfig(model=ModelConfig(path=str(tmp_path), dtype="float32"))
     biases = 59 * 256  # expert layers, the one for prediction too, and the experts of each
-    assert 2 * room.weight_bytes(asked) - room.weight_bytes(in_float32) == 4 * biases
+    assert 2 * compute_weight_bytes(rl_config) - compute_weight_bytes(in_float32) == 4 * biases
 
 
 class Model:
     """A group whose rank 0 writes to the folders that it is given room in."""
 
     def __init__(self, host: str, *full: str) -> None:
-        self.host, self.full, self.asked = host, full, []
+        self.host, self.full, self.exports = host, full, []
 
     def export(self, path: str, num_bytes: int) -> list[str]:
-        self.asked.append((Path(path), num_bytes))
+        self.exports.append((Path(path), num_bytes))
         return [f"full: {path}" if path.startswith(self.full) else "", "another rank's"]
 
     @property
@@ -130,39 +148,39 @@ class Model:
 
 @pytest.fixture
 def places(monkeypatch, tmp_path) -> tuple[str, str]:
-    """Where weights go when their own folder is full: a disk, then memory."""
+    """Fallback folders of exports: a disk, then memory."""
     disk, memory = str(tmp_path / "disk"), "/dev/shm"
-    monkeypatch.setattr(room, "_ELSEWHERE", (disk, memory))
+    monkeypatch.setattr(disk_space, "_FALLBACK_DIRS", (disk, memory))
     return disk, memory
 
 
-def test_weights_that_find_room_are_where_they_belong(places):
+def test_export_writes_to_its_path(places):
     model = Model(socket.gethostname())
     path = Path("/runs/out/checkpoint")
-    assert room.kept(model, path, 7) == (path, f"the weights are in {path}")
-    room.export(model, path, 7)
-    assert model.asked == [(path, 7)] * 2
+    assert export_to_any_disk(model, path, 7) == (path, f"the weights are in {path}")
+    export_weights(model, path, 7)
+    assert model.exports == [(path, 7)] * 2
 
 
-def test_a_full_disk_ends_the_run_with_the_place_of_the_weights_and_why(places):
+def test_export_to_a_full_disk_fails_with_reason_and_fallback_folder(places):
     model = Model(socket.gethostname(), "/runs", places[0])
     with pytest.raises(RunFailed) as raised:
-        room.export(model, Path("/runs/out/checkpoint"), 7)
-    place = model.asked[-1][0]
+        export_weights(model, Path("/runs/out/checkpoint"), 7)
+    place = model.exports[-1][0]
     assert place.parent.parent == Path("/dev/shm") and place.parent.name.startswith("out-")
-    assert [path.name for path, _ in model.asked] == ["checkpoint"] * 3
+    assert [path.name for path, _ in model.exports] == ["checkpoint"] * 3
     assert str(raised.value) == (
         f"full: /runs/out/checkpoint; the weights are in {place} (in memory: gone when it restarts)"
     )
 
 
-def test_weights_on_another_host_are_said_to_be_there(places):
+def test_export_names_the_host_of_the_weights(places):
     model = Model("node-7", "/runs")
-    place, told = room.kept(model, Path("/runs/out/checkpoint"), 7)
-    assert told.endswith(f"; the weights are in {place} on host node-7")
+    place, message = export_to_any_disk(model, Path("/runs/out/checkpoint"), 7)
+    assert message.endswith(f"; the weights are in {place} on host node-7")
 
 
-def test_weights_for_which_there_is_no_room_at_all_are_said_to_be_lost(places):
+def test_export_without_any_space_says_that_weights_are_lost(places):
     model = Model(socket.gethostname(), "/")
     with pytest.raises(RunFailed, match=r"^full: /runs/.*; full: .*; the weights are lost$"):
-        room.export(model, Path("/runs/out/checkpoint"), 7)
+        export_weights(model, Path("/runs/out/checkpoint"), 7)

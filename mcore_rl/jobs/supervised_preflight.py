@@ -1,4 +1,4 @@
-"""All inputs of a job that trains on examples, read and checked before anything is started."""
+"""Checks of all inputs of a supervised job (sft, dpo, rm), before any process starts."""
 
 from __future__ import annotations
 
@@ -20,18 +20,13 @@ from mcore_rl.config.resolve_engine import (
     resolve_schedule,
 )
 from mcore_rl.config.resolve_train import count_row_conversations, count_steps, get_data_config
-from mcore_rl.config.schema import (
-    ConversationsConfig,
-    DPOConfig,
-    RMConfig,
-    SFTConfig,
-    TrainConfig,
-)
+from mcore_rl.config.schema import ConversationsConfig, DPOConfig, RMConfig, SFTConfig, TrainConfig
 from mcore_rl.data.examples import AnyExamples, ExampleFiles, load_conversations, load_pairs
 from mcore_rl.data.tokenizer import check_tokenizer_matches, load_tokenizer
 from mcore_rl.engine.base import backend_of
 from mcore_rl.engine.lora_targets import check_targets
-from mcore_rl.jobs.session import lane
+from mcore_rl.jobs.placement import detect_lane
+from mcore_rl.jobs.preflight import require_rows
 from mcore_rl.models.base import (
     SEQUENCE,
     HFConfig,
@@ -52,38 +47,45 @@ if TYPE_CHECKING:
 class TrainInputs:
     train: ExampleFiles
     tests: dict[str, ExampleFiles]  # held-out sets, by name
-    num_steps: int  # of the whole run
+    num_steps: int  # of the run
 
 
-def for_device(config: TrainConfig, device: str) -> TrainConfig:
-    """The settings with the dtype of the lane, "cpu" or "cuda", where none is given."""
+def resolve_dtype(config: TrainConfig, device: str) -> TrainConfig:
+    """Replace model.dtype=auto by the dtype of the lane, "cpu" or "cuda"."""
     if config.model.dtype != "auto":
         return config
     return replace(config, model=replace(config.model, dtype=DTYPE_OF_LANE[device]))
 
 
 def needs_reference(config: TrainConfig) -> bool:
-    """Whether the loss reads the log-probs of a reference model."""
+    """Return whether the loss reads the log-probs of a reference model."""
     if not isinstance(config, DPOConfig):
         return False
     return "reference_log_probs" in get_needs(PREFERENCE_LOSSES[config.loss])
 
 
 def has_reference_model(config: TrainConfig) -> bool:
-    """Whether that is a model of its own; one with adapters is its own reference."""
+    """Return whether a job has a separate reference model.
+
+    A LoRA model without its adapters is the reference.
+    """
     return needs_reference(config) and not config.engine.lora.rank
 
 
 def check_train_inputs(config: TrainConfig) -> TrainInputs:
-    """Load the data and check model, layout and names; raises ConfigError for the first fault."""
+    """Load the data; check model, layout and names.
+
+    Raises:
+        ConfigError: An input or a setting is wrong.
+    """
     _check_functions(config)
     check_trackers(config.trainer.trackers)
-    backend_of(config.engine).check_modules(config.engine.modules, lane())
-    found = _check_model(config)
+    backend_of(config.engine).check_modules(config.engine.modules, detect_lane())
+    hf_config = _check_model(config)
     tokenizer = load_tokenizer(config.model.path, config.model.chat_date)
-    check_tokenizer_matches(tokenizer, get_field(found, "vocab_size"))
+    check_tokenizer_matches(tokenizer, get_field(hf_config, "vocab_size"))
     data = get_data_config(config)
-    positions = found.get("max_position_embeddings")
+    positions = hf_config.get("max_position_embeddings")
     if positions is not None and data.max_tokens > positions:
         raise ConfigError(
             f"data.max_tokens={data.max_tokens}; allowed: up to the model's "
@@ -94,26 +96,22 @@ def check_train_inputs(config: TrainConfig) -> TrainInputs:
     tests, num = {}, config.trainer.eval_samples
     for name, (setting, file) in list_test_files(data).items():
         tests[name] = _load(config, {setting: file}, tokenizer)
-        _refuse_fewer(f"trainer.eval_samples={num}", num, setting, len(tests[name]))
+        require_rows(f"trainer.eval_samples={num}", setting, len(tests[name]), num)
     steps = count_steps(config, len(train))
     resolve_schedule("engine.optimizer", config.engine.optimizer, steps)
     return TrainInputs(train, tests, steps)
 
 
 def _check_train_rows(config: TrainConfig, train: ExampleFiles) -> None:
-    """Refuse to draw more rows at a time than there are: some would come twice."""
+    """Refuse to draw more rows at a time than a source has: some would be drawn twice."""
     data, size = get_data_config(config), config.trainer.batch_size
     setting, files = f"trainer.batch_size={size}", list(list_train_files(data))
     if not data.train_weights:
-        return _refuse_fewer(setting, size, " and ".join(files), len(train))
+        require_rows(setting, " and ".join(files), len(train), size)
+        return
     for file, weight, num in zip(files, data.train_weights, train.sizes, strict=True):
         drawn = math.ceil(size * weight / sum(data.train_weights))
-        _refuse_fewer(f"{setting} takes {drawn} of this file", drawn, file, num)
-
-
-def _refuse_fewer(setting: str, drawn: int, source: str, num_rows: int) -> None:
-    if drawn > num_rows:
-        raise ConfigError(f"{setting}: {source} has {num_rows} rows; allowed: up to as many")
+        require_rows(f"{setting} takes {drawn} of this file", file, num, drawn)
 
 
 def _check_functions(config: TrainConfig) -> None:
@@ -126,34 +124,33 @@ def _check_functions(config: TrainConfig) -> None:
 
 
 def _check_model(config: TrainConfig) -> HFConfig:
-    """config.json, when the settings fit it and the weights are those of it."""
-    found = read_checkpoint_config(config.model.path)
-    get_family(found)
-    _check_kind(config, found)
-    resolve_model_layout("engine.layout", config.engine.layout, get_model_sizes(found))
+    """Check kind, layout and weights of the model; return its config.json."""
+    hf_config = read_checkpoint_config(config.model.path)
+    get_family(hf_config)
+    _check_kind(config, hf_config)
+    resolve_model_layout("engine.layout", config.engine.layout, get_model_sizes(hf_config))
     reader = CheckpointReader(config.model.path)
-    held = reader.read_config()  # layers for prediction that the weights lack are left out
-    resolve_model_engine("engine", config.engine, get_model_sizes(held))
-    weights = map_model_weights(held, pad_vocab_size(held, 1))
+    weights_config = reader.read_config()  # without MTP layers if the weights have none
+    resolve_model_engine("engine", config.engine, get_model_sizes(weights_config))
+    weights = map_model_weights(weights_config, pad_vocab_size(weights_config, 1))
     reader.check(list_logical_tensors(weights))
     if config.engine.lora.rank:
         check_targets("engine.lora", weights, config.engine.lora)
-    return found
+    return hf_config
 
 
-def _check_kind(config: TrainConfig, found: HFConfig) -> None:
-    """A language model; for a reward model also one, in a family that transformers has them of."""
-    head = get_value_head_suffix(found)
+def _check_kind(config: TrainConfig, hf_config: HFConfig) -> None:
+    """Require a language model, or for `rm` a model that transformers has reward models of."""
     if not isinstance(config, RMConfig):
-        if head:
+        if get_value_head_suffix(hf_config):
             raise ConfigError(
-                f"model.path={config.model.path!r} is a {found['architectures'][0]}; allowed: a "
-                "language model"
+                f"model.path={config.model.path!r} is a {hf_config['architectures'][0]}; allowed: "
+                "a language model"
             )
         return
     import transformers  # slow to import
 
-    [architecture] = build_value_config(found, SEQUENCE)["architectures"]
+    [architecture] = build_value_config(hf_config, SEQUENCE)["architectures"]
     if not architecture.endswith(SEQUENCE) or not hasattr(transformers, architecture):
         raise ConfigError(
             f"model.path={config.model.path!r} would become a {architecture}, which is no reward "
@@ -165,28 +162,31 @@ def _check_kind(config: TrainConfig, found: HFConfig) -> None:
 def _load(
     config: TrainConfig, files: Mapping[str, str], tokenizer: PreTrainedTokenizerBase
 ) -> ExampleFiles:
-    """Those of sources, by setting."""
-    data, found = get_data_config(config), list[AnyExamples]()
+    """Load the examples of all sources, which `files` has by setting."""
+    data, sources = get_data_config(config), list[AnyExamples]()
     for setting, name in files.items():
+        examples: AnyExamples
         if isinstance(data, ConversationsConfig):
-            found.append(load_conversations(name, data, tokenizer, setting))
+            examples = load_conversations(name, data, tokenizer, setting)
         else:
-            found.append(load_pairs(name, data, tokenizer, setting))
-        if num := found[-1].num_dropped:
+            examples = load_pairs(name, data, tokenizer, setting)
+        if num := examples.num_dropped:
             print(
-                f"{setting}={name!r}: {num} of {found[-1].num_rows} rows left out: more than "
+                f"{setting}={name!r}: {num} of {examples.num_rows} rows left out: more than "
                 f"data.max_tokens={data.max_tokens} tokens"
             )
-    return ExampleFiles(*found)
+        sources.append(examples)
+    return ExampleFiles(*sources)
 
 
 def describe_inputs(config: TrainConfig, inputs: TrainInputs) -> list[str]:
-    what = "conversations" if count_row_conversations(config) == 1 else "pairs"
+    """Return lines on the model, the data and the number of steps."""
+    unit = "conversations" if count_row_conversations(config) == 1 else "pairs"
     num_held_out = sum(map(len, inputs.tests.values()))
     held_out = f", {num_held_out} held out" if num_held_out else ""
     return [
         f"model: {config.model.path}",
-        f"data: {len(inputs.train)} {what} to train{held_out}",
-        f"{inputs.num_steps} steps of {config.trainer.batch_size} {what}, "
+        f"data: {len(inputs.train)} {unit} to train{held_out}",
+        f"{inputs.num_steps} steps of {config.trainer.batch_size} {unit}, "
         f"{inputs.num_steps * config.trainer.batch_size / len(inputs.train):.2f} epochs",
     ]

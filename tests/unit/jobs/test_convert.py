@@ -1,4 +1,4 @@
-"""Conversions are carried out whole or not at all, and go on where they were stopped."""
+"""Conversions: limits, complete or no output, and runs that continue."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ import pytest
 from rich.console import Console
 
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.jobs.convert.options import Resources
+from mcore_rl.jobs.convert import plan
+from mcore_rl.jobs.convert.plan import Resources, format_bytes, parse_bytes
 from mcore_rl.jobs.convert.run import Conversion, run
 from mcore_rl.jobs.failure import RunFailed
 from tests.small_disk import on_small_disk
@@ -39,7 +40,7 @@ class Unit:
     what: str = "well"
     log: str = ""
 
-    def write(self, folder, wrote, kept):
+    def write(self, folder, report_bytes, shared):
         if self.log:
             with open(self.log, "a") as log:
                 print(self.name, os.getpid(), file=log)
@@ -47,7 +48,7 @@ class Unit:
             raise ConfigError(f"tensor of {self.name} is damaged")
         if self.what == "full":
             raise OSError(errno.ENOSPC, "No space left on device", self.name)
-        if self.what == "full, told by a writer":
+        if self.what == "full, raised by a writer":
             try:
                 raise OSError(errno.ENOSPC, "No space left on device", self.name)
             except OSError as error:
@@ -59,7 +60,7 @@ class Unit:
         aside = folder / f".{self.name}.partial"
         aside.write_bytes(self.name.encode() * (self.nbytes // len(self.name)))
         aside.rename(folder / self.name)
-        wrote(self.nbytes)
+        report_bytes(self.nbytes)
         return {"of": self.name}
 
 def finish(folder, results):
@@ -84,11 +85,11 @@ def make(units, tmp_path):
 
     def conversion(fingerprint=None, **what):
         log = str(tmp_path / "log")
-        found = tuple(
+        all_units = tuple(
             units.Unit(f"file-{name}", what=what.get(name, "well"), log=log) for name in "abcdef"
         )
         facts = {"--dtype": "bfloat16", **(fingerprint or {})}
-        return Conversion(tmp_path / "new" / "out", facts, found, units.finish)
+        return Conversion(tmp_path / "new" / "out", facts, all_units, units.finish)
 
     return conversion
 
@@ -112,7 +113,7 @@ def go(conversion, workers=1, **resources):
 
 JOURNAL = ".conversion.jsonl"
 ALL = [f"file-{name}" for name in "abcdef"]
-WHOLE = sorted([*ALL, "index"])
+ALL_FILES = sorted([*ALL, "index"])
 
 
 def finished_in(work: Path) -> list[str]:
@@ -128,14 +129,14 @@ def names(folder: Path) -> list[str]:
 def test_a_conversion_is_there_whole_and_nothing_beside_it(make, tmp_path, workers):
     printed = go(make(), workers)
     assert names(tmp_path / "new") == ["out"]
-    assert names(tmp_path / "new" / "out") == WHOLE
+    assert names(tmp_path / "new" / "out") == ALL_FILES
     assert (tmp_path / "new" / "out" / "index").read_text() == ",".join(ALL)
     assert re.search(r"^at most [\d.]+ [MG]B of memory: ", printed)
     assert re.search(r"6 kB in \d+\.\d\d s, ", printed)
 
 
 @pytest.mark.parametrize(
-    ("how", "workers"), [("full", 1), ("full, told by a writer", 2), ("killed", 2)]
+    ("how", "workers"), [("full", 1), ("full, raised by a writer", 2), ("killed", 2)]
 )
 def test_what_is_finished_is_not_written_again(make, log, tmp_path, how, workers):
     with pytest.raises(RunFailed, match="run the same command again to continue"):
@@ -148,7 +149,7 @@ def test_what_is_finished_is_not_written_again(make, log, tmp_path, how, workers
     printed = go(make(), workers)
     assert log() == sorted(set(ALL) - set(finished))
     assert f"going on behind {len(finished)} kB of 6 kB" in printed
-    assert names(tmp_path / "new" / "out") == WHOLE
+    assert names(tmp_path / "new" / "out") == ALL_FILES
 
 
 def test_a_worker_that_died_is_named_by_its_file(make):
@@ -156,7 +157,7 @@ def test_a_worker_that_died_is_named_by_its_file(make):
         go(make(d="killed"), workers=2)
 
 
-def test_a_full_disk_is_said_to_be_full(make):
+def test_run_on_a_full_disk_names_the_full_disk(make):
     with pytest.raises(RunFailed, match=r"^no space left in .*new; run the same command again"):
         go(make(c="full"))
 
@@ -201,7 +202,7 @@ def test_a_run_that_was_killed_before_its_journal_was_gone_is_complete(make, log
     assert "out was complete" in go(make())
     assert log() == []
     assert names(tmp_path / "new") == ["out"]
-    assert names(tmp_path / "new" / "out") == WHOLE
+    assert names(tmp_path / "new" / "out") == ALL_FILES
 
 
 def test_a_journal_that_was_cut_tells_of_what_comes_before(make, log, tmp_path):
@@ -215,7 +216,7 @@ def test_a_journal_that_was_cut_tells_of_what_comes_before(make, log, tmp_path):
     assert log() == ["file-c", "file-d", "file-e"]
     go(make())
     assert log() == ["file-e", "file-f"]
-    assert names(tmp_path / "new" / "out") == WHOLE
+    assert names(tmp_path / "new" / "out") == ALL_FILES
 
 
 @pytest.mark.parametrize("text", ["", '\n{"--dtype": "bfl'])
@@ -249,7 +250,7 @@ def test_a_file_whose_end_was_lost_is_written_again(make, log, tmp_path):
     assert (tmp_path / "new" / "out" / "file-b").stat().st_size == 996
 
 
-def test_a_disk_without_room_is_found_out_before_anything_is_written(make, tmp_path, monkeypatch):
+def test_run_refuses_a_disk_without_space_before_writing(make, tmp_path, monkeypatch):
     usage = shutil.disk_usage(tmp_path)._replace(free=5999)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
     with pytest.raises(ConfigError, match=rf"needs 6 kB, and {tmp_path} has 6 kB left"):
@@ -258,13 +259,13 @@ def test_a_disk_without_room_is_found_out_before_anything_is_written(make, tmp_p
 
 
 def test_a_disk_that_turns_out_full_leaves_what_is_finished(units, tmp_path):
-    """A real file system, with room for bytes and none for files."""
+    """Use a real file system with space for bytes and none for files."""
     script = f"""
 import os, pickle, sys
 sys.path.insert(0, {str(tmp_path / "lib")!r})
 from rich.console import Console
 from mcore_rl.jobs.convert.run import run
-from mcore_rl.jobs.convert.options import Resources
+from mcore_rl.jobs.convert.plan import Resources
 from mcore_rl.jobs.failure import RunFailed
 conversion = pickle.load(open({str(tmp_path / "plan")!r}, "rb"))
 try:
@@ -278,8 +279,8 @@ print(finished, sorted(os.listdir({str(tmp_path / "disk/out")!r})))
 """
     disk = tmp_path / "disk"
     disk.mkdir()
-    found = tuple(units.Unit(name) for name in ALL)
-    plan = Conversion(disk / "out", {}, found, units.finish)
+    all_units = tuple(units.Unit(name) for name in ALL)
+    plan = Conversion(disk / "out", {}, all_units, units.finish)
     (tmp_path / "plan").write_bytes(pickle.dumps(plan))
     (tmp_path / "script.py").write_text(script)
     command = on_small_disk(disk, "8m,nr_inodes=7", [sys.executable, tmp_path / "script.py"])
@@ -288,7 +289,7 @@ print(finished, sorted(os.listdir({str(tmp_path / "disk/out")!r})))
     assert first == f"no space left in {disk}; run the same command again to continue"
     finished, files = second.split(" ", 1)
     assert 0 < int(finished) < 6
-    assert files == str(WHOLE)
+    assert files == str(ALL_FILES)
 
 
 def test_two_runs_do_not_write_the_same_folder(make, tmp_path):
@@ -308,7 +309,7 @@ def started(tmp_path: Path, workers: int) -> subprocess.Popen:
 import pickle, sys
 sys.path.insert(0, {str(tmp_path / "lib")!r})
 from mcore_rl.jobs.convert.run import run
-from mcore_rl.jobs.convert.options import Resources
+from mcore_rl.jobs.convert.plan import Resources
 if __name__ == "__main__":
     run(pickle.load(open({str(tmp_path / "plan")!r}, "rb")), Resources({workers}))
 """
@@ -334,8 +335,59 @@ def test_workers_end_with_their_parent(make, tmp_path, number):
     workers = [psutil.Process(int(pid)) for pid in (tmp_path / "log").read_text().split()[1::2]]
     assert len({worker.pid for worker in workers} - {process.pid}) == 2
     process.send_signal(number)
-    _, told = process.communicate(timeout=60)
+    _, stderr = process.communicate(timeout=60)
     assert process.returncode != 0
     wait_for(lambda: not any(worker.is_running() for worker in workers))
     if number == signal.SIGINT:
-        assert "interrupted; run the same command again to continue" in told
+        assert "interrupted; run the same command again to continue" in stderr
+
+
+GIB = 1 << 30
+
+
+def test_the_bound_grows_with_the_largest_unit_and_the_workers(monkeypatch):
+    monkeypatch.setattr(plan, "get_peak_memory", lambda: 400 << 20)
+    single, double = plan.compute_memory_bound(1, GIB), plan.compute_memory_bound(2, GIB)
+    assert single == GIB + (432 << 20)
+    assert double - plan.compute_memory_bound(2, 0) == 2 * GIB
+
+
+@pytest.mark.parametrize(
+    ("workers", "allowed", "expected"),
+    [(1, None, 1), (2, None, 2), (9, None, 3), (None, 10 * GIB, 3), (None, 2 * GIB, 1)],
+)
+def test_choose_workers_takes_the_option_or_as_many_as_fit(monkeypatch, workers, allowed, expected):
+    monkeypatch.setattr(plan, "get_peak_memory", lambda: 400 << 20)
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    num_workers, line = plan.choose_workers([GIB, GIB, 7], Resources(workers, allowed))
+    assert num_workers == expected
+    assert line.startswith(
+        f"at most {format_bytes(plan.compute_memory_bound(expected, GIB))} of memory: "
+    )
+
+
+def test_too_little_memory_is_refused_with_what_is_enough(monkeypatch):
+    monkeypatch.setattr(plan, "get_peak_memory", lambda: 400 << 20)
+    message = r"--max-memory=1 GB is too small for 1 process; allowed: at least (\d+)MB"
+    with pytest.raises(ConfigError, match=message) as raised:
+        plan.choose_workers([GIB], Resources(None, 10**9))
+    enough = int(re.search(r"least (\d+)MB", str(raised.value))[1]) * 10**6
+    assert plan.choose_workers([GIB], Resources(None, enough))[0] == 1
+    with pytest.raises(ConfigError, match="for 2 worker processes"):
+        plan.choose_workers([GIB, GIB], Resources(2, enough))
+
+
+@pytest.mark.parametrize("text", ["", "GB", "-1GB", "1e9", "5 parsecs", "0", "1.5.5GB", "9" * 30])
+def test_a_size_that_is_none_is_refused(text):
+    with pytest.raises(ConfigError, match=r"--max-memory="):
+        parse_bytes("--max-memory", text)
+
+
+@pytest.mark.parametrize(("text", "size"), [("1", 1), ("2kb", 2000), ("1.5GiB", 3 << 29)])
+def test_a_size_has_a_unit_or_none(text, size):
+    assert parse_bytes("--max-memory", text) == size
+
+
+def test_workers_below_one_are_refused():
+    with pytest.raises(ConfigError, match=r"--workers=0; allowed: at least 1"):
+        Resources(workers=0)

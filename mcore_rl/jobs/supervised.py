@@ -1,6 +1,6 @@
-"""Training on examples, from start to end: `mcore-rl sft`, `dpo` and `rm`.
+"""Supervised jobs, from start to end: `mcore-rl sft`, `dpo` and `rm`.
 
-On ranks of Ray's, which the job starts, or on those that torchrun has started it on.
+Ranks are workers of a Ray session that the job starts, or the processes that torchrun started.
 """
 
 from __future__ import annotations
@@ -29,26 +29,26 @@ from mcore_rl.controller.worker_group import WorkerGroup
 from mcore_rl.data.examples import ExampleBatches
 from mcore_rl.engine.base import EngineSpec, backend_of
 from mcore_rl.engine.worker import ModelWorker
-from mcore_rl.jobs import room
+from mcore_rl.jobs import disk_space
 from mcore_rl.jobs.failure import RunFailed, summarize_failure
 from mcore_rl.jobs.output import (
     CHECKPOINT,
     TRACES,
     OutputError,
-    TrainOutput,
-    exclusive_run_dir,
-    job_scope,
-    log_dir,
+    RunLock,
+    SupervisedOutput,
+    get_log_dir,
+    lock_run_dir,
+    open_job_scope,
 )
-from mcore_rl.jobs.placement import places
-from mcore_rl.jobs.resume import check_data, checkpoint_read_by_nodes, ended_after
-from mcore_rl.jobs.session import lane, resource
-from mcore_rl.jobs.train_inputs import (
+from mcore_rl.jobs.placement import detect_lane, get_device_resource, list_rank_nodes
+from mcore_rl.jobs.resume import check_data, find_checkpoint_on_nodes, get_end_step
+from mcore_rl.jobs.supervised_preflight import (
     TrainInputs,
     check_train_inputs,
-    for_device,
     has_reference_model,
     needs_reference,
+    resolve_dtype,
 )
 from mcore_rl.observability.console import show_waiting
 from mcore_rl.observability.memory import PeakMemory
@@ -66,54 +66,55 @@ from mcore_rl.trainers.objectives import (
 )
 
 MODEL, REFERENCE = "model", "reference"
-# A group by its name, of an engine with a schedule of that many steps (0: inference only).
-MakeGroup = Callable[[str, int], RankGroup]
+# Starts a group: role, steps of the schedule (0: inference only).
+StartGroup = Callable[[str, int], RankGroup]
 
 
 def run(config: TrainConfig) -> None:
-    """Run the job; everything it leaves lies in config.output_dir.
+    """Run the job; all of its files are in config.output_dir.
 
     Raises:
-        ConfigError: a setting or an input is wrong; nothing has been started, nothing is left.
-        RunFailed: the run had to stop.
-        RunStopped: a signal has ended it, and it can go on.
+        ConfigError: A setting or an input is wrong; nothing was started, nothing is left.
+        RunFailed: The run had to stop.
+        RunStopped: A signal has ended the run, which can be resumed.
     """
     started = get_start_time()
     resolve_train(config)
-    config = for_device(config, lane())
+    config = resolve_dtype(config, detect_lane())
     if torchrun.is_launched():
         _check_torchrun(config)
         if torchrun.get_rank():
             _serve(config)
             return
     with (
-        exclusive_run_dir(config.output_dir, config.resume) as claim,
-        _scope(claim.folder, claim.lock) as scratch,
-        _stop_signals(config) as stop,
+        lock_run_dir(config.output_dir, config.resume) as run_lock,
+        _open_scope(run_lock) as scratch_dir,
+        _handle_stop_signals(config) as stop,
         PeakMemory() as memory,
     ):
         with show_waiting("checking the inputs"):
             inputs = check_train_inputs(config)
             steps = replace(config.trainer, num_steps=inputs.num_steps)
             config = replace(config, trainer=steps)
-            found = checkpoint_read_by_nodes(config, claim.folder)
+            checkpoint = find_checkpoint_on_nodes(config, run_lock.folder)
             tests = inputs.tests.values()
-            digests = check_data(found, get_data_config(config), inputs.train, tests)
-            sizes = _sizes(config, claim.folder, found.step if found else 0)
-            room.refuse_more(config.output_dir, claim.folder, sizes)
-        if last := ended_after(config, found, claim.folder):
-            print(f"the run in {claim.folder} has ended after step {last}")
-            if scratch is None:
-                with _torchrun_ranks(config):  # the other ranks wait for this
+            digests = check_data(checkpoint, get_data_config(config), inputs.train, tests)
+            done = checkpoint.step if checkpoint else 0
+            sizes = _list_output_bytes(config, run_lock.folder, done)
+            disk_space.require_disk_space(config.output_dir, run_lock.folder, sizes)
+        if last := get_end_step(config, checkpoint, run_lock.folder):
+            print(f"the run in {run_lock.folder} has ended after step {last}")
+            if scratch_dir is None:
+                with _build_torchrun_ranks(config):  # the other ranks wait for this
                     pass
             return
-        logs = log_dir(claim.folder)
+        logs = get_log_dir(run_lock.folder)
         with (
             summarize_failure(logs / TRACES),
-            _groups(config, scratch, logs) as make,
+            _open_groups(config, scratch_dir, logs) as start_group,
         ):
-            output = TrainOutput(claim.folder, config, found)
-            _train(_Run(config, inputs, digests, output, found, stop), make)
+            output = SupervisedOutput(run_lock.folder, config, checkpoint)
+            _train(_Run(config, inputs, digests, output, checkpoint, stop), start_group)
         output.finish(peak_memory_bytes=memory.peak_bytes, wall_s=time.monotonic() - started)
 
 
@@ -121,19 +122,19 @@ def run(config: TrainConfig) -> None:
 class _Run:
     config: TrainConfig
     inputs: TrainInputs
-    digests: dict[str, str]  # of the data, by setting
-    output: TrainOutput
-    found: RunCheckpoint | None  # what it goes on from
+    digests: dict[str, str]  # of the data sources, by setting
+    output: SupervisedOutput
+    checkpoint: RunCheckpoint | None  # to resume from
     stop: StopSignals
 
 
-def _train(run: _Run, make: MakeGroup) -> None:
+def _train(run: _Run, start_group: StartGroup) -> None:
     config, inputs, output = run.config, run.inputs, run.output
     with show_waiting("starting the trainer"):
-        model = make(MODEL, inputs.num_steps)
+        model = start_group(MODEL, inputs.num_steps)
         model.initialize()
-        objective = _objective(config, model, make)
-    batch_size, num_bytes = config.trainer.batch_size, room.weight_bytes(config)
+        objective = _build_objective(config, model, start_group)
+    batch_size, num_bytes = config.trainer.batch_size, disk_space.compute_weight_bytes(config)
     rows, weights = inputs.train, get_data_config(config).train_weights
     batches = ExampleBatches(rows.take, rows.sizes, batch_size, config.seed, weights)
     checkpoints = CheckpointManager(
@@ -147,13 +148,13 @@ def _train(run: _Run, make: MakeGroup) -> None:
         run.digests,
     )
 
-    evaluation = SupervisedEvaluation(config, objective, inputs.tests, output.evaluated)
-    if run.found is None and evaluation.is_due(0):
+    evaluation = SupervisedEvaluation(config, objective, inputs.tests, output.record_evaluation)
+    if run.checkpoint is None and evaluation.is_due(0):
         with show_waiting("evaluating"):
             output.write(0, evaluation.run(0))
-    if run.found is not None:
+    if run.checkpoint is not None:
         with show_waiting("loading the checkpoint"):
-            checkpoints.restore(run.found)
+            checkpoints.restore(run.checkpoint)
     path = output.folder / CHECKPOINT
     try:
         with (
@@ -161,16 +162,17 @@ def _train(run: _Run, make: MakeGroup) -> None:
             run.stop.defer_to_step_end(),
         ):
             supervised.train(objective, batches, inputs.num_steps, report, checkpoints, evaluation)
-    except OutputError as error:  # a full disk: what has been learned is kept
-        raise RunFailed(f"{error}; {room.kept(model, path, num_bytes)[1]}") from error
-    if checkpoints.next_step > inputs.num_steps and inputs.tests:  # it went on after its last step
+    except OutputError as error:  # such as a full disk: export the weights elsewhere
+        location = disk_space.export_to_any_disk(model, path, num_bytes)[1]
+        raise RunFailed(f"{error}; {location}") from error
+    if checkpoints.next_step > inputs.num_steps and inputs.tests:  # resumed after its last step
         with show_waiting("evaluating"):
             evaluation.run(inputs.num_steps)
     with show_waiting("exporting"):
-        room.export(model, path, num_bytes)
+        disk_space.export_weights(model, path, num_bytes)
 
 
-def _objective(config: TrainConfig, model: RankGroup, make: MakeGroup) -> Objective:
+def _build_objective(config: TrainConfig, model: RankGroup, start_group: StartGroup) -> Objective:
     if isinstance(config, SFTConfig):
         return SupervisedObjective(model, config.loss_aggregation)
     if isinstance(config, RMConfig):
@@ -181,7 +183,7 @@ def _objective(config: TrainConfig, model: RankGroup, make: MakeGroup) -> Object
         return PreferenceObjective(model, loss, None)
     if not has_reference_model(config):
         return PreferenceObjective(model, loss, Reference(model.compute_reference_log_probs))
-    frozen = make(REFERENCE, 0)
+    frozen = start_group(REFERENCE, 0)
     frozen.initialize()
     offloaded = None
     if config.reference.placement == "shared":
@@ -190,8 +192,8 @@ def _objective(config: TrainConfig, model: RankGroup, make: MakeGroup) -> Object
     return PreferenceObjective(model, loss, Reference(frozen.compute_log_probs, offloaded))
 
 
-def _worker(config: TrainConfig, name: str, total_steps: int) -> tuple[Any, ...]:
-    """The arguments of ModelWorker for a role."""
+def _build_worker_args(config: TrainConfig, name: str, total_steps: int) -> tuple[Any, ...]:
+    """Return the arguments of ModelWorker for a role."""
     engine = config.engine
     if name == REFERENCE:
         engine = replace(engine, lora=LoRAConfig(), moe=replace(engine.moe, router_replay="off"))
@@ -209,24 +211,27 @@ def _worker(config: TrainConfig, name: str, total_steps: int) -> tuple[Any, ...]
 
 
 @contextlib.contextmanager
-def _groups(config: TrainConfig, scratch: Path | None, logs: Path) -> Iterator[MakeGroup]:
-    """What makes groups of ranks: of torchrun's, without a scratch folder, or of Ray's."""
-    if scratch is None:
-        with _torchrun_ranks(config) as ranks:
+def _open_groups(config: TrainConfig, scratch_dir: Path | None, logs: Path) -> Iterator[StartGroup]:
+    """Yield the function that starts groups of ranks: on Ray, or on torchrun's ranks.
+
+    `scratch_dir` is Ray's; None under torchrun.
+    """
+    if scratch_dir is None:
+        with _build_torchrun_ranks(config) as ranks:
             yield ranks.create_group
             return
-    layout, device = config.engine.layout, resource()
-    is_shared = has_reference_model(config) and _reference_placement(config) == "shared"
+    layout, device = config.engine.layout, get_device_resource()
+    is_shared = has_reference_model(config) and _get_reference_placement(config) == "shared"
     num_pools = 1 + (has_reference_model(config) and not is_shared)
     needed = {device: layout.world_size * num_pools}
     resources = None if device == "GPU" else needed
     with (
-        ray_session(temp_dir=scratch, log_to_driver=False, resources=resources, needed=needed),
+        ray_session(temp_dir=scratch_dir, log_to_driver=False, resources=resources, needed=needed),
         ExitStack() as stack,
     ):
         pools: list[ResourcePool] = []
 
-        def make(name: str, total_steps: int) -> WorkerGroup:
+        def start_group(name: str, total_steps: int) -> WorkerGroup:
             if not pools or not is_shared:
                 pool = ResourcePool(
                     layout.world_size,
@@ -237,75 +242,75 @@ def _groups(config: TrainConfig, scratch: Path | None, logs: Path) -> Iterator[M
                 pools.append(stack.enter_context(pool))
             group = WorkerGroup(
                 ModelWorker,
-                init_args=_worker(config, name, total_steps),
+                init_args=_build_worker_args(config, name, total_steps),
                 layout=layout,
                 pool=pools[-1],
                 timeouts=config.timeouts,
                 share=0.5 if is_shared else 1.0,
                 name=name,
                 threads_per_rank=config.engine.threads_per_rank,
-                env=backend_of(config.engine).rank_environment(layout, lane()),
+                env=backend_of(config.engine).rank_environment(layout, detect_lane()),
             )
             stack.enter_context(group)
-            for line in places([group]):
+            for line in list_rank_nodes([group]):
                 print(line)
             return group
 
-        yield make
+        yield start_group
 
 
-def _reference_placement(config: TrainConfig) -> str:
+def _get_reference_placement(config: TrainConfig) -> str:
     return config.reference.placement if isinstance(config, DPOConfig) else "shared"
 
 
-def _torchrun_ranks(config: TrainConfig) -> torchrun.TorchrunRanks:
+def _build_torchrun_ranks(config: TrainConfig) -> torchrun.TorchrunRanks:
     layout = config.engine.layout
-    os.environ.update(backend_of(config.engine).rank_environment(layout, lane()))
+    os.environ.update(backend_of(config.engine).rank_environment(layout, detect_lane()))
 
     def build(name: str, total_steps: int) -> ModelWorker:
-        return ModelWorker(*_worker(config, name, total_steps))
+        return ModelWorker(*_build_worker_args(config, name, total_steps))
 
-    backend = "nccl" if lane() == "cuda" else "gloo"
+    backend = "nccl" if detect_lane() == "cuda" else "gloo"
     return torchrun.TorchrunRanks(backend, layout, config.inner_timeout_s, build)
 
 
 def _serve(config: TrainConfig) -> None:
-    """What ranks above 0 of torchrun's do."""
-    trace = log_dir(Path(config.output_dir)) / f"rank-{torchrun.get_rank()}.txt"
+    """Serve the calls of rank 0 on a rank above 0 under torchrun."""
+    trace = get_log_dir(Path(config.output_dir)) / f"rank-{torchrun.get_rank()}.txt"
     with summarize_failure(trace):
-        _torchrun_ranks(config).serve()
+        _build_torchrun_ranks(config).serve()
 
 
 def _check_torchrun(config: TrainConfig) -> None:
     torchrun.check_world_size(config.engine.layout)
-    if _reference_placement(config) == "own":
+    if _get_reference_placement(config) == "own":
         raise ConfigError(
             "reference.placement='own': ranks of torchrun have no other devices; allowed: 'shared'"
         )
 
 
 @contextlib.contextmanager
-def _scope(folder: Path, lock: int) -> Iterator[Path | None]:
-    """A scratch folder for Ray; None under torchrun, which ends what it has started."""
+def _open_scope(run_lock: RunLock) -> Iterator[Path | None]:
+    """Yield a scratch folder for Ray; None under torchrun, which ends its processes itself."""
     if torchrun.is_launched():
         yield None
         return
-    with job_scope(folder, lock) as scratch:
-        yield scratch
+    with open_job_scope(run_lock) as scratch_dir:
+        yield scratch_dir
 
 
-def _stop_signals(config: TrainConfig) -> AbstractContextManager[StopSignals]:
-    """Without checkpoints no signal waits for anything."""
+def _handle_stop_signals(config: TrainConfig) -> AbstractContextManager[StopSignals]:
+    """Let a signal end the step first; without checkpoints it ends the run at once."""
     if not config.trainer.save_every:
         return contextlib.nullcontext(StopSignals())
     return catch_stop_signals(how_to_resume(config))
 
 
-def _sizes(config: TrainConfig, folder: Path, done: int) -> dict[str, int]:
-    """Bytes that a run writes after the step `done`."""
-    weights = room.weight_bytes(config)
+def _list_output_bytes(config: TrainConfig, folder: Path, done: int) -> dict[str, int]:
+    """Return the bytes that a run writes after the step `done`, by purpose."""
+    weights = disk_space.compute_weight_bytes(config)
     sizes = {"the checkpoint": weights}
     if config.trainer.save_every:
-        checkpoints = room.training_bytes(config, config.engine, weights, folder)
+        checkpoints = disk_space.compute_checkpoint_bytes(config, config.engine, weights, folder)
         sizes["training checkpoints"] = checkpoints
-    return sizes | room.export_sizes(config, weights, folder, done)
+    return sizes | disk_space.compute_export_bytes(config, weights, folder, done)

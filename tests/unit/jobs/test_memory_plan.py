@@ -1,4 +1,4 @@
-"""What the fullest GPU holds, turn by turn, by hand-worked cases."""
+"""Memory of the fullest GPU in each phase, by hand-worked cases."""
 
 from __future__ import annotations
 
@@ -19,8 +19,7 @@ from mcore_rl.config.schema import (
     RLConfig,
     RolloutConfig,
 )
-from mcore_rl.jobs.gpu_memory import activation_bytes, turns
-from mcore_rl.jobs.roles import roles
+from mcore_rl.jobs.memory_plan import compute_memory_phases, estimate_activation_bytes, plan_roles
 
 PUBLISHED = Path(__file__).parents[1] / "models" / "published"
 # Elements of a layer of Llama-3.1-70B for a token: input, norms, queries and keys twice and values,
@@ -91,37 +90,48 @@ FULL, NONE = RecomputeConfig("full"), RecomputeConfig()
     ],
 )
 def test_activations_are_those_counted_by_hand(name, layout, recompute, elements):
-    assert activation_bytes(config_of(layout, recompute), model_of(name)) == 2 * 4096 * elements
+    assert (
+        estimate_activation_bytes(config_of(layout, recompute), model_of(name))
+        == 2 * 4096 * elements
+    )
 
 
 def test_a_sample_that_is_longer_than_a_micro_batch_counts():
     config = config_of(Layout(cp=2), FULL)
-    of_budget = activation_bytes(config, model_of("Llama-3.1-70B"))
+    of_budget = estimate_activation_bytes(config, model_of("Llama-3.1-70B"))
     config.rollout.max_response_tokens = 4 * 4096 - 1000
-    assert activation_bytes(config, model_of("Llama-3.1-70B")) == 2 * of_budget
+    assert estimate_activation_bytes(config, model_of("Llama-3.1-70B")) == 2 * of_budget
 
 
 def test_turns_add_up_and_the_offloaded_optimizer_is_not_on_the_gpu():
     optimizer = OptimizerConfig(distributed=True)
     config = config_of(Layout(tp=2, dp=2), FULL, optimizer=optimizer)
     model = model_of("Qwen3-8B")
-    found = {turn.name: turn for turn in turns(config, model, roles(config, model))}
-    parameters = roles(config, model)[0].stages[0].parameters
-    actor, rollout, push = found["actor"], found["rollout"], found["push"]
+    phases = {
+        phase.name: phase
+        for phase in compute_memory_phases(config, model, plan_roles(config, model))
+    }
+    parameters = plan_roles(config, model)[0].stages[0].parameters
+    actor, rollout, push = phases["actor"], phases["rollout"], phases["push"]
     assert (actor.weights, actor.gradients) == (2 * parameters, 4 * parameters)
     assert actor.optimizer == 12 * parameters // 2
     assert actor.total == 12 * parameters + actor.activations
     assert rollout.total == rollout.weights + (4 << 30)
     assert push.total == actor.weights + rollout.weights + 2 * (64 << 20)
     config.actor.optimizer.cpu_offload = True
-    found = {turn.name: turn for turn in turns(config, model, roles(config, model))}
-    assert found["actor"].optimizer == 0
+    phases = {
+        phase.name: phase
+        for phase in compute_memory_phases(config, model, plan_roles(config, model))
+    }
+    assert phases["actor"].optimizer == 0
 
 
 def test_with_gpus_of_their_own_actor_and_servers_never_share_one():
     config, model = config_of(Layout(tp=2), FULL), model_of("Qwen3-8B")
     config.placement.rollout = "own"
-    assert [turn.name for turn in turns(config, model, roles(config, model))] == [
+    assert [
+        phase.name for phase in compute_memory_phases(config, model, plan_roles(config, model))
+    ] == [
         "actor",
         "rollout",
     ]

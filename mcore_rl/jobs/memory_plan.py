@@ -1,0 +1,413 @@
+"""Layers and memory of each role on its ranks, from config.json and settings alone.
+
+Pure functions: no process group, no cluster, no file but config.json of scoring models.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import mcore_rl.models  # noqa: F401  (fills the family registry)
+from mcore_rl.config.resolve import are_colocated
+from mcore_rl.config.resolve_rollout import ROLE, build_served_models
+from mcore_rl.config.schema import (
+    EngineConfig,
+    Layout,
+    LoRAConfig,
+    RLConfig,
+    RMConfig,
+    RolloutConfig,
+    TrainConfig,
+)
+from mcore_rl.engine.lora_targets import adapted_linear
+from mcore_rl.jobs.placement import (
+    get_frozen_engines,
+    get_frozen_paths,
+    needs_critic,
+    needs_reference,
+)
+from mcore_rl.models.base import (
+    SEQUENCE,
+    HFConfig,
+    get_family,
+    get_model_sizes,
+    pad_vocab_size,
+    read_config,
+)
+from mcore_rl.models.heads import build_value_config, map_model_weights, map_value_weights
+from mcore_rl.parallel.mesh import Chunk, Mesh, split_into_chunks
+from mcore_rl.reshard.layout import GenerationLayout, GenerationRanks, Ranks, TrainingRanks
+from mcore_rl.reshard.rules import Shard, Weight
+from mcore_rl.rollout.weight_updater import build_generation_layout
+
+ITEMSIZES = {"float32": 4, "bfloat16": 2}
+_FLOAT32 = 4  # bytes of a gradient, a main parameter, each of Adam's two moments
+
+
+@dataclass(frozen=True, slots=True)
+class StagePlan:
+    """Ranks of a role with equal sizes. All sizes are of one rank."""
+
+    ranks: tuple[int, ...]  # world ranks of the role, or workers of its servers
+    layers: str  # such as "embedding, layers 0-11"
+    parameters: int  # with padding of the vocabulary
+    weight_bytes: int
+    gradient_bytes: int
+    optimizer_bytes: int
+    cache_bytes: int = 0  # KV cache of a server's worker
+
+
+@dataclass(frozen=True, slots=True)
+class RolePlan:
+    """A role of a run on its ranks."""
+
+    name: str
+    task: str  # such as "log-probs, updates"
+    layout: str  # axes above 1
+    stages: tuple[StagePlan, ...]
+
+    @property
+    def num_ranks(self) -> int:
+        return sum(len(stage.ranks) for stage in self.stages)
+
+
+@dataclass(slots=True)
+class _ElementCounts:
+    """Numbers of elements on one rank."""
+
+    parameters: int = 0
+    float32: int = 0  # parameters that are float32 in every dtype: buffers, without gradients
+    dense: int = 0  # trained, outside of experts
+    expert: int = 0  # trained, in experts
+
+
+def plan_roles(config: RLConfig, model: HFConfig) -> list[RolePlan]:
+    """Return the roles in the order in which they run; the warm start ends before the rest starts.
+
+    Args:
+        model: config.json of the policy.
+    """
+    plans = []
+    actor = config.actor
+    plain = replace(actor, lora=LoRAConfig())
+    if config.warm_start.num_steps:
+        settings = config.warm_start
+        warm = replace(plain, layout=settings.layout, optimizer=settings.optimizer)
+        plans.append(_plan_engine("warm_start", "supervised training", warm, config, model))
+    plans.append(_plan_engine("actor", "log-probs, updates", actor, config, model))
+    if needs_reference(config):
+        plans.append(
+            _plan_engine("reference", "log-probs for the KL", plain, config, model, trains=False)
+        )
+    if needs_critic(config):
+        plans.append(_plan_engine("critic", "values, updates", config.critic, config, model))
+    for role, engine in get_frozen_engines(config).items():
+        frozen, task = read_config(get_frozen_paths(config)[role]), "log-probs to learn from"
+        if role == "reward_model":
+            frozen, task = build_value_config(frozen), "scores of responses"
+        plans.append(_plan_engine(role, task, engine, config, frozen, trains=False))
+    task = f"generation: {_format_servers(config.rollout.num_servers)}"
+    plans.append(_plan_servers("rollout", task, config.rollout, config, model))
+    for name, served in build_served_models(config).items():
+        task = f"frozen: {_format_servers(served.servers.num_servers)}"
+        frozen = read_config(served.path) if served.path else model
+        plans.append(_plan_servers(f"{ROLE}{name}", task, served.servers, config, frozen))
+    return plans
+
+
+def plan_supervised_roles(
+    config: TrainConfig, model: HFConfig, *, has_reference: bool
+) -> list[RolePlan]:
+    """Return the roles of a supervised job: the model and, with has_reference, a frozen one."""
+    if isinstance(config, RMConfig):
+        model = build_value_config(model, SEQUENCE)
+    plans = [_plan_engine("model", "updates", config.engine, config, model)]
+    if has_reference:
+        plain = replace(config.engine, lora=LoRAConfig())
+        plans.append(
+            _plan_engine("reference", "log-probs for the loss", plain, config, model, trains=False)
+        )
+    return plans
+
+
+def _plan_engine(
+    name: str,
+    task: str,
+    engine: EngineConfig,
+    config: RLConfig | TrainConfig,
+    model: HFConfig,
+    *,
+    trains: bool = True,
+) -> RolePlan:
+    """Plan a role with a training engine: a stage for each pipeline rank."""
+    family, layout, sizes = get_family(model), engine.layout, get_model_sizes(model)
+    num_mtp = family.num_mtp_layers(model) if engine.mtp_loss_coef else 0
+    chunks = split_into_chunks(layout, sizes.num_layers, num_mtp)
+    mesh = Mesh(layout)
+    padded = pad_vocab_size(model, layout.tp)
+    if name == "critic":
+        all_weights = map_value_weights(build_value_config(model), padded)
+    else:
+        all_weights = map_model_weights(model, padded)
+    weights = [weight for weight in all_weights if num_mtp or weight.stage != "mtp"]
+    ranks_of_layout = TrainingRanks(mesh, chunks, sizes.num_experts)
+    rank_counts = _count_elements(ranks_of_layout, weights, engine.lora)
+    itemsize = ITEMSIZES[config.model.dtype]
+    stages = []
+    for pp_rank in range(layout.pp):
+        ranks = mesh.get_ranks(pp_rank=pp_rank)
+        counts = rank_counts[ranks[0]]
+        trained = counts.dense + counts.expert if trains else 0
+        optimizer_bytes = _compute_optimizer_bytes(counts, engine, mesh, itemsize)
+        stages.append(
+            StagePlan(
+                ranks=tuple(ranks),
+                layers=", ".join(
+                    part
+                    for chunk in chunks
+                    if chunk.pp_rank == pp_rank
+                    for part in _describe_chunk(chunk)
+                ),
+                parameters=counts.parameters,
+                weight_bytes=_compute_weight_bytes(counts, itemsize),
+                gradient_bytes=trained * _FLOAT32,
+                optimizer_bytes=optimizer_bytes if trains else 0,
+            )
+        )
+    return RolePlan(name, task, _format_axes(layout), tuple(stages))
+
+
+def _compute_weight_bytes(counts: _ElementCounts, itemsize: int) -> int:
+    return counts.parameters * itemsize + counts.float32 * (_FLOAT32 - itemsize)
+
+
+def _compute_optimizer_bytes(
+    counts: _ElementCounts, engine: EngineConfig, mesh: Mesh, itemsize: int
+) -> int:
+    """Return the bytes of Adam's two moments and, for bfloat16 weights, of their float32 copy.
+
+    The distributed optimizer shards them over data-parallel ranks.
+    """
+    dense, expert = counts.dense, counts.expert
+    if engine.optimizer.distributed:
+        dense = -(-dense // (mesh.sizes["dp"] * mesh.sizes["cp"]))
+        expert = -(-expert // mesh.sizes["edp"])
+    return (dense + expert) * _FLOAT32 * (2 if itemsize == _FLOAT32 else 3)
+
+
+def _format_servers(num_servers: int) -> str:
+    return f"{num_servers} vLLM server{'s' * (num_servers > 1)}"
+
+
+def _plan_servers(
+    name: str, task: str, rollout: RolloutConfig, config: RLConfig, model: HFConfig
+) -> RolePlan:
+    """Plan a role with vLLM servers, which are all equal: one stage."""
+    sizes = get_model_sizes(model)
+    layout = build_generation_layout(rollout, rollout.num_servers)
+    rank_counts = _count_elements(
+        GenerationRanks(layout, sizes.num_layers, sizes.num_experts),
+        get_family(model).vllm_weights(model),
+        LoRAConfig(),
+    )
+    # Experts may not divide evenly.
+    largest = max(rank_counts, key=lambda counts: counts.parameters)
+    stage = StagePlan(
+        ranks=tuple(range(layout.world_size)),
+        layers=f"all {sizes.num_layers} layers",
+        parameters=largest.parameters,
+        weight_bytes=_compute_weight_bytes(largest, ITEMSIZES[config.model.dtype]),
+        gradient_bytes=0,
+        optimizer_bytes=0,
+        cache_bytes=rollout.kv_cache_bytes,
+    )
+    server = GenerationLayout(tp=rollout.tp)
+    return RolePlan(name, task, _format_axes(server) + " ep" * rollout.ep, (stage,))
+
+
+def _count_elements(
+    ranks: Ranks, weights: Sequence[Weight], lora: LoRAConfig
+) -> list[_ElementCounts]:
+    """Count the elements on each rank."""
+    rank_counts = [_ElementCounts() for _ in range(ranks.world_size)]
+    for weight in weights:
+        holders = ranks.get_holders(weight)
+        for index, members in enumerate(holders):
+            shape = weight.rule.get_local_shape(Shard(index, len(holders)))
+            size, trained = math.prod(shape), _count_trained(weight, shape, lora)
+            for rank in members:
+                counts = rank_counts[rank]
+                counts.parameters += size + (trained if lora.rank else 0)
+                if weight.float32:
+                    counts.float32 += size
+                elif weight.expert is None:
+                    counts.dense += trained
+                else:
+                    counts.expert += trained
+    return rank_counts
+
+
+def _count_trained(weight: Weight, shape: tuple[int, ...], lora: LoRAConfig) -> int:
+    """Count elements with gradients: those of the weight, or of the factors of its adapter."""
+    if not lora.rank:
+        return 0 if weight.float32 else math.prod(shape)
+    return lora.rank * sum(shape) if adapted_linear(weight) in lora.targets else 0
+
+
+def _describe_chunk(chunk: Chunk) -> Iterator[str]:
+    if chunk.has_embedding:
+        yield "embedding"
+    if len(chunk.layers):
+        first, last = chunk.layers[0], chunk.layers[-1]
+        yield f"layer {first}" if first == last else f"layers {first}-{last}"
+    if chunk.has_head:
+        yield "head"
+
+
+def _format_axes(layout: Layout | GenerationLayout) -> str:
+    """
+    >>> _format_axes(Layout(tp=2, ep=2))
+    'tp=2 ep=2'
+    """
+    sizes = asdict(layout)
+    return " ".join(f"{axis}={n}" for axis, n in sizes.items() if n not in (1, None)) or "tp=1"
+
+
+# Memory of the fullest GPU while each role runs
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPhase:
+    """Bytes on the fullest GPU while a role has the devices, or during a weight update."""
+
+    name: str
+    weights: int
+    gradients: int = 0
+    optimizer: int = 0
+    activations: int = 0  # estimated
+    cache: int = 0  # KV cache
+    buffers: int = 0  # of the weight sync
+
+    @property
+    def total(self) -> int:
+        parts = self.weights, self.gradients, self.optimizer, self.activations, self.cache
+        return sum(parts) + self.buffers
+
+
+def compute_memory_phases(
+    config: RLConfig, model: HFConfig, plans: Sequence[RolePlan]
+) -> list[MemoryPhase]:
+    """Return a phase for each role, and the weight update if actor and servers share GPUs."""
+    phases = [_compute_phase(config, model, plan) for plan in plans]
+    if are_colocated(config.placement, "actor", "rollout"):
+        weights = {phase.name: phase.weights for phase in phases}
+        both = weights["actor"] + weights["rollout"]
+        phases.append(MemoryPhase("push", both, buffers=2 * config.weight_sync.bucket_bytes))
+    return phases
+
+
+def _compute_phase(config: RLConfig, model: HFConfig, plan: RolePlan) -> MemoryPhase:
+    if plan.stages[0].cache_bytes:  # a role with servers
+        [stage] = plan.stages
+        return MemoryPhase(plan.name, stage.weight_bytes, cache=stage.cache_bytes)
+    trained = config.warm_start if plan.name == "warm_start" else config.actor
+    is_offloaded = trained.optimizer.cpu_offload
+
+    def sum_bytes(stage: StagePlan) -> int:
+        optimizer_bytes = 0 if is_offloaded else stage.optimizer_bytes
+        return stage.weight_bytes + stage.gradient_bytes + optimizer_bytes
+
+    stage = max(plan.stages, key=sum_bytes)
+    return MemoryPhase(
+        plan.name,
+        stage.weight_bytes,
+        stage.gradient_bytes,
+        0 if is_offloaded else stage.optimizer_bytes,
+        estimate_activation_bytes(config, model) if plan.name == "actor" else 0,
+    )
+
+
+def estimate_activation_bytes(config: RLConfig, model: HFConfig) -> int:
+    """Estimate the activations on the actor's fullest GPU, at even load of the experts.
+
+    Counts as in arXiv:2205.05198. Per token and layer, in elements of model.dtype: five times the
+    hidden size (layer input, outputs of both norms, attention output, residual sum); queries and
+    keys before and after rotation (and norm), values, attention result; gate, up and product of
+    each MLP that the token passes through; inputs and outputs of its experts.
+
+    A pipeline rank stores these for each micro-batch in flight. With full recompute it stores the
+    inputs of its recompute units instead, and recomputes one unit at a time. The backward pass
+    needs one more layer, of gradients. The output head is not counted: actor.logprob_chunk_bytes
+    bounds it. Kernels that are not fused store up to 50% more (tests/dist_cpu/test_roles.py).
+    """
+    engine = config.actor
+    layout, family = engine.layout, get_family(model)
+    parts = _count_layer_elements(family.config_map(model), layout.etp)
+    recomputed = _list_recomputed(engine)
+    stored = sum(size for name, size in parts.items() if name not in recomputed)
+    hidden, layer = parts["input"], sum(parts.values())
+    chunks = split_into_chunks(layout, family.config_map(model)["num_layers"])
+    most = 0
+    for pp_rank in range(layout.pp):
+        for chunk in chunks:
+            if chunk.pp_rank == pp_rank:
+                units = -(-len(chunk.layers) // engine.recompute.num_layers)
+                chunk_elements = len(chunk.layers) * stored
+                if engine.recompute.granularity == "full":
+                    chunk_elements = units * hidden
+                num_in_flight = _count_in_flight(layout.pp, layout.vpp, pp_rank)
+                most = max(most, chunk_elements * num_in_flight)
+    longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
+    tokens = max(engine.max_tokens_per_micro_batch, -(-longest // layout.cp)) / layout.tp
+    unit = engine.recompute.num_layers if engine.recompute.granularity == "full" else 1
+    return int((most + (unit + 1) * layer) * tokens * ITEMSIZES[config.model.dtype])
+
+
+def _count_in_flight(pp: int, vpp: int, pp_rank: int) -> int:
+    """Return the most micro-batches in flight on a rank (1F1B, interleaved with vpp above 1)."""
+    if vpp == 1:
+        return pp - pp_rank
+    return (pp - pp_rank - 1) * 2 + (vpp - 1) * pp + 1
+
+
+def _list_recomputed(engine: EngineConfig) -> set[str]:
+    """Return the parts of a layer that selective recompute does not store."""
+    if engine.recompute.granularity != "selective":
+        return set()
+    parts = {
+        "layernorm": {"norms"},
+        "mla_up_proj": {"heads"},
+        "moe": {"moe", "moe_act", "shared_experts"},
+        "core_attn": set(),  # kernels store nothing of it
+    }
+    return set().union(*(parts.get(module, {module}) for module in engine.recompute.modules))
+
+
+def _count_layer_elements(fields: Mapping[str, Any], etp: int) -> dict[str, int]:
+    """Count a layer's activations per token, over all tp ranks; an MoE layer if there is one."""
+    hidden, heads, copies = fields["hidden_size"], fields["num_attention_heads"], 2
+    if "kv_lora_rank" in fields:  # latents are expanded to keys and values of all heads
+        query = key = heads * (fields["qk_head_dim"] + fields["qk_pos_emb_head_dim"])
+        value = result = heads * fields["v_head_dim"]
+    else:
+        query = result = heads * fields["kv_channels"]
+        key = value = fields["num_query_groups"] * fields["kv_channels"]
+        copies += fields.get("qk_layernorm", False)
+    elements = {
+        "input": hidden,
+        "norms": 2 * hidden,
+        "heads": copies * (query + key) + value,
+        "result": result + 2 * hidden,
+    }
+    if not fields.get("num_moe_experts"):
+        return elements | {"mlp": 3 * fields["ffn_hidden_size"]}
+    chosen, columns = fields["moe_router_topk"], fields["moe_ffn_hidden_size"]
+    shared = fields.get("moe_shared_expert_intermediate_size") or 0
+    return elements | {
+        "moe_act": chosen * columns,
+        "moe": chosen * (2 * hidden * etp + 2 * columns),
+        "shared_experts": 3 * shared,
+    }
