@@ -1,6 +1,6 @@
 """Run of the doctor: nodes are started, awaited with a time limit, and their reports compared.
 
-Nodes are this one, or all of a SLURM allocation; for Ray see controller/each_node.py.
+Nodes are this one, or all of a SLURM allocation; for Ray see controller/ray_nodes.py.
 """
 
 from __future__ import annotations
