@@ -36,7 +36,7 @@ class Pools:
     def __init__(self):
         self.specs = []
 
-    def gpu_ids(self, role):
+    def get_gpu_ids(self, role):
         return ()
 
     def group(self, role, worker, args, layout, **options):

@@ -81,7 +81,7 @@ def make_pool(
     *groups: ServedGroup,
     restart: Callable[[int], ServedGroup] = ServedGroup,
     takes_turns: bool = False,
-    wanted: Callable[[], set[int]] | None = None,
+    desired: Callable[[], set[int]] | None = None,
 ) -> ServerPool:
     """Make a pool of servers 0, 1, ... that have started; `restart` makes those started again."""
     initial = dict(enumerate(groups))
@@ -95,7 +95,7 @@ def make_pool(
         max_restarts=3,
         takes_turns=takes_turns,
         timeouts=TimeoutsConfig(),
-        wanted=wanted,
+        desired=desired,
     )
     pool.started()
     return pool
@@ -309,22 +309,22 @@ class Leaving(ServedGroup):
 
 def test_servers_leave_and_join_before_a_push(monkeypatch, capsys):
     monkeypatch.setattr("mcore_rl.rollout.server_pool.wait_until_built", len)
-    wanted, groups = {0, 1}, [Leaving(0), Leaving(1)]
+    desired, groups = {0, 1}, [Leaving(0), Leaving(1)]
     restarted = {number: Leaving(number) for number in (0, 1)}
-    pool = make_pool(*groups, restart=restarted.__getitem__, wanted=lambda: wanted)
+    pool = make_pool(*groups, restart=restarted.__getitem__, desired=lambda: desired)
     pool.follow_wanted()
     pool.begin(make_prompts(0, 1), SAMPLING)
     pool.collect("train", 0)
     assert not any(group.end_reason for group in groups)
 
-    wanted -= {1}
+    desired -= {1}
     pool.follow_wanted()
     assert (groups[0].end_reason, bool(groups[1].end_reason)) == ("", True)
     pool.collect("train", 0)
     assert groups[0].last("begin").args[0].array("group_ids").tolist() == [1]
 
-    wanted |= {1}
-    wanted -= {0}
+    desired |= {1}
+    desired -= {0}
     for _ in range(2):  # the first stays until the second is up
         pool.follow_wanted()
         assert not groups[0].end_reason
@@ -341,10 +341,10 @@ def test_servers_leave_and_join_before_a_push(monkeypatch, capsys):
 
 
 def test_an_unreadable_file_of_servers_changes_nothing(capsys):
-    def wanted() -> set[int]:
+    def desired() -> set[int]:
         raise ConfigError("servers.json is damaged")
 
-    pool = make_pool(ServedGroup(0), ServedGroup(1), wanted=wanted)
+    pool = make_pool(ServedGroup(0), ServedGroup(1), desired=desired)
     pool.follow_wanted()
     assert pool.num_up == 2
     assert capsys.readouterr().out == "servers stay as they are: servers.json is damaged\n"
