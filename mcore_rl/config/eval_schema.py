@@ -14,10 +14,10 @@ from mcore_rl.config.resolve import (
     MAX_SEED,
     OWN_POOL,
     resolve_reward,
-    resolve_servers,
     reward_terms,
 )
 from mcore_rl.config.resolve_evaluation import check_stop
+from mcore_rl.config.resolve_servers import check_batch_of_lane, resolve_servers
 from mcore_rl.config.schema import (
     DataConfig,
     ModelConfig,
@@ -163,7 +163,7 @@ def as_run(config: EvalConfig, device: str, path: str, chat_date: str) -> RLConf
     """
     data = config.data
     dtype = config.model.dtype if config.model.dtype != "auto" else DTYPE_OF_LANE[device]
-    return RLConfig(
+    run = RLConfig(
         seed=config.seed,
         output_dir=config.output_dir,
         placement=replace(PlacementConfig(), rollout=OWN_POOL),
@@ -179,3 +179,5 @@ def as_run(config: EvalConfig, device: str, path: str, chat_date: str) -> RLConf
         reward=config.reward,
         timeouts=config.timeouts,
     )
+    check_batch_of_lane("rollout", run.rollout, run.max_sequence_tokens, device)
+    return run

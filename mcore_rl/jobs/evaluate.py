@@ -53,6 +53,7 @@ from mcore_rl.workers.checkpointer import tell
 from mcore_rl.workers.near_data import here, per_sample
 from mcore_rl.workers.rollout_pool import RolloutPool
 
+_MOST_SEQS = 1024  # that a server runs at once without rollout.max_num_seqs, on any GPU
 _ROUNDS = 4  # a call asks for this many times what the servers run at once
 
 
@@ -228,7 +229,7 @@ def _evaluate(name: str, inputs: _Inputs, pool: RolloutPool, folder: Path) -> di
     """Sample one set, write its samples, and return its metrics."""
     config, servers = inputs.config, inputs.config.rollout
     prompts = held_out_batch(inputs.sets[name], inputs.num_prompts(name))
-    at_once = servers.num_servers * servers.max_num_seqs
+    at_once = servers.num_servers * (servers.max_num_seqs or _MOST_SEQS)
     size = max(servers.num_servers, _ROUNDS * at_once // servers.n)
     parts: list[Batch] = []
     with (

@@ -148,6 +148,7 @@ class VLLMServer:
         self.prepare()
         from vllm.config import WeightTransferConfig
         from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.usage.usage_lib import UsageContext
 
         from mcore_rl.rollout import vllm_float8, vllm_routing, vllm_worker
 
@@ -158,7 +159,6 @@ class VLLMServer:
             dtype=self._dtype,
             seed=self._seed,
             max_model_len=self._max_model_tokens,
-            max_num_seqs=self._config.max_num_seqs,
             kv_cache_memory_bytes=self._config.kv_cache_bytes,
             tensor_parallel_size=self._config.tp,
             # Workers are processes of this server; inside an actor vLLM would make them Ray's.
@@ -176,7 +176,7 @@ class VLLMServer:
             **vllm_routing.arguments(self._records_experts),
             **vllm_float8.float8_arguments(self._model_path, ep=self._config.ep),
             **nodes,
-        ).create_engine_config(headless=headless)
+        ).create_engine_config(UsageContext.OPENAI_API_SERVER, headless=headless)
         vllm_worker.check_heads(config.model_config)
         vllm_routing.check(config)
         # Workers that crash leave their memory behind, and the server may never be closed.

@@ -128,6 +128,9 @@ def lane_arguments(
         "worker_extension_cls": f"{__name__}.{WorkerExtension.__name__}",
         "enforce_eager": eager,
         "additional_config": name,
+        # None: as `vllm serve` would (engine/arg_utils.py:2894).
+        "max_num_seqs": config.max_num_seqs,
+        "max_num_batched_tokens": config.max_num_batched_tokens,
     }
     if not current_platform.is_cpu():
         # What a server takes is rollout.kv_cache_bytes and the model. This share of the GPU is only
@@ -162,7 +165,8 @@ def lane_arguments(
         # A seeded request with a chunked prompt rewinds its generator, which one on the CPU
         # refuses: the engine dies (v1/worker/gpu_model_runner.py:3502).
         "enable_chunked_prefill": False,
-        "max_num_batched_tokens": max(8192, max_model_tokens),
+        "max_num_seqs": config.max_num_seqs or 256,
+        "max_num_batched_tokens": config.max_num_batched_tokens or max(8192, max_model_tokens),
     }
 
 
