@@ -128,6 +128,11 @@ def resolve_eval(config: EvalConfig) -> None:
 def _resolve_sampling(config: SamplingConfig) -> None:
     check_stop("rollout.stop", config.stop)
     resolve_servers(config)
+    if config.load_format == "dummy":
+        raise ConfigError(
+            "rollout.load_format='dummy': an evaluation has no trainer that sends weights; "
+            "allowed: 'auto', 'checkpoint'"
+        )
     between("rollout.n", config.n, 1, MAX_N)
     at_least("rollout.temperature", config.temperature, 0)
     if not 0 < config.top_p <= 1:

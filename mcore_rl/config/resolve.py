@@ -307,6 +307,12 @@ def _resolve_weight_sync(config: RLConfig) -> None:
             f"weight_sync.transport={transport!r} has no part in weight_sync.method={method!r}; "
             "allowed: weight_sync.method='disaggregated'"
         )
+    if method == "full_export" and config.rollout.load_format == "dummy":
+        raise ConfigError(
+            "rollout.load_format='dummy': vLLM's own loader, which reads what "
+            "weight_sync.method='full_export' writes, does not check that all weights are there; "
+            "allowed: 'auto', 'checkpoint', or another method"
+        )
     num_workers = config.rollout.num_servers * config.rollout.tp
     num_ranks = config.actor.layout.world_size
     if method == "colocated" and num_workers > num_ranks:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from mcore_rl.config.checks import at_least, check_cores
+from mcore_rl.config.checks import at_least, check_cores, one_of
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import RolloutConfig
+
+LOAD_FORMATS = ("auto", "checkpoint", "dummy")
 
 
 def resolve_servers(config: RolloutConfig) -> None:
@@ -21,6 +23,7 @@ def resolve_servers(config: RolloutConfig) -> None:
         )
     check_cores("rollout.cores", config.cores, num_workers)
     at_least("rollout.max_restarts", config.max_restarts, 0)
+    one_of("rollout.load_format", config.load_format, LOAD_FORMATS)
 
 
 def resolve_batches(key: str, config: RolloutConfig) -> None:

@@ -220,7 +220,7 @@ def _serving(inputs: _Inputs, logs: Path) -> Iterator[RolloutPool]:
             for line in places([servers]):
                 print(line)
             gathered(servers.submit("prepare"))
-            gathered(servers.submit("start"))
+            gathered(servers.submit_start())
             servers.started()
         yield RolloutPool(servers, config.rollout, config.seed)
 

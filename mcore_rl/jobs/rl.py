@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import cast
 
 from mcore_rl.algorithms.losses import ValueClipSettings, negative_log_likelihood, value_clip
 from mcore_rl.checkpoint.run_checkpoints import RunCheckpoint
@@ -70,6 +71,7 @@ from mcore_rl.workers.policy_checks import logprob_gaps
 from mcore_rl.workers.policy_loss import PolicyLoss, reads_squares
 from mcore_rl.workers.rollout_worker import RolloutSpec, RolloutWorker
 from mcore_rl.workers.sample_tables import SampleTables
+from mcore_rl.workers.server_groups import LoadFormat
 from mcore_rl.workers.server_pool import ServerPool
 from mcore_rl.workers.turns import Turns, model_moves, servers_sleep
 from mcore_rl.workers.wanted_servers import read_wanted_servers
@@ -192,8 +194,9 @@ def _reinforce(run: _Run, pools: Pools, ranks: WorkerGroup | None) -> None:
     config, inputs, output = run.config, run.inputs, run.output
     with contextlib.ExitStack() as stack:
         thread = stack.enter_context(ThreadPoolExecutor(1, "generation"))  # it ends after them
+        load_format = choose_load_format(config, goes_on=run.found is not None)
         with waiting("starting the servers and the trainer"):
-            turns = _started(config, pools, ranks, stack)
+            turns = _started(config, pools, ranks, load_format, stack)
         loop, actor = Loop.of(config, turns, inputs.train, thread), turns.actor
         checkpoint, num_bytes = output.folder / CHECKPOINT, room.weight_bytes(config)
         checkpointer = Checkpointer(
@@ -209,6 +212,10 @@ def _reinforce(run: _Run, pools: Pools, ranks: WorkerGroup | None) -> None:
         tables = SampleTables(output.folder, inputs.tokenizer, config.samples, actor)
         tests = held_out(inputs.tests, config.trainer.eval_samples)
         evaluation = Evaluation(config, loop.rollout, tests, tables, output.evaluated)
+        if run.found is None and load_format == "dummy":
+            with waiting("sending the weights"):
+                turns.stop_serving()
+                turns.serve_again()
         if run.found is None and evaluation.is_due(0):
             with waiting("evaluating"):
                 output.write(0, evaluation.run(0))
@@ -245,16 +252,32 @@ def _reinforce(run: _Run, pools: Pools, ranks: WorkerGroup | None) -> None:
             room.export(actor, checkpoint, num_bytes)
 
 
+def choose_load_format(config: RLConfig, *, goes_on: bool) -> LoadFormat:
+    """Return what servers start with; a run that goes on sends them its checkpoint's weights.
+
+    A transport's plan covers every element of every parameter, which workers check. Of a full
+    export, which vLLM's own loader reads, nothing proves that.
+    """
+    if config.weight_sync.method == "full_export":
+        return "checkpoint"
+    given = cast(LoadFormat, config.rollout.load_format)
+    return "dummy" if given == "auto" and goes_on else given
+
+
 def _started(
-    config: RLConfig, pools: Pools, ranks: WorkerGroup | None, stack: contextlib.ExitStack
+    config: RLConfig,
+    pools: Pools,
+    ranks: WorkerGroup | None,
+    load_format: LoadFormat,
+    stack: contextlib.ExitStack,
 ) -> Turns:
-    """All roles, built beside each other and loaded; the servers serve.
+    """All roles, built beside each other and loaded; the servers serve, or wait for weights.
 
     What shares devices loads one after the other, and leaves them to the next.
     """
     loss, placement, roles = PolicyLoss(config.algorithm), config.placement, models_of(config)
     frozen_servers = stack.enter_context(model_servers(config, pools))
-    servers = stack.enter_context(server_pool(config, pools))
+    servers = stack.enter_context(server_pool(config, pools, load_format))
     preparing = [*servers.submit("prepare"), *frozen_servers.preparing()]
     total_steps = config.trainer.num_steps * config.algorithm.num_mini_batches
     spec = _engine_spec(config, config.actor, total_steps)
@@ -281,7 +304,7 @@ def _started(
     starting = frozen_servers.starting()
     waiting_for = [*preparing, *starting]
     if not servers_sleep(placement, roles):
-        waiting_for += servers.submit("start")
+        waiting_for += servers.submit_start()
     for name, model in models.items():
         waiting_for.append(model.initialize.submit())
         if model_moves(placement, name, roles):
@@ -289,7 +312,7 @@ def _started(
             model.to("host")
     gathered(waiting_for)
     if servers_sleep(placement, roles):
-        gathered(servers.submit("start"))
+        gathered(servers.submit_start())
     servers.started()
     if starting:
         servers.connect_models(frozen_servers.addresses(gathered(starting)))
@@ -362,7 +385,9 @@ def _model(
 
 
 @contextlib.contextmanager
-def server_pool(config: RLConfig, pools: Pools) -> Iterator[ServerPool]:
+def server_pool(
+    config: RLConfig, pools: Pools, load_format: LoadFormat = "checkpoint"
+) -> Iterator[ServerPool]:
     """The generation servers of a checkpoint: being built, and they have yet to be started."""
     spec = RolloutSpec(
         model_path=config.model.path,
@@ -397,6 +422,7 @@ def server_pool(config: RLConfig, pools: Pools) -> Iterator[ServerPool]:
         takes_turns=spec.can_sleep,
         timeouts=config.timeouts,
         wanted=wanted,
+        load_format=load_format,
     ) as servers:
         yield servers
         servers.shut_down()

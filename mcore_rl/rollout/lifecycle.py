@@ -3,11 +3,11 @@
          start           sleep          wake weights         update          wake kv_cache
     new -------> serving -------> asleep ------------> empty -------> loaded -------------> serving
 
-A serving server takes updates, too. After a failed one it is torn, or empty as before, and after a
-sleep that failed torn: it serves nothing until a complete update succeeds. Requests run in
-parallel; everything else runs alone, or beside requests that stand still meanwhile
-(rollout/traffic.py). Those of a server that sleeps have been kept: whatever it does, they stand
-still until it serves.
+A server that was started without weights waits for an update, or sleeps before it. A serving server
+takes updates, too. After a failed one it is torn, or empty as before, and after a sleep that failed
+torn: it serves nothing until a complete update succeeds. Requests run in parallel; everything else
+runs alone, or beside requests that stand still meanwhile (rollout/traffic.py). Those of a server
+that sleeps have been kept: whatever it does, they stand still until it serves.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from mcore_rl.config.errors import StateError
 
 class State(Enum):
     NEW = "has not been started"
+    WAITING = "has yet to get weights"
     SERVING = "serves"
     ASLEEP = "is asleep"
     EMPTY = "has no weights since it slept"
@@ -32,6 +33,7 @@ class State(Enum):
 
 class Call(Enum):
     START = "start"
+    START_WITHOUT_WEIGHTS = "start without weights"
     GENERATE = "generate"
     TRACE = "trace"
     CONNECT = "connect to a trainer"
@@ -45,17 +47,21 @@ class Call(Enum):
 TRANSITIONS: Mapping[tuple[Call, State], State] = MappingProxyType(
     {
         (Call.START, State.NEW): State.SERVING,
+        (Call.START_WITHOUT_WEIGHTS, State.NEW): State.WAITING,
         (Call.GENERATE, State.SERVING): State.SERVING,
         (Call.TRACE, State.SERVING): State.SERVING,
         (Call.CONNECT, State.SERVING): State.SERVING,
+        (Call.CONNECT, State.WAITING): State.WAITING,
         (Call.CONNECT, State.TORN): State.TORN,
         (Call.CONNECT, State.EMPTY): State.EMPTY,
         (Call.CONNECT, State.LOADED): State.LOADED,
         (Call.UPDATE, State.SERVING): State.SERVING,
+        (Call.UPDATE, State.WAITING): State.SERVING,
         (Call.UPDATE, State.TORN): State.SERVING,
         (Call.UPDATE, State.EMPTY): State.LOADED,
         (Call.UPDATE, State.LOADED): State.LOADED,
         (Call.SLEEP, State.SERVING): State.ASLEEP,
+        (Call.SLEEP, State.WAITING): State.ASLEEP,
         (Call.WAKE_WEIGHTS, State.ASLEEP): State.EMPTY,
         (Call.WAKE_KV_CACHE, State.LOADED): State.SERVING,
     }
@@ -65,6 +71,7 @@ _AFTER_FAILURE: Mapping[tuple[Call, State], State] = MappingProxyType(
         (Call.UPDATE, State.SERVING): State.TORN,
         (Call.UPDATE, State.LOADED): State.EMPTY,
         (Call.SLEEP, State.SERVING): State.TORN,
+        (Call.SLEEP, State.WAITING): State.TORN,
     }
 )
 

@@ -121,7 +121,7 @@ class GenerationServer(Generator, Protocol):
     def prepare(self) -> None:
         """Import what `start` needs. Optional."""
 
-    async def start(self) -> None:
+    async def start(self, *, reads_weights: bool = True) -> None:
         """Load the checkpoint; returns when it serves."""
 
     async def connect_weights(

@@ -103,9 +103,9 @@ class HeadlessWorkers:
         self._executor: MultiprocExecutor | None = None
         self._stop_watch: StoppedProcesses | None = None
 
-    async def start(self) -> None:
-        """Returns when the engine has met them."""
-        config, name = self._server.engine_config(headless=True)
+    async def start(self, *, reads_weights: bool = True) -> None:
+        """As VLLMServer.start; return when the engine has met them."""
+        config, name = self._server.engine_config(headless=True, reads_weights=reads_weights)
         from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
         from mcore_rl.rollout import vllm_worker

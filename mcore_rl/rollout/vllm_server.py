@@ -131,29 +131,44 @@ class VLLMServer:
         with long_lived():
             import mcore_rl.rollout.vllm_worker  # noqa: F401
 
-    async def start(self) -> None:
-        """Seconds to minutes.
+    async def start(self, *, reads_weights: bool = True) -> None:
+        """Start the engine: seconds to minutes.
 
-        Raises ConfigError when the model's attention heads do not suit the lane, RuntimeError when
-        the engine does not start: why, its processes have told this one's stderr.
+        Args:
+            reads_weights: False leaves the checkpoint's weights on disk; the server refuses
+                requests until an update.
+
+        Raises:
+            ConfigError: the model's attention heads do not suit the lane.
+            RuntimeError: the engine does not start: why, its processes have told this one's stderr.
         """
-        with self._lifecycle.alone(Call.START):
-            await self._start()
+        with self._lifecycle.alone(Call.START if reads_weights else Call.START_WITHOUT_WEIGHTS):
+            await self._start(reads_weights)
 
-    def engine_config(self, *, headless: bool = False) -> tuple[VllmConfig, ServerName]:
-        """vLLM's settings and the name of this process's part of the server.
+    def engine_config(
+        self, *, headless: bool = False, reads_weights: bool = True
+    ) -> tuple[VllmConfig, ServerName]:
+        """Return vLLM's settings and the name of this process's part of the server.
 
-        `headless`: of a node without the engine. Raises ConfigError as `start`.
+        Args:
+            headless: Of a node without the engine.
+            reads_weights: As of `start`.
+
+        Raises:
+            ConfigError: as `start`.
         """
         self.prepare()
         from vllm.config import WeightTransferConfig
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.usage.usage_lib import UsageContext
 
-        from mcore_rl.rollout import vllm_float8, vllm_routing, vllm_worker
+        from mcore_rl.rollout import vllm_float8, vllm_routing, vllm_weights, vllm_worker
 
         self._name = name = vllm_worker.ServerName.new()
         nodes = {} if self._nodes is None else self._nodes.engine_arguments()
+        loading = vllm_float8.float8_arguments(self._model_path, ep=self._config.ep)
+        if not reads_weights:
+            loading["load_format"] = vllm_weights.NO_WEIGHTS
         config = AsyncEngineArgs(
             model=self._model_path,
             dtype=self._dtype,
@@ -174,7 +189,7 @@ class VLLMServer:
             **vllm_worker.lane_arguments(self._config, name, self._max_model_tokens, self._eager),
             **vllm_worker.sleep_arguments(self._can_sleep),
             **vllm_routing.arguments(self._records_experts),
-            **vllm_float8.float8_arguments(self._model_path, ep=self._config.ep),
+            **loading,
             **nodes,
         ).create_engine_config(UsageContext.OPENAI_API_SERVER, headless=headless)
         vllm_worker.check_heads(config.model_config)
@@ -183,8 +198,8 @@ class VLLMServer:
         atexit.register(vllm_worker.remove_shared_memory, name)
         return config, name
 
-    async def _start(self) -> None:
-        config, name = self.engine_config()
+    async def _start(self, reads_weights: bool) -> None:
+        config, name = self.engine_config(reads_weights=reads_weights)
         from vllm.v1.engine.async_llm import AsyncLLM
 
         from mcore_rl.rollout import vllm_worker
@@ -380,7 +395,7 @@ class VLLMServer:
             yield
 
     async def sleep(self, *, keep: bool = False) -> None:
-        if not self._can_sleep and self._lifecycle.state is State.SERVING:
+        if not self._can_sleep and self._lifecycle.state in (State.SERVING, State.WAITING):
             raise StateError("the server cannot sleep: it was started without can_sleep")
         async with self._stopped(Call.SLEEP, keep=keep):
             # Requests that are there are preempted: nothing is cached afterwards.

@@ -9,15 +9,19 @@ module at a time is in memory twice.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
 import torch
+from vllm.config import ModelConfig
 from vllm.model_executor.layers.attention import is_deferred_attention_layer
 from vllm.model_executor.layers.vocab_parallel_embedding import (
     ParallelLMHead,
     VocabParallelEmbedding,
 )
+from vllm.model_executor.model_loader import register_model_loader
+from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
 from vllm.model_executor.model_loader.reload import (
     finalize_layerwise_reload,
     initialize_layerwise_reload,
@@ -33,11 +37,30 @@ from vllm.model_executor.model_loader.reload.meta import (
     materialize_layer,
 )
 from vllm.model_executor.model_loader.reload.utils import get_layer_size
+from vllm.model_executor.model_loader.weight_utils import initialize_single_dummy_weight
 from vllm.platforms import current_platform
 
 from mcore_rl.reshard import ops
 from mcore_rl.reshard.executor import ReceivedSlice
 from mcore_rl.weight_sync.worker_layout import WorkerLayout
+
+NO_WEIGHTS = "mcore_rl_no_weights"  # the load format of a server whose trainer sends them first
+
+
+def register_loader() -> None:
+    """Register `NO_WEIGHTS` with vLLM, as one of its load formats."""
+    register_model_loader(NO_WEIGHTS)(_NoWeightsLoader)
+
+
+class _NoWeightsLoader(DummyModelLoader):
+    """Fill parameters with small random numbers; an update writes all of them.
+
+    vLLM's own loader also fills buffers, which no update writes.
+    """
+
+    def load_weights(self, model: torch.nn.Module, model_config: ModelConfig) -> None:
+        for parameter in model.parameters():
+            initialize_single_dummy_weight(parameter)
 
 
 def worker_layout(model: Any) -> WorkerLayout:
@@ -121,6 +144,7 @@ class ShardWriter:
     def __init__(self, model: Any, generation_rank: int) -> None:
         self._model, self._rank = model, generation_rank
         self._modules = dict(model.named_modules())
+        self._uncounted = Counter[int]()  # elements of parameters that vLLM does not count, by id
         # Checked pieces in their places: without checksums so far, and with them.
         self._written: list[tuple[ReceivedSlice, torch.Tensor]] = []
         self._summed: list[tuple[list[ReceivedSlice], torch.Tensor]] = []
@@ -167,6 +191,8 @@ class ShardWriter:
                 f"{piece.offset} of {parameter.dtype} {tuple(parameter.shape)}"
             )
         box.copy_(piece.data)
+        if not is_counted:
+            self._uncounted[id(getattr(layer, name))] += box.numel()
         if piece.checksum is not None:
             self._written.append((piece, box))
         if is_counted:
@@ -207,6 +233,13 @@ class ShardWriter:
             and any(parameter is not None for parameter in layer._parameters.values())
             and not _is_tied(self._model, layer)
         ]
+        short += [
+            f"{prefix}.{name}"
+            for prefix, layer in self._modules.items()
+            for name, parameter in layer._parameters.items()
+            if name in SKIP_LOAD_TENSORS and parameter is not None
+            and self._uncounted[id(parameter)] < parameter.numel()
+        ]  # fmt: skip
         if short:
             raise ValueError(f"{len(short)} modules did not get all weights: {short[:5]}")
 

@@ -39,8 +39,7 @@ from mcore_rl.observability.garbage import leave_garbage_at_exit
 from mcore_rl.observability.stacks import answer_signals
 from mcore_rl.parallel.gloo import guard_gloo
 from mcore_rl.parallel.rendezvous import interface_of, use_interface_towards
-from mcore_rl.rollout import vllm_sleep
-from mcore_rl.rollout.vllm_float8 import register_loader
+from mcore_rl.rollout import vllm_float8, vllm_sleep, vllm_weights
 from mcore_rl.rollout.vllm_nodes import meet_at_our_rendezvous
 from mcore_rl.rollout.vllm_trace import TraceTaker
 from mcore_rl.rollout.vllm_weights import make_reloadable, repack_output_heads
@@ -407,6 +406,7 @@ def register() -> None:
     module = "mcore_rl.rollout.vllm_transfer"
     WeightTransferEngineFactory.register_engine(BACKEND, module, "ShardTransferEngine")
     vllm_sleep.install()
-    register_loader()
+    vllm_float8.register_loader()
+    vllm_weights.register_loader()
     if current_platform.is_cpu():
         _route_local_experts()

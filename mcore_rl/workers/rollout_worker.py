@@ -141,11 +141,12 @@ class RolloutWorker:
         self._server.prepare()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, is_start=True)
-    def start(self) -> None:
-        self._wait(self._started())
+    def start(self, reads_weights: bool = True) -> None:
+        """Start the server, which serves; without weights it waits for an update."""
+        self._wait(self._started(reads_weights))
 
-    async def _started(self) -> None:
-        await (self._headless or self._server).start()
+    async def _started(self, reads_weights: bool) -> None:
+        await (self._headless or self._server).start(reads_weights=reads_weights)
         if self._headless is None and isinstance(self._server, VLLMServer):
             print(f"vLLM's model runner: {self._server.model_runner}")
         self._idle.end("start")

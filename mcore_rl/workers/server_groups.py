@@ -12,7 +12,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import TimeoutsConfig
@@ -28,6 +28,7 @@ from mcore_rl.controller.rank_actor import WorkerInfo
 from mcore_rl.controller.worker_group import WorkerGroup, wait_until_built
 from mcore_rl.rollout.protocol import ServerMemory, SleepTag
 
+LoadFormat = Literal["auto", "checkpoint", "dummy"]
 StartServer = Callable[[int], WorkerGroup]  # the workers of the server of a number, being built
 LOOK_S = 0.25  # how often it is looked what servers have answered
 
@@ -41,6 +42,7 @@ class Server:
     restarts: int = 0
     starting: list[PendingCall] = field(default_factory=list)
     is_up: bool = False
+    reads_weights: bool = True  # those of the checkpoint, at its start
     version: int | None = None  # of its weights; None while it has none, or not all of them
     sent: list[PendingCall] = field(default_factory=list)  # calls whose results nobody waits for
     collecting: dict[str, PendingCall] = field(default_factory=dict)  # by stream
@@ -63,16 +65,20 @@ class ServerGroups(ABC):
         takes_turns: bool,
         timeouts: TimeoutsConfig,
         wanted: Callable[[], Collection[int]] | None = None,
+        load_format: LoadFormat = "checkpoint",
     ) -> None:
-        """Makes the groups: `submit` prepare and start, then call `started`.
+        """Make the groups: `submit` prepare, `submit_start`, then call `started`.
 
-        `takes_turns`: they share devices with other roles. `wanted` says which servers
-        there are to be (`follow_wanted`); None: always all.
+        Args:
+            takes_turns: They share devices with other roles.
+            wanted: Returns which servers there are to be (`follow_wanted`); None: always all.
+            load_format: As of RolloutConfig. With "auto", servers of later versions than the
+                checkpoint's start without weights.
         """
         self._start, self._num_servers = start, num_servers
         self._max_restarts, self.takes_turns = max_restarts, takes_turns
         self._call_limit = Limit(timeouts.call_s, "timeouts.call_s")
-        self._read_wanted = wanted
+        self._read_wanted, self._load_format = wanted, load_format
         self._lock = threading.RLock()  # of starts and the end
         self._closed = False
         self._models: Any = None  # addresses of frozen models
@@ -101,8 +107,18 @@ class ServerGroups(ABC):
         """A call on each server before the run: whoever waits for them, ends at a failure."""
         return [getattr(group, method).submit(*args) for group in self.groups]
 
+    def submit_start(self) -> list[PendingCall]:
+        """Start all servers before the run, as `submit`."""
+        return [self._submit_start(server) for server in self._servers.values()]
+
+    def _submit_start(self, server: Server) -> PendingCall:
+        formats = ("checkpoint",) if self.version else ("checkpoint", "auto")
+        server.reads_weights = self._load_format in formats
+        given = {} if server.reads_weights else {"reads_weights": False}
+        return server.group.start.submit(**given)
+
     def started(self) -> None:
-        """All have, with the checkpoint that the run begins from: they serve version 0."""
+        """All have started: with the run's checkpoint they serve version 0, else none yet."""
         for server in self._servers.values():
             self._enter(server)
 
@@ -221,7 +237,7 @@ class ServerGroups(ABC):
         while self._wait_for_starts():
             pass
         joining = [server for server in self._servers.values() if not server.is_up]
-        self._call(joining, "start")
+        self._results(joining, [self._submit_start(server) for server in joining])
         for server in joining:
             if not server.starting:  # else it has died of it
                 self._enter(server)
@@ -329,7 +345,7 @@ class ServerGroups(ABC):
             self._enter(server)
 
     def _enter(self, server: Server) -> None:
-        server.is_up, server.version = True, 0
+        server.is_up, server.version = True, 0 if server.reads_weights else None
         self.membership += 1
         if server.restarts:
             print(f"{server.group.name} is up again, and gets its weights with the next push")
@@ -369,7 +385,10 @@ class ServerGroups(ABC):
 
     def _call(self, servers: Sequence[Server], method: str, *args: Any) -> list[Any]:
         """The results of all their nodes; of those that do not die of it."""
-        calls = [getattr(server.group, method).submit(*args) for server in servers]
+        return self._results(servers, [getattr(s.group, method).submit(*args) for s in servers])
+
+    def _results(self, servers: Sequence[Server], calls: Sequence[PendingCall]) -> list[Any]:
+        """Return the results of a call on each of these servers, as `_call`."""
         if not calls:
             return []
         deaths = outlived(calls, [server.group for server in servers])
@@ -402,7 +421,7 @@ class ServerGroups(ABC):
         group = server.group
         server.starting = [*group.building, group.prepare.submit()]
         if not self.takes_turns:
-            server.starting.append(group.start.submit())
+            server.starting.append(self._submit_start(server))
 
     @abstractmethod
     def _release(self, server: Server) -> None:

@@ -186,6 +186,14 @@ BAD = [
         {"rollout__cores": "0|1"},
         "rollout.cores='0|1' must list the cores of each of a node's 1 workers of a server",
     ),
+    (
+        {"rollout__load_format": "safetensors"},
+        "rollout.load_format='safetensors'; allowed: 'auto', 'checkpoint', 'dummy'",
+    ),
+    (
+        {"rollout__load_format": "dummy", "weight_sync__method": "full_export"},
+        "rollout.load_format='dummy': vLLM's own loader, which reads what weight_sync.method='full",
+    ),
     ({"rollout__max_num_seqs": 0}, "rollout.max_num_seqs=0; allowed: at least 1"),
     (
         {"rollout__max_num_batched_tokens": 0},

@@ -2,9 +2,30 @@
 
 from __future__ import annotations
 
+import pytest
+
 from mcore_rl.config.resolve import placement_of
 from mcore_rl.config.schema import RLConfig, TimeoutsConfig
 from mcore_rl.jobs import rl
+
+
+@pytest.mark.parametrize(
+    ("given", "method", "goes_on", "expected"),
+    [
+        ("auto", "colocated", False, "auto"),
+        ("auto", "colocated", True, "dummy"),
+        ("auto", "disaggregated", True, "dummy"),
+        ("auto", "full_export", True, "checkpoint"),
+        ("checkpoint", "disaggregated", True, "checkpoint"),
+        ("dummy", "disaggregated", False, "dummy"),
+    ],
+)
+def test_servers_of_a_run_that_goes_on_read_no_weights_that_they_are_sent_anyway(
+    given, method, goes_on, expected
+):
+    config = RLConfig()
+    config.rollout.load_format, config.weight_sync.method = given, method
+    assert rl.choose_load_format(config, goes_on=goes_on) == expected
 
 
 class Group:

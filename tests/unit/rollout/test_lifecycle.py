@@ -27,6 +27,19 @@ def test_a_step_of_a_server_that_shares_its_device_goes_round():
     assert lifecycle.state is State.SERVING
 
 
+def test_a_server_without_weights_serves_after_an_update_alone():
+    for calls in ([Call.CONNECT, Call.UPDATE], [*TURNS], [Call.CONNECT, *TURNS]):
+        lifecycle = Lifecycle()
+        with lifecycle.alone(Call.START_WITHOUT_WEIGHTS):
+            pass
+        for call in calls:
+            with pytest.raises(StateError, match="the server cannot generate"), lifecycle.request():
+                pytest.fail("it was allowed")
+            with lifecycle.alone(call):
+                pass
+        assert lifecycle.state is State.SERVING
+
+
 @pytest.mark.parametrize(("call", "state"), [*itertools.product(Call, State)])
 def test_a_call_is_allowed_in_its_states_only(call, state):
     lifecycle = in_state(state)
@@ -54,6 +67,9 @@ def test_generation_needs_weights_and_cache_that_are_whole():
         (Call.UPDATE, State.SERVING, State.TORN),
         (Call.UPDATE, State.TORN, State.TORN),
         (Call.UPDATE, State.EMPTY, State.EMPTY),
+        (Call.UPDATE, State.WAITING, State.WAITING),
+        (Call.SLEEP, State.WAITING, State.TORN),
+        (Call.START_WITHOUT_WEIGHTS, State.NEW, State.NEW),
         (Call.UPDATE, State.LOADED, State.EMPTY),
         (Call.START, State.NEW, State.NEW),
         (Call.SLEEP, State.SERVING, State.TORN),

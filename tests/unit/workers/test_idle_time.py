@@ -41,7 +41,7 @@ class Engine:
     def __init__(self, clock: SimpleNamespace) -> None:
         self.clock = clock
 
-    async def start(self) -> None:
+    async def start(self, *, reads_weights: bool) -> None:
         self.clock.now += 3
 
     async def update(self, version: int, **how: Any) -> None:

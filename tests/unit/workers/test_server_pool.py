@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
@@ -30,6 +30,8 @@ NEVER = Limit(3600, "timeouts.start_s")
 
 class Call(PendingCall):
     """Of one rank, that a test answers."""
+
+    named: Mapping[str, Any]
 
     def __init__(self, group: ServedGroup, method: str, given: tuple[Any, ...], limit: Limit):
         self.reply, self.method, self.given = Future[Reply](), method, given
@@ -65,8 +67,9 @@ class ServedGroup:
                 return Method
 
             @staticmethod
-            def submit(*given: Any) -> Call:
+            def submit(*given: Any, **named: Any) -> Call:
                 self.calls.append(Call(self, method, given, limit))
+                self.calls[-1].named = named
                 return self.calls[-1]
 
         return Method
@@ -80,6 +83,7 @@ def pool_of(
     again: Callable[[int], ServedGroup] = ServedGroup,
     takes_turns: bool = False,
     wanted: Callable[[], set[int]] | None = None,
+    load_format: Any = "checkpoint",
 ) -> ServerPool:
     """Servers of number 0, 1, ... that have started; those started again are `again`'s."""
     first = dict(enumerate(groups))
@@ -94,7 +98,9 @@ def pool_of(
         takes_turns=takes_turns,
         timeouts=TimeoutsConfig(),
         wanted=wanted,
+        load_format=load_format,
     )
+    pool.submit_start()
     pool.started()
     return pool
 
@@ -395,3 +401,85 @@ def test_servers_that_are_stopped_while_no_group_ends_are_started_again(monkeypa
     stopped.clear()
     with pytest.raises(WorkerError, match="no group has come back: rank 0"):
         pool.collect("train", 0.3)
+
+
+WITHOUT = {"reads_weights": False}
+
+
+class AnsweringGroup(ServedGroup):
+    """Answers each call at once."""
+
+    def __getattr__(self, method: str) -> Any:
+        made = super().__getattr__(method)
+
+        def submit(*given: Any, **named: Any) -> Call:
+            call: Call = made.submit(*given, **named)
+            call.answer([])
+            return call
+
+        return SimpleNamespace(submit=submit)
+
+
+@pytest.mark.parametrize(
+    ("load_format", "version", "named"),
+    [
+        ("checkpoint", 0, {}), ("checkpoint", 3, {}), ("auto", 0, {}), ("auto", 3, WITHOUT),
+        ("dummy", 0, WITHOUT), ("dummy", 3, WITHOUT),
+    ],
+)  # fmt: skip
+def test_a_server_reads_weights_at_its_restart_unless_it_gets_some_before_it_serves(
+    monkeypatch, load_format, version, named
+):
+    monkeypatch.setattr("mcore_rl.workers.server_groups.wait_until_built", len)
+    again, resent = ServedGroup(0), list[int]()
+    pool = pool_of(ServedGroup(0), again={0: again}.__getitem__, load_format=load_format)
+    pool.resend = lambda: resent.append(pool.version) or pool.updated(pool.version)
+    pool.updated(version)
+    pool.begin(prompts(0), SAMPLING)
+    pool.collect("train", 0)
+    pool._servers[0].group.last("collect").reply.set_exception(RayActorError())  # type: ignore[attr-defined]
+    pool.collect("train", 0)
+    assert again.last("start").named == named
+    for method in ("prepare", "start"):
+        again.last(method).answer()
+    pool.collect("train", 0)
+    pool.collect("train", 0)
+    serves_at_once = not named and not version
+    assert resent == ([] if serves_at_once else [version])
+    assert again.last("begin").given[0].array("group_ids").tolist() == [0]
+
+
+def test_servers_without_weights_are_sent_some_before_the_first_group():
+    first, second = ServedGroup(0), ServedGroup(1)
+    pool = pool_of(first, second, load_format="dummy")
+    assert [group.last("start").named for group in (first, second)] == [WITHOUT] * 2
+    sent: list[int] = []
+    pool.resend = lambda: sent.append(pool.version) or pool.updated(pool.version)
+    pool.begin(prompts(0, 1), SAMPLING)
+    assert not any(call.method == "begin" for group in (first, second) for call in group.calls)
+    pool.collect("train", 0)
+    assert sent == [0]
+    assert first.last("begin") and second.last("begin")
+
+
+@pytest.mark.parametrize(
+    ("load_format", "named"), [("checkpoint", {}), ("auto", WITHOUT), ("dummy", WITHOUT)]
+)
+def test_on_shared_devices_a_server_that_joins_starts_as_all_others_do(
+    monkeypatch, load_format, named
+):
+    monkeypatch.setattr("mcore_rl.workers.server_groups.wait_until_built", len)
+    first, again = ServedGroup(0), AnsweringGroup(0)
+    pool = pool_of(first, again={0: again}.__getitem__, takes_turns=True, load_format=load_format)
+    pool.updated(5)
+    pool.begin(prompts(0), SAMPLING)
+    pool.collect("train", 0)
+    first.last("collect").reply.set_exception(RayActorError())
+    pool.resend = lambda: None
+    pool.collect("train", 0)
+    assert [call.method for call in again.calls] == ["prepare"]
+    pool.start_asleep()
+    assert [(call.method, call.named) for call in again.calls[1:]] == [
+        ("start", named),
+        ("sleep", {}),
+    ]
