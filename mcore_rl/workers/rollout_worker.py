@@ -7,12 +7,8 @@ import json
 import os
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
-from mcore_rl.agents.choose import CodecKind, codec_for
-from mcore_rl.agents.judge_model import chat_of
-from mcore_rl.agents.remote import FrozenModel, ModelAddress, RemoteGenerator
-from mcore_rl.agents.runner import AgentRunner
 from mcore_rl.config.agent_schema import AgentConfig
 from mcore_rl.config.errors import ConfigError, DiedError
 from mcore_rl.config.resolve_models import ServedModel
@@ -32,6 +28,11 @@ from mcore_rl.workers.expert_records import ExpertLayers, with_experts
 from mcore_rl.workers.idle_time import IdleTime
 from mcore_rl.workers.loop_thread import LoopThread
 from mcore_rl.workers.running_groups import RunningGroups
+
+if TYPE_CHECKING:
+    from mcore_rl.agents.choose import CodecKind
+    from mcore_rl.agents.remote import ModelAddress, RemoteGenerator
+    from mcore_rl.agents.runner import AgentRunner
 
 T = TypeVar("T")
 Stream = Literal["train", "evaluation"]  # what samples are for
@@ -90,6 +91,8 @@ class RolloutWorker:
         if spec.agent.loop == "single_turn":
             self._agent = SingleTurnLoop(self._server, tokenizer, self._judge)
         else:
+            from mcore_rl.agents.runner import AgentRunner  # imports clients of HTTP
+
             self._agent = AgentRunner(
                 self._server,
                 tokenizer,
@@ -214,19 +217,23 @@ class RolloutWorker:
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def connect_models(self, addresses: Mapping[str, ModelAddress]) -> None:
         """Where the servers of the frozen models are that loops and rewards talk to."""
-        if self._headless:
+        if self._headless or not addresses:
             return
+        from mcore_rl.agents.choose import codec_for
+        from mcore_rl.agents.judge_model import chat_of
+        from mcore_rl.agents.remote import FrozenModel, RemoteGenerator
+
         for name, address in addresses.items():
             model = self._spec.models[name]
             remote = RemoteGenerator(name, address, model.timeout_s)
             self._remotes.append(remote)
-            kind, stop_ids = cast(CodecKind, model.codec), stop_ids_of(model.path)
+            kind, stop_ids = cast("CodecKind", model.codec), stop_ids_of(model.path)
             tokenizer = load_tokenizer(model.path, self._spec.chat_date)
             longest = model.max_context
             codec = codec_for(tokenizer, kind, stop_ids=stop_ids, max_tokens=longest)
             found = FrozenModel(remote, codec, sampling_of(model), model.max_context)
             self._judge.models[name] = chat_of(found)
-            if isinstance(self._agent, AgentRunner):
+            if not isinstance(self._agent, SingleTurnLoop):
                 self._agent.models[name] = found
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
@@ -289,12 +296,12 @@ class RolloutWorker:
         The time of trajectories stands still.
         """
         self._idle.begin(reason)
-        if isinstance(self._agent, AgentRunner):
+        if not isinstance(self._agent, SingleTurnLoop):
             self._agent.hold(reason)
 
     def _release(self, reason: str) -> None:
         self._idle.end(reason)
-        if isinstance(self._agent, AgentRunner):
+        if not isinstance(self._agent, SingleTurnLoop):
             self._agent.release(reason)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
@@ -316,7 +323,7 @@ class RolloutWorker:
             self._headless.close()
         for groups in self._streams.values():
             self._wait(groups.abandon([*groups.ids]))
-        if isinstance(self._agent, AgentRunner):
+        if not isinstance(self._agent, SingleTurnLoop):
             self._wait(self._agent.close())
         self._wait(self._judge.close())
         for remote in self._remotes:
