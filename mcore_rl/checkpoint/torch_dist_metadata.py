@@ -21,15 +21,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
 
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.json_file import read_json_object
@@ -115,9 +106,47 @@ class _Ignored:
     def __setstate__(self, state: Any) -> None: ...
 
 
-class _TensorProperties(TensorProperties):
+# What is read of torch's classes of the same names (torch/distributed/checkpoint/metadata.py, and
+# filesystem.py), whose modules import torch's compiler and its tensors, for 0.6 s of CPU time.
+
+
+class Metadata:
+    state_dict_metadata: Any = None
+    storage_data: Any = None
+
+
+class TensorStorageMetadata:
+    properties: Any = None
+    size: Any = None
+    chunks: Any = None
+
+
+class BytesStorageMetadata: ...
+
+
+class ChunkStorageMetadata:
+    offsets: Any = None
+    sizes: Any = None
+
+
+@dataclass(frozen=True)
+class MetadataIndex:
+    fqn: Any = None
+    offset: Any = None
+
+
+class TensorProperties:
+    dtype: Any = None
+
     def __setstate__(self, state: Any) -> None:
         self.dtype = state[0]  # all else is deprecated
+
+
+class _StorageInfo:
+    relative_path: Any = None
+    offset: Any = None
+    length: Any = None
+    transform_descriptors: Any = None
 
 
 _DCP = "torch.distributed.checkpoint"
@@ -131,7 +160,7 @@ _CLASSES: dict[tuple[str, str], Any] = {
     (f"{_DCP}.metadata", "BytesStorageMetadata"): BytesStorageMetadata,
     (f"{_DCP}.metadata", "ChunkStorageMetadata"): ChunkStorageMetadata,
     (f"{_DCP}.metadata", "MetadataIndex"): MetadataIndex,
-    (f"{_DCP}.metadata", "TensorProperties"): _TensorProperties,
+    (f"{_DCP}.metadata", "TensorProperties"): TensorProperties,
     (f"{_DCP}.filesystem", "_StorageInfo"): _StorageInfo,
     ("torch", "Size"): tuple,
     ("collections", "OrderedDict"): dict,

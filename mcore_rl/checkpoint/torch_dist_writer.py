@@ -15,15 +15,6 @@ from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 import torch
-from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
 
 from mcore_rl.checkpoint import torch_item
 from mcore_rl.checkpoint.raw_file import file_aside, write
@@ -124,7 +115,18 @@ def write_metadata(folder: str | Path, records: Iterable[Record]) -> None:
             write(fd, 0, data)
 
 
-def _metadata(records: Iterable[Record]) -> Metadata:
+def _metadata(records: Iterable[Record]) -> Any:
+    # They import torch's compiler: not for a process that writes tensors alone.
+    from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
+    from torch.distributed.checkpoint.metadata import (
+        BytesStorageMetadata,
+        ChunkStorageMetadata,
+        Metadata,
+        MetadataIndex,
+        TensorProperties,
+        TensorStorageMetadata,
+    )
+
     entries: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
     places: dict[MetadataIndex, _StorageInfo] = {}
     once: dict[str, str] = {}  # pickle writes equal strings again unless they are one object

@@ -14,10 +14,10 @@ from mcore_rl.config.resolve import (
     MAX_SEED,
     OWN_POOL,
     resolve_reward,
-    resolve_servers,
     reward_terms,
 )
 from mcore_rl.config.resolve_evaluation import check_stop
+from mcore_rl.config.resolve_servers import check_batch_of_lane, resolve_servers
 from mcore_rl.config.schema import (
     DataConfig,
     ModelConfig,
@@ -128,6 +128,11 @@ def resolve_eval(config: EvalConfig) -> None:
 def _resolve_sampling(config: SamplingConfig) -> None:
     check_stop("rollout.stop", config.stop)
     resolve_servers(config)
+    if config.load_format == "dummy":
+        raise ConfigError(
+            "rollout.load_format='dummy': an evaluation has no trainer that sends weights; "
+            "allowed: 'auto', 'checkpoint'"
+        )
     between("rollout.n", config.n, 1, MAX_N)
     at_least("rollout.temperature", config.temperature, 0)
     if not 0 < config.top_p <= 1:
@@ -163,7 +168,7 @@ def as_run(config: EvalConfig, device: str, path: str, chat_date: str) -> RLConf
     """
     data = config.data
     dtype = config.model.dtype if config.model.dtype != "auto" else DTYPE_OF_LANE[device]
-    return RLConfig(
+    run = RLConfig(
         seed=config.seed,
         output_dir=config.output_dir,
         placement=replace(PlacementConfig(), rollout=OWN_POOL),
@@ -179,3 +184,5 @@ def as_run(config: EvalConfig, device: str, path: str, chat_date: str) -> RLConf
         reward=config.reward,
         timeouts=config.timeouts,
     )
+    check_batch_of_lane("rollout", run.rollout, run.max_sequence_tokens, device)
+    return run

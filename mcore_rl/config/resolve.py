@@ -15,7 +15,6 @@ from mcore_rl.config.agent_schema import resolve_agent
 from mcore_rl.config.checks import (
     at_least,
     between,
-    check_cores,
     check_values,
     divides,
     iso_date,
@@ -38,7 +37,8 @@ from mcore_rl.config.resolve_evaluation import (
     resolve_truncation,
 )
 from mcore_rl.config.resolve_mode import get_loop, resolve_mode, staleness_of
-from mcore_rl.config.resolve_models import resolve_models
+from mcore_rl.config.resolve_models import check_batches_of_lane, resolve_models
+from mcore_rl.config.resolve_servers import resolve_servers
 from mcore_rl.config.schema import (
     DataConfig,
     ModelConfig,
@@ -183,6 +183,7 @@ def for_lane(config: RLConfig, device: str, *, has_experts: bool = False) -> RLC
             f"placement.rollout={config.placement.rollout!r}); allowed: a pool for both, or "
             "weight_sync.method='disaggregated', 'full_export'"
         )
+    check_batches_of_lane(config, device)
     staleness = staleness_of(config.trainer)
     dtype = config.model.dtype if config.model.dtype != "auto" else DTYPE_OF_LANE[device]
     trainer, (largest, mean) = replace(config.trainer, staleness=staleness), LOGPROB_GAPS[dtype]
@@ -308,6 +309,12 @@ def _resolve_weight_sync(config: RLConfig) -> None:
             f"weight_sync.transport={transport!r} has no part in weight_sync.method={method!r}; "
             "allowed: weight_sync.method='disaggregated'"
         )
+    if method == "full_export" and config.rollout.load_format == "dummy":
+        raise ConfigError(
+            "rollout.load_format='dummy': vLLM's own loader, which reads what "
+            "weight_sync.method='full_export' writes, does not check that all weights are there; "
+            "allowed: 'auto', 'checkpoint', or another method"
+        )
     num_workers = config.rollout.num_servers * config.rollout.tp
     num_ranks = config.actor.layout.world_size
     if method == "colocated" and num_workers > num_ranks:
@@ -316,21 +323,6 @@ def _resolve_weight_sync(config: RLConfig) -> None:
             f"workers of servers share the devices of actor.layout's {num_ranks} ranks; allowed: "
             "at most as many workers, or weight_sync.method='disaggregated'"
         )
-
-
-def resolve_servers(config: RolloutConfig) -> None:
-    """All but how they sample."""
-    positive_counts = "num_servers", "tp", "nodes_per_server", "max_response_tokens"
-    for name in (*positive_counts, "max_num_seqs", "kv_cache_bytes"):
-        at_least(f"rollout.{name}", getattr(config, name), 1)
-    num_workers, rest = divmod(config.tp, config.nodes_per_server)
-    if rest:
-        raise ConfigError(
-            f"rollout.nodes_per_server={config.nodes_per_server}; allowed: divisors of "
-            f"rollout.tp={config.tp}, since each node has as many workers"
-        )
-    check_cores("rollout.cores", config.cores, num_workers)
-    at_least("rollout.max_restarts", config.max_restarts, 0)
 
 
 def _resolve_rollout(config: RolloutConfig) -> None:

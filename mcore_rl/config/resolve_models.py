@@ -9,6 +9,7 @@ from typing import Any
 from mcore_rl.config.agent_schema import CODECS
 from mcore_rl.config.checks import at_least, between, check_cores, one_of, positive
 from mcore_rl.config.errors import ConfigError
+from mcore_rl.config.resolve_servers import check_batch_of_lane, resolve_batches
 from mcore_rl.config.schema import RLConfig, RolloutConfig
 
 ROLE = "models."  # before its name, the role of a model
@@ -27,6 +28,7 @@ _PARTS: dict[str, tuple[Any, str]] = {
     "max_tokens": _WHOLE,
     "max_context": _WHOLE,
     "max_num_seqs": _WHOLE,
+    "max_num_batched_tokens": _WHOLE,
     "kv_cache_bytes": _WHOLE,
     "cores": _TEXT,
     "codec": _TEXT,
@@ -34,8 +36,8 @@ _PARTS: dict[str, tuple[Any, str]] = {
     "placement": _TEXT,
 }
 _OF_SERVERS = (
-    "num_servers", "tp", "ep", "temperature", "top_p", "top_k", "max_num_seqs", "kv_cache_bytes",
-    "cores",
+    "num_servers", "tp", "ep", "temperature", "top_p", "top_k", "max_num_seqs",
+    "max_num_batched_tokens", "kv_cache_bytes", "cores",
 )  # fmt: skip
 
 
@@ -65,6 +67,13 @@ def resolve_models(config: RLConfig) -> None:
             f"models={', '.join(sorted(unused))}: agent.loop='single_turn' talks to the policy "
             "alone, and no reward has it as settings.served_by; allowed: another loop, or none"
         )
+
+
+def check_batches_of_lane(config: RLConfig, device: str) -> None:
+    """Check the batches of all servers, the policy's and those of models, on "cpu" or "cuda"."""
+    check_batch_of_lane("rollout", config.rollout, config.max_sequence_tokens, device)
+    for name, model in served_models(config).items():
+        check_batch_of_lane(f"models.{name}", model.servers, model.max_context, device)
 
 
 def _model(key: str, config: RLConfig, name: str) -> ServedModel:
@@ -98,8 +107,9 @@ def _model(key: str, config: RLConfig, name: str) -> ServedModel:
 
 def _check(key: str, model: ServedModel) -> None:
     servers = model.servers
-    for name in ("num_servers", "tp", "max_num_seqs", "kv_cache_bytes"):
+    for name in ("num_servers", "tp", "kv_cache_bytes"):
         at_least(f"{key}.{name}", getattr(servers, name), 1)
+    resolve_batches(key, servers)
     at_least(f"{key}.max_tokens", servers.max_response_tokens, 1)
     at_least(f"{key}.max_context", model.max_context, 2)
     at_least(f"{key}.temperature", servers.temperature, 0)

@@ -170,8 +170,18 @@ class RolloutConfig:
     # are the response.
     stop: list[str] = field(default_factory=list)
     max_response_tokens: int = 1024  # longer responses are truncated
-    max_num_seqs: int = 256  # sequences that a server runs at the same time
+    # Sequences that a server runs at the same time. null: as `vllm serve` on that GPU, 1024 on an
+    # H100 and 256 on smaller ones; 256 on the CPU lane.
+    max_num_seqs: int | None = None
+    # Tokens of a forward pass of a server, prompts in parts among them. null: as `vllm serve` on
+    # that GPU, 8192 on an H100; on the CPU lane 8192, or the longest sequence if that is longer.
+    max_num_batched_tokens: int | None = None
     kv_cache_bytes: int = 4 << 30  # key/value cache of each worker of a server
+    # What servers start with. checkpoint: weights that they read themselves. dummy: none, they
+    # serve when the trainer has sent its weights, also before the first step. auto: dummy where the
+    # trainer sends weights anyway before they serve, which is in a run that goes on, and for a
+    # server that is started again.
+    load_format: str = "auto"
     max_restarts: int = 3  # how often a server that has died is started again, each of them
     # CPU lane: cores of each worker, such as "0|1", one thread per core. If empty, the cores are
     # split among the workers, and the worker of tp=1 gets one thread.

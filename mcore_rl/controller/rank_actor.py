@@ -19,6 +19,7 @@ from typing import Any
 import ray
 
 from mcore_rl.config.errors import ConfigError, DiedError, PeerError
+from mcore_rl.controller.compilers import prepare_compilers
 from mcore_rl.controller.dispatch import ANY_COLUMNS, Registration, registered_methods
 from mcore_rl.controller.node import NODE, print_to
 from mcore_rl.controller.object_columns import fetch, pieces, store
@@ -139,6 +140,7 @@ class RankActor:
         os.environ |= rendezvous.value.environment()
 
         def make() -> None:
+            prepare_compilers()
             if self._worker is not None:
                 self._worker.close()
                 self._worker = None

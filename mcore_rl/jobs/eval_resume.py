@@ -23,7 +23,8 @@ EVALUATED = "evaluated"  # in config.json: the model that was found, dtype, date
 # What changes no response, or is counted anew.
 _FREE = (
     "output_dir", "resume", "timeouts", "scoring.ks", "rollout.num_servers", "rollout.max_restarts",
-    "rollout.max_num_seqs", "rollout.kv_cache_bytes", "rollout.cores",
+    "rollout.max_num_seqs", "rollout.max_num_batched_tokens", "rollout.kv_cache_bytes",
+    "rollout.cores", "rollout.load_format",
 )  # fmt: skip
 
 

@@ -53,6 +53,7 @@ from mcore_rl.rewards.base import FindAnswer, answers_of
 from mcore_rl.rewards.judge import Judge, check_columns, check_judges
 from mcore_rl.rollout.manager import RolloutPool
 
+_MAX_NUM_SEQS = 1024  # largest default of rollout.max_num_seqs on any GPU
 _ROUNDS = 4  # a call asks for this many times what the servers run at once
 
 
@@ -219,7 +220,7 @@ def _serving(inputs: _Inputs, logs: Path) -> Iterator[RolloutPool]:
             for line in places([servers]):
                 print(line)
             gathered(servers.submit("prepare"))
-            gathered(servers.submit("start"))
+            gathered(servers.submit_start())
             servers.started()
         yield RolloutPool(servers, config.rollout, config.seed)
 
@@ -228,7 +229,7 @@ def _evaluate(name: str, inputs: _Inputs, pool: RolloutPool, folder: Path) -> di
     """Sample one set, write its samples, and return its metrics."""
     config, servers = inputs.config, inputs.config.rollout
     prompts = held_out_batch(inputs.sets[name], inputs.num_prompts(name))
-    at_once = servers.num_servers * servers.max_num_seqs
+    at_once = servers.num_servers * (servers.max_num_seqs or _MAX_NUM_SEQS)
     size = max(servers.num_servers, _ROUNDS * at_once // servers.n)
     parts: list[Batch] = []
     with (

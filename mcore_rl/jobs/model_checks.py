@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 
-from mcore_rl.agents.choose import CodecKind, codec_for
 from mcore_rl.checkpoint.hf import CheckpointReader, read_checkpoint_config
 from mcore_rl.config.checks import divides
 from mcore_rl.config.errors import ConfigError
@@ -29,6 +28,9 @@ from mcore_rl.models.base import (
 )
 from mcore_rl.models.heads import model_weights, value_head_of
 from mcore_rl.reshard.rules import logical_tensors
+
+if TYPE_CHECKING:
+    from mcore_rl.agents.choose import CodecKind
 
 
 def check_model_layouts(config: RLConfig) -> None:
@@ -77,7 +79,9 @@ def check_models(config: RLConfig) -> None:
         tokenizer = load_tokenizer(model.path, config.model.chat_date)
         check_tokenizer_matches(tokenizer, field(found, "vocab_size"))
         try:
-            kind = cast(CodecKind, model.codec)
+            from mcore_rl.agents.choose import codec_for
+
+            kind = cast("CodecKind", model.codec)
             codec_for(tokenizer, kind, stop_ids=stop_ids_of(model.path, f"{key}.path"))
         except ConfigError as error:
             raise ConfigError(f"{key}.path={model.path!r}: {error}") from error

@@ -6,15 +6,17 @@ import contextlib
 import secrets
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from mcore_rl.agents.remote import ModelAddress
 from mcore_rl.config.resolve_models import ROLE
 from mcore_rl.config.schema import Layout, RLConfig
 from mcore_rl.controller.pending import PendingCall, WorkerError
 from mcore_rl.controller.worker_group import WorkerGroup
 from mcore_rl.jobs.placement import Pools, models_with_paths
 from mcore_rl.rollout.worker import ModelServer, ModelServerSpec
+
+if TYPE_CHECKING:
+    from mcore_rl.agents.remote import ModelAddress
 
 
 @dataclass(slots=True)
@@ -33,6 +35,8 @@ class ModelServers:
 
     def addresses(self, started: list[Any]) -> dict[str, ModelAddress]:
         """From the results of `starting`."""
+        from mcore_rl.agents.remote import ModelAddress  # imports clients of HTTP
+
         urls = zip(self.groups, started, strict=True)
         return {name: ModelAddress(tuple(found), self.keys[name]) for name, found in urls}
 

@@ -12,7 +12,6 @@ import torch
 
 import mcore_rl.models  # noqa: F401  (fills the family registry)
 from mcore_rl.agents.messages import messages_of
-from mcore_rl.agents.runner import check_agent, try_out
 from mcore_rl.algorithms.sample_choice import CURRICULA
 from mcore_rl.checkpoint.hf import CheckpointReader, read_checkpoint_config
 from mcore_rl.config.checks import one_of
@@ -187,6 +186,8 @@ def _read_data(config: RLConfig) -> Inputs:
     tokenizer = load_tokenizer(config.model.path, config.model.chat_date)
     check_tokenizer_matches(tokenizer, field(read_config(config.model.path), "vocab_size"))
     if config.agent.loop != "single_turn":
+        from mcore_rl.agents.runner import check_agent, try_out  # imports clients of HTTP
+
         models, stop_ids = served_models(config), stop_ids_of(config.model.path)
         check_agent(config.agent, tokenizer, models, stop_ids)
     inputs = Inputs(

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from mcore_rl.config.errors import ConfigError
+from mcore_rl.controller.compilers import prepare_compilers
 from mcore_rl.observability.garbage import leave_garbage_at_exit
 from mcore_rl.observability.stacks import answer_signals, in_full, in_short, look_at
 from mcore_rl.parallel.rendezvous import RendezvousServer
@@ -153,6 +154,7 @@ def _main(job: bytes, environment: dict[str, str], log: Path, answers: Connectio
     _end_with_parent()
     _print_to(log)
     os.environ.update(environment)
+    prepare_compilers()
     answer_signals()
     leave_garbage_at_exit()
     try:

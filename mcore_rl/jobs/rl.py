@@ -10,6 +10,7 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import cast
 
 from mcore_rl.algorithms.losses import ValueClipSettings, negative_log_likelihood, value_clip
 from mcore_rl.checkpoint.run_checkpoints import RunCheckpoint
@@ -63,7 +64,7 @@ from mcore_rl.observability.console import show_line, waiting
 from mcore_rl.observability.memory import PeakMemory
 from mcore_rl.observability.start import began
 from mcore_rl.rollout.desired_servers import read_wanted_servers
-from mcore_rl.rollout.server_pool import ServerPool
+from mcore_rl.rollout.server_pool import LoadFormat, ServerPool
 from mcore_rl.rollout.weight_updater import ExportError, connect
 from mcore_rl.rollout.worker import RolloutSpec, RolloutWorker
 from mcore_rl.trainers import supervised
@@ -198,9 +199,14 @@ class _Run:
         with contextlib.ExitStack() as stack:
             # It ends after the servers, whose end ends what it waits for.
             thread = stack.enter_context(ThreadPoolExecutor(1, "generation"))
+            load_format = choose_load_format(config, resumes=self.checkpoint is not None)
             with waiting("starting the servers and the trainer"):
-                devices = _start_models(config, pools, ranks, stack)
+                devices = _start_models(config, pools, ranks, load_format, stack)
             trainer = self._build_trainer(devices, thread)
+            if self.checkpoint is None and load_format == "dummy":
+                with waiting("sending the weights"):
+                    devices.offload_rollout()
+                    devices.update_weights(version=0)
             if self.checkpoint is None and trainer.evaluation.is_due(0):
                 with waiting("evaluating"):
                     output.write(0, trainer.evaluation.run(0))
@@ -277,17 +283,36 @@ class _Run:
         room.export(actor, output.folder / CHECKPOINT, room.weight_bytes(self.config))
 
 
+def choose_load_format(config: RLConfig, *, resumes: bool) -> LoadFormat:
+    """Return what servers start with.
+
+    A run that resumes sends them its checkpoint's weights before they serve. A transport's plan
+    covers every element of every parameter, which workers check; nothing proves that of a full
+    export, which vLLM's own loader reads.
+    """
+    if config.weight_sync.method == "full_export":
+        return "checkpoint"
+    load_format = cast(LoadFormat, config.rollout.load_format)
+    return "dummy" if load_format == "auto" and resumes else load_format
+
+
 def _start_models(
-    config: RLConfig, pools: Pools, ranks: WorkerGroup | None, stack: contextlib.ExitStack
+    config: RLConfig,
+    pools: Pools,
+    ranks: WorkerGroup | None,
+    load_format: LoadFormat,
+    stack: contextlib.ExitStack,
 ) -> DeviceSharing:
-    """Build all roles beside each other and load them; the servers serve when this returns.
+    """Build all roles beside each other and load them.
+
+    The servers serve when this returns, or wait for weights.
 
     Roles that share devices load one after the other, and leave them to the next.
     """
     loss = load_trainer(config.trainer.mode).build_loss(config)
     placement, roles = config.placement, models_of(config)
     frozen_servers = stack.enter_context(model_servers(config, pools))
-    servers = stack.enter_context(server_pool(config, pools))
+    servers = stack.enter_context(server_pool(config, pools, load_format))
     preparing = [*servers.submit("prepare"), *frozen_servers.preparing()]
     total_steps = config.trainer.num_steps * config.algorithm.num_mini_batches
     spec = _engine_spec(config, config.actor, total_steps)
@@ -314,7 +339,7 @@ def _start_models(
     starting = frozen_servers.starting()
     waiting_for = [*preparing, *starting]
     if not servers_sleep(placement, roles):
-        waiting_for += servers.submit("start")
+        waiting_for += servers.submit_start()
     for name, model in models.items():
         waiting_for.append(model.initialize.submit())
         if shares_devices(placement, name, roles):
@@ -322,7 +347,7 @@ def _start_models(
             model.to("host")
     gathered(waiting_for)
     if servers_sleep(placement, roles):
-        gathered(servers.submit("start"))
+        gathered(servers.submit_start())
     servers.started()
     if starting:
         servers.connect_models(frozen_servers.addresses(gathered(starting)))
@@ -396,7 +421,9 @@ def _model(
 
 
 @contextlib.contextmanager
-def server_pool(config: RLConfig, pools: Pools) -> Iterator[ServerPool]:
+def server_pool(
+    config: RLConfig, pools: Pools, load_format: LoadFormat = "checkpoint"
+) -> Iterator[ServerPool]:
     """The generation servers of a checkpoint: being built, and they have yet to be started."""
     spec = RolloutSpec(
         model_path=config.model.path,
@@ -431,6 +458,7 @@ def server_pool(config: RLConfig, pools: Pools) -> Iterator[ServerPool]:
         takes_turns=spec.can_sleep,
         timeouts=config.timeouts,
         wanted=wanted,
+        load_format=load_format,
     ) as servers:
         yield servers
         servers.shut_down()

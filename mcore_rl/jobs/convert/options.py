@@ -99,7 +99,8 @@ def bound_bytes(workers: int, largest: int, at_the_end: int = 0) -> int:
     so_far = peak_bytes() + _SLACK_BYTES + at_the_end
     if workers == 1:
         return so_far + largest
-    return so_far + _TRACKER_BYTES + workers * (_WORKER_BYTES + largest)
+    # One more has imported the same, and workers are forked from it.
+    return so_far + _TRACKER_BYTES + (workers + 1) * _WORKER_BYTES + workers * largest
 
 
 def peak_bytes() -> int:

@@ -92,6 +92,7 @@ class _Node:
         self._doing("asking for versions")
         report.facts.update(software.facts())
         software.look_at_model_runner(report)
+        software.look_at_compilers(report)
         self._doing("asking nvidia-smi")
         devices.look(report)
         system.look_at_limits(report)

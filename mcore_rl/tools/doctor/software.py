@@ -6,11 +6,13 @@ import importlib.util
 import os
 import platform
 import re
+import shutil
 from importlib import metadata
 from pathlib import Path
 
 from packaging.requirements import Requirement
 
+from mcore_rl.controller.compilers import TOOLS, compiler_environment, is_gpu_node
 from mcore_rl.observability.versions import lane, versions
 from mcore_rl.tools.doctor.findings import Fact, NodeReport
 
@@ -42,6 +44,30 @@ def look_at_model_runner(report: NodeReport) -> None:
         report.add(_RUNNER_CHECK, "fail", f"{_RUNNER}={asked!r}", wanted, remedy)
         return
     report.facts[_RUNNER_CHECK] = Fact("V2" if is_v2 else "V1", "warn")
+
+
+def look_at_compilers(report: NodeReport) -> None:
+    """On a node with GPUs, tell whether servers have what FlashInfer compiles with.
+
+    Without it vLLM does not use FlashInfer's kernels, and prints that at one of its quieter levels
+    (utils/flashinfer.py:95 of vLLM).
+    """
+    if not is_gpu_node() or importlib.util.find_spec("flashinfer") is None:
+        return
+    if importlib.util.find_spec("flashinfer_cubin") is not None:
+        report.add("FlashInfer", "ok", "compiled kernels of flashinfer-cubin")
+        return
+    path = compiler_environment(os.environ, Path("/")).get("PATH", os.environ.get("PATH", ""))
+    places = {tool: shutil.which(tool, path=path) for tool in TOOLS}
+    if toolkit := os.environ.get("CUDA_HOME") or os.environ.get(
+        "CUDA_PATH"
+    ):  # it looks there alone
+        places["nvcc"] = shutil.which(os.path.join(toolkit, "bin", "nvcc"))
+    missing = [tool for tool, place in places.items() if place is None]
+    value = f"no {' and no '.join(missing)}" if missing else ", ".join(map(str, places.values()))
+    remedy = "bash launch/setup_env.sh has ninja; CUDA_HOME names a CUDA 13 toolkit with nvcc"
+    wanted = f"{' and '.join(TOOLS)}, or servers do without FlashInfer's kernels"
+    report.add("FlashInfer", "warn" if missing else "ok", value, wanted, remedy)
 
 
 def _has_triton(kind: str) -> bool:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 
-from mcore_rl.config.eval_schema import EvalConfig, ScoringConfig
+from mcore_rl.config.errors import ConfigError
+from mcore_rl.config.eval_schema import EvalConfig, ScoringConfig, as_run, resolve_eval
 from mcore_rl.data.batch import Batch
 from mcore_rl.data.datasets import PromptDataset, PromptRow
 from mcore_rl.data.prompt_batches import held_out_batch
@@ -24,6 +26,25 @@ def test_a_set_with_fewer_rows_than_were_asked_for_is_told(capsys):
     _tell_of_short_sets(config, sets)
     told = "mcore-rl: warning: data.num_prompts=5: data.sets.a has 3 rows, and all are taken\n"
     assert capsys.readouterr().err == told
+
+
+@pytest.mark.parametrize("load_format", ["auto", "checkpoint", "dummy"])
+def test_servers_that_nobody_sends_weights_read_them(load_format):
+    config = EvalConfig()
+    config.model.path, config.output_dir, config.data.sets = "m", "out", {"a": "a.jsonl"}
+    config.rollout.load_format = load_format
+    if load_format != "dummy":
+        return resolve_eval(config)
+    with pytest.raises(ConfigError, match=r"rollout.load_format='dummy': an evaluation has no tr"):
+        resolve_eval(config)
+
+
+def test_an_evaluation_whose_batches_are_too_small_for_a_prompt_is_refused_on_a_cpu():
+    config = EvalConfig()
+    config.rollout.max_num_batched_tokens = 64
+    with pytest.raises(ConfigError, match=r"max_num_batched_tokens=64: the CPU lane"):
+        as_run(config, "cpu", "m", "")
+    as_run(config, "cuda", "m", "")
 
 
 class Tokenizer:

@@ -2,9 +2,30 @@
 
 from __future__ import annotations
 
+import pytest
+
 from mcore_rl.config.resolve import placement_of
 from mcore_rl.config.schema import RLConfig, TimeoutsConfig
 from mcore_rl.jobs import rl
+
+
+@pytest.mark.parametrize(
+    ("load_format", "method", "resumes", "expected"),
+    [
+        ("auto", "colocated", False, "auto"),
+        ("auto", "colocated", True, "dummy"),
+        ("auto", "disaggregated", True, "dummy"),
+        ("auto", "full_export", True, "checkpoint"),
+        ("checkpoint", "disaggregated", True, "checkpoint"),
+        ("dummy", "disaggregated", False, "dummy"),
+    ],
+)
+def test_servers_of_a_resumed_run_read_no_weights_if_a_push_brings_them(
+    load_format, method, resumes, expected
+):
+    config = RLConfig()
+    config.rollout.load_format, config.weight_sync.method = load_format, method
+    assert rl.choose_load_format(config, resumes=resumes) == expected
 
 
 class Group:

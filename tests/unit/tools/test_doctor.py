@@ -410,6 +410,46 @@ def test_the_model_runner_that_is_told_is_vllms_own_choice_here(monkeypatch, ask
 
 
 @pytest.mark.parametrize(
+    ("tools", "packages", "toolkit", "status", "value"),
+    [
+        (("ninja", "nvcc"), {"flashinfer"}, "", "ok", "{0}/ninja, {0}/nvcc"),
+        (("nvcc",), {"flashinfer"}, "", "warn", "no ninja"),
+        ((), {"flashinfer"}, "", "warn", "no ninja and no nvcc"),
+        (("ninja", "nvcc"), {"flashinfer"}, "/nowhere", "warn", "no nvcc"),
+        ((), {"flashinfer", "flashinfer_cubin"}, "", "ok", "compiled kernels of flashinfer-cubin"),
+        ((), set(), "", None, ""),  # this environment has no FlashInfer
+    ],
+)
+def test_what_flashinfer_compiles_with_is_looked_for_as_servers_have_it(
+    monkeypatch, tmp_path, tools, packages, toolkit, status, value
+):
+    from mcore_rl.controller import compilers
+
+    for tool in tools:
+        (tmp_path / tool).touch(mode=0o755)
+    monkeypatch.setattr(software, "is_gpu_node", lambda: True)
+    monkeypatch.setattr(compilers, "_TOOLKIT", tmp_path / "cuda")
+    monkeypatch.setattr(sys, "prefix", str(tmp_path / "venv"))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("CUDA_HOME", toolkit)
+    monkeypatch.delenv("CUDA_PATH", raising=False)
+    monkeypatch.setattr(
+        software.importlib.util, "find_spec", lambda name: name if name in packages else None
+    )
+    report = NodeReport("a")
+    software.look_at_compilers(report)
+    told = [(finding.check, finding.status, finding.value) for finding in report.findings]
+    assert told == ([("FlashInfer", status, value.format(tmp_path))] if status else [])
+
+
+def test_a_node_without_a_gpu_is_not_asked_for_compilers(monkeypatch):
+    monkeypatch.setattr(software, "is_gpu_node", lambda: False)
+    report = NodeReport("a")
+    software.look_at_compilers(report)
+    assert not report.findings
+
+
+@pytest.mark.parametrize(
     ("modes", "status"),
     [
         (("Default", "Default"), "ok"),
