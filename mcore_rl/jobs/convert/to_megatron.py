@@ -42,6 +42,7 @@ from mcore_rl.reshard.boxes import Box, rows
 from mcore_rl.reshard.rules import Weight, logical_tensors
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_DCP_IMPORT_BYTES = 48 << 20  # of torch.distributed.checkpoint, imported to write the metadata
 _COMPARED_BYTES = 16 << 20  # of a tensor and its repeat, at a time
 Dtypes = Mapping[str, torch.dtype]  # of the Hugging Face tensors, by name
 
@@ -106,7 +107,8 @@ def plan(model: Path, output: Path, layout: Layout, dtype: str | None) -> Conver
         units=tuple(_units(reader, layout, parameters, found.objects)),
         finish=partial(_finish, model=model, facts=facts),
         notes=_rounded(parameters, dtypes),
-        finish_bytes=WRITTEN_ENTRY_BYTES * sum(len(_chunks(p, layout)) for p in parameters),
+        finish_bytes=_DCP_IMPORT_BYTES
+        + WRITTEN_ENTRY_BYTES * sum(len(_chunks(p, layout)) for p in parameters),
         kept={"reader": reader},
     )
 
