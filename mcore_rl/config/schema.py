@@ -167,8 +167,17 @@ class RolloutConfig:
     # are the response.
     stop: list[str] = field(default_factory=list)
     max_response_tokens: int = 1024  # longer responses are truncated
-    max_num_seqs: int = 256  # sequences that a server runs at the same time
+    # Sequences that a server runs at the same time. null: as `vllm serve` on that GPU, 1024 on an
+    # H100 and 256 on smaller ones; 256 on the CPU lane.
+    max_num_seqs: int | None = None
+    # Tokens of a forward pass of a server, with those of prompt chunks. null: as `vllm serve` on
+    # that GPU, 8192 on an H100; on the CPU lane 8192, or the longest sequence if that is longer.
+    max_num_batched_tokens: int | None = None
     kv_cache_bytes: int = 4 << 30  # key/value cache of each worker of a server
+    # Weights that servers start with. checkpoint: they read the checkpoint. dummy: none, they serve
+    # after the trainer has sent its weights, also before the first step. auto: dummy if the trainer
+    # sends weights anyway before they serve: in a run that resumes, and for a restarted server.
+    load_format: str = "auto"
     max_restarts: int = 3  # maximum restarts per server
     # CPU lane: cores of each worker, such as "0|1", one thread per core. If empty, the cores are
     # split among the workers, and the worker of tp=1 gets one thread.
