@@ -207,7 +207,7 @@ def resolve_checkpoint(config: RLConfig | TrainConfig) -> None:
 
 def resolve_trackers(trackers: Sequence[str]) -> None:
     for index, name in enumerate(trackers):
-        check_choice(f"trainer.trackers[{index}]", name, TRACKERS)
+        check_choice(f"trainer.trackers[{index}]", name, TRACKERS, contract="Tracker")
     if len(set(trackers)) < len(trackers):
         raise ConfigError(f"trainer.trackers={list(trackers)}; allowed: each once")
 
@@ -418,7 +418,7 @@ def get_loop(trainer: TrainerConfig) -> str:
         ConfigError: There is no such loop, or the import path leads nowhere.
     """
     if not is_import_path(trainer.mode):
-        check_choice("trainer.mode", trainer.mode, MODES)
+        check_choice("trainer.mode", trainer.mode, MODES, contract="RLTrainer")
         return trainer.mode
     loop = getattr(load_user_function("trainer.mode", trainer.mode), "mode", None)
     if loop not in MODES:

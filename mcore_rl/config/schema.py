@@ -494,7 +494,8 @@ class AsynchronousConfig:
 class TrainerConfig:
     # sync: a step generates, then trains, then pushes the weights. one_step_off: the next samples
     # are generated while these are trained on; the servers have devices of their own. fully_async:
-    # servers generate all the time, and take new weights in the middle of responses.
+    # servers generate all the time, and take new weights in the middle of responses. Or the import
+    # path of an RLTrainer (docs/plugs.md).
     mode: str = "sync"
     # The most versions by which a token may be older than the policy that is trained on it. 0 with
     # sync; 0 or 1 with one_step_off, where 0 waits for the push as sync does; any with fully_async.
@@ -514,10 +515,11 @@ class TrainerConfig:
     eval_samples: int = 0  # prompts of each held-out set per evaluation; 0 uses all
     # Steps from one training checkpoint to the next, and one after the last step; 0 writes none.
     save_every: int = 0
-    # Where metrics go besides metrics.jsonl: tensorboard, wandb, mlflow, swanlab. The last three
-    # have to be installed, and are configured by their own environment variables.
+    # Where metrics go besides metrics.jsonl: tensorboard, wandb, mlflow, swanlab, or import paths
+    # of Trackers (docs/plugs.md). wandb, mlflow and swanlab have to be installed, and are
+    # configured by their own environment variables.
     trackers: list[str] = field(default_factory=lambda: ["tensorboard"])
-    tracker_project: str = "mcore_rl"  # project, or experiment, of the last three
+    tracker_project: str = "mcore_rl"  # project, or experiment, of trackers
 
 
 @dataclass
@@ -687,10 +689,11 @@ class StepsConfig:
     eval_samples: int = 0  # rows of each held-out set per evaluation; 0 uses all
     # Steps from one training checkpoint to the next, and one after the last step; 0 writes none.
     save_every: int = 0
-    # Where metrics go besides metrics.jsonl: tensorboard, wandb, mlflow, swanlab. The last three
-    # have to be installed, and are configured by their own environment variables.
+    # Where metrics go besides metrics.jsonl: tensorboard, wandb, mlflow, swanlab, or import paths
+    # of Trackers (docs/plugs.md). wandb, mlflow and swanlab have to be installed, and are
+    # configured by their own environment variables.
     trackers: list[str] = field(default_factory=lambda: ["tensorboard"])
-    tracker_project: str = "mcore_rl"  # project, or experiment, of the last three
+    tracker_project: str = "mcore_rl"  # project, or experiment, of trackers
 
 
 @dataclass
