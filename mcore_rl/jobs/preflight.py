@@ -15,6 +15,7 @@ from mcore_rl.agents.chat_template.codec import parse_messages
 from mcore_rl.algorithms.advantages import ADVANTAGES, GDPOSettings
 from mcore_rl.algorithms.sample_choice import CURRICULA, GROUP_FILTERS, DropUniformSettings
 from mcore_rl.checkpoint.hf import CheckpointReader, read_checkpoint_config
+from mcore_rl.checkpoint.peft import check_targets
 from mcore_rl.config.checks import check_choice, check_divides
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.resolve import list_test_files, list_train_files
@@ -48,7 +49,6 @@ from mcore_rl.data.tokenizer import (
     read_tokenizer,
 )
 from mcore_rl.engine.base import backend_of
-from mcore_rl.engine.lora_targets import check_targets
 from mcore_rl.jobs.placement import (
     detect_lane,
     get_frozen_engines,

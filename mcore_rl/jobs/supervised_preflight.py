@@ -12,6 +12,7 @@ from mcore_rl.algorithms.aggregation import AGGREGATIONS
 from mcore_rl.algorithms.inputs import check_needs, get_needs
 from mcore_rl.algorithms.preference import PREFERENCE_LOSSES
 from mcore_rl.checkpoint.hf import CheckpointReader, read_checkpoint_config
+from mcore_rl.checkpoint.peft import check_targets
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.resolve import DTYPE_OF_LANE, list_test_files, list_train_files
 from mcore_rl.config.resolve_engine import (
@@ -24,7 +25,6 @@ from mcore_rl.config.schema import ConversationsConfig, DPOConfig, RMConfig, SFT
 from mcore_rl.data.examples import AnyExamples, ExampleFiles, load_conversations, load_pairs
 from mcore_rl.data.tokenizer import check_tokenizer_matches, load_tokenizer
 from mcore_rl.engine.base import backend_of
-from mcore_rl.engine.lora_targets import check_targets
 from mcore_rl.jobs.placement import detect_lane
 from mcore_rl.jobs.preflight import require_rows
 from mcore_rl.models.base import (

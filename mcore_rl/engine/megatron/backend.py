@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from mcore_rl.engine.base import Backend
-from mcore_rl.engine.megatron.device import chosen_modules, rank_environment
-from mcore_rl.engine.megatron.engine import MegatronEngine
-from mcore_rl.engine.megatron.value_engine import RewardEngine, ValueEngine
+from mcore_rl.engine.megatron.device import build_rank_environment, choose_modules
+from mcore_rl.engine.megatron.engine import MegatronEngine, RewardEngine, ValueEngine
 
 BACKEND = Backend(
     engines={
@@ -13,6 +12,6 @@ BACKEND = Backend(
         "value_model": ValueEngine,
         "reward_model": RewardEngine,
     },
-    rank_environment=rank_environment,
-    check_modules=chosen_modules,
+    rank_environment=build_rank_environment,
+    check_modules=choose_modules,
 )

@@ -59,9 +59,9 @@ def convert_folder(*, model: Path, output: Path, layout: Layout, **options: Any)
     check_exists("--model", model)
     resources, dtype = parse_resources(**options), options["dtype"]
     if uses_bridge({"layout": layout != Layout(), **options}):
-        from mcore_rl.engine.megatron.bridge import import_hf
+        from mcore_rl.engine.megatron.conversion import import_with_bridge
 
-        import_hf(model, output)
+        import_with_bridge(model, output)
     else:
         convert(model, output, layout, dtype, resources)
 
@@ -100,9 +100,9 @@ def plan_conversion(model: Path, output: Path, layout: Layout, dtype: str | None
         )
     target = parse_dtype("--dtype", DTYPES, dtype or format_dtype(main_dtype))
     check_aliases(reader, weights)
-    from mcore_rl.engine.megatron.meta_model import meta_model  # imports Megatron
+    from mcore_rl.engine.megatron.conversion import build_meta_model  # imports Megatron
 
-    megatron_model = meta_model(config, padded)
+    megatron_model = build_meta_model(config, padded)
     locations = megatron_model.parameters
     parameters = [
         Parameter(w, locations[w.get_local_name()], torch.float32 if w.float32 else target)
