@@ -24,6 +24,8 @@ callback on a walk must be added to a table, or the walk breaks, which is an err
 A setting is read out of an object that passes through functions that do not read it. Its walk has
 the files that read, rename, convert, declare or use it. Those that only pass the settings on are
 counted apart.
+
+Long because: the tables of the rule and the resolver that reads them are one subject.
 """
 
 from __future__ import annotations
@@ -38,37 +40,28 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = "mcore_rl"
 
-# The class that a default run creates, and files that name it where no import does.
-CONCRETE: Mapping[str, tuple[str, tuple[str, ...]]] = {
-    "cli.main:Command": ("cli.job:JobCommand", ()),
-    "trainers.base:RLTrainer": ("trainers.sync:SyncTrainer", ("trainers/registry.py",)),
-    "engine.base:BaseEngine": (
-        "engine.megatron.engine:MegatronEngine",
-        ("engine/megatron/backend.py",),
-    ),
-    "rollout.weight_updater:WeightSync": ("rollout.weight_updater:TransportSync", ()),
-    "trainers.device_sharing:WeightSync": ("rollout.weight_updater:TransportSync", ()),
-    "weight_sync.transport:WeightTransport": (
-        "weight_sync.process_group:ProcessGroupTransport",
-        (),
-    ),
-    "weight_sync.transport:ExchangeTransport": (
-        "weight_sync.process_group:ProcessGroupTransport",
-        (),
-    ),
-    "reshard.executor:MessageTransport": ("reshard.executor:GroupTransport", ()),
-    "inference.protocol:Generator": ("inference.vllm.server:VLLMServer", ()),
-    "inference.protocol:GenerationServer": ("inference.vllm.server:VLLMServer", ()),
-    "agents.loops:AgentLoop": ("agents.loops:ToolLoop", ()),
-    "agents.loops:Agent": ("agents.runner:AgentRunner", ()),
-    "agents.chat_template.codec:ChatCodec": (
-        "agents.chat_template.codec:ValidatedChatTemplate",
-        (),
-    ),
-    "agents.chat_template.codec:NamedCodec": (
-        "agents.chat_template.template_codec:TemplateCodec",
-        ("agents/chat_template/validation.py",),
-    ),
+# The class that a default run creates.
+CONCRETE: Mapping[str, str] = {
+    "cli.main:Command": "cli.job:JobCommand",
+    "trainers.base:RLTrainer": "trainers.sync:SyncTrainer",
+    "engine.base:BaseEngine": "engine.megatron.engine:MegatronEngine",
+    "trainers.device_sharing:WeightSync": "rollout.weight_updater:TransportSync",
+    "rollout.weight_updater:WeightSync": "rollout.weight_updater:TransportSync",
+    "weight_sync.transport:WeightTransport": "weight_sync.process_group:ProcessGroupTransport",
+    "weight_sync.transport:ExchangeTransport": "weight_sync.process_group:ProcessGroupTransport",
+    "reshard.executor:MessageTransport": "reshard.executor:GroupTransport",
+    "inference.protocol:Generator": "inference.vllm.server:VLLMServer",
+    "inference.protocol:GenerationServer": "inference.vllm.server:VLLMServer",
+    "agents.loops:AgentLoop": "agents.loops:ToolLoop",
+    "agents.loops:Agent": "agents.runner:AgentRunner",
+    "agents.chat_template.codec:ChatCodec": "agents.chat_template.codec:ValidatedChatTemplate",
+    "agents.chat_template.codec:NamedCodec": "agents.chat_template.template_codec:TemplateCodec",
+}
+# Files that choose the class, if neither declares it nor is it.
+CHOSEN_BY: Mapping[str, str] = {
+    "trainers.base:RLTrainer": "trainers/registry.py",
+    "engine.base:BaseEngine": "engine/megatron/backend.py",
+    "agents.chat_template.codec:NamedCodec": "agents/chat_template/validation.py",
 }
 # Groups of workers: a method that they do not define is one of these workers'. The call goes
 # through these files.
@@ -346,19 +339,21 @@ class Package:
 
     def find_method(self, key: str, name: str) -> list[tuple[str, tuple[str, ...]]]:
         """Return the functions that a method call enters, with the files that it goes through."""
-        files: list[str] = []
+        files: tuple[str, ...] = ()
         if key in CONCRETE:
             declared = self._look_up(key, name)
-            if declared:
-                files.append(self.get_file(declared))
-            key, between = CONCRETE[key]
-            files += (self.get_file(key), *between)
+            files = (CHOSEN_BY[key],) if key in CHOSEN_BY else ()
+            files += (
+                self.get_file(CONCRETE[key]),
+                *([self.get_file(declared)] if declared else []),
+            )
+            key = CONCRETE[key]
         if key in GROUPS and not self._look_up(key, name):
-            found = [worker for worker in WORKERS if name in self.classes[worker].functions]
-            protocol = (self.get_file(key),) if key != GROUPS[0] else ()
-            return [(f"{worker}.{name}", (*files, *protocol, *REMOTE_CALL)) for worker in found]
+            workers = [worker for worker in WORKERS if name in self.classes[worker].functions]
+            files += (self.get_file(key), *REMOTE_CALL)
+            return [(f"{worker}.{name}", files) for worker in workers]
         function = self._look_up(key, name)
-        return [(function, tuple(files))] if function else []
+        return [(function, files)] if function else []
 
     def _look_up(self, key: str, name: str) -> str:
         for ancestor in self.list_ancestors(key):
@@ -368,8 +363,7 @@ class Package:
 
     def get_attribute(self, key: str, name: str) -> Value:
         """Return the value of an attribute of a class."""
-        key = CONCRETE.get(key, (key, ()))[0]
-        for ancestor in self.list_ancestors(key):
+        for ancestor in self.list_ancestors(CONCRETE.get(key, key)):
             if name in self.classes[ancestor].attributes:
                 return self.classes[ancestor].attributes[name]
         return NOTHING
@@ -559,14 +553,12 @@ class _Scanner(ast.NodeVisitor):
             source = self.module.names.get(node.value.id, "")
             if f"{source}:{node.attr}" in self.package.functions:
                 return [(f"{source}:{node.attr}", ())]
-        found = []
         if isinstance(node.value, ast.Call) and getattr(node.value.func, "id", "") == "super":
             ancestors = self.package.list_ancestors(self.owner)[1:] if self.owner else []
             owners = [key for key in ancestors if node.attr in self.package.classes[key].functions]
             return [(f"{owners[0]}.{node.attr}", ())] if owners else []
-        for key in self.evaluate(node.value).classes:
-            found += self.package.find_method(key, node.attr)
-        return found
+        classes = self.evaluate(node.value).classes
+        return [c for key in classes for c in self.package.find_method(key, node.attr)]
 
     def _get_class(self, node: ast.expr) -> str:
         """Return the class that an expression names."""
