@@ -8,7 +8,7 @@ import inspect
 import os
 import sys
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -60,6 +60,29 @@ def load_user_function(setting: str, path: str) -> Callable[..., Any]:
             "that was written for this setting"
         )
     return function
+
+
+def load_user_class(setting: str, path: str, base: type, names: Iterable[str]) -> Any:
+    """Return the subclass of `base` that was written for a setting.
+
+    Args:
+        names: Values of the setting that are no import paths, for errors.
+
+    Raises:
+        ConfigError: As `load_user_function`, or it is no subclass, or it lacks abstract methods.
+    """
+    loaded = load_user_function(setting, path)
+    contract = f"{base.__module__}.{base.__qualname__}"
+    if not (inspect.isclass(loaded) and issubclass(loaded, base)):
+        raise ConfigError(
+            f"{setting}={path!r} is no subclass of {contract}; allowed: one, or {', '.join(names)}"
+        )
+    if missing := sorted(getattr(loaded, "__abstractmethods__", ())):
+        raise ConfigError(
+            f"{setting}={path!r} does not define {', '.join(missing)}; allowed: a subclass of "
+            f"{contract} that defines all abstract methods"
+        )
+    return loaded
 
 
 def _is_own(value: object, module: ModuleType) -> bool:

@@ -45,6 +45,7 @@ from mcore_rl.models.heads import get_model_config, map_model_weights
 from mcore_rl.reshard.rules import Box, Weight, list_logical_tensors, slice_rows
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_DCP_IMPORT_BYTES = 48 << 20  # of torch.distributed.checkpoint, imported to write the metadata
 _COMPARED_BYTES = 16 << 20  # of a tensor and its alias, at a time
 Dtypes = Mapping[str, torch.dtype]  # of the Hugging Face tensors, by name
 
@@ -128,7 +129,8 @@ def plan_conversion(model: Path, output: Path, layout: Layout, dtype: str | None
         units=tuple(_plan_units(reader, layout, parameters, megatron_model.objects)),
         finish=partial(_finish, model=model, facts=facts),
         notes=_describe_rounding(parameters, dtypes),
-        finish_bytes=WRITTEN_ENTRY_BYTES * sum(len(_list_chunks(p, layout)) for p in parameters),
+        finish_bytes=_DCP_IMPORT_BYTES
+        + WRITTEN_ENTRY_BYTES * sum(len(_list_chunks(p, layout)) for p in parameters),
         shared={"reader": reader},
     )
 

@@ -226,7 +226,16 @@ def test_the_tables_of_the_configuration_page_are_those_of_the_schema():
     current = CONFIGURATION.read_text()
     made = runpy.run_path(str(WRITER))["page"](current)
     assert current == made, "run: .venv/bin/python tests/write_configuration_doc.py"
-    assert [key for key in list_setting_names(RLConfig) if f"| `{key}` |" not in current] == []
+    shown = set(re.findall(r"^\| `([\w.]+)` \|", current, re.MULTILINE))
+    sections = re.findall(r"^### `([\w.]+)`$(.*?)(?=^###|\Z)", current, re.MULTILINE | re.DOTALL)
+    for group, section in sections:  # which says whose settings it has, or who else has them
+        for others in re.findall(r"^The same settings: (.*)\.$", section, re.MULTILINE):
+            for other in re.findall(r"`(.*?)`", others):
+                shown |= {key.replace(group, other, 1) for key in shown if key.startswith(group)}
+        for other in re.findall(r"^Has the settings of `(.*)`, and:$", section, re.MULTILINE):
+            own = {key for key in shown if re.fullmatch(rf"{other}\.\w+", key)}
+            shown |= {key.replace(other, group, 1) for key in own}
+    assert {*list_setting_names(RLConfig)} - shown == set()
 
 
 @pytest.mark.parametrize("page", [p for p in PAGES if ">>> " in p.read_text()], ids=page_id)
