@@ -46,6 +46,8 @@ gate 'words' python tests/check_words.py models \
     mcore_rl/{agents,algorithms,checkpoint,cli,config,controller,data,inference,jobs} \
     mcore_rl/{observability,parallel,reshard,rewards,rollout,sandbox,tools,trainers,weight_sync} \
     mcore_rl/engine/worker.py mcore_rl/library.py examples/rft.py
+build_site() { bash launch/setup_env.sh docs && NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict; }
+gate 'docs site' build_site
 if command -v shellcheck >/dev/null; then
     gate 'shellcheck' shellcheck launch/*.sh tests/run.sh .ci/run
 fi
