@@ -42,12 +42,13 @@ def collective_backend() -> str:
     return "nccl" if device_name() == "cuda" else "gloo"
 
 
-def chosen_modules(asked: str, device: str = "") -> str:
+def chosen_modules(asked: str, device: str = "", setting: str = "actor.modules") -> str:
     """Whose modules the layers are made of: "te", Transformer Engine's, or "torch", our own.
 
     `asked` is EngineConfig.modules; "auto" takes Transformer Engine's on a GPU where it is
     installed. `device` is "cuda" or "cpu" where ranks run on other nodes; what is installed there,
-    they see for themselves. Raises ConfigError where "te" is asked for and cannot be had.
+    they see for themselves. Raises ConfigError, which names `setting`, where "te" is asked for and
+    cannot be had.
     """
     has_gpu = (device or device_name()) == "cuda"
     names = "transformer_engine", "transformer_engine_torch"
@@ -55,7 +56,7 @@ def chosen_modules(asked: str, device: str = "") -> str:
     is_installed = is_elsewhere or all(importlib.util.find_spec(name) for name in names)
     if asked == "te" and not (has_gpu and is_installed):
         missing = "transformer-engine[pytorch], which is not installed" if has_gpu else "a GPU"
-        raise ConfigError(f"actor.modules='te' needs {missing}; allowed: 'auto', 'torch'")
+        raise ConfigError(f"{setting}='te' needs {missing}; allowed: 'auto', 'torch'")
     return "te" if asked != "torch" and has_gpu and is_installed else "torch"
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -15,13 +15,11 @@ from mcore_rl.algorithms.correction import find_gaps_beyond
 from mcore_rl.algorithms.inputs import get_needs
 from mcore_rl.checkpoint.hf import CheckpointReader
 from mcore_rl.checkpoint.peft import Factors
-from mcore_rl.config.errors import StateError
 from mcore_rl.data.batch import Batch
 from mcore_rl.engine.base import (
     BaseEngine,
     EngineSpec,
     LossFunction,
-    MemoryReport,
     Metrics,
     PendingSave,
     Place,
@@ -34,21 +32,20 @@ from mcore_rl.parallel.mesh import Mesh, split_into_chunks
 from mcore_rl.reshard.executor import LocalWeights
 from mcore_rl.reshard.rules import Weight
 
+if TYPE_CHECKING:
+    from mcore_rl.engine.megatron.offload import MemoryReport
+
 Result = dict[str, torch.Tensor]
 
 
 class MegatronEngine(BaseEngine):
+    has_full_tensors = False
+
     def __init__(self, spec: EngineSpec) -> None:
-        self.spec = spec
-        self.layout = spec.engine.layout
+        super().__init__(spec)
         self.mesh = Mesh(self.layout)
         self._host_copies: dict[Any, torch.Tensor] = {}  # of saves in the background
-        self._away: set[str] = set()  # of "parameters", "optimizer state", "gradients"
         self._mirrors = {"parameters": HostMirror(), "optimizer state": HostMirror()}
-
-    @property
-    def is_main_rank(self) -> bool:
-        return self.world_rank == 0
 
     # Megatron is imported inside methods: device.install() must have run before its first import.
 
@@ -155,7 +152,7 @@ class MegatronEngine(BaseEngine):
     def train_batch(
         self, batch: Batch, loss_function: LossFunction, *, temperature: float = 1.0
     ) -> Metrics:
-        self._require("gradients", "parameters", "optimizer state")
+        self.require("gradients", "parameters", "optimizer state")
         self.optimizer_zero_grad()
         results = self.forward_backward_batch(
             batch, loss_function, forward_only=False, temperature=temperature
@@ -173,7 +170,7 @@ class MegatronEngine(BaseEngine):
         from mcore_rl.engine.megatron import step
         from mcore_rl.engine.megatron.moe import collect_expert_biases
 
-        self._require("gradients", "parameters", "optimizer state")
+        self.require("gradients", "parameters", "optimizer state")
         self.optimizer_zero_grad()
         micros = self._micro_batches(batch, training=True)
         biases = [(bias, bias.clone()) for bias in collect_expert_biases(self.chunks)]
@@ -208,7 +205,12 @@ class MegatronEngine(BaseEngine):
         forward_only: bool,
         temperature: float = 1.0,
     ) -> list[Result]:
-        self._require("parameters", *(() if forward_only else ("gradients",)))
+        """Run all micro-batches; gradients accumulate unless forward_only.
+
+        One result each on the last pipeline stage, none on the others: its parts of the sums that
+        train_batch returns or, without a loss function, its scores.
+        """
+        self.require("parameters", *(() if forward_only else ("gradients",)))
         micros = self._micro_batches(batch, training=not forward_only)
         with self._routing(batch, scoring=False, forward_only=forward_only) as routing:
             return self._run(micros, loss_function, routing, temperature, forward_only=forward_only)
@@ -225,7 +227,7 @@ class MegatronEngine(BaseEngine):
 
     def optimizer_zero_grad(self) -> None:
         self._require_optimizer("optimizer_zero_grad")
-        self._require("gradients")
+        self.require("gradients")
         from mcore_rl.engine.megatron.moe import clear_load
 
         clear_load(self.chunks)
@@ -234,13 +236,15 @@ class MegatronEngine(BaseEngine):
         self.optimizer.zero_grad()
 
     def optimizer_step(self) -> float:
+        """Clip, step, and return the gradient norm before clipping."""
         self._require_optimizer("optimizer_step")
-        self._require("parameters", "gradients", "optimizer state")
+        self.require("parameters", "gradients", "optimizer state")
         from mcore_rl.engine.megatron.optimizer import clipped_step
 
         return self._skips.counted(clipped_step(self.optimizer))
 
     def lr_scheduler_step(self) -> float:
+        """Advance the schedule and return the learning rate that the next step uses."""
         self._require_optimizer("lr_scheduler_step")
         # Advanced before the step, so that warm-up starts above zero.
         self.schedule.step(increment=1)
@@ -255,38 +259,25 @@ class MegatronEngine(BaseEngine):
             reader = CheckpointReader(self.spec.model.path)
             yield from untouched_weights(self.weights, self.placement, reader)
 
-    def gathered_factors(self) -> list[Factors]:
+    def collect_factors(self) -> list[Factors]:
         from mcore_rl.engine.megatron.lora import gathered_factors
 
         self._finish_weights()
         return gathered_factors(self.chunks) if self.spec.engine.lora.rank else []
 
-    def local_weights(self) -> LocalWeights:
-        from mcore_rl.engine.megatron.handover import local_weights
+    def get_local_weights(self) -> LocalWeights:
+        from mcore_rl.engine.megatron.handover import get_local_weights
 
         self._finish_weights()
         at = self.mesh.get_coordinate(self.world_rank)
-        return local_weights(self.chunks, self.weights, self.placement, at)
+        return get_local_weights(self.chunks, self.weights, self.placement, at)
 
-    def to(
-        self, place: Place, *, model: bool = True, optimizer: bool = True, grad: bool = True
-    ) -> None:
+    def move(self, place: Place, parts: frozenset[str]) -> None:
         from mcore_rl.engine.megatron.offload import move
 
-        asked = {"parameters": model, "optimizer state": optimizer, "gradients": grad}
-        moving = {part for part, is_asked in asked.items() if is_asked}
-        if "parameters" not in self._away:
+        if "parameters" not in self._offloaded:
             self._finish_weights()
-        move(self.wrapped, self.optimizer, place, moving, self._mirrors)
-        self._away = self._away | moving if place == "host" else self._away - moving
-
-    def _require(self, *parts: str) -> None:
-        """Raises StateError when one of them is away."""
-        for part in parts:
-            if part in self._away:
-                raise StateError(
-                    f"the engine's {part} are away, on the host; allowed: engine.to('device') first"
-                )
+        move(self.wrapped, self.optimizer, place, parts, self._mirrors)
 
     def close(self) -> None:
         if self.optimizer is not None:
@@ -297,9 +288,10 @@ class MegatronEngine(BaseEngine):
         self._mirrors.clear()
 
     def memory_report(self) -> MemoryReport:
+        """Return the bytes of this rank's parts."""
         from mcore_rl.engine.megatron.offload import memory_report
 
-        return memory_report(self.wrapped, self.optimizer, self._away, self._mirrors)
+        return memory_report(self.wrapped, self.optimizer, self._offloaded, self._mirrors)
 
     def save_checkpoint(self, path: Path) -> None:
         self._save(path, None).finish()
@@ -311,14 +303,14 @@ class MegatronEngine(BaseEngine):
         from mcore_rl.engine.megatron import training_state
 
         self._finish_weights()
-        self._require("optimizer state")
+        self.require("optimizer state")
         return training_state.save(path, **self._training_state, copies=copies)
 
     def load_checkpoint(self, path: Path) -> None:
         from mcore_rl.engine.megatron import training_state
 
         self._finish_weights()  # nothing may arrive after the weights that are read
-        self._require("optimizer state")
+        self.require("optimizer state")
         training_state.load(path, **self._training_state)
 
     @property
@@ -336,7 +328,7 @@ class MegatronEngine(BaseEngine):
 
         Raises StateError when they are away.
         """
-        self._require("parameters")
+        self.require("parameters")
         from mcore_rl.engine.megatron.optimizer import finish_weight_gather
 
         finish_weight_gather(self.wrapped)

@@ -19,7 +19,7 @@ from mcore_rl.reshard.executor import LocalWeights
 from mcore_rl.reshard.rules import Weight
 
 
-def local_weights(
+def get_local_weights(
     chunks: Sequence[torch.nn.Module],
     weights: Sequence[Weight],
     placement: WeightPlacement,

@@ -5,15 +5,25 @@ from __future__ import annotations
 import ctypes
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
 
-from mcore_rl.config.errors import ConfigError
-from mcore_rl.engine.base import MemoryReport, Place
+from mcore_rl.engine.base import Place
 from mcore_rl.engine.megatron.device import device_name
 from mcore_rl.engine.megatron.host_mirror import HostMirror, storage_id
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryReport:
+    """Memory of a rank's model and optimizer between two calls; no activations."""
+
+    parameters_bytes: int  # weights and buffers of the model, on the device or on the host
+    gradients_bytes: int  # 0 after engine.to("host", grad=True)
+    optimizer_state_bytes: int  # Adam's moments, and the float32 weights of a bfloat16 model
+    on_device_bytes: int  # what of these three is on the engine's device, and not away
 
 
 def move(
@@ -29,12 +39,7 @@ def move(
     other two, the same in every call. Megatron's offload_to_cpu of optimizers is not used: it also
     moves the float32 weights of a model without asking, and with a distributed optimizer cuts them
     off from the buffer that they are a part of (optimizer/optimizer.py:344).
-
-    Raises:
-        ConfigError: `place` is neither "host" nor "device".
     """
-    if place not in ("host", "device"):
-        raise ConfigError(f"engine.to({place!r}); allowed: 'host', 'device'")
     to_host, grad = place == "host", "gradients" in parts
     # On the CPU lane the device is the host: memory is freed, and nothing needs to move.
     has_device = device_name() != "cpu"

@@ -21,13 +21,11 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
 
-from mcore_rl.data.batch import Batch, Jagged
+from mcore_rl.data.batch import Batch
+from mcore_rl.engine.steps import select_response_columns
 from mcore_rl.parallel.balance import Parts
 
 Rows = npt.NDArray[np.int64]
-
-# Jagged columns that do not run along the responses.
-_OTHER_COLUMNS = ("prompt_ids", "response_ids", "routed_experts", "stage_routed_experts")
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,7 +185,7 @@ def _pack(
     hidden_rows = local[all_states]
     places = np.flatnonzero(hidden_rows >= 0)
     targets = _concatenate(responses, np.int64)
-    columns = _response_columns(batch, rows)
+    columns = {n: c.take(rows).values for n, c in select_response_columns(batch).items()}
     sequence_ids = np.repeat(np.arange(len(rows)), [len(r) for r in responses])
     sequence_starts = starts[sequence_ids]
 
@@ -251,16 +249,3 @@ def _packed_seq_params(
 
 def _concatenate(arrays: Sequence[np.ndarray], dtype: type) -> np.ndarray:
     return np.concatenate(arrays) if arrays else np.empty(0, dtype=dtype)
-
-
-def _response_columns(batch: Batch, rows: list[int]) -> dict[str, np.ndarray]:
-    """The jagged columns that run along the responses, ids and routed experts aside."""
-    found = {}
-    lengths = batch.jagged("response_ids").lengths
-    for name, column in batch.columns.items():
-        if name.partition("/")[0] in _OTHER_COLUMNS or not isinstance(column, Jagged):
-            continue
-        if not np.array_equal(column.lengths, lengths):
-            raise ValueError(f"column {name!r} does not run along the response tokens")
-        found[name] = column.take(rows).values
-    return found

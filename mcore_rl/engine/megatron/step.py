@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -17,13 +16,14 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from megatron.core.utils import unwrap_model
 
-from mcore_rl.algorithms.inputs import LOSS_WEIGHTS, WEIGHTS, get_loss_name
+from mcore_rl.algorithms.inputs import WEIGHTS
 from mcore_rl.data.batch import Batch, Jagged
 from mcore_rl.engine.base import LossFunction
 from mcore_rl.engine.megatron.heads import Head
 from mcore_rl.engine.megatron.mtp import prediction_loss
 from mcore_rl.engine.megatron.packing import MicroBatch, PackSplit, pack, pack_sizes
 from mcore_rl.engine.megatron.sequences import loss_inputs
+from mcore_rl.engine.steps import reduce_logprob_gaps, sum_losses
 from mcore_rl.parallel.balance import (
     SequenceCost,
     count_parts_within,
@@ -175,9 +175,6 @@ def training(
 
     With multi-token prediction, its loss times `mtp_loss_coef` on top; "loss" is without it.
 
-    Weights do not sum to one in every aggregation, so that metrics have a norm of their own: each
-    micro-batch gives the sum over its tokens with a weight, divided by those of all.
-
     Megatron divides gradients by the number of tokens of all ranks and micro-batches, which is what
     its router losses need. Our weights already contain every mean, so the loss is multiplied by
     that number first.
@@ -214,18 +211,7 @@ def _loss_closure(
         if with_scores:
             old = {"log_probs": detached["log_probs"]}
             inputs = replace(inputs, columns={**inputs.columns, **old})
-        losses, metrics = loss_function(inputs)
-        streams = losses if isinstance(losses, Mapping) else {LOSS_WEIGHTS: losses}
-        sums = {name: (loss * micro.columns[name]).sum() for name, loss in streams.items()}
-        total = torch.stack([*sums.values()]).sum()
-        result = {}
-        for name, metric in metrics.items():
-            column, value = metric if isinstance(metric, tuple) else (LOSS_WEIGHTS, metric)
-            chosen = torch.where(micro.columns[column] != 0, value.detach(), 0)
-            result[name] = chosen.sum() / max(counts.trained[column], 1)
-        if isinstance(losses, Mapping):
-            result |= {get_loss_name(name): value.detach() for name, value in sums.items()}
-        result["loss"] = total.detach()
+        total, result = sum_losses(loss_function, inputs, counts.trained)
         if predictions:
             mtp_loss = prediction_loss(head, chunk, predictions, micro)
             result["mtp_loss"] = mtp_loss.detach()
@@ -247,30 +233,12 @@ def pop_scores(results: Sequence[Result]) -> list[Result]:
 def compute_logprob_gaps(
     micros: Sequence[MicroBatch], scores: Sequence[Result], device: torch.device
 ) -> dict[str, float]:
-    """Return the gaps of BaseEngine.train_batch_with_scores, of all ranks; all ranks take part.
-
-    Ranks that have the same tokens count them as often as each other, so the mean is right.
-    """
-    largest, total, count = (torch.zeros((), dtype=torch.float64, device=device) for _ in range(3))
-    for micro, values in zip(micros, scores, strict=False):  # no scores but on the last stage
-        mask = micro.columns["gap_mask"] != 0
-        gaps = (values["log_probs"] - micro.columns["rollout_log_probs"]).abs()
-        gaps = torch.where(mask, gaps, 0).double()
-        total += gaps.sum()
-        count += mask.sum()
-        largest = torch.maximum(largest, gaps.max() if len(gaps) else gaps.sum())
-    sums = torch.stack([total, count])
-    dist.all_reduce(sums)
-    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
-    whole, num = sums.tolist()
-    if not num:
-        return {}
-    mean = whole / num
-    # What is not a number spreads in a sum; of a maximum over ranks it may get lost.
-    return {
-        "max_logprob_gap": mean if math.isnan(mean) else float(largest),
-        "mean_logprob_gap": mean,
-    }
+    """Return the gaps of BaseEngine.train_batch_with_scores, of all ranks; all ranks take part."""
+    parts = [  # no scores but on the last stage
+        (values["log_probs"], micro.columns["rollout_log_probs"], micro.columns["gap_mask"])
+        for micro, values in zip(micros, scores, strict=False)
+    ]
+    return reduce_logprob_gaps(parts, device)
 
 
 def whole_column(micro: MicroBatch, values: torch.Tensor) -> torch.Tensor:

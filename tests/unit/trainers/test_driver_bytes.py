@@ -144,7 +144,7 @@ class Engine:
     def memory_report(self):
         return MemoryReport(5_600_000, 0, 11_200_000, 0)
 
-    def local_weights(self): ...
+    def get_local_weights(self): ...
 
 
 class Rank(ModelWorker):
