@@ -186,9 +186,7 @@ def test_a_backend_checks_the_model_before_a_job_starts(path):
 
 def test_an_engine_is_made_of_the_class_of_its_file(engine):
     assert type(engine).__name__ == "Engine" and isinstance(engine, BaseEngine)
-    with pytest.raises(
-        ConfigError, match=r"backend=.* has no engine of 'value_model'; "
-    ):
+    with pytest.raises(ConfigError, match=r"backend=.* has no engine of 'value_model'; "):
         create_engine("value_model", engine.spec)
 
 
