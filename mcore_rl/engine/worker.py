@@ -36,7 +36,7 @@ from mcore_rl.engine.base import (
 )
 from mcore_rl.parallel.rendezvous import RendezvousEndpoint, RendezvousServer
 from mcore_rl.reshard.layout import GenerationLayout
-from mcore_rl.weight_sync.spec import TransferSpec
+from mcore_rl.weight_sync.spec import TransferSpec, WeightFormat
 from mcore_rl.weight_sync.transport import WeightTransport, WeightUpdate, connect
 
 # Columns that a pass over samples reads, and those that it may add.
@@ -220,7 +220,10 @@ class ModelWorker:
 
     @register(dispatch_mode=Dispatch.RANK_ZERO)
     def open_weights(
-        self, generation: GenerationLayout, settings: WeightSyncConfig
+        self,
+        generation: GenerationLayout,
+        settings: WeightSyncConfig,
+        weight_format: WeightFormat = "vllm",
     ) -> tuple[RendezvousEndpoint, TransferSpec]:
         """Open a rendezvous for both sides, which stays until the next one; return its endpoint."""
         engine, dtype = self._engine, self._spec.model.dtype
@@ -230,7 +233,9 @@ class ModelWorker:
         if address == "auto":  # this rank's, where the ranks of the actor have met
             address = RendezvousEndpoint.read_environment().host
         self._rendezvous = RendezvousServer(address)
-        spec = TransferSpec(engine.layout, engine.num_mtp_layers, generation, dtype, settings)
+        spec = TransferSpec(
+            engine.layout, engine.num_mtp_layers, generation, dtype, settings, weight_format
+        )
         return self._rendezvous.endpoint, spec
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)

@@ -9,20 +9,28 @@ from __future__ import annotations
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
 import mcore_rl.models  # noqa: F401  (fills the registry of families)
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import Layout, WeightSyncConfig
-from mcore_rl.models.base import HFConfig, get_family, get_model_sizes, pad_vocab_size
+from mcore_rl.models.base import (
+    HFConfig,
+    drop_mtp_layers,
+    get_family,
+    get_model_sizes,
+    pad_vocab_size,
+)
 from mcore_rl.parallel.mesh import Mesh, split_into_chunks
 from mcore_rl.reshard.layout import GenerationLayout, GenerationRanks, TrainingRanks
 from mcore_rl.reshard.planner import Devices, Plan, Side, TransferRequirements, assign_hosts
-from mcore_rl.reshard.rules import Shard, Weight
+from mcore_rl.reshard.rules import Replicated, Shard, Weight
 
 SAMPLED_VERSIONS = 16  # number of versions in which weight_sync.verify=sampled checks everything
+# Parameters of a worker of a server: vLLM's, or all tensors of a Hugging Face checkpoint, whole.
+WeightFormat = Literal["vllm", "huggingface"]
 Parameters = Mapping[str, tuple[tuple[int, ...], str]]  # name -> shape, dtype
 
 
@@ -35,6 +43,7 @@ class TransferSpec:
     generation: GenerationLayout
     dtype: str  # in which weights are sent: "bfloat16"
     settings: WeightSyncConfig
+    weight_format: WeightFormat = "vllm"
 
     @property
     def num_training(self) -> int:
@@ -58,6 +67,7 @@ class TransferSpec:
             GenerationLayout(**fields["generation"]),
             fields["dtype"],
             WeightSyncConfig(**fields["settings"]),
+            fields["weight_format"],
         )
 
 
@@ -79,12 +89,34 @@ def build_training_side(config: HFConfig, layout: Layout, num_mtp_layers: int) -
 
 
 def build_generation_side(
-    config: HFConfig, layout: GenerationLayout
+    config: HFConfig, layout: GenerationLayout, weight_format: WeightFormat = "vllm"
 ) -> tuple[GenerationRanks, Side]:
-    """Return the ranks of vLLM, and ranks and rules as a side."""
+    """Return the ranks of all servers, and ranks and rules as a side."""
     sizes = get_model_sizes(config)
     ranks = GenerationRanks(layout, sizes.num_layers, sizes.num_experts)
+    if weight_format == "huggingface":
+        return ranks, (ranks, map_checkpoint_weights(config))
     return ranks, (ranks, get_family(config).vllm_weights(config))
+
+
+def map_checkpoint_weights(config: HFConfig) -> tuple[Weight, ...]:
+    """Return the rules of a worker with all tensors of a Hugging Face checkpoint, by their names.
+
+    Without layers of multi-token prediction, and without a tied head.
+    """
+    config = drop_mtp_layers(config)
+    return tuple(
+        Weight(
+            tensor.name,
+            Replicated(tensor),
+            layer=weight.layer,
+            stage=weight.stage,
+            float32=weight.float32,
+        )
+        for weight in get_family(config).weights(config, pad_vocab_size(config, 1))
+        if not weight.replica
+        for tensor in weight.rule.tensors
+    )
 
 
 def plan_transfer(
@@ -103,7 +135,7 @@ def plan_transfer(
             training ranks.
     """
     training = build_training_side(config, spec.training, spec.num_mtp_layers)
-    _, generation = build_generation_side(config, spec.generation)
+    _, generation = build_generation_side(config, spec.generation, spec.weight_format)
     requirements = TransferRequirements(training, generation, itemsize)
     if domains is None:
         # Nodes are not known: all training ranks count as one node.
