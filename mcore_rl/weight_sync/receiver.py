@@ -99,7 +99,7 @@ class TensorReceiver:
         Raises:
             PeerError: the version did not arrive completely; the connection is closed.
             StateError: `connect` comes first.
-            ValueError: a checksum is not the trainer's, or elements are missing.
+            RuntimeError: a checksum is not the trainer's, or elements are missing.
         """
         if self._transport is None:
             raise StateError("the server is connected to no trainer")
@@ -116,8 +116,12 @@ class TensorReceiver:
         except PeerError:
             self.close()  # so that peers that wait for this rank fail at once, too
             raise
+        except ValueError as error:
+            raise RuntimeError(f"version {version}: {error}") from error
         if short := [name for name, count in missing.items() if count]:
-            raise ValueError(f"{len(short)} tensors did not arrive completely: {short[:5]}")
+            raise RuntimeError(
+                f"version {version}: {len(short)} tensors did not arrive completely: {short[:5]}"
+            )
         return tensors
 
     def close(self) -> None:

@@ -1,0 +1,5 @@
+"""Conformance suites: put a part of your own through the rules of its contract, with one call."""
+
+from mcore_rl.testing.server import check_server
+
+__all__ = ["check_server"]
