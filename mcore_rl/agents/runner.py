@@ -44,7 +44,8 @@ from mcore_rl.algorithms.registry import Registry
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import AgentConfig
 from mcore_rl.data.sample import Sample, TrajectoryStatus
-from mcore_rl.inference.protocol import Gate, Generator, SamplingParams
+from mcore_rl.inference.lifecycle import Gate
+from mcore_rl.inference.protocol import Generator, SamplingParams
 from mcore_rl.rewards.registry import RewardError
 
 LOOPS: Registry[Callable[..., Any]] = Registry("agent.loop", ("agent",), "agent.settings")

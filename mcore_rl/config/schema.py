@@ -154,6 +154,7 @@ class TeacherConfig(EngineConfig):
 class RolloutConfig:
     """The generation servers."""
 
+    backend: str = "vllm"  # vllm, or the import path of a GenerationServer (docs/plugs.md)
     num_servers: int = 1  # servers, each with a full copy of the model
     tp: int = 1  # tensor parallel inside a server
     nodes_per_server: int = 1  # nodes of a server, with equal shares of its tp workers
@@ -753,7 +754,7 @@ class SetsConfig:
 
 @dataclass
 class SamplingConfig(RolloutConfig):
-    """The vLLM servers that generate, and how they sample."""
+    """The servers that generate, and how they sample."""
 
     n: int = 1  # responses per prompt, 1 to 1000
     temperature: float = 1.0  # sampling temperature; 0 takes the most likely token

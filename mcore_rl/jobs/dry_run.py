@@ -16,6 +16,7 @@ from mcore_rl.config.resolve import are_colocated, resolve, resolve_for_lane
 from mcore_rl.config.resolve_train import resolve_train
 from mcore_rl.config.schema import Layout, RLConfig, TrainConfig
 from mcore_rl.engine.base import load_backend
+from mcore_rl.inference.registry import load_server_class
 from mcore_rl.jobs.disk_space import compute_weight_bytes
 from mcore_rl.jobs.memory_plan import (
     ITEMSIZES,
@@ -387,13 +388,16 @@ def compute_sync_traffic(config: RLConfig, model: HFConfig, gpus_per_node: int) 
         )
     num_mtp = get_family(model).num_mtp_layers(model) if engine.mtp_loss_coef else 0
     layout = build_generation_layout(config.rollout, config.rollout.num_servers)
+    weight_format = load_server_class(config.rollout).features.weight_format
+    assert weight_format is not None  # else weight_sync.method is full_export
     spec = TransferSpec(
         engine.layout,
         num_mtp,
         layout,
         config.model.dtype,
         config.weight_sync,
-        load_backend(engine, "actor").engines["language_model"].has_full_tensors,
+        has_full_tensors=load_backend(engine, "actor").engines["language_model"].has_full_tensors,
+        weight_format=weight_format,
     )
     plan = plan_transfer(spec, model, ITEMSIZES[config.model.dtype], domains)
     local = in_node = 0
