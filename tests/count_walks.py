@@ -59,7 +59,6 @@ CONCRETE: Mapping[str, str] = {
 }
 # Files that choose the class, if neither declares it nor is it.
 CHOSEN_BY: Mapping[str, str] = {
-    "trainers.base:RLTrainer": "trainers/registry.py",
     "engine.base:BaseEngine": "engine/megatron/backend.py",
     "agents.chat_template.codec:NamedCodec": "agents/chat_template/validation.py",
 }
@@ -118,7 +117,7 @@ WALKS = (
         "`mcore-rl rl` to the policy loss",
         build_legs("cli.main:main", "algorithms.losses:ppo_clip"),
         aim=22,
-        bound=30,
+        bound=25,
     ),
     Walk(
         "a weight update, from engine to vLLM",
@@ -155,10 +154,10 @@ WALKS = (
             ),
         ),
         aim=6,
-        bound=7,
+        bound=6,
         declares=("config.schema:AlgorithmConfig", "config.schema:PPOClipSettings"),
         passing=build_legs("cli.job:JobCommand.main", "trainers.base:RLTrainer.build_loss"),
-        bound_passing=10,
+        bound_passing=7,
     ),
 )
 
