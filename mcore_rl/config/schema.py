@@ -106,7 +106,7 @@ class LoRAConfig:
 class EngineConfig:
     """A training engine."""
 
-    backend: str = "megatron"  # training engine; allowed: megatron
+    backend: str = "megatron"  # megatron, or the import path of a Backend (docs/plugs.md)
     layout: Layout = field(default_factory=Layout)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     max_tokens_per_micro_batch: int = 8192  # packed tokens, prompt and response
@@ -167,7 +167,7 @@ class RolloutConfig:
     # Texts that end a response, which includes the token that completes one.
     stop: list[str] = field(default_factory=list)
     max_response_tokens: int = 1024  # longer responses are truncated
-    # Concurrent sequences of a server. null: as `vllm serve` on that GPU, 1024 on an H100 and 256 on
+    # Concurrent sequences of a server. null: as `vllm serve` on that GPU, 1024 on an H100, 256 on
     # smaller ones; 256 on the CPU lane.
     max_num_seqs: int | None = None
     # Tokens of a forward pass of a server. null: as `vllm serve` on that GPU, 8192 on an H100; on

@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
+import mcore_rl
 from mcore_rl.cli.compose import compose_config
 from mcore_rl.cli.job import JOB_COMMANDS, SCHEMAS
 from mcore_rl.cli.main import load_command, main
@@ -220,6 +222,36 @@ def test_every_link_inside_the_repository_leads_somewhere(page: Path):
         linked = (page.parent / path).resolve() if path else page
         assert linked.exists(), target
         assert not anchor or anchor in anchors_of(linked), target
+
+
+def list_nav_pages(entries: list[Any]) -> Iterator[str]:
+    for entry in entries:
+        [value] = entry.values()
+        yield from list_nav_pages(value) if isinstance(value, list) else (value,)
+
+
+def test_the_navigation_of_the_site_has_each_page_once():
+    nav = yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]
+    assert len(nav) == 6
+    assert sorted(list_nav_pages(nav)) == sorted(p.name for p in PAGES if p.parent.name == "docs")
+
+
+def test_the_api_page_has_each_public_name_once():
+    page = (ROOT / "docs" / "api.md").read_text()
+    assert sorted(re.findall(r"^::: mcore_rl\.(\w+)$", page, re.MULTILINE)) == mcore_rl.__all__
+
+
+def test_no_page_of_the_site_links_out_of_it_but_to_the_web():
+    pages = [page for page in PAGES if page.parent.name == "docs"]
+    links = {(p.name, link) for p in pages for link in LINK.findall(p.read_text())}
+    assert [link for link in links if link[1].startswith("../")] == []
+
+
+def test_the_site_is_a_gate_that_allows_no_warning():
+    gate = (ROOT / "tests" / "run.sh").read_text()
+    assert "gate 'docs site' build_site" in gate and "mkdocs build --strict" in gate
+    kinds = yaml.safe_load((ROOT / "mkdocs.yml").read_text())["validation"]
+    assert {level for kind in kinds.values() for level in kind.values()} == {"warn"}
 
 
 def test_the_tables_of_the_configuration_page_are_those_of_the_schema():
