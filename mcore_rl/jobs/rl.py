@@ -126,7 +126,7 @@ def run(config: RLConfig) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Start:
-    """What a run begins with, when all inputs are checked."""
+    """The checked inputs of a run."""
 
     config: RLConfig  # with the model and data that were made
     inputs: Inputs
