@@ -59,7 +59,6 @@ CONCRETE: Mapping[str, str] = {
 }
 # Files that choose the class, if neither declares it nor is it.
 CHOSEN_BY: Mapping[str, str] = {
-    "trainers.base:RLTrainer": "trainers/registry.py",
     "engine.base:BaseEngine": "engine/megatron/backend.py",
     "agents.chat_template.codec:NamedCodec": "agents/chat_template/validation.py",
 }
@@ -68,12 +67,11 @@ CHOSEN_BY: Mapping[str, str] = {
 GROUPS = ("controller.worker_group:WorkerGroup", "controller.dispatch:RankGroup")
 WORKERS = ("engine.worker:ModelWorker", "rollout.worker:RolloutWorker")
 REMOTE_CALL = ("controller/worker_group.py", "controller/worker_process.py")
-# Calls of a value that a type alias describes.
-CALLABLES: Mapping[str, str] = {"LossFunction": "trainers.policy_loss:PolicyLoss.__call__"}
-# Functions that are called by a string, a field or a registry: caller, the name in its code that
-# stands for the call, callee, files between them.
+# Functions that are called by a string, a parameter, a field or a registry: caller, the name in its
+# code that stands for the call, callee, files between them.
 BY_NAME = (
     ("cli.job:JobCommand.main", "run", "cli.job:_run_rl", ()),
+    ("engine.steps:sum_losses", "loss_function", "trainers.policy_loss:PolicyLoss.__call__", ()),
     (
         "trainers.policy_loss:PolicyLoss._policy_loss",
         "bind",
@@ -118,7 +116,7 @@ WALKS = (
         "`mcore-rl rl` to the policy loss",
         build_legs("cli.main:main", "algorithms.losses:ppo_clip"),
         aim=22,
-        bound=30,
+        bound=26,
     ),
     Walk(
         "a weight update, from engine to vLLM",
@@ -155,10 +153,10 @@ WALKS = (
             ),
         ),
         aim=6,
-        bound=7,
+        bound=6,
         declares=("config.schema:AlgorithmConfig", "config.schema:PPOClipSettings"),
         passing=build_legs("cli.job:JobCommand.main", "trainers.base:RLTrainer.build_loss"),
-        bound_passing=10,
+        bound_passing=7,
     ),
 )
 
@@ -187,10 +185,9 @@ class Class:
 
 @dataclass(frozen=True)
 class Value:
-    """The classes that an expression may be of, containers aside, and a callable's alias."""
+    """The classes that an expression, or an item of it, may be of."""
 
     classes: frozenset[str] = frozenset()
-    alias: str = ""  # name in CALLABLES
     # Classes of the arguments of a Callable[[...], ...].
     arguments: tuple[frozenset[str], ...] = ()
 
@@ -280,8 +277,6 @@ class Package:
                 node = ast.parse(node.value, mode="eval").body
             except SyntaxError:
                 return NOTHING
-        if isinstance(node, ast.Name) and node.id in CALLABLES:
-            return Value(alias=node.id)
         if isinstance(node, ast.BinOp):
             sides = [self.read_annotation(module, side, owner) for side in (node.left, node.right)]
             return _join(*sides)
@@ -382,9 +377,8 @@ class Package:
 
 def _join(*values: Value) -> Value:
     classes = frozenset().union(*(value.classes for value in values))
-    alias = next((value.alias for value in values if value.alias), "")
     arguments = next((value.arguments for value in values if value.arguments), ())
-    return Value(classes, alias, arguments)
+    return Value(classes, arguments)
 
 
 def _pair(target: ast.expr, value: ast.expr, scanner: _Scanner) -> list[tuple[ast.expr, Value]]:
@@ -505,8 +499,6 @@ class _Scanner(ast.NodeVisitor):
         if name == "partial" and node.args:
             self._record(self._find_callees(node.args[0]), node)
         called = self.evaluate(node.func)
-        if called.alias:
-            self._record([(CALLABLES[called.alias], (self._alias_file(called.alias),))], node)
         if isinstance(node.func, ast.Name | ast.Attribute) and (key := self._get_class(node.func)):
             for name in ("__init__", "__post_init__"):
                 self._record(self.package.find_method(key, name), node)
@@ -536,10 +528,6 @@ class _Scanner(ast.NodeVisitor):
                 value = self.package.read_annotation(module, parameter.annotation, owner)
                 pairs.append((argument, value))
         return pairs
-
-    def _alias_file(self, alias: str) -> str:
-        target = self.module.names.get(alias, f"{self.module.name}:{alias}")
-        return self.package.get_file(target)
 
     def _find_callees(self, node: ast.expr) -> list[tuple[str, tuple[str, ...]]]:
         if isinstance(node, ast.Name):

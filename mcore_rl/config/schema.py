@@ -499,6 +499,11 @@ class TrainerConfig:
     trackers: list[str] = field(default_factory=lambda: ["tensorboard"])
     tracker_project: str = "mcore_rl"  # project or experiment of trackers
 
+    @property
+    def gap_bounds(self) -> dict[str, float]:
+        """The largest gaps of log-probs that a step may have, by name, as `resolve` fills them."""
+        return {name: getattr(self, name) for name in ("max_logprob_gap", "mean_logprob_gap")}
+
 
 @dataclass
 class CheckpointConfig:

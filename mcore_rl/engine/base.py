@@ -68,7 +68,7 @@ class PendingSave(Protocol):
 
     @property
     def is_written(self) -> bool:
-        """Whether `finish` has nothing to wait for on this rank."""
+        """True once `finish` has nothing to wait for on this rank."""
 
     def finish(self, timeout_s: float | None = None) -> None:
         """Return when the folder is complete. All ranks take part.

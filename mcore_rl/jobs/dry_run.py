@@ -34,11 +34,11 @@ from mcore_rl.jobs.placement import (
     detect_lane,
     get_frozen_engines,
     get_server_config,
+    has_experts,
 )
 from mcore_rl.jobs.preflight import (
     Inputs,
     check_existing_inputs,
-    has_experts,
     has_weights,
     list_unset_data,
 )

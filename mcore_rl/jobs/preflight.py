@@ -154,11 +154,6 @@ def has_weights(config: RLConfig) -> bool:
     return any(Path(config.model.path).glob("*.safetensors*"))
 
 
-def has_experts(config: RLConfig) -> bool:
-    """Return whether the model is a mixture of experts; the models of built-in tasks are."""
-    return bool(config.task.name or get_model_sizes(read_config(config.model.path)).num_experts)
-
-
 def prepare_task(config: RLConfig, folder: Path, *, exists: bool = False) -> RLConfig:
     """Make the built-in task of config.task, if any; return settings with its model and data.
 

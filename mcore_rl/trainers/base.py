@@ -13,6 +13,8 @@ A loop is a subclass with a `train` of its own:
 
 from __future__ import annotations
 
+import importlib
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Executor
@@ -20,8 +22,11 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import ClassVar
 
+import ray
+
 from mcore_rl.algorithms.controllers import Coefficients
 from mcore_rl.algorithms.sample_choice import CURRICULA
+from mcore_rl.config.import_path import is_import_path, load_user_class
 from mcore_rl.config.resolve_algorithm import build_teachers
 from mcore_rl.config.schema import RLConfig
 from mcore_rl.data.batch import Batch, Samples
@@ -48,6 +53,13 @@ from mcore_rl.trainers.roles import (
 )
 from mcore_rl.trainers.sample_log import SampleLog
 from mcore_rl.trainers.step_samples import REJECTED, StepSampler, count_groups
+
+# The loops of this package, by trainer.mode. Imported on use: they are subclasses of RLTrainer.
+TRAINERS: Mapping[str, str] = {
+    "sync": "sync:SyncTrainer",
+    "one_step_off": "one_step_off:OneStepOffTrainer",
+    "fully_async": "fully_async:FullyAsyncTrainer",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,6 +218,23 @@ class RLTrainer(ABC):
             warnings.add(f"too few groups passed {setting}", step, f"{text}, after {setting}")
         elif 2 * num < num_prompts:
             warnings.count(f"fewer than half of {num_prompts} groups passed {setting}")
+
+
+def load_trainer(mode: str) -> type[RLTrainer]:
+    """Return the class of a loop: `sync`, ..., or `path/to/file.py:MyTrainer`.
+
+    Raises:
+        ConfigError: There is none of that name, or it is no subclass of RLTrainer.
+    """
+    trainer: type[RLTrainer]
+    if not is_import_path(mode):
+        module, name = TRAINERS[mode].split(":")
+        trainer = getattr(importlib.import_module(f"mcore_rl.trainers.{module}"), name)
+        return trainer
+    trainer = load_user_class("trainer.mode", mode, RLTrainer, TRAINERS)
+    # Functions of its file that workers apply travel by value: workers cannot import the file.
+    ray.cloudpickle.register_pickle_by_value(sys.modules[trainer.__module__])
+    return trainer
 
 
 def build_frozen_models(config: RLConfig, devices: DeviceSharing) -> list[ScoringModel]:

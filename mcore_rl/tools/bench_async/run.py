@@ -27,10 +27,9 @@ from mcore_rl.tools.bench_async.model import (
     Servers,
     Workload,
 )
-from mcore_rl.trainers.base import TrainerInputs
+from mcore_rl.trainers.base import TrainerInputs, load_trainer
 from mcore_rl.trainers.checkpointing import CheckpointManager
 from mcore_rl.trainers.device_sharing import DeviceSharing
-from mcore_rl.trainers.registry import TRAINERS
 from mcore_rl.trainers.sample_log import SampleLog
 
 LABEL, WIDTH, ROW_HEIGHT, GAP, TOP = 170, 900, 26, 22, 56  # pixels
@@ -130,7 +129,7 @@ def run_setup(setup: Setup, settings: WorkloadSettings) -> ModelledRun:
                 config, folder, devices, states, dict, StopSignals(), 0
             ),
         )
-        TRAINERS[setup.mode](inputs).run(lambda _, metrics: rows.append(metrics))
+        load_trainer(setup.mode)(inputs).run(lambda _, metrics: rows.append(metrics))
     loop_s = (time.perf_counter() - start) / settings.num_steps
     return _summarize(clock, servers, actor.updates, rows[-1], settings.num_steps, loop_s)
 
