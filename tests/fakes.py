@@ -19,7 +19,7 @@ from mcore_rl.trainers.base import RLTrainer, TrainerInputs
 from mcore_rl.trainers.checkpointing import CheckpointManager
 from mcore_rl.trainers.device_sharing import DeviceSharing
 from mcore_rl.trainers.policy_checks import compute_logprob_gaps
-from mcore_rl.trainers.registry import TRAINERS
+from mcore_rl.trainers.registry import load_trainer
 from mcore_rl.trainers.sample_log import SampleLog
 
 
@@ -72,7 +72,7 @@ def build_trainer(
             config, folder, devices, states, dict, stop or StopSignals(), 0
         ),
     )
-    return TRAINERS[config.trainer.mode](inputs)
+    return load_trainer(config.trainer.mode)(inputs)
 
 
 class FakeGpu:

@@ -15,12 +15,14 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from mcore_rl.testing.tracker import check_tracker
+    from mcore_rl.testing.trainer import check_trainer
 
 _MODULES = {
     "check_tracker": "tracker",
+    "check_trainer": "trainer",
 }
 
-__all__ = ["check_tracker"]
+__all__ = ["check_tracker", "check_trainer"]
 
 
 def __getattr__(name: str) -> Any:
