@@ -20,20 +20,32 @@ def is_import_path(name: str) -> bool:
     return ":" in name
 
 
-def load_function(setting: str, path: str) -> Callable[..., Any]:
-    """Return the function of an import path; import its module once a process.
+def load_object(setting: str, path: str) -> Any:
+    """Return the object of an import path; import its module once a process.
 
     Modules are also searched in the current folder, as files are: Ray's workers run there, too.
 
     Raises:
+        ConfigError: the module cannot be imported, or has no such name; names the setting.
+    """
+    where, module = _import(setting, path)
+    name = path.rpartition(":")[2]
+    if not hasattr(module, name):
+        names = [key for key in vars(module) if not key.startswith("_")]
+        raise ConfigError(
+            f"{setting}={path!r}: {where!r} has no {name!r}; it has: {', '.join(names) or 'none'}"
+        )
+    return getattr(module, name)
+
+
+def load_function(setting: str, path: str) -> Callable[..., Any]:
+    """Return the function of an import path, as `load_object`.
+
+    Raises:
         ConfigError: the module cannot be imported, or has no such function; names the setting.
     """
-    where, _, name = path.rpartition(":")
-    try:
-        module = _import_file(Path(where)) if where.endswith(".py") else _import_module(where)
-    except Exception as error:
-        reason = " ".join(f"{type(error).__name__}: {error}".split())
-        raise ConfigError(f"{setting}={path!r}: {where!r} cannot be imported: {reason}") from error
+    where, module = _import(setting, path)
+    name = path.rpartition(":")[2]
     target: Any = getattr(module, name, None)
     if not callable(target):
         functions = [key for key, value in vars(module).items() if _is_own(value, module)]
@@ -83,6 +95,17 @@ def load_user_class(setting: str, path: str, base: type, names: Iterable[str]) -
             f"{contract} that defines all abstract methods"
         )
     return loaded
+
+
+def _import(setting: str, path: str) -> tuple[str, ModuleType]:
+    """Return the module of an import path, and how the path names it."""
+    where = path.rpartition(":")[0]
+    try:
+        module = _import_file(Path(where)) if where.endswith(".py") else _import_module(where)
+    except Exception as error:
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise ConfigError(f"{setting}={path!r}: {where!r} cannot be imported: {reason}") from error
+    return where, module
 
 
 def _is_own(value: object, module: ModuleType) -> bool:

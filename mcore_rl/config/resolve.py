@@ -151,7 +151,7 @@ def resolve(config: RLConfig, *, needs_data: bool = True) -> None:
         check_at_least("warm_start.batch_size", warm.batch_size, 1)
         check_at_least("warm_start.moe_aux_loss_coef", warm.moe_aux_loss_coef, 0)
         resolve_layout("warm_start.layout", warm.layout)
-        resolve_optimizer("warm_start.optimizer", warm.optimizer)
+        resolve_optimizer("warm_start.optimizer", warm.optimizer, config.actor.backend)
         resolve_schedule("warm_start.optimizer", warm.optimizer, warm.num_steps)
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from mcore_rl.config.checks import check_at_least, check_choice, check_divides, check_positive
 from mcore_rl.config.errors import ConfigError
+from mcore_rl.config.import_path import is_import_path
 from mcore_rl.config.schema import EngineConfig, Layout, OptimizerConfig
 
 SCHEDULES = ("constant", "linear", "cosine", "wsd")
@@ -19,7 +20,8 @@ DISPATCHERS = ("alltoall", "allgather")
 AUX_LOSSES = ("aux_loss", "global_aux_loss")
 ROUTER_REPLAYS = ("off", "record", "rollout")
 MODULES = ("auto", "te", "torch")
-BACKENDS = ("megatron",)
+MEGATRON = "megatron"
+BACKENDS = (MEGATRON,)
 GRANULARITIES = ("none", "selective", "full")
 _EXPERT_MODULES = ("moe", "moe_act", "shared_experts")
 RECOMPUTE_MODULES = ("core_attn", "mlp", "layernorm", "mla_up_proj", *_EXPERT_MODULES)
@@ -43,13 +45,23 @@ class ModelSizes:
 
 
 def resolve_engine(key: str, config: EngineConfig) -> None:
-    """Check the settings of an engine without its model; `key` names it, such as actor."""
+    """Check the settings of an engine without its model; `key` names it, such as actor.
+
+    A user's backend checks settings that only some engines have (engine/base.py).
+    """
     resolve_layout(f"{key}.layout", config.layout)
-    resolve_optimizer(f"{key}.optimizer", config.optimizer)
+    resolve_optimizer(f"{key}.optimizer", config.optimizer, config.backend)
     for name in ("max_tokens_per_micro_batch", "threads_per_rank"):
         check_at_least(f"{key}.{name}", getattr(config, name), 1)
     check_at_least(f"{key}.logprob_chunk_bytes", config.logprob_chunk_bytes, 0)
+    if is_import_path(config.backend):
+        return
     check_choice(f"{key}.backend", config.backend, BACKENDS)
+    _resolve_megatron(key, config)
+
+
+def _resolve_megatron(key: str, config: EngineConfig) -> None:
+    """Check the settings of Megatron's modules."""
     check_choice(f"{key}.modules", config.modules, MODULES)
     check_choice(f"{key}.moe.dispatcher", config.moe.dispatcher, DISPATCHERS)
     check_choice(f"{key}.moe.aux_loss", config.moe.aux_loss, AUX_LOSSES)
@@ -134,7 +146,8 @@ def find_smallest_dp(layout: Layout) -> int:
     return expert_ranks // math.gcd(expert_ranks, dense_ranks)
 
 
-def resolve_optimizer(key: str, config: OptimizerConfig) -> None:
+def resolve_optimizer(key: str, config: OptimizerConfig, backend: str) -> None:
+    """Check the settings of an optimizer; `backend` is that of its engine."""
     check_choice(f"{key}.schedule", config.schedule, SCHEDULES)
     check_positive(f"{key}.lr", config.lr)
     check_positive(f"{key}.eps", config.eps)
@@ -147,7 +160,7 @@ def resolve_optimizer(key: str, config: OptimizerConfig) -> None:
             raise ConfigError(
                 f"{key}.{name}={getattr(config, name)}; allowed: 0 up to, not including, 1"
             )
-    if config.cpu_offload and not config.distributed:
+    if backend == MEGATRON and config.cpu_offload and not config.distributed:
         raise ConfigError(
             f"{key}.cpu_offload=true needs {key}.distributed=true; {key}.distributed=false"
         )

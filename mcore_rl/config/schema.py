@@ -106,7 +106,7 @@ class LoRAConfig:
 class EngineConfig:
     """A training engine."""
 
-    backend: str = "megatron"  # training engine; allowed: megatron
+    backend: str = "megatron"  # megatron, or the import path of a Backend (docs/plugs.md)
     layout: Layout = field(default_factory=Layout)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     max_tokens_per_micro_batch: int = 8192  # packed tokens, prompt and response

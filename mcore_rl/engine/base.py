@@ -1,24 +1,37 @@
-"""The interface of a training engine, and how a backend is chosen."""
+"""The contract of a training engine, and the choice of one by `actor.backend`.
+
+A user's own engine is a subclass of `BaseEngine` in a file with a `Backend`:
+
+    BACKEND = Backend({"language_model": MyEngine}, settings=("layout.dp", "optimizer"))
+
+and the setting actor.backend=path/to/file.py:BACKEND. `mcore_rl.testing.check_engine` runs it
+through all that this file says; examples/hf_engine.py is an example.
+"""
 
 from __future__ import annotations
 
 import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, ClassVar, Literal, Protocol
 
 import torch
 
+import mcore_rl.models  # noqa: F401  (fills the family registry)
+from mcore_rl.algorithms.correction import find_gaps_beyond
 from mcore_rl.algorithms.inputs import Losses, LossInputs
+from mcore_rl.checkpoint.hf import CheckpointReader
 from mcore_rl.checkpoint.peft import Factors
 from mcore_rl.config.checks import check_choice
-from mcore_rl.config.errors import ConfigError
+from mcore_rl.config.errors import ConfigError, StateError
+from mcore_rl.config.import_path import is_import_path, load_object
 from mcore_rl.config.resolve_engine import BACKENDS
 from mcore_rl.config.schema import EngineConfig, Layout, ModelConfig
 from mcore_rl.data.batch import Batch
-from mcore_rl.models.base import HFConfig
+from mcore_rl.engine.steps import reduce_logprob_gaps
+from mcore_rl.models.base import HFConfig, get_family, pad_vocab_size
 from mcore_rl.reshard.executor import LocalWeights
 
 # From a micro-batch to the loss of each of its response tokens, and metrics. Its `needs` (see
@@ -42,18 +55,8 @@ class EngineSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class MemoryReport:
-    """Memory of a rank's model and optimizer between two calls; no activations."""
-
-    parameters_bytes: int  # weights and buffers of the model, on the device or on the host
-    gradients_bytes: int  # 0 after engine.to("host", grad=True)
-    optimizer_state_bytes: int  # Adam's moments, and the float32 weights of a bfloat16 model
-    on_device_bytes: int  # what of these three is on the engine's device, and not away
-
-
-@dataclass(frozen=True, slots=True)
 class ScoredStep:
-    """An optimizer step, and what the weights before it gave the response tokens."""
+    """An optimizer step, and the scores of the response tokens by the weights before it."""
 
     scores: Batch | None  # "log_probs" and "entropy"; None where infer_batch returns None
     gaps: Metrics  # max_logprob_gap and mean_logprob_gap; the same on every rank
@@ -61,57 +64,68 @@ class ScoredStep:
 
 
 class PendingSave(Protocol):
-    """A checkpoint that is being written beside what the engine does."""
+    """A checkpoint that is written while the engine goes on."""
 
     @property
     def is_written(self) -> bool:
         """Whether `finish` has nothing to wait for on this rank."""
 
     def finish(self, timeout_s: float | None = None) -> None:
-        """Return when the folder stands there. All ranks take part.
+        """Return when the folder is complete. All ranks take part.
 
         Raises:
-            OSError: it cannot be written; the same on every rank, and nothing is left.
-            RuntimeError: it takes longer than `timeout_s`.
+            OSError: It cannot be written; the same on every rank, and nothing is left.
+            RuntimeError: It takes longer than `timeout_s`.
         """
 
 
-class BaseEngine(ABC):
-    """One model sharded over ranks. All ranks of a layout make the same calls in the same order.
+class FinishedSave:
+    """A checkpoint that was complete when its save returned."""
 
-    Batches contain the rows of this rank's data-parallel share. Results are those of the last
-    pipeline stage, where all ranks of a data-parallel share return the same rows in the same order.
+    is_written = True
+
+    def finish(self, timeout_s: float | None = None) -> None:
+        """Return at once."""
+
+
+class BaseEngine(ABC):
+    """One model on the ranks of a layout. All ranks make the same calls in the same order.
+
+    Batches contain the rows of this rank's data-parallel share, which may be none. Results are
+    those of the last pipeline stage, where all ranks of a data-parallel share return the same rows
+    in the same order; other stages return None.
+
+    Attributes:
+        spec: The inputs of the engine.
+        layout: spec.engine.layout.
+        device: Device of the weights that `get_local_weights` returns. Set by `initialize`, as are:
+        world_rank: This rank, among those of the layout.
+        hf_config: config.json of the model, as it is trained (CheckpointReader.read_config).
+        num_mtp_layers: Multi-token prediction layers that it trains.
+        has_full_tensors: Whether each rank has every tensor of the checkpoint whole, by its name
+            in the checkpoint. Otherwise ranks have Megatron's parameters: the family's rules.
     """
 
-    # Known once it is initialized.
     device: torch.device
     world_rank: int
-    layout: Layout
-    hf_config: HFConfig  # config.json of the model, as it is trained
-    num_mtp_layers: int  # prediction layers that it has
+    hf_config: HFConfig
+    num_mtp_layers: int = 0
+    has_full_tensors: ClassVar[bool] = True
 
-    @property
-    @abstractmethod
-    def is_main_rank(self) -> bool:
-        """Whether this is the rank that get_per_tensor_param yields tensors on."""
+    def __init__(self, spec: EngineSpec) -> None:
+        """Keep the inputs; `initialize` builds the model."""
+        self.spec, self.layout = spec, spec.engine.layout
+        self._offloaded: frozenset[str] = frozenset()  # names of parts, as `move` gets them
 
-    @property
-    def config_changes(self) -> Mapping[str, Any]:
-        """Fields of config.json in which an export differs from the checkpoint it began with."""
-        return {}
-
-    def gathered_factors(self) -> list[Factors]:
-        """All adapters, on the host of the main rank; collective over all ranks."""
-        return []
+    # What an engine implements.
 
     @abstractmethod
     def initialize(self) -> None:
-        """Join the process groups, build the model and load its weights."""
+        """Join the process group, build the model and load its weights.
 
-    @property
-    def expert_layers(self) -> tuple[int, ...]:
-        """Decoder layers with experts on this rank, numbered over the whole model, ascending."""
-        return ()
+        torch's default group exists where an earlier engine of this process, or torchrun, has
+        joined it; else parallel.store.join_world joins it.
+        """
 
     @abstractmethod
     def infer_batch(
@@ -122,10 +136,10 @@ class BaseEngine(ABC):
         adapters: bool = True,
         replay: bool = True,
     ) -> Batch | None:
-        """Adds "log_probs" and "entropy": one float32 per response token, in nats.
+        """Add "log_probs" and "entropy": one float32 per response token, in nats.
 
         They are those of softmax(logits / temperature), with the temperature of the sampling that
-        they refer to, above 0. Value models have no logits and do not read it, here and below.
+        they refer to, above 0. Value models have no logits and do not read it.
 
         With spec.num_top_log_probs = k also "top_log_probs" and "top_ids", k per response token,
         the likeliest first. With spec.with_sum_pi_squared also "sum_pi_squared": the sum of the
@@ -136,37 +150,91 @@ class BaseEngine(ABC):
         needs. "rollout" needs the experts here, too: "stage_routed_experts", those of this rank's
         expert_layers (engine/megatron/router_replay.py).
 
-        Without `adapters`, of the base model of a LoRA engine; other engines have none. Then, and
-        without `replay`, routers choose, whatever the settings say, and nothing is recorded.
+        Args:
+            adapters: False for the base model of a LoRA engine; routers then choose, whatever the
+                settings say, and nothing is recorded.
+            replay: False for the same without replay of routers.
 
-        None on pipeline stages other than the last.
-        """
-
-    @abstractmethod
-    def trace(self, batch: Batch) -> dict[str, torch.Tensor]:
-        """What the modules of this rank's pipeline stage put out, by Hugging Face name.
-
-        float32 [tokens of the batch, dim], complete after all reductions. `batch` as for
-        infer_batch. Ranks of the stage with the same rows get the same.
+        Returns:
+            None on pipeline stages other than the last.
         """
 
     @abstractmethod
     def train_batch(
         self, batch: Batch, loss_function: LossFunction, *, temperature: float = 1.0
     ) -> Metrics:
-        """One optimizer step on a mini-batch; its loss is the sum of loss_weights * loss.
+        """Take one optimizer step on a mini-batch; its loss is the sum of loss_weights * loss.
 
-        The sum is over the tokens of all ranks. The loss function reads scores at `temperature`, as
-        infer_batch gives them. Its metrics are returned as means over the trained tokens of all
-        ranks: those whose loss weight is not 0. A loss function that returns several losses, by the
-        columns of their weights, adds a sum each: "loss" is the total, "kl_loss" that of
-        kl_weights, "policy_loss" that of loss_weights.
+        The sum is over the tokens of all ranks: weights contain every mean, so gradients of
+        data-parallel ranks are summed, not averaged. The loss function reads scores at
+        `temperature`, as infer_batch gives them, and the columns along the responses. Its metrics
+        are returned as means over the trained tokens of all ranks: those whose loss weight is not
+        0. A loss function that returns several losses, by the columns of their weights, adds a sum
+        each: "loss" is the total, "kl_loss" that of kl_weights, "policy_loss" that of loss_weights
+        (engine/steps.py computes all of this).
 
-        They, and those of the load of experts ("moe/..."), come from the last pipeline stage; the
-        others return "grad_norm", "lr" and "num_skipped_steps" only.
+        Returns:
+            "grad_norm", before clipping, and "lr", of this step; on the last pipeline stage also
+            "loss" and the metrics, equal on all its ranks.
+
+        Raises:
+            FloatingPointError: The norm of the gradients is not finite; no step was taken.
         """
 
     @abstractmethod
+    def get_local_weights(self) -> LocalWeights:
+        """Return this rank's weights, as the servers get them: by names of the checkpoint, or of
+        Megatron's parameters (`has_full_tensors`). Their dtype may be wider than model.dtype.
+        """
+
+    @abstractmethod
+    def move(self, place: Place, parts: frozenset[str]) -> None:
+        """Move parts of the model: "parameters", "optimizer state", "gradients".
+
+        Gradients are dropped when moved out and are zero after they return. Where the device is the
+        host, gradients are freed and the others may stay in place.
+        """
+
+    @abstractmethod
+    def save_checkpoint(self, path: Path) -> None:
+        """Write weights, optimizer state and the number of steps into a new folder.
+
+        The folder has a manifest (checkpoint.files.write_checkpoint_info), written last.
+
+        Raises:
+            ConfigError: `path` exists.
+            OSError: It cannot be written; the same on every rank, and nothing is left.
+        """
+
+    @abstractmethod
+    def load_checkpoint(self, path: Path) -> None:
+        """Load what save_checkpoint has written, in any layout.
+
+        Raises:
+            ConfigError: It is incomplete or of another model.
+        """
+
+    # What has a default.
+
+    def close(self) -> None:
+        """Free the model and its memory. The engine cannot be used afterwards."""
+        self.__dict__.clear()
+
+    @property
+    def is_main_rank(self) -> bool:
+        """Return whether get_per_tensor_param yields tensors on this rank."""
+        return self.world_rank == 0
+
+    @property
+    def config_changes(self) -> Mapping[str, Any]:
+        """Fields of config.json in which an export differs from the checkpoint it began with."""
+        return {}
+
+    @property
+    def expert_layers(self) -> tuple[int, ...]:
+        """Decoder layers with experts on this rank, numbered over the whole model, ascending."""
+        return ()
+
     def train_batch_with_scores(
         self,
         batch: Batch,
@@ -177,111 +245,215 @@ class BaseEngine(ABC):
     ) -> ScoredStep:
         """Take the step of train_batch, and return the scores that infer_batch would have given.
 
-        They are those of the forward pass of the step: the loss function gets the log-probs,
-        without a gradient, as the column "log_probs", which the batch does not have.
+        The loss function gets the log-probs, without a gradient, as the column "log_probs", which
+        the batch does not have.
 
         Gaps are of these log-probs and the column rollout_log_probs, at tokens of all ranks where
         the column gap_mask is not 0: the largest and the mean absolute difference, in nats; none
-        without such a token. They are looked at between the backward pass and the optimizer: where
-        one is not within `bounds`, no rank takes the step, and weights, optimizer state and
-        schedule stay as they were, bit for bit.
+        without such a token. Where one is not within `bounds`, no rank takes the step, and weights,
+        optimizer state and schedule stay as they were, bit for bit.
+
+        By default a forward pass of its own computes the scores; an engine may take those of the
+        step's.
         """
+        scored = self.infer_batch(
+            batch.select("prompt_ids", "response_ids"), temperature=temperature
+        )
+        scores, parts = None, []
+        if scored is not None:
+            scores = scored.select("log_probs", "entropy")
+            columns = (scores, "log_probs"), (batch, "rollout_log_probs"), (batch, "gap_mask")
+            values = (torch.from_numpy(b.jagged(name).values.copy()) for b, name in columns)
+            parts = [tuple(value.to(self.device) for value in values)]
+            batch = batch.union(scores.select("log_probs"))
+        gaps = reduce_logprob_gaps(parts, self.device)
+        if find_gaps_beyond(gaps, bounds):
+            return ScoredStep(scores, gaps, {})
+        return ScoredStep(
+            scores, gaps, self.train_batch(batch, loss_function, temperature=temperature)
+        )
 
-    @abstractmethod
-    def forward_backward_batch(
-        self,
-        batch: Batch,
-        loss_function: LossFunction | None,
-        *,
-        forward_only: bool,
-        temperature: float = 1.0,
-    ) -> list[dict[str, torch.Tensor]]:
-        """Run all micro-batches; gradients accumulate unless forward_only.
-
-        One result each on the last pipeline stage, none on the others: its parts of the sums that
-        train_batch returns or, without a loss function, its scores.
-        """
-
-    @abstractmethod
-    def optimizer_zero_grad(self) -> None: ...
-
-    @abstractmethod
-    def optimizer_step(self) -> float:
-        """Clip, step, and return the gradient norm before clipping."""
-
-    @abstractmethod
-    def lr_scheduler_step(self) -> float:
-        """Advance the schedule and return the learning rate that the next step uses."""
-
-    @abstractmethod
     def get_per_tensor_param(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Stream the weights as full Hugging Face tensors, on the main rank; others send theirs."""
+        """Stream the weights as full Hugging Face tensors, on the main rank; others send theirs.
 
-    @abstractmethod
-    def local_weights(self) -> LocalWeights:
-        """This rank's shards of the weights, in the layout of the family's rules."""
+        By default those of `get_local_weights` of an engine with full tensors, on the host in
+        model.dtype. Prediction layers that it has not are those of the checkpoint.
+        """
+        self.require("parameters")
+        if not self.is_main_rank:
+            return
+        local, reader = self.get_local_weights(), CheckpointReader(self.spec.model.path)
+        rules = get_family(self.hf_config).weights(
+            self.hf_config, pad_vocab_size(self.hf_config, 1)
+        )
+        for weight in rules:
+            dtype = torch.float32 if weight.float32 else getattr(torch, self.spec.model.dtype)
+            for tensor in () if weight.replica else weight.rule.tensors:
+                if weight.stage == "mtp" and tensor.name not in local.stored:
+                    value = reader.read_tensor(tensor.name)
+                elif tensor.name in local.computed:
+                    value = local.computed[tensor.name]()
+                else:
+                    value = local.stored[tensor.name]
+                for name in (tensor.name, *tensor.aliases):  # in memory of their own in a file
+                    yield name, value.detach().to("cpu", dtype, copy=True)
 
-    @abstractmethod
+    def collect_factors(self) -> list[Factors]:
+        """Return all adapters, on the host of the main rank; collective over all ranks."""
+        return []
+
+    def trace(self, batch: Batch) -> dict[str, torch.Tensor]:
+        """Return the outputs of the modules of this rank's pipeline stage, by Hugging Face name.
+
+        float32 [tokens of the batch, dim], complete after all reductions. `batch` as for
+        infer_batch. Ranks of the stage with the same rows get the same.
+
+        Raises:
+            ConfigError: The engine cannot be traced.
+        """
+        raise ConfigError(f"{self.spec.engine.backend}: this engine has no trace")
+
     def to(
         self, place: Place, *, model: bool = True, optimizer: bool = True, grad: bool = True
     ) -> None:
         """Move parameters, optimizer state and gradients to the "host" or to the "device".
 
-        Gradients are dropped when moved out and are zero after they return. A call that needs what
-        is offloaded raises StateError. On the CPU lane device and host are the same: gradients are
-        freed, the others stay in place but count as offloaded.
+        A call that needs what is offloaded raises StateError (`require`).
         """
+        if place not in ("host", "device"):
+            raise ConfigError(f"engine.to({place!r}); allowed: 'host', 'device'")
+        flags = {"parameters": model, "optimizer state": optimizer, "gradients": grad}
+        parts = frozenset(name for name, is_moved in flags.items() if is_moved)
+        self.move(place, parts)
+        self._offloaded = self._offloaded | parts if place == "host" else self._offloaded - parts
 
-    @abstractmethod
-    def memory_report(self) -> MemoryReport: ...
+    def require(self, *parts: str) -> None:
+        """Raise StateError if one of these parts is offloaded."""
+        for part in parts:
+            if part in self._offloaded:
+                raise StateError(
+                    f"the engine's {part} are away, on the host; allowed: engine.to('device') first"
+                )
 
-    @abstractmethod
-    def close(self) -> None:
-        """Free the model and its memory. The engine cannot be used afterwards."""
-
-    @abstractmethod
-    def save_checkpoint(self, path: Path) -> None:
-        """Weights, optimizer state and counts of steps, in a new folder.
-
-        Raises:
-            ConfigError: `path` exists.
-            OSError: it cannot be written; the same on every rank, and nothing is left.
-        """
-
-    @abstractmethod
     def begin_save(self, path: Path) -> PendingSave:
-        """The same, which waits for a copy on the host only. One at a time."""
+        """Save as save_checkpoint does, but wait for a copy on the host only. One at a time."""
+        self.save_checkpoint(path)
+        return FinishedSave()
 
-    @abstractmethod
-    def load_checkpoint(self, path: Path) -> None:
-        """What save_checkpoint has written, in any layout."""
+
+def _check_nothing(*_: object) -> None:
+    """Accept all settings."""
+
+
+def _need_no_variables(layout: Layout, device: str) -> dict[str, str]:
+    return {}
 
 
 @dataclass(frozen=True, slots=True)
 class Backend:
-    """An engine implementation: BACKEND in `mcore_rl/engine/NAME/backend.py`."""
+    """An engine implementation, as `actor.backend` names one.
 
-    engines: Mapping[str, Callable[[EngineSpec], BaseEngine]]  # by model type
-    # Variables that the process of a rank must be started with.
-    rank_environment: Callable[[Layout, str], dict[str, str]]  # for a layout on "cuda" or "cpu"
-    # Raises ConfigError for modules that ranks on "cuda" or "cpu" cannot have.
-    check_modules: Callable[[str, str], object]
+    Attributes:
+        engines: Classes by type of model: "language_model", "value_model", "reward_model".
+        settings: Settings of EngineConfig that the engine reads, such as "layout.dp", or "layout"
+            for all of the group. Others are refused unless they have their default. None: it reads
+            all of them, or checks them itself.
+        check_settings: Called with the key of the settings ("actor"), the settings, and the lane of
+            the ranks ("cuda" or "cpu"), before any process starts. Raises ConfigError.
+        check_model: The same with the model's config.json instead of the lane.
+        rank_environment: Variables that the process of a rank must be started with, for a layout
+            and a lane.
+    """
+
+    engines: Mapping[str, type[BaseEngine]]
+    settings: tuple[str, ...] | None = None
+    check_settings: Callable[[str, EngineConfig, str], None] = _check_nothing
+    check_model: Callable[[str, EngineConfig, HFConfig], None] = _check_nothing
+    rank_environment: Callable[[Layout, str], dict[str, str]] = _need_no_variables
 
 
-def backend_of(engine: EngineConfig) -> Backend:
-    """Raises ConfigError when there is none of that name."""
-    check_choice("backend", engine.backend, BACKENDS)
-    module = importlib.import_module(f"mcore_rl.engine.{engine.backend}.backend")
-    backend: Backend = module.BACKEND
-    return backend
+def load_backend(engine: EngineConfig, key: str = "engine") -> Backend:
+    """Return the backend that the settings of an engine name; `key` names these, such as actor.
+
+    Raises:
+        ConfigError: There is none of that name, or the import path leads to no Backend.
+    """
+    name, setting = engine.backend, f"{key}.backend"
+    if not is_import_path(name):
+        check_choice(setting, name, BACKENDS)
+        backend: Backend = importlib.import_module(f"mcore_rl.engine.{name}.backend").BACKEND
+        return backend
+    loaded = load_object(setting, name)
+    if not isinstance(loaded, Backend):
+        raise ConfigError(
+            f"{setting}={name!r} is no mcore_rl.engine.base.Backend; allowed: one, or "
+            f"{', '.join(map(repr, BACKENDS))}"
+        )
+    return loaded
+
+
+def check_engine_settings(key: str, engine: EngineConfig, model_type: str, device: str) -> None:
+    """Check the settings of an engine without its model.
+
+    Args:
+        key: Their name, such as actor.
+        model_type: As in Backend.engines.
+        device: Lane of the ranks, "cuda" or "cpu".
+
+    Raises:
+        ConfigError: There is no such backend, it has no engine of that type, or it cannot do what
+            the settings say.
+    """
+    backend = load_backend(engine, key)
+    _require_model_type(f"{key}.backend", engine, backend, model_type)
+    for name, value, default in list_unread_settings(engine, backend):
+        raise ConfigError(
+            f"{key}.{name}={value!r}: {engine.backend} does not read it; allowed: {default!r}"
+        )
+    backend.check_settings(key, engine, device)
+
+
+def list_unread_settings(
+    engine: EngineConfig, backend: Backend
+) -> Iterator[tuple[str, object, object]]:
+    """Yield name, value and default of each setting that is set and that the engine ignores."""
+    if backend.settings is None:
+        return
+    # What does not concern the engine itself: which it is, and threads of its processes.
+    read = ("backend", "threads_per_rank", *backend.settings)
+    for name, value, default in _list_fields("", engine, EngineConfig()):
+        is_read = any(name == known or name.startswith(f"{known}.") for known in read)
+        if not is_read and value != default:
+            yield name, value, default
+
+
+def _list_fields(key: str, config: Any, default: Any) -> Iterator[tuple[str, object, object]]:
+    """Yield name, value and default of all fields of `default`, those of inner groups included."""
+    for field in fields(default):
+        name = f"{key}.{field.name}".lstrip(".")
+        pair = getattr(config, field.name), getattr(default, field.name)
+        if is_dataclass(pair[1]):
+            yield from _list_fields(name, *pair)
+        else:
+            yield name, *pair
+
+
+def _require_model_type(
+    setting: str, engine: EngineConfig, backend: Backend, model_type: str
+) -> None:
+    if model_type not in backend.engines:
+        raise ConfigError(
+            f"{setting}={engine.backend!r} has no engine of {model_type!r}; allowed: "
+            f"{', '.join(backend.engines)}"
+        )
 
 
 def create_engine(model_type: str, spec: EngineSpec) -> BaseEngine:
-    """The engine of spec.engine.backend; "language_model", "value_model" or "reward_model"."""
-    engines = backend_of(spec.engine).engines
-    if model_type not in engines:
-        raise ConfigError(
-            f"backend={spec.engine.backend!r} has no engine of {model_type!r}; allowed: "
-            f"{', '.join(engines)}"
-        )
-    return engines[model_type](spec)
+    """Return an engine of spec.engine.backend.
+
+    Args:
+        model_type: "language_model", "value_model" or "reward_model".
+    """
+    backend = load_backend(spec.engine)
+    _require_model_type("backend", spec.engine, backend, model_type)
+    return backend.engines[model_type](spec)

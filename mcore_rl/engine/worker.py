@@ -28,7 +28,6 @@ from mcore_rl.data.routed_experts import EXPERTS, format_layers, select_stage_ex
 from mcore_rl.engine.base import (
     EngineSpec,
     LossFunction,
-    MemoryReport,
     Metrics,
     PendingSave,
     Place,
@@ -162,12 +161,11 @@ class ModelWorker:
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def to(
         self, place: Place, *, model: bool = True, optimizer: bool = True, grad: bool = True
-    ) -> MemoryReport:
-        """Move parts of the model (BaseEngine.to); return the memory report of the rank."""
+    ) -> None:
+        """Move parts of the model (BaseEngine.to)."""
         self._engine.to(place, model=model, optimizer=optimizer, grad=grad)
         is_all = model and optimizer and grad
         self._is_offloaded = place == "host" or (self._is_offloaded and not is_all)
-        return self._engine.memory_report()
 
     def _onload(self) -> None:
         """Bring weights, optimizer state and gradients back, if they are away."""
@@ -230,7 +228,14 @@ class ModelWorker:
         if address == "auto":  # this rank's, where the ranks of the actor have met
             address = RendezvousEndpoint.read_environment().host
         self._rendezvous = RendezvousServer(address)
-        spec = TransferSpec(engine.layout, engine.num_mtp_layers, generation, dtype, settings)
+        spec = TransferSpec(
+            engine.layout,
+            engine.num_mtp_layers,
+            generation,
+            dtype,
+            settings,
+            has_full_tensors=engine.has_full_tensors,
+        )
         return self._rendezvous.endpoint, spec
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
@@ -254,7 +259,7 @@ class ModelWorker:
         self._onload_weights()
         assert self._transport is not None  # connect_weights came first
         try:
-            self._transport.send(self._engine.local_weights(), WeightUpdate(version))
+            self._transport.send(self._engine.get_local_weights(), WeightUpdate(version))
         except PeerError:
             self._disconnect()
             raise
@@ -275,7 +280,7 @@ class ModelWorker:
         """
         self._onload_weights()
         is_whole = self._model_type == "language_model"  # a head of its own is trained, too
-        factors = self._engine.gathered_factors() if is_whole else []
+        factors = self._engine.collect_factors() if is_whole else []
         tensors = self._engine.get_per_tensor_param()
         if not self._engine.is_main_rank:
             for _ in tensors:

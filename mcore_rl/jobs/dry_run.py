@@ -15,6 +15,7 @@ from rich.table import Table
 from mcore_rl.config.resolve import are_colocated, resolve, resolve_for_lane
 from mcore_rl.config.resolve_train import resolve_train
 from mcore_rl.config.schema import Layout, RLConfig, TrainConfig
+from mcore_rl.engine.base import load_backend
 from mcore_rl.jobs.disk_space import compute_weight_bytes
 from mcore_rl.jobs.memory_plan import (
     ITEMSIZES,
@@ -386,7 +387,14 @@ def compute_sync_traffic(config: RLConfig, model: HFConfig, gpus_per_node: int) 
         )
     num_mtp = get_family(model).num_mtp_layers(model) if engine.mtp_loss_coef else 0
     layout = build_generation_layout(config.rollout, config.rollout.num_servers)
-    spec = TransferSpec(engine.layout, num_mtp, layout, config.model.dtype, config.weight_sync)
+    spec = TransferSpec(
+        engine.layout,
+        num_mtp,
+        layout,
+        config.model.dtype,
+        config.weight_sync,
+        load_backend(engine, "actor").engines["language_model"].has_full_tensors,
+    )
     plan = plan_transfer(spec, model, ITEMSIZES[config.model.dtype], domains)
     local = in_node = 0
     received, sent = Counter[int](), Counter[int]()

@@ -12,6 +12,7 @@ from typing import Any
 
 import mcore_rl.models  # noqa: F401  (fills the family registry)
 from mcore_rl.checkpoint.peft import get_adapted_linear
+from mcore_rl.config.import_path import is_import_path
 from mcore_rl.config.resolve import are_colocated
 from mcore_rl.config.resolve_rollout import ROLE, build_served_models
 from mcore_rl.config.schema import (
@@ -142,8 +143,13 @@ def _plan_engine(
     *,
     trains: bool = True,
 ) -> RolePlan:
-    """Plan a role with a training engine: a stage for each pipeline rank."""
+    """Plan a role with a training engine: a stage for each pipeline rank.
+
+    How a user's engine shards the model is not known: sizes are those without sharding.
+    """
     family, layout, sizes = get_family(model), engine.layout, get_model_sizes(model)
+    if is_import_path(engine.backend):
+        layout, task = Layout(dp=layout.world_size), f"{task}; sizes without sharding"
     num_mtp = family.num_mtp_layers(model) if engine.mtp_loss_coef else 0
     chunks = split_into_chunks(layout, sizes.num_layers, num_mtp)
     mesh = Mesh(layout)
@@ -177,7 +183,7 @@ def _plan_engine(
                 optimizer_bytes=optimizer_bytes if trains else 0,
             )
         )
-    return RolePlan(name, task, _format_axes(layout), tuple(stages))
+    return RolePlan(name, task, _format_axes(engine.layout), tuple(stages))
 
 
 def _compute_weight_bytes(counts: _ElementCounts, itemsize: int) -> int:

@@ -15,22 +15,17 @@ from mcore_rl.agents.chat_template.codec import parse_messages
 from mcore_rl.algorithms.advantages import ADVANTAGES, GDPOSettings
 from mcore_rl.algorithms.sample_choice import CURRICULA, GROUP_FILTERS, DropUniformSettings
 from mcore_rl.checkpoint.hf import CheckpointReader, read_checkpoint_config
-from mcore_rl.checkpoint.peft import check_targets
 from mcore_rl.config.checks import check_choice, check_divides
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.resolve import list_test_files, list_train_files
 from mcore_rl.config.resolve_algorithm import TOP_TOKEN_LOSSES, build_teachers
-from mcore_rl.config.resolve_engine import (
-    resolve_model_engine,
-    resolve_model_layout,
-    resolve_schedule,
-)
+from mcore_rl.config.resolve_engine import resolve_schedule
 from mcore_rl.config.resolve_rollout import (
     build_served_models,
     list_reward_terms,
     resolve_rollout_model,
 )
-from mcore_rl.config.schema import RewardConfig, RLConfig
+from mcore_rl.config.schema import EngineConfig, MoEConfig, RewardConfig, RLConfig
 from mcore_rl.data.batch import Batch
 from mcore_rl.data.datasets import (
     PromptDataset,
@@ -48,7 +43,7 @@ from mcore_rl.data.tokenizer import (
     read_stop_ids,
     read_tokenizer,
 )
-from mcore_rl.engine.base import backend_of
+from mcore_rl.engine.base import check_engine_settings, list_unread_settings, load_backend
 from mcore_rl.jobs.placement import (
     detect_lane,
     get_frozen_engines,
@@ -121,7 +116,7 @@ def check_model(config: RLConfig) -> None:
     check_layouts(config)
     reader = CheckpointReader(config.model.path)
     hf_config = reader.read_config()  # without MTP layers if the weights have none
-    resolve_model_engine("actor", config.actor, get_model_sizes(hf_config))
+    load_backend(config.actor, "actor").check_model("actor", config.actor, hf_config)
     weights = get_family(hf_config).weights(hf_config, pad_vocab_size(hf_config, 1))
     reader.check(list_logical_tensors(weights))
 
@@ -196,9 +191,38 @@ def _check_choices(config: RLConfig) -> None:
     check_reward_parts(config)
     if config.weight_sync.method == "disaggregated" and config.weight_sync.transport == "nixl":
         import_nixl()
-    backend_of(config.actor).check_modules(config.actor.modules, detect_lane())
+    _check_engines(config)
     if detect_lane() == "cuda" and config.weight_sync.method == "colocated":
         check_allocator()
+
+
+def _check_engines(config: RLConfig) -> None:
+    """Check the backend of each role, and the settings that it reads."""
+    device = detect_lane()
+    check_engine_settings("actor", config.actor, "language_model", device)
+    if config.warm_start.num_steps:
+        _check_warm_start(config)
+    if needs_critic(config):
+        check_engine_settings("critic", config.critic, "value_model", device)
+    for role, engine in get_frozen_engines(config).items():
+        model_type = "reward_model" if role == "reward_model" else "language_model"
+        check_engine_settings(_get_engine_key(role), engine, model_type, device)
+
+
+def _build_warm_engine(config: RLConfig) -> EngineConfig:
+    """Return the settings of `warm_start` as those of its engine."""
+    warm, moe = config.warm_start, MoEConfig(aux_loss_coef=config.warm_start.moe_aux_loss_coef)
+    backend = config.actor.backend
+    return EngineConfig(backend=backend, layout=warm.layout, optimizer=warm.optimizer, moe=moe)
+
+
+def _check_warm_start(config: RLConfig) -> None:
+    engine = _build_warm_engine(config)
+    for name, value, default in list_unread_settings(engine, load_backend(engine, "actor")):
+        raise ConfigError(
+            f"warm_start.{name.replace('moe.', 'moe_')}={value!r}: actor.backend="
+            f"{engine.backend!r} does not read it; allowed: {default!r}"
+        )
 
 
 def _list_data_files(config: RLConfig) -> dict[str, str]:
@@ -295,17 +319,16 @@ def require_rows(setting: str, source: str, num_rows: int, num_drawn: int) -> No
 def check_layouts(config: RLConfig) -> HFConfig:
     """Check the settings that depend on the config.json of models alone; return the policy's."""
     hf_config = read_checkpoint_config(config.model.path)
-    family = get_family(hf_config)
     sizes = get_model_sizes(hf_config)
-    resolve_model_layout("actor.layout", config.actor.layout, sizes)
-    resolve_model_engine("actor", config.actor, sizes)
+    load_backend(config.actor, "actor").check_model("actor", config.actor, hf_config)
     if config.actor.moe.router_replay == "rollout" and sizes.is_mla and detect_lane() == "cpu":
         raise ConfigError(
             "actor.moe.router_replay='rollout': vLLM on a CPU records no experts of models with "
             "latent attention; allowed: 'off', 'record'"
         )
     if config.warm_start.num_steps:
-        resolve_model_layout("warm_start.layout", config.warm_start.layout, sizes)
+        warm = replace(_build_warm_engine(config), moe=MoEConfig())
+        load_backend(warm, "actor").check_model("warm_start", warm, hf_config)
     if needs_critic(config):
         _check_critic(config, hf_config)
     _check_frozen_layouts(config)
@@ -313,9 +336,6 @@ def check_layouts(config: RLConfig) -> HFConfig:
     resolve_rollout_model(config.rollout, sizes)
     _check_kv_cache(config, hf_config)
     _check_lengths(config)
-    if config.actor.lora.rank:
-        weights = family.weights(hf_config, pad_vocab_size(hf_config, 1))
-        check_targets("actor.lora", weights, config.actor.lora)
     return hf_config
 
 
@@ -323,9 +343,7 @@ def _check_critic(config: RLConfig, actor: HFConfig) -> None:
     critic, steps = config.critic, config.trainer.num_steps * config.algorithm.num_mini_batches
     path = critic.model_path
     initial_config = read_checkpoint_config(path, "critic.model_path") if path else actor
-    sizes = get_model_sizes(build_value_config(initial_config))
-    resolve_model_layout("critic.layout", critic.layout, sizes)
-    resolve_model_engine("critic", critic, sizes)
+    load_backend(critic, "critic").check_model("critic", critic, build_value_config(initial_config))
     resolve_schedule("critic.optimizer", critic.optimizer, steps)
     check_choice("critic.loss_aggregation", critic.loss_aggregation, _CRITIC_AGGREGATIONS)
 
@@ -386,11 +404,9 @@ def _load_examples(config: RLConfig, tokenizer: PreTrainedTokenizerBase) -> Batc
 def _check_frozen_layouts(config: RLConfig) -> None:
     """Check the settings that depend on each config.json alone."""
     for role, path in get_frozen_paths(config).items():
-        setting, engine = _get_path_setting(role), get_frozen_engines(config)[role]
-        sizes = get_model_sizes(_read_frozen_config(config, role, path))
-        layout = setting.removesuffix(".model_path") + ".layout"
-        resolve_model_layout(layout, engine.layout, sizes)
-        resolve_model_engine(role.partition(".")[0], engine, sizes)
+        key, engine = _get_engine_key(role), get_frozen_engines(config)[role]
+        hf_config = _read_frozen_config(config, role, path)
+        load_backend(engine, key).check_model(key, engine, hf_config)
 
 
 def _check_frozen_models(config: RLConfig) -> None:
@@ -467,6 +483,11 @@ def _get_path_setting(role: str) -> str:
     """Return the setting with the path of a frozen role."""
     kind, _, name = role.partition(".")
     return f"{kind}.models.{name}.model_path" if name else f"{kind}.model_path"
+
+
+def _get_engine_key(role: str) -> str:
+    """Return the key of the engine settings of a frozen role."""
+    return _get_path_setting(role).removesuffix(".model_path")
 
 
 # The frozen models with servers (`models`)

@@ -28,7 +28,7 @@ from mcore_rl.controller.ray_session import ray_session, warn_of_small_stores
 from mcore_rl.controller.worker_group import WorkerGroup, wait_until_built
 from mcore_rl.data.batch import Batch
 from mcore_rl.data.examples import ExampleBatches
-from mcore_rl.engine.base import EngineSpec, LossFunction, backend_of
+from mcore_rl.engine.base import EngineSpec, LossFunction, load_backend
 from mcore_rl.engine.worker import ModelWorker
 from mcore_rl.jobs import disk_space
 from mcore_rl.jobs.failure import RunFailed, summarize_failure
@@ -180,7 +180,7 @@ def _warm_start(
 def _has_same_ranks(first: EngineConfig, second: EngineConfig) -> bool:
     """Return whether the processes of one engine can run the other."""
     environments = [
-        backend_of(engine).rank_environment(engine.layout, detect_lane())
+        load_backend(engine).rank_environment(engine.layout, detect_lane())
         for engine in (first, second)
     ]
     has_same_size = first.layout.world_size == second.layout.world_size
@@ -433,7 +433,7 @@ def _start_engine(
         layout,
         name=name or role,
         threads_per_rank=spec.engine.threads_per_rank,
-        env=backend_of(spec.engine).rank_environment(layout, detect_lane()),
+        env=load_backend(spec.engine).rank_environment(layout, detect_lane()),
         wait=wait,
     ) as group:
         yield group

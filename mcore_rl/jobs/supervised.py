@@ -27,7 +27,7 @@ from mcore_rl.controller.ray_session import ray_session
 from mcore_rl.controller.resource_pool import ResourcePool
 from mcore_rl.controller.worker_group import WorkerGroup
 from mcore_rl.data.examples import ExampleBatches
-from mcore_rl.engine.base import EngineSpec, backend_of
+from mcore_rl.engine.base import EngineSpec, load_backend
 from mcore_rl.engine.worker import ModelWorker
 from mcore_rl.jobs import disk_space
 from mcore_rl.jobs.failure import RunFailed, summarize_failure
@@ -249,7 +249,7 @@ def _open_groups(config: TrainConfig, scratch_dir: Path | None, logs: Path) -> I
                 share=0.5 if is_shared else 1.0,
                 name=name,
                 threads_per_rank=config.engine.threads_per_rank,
-                env=backend_of(config.engine).rank_environment(layout, detect_lane()),
+                env=load_backend(config.engine).rank_environment(layout, detect_lane()),
             )
             stack.enter_context(group)
             for line in list_rank_nodes([group]):
@@ -265,7 +265,7 @@ def _get_reference_placement(config: TrainConfig) -> str:
 
 def _build_torchrun_ranks(config: TrainConfig) -> torchrun.TorchrunRanks:
     layout = config.engine.layout
-    os.environ.update(backend_of(config.engine).rank_environment(layout, detect_lane()))
+    os.environ.update(load_backend(config.engine).rank_environment(layout, detect_lane()))
 
     def build(name: str, total_steps: int) -> ModelWorker:
         return ModelWorker(*_build_worker_args(config, name, total_steps))

@@ -12,19 +12,14 @@ from mcore_rl.algorithms.aggregation import AGGREGATIONS
 from mcore_rl.algorithms.inputs import check_needs, get_needs
 from mcore_rl.algorithms.preference import PREFERENCE_LOSSES
 from mcore_rl.checkpoint.hf import CheckpointReader, read_checkpoint_config
-from mcore_rl.checkpoint.peft import check_targets
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.resolve import DTYPE_OF_LANE, list_test_files, list_train_files
-from mcore_rl.config.resolve_engine import (
-    resolve_model_engine,
-    resolve_model_layout,
-    resolve_schedule,
-)
+from mcore_rl.config.resolve_engine import resolve_schedule
 from mcore_rl.config.resolve_train import count_row_conversations, count_steps, get_data_config
 from mcore_rl.config.schema import ConversationsConfig, DPOConfig, RMConfig, SFTConfig, TrainConfig
 from mcore_rl.data.examples import AnyExamples, ExampleFiles, load_conversations, load_pairs
 from mcore_rl.data.tokenizer import check_tokenizer_matches, load_tokenizer
-from mcore_rl.engine.base import backend_of
+from mcore_rl.engine.base import check_engine_settings, load_backend
 from mcore_rl.jobs.placement import detect_lane
 from mcore_rl.jobs.preflight import require_rows
 from mcore_rl.models.base import (
@@ -32,7 +27,6 @@ from mcore_rl.models.base import (
     HFConfig,
     get_family,
     get_field,
-    get_model_sizes,
     pad_vocab_size,
 )
 from mcore_rl.models.heads import build_value_config, get_value_head_suffix, map_model_weights
@@ -80,7 +74,8 @@ def check_train_inputs(config: TrainConfig) -> TrainInputs:
     """
     _check_functions(config)
     check_trackers(config.trainer.trackers)
-    backend_of(config.engine).check_modules(config.engine.modules, detect_lane())
+    model_type = "reward_model" if isinstance(config, RMConfig) else "language_model"
+    check_engine_settings("engine", config.engine, model_type, detect_lane())
     hf_config = _check_model(config)
     tokenizer = load_tokenizer(config.model.path, config.model.chat_date)
     check_tokenizer_matches(tokenizer, get_field(hf_config, "vocab_size"))
@@ -128,14 +123,11 @@ def _check_model(config: TrainConfig) -> HFConfig:
     hf_config = read_checkpoint_config(config.model.path)
     get_family(hf_config)
     _check_kind(config, hf_config)
-    resolve_model_layout("engine.layout", config.engine.layout, get_model_sizes(hf_config))
     reader = CheckpointReader(config.model.path)
     weights_config = reader.read_config()  # without MTP layers if the weights have none
-    resolve_model_engine("engine", config.engine, get_model_sizes(weights_config))
+    load_backend(config.engine).check_model("engine", config.engine, weights_config)
     weights = map_model_weights(weights_config, pad_vocab_size(weights_config, 1))
     reader.check(list_logical_tensors(weights))
-    if config.engine.lora.rank:
-        check_targets("engine.lora", weights, config.engine.lora)
     return hf_config
 
 

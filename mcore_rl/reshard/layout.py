@@ -34,6 +34,20 @@ class Ranks(Protocol):
         ...
 
 
+class FullRanks:
+    """Ranks that each have every tensor of a checkpoint whole, under its name there."""
+
+    def __init__(self, world_size: int) -> None:
+        self.world_size = world_size
+        self._holders = (tuple(range(world_size)),)
+
+    def get_holders(self, weight: Weight) -> Holders:
+        return self._holders
+
+    def get_local_name(self, weight: Weight) -> str:
+        return weight.name
+
+
 class TrainingRanks:
     """Ranks of Megatron, in the order of parallel/mesh.py."""
 

@@ -18,9 +18,9 @@ from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import Layout, WeightSyncConfig
 from mcore_rl.models.base import HFConfig, get_family, get_model_sizes, pad_vocab_size
 from mcore_rl.parallel.mesh import Mesh, split_into_chunks
-from mcore_rl.reshard.layout import GenerationLayout, GenerationRanks, TrainingRanks
+from mcore_rl.reshard.layout import FullRanks, GenerationLayout, GenerationRanks, TrainingRanks
 from mcore_rl.reshard.planner import Devices, Plan, Side, TransferRequirements, assign_hosts
-from mcore_rl.reshard.rules import Shard, Weight
+from mcore_rl.reshard.rules import Replicated, Shard, Weight
 
 SAMPLED_VERSIONS = 16  # number of versions in which weight_sync.verify=sampled checks everything
 Parameters = Mapping[str, tuple[tuple[int, ...], str]]  # name -> shape, dtype
@@ -35,6 +35,7 @@ class TransferSpec:
     generation: GenerationLayout
     dtype: str  # in which weights are sent: "bfloat16"
     settings: WeightSyncConfig
+    has_full_tensors: bool = False  # of training ranks: BaseEngine.has_full_tensors
 
     @property
     def num_training(self) -> int:
@@ -58,6 +59,7 @@ class TransferSpec:
             GenerationLayout(**fields["generation"]),
             fields["dtype"],
             WeightSyncConfig(**fields["settings"]),
+            fields["has_full_tensors"],
         )
 
 
@@ -76,6 +78,18 @@ def build_training_side(config: HFConfig, layout: Layout, num_mtp_layers: int) -
     chunks = split_into_chunks(layout, sizes.num_layers, num_mtp_layers)
     weights = get_family(config).weights(config, pad_vocab_size(config, layout.tp))
     return TrainingRanks(Mesh(layout), chunks, sizes.num_experts), weights
+
+
+def build_full_side(config: HFConfig, num_ranks: int) -> Side:
+    """Return ranks and rules of an engine with full tensors (BaseEngine.has_full_tensors)."""
+    rules = get_family(config).weights(config, pad_vocab_size(config, 1))
+    weights = [
+        Weight(tensor.name, Replicated(tensor), float32=weight.float32)
+        for weight in rules
+        for tensor in weight.rule.tensors
+        if not weight.replica and weight.stage != "mtp"
+    ]
+    return FullRanks(num_ranks), weights
 
 
 def build_generation_side(
@@ -102,7 +116,10 @@ def plan_transfer(
         ConfigError: The layouts do not fit the model, or a site has more generation ranks than
             training ranks.
     """
-    training = build_training_side(config, spec.training, spec.num_mtp_layers)
+    if spec.has_full_tensors:
+        training = build_full_side(config, spec.num_training)
+    else:
+        training = build_training_side(config, spec.training, spec.num_mtp_layers)
     _, generation = build_generation_side(config, spec.generation)
     requirements = TransferRequirements(training, generation, itemsize)
     if domains is None:

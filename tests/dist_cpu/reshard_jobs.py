@@ -158,7 +158,7 @@ def colocated(
         for name, (plan, served, exchange, transport, memory) in runs.items():
             transport.sent_bytes = transport.received_bytes = 0
             rank = _rank_of(dist.get_rank(), plan.devices.generation)
-            weights = engine.local_weights()
+            weights = engine.get_local_weights()
             found[name]["syncs"].append(sync(exchange, memory, weights, served, rank))
             found[name] |= _report(plan, transport, memory)
         found["exported"].append(dict(engine.get_per_tensor_param()))

@@ -125,7 +125,7 @@ def serve_syncs(
             for tensor in (t for c in engine.chunks for t in (*c.parameters(), *c.buffers())):
                 tensor.mul_(-2)
         for end in ends.values():
-            end.send(engine.local_weights(), WeightUpdate(version))
+            end.send(engine.get_local_weights(), WeightUpdate(version))
     if not exported.exists():
         tensors = engine.get_per_tensor_param()
         if rank == 0:

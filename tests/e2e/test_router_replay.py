@@ -111,7 +111,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
         servers = stack.enter_context(rl.build_server_pool(config, pools))
         spec = rl._build_engine_spec(config, config.actor, 1)
         arguments = spec, PolicyLoss(config.algorithm), "language_model"
-        layout, env = config.actor.layout, rl.backend_of(config.actor).rank_environment
+        layout, env = config.actor.layout, rl.load_backend(config.actor).rank_environment
         actor = pools.group(
             "actor", Watched, arguments, layout, name="actor", env=env(layout, "cpu")
         )

@@ -73,7 +73,7 @@ def push(engine: MegatronEngine, path: Path, verify: str) -> list[float]:
         transport = connect(spec, rendezvous.endpoint, engine.hf_config, 0, engine.device)
         for version in range(1, VERSIONS + 1):
             start = time.perf_counter()
-            transport.send(engine.local_weights(), WeightUpdate(version))
+            transport.send(engine.get_local_weights(), WeightUpdate(version))
             seconds.append(time.perf_counter() - start)
         assert receiver.wait(60) == 0, "the receiver failed"
         transport.close()

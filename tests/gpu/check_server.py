@@ -115,7 +115,7 @@ async def serve(paths: list[Path], arguments: argparse.Namespace) -> measure.Res
             asleep = measure.used_bytes()
             await timer.measure(f"wake weights {version}", server.wake("weights"))
             sending = asyncio.to_thread(
-                transport.send, engine.local_weights(), WeightUpdate(version)
+                transport.send, engine.get_local_weights(), WeightUpdate(version)
             )
             both = asyncio.gather(sending, server.update(version))
             await timer.measure(f"push {version}", both)
@@ -126,7 +126,7 @@ async def serve(paths: list[Path], arguments: argparse.Namespace) -> measure.Res
             versions = {v for c in completions for v in c.weight_versions}
             assert versions == {version}, versions
         result["push_gb_per_s"] = gb / timer["push 2"]
-        sending = asyncio.to_thread(transport.send, engine.local_weights(), WeightUpdate(3))
+        sending = asyncio.to_thread(transport.send, engine.get_local_weights(), WeightUpdate(3))
         await timer.measure("push awake", asyncio.gather(sending, server.update(3, in_flight=True)))
         prompts, completions = await generate(server, vocab, length)
         result["gaps 3"] = log_prob_gaps(paths[1], prompts[:8], completions[:8])

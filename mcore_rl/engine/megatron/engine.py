@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Collection, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -16,13 +16,11 @@ from mcore_rl.algorithms.correction import find_gaps_beyond
 from mcore_rl.algorithms.inputs import get_needs
 from mcore_rl.checkpoint.hf import CheckpointReader
 from mcore_rl.checkpoint.peft import Factors
-from mcore_rl.config.errors import StateError
 from mcore_rl.data.batch import Batch
 from mcore_rl.engine.base import (
     BaseEngine,
     EngineSpec,
     LossFunction,
-    MemoryReport,
     Metrics,
     PendingSave,
     Place,
@@ -48,23 +46,22 @@ from mcore_rl.parallel.mesh import Mesh, split_into_chunks
 from mcore_rl.reshard.executor import LocalWeights
 from mcore_rl.reshard.rules import Weight, list_logical_tensors
 
+if TYPE_CHECKING:
+    from mcore_rl.engine.megatron.offload import MemoryReport
+
 Result = dict[str, torch.Tensor]
 
 
 class MegatronEngine(BaseEngine):
     """A language model. `total_steps=0` builds no optimizer."""
 
+    has_full_tensors = False
+
     def __init__(self, spec: EngineSpec) -> None:
-        self.spec = spec
-        self.layout = spec.engine.layout
+        super().__init__(spec)
         self.mesh = Mesh(self.layout)
         self._host_copies: dict[Any, torch.Tensor] = {}  # of saves in the background
-        self._offloaded: set[str] = set()  # "parameters", "optimizer state", "gradients"
         self._mirrors = {part: offload.HostMirror() for part in ("parameters", "optimizer state")}
-
-    @property
-    def is_main_rank(self) -> bool:
-        return self.world_rank == 0
 
     # Methods import Megatron: device.install() must run before its first import.
 
@@ -181,7 +178,7 @@ class MegatronEngine(BaseEngine):
     def train_batch(
         self, batch: Batch, loss_function: LossFunction, *, temperature: float = 1.0
     ) -> Metrics:
-        self._check_onloaded("gradients", "parameters", "optimizer state")
+        self.require("gradients", "parameters", "optimizer state")
         self.optimizer_zero_grad()
         results = self.forward_backward_batch(
             batch, loss_function, forward_only=False, temperature=temperature
@@ -199,7 +196,7 @@ class MegatronEngine(BaseEngine):
         from mcore_rl.engine.megatron import step
         from mcore_rl.engine.megatron.moe import collect_expert_biases
 
-        self._check_onloaded("gradients", "parameters", "optimizer state")
+        self.require("gradients", "parameters", "optimizer state")
         self.optimizer_zero_grad()
         micros = self._build_micro_batches(batch, is_training=True)
         biases = [(bias, bias.clone()) for bias in collect_expert_biases(self.chunks)]
@@ -241,7 +238,12 @@ class MegatronEngine(BaseEngine):
         forward_only: bool,
         temperature: float = 1.0,
     ) -> list[Result]:
-        self._check_onloaded("parameters", *(() if forward_only else ("gradients",)))
+        """Run all micro-batches; gradients accumulate unless forward_only.
+
+        Returns one result per micro-batch on the last pipeline stage, none on the others: its parts
+        of the sums that train_batch returns or, without a loss function, its scores.
+        """
+        self.require("parameters", *(() if forward_only else ("gradients",)))
         micros = self._build_micro_batches(batch, is_training=not forward_only)
         routing = self._create_routing_pass(batch, is_scoring=False, forward_only=forward_only)
         with routing:
@@ -259,7 +261,7 @@ class MegatronEngine(BaseEngine):
 
     def optimizer_zero_grad(self) -> None:
         self._check_optimizer("optimizer_zero_grad")
-        self._check_onloaded("gradients")
+        self.require("gradients")
         from mcore_rl.engine.megatron.moe import clear_expert_load
 
         clear_expert_load(self.chunks)
@@ -268,8 +270,9 @@ class MegatronEngine(BaseEngine):
         self.optimizer.zero_grad()
 
     def optimizer_step(self) -> float:
+        """Clip, step, and return the gradient norm before clipping."""
         self._check_optimizer("optimizer_step")
-        self._check_onloaded("parameters", "gradients", "optimizer state")
+        self.require("parameters", "gradients", "optimizer state")
         from mcore_rl.engine.megatron.optimizer import clip_and_step
 
         grad_norm = clip_and_step(self.optimizer)
@@ -277,6 +280,7 @@ class MegatronEngine(BaseEngine):
         return grad_norm
 
     def lr_scheduler_step(self) -> float:
+        """Advance the schedule and return the learning rate that the next step uses."""
         self._check_optimizer("lr_scheduler_step")
         # Advance before the step, so that warm-up starts above zero.
         self.schedule.step(increment=1)
@@ -291,35 +295,22 @@ class MegatronEngine(BaseEngine):
             reader = CheckpointReader(self.spec.model.path)
             yield from iter_unbuilt_weights(self.weights, self.placement, reader)
 
-    def gathered_factors(self) -> list[Factors]:
+    def collect_factors(self) -> list[Factors]:
         from mcore_rl.engine.megatron.lora import gather_factors
 
         self._finish_weight_gather()
         return gather_factors(self.chunks) if self.spec.engine.lora.rank else []
 
-    def local_weights(self) -> LocalWeights:
+    def get_local_weights(self) -> LocalWeights:
         from mcore_rl.engine.megatron.weights import collect_local_weights
 
         self._finish_weight_gather()
         return collect_local_weights(self.chunks, self.weights, self.placement, self._coordinate)
 
-    def to(
-        self, place: Place, *, model: bool = True, optimizer: bool = True, grad: bool = True
-    ) -> None:
-        is_moved = {"parameters": model, "optimizer state": optimizer, "gradients": grad}
-        parts = {part for part, is_chosen in is_moved.items() if is_chosen}
+    def move(self, place: Place, parts: frozenset[str]) -> None:
         if "parameters" not in self._offloaded:
             self._finish_weight_gather()
         offload.move_parts(self.wrapped_chunks, self.optimizer, place, parts, self._mirrors)
-        self._offloaded = self._offloaded | parts if place == "host" else self._offloaded - parts
-
-    def _check_onloaded(self, *parts: str) -> None:
-        """Raise StateError if one of the parts is offloaded."""
-        for part in parts:
-            if part in self._offloaded:
-                raise StateError(
-                    f"the engine's {part} are away, on the host; allowed: engine.to('device') first"
-                )
 
     def close(self) -> None:
         if self.optimizer is not None:
@@ -330,6 +321,7 @@ class MegatronEngine(BaseEngine):
         self._mirrors.clear()
 
     def memory_report(self) -> MemoryReport:
+        """Return the bytes of this rank's parts."""
         return offload.build_memory_report(
             self.wrapped_chunks, self.optimizer, self._offloaded, self._mirrors
         )
@@ -344,14 +336,14 @@ class MegatronEngine(BaseEngine):
         from mcore_rl.engine.megatron import training_state
 
         self._finish_weight_gather()
-        self._check_onloaded("optimizer state")
+        self.require("optimizer state")
         return training_state.save(path, **self._training_state, copies=copies)
 
     def load_checkpoint(self, path: Path) -> None:
         from mcore_rl.engine.megatron import training_state
 
         self._finish_weight_gather()  # a later transfer would overwrite the loaded weights
-        self._check_onloaded("optimizer state")
+        self.require("optimizer state")
         training_state.load(path, **self._training_state)
 
     @property
@@ -370,7 +362,7 @@ class MegatronEngine(BaseEngine):
         Raises:
             StateError: The parameters are offloaded.
         """
-        self._check_onloaded("parameters")
+        self.require("parameters")
         from mcore_rl.engine.megatron.optimizer import finish_weight_gather
 
         finish_weight_gather(self.wrapped_chunks)

@@ -6,15 +6,25 @@ import ctypes
 import weakref
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from mcore_rl.config.errors import ConfigError
-from mcore_rl.engine.base import MemoryReport, Place
+from mcore_rl.engine.base import Place
 from mcore_rl.engine.megatron.device import get_device_type
 
 _ALIGNMENT = 256  # bytes, of storages in the block of a mirror
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryReport:
+    """Memory of a rank's model and optimizer between two calls; no activations."""
+
+    parameters_bytes: int  # weights and buffers of the model, on the device or on the host
+    gradients_bytes: int  # 0 after engine.to("host", grad=True)
+    optimizer_state_bytes: int  # Adam's moments, and the float32 weights of a bfloat16 model
+    on_device_bytes: int  # what of these three is on the engine's device, and not offloaded
 
 
 class HostMirror:
@@ -121,12 +131,7 @@ def move_parts(
 
     Args:
         mirrors: Of parameters and optimizer state; the same objects in every call.
-
-    Raises:
-        ConfigError: `place` is neither "host" nor "device".
     """
-    if place not in ("host", "device"):
-        raise ConfigError(f"engine.to({place!r}); allowed: 'host', 'device'")
     is_offload, has_gradients = place == "host", "gradients" in parts
     # On the CPU lane the device is the host: memory is freed, and nothing needs to move.
     has_device = get_device_type() != "cpu"

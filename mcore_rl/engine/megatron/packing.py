@@ -23,8 +23,9 @@ from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
-from mcore_rl.data.batch import Batch, Jagged
+from mcore_rl.data.batch import Batch
 from mcore_rl.engine.megatron.moe import list_moe_layers
+from mcore_rl.engine.steps import select_response_columns
 from mcore_rl.parallel.balance import (
     Parts,
     SequenceCost,
@@ -34,9 +35,6 @@ from mcore_rl.parallel.balance import (
 )
 
 Rows = npt.NDArray[np.int64]
-
-# Jagged columns that do not run along the responses.
-_OTHER_COLUMNS = ("prompt_ids", "response_ids", "routed_experts", "stage_routed_experts")
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,7 +272,7 @@ def _build_micro_batch(
     hidden_rows = local_rows[all_states]
     scored_here = np.flatnonzero(hidden_rows >= 0)
     targets = _concatenate(responses, np.int64)
-    columns = _collect_response_columns(batch, rows)
+    columns = {n: c.take(rows).values for n, c in select_response_columns(batch).items()}
     sequence_ids = np.repeat(np.arange(len(rows)), [len(r) for r in responses])
     sequence_starts = starts[sequence_ids]
 
@@ -332,16 +330,3 @@ def _build_packed_seq_params(
 
 def _concatenate(arrays: Sequence[np.ndarray], dtype: type) -> np.ndarray:
     return np.concatenate(arrays) if arrays else np.empty(0, dtype=dtype)
-
-
-def _collect_response_columns(batch: Batch, rows: list[int]) -> dict[str, np.ndarray]:
-    """Return the jagged columns that run along the responses, without ids and routed experts."""
-    columns = {}
-    lengths = batch.jagged("response_ids").lengths
-    for name, column in batch.columns.items():
-        if name.partition("/")[0] in _OTHER_COLUMNS or not isinstance(column, Jagged):
-            continue
-        if not np.array_equal(column.lengths, lengths):
-            raise ValueError(f"column {name!r} does not run along the response tokens")
-        columns[name] = column.take(rows).values
-    return columns

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -16,11 +15,12 @@ from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import unwrap_model
 
-from mcore_rl.algorithms.inputs import LOSS_WEIGHTS, WEIGHTS, LossInputs, Tensors, get_loss_name
+from mcore_rl.algorithms.inputs import WEIGHTS, LossInputs, Tensors
 from mcore_rl.data.batch import Batch, Jagged
 from mcore_rl.engine.base import LossFunction
 from mcore_rl.engine.megatron.heads import Head
 from mcore_rl.engine.megatron.packing import MicroBatch
+from mcore_rl.engine.steps import reduce_logprob_gaps, sum_losses
 
 Result = dict[str, torch.Tensor]
 SCORES = "scores/"  # prefix of the names of scores in a result of training
@@ -113,9 +113,6 @@ def compute_training_loss(
     all ranks and micro-batches, because its router losses need that, so the loss is multiplied by
     this number.
 
-    Weights do not sum to one in every aggregation, so metrics do not use them: a micro-batch
-    returns the sum over its tokens with a weight, divided by the number of such tokens everywhere.
-
     Args:
         mtp_loss_coef: Coefficient of the multi-token prediction loss, which "loss" is without.
         with_scores: Give the loss function the log-probs, detached, as the column log_probs; add
@@ -127,18 +124,7 @@ def compute_training_loss(
     inputs = build_loss_inputs(scores, micro)
     if with_scores:
         inputs = replace(inputs, columns={**inputs.columns, "log_probs": detached["log_probs"]})
-    losses, metrics = loss_function(inputs)
-    by_weights = losses if isinstance(losses, Mapping) else {LOSS_WEIGHTS: losses}
-    sums = {name: (loss * micro.columns[name]).sum() for name, loss in by_weights.items()}
-    total = torch.stack([*sums.values()]).sum()
-    result = {}
-    for name, metric in metrics.items():
-        column, value = metric if isinstance(metric, tuple) else (LOSS_WEIGHTS, metric)
-        trained = torch.where(micro.columns[column] != 0, value.detach(), 0)
-        result[name] = trained.sum() / max(counts.trained[column], 1)
-    if isinstance(losses, Mapping):
-        result |= {get_loss_name(name): value.detach() for name, value in sums.items()}
-    result["loss"] = total.detach()
+    total, result = sum_losses(loss_function, inputs, counts.trained)
     if mtp_outputs:
         mtp_loss = head.compute_mtp_loss(chunk, mtp_outputs, micro)  # type: ignore[attr-defined]
         result["mtp_loss"] = mtp_loss.detach()
@@ -200,30 +186,12 @@ def pop_scores(results: Sequence[Result]) -> list[Result]:
 def compute_logprob_gaps(
     micros: Sequence[MicroBatch], scores: Sequence[Result], device: torch.device
 ) -> dict[str, float]:
-    """Return the gaps of BaseEngine.train_batch_with_scores. Collective over all ranks.
-
-    Ranks with the same tokens count them equally often, so the mean is right.
-    """
-    largest, total, count = (torch.zeros((), dtype=torch.float64, device=device) for _ in range(3))
-    for micro, values in zip(micros, scores, strict=False):  # scores are on the last stage only
-        mask = micro.columns["gap_mask"] != 0
-        gaps = (values["log_probs"] - micro.columns["rollout_log_probs"]).abs()
-        gaps = torch.where(mask, gaps, 0).double()
-        total += gaps.sum()
-        count += mask.sum()
-        largest = torch.maximum(largest, gaps.max() if len(gaps) else gaps.sum())
-    sums = torch.stack([total, count])
-    dist.all_reduce(sums)
-    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
-    sum_of_gaps, num_tokens = sums.tolist()
-    if not num_tokens:
-        return {}
-    mean = sum_of_gaps / num_tokens
-    # A sum keeps a NaN; a maximum over ranks may lose it.
-    return {
-        "max_logprob_gap": mean if math.isnan(mean) else float(largest),
-        "mean_logprob_gap": mean,
-    }
+    """Return the gaps of BaseEngine.train_batch_with_scores. Collective over all ranks."""
+    parts = [  # scores are on the last stage only
+        (values["log_probs"], micro.columns["rollout_log_probs"], micro.columns["gap_mask"])
+        for micro, values in zip(micros, scores, strict=False)
+    ]
+    return reduce_logprob_gaps(parts, device)
 
 
 def gather_column(micro: MicroBatch, values: torch.Tensor) -> torch.Tensor:

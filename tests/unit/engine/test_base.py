@@ -10,7 +10,7 @@ import torch
 from mcore_rl.config.errors import ConfigError, StateError
 from mcore_rl.config.schema import EngineConfig, ModelConfig
 from mcore_rl.data.batch import Batch
-from mcore_rl.engine.base import BaseEngine, EngineSpec, create_engine
+from mcore_rl.engine.base import EngineSpec, create_engine
 from mcore_rl.engine.megatron.engine import MegatronEngine, ValueEngine
 from mcore_rl.jobs.parity import engines
 
@@ -22,10 +22,6 @@ SPEC = EngineSpec(ModelConfig(path="/nowhere"), EngineConfig(), seed=0)
 )
 def test_an_engine_is_found_by_backend_and_model_type(model_type, kind):
     assert type(create_engine(model_type, SPEC)) is kind
-
-
-def test_every_engine_can_be_traced():
-    assert "trace" in BaseEngine.__abstractmethods__
 
 
 def test_an_engine_that_does_not_exist_is_named_with_those_that_do():
@@ -42,11 +38,16 @@ def test_a_comparison_of_engines_has_the_one_that_its_settings_name():
             job(spec, "", [])
 
 
+def test_an_unknown_place_is_refused():
+    with pytest.raises(ConfigError, match=r"engine.to\('cuda'\); allowed: 'host', 'device'"):
+        MegatronEngine(SPEC).to("cuda")
+
+
 @pytest.mark.parametrize(
     ("away", "call", "named"),
     [
         ("model", lambda engine: engine.infer_batch(Batch({})), "parameters"),
-        ("model", lambda engine: engine.local_weights(), "parameters"),
+        ("model", lambda engine: engine.get_local_weights(), "parameters"),
         ("model", lambda engine: next(engine.get_per_tensor_param()), "parameters"),
         ("model", lambda engine: engine.save_checkpoint("nowhere"), "parameters"),
         ("optimizer", lambda engine: engine.save_checkpoint("nowhere"), "optimizer state"),

@@ -55,7 +55,7 @@ class Engine:
     def load_checkpoint(self, path: Path) -> None:
         self.calls.append("load")
 
-    def local_weights(self) -> None: ...
+    def get_local_weights(self) -> None: ...
 
 
 @pytest.fixture

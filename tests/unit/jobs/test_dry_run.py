@@ -98,6 +98,22 @@ def test_dry_run_prints_roles_layouts_and_data(place, monkeypatch, capfd):
         assert line in out, out
 
 
+def test_a_users_engine_is_planned_for_without_sharding(place, monkeypatch, capfd):
+    backend = f"{Path(__file__).parents[3]}/examples/hf_engine.py:BACKEND"
+    settings = [word for word in SETTINGS if not word.startswith("actor.layout")]
+    settings += [f"actor.backend={backend}", "actor.layout.dp=2"]
+    status, out, err = dry_run(monkeypatch, capfd, *settings)
+    assert (status, err) == (0, "")
+    for line in (
+        "actor: 2 ranks, dp=2 (log-probs, updates; sizes without sharding)\n",
+        "reference: 2 ranks, dp=2 (log-probs for the KL; sizes without sharding)\n",
+    ):
+        assert line in out, out
+    status, out, err = dry_run(monkeypatch, capfd, *settings, "actor.layout.tp=2")
+    assert (status, out) == (2, "")
+    assert "actor.layout.tp=2: " in err and "does not read it; allowed: 1\n" in err
+
+
 @pytest.mark.parametrize(
     ("settings", "line"),
     [

@@ -90,6 +90,15 @@ def test_a_run_does_not_go_on_with_samples_of_another_age(tmp_path):
         find_checkpoint_to_resume(rl_config, tmp_path)
 
 
+def test_a_run_does_not_go_on_with_another_engine(tmp_path):
+    rl_config = config(tmp_path)
+    saved(rl_config, tmp_path, 2)
+    rl_config.actor.backend = "engine.py:BACKEND"
+    message = r"actor.backend='engine.py:BACKEND', there 'megatron'; allowed: the same"
+    with pytest.raises(ConfigError, match=message):
+        find_checkpoint_to_resume(rl_config, tmp_path)
+
+
 def test_a_run_does_not_go_on_with_another_date_in_its_prompts(tmp_path):
     rl_config = config(tmp_path)
     saved(rl_config, tmp_path, 2)

@@ -6,16 +6,18 @@ from typing import Any
 import pytest
 
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.config.schema import Layout
+from mcore_rl.config.schema import Layout, WeightSyncConfig
 from mcore_rl.reshard.layout import GenerationLayout
 from mcore_rl.weight_sync.spec import (
     MemoryDomains,
+    TransferSpec,
     WorkerLayout,
     build_generation_side,
     build_training_side,
     check_worker_layout,
     compute_expected_layout,
     group_memory_domains,
+    plan_transfer,
 )
 from tests.operations import growth
 
@@ -121,3 +123,26 @@ def test_experts_that_are_dealt_in_another_way_are_named():
     turned = replace(workers[0], experts={**workers[0].experts, W13: (0, 2, 4)})
     with pytest.raises(ConfigError, match=rf"experts of {W13} are \(0, 2, 4\), .* \(0, 1, 2\)"):
         check(turned, 0)
+
+
+@pytest.mark.parametrize("domains", [None, MemoryDomains(("a", "b"), ("b", "a"), 2)])
+@pytest.mark.parametrize("generation", [GenerationLayout(tp=2), GenerationLayout(tp=2, ep=2)])
+def test_ranks_with_full_tensors_share_what_they_send(generation, domains):
+    config, settings = config_of(2), WeightSyncConfig()
+    parsed = TransferSpec.parse(
+        TransferSpec(Layout(dp=2), 0, generation, "float32", settings, True).to_dict()
+    )
+    full, family = (
+        plan_transfer(replace(parsed, has_full_tensors=has_full), config, 4, domains)
+        for has_full in (True, False)
+    )
+    for rank in range(2):
+        copies = [(c.target, c.target_offset, c.box.sizes) for c in full.list_received(rank)]
+        assert len(set(copies)) == len(copies)
+        received = [sum(c.num_bytes for c in plan.list_received(rank)) for plan in (full, family)]
+        assert received[0] == received[1]
+    totals = full.compute_totals()
+    if domains is None:  # each rank sends half of it
+        assert max(totals.sent) <= 1.1 * min(totals.sent)
+    else:  # each server's worker is on the device of a rank, which has all
+        assert totals.received == (0, 0)

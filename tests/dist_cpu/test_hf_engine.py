@@ -1,0 +1,151 @@
+"""The engine of examples/hf_engine.py equals plain torch, and the Megatron engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ranks
+import tiny_models
+import torch
+import transformers
+from safetensors.torch import load_file
+from transformers.core_model_loading import revert_weight_conversion
+
+from mcore_rl.config.schema import Layout
+from mcore_rl.data.batch import Batch
+from mcore_rl.engine.base import create_engine
+from mcore_rl.parallel.mesh import Mesh
+
+BACKEND = f"{Path(__file__).parents[2] / 'examples/hf_engine.py'}:BACKEND"
+NAMES = ("qwen3", "qwen3_moe")
+SCORES = ("log_probs", "entropy")
+EPSILON, TEMPERATURE = 1e-3, 0.7
+
+
+@ranks.on_ranks()
+def run_steps(path: Path, layout: Layout, batch: Batch, backend: str) -> ranks.Result:
+    """Score the batch and take two steps."""
+    spec = ranks.engine_spec(path, layout)
+    # A large epsilon: else the rounding of gradients near 0 decides the sign of Adam's step.
+    optimizer = replace(spec.engine.optimizer, eps=EPSILON)
+    spec = replace(spec, engine=replace(spec.engine, backend=backend, optimizer=optimizer))
+    engine = ranks.started(spec, lambda spec: create_engine("language_model", spec))
+    engine.mesh = Mesh(layout)
+    rows = ranks.share_of(engine, batch)
+    mine = batch.take(rows)
+    scored = engine.infer_batch(mine, temperature=TEMPERATURE)
+    scores = {
+        name: dict(
+            zip(rows, [torch.from_numpy(r.copy()) for r in scored.jagged(name)], strict=True)
+        )
+        for name in SCORES
+    }
+    steps = [engine.train_batch(mine, ranks.LOSS) for _ in range(2)]
+    return scores | {"steps": steps, "trained": dict(engine.get_per_tensor_param())}
+
+
+def score(model: Any, batch: Batch, temperature: float) -> dict[str, list[torch.Tensor]]:
+    """Score one sample at a time with transformers."""
+    scores: dict[str, list[torch.Tensor]] = {"log_probs": [], "entropy": []}
+    for prompt, response in zip(batch["prompt_ids"], batch["response_ids"], strict=True):
+        ids = torch.tensor([[*prompt, *response]])
+        logits = model(ids, use_cache=False).logits[0, len(prompt) - 1 : -1] / temperature
+        log_probs = logits.log_softmax(-1)
+        targets = torch.from_numpy(response.copy())[:, None]
+        scores["log_probs"].append(log_probs.gather(1, targets)[:, 0])
+        scores["entropy"].append(-(log_probs.exp() * log_probs).sum(-1))
+    return scores
+
+
+def reference_steps(path: Path, batch: Batch) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Take two steps with torch alone; return gradient norms and weights."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(path)
+    settings = ranks.engine_spec(path, Layout()).engine.optimizer
+    groups = [
+        {"params": [p for p in model.parameters() if p.dim() > 1]},
+        {"params": [p for p in model.parameters() if p.dim() == 1], "weight_decay": 0},
+    ]
+    optimizer = torch.optim.AdamW(
+        groups,
+        betas=(settings.beta1, settings.beta2),
+        eps=EPSILON,
+        weight_decay=settings.weight_decay,
+    )
+    norms = []
+    for step in (1, 2):
+        optimizer.zero_grad()
+        log_probs = score(model, batch, 1.0)["log_probs"]
+        flat = torch.cat(log_probs)
+        old, reference, advantages, weights, kl_weights = (
+            torch.from_numpy(batch.jagged(name).values.copy())
+            for name in (
+                "log_probs", "reference_log_probs", "advantages", "loss_weights", "kl_weights"
+            )
+        )  # fmt: skip
+        ratio = (flat - old).exp()
+        policy = -torch.min(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
+        kl = (reference - flat).exp() - 1 - (reference - flat)
+        (policy * weights + kl * kl_weights).sum().backward()
+        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)))
+        for group in optimizer.param_groups:
+            group["lr"] = settings.lr * step / settings.warmup_steps
+        optimizer.step()
+    return norms, model.state_dict()
+
+
+@dataclass(frozen=True)
+class Runs:
+    path: Path
+    batch: Batch
+
+    def run(self, dp: int, backend: str = BACKEND) -> ranks.Result:
+        """Return the results of all ranks as one."""
+        by_rank = run_steps(self.path, Layout(dp=dp), self.batch, backend)
+        scores = {
+            name: torch.cat([row for _, row in sorted(merge(by_rank, name).items())])
+            for name in SCORES
+        }
+        assert all(result["steps"] == by_rank[0]["steps"] for result in by_rank)
+        assert all(not result["trained"] for result in by_rank[1:])
+        return scores | {name: by_rank[0][name] for name in ("steps", "trained")}
+
+
+def merge(by_rank: list[ranks.Result], name: str) -> dict[int, torch.Tensor]:
+    return {row: value for result in by_rank for row, value in result[name].items()}
+
+
+@pytest.fixture(scope="module", params=NAMES)
+def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    folder = tmp_path_factory.mktemp("hf_engine")
+    return Runs(tiny_models.save(request.param, folder), tiny_models.make_batch())
+
+
+@pytest.mark.parametrize("dp", [1, 2])
+def test_scores_and_two_steps_equal_plain_torch(runs, dp):
+    result = runs.run(dp)
+    model = transformers.AutoModelForCausalLM.from_pretrained(runs.path)
+    with torch.no_grad():
+        for name, rows in score(model, runs.batch, TEMPERATURE).items():
+            torch.testing.assert_close(result[name], torch.cat(rows), rtol=0, atol=3e-6)
+    norms, weights = reference_steps(runs.path, runs.batch)
+    assert [step["grad_norm"] for step in result["steps"]] == pytest.approx(norms, rel=1e-6)
+    reference = load_file(runs.path / "model.safetensors")
+    assert result["trained"].keys() == reference.keys()
+    for name, weight in revert_weight_conversion(model, weights).items():
+        if name in reference:  # all but a tied head
+            torch.testing.assert_close(result["trained"][name], weight, rtol=0, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize("dp", [1, 2])
+def test_scores_and_two_steps_equal_the_megatron_engine(runs, dp):
+    result, expected = runs.run(dp), runs.run(dp, "megatron")
+    for name in SCORES:
+        torch.testing.assert_close(result[name], expected[name], rtol=0, atol=1e-5)
+    for step, expected_step in zip(result["steps"], expected["steps"], strict=True):
+        shared = {n: value for n, value in expected_step.items() if not n.startswith("moe/")}
+        assert step == pytest.approx(shared, rel=1e-5, abs=1e-5)
+    for name, weight in expected["trained"].items():
+        torch.testing.assert_close(result["trained"][name], weight, rtol=0, atol=1e-5, msg=name)
