@@ -7,8 +7,14 @@ A loop is a subclass with a `train` of its own:
             for step in self.steps():
                 with self.timer("generate"):
                     batch, metrics = self.sampler.collect(step)
-                ...
+                ...  # advantages, updates of self.actor
+                self.save_if_due(step)
+                with self.timer("weight_sync"):
+                    self.devices.update_weights(version=step)
+                metrics |= self.evaluate_if_due(step)
                 self.finish_step(step, metrics)
+
+`mcore_rl.testing.check_trainer` puts a loop through this contract.
 """
 
 from __future__ import annotations
@@ -106,7 +112,7 @@ class RLTrainer(ABC):
         )
         self.prepare()
         self.checkpoints = inputs.build_checkpoints(self.list_states())
-        self.clock = Stopwatch()
+        self.clock, self._is_finished = Stopwatch(), False
         self._report: Report = lambda step, metrics: None
         devices.servers.resend = devices.resend_weights
 
@@ -144,10 +150,19 @@ class RLTrainer(ABC):
         """Run the loop."""
 
     def steps(self) -> Iterator[int]:
-        """Yield the number of each step that is left; each has a clock of its own."""
+        """Yield the number of each step that is left; each has a clock of its own.
+
+        Raises:
+            RuntimeError: The loop has not called `finish_step` at the end of a step.
+        """
         for step in range(self.checkpoints.next_step, self.config.trainer.num_steps + 1):
-            self.clock = Stopwatch(step)
+            self.clock, self._is_finished = Stopwatch(step), False
             yield step
+            if not self._is_finished:
+                raise RuntimeError(
+                    f"{type(self).__name__}.train has not ended step {step}; allowed: "
+                    "self.finish_step(step, metrics) at the end of each step"
+                )
 
     def timer(self, phase: str) -> AbstractContextManager[None]:
         """Measure a phase of the step, as the metric time/PHASE_s."""
@@ -183,7 +198,10 @@ class RLTrainer(ABC):
             return self.evaluation.run(step)
 
     def finish_step(self, step: int, metrics: dict[str, float]) -> None:
-        """Report the metrics, and publish a checkpoint that was saved.
+        """Report the metrics, and publish a checkpoint that was saved; servers have the weights.
+
+        Args:
+            metrics: Those of `sampler.collect`, of updates and of evaluations. Times are added.
 
         Raises:
             RunStopped: A signal has ended the run; the step is saved.
@@ -193,6 +211,7 @@ class RLTrainer(ABC):
         metrics |= self.clock.seconds | self.clock.driver
         self._report(step, metrics)
         self.checkpoints.finish_step(step, metrics)
+        self._is_finished = True
 
     def _warn_of_missing(self, num: int, metrics: Mapping[str, float], step: int) -> None:
         """Warn of samples and groups that are missing in a step with `num` groups.
