@@ -31,7 +31,7 @@ from mcore_rl.controller.dispatch import Dispatch
 from mcore_rl.controller.pending_call import PendingCall, Timeout, wait_for_survivors
 from mcore_rl.controller.worker_process import Reply, WorkerInfo
 from mcore_rl.data.batch import Batch, Jagged
-from mcore_rl.engine.megatron.weights import WeightPlacement, export_buckets
+from mcore_rl.engine.megatron.weights import WeightPlacement, iter_export_buckets
 from mcore_rl.parallel.mesh import Mesh
 from mcore_rl.parallel.rendezvous import RendezvousServer
 from mcore_rl.parallel.store import RendezvousStore
@@ -168,7 +168,7 @@ def export(num_ranks: int) -> float:
     start = time.process_time()
     ranks, weights = build_training_side(MODEL, layout_of(num_ranks), 0)
     placement = WeightPlacement(ranks.mesh, ranks.chunks, MODEL["num_experts"])
-    assert list(export_buckets(weights, placement, torch.bfloat16))
+    assert list(iter_export_buckets(weights, placement, torch.bfloat16))
     return time.process_time() - start
 
 

@@ -103,7 +103,7 @@ def timed(engine: Any, micro_batches: list[Any]) -> tuple[float, float]:
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
-    from mcore_rl.engine.megatron.step import model_cost
+    from mcore_rl.engine.megatron.packing import estimate_model_cost
 
     packed, padded, real, filled = [], [], [], []
     for seed in range(arguments.micro_batches):
@@ -125,7 +125,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     losses = {n: found[0][1] for n, found in runs.items()}
     if abs(losses["packed"] / losses["padded"] - 1) > 1e-5:
         raise AssertionError(f"packed and padded samples differ in their loss: {losses}")
-    cost = model_cost(engine.chunks[0].config, VOCAB)
+    cost = estimate_model_cost(engine.chunks[0].config, VOCAB)
     ideal = sum(filled) / sum(real)
     speedup = seconds["padded"] / seconds["packed"]
     return {

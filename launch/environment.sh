@@ -8,7 +8,7 @@ not_secret() { grep -vE '(TOKEN|KEY|SECRET|PASSWORD)$'; } # argv can be read by 
 
 # Names of variables that ssh passes on. What else is exported here may be of this host alone.
 passed_on() {
-    compgen -e | grep -E "$NETWORKS|^(RAY|HF|VLLM|OMP|CUDA|NVIDIA|NVTE|NVSHMEM|TRITON|WANDB|MKL|KMP)_|\
+    compgen -e | grep -E "$NETWORKS|^(RAY|HF|VLLM|FLASHINFER|OMP|CUDA|NVIDIA|NVTE|NVSHMEM|TRITON|WANDB|MKL|KMP)_|\
 ^(PYTHON|TORCH|PYTORCH|TRANSFORMERS|TOKENIZERS)|^(LD_LIBRARY_PATH|LD_PRELOAD|(https?|no)_proxy)$" | not_secret
 }
 

@@ -117,7 +117,7 @@ def try_out(config: AgentConfig, fields: Mapping[str, Any]) -> None:
         check(LOOPS.build_settings(config.loop, config.settings), config.max_turns, fields)
 
 
-class Timeout:
+class TrajectoryTimeout:
     """Limits the time of a trajectory, as `asyncio.timeout` does; its clock can be paused."""
 
     def __init__(self, limit_s: float) -> None:
@@ -126,7 +126,7 @@ class Timeout:
         self._num_pauses = 0
         self._remaining_s = 0.0
 
-    async def __aenter__(self) -> Timeout:
+    async def __aenter__(self) -> TrajectoryTimeout:
         await self._timeout.__aenter__()
         return self
 
@@ -181,7 +181,7 @@ class _Trajectory:
     """A trajectory that is being generated."""
 
     group_size: int  # trajectories of the prompt
-    timeout: Timeout
+    timeout: TrajectoryTimeout
     sessions: list[ChatSession] = field(default_factory=list)  # with the policy
     num_sessions: int = 0  # with any model
 
@@ -282,7 +282,7 @@ class AgentRunner:
 
     async def _run(self, task: Task, group_size: int) -> list[Sample]:
         await self.gate.wait_open()
-        key, timeout = (task.group_id, task.trajectory), Timeout(self._config.timeout_s)
+        key, timeout = (task.group_id, task.trajectory), TrajectoryTimeout(self._config.timeout_s)
         self._running[key] = _Trajectory(group_size, timeout)
         try:
             async with timeout:

@@ -1,4 +1,4 @@
-"""LoRA adapters in PEFT's format.
+"""LoRA adapters: the weights that can have one, and adapters in PEFT's format.
 
 PEFT (https://github.com/huggingface/peft, src/peft/utils/save_and_load.py) reads a folder with
 adapter_config.json and adapter_model.safetensors, whose tensors are called
@@ -8,7 +8,7 @@ adapter_config.json and adapter_model.safetensors, whose tensors are called
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -16,6 +16,9 @@ from typing import NamedTuple
 import torch
 
 from mcore_rl.checkpoint.hf_writer import TensorPlan, plan_shards, write_shard
+from mcore_rl.config.errors import ConfigError
+from mcore_rl.config.schema import LoRAConfig
+from mcore_rl.reshard.rules import Weight
 
 FOLDER = "adapter"  # inside a Hugging Face checkpoint
 _WEIGHTS, _CONFIG = "adapter_model.safetensors", "adapter_config.json"
@@ -27,6 +30,31 @@ class Factors(NamedTuple):
     tensor: str
     a: torch.Tensor  # [rank, in]
     b: torch.Tensor  # [out, rank]
+
+
+def get_adapted_linear(weight: Weight) -> str | None:
+    """Return the linear layer of a weight that can have an adapter, else None.
+
+    Prediction layers (MTP), embeddings and heads have none.
+
+    >>> get_adapted_linear(Weight("decoder.layers.{layer}.mlp.linear_fc1.weight", None, layer=0))
+    'linear_fc1'
+    """
+    path, _, parameter = weight.name.rpartition(".")
+    linear = path.rpartition(".")[2]
+    if weight.layer is None or not linear.startswith("linear_"):
+        return None
+    return linear if parameter in ("weight", "weight{expert}") else None
+
+
+def check_targets(key: str, weights: Sequence[Weight], config: LoRAConfig) -> None:
+    """Raise ConfigError if a target is no linear layer of the model; `key` names the setting."""
+    allowed = {name for weight in weights if (name := get_adapted_linear(weight))}
+    if unknown := sorted(set(config.targets) - allowed):
+        raise ConfigError(
+            f"{key}.targets names {', '.join(unknown)}, which this model does not have; allowed: "
+            f"{', '.join(sorted(allowed))}"
+        )
 
 
 def write_adapters(

@@ -21,15 +21,6 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import torch
-from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
 
 from mcore_rl.checkpoint.files import open_atomic, write_at
 from mcore_rl.checkpoint.storage_location import CONTENT_METADATA
@@ -118,9 +109,48 @@ class _Ignored:
     def __setstate__(self, state: Any) -> None: ...
 
 
-class _TensorProperties(TensorProperties):
+# Stand-ins for torch's classes of the same names, with the attributes that are read here. torch's
+# modules (torch/distributed/checkpoint/metadata.py and filesystem.py) import its compiler and
+# distributed tensors, which takes 0.6 s of CPU time.
+
+
+class Metadata:
+    state_dict_metadata: Any = None
+    storage_data: Any = None
+
+
+class TensorStorageMetadata:
+    properties: Any = None
+    size: Any = None
+    chunks: Any = None
+
+
+class BytesStorageMetadata: ...
+
+
+class ChunkStorageMetadata:
+    offsets: Any = None
+    sizes: Any = None
+
+
+@dataclass(frozen=True)
+class MetadataIndex:
+    fqn: Any = None
+    offset: Any = None
+
+
+class TensorProperties:
+    dtype: Any = None
+
     def __setstate__(self, state: Any) -> None:
         self.dtype = state[0]  # the other fields are deprecated
+
+
+class _StorageInfo:
+    relative_path: Any = None
+    offset: Any = None
+    length: Any = None
+    transform_descriptors: Any = None
 
 
 _DCP = "torch.distributed.checkpoint"
@@ -134,7 +164,7 @@ _CLASSES: dict[tuple[str, str], Any] = {
     (f"{_DCP}.metadata", "BytesStorageMetadata"): BytesStorageMetadata,
     (f"{_DCP}.metadata", "ChunkStorageMetadata"): ChunkStorageMetadata,
     (f"{_DCP}.metadata", "MetadataIndex"): MetadataIndex,
-    (f"{_DCP}.metadata", "TensorProperties"): _TensorProperties,
+    (f"{_DCP}.metadata", "TensorProperties"): TensorProperties,
     (f"{_DCP}.filesystem", "_StorageInfo"): _StorageInfo,
     ("torch", "Size"): tuple,
     ("collections", "OrderedDict"): dict,
@@ -341,7 +371,18 @@ def write_metadata(folder: str | Path, records: Iterable[Record]) -> None:
             write_at(fd, 0, data)
 
 
-def _build_metadata(records: Iterable[Record]) -> Metadata:
+def _build_metadata(records: Iterable[Record]) -> Any:
+    # Imported here as they import torch's compiler, which a process that only writes tensors omits.
+    from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
+    from torch.distributed.checkpoint.metadata import (
+        BytesStorageMetadata,
+        ChunkStorageMetadata,
+        Metadata,
+        MetadataIndex,
+        TensorProperties,
+        TensorStorageMetadata,
+    )
+
     entries: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
     locations: dict[MetadataIndex, _StorageInfo] = {}
     interned: dict[str, str] = {}  # pickle writes equal strings once if they are the same object

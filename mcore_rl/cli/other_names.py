@@ -25,6 +25,8 @@ rollout.top_k | top_k | rollout.top_k
 rollout.tensor_model_parallel_size | vllm_tensor_parallel_size | rollout.tp
 rollout.expert_parallel_size |  | rollout.ep
 rollout.max_num_seqs |  | rollout.max_num_seqs
+rollout.max_num_batched_tokens |  | rollout.max_num_batched_tokens
+rollout.load_format |  | rollout.load_format
 rollout.gpu_memory_utilization | vllm_gpu_memory_utilization | rollout.kv_cache_bytes
 rollout.free_cache_engine | vllm_enable_sleep_mode | placement.rollout
 trainer.v1.trainer_mode | vllm_mode | placement.rollout

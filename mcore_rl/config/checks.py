@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from mcore_rl.config.errors import ConfigError
+from mcore_rl.config.import_path import is_import_path
 
 MAX_INT = 2**53  # what JSON and float64 hold, and int64 holds a multiple of
 _MAX_NAME_BYTES, _MAX_PATH_BYTES = 255, 4095  # of Linux: NAME_MAX, PATH_MAX without its NUL
@@ -73,9 +74,16 @@ def shorten(value: object, most: int = 80) -> str:
     return text if len(text) <= most else f"{text[: half + 1]}...{text[-half + 1 :]}"
 
 
-def check_choice(key: str, value: str, allowed: Sequence[str]) -> None:
-    if value not in allowed:
-        raise ConfigError(f"{key}={value!r}; allowed: {', '.join(map(repr, allowed))}")
+def check_choice(key: str, value: str, allowed: Sequence[str], *, contract: str = "") -> None:
+    """Raise ConfigError for a value that is not allowed.
+
+    Args:
+        contract: Name of the class whose subclasses are allowed, too, by import path.
+    """
+    if value not in allowed and not (contract and is_import_path(value)):
+        names = ", ".join(map(repr, allowed))
+        paths = f", or the import path of a {contract}, path/to/file.py:Name" if contract else ""
+        raise ConfigError(f"{key}={value!r}; allowed: {names}{paths}")
 
 
 def check_at_least(key: str, value: float, least: float) -> None:

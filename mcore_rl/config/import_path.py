@@ -8,7 +8,7 @@ import inspect
 import os
 import sys
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -83,6 +83,29 @@ def _import(setting: str, path: str) -> tuple[str, ModuleType]:
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise ConfigError(f"{setting}={path!r}: {where!r} cannot be imported: {reason}") from error
     return where, module
+
+
+def load_user_class(setting: str, path: str, base: type, names: Iterable[str]) -> Any:
+    """Return the subclass of `base` that was written for a setting.
+
+    Args:
+        names: Values of the setting that are no import paths, for errors.
+
+    Raises:
+        ConfigError: As `load_user_function`, or it is no subclass, or it lacks abstract methods.
+    """
+    loaded = load_user_function(setting, path)
+    contract = f"{base.__module__}.{base.__qualname__}"
+    if not (inspect.isclass(loaded) and issubclass(loaded, base)):
+        raise ConfigError(
+            f"{setting}={path!r} is no subclass of {contract}; allowed: one, or {', '.join(names)}"
+        )
+    if missing := sorted(getattr(loaded, "__abstractmethods__", ())):
+        raise ConfigError(
+            f"{setting}={path!r} does not define {', '.join(missing)}; allowed: a subclass of "
+            f"{contract} that defines all abstract methods"
+        )
+    return loaded
 
 
 def _is_own(value: object, module: ModuleType) -> bool:

@@ -34,6 +34,7 @@ from mcore_rl.config.resolve_engine import (
     resolve_schedule,
 )
 from mcore_rl.config.resolve_rollout import (
+    check_lane_batches,
     resolve_agent,
     resolve_evaluation,
     resolve_models,
@@ -176,6 +177,7 @@ def resolve_for_lane(config: RLConfig, device: str, *, has_experts: bool = False
             f"placement.rollout={config.placement.rollout!r}); allowed: a pool for both, or "
             "weight_sync.method='disaggregated', 'full_export'"
         )
+    check_lane_batches(config, device)
     staleness = get_staleness(config.trainer)
     dtype = config.model.dtype if config.model.dtype != "auto" else DTYPE_OF_LANE[device]
     trainer, (largest, mean) = replace(config.trainer, staleness=staleness), LOGPROB_GAPS[dtype]
@@ -205,7 +207,7 @@ def resolve_checkpoint(config: RLConfig | TrainConfig) -> None:
 
 def resolve_trackers(trackers: Sequence[str]) -> None:
     for index, name in enumerate(trackers):
-        check_choice(f"trainer.trackers[{index}]", name, TRACKERS)
+        check_choice(f"trainer.trackers[{index}]", name, TRACKERS, contract="Tracker")
     if len(set(trackers)) < len(trackers):
         raise ConfigError(f"trainer.trackers={list(trackers)}; allowed: each once")
 
@@ -367,6 +369,12 @@ def _resolve_weight_sync(config: RLConfig) -> None:
             f"weight_sync.transport={transport!r} has no part in weight_sync.method={method!r}; "
             "allowed: weight_sync.method='disaggregated'"
         )
+    if method == "full_export" and config.rollout.load_format == "dummy":
+        raise ConfigError(
+            "rollout.load_format='dummy': vLLM's own loader, which reads what "
+            "weight_sync.method='full_export' writes, does not check that all weights are there; "
+            "allowed: 'auto', 'checkpoint', or another method"
+        )
     num_workers = config.rollout.num_servers * config.rollout.tp
     num_ranks = config.actor.layout.world_size
     if method == "colocated" and num_workers > num_ranks:
@@ -410,7 +418,7 @@ def get_loop(trainer: TrainerConfig) -> str:
         ConfigError: There is no such loop, or the import path leads nowhere.
     """
     if not is_import_path(trainer.mode):
-        check_choice("trainer.mode", trainer.mode, MODES)
+        check_choice("trainer.mode", trainer.mode, MODES, contract="RLTrainer")
         return trainer.mode
     loop = getattr(load_user_function("trainer.mode", trainer.mode), "mode", None)
     if loop not in MODES:

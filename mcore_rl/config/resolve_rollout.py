@@ -21,6 +21,7 @@ from mcore_rl.config.resolve_engine import ModelSizes
 from mcore_rl.config.schema import AgentConfig, RewardConfig, RLConfig, RolloutConfig
 
 CODECS = ("auto", "renderers", "template")
+LOAD_FORMATS = ("auto", "checkpoint", "dummy")
 ON_ERROR = ("stop", "drop", "zero")
 # What a term of reward.terms may have.
 _TERM_PARTS: dict[str, tuple[Any, str]] = {
@@ -44,6 +45,7 @@ _MODEL_PARTS: dict[str, tuple[Any, str]] = {
     "max_tokens": _INTEGER,
     "max_context": _INTEGER,
     "max_num_seqs": _INTEGER,
+    "max_num_batched_tokens": _INTEGER,
     "kv_cache_bytes": _INTEGER,
     "cores": _TEXT,
     "codec": _TEXT,
@@ -51,8 +53,8 @@ _MODEL_PARTS: dict[str, tuple[Any, str]] = {
     "placement": _TEXT,
 }
 _SERVER_PARTS = (
-    "num_servers", "tp", "ep", "temperature", "top_p", "top_k", "max_num_seqs", "kv_cache_bytes",
-    "cores",
+    "num_servers", "tp", "ep", "temperature", "top_p", "top_k", "max_num_seqs",
+    "max_num_batched_tokens", "kv_cache_bytes", "cores",
 )  # fmt: skip
 
 
@@ -79,8 +81,9 @@ class ServedModel:
 def resolve_servers(config: RolloutConfig) -> None:
     """Check the settings of servers, except those of sampling."""
     positive_counts = "num_servers", "tp", "nodes_per_server", "max_response_tokens"
-    for name in (*positive_counts, "max_num_seqs", "kv_cache_bytes"):
+    for name in (*positive_counts, "kv_cache_bytes"):
         check_at_least(f"rollout.{name}", getattr(config, name), 1)
+    _check_batch_limits("rollout", config)
     num_workers, rest = divmod(config.tp, config.nodes_per_server)
     if rest:
         raise ConfigError(
@@ -89,6 +92,43 @@ def resolve_servers(config: RolloutConfig) -> None:
         )
     check_cores("rollout.cores", config.cores, num_workers)
     check_at_least("rollout.max_restarts", config.max_restarts, 0)
+    check_choice("rollout.load_format", config.load_format, LOAD_FORMATS)
+
+
+def _check_batch_limits(key: str, config: RolloutConfig) -> None:
+    """Check the limits of a server's batches; `key` names its settings."""
+    for name in ("max_num_seqs", "max_num_batched_tokens"):
+        if (value := getattr(config, name)) is not None:
+            check_at_least(f"{key}.{name}", value, 1)
+    tokens, sequences = config.max_num_batched_tokens, config.max_num_seqs
+    if tokens is not None and sequences is not None and tokens < sequences:
+        raise ConfigError(
+            f"{key}.max_num_batched_tokens={tokens}; allowed: at least "
+            f"{key}.max_num_seqs={sequences}, a token of each sequence"
+        )
+
+
+def check_lane_batches(config: RLConfig, device: str) -> None:
+    """Check the batches of all servers, the policy's and those of models, on "cpu" or "cuda"."""
+    check_lane_batch("rollout", config.rollout, config.max_sequence_tokens, device)
+    for name, model in build_served_models(config).items():
+        check_lane_batch(f"models.{name}", model.servers, model.max_context, device)
+
+
+def check_lane_batch(key: str, config: RolloutConfig, max_tokens: int, device: str) -> None:
+    """Refuse batches too small for the longest sequence, where prompts are not chunked.
+
+    Args:
+        key: Name of the server's settings.
+        max_tokens: Tokens of the longest sequence.
+        device: "cpu" or "cuda".
+    """
+    tokens = config.max_num_batched_tokens
+    if device == "cpu" and tokens is not None and tokens < max_tokens:
+        raise ConfigError(
+            f"{key}.max_num_batched_tokens={tokens}: the CPU lane runs each prompt in one batch; "
+            f"allowed: at least {max_tokens}, its longest sequence"
+        )
 
 
 def resolve_rollout(config: RolloutConfig) -> None:
@@ -280,8 +320,9 @@ def _build_served_model(key: str, config: RLConfig, name: str) -> ServedModel:
 
 def _check_served_model(key: str, model: ServedModel) -> None:
     servers = model.servers
-    for name in ("num_servers", "tp", "max_num_seqs", "kv_cache_bytes"):
+    for name in ("num_servers", "tp", "kv_cache_bytes"):
         check_at_least(f"{key}.{name}", getattr(servers, name), 1)
+    _check_batch_limits(key, servers)
     check_at_least(f"{key}.max_tokens", servers.max_response_tokens, 1)
     check_at_least(f"{key}.max_context", model.max_context, 2)
     check_at_least(f"{key}.temperature", servers.temperature, 0)

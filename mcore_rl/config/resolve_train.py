@@ -36,6 +36,7 @@ from mcore_rl.config.resolve import (
 )
 from mcore_rl.config.resolve_engine import resolve_engine
 from mcore_rl.config.resolve_rollout import (
+    check_lane_batch,
     check_stop,
     list_reward_terms,
     resolve_reward,
@@ -175,6 +176,11 @@ def resolve_eval(config: EvalConfig) -> None:
 def _resolve_sampling(config: SamplingConfig) -> None:
     check_stop("rollout.stop", config.stop)
     resolve_servers(config)
+    if config.load_format == "dummy":
+        raise ConfigError(
+            "rollout.load_format='dummy': an evaluation has no trainer that sends weights; "
+            "allowed: 'auto', 'checkpoint'"
+        )
     check_between("rollout.n", config.n, 1, MAX_N)
     check_at_least("rollout.temperature", config.temperature, 0)
     if not 0 < config.top_p <= 1:
@@ -210,7 +216,7 @@ def build_server_config(config: EvalConfig, device: str, path: str, chat_date: s
     """
     data = config.data
     dtype = config.model.dtype if config.model.dtype != "auto" else DTYPE_OF_LANE[device]
-    return RLConfig(
+    run = RLConfig(
         seed=config.seed,
         output_dir=config.output_dir,
         placement=replace(PlacementConfig(), rollout=OWN_POOL),
@@ -226,3 +232,5 @@ def build_server_config(config: EvalConfig, device: str, path: str, chat_date: s
         reward=config.reward,
         timeouts=config.timeouts,
     )
+    check_lane_batch("rollout", run.rollout, run.max_sequence_tokens, device)
+    return run

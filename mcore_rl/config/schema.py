@@ -167,8 +167,17 @@ class RolloutConfig:
     # are the response.
     stop: list[str] = field(default_factory=list)
     max_response_tokens: int = 1024  # longer responses are truncated
-    max_num_seqs: int = 256  # sequences that a server runs at the same time
+    # Sequences that a server runs at the same time. null: as `vllm serve` on that GPU, 1024 on an
+    # H100 and 256 on smaller ones; 256 on the CPU lane.
+    max_num_seqs: int | None = None
+    # Tokens of a forward pass of a server, with those of prompt chunks. null: as `vllm serve` on
+    # that GPU, 8192 on an H100; on the CPU lane 8192, or the longest sequence if that is longer.
+    max_num_batched_tokens: int | None = None
     kv_cache_bytes: int = 4 << 30  # key/value cache of each worker of a server
+    # Weights that servers start with. checkpoint: they read the checkpoint. dummy: none, they serve
+    # after the trainer has sent its weights, also before the first step. auto: dummy if the trainer
+    # sends weights anyway before they serve: in a run that resumes, and for a restarted server.
+    load_format: str = "auto"
     max_restarts: int = 3  # maximum restarts per server
     # CPU lane: cores of each worker, such as "0|1", one thread per core. If empty, the cores are
     # split among the workers, and the worker of tp=1 gets one thread.
@@ -485,7 +494,8 @@ class AsynchronousConfig:
 class TrainerConfig:
     # sync: a step generates, then trains, then pushes the weights. one_step_off: the next samples
     # are generated while these are trained on; the servers have devices of their own. fully_async:
-    # servers generate all the time, and take new weights in the middle of responses.
+    # servers generate all the time, and take new weights in the middle of responses. Or the import
+    # path of an RLTrainer (docs/plugs.md).
     mode: str = "sync"
     # The most versions by which a token may be older than the policy that is trained on it. 0 with
     # sync; 0 or 1 with one_step_off, where 0 waits for the push as sync does; any with fully_async.
@@ -505,10 +515,11 @@ class TrainerConfig:
     eval_samples: int = 0  # prompts of each held-out set per evaluation; 0 uses all
     # Steps from one training checkpoint to the next, and one after the last step; 0 writes none.
     save_every: int = 0
-    # Where metrics go besides metrics.jsonl: tensorboard, wandb, mlflow, swanlab. The last three
-    # have to be installed, and are configured by their own environment variables.
+    # Where metrics go besides metrics.jsonl: tensorboard, wandb, mlflow, swanlab, or import paths
+    # of Trackers (docs/plugs.md). wandb, mlflow and swanlab have to be installed, and are
+    # configured by their own environment variables.
     trackers: list[str] = field(default_factory=lambda: ["tensorboard"])
-    tracker_project: str = "mcore_rl"  # project, or experiment, of the last three
+    tracker_project: str = "mcore_rl"  # project, or experiment, of trackers
 
 
 @dataclass
@@ -678,10 +689,11 @@ class StepsConfig:
     eval_samples: int = 0  # rows of each held-out set per evaluation; 0 uses all
     # Steps from one training checkpoint to the next, and one after the last step; 0 writes none.
     save_every: int = 0
-    # Where metrics go besides metrics.jsonl: tensorboard, wandb, mlflow, swanlab. The last three
-    # have to be installed, and are configured by their own environment variables.
+    # Where metrics go besides metrics.jsonl: tensorboard, wandb, mlflow, swanlab, or import paths
+    # of Trackers (docs/plugs.md). wandb, mlflow and swanlab have to be installed, and are
+    # configured by their own environment variables.
     trackers: list[str] = field(default_factory=lambda: ["tensorboard"])
-    tracker_project: str = "mcore_rl"  # project, or experiment, of the last three
+    tracker_project: str = "mcore_rl"  # project, or experiment, of trackers
 
 
 @dataclass

@@ -19,6 +19,7 @@ from typing import Any
 import ray
 
 from mcore_rl.config.errors import ConfigError, DiedError, PeerError
+from mcore_rl.controller.compilers import prepare_compilers
 from mcore_rl.controller.dispatch import ANY_COLUMNS, Registration, get_registered_methods
 from mcore_rl.controller.node import NODE, redirect_output
 from mcore_rl.controller.object_columns import fetch_columns, split_into_objects, store_columns
@@ -151,6 +152,7 @@ class WorkerProcess:
         os.environ |= rendezvous.value.to_environment()
 
         def create() -> None:
+            prepare_compilers()
             if self._worker is not None:
                 self._worker.close()
                 self._worker = None

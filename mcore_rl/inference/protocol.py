@@ -170,8 +170,13 @@ class GenerationServer(Generator, Protocol):
     def prepare(self) -> None:
         """Import packages that `start` needs. Optional."""
 
-    async def start(self) -> None:
-        """Load the checkpoint and begin to serve."""
+    async def start(self, *, reads_weights: bool = True) -> None:
+        """Load the checkpoint and begin to serve.
+
+        Args:
+            reads_weights: Read the checkpoint's weights. Otherwise the server refuses requests
+                until an update.
+        """
 
     async def connect_weights(
         self, endpoint: RendezvousEndpoint, spec: TransferSpec, first_rank: int

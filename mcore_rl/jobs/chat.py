@@ -9,15 +9,16 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from tokenizers.decoders import DecodeStream
 
 import mcore_rl.models  # noqa: F401  (fills the family registry)
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.resolve import DTYPE_OF_LANE
 from mcore_rl.config.schema import RolloutConfig
+from mcore_rl.controller.compilers import prepare_compilers
 from mcore_rl.controller.process_cleanup import clean_up_on_exit
 from mcore_rl.data.tokenizer import check_tokenizer_matches, load_tokenizer
-from mcore_rl.engine.lane import lane
 from mcore_rl.inference.protocol import Generator, SamplingParams
 from mcore_rl.inference.vllm.server import VLLMServer
 from mcore_rl.jobs.output import find_model_folder, read_chat_date
@@ -130,7 +131,9 @@ def run(settings: ChatSettings) -> None:
         seed=settings.seed,
     )
     rollout = RolloutConfig(tp=settings.tp, max_num_seqs=1, kv_cache_bytes=settings.kv_cache_bytes)
-    dtype = DTYPE_OF_LANE[lane()] if settings.dtype == "auto" else settings.dtype
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    dtype = DTYPE_OF_LANE[device] if settings.dtype == "auto" else settings.dtype
+    prepare_compilers()
     with clean_up_on_exit(), asyncio.Runner() as runner:
         seed, limit = settings.seed or 0, settings.timeout_s
         server = VLLMServer(path, dtype, context, rollout, seed, timeout_s=limit)

@@ -65,8 +65,10 @@ EVALUATED = "evaluated"  # key of config.json: resolved model, dtype, date, dige
 # Settings that change no response, or only metrics, which are computed again.
 _FREE_SETTINGS = (
     "output_dir", "resume", "timeouts", "scoring.ks", "rollout.num_servers", "rollout.max_restarts",
-    "rollout.max_num_seqs", "rollout.kv_cache_bytes", "rollout.cores",
+    "rollout.max_num_seqs", "rollout.max_num_batched_tokens", "rollout.kv_cache_bytes",
+    "rollout.cores", "rollout.load_format",
 )  # fmt: skip
+_MAX_NUM_SEQS = 1024  # largest default of rollout.max_num_seqs on any GPU
 _ROUNDS = 4  # prompts of a call, as a multiple of what the servers run at a time
 Metrics = dict[str, Any]  # numbers, or {"mean": ..., "standard_error": ...}
 _SETS_PER_TABLE = 3
@@ -241,7 +243,7 @@ def _start_servers(inputs: _Inputs, logs: Path) -> Iterator[RolloutPool]:
             for line in list_rank_nodes([servers]):
                 print(line)
             gather_results(servers.submit("prepare"))
-            gather_results(servers.submit("start"))
+            gather_results(servers.submit_start())
             servers.started()
         yield RolloutPool(servers, config.rollout, config.seed)
 
@@ -250,7 +252,7 @@ def _evaluate_set(name: str, inputs: _Inputs, pool: RolloutPool, folder: Path) -
     """Sample one set, write its samples, and return its metrics."""
     config, servers = inputs.config, inputs.config.rollout
     prompts = build_held_out_batch(inputs.sets[name], inputs.count_prompts(name))
-    num_running = servers.num_servers * servers.max_num_seqs
+    num_running = servers.num_servers * (servers.max_num_seqs or _MAX_NUM_SEQS)
     size = max(servers.num_servers, _ROUNDS * num_running // servers.n)
     parts: list[Batch] = []
     with (

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import mcore_rl.models  # noqa: F401  (fills the family registry)
+from mcore_rl.checkpoint.peft import get_adapted_linear
 from mcore_rl.config.import_path import is_import_path
 from mcore_rl.config.resolve import are_colocated
 from mcore_rl.config.resolve_rollout import ROLE, build_served_models
@@ -23,7 +24,6 @@ from mcore_rl.config.schema import (
     RolloutConfig,
     TrainConfig,
 )
-from mcore_rl.engine.lora_targets import adapted_linear
 from mcore_rl.jobs.placement import (
     get_frozen_engines,
     get_frozen_paths,
@@ -260,7 +260,7 @@ def _count_trained(weight: Weight, shape: tuple[int, ...], lora: LoRAConfig) -> 
     """Count elements with gradients: those of the weight, or of the factors of its adapter."""
     if not lora.rank:
         return 0 if weight.float32 else math.prod(shape)
-    return lora.rank * sum(shape) if adapted_linear(weight) in lora.targets else 0
+    return lora.rank * sum(shape) if get_adapted_linear(weight) in lora.targets else 0
 
 
 def _describe_chunk(chunk: Chunk) -> Iterator[str]:

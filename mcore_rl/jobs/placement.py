@@ -9,6 +9,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from mcore_rl.algorithms.advantages import ADVANTAGES
 from mcore_rl.algorithms.inputs import get_needs
 from mcore_rl.config.resolve import OWN_POOL, get_pool
@@ -20,7 +22,6 @@ from mcore_rl.controller.ray_session import has_gpus
 from mcore_rl.controller.resource_pool import ResourcePool
 from mcore_rl.controller.worker_group import WorkerGroup
 from mcore_rl.data.routed_experts import ExpertLayers
-from mcore_rl.engine import lane
 from mcore_rl.models.base import get_family, list_moe_layers, read_config
 from mcore_rl.parallel.mesh import split_into_chunks
 from mcore_rl.rollout.server_pool import ServerPool
@@ -154,7 +155,7 @@ def detect_lane() -> str:
     """
     address = os.environ.get("RAY_ADDRESS")
     if not address or torchrun.is_launched():
-        return lane.lane()
+        return "cuda" if torch.cuda.is_available() else "cpu"
     return "cuda" if has_gpus(address) else "cpu"
 
 

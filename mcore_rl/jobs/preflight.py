@@ -12,8 +12,6 @@ import torch
 
 import mcore_rl.models  # noqa: F401  (fills the family registry)
 from mcore_rl.agents.chat_template.codec import parse_messages
-from mcore_rl.agents.chat_template.validation import CodecKind, select_codec
-from mcore_rl.agents.runner import check_agent, try_out
 from mcore_rl.algorithms.advantages import ADVANTAGES, GDPOSettings
 from mcore_rl.algorithms.sample_choice import CURRICULA, GROUP_FILTERS, DropUniformSettings
 from mcore_rl.checkpoint.hf import CheckpointReader, read_checkpoint_config
@@ -80,6 +78,8 @@ from mcore_rl.weight_sync.shared_memory import check_allocator
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from mcore_rl.agents.chat_template.validation import CodecKind
 
 # Agent loops whose trajectories are scored by config.reward; other loops may score by themselves.
 REWARDED_LOOPS = ("single_turn", "tools", "program", "user")
@@ -237,6 +237,8 @@ def _load_data(config: RLConfig) -> Inputs:
     tokenizer = load_tokenizer(config.model.path, config.model.chat_date)
     check_tokenizer_matches(tokenizer, get_field(read_config(config.model.path), "vocab_size"))
     if config.agent.loop != "single_turn":
+        from mcore_rl.agents.runner import check_agent, try_out  # imports HTTP clients
+
         models, stop_ids = build_served_models(config), read_stop_ids(config.model.path)
         check_agent(config.agent, tokenizer, models, stop_ids)
     inputs = Inputs(
@@ -539,7 +541,9 @@ def _check_served_models(config: RLConfig) -> None:
         tokenizer = load_tokenizer(model.path, config.model.chat_date)
         check_tokenizer_matches(tokenizer, get_field(hf_config, "vocab_size"))
         try:
-            kind = cast(CodecKind, model.codec)
+            from mcore_rl.agents.chat_template.validation import select_codec
+
+            kind = cast("CodecKind", model.codec)
             select_codec(tokenizer, kind, stop_ids=read_stop_ids(model.path, f"{key}.path"))
         except ConfigError as error:
             raise ConfigError(f"{key}.path={model.path!r}: {error}") from error

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from mcore_rl.config.errors import ConfigError
+from mcore_rl.controller.compilers import prepare_compilers
 from mcore_rl.observability.process import skip_gc_at_exit
 from mcore_rl.observability.stacks import (
     dump_stacks_on_signal,
@@ -163,6 +164,7 @@ def _main(job: bytes, environment: dict[str, str], log: Path, answers: Connectio
     _end_with_parent()
     _redirect_output(log)
     os.environ.update(environment)
+    prepare_compilers()
     dump_stacks_on_signal()
     skip_gc_at_exit()
     try:

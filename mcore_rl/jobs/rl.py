@@ -12,9 +12,8 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
-from mcore_rl.agents.frozen_model import ModelAddress
 from mcore_rl.algorithms.losses import ValueClipSettings, negative_log_likelihood, value_clip
 from mcore_rl.checkpoint.run_checkpoints import RunCheckpoint
 from mcore_rl.config.resolve import get_loop, resolve, resolve_for_lane
@@ -69,7 +68,7 @@ from mcore_rl.observability.console import show_line, show_waiting
 from mcore_rl.observability.memory import PeakMemory
 from mcore_rl.observability.process import get_start_time
 from mcore_rl.rollout.desired_servers import read_wanted_servers
-from mcore_rl.rollout.server_pool import ServerPool
+from mcore_rl.rollout.server_pool import LoadFormat, ServerPool
 from mcore_rl.rollout.weight_updater import ExportError, connect
 from mcore_rl.rollout.worker import ModelServer, ModelServerSpec, RolloutSpec, RolloutWorker
 from mcore_rl.trainers import supervised
@@ -82,6 +81,9 @@ from mcore_rl.trainers.policy_checks import compute_logprob_gaps
 from mcore_rl.trainers.policy_loss import reads_squares
 from mcore_rl.trainers.registry import load_trainer
 from mcore_rl.trainers.sample_log import SampleLog
+
+if TYPE_CHECKING:
+    from mcore_rl.agents.frozen_model import ModelAddress
 
 
 def run(config: RLConfig) -> None:
@@ -207,9 +209,14 @@ class _Run:
         with contextlib.ExitStack() as stack:
             # Ends after the servers: until they end, it may wait for them.
             thread = stack.enter_context(ThreadPoolExecutor(1, "generation"))
+            load_format = choose_load_format(config, resumes=self.checkpoint is not None)
             with show_waiting("starting the servers and the trainer"):
-                devices = _start_models(config, pools, ranks, stack)
+                devices = _start_models(config, pools, ranks, load_format, stack)
             trainer = self._build_trainer(devices, thread)
+            if self.checkpoint is None and load_format == "dummy":
+                with show_waiting("sending the weights"):
+                    devices.offload_rollout()
+                    devices.update_weights(version=0)
             if self.checkpoint is None and trainer.evaluation.is_due(0):
                 with show_waiting("evaluating"):
                     output.write(0, trainer.evaluation.run(0))
@@ -290,17 +297,36 @@ class _Run:
         )
 
 
+def choose_load_format(config: RLConfig, *, resumes: bool) -> LoadFormat:
+    """Return what servers start with.
+
+    A run that resumes sends them its checkpoint's weights before they serve. A transport's plan
+    covers every element of every parameter, which workers check; nothing proves that of a full
+    export, which vLLM's own loader reads.
+    """
+    if config.weight_sync.method == "full_export":
+        return "checkpoint"
+    load_format = cast(LoadFormat, config.rollout.load_format)
+    return "dummy" if load_format == "auto" and resumes else load_format
+
+
 def _start_models(
-    config: RLConfig, pools: Pools, ranks: WorkerGroup | None, stack: contextlib.ExitStack
+    config: RLConfig,
+    pools: Pools,
+    ranks: WorkerGroup | None,
+    load_format: LoadFormat,
+    stack: contextlib.ExitStack,
 ) -> DeviceSharing:
-    """Start all roles at a time and load their weights; the servers serve when this returns.
+    """Start all roles at a time and load their weights.
+
+    The servers serve when this returns, or wait for weights.
 
     Roles that share devices load one after the other, and are then offloaded.
     """
     loss = load_trainer(config.trainer.mode).build_loss(config)
     placement, roles = config.placement, list_engine_roles(config)
     frozen_servers = stack.enter_context(build_frozen_servers(config, pools))
-    servers = stack.enter_context(build_server_pool(config, pools))
+    servers = stack.enter_context(build_server_pool(config, pools, load_format))
     preparing = [*servers.submit("prepare"), *frozen_servers.submit_prepare()]
     total_steps = config.trainer.num_steps * config.algorithm.num_mini_batches
     spec = _build_engine_spec(config, config.actor, total_steps)
@@ -331,7 +357,7 @@ def _start_models(
     starting = frozen_servers.submit_start()
     waiting_for = [*preparing, *starting]
     if not servers_sleep(placement, roles):
-        waiting_for += servers.submit("start")
+        waiting_for += servers.submit_start()
     for name, model in models.items():
         waiting_for.append(model.initialize.submit())
         if shares_devices(placement, name, roles):
@@ -339,7 +365,7 @@ def _start_models(
             model.to("host")
     gather_results(waiting_for)
     if servers_sleep(placement, roles):
-        gather_results(servers.submit("start"))
+        gather_results(servers.submit_start())
     servers.started()
     if starting:
         servers.connect_models(frozen_servers.build_addresses(gather_results(starting)))
@@ -414,7 +440,9 @@ def _start_engine(
 
 
 @contextlib.contextmanager
-def build_server_pool(config: RLConfig, pools: Pools) -> Iterator[ServerPool]:
+def build_server_pool(
+    config: RLConfig, pools: Pools, load_format: LoadFormat = "checkpoint"
+) -> Iterator[ServerPool]:
     """Build the generation servers of the policy; the caller waits for them and starts them."""
     spec = RolloutSpec(
         model_path=config.model.path,
@@ -449,6 +477,7 @@ def build_server_pool(config: RLConfig, pools: Pools) -> Iterator[ServerPool]:
         takes_turns=spec.can_sleep,
         timeouts=config.timeouts,
         desired=desired,
+        load_format=load_format,
     ) as servers:
         yield servers
         servers.shut_down()
@@ -471,6 +500,8 @@ class FrozenServers:
 
     def build_addresses(self, urls: list[Any]) -> dict[str, ModelAddress]:
         """Return the address of each model, from the results of `submit_start`."""
+        from mcore_rl.agents.frozen_model import ModelAddress  # imports HTTP clients
+
         return {
             name: ModelAddress(tuple(model_urls), self.keys[name])
             for name, model_urls in zip(self.groups, urls, strict=True)

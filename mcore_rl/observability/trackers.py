@@ -1,6 +1,6 @@
-"""Trackers of metrics: TensorBoard, W&B, MLflow, SwanLab.
+"""Trackers of metrics: TensorBoard, W&B, MLflow, SwanLab, or a user's by import path.
 
-TensorBoard comes with this package. The others have to be installed, are chosen by
+TensorBoard comes with this package. W&B, MLflow and SwanLab have to be installed, are chosen by
 trainer.trackers, and take accounts and addresses from their own environment variables.
 """
 
@@ -9,45 +9,80 @@ from __future__ import annotations
 import importlib.util
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from mcore_rl.config.errors import ConfigError
+from mcore_rl.config.import_path import is_import_path, load_user_class
 
 # A row of metrics.jsonl: metrics by name, with the phase, the step in it and wall_time_s.
 Row = Mapping[str, Any]
 TRAINING = "training"  # the phase whose metrics have no prefix
+_SETTING = "trainer.trackers"
 _POSITION = ("phase", "step", "wall_time_s")
-
-
-class Tracker(Protocol):
-    def log(self, row: Row) -> None:
-        """Record the metrics of a row; None stands for a value that is not finite."""
-
-    def close(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
 class TrackedRun:
     """A run as a tracker shows it."""
 
-    folder: Path
-    project: str
-    settings: Mapping[str, Any]
+    folder: Path  # output_dir; it exists
+    project: str  # trainer.tracker_project
+    settings: Mapping[str, Any]  # all settings, nested as in config.json
 
     @property
     def name(self) -> str:
         return self.folder.absolute().name
 
 
+class Tracker(ABC):
+    """Records the metrics of a run, in the process of the command.
+
+    A run calls the constructor, `log` for each row, and `close`. An exception in the constructor
+    ends the run before it trains. After an exception in `log` the tracker gets no more rows, with a
+    warning.
+    """
+
+    @abstractmethod
+    def __init__(self, run: TrackedRun) -> None:
+        """Start recording.
+
+        A resumed run has the folder of the interrupted one, and begins with the rows of its earlier
+        steps: a tracker whose records are in the folder replaces them.
+        """
+
+    @abstractmethod
+    def log(self, row: Row) -> None:
+        """Record the metrics of a step. Rows are in order, and must not be changed.
+
+        Args:
+            row: Metrics by name (`get_metrics`), and the position: `phase`, such as "training" or
+                "warm_start", which counts its steps from 1 (0: before training); `step`;
+                `wall_time_s`, seconds since 1970. Rows have different metrics. None is a value that
+                is not finite. Names of metrics begin with the phase, except in "training".
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Finish what is unwritten, and end threads that would keep the process alive."""
+
+
+def get_metrics(row: Row) -> dict[str, float]:
+    """Return the metrics of a row whose values are finite."""
+    return {name: v for name, v in row.items() if name not in _POSITION and v is not None}
+
+
 def check_trackers(names: Sequence[str]) -> None:
-    """Raise ConfigError for a tracker that is not installed."""
+    """Raise ConfigError for a tracker that is not installed, or an import path that is wrong."""
     for name in names:
-        if importlib.util.find_spec(name) is None:
+        if is_import_path(name):
+            _load_tracker(name)
+        elif importlib.util.find_spec(name) is None:
             raise ConfigError(
-                f"trainer.trackers={list(names)}: {name} is not installed here; allowed: the "
+                f"{_SETTING}={list(names)}: {name} is not installed here; allowed: the "
                 f"others, or to install it (pip install {name})"
             )
 
@@ -58,12 +93,20 @@ def open_trackers(names: Sequence[str], run: TrackedRun) -> dict[str, Tracker]:
     return {name: _open_tracker(name, run) for name in names}
 
 
+def _load_tracker(name: str) -> type[Tracker]:
+    """Return the class of a name or of an import path."""
+    if is_import_path(name):
+        loaded: type[Tracker] = load_user_class(_SETTING, name, Tracker, _TRACKERS)
+        return loaded
+    return _TRACKERS[name]
+
+
 def _open_tracker(name: str, run: TrackedRun) -> Tracker:
     try:
-        return _TRACKERS[name](run)
+        return _load_tracker(name)(run)
     except Exception as error:
         raise ConfigError(
-            f"trainer.trackers: {name} cannot start: {summarize_error(error)}; allowed: the "
+            f"{_SETTING}: {name} cannot start: {summarize_error(error)}; allowed: the "
             "others, or to set it up"
         ) from error
 
@@ -73,7 +116,7 @@ def summarize_error(error: Exception) -> str:
     return f"{type(error).__name__}: {error}".partition("\n")[0]
 
 
-class TensorBoard:
+class TensorBoard(Tracker):
     """Event files in tensorboard/, in place of those of an earlier start of the run."""
 
     def __init__(self, run: TrackedRun) -> None:
@@ -102,7 +145,7 @@ class TensorBoard:
         self._events.close()
 
 
-class WandB:
+class WandB(Tracker):
     """A run of Weights & Biases; its files are in wandb/."""
 
     def __init__(self, run: TrackedRun) -> None:
@@ -120,13 +163,13 @@ class WandB:
         if phase not in self._phases:
             self._phases.add(phase)
             self._run.define_metric(f"{prefix}*", step_metric=f"{prefix}step")
-        self._run.log(_keep_finite(row) | {f"{prefix}step": row["step"]})
+        self._run.log(get_metrics(row) | {f"{prefix}step": row["step"]})
 
     def close(self) -> None:
         self._run.finish()
 
 
-class MLflow:
+class MLflow(Tracker):
     """A run of MLflow, in mlflow.db unless MLFLOW_TRACKING_URI names another place."""
 
     def __init__(self, run: TrackedRun) -> None:
@@ -146,14 +189,14 @@ class MLflow:
         from mlflow.entities import Metric
 
         step, time_ms = int(row["step"] or 0), int(1000 * (row["wall_time_s"] or 0))
-        metrics = [Metric(name, value, time_ms, step) for name, value in _keep_finite(row).items()]
+        metrics = [Metric(name, value, time_ms, step) for name, value in get_metrics(row).items()]
         self._client.log_batch(self._id, metrics)
 
     def close(self) -> None:
         self._client.set_terminated(self._id)
 
 
-class SwanLab:
+class SwanLab(Tracker):
     """A run of SwanLab; its files are in swanlog/."""
 
     def __init__(self, run: TrackedRun) -> None:
@@ -168,17 +211,13 @@ class SwanLab:
         )
 
     def log(self, row: Row) -> None:
-        self._swanlab.log(_keep_finite(row), step=int(row["step"] or 0))
+        self._swanlab.log(get_metrics(row), step=int(row["step"] or 0))
 
     def close(self) -> None:
         self._swanlab.finish()
 
 
-def _keep_finite(row: Row) -> dict[str, float]:
-    return {name: v for name, v in row.items() if name not in _POSITION and v is not None}
-
-
-_TRACKERS: dict[str, Callable[[TrackedRun], Tracker]] = {
+_TRACKERS: dict[str, type[Tracker]] = {
     "tensorboard": TensorBoard,
     "wandb": WandB,
     "mlflow": MLflow,

@@ -18,7 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import TimeoutsConfig
@@ -47,6 +47,7 @@ from mcore_rl.rollout.routing import (
     split_prompts,
 )
 
+LoadFormat = Literal["auto", "checkpoint", "dummy"]
 StartServer = Callable[[int], WorkerGroup]  # from a server's number; its workers are being built
 POLL_S = 0.25  # how often servers' answers are checked
 ALL = 1 << 31  # more groups than any call begins
@@ -68,6 +69,7 @@ class Server:
     restarts: int = 0
     starting: list[PendingCall] = field(default_factory=list)
     is_up: bool = False
+    reads_weights: bool = True  # of the checkpoint, at its start
     version: int | None = None  # of its weights; None if it has none, or an incomplete version
     sent: list[PendingCall] = field(default_factory=list)  # calls without a result to wait for
     collecting: dict[str, PendingCall] = field(default_factory=dict)  # by stream
@@ -79,12 +81,14 @@ class Server:
 class ServerPool:
     """All servers of a run. Not thread-safe, except for `close`.
 
-    After the constructor, `submit` "prepare" and "start", then call `started`.
+    After the constructor, `submit` "prepare", call `submit_start`, then `started`.
 
     Args:
         max_restarts: Maximum restarts per server.
         takes_turns: Whether servers share devices with other roles.
         desired: Returns the servers that the run is to have, read by `follow_wanted`. None: all.
+        load_format: See RolloutConfig. With "auto" a server that starts after the first push reads
+            no weights.
     """
 
     name = "rollout"
@@ -98,11 +102,12 @@ class ServerPool:
         takes_turns: bool,
         timeouts: TimeoutsConfig,
         desired: Callable[[], Collection[int]] | None = None,
+        load_format: LoadFormat = "checkpoint",
     ) -> None:
         self._start, self._num_servers = start, num_servers
         self._max_restarts, self.takes_turns = max_restarts, takes_turns
         self._call_timeout = Timeout(timeouts.call_s, "timeouts.call_s")
-        self._read_desired = desired
+        self._read_desired, self._load_format = desired, load_format
         self._lock = threading.RLock()  # held to start a server, and to close
         self._closed = False
         self._models: Any = None  # addresses of frozen models
@@ -148,8 +153,22 @@ class ServerPool:
         """Call a method of all servers before the run; a server's death fails the call."""
         return [getattr(group, method).submit(*args) for group in self.groups]
 
+    def submit_start(self) -> list[PendingCall]:
+        """Start all servers before the run; a server's death fails the call."""
+        return [self._submit_start(server) for server in self._servers.values()]
+
+    def _submit_start(self, server: Server) -> PendingCall:
+        """Start a server; without weights if load_format lets the next push bring them."""
+        formats = ("checkpoint",) if self.version else ("checkpoint", "auto")
+        server.reads_weights = self._load_format in formats
+        options = {} if server.reads_weights else {"reads_weights": False}
+        return server.group.start.submit(**options)
+
     def started(self) -> None:
-        """Mark all servers as up, with version 0: the checkpoint that the run begins with."""
+        """Mark all servers as up.
+
+        Those that read the checkpoint that the run begins with have version 0, others none.
+        """
         for server in self._servers.values():
             self._mark_up(server)
 
@@ -469,7 +488,7 @@ class ServerPool:
         while self._wait_for_starts():
             pass
         joining = [server for server in self._servers.values() if not server.is_up]
-        self._call_servers(joining, "start")
+        self._gather_from(joining, [self._submit_start(server) for server in joining])
         for server in joining:
             if not server.starting:  # else it has died in the call
                 self._mark_up(server)
@@ -582,7 +601,7 @@ class ServerPool:
             self._mark_up(server)
 
     def _mark_up(self, server: Server) -> None:
-        server.is_up, server.version = True, 0
+        server.is_up, server.version = True, 0 if server.reads_weights else None
         self.membership += 1
         if server.restarts:
             print(f"{server.group.name} is up again, and gets its weights with the next push")
@@ -623,6 +642,10 @@ class ServerPool:
     def _call_servers(self, servers: Sequence[Server], method: str, *args: Any) -> list[Any]:
         """Call a method; return the results of all nodes. Restart servers that die in the call."""
         calls = [getattr(server.group, method).submit(*args) for server in servers]
+        return self._gather_from(servers, calls)
+
+    def _gather_from(self, servers: Sequence[Server], calls: Sequence[PendingCall]) -> list[Any]:
+        """Return the results of a call on each server. Restart servers that die in the call."""
         if not calls:
             return []
         deaths = wait_for_survivors(calls, [server.group for server in servers])
@@ -660,7 +683,7 @@ class ServerPool:
         group = server.group
         server.starting = [*group.build_calls, group.prepare.submit()]
         if not self.takes_turns:
-            server.starting.append(group.start.submit())
+            server.starting.append(self._submit_start(server))
 
 
 def store_if_large(prompts: Batch, num_samples: int) -> Samples:

@@ -22,9 +22,6 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
 import ray
 
-from mcore_rl.agents.chat_template.validation import CodecKind, select_codec
-from mcore_rl.agents.frozen_model import FrozenModel, ModelAddress, RemoteGenerator, make_judge_post
-from mcore_rl.agents.runner import AgentRunner
 from mcore_rl.agents.single_turn import Group, Prompt, SingleTurnLoop
 from mcore_rl.config.errors import ConfigError, DiedError
 from mcore_rl.config.resolve_rollout import ServedModel
@@ -43,6 +40,9 @@ from mcore_rl.weight_sync.spec import TransferSpec
 
 if TYPE_CHECKING:
     from mcore_rl.agents.api_server.http_server import HttpServer
+    from mcore_rl.agents.chat_template.validation import CodecKind
+    from mcore_rl.agents.frozen_model import ModelAddress, RemoteGenerator
+    from mcore_rl.agents.runner import AgentRunner
 
 T = TypeVar("T")
 Stream = Literal["train", "evaluation"]  # the purpose of samples
@@ -246,6 +246,8 @@ class RolloutWorker:
         if spec.agent.loop == "single_turn":
             self._agent = SingleTurnLoop(self._server, tokenizer, self._reward_manager)
         else:
+            from mcore_rl.agents.runner import AgentRunner  # imports HTTP clients
+
             self._agent = AgentRunner(
                 self._server,
                 tokenizer,
@@ -298,12 +300,12 @@ class RolloutWorker:
         self._server.prepare()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, is_start=True)
-    def start(self) -> None:
-        """Start the server, or this node of it."""
-        self._wait(self._start())
+    def start(self, reads_weights: bool = True) -> None:
+        """Start the server, or this node of it: see `GenerationServer.start`."""
+        self._wait(self._start(reads_weights))
 
-    async def _start(self) -> None:
-        await (self._headless or self._server).start()
+    async def _start(self, reads_weights: bool) -> None:
+        await (self._headless or self._server).start(reads_weights=reads_weights)
         if self._headless is None and isinstance(self._server, VLLMServer):
             print(f"vLLM's model runner: {self._server.model_runner}")
         self._idle.end("start")
@@ -372,18 +374,21 @@ class RolloutWorker:
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def connect_models(self, addresses: Mapping[str, ModelAddress]) -> None:
         """Connect loops and rewards with the servers of frozen models."""
-        if self._headless:
+        if self._headless or not addresses:
             return
+        from mcore_rl.agents.chat_template.validation import select_codec
+        from mcore_rl.agents.frozen_model import FrozenModel, RemoteGenerator, make_judge_post
+
         for name, address in addresses.items():
             model = self._spec.models[name]
             remote = RemoteGenerator(name, address, model.timeout_s)
             self._remotes.append(remote)
-            kind, stop_ids = cast(CodecKind, model.codec), read_stop_ids(model.path)
+            kind, stop_ids = cast("CodecKind", model.codec), read_stop_ids(model.path)
             tokenizer = load_tokenizer(model.path, self._spec.chat_date)
             codec = select_codec(tokenizer, kind, stop_ids=stop_ids, max_tokens=model.max_context)
             frozen = FrozenModel(remote, codec, _get_sampling(model), model.max_context)
             self._reward_manager.models[name] = make_judge_post(frozen)
-            if isinstance(self._agent, AgentRunner):
+            if not isinstance(self._agent, SingleTurnLoop):
                 self._agent.models[name] = frozen
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
@@ -448,12 +453,12 @@ class RolloutWorker:
     def _hold(self, reason: str) -> None:
         """Hold requests of outside programs, and stop the time of trajectories."""
         self._idle.begin(reason)
-        if isinstance(self._agent, AgentRunner):
+        if not isinstance(self._agent, SingleTurnLoop):
             self._agent.hold(reason)
 
     def _release(self, reason: str) -> None:
         self._idle.end(reason)
-        if isinstance(self._agent, AgentRunner):
+        if not isinstance(self._agent, SingleTurnLoop):
             self._agent.release(reason)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
@@ -476,7 +481,7 @@ class RolloutWorker:
             self._headless.close()
         for groups in self._streams.values():
             self._wait(groups.abandon([*groups.ids]))
-        if isinstance(self._agent, AgentRunner):
+        if not isinstance(self._agent, SingleTurnLoop):
             self._wait(self._agent.close())
         self._wait(self._reward_manager.close())
         for remote in self._remotes:

@@ -1,9 +1,31 @@
-"""Conformance suites: a class of one's own is put through its contract with one call.
+"""Conformance checks of a user's own parts: each puts a class through its contract with one call.
 
-Each raises AssertionError with a sentence of what is wrong and what the contract says. They run the
-real part on a small model: from a test of one's own, or from a notebook.
+    from mcore_rl.testing import check_tracker
+
+    check_tracker(MyTracker, tmp_path)
+
+A check runs the real part and raises AssertionError with a sentence on what is wrong and what the
+contract says. The contracts are in docs/plugs.md. Modules are imported when a check is first used.
 """
 
-from mcore_rl.testing.engine import check_engine
+from __future__ import annotations
 
-__all__ = ["check_engine"]
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from mcore_rl.testing.engine import check_engine
+    from mcore_rl.testing.tracker import check_tracker
+
+_MODULES = {
+    "check_engine": "engine",
+    "check_tracker": "tracker",
+}
+
+__all__ = ["check_engine", "check_tracker"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module 'mcore_rl.testing' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"mcore_rl.testing.{_MODULES[name]}"), name)

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from mcore_rl.algorithms.inputs import Losses, LossInputs, get_needs, needs
+from mcore_rl.algorithms.inputs import Losses, LossInputs, Metric, get_needs, needs
 from mcore_rl.checkpoint.files import check_checkpoint
 from mcore_rl.checkpoint.hf import CheckpointReader
 from mcore_rl.config.errors import ConfigError, StateError
@@ -112,7 +112,7 @@ def _require(is_met: object, sentence: str) -> None:
 def _train_on_tokens(inputs: LossInputs) -> Losses:
     """Return the negative log-likelihood, and as a second loss a squared distance."""
     nll, distance = -inputs.log_probs, (inputs.log_probs - inputs.columns["targets"]).square()
-    metrics = {"nll": nll, "distance": ("kl_weights", distance)}
+    metrics: dict[str, Metric] = {"nll": nll, "distance": ("kl_weights", distance)}
     return {"loss_weights": nll, "kl_weights": distance}, metrics
 
 
@@ -177,7 +177,7 @@ class _Reference:
             del scores["entropy"]
         inputs = build_loss_inputs(scores, batch, torch.device("cpu"))
         loss, metrics = sum_losses(loss_function, inputs, count_trained_tokens(batch))
-        loss.backward()
+        torch.autograd.backward(loss)
         norm = torch.nn.utils.clip_grad_norm_(self._model.parameters(), math.inf)
         return {**{n: float(v) for n, v in metrics.items()}, "grad_norm": float(norm)}
 
@@ -534,12 +534,13 @@ class _EngineChecks:
         """Check `to`: calls that need what is away are refused, and all of it comes back."""
         before = self.share_export(engine)
         engine.to("host")
-        for name, call in {
+        calls: dict[str, Callable[[], object]] = {
             "infer_batch": lambda: engine.infer_batch(self.mine),
             "get_local_weights": engine.get_local_weights,
             "train_batch": lambda: engine.train_batch(self.mine, _train_on_tokens),
             "save_checkpoint": lambda: engine.save_checkpoint(self.folder / "away"),
-        }.items():
+        }
+        for name, call in calls.items():
             try:
                 call()
             except StateError:

@@ -445,7 +445,7 @@ class IntoMegatron(_Comparison):
         config, rank = settings.build_config(), dist.get_rank()
         layouts = settings.train, settings.target
         self.refit = MegatronRefit(config, *layouts, DTYPE, rank)
-        self.weights, self.parameters = self.refit.parameters()
+        self.weights, self.parameters = self.refit.get_parameters()
         sides = [_build_training_side(config, layout) for layout in layouts]
         self.exchange = PlannedExchange(sides[0], sides[1], False, settings.bucket_bytes)
         for name, tensor in _make_random(sides[0], rank).items():

@@ -35,7 +35,7 @@ class DeviceSharing:
         weight_sync: WeightSync,
         keeps_requests: bool = False,
     ) -> None:
-        """Begin with servers that serve and models that are off devices that they share.
+        """Begin with awake servers (they may wait for weights), and models off shared devices.
 
         Args:
             models: Workers by role: the actor and, if the run has them, reference, critic,

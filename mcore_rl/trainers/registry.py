@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import inspect
 import sys
 
 import ray
 
-from mcore_rl.config.errors import ConfigError
-from mcore_rl.config.import_path import is_import_path, load_user_function
+from mcore_rl.config.import_path import is_import_path, load_user_class
 from mcore_rl.trainers.base import RLTrainer
 from mcore_rl.trainers.fully_async import FullyAsyncTrainer
 from mcore_rl.trainers.one_step_off import OneStepOffTrainer
@@ -29,12 +27,7 @@ def load_trainer(mode: str) -> type[RLTrainer]:
     """
     if not is_import_path(mode):
         return TRAINERS[mode]
-    loaded = load_user_function("trainer.mode", mode)
-    if not (inspect.isclass(loaded) and issubclass(loaded, RLTrainer)):
-        raise ConfigError(
-            f"trainer.mode={mode!r} is no subclass of mcore_rl.trainers.base.RLTrainer; allowed: "
-            f"one, or {', '.join(TRAINERS)}"
-        )
+    loaded: type[RLTrainer] = load_user_class("trainer.mode", mode, RLTrainer, TRAINERS)
     # Functions of its file that workers apply travel by value: workers cannot import the file.
     ray.cloudpickle.register_pickle_by_value(sys.modules[loaded.__module__])
     return loaded

@@ -3,7 +3,7 @@
 It says when it is ready. Then a line of its input, [plan, output, workers, report, start method],
 starts one; a line of its output is its id. It leads a session, which all that it starts belong to.
 What it printed goes to the file `report`. Its workers start by that method: "fork", and they have
-imported everything, or "spawn", as those of users.
+imported everything, or "forkserver", as those of users.
 """
 
 from __future__ import annotations

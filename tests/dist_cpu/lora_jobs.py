@@ -77,7 +77,7 @@ def set_factors(engine: MegatronEngine) -> None:
     """Every B from noise, the same whole B at every layout."""
     for adapter in adapters(engine):
         parts = []
-        for run in adapter.place.rows:
+        for run in adapter.shard.rows:
             generator = torch.Generator().manual_seed(sum(run.tensor.encode()))
             whole = torch.randn(run.total, SETTINGS.rank, generator=generator) * 0.1
             parts.append(whole[run.start : run.start + run.count])
@@ -88,11 +88,11 @@ def factors(engine: MegatronEngine) -> list[dict[str, Any]]:
     """The factors of this rank, cut at the borders of Hugging Face tensors."""
     found = []
     for adapter in adapters(engine):
-        place = adapter.place
-        parts = adapter.B.detach().clone().split([run.count for run in place.rows])
-        for run, part in zip(place.rows, parts, strict=True):
-            a = {"A_of": place.name, "A": adapter.A.detach().clone()}
-            at = {"first_row": run.start, "first_input": place.first_input}
+        shard = adapter.shard
+        parts = adapter.B.detach().clone().split([run.count for run in shard.rows])
+        for run, part in zip(shard.rows, parts, strict=True):
+            a = {"A_of": shard.name, "A": adapter.A.detach().clone()}
+            at = {"first_row": run.start, "first_input": shard.first_input}
             found.append({"tensor": run.tensor, "B": part} | a | at)
     return found
 
@@ -109,9 +109,9 @@ def scores(
 
 
 def frozen(engine: MegatronEngine) -> list[torch.Tensor]:
-    from mcore_rl.engine.megatron.weights import local_tensors
+    from mcore_rl.engine.megatron.weights import get_local_tensors
 
-    return [t.detach().clone() for c in engine.chunks for t in local_tensors(c).values()]
+    return [t.detach().clone() for c in engine.chunks for t in get_local_tensors(c).values()]
 
 
 def state_numel(engine: MegatronEngine) -> int:

@@ -85,7 +85,7 @@ def steps_with_reads_between(path: Path, layout: Layout, batch: Batch, **optimiz
     head = last.head_weight.detach().clone() if last.post_process else None  # before all the others
     return {
         "head": head,
-        "num_buckets": sum(len(chunk.bucket_groups) for chunk in engine.wrapped),
+        "num_buckets": sum(len(chunk.bucket_groups) for chunk in engine.wrapped_chunks),
         "steps": [first, second, third, fourth],
         "exported": exported,
         "scored": scored,
@@ -254,7 +254,7 @@ def closed(path: Path, layout: Layout, batch: Batch, **optimizer: Any) -> Result
     engine.train_batch(mine(engine, batch), ranks.LOSS)
     watched = {
         "parameter": weakref.ref(next(engine.chunks[0].parameters())),
-        "gradient buffers": weakref.ref(engine.wrapped[0]),
+        "gradient buffers": weakref.ref(engine.wrapped_chunks[0]),
         "optimizer": weakref.ref(engine.optimizer),
     }
     engine.close()

@@ -174,18 +174,21 @@ def full_logits(engine: MegatronEngine, batch: Batch) -> torch.Tensor:
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_parallel_region
 
-    from mcore_rl.engine.megatron.heads import states_at
-    from mcore_rl.engine.megatron.packing import PackSplit, pack
-    from mcore_rl.engine.megatron.step import whole_column
+    from mcore_rl.engine.megatron.heads import select_hidden_states
+    from mcore_rl.engine.megatron.packing import PackSplit, pack_samples
+    from mcore_rl.engine.megatron.step import gather_column
 
-    [micro] = pack(batch, [list(range(len(batch)))], PackSplit.of_this_rank(), engine.device)
+    split, rows = PackSplit.read_parallel_state(), list(range(len(batch)))
+    [micro] = pack_samples(batch, [rows], split, engine.device)
     [model] = engine.chunks
     with torch.no_grad():
-        output = model(micro.input_ids, micro.position_ids, None, packed_seq_params=micro.packed)
-        logits = states_at(model.config, output, micro.hidden_rows) @ model.head_weight.t()
+        params = micro.packed_seq_params
+        output = model(micro.input_ids, micro.position_ids, None, packed_seq_params=params)
+        states = select_hidden_states(model.config, output, micro.hidden_rows)
+        logits = states @ model.head_weight.t()
         group = parallel_state.get_tensor_model_parallel_group()
         whole = gather_from_tensor_model_parallel_region(logits, group=group)
-    logits = whole_column(micro, whole[:, : engine.hf_config["vocab_size"]])
+    logits = gather_column(micro, whole[:, : engine.hf_config["vocab_size"]])
     lengths = batch.jagged("response_ids").lengths[micro.rows].tolist()
     by_row = dict(zip(micro.rows, logits.split(lengths), strict=True))
     return torch.cat([by_row[row] for row in sorted(by_row)])

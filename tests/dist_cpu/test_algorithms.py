@@ -25,7 +25,7 @@ from mcore_rl.algorithms.controllers import Coefficients
 from mcore_rl.config.schema import AlgorithmConfig, Layout, RLConfig
 from mcore_rl.data.batch import Batch, Jagged
 from mcore_rl.engine.megatron import device
-from mcore_rl.engine.megatron.value_engine import ValueEngine
+from mcore_rl.engine.megatron.engine import ValueEngine
 from mcore_rl.observability.warnings import StepWarnings
 from mcore_rl.parallel.groups import initialize_groups
 from mcore_rl.trainers.device_sharing import ExclusiveDevices
@@ -111,7 +111,10 @@ def trained(
     mine = batch.take(ranks.share_of(engine, batch))
     engine.optimizer_zero_grad()
     results = engine.forward_backward_batch(mine, loss, forward_only=False)
-    found: ranks.Result = {"metrics": engine._summed(results), "gradients": ranks.gradients(engine)}
+    found: ranks.Result = {
+        "metrics": engine._reduce_metrics(results),
+        "gradients": ranks.gradients(engine),
+    }
     found["steps"] = [engine.train_batch(mine, loss) for _ in range(2)]
     return found | {"trained": dict(engine.get_per_tensor_param())}
 
@@ -164,22 +167,27 @@ def sequence_sums(layout: Layout, batch: Batch) -> ranks.Result:
     device.install(1)
     from megatron.core import parallel_state
 
-    from mcore_rl.engine.megatron.packing import PackSplit, pack
-    from mcore_rl.engine.megatron.sequences import loss_inputs
+    from mcore_rl.engine.megatron.packing import PackSplit, pack_samples
+    from mcore_rl.engine.megatron.step import build_loss_inputs
 
     initialize_groups(layout, "gloo", seed=0)
-    split, found = PackSplit.of_this_rank(), []
-    for micro in pack(
+    split, found = PackSplit.read_parallel_state(), []
+    for micro in pack_samples(
         batch, [[4, 0, 7], [], [2], list(range(8, len(batch)))], split, torch.device("cpu")
     ):
         numbers = micro.columns["numbers"].double().requires_grad_()
-        inputs = loss_inputs({"log_probs": numbers}, micro)
+        inputs = build_loss_inputs({"log_probs": numbers}, micro)
         loss = _of_sequences(inputs.sequence_sum(numbers), inputs.sequence_mean(numbers), numbers)
         loss.sum().backward()
         column = {"sum": inputs.sequence_sum(numbers), "mean": inputs.sequence_mean(numbers)}
         values = {name: value.detach() for name, value in column.items()}
         found.append(
-            {"rows": micro.rows, "places": micro.places, "gradient": numbers.grad, **values}
+            {
+                "rows": micro.rows,
+                "indices": micro.response_indices,
+                "gradient": numbers.grad,
+                **values,
+            }
         )
     return {"packs": found, "cp_rank": parallel_state.get_context_parallel_rank()}
 
@@ -521,9 +529,9 @@ def test_sums_over_sequences_and_their_gradients_are_those_of_each_sequence_alon
     seen = 0
     for packs in zip(*(result["packs"] for result in results), strict=True):
         rows = packs[0]["rows"]
-        places = torch.cat([pack["places"] for pack in packs])
-        assert sorted(places.tolist()) == list(range(sum(mask.lengths[rows])))
-        order, start = places.argsort(), 0
+        indices = torch.cat([pack["indices"] for pack in packs])
+        assert sorted(indices.tolist()) == list(range(sum(mask.lengths[rows])))
+        order, start = indices.argsort(), 0
         whole = {n: torch.cat([p[n] for p in packs])[order] for n in ("sum", "mean", "gradient")}
         for row in rows:
             alone = torch.from_numpy(batch.jagged("numbers")[row].copy()).requires_grad_()

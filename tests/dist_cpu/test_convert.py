@@ -21,7 +21,7 @@ from mcore_rl.checkpoint.torch_dist import DistFile, DistReader
 from mcore_rl.checkpoint.torch_dist_metadata import write_metadata
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import Layout
-from mcore_rl.engine.megatron.meta_model import other_form
+from mcore_rl.engine.megatron.conversion import switch_layer_stacking
 from mcore_rl.jobs.convert import to_hf, to_megatron
 from mcore_rl.jobs.convert.megatron_checkpoint import open_megatron_checkpoint
 from mcore_rl.jobs.convert.plan import Resources
@@ -171,7 +171,7 @@ def test_a_checkpoint_of_megatron_lm_is_read_with_layers_stacked_or_apart(models
         for parameter in folder.parameters:
             whole = Box((0,) * len(parameter.shape), parameter.shape)
             tensor = reader.read(parameter.location.key, parameter.location.to_tensor_box(whole))
-            place = other_form(parameter.location, 3) or parameter.location
+            place = switch_layer_stacking(parameter.location, 3) or parameter.location
             box = place.to_tensor_box(whole)
             file.add_tensor(place.key, place.shape, box.offsets, tensor.view(box.sizes))
         for key in ("optimizer.state.exp_avg.x", "chained_1.optimizer.state.exp_avg.x"):

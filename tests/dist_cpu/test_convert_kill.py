@@ -155,7 +155,7 @@ def test_memory_stays_under_what_is_printed(conversions, tmp_path, name, workers
     """The largest resident memory of each process, whenever it had it, all summed up."""
     out = tmp_path / "out"
     peaks: dict[int, int] = {}
-    session = conversions.start(name, out, workers, "spawn")
+    session = conversions.start(name, out, workers, "forkserver")
     while pids := living(session):
         time.sleep(0.005)
         for pid in pids:

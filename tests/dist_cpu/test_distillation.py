@@ -53,7 +53,7 @@ def gradients(path: Path, layout: Layout, batch: Batch, kind: str) -> ranks.Resu
     results = engine.forward_backward_batch(
         batch, loss, forward_only=False, temperature=TEMPERATURE
     )
-    return {"metrics": engine._summed(results), "gradients": ranks.gradients(engine)}
+    return {"metrics": engine._reduce_metrics(results), "gradients": ranks.gradients(engine)}
 
 
 def table_of(model: Any, batch: Batch) -> torch.Tensor:

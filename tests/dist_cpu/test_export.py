@@ -45,7 +45,7 @@ def export(path: Path, layout: Layout, bucket_bytes: int) -> ranks.Result:
     ):
         tensors = dict(engine.get_per_tensor_param())
         dtype = next(engine.chunks[0].parameters()).dtype
-        buckets = [*weights.export_buckets(engine.weights, engine.placement, dtype)]
+        buckets = [*weights.iter_export_buckets(engine.weights, engine.placement, dtype)]
     owners = [sorted({shard.owner for shard in bucket}) for bucket in buckets]
     return {"tensors": tensors, "messages": dict(messages), "owners": owners}
 

@@ -51,7 +51,7 @@ def by_mbridge(engine: MegatronEngine, path: Path) -> dict[str, list[torch.Tenso
     """
     from mbridge.core.parallel_states import ParallelStates
 
-    from mcore_rl.engine.megatron.weights import local_tensors
+    from mcore_rl.engine.megatron.weights import get_local_tensors
 
     [model] = engine.chunks
     hf_config = transformers.AutoConfig.from_pretrained(path)
@@ -65,7 +65,7 @@ def by_mbridge(engine: MegatronEngine, path: Path) -> dict[str, list[torch.Tenso
     checkpoint = load_file(path / "model.safetensors")
     names = bridge._weight_name_mapping_mcore_local_to_global(model)
     found = {}
-    for local, ours in local_tensors(model).items():
+    for local, ours in get_local_tensors(model).items():
         sources = bridge._weight_name_mapping_mcore_to_hf(names[local])
         whole = bridge._weight_to_mcore_format(local, [checkpoint[name] for name in sources])
         expert = ".mlp.experts.linear_fc" in local

@@ -23,7 +23,7 @@ from mcore_rl.algorithms.losses import ValueClipSettings, value_clip
 from mcore_rl.checkpoint.hf_writer import write_checkpoint
 from mcore_rl.config.schema import Layout
 from mcore_rl.data.batch import Batch, Jagged
-from mcore_rl.engine.megatron.value_engine import ValueEngine
+from mcore_rl.engine.megatron.engine import ValueEngine
 from mcore_rl.parallel.store import join_world
 
 # (tokens, vocabulary, rows a rank): padding on the last rank, a rank of padding alone, no tokens.
@@ -57,8 +57,8 @@ def split_problem(tokens: int, vocab: int, hidden: int = 7) -> tuple[torch.Tenso
 
 @ranks.on_ranks(2)
 def split_scores(tokens: int, vocab: int, rows: int, chunk_bytes: int) -> ranks.Result:
-    """token_scores with `rows` rows of the head on each rank, and its gradients put together."""
-    from mcore_rl.engine.megatron.logprob import VocabShard, token_scores
+    """Scores with `rows` rows of the head on each rank, and their gradients put together."""
+    from mcore_rl.engine.megatron.logprob import VocabShard, compute_log_probs
 
     if not dist.is_initialized():
         join_world("gloo", timeout_s=60.0)
@@ -69,7 +69,7 @@ def split_scores(tokens: int, vocab: int, rows: int, chunk_bytes: int) -> ranks.
     shard[: len(mine)] = mine
     h.requires_grad_()
     shard.requires_grad_()
-    scores = token_scores(
+    scores = compute_log_probs(
         h, shard, targets, VocabShard(start, vocab, dist.group.WORLD),
         temperature=0.7, chunk_bytes=chunk_bytes, with_entropy=True, with_squares=True,
         num_top=min(3, vocab),

@@ -19,7 +19,7 @@ import mcore_rl.models  # noqa: F401
 from mcore_rl.checkpoint.storage_location import compute_chunks
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import Layout
-from mcore_rl.engine.megatron.meta_model import MetaModel, meta_model
+from mcore_rl.engine.megatron.conversion import MetaModel, build_meta_model
 from mcore_rl.models.base import pad_vocab_size, read_config
 from mcore_rl.models.heads import map_model_weights
 from tests.nightly import all_but
@@ -148,7 +148,7 @@ def meta_model_of(runs):
         config = read_config(saved.path)
         rows = pad_vocab_size(config, saved.layout.tp)
         if (saved.path.name, rows) not in made:
-            made[saved.path.name, rows] = meta_model(config, rows)
+            made[saved.path.name, rows] = build_meta_model(config, rows)
         return made[saved.path.name, rows]
 
     return make
@@ -213,7 +213,7 @@ def test_a_blueprint_finds_the_parameters_of_a_checkpoint_of_megatron(runs, meta
         form == "stacked"
     )
     own = meta_model_of(runs.saved(f"{model}/one"))
-    found = own.parameters_in(keys)
+    found = own.locate_parameters(keys)
     assert found.keys() == own.parameters.keys()
     assert len({(location.key, location.index) for location in found.values()}) == len(found)
     for location in found.values():
@@ -224,7 +224,7 @@ def test_a_blueprint_finds_the_parameters_of_a_checkpoint_of_megatron(runs, meta
             assert size == location.shape
     gone = {key for key in keys if "linear_fc2" not in key}
     with pytest.raises(ConfigError, match=r"has no decoder\.layers\..*linear_fc2\.weight"):
-        own.parameters_in(gone)
+        own.locate_parameters(gone)
 
 
 @pytest.mark.parametrize(

@@ -82,19 +82,19 @@ def training(path: Path, layout: Layout, batch: Batch, settings: ranks.Settings)
         engine.infer_batch(mine)
         engine.forward_backward_batch(mine, ranks.LOSS, forward_only=True)
         steps.append(engine.train_batch(mine, ranks.LOSS))
-        loads.append(engine.expert_load())
+        loads.append(engine.collect_expert_load())
         biases.append(expert_biases(engine))
     return {"steps": steps, "loads": loads, "biases": biases}
 
 
 def expert_biases(engine: MegatronEngine) -> dict[int, torch.Tensor]:
     """By decoder layer, those of this rank's stages."""
-    from mcore_rl.engine.megatron.moe import routers
+    from mcore_rl.engine.megatron.moe import iter_routers
 
     return {
         layer: router.expert_bias.clone()
         for chunk in engine.chunks
-        for layer, router in routers(chunk)
+        for layer, router in iter_routers(chunk)
         if router.expert_bias is not None
     }
 
@@ -119,29 +119,32 @@ def balance_with_an_empty_rank(
 
 
 def gradients_of(engine: MegatronEngine, batch: Batch, rows: list[int]) -> ranks.Result:
+    from mcore_rl.engine.megatron.moe import compute_balance_metrics
+
     mine = batch.take(rows)
     nothing = mine.jagged("loss_weights")
     nothing = nothing.with_values(np.zeros_like(nothing.values))
     mine = mine.with_columns(loss_weights=nothing, kl_weights=nothing)
     engine.optimizer_zero_grad()
     engine.forward_backward_batch(mine, ranks.LOSS, forward_only=False)
-    micros = engine._micro_batches(mine, training=True)
+    micros = engine._build_micro_batches(mine, is_training=True)
+    balance = compute_balance_metrics(engine.chunks)  # collective over all ranks
     return {
         "packs": [[rows[row] for row in micro.rows] for micro in micros],
-        "padding": sum(int((micro.tokens < 0).sum()) for micro in micros),
-        "metrics": engine._balance(),
+        "padding": sum(int((micro.token_indices < 0).sum()) for micro in micros),
+        "metrics": balance if engine._has_head else {},
         "gradients": router_gradients(engine),
     }
 
 
 def router_gradients(engine: MegatronEngine) -> dict[int, torch.Tensor]:
     """By decoder layer, [experts, hidden], those of this rank's stages."""
-    from mcore_rl.engine.megatron.moe import routers
+    from mcore_rl.engine.megatron.moe import iter_routers
 
     return {
         layer: router.weight.main_grad.clone()
         for chunk in engine.chunks
-        for layer, router in routers(chunk)
+        for layer, router in iter_routers(chunk)
     }
 
 

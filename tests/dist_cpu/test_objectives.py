@@ -66,7 +66,7 @@ def gradients(
     mine = batch.take(ranks.share_of(engine, batch))
     engine.optimizer_zero_grad()
     results = engine.forward_backward_batch(mine, loss, forward_only=False)
-    return {"metrics": engine._summed(results), "gradients": ranks.gradients(engine)}
+    return {"metrics": engine._reduce_metrics(results), "gradients": ranks.gradients(engine)}
 
 
 @ranks.on_ranks()

@@ -64,7 +64,7 @@ def _one_packing(
     parameters = [p for chunk in engine.chunks for p in chunk.parameters()]
     return {
         "num_micro_batches": len(results),
-        "metrics": engine._summed(results),
+        "metrics": engine._reduce_metrics(results),
         "gradients": torch.cat([p.main_grad.flatten() for p in parameters]),
     }
 
@@ -91,7 +91,7 @@ def attention(layout: Layout) -> ranks.Result:
 
 
 def _attention(group: Any, heads: int, groups: int, dim: int, value_dim: int) -> dict[str, Any]:
-    from mcore_rl.engine.megatron.packing import zigzag_rows
+    from mcore_rl.engine.megatron.packing import get_zigzag_rows
 
     cp, rank = group.size(), group.rank()
     # Padded as packs are. Some share a call of the kernel, and the long ones have their own.
@@ -103,7 +103,7 @@ def _attention(group: Any, heads: int, groups: int, dim: int, value_dim: int) ->
 
     whole = [random(heads, dim), random(groups, dim), random(groups, value_dim)]
     weights = random(heads * value_dim)
-    rows = torch.from_numpy(zigzag_rows(lengths, cp, rank))
+    rows = torch.from_numpy(get_zigzag_rows(lengths, cp, rank))
     mine = [x[rows].requires_grad_() for x in whole]
     whole = [x.requires_grad_() for x in whole]
     found = _attend(group, mine, lengths)

@@ -69,8 +69,8 @@ def replay_recorded(
     if scored is None or again is None:
         return found
     found |= {n: by_row(rows, scored.jagged(n)) for n in ("log_probs", "routed_experts")}
-    micros = engine._micro_batches(mine, training=False)
-    found["padding"] = sum(int((micro.tokens < 0).sum()) for micro in micros)
+    micros = engine._build_micro_batches(mine, is_training=False)
+    found["padding"] = sum(int((micro.token_indices < 0).sum()) for micro in micros)
     return found | {"replayed_log_probs": by_row(rows, again.jagged("log_probs"))}
 
 
@@ -156,9 +156,9 @@ def shared_over_stages(engine: MegatronEngine, scored: Batch | None) -> Jagged:
 
 def of_own_layers(engine: MegatronEngine, batch: Batch) -> Batch:
     """As a worker hands it over: a byte an id, of the layers of this pipeline rank alone."""
-    from mcore_rl.engine.megatron.moe import moe_layers
+    from mcore_rl.engine.megatron.moe import list_moe_layers
 
-    whole, layers = batch.jagged("routed_experts"), moe_layers(engine.chunks[0].config)
+    whole, layers = batch.jagged("routed_experts"), list_moe_layers(engine.chunks[0].config)
     assert engine.layout.pp == 1 or 0 < len(engine.expert_layers) < len(layers)
     places = [layers.index(layer) for layer in engine.expert_layers]
     own = whole.with_values(whole.values[:, places].astype(np.uint8))
@@ -174,9 +174,9 @@ def held_by_slots(engine: MegatronEngine) -> int:
     """Tensors that the routers hold on to, and what Megatron's class-wide list holds."""
     from megatron.core.transformer.moe.router_replay import RouterReplay
 
-    from mcore_rl.engine.megatron.moe import routers
+    from mcore_rl.engine.megatron.moe import iter_routers
 
-    slots = [router.router_replay for chunk in engine.chunks for _, router in routers(chunk)]
+    slots = [router.router_replay for chunk in engine.chunks for _, router in iter_routers(chunk)]
     held = [
         value
         for slot in slots

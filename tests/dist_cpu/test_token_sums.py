@@ -214,16 +214,16 @@ def split(layout: Layout, shares: str, weighed_alone: bool = False) -> ranks.Res
 
 def _added(batch: Batch, parts: Parts, loss: LossFunction) -> Sums:
     """By the engine's functions, from a batch to the loss that Megatron takes the gradient of."""
-    from mcore_rl.engine.megatron.packing import PackSplit, pack
-    from mcore_rl.engine.megatron.step import count_tokens, training
+    from mcore_rl.engine.megatron.packing import PackSplit, pack_samples
+    from mcore_rl.engine.megatron.step import compute_training_loss, count_tokens
 
     cpu = torch.device("cpu")
-    micros = pack(batch, parts, PackSplit.of_this_rank(), cpu)
+    micros = pack_samples(batch, parts, PackSplit.read_parallel_state(), cpu)
     counts, found = count_tokens(micros, cpu), {}
     for micro in micros:
         scores = {n: micro.columns[f"new/{n}"].clone().requires_grad_() for n in SCORES}
         head = partial(_given, scores)
-        total, _, result = training(head, loss, counts)(None, micro)(torch.zeros(1))
+        total, _, result = compute_training_loss(head, loss, counts, None, micro, torch.zeros(1))
         total.backward()
         for name, value in result.items():
             if name == "loss" or name.endswith("_loss"):

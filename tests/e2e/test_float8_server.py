@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import subprocess
 import sys
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 import transformers
@@ -23,9 +25,11 @@ import shards
 import tiny_families
 import tiny_models
 
+from mcore_rl.config.errors import StateError
 from mcore_rl.config.schema import RolloutConfig
 from mcore_rl.inference.protocol import TokenScores
 from mcore_rl.inference.vllm.server import VLLMServer
+from mcore_rl.weight_sync import shared_memory
 from tests.e2e import reference
 from tests.e2e.hosting import hosting
 
@@ -34,9 +38,9 @@ pytestmark = pytest.mark.server
 TOKENS = [1, *range(5, 60)]
 
 
-def server_of(folder: Path, tp: int) -> VLLMServer:
+def server_of(folder: Path, tp: int, **settings: bool) -> VLLMServer:
     rollout = RolloutConfig(tp=tp, ep=tp > 1, max_num_seqs=8, kv_cache_bytes=32 << 20)
-    return VLLMServer(str(folder), "float32", 256, rollout, seed=0)
+    return VLLMServer(str(folder), "float32", 256, rollout, seed=0, **settings)
 
 
 @pytest.fixture(scope="module")
@@ -71,6 +75,63 @@ def test_a_server_starts_with_the_dequantised_weights_and_takes_shards_and_folde
             for folder in (plain, published):
                 run(server.load_checkpoint(str(folder), server.weight_version + 1))
                 check(run(server.score(TOKENS)), plain)
+        finally:
+            run(server.close())
+
+
+def test_a_server_without_weights_serves_when_it_has_received_all(folders, monkeypatch):
+    """It sleeps before; its model has a parameter whose elements vLLM does not count."""
+    published, plain, other = folders
+    describe = shared_memory._describe_slice
+
+    def describe_bias_as_short(piece: Any, memory: Any) -> list[Any]:
+        entry: list[Any] = describe(piece, memory)
+        if entry[0].endswith("e_score_correction_bias"):
+            entry[2] = [1]
+        return entry
+
+    server = server_of(published, tp=1, can_sleep=True)
+    trainer = shards.Trainer([plain, other])
+    with hosting(), asyncio.Runner() as runner:
+        run = runner.run
+        run(server.start(reads_weights=False))
+        try:
+            with pytest.raises(StateError, match="cannot generate: it has yet to get weights"):
+                run(server.score(TOKENS))
+            run(server.sleep())
+            run(server.wake("weights"))
+            with monkeypatch.context() as patch:
+                patch.setattr(shared_memory, "_describe_slice", describe_bias_as_short)
+                transport = run(trainer.connect(server, verify="off"))
+                _, outcome = run(shards.take_shards(server, trainer, 1, transport))
+            assert re.search(r"did not get all.*\.e_score_correction_bias'", str(outcome))
+            with pytest.raises(StateError, match="it has no weights since it slept"):
+                run(server.wake("kv_cache"))
+            transport = run(trainer.connect(server))
+            assert run(shards.take_shards(server, trainer, 1, transport)) == [None, None]
+            run(server.wake("kv_cache"))
+            check(run(server.score(TOKENS)), other)
+            assert run(shards.take_shards(server, trainer, 0, transport)) == [None, None]
+            check(run(server.score(TOKENS)), plain)
+        finally:
+            run(server.close())
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    "family", ["qwen2", "qwen3", "llama", "mixtral", "qwen3_moe", "deepseek_v3", "glm4_moe"]
+)
+def test_a_server_without_weights_serves_what_the_trainer_sent_in_each_family(tmp_path, family):
+    config = tiny_families.served_config(family)
+    folder = tiny_families.save_served(tiny_models.build_from(config), tmp_path)
+    server, trainer = server_of(folder, tp=1), shards.Trainer([folder])
+    with hosting(), asyncio.Runner() as runner:
+        run = runner.run
+        run(server.start(reads_weights=False))
+        try:
+            transport = run(trainer.connect(server))
+            assert run(shards.take_shards(server, trainer, 0, transport)) == [None, None]
+            check(run(server.score(TOKENS)), folder)
         finally:
             run(server.close())
 

@@ -44,7 +44,7 @@ def test_each_role_gets_the_gpus_of_its_ranks_and_a_server_those_of_all_its_work
         Pools(config, "GPU", tmp_path) as pools,
         contextlib.ExitStack() as stack,
     ):
-        gpu_ids = pools.gpu_ids("rollout")
+        gpu_ids = pools.get_gpu_ids("rollout")
         groups = [
             stack.enter_context(pools.group(role, Worker, (), layout, name=role, env=env))
             for role, layout, env in (

@@ -47,18 +47,18 @@ class Watched(ModelWorker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def used(self, batch: Batch) -> dict[int, np.ndarray]:
         """Return by layer of this rank the experts that its routers used: [tokens, experts]."""
-        from mcore_rl.engine.megatron.moe import routers
+        from mcore_rl.engine.megatron.moe import iter_routers
 
         engine = self._engine
         read = batch.select("prompt_ids", "response_ids")
-        micros = engine._micro_batches(read, training=False)
+        micros = engine._build_micro_batches(read, is_training=False)
         seen: dict[int, list[torch.Tensor]] = {}
         handles = [
             router.register_forward_hook(
                 lambda _, __, output, layer=layer: seen.setdefault(layer, []).append(output[1])
             )
             for chunk in engine.chunks
-            for layer, router in routers(chunk)
+            for layer, router in iter_routers(chunk)
         ]
         self.compute_log_probs(batch, temperature=1.0)
         for handle in handles:
@@ -67,8 +67,8 @@ class Watched(ModelWorker):
         for layer, maps in seen.items():
             experts[layer] = np.zeros((int(batch.num_tokens.sum()), NUM_EXPERTS), bool)
             for micro, used in zip(micros, maps, strict=True):
-                is_token = micro.tokens >= 0
-                experts[layer][micro.tokens[is_token].numpy()] = used[is_token].numpy()
+                is_token = micro.token_indices >= 0
+                experts[layer][micro.token_indices[is_token].numpy()] = used[is_token].numpy()
         return experts
 
 

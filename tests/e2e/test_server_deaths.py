@@ -76,9 +76,10 @@ def undisturbed(start_job, job_settings) -> Path:
 def test_a_server_killed_in_mid_generation_changes_no_sample(
     start_job, job_settings, undisturbed, place, name
 ):
+    """Nor does it that servers start without weights."""
     settings, paused = job_settings
     paused.unlink(missing_ok=True)
-    job = start_job(*settings)
+    job = start_job(*settings, "rollout.load_format=dummy")
     job.wait_until(paused.exists, "the second step generates")
     processes_of(job, 1)[place].kill()
     assert job.process.wait(300) == 0, job.stderr

@@ -13,7 +13,7 @@ import measure
 import torch
 import torch.nn.functional as F
 
-from mcore_rl.engine.megatron.logprob import VocabShard, token_scores
+from mcore_rl.engine.megatron.logprob import VocabShard, compute_log_probs
 
 
 def check(arguments: argparse.Namespace) -> measure.Result:
@@ -34,7 +34,9 @@ def check(arguments: argparse.Namespace) -> measure.Result:
     def tiled(chunk_bytes: int, with_entropy: bool = False) -> Callable[[], object]:
         shard = VocabShard(0, vocab, None)
         options = {"chunk_bytes": chunk_bytes, "with_entropy": with_entropy}
-        return lambda: gradients(token_scores(hidden, head, targets, shard, **options).log_probs)
+        return lambda: gradients(
+            compute_log_probs(hidden, head, targets, shard, **options).log_probs
+        )
 
     def plain() -> object:
         return gradients(-F.cross_entropy((hidden @ head.t()).float(), targets, reduction="none"))

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 import mcore_rl
+from mcore_rl import testing
 
 PAGE = Path(__file__).parents[2] / "docs" / "library.md"
 
@@ -15,13 +16,17 @@ def test_every_public_name_can_be_imported():
     assert {name for name in mcore_rl.__all__ if getattr(mcore_rl, name) is not None} == {
         *mcore_rl.__all__
     }
+    assert all(callable(getattr(testing, name)) for name in testing.__all__)
+    with pytest.raises(AttributeError, match="no attribute 'check_everything'"):
+        _ = testing.check_everything  # type: ignore[attr-defined]
     with pytest.raises(AttributeError, match="no attribute 'Trainer'"):
         _ = mcore_rl.Trainer  # type: ignore[attr-defined]
 
 
 def test_every_public_name_is_documented():
     text = PAGE.read_text()
-    assert [name for name in mcore_rl.__all__ if f"`{name}" not in text] == []
+    names = (*mcore_rl.__all__, *testing.__all__)
+    assert [name for name in names if f"`{name}" not in text] == []
 
 
 def test_importing_the_package_needs_no_torch():

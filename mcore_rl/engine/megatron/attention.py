@@ -1,4 +1,4 @@
-"""Core attention without Transformer Engine: causal attention inside each sequence of a pack."""
+"""Causal attention inside each sequence of a pack, without Transformer Engine."""
 
 from __future__ import annotations
 
@@ -12,22 +12,21 @@ import torch.nn.functional as F
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 
-from mcore_rl.engine.megatron.packing import PackedSequences, zigzag_rows
+from mcore_rl.engine.megatron.packing import PackedSequences, get_zigzag_rows
 
-# About what one more call of the attention kernel is worth, forward and backward.
-_PAIRS_TIMES_WIDTH_OF_A_CALL = 1 << 20
+# Cost of one more call of the attention kernel, forward and backward, in query-key pairs * width.
+_CALL_COST = 1 << 20
 
 
 class PackedAttention(MegatronModule):
     """Scaled dot-product attention over packed (THD) sequences, in place of TEDotProductAttention.
 
     Queries may share keys (GQA), and values may differ from keys in size (MLA). Neighbouring
-    sequences of like length are attended to together, padded to the longest of them where that
-    costs less than another call; there is never a mask over a whole pack, and without context
-    parallelism there is none at all. Padding comes after the tokens of a sequence, where a causal
-    query never looks.
+    sequences of similar length run in one call, padded to the longest of them, if that costs less
+    than another call. There is never a mask over a full pack, and none at all without context
+    parallelism. Padding comes after the tokens of a sequence, so a causal query never sees it.
 
-    Under context parallelism the query stays where it is, in its two chunks of every sequence (see
+    With context parallelism queries stay on their rank, in two chunks of every sequence (see
     packing.py), and keys and values are gathered: each chunk attends to the chunks up to itself.
     """
 
@@ -43,7 +42,7 @@ class PackedAttention(MegatronModule):
         pg_collection: Any = None,
         **_: Any,
     ) -> None:
-        """Raises ValueError for what Transformer Engine can and this cannot do."""
+        """Raise ValueError for features that only Transformer Engine has."""
         super().__init__(config=config)
         dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         for name, value, supported in (
@@ -72,20 +71,20 @@ class PackedAttention(MegatronModule):
         attention_bias: torch.Tensor | None = None,
         packed_seq_params: Any = None,
     ) -> torch.Tensor:
-        """Attention of each token to those before it in its sequence.
+        """Return the attention of each token to itself and the tokens before it in its sequence.
 
         Args:
             query: [tokens, heads, dim]
             key: [tokens, groups, dim]
             value: [tokens, groups, value dim]
-            attention_mask: not looked at; the sequences say all.
-            packed_seq_params: starts of the sequences over all CP ranks, with padding.
+            attention_mask: Ignored: sequences define the mask.
+            packed_seq_params: Starts of the sequences over all CP ranks, with padding.
 
         Returns:
             [tokens, heads * value dim]
 
         Raises:
-            ValueError: the sequences are not packed, or another mask than a causal one is wanted.
+            ValueError: The sequences are not packed, or the mask is not causal.
         """
         if packed_seq_params is None or packed_seq_params.qkv_format != "thd":
             raise ValueError("PackedAttention needs packed (THD) sequences")
@@ -107,11 +106,11 @@ class PackedAttention(MegatronModule):
     def _attend_pack(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, lengths: list[int]
     ) -> torch.Tensor:
-        runs = _runs(lengths, query.shape[1] * query.shape[2])
+        runs = _group_sequences(lengths, query.shape[1] * query.shape[2])
         sizes = [sum(run) for run in runs]
         parts = zip(*(x.split(sizes) for x in (query, key, value)), runs, strict=True)
         outputs = [
-            _unpadded(self._attend(_padded(q, run), _padded(k, run), _padded(v, run)), run)
+            _unpad(self._attend(_pad(q, run), _pad(k, run), _pad(v, run)), run)
             for q, k, v, run in parts
         ]
         return torch.cat(outputs).flatten(1)
@@ -124,28 +123,28 @@ class PackedAttention(MegatronModule):
         lengths: list[int],
         group: Any,
     ) -> torch.Tensor:
-        """The same, for this CP rank's two chunks of each sequence."""
+        """Attend from this CP rank's two chunks of each sequence."""
         cp, rank = group.size(), group.rank()
-        gathered = np.concatenate([zigzag_rows(lengths, cp, other) for other in range(cp)])
-        in_order = torch.as_tensor(np.argsort(gathered)).to(query.device)
-        both = _GatherRows.apply(torch.cat([key, value], dim=-1), in_order, group)
-        runs = _runs(lengths, query.shape[1] * query.shape[2])
+        gathered = np.concatenate([get_zigzag_rows(lengths, cp, cp_rank) for cp_rank in range(cp)])
+        order = torch.as_tensor(np.argsort(gathered)).to(query.device)
+        keys_values = _GatherRows.apply(torch.cat([key, value], dim=-1), order, group)
+        runs = _group_sequences(lengths, query.shape[1] * query.shape[2])
         sizes = [sum(run) for run in runs]
         queries = query.split([size // cp for size in sizes])
         outputs = []
-        for q, kv, run in zip(queries, both.split(sizes), runs, strict=True):
+        for q, kv, run in zip(queries, keys_values.split(sizes), runs, strict=True):
             chunks = [length // (2 * cp) for length in run]
-            held = [chunk for chunk in chunks for _ in range(2)]
-            q = _padded(q, held).unflatten(0, (-1, 2))
-            kv = _padded(kv, [chunk for chunk in chunks for _ in range(2 * cp)])
+            query_chunks = [chunk for chunk in chunks for _ in range(2)]
+            q = _pad(q, query_chunks).unflatten(0, (-1, 2))
+            kv = _pad(kv, [chunk for chunk in chunks for _ in range(2 * cp)])
             kv = kv.unflatten(0, (-1, 2 * cp))
             attended = []
             for half, index in enumerate((rank, 2 * cp - 1 - rank)):
                 k, v = kv[:, : index + 1].flatten(1, 2).split([key.shape[-1], value.shape[-1]], -1)
-                mask = _chunk_mask(chunks, index, query.device)
+                mask = _build_chunk_mask(chunks, index, query.device)
                 attended.append(self._attend(q[:, half], k, v, mask))
             stacked = torch.stack(attended, dim=1).flatten(0, 1)
-            outputs.append(_unpadded(stacked, held))
+            outputs.append(_unpad(stacked, query_chunks))
         return torch.cat(outputs).flatten(1)
 
     def _attend(
@@ -155,8 +154,8 @@ class PackedAttention(MegatronModule):
         value: torch.Tensor,
         mask: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """[sequences, length, heads, dim] each; causal where there is no mask."""
-        # The flash kernel wants queries, keys and values of one size; without it torch holds
+        """Attend, with [sequences, length, heads, dim] each; causal without a mask."""
+        # The flash kernel needs queries, keys and values of the same size; without it torch saves
         # [length, length] weights for the backward pass.
         value_dim, widest = value.shape[-1], max(key.shape[-1], value.shape[-1])
         q, k, v = (
@@ -175,18 +174,20 @@ class PackedAttention(MegatronModule):
         return out.transpose(1, 2)[..., :value_dim]
 
 
-def _runs(lengths: Sequence[int], width: int) -> list[list[int]]:
-    """Neighbouring sequences to be attended to together, as lists of their lengths.
+def _group_sequences(lengths: Sequence[int], width: int) -> list[list[int]]:
+    """Group neighbouring sequences into calls; return the lengths of each call.
 
-    One joins the run before it where the padding costs less than a call of its own; `width` is
-    the size of all heads of a token.
+    A sequence joins the previous call if its padding costs less than another call.
+
+    Args:
+        width: Size of all heads of a token.
     """
     runs: list[list[int]] = []
     longest = 0
     for length in lengths:
         run, longer = runs[-1] if runs else [], max(longest, length)
         added = (len(run) + 1) * longer**2 - len(run) * longest**2 - length**2
-        if run and added * width <= _PAIRS_TIMES_WIDTH_OF_A_CALL:
+        if run and added * width <= _CALL_COST:
             run.append(length)
             longest = longer
         else:
@@ -195,45 +196,47 @@ def _runs(lengths: Sequence[int], width: int) -> list[list[int]]:
     return runs
 
 
-def _padded(x: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
-    """[pieces, longest, ...] from pieces of these lengths, concatenated along dim 0."""
+def _pad(x: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
+    """Return [pieces, longest, ...] from pieces of these lengths, concatenated along dim 0."""
     longest = max(lengths)
     if len(x) != len(lengths) * longest:
-        spread = x.new_zeros(len(lengths) * longest, *x.shape[1:])
-        x = spread.index_copy(0, _rows_in_padded(lengths, x.device), x)
+        zeros = x.new_zeros(len(lengths) * longest, *x.shape[1:])
+        x = zeros.index_copy(0, _get_filled_rows(lengths, x.device), x)
     return x.unflatten(0, (-1, longest))
 
 
-def _unpadded(x: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
-    """The pieces, concatenated again, from [pieces, longest, ...]."""
+def _unpad(x: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
+    """Return the pieces of [pieces, longest, ...], concatenated along dim 0."""
     flat = x.flatten(0, 1)
     if len(flat) == sum(lengths):
         return flat
-    found: torch.Tensor = _DistinctRows.apply(flat, _rows_in_padded(lengths, x.device))
-    return found
+    pieces: torch.Tensor = _SelectDistinctRows.apply(flat, _get_filled_rows(lengths, x.device))
+    return pieces
 
 
-def _rows_in_padded(lengths: Sequence[int], device: torch.device) -> torch.Tensor:
+def _get_filled_rows(lengths: Sequence[int], device: torch.device) -> torch.Tensor:
     is_filled = np.arange(max(lengths)) < np.asarray(lengths)[:, None]
     return torch.as_tensor(np.flatnonzero(is_filled)).to(device)
 
 
-def _chunk_mask(chunks: Sequence[int], index: int, device: torch.device) -> torch.Tensor:
-    """What chunk `index` of each sequence may look at: [sequences, 1, longest, keys].
+def _build_chunk_mask(chunks: Sequence[int], index: int, device: torch.device) -> torch.Tensor:
+    """Return the mask of chunk `index` of each sequence: [sequences, 1, longest, keys].
 
     True for the tokens of the chunks before it and, in the chunk itself, for those up to the query.
-    `chunks` are the lengths of a chunk in each sequence, every one of them padded to the longest.
-    Where they are all the same, so is the mask, and it is made for one sequence.
+
+    Args:
+        chunks: Length of a chunk in each sequence; chunks are padded to the longest. If all are
+            equal, the mask has a single sequence.
     """
     position = torch.arange(max(chunks), device=device)
     sizes = torch.as_tensor(chunks if len(set(chunks)) > 1 else chunks[:1], device=device)
     before = (position < sizes[:, None])[:, None].expand(-1, len(position), -1)
-    own = (position <= position[:, None]).expand(len(sizes), -1, -1)
-    return torch.cat([before.repeat(1, 1, index), own], dim=-1)[:, None]
+    causal = (position <= position[:, None]).expand(len(sizes), -1, -1)
+    return torch.cat([before.repeat(1, 1, index), causal], dim=-1)[:, None]
 
 
-class _DistinctRows(torch.autograd.Function):
-    """index_select of rows that are all different; its backward pass need not add them up."""
+class _SelectDistinctRows(torch.autograd.Function):
+    """index_select of distinct rows; its backward pass need not accumulate."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
@@ -248,7 +251,7 @@ class _DistinctRows(torch.autograd.Function):
 
 
 class _GatherRows(torch.autograd.Function):
-    """Rows of all ranks of a group, in another order; gradients are summed over the group."""
+    """Gather the rows of all ranks of a group, reordered; gradients are summed over the group."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, order: torch.Tensor, group: Any) -> torch.Tensor:
@@ -261,9 +264,9 @@ class _GatherRows(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         (order,) = ctx.saved_tensors
-        # NCCL refuses what is not contiguous, and empty_like keeps the strides of a permuted tensor
+        # NCCL needs contiguous tensors, and empty_like has the strides of a permuted tensor
         # (torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp, check_gpu_single_tensor).
         by_rank = grad.new_empty(grad.shape).index_copy_(0, order, grad)
-        mine = grad.new_empty(len(grad) // ctx.group.size(), *grad.shape[1:])
-        dist.reduce_scatter_tensor(mine, by_rank, group=ctx.group)
-        return mine, None, None
+        rank_grad = grad.new_empty(len(grad) // ctx.group.size(), *grad.shape[1:])
+        dist.reduce_scatter_tensor(rank_grad, by_rank, group=ctx.group)
+        return rank_grad, None, None

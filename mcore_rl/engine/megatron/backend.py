@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
+from mcore_rl.checkpoint.peft import check_targets
 from mcore_rl.config.resolve_engine import resolve_model_engine, resolve_model_layout
 from mcore_rl.config.schema import EngineConfig
 from mcore_rl.engine.base import Backend
-from mcore_rl.engine.lora_targets import check_targets
-from mcore_rl.engine.megatron.device import chosen_modules, rank_environment
-from mcore_rl.engine.megatron.engine import MegatronEngine
-from mcore_rl.engine.megatron.value_engine import RewardEngine, ValueEngine
+from mcore_rl.engine.megatron.device import build_rank_environment, choose_modules
+from mcore_rl.engine.megatron.engine import MegatronEngine, RewardEngine, ValueEngine
 from mcore_rl.models.base import HFConfig, get_model_sizes, pad_vocab_size
 from mcore_rl.models.heads import map_model_weights
 
 
 def _check_settings(key: str, engine: EngineConfig, device: str) -> None:
     """Check that ranks on "cuda" or "cpu" can have the modules of the settings."""
-    chosen_modules(engine.modules, device, f"{key}.modules")
+    choose_modules(engine.modules, device, key)
 
 
 def _check_model(key: str, engine: EngineConfig, hf_config: HFConfig) -> None:
@@ -36,5 +35,5 @@ BACKEND = Backend(
     },
     check_settings=_check_settings,
     check_model=_check_model,
-    rank_environment=rank_environment,
+    rank_environment=build_rank_environment,
 )

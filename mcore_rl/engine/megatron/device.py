@@ -1,9 +1,9 @@
-"""Which device Megatron runs on, with whose modules, and all that makes it run on a CPU.
+"""The device that Megatron runs on, the modules of its layers, and the patches for a CPU.
 
 The CPU lane runs real Megatron-core over gloo. Megatron names "cuda" in hundreds of places, so
 engine code is written for CUDA (`torch.cuda.current_device()`), and without a GPU
 `install()` makes them use the CPU. Every patch names the upstream file:line
-(megatron/core of 0.16.1) that it corrects, and asserts that the symbol it replaces is still there.
+(megatron/core of 0.16.1) that it corrects, and fails at start if that symbol no longer exists.
 """
 
 from __future__ import annotations
@@ -23,67 +23,70 @@ from torch.utils import _device
 
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import Layout
-from mcore_rl.engine.lane import lane
 from mcore_rl.observability.process import exempt_imports_from_gc
 from mcore_rl.parallel.store import guard_gloo
 
 _CPU = torch.device("cpu")
-MEGATRON_CORE = "0.16.1"  # the one version that the patches below, and the engine, were run on
-_cuda: torch.device | None = None  # what "cuda" means in the CPU lane; None: not that lane
-_modules = "torch"  # whose modules install() has put into Megatron's layers
+MEGATRON_CORE = "0.16.1"  # the only version that the engine and the patches below are tested with
+_cuda: torch.device | None = None  # the device behind "cuda" on the CPU lane; None on the GPU lane
+_modules = "torch"  # modules of Megatron's layers that install() chose: "te" or "torch"
 
 
-def device_name() -> str:
-    """The lane: "cuda" when a GPU is visible and the CPU's was not asked for, else "cpu"."""
-    return lane() if _cuda is None else "cpu"
+def get_device_type() -> str:
+    """Return "cuda" if a GPU is visible and `install` did not choose the CPU lane, else "cpu"."""
+    return "cuda" if _cuda is None and torch.cuda.is_available() else "cpu"
 
 
-def collective_backend() -> str:
-    return "nccl" if device_name() == "cuda" else "gloo"
+def get_collective_backend() -> str:
+    return "nccl" if get_device_type() == "cuda" else "gloo"
 
 
-def chosen_modules(asked: str, device: str = "", setting: str = "actor.modules") -> str:
-    """Whose modules the layers are made of: "te", Transformer Engine's, or "torch", our own.
+def choose_modules(setting: str, device: str = "", key: str = "actor") -> str:
+    """Choose the modules of the layers: "te" (Transformer Engine) or "torch" (layers.py).
 
-    `asked` is EngineConfig.modules; "auto" takes Transformer Engine's on a GPU where it is
-    installed. `device` is "cuda" or "cpu" where ranks run on other nodes; what is installed there,
-    they see for themselves. Raises ConfigError, which names `setting`, where "te" is asked for and
-    cannot be had.
+    Args:
+        setting: EngineConfig.modules. "auto" is Transformer Engine on a GPU if it is installed.
+        device: "cuda" or "cpu" of ranks on other nodes, which check their own installation; ""
+            is the device of this process.
+        key: Name of the settings of the engine, for errors.
+
+    Raises:
+        ConfigError: "te" without a GPU or without Transformer Engine.
     """
-    has_gpu = (device or device_name()) == "cuda"
+    has_gpu = (device or get_device_type()) == "cuda"
     names = "transformer_engine", "transformer_engine_torch"
-    is_elsewhere = device not in ("", device_name())
+    is_elsewhere = device not in ("", get_device_type())
     is_installed = is_elsewhere or all(importlib.util.find_spec(name) for name in names)
-    if asked == "te" and not (has_gpu and is_installed):
+    if setting == "te" and not (has_gpu and is_installed):
         missing = "transformer-engine[pytorch], which is not installed" if has_gpu else "a GPU"
-        raise ConfigError(f"{setting}='te' needs {missing}; allowed: 'auto', 'torch'")
-    return "te" if asked != "torch" and has_gpu and is_installed else "torch"
+        raise ConfigError(f"{key}.modules='te' needs {missing}; allowed: 'auto', 'torch'")
+    return "te" if setting != "torch" and has_gpu and is_installed else "torch"
 
 
-def rank_environment(layout: Layout, device: str) -> dict[str, str]:
-    """Variables that the process of a training rank on "cuda" or "cpu" must be started with.
+def build_rank_environment(layout: Layout, device: str) -> dict[str, str]:
+    """Return the variables to start the process of a training rank on "cuda" or "cpu" with.
 
-    Megatron counts on kernels starting in the order in which they were sent, where tensor- or
-    context-parallel messages are under way beside them (tensor_parallel/layers.py:526). Before
-    Blackwell that takes a single queue to the GPU, and CUDA reads the variable once. A driver
-    without a GPU cannot tell which GPUs ranks have, and takes the single queue, which is right on
-    all; a variable that is set there counts.
+    Overlap of tensor- and context-parallel communication needs kernels to start in the order of
+    their launch (tensor_parallel/layers.py:526). Before Blackwell that takes a single hardware
+    queue, and CUDA reads the variable once. A driver without a GPU does not know the GPUs of the
+    ranks and sets the single queue, which is correct on all of them. A variable that is already set
+    is kept.
     """
     name = "CUDA_DEVICE_MAX_CONNECTIONS"
     if device == "cpu" or layout.tp == layout.cp == 1 or name in os.environ:
         return {}
-    is_blackwell = device_name() == "cuda" and torch.cuda.get_device_capability()[0] >= 10
+    is_blackwell = get_device_type() == "cuda" and torch.cuda.get_device_capability()[0] >= 10
     return {} if is_blackwell else {name: "1"}
 
 
-def config_flags() -> dict[str, Any]:
-    """TransformerConfig arguments that differ: kernels of CUDA, and those of Transformer Engine."""
-    fused = device_name() == "cuda"
+def build_config_flags() -> dict[str, Any]:
+    """Return the TransformerConfig arguments that choose kernels of CUDA and Transformer Engine."""
+    fused = get_device_type() == "cuda"
     return {
-        # Transformer Engine's products add in place (model.py, fuse_weight_gradients), without the
-        # flag. Told which micro-batch is the first, they would overwrite the sum of earlier calls
-        # with its gradient (module/linear.py:1231 of 2.20), so Megatron does not tell them: what
-        # else it is told for are weights in float8 (extensions/transformer_engine.py:672).
+        # Transformer Engine's linears accumulate in place without this flag (model.py,
+        # fuse_weight_gradients). If Megatron marked the first micro-batch for them, they would
+        # overwrite the gradients of earlier calls (module/linear.py:1231 of 2.20). The next flag
+        # keeps it from doing so; its other use is float8 (extensions/transformer_engine.py:672).
         "gradient_accumulation_fusion": False,
         "disable_parameter_transpose_cache": _modules == "te",
         "masked_softmax_fusion": fused,
@@ -97,19 +100,24 @@ def config_flags() -> dict[str, Any]:
 
 
 def install(num_threads: int, modules: str = "auto", *, on_cpu: bool = False) -> None:
-    """Prepare this process for Megatron; without a GPU, put the CPU in CUDA's place.
+    """Prepare this process for Megatron; without a GPU, make "cuda" mean the CPU.
 
-    `modules` are EngineConfig's. `on_cpu` takes the CPU lane even where there is a GPU. The process
-    then stays in that lane. Raises ConfigError for a Megatron-core of another version, and for a
-    Transformer Engine that is wanted and not there or does not import.
+    Args:
+        num_threads: CPU threads of torch.
+        modules: EngineConfig.modules.
+        on_cpu: Use the CPU lane even if there is a GPU. The process stays on that lane.
+
+    Raises:
+        ConfigError: Another version of Megatron-core is installed; Transformer Engine is required
+            and is not installed, or fails to import.
     """
     global _cuda, _modules
     torch.set_num_threads(num_threads)
-    _quiet()
+    _silence_megatron()
     if _cuda is not None:
         return
-    if device_name() == "cuda" and not on_cpu:
-        _modules = chosen_modules(modules)
+    if get_device_type() == "cuda" and not on_cpu:
+        _modules = choose_modules(modules)
         if _modules == "te":
             _import_transformer_engine()
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
@@ -123,13 +131,13 @@ def install(num_threads: int, modules: str = "auto", *, on_cpu: bool = False) ->
     guard_gloo()
     with exempt_imports_from_gc():
         _check_megatron()  # imports Megatron
-        chosen_modules(modules)
+        choose_modules(modules)
         _patch_megatron()
         _use_torch_modules()
 
 
 def _import_transformer_engine() -> None:
-    """Megatron itself continues without one that does not import, and fails much later."""
+    """Import Transformer Engine: Megatron ignores one that fails to import, and fails later."""
     try:
         import transformer_engine.pytorch  # noqa: F401
     except (ImportError, OSError, RuntimeError) as error:
@@ -142,17 +150,17 @@ def _import_transformer_engine() -> None:
 def _check_megatron() -> None:
     from megatron.core import package_info
 
-    found = package_info.__version__
-    if found != MEGATRON_CORE:
-        raise ConfigError(f"megatron-core {found} is installed; supported: {MEGATRON_CORE}")
+    version = package_info.__version__
+    if version != MEGATRON_CORE:
+        raise ConfigError(f"megatron-core {version} is installed; supported: {MEGATRON_CORE}")
 
 
 @contextlib.contextmanager
-def without_memory() -> Iterator[None]:
-    """Inside, "cuda" means torch's meta device: models have shapes and no memory. CPU lane only."""
+def use_meta_device() -> Iterator[None]:
+    """Make "cuda" mean torch's meta device: models have shapes and no memory. CPU lane only."""
     global _cuda
     if _cuda is None:
-        raise RuntimeError("without_memory() before install() of the CPU lane")
+        raise RuntimeError("use_meta_device() before install() of the CPU lane")
     _cuda = torch.device("meta")
     try:
         yield
@@ -160,39 +168,39 @@ def without_memory() -> Iterator[None]:
         _cuda = _CPU
 
 
-def _quiet() -> None:
-    """Megatron warns at import about every optional kernel that is absent; on the CPU all are."""
+def _silence_megatron() -> None:
+    """Hide the warnings at import about missing optional kernels: on the CPU all are missing."""
     warnings.filterwarnings("ignore", module=r"megatron\..*")
     logging.getLogger("megatron").setLevel(logging.ERROR)
 
 
 def _patch_torch() -> None:
-    """device="cuda" becomes the CPU, .cuda() the tensor itself, pinned memory plain memory.
+    """Make device="cuda" the CPU, .cuda() the tensor itself, pinned memory plain memory.
 
-    The spellings are replaced one by one, and not by a torch function mode, which would look at
-    every operation: 5 to 8 % of the time of a rank with a small model. One that is missed ends in
-    torch's own error, that it was not compiled with CUDA.
+    Functions are replaced one by one. A torch function mode would see every operation, which costs
+    5 to 8 % of the time of a rank with a small model. A function that is missing here ends in
+    torch's own error: not compiled with CUDA.
     """
-    # Cached: `with torch.device(...)` goes by the functions themselves, and not by what wraps them.
+    # Fill its cache now: `with torch.device(...)` compares with the original factories.
     _device._device_constructors()
     # optimizer/optimizer.py:473, clip_grads.py:103, pipeline_parallel/schedules.py:596,
     # transformer/utils.py:35, models/common/embeddings/rope_utils.py:62.
     for name in ("tensor", "zeros", "ones", "empty", "full", "arange"):
-        _replace(torch, name, _made_here(getattr(torch, name)))
+        _replace(torch, name, _redirect_device(getattr(torch, name)))
     # optimizer/optimizer.py:375, models/common/embeddings/rope_utils.py:64
     _replace(torch.Tensor, "cuda", lambda tensor, *_, **__: tensor)
     original = torch.Tensor.type
 
-    def spelled(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        """optimizer/clip_grads.py:167 and distrib_optimizer.py:361 compare with CUDA's spelling."""
+    def get_cuda_type(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if args or kwargs:
             return original(tensor, *args, **kwargs)
         return original(tensor).replace("torch.", "torch.cuda.", 1)
 
-    _replace(torch.Tensor, "type", spelled)
+    # optimizer/clip_grads.py:167 and distrib_optimizer.py:361 compare with CUDA's name.
+    _replace(torch.Tensor, "type", get_cuda_type)
 
 
-def _made_here(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+def _redirect_device(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     @functools.wraps(factory)
     def make(*args: Any, **kwargs: Any) -> torch.Tensor:
         if str(kwargs.get("device", "")).startswith("cuda"):
@@ -205,7 +213,7 @@ def _made_here(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tens
 
 
 class _NullStream:
-    """Replaces a CUDA stream or event where all work is synchronous."""
+    """A CUDA stream or event on the CPU, where all work is synchronous."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         del args, kwargs
@@ -243,21 +251,21 @@ def _patch_torch_cuda() -> None:
     }
     for name, replacement in replacements.items():
         _replace(torch.cuda, name, replacement)
-    # jit_fuser is torch.compile (megatron/core/jit.py:20), which buys nothing at this size, costs a
-    # compiler, and half of the time that importing Megatron takes.
-    _replace(torch, "compile", _not_compiled)
+    # jit_fuser is torch.compile (megatron/core/jit.py:20). It gains nothing at this size, needs a
+    # compiler, and takes half of the time of importing Megatron.
+    _replace(torch, "compile", _skip_compile)
     os.environ["TORCHDYNAMO_DISABLE"] = "1"
     if "megatron.core.jit" in sys.modules:
         torch.compiler.set_stance("force_eager")
 
 
-def _not_compiled(model: Any = None, **_: Any) -> Any:
-    """torch.compile, as a function and as a decorator with arguments, without compiling."""
+def _skip_compile(model: Any = None, **_: Any) -> Any:
+    """Stand in for torch.compile, as a function or a decorator with arguments."""
     return model if model is not None else lambda function: function
 
 
 def _replace(module: Any, name: str, replacement: Any) -> Any:
-    """Set module.name, which must exist: an upgrade that moves it must fail here."""
+    """Set module.name and return the original, which must exist: an upgrade fails here."""
     if not hasattr(module, name):
         raise RuntimeError(f"{module.__name__}.{name} is gone: the CPU lane has to be revisited")
     original = getattr(module, name)
@@ -266,7 +274,7 @@ def _replace(module: Any, name: str, replacement: Any) -> Any:
 
 
 def _use_torch_modules() -> None:
-    """One layer spec in any case: Transformer Engine's, over modules with its parameter names."""
+    """Make Megatron's Transformer Engine layer spec build the modules of layers.py."""
     from megatron.core.extensions import transformer_engine_spec_provider
     from megatron.core.models.gpt import gpt_layer_specs
     from megatron.core.transformer import multi_latent_attention
@@ -278,9 +286,9 @@ def _use_torch_modules() -> None:
     gpt_layer_specs.TESpecProvider = layers.TorchSpecProvider
     gpt_layer_specs.TENorm = layers.RMSNorm
     gpt_layer_specs.HAVE_TE = True
-    # multi_latent_attention.py:408 and :453 ask by this name which projections are replicated.
+    # multi_latent_attention.py:408 and :453 compare with this class to find replicated projections.
     _replace(multi_latent_attention, "TELinear", layers.ReplicatedLinear)
-    # moe_utils.py:1192 reads a name that a failed import (line 20) never bound.
+    # moe_utils.py:1192 reads a name that its failed import (line 20) never bound.
     moe_utils.te_general_gemm = None
 
 
@@ -297,21 +305,21 @@ def _patch_megatron() -> None:
     def set_state(state: torch.Tensor, device: Any = None, graph_safe: bool = False) -> None:
         torch.set_rng_state(state)
 
-    # tensor_parallel/random.py:235 and :250 reach for torch.cuda.default_generators
+    # tensor_parallel/random.py:235 and :250 read torch.cuda.default_generators.
     _replace(parallel_random, "_get_cuda_rng_state", get_state)
     _replace(parallel_random, "_set_cuda_rng_state", set_state)
-    # moe_utils.py:1093 turns only CUDA tensors into the host lists that gloo needs, too.
-    _replace(token_dispatcher, "maybe_move_tensor_to_cpu", _to_host)
+    # moe_utils.py:1093 converts CUDA tensors only; gloo needs host lists, too.
+    _replace(token_dispatcher, "maybe_move_tensor_to_cpu", _move_to_host)
     gather = _replace(mappings, "_gather_along_first_dim", None)
-    mappings._gather_along_first_dim = _even_gather(gather)
+    mappings._gather_along_first_dim = _pad_gather(gather)
 
 
-def _to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+def _move_to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
     return tensor.cpu().numpy() if torch.is_tensor(tensor) and as_numpy else tensor
 
 
-def _even_gather(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """tensor_parallel/mappings.py:150 gathers an uneven list, which gloo refuses: pad it."""
+def _pad_gather(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Pad the uneven parts that tensor_parallel/mappings.py:150 gathers: gloo refuses them."""
 
     def gather(
         input_: torch.Tensor,

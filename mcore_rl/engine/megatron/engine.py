@@ -1,11 +1,12 @@
-"""The Megatron engine: a GPTModel over ranks, behind the engine interface."""
+"""The Megatron engines: a GPTModel over ranks with a language model, value or reward head."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Collection, Iterator, Mapping
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,29 +26,41 @@ from mcore_rl.engine.base import (
     Place,
     ScoredStep,
 )
-from mcore_rl.engine.megatron import device
-from mcore_rl.engine.megatron.host_mirror import HostMirror
-from mcore_rl.models.base import HFConfig, get_family, pad_vocab_size
+from mcore_rl.engine.megatron import device, offload
+from mcore_rl.models.base import (
+    CLASSIFICATION,
+    SEQUENCE,
+    HFConfig,
+    get_family,
+    pad_vocab_size,
+    read_config,
+)
+from mcore_rl.models.heads import (
+    build_value_config,
+    has_value_bias,
+    has_value_head,
+    map_value_head_weights,
+    map_value_weights,
+)
 from mcore_rl.parallel.mesh import Mesh, split_into_chunks
 from mcore_rl.reshard.executor import LocalWeights
-from mcore_rl.reshard.rules import Weight
-
-if TYPE_CHECKING:
-    from mcore_rl.engine.megatron.offload import MemoryReport
+from mcore_rl.reshard.rules import Weight, list_logical_tensors
 
 Result = dict[str, torch.Tensor]
 
 
 class MegatronEngine(BaseEngine):
+    """A language model. `total_steps=0` builds no optimizer."""
+
     has_full_tensors = False
 
     def __init__(self, spec: EngineSpec) -> None:
         super().__init__(spec)
         self.mesh = Mesh(self.layout)
         self._host_copies: dict[Any, torch.Tensor] = {}  # of saves in the background
-        self._mirrors = {"parameters": HostMirror(), "optimizer state": HostMirror()}
+        self._mirrors = {part: offload.HostMirror() for part in ("parameters", "optimizer state")}
 
-    # Megatron is imported inside methods: device.install() must have run before its first import.
+    # Methods import Megatron: device.install() must run before its first import.
 
     def initialize(self) -> None:
         device.install(self.spec.engine.threads_per_rank, self.spec.engine.modules)
@@ -55,64 +68,70 @@ class MegatronEngine(BaseEngine):
         from mcore_rl.parallel.groups import initialize_groups
 
         settings = self.spec.engine
-        optimizer.check(settings.optimizer, self.spec.total_steps)
-        backend, timeout_s = device.collective_backend(), self.spec.timeout_s
+        optimizer.check_optimizer(settings.optimizer, self.spec.total_steps)
+        backend, timeout_s = device.get_collective_backend(), self.spec.timeout_s
         initialize_groups(self.layout, backend, self.spec.seed, timeout_s)
         self.device = torch.device(torch.cuda.current_device())
         self.world_rank = dist.get_rank()
-        at = self.mesh.get_coordinate(self.world_rank)
-        self.hf_config = self._model_config()
+        self._coordinate = self.mesh.get_coordinate(self.world_rank)
+        self.hf_config = self._read_model_config()
         family, dtype = get_family(self.hf_config), model.DTYPES[self.spec.model.dtype]
         self.num_mtp_layers = family.num_mtp_layers(self.hf_config) if settings.mtp_loss_coef else 0
         num_layers = self.hf_config["num_hidden_layers"]
         stages = split_into_chunks(self.layout, num_layers, self.num_mtp_layers)
         vocab = pad_vocab_size(self.hf_config, self.layout.tp)
         self.chunks = model.build_chunks(
-            family, self.hf_config, settings, dtype, stages, at.pp_rank, vocab, self._model_class()
+            family,
+            self.hf_config,
+            settings,
+            dtype,
+            stages,
+            self._coordinate.pp_rank,
+            vocab,
+            self._get_model_class(),
         )
-        self.weights = self._weight_rules(vocab)
+        self.weights = self._build_weight_rules(vocab)
         num_experts = self.chunks[0].config.num_moe_experts or 1
         self.placement = weights.WeightPlacement(self.mesh, stages, num_experts)
         reader = CheckpointReader(self.spec.model.path)
-        weights.load_weights(self.chunks, self.weights, self.placement, at, reader, self._zeros())
+        location = (self.chunks, self.weights, self.placement, self._coordinate)
+        weights.load_weights(*location, reader, self._list_zero_tensors())
         if settings.lora.rank:
-            lora.attach(
-                self.chunks, self.weights, self.placement, at, settings.lora, self.spec.seed
-            )
-        self.wrapped: list[Any] = list(self.chunks)
+            lora.attach_adapters(*location, settings.lora, self.spec.seed)
+        self.wrapped_chunks: list[Any] = list(self.chunks)  # in DDP, if the engine trains
         self.optimizer: Any = None
         self.schedule: Any = None
-        self._skips = optimizer.Skips(settings.optimizer)
+        self._skip_counter = optimizer.SkipCounter(settings.optimizer)
         if self.spec.total_steps:
-            self.wrapped = optimizer.wrap_for_training(self.chunks, settings.optimizer)
+            self.wrapped_chunks = optimizer.wrap_chunks(self.chunks, settings.optimizer)
             if settings.lora.rank:
                 lora.sum_partial_gradients(self.chunks, self.chunks[0].config)
             self.optimizer, self.schedule = optimizer.build_optimizer(
-                self.wrapped, settings.optimizer, dtype, self.spec.total_steps
+                self.wrapped_chunks, settings.optimizer, dtype, self.spec.total_steps
             )
 
-    # What a value model does differently: see value_engine.py.
+    # ValueEngine overrides these methods, and _create_head.
 
-    def _model_config(self) -> HFConfig:
+    def _read_model_config(self) -> HFConfig:
         return CheckpointReader(self.spec.model.path).read_config()
 
-    def _model_class(self) -> Any:
+    def _get_model_class(self) -> Any:
         from mcore_rl.engine.megatron.model import PolicyModel
 
         return PolicyModel
 
-    def _weight_rules(self, padded_vocab: int) -> tuple[Weight, ...]:
+    def _build_weight_rules(self, padded_vocab: int) -> tuple[Weight, ...]:
         return get_family(self.hf_config).weights(self.hf_config, padded_vocab)
 
-    def _zeros(self) -> Collection[str]:
-        """Tensors that the checkpoint does not have and that begin at zero."""
+    def _list_zero_tensors(self) -> Collection[str]:
+        """Return the tensors that start at zero and are not in the checkpoint."""
         return ()
 
     @property
     def expert_layers(self) -> tuple[int, ...]:
-        from mcore_rl.engine.megatron.moe import routers
+        from mcore_rl.engine.megatron.moe import iter_routers
 
-        return tuple(layer for chunk in self.chunks for layer, _ in routers(chunk))
+        return tuple(layer for chunk in self.chunks for layer, _ in iter_routers(chunk))
 
     @torch.no_grad()
     def infer_batch(
@@ -123,31 +142,35 @@ class MegatronEngine(BaseEngine):
         adapters: bool = True,
         replay: bool = True,
     ) -> Batch | None:
-        from mcore_rl.engine.megatron.lora import without_adapters
-        from mcore_rl.engine.megatron.step import in_batch_order
+        from mcore_rl.engine.megatron.lora import disable_adapters
+        from mcore_rl.engine.megatron.step import restore_batch_order
 
-        self._finish_weights()
-        micros = self._micro_batches(batch.select("prompt_ids", "response_ids"), training=False)
-        off = contextlib.nullcontext() if adapters else without_adapters(self.chunks)
+        self._finish_weight_gather()
+        tokens = batch.select("prompt_ids", "response_ids")
+        micros = self._build_micro_batches(tokens, is_training=False)
+        base_model = contextlib.nullcontext() if adapters else disable_adapters(self.chunks)
         mode = None if adapters and replay else "off"
-        with off, self._routing(batch, mode, scoring=True, forward_only=True) as routing:
+        routing = self._create_routing_pass(batch, mode, is_scoring=True, forward_only=True)
+        with base_model, routing:
             results = self._run(micros, None, routing, temperature, forward_only=True)
-        routed = routing.columns(batch)
+        routed_experts = routing.collect_columns(batch)
         if not self._has_head:
             return None
-        columns = {name: in_batch_order(batch, micros, results, name) for name in results[0]}
-        return batch.with_columns(**columns, **routed)
+        columns = {name: restore_batch_order(batch, micros, results, name) for name in results[0]}
+        return batch.with_columns(**columns, **routed_experts)
 
     @torch.no_grad()
     def trace(self, batch: Batch) -> dict[str, torch.Tensor]:
-        from mcore_rl.engine.megatron.trace import Tracing
+        from mcore_rl.engine.megatron.trace import OutputTracer
 
-        self._finish_weights()
-        micros = self._micro_batches(batch.select("prompt_ids", "response_ids"), training=False)
-        routing = self._routing(batch, scoring=True, forward_only=True)
-        with Tracing(self.chunks) as tracing, routing:
+        self._finish_weight_gather()
+        tokens = batch.select("prompt_ids", "response_ids")
+        micros = self._build_micro_batches(tokens, is_training=False)
+        routing = self._create_routing_pass(batch, is_scoring=True, forward_only=True)
+        with OutputTracer(self.chunks) as tracer, routing:
             self._run(micros, None, routing, 1.0, forward_only=True)
-        return tracing.whole(micros, int(batch.num_tokens.sum()), self.hf_config["vocab_size"])
+        num_tokens = int(batch.num_tokens.sum())
+        return tracer.gather_outputs(micros, num_tokens, self.hf_config["vocab_size"])
 
     def train_batch(
         self, batch: Batch, loss_function: LossFunction, *, temperature: float = 1.0
@@ -172,15 +195,17 @@ class MegatronEngine(BaseEngine):
 
         self.require("gradients", "parameters", "optimizer state")
         self.optimizer_zero_grad()
-        micros = self._micro_batches(batch, training=True)
+        micros = self._build_micro_batches(batch, is_training=True)
         biases = [(bias, bias.clone()) for bias in collect_expert_biases(self.chunks)]
-        with self._routing(batch, scoring=False, forward_only=False) as routing:
+        with self._create_routing_pass(batch, is_scoring=False, forward_only=False) as routing:
             results = self._run(
                 micros, loss_function, routing, temperature, forward_only=False, with_scores=True
             )
         micro_scores = step.pop_scores(results)
         names = micro_scores[0] if micro_scores else ()
-        columns = {name: step.in_batch_order(batch, micros, micro_scores, name) for name in names}
+        columns = {
+            name: step.restore_batch_order(batch, micros, micro_scores, name) for name in names
+        }
         scores = Batch({**columns}) if self._has_head else None
         gaps = step.compute_logprob_gaps(micros, micro_scores, self.device)
         if not find_gaps_beyond(gaps, bounds):
@@ -190,12 +215,17 @@ class MegatronEngine(BaseEngine):
         return ScoredStep(scores, gaps, {})
 
     def _take_step(self, results: list[Result]) -> Metrics:
-        """Take the optimizer step of the gradients that are there; return train_batch's metrics."""
+        """Take the optimizer step of the accumulated gradients; return train_batch's metrics."""
+        from mcore_rl.engine.megatron.moe import compute_balance_metrics
+
         lr = self.lr_scheduler_step()
-        steps = {"grad_norm": self.optimizer_step(), "lr": lr, **self._skips.metrics}
-        if self._skips.num:  # Megatron's training loop leaves the schedule where it was, too
+        grad_norm = self.optimizer_step()
+        if self._skip_counter.num:  # Megatron's training loop does not advance the schedule, either
             self.schedule.step(increment=-1)
-        return {**self._summed(results), **self._balance(), **steps}
+        metrics = self._reduce_metrics(results)
+        balance = compute_balance_metrics(self.chunks)  # collective over all ranks
+        metrics |= balance if self._has_head else {}
+        return {**metrics, "grad_norm": grad_norm, "lr": lr, **self._skip_counter.metrics}
 
     def forward_backward_batch(
         self,
@@ -211,87 +241,88 @@ class MegatronEngine(BaseEngine):
         train_batch returns or, without a loss function, its scores.
         """
         self.require("parameters", *(() if forward_only else ("gradients",)))
-        micros = self._micro_batches(batch, training=not forward_only)
-        with self._routing(batch, scoring=False, forward_only=forward_only) as routing:
+        micros = self._build_micro_batches(batch, is_training=not forward_only)
+        routing = self._create_routing_pass(batch, is_scoring=False, forward_only=forward_only)
+        with routing:
             return self._run(micros, loss_function, routing, temperature, forward_only=forward_only)
 
-    def expert_load(self) -> dict[int, torch.Tensor]:
-        """By decoder layer with experts, [experts]: tokens routed to each, of all ranks.
+    def collect_expert_load(self) -> dict[int, torch.Tensor]:
+        """Return the tokens routed to each expert, [experts] by decoder layer with experts.
 
-        Of training passes since optimizer_zero_grad, padding left out. The same on every rank; all
-        ranks take part. Empty for a model without experts.
+        Of training passes since optimizer_zero_grad, without padding. Collective over all ranks,
+        which get the same result. Empty for a model without experts.
         """
-        from mcore_rl.engine.megatron.moe import expert_load
+        from mcore_rl.engine.megatron.moe import collect_expert_load
 
-        return expert_load(self.chunks)
+        return collect_expert_load(self.chunks)
 
     def optimizer_zero_grad(self) -> None:
-        self._require_optimizer("optimizer_zero_grad")
+        """Set gradients and the counts of experts' tokens to zero."""
+        self._check_optimizer("optimizer_zero_grad")
         self.require("gradients")
-        from mcore_rl.engine.megatron.moe import clear_load
+        from mcore_rl.engine.megatron.moe import clear_expert_load
 
-        clear_load(self.chunks)
-        for chunk in self.wrapped:
+        clear_expert_load(self.chunks)
+        for chunk in self.wrapped_chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
 
     def optimizer_step(self) -> float:
         """Clip, step, and return the gradient norm before clipping."""
-        self._require_optimizer("optimizer_step")
+        self._check_optimizer("optimizer_step")
         self.require("parameters", "gradients", "optimizer state")
-        from mcore_rl.engine.megatron.optimizer import clipped_step
+        from mcore_rl.engine.megatron.optimizer import clip_and_step
 
-        return self._skips.counted(clipped_step(self.optimizer))
+        grad_norm = clip_and_step(self.optimizer)
+        self._skip_counter.count(grad_norm)
+        return grad_norm
 
     def lr_scheduler_step(self) -> float:
         """Advance the schedule and return the learning rate that the next step uses."""
-        self._require_optimizer("lr_scheduler_step")
-        # Advanced before the step, so that warm-up starts above zero.
+        self._check_optimizer("lr_scheduler_step")
+        # Advance before the step, so that warm-up starts above zero.
         self.schedule.step(increment=1)
         return float(self.optimizer.param_groups[0]["lr"])
 
     def get_per_tensor_param(self) -> Iterator[tuple[str, torch.Tensor]]:
-        from mcore_rl.engine.megatron.weights import export_weights, untouched_weights
+        from mcore_rl.engine.megatron.weights import export_weights, iter_unbuilt_weights
 
-        self._finish_weights()
+        self._finish_weight_gather()
         yield from export_weights(self.chunks, self.weights, self.placement, self.world_rank)
         if self.is_main_rank:
             reader = CheckpointReader(self.spec.model.path)
-            yield from untouched_weights(self.weights, self.placement, reader)
+            yield from iter_unbuilt_weights(self.weights, self.placement, reader)
 
     def collect_factors(self) -> list[Factors]:
-        from mcore_rl.engine.megatron.lora import gathered_factors
+        from mcore_rl.engine.megatron.lora import gather_factors
 
-        self._finish_weights()
-        return gathered_factors(self.chunks) if self.spec.engine.lora.rank else []
+        self._finish_weight_gather()
+        return gather_factors(self.chunks) if self.spec.engine.lora.rank else []
 
     def get_local_weights(self) -> LocalWeights:
-        from mcore_rl.engine.megatron.handover import get_local_weights
+        from mcore_rl.engine.megatron.weights import collect_local_weights
 
-        self._finish_weights()
-        at = self.mesh.get_coordinate(self.world_rank)
-        return get_local_weights(self.chunks, self.weights, self.placement, at)
+        self._finish_weight_gather()
+        return collect_local_weights(self.chunks, self.weights, self.placement, self._coordinate)
 
     def move(self, place: Place, parts: frozenset[str]) -> None:
-        from mcore_rl.engine.megatron.offload import move
-
         if "parameters" not in self._offloaded:
-            self._finish_weights()
-        move(self.wrapped, self.optimizer, place, parts, self._mirrors)
+            self._finish_weight_gather()
+        offload.move_parts(self.wrapped_chunks, self.optimizer, place, parts, self._mirrors)
 
     def close(self) -> None:
         if self.optimizer is not None:
-            from mcore_rl.engine.megatron.optimizer import unwrap
+            from mcore_rl.engine.megatron.optimizer import unwrap_chunks
 
-            unwrap(self.wrapped)
-        self.chunks, self.wrapped, self.optimizer, self.schedule = [], [], None, None
+            unwrap_chunks(self.wrapped_chunks)
+        self.chunks, self.wrapped_chunks, self.optimizer, self.schedule = [], [], None, None
         self._mirrors.clear()
 
-    def memory_report(self) -> MemoryReport:
+    def memory_report(self) -> offload.MemoryReport:
         """Return the bytes of this rank's parts."""
-        from mcore_rl.engine.megatron.offload import memory_report
-
-        return memory_report(self.wrapped, self.optimizer, self._offloaded, self._mirrors)
+        return offload.build_memory_report(
+            self.wrapped_chunks, self.optimizer, self._offloaded, self._mirrors
+        )
 
     def save_checkpoint(self, path: Path) -> None:
         self._save(path, None).finish()
@@ -302,14 +333,14 @@ class MegatronEngine(BaseEngine):
     def _save(self, path: Path, copies: dict[Any, torch.Tensor] | None) -> PendingSave:
         from mcore_rl.engine.megatron import training_state
 
-        self._finish_weights()
+        self._finish_weight_gather()
         self.require("optimizer state")
         return training_state.save(path, **self._training_state, copies=copies)
 
     def load_checkpoint(self, path: Path) -> None:
         from mcore_rl.engine.megatron import training_state
 
-        self._finish_weights()  # nothing may arrive after the weights that are read
+        self._finish_weight_gather()  # a later transfer would overwrite the loaded weights
         self.require("optimizer state")
         training_state.load(path, **self._training_state)
 
@@ -323,58 +354,49 @@ class MegatronEngine(BaseEngine):
             "schedule": self.schedule,
         }
 
-    def _finish_weights(self) -> None:
-        """With optimizer.overlap, weights may still be in transfer after a step.
+    def _finish_weight_gather(self) -> None:
+        """Wait for weights that are in transfer after a step (optimizer.overlap).
 
-        Raises StateError when they are away.
+        Raises:
+            StateError: The parameters are offloaded.
         """
         self.require("parameters")
         from mcore_rl.engine.megatron.optimizer import finish_weight_gather
 
-        finish_weight_gather(self.wrapped)
+        finish_weight_gather(self.wrapped_chunks)
 
-    def _require_optimizer(self, what: str) -> None:
+    def _check_optimizer(self, call: str) -> None:
         if self.optimizer is None:
-            raise RuntimeError(f"{what} on an engine that was built for inference (total_steps=0)")
+            raise RuntimeError(f"{call} on an engine that was built for inference (total_steps=0)")
 
     @property
     def _has_head(self) -> bool:
         return bool(self.chunks[-1].post_process)
 
-    def _micro_batches(self, batch: Batch, *, training: bool) -> list[Any]:
-        from mcore_rl.engine.megatron.moe import gathers_packs
-        from mcore_rl.engine.megatron.step import micro_batches, model_cost
+    def _build_micro_batches(self, batch: Batch, *, is_training: bool) -> list[Any]:
+        from mcore_rl.engine.megatron.moe import needs_equal_packs
+        from mcore_rl.engine.megatron.packing import build_micro_batches, estimate_model_cost
 
         config = self.chunks[0].config
-        # The interleaved schedule takes micro-batches in groups of as many as pipeline ranks.
-        multiple_of = self.layout.pp if self.layout.vpp > 1 else 1
-        budget = self.spec.engine.max_tokens_per_micro_batch
-        cost = model_cost(config, self.hf_config["vocab_size"])
-        return micro_batches(
+        return build_micro_batches(
             batch,
-            budget,
-            multiple_of,
-            cost,
+            self.spec.engine.max_tokens_per_micro_batch,
+            # The interleaved schedule needs a multiple of the pipeline ranks.
+            self.layout.pp if self.layout.vpp > 1 else 1,
+            estimate_model_cost(config, self.hf_config["vocab_size"]),
             self.device,
-            equal_sizes=gathers_packs(config),
-            num_ahead=self.num_mtp_layers if training else 0,
+            equal_sizes=needs_equal_packs(config),
+            num_mtp_layers=self.num_mtp_layers if is_training else 0,
         )
 
-    def _routing(
-        self, batch: Batch, mode: str | None = None, *, scoring: bool, forward_only: bool
+    def _create_routing_pass(
+        self, batch: Batch, mode: str | None = None, *, is_scoring: bool, forward_only: bool
     ) -> Any:
-        from mcore_rl.engine.megatron.router_replay import routing_of
+        from mcore_rl.engine.megatron.router_replay import create_routing_pass
 
         mode = mode or self.spec.engine.moe.router_replay
-        options = {"scoring": scoring, "forward_only": forward_only}
-        return routing_of(mode, self.chunks, batch, self.device, **options)
-
-    def _balance(self) -> Metrics:
-        """Metrics of the experts' load, on the last stage; all ranks take part."""
-        from mcore_rl.engine.megatron.moe import balance_metrics
-
-        metrics = balance_metrics(self.chunks)
-        return metrics if self._has_head else {}
+        options = {"is_scoring": is_scoring, "forward_only": forward_only}
+        return create_routing_pass(mode, self.chunks, batch, self.device, **options)
 
     def _run(
         self,
@@ -388,34 +410,42 @@ class MegatronEngine(BaseEngine):
     ) -> list[Result]:
         from mcore_rl.engine.megatron import step
 
-        for chunk in self.wrapped:
+        for chunk in self.wrapped_chunks:
             chunk.train(not forward_only)
+        loss_func: step.LossFunc
         if loss_function is None:
-            make_loss = step.inference(self._head(temperature, training=False))
+            head = self._create_head(temperature, is_training=False)
+            loss_func = partial(step.compute_scores, head)
         else:
-            counts = step.count_tokens(micros, self.device)
             needs = get_needs(loss_function) | ({"entropy"} if with_scores else set())
-            head = self._head(temperature, training=True, needs=needs)
-            coef = self.spec.engine.mtp_loss_coef
-            make_loss = step.training(head, loss_function, counts, coef, with_scores=with_scores)
+            loss_func = partial(
+                step.compute_training_loss,
+                self._create_head(temperature, is_training=True, needs=needs),
+                loss_function,
+                step.count_tokens(micros, self.device),
+                mtp_loss_coef=self.spec.engine.mtp_loss_coef,
+                with_scores=with_scores,
+            )
         return step.run_micro_batches(
-            self.wrapped, micros, make_loss, routing.around, forward_only=forward_only
+            self.wrapped_chunks, micros, loss_func, routing.wrap_forward, forward_only=forward_only
         )
 
-    def _head(self, temperature: float, *, training: bool, needs: Collection[str] = ()) -> Any:
+    def _create_head(
+        self, temperature: float, *, is_training: bool, needs: Collection[str] = ()
+    ) -> Any:
         from mcore_rl.engine.megatron.heads import LanguageModelHead
 
         return LanguageModelHead(
             vocab_size=self.hf_config["vocab_size"],
             temperature=temperature,
             chunk_bytes=self.spec.engine.logprob_chunk_bytes,
-            with_entropy="entropy" in needs or not training,
-            with_squares=self.spec.with_sum_pi_squared and not training,
-            num_top=0 if training else self.spec.num_top_log_probs,
+            with_entropy="entropy" in needs or not is_training,
+            with_squares=self.spec.with_sum_pi_squared and not is_training,
+            num_top=0 if is_training else self.spec.num_top_log_probs,
         )
 
-    def _summed(self, results: list[Result]) -> Metrics:
-        """Metrics of all micro-batches, data and context ranks, on the last stage; else none."""
+    def _reduce_metrics(self, results: list[Result]) -> Metrics:
+        """Sum metrics over micro-batches, data and context ranks, on the last stage; else none."""
         from megatron.core import parallel_state
 
         if not self._has_head:
@@ -426,3 +456,57 @@ class MegatronEngine(BaseEngine):
             totals, group=parallel_state.get_data_parallel_group(with_context_parallel=True)
         )
         return dict(zip(names, totals.tolist(), strict=True))
+
+
+class ValueEngine(MegatronEngine):
+    """A value model: `infer_batch` adds "values", and loss functions read inputs.values.
+
+    model.path is a token classification checkpoint with one label, or a language model. The head of
+    a language model is left out, and the value head starts at zero, so that all values do
+    (lm-human-preferences; Huang et al. 2023, "The N Implementation Details of RLHF with PPO"). An
+    export is a token classification checkpoint. A value model that starts from a reward model stays
+    one.
+    """
+
+    _kind = CLASSIFICATION
+
+    @property
+    def config_changes(self) -> HFConfig:
+        original = read_config(self.spec.model.path)
+        config = build_value_config(original, self._kind)
+        return {name: value for name, value in config.items() if original.get(name) != value}
+
+    def _read_model_config(self) -> HFConfig:
+        return build_value_config(read_config(self.spec.model.path), self._kind)
+
+    def _get_model_class(self) -> Any:
+        from mcore_rl.engine.megatron.heads import ValueModel
+
+        return partial(ValueModel, has_bias=has_value_bias(self.hf_config))
+
+    def _build_weight_rules(self, padded_vocab: int) -> tuple[Weight, ...]:
+        return map_value_weights(self.hf_config, padded_vocab)
+
+    def _list_zero_tensors(self) -> Collection[str]:
+        if has_value_head(read_config(self.spec.model.path)):
+            return ()
+        return [
+            tensor.name for tensor in list_logical_tensors(map_value_head_weights(self.hf_config))
+        ]
+
+    def _create_head(
+        self, temperature: float, *, is_training: bool, needs: Collection[str] = ()
+    ) -> Any:
+        from mcore_rl.engine.megatron.heads import compute_value_scores
+
+        return compute_value_scores
+
+
+class RewardEngine(ValueEngine):
+    """A value model whose value at the last token is the score of a sequence.
+
+    It starts from a language model, or from a sequence classification checkpoint with one label;
+    an export is the latter.
+    """
+
+    _kind = SEQUENCE

@@ -1,8 +1,8 @@
-"""Heads on the last hidden states: scores of response tokens, in every layout."""
+"""Output heads: scores of response tokens from the last hidden states, in every layout."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,7 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer import TransformerConfig
 
-from mcore_rl.engine.megatron.logprob import VocabShard, token_scores
+from mcore_rl.engine.megatron.logprob import VocabShard, compute_log_probs
 from mcore_rl.engine.megatron.model import PolicyModel
 from mcore_rl.engine.megatron.packing import MicroBatch
 
@@ -23,57 +23,74 @@ Head = Callable[[Any, torch.Tensor, MicroBatch], Scores]
 
 @dataclass(frozen=True, slots=True)
 class LanguageModelHead:
-    """Log-probs; where asked for the entropy, sum_pi_squared, the largest log-probs and their ids.
+    """The output projection: log-probs, and entropy, sum_pi_squared and top log-probs if enabled.
 
-    With the column teacher_ids also chosen_log_probs [tokens, ids], those of these ids.
+    If the batch has the column teacher_ids, also chosen_log_probs [tokens, ids] of these ids.
     """
 
     vocab_size: int
     temperature: float
-    chunk_bytes: int  # logits and probabilities in memory at a time
+    chunk_bytes: int  # limit on logits and probabilities in memory at a time
     with_entropy: bool
     with_squares: bool = False
     num_top: int = 0
 
     def __call__(self, model: PolicyModel, output: torch.Tensor, micro: MicroBatch) -> Scores:
         head, targets = model.head_weight, micro.targets
-        if others := "teacher_ids" in micro.columns:
+        if has_teacher := "teacher_ids" in micro.columns:
             ids = micro.columns["teacher_ids"].flatten(1)
             targets = torch.cat([targets[:, None], ids], 1)
-        scores = token_scores(
-            states_at(model.config, output, micro.hidden_rows),
+        scores = compute_log_probs(
+            select_hidden_states(model.config, output, micro.hidden_rows),
             head,
             targets,
-            self._shard(head),
+            self._get_shard(head),
             temperature=self.temperature,
             chunk_bytes=self.chunk_bytes,
             with_entropy=self.with_entropy,
             with_squares=self.with_squares,
             num_top=self.num_top,
         )
-        found = {"log_probs": scores.log_probs}
-        if others:
-            found = {
+        columns = {"log_probs": scores.log_probs}
+        if has_teacher:
+            columns = {
                 "log_probs": scores.log_probs[:, 0],
                 "chosen_log_probs": scores.log_probs[:, 1:],
             }
         if self.with_entropy:
-            found["entropy"] = scores.entropy
+            columns["entropy"] = scores.entropy
         if self.with_squares:
-            found["sum_pi_squared"] = scores.sum_pi_squared
+            columns["sum_pi_squared"] = scores.sum_pi_squared
         if self.num_top:
-            found |= {"top_log_probs": scores.top_log_probs, "top_ids": scores.top_ids}
-        return found
+            columns |= {"top_log_probs": scores.top_log_probs, "top_ids": scores.top_ids}
+        return columns
 
-    def log_probs(
-        self, model: PolicyModel, output: torch.Tensor, rows: torch.Tensor, targets: torch.Tensor
+    def compute_mtp_loss(
+        self, model: PolicyModel, outputs: Sequence[torch.Tensor], micro: MicroBatch
     ) -> torch.Tensor:
-        """[targets] log-probs at temperature 1 from the states at `rows`."""
-        head = model.head_weight
-        states, shard = states_at(model.config, output, rows), self._shard(head)
-        return token_scores(states, head, targets, shard, chunk_bytes=self.chunk_bytes).log_probs
+        """Return the multi-token prediction loss: the mean over depths, at temperature 1.
 
-    def _shard(self, head: torch.Tensor) -> VocabShard:
+        Equations 24 and 25 of DeepSeek-V3 (arXiv:2412.19437), with loss_weights of the predicted
+        response tokens instead of the mean over all tokens: prompts are not trained on, and the
+        loss does not depend on micro-batches or ranks. The first tokens of a sequence have fewer
+        predictions. Megatron's own loss is wrong with context parallelism in 0.19.2
+        (transformer/multi_token_prediction.py:838 counts the tokens of one rank, :851 those of
+        all).
+
+        Args:
+            outputs: Of each depth, [tokens / tp, 1, hidden].
+        """
+        head = model.head_weight
+        losses = []
+        for output, mtp in zip(outputs, micro.mtp_targets, strict=True):
+            states = select_hidden_states(model.config, output, mtp.hidden_rows)
+            scores = compute_log_probs(
+                states, head, mtp.targets, self._get_shard(head), chunk_bytes=self.chunk_bytes
+            )
+            losses.append(-(scores.log_probs * mtp.loss_weights).sum())
+        return torch.stack(losses).mean()
+
+    def _get_shard(self, head: torch.Tensor) -> VocabShard:
         return VocabShard(
             start=parallel_state.get_tensor_model_parallel_rank() * head.shape[0],
             vocab_size=self.vocab_size,
@@ -82,10 +99,11 @@ class LanguageModelHead:
 
 
 class ValueHead(torch.nn.Linear):
-    """[tokens, hidden] to one float32 a token: the sum is in float32 whatever the dtype.
+    """A linear from [tokens, hidden] to one value per token, computed in float32 for any dtype.
 
-    Under sequence parallelism it runs on the tokens of this rank only. The marks on its parameters
-    have Megatron sum their gradients over TP ranks (distributed/finalize_model_grads.py).
+    With sequence parallelism it runs on the tokens of this rank only. The attribute on its
+    parameters makes Megatron sum their gradients over TP ranks
+    (distributed/finalize_model_grads.py).
     """
 
     def __init__(self, config: TransformerConfig, *, has_bias: bool) -> None:
@@ -99,28 +117,27 @@ class ValueHead(torch.nn.Linear):
 
 
 class ValueModel(PolicyModel):
-    """A GPTModel whose `output_layer` is a value head: one number a token instead of logits."""
+    """A GPTModel whose `output_layer` is a value head: one value per token instead of logits."""
 
     def __init__(self, *args: Any, has_bias: bool, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        if self.post_process:  # in place of GPTModel's output projection
+        if self.post_process:  # replaces GPTModel's output projection
             self.output_layer = ValueHead(self.config, has_bias=has_bias)
 
     def sharded_state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         state: dict[str, Any] = super().sharded_state_dict(*args, **kwargs)
         for name, tensor in state.items():
             if "output_layer." in name:
-                # GPTModel lets it differ from the checkpoint's shape, for the vocabulary's padding.
+                # GPTModel allows another shape in the checkpoint, because of vocabulary padding.
                 tensor.allow_shape_mismatch = False
         return state
 
 
-def value_scores(model: ValueModel, output: torch.Tensor, micro: MicroBatch) -> Scores:
-    """The value of the state before each response token, which is also what the token is drawn
-    from.
+def compute_value_scores(model: ValueModel, output: torch.Tensor, micro: MicroBatch) -> Scores:
+    """Return the value of each response token, from the state that the token is sampled from.
 
     Every TP rank has all values and computes the same loss, so the gradient of its own tokens'
-    values is whole, and is neither summed nor averaged over TP.
+    values is complete, and is neither summed nor averaged over TP.
     """
     values = model.output_layer(output.squeeze(1))
     if model.config.sequence_parallel:
@@ -128,10 +145,10 @@ def value_scores(model: ValueModel, output: torch.Tensor, micro: MicroBatch) -> 
     return {"values": values.index_select(0, micro.hidden_rows)}
 
 
-def states_at(config: Any, output: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """[rows, hidden] of the hidden states of this CP rank, whole on its TP ranks.
+def select_hidden_states(config: Any, output: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """Return [rows, hidden] of this CP rank's hidden states, gathered over its TP ranks.
 
-    The gradient of each TP rank is taken as a part of the whole and summed.
+    The gradients of the TP ranks are summed: each has the part of its vocabulary shard.
     """
     hidden = output.squeeze(1)  # [tokens / tp, hidden] under sequence parallelism
     if config.sequence_parallel:

@@ -1,8 +1,8 @@
 """Plain torch modules under Transformer Engine's parameter names, for a machine without it.
 
-Megatron's Transformer Engine layer spec fuses norms into the next linear layers and has one
-weight per expert. These modules have the same parameters under the same names, so that weight rules
-and checkpoints are the same on a CPU and on a GPU.
+Megatron's Transformer Engine layer spec fuses norms into the next linear layers and has one weight
+per expert. These modules have the same parameters under the same names, so that weight rules and
+checkpoints are the same on a CPU and on a GPU.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from mcore_rl.engine.megatron.attention import PackedAttention
 
 
-def _norm_weight(size: int, config: Any) -> torch.nn.Parameter:
+def _create_norm_weight(size: int, config: Any) -> torch.nn.Parameter:
     data = torch.ones(size, dtype=config.params_dtype, device=torch.cuda.current_device())
     weight = torch.nn.Parameter(data)
     weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
@@ -40,23 +40,23 @@ def _norm_weight(size: int, config: Any) -> torch.nn.Parameter:
 
 
 class RMSNorm(torch.nn.Module):
-    """What WrappedTorchNorm would be if it allowed sequence parallelism (torch_norm.py:32)."""
+    """An RMS norm with sequence parallelism, which WrappedTorchNorm refuses (torch_norm.py:32)."""
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-6, **_: Any) -> None:
         super().__init__()
         self.eps = eps
-        self.weight = _norm_weight(hidden_size, config)
+        self.weight = _create_norm_weight(hidden_size, config)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return F.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
 
 
 class NormColumnParallelLinear(ColumnParallelLinear):
-    """A norm and the column-parallel linear behind it: TELayerNormColumnParallelLinear."""
+    """A norm fused into the next column-parallel linear: TELayerNormColumnParallelLinear."""
 
     def __init__(self, input_size: int, output_size: int, *, config: Any, **kwargs: Any) -> None:
         super().__init__(input_size, output_size, config=config, **kwargs)
-        self.layer_norm_weight = _norm_weight(input_size, config)
+        self.layer_norm_weight = _create_norm_weight(input_size, config)
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         eps = self.config.layernorm_epsilon
@@ -66,11 +66,11 @@ class NormColumnParallelLinear(ColumnParallelLinear):
 
 
 class ReplicatedLinear(torch.nn.Module):
-    """The whole weight on every tensor-parallel rank: TELinear with parallel_mode="duplicated".
+    """The full weight on every tensor-parallel rank: TELinear with parallel_mode="duplicated".
 
     Multi-head latent attention projects to its latents with it. A rank computes its own part of the
-    sequence, so the gradients of the ranks are summed, which the mark for sequence parallelism
-    does. Column-parallel projections in its place are off by 1e-3 in the gradient norm.
+    sequence, so the attribute for sequence parallelism makes Megatron sum the gradients of the
+    ranks. With column-parallel projections the gradient norm is off by 1e-3.
     """
 
     def __init__(
@@ -95,17 +95,17 @@ class ReplicatedLinear(torch.nn.Module):
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, None]:
-        """[tokens / tp, 1, input] -> [tokens / tp, 1, output]."""
+        """Map [tokens / tp, 1, input] to [tokens / tp, 1, output]."""
         return F.linear(x, self.weight), None
 
     def backward_dw(self) -> None:
-        """Weight gradients are never delayed here."""
+        """Do nothing: weight gradients are never delayed."""
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: Any = None
     ) -> ShardedStateDict:
-        """Keys of Transformer Engine's linear (extensions/transformer_engine.py:687)."""
-        found: ShardedStateDict = make_sharded_tensors_for_checkpoint(
+        """Return shards with the keys of TELinear (extensions/transformer_engine.py:687)."""
+        state: ShardedStateDict = make_sharded_tensors_for_checkpoint(
             {"weight": self.weight},
             prefix,
             None,
@@ -113,11 +113,11 @@ class ReplicatedLinear(torch.nn.Module):
             tp_group=get_tensor_model_parallel_group(),
             dp_cp_group=metadata["dp_cp_group"],
         )
-        return found
+        return state
 
 
-def _fits_grouped_product(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether torch has one product for all experts: CUDA's takes bfloat16 in rows of 16 bytes."""
+def _can_use_grouped_mm(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Return whether torch.grouped_mm supports the tensors: on CUDA bfloat16, rows of 16 bytes."""
     if not len(x):
         return False
     if x.is_cuda:
@@ -125,10 +125,10 @@ def _fits_grouped_product(x: torch.Tensor, weight: torch.Tensor) -> bool:
     return x.dtype in (torch.float32, torch.bfloat16)
 
 
-class _GroupedProduct(torch.autograd.Function):
-    """x @ weight.T for the rows of each expert, in one call instead of one per expert.
+class _GroupedMatmul(torch.autograd.Function):
+    """x @ weight.T for the rows of each expert, in one call for all experts.
 
-    The weights are stacked for the call, and again in the backward pass: kept between the two, the
+    The weights are stacked for the call, and again in the backward pass: saved between the two, the
     stacks of all layers would be a second copy of the model.
     """
 
@@ -150,12 +150,9 @@ class _GroupedProduct(torch.autograd.Function):
 
 
 class GroupedLinear(torch.nn.Module):
-    """One weight an expert, applied to that expert's rows: TEColumn/RowParallelGroupedLinear.
+    """One weight per expert, for that expert's rows: TEColumnParallel/RowParallelGroupedLinear."""
 
-    `split_dim` is the weight dim that expert tensor parallelism shards: 0 for columns, 1 for rows.
-    """
-
-    split_dim: int
+    split_dim: int  # weight dim that expert tensor parallelism shards: 0 for columns, 1 for rows
 
     def __init__(
         self,
@@ -181,30 +178,30 @@ class GroupedLinear(torch.nn.Module):
             weight = torch.nn.Parameter(data)
             with get_cuda_rng_tracker().fork(get_expert_parallel_rng_tracker_name()):
                 init_method(weight)
-            # Set even at expert TP 1, or the gradient norm leaves these weights out.
+            # Also at expert TP 1, or the gradient norm leaves these weights out.
             set_tensor_model_parallel_attributes(weight, True, self.split_dim, 1)
             weight.allreduce = False  # type: ignore[attr-defined]
             setattr(self, f"weight{i}", weight)
 
     def forward(self, x: torch.Tensor, rows_per_expert: list[int]) -> tuple[torch.Tensor, None]:
-        """[rows, input] -> [rows, output], the rows of one expert after those of the other."""
+        """Map [rows, input] to [rows, output]; rows are sorted by expert."""
         weights = [getattr(self, f"weight{i}") for i in range(self.num_gemms)]
-        if _fits_grouped_product(x, weights[0]):
+        if _can_use_grouped_mm(x, weights[0]):
             ends = torch.tensor(rows_per_expert, device=x.device).cumsum(0, dtype=torch.int32)
-            return _GroupedProduct.apply(x, ends, *weights), None
+            return _GroupedMatmul.apply(x, ends, *weights), None
         parts = x.split(rows_per_expert)
         return torch.cat([F.linear(p, w) for p, w in zip(parts, weights, strict=True)]), None
 
     def backward_dw(self) -> None:
-        """Weight gradients are never delayed here."""
+        """Do nothing: weight gradients are never delayed."""
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: Any = None
     ) -> ShardedStateDict:
-        """Keys of Transformer Engine's grouped linear (extensions/transformer_engine.py:1738)."""
+        """Return shards, keys as in TEGroupedLinear (extensions/transformer_engine.py:1738)."""
         num_experts = self._groups.ep.size() * self.num_gemms
         first = self._groups.ep.rank() * self.num_gemms
-        found: ShardedStateDict = {}
+        state: ShardedStateDict = {}
         for i in range(self.num_gemms):
             part = make_sharded_tensors_for_checkpoint(
                 {f"{i}.weight": getattr(self, f"weight{i}")},
@@ -217,8 +214,8 @@ class GroupedLinear(torch.nn.Module):
             replace_prefix_for_sharding(part, f"{i}.", prefix)
             tensor = part[f"{i}.weight"]
             tensor.replica_id = (*tensor.replica_id[:2], self._groups.expt_dp.rank())
-            found[f"{prefix}weight{i}"] = tensor
-        return found
+            state[f"{prefix}weight{i}"] = tensor
+        return state
 
 
 class ColumnGroupedLinear(GroupedLinear):
@@ -230,7 +227,7 @@ class RowGroupedLinear(GroupedLinear):
 
 
 class TorchSpecProvider(BackendSpecProvider):
-    """Answers Megatron's Transformer Engine layer spec with the modules above."""
+    """Provides the modules above for Megatron's Transformer Engine layer spec."""
 
     def linear(self) -> type:
         return ReplicatedLinear

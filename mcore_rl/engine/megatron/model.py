@@ -1,4 +1,4 @@
-"""The model of a rank: TransformerConfig from our settings, GPTModel chunks."""
+"""The model of a rank: TransformerConfig from the engine's settings, and GPTModel chunks."""
 
 from __future__ import annotations
 
@@ -9,51 +9,67 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
 from mcore_rl.config.schema import EngineConfig
 from mcore_rl.engine.megatron import device
-from mcore_rl.engine.megatron.moe import sequence_share, use_packed_routers
-from mcore_rl.engine.megatron.mtp import block_spec, states_with_predictions
+from mcore_rl.engine.megatron.moe import slice_sequence_parallel, use_packed_routers
 from mcore_rl.models.base import Family, HFConfig
 from mcore_rl.parallel.mesh import Chunk
 
 _ACTIVATIONS = {"silu": F.silu}
-# Every weight is loaded, or set to zero, before it is read.
+# Every weight is loaded or set to zero before it is read, so initialization does nothing.
 _INIT_METHODS = dict.fromkeys(
     ("init_method", "output_layer_init_method", "embedding_init_method"), lambda weight: weight
 )
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+# Inputs of multi-token prediction layers (models/gpt/gpt_model.py:593).
+_MTP_INPUTS = (
+    "input_ids", "position_ids", "attention_mask", "inference_params", "rotary_pos_emb",
+    "rotary_pos_cos", "rotary_pos_sin", "packed_seq_params", "sequence_len_offset",
+)  # fmt: skip
 
 
 class PolicyModel(GPTModel):
-    """A GPTModel that ends at its hidden states; heads.py applies the output head with the loss.
+    """A GPTModel that returns its hidden states; heads.py applies the output head with the loss.
 
     `output_layer` keeps its parameters, so names and checkpoints are GPTModel's.
+
+    Multi-token prediction (DeepSeek-V3, arXiv:2412.19437, section 2.2): prediction layer k takes
+    the state of token i at depth k - 1 and the embedding of token i + k, and predicts token
+    i + k + 1 with the model's own embedding and head. The layers are built only if their loss is
+    enabled, and run in training passes only, so log-probs are those of a model without them, bit
+    for bit.
     """
 
     def _preprocess(self, *args: Any, padding_mask: Any = None, **kwargs: Any) -> Any:
-        """The padding mask [1, tokens], split over TP like the tokens, on every stage.
+        """Split the padding mask [1, tokens] over TP like the tokens, on every stage.
 
         Megatron splits it on the first stage only (models/gpt/gpt_model.py:314).
         """
-        prepared = super()._preprocess(*args, **kwargs)
+        inputs = super()._preprocess(*args, **kwargs)
         if padding_mask is not None:
-            padding_mask = sequence_share(self.config, padding_mask, dim=1)
-        return (*prepared[:5], padding_mask, *prepared[6:])
+            padding_mask = slice_sequence_parallel(self.config, padding_mask, dim=1)
+        return (*inputs[:5], padding_mask, *inputs[6:])
 
     def _postprocess(self, hidden_states: torch.Tensor, **inputs: Any) -> torch.Tensor:
-        """[tokens / tp (sequence parallel), 1, hidden], on every stage.
+        """Return [tokens / tp (sequence parallel), 1, hidden], on every stage.
 
-        In training with multi-token prediction the states of each depth follow.
+        In training with multi-token prediction the states of each depth follow along dim 0.
         """
-        if self.mtp_process and self.training:
-            return states_with_predictions(self, hidden_states, inputs)
-        return hidden_states
+        if not (self.mtp_process and self.training):
+            return hidden_states
+        states: torch.Tensor = self.mtp(
+            hidden_states=hidden_states,
+            embedding=self.embedding,
+            **{name: inputs.get(name) for name in _MTP_INPUTS},
+        )
+        return states
 
     @property
     def head_weight(self) -> torch.Tensor:
-        """[vocabulary shard, hidden] weight of the output projection, tied or not."""
+        """Weight of the output projection, tied or not: [vocabulary shard, hidden]."""
         # The head does not call output_layer, so the hook with which DDP waits for an overlapped
         # gather of its weight is called here (distributed/distributed_data_parallel.py:384).
         for hook in self.output_layer._forward_pre_hooks.values():
@@ -75,24 +91,29 @@ def build_chunks(
     padded_vocab: int,
     model_class: Callable[..., PolicyModel] = PolicyModel,
 ) -> list[PolicyModel]:
-    """The chunks of this pipeline rank, uninitialised as far as their weights matter.
+    """Build the chunks of this pipeline rank; their weights are not initialised.
 
-    `stages` are all chunks of the model. The chunks of a rank share one config object, on which
-    Megatron's schedule keeps its hooks.
+    The chunks of a rank share one config object, on which Megatron's schedule keeps its hooks.
+
+    Args:
+        stages: All chunks of the model.
     """
-    config, arguments = _transformer_config(family, hf_config, engine, dtype, stages)
+    config, arguments = _build_transformer_config(family, hf_config, engine, dtype, stages)
     chunks = []
     for stage in stages:
         if stage.pp_rank != pp_rank:
             continue
         vp_stage = stage.vpp_rank if engine.layout.vpp > 1 else None
         layer_spec = use_packed_routers(family.layer_spec(config, vp_stage))
+        mtp_spec = None
+        if stage.num_mtp_layers:  # layers like the last decoder layer of the chunk
+            mtp_spec = get_gpt_mtp_block_spec(
+                config, layer_spec, use_transformer_engine=True, vp_stage=vp_stage
+            )
         chunk = model_class(
             config=config,
             transformer_layer_spec=layer_spec,
-            mtp_block_spec=(
-                block_spec(config, layer_spec, vp_stage) if stage.num_mtp_layers else None
-            ),
+            mtp_block_spec=mtp_spec,
             vocab_size=padded_vocab,
             max_sequence_length=hf_config.get("max_position_embeddings", 0),
             pre_process=stage.has_embedding,
@@ -102,22 +123,26 @@ def build_chunks(
             vp_stage=vp_stage,
             **arguments,
         )
-        _mark_experts(chunk)
+        for name, parameter in chunk.named_parameters():
+            if ".experts." in name:
+                # transformer/moe/experts.py marks experts at EP > 1 only. Without the mark the
+                # gradient norm is wrong at TP2, ETP1, EP1.
+                parameter.allreduce = False
         fuse_weight_gradients(chunk)
         chunks.append(chunk.to(torch.cuda.current_device()))
     return chunks
 
 
-def _transformer_config(
+def _build_transformer_config(
     family: Family,
     hf_config: HFConfig,
     engine: EngineConfig,
     dtype: torch.dtype,
     stages: Sequence[Chunk],
 ) -> tuple[TransformerConfig, dict[str, Any]]:
-    """Megatron's config of the model at this layout, and the arguments that GPTModel itself wants.
+    """Return Megatron's config of the model at this layout, and further arguments of GPTModel.
 
-    A family names both in one dict; what the config class has no field for is GPTModel's.
+    A family returns both in one dict: entries that are no field of the config are GPTModel's.
     """
     layout = engine.layout
     fields = family.config_map(hf_config)
@@ -130,8 +155,8 @@ def _transformer_config(
         fields |= _moe_fields(engine)
         if fields.get("moe_router_enable_expert_bias"):
             fields["moe_router_bias_update_rate"] = engine.moe.bias_update_rate
-    flags = device.config_flags()
-    if fields.get("rope_type") == "rope":  # of latent attention: only its YaRN has a fused kernel
+    flags = device.build_config_flags()
+    if fields.get("rope_type") == "rope":  # latent attention has a fused kernel for YaRN only
         flags["apply_rope_fusion"] = False
     config = config_class(
         **fields,
@@ -157,10 +182,10 @@ def _transformer_config(
         # Packs differ in length, so stages exchange the shapes.
         variable_seq_lengths=layout.pp > 1,
         # With interleaved chunks the batched exchange gives wrong losses without an error
-        # (pipeline_parallel/p2p_communication.py:353); the overlapped one is right.
+        # (pipeline_parallel/p2p_communication.py:353); the overlapped exchange is correct.
         batch_p2p_comm=layout.vpp == 1,
         overlap_p2p_comm=layout.vpp > 1,
-        # A loss is a weighted sum over tokens; see step.py for what it is divided by.
+        # Divide gradients by the number of tokens (see step.compute_training_loss).
         calculate_per_token_loss=True,
         **flags,
     )
@@ -193,23 +218,12 @@ def _recompute_fields(engine: EngineConfig) -> dict[str, Any]:
 
 
 def fuse_weight_gradients(model: torch.nn.Module) -> None:
-    """Let Transformer Engine's products add weight gradients to DDP's float32 buffers.
+    """Make Transformer Engine's linears add weight gradients to DDP's float32 buffers.
 
     Otherwise the gradient of each micro-batch is rounded to bfloat16 before it is added. The flag
-    of TransformerConfig does the same, but Megatron then demands Apex for the output layer
-    (tensor_parallel/layers.py:924), whose gradient heads.py computes without it.
+    of TransformerConfig does the same, but then Megatron requires Apex for the output layer
+    (tensor_parallel/layers.py:924), whose gradient logprob.py computes without it.
     """
     for module in model.modules():
         if hasattr(module, "fuse_wgrad_accumulation"):
             module.fuse_wgrad_accumulation = True  # type: ignore[assignment]
-
-
-def _mark_experts(model: GPTModel) -> None:
-    """Expert parameters belong to the expert groups at any EP and ETP.
-
-    Without the mark the gradient norm is off at TP2, ETP1, EP1: transformer/moe/experts.py marks
-    them at EP > 1 only.
-    """
-    for name, parameter in model.named_parameters():
-        if ".experts." in name:
-            parameter.allreduce = False

@@ -1,8 +1,8 @@
 """Routers of packed batches, load balancing, and the load of the experts.
 
-Every MoE layer of every chunk has a `PackedRouter`. Padding is routed like any token, since its
-rows exist, but it never counts: not in a load-balancing loss, not in the update of a selection
-bias, not in the reported load.
+Every MoE layer of every chunk has a `PackedRouter`. Padding is routed like any token, because its
+rows exist, but it counts neither in a load-balancing loss, nor in the update of a selection bias,
+nor in the reported load.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
 
 
-class ReplaySlot(RouterReplay):
-    """Where a router finds the experts that it has to take, and leaves those that it took.
+class StrictRouterReplay(RouterReplay):
+    """Target and recorded experts of a router: Megatron's RouterReplay, with checks.
 
-    Megatron's own, with three differences. What is set is used exactly once: a router that runs a
-    second time, or whose tokens are not those of the targets, raises RuntimeError. It is not in
-    Megatron's class-wide list of all routers that were ever built. It knows its layer.
+    Targets are used exactly once: a router that runs a second time, or on other tokens than those
+    of its targets, raises RuntimeError. It is not in Megatron's class-wide list of all routers that
+    were ever built, and it has the number of its layer.
     """
 
-    target_topk_idx: torch.Tensor | None  # [tokens, topk] of the forward pass to come
-    recorded_topk_idx: torch.Tensor | None  # [tokens, topk] of the forward pass that was
+    target_topk_idx: torch.Tensor | None  # [tokens, topk] for the next forward pass
+    recorded_topk_idx: torch.Tensor | None  # [tokens, topk] of the last forward pass
 
-    def __init__(self, replaced: RouterReplay) -> None:
+    def __init__(self, original: RouterReplay) -> None:
         super().__init__()
-        for entry in (replaced, self):
+        for entry in (original, self):
             RouterReplay.global_router_replay_instances.remove(entry)
-        self.layer = -1  # decoder layer of the whole model, from 0; known when a pass begins
+        self.layer = -1  # decoder layer of the full model, from 0; set when a pass begins
 
     def get_replay_topk(
         self,
@@ -45,20 +45,20 @@ class ReplaySlot(RouterReplay):
         group_topk: int | None = None,
         default_compute_topk: Any = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(scores, ids) [tokens, topk] of the experts to take, from `scores` [tokens, E]."""
+        """Return scores and ids [tokens, topk] of the experts to use, from `scores` [tokens, E]."""
         action, shape = self.router_replay_action, (len(scores), topk)
         if action is RouterReplayAction.RECORD and self.recorded_topk_idx is not None:
             raise RuntimeError(f"router replay: layer {self.layer} routed twice in one recording")
         if action is RouterReplayAction.REPLAY_FORWARD:
-            self._check(self.target_topk_idx, shape)
+            self._check_target(self.target_topk_idx, shape)
         if action is RouterReplayAction.REPLAY_BACKWARD:
-            self._check(next(iter(self.replay_backward_list), None), shape)
-        found = super().get_replay_topk(scores, topk, num_groups, group_topk, default_compute_topk)
+            self._check_target(next(iter(self.replay_backward_list), None), shape)
+        chosen = super().get_replay_topk(scores, topk, num_groups, group_topk, default_compute_topk)
         if action is RouterReplayAction.REPLAY_FORWARD:
             self.target_topk_idx = None
-        return found
+        return chosen
 
-    def _check(self, target: torch.Tensor | None, shape: tuple[int, int]) -> None:
+    def _check_target(self, target: torch.Tensor | None, shape: tuple[int, int]) -> None:
         if target is None:
             raise RuntimeError(
                 f"router replay: layer {self.layer} routes more often than it has targets"
@@ -75,28 +75,28 @@ class ReplaySlot(RouterReplay):
 
 
 class PackedRouter(TopKRouter):
-    """Megatron's top-k router, for packs that differ in tokens and ranks that have parts of them.
+    """Megatron's top-k router, for packs of different sizes that are split over ranks.
 
     The load-balancing loss of a layer (arXiv:2101.03961, equations 4 to 6) is here a sum over
     tokens: token x adds coef * E * sum_i f_i * p_i(x), where p_i(x) is the router's score of expert
-    i, normalised over the E experts, and f_i the share of expert i among all choices. `aux_loss`
-    takes the shares over the micro-batch of the token (on all TP and CP ranks), `global_aux_loss`
-    over all ranks and the micro-batches so far of this mini-batch. Megatron then divides by all
-    tokens (step.py), so what is minimised is coef times the mean over tokens, summed over layers.
-    It is 1 * coef for a layer of even load. The choices are the best scores of the router itself,
-    without selection bias or groups, also where routed experts are replayed.
+    i, normalised over the E experts, and f_i the share of expert i among all choices. With
+    `aux_loss` the shares are over the micro-batch of the token (on all TP and CP ranks), with
+    `global_aux_loss` over all ranks and the micro-batches so far of this mini-batch. Megatron then
+    divides by all tokens (step.py), so the optimized loss is coef times the mean over tokens,
+    summed over layers; it is coef for a layer of even load. Choices are the highest scores of the
+    router itself, without selection bias or groups, also when routed experts are replayed.
 
-    What it corrects in megatron/core 0.16.1, transformer/moe:
+    Corrections of megatron/core 0.16.1, transformer/moe:
     - router.py:466 multiplies the loss by the tokens of one TP and CP rank, while gradients are
       divided by those of all: the loss counts 1 / (tp * cp) of its coefficient. With a padding mask
       it does not, because moe_utils.py:224 then sums in place what should be a local count.
     - moe_utils.py:131 divides by the number of tokens, which is 0 in a pack of padding: gradients
       become NaN.
-    - router.py:395 takes, for the global loss, a mean of counts over micro-batches and divides it
-      by the tokens of the last, which is no share when micro-batches differ in tokens.
+    - router.py:395 divides, for the global loss, the mean of counts over micro-batches by the
+      tokens of the last, which is no share when micro-batches differ in tokens.
     - router.py:542 applies the padding mask along the experts instead of the tokens, and counts
       tokens for the selection bias outside of training, too.
-    - router.py:207 enters every router that was ever built in a class-wide list.
+    - router.py:207 adds every router that was ever built to a class-wide list.
     """
 
     def __init__(
@@ -104,14 +104,14 @@ class PackedRouter(TopKRouter):
     ) -> None:
         super().__init__(config=config, pg_collection=pg_collection, **options)
         device = torch.cuda.current_device()
-        # Sums over training tokens since clear_load, of this rank.
+        # Sums over this rank's training tokens since clear_expert_load.
         load = torch.zeros(config.num_moe_experts, dtype=torch.float64, device=device)
         self.register_buffer("load", load, persistent=False)
         balance = torch.zeros((), dtype=torch.float64, device=device)
         self.register_buffer("balance", balance, persistent=False)
         if config.moe_enable_routing_replay:
-            replaced: RouterReplay = self.router_replay
-            self.router_replay: ReplaySlot = ReplaySlot(replaced)
+            original: RouterReplay = self.router_replay
+            self.router_replay: StrictRouterReplay = StrictRouterReplay(original)
 
     def _apply_aux_loss(
         self,
@@ -120,13 +120,13 @@ class PackedRouter(TopKRouter):
         routing_map: torch.Tensor,
         with_padding_mask: bool = False,
     ) -> torch.Tensor:
-        """`probs` [tokens, E] with the loss of the micro-batch hung on; scores are 0 at padding."""
+        """Attach the loss of the micro-batch to `probs` [tokens, E]; scores are 0 at padding."""
         coef = self.get_aux_loss_coeff("aux_loss")
         if coef == 0:
             return probs
         chosen = routing_map.sum(dim=0)
         dist.all_reduce(chosen, group=self.tp_cp_group)
-        return self._with_balance_loss(probs, scores_for_aux_loss, chosen, coef)
+        return self._attach_balance_loss(probs, scores_for_aux_loss, chosen, coef)
 
     def _apply_global_aux_loss(
         self,
@@ -135,18 +135,18 @@ class PackedRouter(TopKRouter):
         routing_map: torch.Tensor,
         with_padding_mask: bool = False,
     ) -> torch.Tensor:
-        """As above, with shares over all ranks; Megatron clears the counts after a mini-batch."""
+        """Attach the loss with shares over all ranks; Megatron resets them after a mini-batch."""
         coef = self.get_aux_loss_coeff("global_aux_loss")
         if coef == 0:
             return probs
         chosen = routing_map.sum(dim=0)
         dist.all_reduce(chosen, group=self.tp_dp_cp_group)
         self.global_tokens_per_expert += chosen
-        return self._with_balance_loss(
+        return self._attach_balance_loss(
             probs, scores_for_aux_loss, self.global_tokens_per_expert, coef
         )
 
-    def _with_balance_loss(
+    def _attach_balance_loss(
         self, probs: torch.Tensor, scores: torch.Tensor, chosen: torch.Tensor, coef: float
     ) -> torch.Tensor:
         shares = chosen / chosen.sum().clamp(min=1)  # [E]; zeros when there are no tokens at all
@@ -157,9 +157,9 @@ class PackedRouter(TopKRouter):
     def _apply_expert_bias(
         self, routing_map: torch.Tensor, padding_mask: torch.Tensor | None = None
     ) -> None:
-        """Count the experts of [tokens, E] that were used, once a token: where gradients are made.
+        """Count the used experts of [tokens, E], once per token: in the pass with gradients.
 
-        Under full recompute that is the second forward pass, for the first runs without gradients.
+        With full recompute that is the second forward pass; the first runs without gradients.
         """
         if not (self.training and torch.is_grad_enabled()):
             return
@@ -172,7 +172,7 @@ class PackedRouter(TopKRouter):
 
 
 def use_packed_routers(layer_spec: Any) -> Any:
-    """The layer spec of a chunk (TransformerBlockSubmodules) with our router in its MoE layers."""
+    """Set PackedRouter in the MoE layers of a chunk's layer spec (TransformerBlockSubmodules)."""
     for layer in layer_spec.layer_specs:
         submodules = getattr(layer.submodules.mlp, "submodules", None)
         if isinstance(submodules, MoESubmodules):
@@ -180,20 +180,20 @@ def use_packed_routers(layer_spec: Any) -> Any:
     return layer_spec
 
 
-def moe_layers(config: TransformerConfig) -> list[int]:
-    """Which decoder layers of the whole model have experts, from 0."""
+def list_moe_layers(config: TransformerConfig) -> list[int]:
+    """Return the decoder layers of the full model that have experts, from 0."""
     if not config.num_moe_experts:
         return []
     layers, every = range(config.num_layers), config.moe_layer_freq
     return [i for i in layers if (every[i] if isinstance(every, list) else i % every == 0)]
 
 
-def gathers_packs(config: TransformerConfig) -> bool:
-    """Whether tokens reach their experts in a way that takes packs of equal size only.
+def needs_equal_packs(config: TransformerConfig) -> bool:
+    """Return whether the token dispatcher works with packs of equal size only.
 
     The allgather dispatcher gathers the same number of tokens from each rank of an expert group
-    (transformer/moe/token_dispatcher.py:265), among them ranks of other data-parallel shares. Where
-    the numbers differ gloo ends the process, and NCCL has no check.
+    (transformer/moe/token_dispatcher.py:265), which has ranks of other data-parallel shares. If the
+    numbers differ, gloo ends the process, and NCCL has no check.
     """
     ranks = config.expert_model_parallel_size * config.expert_tensor_parallel_size
     return (
@@ -203,8 +203,8 @@ def gathers_packs(config: TransformerConfig) -> bool:
     )
 
 
-def routers(chunk: Any) -> Iterator[tuple[int, PackedRouter]]:
-    """(decoder layer of the whole model, router) of a chunk, without layers of token prediction."""
+def iter_routers(chunk: Any) -> Iterator[tuple[int, PackedRouter]]:
+    """Yield (decoder layer of the full model, router) of a chunk, without prediction layers."""
     for layer in chunk.decoder.layers:
         router = getattr(layer.mlp, "router", None)
         if router is not None:
@@ -218,37 +218,38 @@ def collect_expert_biases(chunks: Sequence[Any]) -> list[torch.Tensor]:
     return [bias for bias in biases if bias is not None]
 
 
-def clear_load(chunks: Sequence[Any]) -> None:
-    """Forget the loads that were counted so far."""
+def clear_expert_load(chunks: Sequence[Any]) -> None:
+    """Reset the loads and balance losses of all routers."""
     for chunk in chunks:
-        for _, router in routers(chunk):
+        for _, router in iter_routers(chunk):
             router.load.zero_()
             router.balance.zero_()
 
 
-def expert_load(chunks: Sequence[Any]) -> dict[int, torch.Tensor]:
-    """By MoE layer, [experts]: training tokens routed to each since clear_load, of all ranks.
+def collect_expert_load(chunks: Sequence[Any]) -> dict[int, torch.Tensor]:
+    """Return the training tokens of each expert since clear_expert_load, [experts] by MoE layer.
 
-    Float64 on the CPU. All ranks take part, and all get the whole table. Empty without experts.
+    Float64 on the CPU, of all ranks, without padding. Collective over all ranks, which get the same
+    result. Empty for a model without experts.
     """
     if not chunks[0].config.num_moe_experts:
         return {}
-    loads, _ = _totals(chunks)
-    return dict(zip(moe_layers(chunks[0].config), loads, strict=True))
+    loads, _ = _reduce_loads(chunks)
+    return dict(zip(list_moe_layers(chunks[0].config), loads, strict=True))
 
 
-def balance_metrics(chunks: Sequence[Any]) -> dict[str, float]:
-    """How evenly the tokens since clear_load were spread; all ranks take part.
+def compute_balance_metrics(chunks: Sequence[Any]) -> dict[str, float]:
+    """Return metrics of the experts' load since clear_expert_load. Collective over all ranks.
 
     moe/max_expert_load and moe/min_expert_load: the largest and smallest load of an expert over the
-    mean of its layer. moe/dead_experts: experts of all layers without a token. moe/aux_loss, where
-    the loss is computed: its mean over tokens and MoE layers, without the coefficient; 1 is even.
-    Empty for a model without experts.
+    mean of its layer. moe/dead_experts: experts of all layers without a token. moe/aux_loss, if the
+    loss is enabled: its mean over tokens and MoE layers, without the coefficient; 1 is even. Empty
+    for a model without experts.
     """
     config = chunks[0].config
     if not config.num_moe_experts:
         return {}
-    loads, balances = _totals(chunks)
+    loads, balances = _reduce_loads(chunks)
     relative = loads / loads.mean(dim=1, keepdim=True).clamp(min=1 / loads.shape[1])
     metrics = {
         "moe/max_expert_load": float(relative.max()),
@@ -261,31 +262,33 @@ def balance_metrics(chunks: Sequence[Any]) -> dict[str, float]:
     return metrics
 
 
-def _totals(chunks: Sequence[Any]) -> tuple[torch.Tensor, torch.Tensor]:
-    """([MoE layers, experts] loads, [MoE layers] balance losses summed over tokens), on the CPU.
+def _reduce_loads(chunks: Sequence[Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return loads [MoE layers, experts] and balance losses [MoE layers] (sums over tokens).
 
-    Each token is counted on one rank, where its router ran, so a sum over the world is right at
-    every layout.
+    On the CPU. Each token is counted on one rank, where its router ran, so the sum over the world
+    is correct in every layout.
     """
     config = chunks[0].config
-    place = {layer: row for row, layer in enumerate(moe_layers(config))}
+    rows = {layer: row for row, layer in enumerate(list_moe_layers(config))}
     table = torch.zeros(
-        len(place),
+        len(rows),
         config.num_moe_experts + 1,
         dtype=torch.float64,
         device=torch.cuda.current_device(),
     )
     for chunk in chunks:
-        for layer, router in routers(chunk):
-            table[place[layer], :-1] = router.load
-            table[place[layer], -1] = router.balance
+        for layer, router in iter_routers(chunk):
+            table[rows[layer], :-1] = router.load
+            table[rows[layer], -1] = router.balance
     dist.all_reduce(table)
     table = table.cpu()
     return table[:, :-1], table[:, -1]
 
 
-def sequence_share(config: TransformerConfig, values: torch.Tensor, dim: int) -> torch.Tensor:
-    """What this TP rank's routers see of values that run along the tokens of a pack."""
+def slice_sequence_parallel(
+    config: TransformerConfig, values: torch.Tensor, dim: int
+) -> torch.Tensor:
+    """Return this TP rank's share of values along the tokens of a pack: those of its routers."""
     if not config.sequence_parallel:
         return values
     ranks = parallel_state.get_tensor_model_parallel_world_size()

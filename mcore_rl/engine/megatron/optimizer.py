@@ -1,4 +1,4 @@
-"""What training adds to a model: DDP, Megatron's optimizer, the learning-rate schedule."""
+"""Training of a model: DDP, Megatron's optimizer, the learning-rate schedule."""
 
 from __future__ import annotations
 
@@ -23,24 +23,24 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.resolve_engine import resolve_schedule
 from mcore_rl.config.schema import OptimizerConfig
-from mcore_rl.engine.megatron.device import device_name
+from mcore_rl.engine.megatron.device import get_device_type
 
 _STYLES = {"constant": "constant", "linear": "linear", "cosine": "cosine", "wsd": "WSD"}
 
 
-def check(settings: OptimizerConfig, total_steps: int) -> None:
-    """Refuse what this lane or this length of training cannot do, before anything is built.
+def check_optimizer(settings: OptimizerConfig, total_steps: int) -> None:
+    """Check optimizer settings against the lane and the length of training.
 
     Raises:
         ConfigError: CPU-offloaded Adam without a GPU or without Transformer Engine; a warm-up and
             a decay that overlap.
     """
-    if total_steps == 0:  # inference only: there is no optimizer
+    if total_steps == 0:  # inference only
         return
-    if settings.cpu_offload and device_name() == "cpu":
-        # HybridDeviceOptimizer copies to the host what Tensor.is_cuda says is on a GPU; on the CPU
-        # that is nothing, and its gradients then have no copy to go to
-        # (optimizer/cpu_offloading/hybrid_optimizer.py:273 and :101).
+    if settings.cpu_offload and get_device_type() == "cpu":
+        # HybridDeviceOptimizer copies tensors with Tensor.is_cuda to the host. On the CPU lane none
+        # are, so gradients have no copy to go to (optimizer/cpu_offloading/hybrid_optimizer.py:273
+        # and :101).
         raise ConfigError(
             "optimizer.cpu_offload=true: without a GPU the optimizer is already on the CPU; "
             "allowed: false"
@@ -54,10 +54,10 @@ def check(settings: OptimizerConfig, total_steps: int) -> None:
     resolve_schedule("optimizer", settings, total_steps)
 
 
-def wrap_for_training(
+def wrap_chunks(
     chunks: Sequence[GPTModel], settings: OptimizerConfig
 ) -> list[DistributedDataParallel]:
-    """Gradient buffers and reductions around each chunk; hooks for Megatron's schedule."""
+    """Wrap each chunk in DDP (gradient buffers, reductions), with hooks for Megatron's schedule."""
     config = chunks[0].config
     overlap_gather = settings.overlap and settings.distributed
     ddp_config = DistributedDataParallelConfig(
@@ -81,11 +81,12 @@ def wrap_for_training(
     return wrapped
 
 
-def unwrap(wrapped: Sequence[DistributedDataParallel]) -> None:
-    """Let go of models that train no more: nothing else would free their memory.
+def unwrap_chunks(wrapped: Sequence[DistributedDataParallel]) -> None:
+    """Break the references between DDP and models, so that their memory is freed.
 
-    Dispatchers keep their last tensors, whose graph refers to DDP by its hooks, and DDP the model:
-    a cycle inside autograd, where no collector looks. Config and modules lead into it, too.
+    Dispatchers keep their last tensors, whose graph refers to DDP by its hooks, and DDP refers to
+    the model: a cycle inside autograd, which the garbage collector does not see. Config and modules
+    refer to it, too.
     """
     for chunk in wrapped:
         if chunk.remove_forward_pre_hook_handles:
@@ -101,10 +102,10 @@ def build_optimizer(
     dtype: torch.dtype,
     total_steps: int,
 ) -> tuple[ChainedOptimizer, OptimizerParamScheduler]:
-    """Adam over the parameters of all chunks of this rank, and its schedule over `total_steps`.
+    """Build Adam over the parameters of this rank's chunks, and its schedule over `total_steps`.
 
-    Megatron takes FusedAdam of Transformer Engine or apex where one is importable, else torch's
-    AdamW, and decays neither biases nor tensors of one dim (optimizer/__init__.py:13 and :81).
+    Megatron uses FusedAdam of Transformer Engine or apex if one is importable, else torch's AdamW.
+    It decays neither biases nor tensors of one dim (optimizer/__init__.py:13 and :81).
     """
     optimizer = get_megatron_optimizer(
         MegatronOptimizerConfig(
@@ -120,8 +121,7 @@ def build_optimizer(
             params_dtype=dtype,
             use_distributed_optimizer=settings.distributed,
             overlap_param_gather=settings.overlap and settings.distributed,
-            # Megatron's CPU-offloaded Adam keeps its weights in float32 by the way of the
-            # precision-aware optimizer, and only there.
+            # Megatron's CPU-offloaded Adam has float32 weights only as a precision-aware optimizer.
             optimizer_cpu_offload=settings.cpu_offload,
             optimizer_offload_fraction=1.0 if settings.cpu_offload else 0.0,
             use_precision_aware_optimizer=settings.cpu_offload,
@@ -135,7 +135,7 @@ def build_optimizer(
 def build_schedule(
     optimizer: Any, settings: OptimizerConfig, total_steps: int
 ) -> OptimizerParamScheduler:
-    """Learning rates over `total_steps`; advanced before each step, so step 1 is the first."""
+    """Build the learning-rate schedule. It is advanced before each step, so step 1 is the first."""
     return OptimizerParamScheduler(
         optimizer,
         init_lr=0.0,
@@ -153,40 +153,41 @@ def build_schedule(
     )
 
 
-class Skips:
-    """Updates in a row whose gradients were not finite; the same on all ranks, as the norm is."""
+class SkipCounter:
+    """Consecutive updates that were skipped: their gradients were not finite.
+
+    It is the same on all ranks, because the gradient norm is.
+    """
 
     def __init__(self, settings: OptimizerConfig) -> None:
-        self._most, self.num = settings.max_skipped_steps, 0
+        self._max_skipped, self.num = settings.max_skipped_steps, 0
 
-    def counted(self, norm: float) -> float:
-        """The norm of an update, taken or skipped.
+    def count(self, norm: float) -> None:
+        """Count an update with this gradient norm, taken or skipped.
 
         Raises:
-            FloatingPointError: more in a row were skipped than may be.
+            FloatingPointError: More than optimizer.max_skipped_steps in a row were skipped.
         """
         self.num = 0 if math.isfinite(norm) else self.num + 1
-        if self.num > self._most:
+        if self.num > self._max_skipped:
             raise FloatingPointError(
                 f"the norm of the gradients is {norm}: the step was not taken; "
-                f"optimizer.max_skipped_steps={self._most} in a row may be skipped"
+                f"optimizer.max_skipped_steps={self._max_skipped} in a row may be skipped"
             )
-        return norm
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Of the last update; none where none may be skipped."""
-        return {"num_skipped_steps": float(self.num > 0)} if self._most else {}
+        """Metrics of the last update; none if no step may be skipped."""
+        return {"num_skipped_steps": float(self.num > 0)} if self._max_skipped else {}
 
 
 @torch.no_grad()
-def clipped_step(optimizer: ChainedOptimizer) -> float:
-    """One step; returns the norm of the gradients of all ranks before they were clipped.
+def clip_and_step(optimizer: ChainedOptimizer) -> float:
+    """Clip gradients and take a step; return the gradient norm of all ranks before clipping.
 
-    Where it is not finite, weights and optimizer state stay as they were.
-
-    ChainedOptimizer.step (optimizer/optimizer.py:1308) does the same without a look at the norm:
-    where there is no loss scale it carries a NaN into the weights.
+    If the norm is not finite, weights and optimizer state do not change. ChainedOptimizer.step
+    (optimizer/optimizer.py:1308) does the same without this check: without a loss scale it carries
+    a NaN into the weights.
     """
     optimizer.prepare_grads()
     norm = float(optimizer.get_grad_norm())
@@ -208,10 +209,9 @@ def clipped_step(optimizer: ChainedOptimizer) -> float:
 def finish_weight_gather(chunks: Sequence[Any]) -> None:
     """Wait until every rank has all updated weights. Collective over data-parallel ranks.
 
-    With overlap each rank has only its own shard of the update after a step; the others arrive in
-    the forward pre-hooks of the modules that use them
-    (distributed/distributed_data_parallel.py:384). Whoever reads weights without a forward pass
-    calls this first.
+    With overlap each rank has only its own shard of the update after a step; the forward pre-hooks
+    of modules wait for the others (distributed/distributed_data_parallel.py:384). Call this before
+    reading weights without a forward pass.
     """
     for chunk in chunks:
         if not isinstance(chunk, DistributedDataParallel) or not chunk.use_forward_hook:

@@ -1,12 +1,12 @@
-"""Micro-batches: samples of a batch, concatenated (THD), and their share on a rank.
+"""Micro-batches: samples of a batch, concatenated (THD), and the part of them on a rank.
 
-A response token is scored by the hidden state of the token before it, so a micro-batch has, for
+A response token is scored with the hidden state of the token before it, so a micro-batch has, for
 each response token, the row of that hidden state.
 
 Context parallelism splits each sequence into 2 * cp chunks of equal length. CP rank r has the
 chunks r and 2 * cp - 1 - r, so that under a causal mask every rank has as many query-key pairs as
-the others. That is what Megatron's rotary embedding (models/common/embeddings/rope_utils.py:115)
-and Transformer Engine expect of packed sequences.
+the others. Megatron's rotary embedding (models/common/embeddings/rope_utils.py:115) and Transformer
+Engine expect this split of packed sequences.
 """
 
 from __future__ import annotations
@@ -18,26 +18,35 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
 from mcore_rl.data.batch import Batch
+from mcore_rl.engine.megatron.moe import list_moe_layers
 from mcore_rl.engine.steps import select_response_columns
-from mcore_rl.parallel.balance import Parts
+from mcore_rl.parallel.balance import (
+    Parts,
+    SequenceCost,
+    count_parts_within,
+    estimate_sequence_cost,
+    partition_within,
+)
 
 Rows = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
 class PackSplit:
-    """How the tokens of a pack are split over ranks, and which part is this rank's."""
+    """The split of a pack's tokens over TP and CP ranks, and the CP rank of this process."""
 
-    tp: int = 1  # sequence parallelism: equal shares of what the CP rank has
+    tp: int = 1  # sequence parallelism: equal shares of the CP rank's tokens
     cp: int = 1
     cp_rank: int = 0
 
     @classmethod
-    def of_this_rank(cls) -> PackSplit:
+    def read_parallel_state(cls) -> PackSplit:
         return cls(
             tp=parallel_state.get_tensor_model_parallel_world_size(),
             cp=parallel_state.get_context_parallel_world_size(),
@@ -46,41 +55,41 @@ class PackSplit:
 
     @property
     def sequence_multiple(self) -> int:
-        """What the padded length of each sequence is a multiple of."""
+        """The multiple that sequences are padded to."""
         return 2 * self.cp if self.cp > 1 else 1
 
     @property
     def pack_multiple(self) -> int:
-        """What the padded length of a pack is a multiple of."""
+        """The multiple that packs are padded to."""
         return math.lcm(self.sequence_multiple, self.cp * self.tp)
 
-    def padded(self, length: int) -> int:
-        """Tokens that a sequence takes in a pack, over all CP ranks."""
+    def pad_length(self, length: int) -> int:
+        """Return the tokens of a sequence with its padding, over all CP ranks."""
         return length + -length % self.sequence_multiple
 
-    def budget(self, max_tokens: int) -> int:
-        """Tokens of a pack over all CP ranks when one rank may have `max_tokens`.
+    def compute_budget(self, max_tokens: int) -> int:
+        """Return the tokens that a pack may have over all CP ranks, for `max_tokens` on each.
 
-        A whole number of pack multiples, so that a pack within it stays within it when padded.
+        It is a multiple of pack_multiple, so that padding never exceeds it.
         """
         multiple = self.pack_multiple
         return max(multiple, max_tokens * self.cp // multiple * multiple)
 
 
 @dataclass(frozen=True, slots=True)
-class Ahead:
-    """Response tokens that are predicted from further before them: of multi-token prediction."""
+class MtpTargets:
+    """Response tokens that a depth of multi-token prediction predicts on this rank."""
 
-    hidden_rows: torch.Tensor  # [predicted here] row of the state that predicts each
-    targets: torch.Tensor  # [predicted here]
-    loss_weights: torch.Tensor  # [predicted here]
+    hidden_rows: torch.Tensor  # [predicted tokens] row of the state that predicts each
+    targets: torch.Tensor  # [predicted tokens]
+    loss_weights: torch.Tensor  # [predicted tokens]
 
 
 @dataclass
 class PackedSequences(PackedSeqParams):
     """Megatron's parameters of a pack, with the lengths on the host as well.
 
-    Read back from the device they would make the host wait in every layer.
+    Reading them back from the device would make the host wait in every layer.
     """
 
     lengths: tuple[int, ...] = ()  # with padding, over all CP ranks
@@ -88,60 +97,130 @@ class PackedSequences(PackedSeqParams):
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
+    """A pack of samples, and the response tokens of it that this CP rank scores.
+
+    A response token is scored on the CP rank that has the hidden state before it.
+    """
+
     rows: list[int]  # rows of the batch, in the order of the pack
     input_ids: torch.Tensor  # [1, tokens]
     position_ids: torch.Tensor  # [1, tokens]
-    packed: PackedSeqParams  # of all context-parallel ranks
-    num_tokens: int  # of samples, on this context-parallel rank, without padding
-    # [tokens] Index in the batch's tokens (prompt and response, rows concatenated), -1: padding.
-    tokens: torch.Tensor
-    # Response tokens are scored on the context-parallel rank that has the state before them.
-    num_response_tokens: int  # of all context-parallel ranks
-    places: torch.Tensor  # [scored here] which of the response tokens, in the order of `rows`
-    hidden_rows: torch.Tensor  # [scored here] row of the hidden state that scores each
-    targets: torch.Tensor  # [scored here]
-    columns: dict[str, torch.Tensor]  # other response columns, each [scored here]
-    sequence_ids: torch.Tensor  # [scored here] which of `rows` each is of
-    ahead: tuple[Ahead, ...]  # by depth of multi-token prediction
+    packed_seq_params: PackedSeqParams  # of all CP ranks
+    num_tokens: int  # on this CP rank, without padding
+    # [tokens] Index among the batch's tokens (prompt and response, rows concatenated); -1: padding.
+    token_indices: torch.Tensor
+    num_response_tokens: int  # of all CP ranks
+    response_indices: torch.Tensor  # [scored tokens] index among the response tokens of `rows`
+    hidden_rows: torch.Tensor  # [scored tokens] row of the hidden state that scores each
+    targets: torch.Tensor  # [scored tokens]
+    columns: dict[str, torch.Tensor]  # other response columns, each [scored tokens]
+    sequence_ids: torch.Tensor  # [scored tokens] index into `rows`
+    mtp_targets: tuple[MtpTargets, ...]  # by depth of multi-token prediction
 
 
-def pack(
+def build_micro_batches(
+    batch: Batch,
+    max_tokens: int,
+    multiple_of: int,
+    cost: SequenceCost,
+    device: torch.device,
+    *,
+    equal_sizes: bool = False,
+    num_mtp_layers: int = 0,
+) -> list[MicroBatch]:
+    """Pack this rank's samples into micro-batches of equal cost.
+
+    All data-parallel ranks get the same number of micro-batches. Collective over them.
+
+    Args:
+        max_tokens: Limit of tokens per rank, including padding. A sample above it gets its own
+            micro-batch.
+        multiple_of: Make the number of micro-batches a multiple of this.
+        equal_sizes: Pad the micro-batches that ranks run at the same time to the same size.
+        num_mtp_layers: Depths of multi-token prediction to build targets for.
+    """
+    split = PackSplit.read_parallel_state()
+    lengths = batch.num_tokens.tolist()
+    loads = [split.pad_length(length) for length in lengths]
+    budget = split.compute_budget(max_tokens)
+    num = torch.tensor(count_parts_within(loads, budget), device=device)
+    group = parallel_state.get_data_parallel_group()
+    dist.all_reduce(num, op=dist.ReduceOp.MAX, group=group)
+    num_parts = -(-int(num) // multiple_of) * multiple_of
+    costs = [cost.estimate(length) for length in lengths]
+    parts = partition_within(loads, costs, budget, num_parts)
+    sizes = torch.tensor(compute_pack_sizes(batch, parts, split), device=device)
+    if equal_sizes:
+        dist.all_reduce(sizes, op=dist.ReduceOp.MAX, group=group)
+    return pack_samples(batch, parts, split, device, sizes.tolist(), num_mtp_layers)
+
+
+def estimate_model_cost(config: TransformerConfig, vocab_size: int) -> SequenceCost:
+    """Return the cost of a sequence in a model of this config.
+
+    The low-rank projections of multi-latent attention count as plain ones.
+    """
+    heads, groups = config.num_attention_heads, config.num_query_groups
+    head_dim: float = config.kv_channels
+    if isinstance(config, MLATransformerConfig):
+        groups = heads
+        head_dim = (config.qk_head_dim + config.qk_pos_emb_head_dim + config.v_head_dim) / 2
+    ffn_size: float = config.ffn_hidden_size
+    if config.num_moe_experts:  # columns of the MLP that a token uses, on average over the layers
+        shared = config.moe_shared_expert_intermediate_size or 0
+        active = config.moe_router_topk * config.moe_ffn_hidden_size + shared
+        moe_layers = list_moe_layers(config)
+        sizes = [active if i in moe_layers else ffn_size for i in range(config.num_layers)]
+        ffn_size = sum(sizes) / len(sizes)
+    return estimate_sequence_cost(
+        num_layers=config.num_layers,
+        hidden_size=config.hidden_size,
+        attention_size=heads * head_dim,
+        key_value_size=groups * head_dim,
+        ffn_size=ffn_size,
+        vocab_size=vocab_size,
+    )
+
+
+def pack_samples(
     batch: Batch,
     parts: Parts,
     split: PackSplit,
     device: torch.device,
     sizes: Sequence[int] | None = None,
-    num_ahead: int = 0,
+    num_mtp_layers: int = 0,
 ) -> list[MicroBatch]:
-    """One micro-batch a part, from the rows of the batch that the part lists.
+    """Build one micro-batch per part, from the rows of the batch that the part lists.
 
-    A part without rows becomes a pack of padding only, so that every rank can run as many as the
-    others. `sizes` are tokens of each pack, over all CP ranks, to pad it to; at least pack_sizes.
-    `num_ahead` is the number of depths of multi-token prediction.
+    A part without rows becomes a pack of padding, so that all ranks run the same number.
+
+    Args:
+        sizes: Tokens to pad each pack to, over all CP ranks; at least compute_pack_sizes.
+        num_mtp_layers: Depths of multi-token prediction to build targets for.
 
     Raises:
-        ValueError: a prompt is empty, so that nothing precedes its response; or a column does not
+        ValueError: A prompt is empty, so that nothing precedes its response; or a column does not
             run along the response tokens.
     """
-    sizes = sizes or pack_sizes(batch, parts, split)
+    sizes = sizes or compute_pack_sizes(batch, parts, split)
     return [
-        _pack(batch, rows, split, size, device, num_ahead)
+        _build_micro_batch(batch, rows, split, size, device, num_mtp_layers)
         for rows, size in zip(parts, sizes, strict=True)
     ]
 
 
-def pack_sizes(batch: Batch, parts: Parts, split: PackSplit) -> list[int]:
-    """Tokens of each pack over all CP ranks, with the padding that it needs by itself."""
+def compute_pack_sizes(batch: Batch, parts: Parts, split: PackSplit) -> list[int]:
+    """Return the tokens of each pack over all CP ranks, with the padding of its own samples."""
     lengths = batch.num_tokens
-    loads = [sum(split.padded(int(lengths[row])) for row in rows) for rows in parts]
+    loads = [sum(split.pad_length(int(lengths[row])) for row in rows) for rows in parts]
     multiple = split.pack_multiple
     return [max(-(-load // multiple), 1) * multiple for load in loads]
 
 
-def zigzag_rows(lengths: Sequence[int], cp: int, cp_rank: int) -> Rows:
-    """Rows of a pack that a CP rank has, for sequences of these (padded) lengths.
+def get_zigzag_rows(lengths: Sequence[int], cp: int, cp_rank: int) -> Rows:
+    """Return the rows of a pack on a CP rank, for sequences of these (padded) lengths.
 
-    >>> zigzag_rows([4, 8], cp=2, cp_rank=0).tolist()
+    >>> get_zigzag_rows([4, 8], cp=2, cp_rank=0).tolist()
     [0, 3, 4, 5, 10, 11]
     """
     if cp == 1:
@@ -155,8 +234,13 @@ def zigzag_rows(lengths: Sequence[int], cp: int, cp_rank: int) -> Rows:
     return np.concatenate(rows)
 
 
-def _pack(
-    batch: Batch, rows: list[int], split: PackSplit, size: int, device: torch.device, num_ahead: int
+def _build_micro_batch(
+    batch: Batch,
+    rows: list[int],
+    split: PackSplit,
+    size: int,
+    device: torch.device,
+    num_mtp_layers: int,
 ) -> MicroBatch:
     # The longest first: neighbours of like length are attended to together (attention.py).
     rows = sorted(rows, key=lambda row: (-batch.num_tokens[row], row))
@@ -164,11 +248,14 @@ def _pack(
     responses = [batch.jagged("response_ids")[row] for row in rows]
     if not all(len(prompt) for prompt in prompts):
         raise ValueError("a sample has an empty prompt: nothing scores its first response token")
-    lengths = [len(p) + len(r) for p, r in zip(prompts, responses, strict=True)]
-    padded = _padded_lengths(lengths, split, size)
+    # Padding comes after the tokens of a sequence, where a causal model never looks. The last
+    # sequence is padded further, to the size of the pack.
+    padded = [split.pad_length(len(p) + len(r)) for p, r in zip(prompts, responses, strict=True)]
+    padded = padded or [0]
+    padded[-1] += size - sum(padded)
     starts = np.cumsum([0, *padded])
     ids = np.zeros(starts[-1], dtype=np.int64)
-    tokens = np.full(starts[-1], -1, dtype=np.int64)
+    token_indices = np.full(starts[-1], -1, dtype=np.int64)
     firsts = (np.cumsum(batch.num_tokens) - batch.num_tokens)[rows]
     states = []
     for start, first, prompt, response in zip(
@@ -176,71 +263,65 @@ def _pack(
     ):
         scored, end = start + len(prompt), start + len(prompt) + len(response)
         ids[start:scored], ids[scored:end] = prompt, response
-        tokens[start:end] = first + np.arange(end - start)
+        token_indices[start:end] = first + np.arange(end - start)
         states.append(np.arange(scored - 1, end - 1))
-    mine = zigzag_rows(padded, split.cp, split.cp_rank)
-    local = np.full(starts[-1], -1, dtype=np.int64)
-    local[mine] = np.arange(len(mine))
+    rank_rows = get_zigzag_rows(padded, split.cp, split.cp_rank)
+    local_rows = np.full(starts[-1], -1, dtype=np.int64)  # by row of the pack; -1: not on this rank
+    local_rows[rank_rows] = np.arange(len(rank_rows))
     all_states = _concatenate(states, np.int64)
-    hidden_rows = local[all_states]
-    places = np.flatnonzero(hidden_rows >= 0)
+    hidden_rows = local_rows[all_states]
+    scored_here = np.flatnonzero(hidden_rows >= 0)
     targets = _concatenate(responses, np.int64)
     columns = {n: c.take(rows).values for n, c in select_response_columns(batch).items()}
     sequence_ids = np.repeat(np.arange(len(rows)), [len(r) for r in responses])
     sequence_starts = starts[sequence_ids]
 
-    def tensor(array: npt.NDArray[np.generic]) -> torch.Tensor:
+    def to_tensor(array: npt.NDArray[np.generic]) -> torch.Tensor:
         return torch.as_tensor(array).to(device)
 
-    def ahead(depth: int) -> Ahead:
-        found = np.where(all_states - depth >= sequence_starts, local[all_states - depth], -1)
-        here = np.flatnonzero(found >= 0)
-        weights = columns["loss_weights"][here]
-        return Ahead(tensor(found[here]), tensor(targets[here]), tensor(weights))
+    def build_mtp_targets(depth: int) -> MtpTargets:
+        earlier = all_states - depth
+        earlier_rows = np.where(earlier >= sequence_starts, local_rows[earlier], -1)
+        predicted = np.flatnonzero(earlier_rows >= 0)
+        return MtpTargets(
+            hidden_rows=to_tensor(earlier_rows[predicted]),
+            targets=to_tensor(targets[predicted]),
+            loss_weights=to_tensor(columns["loss_weights"][predicted]),
+        )
 
     return MicroBatch(
         rows=rows,
-        input_ids=tensor(ids[mine])[None],
-        position_ids=tensor(np.concatenate([np.arange(n) for n in padded])[mine])[None],
-        packed=_packed_seq_params(starts, max(padded), split, device),
-        num_tokens=int((tokens[mine] >= 0).sum()),
-        tokens=tensor(tokens[mine]),
+        input_ids=to_tensor(ids[rank_rows])[None],
+        position_ids=to_tensor(np.concatenate([np.arange(n) for n in padded])[rank_rows])[None],
+        packed_seq_params=_build_packed_seq_params(starts, max(padded), split, device),
+        num_tokens=int((token_indices[rank_rows] >= 0).sum()),
+        token_indices=to_tensor(token_indices[rank_rows]),
         num_response_tokens=len(hidden_rows),
-        places=tensor(places),
-        hidden_rows=tensor(hidden_rows[places]),
-        targets=tensor(targets[places]),
-        columns={name: tensor(column[places]) for name, column in columns.items()},
-        sequence_ids=tensor(sequence_ids[places]),
-        ahead=tuple(ahead(depth) for depth in range(1, num_ahead + 1)),
+        response_indices=to_tensor(scored_here),
+        hidden_rows=to_tensor(hidden_rows[scored_here]),
+        targets=to_tensor(targets[scored_here]),
+        columns={name: to_tensor(column[scored_here]) for name, column in columns.items()},
+        sequence_ids=to_tensor(sequence_ids[scored_here]),
+        mtp_targets=tuple(build_mtp_targets(depth) for depth in range(1, num_mtp_layers + 1)),
     )
 
 
-def _padded_lengths(lengths: Sequence[int], split: PackSplit, size: int) -> list[int]:
-    """Each sequence padded to its multiple, and the last one on to the size of the pack.
-
-    Padding comes after the tokens of a sequence, where a causal model never looks.
-    """
-    padded = [split.padded(length) for length in lengths] or [0]
-    padded[-1] += size - sum(padded)
-    return padded
-
-
-def _packed_seq_params(
+def _build_packed_seq_params(
     starts: Rows, longest: int, split: PackSplit, device: torch.device
 ) -> PackedSeqParams:
-    """Starts and lengths with padding, over all CP ranks: Megatron and TE divide them by cp.
+    """Return starts and lengths with padding, over all CP ranks: Megatron and TE divide by cp.
 
-    Padding counts as tokens. Transformer Engine wants the padded starts named as such under CP;
-    equal to the others they say that nothing is between sequences, which its flash kernel needs.
+    Padding counts as tokens. Under CP, Transformer Engine needs the padded starts as well; equal to
+    the others they say that there are no gaps between sequences, which its flash kernel requires.
     """
     cu_seqlens = torch.as_tensor(starts.astype(np.int32)).to(device)
-    padded = cu_seqlens if split.cp > 1 else None
+    cu_seqlens_padded = cu_seqlens if split.cp > 1 else None
     return PackedSequences(
         qkv_format="thd",
         cu_seqlens_q=cu_seqlens,
         cu_seqlens_kv=cu_seqlens,
-        cu_seqlens_q_padded=padded,
-        cu_seqlens_kv_padded=padded,
+        cu_seqlens_q_padded=cu_seqlens_padded,
+        cu_seqlens_kv_padded=cu_seqlens_padded,
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
         lengths=tuple(np.diff(starts).tolist()),

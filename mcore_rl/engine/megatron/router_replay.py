@@ -1,21 +1,21 @@
 """Router replay: the experts of each token and layer, recorded in one pass and used in another.
 
-Two passes over the same tokens with the same weights can choose different experts where a router is
+Two passes over the same tokens with the same weights can choose different experts if a router is
 nearly tied: training and rollout use different kernels, and other packs round differently.
 Log-probs of such a token then change, and its importance ratio is noise (Ma et al. 2025,
-arXiv:2510.11370). Replay takes the experts of an earlier pass; their weights are computed again,
+arXiv:2510.11370). Replay uses the experts of an earlier pass; their weights are computed again,
 with gradients.
 
 The column "routed_experts" of a batch has, for each sample, integers [prompt and response tokens,
-MoE layers, experts a token]: rows in the order of the tokens, layers in the order of the model.
-"stage_routed_experts" has the same for the MoE layers of this pipeline rank alone, and goes first.
-The last token of a sample is not scored, so any experts are allowed there; a server, which never
-runs it, may repeat the row before.
+MoE layers, experts per token]: rows in the order of the tokens, layers in the order of the model.
+"stage_routed_experts" has the same for the MoE layers of this pipeline rank alone, and is used
+instead if the batch has it. The last token of a sample is not scored, so it may have any experts; a
+server, which never runs it, may repeat the row before.
 
-A pass wraps every forward call of a chunk. Megatron's RouterReplay keeps, for each router, the
-targets of the micro-batch that runs, and those of micro-batches whose layers will be computed again
-in the backward pass, first in first out: Megatron's schedules run both the forward and the backward
-passes of a chunk in the order of the micro-batches.
+A pass wraps every forward call of a chunk. Megatron's RouterReplay holds, for each router, the
+targets of the running micro-batch, and a queue of targets of micro-batches whose layers will be
+recomputed in the backward pass: Megatron's schedules run both the forward and the backward passes
+of a chunk in the order of the micro-batches.
 """
 
 from __future__ import annotations
@@ -34,16 +34,21 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.moe.router_replay import RouterReplayAction
 
 from mcore_rl.data.batch import Batch, Jagged
-from mcore_rl.engine.megatron.moe import ReplaySlot, moe_layers, routers, sequence_share
+from mcore_rl.engine.megatron.moe import (
+    StrictRouterReplay,
+    iter_routers,
+    list_moe_layers,
+    slice_sequence_parallel,
+)
 from mcore_rl.engine.megatron.packing import MicroBatch
 
 COLUMN, STAGE_COLUMN = "routed_experts", "stage_routed_experts"
 
 
-class NoReplay:
-    """A pass in which routers choose. Also what the other passes have in common."""
+class RoutingPass:
+    """A pass in which routers choose for themselves; base of the passes that record or replay."""
 
-    def __enter__(self) -> NoReplay:
+    def __enter__(self) -> RoutingPass:
         return self
 
     def __exit__(
@@ -52,35 +57,37 @@ class NoReplay:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Checks that all was used, unless the pass failed, and lets go of everything."""
+        """Check that all targets were used, unless the pass failed, and release them."""
 
     @contextmanager
-    def around(self, chunk: Any, micro: MicroBatch) -> Iterator[None]:
-        """Around the forward call of a chunk for a micro-batch."""
+    def wrap_forward(self, chunk: Any, micro: MicroBatch) -> Iterator[None]:
+        """Wrap the forward call of a chunk for a micro-batch."""
         yield
 
-    def columns(self, batch: Batch) -> dict[str, Jagged]:
-        """What the pass adds to its batch; all ranks take part."""
+    def collect_columns(self, batch: Batch) -> dict[str, Jagged]:
+        """Return the columns that the pass adds to its batch. Collective over all ranks."""
         return {}
 
 
-class _SlotPass(NoReplay):
+class _ReplayStatePass(RoutingPass):
+    """A pass that uses the router_replay object of each router."""
+
     def __init__(self, chunks: Sequence[Any]) -> None:
         self.config: TransformerConfig = chunks[0].config
-        self.place = _places(moe_layers(self.config))
-        self.slots = [slot for chunk in chunks for slot in self._slots_of(chunk)]
+        self.layers = list_moe_layers(self.config)  # of the column
+        self.states = [state for chunk in chunks for state in self._list_states(chunk)]
 
-    def _slots_of(self, chunk: Any) -> list[ReplaySlot]:
-        slots = []
-        for layer, router in routers(chunk):
-            slot = router.router_replay
-            slot.layer = layer
-            slots.append(slot)
-        return slots
+    def _list_states(self, chunk: Any) -> list[StrictRouterReplay]:
+        states = []
+        for layer, router in iter_routers(chunk):
+            state = router.router_replay
+            state.layer = layer
+            states.append(state)
+        return states
 
-    def _own_tokens(self, micro: MicroBatch) -> torch.Tensor:
-        """Index into the batch's tokens for each that the routers of this rank see; -1: padding."""
-        return sequence_share(self.config, micro.tokens, dim=0)
+    def _slice_token_indices(self, micro: MicroBatch) -> torch.Tensor:
+        """Return the index among the batch's tokens of each of this rank's; -1: padding."""
+        return slice_sequence_parallel(self.config, micro.token_indices, dim=0)
 
     def __exit__(
         self,
@@ -90,36 +97,42 @@ class _SlotPass(NoReplay):
     ) -> None:
         try:
             if kind is None:
-                for slot in self.slots:
-                    _check_nothing_left(slot)
+                for state in self.states:
+                    _check_target_used(state)
+                    if unused := len(state.replay_backward_list):
+                        raise RuntimeError(
+                            f"router replay: the router of layer {state.layer} left targets of "
+                            f"{unused} micro-batches unused in the backward pass"
+                        )
         finally:
-            for slot in self.slots:
-                slot.clear()
+            for state in self.states:
+                state.clear()
 
 
-class Recording(_SlotPass):
-    """Routers choose, and what they chose becomes the column."""
+class RecordingPass(_ReplayStatePass):
+    """A pass that records the experts that routers choose, as a column."""
 
     def __init__(self, chunks: Sequence[Any], num_tokens: int, device: torch.device) -> None:
         super().__init__(chunks)
-        shape = (num_tokens + 1, len(self.place), self.config.moe_router_topk)
-        # Padding writes to the last row. int32 is the smallest that gloo sums.
+        shape = (num_tokens + 1, len(self.layers), self.config.moe_router_topk)
+        # Padding writes to the last row. int32 is the smallest dtype that gloo sums.
         self.recorded = torch.zeros(shape, dtype=torch.int32, device=device)
 
     @contextmanager
-    def around(self, chunk: Any, micro: MicroBatch) -> Iterator[None]:
-        slots, tokens = self._slots_of(chunk), self._own_tokens(micro)
-        for slot in slots:
-            slot.set_router_replay_action(RouterReplayAction.RECORD)
+    def wrap_forward(self, chunk: Any, micro: MicroBatch) -> Iterator[None]:
+        states, tokens = self._list_states(chunk), self._slice_token_indices(micro)
+        for state in states:
+            state.set_router_replay_action(RouterReplayAction.RECORD)
         yield
-        for slot in slots:
-            if slot.recorded_topk_idx is None:
-                raise RuntimeError(f"router replay: layer {slot.layer} recorded no experts")
-            self.recorded[tokens, self.place[slot.layer]] = slot.recorded_topk_idx.int()
-            slot.clear()
+        for state in states:
+            if state.recorded_topk_idx is None:
+                raise RuntimeError(f"router replay: layer {state.layer} recorded no experts")
+            index = self.layers.index(state.layer)
+            self.recorded[tokens, index] = state.recorded_topk_idx.int()
+            state.clear()
 
-    def columns(self, batch: Batch) -> dict[str, Jagged]:
-        """The column, in the order of the batch, the same on all stages and TP and CP ranks."""
+    def collect_columns(self, batch: Batch) -> dict[str, Jagged]:
+        """Return the column in the order of the batch, the same on all stages, TP and CP ranks."""
         recorded = self.recorded[:-1]
         for group in (  # each entry was recorded on one rank of all of these
             parallel_state.get_tensor_model_parallel_group(),
@@ -128,74 +141,95 @@ class Recording(_SlotPass):
         ):
             if group.size() > 1:
                 dist.all_reduce(recorded, group=group)
-        values = recorded.cpu().numpy().astype(expert_dtype(self.config.num_moe_experts))
-        return {COLUMN: Jagged(values, _offsets(batch))}
+        values = recorded.cpu().numpy().astype(choose_expert_dtype(self.config.num_moe_experts))
+        offsets = np.concatenate([[0], np.cumsum(batch.num_tokens)]).astype(np.int64)
+        return {COLUMN: Jagged(values, offsets)}
 
 
-class Replay(_SlotPass):
-    """Routers take the experts of the column.
+class ReplayPass(_ReplayStatePass):
+    """A pass in which routers use the experts of the batch's column.
 
-    `recomputes` says whether routers run again in the backward pass, once for each forward call.
-    Raises RuntimeError for a column that is missing or is not one of this model and batch.
+    Args:
+        has_recompute: Routers run again in the backward pass, once per forward call.
+
+    Raises:
+        RuntimeError: The column is missing, or is not of this model and batch.
     """
 
     def __init__(
-        self, chunks: Sequence[Any], batch: Batch, device: torch.device, *, recomputes: bool
+        self, chunks: Sequence[Any], batch: Batch, device: torch.device, *, has_recompute: bool
     ) -> None:
         super().__init__(chunks)
-        self.recomputes = recomputes
+        self.has_recompute = has_recompute
         topk = self.config.moe_router_topk
-        layers = list(self.place)
         if STAGE_COLUMN in batch:
-            layers = [slot.layer for slot in self.slots]
-            self.place = _places(layers)
-        values = checked_column(batch, layers, self.config.num_moe_experts, topk)
-        # The last row is for padding, which may go anywhere.
-        filler = np.broadcast_to(np.arange(topk, dtype=values.dtype), (1, len(self.place), topk))
+            self.layers = [state.layer for state in self.states]
+        values = validate_experts(batch, self.layers, self.config.num_moe_experts, topk)
+        # The last row is for padding, which may use any experts.
+        filler = np.broadcast_to(np.arange(topk, dtype=values.dtype), (1, len(self.layers), topk))
         self.experts = torch.as_tensor(np.concatenate([values, filler])).to(device)
 
     @contextmanager
-    def around(self, chunk: Any, micro: MicroBatch) -> Iterator[None]:
-        slots, tokens = self._slots_of(chunk), self._own_tokens(micro)
-        for slot in slots:
-            target = self.experts[tokens, self.place[slot.layer]].long()
-            if self.recomputes:
-                slot.set_target_indices(target)
+    def wrap_forward(self, chunk: Any, micro: MicroBatch) -> Iterator[None]:
+        states, tokens = self._list_states(chunk), self._slice_token_indices(micro)
+        for state in states:
+            target = self.experts[tokens, self.layers.index(state.layer)].long()
+            if self.has_recompute:
+                state.set_target_indices(target)
             else:
-                slot.target_topk_idx = target
-            slot.set_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
+                state.target_topk_idx = target
+            state.set_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
         yield
-        for slot in slots:
-            _check_target_used(slot)
-            # What runs the router from here on is the backward pass.
-            slot.set_router_replay_action(RouterReplayAction.REPLAY_BACKWARD)
+        for state in states:
+            _check_target_used(state)
+            # From here on only the backward pass runs the router.
+            state.set_router_replay_action(RouterReplayAction.REPLAY_BACKWARD)
 
 
-def routing_of(
+def _check_target_used(state: StrictRouterReplay) -> None:
+    if state.target_topk_idx is not None:
+        raise RuntimeError(
+            f"router replay: the live router of layer {state.layer} did not consume its targets"
+        )
+
+
+def create_routing_pass(
     mode: str,
     chunks: Sequence[Any],
     batch: Batch,
     device: torch.device,
     *,
-    scoring: bool,
+    is_scoring: bool,
     forward_only: bool,
-) -> NoReplay:
-    """The pass that `moe.router_replay` asks for; `scoring`: it gives log-probs, not a loss."""
+) -> RoutingPass:
+    """Create the pass of a mode of `moe.router_replay`.
+
+    Args:
+        is_scoring: The pass computes log-probs, not a loss.
+    """
     config = chunks[0].config
     if mode == "off" or not config.num_moe_experts:
-        return NoReplay()
-    if mode == "record" and scoring:
-        return Recording(chunks, int(batch.num_tokens.sum()), device)
-    recomputes = not forward_only and _recomputes_routers(config)
-    return Replay(chunks, batch, device, recomputes=recomputes)
+        return RoutingPass()
+    if mode == "record" and is_scoring:
+        return RecordingPass(chunks, int(batch.num_tokens.sum()), device)
+    # Full recompute runs whole layers again, selective recompute routers only with "moe".
+    granularity = config.recompute_granularity
+    has_recompute = granularity == "full" or (
+        granularity == "selective" and "moe" in config.recompute_modules
+    )
+    return ReplayPass(chunks, batch, device, has_recompute=has_recompute and not forward_only)
 
 
-def checked_column(
+def validate_experts(
     batch: Batch, layers: Sequence[int], num_experts: int, topk: int
 ) -> npt.NDArray[np.integer]:
-    """[tokens of the batch, MoE layers, experts a token] of the column, which is of `layers`.
+    """Return the experts of the batch's column: [tokens of the batch, MoE layers, topk].
 
-    Raises RuntimeError naming the column and what is wrong with it.
+    Args:
+        layers: MoE layers of the column, in order.
+
+    Raises:
+        RuntimeError: The column is missing or invalid; the message says how.
     """
     name = STAGE_COLUMN if STAGE_COLUMN in batch else COLUMN
     if name not in batch:
@@ -222,49 +256,19 @@ def checked_column(
             f"router replay: column {name!r} has experts {values.min()} to {values.max()}; "
             f"allowed: 0 to {num_experts - 1}"
         )
-    twice = (np.diff(np.sort(values, axis=-1), axis=-1) == 0).any(axis=-1)  # [tokens, MoE layers]
-    if twice.any():
-        token, place = np.argwhere(twice)[0]
+    is_twice = (np.diff(np.sort(values, axis=-1), axis=-1) == 0).any(
+        axis=-1
+    )  # [tokens, MoE layers]
+    if is_twice.any():
+        token, index = np.argwhere(is_twice)[0]
         row = int(np.searchsorted(column.offsets, token, side="right")) - 1
         raise RuntimeError(
             f"router replay: column {name!r} names an expert of a token twice: in layer "
-            f"{layers[place]}, token {token - column.offsets[row]} of row {row} of the batch"
+            f"{layers[index]}, token {token - column.offsets[row]} of row {row} of the batch"
         )
     return values
 
 
-def expert_dtype(num_experts: int) -> npt.DTypeLike:
-    """The smallest that torch indexes with and that has all ids."""
+def choose_expert_dtype(num_experts: int) -> npt.DTypeLike:
+    """Return the smallest dtype that has all expert ids and that torch can index with."""
     return np.uint8 if num_experts <= 256 else np.int16
-
-
-def _places(layers: Sequence[int]) -> dict[int, int]:
-    return {layer: index for index, layer in enumerate(layers)}
-
-
-def _offsets(batch: Batch) -> npt.NDArray[np.int64]:
-    return np.concatenate([[0], np.cumsum(batch.num_tokens)]).astype(np.int64)
-
-
-def _recomputes_routers(config: TransformerConfig) -> bool:
-    """Full recompute runs whole layers again; selective recompute routers only with "moe"."""
-    if config.recompute_granularity == "selective":
-        return "moe" in config.recompute_modules
-    return config.recompute_granularity == "full"
-
-
-def _check_target_used(slot: ReplaySlot) -> None:
-    if slot.target_topk_idx is not None:
-        raise RuntimeError(
-            f"router replay: the live router of layer {slot.layer} did not consume its targets"
-        )
-
-
-def _check_nothing_left(slot: ReplaySlot) -> None:
-    _check_target_used(slot)
-    unused = len(slot.replay_backward_list)
-    if unused:
-        raise RuntimeError(
-            f"router replay: the router of layer {slot.layer} left targets of {unused} "
-            "micro-batches unused in the backward pass"
-        )

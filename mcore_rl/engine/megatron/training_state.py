@@ -1,36 +1,47 @@
-"""What a checkpoint of a training engine contains: weights, Adam's moments, counts of steps.
+"""Checkpoints of a training engine: weights, Adam's moments, counts of steps.
 
-Settings are not in it. A run that resumes keeps the learning rate, betas, weight decay and length
-of its own settings, and uses only the number of steps from the checkpoint.
+Settings are not in a checkpoint. A run that resumes uses the learning rate, betas, weight decay and
+length of its own settings, and only the number of steps from the checkpoint.
 
-Megatron keeps the number of Adam's steps in three ways, and where torch's AdamW replaces
+Megatron stores the number of Adam's steps in three ways, and with torch's AdamW instead of
 FusedAdam none of them survives a resume of the distributed optimizer
 (optimizer/distrib_optimizer.py of 0.16.1):
 
-- :642 asserts that every rank has one step count: not before the first step, which is when a
-  resume happens, and never on a rank that has no parameter of an optimizer.
+- :642 asserts that every rank has one step count: this fails before the first step, which is when a
+  resume happens, and always on a rank that has no parameter of an optimizer.
 - :825 gives all parameters one and the same step tensor. AdamW counts in place, so each parameter
   adds one: bias correction is wrong without an error.
 - :939 copies a "step" that :2101 has left out: KeyError.
 
-And with pipeline stages, rank 0 writes the count for all; where its stage has no experts, the count
-of the experts is lost (optimizer/optimizer.py:1034, replicated optimizer).
+And with pipeline stages, rank 0 writes the count for all; if its stage has no experts, the count of
+the experts is lost (optimizer/optimizer.py:1034, replicated optimizer).
 
-So the count is taken out while Megatron saves or loads, goes into the checkpoint once, and is put
-back for each parameter.
+So the count is removed while Megatron saves or loads, is stored once in the checkpoint, and is set
+again for each parameter.
+
+A checkpoint may also come from the other kind of optimizer: sharded over data-parallel ranks, or
+replicated. Both store Adam's moments complete and under the same names. They differ in the float32
+weights: a sharded optimizer stores those of every parameter, as `optimizer.state.param.NAME`; a
+replicated one only those of parameters with another dtype, as `optimizer.state.fp32_param.NAME`.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.dist_checkpointing.mapping import (
+    LocalNonpersistentObject,
+    ShardedBase,
+    ShardedObject,
+    ShardedTensorFactory,
+)
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import distrib_optimizer
 from megatron.core.optimizer.optimizer import ChainedOptimizer
@@ -40,14 +51,12 @@ from mcore_rl.checkpoint import megatron as dist_checkpoint
 from mcore_rl.checkpoint.files import INFO_FILE, read_checkpoint_info
 from mcore_rl.checkpoint.storage_location import CONTENT_METADATA
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.config.schema import LoRAConfig
 from mcore_rl.engine.base import EngineSpec
-from mcore_rl.engine.megatron.optimizer_kinds import shards_of_other_kind, with_loaded
-from mcore_rl.engine.megatron.shards import load_shards, shards_to_load, shards_to_save
 
 State = dict[str, Any]
 
 _HAVE_FUSED_ADAM: bool = distrib_optimizer.HAVE_APEX_OR_TE
+_SHARDED, _REPLICATED = "optimizer.state.param.", "optimizer.state.fp32_param."
 
 
 def save(
@@ -60,20 +69,22 @@ def save(
     *,
     copies: dict[Any, torch.Tensor] | None = None,
 ) -> dist_checkpoint.DistSave:
-    """Copy to the host what a checkpoint holds, and begin to write it. Collective over all ranks.
+    """Copy a checkpoint's state to the host and begin to write it. Collective over all ranks.
 
-    Without `copies` (see DistSave) it has been written on return; `finish` is to be called all the
-    same.
+    Without `copies` (see DistSave) it is written on return; call `finish` all the same.
 
     Raises:
         ConfigError: `path` exists.
-        OSError: it cannot be made.
+        OSError: It cannot be created.
     """
-    with _without_steps(optimizer) as steps:
-        state = _sharded(chunks, optimizer, is_loading=False)
+    with _remove_step_counts(optimizer) as steps:
+        state: State = {f"model{i}": build_save_shards(chunk) for i, chunk in enumerate(chunks)}
+        if optimizer is not None:
+            state["optimizer"] = _build_optimizer_shards(optimizer, state, is_loading=False)
         if schedule is not None:
             state |= {"optimizer_steps": steps, "schedule_steps": schedule.num_steps}
-        return dist_checkpoint.DistSave(state, path, _facts(spec, vocab_size), copies)
+        info = _build_info(spec, vocab_size)
+        return dist_checkpoint.DistSave(state, path, info, copies)
 
 
 def load(
@@ -86,83 +97,118 @@ def load(
 ) -> None:
     """Read a checkpoint that was saved in any layout. Collective over all ranks.
 
-    Without an optimizer it may be one of Megatron-LM, which has no checkpoint info.
+    Without an optimizer it may be a checkpoint of Megatron-LM, which has no checkpoint info.
 
     Raises:
-        ConfigError: it is incomplete, of another model, or has no optimizer state. The weights are
-            then as they were.
+        ConfigError: It is incomplete, of another model, or has no optimizer state. The weights are
+            unchanged.
     """
-    info: dict[str, Any] = {}
-    mine = _facts(spec, vocab_size)
+    saved_info: dict[str, Any] = {}
+    info = _build_info(spec, vocab_size)
     is_foreign = dist_checkpoint.has_checkpoint(path) and not (path / INFO_FILE).exists()
     if optimizer is not None or not is_foreign:
-        info = read_checkpoint_info(path)
-        _check(info, path, mine)
+        saved_info = read_checkpoint_info(path)
+        _check_info(saved_info, path, info)
     stored = dist_checkpoint.read_tensor_shapes(path)
     if is_foreign:
-        _check_rows(stored, path, vocab_size)
+        _check_vocab_rows(stored, path, vocab_size)
     is_stacked = dist_checkpoint.are_layers_stacked(stored)
-    with _without_steps(optimizer):
-        asked = _sharded(chunks, optimizer, is_loading=True, is_stacked=is_stacked)
-        is_other_kind = optimizer is not None and info["optimizer"] != mine["optimizer"]
-        if is_other_kind:
-            of_optimizer = asked.pop("optimizer")
-            asked["shards"] = shards_of_other_kind(of_optimizer, stored)
-        state = dist_checkpoint.load(asked, path)
+    with _remove_step_counts(optimizer):
+        request: State = {
+            f"model{i}": build_load_shards(chunk, is_stacked) for i, chunk in enumerate(chunks)
+        }
+        optimizer_shards: State = {}
+        is_other_kind = optimizer is not None and saved_info["optimizer"] != info["optimizer"]
+        if optimizer is not None:
+            optimizer_shards = _build_optimizer_shards(optimizer, request, is_loading=True)
+            if is_other_kind:
+                request["shards"] = _convert_shards(optimizer_shards, stored)
+            else:
+                request["optimizer"] = optimizer_shards
+        state = dist_checkpoint.load(request, path)
         for index, chunk in enumerate(chunks):
-            load_shards(chunk, state[f"model{index}"])
+            loaded = state[f"model{index}"]
+            # Extra states of modules are not requested (build_load_shards).
+            extra = {n: None for n in chunk.state_dict() if n.endswith("._extra_state")}
+            chunk.load_state_dict(extra | loaded)
         if optimizer is not None:
             if is_other_kind:
-                state["optimizer"] = with_loaded(of_optimizer, state["shards"], optimizer)
+                state["optimizer"] = _merge_loaded_shards(
+                    optimizer_shards, state["shards"], optimizer
+                )
             _load_moments(optimizer, state["optimizer"])
     if optimizer is not None and schedule is not None:
-        _set_steps(optimizer, state["optimizer_steps"])
+        _set_step_counts(optimizer, state["optimizer_steps"])
         schedule.num_steps = state["schedule_steps"]
-        schedule.step(increment=0)  # writes the learning rate that this step has
+        schedule.step(increment=0)  # sets the learning rate of this step
 
 
-def _facts(spec: EngineSpec, vocab_size: int) -> dict[str, Any]:
-    """What the info of a checkpoint says of the engine that wrote it."""
+def build_save_shards(chunk: GPTModel) -> State:
+    """Return the sharded weights of a chunk to save, by the names of its state dict."""
+    state: State = chunk.sharded_state_dict(metadata=dict(CONTENT_METADATA))
+    return state
+
+
+def build_load_shards(chunk: GPTModel, is_stacked: bool) -> State:
+    """Return the sharded weights of a chunk to request from a checkpoint.
+
+    Objects are left out. They are extra states of modules, which have content with fp8 only, and
+    which a checkpoint has for the modules of the run that saved it.
+
+    Args:
+        is_stacked: The checkpoint has one tensor for all decoder layers, not one per layer.
+    """
+    with contextlib.ExitStack() as undo:
+        if is_stacked:
+            # A list of the layers that have experts keeps layers apart, even if all have them
+            # (transformer/transformer_block.py:830).
+            config = chunk.config
+            undo.callback(setattr, config, "moe_layer_freq", config.moe_layer_freq)
+            config.moe_layer_freq = 1
+        metadata = {**CONTENT_METADATA, "non_homogeneous_layers": not is_stacked}
+        state = chunk.sharded_state_dict(metadata=metadata)
+    return {name: entry for name, entry in state.items() if not isinstance(entry, ShardedObject)}
+
+
+def _build_info(spec: EngineSpec, vocab_size: int) -> dict[str, Any]:
+    """Return what the info of a checkpoint says about the engine that writes it."""
     kind = "sharded" if spec.engine.optimizer.distributed else "replicated"
+    lora, adapters = spec.engine.lora, None
+    if lora.rank:
+        targets = sorted(set(lora.targets))
+        adapters = {"rank": lora.rank, "alpha": lora.alpha, "targets": targets}
     return {
         "layout": asdict(spec.engine.layout),
         "dtype": spec.model.dtype,
         "vocab_size": vocab_size,
         "optimizer": kind if spec.total_steps else None,
-        "lora": _lora_facts(spec.engine.lora),
+        "lora": adapters,
     }
 
 
-def _lora_facts(config: LoRAConfig) -> dict[str, Any] | None:
-    """What adapters must have in common to be the same ones; None without adapters."""
-    if not config.rank:
-        return None
-    return {"rank": config.rank, "alpha": config.alpha, "targets": sorted(set(config.targets))}
-
-
-def _check(info: Mapping[str, Any], path: Path, mine: Mapping[str, Any]) -> None:
-    found = {name: info.get(name) for name in mine}
-    if found["vocab_size"] != mine["vocab_size"]:
+def _check_info(saved_info: Mapping[str, Any], path: Path, info: Mapping[str, Any]) -> None:
+    saved = {name: saved_info.get(name) for name in info}
+    if saved["vocab_size"] != info["vocab_size"]:
         raise ConfigError(
-            f"{path} is a checkpoint of another model: its vocab_size is {found['vocab_size']}, "
-            f"this model's {mine['vocab_size']}"
+            f"{path} is a checkpoint of another model: its vocab_size is {saved['vocab_size']}, "
+            f"this model's {info['vocab_size']}"
         )
-    if found["dtype"] != mine["dtype"]:
+    if saved["dtype"] != info["dtype"]:
         raise ConfigError(
-            f"model.dtype={mine['dtype']!r}: {path} was written with {found['dtype']!r}; allowed: "
+            f"model.dtype={info['dtype']!r}: {path} was written with {saved['dtype']!r}; allowed: "
             "the same"
         )
-    if found["lora"] != mine["lora"]:
+    if saved["lora"] != info["lora"]:
         raise ConfigError(
-            f"lora: {path} was written with {found['lora'] or 'no adapters'}, this run has "
-            f"{mine['lora'] or 'none'}; allowed: the same"
+            f"lora: {path} was written with {saved['lora'] or 'no adapters'}, this run has "
+            f"{info['lora'] or 'none'}; allowed: the same"
         )
-    if mine["optimizer"] is not None and found["optimizer"] is None:
+    if info["optimizer"] is not None and saved["optimizer"] is None:
         raise ConfigError(f"{path} has weights but no optimizer state to resume from")
 
 
-def _check_rows(stored: Mapping[str, tuple[int, ...]], path: Path, vocab_size: int) -> None:
-    """What the info would tell: rows behind those of the vocabulary are padding of any length."""
+def _check_vocab_rows(stored: Mapping[str, tuple[int, ...]], path: Path, vocab_size: int) -> None:
+    """Check the vocabulary without a checkpoint info: rows beyond it may be padding."""
     for name in ("embedding.word_embeddings.weight", "output_layer.weight"):
         if stored.get(name, (vocab_size,))[0] < vocab_size:
             raise ConfigError(
@@ -171,56 +217,105 @@ def _check_rows(stored: Mapping[str, tuple[int, ...]], path: Path, vocab_size: i
             )
 
 
-def _sharded(
-    chunks: Sequence[GPTModel],
-    optimizer: ChainedOptimizer | None,
-    *,
-    is_loading: bool,
-    is_stacked: bool = False,
+def _build_optimizer_shards(
+    optimizer: ChainedOptimizer, model: State, *, is_loading: bool
 ) -> State:
-    """The shards that this rank writes, or asks for; `is_stacked` says how they stand there."""
-    state: State = {
-        f"model{index}": shards_to_load(chunk, is_stacked) if is_loading else shards_to_save(chunk)
-        for index, chunk in enumerate(chunks)
-    }
-    if optimizer is not None:
-        with _without_bucket_padding(optimizer):
-            state["optimizer"] = optimizer.sharded_state_dict(
-                dict(state), is_loading=is_loading, metadata=dict(CONTENT_METADATA)
-            )
+    """Return the optimizer's sharded state, of a model with this sharded state."""
+    with _remove_bucket_padding(optimizer):
+        state: State = optimizer.sharded_state_dict(
+            dict(model), is_loading=is_loading, metadata=dict(CONTENT_METADATA)
+        )
     return state
 
 
 def _load_moments(optimizer: ChainedOptimizer, state: State) -> None:
-    """Adam's moments and the float32 weights; the groups keep the settings of this run."""
+    """Load Adam's moments and the float32 weights; groups keep the settings of this run."""
     settings = [
         {name: value for name, value in group.items() if name not in ("params", "step")}
         for group in optimizer.param_groups
     ]
     optimizer.load_state_dict(state)
-    for group, kept in zip(optimizer.param_groups, settings, strict=True):
-        group.update(kept)
+    for group, group_settings in zip(optimizer.param_groups, settings, strict=True):
+        group.update(group_settings)
+
+
+def _convert_shards(state: State, stored: Collection[str]) -> State:
+    """Return the shards to request from a checkpoint of the other kind of optimizer.
+
+    Args:
+        state: Sharded state of this optimizer.
+        stored: Keys of the checkpoint's tensors; shards that it does not have are left out.
+    """
+    shards = (_rename_shard(shard, stored) for shard in _list_shards(state))
+    return {str(index): shard for index, shard in enumerate(shards) if shard is not None}
+
+
+def _rename_shard(shard: Any, stored: Collection[str]) -> Any:
+    """Return a shard under its key in a checkpoint of the other kind; None if it has none."""
+    key = shard.key
+    if key.startswith(_REPLICATED):
+        key = _SHARDED + key.removeprefix(_REPLICATED)
+    elif key.startswith(_SHARDED):
+        key = _REPLICATED + key.removeprefix(_SHARDED)
+        # LoRA's factors are stored in parts: KEY.NAME.
+        if not any(name == key or name.startswith(f"{key}.") for name in stored):
+            return None
+    return replace(shard, key=key)
+
+
+def _merge_loaded_shards(state: State, loaded: State, optimizer: ChainedOptimizer) -> State:
+    """Return `state` as the optimizer loads it, with the values loaded for its shards.
+
+    Float32 weights that were left out are the model's own.
+    """
+    numbers = iter(range(len(_list_shards(state))))
+    filled: State = _map_shards(state, lambda shard: loaded.get(str(next(numbers))))
+    part_states = [filled] if len(optimizer.chained_optimizers) == 1 else filled.values()
+    for part, part_state in zip(optimizer.chained_optimizers, part_states, strict=True):
+        parameters = [p for buffer in getattr(part, "buffers", []) for p in buffer.param_index_map]
+        for index, parameter in enumerate(parameters):
+            tensors = part_state["param_state"][index]
+            for name in [name for name, tensor in tensors.items() if tensor is None]:
+                tensors[name] = parameter.detach()
+    return filled
+
+
+def _list_shards(state: Any) -> list[Any]:
+    shards: list[Any] = []
+    _map_shards(state, shards.append)
+    return shards
+
+
+def _map_shards(state: Any, function: Callable[[Any], Any]) -> Any:
+    """Copy nested dicts and lists, with `function` applied to each shard, in order."""
+    if isinstance(state, dict):
+        return {name: _map_shards(value, function) for name, value in state.items()}
+    if isinstance(state, list):
+        return [_map_shards(value, function) for value in state]
+    if isinstance(state, ShardedBase | ShardedTensorFactory):
+        return function(state)
+    return state.unwrap() if isinstance(state, LocalNonpersistentObject) else state
 
 
 @contextlib.contextmanager
-def _without_bucket_padding(optimizer: ChainedOptimizer) -> Iterator[None]:
-    """Inside, the sharded optimizer's index of its buffers counts no padding behind a bucket.
+def _remove_bucket_padding(optimizer: ChainedOptimizer) -> Iterator[None]:
+    """Leave the padding behind buckets out of the sharded optimizer's index of its buffers.
 
-    It gathers its buffers without that padding, and cuts parameters out at places that count it
-    (optimizer/distrib_optimizer.py:1115 and :1501): behind the first bucket it saves the wrong
-    numbers without an error. Tied embeddings on several pipeline stages make a second bucket, and
-    so does overlap of a large model. Megatron repaired it after 0.19.2 (pull request 5077).
+    It gathers its buffers without that padding, and slices parameters at offsets that count it
+    (optimizer/distrib_optimizer.py:1115 and :1501): behind the first bucket it saves wrong numbers
+    without an error. Tied embeddings on several pipeline stages make a second bucket, and so does
+    overlap of a large model. Megatron fixed it after 0.19.2 (pull request 5077).
     """
     with contextlib.ExitStack() as undo:
         for part in optimizer.chained_optimizers:
             for buffer in getattr(part, "buffers", []):
                 undo.callback(setattr, buffer, "param_index_map", buffer.param_index_map)
-                buffer.param_index_map = _unpadded_index(buffer)
+                buffer.param_index_map = _build_unpadded_index(buffer)
         yield
 
 
-def _unpadded_index(buffer: Any) -> dict[torch.nn.Parameter, tuple[int, int, int]]:
-    """By parameter: (first element, end, bucket) in the concatenated buckets of the buffer."""
+def _build_unpadded_index(buffer: Any) -> dict[torch.nn.Parameter, tuple[int, int, int]]:
+    """Return (first element, end, bucket) of each parameter in the concatenated buckets."""
     starts = list(accumulate((b.numel_unpadded for b in buffer.buckets), initial=0))
     shifts = [start - b.offset for start, b in zip(starts, buffer.buckets, strict=False)]
     return {
@@ -230,26 +325,28 @@ def _unpadded_index(buffer: Any) -> dict[torch.nn.Parameter, tuple[int, int, int
 
 
 @contextlib.contextmanager
-def _without_steps(optimizer: ChainedOptimizer | None) -> Iterator[int]:
-    """Inside, no parameter has a step count, and every one has moments; yields the count.
+def _remove_step_counts(optimizer: ChainedOptimizer | None) -> Iterator[int]:
+    """Remove the step counts of all parameters inside this context, and create all moments.
 
-    Collective over all ranks.
+    Yields the count. Collective over all ranks.
     """
     if optimizer is None:
         yield 0
         return
-    steps = _steps(optimizer)
+    steps = _count_adam_steps(optimizer)
     for part in optimizer.chained_optimizers:
-        if part.init_state_fn is not None:  # gives moments to parameters that have none
+        if part.init_state_fn is not None:  # creates moments of parameters that have none
             part.init_state_fn(part.optimizer, part.config)
+    # Only torch's AdamW has a step count per parameter; fused ones have it per group.
+    inner = [part.optimizer for part in optimizer.chained_optimizers]
     with contextlib.ExitStack() as undo:
-        undo.callback(_set_steps, optimizer, steps)
-        for adam in _torch_adams(optimizer):
+        undo.callback(_set_step_counts, optimizer, steps)
+        for adam in (adam for adam in inner if isinstance(adam, torch.optim.AdamW)):
             _drop_steps(adam)
             # AdamW itself loads no state without a count (torch/optim/adam.py:127).
             undo.callback(adam.register_load_state_dict_pre_hook(_add_steps).remove)
             undo.callback(adam.register_load_state_dict_post_hook(_drop_steps).remove)
-        # Read where Megatron puts in and takes out the counts of torch's AdamW, and only there.
+        # Megatron reads this where it adds and removes the counts of torch's AdamW, and only there.
         undo.callback(setattr, distrib_optimizer, "HAVE_APEX_OR_TE", _HAVE_FUSED_ADAM)
         distrib_optimizer.HAVE_APEX_OR_TE = True
         yield steps
@@ -266,24 +363,18 @@ def _add_steps(adam: torch.optim.Optimizer, state_dict: State) -> None:
         state["step"] = torch.tensor(0.0)
 
 
-def _torch_adams(optimizer: ChainedOptimizer) -> list[torch.optim.AdamW]:
-    """Those that keep a step count with each parameter; fused ones keep it with each group."""
-    inner = [part.optimizer for part in optimizer.chained_optimizers]
-    return [adam for adam in inner if isinstance(adam, torch.optim.AdamW)]
-
-
-def _steps(optimizer: ChainedOptimizer) -> int:
-    """Adam's steps so far: the same on all ranks, also where a rank has no parameter."""
-    found = [0]
+def _count_adam_steps(optimizer: ChainedOptimizer) -> int:
+    """Return Adam's steps so far, the same on all ranks, even on a rank without parameters."""
+    counts = [0]
     for part in optimizer.chained_optimizers:
-        found += [int(state["step"]) for state in part.optimizer.state.values() if "step" in state]
-        found += [int(group["step"]) for group in part.param_groups if "step" in group]
-    steps = torch.tensor(max(found), device=torch.cuda.current_device())
+        counts += [int(state["step"]) for state in part.optimizer.state.values() if "step" in state]
+        counts += [int(group["step"]) for group in part.param_groups if "step" in group]
+    steps = torch.tensor(max(counts), device=torch.cuda.current_device())
     dist.all_reduce(steps, op=dist.ReduceOp.MAX)
     return int(steps)
 
 
-def _set_steps(optimizer: ChainedOptimizer, steps: int) -> None:
+def _set_step_counts(optimizer: ChainedOptimizer, steps: int) -> None:
     for part in optimizer.chained_optimizers:
         if isinstance(part.optimizer, torch.optim.AdamW):
             for state in part.optimizer.state.values():

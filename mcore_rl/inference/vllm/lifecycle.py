@@ -3,10 +3,11 @@
          start           sleep          wake weights         update          wake kv_cache
     new -------> serving -------> asleep ------------> empty -------> loaded -------------> serving
 
-A serving server takes updates, too. A failed update leaves it torn, or empty if it slept; a failed
-sleep leaves it torn. It then serves nothing until a complete update succeeds. Requests run in
-parallel; all other calls run alone, or beside paused requests. Requests kept through a sleep stay
-paused until the server serves.
+A server that was started without weights waits for an update, or sleeps before it. A serving server
+takes updates, too. A failed update leaves it torn, or empty if it slept; a failed sleep leaves it
+torn. It then serves nothing until a complete update succeeds. Requests run in parallel; all other
+calls run alone, or beside paused requests. Requests kept through a sleep stay paused until the
+server serves.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ class State(Enum):
     """States of a server; the values complete "the server ..."."""
 
     NEW = "has not been started"
+    WAITING = "has yet to get weights"
     SERVING = "serves"
     ASLEEP = "is asleep"
     EMPTY = "has no weights since it slept"
@@ -36,6 +38,7 @@ class Call(Enum):
     """Calls of a server; the values complete "the server cannot ..."."""
 
     START = "start"
+    START_WITHOUT_WEIGHTS = "start without weights"
     GENERATE = "generate"
     TRACE = "trace"
     CONNECT = "connect to a trainer"
@@ -49,17 +52,21 @@ class Call(Enum):
 TRANSITIONS: Mapping[tuple[Call, State], State] = MappingProxyType(
     {
         (Call.START, State.NEW): State.SERVING,
+        (Call.START_WITHOUT_WEIGHTS, State.NEW): State.WAITING,
         (Call.GENERATE, State.SERVING): State.SERVING,
         (Call.TRACE, State.SERVING): State.SERVING,
         (Call.CONNECT, State.SERVING): State.SERVING,
+        (Call.CONNECT, State.WAITING): State.WAITING,
         (Call.CONNECT, State.TORN): State.TORN,
         (Call.CONNECT, State.EMPTY): State.EMPTY,
         (Call.CONNECT, State.LOADED): State.LOADED,
         (Call.UPDATE, State.SERVING): State.SERVING,
+        (Call.UPDATE, State.WAITING): State.SERVING,
         (Call.UPDATE, State.TORN): State.SERVING,
         (Call.UPDATE, State.EMPTY): State.LOADED,
         (Call.UPDATE, State.LOADED): State.LOADED,
         (Call.SLEEP, State.SERVING): State.ASLEEP,
+        (Call.SLEEP, State.WAITING): State.ASLEEP,
         (Call.WAKE_WEIGHTS, State.ASLEEP): State.EMPTY,
         (Call.WAKE_KV_CACHE, State.LOADED): State.SERVING,
     }
@@ -70,6 +77,7 @@ _AFTER_FAILURE: Mapping[tuple[Call, State], State] = MappingProxyType(
         (Call.UPDATE, State.SERVING): State.TORN,
         (Call.UPDATE, State.LOADED): State.EMPTY,
         (Call.SLEEP, State.SERVING): State.TORN,
+        (Call.SLEEP, State.WAITING): State.TORN,
     }
 )
 

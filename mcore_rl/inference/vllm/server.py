@@ -133,21 +133,28 @@ class VLLMServer:
         with exempt_imports_from_gc():
             import mcore_rl.inference.vllm.worker  # noqa: F401
 
-    async def start(self) -> None:
+    async def start(self, *, reads_weights: bool = True) -> None:
         """Start the engine and load the checkpoint: seconds to minutes.
+
+        Args:
+            reads_weights: See `GenerationServer.start`.
 
         Raises:
             ConfigError: the lane has no kernels for the model's attention heads.
             RuntimeError: the engine does not start; its processes have printed why to stderr.
         """
-        with self._lifecycle.run_alone(Call.START):
-            await self._start()
+        call = Call.START if reads_weights else Call.START_WITHOUT_WEIGHTS
+        with self._lifecycle.run_alone(call):
+            await self._start(reads_weights)
 
-    def build_engine_config(self, *, headless: bool = False) -> tuple[VllmConfig, ServerName]:
+    def build_engine_config(
+        self, *, headless: bool = False, reads_weights: bool = True
+    ) -> tuple[VllmConfig, ServerName]:
         """Return vLLM's config and the name of this process's part of the server.
 
         Args:
             headless: Whether this is a node without the engine.
+            reads_weights: See `GenerationServer.start`.
 
         Raises:
             ConfigError: see `start`.
@@ -155,18 +162,21 @@ class VLLMServer:
         self.prepare()
         from vllm.config import WeightTransferConfig
         from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.usage.usage_lib import UsageContext
 
         from mcore_rl.inference.vllm import weights as vllm_weights
         from mcore_rl.inference.vllm import worker as vllm_worker
 
         self._name = name = vllm_worker.ServerName.new()
         nodes = {} if self._nodes is None else self._nodes.build_engine_arguments()
+        loading = vllm_weights.build_float8_arguments(self._model_path, ep=self._config.ep)
+        if not reads_weights:
+            loading["load_format"] = vllm_weights.NO_WEIGHTS_FORMAT
         config = AsyncEngineArgs(
             model=self._model_path,
             dtype=self._dtype,
             seed=self._seed,
             max_model_len=self._max_model_tokens,
-            max_num_seqs=self._config.max_num_seqs,
             kv_cache_memory_bytes=self._config.kv_cache_bytes,
             tensor_parallel_size=self._config.tp,
             # Workers are processes of this server; inside an actor vLLM would make them Ray's.
@@ -184,17 +194,17 @@ class VLLMServer:
             ),
             **vllm_worker.build_sleep_arguments(self._can_sleep),
             **vllm_worker.build_expert_arguments(self._records_experts),
-            **vllm_weights.build_float8_arguments(self._model_path, ep=self._config.ep),
+            **loading,
             **nodes,
-        ).create_engine_config(headless=headless)
+        ).create_engine_config(UsageContext.OPENAI_API_SERVER, headless=headless)
         vllm_worker.check_heads(config.model_config)
         vllm_worker.check_recorded_experts(config)
         # Workers that crash leave shared memory behind, and the server may never be closed.
         atexit.register(vllm_worker.remove_shared_memory, name)
         return config, name
 
-    async def _start(self) -> None:
-        config, name = self.build_engine_config()
+    async def _start(self, reads_weights: bool) -> None:
+        config, name = self.build_engine_config(reads_weights=reads_weights)
         from vllm.v1.engine.async_llm import AsyncLLM
 
         from mcore_rl.inference.vllm import worker as vllm_worker
@@ -403,7 +413,7 @@ class VLLMServer:
             yield
 
     async def sleep(self, *, keep: bool = False) -> None:
-        if not self._can_sleep and self._lifecycle.state is State.SERVING:
+        if not self._can_sleep and self._lifecycle.state in (State.SERVING, State.WAITING):
             raise StateError("the server cannot sleep: it was started without can_sleep")
         async with self._pause_engine(Call.SLEEP, keep=keep):
             # Running requests are preempted: the cache is empty afterwards.
@@ -445,9 +455,9 @@ class HeadlessWorkers:
         self._executor: MultiprocExecutor | None = None
         self._stop_watch: StoppedProcesses | None = None
 
-    async def start(self) -> None:
-        """Start the workers; return when they have met the engine."""
-        config, name = self._server.build_engine_config(headless=True)
+    async def start(self, *, reads_weights: bool = True) -> None:
+        """Start the workers as `VLLMServer.start`; return when they have met the engine."""
+        config, name = self._server.build_engine_config(headless=True, reads_weights=reads_weights)
         from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
         from mcore_rl.inference.vllm import worker as vllm_worker

@@ -1,4 +1,4 @@
-"""New weights in a vLLM worker: our weight transfer engine, and the loader of float8 checkpoints.
+"""New weights in a vLLM worker: our weight transfer engine, and our loaders.
 
 Any vLLM server of the pinned version can be updated: one that is started with
 `--weight-transfer-config '{"backend": "mcore_rl"}'` gets `ShardTransferEngine` from this package's
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,6 +37,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
 )
 from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
 from vllm.model_executor.model_loader.ep_weight_filter import should_skip_weight
 from vllm.model_executor.model_loader.reload import (
     finalize_layerwise_reload,
@@ -52,6 +54,7 @@ from vllm.model_executor.model_loader.reload.meta import (
     materialize_layer,
 )
 from vllm.model_executor.model_loader.reload.utils import get_layer_size
+from vllm.model_executor.model_loader.weight_utils import initialize_single_dummy_weight
 from vllm.platforms import current_platform
 
 from mcore_rl.checkpoint import fp8
@@ -75,7 +78,9 @@ from mcore_rl.weight_sync.transport import (
     connect,
 )
 
-FLOAT8_FORMAT = "mcore_rl"  # name of our loader among vLLM's load formats
+# Names of our loaders among vLLM's load formats.
+FLOAT8_FORMAT = "mcore_rl"
+NO_WEIGHTS_FORMAT = "mcore_rl_no_weights"
 
 
 @dataclass
@@ -242,6 +247,8 @@ class ShardWriter:
     def __init__(self, model: Any, generation_rank: int) -> None:
         self._model, self._rank = model, generation_rank
         self._modules = dict(model.named_modules())
+        # Elements received of parameters that vLLM does not count, by id of the parameter.
+        self._uncounted = Counter[int]()
         # Slices with a checksum to check, and the box of the parameter that they were copied to.
         self._written: list[tuple[ReceivedSlice, torch.Tensor]] = []
         # The same slices when the boxes' checksums have been computed.
@@ -293,6 +300,8 @@ class ShardWriter:
                 f"{piece.offset} of {parameter.dtype} {tuple(parameter.shape)}"
             )
         box.copy_(piece.data)
+        if not is_counted:
+            self._uncounted[id(getattr(layer, name))] += box.numel()
         if piece.checksum is not None:
             self._written.append((piece, box))
         if is_counted:
@@ -333,6 +342,13 @@ class ShardWriter:
             and any(parameter is not None for parameter in layer._parameters.values())
             and not _is_tied(self._model, layer)
         ]
+        short += [
+            f"{prefix}.{name}"
+            for prefix, layer in self._modules.items()
+            for name, parameter in layer._parameters.items()
+            if name in SKIP_LOAD_TENSORS and parameter is not None
+            and self._uncounted[id(parameter)] < parameter.numel()
+        ]  # fmt: skip
         if short:
             raise ValueError(f"{len(short)} modules did not get all weights: {short[:5]}")
 
@@ -391,9 +407,10 @@ def build_float8_arguments(model_path: str, *, ep: bool) -> dict[str, Any]:
     }
 
 
-def register_loader() -> None:
-    """Register our loader with vLLM, as one of its load formats."""
+def register_loaders() -> None:
+    """Register our loaders with vLLM, as load formats."""
     register_model_loader(FLOAT8_FORMAT)(_Float8Loader)
+    register_model_loader(NO_WEIGHTS_FORMAT)(_NoWeightsLoader)
 
 
 class _Float8Loader(DefaultModelLoader):
@@ -412,3 +429,15 @@ class _Float8Loader(DefaultModelLoader):
         for name in reader.get_shapes():
             if not should_skip_weight(name, self.local_expert_ids):
                 yield name, reader.read_tensor(name)
+
+
+class _NoWeightsLoader(DummyModelLoader):
+    """Fills parameters with small random numbers; an update writes all of them.
+
+    vLLM's dummy loader also fills buffers, which no update writes.
+    """
+
+    def load_weights(self, model: torch.nn.Module, model_config: ModelConfig) -> None:
+        """Fill all parameters."""
+        for parameter in model.parameters():
+            initialize_single_dummy_weight(parameter)

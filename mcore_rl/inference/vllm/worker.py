@@ -38,7 +38,7 @@ from mcore_rl.config.errors import ConfigError, PeerError
 from mcore_rl.config.schema import RolloutConfig
 from mcore_rl.inference.vllm.processes import use_worker_rendezvous
 from mcore_rl.inference.vllm.trace import TraceTaker
-from mcore_rl.inference.vllm.weights import make_reloadable, register_loader, repack_output_heads
+from mcore_rl.inference.vllm.weights import make_reloadable, register_loaders, repack_output_heads
 from mcore_rl.observability.process import skip_gc_at_exit
 from mcore_rl.observability.stacks import dump_stacks_on_signal
 from mcore_rl.parallel.network import find_interface, use_interface_towards
@@ -131,6 +131,9 @@ def build_lane_arguments(
         "worker_extension_cls": f"{__name__}.{WorkerExtension.__name__}",
         "enforce_eager": eager,
         "additional_config": name,
+        # None: vLLM's defaults for `vllm serve` (engine/arg_utils.py:2894).
+        "max_num_seqs": config.max_num_seqs,
+        "max_num_batched_tokens": config.max_num_batched_tokens,
     }
     if not current_platform.is_cpu():
         # A server uses rollout.kv_cache_bytes and the model's size. vLLM only checks that this
@@ -167,7 +170,8 @@ def build_lane_arguments(
         # A seeded request with a chunked prompt rewinds its generator, which a CPU generator
         # refuses: the engine dies (v1/worker/gpu_model_runner.py:3502).
         "enable_chunked_prefill": False,
-        "max_num_batched_tokens": max(8192, max_model_tokens),
+        "max_num_seqs": config.max_num_seqs or 256,
+        "max_num_batched_tokens": config.max_num_batched_tokens or max(8192, max_model_tokens),
     }
 
 
@@ -411,7 +415,7 @@ def register() -> None:
     module = "mcore_rl.inference.vllm.weights"
     WeightTransferEngineFactory.register_engine(BACKEND, module, "ShardTransferEngine")
     _patch_sleep()
-    register_loader()
+    register_loaders()
     if current_platform.is_cpu():
         from mcore_rl.inference.vllm import cpu_patches
 

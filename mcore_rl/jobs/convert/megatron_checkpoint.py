@@ -126,9 +126,9 @@ def open_megatron_checkpoint(path: Path, reference: Path | None) -> MegatronChec
             changes = {name: n for name, n in stored_config.items() if config[name] != n}
             config = stored_config
     weights = map_model_weights(config, padded)
-    from mcore_rl.engine.megatron.meta_model import meta_model  # imports Megatron
+    from mcore_rl.engine.megatron.conversion import build_meta_model  # imports Megatron
 
-    locations = meta_model(stored_config, padded).parameters_in(tensors)
+    locations = build_meta_model(stored_config, padded).locate_parameters(tensors)
     _check_tensors(path, tensors, locations.values())
     layout, lora = Layout(**info.get("layout", {})), info.get("lora")
     parameters = []

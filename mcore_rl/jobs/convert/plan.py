@@ -222,7 +222,8 @@ def compute_memory_bound(workers: int, largest: int, finish_bytes: int = 0) -> i
     so_far = get_peak_memory() + _SLACK_BYTES + finish_bytes
     if workers == 1:
         return so_far + largest
-    return so_far + _TRACKER_BYTES + workers * (_WORKER_BYTES + largest)
+    # The server that workers are forked from has imported the same modules.
+    return so_far + _TRACKER_BYTES + (workers + 1) * _WORKER_BYTES + workers * largest
 
 
 def get_peak_memory() -> int:

@@ -72,9 +72,9 @@ def convert_checkpoint(
     elif reference is None:
         raise ConfigError(f"--bridge={options['bridge']} needs --reference")
     else:
-        from mcore_rl.engine.megatron.bridge import export_hf
+        from mcore_rl.engine.megatron.conversion import export_with_bridge
 
-        export_hf(checkpoint, reference, output)
+        export_with_bridge(checkpoint, reference, output)
 
 
 def convert(

@@ -45,6 +45,7 @@ from mcore_rl.models.heads import get_model_config, map_model_weights
 from mcore_rl.reshard.rules import Box, Weight, list_logical_tensors, slice_rows
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_DCP_IMPORT_BYTES = 48 << 20  # of torch.distributed.checkpoint, imported to write the metadata
 _COMPARED_BYTES = 16 << 20  # of a tensor and its alias, at a time
 Dtypes = Mapping[str, torch.dtype]  # of the Hugging Face tensors, by name
 
@@ -58,9 +59,9 @@ def convert_folder(*, model: Path, output: Path, layout: Layout, **options: Any)
     check_exists("--model", model)
     resources, dtype = parse_resources(**options), options["dtype"]
     if uses_bridge({"layout": layout != Layout(), **options}):
-        from mcore_rl.engine.megatron.bridge import import_hf
+        from mcore_rl.engine.megatron.conversion import import_with_bridge
 
-        import_hf(model, output)
+        import_with_bridge(model, output)
     else:
         convert(model, output, layout, dtype, resources)
 
@@ -99,9 +100,9 @@ def plan_conversion(model: Path, output: Path, layout: Layout, dtype: str | None
         )
     target = parse_dtype("--dtype", DTYPES, dtype or format_dtype(main_dtype))
     check_aliases(reader, weights)
-    from mcore_rl.engine.megatron.meta_model import meta_model  # imports Megatron
+    from mcore_rl.engine.megatron.conversion import build_meta_model  # imports Megatron
 
-    megatron_model = meta_model(config, padded)
+    megatron_model = build_meta_model(config, padded)
     locations = megatron_model.parameters
     parameters = [
         Parameter(w, locations[w.get_local_name()], torch.float32 if w.float32 else target)
@@ -128,7 +129,8 @@ def plan_conversion(model: Path, output: Path, layout: Layout, dtype: str | None
         units=tuple(_plan_units(reader, layout, parameters, megatron_model.objects)),
         finish=partial(_finish, model=model, facts=facts),
         notes=_describe_rounding(parameters, dtypes),
-        finish_bytes=WRITTEN_ENTRY_BYTES * sum(len(_list_chunks(p, layout)) for p in parameters),
+        finish_bytes=_DCP_IMPORT_BYTES
+        + WRITTEN_ENTRY_BYTES * sum(len(_list_chunks(p, layout)) for p in parameters),
         shared={"reader": reader},
     )
 

@@ -14,6 +14,7 @@ import os
 import platform
 import re
 import resource
+import shutil
 import socket
 import subprocess
 import tempfile
@@ -25,6 +26,7 @@ from pathlib import Path
 
 from packaging.requirements import Requirement
 
+from mcore_rl.controller.compilers import TOOLS, build_compiler_environment, is_gpu_node
 from mcore_rl.observability.process import detect_lane, list_versions
 from mcore_rl.sandbox.sandbox import probe_tiers
 from mcore_rl.sandbox.tiers import Tier
@@ -73,6 +75,30 @@ def check_model_runner(report: NodeReport) -> None:
         report.add(_RUNNER_CHECK, "fail", f"{_RUNNER}={setting!r}", wanted, remedy)
         return
     report.facts[_RUNNER_CHECK] = Fact("V2" if is_v2 else "V1", "warn")
+
+
+def check_compilers(report: NodeReport) -> None:
+    """Check that servers have the compilers of FlashInfer, if the node has GPUs.
+
+    Without them vLLM does not use FlashInfer's kernels, and prints that at one of its quieter
+    levels (utils/flashinfer.py:95 of vLLM).
+    """
+    if not is_gpu_node() or importlib.util.find_spec("flashinfer") is None:
+        return
+    if importlib.util.find_spec("flashinfer_cubin") is not None:
+        report.add("FlashInfer", "ok", "compiled kernels of flashinfer-cubin")
+        return
+    environment = build_compiler_environment(os.environ, Path("/"))
+    path = environment.get("PATH", os.environ.get("PATH", ""))
+    programs = {tool: shutil.which(tool, path=path) for tool in TOOLS}
+    if toolkit := os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH"):
+        # FlashInfer looks for nvcc in this folder alone.
+        programs["nvcc"] = shutil.which(os.path.join(toolkit, "bin", "nvcc"))
+    missing = [tool for tool, program in programs.items() if program is None]
+    value = f"no {' and no '.join(missing)}" if missing else ", ".join(map(str, programs.values()))
+    remedy = "bash launch/setup_env.sh has ninja; CUDA_HOME names a CUDA 13 toolkit with nvcc"
+    wanted = f"{' and '.join(TOOLS)}, or servers do without FlashInfer's kernels"
+    report.add("FlashInfer", "warn" if missing else "ok", value, wanted, remedy)
 
 
 def _has_triton(kind: str) -> bool:

@@ -100,6 +100,7 @@ class _Node:
         self._set_activity("asking for versions")
         report.facts.update(checks.collect_versions())
         checks.check_model_runner(report)
+        checks.check_compilers(report)
         self._set_activity("asking nvidia-smi")
         checks.check_devices(report)
         checks.check_limits(report)

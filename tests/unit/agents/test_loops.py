@@ -17,7 +17,7 @@ import pytest
 from mcore_rl.agents.chat_template.codec import ChatMessage, ParsedTurn, ToolSpec
 from mcore_rl.agents.environments.base import EnvironmentStep
 from mcore_rl.agents.loops import Agent, Task
-from mcore_rl.agents.runner import AgentRunner, Timeout
+from mcore_rl.agents.runner import AgentRunner, TrajectoryTimeout
 from mcore_rl.agents.single_turn import Prompt
 from mcore_rl.agents.trajectory import hash_state
 from mcore_rl.config.errors import ConfigError
@@ -390,7 +390,7 @@ def test_what_is_unknown_is_refused(config, message):
         run(["42"], config)
 
 
-async def ended_in_time(limit: Timeout, *pauses_s: float) -> bool:
+async def ended_in_time(limit: TrajectoryTimeout, *pauses_s: float) -> bool:
     """Return whether a trajectory that is paused for each of these times, in turn, ended."""
     try:
         async with limit:
@@ -406,7 +406,7 @@ async def ended_in_time(limit: Timeout, *pauses_s: float) -> bool:
 @pytest.mark.parametrize(("limit_s", "ends"), [(0.02, False), (0.2, True)])
 def test_time_stands_still_while_it_is_stopped(limit_s, ends):
     async def work() -> bool:
-        return await ended_in_time(Timeout(limit_s), 0.3, 0.1)
+        return await ended_in_time(TrajectoryTimeout(limit_s), 0.3, 0.1)
 
     clock = SkippedTime()
     loop = asyncio.SelectorEventLoop(clock)
@@ -419,7 +419,7 @@ def test_time_stands_still_while_it_is_stopped(limit_s, ends):
 
 def test_a_trajectory_whose_time_is_over_can_be_stopped_while_it_ends():
     async def work() -> bool:
-        limit = Timeout(0.01)
+        limit = TrajectoryTimeout(0.01)
         try:
             async with limit:
                 try:

@@ -86,6 +86,23 @@ def test_on_gpus_servers_are_colocated_only_with_trainers_of_the_same_pool():
 
 
 @pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({}, "rollout.max_num_batched_tokens=100: the CPU lane runs each prompt in one batch; "
+         "allowed: at least 1536, its longest sequence"),
+        ({"evaluation__max_response_tokens": 2000}, "allowed: at least 2512"),
+    ],
+)  # fmt: skip
+def test_batches_smaller_than_a_prompt_are_refused_where_prompts_are_not_chunked(settings, message):
+    few = {"rollout__max_num_batched_tokens": 100, "data__max_prompt_tokens": 512}
+    given = config(**few, rollout__max_response_tokens=1024, **settings)
+    resolve(given)
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        resolve_for_lane(given, "cpu")
+    resolve_for_lane(given, "cuda")
+
+
+@pytest.mark.parametrize(
     ("method", "pool"),
     [("colocated", "shared"), ("full_export", "shared"), ("disaggregated", "own")],
 )
@@ -175,6 +192,23 @@ BAD = [
     (
         {"rollout__cores": "0|1"},
         "rollout.cores='0|1' must list the cores of each of a node's 1 workers of a server",
+    ),
+    (
+        {"rollout__load_format": "safetensors"},
+        "rollout.load_format='safetensors'; allowed: 'auto', 'checkpoint', 'dummy'",
+    ),
+    (
+        {"rollout__load_format": "dummy", "weight_sync__method": "full_export"},
+        "rollout.load_format='dummy': vLLM's own loader, which reads what weight_sync.method='full",
+    ),
+    ({"rollout__max_num_seqs": 0}, "rollout.max_num_seqs=0; allowed: at least 1"),
+    (
+        {"rollout__max_num_batched_tokens": 0},
+        "rollout.max_num_batched_tokens=0; allowed: at least 1",
+    ),
+    (
+        {"rollout__max_num_seqs": 64, "rollout__max_num_batched_tokens": 63},
+        "rollout.max_num_batched_tokens=63; allowed: at least rollout.max_num_seqs=64",
     ),
     ({"rollout__cores": "a"}, "rollout.cores='a'; allowed: numbers and ranges"),
     ({"output_dir": ""}, "output_dir='' names no folder"),

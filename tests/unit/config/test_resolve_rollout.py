@@ -42,6 +42,10 @@ def test_a_model_has_the_defaults_of_servers_and_the_policys_context():
         ({"timeout_s": 0}, "models.user.timeout_s=0.0; allowed: above 0"),
         ({"codec": "own"}, "models.user.codec='own'; allowed: 'auto', 'renderers', 'template'"),
         ({"cores": "0|1"}, "models.user.cores='0|1' must list the cores of each of a node's 1"),
+        (
+            {"max_num_seqs": 9, "max_num_batched_tokens": 8},
+            "models.user.max_num_batched_tokens=8; allowed: at least models.user.max_num_seqs=9",
+        ),
         ({"placement": "shared"}, "models.user.placement='shared': servers that leave their"),
         ({"temperature": float("nan")}, "models.user.temperature=nan; allowed: at least 0"),
     ],

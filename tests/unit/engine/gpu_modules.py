@@ -26,14 +26,14 @@ from mcore_rl.engine.megatron import device  # noqa: E402
 
 factory = torch.empty
 device.install(1)
-assert device.device_name() == "cuda" and torch.empty is factory
+assert device.get_device_type() == "cuda" and torch.empty is factory
 
 from megatron.core.models.gpt import gpt_layer_specs  # noqa: E402
 from megatron.core.packed_seq_params import PackedSeqParams  # noqa: E402
 from megatron.core.tensor_parallel.random import CudaRNGStatesTracker  # noqa: E402
 
 from mcore_rl.engine.megatron import layers  # noqa: E402
-from mcore_rl.engine.megatron.meta_model import _whole_model  # noqa: E402
+from mcore_rl.engine.megatron.conversion import build_single_rank_model  # noqa: E402
 from mcore_rl.models.heads import get_model_config  # noqa: E402
 from mcore_rl.parallel.groups import use_single_rank_groups  # noqa: E402
 
@@ -59,8 +59,8 @@ def main(name: str) -> None:
     starts = np.array([0, 5, 9, 21]).view(Starts)
     packed = PackedSeqParams("thd", starts, starts, max_seqlen_q=12, max_seqlen_kv=12)
     with use_single_rank_groups():
-        model = _whole_model(get_model_config(config), config["vocab_size"]).train()
-        assert not device.config_flags()["apply_rope_fusion"]
+        model = build_single_rank_model(get_model_config(config), config["vocab_size"]).train()
+        assert not device.build_config_flags()["apply_rope_fusion"]
         experts = {name: p for name, p in model.named_parameters() if ".experts." in name}
         if experts:
             assert {parameter.device for parameter in model.parameters()} == {GPU}

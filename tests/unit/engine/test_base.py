@@ -1,4 +1,4 @@
-"""Engines are found by backend and model type, and memory moves between two places."""
+"""Engines are created by backend and model type; calls check that their parts are on the device."""
 
 from __future__ import annotations
 
@@ -11,9 +11,7 @@ from mcore_rl.config.errors import ConfigError, StateError
 from mcore_rl.config.schema import EngineConfig, ModelConfig
 from mcore_rl.data.batch import Batch
 from mcore_rl.engine.base import EngineSpec, create_engine
-from mcore_rl.engine.megatron.engine import MegatronEngine
-from mcore_rl.engine.megatron.offload import move
-from mcore_rl.engine.megatron.value_engine import ValueEngine
+from mcore_rl.engine.megatron.engine import MegatronEngine, ValueEngine
 from mcore_rl.jobs.parity import engines
 
 SPEC = EngineSpec(ModelConfig(path="/nowhere"), EngineConfig(), seed=0)
@@ -38,13 +36,6 @@ def test_a_comparison_of_engines_has_the_one_that_its_settings_name():
     for job in (engines.score_with_megatron, engines.trace_with_megatron):
         with pytest.raises(ConfigError, match="backend='fsdp'; allowed: 'megatron'"):
             job(spec, "", [])
-
-
-def test_on_the_cpu_lane_parameters_stay_where_they_are():
-    model = torch.nn.Linear(2, 2)
-    before = model.weight.data_ptr()
-    move([model], None, "host", ["parameters", "optimizer state", "gradients"], {})
-    assert model.weight.data_ptr() == before
 
 
 def test_a_place_that_there_is_not_is_refused():
@@ -78,7 +69,11 @@ def test_a_place_that_there_is_not_is_refused():
 )
 def test_a_call_that_needs_what_is_away_is_refused_by_its_name(away, call, named):
     engine = MegatronEngine(SPEC)
-    engine.wrapped, engine.chunks, engine.optimizer = [], [], torch.optim.SGD([torch.zeros(1)])
+    engine.wrapped_chunks, engine.chunks, engine.optimizer = (
+        [],
+        [],
+        torch.optim.SGD([torch.zeros(1)]),
+    )
     engine.to("host", **{name: name == away for name in ("model", "optimizer", "grad")})
     with pytest.raises(StateError, match=rf"^the engine's {named} are away, on the host; allowed"):
         call(engine)

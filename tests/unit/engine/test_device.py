@@ -21,7 +21,7 @@ import torch
 from mcore_rl.engine.megatron import device
 
 device.install(1, on_cpu=True)
-assert device.device_name() == "cpu"
+assert device.get_device_type() == "cpu"
 for made in (
     torch.tensor([1.0], device="cuda"),
     torch.zeros(2, device=torch.device("cuda", 0)),
@@ -31,7 +31,7 @@ for made in (
     assert made.device.type == "cpu"
     assert made.type() == "torch.cuda.FloatTensor"
 assert torch.ones(2).type(torch.float64).dtype == torch.float64
-with device.without_memory():
+with device.use_meta_device():
     assert torch.arange(3, device="cuda").device.type == "meta"
     assert torch.arange(3).device.type == "cpu"
 with torch.device("meta"):
@@ -63,7 +63,7 @@ def test_a_model_on_a_gpu_needs_neither_transformer_engine_nor_the_cpu_lane(mode
 @pytest.fixture
 def lane(monkeypatch):
     def use(name: str, *, has_te: bool = False, capability: int = 9) -> None:
-        monkeypatch.setattr(device, "device_name", lambda: name)
+        monkeypatch.setattr(device, "get_device_type", lambda: name)
         monkeypatch.setattr(device.importlib.util, "find_spec", lambda _: has_te or None)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (capability, 0))
         monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
@@ -86,7 +86,7 @@ def test_transformer_engine_is_taken_where_it_is_installed_beside_a_gpu(
     lane, name, has_te, asked, chosen
 ):
     lane(name, has_te=has_te)
-    assert device.chosen_modules(asked) == chosen
+    assert device.choose_modules(asked) == chosen
 
 
 @pytest.mark.parametrize(
@@ -96,7 +96,7 @@ def test_transformer_engine_is_taken_where_it_is_installed_beside_a_gpu(
 def test_transformer_engine_that_cannot_be_had_is_refused_by_name(lane, name, missing):
     lane(name, has_te=name == "cpu")
     with pytest.raises(ConfigError, match=f"^actor.modules='te' needs {missing}"):
-        device.chosen_modules("te")
+        device.choose_modules("te")
 
 
 def test_half_of_transformer_engine_is_none(lane, monkeypatch):
@@ -104,9 +104,9 @@ def test_half_of_transformer_engine_is_none(lane, monkeypatch):
     lane("cuda")
     found = {"transformer_engine": True}
     monkeypatch.setattr(device.importlib.util, "find_spec", found.get)
-    assert device.chosen_modules("auto") == "torch"
+    assert device.choose_modules("auto") == "torch"
     with pytest.raises(ConfigError, match=r"which is not installed"):
-        device.chosen_modules("te")
+        device.choose_modules("te")
 
 
 def test_transformer_engine_that_does_not_import_is_refused_before_megatron_goes_on_without(
@@ -124,7 +124,7 @@ def test_transformer_engine_that_does_not_import_is_refused_before_megatron_goes
 def test_fused_kernels_of_transformer_engine_come_with_its_modules_only(lane, monkeypatch, modules):
     lane("cuda")
     monkeypatch.setattr(device, "_modules", modules)
-    flags = device.config_flags()
+    flags = device.build_config_flags()
     assert flags["masked_softmax_fusion"]  # Megatron's own
     assert [flags[f"{name}_fusion"] for name in ("apply_rope", "moe_permute")] == (
         [modules == "te"] * 2
@@ -162,17 +162,17 @@ def test_ranks_that_send_while_they_compute_have_one_queue_before_blackwell(
     lane, monkeypatch, layout, of_ranks, of_driver, capability, environment
 ):
     lane(of_driver, capability=capability)
-    assert device.rank_environment(layout, of_ranks) == environment
+    assert device.build_rank_environment(layout, of_ranks) == environment
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "8")
-    assert device.rank_environment(layout, of_ranks) == {}
+    assert device.build_rank_environment(layout, of_ranks) == {}
 
 
 def test_a_driver_without_a_gpu_leaves_transformer_engine_to_nodes_with_one(lane):
     lane("cpu")
-    assert device.chosen_modules("te", "cuda") == "te"
+    assert device.choose_modules("te", "cuda") == "te"
     lane("cuda", has_te=True)
     with pytest.raises(ConfigError, match=r"^actor.modules='te' needs a GPU"):
-        device.chosen_modules("te", "cpu")
+        device.choose_modules("te", "cpu")
 
 
 def test_another_megatron_is_refused_by_name(monkeypatch):

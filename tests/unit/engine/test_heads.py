@@ -10,8 +10,8 @@ import torch
 
 from mcore_rl.config.schema import EngineConfig, ModelConfig
 from mcore_rl.engine.base import EngineSpec
+from mcore_rl.engine.megatron.engine import ValueEngine
 from mcore_rl.engine.megatron.heads import ValueHead
-from mcore_rl.engine.megatron.value_engine import ValueEngine
 
 QWEN3 = {
     "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 64,

@@ -11,16 +11,16 @@ import torch
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from torch.utils.checkpoint import checkpoint
 
+from mcore_rl.checkpoint.peft import check_targets
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import Layout, LoRAConfig
-from mcore_rl.engine.lora_targets import check_targets
 from mcore_rl.engine.megatron.lora import (
     Adapter,
-    FactorPlace,
-    attach,
-    initial_factor,
+    FactorShard,
+    attach_adapters,
+    initialize_factor,
 )
-from mcore_rl.engine.megatron.weights import WeightPlacement, computed, local_tensors
+from mcore_rl.engine.megatron.weights import WeightPlacement, get_local_tensors, merge_adapter
 from mcore_rl.parallel.mesh import Mesh, split_into_chunks
 from mcore_rl.reshard.rules import (
     GateUp,
@@ -72,7 +72,7 @@ def model() -> Layers:
     torch.manual_seed(0)
     model, mesh = Layers(), Mesh(Layout())
     placement = WeightPlacement(mesh, split_into_chunks(Layout(), 1), num_experts=1)
-    attach([model], WEIGHTS, placement, mesh.get_coordinate(0), CONFIG, seed=0)
+    attach_adapters([model], WEIGHTS, placement, mesh.get_coordinate(0), CONFIG, seed=0)
     with torch.no_grad():
         for adapter in model.lora.values():
             adapter.B.normal_()
@@ -119,7 +119,7 @@ def test_recomputed_layers_give_the_same_gradients(model, use_reentrant):
 def test_only_factors_require_gradients_and_names_stay(model):
     trained = {name for name, p in model.named_parameters() if p.requires_grad}
     assert {name.rpartition(".")[2] for name in trained} == {"A", "B"}
-    assert local_tensors(model).keys() == {name for name, _ in Layers().named_parameters()}
+    assert get_local_tensors(model).keys() == {name for name, _ in Layers().named_parameters()}
 
 
 def test_formed_weights_are_not_kept_for_the_backward_pass(model):
@@ -144,16 +144,16 @@ def test_computed_is_the_merged_weight_and_leaves_the_frozen_one(model):
     name, frozen = FC1.format(layer=0), model.mlp.linear_fc1.weight
     before = frozen.clone()
     fc1, _ = adapters(model)
-    torch.testing.assert_close(computed(model, name, frozen), before + 3 * fc1.B @ fc1.A)
+    torch.testing.assert_close(merge_adapter(model, name, frozen), before + 3 * fc1.B @ fc1.A)
     assert torch.equal(frozen, before)
     norm = model.mlp.norm.weight
-    assert torch.equal(computed(model, "decoder.layers.0.mlp.norm.weight", norm), norm)
+    assert torch.equal(merge_adapter(model, "decoder.layers.0.mlp.norm.weight", norm), norm)
 
 
 def test_bfloat16_is_rounded_once():
     torch.manual_seed(0)
     weight = torch.randn(64, 32).bfloat16()
-    place = FactorPlace.of(
+    place = FactorShard.build(
         Weight(FC1, Split(LogicalTensor("w", (64, 32)), 0), "tp", layer=0),
         Shard(0, 1),
         Mesh(Layout()).get_coordinate(0),
@@ -169,28 +169,28 @@ def test_bfloat16_is_rounded_once():
 
 
 def test_initial_factors_depend_on_name_and_seed_alone():
-    a = initial_factor("layer.weight", 0, 4, 16)
-    assert torch.equal(a, initial_factor("layer.weight", 0, 4, 16))
+    a = initialize_factor("layer.weight", 0, 4, 16)
+    assert torch.equal(a, initialize_factor("layer.weight", 0, 4, 16))
     assert a.abs().max() <= 0.25 and a.std() == pytest.approx(0.25 / 3**0.5, rel=0.2)
-    assert not torch.equal(a, initial_factor("other.weight", 0, 4, 16))
-    assert not torch.equal(a, initial_factor("layer.weight", 1, 4, 16))
+    assert not torch.equal(a, initialize_factor("other.weight", 0, 4, 16))
+    assert not torch.equal(a, initialize_factor("layer.weight", 1, 4, 16))
 
 
 def test_a_rank_starts_from_its_columns_of_the_whole_factor():
     mesh = Mesh(Layout(tp=2))
     weight = Weight(FC2, Split(DOWN, 1), "tp", layer=0)
     parts = [
-        Adapter(torch.zeros(4, 3), FactorPlace.of(weight, Shard(r, 2), at, 1), CONFIG, seed=0).A
+        Adapter(torch.zeros(4, 3), FactorShard.build(weight, Shard(r, 2), at, 1), CONFIG, seed=0).A
         for r, at in enumerate(mesh.get_coordinate(rank) for rank in (0, 1))
     ]
-    whole = initial_factor(FC2.format(layer=0), 0, CONFIG.rank, 6)
+    whole = initialize_factor(FC2.format(layer=0), 0, CONFIG.rank, 6)
     assert torch.equal(torch.cat(parts, dim=1), whole)
 
 
 def test_rows_of_a_factor_are_saved_as_rows_of_hugging_face_tensors():
     q, k, v = (LogicalTensor(n, (rows, 5)) for n, rows in (("q", 8), ("k", 4), ("v", 4)))
     weight = Weight(FC1, InterleavedQKV(q, k, v, num_groups=4), "tp", layer=0)
-    place = FactorPlace.of(weight, Shard(1, 2), Mesh(Layout(tp=2)).get_coordinate(1), cp=1)
+    place = FactorShard.build(weight, Shard(1, 2), Mesh(Layout(tp=2)).get_coordinate(1), cp=1)
     adapter = Adapter(torch.zeros(8, 5), place, CONFIG, seed=0)
     state = adapter.sharded_state_dict("lora.x.")
     a, b = state["lora.x.A"], state["lora.x.B"]

@@ -13,8 +13,8 @@ from megatron.core.transformer.moe.router_replay import RouterReplay, RouterRepl
 
 from mcore_rl.data.batch import Batch, Jagged
 from mcore_rl.engine.megatron import moe
-from mcore_rl.engine.megatron.moe import ReplaySlot, gathers_packs, moe_layers
-from mcore_rl.engine.megatron.router_replay import checked_column, expert_dtype
+from mcore_rl.engine.megatron.moe import StrictRouterReplay, list_moe_layers, needs_equal_packs
+from mcore_rl.engine.megatron.router_replay import choose_expert_dtype, validate_experts
 
 RECORD, FORWARD, BACKWARD = (
     RouterReplayAction.RECORD,
@@ -23,8 +23,8 @@ RECORD, FORWARD, BACKWARD = (
 )
 
 
-def slot() -> ReplaySlot:
-    made = ReplaySlot(RouterReplay())
+def slot() -> StrictRouterReplay:
+    made = StrictRouterReplay(RouterReplay())
     made.layer = 7
     return made
 
@@ -117,12 +117,12 @@ def valid() -> np.ndarray:
 
 
 def test_a_column_that_fits_is_taken_as_it_is():
-    assert np.array_equal(checked_column(column(valid()), LAYERS, 8, 2), valid())
+    assert np.array_equal(validate_experts(column(valid()), LAYERS, 8, 2), valid())
 
 
 def test_a_rank_without_samples_has_an_empty_column():
     empty = column(valid()).take([])
-    assert checked_column(empty, LAYERS, 8, 2).shape == (0, 3, 2)
+    assert validate_experts(empty, LAYERS, 8, 2).shape == (0, 3, 2)
 
 
 @pytest.mark.parametrize(
@@ -140,33 +140,33 @@ def test_a_rank_without_samples_has_an_empty_column():
 )
 def test_a_column_that_does_not_fit_is_refused(values, lengths, message):
     with pytest.raises(RuntimeError, match=f"column 'routed_experts'.*{message}"):
-        checked_column(column(values, lengths), LAYERS, 8, 2)
+        validate_experts(column(values, lengths), LAYERS, 8, 2)
 
 
 def test_an_expert_named_twice_is_told_by_layer_token_and_row():
     values = valid()
     values[4, 1] = 6
     with pytest.raises(RuntimeError, match=r"twice: in layer 3, token 1 of row 1 of the batch"):
-        checked_column(column(values), LAYERS, 8, 2)
+        validate_experts(column(values), LAYERS, 8, 2)
 
 
 def test_the_experts_of_a_pipeline_rank_go_before_those_of_the_model():
     batch = column(valid())
     own = Jagged(valid()[:, :1].astype(np.uint8), batch.jagged("routed_experts").offsets)
     batch = batch.with_columns(stage_routed_experts=own)
-    assert np.array_equal(checked_column(batch, [5], 8, 2), own.values)
+    assert np.array_equal(validate_experts(batch, [5], 8, 2), own.values)
     with pytest.raises(RuntimeError, match=r"'stage_routed_experts' has uint8 \(1, 2\) per token"):
-        checked_column(batch, LAYERS, 8, 2)
+        validate_experts(batch, LAYERS, 8, 2)
 
 
 def test_ids_take_the_smallest_type_that_has_them_all():
-    assert [expert_dtype(num) for num in (8, 256, 257)] == [np.uint8, np.uint8, np.int16]
+    assert [choose_expert_dtype(num) for num in (8, 256, 257)] == [np.uint8, np.uint8, np.int16]
 
 
 def test_a_missing_column_says_where_it_comes_from():
     bare = column(valid()).select("prompt_ids", "response_ids")
     with pytest.raises(RuntimeError, match=r"no column 'routed_experts'.*infer_batch.*rollout"):
-        checked_column(bare, LAYERS, 8, 2)
+        validate_experts(bare, LAYERS, 8, 2)
 
 
 def config(**fields) -> TransformerConfig:
@@ -174,10 +174,14 @@ def config(**fields) -> TransformerConfig:
 
 
 def test_layers_with_experts_are_those_of_megatrons_pattern():
-    assert moe_layers(config()) == []
-    assert moe_layers(config(num_moe_experts=4)) == [0, 1, 2, 3, 4, 5]
-    assert moe_layers(config(num_moe_experts=4, moe_layer_freq=2)) == [0, 2, 4]
-    assert moe_layers(config(num_moe_experts=4, moe_layer_freq=[0, 1, 1, 0, 0, 1])) == [1, 2, 5]
+    assert list_moe_layers(config()) == []
+    assert list_moe_layers(config(num_moe_experts=4)) == [0, 1, 2, 3, 4, 5]
+    assert list_moe_layers(config(num_moe_experts=4, moe_layer_freq=2)) == [0, 2, 4]
+    assert list_moe_layers(config(num_moe_experts=4, moe_layer_freq=[0, 1, 1, 0, 0, 1])) == [
+        1,
+        2,
+        5,
+    ]
 
 
 @pytest.mark.parametrize(
@@ -191,16 +195,16 @@ def test_only_the_allgather_dispatcher_needs_packs_of_equal_size(dispatcher, ep,
         expert_model_parallel_size=ep,
         expert_tensor_parallel_size=etp,
     )
-    assert gathers_packs(made) is gathers
+    assert needs_equal_packs(made) is gathers
 
 
 def test_the_load_of_few_tokens_is_over_its_mean_and_that_of_none_is_0(monkeypatch):
     """Of eight experts in two layers: one token to one of them is eight times the mean."""
     loads = torch.zeros(2, 8, dtype=torch.float64)
     loads[0, 3] = 1
-    monkeypatch.setattr(moe, "_totals", lambda chunks: (loads, torch.zeros(2)))
+    monkeypatch.setattr(moe, "_reduce_loads", lambda chunks: (loads, torch.zeros(2)))
     config = SimpleNamespace(num_moe_experts=8, moe_router_load_balancing_type="none")
-    found = moe.balance_metrics([SimpleNamespace(config=config)])
+    found = moe.compute_balance_metrics([SimpleNamespace(config=config)])
     assert found == {
         "moe/max_expert_load": 8.0, "moe/min_expert_load": 0.0, "moe/dead_experts": 15.0,
     }  # fmt: skip

@@ -8,7 +8,7 @@ import torch
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import OptimizerConfig
 from mcore_rl.engine.megatron import optimizer
-from mcore_rl.engine.megatron.optimizer import Skips, build_schedule, check
+from mcore_rl.engine.megatron.optimizer import SkipCounter, build_schedule, check_optimizer
 
 # Learning rates of steps 1 to 13 with lr 1, min_lr 0.1, 3 steps of warm-up, 12 steps in all.
 WARM_UP = [1 / 3, 2 / 3, 1.0]
@@ -71,37 +71,37 @@ def test_weight_decay_does_not_depend_on_the_step():
 def test_a_wsd_decay_must_fit_between_warm_up_and_end(decay, total):
     settings = OptimizerConfig(schedule="wsd", warmup_steps=3, wsd_decay_steps=decay)
     with pytest.raises(ConfigError, match=f"optimizer.wsd_decay_steps={decay}: {total} steps"):
-        check(settings, total)
+        check_optimizer(settings, total)
 
 
 def test_a_wsd_decay_may_begin_right_after_warm_up():
     settings = OptimizerConfig(
         lr=1.0, schedule="wsd", warmup_steps=3, wsd_decay_steps=9, min_lr=0.1
     )
-    check(settings, 12)
+    check_optimizer(settings, 12)
     assert rates(settings, 12, 12) == pytest.approx(TABLE["linear"][:12])
 
 
 def test_cpu_offloaded_adam_is_refused_without_a_gpu_or_transformer_engine(monkeypatch):
     settings = OptimizerConfig(cpu_offload=True, distributed=True)
-    monkeypatch.setattr(optimizer, "device_name", lambda: "cpu")
+    monkeypatch.setattr(optimizer, "get_device_type", lambda: "cpu")
     with pytest.raises(ConfigError, match=r"optimizer\.cpu_offload=true: without a GPU"):
-        check(settings, 10)
-    check(settings, 0)  # an engine for inference has no optimizer
-    monkeypatch.setattr(optimizer, "device_name", lambda: "cuda")
+        check_optimizer(settings, 10)
+    check_optimizer(settings, 0)  # an engine for inference has no optimizer
+    monkeypatch.setattr(optimizer, "get_device_type", lambda: "cuda")
     with pytest.raises(ConfigError, match=r"cpu_offload=true needs transformer-engine 2\.1"):
-        check(settings, 10)
+        check_optimizer(settings, 10)
     monkeypatch.setattr(optimizer.importlib.util, "find_spec", lambda name: name)
-    check(settings, 10)
+    check_optimizer(settings, 10)
 
 
 def test_updates_are_skipped_so_many_times_in_a_row_and_then_the_setting_is_named():
-    skips = Skips(OptimizerConfig(max_skipped_steps=2))
+    skips = SkipCounter(OptimizerConfig(max_skipped_steps=2))
     for norm in (float("nan"), float("inf"), 1.0, float("nan"), float("nan")):
-        skips.counted(norm)
+        skips.count(norm)
         assert skips.metrics == {"num_skipped_steps": float(norm != 1.0)}
     with pytest.raises(FloatingPointError, match=r"is nan: .*optimizer.max_skipped_steps=2 in a"):
-        skips.counted(float("nan"))
+        skips.count(float("nan"))
     with pytest.raises(FloatingPointError, match=r"max_skipped_steps=0"):
-        Skips(OptimizerConfig()).counted(float("inf"))
-    assert Skips(OptimizerConfig()).metrics == {}
+        SkipCounter(OptimizerConfig()).count(float("inf"))
+    assert SkipCounter(OptimizerConfig()).metrics == {}

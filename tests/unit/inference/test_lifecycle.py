@@ -36,6 +36,19 @@ def test_a_server_that_shares_its_device_serves_again_after_each_step():
     assert lifecycle.state is State.SERVING
 
 
+@pytest.mark.parametrize(
+    "calls", [[Call.CONNECT, Call.UPDATE], [*TURNS], [Call.CONNECT, *TURNS]], ids=str
+)
+def test_a_server_without_weights_serves_only_after_an_update(calls):
+    lifecycle = Lifecycle()
+    for call in (Call.START_WITHOUT_WEIGHTS, *calls):
+        with pytest.raises(StateError, match="cannot generate"), lifecycle.run_request():
+            pytest.fail("it was allowed")
+        with lifecycle.run_alone(call):
+            pass
+    assert lifecycle.state is State.SERVING
+
+
 @pytest.mark.parametrize(("call", "state"), [*itertools.product(Call, State)])
 def test_a_call_is_allowed_in_its_states_only(call, state):
     lifecycle = make_in_state(state)
@@ -63,6 +76,9 @@ def test_requests_are_allowed_only_while_serving():
         (Call.UPDATE, State.SERVING, State.TORN),
         (Call.UPDATE, State.TORN, State.TORN),
         (Call.UPDATE, State.EMPTY, State.EMPTY),
+        (Call.UPDATE, State.WAITING, State.WAITING),
+        (Call.SLEEP, State.WAITING, State.TORN),
+        (Call.START_WITHOUT_WEIGHTS, State.NEW, State.NEW),
         (Call.UPDATE, State.LOADED, State.EMPTY),
         (Call.START, State.NEW, State.NEW),
         (Call.SLEEP, State.SERVING, State.TORN),

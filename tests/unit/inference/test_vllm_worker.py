@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import multiprocessing
 import os
 import pickle
 from dataclasses import fields
+from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -63,6 +65,70 @@ def test_arguments_of_a_lane_are_engine_arguments_of_vllm(monkeypatch, is_cpu):
     )
     assert given.keys() <= {field.name for field in fields(AsyncEngineArgs)}
     assert given["enforce_eager"] is is_cpu
+
+
+GPU_GIB = {  # memory by name
+    "NVIDIA H100 80GB HBM3": 79,
+    "NVIDIA H200": 139,
+    "NVIDIA A100-SXM4-80GB": 79,
+    "NVIDIA B200": 178,
+    "NVIDIA L4": 22,
+}
+
+
+def read_batch_limits(
+    folder: Path, rollout: RolloutConfig, max_tokens: int = 4096
+) -> tuple[int, int]:
+    """Return the limits of a server's batches in vLLM's config: sequences and tokens."""
+    from mcore_rl.inference.vllm.server import VLLMServer
+
+    shape = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "head_dim": 32}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 128}
+    family = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]}
+    length = {"max_position_embeddings": max_tokens}
+    (folder / "config.json").write_text(json.dumps(family | shape | heads | length))
+    server = VLLMServer(str(folder), "float32", max_tokens, rollout, seed=0)
+    scheduler = server.build_engine_config()[0].scheduler_config
+    return scheduler.max_num_seqs, scheduler.max_num_batched_tokens
+
+
+@pytest.mark.parametrize("name", GPU_GIB)
+def test_batch_limits_on_a_gpu_are_those_of_vllm_serve_unless_set(monkeypatch, tmp_path, name):
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.platforms import current_platform
+    from vllm.usage.usage_lib import UsageContext
+
+    monkeypatch.setattr("os.environ", dict(os.environ))
+    for method, value in {
+        "is_cpu": False,
+        "get_device_total_memory": GPU_GIB[name] << 30,
+        "get_device_name": name,
+    }.items():
+        monkeypatch.setattr(type(current_platform), method, lambda *_, value=value: value)
+    tokens, sequences = EngineArgs.get_batch_defaults(1)
+    expected = tuple(limits[UsageContext.OPENAI_API_SERVER] for limits in (sequences, tokens))
+    if "H100" in name:
+        assert expected == (1024, 8192)
+    assert read_batch_limits(tmp_path, RolloutConfig()) == expected
+    settings = RolloutConfig(max_num_seqs=8, max_num_batched_tokens=512)
+    assert read_batch_limits(tmp_path, settings) == (8, 512)
+    assert read_batch_limits(tmp_path, RolloutConfig(max_num_seqs=300)) == (300, expected[1])
+
+
+@pytest.mark.parametrize(
+    ("settings", "max_tokens", "expected"),
+    [
+        ({}, 4096, (256, 8192)),
+        ({}, 10_000, (256, 10_000)),
+        ({"max_num_seqs": 8}, 4096, (8, 8192)),
+        ({"max_num_batched_tokens": 5000}, 4096, (256, 5000)),
+    ],
+)
+def test_batch_limits_of_the_cpu_lane_allow_a_whole_prompt(
+    monkeypatch, tmp_path, settings, max_tokens, expected
+):
+    monkeypatch.setattr("os.environ", dict(os.environ))
+    assert read_batch_limits(tmp_path, RolloutConfig(**settings), max_tokens) == expected
 
 
 @pytest.mark.parametrize(("interface", "expected"), [("", "=lo"), ("ib0", "ib0")])

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.config.resolve_train import build_server_config
+from mcore_rl.config.resolve_train import build_server_config, resolve_eval
 from mcore_rl.config.schema import EvalConfig, SamplingConfig, ScoringConfig
 from mcore_rl.data.batch import Batch, Jagged
 from mcore_rl.data.datasets import PromptDataset, PromptRow
@@ -41,6 +41,25 @@ def test_sets_with_fewer_rows_than_num_prompts_are_warned_about(capsys):
     _warn_about_short_sets(config, sets)
     message = "mcore-rl: warning: data.num_prompts=5: data.sets.a has 3 rows, and all are taken\n"
     assert capsys.readouterr().err == message
+
+
+@pytest.mark.parametrize("load_format", ["auto", "checkpoint", "dummy"])
+def test_dummy_weights_are_refused_without_a_trainer(load_format):
+    config = EvalConfig()
+    config.model.path, config.output_dir, config.data.sets = "m", "out", {"a": "a.jsonl"}
+    config.rollout.load_format = load_format
+    if load_format != "dummy":
+        return resolve_eval(config)
+    with pytest.raises(ConfigError, match=r"rollout.load_format='dummy': an evaluation has no tr"):
+        resolve_eval(config)
+
+
+def test_an_evaluation_whose_batches_are_too_small_for_a_prompt_is_refused_on_a_cpu():
+    config = EvalConfig()
+    config.rollout.max_num_batched_tokens = 64
+    with pytest.raises(ConfigError, match=r"max_num_batched_tokens=64: the CPU lane"):
+        build_server_config(config, "cpu", "m", "")
+    build_server_config(config, "cuda", "m", "")
 
 
 class Tokenizer:

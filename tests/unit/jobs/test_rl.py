@@ -19,6 +19,25 @@ from mcore_rl.jobs import rl
 from mcore_rl.jobs.rl import build_frozen_servers
 
 
+@pytest.mark.parametrize(
+    ("load_format", "method", "resumes", "expected"),
+    [
+        ("auto", "colocated", False, "auto"),
+        ("auto", "colocated", True, "dummy"),
+        ("auto", "disaggregated", True, "dummy"),
+        ("auto", "full_export", True, "checkpoint"),
+        ("checkpoint", "disaggregated", True, "checkpoint"),
+        ("dummy", "disaggregated", False, "dummy"),
+    ],
+)
+def test_servers_of_a_resumed_run_read_no_weights_if_a_push_brings_them(
+    load_format, method, resumes, expected
+):
+    config = RLConfig()
+    config.rollout.load_format, config.weight_sync.method = load_format, method
+    assert rl.choose_load_format(config, resumes=resumes) == expected
+
+
 class Group:
     def close(self):
         """Do nothing."""
@@ -36,7 +55,7 @@ class Pools:
     def __init__(self):
         self.specs = []
 
-    def gpu_ids(self, role):
+    def get_gpu_ids(self, role):
         return ()
 
     def group(self, role, worker, args, layout, **options):

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import mcore_rl.models  # noqa: F401
-from mcore_rl.engine.megatron.meta_model import meta_model
+from mcore_rl.engine.megatron.conversion import build_meta_model
 from mcore_rl.models.base import (
     count_kv_elements_per_token,
     drop_mtp_layers,
@@ -142,11 +142,11 @@ def test_shards_cover_each_tensor_exactly_once(name, count):
 
 @pytest.mark.parametrize("name", SMALL)
 def test_megatron_has_each_parameter_once_and_nothing_else_in_seconds(name):
-    """Check that a checkpoint has each once; meta_model() compares rules and model."""
+    """Check that a checkpoint has each once; build_meta_model() compares rules and model."""
     config = config_of(name)
     weights = get_family(config).weights(config, config["vocab_size"])
     start_s = time.process_time()
-    parameters = meta_model(config, config["vocab_size"]).parameters
+    parameters = build_meta_model(config, config["vocab_size"]).parameters
     assert time.process_time() - start_s < 30  # at most 6 on the machine that this was written on
     held = [w for w in weights if not w.replica]
     assert parameters.keys() == {w.get_local_name() for w in held}

@@ -61,7 +61,7 @@ def test_hosts_get_the_variables_of_a_run_and_no_secrets(tmp_path):
     passed = {
         "NCCL_DEBUG": "INFO", "UCX_TLS": "rc", "OMPI_MCA_x": "1", "TORCH_LOGS": "x",
         "TRITON_x": "1", "LD_LIBRARY_PATH": "/a:/b", "WANDB_MODE": "offline", "no_proxy": "h",
-        "TORCHINDUCTOR_x": "1",
+        "TORCHINDUCTOR_x": "1", "FLASHINFER_x": "1",
     }  # fmt: skip
     secrets = {"WANDB_API_KEY": "hidden", "HF_TOKEN": "hidden"}
     printed = dry_run(tmp_path, "hosts.sh", MCORE_RL_HOSTS="a1", OTHER="o", **passed, **secrets)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
+from mcore_rl.agents import single_turn
 from mcore_rl.config.schema import RolloutConfig, TimeoutsConfig
 from mcore_rl.controller.pending_call import WorkerError
 from mcore_rl.data.batch import Batch, Jagged
@@ -38,7 +40,7 @@ class Engine:
     def __init__(self, clock: SimpleNamespace) -> None:
         self.clock = clock
 
-    async def start(self) -> None:
+    async def start(self, *, reads_weights: bool) -> None:
         self.clock.time_s += 3
 
     async def update(self, version: int, **how: Any) -> None:
@@ -56,6 +58,18 @@ class Engine:
         self.clock.time_s += 1
 
 
+class Agent(single_turn.SingleTurnLoop):
+    """An agent loop that starts groups by a function."""
+
+    def __init__(self, start: Callable[..., list[single_turn.Group]]) -> None:
+        self._start_groups = start
+
+    def start(
+        self, prompts: Sequence[single_turn.Prompt], sampling: SamplingParams
+    ) -> list[single_turn.Group]:
+        return self._start_groups(prompts, sampling)
+
+
 class Worker(RolloutWorker):
     """A worker with that server. A group ends when its event is set."""
 
@@ -64,7 +78,7 @@ class Worker(RolloutWorker):
     def __init__(self, clock: SimpleNamespace) -> None:
         self._spec: Any = SimpleNamespace(experts=None, timeout_s=60.0)
         self._server: Any = Engine(clock)
-        self._agent: Any = self
+        self._agent = Agent(self._start_groups)
         self.ends: dict[int, asyncio.Event] = {}
         self._idle, self._wait = IdleTimer(), EventLoopThread(60.0).run
         self._idle.begin("start")
@@ -76,7 +90,6 @@ class Worker(RolloutWorker):
         texts = Jagged.pack_texts(["{}"] * len(groups))
         columns = {"prompt_ids": ids, "group_ids": np.array(groups), "fields": texts}
         columns |= {"rows": np.array(groups), "messages": Jagged.pack_texts(["null"] * len(groups))}
-        self._agent = SimpleNamespace(start=self._start_groups)
         self.begin(Batch(columns), SAMPLING, stream)
 
     def _start_groups(self, prompts: Any, _: SamplingParams) -> list[asyncio.Task[list[Sample]]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
@@ -30,6 +30,8 @@ NEVER = Timeout(3600, "timeouts.start_s")
 
 class Call(PendingCall):
     """A call on one rank, answered by a test."""
+
+    options: Mapping[str, Any]
 
     def __init__(self, group: ServedGroup, method: str, args: tuple[Any, ...], limit: Timeout):
         self.reply, self.method, self.args = Future[Reply](), method, args
@@ -67,8 +69,9 @@ class ServedGroup:
                 return Method
 
             @staticmethod
-            def submit(*args: Any) -> Call:
+            def submit(*args: Any, **options: Any) -> Call:
                 self.calls.append(Call(self, method, args, limit))
+                self.calls[-1].options = options
                 return self.calls[-1]
 
         return Method
@@ -81,7 +84,8 @@ def make_pool(
     *groups: ServedGroup,
     restart: Callable[[int], ServedGroup] = ServedGroup,
     takes_turns: bool = False,
-    wanted: Callable[[], set[int]] | None = None,
+    desired: Callable[[], set[int]] | None = None,
+    load_format: Any = "checkpoint",
 ) -> ServerPool:
     """Make a pool of servers 0, 1, ... that have started; `restart` makes those started again."""
     initial = dict(enumerate(groups))
@@ -95,8 +99,10 @@ def make_pool(
         max_restarts=3,
         takes_turns=takes_turns,
         timeouts=TimeoutsConfig(),
-        wanted=wanted,
+        desired=desired,
+        load_format=load_format,
     )
+    pool.submit_start()
     pool.started()
     return pool
 
@@ -309,22 +315,22 @@ class Leaving(ServedGroup):
 
 def test_servers_leave_and_join_before_a_push(monkeypatch, capsys):
     monkeypatch.setattr("mcore_rl.rollout.server_pool.wait_until_built", len)
-    wanted, groups = {0, 1}, [Leaving(0), Leaving(1)]
+    desired, groups = {0, 1}, [Leaving(0), Leaving(1)]
     restarted = {number: Leaving(number) for number in (0, 1)}
-    pool = make_pool(*groups, restart=restarted.__getitem__, wanted=lambda: wanted)
+    pool = make_pool(*groups, restart=restarted.__getitem__, desired=lambda: desired)
     pool.follow_wanted()
     pool.begin(make_prompts(0, 1), SAMPLING)
     pool.collect("train", 0)
     assert not any(group.end_reason for group in groups)
 
-    wanted -= {1}
+    desired -= {1}
     pool.follow_wanted()
     assert (groups[0].end_reason, bool(groups[1].end_reason)) == ("", True)
     pool.collect("train", 0)
     assert groups[0].last("begin").args[0].array("group_ids").tolist() == [1]
 
-    wanted |= {1}
-    wanted -= {0}
+    desired |= {1}
+    desired -= {0}
     for _ in range(2):  # the first stays until the second is up
         pool.follow_wanted()
         assert not groups[0].end_reason
@@ -341,10 +347,10 @@ def test_servers_leave_and_join_before_a_push(monkeypatch, capsys):
 
 
 def test_an_unreadable_file_of_servers_changes_nothing(capsys):
-    def wanted() -> set[int]:
+    def desired() -> set[int]:
         raise ConfigError("servers.json is damaged")
 
-    pool = make_pool(ServedGroup(0), ServedGroup(1), wanted=wanted)
+    pool = make_pool(ServedGroup(0), ServedGroup(1), desired=desired)
     pool.follow_wanted()
     assert pool.num_up == 2
     assert capsys.readouterr().out == "servers stay as they are: servers.json is damaged\n"
@@ -403,3 +409,98 @@ def test_stopped_servers_are_restarted_when_no_group_ends(monkeypatch):
     stopped.clear()
     with pytest.raises(WorkerError, match="no group has come back: rank 0"):
         pool.collect("train", 0.3)
+
+
+NO_WEIGHTS = {"reads_weights": False}
+
+
+class AnsweringGroup(ServedGroup):
+    """Answers each call at once."""
+
+    def __getattr__(self, method: str) -> Any:
+        recording = super().__getattr__(method)
+
+        def submit(*args: Any, **options: Any) -> Call:
+            call: Call = recording.submit(*args, **options)
+            call.answer([])
+            return call
+
+        return SimpleNamespace(submit=submit)
+
+
+def record_resends(pool: ServerPool) -> list[int]:
+    """Make `pool` send weights by recording their version in the list that is returned."""
+    versions: list[int] = []
+
+    def resend() -> None:
+        versions.append(pool.version)
+        pool.updated(pool.version)
+
+    pool.resend = resend
+    return versions
+
+
+@pytest.mark.parametrize(
+    ("load_format", "version", "options"),
+    [
+        ("checkpoint", 0, {}), ("checkpoint", 3, {}), ("auto", 0, {}), ("auto", 3, NO_WEIGHTS),
+        ("dummy", 0, NO_WEIGHTS), ("dummy", 3, NO_WEIGHTS),
+    ],
+)  # fmt: skip
+def test_a_restarted_server_reads_weights_unless_a_push_brings_them_before_it_serves(
+    monkeypatch, load_format, version, options
+):
+    monkeypatch.setattr(server_pool, "wait_until_built", len)
+    first, restarted = ServedGroup(0), ServedGroup(0)
+    pool = make_pool(first, restart={0: restarted}.__getitem__, load_format=load_format)
+    resent = record_resends(pool)
+    pool.updated(version)
+    pool.begin(make_prompts(0), SAMPLING)
+    pool.collect("train", 0)
+    first.last("collect").reply.set_exception(RayActorError())
+    pool.collect("train", 0)
+    assert restarted.last("start").options == options
+    for method in ("prepare", "start"):
+        restarted.last(method).answer()
+    pool.collect("train", 0)
+    pool.collect("train", 0)
+    serves_at_once = not options and not version
+    assert resent == ([] if serves_at_once else [version])
+    assert restarted.last("begin").args[0].array("group_ids").tolist() == [0]
+
+
+def test_servers_without_weights_are_sent_some_before_the_first_group():
+    groups = [ServedGroup(0), ServedGroup(1)]
+    pool = make_pool(*groups, load_format="dummy")
+    assert [group.last("start").options for group in groups] == [NO_WEIGHTS] * 2
+    sent = record_resends(pool)
+    pool.begin(make_prompts(0, 1), SAMPLING)
+    assert not any(call.method == "begin" for group in groups for call in group.calls)
+    pool.collect("train", 0)
+    assert sent == [0]
+    assert all(group.last("begin") for group in groups)
+
+
+@pytest.mark.parametrize(
+    ("load_format", "options"), [("checkpoint", {}), ("auto", NO_WEIGHTS), ("dummy", NO_WEIGHTS)]
+)
+def test_a_server_that_joins_on_shared_devices_starts_by_the_load_format(
+    monkeypatch, load_format, options
+):
+    monkeypatch.setattr(server_pool, "wait_until_built", len)
+    first, restarted = ServedGroup(0), AnsweringGroup(0)
+    pool = make_pool(
+        first, restart={0: restarted}.__getitem__, takes_turns=True, load_format=load_format
+    )
+    pool.updated(5)
+    pool.begin(make_prompts(0), SAMPLING)
+    pool.collect("train", 0)
+    first.last("collect").reply.set_exception(RayActorError())
+    pool.resend = lambda: None
+    pool.collect("train", 0)
+    assert [call.method for call in restarted.calls] == ["prepare"]
+    pool.start_asleep()
+    assert [(call.method, call.options) for call in restarted.calls[1:]] == [
+        ("start", options),
+        ("sleep", {}),
+    ]

@@ -424,6 +424,46 @@ def test_the_reported_model_runner_is_the_choice_of_vllm(monkeypatch, setting):
 
 
 @pytest.mark.parametrize(
+    ("tools", "packages", "toolkit", "status", "value"),
+    [
+        (("ninja", "nvcc"), {"flashinfer"}, "", "ok", "{0}/ninja, {0}/nvcc"),
+        (("nvcc",), {"flashinfer"}, "", "warn", "no ninja"),
+        ((), {"flashinfer"}, "", "warn", "no ninja and no nvcc"),
+        (("ninja", "nvcc"), {"flashinfer"}, "/nowhere", "warn", "no nvcc"),
+        ((), {"flashinfer", "flashinfer_cubin"}, "", "ok", "compiled kernels of flashinfer-cubin"),
+        ((), set(), "", None, ""),  # this environment has no FlashInfer
+    ],
+)
+def test_compilers_of_flashinfer_are_searched_on_the_path_of_servers(
+    monkeypatch, tmp_path, tools, packages, toolkit, status, value
+):
+    from mcore_rl.controller import compilers
+
+    for tool in tools:
+        (tmp_path / tool).touch(mode=0o755)
+    monkeypatch.setattr(checks, "is_gpu_node", lambda: True)
+    monkeypatch.setattr(compilers, "_TOOLKIT", tmp_path / "cuda")
+    monkeypatch.setattr(sys, "prefix", str(tmp_path / "venv"))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("CUDA_HOME", toolkit)
+    monkeypatch.delenv("CUDA_PATH", raising=False)
+    monkeypatch.setattr(
+        checks.importlib.util, "find_spec", lambda name: name if name in packages else None
+    )
+    report = NodeReport("a")
+    checks.check_compilers(report)
+    results = [(finding.check, finding.status, finding.value) for finding in report.findings]
+    assert results == ([("FlashInfer", status, value.format(tmp_path))] if status else [])
+
+
+def test_compilers_are_not_checked_on_a_node_without_a_gpu(monkeypatch):
+    monkeypatch.setattr(checks, "is_gpu_node", lambda: False)
+    report = NodeReport("a")
+    checks.check_compilers(report)
+    assert not report.findings
+
+
+@pytest.mark.parametrize(
     ("modes", "status"),
     [
         (("Default", "Default"), "ok"),

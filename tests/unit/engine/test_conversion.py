@@ -16,7 +16,12 @@ import mcore_rl.models  # noqa: F401
 from mcore_rl.checkpoint.storage_location import StorageLocation
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.engine.megatron import device
-from mcore_rl.engine.megatron.meta_model import MetaModel, meta_model, other_form, storage_location
+from mcore_rl.engine.megatron.conversion import (
+    MetaModel,
+    build_meta_model,
+    get_storage_location,
+    switch_layer_stacking,
+)
 from mcore_rl.models import base
 from mcore_rl.reshard.rules import LogicalTensor, Replicated
 
@@ -36,7 +41,7 @@ FC1 = "decoder.layers.1.mlp.experts.linear_fc1.weight2"
 
 
 def test_experts_are_stacked_and_layers_are_apart():
-    dense, moe = meta_model(DENSE, 132), meta_model(MOE, 131)
+    dense, moe = build_meta_model(DENSE, 132), build_meta_model(MOE, 131)
     name = "decoder.layers.1.mlp.linear_fc2.weight"
     assert dense.parameters[name] == StorageLocation(name, (64, 96), ())
     assert dense.parameters["embedding.word_embeddings.weight"].shape == (132, 64)
@@ -49,18 +54,18 @@ def test_experts_are_stacked_and_layers_are_apart():
 
 
 def test_value_models_and_tied_models_with_prediction_layers_have_meta_models():
-    value = meta_model({**DENSE, "architectures": ["Qwen3ForTokenClassification"],
+    value = build_meta_model({**DENSE, "architectures": ["Qwen3ForTokenClassification"],
                        "id2label": {"0": "LABEL_0"}}, 131)  # fmt: skip
     assert value.parameters["output_layer.weight"].shape == (1, 64)
     assert value.parameters["output_layer.bias"].shape == (1,)
-    tied = meta_model({**MOE, "tie_word_embeddings": True}, 131).parameters
-    assert meta_model(MOE, 131).parameters.keys() - tied.keys() == {"output_layer.weight"}
+    tied = build_meta_model({**MOE, "tie_word_embeddings": True}, 131).parameters
+    assert build_meta_model(MOE, 131).parameters.keys() - tied.keys() == {"output_layer.weight"}
 
 
 def test_a_process_is_left_as_it_was():
     torch.manual_seed(3)
     before = torch.get_rng_state()
-    meta_model(DENSE, 131)
+    build_meta_model(DENSE, 131)
     assert torch.equal(torch.get_rng_state(), before)
     assert not dist.is_initialized()
     assert torch.empty(2, device="cuda").device == torch.device("cpu")  # not meta any more
@@ -69,16 +74,16 @@ def test_a_process_is_left_as_it_was():
 def test_a_rank_is_refused(monkeypatch):
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     with pytest.raises(RuntimeError, match="this process is already a rank"):
-        meta_model(DENSE, 131)
+        build_meta_model(DENSE, 131)
 
 
 def test_after_a_failure_the_next_meta_model_is_made(monkeypatch):
     with monkeypatch.context() as patch:
         change_rules(patch, lambda weights: weights[1:])
         with pytest.raises(RuntimeError):
-            meta_model(MOE, 131)
+            build_meta_model(MOE, 131)
     assert not dist.is_initialized()
-    assert meta_model(MOE, 131).parameters
+    assert build_meta_model(MOE, 131).parameters
 
 
 def change_rules(monkeypatch, change):
@@ -136,7 +141,7 @@ def reading_one_tensor_twice(weights):
 def test_a_fault_in_the_rules_is_told_by_a_name(monkeypatch, change, message):
     change_rules(monkeypatch, change)
     with pytest.raises((RuntimeError, ValueError), match=message):
-        meta_model(MOE, 131)
+        build_meta_model(MOE, 131)
 
 
 @given(
@@ -151,17 +156,17 @@ def test_a_fault_in_the_rules_is_told_by_a_name(monkeypatch, change, message):
     )
 )
 def test_both_forms_lead_to_each_other(apart):
-    stacked = other_form(apart, 6)
+    stacked = switch_layer_stacking(apart, 6)
     assert stacked.shape == (6, *apart.shape)
     assert stacked.index[1:] == apart.index
-    assert other_form(stacked, 6) == apart
+    assert switch_layer_stacking(stacked, 6) == apart
 
 
 def test_a_parameter_outside_the_layers_has_one_form():
     own = MetaModel({"x": StorageLocation("mtp.layers.0.enorm.weight", (4,), ())}, {}, 6)
-    assert other_form(own.parameters["x"], 6) is None
+    assert switch_layer_stacking(own.parameters["x"], 6) is None
     with pytest.raises(ConfigError, match=r"the checkpoint has no mtp\.layers\.0\.enorm\.weight"):
-        own.parameters_in(["mtp.layers.enorm.weight"])
+        own.locate_parameters(["mtp.layers.enorm.weight"])
 
 
 def shard(offset: int, count: int) -> ShardedTensor:
@@ -170,15 +175,15 @@ def shard(offset: int, count: int) -> ShardedTensor:
 
 
 def test_a_shard_that_is_not_the_whole_parameter_is_told():
-    assert storage_location("w", shard(0, 1)) == StorageLocation("w", (4, 3), ())
+    assert get_storage_location("w", shard(0, 1)) == StorageLocation("w", (4, 3), ())
     with pytest.raises(RuntimeError, match=r"w: 4 rows of w, whose shape is \(8, 3\)"):
-        storage_location("w", shard(0, 2))
+        get_storage_location("w", shard(0, 2))
     with pytest.raises(RuntimeError, match="does not follow on row 0 of w"):
-        storage_location("w", shard(1, 2))
+        get_storage_location("w", shard(1, 2))
 
 
 def test_the_process_stays_in_the_cpu_lane_where_there_is_a_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert meta_model(DENSE, 131).parameters
-    assert device.device_name() == "cpu"
-    assert device.collective_backend() == "gloo"
+    assert build_meta_model(DENSE, 131).parameters
+    assert device.get_device_type() == "cpu"
+    assert device.get_collective_backend() == "gloo"

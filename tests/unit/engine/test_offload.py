@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from mcore_rl.engine.megatron.host_mirror import HostMirror
+from mcore_rl.config.errors import ConfigError
+from mcore_rl.engine.megatron.offload import HostMirror, move_parts
 
 CPU = torch.device("cpu")
 
@@ -44,3 +45,15 @@ def test_what_is_away_is_not_offloaded_again():
     assert tensor.tolist() == [1, 1, 1]
     mirror.reload()  # nothing is left to reload
     assert tensor.tolist() == [1, 1, 1]
+
+
+def test_on_the_cpu_lane_parameters_stay_where_they_are():
+    model = torch.nn.Linear(2, 2)
+    before = model.weight.data_ptr()
+    move_parts([model], None, "host", ["parameters", "optimizer state", "gradients"], {})
+    assert model.weight.data_ptr() == before
+
+
+def test_a_place_that_there_is_not_is_refused():
+    with pytest.raises(ConfigError, match=r"engine.to\('cuda'\); allowed: 'host', 'device'"):
+        move_parts([torch.nn.Linear(2, 2)], None, "cuda", ["parameters"], {})
