@@ -393,7 +393,7 @@ def compute_sync_traffic(config: RLConfig, model: HFConfig, gpus_per_node: int) 
         layout,
         config.model.dtype,
         config.weight_sync,
-        load_backend(engine, "actor").engines["language_model"].has_full_tensors,
+        has_full_tensors=load_backend(engine, "actor").engines["language_model"].has_full_tensors,
     )
     plan = plan_transfer(spec, model, ITEMSIZES[config.model.dtype], domains)
     local = in_node = 0

@@ -205,7 +205,7 @@ class _EngineChecks:
         self.check_checkpoint(engine)
         engine.close()
         frozen = self.start(total_steps=0)
-        self.compare_scores(frozen.infer_batch(self.mine), 1.0)
+        self.compare_scores(frozen.infer_batch(self.share), 1.0)
         frozen.close()
 
     def start(self, total_steps: int = _TOTAL_STEPS) -> BaseEngine:
@@ -224,7 +224,7 @@ class _EngineChecks:
         self.is_last_stage = coordinate.pp_rank == self.layout.pp - 1
         self.batch = _build_batch(2 * self.layout.dp + 3, engine.hf_config)
         self.rows = range(coordinate.dp_rank, len(self.batch), self.layout.dp)
-        self.mine = self.batch.take(self.rows)
+        self.share = self.batch.take(self.rows)
         return engine
 
     # Weights
@@ -311,16 +311,16 @@ class _EngineChecks:
     def check_scores(self, engine: BaseEngine) -> None:
         """Check infer_batch: rows alone, together, at another temperature, and none."""
         most = -(-len(self.batch) // self.layout.dp)
-        mine = range(len(self.mine))
-        alone = [engine.infer_batch(self.mine.take(mine[row : row + 1])) for row in range(most)]
-        together = engine.infer_batch(self.mine)
+        rows = range(len(self.share))
+        alone = [engine.infer_batch(self.share.take(rows[row : row + 1])) for row in range(most)]
+        together = engine.infer_batch(self.share)
         if together is not None and self.is_last_stage:
             parts = [part for part in alone if part is not None and len(part)]
-            for name in ("log_probs", "entropy") if len(parts) == len(self.mine) else ():
-                rows = [part.jagged(name).values for part in parts if name in part]
-                if name not in together or not rows:
+            for name in ("log_probs", "entropy") if len(parts) == len(self.share) else ():
+                values = [part.jagged(name).values for part in parts if name in part]
+                if name not in together or not values:
                     continue
-                distance = np.abs(together.jagged(name).values - np.concatenate(rows)).max()
+                distance = np.abs(together.jagged(name).values - np.concatenate(values)).max()
                 _require(
                     distance <= NATS,
                     f"infer_batch: {name} of a row among others are {distance:.2g} nats from those "
@@ -328,9 +328,9 @@ class _EngineChecks:
                     "if it were alone",
                 )
         self.compare_scores(together, 1.0)
-        self.compare_scores(engine.infer_batch(self.mine, temperature=_TEMPERATURE), _TEMPERATURE)
+        self.compare_scores(engine.infer_batch(self.share, temperature=_TEMPERATURE), _TEMPERATURE)
         is_empty = self.layout.dp > 1 and self.rows.start > 0
-        scored = engine.infer_batch(self.mine.take([]) if is_empty else self.mine)
+        scored = engine.infer_batch(self.share.take([]) if is_empty else self.share)
         if is_empty and self.is_last_stage:
             _require(
                 scored is not None and not len(scored),
@@ -352,18 +352,18 @@ class _EngineChecks:
             "log_probs and entropy, on the last pipeline stage",
         )
         assert scored is not None
-        lost = self.mine.columns.keys() - scored.columns.keys()
+        lost = self.share.columns.keys() - scored.columns.keys()
         _require(not lost, f"infer_batch drops the columns {sorted(lost)}; the contract: it adds")
         with torch.no_grad():
-            expected = self.reference.score(self.mine, temperature)
-            plain = self.reference.score(self.mine, 1.0)
+            expected = self.reference.score(self.share, temperature)
+            plain = self.reference.score(self.share, 1.0)
         for name in ("log_probs", "entropy"):
             _require(name in scored, f"infer_batch adds no {name}; the contract: one a token")
             column = scored[name]
             _require(
                 isinstance(column, Jagged)
                 and column.values.dtype == np.float32
-                and np.array_equal(column.lengths, self.mine.lengths("response_ids")),
+                and np.array_equal(column.lengths, self.share.lengths("response_ids")),
                 f"infer_batch adds {name} that are not one float32 per response token; the "
                 "contract: a Jagged of float32 with the rows of response_ids",
             )
@@ -406,7 +406,7 @@ class _EngineChecks:
 
     def check_step(self, engine: BaseEngine) -> None:
         """Check a first step, with two losses and at another temperature."""
-        metrics = engine.train_batch(self.mine, _train_on_tokens, temperature=_TEMPERATURE)
+        metrics = engine.train_batch(self.share, _train_on_tokens, temperature=_TEMPERATURE)
         expected = self.reference.train(self.batch, _train_on_tokens, _TEMPERATURE)
         self.compare_step(metrics, expected, 1)
         self.require_change(engine, "train_batch")
@@ -422,10 +422,10 @@ class _EngineChecks:
         """Check train_batch_with_scores: no step beyond the bounds, and a step within them."""
         gap, loss = 0.25, _train_on_entropy
         with torch.no_grad():
-            scores = torch.cat(self.reference.score(self.mine, 1.0)["log_probs"]).numpy()
-        responses, mask = self.mine.jagged("response_ids"), self.mine.jagged("response_mask")
+            scores = torch.cat(self.reference.score(self.share, 1.0)["log_probs"]).numpy()
+        responses, mask = self.share.jagged("response_ids"), self.share.jagged("response_mask")
         served = scores + np.where(mask.values != 0, gap, 100.0)
-        batch = self.mine.with_columns(
+        batch = self.share.with_columns(
             gap_mask=mask, rollout_log_probs=responses.with_values(served.astype(np.float32))
         )
         before = self.share_export(engine)
@@ -448,11 +448,10 @@ class _EngineChecks:
         self.compare_step_scores(step.scores)
         bounds = dict.fromkeys(bounds, 2 * gap)
         step = engine.train_batch_with_scores(batch, loss, bounds=bounds)
-        whole = self.batch
         with torch.no_grad():
-            rows = self.reference.score(whole, 1.0)["log_probs"]
-        old = whole.jagged("response_ids").with_values(torch.cat(rows).numpy())
-        expected = self.reference.train(whole.with_columns(log_probs=old), loss, 1.0)
+            rows = self.reference.score(self.batch, 1.0)["log_probs"]
+        old = self.batch.jagged("response_ids").with_values(torch.cat(rows).numpy())
+        expected = self.reference.train(self.batch.with_columns(log_probs=old), loss, 1.0)
         self.compare_step(step.metrics, expected, 1)
         self.require_change(engine, "train_batch_with_scores within the bounds")
 
@@ -469,7 +468,7 @@ class _EngineChecks:
             "train_batch_with_scores returns no scores; the contract: log_probs and entropy",
         )
         assert scores is not None
-        self.compare_scores(self.mine.with_columns(**scores.columns), 1.0)
+        self.compare_scores(self.share.with_columns(**scores.columns), 1.0)
 
     # Checkpoints, and memory
 
@@ -512,7 +511,7 @@ class _EngineChecks:
         self, engine: BaseEngine, other: BaseEngine, step: int, when: str
     ) -> None:
         """Take the same step with both engines; compare learning rates, norms and weights."""
-        first, second = (e.train_batch(self.mine, _train_on_tokens) for e in (engine, other))
+        first, second = (e.train_batch(self.share, _train_on_tokens) for e in (engine, other))
         lr = compute_learning_rate(_OPTIMIZER, step, _TOTAL_STEPS)
         _require(
             math.isclose(second["lr"], lr),
@@ -535,9 +534,9 @@ class _EngineChecks:
         before = self.share_export(engine)
         engine.to("host")
         calls: dict[str, Callable[[], object]] = {
-            "infer_batch": lambda: engine.infer_batch(self.mine),
+            "infer_batch": lambda: engine.infer_batch(self.share),
             "get_local_weights": engine.get_local_weights,
-            "train_batch": lambda: engine.train_batch(self.mine, _train_on_tokens),
+            "train_batch": lambda: engine.train_batch(self.share, _train_on_tokens),
             "save_checkpoint": lambda: engine.save_checkpoint(self.folder / "away"),
         }
         for name, call in calls.items():
@@ -570,7 +569,7 @@ def _describe(tensor: torch.Tensor) -> str:
 
 
 def _are_close(
-    tensors: Mapping[str, torch.Tensor], others: Mapping[str, torch.Tensor], distance: float
+    tensors: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor], distance: float
 ) -> bool:
     """Return whether all tensors are within a distance of each other."""
-    return all(float((tensors[n] - others[n]).abs().max()) <= distance for n in tensors)
+    return all(float((tensors[n] - expected[n]).abs().max()) <= distance for n in tensors)
