@@ -21,7 +21,7 @@ from mcore_rl.config.schema import RLConfig
 from mcore_rl.library import RunResult, load_recipe, run
 from mcore_rl.observability.metrics import Report
 from mcore_rl.rewards.registry import run_in_thread
-from mcore_rl.trainers.base import TRAINERS, RLTrainer
+from mcore_rl.trainers.base import TRAINERS, RLTrainer, load_trainer
 
 NUM_STEPS, HALF = 4, 2
 # A random model whose rewards vary, so that every step has a gradient, and a learning rate at which
