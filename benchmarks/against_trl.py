@@ -34,8 +34,8 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from against_trl_inputs import SHAPES, Shape, write_inputs
 
+from mcore_rl.benchmarks.against_trl_inputs import SHAPES, Shape, write_inputs
 from mcore_rl.observability.memory import get_tree_memory_bytes, list_process_tree
 
 HERE = Path(__file__).parent

@@ -28,6 +28,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -136,8 +137,14 @@ def copied(source: Path, target: Path) -> float:
 def measure(folder: Path, gigabytes: float, rounds: int) -> dict[str, Any]:
     model, checkpoint = folder / "model", folder / "checkpoint"
     num_bytes = write_model(model, gigabytes)
-    to_mcore = ["hf-to-mcore", "--model", model, "--layout", "tp=2,ep=2"]
-    to_hf = ["mcore-to-hf", "--checkpoint", checkpoint, "--max-shard-size", "512MB"]
+    to_mcore: list[str | Path] = ["hf-to-mcore", "--model", model, "--layout", "tp=2,ep=2"]
+    to_hf: list[str | Path] = [
+        "mcore-to-hf",
+        "--checkpoint",
+        checkpoint,
+        "--max-shard-size",
+        "512MB",
+    ]
     Watched(*to_mcore, "--output", checkpoint, "--workers", "1")
     runs: dict[str, list[Watched]] = {}
     copies: list[float] = []
@@ -145,12 +152,8 @@ def measure(folder: Path, gigabytes: float, rounds: int) -> dict[str, Any]:
         for workers in ("1", "2"):
             for name, command in (("hf-to-mcore", to_mcore), ("mcore-to-hf", to_hf)):
                 copies.append(_discarded(folder, lambda out: copied(model, out)))
-                run = _discarded(
-                    folder,
-                    lambda out, command=command, workers=workers: Watched(
-                        *command, "--output", out, "--workers", workers
-                    ),
-                )
+                convert = partial(Watched, *command, "--workers", workers, "--output")
+                run = _discarded(folder, convert)
                 runs.setdefault(f"{name}, {workers} workers", []).append(run)
     copy_s = statistics.median(copies)
     return {

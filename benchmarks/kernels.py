@@ -95,7 +95,7 @@ def split_range(sizes: list[int], device: str, num_bytes: int, past: int = 0) ->
     With `past`, rows begin so many bytes later and are one byte shorter.
     """
     generator = torch.Generator().manual_seed(0)
-    taken, total = [], 0
+    taken, total = list[int](), 0
     while total < num_bytes:
         taken.append(sizes[len(taken) % len(sizes)])
         total += taken[-1]

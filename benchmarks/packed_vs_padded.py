@@ -134,7 +134,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         "speedup": round(speedup, 3),
         "ideal": round(ideal, 3),
         "share_of_ideal": round(speedup / ideal, 3),
-        "ideal_by_cost": round(sum(map(cost.of, filled)) / sum(map(cost.of, real)), 3),
+        "ideal_by_cost": round(sum(map(cost.estimate, filled)) / sum(map(cost.estimate, real)), 3),
         "real_tokens": sum(real),
         "padded_tokens": sum(filled),
         "lengths": {

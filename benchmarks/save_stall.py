@@ -61,17 +61,21 @@ def measured(folder: Path, hidden: int, layers: int, rounds: int) -> dict[str, f
         for name in ("synchronous_s", "copy_s", "finish_s", "step_s", "step_while_saving_s")
     }
 
-    def timed(name: str, call: Callable[[], object]) -> None:
+    def timed(name: str, call: Callable[..., object], *args: object) -> None:
         start = time.perf_counter()
-        call()
+        call(*args)
         times[name].append(time.perf_counter() - start)
 
     saving: list[PendingSave] = []
+
+    def begin_save(path: Path) -> None:
+        saving.append(engine.begin_save(path))
+
     for number in range(rounds):
-        timed("synchronous_s", lambda n=number: engine.save_checkpoint(folder / f"now_{n}"))
-        timed("step_s", lambda: engine.train_batch(batch, negative_log_likelihood))
-        timed("copy_s", lambda n=number: saving.append(engine.begin_save(folder / f"later_{n}")))
-        timed("step_while_saving_s", lambda: engine.train_batch(batch, negative_log_likelihood))
+        timed("synchronous_s", engine.save_checkpoint, folder / f"now_{number}")
+        timed("step_s", engine.train_batch, batch, negative_log_likelihood)
+        timed("copy_s", begin_save, folder / f"later_{number}")
+        timed("step_while_saving_s", engine.train_batch, batch, negative_log_likelihood)
         while not saving[-1].is_written:
             time.sleep(0.01)
         timed("finish_s", saving[-1].finish)

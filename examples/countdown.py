@@ -42,4 +42,5 @@ def _value(node: ast.expr) -> Fraction:
 
 
 def _numbers(node: ast.expr) -> Iterator[int]:
-    return (n.value for n in ast.walk(node) if isinstance(n, ast.Constant))
+    constants = (n.value for n in ast.walk(node) if isinstance(n, ast.Constant))
+    return (value for value in constants if isinstance(value, int))
