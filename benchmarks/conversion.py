@@ -1,4 +1,4 @@
-"""How fast a conversion is beside copying the same files, and how much memory it takes.
+"""Time and memory of a conversion, compared with copying the same files.
 
     python benchmarks/conversion.py [--gigabytes 2] [--rounds 3]
 
@@ -115,8 +115,8 @@ def _watch(process: subprocess.Popen[str], peaks: dict[int, int]) -> None:
                 status = Path(f"/proc/{pid}/status").read_text()
             except OSError:
                 continue
-            if found := re.search(r"VmHWM:\s+(\d+) kB", status):
-                peaks[pid] = int(found[1]) * 1024
+            if match := re.search(r"VmHWM:\s+(\d+) kB", status):
+                peaks[pid] = int(match[1]) * 1024
         time.sleep(0.02)
 
 
@@ -160,7 +160,7 @@ def measure(folder: Path, gigabytes: float, rounds: int) -> dict[str, Any]:
         "bytes": num_bytes,
         "copy_s": round(copy_s, 3),
         "copy_s_all": [round(s, 2) for s in copies],
-        **{name: _summary(found, copy_s) for name, found in runs.items()},
+        **{name: _summary(watched, copy_s) for name, watched in runs.items()},
     }
 
 
@@ -193,9 +193,9 @@ def main() -> int:
     failed = False
     for gigabytes in options.gigabytes:
         with tempfile.TemporaryDirectory() as folder:
-            found = measure(Path(folder), gigabytes, options.rounds)
-        print(json.dumps(found, indent=1), flush=True)
-        for run in (value for value in found.values() if isinstance(value, dict)):
+            report = measure(Path(folder), gigabytes, options.rounds)
+        print(json.dumps(report, indent=1), flush=True)
+        for run in (value for value in report.values() if isinstance(value, dict)):
             if gigabytes >= 1:  # below, filling the buffers for the first time is most of it
                 failed |= run["share_of_copy"] < REQUIRED_SHARE
             failed |= run["peak_bytes"] > run["bound_bytes"]

@@ -1,4 +1,4 @@
-"""What the work of a job with thousands of ranks takes of one process, in CPU seconds.
+"""CPU seconds of one process for the work of a job with thousands of ranks.
 
     python benchmarks/many_ranks.py [--ranks 256 1024 4096]
 
@@ -53,7 +53,7 @@ MODEL = {
 
 
 class Group:
-    """What a pending call needs of its group."""
+    """A worker group as pending calls use it."""
 
     end_reason = ""
 

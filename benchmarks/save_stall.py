@@ -1,4 +1,4 @@
-"""How long training waits for a checkpoint: written at once, and in the background.
+"""Time that training waits for a checkpoint: written at once, and in the background.
 
     python benchmarks/save_stall.py [--hidden 1024] [--layers 12]
 
@@ -40,9 +40,9 @@ def main() -> None:
     os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
     os.environ |= rendezvous.endpoint.to_environment()
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
-        found = measured(Path(folder), options.hidden, options.layers, options.rounds)
+        report = measured(Path(folder), options.hidden, options.layers, options.rounds)
     rendezvous.close()
-    print(json.dumps(found, indent=1))
+    print(json.dumps(report, indent=1))
 
 
 def measured(folder: Path, hidden: int, layers: int, rounds: int) -> dict[str, float]:
@@ -80,7 +80,7 @@ def measured(folder: Path, hidden: int, layers: int, rounds: int) -> dict[str, f
             time.sleep(0.01)
         timed("finish_s", saving[-1].finish)
     size = sum(file.stat().st_size for file in (folder / "now_0").iterdir())
-    medians = {name: round(statistics.median(found), 3) for name, found in times.items()}
+    medians = {name: round(statistics.median(values), 3) for name, values in times.items()}
     share = (medians["copy_s"] + medians["finish_s"]) / medians["synchronous_s"]
     return {"checkpoint_mb": size / 1e6, **medians, "wait_over_synchronous": round(share, 3)}
 
