@@ -21,8 +21,6 @@ from mcore_rl.agents.chat_template.codec import (
 from mcore_rl.agents.chat_template.validation import CodecKind, select_codec
 from mcore_rl.agents.environments.base import Environment
 from mcore_rl.agents.environments.coding import Coding
-from mcore_rl.agents.environments.countdown import Countdown
-from mcore_rl.agents.environments.guessing import Guessing
 from mcore_rl.agents.environments.openenv import OpenEnv
 from mcore_rl.agents.frozen_model import FrozenModel
 from mcore_rl.agents.loops import (
@@ -56,9 +54,10 @@ LOOPS.register("user")(UserLoop)
 LOOPS.register("verifiers")(VerifiersLoop)
 ENVIRONMENTS: Registry[Callable[..., Any]] = Registry("agent.environment", ("fields",))
 ENVIRONMENTS.register("code")(Coding)
-ENVIRONMENTS.register("countdown")(Countdown)
-ENVIRONMENTS.register("guessing")(Guessing)
 ENVIRONMENTS.register("openenv")(OpenEnv)
+_EXAMPLES = "mcore_rl.examples.environments"  # the environments of toy tasks
+ENVIRONMENTS.register_path("countdown", f"{_EXAMPLES}.countdown:Countdown")
+ENVIRONMENTS.register_path("guessing", f"{_EXAMPLES}.guessing:Guessing")
 MAX_ROLES = 64  # sessions that a program may open in a trajectory
 # Methods of `Agent` under the names of the last release.
 _RENAMED = {

@@ -34,8 +34,8 @@ from mcore_rl.data.datasets import (
 )
 from mcore_rl.data.examples import load_chats
 from mcore_rl.data.files import open_rows
+from mcore_rl.data.prepared_task import prepared
 from mcore_rl.data.rows import Column
-from mcore_rl.data.tasks.prepared import prepared
 from mcore_rl.data.tokenizer import (
     check_tokenizer_matches,
     has_tokenizer,
@@ -44,6 +44,7 @@ from mcore_rl.data.tokenizer import (
     read_tokenizer,
 )
 from mcore_rl.engine.base import check_engine_settings, list_unread_settings, load_backend
+from mcore_rl.examples.tasks.registry import TASKS
 from mcore_rl.inference.registry import check_server_settings
 from mcore_rl.jobs.placement import (
     detect_lane,
@@ -53,7 +54,6 @@ from mcore_rl.jobs.placement import (
     list_engine_roles,
     needs_critic,
 )
-from mcore_rl.jobs.tasks import TASKS
 from mcore_rl.models.base import (
     SEQUENCE,
     HFConfig,

@@ -19,7 +19,7 @@ from mcore_rl.controller.pending_call import PendingCall, Timeout, wait_for_surv
 from mcore_rl.controller.worker_process import FailureKind, WorkerProcess
 from mcore_rl.data.batch import Batch, Jagged
 from mcore_rl.data.sample import Sample
-from mcore_rl.data.tasks import last_digit
+from mcore_rl.examples.tasks import last_digit
 from mcore_rl.inference.lifecycle import Call
 from mcore_rl.inference.protocol import Completion, SamplingParams
 from mcore_rl.parallel.rendezvous import RendezvousServer, end_waits

@@ -27,10 +27,10 @@ from mcore_rl.controller.worker_group import WorkerGroup
 from mcore_rl.controller.worker_process import MethodCall, WorkerProcess
 from mcore_rl.data.datasets import PromptDataset, PromptRow, load_prompts
 from mcore_rl.data.prompt_batches import PromptBatches
-from mcore_rl.data.tasks import last_digit
 from mcore_rl.data.tokenizer import load_tokenizer
 from mcore_rl.engine.base import ScoredStep
 from mcore_rl.engine.worker import ModelWorker
+from mcore_rl.examples.tasks import last_digit
 from mcore_rl.inference.protocol import Completion, SamplingParams
 from mcore_rl.rollout.server_pool import ServerPool
 from mcore_rl.rollout.weight_updater import TransportSync

@@ -14,19 +14,19 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from mcore_rl.config.resolve import resolve, resolve_for_lane
-from mcore_rl.config.schema import RLConfig, SampleLogConfig
-from mcore_rl.controller.process_cleanup import StopSignals
-from mcore_rl.data.batch import Batch
-from mcore_rl.data.datasets import PromptDataset, PromptRow
-from mcore_rl.observability.console import get_stdout_console
-from mcore_rl.tools.bench_async.model import (
+from mcore_rl.benchmarks.async_model import (
     BackgroundExecutor,
     Clock,
     ModelledActor,
     Servers,
     Workload,
 )
+from mcore_rl.config.resolve import resolve, resolve_for_lane
+from mcore_rl.config.schema import RLConfig, SampleLogConfig
+from mcore_rl.controller.process_cleanup import StopSignals
+from mcore_rl.data.batch import Batch
+from mcore_rl.data.datasets import PromptDataset, PromptRow
+from mcore_rl.observability.console import get_stdout_console
 from mcore_rl.trainers.base import TrainerInputs, load_trainer
 from mcore_rl.trainers.checkpointing import CheckpointManager
 from mcore_rl.trainers.device_sharing import DeviceSharing
