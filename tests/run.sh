@@ -42,7 +42,7 @@ gate 'ruff format' ruff format --check .
 gate 'import layers' lint-imports --no-cache
 gate 'sizes' python tests/check_sizes.py .
 # Names and docstrings in the words of the field.
-gate 'words' python tests/check_words.py models mcore_rl examples/{csv_tracker,hf_engine,rft}.py
+gate 'words' python tests/check_words.py models mcore_rl examples/{csv_tracker,hf_engine,my_family,rft}.py
 if command -v shellcheck >/dev/null; then
     gate 'shellcheck' shellcheck launch/*.sh tests/run.sh .ci/run
 fi

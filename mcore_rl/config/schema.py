@@ -47,6 +47,9 @@ class ModelConfig:
     # Date, YYYY-MM-DD, that chat templates write as that of today (Llama-3's, for one). The same in
     # each prompt of a run: of rows, of agents and of frozen models.
     chat_date: str = "2024-07-26"
+    # Import path of a Family (docs/plugs.md), for an architecture that this package does not have,
+    # or in place of one that it has. Empty: the families of this package.
+    family: str = ""
 
 
 @dataclass

@@ -235,6 +235,7 @@ class ModelWorker:
             dtype,
             settings,
             has_full_tensors=engine.has_full_tensors,
+            family=self._spec.model.family,
         )
         return self._rendezvous.endpoint, spec
 

@@ -35,6 +35,7 @@ from mcore_rl.models.base import (
     HFConfig,
     get_family,
     get_model_sizes,
+    get_vllm_weights,
     pad_vocab_size,
     read_config,
 )
@@ -43,6 +44,7 @@ from mcore_rl.parallel.mesh import Chunk, Mesh, split_into_chunks
 from mcore_rl.reshard.layout import GenerationLayout, GenerationRanks, Ranks, TrainingRanks
 from mcore_rl.reshard.rules import Shard, Weight
 from mcore_rl.rollout.weight_updater import build_generation_layout
+from mcore_rl.weight_sync.spec import build_full_side
 
 ITEMSIZES = {"float32": 4, "bfloat16": 2}
 _FLOAT32 = 4  # bytes of a gradient, a main parameter, each of Adam's two moments
@@ -216,7 +218,7 @@ def _plan_servers(
     layout = build_generation_layout(rollout, rollout.num_servers)
     rank_counts = _count_elements(
         GenerationRanks(layout, sizes.num_layers, sizes.num_experts),
-        get_family(model).vllm_weights(model),
+        _list_served_weights(model),
         LoRAConfig(),
     )
     # Experts may not divide evenly.
@@ -232,6 +234,13 @@ def _plan_servers(
     )
     server = GenerationLayout(tp=rollout.tp)
     return RolePlan(name, task, _format_axes(server) + " ep" * rollout.ep, (stage,))
+
+
+def _list_served_weights(model: HFConfig) -> Sequence[Weight]:
+    """Return the rules of vLLM's parameters; without any, all tensors on each worker."""
+    if get_family(model).vllm_weights is None:
+        return build_full_side(model, 1)[1]
+    return get_vllm_weights(model)
 
 
 def _count_elements(

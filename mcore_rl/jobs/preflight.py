@@ -334,6 +334,12 @@ def check_layouts(config: RLConfig) -> HFConfig:
     _check_frozen_layouts(config)
     _check_served_layouts(config)
     resolve_rollout_model(config.rollout, sizes)
+    method = config.weight_sync.method
+    if method != "full_export" and get_family(hf_config).vllm_weights is None:
+        raise ConfigError(
+            f"weight_sync.method={method!r}: the family {get_family(hf_config).name!r} has no "
+            "vllm_weights, the rules of vLLM's parameters; allowed: 'full_export'"
+        )
     _check_kv_cache(config, hf_config)
     _check_lengths(config)
     return hf_config

@@ -15,14 +15,16 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from mcore_rl.testing.engine import check_engine
+    from mcore_rl.testing.family import check_family
     from mcore_rl.testing.tracker import check_tracker
 
 _MODULES = {
     "check_engine": "engine",
+    "check_family": "family",
     "check_tracker": "tracker",
 }
 
-__all__ = ["check_engine", "check_tracker"]
+__all__ = ["check_engine", "check_family", "check_tracker"]
 
 
 def __getattr__(name: str) -> Any:

@@ -9,14 +9,23 @@ from __future__ import annotations
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 import mcore_rl.models  # noqa: F401  (fills the registry of families)
+from mcore_rl.checkpoint.hf import CheckpointReader
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import Layout, WeightSyncConfig
-from mcore_rl.models.base import HFConfig, get_family, get_model_sizes, pad_vocab_size
+from mcore_rl.models.base import (
+    HFConfig,
+    get_family,
+    get_model_sizes,
+    get_vllm_weights,
+    pad_vocab_size,
+    use_family,
+)
 from mcore_rl.parallel.mesh import Mesh, split_into_chunks
 from mcore_rl.reshard.layout import FullRanks, GenerationLayout, GenerationRanks, TrainingRanks
 from mcore_rl.reshard.planner import Devices, Plan, Side, TransferRequirements, assign_hosts
@@ -36,6 +45,7 @@ class TransferSpec:
     dtype: str  # in which weights are sent: "bfloat16"
     settings: WeightSyncConfig
     has_full_tensors: bool = False  # of training ranks: BaseEngine.has_full_tensors
+    family: str = ""  # model.family
 
     @property
     def num_training(self) -> int:
@@ -59,8 +69,15 @@ class TransferSpec:
             GenerationLayout(**fields["generation"]),
             fields["dtype"],
             WeightSyncConfig(**fields["settings"]),
-            fields["has_full_tensors"],
+            has_full_tensors=fields["has_full_tensors"],
+            family=fields["family"],
         )
+
+
+def read_served_config(spec: TransferSpec, model_path: str | Path) -> HFConfig:
+    """Return config.json of the model of a server, whose family this process uses from then on."""
+    use_family(spec.family)
+    return CheckpointReader(model_path).read_config()
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +115,7 @@ def build_generation_side(
     """Return the ranks of vLLM, and ranks and rules as a side."""
     sizes = get_model_sizes(config)
     ranks = GenerationRanks(layout, sizes.num_layers, sizes.num_experts)
-    return ranks, (ranks, get_family(config).vllm_weights(config))
+    return ranks, (ranks, get_vllm_weights(config))
 
 
 def plan_transfer(
