@@ -33,7 +33,13 @@ from mcore_rl.config.resolve_engine import resolve_layout, resolve_model_layout
 from mcore_rl.config.schema import Layout
 from mcore_rl.jobs.failure import RunFailed
 from mcore_rl.jobs.ranks import ProcessFailed, run_on_ranks
-from mcore_rl.models.base import HFConfig, get_family, get_model_sizes, pad_vocab_size
+from mcore_rl.models.base import (
+    HFConfig,
+    get_family,
+    get_model_sizes,
+    get_vllm_weights,
+    pad_vocab_size,
+)
 from mcore_rl.observability.console import get_stdout_console
 from mcore_rl.parallel.mesh import Mesh, split_into_chunks
 from mcore_rl.reshard import ops
@@ -408,7 +414,7 @@ class IntoVLLM(_Comparison):
         training = _build_training_side(config, settings.train)
         sizes = get_model_sizes(config)
         served = GenerationRanks(settings.generate, sizes.num_layers, sizes.num_experts)
-        target: Side = served, get_family(config).vllm_weights(config)
+        target: Side = served, get_vllm_weights(config)
         self.exchange = PlannedExchange(training, target, True, settings.bucket_bytes)
         self.gather, self.gather_bucketed = (
             GatherThenSlice(*training, target, self.exchange.rank, bucket_bytes)

@@ -19,6 +19,7 @@ from typing import Any
 
 from mcore_rl.config.checks import check_exists
 from mcore_rl.config.errors import ConfigError
+from mcore_rl.config.import_path import load_object
 from mcore_rl.config.json_file import read_json_object
 from mcore_rl.config.resolve_engine import ModelSizes
 from mcore_rl.reshard.rules import Weight
@@ -39,7 +40,8 @@ class Family:
             a field there; the activation under "activation", by its Hugging Face name.
         layer_spec: Megatron's layer spec of a model chunk, from TransformerConfig and vp_stage.
         weights: Rules of Megatron's parameters, from the config and the padded vocabulary size.
-        vllm_weights: Rules of vLLM's parameters, without multi-token prediction layers.
+        vllm_weights: Rules of vLLM's parameters, without multi-token prediction layers. None: new
+            weights go to servers by weight_sync.method=full_export alone.
         num_mtp_layers: Multi-token prediction layers after the decoder layers of a checkpoint.
     """
 
@@ -48,11 +50,12 @@ class Family:
     config_map: Callable[[HFConfig], dict[str, Any]]
     layer_spec: Callable[[Any, int | None], Any]
     weights: Callable[[HFConfig, int], tuple[Weight, ...]]
-    vllm_weights: Callable[[HFConfig], tuple[Weight, ...]]
+    vllm_weights: Callable[[HFConfig], tuple[Weight, ...]] | None = None
     num_mtp_layers: Callable[[HFConfig], int] = lambda config: 0
 
 
 _FAMILIES: dict[str, Family] = {}
+_USER_FAMILIES: dict[str, Family] = {}  # that of model.family, by its import path
 
 # Architectures that users ask for and that the engine cannot express, each with the reason.
 _REFUSED = {
@@ -67,6 +70,35 @@ def register(family: Family) -> Family:
     """Register a family under its architecture."""
     _FAMILIES[family.architecture] = family
     return family
+
+
+def use_family(import_path: str, setting: str = "model.family") -> None:
+    """Use a user's family in this process, for checkpoints of its architecture.
+
+    Each process of a run calls this before it looks a family up.
+
+    Args:
+        import_path: Leads to a Family; "" for those of this package alone.
+        setting: Name of the setting, for errors.
+
+    Raises:
+        ConfigError: The import path leads to no Family.
+    """
+    _USER_FAMILIES.clear()
+    if not import_path:
+        return
+    family = load_object(setting, import_path)
+    if not isinstance(family, Family):
+        raise ConfigError(
+            f"{setting}={import_path!r} is no mcore_rl.models.base.Family; allowed: one, or '' for "
+            "the families of this package"
+        )
+    _USER_FAMILIES[import_path] = family
+
+
+def get_user_family() -> str:
+    """Return the import path of use_family, for a process that this one starts."""
+    return next(iter(_USER_FAMILIES), "")
 
 
 def read_config(model_path: str | Path, setting: str = "model.path") -> HFConfig:
@@ -88,20 +120,36 @@ def read_config(model_path: str | Path, setting: str = "model.path") -> HFConfig
 
 
 def get_family(config: HFConfig) -> Family:
-    """Return the family that config.json names under "architectures"."""
+    """Return the family that config.json names under "architectures"; a user's before others."""
     architectures = config.get("architectures") or []
     # A value model is the same family with another head (models/heads.py).
     causal = [
         name.replace(CLASSIFICATION, CAUSAL).replace(SEQUENCE, CAUSAL) for name in architectures
     ]
+    families = _FAMILIES | {family.architecture: family for family in _USER_FAMILIES.values()}
     for architecture in causal:
-        if architecture in _FAMILIES:
-            return _FAMILIES[architecture]
+        if architecture in families:
+            return families[architecture]
     reasons = "".join(f" ({_REFUSED[name]})" for name in causal if name in _REFUSED)
     raise ConfigError(
         f"config.json: architectures={architectures} is not supported{reasons}; "
-        f"allowed: {sorted(_FAMILIES)}"
+        f"allowed: {sorted(families)}, or model.family with a family of your own"
     )
+
+
+def get_vllm_weights(config: HFConfig) -> tuple[Weight, ...]:
+    """Return the rules of vLLM's parameters.
+
+    Raises:
+        ConfigError: The family has none.
+    """
+    family = get_family(config)
+    if family.vllm_weights is None:
+        raise ConfigError(
+            f"the family {family.name!r} has no vllm_weights, the rules of vLLM's parameters; "
+            "allowed: weight_sync.method='full_export'"
+        )
+    return family.vllm_weights(config)
 
 
 def get_field(config: HFConfig, name: str) -> Any:

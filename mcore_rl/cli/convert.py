@@ -6,15 +6,21 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from mcore_rl.cli.options import AXES, Parser, parse_layout
+from mcore_rl.cli.options import AXES, FAMILY, Parser, parse_layout
+from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import Layout
 
 
 def main(arguments: list[str]) -> int:
     options = vars(build_parser().parse_args(arguments))
-    command = options.pop("command")
+    command, family = options.pop("command"), options.pop("family")
     if "layout" in options:
         options["layout"] = parse_layout("--layout", options["layout"], Layout)
+    if family and options.get("bridge"):
+        raise ConfigError(f"--family with --bridge={options['bridge']}, which does not use it")
+    from mcore_rl.models.base import use_family
+
+    use_family(family, "--family")
     return _run(command, options)
 
 
@@ -64,6 +70,8 @@ def build_parser() -> argparse.ArgumentParser:
     inspect.add_argument("folder", type=Path, metavar="DIR")
     verify.add_argument("a", type=Path, metavar="DIR")
     verify.add_argument("b", type=Path, metavar="DIR")
+    for command in (to_mcore, to_hf, inspect, verify):
+        command.add_argument("--family", default="", metavar="FILE:NAME", help=FAMILY)
     for command in (inspect, verify):
         command.add_argument("--json", action="store_true", help="print one JSON object")
     return parser

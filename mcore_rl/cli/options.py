@@ -20,6 +20,7 @@ from mcore_rl.reshard.layout import GenerationLayout
 
 L = TypeVar("L", Layout, GenerationLayout)
 AXES = "tp pp cp dp ep etp vpp; without dp, the smallest that fits"
+FAMILY = "import path of a model family of your own, as model.family"
 SERVED_AXES = "tp pp dp ep, of vLLM; without dp, the smallest that fits"
 
 

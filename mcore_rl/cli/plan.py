@@ -7,7 +7,7 @@ import json
 import sys
 from pathlib import Path
 
-from mcore_rl.cli.options import AXES, SERVED_AXES, Parser, parse_layout
+from mcore_rl.cli.options import AXES, FAMILY, SERVED_AXES, Parser, parse_layout
 from mcore_rl.config.schema import Layout
 from mcore_rl.reshard.layout import GenerationLayout
 
@@ -20,8 +20,10 @@ def main(arguments: list[str]) -> None:
     options = build_parser().parse_args(arguments)
     train = parse_layout("--train", options.train, Layout)
     generate = parse_layout("--generate", options.generate, GenerationLayout)
+    from mcore_rl.models.base import use_family
     from mcore_rl.tools import plan_reshard
 
+    use_family(options.family, "--family")
     cluster = plan_reshard.Cluster(
         options.gpus_per_node, options.nic_gbps, options.nvlink_gbps, options.nodes
     )
@@ -47,6 +49,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--mode", default="colocated", help="colocated (the default) or disaggregated")
     add("--train", required=True, metavar="tp=2,ep=8", help=AXES)
     add("--generate", required=True, metavar="tp=8", help=SERVED_AXES)
+    add("--family", default="", metavar="FILE:NAME", help=FAMILY)
     add("--nodes", type=int, help="default: as many as the ranks need")
     add("--gpus-per-node", type=int, default=8)
     add("--nic-gbps", type=float, default=400.0, help="gigabits per second of a GPU; default: 400")

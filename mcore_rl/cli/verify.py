@@ -6,7 +6,7 @@ import argparse
 import json
 import sys
 
-from mcore_rl.cli.options import AXES, Parser, parse_layout
+from mcore_rl.cli.options import AXES, FAMILY, Parser, parse_layout
 from mcore_rl.config.schema import Layout
 
 _ABOUT = """\
@@ -41,6 +41,7 @@ def main(arguments: list[str]) -> None:
             checkpoint=options.checkpoint,
             vllm_tp=options.vllm_tp,
             timeout_s=options.timeout,
+            family=options.family,
         )
     )
     if options.json:
@@ -78,6 +79,7 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="DIR",
         help="Megatron checkpoint that Megatron loads in place of the weights of --model",
     )
+    add("--family", default="", metavar="FILE:NAME", help=FAMILY)
     add("--vllm-tp", type=int, default=1, metavar="N", help="workers of vLLM; default: 1")
     add(
         "--timeout",

@@ -46,6 +46,9 @@ class ModelConfig:
     # Date, YYYY-MM-DD, that chat templates such as Llama-3's write as today's, in every prompt of
     # a run.
     chat_date: str = "2024-07-26"
+    # Import path of a Family (docs/plugs.md), for an architecture that this package does not have,
+    # or in place of one that it has. Empty: the families of this package.
+    family: str = ""
 
 
 @dataclass

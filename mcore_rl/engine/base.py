@@ -31,7 +31,7 @@ from mcore_rl.config.resolve_engine import BACKENDS
 from mcore_rl.config.schema import EngineConfig, Layout, ModelConfig
 from mcore_rl.data.batch import Batch
 from mcore_rl.engine.steps import reduce_logprob_gaps
-from mcore_rl.models.base import HFConfig, get_family, pad_vocab_size
+from mcore_rl.models.base import HFConfig, get_family, pad_vocab_size, use_family
 from mcore_rl.reshard.executor import LocalWeights
 
 # From a micro-batch to the loss of each of its response tokens, and metrics. Its `needs` (see
@@ -454,6 +454,7 @@ def create_engine(model_type: str, spec: EngineSpec) -> BaseEngine:
     Args:
         model_type: "language_model", "value_model" or "reward_model".
     """
+    use_family(spec.model.family)
     backend = load_backend(spec.engine)
     _require_model_type("backend", spec.engine, backend, model_type)
     return backend.engines[model_type](spec)

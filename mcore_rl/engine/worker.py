@@ -239,6 +239,7 @@ class ModelWorker:
             settings,
             has_full_tensors=engine.has_full_tensors,
             weight_format=weight_format,
+            family=self._spec.model.family,
         )
         return self._rendezvous.endpoint, spec
 

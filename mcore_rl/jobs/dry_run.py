@@ -49,7 +49,7 @@ from mcore_rl.jobs.supervised_preflight import (
     has_reference_model,
     resolve_dtype,
 )
-from mcore_rl.models.base import HFConfig, get_family, read_config
+from mcore_rl.models.base import HFConfig, get_family, read_config, use_family
 from mcore_rl.observability.console import get_stdout_console, show_line, show_waiting
 from mcore_rl.rollout.weight_updater import build_generation_layout
 from mcore_rl.trainers.policy_loss import find_log_prob_pass_reason
@@ -77,6 +77,7 @@ def dry_run(
     """
     console = console or get_stdout_console()
     resolve(config, needs_data=False)
+    use_family(config.model.family)
     device = "cuda" if gpus_per_node else detect_lane()
     config = resolve_for_lane(config, device, has_experts=has_experts(config))
     folder, refusal = inspect_run_dir(config.output_dir, config.resume)
@@ -277,6 +278,7 @@ def dry_run_supervised(config: TrainConfig, console: Console | None = None) -> N
     """
     console = console or get_stdout_console()
     resolve_train(config)
+    use_family(config.model.family)
     config = resolve_dtype(config, detect_lane())
     folder, refusal = inspect_run_dir(config.output_dir, config.resume)
     with show_waiting("checking the inputs", has_lines=False):

@@ -51,7 +51,7 @@ from mcore_rl.jobs.placement import Pools, detect_lane, get_device_resource, lis
 from mcore_rl.jobs.preflight import check_model, load_prompt_files
 from mcore_rl.jobs.resume import flatten_settings
 from mcore_rl.jobs.rl import build_server_pool, open_session
-from mcore_rl.models.base import get_field, read_config
+from mcore_rl.models.base import get_field, read_config, use_family
 from mcore_rl.observability.activity import ACTIVITY
 from mcore_rl.observability.console import StepProgress, get_stdout_console, show_waiting
 from mcore_rl.observability.memory import PeakMemory
@@ -103,6 +103,7 @@ def run(config: EvalConfig) -> None:
     """
     started = get_start_time()
     resolve_eval(config)
+    use_family(config.model.family)
     with (
         lock_run_dir(config.output_dir, config.resume, check_content) as run_lock,
         open_job_scope(run_lock) as scratch_dir,
@@ -165,6 +166,7 @@ def dry_run(config: EvalConfig, console: Console | None = None) -> None:
     """
     console = console or get_stdout_console()
     resolve_eval(config)
+    use_family(config.model.family)
     folder, refusal = inspect_run_dir(config.output_dir, config.resume, check_content)
     with show_waiting("checking the inputs"):
         inputs = _check_inputs(config)

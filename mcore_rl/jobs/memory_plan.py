@@ -222,6 +222,8 @@ def _plan_servers(
     sizes = get_model_sizes(model)
     layout = build_generation_layout(rollout, rollout.num_servers)
     weight_format = load_server_class(rollout).features.weight_format or "huggingface"
+    if get_family(model).vllm_weights is None:
+        weight_format = "huggingface"  # all tensors on each worker, at most
     ranks, (_, weights) = build_generation_side(model, layout, weight_format)
     rank_counts = _count_elements(ranks, weights, LoRAConfig())
     # Experts may not divide evenly.

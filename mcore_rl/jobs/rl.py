@@ -65,6 +65,7 @@ from mcore_rl.jobs.resume import (
     prepare_settings,
     remove_warm_start,
 )
+from mcore_rl.models.base import use_family
 from mcore_rl.observability.console import show_line, show_waiting
 from mcore_rl.observability.memory import PeakMemory
 from mcore_rl.observability.process import get_start_time
@@ -96,6 +97,7 @@ def run(config: RLConfig) -> None:
     """
     started = get_start_time()
     resolve(config)
+    use_family(config.model.family)
     config = resolve_for_lane(config, detect_lane(), has_experts=has_experts(config))
     with (
         lock_run_dir(config.output_dir, config.resume) as run_lock,

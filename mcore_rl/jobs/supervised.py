@@ -50,6 +50,7 @@ from mcore_rl.jobs.supervised_preflight import (
     needs_reference,
     resolve_dtype,
 )
+from mcore_rl.models.base import use_family
 from mcore_rl.observability.console import show_waiting
 from mcore_rl.observability.memory import PeakMemory
 from mcore_rl.observability.process import get_start_time
@@ -80,6 +81,7 @@ def run(config: TrainConfig) -> None:
     """
     started = get_start_time()
     resolve_train(config)
+    use_family(config.model.family)
     config = resolve_dtype(config, detect_lane())
     if torchrun.is_launched():
         _check_torchrun(config)

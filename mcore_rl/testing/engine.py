@@ -7,9 +7,10 @@ check_engine("path/to/file.py:BACKEND", "path/to/small_model", num_ranks=2)
 
 from __future__ import annotations
 
+import contextlib
 import math
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -34,7 +35,7 @@ from mcore_rl.engine.steps import (
 )
 from mcore_rl.jobs.placement import detect_lane
 from mcore_rl.jobs.ranks import ProcessFailed, run_on_ranks
-from mcore_rl.models.base import HFConfig
+from mcore_rl.models.base import HFConfig, use_family
 from mcore_rl.parallel.mesh import Mesh
 from mcore_rl.reshard.rules import Shard, check_cover
 from mcore_rl.weight_sync.spec import build_full_side, build_training_side
@@ -77,31 +78,58 @@ def check_engine(
         )
     spec = build_spec(backend, model_path, layout)
     check_engine_settings("engine", spec.engine, "language_model", detect_lane())
+    run_in_processes(backend, str(model_path), layout, timeout_s=timeout_s)
+
+
+def run_in_processes(
+    backend: str, model_path: str, layout: Layout, family: str = "", *, timeout_s: float
+) -> None:
+    """Run all checks on ranks in processes of their own.
+
+    Raises:
+        AssertionError, ConfigError: Those of the first rank that fails.
+    """
     with tempfile.TemporaryDirectory() as folder:
-        job = partial(run_checks, backend, str(model_path), layout, folder)
-        try:
+        job = partial(run_checks, backend, model_path, layout, folder, family)
+        with unwrap_failures():
             run_on_ranks(job, layout.world_size, Path(folder), timeout_s)
-        except ProcessFailed as error:
-            reason = str(error).splitlines()[0].partition("AssertionError: ")[2]
-            raise AssertionError(reason or str(error)) from error
 
 
-def build_spec(backend: str, model_path: str | Path, layout: Layout) -> EngineSpec:
+@contextlib.contextmanager
+def unwrap_failures() -> Iterator[None]:
+    """Raise the sentence of a check that failed in another process."""
+    try:
+        yield
+    except ProcessFailed as error:
+        reason = str(error).splitlines()[0].partition("AssertionError: ")[2]
+        raise AssertionError(reason or str(error)) from error
+
+
+def build_spec(
+    backend: str, model_path: str | Path, layout: Layout, family: str = ""
+) -> EngineSpec:
     """Return the inputs of the engines that the suite builds."""
     engine = EngineConfig(
         backend=backend, layout=layout, optimizer=_OPTIMIZER, max_tokens_per_micro_batch=64
     )
-    model = ModelConfig(path=str(model_path), dtype="float32")
+    model = ModelConfig(path=str(model_path), dtype="float32", family=family)
     return EngineSpec(model, engine, seed=1, total_steps=_TOTAL_STEPS, timeout_s=120.0)
 
 
-def run_checks(backend: str, model_path: str, layout: Layout, folder: str) -> None:
+def run_checks(
+    backend: str, model_path: str, layout: Layout, folder: str, family: str = ""
+) -> None:
     """Run all checks on a rank; ranks of the layout call this together.
+
+    Args:
+        folder: For checkpoints; the same on all ranks.
+        family: As model.family.
 
     Raises:
         AssertionError: The first check that fails.
     """
-    _EngineChecks(build_spec(backend, model_path, layout), Path(folder)).run()
+    use_family(family)
+    _EngineChecks(build_spec(backend, model_path, layout, family), Path(folder)).run()
 
 
 def _require(is_met: object, sentence: str) -> None:

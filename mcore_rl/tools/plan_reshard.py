@@ -32,6 +32,7 @@ from mcore_rl.models.base import (
     check_fields,
     get_family,
     get_model_sizes,
+    get_vllm_weights,
     pad_vocab_size,
     read_config,
 )
@@ -201,9 +202,7 @@ def _build_requirements(
     rules = [
         w for w in family.weights(config, pad_vocab_size(config, train.tp)) if w.stage != "mtp"
     ]
-    return TransferRequirements(
-        (training, rules), (generation, family.vllm_weights(config)), itemsize
-    )
+    return TransferRequirements((training, rules), (generation, get_vllm_weights(config)), itemsize)
 
 
 def _place_devices(mode: str, overlap: Traffic, cluster: Cluster) -> Devices:

@@ -9,11 +9,13 @@ from __future__ import annotations
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, asdict, dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
 import mcore_rl.models  # noqa: F401  (fills the registry of families)
+from mcore_rl.checkpoint.hf import CheckpointReader
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import Layout, WeightSyncConfig
 from mcore_rl.models.base import (
@@ -21,7 +23,9 @@ from mcore_rl.models.base import (
     drop_mtp_layers,
     get_family,
     get_model_sizes,
+    get_vllm_weights,
     pad_vocab_size,
+    use_family,
 )
 from mcore_rl.parallel.mesh import Mesh, split_into_chunks
 from mcore_rl.reshard.layout import FullRanks, GenerationLayout, GenerationRanks, TrainingRanks
@@ -46,6 +50,7 @@ class TransferSpec:
     _: KW_ONLY
     has_full_tensors: bool = False  # of training ranks: BaseEngine.has_full_tensors
     weight_format: WeightFormat = "vllm"  # of generation ranks
+    family: str = ""  # model.family
 
     @property
     def num_training(self) -> int:
@@ -71,7 +76,14 @@ class TransferSpec:
             WeightSyncConfig(**fields["settings"]),
             has_full_tensors=fields["has_full_tensors"],
             weight_format=fields["weight_format"],
+            family=fields["family"],
         )
+
+
+def read_served_config(spec: TransferSpec, model_path: str | Path) -> HFConfig:
+    """Return config.json of the model of a server, whose family this process uses from then on."""
+    use_family(spec.family)
+    return CheckpointReader(model_path).read_config()
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +116,7 @@ def build_generation_side(
     ranks = GenerationRanks(layout, sizes.num_layers, sizes.num_experts)
     if weight_format == "huggingface":
         return ranks, (ranks, map_checkpoint_weights(config))
-    return ranks, (ranks, get_family(config).vllm_weights(config))
+    return ranks, (ranks, get_vllm_weights(config))
 
 
 def map_checkpoint_weights(config: HFConfig) -> tuple[Weight, ...]:

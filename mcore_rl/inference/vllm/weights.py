@@ -69,6 +69,7 @@ from mcore_rl.weight_sync.spec import (
     WorkerLayout,
     build_generation_side,
     check_worker_layout,
+    read_served_config,
 )
 from mcore_rl.weight_sync.transport import (
     DENSE,
@@ -120,7 +121,7 @@ class ShardTransferEngine(WeightTransferEngine[ConnectInfo, UpdateInfo]):
         """
         self.shutdown()
         spec = TransferSpec.parse(init_info.spec)
-        config = CheckpointReader(self.model_config.model).read_config()
+        config = read_served_config(spec, self.model_config.model)
         parallel = self.parallel_config
         first_rank = init_info.first_rank + parallel.data_parallel_index * parallel.world_size
         self._rank = rank = first_rank + get_tp_group().rank_in_group

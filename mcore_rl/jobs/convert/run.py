@@ -49,6 +49,7 @@ from rich.progress import (
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.jobs.convert.plan import Resources, choose_workers, format_bytes
 from mcore_rl.jobs.failure import RunFailed
+from mcore_rl.models.base import get_user_family, use_family
 from mcore_rl.observability.console import get_stdout_console, show_line
 
 _JOURNAL = ".conversion.jsonl"
@@ -384,7 +385,7 @@ def _start_pools(count: int, folder: Path, kinds: tuple[type[Unit], ...]) -> Ite
     try:
         for _ in range(count):
             written = context.RawValue("q")
-            arguments = (folder, written, kinds)
+            arguments = (folder, written, kinds, get_user_family())
             pools[ProcessPoolExecutor(1, context, _initialize_worker, arguments)] = written
         ready = [pool.submit(_use_one_thread) for pool in pools]
         signal.pthread_sigmask(signal.SIG_SETMASK, previous_mask)
@@ -404,8 +405,11 @@ def _start_pools(count: int, folder: Path, kinds: tuple[type[Unit], ...]) -> Ite
 _worker: list[Any] = []  # of a worker process: folder, report_bytes, shared
 
 
-def _initialize_worker(folder: Path, written: Any, kinds: tuple[type[Unit], ...]) -> None:
+def _initialize_worker(
+    folder: Path, written: Any, kinds: tuple[type[Unit], ...], family: str
+) -> None:
     """Initialize a worker process; unpickling `kinds` has imported the modules of the units."""
+    use_family(family, "--family")  # units may have rules of its file
 
     def report_bytes(num_bytes: int) -> None:
         written.value += num_bytes

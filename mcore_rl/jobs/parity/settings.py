@@ -39,6 +39,7 @@ from mcore_rl.models.base import (
     get_model_sizes,
     pad_vocab_size,
     read_config,
+    use_family,
 )
 from mcore_rl.reshard.rules import list_logical_tensors
 
@@ -69,6 +70,7 @@ class ParitySettings:
     checkpoint: str = ""  # Megatron checkpoint to load over the weights of `model`
     vllm_tp: int = 1
     timeout_s: float = 3600.0  # per request to an engine
+    family: str = ""  # as model.family
 
     @property
     def inner_timeout_s(self) -> float:
@@ -106,6 +108,7 @@ def build_plan(settings: ParitySettings) -> ParityPlan:
     Raises:
         ConfigError: An option or input is wrong.
     """
+    use_family(settings.family, "--family")
     _check_options(settings)
     model = _read_model_config("--model", settings.model)
     sizes = get_model_sizes(model)
@@ -192,7 +195,7 @@ def _build_engine_spec(settings: ParitySettings, config: HFConfig) -> EngineSpec
     num_threads = len(os.sched_getaffinity(0)) // settings.layout.world_size
     lora = _read_checkpoint_lora(settings, config) if settings.checkpoint else LoRAConfig()
     engine = EngineConfig(layout=settings.layout, lora=lora, threads_per_rank=max(1, num_threads))
-    model = ModelConfig(path=settings.model, dtype=settings.dtype)
+    model = ModelConfig(path=settings.model, dtype=settings.dtype, family=settings.family)
     timeout_s = settings.inner_timeout_s
     return EngineSpec(model, engine, seed=0, num_top_log_probs=1, timeout_s=timeout_s)
 
