@@ -44,8 +44,9 @@ gate 'sizes' python tests/check_sizes.py .
 # Rooms whose names and docstrings are in the words of the field; engine/megatron/ follows.
 gate 'words' python tests/check_words.py models \
     mcore_rl/{agents,algorithms,checkpoint,cli,config,controller,data,inference,jobs} \
-    mcore_rl/{observability,parallel,reshard,rewards,rollout,sandbox,tools,trainers,weight_sync} \
-    mcore_rl/engine/worker.py mcore_rl/library.py examples/rft.py
+    mcore_rl/{observability,parallel,reshard,rewards,rollout,sandbox,testing,tools,trainers} \
+    mcore_rl/weight_sync mcore_rl/engine/worker.py mcore_rl/library.py \
+    examples/{file_transport,hf_server,rft}.py
 if command -v shellcheck >/dev/null; then
     gate 'shellcheck' shellcheck launch/*.sh tests/run.sh .ci/run
 fi

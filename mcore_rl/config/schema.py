@@ -443,7 +443,7 @@ class WeightSyncConfig:
     # checkpoint under output_dir that every server loads.
     method: str = "colocated"
     # Transport of "disaggregated". "process_group": gloo, or NCCL with GPUs. "nixl": NVIDIA's NIXL,
-    # if it is installed.
+    # if it is installed. Or the import path of a WeightTransport (docs/plugs.md).
     transport: str = "process_group"
     verify: str = "sampled"  # tensors compared bit for bit: "off", "sampled" (1 in 16) or "full"
     bucket_bytes: int = 64 << 20  # size of a message bucket; a rank stages twice as much
