@@ -439,8 +439,8 @@ class WeightSyncConfig:
     # colocated: shards from training ranks on the same device; disaggregated: from ranks on other
     # devices; full_export: servers load a checkpoint under output_dir.
     method: str = "colocated"
-    # Of disaggregated: process_group (gloo, or NCCL with GPUs) or nixl (NVIDIA's NIXL, if
-    # installed).
+    # Of disaggregated: process_group (gloo, or NCCL with GPUs), nixl (NVIDIA's NIXL, if installed),
+    # or the import path of a WeightTransport (docs/plugs.md).
     transport: str = "process_group"
     verify: str = "sampled"  # tensors compared bit for bit: off, sampled (1 in 16) or full
     bucket_bytes: int = 64 << 20  # size of a message bucket; a rank stages twice as much

@@ -76,8 +76,8 @@ from mcore_rl.rewards.manager import (
 from mcore_rl.rewards.registry import get_parts
 from mcore_rl.trainers.device_sharing import servers_sleep
 from mcore_rl.trainers.policy_loss import check_functions, check_greedy
-from mcore_rl.weight_sync.nixl import import_nixl
 from mcore_rl.weight_sync.shared_memory import check_allocator
+from mcore_rl.weight_sync.transport import check_transport
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -188,8 +188,8 @@ def _check_choices(config: RLConfig) -> None:
     RewardManager(config.reward, min(filter(None, lengths)))  # checks names and settings
     check_judge_models(config.reward, build_served_models(config))
     check_reward_parts(config)
-    if config.weight_sync.method == "disaggregated" and config.weight_sync.transport == "nixl":
-        import_nixl()
+    if config.weight_sync.method == "disaggregated":
+        check_transport(config.weight_sync.transport)
     _check_engines(config)
     if detect_lane() == "cuda" and config.weight_sync.method == "colocated":
         check_allocator()

@@ -227,13 +227,13 @@ class ServerChecks:
 @_register
 async def check_responses(checks: ServerChecks) -> None:
     """Check n responses, their lengths, and their log-probs at several settings of sampling."""
-    settings: tuple[dict[str, Any], ...] = (
+    samplings: list[dict[str, Any]] = [
         {"temperature": 1.0},
         {"temperature": 0.6},
         {"temperature": 1.4, "top_k": 7},
         {"top_p": 0.7},
-    )
-    for sampling in settings:
+    ]
+    for sampling in samplings:
         completions = await checks.submit(n=3, **sampling)
         what = " ".join(f"{name}={value}" for name, value in sampling.items())
         assert len(completions) == 3, f"a request of n=3 has {len(completions)} completions"

@@ -1,4 +1,4 @@
-"""Jobs whose servers are those of examples/hf_server.py, and not vLLM's."""
+"""Jobs whose servers or weight transport are examples of a user's own."""
 
 from __future__ import annotations
 
@@ -39,6 +39,16 @@ def test_log_probs_of_a_backend_of_ones_own_are_the_trainers(
     assert all(row["actor/grad_norm"] > 0 for row in rows)
     gaps = [row["max_logprob_gap"] for row in rows if "max_logprob_gap" in row]
     assert gaps and max(gaps) < 1e-5
+
+
+def test_servers_of_vllm_take_weights_over_a_transport_of_ones_own(start_job, own_model_and_data):
+    settings = [setting for setting in SETTINGS if setting != BACKEND]
+    transport = "weight_sync.transport=examples/file_transport.py:FileTransport"
+    disaggregated = "weight_sync.method=disaggregated", "weight_sync.verify=full", transport
+    output = ended(start_job(*own_model_and_data, *settings, *disaggregated))
+    rows = [row for row in rows_of(output) if "reward" in row]
+    assert [row["step"] for row in rows] == [1, 2]
+    assert max(row["max_logprob_gap"] for row in rows) < 1e-5
 
 
 @pytest.mark.nightly
