@@ -21,8 +21,7 @@ from mcore_rl.config.schema import RLConfig
 from mcore_rl.library import RunResult, load_recipe, run
 from mcore_rl.observability.metrics import Report
 from mcore_rl.rewards.registry import run_in_thread
-from mcore_rl.trainers.base import RLTrainer
-from mcore_rl.trainers.registry import TRAINERS
+from mcore_rl.trainers.base import TRAINERS, RLTrainer, load_trainer
 
 NUM_STEPS, HALF = 4, 2
 # A random model whose rewards vary, so that every step has a gradient, and a learning rate at which
@@ -134,7 +133,7 @@ class _TrainerCheck:
             raise AssertionError(violation) from error
 
     def _compose(self, output: Path, overrides: Sequence[str]) -> RLConfig:
-        names = [name for name, loop in TRAINERS.items() if loop is self.trainer_class]
+        names = [name for name in TRAINERS if load_trainer(name) is self.trainer_class]
         path = f"{self.trainer_class.__module__}:{self.trainer_class.__qualname__}"
         mode = f"trainer.mode={names[0] if names else path}"
         return load_recipe(

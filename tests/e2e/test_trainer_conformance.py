@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 SCRIPT = """
 import sys
 from mcore_rl.testing import check_trainer
-from mcore_rl.trainers.registry import load_trainer
+from mcore_rl.trainers.base import load_trainer
 
 if __name__ == "__main__":
     check_trainer(load_trainer(sys.argv[1]), sys.argv[2:])

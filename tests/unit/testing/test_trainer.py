@@ -27,10 +27,9 @@ from mcore_rl.jobs.resume import find_checkpoint_to_resume
 from mcore_rl.library import RunResult, load_run
 from mcore_rl.testing import check_trainer
 from mcore_rl.testing import trainer as conformance
-from mcore_rl.trainers.base import RLTrainer, TrainerInputs
+from mcore_rl.trainers.base import RLTrainer, TrainerInputs, load_trainer
 from mcore_rl.trainers.checkpointing import CheckpointManager, Stateful
 from mcore_rl.trainers.evaluation import Evaluation
-from mcore_rl.trainers.registry import load_trainer
 from mcore_rl.trainers.sample_log import SampleLog
 
 
