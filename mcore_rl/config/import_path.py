@@ -74,6 +74,17 @@ def load_user_function(setting: str, path: str) -> Callable[..., Any]:
     return function
 
 
+def _import(setting: str, path: str) -> tuple[str, ModuleType]:
+    """Return the module of an import path, and how the path names it."""
+    where = path.rpartition(":")[0]
+    try:
+        module = _import_file(Path(where)) if where.endswith(".py") else _import_module(where)
+    except Exception as error:
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise ConfigError(f"{setting}={path!r}: {where!r} cannot be imported: {reason}") from error
+    return where, module
+
+
 def load_user_class(setting: str, path: str, base: type, names: Iterable[str]) -> Any:
     """Return the subclass of `base` that was written for a setting.
 
@@ -95,17 +106,6 @@ def load_user_class(setting: str, path: str, base: type, names: Iterable[str]) -
             f"{contract} that defines all abstract methods"
         )
     return loaded
-
-
-def _import(setting: str, path: str) -> tuple[str, ModuleType]:
-    """Return the module of an import path, and how the path names it."""
-    where = path.rpartition(":")[0]
-    try:
-        module = _import_file(Path(where)) if where.endswith(".py") else _import_module(where)
-    except Exception as error:
-        reason = " ".join(f"{type(error).__name__}: {error}".split())
-        raise ConfigError(f"{setting}={path!r}: {where!r} cannot be imported: {reason}") from error
-    return where, module
 
 
 def _is_own(value: object, module: ModuleType) -> bool:

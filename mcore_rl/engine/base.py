@@ -68,7 +68,7 @@ class PendingSave(Protocol):
 
     @property
     def is_written(self) -> bool:
-        """True once `finish` has nothing to wait for on this rank."""
+        """Return whether `finish` has nothing to wait for on this rank."""
 
     def finish(self, timeout_s: float | None = None) -> None:
         """Return when the folder is complete. All ranks take part.
@@ -222,7 +222,7 @@ class BaseEngine(ABC):
 
     @property
     def is_main_rank(self) -> bool:
-        """Return whether get_per_tensor_param yields tensors on this rank."""
+        """Return whether get_per_tensor_param yields its tensors on this rank."""
         return self.world_rank == 0
 
     @property

@@ -116,7 +116,7 @@ def reduce_logprob_gaps(
     if not num_of_all:
         return {}
     mean = sum_of_all / num_of_all
-    # What is not a number spreads in a sum; of a maximum over ranks it may get lost.
+    # A sum keeps a NaN; a maximum over ranks may lose it.
     return {
         "max_logprob_gap": mean if math.isnan(mean) else float(largest),
         "mean_logprob_gap": mean,

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from mcore_rl.algorithms.inputs import Losses, LossInputs, get_needs, needs
+from mcore_rl.algorithms.inputs import Losses, LossInputs, Metric, get_needs, needs
 from mcore_rl.checkpoint.files import check_checkpoint
 from mcore_rl.checkpoint.hf import CheckpointReader
 from mcore_rl.config.errors import ConfigError, StateError
@@ -112,10 +112,7 @@ def _require(is_met: object, sentence: str) -> None:
 def _train_on_tokens(inputs: LossInputs) -> Losses:
     """Return the negative log-likelihood, and as a second loss a squared distance."""
     nll, distance = -inputs.log_probs, (inputs.log_probs - inputs.columns["targets"]).square()
-    metrics: dict[str, torch.Tensor | tuple[str, torch.Tensor]] = {
-        "nll": nll,
-        "distance": ("kl_weights", distance),
-    }
+    metrics: dict[str, Metric] = {"nll": nll, "distance": ("kl_weights", distance)}
     return {"loss_weights": nll, "kl_weights": distance}, metrics
 
 
@@ -180,7 +177,7 @@ class _Reference:
             del scores["entropy"]
         inputs = build_loss_inputs(scores, batch, torch.device("cpu"))
         loss, metrics = sum_losses(loss_function, inputs, count_trained_tokens(batch))
-        loss.backward()  # type: ignore[no-untyped-call]
+        torch.autograd.backward(loss)
         norm = torch.nn.utils.clip_grad_norm_(self._model.parameters(), math.inf)
         return {**{n: float(v) for n, v in metrics.items()}, "grad_norm": float(norm)}
 
@@ -314,18 +311,16 @@ class _EngineChecks:
     def check_scores(self, engine: BaseEngine) -> None:
         """Check infer_batch: rows alone, together, at another temperature, and none."""
         most = -(-len(self.batch) // self.layout.dp)
-        row_numbers = range(len(self.share))
-        alone = [
-            engine.infer_batch(self.share.take(row_numbers[row : row + 1])) for row in range(most)
-        ]
+        rows = range(len(self.share))
+        alone = [engine.infer_batch(self.share.take(rows[row : row + 1])) for row in range(most)]
         together = engine.infer_batch(self.share)
         if together is not None and self.is_last_stage:
             parts = [part for part in alone if part is not None and len(part)]
             for name in ("log_probs", "entropy") if len(parts) == len(self.share) else ():
-                rows = [part.jagged(name).values for part in parts if name in part]
-                if name not in together or not rows:
+                values = [part.jagged(name).values for part in parts if name in part]
+                if name not in together or not values:
                     continue
-                distance = np.abs(together.jagged(name).values - np.concatenate(rows)).max()
+                distance = np.abs(together.jagged(name).values - np.concatenate(values)).max()
                 _require(
                     distance <= NATS,
                     f"infer_batch: {name} of a row among others are {distance:.2g} nats from those "
@@ -453,11 +448,10 @@ class _EngineChecks:
         self.compare_step_scores(step.scores)
         bounds = dict.fromkeys(bounds, 2 * gap)
         step = engine.train_batch_with_scores(batch, loss, bounds=bounds)
-        full_batch = self.batch
         with torch.no_grad():
-            rows = self.reference.score(full_batch, 1.0)["log_probs"]
-        old = full_batch.jagged("response_ids").with_values(torch.cat(rows).numpy())
-        expected = self.reference.train(full_batch.with_columns(log_probs=old), loss, 1.0)
+            rows = self.reference.score(self.batch, 1.0)["log_probs"]
+        old = self.batch.jagged("response_ids").with_values(torch.cat(rows).numpy())
+        expected = self.reference.train(self.batch.with_columns(log_probs=old), loss, 1.0)
         self.compare_step(step.metrics, expected, 1)
         self.require_change(engine, "train_batch_with_scores within the bounds")
 

@@ -14,7 +14,7 @@ from mcore_rl.models.heads import map_model_weights
 
 def _check_settings(key: str, engine: EngineConfig, device: str) -> None:
     """Check that ranks on "cuda" or "cpu" can have the modules of the settings."""
-    choose_modules(engine.modules, device, f"{key}.modules")
+    choose_modules(engine.modules, device, key)
 
 
 def _check_model(key: str, engine: EngineConfig, hf_config: HFConfig) -> None:

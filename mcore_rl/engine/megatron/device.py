@@ -41,14 +41,14 @@ def get_collective_backend() -> str:
     return "nccl" if get_device_type() == "cuda" else "gloo"
 
 
-def choose_modules(setting: str, device: str = "", key: str = "actor.modules") -> str:
+def choose_modules(setting: str, device: str = "", key: str = "actor") -> str:
     """Choose the modules of the layers: "te" (Transformer Engine) or "torch" (layers.py).
 
     Args:
         setting: EngineConfig.modules. "auto" is Transformer Engine on a GPU if it is installed.
         device: "cuda" or "cpu" of ranks on other nodes, which check their own installation; ""
             is the device of this process.
-        key: Name of the setting in errors.
+        key: Name of the settings of the engine, for errors.
 
     Raises:
         ConfigError: "te" without a GPU or without Transformer Engine.
@@ -59,7 +59,7 @@ def choose_modules(setting: str, device: str = "", key: str = "actor.modules") -
     is_installed = is_elsewhere or all(importlib.util.find_spec(name) for name in names)
     if setting == "te" and not (has_gpu and is_installed):
         missing = "transformer-engine[pytorch], which is not installed" if has_gpu else "a GPU"
-        raise ConfigError(f"{key}='te' needs {missing}; allowed: 'auto', 'torch'")
+        raise ConfigError(f"{key}.modules='te' needs {missing}; allowed: 'auto', 'torch'")
     return "te" if setting != "torch" and has_gpu and is_installed else "torch"
 
 

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Collection, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -45,9 +45,6 @@ from mcore_rl.models.heads import (
 from mcore_rl.parallel.mesh import Mesh, split_into_chunks
 from mcore_rl.reshard.executor import LocalWeights
 from mcore_rl.reshard.rules import Weight, list_logical_tensors
-
-if TYPE_CHECKING:
-    from mcore_rl.engine.megatron.offload import MemoryReport
 
 Result = dict[str, torch.Tensor]
 
@@ -240,8 +237,8 @@ class MegatronEngine(BaseEngine):
     ) -> list[Result]:
         """Run all micro-batches; gradients accumulate unless forward_only.
 
-        Returns one result per micro-batch on the last pipeline stage, none on the others: its parts
-        of the sums that train_batch returns or, without a loss function, its scores.
+        One result each on the last pipeline stage, none on the others: its parts of the sums that
+        train_batch returns or, without a loss function, its scores.
         """
         self.require("parameters", *(() if forward_only else ("gradients",)))
         micros = self._build_micro_batches(batch, is_training=not forward_only)
@@ -260,6 +257,7 @@ class MegatronEngine(BaseEngine):
         return collect_expert_load(self.chunks)
 
     def optimizer_zero_grad(self) -> None:
+        """Set gradients and the counts of experts' tokens to zero."""
         self._check_optimizer("optimizer_zero_grad")
         self.require("gradients")
         from mcore_rl.engine.megatron.moe import clear_expert_load
@@ -320,7 +318,7 @@ class MegatronEngine(BaseEngine):
         self.chunks, self.wrapped_chunks, self.optimizer, self.schedule = [], [], None, None
         self._mirrors.clear()
 
-    def memory_report(self) -> MemoryReport:
+    def memory_report(self) -> offload.MemoryReport:
         """Return the bytes of this rank's parts."""
         return offload.build_memory_report(
             self.wrapped_chunks, self.optimizer, self._offloaded, self._mirrors

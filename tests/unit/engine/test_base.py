@@ -38,7 +38,7 @@ def test_a_comparison_of_engines_has_the_one_that_its_settings_name():
             job(spec, "", [])
 
 
-def test_an_unknown_place_is_refused():
+def test_a_place_that_there_is_not_is_refused():
     with pytest.raises(ConfigError, match=r"engine.to\('cuda'\); allowed: 'host', 'device'"):
         MegatronEngine(SPEC).to("cuda")
 

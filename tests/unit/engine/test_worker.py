@@ -41,8 +41,6 @@ class Engine:
         names = [name for name in ("model", "optimizer", "grad") if parts.get(name, True)]
         self.calls.append(f"{place} {' '.join(names)}")
 
-    def memory_report(self) -> None: ...
-
     def infer_batch(self, batch: Batch, **settings: Any) -> Batch:
         self.calls.append("infer")
         return batch

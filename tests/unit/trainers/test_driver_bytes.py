@@ -30,7 +30,6 @@ from mcore_rl.data.prompt_batches import PromptBatches
 from mcore_rl.data.tasks import last_digit
 from mcore_rl.data.tokenizer import load_tokenizer
 from mcore_rl.engine.base import ScoredStep
-from mcore_rl.engine.megatron.offload import MemoryReport
 from mcore_rl.engine.worker import ModelWorker
 from mcore_rl.inference.protocol import Completion, SamplingParams
 from mcore_rl.rollout.server_pool import ServerPool
@@ -140,9 +139,6 @@ class Engine:
         return ScoredStep(scores, {"mean_logprob_gap": 0.0}, metrics)
 
     def to(self, place, **_): ...
-
-    def memory_report(self):
-        return MemoryReport(5_600_000, 0, 11_200_000, 0)
 
     def get_local_weights(self): ...
 

@@ -130,7 +130,9 @@ def test_experts_that_are_dealt_in_another_way_are_named():
 def test_ranks_with_full_tensors_share_what_they_send(generation, domains):
     config, settings = config_of(2), WeightSyncConfig()
     parsed = TransferSpec.parse(
-        TransferSpec(Layout(dp=2), 0, generation, "float32", settings, True).to_dict()
+        TransferSpec(
+            Layout(dp=2), 0, generation, "float32", settings, has_full_tensors=True
+        ).to_dict()
     )
     full, family = (
         plan_transfer(replace(parsed, has_full_tensors=has_full), config, 4, domains)
