@@ -59,7 +59,7 @@ CONCRETE: Mapping[str, str] = {
 }
 # Files that choose the class, if neither declares it nor is it.
 CHOSEN_BY: Mapping[str, str] = {
-    "engine.base:BaseEngine": "engine/megatron/backend.py",
+    "engine.base:BaseEngine": "engine/megatron/engine.py",
     "agents.chat_template.codec:NamedCodec": "agents/chat_template/validation.py",
 }
 # Groups of workers: a method that they do not define is one of these workers'. The call goes

@@ -381,7 +381,7 @@ def load_backend(engine: EngineConfig, key: str = "engine") -> Backend:
     name, setting = engine.backend, f"{key}.backend"
     if not is_import_path(name):
         check_choice(setting, name, BACKENDS)
-        backend: Backend = importlib.import_module(f"mcore_rl.engine.{name}.backend").BACKEND
+        backend: Backend = importlib.import_module(f"mcore_rl.engine.{name}.engine").BACKEND
         return backend
     loaded = load_object(setting, name)
     if not isinstance(loaded, Backend):

@@ -12,7 +12,7 @@ import pytest
 import transformers
 
 import mcore_rl
-from mcore_rl.data.tasks import last_digit
+from mcore_rl.examples.tasks import last_digit
 from mcore_rl.testing.family import save_random_checkpoint
 
 pytestmark = pytest.mark.job

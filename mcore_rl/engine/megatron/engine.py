@@ -15,9 +15,12 @@ import mcore_rl.models  # noqa: F401  (fills the family registry)
 from mcore_rl.algorithms.correction import find_gaps_beyond
 from mcore_rl.algorithms.inputs import get_needs
 from mcore_rl.checkpoint.hf import CheckpointReader
-from mcore_rl.checkpoint.peft import Factors
+from mcore_rl.checkpoint.peft import Factors, check_targets
+from mcore_rl.config.resolve_engine import resolve_model_engine, resolve_model_layout
+from mcore_rl.config.schema import EngineConfig
 from mcore_rl.data.batch import Batch
 from mcore_rl.engine.base import (
+    Backend,
     BaseEngine,
     EngineSpec,
     LossFunction,
@@ -32,6 +35,7 @@ from mcore_rl.models.base import (
     SEQUENCE,
     HFConfig,
     get_family,
+    get_model_sizes,
     pad_vocab_size,
     read_config,
 )
@@ -39,6 +43,7 @@ from mcore_rl.models.heads import (
     build_value_config,
     has_value_bias,
     has_value_head,
+    map_model_weights,
     map_value_head_weights,
     map_value_weights,
 )
@@ -510,3 +515,30 @@ class RewardEngine(ValueEngine):
     """
 
     _kind = SEQUENCE
+
+
+def _check_settings(key: str, engine: EngineConfig, lane: str) -> None:
+    """Check that ranks on "cuda" or "cpu" can have the modules of the settings."""
+    device.choose_modules(engine.modules, lane, key)
+
+
+def _check_model(key: str, engine: EngineConfig, hf_config: HFConfig) -> None:
+    """Check that the layout divides the model, and that it has the parts that settings name."""
+    sizes = get_model_sizes(hf_config)
+    resolve_model_layout(f"{key}.layout", engine.layout, sizes)
+    resolve_model_engine(key, engine, sizes)
+    if engine.lora.rank:
+        weights = map_model_weights(hf_config, pad_vocab_size(hf_config, 1))
+        check_targets(f"{key}.lora", weights, engine.lora)
+
+
+BACKEND = Backend(
+    engines={
+        "language_model": MegatronEngine,
+        "value_model": ValueEngine,
+        "reward_model": RewardEngine,
+    },
+    check_settings=_check_settings,
+    check_model=_check_model,
+    rank_environment=device.build_rank_environment,
+)

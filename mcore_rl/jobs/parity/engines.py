@@ -212,7 +212,7 @@ def _record_routing(
 
 
 @dataclass(frozen=True, slots=True)
-class ServerSpec:
+class VLLMSpec:
     model_path: str
     dtype: str
     max_model_tokens: int  # longest sequence, plus the token that vLLM generates after a prefill
@@ -221,7 +221,7 @@ class ServerSpec:
     timeout_s: float | None = None  # timeout of waits inside vLLM
 
 
-def score_with_vllm(spec: ServerSpec, prompts: list[list[int]], num_tokens: int) -> dict[str, Any]:
+def score_with_vllm(spec: VLLMSpec, prompts: list[list[int]], num_tokens: int) -> dict[str, Any]:
     """Start a server and call `score_on_server` with it."""
 
     async def score(server: VLLMServer) -> dict[str, Any]:
@@ -252,7 +252,7 @@ async def score_on_server(
     }
 
 
-def trace_with_vllm(spec: ServerSpec, sequences: list[list[int]]) -> list[dict[str, torch.Tensor]]:
+def trace_with_vllm(spec: VLLMSpec, sequences: list[list[int]]) -> list[dict[str, torch.Tensor]]:
     """Start a server and trace all modules."""
 
     async def trace(server: VLLMServer) -> list[dict[str, torch.Tensor]]:
@@ -268,7 +268,7 @@ def compute_kv_cache_bytes(config: HFConfig, num_tokens: int) -> int:
 
 
 async def _run_with_server(
-    spec: ServerSpec, work: Callable[[VLLMServer], Awaitable[T]], *, eager: bool = False
+    spec: VLLMSpec, work: Callable[[VLLMServer], Awaitable[T]], *, eager: bool = False
 ) -> T:
     config = RolloutConfig(tp=spec.tp, max_num_seqs=4, kv_cache_bytes=spec.kv_cache_bytes)
     path, dtype, longest = spec.model_path, spec.dtype, spec.max_model_tokens

@@ -31,7 +31,7 @@ from mcore_rl.config.resolve_engine import resolve_layout, resolve_model_layout
 from mcore_rl.config.schema import EngineConfig, Layout, LoRAConfig, ModelConfig
 from mcore_rl.data.tokenizer import read_tokenizer
 from mcore_rl.engine.base import EngineSpec
-from mcore_rl.jobs.parity.engines import ServerSpec, compute_kv_cache_bytes
+from mcore_rl.jobs.parity.engines import VLLMSpec, compute_kv_cache_bytes
 from mcore_rl.models.base import (
     HFConfig,
     get_family,
@@ -85,7 +85,7 @@ class ParityPlan:
     settings: ParitySettings
     prompts: list[list[int]]  # token ids
     engine: EngineSpec
-    server: ServerSpec | None  # None without vLLM
+    server: VLLMSpec | None  # None without vLLM
     num_layers: int
 
     @property
@@ -127,7 +127,7 @@ def build_plan(settings: ParitySettings) -> ParityPlan:
         cache = compute_kv_cache_bytes(configs[-1], longest)
         path = settings.reference or settings.model
         timeout_s = settings.inner_timeout_s
-        server = ServerSpec(path, settings.dtype, longest, settings.vllm_tp, cache, timeout_s)
+        server = VLLMSpec(path, settings.dtype, longest, settings.vllm_tp, cache, timeout_s)
     engine = _build_engine_spec(settings, model)
     return ParityPlan(settings, prompts, engine, server, sizes.num_layers)
 
