@@ -116,7 +116,7 @@ WALKS = (
         "`mcore-rl rl` to the policy loss",
         build_legs("cli.main:main", "algorithms.losses:ppo_clip"),
         aim=22,
-        bound=26,
+        bound=25,
     ),
     Walk(
         "a weight update, from engine to vLLM",
@@ -127,7 +127,7 @@ WALKS = (
             "inference.vllm.weights:ShardWriter.write",
         ),
         aim=18,
-        bound=18,
+        bound=17,
     ),
     Walk(
         "one agent turn",
