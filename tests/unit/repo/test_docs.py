@@ -185,13 +185,14 @@ def test_every_command_that_starts_nothing_prints_and_leaves_nothing(
     command, monkeypatch, capsys, tmp_path
 ):
     (tmp_path / "here").mkdir()
+    (tmp_path / "here" / "examples").symlink_to(ROOT / "examples")
     write_recipes(CONFIGURATION.read_text(), tmp_path)
     monkeypatch.chdir(tmp_path / "here")
     monkeypatch.setattr(sys, "argv", shlex.split(command.text))
     assert main() == 0
     told = capsys.readouterr()
     assert (len(told.out) > 50, told.err) == (True, "")
-    assert os.listdir() == ["mine.yaml"]
+    assert sorted(os.listdir()) == ["examples", "mine.yaml"]
 
 
 def test_the_examples_of_the_help_are_commands_that_work(monkeypatch, tmp_path):
