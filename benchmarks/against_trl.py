@@ -34,11 +34,11 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from against_trl_inputs import SHAPES, Shape, write_inputs
 
+from mcore_rl.benchmarks.against_trl_inputs import SHAPES, Shape, write_inputs
 from mcore_rl.observability.memory import get_tree_memory_bytes, list_process_tree
 
-HERE = Path(__file__).parent
+FOLDER = Path(__file__).parent
 THREADS = 2
 PHASES = ("generate_s", "log_probs_s", "update_s", "weight_sync_s", "other_s")
 
@@ -123,8 +123,8 @@ def _run_sides(args: argparse.Namespace, shape: Shape) -> Iterator[dict[str, Sid
         }
         sides: dict[str, Side] = {}
         programs = {
-            "trl": [args.trl_python, str(HERE / "against_trl_theirs.py")],
-            "mcore_rl": [sys.executable, str(HERE / "against_trl_ours.py")],
+            "trl": [args.trl_python, str(FOLDER / "against_trl_theirs.py")],
+            "mcore_rl": [sys.executable, str(FOLDER / "against_trl_ours.py")],
         }
         for name, program in programs.items():
             sides[name] = Side(program, folder, settings | {"output": str(folder / name)})
@@ -151,11 +151,11 @@ def _compute_medians(steps: list[dict[str, Any]]) -> dict[str, float]:
     return {n: round(statistics.median(step.get(n, 0.0) for step in steps), 3) for n in names}
 
 
-def _divide(ours: dict[str, float], theirs: dict[str, float]) -> dict[str, float | None]:
-    """Divide ours by TRL's where TRL's is not 0."""
+def _divide(values: dict[str, float], bases: dict[str, float]) -> dict[str, float | None]:
+    """Divide values by bases that are not 0."""
     return {
-        name: round(ours[name] / value, 3) if value else None
-        for name, value in theirs.items()
+        name: round(values[name] / base, 3) if base else None
+        for name, base in bases.items()
         if name != "other_s"
     }
 
@@ -171,7 +171,7 @@ def _make_report(
         part: {name: _compute_medians(side.steps[rows]) for name, side in sides.items()}
         for part, rows in parts.items()
     }
-    ours, theirs = sides["mcore_rl"], sides["trl"]
+    our_side, trl_side = sides["mcore_rl"], sides["trl"]
     cost = {name: {k: side.start[k] for k in ("wall_s", "cpu_s")} for name, side in sides.items()}
     return {
         "shape": args.shape,
@@ -190,7 +190,7 @@ def _make_report(
         "ours_over_trl": {
             **{part: _divide(both["mcore_rl"], both["trl"]) for part, both in medians.items()},
             "start": _divide(cost["mcore_rl"], cost["trl"]),
-            "memory": round(ours.peak_memory_bytes / theirs.peak_memory_bytes, 3),
+            "memory": round(our_side.peak_memory_bytes / trl_side.peak_memory_bytes, 3),
         },
         "medians": medians,
         **{

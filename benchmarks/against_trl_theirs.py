@@ -6,7 +6,7 @@ import functools
 import json
 import sys
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
@@ -31,7 +31,7 @@ class StepReporter(TrainerCallback):
     def __init__(self, optimizer_steps: int) -> None:
         self._optimizer_steps = optimizer_steps
         self._backward_end = 0.0
-        self.seconds: Counter[str] = Counter()
+        self.seconds: defaultdict[str, float] = defaultdict(float)
         self.rewards: list[float] = []
         self.lengths: list[int] = []
 

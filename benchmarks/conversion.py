@@ -1,4 +1,4 @@
-"""How fast a conversion is beside copying the same files, and how much memory it takes.
+"""Time and memory of a conversion, compared with copying the same files.
 
     python benchmarks/conversion.py [--gigabytes 2] [--rounds 3]
 
@@ -28,6 +28,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -114,8 +115,8 @@ def _watch(process: subprocess.Popen[str], peaks: dict[int, int]) -> None:
                 status = Path(f"/proc/{pid}/status").read_text()
             except OSError:
                 continue
-            if found := re.search(r"VmHWM:\s+(\d+) kB", status):
-                peaks[pid] = int(found[1]) * 1024
+            if match := re.search(r"VmHWM:\s+(\d+) kB", status):
+                peaks[pid] = int(match[1]) * 1024
         time.sleep(0.02)
 
 
@@ -136,8 +137,14 @@ def copied(source: Path, target: Path) -> float:
 def measure(folder: Path, gigabytes: float, rounds: int) -> dict[str, Any]:
     model, checkpoint = folder / "model", folder / "checkpoint"
     num_bytes = write_model(model, gigabytes)
-    to_mcore = ["hf-to-mcore", "--model", model, "--layout", "tp=2,ep=2"]
-    to_hf = ["mcore-to-hf", "--checkpoint", checkpoint, "--max-shard-size", "512MB"]
+    to_mcore: list[str | Path] = ["hf-to-mcore", "--model", model, "--layout", "tp=2,ep=2"]
+    to_hf: list[str | Path] = [
+        "mcore-to-hf",
+        "--checkpoint",
+        checkpoint,
+        "--max-shard-size",
+        "512MB",
+    ]
     Watched(*to_mcore, "--output", checkpoint, "--workers", "1")
     runs: dict[str, list[Watched]] = {}
     copies: list[float] = []
@@ -145,19 +152,15 @@ def measure(folder: Path, gigabytes: float, rounds: int) -> dict[str, Any]:
         for workers in ("1", "2"):
             for name, command in (("hf-to-mcore", to_mcore), ("mcore-to-hf", to_hf)):
                 copies.append(_discarded(folder, lambda out: copied(model, out)))
-                run = _discarded(
-                    folder,
-                    lambda out, command=command, workers=workers: Watched(
-                        *command, "--output", out, "--workers", workers
-                    ),
-                )
+                convert = partial(Watched, *command, "--workers", workers, "--output")
+                run = _discarded(folder, convert)
                 runs.setdefault(f"{name}, {workers} workers", []).append(run)
     copy_s = statistics.median(copies)
     return {
         "bytes": num_bytes,
         "copy_s": round(copy_s, 3),
         "copy_s_all": [round(s, 2) for s in copies],
-        **{name: _summary(found, copy_s) for name, found in runs.items()},
+        **{name: _summary(watched, copy_s) for name, watched in runs.items()},
     }
 
 
@@ -190,9 +193,9 @@ def main() -> int:
     failed = False
     for gigabytes in options.gigabytes:
         with tempfile.TemporaryDirectory() as folder:
-            found = measure(Path(folder), gigabytes, options.rounds)
-        print(json.dumps(found, indent=1), flush=True)
-        for run in (value for value in found.values() if isinstance(value, dict)):
+            report = measure(Path(folder), gigabytes, options.rounds)
+        print(json.dumps(report, indent=1), flush=True)
+        for run in (value for value in report.values() if isinstance(value, dict)):
             if gigabytes >= 1:  # below, filling the buffers for the first time is most of it
                 failed |= run["share_of_copy"] < REQUIRED_SHARE
             failed |= run["peak_bytes"] > run["bound_bytes"]

@@ -1,4 +1,4 @@
-"""What the driver spends on one call of a group of thousands of ranks.
+"""Time of the driver for one call of a group of thousands of ranks.
 
     python benchmarks/gather_replies.py [--ranks 1024 4096]
 
@@ -34,7 +34,7 @@ class AllRanks:
 
 
 class Group:
-    """What a pending call needs of its group."""
+    """A worker group as pending calls use it."""
 
     name = "all"
     end_reason = ""

@@ -1,4 +1,4 @@
-"""How fast the kernels of csrc are, next to what a GPU or torch does in the same run.
+"""Speed of the kernels of csrc, compared with a GPU or torch in the same run.
 
     python benchmarks/kernels.py [--device cpu|cuda] [--megabytes N]
 
@@ -49,7 +49,7 @@ Case = dict[str, Any]
 
 
 def seconds(*sides: Callable[[], Any], device: str, rounds: int) -> list[float]:
-    """The quickest run of each side; they take turns."""
+    """Run all sides in turns; return the seconds of the quickest run of each."""
     best = [float("inf")] * len(sides)
     for _ in range(rounds + 1):  # the first is to warm up
         for number, side in enumerate(sides):
@@ -90,12 +90,12 @@ def gpu_seconds(side: Callable[[], Any], repeats: int = 20) -> float:
 
 
 def split_range(sizes: list[int], device: str, num_bytes: int, past: int = 0) -> list[Pair]:
-    """Boxes of these sizes in turn, in another order in the target; two rows with a gap each.
+    """Return boxes of these sizes in turn, in another order in the target; two rows with a gap.
 
     With `past`, rows begin so many bytes later and are one byte shorter.
     """
     generator = torch.Generator().manual_seed(0)
-    taken, total = [], 0
+    taken, total = list[int](), 0
     while total < num_bytes:
         taken.append(sizes[len(taken) % len(sizes)])
         total += taken[-1]
@@ -103,14 +103,14 @@ def split_range(sizes: list[int], device: str, num_bytes: int, past: int = 0) ->
     target = torch.empty_like(source)
     starts = torch.tensor([0, *taken]).cumsum(0).tolist()
     places = [0] * len(taken)
-    at = 0
+    start = 0
     for box in torch.randperm(len(taken), generator=generator).tolist():
-        places[box] = at
-        at += taken[box]
+        places[box] = start
+        start += taken[box]
 
-    def rows(whole: torch.Tensor, start: int, size: int) -> torch.Tensor:
+    def rows(tensor: torch.Tensor, start: int, size: int) -> torch.Tensor:
         end = past + size // 2 - (past > 0)
-        return whole[2 * start : 2 * (start + size)].view(2, size)[:, past:end]
+        return tensor[2 * start : 2 * (start + size)].view(2, size)[:, past:end]
 
     return [
         (rows(source, starts[n], size), rows(target, places[n], size))
@@ -126,30 +126,30 @@ def copy_case(name: str, sizes: list[int], device: str, num_bytes: int, past: in
     assert all(torch.equal(source, target) for source, target in pairs[:: len(pairs) // 50 + 1])
     case = {"case": f"copy {name}", "boxes": len(pairs), "bytes": copied}
     if device == "cuda":
-        whole = torch.empty(copied, dtype=torch.uint8, device=device)
-        other = torch.empty_like(whole)
-        ours, best = gpu_seconds(copy.run), gpu_seconds(lambda: other.copy_(whole))
-        case |= {"s": ours, "device_copy_s": best, "ratio": best / ours}
+        values = torch.empty(copied, dtype=torch.uint8, device=device)
+        other = torch.empty_like(values)
+        our_s, best = gpu_seconds(copy.run), gpu_seconds(lambda: other.copy_(values))
+        case |= {"s": our_s, "device_copy_s": best, "ratio": best / our_s}
         required = {} if past else {"required": REQUIRED_COPY[min(sizes) >= 64 << 10]}
-        return case | required | {"gb_per_s": 2 * copied / ours / 1e9}
+        return case | required | {"gb_per_s": 2 * copied / our_s / 1e9}
     sources, targets = [s for s, _ in pairs], [t for _, t in pairs]
 
     def one_by_one() -> None:
         for source, target in pairs:
             target.copy_(source)
 
-    ours, each, foreach = seconds(
+    our_s, each, foreach = seconds(
         copy.run,
         one_by_one,
         lambda: torch._foreach_copy_(targets, sources),
         device=device,
         rounds=20,
     )
-    return {**case, "s": ours, "torch_s": min(each, foreach), "ratio": min(each, foreach) / ours}
+    return {**case, "s": our_s, "torch_s": min(each, foreach), "ratio": min(each, foreach) / our_s}
 
 
 def load_runtime() -> ctypes.CDLL | None:
-    """The runtime of CUDA that torch has loaded, if it has."""
+    """Return the CUDA runtime that torch has loaded; None without one."""
     if torch.version.cuda is None:
         return None
     try:
@@ -230,13 +230,13 @@ def batch_case(name: str, sizes: list[int], device: str, num_bytes: int) -> Case
     pairs = split_range(sizes, device, num_bytes)
     copied = sum(source.numel() for source, _ in pairs)
     copy = BatchCopy(pairs, runtime)
-    whole = torch.empty(copied, dtype=torch.uint8, device=device)
-    other = torch.empty_like(whole)
+    values = torch.empty(copied, dtype=torch.uint8, device=device)
+    other = torch.empty_like(values)
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         batch = gpu_seconds(lambda: copy.run(stream.cuda_stream))
-        best = gpu_seconds(lambda: other.copy_(whole))
+        best = gpu_seconds(lambda: other.copy_(values))
     stream.synchronize()
     assert all(torch.equal(source, target) for source, target in pairs[:: len(pairs) // 50 + 1])
     case |= {"boxes": len(pairs), "bytes": copied, "s": batch, "device_copy_s": best}
@@ -246,8 +246,8 @@ def batch_case(name: str, sizes: list[int], device: str, num_bytes: int) -> Case
 def quantize_case(device: str, num_bytes: int) -> Case:
     columns = 2048
     num_rows = max(128, num_bytes // 2 // columns // 128 * 128)
-    whole = torch.randn(num_rows, 2 * columns, device=device).bfloat16()
-    source = whole[:, :columns]
+    values = torch.randn(num_rows, 2 * columns, device=device).bfloat16()
+    source = values[:, :columns]
     packed = torch.empty(source.shape, dtype=source.dtype, device=device)
     into = allocate_quantized(source)
     fused = BoxQuantize([(source, into)])
@@ -258,10 +258,15 @@ def quantize_case(device: str, num_bytes: int) -> Case:
         then.run()
 
     if device == "cuda":
-        ours, theirs = gpu_seconds(fused.run), gpu_seconds(both)
+        our_s, torch_s = gpu_seconds(fused.run), gpu_seconds(both)
     else:
-        ours, theirs = seconds(fused.run, both, device=device, rounds=20)
-    case = {"case": "quantize", "s": ours, "pack_then_quantize_s": theirs, "ratio": theirs / ours}
+        our_s, torch_s = seconds(fused.run, both, device=device, rounds=20)
+    case = {
+        "case": "quantize",
+        "s": our_s,
+        "pack_then_quantize_s": torch_s,
+        "ratio": torch_s / our_s,
+    }
     return case | {"bytes": 2 * source.numel()} | required_on(device, REQUIRED_QUANTIZE)
 
 
@@ -274,14 +279,14 @@ def checksum_case(name: str, dtype: torch.dtype, device: str, num_bytes: int) ->
     case = {"case": f"checksum {name}", "bytes": len(octets)}
     if device == "cuda":
         target = torch.empty_like(octets)
-        ours, copy = gpu_seconds(checksum.run), gpu_seconds(lambda: target.copy_(octets))
-        case |= {"device_copy_s": copy, "gb_per_s": len(octets) / ours / 1e9}
-        return {**case, "s": ours, "ratio": copy / ours, "required": REQUIRED_CHECKSUM}
+        our_s, copy = gpu_seconds(checksum.run), gpu_seconds(lambda: target.copy_(octets))
+        case |= {"device_copy_s": copy, "gb_per_s": len(octets) / our_s / 1e9}
+        return {**case, "s": our_s, "ratio": copy / our_s, "required": REQUIRED_CHECKSUM}
     memory = octets.numpy()
-    ours, crc32 = seconds(
+    our_s, crc32 = seconds(
         lambda: checksum.run(1), lambda: isal_zlib.crc32(memory), device=device, rounds=20
     )
-    return {**case, "s": ours, "crc32_s": crc32, "ratio": crc32 / ours}
+    return {**case, "s": our_s, "crc32_s": crc32, "ratio": crc32 / our_s}
 
 
 def required_on(device: str, ratio: float) -> Case:

@@ -1,4 +1,4 @@
-"""What the work of a job with thousands of ranks takes of one process, in CPU seconds.
+"""CPU seconds of one process for the work of a job with thousands of ranks.
 
     python benchmarks/many_ranks.py [--ranks 256 1024 4096]
 
@@ -30,28 +30,30 @@ from mcore_rl.config.schema import Layout, WeightSyncConfig
 from mcore_rl.controller.dispatch import Dispatch
 from mcore_rl.controller.pending_call import PendingCall, Timeout, wait_for_survivors
 from mcore_rl.controller.worker_process import Reply, WorkerInfo
-from mcore_rl.data.batch import Batch, Jagged
+from mcore_rl.data.batch import Batch, Column, Jagged
 from mcore_rl.engine.megatron.weights import WeightPlacement, iter_export_buckets
 from mcore_rl.parallel.mesh import Mesh
 from mcore_rl.parallel.rendezvous import RendezvousServer
 from mcore_rl.parallel.store import RendezvousStore
 from mcore_rl.reshard.buckets import schedule
-from mcore_rl.reshard.layout import GenerationLayout
+from mcore_rl.reshard.layout import GenerationLayout, TrainingRanks
 from mcore_rl.rollout.buffer import Admission, Pacing, SampleQueue
 from mcore_rl.weight_sync.spec import TransferSpec, build_training_side, plan_transfer
 
+NUM_EXPERTS = 128
 MODEL = {
     "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "vocab_size": 151936,
     "hidden_size": 4096, "intermediate_size": 12288, "moe_intermediate_size": 1536,
     "num_hidden_layers": 96, "num_attention_heads": 64, "num_key_value_heads": 4, "head_dim": 128,
-    "num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True, "decoder_sparse_step": 1,
-    "mlp_only_layers": [], "rms_norm_eps": 1e-6, "rope_theta": 1e6, "tie_word_embeddings": False,
+    "num_experts": NUM_EXPERTS, "num_experts_per_tok": 8, "norm_topk_prob": True,
+    "decoder_sparse_step": 1, "mlp_only_layers": [], "rms_norm_eps": 1e-6, "rope_theta": 1e6,
+    "tie_word_embeddings": False,
     "max_position_embeddings": 40960, "attention_bias": False, "hidden_act": "silu",
 }  # fmt: skip
 
 
 class Group:
-    """What a pending call needs of its group."""
+    """A worker group as pending calls use it."""
 
     end_reason = ""
 
@@ -105,7 +107,7 @@ def rendezvous(num_ranks: int) -> float:
 def dispatch(num_ranks: int) -> float:
     mesh = Mesh(Layout(dp=num_ranks))
     tokens = np.random.default_rng(0).lognormal(5, 1, 8 * num_ranks).astype(np.int64)
-    columns = {
+    columns: dict[str, Column] = {
         "prompt_ids": Jagged.pack([np.zeros(1)] * len(tokens), np.int32),
         "response_ids": Jagged.pack(map(np.zeros, tokens), np.int32),
     }
@@ -167,7 +169,8 @@ def plan(num_ranks: int) -> float:
 def export(num_ranks: int) -> float:
     start = time.process_time()
     ranks, weights = build_training_side(MODEL, layout_of(num_ranks), 0)
-    placement = WeightPlacement(ranks.mesh, ranks.chunks, MODEL["num_experts"])
+    assert isinstance(ranks, TrainingRanks)
+    placement = WeightPlacement(ranks.mesh, ranks.chunks, NUM_EXPERTS)
     assert list(iter_export_buckets(weights, placement, torch.bfloat16))
     return time.process_time() - start
 

@@ -1,4 +1,4 @@
-"""How much faster the engine trains on packed sequences than on padded ones.
+"""Speed of training on packed sequences, compared with padded ones.
 
     python benchmarks/packed_vs_padded.py
 
@@ -91,7 +91,7 @@ def start_engine(folder: Path, hidden: int, layers: int, threads: int) -> Any:
 
 
 def timed(engine: Any, micro_batches: list[Any]) -> tuple[float, float]:
-    """Seconds and loss of a forward and backward pass over batches of one micro-batch each."""
+    """Run forward and backward over batches of one micro-batch each; return seconds and loss."""
     from mcore_rl.algorithms.losses import negative_log_likelihood
 
     engine.optimizer_zero_grad()
@@ -121,8 +121,8 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
                 run = timed(engine, batches)
                 if repeat:  # the first warms up
                     runs[name].append(run)
-    seconds = {n: statistics.median(run[0] for run in found) for n, found in runs.items()}
-    losses = {n: found[0][1] for n, found in runs.items()}
+    seconds = {n: statistics.median(run[0] for run in pairs) for n, pairs in runs.items()}
+    losses = {n: pairs[0][1] for n, pairs in runs.items()}
     if abs(losses["packed"] / losses["padded"] - 1) > 1e-5:
         raise AssertionError(f"packed and padded samples differ in their loss: {losses}")
     cost = estimate_model_cost(engine.chunks[0].config, VOCAB)
@@ -134,7 +134,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         "speedup": round(speedup, 3),
         "ideal": round(ideal, 3),
         "share_of_ideal": round(speedup / ideal, 3),
-        "ideal_by_cost": round(sum(map(cost.of, filled)) / sum(map(cost.of, real)), 3),
+        "ideal_by_cost": round(sum(map(cost.estimate, filled)) / sum(map(cost.estimate, real)), 3),
         "real_tokens": sum(real),
         "padded_tokens": sum(filled),
         "lengths": {
@@ -156,9 +156,9 @@ def main() -> int:
     parser.add_argument("--longest", type=int, default=1024, help="response, in tokens")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--threads", type=int, default=1)
-    found = measure(parser.parse_args())
-    print(json.dumps(found, indent=2))
-    return 0 if found["share_of_ideal"] >= REQUIRED_SHARE else 1
+    report = measure(parser.parse_args())
+    print(json.dumps(report, indent=2))
+    return 0 if report["share_of_ideal"] >= REQUIRED_SHARE else 1
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""How long training waits for a checkpoint: written at once, and in the background.
+"""Time that training waits for a checkpoint: written at once, and in the background.
 
     python benchmarks/save_stall.py [--hidden 1024] [--layers 12]
 
@@ -40,9 +40,9 @@ def main() -> None:
     os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
     os.environ |= rendezvous.endpoint.to_environment()
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
-        found = measured(Path(folder), options.hidden, options.layers, options.rounds)
+        report = measured(Path(folder), options.hidden, options.layers, options.rounds)
     rendezvous.close()
-    print(json.dumps(found, indent=1))
+    print(json.dumps(report, indent=1))
 
 
 def measured(folder: Path, hidden: int, layers: int, rounds: int) -> dict[str, float]:
@@ -61,22 +61,26 @@ def measured(folder: Path, hidden: int, layers: int, rounds: int) -> dict[str, f
         for name in ("synchronous_s", "copy_s", "finish_s", "step_s", "step_while_saving_s")
     }
 
-    def timed(name: str, call: Callable[[], object]) -> None:
+    def timed(name: str, call: Callable[..., object], *args: object) -> None:
         start = time.perf_counter()
-        call()
+        call(*args)
         times[name].append(time.perf_counter() - start)
 
     saving: list[PendingSave] = []
+
+    def begin_save(path: Path) -> None:
+        saving.append(engine.begin_save(path))
+
     for number in range(rounds):
-        timed("synchronous_s", lambda n=number: engine.save_checkpoint(folder / f"now_{n}"))
-        timed("step_s", lambda: engine.train_batch(batch, negative_log_likelihood))
-        timed("copy_s", lambda n=number: saving.append(engine.begin_save(folder / f"later_{n}")))
-        timed("step_while_saving_s", lambda: engine.train_batch(batch, negative_log_likelihood))
+        timed("synchronous_s", engine.save_checkpoint, folder / f"now_{number}")
+        timed("step_s", engine.train_batch, batch, negative_log_likelihood)
+        timed("copy_s", begin_save, folder / f"later_{number}")
+        timed("step_while_saving_s", engine.train_batch, batch, negative_log_likelihood)
         while not saving[-1].is_written:
             time.sleep(0.01)
         timed("finish_s", saving[-1].finish)
     size = sum(file.stat().st_size for file in (folder / "now_0").iterdir())
-    medians = {name: round(statistics.median(found), 3) for name, found in times.items()}
+    medians = {name: round(statistics.median(values), 3) for name, values in times.items()}
     share = (medians["copy_s"] + medians["finish_s"]) / medians["synchronous_s"]
     return {"checkpoint_mb": size / 1e6, **medians, "wait_over_synchronous": round(share, 3)}
 

@@ -23,9 +23,9 @@ def countdown(text: str, fields: Mapping[str, Any], finish_reason: str) -> dict[
 
     `format` is 1 if it has an expression of whole numbers, + - * / and parentheses.
     """
-    found = re.findall(r"<answer>([-+*/() 0-9]{1,200})</answer>", text)
+    answers = re.findall(r"<answer>([-+*/() 0-9]{1,200})</answer>", text)
     try:
-        expression = ast.parse(found[-1].strip(), mode="eval").body
+        expression = ast.parse(answers[-1].strip(), mode="eval").body
         value, numbers = _value(expression), Counter(_numbers(expression))
     except (IndexError, SyntaxError, ValueError, ZeroDivisionError):
         return {"reward": 0.0, "format": 0.0}
@@ -42,4 +42,5 @@ def _value(node: ast.expr) -> Fraction:
 
 
 def _numbers(node: ast.expr) -> Iterator[int]:
-    return (n.value for n in ast.walk(node) if isinstance(n, ast.Constant))
+    constants = (n.value for n in ast.walk(node) if isinstance(n, ast.Constant))
+    return (value for value in constants if isinstance(value, int))

@@ -34,10 +34,13 @@ class DelegatingSettings:
 
 
 class Delegating:
+    """Lets the solver call helpers as a tool."""
+
     def __init__(self, agent: Agent, settings: DelegatingSettings) -> None:
         self._agent, self._settings = agent, settings
 
     async def run(self, task: Task) -> list[Sample]:
+        """Let the solver answer; return the samples of all agents."""
         solver, helpers = self._agent.session(task), list[ChatSession]()
         status, text = await self._solve(task, solver, helpers)
         return await self._agent.score_samples(task, solver, status, text, helpers)
@@ -55,12 +58,14 @@ class Delegating:
                 return "truncated", answer.parsed.content
             if not answer.parsed.calls:
                 return "finished", answer.parsed.content
-            asked = [self._asked(task, call, helpers) for call in answer.parsed.calls]
-            messages = await asyncio.gather(*asked)  # helpers answer at the same time
+            answers = [self._call_helper(task, call, helpers) for call in answer.parsed.calls]
+            messages = await asyncio.gather(*answers)  # helpers answer at the same time
         return "truncated", ""
 
-    async def _asked(self, task: Task, call: ParsedCall, helpers: list[ChatSession]) -> ChatMessage:
-        """What a call is answered with."""
+    async def _call_helper(
+        self, task: Task, call: ParsedCall, helpers: list[ChatSession]
+    ) -> ChatMessage:
+        """Return the answer to a call."""
         question = call.arguments.get("question")
         if call.status != "ok" or not isinstance(question, str):
             text = "Error: the call has no question."

@@ -62,7 +62,7 @@ class HFEngine(BaseEngine):
         ).to(self.device)
         self.parameters = list(self.model.parameters())
         config = self.spec.engine.optimizer
-        groups = [  # as Megatron: neither biases nor norms decay
+        groups: list[dict[str, Any]] = [  # as Megatron: neither biases nor norms decay
             {"params": [p for p in self.parameters if p.dim() > 1]},
             {"params": [p for p in self.parameters if p.dim() <= 1], "weight_decay": 0.0},
         ]
@@ -195,7 +195,7 @@ class HFEngine(BaseEngine):
 
     def save_checkpoint(self, path: Path) -> None:
         self.require("parameters", "optimizer state")
-        reason = [""]
+        reason: list[Any] = [""]
         if self.is_main_rank:
             try:
                 self._write(path)

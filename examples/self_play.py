@@ -17,7 +17,7 @@ from mcore_rl.agents.session import Answer, ChatSession
 from mcore_rl.config.checks import check_at_least
 from mcore_rl.data.sample import Sample
 
-_WHOLE = re.compile(r"\d+")
+_INTEGER = re.compile(r"\d+")
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class HideAndGuessSettings:
 
 
 class HideAndGuess:
-    """The hider names a number once; the guesser is told whether each guess is too low or too high.
+    """The hider names a number; the guesser learns whether each guess is too low or too high.
 
     A guesser that finds it in time earns 1 and its hider 0, else 0 and 1. A hider that names no
     number in the range earns 0, and nobody guesses.
@@ -41,40 +41,44 @@ class HideAndGuess:
         self._agent, self._settings = agent, settings
 
     async def run(self, task: Task) -> list[Sample]:
+        """Play one game; return the samples of both roles."""
         hider = self._agent.session(task, role="hider")
-        number = _number(await hider.ask(self._told(task, "Name a number that is hard to guess.")))
+        number = _read_number(
+            await hider.ask(self._build_messages(task, "Name a number that is hard to guess."))
+        )
         if number is None or not 1 <= number <= self._settings.high:
             return self._agent.build_samples(task, hider, "finished", 0.0)
         guesser = self._agent.session(task, role="guesser")
-        is_found = await self._guesses(task, guesser, number)
+        is_right = await self._play(task, guesser, number)
         return [
-            *self._agent.build_samples(task, hider, "finished", float(not is_found)),
-            *self._agent.build_samples(task, guesser, "finished", float(is_found)),
+            *self._agent.build_samples(task, hider, "finished", float(not is_right)),
+            *self._agent.build_samples(task, guesser, "finished", float(is_right)),
         ]
 
-    async def _guesses(self, task: Task, guesser: ChatSession, number: int) -> bool:
-        messages = self._told(task, "Guess the number.")
+    async def _play(self, task: Task, guesser: ChatSession, number: int) -> bool:
+        """Return whether the guesser names the number in time."""
+        messages = self._build_messages(task, "Guess the number.")
         for _ in range(self._settings.num_guesses):
             try:
-                guess = _number(await guesser.ask(messages))
+                guess = _read_number(await guesser.ask(messages))
             except ContextFullError:
                 return False
             if guess == number:
                 return True
             if guess is None:
-                said = "That is no number."
+                feedback = "That is no number."
             else:
-                said = f"{guess} is too {'low' if guess < number else 'high'}."
-            messages = [ChatMessage("user", said)]
+                feedback = f"{guess} is too {'low' if guess < number else 'high'}."
+            messages = [ChatMessage("user", feedback)]
         return False
 
-    def _told(self, task: Task, what: str) -> list[ChatMessage]:
-        rules = f"Numbers are from 1 to {self._settings.high}. {what} Answer with a number."
+    def _build_messages(self, task: Task, request: str) -> list[ChatMessage]:
+        rules = f"Numbers are from 1 to {self._settings.high}. {request} Answer with a number."
         system = [message for message in task.messages if message.role == "system"]
         return [*system, ChatMessage("user", rules)]
 
 
-def _number(answer: Answer) -> int | None:
-    """The last whole number in what was said."""
-    found = _WHOLE.findall(answer.parsed.content)
-    return int(found[-1][:9]) if found else None
+def _read_number(answer: Answer) -> int | None:
+    """Return the last whole number of an answer; None without one."""
+    numbers = _INTEGER.findall(answer.parsed.content)
+    return int(numbers[-1][:9]) if numbers else None

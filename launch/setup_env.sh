@@ -5,6 +5,7 @@
 #
 #   bash launch/setup_env.sh             .venv
 #   bash launch/setup_env.sh verifiers   .venv-verifiers instead, for agent.loop=verifiers (docs/agents.md)
+#   bash launch/setup_env.sh docs        .venv-docs instead, which builds the site of docs/
 #
 #   MCORE_RL_LANE=cpu|gpu   the lane; without it, gpu where `nvidia-smi -L` works, else cpu
 #   PYTHON=...              the interpreter; without it, the first that fits among the usual names
@@ -176,11 +177,11 @@ lock() {
     flock -n 9 || { say 'waiting for another set-up of this folder'; flock 9; }
 }
 
-# What the package verifiers needs, whose pins and ours conflict.
-verifiers() {
+# An environment of its own, .venv-NAME, with the packages of launch/requirements/NAME.txt alone.
+separate() {
     local key
-    venv=.venv-verifiers log=.venv-verifiers/setup.log
-    requirements=launch/requirements/verifiers.txt
+    venv=.venv-$1 log=.venv-$1/setup.log
+    requirements=launch/requirements/$1.txt
     choose_python
     lock
     key=$({ python_version "$python"; echo "$PWD"; cat "$requirements"; } | sha256sum)
@@ -231,6 +232,6 @@ main() {
 
 case ${1:-} in
     '') main ;;
-    verifiers) verifiers ;;
-    *) die "'$1' is no environment; allowed: verifiers, or nothing for .venv" ;;
+    verifiers | docs) separate "$1" ;; # verifiers, because its pins and ours conflict
+    *) die "'$1' is no environment; allowed: verifiers, docs, or nothing for .venv" ;;
 esac

@@ -46,7 +46,7 @@ IMPERATIVES = {
     "access", "address", "assess", "bring", "compress", "discuss", "dismiss", "embed", "exceed",
     "express", "feed", "focus", "need", "pass", "press", "proceed", "process", "seed", "suppress",
 }  # fmt: skip
-HOOKS = {"on_broken_pipe"}  # methods that a library names
+HOOKS = {"on_broken_pipe", "on_step_end", "on_train_begin"}  # methods that a library names
 _FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef
 
 

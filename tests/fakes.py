@@ -11,15 +11,21 @@ import pytest
 import torch
 
 from mcore_rl.algorithms.correction import find_gaps_beyond
-from mcore_rl.config.schema import RLConfig, SampleLogConfig
+from mcore_rl.config.schema import RLConfig, RolloutConfig, SampleLogConfig
 from mcore_rl.controller.process_cleanup import StopSignals
 from mcore_rl.data.batch import Batch
 from mcore_rl.data.datasets import PromptDataset, PromptRow
-from mcore_rl.trainers.base import RLTrainer, TrainerInputs
+from mcore_rl.inference.lifecycle import State
+from mcore_rl.inference.protocol import (
+    Completion,
+    GenerationServer,
+    SamplingParams,
+    ServerSpec,
+)
+from mcore_rl.trainers.base import RLTrainer, TrainerInputs, load_trainer
 from mcore_rl.trainers.checkpointing import CheckpointManager
 from mcore_rl.trainers.device_sharing import DeviceSharing
 from mcore_rl.trainers.policy_checks import compute_logprob_gaps
-from mcore_rl.trainers.registry import TRAINERS
 from mcore_rl.trainers.sample_log import SampleLog
 
 
@@ -43,6 +49,25 @@ class LocalWorkers:
             return scores, gaps, {}
         [[metrics]] = self.update(scored, sizes=[len(batch)], temperature=temperature)
         return scores, gaps, metrics
+
+
+class FakeServer(GenerationServer):
+    """A server that serves from the beginning, and does nothing: the base of servers of tests."""
+
+    def __init__(self) -> None:
+        super().__init__(ServerSpec("", "float32", 64, RolloutConfig(), seed=0))
+        self._lifecycle.state = State.SERVING
+
+    async def start(self) -> None: ...
+
+    async def submit(
+        self, prompt_ids: list[int], sampling: SamplingParams, *, request_id: str = ""
+    ) -> list[Completion]:
+        return []
+
+    async def abort(self, request_id: str) -> None: ...
+
+    async def load_checkpoint(self, path: str, version: int, **options: bool) -> None: ...
 
 
 def build_trainer(
@@ -72,7 +97,7 @@ def build_trainer(
             config, folder, devices, states, dict, stop or StopSignals(), 0
         ),
     )
-    return TRAINERS[config.trainer.mode](inputs)
+    return load_trainer(config.trainer.mode)(inputs)
 
 
 class FakeGpu:

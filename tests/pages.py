@@ -31,9 +31,9 @@ KINDS = {
     "launch plan": (r"bash launch/run_tiny.sh --dry-run", "repo/test_launch"),
     "plan": (r"mcore-rl plan reshard .*", "tools/test_plan_reshard"),
     "doctor": (r"mcore-rl doctor\b.*", "tools/test_doctor"),
-    "bench": (r"mcore-rl bench reshard\b.*", "tools/test_bench_reshard"),
-    "bench async": (r"mcore-rl bench async\b.*", "tools/test_bench_async"),
-    "data plane": (r"mcore-rl bench data-plane\b.*", "tools/test_bench_data_plane"),
+    "bench": (r"mcore-rl bench reshard\b.*", "benchmarks/test_reshard"),
+    "bench async": (r"mcore-rl bench async\b.*", "benchmarks/test_async"),
+    "data plane": (r"mcore-rl bench data-plane\b.*", "benchmarks/test_data_plane"),
     "kernels": (r"python benchmarks/kernels.py", "repo/test_csrc"),
     "tests": (r"pytest\b.*", "repo/test_lanes"),
     "ci": (r"bash tests/run.sh.*", "repo/test_pages"),  # by .ci/run

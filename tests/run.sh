@@ -42,7 +42,9 @@ gate 'ruff format' ruff format --check .
 gate 'import layers' lint-imports --no-cache
 gate 'sizes' python tests/check_sizes.py .
 # Names and docstrings in the words of the field.
-gate 'words' python tests/check_words.py models mcore_rl examples/{csv_tracker,hf_engine,my_family,rft}.py
+gate 'words' python tests/check_words.py benchmarks examples models mcore_rl
+build_site() { bash launch/setup_env.sh docs && NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict; }
+gate 'docs site' build_site
 if command -v shellcheck >/dev/null; then
     gate 'shellcheck' shellcheck launch/*.sh tests/run.sh .ci/run
 fi

@@ -9,23 +9,47 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
-from mcore_rl.config.describe import SettingGroup, list_setting_groups
+from mcore_rl.config.describe import Setting, SettingGroup, list_setting_groups
 from mcore_rl.config.schema import RLConfig
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "configuration.md"
 BEGIN = "<!-- written by tests/write_configuration_doc.py: begin -->\n"
 END = "<!-- written by tests/write_configuration_doc.py: end -->\n"
 
+# Engines repeat the groups of this one, which the page shows once.
+SHOWN_ENGINE = "actor"
 
-def section(group: SettingGroup) -> Iterator[str]:
-    """A docstring, then a row a setting."""
-    yield f"### {f'`{group.key}`' if group.key else 'Of the whole run'}\n\n"
+
+def build_row(setting: Setting, key: str) -> str:
+    meaning = setting.meaning.replace("|", "\\|")
+    return f"| `{key}` | `{json.dumps(setting.default)}` | {meaning} |\n"
+
+
+def list_rows(group: SettingGroup) -> list[str]:
+    """Return the rows of a group under the names of its fields."""
+    return [build_row(setting, setting.key.rpartition(".")[2]) for setting in group.settings]
+
+
+def build_section(group: SettingGroup, groups: list[SettingGroup]) -> Iterator[str]:
+    """Yield a heading, the docstring, and a row a setting, without what another group shows."""
+    shown_engine = next(other for other in groups if other.key == SHOWN_ENGINE)
+    rows = list_rows(group)
+    repeats = [other for other in groups if list_rows(other) == rows]
+    shown = next((other for other in repeats if other.key.startswith(f"{SHOWN_ENGINE}.")), group)
+    if shown is not group:
+        return
+    extends = group is not shown_engine and {*list_rows(shown_engine)} < {*rows}
+    yield f"### {f'`{group.key}`' if group.key else 'Top level'}\n\n"
     if group.about:
         yield f"{group.about}\n\n"
+    if extends:
+        yield f"Has the settings of `{SHOWN_ENGINE}`, and:\n\n"
+    if others := [f"`{other.key}`" for other in repeats if other is not group]:
+        yield f"The same settings: {', '.join(others)}.\n\n"
     yield "| Setting | Default | Meaning |\n|---|---|---|\n"
-    for setting in group.settings:
-        meaning = setting.meaning.replace("|", "\\|")
-        yield f"| `{setting.key}` | `{json.dumps(setting.default)}` | {meaning} |\n"
+    for setting, row in zip(group.settings, rows, strict=True):
+        if not (extends and row in list_rows(shown_engine)):
+            yield build_row(setting, setting.key)
     yield "\n"
 
 
@@ -33,7 +57,8 @@ def page(current: str) -> str:
     """The page with its generated part made anew."""
     before, _, rest = current.partition(BEGIN)
     _, _, after = rest.partition(END)
-    made = "".join(line for group in list_setting_groups(RLConfig()) for line in section(group))
+    groups = list(list_setting_groups(RLConfig()))
+    made = "".join(line for group in groups for line in build_section(group, groups))
     return f"{before}{BEGIN}\n{made}{END}{after}"
 
 

@@ -21,8 +21,6 @@ from mcore_rl.agents.chat_template.codec import (
 from mcore_rl.agents.chat_template.validation import CodecKind, select_codec
 from mcore_rl.agents.environments.base import Environment
 from mcore_rl.agents.environments.coding import Coding
-from mcore_rl.agents.environments.countdown import Countdown
-from mcore_rl.agents.environments.guessing import Guessing
 from mcore_rl.agents.environments.openenv import OpenEnv
 from mcore_rl.agents.frozen_model import FrozenModel
 from mcore_rl.agents.loops import (
@@ -44,7 +42,8 @@ from mcore_rl.algorithms.registry import Registry
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import AgentConfig
 from mcore_rl.data.sample import Sample, TrajectoryStatus
-from mcore_rl.inference.protocol import Gate, Generator, SamplingParams
+from mcore_rl.inference.lifecycle import Gate
+from mcore_rl.inference.protocol import Generator, SamplingParams
 from mcore_rl.rewards.registry import RewardError
 
 LOOPS: Registry[Callable[..., Any]] = Registry("agent.loop", ("agent",), "agent.settings")
@@ -55,9 +54,10 @@ LOOPS.register("user")(UserLoop)
 LOOPS.register("verifiers")(VerifiersLoop)
 ENVIRONMENTS: Registry[Callable[..., Any]] = Registry("agent.environment", ("fields",))
 ENVIRONMENTS.register("code")(Coding)
-ENVIRONMENTS.register("countdown")(Countdown)
-ENVIRONMENTS.register("guessing")(Guessing)
 ENVIRONMENTS.register("openenv")(OpenEnv)
+_EXAMPLES = "mcore_rl.examples.environments"  # the environments of toy tasks
+ENVIRONMENTS.register_path("countdown", f"{_EXAMPLES}.countdown:Countdown")
+ENVIRONMENTS.register_path("guessing", f"{_EXAMPLES}.guessing:Guessing")
 MAX_ROLES = 64  # sessions that a program may open in a trajectory
 # Methods of `Agent` under the names of the last release.
 _RENAMED = {

@@ -40,6 +40,7 @@ class Registry(Generic[F]):
         self.settings_key = settings_key or f"{setting}_settings"  # key of the settings
         self._parameters, self._optional = tuple(parameters), tuple(optional)
         self._functions: dict[str, Callable[..., Any]] = {}
+        self._paths: dict[str, str] = {}  # import paths of functions that are loaded on use
 
     def copy_for(self, setting: str, settings_key: str) -> Registry[F]:
         """Return a registry of the same functions for another setting."""
@@ -58,14 +59,19 @@ class Registry(Generic[F]):
 
         return add
 
+    def register_path(self, name: str, path: str) -> None:
+        """Add the function of an import path under `name`; it is loaded on use."""
+        self._paths[name] = path
+
     def __getitem__(self, name: str) -> Callable[..., Any]:
         """Return the function of a name or an import path.
 
         Raises:
             ConfigError: nothing has that name, or the import path leads to no such function.
         """
-        if is_import_path(name):
-            return load_user_function(self.setting, name)
+        path = self._paths.get(name, name)
+        if is_import_path(path):
+            return load_user_function(self.setting, path)
         try:
             return self._functions[name]
         except KeyError:
@@ -159,7 +165,7 @@ class Registry(Generic[F]):
 
     @property
     def names(self) -> list[str]:
-        return sorted(self._functions)
+        return sorted(self._functions.keys() | self._paths.keys())
 
 
 def _is_frozen_dataclass(cls: object) -> bool:

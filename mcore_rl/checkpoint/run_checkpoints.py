@@ -37,7 +37,7 @@ from mcore_rl.config.checks import shorten
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.json_file import read_json_object
 from mcore_rl.data.batch import Array
-from mcore_rl.data.tasks.prepared import prepared
+from mcore_rl.data.prepared_task import prepared
 
 ACTOR, CRITIC = "actor", "critic"
 MADE_IN = "made_in"  # in `state`, unless it is the folder of the run

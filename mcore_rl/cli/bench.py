@@ -46,44 +46,44 @@ def _bench_reshard(options: argparse.Namespace) -> None:
         parse_layout("--generate", options.generate, GenerationLayout),
         parse_layout("--target", options.target, Layout),
     )
-    from mcore_rl.tools import bench_reshard
+    from mcore_rl.benchmarks import reshard
 
     sizes = options.layers, options.bucket_mib << 20, options.repetitions, options.timeout
-    report = bench_reshard.bench_reshard(bench_reshard.ReshardSettings(*layouts, *sizes))
+    report = reshard.bench_reshard(reshard.ReshardSettings(*layouts, *sizes))
     if options.json:
         _print(report.to_json())
     else:
-        bench_reshard.print_report(report)
+        reshard.print_report(report)
 
 
 def _bench_data_plane(options: argparse.Namespace) -> None:
     sizes = ("ranks", "samples", "tokens", "repetitions", "steps", "small_samples")
     for name in sizes:
         check_at_least(f"--{name.replace('_', '-')}", getattr(options, name), 1)
-    from mcore_rl.tools import bench_data_plane
+    from mcore_rl.benchmarks import data_plane
 
     given = {name: getattr(options, name) for name in sizes}
-    settings = bench_data_plane.DataPlaneSettings(**given)
-    report = bench_data_plane.bench_data_plane(settings)
+    settings = data_plane.DataPlaneSettings(**given)
+    report = data_plane.bench_data_plane(settings)
     if options.json:
         _print(report.to_json())
     else:
-        bench_data_plane.print_report(report)
+        data_plane.print_report(report)
 
 
 def _bench_async(options: argparse.Namespace) -> None:
     check_at_least("--steps", options.steps, 1)
     check_at_least("--staleness", options.staleness, 0)
-    from mcore_rl.tools.bench_async import run
+    from mcore_rl.benchmarks import async_loops
 
-    settings = run.WorkloadSettings(options.steps, options.staleness)
-    results = run.bench_async(settings)
+    settings = async_loops.WorkloadSettings(options.steps, options.staleness)
+    results = async_loops.bench_async(settings)
     if options.picture:
-        run.write_timeline(options.picture, results, options.picture_s)
+        async_loops.write_timeline(options.picture, results, options.picture_s)
     if options.json:
-        _print(run.build_json(settings, results))
+        _print(async_loops.build_json(settings, results))
     else:
-        run.print_results(settings, results)
+        async_loops.print_results(settings, results)
 
 
 def _print(report: object) -> None:

@@ -16,10 +16,10 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from mcore_rl.cli import recipes
 from mcore_rl.cli.options import find_closest
 from mcore_rl.cli.other_names import find_our_settings
-from mcore_rl.config.checks import shorten
+from mcore_rl.cli.recipes import RECIPES, SUFFIXES, list_recipes
+from mcore_rl.config.checks import check_path, shorten
 from mcore_rl.config.describe import (
     RENAMED,
     Setting,
@@ -84,7 +84,7 @@ def compose_config(schema: type[T], arguments: Sequence[str]) -> T:
     if len(recipe_names) > 1:
         raise ConfigError(f"recipe is given {len(recipe_names)} times: {', '.join(recipe_names)}")
     for name in recipe_names:
-        composer.apply_recipe(recipes.find_recipe(_unquote(name), _RECIPE, Path()))
+        composer.apply_recipe(find_recipe(_unquote(name), _RECIPE, Path()))
     for key, text in overrides:
         if key != _RECIPE:
             composer.apply_override(key, text)
@@ -130,7 +130,7 @@ class _Composer:
         if key.startswith(("+", "~")):
             raise ConfigError(f"{argument}: settings cannot be added or removed; use key=value")
         if not equals:
-            hint = f"{key}=VALUE" if key in self.settings else recipes.suggest_recipe(key)
+            hint = f"{key}=VALUE" if key in self.settings else suggest_recipe(key)
             if not hint:
                 raise ConfigError(
                     f"{argument!r} is no key=value; {explain_unknown(key, list(self.settings))}"
@@ -162,9 +162,7 @@ class _Composer:
         if base is not None:
             if not isinstance(base, str):
                 raise ConfigError(f"{where}{_RECIPE}={base!r}; allowed: a name or a path")
-            self.apply_recipe(
-                recipes.find_recipe(base, f"{where}{_RECIPE}", path.parent), (*users, path)
-            )
+            self.apply_recipe(find_recipe(base, f"{where}{_RECIPE}", path.parent), (*users, path))
         for key in self._check_replaced(changes.pop(_REPLACE, []), f"{where}{_REPLACE}"):
             self._set_value(key, {}, where)
         for key, value in self._list_leaves(changes, where):
@@ -233,6 +231,37 @@ class _Composer:
                 )
             else:
                 yield key, value
+
+
+def suggest_recipe(word: str) -> str:
+    """Return recipe=NAME or recipe=PATH where a word alone is meant for it; else empty."""
+    if "/" in word or word.endswith(SUFFIXES):
+        return f"recipe={word}"
+    beside = [f"{word}{end}" for end in SUFFIXES if Path(f"{word}{end}").is_file()]
+    close = [word] if word in list_recipes() else beside or find_closest(word, list_recipes())
+    return f"recipe={close[0]}" if close else ""
+
+
+def find_recipe(recipe: str, where: str, folder: Path) -> Path:
+    """Return the file of a recipe: a built-in name, or a path, relative to `folder`.
+
+    Raises:
+        ConfigError: There is no such recipe or file; the message begins with `where`.
+    """
+    allowed = f"{', '.join(list_recipes())}, or the path of a YAML file"
+    check_path(where, recipe)
+    if "/" not in recipe and not recipe.endswith(SUFFIXES):
+        if recipe in list_recipes():
+            return RECIPES / f"{recipe}.yaml"
+        beside = [f"{recipe}{end}" for end in SUFFIXES if (folder / f"{recipe}{end}").is_file()]
+        close = beside or find_closest(recipe, list_recipes())
+        hint = f"; did you mean {close[0]}?" if close else ""
+        raise ConfigError(f"{where}={recipe!r}; allowed: {allowed}{hint}")
+    path = folder / Path(recipe).expanduser()
+    if not path.is_file():
+        is_what = "is a folder" if path.is_dir() else "does not exist"
+        raise ConfigError(f"{where}={recipe!r} {is_what}; allowed: {allowed}")
+    return path
 
 
 def _unquote(text: str) -> str:

@@ -43,6 +43,7 @@ CHOICES: Mapping[str, Sequence[str]] = {
     "recompute.modules": resolve_engine.RECOMPUTE_MODULES,
     "reference.placement": ("shared", "own"),
     "reward.on_error": resolve_rollout.ON_ERROR,
+    "rollout.backend": resolve_rollout.SERVER_BACKENDS,
     "trainer.mode": resolve.MODES,
     "task.name": tuple(name for name in resolve.TASKS if name),
     "weight_sync.method": resolve.WEIGHT_SYNC_METHODS,

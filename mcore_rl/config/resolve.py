@@ -82,7 +82,8 @@ def resolve(config: RLConfig, *, needs_data: bool = True) -> None:
     check_choice("task.name", config.task.name, TASKS)
     resolve_model(config.model)
     check_choice("weight_sync.method", config.weight_sync.method, WEIGHT_SYNC_METHODS)
-    check_choice("weight_sync.transport", config.weight_sync.transport, TRANSPORTS)
+    if not is_import_path(config.weight_sync.transport):
+        check_choice("weight_sync.transport", config.weight_sync.transport, TRANSPORTS)
     check_choice("weight_sync.verify", config.weight_sync.verify, VERIFY)
     check_between("seed", config.seed, 0, MAX_SEED)
     check_between("task.worked_share", config.task.worked_share, 0, 1)

@@ -16,10 +16,12 @@ from mcore_rl.config.checks import (
     check_positive,
 )
 from mcore_rl.config.errors import ConfigError
+from mcore_rl.config.import_path import is_import_path
 from mcore_rl.config.resolve_algorithm import MAX_WEIGHT
 from mcore_rl.config.resolve_engine import ModelSizes
 from mcore_rl.config.schema import AgentConfig, RewardConfig, RLConfig, RolloutConfig
 
+SERVER_BACKENDS = ("vllm",)  # or an import path
 CODECS = ("auto", "renderers", "template")
 LOAD_FORMATS = ("auto", "checkpoint", "dummy")
 ON_ERROR = ("stop", "drop", "zero")
@@ -36,6 +38,7 @@ _TEXT = str, "text"
 # Settings of a frozen model.
 _MODEL_PARTS: dict[str, tuple[Any, str]] = {
     "path": _TEXT,
+    "backend": _TEXT,
     "num_servers": _INTEGER,
     "tp": _INTEGER,
     "ep": (bool, "true or false"),
@@ -53,7 +56,7 @@ _MODEL_PARTS: dict[str, tuple[Any, str]] = {
     "placement": _TEXT,
 }
 _SERVER_PARTS = (
-    "num_servers", "tp", "ep", "temperature", "top_p", "top_k", "max_num_seqs",
+    "backend", "num_servers", "tp", "ep", "temperature", "top_p", "top_k", "max_num_seqs",
     "max_num_batched_tokens", "kv_cache_bytes", "cores",
 )  # fmt: skip
 
@@ -80,6 +83,7 @@ class ServedModel:
 
 def resolve_servers(config: RolloutConfig) -> None:
     """Check the settings of servers, except those of sampling."""
+    check_backend("rollout.backend", config.backend)
     positive_counts = "num_servers", "tp", "nodes_per_server", "max_response_tokens"
     for name in (*positive_counts, "kv_cache_bytes"):
         check_at_least(f"rollout.{name}", getattr(config, name), 1)
@@ -131,17 +135,26 @@ def check_lane_batch(key: str, config: RolloutConfig, max_tokens: int, device: s
         )
 
 
+def check_backend(key: str, backend: str) -> None:
+    if not is_import_path(backend) and backend not in SERVER_BACKENDS:
+        names = ", ".join(map(repr, SERVER_BACKENDS))
+        raise ConfigError(
+            f"{key}={backend!r}; allowed: {names}, or the import path of a GenerationServer, "
+            "path/to/file.py:Name"
+        )
+
+
 def resolve_rollout(config: RolloutConfig) -> None:
     resolve_servers(config)
     # Log-probs at temperature 0 do not exist: the policy that is trained must be one that samples.
     check_positive("rollout.temperature", config.temperature)
 
 
-def resolve_rollout_model(config: RolloutConfig, sizes: ModelSizes) -> None:
+def resolve_vllm_model(key: str, config: RolloutConfig, sizes: ModelSizes) -> None:
     """Check that vLLM can split the model; it replicates key/value heads when ranks are more."""
-    check_divides("rollout.tp", config.tp, "attention heads", sizes.num_attention_heads)
+    check_divides(f"{key}.tp", config.tp, "attention heads", sizes.num_attention_heads)
     if config.ep and not sizes.num_experts:
-        raise ConfigError("rollout.ep=true: the model has no experts; allowed: false")
+        raise ConfigError(f"{key}.ep=true: the model has no experts; allowed: false")
 
 
 def resolve_agent(config: AgentConfig, stops: Mapping[str, Sequence[str]]) -> None:
@@ -320,6 +333,7 @@ def _build_served_model(key: str, config: RLConfig, name: str) -> ServedModel:
 
 def _check_served_model(key: str, model: ServedModel) -> None:
     servers = model.servers
+    check_backend(f"{key}.backend", servers.backend)
     for name in ("num_servers", "tp", "kv_cache_bytes"):
         check_at_least(f"{key}.{name}", getattr(servers, name), 1)
     _check_batch_limits(key, servers)

@@ -26,11 +26,10 @@ class Layout:
     dp: int = 1  # data parallel
     ep: int = 1  # expert parallel
     etp: int = 1  # tensor parallel inside an expert
-    vpp: int = 1  # model chunks per pipeline rank (interleaved schedule); above 1 needs pp above 1
-    # Decoder layers of the first of the pp * vpp chunks, if different from the others. 0 leaves the
-    # embedding alone on its chunk.
+    vpp: int = 1  # model chunks per pipeline rank (interleaved schedule); needs pp above 1
+    # Decoder layers of the first pp * vpp chunk, if different. 0: the embedding only.
     first_stage_layers: int | None = None
-    # Decoder layers of the last of those chunks. 0 leaves the output head alone on it.
+    # Decoder layers of the last pp * vpp chunk, if different. 0: the output head only.
     last_stage_layers: int | None = None
 
     @property
@@ -41,11 +40,11 @@ class Layout:
 @dataclass
 class ModelConfig:
     path: str = ""  # folder of a Hugging Face checkpoint: config.json, *.safetensors, tokenizer
-    # Dtype of parameters and activations: float32, bfloat16 or auto (float32 on the CPU lane,
-    # bfloat16 on the GPU lane).
+    # Parameters and activations: float32, bfloat16 or auto (float32 on the CPU lane, bfloat16 on
+    # the GPU lane).
     dtype: str = "auto"
-    # Date, YYYY-MM-DD, that chat templates write as that of today (Llama-3's, for one). The same in
-    # each prompt of a run: of rows, of agents and of frozen models.
+    # Date, YYYY-MM-DD, that chat templates such as Llama-3's write as today's, in every prompt of
+    # a run.
     chat_date: str = "2024-07-26"
     # Import path of a Family (docs/plugs.md), for an architecture that this package does not have,
     # or in place of one that it has. Empty: the families of this package.
@@ -57,41 +56,42 @@ class OptimizerConfig:
     lr: float = 1e-6  # learning rate after warm-up
     min_lr: float = 0.0  # final learning rate of a decaying schedule
     schedule: str = "constant"  # after warm-up: constant, linear, cosine or wsd
-    warmup_steps: int = 0  # optimizer steps over which the learning rate rises linearly to lr
-    wsd_decay_steps: int = 0  # last steps, in which schedule wsd decays linearly to min_lr
+    warmup_steps: int = 0  # optimizer steps of linear warm-up
+    wsd_decay_steps: int = 0  # last steps, of linear decay to min_lr, with schedule=wsd
     beta1: float = 0.9  # Adam's beta1
     beta2: float = 0.95  # Adam's beta2
     eps: float = 1e-8  # Adam's epsilon
     weight_decay: float = 0.0  # decoupled, as in AdamW
     clip_grad: float = 1.0  # maximum global gradient norm
-    max_skipped_steps: int = 0  # in a row, whose gradients are not finite; one more ends the run
+    # Steps in a row with gradients that are not finite; one more ends the run.
+    max_skipped_steps: int = 0
     distributed: bool = False  # shard the optimizer state over data-parallel ranks
     overlap: bool = False  # overlap gradient reduction (and weight gathering) with computation
-    cpu_offload: bool = False  # Adam and its state on the host; GPU lane, needs distributed
+    cpu_offload: bool = False  # Adam and its state on the host; GPU lane only, needs distributed
 
 
 @dataclass
 class MoEConfig:
     """Routers and experts of MoE models."""
 
-    dispatcher: str = "alltoall"  # how tokens are sent to their experts: alltoall or allgather
-    # Load balance is computed per micro-batch (aux_loss), or over all ranks and the micro-batches
-    # of the mini-batch so far (global_aux_loss).
+    dispatcher: str = "alltoall"  # of tokens to experts: alltoall or allgather
+    # Load balance of a micro-batch (aux_loss), or of all ranks and the mini-batch so far
+    # (global_aux_loss).
     aux_loss: str = "aux_loss"
     aux_loss_coef: float = 0.0  # weight of the load-balancing loss; 0 disables it
     bias_update_rate: float = 0.0  # update rate of the router's selection bias; 0 freezes it
-    # Experts that the trainer uses: off (the router chooses), record (in the update those of the
-    # log-prob pass) or rollout (in both those that the servers have used; of the actor of rl only).
+    # off: the router chooses experts; record: the update uses those of the log-prob pass; rollout:
+    # both use those of the servers (actor of rl only).
     router_replay: str = "off"
 
 
 @dataclass
 class RecomputeConfig:
-    """Activations that the backward pass recomputes instead of keeping them."""
+    """Activations recomputed in the backward pass."""
 
-    granularity: str = "none"  # none, selective (the modules below) or full (whole layers)
+    granularity: str = "none"  # none, selective (modules) or full (whole layers)
     modules: list[str] = field(default_factory=lambda: ["core_attn"])  # for selective recompute
-    num_layers: int = 1  # layers per unit of full recompute: only the input of a unit is kept
+    num_layers: int = 1  # layers per unit of full recompute; only its input is stored
 
 
 @dataclass
@@ -100,116 +100,114 @@ class LoRAConfig:
 
     rank: int = 0  # rank of the adapters; 0 trains all weights, without adapters
     alpha: float = 32.0  # adapters are scaled by alpha / rank
-    targets: list[str] = field(  # Megatron's names of the linear layers that get adapters
+    targets: list[str] = field(  # Megatron's names of linear layers
         default_factory=lambda: ["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"]
     )
 
 
 @dataclass
 class EngineConfig:
-    """A training engine: its layout, optimizer and memory."""
+    """A training engine."""
 
     backend: str = "megatron"  # megatron, or the import path of a Backend (docs/plugs.md)
     layout: Layout = field(default_factory=Layout)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     max_tokens_per_micro_batch: int = 8192  # packed tokens, prompt and response
-    # Limit on logits and probabilities in memory at a time; 0: 512 MiB on a GPU, 32 MiB on a CPU.
+    # Most logits and probabilities in memory at once; 0: 512 MiB on a GPU, 32 MiB on a CPU.
     logprob_chunk_bytes: int = 0
     moe: MoEConfig = field(default_factory=MoEConfig)
     recompute: RecomputeConfig = field(default_factory=RecomputeConfig)
     lora: LoRAConfig = field(default_factory=LoRAConfig)
     mtp_loss_coef: float = 0.0  # weight of the multi-token prediction loss; 0 disables it
     threads_per_rank: int = 1  # CPU threads per rank
-    # Implementation of the layers: te (Transformer Engine, on a GPU), torch (plain torch, on both
-    # lanes) or auto (te if it is installed).
+    # Layers: te (Transformer Engine, GPU), torch (plain torch, both lanes) or auto (te if
+    # installed).
     modules: str = "auto"
 
 
 @dataclass
 class CriticConfig(EngineConfig):
-    """The value model's engine; there is one if algorithm.advantage needs values, as gae does."""
+    """The value model, if algorithm.advantage needs values, as gae does."""
 
-    model_path: str = ""  # of a value model or a language model; empty: what the actor begins with
-    warmup_steps: int = 0  # first steps, in which only the critic is updated
-    clip_range: float = 0.2  # of the move of a value from what it was, in the unit of the returns
+    model_path: str = ""  # a value model or a language model; empty: the actor's first weights
+    warmup_steps: int = 0  # first steps, which update the critic only
+    clip_range: float = 0.2  # most that an update moves a value, in the unit of the returns
     loss_aggregation: str = "token_mean"  # how token losses are averaged
 
 
 @dataclass
 class RewardModelConfig(EngineConfig):
-    """A reward model that is not trained: its score of a response is added to the reward."""
+    """A frozen reward model, whose score is added to the reward."""
 
-    model_path: str = ""  # of a checkpoint of mcore-rl rm; empty: there is none
-    weight: float = 1.0  # of its score
+    model_path: str = ""  # a checkpoint of mcore-rl rm; empty: no reward model
+    weight: float = 1.0  # weight of the score
 
 
 @dataclass
 class TeacherConfig(EngineConfig):
-    """Models that are not trained and that algorithm.distillation learns from."""
+    """Frozen models that algorithm.distillation learns from."""
 
-    # By name: {math: {model_path: ..., weight: 1.0, layout: {tp: 2}}}; no path: the actor's first.
+    # By name: {math: {model_path: ..., weight: 1.0, layout: {tp: 2}}}. Without model_path: the
+    # actor's first weights.
     models: dict[str, dict[str, Any]] = field(default_factory=dict)
-    column: str = ""  # of data.train_file, with the name of a prompt's teacher; empty: all teach
+    column: str = ""  # column of data.train_file with the teacher's name; empty: all teach
 
 
 @dataclass
 class RolloutConfig:
-    """The vLLM servers that generate."""
+    """The generation servers."""
 
-    num_servers: int = 1  # each has a full copy of the model
+    backend: str = "vllm"  # vllm, or the import path of a GenerationServer (docs/plugs.md)
+    num_servers: int = 1  # servers, each with a full copy of the model
     tp: int = 1  # tensor parallel inside a server
-    nodes_per_server: int = 1  # nodes that a server spans; each has as many of its tp workers
+    nodes_per_server: int = 1  # nodes of a server, with equal shares of its tp workers
     ep: bool = False  # expert parallel over the tp ranks of a server
     temperature: float = 1.0  # sampling temperature; above 0
-    # Sample from the likeliest tokens that have this probability together. Below 1, log-probs of
-    # servers and trainer differ: training then needs algorithm.correction.level and bounds on the
-    # gaps (docs/rollout.md). evaluation.top_p does not.
+    # Sample from the likeliest tokens of this total probability. Training below 1 needs
+    # algorithm.correction.level and bounds on the gaps (docs/rollout.md); evaluation.top_p does
+    # not.
     top_p: float = 1.0
-    top_k: int = 0  # sample from so many likeliest tokens, as with top_p below 1; 0: from all
-    # A response ends where one of these is in its text. The tokens up to the one that completes it
-    # are the response.
+    top_k: int = 0  # sample from this many likeliest tokens, with the rules of top_p; 0: all
+    # Texts that end a response, which includes the token that completes one.
     stop: list[str] = field(default_factory=list)
     max_response_tokens: int = 1024  # longer responses are truncated
-    # Sequences that a server runs at the same time. null: as `vllm serve` on that GPU, 1024 on an
-    # H100 and 256 on smaller ones; 256 on the CPU lane.
+    # Concurrent sequences of a server. null: as `vllm serve` on that GPU, 1024 on an H100, 256 on
+    # smaller ones; 256 on the CPU lane.
     max_num_seqs: int | None = None
-    # Tokens of a forward pass of a server, with those of prompt chunks. null: as `vllm serve` on
-    # that GPU, 8192 on an H100; on the CPU lane 8192, or the longest sequence if that is longer.
+    # Tokens of a forward pass of a server. null: as `vllm serve` on that GPU, 8192 on an H100; on
+    # the CPU lane 8192, or the longest sequence if that is longer.
     max_num_batched_tokens: int | None = None
-    kv_cache_bytes: int = 4 << 30  # key/value cache of each worker of a server
-    # Weights that servers start with. checkpoint: they read the checkpoint. dummy: none, they serve
-    # after the trainer has sent its weights, also before the first step. auto: dummy if the trainer
-    # sends weights anyway before they serve: in a run that resumes, and for a restarted server.
+    kv_cache_bytes: int = 4 << 30  # KV cache of each worker of a server
+    # Weights that servers start with: checkpoint; dummy (none until the trainer sends them); auto
+    # (dummy in a run that resumes and for a restarted server).
     load_format: str = "auto"
     max_restarts: int = 3  # maximum restarts per server
-    # CPU lane: cores of each worker, such as "0|1", one thread per core. If empty, the cores are
-    # split among the workers, and the worker of tp=1 gets one thread.
+    # CPU lane: cores of each worker, such as "0|1", one thread per core. Empty: split evenly, and
+    # one thread for the worker of tp=1.
     cores: str = ""
 
 
 @dataclass
 class AgentConfig:
-    # single_turn: one response to a prompt; tools: turns with calls of `tools`, until one has none;
-    # environment: turns with `environment`; user: a conversation with a user whom one of `models`
-    # plays; program: what a client of OpenAI's API asks (docs/endpoint.md); verifiers: rollouts of
-    # an environment of that package; or the import path of a class (docs/agents.md).
+    # single_turn, tools, environment, user, program (an OpenAI client: docs/endpoint.md), verifiers
+    # (an environment of that package), or the import path of a class: docs/agents.md.
     loop: str = "single_turn"
-    settings: dict[str, Any] = field(default_factory=dict)  # of that loop
-    # Tools by name (calculator, python, search), as the import path of a function or class with
-    # @tool, or as a file.yaml of function schemas.
+    settings: dict[str, Any] = field(default_factory=dict)  # settings of the loop
+    # Names (calculator, python, search), import paths of functions or classes with @tool, or a
+    # file.yaml of function schemas.
     tools: list[str] = field(default_factory=list)
-    search_file: str = ""  # JSONL with a column text, for the tool search
-    # Servers whose tools are offered, too: URLs, or commands, started once by each worker.
+    search_file: str = ""  # JSONL with a column `text`, for the tool search
+    # MCP servers: URLs, or commands, started once by each worker.
     mcp_servers: list[str] = field(default_factory=list)
     sandbox: dict[str, Any] = field(default_factory=dict)  # of the tool python: docs/sandbox.md
-    # Of loop=environment: code, countdown, guessing, openenv, or the import path of a class.
+    # With loop=environment: code, countdown, guessing, openenv, or the import path of a class.
     environment: str = ""
-    environment_settings: dict[str, Any] = field(default_factory=dict)  # of that environment
-    codec: str = "auto"  # what writes turns as tokens: renderers, template, or auto
-    max_turns: int = 8  # of the policy in a trajectory
-    max_turn_tokens: int = 0  # that a turn may have; 0: all that is left of max_response_tokens
-    timeout_s: float = 600.0  # of a trajectory; one that takes longer ends as it is
-    tool_timeout_s: float = 30.0  # of a call of a tool without a limit of its own
+    environment_settings: dict[str, Any] = field(default_factory=dict)  # of the environment
+    codec: str = "auto"  # tokens of turns: renderers, template, or auto
+    max_turns: int = 8  # most turns of the policy in a trajectory
+    max_turn_tokens: int = 0  # most tokens of a turn; 0: the rest of rollout.max_response_tokens
+    timeout_s: float = 600.0  # limit on a trajectory; a longer one ends as it is
+    tool_timeout_s: float = 30.0  # limit on a tool call, unless the tool has its own
 
 
 TIERS = ("auto", "bwrap", "landlock", "unsafe")  # of the sandbox
@@ -238,10 +236,10 @@ class SandboxSettings:
 
 @dataclass
 class EvaluationConfig:
-    """Evaluation on held-out prompts."""
+    """Evaluation on held-out prompts; there is always one after training."""
 
-    before: bool = True  # evaluate before training; there is always an evaluation after it
-    every: int = 0  # steps from one evaluation to the next while training goes on; 0: none
+    before: bool = True  # evaluate before training
+    every: int = 0  # steps between evaluations during training; 0: none
     num_samples: int = 1  # responses per prompt
     temperature: float | None = None  # 0 is greedy; null: rollout.temperature
     top_p: float | None = None  # null: rollout.top_p
@@ -252,49 +250,46 @@ class EvaluationConfig:
 
 @dataclass
 class SampleLogConfig:
-    """Tables of the responses of a step, and responses on the screen."""
+    """Tables of responses, samples/step_NNNNNN.parquet, and responses on the screen."""
 
-    every: int = 1  # steps from one table samples/step_NNNNNN.parquet to the next; 0 writes none
-    max_rows: int = 0  # responses in such a table, of whole trajectories; 0: all of the step
-    # Tokens of prompts and responses in such a table, of whole trajectories, of one at least: about
-    # 9 bytes each on disk. 0: all of the step.
+    every: int = 1  # steps between tables; 0: none
+    max_rows: int = 0  # responses in a table, whole trajectories; 0: all of the step
+    # Tokens in a table, whole trajectories and at least one; about 9 bytes each on disk. 0: all.
     max_tokens: int = 4_000_000
-    tokens: bool = True  # what `mcore-rl samples` shows of each token; false: texts alone
-    num_shown: int = 1  # responses that are shown on the screen each step, in short
+    tokens: bool = True  # columns of each token, which `mcore-rl samples` shows; false: texts only
+    num_shown: int = 1  # responses shown on the screen each step, shortened
 
 
 @dataclass
 class CurriculumConfig:
     """Prompts drawn by the success rate p of their earlier responses."""
 
-    # The weight of a prompt of rate p among all: learnability (4 p (1 - p)), window (1 from low to
-    # high), or an import path. Empty: prompts come in random order, each once an epoch.
+    # Weight of a prompt: learnability (4 p (1 - p)), window (1 from low to high) or an import path.
+    # Empty: random order, each prompt once an epoch.
     name: str = ""
     settings: dict[str, Any] = field(default_factory=dict)  # settings of that function
-    success: str = "reward"  # what says that a response has succeeded: reward, or a part of it
-    min_reward: float = 1.0  # a response with at least this much of it has
-    decay: float = 0.5  # what earlier responses still count when a prompt is drawn again
+    success: str = "reward"  # the score that decides success: reward, or a part of it
+    min_reward: float = 1.0  # a response succeeds from this score on
+    decay: float = 0.5  # weight of earlier responses when a prompt is drawn again
     min_weight: float = 0.05  # the smallest weight of a prompt
 
 
 @dataclass
 class DataConfig:
-    # Rows with the prompt column and the answer column: a parquet file, a file.jsonl, a folder of
-    # save_to_disk of Hugging Face's datasets, or the import path of a function that returns rows.
+    # Parquet, JSONL, a folder of Hugging Face datasets (save_to_disk), or the import path of a
+    # function that returns rows: docs/data.md.
     train_file: str = ""
-    train_files: list[str] = field(default_factory=list)  # several of them, in its place
-    # How often a prompt is drawn from each of train_files, in relation to the others. Empty: each
-    # prompt of all files comes once an epoch.
+    train_files: list[str] = field(default_factory=list)  # several, instead of train_file
+    # Relative frequency of each of train_files. Empty: each prompt of all files once an epoch.
     train_weights: list[float] = field(default_factory=list)
-    test_file: str = ""  # as train_file, for evaluation; the set is called test; empty: none
-    # Several sets for evaluation, by their names in metrics, in its place:
-    # {math: math.parquet, code: code.parquet}.
+    test_file: str = ""  # for evaluation, as the set `test`; empty: none
+    # Several sets, by names in metrics: {math: math.parquet, code: code.parquet}.
     test_files: dict[str, str] = field(default_factory=dict)
     prompt_column: str = "messages"  # chat messages: list of {role, content}
     answer_column: str = "answer"  # ground truth, passed to the reward
     tools_column: str = ""  # tool schemas for the chat template; empty: none
     max_prompt_tokens: int = 1024  # with the chat template applied
-    long_prompts: str = "refuse"  # those with more tokens: refuse the file, or drop the rows
+    long_prompts: str = "refuse"  # longer ones: refuse (the file) or drop (the rows)
     curriculum: CurriculumConfig = field(default_factory=CurriculumConfig)
 
 
@@ -302,16 +297,15 @@ class DataConfig:
 class RewardConfig:
     name: str = "final_number"  # a name in the reward registry, or an import path
     settings: dict[str, Any] = field(default_factory=dict)  # settings of that reward
-    # A weighted sum of several rewards in place of reward.name, by their names in metrics:
+    # A weighted sum instead of reward.name, by names in metrics:
     # {math: {weight: 1.0}, brief: {name: overlong, settings: {buffer_tokens: 512}}}
     terms: dict[str, dict[str, Any]] = field(default_factory=dict)
-    # If a reward raises, returns no valid result or takes too long: stop (the run ends), drop (the
-    # response is left out of the step) or zero (its reward is 0).
+    # On an exception, an invalid result or a time-out: stop (the run), drop (the response) or zero
+    # (its reward is 0).
     on_error: str = "stop"
-    # Limit on one call of a reward, unless that has a setting timeout_s of its own.
-    timeout_s: float = 60.0
-    # Processes for each reward that is called in processes of its own, as math is, and functions of
-    # yours that are not async; for each server.
+    timeout_s: float = 60.0  # limit on a call, unless the reward has its own setting timeout_s
+    # Processes per server for each reward that runs in processes of its own: math, and functions
+    # of yours that are not async.
     num_processes: int = 2
     shuffle: bool = False  # control experiment: permute the rewards of a batch at random
 
@@ -327,9 +321,9 @@ class GRPOSettings:
 class PPOClipSettings:
     """Settings of `algorithm.loss=ppo_clip`."""
 
-    clip_ratio_low: float = 0.2  # ratios are clipped at 1 - clip_ratio_low
-    clip_ratio_high: float = 0.2  # and at 1 + clip_ratio_high
-    dual_clip: float | None = None  # most that a ratio counts with a negative advantage; null: none
+    clip_ratio_low: float = 0.2  # clip ratios below 1 - clip_ratio_low
+    clip_ratio_high: float = 0.2  # clip ratios above 1 + clip_ratio_high
+    dual_clip: float | None = None  # largest ratio with a negative advantage; null: none
 
     def __post_init__(self) -> None:
         check_between("clip_ratio_low", self.clip_ratio_low, 0, 1)
@@ -340,26 +334,22 @@ class PPOClipSettings:
 
 @dataclass
 class CorrectionConfig:
-    """Correction of differences between the probabilities of servers and trainer.
+    """Correction by the ratio of the trainer's probability to the server's."""
 
-    The ratio is the trainer's probability divided by the server's.
-    """
-
-    # Importance weights from ratios of what: off, token, sequence, geometric. Default: token where
-    # samples are older than the policy (trainer.staleness) and nothing else corrects that, else
-    # off.
+    # Importance weights of: off, token, sequence, geometric. null: token if samples are older than
+    # the policy (trainer.staleness) and nothing else corrects that, else off.
     level: str | None = None
-    # Weights beyond the bounds: truncate (those above weight_max become weight_max) or mask (those
-    # outside of weight_min to weight_max become 0).
+    # truncate: weights above weight_max become weight_max; mask: weights outside of weight_min to
+    # weight_max become 0.
     method: str = "truncate"
-    weight_min: float = 0.0  # smallest importance weight, with method mask
-    weight_max: float = 2.0  # largest importance weight
+    weight_min: float = 0.0  # smallest weight, with method=mask
+    weight_max: float = 2.0  # largest weight
     normalize: bool = False  # divide the weights by their mean over the batch
-    # Rules by which tokens and sequences are left out of the loss, each with its bound or its two
-    # bounds, such as {sequence_mean_k3: 0.01, veto: [1.0e-4, 1.0e4]}.
+    # Rules that leave tokens and sequences out of the loss, with bounds:
+    # {sequence_mean_k3: 0.01, veto: [1.0e-4, 1.0e4]}.
     reject: dict[str, Any] = field(default_factory=dict)
-    unbiased_kl: bool = False  # multiply the KL in the loss by the ratio of policy and server
-    # Take the servers' log-probs for the trainer's, which are not computed: nothing is checked.
+    unbiased_kl: bool = False  # multiply the KL in the loss by the ratio
+    # Use the servers' log-probs as the trainer's, without computing and checking those.
     use_rollout_log_probs: bool = False
 
     @property
@@ -371,10 +361,10 @@ class CorrectionConfig:
 class ReplayConfig:
     """Groups of earlier steps, trained on again in place of new ones."""
 
-    share: float = 0.0  # of the groups of a step; 0: none
+    share: float = 0.0  # share of a step's groups; 0: none
     max_age: int = 4  # most steps since a group was generated
-    # The weight of a group among those that may be drawn: spread (of its rewards), rare_success,
-    # uniform, or an import path.
+    # Weight of a group in the draw: spread (of its rewards), rare_success, uniform, or an import
+    # path.
     priority: str = "spread"
     priority_settings: dict[str, Any] = field(default_factory=dict)  # settings of that function
 
@@ -383,19 +373,17 @@ class ReplayConfig:
 class FilterConfig:
     """Selection of the generated samples that a step trains on: docs/sample_policies.md."""
 
-    # Which groups a step keeps: drop_uniform (those whose rewards are not all the same), or an
-    # import path. Empty: all.
+    # drop_uniform (groups whose rewards are all equal), or an import path. Empty: keep all.
     group_filter: str = ""
     group_filter_settings: dict[str, Any] = field(default_factory=dict)  # of that function
-    # Most rounds of generation in a step, until it has trainer.prompts_per_step groups that pass.
-    max_rounds: int = 1
-    prompts_per_round: int = 0  # 0: as many as the step has groups
-    if_short: str = "train"  # with fewer groups after the last round: train on them, or stop
-    keep_responses: int = 0  # responses of a group that are trained on; 0: all
+    max_rounds: int = 1  # rounds of generation until trainer.prompts_per_step groups pass
+    prompts_per_round: int = 0  # 0: the new groups of a step
+    if_short: str = "train"  # too few groups after the last round: train, or stop
+    keep_responses: int = 0  # responses of a group to train on; 0: all
     keep_by: str = "max_variance"  # best, best_and_worst, max_variance, random or an import path
     keep_by_settings: dict[str, Any] = field(default_factory=dict)  # settings of that function
-    advantages_of: str = "kept"  # responses that advantages compare: kept, or all generated
-    mask_truncated: bool = False  # no loss for trajectories whose last turn is cut off
+    advantages_of: str = "kept"  # responses that advantages compare: kept, or all
+    mask_truncated: bool = False  # no loss on trajectories whose last turn is truncated
     replay: ReplayConfig = field(default_factory=ReplayConfig)
 
 
@@ -403,19 +391,19 @@ class FilterConfig:
 class DistillationConfig:
     """Distillation from the models of `teacher`, on responses of the policy itself."""
 
-    # off, sampled_kl (the KL to the teacher, estimated at each token that was sampled, is taken off
-    # its advantage), or a loss: reverse_kl, forward_kl, over the teacher's likeliest tokens.
+    # off, sampled_kl (subtract the KL at each sampled token from its advantage), reverse_kl or
+    # forward_kl (a loss over the teacher's likeliest tokens).
     loss: str = "off"
-    coef: float = 1.0  # its weight
+    coef: float = 1.0  # weight of the distillation
     top_k: int = 32  # tokens of the teacher that reverse_kl and forward_kl compare
-    use_reward: bool = False  # train on the rewards, too; false: they are metrics only
+    use_reward: bool = False  # train on the rewards too; false: rewards are metrics only
 
 
 @dataclass
 class AlgorithmConfig:
-    """Functions are built-in names, or import paths of your own: see docs/algorithms.md."""
+    """Functions are names, or import paths of your own: docs/algorithms.md."""
 
-    advantage: str = "grpo"  # function that computes advantages from rewards
+    advantage: str = "grpo"  # advantages from rewards
     advantage_settings: dict[str, Any] = field(default_factory=dict)  # settings of that function
     group_size: int = 8  # responses per prompt
     filter: FilterConfig = field(default_factory=FilterConfig)
@@ -423,25 +411,24 @@ class AlgorithmConfig:
     loss: str = "ppo_clip"  # loss of each token, without KL and entropy
     loss_settings: dict[str, Any] = field(default_factory=dict)  # settings of that function
     loss_aggregation: str = "token_mean"  # how token losses are averaged
-    # Settings of that function.
+    # settings of that function
     loss_aggregation_settings: dict[str, Any] = field(default_factory=dict)
     entropy_coef: float = 0.0  # weight of the entropy bonus; 0 disables it
-    # Change the weight by entropy_coef_step each step, up where the entropy is below this many nats
-    # a token; there is no bonus above it. null: the weight is fixed.
+    # Raise the weight by entropy_coef_step each step while the entropy is below this many nats per
+    # token, else lower it; no bonus above the target. null: a fixed weight.
     entropy_target: float | None = None
-    entropy_coef_step: float = 0.005  # that change
-    entropy_coef_max: float = 1.0  # the largest weight that comes of it
-    top_entropy_share: float = 1.0  # share of the batch's tokens, of highest entropy, to train on
-    cross_entropy_coef: float = 0.0  # weight of the cross entropy of tokens not by the policy
+    entropy_coef_step: float = 0.005  # change of the weight per step
+    entropy_coef_max: float = 1.0  # largest weight with entropy_target
+    top_entropy_share: float = 1.0  # train on this share of tokens, those of highest entropy
+    cross_entropy_coef: float = 0.0  # weight of the cross entropy of tokens not sampled
     kl_coef: float = 0.0  # weight of the KL to the reference model; 0 loads no reference
-    kl_placement: str = "loss"  # where the KL counts: loss, or reward (taken off it at each token)
-    kl_target: float | None = None  # change the weight until the KL is this many nats a token
-    kl_horizon: int = 10000  # samples in which kl_target changes the weight by up to a fifth
+    kl_placement: str = "loss"  # loss, or reward (subtracted at each token)
+    kl_target: float | None = None  # adapt the weight to this KL, in nats per token
+    kl_horizon: int = 10000  # samples over which kl_target changes the weight by at most a fifth
     kl_estimator: str = "k3"  # estimator of the KL from one sample
     kl_estimator_settings: dict[str, Any] = field(default_factory=dict)  # settings of that function
-    # The pass that computes the trainer's log-probs before the update: always, or auto (none where
-    # a trainer step has one optimizer step, whose forward pass gives the same numbers, and no
-    # setting needs them earlier: docs/algorithms.md).
+    # Compute the trainer's log-probs before the update: always, or auto (not if a trainer step has
+    # one optimizer step and no setting needs them: docs/algorithms.md).
     log_prob_pass: str = "auto"
     correction: CorrectionConfig = field(default_factory=CorrectionConfig)
     distillation: DistillationConfig = field(default_factory=DistillationConfig)
@@ -449,94 +436,89 @@ class AlgorithmConfig:
 
 @dataclass
 class WeightSyncConfig:
-    # "colocated" and "disaggregated" send each worker of a server the shards that it needs: from
-    # a training rank on the same device, or from ranks on other devices. "full_export" writes a
-    # checkpoint under output_dir that every server loads.
+    # colocated: shards from training ranks on the same device; disaggregated: from ranks on other
+    # devices; full_export: servers load a checkpoint under output_dir.
     method: str = "colocated"
-    # Transport of "disaggregated". "process_group": gloo, or NCCL with GPUs. "nixl": NVIDIA's NIXL,
-    # if it is installed.
+    # Of disaggregated: process_group (gloo, or NCCL with GPUs), nixl (NVIDIA's NIXL, if installed),
+    # or the import path of a WeightTransport (docs/plugs.md).
     transport: str = "process_group"
-    verify: str = "sampled"  # tensors compared bit for bit: "off", "sampled" (1 in 16) or "full"
+    verify: str = "sampled"  # tensors compared bit for bit: off, sampled (1 in 16) or full
     bucket_bytes: int = 64 << 20  # size of a message bucket; a rank stages twice as much
-    # Address on which rank 0 of the trainer listens for servers. "auto": that of its Ray node.
+    # Address on which rank 0 of the trainer listens; auto: that of its Ray node.
     bind_address: str = "auto"
-    timeout_s: float = 600.0  # for a push to all servers, and for the rendezvous before the first
+    timeout_s: float = 600.0  # limit on an update of all servers, and on the first rendezvous
 
 
 @dataclass
 class TimeoutsConfig:
-    """Time limits for all ranks of a model, or all servers; beyond them the run ends with an error.
+    """Limits on a call of all ranks of a model, or of all servers. The error names the rank."""
 
-    The error says which rank did not answer, and what it was doing.
-    """
-
-    # To start processes, load the model and join the process groups; unless it is set, 5 more for
-    # each GB of the files of model.path.
+    # Start processes, load the model, join process groups. Unless set, 5 s more per GB of
+    # model.path.
     start_s: float = 600.0
-    call_s: float = 1800.0  # for any other call: generate, log-probs, updates of a step, export
+    call_s: float = 1800.0  # any other call: generate, log-probs, updates of a step, export
 
 
 @dataclass
 class AsynchronousConfig:
-    """Generation beside training, with trainer.mode=fully_async."""
+    """Settings of trainer.mode=fully_async: docs/async_training.md."""
 
-    max_groups: int = 0  # groups that are generated at once; 0: as many as staleness lets in
-    # Groups begun beyond those, as a share of trainer.prompts_per_step, rounded up: a step takes
-    # the first that are complete. Those that are too old then are begun again, which favours short
-    # responses.
+    max_groups: int = 0  # groups generated at once; 0: as many as staleness allows
+    # Extra groups, as a share of trainer.prompts_per_step: a step takes the first to complete, and
+    # groups that are then too old start again. Favours short responses.
     oversampling: float = 0.0
-    # Samples that may be held or generated for later steps: with more no group is begun but those
-    # that the next step lacks. It bounds the memory of samples. 0: as many as staleness lets in.
+    # Most samples held or generated for later steps, which bounds their memory. 0: as many as
+    # staleness allows.
     max_waiting_samples: int = 0
-    # Compute the KV cache of unfinished responses anew with each version of the weights. Otherwise
-    # it stays that of the versions it was computed with, and only new tokens are of the new one.
+    # Recompute the KV cache of unfinished responses with each new version of the weights; false:
+    # the cache keeps what older versions computed.
     recompute_cache: bool = False
 
 
 @dataclass
 class TrainerConfig:
-    # sync: a step generates, then trains, then pushes the weights. one_step_off: the next samples
-    # are generated while these are trained on; the servers have devices of their own. fully_async:
-    # servers generate all the time, and take new weights in the middle of responses. Or the import
+    # sync, one_step_off (generate the next samples while training; own devices for servers),
+    # fully_async (generate all the time, weights change in the middle of responses), or the import
     # path of an RLTrainer (docs/plugs.md).
     mode: str = "sync"
-    # The most versions by which a token may be older than the policy that is trained on it. 0 with
-    # sync; 0 or 1 with one_step_off, where 0 waits for the push as sync does; any with fully_async.
-    # Default: 1 with one_step_off, 2 with fully_async.
+    # Most versions by which a token may be older than the policy: 0 with sync; 0 or 1 with
+    # one_step_off; any with fully_async. null: 0, 1, 2.
     staleness: int | None = None
     asynchronous: AsynchronousConfig = field(default_factory=AsynchronousConfig)
-    num_steps: int = 100  # each: generate, compute log-probs, update, push the weights
-    prompts_per_step: int = 64  # a step has this times algorithm.group_size samples
-    # Stop if log-probs of trainer and rollout differ by more than this at a token, in nats.
-    # Rounding gives 1e-4 in float32 and about 1 in bfloat16, and more if a router near a tie
-    # chooses another expert. Default: 0.5 in float32, 2 in bfloat16, and 20 in bfloat16 for a
-    # model with experts unless actor.moe.router_replay=rollout.
+    num_steps: int = 100  # trainer steps
+    prompts_per_step: int = 64  # a step has algorithm.group_size samples of each
+    # Stop if log-probs of trainer and servers differ by more at a token, in nats: docs/rollout.md.
+    # null: 0.5 in float32; in bfloat16 2, or 20 with experts unless
+    # actor.moe.router_replay=rollout.
     max_logprob_gap: float | None = None
-    # Stop if they differ by more than this on average, which is the more sensitive test. Rounding
-    # gives 1e-6 in float32 and 0.02 in bfloat16. Default: 1e-4 in float32, 0.1 in bfloat16.
+    # The same on average, a more sensitive test. null: 1e-4 in float32, 0.1 in bfloat16.
     mean_logprob_gap: float | None = None
-    eval_samples: int = 0  # prompts of each held-out set per evaluation; 0 uses all
-    # Steps from one training checkpoint to the next, and one after the last step; 0 writes none.
+    eval_samples: int = 0  # prompts of each held-out set per evaluation; 0: all
+    # Steps between training checkpoints, with one after the last step; 0: none.
     save_every: int = 0
-    # Where metrics go besides metrics.jsonl: tensorboard, wandb, mlflow, swanlab, or import paths
-    # of Trackers (docs/plugs.md). wandb, mlflow and swanlab have to be installed, and are
-    # configured by their own environment variables.
+    # Besides metrics.jsonl: tensorboard, wandb, mlflow, swanlab, or import paths of Trackers
+    # (docs/plugs.md). Install wandb, mlflow and swanlab yourself; their own environment variables
+    # configure them.
     trackers: list[str] = field(default_factory=lambda: ["tensorboard"])
-    tracker_project: str = "mcore_rl"  # project, or experiment, of trackers
+    tracker_project: str = "mcore_rl"  # project or experiment of trackers
+
+    @property
+    def gap_bounds(self) -> dict[str, float]:
+        """The largest gaps of log-probs that a step may have, by name, as `resolve` fills them."""
+        return {name: getattr(self, name) for name in ("max_logprob_gap", "mean_logprob_gap")}
 
 
 @dataclass
 class CheckpointConfig:
-    """Training checkpoints, output_dir/checkpoints/step_NNNNNN, from which a run can be resumed."""
+    """Training checkpoints, output_dir/checkpoints/step_NNNNNN, to resume from."""
 
-    keep: int = 2  # the last ones; older ones are removed
-    # Metric of metrics.jsonl, such as "eval/test/reward" of rl or "eval/test/accuracy" of dpo: the
-    # checkpoint with the highest is kept as well. "-NAME", as "-eval/test/loss" of sft: the lowest.
-    # Empty: none.
+    keep: int = 2  # newest checkpoints to keep
+    # Also keep the checkpoint with the highest value of this metric, such as eval/test/reward;
+    # -NAME: the lowest, as -eval/test/loss of sft. Empty: none.
     keep_best: str = ""
-    hf_every: int = 0  # steps between exports to output_dir/hf/step_NNNNNN, all kept; 0 writes none
-    # Train while a checkpoint is written: a step waits until it has been copied to the host,
-    # which then has it twice.
+    hf_every: int = 0  # steps between exports to output_dir/hf/step_NNNNNN; 0: none
+    # Train while a checkpoint is written: a step waits for the copy to the host, which then holds
+    # it twice.
     async_save: bool = False
 
 
@@ -546,9 +528,9 @@ class WarmStartConfig:
 
     num_steps: int = 0  # optimizer steps
     batch_size: int = 96  # samples per optimizer step
-    train_file: str = ""  # as data.train_file, with the prompt column and the response column
-    # Target text. Empty: the prompt column has whole conversations, with those tool schemas that
-    # data.tools_column has, and what the assistant says in them is trained on.
+    train_file: str = ""  # as data.train_file, with the response column
+    # Target text. Empty: the prompt column has whole conversations (with data.tools_column); train
+    # on the assistant's messages.
     response_column: str = "response"
     moe_aux_loss_coef: float = 0.0  # load-balancing loss of the router
     layout: Layout = field(default_factory=Layout)
@@ -557,42 +539,37 @@ class WarmStartConfig:
 
 @dataclass
 class PlacementConfig:
-    """The pool of devices of each role; "own" is a pool that no other role uses.
-
-    Roles on the same pool take turns on its devices: sleeping servers and an offloaded trainer free
-    their memory there.
-    """
+    """Pools of devices: roles of one pool take turns; own has no other role; any name is a pool."""
 
     actor: str = "shared"  # the trainer
-    reference: str = "shared"  # the frozen model of the KL, if there is one
-    critic: str = "shared"  # the value model, if there is one
-    reward_model: str = "shared"  # the reward model, if there is one
-    teacher: str = "shared"  # each of the teachers, if there are any
-    # The generation servers. "auto": "own" with weight_sync.method="disaggregated" or
-    # trainer.mode="one_step_off" or "fully_async", else "shared".
+    reference: str = "shared"  # the frozen model of the KL
+    critic: str = "shared"  # the value model
+    reward_model: str = "shared"  # the reward model
+    teacher: str = "shared"  # each of the teachers
+    # The servers; auto: own with weight_sync.method=disaggregated or trainer.mode=one_step_off or
+    # fully_async, else shared.
     rollout: str = "auto"
 
 
 @dataclass
 class TaskConfig:
-    """A synthetic task that creates its own tokenizer, model and data; off if the name is empty."""
+    """A synthetic task with a tokenizer, model and data of its own."""
 
-    name: str = ""  # last_digit; or, of several turns: calculator, code, countdown
-    worked_share: float = 0.35  # of warm-start examples that show their work, or go about it well
+    name: str = ""  # last_digit, calculator, code, countdown; empty: none
+    worked_share: float = 0.35  # share of warm-start examples that show their work
 
 
 @dataclass
 class RLConfig:
-    seed: int = 0  # of data order, initial weights of a task's model, sampling; up to 4294967295
+    seed: int = 0  # data order, sampling, initial weights of a task; up to 4294967295
     output_dir: str = "outputs/rl"  # folder of all outputs; new or empty, unless resumed
-    # never, auto (the newest complete training checkpoint in output_dir; a new run if there is
-    # none), or the folder of a training checkpoint, in this or in another output_dir.
+    # never, auto (the newest complete checkpoint in output_dir, else a new run), or the folder of a
+    # training checkpoint.
     resume: str = "never"
     placement: PlacementConfig = field(default_factory=PlacementConfig)
-    # Shared memory of a private Ray, where the columns of batches lie. 0: room for the samples of
-    # two steps with all their rounds, with trainer.mode=fully_async of trainer.staleness more and
-    # what is oversampled, with replay of algorithm.filter.replay.max_age more; at least 512 MiB,
-    # at most 80% of what is free in /dev/shm and in the memory of the job's cgroup.
+    # Ray's object store, which holds batches. 0: the samples of two steps with all rounds, of
+    # trainer.staleness more with fully_async, of algorithm.filter.replay.max_age more with replay;
+    # at least 512 MiB, at most 80 % of the free memory of /dev/shm and the cgroup.
     object_store_bytes: int = 0
     task: TaskConfig = field(default_factory=TaskConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -604,9 +581,9 @@ class RLConfig:
     teacher: TeacherConfig = field(default_factory=TeacherConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     agent: AgentConfig = field(default_factory=AgentConfig)
-    # Frozen models that loops talk to, by name, each with servers on devices of its own:
-    # {user: {path: ..., num_servers: 1, tp: 1}}; no path: what the actor begins with. What one may
-    # have is in docs/agents.md.
+    # Frozen models for agents, by name, each with servers and devices of its own:
+    # {user: {path: ..., num_servers: 1, tp: 1}}; no path: the actor's first weights
+    # (docs/agents.md).
     models: dict[str, dict[str, Any]] = field(default_factory=dict)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     sample_log: SampleLogConfig = field(default_factory=SampleLogConfig)
@@ -635,26 +612,24 @@ class RLConfig:
 
 @dataclass
 class ConversationsConfig:
-    """A file is parquet, a file.jsonl, a folder of save_to_disk of Hugging Face's datasets, or the
-    import path of a function that returns rows.
-    """
+    """Conversations to train on."""
 
-    train_file: str = ""  # rows with the messages column
-    train_files: list[str] = field(default_factory=list)  # several of them, in its place
-    # How often a row is drawn from each of train_files, in relation to the others. Empty: each row
-    # of all files comes once an epoch.
+    # Parquet, JSONL, a folder of Hugging Face datasets (save_to_disk), or the import path of a
+    # function that returns rows: docs/data.md.
+    train_file: str = ""
+    train_files: list[str] = field(default_factory=list)  # several, instead of train_file
+    # Relative frequency of each of train_files. Empty: each row of all files once an epoch.
     train_weights: list[float] = field(default_factory=list)
-    test_file: str = ""  # the same, for evaluation; the set is called test; empty: none
-    # Several sets for evaluation, by their names in metrics, in its place:
-    # {chat: chat.jsonl, code: code.jsonl}.
+    test_file: str = ""  # for evaluation, as the set `test`; empty: none
+    # Several sets, by names in metrics: {chat: chat.jsonl, code: code.jsonl}.
     test_files: dict[str, str] = field(default_factory=dict)
-    # Chat messages: list of {role, content}. Those of the assistant are trained on; a message may
-    # say otherwise with a field `train`, true or false.
+    # Chat messages: list of {role, content}. Train on those of the assistant, or as a field `train`
+    # of a message says: true or false.
     messages_column: str = "messages"
     tools_column: str = ""  # tool schemas for the chat template; empty: none
     train_on_prompt: bool = False  # train on all tokens
-    max_tokens: int = 4096  # of a conversation
-    long_rows: str = "refuse"  # those with more tokens: refuse the file, or drop the rows
+    max_tokens: int = 4096  # most tokens of a conversation
+    long_rows: str = "refuse"  # longer ones: refuse (the file) or drop (the rows)
 
 
 @dataclass
@@ -662,21 +637,19 @@ class PairsConfig:
     """Preference pairs, in the same kinds of files."""
 
     train_file: str = ""  # rows with the prompt, chosen and rejected columns
-    train_files: list[str] = field(default_factory=list)  # several of them, in its place
-    # How often a row is drawn from each of train_files, in relation to the others. Empty: each row
-    # of all files comes once an epoch.
+    train_files: list[str] = field(default_factory=list)  # several, instead of train_file
+    # Relative frequency of each of train_files. Empty: each row of all files once an epoch.
     train_weights: list[float] = field(default_factory=list)
-    test_file: str = ""  # the same, for evaluation; the set is called test; empty: none
-    # Several sets for evaluation, by their names in metrics, in its place:
-    # {chat: chat.jsonl, code: code.jsonl}.
+    test_file: str = ""  # for evaluation, as the set `test`; empty: none
+    # Several sets, by names in metrics: {chat: chat.jsonl, code: code.jsonl}.
     test_files: dict[str, str] = field(default_factory=dict)
     prompt_column: str = "prompt"  # chat messages
     chosen_column: str = "chosen"  # chat messages that follow the prompt: the preferred answer
-    rejected_column: str = "rejected"  # the other one
-    margin_column: str = ""  # by how much the score of the preferred one is to be larger, for rm
+    rejected_column: str = "rejected"  # chat messages that follow the prompt: the other answer
+    margin_column: str = ""  # wanted difference of the scores, for rm
     tools_column: str = ""  # tool schemas for the chat template; empty: none
-    max_tokens: int = 4096  # of a prompt with one answer
-    long_rows: str = "refuse"  # those with more tokens: refuse the file, or drop the rows
+    max_tokens: int = 4096  # most tokens of a prompt with one answer
+    long_rows: str = "refuse"  # longer ones: refuse (the file) or drop (the rows)
 
 
 AnyData = DataConfig | ConversationsConfig | PairsConfig
@@ -684,35 +657,33 @@ AnyData = DataConfig | ConversationsConfig | PairsConfig
 
 @dataclass
 class StepsConfig:
-    # Where num_steps is 0: passes over the rows of all files, or with data.train_weights as many
-    # rows.
+    # Passes over the rows of all files; with data.train_weights as many rows.
     num_epochs: float = 1.0
-    num_steps: int = 0  # optimizer steps; 0: as many as num_epochs needs
-    batch_size: int = 64  # conversations, or pairs, of an optimizer step
-    eval_samples: int = 0  # rows of each held-out set per evaluation; 0 uses all
-    # Steps from one training checkpoint to the next, and one after the last step; 0 writes none.
+    num_steps: int = 0  # optimizer steps; 0: as num_epochs says
+    batch_size: int = 64  # conversations or pairs of an optimizer step
+    eval_samples: int = 0  # rows of each held-out set per evaluation; 0: all
+    # Steps between training checkpoints, with one after the last step; 0: none.
     save_every: int = 0
-    # Where metrics go besides metrics.jsonl: tensorboard, wandb, mlflow, swanlab, or import paths
-    # of Trackers (docs/plugs.md). wandb, mlflow and swanlab have to be installed, and are
-    # configured by their own environment variables.
+    # Besides metrics.jsonl: tensorboard, wandb, mlflow, swanlab, or import paths of Trackers
+    # (docs/plugs.md). Install wandb, mlflow and swanlab yourself; their own environment variables
+    # configure them.
     trackers: list[str] = field(default_factory=lambda: ["tensorboard"])
-    tracker_project: str = "mcore_rl"  # project, or experiment, of trackers
+    tracker_project: str = "mcore_rl"  # project or experiment of trackers
 
 
 @dataclass
 class HeldOutConfig:
-    """Evaluation on held-out rows."""
+    """Evaluation on held-out rows; there is always one after training."""
 
-    before: bool = True  # evaluate before training; there is always an evaluation after it
-    every: int = 0  # steps from one evaluation to the next while training goes on; 0: none
+    before: bool = True  # evaluate before training
+    every: int = 0  # steps between evaluations during training; 0: none
 
 
 @dataclass
 class ReferenceConfig:
-    """The frozen model of a loss that has one: model.path as it was before training."""
+    """The frozen model of a loss: the weights of model.path, or with LoRA the base weights."""
 
-    # Its devices: shared (those of the trained model) or own (as many). With adapters there is no
-    # other model: the trained one without them.
+    # Devices: shared (those of the trained model) or own (as many).
     placement: str = "shared"
 
 
@@ -720,10 +691,10 @@ class ReferenceConfig:
 class TrainConfig:
     """Settings of all jobs that train on examples."""
 
-    seed: int = 0  # of data order and adapters; up to 4294967295
+    seed: int = 0  # data order and adapters; up to 4294967295
     output_dir: str = "outputs/train"  # folder of all outputs; new or empty, unless resumed
-    # never, auto (the newest complete training checkpoint in output_dir; a new run if there is
-    # none), or the folder of a training checkpoint, in this or in another output_dir.
+    # never, auto (the newest complete checkpoint in output_dir, else a new run), or the folder of a
+    # training checkpoint.
     resume: str = "never"
     model: ModelConfig = field(default_factory=ModelConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
@@ -768,51 +739,50 @@ class RMConfig(TrainConfig):
 
 @dataclass
 class EvaluatedModelConfig(ModelConfig):
-    # Folder of a Hugging Face checkpoint, or the output_dir of a run: its checkpoint/, or else the
-    # last of its hf/step_NNNNNN.
+    # A Hugging Face checkpoint, or the output_dir of a run: checkpoint/, else the last
+    # hf/step_NNNNNN.
     path: str = ""
-    # Date, YYYY-MM-DD, that chat templates write as that of today. Empty: that of the run, or of
-    # another checkpoint 2024-07-26.
+    # Date, YYYY-MM-DD, that chat templates write as today's. Empty: that of the run, else
+    # 2024-07-26.
     chat_date: str = ""
 
 
 @dataclass
 class SetsConfig:
-    # Data sets by names of your choice, as in data.sets.math=math.parquet: each a parquet file, a
-    # file.jsonl, a folder of save_to_disk of Hugging Face's datasets, or the import path of a
-    # function that returns rows.
+    # By names of your choice, as data.sets.math=math.parquet: files as of data.train_file
+    # (docs/data.md).
     sets: dict[str, str] = field(default_factory=dict)
-    num_prompts: int = 0  # the first ones of each set; 0 uses all
+    num_prompts: int = 0  # first prompts of each set; 0: all
     prompt_column: str = "messages"  # chat messages: list of {role, content}
     answer_column: str = "answer"  # ground truth, passed to the reward
     tools_column: str = ""  # tool schemas for the chat template; empty: none
     max_prompt_tokens: int = 1024  # with the chat template applied
-    long_prompts: str = "refuse"  # those with more tokens: refuse the file, or drop the rows
+    long_prompts: str = "refuse"  # longer ones: refuse (the file) or drop (the rows)
 
 
 @dataclass
 class SamplingConfig(RolloutConfig):
-    """The vLLM servers that generate, and how they sample."""
+    """The servers that generate, and how they sample."""
 
     n: int = 1  # responses per prompt, 1 to 1000
     temperature: float = 1.0  # sampling temperature; 0 takes the most likely token
-    top_p: float = 1.0  # sample from the most likely tokens that have this probability together
+    top_p: float = 1.0  # sample from the likeliest tokens of this total probability
 
 
 @dataclass
 class ScoringConfig:
     # The k of pass@k and majority@k, each up to rollout.n. Empty: 1, 2, 4, ... and rollout.n.
     ks: list[int] = field(default_factory=list)
-    term: str = ""  # the term of reward.terms that says what is correct; empty: the whole reward
-    correct_from: float = 1.0  # a response is correct if its reward is this or more
+    term: str = ""  # term of reward.terms that decides correctness; empty: the sum
+    correct_from: float = 1.0  # a response is correct from this reward on
 
 
 @dataclass
 class EvalConfig:
-    seed: int = 0  # of sampling; up to 4294967295
+    seed: int = 0  # sampling; up to 4294967295
     output_dir: str = "outputs/eval"  # folder of all outputs; new or empty, unless resumed
-    # never, or auto: go on in output_dir, with the sets of which not all samples are there; a new
-    # evaluation if there is none.
+    # never, or auto: continue in output_dir with the incomplete sets; a new evaluation if there is
+    # none.
     resume: str = "never"
     model: EvaluatedModelConfig = field(default_factory=EvaluatedModelConfig)
     data: SetsConfig = field(default_factory=SetsConfig)

@@ -35,7 +35,7 @@ from mcore_rl.engine.base import (
 )
 from mcore_rl.parallel.rendezvous import RendezvousEndpoint, RendezvousServer
 from mcore_rl.reshard.layout import GenerationLayout
-from mcore_rl.weight_sync.spec import TransferSpec
+from mcore_rl.weight_sync.spec import TransferSpec, WeightFormat
 from mcore_rl.weight_sync.transport import WeightTransport, WeightUpdate, connect
 
 # Columns that a pass over samples reads, and those that it may add.
@@ -218,7 +218,10 @@ class ModelWorker:
 
     @register(dispatch_mode=Dispatch.RANK_ZERO)
     def open_weights(
-        self, generation: GenerationLayout, settings: WeightSyncConfig
+        self,
+        generation: GenerationLayout,
+        settings: WeightSyncConfig,
+        weight_format: WeightFormat = "vllm",
     ) -> tuple[RendezvousEndpoint, TransferSpec]:
         """Open a rendezvous for both sides, which stays until the next one; return its endpoint."""
         engine, dtype = self._engine, self._spec.model.dtype
@@ -235,6 +238,7 @@ class ModelWorker:
             dtype,
             settings,
             has_full_tensors=engine.has_full_tensors,
+            weight_format=weight_format,
             family=self._spec.model.family,
         )
         return self._rendezvous.endpoint, spec

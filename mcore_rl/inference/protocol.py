@@ -1,16 +1,23 @@
-"""The interface of a generation server: token ids in, token ids and their log-probs out."""
+"""The contract of a generation server: token ids in, token ids and their log-probs out.
+
+`GenerationServer` is the class behind the setting rollout.backend; `mcore_rl.testing.check_server`
+puts one through its rules.
+"""
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator, Iterator
-from contextlib import AbstractAsyncContextManager, contextmanager
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import ClassVar, Literal, Protocol
 
+from mcore_rl.config.errors import ConfigError, StateError
+from mcore_rl.config.schema import RolloutConfig
 from mcore_rl.data.sample import RoutedExperts
+from mcore_rl.inference.lifecycle import Lifecycle, RequestGate
 from mcore_rl.parallel.rendezvous import RendezvousEndpoint
-from mcore_rl.weight_sync.spec import TransferSpec
+from mcore_rl.weight_sync.spec import TransferSpec, WeightFormat
 
 SleepTag = Literal["weights", "kv_cache"]
 
@@ -37,7 +44,7 @@ class Completion:
     """One response. Lists have one entry per token, including the end-of-sequence token."""
 
     token_ids: list[int]
-    log_probs: list[float]  # nats, with temperature, top_p and top_k applied
+    log_probs: list[float]  # nats, with temperature (at 0 that of 1), top_p and top_k applied
     finish_reason: str  # "stop" (end of sequence, or a stop string), "length" or "abort"
     weight_versions: list[int]  # version of the weights that chose the token
     stop_string: str = ""  # completed by the last token, if any
@@ -73,50 +80,6 @@ class ServerMemory:
     kv_cache_bytes: int
 
 
-class Gate:
-    """A barrier for requests: open unless it is held, for one reason or several.
-
-    All calls are made in one event loop.
-    """
-
-    def __init__(self) -> None:
-        self._reasons: set[str] = set()
-        self._opened = asyncio.Event()
-        self._opened.set()
-
-    @property
-    def is_open(self) -> bool:
-        return self._opened.is_set()
-
-    def is_held(self, reason: str) -> bool:
-        return reason in self._reasons
-
-    def hold(self, reason: str) -> None:
-        """Close the gate until this reason, and all others, are released."""
-        self._reasons.add(reason)
-        self._opened.clear()
-
-    def release(self, reason: str) -> None:
-        """Drop a reason; open the gate if none is left."""
-        self._reasons.discard(reason)
-        if not self._reasons:
-            self._opened.set()
-
-    @contextmanager
-    def hold_during(self, reason: str) -> Iterator[None]:
-        """Hold the gate for the length of a with block."""
-        self.hold(reason)
-        try:
-            yield
-        finally:
-            self.release(reason)
-
-    async def wait_open(self) -> None:
-        """Wait until the gate is open, without a time limit."""
-        while not self.is_open:  # it may have been closed between the event and this task
-            await self._opened.wait()
-
-
 class Generator(Protocol):
     """The part of a server that an agent loop needs."""
 
@@ -145,47 +108,164 @@ class Generator(Protocol):
         """
 
 
-class GenerationServer(Generator, Protocol):
-    """A server of one model.
+@dataclass(frozen=True, slots=True)
+class ServerSpec:
+    """Arguments of a server, the same for every backend."""
 
-    Each call raises StateError in a state that does not allow it (inference/vllm/lifecycle.py).
+    model_path: str  # folder of a Hugging Face checkpoint
+    dtype: str  # of weights and computation: "float32" or "bfloat16"
+    max_model_tokens: int  # prompt and response
+    settings: RolloutConfig  # rollout.*, or those of a frozen model
+    seed: int
+    timeout_s: float | None = None  # limit of each call
+    can_sleep: bool = False  # its devices are a trainer's, too
+    records_experts: bool = False  # as `SamplingParams.experts_from` needs
+    node_rank: int = 0  # among the settings.nodes_per_server nodes of the server
+
+
+@dataclass(frozen=True, slots=True)
+class ServerFeatures:
+    """Abilities of a backend. A setting that needs another is refused before anything starts."""
+
+    # Layout of weights over a transport: "huggingface" (each worker gets all tensors of a
+    # checkpoint, whole) or "vllm". None: checkpoints only (weight_sync.method=full_export).
+    weight_format: WeightFormat | None = None
+    tensor_parallel: bool = False  # rollout.tp above 1, rollout.ep
+    multi_node: bool = False  # rollout.nodes_per_server above 1
+    sleep: bool = False  # devices that are a trainer's, too
+    updates_in_flight: bool = False  # trainer.mode=fully_async
+    routed_experts: bool = False  # actor.moe.router_replay=rollout
+
+
+class GenerationServer(ABC):
+    """A server of one model, in the process of a Ray actor. All calls come from one event loop.
+
+    A call raises StateError in a state that does not allow it (docs/rollout.md). `_lifecycle` and
+    `_request_gate` do so: a call runs inside `run_request`, `run_alone` or `run_beside_requests`
+    of the gate.
+
+    Attributes:
+        engine_name: Name in errors: "... has died".
     """
+
+    features: ClassVar[ServerFeatures] = ServerFeatures()
+    engine_name: ClassVar[str] = "the server"
+
+    def __init__(self, spec: ServerSpec) -> None:
+        """Check the arguments; start nothing. Raises ConfigError."""
+        self.spec = spec
+        self._version = 0
+        self._lifecycle = Lifecycle()
+        self._request_gate = RequestGate(self._lifecycle)
+
+    @classmethod
+    def create(cls, spec: ServerSpec) -> GenerationServer:
+        """Build a server, or a further node of it."""
+        return cls(spec)
+
+    @classmethod  # noqa: B027
+    def check_settings(cls, settings: RolloutConfig, key: str) -> None:
+        """Check settings of this backend before anything starts.
+
+        Args:
+            key: Name of the settings in errors: "rollout", or "models.NAME".
+
+        Raises:
+            ConfigError: one is not allowed.
+        """
+
+    @property
+    def is_headless(self) -> bool:
+        """True on a further node of a server, which gets `prepare`, `start` and `close` only."""
+        return False
 
     @property
     def is_dead(self) -> bool:
         """True once the server's processes have died without `close`."""
+        return False
 
     @property
     def death_reason(self) -> str:
         """The reason why this process has killed the server's processes; else ""."""
+        return ""
 
     @property
     def awaits_update(self) -> bool:
         """True while new requests wait for an update, because the last one in flight failed."""
+        return self._request_gate.awaits_update
 
     @property
     def weight_version(self) -> int:
         """Version of the weights it generates with; the checkpoint it started from is 0."""
+        return self._version
 
-    def prepare(self) -> None:
+    @property
+    def description(self) -> str:
+        """A line for the log once it has started; "" for none."""
+        return ""
+
+    def prepare(self) -> None:  # noqa: B027
         """Import packages that `start` needs. Optional."""
 
+    @abstractmethod
     async def start(self, *, reads_weights: bool = True) -> None:
-        """Load the checkpoint and begin to serve.
+        """Load the checkpoint and begin to serve; on a further node join the first one.
 
         Args:
             reads_weights: Read the checkpoint's weights. Otherwise the server refuses requests
                 until an update.
         """
 
+    @abstractmethod
+    async def submit(
+        self, prompt_ids: list[int], sampling: SamplingParams, *, request_id: str = ""
+    ) -> list[Completion]:
+        """Generate completions: see `Generator.submit`.
+
+        A response ends with a token of `read_stop_ids(spec.model_path)` or the tokenizer's
+        end-of-sequence token, which is its last; with the token that completes a text of
+        `sampling.stop`; or at `sampling.max_tokens`. Completion i of a seeded request is that of
+        the seed sampling.seed + i; it is the same whenever that is asked for, up to rounding.
+
+        Raises:
+            ConfigError: prompt and response exceed spec.max_model_tokens (`_check_length`).
+        """
+
+    async def stream(
+        self, prompt_ids: list[int], sampling: SamplingParams, *, request_id: str = ""
+    ) -> AsyncIterator[NewTokens]:
+        """Yield new tokens: see `Generator.stream`. By default each completion at once."""
+        completions = await self.submit(prompt_ids, sampling, request_id=request_id)
+        for index, c in enumerate(completions):
+            yield NewTokens(index, c.token_ids, c.log_probs, c.finish_reason)
+
+    @abstractmethod
+    async def abort(self, request_id: str) -> None:
+        """End a request: see `Generator.abort`. No error if there is none of this name."""
+
+    def start_together(self) -> AbstractAsyncContextManager[None]:
+        """Hold requests: see `Generator.start_together`. By default they start at once."""
+        return self._request_gate.start_together()
+
+    def _check_length(self, num_prompt: int, num_new: int, setting: str = "") -> None:
+        """Raise ConfigError if a prompt and its response exceed the server's maximum length."""
+        if num_prompt + num_new > self.spec.max_model_tokens:
+            raise ConfigError(
+                f"a prompt of {num_prompt} tokens and {setting}{num_new} exceed the server's "
+                f"{self.spec.max_model_tokens} tokens"
+            )
+
     async def connect_weights(
         self, endpoint: RendezvousEndpoint, spec: TransferSpec, first_rank: int
     ) -> None:
         """Join the ranks of `spec`: this server's workers are generation ranks from `first_rank`.
 
+        May be called again, when training ranks or servers have joined or left.
+
         Raises:
             RuntimeError: with the reason of every worker that failed.
         """
+        raise StateError(f"{self.engine_name} takes no weights over a transport")
 
     async def update(
         self, version: int, *, in_flight: bool = False, recompute_cache: bool = False
@@ -199,13 +279,16 @@ class GenerationServer(Generator, Protocol):
             in_flight: Pause running requests and continue them with the new weights; new ones
                 wait. Without it running requests are an error.
             recompute_cache: Compute keys and values of running requests again with the new
-                weights. Otherwise they keep those of the older weights.
+                weights. Otherwise they keep those of the older weights, unless the backend always
+                computes them again.
 
         Raises:
             RuntimeError: a worker did not receive everything; with every worker's reason.
             PeerError: the same, and all workers that failed blame the trainer.
         """
+        raise StateError(f"{self.engine_name} takes no weights over a transport")
 
+    @abstractmethod
     async def load_checkpoint(
         self, path: str, version: int, *, in_flight: bool = False, recompute_cache: bool = False
     ) -> None:
@@ -223,12 +306,25 @@ class GenerationServer(Generator, Protocol):
                 values anew and continue; new ones wait until then. Without it running requests
                 are an error.
         """
+        raise StateError("the server cannot sleep: its backend has no such feature")
 
     async def wake(self, tag: SleepTag) -> None:
         """Allocate the weights, which then need an update, or after that the KV cache."""
+        raise StateError("the server cannot wake: its backend has no such feature")
 
     async def memory(self) -> ServerMemory:
-        """Return the memory of weights and KV cache."""
+        """Return the memory of weights and KV cache; 0 if the backend does not measure it."""
+        return ServerMemory(0, 0)
+
+    def synchronize_call(self) -> None:  # noqa: B027
+        """Wait on further nodes of a server until its first node has finished a call.
+
+        Called on all nodes, after each call that is for all of them.
+
+        Raises:
+            PeerError: the first node has died.
+        """
 
     async def close(self) -> None:
         """End the server and its processes; safe to call twice."""
+        self._request_gate.close()

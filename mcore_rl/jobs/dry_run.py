@@ -16,6 +16,7 @@ from mcore_rl.config.resolve import are_colocated, resolve, resolve_for_lane
 from mcore_rl.config.resolve_train import resolve_train
 from mcore_rl.config.schema import Layout, RLConfig, TrainConfig
 from mcore_rl.engine.base import load_backend
+from mcore_rl.inference.registry import load_server_class
 from mcore_rl.jobs.disk_space import compute_weight_bytes
 from mcore_rl.jobs.memory_plan import (
     ITEMSIZES,
@@ -33,11 +34,11 @@ from mcore_rl.jobs.placement import (
     detect_lane,
     get_frozen_engines,
     get_server_config,
+    has_experts,
 )
 from mcore_rl.jobs.preflight import (
     Inputs,
     check_existing_inputs,
-    has_experts,
     has_weights,
     list_unset_data,
 )
@@ -389,6 +390,8 @@ def compute_sync_traffic(config: RLConfig, model: HFConfig, gpus_per_node: int) 
         )
     num_mtp = get_family(model).num_mtp_layers(model) if engine.mtp_loss_coef else 0
     layout = build_generation_layout(config.rollout, config.rollout.num_servers)
+    weight_format = load_server_class(config.rollout).features.weight_format
+    assert weight_format is not None  # else weight_sync.method is full_export
     spec = TransferSpec(
         engine.layout,
         num_mtp,
@@ -396,6 +399,7 @@ def compute_sync_traffic(config: RLConfig, model: HFConfig, gpus_per_node: int) 
         config.model.dtype,
         config.weight_sync,
         has_full_tensors=load_backend(engine, "actor").engines["language_model"].has_full_tensors,
+        weight_format=weight_format,
     )
     plan = plan_transfer(spec, model, ITEMSIZES[config.model.dtype], domains)
     local = in_node = 0

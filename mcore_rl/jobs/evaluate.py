@@ -30,6 +30,7 @@ from mcore_rl.data.batch import Batch
 from mcore_rl.data.datasets import PromptDataset
 from mcore_rl.data.prompt_batches import build_held_out_batch
 from mcore_rl.data.tokenizer import check_tokenizer_matches, load_tokenizer
+from mcore_rl.inference.registry import check_server_settings
 from mcore_rl.jobs.dry_run import print_lines, print_role
 from mcore_rl.jobs.failure import RunFailed, summarize_failure
 from mcore_rl.jobs.memory_plan import plan_roles
@@ -191,6 +192,7 @@ def _check_inputs(config: EvalConfig) -> _Inputs:
     )
     RewardManager(config.reward, config.rollout.max_response_tokens)  # checks names and settings
     check_judge_models(config.reward, ())
+    check_server_settings(run.rollout)
     check_model(run)
     tokenizer = load_tokenizer(run.model.path, run.model.chat_date)
     check_tokenizer_matches(tokenizer, get_field(read_config(run.model.path), "vocab_size"))

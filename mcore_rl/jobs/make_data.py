@@ -22,8 +22,8 @@ from mcore_rl.config.json_file import read_json_object
 from mcore_rl.config.resolve import MAX_SEED
 from mcore_rl.data.files import Row, RowSource, open_file, open_rows
 from mcore_rl.data.publishers import PUBLISHERS, Publisher, RowSkipped, Values
+from mcore_rl.examples.tasks.registry import TASKS
 from mcore_rl.jobs.failure import RunFailed
-from mcore_rl.jobs.tasks import TASKS
 
 GROUP_ROWS = 1000  # rows of a row group, which a reader of one row reads
 

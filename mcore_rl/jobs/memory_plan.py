@@ -24,6 +24,7 @@ from mcore_rl.config.schema import (
     RolloutConfig,
     TrainConfig,
 )
+from mcore_rl.inference.registry import load_server_class
 from mcore_rl.jobs.placement import (
     get_frozen_engines,
     get_frozen_paths,
@@ -35,16 +36,15 @@ from mcore_rl.models.base import (
     HFConfig,
     get_family,
     get_model_sizes,
-    get_vllm_weights,
     pad_vocab_size,
     read_config,
 )
 from mcore_rl.models.heads import build_value_config, map_model_weights, map_value_weights
 from mcore_rl.parallel.mesh import Chunk, Mesh, split_into_chunks
-from mcore_rl.reshard.layout import GenerationLayout, GenerationRanks, Ranks, TrainingRanks
+from mcore_rl.reshard.layout import GenerationLayout, Ranks, TrainingRanks
 from mcore_rl.reshard.rules import Shard, Weight
 from mcore_rl.rollout.weight_updater import build_generation_layout
-from mcore_rl.weight_sync.spec import build_full_side
+from mcore_rl.weight_sync.spec import build_generation_side
 
 ITEMSIZES = {"float32": 4, "bfloat16": 2}
 _FLOAT32 = 4  # bytes of a gradient, a main parameter, each of Adam's two moments
@@ -71,6 +71,7 @@ class RolePlan:
     task: str  # such as "log-probs, updates"
     layout: str  # axes above 1
     stages: tuple[StagePlan, ...]
+    has_servers: bool = False
 
     @property
     def num_ranks(self) -> int:
@@ -112,10 +113,10 @@ def plan_roles(config: RLConfig, model: HFConfig) -> list[RolePlan]:
         if role == "reward_model":
             frozen, task = build_value_config(frozen), "scores of responses"
         plans.append(_plan_engine(role, task, engine, config, frozen, trains=False))
-    task = f"generation: {_format_servers(config.rollout.num_servers)}"
+    task = f"generation: {_format_servers(config.rollout)}"
     plans.append(_plan_servers("rollout", task, config.rollout, config, model))
     for name, served in build_served_models(config).items():
-        task = f"frozen: {_format_servers(served.servers.num_servers)}"
+        task = f"frozen: {_format_servers(served.servers)}"
         frozen = read_config(served.path) if served.path else model
         plans.append(_plan_servers(f"{ROLE}{name}", task, served.servers, config, frozen))
     return plans
@@ -206,21 +207,25 @@ def _compute_optimizer_bytes(
     return (dense + expert) * _FLOAT32 * (2 if itemsize == _FLOAT32 else 3)
 
 
-def _format_servers(num_servers: int) -> str:
-    return f"{num_servers} vLLM server{'s' * (num_servers > 1)}"
+def _format_servers(servers: RolloutConfig) -> str:
+    backend = "vLLM" if servers.backend == "vllm" else servers.backend.rpartition(":")[2]
+    return f"{servers.num_servers} {backend} server{'s' * (servers.num_servers > 1)}"
 
 
 def _plan_servers(
     name: str, task: str, rollout: RolloutConfig, config: RLConfig, model: HFConfig
 ) -> RolePlan:
-    """Plan a role with vLLM servers, which are all equal: one stage."""
+    """Plan a role with servers, which are all equal: one stage.
+
+    The size of the KV cache is known of vLLM only.
+    """
     sizes = get_model_sizes(model)
     layout = build_generation_layout(rollout, rollout.num_servers)
-    rank_counts = _count_elements(
-        GenerationRanks(layout, sizes.num_layers, sizes.num_experts),
-        _list_served_weights(model),
-        LoRAConfig(),
-    )
+    weight_format = load_server_class(rollout).features.weight_format or "huggingface"
+    if get_family(model).vllm_weights is None:
+        weight_format = "huggingface"  # all tensors on each worker, at most
+    ranks, (_, weights) = build_generation_side(model, layout, weight_format)
+    rank_counts = _count_elements(ranks, weights, LoRAConfig())
     # Experts may not divide evenly.
     largest = max(rank_counts, key=lambda counts: counts.parameters)
     stage = StagePlan(
@@ -230,17 +235,10 @@ def _plan_servers(
         weight_bytes=_compute_weight_bytes(largest, ITEMSIZES[config.model.dtype]),
         gradient_bytes=0,
         optimizer_bytes=0,
-        cache_bytes=rollout.kv_cache_bytes,
+        cache_bytes=rollout.kv_cache_bytes if rollout.backend == "vllm" else 0,
     )
     server = GenerationLayout(tp=rollout.tp)
-    return RolePlan(name, task, _format_axes(server) + " ep" * rollout.ep, (stage,))
-
-
-def _list_served_weights(model: HFConfig) -> Sequence[Weight]:
-    """Return the rules of vLLM's parameters; without any, all tensors on each worker."""
-    if get_family(model).vllm_weights is None:
-        return build_full_side(model, 1)[1]
-    return get_vllm_weights(model)
+    return RolePlan(name, task, _format_axes(server) + " ep" * rollout.ep, (stage,), True)
 
 
 def _count_elements(
@@ -325,7 +323,7 @@ def compute_memory_phases(
 
 
 def _compute_phase(config: RLConfig, model: HFConfig, plan: RolePlan) -> MemoryPhase:
-    if plan.stages[0].cache_bytes:  # a role with servers
+    if plan.has_servers:
         [stage] = plan.stages
         return MemoryPhase(plan.name, stage.weight_bytes, cache=stage.cache_bytes)
     trained = config.warm_start if plan.name == "warm_start" else config.actor

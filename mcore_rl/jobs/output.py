@@ -28,8 +28,8 @@ from mcore_rl.config.schema import (
     TrainConfig,
 )
 from mcore_rl.controller.process_cleanup import clean_up_on_exit
+from mcore_rl.data.prepared_task import prepared
 from mcore_rl.data.sample_tables import list_tables, resume_tables
-from mcore_rl.data.tasks.prepared import prepared
 from mcore_rl.jobs.failure import RunFailed
 from mcore_rl.observability.console import (
     MeanWithError,

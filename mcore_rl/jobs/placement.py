@@ -22,7 +22,7 @@ from mcore_rl.controller.ray_session import has_gpus
 from mcore_rl.controller.resource_pool import ResourcePool
 from mcore_rl.controller.worker_group import WorkerGroup
 from mcore_rl.data.routed_experts import ExpertLayers
-from mcore_rl.models.base import get_family, list_moe_layers, read_config
+from mcore_rl.models.base import get_family, get_model_sizes, list_moe_layers, read_config
 from mcore_rl.parallel.mesh import split_into_chunks
 from mcore_rl.rollout.server_pool import ServerPool
 
@@ -162,6 +162,11 @@ def detect_lane() -> str:
 def get_device_resource() -> str:
     """Return Ray's name of a device."""
     return "GPU" if detect_lane() == "cuda" else CPU_RESOURCE
+
+
+def has_experts(config: RLConfig) -> bool:
+    """Return whether the model is a mixture of experts; the models of built-in tasks are."""
+    return bool(config.task.name or get_model_sizes(read_config(config.model.path)).num_experts)
 
 
 def list_replayed_experts(config: RLConfig) -> ExpertLayers | None:

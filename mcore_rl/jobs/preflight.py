@@ -15,15 +15,15 @@ from mcore_rl.agents.chat_template.codec import parse_messages
 from mcore_rl.algorithms.advantages import ADVANTAGES, GDPOSettings
 from mcore_rl.algorithms.sample_choice import CURRICULA, GROUP_FILTERS, DropUniformSettings
 from mcore_rl.checkpoint.hf import CheckpointReader, read_checkpoint_config
-from mcore_rl.config.checks import check_choice, check_divides
+from mcore_rl.config.checks import check_choice
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.config.resolve import list_test_files, list_train_files
+from mcore_rl.config.resolve import get_loop, list_test_files, list_train_files
 from mcore_rl.config.resolve_algorithm import TOP_TOKEN_LOSSES, build_teachers
 from mcore_rl.config.resolve_engine import resolve_schedule
 from mcore_rl.config.resolve_rollout import (
     build_served_models,
     list_reward_terms,
-    resolve_rollout_model,
+    resolve_vllm_model,
 )
 from mcore_rl.config.schema import EngineConfig, MoEConfig, RewardConfig, RLConfig
 from mcore_rl.data.batch import Batch
@@ -34,8 +34,8 @@ from mcore_rl.data.datasets import (
 )
 from mcore_rl.data.examples import load_chats
 from mcore_rl.data.files import open_rows
+from mcore_rl.data.prepared_task import prepared
 from mcore_rl.data.rows import Column
-from mcore_rl.data.tasks.prepared import prepared
 from mcore_rl.data.tokenizer import (
     check_tokenizer_matches,
     has_tokenizer,
@@ -44,14 +44,16 @@ from mcore_rl.data.tokenizer import (
     read_tokenizer,
 )
 from mcore_rl.engine.base import check_engine_settings, list_unread_settings, load_backend
+from mcore_rl.examples.tasks.registry import TASKS
+from mcore_rl.inference.registry import check_server_settings
 from mcore_rl.jobs.placement import (
     detect_lane,
     get_frozen_engines,
     get_frozen_paths,
     get_served_models,
+    list_engine_roles,
     needs_critic,
 )
-from mcore_rl.jobs.tasks import TASKS
 from mcore_rl.models.base import (
     SEQUENCE,
     HFConfig,
@@ -72,9 +74,10 @@ from mcore_rl.rewards.manager import (
     check_judge_models,
 )
 from mcore_rl.rewards.registry import get_parts
+from mcore_rl.trainers.device_sharing import servers_sleep
 from mcore_rl.trainers.policy_loss import check_functions, check_greedy
-from mcore_rl.weight_sync.nixl import import_nixl
 from mcore_rl.weight_sync.shared_memory import check_allocator
+from mcore_rl.weight_sync.transport import check_transport
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -151,11 +154,6 @@ def has_weights(config: RLConfig) -> bool:
     return any(Path(config.model.path).glob("*.safetensors*"))
 
 
-def has_experts(config: RLConfig) -> bool:
-    """Return whether the model is a mixture of experts; the models of built-in tasks are."""
-    return bool(config.task.name or get_model_sizes(read_config(config.model.path)).num_experts)
-
-
 def prepare_task(config: RLConfig, folder: Path, *, exists: bool = False) -> RLConfig:
     """Make the built-in task of config.task, if any; return settings with its model and data.
 
@@ -182,6 +180,7 @@ def prepare_task(config: RLConfig, folder: Path, *, exists: bool = False) -> RLC
 def _check_choices(config: RLConfig) -> None:
     check_functions(config.algorithm, config.agent.loop)
     check_greedy(config)
+    check_servers(config)
     if curriculum := config.data.curriculum.name:
         CURRICULA.bind(curriculum, config.data.curriculum.settings)
     check_trackers(config.trainer.trackers)
@@ -189,8 +188,8 @@ def _check_choices(config: RLConfig) -> None:
     RewardManager(config.reward, min(filter(None, lengths)))  # checks names and settings
     check_judge_models(config.reward, build_served_models(config))
     check_reward_parts(config)
-    if config.weight_sync.method == "disaggregated" and config.weight_sync.transport == "nixl":
-        import_nixl()
+    if config.weight_sync.method == "disaggregated":
+        check_transport(config.weight_sync.transport)
     _check_engines(config)
     if detect_lane() == "cuda" and config.weight_sync.method == "colocated":
         check_allocator()
@@ -222,6 +221,35 @@ def _check_warm_start(config: RLConfig) -> None:
         raise ConfigError(
             f"warm_start.{name.replace('moe.', 'moe_')}={value!r}: actor.backend="
             f"{engine.backend!r} does not read it; allowed: {default!r}"
+        )
+
+
+def check_servers(config: RLConfig) -> None:
+    """Check what the run needs of its servers against the features of their backends."""
+    for name, model in build_served_models(config).items():
+        check_server_settings(model.servers, f"models.{name}")
+    features = check_server_settings(config.rollout)
+    servers = f"servers of rollout.backend={config.rollout.backend!r}"
+    if not features.sleep and servers_sleep(config.placement, list_engine_roles(config)):
+        raise ConfigError(
+            f"placement.rollout={config.placement.rollout!r}: {servers} cannot sleep while other "
+            "roles use their devices; allowed: 'own', with weight_sync.method='disaggregated' or "
+            "'full_export'"
+        )
+    if not features.updates_in_flight and get_loop(config.trainer) == "fully_async":
+        raise ConfigError(
+            f"trainer.mode={config.trainer.mode!r}: {servers} take no weights while they generate; "
+            "allowed: 'sync', 'one_step_off'"
+        )
+    if not features.routed_experts and config.actor.moe.router_replay == "rollout":
+        raise ConfigError(
+            f"actor.moe.router_replay='rollout': {servers} record no experts; allowed: 'off', "
+            "'record'"
+        )
+    if features.weight_format is None and config.weight_sync.method != "full_export":
+        raise ConfigError(
+            f"weight_sync.method={config.weight_sync.method!r}: {servers} take checkpoints only; "
+            "allowed: 'full_export'"
         )
 
 
@@ -321,7 +349,9 @@ def check_layouts(config: RLConfig) -> HFConfig:
     hf_config = read_checkpoint_config(config.model.path)
     sizes = get_model_sizes(hf_config)
     load_backend(config.actor, "actor").check_model("actor", config.actor, hf_config)
-    if config.actor.moe.router_replay == "rollout" and sizes.is_mla and detect_lane() == "cpu":
+    is_vllm = config.rollout.backend == "vllm"
+    replays = config.actor.moe.router_replay == "rollout"
+    if is_vllm and replays and sizes.is_mla and detect_lane() == "cpu":
         raise ConfigError(
             "actor.moe.router_replay='rollout': vLLM on a CPU records no experts of models with "
             "latent attention; allowed: 'off', 'record'"
@@ -333,14 +363,15 @@ def check_layouts(config: RLConfig) -> HFConfig:
         _check_critic(config, hf_config)
     _check_frozen_layouts(config)
     _check_served_layouts(config)
-    resolve_rollout_model(config.rollout, sizes)
     method = config.weight_sync.method
-    if method != "full_export" and get_family(hf_config).vllm_weights is None:
-        raise ConfigError(
-            f"weight_sync.method={method!r}: the family {get_family(hf_config).name!r} has no "
-            "vllm_weights, the rules of vLLM's parameters; allowed: 'full_export'"
-        )
-    _check_kv_cache(config, hf_config)
+    if is_vllm:
+        if method != "full_export" and get_family(hf_config).vllm_weights is None:
+            raise ConfigError(
+                f"weight_sync.method={method!r}: the family {get_family(hf_config).name!r} has no "
+                "vllm_weights, the rules of vLLM's parameters; allowed: 'full_export'"
+            )
+        resolve_vllm_model("rollout", config.rollout, sizes)
+        _check_kv_cache(config, hf_config)
     _check_lengths(config)
     return hf_config
 
@@ -510,16 +541,15 @@ def _check_served_layouts(config: RLConfig) -> None:
                 "language model"
             )
         get_family(hf_config)
-        sizes = get_model_sizes(hf_config)
-        check_divides(f"{key}.tp", servers.tp, "attention heads", sizes.num_attention_heads)
-        if servers.ep and not sizes.num_experts:
-            raise ConfigError(f"{key}.ep=true: the model has no experts; allowed: false")
         positions = hf_config.get("max_position_embeddings")
         if positions is not None and model.max_context > positions:
             raise ConfigError(
                 f"{key}.max_context={model.max_context}; allowed: up to the model's "
                 f"max_position_embeddings={positions}"
             )
+        if servers.backend != "vllm":
+            continue
+        resolve_vllm_model(key, servers, get_model_sizes(hf_config))
         itemsize = getattr(torch, config.model.dtype).itemsize
         least = model.max_context * count_kv_elements_per_token(hf_config, servers.tp) * itemsize
         if servers.kv_cache_bytes < least:

@@ -51,11 +51,12 @@ from mcore_rl.jobs.placement import (
     get_frozen_engines,
     get_frozen_paths,
     get_served_models,
+    has_experts,
     list_engine_roles,
     list_rank_nodes,
     list_replayed_experts,
 )
-from mcore_rl.jobs.preflight import Inputs, check_inputs, has_experts
+from mcore_rl.jobs.preflight import Inputs, check_inputs
 from mcore_rl.jobs.resume import (
     WARM_START,
     check_data,
@@ -73,14 +74,13 @@ from mcore_rl.rollout.server_pool import LoadFormat, ServerPool
 from mcore_rl.rollout.weight_updater import ExportError, connect
 from mcore_rl.rollout.worker import ModelServer, ModelServerSpec, RolloutSpec, RolloutWorker
 from mcore_rl.trainers import supervised
-from mcore_rl.trainers.base import RLTrainer, TrainerInputs
+from mcore_rl.trainers.base import RLTrainer, TrainerInputs, load_trainer
 from mcore_rl.trainers.checkpointing import CheckpointManager, Stateful, how_to_resume
 from mcore_rl.trainers.device_sharing import DeviceSharing, servers_sleep, shares_devices
 from mcore_rl.trainers.evaluation import build_test_sets
 from mcore_rl.trainers.objectives import SupervisedObjective
 from mcore_rl.trainers.policy_checks import compute_logprob_gaps
 from mcore_rl.trainers.policy_loss import reads_squares
-from mcore_rl.trainers.registry import load_trainer
 from mcore_rl.trainers.sample_log import SampleLog
 
 if TYPE_CHECKING:
@@ -106,18 +106,10 @@ def run(config: RLConfig) -> None:
         PeakMemory() as memory,
     ):
         with show_waiting("checking the inputs"):
-            checkpoint = find_checkpoint_on_nodes(config, run_lock.folder)
-            if last := get_end_step(config, checkpoint, run_lock.folder):
-                print(f"the run in {run_lock.folder} has ended after step {last}")
-                return
-            if checkpoint is None and config.resume == "auto":
-                remove_warm_start(run_lock.folder)
-            prepared = prepare_settings(config, run_lock.folder, checkpoint)
-            inputs = check_inputs(prepared)
-            digests = check_data(checkpoint, prepared.data, inputs.train, inputs.tests.values())
-            disk_space.check_disk_space(
-                prepared, run_lock.folder, checkpoint.step if checkpoint else 0
-            )
+            start = _check_start(config, run_lock.folder)
+        if start is None:
+            return
+        prepared, inputs, checkpoint = start.config, start.inputs, start.checkpoint
         with (
             open_session(prepared, count_devices(build_pool_plans(prepared)), scratch_dir),
             summarize_failure(get_log_dir(run_lock.folder) / TRACES),
@@ -127,10 +119,36 @@ def run(config: RLConfig) -> None:
             output, ranks = RunOutput(run_lock.folder, config, checkpoint), None
             if inputs.examples is not None:
                 prepared, ranks = _warm_start(prepared, inputs.examples, output, pools, stack)
-            _Run(config, prepared, inputs, digests, output, checkpoint, stop).train(pools, ranks)
+            run = _Run(config, prepared, inputs, start.digests, output, checkpoint, stop)
+            run.train(pools, ranks)
         if config.task.name:  # the models of built-in tasks are small
             _record_example(inputs, output)
         output.finish(peak_memory_bytes=memory.peak_bytes, wall_s=time.monotonic() - started)
+
+
+@dataclass(frozen=True, slots=True)
+class _Start:
+    """The checked inputs of a run."""
+
+    config: RLConfig  # with the model and data that were made
+    inputs: Inputs
+    digests: dict[str, str]  # of the data sources, by setting
+    checkpoint: RunCheckpoint | None  # to resume from
+
+
+def _check_start(config: RLConfig, folder: Path) -> _Start | None:
+    """Find the checkpoint to resume from, and check all inputs. None: the run has ended already."""
+    checkpoint = find_checkpoint_on_nodes(config, folder)
+    if last := get_end_step(config, checkpoint, folder):
+        print(f"the run in {folder} has ended after step {last}")
+        return None
+    if checkpoint is None and config.resume == "auto":
+        remove_warm_start(folder)
+    config = prepare_settings(config, folder, checkpoint)
+    inputs = check_inputs(config)
+    digests = check_data(checkpoint, config.data, inputs.train, inputs.tests.values())
+    disk_space.check_disk_space(config, folder, checkpoint.step if checkpoint else 0)
+    return _Start(config, inputs, digests, checkpoint)
 
 
 @contextlib.contextmanager

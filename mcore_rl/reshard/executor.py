@@ -94,6 +94,12 @@ class ReceivedSlice:
     source_rank: int  # training rank
     checksum: int | None = None  # of the box on the training rank; None: not verified
 
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        """The box of the parameter that the data is for."""
+        pairs = zip(self.offset, self.data.shape, strict=True)
+        return tuple(slice(start, start + size) for start, size in pairs)
+
 
 @dataclass(frozen=True, slots=True)
 class Bucket:

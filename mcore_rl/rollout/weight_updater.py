@@ -12,6 +12,7 @@ from mcore_rl.config.resolve import get_loop
 from mcore_rl.config.schema import RLConfig, RolloutConfig, WeightSyncConfig
 from mcore_rl.controller.pending_call import Timeout, gather_results
 from mcore_rl.controller.worker_group import WorkerGroup
+from mcore_rl.inference.registry import load_server_class
 from mcore_rl.parallel import rendezvous
 from mcore_rl.parallel.rendezvous import RendezvousConnectionError, RendezvousEndpoint
 from mcore_rl.reshard.layout import GenerationLayout
@@ -37,7 +38,7 @@ class WeightSync(Protocol):
 
 @dataclass(slots=True)
 class TransportSync:
-    """Sends each worker of every server its shards, by a WeightTransport between all ranks.
+    """Sends each worker of every server its weights, by a WeightTransport between all ranks.
 
     The ranks connect anew when servers have joined or left.
 
@@ -69,7 +70,9 @@ class TransportSync:
         if membership == self._connected:
             return True
         layout = build_generation_layout(self.rollout, self.servers.num_up)
-        endpoint, spec = self.actor.open_weights(layout, self.settings)
+        weight_format = load_server_class(self.rollout).features.weight_format
+        assert weight_format is not None  # else weight_sync.method is full_export
+        endpoint, spec = self.actor.open_weights(layout, self.settings, weight_format)
         actors = self.actor.connect_weights.submit(endpoint, spec)
 
         def get_arguments(index: int) -> tuple[object, ...]:
@@ -100,7 +103,7 @@ class TransportSync:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointSync:
-    """Writes a Hugging Face checkpoint that servers load with vLLM's own reload.
+    """Writes a Hugging Face checkpoint that servers load.
 
     Slow for large models; works for every layout; the reference for tests of the transports.
     """

@@ -31,9 +31,14 @@ from mcore_rl.data.batch import Batch
 from mcore_rl.data.routed_experts import ExpertLayers, add_experts
 from mcore_rl.data.sample import Sample
 from mcore_rl.data.tokenizer import load_tokenizer, read_stop_ids
-from mcore_rl.inference.protocol import GenerationServer, SamplingParams, ServerMemory, SleepTag
-from mcore_rl.inference.vllm.processes import ServerNodes
-from mcore_rl.inference.vllm.server import HeadlessWorkers, VLLMServer
+from mcore_rl.inference.protocol import (
+    GenerationServer,
+    SamplingParams,
+    ServerMemory,
+    ServerSpec,
+    SleepTag,
+)
+from mcore_rl.inference.registry import create_server
 from mcore_rl.parallel.rendezvous import RendezvousEndpoint
 from mcore_rl.rewards.manager import RewardManager
 from mcore_rl.weight_sync.spec import TransferSpec
@@ -222,24 +227,19 @@ class RolloutWorker:
         rank, count = int(os.environ.get("RANK", "0")), spec.rollout.nodes_per_server
         if spec.gpu_ids:
             os.environ["CUDA_VISIBLE_DEVICES"] = spec.gpu_ids[number * count + rank]
-        self._nodes: ServerNodes | None = None
-        if count > 1:
-            self._nodes = ServerNodes(count, rank, count, spec.timeout_s)
-        server = VLLMServer(
-            spec.model_path,
-            spec.dtype,
-            spec.max_model_tokens,
-            spec.rollout,
-            spec.seed,
-            timeout_s=spec.timeout_s,
-            can_sleep=spec.can_sleep,
-            nodes=self._nodes,
-            records_experts=spec.experts is not None,
+        self._server = create_server(
+            ServerSpec(
+                spec.model_path,
+                spec.dtype,
+                spec.max_model_tokens,
+                spec.rollout,
+                spec.seed,
+                timeout_s=spec.timeout_s,
+                can_sleep=spec.can_sleep,
+                records_experts=spec.experts is not None,
+                node_rank=rank,
+            )
         )
-        self._server: GenerationServer = server
-        self._headless: HeadlessWorkers | None = None
-        if self._nodes is not None and not self._nodes.is_first:
-            self._headless = HeadlessWorkers(server)
         tokenizer = load_tokenizer(spec.model_path, spec.chat_date)
         self._reward_manager = RewardManager(spec.reward, decode=tokenizer.decode)
         self._agent: SingleTurnLoop | AgentRunner
@@ -275,10 +275,9 @@ class RolloutWorker:
         """
         try:
             with self._check_alive():
-                return None if self._headless else self._wait(call(self._server))
+                return None if self._server.is_headless else self._wait(call(self._server))
         finally:
-            if self._nodes is not None:
-                self._nodes.synchronize_call()
+            self._server.synchronize_call()
 
     @contextlib.contextmanager
     def _check_alive(self) -> Iterator[None]:
@@ -289,10 +288,10 @@ class RolloutWorker:
             if not self._server.is_dead:
                 raise
             reason = self._server.death_reason or error
-            raise DiedError(f"vLLM's engine has died ({reason})") from error
+            raise DiedError(f"{self._server.engine_name} has died ({reason})") from error
         if self._server.is_dead:
             reason = self._server.death_reason
-            raise DiedError(f"vLLM's engine has died{reason and f' ({reason})'}")
+            raise DiedError(f"{self._server.engine_name} has died{reason and f' ({reason})'}")
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, is_start=True)
     def prepare(self) -> None:
@@ -305,9 +304,7 @@ class RolloutWorker:
         self._wait(self._start(reads_weights))
 
     async def _start(self, reads_weights: bool) -> None:
-        await (self._headless or self._server).start(reads_weights=reads_weights)
-        if self._headless is None and isinstance(self._server, VLLMServer):
-            print(f"vLLM's model runner: {self._server.model_runner}")
+        await start_server(self._server, reads_weights=reads_weights)
         self._idle.end("start")
 
     @register(dispatch_mode=Dispatch.RANK_ZERO)
@@ -352,7 +349,7 @@ class RolloutWorker:
         Raises:
             Exception: a reward or a loop raised it; that group is forgotten.
         """
-        if self._headless:
+        if self._server.is_headless:
             return None
         if not 0 <= wait_s < self._spec.timeout_s:
             raise ValueError(f"wait_s={wait_s:g}; allowed: 0 to less than {self._spec.timeout_s:g}")
@@ -374,7 +371,7 @@ class RolloutWorker:
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def connect_models(self, addresses: Mapping[str, ModelAddress]) -> None:
         """Connect loops and rewards with the servers of frozen models."""
-        if self._headless or not addresses:
+        if self._server.is_headless or not addresses:
             return
         from mcore_rl.agents.chat_template.validation import select_codec
         from mcore_rl.agents.frozen_model import FrozenModel, RemoteGenerator, make_judge_post
@@ -469,7 +466,7 @@ class RolloutWorker:
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def idle_s(self) -> float | None:
         """Return the server's idle seconds since its start; None on further nodes."""
-        return None if self._headless else self._wait(self._read_idle_s())
+        return None if self._server.is_headless else self._wait(self._read_idle_s())
 
     async def _read_idle_s(self) -> float:
         return self._idle.seconds
@@ -477,8 +474,6 @@ class RolloutWorker:
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def shut_down(self) -> None:
         """End all groups, and the server."""
-        if self._headless:
-            self._headless.close()
         for groups in self._streams.values():
             self._wait(groups.abandon([*groups.ids]))
         if not isinstance(self._agent, SingleTurnLoop):
@@ -487,6 +482,13 @@ class RolloutWorker:
         for remote in self._remotes:
             self._wait(remote.close())
         self._wait(self._server.close())
+
+
+async def start_server(server: GenerationServer, *, reads_weights: bool = True) -> None:
+    """Start a server and print a line on its engine, if it has one."""
+    await server.start(reads_weights=reads_weights)
+    if server.description:
+        print(server.description)
 
 
 def list_prompts(prompts: Batch) -> list[Prompt]:
@@ -532,13 +534,15 @@ class ModelServer:
 
     def __init__(self, spec: ModelServerSpec) -> None:
         self._spec = spec
-        self._server = VLLMServer(
-            spec.model_path,
-            spec.dtype,
-            spec.max_context,
-            spec.servers,
-            spec.seed,
-            timeout_s=spec.timeout_s,
+        self._server = create_server(
+            ServerSpec(
+                spec.model_path,
+                spec.dtype,
+                spec.max_context,
+                spec.servers,
+                spec.seed,
+                timeout_s=spec.timeout_s,
+            )
         )
         self._http: HttpServer | None = None
         self._wait = EventLoopThread(spec.timeout_s).run
@@ -559,15 +563,14 @@ class ModelServer:
         from mcore_rl.agents.api_server.app import build_generate_app
         from mcore_rl.agents.api_server.http_server import HttpServer
 
-        await self._server.start()
-        print(f"vLLM's model runner: {self._server.model_runner}")
+        await start_server(self._server)
         app = build_generate_app(self._server, self._spec.key, self._spec.max_context)
         self._http = HttpServer(app, host)
         await self._http.start()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def shut_down(self) -> None:
-        """End the HTTP server and vLLM's."""
+        """End the HTTP server and the generation server."""
         if self._http is not None:
             self._wait(self._http.close())
         self._wait(self._server.close())

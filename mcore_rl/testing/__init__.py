@@ -16,15 +16,28 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from mcore_rl.testing.engine import check_engine
     from mcore_rl.testing.family import check_family
+    from mcore_rl.testing.server import check_server
     from mcore_rl.testing.tracker import check_tracker
+    from mcore_rl.testing.trainer import check_trainer
+    from mcore_rl.testing.transport import check_transport
 
 _MODULES = {
     "check_engine": "engine",
     "check_family": "family",
+    "check_server": "server",
     "check_tracker": "tracker",
+    "check_trainer": "trainer",
+    "check_transport": "transport",
 }
 
-__all__ = ["check_engine", "check_family", "check_tracker"]
+__all__ = [
+    "check_engine",
+    "check_family",
+    "check_server",
+    "check_tracker",
+    "check_trainer",
+    "check_transport",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -7,12 +7,20 @@ A loop is a subclass with a `train` of its own:
             for step in self.steps():
                 with self.timer("generate"):
                     batch, metrics = self.sampler.collect(step)
-                ...
+                ...  # advantages, updates of self.actor
+                self.save_if_due(step)
+                with self.timer("weight_sync"):
+                    self.devices.update_weights(version=step)
+                metrics |= self.evaluate_if_due(step)
                 self.finish_step(step, metrics)
+
+`mcore_rl.testing.check_trainer` puts a loop through this contract.
 """
 
 from __future__ import annotations
 
+import importlib
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Executor
@@ -20,8 +28,11 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import ClassVar
 
+import ray
+
 from mcore_rl.algorithms.controllers import Coefficients
 from mcore_rl.algorithms.sample_choice import CURRICULA
+from mcore_rl.config.import_path import is_import_path, load_user_class
 from mcore_rl.config.resolve_algorithm import build_teachers
 from mcore_rl.config.schema import RLConfig
 from mcore_rl.data.batch import Batch, Samples
@@ -48,6 +59,13 @@ from mcore_rl.trainers.roles import (
 )
 from mcore_rl.trainers.sample_log import SampleLog
 from mcore_rl.trainers.step_samples import REJECTED, StepSampler, count_groups
+
+# The loops of this package, by trainer.mode. Imported on use: they are subclasses of RLTrainer.
+TRAINERS: Mapping[str, str] = {
+    "sync": "sync:SyncTrainer",
+    "one_step_off": "one_step_off:OneStepOffTrainer",
+    "fully_async": "fully_async:FullyAsyncTrainer",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +112,7 @@ class RLTrainer(ABC):
         )
         self.prepare()
         self.checkpoints = inputs.build_checkpoints(self.list_states())
-        self.clock = Stopwatch()
+        self.clock, self._is_finished = Stopwatch(), False
         self._report: Report = lambda step, metrics: None
         devices.servers.resend = devices.resend_weights
 
@@ -132,10 +150,19 @@ class RLTrainer(ABC):
         """Run the loop."""
 
     def steps(self) -> Iterator[int]:
-        """Yield the number of each step that is left; each has a clock of its own."""
+        """Yield the number of each step that is left; each has a clock of its own.
+
+        Raises:
+            RuntimeError: The loop has not called `finish_step` at the end of a step.
+        """
         for step in range(self.checkpoints.next_step, self.config.trainer.num_steps + 1):
-            self.clock = Stopwatch(step)
+            self.clock, self._is_finished = Stopwatch(step), False
             yield step
+            if not self._is_finished:
+                raise RuntimeError(
+                    f"{type(self).__name__}.train has not ended step {step}; allowed: "
+                    "self.finish_step(step, metrics) at the end of each step"
+                )
 
     def timer(self, phase: str) -> AbstractContextManager[None]:
         """Measure a phase of the step, as the metric time/PHASE_s."""
@@ -171,7 +198,10 @@ class RLTrainer(ABC):
             return self.evaluation.run(step)
 
     def finish_step(self, step: int, metrics: dict[str, float]) -> None:
-        """Report the metrics, and publish a checkpoint that was saved.
+        """Report the metrics, and publish a checkpoint that was saved; servers have the weights.
+
+        Args:
+            metrics: Those of `sampler.collect`, of updates and of evaluations. Times are added.
 
         Raises:
             RunStopped: A signal has ended the run; the step is saved.
@@ -181,6 +211,7 @@ class RLTrainer(ABC):
         metrics |= self.clock.seconds | self.clock.driver
         self._report(step, metrics)
         self.checkpoints.finish_step(step, metrics)
+        self._is_finished = True
 
     def _warn_of_missing(self, num: int, metrics: Mapping[str, float], step: int) -> None:
         """Warn of samples and groups that are missing in a step with `num` groups.
@@ -206,6 +237,23 @@ class RLTrainer(ABC):
             warnings.add(f"too few groups passed {setting}", step, f"{text}, after {setting}")
         elif 2 * num < num_prompts:
             warnings.count(f"fewer than half of {num_prompts} groups passed {setting}")
+
+
+def load_trainer(mode: str) -> type[RLTrainer]:
+    """Return the class of a loop: `sync`, ..., or `path/to/file.py:MyTrainer`.
+
+    Raises:
+        ConfigError: There is none of that name, or it is no subclass of RLTrainer.
+    """
+    trainer: type[RLTrainer]
+    if not is_import_path(mode):
+        module, name = TRAINERS[mode].split(":")
+        trainer = getattr(importlib.import_module(f"mcore_rl.trainers.{module}"), name)
+        return trainer
+    trainer = load_user_class("trainer.mode", mode, RLTrainer, TRAINERS)
+    # Functions of its file that workers apply travel by value: workers cannot import the file.
+    ray.cloudpickle.register_pickle_by_value(sys.modules[trainer.__module__])
+    return trainer
 
 
 def build_frozen_models(config: RLConfig, devices: DeviceSharing) -> list[ScoringModel]:

@@ -137,14 +137,9 @@ def check_gaps(gaps: Mapping[str, float], bounds: TrainerConfig, step: int) -> N
     Raises:
         PolicyMismatchError: One is beyond its bound.
     """
-    for name in find_gaps_beyond(gaps, get_gap_bounds(bounds)):
+    for name in find_gaps_beyond(gaps, bounds.gap_bounds):
         raise PolicyMismatchError(
             f"step {step}: {name} of trainer and rollout is {gaps[name]:.3g} nats; allowed: "
             f"trainer.{name}={getattr(bounds, name):g}. The weights or the settings of one are "
             "wrong"
         )
-
-
-def get_gap_bounds(trainer: TrainerConfig) -> dict[str, float]:
-    """Return the largest gaps that a step may have, by the names of compute_logprob_gaps."""
-    return {name: getattr(trainer, name) for name in ("max_logprob_gap", "mean_logprob_gap")}

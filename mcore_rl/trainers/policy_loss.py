@@ -28,6 +28,7 @@ from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.import_path import is_import_path
 from mcore_rl.config.resolve import get_loop
 from mcore_rl.config.schema import AlgorithmConfig, RLConfig
+from mcore_rl.controller.batch_ops import select_token_columns
 from mcore_rl.data.batch import Batch, Samples
 
 B = TypeVar("B", bound=Samples)
@@ -39,11 +40,13 @@ EARLIER_COLUMNS = (
 )  # fmt: skip
 
 
-def select_read_columns(batch: B, loss: str) -> B:
-    """Drop the columns that no loss of this package reads; a user's own loss may read any.
+def select_read_columns(batch: B, loss: str = "") -> B:
+    """Drop the columns that no engine reads, and those that no loss of this package reads.
 
-    A batch in this process keeps them: nothing of it is fetched.
+    A user's own loss (algorithm.loss) may read any column along tokens. A batch in this process
+    keeps them: nothing of it is fetched.
     """
+    batch = select_token_columns(batch)
     if isinstance(batch, Batch) or is_import_path(loss):
         return batch
     return batch.drop_columns(*EARLIER_COLUMNS)

@@ -21,13 +21,12 @@ from mcore_rl.controller.batch_ops import (
     B,
     concat_batches,
     select_small_columns,
-    select_token_columns,
 )
 from mcore_rl.controller.dispatch import RankGroup
 from mcore_rl.data.batch import Batch, Column, Samples
 from mcore_rl.observability.warnings import StepWarnings
 from mcore_rl.trainers.device_sharing import DeviceSharing
-from mcore_rl.trainers.policy_checks import check_gaps, get_gap_bounds
+from mcore_rl.trainers.policy_checks import check_gaps
 from mcore_rl.trainers.policy_loss import needs_log_prob_pass, select_read_columns
 from mcore_rl.trainers.step_samples import describe_samples
 from mcore_rl.trainers.training_batch import (
@@ -145,7 +144,7 @@ class Actor:
                 self._update_prepared(batch.take(parts[n]), n, algorithm, seed) for n in numbers
             ]
         else:
-            columns = select_read_columns(select_token_columns(batch), algorithm.loss)
+            columns = select_read_columns(batch, algorithm.loss)
             temperature = self.config.rollout.temperature
             mini_batches = [parts[n] for n in numbers]
             metrics = _take_steps(self.workers, columns, mini_batches, temperature=temperature)
@@ -170,7 +169,7 @@ class Actor:
         current = scored.select("log_probs", "entropy")
         part = part.union(current.rename_columns(log_probs="current_log_probs"))
         columns = self._apply(add_prepared_columns, part, algorithm, [*seed, 1 + number])
-        read = select_read_columns(select_token_columns(part.union(columns)), algorithm.loss)
+        read = select_read_columns(part.union(columns), algorithm.loss)
         metrics: Metrics = self.workers.update(read, temperature=temperature)[0][0]
         return metrics
 
@@ -182,10 +181,10 @@ class Actor:
         The workers take none where a gap is beyond its bound.
         """
         trainer, algorithm, [counts] = self.config.trainer, training.algorithm, training.counts
-        read = select_read_columns(select_token_columns(training.selected), algorithm.loss)
+        read = select_read_columns(training.selected, algorithm.loss)
         self.devices.use("actor")
         scores, gaps, metrics = self.workers.update_with_scores(
-            read, temperature=self.config.rollout.temperature, bounds=get_gap_bounds(trainer)
+            read, temperature=self.config.rollout.temperature, bounds=trainer.gap_bounds
         )
         check_gaps(gaps, trainer, step)
         samples = training.samples.union(scores)
@@ -237,7 +236,7 @@ class Critic:
         )
         batch = batch.union(weighted)
         parts = split_mini_batches(batch, num, seed)
-        metrics = _take_steps(self.workers, select_token_columns(batch), parts)
+        metrics = _take_steps(self.workers, select_read_columns(batch), parts)
         merged = _merge_steps(batch, [*zip(metrics, counts, parts, strict=True)])
         return _prefix_metrics("critic", merged)
 

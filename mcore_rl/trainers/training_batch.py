@@ -34,7 +34,6 @@ from mcore_rl.observability.metrics import merge_metrics
 from mcore_rl.trainers.policy_checks import (
     compute_gap_mask,
     compute_gaps_and_mismatch,
-    get_gap_bounds,
 )
 from mcore_rl.trainers.policy_loss import COLUMN_OF_METRIC
 
@@ -80,7 +79,7 @@ def build_training_batch(
     version = _get_compared_version(trainer, step)
     if "log_probs" in batch:
         gaps, metrics = compute_gaps_and_mismatch(batch, algorithm.correction, version)
-    if find_gaps_beyond(gaps, get_gap_bounds(trainer)):
+    if find_gaps_beyond(gaps, trainer.gap_bounds):
         return Batch({}), Batch({}), BatchStats(gaps, metrics, {}, [])
     samples = add_advantages(add_token_rewards(batch, algorithm), algorithm)
     selected = select_responses(samples, algorithm.filter, seed)

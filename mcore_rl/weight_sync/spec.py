@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import KW_ONLY, asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -20,6 +20,7 @@ from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import Layout, WeightSyncConfig
 from mcore_rl.models.base import (
     HFConfig,
+    drop_mtp_layers,
     get_family,
     get_model_sizes,
     get_vllm_weights,
@@ -32,6 +33,8 @@ from mcore_rl.reshard.planner import Devices, Plan, Side, TransferRequirements, 
 from mcore_rl.reshard.rules import Replicated, Shard, Weight
 
 SAMPLED_VERSIONS = 16  # number of versions in which weight_sync.verify=sampled checks everything
+# Parameters of a worker of a server: vLLM's, or all tensors of a Hugging Face checkpoint, whole.
+WeightFormat = Literal["vllm", "huggingface"]
 Parameters = Mapping[str, tuple[tuple[int, ...], str]]  # name -> shape, dtype
 
 
@@ -44,7 +47,9 @@ class TransferSpec:
     generation: GenerationLayout
     dtype: str  # in which weights are sent: "bfloat16"
     settings: WeightSyncConfig
+    _: KW_ONLY
     has_full_tensors: bool = False  # of training ranks: BaseEngine.has_full_tensors
+    weight_format: WeightFormat = "vllm"  # of generation ranks
     family: str = ""  # model.family
 
     @property
@@ -70,6 +75,7 @@ class TransferSpec:
             fields["dtype"],
             WeightSyncConfig(**fields["settings"]),
             has_full_tensors=fields["has_full_tensors"],
+            weight_format=fields["weight_format"],
             family=fields["family"],
         )
 
@@ -99,23 +105,38 @@ def build_training_side(config: HFConfig, layout: Layout, num_mtp_layers: int) -
 
 def build_full_side(config: HFConfig, num_ranks: int) -> Side:
     """Return ranks and rules of an engine with full tensors (BaseEngine.has_full_tensors)."""
-    rules = get_family(config).weights(config, pad_vocab_size(config, 1))
-    weights = [
-        Weight(tensor.name, Replicated(tensor), float32=weight.float32)
-        for weight in rules
-        for tensor in weight.rule.tensors
-        if not weight.replica and weight.stage != "mtp"
-    ]
-    return FullRanks(num_ranks), weights
+    return FullRanks(num_ranks), map_checkpoint_weights(config)
 
 
 def build_generation_side(
-    config: HFConfig, layout: GenerationLayout
+    config: HFConfig, layout: GenerationLayout, weight_format: WeightFormat = "vllm"
 ) -> tuple[GenerationRanks, Side]:
-    """Return the ranks of vLLM, and ranks and rules as a side."""
+    """Return the ranks of all servers, and ranks and rules as a side."""
     sizes = get_model_sizes(config)
     ranks = GenerationRanks(layout, sizes.num_layers, sizes.num_experts)
+    if weight_format == "huggingface":
+        return ranks, (ranks, map_checkpoint_weights(config))
     return ranks, (ranks, get_vllm_weights(config))
+
+
+def map_checkpoint_weights(config: HFConfig) -> tuple[Weight, ...]:
+    """Return the rules of a worker with all tensors of a Hugging Face checkpoint, by their names.
+
+    Without layers of multi-token prediction, and without a tied head.
+    """
+    config = drop_mtp_layers(config)
+    return tuple(
+        Weight(
+            tensor.name,
+            Replicated(tensor),
+            layer=weight.layer,
+            stage=weight.stage,
+            float32=weight.float32,
+        )
+        for weight in get_family(config).weights(config, pad_vocab_size(config, 1))
+        if not weight.replica
+        for tensor in weight.rule.tensors
+    )
 
 
 def plan_transfer(
@@ -137,7 +158,7 @@ def plan_transfer(
         training = build_full_side(config, spec.num_training)
     else:
         training = build_training_side(config, spec.training, spec.num_mtp_layers)
-    _, generation = build_generation_side(config, spec.generation)
+    _, generation = build_generation_side(config, spec.generation, spec.weight_format)
     requirements = TransferRequirements(training, generation, itemsize)
     if domains is None:
         # Nodes are not known: all training ranks count as one node.

@@ -10,6 +10,7 @@ Generation rank g is rank spec.num_training + g.
 from __future__ import annotations
 
 import importlib
+import inspect
 import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Iterator, Mapping
@@ -20,7 +21,8 @@ from typing import Any
 
 import torch
 
-from mcore_rl.config.errors import PeerError
+from mcore_rl.config.errors import ConfigError, PeerError
+from mcore_rl.config.import_path import is_import_path, load_user_function
 from mcore_rl.config.schema import WeightSyncConfig
 from mcore_rl.models.base import HFConfig
 from mcore_rl.parallel.rendezvous import RendezvousEndpoint
@@ -66,6 +68,11 @@ class WeightUpdate:
 class WeightTransport(ABC):
     """A rank's end of the transport. All ranks of both sides send and receive an update together.
 
+    A class of a user's own (weight_sync.transport=path/to/file.py:Name) is called with the
+    arguments of `connect`, on every rank, and returns when all ranks have connected. Most are an
+    ExchangeTransport, which has only to move messages. `mcore_rl.testing.check_transport` puts one
+    through its rules.
+
     With shared memory a training rank and a generation rank share a device of the plan; otherwise
     the devices of generation ranks follow those of training ranks.
     """
@@ -78,7 +85,12 @@ class WeightTransport(ABC):
     def receive(self, update: WeightUpdate) -> Generator[list[ReceivedSlice], None, None]:
         """Yield the slices of a generation rank by bucket; copy them before the next bucket.
 
-        Ends normally only if the update is complete. Raises ReshardError, StreamError.
+        Each element of a parameter is in one slice, except for padding of the vocabulary. A
+        parameter that is verified in this version (`is_checked`) has the checksum that its training
+        rank has computed (reshard.ops.compute_checksums) in each of its slices.
+
+        Ends normally only if the update is complete. Raises ReshardError, StreamError, also when a
+        peer makes no move for spec.settings.timeout_s, or is at another update.
         """
 
     @abstractmethod
@@ -87,7 +99,11 @@ class WeightTransport(ABC):
 
 
 class ExchangeTransport(WeightTransport):
-    """A transport between training ranks and generation ranks on separate devices."""
+    """A transport between training ranks and generation ranks on separate devices.
+
+    A subclass connects in its constructor and opens the messages of an update. Plan, buckets,
+    packing and checksums are those of `Exchange`.
+    """
 
     def __init__(
         self, spec: TransferSpec, model: HFConfig, rank: int, device: torch.device
@@ -152,6 +168,34 @@ _TRANSPORTS: Mapping[str, str] = MappingProxyType(
 )
 
 
+def load_transport_class(name: str) -> type[WeightTransport]:
+    """Return the class of an import path in weight_sync.transport.
+
+    Raises:
+        ConfigError: it leads nowhere, or to no subclass of WeightTransport with all of its methods.
+    """
+    loaded = load_user_function("weight_sync.transport", name)
+    if not (inspect.isclass(loaded) and issubclass(loaded, WeightTransport)):
+        raise ConfigError(
+            f"weight_sync.transport={name!r} is no subclass of "
+            "mcore_rl.weight_sync.transport.WeightTransport; allowed: one, or of ExchangeTransport"
+        )
+    if missing := sorted(loaded.__abstractmethods__):
+        raise ConfigError(
+            f"weight_sync.transport={name!r} has no {', '.join(missing)}; allowed: a subclass of "
+            "WeightTransport with all of its abstract methods"
+        )
+    return loaded
+
+
+def check_transport(name: str) -> None:
+    """Import what a transport needs; raise ConfigError if it cannot be used on this machine."""
+    if is_import_path(name):
+        load_transport_class(name)
+    elif name == "nixl":
+        importlib.import_module("mcore_rl.weight_sync.nixl").import_nixl()
+
+
 def get_transport_name(settings: WeightSyncConfig) -> str:
     """Return the transport of a method: shared memory for colocated servers."""
     return "shared_memory" if settings.method == "colocated" else settings.transport
@@ -174,7 +218,11 @@ def connect(
             no training rank to share a device with, or the transport's package is not installed.
         StreamError: Not all ranks connected in time.
     """
-    module, name = _TRANSPORTS[get_transport_name(spec.settings)].split(":")
-    create = getattr(importlib.import_module(f"mcore_rl.weight_sync.{module}"), name)
+    transport_name = get_transport_name(spec.settings)
+    if is_import_path(transport_name):
+        create: Any = load_transport_class(transport_name)
+    else:
+        module, name = _TRANSPORTS[transport_name].split(":")
+        create = getattr(importlib.import_module(f"mcore_rl.weight_sync.{module}"), name)
     transport: WeightTransport = create(spec, endpoint, model, rank, device)
     return transport

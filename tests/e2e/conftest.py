@@ -25,7 +25,7 @@ import ray
 
 from mcore_rl.controller.process_cleanup import clean_up_on_exit
 from mcore_rl.controller.ray_session import NAMESPACE
-from mcore_rl.data.tasks import last_digit
+from mcore_rl.examples.tasks import last_digit
 from tests.e2e.processes import environ, lives, shared_memory
 from tests.slurm_cluster import SlurmCluster, missing_programs, slurm_cluster
 from tests.small_disk import on_small_disk

@@ -21,7 +21,7 @@ from mcore_rl.algorithms.inputs import AdvantageInputs, LossInputs
 from mcore_rl.algorithms.losses import ppo_clip
 from mcore_rl.config.schema import GRPOSettings, PPOClipSettings
 from mcore_rl.data.batch import Jagged
-from mcore_rl.data.tasks import last_digit
+from mcore_rl.examples.tasks import last_digit
 from mcore_rl.reshard.executor import Bucket, Exchange, GroupTransport, Pending, Transfer
 from mcore_rl.rewards.registry import run_in_thread
 

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from mcore_rl.cli.main import main
 from mcore_rl.config.schema import ModelConfig, RLConfig
-from mcore_rl.data.tasks import last_digit
+from mcore_rl.examples.tasks import last_digit
 from mcore_rl.jobs.convert.plan import format_bytes
 from mcore_rl.jobs.disk_space import compute_weight_bytes
 from mcore_rl.jobs.output import lock_run_dir

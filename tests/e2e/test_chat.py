@@ -21,7 +21,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
-from mcore_rl.data.tasks import last_digit
+from mcore_rl.examples.tasks import last_digit
 from tests.e2e.processes import session
 from tests.pages import of_kind
 

@@ -262,7 +262,7 @@ def tensors(folder: Path) -> dict[str, torch.Tensor]:
 def test_transformers_loads_the_export_and_its_answers_are_in_format(run):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from mcore_rl.data.tasks.last_digit import question, split_problems
+    from mcore_rl.examples.tasks.last_digit import question, split_problems
 
     folder = run.output / "checkpoint"
     model = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True)

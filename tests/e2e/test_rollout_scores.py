@@ -26,8 +26,8 @@ from mcore_rl.checkpoint.hf import CheckpointReader
 from mcore_rl.config.errors import ConfigError, StateError
 from mcore_rl.config.schema import RolloutConfig
 from mcore_rl.inference.protocol import SamplingParams, TokenScores
-from mcore_rl.inference.vllm import server as vllm_server
 from mcore_rl.inference.vllm.server import VLLMServer
+from mcore_rl.weight_sync import receiver
 from tests.e2e.hosting import hosting
 from tests.e2e.reference import NATS, check, check_trace, expected
 from tests.e2e.served import EOS, MAX_TOKENS, Served, serving
@@ -117,7 +117,7 @@ def test_scores_and_traces_are_of_the_weights_after_an_update_and_of_none_after_
     shutil.copytree(served.models[0].path, torn)
     os.truncate(f"{torn}/model.safetensors", 40_000)
     reader = CheckpointReader(served.models[0].path)  # torn after it has been looked at
-    monkeypatch.setattr(vllm_server, "CheckpointReader", lambda path: reader)
+    monkeypatch.setattr(receiver, "CheckpointReader", lambda path: reader)
     with pytest.raises(RuntimeError, match="failed"):
         served.run(served.server.load_checkpoint(torn, served.server.weight_version + 1))
     for call in _calls(served.server, 10):

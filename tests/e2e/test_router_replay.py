@@ -26,9 +26,9 @@ from mcore_rl.controller.worker_group import WorkerGroup
 from mcore_rl.data.batch import Batch, Samples
 from mcore_rl.data.prompt_batches import PromptBatches
 from mcore_rl.data.routed_experts import EXPERTS, list_expert_columns
-from mcore_rl.data.tasks import last_digit
 from mcore_rl.data.tokenizer import load_tokenizer
 from mcore_rl.engine.worker import ModelWorker
+from mcore_rl.examples.tasks import last_digit
 from mcore_rl.jobs import rl
 from mcore_rl.jobs.placement import Pools, build_pool_plans, count_devices, get_device_resource
 from mcore_rl.jobs.preflight import load_prompt_files

@@ -138,7 +138,9 @@ class Trainer:
         self.failed: set[int] = set()
 
     @register(dispatch_mode=Dispatch.RANK_ZERO)
-    def open_weights(self, layout: object, settings: object) -> tuple[RendezvousEndpoint, int]:
+    def open_weights(
+        self, layout: object, settings: object, weight_format: str
+    ) -> tuple[RendezvousEndpoint, int]:
         self.rendezvous = RendezvousServer("127.0.0.1")
         return self.rendezvous.endpoint, layout.dp  # type: ignore[attr-defined]
 

@@ -18,8 +18,8 @@ import transformers
 from safetensors.torch import load_file
 
 from mcore_rl.cli.main import main
-from mcore_rl.data.tasks import last_digit
-from mcore_rl.data.tasks.last_digit import answer, question, split_problems, worked_response
+from mcore_rl.examples.tasks import last_digit
+from mcore_rl.examples.tasks.last_digit import answer, question, split_problems, worked_response
 from tests.e2e.outcomes import rows_of, timeless
 from tests.pages import of_kind
 

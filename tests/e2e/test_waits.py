@@ -66,7 +66,9 @@ class Trainer:
     """Hands over two buckets, and fails between them."""
 
     @register(dispatch_mode=Dispatch.RANK_ZERO)
-    def open_weights(self, layout: object, settings: object) -> tuple[ShardEndpoint, None]:
+    def open_weights(
+        self, layout: object, settings: object, weight_format: str
+    ) -> tuple[ShardEndpoint, None]:
         self.sender = ShardSender(generation_rank=0, timeout_s=60)
         return self.sender.endpoint, None
 

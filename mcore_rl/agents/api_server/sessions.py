@@ -37,7 +37,8 @@ from mcore_rl.agents.loops import ApiSession
 from mcore_rl.agents.session import GenerationError, Turn
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.data.sample import TrajectoryStatus
-from mcore_rl.inference.protocol import Completion, Gate
+from mcore_rl.inference.lifecycle import Gate
+from mcore_rl.inference.protocol import Completion
 
 if TYPE_CHECKING:
     from mcore_rl.agents.api_server.http_server import HttpServer  # imports fastapi

@@ -24,7 +24,7 @@ class MemoryReport:
     parameters_bytes: int  # weights and buffers of the model, on the device or on the host
     gradients_bytes: int  # 0 after engine.to("host", grad=True)
     optimizer_state_bytes: int  # Adam's moments, and the float32 weights of a bfloat16 model
-    on_device_bytes: int  # what of these three is on the engine's device, and not away
+    on_device_bytes: int  # what of these three is on the engine's device, and not offloaded
 
 
 class HostMirror:

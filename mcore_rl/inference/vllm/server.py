@@ -20,24 +20,27 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import torch
 
-from mcore_rl.checkpoint.hf import CheckpointReader
 from mcore_rl.config.errors import ConfigError, PeerError, StateError
 from mcore_rl.config.schema import RolloutConfig
 from mcore_rl.data.sample import RoutedExperts
 from mcore_rl.data.tokenizer import has_tokenizer
+from mcore_rl.inference.lifecycle import ASLEEP, Call, State
 from mcore_rl.inference.protocol import (
     Completion,
+    GenerationServer,
     NewTokens,
     SamplingParams,
+    ServerFeatures,
     ServerMemory,
+    ServerSpec,
     SleepTag,
     TokenScores,
 )
-from mcore_rl.inference.vllm.lifecycle import ASLEEP, Call, Lifecycle, RequestGate, State
 from mcore_rl.inference.vllm.processes import ServerNodes, StoppedProcesses
 from mcore_rl.inference.vllm.trace import run_trace
 from mcore_rl.observability.process import exempt_imports_from_gc
 from mcore_rl.parallel.rendezvous import RendezvousEndpoint
+from mcore_rl.weight_sync.receiver import check_same_shapes
 from mcore_rl.weight_sync.spec import TransferSpec
 
 if TYPE_CHECKING:
@@ -64,8 +67,8 @@ _SCORING: dict[str, Any] = {
 }
 
 
-class VLLMServer:
-    """A `GenerationServer`. Waits have no time limit; the caller sets one.
+class VLLMServer(GenerationServer):
+    """A server of vLLM. Waits have no time limit; the caller sets one.
 
     Args:
         timeout_s: Limit of the engine's start and of its steps. None: vLLM's default.
@@ -73,6 +76,16 @@ class VLLMServer:
         nodes: The nodes of a server that spans several.
         records_experts: Record routed experts, as `SamplingParams.experts_from` needs.
     """
+
+    engine_name = "vLLM's engine"
+    features = ServerFeatures(
+        weight_format="vllm",
+        tensor_parallel=True,
+        multi_node=True,
+        sleep=True,
+        updates_in_flight=True,
+        routed_experts=True,
+    )
 
     def __init__(
         self,
@@ -88,6 +101,7 @@ class VLLMServer:
         nodes: ServerNodes | None = None,
         records_experts: bool = False,
     ) -> None:
+        super().__init__(ServerSpec(model_path, dtype, max_model_tokens, config, seed))
         _check_settings(model_path, dtype, config)
         self._model_path, self._dtype = model_path, dtype
         self._max_model_tokens, self._config, self._seed = max_model_tokens, config, seed
@@ -98,13 +112,32 @@ class VLLMServer:
         self._stop_watch: StoppedProcesses | None = None
         self._request_ids = itertools.count()
         self._engine_ids: dict[str, str] = {}  # vLLM's id of each running request, by ours
-        self._version = self._num_updates = 0
-        self._lifecycle = Lifecycle()
-        self._request_gate = RequestGate(self._lifecycle)
+        self._num_updates = 0
+        self._headless: HeadlessWorkers | None = None
+        if nodes is not None and not nodes.is_first:
+            self._headless = HeadlessWorkers(self)
+
+    @classmethod
+    def create(cls, spec: ServerSpec) -> VLLMServer:
+        count, nodes = spec.settings.nodes_per_server, None
+        if count > 1:
+            assert spec.timeout_s is not None  # of a run
+            nodes = ServerNodes(count, spec.node_rank, count, spec.timeout_s)
+        return cls(
+            spec.model_path,
+            spec.dtype,
+            spec.max_model_tokens,
+            spec.settings,
+            spec.seed,
+            timeout_s=spec.timeout_s,
+            can_sleep=spec.can_sleep,
+            nodes=nodes,
+            records_experts=spec.records_experts,
+        )
 
     @property
-    def weight_version(self) -> int:
-        return self._version
+    def is_headless(self) -> bool:
+        return self._headless is not None
 
     @property
     def is_dead(self) -> bool:
@@ -115,8 +148,8 @@ class VLLMServer:
         return "" if self._stop_watch is None else self._stop_watch.reason
 
     @property
-    def awaits_update(self) -> bool:
-        return self._request_gate.awaits_update
+    def description(self) -> str:
+        return "" if self.is_headless else f"vLLM's model runner: {self.model_runner}"
 
     @property
     def model_runner(self) -> str:
@@ -136,6 +169,8 @@ class VLLMServer:
     async def start(self, *, reads_weights: bool = True) -> None:
         """Start the engine and load the checkpoint: seconds to minutes.
 
+        On a further node only workers are started.
+
         Args:
             reads_weights: See `GenerationServer.start`.
 
@@ -145,7 +180,10 @@ class VLLMServer:
         """
         call = Call.START if reads_weights else Call.START_WITHOUT_WEIGHTS
         with self._lifecycle.run_alone(call):
-            await self._start(reads_weights)
+            if self._headless is None:
+                await self._start(reads_weights)
+            else:
+                await self._headless.start(reads_weights=reads_weights)
 
     def build_engine_config(
         self, *, headless: bool = False, reads_weights: bool = True
@@ -322,13 +360,6 @@ class VLLMServer:
             await engine.resume_generation()
             return await run_trace(engine, self._generate(token_ids, **_SCORING), len(token_ids))
 
-    def _check_length(self, num_prompt: int, num_new: int, setting: str = "") -> None:
-        if num_prompt + num_new > self._max_model_tokens:
-            raise ConfigError(
-                f"a prompt of {num_prompt} tokens and {setting}{num_new} exceed the server's "
-                f"{self._max_model_tokens} tokens"
-            )
-
     @property
     def _started_engine(self) -> AsyncLLM:
         if self._engine is None:
@@ -367,13 +398,7 @@ class VLLMServer:
     async def load_checkpoint(
         self, path: str, version: int, *, in_flight: bool = False, recompute_cache: bool = False
     ) -> None:
-        expected, shapes = (CheckpointReader(p).get_shapes() for p in (self._model_path, path))
-        for name in sorted(expected.keys() | shapes.keys()):
-            if expected.get(name) != shapes.get(name):
-                raise ConfigError(
-                    f"{path}: {name} is {shapes.get(name, 'missing')}; the checkpoint that the "
-                    f"server started from has {expected.get(name, 'no such tensor')}"
-                )
+        check_same_shapes(path, self._model_path)
         async with self._replace_weights(version, in_flight, recompute_cache):
             task = f"weight update to version {version}"
             await _call_workers(self._started_engine, task, "load_checkpoint", {"path": path})
@@ -430,9 +455,15 @@ class VLLMServer:
         workers = await self._started_engine.collective_rpc("measure_memory")
         return ServerMemory(*map(sum, zip(*workers, strict=True)))
 
+    def synchronize_call(self) -> None:
+        if self._nodes is not None:
+            self._nodes.synchronize_call()
+
     async def close(self) -> None:
         engine, self._engine = self._engine, None
         self._request_gate.close()
+        if self._headless is not None:
+            self._headless.close()
         if self._stop_watch is not None:
             self._stop_watch.close()
         if engine is None or self._name is None:

@@ -62,8 +62,8 @@ from mcore_rl.checkpoint.hf import CheckpointReader
 from mcore_rl.config.errors import PeerError
 from mcore_rl.models.base import read_config
 from mcore_rl.parallel.rendezvous import RendezvousEndpoint
-from mcore_rl.reshard import ops
 from mcore_rl.reshard.executor import ReceivedSlice
+from mcore_rl.weight_sync.receiver import ChecksumVerifier
 from mcore_rl.weight_sync.spec import (
     TransferSpec,
     WorkerLayout,
@@ -246,14 +246,11 @@ class ShardWriter:
     """
 
     def __init__(self, model: Any, generation_rank: int) -> None:
-        self._model, self._rank = model, generation_rank
+        self._model = model
         self._modules = dict(model.named_modules())
         # Elements received of parameters that vLLM does not count, by id of the parameter.
         self._uncounted = Counter[int]()
-        # Slices with a checksum to check, and the box of the parameter that they were copied to.
-        self._written: list[tuple[ReceivedSlice, torch.Tensor]] = []
-        # The same slices when the boxes' checksums have been computed.
-        self._checksums: list[tuple[list[ReceivedSlice], torch.Tensor]] = []
+        self._verifier = ChecksumVerifier(generation_rank)
 
     def write(self, pieces: Iterable[ReceivedSlice]) -> None:
         """Write all slices of a bucket, in an order that keeps at most one module incomplete.
@@ -269,8 +266,7 @@ class ShardWriter:
         for prefix in sorted(by_module, key=lambda name: self._get_priority(name, by_module[name])):
             for piece in by_module[prefix]:
                 self._copy(piece)
-        self._compute_checksums()
-        self._check()
+        self._verifier.check()
 
     def _get_priority(self, prefix: str, pieces: list[ReceivedSlice]) -> tuple[bool, int]:
         """Return whether a module has not begun, and how many elements it lacks afterwards."""
@@ -294,7 +290,7 @@ class ShardWriter:
             materialize_layer(layer, info)
             info.load_numel = _zero_padding(layer)
         parameter = getattr(layer, name).data
-        box = (parameter if index is None else parameter[index])[_build_slices(piece)]
+        box = (parameter if index is None else parameter[index])[piece.slices]
         if box.shape != piece.data.shape or box.dtype != piece.data.dtype:
             raise ValueError(
                 f"{piece.target}: {piece.data.dtype} {tuple(piece.data.shape)} does not fit at "
@@ -303,35 +299,12 @@ class ShardWriter:
         box.copy_(piece.data)
         if not is_counted:
             self._uncounted[id(getattr(layer, name))] += box.numel()
-        if piece.checksum is not None:
-            self._written.append((piece, box))
+        self._verifier.add(piece, box)
         if is_counted:
             info.load_numel += box.numel()
             if info.load_numel >= get_layer_size(layer) and not is_deferred_attention_layer(layer):
-                self._compute_checksums()  # before vLLM changes or frees the parameters
+                self._verifier.compute()  # before vLLM changes or frees the parameters
                 _layerwise_process(layer, info)
-
-    def _compute_checksums(self) -> None:
-        if self._written:
-            checksums = ops.compute_checksums((box, box.dtype) for _, box in self._written)
-            self._checksums.append(([piece for piece, _ in self._written], checksums))
-            self._written = []
-
-    def _check(self) -> None:
-        """Compare checksums of parameters with the trainer's. Reads a GPU once."""
-        if not self._checksums:
-            return
-        values = torch.cat([checksums for _, checksums in self._checksums]).tolist()
-        pieces = [piece for some, _ in self._checksums for piece in some]
-        self._checksums = []
-        for piece, value in zip(pieces, values, strict=True):
-            if piece.checksum is not None and value != piece.checksum:
-                received, expected = (f"{n % (1 << 64):016x}" for n in (value, piece.checksum))
-                raise ValueError(
-                    f"{piece.target}, box at {piece.offset} of {tuple(piece.data.shape)} from "
-                    f"training rank {piece.source_rank}: the checksum on generation rank "
-                    f"{self._rank} is {received}, and was {expected}"
-                )
 
     def finish(self) -> None:
         """Check that every module got all of its parameters. Raises ValueError."""
@@ -363,10 +336,6 @@ def _split_target(target: str) -> tuple[str, str, int | None]:
     prefix, _, name = target.rpartition(".")
     name, bracket, index = name.partition("[")
     return prefix, name, int(index[:-1]) if bracket else None
-
-
-def _build_slices(piece: ReceivedSlice) -> tuple[slice, ...]:
-    return tuple(slice(o, o + n) for o, n in zip(piece.offset, piece.data.shape, strict=True))
 
 
 def _zero_padding(layer: Any) -> int:

@@ -428,7 +428,7 @@ def _patch_sleep() -> None:
     vLLM's sleep is a no-op on a CPU (v1/worker/cpu_worker.py:179). Ours frees the storages of
     weights and KV cache and allocates them again, so that tensors that refer to them stay valid.
     Values are discarded, as in vLLM's sleep level 2 on a GPU. Reading a freed storage would end the
-    process, so the server runs nothing meanwhile (inference/vllm/lifecycle.py).
+    process, so the server runs nothing meanwhile (inference/lifecycle.py).
     """
     if current_platform.is_cpu():
         from vllm.v1.worker.cpu_worker import CPUWorker

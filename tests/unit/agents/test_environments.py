@@ -10,9 +10,9 @@ import pytest
 
 from mcore_rl.agents.chat_template.codec import ParsedTurn
 from mcore_rl.agents.environments.coding import Coding, CodingSettings
-from mcore_rl.agents.environments.countdown import Countdown, CountdownSettings, find_expression
-from mcore_rl.agents.environments.guessing import Guessing, GuessingSettings
 from mcore_rl.config.errors import ConfigError
+from mcore_rl.examples.environments.countdown import Countdown, CountdownSettings, find_expression
+from mcore_rl.examples.environments.guessing import Guessing, GuessingSettings
 from mcore_rl.sandbox.sandbox import SandboxError
 
 

@@ -13,16 +13,16 @@ from mcore_rl.agents.chat_template.codec import ChatMessage, ParsedTurn, ToolSpe
 from mcore_rl.agents.chat_template.validation import select_codec
 from mcore_rl.agents.environments.base import Environment
 from mcore_rl.agents.environments.coding import Coding, CodingSettings
-from mcore_rl.agents.environments.countdown import Countdown, CountdownSettings
-from mcore_rl.agents.tasks.calculator import CalculatorTask
-from mcore_rl.agents.tasks.code import CodeTask
-from mcore_rl.agents.tasks.conversations import build_conversation, prepare, split_problems
-from mcore_rl.agents.tasks.countdown import CountdownTask
 from mcore_rl.agents.tools.built_in import calculator
 from mcore_rl.config.schema import DataConfig
 from mcore_rl.data.examples import load_chats
-from mcore_rl.data.tasks.prepared import PreparedTask
+from mcore_rl.data.prepared_task import PreparedTask
 from mcore_rl.data.tokenizer import load_tokenizer
+from mcore_rl.examples.environments.countdown import Countdown, CountdownSettings
+from mcore_rl.examples.tasks.calculator import CalculatorTask
+from mcore_rl.examples.tasks.code import CodeTask
+from mcore_rl.examples.tasks.conversations import build_conversation, prepare, split_problems
+from mcore_rl.examples.tasks.countdown import CountdownTask
 from mcore_rl.rewards.registry import get_reward
 
 TASKS = {"calculator": CalculatorTask(), "countdown": CountdownTask(), "code": CodeTask()}

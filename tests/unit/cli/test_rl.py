@@ -77,8 +77,7 @@ def test_help_lists_every_setting_with_its_default_and_meaning(monkeypatch, caps
         assert part in out
     assert [name for name in list_setting_names(RLConfig) if f"\n  {name}=" not in out] == []
     assert (
-        "trainer.prompts_per_step=64\n      a step has this times algorithm.group_size samples"
-        in out
+        "trainer.prompts_per_step=64\n      a step has algorithm.group_size samples of each" in out
     )
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from mcore_rl.benchmarks.async_loops import ModelledRun, WorkloadSettings, print_results
 from mcore_rl.cli import recipes
 from mcore_rl.cli.compose import compose_config
 from mcore_rl.cli.main import COMMANDS, main
@@ -18,7 +19,6 @@ from mcore_rl.config.schema import RLConfig
 from mcore_rl.jobs.dry_run import dry_run
 from mcore_rl.jobs.evaluate import print_table
 from mcore_rl.observability.console import MeanWithError, print_before_after
-from mcore_rl.tools.bench_async.run import ModelledRun, WorkloadSettings, print_results
 
 PUBLISHED = Path(__file__).parents[1] / "models" / "published"
 SUBCOMMANDS = {

@@ -16,7 +16,7 @@ import torch
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.resolve import MAX_SEED, resolve, resolve_for_lane
 from mcore_rl.config.resolve_engine import ModelSizes
-from mcore_rl.config.resolve_rollout import resolve_rollout_model
+from mcore_rl.config.resolve_rollout import resolve_vllm_model
 from mcore_rl.config.schema import (
     AlgorithmConfig,
     AsynchronousConfig,
@@ -464,7 +464,7 @@ DENSE = ModelSizes(
 
 def test_vllm_needs_experts_for_expert_parallelism():
     with pytest.raises(ConfigError, match=re.escape("rollout.ep=true: the model has no experts")):
-        resolve_rollout_model(RolloutConfig(ep=True), DENSE)
+        resolve_vllm_model("rollout", RolloutConfig(ep=True), DENSE)
 
 
 def test_every_setting_has_a_default():

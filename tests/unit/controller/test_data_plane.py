@@ -13,6 +13,7 @@ import psutil
 import pytest
 import torch
 
+from mcore_rl.benchmarks.data_plane import read_settled_store_bytes
 from mcore_rl.config.schema import Layout, TimeoutsConfig
 from mcore_rl.controller.dispatch import Dispatch, register
 from mcore_rl.controller.object_columns import LostColumnsError, fetch_columns, store_columns
@@ -22,7 +23,6 @@ from mcore_rl.controller.remote_batch import RemoteBatch
 from mcore_rl.controller.resource_pool import ResourcePool
 from mcore_rl.controller.worker_group import WorkerGroup
 from mcore_rl.data.batch import Batch, Jagged
-from mcore_rl.tools.bench_data_plane import read_settled_store_bytes
 from tests.nightly import nightly
 
 pytestmark = pytest.mark.job

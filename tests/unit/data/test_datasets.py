@@ -7,8 +7,8 @@ import pytest
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import DataConfig
 from mcore_rl.data.datasets import PromptDataset, load_prompts, load_supervised
-from mcore_rl.data.tasks import tiny_model
 from mcore_rl.data.tokenizer import check_tokenizer_matches, load_tokenizer
+from mcore_rl.examples.tasks import tiny_model
 
 CHATS = [
     [{"role": "user", "content": "Add 1 and 2."}],

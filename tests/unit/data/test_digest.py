@@ -18,7 +18,7 @@ from mcore_rl.config.schema import ConversationsConfig, DataConfig, PairsConfig
 from mcore_rl.data.datasets import load_prompts
 from mcore_rl.data.examples import load_conversations, load_pairs
 from mcore_rl.data.files import Digest
-from mcore_rl.data.tasks import tiny_model
+from mcore_rl.examples.tasks import tiny_model
 
 ROWS = [
     {"messages": [{"role": "user", "content": f"Add {i} and 1."}], "answer": str(i), "level": i}

@@ -21,7 +21,7 @@ from mcore_rl.data.examples import (
     load_conversations,
     load_pairs,
 )
-from mcore_rl.data.tasks import tiny_model
+from mcore_rl.examples.tasks import tiny_model
 
 CHATML = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"

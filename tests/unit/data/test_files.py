@@ -183,7 +183,7 @@ from mcore_rl.config.schema import DataConfig
 from mcore_rl.data import files
 from mcore_rl.data.datasets import PromptDataset, load_prompts
 from mcore_rl.data.prompt_batches import PromptBatches
-from mcore_rl.data.tasks import tiny_model
+from mcore_rl.examples.tasks import tiny_model
 
 def anonymous_mb():
     status = open("/proc/self/status").read()

@@ -9,8 +9,9 @@ import torch
 from safetensors.torch import load_file
 
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.data.tasks import tiny_model
-from mcore_rl.data.tasks.last_digit import (
+from mcore_rl.data.tokenizer import load_tokenizer
+from mcore_rl.examples.tasks import tiny_model
+from mcore_rl.examples.tasks.last_digit import (
     NUM_WARM_START,
     PreparedTask,
     answer,
@@ -20,7 +21,6 @@ from mcore_rl.data.tasks.last_digit import (
     split_problems,
     worked_response,
 )
-from mcore_rl.data.tokenizer import load_tokenizer
 from mcore_rl.rewards.registry import get_reward
 
 SEED, WORKED_SHARE = 3, 0.35
@@ -87,7 +87,8 @@ def test_held_out_problems_do_not_depend_on_the_seed(task, tmp_path):
 def test_the_same_seed_writes_the_same_bytes_in_another_process(task, tmp_path):
     # Another process, because Python's and the tokenizer trainer's hashes differ between processes.
     code = (
-        "import sys; from pathlib import Path; from mcore_rl.data.tasks.last_digit import prepare; "
+        "import sys; from pathlib import Path; "
+        "from mcore_rl.examples.tasks.last_digit import prepare; "
         f"prepare(Path(sys.argv[1]), {SEED}, {WORKED_SHARE})"
     )
     directory = tmp_path / "task"
@@ -190,7 +191,7 @@ def test_a_folder_that_is_not_ours_is_refused_and_left_as_it_was(tmp_path):
 
 
 def test_a_failure_half_way_leaves_nothing(tmp_path, monkeypatch):
-    from mcore_rl.data.tasks import tiny_model
+    from mcore_rl.examples.tasks import tiny_model
 
     def no_space(*_: object) -> None:
         raise OSError("no space left on device")

@@ -17,9 +17,9 @@ from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import DataConfig
 from mcore_rl.data import template_limits
 from mcore_rl.data.datasets import load_prompts
-from mcore_rl.data.tasks import tiny_model
 from mcore_rl.data.template_limits import LimitedRender
 from mcore_rl.data.tokenizer import load_tokenizer
+from mcore_rl.examples.tasks import tiny_model
 
 CHAT = [{"role": "user", "content": "Add 1 and 2."}]
 LOOPS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"

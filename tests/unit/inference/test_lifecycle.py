@@ -9,7 +9,7 @@ from contextlib import AbstractAsyncContextManager
 import pytest
 
 from mcore_rl.config.errors import StateError
-from mcore_rl.inference.vllm.lifecycle import (
+from mcore_rl.inference.lifecycle import (
     ASLEEP,
     TRANSITIONS,
     Call,

@@ -27,7 +27,7 @@ from mcore_rl.config.schema import (
     WarmStartConfig,
     WeightSyncConfig,
 )
-from mcore_rl.data.tasks import last_digit
+from mcore_rl.examples.tasks import last_digit
 from mcore_rl.jobs.dry_run import (
     SyncTraffic,
     assign_gpus,

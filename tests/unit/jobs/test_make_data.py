@@ -24,7 +24,7 @@ from mcore_rl.data.datasets import load_prompts
 from mcore_rl.data.files import open_rows
 from mcore_rl.data.publishers import PUBLISHERS
 from mcore_rl.data.rows import Column, read_preference_rows
-from mcore_rl.data.tasks import tiny_model
+from mcore_rl.examples.tasks import tiny_model
 from mcore_rl.rewards.registry import get_reward
 from tests.pages import of_kind
 

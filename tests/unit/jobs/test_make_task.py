@@ -10,7 +10,7 @@ import pytest
 
 from mcore_rl.cli.compose import compose_config
 from mcore_rl.config.schema import RLConfig
-from mcore_rl.jobs.tasks import TASKS
+from mcore_rl.examples.tasks.registry import TASKS
 from tests.unit.jobs.test_make_data import run
 
 

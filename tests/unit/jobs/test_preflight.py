@@ -22,7 +22,7 @@ from mcore_rl.config.schema import (
 )
 from mcore_rl.data.examples import ExampleFiles
 from mcore_rl.data.routed_experts import ExpertLayers
-from mcore_rl.data.tasks import tiny_model
+from mcore_rl.examples.tasks import tiny_model
 from mcore_rl.jobs import preflight
 from mcore_rl.jobs.placement import list_replayed_experts
 from mcore_rl.jobs.preflight import _check_choices, check_inputs, check_layouts, load_prompt_files

@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
+import mcore_rl
 from mcore_rl.cli.compose import compose_config
 from mcore_rl.cli.job import JOB_COMMANDS, SCHEMAS
 from mcore_rl.cli.main import load_command, main
@@ -43,8 +45,8 @@ FILE_SUFFIXES = {".md", ".py", ".sh", ".toml", ".yaml"}
 
 
 def folders_of_package() -> set[str]:
-    """mcore_rl/<room>/ of every folder with modules of its own; models/ is one by its link."""
-    found = {"models/"}
+    """mcore_rl/<room>/ of every folder with modules, and those that are links."""
+    found = {"benchmarks/", "examples/", "models/"}
     for folder, names, files in os.walk(ROOT / "mcore_rl"):
         names[:] = [name for name in names if name != "__pycache__"]
         if any(name.endswith(".py") for name in files) and Path(folder) != ROOT / "mcore_rl":
@@ -76,7 +78,8 @@ def contract(start: str) -> dict[str, Any]:
 
 def test_every_package_but_engine_has_its_engines_by_engine_base():
     packages = {f"mcore_rl.{path.parent.name}" for path in (ROOT / "mcore_rl").glob("*/*.py")}
-    assert {*contract("Engines")["source_modules"]} == packages - {"mcore_rl.engine"}
+    packages -= {"mcore_rl.engine", "mcore_rl.benchmarks"}  # they compare parts of engines
+    assert {*contract("Engines")["source_modules"]} == packages
 
 
 def test_the_layers_are_those_that_the_linter_enforces():
@@ -223,11 +226,50 @@ def test_every_link_inside_the_repository_leads_somewhere(page: Path):
         assert not anchor or anchor in anchors_of(linked), target
 
 
+def list_nav_pages(entries: list[Any]) -> Iterator[str]:
+    for entry in entries:
+        [value] = entry.values()
+        yield from list_nav_pages(value) if isinstance(value, list) else (value,)
+
+
+def test_the_navigation_of_the_site_has_each_page_once():
+    nav = yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]
+    assert len(nav) == 6
+    assert sorted(list_nav_pages(nav)) == sorted(p.name for p in PAGES if p.parent.name == "docs")
+
+
+def test_the_api_page_has_each_public_name_once():
+    page = (ROOT / "docs" / "api.md").read_text()
+    assert sorted(re.findall(r"^::: mcore_rl\.(\w+)$", page, re.MULTILINE)) == mcore_rl.__all__
+
+
+def test_no_page_of_the_site_links_out_of_it_but_to_the_web():
+    pages = [page for page in PAGES if page.parent.name == "docs"]
+    links = {(p.name, link) for p in pages for link in LINK.findall(p.read_text())}
+    assert [link for link in links if link[1].startswith("../")] == []
+
+
+def test_the_site_is_a_gate_that_allows_no_warning():
+    gate = (ROOT / "tests" / "run.sh").read_text()
+    assert "gate 'docs site' build_site" in gate and "mkdocs build --strict" in gate
+    kinds = yaml.safe_load((ROOT / "mkdocs.yml").read_text())["validation"]
+    assert {level for kind in kinds.values() for level in kind.values()} == {"warn"}
+
+
 def test_the_tables_of_the_configuration_page_are_those_of_the_schema():
     current = CONFIGURATION.read_text()
     made = runpy.run_path(str(WRITER))["page"](current)
     assert current == made, "run: .venv/bin/python tests/write_configuration_doc.py"
-    assert [key for key in list_setting_names(RLConfig) if f"| `{key}` |" not in current] == []
+    shown = set(re.findall(r"^\| `([\w.]+)` \|", current, re.MULTILINE))
+    sections = re.findall(r"^### `([\w.]+)`$(.*?)(?=^###|\Z)", current, re.MULTILINE | re.DOTALL)
+    for group, section in sections:  # which says whose settings it has, or who else has them
+        for others in re.findall(r"^The same settings: (.*)\.$", section, re.MULTILINE):
+            for other in re.findall(r"`(.*?)`", others):
+                shown |= {key.replace(group, other, 1) for key in shown if key.startswith(group)}
+        for other in re.findall(r"^Has the settings of `(.*)`, and:$", section, re.MULTILINE):
+            own = {key for key in shown if re.fullmatch(rf"{other}\.\w+", key)}
+            shown |= {key.replace(other, group, 1) for key in own}
+    assert {*list_setting_names(RLConfig)} - shown == set()
 
 
 @pytest.mark.parametrize("page", [p for p in PAGES if ">>> " in p.read_text()], ids=page_id)

@@ -29,7 +29,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of what the build reads, so that it leaves nothing behind in the tree."""
     copy = tmp_path_factory.mktemp("source")
     ignore = shutil.ignore_patterns("__pycache__", "*.so")
-    for name in ("mcore_rl", "models", "configs"):
+    for name in ("mcore_rl", "benchmarks", "configs", "examples", "models"):
         shutil.copytree(ROOT / name, copy / name, symlinks=True, ignore=ignore)
     for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, copy / name)
@@ -61,14 +61,16 @@ def expected_files() -> set[str]:
             "mcore_rl/**/*.py",
             "mcore_rl/_csrc.pyi",
             "mcore_rl/py.typed",
-            "mcore_rl/models/*.py",
-            "mcore_rl/configs/**/*.yaml",
         )
         for path in ROOT.glob(pattern)
     }
-    configs = ROOT / "configs"
+    found |= {
+        f"mcore_rl/{path.relative_to(ROOT)}"
+        for name in ("benchmarks", "configs", "examples", "models")
+        for path in (ROOT / name).rglob("*.yaml" if name == "configs" else "*.py")
+    }
     found.add(f"mcore_rl/_csrc{sysconfig.get_config_var('EXT_SUFFIX')}")
-    return found | {f"mcore_rl/configs/{p.relative_to(configs)}" for p in configs.rglob("*.yaml")}
+    return found
 
 
 def test_the_wheel_holds_every_module_and_every_config(source: Path, tmp_path: Path) -> None:
@@ -78,7 +80,7 @@ def test_the_wheel_holds_every_module_and_every_config(source: Path, tmp_path: P
         scripts = next(n for n in archive.namelist() if n.endswith("entry_points.txt"))
         assert b"mcore-rl = mcore_rl.cli.main:main" in archive.read(scripts)
     assert held == expected_files()
-    assert "mcore_rl/models/__init__.py" in held
+    assert {f"mcore_rl/{name}/__init__.py" for name in ("benchmarks", "examples", "models")} < held
 
 
 def test_a_wheel_of_the_sdist_is_the_wheel_of_the_tree(source: Path, tmp_path: Path) -> None:

@@ -121,15 +121,18 @@ def test_the_extras_ask_for_what_is_pinned():
             assert wanted.specifier.contains(pinned[wanted.name]), (lane, str(wanted))
 
 
-def test_the_environment_of_verifiers_is_pinned_and_installed_by_the_same_uv():
-    found = pins("verifiers.txt")
-    assert found["verifiers"].startswith("0.4.") and found["uv"] == pins("cpu.txt")["uv"]
+@pytest.mark.parametrize(
+    ("name", "package", "version"), [("verifiers", "verifiers", "0.4."), ("docs", "mkdocs", "1.")]
+)
+def test_a_separate_environment_is_pinned_and_installed_by_the_same_uv(name, package, version):
+    pinned = pins(f"{name}.txt")
+    assert pinned[package].startswith(version) and pinned["uv"] == pins("cpu.txt")["uv"]
 
 
 def test_an_environment_that_there_is_not_is_refused():
     command = ["bash", str(ROOT / "launch/setup_env.sh"), "verifier"]
     done = subprocess.run(command, capture_output=True, text=True)
-    told = "'verifier' is no environment; allowed: verifiers, or nothing for .venv"
+    told = "'verifier' is no environment; allowed: verifiers, docs, or nothing for .venv"
     assert done.returncode == 1 and told in done.stderr
 
 
@@ -168,7 +171,9 @@ exit 1
 """
 
 
-@pytest.mark.parametrize("environment", [(), ("verifiers",)], ids=["cpu", "verifiers"])
+@pytest.mark.parametrize(
+    "environment", [(), ("verifiers",), ("docs",)], ids=["cpu", "verifiers", "docs"]
+)
 def test_a_stage_of_set_up_is_shown_when_it_begins(tmp_path, environment):
     """An interpreter waits in the first stage until the line has been read, and fails."""
     shutil.copytree(ROOT / "launch", tmp_path / "launch")

@@ -9,11 +9,16 @@ import pytest
 from omegaconf import OmegaConf
 
 ROOT = Path(__file__).resolve().parents[3]
-SOURCES = ("mcore_rl", "models", "tests")
-PACKAGE_FOLDERS = {ROOT / "models", *(path.parent for path in ROOT.glob("mcore_rl/**/*.py"))}
+LINKED = ("benchmarks", "configs", "examples", "models")  # into the package
+SOURCES = ("mcore_rl", "benchmarks", "examples", "models", "tests")
+PACKAGE_FOLDERS = {
+    path.parent
+    for source in ("mcore_rl", "benchmarks", "examples", "models")
+    for path in (ROOT / source).rglob("*.py")
+}
 
 
-@pytest.mark.parametrize("name", ["models", "configs"])
+@pytest.mark.parametrize("name", LINKED)
 def test_a_top_level_folder_is_linked_into_the_package(name: str) -> None:
     link = ROOT / "mcore_rl" / name
     assert link.is_symlink()
@@ -22,7 +27,7 @@ def test_a_top_level_folder_is_linked_into_the_package(name: str) -> None:
 
 
 @pytest.mark.skipif(not (ROOT / ".git").exists(), reason="not a git checkout")
-@pytest.mark.parametrize("name", ["models", "configs"])
+@pytest.mark.parametrize("name", LINKED)
 def test_the_link_is_tracked_as_a_link(name: str) -> None:
     command = ["git", "-C", str(ROOT), "ls-files", "--stage", f"mcore_rl/{name}"]
     listed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
@@ -81,8 +86,6 @@ def test_a_public_class_name_has_one_meaning() -> None:
     files: dict[str, list[str]] = {}
     for source in ("mcore_rl", "models"):
         for path in (ROOT / source).rglob("*.py"):
-            if (ROOT / "mcore_rl" / "models") in path.parents:
-                continue  # a link to the other
             for node in ast.parse(path.read_text()).body:
                 if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                     files.setdefault(node.name, []).append(str(path.relative_to(ROOT)))

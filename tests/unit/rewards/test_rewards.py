@@ -6,7 +6,7 @@ import pytest
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import DataConfig, RewardConfig
 from mcore_rl.data.datasets import load_prompts
-from mcore_rl.data.tasks import tiny_model
+from mcore_rl.examples.tasks import tiny_model
 from mcore_rl.rewards.manager import build_answer_check
 from mcore_rl.rewards.registry import get_reward
 

@@ -20,6 +20,7 @@ from mcore_rl.rollout import worker as rollout_worker
 from mcore_rl.rollout.manager import RolloutPool
 from mcore_rl.rollout.server_pool import ServerPool
 from mcore_rl.rollout.worker import EventLoopThread, IdleTimer, RolloutWorker, RunningGroups
+from tests.fakes import FakeServer
 
 SAMPLING = SamplingParams(n=1, max_tokens=8)
 
@@ -31,13 +32,11 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     return clock
 
 
-class Engine:
+class Engine(FakeServer):
     """A server: 3 s to start, 4 for new weights (version 13 fails), 1 to sleep and to wake."""
 
-    is_dead = awaits_update = False
-    death_reason = ""
-
     def __init__(self, clock: SimpleNamespace) -> None:
+        super().__init__()
         self.clock = clock
 
     async def start(self, *, reads_weights: bool) -> None:
@@ -72,8 +71,6 @@ class Agent(single_turn.SingleTurnLoop):
 
 class Worker(RolloutWorker):
     """A worker with that server. A group ends when its event is set."""
-
-    _nodes = _headless = None
 
     def __init__(self, clock: SimpleNamespace) -> None:
         self._spec: Any = SimpleNamespace(experts=None, timeout_s=60.0)

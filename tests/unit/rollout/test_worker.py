@@ -19,11 +19,12 @@ from mcore_rl.controller.pending_call import PendingCall, Timeout, wait_for_surv
 from mcore_rl.controller.worker_process import FailureKind, WorkerProcess
 from mcore_rl.data.batch import Batch, Jagged
 from mcore_rl.data.sample import Sample
-from mcore_rl.data.tasks import last_digit
+from mcore_rl.examples.tasks import last_digit
+from mcore_rl.inference.lifecycle import Call
 from mcore_rl.inference.protocol import Completion, SamplingParams
-from mcore_rl.inference.vllm.lifecycle import Call, Lifecycle, RequestGate, State
 from mcore_rl.parallel.rendezvous import RendezvousServer, end_waits
 from mcore_rl.rollout.worker import RolloutSpec, RolloutWorker, RunningGroups
+from tests.fakes import FakeServer
 from tests.unit.agents.test_loops import MESSAGES, TOKENIZER, TOOLS, Scripted, call, is_42
 from tests.unit.controller.test_pending_call import Group, Sent, failure
 
@@ -82,27 +83,19 @@ def test_a_worker_ends_turns_at_eos_tokens_of_the_generation_config(
     assert worker._agent.codec.stop_ids == {eos_id, *more}
 
 
-class Server(Scripted):
+class Server(Scripted, FakeServer):
     """A server that answers, and takes new weights unless it has a failure to raise."""
 
-    is_dead, death_reason = False, ""
-
     def __init__(self, *says: str) -> None:
-        super().__init__(says)
-        lifecycle = Lifecycle()
-        lifecycle.state = State.SERVING
-        self.request_gate = RequestGate(lifecycle)
+        Scripted.__init__(self, says)
+        FakeServer.__init__(self)
         self.has_answered, self.may_return = asyncio.Event(), asyncio.Event()
         self.failure: Exception | None = None
-
-    @property
-    def awaits_update(self) -> bool:
-        return self.request_gate.awaits_update
 
     async def submit(
         self, prompt_ids: list[int], sampling: SamplingParams, *, request_id: str = ""
     ) -> list[Completion]:
-        async with self.request_gate.run_request():
+        async with self._request_gate.run_request():
             completions = await super().submit(prompt_ids, sampling)
         self.has_answered.set()
         await self.may_return.wait()  # as if the loop worked between two turns
@@ -114,7 +107,7 @@ class Server(Scripted):
     async def update(self, version: int, *, in_flight: bool, recompute_cache: bool) -> None:
         if isinstance(self.failure, ConfigError):
             raise self.failure
-        async with self.request_gate.run_beside_requests(Call.UPDATE):
+        async with self._request_gate.run_beside_requests(Call.UPDATE):
             if self.failure is not None:
                 raise self.failure
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,10 +27,10 @@ from mcore_rl.controller.worker_group import WorkerGroup
 from mcore_rl.controller.worker_process import MethodCall, WorkerProcess
 from mcore_rl.data.datasets import PromptDataset, PromptRow, load_prompts
 from mcore_rl.data.prompt_batches import PromptBatches
-from mcore_rl.data.tasks import last_digit
 from mcore_rl.data.tokenizer import load_tokenizer
 from mcore_rl.engine.base import ScoredStep
 from mcore_rl.engine.worker import ModelWorker
+from mcore_rl.examples.tasks import last_digit
 from mcore_rl.inference.protocol import Completion, SamplingParams
 from mcore_rl.rollout.server_pool import ServerPool
 from mcore_rl.rollout.weight_updater import TransportSync
@@ -44,7 +43,7 @@ from mcore_rl.rollout.worker import (
 )
 from mcore_rl.trainers.device_sharing import DeviceSharing
 from mcore_rl.trainers.sample_log import SampleLog
-from tests.fakes import build_trainer
+from tests.fakes import FakeServer, build_trainer
 from tests.unit.controller.test_driver_work import Reference
 
 
@@ -153,20 +152,14 @@ class Rank(ModelWorker):
         self._is_offloaded = True
 
 
-class Generator:
+class Generator(FakeServer):
     """Each prompt is answered `apart_s` after the one before."""
 
-    is_dead = awaits_update = False
-    death_reason = ""
-
     def __init__(self, apart_s: float) -> None:
-        self._num_asked, self._apart_s, self._version = 0, apart_s, 0
+        super().__init__()
+        self._num_asked, self._apart_s = 0, apart_s
 
-    @asynccontextmanager
-    async def start_together(self):
-        yield
-
-    async def submit(self, prompt_ids, sampling):
+    async def submit(self, prompt_ids, sampling, *, request_id=""):
         self._num_asked += 1
         await asyncio.sleep(self._apart_s * self._num_asked)
         self._num_asked -= 1
@@ -190,8 +183,6 @@ async def every_second_group_differs(samples, texts, max_tokens, where):
 
 
 class Server(RolloutWorker):
-    _nodes = _headless = None
-
     def __init__(self, tokenizer: Any, apart_s: float) -> None:
         self._spec = SimpleNamespace(experts=None, timeout_s=60.0)
         self._server = Generator(apart_s)

@@ -9,13 +9,13 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 
+from mcore_rl.benchmarks.async_loops import SETUPS, WorkloadSettings, _average_used, run_setup
+from mcore_rl.benchmarks.async_model import Clock, Servers, Workload
 from mcore_rl.cli import main as cli
 from mcore_rl.cli.bench import main
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.data.batch import Batch, Jagged
 from mcore_rl.inference.protocol import SamplingParams
-from mcore_rl.tools.bench_async.model import Clock, Servers, Workload
-from mcore_rl.tools.bench_async.run import SETUPS, WorkloadSettings, _average_used, run_setup
 from mcore_rl.trainers.base import RLTrainer
 from tests.pages import of_kind
 

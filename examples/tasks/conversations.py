@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from mcore_rl.agents.chat_template.codec import ChatMessage, ToolSpec
-from mcore_rl.data.tasks.prepared import PreparedTask, write_task
+from mcore_rl.data.prepared_task import PreparedTask, write_task
 
 P = TypeVar("P")
 NUM_WARM_START = 4800  # conversations; a warm start trains on each several times
@@ -74,7 +74,7 @@ def build_conversation(
 
 
 def _write(task: ConversationTask[P], paths: PreparedTask, seed: int, worked_share: float) -> None:
-    from mcore_rl.data.tasks import tiny_model  # torch and transformers take seconds to import
+    from mcore_rl.examples.tasks import tiny_model  # torch and transformers take seconds to import
 
     train, test = split_problems(task)
     chance = random.Random(seed)

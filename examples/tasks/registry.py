@@ -6,12 +6,11 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from mcore_rl.agents.tasks import conversations
-from mcore_rl.agents.tasks.calculator import CalculatorTask
-from mcore_rl.agents.tasks.code import CodeTask
-from mcore_rl.agents.tasks.countdown import CountdownTask
-from mcore_rl.data.tasks import last_digit
-from mcore_rl.data.tasks.prepared import PreparedTask
+from mcore_rl.data.prepared_task import PreparedTask
+from mcore_rl.examples.tasks import conversations, last_digit
+from mcore_rl.examples.tasks.calculator import CalculatorTask
+from mcore_rl.examples.tasks.code import CodeTask
+from mcore_rl.examples.tasks.countdown import CountdownTask
 
 # Each takes a folder, a seed and the share of warm-start examples that are worked.
 TASKS: dict[str, Callable[[Path, int, float], PreparedTask]] = {

@@ -12,13 +12,13 @@ server serves.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from enum import Enum
 from types import MappingProxyType
 
 from mcore_rl.config.errors import StateError
-from mcore_rl.inference.protocol import Gate
 
 
 class State(Enum):
@@ -154,6 +154,50 @@ class Lifecycle:
                 f"allowed: {', '.join(allowed) or 'nothing'}"
             )
         return TRANSITIONS[call, self.state]
+
+
+class Gate:
+    """A barrier for requests: open unless it is held, for one reason or several.
+
+    All calls are made in one event loop.
+    """
+
+    def __init__(self) -> None:
+        self._reasons: set[str] = set()
+        self._opened = asyncio.Event()
+        self._opened.set()
+
+    @property
+    def is_open(self) -> bool:
+        return self._opened.is_set()
+
+    def is_held(self, reason: str) -> bool:
+        return reason in self._reasons
+
+    def hold(self, reason: str) -> None:
+        """Close the gate until this reason, and all others, are released."""
+        self._reasons.add(reason)
+        self._opened.clear()
+
+    def release(self, reason: str) -> None:
+        """Drop a reason; open the gate if none is left."""
+        self._reasons.discard(reason)
+        if not self._reasons:
+            self._opened.set()
+
+    @contextmanager
+    def hold_during(self, reason: str) -> Iterator[None]:
+        """Hold the gate for the length of a with block."""
+        self.hold(reason)
+        try:
+            yield
+        finally:
+            self.release(reason)
+
+    async def wait_open(self) -> None:
+        """Wait until the gate is open, without a time limit."""
+        while not self.is_open:  # it may have been closed between the event and this task
+            await self._opened.wait()
 
 
 class RequestGate:

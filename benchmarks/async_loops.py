@@ -14,23 +14,22 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from mcore_rl.config.resolve import resolve, resolve_for_lane
-from mcore_rl.config.schema import RLConfig, SampleLogConfig
-from mcore_rl.controller.process_cleanup import StopSignals
-from mcore_rl.data.batch import Batch
-from mcore_rl.data.datasets import PromptDataset, PromptRow
-from mcore_rl.observability.console import get_stdout_console
-from mcore_rl.tools.bench_async.model import (
+from mcore_rl.benchmarks.async_model import (
     BackgroundExecutor,
     Clock,
     ModelledActor,
     Servers,
     Workload,
 )
-from mcore_rl.trainers.base import TrainerInputs
+from mcore_rl.config.resolve import resolve, resolve_for_lane
+from mcore_rl.config.schema import RLConfig, SampleLogConfig
+from mcore_rl.controller.process_cleanup import StopSignals
+from mcore_rl.data.batch import Batch
+from mcore_rl.data.datasets import PromptDataset, PromptRow
+from mcore_rl.observability.console import get_stdout_console
+from mcore_rl.trainers.base import TrainerInputs, load_trainer
 from mcore_rl.trainers.checkpointing import CheckpointManager
 from mcore_rl.trainers.device_sharing import DeviceSharing
-from mcore_rl.trainers.registry import TRAINERS
 from mcore_rl.trainers.sample_log import SampleLog
 
 LABEL, WIDTH, ROW_HEIGHT, GAP, TOP = 170, 900, 26, 22, 56  # pixels
@@ -130,7 +129,7 @@ def run_setup(setup: Setup, settings: WorkloadSettings) -> ModelledRun:
                 config, folder, devices, states, dict, StopSignals(), 0
             ),
         )
-        TRAINERS[setup.mode](inputs).run(lambda _, metrics: rows.append(metrics))
+        load_trainer(setup.mode)(inputs).run(lambda _, metrics: rows.append(metrics))
     loop_s = (time.perf_counter() - start) / settings.num_steps
     return _summarize(clock, servers, actor.updates, rows[-1], settings.num_steps, loop_s)
 

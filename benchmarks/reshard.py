@@ -446,7 +446,7 @@ class IntoMegatron(_Comparison):
         from mcore_rl.engine.megatron import device
 
         device.install(num_threads=1, on_cpu=True)
-        from mcore_rl.engine.megatron.refit_baseline import MegatronRefit
+        from mcore_rl.benchmarks.megatron_refit import MegatronRefit
 
         config, rank = settings.build_config(), dist.get_rank()
         layouts = settings.train, settings.target

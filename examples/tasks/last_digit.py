@@ -21,7 +21,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from mcore_rl.data.tasks.prepared import PreparedTask, write_task
+from mcore_rl.data.prepared_task import PreparedTask, write_task
 
 NUM_WARM_START = 240 * 96  # rows: the recipe's supervised steps times their batch
 
@@ -126,7 +126,7 @@ def _write_parquet(path: Path, rows: list[dict[str, Any]], schema: pa.Schema) ->
 
 
 def _write_model(directory: Path, seed: int) -> None:
-    from mcore_rl.data.tasks import tiny_model  # torch and transformers take seconds to import
+    from mcore_rl.examples.tasks import tiny_model  # torch and transformers take seconds to import
 
     # The same problems for every seed, so that every run has the same tokens.
     problems = split_problems()[0][:4000]

@@ -1,0 +1,1 @@
+"""Environments of toy tasks, by name in agent.environment."""

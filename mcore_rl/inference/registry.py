@@ -1,0 +1,73 @@
+"""Backends of generation servers by `backend` of their settings: "vllm", or an import path."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from mcore_rl.config.errors import ConfigError
+from mcore_rl.config.import_path import is_import_path, load_user_function
+from mcore_rl.config.schema import RolloutConfig
+from mcore_rl.inference.protocol import GenerationServer, ServerFeatures, ServerSpec
+
+# Imported on use: a run with servers of a user's own needs no vLLM.
+BACKENDS: Mapping[str, str] = MappingProxyType(
+    {"vllm": "mcore_rl.inference.vllm.server:VLLMServer"}
+)
+
+
+def load_server_class(settings: RolloutConfig, key: str = "rollout") -> type[GenerationServer]:
+    """Return the class of a backend: that of `vllm`, or of `path/to/file.py:MyServer`.
+
+    Args:
+        key: Name of the settings in errors.
+
+    Raises:
+        ConfigError: there is none of that name, or it is no subclass of GenerationServer.
+    """
+    backend = settings.backend
+    if not is_import_path(backend):
+        module, _, name = BACKENDS[backend].partition(":")
+        server_class: type[GenerationServer] = getattr(importlib.import_module(module), name)
+        return server_class
+    loaded = load_user_function(f"{key}.backend", backend)
+    if not (inspect.isclass(loaded) and issubclass(loaded, GenerationServer)):
+        raise ConfigError(
+            f"{key}.backend={backend!r} is no subclass of "
+            "mcore_rl.inference.protocol.GenerationServer; allowed: one, or "
+            f"{', '.join(BACKENDS)}"
+        )
+    if missing := sorted(loaded.__abstractmethods__):
+        raise ConfigError(
+            f"{key}.backend={backend!r} has no {', '.join(missing)}; allowed: a subclass of "
+            "GenerationServer with all of its abstract methods"
+        )
+    return loaded
+
+
+def create_server(spec: ServerSpec) -> GenerationServer:
+    """Build the server of spec.settings.backend, or this node of it."""
+    return load_server_class(spec.settings).create(spec)
+
+
+def check_server_settings(settings: RolloutConfig, key: str = "rollout") -> ServerFeatures:
+    """Check the settings of servers against what their backend can do; return its features.
+
+    Raises:
+        ConfigError: there is no such backend, or it does not allow a setting.
+    """
+    server_class = load_server_class(settings, key)
+    features, backend = server_class.features, f"{key}.backend={settings.backend!r}"
+    if not features.tensor_parallel and settings.tp > 1:
+        raise ConfigError(f"{key}.tp={settings.tp}: a server of {backend} has one rank; allowed: 1")
+    if not features.tensor_parallel and settings.ep:
+        raise ConfigError(f"{key}.ep=true: a server of {backend} has one rank; allowed: false")
+    if not features.multi_node and settings.nodes_per_server > 1:
+        raise ConfigError(
+            f"{key}.nodes_per_server={settings.nodes_per_server}: a server of {backend} runs on "
+            "one node; allowed: 1"
+        )
+    server_class.check_settings(settings, key)
+    return features

@@ -1,0 +1,148 @@
+"""Servers by `backend`: an import path is a server, and settings that it cannot do are refused."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mcore_rl.config.errors import ConfigError
+from mcore_rl.config.resolve import resolve, resolve_for_lane
+from mcore_rl.config.schema import RLConfig, RolloutConfig
+from mcore_rl.inference.protocol import ServerSpec
+from mcore_rl.inference.registry import BACKENDS, check_server_settings, create_server
+from mcore_rl.inference.vllm.server import VLLMServer
+from mcore_rl.jobs.preflight import check_servers
+
+SERVER = """
+from mcore_rl.config.errors import ConfigError
+from mcore_rl.inference.protocol import GenerationServer, ServerFeatures
+
+class Server(GenerationServer):
+    features = ServerFeatures({features})
+
+    @classmethod
+    def check_settings(cls, settings, key):
+        if (settings.max_num_seqs or 0) > 999:
+            raise ConfigError(f"{{key}}.max_num_seqs={{settings.max_num_seqs}}; allowed: 999")
+
+    async def start(self): ...
+    async def submit(self, prompt_ids, sampling, *, request_id=""): return []
+    async def abort(self, request_id): ...
+    async def load_checkpoint(self, path, version, *, in_flight=False, recompute_cache=False): ...
+
+class Unfinished(GenerationServer):
+    async def start(self): ...
+
+def build(spec):
+    return None
+"""
+ALL = 'weight_format="huggingface", sleep=True, updates_in_flight=True, routed_experts=True'
+
+
+def write_backend(folder: Path, features: str = ALL, name: str = "Server") -> str:
+    (folder / "server.py").write_text(SERVER.format(features=features))
+    return f"{folder}/server.py:{name}"
+
+
+def make_config(backend: str, **settings: Any) -> RLConfig:
+    config = RLConfig()
+    config.task.name, config.rollout.backend, config.actor.layout.tp = "last_digit", backend, 2
+    for key, value in settings.items():
+        part, *names = key.split("__")
+        target: Any = getattr(config, part)
+        for name in names[:-1]:
+            target = getattr(target, name)
+        setattr(target, names[-1], value)
+    return config
+
+
+def test_a_server_of_a_file_is_built_by_its_import_path(tmp_path):
+    settings = RolloutConfig(backend=write_backend(tmp_path))
+    spec = ServerSpec("/model", "float32", 64, settings, seed=3)
+    server = create_server(spec)
+    assert type(server).__name__ == "Server" and server.spec is spec
+    assert (server.weight_version, server.is_dead, server.is_headless) == (0, False, False)
+
+
+def test_the_default_is_a_server_of_vllm_with_all_features(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    server = create_server(ServerSpec(str(tmp_path), "float32", 64, RolloutConfig(), seed=3))
+    assert isinstance(server, VLLMServer) and list(BACKENDS) == ["vllm"]
+    settings = RolloutConfig(tp=4, nodes_per_server=2, ep=True)
+    assert check_server_settings(settings).weight_format == "vllm"
+
+
+@pytest.mark.parametrize(
+    ("backend", "message"),
+    [
+        ("sglang", "rollout.backend='sglang'; allowed: 'vllm', or the import path of a Generat"),
+        ("{file}:Missing", "server.py' has no function 'Missing'; it has: Server, Unfinished, bu"),
+        ("{file}:build", "is no subclass of mcore_rl.inference.protocol.GenerationServer; allowed"),
+        ("{file}:Unfinished", "has no abort, load_checkpoint, submit; allowed: a subclass of Gen"),
+        ("/nowhere.py:Server", "cannot be imported: FileNotFoundError"),
+        ("os:system", "is Python's own posix.system; allowed: a function that was written for"),
+    ],
+)
+def test_a_backend_that_is_none_is_refused_before_anything_starts(tmp_path, backend, message):
+    write_backend(tmp_path)
+    config = make_config(backend.format(file=tmp_path / "server.py"))
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        resolve(config)
+        check_servers(resolve_for_lane(config, "cpu"))
+
+
+@pytest.mark.parametrize(
+    ("missing", "settings", "message"),
+    [
+        ("", {"rollout__tp": 2}, "rollout.tp=2: a server of rollout.backend="),
+        ("", {"rollout__ep": True}, "rollout.ep=true: a server of rollout.backend="),
+        ("", {"rollout__max_num_seqs": 1000}, "rollout.max_num_seqs=1000; allowed: 999"),
+        ("sleep", {}, "placement.rollout='shared': servers of rollout.backend="),
+        (
+            "updates_in_flight",
+            {"trainer__mode": "fully_async", "weight_sync__method": "disaggregated"},
+            "trainer.mode='fully_async': servers of rollout.backend=",
+        ),
+        (
+            "routed_experts",
+            {"actor__moe__router_replay": "rollout"},
+            "actor.moe.router_replay='rollout': servers of rollout.backend=",
+        ),
+        ("weight_format", {}, "weight_sync.method='colocated': servers of rollout.backend="),
+    ],
+)
+def test_a_setting_that_needs_a_feature_is_refused_by_name(tmp_path, missing, settings, message):
+    features = ", ".join(part for part in ALL.split(", ") if not missing or missing not in part)
+    config = make_config(write_backend(tmp_path, features), **settings)
+    resolve(config)
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        check_servers(resolve_for_lane(config, "cpu"))
+
+
+def test_a_server_over_nodes_needs_the_feature(tmp_path):
+    settings = RolloutConfig(backend=write_backend(tmp_path), nodes_per_server=2)
+    with pytest.raises(ConfigError, match=r"rollout.nodes_per_server=2: .* one node; allowed: 1"):
+        check_server_settings(settings)
+
+
+def test_without_features_a_server_takes_checkpoints_on_devices_of_its_own(tmp_path):
+    config = make_config(
+        write_backend(tmp_path, ""), weight_sync__method="full_export", placement__rollout="own"
+    )
+    resolve(config)
+    check_servers(resolve_for_lane(config, "cpu"))
+
+
+def test_servers_of_frozen_models_have_backends_too(tmp_path):
+    config = make_config(write_backend(tmp_path))
+    config.agent.loop, config.agent.environment = "environment", "guessing"
+    config.models = {"judge": {"backend": write_backend(tmp_path), "tp": 2}}
+    resolve(config)
+    with pytest.raises(ConfigError, match=r"models.judge.tp=2: a server of models.judge.backend="):
+        check_servers(resolve_for_lane(config, "cpu"))
+    config.models["judge"]["backend"] = "sglang"
+    with pytest.raises(ConfigError, match=r"models.judge.backend='sglang'; allowed: 'vllm', or"):
+        resolve(config)
