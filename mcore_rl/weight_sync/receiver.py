@@ -18,6 +18,7 @@ from mcore_rl.weight_sync.spec import (
     TransferSpec,
     build_generation_side,
     compute_expected_layout,
+    read_served_config,
 )
 from mcore_rl.weight_sync.transport import WeightTransport, WeightUpdate, connect
 
@@ -87,7 +88,7 @@ class TensorReceiver:
                 f"the trainer sends weights in the layout {spec.weight_format!r}; this server "
                 "takes 'huggingface'"
             )
-        config = CheckpointReader(self._model_path).read_config()
+        config = read_served_config(spec, self._model_path)
         ranks, (_, weights) = build_generation_side(config, spec.generation, spec.weight_format)
         self._rank = rank
         self._layout, _ = compute_expected_layout(ranks, weights, rank, spec.dtype)

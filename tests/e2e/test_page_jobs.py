@@ -43,6 +43,7 @@ def test_a_job_of_a_page_trains(settings, own_model_and_data, tmp_path, monkeypa
     monkeypatch.chdir(tmp_path)
     given = {name: value for name, _, value in (s.partition("=") for s in own_model_and_data)}
     Path("here").mkdir()
+    Path("here", "examples").symlink_to(ROOT / "examples")
     write_recipes((ROOT / JOBS[settings].page).read_text(), tmp_path)
     for name in ("train", "test"):
         Path("here", f"{name}.parquet").symlink_to(given[f"data.{name}_file"])

@@ -6,14 +6,24 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import MistralConfig
 
 from mcore_rl.cli.compose import compose_config
 from mcore_rl.cli.convert import main as convert
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.config.schema import EngineConfig, ModelConfig, RLConfig
+from mcore_rl.config.schema import (
+    EngineConfig,
+    Layout,
+    ModelConfig,
+    RLConfig,
+    WeightSyncConfig,
+)
 from mcore_rl.engine.base import EngineSpec, create_engine
 from mcore_rl.jobs.dry_run import dry_run
 from mcore_rl.models.base import get_family, get_user_family, get_vllm_weights, use_family
+from mcore_rl.reshard.layout import GenerationLayout
+from mcore_rl.testing.family import save_random_checkpoint
+from mcore_rl.weight_sync.spec import TransferSpec, read_served_config
 
 FAMILY = f"{Path(__file__).parents[3] / 'examples/my_family.py'}:FAMILY"
 FILE = f"""
@@ -115,6 +125,16 @@ def model(tmp_path):
 
 def plan(*overrides: str) -> None:
     dry_run(compose_config(RLConfig, ["weight_sync.method=colocated", *overrides]))
+
+
+def test_a_server_uses_the_family_that_the_trainer_names(tmp_path):
+    config = MistralConfig(**build_config(architectures=None), sliding_window=None)
+    save_random_checkpoint(config, tmp_path)
+    fields = TransferSpec(
+        Layout(), 0, GenerationLayout(), "float32", WeightSyncConfig(), family=FAMILY
+    ).to_dict()
+    hf_config = read_served_config(TransferSpec.parse(fields), tmp_path)
+    assert get_family(hf_config).name == "mistral"
 
 
 def test_a_family_without_rules_of_vllm_is_trained_by_full_exports_alone(path, model, capsys):
