@@ -141,7 +141,8 @@ class HFServer(GenerationServer):
                 for index in range(sampling.n)
             ]
             self._responses += responses
-            self._requests[request_id] = responses
+            if request_id:
+                self._requests[request_id] = responses
             self._has_responses.set()
             try:
                 return await asyncio.gather(*(asyncio.wrap_future(r.result) for r in responses))

@@ -35,7 +35,7 @@ def test_a_model_has_the_defaults_of_servers_and_the_policys_context():
         ({"tp": True}, "models.user.tp=True; allowed: a whole number"),
         ({"ep": 1}, "models.user.ep=1; allowed: true or false"),
         ({"tp": 0}, "models.user.tp=0; allowed: at least 1"),
-        ({"layout": {}}, "models.user.layout is unknown; allowed: path, num_servers, tp,"),
+        ({"layout": {}}, "models.user.layout is unknown; allowed: path, backend, num_servers, tp,"),
         ({"top_p": 1.5}, "models.user.top_p=1.5; allowed: 0 to 1"),
         ({"top_p": 0}, "models.user.top_p=0; allowed: above 0"),
         ({"max_tokens": 0}, "models.user.max_tokens=0; allowed: at least 1"),
