@@ -51,6 +51,23 @@ def test_jagged_take_is_list_indexing(rows, data):
     assert taken.values.dtype == np.int64
 
 
+def test_jagged_take_is_list_indexing_for_long_rows():
+    rows = [list(range(100 * number, 100 * number + 70 + number)) for number in range(4)]
+    taken = Jagged.pack(rows, np.int64).take([2, 0, 3, 0])
+    assert [row.tolist() for row in taken] == [rows[i] for i in (2, 0, 3, 0)]
+
+
+@given(lengths=st.lists(st.integers(0, 5), min_size=1, max_size=10), data=st.data())
+def test_batch_take_is_list_indexing_of_every_column(lengths, data):
+    batch = Batch.collate([sample(number, length) for number, length in enumerate(lengths)])
+    picks = data.draw(st.lists(st.integers(0, len(lengths) - 1), max_size=12))
+    taken = batch.take(picks)
+    assert taken.columns.keys() == batch.columns.keys()
+    for name, column in batch.columns.items():
+        rows = [np.asarray(row).tolist() for row in column]
+        assert [np.asarray(row).tolist() for row in taken[name]] == [rows[i] for i in picks], name
+
+
 @given(lengths=st.lists(st.integers(0, 5), min_size=1, max_size=10), data=st.data())
 def test_batch_cut_up_by_take_and_joined_by_concat_is_the_same_batch(lengths, data):
     batch = Batch.collate([sample(number, length) for number, length in enumerate(lengths)])

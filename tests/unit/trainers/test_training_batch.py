@@ -36,6 +36,7 @@ from mcore_rl.trainers.training_batch import (
     build_training_batch,
     compute_score_metrics,
     find_warnings,
+    map_mini_batches,
     mask_truncated,
     merge_update_metrics,
     select_responses,
@@ -450,6 +451,21 @@ def test_mini_batches_keep_groups_whole_and_use_every_sample_once():
     assert sorted(row for rows in parts for row in rows) == list(range(6))
     assert set.union(*groups) == {0, 1, 2}
     assert not set.intersection(*groups)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_columns_of_mini_batches_stand_at_the_samples_that_they_are_of(seed: int):
+    def add_copies(part: Batch, sign: int) -> tuple[Batch, list[int]]:
+        ids, numbers = part.jagged("response_ids"), part.array("numbers")
+        copies = ids.with_values(sign * ids.values)
+        return part.with_columns(copied_ids=copies, copied_numbers=sign * numbers), numbers.tolist()
+
+    batch = build_large_batch().with_columns(numbers=np.arange(12))
+    mapped, numbers = map_mini_batches(batch, 3, [seed], add_copies, -1)
+    assert mapped.array("copied_numbers").tolist() == [-number for number in range(12)]
+    expected = [(-row).tolist() for row in batch.jagged("response_ids")]
+    assert [row.tolist() for row in mapped.jagged("copied_ids")] == expected
+    assert numbers == split_mini_batches(batch, 3, [seed])
 
 
 def test_mini_batches_are_never_empty():
