@@ -163,6 +163,21 @@ def test_reward_parts_of_other_servers_are_nan_for_a_server_without_rewards():
     np.testing.assert_array_equal(batch.array("reward/format"), [np.nan, 1.0])
 
 
+def test_generate_returns_samples_in_the_order_of_their_prompts():
+    class InAnotherOrder(Answering):
+        def answers(self, prompts, sampling):
+            batches = [[9], [7, 4], [2]]  # group ids
+            return [Batch.collate([s for i in ids for s in self._make_group(i)]) for ids in batches]
+
+        def _make_group(self, group_id):
+            return [replace(SAMPLE, group_id=group_id, trajectory=number) for number in range(2)]
+
+    prompts = Batch({"group_ids": np.array([7, 2, 9, 4])})
+    batch = RolloutPool(InAnotherOrder(), RolloutConfig(), 0).generate(prompts, 2)
+    assert batch.array("group_ids").tolist() == [7, 7, 2, 2, 9, 9, 4, 4]
+    assert batch.array("trajectories").tolist() == [0, 1] * 4
+
+
 def test_progress_and_on_samples_follow_new_samples():
     progress, num_new = [], []
 

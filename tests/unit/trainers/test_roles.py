@@ -350,9 +350,17 @@ def test_a_prompt_with_a_teacher_of_its_own_has_no_other(names):
     fields = [json.dumps({"subject": name}) for name in names]
     prompts = Batch({"group_ids": np.array([6, 5]), "fields": Jagged.pack_texts(fields)})
     batch = add_teacher_names(build_responses(), prompts, "subject")
+    check_own_teachers(batch, [names[1]] * 3 + [names[0]] * 4)  # groups 5, then 6
+
+
+def test_responses_of_alternating_teachers_have_their_own_scores():
+    batch = build_responses().with_columns(teacher=np.array(["code", "math", "code", "math"]))
+    check_own_teachers(batch, ["code"] * 2 + ["math"] + ["code"] * 3 + ["math"])
+
+
+def check_own_teachers(batch: Batch, of_tokens: list[str]) -> None:
     scored, _ = build_teachers(build_teacher_config("subject", "sampled_kl")).score(batch)
     factors = {"math": (-0.5, 0.5), "code": (-1.0, 2.0)}
-    of_tokens = [names[1]] * 3 + [names[0]] * 4  # groups 5, then 6
     wanted = [[factors[name][0] * id_] for id_, name in enumerate(of_tokens, 1)]
     np.testing.assert_array_equal(scored.jagged("teacher_log_probs").values, wanted)
     shares = [[factors[name][1]] for name in of_tokens]
