@@ -163,7 +163,7 @@ def test_reward_parts_of_other_servers_are_nan_for_a_server_without_rewards():
     np.testing.assert_array_equal(batch.array("reward/format"), [np.nan, 1.0])
 
 
-def test_samples_are_in_the_order_of_their_prompts_whichever_came_first():
+def test_generate_returns_samples_in_the_order_of_their_prompts():
     class InAnotherOrder(Answering):
         def answers(self, prompts, sampling):
             batches = [[9], [7, 4], [2]]  # group ids
