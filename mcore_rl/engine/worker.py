@@ -185,7 +185,7 @@ class ModelWorker:
         """Take an optimizer step on each mini-batch; return the metrics of each (train_batch).
 
         Args:
-            batch: Columns that the loss reads (select_read_columns in trainers/policy_loss.py).
+            batch: Columns that the loss reads (select_read_columns in trainers/roles.py).
             sizes: Consecutive rows of each mini-batch; None: all rows are one.
             temperature: Of the sampling whose scores the loss reads.
         """

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TypeVar
 
 import torch
 
@@ -28,29 +27,6 @@ from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.import_path import is_import_path
 from mcore_rl.config.resolve import get_loop
 from mcore_rl.config.schema import AlgorithmConfig, RLConfig
-from mcore_rl.controller.batch_ops import select_token_columns
-from mcore_rl.data.batch import Batch, Samples
-
-B = TypeVar("B", bound=Samples)
-
-# Columns along response tokens that samples are selected, scored and weighted by before an update.
-EARLIER_COLUMNS = (
-    "weight_versions", "turn_numbers", "state_ids", "process_rewards", "token_rewards", "entropy",
-    "sum_pi_squared", "policy_mask", "cross_entropy_mask", "top_entropy_mask", "current_log_probs",
-)  # fmt: skip
-
-
-def select_read_columns(batch: B, loss: str = "") -> B:
-    """Drop the columns that no engine reads, and those that no loss of this package reads.
-
-    A user's own loss (algorithm.loss) may read any column along tokens. A batch in this process
-    keeps them: nothing of it is fetched.
-    """
-    batch = select_token_columns(batch)
-    if isinstance(batch, Batch) or is_import_path(loss):
-        return batch
-    return batch.drop_columns(*EARLIER_COLUMNS)
-
 
 # Of metrics of other losses than the one that algorithm.loss names: the column of its weights.
 COLUMN_OF_METRIC = {

@@ -15,19 +15,21 @@ import numpy as np
 from mcore_rl.algorithms.controllers import Coefficients, measure
 from mcore_rl.algorithms.inputs import is_prepared
 from mcore_rl.algorithms.losses import LOSSES
+from mcore_rl.config.import_path import is_import_path
 from mcore_rl.config.resolve_algorithm import TOP_TOKEN_LOSSES, build_teachers
 from mcore_rl.config.schema import AlgorithmConfig, RLConfig
 from mcore_rl.controller.batch_ops import (
     B,
     concat_batches,
     select_small_columns,
+    select_token_columns,
 )
 from mcore_rl.controller.dispatch import RankGroup
 from mcore_rl.data.batch import Batch, Column, Samples
 from mcore_rl.observability.warnings import StepWarnings
 from mcore_rl.trainers.device_sharing import DeviceSharing
 from mcore_rl.trainers.policy_checks import check_gaps
-from mcore_rl.trainers.policy_loss import needs_log_prob_pass, select_read_columns
+from mcore_rl.trainers.policy_loss import needs_log_prob_pass
 from mcore_rl.trainers.step_samples import describe_samples
 from mcore_rl.trainers.training_batch import (
     SCORE_COLUMNS,
@@ -46,6 +48,11 @@ from mcore_rl.trainers.training_batch import (
 
 Metrics = dict[str, float]
 _SCORED_COLUMNS = "prompt_ids", "response_ids"
+# Columns along response tokens that samples are selected, scored and weighted by before an update.
+EARLIER_COLUMNS = (
+    "weight_versions", "turn_numbers", "state_ids", "process_rewards", "token_rewards", "entropy",
+    "sum_pi_squared", "policy_mask", "cross_entropy_mask", "top_entropy_mask", "current_log_probs",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -393,3 +400,15 @@ def _merge_steps(
 
 def _prefix_metrics(role: str, metrics: Mapping[str, float]) -> Metrics:
     return {f"{role}/{name}": value for name, value in metrics.items()}
+
+
+def select_read_columns(batch: B, loss: str = "") -> B:
+    """Drop the columns that no engine reads, and those that no loss of this package reads.
+
+    A user's own loss (algorithm.loss) may read any column along tokens. A batch in this process
+    keeps them: nothing of it is fetched.
+    """
+    batch = select_token_columns(batch)
+    if isinstance(batch, Batch) or is_import_path(loss):
+        return batch
+    return batch.drop_columns(*EARLIER_COLUMNS)

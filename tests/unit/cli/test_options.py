@@ -63,7 +63,11 @@ def test_an_axis_of_no_rank_is_left_for_the_rules(axis):
             "'--modle'; did you mean --model.*mcore --he",
         ),
         (convert.main, "inspect a --jsn", "option '--jsn'; did you mean --json.*inspect --help"),
-        (convert.main, "inspect a b", "unknown argument 'b'; allowed: -h, --help, --json"),
+        (
+            convert.main,
+            "inspect a b",
+            "unknown argument 'b'; allowed: -h, --help, --family, --json",
+        ),
         (convert.main, "hf-to-mcore", "required: --model, --output; see .* hf-to-mcore --help"),
         (plan.main, "reshrad", "unknown command 'reshrad'; did you mean reshard"),
         (verify.main, "parity --agianst hf", "did you mean --against"),

@@ -20,14 +20,13 @@ from mcore_rl.controller.remote_batch import RemoteBatch, RemoteColumn, RowLocat
 from mcore_rl.data.batch import Batch, Jagged
 from mcore_rl.trainers.policy_loss import (
     COLUMN_OF_METRIC,
-    EARLIER_COLUMNS,
     PolicyLoss,
     check_functions,
     check_greedy,
     find_log_prob_pass_reason,
     needs_log_prob_pass,
-    select_read_columns,
 )
+from mcore_rl.trainers.roles import EARLIER_COLUMNS, select_read_columns
 from mcore_rl.trainers.training_batch import add_prepared_columns
 
 LOG_PROBS = torch.tensor([-1.0, -2.0, -0.5])
