@@ -24,7 +24,7 @@ def test_a_server_of_vllm_keeps_the_contract(tmp_path):
     model = Model(tmp_path / "model", tiny_families.served_config("qwen3_moe"), 0)
     with hosting():
         names = check_server(VLLMServer.create, model.path, tolerance=1e-5)
-    assert len(names) == 14
+    assert len(names) == 15
 
 
 def test_greedy_tokens_of_vllm_and_of_the_example_are_the_same(server, run, moe):
