@@ -139,7 +139,7 @@ class Servers:
 
     has_joining, resend, num_up, takes_turns = False, None, 1, False
 
-    def follow_wanted(self) -> None: ...
+    def follow_desired(self) -> None: ...
 
     def tend(self, stream: str) -> list[Batch]:
         """Return nothing: no real second passes while the modelled trainer computes."""

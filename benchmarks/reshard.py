@@ -231,11 +231,11 @@ class GatherThenSlice:
         self._coordinate = training.mesh.get_coordinate(self._device)
         self._groups = {axis: self._make_groups(axis) for axis in ("pp", "tp", "ep", "etp")}
         self._buckets = self._build_buckets(weights, bucket_bytes // DTYPE.itemsize)
-        self._wanted: dict[str, list[tuple[Block, str]]] = {}  # by tensor
+        self._blocks: dict[str, list[tuple[Block, str]]] = {}  # by tensor
         for weight, shard in list_shards(*target, rank):
             for block in weight.rule.get_blocks(shard):
-                wanted = block, target[0].get_local_name(weight)
-                self._wanted.setdefault(block.tensor.name, []).append(wanted)
+                place = block, target[0].get_local_name(weight)
+                self._blocks.setdefault(block.tensor.name, []).append(place)
 
     def _make_groups(self, axis: str) -> dist.ProcessGroup:
         """Make all groups of an axis; return that of this rank."""
@@ -283,7 +283,7 @@ class GatherThenSlice:
             for block in weight.rule.get_blocks(Shard(index, len(shards))):
                 tensors[block.tensor.name][block.box.slices] = tensor[block.local_slices]
         for name, tensor in tensors.items():
-            for block, parameter in self._wanted.get(name, ()):
+            for block, parameter in self._blocks.get(name, ()):
                 parameters[parameter][block.local_slices] = tensor[block.box.slices]
 
     def _gather(self, bucket: list[_Unit], local: Parameters) -> Iterator[list[list[torch.Tensor]]]:

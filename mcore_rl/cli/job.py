@@ -226,7 +226,7 @@ def _wrap(text: str, indent: str) -> list[str]:
 def _add_rl_options(parser: Parser) -> None:
     about = "with --dry-run: roles on such nodes, and what the weight sync moves, as in =8"
     parser.add_argument("--gpus-per-node", type=int, metavar="N", help=about)
-    about = "with --gpus-per-node: how many nodes there are; which stay idle is told"
+    about = "with --gpus-per-node: how many nodes there are; prints which stay idle"
     parser.add_argument("--num-nodes", type=int, metavar="N", help=about)
 
 

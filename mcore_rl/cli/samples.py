@@ -67,7 +67,7 @@ def main(arguments: list[str]) -> None:
 
 def _is_selected(summary: Summary, options: argparse.Namespace) -> bool:
     numbers = (options.group, summary.group), (options.trajectory, summary.trajectory)
-    return all(wanted is None or wanted == number for wanted, number in numbers)
+    return all(choice is None or choice == number for choice, number in numbers)
 
 
 def _explain_empty(options: argparse.Namespace) -> str:

@@ -17,11 +17,11 @@ and says it in its log; prompts of a server that leaves begin again on the other
 
 
 def main(arguments: list[str]) -> None:
-    from mcore_rl.rollout.desired_servers import read_wanted_servers, write_wanted_servers
+    from mcore_rl.rollout.desired_servers import read_desired_servers, write_wanted_servers
 
     options = build_parser().parse_args(arguments)
     num = _read_num_servers(options.run)
-    desired = read_wanted_servers(options.run, num)
+    desired = read_desired_servers(options.run, num)
     joining, leaving = {*options.add}, {*options.remove}
     _check_numbers("--add", joining, {*range(num)} - desired)
     _check_numbers("--remove", leaving, desired)

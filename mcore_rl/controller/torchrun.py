@@ -199,7 +199,7 @@ class TorchrunRanks:
             who = ", ".join(f"rank {n}{host}" for n, host in hosts.items())
             raise RuntimeError(
                 f"{self._activity}: {who or 'rank 0, or one that it waits for,'} has not ended its "
-                f"part; the limit is {self._timeout_s:g} s; told by {self._label}: {reason}"
+                f"part; the limit is {self._timeout_s:g} s; reported by {self._label}: {reason}"
             ) from error
 
 

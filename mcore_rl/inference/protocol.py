@@ -296,6 +296,7 @@ class GenerationServer(ABC):
 
         Raises:
             ConfigError: tensors are missing, or have another shape.
+            StateError: it started without weights, and takes them from a trainer only.
         """
 
     async def sleep(self, *, keep: bool = False) -> None:

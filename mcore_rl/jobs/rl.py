@@ -69,7 +69,7 @@ from mcore_rl.models.base import use_family
 from mcore_rl.observability.console import show_line, show_waiting
 from mcore_rl.observability.memory import PeakMemory
 from mcore_rl.observability.process import get_start_time
-from mcore_rl.rollout.desired_servers import read_wanted_servers
+from mcore_rl.rollout.desired_servers import read_desired_servers
 from mcore_rl.rollout.server_pool import LoadFormat, ServerPool
 from mcore_rl.rollout.weight_updater import ExportError, connect
 from mcore_rl.rollout.worker import ModelServer, ModelServerSpec, RolloutSpec, RolloutWorker
@@ -480,7 +480,7 @@ def build_server_pool(
         experts=list_replayed_experts(config),
     )
     num_servers, nodes = config.rollout.num_servers, config.rollout.nodes_per_server
-    desired = functools.partial(read_wanted_servers, Path(config.output_dir), num_servers)
+    desired = functools.partial(read_desired_servers, Path(config.output_dir), num_servers)
 
     def start(number: int) -> WorkerGroup:
         name = f"rollout-{number}" if num_servers > 1 else "rollout"

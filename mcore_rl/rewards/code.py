@@ -180,9 +180,9 @@ def _count_pairs(
 ) -> int:
     """Count the tests with the right output, each in a separate call."""
     passed = 0
-    for given, wanted in pairs:
+    for given, expected in pairs:
         result = sandbox.run(program, stdin=given)
-        is_right = result.status == "ok" and split_output(result.stdout) == split_output(wanted)
+        is_right = result.status == "ok" and split_output(result.stdout) == split_output(expected)
         passed += is_right
         if result.status not in ("ok", "error") or (stops_early and not is_right):
             break

@@ -17,7 +17,7 @@ FILE = "servers.json"
 _KEY = "servers"
 
 
-def read_wanted_servers(folder: Path, num_servers: int) -> set[int]:
+def read_desired_servers(folder: Path, num_servers: int) -> set[int]:
     """Read the numbers of the servers that the run in `folder` is to have.
 
     Raises:

@@ -86,7 +86,7 @@ class ServerPool:
     Args:
         max_restarts: Maximum restarts per server.
         takes_turns: Whether servers share devices with other roles.
-        desired: Returns the servers that the run is to have, read by `follow_wanted`. None: all.
+        desired: Returns the servers that the run is to have, read by `follow_desired`. None: all.
         load_format: See RolloutConfig. With "auto" a server that starts after the first push reads
             no weights.
     """
@@ -499,7 +499,7 @@ class ServerPool:
 
     # Servers that join, leave and die.
 
-    def follow_wanted(self) -> None:
+    def follow_desired(self) -> None:
         """Add and remove servers as the run is to have, but never the last one that is up."""
         if self._read_desired is None:
             return

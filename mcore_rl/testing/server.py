@@ -445,14 +445,22 @@ async def check_checkpoints(checks: ServerChecks) -> None:
 
 @_register
 async def check_start_without_weights(checks: ServerChecks) -> None:
-    """Check that a server that starts without weights refuses requests."""
+    """Check that a server that starts without weights refuses requests until it has some."""
     waiting = checks.build_server(checks.model_path)
+    params = SamplingParams(temperature=0.0, max_tokens=checks.max_tokens)
     await waiting.start(reads_weights=False)
     try:
         await checks.refuse(
-            waiting.submit(checks.prompt, SamplingParams(max_tokens=checks.max_tokens)),
-            "after `start(reads_weights=False)`, submit",
+            waiting.submit(checks.prompt, params), "after `start(reads_weights=False)`, submit"
         )
+        with contextlib.suppress(StateError):  # it may take weights from a trainer only
+            await waiting.load_checkpoint(checks.model_path, 1)
+            [completion] = await waiting.submit(checks.prompt, params)
+            [expected] = await checks.submit(temperature=0.0)
+            assert completion.token_ids == expected.token_ids, (
+                "a server that started without weights generates other tokens after "
+                "load_checkpoint than one that has read the checkpoint"
+            )
     finally:
         await waiting.close()
 

@@ -230,11 +230,11 @@ class _TrainerCheck:
         self, rows: Sequence[Mapping[str, Any]], expected: Sequence[Mapping[str, Any]]
     ) -> None:
         """Compare the metrics of a resumed run with those of the uninterrupted one."""
-        for row, wanted in zip(rows, expected, strict=True):
-            for name in sorted(row.keys() | wanted.keys()):
-                if not _CLOCK.fullmatch(name) and row.get(name) != wanted.get(name):
+        for row, earlier in zip(rows, expected, strict=True):
+            for name in sorted(row.keys() | earlier.keys()):
+                if not _CLOCK.fullmatch(name) and row.get(name) != earlier.get(name):
                     raise AssertionError(
                         f"{self.name}: after a resume from step {HALF}, step {row['step']} has "
-                        f"{name}={row.get(name)}, and {wanted.get(name)} without; the contract: "
+                        f"{name}={row.get(name)}, and {earlier.get(name)} without; the contract: "
                         "list_states returns all parts that have a state"
                     )

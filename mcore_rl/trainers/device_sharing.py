@@ -72,7 +72,7 @@ class DeviceSharing:
 
         The actor leaves devices that it shares with servers.
         """
-        self.servers.follow_wanted()
+        self.servers.follow_desired()
         is_shared = are_colocated(self.placement, "actor", ROLLOUT)
         self.use("actor")
         if self._has_sleeping_servers:

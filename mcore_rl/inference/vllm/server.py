@@ -399,6 +399,10 @@ class VLLMServer(GenerationServer):
         self, path: str, version: int, *, in_flight: bool = False, recompute_cache: bool = False
     ) -> None:
         check_same_shapes(path, self._model_path)
+        if self._lifecycle.state is State.WAITING:  # vLLM reloads only what its loader has read
+            raise StateError(
+                "load_checkpoint: the server was started without weights; allowed: update"
+            )
         async with self._replace_weights(version, in_flight, recompute_cache):
             task = f"weight update to version {version}"
             await _call_workers(self._started_engine, task, "load_checkpoint", {"path": path})

@@ -9,7 +9,7 @@ import pytest
 
 from mcore_rl.cli import servers
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.rollout.desired_servers import read_wanted_servers, write_wanted_servers
+from mcore_rl.rollout.desired_servers import read_desired_servers, write_wanted_servers
 from tests.pages import of_kind
 
 
@@ -43,7 +43,7 @@ def test_servers_leave_and_join(run, capsys):
     assert run_command(capsys, run, "--remove", "0", "2") == f"1 of 0, 1, 2{later}"
     assert run_command(capsys, run) == "1 of 0, 1, 2"
     assert run_command(capsys, run, "--add", "0", "--remove", "1") == f"0 of 0, 1, 2{later}"
-    assert read_wanted_servers(run, 3) == {0}
+    assert read_desired_servers(run, 3) == {0}
 
 
 @pytest.mark.parametrize(
@@ -59,7 +59,7 @@ def test_servers_leave_and_join(run, capsys):
 def test_what_cannot_be_is_refused_and_changes_nothing(run, options, why):
     with pytest.raises(ConfigError, match=f"^(argument --remove: )?{why}"):
         servers.main([str(run), *options])
-    assert read_wanted_servers(run, 3) == {0, 1, 2}
+    assert read_desired_servers(run, 3) == {0, 1, 2}
 
 
 @pytest.mark.parametrize(

@@ -74,7 +74,7 @@ def test_ranks_and_servers_wait_longer_inside_than_the_driver_does():
 
 
 class MortalGroup:
-    """One that has died or lives."""
+    """A group whose shut-down fails if it has died."""
 
     def __init__(self, name: str, is_dead: bool) -> None:
         self.name, self.is_dead, self.calls = name, is_dead, list[str]()

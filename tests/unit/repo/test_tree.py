@@ -68,7 +68,7 @@ def only_fills_a_registry(init: Path) -> bool:
 
 
 def test_init_files_are_empty_or_fill_a_registry() -> None:
-    """Those with public names are tested in tests/unit/test_library.py."""
+    # tests/unit/test_library.py tests the packages with public names.
     public = {ROOT / "mcore_rl", ROOT / "mcore_rl" / "testing"}
     inits = [folder / "__init__.py" for folder in PACKAGE_FOLDERS - public]
     assert [init for init in inits if not only_fills_a_registry(init)] == []

@@ -318,13 +318,13 @@ def test_servers_leave_and_join_before_a_push(monkeypatch, capsys):
     desired, groups = {0, 1}, [Leaving(0), Leaving(1)]
     restarted = {number: Leaving(number) for number in (0, 1)}
     pool = make_pool(*groups, restart=restarted.__getitem__, desired=lambda: desired)
-    pool.follow_wanted()
+    pool.follow_desired()
     pool.begin(make_prompts(0, 1), SAMPLING)
     pool.collect("train", 0)
     assert not any(group.end_reason for group in groups)
 
     desired -= {1}
-    pool.follow_wanted()
+    pool.follow_desired()
     assert (groups[0].end_reason, bool(groups[1].end_reason)) == ("", True)
     pool.collect("train", 0)
     assert groups[0].last("begin").args[0].array("group_ids").tolist() == [1]
@@ -332,12 +332,12 @@ def test_servers_leave_and_join_before_a_push(monkeypatch, capsys):
     desired |= {1}
     desired -= {0}
     for _ in range(2):  # the first stays until the second is up
-        pool.follow_wanted()
+        pool.follow_desired()
         assert not groups[0].end_reason
     for method in ("prepare", "start"):
         restarted[1].last(method).answer()
     pool.admit()
-    pool.follow_wanted()
+    pool.follow_desired()
     assert groups[0].end_reason and pool.num_up == 1
     lines = [line for line in capsys.readouterr().out.splitlines() if "as is wanted" in line]
     assert lines == [
@@ -351,7 +351,7 @@ def test_an_unreadable_file_of_servers_changes_nothing(capsys):
         raise ConfigError("servers.json is damaged")
 
     pool = make_pool(ServedGroup(0), ServedGroup(1), desired=desired)
-    pool.follow_wanted()
+    pool.follow_desired()
     assert pool.num_up == 2
     assert capsys.readouterr().out == "servers stay as they are: servers.json is damaged\n"
 

@@ -56,7 +56,7 @@ class Servers:
 
     has_joining, num_up, takes_turns = False, 1, False
 
-    def follow_wanted(self): ...
+    def follow_desired(self): ...
 
     def tend(self, stream):
         return []

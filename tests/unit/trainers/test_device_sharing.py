@@ -26,7 +26,7 @@ class Group:
 
     has_joining, version, num_up = False, 3, 1
 
-    def follow_wanted(self) -> None: ...
+    def follow_desired(self) -> None: ...
 
     def start_asleep(self) -> None:
         self.calls.append("start asleep")

@@ -82,7 +82,7 @@ class Servers(Answering):
         self.resend, self.could_resend = None, list[bool]()  # while it has generated
         self.changed = threading.Condition()
 
-    def follow_wanted(self): ...
+    def follow_desired(self): ...
 
     def wait_for(self, what):
         with self.changed:

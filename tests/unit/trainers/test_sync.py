@@ -60,7 +60,7 @@ class Servers:
     greedy_error = ""  # why the greedy response to the prompt of group 0 got no reward
     has_joining, num_up = False, 1
 
-    def follow_wanted(self): ...
+    def follow_desired(self): ...
 
     def take(self, num):
         """As the prompts of a run, too."""
