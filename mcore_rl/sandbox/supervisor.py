@@ -279,8 +279,9 @@ class _Call:
                 if size > limit:
                     return memory, True
                 memory += socket_bytes
-            except PermissionError:  # the process hides its files
-                return memory, True
+            except PermissionError:  # the process hides its files, or ends at this moment
+                if usage.has_memory(pid):
+                    return memory, True
             except OSError:  # the process has ended
                 continue
         return memory, False

@@ -47,6 +47,16 @@ def read_process(pid: int) -> tuple[int, float, int]:
     return memory, sum(map(int, ticks)) * _TICK_S, int(fields["Threads"])
 
 
+def has_memory(pid: int) -> bool:
+    """Return whether a process has its memory, which one that ends gives up before its files.
+
+    From then on the kernel shows the files of the process to root alone, however it ended.
+    """
+    with contextlib.suppress(OSError, IndexError):
+        return _read(f"/proc/{pid}/stat").rpartition(")")[2].split()[20] != "0"
+    return False
+
+
 def bound_socket_bytes(pid: int) -> int:
     """Return an upper bound of the bytes in sockets of the network namespace of a process.
 

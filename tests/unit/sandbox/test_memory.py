@@ -2,14 +2,16 @@
 
 import ctypes
 import os
+import subprocess
 import threading
 from pathlib import Path
 
 import pytest
 
+from mcore_rl.sandbox import usage
 from mcore_rl.sandbox.cgroup import PREFIX, find_parent, list_candidate_folders
 from tests.nightly import all_but
-from tests.unit.sandbox.places import CONTAINER, PLACES, require
+from tests.unit.sandbox.places import CONTAINER, NOBODY, PLACES, SYSTEM_PYTHON, require
 from tests.unit.sandbox.test_containment import find_processes, marked, until
 
 BY_NAME = {place.name: place for place in PLACES}
@@ -190,6 +192,26 @@ def test_a_process_that_outlives_sigkill_does_not_fail_the_call(place):
     if place.tier.name == "landlock":
         folder = results[0].stdout.strip()
         until(lambda: not os.path.exists(folder), "removal of the scratch folder")
+
+
+ENDED = """
+child = os.fork()
+if not child:
+    os._exit(0)
+os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
+try:
+    read_open_files(child, "/tmp")
+except PermissionError:
+    print(has_memory(child), has_memory(os.getpid()))
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may become another user")
+def test_a_process_that_ends_does_not_count_as_one_that_hides_its_files():
+    source = Path(usage.__file__).read_text() + ENDED
+    program = [SYSTEM_PYTHON, "-I", "-c", source]
+    result = subprocess.run(program, capture_output=True, text=True, user=NOBODY, check=True)
+    assert result.stdout == "False True\n"
 
 
 @pytest.mark.skipif(find_parent() is None, reason="no memory cgroup can be made here")
