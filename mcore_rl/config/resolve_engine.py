@@ -20,8 +20,8 @@ DISPATCHERS = ("alltoall", "allgather")
 AUX_LOSSES = ("aux_loss", "global_aux_loss")
 ROUTER_REPLAYS = ("off", "record", "rollout")
 MODULES = ("auto", "te", "torch")
-MEGATRON = "megatron"
-BACKENDS = (MEGATRON,)
+MEGATRON, FSDP = "megatron", "fsdp"
+BACKENDS = (MEGATRON, FSDP)
 GRANULARITIES = ("none", "selective", "full")
 _EXPERT_MODULES = ("moe", "moe_act", "shared_experts")
 RECOMPUTE_MODULES = ("core_attn", "mlp", "layernorm", "mla_up_proj", *_EXPERT_MODULES)
@@ -57,7 +57,9 @@ def resolve_engine(key: str, config: EngineConfig) -> None:
     if is_import_path(config.backend):
         return
     check_choice(f"{key}.backend", config.backend, BACKENDS)
-    _resolve_megatron(key, config)
+    check_at_least(f"{key}.fsdp.num_replicas", config.fsdp.num_replicas, 1)
+    if config.backend == MEGATRON:
+        _resolve_megatron(key, config)
 
 
 def _resolve_megatron(key: str, config: EngineConfig) -> None:

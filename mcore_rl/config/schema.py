@@ -106,10 +106,25 @@ class LoRAConfig:
 
 
 @dataclass
+class FSDPConfig:
+    """Settings of backend=fsdp."""
+
+    num_replicas: int = 1  # copies of the model, each sharded over its share of the ranks
+    # Parameters, gradients and optimizer state in host memory; a layer is on the device for its
+    # passes.
+    cpu_offload: bool = False
+    # Sequences of a micro-batch in one row, without padding. false: each alone, for families whose
+    # layers mix them.
+    packing: bool = True
+
+
+@dataclass
 class EngineConfig:
     """A training engine."""
 
-    backend: str = "megatron"  # megatron, or the import path of a Backend (docs/plugs.md)
+    # megatron; fsdp, for any model of transformers; or the import path of a Backend
+    # (docs/plugs.md).
+    backend: str = "megatron"
     layout: Layout = field(default_factory=Layout)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     max_tokens_per_micro_batch: int = 8192  # packed tokens, prompt and response
@@ -118,6 +133,7 @@ class EngineConfig:
     moe: MoEConfig = field(default_factory=MoEConfig)
     recompute: RecomputeConfig = field(default_factory=RecomputeConfig)
     lora: LoRAConfig = field(default_factory=LoRAConfig)
+    fsdp: FSDPConfig = field(default_factory=FSDPConfig)
     mtp_loss_coef: float = 0.0  # weight of the multi-token prediction loss; 0 disables it
     threads_per_rank: int = 1  # CPU threads per rank
     # Layers: te (Transformer Engine, GPU), torch (plain torch, both lanes) or auto (te if

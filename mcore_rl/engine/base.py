@@ -33,6 +33,7 @@ from mcore_rl.data.batch import Batch
 from mcore_rl.engine.steps import reduce_logprob_gaps
 from mcore_rl.models.base import HFConfig, get_family, pad_vocab_size, use_family
 from mcore_rl.reshard.executor import LocalWeights
+from mcore_rl.weight_sync.spec import ShardFormat
 
 # From a micro-batch to the loss of each of its response tokens, and metrics. Its `needs` (see
 # algorithms/inputs.py) say whether it reads the entropy, which is computed for no other.
@@ -102,15 +103,16 @@ class BaseEngine(ABC):
         world_rank: This rank, among those of the layout.
         hf_config: config.json of the model, as it is trained (CheckpointReader.read_config).
         num_mtp_layers: Multi-token prediction layers that it trains.
-        has_full_tensors: Whether each rank has every tensor of the checkpoint whole, by its name
-            in the checkpoint. Otherwise ranks have Megatron's parameters: the family's rules.
+        shard_format: What get_local_weights returns: "full", every tensor of the checkpoint whole,
+            by its name there; "megatron", parameters by the family's rules; or "rows", rows of the
+            parameters of a model of transformers (reshard/rules.StackedRows).
     """
 
     device: torch.device
     world_rank: int
     hf_config: HFConfig
     num_mtp_layers: int = 0
-    has_full_tensors: ClassVar[bool] = True
+    shard_format: ClassVar[ShardFormat] = "full"
 
     def __init__(self, spec: EngineSpec) -> None:
         """Keep the inputs; `initialize` builds the model."""
@@ -183,8 +185,9 @@ class BaseEngine(ABC):
 
     @abstractmethod
     def get_local_weights(self) -> LocalWeights:
-        """Return this rank's weights, as the servers get them: by names of the checkpoint, or of
-        Megatron's parameters (`has_full_tensors`). Their dtype may be wider than model.dtype.
+        """Return this rank's weights, as the servers get them, by names of `shard_format`.
+
+        Their dtype may be wider than model.dtype.
         """
 
     @abstractmethod

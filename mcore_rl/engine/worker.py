@@ -237,7 +237,8 @@ class ModelWorker:
             generation,
             dtype,
             settings,
-            has_full_tensors=engine.has_full_tensors,
+            shard_format=engine.shard_format,
+            num_replicas=self._spec.engine.fsdp.num_replicas,
             weight_format=weight_format,
             family=self._spec.model.family,
         )

@@ -398,7 +398,8 @@ def compute_sync_traffic(config: RLConfig, model: HFConfig, gpus_per_node: int) 
         layout,
         config.model.dtype,
         config.weight_sync,
-        has_full_tensors=load_backend(engine, "actor").engines["language_model"].has_full_tensors,
+        shard_format=load_backend(engine, "actor").engines["language_model"].shard_format,
+        num_replicas=engine.fsdp.num_replicas,
         weight_format=weight_format,
     )
     plan = plan_transfer(spec, model, ITEMSIZES[config.model.dtype], domains)

@@ -14,7 +14,7 @@ from typing import Protocol
 
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.parallel.mesh import Chunk, Mesh
-from mcore_rl.reshard.rules import Stage, Weight
+from mcore_rl.reshard.rules import StackedRows, Stage, Weight
 
 Holders = tuple[tuple[int, ...], ...]  # ranks per shard, ascending
 
@@ -43,6 +43,30 @@ class FullRanks:
 
     def get_holders(self, weight: Weight) -> Holders:
         return self._holders
+
+    def get_local_name(self, weight: Weight) -> str:
+        return weight.name
+
+
+class ShardedRanks:
+    """Ranks of FSDP2: `num_replicas` copies of a model, each sharded over consecutive ranks.
+
+    Experts are divided over ep consecutive ranks first, then over ranks with the same ep rank.
+    """
+
+    def __init__(self, world_size: int, num_replicas: int = 1, ep: int = 1) -> None:
+        self.world_size, self.num_replicas, self.ep = world_size, num_replicas, ep
+        self.num_shards = world_size // num_replicas  # ranks of a replica
+
+    def get_holders(self, weight: Weight) -> Holders:
+        ranks = range(self.num_shards)
+        if weight.axis is None:
+            return (tuple(range(self.world_size)),)
+        if weight.expert is not None:
+            assert isinstance(weight.rule, StackedRows)  # of the experts of an ep rank
+            ranks = ranks[weight.expert // weight.rule.num_units :: self.ep]
+        replicas = range(0, self.world_size, self.num_shards)
+        return tuple(tuple(first + rank for first in replicas) for rank in ranks)
 
     def get_local_name(self, weight: Weight) -> str:
         return weight.name

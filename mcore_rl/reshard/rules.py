@@ -274,6 +274,54 @@ class Concat:
         return tuple(blocks)
 
 
+@dataclass(frozen=True, slots=True)
+class StackedRows:
+    """Whole tensors one below the other, divided by rows as torch.chunk does: FSDP2's parameters.
+
+    A shard has ceil(units / shards) units, the last ones fewer or none. A unit is a row or, of
+    stacked experts, all rows of an expert; a local tensor of those is viewed as rows.
+
+    >>> rule = StackedRows((LogicalTensor("w", (5, 2)),), num_units=5)
+    >>> [rule.get_local_shape(Shard(index, 4)) for index in range(4)]
+    [(2, 2), (2, 2), (1, 2), (0, 2)]
+    """
+
+    parts: tuple[LogicalTensor, ...]
+    num_units: int
+
+    @property
+    def tensors(self) -> tuple[LogicalTensor, ...]:
+        return self.parts
+
+    def split_units(self, count: int) -> tuple[StackedRows, ...]:
+        """Return `count` rules with equal shares of the tensors, in their order."""
+        size = _divide(len(self.parts), Shard(0, count), f"tensors of {self.parts[0].name}")
+        units = _divide(self.num_units, Shard(0, count), f"units of {self.parts[0].name}")
+        return tuple(
+            StackedRows(self.parts[start : start + size], units)
+            for start in range(0, len(self.parts), size)
+        )
+
+    def get_rows(self, shard: Shard) -> range:
+        """Return the rows of a shard."""
+        rows_per_unit = sum(part.shape[0] for part in self.parts) // self.num_units
+        step = -(-self.num_units // shard.count)
+        start, end = (min(index * step, self.num_units) for index in (shard.index, shard.index + 1))
+        return range(start * rows_per_unit, end * rows_per_unit)
+
+    def get_local_shape(self, shard: Shard) -> tuple[int, ...]:
+        return (len(self.get_rows(shard)), *self.parts[0].shape[1:])
+
+    def get_blocks(self, shard: Shard) -> tuple[Block, ...]:
+        rows, blocks, first = self.get_rows(shard), [], 0
+        for part in self.parts:
+            start, end = max(rows.start, first), min(rows.stop, first + part.shape[0])
+            if start < end:
+                blocks.append(slice_rows(part, start - first, end - start, start - rows.start))
+            first += part.shape[0]
+        return tuple(blocks)
+
+
 class Weight(NamedTuple):
     """A parameter of an engine: its name, its rule, and the mesh axes that place it.
 

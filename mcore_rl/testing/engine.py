@@ -38,7 +38,7 @@ from mcore_rl.jobs.ranks import ProcessFailed, run_on_ranks
 from mcore_rl.models.base import HFConfig, use_family
 from mcore_rl.parallel.mesh import Mesh
 from mcore_rl.reshard.rules import Shard, check_cover
-from mcore_rl.weight_sync.spec import build_full_side, build_training_side
+from mcore_rl.weight_sync.spec import build_training_side
 
 NATS = 1e-4  # largest difference of log-probs to transformers, in float32
 _RELATIVE = 1e-3  # of losses and gradient norms
@@ -289,11 +289,8 @@ class _EngineChecks:
         self, engine: BaseEngine, read: Callable[[str], torch.Tensor], source: str
     ) -> None:
         """Compare this rank's weights with whole tensors, box by box of the rules of servers."""
-        if engine.has_full_tensors:
-            ranks, rules = build_full_side(engine.hf_config, self.layout.world_size)
-        else:
-            sizes = self.layout, engine.num_mtp_layers
-            ranks, rules = build_training_side(engine.hf_config, *sizes)
+        sizes = self.layout, engine.num_mtp_layers, engine.shard_format
+        ranks, rules = build_training_side(engine.hf_config, *sizes)
         check_cover(rules, 1)
         local = engine.get_local_weights()
         for weight in rules:
@@ -305,11 +302,7 @@ class _EngineChecks:
                 _require(
                     name in local.stored or name in local.computed,
                     f"get_local_weights lacks {name}; the contract: "
-                    + (
-                        "every tensor of the checkpoint"
-                        if engine.has_full_tensors
-                        else "every parameter of the family's rules"
-                    ),
+                    f"all weights of the format {engine.shard_format!r}",
                 )
                 tensor = local.stored[name] if name in local.stored else local.computed[name]()
                 shape = weight.rule.get_local_shape(shard)

@@ -16,6 +16,7 @@ import numpy as np
 
 import mcore_rl.models  # noqa: F401  (fills the registry of families)
 from mcore_rl.checkpoint.hf import CheckpointReader
+from mcore_rl.checkpoint.transformers_model import map_sharded_weights
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import Layout, WeightSyncConfig
 from mcore_rl.models.base import (
@@ -28,13 +29,22 @@ from mcore_rl.models.base import (
     use_family,
 )
 from mcore_rl.parallel.mesh import Mesh, split_into_chunks
-from mcore_rl.reshard.layout import FullRanks, GenerationLayout, GenerationRanks, TrainingRanks
+from mcore_rl.reshard.layout import (
+    FullRanks,
+    GenerationLayout,
+    GenerationRanks,
+    ShardedRanks,
+    TrainingRanks,
+)
 from mcore_rl.reshard.planner import Devices, Plan, Side, TransferRequirements, assign_hosts
 from mcore_rl.reshard.rules import Replicated, Shard, Weight
 
 SAMPLED_VERSIONS = 16  # number of versions in which weight_sync.verify=sampled checks everything
 # Parameters of a worker of a server: vLLM's, or all tensors of a Hugging Face checkpoint, whole.
 WeightFormat = Literal["vllm", "huggingface"]
+# Weights of a training rank: all tensors of a Hugging Face checkpoint, whole; parameters of
+# Megatron, by the rules of the family; or rows of the parameters of a model of transformers.
+ShardFormat = Literal["full", "megatron", "rows"]
 Parameters = Mapping[str, tuple[tuple[int, ...], str]]  # name -> shape, dtype
 
 
@@ -48,7 +58,8 @@ class TransferSpec:
     dtype: str  # in which weights are sent: "bfloat16"
     settings: WeightSyncConfig
     _: KW_ONLY
-    has_full_tensors: bool = False  # of training ranks: BaseEngine.has_full_tensors
+    shard_format: ShardFormat = "megatron"  # of training ranks
+    num_replicas: int = 1  # of the model, for "rows"
     weight_format: WeightFormat = "vllm"  # of generation ranks
     family: str = ""  # model.family
 
@@ -74,7 +85,8 @@ class TransferSpec:
             GenerationLayout(**fields["generation"]),
             fields["dtype"],
             WeightSyncConfig(**fields["settings"]),
-            has_full_tensors=fields["has_full_tensors"],
+            shard_format=fields["shard_format"],
+            num_replicas=fields["num_replicas"],
             weight_format=fields["weight_format"],
             family=fields["family"],
         )
@@ -95,17 +107,23 @@ class MemoryDomains:
     ranks_per_node: int  # training ranks per host
 
 
-def build_training_side(config: HFConfig, layout: Layout, num_mtp_layers: int) -> Side:
-    """Return ranks and rules of Megatron; `config` is that of CheckpointReader.read_config."""
+def build_training_side(
+    config: HFConfig,
+    layout: Layout,
+    num_mtp_layers: int,
+    shard_format: ShardFormat = "megatron",
+    num_replicas: int = 1,
+) -> Side:
+    """Return ranks and rules of an engine; `config` is that of CheckpointReader.read_config."""
+    if shard_format == "full":
+        return FullRanks(layout.world_size), map_checkpoint_weights(config)
+    if shard_format == "rows":
+        ranks = ShardedRanks(layout.world_size, num_replicas, layout.ep)
+        return ranks, map_sharded_weights(config, layout.ep)
     sizes = get_model_sizes(config)
     chunks = split_into_chunks(layout, sizes.num_layers, num_mtp_layers)
     weights = get_family(config).weights(config, pad_vocab_size(config, layout.tp))
     return TrainingRanks(Mesh(layout), chunks, sizes.num_experts), weights
-
-
-def build_full_side(config: HFConfig, num_ranks: int) -> Side:
-    """Return ranks and rules of an engine with full tensors (BaseEngine.has_full_tensors)."""
-    return FullRanks(num_ranks), map_checkpoint_weights(config)
 
 
 def build_generation_side(
@@ -154,10 +172,9 @@ def plan_transfer(
         ConfigError: The layouts do not fit the model, or a site has more generation ranks than
             training ranks.
     """
-    if spec.has_full_tensors:
-        training = build_full_side(config, spec.num_training)
-    else:
-        training = build_training_side(config, spec.training, spec.num_mtp_layers)
+    training = build_training_side(
+        config, spec.training, spec.num_mtp_layers, spec.shard_format, spec.num_replicas
+    )
     _, generation = build_generation_side(config, spec.generation, spec.weight_format)
     requirements = TransferRequirements(training, generation, itemsize)
     if domains is None:

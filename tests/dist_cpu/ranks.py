@@ -175,20 +175,23 @@ def full_logits(engine: MegatronEngine, batch: Batch) -> torch.Tensor:
     from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_parallel_region
 
     from mcore_rl.engine.megatron.heads import select_hidden_states
-    from mcore_rl.engine.megatron.packing import PackSplit, pack_samples
-    from mcore_rl.engine.megatron.step import gather_column
+    from mcore_rl.engine.megatron.packing import build_packed_seq_params, read_pack_split
+    from mcore_rl.engine.megatron.step import get_context_group
+    from mcore_rl.engine.packed_step import gather_column
+    from mcore_rl.engine.packing import pack_samples
 
-    split, rows = PackSplit.read_parallel_state(), list(range(len(batch)))
+    split, rows = read_pack_split(), list(range(len(batch)))
     [micro] = pack_samples(batch, [rows], split, engine.device)
     [model] = engine.chunks
     with torch.no_grad():
-        params = micro.packed_seq_params
+        params = build_packed_seq_params(micro)
         output = model(micro.input_ids, micro.position_ids, None, packed_seq_params=params)
         states = select_hidden_states(model.config, output, micro.hidden_rows)
         logits = states @ model.head_weight.t()
         group = parallel_state.get_tensor_model_parallel_group()
         whole = gather_from_tensor_model_parallel_region(logits, group=group)
-    logits = gather_column(micro, whole[:, : engine.hf_config["vocab_size"]])
+    whole = whole[:, : engine.hf_config["vocab_size"]]
+    logits = gather_column(micro, whole, get_context_group())
     lengths = batch.jagged("response_ids").lengths[micro.rows].tolist()
     by_row = dict(zip(micro.rows, logits.split(lengths), strict=True))
     return torch.cat([by_row[row] for row in sorted(by_row)])

@@ -58,7 +58,7 @@ def split_problem(tokens: int, vocab: int, hidden: int = 7) -> tuple[torch.Tenso
 @ranks.on_ranks(2)
 def split_scores(tokens: int, vocab: int, rows: int, chunk_bytes: int) -> ranks.Result:
     """Scores with `rows` rows of the head on each rank, and their gradients put together."""
-    from mcore_rl.engine.megatron.logprob import VocabShard, compute_log_probs
+    from mcore_rl.engine.logprob import VocabShard, compute_log_probs
 
     if not dist.is_initialized():
         join_world("gloo", timeout_s=60.0)

@@ -91,7 +91,7 @@ def attention(layout: Layout) -> ranks.Result:
 
 
 def _attention(group: Any, heads: int, groups: int, dim: int, value_dim: int) -> dict[str, Any]:
-    from mcore_rl.engine.megatron.packing import get_zigzag_rows
+    from mcore_rl.engine.packing import get_zigzag_rows
 
     cp, rank = group.size(), group.rank()
     # Padded as packs are. Some share a call of the kernel, and the long ones have their own.

@@ -214,12 +214,14 @@ def split(layout: Layout, shares: str, weighed_alone: bool = False) -> ranks.Res
 
 def _added(batch: Batch, parts: Parts, loss: LossFunction) -> Sums:
     """By the engine's functions, from a batch to the loss that Megatron takes the gradient of."""
-    from mcore_rl.engine.megatron.packing import PackSplit, pack_samples
-    from mcore_rl.engine.megatron.step import compute_training_loss, count_tokens
+    from mcore_rl.engine.megatron.packing import read_pack_split
+    from mcore_rl.engine.megatron.step import compute_training_loss, get_data_group
+    from mcore_rl.engine.packed_step import count_tokens
+    from mcore_rl.engine.packing import pack_samples
 
     cpu = torch.device("cpu")
-    micros = pack_samples(batch, parts, PackSplit.read_parallel_state(), cpu)
-    counts, found = count_tokens(micros, cpu), {}
+    micros = pack_samples(batch, parts, read_pack_split(), cpu)
+    counts, found = count_tokens(micros, cpu, get_data_group()), {}
     for micro in micros:
         scores = {n: micro.columns[f"new/{n}"].clone().requires_grad_() for n in SCORES}
         head = partial(_given, scores)

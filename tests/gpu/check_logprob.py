@@ -13,7 +13,7 @@ import measure
 import torch
 import torch.nn.functional as F
 
-from mcore_rl.engine.megatron.logprob import VocabShard, compute_log_probs
+from mcore_rl.engine.logprob import VocabShard, compute_log_probs
 
 
 def check(arguments: argparse.Namespace) -> measure.Result:

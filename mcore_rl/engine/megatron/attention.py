@@ -3,28 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 
-from mcore_rl.engine.megatron.packing import PackedSequences, get_zigzag_rows
-
-# Cost of one more call of the attention kernel, forward and backward, in query-key pairs * width.
-_CALL_COST = 1 << 20
+from mcore_rl.engine.attention import attend, attend_pack, group_sequences, pad_pieces, unpad_pieces
+from mcore_rl.engine.megatron.packing import PackedSequences
+from mcore_rl.engine.packing import get_zigzag_rows
 
 
 class PackedAttention(MegatronModule):
     """Scaled dot-product attention over packed (THD) sequences, in place of TEDotProductAttention.
 
-    Queries may share keys (GQA), and values may differ from keys in size (MLA). Neighbouring
-    sequences of similar length run in one call, padded to the longest of them, if that costs less
-    than another call. There is never a mask over a full pack, and none at all without context
-    parallelism. Padding comes after the tokens of a sequence, so a causal query never sees it.
+    Queries may share keys (GQA), and values may differ from keys in size (MLA). There is never a
+    mask over a full pack, and none at all without context parallelism.
 
     With context parallelism queries stay on their rank, in two chunks of every sequence (see
     packing.py), and keys and values are gathered: each chunk attends to the chunks up to itself.
@@ -100,20 +97,10 @@ class PackedAttention(MegatronModule):
         else:
             lengths = packed_seq_params.cu_seqlens_q.diff().tolist()
         if self.cp_group is None or self.cp_group.size() == 1:
-            return self._attend_pack(query, key, value, lengths)
+            return attend_pack(
+                query, key, value, lengths, partial(attend, scale=self.scale)
+            ).flatten(1)
         return self._attend_chunks(query, key, value, lengths, self.cp_group)
-
-    def _attend_pack(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, lengths: list[int]
-    ) -> torch.Tensor:
-        runs = _group_sequences(lengths, query.shape[1] * query.shape[2])
-        sizes = [sum(run) for run in runs]
-        parts = zip(*(x.split(sizes) for x in (query, key, value)), runs, strict=True)
-        outputs = [
-            _unpad(self._attend(_pad(q, run), _pad(k, run), _pad(v, run)), run)
-            for q, k, v, run in parts
-        ]
-        return torch.cat(outputs).flatten(1)
 
     def _attend_chunks(
         self,
@@ -128,95 +115,24 @@ class PackedAttention(MegatronModule):
         gathered = np.concatenate([get_zigzag_rows(lengths, cp, cp_rank) for cp_rank in range(cp)])
         order = torch.as_tensor(np.argsort(gathered)).to(query.device)
         keys_values = _GatherRows.apply(torch.cat([key, value], dim=-1), order, group)
-        runs = _group_sequences(lengths, query.shape[1] * query.shape[2])
+        runs = group_sequences(lengths, query.shape[1] * query.shape[2])
         sizes = [sum(run) for run in runs]
         queries = query.split([size // cp for size in sizes])
         outputs = []
         for q, kv, run in zip(queries, keys_values.split(sizes), runs, strict=True):
             chunks = [length // (2 * cp) for length in run]
             query_chunks = [chunk for chunk in chunks for _ in range(2)]
-            q = _pad(q, query_chunks).unflatten(0, (-1, 2))
-            kv = _pad(kv, [chunk for chunk in chunks for _ in range(2 * cp)])
+            q = pad_pieces(q, query_chunks).unflatten(0, (-1, 2))
+            kv = pad_pieces(kv, [chunk for chunk in chunks for _ in range(2 * cp)])
             kv = kv.unflatten(0, (-1, 2 * cp))
             attended = []
             for half, index in enumerate((rank, 2 * cp - 1 - rank)):
                 k, v = kv[:, : index + 1].flatten(1, 2).split([key.shape[-1], value.shape[-1]], -1)
                 mask = _build_chunk_mask(chunks, index, query.device)
-                attended.append(self._attend(q[:, half], k, v, mask))
+                attended.append(attend(q[:, half], k, v, scale=self.scale, mask=mask))
             stacked = torch.stack(attended, dim=1).flatten(0, 1)
-            outputs.append(_unpad(stacked, query_chunks))
+            outputs.append(unpad_pieces(stacked, query_chunks))
         return torch.cat(outputs).flatten(1)
-
-    def _attend(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        mask: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Attend, with [sequences, length, heads, dim] each; causal without a mask."""
-        # The flash kernel needs queries, keys and values of the same size; without it torch saves
-        # [length, length] weights for the backward pass.
-        value_dim, widest = value.shape[-1], max(key.shape[-1], value.shape[-1])
-        q, k, v = (
-            (F.pad(x, (0, widest - x.shape[-1])) if x.shape[-1] < widest else x).transpose(1, 2)
-            for x in (query, key, value)
-        )
-        out = F.scaled_dot_product_attention(
-            q,
-            k,
-            v,
-            attn_mask=mask,
-            is_causal=mask is None,
-            scale=self.scale,
-            enable_gqa=q.shape[1] != k.shape[1],
-        )
-        return out.transpose(1, 2)[..., :value_dim]
-
-
-def _group_sequences(lengths: Sequence[int], width: int) -> list[list[int]]:
-    """Group neighbouring sequences into calls; return the lengths of each call.
-
-    A sequence joins the previous call if its padding costs less than another call.
-
-    Args:
-        width: Size of all heads of a token.
-    """
-    runs: list[list[int]] = []
-    longest = 0
-    for length in lengths:
-        run, longer = runs[-1] if runs else [], max(longest, length)
-        added = (len(run) + 1) * longer**2 - len(run) * longest**2 - length**2
-        if run and added * width <= _CALL_COST:
-            run.append(length)
-            longest = longer
-        else:
-            runs.append([length])
-            longest = length
-    return runs
-
-
-def _pad(x: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
-    """Return [pieces, longest, ...] from pieces of these lengths, concatenated along dim 0."""
-    longest = max(lengths)
-    if len(x) != len(lengths) * longest:
-        zeros = x.new_zeros(len(lengths) * longest, *x.shape[1:])
-        x = zeros.index_copy(0, _get_filled_rows(lengths, x.device), x)
-    return x.unflatten(0, (-1, longest))
-
-
-def _unpad(x: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
-    """Return the pieces of [pieces, longest, ...], concatenated along dim 0."""
-    flat = x.flatten(0, 1)
-    if len(flat) == sum(lengths):
-        return flat
-    pieces: torch.Tensor = _SelectDistinctRows.apply(flat, _get_filled_rows(lengths, x.device))
-    return pieces
-
-
-def _get_filled_rows(lengths: Sequence[int], device: torch.device) -> torch.Tensor:
-    is_filled = np.arange(max(lengths)) < np.asarray(lengths)[:, None]
-    return torch.as_tensor(np.flatnonzero(is_filled)).to(device)
 
 
 def _build_chunk_mask(chunks: Sequence[int], index: int, device: torch.device) -> torch.Tensor:
@@ -233,21 +149,6 @@ def _build_chunk_mask(chunks: Sequence[int], index: int, device: torch.device) -
     before = (position < sizes[:, None])[:, None].expand(-1, len(position), -1)
     causal = (position <= position[:, None]).expand(len(sizes), -1, -1)
     return torch.cat([before.repeat(1, 1, index), causal], dim=-1)[:, None]
-
-
-class _SelectDistinctRows(torch.autograd.Function):
-    """index_select of distinct rows; its backward pass need not accumulate."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(rows)
-        ctx.num_rows = len(x)
-        return x.index_select(0, rows)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        (rows,) = ctx.saved_tensors
-        return grad.new_zeros(ctx.num_rows, *grad.shape[1:]).index_copy_(0, rows, grad), None
 
 
 class _GatherRows(torch.autograd.Function):

@@ -30,6 +30,16 @@ from mcore_rl.engine.base import (
     ScoredStep,
 )
 from mcore_rl.engine.megatron import device, offload
+from mcore_rl.engine.packed_step import (
+    Result,
+    choose_scores,
+    compute_logprob_gaps,
+    count_tokens,
+    pop_scores,
+    reduce_metrics,
+    restore_batch_order,
+)
+from mcore_rl.engine.packing import build_micro_batches
 from mcore_rl.models.base import (
     CLASSIFICATION,
     SEQUENCE,
@@ -51,13 +61,11 @@ from mcore_rl.parallel.mesh import Mesh, split_into_chunks
 from mcore_rl.reshard.executor import LocalWeights
 from mcore_rl.reshard.rules import Weight, list_logical_tensors
 
-Result = dict[str, torch.Tensor]
-
 
 class MegatronEngine(BaseEngine):
     """A language model. `total_steps=0` builds no optimizer."""
 
-    has_full_tensors = False
+    shard_format = "megatron"
 
     def __init__(self, spec: EngineSpec) -> None:
         super().__init__(spec)
@@ -148,7 +156,7 @@ class MegatronEngine(BaseEngine):
         replay: bool = True,
     ) -> Batch | None:
         from mcore_rl.engine.megatron.lora import disable_adapters
-        from mcore_rl.engine.megatron.step import restore_batch_order
+        from mcore_rl.engine.megatron.step import get_context_group
 
         self._finish_weight_gather()
         tokens = batch.select("prompt_ids", "response_ids")
@@ -161,7 +169,10 @@ class MegatronEngine(BaseEngine):
         routed_experts = routing.collect_columns(batch)
         if not self._has_head:
             return None
-        columns = {name: restore_batch_order(batch, micros, results, name) for name in results[0]}
+        group = get_context_group()
+        columns = {
+            name: restore_batch_order(batch, micros, results, name, group) for name in results[0]
+        }
         return batch.with_columns(**columns, **routed_experts)
 
     @torch.no_grad()
@@ -206,13 +217,13 @@ class MegatronEngine(BaseEngine):
             results = self._run(
                 micros, loss_function, routing, temperature, forward_only=False, with_scores=True
             )
-        micro_scores = step.pop_scores(results)
+        micro_scores, group = pop_scores(results), step.get_context_group()
         names = micro_scores[0] if micro_scores else ()
         columns = {
-            name: step.restore_batch_order(batch, micros, micro_scores, name) for name in names
+            name: restore_batch_order(batch, micros, micro_scores, name, group) for name in names
         }
         scores = Batch({**columns}) if self._has_head else None
-        gaps = step.compute_logprob_gaps(micros, micro_scores, self.device)
+        gaps = compute_logprob_gaps(micros, micro_scores, self.device)
         if not find_gaps_beyond(gaps, bounds):
             return ScoredStep(scores, gaps, self._take_step(results))
         for bias, before in biases:
@@ -379,17 +390,21 @@ class MegatronEngine(BaseEngine):
         return bool(self.chunks[-1].post_process)
 
     def _build_micro_batches(self, batch: Batch, *, is_training: bool) -> list[Any]:
+        from megatron.core import parallel_state
+
         from mcore_rl.engine.megatron.moe import needs_equal_packs
-        from mcore_rl.engine.megatron.packing import build_micro_batches, estimate_model_cost
+        from mcore_rl.engine.megatron.packing import estimate_model_cost, read_pack_split
 
         config = self.chunks[0].config
         return build_micro_batches(
             batch,
             self.spec.engine.max_tokens_per_micro_batch,
-            # The interleaved schedule needs a multiple of the pipeline ranks.
-            self.layout.pp if self.layout.vpp > 1 else 1,
+            read_pack_split(),
             estimate_model_cost(config, self.hf_config["vocab_size"]),
             self.device,
+            group=parallel_state.get_data_parallel_group(),
+            # The interleaved schedule needs a multiple of the pipeline ranks.
+            multiple_of=self.layout.pp if self.layout.vpp > 1 else 1,
             equal_sizes=needs_equal_packs(config),
             num_mtp_layers=self.num_mtp_layers if is_training else 0,
         )
@@ -419,15 +434,14 @@ class MegatronEngine(BaseEngine):
             chunk.train(not forward_only)
         loss_func: step.LossFunc
         if loss_function is None:
-            head = self._create_head(temperature, is_training=False)
-            loss_func = partial(step.compute_scores, head)
+            loss_func = partial(step.compute_scores, self._create_head(temperature))
         else:
             needs = get_needs(loss_function) | ({"entropy"} if with_scores else set())
             loss_func = partial(
                 step.compute_training_loss,
-                self._create_head(temperature, is_training=True, needs=needs),
+                self._create_head(temperature, needs),
                 loss_function,
-                step.count_tokens(micros, self.device),
+                count_tokens(micros, self.device, step.get_data_group()),
                 mtp_loss_coef=self.spec.engine.mtp_loss_coef,
                 with_scores=with_scores,
             )
@@ -435,32 +449,20 @@ class MegatronEngine(BaseEngine):
             self.wrapped_chunks, micros, loss_func, routing.wrap_forward, forward_only=forward_only
         )
 
-    def _create_head(
-        self, temperature: float, *, is_training: bool, needs: Collection[str] = ()
-    ) -> Any:
+    def _create_head(self, temperature: float, needs: Collection[str] | None = None) -> Any:
+        """Return the head of a pass, whose loss function has these needs; None: it scores."""
         from mcore_rl.engine.megatron.heads import LanguageModelHead
 
         return LanguageModelHead(
-            vocab_size=self.hf_config["vocab_size"],
-            temperature=temperature,
-            chunk_bytes=self.spec.engine.logprob_chunk_bytes,
-            with_entropy="entropy" in needs or not is_training,
-            with_squares=self.spec.with_sum_pi_squared and not is_training,
-            num_top=0 if is_training else self.spec.num_top_log_probs,
+            self.hf_config["vocab_size"],
+            choose_scores(self.spec, temperature, needs),
         )
 
     def _reduce_metrics(self, results: list[Result]) -> Metrics:
         """Sum metrics over micro-batches, data and context ranks, on the last stage; else none."""
-        from megatron.core import parallel_state
+        from mcore_rl.engine.megatron.step import get_data_group
 
-        if not self._has_head:
-            return {}
-        names = list(results[0])
-        totals = torch.stack([torch.stack([r[name] for r in results]).sum() for name in names])
-        dist.all_reduce(
-            totals, group=parallel_state.get_data_parallel_group(with_context_parallel=True)
-        )
-        return dict(zip(names, totals.tolist(), strict=True))
+        return reduce_metrics(results, get_data_group()) if self._has_head else {}
 
 
 class ValueEngine(MegatronEngine):
@@ -499,9 +501,7 @@ class ValueEngine(MegatronEngine):
             tensor.name for tensor in list_logical_tensors(map_value_head_weights(self.hf_config))
         ]
 
-    def _create_head(
-        self, temperature: float, *, is_training: bool, needs: Collection[str] = ()
-    ) -> Any:
+    def _create_head(self, temperature: float, needs: Collection[str] | None = None) -> Any:
         from mcore_rl.engine.megatron.heads import compute_value_scores
 
         return compute_value_scores

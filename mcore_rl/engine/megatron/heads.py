@@ -12,58 +12,26 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer import TransformerConfig
 
-from mcore_rl.engine.megatron.logprob import VocabShard, compute_log_probs
+from mcore_rl.engine.logprob import VocabShard, compute_log_probs
 from mcore_rl.engine.megatron.model import PolicyModel
-from mcore_rl.engine.megatron.packing import MicroBatch
+from mcore_rl.engine.packed_step import Scores, ScoreSettings, score_tokens
+from mcore_rl.engine.packing import MicroBatch
 
-Scores = dict[str, torch.Tensor]  # by name, each [response tokens of this rank, ...]
 # From (model chunk with the head, its output, micro-batch) to scores.
 Head = Callable[[Any, torch.Tensor, MicroBatch], Scores]
 
 
 @dataclass(frozen=True, slots=True)
 class LanguageModelHead:
-    """The output projection: log-probs, and entropy, sum_pi_squared and top log-probs if enabled.
-
-    If the batch has the column teacher_ids, also chosen_log_probs [tokens, ids] of these ids.
-    """
+    """The output projection, with the scores of these settings."""
 
     vocab_size: int
-    temperature: float
-    chunk_bytes: int  # limit on logits and probabilities in memory at a time
-    with_entropy: bool
-    with_squares: bool = False
-    num_top: int = 0
+    settings: ScoreSettings
 
     def __call__(self, model: PolicyModel, output: torch.Tensor, micro: MicroBatch) -> Scores:
-        head, targets = model.head_weight, micro.targets
-        if has_teacher := "teacher_ids" in micro.columns:
-            ids = micro.columns["teacher_ids"].flatten(1)
-            targets = torch.cat([targets[:, None], ids], 1)
-        scores = compute_log_probs(
-            select_hidden_states(model.config, output, micro.hidden_rows),
-            head,
-            targets,
-            self._get_shard(head),
-            temperature=self.temperature,
-            chunk_bytes=self.chunk_bytes,
-            with_entropy=self.with_entropy,
-            with_squares=self.with_squares,
-            num_top=self.num_top,
-        )
-        columns = {"log_probs": scores.log_probs}
-        if has_teacher:
-            columns = {
-                "log_probs": scores.log_probs[:, 0],
-                "chosen_log_probs": scores.log_probs[:, 1:],
-            }
-        if self.with_entropy:
-            columns["entropy"] = scores.entropy
-        if self.with_squares:
-            columns["sum_pi_squared"] = scores.sum_pi_squared
-        if self.num_top:
-            columns |= {"top_log_probs": scores.top_log_probs, "top_ids": scores.top_ids}
-        return columns
+        head = model.head_weight
+        hidden = select_hidden_states(model.config, output, micro.hidden_rows)
+        return score_tokens(hidden, head, micro, self._get_shard(head), self.settings)
 
     def compute_mtp_loss(
         self, model: PolicyModel, outputs: Sequence[torch.Tensor], micro: MicroBatch
@@ -84,9 +52,8 @@ class LanguageModelHead:
         losses = []
         for output, mtp in zip(outputs, micro.mtp_targets, strict=True):
             states = select_hidden_states(model.config, output, mtp.hidden_rows)
-            scores = compute_log_probs(
-                states, head, mtp.targets, self._get_shard(head), chunk_bytes=self.chunk_bytes
-            )
+            shard, chunk_bytes = self._get_shard(head), self.settings.chunk_bytes
+            scores = compute_log_probs(states, head, mtp.targets, shard, chunk_bytes=chunk_bytes)
             losses.append(-(scores.log_probs * mtp.loss_weights).sum())
         return torch.stack(losses).mean()
 

@@ -1,88 +1,25 @@
-"""Micro-batches: samples of a batch, concatenated (THD), and the part of them on a rank.
-
-A response token is scored with the hidden state of the token before it, so a micro-batch has, for
-each response token, the row of that hidden state.
-
-Context parallelism splits each sequence into 2 * cp chunks of equal length. CP rank r has the
-chunks r and 2 * cp - 1 - r, so that under a causal mask every rank has as many query-key pairs as
-the others. Megatron's rotary embedding (models/common/embeddings/rope_utils.py:115) and Transformer
-Engine expect this split of packed sequences.
-"""
+"""Megatron's parameters of a pack, its split over the ranks, and the cost of a sequence."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
-import numpy.typing as npt
-import torch
-import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
-from mcore_rl.data.batch import Batch
 from mcore_rl.engine.megatron.moe import list_moe_layers
-from mcore_rl.engine.steps import select_response_columns
-from mcore_rl.parallel.balance import (
-    Parts,
-    SequenceCost,
-    count_parts_within,
-    estimate_sequence_cost,
-    partition_within,
-)
-
-Rows = npt.NDArray[np.int64]
+from mcore_rl.engine.packing import MicroBatch, PackSplit
+from mcore_rl.parallel.balance import SequenceCost, estimate_sequence_cost
 
 
-@dataclass(frozen=True, slots=True)
-class PackSplit:
-    """The split of a pack's tokens over TP and CP ranks, and the CP rank of this process."""
-
-    tp: int = 1  # sequence parallelism: equal shares of the CP rank's tokens
-    cp: int = 1
-    cp_rank: int = 0
-
-    @classmethod
-    def read_parallel_state(cls) -> PackSplit:
-        return cls(
-            tp=parallel_state.get_tensor_model_parallel_world_size(),
-            cp=parallel_state.get_context_parallel_world_size(),
-            cp_rank=parallel_state.get_context_parallel_rank(),
-        )
-
-    @property
-    def sequence_multiple(self) -> int:
-        """The multiple that sequences are padded to."""
-        return 2 * self.cp if self.cp > 1 else 1
-
-    @property
-    def pack_multiple(self) -> int:
-        """The multiple that packs are padded to."""
-        return math.lcm(self.sequence_multiple, self.cp * self.tp)
-
-    def pad_length(self, length: int) -> int:
-        """Return the tokens of a sequence with its padding, over all CP ranks."""
-        return length + -length % self.sequence_multiple
-
-    def compute_budget(self, max_tokens: int) -> int:
-        """Return the tokens that a pack may have over all CP ranks, for `max_tokens` on each.
-
-        It is a multiple of pack_multiple, so that padding never exceeds it.
-        """
-        multiple = self.pack_multiple
-        return max(multiple, max_tokens * self.cp // multiple * multiple)
-
-
-@dataclass(frozen=True, slots=True)
-class MtpTargets:
-    """Response tokens that a depth of multi-token prediction predicts on this rank."""
-
-    hidden_rows: torch.Tensor  # [predicted tokens] row of the state that predicts each
-    targets: torch.Tensor  # [predicted tokens]
-    loss_weights: torch.Tensor  # [predicted tokens]
+def read_pack_split() -> PackSplit:
+    """Return the split of packs over Megatron's ranks."""
+    return PackSplit(
+        tp=parallel_state.get_tensor_model_parallel_world_size(),
+        cp=parallel_state.get_context_parallel_world_size(),
+        cp_rank=parallel_state.get_context_parallel_rank(),
+    )
 
 
 @dataclass
@@ -95,64 +32,25 @@ class PackedSequences(PackedSeqParams):
     lengths: tuple[int, ...] = ()  # with padding, over all CP ranks
 
 
-@dataclass(frozen=True, slots=True)
-class MicroBatch:
-    """A pack of samples, and the response tokens of it that this CP rank scores.
+def build_packed_seq_params(micro: MicroBatch) -> PackedSeqParams:
+    """Return starts and lengths with padding, over all CP ranks: Megatron and TE divide by cp.
 
-    A response token is scored on the CP rank that has the hidden state before it.
+    Padding counts as tokens. Under CP, Transformer Engine needs the padded starts as well; equal to
+    the others they say that there are no gaps between sequences, which its flash kernel requires.
     """
-
-    rows: list[int]  # rows of the batch, in the order of the pack
-    input_ids: torch.Tensor  # [1, tokens]
-    position_ids: torch.Tensor  # [1, tokens]
-    packed_seq_params: PackedSeqParams  # of all CP ranks
-    num_tokens: int  # on this CP rank, without padding
-    # [tokens] Index among the batch's tokens (prompt and response, rows concatenated); -1: padding.
-    token_indices: torch.Tensor
-    num_response_tokens: int  # of all CP ranks
-    response_indices: torch.Tensor  # [scored tokens] index among the response tokens of `rows`
-    hidden_rows: torch.Tensor  # [scored tokens] row of the hidden state that scores each
-    targets: torch.Tensor  # [scored tokens]
-    columns: dict[str, torch.Tensor]  # other response columns, each [scored tokens]
-    sequence_ids: torch.Tensor  # [scored tokens] index into `rows`
-    mtp_targets: tuple[MtpTargets, ...]  # by depth of multi-token prediction
-
-
-def build_micro_batches(
-    batch: Batch,
-    max_tokens: int,
-    multiple_of: int,
-    cost: SequenceCost,
-    device: torch.device,
-    *,
-    equal_sizes: bool = False,
-    num_mtp_layers: int = 0,
-) -> list[MicroBatch]:
-    """Pack this rank's samples into micro-batches of equal cost.
-
-    All data-parallel ranks get the same number of micro-batches. Collective over them.
-
-    Args:
-        max_tokens: Limit of tokens per rank, including padding. A sample above it gets its own
-            micro-batch.
-        multiple_of: Make the number of micro-batches a multiple of this.
-        equal_sizes: Pad the micro-batches that ranks run at the same time to the same size.
-        num_mtp_layers: Depths of multi-token prediction to build targets for.
-    """
-    split = PackSplit.read_parallel_state()
-    lengths = batch.num_tokens.tolist()
-    loads = [split.pad_length(length) for length in lengths]
-    budget = split.compute_budget(max_tokens)
-    num = torch.tensor(count_parts_within(loads, budget), device=device)
-    group = parallel_state.get_data_parallel_group()
-    dist.all_reduce(num, op=dist.ReduceOp.MAX, group=group)
-    num_parts = -(-int(num) // multiple_of) * multiple_of
-    costs = [cost.estimate(length) for length in lengths]
-    parts = partition_within(loads, costs, budget, num_parts)
-    sizes = torch.tensor(compute_pack_sizes(batch, parts, split), device=device)
-    if equal_sizes:
-        dist.all_reduce(sizes, op=dist.ReduceOp.MAX, group=group)
-    return pack_samples(batch, parts, split, device, sizes.tolist(), num_mtp_layers)
+    is_split = parallel_state.get_context_parallel_world_size() > 1
+    padded_starts = micro.starts if is_split else None
+    longest = max(micro.lengths)
+    return PackedSequences(
+        qkv_format="thd",
+        cu_seqlens_q=micro.starts,
+        cu_seqlens_kv=micro.starts,
+        cu_seqlens_q_padded=padded_starts,
+        cu_seqlens_kv_padded=padded_starts,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
+        lengths=micro.lengths,
+    )
 
 
 def estimate_model_cost(config: TransformerConfig, vocab_size: int) -> SequenceCost:
@@ -180,153 +78,3 @@ def estimate_model_cost(config: TransformerConfig, vocab_size: int) -> SequenceC
         ffn_size=ffn_size,
         vocab_size=vocab_size,
     )
-
-
-def pack_samples(
-    batch: Batch,
-    parts: Parts,
-    split: PackSplit,
-    device: torch.device,
-    sizes: Sequence[int] | None = None,
-    num_mtp_layers: int = 0,
-) -> list[MicroBatch]:
-    """Build one micro-batch per part, from the rows of the batch that the part lists.
-
-    A part without rows becomes a pack of padding, so that all ranks run the same number.
-
-    Args:
-        sizes: Tokens to pad each pack to, over all CP ranks; at least compute_pack_sizes.
-        num_mtp_layers: Depths of multi-token prediction to build targets for.
-
-    Raises:
-        ValueError: A prompt is empty, so that nothing precedes its response; or a column does not
-            run along the response tokens.
-    """
-    sizes = sizes or compute_pack_sizes(batch, parts, split)
-    return [
-        _build_micro_batch(batch, rows, split, size, device, num_mtp_layers)
-        for rows, size in zip(parts, sizes, strict=True)
-    ]
-
-
-def compute_pack_sizes(batch: Batch, parts: Parts, split: PackSplit) -> list[int]:
-    """Return the tokens of each pack over all CP ranks, with the padding of its own samples."""
-    lengths = batch.num_tokens
-    loads = [sum(split.pad_length(int(lengths[row])) for row in rows) for rows in parts]
-    multiple = split.pack_multiple
-    return [max(-(-load // multiple), 1) * multiple for load in loads]
-
-
-def get_zigzag_rows(lengths: Sequence[int], cp: int, cp_rank: int) -> Rows:
-    """Return the rows of a pack on a CP rank, for sequences of these (padded) lengths.
-
-    >>> get_zigzag_rows([4, 8], cp=2, cp_rank=0).tolist()
-    [0, 3, 4, 5, 10, 11]
-    """
-    if cp == 1:
-        return np.arange(sum(lengths))
-    rows, start = [], 0
-    for length in lengths:
-        chunk = length // (2 * cp)
-        firsts = [start + index * chunk for index in (cp_rank, 2 * cp - 1 - cp_rank)]
-        rows += [np.arange(first, first + chunk) for first in firsts]
-        start += length
-    return np.concatenate(rows)
-
-
-def _build_micro_batch(
-    batch: Batch,
-    rows: list[int],
-    split: PackSplit,
-    size: int,
-    device: torch.device,
-    num_mtp_layers: int,
-) -> MicroBatch:
-    # The longest first: neighbours of like length are attended to together (attention.py).
-    rows = sorted(rows, key=lambda row: (-batch.num_tokens[row], row))
-    prompts = [batch.jagged("prompt_ids")[row] for row in rows]
-    responses = [batch.jagged("response_ids")[row] for row in rows]
-    if not all(len(prompt) for prompt in prompts):
-        raise ValueError("a sample has an empty prompt: nothing scores its first response token")
-    # Padding comes after the tokens of a sequence, where a causal model never looks. The last
-    # sequence is padded further, to the size of the pack.
-    padded = [split.pad_length(len(p) + len(r)) for p, r in zip(prompts, responses, strict=True)]
-    padded = padded or [0]
-    padded[-1] += size - sum(padded)
-    starts = np.cumsum([0, *padded])
-    ids = np.zeros(starts[-1], dtype=np.int64)
-    token_indices = np.full(starts[-1], -1, dtype=np.int64)
-    firsts = (np.cumsum(batch.num_tokens) - batch.num_tokens)[rows]
-    states = []
-    for start, first, prompt, response in zip(
-        starts[: len(rows)], firsts, prompts, responses, strict=True
-    ):
-        scored, end = start + len(prompt), start + len(prompt) + len(response)
-        ids[start:scored], ids[scored:end] = prompt, response
-        token_indices[start:end] = first + np.arange(end - start)
-        states.append(np.arange(scored - 1, end - 1))
-    rank_rows = get_zigzag_rows(padded, split.cp, split.cp_rank)
-    local_rows = np.full(starts[-1], -1, dtype=np.int64)  # by row of the pack; -1: not on this rank
-    local_rows[rank_rows] = np.arange(len(rank_rows))
-    all_states = _concatenate(states, np.int64)
-    hidden_rows = local_rows[all_states]
-    scored_here = np.flatnonzero(hidden_rows >= 0)
-    targets = _concatenate(responses, np.int64)
-    columns = {n: c.take(rows).values for n, c in select_response_columns(batch).items()}
-    sequence_ids = np.repeat(np.arange(len(rows)), [len(r) for r in responses])
-    sequence_starts = starts[sequence_ids]
-
-    def to_tensor(array: npt.NDArray[np.generic]) -> torch.Tensor:
-        return torch.as_tensor(array).to(device)
-
-    def build_mtp_targets(depth: int) -> MtpTargets:
-        earlier = all_states - depth
-        earlier_rows = np.where(earlier >= sequence_starts, local_rows[earlier], -1)
-        predicted = np.flatnonzero(earlier_rows >= 0)
-        return MtpTargets(
-            hidden_rows=to_tensor(earlier_rows[predicted]),
-            targets=to_tensor(targets[predicted]),
-            loss_weights=to_tensor(columns["loss_weights"][predicted]),
-        )
-
-    return MicroBatch(
-        rows=rows,
-        input_ids=to_tensor(ids[rank_rows])[None],
-        position_ids=to_tensor(np.concatenate([np.arange(n) for n in padded])[rank_rows])[None],
-        packed_seq_params=_build_packed_seq_params(starts, max(padded), split, device),
-        num_tokens=int((token_indices[rank_rows] >= 0).sum()),
-        token_indices=to_tensor(token_indices[rank_rows]),
-        num_response_tokens=len(hidden_rows),
-        response_indices=to_tensor(scored_here),
-        hidden_rows=to_tensor(hidden_rows[scored_here]),
-        targets=to_tensor(targets[scored_here]),
-        columns={name: to_tensor(column[scored_here]) for name, column in columns.items()},
-        sequence_ids=to_tensor(sequence_ids[scored_here]),
-        mtp_targets=tuple(build_mtp_targets(depth) for depth in range(1, num_mtp_layers + 1)),
-    )
-
-
-def _build_packed_seq_params(
-    starts: Rows, longest: int, split: PackSplit, device: torch.device
-) -> PackedSeqParams:
-    """Return starts and lengths with padding, over all CP ranks: Megatron and TE divide by cp.
-
-    Padding counts as tokens. Under CP, Transformer Engine needs the padded starts as well; equal to
-    the others they say that there are no gaps between sequences, which its flash kernel requires.
-    """
-    cu_seqlens = torch.as_tensor(starts.astype(np.int32)).to(device)
-    cu_seqlens_padded = cu_seqlens if split.cp > 1 else None
-    return PackedSequences(
-        qkv_format="thd",
-        cu_seqlens_q=cu_seqlens,
-        cu_seqlens_kv=cu_seqlens,
-        cu_seqlens_q_padded=cu_seqlens_padded,
-        cu_seqlens_kv_padded=cu_seqlens_padded,
-        max_seqlen_q=longest,
-        max_seqlen_kv=longest,
-        lengths=tuple(np.diff(starts).tolist()),
-    )
-
-
-def _concatenate(arrays: Sequence[np.ndarray], dtype: type) -> np.ndarray:
-    return np.concatenate(arrays) if arrays else np.empty(0, dtype=dtype)

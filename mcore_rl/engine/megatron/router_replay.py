@@ -40,7 +40,7 @@ from mcore_rl.engine.megatron.moe import (
     list_moe_layers,
     slice_sequence_parallel,
 )
-from mcore_rl.engine.megatron.packing import MicroBatch
+from mcore_rl.engine.packing import MicroBatch
 
 COLUMN, STAGE_COLUMN = "routed_experts", "stage_routed_experts"
 

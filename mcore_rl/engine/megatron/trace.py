@@ -27,7 +27,7 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from megatron.core.transformer.identity_op import IdentityOp
 
-from mcore_rl.engine.megatron.packing import MicroBatch
+from mcore_rl.engine.packing import MicroBatch
 
 HEAD = "lm_head"
 

@@ -12,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "dist_cpu"))
 
 from live_bytes import LiveBytes
 
-from mcore_rl.engine.megatron.logprob import Tile, VocabShard, choose_tile, compute_log_probs
+from mcore_rl.engine.logprob import Tile, VocabShard, choose_tile, compute_log_probs
 
 WHOLE = VocabShard(start=0, vocab_size=11, group=None)
 # Bytes for tiles of 1 token x 1 id, 1 x 4, 2 x 5 and for everything at once; see choose_tile.

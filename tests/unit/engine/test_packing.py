@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
 from mcore_rl.data.batch import Batch, Jagged
-from mcore_rl.engine.megatron.packing import (
+from mcore_rl.engine.megatron.packing import estimate_model_cost
+from mcore_rl.engine.packing import (
     PackSplit,
     compute_pack_sizes,
-    estimate_model_cost,
     get_zigzag_rows,
     pack_samples,
 )
@@ -41,8 +41,8 @@ def test_one_pack_lays_the_samples_end_to_end_the_longest_first():
     assert micro.rows == [0, 2, 1]
     assert micro.input_ids.tolist() == [[5, 6, 1, 2, 3, 8, 9, 10, 11, 12, 7, 4]]
     assert micro.position_ids.tolist() == [[0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 0, 1]]
-    assert micro.packed_seq_params.cu_seqlens_q.tolist() == [0, 5, 10, 12]
-    assert micro.packed_seq_params.max_seqlen_q == 5
+    assert micro.starts.tolist() == [0, 5, 10, 12]
+    assert micro.lengths == (5, 5, 2)
     assert micro.targets.tolist() == [1, 2, 3, 11, 12, 4]
     assert micro.input_ids[0, micro.hidden_rows].tolist() == [6, 1, 2, 10, 11, 7]
     assert micro.columns["advantages"].tolist() == pytest.approx([0.1, 0.2, 0.3, 1.1, 1.2, 0.4])
@@ -81,7 +81,7 @@ def test_tokens_further_ahead_are_predicted_from_their_own_sequence(cp):
 def test_the_tail_is_padded_behind_the_last_sequence():
     [micro] = pack_samples(batch(), [[0, 1, 2]], PackSplit(tp=8), CPU)
     assert micro.input_ids.shape == (1, 16)
-    assert micro.packed_seq_params.cu_seqlens_q.tolist() == [0, 5, 10, 16]
+    assert micro.starts.tolist() == [0, 5, 10, 16]
     assert micro.num_tokens == 12
 
 
@@ -96,9 +96,8 @@ def test_each_context_parallel_rank_holds_two_chunks_of_each_sequence():
     assert second.position_ids.tolist() == [[2, 3, 4, 5, 2, 3, 4, 5, 1, 2]]
     assert (first.num_tokens, second.num_tokens) == (5, 7)
     for micro in (first, second):
-        assert micro.packed_seq_params.cu_seqlens_q.tolist() == [0, 8, 16, 20]
-        assert micro.packed_seq_params.cu_seqlens_q_padded.tolist() == [0, 8, 16, 20]
-        assert micro.packed_seq_params.max_seqlen_q == 8
+        assert micro.starts.tolist() == [0, 8, 16, 20]
+        assert micro.lengths == (8, 8, 4)
         assert micro.num_response_tokens == 6
     assert first.response_indices.tolist() == [0, 5] and first.targets.tolist() == [1, 4]
     assert second.response_indices.tolist() == [1, 2, 3, 4] and second.targets.tolist() == [
@@ -131,12 +130,9 @@ def test_the_ranks_of_any_split_hold_each_token_and_score_each_response_once(len
     places = []
     for micro in micros:
         assert micro.input_ids.shape[1] % tp == 0
-        assert micro.packed_seq_params.cu_seqlens_q[-1] == micro.input_ids.shape[1] * cp
-        assert all(
-            n % (2 * cp) == 0
-            for n in micro.packed_seq_params.cu_seqlens_q.diff().tolist()
-            if cp > 1
-        )
+        assert micro.starts[-1] == micro.input_ids.shape[1] * cp
+        assert micro.starts.diff().tolist() == list(micro.lengths)
+        assert all(n % (2 * cp) == 0 for n in micro.lengths if cp > 1)
         assert micro.targets.tolist() == [
             wanted[place] for place in micro.response_indices.tolist()
         ]
@@ -164,7 +160,7 @@ def test_a_part_without_rows_is_a_pack_of_padding():
     assert full.rows == [0, 2, 1]
     assert (empty.rows, empty.num_tokens, empty.num_response_tokens) == ([], 0, 0)
     assert empty.input_ids.shape == (1, 2)
-    assert empty.packed_seq_params.cu_seqlens_q.tolist() == [0, 4]
+    assert empty.starts.tolist() == [0, 4]
     assert (
         len(empty.targets) == len(empty.response_indices) == len(empty.columns["advantages"]) == 0
     )

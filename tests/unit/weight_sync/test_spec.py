@@ -131,12 +131,12 @@ def test_ranks_with_full_tensors_share_what_they_send(generation, domains):
     config, settings = config_of(2), WeightSyncConfig()
     parsed = TransferSpec.parse(
         TransferSpec(
-            Layout(dp=2), 0, generation, "float32", settings, has_full_tensors=True
+            Layout(dp=2), 0, generation, "float32", settings, shard_format="full"
         ).to_dict()
     )
     full, family = (
-        plan_transfer(replace(parsed, has_full_tensors=has_full), config, 4, domains)
-        for has_full in (True, False)
+        plan_transfer(replace(parsed, shard_format=shard_format), config, 4, domains)
+        for shard_format in ("full", "megatron")
     )
     for rank in range(2):
         copies = [(c.target, c.target_offset, c.box.sizes) for c in full.list_received(rank)]

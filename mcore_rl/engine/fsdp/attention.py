@@ -1,0 +1,180 @@
+"""Attention and experts of transformers' models over ranks, through the library's registries.
+
+A pack goes to every attention layer as the keyword argument `pack`. No mask is ever made, so that
+families that make theirs without position ids (gpt_oss) keep sequences apart, too.
+
+Sequence parallelism is Ulysses (arXiv:2309.14509): each rank has a share of the tokens, and in
+attention, between two all-to-alls, all tokens of a share of the heads.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.nn.functional import all_to_all_single
+from transformers import AttentionInterface
+from transformers.integrations.moe import ExpertsInterface, grouped_mm_experts_forward
+from transformers.masking_utils import AttentionMaskInterface
+
+from mcore_rl.engine.attention import attend, attend_pack
+
+ATTENTION = "mcore_rl_packed"  # name in transformers' registry of attention functions
+EXPERTS = "mcore_rl_dispatched"  # name in transformers' registry of experts functions
+
+
+@dataclass(frozen=True, slots=True)
+class Pack:
+    """Sequences of a pack, over all ranks of `group` that share its tokens (None: this rank)."""
+
+    lengths: tuple[int, ...]
+    group: Any = None
+
+
+def attend_packed(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: Any = None,
+    *,
+    pack: Pack,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """Return causal attention inside each sequence of a pack, [1, tokens, heads, value dim].
+
+    The signature is that of transformers' attention functions. Dropout is not applied.
+
+    Args:
+        query: [1, heads, tokens of this rank, dim]
+        key: [1, groups, tokens of this rank, dim]
+        value: [1, groups, tokens of this rank, value dim]
+        s_aux: Logit of the attention sink of each head.
+    """
+    if pack.group is not None:
+        count = pack.group.size()
+        if query.shape[1] % count:
+            raise ValueError(
+                f"{query.shape[1]} attention heads do not divide by {count} sequence-parallel "
+                "ranks (layout.cp)"
+            )
+        if key.shape[1] % count:  # fewer key/value heads than ranks: copies
+            copies = count // key.shape[1] if count % key.shape[1] == 0 else -1
+            copies = copies if copies > 0 else query.shape[1] // key.shape[1]
+            key, value = (x.repeat_interleave(copies, 1) for x in (key, value))
+        query, key, value = (_exchange(x, pack.group, 1, 2) for x in (query, key, value))
+        if s_aux is not None:
+            s_aux = s_aux.chunk(count)[pack.group.rank()]
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    if softcap is None and s_aux is None:
+        attend_one = partial(_attend_window, scaling, sliding_window)
+    else:
+        attend_one = partial(_attend_plainly, scaling, sliding_window, softcap, s_aux)
+    out = attend_pack(q, k, v, pack.lengths, attend_one)[None]
+    if pack.group is not None:
+        out = _exchange(out, pack.group, 1, 2)
+    return out.contiguous(), None
+
+
+def _exchange(x: torch.Tensor, group: Any, scatter: int, gather: int) -> torch.Tensor:
+    """Divide `scatter` over the ranks of a group, and join their parts along `gather`."""
+    parts = torch.stack(x.chunk(group.size(), scatter)).contiguous()
+    exchanged = all_to_all_single(torch.empty_like(parts), parts, group=group)
+    return torch.cat(exchanged.unbind(0), gather)
+
+
+def _build_window_mask(length: int, window: int, device: torch.device) -> torch.Tensor:
+    """Return [length, length], True for the tokens that each one attends to."""
+    position = torch.arange(length, device=device)
+    age = position[:, None] - position
+    return (age >= 0) & (age < window)
+
+
+def _attend_window(
+    scale: float | None,
+    window: int | None,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+) -> torch.Tensor:
+    length = query.shape[1]
+    is_cut = window is not None and window < length
+    mask = _build_window_mask(length, window, query.device) if window and is_cut else None
+    return attend(query, key, value, scale=scale, mask=mask)
+
+
+def _attend_plainly(
+    scale: float | None,
+    window: int | None,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+) -> torch.Tensor:
+    """Attend with all [length, length] weights in memory, [sequences, length, heads, dim] each."""
+    length, copies = query.shape[1], query.shape[2] // key.shape[2]
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    k, v = (x.repeat_interleave(copies, 1) for x in (k, v))
+    logits = q @ k.transpose(2, 3) * (query.shape[-1] ** -0.5 if scale is None else scale)
+    logits = torch.tanh(logits / softcap) * softcap if softcap else logits
+    allowed = _build_window_mask(length, window or length, query.device)
+    logits = logits.masked_fill(~allowed, float("-inf"))
+    if sinks is not None:
+        logits = torch.cat([logits, sinks.view(1, -1, 1, 1).expand(*logits.shape[:3], 1)], -1)
+    weights = logits.softmax(-1, dtype=torch.float32)[..., :length].to(v.dtype)
+    return (weights @ v).transpose(1, 2)
+
+
+def dispatch_to_experts(
+    module: Any, hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor
+) -> torch.Tensor:
+    """Send tokens to the ranks of their experts, and return the weighted sums of the results.
+
+    The signature is that of transformers' experts functions. `module` has this rank's share of the
+    experts, and the group as `ep_group`.
+
+    Args:
+        hidden: [tokens, dim]
+        chosen: [tokens, k] experts over all ranks.
+        weights: [tokens, k]
+    """
+    group, num_local = module.ep_group, module.num_experts
+    order = chosen.flatten().argsort(stable=True)
+    counts = chosen.flatten().bincount(minlength=num_local * group.size())
+    counts = counts.view(group.size(), num_local)
+    received_counts = torch.empty_like(counts)
+    dist.all_to_all_single(received_counts, counts, group=group)
+    sent, received = counts.sum(1).tolist(), received_counts.sum(1).tolist()
+    tokens = _send(hidden[order // chosen.shape[1]], sent, received, group)
+    local_ids = torch.arange(num_local, device=hidden.device).repeat(group.size())
+    local_ids = local_ids.repeat_interleave(received_counts.flatten())
+    ones = weights.new_ones(len(tokens), 1)
+    if len(tokens):
+        outputs = grouped_mm_experts_forward(module, tokens, local_ids[:, None], ones)
+    else:  # the parameters take part in the backward pass all the same
+        outputs = tokens + 0 * sum(p.sum() for p in module.parameters(recurse=False))
+    returned = _send(outputs, received, sent, group)
+    by_token = torch.zeros_like(returned).index_copy(0, order, returned)
+    by_token = by_token.view(*chosen.shape, -1)
+    return (by_token * weights[..., None]).sum(1).to(hidden.dtype)
+
+
+def _send(x: torch.Tensor, sent: list[int], received: list[int], group: Any) -> torch.Tensor:
+    output = x.new_empty(sum(received), *x.shape[1:])
+    moved: torch.Tensor = all_to_all_single(output, x.contiguous(), received, sent, group=group)
+    return moved
+
+
+def register_functions() -> None:
+    """Register attention, its mask, which is none, and experts, by the names above."""
+    AttentionInterface.register(ATTENTION, attend_packed)
+    AttentionMaskInterface.register(ATTENTION, lambda *_, **__: None)
+    ExpertsInterface.register(EXPERTS, dispatch_to_experts)

@@ -1,0 +1,481 @@
+"""The FSDP2 engines: any language model of transformers, with a value or reward head if asked."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from mcore_rl.algorithms.correction import find_gaps_beyond
+from mcore_rl.algorithms.inputs import get_needs
+from mcore_rl.checkpoint.hf import CheckpointReader
+from mcore_rl.checkpoint.transformers_model import build_empty_model, map_sharded_weights
+from mcore_rl.config.errors import ConfigError
+from mcore_rl.config.schema import EngineConfig
+from mcore_rl.data.batch import Batch, Jagged
+from mcore_rl.engine.base import (
+    Backend,
+    BaseEngine,
+    LossFunction,
+    Metrics,
+    Place,
+    ScoredStep,
+    ShardFormat,
+)
+from mcore_rl.engine.fsdp import checkpoint
+from mcore_rl.engine.fsdp.attention import ATTENTION, Pack, register_functions
+from mcore_rl.engine.fsdp.model import (
+    PolicyModel,
+    RankMeshes,
+    ValueModel,
+    allocate,
+    iter_local,
+    keep_local_experts,
+    list_unread,
+    load_weights,
+    shard_model,
+)
+from mcore_rl.engine.packed_step import (
+    Result,
+    ScoreSettings,
+    choose_scores,
+    compute_logprob_gaps,
+    compute_loss,
+    count_tokens,
+    pop_scores,
+    reduce_metrics,
+    restore_batch_order,
+)
+from mcore_rl.engine.packing import MicroBatch, PackSplit, build_micro_batches, pack_samples
+from mcore_rl.engine.steps import compute_learning_rate
+from mcore_rl.models.base import CAUSAL, CLASSIFICATION, SEQUENCE, HFConfig, read_config
+from mcore_rl.models.heads import has_value_head
+from mcore_rl.parallel.balance import SequenceCost, estimate_sequence_cost
+from mcore_rl.parallel.store import join_world
+from mcore_rl.reshard.executor import LocalWeights
+from mcore_rl.reshard.layout import ShardedRanks
+from mcore_rl.reshard.rules import Shard, Weight
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+# Largest difference of log-probs in nats between a sequence in a pack and alone, by rounding.
+_PACKING_NATS = {torch.float32: 1e-3, torch.bfloat16: 0.3}
+
+
+class FSDPEngine(BaseEngine):
+    """A language model. `total_steps=0` builds no optimizer."""
+
+    shard_format: ClassVar[ShardFormat] = "rows"
+    _root_class: ClassVar[type[PolicyModel]] = PolicyModel
+    _suffix: ClassVar[str] = CAUSAL  # of the architecture
+
+    def initialize(self) -> None:
+        settings, layout = self.spec.engine, self.layout
+        has_gpu = torch.cuda.is_available()
+        self.device = torch.device("cpu")
+        if has_gpu:
+            self.device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+            torch.cuda.set_device(self.device)
+        torch.set_num_threads(settings.threads_per_rank)
+        if not dist.is_initialized():
+            join_world("nccl" if has_gpu else "gloo", self.spec.timeout_s)
+        self.world_rank, self.num_steps = dist.get_rank(), 0
+        self.hf_config = self._read_model_config()
+        self.meshes = RankMeshes.create(self.device.type, layout, settings.fsdp.num_replicas)
+        self.ranks = ShardedRanks(layout.world_size, settings.fsdp.num_replicas, layout.ep)
+        self.weights = map_sharded_weights(self.hf_config, layout.ep)
+        register_functions()
+        model = build_empty_model(self.hf_config, attn_implementation=ATTENTION)
+        experts: list[Any] = []
+        if layout.ep > 1:
+            by_name = {weight.name: weight for weight in self.weights}
+            experts = keep_local_experts(model, by_name, self.meshes.ep_group)
+        if settings.recompute.granularity == "full":
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        dtype = DTYPES[self.spec.model.dtype]
+        self.root = self._root_class(model if self.spec.total_steps else model.to(dtype))
+        shard_model(
+            self.root,
+            experts,
+            self.meshes,
+            dtype,
+            is_training=self.spec.total_steps > 0,
+            cpu_offload=settings.fsdp.cpu_offload,
+        )
+        is_on_host = settings.fsdp.cpu_offload
+        allocate(self.root, torch.device("cpu") if is_on_host else self.device)
+        self.reader = CheckpointReader(self.spec.model.path)
+        load_weights(self.root, self._iter_local(), self.weights, self.reader)
+        self.parameters = list(self.root.parameters())
+        self.optimizer = self._build_optimizer() if self.spec.total_steps else None
+        self._check_packing(dtype)
+
+    def _read_model_config(self) -> HFConfig:
+        config = read_config(self.spec.model.path)
+        config.pop("quantization_config", None)  # tensors are read dequantized
+        if self._suffix == CAUSAL:
+            return config
+        names = [name for name in config.get("architectures") or [] if name]
+        if not names:
+            raise ConfigError("config.json has no architectures")
+        kind = self._suffix
+        if has_value_head(config):  # a value model that starts from a reward model stays one
+            kind = SEQUENCE if names[0].endswith(SEQUENCE) else CLASSIFICATION
+            stem = names[0].removesuffix(kind)
+        else:
+            stem = names[0].removesuffix(CAUSAL)
+        labels = {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
+        return {**config, "architectures": [stem + kind], "tie_word_embeddings": False, **labels}
+
+    @property
+    def config_changes(self) -> Mapping[str, Any]:
+        original = read_config(self.spec.model.path)
+        if self._suffix == CAUSAL:
+            return {}
+        return {name: v for name, v in self.hf_config.items() if original.get(name) != v}
+
+    def _build_optimizer(self) -> torch.optim.AdamW:
+        """Build AdamW; as in Megatron neither biases nor norms decay."""
+        config, groups = self.spec.engine.optimizer, dict[Any, list[Any]]()
+        for parameter in self.parameters:  # torch's fused loops take parameters of one mesh
+            assert isinstance(parameter, DTensor)
+            groups.setdefault((parameter.device_mesh, parameter.dim() > 1), []).append(parameter)
+        return torch.optim.AdamW(
+            [
+                {"params": members, "weight_decay": config.weight_decay if decays else 0.0}
+                for (_, decays), members in groups.items()
+            ],
+            lr=config.lr,
+            betas=(config.beta1, config.beta2),
+            eps=config.eps,
+        )
+
+    @torch.no_grad()
+    def _check_packing(self, dtype: torch.dtype) -> None:
+        """Compare two sequences in a pack with each alone, and both ways to the log-probs.
+
+        Raises:
+            ConfigError: The model mixes the sequences of a pack.
+        """
+        rng = np.random.default_rng(0)
+        lengths = (9, 6)
+        rows = [rng.integers(1, self.hf_config["vocab_size"], n) for n in lengths]
+        batch = Batch(
+            {
+                "prompt_ids": Jagged.pack([row[:3] for row in rows], np.int64),
+                "response_ids": Jagged.pack([row[3:] for row in rows], np.int64),
+            }
+        )
+        self.root.eval()
+        settings, split = choose_scores(self.spec, 1.0), self._split
+        [packed] = pack_samples(batch, [[0, 1]], split, self.device)
+        if self._root_class is PolicyModel:
+            plain, logits = self.root(packed, self._build_pack(packed), None)
+            scale = logits.float().abs().amax() if len(logits) else logits.new_zeros(())
+            gap = (plain - logits).float().abs().amax() if len(logits) else scale
+            bounds = torch.stack([gap, scale]).float()
+            dist.all_reduce(bounds, op=dist.ReduceOp.MAX)
+            is_rounding = 1e-5 if dtype == torch.float32 else 0.05
+            self.root.has_plain_head = bool(bounds[0] <= is_rounding * bounds[1])
+        scores = []
+        for parts in ([[0, 1]], [[0], [1]]):
+            micros = pack_samples(batch, parts, split, self.device)
+            results = [self._score(micro, settings) for micro in micros]
+            name, group = next(iter(results[0])), self.meshes.context_group
+            scores.append(restore_batch_order(batch, micros, results, name, group).values)
+        self.root.reshard()  # type: ignore[operator]
+        gap = float(np.abs(scores[0] - scores[1]).max())
+        if self.spec.engine.fsdp.packing and not gap <= _PACKING_NATS[dtype]:
+            raise ConfigError(
+                f"{self.hf_config.get('model_type')}: scores of two sequences in one pack differ "
+                f"from those of each alone by {gap:.2g}: its layers mix the sequences of a pack; "
+                "allowed: fsdp.packing=false"
+            )
+
+    @property
+    def _split(self) -> PackSplit:
+        cp = self.layout.cp
+        return PackSplit(cp=cp, cp_rank=self.world_rank % cp, kind="contiguous")
+
+    def _build_pack(self, micro: MicroBatch) -> Pack:
+        return Pack(micro.lengths, self.meshes.context_group)
+
+    def _score(self, micro: MicroBatch, settings: ScoreSettings) -> Result:
+        scores: Result = self.root(micro, self._build_pack(micro), settings)
+        return scores
+
+    def _build_micro_batches(self, batch: Batch) -> list[MicroBatch]:
+        settings = self.spec.engine
+        # A sample above the limit has its own micro-batch.
+        limit = settings.max_tokens_per_micro_batch if settings.fsdp.packing else 1
+        group = self.meshes.data["dp"].get_group()
+        cost = _estimate_cost(self.hf_config)
+        return build_micro_batches(batch, limit, self._split, cost, self.device, group=group)
+
+    @torch.no_grad()
+    def infer_batch(
+        self,
+        batch: Batch,
+        *,
+        temperature: float = 1.0,
+        adapters: bool = True,
+        replay: bool = True,
+    ) -> Batch:
+        self.require("parameters")
+        self.root.eval()
+        micros = self._build_micro_batches(batch.select("prompt_ids", "response_ids"))
+        settings = choose_scores(self.spec, temperature)
+        results = [self._score(micro, settings) for micro in micros]
+        self.root.reshard()  # type: ignore[operator]  # a forward pass leaves the root whole
+        return batch.with_columns(**self._collect(batch, micros, results))
+
+    def _collect(
+        self, batch: Batch, micros: list[MicroBatch], results: list[Result]
+    ) -> dict[str, Jagged]:
+        group = self.meshes.context_group
+        return {
+            name: restore_batch_order(batch, micros, results, name, group) for name in results[0]
+        }
+
+    def train_batch(
+        self, batch: Batch, loss_function: LossFunction, *, temperature: float = 1.0
+    ) -> Metrics:
+        _, results = self._accumulate(batch, loss_function, temperature)
+        return self._take_step(results)
+
+    def train_batch_with_scores(
+        self,
+        batch: Batch,
+        loss_function: LossFunction,
+        *,
+        temperature: float = 1.0,
+        bounds: Mapping[str, float],
+    ) -> ScoredStep:
+        micros, results = self._accumulate(batch, loss_function, temperature, with_scores=True)
+        micro_scores = pop_scores(results)
+        scores = Batch({**self._collect(batch, micros, micro_scores)})
+        gaps = compute_logprob_gaps(micros, micro_scores, self.device)
+        if find_gaps_beyond(gaps, bounds):
+            return ScoredStep(scores, gaps, {})
+        return ScoredStep(scores, gaps, self._take_step(results))
+
+    def _accumulate(
+        self,
+        batch: Batch,
+        loss_function: LossFunction,
+        temperature: float,
+        *,
+        with_scores: bool = False,
+    ) -> tuple[list[MicroBatch], list[Result]]:
+        """Run all micro-batches forward and backward; return them and their results."""
+        self.require("parameters", "gradients", "optimizer state")
+        if self.optimizer is None:
+            raise RuntimeError("a training step on an engine built for inference (total_steps=0)")
+        self.root.train()
+        self.optimizer.zero_grad()
+        micros = self._build_micro_batches(batch)
+        counts = count_tokens(micros, self.device, None)
+        needs = get_needs(loss_function) | ({"entropy"} if with_scores else set())
+        settings, results = choose_scores(self.spec, temperature, needs), []
+        for micro in micros:
+            loss, result = compute_loss(
+                self._score(micro, settings),
+                loss_function,
+                counts,
+                micro,
+                self.meshes.context_group,
+                with_scores=with_scores,
+            )
+            loss.backward()
+            results.append(result)
+        return micros, results
+
+    def _take_step(self, results: list[Result]) -> Metrics:
+        """Take the optimizer step of the accumulated gradients; return train_batch's metrics."""
+        assert self.optimizer is not None
+        config = self.spec.engine.optimizer
+        norm = self._clip_gradients(config.clip_grad)
+        metrics = reduce_metrics(results, None)
+        if not math.isfinite(norm):
+            raise FloatingPointError(f"the norm of the gradients is {norm}: no step was taken")
+        self.num_steps += 1
+        lr = compute_learning_rate(config, self.num_steps, self.spec.total_steps)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        self.optimizer.step()
+        return {**metrics, "grad_norm": norm, "lr": lr}
+
+    def _clip_gradients(self, limit: float) -> float:
+        """Clip to a norm over all ranks; return it before. 0 clips nothing.
+
+        torch.nn.utils.clip_grad_norm_ takes no parameters of several meshes.
+        """
+        local = [p.grad.to_local() for p in self.parameters if isinstance(p.grad, DTensor)]
+        norms = torch._foreach_norm([grad for grad in local if grad.numel()], 2)
+        squares = torch.zeros((), dtype=torch.float64, device=self.device)
+        if norms:
+            squares += torch.stack(norms).to(self.device, torch.float64).square().sum()
+        dist.all_reduce(squares)
+        norm = math.sqrt(float(squares) / self.spec.engine.fsdp.num_replicas)
+        if limit and norm > limit:
+            torch._foreach_mul_(local, limit / (norm + 1e-6))
+        return norm
+
+    def get_local_weights(self) -> LocalWeights:
+        self.require("parameters")
+        return LocalWeights({weight.name: local for weight, _, local in self._iter_local()})
+
+    def get_per_tensor_param(self) -> Iterator[tuple[str, torch.Tensor]]:
+        self.require("parameters")
+        dtype = DTYPES[self.spec.model.dtype]
+        local = {weight: rows for weight, _, rows in self._iter_local()}
+        for weight in self.weights:
+            holders = self.ranks.get_holders(weight)
+            rows = local.get(weight)
+            whole = checkpoint.gather_rows(weight, holders, rows, dtype, self.device)
+            if whole is None:
+                continue
+            first = 0
+            for tensor in weight.rule.tensors:
+                end = first + (tensor.shape[0] if tensor.shape else 0)
+                part = whole[first:end] if tensor.shape else whole
+                yield tensor.name, part.to("cpu", copy=True)
+                first = end
+        if self.is_main_rank and self._suffix == CAUSAL:
+            expected = {tensor.name: None for w in self.weights for tensor in w.rule.tensors}
+            for name in list_unread(self.root, self.reader, expected):
+                yield name, self.reader.read_tensor(name).to(dtype)
+
+    def _iter_local(self) -> Iterator[tuple[Weight, Shard, torch.Tensor]]:
+        return iter_local(self.root, self.weights, self.ranks, self.world_rank)
+
+    def move(self, place: Place, parts: frozenset[str]) -> None:
+        target = self.device if place == "device" else torch.device("cpu")
+        if "gradients" in parts and self.optimizer is not None:
+            self.optimizer.zero_grad()
+        if self.spec.engine.fsdp.cpu_offload:  # it is on the host all the time
+            return
+        if "parameters" in parts and self.device.type != "cpu":
+            self.root.to(target)
+        if "optimizer state" in parts and self.optimizer is not None:
+            for state in self.optimizer.state.values():
+                state |= {name: value.to(target) for name, value in state.items()}
+
+    def save_checkpoint(self, path: Path) -> None:
+        self.require("parameters", "optimizer state")
+        facts = self._facts | {"num_steps": self.num_steps}
+        checkpoint.save(path, self._collect_state(), self.ranks, facts)
+
+    def load_checkpoint(self, path: Path) -> None:
+        self.require("parameters", "optimizer state")
+
+        def map_weights(ep: int) -> tuple[Weight, ...]:
+            return map_sharded_weights(self.hf_config, ep)
+
+        state = self._collect_state()
+        self.num_steps = checkpoint.load(path, state, self._facts, map_weights)
+        if self.optimizer is not None:
+            for moments in self.optimizer.state.values():
+                moments["step"] = torch.tensor(float(self.num_steps))
+
+    @property
+    def _facts(self) -> dict[str, Any]:
+        return {
+            "engine": "fsdp",
+            "architecture": self.hf_config["architectures"][0],
+            "has_optimizer": self.optimizer is not None,
+        }
+
+    def _collect_state(self) -> checkpoint.State:
+        """Return weights and Adam's moments, which are zeros before the first step."""
+        state = {f"weight.{item[0].name}": item for item in self._iter_local()}
+        if self.optimizer is None:
+            return state
+        parameters = dict(self.root.model.named_parameters())
+        for weight, shard, local in list(state.values()):
+            if weight.name not in parameters:  # a buffer
+                continue
+            parameter = parameters[weight.name]
+            moments = self.optimizer.state[parameter]
+            if not moments:
+                moments["step"] = torch.tensor(0.0)
+            for moment in ("exp_avg", "exp_avg_sq"):
+                if moment not in moments:
+                    moments[moment] = torch.zeros_like(parameter)
+                rows = moments[moment].to_local().view(local.shape)
+                state[f"{moment}.{weight.name}"] = (weight, shard, rows)
+        return state
+
+    def close(self) -> None:
+        self.__dict__.clear()
+
+
+class FSDPValueEngine(FSDPEngine):
+    """A value model: `infer_batch` adds "values". A language model's gets a head of zeros."""
+
+    _root_class = ValueModel
+    _suffix = CLASSIFICATION
+
+
+class FSDPRewardEngine(FSDPValueEngine):
+    """A value model whose value at the last token is the score of a sequence."""
+
+    _suffix = SEQUENCE
+
+
+def _estimate_cost(config: HFConfig) -> SequenceCost:
+    """Return the cost of a sequence, from the fields that config.json files share."""
+    hidden, heads = config["hidden_size"], config.get("num_attention_heads", 1)
+    head_dim = config.get("head_dim") or hidden // heads
+    ffn = config.get("intermediate_size", 4 * hidden)
+    if config.get("moe_intermediate_size"):
+        ffn = config["moe_intermediate_size"] * config.get("num_experts_per_tok", 1)
+    return estimate_sequence_cost(
+        num_layers=config["num_hidden_layers"],
+        hidden_size=hidden,
+        attention_size=heads * head_dim,
+        key_value_size=config.get("num_key_value_heads", heads) * head_dim,
+        ffn_size=ffn,
+        vocab_size=config["vocab_size"],
+    )
+
+
+def _check_settings(key: str, engine: EngineConfig, lane: str) -> None:
+    """Check what can be checked without the model."""
+    del lane
+    if engine.recompute.granularity == "selective":
+        raise ConfigError(
+            f"{key}.recompute.granularity='selective': fsdp recomputes whole layers; allowed: "
+            "'full', 'none'"
+        )
+
+
+_OPTIMIZER = (
+    "lr", "min_lr", "schedule", "warmup_steps", "wsd_decay_steps", "beta1", "beta2", "eps",
+    "weight_decay", "clip_grad",
+)  # fmt: skip
+
+BACKEND = Backend(
+    engines={
+        "language_model": FSDPEngine,
+        "value_model": FSDPValueEngine,
+        "reward_model": FSDPRewardEngine,
+    },
+    settings=(
+        "layout.dp",
+        "layout.cp",
+        "layout.ep",
+        "fsdp",
+        "max_tokens_per_micro_batch",
+        "logprob_chunk_bytes",
+        "recompute.granularity",
+        *(f"optimizer.{name}" for name in _OPTIMIZER),
+    ),
+    check_settings=_check_settings,
+)

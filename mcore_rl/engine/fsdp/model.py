@@ -1,0 +1,296 @@
+"""A model of transformers over ranks: built empty, sharded by FSDP2, read shard by shard."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
+from torch.distributed.tensor import DTensor
+
+from mcore_rl.checkpoint.hf import CheckpointReader
+from mcore_rl.checkpoint.transformers_model import is_expert_stack
+from mcore_rl.config.errors import ConfigError
+from mcore_rl.config.schema import Layout
+from mcore_rl.engine.fsdp.attention import EXPERTS, Pack
+from mcore_rl.engine.logprob import VocabShard
+from mcore_rl.engine.packed_step import Scores, ScoreSettings, score_tokens
+from mcore_rl.engine.packing import MicroBatch
+from mcore_rl.reshard.layout import ShardedRanks
+from mcore_rl.reshard.rules import Shard, Weight
+
+PREFIX = "model."  # of the names of parameters in a PolicyModel
+
+
+class PolicyModel(torch.nn.Module):
+    """The root of a sharded model: its forward pass returns scores of response tokens.
+
+    The output projection is part of it: of most families it is one matrix, whose product with the
+    states never exists as a whole (engine/logprob.py). Others scale or cap their logits;
+    `has_plain_head` says which; FSDPEngine compares both at start.
+    """
+
+    has_plain_head = True
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, micro: MicroBatch, pack: Pack, settings: ScoreSettings | None) -> Any:
+        """Return scores; without settings the logits of the response tokens, in both ways."""
+        if settings is None:
+            hidden = self._get_states(micro, pack)
+            return self._project(hidden), self._get_logits(micro, pack)
+        if self.has_plain_head:
+            head = self.model.get_output_embeddings().weight
+            shard = VocabShard(0, len(head), None)
+            return score_tokens(self._get_states(micro, pack), head, micro, shard, settings)
+        logits = self._get_logits(micro, pack).float()
+        return _score_logits(logits / settings.temperature, micro, settings)
+
+    def _get_states(self, micro: MicroBatch, pack: Pack) -> torch.Tensor:
+        output = self.model.base_model(**_build_inputs(micro, pack))
+        states: torch.Tensor = output.last_hidden_state[0].index_select(0, micro.hidden_rows)
+        return states
+
+    def _project(self, hidden: torch.Tensor) -> torch.Tensor:
+        return F.linear(hidden, self.model.get_output_embeddings().weight)
+
+    def _get_logits(self, micro: MicroBatch, pack: Pack) -> torch.Tensor:
+        inputs = _build_inputs(micro, pack)
+        logits: torch.Tensor = self.model(**inputs, logits_to_keep=micro.hidden_rows).logits[0]
+        return logits
+
+
+class ValueModel(PolicyModel):
+    """A model with one value per token, from the states, in float32 for any dtype."""
+
+    def forward(self, micro: MicroBatch, pack: Pack, settings: ScoreSettings | None) -> Scores:
+        head, states = self.model.score, self._get_states(micro, pack)
+        bias = None if head.bias is None else head.bias.float()
+        return {"values": F.linear(states.float(), head.weight.float(), bias).squeeze(-1)}
+
+
+def _build_inputs(micro: MicroBatch, pack: Pack) -> dict[str, Any]:
+    return {
+        "input_ids": micro.input_ids,
+        "position_ids": micro.position_ids,
+        "use_cache": False,
+        "pack": pack,
+    }
+
+
+def _score_logits(logits: torch.Tensor, micro: MicroBatch, settings: ScoreSettings) -> Scores:
+    """Return the scores of engine/packed_step.score_tokens, from logits [tokens, ids]."""
+    log_probs = logits.log_softmax(-1)
+    scores = {"log_probs": log_probs.gather(1, micro.targets[:, None])[:, 0]}
+    if "teacher_ids" in micro.columns:
+        ids = micro.columns["teacher_ids"].flatten(1)
+        scores["chosen_log_probs"] = log_probs.gather(1, ids)
+    if settings.with_entropy:
+        scores["entropy"] = -(log_probs.exp() * log_probs).sum(-1)
+    if settings.with_squares:
+        scores["sum_pi_squared"] = log_probs.detach().exp().square().sum(-1)
+    if settings.num_top:
+        top = log_probs.detach().topk(settings.num_top)
+        scores |= {"top_log_probs": top.values, "top_ids": top.indices}
+    return scores
+
+
+@dataclass(frozen=True, slots=True)
+class RankMeshes:
+    """Device meshes of the ranks, and the groups of a layout.
+
+    Rank dp_rank * cp + cp_rank, as in parallel/mesh.py. FSDP shards over all ranks of a replica,
+    those with parts of the same sequences included.
+    """
+
+    dense: DeviceMesh  # [replicas,] shards
+    experts: DeviceMesh | None  # [replicas,] ranks with the same experts
+    data: DeviceMesh  # dp, cp
+    ep_group: Any = None
+
+    @classmethod
+    def create(cls, device: str, layout: Layout, num_replicas: int) -> RankMeshes:
+        """Create the meshes. Collective over all ranks.
+
+        Raises:
+            ConfigError: The replicas or the expert-parallel ranks do not divide the ranks.
+        """
+        num_shards, rest = divmod(layout.world_size, num_replicas)
+        if rest or num_shards % layout.ep:
+            raise ConfigError(
+                f"layout.ep={layout.ep}, fsdp.num_replicas={num_replicas}: their product must "
+                f"divide the {layout.world_size} ranks"
+            )
+        shape = (num_replicas, num_shards)
+        data = init_device_mesh(device, (layout.dp, layout.cp), mesh_dim_names=("dp", "cp"))
+        whole = init_device_mesh(device, shape, mesh_dim_names=("replica", "shard"))
+        dense = whole if num_replicas > 1 else whole["shard"]
+        if layout.ep == 1:
+            return cls(dense, None, data)
+        expert_shape = (num_replicas, num_shards // layout.ep, layout.ep)
+        names = ("replica", "shard", "ep")
+        whole = init_device_mesh(device, expert_shape, mesh_dim_names=names)
+        experts = whole["replica", "shard"] if num_replicas > 1 else whole["shard"]
+        return cls(dense, experts, data, whole["ep"].get_group())
+
+    @property
+    def context_group(self) -> Any:
+        """Group of the ranks with parts of the same packs; None without sequence parallelism."""
+        return self.data["cp"].get_group() if self.data.size(1) > 1 else None
+
+
+def keep_local_experts(model: Any, weights: Mapping[str, Weight], group: Any) -> list[Any]:
+    """Replace the experts of a model by this rank's share; return their modules.
+
+    Raises:
+        ConfigError: The experts of this family cannot be divided.
+    """
+    modules = []
+    for name, module in model.named_modules():
+        stacks = [
+            parameter
+            for parameter, _ in module.named_parameters(recurse=False)
+            if is_expert_stack(weights[f"{name}.{parameter}"].rule)
+        ]
+        if not stacks:
+            continue
+        if not hasattr(module, "_is_expert_parallel") or module.num_experts % group.size():
+            raise ConfigError(
+                f"layout.ep={group.size()}: {name} ({type(module).__name__}) cannot be divided; "
+                "allowed: a divisor of its experts, in a family whose experts transformers "
+                "dispatches by its registry; or layout.ep=1"
+            )
+        module.num_experts //= group.size()
+        module.ep_group = group
+        for parameter in stacks:
+            whole = getattr(module, parameter)
+            share = torch.empty(module.num_experts, *whole.shape[1:], device="meta")
+            setattr(module, parameter, torch.nn.Parameter(share))
+        modules.append(module)
+    if not modules:
+        raise ConfigError(f"layout.ep={group.size()}: the model has no experts; allowed: 1")
+    model.config._experts_implementation = EXPERTS
+    return modules
+
+
+def shard_model(
+    root: PolicyModel,
+    expert_modules: list[Any],
+    meshes: RankMeshes,
+    dtype: torch.dtype,
+    *,
+    is_training: bool,
+    cpu_offload: bool,
+) -> None:
+    """Shard a model in place: experts, layers, and the root for the rest.
+
+    Parameters of a model that trains are float32; products are in `dtype`.
+    """
+    policy = MixedPrecisionPolicy()
+    if dtype != torch.float32 and is_training:
+        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    offload = CPUOffloadPolicy() if cpu_offload else OffloadPolicy()
+    kinds = set(root.model._no_split_modules or ())
+    layers = [module for module in root.model.modules() if type(module).__name__ in kinds]
+    for module in (*expert_modules, *layers, root):
+        is_expert = any(module is expert for expert in expert_modules)
+        mesh = meshes.experts if is_expert else meshes.dense
+        fully_shard(module, mesh=mesh, mp_policy=policy, offload_policy=offload)
+        assert isinstance(module, FSDPModule)
+        # Loss weights contain every mean, so gradients are summed; gloo cannot scale.
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)
+
+
+def iter_local(
+    root: PolicyModel, weights: tuple[Weight, ...], ranks: ShardedRanks, rank: int
+) -> Iterator[tuple[Weight, Shard, torch.Tensor]]:
+    """Yield rule, shard and tensor, viewed as rows, of each parameter and buffer of a rank."""
+    state = {**dict(root.model.named_parameters()), **dict(root.model.named_buffers())}
+    for weight in weights:
+        holders = ranks.get_holders(weight)
+        index = next((n for n, members in enumerate(holders) if rank in members), None)
+        if index is None:
+            continue
+        value = state[weight.name]
+        local = (value.to_local() if isinstance(value, DTensor) else value).detach()
+        shard = Shard(index, len(holders))
+        if weight.axis is not None:
+            local = local.reshape(weight.rule.get_local_shape(shard))
+        yield weight, shard, local
+
+
+def load_weights(
+    root: PolicyModel,
+    local_weights: Iterable[tuple[Weight, Shard, torch.Tensor]],
+    weights: Sequence[Weight],
+    reader: CheckpointReader,
+) -> None:
+    """Read this rank's shards of a checkpoint. A value head that it lacks is zero.
+
+    Args:
+        local_weights: Those of iter_local, to be filled.
+        weights: The rules of all ranks.
+
+    Raises:
+        ConfigError: The checkpoint lacks a tensor, or has one that the model does not.
+    """
+    shapes = reader.get_shapes()
+    expected = {tensor.name: tensor for w in weights for tensor in w.rule.tensors}
+    optional = {name for name in expected if name.startswith("score.")}
+    for name, tensor in expected.items():
+        if name not in shapes and name not in optional:
+            raise ConfigError(f"checkpoint {reader.path} lacks tensor {name}")
+        if shapes.get(name, tensor.shape) != tensor.shape:
+            raise ConfigError(
+                f"checkpoint {reader.path}: tensor {name} has shape {shapes[name]}, but "
+                f"config.json asks for {tensor.shape}"
+            )
+    unread = list_unread(root, reader, expected)
+    if unexpected := [name for name in unread if not _is_ignored(root, name)]:
+        raise ConfigError(f"checkpoint {reader.path} has unexpected tensor {unexpected[0]}")
+    for weight, shard, local in local_weights:
+        for block in weight.rule.get_blocks(shard):
+            target = local[block.local_slices]
+            if block.tensor.name in shapes:
+                host = torch.empty(block.box.sizes, dtype=target.dtype)
+                reader.read_into(block, host)
+                target.copy_(host)
+            else:
+                target.zero_()
+
+
+def list_unread(
+    root: PolicyModel, reader: CheckpointReader, expected: Mapping[str, Any]
+) -> list[str]:
+    """Return the tensors of a checkpoint that the model does not have."""
+    return [name for name in reader.get_shapes() if name not in expected]
+
+
+def _is_ignored(root: PolicyModel, name: str) -> bool:
+    """Return whether a tensor may stay unread: transformers ignores it, or it is another head."""
+    patterns = root.model._keys_to_ignore_on_load_unexpected or ()
+    is_other_head = isinstance(root, ValueModel) and name.startswith("lm_head.")
+    return is_other_head or any(re.search(pattern, name) for pattern in patterns)
+
+
+def allocate(root: PolicyModel, device: torch.device) -> None:
+    """Give a model memory, with the buffers that no checkpoint has (rotary frequencies)."""
+    root.to_empty(device=device)
+    root.model.tie_weights()
+    for module in root.model.modules():
+        if any(True for _ in module.buffers(recurse=False)):
+            root.model._init_weights(module)
