@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import ranks
 import tiny_models
 import torch
+import torch_reference
 import transformers
 from safetensors.torch import load_file
-from transformers.core_model_loading import revert_weight_conversion
 
 from mcore_rl.config.schema import Layout
 from mcore_rl.data.batch import Batch
@@ -22,7 +21,7 @@ from mcore_rl.parallel.mesh import Mesh
 BACKEND = f"{Path(__file__).parents[2] / 'examples/hf_engine.py'}:BACKEND"
 NAMES = ("qwen3", "qwen3_moe")
 SCORES = ("log_probs", "entropy")
-EPSILON, TEMPERATURE = 1e-3, 0.7
+EPSILON, TEMPERATURE = torch_reference.EPSILON, 0.7
 
 
 @ranks.on_ranks()
@@ -45,55 +44,6 @@ def run_steps(path: Path, layout: Layout, batch: Batch, backend: str) -> ranks.R
     }
     steps = [engine.train_batch(mine, ranks.LOSS) for _ in range(2)]
     return scores | {"steps": steps, "trained": dict(engine.get_per_tensor_param())}
-
-
-def score(model: Any, batch: Batch, temperature: float) -> dict[str, list[torch.Tensor]]:
-    """Score one sample at a time with transformers."""
-    scores: dict[str, list[torch.Tensor]] = {"log_probs": [], "entropy": []}
-    for prompt, response in zip(batch["prompt_ids"], batch["response_ids"], strict=True):
-        ids = torch.tensor([[*prompt, *response]])
-        logits = model(ids, use_cache=False).logits[0, len(prompt) - 1 : -1] / temperature
-        log_probs = logits.log_softmax(-1)
-        targets = torch.from_numpy(response.copy())[:, None]
-        scores["log_probs"].append(log_probs.gather(1, targets)[:, 0])
-        scores["entropy"].append(-(log_probs.exp() * log_probs).sum(-1))
-    return scores
-
-
-def reference_steps(path: Path, batch: Batch) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """Take two steps with torch alone; return gradient norms and weights."""
-    model = transformers.AutoModelForCausalLM.from_pretrained(path)
-    settings = ranks.engine_spec(path, Layout()).engine.optimizer
-    groups = [
-        {"params": [p for p in model.parameters() if p.dim() > 1]},
-        {"params": [p for p in model.parameters() if p.dim() == 1], "weight_decay": 0},
-    ]
-    optimizer = torch.optim.AdamW(
-        groups,
-        betas=(settings.beta1, settings.beta2),
-        eps=EPSILON,
-        weight_decay=settings.weight_decay,
-    )
-    norms = []
-    for step in (1, 2):
-        optimizer.zero_grad()
-        log_probs = score(model, batch, 1.0)["log_probs"]
-        flat = torch.cat(log_probs)
-        old, reference, advantages, weights, kl_weights = (
-            torch.from_numpy(batch.jagged(name).values.copy())
-            for name in (
-                "log_probs", "reference_log_probs", "advantages", "loss_weights", "kl_weights"
-            )
-        )  # fmt: skip
-        ratio = (flat - old).exp()
-        policy = -torch.min(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
-        kl = (reference - flat).exp() - 1 - (reference - flat)
-        (policy * weights + kl * kl_weights).sum().backward()
-        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)))
-        for group in optimizer.param_groups:
-            group["lr"] = settings.lr * step / settings.warmup_steps
-        optimizer.step()
-    return norms, model.state_dict()
 
 
 @dataclass(frozen=True)
@@ -128,13 +78,14 @@ def test_scores_and_two_steps_equal_plain_torch(runs, dp):
     result = runs.run(dp)
     model = transformers.AutoModelForCausalLM.from_pretrained(runs.path)
     with torch.no_grad():
-        for name, rows in score(model, runs.batch, TEMPERATURE).items():
+        for name, rows in torch_reference.score(model, runs.batch, TEMPERATURE).items():
             torch.testing.assert_close(result[name], torch.cat(rows), rtol=0, atol=3e-6)
-    norms, weights = reference_steps(runs.path, runs.batch)
+    settings = ranks.engine_spec(runs.path, Layout()).engine.optimizer
+    norms, weights = torch_reference.train(runs.path, runs.batch, settings, num_steps=2)
     assert [step["grad_norm"] for step in result["steps"]] == pytest.approx(norms, rel=1e-6)
     reference = load_file(runs.path / "model.safetensors")
     assert result["trained"].keys() == reference.keys()
-    for name, weight in revert_weight_conversion(model, weights).items():
+    for name, weight in weights.items():
         if name in reference:  # all but a tied head
             torch.testing.assert_close(result["trained"][name], weight, rtol=0, atol=1e-6, msg=name)
 

@@ -1,0 +1,248 @@
+"""The FSDP2 engine equals plain torch on any ranks, for families with and without rules here."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import ranks
+import tiny_models
+import torch
+import torch_reference
+import transformers
+from safetensors.torch import load_file
+
+from mcore_rl.config.errors import ConfigError
+from mcore_rl.config.schema import FSDPConfig, Layout, RecomputeConfig
+from mcore_rl.data.batch import Batch
+from mcore_rl.engine.base import EngineSpec, create_engine
+from mcore_rl.parallel.mesh import Mesh
+from tests.nightly import all_but
+
+TEMPERATURE = 0.7
+_SHAPE: dict[str, Any] = {
+    "vocab_size": tiny_models.VOCAB, "hidden_size": 48, "intermediate_size": 72,
+    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 12,
+    "max_position_embeddings": 512, "bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0,
+    "tie_word_embeddings": False,
+}  # fmt: skip
+_EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+_LINEAR = {
+    "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 12,
+    "linear_value_head_dim": 12, "shared_expert_intermediate_size": 24,
+}  # fmt: skip
+FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen3": {"tie_word_embeddings": True},
+    "qwen3_moe": {**_EXPERTS, "norm_topk_prob": True},
+    # None of these has rules of Megatron or vLLM here.
+    "gemma3_text": {"sliding_window": 8, "query_pre_attn_scalar": 12},
+    "olmo3": {"sliding_window": 8},
+    "phi3": {},  # stacked projections in the checkpoint
+    "cohere2": {"sliding_window": 8, "logit_scale": 0.3},  # its head is not one matrix
+    "gpt_oss": {"num_local_experts": 6, "num_experts_per_tok": 2, "sliding_window": 8},  # sinks
+    "deepseek_v3": {
+        "n_routed_experts": 8, "n_group": 2, "topk_group": 1, "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24, "first_k_dense_replace": 1, "q_lora_rank": 16,
+        "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 12,
+        "num_key_value_heads": 4, "head_dim": 8,
+    },
+    "qwen3_next": {**_EXPERTS, **_LINEAR},  # mixes the sequences of a pack
+}  # fmt: skip
+LAYOUTS = {
+    "one rank": (Layout(), {}),
+    "dp2": (Layout(dp=2), {"recompute": RecomputeConfig(granularity="full")}),
+    "cp2": (Layout(cp=2), {}),
+    "dp3": (Layout(dp=3), {}),
+    "dp2 cp2": (Layout(dp=2, cp=2), {}),
+    "replicas": (Layout(dp=4), {"fsdp": FSDPConfig(num_replicas=2)}),
+    "ep2": (Layout(dp=2, ep=2), {}),
+    "dp2 cp2 ep2": (Layout(dp=2, cp=2, ep=2), {}),
+    "replicas ep2": (Layout(dp=4, ep=2), {"fsdp": FSDPConfig(num_replicas=2)}),
+}
+DENSE = ("one rank", "dp2", "cp2", "dp3", "dp2 cp2", "replicas")
+CASES = [
+    *((family, name) for family in FAMILIES if family != "qwen3_next" for name in DENSE),
+    *((family, name) for family in ("qwen3_moe", "deepseek_v3") for name in LAYOUTS if "ep" in name
+      and name != "replicas"),
+]  # fmt: skip
+SELECTED = [
+    ("qwen3", "cp2"), ("qwen3", "replicas"), ("qwen3_moe", "dp3"), ("gemma3_text", "dp2 cp2"),
+    ("olmo3", "one rank"), ("phi3", "dp2"), ("cohere2", "cp2"), ("gpt_oss", "cp2"),
+    ("deepseek_v3", "cp2"), ("deepseek_v3", "ep2"), ("qwen3_moe", "dp2 cp2 ep2"),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder, paths = tmp_path_factory.mktemp("models"), {}
+    for name, changes in FAMILIES.items():
+        config = transformers.AutoConfig.for_model(name, **(_SHAPE | changes))
+        paths[name] = folder / name
+        tiny_models.build_from(config).save_pretrained(paths[name])
+    return paths
+
+
+def build_spec(path: Path, layout: Layout, changes: dict[str, Any]) -> EngineSpec:
+    spec = ranks.engine_spec(path, layout)
+    optimizer = replace(spec.engine.optimizer, eps=torch_reference.EPSILON)
+    engine = replace(spec.engine, backend="fsdp", optimizer=optimizer, **changes)
+    return replace(spec, engine=engine)
+
+
+def start(path: Path, layout: Layout, changes: dict[str, Any], kind: str = "language_model") -> Any:
+    spec = build_spec(path, layout, changes)
+    engine = ranks.started(spec, lambda spec: create_engine(kind, spec))
+    engine.mesh = Mesh(layout)
+    return engine
+
+
+@ranks.on_ranks()
+def run_steps(path: Path, layout: Layout, changes: dict[str, Any], batch: Batch) -> ranks.Result:
+    """Score the batch and take three steps."""
+    engine = start(path, layout, changes)
+    rows = ranks.share_of(engine, batch)
+    mine = batch.take(rows)
+    scored = engine.infer_batch(mine, temperature=TEMPERATURE)
+    scores = {
+        name: {row: torch.from_numpy(v.copy()) for row, v in zip(rows, column, strict=True)}
+        for name in ("log_probs", "entropy")
+        for column in [scored.jagged(name)]
+    }
+    exported = dict(engine.get_per_tensor_param())
+    steps = [engine.train_batch(mine, ranks.LOSS) for _ in range(3)]
+    trained = dict(engine.get_per_tensor_param())
+    return scores | {"steps": steps, "exported": exported, "trained": trained}
+
+
+def join_rows(results: list[ranks.Result], name: str) -> torch.Tensor:
+    """Join the rows of all ranks; ranks with the same row have the same values."""
+    rows: dict[int, torch.Tensor] = {}
+    for result in results:
+        for row, value in result[name].items():
+            assert torch.equal(rows.setdefault(row, value), value)
+    return torch.cat([rows[row] for row in sorted(rows)])
+
+
+def check_steps(path: Path, layout: Layout, changes: dict[str, Any]) -> None:
+    batch = tiny_models.make_batch()
+    results = run_steps(path, layout, changes, batch)
+    stored = load_file(path / "model.safetensors")
+    exported, trained = results[0]["exported"], results[0]["trained"]
+    assert all(not result["exported"] for result in results[1:])
+    assert exported.keys() == stored.keys() == trained.keys()
+    for name, tensor in exported.items():
+        assert torch.equal(tensor, stored[name]), name
+    model = transformers.AutoModelForCausalLM.from_pretrained(path)
+    with torch.no_grad():
+        for name, rows in torch_reference.score(model, batch, TEMPERATURE).items():
+            torch.testing.assert_close(join_rows(results, name), torch.cat(rows), rtol=0, atol=1e-5)
+    assert all(result["steps"] == results[0]["steps"] for result in results)
+    settings = build_spec(path, layout, changes).engine.optimizer
+    norms, weights = torch_reference.train(path, batch, settings, num_steps=3)
+    assert [s["grad_norm"] for s in results[0]["steps"]] == pytest.approx(norms, rel=1e-5)
+    for name, tensor in trained.items():
+        torch.testing.assert_close(tensor, weights[name], rtol=0, atol=3e-6, msg=name)
+
+
+@pytest.mark.parametrize(("family", "name"), all_but(SELECTED, CASES))
+def test_scores_and_three_steps_equal_plain_torch(models, family, name):
+    check_steps(models[family], *LAYOUTS[name])
+
+
+@ranks.on_ranks(2)
+def refuse_packs(path: Path) -> ranks.Result:
+    with pytest.raises(ConfigError) as caught:
+        start(path, Layout(dp=2), {})
+    return {"sentence": str(caught.value)}
+
+
+def test_a_family_that_mixes_the_sequences_of_a_pack_is_refused_by_its_number(models):
+    for result in refuse_packs(models["qwen3_next"]):
+        assert "qwen3_next: scores of two sequences in one pack differ" in result["sentence"]
+        assert result["sentence"].endswith("allowed: fsdp.packing=false")
+
+
+def test_without_packing_such_a_family_equals_plain_torch(models):
+    check_steps(models["qwen3_next"], Layout(dp=2), {"fsdp": FSDPConfig(packing=False)})
+
+
+@ranks.on_ranks()
+def save(path: Path, layout: Layout, batch: Batch, folder: Path) -> ranks.Result:
+    """Take four steps in one go; save after the second."""
+    engine = start(path, layout, {})
+    mine = batch.take(ranks.share_of(engine, batch))
+    steps = [engine.train_batch(mine, ranks.LOSS) for _ in range(2)]
+    engine.save_checkpoint(folder)
+    steps += [engine.train_batch(mine, ranks.LOSS) for _ in range(2)]
+    return {"steps": steps, "trained": dict(engine.get_per_tensor_param())}
+
+
+@ranks.on_ranks()
+def resume(path: Path, layout: Layout, batch: Batch, folder: Path) -> ranks.Result:
+    engine = start(path, layout, {})
+    engine.load_checkpoint(folder)
+    mine = batch.take(ranks.share_of(engine, batch))
+    saved = dict(engine.get_per_tensor_param())
+    steps = [engine.train_batch(mine, ranks.LOSS) for _ in range(2)]
+    return {"steps": steps, "saved": saved, "trained": dict(engine.get_per_tensor_param())}
+
+
+@pytest.mark.parametrize(
+    "layout", [Layout(dp=3), Layout(dp=2, cp=2, ep=2), Layout()], ids=["dp3", "dp2 cp2 ep2", "one"]
+)
+def test_a_checkpoint_of_two_ranks_goes_on_in_any_layout(models, layout, tmp_path_factory):
+    path, batch = models["qwen3_moe"], tiny_models.make_batch()
+    folder = tmp_path_factory.getbasetemp() / "fsdp_checkpoint" / "saved"
+    if not folder.exists():
+        save(path, Layout(dp=2, ep=2), batch, folder)
+    saved = save(path, Layout(dp=2, ep=2), batch, folder)[0]
+    resumed = resume(path, layout, batch, folder)[0]
+    for step, expected in zip(resumed["steps"], saved["steps"][2:], strict=True):
+        assert step == pytest.approx(expected, rel=1e-5, abs=1e-6)
+    for name, tensor in resumed["trained"].items():
+        torch.testing.assert_close(tensor, saved["trained"][name], rtol=0, atol=3e-6, msg=name)
+
+
+@ranks.on_ranks()
+def score_values(path: Path, layout: Layout, batch: Batch) -> ranks.Result:
+    """Values of a critic that starts from a language model, before and after a step."""
+    engine = start(path, layout, {}, "value_model")
+    rows = ranks.share_of(engine, batch)
+    mine = batch.take(rows)
+    zeros = engine.infer_batch(mine).jagged("values").values
+    engine.train_batch(mine, fit_values)
+    values = engine.infer_batch(mine).jagged("values")
+    exported = dict(engine.get_per_tensor_param())
+    return {
+        "zeros": bool(np.all(zeros == 0)),
+        "values": {row: torch.from_numpy(v.copy()) for row, v in zip(rows, values, strict=True)},
+        "exported": exported,
+        "config": dict(engine.hf_config),
+    }
+
+
+def fit_values(inputs: Any) -> Any:
+    return (inputs.values - inputs.columns["advantages"]).square(), {}
+
+
+@pytest.mark.parametrize("layout", [Layout(dp=2), Layout(cp=2)], ids=["dp2", "cp2"])
+def test_an_exported_critic_has_the_values_of_the_engine(models, layout, tmp_path):
+    batch = tiny_models.make_batch()
+    results = score_values(models["qwen3"], layout, batch)
+    assert all(result["zeros"] for result in results)
+    config = transformers.AutoConfig.for_model(**results[0]["config"])
+    assert config.architectures == ["Qwen3ForTokenClassification"]
+    model = transformers.AutoModelForTokenClassification.from_config(config).float().eval()
+    missing, unexpected = model.load_state_dict(results[0]["exported"], strict=False)
+    assert (missing, unexpected) == ([], [])
+    values = join_rows(results, "values")
+    expected = []
+    for prompt, response in zip(batch["prompt_ids"], batch["response_ids"], strict=True):
+        ids = torch.tensor([[*prompt, *response]])
+        with torch.no_grad():
+            expected.append(model(ids).logits[0, len(prompt) - 1 : -1, 0])
+    assert values.abs().max() > 1e-3
+    torch.testing.assert_close(values, torch.cat(expected), rtol=0, atol=1e-5)

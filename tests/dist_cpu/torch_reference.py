@@ -1,0 +1,66 @@
+"""Scores and optimizer steps of a model by transformers and torch alone, one sample at a time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers.core_model_loading import revert_weight_conversion
+
+from mcore_rl.config.schema import OptimizerConfig
+from mcore_rl.data.batch import Batch
+
+# A large epsilon of Adam: else the rounding of gradients near 0 decides the sign of a step.
+EPSILON = 1e-3
+
+
+def score(model: Any, batch: Batch, temperature: float) -> dict[str, list[torch.Tensor]]:
+    """Score one sample at a time with transformers."""
+    scores: dict[str, list[torch.Tensor]] = {"log_probs": [], "entropy": []}
+    for prompt, response in zip(batch["prompt_ids"], batch["response_ids"], strict=True):
+        ids = torch.tensor([[*prompt, *response]])
+        logits = model(ids, use_cache=False).logits[0, len(prompt) - 1 : -1] / temperature
+        log_probs = logits.log_softmax(-1)
+        targets = torch.from_numpy(response.copy())[:, None]
+        scores["log_probs"].append(log_probs.gather(1, targets)[:, 0])
+        scores["entropy"].append(-(log_probs.exp() * log_probs).sum(-1))
+    return scores
+
+
+def train(
+    path: Path, batch: Batch, settings: OptimizerConfig, num_steps: int
+) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Take steps of ranks.LOSS with torch alone; return gradient norms and weights."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(path)
+    groups = [
+        {"params": [p for p in model.parameters() if p.dim() > 1]},
+        {"params": [p for p in model.parameters() if p.dim() == 1], "weight_decay": 0},
+    ]
+    optimizer = torch.optim.AdamW(
+        groups,
+        betas=(settings.beta1, settings.beta2),
+        eps=EPSILON,
+        weight_decay=settings.weight_decay,
+    )
+    norms = []
+    for step in range(1, num_steps + 1):
+        optimizer.zero_grad()
+        log_probs = score(model, batch, 1.0)["log_probs"]
+        flat = torch.cat(log_probs)
+        old, reference, advantages, weights, kl_weights = (
+            torch.from_numpy(batch.jagged(name).values.copy())
+            for name in (
+                "log_probs", "reference_log_probs", "advantages", "loss_weights", "kl_weights"
+            )
+        )  # fmt: skip
+        ratio = (flat - old).exp()
+        policy = -torch.min(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
+        kl = (reference - flat).exp() - 1 - (reference - flat)
+        (policy * weights + kl * kl_weights).sum().backward()
+        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)))
+        for group in optimizer.param_groups:
+            group["lr"] = settings.lr * min(1, step / settings.warmup_steps)
+        optimizer.step()
+    return norms, revert_weight_conversion(model, model.state_dict())
