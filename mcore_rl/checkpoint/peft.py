@@ -7,6 +7,7 @@ adapter_config.json and adapter_model.safetensors, whose tensors are called
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -55,6 +56,14 @@ def check_targets(key: str, weights: Sequence[Weight], config: LoRAConfig) -> No
             f"{key}.targets names {', '.join(unknown)}, which this model does not have; allowed: "
             f"{', '.join(sorted(allowed))}"
         )
+
+
+def initialize_factor(name: str, seed: int, rank: int, num_inputs: int) -> torch.Tensor:
+    """Return the full initial A of a weight [rank, num_inputs], float32, the same on all ranks."""
+    digest = hashlib.blake2b(f"{seed} {name}".encode(), digest_size=7).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest))
+    bound = num_inputs**-0.5
+    return torch.empty(rank, num_inputs).uniform_(-bound, bound, generator=generator)
 
 
 def write_adapters(

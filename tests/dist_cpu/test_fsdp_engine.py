@@ -16,7 +16,7 @@ import transformers
 from safetensors.torch import load_file
 
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.config.schema import FSDPConfig, Layout, RecomputeConfig
+from mcore_rl.config.schema import FSDPConfig, Layout, LoRAConfig, RecomputeConfig
 from mcore_rl.data.batch import Batch
 from mcore_rl.engine.base import EngineSpec, create_engine
 from mcore_rl.parallel.mesh import Mesh
@@ -58,18 +58,19 @@ LAYOUTS = {
     "dp3": (Layout(dp=3), {}),
     "dp2 cp2": (Layout(dp=2, cp=2), {}),
     "replicas": (Layout(dp=4), {"fsdp": FSDPConfig(num_replicas=2)}),
+    "offload": (Layout(dp=2), {"fsdp": FSDPConfig(cpu_offload=True)}),
     "ep2": (Layout(dp=2, ep=2), {}),
     "dp2 cp2 ep2": (Layout(dp=2, cp=2, ep=2), {}),
     "replicas ep2": (Layout(dp=4, ep=2), {"fsdp": FSDPConfig(num_replicas=2)}),
 }
-DENSE = ("one rank", "dp2", "cp2", "dp3", "dp2 cp2", "replicas")
+DENSE = ("one rank", "dp2", "cp2", "dp3", "dp2 cp2", "replicas", "offload")
 CASES = [
     *((family, name) for family in FAMILIES if family != "qwen3_next" for name in DENSE),
     *((family, name) for family in ("qwen3_moe", "deepseek_v3") for name in LAYOUTS if "ep" in name
       and name != "replicas"),
 ]  # fmt: skip
 SELECTED = [
-    ("qwen3", "cp2"), ("qwen3", "replicas"), ("qwen3_moe", "dp3"), ("gemma3_text", "dp2 cp2"),
+    ("qwen3", "cp2"), ("qwen3", "replicas"), ("qwen3", "offload"), ("qwen3_moe", "dp3"), ("gemma3_text", "dp2 cp2"),
     ("olmo3", "one rank"), ("phi3", "dp2"), ("cohere2", "cp2"), ("gpt_oss", "cp2"),
     ("deepseek_v3", "cp2"), ("deepseek_v3", "ep2"), ("qwen3_moe", "dp2 cp2 ep2"),
 ]  # fmt: skip
@@ -246,3 +247,70 @@ def test_an_exported_critic_has_the_values_of_the_engine(models, layout, tmp_pat
             expected.append(model(ids).logits[0, len(prompt) - 1 : -1, 0])
     assert values.abs().max() > 1e-3
     torch.testing.assert_close(values, torch.cat(expected), rtol=0, atol=1e-5)
+
+
+@ranks.on_ranks()
+def train_adapters(path: Path, layout: Layout, batch: Batch, folder: Path) -> ranks.Result:
+    """Take two steps of adapters, save, and take two more."""
+    engine = start(path, layout, {"lora": LORA})
+    mine = batch.take(ranks.share_of(engine, batch))
+    exported = dict(engine.get_per_tensor_param())
+    steps = [engine.train_batch(mine, ranks.LOSS) for _ in range(2)]
+    engine.save_checkpoint(folder)
+    steps += [engine.train_batch(mine, ranks.LOSS) for _ in range(2)]
+    scored = engine.infer_batch(mine).jagged("log_probs").values.copy()
+    base = engine.infer_batch(mine, adapters=False).jagged("log_probs").values.copy()
+    local = engine.get_local_weights()
+    return {
+        "steps": steps,
+        "exported": exported,
+        "merged": dict(engine.get_per_tensor_param()),
+        "factors": {factors.tensor: factors[1:] for factors in engine.collect_factors()},
+        "scored": torch.from_numpy(scored),
+        "base": torch.from_numpy(base),
+        "rows": {name: len(merge()) for name, merge in local.computed.items()},
+    }
+
+
+LORA = LoRAConfig(rank=4, alpha=8.0)
+
+
+@ranks.on_ranks()
+def resume_adapters(path: Path, layout: Layout, batch: Batch, folder: Path) -> ranks.Result:
+    engine = start(path, layout, {"lora": LORA})
+    engine.load_checkpoint(folder)
+    mine = batch.take(ranks.share_of(engine, batch))
+    steps = [engine.train_batch(mine, ranks.LOSS) for _ in range(2)]
+    return {"steps": steps, "merged": dict(engine.get_per_tensor_param())}
+
+
+@pytest.mark.parametrize("family", ["qwen3", "phi3"])
+def test_adapters_train_resume_and_export_as_peft_has_them(models, family, tmp_path):
+    path, batch = models[family], tiny_models.make_batch()
+    result = train_adapters(path, Layout(dp=2), batch, tmp_path / "saved")[0]
+    stored = load_file(path / "model.safetensors")
+    for name, tensor in result["exported"].items():  # B is 0
+        assert torch.equal(tensor, stored[name]), name
+    changed = {n for n, tensor in result["merged"].items() if not torch.equal(tensor, stored[n])}
+    assert changed == result["factors"].keys() and changed
+    for name, (a, b) in result["factors"].items():
+        merged = stored[name] + 2.0 * b @ a
+        torch.testing.assert_close(result["merged"][name], merged, rtol=0, atol=1e-6, msg=name)
+    model = transformers.AutoModelForCausalLM.from_pretrained(path)
+    mine = batch.take(range(6))
+    for state, name in ((stored, "base"), (result["merged"], "scored")):
+        model.load_state_dict(unfuse(model, state), strict=False)
+        with torch.no_grad():
+            expected = torch.cat(torch_reference.score(model, mine, 1.0)["log_probs"])
+        torch.testing.assert_close(result[name], expected, rtol=0, atol=1e-5)
+    resumed = resume_adapters(path, Layout(dp=3), batch, tmp_path / "saved")[0]
+    for step, expected_step in zip(resumed["steps"], result["steps"][2:], strict=True):
+        assert step == pytest.approx(expected_step, rel=1e-5, abs=1e-6)
+    for name, tensor in result["merged"].items():
+        torch.testing.assert_close(resumed["merged"][name], tensor, rtol=0, atol=3e-6, msg=name)
+
+
+def unfuse(model: Any, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the tensors of a checkpoint under the names of the parameters of a model."""
+    names = model.state_dict().keys()
+    return {name: tensor for name, tensor in state.items() if name in names}

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -16,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from mcore_rl.algorithms.correction import find_gaps_beyond
 from mcore_rl.algorithms.inputs import get_needs
 from mcore_rl.checkpoint.hf import CheckpointReader
+from mcore_rl.checkpoint.peft import Factors
 from mcore_rl.checkpoint.transformers_model import build_empty_model, map_sharded_weights
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import EngineConfig
@@ -29,7 +32,7 @@ from mcore_rl.engine.base import (
     ScoredStep,
     ShardFormat,
 )
-from mcore_rl.engine.fsdp import checkpoint
+from mcore_rl.engine.fsdp import checkpoint, lora
 from mcore_rl.engine.fsdp.attention import ATTENTION, Pack, register_functions
 from mcore_rl.engine.fsdp.model import (
     PolicyModel,
@@ -61,7 +64,7 @@ from mcore_rl.parallel.balance import SequenceCost, estimate_sequence_cost
 from mcore_rl.parallel.store import join_world
 from mcore_rl.reshard.executor import LocalWeights
 from mcore_rl.reshard.layout import ShardedRanks
-from mcore_rl.reshard.rules import Shard, Weight
+from mcore_rl.reshard.rules import Shard, StackedRows, Weight
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 # Largest difference of log-probs in nats between a sequence in a pack and alone, by rounding.
@@ -96,6 +99,10 @@ class FSDPEngine(BaseEngine):
         if layout.ep > 1:
             by_name = {weight.name: weight for weight in self.weights}
             experts = keep_local_experts(model, by_name, self.meshes.ep_group)
+        self.adapter_weights: tuple[Weight, ...] = ()
+        if settings.lora.rank:
+            lora.attach_adapters(model, settings.lora)
+            self.adapter_weights = lora.map_factors(model)
         if settings.recompute.granularity == "full":
             model.gradient_checkpointing_enable({"use_reentrant": False})
         dtype = DTYPES[self.spec.model.dtype]
@@ -111,8 +118,9 @@ class FSDPEngine(BaseEngine):
         is_on_host = settings.fsdp.cpu_offload
         allocate(self.root, torch.device("cpu") if is_on_host else self.device)
         self.reader = CheckpointReader(self.spec.model.path)
-        load_weights(self.root, self._iter_local(), self.weights, self.reader)
-        self.parameters = list(self.root.parameters())
+        load_weights(self.root, self._iter_local(self.weights), self.weights, self.reader)
+        lora.initialize_factors(self._iter_local(self.adapter_weights), self.spec.seed)
+        self.parameters = [p for p in self.root.parameters() if p.requires_grad]
         self.optimizer = self._build_optimizer() if self.spec.total_steps else None
         self._check_packing(dtype)
 
@@ -231,7 +239,9 @@ class FSDPEngine(BaseEngine):
         self.root.eval()
         micros = self._build_micro_batches(batch.select("prompt_ids", "response_ids"))
         settings = choose_scores(self.spec, temperature)
-        results = [self._score(micro, settings) for micro in micros]
+        base = contextlib.nullcontext() if adapters else lora.disable_adapters(self.root)
+        with base:
+            results = [self._score(micro, settings) for micro in micros]
         self.root.reshard()  # type: ignore[operator]  # a forward pass leaves the root whole
         return batch.with_columns(**self._collect(batch, micros, results))
 
@@ -329,15 +339,18 @@ class FSDPEngine(BaseEngine):
 
     def get_local_weights(self) -> LocalWeights:
         self.require("parameters")
-        return LocalWeights({weight.name: local for weight, _, local in self._iter_local()})
+        if not self.adapter_weights:
+            local = self._iter_local(self.weights)
+            return LocalWeights({weight.name: rows for weight, _, rows in local})
+        return LocalWeights({}, {weight.name: merge for weight, merge in self._iter_merged()})
 
     def get_per_tensor_param(self) -> Iterator[tuple[str, torch.Tensor]]:
         self.require("parameters")
         dtype = DTYPES[self.spec.model.dtype]
-        local = {weight: rows for weight, _, rows in self._iter_local()}
+        local = dict(self._iter_merged())
         for weight in self.weights:
             holders = self.ranks.get_holders(weight)
-            rows = local.get(weight)
+            rows = local[weight]() if weight in local else None
             whole = checkpoint.gather_rows(weight, holders, rows, dtype, self.device)
             if whole is None:
                 continue
@@ -352,8 +365,26 @@ class FSDPEngine(BaseEngine):
             for name in list_unread(self.root, self.reader, expected):
                 yield name, self.reader.read_tensor(name).to(dtype)
 
-    def _iter_local(self) -> Iterator[tuple[Weight, Shard, torch.Tensor]]:
-        return iter_local(self.root, self.weights, self.ranks, self.world_rank)
+    def _iter_local(
+        self, weights: tuple[Weight, ...]
+    ) -> Iterator[tuple[Weight, Shard, torch.Tensor]]:
+        return iter_local(self.root, weights, self.ranks, self.world_rank)
+
+    def _iter_merged(self) -> Iterator[tuple[Weight, Callable[[], torch.Tensor]]]:
+        """Yield what returns this rank's rows of each weight, merged with its adapter."""
+        factors = lora.gather_factors(self.root.model)
+        for weight, shard, rows in self._iter_local(self.weights):
+            adapter, local = factors.get(weight.name), range(0)
+            if isinstance(weight.rule, StackedRows):
+                local = weight.rule.get_rows(shard)
+            yield weight, partial(_merge, rows, adapter, local)
+
+    def collect_factors(self) -> list[Factors]:
+        if not self.adapter_weights:
+            return []
+        rules = {weight.name: weight for weight in self.weights}
+        factors = lora.list_factors(self.root.model, rules)
+        return factors if self.is_main_rank else []
 
     def move(self, place: Place, parts: frozenset[str]) -> None:
         target = self.device if place == "device" else torch.device("cpu")
@@ -376,7 +407,7 @@ class FSDPEngine(BaseEngine):
         self.require("parameters", "optimizer state")
 
         def map_weights(ep: int) -> tuple[Weight, ...]:
-            return map_sharded_weights(self.hf_config, ep)
+            return map_sharded_weights(self.hf_config, ep) + self.adapter_weights
 
         state = self._collect_state()
         self.num_steps = checkpoint.load(path, state, self._facts, map_weights)
@@ -390,18 +421,20 @@ class FSDPEngine(BaseEngine):
             "engine": "fsdp",
             "architecture": self.hf_config["architectures"][0],
             "has_optimizer": self.optimizer is not None,
+            "lora_rank": self.spec.engine.lora.rank,
         }
 
     def _collect_state(self) -> checkpoint.State:
         """Return weights and Adam's moments, which are zeros before the first step."""
-        state = {f"weight.{item[0].name}": item for item in self._iter_local()}
+        weights = self.weights + self.adapter_weights
+        state = {f"weight.{item[0].name}": item for item in self._iter_local(weights)}
         if self.optimizer is None:
             return state
         parameters = dict(self.root.model.named_parameters())
         for weight, shard, local in list(state.values()):
-            if weight.name not in parameters:  # a buffer
+            parameter = parameters.get(weight.name)
+            if parameter is None or not parameter.requires_grad:  # a buffer, or frozen
                 continue
-            parameter = parameters[weight.name]
             moments = self.optimizer.state[parameter]
             if not moments:
                 moments["step"] = torch.tensor(0.0)
@@ -427,6 +460,18 @@ class FSDPRewardEngine(FSDPValueEngine):
     """A value model whose value at the last token is the score of a sequence."""
 
     _suffix = SEQUENCE
+
+
+def _merge(
+    rows: torch.Tensor, adapter: tuple[torch.Tensor, torch.Tensor] | None, local: range
+) -> torch.Tensor:
+    """Return rows of a weight with those of its adapter, computed in float32."""
+    if adapter is None:
+        return rows
+    a, b = adapter
+    own = b[local.start : local.stop].to(rows.device, torch.float32)
+    merged = torch.addmm(rows.float(), own, a.to(rows.device, torch.float32))
+    return merged.to(rows.dtype)
 
 
 def _estimate_cost(config: HFConfig) -> SequenceCost:
@@ -472,6 +517,7 @@ BACKEND = Backend(
         "layout.cp",
         "layout.ep",
         "fsdp",
+        "lora",
         "max_tokens_per_micro_batch",
         "logprob_chunk_bytes",
         "recompute.granularity",

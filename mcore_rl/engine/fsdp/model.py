@@ -202,7 +202,9 @@ def shard_model(
     policy = MixedPrecisionPolicy()
     if dtype != torch.float32 and is_training:
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
-    offload = CPUOffloadPolicy() if cpu_offload else OffloadPolicy()
+    offload = (
+        CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if cpu_offload else OffloadPolicy()
+    )
     kinds = set(root.model._no_split_modules or ())
     layers = [module for module in root.model.modules() if type(module).__name__ in kinds]
     for module in (*expert_modules, *layers, root):

@@ -10,7 +10,6 @@ Merged weights are not saved for the backward pass, which merges again.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -28,7 +27,12 @@ from megatron.core.dist_checkpointing.mapping import (
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.autograd.graph import saved_tensors_hooks
 
-from mcore_rl.checkpoint.peft import Factors, check_targets, get_adapted_linear
+from mcore_rl.checkpoint.peft import (
+    Factors,
+    check_targets,
+    get_adapted_linear,
+    initialize_factor,
+)
 from mcore_rl.config.schema import LoRAConfig
 from mcore_rl.engine.megatron.heads import ValueHead
 from mcore_rl.engine.megatron.weights import WeightPlacement
@@ -143,14 +147,6 @@ def _split_rows(
         )
         for run, part in zip(rows, parts, strict=True)
     ]
-
-
-def initialize_factor(name: str, seed: int, rank: int, num_inputs: int) -> torch.Tensor:
-    """Return the full initial A of a weight [rank, num_inputs], float32, the same on all ranks."""
-    digest = hashlib.blake2b(f"{seed} {name}".encode(), digest_size=7).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(digest))
-    bound = num_inputs**-0.5
-    return torch.empty(rank, num_inputs).uniform_(-bound, bound, generator=generator)
 
 
 def gather_factors(chunks: Sequence[Any]) -> list[Factors]:

@@ -1,0 +1,140 @@
+"""Low-rank adapters on the linear layers of a model of transformers (LoRA, arXiv:2106.09685).
+
+The base weights are frozen and keep their names; a layer adds alpha / rank * B A x (eq. 3 of the
+paper), as PEFT computes it. Servers and exports get merged weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.distributed.tensor import DTensor
+
+from mcore_rl.checkpoint.peft import Factors, initialize_factor
+from mcore_rl.config.errors import ConfigError
+from mcore_rl.config.schema import LoRAConfig
+from mcore_rl.reshard.rules import LogicalTensor, StackedRows, Weight
+
+FACTORS = ("lora_A", "lora_B")
+
+
+class LoRALinear(torch.nn.Linear):
+    """A frozen linear layer with an adapter: A [rank, in], B [out, rank]."""
+
+    def __init__(self, linear: torch.nn.Linear, config: LoRAConfig) -> None:
+        with torch.device("meta"):
+            super().__init__(linear.in_features, linear.out_features, linear.bias is not None)
+        self.weight = linear.weight
+        if linear.bias is not None:
+            self.bias = linear.bias
+        self.scale, self.is_enabled = config.alpha / config.rank, True
+        a, b = (config.rank, linear.in_features), (linear.out_features, config.rank)
+        self.lora_A = torch.nn.Parameter(torch.empty(a, dtype=linear.weight.dtype, device="meta"))
+        self.lora_B = torch.nn.Parameter(torch.empty(b, dtype=linear.weight.dtype, device="meta"))
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        output = F.linear(input, self.weight, self.bias)
+        if not self.is_enabled:
+            return output
+        return output + self.scale * F.linear(F.linear(input, self.lora_A), self.lora_B)
+
+
+def attach_adapters(model: Any, config: LoRAConfig, key: str = "lora") -> None:
+    """Freeze a model on the meta device and replace the linear layers of the targets.
+
+    The default targets, which are names of Megatron, mean all linear layers but the head.
+
+    Raises:
+        ConfigError: A target is the name of no linear layer.
+    """
+    head = model.get_output_embeddings()
+    linears = {
+        name: module
+        for name, module in model.base_model.named_modules()
+        if isinstance(module, torch.nn.Linear) and module is not head
+    }
+    allowed = {name.rpartition(".")[2] for name in linears}
+    targets = allowed if config.targets == LoRAConfig().targets else set(config.targets)
+    if unknown := sorted(targets - allowed):
+        raise ConfigError(
+            f"{key}.targets names {', '.join(unknown)}, which this model does not have as linear "
+            f"layers; allowed: {', '.join(sorted(allowed))}"
+        )
+    model.base_model.requires_grad_(False)
+    if head is not None:
+        head.requires_grad_(False)
+    for name, linear in linears.items():
+        parent, _, child = name.rpartition(".")
+        if child in targets:
+            setattr(model.base_model.get_submodule(parent), child, LoRALinear(linear, config))
+
+
+def map_factors(model: Any) -> tuple[Weight, ...]:
+    """Return the rules of the factors, sharded by rows as all parameters."""
+    return tuple(
+        Weight(name, StackedRows((LogicalTensor(name, tuple(value.shape)),), len(value)), axis="tp")
+        for name, value in model.named_parameters()
+        if name.rpartition(".")[2] in FACTORS
+    )
+
+
+def initialize_factors(
+    local_weights: Iterable[tuple[Weight, Any, torch.Tensor]], seed: int
+) -> None:
+    """Set A to random numbers and B to zero, the same in any layout."""
+    for weight, shard, local in local_weights:
+        assert isinstance(weight.rule, StackedRows)
+        if weight.name.endswith("lora_B"):
+            local.zero_()
+            continue
+        whole = initialize_factor(weight.name, seed, *weight.rule.parts[0].shape)
+        rows = weight.rule.get_rows(shard)
+        local.copy_(whole[rows.start : rows.stop])
+
+
+@contextmanager
+def disable_adapters(model: Any) -> Iterator[None]:
+    """Run a model on its frozen base weights inside this context."""
+    layers = [module for module in model.modules() if isinstance(module, LoRALinear)]
+    for layer in layers:
+        layer.is_enabled = False
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.is_enabled = True
+
+
+def gather_factors(model: Any) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """Return A and scale * B, whole, on each rank, by name of the weight. Collective over all
+    ranks.
+    """
+    factors = {}
+    for name, module in model.named_modules():
+        if isinstance(module, LoRALinear):
+            a, b = (_gather(getattr(module, factor)) for factor in FACTORS)
+            factors[f"{name}.weight"] = a, module.scale * b
+    return factors
+
+
+def _gather(parameter: torch.Tensor) -> torch.Tensor:
+    value = parameter.detach()
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def list_factors(model: Any, weights: Mapping[str, Weight]) -> list[Factors]:
+    """Return all adapters on the host, by tensor of the checkpoint. Collective over all ranks."""
+    factors = []
+    for name, module in model.named_modules():
+        if not isinstance(module, LoRALinear):
+            continue
+        a, b = (_gather(getattr(module, factor)).cpu() for factor in FACTORS)
+        first = 0
+        for tensor in weights[f"{name}.weight"].rule.tensors:
+            factors.append(Factors(tensor.name, a, b[first : first + tensor.shape[0]]))
+            first += tensor.shape[0]
+    return factors
