@@ -1,5 +1,23 @@
 """One file per model family; importing this package fills the registry."""
 
-from mcore_rl.models import deepseek_v3, glm4_moe, llama, mixtral, qwen2, qwen3, qwen3_moe
+from mcore_rl.models import (
+    deepseek_v3,
+    glm4_moe,
+    llama,
+    mixtral,
+    qwen2,
+    qwen3,
+    qwen3_moe,
+    transformers_model,
+)
 
-__all__ = ["deepseek_v3", "glm4_moe", "llama", "mixtral", "qwen2", "qwen3", "qwen3_moe"]
+__all__ = [
+    "deepseek_v3",
+    "glm4_moe",
+    "llama",
+    "mixtral",
+    "qwen2",
+    "qwen3",
+    "qwen3_moe",
+    "transformers_model",
+]

@@ -21,6 +21,7 @@ from mcore_rl.config.checks import check_exists
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.import_path import load_object
 from mcore_rl.config.json_file import read_json_object
+from mcore_rl.config.resolve import TRANSFORMERS
 from mcore_rl.config.resolve_engine import ModelSizes
 from mcore_rl.reshard.rules import Weight
 
@@ -55,7 +56,9 @@ class Family:
 
 
 _FAMILIES: dict[str, Family] = {}
+_BUILDERS: dict[str, Callable[[HFConfig], Family]] = {}  # families of any architecture
 _USER_FAMILIES: dict[str, Family] = {}  # that of model.family, by its import path
+_with_transformers = False  # of use_family
 
 # Architectures that users ask for and that the engine cannot express, each with the reason.
 _REFUSED = {
@@ -72,33 +75,41 @@ def register(family: Family) -> Family:
     return family
 
 
+def register_builder(name: str, build: Callable[[HFConfig], Family]) -> None:
+    """Register what builds a family from any config.json, by its name as model.family."""
+    _BUILDERS[name] = build
+
+
 def use_family(import_path: str, setting: str = "model.family") -> None:
     """Use a user's family in this process, for checkpoints of its architecture.
 
     Each process of a run calls this before it looks a family up.
 
     Args:
-        import_path: Leads to a Family; "" for those of this package alone.
+        import_path: Leads to a Family; "" for those of this package alone; "transformers" for
+            these and, for other architectures, one whose tensors transformers knows.
         setting: Name of the setting, for errors.
 
     Raises:
         ConfigError: The import path leads to no Family.
     """
     _USER_FAMILIES.clear()
-    if not import_path:
+    global _with_transformers
+    _with_transformers = import_path == TRANSFORMERS
+    if not import_path or _with_transformers:
         return
     family = load_object(setting, import_path)
     if not isinstance(family, Family):
         raise ConfigError(
-            f"{setting}={import_path!r} is no mcore_rl.models.base.Family; allowed: one, or '' for "
-            "the families of this package"
+            f"{setting}={import_path!r} is no mcore_rl.models.base.Family; allowed: one; '' for "
+            f"the families of this package; {TRANSFORMERS!r} for any of transformers"
         )
     _USER_FAMILIES[import_path] = family
 
 
 def get_user_family() -> str:
     """Return the import path of use_family, for a process that this one starts."""
-    return next(iter(_USER_FAMILIES), "")
+    return TRANSFORMERS if _with_transformers else next(iter(_USER_FAMILIES), "")
 
 
 def read_config(model_path: str | Path, setting: str = "model.path") -> HFConfig:
@@ -130,6 +141,8 @@ def get_family(config: HFConfig) -> Family:
     for architecture in causal:
         if architecture in families:
             return families[architecture]
+    if _with_transformers and causal:
+        return _BUILDERS[TRANSFORMERS](config)
     reasons = "".join(f" ({_REFUSED[name]})" for name in causal if name in _REFUSED)
     raise ConfigError(
         f"config.json: architectures={architectures} is not supported{reasons}; "

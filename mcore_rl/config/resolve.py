@@ -28,6 +28,7 @@ from mcore_rl.config.resolve_algorithm import (
     resolve_frozen_models,
 )
 from mcore_rl.config.resolve_engine import (
+    FSDP,
     resolve_engine,
     resolve_layout,
     resolve_optimizer,
@@ -46,6 +47,7 @@ from mcore_rl.config.schema import (
     AnyData,
     AsynchronousConfig,
     DataConfig,
+    EngineConfig,
     ModelConfig,
     OptimizerConfig,
     PlacementConfig,
@@ -55,6 +57,7 @@ from mcore_rl.config.schema import (
     WeightSyncConfig,
 )
 
+TRANSFORMERS = "transformers"  # model.family for every architecture of transformers
 DTYPES = ("float32", "bfloat16")
 DTYPE_OF_LANE = {"cpu": "float32", "cuda": "bfloat16"}
 # Largest and mean gap of log-probs between trainer and servers, in nats, where a run sets none.
@@ -80,7 +83,7 @@ def resolve(config: RLConfig, *, needs_data: bool = True) -> None:
     """Check every setting that needs no file; without `needs_data` sources of data may be unset."""
     check_values(config)
     check_choice("task.name", config.task.name, TASKS)
-    resolve_model(config.model)
+    resolve_model(config.model, config.actor)
     check_choice("weight_sync.method", config.weight_sync.method, WEIGHT_SYNC_METHODS)
     if not is_import_path(config.weight_sync.transport):
         check_choice("weight_sync.transport", config.weight_sync.transport, TRANSPORTS)
@@ -156,7 +159,10 @@ def resolve(config: RLConfig, *, needs_data: bool = True) -> None:
         resolve_schedule("warm_start.optimizer", warm.optimizer, warm.num_steps)
 
 
-def resolve_model(config: ModelConfig) -> None:
+def resolve_model(config: ModelConfig, engine: EngineConfig) -> None:
+    """Check the settings of a model, and fill the family that goes with its engine."""
+    if engine.backend == FSDP and not config.family:
+        config.family = TRANSFORMERS
     check_choice("model.dtype", config.dtype, (*DTYPES, "auto"))
     check_date("model.chat_date", config.chat_date)
 

@@ -47,7 +47,8 @@ class ModelConfig:
     # a run.
     chat_date: str = "2024-07-26"
     # Import path of a Family (docs/plugs.md), for an architecture that this package does not have,
-    # or in place of one that it has. Empty: the families of this package.
+    # or in place of one that it has. transformers: any architecture of transformers, the default of
+    # backend=fsdp. Empty: the families of this package.
     family: str = ""
 
 

@@ -16,7 +16,6 @@ import numpy as np
 
 import mcore_rl.models  # noqa: F401  (fills the registry of families)
 from mcore_rl.checkpoint.hf import CheckpointReader
-from mcore_rl.checkpoint.transformers_model import map_sharded_weights
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import Layout, WeightSyncConfig
 from mcore_rl.models.base import (
@@ -28,6 +27,7 @@ from mcore_rl.models.base import (
     pad_vocab_size,
     use_family,
 )
+from mcore_rl.models.transformers_model import map_sharded_weights
 from mcore_rl.parallel.mesh import Mesh, split_into_chunks
 from mcore_rl.reshard.layout import (
     FullRanks,

@@ -19,7 +19,6 @@ from mcore_rl.algorithms.correction import find_gaps_beyond
 from mcore_rl.algorithms.inputs import get_needs
 from mcore_rl.checkpoint.hf import CheckpointReader
 from mcore_rl.checkpoint.peft import Factors
-from mcore_rl.checkpoint.transformers_model import build_empty_model, map_sharded_weights
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import EngineConfig
 from mcore_rl.data.batch import Batch, Jagged
@@ -60,6 +59,7 @@ from mcore_rl.engine.packing import MicroBatch, PackSplit, build_micro_batches, 
 from mcore_rl.engine.steps import compute_learning_rate
 from mcore_rl.models.base import CAUSAL, CLASSIFICATION, SEQUENCE, HFConfig, read_config
 from mcore_rl.models.heads import has_value_head
+from mcore_rl.models.transformers_model import build_empty_model, map_sharded_weights
 from mcore_rl.parallel.balance import SequenceCost, estimate_sequence_cost
 from mcore_rl.parallel.store import join_world
 from mcore_rl.reshard.executor import LocalWeights

@@ -20,13 +20,13 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 
 from mcore_rl.checkpoint.hf import CheckpointReader
-from mcore_rl.checkpoint.transformers_model import is_expert_stack
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import Layout
 from mcore_rl.engine.fsdp.attention import EXPERTS, Pack
 from mcore_rl.engine.logprob import VocabShard
 from mcore_rl.engine.packed_step import Scores, ScoreSettings, score_tokens
 from mcore_rl.engine.packing import MicroBatch
+from mcore_rl.models.transformers_model import is_expert_stack
 from mcore_rl.reshard.layout import ShardedRanks
 from mcore_rl.reshard.rules import Shard, Weight
 

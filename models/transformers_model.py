@@ -9,16 +9,23 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
 
-import torch
-
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.models.base import HFConfig
+from mcore_rl.config.resolve import TRANSFORMERS
+from mcore_rl.models.base import (
+    CAUSAL,
+    Family,
+    HFConfig,
+    drop_mtp_layers,
+    get_head_dim,
+    register_builder,
+)
 from mcore_rl.models.heads import get_value_head_suffix
-from mcore_rl.reshard.rules import LogicalTensor, Replicated, Rule, StackedRows, Weight
+from mcore_rl.reshard.rules import LogicalTensor, Replicated, Rule, StackedRows, Stage, Weight
 
 
 def build_empty_model(hf_config: HFConfig, **options: Any) -> Any:
@@ -30,6 +37,7 @@ def build_empty_model(hf_config: HFConfig, **options: Any) -> Any:
     Raises:
         ConfigError: The installed transformers has no such model.
     """
+    import torch
     import transformers
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -152,3 +160,79 @@ def _map_sharded_weights(hf_config: str, ep: int) -> tuple[Weight, ...]:
 def is_expert_stack(rule: Rule) -> bool:
     """Return whether a parameter consists of the experts of a layer, as tensors of their own."""
     return isinstance(rule, StackedRows) and len(rule.parts) > 1
+
+
+def build_family(hf_config: HFConfig) -> Family:
+    """Return a family for the architecture of a config.json, with what transformers knows of it.
+
+    Its models train with backend=fsdp only; vLLM's parameters are unknown.
+    """
+    suffix = get_value_head_suffix(hf_config)
+    architecture = hf_config["architectures"][0].removesuffix(suffix).removesuffix(CAUSAL)
+    name = str(hf_config.get("model_type"))
+    return Family(name, architecture + CAUSAL, _map_config, _refuse_layers, _map_tensors)
+
+
+def _map_config(config: HFConfig) -> dict[str, Any]:
+    """Return sizes from the fields that config.json files share, by Megatron's names."""
+    heads, num_layers = config["num_attention_heads"], config["num_hidden_layers"]
+    experts = next(
+        (config[n] for n in ("num_experts", "num_local_experts", "n_routed_experts") if n in config),
+        0,
+    )
+    hidden, head_dim = config["hidden_size"], get_head_dim(config)
+    fields = {
+        "num_layers": num_layers,
+        "hidden_size": hidden,
+        "num_attention_heads": heads,
+        "num_query_groups": config.get("num_key_value_heads") or heads,
+        "kv_channels": head_dim,
+        "ffn_hidden_size": config.get("intermediate_size") or 4 * hidden,
+    }
+    if experts:
+        fields |= {
+            "num_moe_experts": experts,
+            "moe_ffn_hidden_size": config.get("moe_intermediate_size", fields["ffn_hidden_size"]),
+            "moe_layer_freq": [1] * num_layers,
+            "moe_router_topk": config.get("num_experts_per_tok", 1),
+        }
+    return fields
+
+
+def _refuse_layers(config: Any, vp_stage: int | None) -> Any:
+    raise ConfigError(
+        "this architecture has no layers of Megatron here; allowed: backend='fsdp', or model.family "
+        "with a family of your own"
+    )
+
+
+def _map_tensors(config: HFConfig, padded_vocab: int) -> tuple[Weight, ...]:
+    """Return all tensors of a checkpoint, whole, each with its layer or stage."""
+    del padded_vocab
+    return _list_tensors(json.dumps(drop_mtp_layers(config), sort_keys=True))
+
+
+@functools.lru_cache(maxsize=4)
+def _list_tensors(hf_config: str) -> tuple[Weight, ...]:
+    model = build_empty_model(json.loads(hf_config))
+    modules = {id(module): name for name, module in model.named_modules()}
+    embedding, head = (modules.get(id(m)) for m in _get_ends(model))
+    weights = []
+    for name, rule in map_parameters(model).items():
+        layer = re.search(r"\.layers\.(\d+)\.", name)
+        stage: Stage = "final_norm"
+        if name.rpartition(".")[0] in (embedding, head):
+            stage = "embedding" if name.rpartition(".")[0] == embedding else "head"
+        for tensor in rule.tensors:
+            weight = Weight(tensor.name, Replicated(tensor), stage=None if layer else stage)
+            weights.append(weight._replace(layer=int(layer[1])) if layer else weight)
+    return tuple(weights)
+
+
+def _get_ends(model: Any) -> tuple[Any, Any]:
+    """Return the embedding and the head of a model."""
+    head = model.get_output_embeddings()
+    return model.get_input_embeddings(), getattr(model, "score", None) if head is None else head
+
+
+register_builder(TRANSFORMERS, build_family)
