@@ -41,8 +41,8 @@ class Family:
             a field there; the activation under "activation", by its Hugging Face name.
         layer_spec: Megatron's layer spec of a model chunk, from TransformerConfig and vp_stage.
         weights: Rules of Megatron's parameters, from the config and the padded vocabulary size.
-        vllm_weights: Rules of vLLM's parameters, without multi-token prediction layers. None: new
-            weights go to servers by weight_sync.method=full_export alone.
+        vllm_weights: Rules of vLLM's parameters, without multi-token prediction layers. None: a
+            server lists its parameters, which vLLM's loader fills, when it starts.
         num_mtp_layers: Multi-token prediction layers after the decoder layers of a checkpoint.
     """
 
@@ -159,8 +159,7 @@ def get_vllm_weights(config: HFConfig) -> tuple[Weight, ...]:
     family = get_family(config)
     if family.vllm_weights is None:
         raise ConfigError(
-            f"the family {family.name!r} has no vllm_weights, the rules of vLLM's parameters; "
-            "allowed: weight_sync.method='full_export'"
+            f"the family {family.name!r} has no vllm_weights, the rules of vLLM's parameters"
         )
     return family.vllm_weights(config)
 

@@ -35,7 +35,7 @@ from mcore_rl.engine.base import (
 )
 from mcore_rl.parallel.rendezvous import RendezvousEndpoint, RendezvousServer
 from mcore_rl.reshard.layout import GenerationLayout
-from mcore_rl.weight_sync.spec import TransferSpec, WeightFormat
+from mcore_rl.weight_sync.spec import TransferSpec, WeightFormat, WorkerLists
 from mcore_rl.weight_sync.transport import WeightTransport, WeightUpdate, connect
 
 # Columns that a pass over samples reads, and those that it may add.
@@ -222,6 +222,7 @@ class ModelWorker:
         generation: GenerationLayout,
         settings: WeightSyncConfig,
         weight_format: WeightFormat = "vllm",
+        worker_lists: WorkerLists | None = None,
     ) -> tuple[RendezvousEndpoint, TransferSpec]:
         """Open a rendezvous for both sides, which stays until the next one; return its endpoint."""
         engine, dtype = self._engine, self._spec.model.dtype
@@ -241,6 +242,7 @@ class ModelWorker:
             num_replicas=self._spec.engine.fsdp.num_replicas,
             weight_format=weight_format,
             family=self._spec.model.family,
+            worker_lists=worker_lists or [],
         )
         return self._rendezvous.endpoint, spec
 

@@ -17,7 +17,7 @@ from mcore_rl.config.schema import RolloutConfig
 from mcore_rl.data.sample import RoutedExperts
 from mcore_rl.inference.lifecycle import Lifecycle, RequestGate
 from mcore_rl.parallel.rendezvous import RendezvousEndpoint
-from mcore_rl.weight_sync.spec import TransferSpec, WeightFormat
+from mcore_rl.weight_sync.spec import TransferSpec, WeightFormat, WorkerLists
 
 SleepTag = Literal["weights", "kv_cache"]
 
@@ -254,6 +254,12 @@ class GenerationServer(ABC):
                 f"a prompt of {num_prompt} tokens and {setting}{num_new} exceed the server's "
                 f"{self.spec.max_model_tokens} tokens"
             )
+
+    async def list_parameters(self) -> WorkerLists:
+        """Return what the parameters of each worker are made of; [] if the rules of the model's
+        family say so.
+        """
+        return []
 
     async def connect_weights(
         self, endpoint: RendezvousEndpoint, spec: TransferSpec, first_rank: int

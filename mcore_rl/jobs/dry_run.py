@@ -196,6 +196,8 @@ def _describe_cluster(
     if method == "full_export":
         size, servers = compute_weight_bytes(config) / 1e9, config.rollout.num_servers
         text = f"{size:,.1f} GB into output_dir, read by {_format_count(servers, 'server')}"
+    elif config.rollout.backend == "vllm" and get_family(model).vllm_weights is None:
+        text = "each worker gets its parameters, which vLLM's loader lists when a server starts"
     else:
         traffic = compute_sync_traffic(config, model, gpus_per_node)
         text = (

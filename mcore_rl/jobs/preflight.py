@@ -363,13 +363,7 @@ def check_layouts(config: RLConfig) -> HFConfig:
         _check_critic(config, hf_config)
     _check_frozen_layouts(config)
     _check_served_layouts(config)
-    method = config.weight_sync.method
     if is_vllm:
-        if method != "full_export" and get_family(hf_config).vllm_weights is None:
-            raise ConfigError(
-                f"weight_sync.method={method!r}: the family {get_family(hf_config).name!r} has no "
-                "vllm_weights, the rules of vLLM's parameters; allowed: 'full_export'"
-            )
         resolve_vllm_model("rollout", config.rollout, sizes)
         _check_kv_cache(config, hf_config)
     _check_lengths(config)

@@ -14,7 +14,7 @@ from typing import Protocol
 
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.parallel.mesh import Chunk, Mesh
-from mcore_rl.reshard.rules import StackedRows, Stage, Weight
+from mcore_rl.reshard.rules import Listed, StackedRows, Stage, Weight
 
 Holders = tuple[tuple[int, ...], ...]  # ranks per shard, ascending
 
@@ -57,19 +57,26 @@ class ShardedRanks:
     def __init__(self, world_size: int, num_replicas: int = 1, ep: int = 1) -> None:
         self.world_size, self.num_replicas, self.ep = world_size, num_replicas, ep
         self.num_shards = world_size // num_replicas  # ranks of a replica
+        self._everywhere = (tuple(range(world_size)),)
+        self._holders = cache(self._find_holders)
 
     def get_holders(self, weight: Weight) -> Holders:
-        ranks = range(self.num_shards)
         if weight.axis is None:
-            return (tuple(range(self.world_size)),)
-        if weight.expert is not None:
-            assert isinstance(weight.rule, StackedRows)  # of the experts of an ep rank
-            ranks = ranks[weight.expert // weight.rule.num_units :: self.ep]
-        replicas = range(0, self.world_size, self.num_shards)
-        return tuple(tuple(first + rank for first in replicas) for rank in ranks)
+            return self._everywhere
+        if weight.expert is None:
+            return self._holders(None)
+        assert isinstance(weight.rule, StackedRows)  # of the experts of an ep rank
+        return self._holders(weight.expert // weight.rule.num_units)
 
     def get_local_name(self, weight: Weight) -> str:
         return weight.name
+
+    def _find_holders(self, ep_rank: int | None) -> Holders:
+        ranks = (
+            range(self.num_shards) if ep_rank is None else range(ep_rank, self.num_shards, self.ep)
+        )
+        replicas = range(0, self.world_size, self.num_shards)
+        return tuple(tuple(first + rank for first in replicas) for rank in ranks)
 
 
 class TrainingRanks:
@@ -216,6 +223,29 @@ class GenerationRanks:
             for expert_rank in (None, (engine * layout.tp + tp_rank) % layout.ep):
                 groups.setdefault((stage, expert_rank), []).append(rank)
         return groups
+
+
+class ListedRanks:
+    """Ranks of servers whose parameters are listed (rules.Listed): each server has `tp` ranks."""
+
+    def __init__(self, layout: GenerationLayout) -> None:
+        self.layout = layout
+        self._holders = cache(self._find_holders)
+
+    @property
+    def world_size(self) -> int:
+        return self.layout.world_size
+
+    def get_holders(self, weight: Weight) -> Holders:
+        assert isinstance(weight.rule, Listed)
+        return self._holders(weight.rule.ranks)
+
+    def _find_holders(self, ranks: tuple[int, ...]) -> Holders:
+        servers = range(0, self.world_size, self.layout.tp)
+        return (tuple(first + rank for first in servers for rank in ranks),)
+
+    def get_local_name(self, weight: Weight) -> str:
+        return weight.name
 
 
 def _assign_stages(num_layers: int, pp: int) -> list[int]:

@@ -322,6 +322,25 @@ class StackedRows:
         return tuple(blocks)
 
 
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """A parameter whose blocks are listed, the same on all ranks that have it."""
+
+    shape: tuple[int, ...]
+    blocks: tuple[Block, ...]
+    ranks: tuple[int, ...]  # of the tensor-parallel ranks of a server
+
+    @property
+    def tensors(self) -> tuple[LogicalTensor, ...]:
+        return tuple(dict.fromkeys(block.tensor for block in self.blocks))
+
+    def get_local_shape(self, shard: Shard) -> tuple[int, ...]:
+        return self.shape
+
+    def get_blocks(self, shard: Shard) -> tuple[Block, ...]:
+        return self.blocks
+
+
 class Weight(NamedTuple):
     """A parameter of an engine: its name, its rule, and the mesh axes that place it.
 

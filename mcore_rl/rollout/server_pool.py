@@ -46,6 +46,7 @@ from mcore_rl.rollout.routing import (
     route_groups,
     split_prompts,
 )
+from mcore_rl.weight_sync.spec import WorkerLists
 
 LoadFormat = Literal["auto", "checkpoint", "dummy"]
 StartServer = Callable[[int], WorkerGroup]  # from a server's number; its workers are being built
@@ -188,6 +189,11 @@ class ServerPool:
     def memory(self) -> list[ServerMemory]:
         """Return the memory of each node of the servers that are up."""
         return self._call_servers(self._up, "memory")
+
+    def list_parameters(self) -> WorkerLists:
+        """Return what the parameters of a server's workers are made of (GenerationServer)."""
+        lists = self._call_servers(self._up[:1], "list_parameters")
+        return next(filter(None, lists), [])
 
     def idle_s(self) -> list[float]:
         """Return each server's idle seconds (`IdleTimer`) since the last call, or since its start.

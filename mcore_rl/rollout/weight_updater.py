@@ -13,6 +13,7 @@ from mcore_rl.config.schema import RLConfig, RolloutConfig, WeightSyncConfig
 from mcore_rl.controller.pending_call import Timeout, gather_results
 from mcore_rl.controller.worker_group import WorkerGroup
 from mcore_rl.inference.registry import load_server_class
+from mcore_rl.models.base import get_family, read_config
 from mcore_rl.parallel import rendezvous
 from mcore_rl.parallel.rendezvous import RendezvousConnectionError, RendezvousEndpoint
 from mcore_rl.reshard.layout import GenerationLayout
@@ -46,6 +47,7 @@ class TransportSync:
         in_flight: Keep running requests, which continue with the new weights. Otherwise none may
             run.
         recompute_cache: Recompute the KV cache of running requests with the new weights.
+        lists_parameters: Ask a server what its parameters are made of: no family has their rules.
     """
 
     actor: WorkerGroup
@@ -55,6 +57,7 @@ class TransportSync:
     settings: WeightSyncConfig
     in_flight: bool = False
     recompute_cache: bool = False
+    lists_parameters: bool = False
     _connected: int = -1  # ServerPool.membership when all ranks were connected
     _endpoint: RendezvousEndpoint | None = None  # of the last connect
 
@@ -72,7 +75,8 @@ class TransportSync:
         layout = build_generation_layout(self.rollout, self.servers.num_up)
         weight_format = load_server_class(self.rollout).features.weight_format
         assert weight_format is not None  # else weight_sync.method is full_export
-        endpoint, spec = self.actor.open_weights(layout, self.settings, weight_format)
+        lists = self.servers.list_parameters() if self.lists_parameters else []
+        endpoint, spec = self.actor.open_weights(layout, self.settings, weight_format, lists)
         actors = self.actor.connect_weights.submit(endpoint, spec)
 
         def get_arguments(index: int) -> tuple[object, ...]:
@@ -157,7 +161,10 @@ def connect(
         # A job removes folders of this name at its end, in any case.
         folder = Path(config.output_dir).absolute() / ".weights.partial"
         return CheckpointSync(actor, servers, timeout, folder, num_bytes, *in_flight)
-    sync = TransportSync(actor, servers, timeout, config.rollout, settings, *in_flight)
+    has_rules = get_family(read_config(config.model.path)).vllm_weights is not None
+    lists_parameters = config.rollout.backend == "vllm" and not has_rules
+    arguments = config.rollout, settings, *in_flight, lists_parameters
+    sync = TransportSync(actor, servers, timeout, *arguments)
     sync.connect()  # servers that die in it are started again, and a push connects anew
     return sync
 

@@ -41,7 +41,7 @@ from mcore_rl.inference.protocol import (
 from mcore_rl.inference.registry import create_server
 from mcore_rl.parallel.rendezvous import RendezvousEndpoint
 from mcore_rl.rewards.manager import RewardManager
-from mcore_rl.weight_sync.spec import TransferSpec
+from mcore_rl.weight_sync.spec import TransferSpec, WorkerLists
 
 if TYPE_CHECKING:
     from mcore_rl.agents.api_server.http_server import HttpServer
@@ -387,6 +387,11 @@ class RolloutWorker:
             self._reward_manager.models[name] = make_judge_post(frozen)
             if not isinstance(self._agent, SingleTurnLoop):
                 self._agent.models[name] = frozen
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def list_parameters(self) -> WorkerLists | None:
+        """Return what the parameters of this server's workers are made of (GenerationServer)."""
+        return self._call_server(lambda server: server.list_parameters())
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def connect_weights(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import KW_ONLY, asdict, dataclass
+from dataclasses import KW_ONLY, asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -33,11 +33,20 @@ from mcore_rl.reshard.layout import (
     FullRanks,
     GenerationLayout,
     GenerationRanks,
+    ListedRanks,
     ShardedRanks,
     TrainingRanks,
 )
 from mcore_rl.reshard.planner import Devices, Plan, Side, TransferRequirements, assign_hosts
-from mcore_rl.reshard.rules import Replicated, Shard, Weight
+from mcore_rl.reshard.rules import (
+    Block,
+    Box,
+    Listed,
+    LogicalTensor,
+    Replicated,
+    Shard,
+    Weight,
+)
 
 SAMPLED_VERSIONS = 16  # number of versions in which weight_sync.verify=sampled checks everything
 # Parameters of a worker of a server: vLLM's, or all tensors of a Hugging Face checkpoint, whole.
@@ -46,6 +55,44 @@ WeightFormat = Literal["vllm", "huggingface"]
 # Megatron, by the rules of the family; or rows of the parameters of a model of transformers.
 ShardFormat = Literal["full", "megatron", "rows"]
 Parameters = Mapping[str, tuple[tuple[int, ...], str]]  # name -> shape, dtype
+
+
+@dataclass(frozen=True, slots=True)
+class ListedParameter:
+    """A parameter of a worker, or a row of a stacked one, and what it is made of."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    blocks: tuple[Block, ...]
+
+    def to_list(self) -> list[Any]:
+        """Convert to JSON values."""
+        blocks = [[*b.tensor[:2], b.box.offsets, b.box.sizes, b.local_offset] for b in self.blocks]
+        return [self.name, self.dtype, self.shape, blocks]
+
+    @classmethod
+    def parse(cls, values: Sequence[Any]) -> ListedParameter:
+        """Build a parameter from the values of `to_list`."""
+        name, dtype, shape, blocks = values
+        tensors: dict[str, LogicalTensor] = {}  # one object each: plans compare them by identity
+        return cls(
+            name,
+            dtype,
+            tuple(shape),
+            tuple(
+                Block(
+                    tensors.setdefault(tensor, LogicalTensor(tensor, tuple(full))),
+                    Box(tuple(offsets), tuple(sizes)),
+                    tuple(local),
+                )
+                for tensor, full, offsets, sizes, local in blocks
+            ),
+        )
+
+
+# The parameters of each worker of a server, as ListedParameter.to_list.
+WorkerLists = list[list[list[Any]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +109,8 @@ class TransferSpec:
     num_replicas: int = 1  # of the model, for "rows"
     weight_format: WeightFormat = "vllm"  # of generation ranks
     family: str = ""  # model.family
+    # Parameters of the workers of a server, where no family has the rules of vLLM's.
+    worker_lists: WorkerLists = field(default_factory=list)
 
     @property
     def num_training(self) -> int:
@@ -89,6 +138,7 @@ class TransferSpec:
             num_replicas=fields["num_replicas"],
             weight_format=fields["weight_format"],
             family=fields["family"],
+            worker_lists=fields["worker_lists"],
         )
 
 
@@ -137,6 +187,22 @@ def build_generation_side(
     return ranks, (ranks, get_vllm_weights(config))
 
 
+def build_listed_side(layout: GenerationLayout, worker_lists: WorkerLists) -> Side:
+    """Return ranks and rules of servers whose workers have listed their parameters."""
+    ranks_of: dict[ListedParameter, list[int]] = {}
+    for rank, parameters in enumerate(worker_lists):
+        for values in parameters:
+            ranks_of.setdefault(ListedParameter.parse(values), []).append(rank)
+    return ListedRanks(layout), tuple(
+        Weight(
+            parameter.name,
+            Listed(parameter.shape, parameter.blocks, tuple(ranks)),
+            float32=parameter.dtype == "float32",
+        )
+        for parameter, ranks in ranks_of.items()
+    )
+
+
 def map_checkpoint_weights(config: HFConfig) -> tuple[Weight, ...]:
     """Return the rules of a worker with all tensors of a Hugging Face checkpoint, by their names.
 
@@ -175,7 +241,10 @@ def plan_transfer(
     training = build_training_side(
         config, spec.training, spec.num_mtp_layers, spec.shard_format, spec.num_replicas
     )
-    _, generation = build_generation_side(config, spec.generation, spec.weight_format)
+    if spec.worker_lists:
+        generation = build_listed_side(spec.generation, spec.worker_lists)
+    else:
+        _, generation = build_generation_side(config, spec.generation, spec.weight_format)
     requirements = TransferRequirements(training, generation, itemsize)
     if domains is None:
         # Nodes are not known: all training ranks count as one node.

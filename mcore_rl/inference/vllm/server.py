@@ -41,7 +41,7 @@ from mcore_rl.inference.vllm.trace import run_trace
 from mcore_rl.observability.process import exempt_imports_from_gc
 from mcore_rl.parallel.rendezvous import RendezvousEndpoint
 from mcore_rl.weight_sync.receiver import check_same_shapes
-from mcore_rl.weight_sync.spec import TransferSpec
+from mcore_rl.weight_sync.spec import TransferSpec, WorkerLists
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -208,6 +208,7 @@ class VLLMServer(GenerationServer):
         self._name = name = vllm_worker.ServerName.new()
         nodes = {} if self._nodes is None else self._nodes.build_engine_arguments()
         loading = vllm_weights.build_float8_arguments(self._model_path, ep=self._config.ep)
+        loading |= vllm_weights.build_trace_arguments(self._model_path)
         if not reads_weights:
             loading["load_format"] = vllm_weights.NO_WEIGHTS_FORMAT
         config = AsyncEngineArgs(
@@ -380,6 +381,10 @@ class VLLMServer(GenerationServer):
                 yield output
         finally:
             del self._engine_ids[request_id or engine_id]
+
+    async def list_parameters(self) -> WorkerLists:
+        lists: WorkerLists = await self._started_engine.collective_rpc("list_parameters")
+        return lists if all(lists) else []
 
     async def connect_weights(
         self, endpoint: RendezvousEndpoint, spec: TransferSpec, first_rank: int

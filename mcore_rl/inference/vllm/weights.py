@@ -18,12 +18,12 @@ import contextlib
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from vllm.config import ModelConfig
+from vllm.config import LoadConfig, ModelConfig
 from vllm.distributed.parallel_state import get_tp_group
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
@@ -59,12 +59,13 @@ from vllm.platforms import current_platform
 
 from mcore_rl.checkpoint import fp8
 from mcore_rl.checkpoint.hf import CheckpointReader
-from mcore_rl.config.errors import PeerError
-from mcore_rl.models.base import read_config
+from mcore_rl.config.errors import ConfigError, PeerError
+from mcore_rl.models.base import HFConfig, get_vllm_weights, read_config
 from mcore_rl.parallel.rendezvous import RendezvousEndpoint
 from mcore_rl.reshard.executor import ReceivedSlice
 from mcore_rl.weight_sync.receiver import ChecksumVerifier
 from mcore_rl.weight_sync.spec import (
+    ListedParameter,
     TransferSpec,
     WorkerLayout,
     build_generation_side,
@@ -81,6 +82,7 @@ from mcore_rl.weight_sync.transport import (
 
 # Names of our loaders among vLLM's load formats.
 FLOAT8_FORMAT = "mcore_rl"
+TRACED_FORMAT = "mcore_rl_traced"
 NO_WEIGHTS_FORMAT = "mcore_rl_no_weights"
 
 
@@ -125,10 +127,21 @@ class ShardTransferEngine(WeightTransferEngine[ConnectInfo, UpdateInfo]):
         parallel = self.parallel_config
         first_rank = init_info.first_rank + parallel.data_parallel_index * parallel.world_size
         self._rank = rank = first_rank + get_tp_group().rank_in_group
-        ranks, (_, weights) = build_generation_side(config, spec.generation)
-        check_worker_layout(read_worker_layout(self.model), ranks, weights, rank, spec.dtype)
+        if spec.worker_lists:
+            self._check_list(spec.worker_lists[rank % spec.generation.tp])
+        else:
+            ranks, (_, weights) = build_generation_side(config, spec.generation)
+            check_worker_layout(read_worker_layout(self.model), ranks, weights, rank, spec.dtype)
         endpoint = RendezvousEndpoint(**init_info.endpoint)
         self._transport = connect(spec, endpoint, config, spec.num_training + rank, self.device)
+
+    def _check_list(self, parameters: list[list[Any]]) -> None:
+        own = [ListedParameter.parse(values) for values in list_traced_parameters(self.model)]
+        if own != [ListedParameter.parse(values) for values in parameters]:
+            raise ConfigError(
+                f"generation rank {self._rank}: vLLM's loader puts weights in other places than on "
+                "the server whose parameters were listed; allowed: servers with equal settings"
+            )
 
     def start_weight_update(self) -> None:
         """Make every module wait for its parameters, also after an update that failed."""
@@ -377,10 +390,30 @@ def build_float8_arguments(model_path: str, *, ep: bool) -> dict[str, Any]:
     }
 
 
+def build_trace_arguments(model_path: str) -> dict[str, Any]:
+    """Return vLLM's engine arguments for a model whose parameters no family has the rules of."""
+    return {"load_format": TRACED_FORMAT} if _is_unknown(read_config(model_path)) else {}
+
+
+def _is_unknown(config: HFConfig) -> bool:
+    """Return whether this package has no rules of vLLM's parameters for a config.json."""
+    try:
+        return not get_vllm_weights(config)
+    except ConfigError:
+        return True
+
+
+def list_traced_parameters(model: Any) -> list[list[Any]]:
+    """Return the lists of a model that one of our loaders has traced; [] for others."""
+    parameters: list[ListedParameter] = getattr(model, "mcore_rl_parameters", [])
+    return [parameter.to_list() for parameter in parameters]
+
+
 def register_loaders() -> None:
     """Register our loaders with vLLM, as load formats."""
     register_model_loader(FLOAT8_FORMAT)(_Float8Loader)
     register_model_loader(NO_WEIGHTS_FORMAT)(_NoWeightsLoader)
+    register_model_loader(TRACED_FORMAT)(_TracedLoader)
 
 
 class _Float8Loader(DefaultModelLoader):
@@ -401,6 +434,24 @@ class _Float8Loader(DefaultModelLoader):
                 yield name, reader.read_tensor(name)
 
 
+class _TracedLoader(DefaultModelLoader):
+    """Loads a checkpoint, and records where its tensors go (loader_trace.py)."""
+
+    def __init__(self, load_config: LoadConfig) -> None:
+        super().__init__(replace(load_config, load_format="safetensors"))
+
+    def load_weights(self, model: torch.nn.Module, model_config: ModelConfig) -> None:
+        """Load all parameters."""
+        _trace(model, model_config)
+        super().load_weights(model, model_config)
+
+
+def _trace(model: Any, model_config: ModelConfig) -> None:
+    from mcore_rl.inference.vllm.loader_trace import trace_loader
+
+    model.mcore_rl_parameters = trace_loader(model, model_config.model)
+
+
 class _NoWeightsLoader(DummyModelLoader):
     """Fills parameters with small random numbers; an update writes all of them.
 
@@ -409,5 +460,7 @@ class _NoWeightsLoader(DummyModelLoader):
 
     def load_weights(self, model: torch.nn.Module, model_config: ModelConfig) -> None:
         """Fill all parameters."""
+        if _is_unknown(read_config(model_config.model)):
+            _trace(model, model_config)
         for parameter in model.parameters():
             initialize_single_dummy_weight(parameter)

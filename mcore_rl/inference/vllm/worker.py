@@ -38,7 +38,12 @@ from mcore_rl.config.errors import ConfigError, PeerError
 from mcore_rl.config.schema import RolloutConfig
 from mcore_rl.inference.vllm.processes import use_worker_rendezvous
 from mcore_rl.inference.vllm.trace import TraceTaker
-from mcore_rl.inference.vllm.weights import make_reloadable, register_loaders, repack_output_heads
+from mcore_rl.inference.vllm.weights import (
+    list_traced_parameters,
+    make_reloadable,
+    register_loaders,
+    repack_output_heads,
+)
 from mcore_rl.observability.process import skip_gc_at_exit
 from mcore_rl.observability.stacks import dump_stacks_on_signal
 from mcore_rl.parallel.network import find_interface, use_interface_towards
@@ -332,6 +337,10 @@ class WorkerExtension(TraceTaker):
         make_reloadable(model)
         self.model_runner.reload_weights(weights_path=path)
         repack_output_heads(model)
+
+    def list_parameters(self) -> list[list[Any]]:
+        """Return what this worker's parameters are made of, if its loader was traced."""
+        return list_traced_parameters(self.model_runner.get_model())
 
     def measure_memory(self) -> tuple[int, int]:
         """Return the bytes of the weights and of the KV cache; 0 when asleep."""
