@@ -70,7 +70,8 @@ CASES = [
       and name != "replicas"),
 ]  # fmt: skip
 SELECTED = [
-    ("qwen3", "cp2"), ("qwen3", "replicas"), ("qwen3", "offload"), ("qwen3_moe", "dp3"), ("gemma3_text", "dp2 cp2"),
+    ("qwen3", "cp2"), ("qwen3", "replicas"), ("qwen3", "offload"), ("qwen3_moe", "dp3"),
+    ("gemma3_text", "dp2 cp2"),
     ("olmo3", "one rank"), ("phi3", "dp2"), ("cohere2", "cp2"), ("gpt_oss", "cp2"),
     ("deepseek_v3", "cp2"), ("deepseek_v3", "ep2"), ("qwen3_moe", "dp2 cp2 ep2"),
 ]  # fmt: skip

@@ -1,0 +1,63 @@
+"""A run of a model that no family here has rules of: FSDP2, and vLLM's layout from its loader."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import transformers
+
+import mcore_rl
+from mcore_rl.checkpoint.hf import CheckpointReader
+from mcore_rl.examples.tasks import last_digit
+
+pytestmark = pytest.mark.job
+SETTINGS = (
+    "actor.backend=fsdp", "actor.layout.tp=1", "actor.layout.ep=1", "actor.layout.dp=2",
+    "warm_start.moe_aux_loss_coef=0", "warm_start.num_steps=40", "trainer.prompts_per_step=16",
+    "trainer.eval_samples=16", "trainer.save_every=1", "algorithm.num_mini_batches=1",
+    "algorithm.kl_coef=0.01",
+)  # fmt: skip
+
+
+def replace_model(folder: Path, vocab_size: int) -> None:
+    """Write a random Gemma 3 into a folder, beside its tokenizer."""
+    config = transformers.AutoConfig.for_model(
+        "gemma3_text",
+        vocab_size=vocab_size, hidden_size=64, intermediate_size=128, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=1, head_dim=32, sliding_window=16,
+        query_pre_attn_scalar=32, max_position_embeddings=512, bos_token_id=None,
+        eos_token_id=json.loads((folder / "config.json").read_text())["eos_token_id"],
+        pad_token_id=0, dtype="float32",
+    )  # fmt: skip
+    (folder / "config.json").unlink()
+    for path in folder.glob("*.safetensors*"):
+        path.unlink()
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+
+
+def test_a_model_without_rules_is_trained_and_served_shard_to_shard(start_job, tmp_path):
+    task = last_digit.prepare(tmp_path / "task", 0, worked_share=0.35)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(task.model_dir)
+    replace_model(Path(task.model_dir), len(tokenizer))
+    settings = (
+        *SETTINGS, "task.name=''", f"model.path={task.model_dir}",
+        f"data.train_file={task.train_file}", f"data.test_file={task.test_file}",
+        f"warm_start.train_file={task.warm_start_file}",
+    )  # fmt: skip
+    output = tmp_path / "run"
+    job = start_job(*settings, "trainer.num_steps=2", output=output)
+    assert job.process.wait(400) == 0, job.stderr[-3000:]
+    result = mcore_rl.load_run(output)
+    assert [row["step"] for row in result.metrics] == [1, 2]
+    for row in result.metrics:  # weight_sync.verify=full: every parameter of every push
+        assert row["max_logprob_gap"] < 1e-4 and row["mean_logprob_gap"] < 1e-5
+        assert row["actor/grad_norm"] > 0 and row["actor/kl_loss"] >= 0
+    exported = CheckpointReader(result.checkpoint).get_shapes()
+    assert exported == CheckpointReader(task.model_dir).get_shapes()
+    job = start_job(*settings, "trainer.num_steps=3", "resume=auto", output=output)
+    assert job.process.wait(300) == 0, job.stderr[-3000:]
+    resumed = mcore_rl.load_run(output)
+    assert [row["step"] for row in resumed.metrics] == [1, 2, 3]
+    assert resumed.metrics[-1]["max_logprob_gap"] < 1e-4
