@@ -176,10 +176,8 @@ def build_family(hf_config: HFConfig) -> Family:
 def _map_config(config: HFConfig) -> dict[str, Any]:
     """Return sizes from the fields that config.json files share, by Megatron's names."""
     heads, num_layers = config["num_attention_heads"], config["num_hidden_layers"]
-    experts = next(
-        (config[n] for n in ("num_experts", "num_local_experts", "n_routed_experts") if n in config),
-        0,
-    )
+    names = ("num_experts", "num_local_experts", "n_routed_experts")
+    experts = next((config[name] for name in names if name in config), 0)
     hidden, head_dim = config["hidden_size"], get_head_dim(config)
     fields = {
         "num_layers": num_layers,
@@ -201,8 +199,8 @@ def _map_config(config: HFConfig) -> dict[str, Any]:
 
 def _refuse_layers(config: Any, vp_stage: int | None) -> Any:
     raise ConfigError(
-        "this architecture has no layers of Megatron here; allowed: backend='fsdp', or model.family "
-        "with a family of your own"
+        "this architecture has no layers of Megatron here; allowed: backend='fsdp', or a family of "
+        "your own in model.family"
     )
 
 
