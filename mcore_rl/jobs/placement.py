@@ -13,7 +13,7 @@ import torch
 
 from mcore_rl.algorithms.advantages import ADVANTAGES
 from mcore_rl.algorithms.inputs import get_needs
-from mcore_rl.config.resolve import OWN_POOL, get_pool
+from mcore_rl.config.resolve import OWN_POOL, get_pool, resolve, resolve_for_lane
 from mcore_rl.config.resolve_algorithm import build_teachers
 from mcore_rl.config.resolve_rollout import ROLE, ServedModel, build_served_models
 from mcore_rl.config.schema import EngineConfig, Layout, RLConfig, RolloutConfig
@@ -22,7 +22,13 @@ from mcore_rl.controller.ray_session import has_gpus
 from mcore_rl.controller.resource_pool import ResourcePool
 from mcore_rl.controller.worker_group import WorkerGroup
 from mcore_rl.data.routed_experts import ExpertLayers
-from mcore_rl.models.base import get_family, get_model_sizes, list_moe_layers, read_config
+from mcore_rl.models.base import (
+    get_family,
+    get_model_sizes,
+    list_moe_layers,
+    read_config,
+    use_family,
+)
 from mcore_rl.parallel.mesh import split_into_chunks
 from mcore_rl.rollout.server_pool import ServerPool
 
@@ -164,7 +170,22 @@ def get_device_resource() -> str:
     return "GPU" if detect_lane() == "cuda" else CPU_RESOURCE
 
 
-def has_experts(config: RLConfig) -> bool:
+def resolve_for_nodes(config: RLConfig, lane: str = "", *, needs_data: bool = True) -> RLConfig:
+    """Check the settings of an RL run; fill in the defaults that the nodes and the model decide.
+
+    Args:
+        lane: "cuda" or "cpu" instead of that of the nodes.
+        needs_data: False if data settings may be empty, as in a dry run.
+
+    Raises:
+        ConfigError: A setting is wrong, or the nodes cannot do what it says.
+    """
+    resolve(config, needs_data=needs_data)
+    use_family(config.model.family)
+    return resolve_for_lane(config, lane or detect_lane(), has_experts=_has_experts(config))
+
+
+def _has_experts(config: RLConfig) -> bool:
     """Return whether the model is a mixture of experts; the models of built-in tasks are."""
     return bool(config.task.name or get_model_sizes(read_config(config.model.path)).num_experts)
 

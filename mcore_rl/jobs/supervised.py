@@ -21,11 +21,10 @@ from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.resolve_train import get_data_config, resolve_train
 from mcore_rl.config.schema import DPOConfig, LoRAConfig, RMConfig, SFTConfig, TrainConfig
 from mcore_rl.controller import torchrun
-from mcore_rl.controller.dispatch import RankGroup
 from mcore_rl.controller.process_cleanup import StopSignals, catch_stop_signals
 from mcore_rl.controller.ray_session import ray_session
 from mcore_rl.controller.resource_pool import ResourcePool
-from mcore_rl.controller.worker_group import WorkerGroup
+from mcore_rl.controller.worker_group import RankGroup, WorkerGroup
 from mcore_rl.data.examples import ExampleBatches
 from mcore_rl.engine.base import EngineSpec, load_backend
 from mcore_rl.engine.worker import ModelWorker

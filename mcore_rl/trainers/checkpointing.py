@@ -19,8 +19,8 @@ from mcore_rl.checkpoint.run_checkpoints import (
 )
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import RLConfig, TrainConfig
-from mcore_rl.controller.dispatch import RankGroup
 from mcore_rl.controller.process_cleanup import RunStopped, StopSignals
+from mcore_rl.controller.worker_group import RankGroup
 from mcore_rl.observability.warnings import warn
 from mcore_rl.trainers.device_sharing import DeviceSharing, ExclusiveDevices
 

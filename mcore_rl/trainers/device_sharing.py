@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from mcore_rl.config.resolve import are_colocated
 from mcore_rl.config.schema import PlacementConfig
-from mcore_rl.controller.dispatch import RankGroup
+from mcore_rl.controller.worker_group import RankGroup
 from mcore_rl.rollout.server_pool import ServerPool
 from mcore_rl.rollout.weight_updater import WeightSync
 

@@ -23,7 +23,7 @@ from mcore_rl.algorithms.preference import (
     build_pair_inputs,
     compute_pair_weights,
 )
-from mcore_rl.controller.dispatch import RankGroup
+from mcore_rl.controller.worker_group import RankGroup
 from mcore_rl.data.batch import Batch
 from mcore_rl.data.examples import build_scoring_batch
 from mcore_rl.observability.activity import Stopwatch

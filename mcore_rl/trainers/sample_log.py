@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 
 from mcore_rl.config.schema import SampleLogConfig
-from mcore_rl.controller.dispatch import RankGroup
+from mcore_rl.controller.worker_group import RankGroup
 from mcore_rl.data.batch import Batch, Samples
 from mcore_rl.data.routed_experts import list_expert_columns
 from mcore_rl.data.sample_tables import (
