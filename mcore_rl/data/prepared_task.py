@@ -40,17 +40,17 @@ def write_task(
     saved in task.json.
     """
     _refuse_foreign(directory)
-    aside = directory.with_name(f".{directory.name}.partial")
-    shutil.rmtree(aside, ignore_errors=True)  # left by a run that was killed
-    aside.mkdir(parents=True)
+    partial_path = directory.with_name(f".{directory.name}.partial")
+    shutil.rmtree(partial_path, ignore_errors=True)  # left by a run that was killed
+    partial_path.mkdir(parents=True)
     try:
-        write(prepared(aside))
-        (aside / "task.json").write_text(json.dumps(settings, indent=2) + "\n")
+        write(prepared(partial_path))
+        (partial_path / "task.json").write_text(json.dumps(settings, indent=2) + "\n")
         if directory.exists():
             shutil.rmtree(directory)
-        aside.rename(directory)
+        partial_path.rename(directory)
     except BaseException:
-        shutil.rmtree(aside, ignore_errors=True)
+        shutil.rmtree(partial_path, ignore_errors=True)
         raise
     return prepared(directory)
 
