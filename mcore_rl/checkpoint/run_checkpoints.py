@@ -37,7 +37,7 @@ from mcore_rl.config.checks import shorten
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.json_file import read_json_object
 from mcore_rl.data.batch import Array
-from mcore_rl.data.prepared_task import prepared
+from mcore_rl.data.prepared_task import get_task_paths
 
 ACTOR, CRITIC = "actor", "critic"
 MADE_IN = "made_in"  # in `state`, unless it is the folder of the run
@@ -90,7 +90,7 @@ class RunCheckpoint:
         if settings.get("warm_start", {}).get("num_steps"):
             return self.made_in / "warm_start"
         if settings.get("task", {}).get("name"):
-            return prepared(self.made_in / "task").model_dir
+            return get_task_paths(self.made_in / "task").model_dir
         return Path(settings["model"]["path"])
 
     @property

@@ -28,7 +28,7 @@ from mcore_rl.config.schema import (
     TrainConfig,
 )
 from mcore_rl.controller.process_cleanup import clean_up_on_exit
-from mcore_rl.data.prepared_task import prepared
+from mcore_rl.data.prepared_task import get_task_paths
 from mcore_rl.data.sample_tables import list_tables, resume_tables
 from mcore_rl.jobs.failure import RunFailed
 from mcore_rl.observability.console import (
@@ -435,7 +435,7 @@ def _list_eval_settings(folder: Path, config: RLConfig) -> Iterator[str]:
     if config.agent.loop != "single_turn" or config.reward.terms:
         return
     sets = {name: file for name, (_, file) in list_test_files(config.data).items()}
-    made = prepared(folder / "task").test_file
+    made = get_task_paths(folder / "task").test_file
     if config.task.name and made.is_file():
         sets["test"] = str(made)
     yield from [f"data.sets.{name}={file}" for name, file in sets.items()] or [_SET]

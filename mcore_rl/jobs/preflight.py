@@ -34,8 +34,8 @@ from mcore_rl.data.datasets import (
 )
 from mcore_rl.data.examples import load_chats
 from mcore_rl.data.files import open_rows
-from mcore_rl.data.prepared_task import prepared
-from mcore_rl.data.rows import Column
+from mcore_rl.data.prepared_task import get_task_paths
+from mcore_rl.data.rows import RowColumn
 from mcore_rl.data.tokenizer import (
     check_tokenizer_matches,
     has_tokenizer,
@@ -164,7 +164,7 @@ def prepare_task(config: RLConfig, folder: Path, *, exists: bool = False) -> RLC
     if not config.task.name:
         return config
     if exists:
-        task = prepared(folder / "task")
+        task = get_task_paths(folder / "task")
     else:
         make = TASKS[config.task.name]
         task = make(folder / "task", config.seed, config.task.worked_share)
@@ -509,7 +509,8 @@ def _check_frozen_tokenizer(config: RLConfig, role: str, path: str) -> None:
 def _check_teacher_column(config: RLConfig) -> None:
     if not config.teacher.column:
         return
-    names, column = build_teachers(config.teacher), Column(config.teacher.column, "teacher.column")
+    names = build_teachers(config.teacher)
+    column = RowColumn(config.teacher.column, "teacher.column")
     for name in filter(None, config.data.train_files or [config.data.train_file]):
         for row in open_rows(name, "data.train_file"):
             if (teacher := column.get_text(row)) not in names:
