@@ -253,7 +253,7 @@ def _start_servers(inputs: _Inputs, logs: Path) -> Iterator[RolloutPool]:
                 print(line)
             gather_results(servers.submit("prepare"))
             gather_results(servers.submit_start())
-            servers.started()
+            servers.mark_started()
         yield RolloutPool(servers, config.rollout, config.seed)
 
 

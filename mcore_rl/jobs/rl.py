@@ -383,7 +383,7 @@ def _start_models(
     gather_results(waiting_for)
     if servers_sleep(placement, roles):
         gather_results(servers.submit_start())
-    servers.started()
+    servers.mark_started()
     if starting:
         servers.connect_models(frozen_servers.build_addresses(gather_results(starting)))
     sync = connect(config, actor, servers, disk_space.compute_weight_bytes(config))

@@ -62,7 +62,7 @@ class TransportSync:
         self.servers.admit()
         while not (self.connect() and self._send(version)):
             self.servers.admit()
-        self.servers.updated(version)
+        self.servers.mark_updated(version)
 
     def connect(self) -> bool:
         """Connect the servers that are up, unless they are; return False if one has died."""
@@ -129,7 +129,7 @@ class CheckpointSync:
                 "load_checkpoint", lambda _: arguments, [], self.timeout
             ):
                 self.servers.admit()
-            self.servers.updated(version)
+            self.servers.mark_updated(version)
         finally:
             shutil.rmtree(self.folder, ignore_errors=True)
 

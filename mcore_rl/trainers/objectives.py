@@ -104,10 +104,8 @@ class PairObjective(ABC):
         weights = compute_pair_weights(batch, losses)
         with clock("update"):
             metrics = self.model.update(batch.with_columns(loss_weights=weights))[0][0]
-        return {
-            **metrics,
-            **losses.metrics,
-        }  # the loss of the update has the gradient, not the value
+        # The loss of the update has the gradient of the pairs' loss, not its value.
+        return {**metrics, **losses.metrics}
 
     def evaluate(self, batches: Iterator[Batch]) -> Metrics:
         """Return means over the pairs of all batches."""
