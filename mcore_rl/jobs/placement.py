@@ -147,6 +147,7 @@ def get_served_models(config: RLConfig) -> dict[str, ServedModel]:
 
 
 def count_devices(plans: Mapping[str, PoolPlan]) -> int:
+    """Return the devices of all pools."""
     return sum(plan.num_bundles * plan.devices_per_bundle for plan in plans.values())
 
 
@@ -226,11 +227,13 @@ class Pools:
 
         Ray shows a rank the GPU of its first bundle only; servers on shared pools have several.
         """
-        plan = self._plan(role)[1]
-        stride = self._bundles_per_rank(role, plan)
+        plan = self._find_plan(role)[1]
+        stride = self._count_bundles_per_rank(role, plan)
         if self._resource != "GPU" or stride == 1:
             return ()
-        gpu_ids = self._pool(role).get_gpu_ids(1 / len(plan.roles), self._config.timeouts.start_s)
+        gpu_ids = self._open_pool(role).get_gpu_ids(
+            1 / len(plan.roles), self._config.timeouts.start_s
+        )
         return tuple(
             ",".join(gpu_ids[start : start + stride]) for start in range(0, len(gpu_ids), stride)
         )
@@ -252,30 +255,32 @@ class Pools:
         Raises:
             ConfigError: The cluster does not provide the devices.
         """
-        _, plan = self._plan(role)
+        _, plan = self._find_plan(role)
         return WorkerGroup(
             worker,
             init_args=args,
             layout=layout,
-            pool=self._pool(role),
+            pool=self._open_pool(role),
             timeouts=self._config.timeouts,
             share=1 / len(plan.roles),
-            bundles_per_rank=self._bundles_per_rank(role, plan),
-            first_bundle=first_rank * self._bundles_per_rank(role, plan),
+            bundles_per_rank=self._count_bundles_per_rank(role, plan),
+            first_bundle=first_rank * self._count_bundles_per_rank(role, plan),
             **options,
         )
 
-    def _plan(self, role: str) -> tuple[str, PoolPlan]:
+    def _find_plan(self, role: str) -> tuple[str, PoolPlan]:
+        """Return name and plan of the pool of a role."""
         return next((n, plan) for n, plan in self._plans.items() if role in plan.roles)
 
-    def _bundles_per_rank(self, role: str, plan: PoolPlan) -> int:
+    def _count_bundles_per_rank(self, role: str, plan: PoolPlan) -> int:
         """Return the bundles of a rank: on a shared pool, those of a server on one node."""
         rollout = self._config.rollout
         is_spread = role == "rollout" and plan.roles != ("rollout",)
         return rollout.tp // rollout.nodes_per_server if is_spread else 1
 
-    def _pool(self, role: str) -> ResourcePool:
-        name, plan = self._plan(role)
+    def _open_pool(self, role: str) -> ResourcePool:
+        """Return the pool of a role; request it from Ray if it is not open yet."""
+        name, plan = self._find_plan(role)
         if name not in self._open:
             self._open[name] = self._stack.enter_context(
                 ResourcePool(

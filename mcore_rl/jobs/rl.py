@@ -74,7 +74,7 @@ from mcore_rl.rollout.weight_updater import ExportError, connect
 from mcore_rl.rollout.worker import ModelServer, ModelServerSpec, RolloutSpec, RolloutWorker
 from mcore_rl.trainers import supervised
 from mcore_rl.trainers.base import RLTrainer, TrainerInputs, load_trainer
-from mcore_rl.trainers.checkpointing import CheckpointManager, Stateful, how_to_resume
+from mcore_rl.trainers.checkpointing import CheckpointManager, Stateful, describe_resume
 from mcore_rl.trainers.device_sharing import DeviceSharing, servers_sleep, shares_devices
 from mcore_rl.trainers.evaluation import build_test_sets
 from mcore_rl.trainers.objectives import SupervisedObjective
@@ -154,7 +154,7 @@ def _handle_stop_signals(config: RLConfig) -> Iterator[StopSignals]:
     if not config.trainer.save_every:
         yield StopSignals()
         return
-    with catch_stop_signals(how_to_resume(config)) as stop:
+    with catch_stop_signals(describe_resume(config)) as stop:
         yield stop
 
 
