@@ -88,6 +88,7 @@ class TransportSync:
         return True
 
     def _send(self, version: int) -> bool:
+        """Send a version to the servers that are connected; return False if one has died."""
         sending = self.actor.send_weights.submit(version)
         options = (True, self.recompute_cache) if self.in_flight else ()
         arguments = version, *options
