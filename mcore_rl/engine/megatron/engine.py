@@ -417,15 +417,14 @@ class MegatronEngine(BaseEngine):
 
         for chunk in self.wrapped_chunks:
             chunk.train(not forward_only)
+        head = self._create_head(temperature, loss_function, with_scores=with_scores)
         loss_func: step.LossFunc
         if loss_function is None:
-            head = self._create_head(temperature, is_training=False)
             loss_func = partial(step.compute_scores, head)
         else:
-            needs = get_needs(loss_function) | ({"entropy"} if with_scores else set())
             loss_func = partial(
                 step.compute_training_loss,
-                self._create_head(temperature, is_training=True, needs=needs),
+                head,
                 loss_function,
                 step.count_tokens(micros, self.device),
                 mtp_loss_coef=self.spec.engine.mtp_loss_coef,
@@ -436,15 +435,18 @@ class MegatronEngine(BaseEngine):
         )
 
     def _create_head(
-        self, temperature: float, *, is_training: bool, needs: Collection[str] = ()
+        self, temperature: float, loss_function: LossFunction | None, *, with_scores: bool
     ) -> Any:
+        """Return the head that computes the scores a pass needs: all of them without a loss."""
         from mcore_rl.engine.megatron.heads import LanguageModelHead
 
+        is_training = loss_function is not None
+        is_entropy_read = loss_function is None or "entropy" in get_needs(loss_function)
         return LanguageModelHead(
             vocab_size=self.hf_config["vocab_size"],
             temperature=temperature,
             chunk_bytes=self.spec.engine.logprob_chunk_bytes,
-            with_entropy="entropy" in needs or not is_training,
+            with_entropy=with_scores or is_entropy_read,
             with_squares=self.spec.with_sum_pi_squared and not is_training,
             num_top=0 if is_training else self.spec.num_top_log_probs,
         )
@@ -500,7 +502,7 @@ class ValueEngine(MegatronEngine):
         ]
 
     def _create_head(
-        self, temperature: float, *, is_training: bool, needs: Collection[str] = ()
+        self, temperature: float, loss_function: LossFunction | None, *, with_scores: bool
     ) -> Any:
         from mcore_rl.engine.megatron.heads import compute_value_scores
 
