@@ -141,11 +141,11 @@ class Servers:
 
     def follow_desired(self) -> None: ...
 
-    def tend(self, stream: str) -> list[Batch]:
+    def poll(self, stream: str) -> list[Batch]:
         """Return nothing: no real second passes while the modelled trainer computes."""
         return []
 
-    def rerouted(self, stream: str) -> list[int]:
+    def pop_rerouted(self, stream: str) -> list[int]:
         """Return no groups: modelled servers never die."""
         return []
 

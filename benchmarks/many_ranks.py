@@ -37,7 +37,7 @@ from mcore_rl.parallel.rendezvous import RendezvousServer
 from mcore_rl.parallel.store import RendezvousStore
 from mcore_rl.reshard.buckets import schedule
 from mcore_rl.reshard.layout import GenerationLayout, TrainingRanks
-from mcore_rl.rollout.buffer import Admission, Pacing, SampleQueue
+from mcore_rl.rollout.buffer import SampleQueue, StalenessController, StalenessSettings
 from mcore_rl.weight_sync.spec import TransferSpec, build_training_side, plan_transfer
 
 NUM_EXPERTS = 128
@@ -144,16 +144,16 @@ def wait(num_ranks: int) -> float:
 
 def ledger(num_ranks: int) -> float:
     queue: SampleQueue[None] = SampleQueue(8)
-    pacing = Pacing(groups_per_step=num_ranks, group_size=8, num_steps=9, staleness=1)
-    admission = Admission(queue, pacing)
+    pacing = StalenessSettings(groups_per_step=num_ranks, group_size=8, num_steps=9, staleness=1)
+    controller = StalenessController(queue, pacing)
     start = time.process_time()
-    queue.issue(range(admission.num_to_draw()), range(admission.num_to_draw()))
-    running = [group.group_id for group in admission.begin()]
-    while admission.select(1) is None:
+    queue.issue(range(controller.num_to_draw()), range(controller.num_to_draw()))
+    running = [group.group_id for group in controller.begin()]
+    while controller.select(1) is None:
         group_id = running.pop()
         queue.finish(group_id, 0, 8, {})
         queue.mark_rewarded([group_id])
-        assert not admission.num_to_draw() and not admission.begin()
+        assert not controller.num_to_draw() and not controller.begin()
     return time.process_time() - start
 
 

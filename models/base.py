@@ -308,7 +308,8 @@ def list_moe_layers(config: HFConfig) -> tuple[int, ...]:
     fields = get_family(config).config_map(config)
     if not fields.get("num_moe_experts", 0):
         return ()
-    return tuple(layer for layer, has in enumerate(fields["moe_layer_freq"]) if has)
+    is_moe = fields["moe_layer_freq"]  # 1 for each layer with experts, else 0
+    return tuple(layer for layer, flag in enumerate(is_moe) if flag)
 
 
 MAX_EXPERTS = 1 << 16  # over all layers

@@ -145,12 +145,11 @@ def map_head_weights(
     """Map the final norm and the output head; of a tied model, the head is an embedding copy."""
     norm = LogicalTensor("model.norm.weight", (get_field(config, "hidden_size"),))
     yield Weight("decoder.final_layernorm.weight", Replicated(norm), stage="final_norm")
-    tied = _is_tied(config)
-    name = "model.embed_tokens.weight" if tied else "lm_head.weight"
+    is_tied = _is_tied(config)
+    name = "model.embed_tokens.weight" if is_tied else "lm_head.weight"
     head = _build_vocab_tensor(config, name, ["shared_head.head"], mtp_layers)
-    yield Weight(
-        "output_layer.weight", Split(head, 0, padded_vocab), axis="tp", stage="head", replica=tied
-    )
+    rule = Split(head, 0, padded_vocab)
+    yield Weight("output_layer.weight", rule, axis="tp", stage="head", replica=is_tied)
 
 
 def _is_tied(config: HFConfig) -> bool:
@@ -160,11 +159,12 @@ def _is_tied(config: HFConfig) -> bool:
 def _build_vocab_tensor(
     config: HFConfig, name: str, repeats: list[str], mtp_layers: list[Layer]
 ) -> LogicalTensor:
+    """Return a tensor of [vocabulary, hidden] that each prediction layer repeats as `repeats`."""
     shape = (get_field(config, "vocab_size"), get_field(config, "hidden_size"))
-    also = tuple(
+    aliases = tuple(
         layer.build_tensor(f"{repeat}.weight").name for layer in mtp_layers for repeat in repeats
     )
-    return LogicalTensor(name, shape, also)
+    return LogicalTensor(name, shape, aliases)
 
 
 def map_mtp_weights(config: HFConfig, layer: Layer) -> Iterator[Weight]:
@@ -175,11 +175,12 @@ def map_mtp_weights(config: HFConfig, layer: Layer) -> Iterator[Weight]:
     """
     hidden = get_field(config, "hidden_size")
     name = f"mtp.layers.{layer.mtp_index}."
-    for mcore, hf in (("enorm",) * 2, ("hnorm",) * 2, ("final_layernorm", "shared_head.norm")):
+    norms = {"enorm": "enorm", "hnorm": "hnorm", "final_layernorm": "shared_head.norm"}
+    for mcore, hf in norms.items():
         norm = layer.build_tensor(f"{hf}.weight", hidden)
         yield Weight(f"{name}{mcore}.weight", Replicated(norm), stage="mtp")
-    project = Split(layer.build_tensor("eh_proj.weight", hidden, 2 * hidden), 0)
-    yield Weight(f"{name}eh_proj.weight", project, axis="tp", stage="mtp")
+    projection = Split(layer.build_tensor("eh_proj.weight", hidden, 2 * hidden), 0)
+    yield Weight(f"{name}eh_proj.weight", projection, axis="tp", stage="mtp")
 
 
 def map_attention_weights(
@@ -187,12 +188,10 @@ def map_attention_weights(
 ) -> Iterator[Weight]:
     """Map input norm, q/k/v and output projections of grouped-query attention."""
     hidden, dim = get_field(config, "hidden_size"), get_head_dim(config)
-    heads, groups = (
-        get_field(config, "num_attention_heads"),
-        get_field(config, "num_key_value_heads"),
-    )
+    heads = get_field(config, "num_attention_heads")
+    groups = get_field(config, "num_key_value_heads")
 
-    def qkv(kind: str, *columns: int) -> InterleavedQKV:
+    def build_qkv(kind: str, *columns: int) -> InterleavedQKV:
         return InterleavedQKV(
             layer.build_tensor(f"self_attn.q_proj.{kind}", heads * dim, *columns),
             layer.build_tensor(f"self_attn.k_proj.{kind}", groups * dim, *columns),
@@ -202,9 +201,9 @@ def map_attention_weights(
 
     norm = Replicated(layer.build_tensor("input_layernorm.weight", hidden))
     yield layer.build_weight("self_attention.linear_qkv.layer_norm_weight", norm)
-    yield layer.build_weight("self_attention.linear_qkv.weight", qkv("weight", hidden), "tp")
+    yield layer.build_weight("self_attention.linear_qkv.weight", build_qkv("weight", hidden), "tp")
     if qkv_bias:
-        yield layer.build_weight("self_attention.linear_qkv.bias", qkv("bias"), "tp")
+        yield layer.build_weight("self_attention.linear_qkv.bias", build_qkv("bias"), "tp")
     if qk_norm:
         for name in ("q", "k"):
             norm = Replicated(layer.build_tensor(f"self_attn.{name}_norm.weight", dim))
@@ -349,10 +348,8 @@ def map_expert_mlp_weights(
 
 def map_shared_expert_mlp_weights(config: HFConfig, layer: Layer) -> Iterator[Weight]:
     """Map the MoE of DeepSeek-V3: router with a selection bias, experts and shared experts."""
-    num_experts, ffn = (
-        get_field(config, "n_routed_experts"),
-        get_field(config, "moe_intermediate_size"),
-    )
+    num_experts = get_field(config, "n_routed_experts")
+    ffn = get_field(config, "moe_intermediate_size")
     yield from map_expert_mlp_weights(config, layer, num_experts=num_experts, ffn=ffn)
     bias = Replicated(layer.build_tensor("mlp.gate.e_score_correction_bias", num_experts))
     yield layer.build_weight("mlp.router.expert_bias", bias, float32=True)

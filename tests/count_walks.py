@@ -64,7 +64,7 @@ CHOSEN_BY: Mapping[str, str] = {
 }
 # Groups of workers: a method that they do not define is one of these workers'. The call goes
 # through these files.
-GROUPS = ("controller.worker_group:WorkerGroup", "controller.dispatch:RankGroup")
+GROUPS = ("controller.worker_group:WorkerGroup", "controller.worker_group:RankGroup")
 WORKERS = ("engine.worker:ModelWorker", "rollout.worker:RolloutWorker")
 REMOTE_CALL = ("controller/worker_group.py", "controller/worker_process.py")
 # Functions that are called by a string, a parameter, a field or a registry: caller, the name in its
@@ -116,7 +116,7 @@ WALKS = (
         "`mcore-rl rl` to the policy loss",
         build_legs("cli.main:main", "algorithms.losses:ppo_clip"),
         aim=22,
-        bound=25,
+        bound=22,
     ),
     Walk(
         "a weight update, from engine to vLLM",
@@ -156,7 +156,7 @@ WALKS = (
         bound=6,
         declares=("config.schema:AlgorithmConfig", "config.schema:PPOClipSettings"),
         passing=build_legs("cli.job:JobCommand.main", "trainers.base:RLTrainer.build_loss"),
-        bound_passing=7,
+        bound_passing=6,
     ),
 )
 

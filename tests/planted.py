@@ -169,10 +169,10 @@ class ProcessNodes:
             command = [sys.executable, "-m", entry.__name__]
             self._processes.append(subprocess.Popen(command, env=environment))
 
-    def ended(self) -> bool:
+    def has_ended(self) -> bool:
         return all(process.poll() is not None for process in self._processes)
 
-    def why(self, name: str) -> str:
+    def get_error(self, name: str) -> str:
         return ""
 
     def stop(self) -> None:

@@ -81,7 +81,7 @@ class RemoteGenerator:
 
         Args:
             name: Key of the model in `models`.
-            timeout_s: Limit of an answer, with all attempts.
+            timeout_s: Limit of an answer, all attempts together.
         """
         self._name, self._urls, self._timeout_s = name, address.urls, timeout_s
         self._num_outstanding: Counter[str] = Counter()
@@ -173,7 +173,7 @@ class RemoteGenerator:
         for pause_s in (*_PAUSES_S, None):
             disconnected = set[str]()
             while untried:
-                url = min(untried, key=self._rank)
+                url = min(untried, key=self._compute_priority)
                 untried.remove(url)
                 try:
                     return url, await self._post(url, body, failures)
@@ -187,7 +187,7 @@ class RemoteGenerator:
             untried = disconnected
         raise self._build_error(failures)
 
-    def _rank(self, url: str) -> tuple[bool, int, int, int]:
+    def _compute_priority(self, url: str) -> tuple[bool, int, int, int]:
         """Return the sort key of a server; the lowest is tried first."""
         is_avoided = time.monotonic() < self._avoided_until.get(url, 0.0)
         index = self._urls.index(url)
@@ -244,14 +244,15 @@ class RemoteGenerator:
 def _parse_completion(choice: dict[str, Any]) -> Completion:
     token_ids: Sequence[int] = choice["token_ids"]
     log_probs = [token["logprob"] for token in choice["logprobs"]["content"]]
-    if len(log_probs) != len(token_ids) or choice["finish_reason"] not in (
-        "stop", "length", "abort",
-    ):  # fmt: skip
-        raise ValueError("neither as many log-probs as tokens nor a finish reason that is known")
+    if len(log_probs) != len(token_ids):
+        raise ValueError(f"{len(log_probs)} log-probs of {len(token_ids)} tokens")
+    reason = choice["finish_reason"]
+    if reason not in ("stop", "length", "abort"):
+        raise ValueError(f"finish_reason={reason!r}; allowed: 'stop', 'length', 'abort'")
     return Completion(
         token_ids=list(token_ids),
         log_probs=log_probs,
-        finish_reason=choice["finish_reason"],
+        finish_reason=reason,
         weight_versions=[MASKED_VERSION] * len(token_ids),
         stop_string=choice["stop_reason"] if isinstance(choice.get("stop_reason"), str) else "",
     )

@@ -82,6 +82,7 @@ def compute_advantages(
 
 
 def _expand_to_tokens(result: object, batch: Batch, what: str) -> Jagged:
+    """Return a function's result as float32 [response tokens]; `what` names it in errors."""
     responses = batch.jagged("response_ids")
     if isinstance(result, Jagged) and result.values.ndim == 1:
         if not np.array_equal(result.lengths, responses.lengths):
@@ -383,8 +384,8 @@ def optimal_token_baseline(inputs: AdvantageInputs) -> Jagged:
     group = Groups(inputs.group_ids).index[tokens.rows]
     key = group * (steps.max(initial=0) + 1) + steps
     total, weighted = sum_by_index(key, weights)[key], sum_by_index(key, weights * returns)[key]
-    known = (np.bincount(key)[key] > 1) & (total > 0)
-    baseline = np.divide(weighted, total, out=np.zeros(len(returns)), where=known)
+    has_baseline = (np.bincount(key)[key] > 1) & (total > 0)
+    baseline = np.divide(weighted, total, out=np.zeros(len(returns)), where=has_baseline)
     return tokens.scatter(returns - baseline)
 
 

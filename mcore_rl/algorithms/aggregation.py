@@ -49,10 +49,10 @@ def compute_loss_weights(
     """
     sequence_weights = AGGREGATIONS.bind(mode, settings or {})
     trained = (response_mask.values != 0).astype(np.float64)
-    numbers = np.arange(len(response_mask)) if sequences is None else sequences
-    sequence = np.repeat(numbers, response_mask.lengths)
-    num = int(numbers.max(initial=-1)) + 1
-    counts = np.bincount(sequence, weights=trained, minlength=num).astype(np.float64)
+    row_sequences = np.arange(len(response_mask)) if sequences is None else sequences
+    token_sequences = np.repeat(row_sequences, response_mask.lengths)
+    num = int(row_sequences.max(initial=-1)) + 1
+    counts = np.bincount(token_sequences, weights=trained, minlength=num).astype(np.float64)
     if not counts.any():
         raise ValueError(
             f"no token of the mini-batch is to be trained on: response_mask is 0 at all "
@@ -64,7 +64,7 @@ def compute_loss_weights(
             f"{AGGREGATIONS.setting}={mode!r} returned {weights} for sequences of {counts} tokens; "
             "allowed: a finite weight for each"
         )
-    return response_mask.with_values((trained * weights[sequence]).astype(np.float32))
+    return response_mask.with_values((trained * weights[token_sequences]).astype(np.float32))
 
 
 def select_top_entropy(entropy: Jagged, response_mask: Jagged, share: float) -> Jagged:
@@ -72,8 +72,8 @@ def select_top_entropy(entropy: Jagged, response_mask: Jagged, share: float) -> 
 
     The high-entropy minority tokens of Wang et al. 2025 (arXiv:2506.01939, share 0.2).
     The number is rounded to the nearest, at least one; ties with the lowest selected entropy are
-    selected, too. The batch is that of the step, and the loss is divided by all tokens, as in the
-    paper.
+    selected, too. The share is of the whole step, and the loss is divided by all of its tokens, as
+    in the paper.
     """
     chosen = response_mask.values != 0
     entropies = entropy.values[chosen]

@@ -35,7 +35,7 @@ class Coefficients:
             num_samples: Number of these samples.
 
         Returns:
-            The settings, and metrics algorithm/...
+            The settings, and metrics algorithm/NAME.
 
         algorithm.kl_target: Ziegler et al. 2019 (arXiv:1909.08593), with samples and horizon as in
         its code: after the step, coef *= 1 + clip(KL / target - 1, -0.2, 0.2) * samples / horizon.
@@ -48,11 +48,10 @@ class Coefficients:
         """
         config, metrics = self._config, dict[str, float]()
         if "kl" in measurements:
-            kl = measurements["kl"]
-            metrics |= {"reference_kl": kl, "kl_coef": self._kl}
+            metrics |= {"reference_kl": measurements["kl"], "kl_coef": self._kl}
         if (target := config.kl_target) is not None:
             config = replace(config, kl_coef=self._kl)
-            error = min(max(kl / target - 1, -_MAX_ERROR), _MAX_ERROR)
+            error = min(max(measurements["kl"] / target - 1, -_MAX_ERROR), _MAX_ERROR)
             self._kl *= 1 + error * num_samples / config.kl_horizon
         if (target := config.entropy_target) is not None:
             entropy = measurements["entropy"]
@@ -65,10 +64,8 @@ class Coefficients:
 
     @property
     def needs_measurements(self) -> bool:
-        """True if `measure` measures anything with these settings."""
-        config = self._config
-        needs_kl = config.kl_placement == "reward" or config.kl_target is not None
-        return needs_kl or config.entropy_target is not None
+        """True if `measure` returns anything with these settings."""
+        return _reads_kl(self._config) or self._config.entropy_target is not None
 
     @property
     def config(self) -> AlgorithmConfig:
@@ -86,10 +83,14 @@ class Coefficients:
             self._entropy = state["entropy"]
 
 
+def _reads_kl(config: AlgorithmConfig) -> bool:
+    return config.kl_placement == "reward" or config.kl_target is not None
+
+
 def measure(batch: Batch, config: AlgorithmConfig) -> dict[str, float]:
     """Measure the `kl` and the `entropy` of a step's samples, each if a setting needs it."""
     mask, measurements = batch.jagged("response_mask"), dict[str, float]()
-    if config.kl_placement == "reward" or config.kl_target is not None:
+    if _reads_kl(config):
         measurements["kl"] = compute_sequence_mean(compute_reference_kl(batch, config), mask)
     if config.entropy_target is not None:
         chosen = batch.jagged("entropy").values[mask.values != 0]

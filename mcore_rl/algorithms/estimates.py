@@ -16,10 +16,10 @@ Floats = npt.NDArray[np.float64]
 
 
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
-    """Estimate the probability that any of k responses is correct, from c correct ones of n.
+    """Estimate the probability that any of k responses is correct.
 
-    1 - C(n - c, k) / C(n, k), the unbiased estimator of arXiv:2107.03374, equation 1: the share of
-    subsets of k responses with a correct one.
+    1 - C(n - c, k) / C(n, k) for c correct ones of n samples, the unbiased estimator of
+    arXiv:2107.03374, equation 1: the share of subsets of k responses with a correct one.
 
     >>> pass_at_k(4, 1, 2)
     0.5

@@ -20,8 +20,8 @@ from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.json_file import read_json_object
 
 INFO_FILE = "mcore_rl.json"  # written last: without it a checkpoint is incomplete
-_VERSION = "megatron_core"  # its version at the time of writing
-_FILES = "files"  # manifest of the other files
+# Keys of INFO_FILE: the megatron-core version that wrote it, and the manifest of the other files.
+_VERSION, _FILES = "megatron_core", "files"
 Checksum = tuple[int, int]  # size in bytes, CRC32
 Manifest = Mapping[str, Checksum]  # by file name
 ComputeChecksums = Callable[[Sequence[Path]], list[Checksum]]  # in the order of the files
@@ -67,7 +67,7 @@ def write_at(fd: int, offset: int, memory: memoryview | bytes) -> int:
     return crc32
 
 
-def compute_checksum(path: Path) -> tuple[int, int]:
+def compute_checksum(path: Path) -> Checksum:
     """Return size and CRC32 of a file. Raises OSError if it cannot be read."""
     memory, crc32, size = memoryview(bytearray(_READ_BYTES)), 0, 0
     with path.open("rb", buffering=0) as file:
@@ -77,15 +77,15 @@ def compute_checksum(path: Path) -> tuple[int, int]:
     return size, crc32
 
 
-def publish_folder(aside: Path, path: Path, files: Iterable[Path]) -> None:
-    """Rename a complete folder to its final name, durably.
+def publish_folder(partial_path: Path, path: Path, files: Iterable[Path]) -> None:
+    """Sync a complete folder to disk and rename it to its final name.
 
     Args:
         files: Files in it that have not been synced to disk.
     """
-    for entry in (*files, aside):
+    for entry in (*files, partial_path):
         _fsync(entry)
-    aside.rename(path)
+    partial_path.rename(path)
     _fsync(path.parent)
 
 
@@ -111,19 +111,19 @@ def open_atomic(path: Path, num_bytes: int = 0) -> Iterator[int]:
     Raises:
         OSError: It cannot be written; names `path`.
     """
-    aside = path.with_name(f".{path.name}.partial")
+    partial_path = path.with_name(f".{path.name}.partial")
     try:
-        with aside.open("w+b", buffering=0) as file:
+        with partial_path.open("w+b", buffering=0) as file:
             if num_bytes:
                 os.posix_fallocate(file.fileno(), 0, num_bytes)
             yield file.fileno()
-        aside.rename(path)
+        partial_path.rename(path)
     except OSError as error:
         if error.errno is None:
             raise
         raise OSError(error.errno, error.strerror, str(path)) from error
     finally:
-        aside.unlink(missing_ok=True)
+        partial_path.unlink(missing_ok=True)
 
 
 def compute_checksums(files: Sequence[Path]) -> list[Checksum]:
@@ -160,6 +160,7 @@ def check_files(
 def _compare_files(
     folder: Path, expected: Manifest, ignored: set[str], compute_sums: ComputeChecksums
 ) -> None:
+    """Compare names, then sizes, then checksums; may raise OSError."""
     names = {entry.name for entry in folder.iterdir()} - ignored
     for name in sorted(expected.keys() - names):
         raise ConfigError(f"{folder / name} is missing")

@@ -31,9 +31,9 @@ from mcore_rl.reshard.rules import Block, Box, LogicalTensor, list_logical_tenso
 
 INDEX_FILE = "model.safetensors.index.json"
 _SINGLE_FILE = "model.safetensors"
-_DERIVED = ".rotary_emb.inv_freq"
+_DERIVED = ".rotary_emb.inv_freq"  # suffix of tensors that follow from config.json
 _HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
-_ROWS_AT_ONCE = 4096  # when a tied head is compared with the embedding
+_ROWS_PER_READ = 4096  # when a tied head is compared with the embedding
 _WEIGHT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 CRC32_KEY = "mcore_rl.crc32"  # in __metadata__ of a file: JSON, 8 hex digits per tensor name
 LENGTH_BYTES = 8  # size of the header length at the start of a file
@@ -102,7 +102,7 @@ class CheckpointReader:
 
     @property
     def is_quantized(self) -> bool:
-        """True if weights are in float8."""
+        """True if any weight is stored in float8 blocks."""
         return bool(self._scaled)
 
     def get_shape(self, name: str) -> tuple[int, ...]:
@@ -215,8 +215,8 @@ class CheckpointReader:
         stored = {_HEAD: self._tied_head, _EMBEDDING: self._file_of[_EMBEDDING]}
         head, embedding = (file.entries[name] for name, file in stored.items())
         is_equal = (head.shape, head.dtype) == (embedding.shape, embedding.dtype)
-        for start in range(0, head.shape[0] if is_equal else 0, _ROWS_AT_ONCE):
-            num_rows = min(_ROWS_AT_ONCE, head.shape[0] - start)
+        for start in range(0, head.shape[0] if is_equal else 0, _ROWS_PER_READ):
+            num_rows = min(_ROWS_PER_READ, head.shape[0] - start)
             box = slice_rows(LogicalTensor(_HEAD, head.shape), start, num_rows, 0).box
             first, second = (_read_stored(file, name, box) for name, file in stored.items())
             is_equal &= torch.equal(first.view(torch.uint8), second.view(torch.uint8))
@@ -353,10 +353,10 @@ class SafetensorsFile:
             quoted = "".join(c if c.isprintable() else " " for c in str(error)[:300])
             raise ConfigError(f"{self.path} cannot be read as safetensors: {quoted}") from error
         if CRC32_KEY in metadata:
-            spelled = parse_json_object(metadata[CRC32_KEY].encode(), f"{self.path}: {CRC32_KEY}")
-            if spelled.keys() != self.entries.keys():
+            checksums = parse_json_object(metadata[CRC32_KEY].encode(), f"{self.path}: {CRC32_KEY}")
+            if checksums.keys() != self.entries.keys():
                 raise ConfigError(f"{self.path}: {CRC32_KEY} names other tensors than the header")
-            for name, digits in spelled.items():
+            for name, digits in checksums.items():
                 if not isinstance(digits, str) or not re.fullmatch("[0-9a-f]{8}", digits):
                     raise ConfigError(
                         f"{self.path}: {CRC32_KEY} of tensor {name} is {digits!r}, not a CRC32"
@@ -364,6 +364,7 @@ class SafetensorsFile:
                 self.crc32s[name] = int(digits, 16)
 
     def _read_entry(self, name: str, tensor: Any, offset: int) -> Entry:
+        """Return the entry of a slice of safetensors that begins at `offset` of the file."""
         if not name.isprintable():
             raise ConfigError(f"{self.path}: {name!r} is not the name of a tensor")
         dtype, shape = DTYPES.get(tensor.get_dtype()), tuple(tensor.get_shape())
@@ -403,6 +404,7 @@ class SafetensorsFile:
             raise ConfigError(f"{self.path} cannot be read: {error.strerror}") from error
 
     def _read_whole(self, fd: int, name: str, entry: Entry, out: torch.Tensor) -> None:
+        """Read all of a tensor, and compare its checksum if the file has one."""
         tensor = out if out.is_contiguous() else torch.empty(entry.shape, dtype=entry.dtype)
         expected = self.crc32s.get(name)
         memory = files.view_bytes(tensor)
@@ -427,9 +429,9 @@ def _read_box(fd: int, offset: int, shape: tuple[int, ...], box: Box, out: torch
         for index in range(box.sizes[0]):
             _read_box(fd, offset + index * row_bytes, shape[1:], inner, out[index])
     else:
-        at_once = max(1, _ROWS_BYTES // row_bytes)
-        buffer = torch.empty((min(at_once, box.sizes[0]), *shape[1:]), dtype=out.dtype)
-        for target in out.split(at_once):
+        rows_per_read = max(1, _ROWS_BYTES // row_bytes)
+        buffer = torch.empty((min(rows_per_read, box.sizes[0]), *shape[1:]), dtype=out.dtype)
+        for target in out.split(rows_per_read):
             rows = buffer[: len(target)]
             files.read_at(fd, offset, files.view_bytes(rows), with_crc32=False)
             target.copy_(rows[(slice(None), *box.slices[1:])])

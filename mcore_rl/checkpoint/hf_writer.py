@@ -206,14 +206,14 @@ def atomic_dir(path: Path) -> Iterator[Path]:
     """
     if path.exists():
         raise ConfigError(f"output folder {path} already exists; name one that does not")
-    aside = path.with_name(f".{path.name}.partial")
-    shutil.rmtree(aside, ignore_errors=True)  # what a killed run left
-    aside.mkdir(parents=True)
+    partial_path = path.with_name(f".{path.name}.partial")
+    shutil.rmtree(partial_path, ignore_errors=True)  # what a killed run left
+    partial_path.mkdir(parents=True)
     try:
-        yield aside
-        aside.rename(path)
+        yield partial_path
+        partial_path.rename(path)
     finally:
-        shutil.rmtree(aside, ignore_errors=True)
+        shutil.rmtree(partial_path, ignore_errors=True)
 
 
 @contextmanager

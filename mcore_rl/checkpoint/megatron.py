@@ -91,7 +91,7 @@ class DistSave:
         if path.exists():
             raise ConfigError(f"checkpoint folder {path} already exists; name one that does not")
         self._path, self._facts = path, facts
-        self._aside = path.with_name(f".{path.name}.partial")
+        self._partial_path = path.with_name(f".{path.name}.partial")
         self._reason = ""  # of a failure to write on this rank
         self._files: dict[str, Checksum] = {}  # written by this rank
         _raise_from_rank_0(self._create_folder() if dist.get_rank() == 0 else "", path)
@@ -103,7 +103,7 @@ class DistSave:
         register_default_strategy(StrategyAction.SAVE_COMMON, "torch", 1, self._common)
         self._request = dist_checkpointing.save(
             state,
-            str(self._aside),
+            str(self._partial_path),
             sharded_strategy=self._strategy,
             async_sharded_save=True,
             content_metadata=dict(CONTENT_METADATA),
@@ -148,14 +148,14 @@ class DistSave:
         if dist.get_rank() == 0:
             reason = reason or self._publish([files for _, files in replies])
             if reason:
-                shutil.rmtree(self._aside, ignore_errors=True)
+                shutil.rmtree(self._partial_path, ignore_errors=True)
         _raise_from_rank_0(reason, self._path)
 
     def _create_folder(self) -> str:
         """Create the temporary folder; return the reason of a failure, or an empty string."""
         try:
-            shutil.rmtree(self._aside, ignore_errors=True)  # of a killed run
-            self._aside.mkdir(parents=True)
+            shutil.rmtree(self._partial_path, ignore_errors=True)  # of a killed run
+            self._partial_path.mkdir(parents=True)
         except OSError as error:
             return str(error)
         return ""
@@ -171,13 +171,14 @@ class DistSave:
 
     def _publish(self, written: Sequence[dict[str, Checksum]]) -> str:
         """Write the last files and rename the folder, on rank 0; return the reason of a failure."""
+        folder = self._partial_path
         try:
-            save_config(CheckpointingConfig("torch_dist", 1), str(self._aside))
+            save_config(CheckpointingConfig("torch_dist", 1), str(folder))
             files = {name: checksum for part in written for name, checksum in part.items()}
-            common_files = [file for file in self._aside.iterdir() if file.name not in files]
-            write_checkpoint_info(self._aside, self._facts, files | build_manifest(common_files))
+            common_files = [file for file in folder.iterdir() if file.name not in files]
+            write_checkpoint_info(folder, self._facts, files | build_manifest(common_files))
             # Megatron's writers sync the files of tensors.
-            publish_folder(self._aside, self._path, [*common_files, self._aside / INFO_FILE])
+            publish_folder(folder, self._path, [*common_files, folder / INFO_FILE])
         except OSError as error:
             return str(error)
         return ""

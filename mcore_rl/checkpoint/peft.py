@@ -81,7 +81,8 @@ def write_adapters(
     plans = [TensorPlan(n, tuple(t.shape), t.dtype) for n, t in _name_tensors(factors())]
     [shard] = plan_shards(plans, sum(plan.nbytes for plan in plans))
     write_shard(folder, replace(shard, file=_WEIGHTS), _name_tensors(factors()))
-    modules = [plan.name.removesuffix(".lora_A.weight") for plan in plans]
+    suffix = ".lora_A.weight"
+    modules = [plan.name.removesuffix(suffix) for plan in plans if plan.name.endswith(suffix)]
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -90,12 +91,13 @@ def write_adapters(
         "lora_alpha": alpha,
         "lora_dropout": 0.0,
         "bias": "none",
-        "target_modules": sorted({m.rpartition(".")[2] for m in modules if "lora_B" not in m}),
+        "target_modules": sorted({module.rpartition(".")[2] for module in modules}),
     }
     (folder / _CONFIG).write_text(json.dumps(config, indent=2) + "\n")
 
 
 def _name_tensors(factors: Iterator[Factors]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the factors as tensors, by their names in PEFT's file."""
     for tensor, a, b in factors:
         module = f"base_model.model.{tensor.removesuffix('.weight')}"
         yield f"{module}.lora_A.weight", a

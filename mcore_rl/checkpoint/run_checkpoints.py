@@ -37,7 +37,7 @@ from mcore_rl.config.checks import shorten
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.json_file import read_json_object
 from mcore_rl.data.batch import Array
-from mcore_rl.data.prepared_task import prepared
+from mcore_rl.data.prepared_task import get_task_paths
 
 ACTOR, CRITIC = "actor", "critic"
 MADE_IN = "made_in"  # in `state`, unless it is the folder of the run
@@ -80,8 +80,8 @@ class RunCheckpoint:
                     "writes it"
                 )
         best = self.state.get("best")
-        if best and (lacks := sorted({"metric", "step", "value"} - best.keys())):
-            raise ConfigError(f"{self.path / _STATE}: best lacks {', '.join(lacks)}")
+        if best and (missing := sorted({"metric", "step", "value"} - best.keys())):
+            raise ConfigError(f"{self.path / _STATE}: best lacks {', '.join(missing)}")
 
     @property
     def model(self) -> Path:
@@ -90,7 +90,7 @@ class RunCheckpoint:
         if settings.get("warm_start", {}).get("num_steps"):
             return self.made_in / "warm_start"
         if settings.get("task", {}).get("name"):
-            return prepared(self.made_in / "task").model_dir
+            return get_task_paths(self.made_in / "task").model_dir
         return Path(settings["model"]["path"])
 
     @property
@@ -158,6 +158,7 @@ def _check_step(path: Path, state: Mapping[str, Any]) -> None:
 
 
 def _check_engine(folder: Path, sums: Sequence[object], compute_sums: ComputeChecksums) -> None:
+    """Check an engine's folder by its manifest, and the manifest by its checksum in the state."""
     info = folder / INFO_FILE
     if not info.is_file():
         raise ConfigError(f"{info} is missing")
@@ -217,6 +218,7 @@ def _split_arrays(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, A
 
 
 def _restore_arrays(state: dict[str, Any], file: Path) -> None:
+    """Put the arrays that `_split_arrays` took out back into the state."""
     try:
         for path, array in safetensors.numpy.load(file.read_bytes()).items():
             *parents, name = json.loads(path)
@@ -233,10 +235,10 @@ class RunCheckpoints:
 
     def begin(self, step: int) -> Path:
         """Create a temporary folder; engines save into `ACTOR` and `CRITIC` in it."""
-        aside = self._get_temporary(step)
-        shutil.rmtree(aside, ignore_errors=True)  # of a killed run
-        aside.mkdir(parents=True)
-        return aside
+        partial_path = self._get_temporary(step)
+        shutil.rmtree(partial_path, ignore_errors=True)  # of a killed run
+        partial_path.mkdir(parents=True)
+        return partial_path
 
     def publish(self, step: int, state: Mapping[str, Any]) -> Path:
         """Complete a checkpoint that the engines have saved into, and rename it.
@@ -246,18 +248,18 @@ class RunCheckpoints:
         Args:
             state: Values that JSON supports, and NumPy arrays.
         """
-        aside, path = self._get_temporary(step), self.folder / format_name(step)
-        saved = [engine for engine in (ACTOR, CRITIC) if (aside / engine).exists()]
-        sums = {engine: compute_checksum(aside / engine / INFO_FILE) for engine in saved}
+        partial_path, path = self._get_temporary(step), self.folder / format_name(step)
+        saved = [engine for engine in (ACTOR, CRITIC) if (partial_path / engine).exists()]
+        sums = {engine: compute_checksum(partial_path / engine / INFO_FILE) for engine in saved}
         rest, arrays = _split_arrays(state)
-        (aside / _STATE).write_text(json.dumps({"step": step, **rest, **sums}, indent=1))
-        files = [aside / _STATE]
+        (partial_path / _STATE).write_text(json.dumps({"step": step, **rest, **sums}, indent=1))
+        files = [partial_path / _STATE]
         if arrays:
-            files.append(aside / _ARRAYS)
+            files.append(partial_path / _ARRAYS)
             files[1].write_bytes(safetensors.numpy.save(arrays))
-        (aside / _MANIFEST).write_text(json.dumps(build_manifest(files)))
+        (partial_path / _MANIFEST).write_text(json.dumps(build_manifest(files)))
         old = self._move_aside(step) if path.exists() else None
-        publish_folder(aside, path, [*files, aside / _MANIFEST])
+        publish_folder(partial_path, path, [*files, partial_path / _MANIFEST])
         if old is not None:
             shutil.rmtree(old, ignore_errors=True)
         return path
@@ -278,9 +280,9 @@ class RunCheckpoints:
     def _move_aside(self, step: int) -> Path:
         """Rename a checkpoint before it is removed, so that no partial one has its name."""
         path = self.folder / format_name(step)
-        aside = path.with_name(f".{path.name}.old.partial")
-        shutil.rmtree(aside, ignore_errors=True)
-        return path.rename(aside)
+        partial_path = path.with_name(f".{path.name}.old.partial")
+        shutil.rmtree(partial_path, ignore_errors=True)
+        return path.rename(partial_path)
 
     def _get_temporary(self, step: int) -> Path:
         return self.folder / f".{format_name(step)}.partial"

@@ -255,16 +255,16 @@ class DistFile:
     def __init__(self, path: str | Path, reserved_bytes: int = 0) -> None:
         self.path = Path(path)
         self.records: list[Record] = []
-        self._aside, self._end = open_atomic(self.path, reserved_bytes), 0
+        self._partial_path, self._end = open_atomic(self.path, reserved_bytes), 0
 
     def __enter__(self) -> Self:
-        self._fd = self._aside.__enter__()
+        self._fd = self._partial_path.__enter__()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *error: Any) -> None:
         if kind is None:
             os.ftruncate(self._fd, self._end)
-        self._aside.__exit__(kind, *error)
+        self._partial_path.__exit__(kind, *error)
 
     def add_tensor(
         self, key: str, shape: Sequence[int], offsets: Sequence[int], tensor: torch.Tensor

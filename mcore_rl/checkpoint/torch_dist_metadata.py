@@ -232,6 +232,11 @@ _Locations = dict[tuple[str, _Offsets | None], tuple[str, int, int]]
 
 
 def _parse_contents(unpickled: Any) -> tuple[dict[str, DistTensor], dict[str, DistItem]]:
+    """Return the tensors and the other objects of unpickled metadata, by key.
+
+    Raises:
+        ValueError: The metadata is incomplete or contradicts itself.
+    """
     stored = _check_type(Metadata, unpickled, "it")
     locations: _Locations = {}
     for index, info in _check_type(dict, stored.storage_data, "storage_data").items():
@@ -260,7 +265,7 @@ def _parse_contents(unpickled: Any) -> tuple[dict[str, DistTensor], dict[str, Di
 
 
 def _parse_tensor(key: str, entry: Any, locations: _Locations) -> DistTensor:
-    entry = _check_type(TensorStorageMetadata, entry, f"what is said of {key}")
+    entry = _check_type(TensorStorageMetadata, entry, f"the entry of {key}")
     shape = _check_sizes(entry.size, key)
     properties = _check_type(TensorProperties, entry.properties, f"properties of {key}")
     dtype = _check_type(torch.dtype, properties.dtype, f"the dtype of {key}")
@@ -372,7 +377,7 @@ def write_metadata(folder: str | Path, records: Iterable[Record]) -> None:
 
 
 def _build_metadata(records: Iterable[Record]) -> Any:
-    # Imported here as they import torch's compiler, which a process that only writes tensors omits.
+    # These import torch's compiler, which a process that only writes tensors does not need.
     from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
     from torch.distributed.checkpoint.metadata import (
         BytesStorageMetadata,
@@ -393,8 +398,8 @@ def _build_metadata(records: Iterable[Record]) -> Any:
             entries[key], index = BytesStorageMetadata(), MetadataIndex(key)
         else:
             properties = TensorProperties(getattr(torch, record.dtype))
-            new = TensorStorageMetadata(properties, torch.Size(record.shape), [])
-            entry: Any = entries.setdefault(key, new)
+            empty = TensorStorageMetadata(properties, torch.Size(record.shape), [])
+            entry: Any = entries.setdefault(key, empty)
             chunk = ChunkStorageMetadata(torch.Size(record.offsets), torch.Size(record.sizes))
             entry.chunks.append(chunk)
             index = MetadataIndex(key, chunk.offsets)

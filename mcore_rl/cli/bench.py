@@ -32,6 +32,7 @@ is 64 prompts of 8 responses."""
 
 
 def main(arguments: list[str]) -> None:
+    """Run the benchmark that the arguments name, and print its results."""
     options = build_parser().parse_args(arguments)
     commands = {"reshard": _bench_reshard, "data-plane": _bench_data_plane, "async": _bench_async}
     commands[options.command](options)
@@ -51,7 +52,7 @@ def _bench_reshard(options: argparse.Namespace) -> None:
     sizes = options.layers, options.bucket_mib << 20, options.repetitions, options.timeout
     report = reshard.bench_reshard(reshard.ReshardSettings(*layouts, *sizes))
     if options.json:
-        _print(report.to_json())
+        _print_json(report.to_json())
     else:
         reshard.print_report(report)
 
@@ -66,7 +67,7 @@ def _bench_data_plane(options: argparse.Namespace) -> None:
     settings = data_plane.DataPlaneSettings(**given)
     report = data_plane.bench_data_plane(settings)
     if options.json:
-        _print(report.to_json())
+        _print_json(report.to_json())
     else:
         data_plane.print_report(report)
 
@@ -81,20 +82,22 @@ def _bench_async(options: argparse.Namespace) -> None:
     if options.picture:
         async_loops.write_timeline(options.picture, results, options.picture_s)
     if options.json:
-        _print(async_loops.build_json(settings, results))
+        _print_json(async_loops.build_json(settings, results))
     else:
         async_loops.print_results(settings, results)
 
 
-def _print(report: object) -> None:
+def _print_json(report: object) -> None:
     json.dump(report, sys.stdout, indent=1)
     print()
 
 
 def build_parser() -> argparse.ArgumentParser:
     parser = Parser(prog="mcore-rl bench", description="Benchmarks on this machine.")
-    what = parser.add_subparsers(dest="command", required=True, metavar="reshard|data-plane|async")
-    add = what.add_parser("reshard", description=_RESHARD).add_argument
+    benchmarks = parser.add_subparsers(
+        dest="command", required=True, metavar="reshard|data-plane|async"
+    )
+    add = benchmarks.add_parser("reshard", description=_RESHARD).add_argument
     add("--train", default="tp=2,pp=2,ep=2", metavar="tp=2,ep=2", help=AXES)
     add("--generate", default="tp=4,ep=4", metavar="tp=4", help=SERVED_AXES)
     add("--target", default="tp=4,ep=4", metavar="tp=4", help="layout for Megatron's resharding")
@@ -103,7 +106,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--repetitions", type=int, default=7, help="of each candidate; default: 7")
     add("--timeout", type=float, default=3600.0, help="seconds in total; default: 3600")
     add("--json", action="store_true", help="print one JSON object")
-    add = what.add_parser("data-plane", description=_DATA_PLANE).add_argument
+    add = benchmarks.add_parser("data-plane", description=_DATA_PLANE).add_argument
     add("--ranks", type=int, default=1, help="of either group; default: 1")
     add("--samples", type=int, default=512, help="default: 512")
     add("--tokens", type=int, default=3900, help="a response, on average; default: 3900, 75 MB")
@@ -111,7 +114,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--steps", type=int, default=5000, help="small ones; default: 5000")
     add("--small-samples", type=int, default=64, help="of a small step; default: 64")
     add("--json", action="store_true", help="print one JSON object")
-    add = what.add_parser("async", description=_ASYNC).add_argument
+    add = benchmarks.add_parser("async", description=_ASYNC).add_argument
     add("--steps", type=int, default=20, help="of each loop; default: 20")
     add("--staleness", type=int, default=2, help="of fully_async; default: 2")
     add("--picture", type=Path, metavar="FILE.svg", help="what was done when, as a picture")

@@ -47,7 +47,7 @@ _mcore_rl() {
 }
 compdef _mcore_rl mcore-rl"""
 SCRIPTS = {"bash": _BASH, "zsh": _ZSH}
-_PATHS = ("DIR", "FILE", "RUN")  # what a shell completes itself, where no word is given
+_PATHS = ("DIR", "FILE", "RUN")  # arguments for which the shell completes file names itself
 _AXES = {"--layout": Layout, "--train": Layout, "--target": Layout, "--generate": GenerationLayout}
 
 
@@ -80,6 +80,7 @@ def complete(line: str) -> list[str]:
 
 
 def _list_candidates(before: Sequence[str], current: str) -> Iterator[str]:
+    """Yield the words that may follow those of `before`, whatever `current` begins with."""
     if not before:
         yield from (*command_line.COMMANDS, *command_line.OPTIONS)
         return
@@ -95,6 +96,7 @@ def _list_candidates(before: Sequence[str], current: str) -> Iterator[str]:
 
 
 def _list_settings(name: str, current: str, *, is_topic: bool) -> Iterator[str]:
+    """Yield key= of all settings, KEY=VALUE once a key is typed; of a help topic, the groups."""
     groups = list(list_setting_groups(SCHEMAS[name]()))
     if is_topic:
         yield from (group.key for group in groups if group.key)
@@ -114,6 +116,7 @@ def _list_settings(name: str, current: str, *, is_topic: bool) -> Iterator[str]:
 
 
 def _list_arguments(parser: argparse.ArgumentParser, last: str, current: str) -> Iterator[str]:
+    """Yield the values of the option `last`, or the subcommands, choices and options."""
     options = [a for a in parser._actions if last in a.option_strings and a.nargs != 0]
     if options:
         yield from _list_option_values(options[0], last, current)

@@ -52,18 +52,18 @@ def build_parser() -> argparse.ArgumentParser:
     to_hf = commands.add_parser("mcore-to-hf", help="Megatron checkpoint to Hugging Face")
     inspect = commands.add_parser("inspect", help="show what a checkpoint folder contains")
     verify = commands.add_parser("verify", help="compare the weights of two folders")
-    _folder(to_mcore, "--model", "Hugging Face folder")
+    _add_folder(to_mcore, "--model", "Hugging Face folder")
     add = to_mcore.add_argument
     add("--layout", default="", metavar="tp=2,ep=2", help=f"layout of the ranks: {AXES}")
     add("--dtype", metavar="float32|bfloat16", help="default: dtype of the weights")
-    _folder(to_hf, "--checkpoint", "Megatron folder")
-    _folder(to_hf, "--reference", "Hugging Face folder of the same model", required=False)
+    _add_folder(to_hf, "--checkpoint", "Megatron folder")
+    _add_folder(to_hf, "--reference", "Hugging Face folder of the same model", required=False)
     add = to_hf.add_argument
     add("--dtype", metavar="float32|bfloat16|fp8", help="default: dtype of the weights")
     add("--max-shard-size", default="5GB", metavar="SIZE", help="default: 5GB")
     add("--lora", default="merge", metavar="merge|separate", help="default: merge")
     for command in (to_mcore, to_hf):
-        _folder(command, "--output", "new or empty folder")
+        _add_folder(command, "--output", "new or empty folder")
         command.add_argument("--workers", type=int, metavar="N", help="processes that convert")
         command.add_argument("--max-memory", metavar="SIZE", help="limit of all processes")
         command.add_argument("--bridge", metavar="megatron-bridge", help="for other model families")
@@ -77,7 +77,7 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _folder(
+def _add_folder(
     parser: argparse.ArgumentParser, name: str, meaning: str, *, required: bool = True
 ) -> None:
     parser.add_argument(name, type=Path, required=required, metavar="DIR", help=meaning)

@@ -26,11 +26,12 @@ set, at all nodes of that Ray cluster: versions, GPUs and networks, limits, memo
 clocks, and whether nodes reach each other and share the output folder. The exit status is 1 when a
 check failed."""
 _TARGETS = ("auto", "this", "slurm", "ray")
-_MOST_PORTS = 10_000
+_MAX_PORTS = 10_000
 _CHECK_S, _BENCHMARK_S = 60.0, 300.0
 
 
 def main(arguments: list[str]) -> int:
+    """Examine the nodes and print a report; return 1 if a check failed, else 0."""
     options = build_parser().parse_args(arguments)
     check_choice("--on", options.on, _TARGETS)
     for name in ("min_shm", "min_disk", "max_skew"):
@@ -69,6 +70,7 @@ def main(arguments: list[str]) -> int:
 
 @contextlib.contextmanager
 def _open_launcher(on: str, interface: str) -> Iterator[Launcher]:
+    """Open what runs the checks on the nodes that --on names."""
     from mcore_rl.tools.doctor import node, run
 
     if on == "auto":
@@ -105,8 +107,8 @@ def parse_ports(text: str) -> tuple[int, ...]:
         if not 0 < first <= last <= 65535:
             raise ConfigError(f"--ports={text}: {part!r}; allowed: numbers and ranges, 1 to 65535")
         ports += range(first, last + 1)
-    if len(ports) > _MOST_PORTS:
-        raise ConfigError(f"--ports={text}: {len(ports)} ports; allowed: up to {_MOST_PORTS}")
+    if len(ports) > _MAX_PORTS:
+        raise ConfigError(f"--ports={text}: {len(ports)} ports; allowed: up to {_MAX_PORTS}")
     return tuple(ports)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-_VERLS = "actor_rollout_ref"  # the group that most of verl's settings are in
+_VERL_GROUP = "actor_rollout_ref"  # the group that most of verl's settings are in
 # As in docs/from_verl_and_trl.md, which says what differs: verl's, without that group; TRL's; ours.
 TABLE = """
 model.path |  | model.path
@@ -137,25 +137,24 @@ ROWS = [
 def find_our_settings(key: str, known: Collection[str]) -> tuple[str, list[str]]:
     """Return the framework that has a setting, or "", and our settings for it among `known`.
 
-    verl's names may come without their first parts. Where there is no other model than the one that
-    is trained, the engine's settings are in the place of the actor's.
+    verl's names may come without their first parts. Jobs that train a single model have the actor's
+    engine settings in the group `engine`.
 
     >>> find_our_settings("rollout.n", ["algorithm.group_size"])
     ('verl', ['algorithm.group_size'])
     >>> find_our_settings("learning_rate", ["engine.optimizer.lr"])
     ('TRL', ['engine.optimizer.lr'])
     """
-    name = key.removeprefix(f"{_VERLS}.")
+    name = key.removeprefix(f"{_VERL_GROUP}.")
     for verl_names, trl_names, our_names in ROWS:
         is_verls = any(n == name or ("." in name and n.endswith(f".{name}")) for n in verl_names)
         if is_verls or key in trl_names:
-            engine_names = [
-                f"engine.{o.removeprefix('actor.')}" for o in our_names if o.startswith("actor.")
-            ]
+            actor_names = [our for our in our_names if our.startswith("actor.")]
+            engine_names = [f"engine.{our.removeprefix('actor.')}" for our in actor_names]
             settings = [
-                o
-                for o in (*our_names, *engine_names)
-                if o in known or o.rpartition(".")[0] in known
+                our
+                for our in (*our_names, *engine_names)
+                if our in known or our.rpartition(".")[0] in known
             ]
             return ("verl" if is_verls else "TRL"), settings
-    return ("verl" if key.partition(".")[0] == _VERLS else ""), []
+    return ("verl" if key.partition(".")[0] == _VERL_GROUP else ""), []

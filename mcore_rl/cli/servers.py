@@ -17,7 +17,7 @@ and says it in its log; prompts of a server that leaves begin again on the other
 
 
 def main(arguments: list[str]) -> None:
-    from mcore_rl.rollout.desired_servers import read_desired_servers, write_wanted_servers
+    from mcore_rl.rollout.desired_servers import read_desired_servers, write_desired_servers
 
     options = build_parser().parse_args(arguments)
     num = _read_num_servers(options.run)
@@ -29,7 +29,7 @@ def main(arguments: list[str]) -> None:
     if not left:
         raise ConfigError(f"--remove {_join(leaving)}: one server has to stay")
     if joining or leaving:
-        write_wanted_servers(options.run, left)
+        write_desired_servers(options.run, left)
     when = ", from the next push of weights on" if joining or leaving else ""
     print(f"{options.run} is to have server {_join(left)} of {_join({*range(num)})}{when}")
 

@@ -23,6 +23,7 @@ _TOLERANCE = (
 
 
 def main(arguments: list[str]) -> None:
+    """Compare the engines and print a report; exit with 1 if a pair is not within the tolerance."""
     options = build_parser().parse_args(arguments)
     layout = parse_layout("--layout", options.layout, Layout)
     from mcore_rl.jobs.parity.run import run  # imports torch: not for a bad option
@@ -55,8 +56,8 @@ def main(arguments: list[str]) -> None:
 
 def build_parser() -> argparse.ArgumentParser:
     parser = Parser(prog="mcore-rl verify", description="Check that the engines agree.")
-    what = parser.add_subparsers(dest="command", required=True, metavar="parity")
-    parity = what.add_parser(
+    commands = parser.add_subparsers(dest="command", required=True, metavar="parity")
+    parity = commands.add_parser(
         "parity", description=_ABOUT, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parity.add_argument

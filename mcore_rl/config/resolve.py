@@ -32,6 +32,7 @@ from mcore_rl.config.resolve_engine import (
     resolve_engine,
     resolve_layout,
     resolve_optimizer,
+    resolve_plain_engine,
     resolve_schedule,
 )
 from mcore_rl.config.resolve_rollout import (
@@ -113,6 +114,29 @@ def resolve(config: RLConfig, *, needs_data: bool = True) -> None:
     _resolve_data(config.data)
     _resolve_files(config, needs_data)
     resolve_engine("actor", config.actor)
+    _check_router_replay(config)
+    resolve_rollout(config.rollout)
+    stops = {"rollout.stop": config.rollout.stop, "evaluation.stop": config.evaluation.stop or []}
+    resolve_agent(config.agent, stops)
+    resolve_truncation(config)
+    resolve_reward(config.reward)
+    _resolve_weight_sync(config)
+    resolve_mode(config)
+    _check_placement(config)
+    resolve_algorithm(config.algorithm, get_staleness(config.trainer))
+    _resolve_batch(config)
+    actor_steps = config.trainer.num_steps * config.algorithm.num_mini_batches
+    resolve_schedule("actor.optimizer", config.actor.optimizer, actor_steps)
+    resolve_plain_engine("critic", config.critic)
+    check_at_least("critic.warmup_steps", config.critic.warmup_steps, 0)
+    check_positive("critic.clip_range", config.critic.clip_range)
+    resolve_frozen_models(config)
+    resolve_models(config)
+    _resolve_warm_start(config)
+
+
+def _check_router_replay(config: RLConfig) -> None:
+    """Check that the experts to replay are there wherever samples are trained on."""
     replay, share = config.actor.moe.router_replay, config.algorithm.filter.replay.share
     if replay == "rollout" and share:
         raise ConfigError(
@@ -130,25 +154,9 @@ def resolve(config: RLConfig, *, needs_data: bool = True) -> None:
             "actor.moe.router_replay='record' records while log-probs are computed, and "
             "algorithm.correction.use_rollout_log_probs=true computes none; allowed: 'off'"
         )
-    resolve_rollout(config.rollout)
-    stops = {"rollout.stop": config.rollout.stop, "evaluation.stop": config.evaluation.stop or []}
-    resolve_agent(config.agent, stops)
-    resolve_truncation(config)
-    resolve_reward(config.reward)
-    _resolve_weight_sync(config)
-    resolve_mode(config)
-    _check_placement(config)
-    resolve_algorithm(config.algorithm, get_staleness(config.trainer))
-    _resolve_batch(config)
-    actor_steps = config.trainer.num_steps * config.algorithm.num_mini_batches
-    resolve_schedule("actor.optimizer", config.actor.optimizer, actor_steps)
-    resolve_engine("critic", config.critic)
-    check_at_least("critic.warmup_steps", config.critic.warmup_steps, 0)
-    check_positive("critic.clip_range", config.critic.clip_range)
-    if config.critic.lora.rank or config.critic.moe.router_replay != "off":
-        raise ConfigError("critic.lora and critic.moe.router_replay: allowed: none, and 'off'")
-    resolve_frozen_models(config)
-    resolve_models(config)
+
+
+def _resolve_warm_start(config: RLConfig) -> None:
     warm = config.warm_start
     check_at_least("warm_start.num_steps", warm.num_steps, 0)
     if warm.num_steps:
@@ -167,26 +175,28 @@ def resolve_model(config: ModelConfig, engine: EngineConfig) -> None:
     check_date("model.chat_date", config.chat_date)
 
 
-def resolve_for_lane(config: RLConfig, device: str, *, has_experts: bool = False) -> RLConfig:
+def resolve_for_lane(config: RLConfig, lane: str, *, has_experts: bool = False) -> RLConfig:
     """Return the settings with the defaults that the lane and the kind of model decide.
 
-    `device` is "cpu" or "cuda".
+    Args:
+        lane: "cuda" or "cpu": the device of the ranks.
+        has_experts: Whether the model is a mixture of experts.
 
     Raises:
         ConfigError: The lane cannot do what the settings say.
     """
     config = replace(config, placement=resolve_placement(config))
     is_shared = are_colocated(config.placement, "actor", "rollout")
-    if device == "cuda" and config.weight_sync.method == "colocated" and not is_shared:
+    if lane == "cuda" and config.weight_sync.method == "colocated" and not is_shared:
         raise ConfigError(
             "weight_sync.method='colocated': trainer and servers are on different GPUs "
             f"(placement.actor={config.placement.actor!r}, "
             f"placement.rollout={config.placement.rollout!r}); allowed: a pool for both, or "
             "weight_sync.method='disaggregated', 'full_export'"
         )
-    check_lane_batches(config, device)
+    check_lane_batches(config, lane)
     staleness = get_staleness(config.trainer)
-    dtype = config.model.dtype if config.model.dtype != "auto" else DTYPE_OF_LANE[device]
+    dtype = config.model.dtype if config.model.dtype != "auto" else DTYPE_OF_LANE[lane]
     trainer, (largest, mean) = replace(config.trainer, staleness=staleness), LOGPROB_GAPS[dtype]
     if has_experts and dtype == "bfloat16" and config.actor.moe.router_replay != "rollout":
         largest = ROUTED_LOGPROB_GAP
@@ -204,6 +214,7 @@ def resolve_for_lane(config: RLConfig, device: str, *, has_experts: bool = False
 
 
 def resolve_checkpoint(config: RLConfig | TrainConfig) -> None:
+    """Check the settings of checkpoints, of trackers, and `resume`."""
     resolve_trackers(config.trainer.trackers)
     check_at_least("trainer.save_every", config.trainer.save_every, 0)
     check_at_least("checkpoint.keep", config.checkpoint.keep, 1)
@@ -213,6 +224,7 @@ def resolve_checkpoint(config: RLConfig | TrainConfig) -> None:
 
 
 def resolve_trackers(trackers: Sequence[str]) -> None:
+    """Check trainer.trackers: known names or import paths, each once."""
     for index, name in enumerate(trackers):
         check_choice(f"trainer.trackers[{index}]", name, TRACKERS, contract="Tracker")
     if len(set(trackers)) < len(trackers):
@@ -233,11 +245,8 @@ def resolve_held_out(config: RLConfig | TrainConfig, *, has_sets: bool) -> None:
     for setting, reads in reads_sets.items():
         if reads and not has_sets:
             raise ConfigError(f"{setting} needs data.test_file or data.test_files")
-    best, every, save = (
-        config.checkpoint.keep_best,
-        config.evaluation.every,
-        (config.trainer.save_every),
-    )
+    best, every = config.checkpoint.keep_best, config.evaluation.every
+    save = config.trainer.save_every
     if best.removeprefix("-").startswith("eval/") and save and (not every or save % every):
         raise ConfigError(
             f"checkpoint.keep_best={best!r}: trainer.save_every={save} saves steps without an "
@@ -262,6 +271,7 @@ def _resolve_data(config: DataConfig) -> None:
 
 
 def resolve_sources(config: AnyData) -> None:
+    """Check that training and held-out data are each named once, and that weights fit the files."""
     files, weights = config.train_files, config.train_weights
     if files and config.train_file:
         raise ConfigError(
@@ -333,10 +343,9 @@ def resolve_placement(config: RLConfig) -> PlacementConfig:
     """Return the placement, with the pool of the servers decided."""
     if config.placement.rollout != "auto":
         return config.placement
-    is_elsewhere = (
-        config.weight_sync.method == "disaggregated" or get_loop(config.trainer) != "sync"
-    )
-    return replace(config.placement, rollout=OWN_POOL if is_elsewhere else "shared")
+    is_async = get_loop(config.trainer) != "sync"
+    has_own_pool = is_async or config.weight_sync.method == "disaggregated"
+    return replace(config.placement, rollout=OWN_POOL if has_own_pool else "shared")
 
 
 def _check_placement(config: RLConfig) -> None:
@@ -348,12 +357,12 @@ def _check_placement(config: RLConfig) -> None:
             )
     placement = resolve_placement(config)
     other_roles = asdict(placement).keys() - {"rollout"}
-    mates = sorted(role for role in other_roles if are_colocated(placement, "rollout", role))
-    if mates and get_loop(config.trainer) == "one_step_off":
+    colocated = sorted(role for role in other_roles if are_colocated(placement, "rollout", role))
+    if colocated and get_loop(config.trainer) == "one_step_off":
         raise ConfigError(
             f"placement.rollout={config.placement.rollout!r} has the servers on the pool of "
-            f"{', '.join(mates)}; trainer.mode='one_step_off' trains while they generate; allowed: "
-            "placement.rollout='own', or a pool of no other role"
+            f"{', '.join(colocated)}; trainer.mode='one_step_off' trains while they generate; "
+            "allowed: placement.rollout='own', or a pool of no other role"
         )
     is_shared = are_colocated(placement, "actor", "rollout")
     if is_shared and config.weight_sync.method == "disaggregated":
@@ -393,12 +402,13 @@ def _resolve_weight_sync(config: RLConfig) -> None:
 
 
 def resolve_mode(config: RLConfig) -> None:
+    """Check trainer.mode, trainer.staleness and the settings of asynchronous training."""
     trainer, loop = config.trainer, get_loop(config.trainer)
     check_at_least("trainer.asynchronous.max_groups", trainer.asynchronous.max_groups, 0)
     check_between("trainer.asynchronous.oversampling", trainer.asynchronous.oversampling, 0, 1)
     if waiting := trainer.asynchronous.max_waiting_samples:
-        a_step = trainer.prompts_per_step * config.algorithm.group_size
-        check_at_least("trainer.asynchronous.max_waiting_samples", waiting, a_step)
+        samples_per_step = trainer.prompts_per_step * config.algorithm.group_size
+        check_at_least("trainer.asynchronous.max_waiting_samples", waiting, samples_per_step)
     if loop == "sync" and trainer.staleness:
         raise ConfigError(
             f"trainer.staleness={trainer.staleness}: trainer.mode={trainer.mode!r} trains on "
@@ -526,6 +536,7 @@ def list_warnings(config: RLConfig) -> Iterator[str]:
 
 
 def list_checkpoint_warnings(config: RLConfig | TrainConfig) -> Iterator[str]:
+    """Yield a line for each setting of checkpoints that a run without them does not read."""
     if config.trainer.save_every:
         return
     unused: dict[str, object] = {
@@ -539,6 +550,7 @@ def list_checkpoint_warnings(config: RLConfig | TrainConfig) -> Iterator[str]:
 
 
 def list_optimizer_warnings(key: str, config: OptimizerConfig, num_steps: int) -> Iterator[str]:
+    """Yield a line for each setting of an optimizer that has no effect in `num_steps` updates."""
     if config.warmup_steps >= num_steps > 0:
         yield (
             f"{key}.warmup_steps={config.warmup_steps}: all {num_steps} steps are warm-up "

@@ -8,7 +8,7 @@ from typing import Any
 
 from mcore_rl.config.checks import check_at_least, check_between, check_choice, check_positive
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.config.resolve_engine import resolve_engine, resolve_layout
+from mcore_rl.config.resolve_engine import resolve_layout, resolve_plain_engine
 from mcore_rl.config.schema import (
     AlgorithmConfig,
     CorrectionConfig,
@@ -45,7 +45,7 @@ _TEACHER_PARTS: dict[str, tuple[Any, str]] = {
 class Teacher:
     """A model of teacher.models."""
 
-    model_path: str  # "": what the actor begins with
+    model_path: str  # "": the initial checkpoint of the actor
     weight: float
     engine: EngineConfig
 
@@ -73,11 +73,12 @@ def resolve_algorithm(config: AlgorithmConfig, staleness: int = 0) -> None:
     _resolve_kl(config)
     _resolve_entropy(config)
     _resolve_correction(config.correction)
-    _resolve_samples(config.filter, config.group_size, fewest)
+    _resolve_filter(config.filter, config.group_size, fewest)
     _resolve_old_samples(config, staleness)
 
 
-def _resolve_samples(config: FilterConfig, group_size: int, fewest: int) -> None:
+def _resolve_filter(config: FilterConfig, group_size: int, fewest: int) -> None:
+    """Check algorithm.filter; `fewest` is the smallest group that the advantage can compare."""
     key = "algorithm.filter"
     check_choice(f"{key}.if_short", config.if_short, IF_SHORT)
     check_choice(f"{key}.advantages_of", config.advantages_of, ADVANTAGES_OF)
@@ -99,7 +100,7 @@ def _resolve_old_samples(config: AlgorithmConfig, staleness: int) -> None:
     """Check that the loss of old samples uses the probabilities that they were generated with."""
     replay, key = config.filter.replay, "algorithm.filter.replay"
     check_between(f"{key}.share", replay.share, 0, 1)
-    # One that is replayed is older by at least a step.
+    # A replayed sample is older by at least a step.
     check_at_least(f"{key}.max_age", replay.max_age, 1 + staleness if replay.share else 1)
     correction = config.correction
     is_weighted = correction.has_weights or correction.use_rollout_log_probs
@@ -184,9 +185,9 @@ def build_teachers(config: TeacherConfig) -> dict[str, Teacher]:
         for part, value in parts.items():
             if part not in _TEACHER_PARTS:
                 raise ConfigError(f"{key}.{part} is unknown; allowed: {', '.join(_TEACHER_PARTS)}")
-            kind, words = _TEACHER_PARTS[part]
+            kind, allowed = _TEACHER_PARTS[part]
             if not isinstance(value, kind) or isinstance(value, bool):
-                raise ConfigError(f"{key}.{part}={value!r}; allowed: {words}")
+                raise ConfigError(f"{key}.{part}={value!r}; allowed: {allowed}")
         weight = float(parts.get("weight", 1.0))
         check_positive(f"{key}.weight", weight)
         layout = _build_layout(f"{key}.layout", parts.get("layout", {}), config.layout)
@@ -196,6 +197,7 @@ def build_teachers(config: TeacherConfig) -> dict[str, Teacher]:
 
 
 def _build_layout(key: str, changes: dict[str, Any], layout: Layout) -> Layout:
+    """Return the layout of all teachers with the axes that a teacher sets itself."""
     known = asdict(Layout())
     for axis, size in changes.items():
         if axis not in known:
@@ -206,28 +208,29 @@ def _build_layout(key: str, changes: dict[str, Any], layout: Layout) -> Layout:
 
 
 def resolve_frozen_models(config: RLConfig) -> None:
+    """Check the reward model and the teachers."""
     _resolve_reward_model(config)
     _resolve_teachers(config)
 
 
 def _resolve_reward_model(config: RLConfig) -> None:
     model = config.reward_model
-    _resolve_engine("reward_model", model)
+    resolve_plain_engine("reward_model", model)
     check_between("reward_model.weight", model.weight, -MAX_WEIGHT, MAX_WEIGHT)
     if not model.model_path:
         return
     if not model.weight:
         raise ConfigError("reward_model.weight=0: the model would score in vain; allowed: not 0")
-    samples = config.algorithm.filter
-    before = {
-        "algorithm.filter.group_filter": samples.group_filter,
-        "algorithm.filter.keep_responses": samples.advantages_of == "kept"
-        and samples.keep_responses,
-        "algorithm.filter.replay.share": samples.replay.share,
+    filters = config.algorithm.filter
+    readers = {  # of rewards, before the model has scored
+        "algorithm.filter.group_filter": filters.group_filter,
+        "algorithm.filter.keep_responses": filters.advantages_of == "kept"
+        and filters.keep_responses,
+        "algorithm.filter.replay.share": filters.replay.share,
         "data.curriculum.name": config.data.curriculum.name,
         "reward.shuffle": config.reward.shuffle,
     }
-    for key, value in before.items():
+    for key, value in readers.items():
         if value:
             raise ConfigError(
                 f"{key}={value!r} looks at rewards before reward_model.model_path="
@@ -241,7 +244,7 @@ def _resolve_teachers(config: RLConfig) -> None:
     check_choice(f"{key}.loss", distillation.loss, DISTILLATION_LOSSES)
     check_positive(f"{key}.coef", distillation.coef)
     check_at_least(f"{key}.top_k", distillation.top_k, 1)
-    _resolve_engine("teacher", settings)
+    resolve_plain_engine("teacher", settings)
     is_off, teachers = distillation.loss == "off", build_teachers(settings)
     if is_off and (teachers or settings.column):
         raise ConfigError(
@@ -267,9 +270,3 @@ def _resolve_teachers(config: RLConfig) -> None:
             f"algorithm.advantage='gae' trains a critic of rewards, and {key}.use_reward=false "
             "uses none; allowed: use_reward=true, or another advantage"
         )
-
-
-def _resolve_engine(role: str, engine: EngineConfig) -> None:
-    resolve_engine(role, engine)
-    if engine.lora.rank or engine.moe.router_replay != "off":
-        raise ConfigError(f"{role}.lora and {role}.moe.router_replay: allowed: none, and 'off'")

@@ -62,6 +62,13 @@ def resolve_engine(key: str, config: EngineConfig) -> None:
         _resolve_megatron(key, config)
 
 
+def resolve_plain_engine(key: str, config: EngineConfig) -> None:
+    """Check the settings of an engine other than the actor's, without adapters or router replay."""
+    resolve_engine(key, config)
+    if config.lora.rank or config.moe.router_replay != "off":
+        raise ConfigError(f"{key}.lora and {key}.moe.router_replay: allowed: none, and 'off'")
+
+
 def _resolve_megatron(key: str, config: EngineConfig) -> None:
     """Check the settings of Megatron's modules."""
     check_choice(f"{key}.modules", config.modules, MODULES)

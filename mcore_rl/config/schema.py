@@ -15,10 +15,7 @@ from mcore_rl.config.checks import check_at_least, check_between, check_choice, 
 
 @dataclass
 class Layout:
-    """The parallel layout of one model. World size is tp * pp * cp * dp.
-
-    Expert weights on the same ranks use etp * ep * edp * pp, where edp is computed from the others.
-    """
+    """The parallel layout of a model, on tp * pp * cp * dp ranks: docs/engine.md."""
 
     tp: int = 1  # tensor parallel, with sequence parallel
     pp: int = 1  # pipeline parallel
@@ -26,11 +23,10 @@ class Layout:
     dp: int = 1  # data parallel
     ep: int = 1  # expert parallel
     etp: int = 1  # tensor parallel inside an expert
-    vpp: int = 1  # model chunks per pipeline rank (interleaved schedule); needs pp above 1
-    # Decoder layers of the first pp * vpp chunk, if different. 0: the embedding only.
+    vpp: int = 1  # interleaved chunks per pipeline rank; needs pp above 1
+    # decoder layers of the first chunk; null: as the others; 0: the embedding only
     first_stage_layers: int | None = None
-    # Decoder layers of the last pp * vpp chunk, if different. 0: the output head only.
-    last_stage_layers: int | None = None
+    last_stage_layers: int | None = None  # of the last; 0: the output head only
 
     @property
     def world_size(self) -> int:
@@ -39,16 +35,13 @@ class Layout:
 
 @dataclass
 class ModelConfig:
-    path: str = ""  # folder of a Hugging Face checkpoint: config.json, *.safetensors, tokenizer
-    # Parameters and activations: float32, bfloat16 or auto (float32 on the CPU lane, bfloat16 on
-    # the GPU lane).
+    path: str = ""  # folder of a Hugging Face checkpoint with its tokenizer
+    # of parameters and activations: float32, bfloat16, auto (bfloat16 on GPUs, else float32)
     dtype: str = "auto"
-    # Date, YYYY-MM-DD, that chat templates such as Llama-3's write as today's, in every prompt of
-    # a run.
+    # YYYY-MM-DD, for chat templates that write today's date, such as Llama-3's
     chat_date: str = "2024-07-26"
-    # Import path of a Family (docs/plugs.md), for an architecture that this package does not have,
-    # or in place of one that it has. transformers: any architecture of transformers, the default of
-    # backend=fsdp. Empty: the families of this package.
+    # Import path of a Family (docs/plugs.md). transformers: any architecture of transformers, the
+    # default of backend=fsdp. Empty: those of this package.
     family: str = ""
 
 
@@ -57,32 +50,30 @@ class OptimizerConfig:
     lr: float = 1e-6  # learning rate after warm-up
     min_lr: float = 0.0  # final learning rate of a decaying schedule
     schedule: str = "constant"  # after warm-up: constant, linear, cosine or wsd
-    warmup_steps: int = 0  # optimizer steps of linear warm-up
-    wsd_decay_steps: int = 0  # last steps, of linear decay to min_lr, with schedule=wsd
-    beta1: float = 0.9  # Adam's beta1
-    beta2: float = 0.95  # Adam's beta2
-    eps: float = 1e-8  # Adam's epsilon
+    warmup_steps: int = 0  # optimizer steps, linear
+    wsd_decay_steps: int = 0  # last steps of schedule=wsd: linear decay to min_lr
+    beta1: float = 0.9  # of Adam
+    beta2: float = 0.95  # of Adam
+    eps: float = 1e-8  # of Adam
     weight_decay: float = 0.0  # decoupled, as in AdamW
     clip_grad: float = 1.0  # maximum global gradient norm
-    # Steps in a row with gradients that are not finite; one more ends the run.
-    max_skipped_steps: int = 0
-    distributed: bool = False  # shard the optimizer state over data-parallel ranks
-    overlap: bool = False  # overlap gradient reduction (and weight gathering) with computation
-    cpu_offload: bool = False  # Adam and its state on the host; GPU lane only, needs distributed
+    max_skipped_steps: int = 0  # updates in a row to skip if gradients are not finite
+    distributed: bool = False  # shard its state over data-parallel ranks
+    overlap: bool = False  # overlap gradient reduction and weight gathering with computation
+    cpu_offload: bool = False  # Adam on the host; GPU lane, needs distributed
 
 
 @dataclass
 class MoEConfig:
     """Routers and experts of MoE models."""
 
-    dispatcher: str = "alltoall"  # of tokens to experts: alltoall or allgather
-    # Load balance of a micro-batch (aux_loss), or of all ranks and the mini-batch so far
-    # (global_aux_loss).
+    dispatcher: str = "alltoall"  # alltoall or allgather
+    # balance load over a micro-batch (aux_loss) or the mini-batch so far (global_aux_loss)
     aux_loss: str = "aux_loss"
-    aux_loss_coef: float = 0.0  # weight of the load-balancing loss; 0 disables it
-    bias_update_rate: float = 0.0  # update rate of the router's selection bias; 0 freezes it
-    # off: the router chooses experts; record: the update uses those of the log-prob pass; rollout:
-    # both use those of the servers (actor of rl only).
+    aux_loss_coef: float = 0.0  # weight of the load-balancing loss
+    bias_update_rate: float = 0.0  # of the router's selection bias; 0 freezes it
+    # experts of the update: off (the router's), record (of the log-prob pass), rollout (of the
+    # servers; actor only)
     router_replay: str = "off"
 
 
@@ -92,15 +83,15 @@ class RecomputeConfig:
 
     granularity: str = "none"  # none, selective (modules) or full (whole layers)
     modules: list[str] = field(default_factory=lambda: ["core_attn"])  # for selective recompute
-    num_layers: int = 1  # layers per unit of full recompute; only its input is stored
+    num_layers: int = 1  # layers per unit of full recompute
 
 
 @dataclass
 class LoRAConfig:
     """Low-rank adapters on linear layers; the base weights stay frozen."""
 
-    rank: int = 0  # rank of the adapters; 0 trains all weights, without adapters
-    alpha: float = 32.0  # adapters are scaled by alpha / rank
+    rank: int = 0  # 0: no adapters, all weights are trained
+    alpha: float = 32.0  # scale: alpha / rank
     targets: list[str] = field(  # Megatron's names of linear layers
         default_factory=lambda: ["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"]
     )
@@ -128,27 +119,25 @@ class EngineConfig:
     backend: str = "megatron"
     layout: Layout = field(default_factory=Layout)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
-    max_tokens_per_micro_batch: int = 8192  # packed tokens, prompt and response
-    # Most logits and probabilities in memory at once; 0: 512 MiB on a GPU, 32 MiB on a CPU.
+    max_tokens_per_micro_batch: int = 8192  # per rank; prompts and responses, packed
+    # logits and probabilities in memory at once; 0: 512 MiB on a GPU, 32 MiB on a CPU
     logprob_chunk_bytes: int = 0
     moe: MoEConfig = field(default_factory=MoEConfig)
     recompute: RecomputeConfig = field(default_factory=RecomputeConfig)
     lora: LoRAConfig = field(default_factory=LoRAConfig)
     fsdp: FSDPConfig = field(default_factory=FSDPConfig)
-    mtp_loss_coef: float = 0.0  # weight of the multi-token prediction loss; 0 disables it
+    mtp_loss_coef: float = 0.0  # weight of the multi-token prediction loss
     threads_per_rank: int = 1  # CPU threads per rank
-    # Layers: te (Transformer Engine, GPU), torch (plain torch, both lanes) or auto (te if
-    # installed).
-    modules: str = "auto"
+    modules: str = "auto"  # te (Transformer Engine, GPU), torch, or auto (te if installed)
 
 
 @dataclass
 class CriticConfig(EngineConfig):
     """The value model, if algorithm.advantage needs values, as gae does."""
 
-    model_path: str = ""  # a value model or a language model; empty: the actor's first weights
-    warmup_steps: int = 0  # first steps, which update the critic only
-    clip_range: float = 0.2  # most that an update moves a value, in the unit of the returns
+    model_path: str = ""  # a value or language model; empty: the actor's first weights
+    warmup_steps: int = 0  # first steps, with updates of the critic only
+    clip_range: float = 0.2  # largest change of a value in an update
     loss_aggregation: str = "token_mean"  # how token losses are averaged
 
 
@@ -164,10 +153,9 @@ class RewardModelConfig(EngineConfig):
 class TeacherConfig(EngineConfig):
     """Frozen models that algorithm.distillation learns from."""
 
-    # By name: {math: {model_path: ..., weight: 1.0, layout: {tp: 2}}}. Without model_path: the
-    # actor's first weights.
+    # {NAME: {model_path: ..., weight: 1.0, layout: {tp: 2}}}; no path: the actor's first weights
     models: dict[str, dict[str, Any]] = field(default_factory=dict)
-    column: str = ""  # column of data.train_file with the teacher's name; empty: all teach
+    column: str = ""  # data column with the teacher's name; empty: all teach
 
 
 @dataclass
@@ -175,56 +163,44 @@ class RolloutConfig:
     """The generation servers."""
 
     backend: str = "vllm"  # vllm, or the import path of a GenerationServer (docs/plugs.md)
-    num_servers: int = 1  # servers, each with a full copy of the model
+    num_servers: int = 1  # each with a full copy of the model
     tp: int = 1  # tensor parallel inside a server
-    nodes_per_server: int = 1  # nodes of a server, with equal shares of its tp workers
-    ep: bool = False  # expert parallel over the tp ranks of a server
+    nodes_per_server: int = 1  # nodes that a server spans, with equal shares of its tp
+    ep: bool = False  # expert parallel over the tp ranks
     temperature: float = 1.0  # sampling temperature; above 0
-    # Sample from the likeliest tokens of this total probability. Training below 1 needs
-    # algorithm.correction.level and bounds on the gaps (docs/rollout.md); evaluation.top_p does
-    # not.
+    # sample from the likeliest tokens of this total probability; below 1: docs/rollout.md
     top_p: float = 1.0
-    top_k: int = 0  # sample from this many likeliest tokens, with the rules of top_p; 0: all
-    # Texts that end a response, which includes the token that completes one.
-    stop: list[str] = field(default_factory=list)
+    top_k: int = 0  # sample from this many likeliest tokens; 0: all
+    stop: list[str] = field(default_factory=list)  # texts that end a response
     max_response_tokens: int = 1024  # longer responses are truncated
-    # Concurrent sequences of a server. null: as `vllm serve` on that GPU, 1024 on an H100, 256 on
-    # smaller ones; 256 on the CPU lane.
+    # concurrent sequences of a server; null: as `vllm serve` (docs/rollout.md)
     max_num_seqs: int | None = None
-    # Tokens of a forward pass of a server. null: as `vllm serve` on that GPU, 8192 on an H100; on
-    # the CPU lane 8192, or the longest sequence if that is longer.
-    max_num_batched_tokens: int | None = None
+    max_num_batched_tokens: int | None = None  # tokens of a forward pass; null: likewise
     kv_cache_bytes: int = 4 << 30  # KV cache of each worker of a server
-    # Weights that servers start with: checkpoint; dummy (none until the trainer sends them); auto
-    # (dummy in a run that resumes and for a restarted server).
+    # first weights: checkpoint, dummy (sent by the trainer), auto (dummy after a resume or restart)
     load_format: str = "auto"
     max_restarts: int = 3  # maximum restarts per server
-    # CPU lane: cores of each worker, such as "0|1", one thread per core. Empty: split evenly, and
-    # one thread for the worker of tp=1.
-    cores: str = ""
+    cores: str = ""  # CPU lane: cores of each worker, as "0|1"; empty: docs/rollout.md
 
 
 @dataclass
 class AgentConfig:
-    # single_turn, tools, environment, user, program (an OpenAI client: docs/endpoint.md), verifiers
-    # (an environment of that package), or the import path of a class: docs/agents.md.
+    # single_turn, tools, environment, user, program, verifiers, or an import path: docs/agents.md
     loop: str = "single_turn"
-    settings: dict[str, Any] = field(default_factory=dict)  # settings of the loop
-    # Names (calculator, python, search), import paths of functions or classes with @tool, or a
-    # file.yaml of function schemas.
+    settings: dict[str, Any] = field(default_factory=dict)  # of the loop
+    # calculator, python, search, import paths of functions or classes with @tool, or a file.yaml
     tools: list[str] = field(default_factory=list)
-    search_file: str = ""  # JSONL with a column `text`, for the tool search
-    # MCP servers: URLs, or commands, started once by each worker.
-    mcp_servers: list[str] = field(default_factory=list)
+    search_file: str = ""  # JSONL with a column `text`
+    mcp_servers: list[str] = field(default_factory=list)  # URLs or commands of MCP servers
     sandbox: dict[str, Any] = field(default_factory=dict)  # of the tool python: docs/sandbox.md
-    # With loop=environment: code, countdown, guessing, openenv, or the import path of a class.
+    # of loop=environment: code, countdown, guessing, openenv, or an import path
     environment: str = ""
     environment_settings: dict[str, Any] = field(default_factory=dict)  # of the environment
     codec: str = "auto"  # tokens of turns: renderers, template, or auto
-    max_turns: int = 8  # most turns of the policy in a trajectory
-    max_turn_tokens: int = 0  # most tokens of a turn; 0: the rest of rollout.max_response_tokens
-    timeout_s: float = 600.0  # limit on a trajectory; a longer one ends as it is
-    tool_timeout_s: float = 30.0  # limit on a tool call, unless the tool has its own
+    max_turns: int = 8  # turns of the policy in a trajectory
+    max_turn_tokens: int = 0  # tokens of a turn; 0: the rest of rollout.max_response_tokens
+    timeout_s: float = 600.0  # limit on a trajectory, which is then cut off
+    tool_timeout_s: float = 30.0  # limit on a tool call
 
 
 TIERS = ("auto", "bwrap", "landlock", "unsafe")  # of the sandbox
@@ -270,37 +246,35 @@ class SampleLogConfig:
     """Tables of responses, samples/step_NNNNNN.parquet, and responses on the screen."""
 
     every: int = 1  # steps between tables; 0: none
-    max_rows: int = 0  # responses in a table, whole trajectories; 0: all of the step
-    # Tokens in a table, whole trajectories and at least one; about 9 bytes each on disk. 0: all.
+    max_rows: int = 0  # responses in a table, whole trajectories; 0: all
+    # tokens in a table, likewise, about 9 bytes each on disk; 0: all
     max_tokens: int = 4_000_000
-    tokens: bool = True  # columns of each token, which `mcore-rl samples` shows; false: texts only
-    num_shown: int = 1  # responses shown on the screen each step, shortened
+    tokens: bool = True  # columns of each token; false: texts only
+    num_shown: int = 1  # shortened responses on the screen each step
 
 
 @dataclass
 class CurriculumConfig:
     """Prompts drawn by the success rate p of their earlier responses."""
 
-    # Weight of a prompt: learnability (4 p (1 - p)), window (1 from low to high) or an import path.
-    # Empty: random order, each prompt once an epoch.
+    # learnability, window or an import path (docs/sample_policies.md); empty: each prompt once an
+    # epoch
     name: str = ""
-    settings: dict[str, Any] = field(default_factory=dict)  # settings of that function
-    success: str = "reward"  # the score that decides success: reward, or a part of it
+    settings: dict[str, Any] = field(default_factory=dict)  # of that function
+    success: str = "reward"  # the score that decides: reward, or a part of it
     min_reward: float = 1.0  # a response succeeds from this score on
     decay: float = 0.5  # weight of earlier responses when a prompt is drawn again
-    min_weight: float = 0.05  # the smallest weight of a prompt
+    min_weight: float = 0.05  # smallest weight of a prompt
 
 
 @dataclass
 class DataConfig:
-    # Parquet, JSONL, a folder of Hugging Face datasets (save_to_disk), or the import path of a
-    # function that returns rows: docs/data.md.
-    train_file: str = ""
+    train_file: str = ""  # parquet, JSONL, a folder, or an import path: docs/data.md
     train_files: list[str] = field(default_factory=list)  # several, instead of train_file
-    # Relative frequency of each of train_files. Empty: each prompt of all files once an epoch.
+    # relative frequency of each of train_files; empty: each prompt of all once an epoch
     train_weights: list[float] = field(default_factory=list)
-    test_file: str = ""  # for evaluation, as the set `test`; empty: none
-    # Several sets, by names in metrics: {math: math.parquet, code: code.parquet}.
+    test_file: str = ""  # held-out set `test`
+    # several, by names in metrics: {math: math.parquet, code: code.parquet}
     test_files: dict[str, str] = field(default_factory=dict)
     prompt_column: str = "messages"  # chat messages: list of {role, content}
     answer_column: str = "answer"  # ground truth, passed to the reward
@@ -313,25 +287,21 @@ class DataConfig:
 @dataclass
 class RewardConfig:
     name: str = "final_number"  # a name in the reward registry, or an import path
-    settings: dict[str, Any] = field(default_factory=dict)  # settings of that reward
-    # A weighted sum instead of reward.name, by names in metrics:
+    settings: dict[str, Any] = field(default_factory=dict)  # of that reward
+    # instead of reward.name a weighted sum, by names in metrics:
     # {math: {weight: 1.0}, brief: {name: overlong, settings: {buffer_tokens: 512}}}
     terms: dict[str, dict[str, Any]] = field(default_factory=dict)
-    # On an exception, an invalid result or a time-out: stop (the run), drop (the response) or zero
-    # (its reward is 0).
-    on_error: str = "stop"
-    timeout_s: float = 60.0  # limit on a call, unless the reward has its own setting timeout_s
-    # Processes per server for each reward that runs in processes of its own: math, and functions
-    # of yours that are not async.
-    num_processes: int = 2
-    shuffle: bool = False  # control experiment: permute the rewards of a batch at random
+    on_error: str = "stop"  # stop (the run), drop (the response) or zero (its reward)
+    timeout_s: float = 60.0  # limit on a call, unless the reward has its own
+    num_processes: int = 2  # per server and reward: math, and functions that are not async
+    shuffle: bool = False  # control experiment: permute rewards at random
 
 
 @dataclass(frozen=True)
 class GRPOSettings:
     """Settings of `algorithm.advantage=grpo`."""
 
-    normalize_by_std: bool = True  # divide group advantages by their standard deviation
+    normalize_by_std: bool = True  # divide by the standard deviation of the group
 
 
 @dataclass(frozen=True)
@@ -353,21 +323,17 @@ class PPOClipSettings:
 class CorrectionConfig:
     """Correction by the ratio of the trainer's probability to the server's."""
 
-    # Importance weights of: off, token, sequence, geometric. null: token if samples are older than
-    # the policy (trainer.staleness) and nothing else corrects that, else off.
+    # importance weights: off, token, sequence, geometric; null: token for older samples without
+    # another correction, else off
     level: str | None = None
-    # truncate: weights above weight_max become weight_max; mask: weights outside of weight_min to
-    # weight_max become 0.
-    method: str = "truncate"
-    weight_min: float = 0.0  # smallest weight, with method=mask
+    method: str = "truncate"  # weights out of bounds: truncate (to weight_max), or mask (to 0)
+    weight_min: float = 0.0  # of method=mask
     weight_max: float = 2.0  # largest weight
-    normalize: bool = False  # divide the weights by their mean over the batch
-    # Rules that leave tokens and sequences out of the loss, with bounds:
-    # {sequence_mean_k3: 0.01, veto: [1.0e-4, 1.0e4]}.
+    normalize: bool = False  # divide weights by their mean over the batch
+    # rules that reject tokens and sequences: {sequence_mean_k3: 0.01, veto: [1.0e-4, 1.0e4]}
     reject: dict[str, Any] = field(default_factory=dict)
-    unbiased_kl: bool = False  # multiply the KL in the loss by the ratio
-    # Use the servers' log-probs as the trainer's, without computing and checking those.
-    use_rollout_log_probs: bool = False
+    unbiased_kl: bool = False  # multiply the KL loss by the ratio
+    use_rollout_log_probs: bool = False  # in place of the trainer's, unchecked
 
     @property
     def has_weights(self) -> bool:
@@ -378,29 +344,26 @@ class CorrectionConfig:
 class ReplayConfig:
     """Groups of earlier steps, trained on again in place of new ones."""
 
-    share: float = 0.0  # share of a step's groups; 0: none
-    max_age: int = 4  # most steps since a group was generated
-    # Weight of a group in the draw: spread (of its rewards), rare_success, uniform, or an import
-    # path.
-    priority: str = "spread"
-    priority_settings: dict[str, Any] = field(default_factory=dict)  # settings of that function
+    share: float = 0.0  # of a step's groups
+    max_age: int = 4  # steps since a group was generated
+    priority: str = "spread"  # spread, rare_success, uniform, or an import path
+    priority_settings: dict[str, Any] = field(default_factory=dict)  # of that function
 
 
 @dataclass
 class FilterConfig:
     """Selection of the generated samples that a step trains on: docs/sample_policies.md."""
 
-    # drop_uniform (groups whose rewards are all equal), or an import path. Empty: keep all.
-    group_filter: str = ""
+    group_filter: str = ""  # drop_uniform, or an import path; empty: keep all
     group_filter_settings: dict[str, Any] = field(default_factory=dict)  # of that function
     max_rounds: int = 1  # rounds of generation until trainer.prompts_per_step groups pass
     prompts_per_round: int = 0  # 0: the new groups of a step
-    if_short: str = "train"  # too few groups after the last round: train, or stop
-    keep_responses: int = 0  # responses of a group to train on; 0: all
+    if_short: str = "train"  # too few groups: train, or stop
+    keep_responses: int = 0  # responses of a group; 0: all
     keep_by: str = "max_variance"  # best, best_and_worst, max_variance, random or an import path
-    keep_by_settings: dict[str, Any] = field(default_factory=dict)  # settings of that function
-    advantages_of: str = "kept"  # responses that advantages compare: kept, or all
-    mask_truncated: bool = False  # no loss on trajectories whose last turn is truncated
+    keep_by_settings: dict[str, Any] = field(default_factory=dict)  # of that function
+    advantages_of: str = "kept"  # responses that advantages compare: kept or generated
+    mask_truncated: bool = False  # no loss on truncated trajectories
     replay: ReplayConfig = field(default_factory=ReplayConfig)
 
 
@@ -408,116 +371,92 @@ class FilterConfig:
 class DistillationConfig:
     """Distillation from the models of `teacher`, on responses of the policy itself."""
 
-    # off, sampled_kl (subtract the KL at each sampled token from its advantage), reverse_kl or
-    # forward_kl (a loss over the teacher's likeliest tokens).
-    loss: str = "off"
-    coef: float = 1.0  # weight of the distillation
-    top_k: int = 32  # tokens of the teacher that reverse_kl and forward_kl compare
-    use_reward: bool = False  # train on the rewards too; false: rewards are metrics only
+    loss: str = "off"  # off, sampled_kl, reverse_kl or forward_kl: docs/algorithms.md
+    coef: float = 1.0  # its weight
+    top_k: int = 32  # tokens that reverse_kl and forward_kl compare
+    use_reward: bool = False  # train on rewards too; false: only metrics
 
 
 @dataclass
 class AlgorithmConfig:
-    """Functions are names, or import paths of your own: docs/algorithms.md."""
+    """Functions are built in, or your own: docs/algorithms.md."""
 
     advantage: str = "grpo"  # advantages from rewards
-    advantage_settings: dict[str, Any] = field(default_factory=dict)  # settings of that function
+    advantage_settings: dict[str, Any] = field(default_factory=dict)  # of that function
     group_size: int = 8  # responses per prompt
     filter: FilterConfig = field(default_factory=FilterConfig)
     num_mini_batches: int = 1  # optimizer steps per trainer step
     loss: str = "ppo_clip"  # loss of each token, without KL and entropy
-    loss_settings: dict[str, Any] = field(default_factory=dict)  # settings of that function
+    loss_settings: dict[str, Any] = field(default_factory=dict)  # of that function
     loss_aggregation: str = "token_mean"  # how token losses are averaged
-    # settings of that function
+    # of that function
     loss_aggregation_settings: dict[str, Any] = field(default_factory=dict)
-    entropy_coef: float = 0.0  # weight of the entropy bonus; 0 disables it
-    # Raise the weight by entropy_coef_step each step while the entropy is below this many nats per
-    # token, else lower it; no bonus above the target. null: a fixed weight.
+    entropy_coef: float = 0.0  # weight of the entropy bonus
+    # nats per token, to which the weight of the bonus adapts; null: a fixed weight
     entropy_target: float | None = None
-    entropy_coef_step: float = 0.005  # change of the weight per step
-    entropy_coef_max: float = 1.0  # largest weight with entropy_target
-    top_entropy_share: float = 1.0  # train on this share of tokens, those of highest entropy
-    cross_entropy_coef: float = 0.0  # weight of the cross entropy of tokens not sampled
-    kl_coef: float = 0.0  # weight of the KL to the reference model; 0 loads no reference
-    kl_placement: str = "loss"  # loss, or reward (subtracted at each token)
-    kl_target: float | None = None  # adapt the weight to this KL, in nats per token
-    kl_horizon: int = 10000  # samples over which kl_target changes the weight by at most a fifth
-    kl_estimator: str = "k3"  # estimator of the KL from one sample
-    kl_estimator_settings: dict[str, Any] = field(default_factory=dict)  # settings of that function
-    # Compute the trainer's log-probs before the update: always, or auto (not if a trainer step has
-    # one optimizer step and no setting needs them: docs/algorithms.md).
-    log_prob_pass: str = "auto"
+    entropy_coef_step: float = 0.005  # its change per step
+    entropy_coef_max: float = 1.0  # its maximum
+    top_entropy_share: float = 1.0  # share of tokens to train on, of highest entropy
+    cross_entropy_coef: float = 0.0  # weight of the loss of tokens not sampled
+    kl_coef: float = 0.0  # weight of the KL to the reference; 0 loads none
+    kl_placement: str = "loss"  # loss or reward
+    kl_target: float | None = None  # nats per token, to which the weight of the KL adapts
+    kl_horizon: int = 10000  # samples in which it changes by a fifth at most
+    kl_estimator: str = "k3"  # of the KL from one sample
+    kl_estimator_settings: dict[str, Any] = field(default_factory=dict)  # of that function
+    log_prob_pass: str = "auto"  # before the update: always, or auto (if needed)
     correction: CorrectionConfig = field(default_factory=CorrectionConfig)
     distillation: DistillationConfig = field(default_factory=DistillationConfig)
 
 
 @dataclass
 class WeightSyncConfig:
-    # colocated: shards from training ranks on the same device; disaggregated: from ranks on other
-    # devices; full_export: servers load a checkpoint under output_dir.
+    # colocated, disaggregated (servers on own devices), full_export (a checkpoint): docs/weights.md
     method: str = "colocated"
-    # Of disaggregated: process_group (gloo, or NCCL with GPUs), nixl (NVIDIA's NIXL, if installed),
-    # or the import path of a WeightTransport (docs/plugs.md).
+    # of disaggregated: process_group (gloo or NCCL), nixl, or an import path (docs/plugs.md)
     transport: str = "process_group"
     verify: str = "sampled"  # tensors compared bit for bit: off, sampled (1 in 16) or full
-    bucket_bytes: int = 64 << 20  # size of a message bucket; a rank stages twice as much
-    # Address on which rank 0 of the trainer listens; auto: that of its Ray node.
-    bind_address: str = "auto"
-    timeout_s: float = 600.0  # limit on an update of all servers, and on the first rendezvous
+    bucket_bytes: int = 64 << 20  # of a message; a rank stages twice as much
+    bind_address: str = "auto"  # where the trainer's rank 0 listens; auto: its Ray node's address
+    timeout_s: float = 600.0  # limit on an update, and on the first rendezvous
 
 
 @dataclass
 class TimeoutsConfig:
-    """Limits on a call of all ranks of a model, or of all servers. The error names the rank."""
+    """Limits on a call of all ranks of a model, or of all servers."""
 
-    # Start processes, load the model, join process groups. Unless set, 5 s more per GB of
-    # model.path.
-    start_s: float = 600.0
-    call_s: float = 1800.0  # any other call: generate, log-probs, updates of a step, export
+    start_s: float = 600.0  # start and load; unless set, 5 s more per GB of model.path
+    call_s: float = 1800.0  # any other call
 
 
 @dataclass
 class AsynchronousConfig:
     """Settings of trainer.mode=fully_async: docs/async_training.md."""
 
-    max_groups: int = 0  # groups generated at once; 0: as many as staleness allows
-    # Extra groups, as a share of trainer.prompts_per_step: a step takes the first to complete, and
-    # groups that are then too old start again. Favours short responses.
-    oversampling: float = 0.0
-    # Most samples held or generated for later steps, which bounds their memory. 0: as many as
-    # staleness allows.
-    max_waiting_samples: int = 0
-    # Recompute the KV cache of unfinished responses with each new version of the weights; false:
-    # the cache keeps what older versions computed.
-    recompute_cache: bool = False
+    max_groups: int = 0  # groups generated at once; 0: what staleness allows
+    oversampling: float = 0.0  # extra groups, as a share of trainer.prompts_per_step
+    max_waiting_samples: int = 0  # generated for later steps; 0: what staleness allows
+    recompute_cache: bool = False  # of unfinished responses, with new weights
 
 
 @dataclass
 class TrainerConfig:
-    # sync, one_step_off (generate the next samples while training; own devices for servers),
-    # fully_async (generate all the time, weights change in the middle of responses), or the import
-    # path of an RLTrainer (docs/plugs.md).
+    # sync, one_step_off or fully_async (docs/async_training.md), or an import path (docs/plugs.md)
     mode: str = "sync"
-    # Most versions by which a token may be older than the policy: 0 with sync; 0 or 1 with
-    # one_step_off; any with fully_async. null: 0, 1, 2.
+    # versions by which a token may be older than the policy; null: 0 with sync, 1 with
+    # one_step_off (the most there), 2 with fully_async
     staleness: int | None = None
     asynchronous: AsynchronousConfig = field(default_factory=AsynchronousConfig)
     num_steps: int = 100  # trainer steps
     prompts_per_step: int = 64  # a step has algorithm.group_size samples of each
-    # Stop if log-probs of trainer and servers differ by more at a token, in nats: docs/rollout.md.
-    # null: 0.5 in float32; in bfloat16 2, or 20 with experts unless
-    # actor.moe.router_replay=rollout.
+    # stop if trainer and servers differ by more nats at a token; null: docs/rollout.md
     max_logprob_gap: float | None = None
-    # The same on average, a more sensitive test. null: 1e-4 in float32, 0.1 in bfloat16.
-    mean_logprob_gap: float | None = None
+    mean_logprob_gap: float | None = None  # likewise on average
     eval_samples: int = 0  # prompts of each held-out set per evaluation; 0: all
-    # Steps between training checkpoints, with one after the last step; 0: none.
-    save_every: int = 0
-    # Besides metrics.jsonl: tensorboard, wandb, mlflow, swanlab, or import paths of Trackers
-    # (docs/plugs.md). Install wandb, mlflow and swanlab yourself; their own environment variables
-    # configure them.
+    save_every: int = 0  # steps between training checkpoints; 0: none
+    # tensorboard, wandb, mlflow, swanlab, or import paths: docs/watching.md
     trackers: list[str] = field(default_factory=lambda: ["tensorboard"])
-    tracker_project: str = "mcore_rl"  # project or experiment of trackers
+    tracker_project: str = "mcore_rl"  # project or experiment
 
     @property
     def gap_bounds(self) -> dict[str, float]:
@@ -530,41 +469,38 @@ class CheckpointConfig:
     """Training checkpoints, output_dir/checkpoints/step_NNNNNN, to resume from."""
 
     keep: int = 2  # newest checkpoints to keep
-    # Also keep the checkpoint with the highest value of this metric, such as eval/test/reward;
-    # -NAME: the lowest, as -eval/test/loss of sft. Empty: none.
+    # metric of a checkpoint to keep: eval/test/reward for its highest, -eval/test/loss for its
+    # lowest value
     keep_best: str = ""
     hf_every: int = 0  # steps between exports to output_dir/hf/step_NNNNNN; 0: none
-    # Train while a checkpoint is written: a step waits for the copy to the host, which then holds
-    # it twice.
-    async_save: bool = False
+    async_save: bool = False  # train while it is written, from a second copy on the host
 
 
 @dataclass
 class WarmStartConfig:
-    """Supervised training before reinforcement learning; disabled if num_steps is 0."""
+    """Supervised training before reinforcement learning."""
 
-    num_steps: int = 0  # optimizer steps
+    num_steps: int = 0  # optimizer steps; 0: none
     batch_size: int = 96  # samples per optimizer step
     train_file: str = ""  # as data.train_file, with the response column
-    # Target text. Empty: the prompt column has whole conversations (with data.tools_column); train
-    # on the assistant's messages.
+    # target text; empty: the prompt column has conversations, and the assistant's messages are
+    # trained on
     response_column: str = "response"
-    moe_aux_loss_coef: float = 0.0  # load-balancing loss of the router
+    moe_aux_loss_coef: float = 0.0  # weight of the load-balancing loss
     layout: Layout = field(default_factory=Layout)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
 
 
 @dataclass
 class PlacementConfig:
-    """Pools of devices: roles of one pool take turns; own has no other role; any name is a pool."""
+    """Pools of devices, by any name: docs/controller.md. own: a pool without other roles."""
 
-    actor: str = "shared"  # the trainer
-    reference: str = "shared"  # the frozen model of the KL
-    critic: str = "shared"  # the value model
-    reward_model: str = "shared"  # the reward model
-    teacher: str = "shared"  # each of the teachers
-    # The servers; auto: own with weight_sync.method=disaggregated or trainer.mode=one_step_off or
-    # fully_async, else shared.
+    actor: str = "shared"  # shared, own or a name
+    reference: str = "shared"  # model of the KL; shared, own or a name
+    critic: str = "shared"  # shared, own or a name
+    reward_model: str = "shared"  # shared, own or a name
+    teacher: str = "shared"  # each of them; shared, own or a name
+    # auto: shared with trainer.mode=sync unless weight_sync.method=disaggregated, else own
     rollout: str = "auto"
 
 
@@ -572,21 +508,18 @@ class PlacementConfig:
 class TaskConfig:
     """A synthetic task with a tokenizer, model and data of its own."""
 
-    name: str = ""  # last_digit, calculator, code, countdown; empty: none
+    name: str = ""  # last_digit, calculator, code, countdown
     worked_share: float = 0.35  # share of warm-start examples that show their work
 
 
 @dataclass
 class RLConfig:
-    seed: int = 0  # data order, sampling, initial weights of a task; up to 4294967295
+    seed: int = 0  # of data order, sampling, initial weights; up to 4294967295
     output_dir: str = "outputs/rl"  # folder of all outputs; new or empty, unless resumed
-    # never, auto (the newest complete checkpoint in output_dir, else a new run), or the folder of a
-    # training checkpoint.
-    resume: str = "never"
+    resume: str = "never"  # never, auto (from output_dir, else a new run), or a checkpoint's folder
     placement: PlacementConfig = field(default_factory=PlacementConfig)
-    # Ray's object store, which holds batches. 0: the samples of two steps with all rounds, of
-    # trainer.staleness more with fully_async, of algorithm.filter.replay.max_age more with replay;
-    # at least 512 MiB, at most 80 % of the free memory of /dev/shm and the cgroup.
+    # of Ray, for batches; 0: as the settings need, at least 512 MiB, at most 80 % of free /dev/shm
+    # and cgroup memory
     object_store_bytes: int = 0
     task: TaskConfig = field(default_factory=TaskConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -598,9 +531,7 @@ class RLConfig:
     teacher: TeacherConfig = field(default_factory=TeacherConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     agent: AgentConfig = field(default_factory=AgentConfig)
-    # Frozen models for agents, by name, each with servers and devices of its own:
-    # {user: {path: ..., num_servers: 1, tp: 1}}; no path: the actor's first weights
-    # (docs/agents.md).
+    # frozen models of agents: {NAME: {path: ..., num_servers: 1, tp: 1}} (docs/agents.md)
     models: dict[str, dict[str, Any]] = field(default_factory=dict)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     sample_log: SampleLogConfig = field(default_factory=SampleLogConfig)
@@ -631,17 +562,14 @@ class RLConfig:
 class ConversationsConfig:
     """Conversations to train on."""
 
-    # Parquet, JSONL, a folder of Hugging Face datasets (save_to_disk), or the import path of a
-    # function that returns rows: docs/data.md.
-    train_file: str = ""
+    train_file: str = ""  # parquet, JSONL, a folder, or an import path: docs/data.md
     train_files: list[str] = field(default_factory=list)  # several, instead of train_file
-    # Relative frequency of each of train_files. Empty: each row of all files once an epoch.
+    # relative frequency of each of train_files; empty: each row of all once an epoch
     train_weights: list[float] = field(default_factory=list)
-    test_file: str = ""  # for evaluation, as the set `test`; empty: none
-    # Several sets, by names in metrics: {chat: chat.jsonl, code: code.jsonl}.
+    test_file: str = ""  # held-out set `test`
+    # several, by names in metrics: {chat: chat.jsonl, code: code.jsonl}
     test_files: dict[str, str] = field(default_factory=dict)
-    # Chat messages: list of {role, content}. Train on those of the assistant, or as a field `train`
-    # of a message says: true or false.
+    # chat messages; trained on: those of the assistant, or as a field `train` says
     messages_column: str = "messages"
     tools_column: str = ""  # tool schemas for the chat template; empty: none
     train_on_prompt: bool = False  # train on all tokens
@@ -655,10 +583,10 @@ class PairsConfig:
 
     train_file: str = ""  # rows with the prompt, chosen and rejected columns
     train_files: list[str] = field(default_factory=list)  # several, instead of train_file
-    # Relative frequency of each of train_files. Empty: each row of all files once an epoch.
+    # relative frequency of each of train_files; empty: each row of all once an epoch
     train_weights: list[float] = field(default_factory=list)
-    test_file: str = ""  # for evaluation, as the set `test`; empty: none
-    # Several sets, by names in metrics: {chat: chat.jsonl, code: code.jsonl}.
+    test_file: str = ""  # held-out set `test`
+    # several, by names in metrics: {chat: chat.jsonl, code: code.jsonl}
     test_files: dict[str, str] = field(default_factory=dict)
     prompt_column: str = "prompt"  # chat messages
     chosen_column: str = "chosen"  # chat messages that follow the prompt: the preferred answer
@@ -674,18 +602,14 @@ AnyData = DataConfig | ConversationsConfig | PairsConfig
 
 @dataclass
 class StepsConfig:
-    # Passes over the rows of all files; with data.train_weights as many rows.
-    num_epochs: float = 1.0
+    num_epochs: float = 1.0  # passes over all rows; with data.train_weights as many rows
     num_steps: int = 0  # optimizer steps; 0: as num_epochs says
     batch_size: int = 64  # conversations or pairs of an optimizer step
     eval_samples: int = 0  # rows of each held-out set per evaluation; 0: all
-    # Steps between training checkpoints, with one after the last step; 0: none.
-    save_every: int = 0
-    # Besides metrics.jsonl: tensorboard, wandb, mlflow, swanlab, or import paths of Trackers
-    # (docs/plugs.md). Install wandb, mlflow and swanlab yourself; their own environment variables
-    # configure them.
+    save_every: int = 0  # steps between training checkpoints; 0: none
+    # tensorboard, wandb, mlflow, swanlab, or import paths: docs/watching.md
     trackers: list[str] = field(default_factory=lambda: ["tensorboard"])
-    tracker_project: str = "mcore_rl"  # project or experiment of trackers
+    tracker_project: str = "mcore_rl"  # project or experiment
 
 
 @dataclass
@@ -700,8 +624,7 @@ class HeldOutConfig:
 class ReferenceConfig:
     """The frozen model of a loss: the weights of model.path, or with LoRA the base weights."""
 
-    # Devices: shared (those of the trained model) or own (as many).
-    placement: str = "shared"
+    placement: str = "shared"  # devices: shared (of the trained model) or own (as many)
 
 
 @dataclass
@@ -710,9 +633,7 @@ class TrainConfig:
 
     seed: int = 0  # data order and adapters; up to 4294967295
     output_dir: str = "outputs/train"  # folder of all outputs; new or empty, unless resumed
-    # never, auto (the newest complete checkpoint in output_dir, else a new run), or the folder of a
-    # training checkpoint.
-    resume: str = "never"
+    resume: str = "never"  # never, auto (from output_dir, else a new run), or a checkpoint's folder
     model: ModelConfig = field(default_factory=ModelConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
     trainer: StepsConfig = field(default_factory=StepsConfig)
@@ -742,7 +663,7 @@ class DPOConfig(TrainConfig):
     output_dir: str = "outputs/dpo"  # folder of all outputs; new or empty, unless resumed
     data: PairsConfig = field(default_factory=PairsConfig)
     loss: str = "dpo"  # loss of a pair: a name, or the import path of a function
-    loss_settings: dict[str, Any] = field(default_factory=dict)  # settings of that function
+    loss_settings: dict[str, Any] = field(default_factory=dict)  # of that function
     reference: ReferenceConfig = field(default_factory=ReferenceConfig)
 
 
@@ -756,18 +677,13 @@ class RMConfig(TrainConfig):
 
 @dataclass
 class EvaluatedModelConfig(ModelConfig):
-    # A Hugging Face checkpoint, or the output_dir of a run: checkpoint/, else the last
-    # hf/step_NNNNNN.
-    path: str = ""
-    # Date, YYYY-MM-DD, that chat templates write as today's. Empty: that of the run, else
-    # 2024-07-26.
-    chat_date: str = ""
+    path: str = ""  # a Hugging Face checkpoint, or the output_dir of a run
+    chat_date: str = ""  # as of the run; empty: that of the run, else 2024-07-26
 
 
 @dataclass
 class SetsConfig:
-    # By names of your choice, as data.sets.math=math.parquet: files as of data.train_file
-    # (docs/data.md).
+    # files (docs/data.md) by names of your choice, as data.sets.math=math.parquet
     sets: dict[str, str] = field(default_factory=dict)
     num_prompts: int = 0  # first prompts of each set; 0: all
     prompt_column: str = "messages"  # chat messages: list of {role, content}
@@ -782,13 +698,13 @@ class SamplingConfig(RolloutConfig):
     """The servers that generate, and how they sample."""
 
     n: int = 1  # responses per prompt, 1 to 1000
-    temperature: float = 1.0  # sampling temperature; 0 takes the most likely token
-    top_p: float = 1.0  # sample from the likeliest tokens of this total probability
+    temperature: float = 1.0  # sampling temperature; 0 is greedy
+    top_p: float = 1.0  # total probability of the tokens to sample from
 
 
 @dataclass
 class ScoringConfig:
-    # The k of pass@k and majority@k, each up to rollout.n. Empty: 1, 2, 4, ... and rollout.n.
+    # of pass@k and majority@k, up to rollout.n; empty: 1, 2, 4, ... and rollout.n
     ks: list[int] = field(default_factory=list)
     term: str = ""  # term of reward.terms that decides correctness; empty: the sum
     correct_from: float = 1.0  # a response is correct from this reward on
@@ -798,9 +714,7 @@ class ScoringConfig:
 class EvalConfig:
     seed: int = 0  # sampling; up to 4294967295
     output_dir: str = "outputs/eval"  # folder of all outputs; new or empty, unless resumed
-    # never, or auto: continue in output_dir with the incomplete sets; a new evaluation if there is
-    # none.
-    resume: str = "never"
+    resume: str = "never"  # never, or auto: continue with the incomplete sets of output_dir
     model: EvaluatedModelConfig = field(default_factory=EvaluatedModelConfig)
     data: SetsConfig = field(default_factory=SetsConfig)
     rollout: SamplingConfig = field(default_factory=SamplingConfig)

@@ -30,9 +30,9 @@ def select_small_columns(batch: B) -> B:
 def select_token_columns(batch: B) -> B:
     """Drop columns that no engine reads: data rows and, of a RemoteBatch, one value a sample."""
     batch = batch.drop_columns("fields")
-    return (
-        batch if isinstance(batch, Batch) else batch.drop_columns(*get_sample_columns(batch).names)
-    )
+    if isinstance(batch, Batch):
+        return batch
+    return batch.drop_columns(*get_sample_columns(batch).names)
 
 
 def get_sample_columns(batch: Samples) -> Batch:
@@ -55,9 +55,7 @@ def get_sample_columns(batch: Samples) -> Batch:
 
 
 def release_columns(batch: B) -> B:
-    """Keep what `get_sample_columns` reads; columns of a RemoteBatch in the object store may be
-    freed.
-    """
+    """Let the object store free the columns of a RemoteBatch, except what is one value a sample."""
     return cast(B, batch.drop_references()) if isinstance(batch, RemoteBatch) else batch
 
 
@@ -86,16 +84,20 @@ def find_lost_groups(batches: Sequence[Samples]) -> list[int]:
 
 
 def drop_groups(batch: B, group_ids: Collection[int]) -> B:
-    """Return the samples of all other groups."""
-    is_left = ~np.isin(batch.array("group_ids"), list(group_ids))
-    return batch.take(np.flatnonzero(is_left).tolist())
+    """Return the samples of all groups but these."""
+    is_dropped = np.isin(batch.array("group_ids"), list(group_ids))
+    return batch.take(np.flatnonzero(~is_dropped).tolist())
 
 
 def fetch_batch(batch: Samples, what: str, call_s: float) -> Batch:
-    """Return the batch with all columns in this process; `what` they are is for the error.
+    """Return the batch with all columns in this process.
+
+    Args:
+        what: The columns in words, for the error.
+        call_s: Limit of fetching them: timeouts.call_s.
 
     Raises:
-        WorkerError: they have not come in `call_s`, which is timeouts.call_s, or are lost.
+        WorkerError: They have not arrived in `call_s`, or are lost.
     """
     if not isinstance(batch, RemoteBatch):
         return cast(Batch, batch)
@@ -113,12 +115,8 @@ def to_arrays(batch: Samples, what: str, call_s: float) -> dict[str, dict[str, A
 
 
 def restore_batch(arrays: Mapping[str, Mapping[str, Array]]) -> Samples:
-    """Restore the batch of `to_arrays`: by reference in a job, with columns that this process
-    stores.
-    """
+    """Restore the batch of `to_arrays`; in a Ray session, store its columns and refer to them."""
     batch = Batch.load_arrays(arrays)
-    return (
-        store_columns(batch.drop_columns(PROMPT_TOKENS, RESPONSE_TOKENS))
-        if ray.is_initialized()
-        else batch
-    )
+    if not ray.is_initialized():
+        return batch
+    return store_columns(batch.drop_columns(PROMPT_TOKENS, RESPONSE_TOKENS))

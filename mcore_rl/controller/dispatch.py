@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
-from typing import Any, Final, Protocol, TypeVar
+from typing import Any, Final, TypeVar
 
 import numpy as np
 
@@ -389,12 +389,3 @@ def get_registered_methods(worker_class: type) -> dict[str, Registration]:
             if hasattr(method, _ATTRIBUTE):
                 registrations[name] = getattr(method, _ATTRIBUTE)
     return registrations
-
-
-class RankGroup(Protocol):
-    """The ranks of a model, called as one object: the registered methods of its worker class.
-
-    `WorkerGroup` calls them by Ray, `TorchrunGroup` in the processes of torchrun.
-    """
-
-    def __getattr__(self, name: str) -> Any: ...

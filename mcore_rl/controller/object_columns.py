@@ -118,13 +118,13 @@ def _divide_columns(
 
     `num_objects` limits the objects of columns that are together.
     """
-    new = {name: column for name, column in batch.columns.items() if name not in skip}
-    local: dict[str, Column] = {n: c for n, c in new.items() if not isinstance(c, Jagged)}
+    selected = {name: column for name, column in batch.columns.items() if name not in skip}
+    local: dict[str, Column] = {n: c for n, c in selected.items() if not isinstance(c, Jagged)}
     for ids, name in (("prompt_ids", PROMPT_TOKENS), ("response_ids", RESPONSE_TOKENS)):
-        if ids in new:
+        if ids in selected:
             local[name] = batch.lengths(ids)
     together: dict[str, dict[str, Jagged]] = {}
-    for name, column in new.items():
+    for name, column in selected.items():
         if isinstance(column, Jagged):
             together.setdefault(name if is_part_column(name) else "", {})[name] = column
     objects, remote, num_rows = list[Object](), dict[str, RemoteColumn](), len(batch)
@@ -195,21 +195,22 @@ def fetch_columns(batch: RemoteBatch, timeout_s: float | None = None) -> Batch:
     objects = dict(zip(references, _get_objects(list(references), timeout_s), strict=True))
     spans = {key: location.get_span() for key, location in locations.items()}
     columns: dict[str, Column] = {}
-    known: dict[tuple[int, str], Jagged] = {}  # a stored column may have two names in the batch
+    fetched: dict[tuple[int, str], Jagged] = {}  # a stored column may have two names in the batch
     for name, column in batch.remote.items():
         key = id(column.locations), column.stored_name
-        if key not in known:
+        if key not in fetched:
             sources = [objects[ref][column.stored_name] for ref in column.locations.references]
             span = spans[id(column.locations)]
             if span:
-                known[key] = _slice_rows(sources[0], *span)
+                fetched[key] = _slice_rows(sources[0], *span)
             else:
-                known[key] = _gather_rows(column, sources, batch, name)
-        columns[name] = known[key]
+                fetched[key] = _gather_rows(column, sources, batch, name)
+        columns[name] = fetched[key]
     return Batch({**columns, **batch.local.columns})
 
 
 def _get_objects(references: list[Any], timeout_s: float | None) -> Objects:
+    """Return the objects of references, in order; raise as `fetch_columns`."""
     try:
         objects: Objects = ray.get(references, timeout=timeout_s)
     except GetTimeoutError as error:
@@ -226,6 +227,7 @@ def _get_objects(references: list[Any], timeout_s: float | None) -> Objects:
 def _gather_rows(
     column: RemoteColumn, sources: list[Jagged], batch: RemoteBatch, name: str
 ) -> Jagged:
+    """Return the rows of a column from its objects; rows that have none get FILL_VALUES."""
     numbers, rows = column.locations.objects, column.locations.rows
     if not len(rows):
         return Jagged(column.empty, np.zeros(1, np.int64))
@@ -239,6 +241,7 @@ def _gather_rows(
 
 
 def _slice_rows(source: Jagged, first: int, end: int) -> Jagged:
+    """Return the rows from `first` up to, not including, `end` as a view."""
     if end - first == len(source):
         return source
     offsets = source.offsets[first : end + 1]
@@ -341,15 +344,16 @@ def _find_lost_references(references: list[Any], alive: set[str]) -> set[Any]:
     living node is not lost, and all others can be read here.
     """
     elsewhere = alive - {ray.get_runtime_context().get_node_id()}
-    known = get_local_object_locations(references)
-    nodes = {ref: known[ref]["node_ids"] if ref in known else () for ref in references}
-    doubtful = [ref for ref, node_ids in nodes.items() if elsewhere.isdisjoint(node_ids)]
-    if _are_available(doubtful):
+    locations = get_local_object_locations(references)
+    nodes = {ref: locations[ref]["node_ids"] if ref in locations else () for ref in references}
+    unconfirmed = [ref for ref, node_ids in nodes.items() if elsewhere.isdisjoint(node_ids)]
+    if _are_available(unconfirmed):
         return set()
-    return {ref for ref in doubtful if not _are_available([ref])}
+    return {ref for ref in unconfirmed if not _are_available([ref])}
 
 
 def _are_available(references: list[Any]) -> bool:
+    """Return whether all of these objects can be read on this node."""
     try:
         ray.get(references, timeout=_LOST_S)
     except RayError:
@@ -377,15 +381,18 @@ def check_nodes() -> dict[str, bool]:
 
 
 def _give_up(nodes: Sequence[dict[str, Any]]) -> None:
+    """Print which nodes refuse connections, and stop asking them."""
     names = ", ".join(f"{n['NodeName']} (port {n['NodeManagerPort']})" for n in nodes)
     print(
-        f"no connection from the driver to Ray on {names}, which Ray says live: samples on a node "
-        "that dies there are missed once Ray notices"
+        f"no connection from the driver to Ray on {names}, which Ray says live: if one of "
+        "them dies, its samples count as lost only once Ray notices"
     )
     _unreachable.update(node["NodeID"] for node in nodes)
 
 
 async def _find_silent_nodes(nodes: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the nodes whose raylet does not accept a connection in _CONNECT_S."""
+
     async def can_connect(node: dict[str, Any]) -> bool:
         host, port = node["NodeManagerAddress"], node["NodeManagerPort"]
         with contextlib.suppress(OSError):  # TimeoutError is one

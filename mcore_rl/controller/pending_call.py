@@ -135,6 +135,7 @@ class PendingCall:
         return error
 
     def _record_reply(self, future: Future[Reply]) -> FailureKind | None:
+        """Record the value or failure of a reply that has arrived; return the kind of failure."""
         rank = self._waiting.pop(future)
         try:
             reply = future.result()
@@ -154,6 +155,7 @@ class PendingCall:
         return reply.failure.kind
 
     def _to_error(self, rank: int, failure: Failure) -> Exception:
+        """Return the error to raise for a failure, with the end of the rank's stderr."""
         if self._group.end_reason:
             return WorkerError(f"{self._label} was lost: {self._group.end_reason}")
         head = f"{self._label}: rank {rank}"
@@ -322,9 +324,10 @@ def _list_failure_kinds(
 
 
 def _end_dead_groups(
-    calls: Mapping[int, PendingCall], known: Collection[int]
+    calls: Mapping[int, PendingCall], ended: Collection[int]
 ) -> dict[int, WorkerError]:
-    errors = {index: call.end_if_rank_died() for index, call in calls.items() if index not in known}
+    """End the groups in which a rank has died, except those of `ended`; return errors by index."""
+    errors = {index: call.end_if_rank_died() for index, call in calls.items() if index not in ended}
     return {index: error for index, error in errors.items() if error is not None}
 
 
@@ -410,17 +413,19 @@ def describe_unanswered(unanswered: Sequence[UnansweredCall], timeout: str) -> s
     The first is the rank that most likely blocks the others: it is gone, or stopped, or runs while
     they wait. `timeout` is the limit of the wait and its setting, as text.
     """
-    looks = _inspect_processes([rank.info for rank in unanswered if rank.info is not None])
+    states = _inspect_processes([rank.info for rank in unanswered if rank.info is not None])
 
     def get_urgency(rank: UnansweredCall) -> int:
-        look = looks.get(rank.info) if rank.info else None
-        return min(process.urgency for process in look) if look else -1
+        processes = states.get(rank.info) if rank.info else None
+        return min(process.urgency for process in processes) if processes else -1
 
     def summarize(rank: UnansweredCall) -> str:
         if rank.info is None:
             return "its process has not come up"
-        look = looks.get(rank.info)
-        return summarize_states(look) if look else f"no look at it in {_INSPECT_S:g} s"
+        processes = states.get(rank.info)
+        if not processes:
+            return f"its processes were not inspected in {_INSPECT_S:g} s"
+        return summarize_states(processes)
 
     first, *rest = sorted(unanswered, key=get_urgency)
     line = f"{first.call}: {first} has not answered in {timeout}: {summarize(first)}"
@@ -433,17 +438,17 @@ def describe_unanswered(unanswered: Sequence[UnansweredCall], timeout: str) -> s
     if named:
         line += f". Nor has {'; nor has '.join(named)}"
     stacks = [
-        f"{rank.call}, {rank}:\n{format_stacks(looks[rank.info])}"
+        f"{rank.call}, {rank}:\n{format_stacks(states[rank.info])}"
         for rank in (first, *rest)
-        if rank.info in looks
+        if rank.info in states
     ]
     return "\n\n".join([line, *stacks])
 
 
 def find_stopped(unanswered: Sequence[UnansweredCall]) -> list[UnansweredCall]:
     """Return the ranks of which a process, or one that it started, is stopped or gone."""
-    looks = _inspect_processes([rank.info for rank in unanswered if rank.info is not None])
-    states = {info: {look.state for look in processes} for info, processes in looks.items()}
+    inspected = _inspect_processes([rank.info for rank in unanswered if rank.info is not None])
+    states = {info: {process.state for process in inspected[info]} for info in inspected}
     return [
         rank for rank in unanswered if rank.info and states.get(rank.info, set()) & STUCK_STATES
     ]
@@ -462,16 +467,16 @@ def _inspect_processes(worker_infos: Iterable[WorkerInfo]) -> dict[WorkerInfo, l
         ).remote([info.pid for info in infos]): infos
         for node, infos in by_node.items()
     }
-    looks: dict[WorkerInfo, list[ProcessState]] = {}
+    states: dict[WorkerInfo, list[ProcessState]] = {}
     done, late = ray.wait(list(tasks), num_returns=len(tasks), timeout=_INSPECT_S)
     for task in done:
         try:
-            looks |= zip(tasks[task], ray.get(task), strict=True)
+            states |= zip(tasks[task], ray.get(task), strict=True)
         except RayError:  # the node is gone
             continue
     for task in late:
         ray.cancel(task, force=True)
-    return looks
+    return states
 
 
 @ray.remote(num_cpus=0, max_retries=0)

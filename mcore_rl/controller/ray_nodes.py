@@ -44,12 +44,12 @@ class RayNodes:
                 remote.options(scheduling_strategy=strategy).remote(argument, number)
             )
 
-    def ended(self) -> bool:
+    def has_ended(self) -> bool:
         """Return whether all calls have ended."""
         done, _ = ray.wait(self._calls, num_returns=len(self._calls), timeout=0)
         return len(done) == len(self._calls)
 
-    def why(self, name: str) -> str:
+    def get_error(self, name: str) -> str:
         """Return the error of a node's call; empty if there is none."""
         call = self._calls[self.nodes.index(name)]
         done, _ = ray.wait([call], timeout=0)

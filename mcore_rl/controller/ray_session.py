@@ -30,7 +30,7 @@ from mcore_rl.controller.ray_patches import RAY_CONFIG, listen_on_loopback, skip
 from mcore_rl.controller.reaper import GCS, RAY_DIR, RAYLET, list_processes, read_command_line
 
 NAMESPACE = "mcore_rl"  # of named actors
-# The raylet's children, by a part of their command lines at their start, and later.
+# The raylet's children by a part of their command lines, before and after they rename themselves.
 _AGENTS = {
     b"dashboard/agent.py": "dashboard agent",
     b"ray::DashboardAgent": "dashboard agent",
@@ -88,6 +88,7 @@ def ray_session(
 
 
 def _check_resources(needed: Mapping[str, float], address: str | None) -> None:
+    """Raise ConfigError if the session has less in all than `needed`."""
     total = ray.cluster_resources()
     short = [
         f"{amount:g} of {name!r} (it has {total.get(name, 0):g})"
@@ -128,13 +129,13 @@ def warn_of_small_stores(sample_bytes: int, resource: str, num_devices: int) -> 
     Ray itself spills to disk without a word. Samples are on the nodes of servers, which have
     `num_devices` of `resource` and are on as few nodes as have them; each of these has a share.
     """
-    stores, most = dict[str, int](), 1
+    stores, max_devices = dict[str, int](), 1
     for node in ray.nodes():
         devices = int(node["Resources"].get(resource, 0)) if node["Alive"] else 0
         if devices:
             stores[node["NodeName"]] = int(node["Resources"].get("object_store_memory", 0))
-            most = max(most, devices)
-    share = math.ceil(sample_bytes / math.ceil(num_devices / most))
+            max_devices = max(max_devices, devices)
+    share = math.ceil(sample_bytes / math.ceil(num_devices / max_devices))
     small = [name for name, size in stores.items() if size < share]
     if not small:
         return

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 import ray
 from ray.exceptions import RayError
@@ -81,6 +81,15 @@ class Method:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         pending = self.submit(*args, **kwargs)
         return pending.result() if self._registration.blocking else pending
+
+
+class RankGroup(Protocol):
+    """The ranks of a model, called as one object: the registered methods of its worker class.
+
+    `WorkerGroup` calls them by Ray, `TorchrunGroup` in the processes of torchrun.
+    """
+
+    def __getattr__(self, name: str) -> Any: ...
 
 
 class WorkerGroup:

@@ -240,6 +240,7 @@ def store_outputs(
 
 
 def _catch_failure(run: Callable[[], Any]) -> Reply:
+    """Call `run`; reply with its result, or with the exception that it raised."""
     try:
         return Reply(run())
     except Exception as error:  # noqa: BLE001 - whatever it is, the driver raises it again

@@ -63,6 +63,7 @@ class Jagged:
 
     @property
     def lengths(self) -> npt.NDArray[np.int64]:
+        """Number of entries of each row."""
         return np.diff(self.offsets)
 
     def with_values(self, values: Array) -> Jagged:
@@ -88,16 +89,14 @@ class Jagged:
         lengths = self.lengths[index]
         offsets = np.zeros(len(index) + 1, dtype=np.int64)
         np.cumsum(lengths, out=offsets[1:])
-        if offsets[-1] < _SHORT * len(index):
+        if offsets[-1] < _MIN_ROW_COPY * len(index):
             shifts = np.repeat(self.offsets[index] - offsets[:-1], lengths)
             return Jagged(self.values[shifts + np.arange(offsets[-1])], offsets)
         return Jagged(np.concatenate([self[i] for i in index]), offsets)
 
 
 Column = Jagged | Array
-_SHORT = 64  # mean row length below which an index is faster than copying row by row
-
-
+_MIN_ROW_COPY = 64  # mean row length from which copying row by row is faster than an index
 NO_STATE = -1  # in state_ids
 NO_VERSION = -2  # in oldest_versions and newest_versions
 UNSET = -1  # in cross_entropy_mask: the loss decides
@@ -120,6 +119,7 @@ def _encode_fields(fields: Mapping[str, Any]) -> str:
 
 
 def _collect_versions(samples: Sequence[Sample]) -> dict[str, Column]:
+    """Return the oldest and the newest version of the weights that chose a token of each sample."""
     rows = []
     for sample in samples:
         pairs = zip(sample.weight_versions, sample.response_mask, strict=True)
@@ -131,6 +131,7 @@ def _collect_versions(samples: Sequence[Sample]) -> dict[str, Column]:
 
 
 def _number_turns(sample: Sample) -> Array:
+    """Return the policy's turn of each response token; all are turn 0 where none are marked."""
     numbers = np.full(len(sample.response_ids), -1 if sample.turn_spans else 0, np.int32)
     for number, span in enumerate(sample.turn_spans):
         numbers[span.start : span.end] = number
@@ -394,6 +395,7 @@ class Batch(Samples):
         return Batch(columns)
 
     def _fill_columns(self, names: Iterable[str]) -> Batch:
+        """Add those of the columns that are missing: parts of rewards as NaN, FILL_VALUES."""
         missing = sorted({*names} - self.columns.keys())
         filled: dict[str, Column] = {n: np.full(len(self), np.nan, np.float32) for n in missing}
         for name in FILL_VALUES.keys() & missing:

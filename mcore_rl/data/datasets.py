@@ -16,7 +16,7 @@ from mcore_rl.config.schema import DataConfig
 from mcore_rl.data.batch import Batch, Jagged
 from mcore_rl.data.chat_template import ChatTemplate, ChatTemplateError
 from mcore_rl.data.files import Digest, Row, RowSource, open_rows
-from mcore_rl.data.rows import Column, ConcatFiles, Message, read_chat, read_tool_schemas
+from mcore_rl.data.rows import ConcatFiles, Message, RowColumn, read_chat, read_tool_schemas
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -82,8 +82,8 @@ class FilePrompts:
         """Check all rows; check_chat raises ConfigError, check_answer ValueError."""
         self._rows, self._check_chat, self._check_answer = rows, check_chat, check_answer
         self._tokenizer, self._template = tokenizer, ChatTemplate(tokenizer)
-        self._prompt = Column(config.prompt_column, "data.prompt_column")
-        self._answer = Column(config.answer_column, "data.answer_column")
+        self._prompt = RowColumn(config.prompt_column, "data.prompt_column")
+        self._answer = RowColumn(config.answer_column, "data.answer_column")
         self._tools = _build_tools_column(config.tools_column)
         digest = Digest()
         lengths = self._check_rows(digest)
@@ -209,8 +209,8 @@ def load_supervised(
     Returns the jagged columns prompt_ids, response_ids and response_mask (all ones), in memory.
     Raises ConfigError as `load_prompts` does.
     """
-    prompt = Column(prompt_column, "data.prompt_column")
-    response = Column(response_column, "warm_start.response_column")
+    prompt = RowColumn(prompt_column, "data.prompt_column")
+    response = RowColumn(response_column, "warm_start.response_column")
     tools = _build_tools_column(tools_column)
     template, prompts = ChatTemplate(tokenizer), list[list[int]]()
     responses: list[list[int]] = []
@@ -229,8 +229,8 @@ def load_supervised(
     )
 
 
-def _build_tools_column(name: str) -> Column | None:
-    return Column(name, "data.tools_column") if name else None
+def _build_tools_column(name: str) -> RowColumn | None:
+    return RowColumn(name, "data.tools_column") if name else None
 
 
 def _iterate_chunks(rows: RowSource) -> Iterator[list[Row]]:
@@ -240,7 +240,7 @@ def _iterate_chunks(rows: RowSource) -> Iterator[list[Row]]:
 
 
 def _render_prompt(
-    row: Row, messages: list[Message], tools: Column | None, template: ChatTemplate
+    row: Row, messages: list[Message], tools: RowColumn | None, template: ChatTemplate
 ) -> str:
     """Render the chat of a row up to where the response begins."""
     try:

@@ -17,10 +17,10 @@ from mcore_rl.data.chat_template import MARK, ChatTemplate, ChatTemplateError, f
 from mcore_rl.data.files import Digest, open_rows
 from mcore_rl.data.rows import (
     REASONING,
-    Column,
     ConcatFiles,
     Message,
     PreferenceRow,
+    RowColumn,
     SupervisedRow,
     TypedRows,
     read_preference_rows,
@@ -124,8 +124,8 @@ def load_conversations(
             on, does not fit the chat template, or is too long.
     """
     source = open_rows(name, setting)
-    messages = Column(config.messages_column, "data.messages_column")
-    tools = Column(config.tools_column, "data.tools_column") if config.tools_column else None
+    messages = RowColumn(config.messages_column, "data.messages_column")
+    tools = RowColumn(config.tools_column, "data.tools_column") if config.tools_column else None
 
     template = ChatTemplate(tokenizer)
 
@@ -151,8 +151,8 @@ def load_chats(
     response_ids and response_mask. Raises ConfigError as `load_conversations` does.
     """
     source = open_rows(name, setting)
-    messages = Column(config.prompt_column, "data.prompt_column")
-    tools = Column(config.tools_column, "data.tools_column") if config.tools_column else None
+    messages = RowColumn(config.prompt_column, "data.prompt_column")
+    tools = RowColumn(config.tools_column, "data.tools_column") if config.tools_column else None
     template, conversations = ChatTemplate(tokenizer), list[Tokens]()
     for number, row in enumerate(read_supervised_rows(source, messages, tools)):
         where = f"{source.source}: row {number}"
@@ -180,11 +180,11 @@ def load_pairs(
     Raises ConfigError as `load_conversations` does.
     """
     source = open_rows(name, setting)
-    prompt = Column(config.prompt_column, "data.prompt_column")
-    chosen = Column(config.chosen_column, "data.chosen_column")
-    rejected = Column(config.rejected_column, "data.rejected_column")
-    margin = Column(config.margin_column, "data.margin_column") if config.margin_column else None
-    tools = Column(config.tools_column, "data.tools_column") if config.tools_column else None
+    prompt = RowColumn(config.prompt_column, "data.prompt_column")
+    chosen = RowColumn(config.chosen_column, "data.chosen_column")
+    rejected = RowColumn(config.rejected_column, "data.rejected_column")
+    margin = RowColumn(config.margin_column, "data.margin_column") if config.margin_column else None
+    tools = RowColumn(config.tools_column, "data.tools_column") if config.tools_column else None
 
     template = ChatTemplate(tokenizer)
 

@@ -147,6 +147,7 @@ class _TableRows(RowSource):
                 row += len(rows)
 
     def _convert(self, table: pa.Table | pa.RecordBatch, first: int) -> list[Row]:
+        """Convert a table to rows, numbered from `first`; name the first with text of no UTF-8."""
         try:
             values = table.to_pylist()
         except UnicodeDecodeError as error:
@@ -162,6 +163,8 @@ class _TableRows(RowSource):
 
 
 class _ParquetRows(_TableRows):
+    """Rows of a parquet file, whose tables are its row groups."""
+
     def __init__(self, source: str, path: Path) -> None:
         try:
             self._file = pq.ParquetFile(path)
@@ -210,6 +213,7 @@ class _ArrowRows(_TableRows):
 
 
 def _list_arrow_files(source: str, folder: Path) -> list[Path]:
+    """Return the Arrow files that state.json lists; ConfigError for a folder of several splits."""
     if (folder / "dataset_dict.json").is_file():
         splits = read_json_object(folder / "dataset_dict.json").get("splits")
         names = [str(folder / str(name)) for name in splits] if isinstance(splits, list) else []

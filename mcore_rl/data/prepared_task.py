@@ -21,7 +21,7 @@ class PreparedTask:
     warm_start_file: Path  # parquet: messages and, unless they are whole conversations, response
 
 
-def prepared(directory: Path) -> PreparedTask:
+def get_task_paths(directory: Path) -> PreparedTask:
     """Return the paths of a task in a folder, whether or not it is written."""
     return PreparedTask(
         model_dir=directory / "model",
@@ -40,22 +40,23 @@ def write_task(
     saved in task.json.
     """
     _refuse_foreign(directory)
-    aside = directory.with_name(f".{directory.name}.partial")
-    shutil.rmtree(aside, ignore_errors=True)  # left by a run that was killed
-    aside.mkdir(parents=True)
+    partial_path = directory.with_name(f".{directory.name}.partial")
+    shutil.rmtree(partial_path, ignore_errors=True)  # left by a run that was killed
+    partial_path.mkdir(parents=True)
     try:
-        write(prepared(aside))
-        (aside / "task.json").write_text(json.dumps(settings, indent=2) + "\n")
+        write(get_task_paths(partial_path))
+        (partial_path / "task.json").write_text(json.dumps(settings, indent=2) + "\n")
         if directory.exists():
             shutil.rmtree(directory)
-        aside.rename(directory)
+        partial_path.rename(directory)
     except BaseException:
-        shutil.rmtree(aside, ignore_errors=True)
+        shutil.rmtree(partial_path, ignore_errors=True)
         raise
-    return prepared(directory)
+    return get_task_paths(directory)
 
 
 def _refuse_foreign(directory: Path) -> None:
+    """Raise ConfigError if a folder has files that `write_task` did not write."""
     if not directory.exists() or (directory / "task.json").is_file():
         return
     if not directory.is_dir() or any(directory.iterdir()):

@@ -16,7 +16,7 @@ import pyarrow as pa
 
 from mcore_rl.data.files import Row
 from mcore_rl.data.latex import find_last_boxed
-from mcore_rl.data.rows import Column, Message, read_chat
+from mcore_rl.data.rows import Message, RowColumn, read_chat
 
 Values = dict[str, Any]
 _MESSAGES = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))
@@ -42,13 +42,13 @@ class Publisher:
 
 def gsm8k(row: Row, instruction: str) -> Values:
     """`question`, and `answer`: a solution whose last line is `#### 1,234`."""
-    solution = Column("answer").get_text(row)
+    solution = RowColumn("answer").get_text(row)
     answer = solution.rpartition("####")[2].strip().replace(",", "").replace("$", "")
     if "####" not in solution or not re.fullmatch(r"-?[0-9]+(\.[0-9]+)?", answer):
-        raise Column("answer").build_error(
+        raise RowColumn("answer").build_error(
             row, solution[-80:], "a solution that ends in #### NUMBER"
         )
-    messages = _build_messages(Column("question").get_text(row), instruction)
+    messages = _build_messages(RowColumn("question").get_text(row), instruction)
     return {"messages": messages, "answer": answer, "solution": solution}
 
 
@@ -57,13 +57,15 @@ def math(row: Row, instruction: str) -> Values:
 
     MATH-500 also has a column `answer`.
     """
-    solution = Column("solution").get_text(row)
+    solution = RowColumn("solution").get_text(row)
     answer = row.values.get("answer")
     if answer is None and not (answer := (find_last_boxed(solution) or "").strip()):
-        raise Column("solution").build_error(row, solution[-80:], r"a solution with \boxed{ANSWER}")
+        raise RowColumn("solution").build_error(
+            row, solution[-80:], r"a solution with \boxed{ANSWER}"
+        )
     level = re.search("[0-9]", str(row.values.get("level")))  # "Level 5", "Level ?", or 5
     return {
-        "messages": _build_messages(Column("problem").get_text(row), instruction),
+        "messages": _build_messages(RowColumn("problem").get_text(row), instruction),
         "answer": str(answer),
         "solution": solution,
         "subject": row.values.get("type") or row.values.get("subject"),
@@ -73,23 +75,23 @@ def math(row: Row, instruction: str) -> Values:
 
 def dapo(row: Row, instruction: str) -> Values:
     """`prompt`, a list of messages with its own instruction, and `reward_model.ground_truth`."""
-    reward_model = Column("reward_model").get(row)
+    reward_model = RowColumn("reward_model").get(row)
     truth = reward_model.get("ground_truth") if isinstance(reward_model, Mapping) else None
     if not isinstance(truth, str) or not truth:
         allowed = "an object with a ground_truth of text"
-        raise Column("reward_model").build_error(row, reward_model, allowed)
-    *before, last = read_chat(row, Column("prompt"))
+        raise RowColumn("reward_model").build_error(row, reward_model, allowed)
+    *before, last = read_chat(row, RowColumn("prompt"))
     messages = [*before, *_build_messages(last["content"], instruction)]
     return {"messages": messages, "answer": truth, "source": row.values.get("data_source")}
 
 
 def countdown(row: Row, instruction: str) -> Values:
     """`target`, to reach with the whole numbers `nums`."""
-    numbers, target = Column("nums").get(row), Column("target").get(row)
+    numbers, target = RowColumn("nums").get(row), RowColumn("target").get(row)
     if not isinstance(numbers, list) or not numbers or {type(n) for n in numbers} != {int}:
-        raise Column("nums").build_error(row, numbers, "a list of whole numbers")
+        raise RowColumn("nums").build_error(row, numbers, "a list of whole numbers")
     if type(target) is not int:
-        raise Column("target").build_error(row, target, "a whole number")
+        raise RowColumn("target").build_error(row, target, "a whole number")
     question = f"Using the numbers {numbers}, make an equation that equals {target}."
     messages = _build_messages(f"{question} {_NEVER_TWICE}", instruction)
     return {"messages": messages, "answer": str(target), "nums": numbers, "target": target}
@@ -104,7 +106,7 @@ def ultrafeedback(row: Row, instruction: str) -> Values:
     numbers = [float(score) for score in scores if isinstance(score, int | float)]
     margin = numbers[0] - numbers[1] if len(numbers) == 2 else None
     return _build_preference(
-        read_chat(row, Column("chosen")), read_chat(row, Column("rejected")), margin
+        read_chat(row, RowColumn("chosen")), read_chat(row, RowColumn("rejected")), margin
     )
 
 
@@ -140,10 +142,10 @@ def _build_preference(
 
 
 def _parse_turns(row: Row, name: str) -> list[Message]:
-    text = Column(name).get_text(row)
+    text = RowColumn(name).get_text(row)
     before, *parts = re.split(r"\n\n(Human|Assistant):", text)
     if before.strip() or not parts:
-        raise Column(name).build_error(row, text, "turns that begin with Human: and Assistant:")
+        raise RowColumn(name).build_error(row, text, "turns that begin with Human: and Assistant:")
     turns = zip(parts[::2], parts[1::2], strict=True)
     roles = {"Human": "user", "Assistant": "assistant"}
     return [{"role": roles[speaker], "content": text.strip()} for speaker, text in turns]

@@ -26,8 +26,8 @@ _TOOLS = "a list of tool schemas, each an object, or that list as JSON text"
 
 
 @dataclass(frozen=True, slots=True)
-class Column:
-    """A column by its name, and the setting that names it, if any."""
+class RowColumn:
+    """A column of data rows by its name, and the setting that names it, if any."""
 
     name: str
     setting: str = ""
@@ -136,7 +136,7 @@ class ConcatFiles(Generic[F, T]):
 
 
 def read_supervised_rows(
-    rows: RowSource, messages: Column, tools: Column | None = None
+    rows: RowSource, messages: RowColumn, tools: RowColumn | None = None
 ) -> TypedRows[SupervisedRow]:
     """Read conversations, to train on the messages of the assistant.
 
@@ -158,11 +158,11 @@ def read_supervised_rows(
 
 def read_preference_rows(
     rows: RowSource,
-    prompt: Column,
-    chosen: Column,
-    rejected: Column,
-    margin: Column | None = None,
-    tools: Column | None = None,
+    prompt: RowColumn,
+    chosen: RowColumn,
+    rejected: RowColumn,
+    margin: RowColumn | None = None,
+    tools: RowColumn | None = None,
 ) -> TypedRows[PreferenceRow]:
     """Read prompts with a preferred and a rejected continuation, and the margin between them."""
 
@@ -186,7 +186,7 @@ def read_preference_rows(
     return TypedRows(rows, parse)
 
 
-def read_chat(row: Row, column: Column) -> list[Message]:
+def read_chat(row: Row, column: RowColumn) -> list[Message]:
     """Read messages with a role and a text as content; content may be null beside `tool_calls`.
 
     Other null keys are dropped: in a table each message has the keys of all. Arguments of calls
@@ -230,7 +230,7 @@ def _parse_call(call: dict[str, Any]) -> dict[str, Any]:
     return {**call, "function": parsed} if "function" in call else parsed
 
 
-def read_tool_schemas(row: Row, column: Column | None) -> list[dict[str, Any]]:
+def read_tool_schemas(row: Row, column: RowColumn | None) -> list[dict[str, Any]]:
     """Read the tools of a row; none without a column, or if it is null or empty.
 
     The list, or a schema, may be JSON text: a table column has one type for all rows.
@@ -255,7 +255,7 @@ def drop_nulls(value: Any) -> Any:
     return [drop_nulls(entry) for entry in value] if isinstance(value, list) else value
 
 
-def _read_margin(row: Row, column: Column | None) -> float | None:
+def _read_margin(row: Row, column: RowColumn | None) -> float | None:
     value = column.get(row) if column else None
     if column is None or value is None:
         return None

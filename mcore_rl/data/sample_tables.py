@@ -90,14 +90,16 @@ def _link(source: Path, target: Path) -> None:
             _link(entry, target / entry.name)
         return
     target.parent.mkdir(parents=True, exist_ok=True)
-    aside = target.with_name(f".{target.name}.taken.partial")  # no table is written to this name
-    aside.unlink(missing_ok=True)
+    partial_path = target.with_name(
+        f".{target.name}.taken.partial"
+    )  # no table is written to this name
+    partial_path.unlink(missing_ok=True)
     try:
-        os.link(source, aside)
+        os.link(source, partial_path)
     except OSError:  # another disk
-        shutil.copyfile(source, aside)
-    aside.replace(target)
-    aside.unlink(missing_ok=True)  # a rename to another name of the same file does nothing
+        shutil.copyfile(source, partial_path)
+    partial_path.replace(target)
+    partial_path.unlink(missing_ok=True)  # a rename to another name of the same file does nothing
 
 
 def select_first_trajectories(batch: Samples, max_samples: int, max_tokens: int) -> list[int]:
@@ -185,7 +187,7 @@ def write_table(path: Path, columns: Mapping[str, pa.Array], num_samples: int) -
     """
     table = pa.table(dict(columns))
     table = table.replace_schema_metadata({METADATA: json.dumps({"num_samples": num_samples})})
-    aside = path.with_name(f".{path.name}.partial")
+    partial_path = path.with_name(f".{path.name}.partial")
     floats = [f"{name}.list.element" for name in _LOG_PROBS if name in columns]
     dictionary = [
         f"{name}.list.element" if pa.types.is_list(table.schema.field(name).type) else name
@@ -196,15 +198,15 @@ def write_table(path: Path, columns: Mapping[str, pa.Array], num_samples: int) -
         path.parent.mkdir(parents=True, exist_ok=True)
         pq.write_table(
             table,
-            aside,
+            partial_path,
             compression="zstd",
             row_group_size=_ROW_GROUP_SIZE,
             use_dictionary=dictionary,
             use_byte_stream_split=floats,
         )
-        aside.replace(path)
+        partial_path.replace(path)
     except OSError:
-        aside.unlink(missing_ok=True)
+        partial_path.unlink(missing_ok=True)
         raise
 
 

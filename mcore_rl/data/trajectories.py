@@ -15,7 +15,7 @@ import numpy.typing as npt
 from mcore_rl.data.batch import Batch, Column, Jagged
 
 Rows = npt.NDArray[np.int64]
-_OF_PROMPT = ("prompt_ids", "routed_experts")  # jagged columns with entries for prompt tokens
+_PROMPT_COLUMNS = ("prompt_ids", "routed_experts")  # jagged columns with entries for prompt tokens
 _SUMMED = ("response_tokens",)  # columns of one value per sample to sum over segments
 
 
@@ -87,7 +87,7 @@ class Trajectories:
                 columns[name] = np.add.reduceat(column[self._order], self._bounds[:-1])
             elif not isinstance(column, Jagged):
                 columns[name] = column[self._order][self._bounds[1:] - 1]
-            elif name not in _OF_PROMPT:
+            elif name not in _PROMPT_COLUMNS:
                 rows = column.take(self._order.tolist())
                 columns[name] = Jagged(rows.values, rows.offsets[self._bounds])
         return Batch(columns)

@@ -89,11 +89,11 @@ def group_sequences(lengths: Sequence[int], width: int) -> list[list[int]]:
     runs: list[list[int]] = []
     longest = 0
     for length in lengths:
-        run, longer = runs[-1] if runs else [], max(longest, length)
-        added = (len(run) + 1) * longer**2 - len(run) * longest**2 - length**2
-        if run and added * width <= _CALL_COST:
+        run, new_longest = runs[-1] if runs else [], max(longest, length)
+        padding = (len(run) + 1) * new_longest**2 - len(run) * longest**2 - length**2
+        if run and padding * width <= _CALL_COST:
             run.append(length)
-            longest = longer
+            longest = new_longest
         else:
             runs.append([length])
             longest = length
@@ -119,6 +119,7 @@ def unpad_pieces(x: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
 
 
 def _get_filled_rows(lengths: Sequence[int], device: torch.device) -> torch.Tensor:
+    """Return the rows of flat [pieces * longest] that are no padding."""
     is_filled = np.arange(max(lengths)) < np.asarray(lengths)[:, None]
     return torch.as_tensor(np.flatnonzero(is_filled)).to(device)
 

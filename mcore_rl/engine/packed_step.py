@@ -6,7 +6,7 @@ context parallelism; `data`, those and the ranks that have other samples.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,7 +14,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from mcore_rl.algorithms.inputs import WEIGHTS, LossInputs, Tensors
+from mcore_rl.algorithms.inputs import WEIGHTS, LossInputs, Tensors, get_needs
 from mcore_rl.data.batch import Batch, Jagged
 from mcore_rl.engine.base import EngineSpec, LossFunction
 from mcore_rl.engine.logprob import VocabShard, compute_log_probs
@@ -38,18 +38,19 @@ class ScoreSettings:
 
 
 def choose_scores(
-    spec: EngineSpec, temperature: float, needs: Collection[str] | None = None
+    spec: EngineSpec,
+    temperature: float,
+    loss_function: LossFunction | None,
+    *,
+    with_scores: bool = False,
 ) -> ScoreSettings:
-    """Return the scores that a pass of an engine computes.
-
-    Args:
-        needs: What the loss function of a training pass reads; None for a pass that scores.
-    """
-    is_scoring = needs is None
+    """Return the scores that a pass of an engine computes: all of them without a loss."""
+    is_scoring = loss_function is None
+    is_entropy_read = loss_function is None or "entropy" in get_needs(loss_function)
     return ScoreSettings(
         temperature,
         spec.engine.logprob_chunk_bytes,
-        with_entropy=needs is None or "entropy" in needs,
+        with_entropy=with_scores or is_entropy_read,
         with_squares=spec.with_sum_pi_squared and is_scoring,
         num_top=spec.num_top_log_probs if is_scoring else 0,
     )

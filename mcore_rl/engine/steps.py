@@ -57,8 +57,8 @@ def build_loss_inputs(scores: Tensors, batch: Batch, device: torch.device) -> Lo
 
 
 def count_trained_tokens(batch: Batch) -> dict[str, int]:
-    """Return the response tokens with a weight, by column of weights."""
-    names = [name for name in select_response_columns(batch) if name.endswith(WEIGHTS)]
+    """Return the number of response tokens with a weight other than 0, by column of weights."""
+    names = [name for name in batch.names if name.endswith(WEIGHTS)]
     return {name: int(np.count_nonzero(batch.jagged(name).values)) for name in names}
 
 

@@ -135,7 +135,7 @@ class Lifecycle:
             self._num_requests -= 1
 
     def close(self) -> None:
-        """Allow nothing any more."""
+        """Refuse all further calls."""
         self.state = State.CLOSED
 
     def _enter(self, state: State) -> None:
@@ -143,12 +143,13 @@ class Lifecycle:
             self.state = state
 
     def _check(self, call: Call) -> State:
+        """Return the state after a call; raise StateError if it is not allowed."""
         if self._running is not None:
             raise StateError(
                 f"the server cannot {call.value} while it has to {self._running.value}"
             )
         if (call, self.state) not in TRANSITIONS:
-            allowed = [other.value for other, state in TRANSITIONS if state is self.state]
+            allowed = [call.value for call, state in TRANSITIONS if state is self.state]
             raise StateError(
                 f"the server cannot {call.value}: it {self.state.value}; "
                 f"allowed: {', '.join(allowed) or 'nothing'}"
@@ -280,6 +281,7 @@ class RequestGate:
         return self._requests.is_held(_TORN)
 
     def _release_if_serving(self) -> None:
+        """Let waiting requests run, or be refused, once the server serves or is closed."""
         if self._lifecycle.state in (State.SERVING, State.CLOSED):
             self._requests.release(_ASLEEP)
             self._requests.release(_TORN)

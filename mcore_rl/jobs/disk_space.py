@@ -117,9 +117,9 @@ def compute_checkpoint_bytes(
     if optimizer_bytes and (optimizer.distributed or itemsize < 4):
         optimizer_bytes += 4  # main parameters in float32
     total = 1 + (config.trainer.num_steps - 1) // config.trainer.save_every
-    most = min(config.checkpoint.keep + bool(config.checkpoint.keep_best) + 1, total)
+    num_at_once = min(config.checkpoint.keep + bool(config.checkpoint.keep_best) + 1, total)
     existing = len(list_steps(folder / CHECKPOINTS))
-    return weights * (itemsize + optimizer_bytes) // itemsize * max(most - existing, 1)
+    return weights * (itemsize + optimizer_bytes) // itemsize * max(num_at_once - existing, 1)
 
 
 def export_weights(model: Any, path: Path, num_bytes: int) -> None:

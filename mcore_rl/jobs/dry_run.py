@@ -12,7 +12,7 @@ from typing import Literal
 from rich.console import Console
 from rich.table import Table
 
-from mcore_rl.config.resolve import are_colocated, resolve, resolve_for_lane
+from mcore_rl.config.resolve import are_colocated
 from mcore_rl.config.resolve_train import resolve_train
 from mcore_rl.config.schema import Layout, RLConfig, TrainConfig
 from mcore_rl.engine.base import load_backend
@@ -34,7 +34,7 @@ from mcore_rl.jobs.placement import (
     detect_lane,
     get_frozen_engines,
     get_server_config,
-    has_experts,
+    resolve_for_nodes,
 )
 from mcore_rl.jobs.preflight import (
     Inputs,
@@ -76,10 +76,8 @@ def dry_run(
             only prints a line.
     """
     console = console or get_stdout_console()
-    resolve(config, needs_data=False)
-    use_family(config.model.family)
-    device = "cuda" if gpus_per_node else detect_lane()
-    config = resolve_for_lane(config, device, has_experts=has_experts(config))
+    lane = "cuda" if gpus_per_node else detect_lane()
+    config = resolve_for_nodes(config, lane, needs_data=False)
     folder, refusal = inspect_run_dir(config.output_dir, config.resume)
     with (
         show_waiting("checking the inputs", has_lines=False),
@@ -98,7 +96,7 @@ def dry_run(
     for plan in plans:
         print_role(plan, console)
     _print_phases(compute_memory_phases(prepared, model, plans), console)
-    print_lines(console, *cluster_lines, "", *_summarize(config, device), *refusal)
+    print_lines(console, *cluster_lines, "", *_summarize(config, lane), *refusal)
 
 
 def print_lines(console: Console, *lines: str) -> None:

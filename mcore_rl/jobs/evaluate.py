@@ -77,6 +77,8 @@ _SETS_PER_TABLE = 3
 
 @dataclass(frozen=True, slots=True)
 class _Inputs:
+    """The checked inputs of an evaluation."""
+
     config: EvalConfig
     run: RLConfig  # settings of an RL run with the same servers
     tokenizer: Any
@@ -134,6 +136,7 @@ def run(config: EvalConfig) -> None:
 
 
 def _find_done_sets(inputs: _Inputs, folder: Path) -> dict[str, SetSamples]:
+    """Return the complete samples that an earlier run of this evaluation left, by set."""
     num_prompts = {name: inputs.count_prompts(name) for name in inputs.sets}
     done = read_done_sets(inputs.config, inputs.run, folder, num_prompts, inputs.digests)
     if done:
@@ -154,8 +157,8 @@ def _evaluate_sets(
     ):
         write_json(folder / STARTED, build_settings(config, inputs.run, inputs.digests))
         (folder / SAMPLES).mkdir(exist_ok=True)
-        left = [name for name in inputs.sets if name not in done]
-        return {name: _evaluate_set(name, inputs, pool, folder / SAMPLES) for name in left}
+        pending = [name for name in inputs.sets if name not in done]
+        return {name: _evaluate_set(name, inputs, pool, folder / SAMPLES) for name in pending}
 
 
 def dry_run(config: EvalConfig, console: Console | None = None) -> None:
@@ -186,6 +189,7 @@ def dry_run(config: EvalConfig, console: Console | None = None) -> None:
 
 
 def _check_inputs(config: EvalConfig) -> _Inputs:
+    """Load the data sets; check model, reward and servers. Raise ConfigError if one is wrong."""
     chat_date = config.model.chat_date or read_chat_date(config.model.path)
     run = build_server_config(
         config, detect_lane(), str(find_model_folder(config.model.path)), chat_date
@@ -226,6 +230,7 @@ def _get_find_answer(config: EvalConfig) -> FindAnswer | None:
 
 
 def _print_majority_note(inputs: _Inputs) -> None:
+    """Print why there is no majority@k, if there is none."""
     if inputs.find_answer is None:
         reward = "a sum of terms (scoring.term='')"
         if not inputs.config.reward.terms or inputs.config.scoring.term:
@@ -248,7 +253,7 @@ def _start_servers(inputs: _Inputs, logs: Path) -> Iterator[RolloutPool]:
                 print(line)
             gather_results(servers.submit("prepare"))
             gather_results(servers.submit_start())
-            servers.started()
+            servers.mark_started()
         yield RolloutPool(servers, config.rollout, config.seed)
 
 
@@ -379,7 +384,7 @@ def _check_settings(
     """Refuse changes of settings that change responses."""
     values, saved = dict(flatten_settings(settings)), dict(flatten_settings(saved_settings))
     changed = [key for key in values if key in saved and values[key] != saved[key]]
-    refused = [key for key in changed if not _is_free(key)]
+    refused = [key for key in changed if not _may_change(key)]
     if refused:
         changes = "; ".join(f"{key}={values[key]!r}, there {saved[key]!r}" for key in refused)
         raise ConfigError(
@@ -388,7 +393,8 @@ def _check_settings(
         )
 
 
-def _is_free(key: str) -> bool:
+def _may_change(key: str) -> bool:
+    """Return whether a setting may differ from that of the run whose samples are read."""
     return any(key == setting or key.startswith(f"{setting}.") for setting in _FREE_SETTINGS)
 
 

@@ -33,6 +33,9 @@ def make_published(
 ) -> None:
     """Write one parquet file from the files of a publisher, in their order.
 
+    Args:
+        instruction: Text that is added to each prompt; None adds the publisher's.
+
     Raises:
         ConfigError: An input is not what the publisher ships, or `output` exists.
         RunFailed: The file cannot be written. In both cases nothing is left.
@@ -44,12 +47,13 @@ def make_published(
         raise ConfigError(f"--output={str(output)!r} exists; allowed: a new file")
     if not output.parent.is_dir():
         raise ConfigError(f"--output={str(output)!r}: there is no folder {output.parent}")
-    added = publisher.instruction if instruction is None else instruction
+    if instruction is None:
+        instruction = publisher.instruction or ""
     dropped: Counter[str] = Counter()
     try:
         with TemporaryDirectory(dir=output.parent, prefix=".", suffix=".partial") as folder:
             sources = [_open_input(path, Path(folder)) for path in inputs]
-            rows = _convert_rows(publisher, chain.from_iterable(sources), added or "", dropped)
+            rows = _convert_rows(publisher, chain.from_iterable(sources), instruction, dropped)
             num_rows = _write_rows(rows, publisher, Path(folder) / output.name)
             if not num_rows:
                 note = _describe_dropped(dropped)

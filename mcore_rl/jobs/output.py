@@ -28,7 +28,7 @@ from mcore_rl.config.schema import (
     TrainConfig,
 )
 from mcore_rl.controller.process_cleanup import clean_up_on_exit
-from mcore_rl.data.prepared_task import prepared
+from mcore_rl.data.prepared_task import get_task_paths
 from mcore_rl.data.sample_tables import list_tables, resume_tables
 from mcore_rl.jobs.failure import RunFailed
 from mcore_rl.observability.console import (
@@ -58,7 +58,7 @@ _BEFORE_STARTED = {LOGS, "task"}  # entries that a run may leave if it is killed
 SUMMARY = "summary.json"  # the last file of a run
 
 
-# Takes a folder, the names in it, output_dir and `resume`; raises ConfigError.
+# Takes a folder, the names in it, output_dir and `resume`; raises ConfigError to refuse the folder.
 CheckContent = Callable[[Path, set[str], str, str], None]
 
 
@@ -201,6 +201,7 @@ def _hold_lock(file: int, folder: Path, output_dir: str) -> Iterator[None]:
 
 
 def _remove_content(folder: Path) -> None:
+    """Remove all entries of a folder but its lock."""
     for entry in folder.iterdir():
         if entry.is_dir():
             shutil.rmtree(entry, ignore_errors=True)
@@ -381,12 +382,13 @@ def list_held_out_rows(
     for name, metrics in after.items():
         for kind in [kind for kind in ("loss", "accuracy") if kind in metrics] or ["reward"]:
             title = f"{kind} ({name})" if len(after) > 1 else kind
-            first = _get_measured(before[name], kind) if name in before else None
-            rows.append((title, first, _get_measured(metrics, kind)))
+            first = _get_mean(before[name], kind) if name in before else None
+            rows.append((title, first, _get_mean(metrics, kind)))
     return rows
 
 
-def _get_measured(metrics: Mapping[str, float], kind: str) -> MeanWithError:
+def _get_mean(metrics: Mapping[str, float], kind: str) -> MeanWithError:
+    """Return a metric with its standard error, as the table shows it."""
     return MeanWithError(metrics[kind], metrics[f"{kind}_stderr"], kind == "accuracy")
 
 
@@ -410,6 +412,7 @@ def list_next_commands(folder: Path, config: RLConfig | TrainConfig) -> list[str
 
 
 def _list_commands(folder: Path, config: RLConfig | TrainConfig) -> Iterator[list[str]]:
+    """Yield the words of each command after mcore-rl."""
     if isinstance(config, RMConfig):
         yield ["rl", "recipe=MINE.yaml", f"reward_model.model_path={folder / CHECKPOINT}"]
         return
@@ -435,7 +438,7 @@ def _list_eval_settings(folder: Path, config: RLConfig) -> Iterator[str]:
     if config.agent.loop != "single_turn" or config.reward.terms:
         return
     sets = {name: file for name, (_, file) in list_test_files(config.data).items()}
-    made = prepared(folder / "task").test_file
+    made = get_task_paths(folder / "task").test_file
     if config.task.name and made.is_file():
         sets["test"] = str(made)
     yield from [f"data.sets.{name}={file}" for name, file in sets.items()] or [_SET]

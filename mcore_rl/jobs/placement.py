@@ -13,7 +13,7 @@ import torch
 
 from mcore_rl.algorithms.advantages import ADVANTAGES
 from mcore_rl.algorithms.inputs import get_needs
-from mcore_rl.config.resolve import OWN_POOL, get_pool
+from mcore_rl.config.resolve import OWN_POOL, get_pool, resolve, resolve_for_lane
 from mcore_rl.config.resolve_algorithm import build_teachers
 from mcore_rl.config.resolve_rollout import ROLE, ServedModel, build_served_models
 from mcore_rl.config.schema import EngineConfig, Layout, RLConfig, RolloutConfig
@@ -22,7 +22,13 @@ from mcore_rl.controller.ray_session import has_gpus
 from mcore_rl.controller.resource_pool import ResourcePool
 from mcore_rl.controller.worker_group import WorkerGroup
 from mcore_rl.data.routed_experts import ExpertLayers
-from mcore_rl.models.base import get_family, get_model_sizes, list_moe_layers, read_config
+from mcore_rl.models.base import (
+    get_family,
+    get_model_sizes,
+    list_moe_layers,
+    read_config,
+    use_family,
+)
 from mcore_rl.parallel.mesh import split_into_chunks
 from mcore_rl.rollout.server_pool import ServerPool
 
@@ -141,6 +147,7 @@ def get_served_models(config: RLConfig) -> dict[str, ServedModel]:
 
 
 def count_devices(plans: Mapping[str, PoolPlan]) -> int:
+    """Return the devices of all pools."""
     return sum(plan.num_bundles * plan.devices_per_bundle for plan in plans.values())
 
 
@@ -164,7 +171,22 @@ def get_device_resource() -> str:
     return "GPU" if detect_lane() == "cuda" else CPU_RESOURCE
 
 
-def has_experts(config: RLConfig) -> bool:
+def resolve_for_nodes(config: RLConfig, lane: str = "", *, needs_data: bool = True) -> RLConfig:
+    """Check the settings of an RL run; fill in the defaults that the nodes and the model decide.
+
+    Args:
+        lane: "cuda" or "cpu" instead of that of the nodes.
+        needs_data: False if data settings may be empty, as in a dry run.
+
+    Raises:
+        ConfigError: A setting is wrong, or the nodes cannot do what it says.
+    """
+    resolve(config, needs_data=needs_data)
+    use_family(config.model.family)
+    return resolve_for_lane(config, lane or detect_lane(), has_experts=_has_experts(config))
+
+
+def _has_experts(config: RLConfig) -> bool:
     """Return whether the model is a mixture of experts; the models of built-in tasks are."""
     return bool(config.task.name or get_model_sizes(read_config(config.model.path)).num_experts)
 
@@ -205,11 +227,13 @@ class Pools:
 
         Ray shows a rank the GPU of its first bundle only; servers on shared pools have several.
         """
-        plan = self._plan(role)[1]
-        stride = self._bundles_per_rank(role, plan)
+        plan = self._find_plan(role)[1]
+        stride = self._count_bundles_per_rank(role, plan)
         if self._resource != "GPU" or stride == 1:
             return ()
-        gpu_ids = self._pool(role).get_gpu_ids(1 / len(plan.roles), self._config.timeouts.start_s)
+        gpu_ids = self._open_pool(role).get_gpu_ids(
+            1 / len(plan.roles), self._config.timeouts.start_s
+        )
         return tuple(
             ",".join(gpu_ids[start : start + stride]) for start in range(0, len(gpu_ids), stride)
         )
@@ -231,30 +255,32 @@ class Pools:
         Raises:
             ConfigError: The cluster does not provide the devices.
         """
-        _, plan = self._plan(role)
+        _, plan = self._find_plan(role)
         return WorkerGroup(
             worker,
             init_args=args,
             layout=layout,
-            pool=self._pool(role),
+            pool=self._open_pool(role),
             timeouts=self._config.timeouts,
             share=1 / len(plan.roles),
-            bundles_per_rank=self._bundles_per_rank(role, plan),
-            first_bundle=first_rank * self._bundles_per_rank(role, plan),
+            bundles_per_rank=self._count_bundles_per_rank(role, plan),
+            first_bundle=first_rank * self._count_bundles_per_rank(role, plan),
             **options,
         )
 
-    def _plan(self, role: str) -> tuple[str, PoolPlan]:
+    def _find_plan(self, role: str) -> tuple[str, PoolPlan]:
+        """Return name and plan of the pool of a role."""
         return next((n, plan) for n, plan in self._plans.items() if role in plan.roles)
 
-    def _bundles_per_rank(self, role: str, plan: PoolPlan) -> int:
+    def _count_bundles_per_rank(self, role: str, plan: PoolPlan) -> int:
         """Return the bundles of a rank: on a shared pool, those of a server on one node."""
         rollout = self._config.rollout
         is_spread = role == "rollout" and plan.roles != ("rollout",)
         return rollout.tp // rollout.nodes_per_server if is_spread else 1
 
-    def _pool(self, role: str) -> ResourcePool:
-        name, plan = self._plan(role)
+    def _open_pool(self, role: str) -> ResourcePool:
+        """Return the pool of a role; request it from Ray if it is not open yet."""
+        name, plan = self._find_plan(role)
         if name not in self._open:
             self._open[name] = self._stack.enter_context(
                 ResourcePool(

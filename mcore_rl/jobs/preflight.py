@@ -34,8 +34,8 @@ from mcore_rl.data.datasets import (
 )
 from mcore_rl.data.examples import load_chats
 from mcore_rl.data.files import open_rows
-from mcore_rl.data.prepared_task import prepared
-from mcore_rl.data.rows import Column
+from mcore_rl.data.prepared_task import get_task_paths
+from mcore_rl.data.rows import RowColumn
 from mcore_rl.data.tokenizer import (
     check_tokenizer_matches,
     has_tokenizer,
@@ -91,6 +91,8 @@ _CRITIC_AGGREGATIONS = "token_mean", "sequence_mean_token_mean", "sequence_mean_
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
+    """The loaded and checked inputs of an RL run."""
+
     tokenizer: PreTrainedTokenizerBase
     train: PromptDataset
     tests: dict[str, PromptDataset]  # held-out sets, by name
@@ -151,6 +153,7 @@ def list_unset_data(config: RLConfig) -> list[str]:
 
 
 def has_weights(config: RLConfig) -> bool:
+    """Return whether model.path has weights, not config.json alone."""
     return any(Path(config.model.path).glob("*.safetensors*"))
 
 
@@ -164,7 +167,7 @@ def prepare_task(config: RLConfig, folder: Path, *, exists: bool = False) -> RLC
     if not config.task.name:
         return config
     if exists:
-        task = prepared(folder / "task")
+        task = get_task_paths(folder / "task")
     else:
         make = TASKS[config.task.name]
         task = make(folder / "task", config.seed, config.task.worked_share)
@@ -178,6 +181,7 @@ def prepare_task(config: RLConfig, folder: Path, *, exists: bool = False) -> RLC
 
 
 def _check_choices(config: RLConfig) -> None:
+    """Check the functions, backends and parts that settings name: what needs no model."""
     check_functions(config.algorithm, config.agent.loop)
     check_greedy(config)
     check_servers(config)
@@ -216,6 +220,7 @@ def _build_warm_engine(config: RLConfig) -> EngineConfig:
 
 
 def _check_warm_start(config: RLConfig) -> None:
+    """Raise ConfigError for a setting of warm_start that the backend of the actor ignores."""
     engine = _build_warm_engine(config)
     for name, value, default in list_unread_settings(engine, load_backend(engine, "actor")):
         raise ConfigError(
@@ -262,6 +267,7 @@ def _list_data_files(config: RLConfig) -> dict[str, str]:
 
 
 def _load_data(config: RLConfig) -> Inputs:
+    """Load tokenizer and data; check them against the model, the reward and the agent loop."""
     tokenizer = load_tokenizer(config.model.path, config.model.chat_date)
     check_tokenizer_matches(tokenizer, get_field(read_config(config.model.path), "vocab_size"))
     if config.agent.loop != "single_turn":
@@ -403,6 +409,7 @@ def _get_response_setting(config: RLConfig) -> str:
 
 
 def _check_lengths(config: RLConfig) -> None:
+    """Check that prompt and response fit into the positions of the model."""
     longest, response = config.max_sequence_tokens, _get_response_setting(config)
     positions = read_config(config.model.path).get("max_position_embeddings")
     if positions is not None and longest > positions:
@@ -503,7 +510,8 @@ def _check_frozen_tokenizer(config: RLConfig, role: str, path: str) -> None:
 def _check_teacher_column(config: RLConfig) -> None:
     if not config.teacher.column:
         return
-    names, column = build_teachers(config.teacher), Column(config.teacher.column, "teacher.column")
+    names = build_teachers(config.teacher)
+    column = RowColumn(config.teacher.column, "teacher.column")
     for name in filter(None, config.data.train_files or [config.data.train_file]):
         for row in open_rows(name, "data.train_file"):
             if (teacher := column.get_text(row)) not in names:
@@ -592,10 +600,10 @@ def check_reward_parts(config: RLConfig) -> None:
     parts, is_open = _list_reward_parts(config.reward)
     if is_open:
         return
-    samples, curriculum = config.algorithm.filter, config.data.curriculum
-    if samples.group_filter:
+    filters, curriculum = config.algorithm.filter, config.data.curriculum
+    if filters.group_filter:
         filter_settings = GROUP_FILTERS.build_settings(
-            samples.group_filter, samples.group_filter_settings
+            filters.group_filter, filters.group_filter_settings
         )
         if isinstance(filter_settings, DropUniformSettings):
             setting = f"{GROUP_FILTERS.settings_key}.of"

@@ -42,7 +42,7 @@ _FIXED_SETTINGS = (
     "critic.backend",
     "engine.backend",
 )
-_SETTINGS_OF_A_START = ("output_dir", "resume")
+_START_SETTINGS = ("output_dir", "resume")  # of a single start, not of the run
 
 
 class Digested(Protocol):
@@ -138,6 +138,7 @@ def get_end_step(
 
 
 def _check_critic(config: RLConfig, checkpoint: RunCheckpoint) -> None:
+    """Raise ConfigError if the run needs a critic that the checkpoint does not have."""
     if needs_critic(config) and not (checkpoint.path / CRITIC).exists():
         raise ConfigError(
             f"{checkpoint.path} has no critic, which "
@@ -164,7 +165,7 @@ def _check_settings(config: RLConfig | TrainConfig, checkpoint: RunCheckpoint) -
     changes = [
         f"{key}={settings[key]} (was {saved.get(key)})"
         for key in changed
-        if key not in _SETTINGS_OF_A_START
+        if key not in _START_SETTINGS
     ]
     if changes:
         print(f"settings that differ: {', '.join(changes)}")

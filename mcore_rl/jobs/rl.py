@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from mcore_rl.algorithms.losses import ValueClipSettings, negative_log_likelihood, value_clip
 from mcore_rl.checkpoint.run_checkpoints import RunCheckpoint
-from mcore_rl.config.resolve import get_loop, resolve, resolve_for_lane
+from mcore_rl.config.resolve import get_loop
 from mcore_rl.config.resolve_algorithm import TOP_TOKEN_LOSSES
 from mcore_rl.config.resolve_rollout import ROLE
 from mcore_rl.config.schema import EngineConfig, Layout, LoRAConfig, RLConfig
@@ -51,10 +51,10 @@ from mcore_rl.jobs.placement import (
     get_frozen_engines,
     get_frozen_paths,
     get_served_models,
-    has_experts,
     list_engine_roles,
     list_rank_nodes,
     list_replayed_experts,
+    resolve_for_nodes,
 )
 from mcore_rl.jobs.preflight import Inputs, check_inputs
 from mcore_rl.jobs.resume import (
@@ -65,7 +65,6 @@ from mcore_rl.jobs.resume import (
     prepare_settings,
     remove_warm_start,
 )
-from mcore_rl.models.base import use_family
 from mcore_rl.observability.console import show_line, show_waiting
 from mcore_rl.observability.memory import PeakMemory
 from mcore_rl.observability.process import get_start_time
@@ -75,7 +74,7 @@ from mcore_rl.rollout.weight_updater import ExportError, connect
 from mcore_rl.rollout.worker import ModelServer, ModelServerSpec, RolloutSpec, RolloutWorker
 from mcore_rl.trainers import supervised
 from mcore_rl.trainers.base import RLTrainer, TrainerInputs, load_trainer
-from mcore_rl.trainers.checkpointing import CheckpointManager, Stateful, how_to_resume
+from mcore_rl.trainers.checkpointing import CheckpointManager, Stateful, describe_resume
 from mcore_rl.trainers.device_sharing import DeviceSharing, servers_sleep, shares_devices
 from mcore_rl.trainers.evaluation import build_test_sets
 from mcore_rl.trainers.objectives import SupervisedObjective
@@ -96,9 +95,7 @@ def run(config: RLConfig) -> None:
         RunStopped: A signal has ended the run, which can be resumed.
     """
     started = get_start_time()
-    resolve(config)
-    use_family(config.model.family)
-    config = resolve_for_lane(config, detect_lane(), has_experts=has_experts(config))
+    config = resolve_for_nodes(config)
     with (
         lock_run_dir(config.output_dir, config.resume) as run_lock,
         open_job_scope(run_lock) as scratch_dir,
@@ -157,7 +154,7 @@ def _handle_stop_signals(config: RLConfig) -> Iterator[StopSignals]:
     if not config.trainer.save_every:
         yield StopSignals()
         return
-    with catch_stop_signals(how_to_resume(config)) as stop:
+    with catch_stop_signals(describe_resume(config)) as stop:
         yield stop
 
 
@@ -386,7 +383,7 @@ def _start_models(
     gather_results(waiting_for)
     if servers_sleep(placement, roles):
         gather_results(servers.submit_start())
-    servers.started()
+    servers.mark_started()
     if starting:
         servers.connect_models(frozen_servers.build_addresses(gather_results(starting)))
     sync = connect(config, actor, servers, disk_space.compute_weight_bytes(config))

@@ -21,11 +21,10 @@ from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.resolve_train import get_data_config, resolve_train
 from mcore_rl.config.schema import DPOConfig, LoRAConfig, RMConfig, SFTConfig, TrainConfig
 from mcore_rl.controller import torchrun
-from mcore_rl.controller.dispatch import RankGroup
 from mcore_rl.controller.process_cleanup import StopSignals, catch_stop_signals
 from mcore_rl.controller.ray_session import ray_session
 from mcore_rl.controller.resource_pool import ResourcePool
-from mcore_rl.controller.worker_group import WorkerGroup
+from mcore_rl.controller.worker_group import RankGroup, WorkerGroup
 from mcore_rl.data.examples import ExampleBatches
 from mcore_rl.engine.base import EngineSpec, load_backend
 from mcore_rl.engine.worker import ModelWorker
@@ -55,7 +54,7 @@ from mcore_rl.observability.console import show_waiting
 from mcore_rl.observability.memory import PeakMemory
 from mcore_rl.observability.process import get_start_time
 from mcore_rl.trainers import supervised
-from mcore_rl.trainers.checkpointing import CheckpointManager, how_to_resume
+from mcore_rl.trainers.checkpointing import CheckpointManager, describe_resume
 from mcore_rl.trainers.device_sharing import ExclusiveDevices
 from mcore_rl.trainers.evaluation import SupervisedEvaluation
 from mcore_rl.trainers.objectives import (
@@ -122,6 +121,8 @@ def run(config: TrainConfig) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Run:
+    """A supervised run whose inputs have been checked."""
+
     config: TrainConfig
     inputs: TrainInputs
     digests: dict[str, str]  # of the data sources, by setting
@@ -131,6 +132,7 @@ class _Run:
 
 
 def _train(run: _Run, start_group: StartGroup) -> None:
+    """Start the models, train, evaluate, export."""
     config, inputs, output = run.config, run.inputs, run.output
     with show_waiting("starting the trainer"):
         model = start_group(MODEL, inputs.num_steps)
@@ -175,6 +177,7 @@ def _train(run: _Run, start_group: StartGroup) -> None:
 
 
 def _build_objective(config: TrainConfig, model: RankGroup, start_group: StartGroup) -> Objective:
+    """Return the objective of sft, rm or dpo; start a reference model if dpo needs one."""
     if isinstance(config, SFTConfig):
         return SupervisedObjective(model, config.loss_aggregation)
     if isinstance(config, RMConfig):
@@ -266,6 +269,7 @@ def _get_reference_placement(config: TrainConfig) -> str:
 
 
 def _build_torchrun_ranks(config: TrainConfig) -> torchrun.TorchrunRanks:
+    """Join the ranks that torchrun started, with the variables that the backend needs."""
     layout = config.engine.layout
     os.environ.update(load_backend(config.engine).rank_environment(layout, detect_lane()))
 
@@ -284,6 +288,7 @@ def _serve(config: TrainConfig) -> None:
 
 
 def _check_torchrun(config: TrainConfig) -> None:
+    """Raise ConfigError if torchrun's ranks do not fit the layout or reference.placement."""
     torchrun.check_world_size(config.engine.layout)
     if _get_reference_placement(config) == "own":
         raise ConfigError(
@@ -305,7 +310,7 @@ def _handle_stop_signals(config: TrainConfig) -> AbstractContextManager[StopSign
     """Let a signal end the step first; without checkpoints it ends the run at once."""
     if not config.trainer.save_every:
         return contextlib.nullcontext(StopSignals())
-    return catch_stop_signals(how_to_resume(config))
+    return catch_stop_signals(describe_resume(config))
 
 
 def _list_output_bytes(config: TrainConfig, folder: Path, done: int) -> dict[str, int]:

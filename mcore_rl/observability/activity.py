@@ -16,9 +16,11 @@ FIRST_REPORT_S = 30.0  # a longer phase gets a line; the next ones come after 1,
 
 @dataclass(eq=False, slots=True)
 class Phase:
+    """Work that the process does, such as "generate"."""
+
     title: str
     step: int  # 0: of no step
-    since: float
+    since: float  # when it began, by the clock of its Activity
 
 
 @dataclass(eq=False, slots=True)
@@ -66,6 +68,7 @@ class Activity:
 
     @property
     def outermost(self) -> Phase | None:
+        """The phase to show; None between phases."""
         return next(iter(self._phases), None)
 
     def __str__(self) -> str:

@@ -68,9 +68,10 @@ class PeakMemory:
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="peak-memory", daemon=True)
         self._root = psutil.Process()
-        self._resident = 0.0  # when PSS was last read, as the two below
-        self._shared_bytes = 0  # not anonymous, counted once
-        self._next_at = 0.0
+        # Of the last time that PSS was read:
+        self._resident = 0.0  # RSS in bytes, summed over the processes
+        self._shared_bytes = 0  # memory in files or shared memory, counted once
+        self._next_pss_s = 0.0  # when PSS may be read again, by time.monotonic
         self.peak_bytes = 0
 
     def __enter__(self) -> PeakMemory:
@@ -92,9 +93,10 @@ class PeakMemory:
         sizes = [_get_resident_and_shared_bytes(process) for process in processes]
         resident = sum(size for size, _ in sizes)
         anonymous = resident - sum(shared for _, shared in sizes)
-        if resident > self._resident * 1.01 and time.monotonic() >= self._next_at:
+        if resident > self._resident * 1.01 and time.monotonic() >= self._next_pss_s:
             start_s = time.thread_time()
             self._shared_bytes = sum(map(get_process_memory_bytes, processes)) - anonymous
             duration_s = time.thread_time() - start_s
-            self._resident, self._next_at = resident, time.monotonic() + duration_s / self._share
+            self._resident = resident
+            self._next_pss_s = time.monotonic() + duration_s / self._share
         self.peak_bytes = max(self.peak_bytes, self._shared_bytes + anonymous)

@@ -73,7 +73,7 @@ class MetricsLogger:
 
     The file, and TensorBoard's, contain every step as soon as `write` returns, so a run that is
     killed loses nothing. A tracker that fails is left out from then on, with a warning: the file
-    has all metrics, and the run is worth more than a picture of it.
+    has all metrics, so the run need not stop.
     """
 
     def __init__(
@@ -139,10 +139,12 @@ class MetricsLogger:
         self._call_trackers(lambda tracker: tracker.log(row))
 
     def close(self) -> None:
+        """Close the file and the trackers."""
         self._jsonl.close()
         self._call_trackers(lambda tracker: tracker.close())
 
     def _call_trackers(self, call: Callable[[Tracker], None]) -> None:
+        """Call each tracker; drop those that raise, with a warning."""
         for name, tracker in [*self._trackers.items()]:
             try:
                 call(tracker)
@@ -151,7 +153,7 @@ class MetricsLogger:
                 warning = (
                     f"mcore-rl: warning: {name} gets no more metrics: {summarize_error(error)}"
                 )
-                with contextlib.suppress(OSError):  # nobody may read it any more
+                with contextlib.suppress(OSError):  # stderr may be closed
                     print(warning, file=sys.stderr)
 
     def __enter__(self) -> MetricsLogger:

@@ -67,7 +67,7 @@ def list_versions() -> dict[str, str]:
         try:
             versions[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
-            continue  # of the other lane
+            continue  # a package of another lane
     return versions
 
 

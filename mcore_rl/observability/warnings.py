@@ -35,7 +35,7 @@ class StepWarnings:
             warn(f"step {step}: {text}{so_far}")
 
     def count(self, kind: str) -> int:
-        """Count what the settings intend to happen, silently; return in how many steps it has."""
+        """Count a step with this kind, without showing it; return how many there have been."""
         self._counts[kind] += 1
         return self._counts[kind]
 

@@ -71,7 +71,9 @@ class Mesh:
         for name, value in coords.items():
             size = self.sizes.get(name.removesuffix("_rank")) if name.endswith("_rank") else None
             if size is None:
-                raise TypeError(f"no coordinate is called {name!r}; there are {_names(AXES)}")
+                raise TypeError(
+                    f"no coordinate is called {name!r}; there are {_name_indices(AXES)}"
+                )
             if not 0 <= value < size:
                 raise IndexError(f"{name} {value} is outside of 0..{size - 1}")
         return [
@@ -86,7 +88,7 @@ class Mesh:
         They are Megatron's. The axes must be in one mesh. Groups and the ranks in them are in
         ascending order.
         """
-        fixed = _names([axis for axis in _find_mesh(axes) if axis not in axes])
+        fixed = _name_indices([axis for axis in _find_mesh(axes) if axis not in axes])
         groups: dict[tuple[int, ...], list[int]] = {}
         for rank, coordinate in enumerate(self._coordinates):
             groups.setdefault(tuple(getattr(coordinate, n) for n in fixed), []).append(rank)
@@ -106,23 +108,26 @@ class Mesh:
         return [first + rank for rank in ranks]
 
     def _locate(self, rank: int) -> Coordinate:
-        dense = self._digits(rank, DENSE_AXES)
-        expert = self._digits(rank, EXPERT_AXES)
+        dense = self._compute_indices(rank, DENSE_AXES)
+        expert = self._compute_indices(rank, EXPERT_AXES)
         return Coordinate(**{f"{axis}_rank": index for axis, index in (expert | dense).items()})
 
-    def _digits(self, rank: int, axes: Sequence[str]) -> dict[str, int]:
+    def _compute_indices(self, rank: int, axes: Sequence[str]) -> dict[str, int]:
+        """Return the index of a rank on each axis of a mesh, the fastest first."""
         sizes = [self.sizes[axis] for axis in axes]
         return {axis: rank // prod(sizes[:i]) % sizes[i] for i, axis in enumerate(axes)}
 
 
 def _find_mesh(axes: Sequence[str]) -> tuple[str, ...]:
+    """Return the axes of the mesh, dense or expert, that has all of these."""
     for mesh in (DENSE_AXES, EXPERT_AXES):
         if axes and set(axes) <= set(mesh):
             return mesh
     raise TypeError(f"axes {axes} are not all in one of {DENSE_AXES} and {EXPERT_AXES}")
 
 
-def _names(axes: Sequence[str]) -> list[str]:
+def _name_indices(axes: Sequence[str]) -> list[str]:
+    """Return the fields of Coordinate for these axes."""
     return [f"{axis}_rank" for axis in axes]
 
 
@@ -162,7 +167,7 @@ def split_into_chunks(layout: Layout, num_layers: int, num_mtp_layers: int = 0) 
     for index, count in enumerate(counts):
         layers = range(start, start + count)
         start += count
-        holds_last_layer = count > 0 and layers.stop == num_layers
+        has_last_layer = count > 0 and layers.stop == num_layers
         chunks.append(
             Chunk(
                 pp_rank=index % layout.pp,
@@ -172,7 +177,7 @@ def split_into_chunks(layout: Layout, num_layers: int, num_mtp_layers: int = 0) 
                 has_head=index == last,
                 # Megatron moves the norm to the last decoder layer when the model has MTP layers
                 # (transformer/transformer_block.py:390).
-                has_final_norm=holds_last_layer if num_mtp_layers else index == last,
+                has_final_norm=has_last_layer if num_mtp_layers else index == last,
                 num_mtp_layers=num_mtp_layers if index == last else 0,
             )
         )

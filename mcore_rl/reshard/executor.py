@@ -239,6 +239,7 @@ class Exchange:
         return receiving
 
     def _build_receives(self, step: Step, bucket: Bucket) -> list[Transfer]:
+        """Return the transfers that receive the message of a step, and its checksums if any."""
         if step.receive is None:
             return []
         peer, slot = step.receive
@@ -285,13 +286,16 @@ class Exchange:
                 (_get_source_box(tensor, p), _view_part(memory, p, self._dtype)) for p in parts
             )
             if boxes:  # before the tensor is released, and in the order of the parts
-                checksums += [ops.compute_checksums(some) for some in (stored, boxes) if some]
+                if stored:
+                    checksums.append(ops.compute_checksums(stored))
+                checksums.append(ops.compute_checksums(boxes))
                 stored = []
         if stored:
             checksums.append(ops.compute_checksums(stored))
         return torch.cat(checksums) if checksums else None
 
     def _pack_stored(self, message: Message, memory: torch.Tensor, weights: LocalWeights) -> None:
+        """Cast and copy the parts of parameters in memory, in one launch per pair of dtypes."""
         parts = [part for part in message.parts if part.source not in weights.computed]
         names = dict.fromkeys(part.source for part in parts)
         tensors = [memory, *(weights.stored[name] for name in names)]
@@ -309,6 +313,7 @@ class Exchange:
 
 
 def _wait_for_bucket(bucket: Bucket, receiving: list[Pending]) -> Iterator[Bucket]:
+    """Wait for the transfers of a bucket; yield it unless this device receives nothing in it."""
     for pending in receiving:
         pending.wait()
     if bucket.memory.numel():

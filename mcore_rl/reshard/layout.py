@@ -118,6 +118,7 @@ class TrainingRanks:
         return f"{chunk.vpp_rank}:{name}"
 
     def _find_holders(self, axis: str | None, pp_rank: int, ep_rank: int | None) -> Holders:
+        """Return the ranks of a stage by their shard along a mesh axis; None: one shard."""
         holders: dict[int, list[int]] = {}
         for rank in self._ranks_by_stage()[pp_rank, ep_rank]:
             shard = 0 if axis is None else getattr(self.mesh.get_coordinate(rank), f"{axis}_rank")
@@ -135,6 +136,7 @@ class TrainingRanks:
 
 
 def _has_stage(chunk: Chunk, stage: Stage | None) -> bool:
+    """Return whether a chunk has that part of the model outside the decoder layers."""
     if stage == "final_norm":
         return chunk.has_final_norm
     if stage == "head":
@@ -208,6 +210,7 @@ class GenerationRanks:
         return bisect_right(self._first_experts, expert) - 1
 
     def _find_holders(self, axis: str | None, stage: int, expert_rank: int | None) -> Holders:
+        """Return the ranks of a stage by their shard along a rule's axis; None: one shard."""
         layout, holders = self.layout, dict[int, list[int]]()
         is_split = axis == "tp" or (axis == "etp" and layout.ep == 1)
         for rank in self._ranks_by_stage()[stage, expert_rank]:

@@ -81,11 +81,12 @@ class BoxLayout:
     """
 
     def __init__(self, pairs: Iterable[Pair], tensors: Sequence[torch.Tensor]) -> None:
-        self._like = [_get_layout(tensor) for tensor in tensors]
+        self._layouts = [_get_layout(tensor) for tensor in tensors]
         self._device = _get_common_device(tensors)
-        self._compute_starts = [tensor.data_ptr() for tensor in tensors]
-        starts = np.array(self._compute_starts, np.int64)
+        self._starts = [tensor.data_ptr() for tensor in tensors]  # that the tables are for
+        starts = np.array(self._starts, np.int64)
         by_start = np.argsort(starts)
+        # By kind: boxes with offsets in place of addresses, and the tensors that these are in.
         self._relative: list[tuple[int, Words, Words]] = []
         self._tables: list[_Table] = []
         for kind, rows in _build_rows(list(pairs)).items():
@@ -101,21 +102,20 @@ class BoxLayout:
         Raises:
             ValueError: A tensor has another shape, stride, dtype or device than at first.
         """
-        for number, (tensor, like) in enumerate(zip(tensors, self._like, strict=True)):
-            if _get_layout(tensor) != like:
+        for number, (tensor, layout) in enumerate(zip(tensors, self._layouts, strict=True)):
+            if _get_layout(tensor) != layout:
                 raise ValueError(
-                    f"tensor {number} is {_get_layout(tensor)}; allowed: {like}, as it was at first"
+                    f"tensor {number} is {_get_layout(tensor)}; allowed: {layout}, as it was at "
+                    "first"
                 )
         starts = [tensor.data_ptr() for tensor in tensors]
-        if starts != self._compute_starts:
-            self._compute_starts, self._tables = (
-                starts,
-                self._build_tables(np.array(starts, np.int64)),
-            )
+        if starts != self._starts:
+            self._starts, self._tables = starts, self._build_tables(np.array(starts, np.int64))
         for table in self._tables:
             table.run(num_threads)
 
     def _build_tables(self, starts: Words) -> list[_Table]:
+        """Build the tables of launches for tensors at these addresses."""
         tables = []
         for kind, relative, owners in self._relative:
             words = relative.copy()
@@ -145,7 +145,7 @@ class BoxQuantize:
             kind, row = _build_quantization_row(number, source, into)
             rows.setdefault(kind, []).append(row)
         device = _get_common_device(t for source, into in self._pairs for t in (source, *into))
-        self._tables = [_Table(kind, of_kind, device) for kind, of_kind in rows.items()]
+        self._tables = [_Table(kind, boxes, device) for kind, boxes in rows.items()]
 
     def run(self, num_threads: int | None = None) -> None:
         """Quantise, on the CPU by up to `num_threads`, on a GPU in the current stream."""
@@ -290,6 +290,7 @@ def _get_layout(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 def _get_copy_kind(number: int, source: torch.Tensor, target: torch.Tensor) -> int:
+    """Return the Kind of csrc/reshard/box.h that copies between these dtypes."""
     if source.dtype == target.dtype:
         return 0
     kind = _CASTS.get((source.dtype, target.dtype))
@@ -352,6 +353,7 @@ def _collapse_dims(source: torch.Tensor, target: torch.Tensor) -> tuple[list[int
 
 
 def _get_checksum_kind(number: int, tensor: torch.Tensor, dtype: torch.dtype) -> int:
+    """Return the Kind of csrc/reshard/box.h for the checksum of a tensor cast to a dtype."""
     kind = _CAST_CHECKSUMS.get((tensor.dtype, dtype))
     if kind is None and (tensor.dtype != dtype or dtype.itemsize % 2):
         raise ValueError(
@@ -372,6 +374,7 @@ def _list_checksum_rows(kind: int, tensor: torch.Tensor, value: int) -> Iterator
 
 
 def _build_quantization_row(number: int, source: torch.Tensor, into: Quantized) -> tuple[int, Row]:
+    """Return the Kind and the Box of csrc/reshard/box.h that quantise a weight."""
     kind = _QUANTIZATIONS.get(source.dtype)
     blocks = [math.ceil(size / BLOCK) for size in source.shape]
     fits = (

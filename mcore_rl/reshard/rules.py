@@ -104,6 +104,7 @@ class Rule(Protocol):
 
 
 def _divide(size: int, shard: Shard, what: str) -> int:
+    """Return the size of a shard; ValueError, naming `what`, if the shards are not equal."""
     if size % shard.count:
         raise ValueError(f"{what} of size {size} does not divide into {shard.count} shards")
     return size // shard.count
@@ -383,7 +384,7 @@ def check_cover(weights: Sequence[Weight], count: int) -> None:
 
     Elements are counted and blocks compared; of replicated rules the first shard is taken.
     """
-    seen: set[str] = set()
+    names: set[str] = set()
     for weight in weights:
         if weight.replica:
             continue
@@ -400,9 +401,9 @@ def check_cover(weights: Sequence[Weight], count: int) -> None:
                 covered[block.tensor.name] = covered.get(block.tensor.name, 0) + block.box.numel
         for tensor in weight.rule.tensors:
             for name in (tensor.name, *tensor.aliases):
-                if name in seen:
+                if name in names:
                     raise ValueError(f"{name} is named by two parameters, {weight.name} the second")
-                seen.add(name)
+                names.add(name)
             numel = math.prod(tensor.shape)
             if covered.get(tensor.name, 0) != numel:
                 raise ValueError(

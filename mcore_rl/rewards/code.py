@@ -111,28 +111,25 @@ def _iterate_blocks(text: str) -> Iterator[tuple[str, str]]:
     As in CommonMark, with two exceptions for what models write: text may follow the closing fence
     after a blank, and a fence with a language closes the open block and begins another.
     """
-    fence, language, lines = (
-        "",
-        "",
-        list[str](),
-    )  # of the open block; fence is empty if there is none
+    fence, language, lines = "", "", list[str]()  # of the open block; no fence: none is open
     indent, margin = 0, ""
     for line in re.split("\r\n?|\n", text):
         blanks, marks, info = _FENCE.match(line).groups()  # type: ignore[union-attr]
         depth = len(blanks.expandtabs(4))
-        begins = bool(marks and info.strip()) and info[0] not in " \t"
+        has_language = bool(marks and info.strip()) and info[0] not in " \t"
         if fence and marks.startswith(fence) and depth < indent + 4:
             yield language, _dedent(lines)
-            fence, opens = "", begins
+            fence, may_open = "", has_language
         else:
-            opens = bool(marks) and not fence
-        if opens and not (marks[0] == "`" and "`" in info):
+            may_open = bool(marks) and not fence
+        if may_open and not (marks[0] == "`" and "`" in info):
             fence, language, lines, indent, margin = marks, info.strip(), [], depth, blanks
         elif fence:
             lines.append(line.removeprefix(margin))
 
 
 def _dedent(lines: list[str]) -> str:
+    """Join lines, without their common indentation if the first that is not empty is indented."""
     text = "".join(f"{line}\n" for line in lines)
     return textwrap.dedent(text) if text.lstrip("\n")[:1] in (" ", "\t") else text
 

@@ -45,6 +45,8 @@ class MathSettings:
 
 
 def _build_final_line_finder(settings: None) -> FindAnswer:
+    """Return the finder of the number in a last line `#### NUMBER` of a finished response."""
+
     def find(text: str, finish_reason: str) -> str | None:
         match = _FINAL_LINE.fullmatch(text.rpartition("\n")[2])
         return match[1].replace(",", "") if match and finish_reason == "stop" else None
@@ -63,6 +65,7 @@ def _build_box_finder(settings: MathSettings) -> FindAnswer | None:
 
 
 def _check_number(answer: object, settings: None) -> None:
+    """Raise ConfigError unless the field `answer` is a number as `final_number` reads it."""
     if not re.fullmatch(_NUMBER, format_answer(answer, "final_number").strip()):
         raise build_answer_error(answer, "final_number", "a number such as 7, -3, 2.5 or 1,234")
 
@@ -85,6 +88,7 @@ def final_number(text: str, fields: Mapping[str, Any], finish_reason: str) -> di
 
 
 def _convert_answer(answer: object, settings: MathSettings | None = None) -> str:
+    """Return the field `answer` as LaTeX; ConfigError if it cannot be the content of a box."""
     text = format_answer(answer, "math")
     boxed = find_last_boxed(text)
     latex = text if boxed is None else boxed
@@ -237,9 +241,8 @@ def _load_grader() -> Any:
     """
     from math_verify import grader
 
-    logging.getLogger("math_verify").setLevel(
-        logging.ERROR
-    )  # it warns that its time limits are off
+    # It warns that its time limits are off.
+    logging.getLogger("math_verify").setLevel(logging.ERROR)
     original = grader.sympy_numeric_eq
 
     def compare(first: Any, second: Any, digits: int, precision: int) -> bool:

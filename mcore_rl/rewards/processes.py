@@ -137,6 +137,7 @@ class RewardProcessPool:
             await _kill(self._idle.pop())
 
     async def _get_process(self) -> Process:
+        """Return an idle process, or start one and let it import the reward."""
         while self._idle:
             if (process := self._idle.pop()).returncode is None:
                 return process
@@ -162,6 +163,7 @@ class RewardProcessPool:
 
 
 async def _exchange(process: Process, message: Mapping[str, Any]) -> dict[str, Any]:
+    """Send a message to a process and return its answer; ProcessDiedError if it ends."""
     assert process.stdin is not None and process.stdout is not None  # they are pipes
     with contextlib.suppress(ConnectionError):  # the process has died; no answer follows
         process.stdin.write(json.dumps(message, default=str).encode() + b"\n")
@@ -216,6 +218,7 @@ def _load_reward(message: Mapping[str, Any]) -> Callable[..., Any]:
 
 
 def _encode(result: object) -> str:
+    """Encode the answer to a call; exceptions among the items of a batched result are errors."""
     errors: dict[int, str] = {}
     if isinstance(result, list | tuple):
         errors = {

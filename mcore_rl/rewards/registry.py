@@ -267,6 +267,6 @@ def describe_exception(error: BaseException) -> str:
 
 
 def shorten_repr(value: object) -> str:
-    """Return the repr of a value, cut to what fits an error."""
+    """Return the repr of a value, cut to the length that errors show."""
     text = repr(value)
     return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."

@@ -9,22 +9,22 @@
 
 The unit is a group: the samples of one prompt. A trained group is kept until its partition (the
 step that trained it) is cleared; a dropped one is not kept. So the buffer has no more groups than
-`Admission` lets begin, and those of one step, however long a run is.
+`StalenessController` lets begin, and those of one step, however long a run is.
 
 Groups are in streaming order everywhere: oldest tokens first, then by id. A buffer is for one
 thread, or for several that share a lock.
 
 No token older than `staleness` = s versions is ever trained:
 1. Tokens of a group are no older than the version it was begun with; `SampleQueue` checks this.
-2. `Admission.pushed(v)` fails while a group, begun or finished, has a version before v - s;
-   `evict(v)` issues those again.
+2. `StalenessController.mark_pushed(v)` fails while a group, begun or finished, has a version before
+   v - s; `evict(v)` issues those again.
 3. Step v + 1, which updates version v, selects and trains while the servers have v: ages are at
    most s.
 
-That alone would waste work, so `num_to_begin` also paces: while the servers have version v, as many
-groups may have been begun as the batches up to step v + s + 1 need, plus the extra ones. A step
-waits for a group that no later step could train in time. So no more groups than the extra ones are
-issued again.
+That alone would waste work, so `num_to_begin` also sets a pace: while the servers have version v,
+as many groups may have been begun as the batches up to step v + s + 1 need, plus the extra ones. A
+step waits for a group that no later step could train in time. So no more groups than the extra ones
+are issued again.
 
 Replayed samples take the place of new groups. `expect` sets how many new groups the next step
 needs; later steps are counted with new_per_step, the minimum.
@@ -62,12 +62,12 @@ class GroupState(StrEnum):
     DROPPED = "dropped"  # by a filter
 
 
-_BACK_OR_DROPPED = frozenset({GroupState.ISSUED, GroupState.DROPPED})
+_REISSUED_OR_DROPPED = frozenset({GroupState.ISSUED, GroupState.DROPPED})
 ALLOWED: Mapping[GroupState, frozenset[GroupState]] = {
     GroupState.ISSUED: frozenset({GroupState.GENERATING, GroupState.DROPPED}),
-    GroupState.GENERATING: _BACK_OR_DROPPED | {GroupState.GENERATED},
-    GroupState.GENERATED: _BACK_OR_DROPPED | {GroupState.REWARDED},
-    GroupState.REWARDED: _BACK_OR_DROPPED | {GroupState.TRAINING},
+    GroupState.GENERATING: _REISSUED_OR_DROPPED | {GroupState.GENERATED},
+    GroupState.GENERATED: _REISSUED_OR_DROPPED | {GroupState.REWARDED},
+    GroupState.REWARDED: _REISSUED_OR_DROPPED | {GroupState.TRAINING},
     GroupState.TRAINING: frozenset({GroupState.ISSUED, GroupState.TRAINED}),
     GroupState.TRAINED: frozenset(),
     GroupState.DROPPED: frozenset(),
@@ -147,16 +147,18 @@ class SampleQueue(Generic[T]):
         return sorted(groups, key=lambda group: (group.oldest_version, group.group_id))
 
     def num_groups(self, *states: GroupState) -> int:
+        """Return the number of groups in one of these states."""
         return sum(len(self._by_state.groups[state]) for state in states)
 
     def num_samples(self, *states: GroupState) -> int:
+        """Return the number of samples of the groups in one of these states."""
         return sum(self._by_state.num_samples[state] for state in states)
 
     def num_by_version(self, *states: GroupState) -> Counter[int]:
         """Return the number of groups in one of these states by oldest version."""
         return sum((self._by_state.versions[state] for state in states), Counter[int]())
 
-    def row_of(self, group_id: int) -> int:
+    def get_row(self, group_id: int) -> int:
         """Return the data set's row of a group."""
         return self._get(group_id).row
 
@@ -231,7 +233,7 @@ class SampleQueue(Generic[T]):
                 self._count("dropped", group)
                 self._delete(group)
 
-    def lost(self, group_ids: Sequence[int]) -> None:
+    def reissue_lost(self, group_ids: Sequence[int]) -> None:
         """Issue groups again whose server, or the node with their samples, has died."""
         self._reissue(group_ids, "lost")
 
@@ -338,8 +340,8 @@ class SampleQueue(Generic[T]):
 
 
 @dataclass(frozen=True, slots=True)
-class Pacing:
-    """Settings of `Admission`.
+class StalenessSettings:
+    """Settings of `StalenessController`.
 
     Raises:
         ValueError: a setting is not allowed.
@@ -388,7 +390,7 @@ class Pacing:
         return self.groups_per_step if self.new_per_step is None else self.new_per_step
 
 
-class Admission(Generic[T]):
+class StalenessController(Generic[T]):
     """Decides which groups of a queue are begun, trained and abandoned. Saved in checkpoints.
 
     A step of a trainer:
@@ -400,13 +402,13 @@ class Admission(Generic[T]):
         select(step)                         # the batch; None until enough groups are ready
         queue.mark_trained(step)
         evict(step)                          # groups that the servers have to end
-        pushed(step)                         # the servers have the version of this step
+        mark_pushed(step)                    # the servers have the version of this step
         queue.clear(step)
 
     Every method may raise BufferStateError.
     """
 
-    def __init__(self, queue: SampleQueue[T], pacing: Pacing) -> None:
+    def __init__(self, queue: SampleQueue[T], pacing: StalenessSettings) -> None:
         self._queue, self._pacing = queue, pacing
         self.version = 0  # of the servers' weights
         self._expected = (0, 0)  # a step, and the number of groups it needs
@@ -528,7 +530,7 @@ class Admission(Generic[T]):
         self._queue.abandon(list(self._evicted))
         return running
 
-    def pushed(self, version: int) -> None:
+    def mark_pushed(self, version: int) -> None:
         """Record that the servers have `version`, the next one, of step `version`."""
         if version != self.version + 1 or version != self._queue.last_trained:
             raise BufferStateError(

@@ -34,7 +34,7 @@ def read_desired_servers(folder: Path, num_servers: int) -> set[int]:
     return {*numbers}
 
 
-def write_wanted_servers(folder: Path, numbers: Collection[int]) -> None:
+def write_desired_servers(folder: Path, numbers: Collection[int]) -> None:
     """Write the numbers of the servers that the run in `folder` is to have.
 
     Raises:

@@ -14,8 +14,7 @@ from mcore_rl.inference.protocol import SamplingParams
 from mcore_rl.observability.activity import ACTIVITY
 from mcore_rl.rollout.server_pool import ALL, ServerPool
 
-_WAIT_S = 10.0
-
+_WAIT_S = 10.0  # for samples, between two reports of progress
 TRAIN = "train"  # the stream of samples for training
 OnSamples = Callable[[Sequence[Batch]], None]
 
@@ -59,13 +58,13 @@ class RolloutPool:
         """Return whole groups that have ended since the last call: see `ServerPool.collect`."""
         return self.servers.collect(TRAIN, wait_s, at_least)
 
-    def tend(self) -> list[Batch]:
+    def poll(self) -> list[Batch]:
         """Collect without a wait, while the trainer's weights change."""
-        return self.servers.tend(TRAIN)
+        return self.servers.poll(TRAIN)
 
-    def rerouted(self) -> list[int]:
-        """Return groups that began again on another server since the last call."""
-        return self.servers.rerouted(TRAIN)
+    def pop_rerouted(self) -> list[int]:
+        """Return, once, the groups that began again on another server."""
+        return self.servers.pop_rerouted(TRAIN)
 
     def abandon(self, group_ids: Sequence[int]) -> None:
         """End these groups: `collect` will not return them."""
@@ -108,6 +107,7 @@ class RolloutPool:
         stream: str = TRAIN,
         on_samples: OnSamples = lambda batches: None,
     ) -> Batch:
+        """Generate all samples, and those again that are lost with a node; order them by prompt."""
         batch = self._collect_all(prompts, sampling, stream, on_samples)
         while lost := find_lost_groups([batch]):
             report_lost_groups(lost)
@@ -121,15 +121,17 @@ class RolloutPool:
     def _collect_all(
         self, prompts: Batch, sampling: SamplingParams, stream: str, on_samples: OnSamples
     ) -> Batch:
+        """Begin the groups of these prompts and wait until all have ended."""
         batches: list[Batch] = []
         self.servers.begin(prompts, sampling, stream)
         num_samples = len(prompts) * sampling.n
         with ACTIVITY.count(num_samples, "samples") as report_progress:
             while self.servers.num_outstanding(stream):
-                batches += (new := self.servers.collect(stream, _WAIT_S, ALL))
+                arrived = self.servers.collect(stream, _WAIT_S, ALL)
+                batches += arrived
                 num_groups = sum(len(np.unique(batch.array("group_ids"))) for batch in batches)
                 report_progress(num_groups * sampling.n)
-                on_samples(new)
+                on_samples(arrived)
         return concat_batches(batches)
 
 

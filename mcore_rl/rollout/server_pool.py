@@ -165,7 +165,7 @@ class ServerPool:
         options = {} if server.reads_weights else {"reads_weights": False}
         return server.group.start.submit(**options)
 
-    def started(self) -> None:
+    def mark_started(self) -> None:
         """Mark all servers as up.
 
         Those that read the checkpoint that the run begins with have version 0, others none.
@@ -278,14 +278,14 @@ class ServerPool:
         self._check_wait(0.0 if batches else time.monotonic() - start_s)
         return batches
 
-    def tend(self, stream: str) -> list[Batch]:
-        """Collect without a wait, while the trainer changes its weights: they are not resent."""
+    def poll(self, stream: str) -> list[Batch]:
+        """Collect without waiting or resending weights, while the trainer changes them."""
         self._poll()
         self._route()
         return self._collect(stream, 0)
 
-    def rerouted(self, stream: str) -> list[int]:
-        """Return groups that began again on another server since the last call."""
+    def pop_rerouted(self, stream: str) -> list[int]:
+        """Return, once, the groups that began again on another server."""
         ids = [group for name, group in self._rerouted if name == stream]
         self._rerouted = [key for key in self._rerouted if key[0] != stream]
         return list(dict.fromkeys(ids))
@@ -339,7 +339,7 @@ class ServerPool:
         if self.resend is None:
             raise WorkerError(
                 f"{self.name}: no server is left that has version {self.version} of the weights, "
-                "and the trainer is at its next: a run that keeps checkpoints goes on "
+                "and the trainer has already updated: a run that keeps checkpoints continues "
                 "from the last one with resume=auto"
             )
         self.resend()
@@ -374,6 +374,7 @@ class ServerPool:
         return min(COLLECT_ALL_S if at_least == ALL else collect_s, self._call_timeout.seconds / 4)
 
     def _list_groups(self, server: Server, stream: str) -> list[PendingGroup]:
+        """Return the groups of a stream that a server generates."""
         groups = self._groups.values()
         return [g for g in groups if g.stream == stream and g.server == server.number]
 
@@ -478,7 +479,7 @@ class ServerPool:
             self._restart(servers[index], error)
         return not deaths
 
-    def updated(self, version: int) -> None:
+    def mark_updated(self, version: int) -> None:
         """Record that all servers that are up have this version, which is to be served."""
         self.version = version
         for server in self._up:
@@ -597,6 +598,7 @@ class ServerPool:
             return False
 
     def _finish_start(self, server: Server) -> None:
+        """Mark a server up whose start has ended, or restart it if it has died."""
         try:
             gather_results(server.starting)
             wait_until_built([server.group])
@@ -607,6 +609,7 @@ class ServerPool:
             self._mark_up(server)
 
     def _mark_up(self, server: Server) -> None:
+        """Mark a server as up, and pass it the addresses of frozen models."""
         server.is_up, server.version = True, 0 if server.reads_weights else None
         self.membership += 1
         if server.restarts:

@@ -65,7 +65,7 @@ class TransportSync:
         self.servers.admit()
         while not (self.connect() and self._send(version)):
             self.servers.admit()
-        self.servers.updated(version)
+        self.servers.mark_updated(version)
 
     def connect(self) -> bool:
         """Connect the servers that are up, unless they are; return False if one has died."""
@@ -92,6 +92,7 @@ class TransportSync:
         return True
 
     def _send(self, version: int) -> bool:
+        """Send a version to the servers that are connected; return False if one has died."""
         sending = self.actor.send_weights.submit(version)
         options = (True, self.recompute_cache) if self.in_flight else ()
         arguments = version, *options
@@ -133,7 +134,7 @@ class CheckpointSync:
                 "load_checkpoint", lambda _: arguments, [], self.timeout
             ):
                 self.servers.admit()
-            self.servers.updated(version)
+            self.servers.mark_updated(version)
         finally:
             shutil.rmtree(self.folder, ignore_errors=True)
 

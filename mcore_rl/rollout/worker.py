@@ -140,6 +140,7 @@ class RunningGroups:
         return [s for i in ended for s in self._groups.pop(i).result() or [_make_failed_sample(i)]]
 
     def _should_return(self, at_least: int) -> bool:
+        """Return whether `collect` has enough groups, or one that has failed."""
         ended = [group for group in self._groups.values() if group.done()]
         if len(ended) < min(at_least, len(self._groups)):
             return any(map(_has_failed, ended))
@@ -157,6 +158,7 @@ class RunningGroups:
 
 
 def _has_failed(group: Group) -> bool:
+    """Return whether a group that has ended was cancelled or has raised."""
     return group.cancelled() or group.exception() is not None
 
 

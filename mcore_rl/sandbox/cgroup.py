@@ -57,9 +57,8 @@ def find_parent() -> CgroupParent | None:
         options = Path("/proc/cmdline").read_text()
     except OSError:
         return None
-    if (
-        "nokmem" in options or "nosocket" in options
-    ):  # options of cgroup.memory: kernel memory is not counted
+    # Options of cgroup.memory without which kernel memory is not counted.
+    if "nokmem" in options or "nosocket" in options:
         return None
     for folder in list_candidate_folders(mounts, membership):
         with contextlib.suppress(OSError):

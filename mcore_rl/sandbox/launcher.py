@@ -105,7 +105,7 @@ def drop_capabilities() -> None:
         _LIBC.prctl(_CAPBSET_DROP, number, 0, 0, 0)
     header = struct.pack("Ii", 0x20080522, 0)  # _LINUX_CAPABILITY_VERSION_3, this process
     if _LIBC.capset(header, bytes(24)) < 0:
-        raise _os_error("capset")
+        raise _build_os_error("capset")
 
 
 def get_landlock_version() -> int:
@@ -123,7 +123,7 @@ def restrict_files(readable: list[str], scratch: str) -> None:
     size = 24 if version >= 6 else 8
     rules = _LIBC.syscall(_LANDLOCK_CREATE, ruleset, ctypes.c_size_t(size), 0)
     if rules < 0:
-        raise _os_error("landlock_create_ruleset")
+        raise _build_os_error("landlock_create_ruleset")
     unwanted = _MAKE_CHAR | _MAKE_BLOCK | _MAKE_SOCK
     _allow_path(rules, scratch, handled & ~unwanted)
     _allow_path(rules, "/dev/null", _READ_FILE | _WRITE_FILE)
@@ -132,15 +132,16 @@ def restrict_files(readable: list[str], scratch: str) -> None:
             rights = _READ_DIR | _EXECUTE if os.path.isdir(path) else 0
             _allow_path(rules, path, _READ_FILE | rights)
     if _LIBC.syscall(_LANDLOCK_RESTRICT, rules, 0) < 0:
-        raise _os_error("landlock_restrict_self")
+        raise _build_os_error("landlock_restrict_self")
     os.close(rules)
 
 
 def _allow_path(rules: int, path: str, rights: int) -> None:
+    """Add a rule to a Landlock ruleset: these rights on a path and all below it."""
     fd = os.open(path, os.O_PATH | os.O_CLOEXEC)
     rule = struct.pack("=Qi", rights, fd)
     if _LIBC.syscall(_LANDLOCK_ADD, rules, 1, rule, 0) < 0:
-        raise _os_error(f"landlock_add_rule of {path}")
+        raise _build_os_error(f"landlock_add_rule of {path}")
     os.close(fd)
 
 
@@ -154,15 +155,16 @@ def apply_filter(instructions: list[list[int]]) -> None:
     buffer = ctypes.create_string_buffer(code)
     program = struct.pack("HxxxxxxP", len(code) // 8, ctypes.addressof(buffer))
     if _LIBC.prctl(_SET_SECCOMP, 2, program, 0, 0) < 0:
-        raise _os_error("prctl(PR_SET_SECCOMP)")
+        raise _build_os_error("prctl(PR_SET_SECCOMP)")
 
 
 def _prctl(option: int, value: int) -> None:
     if _LIBC.prctl(option, value, 0, 0, 0) < 0:
-        raise _os_error(f"prctl({option})")
+        raise _build_os_error(f"prctl({option})")
 
 
-def _os_error(what: str) -> OSError:
+def _build_os_error(what: str) -> OSError:
+    """Return the error of the last call of libc; `what` names the call."""
     number = ctypes.get_errno()
     return OSError(number, f"{what}: {os.strerror(number)}")
 

@@ -236,6 +236,7 @@ async def run_in_tier(
 
 
 async def _exchange(process: Process, request: bytes) -> dict[str, Any]:
+    """Send the request to the supervisor and return its answer."""
     assert process.stdin is not None and process.stdout is not None  # they are pipes
     with contextlib.suppress(ConnectionError):  # it has died; no answer follows
         process.stdin.write(request)

@@ -144,17 +144,20 @@ def build_filter(machine: str, has_namespaces: bool, has_cgroup: bool) -> list[I
 
 
 def _load(argument: int) -> Instruction:
+    """Load the lower half of an argument of the call, counted from 0."""
     return (_LOAD, 0, 0, _ARGUMENT + 8 * argument)
 
 
 def _allow_only(
     argument: int, values: tuple[int, ...], load: list[Instruction] | None = None
 ) -> list[Instruction]:
+    """Deny a call unless an argument, or what `load` makes of it, has one of these values."""
     jumps = [(_JUMP_EQUAL, len(values) - i, 0, v) for i, v in enumerate(values)]
     return [*(load or [_load(argument)]), *jumps, _DENIED, _ALLOWED]
 
 
 def _deny(argument: int, values: tuple[int, ...]) -> list[Instruction]:
+    """Deny a call if an argument has one of these values."""
     jumps = [(_JUMP_EQUAL, len(values) - i, 0, v) for i, v in enumerate(values)]
     return [_load(argument), *jumps, _ALLOWED, _DENIED]
 

@@ -156,6 +156,7 @@ class _Call:
             Path("/proc/self/oom_score_adj").write_text("1000")
 
     def _collect_result(self) -> dict[str, Any]:
+        """Wait for the end of the program, kill what is left of it, and return the result."""
         with selectors.DefaultSelector() as selector:
             self._watch(selector)
         wall_s = time.monotonic() - self._start
@@ -169,9 +170,9 @@ class _Call:
             self._reached = "memory"
         if not self._is_ready() and not self._reached:
             raise OSError(text["stderr"].strip() or f"the sandbox ended with status {code}")
-        usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+        times = resource.getrusage(resource.RUSAGE_CHILDREN)
         code = 128 - code if code < 0 else code
-        cpu_s = usage.ru_utime + usage.ru_stime
+        cpu_s = times.ru_utime + times.ru_stime
         status = self._reached or _get_status(code, text["stderr"], cpu_s >= self._limits["cpu_s"])
         return {"status": status, "exit_code": code, **text, "wall_s": wall_s, "cpu_s": cpu_s}
 
@@ -246,6 +247,7 @@ class _Call:
         return self._ready < 0
 
     def _check_usage(self) -> None:
+        """Set `_reached` if the program's processes together are beyond a limit."""
         pids = usage.find_descendants()
         memory, cpu_s, threads = 0, 0.0, -self._num_own_processes
         for pid in pids:
@@ -300,6 +302,7 @@ def _get_status(code: int, stderr: str, used_cpu: bool) -> str:
 
 @contextlib.contextmanager
 def _create_memory_file(content: bytes) -> Iterator[int]:
+    """Open an anonymous file with this content, at its start."""
     with os.fdopen(os.memfd_create("request"), "w+b") as file:
         file.write(content)
         file.flush()

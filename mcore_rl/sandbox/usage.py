@@ -65,7 +65,7 @@ def bound_socket_bytes(pid: int) -> int:
     """
     lines = _read(f"/proc/{pid}/net/sockstat").splitlines()
     [count] = [line.split()[2] for line in lines if line.startswith("sockets:")]
-    return int(count) * _socket_bytes()
+    return int(count) * _get_socket_bytes()
 
 
 def read_open_files(pid: int, folder: str) -> tuple[int, int]:
@@ -91,7 +91,7 @@ def read_open_files(pid: int, folder: str) -> tuple[int, int]:
     )
     if closed := set(map(int, mapped)) - inodes:
         raise PermissionError(f"maps {len(closed)} nameless files that it has closed")
-    return file_bytes, num_sockets * _socket_bytes()
+    return file_bytes, num_sockets * _get_socket_bytes()
 
 
 def count_inodes(pid: int, folder: str) -> int:
@@ -126,6 +126,6 @@ def _read(path: str) -> str:
     return Path(path).read_text("latin-1")
 
 
-def _socket_bytes() -> int:
+def _get_socket_bytes() -> int:
     # A sender may exceed its buffer by one message.
     return 2 * int(_read("/proc/sys/net/core/wmem_default"))

@@ -23,7 +23,14 @@ from mcore_rl.controller.batch_ops import (
 from mcore_rl.controller.pending_call import WorkerError
 from mcore_rl.data.batch import Batch, Samples
 from mcore_rl.observability.activity import ACTIVITY
-from mcore_rl.rollout.buffer import HELD, Admission, GroupState, Pacing, SampleGroup, SampleQueue
+from mcore_rl.rollout.buffer import (
+    HELD,
+    GroupState,
+    SampleGroup,
+    SampleQueue,
+    StalenessController,
+    StalenessSettings,
+)
 from mcore_rl.rollout.manager import report_lost_groups
 from mcore_rl.trainers import policy_checks
 from mcore_rl.trainers.step_samples import StepSampler, add_teacher_names, count_new_groups
@@ -49,7 +56,7 @@ class AsyncRollout:
         self._rollout, self._prompts = sampler.rollout, sampler.prompts
         self._staleness = trainer.staleness or 0
         self.queue: SampleQueue[Batch] = SampleQueue(group_size)
-        pacing = Pacing(
+        pacing = StalenessSettings(
             groups_per_step=trainer.prompts_per_step,
             group_size=group_size,
             num_steps=trainer.num_steps,
@@ -59,7 +66,7 @@ class AsyncRollout:
             max_samples=trainer.asynchronous.max_waiting_samples or None,
             new_per_step=count_new_groups(config),
         )
-        self.admission = Admission(self.queue, pacing)
+        self.controller = StalenessController(self.queue, pacing)
         # With nothing ahead, what a filter rejects and what is replayed can be as with `sync`.
         policy = config.algorithm.filter
         self._in_rounds = not self._staleness and bool(policy.group_filter or policy.replay.share)
@@ -80,17 +87,19 @@ class AsyncRollout:
     def _expect(self, step: int) -> tuple[Samples | None, int]:
         """Return what the step replays, and the new groups that it needs; set the pace by them."""
         replayed, num_needed = self._sampler.draw_replayed(step)
-        self.admission.expect(step, num_needed)
+        self.controller.expect(step, num_needed)
         return replayed, num_needed
 
     def _draw(self) -> None:
+        """Draw the prompts that the buffer lacks, at most those of a step at a time."""
         per_step = self._config.trainer.prompts_per_step
-        while num := min(self.admission.num_to_draw(), per_step):
+        while num := min(self.controller.num_to_draw(), per_step):
             drawn = self._prompts.draw(num)
             self.queue.issue(list(drawn), list(drawn.values()))
 
     def _begin(self) -> None:
-        if begun := self.admission.begin():
+        """Begin issued groups on the servers, as many as the bound on staleness allows."""
+        if begun := self.controller.begin():
             prompts = self._prompts.build_batch({group.group_id: group.row for group in begun})
             self._rollout.begin(prompts, n=self._config.algorithm.group_size)
 
@@ -117,7 +126,7 @@ class AsyncRollout:
 
     def _poll(self, is_over: threading.Event) -> None:
         while not is_over.wait(POLL_S):
-            self._take_in(self._rollout.tend())
+            self._take_in(self._rollout.poll())
             self._begin_more()
 
     def take(self, step: int) -> tuple[Samples, dict[str, float]]:
@@ -156,9 +165,9 @@ class AsyncRollout:
 
     def begin_version(self, step: int) -> None:
         """Begin the groups that the weights of a trained step allow, once the servers have them."""
-        self._take_in([])  # what was begun again before the push has the weights of before
+        self._take_in([])  # groups that began again before the push have the weights before it
         self.queue.mark_trained(step)
-        self.admission.pushed(step)
+        self.controller.mark_pushed(step)
         self.queue.clear(step)
         self._put_back_lost()
         self.fill()
@@ -169,12 +178,12 @@ class AsyncRollout:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of every group that was begun and not trained on."""
-        return {"queue": self.queue.state_dict(), "admission": self.admission.state_dict()}
+        return {"queue": self.queue.state_dict(), "admission": self.controller.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore it; `fill` begins the groups again."""
         self.queue.load_state_dict(state["queue"])
-        self.admission.load_state_dict(state["admission"])
+        self.controller.load_state_dict(state["admission"])
 
     def _select_groups(self, step: int, num_needed: int) -> list[SampleGroup[Batch]]:
         while True:
@@ -188,7 +197,7 @@ class AsyncRollout:
         held = {group.group_id: group.columns[SAMPLES] for group in self.queue.groups(*HELD)}
         if lost := find_lost_groups(list(held.values())):
             report_lost_groups(lost)
-            self.queue.lost(lost)
+            self.queue.reissue_lost(lost)
         return bool(lost)
 
     def _wait_for_groups(
@@ -197,7 +206,7 @@ class AsyncRollout:
         limit, last = self._config.timeouts.call_s, time.monotonic()
         while True:
             self._begin_more()
-            if (groups := self.admission.select(step, num_needed)) is not None:
+            if (groups := self.controller.select(step, num_needed)) is not None:
                 return groups
             show_count(self._num_ready)
             if not (running := self.queue.num_groups(GroupState.GENERATING)):
@@ -212,8 +221,9 @@ class AsyncRollout:
                 )
 
     def _count_awaited(self, num_needed: int) -> int:
-        """Return how many groups to wait for: what the step lacks; 1 with max_groups, as each that
-        ends lets another begin.
+        """Return how many groups to wait for: those that the step lacks.
+
+        1 with asynchronous.max_groups, where each group that ends lets another begin.
         """
         if self._config.trainer.asynchronous.max_groups:
             return 1
@@ -231,12 +241,13 @@ class AsyncRollout:
         self._begin()
 
     def _take_in(self, batches: list[Batch]) -> bool:
-        """Put samples, and groups of servers that died, into the buffer; return whether there were
-        samples.
+        """Record samples that have arrived, and groups that began again; return if there are any.
+
+        A group that began again did so with the weights that the servers have.
         """
-        again = self._rollout.rerouted()
-        self.queue.lost(again)
-        self.queue.begin(again, self.admission.version)
+        rerouted = self._rollout.pop_rerouted()
+        self.queue.reissue_lost(rerouted)
+        self.queue.begin(rerouted, self.controller.version)
         for batch in batches:
             ids, inverse = np.unique(batch.array("group_ids"), return_inverse=True)
             rows: list[list[int]] = [[] for _ in ids]
@@ -247,11 +258,12 @@ class AsyncRollout:
         return any(len(batch) for batch in batches)
 
     def _finish_group(self, group_id: int, batch: Batch) -> None:
+        """Put a complete group into the buffer, or drop it if the group filter rejects it."""
         config, versions = self._config, batch.array("oldest_versions")
         oldest = int(versions[versions >= 0].min(initial=np.iinfo(np.int64).max))
         oldest = oldest if (versions >= 0).any() else -1
         if config.teacher.column:
-            prompts = self._prompts.build_batch({group_id: self.queue.row_of(group_id)})
+            prompts = self._prompts.build_batch({group_id: self.queue.get_row(group_id)})
             batch = add_teacher_names(batch, prompts, config.teacher.column)
         self.queue.finish(group_id, oldest, len(batch), {SAMPLES: batch})
         if self._passes(batch):
@@ -261,6 +273,7 @@ class AsyncRollout:
             self._rejected.append(release_columns(batch))
 
     def _passes(self, batch: Batch) -> bool:
+        """Return whether a group passes algorithm.filter.group_filter."""
         policy = self._config.algorithm.filter
         if not policy.group_filter:
             return True
@@ -278,13 +291,13 @@ class AsyncRollout:
                 f"{len(self._rejected)} groups, and {num} are left of {num_needed} that the step "
                 "needs; allowed: more algorithm.filter.max_rounds, or if_short='train'"
             )
-        return self.admission.select(step, num) or []
+        return self.controller.select(step, num) or []
 
     def _evict(self, step: int) -> None:
         """Abandon groups that the weights of this step make too old; after the last step, all."""
         is_last = step == self._config.trainer.num_steps
         version = step + self._staleness + 1 if is_last else step
-        if running := self.admission.evict(version):
+        if running := self.controller.evict(version):
             self._rollout.abandon(running)
 
 
@@ -326,7 +339,7 @@ class RolloutPrefetcher:
         if self._pending is not None:
             raise RuntimeError(f"step {step} was begun before step {self._step} was taken")
         self._step = step
-        self._begun_from = self._sampler.prompts.state_dict(), self._sampler.replay.snapshot()
+        self._begun_from = self._sampler.prompts.state_dict(), self._sampler.replay.take_snapshot()
         self._pending = self._thread.submit(self._sampler.collect, step, step - 1 - version)
 
     def wait(self) -> None:
@@ -363,7 +376,7 @@ class RolloutPrefetcher:
         while self._begun_from is not None and (lost := find_lost_groups([result[0]])):
             report_lost_groups(lost)
             self._sampler.prompts.load_state_dict(self._begun_from[0])
-            self._sampler.replay.go_back(self._begun_from[1])
+            self._sampler.replay.restore(self._begun_from[1])
             age = self._step - 1 - self._sampler.rollout.servers.version
             result = self._sampler.collect(self._step, age)
             self._pending = Future()

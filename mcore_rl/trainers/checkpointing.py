@@ -19,8 +19,8 @@ from mcore_rl.checkpoint.run_checkpoints import (
 )
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import RLConfig, TrainConfig
-from mcore_rl.controller.dispatch import RankGroup
 from mcore_rl.controller.process_cleanup import RunStopped, StopSignals
+from mcore_rl.controller.worker_group import RankGroup
 from mcore_rl.observability.warnings import warn
 from mcore_rl.trainers.device_sharing import DeviceSharing, ExclusiveDevices
 
@@ -120,16 +120,15 @@ class CheckpointManager:
             self._made_in = str(checkpoint.made_in)
 
     def _restore_best(self, checkpoint: RunCheckpoint) -> None:
-        """Go on with the best checkpoint so far, if it is the best by the same metric."""
+        """Restore the best checkpoint so far, if it is the best by the same metric."""
         best, name = checkpoint.state["best"], self._config.checkpoint.keep_best
         if best is None or best["metric"] == name:
             self._best = best
             return
+        compared = f"; only steps after {checkpoint.step} are compared" if name else ""
         warn(
             f"checkpoint.keep_best={name!r} (was {best['metric']!r}): {format_name(best['step'])}, "
-            "the best so far, goes as others do"
-            + f"; steps after {checkpoint.step} count"
-            * bool(name)
+            f"the best so far, is no longer kept as the best{compared}"
         )
 
     def is_due(self, step: int) -> bool:
@@ -154,7 +153,7 @@ class CheckpointManager:
             self._devices.offload_rollout()
             self._begin(step)
         if self._saving == step:
-            self._state = self._state_of(step, metrics)
+            self._state = self._build_state(step, metrics)
         if self._saving is not None:
             is_last = step == self._config.trainer.num_steps
             if is_last or is_stopping or all(all(group.is_saved()) for group in self._trained):
@@ -197,25 +196,27 @@ class CheckpointManager:
 
     @property
     def _trained(self) -> list[RankGroup]:
+        """Workers of the models that are trained."""
         critic = self._devices.critic
         return [self._devices.actor] + ([critic] if critic is not None else [])
 
     def _end_saves(self) -> str:
-        """Wait for what is being written in the background; returns why it could not be, or ""."""
+        """Wait for saves in the background; return why one failed, or ""."""
         return next(filter(None, [group.finish_save()[0] for group in self._trained]), "")
 
-    def _state_of(self, step: int, metrics: Mapping[str, float]) -> dict[str, Any]:
+    def _build_state(self, step: int, metrics: Mapping[str, float]) -> dict[str, Any]:
+        """Return the state of a checkpoint (RunCheckpoints.publish)."""
         return {
             "weight_version": step,
             "parts": {name: part.state_dict() for name, part in self._states.items()},
-            "best": self._best_with(step, metrics),
+            "best": self._find_best(step, metrics),
             "results": dict(self._results()),
             "settings": asdict(self._config),
             DATA: self._digests,
             MADE_IN: self._made_in,
         }
 
-    def _best_with(self, step: int, metrics: Mapping[str, float]) -> dict[str, Any] | None:
+    def _find_best(self, step: int, metrics: Mapping[str, float]) -> dict[str, Any] | None:
         """Return step, metric and value of the best checkpoint, this step included."""
         name, best = self._config.checkpoint.keep_best, self._best
         if not name:
@@ -252,6 +253,7 @@ class CheckpointManager:
             warn(f"step {step}: an old checkpoint cannot be removed: {error}; the run goes on")
 
     def _export(self, step: int) -> None:
+        """Export the actor to hf/step_NNNNNN; warn if it cannot be written."""
         path = self._hf_folder / format_name(step)
         try:
             self._hf_folder.mkdir(exist_ok=True)
@@ -265,16 +267,17 @@ class CheckpointManager:
             warn(f"step {step}: no export to {path}: {reason}; the run goes on")
 
     def _warn(self, step: int, reason: str) -> None:
-        held = f"that of step {self._last} stays" if self._last else "there is none yet"
-        warn(f"step {step}: no checkpoint: {reason}; {held}, and the run goes on")
+        newest = f"that of step {self._last} stays" if self._last else "there is none yet"
+        warn(f"step {step}: no checkpoint: {reason}; {newest}, and the run goes on")
 
     def _raise_stopped(self, step: int) -> None:
-        step_text, go_on = f"{self._stop.requested}: step {step}", how_to_resume(self._config)
+        """Raise RunStopped, or NotSavedError if the checkpoint of the step cannot be written."""
+        stopped, hint = f"{self._stop.requested}: step {step}", describe_resume(self._config)
         if self._last != step:
-            raise NotSavedError(f"{step_text} could not be saved; {go_on}")
-        raise RunStopped(f"{step_text} is saved; {go_on}")
+            raise NotSavedError(f"{stopped} could not be saved; {hint}")
+        raise RunStopped(f"{stopped} is saved; {hint}")
 
 
-def how_to_resume(config: RLConfig | TrainConfig) -> str:
+def describe_resume(config: RLConfig | TrainConfig) -> str:
     """Return a sentence with the command that resumes a run."""
     return f"to go on: the same command with resume=auto output_dir={config.output_dir}"

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from mcore_rl.config.resolve import are_colocated
 from mcore_rl.config.schema import PlacementConfig
-from mcore_rl.controller.dispatch import RankGroup
+from mcore_rl.controller.worker_group import RankGroup
 from mcore_rl.rollout.server_pool import ServerPool
 from mcore_rl.rollout.weight_updater import WeightSync
 
@@ -50,10 +50,12 @@ class DeviceSharing:
 
     @property
     def actor(self) -> RankGroup:
+        """Workers of the policy that is trained."""
         return self.models["actor"]
 
     @property
     def critic(self) -> RankGroup | None:
+        """Workers of the value model, if the run has one."""
         return self.models.get("critic")
 
     def use(self, role: str) -> None:
@@ -76,7 +78,7 @@ class DeviceSharing:
         is_shared = are_colocated(self.placement, "actor", ROLLOUT)
         self.use("actor")
         if self._has_sleeping_servers:
-            self._offload_others(ROLLOUT, but="actor")
+            self._offload_others(ROLLOUT, except_role="actor")
             if self.servers.has_joining:
                 self._start_servers(is_shared)
         if is_shared:
@@ -95,8 +97,9 @@ class DeviceSharing:
         self.servers.resend = self.resend_weights
 
     def disable_resend(self) -> None:
-        """Block re-sending weights to restarted servers until the next update: the actor is about
-        to change beside them.
+        """Block re-sending weights to restarted servers until the next update.
+
+        The actor is about to change while they generate.
         """
         self.servers.resend = None
 
@@ -110,12 +113,14 @@ class DeviceSharing:
             self.actor.to("host")
         self.servers.start_asleep()
 
-    def _offload_others(self, role: str, but: str = "") -> None:
+    def _offload_others(self, role: str, except_role: str = "") -> None:
+        """Offload the roles that share devices with `role`, except one."""
         for other in [*self._resident]:
-            if other not in (role, but) and are_colocated(self.placement, role, other):
+            if other not in (role, except_role) and are_colocated(self.placement, role, other):
                 self._offload(other)
 
     def _offload(self, role: str) -> None:
+        """Move a model to the host, or put the servers to sleep."""
         self._resident.remove(role)
         if role == ROLLOUT:
             self.servers.sleep(keep=self._keeps_requests)
@@ -147,5 +152,5 @@ def servers_sleep(placement: PlacementConfig, models: Collection[str]) -> bool:
 
 def shares_devices(placement: PlacementConfig, role: str, models: Collection[str]) -> bool:
     """Return whether the engine of a role is offloaded for servers or others of `models`."""
-    mates = {*models, ROLLOUT} - {role}
-    return any(are_colocated(placement, role, mate) for mate in mates)
+    other_roles = {*models, ROLLOUT} - {role}
+    return any(are_colocated(placement, role, other) for other in other_roles)

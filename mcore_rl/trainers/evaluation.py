@@ -42,12 +42,8 @@ class Evaluation:
 
     def is_due(self, step: int) -> bool:
         """Return whether to evaluate: step 0 is before training; always after the last step."""
-        every = self.config.evaluation.every
-        if not self.sets:
-            return False
-        if step == 0:
-            return self.config.evaluation.before
-        return step == self.config.trainer.num_steps or (bool(every) and step % every == 0)
+        settings, last = self.config.evaluation, self.config.trainer.num_steps
+        return bool(self.sets) and _is_due(step, last, settings.before, settings.every)
 
     def run(self, step: int) -> dict[str, float]:
         """Return metrics eval/SET/NAME, of the weights after this step; save the samples.
@@ -90,12 +86,8 @@ class SupervisedEvaluation:
 
     def is_due(self, step: int) -> bool:
         """Return whether to evaluate: step 0 is before training; always after the last step."""
-        when, last = self.config.evaluation, self.config.trainer.num_steps
-        if not self.sets:
-            return False
-        if step == 0:
-            return when.before
-        return step == last or (bool(when.every) and step % when.every == 0)
+        settings, last = self.config.evaluation, self.config.trainer.num_steps
+        return bool(self.sets) and _is_due(step, last, settings.before, settings.every)
 
     def run(self, step: int) -> Metrics:
         """Return metrics eval/SET/NAME, of the weights after this step."""
@@ -113,6 +105,13 @@ class SupervisedEvaluation:
             for start in range(0, len(rows), size):
                 show_count(start)
                 yield examples.take(rows[start : start + size])
+
+
+def _is_due(step: int, last_step: int, before: bool, every: int) -> bool:
+    """Return whether evaluation.before and evaluation.every ask for an evaluation at a step."""
+    if step == 0:
+        return before
+    return step == last_step or (every > 0 and step % every == 0)
 
 
 def build_test_sets(tests: Mapping[str, PromptDataset], num_prompts: int) -> dict[str, Batch]:
@@ -140,11 +139,11 @@ def compute_scores(batch: Samples, config: RewardConfig) -> dict[str, float]:
         is_accuracy = term.get("name", name) in ACCURACIES
         if is_accuracy and (right := get_reward_part(batch, name)) is not None:
             values[f"accuracy/{name}"] = right
-    metrics = {}
     if "roles" in batch:
         roles = batch.array("roles")
         for role in np.unique(roles[roles != ""]):
             values[f"role/{role}/reward"] = np.where(roles == role, rewards, np.nan)
+    metrics = {}
     for name, column in values.items():
         has_value = ~np.isnan(column)
         if has_value.any():

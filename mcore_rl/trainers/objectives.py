@@ -23,7 +23,7 @@ from mcore_rl.algorithms.preference import (
     build_pair_inputs,
     compute_pair_weights,
 )
-from mcore_rl.controller.dispatch import RankGroup
+from mcore_rl.controller.worker_group import RankGroup
 from mcore_rl.data.batch import Batch
 from mcore_rl.data.examples import build_scoring_batch
 from mcore_rl.observability.activity import Stopwatch
@@ -104,10 +104,8 @@ class PairObjective(ABC):
         weights = compute_pair_weights(batch, losses)
         with clock("update"):
             metrics = self.model.update(batch.with_columns(loss_weights=weights))[0][0]
-        return {
-            **metrics,
-            **losses.metrics,
-        }  # the loss of the update has the gradient, not the value
+        # The loss of the update has the gradient of the pairs' loss, not its value.
+        return {**metrics, **losses.metrics}
 
     def evaluate(self, batches: Iterator[Batch]) -> Metrics:
         """Return means over the pairs of all batches."""

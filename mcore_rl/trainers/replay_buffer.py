@@ -44,7 +44,7 @@ class ReplayBuffer:
         if self._samples is None or num_groups < 1:
             return None
         ids = self._samples.array("group_ids")
-        groups, weights = np.unique(ids), self._priorities()
+        groups, weights = np.unique(ids), self._compute_priorities()
         num = min(num_groups, int(np.count_nonzero(weights)))
         if not num:
             return None
@@ -53,7 +53,7 @@ class ReplayBuffer:
         samples = self._samples.take(np.flatnonzero(np.isin(ids, drawn)).tolist())
         return samples.with_columns(replayed=np.ones(len(samples), np.int8))
 
-    def _priorities(self) -> Array:
+    def _compute_priorities(self) -> Array:
         """Return the priority of each group in order: the sum over its roles, mostly one."""
         assert self._samples is not None
         columns = get_sample_columns(self._samples)
@@ -81,15 +81,16 @@ class ReplayBuffer:
         self._samples = samples.take(np.flatnonzero(step - oldest <= self._config.max_age).tolist())
 
     def _drop_lost(self) -> None:
+        """Drop groups that were lost with a node, and print how many."""
         if self._samples is not None and (lost := find_lost_groups([self._samples])):
             print(f"{len(lost)} groups died with their node: they are not replayed any more")
             self._samples = drop_groups(self._samples, lost)
 
-    def snapshot(self) -> Samples | None:
-        """Return the samples, by reference, for `go_back`."""
+    def take_snapshot(self) -> Samples | None:
+        """Return the samples, by reference, for `restore`."""
         return self._samples
 
-    def go_back(self, snapshot: Samples | None) -> None:
+    def restore(self, snapshot: Samples | None) -> None:
         """Restore a snapshot. Groups that were lost since leave it at the next draw."""
         self._samples = snapshot
 
@@ -108,10 +109,10 @@ class ReplayBuffer:
 
 
 def _compute_oldest_versions(batch: Samples) -> Array:
-    """[samples]: the oldest version in its group of a token that the policy chose; 0 for none."""
+    """Return the oldest version of a chosen token in each sample's group, [samples]; 0: none."""
     never, versions = np.iinfo(np.int64).max, get_sample_columns(batch).array("oldest_versions")
-    of_rows = np.where(versions == NO_VERSION, never, versions)
+    row_versions = np.where(versions == NO_VERSION, never, versions)
     ids, index = np.unique(batch.array("group_ids"), return_inverse=True)
-    of_groups = np.full(len(ids), never)
-    np.minimum.at(of_groups, index, of_rows)
-    return np.asarray(np.where(of_groups == never, 0, of_groups)[index])
+    group_versions = np.full(len(ids), never)
+    np.minimum.at(group_versions, index, row_versions)
+    return np.asarray(np.where(group_versions == never, 0, group_versions)[index])

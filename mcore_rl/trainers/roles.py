@@ -24,7 +24,7 @@ from mcore_rl.controller.batch_ops import (
     select_small_columns,
     select_token_columns,
 )
-from mcore_rl.controller.dispatch import RankGroup
+from mcore_rl.controller.worker_group import RankGroup
 from mcore_rl.data.batch import Batch, Column, Samples
 from mcore_rl.observability.warnings import StepWarnings
 from mcore_rl.trainers.device_sharing import DeviceSharing

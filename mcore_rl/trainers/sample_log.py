@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 
 from mcore_rl.config.schema import SampleLogConfig
-from mcore_rl.controller.dispatch import RankGroup
+from mcore_rl.controller.worker_group import RankGroup
 from mcore_rl.data.batch import Batch, Samples
 from mcore_rl.data.routed_experts import list_expert_columns
 from mcore_rl.data.sample_tables import (
@@ -105,10 +105,10 @@ class SampleLog:
         path = self._folder / SAMPLES / TOKENIZER
         if path.exists():
             return
-        aside = path.with_name(f".{path.name}.partial")
+        partial_path = path.with_name(f".{path.name}.partial")
         path.parent.mkdir(parents=True, exist_ok=True)
-        aside.write_text(self._tokenizer.backend_tokenizer.to_str(), encoding="utf-8")
-        aside.replace(path)
+        partial_path.write_text(self._tokenizer.backend_tokenizer.to_str(), encoding="utf-8")
+        partial_path.replace(path)
 
 
 @functools.cache

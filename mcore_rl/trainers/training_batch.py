@@ -18,7 +18,6 @@ from mcore_rl.algorithms.correction import apply_correction, find_gaps_beyond
 from mcore_rl.algorithms.distillation import compute_distillation_metrics, compute_sampled_kl
 from mcore_rl.algorithms.inputs import (
     LOSS_WEIGHTS,
-    WEIGHTS,
     MiniBatchInputs,
     get_loss_name,
     prepare_columns,
@@ -30,6 +29,7 @@ from mcore_rl.config.schema import AlgorithmConfig, FilterConfig, TrainerConfig
 from mcore_rl.controller.batch_ops import B, select_rows
 from mcore_rl.data.batch import UNSET, Batch, Jagged, Samples
 from mcore_rl.data.trajectories import Trajectories
+from mcore_rl.engine.steps import count_trained_tokens
 from mcore_rl.observability.metrics import merge_metrics
 from mcore_rl.trainers.policy_checks import (
     compute_gap_mask,
@@ -40,14 +40,14 @@ from mcore_rl.trainers.policy_loss import COLUMN_OF_METRIC
 T = TypeVar("T")
 TokenCounts = Mapping[str, int]  # tokens with a weight, by the column of the weights
 
-TRAJECTORY_COLUMNS = "group_ids", "trajectories", "segments"  # they say which samples are of one
+TRAJECTORY_COLUMNS = "group_ids", "trajectories", "segments"  # identify a sample's trajectory
 # Columns that compute_score_metrics reads.
 SCORE_COLUMNS = (
     "response_mask", "log_probs", "rollout_log_probs", "entropy", "weight_versions", "replayed",
 )  # fmt: skip
-_METRICS_OF_A_STEP = ("loss", "mtp_loss", "grad_norm", "lr")
-_PREFIX_OF_ROUTERS = "moe/"
-_METRIC_OF_ALL_TOKENS = "moe/aux_loss"
+_STEP_METRICS = ("loss", "mtp_loss", "grad_norm", "lr")  # of an optimizer step, not of its tokens
+_ROUTER_PREFIX = "moe/"
+_ALL_TOKENS_METRIC = "moe/aux_loss"  # a mean over all tokens, with or without a loss
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,28 +142,30 @@ def add_advantages(batch: Batch, algorithm: AlgorithmConfig) -> Batch:
     return batch.with_columns(**columns)
 
 
-def select_responses(batch: B, samples: FilterConfig, seed: Sequence[int]) -> B:
-    """Apply algorithm.filter.keep_responses after advantages were computed over all of them."""
-    is_later = samples.advantages_of == "generated"
-    if not is_later:
+def select_responses(batch: B, filters: FilterConfig, seed: Sequence[int]) -> B:
+    """Apply algorithm.filter.keep_responses after advantages were computed over all responses.
+
+    With advantages_of=kept it was applied before.
+    """
+    if filters.advantages_of == "kept":
         return batch
-    return select_rows(choose_responses, batch, samples, [*seed, CHOICE_STREAM])
+    return select_rows(choose_responses, batch, filters, [*seed, CHOICE_STREAM])
 
 
-def mask_truncated(batch: Batch, samples: FilterConfig) -> Batch:
+def mask_truncated(batch: Batch, filters: FilterConfig) -> Batch:
     """Mask all tokens of truncated trajectories from every loss (mask_truncated).
 
     A trajectory is truncated if its last turn is: all of its samples are masked then, and none
     for an earlier turn that was cut off. DAPO's overlong filtering (arXiv:2503.14476, section 3.4).
     Truncated trajectories still count in the advantages of their group.
     """
-    if not samples.mask_truncated:
+    if not filters.mask_truncated:
         return batch
     mask, last_rows = batch.jagged("response_mask"), Trajectories(batch).last_rows
     is_complete = batch.array("finish_reasons")[last_rows] != "length"
     columns = {"response_mask": mask, "cross_entropy_mask": _get_cross_entropy_mask(batch)}
-    of_tokens = np.repeat(is_complete, mask.lengths)
-    masked = {name: c.with_values(c.values * of_tokens) for name, c in columns.items()}
+    is_unmasked = np.repeat(is_complete, mask.lengths)  # [response tokens]
+    masked = {name: c.with_values(c.values * is_unmasked) for name, c in columns.items()}
     return batch.with_columns(**masked)
 
 
@@ -228,6 +230,7 @@ def add_loss_weights(batch: Batch, algorithm: AlgorithmConfig) -> tuple[Batch, T
 def _compute_weights(
     mask: Jagged, coef: float, algorithm: AlgorithmConfig, trajectories: Trajectories
 ) -> Jagged:
+    """Return `coef` times the weights of algorithm.loss_aggregation; zeros for an empty mask."""
     if not mask.values.any():
         return mask.with_values(np.zeros(len(mask.values), np.float32))
     mode, settings = algorithm.loss_aggregation, algorithm.loss_aggregation_settings
@@ -278,8 +281,10 @@ def map_mini_batches(
     function: Callable[..., tuple[Batch, T]],
     *args: object,
 ) -> tuple[Batch, list[T]]:
-    """Apply `function` to each mini-batch; return the batch with the new columns, and one result
-    per mini-batch.
+    """Apply `function` to each mini-batch; return the new columns in the batch, and the results.
+
+    Args:
+        function: Takes a mini-batch and `args`; returns it with new columns, and a result.
     """
     parts = split_mini_batches(batch, num, seed)
     results = [function(batch.take(rows), *args) for rows in parts]
@@ -290,12 +295,6 @@ def map_mini_batches(
 
 
 # Metrics and warnings.
-
-
-def count_trained_tokens(batch: Batch) -> TokenCounts:
-    """Return the number of tokens with a weight, for each column of weights."""
-    names = [name for name in batch.names if name.endswith(WEIGHTS)]
-    return {name: int((batch.jagged(name).values != 0).sum()) for name in names}
 
 
 def compute_policy_entropy(batch: Batch) -> dict[str, float]:
@@ -344,17 +343,17 @@ def merge_update_metrics(steps: Sequence[StepMetrics]) -> dict[str, float]:
     """
     merged: dict[str, float] = {}
     for name in dict.fromkeys(name for step in steps for name in step.metrics):
-        having = [step for step in steps if name in step.metrics]
-        weights = [_get_weight(name, step) for step in having]
-        merged |= merge_metrics([{name: step.metrics[name]} for step in having], weights)
+        reporting = [step for step in steps if name in step.metrics]
+        weights = [_get_weight(name, step) for step in reporting]
+        merged |= merge_metrics([{name: step.metrics[name]} for step in reporting], weights)
     return merged
 
 
 def _get_weight(name: str, step: StepMetrics) -> float:
     """Return the number of tokens that a metric is the mean of; 1 for what is no mean of tokens."""
-    if name == _METRIC_OF_ALL_TOKENS:
+    if name == _ALL_TOKENS_METRIC:
         return step.num_tokens
-    if name in _METRICS_OF_A_STEP or name.startswith(_PREFIX_OF_ROUTERS):
+    if name in _STEP_METRICS or name.startswith(_ROUTER_PREFIX):
         return 1
     if name in map(get_loss_name, step.counts):
         return 1

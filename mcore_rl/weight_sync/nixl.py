@@ -73,6 +73,7 @@ class NixlTransport(ExchangeTransport):
         self._notices: Notices = {}
 
     def _exchange_metadata(self, keys: RendezvousStore) -> None:
+        """Publish this rank's NIXL metadata, and wait for that of its peers."""
         keys.set(f"agent-{self._rank}", self._agent.get_agent_metadata())
         for metadata in keys.multi_get([f"agent-{peer}" for peer in self._peers]):
             self._agent.add_remote_agent(metadata)
@@ -155,8 +156,8 @@ class _NixlMessages:
         self.sent_bytes += data.numel()
 
     def wait(self, transfer: Transfer) -> None:
+        """Wait for a transfer that `start` started."""
         peer, bucket, data = transfer.peer, transfer.bucket, transfer.data
-        """Wait for a transfer."""
         if transfer.is_send and transfer.is_checksums:  # sent in the notice
             return
         notice = self._wait_for_notice(peer, bucket)
@@ -195,6 +196,7 @@ class _NixlMessages:
             self._receive_notices()
 
     def _receive_notices(self) -> None:
+        """Record the notices that have arrived, without waiting."""
         for name, texts in self._agent.get_new_notifs().items():
             for notice in map(json.loads, texts):
                 key = _REFUSAL if "reason" in notice else (int(name), notice["bucket"])
@@ -209,12 +211,14 @@ class _NixlMessages:
             raise
 
     def _refuse(self, reason: str) -> None:
+        """Notify all peers that this rank refuses the update."""
         refusal = json.dumps({"version": self._update.version, "reason": reason}).encode()
         for peer in self._peers:
             self._agent.send_notif(str(peer), refusal)
         self.progress(_REFUSING_S)
 
     def _read(self, peer: int, bucket: int, data: torch.Tensor, notice: dict[str, Any]) -> None:
+        """Read a message from the memory of its sender; NIXL then notifies the sender."""
         remote = [(notice["address"], data.numel(), notice["device"])]
         kind = "DRAM" if data.device.type == "cpu" else "VRAM"
         done = json.dumps({**asdict(self._update), "bucket": bucket}).encode()

@@ -46,12 +46,16 @@ class ChecksumVerifier:
             self._written = []
 
     def check(self) -> None:
-        """Compute what is left, and compare. Reads a GPU once. Raises ValueError."""
+        """Compute the checksums that are left, and compare all of them; copies from a GPU once.
+
+        Raises:
+            ValueError: A checksum is not the trainer's.
+        """
         self.compute()
         if not self._checksums:
             return
         values = torch.cat([checksums for _, checksums in self._checksums]).tolist()
-        pieces = [piece for some, _ in self._checksums for piece in some]
+        pieces = [piece for batch, _ in self._checksums for piece in batch]
         self._checksums = []
         for piece, value in zip(pieces, values, strict=True):
             if piece.checksum is not None and value != piece.checksum:

@@ -201,6 +201,7 @@ class ShardSender:
     def _send_buckets(
         self, connection: Connection, buckets: Iterator[Bucket], memory: SharedBuckets
     ) -> int:
+        """Send each bucket when the receiver has placed the one before; return their number."""
         count = 0
         for bucket in buckets:
             if not count:
@@ -218,6 +219,7 @@ class ShardSender:
         return count
 
     def _accept(self, update: WeightUpdate) -> Connection:
+        """Accept the connection of a receiver of this user that has the token and this update."""
         endpoint = self.endpoint
         deadline = time.monotonic() + endpoint.timeout_s
         receiver = f"version {update.version}: generation rank {endpoint.generation_rank}"
@@ -245,12 +247,14 @@ class ShardSender:
 
 
 def _get_peer_user(sock: socket.socket) -> int:
+    """Return the user id of the process at the other end of a unix socket."""
     credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     user: int = struct.unpack("3i", credentials)[1]
     return user
 
 
 def _describe_slice(received: ReceivedSlice, memory: torch.Tensor) -> list[Any]:
+    """Return a slice as JSON values, for `_build_slice`; its data by their offset in `memory`."""
     start = received.data.data_ptr() - memory.data_ptr()
     dtype = str(received.data.dtype).removeprefix("torch.")
     sizes = list(received.data.shape)
@@ -267,7 +271,7 @@ def receive_shards(
     every bucket of the update has arrived. Raises StreamError otherwise.
     """
     connection, version = _connect(endpoint), update.version
-    complete = False
+    is_complete = False
     failure = "the receiver stopped"
     try:
         greet_sender(connection, endpoint.token, asdict(update))
@@ -296,12 +300,12 @@ def receive_shards(
                 f"{header['count']} of version {header['version']}"
             )
         connection.send({"kind": "done"})
-        complete = True
+        is_complete = True
     except StreamError as error:
         failure = str(error)
         raise
     finally:
-        if not complete:
+        if not is_complete:
             connection.report_failure(failure)
         connection.close()
 
@@ -319,15 +323,16 @@ def _connect(endpoint: ShardEndpoint) -> Connection:
 
 
 def _receive_memory(
-    connection: Connection, described: list[dict[str, Any]], device: torch.device
+    connection: Connection, descriptions: list[dict[str, Any]], device: torch.device
 ) -> list[torch.Tensor]:
+    """Map the sender's buckets; on a CPU their file descriptors follow the frame."""
     try:
         _, descriptors, _, _ = socket.recv_fds(connection.sock, 1, 2)
     except OSError as error:
         raise StreamError(f"{connection.peer} sent no memory: {error}") from error
-    if device.type != "cuda" and len(descriptors) != len(described):
+    if device.type != "cuda" and len(descriptors) != len(descriptions):
         raise StreamError(f"{connection.peer} went away before its memory was mapped")
-    return map_buckets(described, descriptors, device)
+    return map_buckets(descriptions, descriptors, device)
 
 
 def _build_slice(entry: list[Any], memory: torch.Tensor) -> ReceivedSlice:
@@ -525,13 +530,13 @@ def create_shared_buckets(device: torch.device) -> SharedBuckets:
 
 
 def map_buckets(
-    described: list[dict[str, Any]], descriptors: list[int], device: torch.device
+    descriptions: list[dict[str, Any]], descriptors: list[int], device: torch.device
 ) -> list[torch.Tensor]:
     """Map shared memory into this process; close the descriptors."""
     if device.type == "cuda":
-        return [_open_handle(entry, device) for entry in described]
+        return [_open_handle(entry, device) for entry in descriptions]
     try:
-        pairs = zip(described, descriptors, strict=True)
+        pairs = zip(descriptions, descriptors, strict=True)
         return [_map_file(descriptor, entry["num_bytes"]) for entry, descriptor in pairs]
     finally:
         for descriptor in descriptors:
@@ -548,6 +553,8 @@ def get_memory_domain(device: torch.device) -> str:
 
 
 class _FileBuckets:
+    """Anonymous files (memfd), mapped by both processes."""
+
     def __init__(self) -> None:
         self.descriptors: list[int] = []
         self._sizes: list[int] = []

@@ -177,7 +177,7 @@ def servers(second_node: Any) -> Iterator[ServerPool]:
 
         pool = ServerPool(start, 2, timeouts=TIMEOUTS, max_restarts=1, takes_turns=False)
         wait_until_built(pool.groups)
-        pool.started()
+        pool.mark_started()
         yield pool
         pool.close()
 

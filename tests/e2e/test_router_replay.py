@@ -118,7 +118,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
         stack.enter_context(actor)
         actor.initialize()
         gather_results(servers.submit("start"))
-        servers.started()
+        servers.mark_started()
         rollout = RolloutPool(servers, config.rollout, seed=0, records_experts=True)
         generated = rollout.generate(next(PromptBatches(prompts, 8, seed=0)), n=4)
         assert isinstance(generated, RemoteBatch)

@@ -183,7 +183,7 @@ def pool_of(bundles: ResourcePool, tmp_path: Path) -> Iterator[Callable[..., Ser
         )  # fmt: skip
         made.append(pool)
         wait_until_built(pool.groups)
-        pool.started()
+        pool.mark_started()
         return pool
 
     yield make
@@ -206,7 +206,7 @@ def prompts(*groups: int, **does: int) -> Batch:
 def pushed(pool: ServerPool, version: int) -> None:
     pool.admit()
     assert pool.attempt("receive_weights", lambda _: (version,), [], LIMIT)
-    pool.updated(version)
+    pool.mark_updated(version)
 
 
 def all_of(pool: ServerPool, stream: str = "train") -> Batch:

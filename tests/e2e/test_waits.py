@@ -202,7 +202,7 @@ def test_after_two_pushes_one_tells_of_the_side_that_failed_and_not_of_the_other
             lambda _: servers, 1, max_restarts=0, takes_turns=False, timeouts=TimeoutsConfig()
         ) as served,
     ):
-        served.started()
+        served.mark_started()
         pid = (servers if version == 4 else actor).worker_infos[0].pid
         settings = RolloutConfig(), WeightSyncConfig()
         sync = TransportSync(actor, served, Timeout(60, "weight_sync.timeout_s"), *settings)

@@ -182,15 +182,16 @@ class RequestGuard:
         """Wrap an app.
 
         Args:
-            find: Returns the handler of a key; None for an unknown key.
+            find: Look up the handler of a key; None for an unknown key.
             on_too_large: Called with the handler if a body is refused for its size.
         """
         self._app, self._find, self._on_too_large = app, find, on_too_large
         self._max_body_bytes, self._body_s = max_body_bytes, body_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request on to the app, or answer with the refusal and close the connection."""
         if scope["type"] != "http":
-            raise RuntimeError(f"a server of HTTP got {scope['type']!r}")
+            raise RuntimeError(f"an HTTP server got a connection of type {scope['type']!r}")
         headers, refusal, body = dict(scope["headers"]), None, b""
         try:
             scope.setdefault("state", {})["handler"] = self._find_handler(headers)
@@ -225,7 +226,7 @@ class RequestGuard:
 
         Raises:
             ClientGoneError: The client went away before the end.
-            RefusalError: It is late, or has more than `max_bytes`, of which none are kept.
+            RefusalError: It is late, or has more than `max_bytes`; bytes beyond are not stored.
         """
         parts, size = list[bytes](), 0
         try:
@@ -241,7 +242,7 @@ class RequestGuard:
                     if not message.get("more_body", False):
                         break
         except TimeoutError as error:
-            reason = f"the request has not come in {self._body_s:g} s"
+            reason = f"the body has not arrived in {self._body_s:g} s"
             raise RefusalError(408, "timeout", reason) from error
         if size > max_bytes:
             reason = f"a request may have {self._max_body_bytes} bytes"

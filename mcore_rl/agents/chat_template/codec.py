@@ -20,7 +20,8 @@ Role = Literal["system", "user", "assistant", "tool"]
 CallStatus = Literal["ok", "malformed", "unclosed", "unnamed", "unknown_tool"]
 MAX_DEPTH = 100  # nesting of lists and objects in the arguments of a call
 _SURROGATE = re.compile(r"[\ud800-\udfff]")
-_CALL_STATUS: Mapping[str, CallStatus] = {  # of the package renderers
+# By the status of a call in the package renderers.
+_CALL_STATUS: Mapping[str, CallStatus] = {
     "ok": "ok",
     "unclosed_block": "unclosed",
     "missing_name": "unnamed",
@@ -32,6 +33,8 @@ _CALL_STATUS: Mapping[str, CallStatus] = {  # of the package renderers
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
+    """A valid call of a tool, as a message of the assistant has it."""
+
     name: str
     arguments: Mapping[str, JsonValue]
     id: str = ""
@@ -39,6 +42,8 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class ChatMessage:
+    """A message of a chat; all text, no images."""
+
     role: Role
     content: str = ""
     reasoning: str = ""  # assistant only
@@ -69,6 +74,8 @@ class ChatMessage:
 
 @dataclass(frozen=True, slots=True)
 class ToolSpec:
+    """A tool as the chat template describes it to the model."""
+
     name: str
     description: str
     parameters: Mapping[str, JsonValue]  # JSON schema of the arguments
@@ -136,6 +143,8 @@ class ChatTokenizer(Protocol):
 
 
 class ChatCodec(Protocol):
+    """Writes prompts as token ids, and reads completions."""
+
     @property
     def stop_ids(self) -> frozenset[int]:
         """Tokens that end a turn of the assistant."""
@@ -328,7 +337,7 @@ def check_length(tokenizer: ChatTokenizer, text: str, max_tokens: int) -> None:
     """Raise ContextFullError for a text that is certain to have more than `max_tokens` tokens.
 
     The text is tokenised in pieces until they have twice as many: a cut through a word adds a few
-    tokens. A text with few characters for each token of the context is not tokenised.
+    tokens. A text of up to four characters for each token of the limit is not tokenised.
     """
     piece_chars, num_tokens = max(4 * max_tokens, 4096), 0
     if len(text) <= piece_chars:
@@ -390,7 +399,7 @@ def _is_writable(arguments: dict[str, Any]) -> bool:
 
 
 def parse_messages(rows: Sequence[Mapping[str, Any]]) -> tuple[ChatMessage, ...]:
-    """Convert messages in OpenAI's form with content of text, as data rows have them.
+    """Convert messages in OpenAI's form, as data rows have them; their content has to be text.
 
     Raises:
         ConfigError: A message has another role or content, or a tool call that cannot be read.

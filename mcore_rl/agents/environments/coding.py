@@ -80,6 +80,7 @@ class Coding:
         return "A test fails." if problem and not self._settings.shows_tests else problem
 
     async def _run_asserts(self, program: str) -> str:
+        """Run all asserts in one process; describe the first that fails, "" if all pass."""
         tests = self._tests["asserts"]
         keys = [secrets.token_hex(16) for _ in tests]
         stdin = json.dumps({"code": program, "tests": tests, "keys": keys})
@@ -89,11 +90,13 @@ class Coding:
         if failed is None:
             return ""
         lines = [line for line in result.stderr.splitlines() if line.strip()]
-        of_test = [line for line in lines if line.startswith(f"test {failed}: ")]
-        error = (of_test or lines[-1:] or [result.status])[0].removeprefix(f"test {failed}: ")
+        prefix = f"test {failed}: "
+        reported = [line for line in lines if line.startswith(prefix)]
+        error = (reported or lines[-1:] or [result.status])[0].removeprefix(prefix)
         return describe_failed_assert(tests[failed], error)
 
     async def _compare_outputs(self, program: str) -> str:
+        """Run the program on each input; describe the first wrong output, "" if none is."""
         pairs = zip(self._tests["inputs"], self._tests["outputs"], strict=True)
         for given, expected in pairs:
             result = await self._sandbox.run_async(program, stdin=given)
@@ -102,9 +105,8 @@ class Coding:
                 continue
             outcome = f"it prints {_quote(result.stdout)}"
             if result.status != "ok":
-                outcome = (
-                    f"it ends with {_quote(result.stderr.strip()[-_MAX_SHOWN:] or result.status)}"
-                )
+                error = result.stderr.strip()[-_MAX_SHOWN:] or result.status
+                outcome = f"it ends with {_quote(error)}"
             return f"For the input {_quote(given)} {outcome}, not {_quote(expected)}."
         return ""
 

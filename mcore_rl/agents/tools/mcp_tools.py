@@ -48,7 +48,7 @@ class McpServer:
 
         Raises:
             ToolError: the server cannot be reached, does not answer in time, or has no tool, or
-                more than 128. With the end of its stderr.
+                more than 128. The message has the end of its stderr.
         """
         if self._client is not None:
             return
@@ -91,7 +91,7 @@ class McpServer:
 
     async def _run_client(self, connected: asyncio.Future[Any]) -> None:
         """Keep the client open until `_stop`: one task has to enter and leave it."""
-        from mcp import Client, StdioServerParameters, stdio_client  # 0.8 s
+        from mcp import Client, StdioServerParameters, stdio_client  # takes 0.8 s
 
         try:
             async with self._stderr.open() as stderr:

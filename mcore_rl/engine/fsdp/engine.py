@@ -16,7 +16,6 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from mcore_rl.algorithms.correction import find_gaps_beyond
-from mcore_rl.algorithms.inputs import get_needs
 from mcore_rl.checkpoint.hf import CheckpointReader
 from mcore_rl.checkpoint.peft import Factors
 from mcore_rl.config.errors import ConfigError
@@ -181,7 +180,7 @@ class FSDPEngine(BaseEngine):
             }
         )
         self.root.eval()
-        settings, split = choose_scores(self.spec, 1.0), self._split
+        settings, split = choose_scores(self.spec, 1.0, None), self._split
         [packed] = pack_samples(batch, [[0, 1]], split, self.device)
         if self._root_class is PolicyModel:
             plain, logits = self.root(packed, self._build_pack(packed), None)
@@ -238,7 +237,7 @@ class FSDPEngine(BaseEngine):
         self.require("parameters")
         self.root.eval()
         micros = self._build_micro_batches(batch.select("prompt_ids", "response_ids"))
-        settings = choose_scores(self.spec, temperature)
+        settings = choose_scores(self.spec, temperature, None)
         base = contextlib.nullcontext() if adapters else lora.disable_adapters(self.root)
         with base:
             results = [self._score(micro, settings) for micro in micros]
@@ -291,8 +290,8 @@ class FSDPEngine(BaseEngine):
         self.optimizer.zero_grad()
         micros = self._build_micro_batches(batch)
         counts = count_tokens(micros, self.device, None)
-        needs = get_needs(loss_function) | ({"entropy"} if with_scores else set())
-        settings, results = choose_scores(self.spec, temperature, needs), []
+        settings = choose_scores(self.spec, temperature, loss_function, with_scores=with_scores)
+        results = []
         for micro in micros:
             loss, result = compute_loss(
                 self._score(micro, settings),

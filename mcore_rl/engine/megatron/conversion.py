@@ -1,4 +1,4 @@
-"""Conversion of checkpoints: the parts of it that need Megatron or Megatron-Bridge.
+"""Conversion of checkpoints: the parts that need Megatron or Megatron-Bridge.
 
 `build_meta_model` returns the location of each parameter in a distributed checkpoint, according to
 Megatron itself. It builds the full model as a single rank has it, on torch's meta device: full-size
@@ -148,7 +148,9 @@ def check_rules(weights: Sequence[Weight], shapes: Mapping[str, tuple[int, ...]]
             raise RuntimeError(f"{name}: two rules name this parameter")
         expected[name] = weight.rule.get_local_shape(_FULL)
         if name not in shapes:
-            raise RuntimeError(f"{name}: a rule names this parameter, which the model has not")
+            raise RuntimeError(
+                f"{name}: a rule names this parameter, which the model does not have"
+            )
         if shapes[name] != expected[name]:
             raise RuntimeError(
                 f"{name}: the model has shape {shapes[name]}, its rule says {expected[name]}"

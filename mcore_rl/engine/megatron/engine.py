@@ -13,7 +13,6 @@ import torch.distributed as dist
 
 import mcore_rl.models  # noqa: F401  (fills the family registry)
 from mcore_rl.algorithms.correction import find_gaps_beyond
-from mcore_rl.algorithms.inputs import get_needs
 from mcore_rl.checkpoint.hf import CheckpointReader
 from mcore_rl.checkpoint.peft import Factors, check_targets
 from mcore_rl.config.resolve_engine import resolve_model_engine, resolve_model_layout
@@ -432,14 +431,14 @@ class MegatronEngine(BaseEngine):
 
         for chunk in self.wrapped_chunks:
             chunk.train(not forward_only)
+        head = self._create_head(temperature, loss_function, with_scores=with_scores)
         loss_func: step.LossFunc
         if loss_function is None:
-            loss_func = partial(step.compute_scores, self._create_head(temperature))
+            loss_func = partial(step.compute_scores, head)
         else:
-            needs = get_needs(loss_function) | ({"entropy"} if with_scores else set())
             loss_func = partial(
                 step.compute_training_loss,
-                self._create_head(temperature, needs),
+                head,
                 loss_function,
                 count_tokens(micros, self.device, step.get_data_group()),
                 mtp_loss_coef=self.spec.engine.mtp_loss_coef,
@@ -449,13 +448,15 @@ class MegatronEngine(BaseEngine):
             self.wrapped_chunks, micros, loss_func, routing.wrap_forward, forward_only=forward_only
         )
 
-    def _create_head(self, temperature: float, needs: Collection[str] | None = None) -> Any:
-        """Return the head of a pass, whose loss function has these needs; None: it scores."""
+    def _create_head(
+        self, temperature: float, loss_function: LossFunction | None, *, with_scores: bool
+    ) -> Any:
+        """Return the head that computes the scores a pass needs: all of them without a loss."""
         from mcore_rl.engine.megatron.heads import LanguageModelHead
 
         return LanguageModelHead(
             self.hf_config["vocab_size"],
-            choose_scores(self.spec, temperature, needs),
+            choose_scores(self.spec, temperature, loss_function, with_scores=with_scores),
         )
 
     def _reduce_metrics(self, results: list[Result]) -> Metrics:
@@ -501,7 +502,9 @@ class ValueEngine(MegatronEngine):
             tensor.name for tensor in list_logical_tensors(map_value_head_weights(self.hf_config))
         ]
 
-    def _create_head(self, temperature: float, needs: Collection[str] | None = None) -> Any:
+    def _create_head(
+        self, temperature: float, loss_function: LossFunction | None, *, with_scores: bool
+    ) -> Any:
         from mcore_rl.engine.megatron.heads import compute_value_scores
 
         return compute_value_scores

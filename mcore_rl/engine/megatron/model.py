@@ -152,7 +152,7 @@ def _build_transformer_config(
     arguments = {"position_embedding_type": "rope"}
     arguments |= {name: fields.pop(name) for name in list(fields) if name not in known}
     if fields.get("num_moe_experts"):
-        fields |= _moe_fields(engine)
+        fields |= _build_moe_fields(engine)
         if fields.get("moe_router_enable_expert_bias"):
             fields["moe_router_bias_update_rate"] = engine.moe.bias_update_rate
     flags = device.build_config_flags()
@@ -161,7 +161,7 @@ def _build_transformer_config(
     config = config_class(
         **fields,
         mtp_num_layers=sum(stage.num_mtp_layers for stage in stages) or None,
-        **_recompute_fields(engine),
+        **_build_recompute_fields(engine),
         **_INIT_METHODS,
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
@@ -192,7 +192,8 @@ def _build_transformer_config(
     return config, arguments
 
 
-def _moe_fields(engine: EngineConfig) -> dict[str, Any]:
+def _build_moe_fields(engine: EngineConfig) -> dict[str, Any]:
+    """Return the TransformerConfig arguments of the settings of experts and routers."""
     coef = engine.moe.aux_loss_coef
     return {
         "moe_router_dtype": "fp32",
@@ -203,7 +204,8 @@ def _moe_fields(engine: EngineConfig) -> dict[str, Any]:
     }
 
 
-def _recompute_fields(engine: EngineConfig) -> dict[str, Any]:
+def _build_recompute_fields(engine: EngineConfig) -> dict[str, Any]:
+    """Return the TransformerConfig arguments of `recompute`."""
     recompute = engine.recompute
     if recompute.granularity == "full":
         return {

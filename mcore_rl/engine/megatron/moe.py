@@ -149,6 +149,7 @@ class PackedRouter(TopKRouter):
     def _attach_balance_loss(
         self, probs: torch.Tensor, scores: torch.Tensor, chosen: torch.Tensor, coef: float
     ) -> torch.Tensor:
+        """Add the loss to the backward pass of `probs`; `chosen` [E] counts choices of experts."""
         shares = chosen / chosen.sum().clamp(min=1)  # [E]; zeros when there are no tokens at all
         loss = len(shares) * (scores * shares).sum()
         self.balance += loss.detach()
@@ -184,8 +185,10 @@ def list_moe_layers(config: TransformerConfig) -> list[int]:
     """Return the decoder layers of the full model that have experts, from 0."""
     if not config.num_moe_experts:
         return []
-    layers, every = range(config.num_layers), config.moe_layer_freq
-    return [i for i in layers if (every[i] if isinstance(every, list) else i % every == 0)]
+    layers, frequency = range(config.num_layers), config.moe_layer_freq
+    if isinstance(frequency, list):  # 1 for each layer with experts, else 0
+        return [layer for layer in layers if frequency[layer]]
+    return [layer for layer in layers if layer % frequency == 0]
 
 
 def needs_equal_packs(config: TransformerConfig) -> bool:

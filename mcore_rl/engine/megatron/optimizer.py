@@ -72,10 +72,10 @@ def wrap_chunks(
         )
         for index, chunk in enumerate(chunks)
     ]
-    single = len(wrapped) == 1
+    is_single = len(wrapped) == 1
     no_syncs = [chunk.no_sync for chunk in wrapped]
-    config.no_sync_func = no_syncs[0] if single else no_syncs
-    if settings.overlap and not single:
+    config.no_sync_func = no_syncs[0] if is_single else no_syncs
+    if settings.overlap and not is_single:
         config.grad_sync_func = [chunk.start_grad_sync for chunk in wrapped]
     config.finalize_model_grads_func = finalize_model_grads
     return wrapped

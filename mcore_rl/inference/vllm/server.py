@@ -102,7 +102,7 @@ class VLLMServer(GenerationServer):
         records_experts: bool = False,
     ) -> None:
         super().__init__(ServerSpec(model_path, dtype, max_model_tokens, config, seed))
-        _check_settings(model_path, dtype, config)
+        _check_settings(model_path, dtype)
         self._model_path, self._dtype = model_path, dtype
         self._max_model_tokens, self._config, self._seed = max_model_tokens, config, seed
         self._eager, self._timeout_s, self._can_sleep = eager, timeout_s, can_sleep
@@ -522,7 +522,8 @@ class HeadlessWorkers:
             executor.shutdown()
 
 
-def _check_settings(model_path: str, dtype: str, config: RolloutConfig) -> None:
+def _check_settings(model_path: str, dtype: str) -> None:
+    """Raise ConfigError for a folder without config.json, or a dtype that servers do not take."""
     if not Path(model_path, "config.json").is_file():
         raise ConfigError(f"model.path {model_path!r} has no config.json of a checkpoint")
     if dtype not in _DTYPES:

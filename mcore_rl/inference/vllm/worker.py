@@ -11,13 +11,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import itertools
 import os
 import secrets
 import select
 import signal
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from multiprocessing.util import register_after_fork
 from pathlib import Path
 from typing import Any
@@ -399,6 +400,7 @@ def _kill_importing_workers() -> None:
 
 
 def _set_up_process(name: str) -> ServerName:
+    """Set up an engine or worker process of a server; return the server's name."""
     server = ServerName(name)
     if os.getpid() != server.pid:  # the server's process unpickles copies, too
         os.setpgid(0, 0)  # Ctrl-C in a terminal is for the server alone
@@ -410,6 +412,7 @@ def _set_up_process(name: str) -> ServerName:
 
 @functools.cache  # a worker that an engine forks has its patches
 def _apply_patches(server: ServerName) -> None:
+    """Patch vLLM, gloo and the garbage collector in this engine or worker process."""
     skip_gc_at_exit()
     guard_gloo()
     use_worker_rendezvous()
@@ -468,6 +471,7 @@ def clear_woken_cache(wake_up: Callable[..., None]) -> Callable[..., None]:
 
 
 def _sleep_on_cpu(worker: Any, level: int = 1) -> None:
+    """Free the storages of weights and KV cache; their sizes are in `worker._asleep`."""
     if level != 2:
         raise ValueError(f"sleep of level {level} on a CPU; there is level 2")
     model = worker.model_runner.get_model()
@@ -486,6 +490,7 @@ def _sleep_on_cpu(worker: Any, level: int = 1) -> None:
 
 
 def _wake_on_cpu(worker: Any, tags: list[str] | None = None) -> None:
+    """Allocate the storages of these tags ("weights", "kv_cache"; None: all), without values."""
     for tag in tags or list(worker._asleep):
         for storage, num_bytes in worker._asleep.pop(tag):
             storage.resize_(num_bytes)
@@ -506,28 +511,27 @@ def _sum_mapped_bytes(tag: str) -> int:
 def _list_weights(model: torch.nn.Module) -> list[torch.UntypedStorage]:
     """Return the storages of parameters, and of what vLLM derives from them for MLA."""
 
-    def tensors() -> Iterator[torch.Tensor]:
+    def iterate_tensors() -> Iterator[torch.Tensor]:
         yield from model.parameters()
         for module in model.modules():
             for name in ("W_UV", "W_UK_T"):  # plain attributes
                 if isinstance(tensor := vars(module).get(name), torch.Tensor):
                     yield tensor
 
-    for tensor in tensors():
+    for tensor in iterate_tensors():
         if not tensor.untyped_storage().resizable():  # a mapped file
             tensor.data = tensor.data.clone()
-    return _list_storages(tensors())
+    return _list_storages(iterate_tensors())
 
 
 def _list_kv_caches(model_runner: Any) -> list[torch.UntypedStorage]:
-    def tensors() -> Iterator[torch.Tensor]:
-        for cache in model_runner.kv_caches:
-            yield from cache if isinstance(cache, list) else [cache]
+    """Return the storages of the KV cache of all layers."""
+    caches = model_runner.kv_caches
+    layers = (cache if isinstance(cache, list) else [cache] for cache in caches)
+    return _list_storages(itertools.chain.from_iterable(layers))
 
-    return _list_storages(tensors())
 
-
-def _list_storages(tensors: Iterator[torch.Tensor]) -> list[torch.UntypedStorage]:
+def _list_storages(tensors: Iterable[torch.Tensor]) -> list[torch.UntypedStorage]:
     """Return each storage once, also if several tensors share it."""
     storages: dict[int, torch.UntypedStorage] = {}
     for tensor in tensors:

@@ -135,7 +135,7 @@ def run(conversion: Conversion, resources: Resources, console: Console | None = 
         print_line(line)
     total, left = (sum(u.nbytes for u in units) for units in (conversion.units, todo))
     if left < total:
-        print_line(f"going on behind {format_bytes(total - left)} of {format_bytes(total)}")
+        print_line(f"continuing after {format_bytes(total - left)} of {format_bytes(total)}")
     with (
         _lock_work_dir(work, conversion.fingerprint) as journal,
         _summarize_interruption(work),
@@ -188,6 +188,7 @@ def _read_journal(folder: Path) -> list[Any]:
 
 
 def _append(journal: IO[str], value: Any) -> None:
+    """Append a line of JSON to the journal."""
     journal.write(f"\n{json.dumps(value)}")  # a truncated line ends here
     journal.flush()
 
@@ -198,6 +199,7 @@ def _normalize_json(value: Any) -> Any:
 
 
 def _check_space(output: Path, todo: Sequence[Unit]) -> None:
+    """Raise ConfigError if the disk has not enough room for the units that are left."""
     needed = sum(unit.nbytes for unit in todo)
     parent = next(folder for folder in output.absolute().parents if folder.exists())
     free = shutil.disk_usage(parent).free
@@ -274,7 +276,7 @@ class ByteProgress:
     def __init__(
         self, title: str, total: int, done: int = 0, console: Console | None = None
     ) -> None:
-        self._title, self._total, self._earlier = title, total, done
+        self._title, self._total, self._done_before = title, total, done
         self._console = console or get_stdout_console()
         self._bar = Progress(
             TextColumn("[bold]{task.description}"),
@@ -301,8 +303,8 @@ class ByteProgress:
         self._bar.update(self._task, advance=num_bytes)
         if self._bar.disable and time.monotonic() - self._printed_s > _LINE_INTERVAL_S:
             self._printed_s = time.monotonic()
-            done = format_bytes(self._earlier + self._num_bytes)
-            left = self._total - self._earlier - self._num_bytes
+            num_done = self._done_before + self._num_bytes
+            done, left = format_bytes(num_done), self._total - num_done
             left_s = left * (self._printed_s - self._started_s) / max(self._num_bytes, 1)
             line = f"{self._title} {done} of {format_bytes(self._total)}, {left_s:.0f} s left"
             show_line(line, self._console)
@@ -342,6 +344,7 @@ def open_writer(
 def _write_in_process(
     folder: Path, shared: dict[str, Any], units: Sequence[Unit], report_bytes: ReportBytes
 ) -> Iterator[UnitResult]:
+    """Write units one after the other; yield each with its result."""
     for unit in units:
         yield unit, _write_unit(unit, folder, report_bytes, shared)
 
@@ -353,6 +356,7 @@ _Pools = Mapping[ProcessPoolExecutor, Any]
 def _write_in_pools(
     pools: _Pools, units: Sequence[Unit], report_bytes: ReportBytes
 ) -> Iterator[UnitResult]:
+    """Write units in worker processes, one at a time in each; yield each with its result."""
     left, idle, reported = list(reversed(units)), list(pools), 0
     busy: dict[Future[Any], tuple[Unit, ProcessPoolExecutor]] = {}
     while left or busy:
@@ -419,6 +423,7 @@ def _initialize_worker(
 
 
 def _end_with_parent() -> None:
+    """End this worker process as soon as its parent has ended."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     multiprocessing.connection.wait([parent.sentinel])
@@ -436,6 +441,7 @@ def _write_in_worker(unit: Unit) -> Any:
 
 
 def _write_unit(unit: Unit, folder: Path, report_bytes: ReportBytes, shared: dict[str, Any]) -> Any:
+    """Write a unit; a ConfigError that was caused by the output's disk becomes its OSError."""
     try:
         return unit.write(folder, report_bytes, shared)
     except ConfigError as error:

@@ -61,10 +61,10 @@ class Launcher(Protocol):
     def start(self, endpoint: RendezvousEndpoint) -> None:
         """Run `node.examine` on each node."""
 
-    def ended(self) -> bool:
+    def has_ended(self) -> bool:
         """Return whether all nodes have ended, so that no report will follow."""
 
-    def why(self, name: str) -> str:
+    def get_error(self, name: str) -> str:
         """Return the error of a node that did not answer; empty if it is not known."""
 
     def stop(self) -> None:
@@ -83,10 +83,10 @@ class ThisNode:
         self._thread = threading.Thread(target=node.examine, args=(endpoint, 0), daemon=True)
         self._thread.start()
 
-    def ended(self) -> bool:
+    def has_ended(self) -> bool:
         return self._thread is not None and not self._thread.is_alive()
 
-    def why(self, name: str) -> str:
+    def get_error(self, name: str) -> str:
         return ""
 
     def stop(self) -> None:
@@ -129,10 +129,10 @@ class SlurmNodes:
             stderr=self._output,
         )
 
-    def ended(self) -> bool:
+    def has_ended(self) -> bool:
         return self._srun is not None and self._srun.poll() is not None
 
-    def why(self, name: str) -> str:
+    def get_error(self, name: str) -> str:
         """Return the last error of srun that names the node, or else its last error."""
         self._output.seek(0)
         lines = self._output.read().decode(errors="replace").splitlines()
@@ -206,7 +206,7 @@ def _gather_reports(
     """Return the reports that come until `deadline` or the end of all nodes, by their numbers."""
     keys = [f"report/{number}" for number in range(len(launcher.nodes))]
     while True:
-        is_last = launcher.ended() or time.monotonic() >= deadline
+        is_last = launcher.has_ended() or time.monotonic() >= deadline
         try:
             values = client.get(keys, 0.0 if is_last else _POLL_S)
         except RendezvousTimeoutError as error:
@@ -221,7 +221,7 @@ def _gather_reports(
 
 def _wait_for_end(launcher: Launcher, limit_s: float) -> None:
     deadline = time.monotonic() + limit_s
-    while not launcher.ended() and time.monotonic() < deadline:
+    while not launcher.has_ended() and time.monotonic() < deadline:
         time.sleep(0.05)
 
 
@@ -237,7 +237,7 @@ def _report_silence(name: str, activity: str, waited_s: float, launcher: Launche
     value = f"did not come in {waited_s:.0f} s"
     if activity:
         value = f"no answer in {waited_s:.0f} s, while {activity}"
-    if error := launcher.why(name):
+    if error := launcher.get_error(name):
         value += f": {error}"
     remedy = "see whether the node is up and has this Python at the same path; exclude it"
     return Finding("node", name, "fail", value, "an answer", remedy)

@@ -151,11 +151,13 @@ def test_what_cannot_become_a_checkpoint_leaves_nothing(checkpoints):
 
 
 def test_a_critic_is_checked_as_the_actor_is(checkpoints):
-    aside = checkpoints.begin(2)
+    partial_path = checkpoints.begin(2)
     for engine in (ACTOR, CRITIC):
-        (aside / engine).mkdir()
-        (aside / engine / ".metadata").write_bytes(os.urandom(100))
-        write_checkpoint_info(aside / engine, {}, build_manifest((aside / engine).iterdir()))
+        (partial_path / engine).mkdir()
+        (partial_path / engine / ".metadata").write_bytes(os.urandom(100))
+        write_checkpoint_info(
+            partial_path / engine, {}, build_manifest((partial_path / engine).iterdir())
+        )
     path = checkpoints.publish(2, {})
     assert read_checkpoint(path).step == 2
     flip(path / CRITIC / ".metadata")
@@ -237,10 +239,11 @@ def test_the_list_of_an_engine_and_all_beside_its_tensors_are_on_the_disk_too(
 ):
     """Check that all files are synced; Megatron's writers sync those of tensors (use_fsync)."""
     save = object.__new__(DistSave)
-    save._path, save._aside, save._facts = tmp_path / "actor", tmp_path / ".actor.partial", {}
-    save._aside.mkdir()
+    save._path, save._facts = tmp_path / "actor", {}
+    save._partial_path = tmp_path / ".actor.partial"
+    save._partial_path.mkdir()
     for name in ("__0_0.distcp", ".metadata", "common.pt"):
-        (save._aside / name).write_text(name)
+        (save._partial_path / name).write_text(name)
     events = record_syncs(monkeypatch)
     assert save._publish([{"__0_0.distcp": (12, 0)}]) == ""
     assert {*events[:4]} == {".metadata", "common.pt", "metadata.json", "mcore_rl.json"}

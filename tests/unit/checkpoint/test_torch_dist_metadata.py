@@ -143,7 +143,7 @@ def place_of_nothing(stored):
             lambda m: m.state_dict_metadata.update({3: 4}),
             "a key is a int, not a str",
         ),
-        (lambda m: m.state_dict_metadata.update(v=4), "what is said of v is a int, not a TensorS"),
+        (lambda m: m.state_dict_metadata.update(v=4), "the entry of v is a int, not a TensorS"),
         (lambda m: first_chunk(m, (1, 0), (4, 6)), "does not say where w is stored"),
         (lambda m: first_chunk(m, (0, 0), (4, 5)), "do not cover"),
         (same_place, "more elements than its item has bytes for"),

@@ -9,7 +9,7 @@ import pytest
 
 from mcore_rl.cli import servers
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.rollout.desired_servers import read_desired_servers, write_wanted_servers
+from mcore_rl.rollout.desired_servers import read_desired_servers, write_desired_servers
 from tests.pages import of_kind
 
 
@@ -19,7 +19,7 @@ def test_commands_of_pages_run(line, tmp_path, monkeypatch, capsys):
     run.mkdir(parents=True)
     (run / "config.json").write_text(json.dumps({"rollout": {"num_servers": 2}}))
     if "--add 1" in line.text:
-        write_wanted_servers(run, {0})
+        write_desired_servers(run, {0})
     monkeypatch.chdir(tmp_path)
     servers.main(line.text.split()[2:])
     assert "outputs/mine is to have server" in capsys.readouterr().out

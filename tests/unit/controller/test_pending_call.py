@@ -449,7 +449,7 @@ def test_timeout_error_begins_with_a_rank_whose_child_is_gone(monkeypatch):
 def test_timeout_error_comes_without_nodes_that_do_not_answer(monkeypatch):
     states = {0: (UP, "running"), 1: (GONE, "running"), 2: (BUSY, "running"), 3: ("", "")}
     (line, *stacks), stopped, nodes = describe(monkeypatch, states)
-    assert line.count("no look at it in 60 s") == 2
+    assert line.count("its processes were not inspected in 60 s") == 2
     assert "rank 3: its process has not come up" in line
     assert "rank 0 (host h, pid 100): running, in f0 (a)" in line
     assert len(stacks) == 1

@@ -12,8 +12,8 @@ import pytest
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.data.files import Row, RowSource, open_rows
 from mcore_rl.data.rows import (
-    Column,
     PreferenceRow,
+    RowColumn,
     SupervisedRow,
     read_chat,
     read_preference_rows,
@@ -21,9 +21,10 @@ from mcore_rl.data.rows import (
     read_tool_schemas,
 )
 
-MESSAGES, TOOLS = Column("messages", "data.messages_column"), Column("tools", "data.tools_column")
-PREFERENCE = [Column(name, f"data.{name}_column") for name in ("prompt", "chosen", "rejected")]
-MARGIN = Column("margin", "data.margin_column")
+MESSAGES = RowColumn("messages", "data.messages_column")
+TOOLS = RowColumn("tools", "data.tools_column")
+PREFERENCE = [RowColumn(name, f"data.{name}_column") for name in ("prompt", "chosen", "rejected")]
+MARGIN = RowColumn("margin", "data.margin_column")
 ADD = {
     "type": "function",
     "function": {

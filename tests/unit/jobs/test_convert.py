@@ -148,7 +148,7 @@ def test_what_is_finished_is_not_written_again(make, log, tmp_path, how, workers
     log()
     printed = go(make(), workers)
     assert log() == sorted(set(ALL) - set(finished))
-    assert f"going on behind {len(finished)} kB of 6 kB" in printed
+    assert f"continuing after {len(finished)} kB of 6 kB" in printed
     assert names(tmp_path / "new" / "out") == ALL_FILES
 
 

@@ -23,7 +23,7 @@ from mcore_rl.config.schema import DataConfig, RLConfig
 from mcore_rl.data.datasets import load_prompts
 from mcore_rl.data.files import open_rows
 from mcore_rl.data.publishers import PUBLISHERS
-from mcore_rl.data.rows import Column, read_preference_rows
+from mcore_rl.data.rows import RowColumn, read_preference_rows
 from mcore_rl.examples.tasks import tiny_model
 from mcore_rl.rewards.registry import get_reward
 from tests.pages import of_kind
@@ -244,7 +244,7 @@ def test_ultrafeedback_rows_are_preference_rows(made, tmp_path):
         *build_turns("A."),
         {"role": "user", "content": "More."},
     ]
-    columns = [Column(name) for name in ("prompt", "chosen", "rejected", "margin")]
+    columns = [RowColumn(name) for name in ("prompt", "chosen", "rejected", "margin")]
     rows = list(read_preference_rows(open_rows(tmp_path / "made.parquet", "x"), *columns))
     assert [row.margin for row in rows] == [5.5, 0.0]
     assert rows[1].chosen == build_turns("B.")

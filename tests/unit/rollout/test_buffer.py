@@ -46,7 +46,7 @@ def make_in_state(state: GroupState) -> SampleQueue[object]:
 
 
 MOVES = {
-    GroupState.ISSUED: lambda queue: queue.lost([0]),
+    GroupState.ISSUED: lambda queue: queue.reissue_lost([0]),
     GroupState.GENERATING: lambda queue: queue.begin([0], 0),
     GroupState.GENERATED: lambda queue: queue.finish(0, 0, 3, {}),  # one more than expected
     GroupState.REWARDED: lambda queue: queue.mark_rewarded([0]),
@@ -133,14 +133,14 @@ def test_tokens_older_than_the_weights_of_begin_are_refused():
 @pytest.mark.parametrize("state", ["generating", "generated", "rewarded", "training"])
 def test_a_lost_group_is_issued_as_if_it_had_never_been_begun(state):
     queue = make_in_state(GroupState(state))
-    queue.lost([0, 0])  # twice in one call
+    queue.reissue_lost([0, 0])  # twice in one call
     (group,) = queue.groups(GroupState.ISSUED)
     assert (group.row, group.begun_version, group.oldest_version) == (100, -1, -1)
     assert (group.partition, group.columns, group.num_samples) == (0, {}, 2)
     assert queue.samples_total["lost"] == (2 if state == "generating" else 3)
     assert queue.groups_total == dict(issued=1, begun=1, trained=0, dropped=0, lost=1, abandoned=0)
     with pytest.raises(BufferStateError, match="group 0 is issued and cannot become issued"):
-        queue.lost([0])
+        queue.reissue_lost([0])
 
 
 def test_partitions_are_trained_and_cleared_in_order_and_samples_are_freed():
@@ -231,7 +231,7 @@ def read_metrics(queue: SampleQueue[object], _: int) -> None:
 
 def begin_and_lose(queue: SampleQueue[object], group_id: int) -> None:
     queue.begin([group_id], 0)
-    queue.lost([group_id])
+    queue.reissue_lost([group_id])
 
 
 def drop(queue: SampleQueue[object], group_id: int) -> None:
@@ -243,7 +243,7 @@ def finish(queue: SampleQueue[object], group_id: int) -> None:
     queue.finish(group_id, 0, 2, {})
     queue.mark_rewarded([group_id])
     assert queue.num_by_version(GroupState.REWARDED) == {0: group_id + 1}
-    assert queue.row_of(group_id) == 100 + group_id
+    assert queue.get_row(group_id) == 100 + group_id
 
 
 @pytest.mark.parametrize("use", [read_metrics, begin_and_lose, drop, finish])
@@ -272,7 +272,7 @@ def test_counts_are_those_of_the_groups_after_random_moves():
             elif to is GroupState.TRAINING:
                 queue.select([group_id], queue.last_trained + 1)
             else:
-                (queue.lost if to is GroupState.ISSUED else queue.mark_rewarded)([group_id])
+                (queue.reissue_lost if to is GroupState.ISSUED else queue.mark_rewarded)([group_id])
         for state in NOT_DROPPED:
             groups = queue.groups(state)
             assert all(group.state is state for group in groups)

@@ -7,12 +7,12 @@ import re
 import pytest
 
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.rollout.desired_servers import FILE, read_desired_servers, write_wanted_servers
+from mcore_rl.rollout.desired_servers import FILE, read_desired_servers, write_desired_servers
 
 
 def test_a_run_has_all_servers_until_others_are_written(tmp_path):
     assert read_desired_servers(tmp_path, 3) == {0, 1, 2}
-    write_wanted_servers(tmp_path, {2, 0})
+    write_desired_servers(tmp_path, {2, 0})
     assert read_desired_servers(tmp_path, 3) == {0, 2}
     assert [file.name for file in tmp_path.iterdir()] == [FILE]
 
@@ -28,4 +28,4 @@ def test_a_file_of_other_content_is_refused_with_its_name(tmp_path, text):
 
 def test_a_folder_that_cannot_be_written_is_an_error_with_its_name(tmp_path):
     with pytest.raises(ConfigError, match=r"gone/servers\.json cannot be written: No such"):
-        write_wanted_servers(tmp_path / "gone", {0})
+        write_desired_servers(tmp_path / "gone", {0})

@@ -212,7 +212,7 @@ def pool(clock) -> RolloutPool:
     )  # fmt: skip
     for worker in list_workers(servers):
         worker.start()
-    servers.started()
+    servers.mark_started()
     pool = RolloutPool(servers, RolloutConfig(), seed=0)
     assert pool.idle_s() == (6 + 3 + 0) / 3
     return pool

@@ -92,7 +92,7 @@ def test_groups_are_collected_once_with_rewards_after_reward_processes_were_kill
         return group(ray, config, f"rollout-{number}", Layout(), lambda: servers[number])
 
     pool = ServerPool(start, 2, max_restarts=0, takes_turns=False, timeouts=config.timeouts)
-    pool.started()
+    pool.mark_started()
     sampling = SamplingParams(n=NUM_SAMPLES, max_tokens=20)
     pool.begin(make_prompts(range(4), killing=lambda group: group < 2), sampling)
     batches = collect_all(pool)

@@ -103,7 +103,7 @@ def make_pool(
         load_format=load_format,
     )
     pool.submit_start()
-    pool.started()
+    pool.mark_started()
     return pool
 
 
@@ -137,7 +137,7 @@ def test_an_earlier_answer_is_not_used_for_a_group_that_began_again():
     assert pool.collect("train", 0) == []
     old = group.last("collect")
     pool.abandon("train", [5])
-    pool.updated(3)
+    pool.mark_updated(3)
     pool.begin(make_prompts(5), SAMPLING)
     old.answer(make_samples(0, 5, 6))  # both had ended before the server got the call
     assert summarize(pool.collect("train", 0)) == [([6], {0})]
@@ -152,14 +152,14 @@ def test_groups_of_a_dead_server_are_rerouted_once():
     pool = make_pool(*groups)
     pool.begin(make_prompts(0, 1, 2, 3), SAMPLING)
     pool.begin(make_prompts(3), SAMPLING, "evaluation")
-    assert pool.rerouted("train") == []
+    assert pool.pop_rerouted("train") == []
     pool.collect("train", 0)
     groups[1].last("collect").reply.set_exception(RayActorError())
     for _ in range(2):
         pool.collect("train", 0)
     begun = [c.args[0].array("group_ids").tolist() for c in groups[0].calls if c.method == "begin"]
     assert begun == [[0, 2], [1, 3], [3]]  # and the evaluation's group
-    assert pool.rerouted("train") == [1, 3] and pool.rerouted("train") == []
+    assert pool.pop_rerouted("train") == [1, 3] and pool.pop_rerouted("train") == []
 
 
 def test_large_prompts_are_stored_and_stored_again_when_they_are_rerouted(monkeypatch):
@@ -236,8 +236,8 @@ def test_a_server_that_is_up_gets_weights_while_another_starts(monkeypatch):
     restarted = {0: ServedGroup(0), 1: ServedGroup(1)}
     groups = ServedGroup(0), ServedGroup(1)
     pool = make_pool(*groups, restart=restarted.__getitem__)
-    pool.updated(3)
-    pool.resend = lambda: pool.updated(3)
+    pool.mark_updated(3)
+    pool.resend = lambda: pool.mark_updated(3)
     pool.begin(make_prompts(0, 1), SAMPLING)
     pool.collect("train", 0)
     for group in groups:
@@ -290,17 +290,17 @@ def test_tend_collects_and_routes_groups_without_resending_weights():
     pool = make_pool(*groups)
     pool.resend = lambda: pytest.fail("the trainer has other weights")
     pool.begin(make_prompts(0, 1), SAMPLING)
-    assert pool.tend("train") == []
+    assert pool.poll("train") == []
     assert {group.last("collect").args for group in groups} == {("train", 0.0, 0)}  # no wait
     groups[0].last("collect").answer(make_samples(0, 0))
-    assert summarize(pool.tend("train")) == [([0], {0})]
+    assert summarize(pool.poll("train")) == [([0], {0})]
     groups[1].last("collect").reply.set_exception(RayActorError())
     for _ in range(2):
-        pool.tend("train")
+        pool.poll("train")
     assert groups[0].last("begin").args[0].array("group_ids").tolist() == [1]
     groups[0].last("collect").reply.set_exception(RayActorError())
-    pool.tend("train")
-    assert pool.tend("train") == [] and pool.num_outstanding("train") == 1
+    pool.poll("train")
+    assert pool.poll("train") == [] and pool.num_outstanding("train") == 1
 
 
 class Leaving(ServedGroup):
@@ -434,7 +434,7 @@ def record_resends(pool: ServerPool) -> list[int]:
 
     def resend() -> None:
         versions.append(pool.version)
-        pool.updated(pool.version)
+        pool.mark_updated(pool.version)
 
     pool.resend = resend
     return versions
@@ -454,7 +454,7 @@ def test_a_restarted_server_reads_weights_unless_a_push_brings_them_before_it_se
     first, restarted = ServedGroup(0), ServedGroup(0)
     pool = make_pool(first, restart={0: restarted}.__getitem__, load_format=load_format)
     resent = record_resends(pool)
-    pool.updated(version)
+    pool.mark_updated(version)
     pool.begin(make_prompts(0), SAMPLING)
     pool.collect("train", 0)
     first.last("collect").reply.set_exception(RayActorError())
@@ -492,7 +492,7 @@ def test_a_server_that_joins_on_shared_devices_starts_by_the_load_format(
     pool = make_pool(
         first, restart={0: restarted}.__getitem__, takes_turns=True, load_format=load_format
     )
-    pool.updated(5)
+    pool.mark_updated(5)
     pool.begin(make_prompts(0), SAMPLING)
     pool.collect("train", 0)
     first.last("collect").reply.set_exception(RayActorError())

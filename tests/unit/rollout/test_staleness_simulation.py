@@ -1,4 +1,4 @@
-"""Admission and buffer in 500 steps of random delays, filters, kills, crashes and checkpoints."""
+"""The sample buffer in 500 steps of random delays, filters, kills, crashes and checkpoints."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ import pytest
 from mcore_rl.checkpoint.run_checkpoints import RunCheckpoints, read_checkpoint
 from mcore_rl.rollout.buffer import (
     ACTIVE,
-    Admission,
     BufferStateError,
     GroupState,
-    Pacing,
     SampleQueue,
+    StalenessController,
+    StalenessSettings,
 )
 
 NUM_STEPS = 500
@@ -51,7 +51,7 @@ class Progress:
 class Run:
     """Simulates servers with heavy-tailed delays, a filter, kills, crashes and checkpoints."""
 
-    def __init__(self, pacing: Pacing, folder: Path, seed: int) -> None:
+    def __init__(self, pacing: StalenessSettings, folder: Path, seed: int) -> None:
         self.pacing, self.rng, self.folder = pacing, np.random.default_rng(seed), folder
         # New groups of each step from 1 on; it replays the others.
         needs = np.random.default_rng(seed).integers(
@@ -68,7 +68,7 @@ class Run:
     def begin_process(self) -> None:
         """Make a new process."""
         self.queue: SampleQueue[object] = SampleQueue(self.pacing.group_size)
-        self.admission: Admission[object] = Admission(self.queue, self.pacing)
+        self.controller: StalenessController[object] = StalenessController(self.queue, self.pacing)
         self.running: dict[int, tuple[float, int]] = {}  # time of its end, and its first version
         self.scoring: list[tuple[int, Samples]] = []  # groups that wait for their score
         self.current: dict[int, Samples] = {}  # samples of the last attempt, by group
@@ -77,10 +77,10 @@ class Run:
         return bool(self.rng.random() < share)
 
     def begin(self) -> None:
-        num, first = self.admission.num_to_draw(), self.progress.num_prompts
+        num, first = self.controller.num_to_draw(), self.progress.num_prompts
         self.queue.issue(range(first, first + num), range(10 * first, 10 * (first + num), 10))
         self.progress.num_prompts += num
-        for group in self.admission.begin():
+        for group in self.controller.begin():
             assert group.row == 10 * group.group_id and group.group_id not in self.running
             ends = self.clock + float(self.rng.pareto(1.1)) + 0.1
             self.running[group.group_id] = ends, self.progress.steps
@@ -135,7 +135,7 @@ class Run:
     def kill(self) -> None:
         """Kill a server: groups that it generates, or has generated, are lost."""
         lost = [g.group_id for g in self.queue.groups(*ACTIVE) if self.draw(0.4)]
-        self.queue.lost(lost)
+        self.queue.reissue_lost(lost)
         self.seen["lost"] += len(lost)
         for group_id in lost:
             self.running.pop(group_id, None)
@@ -150,9 +150,9 @@ class Run:
 
     def step(self, step: int) -> None:
         """Select, train while the servers run, and push; lost groups are replaced."""
-        self.admission.expect(step, self.needs[step])
+        self.controller.expect(step, self.needs[step])
         for _ in range(40 * (self.pacing.staleness + 1) * self.pacing.groups_per_step):
-            if (batch := self.admission.select(step)) is None:
+            if (batch := self.controller.select(step)) is None:
                 self.advance_all(is_waiting=True)
                 continue
             for _ in range(int(self.rng.integers(0, 2 * self.pacing.groups_per_step))):
@@ -176,20 +176,20 @@ class Run:
         self.push(step)
 
     def push(self, step: int) -> None:
-        for group_id in self.admission.evict(step):
+        for group_id in self.controller.evict(step):
             del self.running[group_id]
         for group in self.queue.groups(GroupState.ISSUED):
             self.current.pop(group.group_id, None)
         if self.draw(0.5):
             self.begin()  # as another thread may, with the old weights
-        self.admission.pushed(step)
+        self.controller.mark_pushed(step)
         self.queue.clear(step)
         self.progress.steps = step
 
     def save(self) -> None:
         checkpoints = RunCheckpoints(self.folder)
         checkpoints.begin(self.progress.steps)
-        parts = {"queue": self.queue.state_dict(), "admission": self.admission.state_dict()}
+        parts = {"queue": self.queue.state_dict(), "admission": self.controller.state_dict()}
         path = checkpoints.publish(self.progress.steps, {"parts": parts})
         self.saved = path, copy.deepcopy(self.progress)
 
@@ -199,7 +199,7 @@ class Run:
         self.progress = copy.deepcopy(progress)
         self.begin_process()
         self.queue.load_state_dict(parts["queue"])
-        self.admission.load_state_dict(parts["admission"])
+        self.controller.load_state_dict(parts["admission"])
         self.seen["crashes"] += 1
 
     def run_all(self) -> None:
@@ -240,7 +240,7 @@ SETTINGS = {
 
 
 def make_run(settings, folder: Path) -> Run:
-    return Run(Pacing(4, 3, NUM_STEPS, **settings), folder, seed=0)
+    return Run(StalenessSettings(4, 3, NUM_STEPS, **settings), folder, seed=0)
 
 
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
@@ -257,10 +257,10 @@ def test_no_token_older_than_staleness_is_trained_in_500_steps_of_delays_and_kil
 
 def make_faults() -> dict[str, Callable[[pytest.MonkeyPatch], None]]:
     """Return patches that plant a fault each, which the simulation has to notice."""
-    queue, admission = SampleQueue, Admission
+    queue, controller = SampleQueue, StalenessController
     reissue, drop, state_of = queue._reissue, queue.drop, queue.state_dict
-    load, too_old = queue.load_state_dict, admission._list_too_old
-    num_to_begin, groups = admission.num_to_begin, queue.groups
+    load, too_old = queue.load_state_dict, controller._list_too_old
+    num_to_begin, groups = controller.num_to_begin, queue.groups
 
     def keeps_partition_counter(self, state):
         last = self.last_trained
@@ -306,17 +306,17 @@ def make_faults() -> dict[str, Callable[[pytest.MonkeyPatch], None]]:
         return self._queue.groups(GroupState.TRAINING) or None
 
     return {
-        "version not restored": (admission, "load_state_dict", lambda self, state: None),
+        "version not restored": (controller, "load_state_dict", lambda self, state: None),
         "trained steps not restored": (queue, "load_state_dict", keeps_partition_counter),
         "totals not restored": (queue, "load_state_dict", forgets_counts),
         "ready groups not saved": (queue, "state_dict", forgets_rewarded),
         "lost group issued twice": (queue, "_reissue", lost_counts_twice),
         "dropped counted as trained": (queue, "drop", counts_drop_as_trained),
-        "eviction one version late": (admission, "_list_too_old", evicts_one_late),
-        "no eviction": (admission, "evict", lambda self, version: []),
-        "one group too many": (admission, "num_to_begin", begins_one_more),
-        "dropped not replaced": (admission, "num_to_begin", begins_without_replacement),
-        "short batches": (admission, "select", select_short),
+        "eviction one version late": (controller, "_list_too_old", evicts_one_late),
+        "no eviction": (controller, "evict", lambda self, version: []),
+        "one group too many": (controller, "num_to_begin", begins_one_more),
+        "dropped not replaced": (controller, "num_to_begin", begins_without_replacement),
+        "short batches": (controller, "select", select_short),
         "partitions not cleared": (queue, "clear", lambda self, partition: None),
     }
 

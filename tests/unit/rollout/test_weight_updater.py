@@ -59,7 +59,7 @@ class Servers:
         self.membership, self.num_up = self.membership + 1, 1
         return False
 
-    def updated(self, version: int) -> None:
+    def mark_updated(self, version: int) -> None:
         self.version = version
 
 

@@ -58,10 +58,10 @@ class Servers:
 
     def follow_desired(self): ...
 
-    def tend(self, stream):
+    def poll(self, stream):
         return []
 
-    def rerouted(self, stream):
+    def pop_rerouted(self, stream):
         return []
 
     def idle_s(self):

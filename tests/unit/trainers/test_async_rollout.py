@@ -245,7 +245,7 @@ def test_a_run_goes_on_from_prompts_and_buffer_after_what_was_generated_again(
 class Going(Servers):
     """A group ends whenever they are tended."""
 
-    def tend(self, stream: str) -> list[Batch]:
+    def poll(self, stream: str) -> list[Batch]:
         assert threading.current_thread() is not threading.main_thread()
         return self.collect(stream, 0)
 
@@ -311,7 +311,7 @@ def test_what_goes_wrong_meanwhile_is_raised_when_the_trainer_has_computed(tmp_p
     failed = threading.Event()
 
     class Failing(Servers):
-        def tend(self, stream: str) -> list[Batch]:
+        def poll(self, stream: str) -> list[Batch]:
             failed.set()
             raise RewardError("no reward")
 
@@ -330,7 +330,7 @@ def test_servers_that_sleep_or_generate_in_rounds_or_for_no_later_step_are_let_b
     class Unpolled(Servers):
         takes_turns = "rollout" in settings
 
-        def tend(self, stream: str) -> list[Batch]:
+        def poll(self, stream: str) -> list[Batch]:
             raise AssertionError("polled")
 
     servers = Unpolled(train_s=0.0)
@@ -358,7 +358,7 @@ def test_a_group_that_another_server_has_begun_is_as_new_as_its_weights(tmp_path
     class Dying(Servers):
         died: int | None = None
 
-        def rerouted(self, stream: str) -> list[int]:
+        def pop_rerouted(self, stream: str) -> list[int]:
             is_pushing = self.events[-1].startswith("push")
             if self.died is not None or self.version < 2 or is_pushing or not self.running:
                 return []
@@ -395,7 +395,7 @@ def test_a_group_that_was_begun_again_before_a_push_is_reported_before_it(tmp_pa
 
         pending: list[int] = []  # noqa: RUF012
 
-        def rerouted(self, stream: str) -> list[int]:
+        def pop_rerouted(self, stream: str) -> list[int]:
             if threading.current_thread() is not threading.main_thread():
                 return []
             pending, self.pending = self.pending, []

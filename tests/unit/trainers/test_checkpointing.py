@@ -177,8 +177,12 @@ def test_the_best_stays_beside_the_last(tmp_path, name, best):
 @pytest.mark.parametrize(
     ("now", "best", "told"),
     [
-        ("-reward", 8, "; steps after 6 count"),  # the same numbers, of which the lowest
-        ("accuracy", 12, "; steps after 6 count"),
+        (
+            "-reward",
+            8,
+            "; only steps after 6 are compared",
+        ),  # the same numbers, of which the lowest
+        ("accuracy", 12, "; only steps after 6 are compared"),
         ("", None, ""),
     ],
 )
@@ -198,7 +202,7 @@ def test_a_run_that_goes_on_with_another_metric_starts_over_with_its_best_and_sa
     again.checkpoints.restore(read_checkpoint(run.folder / "step_000006"))
     assert capsys.readouterr().err == (
         f"mcore-rl: warning: checkpoint.keep_best={now!r} (was 'reward'): step_000004, the best so "
-        f"far, goes as others do{told}\n"
+        f"far, is no longer kept as the best{told}\n"
     )
     again.steps(range(7, 13), metrics)
     assert list_steps(run.folder) == sorted({best or 12, 12})

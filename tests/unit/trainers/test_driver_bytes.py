@@ -206,7 +206,7 @@ def pool_of(ray: Ray, config: RLConfig, make: Any, num_servers: int) -> ServerPo
     takes_turns = config.placement.rollout != "own"
     limits = {"max_restarts": 0, "takes_turns": takes_turns, "timeouts": config.timeouts}
     servers = ServerPool(start, num_servers, **limits)
-    servers.started()
+    servers.mark_started()
     return servers
 
 

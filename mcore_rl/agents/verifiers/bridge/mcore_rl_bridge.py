@@ -101,7 +101,7 @@ class Bridge:
             if request["op"] == "run":
                 answer |= self._summarize(await self._run(request))
             elif request["op"] == "tasks":
-                answer["tasks"] = self._next_tasks(request["skip"], request["num"])
+                answer["tasks"] = self._take_tasks(request["skip"], request["num"])
         except Exception as error:  # noqa: BLE001 (sent to the client)
             answer["error"] = f"{type(error).__name__}: {error}"
         self.send(answer)
@@ -151,7 +151,7 @@ class Bridge:
             "is_timeout": episode.is_timeout or trace.is_timeout,
         }
 
-    def _next_tasks(self, skip: int, num: int) -> list[dict[str, Any]]:
+    def _take_tasks(self, skip: int, num: int) -> list[dict[str, Any]]:
         if self._tasks is None:
             self._tasks = iter(self._env.taskset.skip(skip))
         return [_to_row(task.data) for task in islice(self._tasks, num)]

@@ -62,7 +62,7 @@ class ChatHarness(NullHarness):
                     return f"error: unknown tool {call.function.name!r}"
                 return await call_mcp(connected, dispatch, call.function.name, arguments)
 
-            messages: list[Any] = self._opening(data)
+            messages: list[Any] = self._build_opening(data)
             try:
                 while True:
                     answer = await model.chat.completions.create(
@@ -89,7 +89,7 @@ class ChatHarness(NullHarness):
                     raise
         return vf.ProgramResult(exit_code=0, stdout="", stderr="")
 
-    def _opening(self, data: vf.TaskData) -> list[dict[str, Any]]:
+    def _build_opening(self, data: vf.TaskData) -> list[dict[str, Any]]:
         system, prompt = self.resolve_prompt(data)
         messages = [{"role": "system", "content": system}] if system else []
         if isinstance(prompt, str):
