@@ -8,6 +8,8 @@ Each server is a worker group of its own. A server that has died is started agai
 It is up when it has started, and gets groups after the next push of weights. On devices that roles
 share, starting takes the memory of a whole server: it waits until the servers have the devices
 (`start_asleep`).
+
+Long because: the state of servers and the routes of groups change together.
 """
 
 from __future__ import annotations

@@ -177,8 +177,8 @@ def full_logits(engine: MegatronEngine, batch: Batch) -> torch.Tensor:
     from mcore_rl.engine.megatron.heads import select_hidden_states
     from mcore_rl.engine.megatron.packing import build_packed_seq_params, read_pack_split
     from mcore_rl.engine.megatron.step import get_context_group
-    from mcore_rl.engine.packed_step import gather_column
     from mcore_rl.engine.packing import pack_samples
+    from mcore_rl.engine.steps import gather_column
 
     split, rows = read_pack_split(), list(range(len(batch)))
     [micro] = pack_samples(batch, [rows], split, engine.device)

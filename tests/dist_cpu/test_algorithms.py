@@ -169,8 +169,8 @@ def sequence_sums(layout: Layout, batch: Batch) -> ranks.Result:
 
     from mcore_rl.engine.megatron.packing import read_pack_split
     from mcore_rl.engine.megatron.step import get_context_group
-    from mcore_rl.engine.packed_step import build_loss_inputs
     from mcore_rl.engine.packing import pack_samples
+    from mcore_rl.engine.steps import build_pack_inputs
 
     initialize_groups(layout, "gloo", seed=0)
     split, found = read_pack_split(), []
@@ -178,7 +178,7 @@ def sequence_sums(layout: Layout, batch: Batch) -> ranks.Result:
         batch, [[4, 0, 7], [], [2], list(range(8, len(batch)))], split, torch.device("cpu")
     ):
         numbers = micro.columns["numbers"].double().requires_grad_()
-        inputs = build_loss_inputs({"log_probs": numbers}, micro, get_context_group())
+        inputs = build_pack_inputs({"log_probs": numbers}, micro, get_context_group())
         loss = _of_sequences(inputs.sequence_sum(numbers), inputs.sequence_mean(numbers), numbers)
         loss.sum().backward()
         column = {"sum": inputs.sequence_sum(numbers), "mean": inputs.sequence_mean(numbers)}

@@ -216,8 +216,8 @@ def _added(batch: Batch, parts: Parts, loss: LossFunction) -> Sums:
     """By the engine's functions, from a batch to the loss that Megatron takes the gradient of."""
     from mcore_rl.engine.megatron.packing import read_pack_split
     from mcore_rl.engine.megatron.step import compute_training_loss, get_data_group
-    from mcore_rl.engine.packed_step import count_tokens
     from mcore_rl.engine.packing import pack_samples
+    from mcore_rl.engine.steps import count_tokens
 
     cpu = torch.device("cpu")
     micros = pack_samples(batch, parts, read_pack_split(), cpu)

@@ -156,9 +156,9 @@ def dispatch_to_experts(
     tokens = _send(hidden[order // chosen.shape[1]], sent, received, group)
     local_ids = torch.arange(num_local, device=hidden.device).repeat(group.size())
     local_ids = local_ids.repeat_interleave(received_counts.flatten())
-    ones = weights.new_ones(len(tokens), 1)
+    unweighted = weights.new_ones(len(tokens), 1)
     if len(tokens):
-        outputs = grouped_mm_experts_forward(module, tokens, local_ids[:, None], ones)
+        outputs = grouped_mm_experts_forward(module, tokens, local_ids[:, None], unweighted)
     else:  # the parameters take part in the backward pass all the same
         outputs = tokens + 0 * sum(p.sum() for p in module.parameters(recurse=False))
     returned = _send(outputs, received, sent, group)

@@ -42,8 +42,8 @@ def get_rows(weight: Weight, shard: Shard) -> range:
     if weight.expert is not None:
         rows = sum(part.shape[0] for part in rule.parts)
         first = weight.expert // rule.num_units * rows
-    own = rule.get_rows(shard)
-    return range(first + own.start, first + own.stop)
+    local = rule.get_rows(shard)
+    return range(first + local.start, first + local.stop)
 
 
 def save(path: Path, state: State, ranks: ShardedRanks, facts: Mapping[str, Any]) -> None:
@@ -134,9 +134,9 @@ def load(
             saved.setdefault(weight.name, []).append((rows, members[0]))
     readers: dict[int, Any] = {}
     for name, (weight, shard, local) in state.items():
-        own = get_rows(weight, shard)
+        needed = get_rows(weight, shard)
         for rows, rank in saved[weight.name]:
-            start, end = max(own.start, rows.start), min(own.stop, rows.stop)
+            start, end = max(needed.start, rows.start), min(needed.stop, rows.stop)
             if start >= end:
                 continue
             try:
@@ -148,7 +148,7 @@ def load(
                     stored = readers[rank].get_tensor(name)
             except (OSError, SafetensorError) as error:
                 raise ConfigError(f"{path / _get_file_name(rank)}: {name}: {error}") from error
-            target = local[start - own.start : end - own.start] if local.dim() else local
+            target = local[start - needed.start : end - needed.start] if local.dim() else local
             if stored.shape != target.shape:
                 raise ConfigError(
                     f"{path / _get_file_name(rank)}: {name} has rows of {tuple(stored.shape)}; "
@@ -179,11 +179,11 @@ def gather_rows(
             continue
         if rank == members[0]:
             assert rows is not None
-            own = rows.to(device, dtype).contiguous()
+            message = rows.to(device, dtype).contiguous()
             if rank == 0:
-                parts.append(own)
+                parts.append(message)
             else:
-                dist.send(own, 0)
+                dist.send(message, 0)
         elif rank == 0:
             parts.append(torch.empty(shape, dtype=dtype, device=device))
             dist.recv(parts[-1], members[0])

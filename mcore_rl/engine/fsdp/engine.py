@@ -33,9 +33,9 @@ from mcore_rl.engine.base import (
 from mcore_rl.engine.fsdp import checkpoint, lora
 from mcore_rl.engine.fsdp.attention import ATTENTION, Pack, register_functions
 from mcore_rl.engine.fsdp.model import (
-    PolicyModel,
     RankMeshes,
-    ValueModel,
+    ShardedPolicy,
+    ShardedValueModel,
     allocate,
     iter_local,
     keep_local_experts,
@@ -43,10 +43,12 @@ from mcore_rl.engine.fsdp.model import (
     load_weights,
     shard_model,
 )
-from mcore_rl.engine.packed_step import (
+from mcore_rl.engine.packing import MicroBatch, PackSplit, build_micro_batches, pack_samples
+from mcore_rl.engine.steps import (
     Result,
     ScoreSettings,
     choose_scores,
+    compute_learning_rate,
     compute_logprob_gaps,
     compute_loss,
     count_tokens,
@@ -54,8 +56,6 @@ from mcore_rl.engine.packed_step import (
     reduce_metrics,
     restore_batch_order,
 )
-from mcore_rl.engine.packing import MicroBatch, PackSplit, build_micro_batches, pack_samples
-from mcore_rl.engine.steps import compute_learning_rate
 from mcore_rl.models.base import CAUSAL, CLASSIFICATION, SEQUENCE, HFConfig, read_config
 from mcore_rl.models.heads import has_value_head
 from mcore_rl.models.transformers_model import build_empty_model, map_sharded_weights
@@ -74,7 +74,7 @@ class FSDPEngine(BaseEngine):
     """A language model. `total_steps=0` builds no optimizer."""
 
     shard_format: ClassVar[ShardFormat] = "rows"
-    _root_class: ClassVar[type[PolicyModel]] = PolicyModel
+    _root_class: ClassVar[type[ShardedPolicy]] = ShardedPolicy
     _suffix: ClassVar[str] = CAUSAL  # of the architecture
 
     def initialize(self) -> None:
@@ -182,7 +182,7 @@ class FSDPEngine(BaseEngine):
         self.root.eval()
         settings, split = choose_scores(self.spec, 1.0, None), self._split
         [packed] = pack_samples(batch, [[0, 1]], split, self.device)
-        if self._root_class is PolicyModel:
+        if self._root_class is ShardedPolicy:
             plain, logits = self.root(packed, self._build_pack(packed), None)
             scale = logits.float().abs().amax() if len(logits) else logits.new_zeros(())
             gap = (plain - logits).float().abs().amax() if len(logits) else scale
@@ -350,13 +350,13 @@ class FSDPEngine(BaseEngine):
         for weight in self.weights:
             holders = self.ranks.get_holders(weight)
             rows = local[weight]() if weight in local else None
-            whole = checkpoint.gather_rows(weight, holders, rows, dtype, self.device)
-            if whole is None:
+            full = checkpoint.gather_rows(weight, holders, rows, dtype, self.device)
+            if full is None:
                 continue
             first = 0
             for tensor in weight.rule.tensors:
                 end = first + (tensor.shape[0] if tensor.shape else 0)
-                part = whole[first:end] if tensor.shape else whole
+                part = full[first:end] if tensor.shape else full
                 yield tensor.name, part.to("cpu", copy=True)
                 first = end
         if self.is_main_rank and self._suffix == CAUSAL:
@@ -451,7 +451,7 @@ class FSDPEngine(BaseEngine):
 class FSDPValueEngine(FSDPEngine):
     """A value model: `infer_batch` adds "values". A language model's gets a head of zeros."""
 
-    _root_class = ValueModel
+    _root_class = ShardedValueModel
     _suffix = CLASSIFICATION
 
 
@@ -468,8 +468,8 @@ def _merge(
     if adapter is None:
         return rows
     a, b = adapter
-    own = b[local.start : local.stop].to(rows.device, torch.float32)
-    merged = torch.addmm(rows.float(), own, a.to(rows.device, torch.float32))
+    local_b = b[local.start : local.stop].to(rows.device, torch.float32)
+    merged = torch.addmm(rows.float(), local_b, a.to(rows.device, torch.float32))
     return merged.to(rows.dtype)
 
 

@@ -91,9 +91,9 @@ def initialize_factors(
         if weight.name.endswith("lora_B"):
             local.zero_()
             continue
-        whole = initialize_factor(weight.name, seed, *weight.rule.parts[0].shape)
+        factor = initialize_factor(weight.name, seed, *weight.rule.parts[0].shape)
         rows = weight.rule.get_rows(shard)
-        local.copy_(whole[rows.start : rows.stop])
+        local.copy_(factor[rows.start : rows.stop])
 
 
 @contextmanager

@@ -24,16 +24,16 @@ from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import Layout
 from mcore_rl.engine.fsdp.attention import EXPERTS, Pack
 from mcore_rl.engine.logprob import VocabShard
-from mcore_rl.engine.packed_step import Scores, ScoreSettings, score_tokens
 from mcore_rl.engine.packing import MicroBatch
+from mcore_rl.engine.steps import Scores, ScoreSettings, score_tokens
 from mcore_rl.models.transformers_model import is_expert_stack
 from mcore_rl.reshard.layout import ShardedRanks
 from mcore_rl.reshard.rules import Shard, Weight
 
-PREFIX = "model."  # of the names of parameters in a PolicyModel
+PREFIX = "model."  # of the names of parameters in a ShardedPolicy
 
 
-class PolicyModel(torch.nn.Module):
+class ShardedPolicy(torch.nn.Module):
     """The root of a sharded model: its forward pass returns scores of response tokens.
 
     The output projection is part of it: of most families it is one matrix, whose product with the
@@ -73,7 +73,7 @@ class PolicyModel(torch.nn.Module):
         return logits
 
 
-class ValueModel(PolicyModel):
+class ShardedValueModel(ShardedPolicy):
     """A model with one value per token, from the states, in float32 for any dtype."""
 
     def forward(self, micro: MicroBatch, pack: Pack, settings: ScoreSettings | None) -> Scores:
@@ -92,7 +92,7 @@ def _build_inputs(micro: MicroBatch, pack: Pack) -> dict[str, Any]:
 
 
 def _score_logits(logits: torch.Tensor, micro: MicroBatch, settings: ScoreSettings) -> Scores:
-    """Return the scores of engine/packed_step.score_tokens, from logits [tokens, ids]."""
+    """Return the scores of engine/steps.score_tokens, from logits [tokens, ids]."""
     log_probs = logits.log_softmax(-1)
     scores = {"log_probs": log_probs.gather(1, micro.targets[:, None])[:, 0]}
     if "teacher_ids" in micro.columns:
@@ -136,15 +136,15 @@ class RankMeshes:
             )
         shape = (num_replicas, num_shards)
         data = init_device_mesh(device, (layout.dp, layout.cp), mesh_dim_names=("dp", "cp"))
-        whole = init_device_mesh(device, shape, mesh_dim_names=("replica", "shard"))
-        dense = whole if num_replicas > 1 else whole["shard"]
+        mesh = init_device_mesh(device, shape, mesh_dim_names=("replica", "shard"))
+        dense = mesh if num_replicas > 1 else mesh["shard"]
         if layout.ep == 1:
             return cls(dense, None, data)
         expert_shape = (num_replicas, num_shards // layout.ep, layout.ep)
         names = ("replica", "shard", "ep")
-        whole = init_device_mesh(device, expert_shape, mesh_dim_names=names)
-        experts = whole["replica", "shard"] if num_replicas > 1 else whole["shard"]
-        return cls(dense, experts, data, whole["ep"].get_group())
+        mesh = init_device_mesh(device, expert_shape, mesh_dim_names=names)
+        experts = mesh["replica", "shard"] if num_replicas > 1 else mesh["shard"]
+        return cls(dense, experts, data, mesh["ep"].get_group())
 
     @property
     def context_group(self) -> Any:
@@ -176,8 +176,8 @@ def keep_local_experts(model: Any, weights: Mapping[str, Weight], group: Any) ->
         module.num_experts //= group.size()
         module.ep_group = group
         for parameter in stacks:
-            whole = getattr(module, parameter)
-            share = torch.empty(module.num_experts, *whole.shape[1:], device="meta")
+            stack = getattr(module, parameter)
+            share = torch.empty(module.num_experts, *stack.shape[1:], device="meta")
             setattr(module, parameter, torch.nn.Parameter(share))
         modules.append(module)
     if not modules:
@@ -187,7 +187,7 @@ def keep_local_experts(model: Any, weights: Mapping[str, Weight], group: Any) ->
 
 
 def shard_model(
-    root: PolicyModel,
+    root: ShardedPolicy,
     expert_modules: list[Any],
     meshes: RankMeshes,
     dtype: torch.dtype,
@@ -218,7 +218,7 @@ def shard_model(
 
 
 def iter_local(
-    root: PolicyModel, weights: tuple[Weight, ...], ranks: ShardedRanks, rank: int
+    root: ShardedPolicy, weights: tuple[Weight, ...], ranks: ShardedRanks, rank: int
 ) -> Iterator[tuple[Weight, Shard, torch.Tensor]]:
     """Yield rule, shard and tensor, viewed as rows, of each parameter and buffer of a rank."""
     state = {**dict(root.model.named_parameters()), **dict(root.model.named_buffers())}
@@ -236,7 +236,7 @@ def iter_local(
 
 
 def load_weights(
-    root: PolicyModel,
+    root: ShardedPolicy,
     local_weights: Iterable[tuple[Weight, Shard, torch.Tensor]],
     weights: Sequence[Weight],
     reader: CheckpointReader,
@@ -276,20 +276,20 @@ def load_weights(
 
 
 def list_unread(
-    root: PolicyModel, reader: CheckpointReader, expected: Mapping[str, Any]
+    root: ShardedPolicy, reader: CheckpointReader, expected: Mapping[str, Any]
 ) -> list[str]:
     """Return the tensors of a checkpoint that the model does not have."""
     return [name for name in reader.get_shapes() if name not in expected]
 
 
-def _is_ignored(root: PolicyModel, name: str) -> bool:
+def _is_ignored(root: ShardedPolicy, name: str) -> bool:
     """Return whether a tensor may stay unread: transformers ignores it, or it is another head."""
     patterns = root.model._keys_to_ignore_on_load_unexpected or ()
-    is_other_head = isinstance(root, ValueModel) and name.startswith("lm_head.")
+    is_other_head = isinstance(root, ShardedValueModel) and name.startswith("lm_head.")
     return is_other_head or any(re.search(pattern, name) for pattern in patterns)
 
 
-def allocate(root: PolicyModel, device: torch.device) -> None:
+def allocate(root: ShardedPolicy, device: torch.device) -> None:
     """Give a model memory, with the buffers that no checkpoint has (rotary frequencies)."""
     root.to_empty(device=device)
     root.model.tie_weights()

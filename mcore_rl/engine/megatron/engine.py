@@ -29,7 +29,8 @@ from mcore_rl.engine.base import (
     ScoredStep,
 )
 from mcore_rl.engine.megatron import device, offload
-from mcore_rl.engine.packed_step import (
+from mcore_rl.engine.packing import build_micro_batches
+from mcore_rl.engine.steps import (
     Result,
     choose_scores,
     compute_logprob_gaps,
@@ -38,7 +39,6 @@ from mcore_rl.engine.packed_step import (
     reduce_metrics,
     restore_batch_order,
 )
-from mcore_rl.engine.packing import build_micro_batches
 from mcore_rl.models.base import (
     CLASSIFICATION,
     SEQUENCE,

@@ -14,8 +14,8 @@ from megatron.core.transformer import TransformerConfig
 
 from mcore_rl.engine.logprob import VocabShard, compute_log_probs
 from mcore_rl.engine.megatron.model import PolicyModel
-from mcore_rl.engine.packed_step import Scores, ScoreSettings, score_tokens
 from mcore_rl.engine.packing import MicroBatch
+from mcore_rl.engine.steps import Scores, ScoreSettings, score_tokens
 
 # From (model chunk with the head, its output, micro-batch) to scores.
 Head = Callable[[Any, torch.Tensor, MicroBatch], Scores]

@@ -15,8 +15,8 @@ from megatron.core.utils import unwrap_model
 from mcore_rl.engine.base import LossFunction
 from mcore_rl.engine.megatron.heads import Head
 from mcore_rl.engine.megatron.packing import build_packed_seq_params
-from mcore_rl.engine.packed_step import Result, TokenCounts, compute_loss
 from mcore_rl.engine.packing import MicroBatch
+from mcore_rl.engine.steps import Result, TokenCounts, compute_loss
 
 # As Megatron's loss_func: loss to differentiate, number of tokens, result.
 LossOutput = tuple[torch.Tensor, torch.Tensor, Result]

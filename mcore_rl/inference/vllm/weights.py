@@ -136,8 +136,8 @@ class ShardTransferEngine(WeightTransferEngine[ConnectInfo, UpdateInfo]):
         self._transport = connect(spec, endpoint, config, spec.num_training + rank, self.device)
 
     def _check_list(self, parameters: list[list[Any]]) -> None:
-        own = [ListedParameter.parse(values) for values in list_traced_parameters(self.model)]
-        if own != [ListedParameter.parse(values) for values in parameters]:
+        traced = [ListedParameter.parse(values) for values in list_traced_parameters(self.model)]
+        if traced != [ListedParameter.parse(values) for values in parameters]:
             raise ConfigError(
                 f"generation rank {self._rank}: vLLM's loader puts weights in other places than on "
                 "the server whose parameters were listed; allowed: servers with equal settings"

@@ -25,16 +25,16 @@ def test_an_engine_is_found_by_backend_and_model_type(model_type, kind):
 
 
 def test_an_engine_that_does_not_exist_is_named_with_those_that_do():
-    with pytest.raises(ConfigError, match="backend='fsdp'; allowed: 'megatron'"):
-        create_engine("language_model", replace(SPEC, engine=EngineConfig(backend="fsdp")))
+    with pytest.raises(ConfigError, match="backend='deepspeed'; allowed: 'megatron', 'fsdp'"):
+        create_engine("language_model", replace(SPEC, engine=EngineConfig(backend="deepspeed")))
     with pytest.raises(ConfigError, match="no engine of 'reward'; allowed: language_model, value"):
         create_engine("reward", SPEC)
 
 
 def test_a_comparison_of_engines_has_the_one_that_its_settings_name():
-    spec = replace(SPEC, engine=EngineConfig(backend="fsdp"))
+    spec = replace(SPEC, engine=EngineConfig(backend="deepspeed"))
     for job in (engines.score_with_megatron, engines.trace_with_megatron):
-        with pytest.raises(ConfigError, match="backend='fsdp'; allowed: 'megatron'"):
+        with pytest.raises(ConfigError, match="backend='deepspeed'; allowed: 'megatron', 'fsdp'"):
             job(spec, "", [])
 
 
