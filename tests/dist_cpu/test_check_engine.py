@@ -22,6 +22,7 @@ LAYOUTS = {
     "one rank": Layout(), "tp2 ep2": Layout(tp=2, ep=2), "pp2": Layout(pp=2), "cp2": Layout(cp=2),
     "dp2": Layout(dp=2),
 }  # fmt: skip
+FSDP_LAYOUTS = {"dp2 ep2": Layout(dp=2, ep=2), "cp2": Layout(cp=2), "dp2": Layout(dp=2)}
 
 
 @pytest.fixture(scope="module")
@@ -50,6 +51,11 @@ def find_fault(name: str, path: Path) -> ranks.Result:
 @pytest.mark.parametrize("name", all_but(("one rank", "tp2 ep2"), LAYOUTS))
 def test_the_megatron_engine_does_what_the_contract_says(models, name, tmp_path):
     conform("megatron", models["qwen3_moe"], LAYOUTS[name], tmp_path)
+
+
+@pytest.mark.parametrize("name", all_but(("dp2 ep2",), FSDP_LAYOUTS))
+def test_the_fsdp_engine_does_what_the_contract_says(models, name, tmp_path):
+    conform("fsdp", models["qwen3_moe"], FSDP_LAYOUTS[name], tmp_path)
 
 
 def test_the_example_does_what_the_contract_says(models, tmp_path):

@@ -18,6 +18,8 @@ from mcore_rl.config.schema import RLConfig
 from tests.pages import of_kind
 from tests.terminal import on_terminal
 
+QUICKSTARTS = [f"recipe=quickstart{suffix}" for suffix in ("", "_fsdp", "_one_gpu")]
+
 
 @pytest.mark.parametrize(
     ("line", "matches"),
@@ -26,8 +28,8 @@ from tests.terminal import on_terminal
         ("mcore-rl conv", ["convert"]),
         ("mcore-rl nope ", []),
         ("mcore-rl rl see", ["seed="]),
-        ("mcore-rl rl recipe=quick", ["recipe=quickstart", "recipe=quickstart_one_gpu"]),
-        ("mcore-rl rl recipe=qu", ["recipe=quickstart", "recipe=quickstart_one_gpu"]),
+        ("mcore-rl rl recipe=quick", QUICKSTARTS),
+        ("mcore-rl rl recipe=qu", QUICKSTARTS),
         ("mcore-rl rl recipe=mi", ["recipe=mines/", "recipe=mine.yaml"]),
         ("mcore-rl rl recipe=mines/", ["recipe=mines/deep.yml"]),
         ("mcore-rl samples ", []),

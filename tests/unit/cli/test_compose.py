@@ -196,7 +196,7 @@ BAD_RECIPES = {
     "seed: 1\nseed: 2": "mine.yaml is not valid YAML in line 2, column 1: found duplicate key seed",
     "7": "mine.yaml cannot be read: it must contain settings",
     "recipe: mine.yaml": "mine.yaml: recipe: .*mine.yaml starts from this file itself",
-    "recipe: nope": "mine.yaml: recipe='nope'; allowed: .*, quickstart, quickstart_one_gpu, ",
+    "recipe: nope": "mine.yaml: recipe='nope'; allowed: .*, quickstart, quickstart_fsdp, ",
     "recipe: ./nope.yaml": "mine.yaml: recipe='./nope.yaml' does not exist",
     "recipe: [1]": r"mine.yaml: recipe=\[1\]; allowed: a name or a path",
     "output_dir: ${nope}": "mine.yaml: output_dir: Interpolation key 'nope' not found",
