@@ -6,6 +6,7 @@ Pure functions: no process group, no cluster, no file but config.json of scoring
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -24,6 +25,7 @@ from mcore_rl.config.schema import (
     RolloutConfig,
     TrainConfig,
 )
+from mcore_rl.engine.base import load_backend
 from mcore_rl.inference.registry import load_server_class
 from mcore_rl.jobs.placement import (
     get_frozen_engines,
@@ -40,8 +42,9 @@ from mcore_rl.models.base import (
     read_config,
 )
 from mcore_rl.models.heads import build_value_config, map_model_weights, map_value_weights
+from mcore_rl.models.transformers_model import map_sharded_weights
 from mcore_rl.parallel.mesh import Chunk, Mesh, split_into_chunks
-from mcore_rl.reshard.layout import GenerationLayout, Ranks, TrainingRanks
+from mcore_rl.reshard.layout import GenerationLayout, Ranks, ShardedRanks, TrainingRanks
 from mcore_rl.reshard.rules import Shard, Weight
 from mcore_rl.rollout.weight_updater import build_generation_layout
 from mcore_rl.weight_sync.spec import build_generation_side
@@ -151,6 +154,8 @@ def _plan_engine(
     How a user's engine shards the model is not known: sizes are those without sharding.
     """
     family, layout, sizes = get_family(model), engine.layout, get_model_sizes(model)
+    if load_backend(engine).engines["language_model"].shard_format == "rows":
+        return _plan_sharded_engine(name, task, engine, config, model, trains=trains)
     if is_import_path(engine.backend):
         layout, task = Layout(dp=layout.world_size), f"{task}; sizes without sharding"
     num_mtp = family.num_mtp_layers(model) if engine.mtp_loss_coef else 0
@@ -187,6 +192,45 @@ def _plan_engine(
             )
         )
     return RolePlan(name, task, _format_axes(engine.layout), tuple(stages))
+
+
+def _plan_sharded_engine(
+    name: str,
+    task: str,
+    engine: EngineConfig,
+    config: RLConfig | TrainConfig,
+    model: HFConfig,
+    *,
+    trains: bool,
+) -> RolePlan:
+    """Plan a role with an engine that shards by rows: the fullest rank stands for all.
+
+    Weights, gradients and Adam's moments of one that trains are float32.
+    """
+    layout, lora = engine.layout, engine.lora
+    kind = build_value_config(model) if name == "critic" else model
+    ranks = ShardedRanks(layout.world_size, engine.fsdp.num_replicas, layout.ep)
+    parameters, trained = Counter[int](), Counter[int]()
+    for weight in map_sharded_weights(kind, layout.ep):
+        holders = ranks.get_holders(weight)
+        for index, members in enumerate(holders):
+            shape = weight.rule.get_local_shape(Shard(index, len(holders)))
+            is_linear = len(shape) == 2 and weight.name.endswith("_proj.weight")
+            adapter = lora.rank * sum(shape) * is_linear
+            for rank in members:
+                parameters[rank] += math.prod(shape) + adapter
+                trained[rank] += adapter if lora.rank else math.prod(shape)
+    most, most_trained = max(parameters.values()), max(trained.values()) if trains else 0
+    itemsize = _FLOAT32 if trains else ITEMSIZES[config.model.dtype]
+    stage = StagePlan(
+        ranks=tuple(range(layout.world_size)),
+        layers="rows of every layer",
+        parameters=most,
+        weight_bytes=most * itemsize,
+        gradient_bytes=most_trained * _FLOAT32,
+        optimizer_bytes=most_trained * 2 * _FLOAT32,
+    )
+    return RolePlan(name, task, _format_axes(layout), (stage,))
 
 
 def _compute_weight_bytes(counts: _ElementCounts, itemsize: int) -> int:

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from mcore_rl.algorithms.correction import find_gaps_beyond
 from mcore_rl.checkpoint.hf import CheckpointReader
 from mcore_rl.checkpoint.peft import Factors
+from mcore_rl.config.checks import check_divides
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import EngineConfig
 from mcore_rl.data.batch import Batch, Jagged
@@ -56,8 +57,14 @@ from mcore_rl.engine.steps import (
     reduce_metrics,
     restore_batch_order,
 )
-from mcore_rl.models.base import CAUSAL, CLASSIFICATION, SEQUENCE, HFConfig, read_config
-from mcore_rl.models.heads import has_value_head
+from mcore_rl.models.base import (
+    CLASSIFICATION,
+    SEQUENCE,
+    HFConfig,
+    get_model_sizes,
+    read_config,
+)
+from mcore_rl.models.heads import build_value_config
 from mcore_rl.models.transformers_model import build_empty_model, map_sharded_weights
 from mcore_rl.parallel.balance import SequenceCost, estimate_sequence_cost
 from mcore_rl.parallel.store import join_world
@@ -75,7 +82,7 @@ class FSDPEngine(BaseEngine):
 
     shard_format: ClassVar[ShardFormat] = "rows"
     _root_class: ClassVar[type[ShardedPolicy]] = ShardedPolicy
-    _suffix: ClassVar[str] = CAUSAL  # of the architecture
+    _kind: ClassVar[str] = ""  # suffix of the architecture of a value model
 
     def initialize(self) -> None:
         settings, layout = self.spec.engine, self.layout
@@ -105,7 +112,10 @@ class FSDPEngine(BaseEngine):
         if settings.recompute.granularity == "full":
             model.gradient_checkpointing_enable({"use_reentrant": False})
         dtype = DTYPES[self.spec.model.dtype]
-        self.root = self._root_class(model if self.spec.total_steps else model.to(dtype))
+        if not self.spec.total_steps:
+            for parameter in model.parameters():  # buffers such as rotary frequencies stay wide
+                parameter.data = parameter.data.to(dtype)
+        self.root = self._root_class(model)
         shard_model(
             self.root,
             experts,
@@ -126,26 +136,15 @@ class FSDPEngine(BaseEngine):
     def _read_model_config(self) -> HFConfig:
         config = read_config(self.spec.model.path)
         config.pop("quantization_config", None)  # tensors are read dequantized
-        if self._suffix == CAUSAL:
-            return config
-        names = [name for name in config.get("architectures") or [] if name]
-        if not names:
-            raise ConfigError("config.json has no architectures")
-        kind = self._suffix
-        if has_value_head(config):  # a value model that starts from a reward model stays one
-            kind = SEQUENCE if names[0].endswith(SEQUENCE) else CLASSIFICATION
-            stem = names[0].removesuffix(kind)
-        else:
-            stem = names[0].removesuffix(CAUSAL)
-        labels = {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
-        return {**config, "architectures": [stem + kind], "tie_word_embeddings": False, **labels}
+        return build_value_config(config, self._kind) if self._kind else config
 
     @property
     def config_changes(self) -> Mapping[str, Any]:
-        original = read_config(self.spec.model.path)
-        if self._suffix == CAUSAL:
+        if not self._kind:
             return {}
-        return {name: v for name, v in self.hf_config.items() if original.get(name) != v}
+        original = read_config(self.spec.model.path)
+        config = build_value_config(original, self._kind)
+        return {name: value for name, value in config.items() if original.get(name) != value}
 
     def _build_optimizer(self) -> torch.optim.AdamW:
         """Build AdamW; as in Megatron neither biases nor norms decay."""
@@ -180,21 +179,16 @@ class FSDPEngine(BaseEngine):
             }
         )
         self.root.eval()
-        settings, split = choose_scores(self.spec, 1.0, None), self._split
-        [packed] = pack_samples(batch, [[0, 1]], split, self.device)
-        if self._root_class is ShardedPolicy:
-            plain, logits = self.root(packed, self._build_pack(packed), None)
-            scale = logits.float().abs().amax() if len(logits) else logits.new_zeros(())
-            gap = (plain - logits).float().abs().amax() if len(logits) else scale
-            bounds = torch.stack([gap, scale]).float()
-            dist.all_reduce(bounds, op=dist.ReduceOp.MAX)
-            is_rounding = 1e-5 if dtype == torch.float32 else 0.05
-            self.root.has_plain_head = bool(bounds[0] <= is_rounding * bounds[1])
-        scores = []
+        [packed] = pack_samples(batch, [[0, 1]], self._split, self.device)
+        if not self._kind:
+            self.root.has_plain_head = self._has_plain_head(packed, dtype)
+        settings = choose_scores(self.spec, 1.0, None)
+        scores, group = [], self.meshes.context_group
         for parts in ([[0, 1]], [[0], [1]]):
-            micros = pack_samples(batch, parts, split, self.device)
-            results = [self._score(micro, settings) for micro in micros]
-            name, group = next(iter(results[0])), self.meshes.context_group
+            micros = pack_samples(batch, parts, self._split, self.device)
+            # A critic's head may be zero: its states are compared by a random one.
+            results = [self._score(micro, None if self._kind else settings) for micro in micros]
+            name = next(iter(results[0]))
             scores.append(restore_batch_order(batch, micros, results, name, group).values)
         self.root.reshard()  # type: ignore[operator]
         gap = float(np.abs(scores[0] - scores[1]).max())
@@ -205,6 +199,17 @@ class FSDPEngine(BaseEngine):
                 "allowed: fsdp.packing=false"
             )
 
+    def _has_plain_head(self, micro: MicroBatch, dtype: torch.dtype) -> bool:
+        """Return whether logits are the product of states and head. Collective over all ranks."""
+        product, logits = self.root(micro, self._build_pack(micro), None)
+        largest = torch.zeros(2, device=self.device)
+        if len(logits):  # this rank has response tokens
+            largest[0] = (product - logits).float().abs().amax()
+            largest[1] = logits.float().abs().amax()
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+        rounding = 1e-5 if dtype == torch.float32 else 0.05
+        return bool(largest[0] <= rounding * largest[1])
+
     @property
     def _split(self) -> PackSplit:
         cp = self.layout.cp
@@ -213,7 +218,7 @@ class FSDPEngine(BaseEngine):
     def _build_pack(self, micro: MicroBatch) -> Pack:
         return Pack(micro.lengths, self.meshes.context_group)
 
-    def _score(self, micro: MicroBatch, settings: ScoreSettings) -> Result:
+    def _score(self, micro: MicroBatch, settings: ScoreSettings | None) -> Result:
         scores: Result = self.root(micro, self._build_pack(micro), settings)
         return scores
 
@@ -350,7 +355,8 @@ class FSDPEngine(BaseEngine):
         for weight in self.weights:
             holders = self.ranks.get_holders(weight)
             rows = local[weight]() if weight in local else None
-            full = checkpoint.gather_rows(weight, holders, rows, dtype, self.device)
+            sent_dtype = torch.float32 if weight.axis is None else dtype  # buffers stay wide
+            full = checkpoint.gather_rows(weight, holders, rows, sent_dtype, self.device)
             if full is None:
                 continue
             first = 0
@@ -359,7 +365,7 @@ class FSDPEngine(BaseEngine):
                 part = full[first:end] if tensor.shape else full
                 yield tensor.name, part.to("cpu", copy=True)
                 first = end
-        if self.is_main_rank and self._suffix == CAUSAL:
+        if self.is_main_rank and not self._kind:
             expected = {tensor.name: None for w in self.weights for tensor in w.rule.tensors}
             for name in list_unread(self.root, self.reader, expected):
                 yield name, self.reader.read_tensor(name).to(dtype)
@@ -452,13 +458,13 @@ class FSDPValueEngine(FSDPEngine):
     """A value model: `infer_batch` adds "values". A language model's gets a head of zeros."""
 
     _root_class = ShardedValueModel
-    _suffix = CLASSIFICATION
+    _kind = CLASSIFICATION
 
 
 class FSDPRewardEngine(FSDPValueEngine):
     """A value model whose value at the last token is the score of a sequence."""
 
-    _suffix = SEQUENCE
+    _kind = SEQUENCE
 
 
 def _merge(
@@ -498,6 +504,26 @@ def _check_settings(key: str, engine: EngineConfig, lane: str) -> None:
             f"{key}.recompute.granularity='selective': fsdp recomputes whole layers; allowed: "
             "'full', 'none'"
         )
+    layout, replicas = engine.layout, engine.fsdp.num_replicas
+    if layout.world_size % (replicas * layout.ep):
+        raise ConfigError(
+            f"{key}.fsdp.num_replicas={replicas} with {key}.layout.ep={layout.ep}; allowed: a "
+            f"product that divides the {layout.world_size} ranks (dp * cp)"
+        )
+
+
+def _check_model(key: str, engine: EngineConfig, hf_config: HFConfig) -> None:
+    """Check that the layout divides the model."""
+    sizes = get_model_sizes(hf_config)
+    check_divides(
+        f"{key}.layout.cp", engine.layout.cp, "attention heads", sizes.num_attention_heads
+    )
+    if engine.layout.ep > 1 and not sizes.num_experts:
+        raise ConfigError(
+            f"{key}.layout.ep={engine.layout.ep}: the model has no experts; allowed: 1"
+        )
+    if sizes.num_experts:
+        check_divides(f"{key}.layout.ep", engine.layout.ep, "experts", sizes.num_experts)
 
 
 _OPTIMIZER = (
@@ -523,4 +549,5 @@ BACKEND = Backend(
         *(f"optimizer.{name}" for name in _OPTIMIZER),
     ),
     check_settings=_check_settings,
+    check_model=_check_model,
 )

@@ -74,10 +74,17 @@ class ShardedPolicy(torch.nn.Module):
 
 
 class ShardedValueModel(ShardedPolicy):
-    """A model with one value per token, from the states, in float32 for any dtype."""
+    """A model with one value per token, from the states, in float32 for any dtype.
+
+    Without settings the values are those of a random head.
+    """
 
     def forward(self, micro: MicroBatch, pack: Pack, settings: ScoreSettings | None) -> Scores:
         head, states = self.model.score, self._get_states(micro, pack)
+        if settings is None:
+            generator = torch.Generator().manual_seed(0)
+            random = torch.randn(states.shape[1], generator=generator) / states.shape[1] ** 0.5
+            return {"values": states.float() @ random.to(states.device)}
         bias = None if head.bias is None else head.bias.float()
         return {"values": F.linear(states.float(), head.weight.float(), bias).squeeze(-1)}
 

@@ -1,0 +1,105 @@
+"""What backend=fsdp refuses before a rank starts, and the memory that a plan says."""
+
+from __future__ import annotations
+
+import pytest
+import transformers
+
+from mcore_rl.config.errors import ConfigError
+from mcore_rl.config.schema import (
+    EngineConfig,
+    FSDPConfig,
+    Layout,
+    MoEConfig,
+    OptimizerConfig,
+    RecomputeConfig,
+)
+from mcore_rl.engine.base import check_engine_settings, load_backend
+from mcore_rl.models.base import get_family, get_model_sizes, use_family
+from mcore_rl.models.transformers_model import map_sharded_weights
+from mcore_rl.reshard.layout import ShardedRanks
+from mcore_rl.reshard.rules import Shard, check_cover
+
+_SHAPE = {
+    "vocab_size": 31, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 4, "pad_token_id": 0,
+}  # fmt: skip
+MOE = transformers.Qwen3MoeConfig(
+    **_SHAPE, num_experts=6, num_experts_per_tok=2, moe_intermediate_size=8,
+    architectures=["Qwen3MoeForCausalLM"],
+).to_dict()  # fmt: skip
+GEMMA = transformers.AutoConfig.for_model(
+    "gemma3_text", **_SHAPE, architectures=["Gemma3ForCausalLM"]
+).to_dict()
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"layout": Layout(tp=2)}, r"actor.layout.tp=2: fsdp does not read it; allowed: 1"),
+        ({"moe": MoEConfig(aux_loss_coef=0.1)}, r"actor.moe.aux_loss_coef=0.1: fsdp does not"),
+        (
+            {"optimizer": OptimizerConfig(cpu_offload=True)},
+            "actor.optimizer.cpu_offload=True: fsdp",
+        ),
+        ({"recompute": RecomputeConfig(granularity="selective")}, "fsdp recomputes whole layers"),
+        (
+            {"layout": Layout(dp=4, ep=2), "fsdp": FSDPConfig(num_replicas=3)},
+            r"actor.fsdp.num_replicas=3 with actor.layout.ep=2; allowed: .* the 4 ranks",
+        ),
+    ],
+)
+def test_a_setting_that_it_cannot_follow_is_refused_by_name(settings, message):
+    engine = EngineConfig(backend="fsdp", **settings)
+    with pytest.raises(ConfigError, match=message):
+        check_engine_settings("actor", engine, "language_model", "cpu")
+
+
+@pytest.mark.parametrize(
+    ("layout", "config", "message"),
+    [
+        (Layout(cp=3), MOE, r"actor.layout.cp=3 .*attention heads"),
+        (Layout(dp=4, ep=4), MOE, r"actor.layout.ep=4 .*experts"),
+        (Layout(dp=2, ep=2), GEMMA, r"actor.layout.ep=2: the model has no experts; allowed: 1"),
+    ],
+)
+def test_a_layout_that_does_not_divide_the_model_is_refused(layout, config, message):
+    use_family("transformers")
+    try:
+        engine = EngineConfig(backend="fsdp", layout=layout)
+        with pytest.raises(ConfigError, match=message):
+            load_backend(engine).check_model("actor", engine, config)
+    finally:
+        use_family("")
+
+
+def test_an_architecture_without_rules_here_has_its_sizes_and_no_layers_of_megatron():
+    with pytest.raises(ConfigError, match=r"\['Gemma3ForCausalLM'\] is not supported"):
+        get_family(GEMMA)
+    use_family("transformers")
+    try:
+        family = get_family(GEMMA)
+        assert (family.name, family.vllm_weights) == ("gemma3_text", None)
+        sizes = get_model_sizes(GEMMA)
+        assert (sizes.num_layers, sizes.num_attention_heads, sizes.num_experts) == (2, 4, 0)
+        with pytest.raises(
+            ConfigError, match="no layers of Megatron here; allowed: backend='fsdp'"
+        ):
+            family.layer_spec(None, None)
+    finally:
+        use_family("")
+
+
+@pytest.mark.parametrize("ep", [1, 2, 3])
+@pytest.mark.parametrize("num_replicas", [1, 2])
+def test_the_ranks_of_a_replica_have_each_element_once(ep, num_replicas):
+    weights, ranks = map_sharded_weights(MOE, ep), ShardedRanks(6 * num_replicas, num_replicas, ep)
+    check_cover(weights, 6)
+    for weight in weights:
+        holders = ranks.get_holders(weight)
+        shapes = [weight.rule.get_local_shape(Shard(i, len(holders))) for i in range(len(holders))]
+        assert sum(shape[0] for shape in shapes) == sum(t.shape[0] for t in weight.rule.tensors)
+        assert all(len(members) == num_replicas for members in holders)
+    placed = [r for w in weights if w.expert is not None for h in ranks.get_holders(w) for r in h]
+    stacks = {w.name for w in weights if w.expert is not None}
+    assert sorted(placed) == sorted([*range(6 * num_replicas)] * len(stacks))
