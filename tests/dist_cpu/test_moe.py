@@ -279,3 +279,28 @@ def test_a_router_of_a_bfloat16_model_multiplies_in_float32(runs):
     [result] = router_precision(runs.paths["moe"], ONE, runs.batch)
     assert result["types"] == ["torch.bfloat16", "torch.float32"]
     assert result["equal"]
+
+
+@ranks.on_ranks()
+def odd_experts(path: Path, layout: Layout, batch: Batch, dtype: str) -> ranks.Result:
+    engine = ranks.started(ranks.engine_spec(path, layout, dtype))
+    before = engine.infer_batch(batch).jagged("log_probs").values.copy()
+    step = engine.train_batch(batch, ranks.LOSS)
+    return {"log_probs": torch.from_numpy(before), "grad_norm": step["grad_norm"]}
+
+
+@pytest.mark.parametrize(("dtype", "nats"), [("float32", 1e-5), ("bfloat16", 0.3)])
+def test_experts_whose_rows_are_no_multiple_of_16_bytes_are_those_of_transformers(
+    tmp_path, dtype, nats
+):
+    config = tiny_models.configs()["qwen3_moe"]
+    config.moe_intermediate_size = 22
+    model = tiny_models.build_from(config)
+    model.set_experts_implementation("eager")  # transformers' default has the same limit
+    model.save_pretrained(tmp_path)
+    batch = tiny_models.make_batch()
+    [result] = odd_experts(tmp_path, ONE, batch, dtype)
+    _, expected, _ = tiny_models.reference_scores(model, batch)
+    assert np.abs(result["log_probs"].numpy() - expected).max() < nats
+    _, norm = tiny_models.reference_step(model, batch)
+    assert result["grad_norm"] == pytest.approx(norm, rel=1e-5 if dtype == "float32" else 0.1)

@@ -117,12 +117,10 @@ class ReplicatedLinear(torch.nn.Module):
 
 
 def _can_use_grouped_mm(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Return whether torch.grouped_mm supports the tensors: on CUDA bfloat16, rows of 16 bytes."""
-    if not len(x):
+    """Return whether torch.grouped_mm supports the tensors: rows of 16 bytes, on CUDA bfloat16."""
+    if not len(x) or any(size * weight.itemsize % 16 for size in weight.shape):
         return False
-    if x.is_cuda:
-        return x.dtype is torch.bfloat16 and all(size % 8 == 0 for size in weight.shape)
-    return x.dtype in (torch.float32, torch.bfloat16)
+    return x.dtype is torch.bfloat16 or (x.dtype is torch.float32 and not x.is_cuda)
 
 
 class _GroupedMatmul(torch.autograd.Function):
