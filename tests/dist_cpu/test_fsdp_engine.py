@@ -49,6 +49,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 12,
         "num_key_value_heads": 4, "head_dim": 8,
     },
+    "mixtral": {"num_local_experts": 6, "intermediate_size": 22},  # rows of 88 bytes
     "qwen3_next": {**_EXPERTS, **_LINEAR},  # mixes the sequences of a pack
 }  # fmt: skip
 LAYOUTS = {
@@ -74,6 +75,7 @@ SELECTED = [
     ("gemma3_text", "dp2 cp2"),
     ("olmo3", "one rank"), ("phi3", "dp2"), ("cohere2", "cp2"), ("gpt_oss", "cp2"),
     ("deepseek_v3", "cp2"), ("deepseek_v3", "ep2"), ("qwen3_moe", "dp2 cp2 ep2"),
+    ("mixtral", "dp2"),
 ]  # fmt: skip
 
 
@@ -137,7 +139,7 @@ def check_steps(path: Path, layout: Layout, changes: dict[str, Any]) -> None:
     assert exported.keys() == stored.keys() == trained.keys()
     for name, tensor in exported.items():
         assert torch.equal(tensor, stored[name]), name
-    model = transformers.AutoModelForCausalLM.from_pretrained(path)
+    model = torch_reference.load(path)
     with torch.no_grad():
         for name, rows in torch_reference.score(model, batch, TEMPERATURE).items():
             torch.testing.assert_close(join_rows(results, name), torch.cat(rows), rtol=0, atol=1e-5)

@@ -16,6 +16,13 @@ from mcore_rl.data.batch import Batch
 EPSILON = 1e-3
 
 
+def load(path: Path) -> Any:
+    """Load a model whose experts take rows of any size."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(path)
+    model.set_experts_implementation("eager")
+    return model
+
+
 def score(model: Any, batch: Batch, temperature: float) -> dict[str, list[torch.Tensor]]:
     """Score one sample at a time with transformers."""
     scores: dict[str, list[torch.Tensor]] = {"log_probs": [], "entropy": []}
@@ -33,7 +40,7 @@ def train(
     path: Path, batch: Batch, settings: OptimizerConfig, num_steps: int
 ) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Take steps of ranks.LOSS with torch alone; return gradient norms and weights."""
-    model = transformers.AutoModelForCausalLM.from_pretrained(path)
+    model = load(path)
     groups = [
         {"params": [p for p in model.parameters() if p.dim() > 1]},
         {"params": [p for p in model.parameters() if p.dim() == 1], "weight_decay": 0},

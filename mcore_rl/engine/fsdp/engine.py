@@ -38,6 +38,7 @@ from mcore_rl.engine.fsdp.model import (
     ShardedPolicy,
     ShardedValueModel,
     allocate,
+    choose_experts_function,
     iter_local,
     keep_local_experts,
     list_unread,
@@ -102,8 +103,9 @@ class FSDPEngine(BaseEngine):
         register_functions()
         model = build_empty_model(self.hf_config, attn_implementation=ATTENTION)
         experts: list[Any] = []
+        by_name = {weight.name: weight for weight in self.weights}
+        choose_experts_function(model, by_name, DTYPES[self.spec.model.dtype])
         if layout.ep > 1:
-            by_name = {weight.name: weight for weight in self.weights}
             experts = keep_local_experts(model, by_name, self.meshes.ep_group)
         self.adapter_weights: tuple[Weight, ...] = ()
         if settings.lora.rank:

@@ -159,6 +159,17 @@ class RankMeshes:
         return self.data["cp"].get_group() if self.data.size(1) > 1 else None
 
 
+def choose_experts_function(model: Any, weights: Mapping[str, Weight], dtype: torch.dtype) -> None:
+    """Use transformers' plain experts where torch.grouped_mm cannot multiply: it needs rows of a
+    multiple of 16 bytes, and transformers does not check.
+    """
+    shapes = [
+        part.shape for w in weights.values() if is_expert_stack(w.rule) for part in w.rule.tensors
+    ]
+    if any(size * dtype.itemsize % 16 for shape in shapes for size in shape):
+        model.set_experts_implementation("eager")
+
+
 def keep_local_experts(model: Any, weights: Mapping[str, Weight], group: Any) -> list[Any]:
     """Replace the experts of a model by this rank's share; return their modules.
 
