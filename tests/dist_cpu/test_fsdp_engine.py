@@ -89,8 +89,10 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return paths
 
 
-def build_spec(path: Path, layout: Layout, changes: dict[str, Any]) -> EngineSpec:
-    spec = ranks.engine_spec(path, layout)
+def build_spec(
+    path: Path, layout: Layout, changes: dict[str, Any], dtype: str = "float32"
+) -> EngineSpec:
+    spec = ranks.engine_spec(path, layout, dtype)
     optimizer = replace(spec.engine.optimizer, eps=torch_reference.EPSILON)
     engine = replace(spec.engine, backend="fsdp", optimizer=optimizer, **changes)
     return replace(spec, engine=engine)
@@ -154,6 +156,48 @@ def check_steps(path: Path, layout: Layout, changes: dict[str, Any]) -> None:
 @pytest.mark.parametrize(("family", "name"), all_but(SELECTED, CASES))
 def test_scores_and_three_steps_equal_plain_torch(models, family, name):
     check_steps(models[family], *LAYOUTS[name])
+
+
+@ranks.on_ranks()
+def run_bfloat16(path: Path, layout: Layout, batch: Batch) -> ranks.Result:
+    """Scores, gradient norm and weights with products in bfloat16, of a trainer and a scorer."""
+    spec = build_spec(path, layout, {}, "bfloat16")
+    engine = ranks.started(spec, lambda spec: create_engine("language_model", spec))
+    engine.mesh = Mesh(layout)
+    mine = batch.take(ranks.share_of(engine, batch))
+    scores = engine.infer_batch(mine).jagged("log_probs").values.copy()
+    frozen = create_engine("language_model", replace(spec, total_steps=0))
+    frozen.initialize()
+    scorer_scores = frozen.infer_batch(mine).jagged("log_probs").values.copy()
+    frozen_dtypes = sorted({str(t.dtype) for t in frozen.get_local_weights().stored.values()})
+    frozen.close()
+    step = engine.train_batch(mine, ranks.LOSS)
+    trained = dict(engine.get_per_tensor_param())
+    return {
+        "scores": torch.from_numpy(scores),
+        "scorer_scores": torch.from_numpy(scorer_scores),
+        "frozen_dtypes": frozen_dtypes,
+        "grad_norm": step["grad_norm"],
+        "dtypes": sorted({str(t.dtype) for t in trained.values()}),
+    }
+
+
+@pytest.mark.parametrize("family", ["qwen3", "deepseek_v3"])
+def test_a_bfloat16_model_has_float32_weights_and_scores_within_its_rounding(models, family):
+    path, batch = models[family], tiny_models.make_batch()
+    results = run_bfloat16(path, Layout(dp=2), batch)
+    model = torch_reference.load(path)
+    with torch.no_grad():
+        expected = torch.cat(torch_reference.score(model, batch, 1.0)["log_probs"])
+    for name in ("scores", "scorer_scores"):
+        gaps = (torch.cat([result[name] for result in results]) - expected).abs()
+        assert gaps.mean() < 0.05 and gaps.max() < 0.5
+    settings = build_spec(path, Layout(dp=2), {}).engine.optimizer
+    norms, _ = torch_reference.train(path, batch, settings, num_steps=1)
+    assert results[0]["grad_norm"] == pytest.approx(norms[0], rel=0.05)
+    buffers = ["torch.float32"] if family == "deepseek_v3" else []  # the bias of its routers
+    assert results[0]["dtypes"] == ["torch.bfloat16", *buffers]
+    assert results[0]["frozen_dtypes"] == ["torch.bfloat16", *buffers]
 
 
 @ranks.on_ranks(2)
