@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import safetensors.torch
 import torch
 
 from mcore_rl.checkpoint.hf_writer import TensorPlan, plan_shards, write_shard
@@ -81,9 +82,23 @@ def write_adapters(
     plans = [TensorPlan(n, tuple(t.shape), t.dtype) for n, t in _name_tensors(factors())]
     [shard] = plan_shards(plans, sum(plan.nbytes for plan in plans))
     write_shard(folder, replace(shard, file=_WEIGHTS), _name_tensors(factors()))
+    config = build_adapter_config([plan.name for plan in plans], rank, alpha)
+    (folder / _CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+
+
+def pack_adapters(factors: Iterable[Factors]) -> bytes:
+    """Return all adapters as the bytes of a safetensors file with PEFT's names."""
+    # Tensors of a fused layer share their A, which a file has for each.
+    tensors = {name: value.clone() for name, value in _name_tensors(iter(factors))}
+    content: bytes = safetensors.torch.save(tensors)
+    return content
+
+
+def build_adapter_config(names: Iterable[str], rank: int, alpha: float) -> dict[str, Any]:
+    """Return adapter_config.json of adapters; `names` are those of their tensors."""
     suffix = ".lora_A.weight"
-    modules = [plan.name.removesuffix(suffix) for plan in plans if plan.name.endswith(suffix)]
-    config = {
+    modules = [name.removesuffix(suffix) for name in names if name.endswith(suffix)]
+    return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "inference_mode": True,
@@ -93,7 +108,6 @@ def write_adapters(
         "bias": "none",
         "target_modules": sorted({module.rpartition(".")[2] for module in modules}),
     }
-    (folder / _CONFIG).write_text(json.dumps(config, indent=2) + "\n")
 
 
 def _name_tensors(factors: Iterator[Factors]) -> Iterator[tuple[str, torch.Tensor]]:

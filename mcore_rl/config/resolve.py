@@ -373,6 +373,30 @@ def _check_placement(config: RLConfig) -> None:
         )
 
 
+def _check_adapters(config: RLConfig) -> None:
+    """Check what servers that get adapters alone need."""
+    for setting, is_allowed, allowed in (
+        (f"actor.lora.rank={config.actor.lora.rank}", config.actor.lora.rank, "above 0"),
+        (
+            f"rollout.load_format={config.rollout.load_format!r}",
+            config.rollout.load_format != "dummy",
+            "'auto', 'checkpoint'",
+        ),
+        (
+            f"trainer.mode={config.trainer.mode!r}",
+            get_loop(config.trainer) != "fully_async",
+            "another loop, or rollout.lora='merged': running requests keep their adapter",
+        ),
+        (
+            f"rollout.nodes_per_server={config.rollout.nodes_per_server}",
+            config.rollout.nodes_per_server == 1,
+            "1, or rollout.lora='merged'",
+        ),
+    ):
+        if not is_allowed:
+            raise ConfigError(f"rollout.lora='adapter' with {setting}; allowed: {allowed}")
+
+
 def _resolve_weight_sync(config: RLConfig) -> None:
     bucket_bytes = config.weight_sync.bucket_bytes
     if bucket_bytes < 32 or bucket_bytes % 32:  # two halves, each of aligned boxes
@@ -385,6 +409,8 @@ def _resolve_weight_sync(config: RLConfig) -> None:
             f"weight_sync.transport={transport!r} has no part in weight_sync.method={method!r}; "
             "allowed: weight_sync.method='disaggregated'"
         )
+    if config.rollout.lora == "adapter":
+        _check_adapters(config)
     if method == "full_export" and config.rollout.load_format == "dummy":
         raise ConfigError(
             "rollout.load_format='dummy': vLLM's own loader, which reads what "

@@ -148,6 +148,7 @@ def resolve_rollout(config: RolloutConfig) -> None:
     resolve_servers(config)
     # Log-probs at temperature 0 do not exist: the policy that is trained must be one that samples.
     check_positive("rollout.temperature", config.temperature)
+    check_choice("rollout.lora", config.lora, ("merged", "adapter"))
 
 
 def resolve_vllm_model(key: str, config: RolloutConfig, sizes: ModelSizes) -> None:

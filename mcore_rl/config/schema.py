@@ -179,6 +179,9 @@ class RolloutConfig:
     kv_cache_bytes: int = 4 << 30  # KV cache of each worker of a server
     # first weights: checkpoint, dummy (sent by the trainer), auto (dummy after a resume or restart)
     load_format: str = "auto"
+    # Weights of a LoRA actor on the servers: merged, or adapter (only adapters are sent, which vLLM
+    # adds to the model that it has loaded).
+    lora: str = "merged"
     max_restarts: int = 3  # maximum restarts per server
     cores: str = ""  # CPU lane: cores of each worker, as "0|1"; empty: docs/rollout.md
 

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from mcore_rl.checkpoint.hf_writer import reserve_folder, write_checkpoint
-from mcore_rl.checkpoint.peft import FOLDER, Factors, write_adapters
+from mcore_rl.checkpoint.peft import FOLDER, Factors, pack_adapters, write_adapters
 from mcore_rl.config.errors import PeerError
 from mcore_rl.config.schema import WeightSyncConfig
 from mcore_rl.controller.dispatch import (
@@ -271,6 +271,13 @@ class ModelWorker:
         except PeerError:
             self._disconnect()
             raise
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def collect_adapters(self) -> bytes:
+        """Return the adapters as a safetensors file with PEFT's names; b"" but on the main rank."""
+        self._onload_weights()
+        factors = self._engine.collect_factors()
+        return pack_adapters(factors) if self._engine.is_main_rank else b""
 
     def _disconnect(self) -> None:
         transport, self._transport = self._transport, None

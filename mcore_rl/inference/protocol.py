@@ -120,6 +120,7 @@ class ServerSpec:
     timeout_s: float | None = None  # limit of each call
     can_sleep: bool = False  # its devices are a trainer's, too
     records_experts: bool = False  # as `SamplingParams.experts_from` needs
+    adapter_rank: int = 0  # of the adapters that it takes; 0: none
     node_rank: int = 0  # among the settings.nodes_per_server nodes of the server
 
 
@@ -134,6 +135,7 @@ class ServerFeatures:
     multi_node: bool = False  # rollout.nodes_per_server above 1
     sleep: bool = False  # devices that are a trainer's, too
     updates_in_flight: bool = False  # trainer.mode=fully_async
+    adapters: bool = False  # rollout.lora=adapter
     routed_experts: bool = False  # actor.moe.router_replay=rollout
 
 
@@ -304,6 +306,18 @@ class GenerationServer(ABC):
             ConfigError: tensors are missing, or have another shape.
             StateError: it started without weights, and takes them from a trainer only.
         """
+
+    async def load_adapters(self, content: bytes, alpha: float, version: int) -> None:
+        """Add the adapters of a version to the model that it has loaded, and serve with them.
+
+        Args:
+            content: A safetensors file with PEFT's names (checkpoint/peft.pack_adapters).
+            alpha: Adapters are scaled by alpha / rank.
+
+        Raises:
+            RuntimeError: a worker did not take them; with every worker's reason.
+        """
+        raise StateError(f"{self.engine_name} takes no adapters")
 
     async def sleep(self, *, keep: bool = False) -> None:
         """Free weights and KV cache. Values are discarded: the server needs an update to serve.

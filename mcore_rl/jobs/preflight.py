@@ -15,6 +15,7 @@ from mcore_rl.agents.chat_template.codec import parse_messages
 from mcore_rl.algorithms.advantages import ADVANTAGES, GDPOSettings
 from mcore_rl.algorithms.sample_choice import CURRICULA, GROUP_FILTERS, DropUniformSettings
 from mcore_rl.checkpoint.hf import CheckpointReader, read_checkpoint_config
+from mcore_rl.checkpoint.peft import get_adapted_linear
 from mcore_rl.config.checks import check_choice
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.resolve import get_loop, list_test_files, list_train_files
@@ -246,6 +247,10 @@ def check_servers(config: RLConfig) -> None:
             f"trainer.mode={config.trainer.mode!r}: {servers} take no weights while they generate; "
             "allowed: 'sync', 'one_step_off'"
         )
+    if not features.adapters and config.rollout.lora == "adapter":
+        raise ConfigError(
+            f"rollout.lora='adapter': {config.rollout.backend} takes no adapters; allowed: 'merged'"
+        )
     if not features.routed_experts and config.actor.moe.router_replay == "rollout":
         raise ConfigError(
             f"actor.moe.router_replay='rollout': {servers} record no experts; allowed: 'off', "
@@ -369,11 +374,27 @@ def check_layouts(config: RLConfig) -> HFConfig:
         _check_critic(config, hf_config)
     _check_frozen_layouts(config)
     _check_served_layouts(config)
+    if config.rollout.lora == "adapter":
+        _check_adapters(config, hf_config)
     if is_vllm:
         resolve_vllm_model("rollout", config.rollout, sizes)
         _check_kv_cache(config, hf_config)
     _check_lengths(config)
     return hf_config
+
+
+def _check_adapters(config: RLConfig, hf_config: HFConfig) -> None:
+    """Check that no adapter is of an expert, which servers take none for."""
+    backend, targets = load_backend(config.actor, "actor"), config.actor.lora.targets
+    if backend.engines["language_model"].shard_format != "megatron":
+        return  # adapters are of linear layers, which experts are not
+    for weight in get_family(hf_config).weights(hf_config, pad_vocab_size(hf_config, 1)):
+        if weight.expert is not None and get_adapted_linear(weight) in targets:
+            raise ConfigError(
+                f"rollout.lora='adapter' with actor.lora.targets={targets}: the model has experts, "
+                "and servers take no adapters of them; allowed: ['linear_qkv', 'linear_proj'], or "
+                "rollout.lora='merged'"
+            )
 
 
 def _check_critic(config: RLConfig, actor: HFConfig) -> None:

@@ -321,7 +321,7 @@ def choose_load_format(config: RLConfig, *, resumes: bool) -> LoadFormat:
     covers every element of every parameter, which workers check; nothing proves that of a full
     export, which vLLM's own loader reads.
     """
-    if config.weight_sync.method == "full_export":
+    if config.weight_sync.method == "full_export" or config.rollout.lora == "adapter":
         return "checkpoint"
     load_format = cast(LoadFormat, config.rollout.load_format)
     return "dummy" if load_format == "auto" and resumes else load_format
@@ -474,6 +474,7 @@ def build_server_pool(
         can_sleep=servers_sleep(config.placement, list_engine_roles(config)),
         gpu_ids=pools.get_gpu_ids("rollout"),
         models=get_served_models(config),
+        adapter_rank=config.actor.lora.rank if config.rollout.lora == "adapter" else 0,
         experts=list_replayed_experts(config),
     )
     num_servers, nodes = config.rollout.num_servers, config.rollout.nodes_per_server

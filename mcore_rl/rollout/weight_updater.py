@@ -107,6 +107,25 @@ class TransportSync:
 
 
 @dataclass(frozen=True, slots=True)
+class AdapterSync:
+    """Sends a LoRA actor's adapters, which servers add to the model that they have loaded."""
+
+    actor: WorkerGroup
+    servers: ServerPool
+    timeout: Timeout
+    alpha: float
+
+    def push(self, version: int) -> None:
+        collecting = self.actor.collect_adapters.submit()
+        [contents] = gather_results([collecting], self.timeout)
+        arguments = next(filter(None, contents)), self.alpha, version
+        self.servers.admit()
+        while not self.servers.attempt("load_adapters", lambda _: arguments, [], self.timeout):
+            self.servers.admit()
+        self.servers.mark_updated(version)
+
+
+@dataclass(frozen=True, slots=True)
 class CheckpointSync:
     """Writes a Hugging Face checkpoint that servers load.
 
@@ -158,6 +177,8 @@ def connect(
     settings = replace(config.weight_sync, timeout_s=config.inner_timeout_s)
     mode, recompute_cache = get_loop(config.trainer), config.trainer.asynchronous.recompute_cache
     in_flight = mode == "fully_async", recompute_cache
+    if config.rollout.lora == "adapter":
+        return AdapterSync(actor, servers, timeout, config.actor.lora.alpha)
     if settings.method == "full_export":
         # A job removes folders of this name at its end, in any case.
         folder = Path(config.output_dir).absolute() / ".weights.partial"

@@ -212,6 +212,7 @@ class RolloutSpec:
     # CUDA_VISIBLE_DEVICES of each node of each server. Empty: as Ray sets it.
     gpu_ids: tuple[str, ...] = ()
     models: Mapping[str, ServedModel] = field(default_factory=dict)  # frozen ones, each with a path
+    adapter_rank: int = 0  # of a LoRA actor whose adapters the servers take
     experts: ExpertLayers | None = None  # layers whose routed experts are recorded
 
 
@@ -239,6 +240,7 @@ class RolloutWorker:
                 timeout_s=spec.timeout_s,
                 can_sleep=spec.can_sleep,
                 records_experts=spec.experts is not None,
+                adapter_rank=spec.adapter_rank,
                 node_rank=rank,
             )
         )
@@ -415,6 +417,13 @@ class RolloutWorker:
         """Receive a version of the weights: see `GenerationServer.update`."""
         options = {"in_flight": in_flight, "recompute_cache": recompute_cache}
         self._call_server(lambda server: self._replace_weights(server.update(version, **options)))
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def load_adapters(self, content: bytes, alpha: float, version: int) -> None:
+        """Serve with the adapters of a version: see `GenerationServer.load_adapters`."""
+        self._call_server(
+            lambda server: self._replace_weights(server.load_adapters(content, alpha, version))
+        )
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def load_checkpoint(

@@ -75,6 +75,7 @@ class VLLMServer(GenerationServer):
         eager: Compile no graphs, as `trace` needs. The CPU lane never does.
         nodes: The nodes of a server that spans several.
         records_experts: Record routed experts, as `SamplingParams.experts_from` needs.
+        adapter_rank: Take adapters up to this rank; 0: none.
     """
 
     engine_name = "vLLM's engine"
@@ -84,6 +85,7 @@ class VLLMServer(GenerationServer):
         multi_node=True,
         sleep=True,
         updates_in_flight=True,
+        adapters=True,
         routed_experts=True,
     )
 
@@ -100,6 +102,7 @@ class VLLMServer(GenerationServer):
         can_sleep: bool = False,
         nodes: ServerNodes | None = None,
         records_experts: bool = False,
+        adapter_rank: int = 0,
     ) -> None:
         super().__init__(ServerSpec(model_path, dtype, max_model_tokens, config, seed))
         _check_settings(model_path, dtype)
@@ -107,6 +110,8 @@ class VLLMServer(GenerationServer):
         self._max_model_tokens, self._config, self._seed = max_model_tokens, config, seed
         self._eager, self._timeout_s, self._can_sleep = eager, timeout_s, can_sleep
         self._nodes, self._records_experts = nodes, records_experts
+        self._adapter_rank = adapter_rank
+        self._adapter: Any = None  # vLLM's name of the version's adapters
         self._engine: AsyncLLM | None = None
         self._name: ServerName | None = None
         self._stop_watch: StoppedProcesses | None = None
@@ -133,6 +138,7 @@ class VLLMServer(GenerationServer):
             can_sleep=spec.can_sleep,
             nodes=nodes,
             records_experts=spec.records_experts,
+            adapter_rank=spec.adapter_rank,
         )
 
     @property
@@ -202,6 +208,7 @@ class VLLMServer(GenerationServer):
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.usage.usage_lib import UsageContext
 
+        from mcore_rl.inference.vllm import adapters as vllm_adapters
         from mcore_rl.inference.vllm import weights as vllm_weights
         from mcore_rl.inference.vllm import worker as vllm_worker
 
@@ -233,6 +240,7 @@ class VLLMServer(GenerationServer):
             ),
             **vllm_worker.build_sleep_arguments(self._can_sleep),
             **vllm_worker.build_expert_arguments(self._records_experts),
+            **vllm_adapters.build_adapter_arguments(self._model_path, self._adapter_rank),
             **loading,
             **nodes,
         ).create_engine_config(UsageContext.OPENAI_API_SERVER, headless=headless)
@@ -377,7 +385,10 @@ class VLLMServer(GenerationServer):
         engine_id = f"{request_id}#{next(self._request_ids)}"
         self._engine_ids[request_id or engine_id] = engine_id
         try:
-            async for output in self._started_engine.generate(prompt, parameters, engine_id):
+            stream = self._started_engine.generate(
+                prompt, parameters, engine_id, lora_request=self._adapter
+            )
+            async for output in stream:
                 yield output
         finally:
             del self._engine_ids[request_id or engine_id]
@@ -411,6 +422,17 @@ class VLLMServer(GenerationServer):
         async with self._replace_weights(version, in_flight, recompute_cache):
             task = f"weight update to version {version}"
             await _call_workers(self._started_engine, task, "load_checkpoint", {"path": path})
+
+    async def load_adapters(self, content: bytes, alpha: float, version: int) -> None:
+        from mcore_rl.inference.vllm import adapters as vllm_adapters
+
+        if not self._adapter_rank:
+            raise StateError("load_adapters: the server was started without adapters")
+        async with self._replace_weights(version, in_flight=False, recompute_cache=False):
+            arguments = {"version": version, "content": content, "alpha": alpha}
+            task = f"adapters of version {version}"
+            await _call_workers(self._started_engine, task, "store_adapters", arguments)
+            self._adapter = vllm_adapters.build_request(version)
 
     @asynccontextmanager
     async def _replace_weights(
@@ -451,7 +473,8 @@ class VLLMServer(GenerationServer):
             raise StateError("the server cannot sleep: it was started without can_sleep")
         async with self._pause_engine(Call.SLEEP, keep=keep):
             # Running requests are preempted: the cache is empty afterwards.
-            await self._started_engine.sleep(level=2, mode="keep")
+            level = 1 if self._adapter_rank else 2  # 1: the base model stays in host memory
+            await self._started_engine.sleep(level=level, mode="keep")
             if keep:
                 self._request_gate.hold_until_awake()
 

@@ -37,6 +37,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from mcore_rl.config.errors import ConfigError, PeerError
 from mcore_rl.config.schema import RolloutConfig
+from mcore_rl.inference.vllm.adapters import register_manager
 from mcore_rl.inference.vllm.processes import use_worker_rendezvous
 from mcore_rl.inference.vllm.trace import TraceTaker
 from mcore_rl.inference.vllm.weights import (
@@ -339,6 +340,10 @@ class WorkerExtension(TraceTaker):
         self.model_runner.reload_weights(weights_path=path)
         repack_output_heads(model)
 
+    def store_adapters(self, version: int, content: bytes, alpha: float) -> None:
+        """Take the adapters of a version (adapters.py)."""
+        self.model_runner.lora_manager.store(version, content, alpha)
+
     def list_parameters(self) -> list[list[Any]]:
         """Return what this worker's parameters are made of, if its loader was traced."""
         return list_traced_parameters(self.model_runner.get_model())
@@ -428,6 +433,7 @@ def register() -> None:
     WeightTransferEngineFactory.register_engine(BACKEND, module, "ShardTransferEngine")
     _patch_sleep()
     register_loaders()
+    register_manager()
     if current_platform.is_cpu():
         from mcore_rl.inference.vllm import cpu_patches
 
@@ -471,12 +477,16 @@ def clear_woken_cache(wake_up: Callable[..., None]) -> Callable[..., None]:
 
 
 def _sleep_on_cpu(worker: Any, level: int = 1) -> None:
-    """Free the storages of weights and KV cache; their sizes are in `worker._asleep`."""
-    if level != 2:
-        raise ValueError(f"sleep of level {level} on a CPU; there is level 2")
+    """Free the storages of weights and KV cache; their sizes are in `worker._asleep`.
+
+    Level 1 keeps the weights, where vLLM moves them to host memory.
+    """
+    if level not in (1, 2):
+        raise ValueError(f"sleep of level {level} on a CPU; there are levels 1 and 2")
     model = worker.model_runner.get_model()
+    weights = _list_weights(model) if level == 2 else []
     worker._asleep = {
-        "weights": [(storage, storage.nbytes()) for storage in _list_weights(model)],
+        "weights": [(storage, storage.nbytes()) for storage in weights],
         "kv_cache": [
             (storage, storage.nbytes()) for storage in _list_kv_caches(worker.model_runner)
         ],
@@ -484,7 +494,7 @@ def _sleep_on_cpu(worker: Any, level: int = 1) -> None:
     for storages in worker._asleep.values():
         for storage, _ in storages:
             storage.resize_(0)
-    for module in model.modules():
+    for module in model.modules() if level == 2 else ():
         if hasattr(module, "cpu_linear"):  # it has oneDNN's pack of the weight
             module.cpu_linear = _refuse_to_run
 

@@ -1,0 +1,127 @@
+"""Adapters on a server of vLLM give what weights merged with them give, by transformers."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+import mcore_rl
+from mcore_rl.checkpoint.peft import Factors, pack_adapters
+from mcore_rl.config.errors import StateError
+from mcore_rl.config.schema import RolloutConfig
+from mcore_rl.inference.protocol import SamplingParams
+from mcore_rl.inference.vllm.server import VLLMServer
+from tests.nightly import all_but
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "dist_cpu"))
+import tiny_models
+
+RANK, ALPHA = 6, 12.0
+_SHAPE: dict[str, Any] = {
+    "vocab_size": 131, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
+    "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 32, "pad_token_id": 0,
+    "max_position_embeddings": 512, "bos_token_id": None, "eos_token_id": 1,
+    "tie_word_embeddings": False,
+}  # fmt: skip
+MODELS = {
+    "phi3": {},  # its projections are stacked, and no family here has its rules
+    "qwen3_moe": {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+}
+CASES = [(name, tp) for name in MODELS for tp in (1, 2)]
+
+
+def build_model(name: str, folder: Path) -> Any:
+    config = transformers.AutoConfig.for_model(name, **(_SHAPE | MODELS[name]))
+    model = tiny_models.build_from(config)
+    model.save_pretrained(folder)
+    return model
+
+
+def merge_random_factors(model: Any, base: dict[str, torch.Tensor], seed: int) -> list[Factors]:
+    """Merge new factors into the base weights of a model; return them."""
+    generator, factors = torch.Generator().manual_seed(seed), []
+    for name, module in model.base_model.named_modules():
+        if isinstance(module, torch.nn.Linear) and name.endswith("_proj"):
+            a = 0.2 * torch.randn(RANK, module.in_features, generator=generator)
+            b = 0.2 * torch.randn(module.out_features, RANK, generator=generator)
+            weight = f"model.{name}.weight"
+            module.weight.data.copy_(base[weight] + ALPHA / RANK * b @ a)
+            factors.append(Factors(weight, a, b))
+    return factors
+
+
+async def compute_gap(server: VLLMServer, model: Any) -> float:
+    """Return the largest difference of log-probs to transformers."""
+    gaps = []
+    for prompt in ([5, 6, 7], list(range(3, 40))):
+        sampling = SamplingParams(n=2, max_tokens=12, seed=3)
+        for completion in await server.submit(prompt, sampling):
+            ids = torch.tensor([[*prompt, *completion.token_ids]])
+            with torch.no_grad():
+                log_probs = model(ids).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+            chosen = log_probs.gather(1, torch.tensor(completion.token_ids)[:, None])[:, 0]
+            gaps.append((chosen - torch.tensor(completion.log_probs)).abs().max())
+    return float(torch.stack(gaps).max())
+
+
+async def check_versions(model: Any, folder: Path, tp: int) -> None:
+    base = {name: value.clone() for name, value in model.state_dict().items()}
+    config = RolloutConfig(kv_cache_bytes=64 << 20, max_num_seqs=8, tp=tp)
+    server = VLLMServer(
+        str(folder), "float32", 256, config, 0, adapter_rank=RANK, can_sleep=True, timeout_s=120.0
+    )
+    await server.start()
+    try:
+        assert await compute_gap(server, model) < 1e-5
+        for version in (1, 2, 3):
+            factors = merge_random_factors(model, base, version)
+            if version == 2:  # the base model is there after a sleep
+                await server.sleep()
+                await server.wake("weights")
+            await server.load_adapters(pack_adapters(factors), ALPHA, version)
+            if version == 2:
+                await server.wake("kv_cache")
+            assert server.weight_version == version
+            assert await compute_gap(server, model) < 1e-5
+        unknown = Factors("model.layers.0.nope.weight", torch.zeros(6, 64), torch.zeros(64, 6))
+        with pytest.raises(RuntimeError, match="no layer with adapters for model"):
+            await server.load_adapters(pack_adapters([unknown]), ALPHA, 4)
+        with pytest.raises(StateError):  # until an update succeeds
+            await compute_gap(server, model)
+        await server.load_adapters(pack_adapters(factors), ALPHA, 5)
+        assert await compute_gap(server, model) < 1e-5
+    finally:
+        await server.close()
+
+
+@pytest.mark.server
+@pytest.mark.parametrize(("name", "tp"), all_but([("phi3", 1), ("qwen3_moe", 1)], CASES))
+def test_a_version_of_adapters_is_the_merged_model(name, tp, tmp_path):
+    asyncio.run(check_versions(build_model(name, tmp_path), tmp_path, tp))
+
+
+@pytest.mark.job
+@pytest.mark.parametrize("backend", all_but(("megatron",), ("megatron", "fsdp")))
+def test_a_run_with_adapters_on_its_servers_has_the_trainers_log_probs(
+    start_job, tmp_path, backend
+):
+    layout = ("actor.layout.tp=1", "actor.layout.ep=1", "actor.layout.dp=2")
+    job = start_job(
+        *layout, f"actor.backend={backend}", "actor.lora.rank=8", "rollout.lora=adapter",
+        *(("actor.lora.targets=[linear_qkv,linear_proj]",) if backend == "megatron" else ()),
+        "warm_start.moe_aux_loss_coef=0", "warm_start.num_steps=40", "trainer.num_steps=3",
+        "trainer.prompts_per_step=16", "trainer.eval_samples=16", "algorithm.num_mini_batches=1",
+        "actor.optimizer.lr=1e-2", output=tmp_path / "run",
+    )  # fmt: skip
+    assert job.process.wait(400) == 0, job.stderr[-3000:]
+    rows = mcore_rl.load_run(tmp_path / "run").metrics
+    assert len(rows) == 3
+    for row in rows:
+        assert row["actor/grad_norm"] > 0
+        assert row["max_logprob_gap"] < 1e-4 and row["mean_logprob_gap"] < 1e-5
