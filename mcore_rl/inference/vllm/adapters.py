@@ -24,7 +24,7 @@ from mcore_rl.config.errors import ConfigError
 from mcore_rl.models.base import read_config
 from mcore_rl.models.transformers_model import build_empty_model
 
-_NUM_KEPT = 2  # adapters of a worker: the newest, and that of requests which still run
+_CAPACITY = 2  # adapters of a worker: the newest, and that of requests which still run
 _MEMORY = "memory:"  # prefix of the path of an adapter that is not a folder
 
 
@@ -45,7 +45,7 @@ def build_adapter_arguments(model_path: str, rank: int) -> dict[str, Any]:
         "enable_lora": True,
         "max_lora_rank": min(size for size in ranks if size >= rank),
         "max_loras": 1,
-        "max_cpu_loras": _NUM_KEPT,
+        "max_cpu_loras": _CAPACITY,
         "lora_target_modules": _list_linears(model_path),
     }
 
@@ -103,7 +103,7 @@ class MemoryLoRAManager(worker_manager.LRUCacheWorkerLoRAManager):
         """
         request = build_request(version)
         self._stored[request.lora_path] = safetensors.torch.load(content), alpha
-        for path in list(self._stored)[:-_NUM_KEPT]:
+        for path in list(self._stored)[:-_CAPACITY]:
             del self._stored[path]
         self.remove_adapter(version)  # of an update that failed
         self.add_adapter(request)
