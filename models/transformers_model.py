@@ -21,11 +21,15 @@ from mcore_rl.models.base import (
     Family,
     HFConfig,
     drop_mtp_layers,
-    get_head_dim,
     register_builder,
 )
 from mcore_rl.models.heads import get_value_head_suffix
 from mcore_rl.reshard.rules import LogicalTensor, Replicated, Rule, StackedRows, Stage, Weight
+
+_CODE_FIELDS = (
+    "attn_implementation", "_attn_implementation", "experts_implementation",
+    "_experts_implementation", "auto_map",
+)  # fmt: skip
 
 
 def build_empty_model(hf_config: HFConfig, **options: Any) -> Any:
@@ -47,18 +51,32 @@ def build_empty_model(hf_config: HFConfig, **options: Any) -> Any:
             f"config.json: model_type={model_type!r} is not in transformers "
             f"{transformers.__version__}; allowed: one that is, without code of its own"
         )
-    config = CONFIG_MAPPING[model_type].from_dict(dict(hf_config))
+    config = CONFIG_MAPPING[model_type].from_dict(_select_fields(hf_config))
+    options = {"attn_implementation": "eager", "trust_remote_code": False, **options}
     kinds = {"": "AutoModelForCausalLM"}
     suffix = get_value_head_suffix(hf_config)
     auto_class = getattr(transformers, kinds.get(suffix, f"AutoModel{suffix}"))
     try:
         with torch.device("meta"):
             return auto_class.from_config(config, dtype=torch.float32, **options)
-    except ValueError as error:
+    except (ValueError, KeyError) as error:
         raise ConfigError(
             f"config.json: architectures={architectures}: transformers {transformers.__version__} "
-            f"has no such model ({str(error).splitlines()[0]})"
+            f"has no such model, or not with these functions ({str(error).splitlines()[0]})"
         ) from error
+
+
+def _select_fields(hf_config: HFConfig) -> HFConfig:
+    """Return a config.json without what chooses code, and without random numbers in training.
+
+    Scores of a training pass are those of a scoring pass.
+    """
+    fields = {}
+    for name, value in hf_config.items():
+        is_random = any(part in name for part in ("dropout", "pdrop", "jitter"))
+        if name not in _CODE_FIELDS:
+            fields[name] = 0.0 if is_random and isinstance(value, float) else value
+    return fields
 
 
 def map_parameters(model: Any) -> dict[str, Rule]:
@@ -174,25 +192,38 @@ def build_family(hf_config: HFConfig) -> Family:
 
 
 def _map_config(config: HFConfig) -> dict[str, Any]:
-    """Return sizes from the fields that config.json files share, by Megatron's names."""
-    heads, num_layers = config["num_attention_heads"], config["num_hidden_layers"]
-    names = ("num_experts", "num_local_experts", "n_routed_experts")
-    experts = next((config[name] for name in names if name in config), 0)
-    hidden, head_dim = config["hidden_size"], get_head_dim(config)
+    """Return sizes by Megatron's names, from the fields of transformers' config."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    values = CONFIG_MAPPING[config["model_type"]].from_dict(_select_fields(config))
+    values = values.get_text_config()
+
+    def read(*names: str) -> Any:
+        return next((v for v in (getattr(values, name, None) for name in names) if v), 0)
+
+    heads, num_layers, hidden = (
+        read(name) for name in ("num_attention_heads", "num_hidden_layers", "hidden_size")
+    )
+    if not (heads and num_layers and hidden):
+        raise ConfigError(
+            f"config.json: model_type={config['model_type']!r} has no num_attention_heads, "
+            "num_hidden_layers or hidden_size; allowed: a decoder with attention"
+        )
+    ffn = read("intermediate_size") or 4 * hidden
     fields = {
         "num_layers": num_layers,
         "hidden_size": hidden,
         "num_attention_heads": heads,
-        "num_query_groups": config.get("num_key_value_heads") or heads,
-        "kv_channels": head_dim,
-        "ffn_hidden_size": config.get("intermediate_size") or 4 * hidden,
+        "num_query_groups": read("num_key_value_heads") or heads,
+        "kv_channels": read("head_dim") or hidden // heads,
+        "ffn_hidden_size": ffn,
     }
-    if experts:
+    if experts := read("num_experts", "num_local_experts", "n_routed_experts"):
         fields |= {
             "num_moe_experts": experts,
-            "moe_ffn_hidden_size": config.get("moe_intermediate_size", fields["ffn_hidden_size"]),
+            "moe_ffn_hidden_size": read("moe_intermediate_size") or ffn,
             "moe_layer_freq": [1] * num_layers,
-            "moe_router_topk": config.get("num_experts_per_tok", 1),
+            "moe_router_topk": read("num_experts_per_tok") or 1,
         }
     return fields
 

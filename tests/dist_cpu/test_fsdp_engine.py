@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,7 @@ _LINEAR = {
     "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 12,
     "linear_value_head_dim": 12, "shared_expert_intermediate_size": 24,
 }  # fmt: skip
+_RANDOM = {"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attention_dropout": 0.1}
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3": {"tie_word_embeddings": True},
     "qwen3_moe": {**_EXPERTS, "norm_topk_prob": True},
@@ -41,6 +43,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gemma3_text": {"sliding_window": 8, "query_pre_attn_scalar": 12},
     "olmo3": {"sliding_window": 8},
     "phi3": {},  # stacked projections in the checkpoint
+    # A head with a bias, and dropout, which is off.
+    "phi": {"num_key_value_heads": 4, **_RANDOM},
     "cohere2": {"sliding_window": 8, "logit_scale": 0.3},  # its head is not one matrix
     "gpt_oss": {"num_local_experts": 6, "num_experts_per_tok": 2, "sliding_window": 8},  # sinks
     "deepseek_v3": {
@@ -49,6 +53,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 12,
         "num_key_value_heads": 4, "head_dim": 8,
     },
+    "tied": {**_EXPERTS, "norm_topk_prob": True, "tie_word_embeddings": True},  # qwen3_moe
     "mixtral": {"num_local_experts": 6, "intermediate_size": 22},  # rows of 88 bytes
     "qwen3_next": {**_EXPERTS, **_LINEAR},  # mixes the sequences of a pack
 }  # fmt: skip
@@ -65,17 +70,17 @@ LAYOUTS = {
     "replicas ep2": (Layout(dp=4, ep=2), {"fsdp": FSDPConfig(num_replicas=2)}),
 }
 DENSE = ("one rank", "dp2", "cp2", "dp3", "dp2 cp2", "replicas", "offload")
+DIVIDED = ("qwen3_moe", "tied", "mixtral", "deepseek_v3")
 CASES = [
     *((family, name) for family in FAMILIES if family != "qwen3_next" for name in DENSE),
-    *((family, name) for family in ("qwen3_moe", "deepseek_v3") for name in LAYOUTS if "ep" in name
-      and name != "replicas"),
+    *((family, name) for family in DIVIDED for name in LAYOUTS if name.endswith("ep2")),
 ]  # fmt: skip
 SELECTED = [
     ("qwen3", "cp2"), ("qwen3", "replicas"), ("qwen3", "offload"), ("qwen3_moe", "dp3"),
     ("gemma3_text", "dp2 cp2"),
     ("olmo3", "one rank"), ("phi3", "dp2"), ("cohere2", "cp2"), ("gpt_oss", "cp2"),
     ("deepseek_v3", "cp2"), ("deepseek_v3", "ep2"), ("qwen3_moe", "dp2 cp2 ep2"),
-    ("mixtral", "dp2"),
+    ("mixtral", "dp2"), ("mixtral", "ep2"), ("phi", "dp2"), ("tied", "ep2"),
 ]  # fmt: skip
 
 
@@ -83,7 +88,8 @@ SELECTED = [
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder, paths = tmp_path_factory.mktemp("models"), {}
     for name, changes in FAMILIES.items():
-        config = transformers.AutoConfig.for_model(name, **(_SHAPE | changes))
+        kind = "qwen3_moe" if name == "tied" else name
+        config = transformers.AutoConfig.for_model(kind, **(_SHAPE | changes))
         paths[name] = folder / name
         tiny_models.build_from(config).save_pretrained(paths[name])
     return paths
@@ -100,6 +106,7 @@ def build_spec(
 
 def start(path: Path, layout: Layout, changes: dict[str, Any], kind: str = "language_model") -> Any:
     spec = build_spec(path, layout, changes)
+    spec = replace(spec, model=replace(spec.model, family="transformers"))
     engine = ranks.started(spec, lambda spec: create_engine(kind, spec))
     engine.mesh = Mesh(layout)
     return engine
@@ -200,15 +207,46 @@ def test_a_bfloat16_model_has_float32_weights_and_scores_within_its_rounding(mod
     assert results[0]["frozen_dtypes"] == ["torch.bfloat16", *buffers]
 
 
-@ranks.on_ranks(2)
-def refuse_packs(path: Path) -> ranks.Result:
+@ranks.on_ranks()
+def refuse(path: Path, layout: Layout, changes: dict[str, Any]) -> ranks.Result:
     with pytest.raises(ConfigError) as caught:
-        start(path, Layout(dp=2), {})
+        start(path, layout, changes)
     return {"sentence": str(caught.value)}
 
 
+def test_recurrent_layers_are_not_split_over_ranks_even_without_packs(models):
+    unpacked = {"fsdp": FSDPConfig(packing=False)}
+    for result in refuse(models["qwen3_next"], Layout(cp=2), unpacked):
+        assert "qwen3_next: scores of a sequence that ranks share differ" in result["sentence"]
+        assert result["sentence"].endswith("allowed: layout.cp=1")
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("bloom", "depend on later tokens|do not take packs"),
+        ("gpt_neox_japanese", "scores depend on later tokens|do not take packs"),
+        ("stablelm", "its layers in transformers do not take packs"),
+        ("gptj", "has no such model, or not with these functions"),
+    ],
+)
+def test_a_family_that_does_not_attend_through_the_registry_is_refused(kind, message, tmp_path):
+    changes = {
+        "n_embd": 48,
+        "n_layer": 2,
+        "n_head": 4,
+        "rotary_dim": 8,
+        "hidden_size": 48,
+        "partial_rotary_factor": 0.5,
+    }
+    config = transformers.AutoConfig.for_model(kind, **(_SHAPE | changes))
+    tiny_models.build_from(config).save_pretrained(tmp_path)
+    for result in refuse(tmp_path, Layout(), {"fsdp": FSDPConfig(packing=False)}):
+        assert re.search(message, result["sentence"]), result
+
+
 def test_a_family_that_mixes_the_sequences_of_a_pack_is_refused_by_its_number(models):
-    for result in refuse_packs(models["qwen3_next"]):
+    for result in refuse(models["qwen3_next"], Layout(dp=2), {}):
         assert "qwen3_next: scores of two sequences in one pack differ" in result["sentence"]
         assert result["sentence"].endswith("allowed: fsdp.packing=false")
 

@@ -36,14 +36,21 @@ def score(model: Any, batch: Batch, temperature: float) -> dict[str, list[torch.
     return scores
 
 
+def decays(name: str, parameter: torch.Tensor) -> bool:
+    return parameter.dim() > 1 and not name.endswith("bias")
+
+
 def train(
     path: Path, batch: Batch, settings: OptimizerConfig, num_steps: int
 ) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Take steps of ranks.LOSS with torch alone; return gradient norms and weights."""
     model = load(path)
     groups = [
-        {"params": [p for p in model.parameters() if p.dim() > 1]},
-        {"params": [p for p in model.parameters() if p.dim() == 1], "weight_decay": 0},
+        {"params": [p for name, p in model.named_parameters() if decays(name, p)]},
+        {
+            "params": [p for name, p in model.named_parameters() if not decays(name, p)],
+            "weight_decay": 0,
+        },
     ]
     optimizer = torch.optim.AdamW(
         groups,

@@ -25,6 +25,8 @@ from mcore_rl.engine.attention import attend, attend_pack
 ATTENTION = "mcore_rl_packed"  # name in transformers' registry of attention functions
 EXPERTS = "mcore_rl_dispatched"  # name in transformers' registry of experts functions
 
+_IGNORED = ("position_ids", "cache_position")  # tensors that attention need not know
+
 
 @dataclass(frozen=True, slots=True)
 class Pack:
@@ -46,7 +48,7 @@ def attend_packed(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
-    **_: Any,
+    **others: Any,
 ) -> tuple[torch.Tensor, None]:
     """Return causal attention inside each sequence of a pack, [1, tokens, heads, value dim].
 
@@ -57,7 +59,14 @@ def attend_packed(
         key: [1, groups, tokens of this rank, dim]
         value: [1, groups, tokens of this rank, value dim]
         s_aux: Logit of the attention sink of each head.
+
+    Raises:
+        ValueError: The layer asks for a mask, a bias, or attention that is not causal.
     """
+    unknown = [name for name, v in others.items() if torch.is_tensor(v) and name not in _IGNORED]
+    if attention_mask is not None or unknown or others.get("is_causal") is False:
+        name = next(iter(unknown), "a mask of its own")
+        raise ValueError(f"{type(module).__name__} calls attention with {name}")
     if pack.group is not None:
         count = pack.group.size()
         if query.shape[1] % count:
@@ -139,7 +148,7 @@ def dispatch_to_experts(
     """Send tokens to the ranks of their experts, and return the weighted sums of the results.
 
     The signature is that of transformers' experts functions. `module` has this rank's share of the
-    experts, and the group as `ep_group`.
+    experts, the group as `ep_group`, and `can_group`, whether torch.grouped_mm takes its sizes.
 
     Args:
         hidden: [tokens, dim]
@@ -158,7 +167,10 @@ def dispatch_to_experts(
     local_ids = local_ids.repeat_interleave(received_counts.flatten())
     unweighted = weights.new_ones(len(tokens), 1)
     if len(tokens):
-        outputs = grouped_mm_experts_forward(module, tokens, local_ids[:, None], unweighted)
+        multiply = grouped_mm_experts_forward
+        if not module.can_group:  # the plain forward pass, which transformers' registry wraps
+            multiply = type(module).forward.__wrapped__
+        outputs = multiply(module, tokens, local_ids[:, None], unweighted)
     else:  # the parameters take part in the backward pass all the same
         outputs = tokens + 0 * sum(p.sum() for p in module.parameters(recurse=False))
     returned = _send(outputs, received, sent, group)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from mcore_rl.algorithms.correction import find_gaps_beyond
+from mcore_rl.checkpoint import sharded_rows
 from mcore_rl.checkpoint.hf import CheckpointReader
 from mcore_rl.checkpoint.peft import Factors
 from mcore_rl.config.checks import check_divides
@@ -31,7 +32,7 @@ from mcore_rl.engine.base import (
     ScoredStep,
     ShardFormat,
 )
-from mcore_rl.engine.fsdp import checkpoint, lora
+from mcore_rl.engine.fsdp import lora
 from mcore_rl.engine.fsdp.attention import ATTENTION, Pack, register_functions
 from mcore_rl.engine.fsdp.model import (
     RankMeshes,
@@ -62,6 +63,7 @@ from mcore_rl.models.base import (
     CLASSIFICATION,
     SEQUENCE,
     HFConfig,
+    get_family,
     get_model_sizes,
     read_config,
 )
@@ -74,8 +76,8 @@ from mcore_rl.reshard.layout import ShardedRanks
 from mcore_rl.reshard.rules import Shard, StackedRows, Weight
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-# Largest difference of log-probs in nats between a sequence in a pack and alone, by rounding.
-_PACKING_NATS = {torch.float32: 1e-3, torch.bfloat16: 0.3}
+# Largest mean difference of log-probs in nats that rounding makes between two ways to a token.
+_NATS = {torch.float32: 1e-4, torch.bfloat16: 0.1}
 
 
 class FSDPEngine(BaseEngine):
@@ -103,20 +105,21 @@ class FSDPEngine(BaseEngine):
         register_functions()
         model = build_empty_model(self.hf_config, attn_implementation=ATTENTION)
         experts: list[Any] = []
-        by_name = {weight.name: weight for weight in self.weights}
-        choose_experts_function(model, by_name, DTYPES[self.spec.model.dtype])
+        dtype = DTYPES[self.spec.model.dtype]
+        choose_experts_function(model, dtype)
         if layout.ep > 1:
-            experts = keep_local_experts(model, by_name, self.meshes.ep_group)
+            by_name = {weight.name: weight for weight in self.weights}
+            experts = keep_local_experts(model, by_name, self.meshes.ep_group, dtype)
         self.adapter_weights: tuple[Weight, ...] = ()
         if settings.lora.rank:
             lora.attach_adapters(model, settings.lora)
             self.adapter_weights = lora.map_factors(model)
         if settings.recompute.granularity == "full":
             model.gradient_checkpointing_enable({"use_reentrant": False})
-        dtype = DTYPES[self.spec.model.dtype]
-        if not self.spec.total_steps:
-            for parameter in model.parameters():  # buffers such as rotary frequencies stay wide
-                parameter.data = parameter.data.to(dtype)
+        if not self.spec.total_steps:  # buffers such as rotary frequencies stay wide
+            for name, parameter in model.named_parameters():
+                if not name.startswith("score."):
+                    parameter.data = parameter.data.to(dtype)
         self.root = self._root_class(model)
         shard_model(
             self.root,
@@ -127,13 +130,13 @@ class FSDPEngine(BaseEngine):
             cpu_offload=settings.fsdp.cpu_offload,
         )
         is_on_host = settings.fsdp.cpu_offload
-        allocate(self.root, torch.device("cpu") if is_on_host else self.device)
+        allocate(self.root, torch.device("cpu") if is_on_host else self.device, self.device)
         self.reader = CheckpointReader(self.spec.model.path)
         load_weights(self.root, self._iter_local(self.weights), self.weights, self.reader)
         lora.initialize_factors(self._iter_local(self.adapter_weights), self.spec.seed)
         self.parameters = [p for p in self.root.parameters() if p.requires_grad]
         self.optimizer = self._build_optimizer() if self.spec.total_steps else None
-        self._check_packing(dtype)
+        self._check_model(dtype)
 
     def _read_model_config(self) -> HFConfig:
         config = read_config(self.spec.model.path)
@@ -151,9 +154,12 @@ class FSDPEngine(BaseEngine):
     def _build_optimizer(self) -> torch.optim.AdamW:
         """Build AdamW; as in Megatron neither biases nor norms decay."""
         config, groups = self.spec.engine.optimizer, dict[Any, list[Any]]()
-        for parameter in self.parameters:  # torch's fused loops take parameters of one mesh
-            assert isinstance(parameter, DTensor)
-            groups.setdefault((parameter.device_mesh, parameter.dim() > 1), []).append(parameter)
+        for name, parameter in self.root.named_parameters():
+            if parameter.requires_grad:
+                assert isinstance(parameter, DTensor)
+                decays = parameter.dim() > 1 and not name.endswith("bias")
+                # torch's fused loops take parameters of one mesh.
+                groups.setdefault((parameter.device_mesh, decays), []).append(parameter)
         return torch.optim.AdamW(
             [
                 {"params": members, "weight_decay": config.weight_decay if decays else 0.0}
@@ -165,52 +171,86 @@ class FSDPEngine(BaseEngine):
         )
 
     @torch.no_grad()
-    def _check_packing(self, dtype: torch.dtype) -> None:
-        """Compare two sequences in a pack with each alone, and both ways to the log-probs.
+    def _check_model(self, dtype: torch.dtype) -> None:
+        """Compare two short sequences in a pack with each alone, and look for tokens ahead.
 
         Raises:
-            ConfigError: The model mixes the sequences of a pack.
+            ConfigError: The model mixes the sequences of a pack or the ranks of cp, looks ahead, or
+                its layers do not take packs.
         """
+        name = self.hf_config.get("model_type")
         rng = np.random.default_rng(0)
-        lengths = (9, 6)
-        rows = [rng.integers(1, self.hf_config["vocab_size"], n) for n in lengths]
-        batch = Batch(
-            {
-                "prompt_ids": Jagged.pack([row[:3] for row in rows], np.int64),
-                "response_ids": Jagged.pack([row[3:] for row in rows], np.int64),
-            }
-        )
+        rows = [rng.integers(1, self.hf_config["vocab_size"], n) for n in (9, 6)]
         self.root.eval()
-        [packed] = pack_samples(batch, [[0, 1]], self._split, self.device)
-        if not self._kind:
-            self.root.has_plain_head = self._has_plain_head(packed, dtype)
-        settings = choose_scores(self.spec, 1.0, None)
-        scores, group = [], self.meshes.context_group
-        for parts in ([[0, 1]], [[0], [1]]):
-            micros = pack_samples(batch, parts, self._split, self.device)
-            # A critic's head may be zero: its states are compared by a random one.
-            results = [self._score(micro, None if self._kind else settings) for micro in micros]
-            name = next(iter(results[0]))
-            scores.append(restore_batch_order(batch, micros, results, name, group).values)
-        self.root.reshard()  # type: ignore[operator]
-        gap = float(np.abs(scores[0] - scores[1]).max())
-        if self.spec.engine.fsdp.packing and not gap <= _PACKING_NATS[dtype]:
+        try:
+            if not self._kind:
+                [packed] = self._pack_rows(rows, [[0, 1]], self._split)
+                is_plain = self.root(packed, self._build_pack(packed), None)
+                self.root.has_plain_head = not self._find_largest(not is_plain)
+            expected = self._score_rows(rows, [[0], [1]], PackSplit())
+            gaps = {
+                "packed": self._score_rows(rows, [[0, 1]], self._split) - expected,
+                "split": self._score_rows(rows, [[0], [1]], self._split) - expected,
+            }
+            changed = [np.append(row[:-1], row[-1] % (len(row) + 1) + 1) for row in rows]
+            ahead = self._score_rows(changed, [[0], [1]], PackSplit()) - expected
+        except (AttributeError, KeyError, NotImplementedError, TypeError, ValueError) as error:
             raise ConfigError(
-                f"{self.hf_config.get('model_type')}: scores of two sequences in one pack differ "
-                f"from those of each alone by {gap:.2g}: its layers mix the sequences of a pack; "
+                f"{name}: its layers in transformers do not take packs ({error}); allowed: another "
+                "family, or backend='megatron' where it has it"
+            ) from error
+        self.root.reshard()  # type: ignore[operator]
+        is_scored = np.ones(len(ahead), dtype=bool)
+        is_scored[np.cumsum([len(row) - 3 for row in rows]) - 1] = False  # the changed tokens
+        gaps["ahead"] = ahead[is_scored]
+        largest = {case: self._find_largest(np.abs(gap).mean()) for case, gap in gaps.items()}
+        bound = _NATS[dtype]
+        if not largest["ahead"] <= bound:
+            raise ConfigError(
+                f"{name}: scores depend on later tokens, by {largest['ahead']:.2g} on average: its "
+                "layers do not attend through transformers' registry; allowed: another family"
+            )
+        if not largest["split"] <= bound:
+            raise ConfigError(
+                f"{name}: scores of a sequence that ranks share differ from those on one rank by "
+                f"{largest['split']:.2g} on average: its layers need whole sequences; allowed: "
+                "layout.cp=1"
+            )
+        if self.spec.engine.fsdp.packing and not largest["packed"] <= bound:
+            raise ConfigError(
+                f"{name}: scores of two sequences in one pack differ from those of each alone by "
+                f"{largest['packed']:.2g} on average: its layers mix the sequences of a pack; "
                 "allowed: fsdp.packing=false"
             )
 
-    def _has_plain_head(self, micro: MicroBatch, dtype: torch.dtype) -> bool:
-        """Return whether logits are the product of states and head. Collective over all ranks."""
-        product, logits = self.root(micro, self._build_pack(micro), None)
-        largest = torch.zeros(2, device=self.device)
-        if len(logits):  # this rank has response tokens
-            largest[0] = (product - logits).float().abs().amax()
-            largest[1] = logits.float().abs().amax()
-        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
-        rounding = 1e-5 if dtype == torch.float32 else 0.05
-        return bool(largest[0] <= rounding * largest[1])
+    def _pack_rows(
+        self, rows: Sequence[Any], parts: list[list[int]], split: PackSplit
+    ) -> list[MicroBatch]:
+        """Pack rows of ids with prompts of 3 tokens."""
+        prompts = Jagged.pack([row[:3] for row in rows], np.int64)
+        responses = Jagged.pack([row[3:] for row in rows], np.int64)
+        batch = Batch({"prompt_ids": prompts, "response_ids": responses})
+        return pack_samples(batch, parts, split, self.device)
+
+    def _score_rows(
+        self, rows: Sequence[Any], parts: list[list[int]], split: PackSplit
+    ) -> np.ndarray:
+        """Return scores of the response tokens; the whole of each pack on each rank if cp is 1."""
+        group = self.meshes.context_group if split.cp > 1 else None
+        micros = self._pack_rows(rows, parts, split)
+        # A critic's head may be zero: its states are compared by a random one.
+        settings = None if self._kind else choose_scores(self.spec, 1.0, None)
+        results = [self.root(micro, Pack(micro.lengths, group), settings) for micro in micros]
+        responses = Jagged.pack([row[3:] for row in rows], np.int64)
+        batch = Batch({"response_ids": responses})
+        name = next(iter(results[0]))
+        return restore_batch_order(batch, micros, results, name, group).values
+
+    def _find_largest(self, value: float) -> float:
+        """Return the largest of a number over all ranks; not a number if one is not."""
+        values: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(values, float(value))
+        return max(values) if not any(map(math.isnan, values)) else math.nan
 
     @property
     def _split(self) -> PackSplit:
@@ -358,7 +398,7 @@ class FSDPEngine(BaseEngine):
             holders = self.ranks.get_holders(weight)
             rows = local[weight]() if weight in local else None
             sent_dtype = torch.float32 if weight.axis is None else dtype  # buffers stay wide
-            full = checkpoint.gather_rows(weight, holders, rows, sent_dtype, self.device)
+            full = sharded_rows.gather_rows(weight, holders, rows, sent_dtype, self.device)
             if full is None:
                 continue
             first = 0
@@ -402,13 +442,15 @@ class FSDPEngine(BaseEngine):
         if "parameters" in parts and self.device.type != "cpu":
             self.root.to(target)
         if "optimizer state" in parts and self.optimizer is not None:
-            for state in self.optimizer.state.values():
-                state |= {name: value.to(target) for name, value in state.items()}
+            for state in self.optimizer.state.values():  # but not the count of steps
+                state |= {n: value.to(target) for n, value in state.items() if value.dim()}
+        if place == "host" and self.device.type == "cuda":
+            torch.cuda.empty_cache()
 
     def save_checkpoint(self, path: Path) -> None:
         self.require("parameters", "optimizer state")
         facts = self._facts | {"num_steps": self.num_steps}
-        checkpoint.save(path, self._collect_state(), self.ranks, facts)
+        sharded_rows.save(path, self._collect_state(), self.ranks, facts)
 
     def load_checkpoint(self, path: Path) -> None:
         self.require("parameters", "optimizer state")
@@ -417,7 +459,7 @@ class FSDPEngine(BaseEngine):
             return map_sharded_weights(self.hf_config, ep) + self.adapter_weights
 
         state = self._collect_state()
-        self.num_steps = checkpoint.load(path, state, self._facts, map_weights)
+        self.num_steps = sharded_rows.load(path, state, self._facts, map_weights)
         if self.optimizer is not None:
             for moments in self.optimizer.state.values():
                 moments["step"] = torch.tensor(float(self.num_steps))
@@ -431,7 +473,7 @@ class FSDPEngine(BaseEngine):
             "lora_rank": self.spec.engine.lora.rank,
         }
 
-    def _collect_state(self) -> checkpoint.State:
+    def _collect_state(self) -> sharded_rows.State:
         """Return weights and Adam's moments, which are zeros before the first step."""
         weights = self.weights + self.adapter_weights
         state = {f"weight.{item[0].name}": item for item in self._iter_local(weights)}
@@ -482,17 +524,18 @@ def _merge(
 
 
 def _estimate_cost(config: HFConfig) -> SequenceCost:
-    """Return the cost of a sequence, from the fields that config.json files share."""
-    hidden, heads = config["hidden_size"], config.get("num_attention_heads", 1)
-    head_dim = config.get("head_dim") or hidden // heads
-    ffn = config.get("intermediate_size", 4 * hidden)
-    if config.get("moe_intermediate_size"):
-        ffn = config["moe_intermediate_size"] * config.get("num_experts_per_tok", 1)
+    """Return the cost of a sequence."""
+    fields = get_family(config).config_map(config)
+    hidden, heads = config["hidden_size"], fields["num_attention_heads"]
+    head_dim = fields.get("kv_channels") or hidden // heads
+    ffn = fields["ffn_hidden_size"]
+    if fields.get("num_moe_experts"):
+        ffn = fields["moe_ffn_hidden_size"] * fields["moe_router_topk"]
     return estimate_sequence_cost(
-        num_layers=config["num_hidden_layers"],
+        num_layers=fields["num_layers"],
         hidden_size=hidden,
         attention_size=heads * head_dim,
-        key_value_size=config.get("num_key_value_heads", heads) * head_dim,
+        key_value_size=fields.get("num_query_groups", heads) * head_dim,
         ffn_size=ffn,
         vocab_size=config["vocab_size"],
     )

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -20,6 +19,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 
 from mcore_rl.checkpoint.hf import CheckpointReader
+from mcore_rl.checkpoint.sharded_rows import exchange_reason
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import Layout
 from mcore_rl.engine.fsdp.attention import EXPERTS, Pack
@@ -48,10 +48,9 @@ class ShardedPolicy(torch.nn.Module):
         self.model = model
 
     def forward(self, micro: MicroBatch, pack: Pack, settings: ScoreSettings | None) -> Any:
-        """Return scores; without settings the logits of the response tokens, in both ways."""
+        """Return scores; without settings whether logits are the product of states and head."""
         if settings is None:
-            hidden = self._get_states(micro, pack)
-            return self._project(hidden), self._get_logits(micro, pack)
+            return self._compare_logits(micro, pack)
         if self.has_plain_head:
             head = self.model.get_output_embeddings().weight
             shard = VocabShard(0, len(head), None)
@@ -64,13 +63,37 @@ class ShardedPolicy(torch.nn.Module):
         states: torch.Tensor = output.last_hidden_state[0].index_select(0, micro.hidden_rows)
         return states
 
-    def _project(self, hidden: torch.Tensor) -> torch.Tensor:
-        return F.linear(hidden, self.model.get_output_embeddings().weight)
-
     def _get_logits(self, micro: MicroBatch, pack: Pack) -> torch.Tensor:
         inputs = _build_inputs(micro, pack)
         logits: torch.Tensor = self.model(**inputs, logits_to_keep=micro.hidden_rows).logits[0]
         return logits
+
+    def _compare_logits(self, micro: MicroBatch, pack: Pack) -> bool:
+        """Return whether the head gets the decoder's states and gives the logits, bit for bit."""
+        head, calls = self.model.get_output_embeddings(), dict[str, Any]()
+
+        def keep_states(module: Any, args: Any, output: Any) -> None:
+            calls["states"] = output.last_hidden_state[0].index_select(0, micro.hidden_rows)
+
+        def keep_head(module: Any, args: Any, output: Any) -> None:
+            calls["input"], calls["output"] = args[0][0], output[0]
+
+        hooks = [
+            self.model.base_model.register_forward_hook(keep_states),
+            head.register_forward_hook(keep_head),
+        ]
+        try:
+            logits = self._get_logits(micro, pack)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return (
+            isinstance(head, torch.nn.Linear)
+            and head.bias is None
+            and calls.keys() == {"states", "input", "output"}
+            and torch.equal(calls["input"], calls["states"])
+            and torch.equal(calls["output"].float(), logits.float())
+        )
 
 
 class ShardedValueModel(ShardedPolicy):
@@ -80,13 +103,12 @@ class ShardedValueModel(ShardedPolicy):
     """
 
     def forward(self, micro: MicroBatch, pack: Pack, settings: ScoreSettings | None) -> Scores:
-        head, states = self.model.score, self._get_states(micro, pack)
+        states = self._get_states(micro, pack)
         if settings is None:
             generator = torch.Generator().manual_seed(0)
             random = torch.randn(states.shape[1], generator=generator) / states.shape[1] ** 0.5
             return {"values": states.float() @ random.to(states.device)}
-        bias = None if head.bias is None else head.bias.float()
-        return {"values": F.linear(states.float(), head.weight.float(), bias).squeeze(-1)}
+        return {"values": self.model.score(states.float()).squeeze(-1)}
 
 
 def _build_inputs(micro: MicroBatch, pack: Pack) -> dict[str, Any]:
@@ -159,49 +181,60 @@ class RankMeshes:
         return self.data["cp"].get_group() if self.data.size(1) > 1 else None
 
 
-def choose_experts_function(model: Any, weights: Mapping[str, Weight], dtype: torch.dtype) -> None:
-    """Use transformers' plain experts where torch.grouped_mm cannot multiply: it needs rows of a
-    multiple of 16 bytes, and transformers does not check.
+def list_experts(model: Any) -> dict[str, Any]:
+    """Return the modules with stacked experts that transformers' registry dispatches, by name."""
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if hasattr(module, "_is_expert_parallel")
+    }
+
+
+def can_group(module: Any, dtype: torch.dtype) -> bool:
+    """Return whether torch.grouped_mm takes the sizes of experts: rows of a multiple of 16 bytes.
+
+    transformers does not check.
     """
-    shapes = [
-        part.shape for w in weights.values() if is_expert_stack(w.rule) for part in w.rule.tensors
-    ]
-    if any(size * dtype.itemsize % 16 for shape in shapes for size in shape):
+    shapes = [p.shape[1:] for p in module.parameters(recurse=False) if p.dim() > 2]
+    return not any(size * dtype.itemsize % 16 for shape in shapes for size in shape)
+
+
+def choose_experts_function(model: Any, dtype: torch.dtype) -> None:
+    """Use transformers' plain experts where torch.grouped_mm cannot multiply."""
+    if not all(can_group(module, dtype) for module in list_experts(model).values()):
         model.set_experts_implementation("eager")
 
 
-def keep_local_experts(model: Any, weights: Mapping[str, Weight], group: Any) -> list[Any]:
+def keep_local_experts(
+    model: Any, weights: Mapping[str, Weight], group: Any, dtype: torch.dtype
+) -> list[Any]:
     """Replace the experts of a model by this rank's share; return their modules.
 
     Raises:
         ConfigError: The experts of this family cannot be divided.
     """
-    modules = []
-    for name, module in model.named_modules():
-        stacks = [
-            parameter
-            for parameter, _ in module.named_parameters(recurse=False)
-            if is_expert_stack(weights[f"{name}.{parameter}"].rule)
-        ]
-        if not stacks:
-            continue
-        if not hasattr(module, "_is_expert_parallel") or module.num_experts % group.size():
+    experts = list_experts(model)
+    for name, module in experts.items():
+        module.can_group, module.ep_group = can_group(module, dtype), group
+        stacks = dict(module.named_parameters(recurse=False))
+        is_divided = all(is_expert_stack(weights[f"{name}.{part}"].rule) for part in stacks)
+        if not is_divided or module.num_experts % group.size():
             raise ConfigError(
                 f"layout.ep={group.size()}: {name} ({type(module).__name__}) cannot be divided; "
-                "allowed: a divisor of its experts, in a family whose experts transformers "
-                "dispatches by its registry; or layout.ep=1"
+                "allowed: a divisor of its experts, in a family whose checkpoints have a tensor "
+                "for each expert; or layout.ep=1"
             )
         module.num_experts //= group.size()
-        module.ep_group = group
-        for parameter in stacks:
-            stack = getattr(module, parameter)
+        for parameter, stack in stacks.items():
             share = torch.empty(module.num_experts, *stack.shape[1:], device="meta")
             setattr(module, parameter, torch.nn.Parameter(share))
-        modules.append(module)
-    if not modules:
-        raise ConfigError(f"layout.ep={group.size()}: the model has no experts; allowed: 1")
+    if not experts:
+        raise ConfigError(
+            f"layout.ep={group.size()}: transformers does not dispatch the experts of "
+            f"{type(model).__name__} by its registry; allowed: 1"
+        )
     model.config._experts_implementation = EXPERTS
-    return modules
+    return list(experts.values())
 
 
 def shard_model(
@@ -225,10 +258,13 @@ def shard_model(
     )
     kinds = set(root.model._no_split_modules or ())
     layers = [module for module in root.model.modules() if type(module).__name__ in kinds]
-    for module in (*expert_modules, *layers, root):
+    heads = [root.model.score] if isinstance(root, ShardedValueModel) else []
+    for module in (*expert_modules, *heads, *layers, root):
         is_expert = any(module is expert for expert in expert_modules)
         mesh = meshes.experts if is_expert else meshes.dense
-        fully_shard(module, mesh=mesh, mp_policy=policy, offload_policy=offload)
+        # Values are float32 for any dtype.
+        module_policy = MixedPrecisionPolicy() if module in heads else policy
+        fully_shard(module, mesh=mesh, mp_policy=module_policy, offload_policy=offload)
         assert isinstance(module, FSDPModule)
         # Loss weights contain every mean, so gradients are summed; gloo cannot scale.
         module.set_gradient_divide_factor(1.0)
@@ -266,7 +302,8 @@ def load_weights(
         weights: The rules of all ranks.
 
     Raises:
-        ConfigError: The checkpoint lacks a tensor, or has one that the model does not.
+        ConfigError: The checkpoint lacks a tensor, or has one that the model does not; the same on
+            all ranks.
     """
     shapes = reader.get_shapes()
     expected = {tensor.name: tensor for w in weights for tensor in w.rule.tensors}
@@ -282,15 +319,20 @@ def load_weights(
     unread = list_unread(root, reader, expected)
     if unexpected := [name for name in unread if not _is_ignored(root, name)]:
         raise ConfigError(f"checkpoint {reader.path} has unexpected tensor {unexpected[0]}")
-    for weight, shard, local in local_weights:
-        for block in weight.rule.get_blocks(shard):
-            target = local[block.local_slices]
-            if block.tensor.name in shapes:
-                host = torch.empty(block.box.sizes, dtype=target.dtype)
-                reader.read_into(block, host)
-                target.copy_(host)
-            else:
-                target.zero_()
+
+    def read() -> None:
+        for weight, shard, local in local_weights:
+            for block in weight.rule.get_blocks(shard):
+                target = local[block.local_slices]
+                if block.tensor.name in shapes:
+                    host = torch.empty(block.box.sizes, dtype=target.dtype)
+                    reader.read_into(block, host)
+                    target.copy_(host)
+                else:
+                    target.zero_()
+
+    if reason := exchange_reason(read):
+        raise ConfigError(reason)
 
 
 def list_unread(
@@ -307,10 +349,17 @@ def _is_ignored(root: ShardedPolicy, name: str) -> bool:
     return is_other_head or any(re.search(pattern, name) for pattern in patterns)
 
 
-def allocate(root: ShardedPolicy, device: torch.device) -> None:
-    """Give a model memory, with the buffers that no checkpoint has (rotary frequencies)."""
+def allocate(root: ShardedPolicy, device: torch.device, buffer_device: torch.device) -> None:
+    """Give a model memory, with the buffers that no checkpoint has (rotary frequencies).
+
+    Args:
+        buffer_device: Of buffers, which FSDP does not move with the parameters of a layer.
+    """
     root.to_empty(device=device)
     root.model.tie_weights()
+    for module in root.model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            module._buffers[name] = torch.empty_like(buffer, device=buffer_device)
     for module in root.model.modules():
         if any(True for _ in module.buffers(recurse=False)):
             root.model._init_weights(module)

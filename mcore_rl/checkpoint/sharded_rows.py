@@ -9,7 +9,8 @@ row (reshard/layout.ShardedRanks).
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -68,8 +69,8 @@ def save(path: Path, state: State, ranks: ShardedRanks, facts: Mapping[str, Any]
             save_file({n: t for n, t in host.items() if t.numel()}, aside / _get_file_name(rank))
             files.update(build_manifest([aside / _get_file_name(rank)]))
 
-    reason = _exchange_reason(create_folder if rank == 0 else None)
-    reason = reason or _exchange_reason(write)
+    reason = exchange_reason(create_folder if rank == 0 else None)
+    reason = reason or exchange_reason(write)
     manifests: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(manifests, files)
 
@@ -79,20 +80,20 @@ def save(path: Path, state: State, ranks: ShardedRanks, facts: Mapping[str, Any]
         write_checkpoint_info(aside, {**facts, **sizes}, manifest)
         publish_folder(aside, path, aside.iterdir())
 
-    reason = reason or _exchange_reason(publish if rank == 0 else None)
+    reason = reason or exchange_reason(publish if rank == 0 else None)
     if reason:
         if rank == 0:
             shutil.rmtree(aside, ignore_errors=True)
         raise OSError(f"{path} cannot be written: {reason}")
 
 
-def _exchange_reason(action: Callable[[], None] | None) -> str:
+def exchange_reason(action: Callable[[], None] | None) -> str:
     """Run what this rank has to do; return why it failed on the first rank where it did."""
     reason = ""
     try:
         if action is not None:
             action()
-    except (OSError, SafetensorError) as error:
+    except (ConfigError, OSError, SafetensorError) as error:
         reason = str(error)
     reasons: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(reasons, reason)
@@ -120,7 +121,8 @@ def load(
     """
     info = read_checkpoint_info(path)
     for name, value in facts.items():
-        if info.get(name) != value:
+        is_enough = name == "has_optimizer" and not value  # weights are there in any case
+        if info.get(name) != value and not is_enough:
             raise ConfigError(
                 f"checkpoint {path} has {name}={info.get(name)!r}; this run needs {value!r}"
             )
@@ -132,6 +134,13 @@ def load(
         for index, members in enumerate(holders):
             rows = get_rows(weight, Shard(index, len(holders)))
             saved.setdefault(weight.name, []).append((rows, members[0]))
+    if reason := exchange_reason(partial(_read_rows, path, state, saved)):
+        raise ConfigError(reason)
+    return int(info["num_steps"])
+
+
+def _read_rows(path: Path, state: State, saved: Mapping[str, Sequence[tuple[range, int]]]) -> None:
+    """Fill the rows of this rank; `saved` are those of each rank that has written."""
     readers: dict[int, Any] = {}
     for name, (weight, shard, local) in state.items():
         needed = get_rows(weight, shard)
@@ -139,23 +148,23 @@ def load(
             start, end = max(needed.start, rows.start), min(needed.stop, rows.stop)
             if start >= end:
                 continue
+            file = path / _get_file_name(rank)
             try:
                 if rank not in readers:
-                    readers[rank] = safe_open(path / _get_file_name(rank), "pt")
+                    readers[rank] = safe_open(file, "pt")
                 if local.dim():
                     stored = readers[rank].get_slice(name)[start - rows.start : end - rows.start]
                 else:
                     stored = readers[rank].get_tensor(name)
             except (OSError, SafetensorError) as error:
-                raise ConfigError(f"{path / _get_file_name(rank)}: {name}: {error}") from error
+                raise ConfigError(f"{file}: {name}: {error}") from error
             target = local[start - needed.start : end - needed.start] if local.dim() else local
             if stored.shape != target.shape:
                 raise ConfigError(
-                    f"{path / _get_file_name(rank)}: {name} has rows of {tuple(stored.shape)}; "
-                    f"allowed: {tuple(target.shape)}"
+                    f"{file}: {name} has rows of {tuple(stored.shape)}; allowed: "
+                    f"{tuple(target.shape)}"
                 )
             target.copy_(stored)
-    return int(info["num_steps"])
 
 
 def gather_rows(
