@@ -48,7 +48,7 @@ def attend_packed(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
-    **others: Any,
+    **options: Any,
 ) -> tuple[torch.Tensor, None]:
     """Return causal attention inside each sequence of a pack, [1, tokens, heads, value dim].
 
@@ -63,8 +63,8 @@ def attend_packed(
     Raises:
         ValueError: The layer asks for a mask, a bias, or attention that is not causal.
     """
-    unknown = [name for name, v in others.items() if torch.is_tensor(v) and name not in _IGNORED]
-    if attention_mask is not None or unknown or others.get("is_causal") is False:
+    unknown = [name for name, v in options.items() if torch.is_tensor(v) and name not in _IGNORED]
+    if attention_mask is not None or unknown or options.get("is_causal") is False:
         name = next(iter(unknown), "a mask of its own")
         raise ValueError(f"{type(module).__name__} calls attention with {name}")
     if pack.group is not None:
