@@ -277,7 +277,8 @@ def build_parser() -> argparse.ArgumentParser:
     for name in ("port", "random-seed", "max-total-tokens", "tp-size", "max-running-requests"):
         parser.add_argument(f"--{name}", type=int, default=0)
     parser.add_argument("--context-length", type=int, default=4096)
-    for name in ("enable-deterministic-inference", "enable-memory-saver"):
+    flags = "enable-deterministic-inference", "enable-memory-saver", "skip-tokenizer-init"
+    for name in flags:
         parser.add_argument(f"--{name}", action="store_true")
     return parser
 
