@@ -73,7 +73,8 @@ class SGLangProcess:
         self._folder = tempfile.TemporaryDirectory(prefix="sglang-")
         path = Path(self._folder.name, "key.yaml")
         path.write_text(json.dumps({"api-key": self.key}))
-        options = {"config": str(path), "host": _HOST, "port": port, **arguments}
+        # Of two equal options the last counts, also of an abbreviated one.
+        options = {**arguments, "config": str(path), "host": _HOST, "port": port}
         words = [python, "-m", "sglang.launch_server", *build_command_line(options)]
         environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
         self._process = subprocess.Popen(

@@ -218,7 +218,7 @@ class SGLangServer(GenerationServer):
             "skip_tokenizer_init": None if self._has_tokenizer else True,
         }
         arguments |= {name: value for name, value in optional.items() if value is not None}
-        return arguments | self._settings.arguments
+        return self._settings.arguments | arguments  # the last of two options counts
 
     async def _connect(self, reads_weights: bool) -> None:
         """Connect to the server at rollout.sglang.url, and load the checkpoint there."""
