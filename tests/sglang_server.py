@@ -32,7 +32,7 @@ from mcore_rl.inference.protocol import Completion, SamplingParams, ServerSpec
 
 ROOT = Path(__file__).parents[1]
 VERSION = "0.5.23"
-_TOP_K_ALL = 1 << 30  # sampling/sampling_params.py:37
+_TOP_K_ALL = 1 << 30  # sampling/sampling_params.py:43
 
 
 class Engine(HFServer):
@@ -62,7 +62,7 @@ class Engine(HFServer):
     def compute_log_probs(
         self, prompt_ids: list[int], completion: Completion, temperature: float
     ) -> list[float]:
-        """Return log-probs with the temperature alone, as layers/sampler.py:291-315."""
+        """Return log-probs with the temperature alone, as layers/sampler.py:277-315."""
         ids = torch.tensor([prompt_ids + completion.token_ids])
         logits = self._model(ids).logits[0, len(prompt_ids) - 1 : -1].float()
         table = (logits / (temperature or 1.0)).log_softmax(-1)
@@ -172,7 +172,7 @@ class FakeSGLang:
             reason |= {"message": "Aborted", "status_code": None, "err_type": None}
         else:
             reason["length"] = len(completion.token_ids)
-        spans, start = [], 0  # utils/weight_versions.py:92
+        spans, start = [], 0  # utils/weight_versions.py:99
         for number, group in groupby(completion.weight_versions):
             end = start + len(list(group))
             version = self.engine.versions[number]
@@ -195,7 +195,7 @@ class FakeSGLang:
     async def abort_request(self, request: Request) -> Response:
         rid = (await request.json())["rid"]
         for name in [name for name in self.running if rid and name.startswith(rid)]:
-            await self.engine.abort(name)  # managers/scheduler.py:5677
+            await self.engine.abort(name)  # managers/scheduler.py:5688
         return Response()
 
     async def pause_generation(self, request: Request) -> Response:
