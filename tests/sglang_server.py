@@ -62,7 +62,7 @@ class Engine(HFServer):
     def compute_log_probs(
         self, prompt_ids: list[int], completion: Completion, temperature: float
     ) -> list[float]:
-        """Return log-probs with the temperature alone, as layers/sampler.py:277-315."""
+        """Return log-probs with the temperature alone, as layers/sampler.py:275-315."""
         ids = torch.tensor([prompt_ids + completion.token_ids])
         logits = self._model(ids).logits[0, len(prompt_ids) - 1 : -1].float()
         table = (logits / (temperature or 1.0)).log_softmax(-1)

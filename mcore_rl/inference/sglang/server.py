@@ -6,7 +6,7 @@ Against SGLang 0.5.23, which decides these points:
   (sampling/sampling_batch_info.py:157). So a request always has one, and `n` requests have theirs:
   SGLang's own `n` repeats a seed (managers/tokenizer_manager.py:2165).
 - `output_token_logprobs` have the temperature applied, but not top_p and top_k
-  (layers/sampler.py:277-315). `output_token_sampling_logprobs` have; they need a finite top_k up to
+  (layers/sampler.py:275-315). `output_token_sampling_logprobs` have; they need a finite top_k up to
   --sampling-mask-max-tokens (managers/scheduler.py:3160).
 - A pause of mode "retract" computes keys and values of running requests again, and the prefix
   cache can be emptied in it (managers/io_struct.py:1927, managers/scheduler.py:5518).
