@@ -137,3 +137,15 @@ def check_cores(key: str, cores: str, num_workers: int) -> None:
         )
     if cores and not re.fullmatch("[0-9]+([-,|][0-9]+)*", cores):
         raise ConfigError(f"{key}={cores!r}; allowed: numbers and ranges such as '0-3,8|4-7'")
+
+
+def read_secret(setting: str, variable: str) -> str:
+    """Read an environment variable that a setting names; ConfigError if it is no valid header."""
+    value = os.environ.get(variable, "")
+    if not value or not (value.isascii() and value.isprintable()):
+        what = "is no printable ASCII" if value else "is not set"
+        raise ConfigError(
+            f"{setting} names the environment variable {variable!r}, which {what}; allowed: one "
+            "that is set where the run starts and on each node with generation servers"
+        )
+    return value

@@ -19,9 +19,9 @@ from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.import_path import is_import_path
 from mcore_rl.config.resolve_algorithm import MAX_WEIGHT
 from mcore_rl.config.resolve_engine import ModelSizes
-from mcore_rl.config.schema import AgentConfig, RewardConfig, RLConfig, RolloutConfig
+from mcore_rl.config.schema import AgentConfig, RewardConfig, RLConfig, RolloutConfig, SGLangConfig
 
-SERVER_BACKENDS = ("vllm",)  # or an import path
+SERVER_BACKENDS = ("vllm", "sglang")  # or an import path
 CODECS = ("auto", "renderers", "template")
 LOAD_FORMATS = ("auto", "checkpoint", "dummy")
 ON_ERROR = ("stop", "drop", "zero")
@@ -51,9 +51,16 @@ _MODEL_PARTS: dict[str, tuple[Any, str]] = {
     "max_num_batched_tokens": _INTEGER,
     "kv_cache_bytes": _INTEGER,
     "cores": _TEXT,
+    "sglang": (dict, "settings as those of rollout.sglang, {name: value}"),
     "codec": _TEXT,
     "timeout_s": _NUMBER,
     "placement": _TEXT,
+}
+_SGLANG_PARTS: dict[str, tuple[type, str]] = {
+    "url": _TEXT,
+    "api_key_env": _TEXT,
+    "python": _TEXT,
+    "arguments": (dict, "arguments of `sglang.launch_server`, {name: value}"),
 }
 _SERVER_PARTS = (
     "backend", "num_servers", "tp", "ep", "temperature", "top_p", "top_k", "max_num_seqs",
@@ -319,7 +326,16 @@ def _build_served_model(key: str, config: RLConfig, name: str) -> ServedModel:
             "weights, and no trainer sends these again; allowed: 'own'"
         )
     given = {part: parts[part] for part in _SERVER_PARTS if part in parts}
-    servers = RolloutConfig(**given, max_response_tokens=parts.get("max_tokens", 1024))
+    sglang = parts.get("sglang", {})
+    for part, value in sglang.items():
+        kind, words = _SGLANG_PARTS.get(part, (None, ", ".join(_SGLANG_PARTS)))
+        if kind is None or not isinstance(value, kind):
+            raise ConfigError(f"{key}.sglang.{part}={value!r}; allowed: {words}")
+    servers = RolloutConfig(
+        **given,
+        max_response_tokens=parts.get("max_tokens", 1024),
+        sglang=SGLangConfig(**sglang),
+    )
     context = config.data.max_prompt_tokens + config.rollout.max_response_tokens
     model = ServedModel(
         path=parts.get("path", ""),

@@ -159,10 +159,21 @@ class TeacherConfig(EngineConfig):
 
 
 @dataclass
+class SGLangConfig:
+    """The server of rollout.backend=sglang: docs/rollout.md."""
+
+    url: str = ""  # of a server that runs, as http://127.0.0.1:30000; empty: the run starts servers
+    api_key_env: str = ""  # environment variable with the key of the server at url; empty: none
+    python: str = ""  # interpreter of an environment with sglang; empty: that of the run
+    # of `sglang.launch_server`, by name, with "_"; false: --no-NAME
+    arguments: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
 class RolloutConfig:
     """The generation servers."""
 
-    backend: str = "vllm"  # vllm, or the import path of a GenerationServer (docs/plugs.md)
+    backend: str = "vllm"  # vllm, sglang, or the import path of a GenerationServer (docs/plugs.md)
     num_servers: int = 1  # each with a full copy of the model
     tp: int = 1  # tensor parallel inside a server
     nodes_per_server: int = 1  # nodes that a server spans, with equal shares of its tp
@@ -184,6 +195,7 @@ class RolloutConfig:
     lora: str = "merged"
     max_restarts: int = 3  # maximum restarts per server
     cores: str = ""  # CPU lane: cores of each worker, as "0|1"; empty: docs/rollout.md
+    sglang: SGLangConfig = field(default_factory=SGLangConfig)
 
 
 @dataclass

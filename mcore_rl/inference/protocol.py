@@ -176,6 +176,14 @@ class GenerationServer(ABC):
             ConfigError: one is not allowed.
         """
 
+    @classmethod  # noqa: B027
+    def check_device(cls, settings: RolloutConfig, key: str, device: str) -> None:
+        """Check that servers can run on "cpu" or "cuda", before anything starts.
+
+        Raises:
+            ConfigError: they cannot.
+        """
+
     @property
     def is_headless(self) -> bool:
         """True on a further node of a server, which gets `prepare`, `start` and `close` only."""

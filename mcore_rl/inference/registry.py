@@ -1,4 +1,4 @@
-"""Backends of generation servers by `backend` of their settings: "vllm", or an import path."""
+"""Backends of generation servers by `backend` of their settings: a name, or an import path."""
 
 from __future__ import annotations
 
@@ -9,17 +9,20 @@ from types import MappingProxyType
 
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.import_path import is_import_path, load_user_function
-from mcore_rl.config.schema import RolloutConfig
+from mcore_rl.config.schema import RolloutConfig, SGLangConfig
 from mcore_rl.inference.protocol import GenerationServer, ServerFeatures, ServerSpec
 
 # Imported on use: a run with servers of a user's own needs no vLLM.
 BACKENDS: Mapping[str, str] = MappingProxyType(
-    {"vllm": "mcore_rl.inference.vllm.server:VLLMServer"}
+    {
+        "vllm": "mcore_rl.inference.vllm.server:VLLMServer",
+        "sglang": "mcore_rl.inference.sglang.server:SGLangServer",
+    }
 )
 
 
 def load_server_class(settings: RolloutConfig, key: str = "rollout") -> type[GenerationServer]:
-    """Return the class of a backend: that of `vllm`, or of `path/to/file.py:MyServer`.
+    """Return the class of a backend: that of a name, or of `path/to/file.py:MyServer`.
 
     Args:
         key: Name of the settings in errors.
@@ -52,8 +55,14 @@ def create_server(spec: ServerSpec) -> GenerationServer:
     return load_server_class(spec.settings).create(spec)
 
 
-def check_server_settings(settings: RolloutConfig, key: str = "rollout") -> ServerFeatures:
+def check_server_settings(
+    settings: RolloutConfig, key: str = "rollout", *, device: str
+) -> ServerFeatures:
     """Check the settings of servers against what their backend can do; return its features.
+
+    Args:
+        key: Name of the settings in errors.
+        device: Where they run, "cpu" or "cuda".
 
     Raises:
         ConfigError: there is no such backend, or it does not allow a setting.
@@ -69,5 +78,11 @@ def check_server_settings(settings: RolloutConfig, key: str = "rollout") -> Serv
             f"{key}.nodes_per_server={settings.nodes_per_server}: a server of {backend} runs on "
             "one node; allowed: 1"
         )
+    if settings.backend != "sglang" and settings.sglang != SGLangConfig():
+        raise ConfigError(
+            f"{key}.sglang={settings.sglang} has no part in {backend}; allowed: "
+            f"{key}.backend='sglang'"
+        )
     server_class.check_settings(settings, key)
+    server_class.check_device(settings, key, device)
     return features

@@ -196,7 +196,7 @@ def _check_inputs(config: EvalConfig) -> _Inputs:
     )
     RewardManager(config.reward, config.rollout.max_response_tokens)  # checks names and settings
     check_judge_models(config.reward, ())
-    check_server_settings(run.rollout)
+    check_server_settings(run.rollout, device=detect_lane())
     check_model(run)
     tokenizer = load_tokenizer(run.model.path, run.model.chat_date)
     check_tokenizer_matches(tokenizer, get_field(read_config(run.model.path), "vocab_size"))

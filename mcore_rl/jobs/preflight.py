@@ -232,9 +232,10 @@ def _check_warm_start(config: RLConfig) -> None:
 
 def check_servers(config: RLConfig) -> None:
     """Check what the run needs of its servers against the features of their backends."""
+    device = detect_lane()
     for name, model in build_served_models(config).items():
-        check_server_settings(model.servers, f"models.{name}")
-    features = check_server_settings(config.rollout)
+        check_server_settings(model.servers, f"models.{name}", device=device)
+    features = check_server_settings(config.rollout, device=device)
     servers = f"servers of rollout.backend={config.rollout.backend!r}"
     if not features.sleep and servers_sleep(config.placement, list_engine_roles(config)):
         raise ConfigError(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-import os
 import re
 import time
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
@@ -19,7 +18,7 @@ from urllib.parse import urlsplit
 
 import regex
 
-from mcore_rl.config.checks import check_at_least, check_positive
+from mcore_rl.config.checks import check_at_least, check_positive, read_secret
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.import_path import load_function
 from mcore_rl.config.json_file import parse_json_object
@@ -97,19 +96,7 @@ class RemoteSettings:
     def secret_headers(self) -> dict[str, str]:
         """Read the headers from environment variables; ConfigError if one is missing."""
         pairs = [part.strip().split("=") for part in filter(None, self.headers.split(","))]
-        return {name: read_variable("headers", variable) for name, variable in pairs}
-
-
-def read_variable(setting: str, variable: str) -> str:
-    """Read an environment variable that a setting names; ConfigError if it is no valid header."""
-    value = os.environ.get(variable, "")
-    if not value or not (value.isascii() and value.isprintable()):
-        what = "is no printable ASCII" if value else "is not set"
-        raise ConfigError(
-            f"{setting} names the environment variable {variable!r}, which {what}; allowed: one "
-            "that is set where the run starts and on each node with generation servers"
-        )
-    return value
+        return {name: read_secret("headers", variable) for name, variable in pairs}
 
 
 class RemoteReward:
@@ -357,7 +344,7 @@ class JudgeSettings(RemoteSettings):
         """Read the headers and the bearer token from environment variables."""
         headers = super().secret_headers()
         if self.api_key_env:
-            key = read_variable("api_key_env", self.api_key_env)
+            key = read_secret("api_key_env", self.api_key_env)
             headers["Authorization"] = f"Bearer {key}"
         return headers
 

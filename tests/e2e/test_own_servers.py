@@ -1,4 +1,4 @@
-"""Jobs whose servers or weight transport are examples of a user's own."""
+"""Jobs whose servers are no vLLM, or whose weight transport is an example of a user's own."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from tests import sglang_server
 from tests.e2e.outcomes import rows_of
 from tests.e2e.test_resume import ended
 
@@ -39,6 +40,23 @@ def test_log_probs_of_a_backend_of_ones_own_are_the_trainers(
     assert all(row["actor/grad_norm"] > 0 for row in rows)
     gaps = [row["max_logprob_gap"] for row in rows if "max_logprob_gap" in row]
     assert gaps and max(gaps) < 1e-5
+
+
+@pytest.mark.parametrize("mode", ["sync", pytest.param("fully_async", marks=pytest.mark.nightly)])
+def test_log_probs_of_a_running_sglang_are_the_trainers(start_job, own_model_and_data, mode):
+    settings = [setting for setting in (*SETTINGS, *ONE_RANK) if setting != BACKEND]
+    model = next(setting for setting in own_model_and_data if setting.startswith("model.path="))
+    words = "--model-path", model.partition("=")[2], "--enable-deterministic-inference"
+    with sglang_server.serve(*words) as (url, fake):
+        sglang = "rollout.backend=sglang", f"rollout.sglang.url={url}"
+        sync = "weight_sync.method=full_export", "placement.rollout=own", f"trainer.mode={mode}"
+        output = ended(start_job(*own_model_and_data, *settings, *sglang, *sync))
+    rows = [row for row in rows_of(output) if "reward" in row]
+    assert [row["step"] for row in rows] == [1, 2]
+    gaps = [row["max_logprob_gap"] for row in rows if "max_logprob_gap" in row]
+    assert gaps and max(gaps) < 1e-5
+    updates = [body for route, body in fake.calls if route == "/update_weights_from_disk"]
+    assert [body["weight_version"] for body in updates] == ["0", "1", "2"]
 
 
 def test_servers_of_vllm_take_weights_over_a_transport_of_ones_own(start_job, own_model_and_data):

@@ -38,6 +38,8 @@ class Check:
     command: tuple[str, ...]  # after the interpreter
     limit_s: float
     needs: tuple[str, ...] = ()  # packages beyond those of every check
+    # Package of this environment or of the interpreter PACKAGE_PYTHON; a dry run has a stand-in.
+    needs_beside: str = ""
     needs_gpu: bool = False
     needs_program: str = ""
     is_timed: bool = True  # it has the machine to itself
@@ -93,6 +95,8 @@ CHECKS = (
           needs=("vllm",), needs_gpu=True),
     Check("server graphs", "the same with compiled graphs", script("server", "graphs"), 200,
           needs=("vllm",), needs_gpu=True),
+    Check("sglang", "servers of SGLang keep the contract of rollout backends", script("sglang"),
+          600, needs_beside="sglang"),
     Check("quickstart", "the quickstart on one GPU learns", script("job"), 300,
           needs=("vllm", "ray", "hydra")),
 )  # fmt: skip
@@ -131,6 +135,10 @@ def missing(check: Check, *, dry: bool) -> str:
     for package in check.needs:
         if importlib.util.find_spec(package) is None:
             return f"needs the package {package}"
+    package = "" if dry else check.needs_beside
+    variable = f"{package.upper()}_PYTHON"
+    if package and not os.environ.get(variable) and importlib.util.find_spec(package) is None:
+        return f"needs the package {package}, or {variable}"
     if check.needs_program:
         from shutil import which
 

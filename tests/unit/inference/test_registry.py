@@ -70,15 +70,15 @@ def test_a_server_of_a_file_is_built_by_its_import_path(tmp_path):
 def test_the_default_is_a_server_of_vllm_with_all_features(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     server = create_server(ServerSpec(str(tmp_path), "float32", 64, RolloutConfig(), seed=3))
-    assert isinstance(server, VLLMServer) and list(BACKENDS) == ["vllm"]
+    assert isinstance(server, VLLMServer) and list(BACKENDS) == ["vllm", "sglang"]
     settings = RolloutConfig(tp=4, nodes_per_server=2, ep=True)
-    assert check_server_settings(settings).weight_format == "vllm"
+    assert check_server_settings(settings, device="cpu").weight_format == "vllm"
 
 
 @pytest.mark.parametrize(
     ("backend", "message"),
     [
-        ("sglang", "rollout.backend='sglang'; allowed: 'vllm', or the import path of a Generat"),
+        ("trtllm", "rollout.backend='trtllm'; allowed: 'vllm', 'sglang', or the import path of "),
         ("{file}:Missing", "server.py' has no function 'Missing'; it has: Server, Unfinished, bu"),
         ("{file}:build", "is no subclass of mcore_rl.inference.protocol.GenerationServer; allowed"),
         ("{file}:Unfinished", "has no abort, load_checkpoint, submit; allowed: a subclass of Gen"),
@@ -125,7 +125,7 @@ def test_a_setting_that_needs_a_feature_is_refused_by_name(tmp_path, missing, se
 def test_a_server_over_nodes_needs_the_feature(tmp_path):
     settings = RolloutConfig(backend=write_backend(tmp_path), nodes_per_server=2)
     with pytest.raises(ConfigError, match=r"rollout.nodes_per_server=2: .* one node; allowed: 1"):
-        check_server_settings(settings)
+        check_server_settings(settings, device="cpu")
 
 
 def test_without_features_a_server_takes_checkpoints_on_devices_of_its_own(tmp_path):
@@ -143,6 +143,6 @@ def test_servers_of_frozen_models_have_backends_too(tmp_path):
     resolve(config)
     with pytest.raises(ConfigError, match=r"models.judge.tp=2: a server of models.judge.backend="):
         check_servers(resolve_for_lane(config, "cpu"))
-    config.models["judge"]["backend"] = "sglang"
-    with pytest.raises(ConfigError, match=r"models.judge.backend='sglang'; allowed: 'vllm', or"):
+    config.models["judge"]["backend"] = "trtllm"
+    with pytest.raises(ConfigError, match=r"models.judge.backend='trtllm'; allowed: 'vllm', 's"):
         resolve(config)
