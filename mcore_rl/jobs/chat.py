@@ -22,6 +22,7 @@ from mcore_rl.data.tokenizer import check_tokenizer_matches, load_tokenizer
 from mcore_rl.inference.protocol import Generator, SamplingParams
 from mcore_rl.inference.vllm.server import VLLMServer
 from mcore_rl.jobs.output import find_model_folder, read_chat_date
+from mcore_rl.jobs.remote_paths import fetch_model
 from mcore_rl.models.base import get_field, read_config
 from mcore_rl.observability.console import show_waiting
 
@@ -114,8 +115,9 @@ def run(settings: ChatSettings) -> None:
         ConfigError: A setting or the model is wrong.
         TimeoutError: The server has not started in time.
     """
-    path = str(find_model_folder(settings.model, "DIR"))
-    tokenizer = load_tokenizer(path, read_chat_date(settings.model))
+    model = fetch_model("DIR", settings.model)
+    path = str(find_model_folder(model, "DIR"))
+    tokenizer = load_tokenizer(path, read_chat_date(model))
     hf_config = read_config(path)
     check_tokenizer_matches(tokenizer, get_field(hf_config, "vocab_size"))
     if not tokenizer.is_fast:

@@ -42,6 +42,7 @@ from mcore_rl.jobs.preflight import (
     has_weights,
     list_unset_data,
 )
+from mcore_rl.jobs.remote_paths import fetch_inputs
 from mcore_rl.jobs.resume import find_checkpoint_to_resume, prepare_settings
 from mcore_rl.jobs.supervised_preflight import (
     check_train_inputs,
@@ -278,6 +279,7 @@ def dry_run_supervised(config: TrainConfig, console: Console | None = None) -> N
     """
     console = console or get_stdout_console()
     resolve_train(config)
+    config = fetch_inputs(config)
     use_family(config.model.family)
     config = resolve_dtype(config, detect_lane())
     folder, refusal = inspect_run_dir(config.output_dir, config.resume)

@@ -22,6 +22,7 @@ from mcore_rl.controller.ray_session import has_gpus
 from mcore_rl.controller.resource_pool import ResourcePool
 from mcore_rl.controller.worker_group import WorkerGroup
 from mcore_rl.data.routed_experts import ExpertLayers
+from mcore_rl.jobs.remote_paths import fetch_inputs
 from mcore_rl.models.base import (
     get_family,
     get_model_sizes,
@@ -176,12 +177,13 @@ def resolve_for_nodes(config: RLConfig, lane: str = "", *, needs_data: bool = Tr
 
     Args:
         lane: "cuda" or "cpu" instead of that of the nodes.
-        needs_data: False if data settings may be empty, as in a dry run.
+        needs_data: False if data settings may be empty and weights absent, as in a dry run.
 
     Raises:
         ConfigError: A setting is wrong, or the nodes cannot do what it says.
     """
     resolve(config, needs_data=needs_data)
+    config = fetch_inputs(config, with_weights=needs_data)
     use_family(config.model.family)
     return resolve_for_lane(config, lane or detect_lane(), has_experts=_has_experts(config))
 

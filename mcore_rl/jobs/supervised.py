@@ -41,6 +41,7 @@ from mcore_rl.jobs.output import (
     open_job_scope,
 )
 from mcore_rl.jobs.placement import detect_lane, get_device_resource, list_rank_nodes
+from mcore_rl.jobs.remote_paths import fetch_inputs
 from mcore_rl.jobs.resume import check_data, find_checkpoint_on_nodes, get_end_step
 from mcore_rl.jobs.supervised_preflight import (
     TrainInputs,
@@ -80,6 +81,7 @@ def run(config: TrainConfig) -> None:
     """
     started = get_start_time()
     resolve_train(config)
+    config = fetch_inputs(config)
     use_family(config.model.family)
     config = resolve_dtype(config, detect_lane())
     if torchrun.is_launched():
