@@ -473,6 +473,8 @@ class CheckpointConfig:
     # lowest value
     keep_best: str = ""
     hf_every: int = 0  # steps between exports to output_dir/hf/step_NNNNNN; 0: none
+    # URL of fsspec, such as s3://bucket/name, that output_dir/checkpoint is copied to at the end
+    export_to: str = ""
     async_save: bool = False  # train while it is written, from a second copy on the host
 
 

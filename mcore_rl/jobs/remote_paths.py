@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 
 from mcore_rl.config.checks import is_url, list_values
 from mcore_rl.config.errors import ConfigError
+from mcore_rl.jobs.failure import RunFailed
 
 CACHE = "MCORE_RL_CACHE"  # environment variable: folder of the copies of URLs
 _INDEX = "*.safetensors.index.json"
@@ -38,6 +39,8 @@ _DATA_SETTING = re.compile(
     r"data\.(train_files?|test_file|(test_files|sets)\..+)|warm_start\.train_file|"
     r"agent\.search_file"
 )
+_EXPORT = "checkpoint.export_to"
+_LAST_FILE = "config.json"  # of an export: a folder without it is no checkpoint
 _HUB_NAME = re.compile(r"(hf|ms):([\w.-]+/[\w.-]+)(?:@([\w./-]+))?")
 # Of a file in a store, which changes with its content; the first that it has.
 _CONTENT_TAGS = (
@@ -86,7 +89,8 @@ def fetch_model(setting: str, name: str, *, with_weights: bool = True) -> str:
     hub, repository, revision = match.groups()
     fetch = _fetch_from_hub if hub == "hf" else _fetch_from_modelscope
     ignored = [*_IGNORED, *(() if with_weights else (_INDEX,))]
-    _report_fetch(name)
+    if _is_first_rank():
+        _report_fetch(name)
     folder = fetch(f"{setting}={name!r}", repository, revision, patterns, ignored)
     if with_weights and not any(Path(folder).glob("*.safetensors")):
         raise ConfigError(
@@ -100,10 +104,13 @@ def _fetch_from_hub(
     source: str, repository: str, revision: str | None, allowed: list[str], ignored: list[str]
 ) -> str:
     """Download a repository to the cache of huggingface_hub; `source` begins errors."""
-    import huggingface_hub  # takes a moment, and most runs need none
+    from huggingface_hub import snapshot_download  # takes a moment, and most runs need none
+    from huggingface_hub.utils.tqdm import disable_progress_bars
 
+    if not (sys.stderr.isatty() and _is_first_rank()):
+        disable_progress_bars()
     try:
-        return huggingface_hub.snapshot_download(
+        return snapshot_download(
             repository, revision=revision, allow_patterns=allowed, ignore_patterns=ignored
         )
     except Exception as error:
@@ -171,6 +178,49 @@ def open_store(setting: str, url: str) -> tuple[Any, str]:
     except Exception as error:
         raise ConfigError(f"{setting}={url!r} cannot be opened: {_describe(error)}") from error
     return store, path.rstrip("/")
+
+
+def check_export(url: str) -> None:
+    """Check that checkpoint.export_to can be opened, and has no checkpoint yet; "" is none.
+
+    Raises:
+        ConfigError: It cannot, or has.
+    """
+    if not url:
+        return
+    store, path = open_store(_EXPORT, url)
+    try:
+        is_complete = store.exists(f"{path}/{_LAST_FILE}")
+    except Exception as error:
+        raise ConfigError(f"{_EXPORT}={url!r} cannot be read: {_describe(error)}") from error
+    if is_complete:
+        raise ConfigError(f"{_EXPORT}={url!r} has a {_LAST_FILE}; allowed: a folder without one")
+
+
+def export_checkpoint(folder: Path, url: str) -> None:
+    """Copy a complete checkpoint to checkpoint.export_to; without its config.json it is incomplete.
+
+    Raises:
+        RunFailed: A file cannot be written; the message says where the weights are.
+    """
+    if not url:
+        return
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    last = folder / _LAST_FILE
+    try:
+        store, path = open_store(_EXPORT, url)
+        if hasattr(store, "auto_mkdir"):  # file systems with folders, such as the local one
+            store.auto_mkdir = True
+        for part in ([file for file in files if file != last], [last]):
+            names = [f"{path}/{file.relative_to(folder)}" for file in part]
+            store.put([str(file) for file in part], names)
+            for file, name in zip(part, names, strict=True):
+                if (size := store.info(name)["size"]) != file.stat().st_size:
+                    raise OSError(f"{name} has {size} bytes instead of {file.stat().st_size}")
+    except Exception as error:
+        raise RunFailed(
+            f"{_EXPORT}={url!r} is incomplete: {_describe(error)}; the weights are in {folder}"
+        ) from error
 
 
 def _describe(error: Exception) -> str:
@@ -287,9 +337,13 @@ def _lock_folder(folder: Path, version: str) -> Iterator[None]:
 
 
 def _report_fetch(name: str) -> None:
-    """Print that something is fetched, which may take minutes; torchrun's other ranks are quiet."""
-    if os.environ.get("RANK", "0") == "0" or "TORCHELASTIC_RUN_ID" not in os.environ:
-        print(f"fetching {name}", file=sys.stderr, flush=True)
+    """Print that something is fetched, which may take minutes."""
+    print(f"fetching {name}", file=sys.stderr, flush=True)
+
+
+def _is_first_rank() -> bool:
+    """Return whether this process may speak: it is rank 0, or not of torchrun."""
+    return "TORCHELASTIC_RUN_ID" not in os.environ or os.environ.get("RANK", "0") == "0"
 
 
 def _replace_texts(key: str, value: Any, local: Mapping[tuple[str, str], str]) -> Any:

@@ -41,7 +41,7 @@ from mcore_rl.jobs.output import (
     open_job_scope,
 )
 from mcore_rl.jobs.placement import detect_lane, get_device_resource, list_rank_nodes
-from mcore_rl.jobs.remote_paths import fetch_inputs
+from mcore_rl.jobs.remote_paths import check_export, export_checkpoint, fetch_inputs
 from mcore_rl.jobs.resume import check_data, find_checkpoint_on_nodes, get_end_step
 from mcore_rl.jobs.supervised_preflight import (
     TrainInputs,
@@ -111,6 +111,7 @@ def run(config: TrainConfig) -> None:
                 with _build_torchrun_ranks(config):  # the other ranks wait for this
                     pass
             return
+        check_export(config.checkpoint.export_to)
         logs = get_log_dir(run_lock.folder)
         with (
             summarize_failure(logs / TRACES),
@@ -176,6 +177,7 @@ def _train(run: _Run, start_group: StartGroup) -> None:
             evaluation.run(inputs.num_steps)
     with show_waiting("exporting"):
         disk_space.export_weights(model, path, num_bytes)
+        export_checkpoint(path, config.checkpoint.export_to)
 
 
 def _build_objective(config: TrainConfig, model: RankGroup, start_group: StartGroup) -> Objective:

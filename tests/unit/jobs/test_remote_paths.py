@@ -21,7 +21,14 @@ from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import DataConfig, EvalConfig, ModelConfig, RLConfig, SetsConfig
 from mcore_rl.data.files import open_rows
 from mcore_rl.examples.tasks import last_digit
-from mcore_rl.jobs.remote_paths import CACHE, fetch_inputs, fetch_model
+from mcore_rl.jobs.failure import RunFailed
+from mcore_rl.jobs.remote_paths import (
+    CACHE,
+    check_export,
+    export_checkpoint,
+    fetch_inputs,
+    fetch_model,
+)
 from tests.hub import COMMIT, Hub, serve_hub
 
 FETCH = """
@@ -243,6 +250,57 @@ def test_url_that_cannot_be_fetched_is_one_error(store, cache, url, reason):
     with pytest.raises(ConfigError) as error:
         fetch_inputs(RLConfig(model=ModelConfig(path=url)))
     assert str(error.value).startswith(f"model.path={url!r}") and reason in str(error.value)
+
+
+@pytest.mark.parametrize("protocol", ["memory", "file"])
+def test_export_is_the_checkpoint_with_its_config_last(task, tmp_path, monkeypatch, protocol):
+    url, names = f"{protocol}://{tmp_path}/deep/export", []
+    store = fsspec.filesystem(protocol)
+    put_file = type(store).put_file
+
+    def record_name(self, local, remote, **options):
+        names.append(remote.removeprefix(f"{tmp_path}/deep/export/"))
+        put_file(self, local, remote, **options)
+
+    monkeypatch.setattr(type(store), "put_file", record_name)
+    check_export(url)
+    export_checkpoint(task / "model", url)
+    written = [path for path in (task / "model").rglob("*") if path.is_file()]
+    assert sorted(names) == sorted(str(path.relative_to(task / "model")) for path in written)
+    assert names[-1] == "config.json" and "original/consolidated.safetensors" in names
+    for path, name in zip(sorted(written), sorted(names), strict=True):
+        assert store.cat_file(f"{tmp_path}/deep/export/{name}") == path.read_bytes()
+    with pytest.raises(ConfigError, match=r"export_to='.*' has a config\.json; allowed: a folder"):
+        check_export(url)
+
+
+def test_failed_export_has_no_config_and_can_be_repeated(task, store, monkeypatch):
+    memory, url = fsspec.filesystem("memory"), "memory://bucket/export"
+    put_file = type(memory).put_file
+
+    def fail_at_tokenizer(self, local, remote, **options):
+        if remote.endswith("tokenizer.json"):
+            raise OSError("no room")
+        put_file(self, local, remote, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(memory), "put_file", fail_at_tokenizer)
+        with pytest.raises(RunFailed, match=f"no room; the weights are in {task / 'model'}"):
+            export_checkpoint(task / "model", url)
+    assert not memory.exists("/bucket/export/config.json")
+    check_export(url)
+    export_checkpoint(task / "model", url)
+    assert memory.exists("/bucket/export/config.json")
+
+
+def test_export_without_its_package_is_refused_before_the_run(tmp_path, capsys, task):
+    words = (f"model.path={task / 'model'}", f"data.train_file={task / 'train.parquet'}")
+    url = "checkpoint.export_to=s3://bucket/run"
+    assert run_command("sft", ["--dry-run", *words, url, f"output_dir={tmp_path / 'o'}"]) == 2
+    error = capsys.readouterr().err
+    assert "checkpoint.export_to='s3://bucket/run' needs a package that is missing" in error
+    assert run_command("sft", ["--dry-run", *words, "checkpoint.export_to=/local/run"]) == 2
+    assert "checkpoint.export_to='/local/run'; allowed: a URL" in capsys.readouterr().err
 
 
 def test_missing_folder_like_a_hub_name_has_a_hint(tmp_path, monkeypatch):
