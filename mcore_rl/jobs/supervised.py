@@ -40,7 +40,12 @@ from mcore_rl.jobs.output import (
     lock_run_dir,
     open_job_scope,
 )
-from mcore_rl.jobs.placement import detect_lane, get_device_resource, list_rank_nodes
+from mcore_rl.jobs.placement import (
+    CPU_RESOURCE,
+    detect_lane,
+    get_device_resource,
+    list_rank_nodes,
+)
 from mcore_rl.jobs.remote_paths import check_export, export_checkpoint, fetch_inputs
 from mcore_rl.jobs.resume import check_data, find_checkpoint_on_nodes, get_end_step
 from mcore_rl.jobs.supervised_preflight import (
@@ -54,6 +59,7 @@ from mcore_rl.models.base import use_family
 from mcore_rl.observability.console import show_waiting
 from mcore_rl.observability.memory import PeakMemory
 from mcore_rl.observability.process import get_start_time
+from mcore_rl.parallel.devices import DEVICES
 from mcore_rl.trainers import supervised
 from mcore_rl.trainers.checkpointing import CheckpointManager, describe_resume
 from mcore_rl.trainers.device_sharing import ExclusiveDevices
@@ -233,7 +239,7 @@ def _open_groups(config: TrainConfig, scratch_dir: Path | None, logs: Path) -> I
     is_shared = has_reference_model(config) and _get_reference_placement(config) == "shared"
     num_pools = 1 + (has_reference_model(config) and not is_shared)
     needed = {device: layout.world_size * num_pools}
-    resources = None if device == "GPU" else needed
+    resources = needed if device == CPU_RESOURCE else None
     with (
         ray_session(temp_dir=scratch_dir, log_to_driver=False, resources=resources, needed=needed),
         ExitStack() as stack,
@@ -280,7 +286,7 @@ def _build_torchrun_ranks(config: TrainConfig) -> torchrun.TorchrunRanks:
     def build(name: str, total_steps: int) -> ModelWorker:
         return ModelWorker(*_build_worker_args(config, name, total_steps))
 
-    backend = "nccl" if detect_lane() == "cuda" else "gloo"
+    backend = DEVICES[detect_lane()].backend
     return torchrun.TorchrunRanks(backend, layout, config.inner_timeout_s, build)
 
 
