@@ -35,7 +35,8 @@ class Layout:
 
 @dataclass
 class ModelConfig:
-    path: str = ""  # folder of a Hugging Face checkpoint with its tokenizer
+    # folder of a Hugging Face checkpoint with its tokenizer; hf:ORG/NAME or a URL: docs/data.md
+    path: str = ""
     # of parameters and activations: float32, bfloat16, auto (bfloat16 on GPUs, else float32)
     dtype: str = "auto"
     # YYYY-MM-DD, for chat templates that write today's date, such as Llama-3's

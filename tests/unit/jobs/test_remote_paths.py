@@ -334,6 +334,21 @@ def test_commands_give_the_hint(words, tmp_path, monkeypatch, capsys):
     assert "did you mean hf:Org/tiny?" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("convert", "inspect", "{0}"),
+        ("convert", "verify", "{0}", "{1}"),
+        ("plan", "reshard", "--model", "{0}", "--train", "tp=2", "--generate", "tp=1"),
+    ],
+)
+def test_commands_take_a_model_at_a_url(words, store, task, cache, capsys):
+    words = [word.format(f"{store}/model", task / "model") for word in words]
+    assert run_command(words[0], words[1:]) == 0, capsys.readouterr().err
+    has_weights = any(cache.rglob("model.safetensors"))
+    assert has_weights == (words[0] == "convert")  # a plan reads config.json alone
+
+
 @pytest.mark.parametrize("key", ["output_dir", "resume"])
 def test_url_in_place_of_a_local_folder_is_refused(key, capsys):
     words = ["model.path=x", "data.train_file=a", f"{key}=s3://bucket/run"]
