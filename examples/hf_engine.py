@@ -11,7 +11,6 @@ the Megatron engine does not have; it shards nothing, so a model has to fit one 
 from __future__ import annotations
 
 import math
-import os
 from collections import Counter
 from collections.abc import Collection, Iterator
 from pathlib import Path
@@ -36,6 +35,7 @@ from mcore_rl.engine.steps import (
     count_trained_tokens,
     sum_losses,
 )
+from mcore_rl.parallel.devices import detect_device
 from mcore_rl.parallel.store import join_world
 from mcore_rl.reshard.executor import LocalWeights
 
@@ -46,14 +46,11 @@ class HFEngine(BaseEngine):
     """AutoModelForCausalLM on every rank."""
 
     def initialize(self) -> None:
-        has_gpu = torch.cuda.is_available()
-        self.device = torch.device("cpu")
-        if has_gpu:
-            self.device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-            torch.cuda.set_device(self.device)
+        device = detect_device()
+        self.device = device.select_local()
         torch.set_num_threads(self.spec.engine.threads_per_rank)
         if not dist.is_initialized():
-            join_world("nccl" if has_gpu else "gloo", self.spec.timeout_s)
+            join_world(device.backend, self.spec.timeout_s)
         self.world_rank, self.num_steps = dist.get_rank(), 0
         reader = CheckpointReader(self.spec.model.path)
         self.hf_config, self.names = reader.read_config(), reader.get_shapes().keys()

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mcore_rl.config.checks import check_exists
+from mcore_rl.config.checks import check_model_exists
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.import_path import load_object
 from mcore_rl.config.json_file import read_json_object
@@ -121,7 +121,7 @@ def read_config(model_path: str | Path, setting: str = "model.path") -> HFConfig
     Raises:
         ConfigError: The file is missing or not readable, or a field has another type or range.
     """
-    check_exists(setting, model_path)
+    check_model_exists(setting, model_path)
     path = Path(model_path) / "config.json"
     if not path.is_file():
         raise ConfigError(f"{setting}={str(model_path)!r}: there is no config.json in that folder")

@@ -18,6 +18,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from mcore_rl.checkpoint import files, fp8
+from mcore_rl.config.checks import check_model_exists
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.json_file import parse_json_object, read_json_object
 from mcore_rl.models.base import (
@@ -294,6 +295,7 @@ def _locate_tensors(path: Path, setting: str) -> dict[str, SafetensorsFile]:
     elif _SINGLE_FILE in paths:
         paths = {_SINGLE_FILE: paths[_SINGLE_FILE]}
     if not paths:
+        check_model_exists(setting, path)
         raise ConfigError(f"{setting}={str(path)!r}: there is no *.safetensors file in it")
     located: dict[str, SafetensorsFile] = {}
     for file in map(SafetensorsFile, paths.values()):

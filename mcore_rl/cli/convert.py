@@ -9,6 +9,10 @@ from typing import Any
 from mcore_rl.cli.options import AXES, FAMILY, Parser, parse_layout
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import Layout
+from mcore_rl.jobs.remote_paths import fetch_model
+
+# Options that may name a model of a hub or at a URL, and their names in errors.
+_MODELS = {"model": "--model", "reference": "--reference", "folder": "DIR", "a": "DIR", "b": "DIR"}
 
 
 def main(arguments: list[str]) -> int:
@@ -26,6 +30,9 @@ def main(arguments: list[str]) -> int:
 
 def _run(command: str, options: dict[str, Any]) -> int:
     """Run a command; its module imports torch, so it is not imported for a wrong option."""
+    for name, key in _MODELS.items():
+        if options.get(name) is not None:
+            options[name] = Path(fetch_model(key, options[name]))
     if command == "hf-to-mcore":
         from mcore_rl.jobs.convert.to_megatron import convert_folder
 
@@ -52,12 +59,12 @@ def build_parser() -> argparse.ArgumentParser:
     to_hf = commands.add_parser("mcore-to-hf", help="Megatron checkpoint to Hugging Face")
     inspect = commands.add_parser("inspect", help="show what a checkpoint folder contains")
     verify = commands.add_parser("verify", help="compare the weights of two folders")
-    _add_folder(to_mcore, "--model", "Hugging Face folder")
+    _add_model(to_mcore, "--model", "Hugging Face folder")
     add = to_mcore.add_argument
     add("--layout", default="", metavar="tp=2,ep=2", help=f"layout of the ranks: {AXES}")
     add("--dtype", metavar="float32|bfloat16", help="default: dtype of the weights")
     _add_folder(to_hf, "--checkpoint", "Megatron folder")
-    _add_folder(to_hf, "--reference", "Hugging Face folder of the same model", required=False)
+    _add_model(to_hf, "--reference", "Hugging Face folder of the same model", required=False)
     add = to_hf.add_argument
     add("--dtype", metavar="float32|bfloat16|fp8", help="default: dtype of the weights")
     add("--max-shard-size", default="5GB", metavar="SIZE", help="default: 5GB")
@@ -67,14 +74,20 @@ def build_parser() -> argparse.ArgumentParser:
         command.add_argument("--workers", type=int, metavar="N", help="processes that convert")
         command.add_argument("--max-memory", metavar="SIZE", help="limit of all processes")
         command.add_argument("--bridge", metavar="megatron-bridge", help="for other model families")
-    inspect.add_argument("folder", type=Path, metavar="DIR")
-    verify.add_argument("a", type=Path, metavar="DIR")
-    verify.add_argument("b", type=Path, metavar="DIR")
+    inspect.add_argument("folder", metavar="DIR")
+    verify.add_argument("a", metavar="DIR")
+    verify.add_argument("b", metavar="DIR")
     for command in (to_mcore, to_hf, inspect, verify):
         command.add_argument("--family", default="", metavar="FILE:NAME", help=FAMILY)
     for command in (inspect, verify):
         command.add_argument("--json", action="store_true", help="print one JSON object")
     return parser
+
+
+def _add_model(
+    parser: argparse.ArgumentParser, name: str, meaning: str, *, required: bool = True
+) -> None:
+    parser.add_argument(name, required=required, metavar="DIR", help=f"{meaning}, or hf:ORG/NAME")
 
 
 def _add_folder(

@@ -20,6 +20,7 @@ def main(arguments: list[str]) -> None:
     options = build_parser().parse_args(arguments)
     train = parse_layout("--train", options.train, Layout)
     generate = parse_layout("--generate", options.generate, GenerationLayout)
+    from mcore_rl.jobs.remote_paths import fetch_model
     from mcore_rl.models.base import use_family
     from mcore_rl.tools import plan_reshard
 
@@ -27,9 +28,8 @@ def main(arguments: list[str]) -> None:
     cluster = plan_reshard.Cluster(
         options.gpus_per_node, options.nic_gbps, options.nvlink_gbps, options.nodes
     )
-    report, traffic = plan_reshard.plan_reshard(
-        options.model, options.mode, train, generate, cluster
-    )
+    model = Path(fetch_model("--model", options.model, with_weights=False))
+    report, traffic = plan_reshard.plan_reshard(model, options.mode, train, generate, cluster)
     if options.plot:
         from mcore_rl.observability.plots import plot_traffic
 
@@ -45,7 +45,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = Parser(prog="mcore-rl plan", description="Cost estimates, without a GPU.")
     what = parser.add_subparsers(dest="command", required=True, metavar="reshard")
     add = what.add_parser("reshard", description=_ABOUT).add_argument
-    add("--model", type=Path, required=True, help="Hugging Face folder, or a config.json")
+    add("--model", required=True, help="Hugging Face folder, hf:ORG/NAME, or a config.json")
     add("--mode", default="colocated", help="colocated (the default) or disaggregated")
     add("--train", required=True, metavar="tp=2,ep=8", help=AXES)
     add("--generate", required=True, metavar="tp=8", help=SERVED_AXES)

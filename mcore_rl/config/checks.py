@@ -17,6 +17,8 @@ from mcore_rl.config.import_path import is_import_path
 MAX_INT = 2**53  # what JSON and float64 hold, and int64 holds a multiple of
 _MAX_NAME_BYTES, _MAX_PATH_BYTES = 255, 4095  # of Linux: NAME_MAX, PATH_MAX without its NUL
 _IS_PATH = re.compile(r"(^|[._])(resume|(dir|path|file)s?(\.\w+)?|sets\.\w+)$")
+_IS_URL = re.compile(r"[a-z][a-z0-9+.-]*://")
+_LIKE_HUB_NAME = re.compile(r"\w[\w.-]*/[\w.-]+")
 
 
 def check_values(config: Any) -> None:
@@ -25,7 +27,7 @@ def check_values(config: Any) -> None:
     Raises:
         ConfigError: a number beyond 2**53, a text with NUL, or a path that Linux finds too long.
     """
-    for key, value in _list_values("", config):
+    for key, value in list_values("", config):
         if isinstance(value, int) and abs(value) > MAX_INT:
             raise ConfigError(f"{key}={value}; allowed: -2**53 to 2**53")
         if not isinstance(value, str):
@@ -34,18 +36,28 @@ def check_values(config: Any) -> None:
             raise ConfigError(f"{key}={shorten(value)}; allowed: text without NUL characters")
         if _IS_PATH.search(key):
             check_path(key, value)
+        if key in ("output_dir", "resume") and is_url(value):
+            raise ConfigError(
+                f"{key}={value!r} is a URL; allowed: a local folder (checkpoint.export_to copies "
+                "the result to a URL)"
+            )
 
 
-def _list_values(key: str, value: Any) -> Iterator[tuple[str, Any]]:
+def is_url(text: str) -> bool:
+    """Return whether a text begins with a protocol, as s3://bucket/name does."""
+    return _IS_URL.match(text) is not None
+
+
+def list_values(key: str, value: Any) -> Iterator[tuple[str, Any]]:
     """Yield each value inside a config, with its full key."""
     if is_dataclass(value):
         value = {field.name: getattr(value, field.name) for field in fields(value)}
     if isinstance(value, Mapping):
         for name, entry in value.items():
-            yield from _list_values(f"{key}.{name}" if key else str(name), entry)
+            yield from list_values(f"{key}.{name}" if key else str(name), entry)
     elif isinstance(value, list | tuple):
         for entry in value:
-            yield from _list_values(key, entry)
+            yield from list_values(key, entry)
     else:
         yield key, value
 
@@ -121,6 +133,22 @@ def check_exists(key: str, path: str | Path) -> None:
         raise ConfigError(f"{key}={shorten(str(path))} cannot be read: {error.strerror}") from error
     if not is_there:
         raise ConfigError(f"{key}={str(path)!r} does not exist")
+
+
+def check_model_exists(key: str, path: str | Path) -> None:
+    """Check that a model's folder exists; if not, say how models are fetched, where that helps."""
+    try:
+        check_exists(key, path)
+    except ConfigError as error:
+        name, hint = str(path), ""
+        if "models--" in name or os.environ.get("MCORE_RL_CACHE", "\0") in name:
+            hint = (
+                " on this node; on several nodes HF_HOME or MCORE_RL_CACHE must be in a file system"
+                " that all share"
+            )
+        elif _LIKE_HUB_NAME.fullmatch(name) and not Path(name).parent.exists():
+            hint = f"; did you mean hf:{name}?"
+        raise ConfigError(f"{error}{hint}") from error
 
 
 def check_divides(key: str, size: int, what: str, number: int) -> None:

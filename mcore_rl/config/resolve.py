@@ -18,6 +18,7 @@ from mcore_rl.config.checks import (
     check_date,
     check_positive,
     check_values,
+    is_url,
 )
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.import_path import is_import_path, load_user_function
@@ -219,6 +220,8 @@ def resolve_checkpoint(config: RLConfig | TrainConfig) -> None:
     check_at_least("trainer.save_every", config.trainer.save_every, 0)
     check_at_least("checkpoint.keep", config.checkpoint.keep, 1)
     check_at_least("checkpoint.hf_every", config.checkpoint.hf_every, 0)
+    if (url := config.checkpoint.export_to) and not is_url(url):
+        raise ConfigError(f"checkpoint.export_to={url!r}; allowed: a URL, such as s3://bucket/name")
     if not config.resume:
         raise ConfigError("resume=''; allowed: 'never', 'auto', or the folder of a checkpoint")
 

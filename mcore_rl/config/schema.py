@@ -35,7 +35,8 @@ class Layout:
 
 @dataclass
 class ModelConfig:
-    path: str = ""  # folder of a Hugging Face checkpoint with its tokenizer
+    # folder of a Hugging Face checkpoint with its tokenizer; hf:ORG/NAME or a URL: docs/data.md
+    path: str = ""
     # of parameters and activations: float32, bfloat16, auto (bfloat16 on GPUs, else float32)
     dtype: str = "auto"
     # YYYY-MM-DD, for chat templates that write today's date, such as Llama-3's
@@ -488,6 +489,8 @@ class CheckpointConfig:
     # lowest value
     keep_best: str = ""
     hf_every: int = 0  # steps between exports to output_dir/hf/step_NNNNNN; 0: none
+    # URL of fsspec, such as s3://bucket/name, that output_dir/checkpoint is copied to at the end
+    export_to: str = ""
     async_save: bool = False  # train while it is written, from a second copy on the host
 
 

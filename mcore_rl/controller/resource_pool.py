@@ -112,7 +112,7 @@ class ResourcePool:
         return {"num_cpus": cpus, "num_gpus": gpus, "resources": resources}
 
     def get_gpu_ids(self, share: float, timeout_s: float) -> list[str]:
-        """Return CUDA_VISIBLE_DEVICES of each bundle; `share` of it must be free."""
+        """Return the ids of the GPUs of each bundle, with commas; `share` of it must be free."""
         task, options = ray.remote(_get_gpu_ids), self.get_actor_options(share)
         strategy = functools.partial(PlacementGroupSchedulingStrategy, self.placement_group)
         calls = [

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mcore_rl.config.checks import check_exists
+from mcore_rl.config.checks import check_model_exists
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.json_file import read_json_object
 from mcore_rl.config.schema import ModelConfig
@@ -68,7 +68,7 @@ def has_tokenizer(path: str | Path) -> bool:
 def read_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     """Load any tokenizer, also of a base model; ConfigError if the folder has none."""
     transformers = import_transformers()
-    check_exists("model.path", path)
+    check_model_exists("model.path", path)
     if not Path(path).is_dir():
         raise ConfigError(f"model.path={str(path)!r} is not a folder")
     if not has_tokenizer(path):

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from mcore_rl.checkpoint.hf_writer import reserve_folder, write_checkpoint
 from mcore_rl.checkpoint.peft import FOLDER, Factors, pack_adapters, write_adapters
@@ -33,6 +32,7 @@ from mcore_rl.engine.base import (
     Place,
     create_engine,
 )
+from mcore_rl.parallel.devices import detect_device
 from mcore_rl.parallel.rendezvous import RendezvousEndpoint, RendezvousServer
 from mcore_rl.reshard.layout import GenerationLayout
 from mcore_rl.weight_sync.spec import TransferSpec, WeightFormat, WorkerLists
@@ -88,8 +88,7 @@ class ModelWorker:
         self._disconnect()
         self._engine.close()
         gc.collect()  # modules and their hooks lead to each other
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+        detect_device().empty_cache()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, is_start=True)
     def initialize(self) -> None:

@@ -9,7 +9,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
 from tokenizers.decoders import DecodeStream
 
 import mcore_rl.models  # noqa: F401  (fills the family registry)
@@ -22,8 +21,10 @@ from mcore_rl.data.tokenizer import check_tokenizer_matches, load_tokenizer
 from mcore_rl.inference.protocol import Generator, SamplingParams
 from mcore_rl.inference.vllm.server import VLLMServer
 from mcore_rl.jobs.output import find_model_folder, read_chat_date
+from mcore_rl.jobs.remote_paths import fetch_model
 from mcore_rl.models.base import get_field, read_config
 from mcore_rl.observability.console import show_waiting
+from mcore_rl.parallel.devices import detect_device
 
 _COMMANDS = "/reset forgets the conversation, /exit or Ctrl-D ends, Ctrl-C ends an answer"
 
@@ -114,8 +115,9 @@ def run(settings: ChatSettings) -> None:
         ConfigError: A setting or the model is wrong.
         TimeoutError: The server has not started in time.
     """
-    path = str(find_model_folder(settings.model, "DIR"))
-    tokenizer = load_tokenizer(path, read_chat_date(settings.model))
+    model = fetch_model("DIR", settings.model)
+    path = str(find_model_folder(model, "DIR"))
+    tokenizer = load_tokenizer(path, read_chat_date(model))
     hf_config = read_config(path)
     check_tokenizer_matches(tokenizer, get_field(hf_config, "vocab_size"))
     if not tokenizer.is_fast:
@@ -131,7 +133,7 @@ def run(settings: ChatSettings) -> None:
         seed=settings.seed,
     )
     rollout = RolloutConfig(tp=settings.tp, max_num_seqs=1, kv_cache_bytes=settings.kv_cache_bytes)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = detect_device().type
     dtype = DTYPE_OF_LANE[device] if settings.dtype == "auto" else settings.dtype
     prepare_compilers()
     with clean_up_on_exit(), asyncio.Runner() as runner:

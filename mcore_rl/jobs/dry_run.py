@@ -42,6 +42,7 @@ from mcore_rl.jobs.preflight import (
     has_weights,
     list_unset_data,
 )
+from mcore_rl.jobs.remote_paths import check_export, fetch_inputs
 from mcore_rl.jobs.resume import find_checkpoint_to_resume, prepare_settings
 from mcore_rl.jobs.supervised_preflight import (
     check_train_inputs,
@@ -84,6 +85,7 @@ def dry_run(
         TemporaryDirectory() as scratch,
     ):
         checkpoint = find_checkpoint_to_resume(config, folder)
+        check_export(config.checkpoint.export_to)
         prepared = prepare_settings(config, Path(scratch), checkpoint)
         inputs = check_existing_inputs(prepared)
         lines = _describe_inputs(config, prepared, inputs)
@@ -278,11 +280,13 @@ def dry_run_supervised(config: TrainConfig, console: Console | None = None) -> N
     """
     console = console or get_stdout_console()
     resolve_train(config)
+    config = fetch_inputs(config)
     use_family(config.model.family)
     config = resolve_dtype(config, detect_lane())
     folder, refusal = inspect_run_dir(config.output_dir, config.resume)
     with show_waiting("checking the inputs", has_lines=False):
         find_checkpoint_to_resume(config, folder)
+        check_export(config.checkpoint.export_to)
         inputs = check_train_inputs(config)
     print_lines(console, *describe_inputs(config, inputs))
     model, has_reference = read_config(config.model.path), has_reference_model(config)

@@ -49,6 +49,7 @@ from mcore_rl.jobs.output import (
 )
 from mcore_rl.jobs.placement import Pools, detect_lane, get_device_resource, list_rank_nodes
 from mcore_rl.jobs.preflight import check_model, load_prompt_files
+from mcore_rl.jobs.remote_paths import fetch_inputs
 from mcore_rl.jobs.resume import flatten_settings
 from mcore_rl.jobs.rl import build_server_pool, open_session
 from mcore_rl.models.base import get_field, read_config, use_family
@@ -105,6 +106,7 @@ def run(config: EvalConfig) -> None:
     """
     started = get_start_time()
     resolve_eval(config)
+    config = fetch_inputs(config)
     use_family(config.model.family)
     with (
         lock_run_dir(config.output_dir, config.resume, check_content) as run_lock,
@@ -169,6 +171,7 @@ def dry_run(config: EvalConfig, console: Console | None = None) -> None:
     """
     console = console or get_stdout_console()
     resolve_eval(config)
+    config = fetch_inputs(config)
     use_family(config.model.family)
     folder, refusal = inspect_run_dir(config.output_dir, config.resume, check_content)
     with show_waiting("checking the inputs"):

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from mcore_rl.checkpoint.run_checkpoints import RunCheckpoint, format_name, list_steps
-from mcore_rl.config.checks import check_exists
+from mcore_rl.config.checks import check_model_exists
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.json_file import read_json_object
 from mcore_rl.config.resolve import list_test_files
@@ -473,7 +473,7 @@ def find_model_folder(path: str, setting: str = "model.path") -> Path:
         ConfigError: `path` is neither.
     """
     folder = Path(path)
-    check_exists(setting, folder)
+    check_model_exists(setting, folder)
     if not folder.is_dir():
         raise ConfigError(f"{setting}={path!r} is not a folder")
     if (folder / CHECKPOINT / "config.json").is_file():

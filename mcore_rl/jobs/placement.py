@@ -9,8 +9,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from mcore_rl.algorithms.advantages import ADVANTAGES
 from mcore_rl.algorithms.inputs import get_needs
 from mcore_rl.config.resolve import OWN_POOL, get_pool, resolve, resolve_for_lane
@@ -22,6 +20,7 @@ from mcore_rl.controller.ray_session import has_gpus
 from mcore_rl.controller.resource_pool import ResourcePool
 from mcore_rl.controller.worker_group import WorkerGroup
 from mcore_rl.data.routed_experts import ExpertLayers
+from mcore_rl.jobs.remote_paths import fetch_inputs
 from mcore_rl.models.base import (
     get_family,
     get_model_sizes,
@@ -29,10 +28,11 @@ from mcore_rl.models.base import (
     read_config,
     use_family,
 )
+from mcore_rl.parallel.devices import DEVICES, detect_device
 from mcore_rl.parallel.mesh import split_into_chunks
 from mcore_rl.rollout.server_pool import ServerPool
 
-CPU_RESOURCE = "rank"  # the Ray resource that stands for a device on the CPU lane
+CPU_RESOURCE = DEVICES["cpu"].ray_resource  # stands for a device on the CPU lane
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,13 +162,13 @@ def detect_lane() -> str:
     """
     address = os.environ.get("RAY_ADDRESS")
     if not address or torchrun.is_launched():
-        return "cuda" if torch.cuda.is_available() else "cpu"
+        return detect_device().type
     return "cuda" if has_gpus(address) else "cpu"
 
 
 def get_device_resource() -> str:
     """Return Ray's name of a device."""
-    return "GPU" if detect_lane() == "cuda" else CPU_RESOURCE
+    return DEVICES[detect_lane()].ray_resource
 
 
 def resolve_for_nodes(config: RLConfig, lane: str = "", *, needs_data: bool = True) -> RLConfig:
@@ -176,12 +176,13 @@ def resolve_for_nodes(config: RLConfig, lane: str = "", *, needs_data: bool = Tr
 
     Args:
         lane: "cuda" or "cpu" instead of that of the nodes.
-        needs_data: False if data settings may be empty, as in a dry run.
+        needs_data: False if data settings may be empty and weights absent, as in a dry run.
 
     Raises:
         ConfigError: A setting is wrong, or the nodes cannot do what it says.
     """
     resolve(config, needs_data=needs_data)
+    config = fetch_inputs(config, with_weights=needs_data)
     use_family(config.model.family)
     return resolve_for_lane(config, lane or detect_lane(), has_experts=_has_experts(config))
 
@@ -229,7 +230,7 @@ class Pools:
         """
         plan = self._find_plan(role)[1]
         stride = self._count_bundles_per_rank(role, plan)
-        if self._resource != "GPU" or stride == 1:
+        if self._resource == CPU_RESOURCE or stride == 1:
             return ()
         gpu_ids = self._open_pool(role).get_gpu_ids(
             1 / len(plan.roles), self._config.timeouts.start_s

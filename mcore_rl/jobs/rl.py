@@ -57,6 +57,7 @@ from mcore_rl.jobs.placement import (
     resolve_for_nodes,
 )
 from mcore_rl.jobs.preflight import Inputs, check_inputs
+from mcore_rl.jobs.remote_paths import check_export, export_checkpoint
 from mcore_rl.jobs.resume import (
     WARM_START,
     check_data,
@@ -139,6 +140,7 @@ def _check_start(config: RLConfig, folder: Path) -> _Start | None:
     if last := get_end_step(config, checkpoint, folder):
         print(f"the run in {folder} has ended after step {last}")
         return None
+    check_export(config.checkpoint.export_to)
     if checkpoint is None and config.resume == "auto":
         remove_warm_start(folder)
     config = prepare_settings(config, folder, checkpoint)
@@ -312,6 +314,7 @@ class _Run:
         disk_space.export_weights(
             actor, output.folder / CHECKPOINT, disk_space.compute_weight_bytes(self.config)
         )
+        export_checkpoint(output.folder / CHECKPOINT, self.config.checkpoint.export_to)
 
 
 def choose_load_format(config: RLConfig, *, resumes: bool) -> LoadFormat:

@@ -40,7 +40,13 @@ from mcore_rl.jobs.output import (
     lock_run_dir,
     open_job_scope,
 )
-from mcore_rl.jobs.placement import detect_lane, get_device_resource, list_rank_nodes
+from mcore_rl.jobs.placement import (
+    CPU_RESOURCE,
+    detect_lane,
+    get_device_resource,
+    list_rank_nodes,
+)
+from mcore_rl.jobs.remote_paths import check_export, export_checkpoint, fetch_inputs
 from mcore_rl.jobs.resume import check_data, find_checkpoint_on_nodes, get_end_step
 from mcore_rl.jobs.supervised_preflight import (
     TrainInputs,
@@ -53,6 +59,7 @@ from mcore_rl.models.base import use_family
 from mcore_rl.observability.console import show_waiting
 from mcore_rl.observability.memory import PeakMemory
 from mcore_rl.observability.process import get_start_time
+from mcore_rl.parallel.devices import DEVICES
 from mcore_rl.trainers import supervised
 from mcore_rl.trainers.checkpointing import CheckpointManager, describe_resume
 from mcore_rl.trainers.device_sharing import ExclusiveDevices
@@ -80,6 +87,7 @@ def run(config: TrainConfig) -> None:
     """
     started = get_start_time()
     resolve_train(config)
+    config = fetch_inputs(config)
     use_family(config.model.family)
     config = resolve_dtype(config, detect_lane())
     if torchrun.is_launched():
@@ -109,6 +117,7 @@ def run(config: TrainConfig) -> None:
                 with _build_torchrun_ranks(config):  # the other ranks wait for this
                     pass
             return
+        check_export(config.checkpoint.export_to)
         logs = get_log_dir(run_lock.folder)
         with (
             summarize_failure(logs / TRACES),
@@ -174,6 +183,7 @@ def _train(run: _Run, start_group: StartGroup) -> None:
             evaluation.run(inputs.num_steps)
     with show_waiting("exporting"):
         disk_space.export_weights(model, path, num_bytes)
+        export_checkpoint(path, config.checkpoint.export_to)
 
 
 def _build_objective(config: TrainConfig, model: RankGroup, start_group: StartGroup) -> Objective:
@@ -229,7 +239,7 @@ def _open_groups(config: TrainConfig, scratch_dir: Path | None, logs: Path) -> I
     is_shared = has_reference_model(config) and _get_reference_placement(config) == "shared"
     num_pools = 1 + (has_reference_model(config) and not is_shared)
     needed = {device: layout.world_size * num_pools}
-    resources = None if device == "GPU" else needed
+    resources = needed if device == CPU_RESOURCE else None
     with (
         ray_session(temp_dir=scratch_dir, log_to_driver=False, resources=resources, needed=needed),
         ExitStack() as stack,
@@ -276,7 +286,7 @@ def _build_torchrun_ranks(config: TrainConfig) -> torchrun.TorchrunRanks:
     def build(name: str, total_steps: int) -> ModelWorker:
         return ModelWorker(*_build_worker_args(config, name, total_steps))
 
-    backend = "nccl" if detect_lane() == "cuda" else "gloo"
+    backend = DEVICES[detect_lane()].backend
     return torchrun.TorchrunRanks(backend, layout, config.inner_timeout_s, build)
 
 

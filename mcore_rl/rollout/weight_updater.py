@@ -13,7 +13,6 @@ from mcore_rl.config.schema import RLConfig, RolloutConfig, WeightSyncConfig
 from mcore_rl.controller.pending_call import Timeout, gather_results
 from mcore_rl.controller.worker_group import WorkerGroup
 from mcore_rl.inference.registry import load_server_class
-from mcore_rl.models.base import get_family, read_config
 from mcore_rl.parallel import rendezvous
 from mcore_rl.parallel.rendezvous import RendezvousConnectionError, RendezvousEndpoint
 from mcore_rl.reshard.layout import GenerationLayout
@@ -47,7 +46,6 @@ class TransportSync:
         in_flight: Keep running requests, which continue with the new weights. Otherwise none may
             run.
         recompute_cache: Recompute the KV cache of running requests with the new weights.
-        lists_parameters: Ask a server what its parameters are made of: no family has their rules.
     """
 
     actor: WorkerGroup
@@ -57,7 +55,6 @@ class TransportSync:
     settings: WeightSyncConfig
     in_flight: bool = False
     recompute_cache: bool = False
-    lists_parameters: bool = False
     _connected: int = -1  # ServerPool.membership when all ranks were connected
     _endpoint: RendezvousEndpoint | None = None  # of the last connect
 
@@ -75,7 +72,7 @@ class TransportSync:
         layout = build_generation_layout(self.rollout, self.servers.num_up)
         weight_format = load_server_class(self.rollout).features.weight_format
         assert weight_format is not None  # else weight_sync.method is full_export
-        lists = self.servers.list_parameters() if self.lists_parameters else []
+        lists = self.servers.list_parameters()  # [] where the family has the rules
         endpoint, spec = self.actor.open_weights(layout, self.settings, weight_format, lists)
         actors = self.actor.connect_weights.submit(endpoint, spec)
 
@@ -183,10 +180,7 @@ def connect(
         # A job removes folders of this name at its end, in any case.
         folder = Path(config.output_dir).absolute() / ".weights.partial"
         return CheckpointSync(actor, servers, timeout, folder, num_bytes, *in_flight)
-    has_rules = get_family(read_config(config.model.path)).vllm_weights is not None
-    lists_parameters = config.rollout.backend == "vllm" and not has_rules
-    arguments = config.rollout, settings, *in_flight, lists_parameters
-    sync = TransportSync(actor, servers, timeout, *arguments)
+    sync = TransportSync(actor, servers, timeout, config.rollout, settings, *in_flight)
     sync.connect()  # servers that die in it are started again, and a push connects anew
     return sync
 

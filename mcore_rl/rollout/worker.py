@@ -39,6 +39,7 @@ from mcore_rl.inference.protocol import (
     SleepTag,
 )
 from mcore_rl.inference.registry import create_server
+from mcore_rl.parallel.devices import get_gpu
 from mcore_rl.parallel.rendezvous import RendezvousEndpoint
 from mcore_rl.rewards.manager import RewardManager
 from mcore_rl.weight_sync.spec import TransferSpec, WorkerLists
@@ -209,7 +210,7 @@ class RolloutSpec:
     seed: int
     timeout_s: float  # of each call on the server
     can_sleep: bool = False
-    # CUDA_VISIBLE_DEVICES of each node of each server. Empty: as Ray sets it.
+    # Visible GPUs of each node of each server. Empty: as Ray sets it.
     gpu_ids: tuple[str, ...] = ()
     models: Mapping[str, ServedModel] = field(default_factory=dict)  # frozen ones, each with a path
     adapter_rank: int = 0  # of a LoRA actor whose adapters the servers take
@@ -229,7 +230,7 @@ class RolloutWorker:
         self._spec = spec
         rank, count = int(os.environ.get("RANK", "0")), spec.rollout.nodes_per_server
         if spec.gpu_ids:
-            os.environ["CUDA_VISIBLE_DEVICES"] = spec.gpu_ids[number * count + rank]
+            os.environ[get_gpu().visible_variable] = spec.gpu_ids[number * count + rank]
         self._server = create_server(
             ServerSpec(
                 spec.model_path,

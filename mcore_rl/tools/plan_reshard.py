@@ -20,7 +20,7 @@ from mcore_rl.config.checks import (
     check_at_least,
     check_choice,
     check_divides,
-    check_exists,
+    check_model_exists,
     check_positive,
 )
 from mcore_rl.config.errors import ConfigError
@@ -161,7 +161,7 @@ def _count_traffic(plan: Plan) -> Traffic:
 
 
 def _read_model_config(model: Path) -> HFConfig:
-    check_exists("--model", model)
+    check_model_exists("--model", model)
     if not model.is_file():
         config = read_config(model)
     else:

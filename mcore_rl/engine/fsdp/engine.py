@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -70,6 +69,7 @@ from mcore_rl.models.base import (
 from mcore_rl.models.heads import build_value_config
 from mcore_rl.models.transformers_model import build_empty_model, map_sharded_weights
 from mcore_rl.parallel.balance import SequenceCost, estimate_sequence_cost
+from mcore_rl.parallel.devices import detect_device
 from mcore_rl.parallel.store import join_world
 from mcore_rl.reshard.executor import LocalWeights
 from mcore_rl.reshard.layout import ShardedRanks
@@ -89,14 +89,11 @@ class FSDPEngine(BaseEngine):
 
     def initialize(self) -> None:
         settings, layout = self.spec.engine, self.layout
-        has_gpu = torch.cuda.is_available()
-        self.device = torch.device("cpu")
-        if has_gpu:
-            self.device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-            torch.cuda.set_device(self.device)
+        device = detect_device()
+        self.device = device.select_local()
         torch.set_num_threads(settings.threads_per_rank)
         if not dist.is_initialized():
-            join_world("nccl" if has_gpu else "gloo", self.spec.timeout_s)
+            join_world(device.backend, self.spec.timeout_s)
         self.world_rank, self.num_steps = dist.get_rank(), 0
         self.hf_config = self._read_model_config()
         self.meshes = RankMeshes.create(self.device.type, layout, settings.fsdp.num_replicas)

@@ -27,6 +27,7 @@ from mcore_rl.engine.logprob import VocabShard
 from mcore_rl.engine.packing import MicroBatch
 from mcore_rl.engine.steps import Scores, ScoreSettings, score_tokens
 from mcore_rl.models.transformers_model import is_expert_stack
+from mcore_rl.parallel.devices import detect_device
 from mcore_rl.reshard.layout import ShardedRanks
 from mcore_rl.reshard.rules import Shard, Weight
 
@@ -254,7 +255,9 @@ def shard_model(
     if dtype != torch.float32 and is_training:
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     offload = (
-        CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if cpu_offload else OffloadPolicy()
+        CPUOffloadPolicy(pin_memory=detect_device().type != "cpu")
+        if cpu_offload
+        else OffloadPolicy()
     )
     kinds = set(root.model._no_split_modules or ())
     layers = [module for module in root.model.modules() if type(module).__name__ in kinds]

@@ -24,6 +24,7 @@ from torch.utils import _device
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import Layout
 from mcore_rl.observability.process import exempt_imports_from_gc
+from mcore_rl.parallel.devices import DEVICES
 from mcore_rl.parallel.store import guard_gloo
 
 _CPU = torch.device("cpu")
@@ -38,7 +39,7 @@ def get_device_type() -> str:
 
 
 def get_collective_backend() -> str:
-    return "nccl" if get_device_type() == "cuda" else "gloo"
+    return DEVICES[get_device_type()].backend
 
 
 def choose_modules(setting: str, device: str = "", key: str = "actor") -> str:

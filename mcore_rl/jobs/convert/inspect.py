@@ -15,7 +15,7 @@ from rich.table import Table
 from mcore_rl.checkpoint.files import INFO_FILE, read_checkpoint_info
 from mcore_rl.checkpoint.hf import CheckpointReader, format_dtype
 from mcore_rl.checkpoint.torch_dist import DistReader
-from mcore_rl.config.checks import check_exists
+from mcore_rl.config.checks import check_model_exists
 from mcore_rl.jobs.convert.megatron_checkpoint import find_checkpoint, is_megatron_checkpoint
 from mcore_rl.jobs.convert.plan import format_bytes
 from mcore_rl.models.base import read_config
@@ -29,7 +29,7 @@ def inspect_folder(path: Path, *, is_json: bool) -> None:
     Raises:
         ConfigError: It is no checkpoint, or is damaged.
     """
-    check_exists("DIR", path)
+    check_model_exists("DIR", path)
     if is_megatron_checkpoint(path):
         kind, path = "Megatron", find_checkpoint(path)
         facts, tensors = _read_megatron(path)

@@ -22,7 +22,7 @@ from mcore_rl.checkpoint.hf_writer import (
     write_shard,
 )
 from mcore_rl.checkpoint.torch_dist import DistReader
-from mcore_rl.config.checks import check_choice, check_exists
+from mcore_rl.config.checks import check_choice, check_exists, check_model_exists
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.jobs.convert.megatron_checkpoint import (
     MegatronCheckpoint,
@@ -64,7 +64,7 @@ def convert_checkpoint(
     """
     check_exists("--checkpoint", checkpoint)
     if reference is not None:
-        check_exists("--reference", reference)
+        check_model_exists("--reference", reference)
     resources, dtype = parse_resources(**options), options["dtype"]
     shard_bytes = parse_bytes("--max-shard-size", max_shard_size)
     if not uses_bridge(options):

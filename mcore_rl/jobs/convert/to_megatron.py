@@ -19,7 +19,7 @@ from mcore_rl.checkpoint.hf_writer import copy_companions
 from mcore_rl.checkpoint.storage_location import compute_chunks
 from mcore_rl.checkpoint.torch_dist import DistFile
 from mcore_rl.checkpoint.torch_dist_metadata import Record, write_metadata
-from mcore_rl.config.checks import check_exists
+from mcore_rl.config.checks import check_model_exists
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.resolve_engine import resolve_layout, resolve_model_layout
 from mcore_rl.config.schema import Layout
@@ -56,7 +56,7 @@ def convert_folder(*, model: Path, output: Path, layout: Layout, **options: Any)
     Raises:
         ConfigError, RunFailed: See plan_conversion and run.run.
     """
-    check_exists("--model", model)
+    check_model_exists("--model", model)
     resources, dtype = parse_resources(**options), options["dtype"]
     if uses_bridge({"layout": layout != Layout(), **options}):
         from mcore_rl.engine.megatron.conversion import import_with_bridge

@@ -14,7 +14,7 @@ import torch
 from rich.console import Console
 
 from mcore_rl.checkpoint.hf import CheckpointReader, format_dtype
-from mcore_rl.config.checks import check_exists
+from mcore_rl.config.checks import check_model_exists
 from mcore_rl.jobs.convert.megatron_checkpoint import (
     MegatronTensors,
     is_megatron_checkpoint,
@@ -74,7 +74,7 @@ def verify(a: Path, b: Path, *, is_json: bool) -> bool:
         ConfigError: One of the two is no checkpoint, or is damaged.
     """
     for folder in (a, b):
-        check_exists("DIR", folder)
+        check_model_exists("DIR", folder)
     # Progress goes to a terminal only.
     comparison = compare_folders(a, b, Console(stderr=True, quiet=not sys.stderr.isatty()))
     if is_json:

@@ -23,6 +23,7 @@ from mcore_rl.engine.base import BaseEngine, EngineSpec, create_engine
 from mcore_rl.inference.protocol import TokenScores
 from mcore_rl.inference.vllm.server import VLLMServer
 from mcore_rl.models.base import HFConfig, count_kv_elements_per_token
+from mcore_rl.parallel.devices import detect_device
 from mcore_rl.parallel.mesh import Coordinate, Mesh
 
 T = TypeVar("T")
@@ -178,7 +179,7 @@ def _load_model(path: str, dtype: str) -> Any:
     model = AutoModelForCausalLM.from_pretrained(
         path, dtype=getattr(torch, dtype), local_files_only=True
     )
-    return model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
+    return model.to(detect_device().type).eval()
 
 
 def _compute_log_probs(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:

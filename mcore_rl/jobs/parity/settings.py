@@ -8,7 +8,7 @@ import math
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from mcore_rl.config.checks import (
     check_choice,
     check_divides,
     check_exists,
+    check_model_exists,
     check_positive,
 )
 from mcore_rl.config.errors import ConfigError
@@ -32,6 +33,7 @@ from mcore_rl.config.schema import EngineConfig, Layout, LoRAConfig, ModelConfig
 from mcore_rl.data.tokenizer import read_tokenizer
 from mcore_rl.engine.base import EngineSpec
 from mcore_rl.jobs.parity.engines import VLLMSpec, compute_kv_cache_bytes
+from mcore_rl.jobs.remote_paths import fetch_model
 from mcore_rl.models.base import (
     HFConfig,
     get_family,
@@ -110,6 +112,11 @@ def build_plan(settings: ParitySettings) -> ParityPlan:
     """
     use_family(settings.family, "--family")
     _check_options(settings)
+    settings = replace(
+        settings,
+        model=fetch_model("--model", settings.model),
+        reference=fetch_model("--reference", settings.reference),
+    )
     model = _read_model_config("--model", settings.model)
     sizes = get_model_sizes(model)
     resolve_model_layout("--layout", settings.layout, sizes)
@@ -152,7 +159,7 @@ def _check_options(settings: ParitySettings) -> None:
 
 def _read_model_config(option: str, path: str) -> HFConfig:
     """Read the config of a checkpoint; check that its family is known and no tensor is missing."""
-    check_exists(option, path)
+    check_model_exists(option, path)
     try:
         get_family(read_config(path))
         reader = CheckpointReader(path)

@@ -45,6 +45,9 @@ class Servers:
 
     def admit(self) -> None: ...
 
+    def list_parameters(self) -> list[Any]:
+        return []
+
     def attempt(
         self,
         method: str,
