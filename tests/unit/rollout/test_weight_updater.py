@@ -90,7 +90,7 @@ def test_a_push_waits_for_both_sides_up_to_the_limit(tmp_path, method):
     assert servers.attempts == [CONNECTED, SENT] and servers.version == 7
     assert actor.calls["connect_weights"] == ("endpoint", "spec")
     assert actor.calls["send_weights"] == (7,)
-    layout, settings, weight_format = actor.calls["open_weights"]
+    layout, settings, weight_format, _ = actor.calls["open_weights"]
     assert weight_format == "vllm"
     assert layout == GenerationLayout(tp=2, dp=2)
     # Longer: the driver, which knows of both sides, raises first.
