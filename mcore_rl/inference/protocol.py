@@ -268,6 +268,9 @@ class GenerationServer(ABC):
     async def list_parameters(self) -> WorkerLists:
         """Return what the parameters of each worker are made of; [] if the rules of the model's
         family say so.
+
+        Raises:
+            ConfigError: the engine's loader computes a parameter.
         """
         return []
 

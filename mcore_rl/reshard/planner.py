@@ -523,14 +523,26 @@ def _build_signature_reader(rule_type: Any) -> Callable[[object], tuple[object, 
     names = [f"{name}.shape" if hint is LogicalTensor else name for name, hint in types.items()]
     read = attrgetter("__class__", *names)
     if any(get_origin(hint) is tuple for hint in types.values()):
-        return lambda rule: tuple(_strip_names(value) for value in read(rule))
+        return lambda rule: _strip_names(read(rule), {})
     return read
 
 
-def _strip_names(value: object) -> object:
-    if isinstance(value, LogicalTensor):
-        return value.shape
-    return tuple(_strip_names(part) for part in value) if isinstance(value, tuple) else value
+def _strip_names(values: tuple[object, ...], positions: dict[LogicalTensor, int]) -> Any:
+    """Replace tensors by their shapes, those of blocks also by the order of their first blocks.
+
+    Args:
+        positions: Index of each tensor of a block in the rule, filled on the way.
+    """
+    stripped: list[object] = []
+    for value in values:
+        if isinstance(value, LogicalTensor):
+            stripped.append(value.shape)
+        elif isinstance(value, Block):
+            position = positions.setdefault(value.tensor, len(positions))
+            stripped.append((position, value.tensor.shape, value.box, value.local_offset))
+        else:
+            stripped.append(_strip_names(value, positions) if isinstance(value, tuple) else value)
+    return tuple(stripped)
 
 
 def assign_hosts(

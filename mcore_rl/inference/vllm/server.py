@@ -214,10 +214,9 @@ class VLLMServer(GenerationServer):
 
         self._name = name = vllm_worker.ServerName.new()
         nodes = {} if self._nodes is None else self._nodes.build_engine_arguments()
-        loading = vllm_weights.build_float8_arguments(self._model_path, ep=self._config.ep)
-        loading |= vllm_weights.build_trace_arguments(self._model_path)
-        if not reads_weights:
-            loading["load_format"] = vllm_weights.NO_WEIGHTS_FORMAT
+        loading = vllm_weights.build_loading_arguments(
+            self._model_path, ep=self._config.ep, reads_weights=reads_weights
+        )
         config = AsyncEngineArgs(
             model=self._model_path,
             dtype=self._dtype,
@@ -394,7 +393,12 @@ class VLLMServer(GenerationServer):
             del self._engine_ids[request_id or engine_id]
 
     async def list_parameters(self) -> WorkerLists:
-        lists: WorkerLists = await self._started_engine.collective_rpc("list_parameters")
+        from mcore_rl.inference.vllm import weights as vllm_weights
+
+        answers = await self._started_engine.collective_rpc("list_parameters")
+        if reason := next((reason for _, reason in answers if reason), ""):
+            raise vllm_weights.build_trace_error(self._model_path, reason)
+        lists = [parameters for parameters, _ in answers]
         return lists if all(lists) else []
 
     async def connect_weights(

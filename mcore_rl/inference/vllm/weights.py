@@ -136,8 +136,12 @@ class ShardTransferEngine(WeightTransferEngine[ConnectInfo, UpdateInfo]):
         self._transport = connect(spec, endpoint, config, spec.num_training + rank, self.device)
 
     def _check_list(self, parameters: list[list[Any]]) -> None:
-        traced = [ListedParameter.parse(values) for values in list_traced_parameters(self.model)]
-        if traced != [ListedParameter.parse(values) for values in parameters]:
+        traced, reason = list_traced_parameters(self.model)
+        if reason:
+            raise build_trace_error(self.model_config.model, reason)
+        if [ListedParameter.parse(values) for values in traced] != [
+            ListedParameter.parse(values) for values in parameters
+        ]:
             raise ConfigError(
                 f"generation rank {self._rank}: vLLM's loader puts weights in other places than on "
                 "the server whose parameters were listed; allowed: servers with equal settings"
@@ -370,7 +374,16 @@ def _is_tied(model: Any, layer: Any) -> bool:
     return bool(tied) and isinstance(layer, ParallelLMHead)
 
 
-def build_float8_arguments(model_path: str, *, ep: bool) -> dict[str, Any]:
+def build_loading_arguments(
+    model_path: str, *, ep: bool, reads_weights: bool = True
+) -> dict[str, Any]:
+    """Return vLLM's engine arguments that choose a loader; none for vLLM's own."""
+    loading = {"load_format": TRACED_FORMAT} if _is_unknown(read_config(model_path)) else {}
+    loading |= _build_float8_arguments(model_path, ep=ep)
+    return loading if reads_weights else loading | {"load_format": NO_WEIGHTS_FORMAT}
+
+
+def _build_float8_arguments(model_path: str, *, ep: bool) -> dict[str, Any]:
     """Return vLLM's engine arguments for a checkpoint in float8 blocks; none for others.
 
     vLLM itself handles other quantisations.
@@ -390,11 +403,6 @@ def build_float8_arguments(model_path: str, *, ep: bool) -> dict[str, Any]:
     }
 
 
-def build_trace_arguments(model_path: str) -> dict[str, Any]:
-    """Return vLLM's engine arguments for a model whose parameters no family has the rules of."""
-    return {"load_format": TRACED_FORMAT} if _is_unknown(read_config(model_path)) else {}
-
-
 def _is_unknown(config: HFConfig) -> bool:
     """Return whether this package has no rules of vLLM's parameters for a config.json."""
     try:
@@ -403,10 +411,14 @@ def _is_unknown(config: HFConfig) -> bool:
         return True
 
 
-def list_traced_parameters(model: Any) -> list[list[Any]]:
-    """Return the lists of a model that one of our loaders has traced; [] for others."""
+def list_traced_parameters(model: Any) -> tuple[list[list[Any]], str]:
+    """Return the lists of a model that one of our loaders has traced; [] for others.
+
+    The second value is why the trace failed, or "".
+    """
     parameters: list[ListedParameter] = getattr(model, "mcore_rl_parameters", [])
-    return [parameter.to_list() for parameter in parameters]
+    reason: str = getattr(model, "mcore_rl_trace_error", "")
+    return [parameter.to_list() for parameter in parameters], reason
 
 
 def register_loaders() -> None:
@@ -423,6 +435,11 @@ class _Float8Loader(DefaultModelLoader):
     without the quantisation: it takes the same shards as that of a plain checkpoint.
     """
 
+    def load_weights(self, model: torch.nn.Module, model_config: ModelConfig) -> None:
+        """Load all parameters."""
+        _trace(model, model_config)
+        super().load_weights(model, model_config)
+
     def get_all_weights(
         self, model_config: ModelConfig, model: torch.nn.Module
     ) -> Iterator[tuple[str, torch.Tensor]]:
@@ -435,10 +452,10 @@ class _Float8Loader(DefaultModelLoader):
 
 
 class _TracedLoader(DefaultModelLoader):
-    """Loads a checkpoint, and records where its tensors go (loader_trace.py)."""
+    """Loads a checkpoint as vLLM does, and records where its tensors go (loader_trace.py)."""
 
     def __init__(self, load_config: LoadConfig) -> None:
-        super().__init__(replace(load_config, load_format="safetensors"))
+        super().__init__(replace(load_config, load_format=LoadConfig.load_format))
 
     def load_weights(self, model: torch.nn.Module, model_config: ModelConfig) -> None:
         """Load all parameters."""
@@ -447,9 +464,29 @@ class _TracedLoader(DefaultModelLoader):
 
 
 def _trace(model: Any, model_config: ModelConfig) -> None:
+    """Record where the tensors of a checkpoint go, if no family has the rules.
+
+    A failure is raised when the parameters are listed: a server that gets no weights, or whole
+    checkpoints, does without.
+    """
+    if not _is_unknown(read_config(model_config.model)):
+        return
     from mcore_rl.inference.vllm.loader_trace import trace_loader
 
-    model.mcore_rl_parameters = trace_loader(model, model_config.model)
+    try:
+        model.mcore_rl_parameters = trace_loader(model, model_config.model)
+    except Exception as error:  # noqa: BLE001 (of any code of a model)
+        is_ours = isinstance(error, ConfigError)
+        model.mcore_rl_trace_error = str(error) if is_ours else f"{type(error).__name__}: {error}"
+
+
+def build_trace_error(model_path: str, reason: str) -> ConfigError:
+    """Return the error of a server whose parameters are needed and whose trace failed."""
+    family = read_config(model_path).get("model_type")
+    return ConfigError(
+        f"model.path={model_path!r} of family {family!r}: {reason}; allowed: "
+        "weight_sync.method='full_export'"
+    )
 
 
 class _NoWeightsLoader(DummyModelLoader):
@@ -460,7 +497,6 @@ class _NoWeightsLoader(DummyModelLoader):
 
     def load_weights(self, model: torch.nn.Module, model_config: ModelConfig) -> None:
         """Fill all parameters."""
-        if _is_unknown(read_config(model_config.model)):
-            _trace(model, model_config)
+        _trace(model, model_config)
         for parameter in model.parameters():
             initialize_single_dummy_weight(parameter)

@@ -344,8 +344,11 @@ class WorkerExtension(TraceTaker):
         """Take the adapters of a version (adapters.py)."""
         self.model_runner.lora_manager.store(version, content, alpha)
 
-    def list_parameters(self) -> list[list[Any]]:
-        """Return what this worker's parameters are made of, if its loader was traced."""
+    def list_parameters(self) -> tuple[list[list[Any]], str]:
+        """Return what this worker's parameters are made of, if its loader was traced.
+
+        The second value is why the trace failed, or "".
+        """
         return list_traced_parameters(self.model_runner.get_model())
 
     def measure_memory(self) -> tuple[int, int]:

@@ -1,5 +1,6 @@
 """Inputs of a transfer plan, and a worker's parameters compared with the rules of a family."""
 
+import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -7,12 +8,16 @@ import pytest
 
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import Layout, WeightSyncConfig
-from mcore_rl.reshard.layout import GenerationLayout
+from mcore_rl.reshard.layout import FullRanks, GenerationLayout
+from mcore_rl.reshard.planner import Devices, Plan, TransferRequirements
+from mcore_rl.reshard.rules import Block, LogicalTensor, Replicated, Weight, slice_rows
 from mcore_rl.weight_sync.spec import (
+    ListedParameter,
     MemoryDomains,
     TransferSpec,
     WorkerLayout,
     build_generation_side,
+    build_listed_side,
     build_training_side,
     check_worker_layout,
     compute_expected_layout,
@@ -148,3 +153,76 @@ def test_ranks_with_full_tensors_share_what_they_send(generation, domains):
         assert max(totals.sent) <= 1.1 * min(totals.sent)
     else:  # each server's worker is on the device of a rank, which has all
         assert totals.received == (0, 0)
+
+
+def list_parameter(name: str, *blocks: Block, rows: int = 4, dtype: str = "float32") -> list[Any]:
+    return ListedParameter(name, dtype, (rows, 2), blocks).to_list()
+
+
+def list_layer(number: int, rank: int, *, swapped: bool = False) -> list[list[Any]]:
+    """Return a worker's parameters of a layer: halves of two tensors fused, and a norm."""
+    q, k = (LogicalTensor(f"layers.{number}.{name}", (4, 2)) for name in "qk")
+    norm = LogicalTensor(f"layers.{number}.norm", (4, 2))
+    first, second = (k, q) if swapped else (q, k)
+    blocks = slice_rows(first, rank * 2, 2, 0), slice_rows(second, rank * 2, 2, 2)
+    return [
+        list_parameter(f"{number}.qk", *blocks),
+        list_parameter(f"{number}.norm", slice_rows(norm, 0, 4, 0)),
+    ]
+
+
+def plan_lists(lists: list[list[list[Any]]], layout: GenerationLayout) -> Plan:
+    tensors = {
+        block.tensor: None
+        for values in itertools.chain(*lists)
+        for block in ListedParameter.parse(values).blocks
+    }
+    training = FullRanks(2), [Weight(f"t.{t.name}", Replicated(t)) for t in tensors]
+    requirements = TransferRequirements(training, build_listed_side(layout, lists), 2)
+    return requirements.plan(Devices.disaggregated(2, layout.world_size, 8))
+
+
+def test_parameters_of_equal_lists_are_one_weight_of_all_ranks():
+    lists = [list_layer(0, rank) for rank in range(2)]
+    ranks, weights = build_listed_side(GenerationLayout(tp=2, dp=2), lists)
+    assert [(w.name, ranks.get_holders(w)) for w in weights] == [
+        ("0.qk", ((0, 2),)),
+        ("0.norm", ((0, 1, 2, 3),)),
+        ("0.qk", ((1, 3),)),
+    ]
+
+
+def test_equal_layers_of_listed_parameters_are_planned_as_one():
+    layout = GenerationLayout(tp=2)
+    plans = [
+        plan_lists([[p for n in range(count) for p in list_layer(n, r)] for r in range(2)], layout)
+        for count in (2, 30)
+    ]
+    assert len(plans[0].groups) == len(plans[1].groups)
+    for rank in range(2):
+        copies = {copy.tensor: copy for copy in plans[1].list_received(rank)}
+        assert len(copies) == 90
+        for number in range(30):
+            for name, local in (("q", 0), ("k", 2)):
+                copy = copies[f"layers.{number}.{name}"]
+                assert (copy.target, copy.target_offset) == (f"{number}.qk", (local, 0))
+                assert copy.box.offsets == (rank * 2, 0)
+
+
+def test_tensors_of_one_shape_keep_their_places_in_listed_parameters():
+    a, b, c, d = (LogicalTensor(name, (2, 2)) for name in "abcd")
+    e, f = LogicalTensor("e", (2, 2)), LogicalTensor("f", (2, 2))
+    parameters = {
+        "one": (slice_rows(a, 0, 2, 0), slice_rows(b, 0, 2, 2)),
+        "same": (slice_rows(c, 0, 2, 0), slice_rows(d, 0, 2, 2)),
+        "swapped": (slice_rows(e, 0, 2, 2), slice_rows(f, 0, 2, 0)),
+        "repeated": (slice_rows(LogicalTensor("g", (2, 2)), 0, 2, 0),) * 2,
+    }
+    first, _ = parameters["repeated"]
+    parameters["repeated"] = (first, replace(first, local_offset=(2, 0)))
+    lists = [[list_parameter(name, *blocks) for name, blocks in parameters.items()]]
+    copies = plan_lists(lists, GenerationLayout()).list_received(0)
+    assert sorted((c.tensor, c.target, c.target_offset[0]) for c in copies) == [
+        ("a", "one", 0), ("b", "one", 2), ("c", "same", 0), ("d", "same", 2),
+        ("e", "swapped", 2), ("f", "swapped", 0), ("g", "repeated", 0), ("g", "repeated", 2),
+    ]  # fmt: skip
