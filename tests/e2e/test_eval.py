@@ -238,7 +238,7 @@ def test_an_evaluation_that_was_ended_samples_what_is_left(sampled, model_and_se
     (out / "summary.json").unlink()
     (out / "samples" / "train.parquet").unlink()
     modified_ns = (out / "samples" / "held_out.parquet").stat().st_mtime_ns
-    settings = f"reward.name={VOTED}:is_a", f"rollout.n={N}", "rollout.num_servers=2", "seed=3"
+    settings = f"reward.name={VOTED}:is_a", f"rollout.n={N}", "rollout.num_servers=1", "seed=3"
     again = evaluated(tmp_path, *model_and_sets, *settings, "resume=auto")
     assert "the samples of held_out are there" in again.stdout
     assert summary(again)["sets"] == summary(sampled)["sets"]
