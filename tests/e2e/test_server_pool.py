@@ -316,6 +316,7 @@ def test_a_server_that_has_died_too_often_ends_the_run(pool_of):
         all_of(pool)
 
 
+@pytest.mark.nightly  # tests/unit/rollout/test_worker.py has a reward that raises
 def test_what_a_reward_raises_ends_the_run_and_starts_nothing(pool_of, capsys):
     pool = pool_of(2)
     pool.begin(prompts(0, 1, raises=1), SAMPLING)
