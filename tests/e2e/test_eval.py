@@ -231,6 +231,7 @@ def test_a_dry_run_says_that_an_output_folder_with_content_will_be_refused(dry_r
     assert "is not empty; allowed: a new folder" in lines
 
 
+@pytest.mark.nightly  # tests/unit/jobs/test_evaluate.py has what of a folder is sampled again
 def test_an_evaluation_that_was_ended_samples_what_is_left(sampled, model_and_sets, tmp_path):
     # And gets the numbers that it would have had.
     out = tmp_path / "out"
