@@ -38,7 +38,7 @@ from mcore_rl.trainers.training_batch import (
     map_mini_batches,
 )
 from tests.fakes import LocalWorkers
-from tests.nightly import all_but
+from tests.nightly import all_but, nightly
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 GSPO = AlgorithmConfig(
@@ -516,7 +516,7 @@ def test_a_step_does_move_the_ratio(runs):
     assert abs(first["ratio"] - second["ratio"]) > 1e-3
 
 
-@pytest.mark.parametrize("cp", [1, 2, 4])
+@pytest.mark.parametrize("cp", [1, 2, nightly(4)])
 def test_sums_over_sequences_and_their_gradients_are_those_of_each_sequence_alone(cp):
     """In float64, with not a number where nothing is trained on; also sequences of one token."""
     batch = tiny_models.make_batch(16, seed=8).select("prompt_ids", "response_ids", "loss_weights")

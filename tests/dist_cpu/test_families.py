@@ -26,7 +26,7 @@ from mcore_rl.engine.megatron import device
 from mcore_rl.engine.megatron.engine import MegatronEngine
 from mcore_rl.models.base import get_family, read_config
 from mcore_rl.reshard.rules import list_logical_tensors
-from tests.nightly import all_but
+from tests.nightly import all_but, nightly
 
 CASES = tiny_families.cases()
 NAMES = list(CASES)
@@ -259,7 +259,7 @@ def test_rules_name_each_tensor_of_a_checkpoint_with_a_prediction_layer(with_mtp
     assert torch.equal(read.layers[0].eh_proj.weight, tensor)
 
 
-@pytest.mark.parametrize("layout", [Layout(), CASES["deepseek_v3"].layout], ids=str)
+@pytest.mark.parametrize("layout", [Layout(), nightly(CASES["deepseek_v3"].layout)], ids=str)
 def test_the_published_deepseek_in_float8_blocks_is_the_model_of_the_dequantised_weights(
     layout, tmp_path_factory
 ):

@@ -21,9 +21,14 @@ from mcore_rl.controller.torchrun import TorchrunRanks, get_rank
 from mcore_rl.parallel.store import RendezvousStore
 
 
+def file_of(rank):
+    return Path(f"{__file__}.{rank}")
+
+
 def loops_for_ever():
-    while True:
+    while Path("/proc", file_of(0).read_text()).exists():
         time.sleep(0.1)
+    os._exit(1)  # torchrun would wait 30 s for a rank that takes no signal
 
 
 class Worker:
@@ -41,8 +46,8 @@ class Worker:
         return ""
 
 
-Path(f"{__file__}.{get_rank()}").touch()
-while not all(Path(f"{__file__}.{number}").exists() for number in range(2)):
+file_of(get_rank()).write_text(str(os.getpid()))
+while not all(file_of(rank).exists() for rank in range(2)):
     time.sleep(0.05)  # for one that is still importing
 limit_s = float(sys.argv[2])
 ranks = TorchrunRanks("gloo", Layout(dp=2), limit_s, lambda name, number: Worker())
@@ -76,7 +81,7 @@ def test_ranks_of_one_machine_meet_behind_a_token_on_loopback(launched):
 
 
 def test_a_rank_that_is_stuck_is_named_with_its_host_and_the_call_and_shows_its_stack(launched):
-    done, host = launched("work", 20), socket.gethostname()
+    done, host = launched("work", 8), socket.gethostname()
     assert done.returncode != 0
     told = f"RuntimeError: worker.work: rank 1 on {host} has not ended its part; the limit is "
     assert told in done.stderr, done.stderr

@@ -40,6 +40,12 @@ def length(
 @run_in_thread  # processes that import torch would take minutes from many jobs
 def fingerprint(text: str, fields: Mapping[str, Any], finish_reason: str) -> dict[str, float]:
     """Reward by the text: the mean of the parts identifies samples; half of all rewards are 1."""
+    return _compute_fingerprint(text, fields, finish_reason)
+
+
+def _compute_fingerprint(
+    text: str, fields: Mapping[str, Any], finish_reason: str
+) -> dict[str, float]:
     digest = zlib.crc32(f"{fields['answer']} {text} {finish_reason}".encode())
     return {"reward": float(digest % 2), "fingerprint": digest / 2**32}
 
@@ -150,7 +156,19 @@ def later_pausing_reward(
     text: str, fields: Mapping[str, Any], finish_reason: str, settings: LaterPauseSettings
 ) -> dict[str, float]:
     """While a server generates what comes later."""
-    is_its = os.path.basename(os.path.realpath("/proc/self/fd/2")) == settings.log
-    if is_its and next(_CALLS) >= settings.after:
-        _pause(settings.file, settings.seconds)
+    _pause_later(settings)
     return {"reward": float(len(text))}
+
+
+@run_in_thread
+def later_pausing_fingerprint(
+    text: str, fields: Mapping[str, Any], finish_reason: str, settings: LaterPauseSettings
+) -> dict[str, float]:
+    _pause_later(settings)
+    return _compute_fingerprint(text, fields, finish_reason)
+
+
+def _pause_later(settings: LaterPauseSettings) -> None:
+    is_of_server = os.path.basename(os.path.realpath("/proc/self/fd/2")) == settings.log
+    if is_of_server and next(_CALLS) >= settings.after:
+        _pause(settings.file, settings.seconds)

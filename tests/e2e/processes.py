@@ -85,3 +85,16 @@ def shared_memory(process: psutil.Process) -> set[Path]:
         inodes = {int(line.split(None, 5)[4]) for line in lines if " /dev/shm/" in line}
         return {file for file in Path("/dev/shm").iterdir() if file.stat().st_ino in inodes}
     return set()
+
+
+def processes_of(job, server: int) -> list[psutil.Process]:
+    """Return the living processes of a server by their log: the actor, then its engine."""
+    alive = [p for p in set(job.processes) if lives(p) and _prints_to(p, f"rollout-{server}-0.log")]
+    return sorted(alive, key=lambda process: process.create_time())
+
+
+def _prints_to(process: psutil.Process, log: str) -> bool:
+    try:
+        return os.path.realpath(f"/proc/{process.pid}/fd/2").endswith(f"/{log}")
+    except OSError:
+        return False

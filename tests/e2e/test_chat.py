@@ -23,6 +23,7 @@ from transformers import AutoTokenizer
 
 from mcore_rl.examples.tasks import last_digit
 from tests.e2e.processes import session
+from tests.nightly import nightly
 from tests.pages import of_kind
 
 MCORE_RL = str(Path(sys.executable).with_name("mcore-rl"))
@@ -84,25 +85,23 @@ def piped(model: Path, text: str, *options: str) -> subprocess.CompletedProcess[
     return subprocess.run(line, input=text, capture_output=True, text=True, timeout=300)
 
 
-def test_lines_of_a_pipe_are_answered_by_the_last_checkpoint_of_a_run(models):
-    done = piped(models["run"], "one\n\n/reset\n/nope\ntwo\n/exit\nthree\n", "--system", "Be.")
+[ON_THE_PAGE] = of_kind("chat")
+
+
+def test_the_command_of_the_page_answers_lines_of_a_pipe_by_the_last_checkpoint(models, tmp_path):
+    run = tmp_path / "outputs" / "quickstart"
+    run.parent.mkdir()
+    run.symlink_to(models["run"])
+    line = [MCORE_RL, *ON_THE_PAGE.text.split()[1:], "--kv-cache-bytes", str(64 << 20)]
+    done = subprocess.run(
+        [*line, "--system", "Be."], input="one\n\n/reset\n/nope\ntwo\n/exit\nthree\n",
+        capture_output=True, text=True, cwd=tmp_path, timeout=300,
+    )  # fmt: skip
     lines = done.stdout.splitlines()
     assert [lines[0], lines[1].partition(":")[0], *lines[2:]] == [
         TEXT, "/nope is no command", TEXT,
     ]  # fmt: skip
     assert (done.returncode, done.stderr) == (0, "")
-
-
-[ON_THE_PAGE] = of_kind("chat")
-
-
-def test_the_command_of_the_page_answers(models, tmp_path):
-    run = tmp_path / "outputs" / "quickstart"
-    run.parent.mkdir()
-    run.symlink_to(models["run"])
-    line = [MCORE_RL, *ON_THE_PAGE.text.split()[1:], "--kv-cache-bytes", str(64 << 20)]
-    done = subprocess.run(line, input="one\n", capture_output=True, text=True, cwd=tmp_path)
-    assert (done.returncode, done.stdout) == (0, f"{TEXT}\n")
 
 
 def test_an_answer_ends_where_its_tokens_do(models):
@@ -169,7 +168,7 @@ def open_terminal(tmp_path) -> Iterator[Callable[..., Terminal]]:
         terminal.close()
 
 
-@pytest.mark.parametrize("tp", ["1", "2"])
+@pytest.mark.parametrize("tp", [nightly("1"), "2"])
 def test_ctrl_c_in_a_terminal_ends_the_answer_and_not_the_program(models, open_terminal, tp):
     # With tp=2 the engine is in processes of its own, which Ctrl-C reaches, too.
     terminal = open_terminal(MCORE_RL, "chat", str(models["endless"]), *OPTIONS, "--tp", tp)

@@ -23,6 +23,7 @@ from mcore_rl.controller.reaper import list_processes
 from mcore_rl.controller.resource_pool import ResourcePool
 from mcore_rl.controller.worker_group import WorkerGroup
 from mcore_rl.data.batch import Batch, Jagged
+from tests.nightly import nightly
 
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import a test
 
@@ -223,7 +224,9 @@ def test_a_pool_that_does_not_fit_names_the_request_and_the_resources(pool: Reso
     ("kind", "error", "words"),
     [
         ("raise", WorkerError, "policy.fail: rank 1 raised Unpicklable: the loss is not finite"),
-        ("config", ConfigError, "policy.fail: rank 1: data.train_file is 'x'; it must exist"),
+        nightly(  # the next test has such an error of one of two groups
+            ("config", ConfigError, "policy.fail: rank 1: data.train_file is 'x'; it must exist")
+        ),
         ("killed", WorkerError, f"policy.fail: rank 1 (host {socket.gethostname()}, pid"),
     ],
 )
@@ -348,6 +351,7 @@ def test_a_killed_driver_leaves_nothing_and_touches_no_other_session(tmp_path: P
         assert (tmp_path / number.name / "ray" / "raylet.out").stat().st_size > 0
 
 
+@pytest.mark.nightly  # test_kill.py has a job that is told of it
 def test_a_terminal_that_hangs_up_ends_the_driver_and_ray_with_the_logs_in_place(tmp_path: Path):
     # It tells all processes that run in it, Ray's too.
     script, logs = tmp_path / "driver.py", tmp_path / "logs"

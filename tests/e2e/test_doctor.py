@@ -123,6 +123,7 @@ def ray_of_two_nodes(tmp_path_factory) -> Iterator[str]:
         cluster.shutdown()
 
 
+@pytest.mark.nightly  # tests/unit/tools/test_doctor.py has faults, test_ray_nodes.py nodes of Ray
 def test_a_fault_of_a_node_of_ray_is_reported_for_it(ray_of_two_nodes, arguments):
     environment = os.environ | {"RAY_ADDRESS": ray_of_two_nodes}
     done = subprocess.run(arguments, env=environment, capture_output=True, text=True, timeout=120)

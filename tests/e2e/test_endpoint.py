@@ -15,7 +15,7 @@ from tests.e2e.test_resume import ONE_RANK
 
 pytestmark = pytest.mark.job
 AGENT = "tests/e2e/openai_agent.py:asks_twice"
-STEPS = 2
+STEPS, PROMPTS, GROUP_SIZE = 2, 4, 4
 
 
 def test_an_agent_of_openai_is_trained_on_the_tokens_that_it_was_sent(
@@ -34,8 +34,9 @@ def test_an_agent_of_openai_is_trained_on_the_tokens_that_it_was_sent(
         "rollout.max_response_tokens=64",
         "algorithm.filter.group_filter=''",
         f"trainer.num_steps={STEPS}",
-        "trainer.prompts_per_step=8",
-        "trainer.eval_samples=8",
+        f"trainer.prompts_per_step={PROMPTS}",
+        f"algorithm.group_size={GROUP_SIZE}",
+        "trainer.eval_samples=4",
         "trainer.max_logprob_gap=1e-4",
         "actor.optimizer.warmup_steps=0",
     )
@@ -63,5 +64,5 @@ def test_an_agent_of_openai_is_trained_on_the_tokens_that_it_was_sent(
     for step in range(1, STEPS + 1):
         for row in pq.read_table(job.output / f"samples/step_{step:06d}.parquet").to_pylist():
             trained[row["prompt"], row["response"], row["num_tokens"], row["reward"]] += 1
-    assert trained.total() == STEPS * 8 * 8
+    assert trained.total() == STEPS * PROMPTS * GROUP_SIZE
     assert trained <= sent

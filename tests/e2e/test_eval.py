@@ -231,6 +231,7 @@ def test_a_dry_run_says_that_an_output_folder_with_content_will_be_refused(dry_r
     assert "is not empty; allowed: a new folder" in lines
 
 
+@pytest.mark.nightly  # tests/unit/jobs/test_evaluate.py has what of a folder is sampled again
 def test_an_evaluation_that_was_ended_samples_what_is_left(sampled, model_and_sets, tmp_path):
     # And gets the numbers that it would have had.
     out = tmp_path / "out"
@@ -238,7 +239,7 @@ def test_an_evaluation_that_was_ended_samples_what_is_left(sampled, model_and_se
     (out / "summary.json").unlink()
     (out / "samples" / "train.parquet").unlink()
     modified_ns = (out / "samples" / "held_out.parquet").stat().st_mtime_ns
-    settings = f"reward.name={VOTED}:is_a", f"rollout.n={N}", "rollout.num_servers=2", "seed=3"
+    settings = f"reward.name={VOTED}:is_a", f"rollout.n={N}", "rollout.num_servers=1", "seed=3"
     again = evaluated(tmp_path, *model_and_sets, *settings, "resume=auto")
     assert "the samples of held_out are there" in again.stdout
     assert summary(again)["sets"] == summary(sampled)["sets"]

@@ -12,6 +12,7 @@ from tests.e2e.outcomes import rows_of
 from tests.e2e.test_kill import steps
 from tests.e2e.test_one_step_off import SETTINGS
 from tests.e2e.test_resume import ended, kill
+from tests.nightly import nightly
 
 pytestmark = pytest.mark.job
 
@@ -37,7 +38,7 @@ def groups_of(output: Path) -> list[int]:
     return [group for groups in tables for group in sorted(set(groups))]
 
 
-@pytest.mark.parametrize(("rollout", "groups"), [("own", FEW), ("shared", MORE)])
+@pytest.mark.parametrize(("rollout", "groups"), [("own", FEW), nightly(("shared", MORE))])
 def test_tokens_of_several_versions_are_trained_on_and_none_is_too_old(
     start_job, own_model_and_data, rollout, groups
 ):

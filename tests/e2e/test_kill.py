@@ -130,7 +130,8 @@ RAYS = {
 }
 
 
-@pytest.mark.parametrize("name", all_but(["ray::DashboardAgent"], RAYS))
+@pytest.mark.nightly  # tests/unit/controller/test_process_cleanup.py has a driver without ranks
+@pytest.mark.parametrize("name", RAYS)
 def test_a_process_of_rays_that_is_killed_ends_the_job_with_one_true_line(
     start_job, own_model_and_data, name
 ):
@@ -190,7 +191,7 @@ def test_of_two_jobs_that_train_the_killed_one_leaves_nothing_and_then_the_inter
 
 @pytest.mark.parametrize(
     "number",
-    all_but([signal.SIGTERM, signal.SIGHUP], [signal.SIGKILL, signal.SIGTERM, signal.SIGHUP]),
+    all_but([signal.SIGHUP], [signal.SIGKILL, signal.SIGTERM, signal.SIGHUP]),
 )
 def test_a_job_that_is_ended_while_it_makes_its_task_leaves_no_half_of_it(start_job, number):
     job = start_job()
@@ -203,7 +204,6 @@ def test_a_job_that_is_ended_while_it_makes_its_task_leaves_no_half_of_it(start_
     assert not (job.output / "config.json").exists()
 
 
-@pytest.mark.nightly  # test_waits.py has one that dies, the next test how a job ends of it
 def test_a_rank_that_dies_ends_the_job_with_one_line_and_a_file_of_traces(
     start_job, own_model_and_data
 ):
@@ -222,6 +222,7 @@ def test_a_rank_that_dies_ends_the_job_with_one_line_and_a_file_of_traces(
     assert "WorkerError" in trace_file.read_text()
 
 
+@pytest.mark.nightly  # test_waits.py has ranks that are stopped, the test above how a job ends
 def test_a_rank_that_is_stopped_ends_the_job_within_the_limit_with_its_stack(
     start_job, own_model_and_data
 ):

@@ -60,6 +60,7 @@ def test_hosts_have_a_ray_together_and_the_driver_tells_the_status(launch, tmp_p
     assert_gone_soon(job)
 
 
+@pytest.mark.nightly  # tests/unit/repo/test_launch_ends.py has scripts that are killed
 def test_the_ray_of_a_host_ends_with_a_launch_script_that_is_killed(launch, tmp_path):
     job = launch("local.sh", "recipe=quickstart", MCORE_RL_RANKS_PER_NODE="2")
     job.wait_until(lambda: "run the driver" in job.stdout, "the driver")

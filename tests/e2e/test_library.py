@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.e2e.test_resume import ONE_RANK
+
 pytestmark = pytest.mark.job
 ROOT = Path(__file__).parents[2]
 SCRIPT = """
@@ -24,14 +26,17 @@ if __name__ == "__main__":
 """
 
 
-def test_a_script_gets_the_metrics_of_a_run_whose_trainer_imitates_accepted_responses(tmp_path):
+def test_a_script_gets_the_metrics_of_a_run_whose_trainer_imitates_accepted_responses(
+    tmp_path, own_model_and_data
+):
     # examples/rft.py: as many responses count as got the whole reward, once a group.
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     overrides = [
+        *own_model_and_data, *ONE_RANK, "reward.name=tests/e2e/own_functions.py:fingerprint",
         f"trainer.mode={ROOT}/examples/rft.py:RejectionSampling", "algorithm.num_mini_batches=1",
-        "warm_start.num_steps=60", "trainer.num_steps=2", "trainer.prompts_per_step=16",
-        "trainer.eval_samples=16", f"output_dir={tmp_path}/run",
+        "warm_start.num_steps=2", "trainer.num_steps=2", "trainer.prompts_per_step=8",
+        "trainer.eval_samples=8", "actor.optimizer.warmup_steps=0", f"output_dir={tmp_path}/run",
     ]  # fmt: skip
     done = subprocess.run(
         [sys.executable, script, *overrides],
@@ -39,7 +44,7 @@ def test_a_script_gets_the_metrics_of_a_run_whose_trainer_imitates_accepted_resp
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     metrics, num_warm, is_exported = json.loads(done.stdout.splitlines()[-1])
-    assert ([row["step"] for row in metrics], num_warm, is_exported) == ([1, 2], 60, True)
+    assert ([row["step"] for row in metrics], num_warm, is_exported) == ([1, 2], 2, True)
     for row in metrics:
         assert 0 < row["samples/accepted"] <= 1
         assert row["actor/loss"] > 0 and row["actor/grad_norm"] > 0

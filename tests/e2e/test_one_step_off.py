@@ -11,7 +11,6 @@ from tests.e2e.outcomes import rows_of, timeless
 from tests.e2e.test_kill import steps
 from tests.e2e.test_placement import _is
 from tests.e2e.test_resume import assert_the_same_run, ended, kill
-from tests.nightly import all_but, nightly
 
 pytestmark = pytest.mark.job
 
@@ -46,7 +45,8 @@ def sync(start_job, own_model_and_data) -> list[dict[str, float]]:
     return finished(start_job, *own_model_and_data, *WITHOUT_FILTER)
 
 
-@pytest.mark.parametrize("mode", [nightly("one_step_off"), "fully_async"])
+@pytest.mark.nightly  # test_resume.py has such a run that is fully asynchronous
+@pytest.mark.parametrize("mode", ["one_step_off", "fully_async"])
 def test_staleness_0_is_the_synchronous_run_to_the_digit(start_job, own_model_and_data, sync, mode):
     # Samples, rewards, losses, gradients, gaps.
     overrides = (*own_model_and_data, *WITHOUT_FILTER, "trainer.staleness=0")
@@ -85,9 +85,10 @@ def test_a_run_that_is_killed_and_goes_on_is_the_undisturbed_one(
     )
 
 
+@pytest.mark.nightly  # test_server_deaths.py has a server that comes back, test_kill.py a rank
 @pytest.mark.parametrize(
     ("victim", "message"),
-    all_but([("servers", "")], [("servers", ""), ("actor", r"actor\.\w+: rank 0 \(host .* died")]),
+    [("servers", ""), ("actor", r"actor\.\w+: rank 0 \(host .* died")],
 )
 def test_of_what_dies_while_samples_are_generated_ahead_servers_come_back_and_others_end_the_job(
     start_job, own_model_and_data, tmp_path, victim, message

@@ -14,6 +14,7 @@ import transformers
 import mcore_rl
 from mcore_rl.examples.tasks import last_digit
 from mcore_rl.testing.family import save_random_checkpoint
+from tests.nightly import nightly
 
 pytestmark = pytest.mark.job
 ROOT = Path(__file__).parents[2]
@@ -41,12 +42,21 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("method", ["disaggregated", "full_export"])
-def test_servers_verify_the_weights_of_a_users_family(task, method, tmp_path):
+@pytest.mark.parametrize(
+    ("method", "transport"),
+    [
+        ("disaggregated", "examples/file_transport.py:FileTransport"),
+        nightly(("disaggregated", "process_group")),
+        nightly(("full_export", "process_group")),
+    ],
+    ids=["over files", "disaggregated", "full_export"],
+)
+def test_servers_verify_the_weights_of_a_users_family(task, method, transport, tmp_path):
     settings = (
         "model.family=examples/my_family.py:FAMILY", f"model.path={task / 'model'}",
         f"data.train_file={task / 'train.parquet'}", "data.max_prompt_tokens=64",
-        f"weight_sync.method={method}", "weight_sync.verify=full", "actor.layout.tp=2",
+        f"weight_sync.method={method}", f"weight_sync.transport={transport}",
+        "weight_sync.verify=full", "actor.layout.tp=2",
         "rollout.max_response_tokens=16", "rollout.kv_cache_bytes=83886080",
         "trainer.num_steps=2", "trainer.prompts_per_step=8", "algorithm.group_size=2",
         "evaluation.before=false",

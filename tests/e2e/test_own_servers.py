@@ -25,11 +25,16 @@ ONE_RANK = "actor.layout.tp=1", "actor.layout.ep=1"
 @pytest.mark.parametrize(
     "settings",
     [
-        (),  # on the devices of two ranks: sleep, wake, weights through shared memory
-        (*ONE_RANK, "trainer.mode=fully_async", "weight_sync.method=disaggregated"),
-        (*ONE_RANK, "weight_sync.method=full_export"),
+        # On the devices of two ranks: sleep, wake, weights through shared memory.
+        pytest.param((), id="colocated", marks=pytest.mark.nightly),
+        pytest.param(
+            (*ONE_RANK, "trainer.mode=fully_async", "weight_sync.method=disaggregated"),
+            id="in flight",
+            marks=pytest.mark.nightly,
+        ),
+        # tests/unit/testing/test_server.py has the other ways without a job.
+        pytest.param((*ONE_RANK, "weight_sync.method=full_export"), id="full export"),
     ],
-    ids=["colocated", "in flight", "full export"],
 )
 def test_log_probs_of_a_backend_of_ones_own_are_the_trainers(
     start_job, own_model_and_data, settings
@@ -59,6 +64,7 @@ def test_log_probs_of_a_running_sglang_are_the_trainers(start_job, own_model_and
     assert [body["weight_version"] for body in updates] == ["0", "1", "2"]
 
 
+@pytest.mark.nightly  # test_own_family.py has such a run
 def test_servers_of_vllm_take_weights_over_a_transport_of_ones_own(start_job, own_model_and_data):
     settings = [setting for setting in SETTINGS if setting != BACKEND]
     transport = "weight_sync.transport=examples/file_transport.py:FileTransport"

@@ -158,7 +158,8 @@ def _check_across(rows: list[dict[str, Any]], models: list[Any], version: int) -
     assert num_both
 
 
-@pytest.mark.parametrize("method", ["fork", nightly("spawn")])
+@pytest.mark.nightly  # the test above kills it when it has answered
+@pytest.mark.parametrize("method", ["fork", "spawn"])
 def test_killed_while_it_starts_it_takes_its_processes_along(paths, tmp_path, method):
     with _started(paths, tmp_path, method) as process:
         workers = 0

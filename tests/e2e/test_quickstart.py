@@ -102,7 +102,8 @@ ALGORITHMS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ["ppo", *map(nightly, sorted(ALGORITHMS.keys() - {"ppo"}))])
+@pytest.mark.nightly  # the run above learns by GRPO; test_placement.py has one with a critic
+@pytest.mark.parametrize("name", sorted(ALGORITHMS))
 def test_an_algorithm_raises_held_out_accuracy_by_twenty_points(name, run, start_job):
     task = run.output / "task"
     job = start_job(

@@ -23,6 +23,7 @@ from mcore_rl.inference.protocol import Completion, SamplingParams
 from mcore_rl.inference.vllm.server import VLLMServer
 from tests.e2e.hosting import hosting
 from tests.e2e.served import MAX_TOKENS, Model, Served, tiny_families, tiny_models
+from tests.nightly import nightly
 
 pytestmark = pytest.mark.server
 
@@ -134,7 +135,7 @@ def test_a_turn_has_the_experts_of_its_own_tokens_and_of_the_weights_that_chose_
     assert len(ids_of(first)) + len(ids_of(later)) == len(prompt) + len(later.token_ids) - 1
 
 
-@pytest.mark.parametrize("how", ["kept", "recomputed", "slept"])
+@pytest.mark.parametrize("how", [nightly("kept"), "recomputed", nightly("slept")])
 def test_a_token_keeps_the_experts_that_its_successor_was_chosen_with_as_weights_change(
     recording, how
 ):

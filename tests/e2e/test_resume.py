@@ -1,4 +1,7 @@
-"""A run that is ended at any moment and goes on is the run that was not: the same, bit for bit."""
+"""A run that is ended at any moment and goes on is the run that was not: the same, bit for bit.
+
+So are a run whose server dies, and an asynchronous one that waits for the weights of each step.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from mcore_rl.checkpoint.run_checkpoints import list_steps
 from mcore_rl.data.sample_tables import get_table_path, list_tables
 from tests.e2e.outcomes import rows_of, timeless
-from tests.e2e.test_kill import assert_whole, steps
+from tests.e2e.processes import processes_of
+from tests.e2e.test_kill import assert_gone_soon, assert_whole, steps
+from tests.nightly import nightly
 
 pytestmark = pytest.mark.job
 
@@ -47,7 +52,7 @@ def mixture(own_model_and_data) -> list[str]:
     return [*other_settings, f"data.train_files={files}", "data.train_weights=[2,1]"]
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def disturb(start_job, tmp_path_factory):
     """disturb(*settings) is a job that goes on, in one folder for all that it is called for."""
     folder = tmp_path_factory.mktemp("disturbed") / "run"
@@ -74,8 +79,8 @@ def seconds(row: dict[str, float]) -> float:
 
 
 def _trained(row: dict[str, float]) -> dict[str, float]:
-    """Without evaluations, which change nothing."""
-    return {name: value for name, value in row.items() if not name.startswith("eval/")}
+    """Without evaluations, which change nothing, and without the queue of an asynchronous run."""
+    return {n: value for n, value in row.items() if not n.startswith(("eval/", "queue/"))}
 
 
 def assert_the_same_run(output: Path, wanted: Path, num_steps: int) -> None:
@@ -101,13 +106,33 @@ def assert_the_same_run(output: Path, wanted: Path, num_steps: int) -> None:
     assert [event.step for event in events.Scalars("reward")] == list(range(1, num_steps + 1))
 
 
+def assert_saved_after_a_signal(job) -> int:
+    """Check the end of a run that SIGUSR1 asks for; return its last step, which is saved."""
+    assert job.process.wait(120) == 75, job.stderr
+    assert job.left() == []
+    assert_whole(job)
+    last = max(row["step"] for row in steps(job))
+    message, word = job.stderr.splitlines()
+    assert message.startswith("SIGUSR1: the run ends after this step")
+    assert word == (
+        f"mcore-rl rl: SIGUSR1: step {last} is saved; to go on: the same command with resume=auto "
+        f"output_dir={job.output}"
+    )
+    return last
+
+
 @pytest.fixture(scope="module")
 def undisturbed(start_job, mixture) -> Path:
     return ended(start_job(*mixture, *settings(NUM_STEPS, 0), *ONE_RANK, *LORA))
 
 
+@pytest.mark.parametrize(
+    "is_stopped",
+    [False, nightly(True)],  # test_own_engine.py has a run that goes on after a signal
+    ids=["killed", "and stopped"],
+)
 def test_a_run_that_is_killed_and_then_stopped_is_the_undisturbed_one(
-    disturb, mixture, undisturbed
+    disturb, mixture, undisturbed, is_stopped
 ):
     # With adapters; saved in the background, by the last checkpoint and by one that a signal asks
     # for.
@@ -119,33 +144,59 @@ def test_a_run_that_is_killed_and_then_stopped_is_the_undisturbed_one(
     killed.wait_until((checkpoints / "step_000003").exists, "the first checkpoint")
     kill(killed)
 
-    stopped = disturb(*overrides)
-    stopped.wait_until(lambda: "training 4/" in stopped.stdout, "a step after it")
-    assert "going on after step 3, from " in stopped.stdout
-    stopped.process.send_signal(signal.SIGUSR1)
-    assert stopped.process.wait(120) == 75
-    assert stopped.left() == []
-    assert_whole(stopped)
-    last = max(row["step"] for row in steps(stopped))
-    message, word = stopped.stderr.splitlines()
-    assert message.startswith("SIGUSR1: the run ends after this step")
-    assert word == (
-        f"mcore-rl rl: SIGUSR1: step {last} is saved; to go on: the same command with resume=auto "
-        f"output_dir={stopped.output}"
-    )
-    assert 4 <= last < NUM_STEPS and (checkpoints / f"step_{last:06d}").exists()
+    if is_stopped:
+        stopped = disturb(*overrides)
+        stopped.wait_until(lambda: "training 4/" in stopped.stdout, "a step after it")
+        assert "going on after step 3, from " in stopped.stdout
+        stopped.process.send_signal(signal.SIGUSR1)
+        last = assert_saved_after_a_signal(stopped)
+        assert 4 <= last < NUM_STEPS and (checkpoints / f"step_{last:06d}").exists()
 
-    output = ended(disturb(*overrides))
+    resumed = disturb(*overrides)
+    output = ended(resumed)
+    assert is_stopped or "going on after step 3, from " in resumed.stdout
     assert_the_same_run(output, undisturbed, NUM_STEPS)
     assert all(row["actor/reference_kl"] > 0 for row in rows_of(output)[-NUM_STEPS + 1 :])
     evaluated = [row["step"] for row in rows_of(output) if "eval/test/reward" in row]
     assert evaluated == [0, *range(2, NUM_STEPS + 1, 2)]
     assert not list(output.rglob(".*partial"))
 
-    again = disturb(*overrides)
-    ended(again)
-    assert f"has ended after step {NUM_STEPS}" in again.stdout
+    if is_stopped:
+        again = disturb(*overrides)
+        ended(again)
+        assert f"has ended after step {NUM_STEPS}" in again.stdout
+        assert_the_same_run(output, undisturbed, NUM_STEPS)
+
+
+def test_a_fully_asynchronous_run_of_staleness_0_is_the_synchronous_one(
+    start_job, mixture, undisturbed
+):
+    # Samples, rewards, losses, gradients, gaps.
+    overrides = (*mixture, *settings(NUM_STEPS, 0), *ONE_RANK, *LORA)
+    mode = "trainer.mode=fully_async", "trainer.staleness=0"
+    output = ended(start_job(*overrides, *mode))
     assert_the_same_run(output, undisturbed, NUM_STEPS)
+    assert all("max_logprob_gap" in row for row in rows_of(output) if "reward" in row)
+
+
+def test_a_run_whose_server_is_killed_in_mid_generation_is_the_undisturbed_one(
+    start_job, mixture, undisturbed, tmp_path
+):
+    # Of two servers, which start without weights, on devices of their own.
+    paused, function = tmp_path / "paused", "tests/e2e/own_functions.py:later_pausing_fingerprint"
+    job = start_job(
+        *mixture, *settings(NUM_STEPS, 0), *ONE_RANK, *LORA, "rollout.num_servers=2",
+        "rollout.max_restarts=100", "rollout.load_format=dummy", "placement.rollout=own",
+        "weight_sync.method=disaggregated", f"reward.name={function}", "reward.settings.after=40",
+        f"reward.settings.file={paused}", "reward.settings.log=rollout-1-0.log",
+    )  # fmt: skip
+    job.wait_until(paused.exists, "the second step generates")
+    processes_of(job, 1)[0].kill()
+    output = ended(job)
+    assert "rollout-1.collect: rank 0" in job.stdout
+    assert "It is started again: 1, rollout.max_restarts=100" in job.stdout
+    assert_the_same_run(output, undisturbed, NUM_STEPS)
+    assert_gone_soon(job)
 
 
 @pytest.mark.nightly

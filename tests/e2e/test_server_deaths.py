@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 import signal
 import subprocess
@@ -11,14 +10,12 @@ import time
 from collections import Counter
 from pathlib import Path
 
-import psutil
 import pyarrow.parquet as pq
 import pytest
 
 from mcore_rl.data.sample_tables import list_tables
-from tests.e2e.processes import lives
+from tests.e2e.processes import processes_of
 from tests.e2e.test_kill import assert_gone_soon, steps
-from tests.nightly import all_but
 
 SETTINGS = (
     "warm_start.num_steps=0", "warm_start.train_file=''", "actor.layout.tp=1", "actor.layout.ep=1",
@@ -36,19 +33,6 @@ def samples_of(output: Path, step: int) -> list[tuple[int, ...]]:
     return sorted(map(str, zip(*(table[name].to_pylist() for name in names), strict=True)))
 
 
-def processes_of(job, server: int) -> list[psutil.Process]:
-    """Return the living processes of a server by their log: the actor, then its engine."""
-    alive = [p for p in set(job.processes) if lives(p) and _prints_to(p, f"rollout-{server}-0.log")]
-    return sorted(alive, key=lambda process: process.create_time())
-
-
-def _prints_to(process: psutil.Process, log: str) -> bool:
-    try:
-        return os.path.realpath(f"/proc/{process.pid}/fd/2").endswith(f"/{log}")
-    except OSError:
-        return False
-
-
 @pytest.fixture(scope="module")
 def job_settings(own_model_and_data, tmp_path_factory) -> tuple[list[str], Path]:
     """Return settings of three steps; when the file appears, server 1 generates for seconds."""
@@ -63,16 +47,17 @@ def job_settings(own_model_and_data, tmp_path_factory) -> tuple[list[str], Path]
 
 @pytest.fixture(scope="module")
 def undisturbed(start_job, job_settings) -> Path:
-    """Return the output of such a run."""
+    """Return the output of such a run, of one server."""
     settings, paused = job_settings
     paused.touch()
-    job = start_job(*settings)
+    job = start_job(*settings, "rollout.num_servers=1")
     assert job.process.wait(300) == 0, job.stderr
     paused.unlink()
     return job.output
 
 
-@pytest.mark.parametrize(("place", "name"), all_but([(0, "actor")], [(0, "actor"), (1, "engine")]))
+@pytest.mark.nightly  # test_resume.py has such a run of a server's actor
+@pytest.mark.parametrize(("place", "name"), [(0, "actor"), (1, "engine")])
 def test_a_server_killed_in_mid_generation_changes_no_sample(
     start_job, job_settings, undisturbed, place, name
 ):
@@ -156,7 +141,8 @@ PLACED = {
 }
 
 
-@pytest.mark.parametrize("placed", all_but(["own"], PLACED))
+@pytest.mark.nightly  # test_server_pool.py has servers that leave and join while groups run
+@pytest.mark.parametrize("placed", PLACED)
 def test_a_server_leaves_and_joins_a_run_that_goes_on(start_job, own_model_and_data, placed):
     job = start_job(*own_model_and_data, *SETTINGS, *PLACED[placed], "trainer.num_steps=10000")
 

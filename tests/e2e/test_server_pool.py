@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
@@ -29,6 +30,7 @@ from mcore_rl.rollout.manager import RolloutPool
 from mcore_rl.rollout.server_pool import ServerPool
 from mcore_rl.rollout.weight_updater import TransportSync
 from mcore_rl.weight_sync.transport import StreamError
+from tests.nightly import nightly
 
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import a test
 
@@ -158,37 +160,54 @@ class Trainer:
 def bundles() -> Iterator[ResourcePool]:
     with (
         ray_session(num_cpus=1, object_store_bytes=100 << 20, log_to_driver=False),
-        ResourcePool(3, {"CPU": 0.1}) as pool,
+        ResourcePool(4, {"CPU": 0.1}) as pool,
     ):
         yield pool
+
+
+@contextlib.contextmanager
+def started_servers(
+    bundles: ResourcePool,
+    once: Path,
+    num_servers: int,
+    first_bundle: int = 0,
+    call_s: float = 60,
+    **settings: object,
+) -> Iterator[ServerPool]:
+    timeouts = TimeoutsConfig(start_s=120, call_s=call_s)
+
+    def start(number: int) -> WorkerGroup:
+        return WorkerGroup(
+            Server, layout=Layout(), pool=bundles, timeouts=timeouts, wait=False,
+            init_args=(number, once), name=f"rollout-{number}", first_bundle=first_bundle + number,
+        )  # fmt: skip
+
+    pool = ServerPool(
+        start, num_servers, timeouts=timeouts,
+        **{"max_restarts": 1, "takes_turns": False} | settings,
+    )  # fmt: skip
+    try:
+        wait_until_built(pool.groups)
+        pool.mark_started()
+        yield pool
+    finally:
+        pool.close()
 
 
 @pytest.fixture
 def pool_of(bundles: ResourcePool, tmp_path: Path) -> Iterator[Callable[..., ServerPool]]:
     """pool_of(num_servers, ...) has started."""
-    made: list[ServerPool] = []
+    with contextlib.ExitStack() as pools:
+        yield lambda number, **settings: pools.enter_context(
+            started_servers(bundles, tmp_path, number, **settings)
+        )
 
-    def make(num_servers: int, call_s: float = 60, **settings: object) -> ServerPool:
-        timeouts = TimeoutsConfig(start_s=120, call_s=call_s)
 
-        def start(number: int) -> WorkerGroup:
-            return WorkerGroup(
-                Server, layout=Layout(), pool=bundles, timeouts=timeouts, wait=False,
-                init_args=(number, tmp_path), name=f"rollout-{number}", first_bundle=number,
-            )  # fmt: skip
-
-        pool = ServerPool(
-            start, num_servers, timeouts=timeouts,
-            **{"max_restarts": 1, "takes_turns": False} | settings,
-        )  # fmt: skip
-        made.append(pool)
-        wait_until_built(pool.groups)
-        pool.mark_started()
-        return pool
-
-    yield make
-    for pool in made:
-        pool.close()
+@pytest.fixture(scope="module")
+def steady_pool(bundles: ResourcePool, tmp_path_factory) -> Iterator[ServerPool]:
+    """Start a server for all tests in which it does not end."""
+    with started_servers(bundles, tmp_path_factory.mktemp("once"), 1, first_bundle=3) as pool:
+        yield pool
 
 
 def prompts(*groups: int, **does: int) -> Batch:
@@ -238,7 +257,7 @@ def servers(batch: Batch) -> set[int]:
     return {int(number) for number in batch.array("rewards")}
 
 
-@pytest.mark.parametrize("how", ["dies", "loses_its_engine"])
+@pytest.mark.parametrize("how", ["dies", nightly("loses_its_engine")])
 def test_a_server_that_dies_loses_no_group_and_serves_again_with_the_weights_of_all(
     pool_of, capsys, how
 ):
@@ -297,6 +316,7 @@ def test_a_server_that_has_died_too_often_ends_the_run(pool_of):
         all_of(pool)
 
 
+@pytest.mark.nightly  # tests/unit/rollout/test_worker.py has a reward that raises
 def test_what_a_reward_raises_ends_the_run_and_starts_nothing(pool_of, capsys):
     pool = pool_of(2)
     pool.begin(prompts(0, 1, raises=1), SAMPLING)
@@ -306,15 +326,15 @@ def test_what_a_reward_raises_ends_the_run_and_starts_nothing(pool_of, capsys):
 
 
 def test_groups_that_never_end_are_an_error_that_names_the_ranks(pool_of):
-    pool = pool_of(1, call_s=5)
+    pool = pool_of(1, call_s=2)
     pool.begin(prompts(0, hang=0), SAMPLING)
-    message = r"^no group has come back: rollout-0\.collect: rank 0 .* in 5 s \(timeouts\.call_s\)"
+    message = r"^no group has come back: rollout-0\.collect: rank 0 .* in 2 s \(timeouts\.call_s\)"
     with pytest.raises(WorkerError, match=message):
         all_of(pool)
 
 
-def test_abandoned_groups_never_come_and_streams_are_apart(pool_of):
-    pool = pool_of(1)
+def test_abandoned_groups_never_come_and_streams_are_apart(steady_pool):
+    pool = steady_pool
     pool.begin(prompts(0, 1, 2, hang=1), SAMPLING)
     pool.begin(prompts(1), SAMPLING, "evaluation")
     with pytest.raises(ValueError, match=r"'train' among \[1\] would be generated twice"):
@@ -327,8 +347,10 @@ def test_abandoned_groups_never_come_and_streams_are_apart(pool_of):
     assert_whole(all_of(pool), 1)
 
 
-def test_a_group_that_has_ended_and_is_abandoned_before_it_is_collected_does_not_come(pool_of):
-    pool = pool_of(1)
+def test_a_group_that_has_ended_and_is_abandoned_before_it_is_collected_does_not_come(
+    steady_pool,
+):
+    pool = steady_pool
     pool.begin(prompts(0, 1), SAMPLING)
     assert pool.collect("train", 0) == []  # the server is asked
     time.sleep(1)
@@ -382,6 +404,7 @@ def test_a_push_in_which_a_server_dies_is_done_again_by_those_left(pool_of, bund
         assert versions(batch) == {2} and servers(batch) == {0, 1}
 
 
+@pytest.mark.nightly  # tests/unit/rollout/test_server_pool.py has starts on shared devices
 def test_on_shared_devices_a_server_waits_with_its_start_for_its_turn(pool_of):
     pool = pool_of(2, takes_turns=True)
     pool.begin(prompts(0, 1, 2, 3, dies=1), SAMPLING)

@@ -7,7 +7,6 @@ import json
 import pytest
 
 from tests.e2e.outcomes import rows_of
-from tests.nightly import all_but
 from tests.pages import of_kind
 
 pytestmark = pytest.mark.job
@@ -17,7 +16,8 @@ LEAST_GAIN = {"toy_calculator": 0.2, "toy_countdown": 0.08, "toy_code": 0.2}
 LIMIT_S = 900.0
 
 
-@pytest.mark.parametrize("recipe", all_but(["toy_calculator"], RECIPES))
+@pytest.mark.nightly  # test_agents.py trains on turns, test_quickstart.py learns
+@pytest.mark.parametrize("recipe", RECIPES)
 def test_a_recipe_of_several_turns_raises_its_held_out_reward(recipe, start_job):
     job = start_job(recipe=recipe)
     assert job.process.wait(LIMIT_S) == 0, job.stderr

@@ -29,7 +29,7 @@ ON_THE_PAGE = {
     re.search(r"mcore-rl (\w+)", shown.text)[1]: shown.text.split() for shown in of_kind("examples")
 }
 PROGRAMS = {name: str(Path(sys.executable).with_name(name)) for name in ("mcore-rl", "torchrun")}
-DPO_STEPS = 12
+DPO_STEPS = 8
 
 
 def command(kind: str, *settings: str) -> subprocess.CompletedProcess[str]:
@@ -179,7 +179,7 @@ def dpo(data, tmp_path_factory) -> tuple[Path, dict]:
 def dpo_settings(data: Path, output: Path) -> list[str]:
     return settings(
         data, "pairs", output, "trainer.batch_size=16", f"trainer.num_steps={DPO_STEPS}",
-        "engine.optimizer.lr=3e-4", "trainer.save_every=6",
+        "engine.optimizer.lr=4e-4", "trainer.save_every=4",
     )  # fmt: skip
 
 
@@ -195,26 +195,27 @@ def test_dpo_under_torchrun_learns_to_prefer(dpo):
 def test_dpo_goes_on_from_a_checkpoint_as_the_run_that_was_not_ended(dpo, data, tmp_path):
     # Under torchrun, in another folder: the same metrics and the same weights, bit for bit.
     output, summary = dpo
-    resume = f"resume={output / 'checkpoints' / 'step_000006'}"
+    resume = f"resume={output / 'checkpoints' / 'step_000004'}"
     again = tmp_path / "again"
     done = command("dpo", *dpo_settings(data, again), resume)
-    assert "going on after step 6" in done.stdout
+    assert "going on after step 4" in done.stdout
     assert get_held_out(ended(done, again)) == get_held_out(summary)
     assert timeless(again) == timeless(output)
     file = "checkpoint/model.safetensors"
     assert (again / file).read_bytes() == (output / file).read_bytes()
 
 
+@pytest.mark.nightly  # tests/unit/jobs/test_resume.py has what a run must have as it was
 def test_dpo_does_not_go_on_with_other_rows_in_the_same_file(dpo, data, tmp_path):
     file, again = data / "pairs_train.jsonl", tmp_path / "again"
     first, second, *rest = (before := file.read_text()).splitlines(keepends=True)
     file.write_text("".join([second, first, *rest]))
     try:
-        resume = f"resume={dpo[0] / 'checkpoints' / 'step_000006'}"
+        resume = f"resume={dpo[0] / 'checkpoints' / 'step_000004'}"
         done = command("dpo", *dpo_settings(data, again), resume)
     finally:
         file.write_text(before)
-    assert f"step_000006 is of a run with other rows in data.train_file='{file}'; " in done.stderr
+    assert f"step_000004 is of a run with other rows in data.train_file='{file}'; " in done.stderr
     assert done.returncode and not again.exists()
 
 
@@ -256,6 +257,7 @@ def test_a_reward_model_gives_its_scores_in_transformers(rm, data):
     assert [metrics["reward_chosen"], metrics["reward_rejected"]] == pytest.approx(means, abs=1e-4)
 
 
+@pytest.mark.nightly  # the test above has its scores, tests/unit/trainers/test_roles.py the reward
 def test_a_reward_model_of_ours_is_the_reward_of_a_run(rm, data, tmp_path):
     # Two steps: each reward is its score, by weight.
     prompts = tmp_path / "prompts.jsonl"

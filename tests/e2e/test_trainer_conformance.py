@@ -8,8 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.nightly import all_but
-
 pytestmark = pytest.mark.job
 ROOT = Path(__file__).parents[2]
 SCRIPT = """
@@ -43,7 +41,8 @@ def run_check(folder: Path, mode: str, *overrides: str) -> str:
     return ended.stderr
 
 
-@pytest.mark.parametrize("mode", all_but([RFT], [RFT, "sync", "one_step_off", "fully_async"]))
+@pytest.mark.nightly  # tests/unit/testing/test_trainer.py has the check, test_library.py a run
+@pytest.mark.parametrize("mode", [RFT, "sync", "one_step_off", "fully_async"])
 def test_a_loop_conforms(tmp_path, mode):
     overrides = ["algorithm.num_mini_batches=1"] if mode == RFT else []
     assert run_check(tmp_path, mode, *overrides) == ""

@@ -19,6 +19,7 @@ def test_sizes_below_one_are_refused_before_a_rank_starts(name: str):
         main(["data-plane", f"--{name}", "0"])
 
 
+@pytest.mark.nightly  # tests/unit/controller/test_data_plane.py has batches and their memory
 def test_a_small_run_reports_times_and_memory(monkeypatch, capsys):
     """Run the command of the page with less to move; each value is checked on its way."""
     [command] = of_kind("data plane")

@@ -21,6 +21,7 @@ from mcore_rl.config.schema import (
     SFTConfig,
 )
 from mcore_rl.jobs.placement import build_pool_plans, count_devices
+from tests.nightly import nightly
 
 
 @pytest.mark.parametrize("recipe", recipes.list_recipes())
@@ -273,16 +274,20 @@ def test_a_recipe_and_a_model_with_too_long_a_path_are_one_line(path):
 TEXTS = st.text(st.characters(codec="utf-8", exclude_categories=["C"])).map(str.strip)
 
 
-@settings(max_examples=30)
-@given(TEXTS, st.floats(allow_nan=False), st.lists(TEXTS), st.none() | st.integers())
-def test_a_printed_config_is_a_recipe_of_the_same_config(tmp_path_factory, text, lr, names, layers):
-    assume("\\" not in text and not any("\\" in name for name in names))
-    config = RLConfig(output_dir=text, rollout=RolloutConfig(cores="1e-6", ep=True))
-    config.actor.optimizer = OptimizerConfig(lr=lr)
-    config.actor.recompute.modules = names
-    config.actor.layout.first_stage_layers = layers
-    given = recipe(tmp_path_factory.getbasetemp(), format_recipe(config))
-    assert compose_config(RLConfig, [given]) == config
+@pytest.mark.parametrize("count", [8, nightly(100)])
+def test_a_printed_config_is_a_recipe_of_the_same_config(tmp_path, count):
+    @settings(max_examples=count)
+    @given(TEXTS, st.floats(allow_nan=False), st.lists(TEXTS), st.none() | st.integers())
+    def check(text, lr, names, layers):
+        assume("\\" not in text and not any("\\" in name for name in names))
+        config = RLConfig(output_dir=text, rollout=RolloutConfig(cores="1e-6", ep=True))
+        config.actor.optimizer = OptimizerConfig(lr=lr)
+        config.actor.recompute.modules = names
+        config.actor.layout.first_stage_layers = layers
+        printed = recipe(tmp_path, format_recipe(config))
+        assert compose_config(RLConfig, [printed]) == config
+
+    check()
 
 
 @pytest.mark.parametrize(

@@ -187,7 +187,7 @@ def test_objects_are_freed_when_no_batch_refers_to_them(pool: ResourcePool):
         assert read_settled_store_bytes() - before < 1e6
 
 
-@pytest.mark.parametrize("steps", [300, nightly(5000)])
+@pytest.mark.parametrize("steps", [100, nightly(5000)])
 def test_memory_stays_as_it_is_over_many_small_steps(pool: ResourcePool, steps: int):
     with group_of(pool, Layout()) as group:
         processes = [psutil.Process(), psutil.Process(group.worker_infos[0].pid)]

@@ -15,6 +15,7 @@ from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import Layout
 from mcore_rl.engine.megatron import device
 from mcore_rl.engine.megatron.model import fuse_weight_gradients
+from tests.nightly import nightly
 
 _PROGRAM = """
 import torch
@@ -50,7 +51,7 @@ def test_cuda_means_the_cpu_and_what_is_not_replaced_is_an_error_of_torch():
 
 
 @pytest.mark.parametrize(
-    ("model", "printed"), [("qwen3", "layers 18"), ("qwen3_moe", "experts 32")]
+    ("model", "printed"), [nightly(("qwen3", "layers 18")), ("qwen3_moe", "experts 32")]
 )
 def test_a_model_on_a_gpu_needs_neither_transformer_engine_nor_the_cpu_lane(model, printed):
     program = Path(__file__).parent / "gpu_modules.py"

@@ -23,6 +23,7 @@ from mcore_rl.jobs.convert import plan
 from mcore_rl.jobs.convert.plan import Resources, format_bytes, parse_bytes
 from mcore_rl.jobs.convert.run import Conversion, run
 from mcore_rl.jobs.failure import RunFailed
+from tests.nightly import nightly
 from tests.small_disk import on_small_disk
 
 # A module that processes can import by name; with importlib mode this file is none.
@@ -325,7 +326,7 @@ def wait_for(happened) -> None:
         time.sleep(0.02)
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT, nightly(signal.SIGTERM)])
 def test_workers_end_with_their_parent(make, tmp_path, number):
     (tmp_path / "plan").write_bytes(pickle.dumps(make(a="waits", b="waits")))
     process = started(tmp_path, workers=2)

@@ -111,9 +111,9 @@ def test_the_failure_of_one_rank_ends_the_others_and_is_the_error(
 def test_timeout_error_names_the_busy_rank_first(jobs, tmp_path):
     before = spawned()
     with pytest.raises(ProcessFailed) as raised:
-        run_on_ranks(jobs.hang, 2, tmp_path, 20)
+        run_on_ranks(jobs.hang, 2, tmp_path, 12)
     line = str(raised.value).partition("\n")[0]
-    assert line.startswith("rank 1 has not answered in 20 s (--timeout): running, in hang (")
+    assert line.startswith("rank 1 has not answered in 12 s (--timeout): running, in hang (")
     assert ". Nor has rank 0: waiting, in hang (rank_jobs.py:" in line
     assert str(raised.value).count("MainThread") == 2
     assert not spawned() - before

@@ -25,6 +25,8 @@ from mcore_rl.config.resolve import resolve
 from mcore_rl.config.resolve_engine import resolve_layout
 from mcore_rl.config.resolve_train import resolve_eval, resolve_train
 from mcore_rl.config.schema import Layout, RLConfig
+from mcore_rl.examples.tasks import last_digit
+from mcore_rl.examples.tasks.last_digit import split_problems
 from mcore_rl.reshard.layout import GenerationLayout
 from tests.pages import of_kind
 
@@ -187,6 +189,10 @@ def test_every_command_has_settings_and_options_that_fit_together(page, monkeypa
 def test_every_command_that_starts_nothing_prints_and_leaves_nothing(
     command, monkeypatch, capsys, tmp_path
 ):
+    (train, test), rows = split_problems(), 960
+    # Of the task of the quickstart a part, whose rows take less time to check.
+    monkeypatch.setattr(last_digit, "NUM_WARM_START", rows)
+    monkeypatch.setattr(last_digit, "split_problems", lambda: (train[:rows], test[:rows]))
     (tmp_path / "here").mkdir()
     (tmp_path / "here" / "examples").symlink_to(ROOT / "examples")
     write_recipes(CONFIGURATION.read_text(), tmp_path)

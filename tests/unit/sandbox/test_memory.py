@@ -168,7 +168,7 @@ def test_a_process_that_cannot_be_looked_into_is_ended(place):
 SEIZE, DETACH, TRACE_EXIT = 0x4206, 17, 0x40  # of ptrace(2): a process stops before it ends
 
 
-@pytest.mark.parametrize("place", all_but([SELECTED[0], SELECTED[2], IN_A_CGROUP], PLACES), ids=str)
+@pytest.mark.parametrize("place", all_but([SELECTED[0], SELECTED[2]], PLACES), ids=str)
 def test_a_process_that_outlives_sigkill_does_not_fail_the_call(place):
     # It holds nothing up, and what is left of its call goes when it does.
     marker, results = marked(), []

@@ -33,6 +33,7 @@ from mcore_rl.tools.doctor.report import (
     find_slow_pairs,
 )
 from mcore_rl.tools.doctor.run import examine_nodes
+from tests.nightly import nightly
 from tests.pages import of_kind
 from tests.planted import FAULTS, NODE, NODES, ProcessNodes, World, plant
 
@@ -86,7 +87,7 @@ def test_a_fault_of_one_node_is_reported_for_that_node_only(tmp_path, request_, 
 @pytest.mark.parametrize(
     ("command", "value"),
     [
-        (("false",), "^did not come in"),
+        nightly((("false",), "^did not come in")),
         (("sleep", "60"), "^did not come in"),
     ],
 )

@@ -176,6 +176,7 @@ def test_a_package_that_is_missing_is_named_with_what_installs_it(monkeypatch):
         import_nixl()
 
 
+@pytest.mark.nightly  # the test of a process group above has the contract
 def test_over_nixl_a_rank_that_is_at_another_version_is_named(checkpoint):
     route = routes.Route(checkpoint, "nixl", timeout_s=8.0)  # also for them to meet
     calls = [lambda rank=rank: route.send(5, rank) for rank in range(2)]
