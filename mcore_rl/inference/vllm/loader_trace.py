@@ -210,9 +210,9 @@ class _CopyRecorder(TorchDispatchMode):
         # The same dimensions, or those of a row of a stack.
         if not rank or box.sizes not in (sizes, (1, *sizes)):
             return None
-        ones = (0,) * (len(box.sizes) - rank)
+        row = (0,) * (len(box.sizes) - rank)
         return [
-            replace(b, local_offset=_add(box.offsets, (*ones, *b.local_offset))) for b in part[1]
+            replace(b, local_offset=_add(box.offsets, (*row, *b.local_offset))) for b in part[1]
         ]
 
     def _find_memory(self, value: torch.Tensor) -> _Memory | None:
@@ -280,8 +280,8 @@ def _add(a: Iterable[int], b: Iterable[int]) -> tuple[int, ...]:
 
 def _get_local_box(block: Block) -> Box:
     """Return the box of a block in the memory that has it."""
-    ones = (1,) * (len(block.local_offset) - len(block.box.sizes))
-    return Box(block.local_offset, (*ones, *block.box.sizes))
+    row_sizes = (1,) * (len(block.local_offset) - len(block.box.sizes))
+    return Box(block.local_offset, (*row_sizes, *block.box.sizes))
 
 
 def _cut_block(block: Block, box: Box) -> Block | None:
@@ -357,7 +357,7 @@ def trace_loader(model: Any, model_path: str) -> list[ListedParameter]:
 @contextmanager
 def _keep_tensors(model: torch.nn.Module) -> Iterator[None]:
     """Put the parameters and buffers of all modules back that a loader replaces."""
-    before = [
+    before: list[tuple[dict[str, Any], dict[str, Any]]] = [
         (tensors, dict(tensors))
         for module in model.modules()
         for tensors in (module._parameters, module._buffers)

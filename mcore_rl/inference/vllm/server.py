@@ -393,13 +393,7 @@ class VLLMServer(GenerationServer):
             del self._engine_ids[request_id or engine_id]
 
     async def list_parameters(self) -> WorkerLists:
-        from mcore_rl.inference.vllm import weights as vllm_weights
-
-        answers = await self._started_engine.collective_rpc("list_parameters")
-        if reason := next((reason for _, reason in answers if reason), ""):
-            raise vllm_weights.build_trace_error(self._model_path, reason)
-        lists = [parameters for parameters, _ in answers]
-        return lists if all(lists) else []
+        return await list_worker_parameters(self._started_engine, self._model_path)
 
     async def connect_weights(
         self, endpoint: RendezvousEndpoint, spec: TransferSpec, first_rank: int
@@ -646,6 +640,17 @@ async def _call_workers(
         reasons = "; ".join(f"worker {i}: {e[0]}" for i, e in enumerate(errors) if e)
         is_peers = all(e[1] for e in errors if e)
         raise (PeerError if is_peers else RuntimeError)(f"{task} failed: {reasons}")
+
+
+async def list_worker_parameters(engine: AsyncLLM, model_path: str) -> WorkerLists:
+    """Return the parameters of all workers. See `GenerationServer.list_parameters`."""
+    from mcore_rl.inference.vllm.weights import build_trace_error
+
+    answers = await engine.collective_rpc("list_parameters")
+    if reason := next((reason for _, reason in answers if reason), ""):
+        raise build_trace_error(model_path, reason)
+    lists = [parameters for parameters, _ in answers]
+    return lists if all(lists) else []
 
 
 async def update_workers(engine: AsyncLLM, version: int) -> None:

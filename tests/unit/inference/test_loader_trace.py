@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -19,6 +20,8 @@ from mcore_rl.checkpoint import fp8
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.inference.vllm import weights as vllm_weights
 from mcore_rl.inference.vllm.loader_trace import trace_loader
+from mcore_rl.inference.vllm.server import list_worker_parameters
+from mcore_rl.inference.vllm.worker import WorkerExtension
 from mcore_rl.reshard.layout import GenerationLayout
 from mcore_rl.weight_sync.spec import ListedParameter, build_listed_side
 
@@ -400,8 +403,15 @@ def test_a_loader_that_cannot_be_followed_loads_and_its_list_says_why(tmp_path, 
     lists, reason = vllm_weights.list_traced_parameters(toy)
     assert not lists
     assert ("needs values of a" in reason) == (suffix == "safetensors") and reason
-    error = str(vllm_weights.build_trace_error(str(tmp_path), reason))
-    assert "family 'toy'" in error and error.endswith("allowed: weight_sync.method='full_export'")
+    extension = WorkerExtension()
+    extension.model_runner = SimpleNamespace(get_model=lambda: toy)
+
+    class Engine:
+        async def collective_rpc(self, method: str) -> list[Any]:
+            return [([["another worker"]], ""), getattr(extension, method)()]
+
+    with pytest.raises(ConfigError, match=r"family 'toy': .*allowed: .*'full_export'$"):
+        asyncio.run(list_worker_parameters(Engine(), str(tmp_path)))
 
 
 @pytest.mark.parametrize("reads_weights", [True, False])
