@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 import transformers
 
 import mcore_rl
@@ -15,7 +16,7 @@ from mcore_rl.examples.tasks import last_digit
 pytestmark = pytest.mark.job
 SETTINGS = (
     "actor.backend=fsdp", "actor.layout.tp=1", "actor.layout.ep=1", "actor.layout.dp=2",
-    "warm_start.moe_aux_loss_coef=0", "warm_start.num_steps=40", "trainer.prompts_per_step=16",
+    "warm_start.moe_aux_loss_coef=0", "warm_start.num_steps=150", "trainer.prompts_per_step=16",
     "trainer.eval_samples=16", "trainer.save_every=1", "algorithm.num_mini_batches=1",
     "algorithm.kl_coef=0.01",
 )  # fmt: skip
@@ -34,6 +35,7 @@ def replace_model(folder: Path, vocab_size: int) -> None:
     (folder / "config.json").unlink()
     for path in folder.glob("*.safetensors*"):
         path.unlink()
+    torch.manual_seed(0)
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
 
 
