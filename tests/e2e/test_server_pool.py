@@ -104,6 +104,10 @@ class Server:
             self.running[stream].pop(group, None)
 
     @register()
+    def list_parameters(self) -> list[object]:
+        return []
+
+    @register()
     def connect_weights(self, endpoint: RendezvousEndpoint, spec: int, first_rank: int) -> None:
         self.connected = spec, first_rank
 
@@ -141,7 +145,7 @@ class Trainer:
 
     @register(dispatch_mode=Dispatch.RANK_ZERO)
     def open_weights(
-        self, layout: object, settings: object, weight_format: str
+        self, layout: object, settings: object, weight_format: str, worker_lists: object
     ) -> tuple[RendezvousEndpoint, int]:
         self.rendezvous = RendezvousServer("127.0.0.1")
         return self.rendezvous.endpoint, layout.dp  # type: ignore[attr-defined]

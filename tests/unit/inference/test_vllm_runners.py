@@ -16,6 +16,7 @@ from mcore_rl.config.errors import ConfigError
 
 VLLM = Path(importlib.util.find_spec("vllm").origin).parent  # found, not imported
 PACKAGE = Path(__file__).parents[3] / "mcore_rl/inference/vllm"
+MIXIN = "v1/worker/lora_model_runner_mixin.py"  # of both runners
 V1, V2 = "v1/worker/gpu_model_runner.py", "v1/worker/gpu/model_runner.py"
 ON_CPU = "v1/worker/cpu_model_runner.py"  # a subclass of V1's, extended by cpu_patches.py
 
@@ -67,10 +68,12 @@ def list_calls(function: ast.AST, name: str) -> list[ast.Call]:
 def test_attributes_that_hooks_read_exist_in_a_runner(runner):
     used = {file: list_runner_attributes(file) for file in ("worker.py", "trace.py")}
     assert used == {
-        "worker.py": {"get_model", "kv_caches", "reload_weights"},
+        "worker.py": {"get_model", "kv_caches", "lora_manager", "reload_weights"},
         "trace.py": {"get_model", "device", "dtype"},
     }
-    assert set().union(*used.values()) <= list_members(definition(runner, "GPUModelRunner"))
+    owner, mixin = definition(runner, "GPUModelRunner"), definition(MIXIN, "LoRAModelRunnerMixin")
+    assert mixin.name in map(ast.unparse, owner.bases)
+    assert set().union(*used.values()) <= list_members(owner) | list_members(mixin)
 
 
 @pytest.mark.parametrize("runner", [V1, V2])
