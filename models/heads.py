@@ -69,6 +69,12 @@ def build_value_config(config: HFConfig, kind: str = CLASSIFICATION) -> HFConfig
     return drop_mtp_layers(config) | changes
 
 
+def list_value_changes(config: HFConfig, kind: str) -> HFConfig:
+    """Return the fields in which build_value_config differs from a config.json."""
+    changed = build_value_config(config, kind).items()
+    return {name: value for name, value in changed if config.get(name) != value}
+
+
 def map_value_head_weights(config: HFConfig) -> tuple[Weight, ...]:
     """Return the rules of the value head, replicated on the last pipeline stage."""
     tensors = {"weight": LogicalTensor("score.weight", (1, get_field(config, "hidden_size")))}

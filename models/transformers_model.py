@@ -53,9 +53,7 @@ def build_empty_model(hf_config: HFConfig, **options: Any) -> Any:
         )
     config = CONFIG_MAPPING[model_type].from_dict(_select_fields(hf_config))
     options = {"attn_implementation": "eager", "trust_remote_code": False, **options}
-    kinds = {"": "AutoModelForCausalLM"}
-    suffix = get_value_head_suffix(hf_config)
-    auto_class = getattr(transformers, kinds.get(suffix, f"AutoModel{suffix}"))
+    auto_class = getattr(transformers, f"AutoModel{get_value_head_suffix(hf_config) or CAUSAL}")
     try:
         with torch.device("meta"):
             return auto_class.from_config(config, dtype=torch.float32, **options)

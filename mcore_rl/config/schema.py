@@ -115,7 +115,7 @@ class FSDPConfig:
 class EngineConfig:
     """A training engine."""
 
-    # megatron; fsdp, for any model of transformers; or the import path of a Backend
+    # megatron; fsdp, for models of transformers; or the import path of a Backend
     # (docs/plugs.md).
     backend: str = "megatron"
     layout: Layout = field(default_factory=Layout)

@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "dist_cpu"))
 import tiny_models
 
 RANK, ALPHA = 6, 12.0
-_SHAPE: dict[str, Any] = {
+SHAPE: dict[str, Any] = {
     "vocab_size": 131, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
     "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 32, "pad_token_id": 0,
     "max_position_embeddings": 512, "bos_token_id": None, "eos_token_id": 1,
@@ -37,7 +37,7 @@ CASES = [(name, tp) for name in MODELS for tp in (1, 2)]
 
 
 def build_model(name: str, folder: Path) -> Any:
-    config = transformers.AutoConfig.for_model(name, **(_SHAPE | MODELS[name]))
+    config = transformers.AutoConfig.for_model(name, **(SHAPE | MODELS[name]))
     model = tiny_models.build_from(config)
     model.save_pretrained(folder)
     return model

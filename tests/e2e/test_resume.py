@@ -79,7 +79,7 @@ def seconds(row: dict[str, float]) -> float:
 
 
 def _trained(row: dict[str, float]) -> dict[str, float]:
-    """Without evaluations, which change nothing, and without the queue of an asynchronous run."""
+    """Return metrics of training rows: evaluations and queues of an asynchronous run differ."""
     return {n: value for n, value in row.items() if not n.startswith(("eval/", "queue/"))}
 
 

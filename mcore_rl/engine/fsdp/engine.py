@@ -1,4 +1,4 @@
-"""The FSDP2 engines: any language model of transformers, with a value or reward head if asked."""
+"""The FSDP2 engines: language models of transformers, and value and reward models of them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from mcore_rl.checkpoint.hf import CheckpointReader
 from mcore_rl.checkpoint.peft import Factors
 from mcore_rl.config.checks import check_divides
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.config.schema import EngineConfig
+from mcore_rl.config.schema import EngineConfig, LoRAConfig
 from mcore_rl.data.batch import Batch, Jagged
 from mcore_rl.engine.base import (
     Backend,
@@ -66,7 +66,7 @@ from mcore_rl.models.base import (
     get_model_sizes,
     read_config,
 )
-from mcore_rl.models.heads import build_value_config
+from mcore_rl.models.heads import build_value_config, list_value_changes
 from mcore_rl.models.transformers_model import build_empty_model, map_sharded_weights
 from mcore_rl.parallel.balance import SequenceCost, estimate_sequence_cost
 from mcore_rl.parallel.devices import detect_device
@@ -144,9 +144,7 @@ class FSDPEngine(BaseEngine):
     def config_changes(self) -> Mapping[str, Any]:
         if not self._kind:
             return {}
-        original = read_config(self.spec.model.path)
-        config = build_value_config(original, self._kind)
-        return {name: value for name, value in config.items() if original.get(name) != value}
+        return list_value_changes(read_config(self.spec.model.path), self._kind)
 
     def _build_optimizer(self) -> torch.optim.AdamW:
         """Build AdamW; as in Megatron neither biases nor norms decay."""
@@ -189,7 +187,7 @@ class FSDPEngine(BaseEngine):
                 "packed": self._score_rows(rows, [[0, 1]], self._split) - expected,
                 "split": self._score_rows(rows, [[0], [1]], self._split) - expected,
             }
-            changed = [np.append(row[:-1], row[-1] % (len(row) + 1) + 1) for row in rows]
+            changed = [np.append(row[:-1], 2 if row[-1] == 1 else 1) for row in rows]
             ahead = self._score_rows(changed, [[0], [1]], PackSplit()) - expected
         except (AttributeError, KeyError, NotImplementedError, TypeError, ValueError) as error:
             raise ConfigError(
@@ -405,8 +403,8 @@ class FSDPEngine(BaseEngine):
                 yield tensor.name, part.to("cpu", copy=True)
                 first = end
         if self.is_main_rank and not self._kind:
-            expected = {tensor.name: None for w in self.weights for tensor in w.rule.tensors}
-            for name in list_unread(self.root, self.reader, expected):
+            expected = {tensor.name for w in self.weights for tensor in w.rule.tensors}
+            for name in list_unread(self.reader, expected):
                 yield name, self.reader.read_tensor(name).to(dtype)
 
     def _iter_local(
@@ -416,12 +414,12 @@ class FSDPEngine(BaseEngine):
 
     def _iter_merged(self) -> Iterator[tuple[Weight, Callable[[], torch.Tensor]]]:
         """Yield what returns this rank's rows of each weight, merged with its adapter."""
-        factors = lora.gather_factors(self.root.model)
+        factors, config = lora.gather_factors(self.root.model), self.spec.engine.lora
         for weight, shard, rows in self._iter_local(self.weights):
             adapter, local = factors.get(weight.name), range(0)
             if isinstance(weight.rule, StackedRows):
                 local = weight.rule.get_rows(shard)
-            yield weight, partial(_merge, rows, adapter, local)
+            yield weight, partial(_merge, rows, adapter, local, config)
 
     def collect_factors(self) -> list[Factors]:
         if not self.adapter_weights:
@@ -491,9 +489,6 @@ class FSDPEngine(BaseEngine):
                 state[f"{moment}.{weight.name}"] = (weight, shard, rows)
         return state
 
-    def close(self) -> None:
-        self.__dict__.clear()
-
 
 class FSDPValueEngine(FSDPEngine):
     """A value model: `infer_batch` adds "values". A language model's gets a head of zeros."""
@@ -509,14 +504,18 @@ class FSDPRewardEngine(FSDPValueEngine):
 
 
 def _merge(
-    rows: torch.Tensor, adapter: tuple[torch.Tensor, torch.Tensor] | None, local: range
+    rows: torch.Tensor,
+    adapter: tuple[torch.Tensor, torch.Tensor] | None,
+    local: range,
+    config: LoRAConfig,
 ) -> torch.Tensor:
     """Return rows of a weight with those of its adapter, computed in float32."""
     if adapter is None:
         return rows
     a, b = adapter
     local_b = b[local.start : local.stop].to(rows.device, torch.float32)
-    merged = torch.addmm(rows.float(), local_b, a.to(rows.device, torch.float32))
+    wide_a, scale = a.to(rows.device, torch.float32), config.alpha / config.rank
+    merged = torch.addmm(rows.float(), local_b, wide_a, alpha=scale)
     return merged.to(rows.dtype)
 
 

@@ -110,14 +110,12 @@ def disable_adapters(model: Any) -> Iterator[None]:
 
 
 def gather_factors(model: Any) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    """Return A and scale * B, whole, on each rank, by name of the weight. Collective over all
-    ranks.
-    """
+    """Return A and B, all rows of them, by name of the weight. Collective over all ranks."""
     factors = {}
     for name, module in model.named_modules():
         if isinstance(module, LoRALinear):
             a, b = (_gather(getattr(module, factor)) for factor in FACTORS)
-            factors[f"{name}.weight"] = a, module.scale * b
+            factors[f"{name}.weight"] = a, b
     return factors
 
 
@@ -129,12 +127,9 @@ def _gather(parameter: torch.Tensor) -> torch.Tensor:
 def list_factors(model: Any, weights: Mapping[str, Weight]) -> list[Factors]:
     """Return all adapters on the host, by tensor of the checkpoint. Collective over all ranks."""
     factors = []
-    for name, module in model.named_modules():
-        if not isinstance(module, LoRALinear):
-            continue
-        a, b = (_gather(getattr(module, factor)).cpu() for factor in FACTORS)
+    for name, (a, b) in gather_factors(model).items():
         first = 0
-        for tensor in weights[f"{name}.weight"].rule.tensors:
-            factors.append(Factors(tensor.name, a, b[first : first + tensor.shape[0]]))
+        for tensor in weights[name].rule.tensors:
+            factors.append(Factors(tensor.name, a.cpu(), b[first : first + tensor.shape[0]].cpu()))
             first += tensor.shape[0]
     return factors

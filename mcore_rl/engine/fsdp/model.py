@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,8 +30,6 @@ from mcore_rl.models.transformers_model import is_expert_stack
 from mcore_rl.parallel.devices import detect_device
 from mcore_rl.reshard.layout import ShardedRanks
 from mcore_rl.reshard.rules import Shard, Weight
-
-PREFIX = "model."  # of the names of parameters in a ShardedPolicy
 
 
 class ShardedPolicy(torch.nn.Module):
@@ -153,17 +151,8 @@ class RankMeshes:
 
     @classmethod
     def create(cls, device: str, layout: Layout, num_replicas: int) -> RankMeshes:
-        """Create the meshes. Collective over all ranks.
-
-        Raises:
-            ConfigError: The replicas or the expert-parallel ranks do not divide the ranks.
-        """
-        num_shards, rest = divmod(layout.world_size, num_replicas)
-        if rest or num_shards % layout.ep:
-            raise ConfigError(
-                f"layout.ep={layout.ep}, fsdp.num_replicas={num_replicas}: their product must "
-                f"divide the {layout.world_size} ranks"
-            )
+        """Create the meshes. Collective over all ranks."""
+        num_shards = layout.world_size // num_replicas
         shape = (num_replicas, num_shards)
         data = init_device_mesh(device, (layout.dp, layout.cp), mesh_dim_names=("dp", "cp"))
         mesh = init_device_mesh(device, shape, mesh_dim_names=("replica", "shard"))
@@ -319,7 +308,7 @@ def load_weights(
                 f"checkpoint {reader.path}: tensor {name} has shape {shapes[name]}, but "
                 f"config.json asks for {tensor.shape}"
             )
-    unread = list_unread(root, reader, expected)
+    unread = list_unread(reader, expected)
     if unexpected := [name for name in unread if not _is_ignored(root, name)]:
         raise ConfigError(f"checkpoint {reader.path} has unexpected tensor {unexpected[0]}")
 
@@ -338,10 +327,8 @@ def load_weights(
         raise ConfigError(reason)
 
 
-def list_unread(
-    root: ShardedPolicy, reader: CheckpointReader, expected: Mapping[str, Any]
-) -> list[str]:
-    """Return the tensors of a checkpoint that the model does not have."""
+def list_unread(reader: CheckpointReader, expected: Collection[str]) -> list[str]:
+    """Return the tensors of a checkpoint that are not among those of the model."""
     return [name for name in reader.get_shapes() if name not in expected]
 
 

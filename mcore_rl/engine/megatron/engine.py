@@ -52,6 +52,7 @@ from mcore_rl.models.heads import (
     build_value_config,
     has_value_bias,
     has_value_head,
+    list_value_changes,
     map_model_weights,
     map_value_head_weights,
     map_value_weights,
@@ -480,9 +481,7 @@ class ValueEngine(MegatronEngine):
 
     @property
     def config_changes(self) -> HFConfig:
-        original = read_config(self.spec.model.path)
-        config = build_value_config(original, self._kind)
-        return {name: value for name, value in config.items() if original.get(name) != value}
+        return list_value_changes(read_config(self.spec.model.path), self._kind)
 
     def _read_model_config(self) -> HFConfig:
         return build_value_config(read_config(self.spec.model.path), self._kind)

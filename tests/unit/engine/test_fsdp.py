@@ -1,4 +1,4 @@
-"""What backend=fsdp refuses before a rank starts, and the memory that a plan says."""
+"""Refusals of backend=fsdp before a rank starts, and the rows of its ranks."""
 
 from __future__ import annotations
 

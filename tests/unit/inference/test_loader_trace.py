@@ -1,4 +1,4 @@
-"""What a loader copies is found in the views of its copies; what it computes is refused."""
+"""Copies of a loader are followed by the views on both sides; computed values are refused."""
 
 from __future__ import annotations
 
