@@ -227,10 +227,12 @@ def add_summary(prompt: Sequence[ChatMessage], summary: str) -> list[ChatMessage
 
 async def _call_tool(tools: ToolSet, call: ParsedCall) -> ChatMessage:
     if call.status in ("ok", "unknown_tool"):
-        text = (await tools.call(call.name, call.arguments)).text
+        answer = await tools.call(call.name, call.arguments)
     else:
-        text = tools.refuse(f"the call is {call.status}: {call.text}").text
-    return ChatMessage("tool", text, tool_call_id=call.id, name=call.name)
+        answer = tools.refuse(f"the call is {call.status}: {call.text}")
+    return ChatMessage(
+        "tool", answer.text, tool_call_id=call.id, name=call.name, images=answer.images
+    )
 
 
 class EnvironmentLoop:

@@ -13,6 +13,7 @@ from typing import Any, cast
 from mcore_rl.agents.api_server.protocol import RefusalError
 from mcore_rl.agents.api_server.sessions import ApiServer, SessionHandler, SessionLimits, draw_key
 from mcore_rl.agents.chat_template.codec import (
+    ChatCodec,
     ChatTokenizer,
     ValidatedChatTemplate,
     parse_messages,
@@ -23,6 +24,7 @@ from mcore_rl.agents.environments.base import Environment
 from mcore_rl.agents.environments.coding import Coding
 from mcore_rl.agents.environments.openenv import OpenEnv
 from mcore_rl.agents.frozen_model import FrozenModel
+from mcore_rl.agents.images import ImageCodec
 from mcore_rl.agents.loops import (
     AgentLoop,
     ApiSession,
@@ -200,12 +202,14 @@ class AgentRunner:
         stops_on_error: bool,
         models: Collection[str] = (),
         stop_ids: Sequence[int] = (),
+        images: Callable[[ChatCodec], ImageCodec] | None = None,
     ) -> None:
         """Load the codec, the tools and the loop.
 
         Args:
             models: Names of those that will be in `self.models` when loops run.
             stop_ids: Tokens at which the server ends a turn (`data.tokenizer.stop_ids_of`).
+            images: Makes the codec of a model that takes images; None: it takes none.
 
         Raises:
             ConfigError: The chat template, a tool or the loop cannot be used.
@@ -213,7 +217,8 @@ class AgentRunner:
         self._generator, self._reward, self._config = generator, reward, config
         self._tokenizer = tokenizer
         self.max_context, self._stops_on_error = max_context, stops_on_error
-        self.codec, self._sources = check_agent(config, tokenizer, models, stop_ids, max_context)
+        codec, self._sources = check_agent(config, tokenizer, models, stop_ids, max_context)
+        self.codec: ChatCodec = codec if images is None else images(codec)
         self.models: dict[str, FrozenModel] = {}
         self.max_turns = config.max_turns
         self._running: dict[tuple[int, int], _Trajectory] = {}  # by group id and trajectory

@@ -16,6 +16,8 @@ from mcore_rl.agents.chat_template.codec import (
     ToolSpec,
     replace_message_surrogates,
 )
+from mcore_rl.agents.images import ImageCodec, list_images
+from mcore_rl.data.images import ImageError
 from mcore_rl.data.sample import RoutedExperts
 from mcore_rl.inference.protocol import Completion, Generator, SamplingParams
 
@@ -49,6 +51,7 @@ class Turn:
     routed_experts: RoutedExperts | None = None
     token_rewards: tuple[float, ...] = ()  # shares of the trajectory's reward; one per token or ()
     state: str | None = None  # state of the environment that the turn was taken in, if known
+    images: tuple[str, ...] = ()  # digests of the prompt's images, in its order
 
     def __post_init__(self) -> None:
         length = len(self.token_ids)
@@ -133,12 +136,14 @@ class ChatSession:
                 turns of a group with equal names.
 
         Raises:
-            ContextFullError: The conversation has as many tokens as it may have.
+            ContextFullError: The conversation has as many tokens or images as it may have.
             GenerationError: The server failed. This is no failure of the loop; do not catch it.
         """
+        messages = self._add_images(messages)
         prompt = self._build_prompt(messages, tools)
         parent = self.turns[-1].turn_id if self.turns else ""
-        _, completion = await self.sample(prompt, parent, state=state)
+        images = list_images([*self._messages, *messages])
+        _, completion = await self.sample(prompt, parent, state=state, images=images)
         parsed = self._codec.parse(completion.token_ids, tools, prompt)
         self._messages += [*messages, parsed.to_message()]
         self._can_extend = True
@@ -164,16 +169,20 @@ class ChatSession:
         stop: tuple[str, ...] = (),
         request_id: str = "",
         state: str | None = None,
+        images: tuple[str, ...] = (),
     ) -> tuple[Turn, Completion]:
         """Sample a turn after any earlier turn. Several may run at once; each has its own seed.
 
         Args:
             parent: turn_id of the earlier turn; "" begins a conversation.
+            images: Digests of the prompt's images, in its order.
 
         Raises:
             ContextFullError, GenerationError: As `ask`.
         """
         limit = self.compute_max_tokens(prompt)
+        if isinstance(self._codec, ImageCodec):
+            self._codec.check_count(images)
         number, self._num_started = self._num_started, self._num_started + 1
         sampling = replace(
             self._sampling,
@@ -182,6 +191,7 @@ class ChatSession:
             stop=(*self._sampling.stop, *stop),
             seed=draw_turn_seed(self._sampling.seed, number),
             experts_from=self._count_routed(prompt, parent),
+            images=images,
         )
         try:
             [completion] = await self._generator.submit(
@@ -200,6 +210,7 @@ class ChatSession:
             finish_reason=completion.finish_reason,
             routed_experts=completion.routed_experts,
             state=state,
+            images=images,
         )
         self.turns.append(turn)
         return turn, completion
@@ -220,9 +231,17 @@ class ChatSession:
         A text too long to be tokenised counts as one more than the context has.
         """
         try:
-            return len(self._build_prompt(messages, tools))
+            return len(self._build_prompt(self._add_images(messages), tools))
         except ContextFullError:
             return self._max_context + 1
+
+    def _add_images(self, messages: Sequence[ChatMessage]) -> Sequence[ChatMessage]:
+        """Store new images of messages; raise ImageError for any if the model takes none."""
+        if isinstance(self._codec, ImageCodec):
+            return self._codec.add_images(messages)
+        if any(message.images for message in messages):
+            raise ImageError("a message has images, and the model of the session takes none here")
+        return messages
 
     def _build_prompt(
         self, messages: Sequence[ChatMessage], tools: Sequence[ToolSpec]

@@ -34,6 +34,7 @@ class Prompt:
     fields: dict[str, Any] = field(default_factory=dict)  # columns of the data source
     row: int = 0  # in the data source
     messages: Sequence[Message] = ()  # of the prompt column, for loops that render them
+    images: tuple[str, ...] = ()  # digests of the content's images, in its order
 
 
 def decode_response(tokenizer: Tokenizer, token_ids: list[int], finish_reason: str) -> str:
@@ -99,7 +100,13 @@ class SingleTurnLoop:
     ) -> list[Sample]:
         await barrier.wait()
         return await self.run(
-            prompt.content, sampling, prompt.group_id, prompt.fields, prompt.row, prompt.messages
+            prompt.content,
+            sampling,
+            prompt.group_id,
+            prompt.fields,
+            prompt.row,
+            prompt.messages,
+            prompt.images,
         )
 
     async def run(
@@ -110,6 +117,7 @@ class SingleTurnLoop:
         fields: dict[str, Any],
         row: int = 0,
         messages: Sequence[Message] = (),
+        images: tuple[str, ...] = (),
     ) -> list[Sample]:
         """Generate `sampling.n` samples of a prompt.
 
@@ -119,11 +127,11 @@ class SingleTurnLoop:
         prompt_ids = self._render(prompt)
         if sampling.seed is not None:
             sampling = replace(sampling, seed=sampling.seed + group_id * sampling.n)
-        completions = await self._generator.submit(prompt_ids, sampling)
+        completions = await self._generator.submit(prompt_ids, replace(sampling, images=images))
         samples = [self._build_sample(prompt_ids, c, group_id, fields) for c in completions]
         texts = [self._decode(completion) for completion in completions]
         for number, sample in enumerate(samples):
-            sample.trajectory, sample.messages = number, messages
+            sample.trajectory, sample.messages, sample.images = number, messages, images
         where = f"row {row} of the data (group {group_id})"
         await self._reward(samples, texts, sampling.max_tokens, where)
         return samples

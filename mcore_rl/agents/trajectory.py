@@ -86,6 +86,7 @@ def _build_sample(path: Sequence[Turn], trained: Set[str]) -> Sample:
             for turn in path
         ),
         routed_experts=tuple(t.routed_experts for t in path if t.routed_experts is not None),
+        images=path[-1].images,
     )
     for turn, span in zip(path, sample.turn_spans, strict=True):
         if turn.turn_id in trained:

@@ -194,6 +194,7 @@ class RolloutConfig:
     # Weights of a LoRA actor on the servers: merged, or adapter (only adapters are sent, which vLLM
     # adds to the model that it has loaded).
     lora: str = "merged"
+    max_images: int = 8  # images of a prompt and its response, for models that take them
     max_restarts: int = 3  # maximum restarts per server
     cores: str = ""  # CPU lane: cores of each worker, as "0|1"; empty: docs/rollout.md
     sglang: SGLangConfig = field(default_factory=SGLangConfig)
@@ -295,7 +296,9 @@ class DataConfig:
     prompt_column: str = "messages"  # chat messages: list of {role, content}
     answer_column: str = "answer"  # ground truth, passed to the reward
     tools_column: str = ""  # tool schemas for the chat template; empty: none
-    max_prompt_tokens: int = 1024  # with the chat template applied
+    images_column: str = ""  # images of a row, for models that take them; empty: none
+    max_image_pixels: int = 1 << 24  # larger images are refused
+    max_prompt_tokens: int = 1024  # with the chat template applied, and all tokens of images
     long_prompts: str = "refuse"  # longer ones: refuse (the file) or drop (the rows)
     curriculum: CurriculumConfig = field(default_factory=CurriculumConfig)
 
@@ -590,6 +593,8 @@ class ConversationsConfig:
     # chat messages; trained on: those of the assistant, or as a field `train` says
     messages_column: str = "messages"
     tools_column: str = ""  # tool schemas for the chat template; empty: none
+    images_column: str = ""  # images of a row, for models that take them; empty: none
+    max_image_pixels: int = 1 << 24  # larger images are refused
     train_on_prompt: bool = False  # train on all tokens
     max_tokens: int = 4096  # most tokens of a conversation
     long_rows: str = "refuse"  # longer ones: refuse (the file) or drop (the rows)
@@ -707,7 +712,9 @@ class SetsConfig:
     prompt_column: str = "messages"  # chat messages: list of {role, content}
     answer_column: str = "answer"  # ground truth, passed to the reward
     tools_column: str = ""  # tool schemas for the chat template; empty: none
-    max_prompt_tokens: int = 1024  # with the chat template applied
+    images_column: str = ""  # images of a row, for models that take them; empty: none
+    max_image_pixels: int = 1 << 24  # larger images are refused
+    max_prompt_tokens: int = 1024  # with the chat template applied, and all tokens of images
     long_prompts: str = "refuse"  # longer ones: refuse (the file) or drop (the rows)
 
 

@@ -16,7 +16,7 @@ from mcore_rl.controller.object_columns import (
 )
 from mcore_rl.controller.pending_call import WorkerError
 from mcore_rl.controller.remote_batch import PROMPT_TOKENS, RESPONSE_TOKENS, RemoteBatch
-from mcore_rl.data.batch import NO_VERSION, Array, Batch, Column, Jagged, Samples
+from mcore_rl.data.batch import IMAGES, NO_VERSION, Array, Batch, Column, Jagged, Samples
 from mcore_rl.data.routed_experts import list_expert_columns
 
 B = TypeVar("B", bound=Samples)
@@ -28,11 +28,14 @@ def select_small_columns(batch: B) -> B:
 
 
 def select_token_columns(batch: B) -> B:
-    """Drop columns that no engine reads: data rows and, of a RemoteBatch, one value a sample."""
+    """Drop columns that no engine reads: data rows and, of a RemoteBatch, one value a sample.
+
+    Images stay.
+    """
     batch = batch.drop_columns("fields")
     if isinstance(batch, Batch):
         return batch
-    return batch.drop_columns(*get_sample_columns(batch).names)
+    return batch.drop_columns(*(n for n in get_sample_columns(batch).names if n != IMAGES))
 
 
 def get_sample_columns(batch: Samples) -> Batch:

@@ -97,6 +97,8 @@ class Jagged:
 
 Column = Jagged | Array
 _MIN_ROW_COPY = 64  # mean row length from which copying row by row is faster than an index
+IMAGES = "images"
+MODEL_INPUTS = ("prompt_ids", "response_ids", IMAGES)  # columns that a forward pass reads
 NO_STATE = -1  # in state_ids
 NO_VERSION = -2  # in oldest_versions and newest_versions
 UNSET = -1  # in cross_entropy_mask: the loss decides
@@ -116,6 +118,12 @@ def _encode_fields(fields: Mapping[str, Any]) -> str:
     is_long = {name for name, text in values.items() if len(text) > MAX_FIELD}
     shown = {n: f"{values[n][:MAX_FIELD]} ..." if n in is_long else v for n, v in fields.items()}
     return json.dumps(shown, default=str)
+
+
+def pack_images(digests: Sequence[Sequence[str]]) -> dict[str, Column]:
+    """Return the column of images, if any sample has one."""
+    texts = [" ".join(names) for names in digests]
+    return {IMAGES: np.array(texts, dtype=np.str_)} if any(texts) else {}
 
 
 def _collect_versions(samples: Sequence[Sample]) -> dict[str, Column]:
@@ -176,6 +184,10 @@ class Samples(ABC):
     def select(self, *names: str) -> Self:
         """Return a batch of these columns."""
 
+    def select_inputs(self) -> Self:
+        """Return a batch of the columns that a forward pass reads."""
+        return self.select(*(name for name in MODEL_INPUTS if name in self))
+
     @abstractmethod
     def drop_columns(self, *names: str) -> Self:
         """Return a batch without these columns, whether it has them or not."""
@@ -222,7 +234,8 @@ class Batch(Samples):
     trajectories (index in the group), segments (index in the trajectory: data/trajectories.py),
     turns (of the policy), oldest_versions and newest_versions (of the weights that chose its
     tokens; -2: none did), finish_reasons, statuses (of the trajectory: TrajectoryStatus), replayed
-    (1 if the sample is of an earlier step).
+    (1 if the sample is of an earlier step), images (digests in the run's ImageStore, joined by
+    blanks).
     """
 
     def __init__(self, columns: dict[str, Column]) -> None:
@@ -268,6 +281,7 @@ class Batch(Samples):
                 "reward_errors": np.array([s.reward_error for s in samples], dtype=np.str_),
                 "finish_reasons": np.array([s.finish_reason for s in samples], dtype=np.str_),
                 "statuses": np.array([s.status for s in samples], dtype=np.str_),
+                **pack_images([s.images for s in samples]),
                 **{
                     f"reward/{part}": np.array(
                         [s.reward_parts.get(part, np.nan) for s in samples], np.float32
@@ -371,7 +385,7 @@ class Batch(Samples):
 
     @staticmethod
     def concat(batches: Sequence[Batch]) -> Batch:
-        """Concatenate batches; fill parts of rewards and FILL_VALUES columns that some lack.
+        """Concatenate batches; fill parts of rewards, FILL_VALUES and images that some lack.
 
         Parts of rewards are filled with NaN. Batches without rows are left out.
 
@@ -380,7 +394,7 @@ class Batch(Samples):
         """
         batches = [batch for batch in batches if len(batch)] or batches[:1]
         names = {name for batch in batches for name in batch.columns}
-        parts = {n for n in names if n.startswith("reward/") or n in FILL_VALUES}
+        parts = {n for n in names if n.startswith("reward/") or n in (*FILL_VALUES, IMAGES)}
         batches = [batch._fill_columns(parts) for batch in batches]
         first = batches[0]
         columns: dict[str, Column] = {}
@@ -395,9 +409,11 @@ class Batch(Samples):
         return Batch(columns)
 
     def _fill_columns(self, names: Iterable[str]) -> Batch:
-        """Add those of the columns that are missing: parts of rewards as NaN, FILL_VALUES."""
+        """Add missing columns: parts of rewards as NaN, FILL_VALUES, and images as none."""
         missing = sorted({*names} - self.columns.keys())
         filled: dict[str, Column] = {n: np.full(len(self), np.nan, np.float32) for n in missing}
+        if IMAGES in filled:
+            filled[IMAGES] = np.full(len(self), "")
         for name in FILL_VALUES.keys() & missing:
             ids = self.jagged("response_ids")
             filled[name] = ids.with_values(np.full(len(ids.values), FILL_VALUES[name]))

@@ -13,9 +13,10 @@ import numpy.typing as npt
 
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import DataConfig
-from mcore_rl.data.batch import Batch, Jagged
+from mcore_rl.data.batch import Batch, Jagged, pack_images
 from mcore_rl.data.chat_template import ChatTemplate, ChatTemplateError
 from mcore_rl.data.files import Digest, Row, RowSource, open_rows
+from mcore_rl.data.images import ImageError, RowImages, StoredImage
 from mcore_rl.data.rows import ConcatFiles, Message, RowColumn, read_chat, read_tool_schemas
 
 if TYPE_CHECKING:
@@ -28,9 +29,10 @@ _CHUNK_ROWS = 1000  # rows tokenised together
 class PromptRow:
     """A prompt as the policy reads it."""
 
-    prompt_ids: list[int]
+    prompt_ids: list[int]  # with all tokens of its images
     fields: dict[str, Any]  # "answer" and the other columns of the file, for the reward
     messages: list[Message] = field(default_factory=list)  # the prompt as a chat
+    images: tuple[str, ...] = ()  # digests in the ImageStore, in the order of the prompt
 
 
 class PromptDataset(ConcatFiles["Sequence[PromptRow] | FilePrompts", PromptRow]):
@@ -78,9 +80,11 @@ class FilePrompts:
         tokenizer: PreTrainedTokenizerBase,
         check_chat: Callable[[list[Message]], object] | None = None,
         check_answer: Callable[[Any], object] | None = None,
+        images: RowImages | None = None,
     ) -> None:
         """Check all rows; check_chat raises ConfigError, check_answer ValueError."""
         self._rows, self._check_chat, self._check_answer = rows, check_chat, check_answer
+        self._images = images
         self._tokenizer, self._template = tokenizer, ChatTemplate(tokenizer)
         self._prompt = RowColumn(config.prompt_column, "data.prompt_column")
         self._answer = RowColumn(config.answer_column, "data.answer_column")
@@ -114,13 +118,18 @@ class FilePrompts:
     def take(self, prompts: Sequence[int]) -> list[PromptRow]:
         """Return prompts, tokenised together."""
         rows = [self._rows[self.get_row_number(prompt)] for prompt in prompts]
-        chats = [read_chat(row, self._prompt) for row in rows]
+        chats, images = read_chats(rows, self._prompt, self._images)
         ids = _encode(list(map(self._render, rows, chats)), self._tokenizer)
-        return list(map(self._build_row, rows, ids, chats))
+        ids = expand_images(rows, ids, images, self._images)
+        return list(map(self._build_row, rows, ids, chats, images))
 
-    def _build_row(self, row: Row, ids: list[int], messages: list[Message]) -> PromptRow:
-        fields = {n: value for n, value in row.values.items() if n != self._prompt.name}
-        return PromptRow(ids, {**fields, "answer": self._answer.get(row)}, messages)
+    def _build_row(
+        self, row: Row, ids: list[int], messages: list[Message], images: list[StoredImage]
+    ) -> PromptRow:
+        dropped = {self._prompt.name, *([self._images.column.name] if self._images else [])}
+        fields = {n: value for n, value in row.values.items() if n not in dropped}
+        fields["answer"] = self._answer.get(row)
+        return PromptRow(ids, fields, messages, store_images(row, images, self._images))
 
     def _render(self, row: Row, messages: list[Message]) -> str:
         return _render_prompt(row, messages, self._tools, self._template)
@@ -129,12 +138,13 @@ class FilePrompts:
         """Return the number of prompt tokens of each row; ConfigError for the first invalid row."""
         lengths = [np.empty(0, np.int32)]
         for rows in _iterate_chunks(self._rows):
-            chats = [read_chat(row, self._prompt) for row in rows]
+            chats, images = read_chats(rows, self._prompt, self._images)
             texts = list(map(self._render, rows, chats))
             for row, messages in zip(rows, chats, strict=True):
                 self._check_row(row, messages)
                 digest.add(row.values)
-            lengths.append(np.array([len(i) for i in _encode(texts, self._tokenizer)], np.int32))
+            ids = expand_images(rows, _encode(texts, self._tokenizer), images, self._images)
+            lengths.append(np.array(list(map(len, ids)), np.int32))
         return np.concatenate(lengths)
 
     def _check_row(self, row: Row, messages: list[Message]) -> None:
@@ -176,6 +186,7 @@ def load_prompts(
     setting: str = "data.train_file",
     check_chat: Callable[[list[Message]], object] | None = None,
     check_answer: Callable[[Any], object] | None = None,
+    images: RowImages | None = None,
 ) -> FilePrompts:
     """Load chats of a source (`open_rows`) as prompts, by the tokenizer's chat template.
 
@@ -187,12 +198,14 @@ def load_prompts(
         setting: Key that named `path`, for errors.
         check_chat: Raises ConfigError for a chat that cannot be used.
         check_answer: Raises ValueError for an answer that cannot be used.
+        images: Reader of the rows' images, for a model that takes images.
 
     Raises:
         ConfigError: the source is missing, unreadable or empty, or a row lacks a column or an
             answer, is no chat, is too long, or fails a check.
     """
-    return FilePrompts(open_rows(path, setting), config, tokenizer, check_chat, check_answer)
+    rows = open_rows(path, setting)
+    return FilePrompts(rows, config, tokenizer, check_chat, check_answer, images)
 
 
 def load_supervised(
@@ -203,10 +216,12 @@ def load_supervised(
     *,
     tools_column: str = "",
     setting: str = "warm_start.train_file",
+    images: RowImages | None = None,
 ) -> Batch:
     """Load chats and responses to imitate; each response ends with the end-of-sequence token.
 
-    Returns the jagged columns prompt_ids, response_ids and response_mask (all ones), in memory.
+    Returns the jagged columns prompt_ids, response_ids and response_mask (all ones), in memory, and
+    images if there are any.
     Raises ConfigError as `load_prompts` does.
     """
     prompt = RowColumn(prompt_column, "data.prompt_column")
@@ -214,10 +229,14 @@ def load_supervised(
     tools = _build_tools_column(tools_column)
     template, prompts = ChatTemplate(tokenizer), list[list[int]]()
     responses: list[list[int]] = []
+    digests: list[tuple[str, ...]] = []
     for rows in _iterate_chunks(open_rows(path, setting)):
-        texts = [_render_prompt(row, read_chat(row, prompt), tools, template) for row in rows]
+        chats, files = read_chats(rows, prompt, images)
+        pairs = zip(rows, chats, strict=True)
+        texts = [_render_prompt(row, chat, tools, template) for row, chat in pairs]
         answers = [response.get_text(row) for row in rows]
-        prompts += _encode(texts, tokenizer)
+        prompts += expand_images(rows, _encode(texts, tokenizer), files, images)
+        digests += [store_images(*pair, images) for pair in zip(rows, files, strict=True)]
         responses += [[*ids, tokenizer.eos_token_id] for ids in _encode(answers, tokenizer)]
     response_ids = Jagged.pack(responses, np.int64)
     return Batch(
@@ -225,8 +244,49 @@ def load_supervised(
             "prompt_ids": Jagged.pack(prompts, np.int64),
             "response_ids": response_ids,
             "response_mask": response_ids.with_values(np.ones(len(response_ids.values), np.int8)),
+            **pack_images(digests),
         }
     )
+
+
+def read_chats(
+    rows: Sequence[Row], column: RowColumn, images: RowImages | None
+) -> tuple[list[list[Message]], list[list[StoredImage]]]:
+    """Read the chats of rows, and the images of each, in the order of the chat."""
+    chats = [read_chat(row, column, with_images=images is not None) for row in rows]
+    if images is None:
+        return chats, [[] for _ in rows]
+    return chats, [images.place(row, chat) for row, chat in zip(rows, chats, strict=True)]
+
+
+def expand_images(
+    rows: Sequence[Row],
+    ids: list[list[int]],
+    images: Sequence[Sequence[StoredImage]],
+    reader: RowImages | None,
+) -> list[list[int]]:
+    """Return token ids with all tokens of their images; ConfigError names the row of a mismatch."""
+    if reader is None:
+        return ids
+    expanded = []
+    for row, tokens, placed in zip(rows, ids, images, strict=True):
+        try:
+            expanded.append(reader.tokens.expand(tokens, [image.size for image in placed]))
+        except ImageError as error:
+            raise row.build_error(str(error)) from error
+    return expanded
+
+
+def store_images(
+    row: Row, images: Sequence[StoredImage], reader: RowImages | None
+) -> tuple[str, ...]:
+    """Store the images of a row; return their digests. ConfigError names a damaged one's row."""
+    if reader is None:
+        return ()
+    try:
+        return tuple(map(reader.store.add, images))
+    except ImageError as error:
+        raise row.build_error(f"has an image that {error}") from error
 
 
 def _build_tools_column(name: str) -> RowColumn | None:

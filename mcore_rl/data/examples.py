@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import numpy as np
@@ -12,9 +12,10 @@ import numpy.typing as npt
 
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import ConversationsConfig, DataConfig, PairsConfig
-from mcore_rl.data.batch import Batch, Jagged
+from mcore_rl.data.batch import Batch, Jagged, pack_images
 from mcore_rl.data.chat_template import MARK, ChatTemplate, ChatTemplateError, find_missing_part
 from mcore_rl.data.files import Digest, open_rows
+from mcore_rl.data.images import ImageError, RowImages, StoredImage
 from mcore_rl.data.rows import (
     REASONING,
     ConcatFiles,
@@ -38,8 +39,9 @@ R = TypeVar("R")
 class Tokens:
     """A conversation up to its last trained token."""
 
-    ids: list[int]
+    ids: list[int]  # with all tokens of its images
     is_trained: list[bool]
+    images: tuple[StoredImage, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,9 +65,10 @@ class Examples(Generic[R]):
         encode: Callable[[R], Example],
         config: ConversationsConfig | PairsConfig,
         source: str,
+        images: RowImages | None = None,
     ) -> None:
         """Check all rows; `source` begins the errors."""
-        self._rows, self._encode, self._source = rows, encode, source
+        self._rows, self._encode, self._source, self._images = rows, encode, source, images
         digest, lengths = Digest(), np.empty(len(rows), np.int64)
         for index in range(len(rows)):
             example = self._encode_row(index)
@@ -87,7 +90,11 @@ class Examples(Generic[R]):
         return len(self._short_rows)
 
     def __getitem__(self, row: int) -> Example:
-        return self._encode_row(int(self._short_rows[row]))
+        index = int(self._short_rows[row])
+        example = self._encode_row(index)
+        for tokens in example.conversations:
+            _store_images(tokens, self._images, f"{self._source}: row {index}")
+        return example
 
     def take(self, rows: Sequence[int]) -> Batch:
         """Return a batch of these rows."""
@@ -96,7 +103,7 @@ class Examples(Generic[R]):
     def _encode_row(self, index: int) -> Example:
         try:
             return self._encode(self._rows[index])
-        except ChatTemplateError as error:
+        except (ChatTemplateError, ImageError) as error:
             raise ConfigError(f"{self._source}: row {index} {error}") from error
 
 
@@ -116,6 +123,7 @@ def load_conversations(
     config: ConversationsConfig,
     tokenizer: PreTrainedTokenizerBase,
     setting: str = "data.train_file",
+    images: RowImages | None = None,
 ) -> Examples[SupervisedRow]:
     """Load conversations from a source of rows (data/files.py); `setting` names it in errors.
 
@@ -130,12 +138,13 @@ def load_conversations(
     template = ChatTemplate(tokenizer)
 
     def encode(row: SupervisedRow) -> Example:
-        tokens = encode_conversation(row.messages, row.is_trained, row.tools, template)
+        tokens = _encode_row(row, template, images)
         if config.train_on_prompt:
-            tokens = Tokens(tokens.ids, [False] + [True] * (len(tokens.ids) - 1))
+            tokens = replace(tokens, is_trained=[False] + [True] * (len(tokens.ids) - 1))
         return Example((tokens,))
 
-    return Examples(read_supervised_rows(source, messages, tools), encode, config, source.source)
+    rows = read_supervised_rows(source, messages, tools, images.place if images else None)
+    return Examples(rows, encode, config, source.source, images)
 
 
 def load_chats(
@@ -144,6 +153,7 @@ def load_chats(
     max_tokens: int,
     tokenizer: PreTrainedTokenizerBase,
     setting: str = "warm_start.train_file",
+    images: RowImages | None = None,
 ) -> Batch:
     """Load whole conversations in the prompt column, for a warm start.
 
@@ -154,12 +164,14 @@ def load_chats(
     messages = RowColumn(config.prompt_column, "data.prompt_column")
     tools = RowColumn(config.tools_column, "data.tools_column") if config.tools_column else None
     template, conversations = ChatTemplate(tokenizer), list[Tokens]()
-    for number, row in enumerate(read_supervised_rows(source, messages, tools)):
+    rows = read_supervised_rows(source, messages, tools, images.place if images else None)
+    for number, row in enumerate(rows):
         where = f"{source.source}: row {number}"
         try:
-            tokens = encode_conversation(row.messages, row.is_trained, row.tools, template)
-        except ChatTemplateError as error:
+            tokens = _encode_row(row, template, images)
+        except (ChatTemplateError, ImageError) as error:
             raise ConfigError(f"{where} {error}") from error
+        _store_images(tokens, images, where)
         if len(tokens.ids) > max_tokens:
             raise ConfigError(
                 f"{where} has {len(tokens.ids)} tokens; allowed: up to data.max_prompt_tokens "
@@ -202,6 +214,30 @@ def load_pairs(
 
     rows = read_preference_rows(source, prompt, chosen, rejected, margin, tools)
     return Examples(rows, encode, config, source.source)
+
+
+def _encode_row(row: SupervisedRow, template: ChatTemplate, images: RowImages | None) -> Tokens:
+    """Encode a conversation, with all tokens of its images, none of which is trained on."""
+    tokens = encode_conversation(row.messages, row.is_trained, row.tools, template)
+    if images is None:
+        return tokens
+    token_id, sizes = images.tokens.token_id, [image.size for image in row.images]
+    counts = iter([images.tokens.count(size) for size in sizes])
+    ids = images.tokens.expand(tokens.ids, sizes)
+    mask = list[bool]()
+    for token, flag in zip(tokens.ids, tokens.is_trained, strict=True):
+        mask += [False] * next(counts) if token == token_id else [flag]
+    return Tokens(ids, mask, tuple(row.images))
+
+
+def _store_images(tokens: Tokens, images: RowImages | None, where: str) -> None:
+    """Store the images of a conversation; ConfigError for a damaged one."""
+    for image in tokens.images:
+        assert images is not None
+        try:
+            images.store.add(image)
+        except ImageError as error:
+            raise ConfigError(f"{where} has an image that {error}") from error
 
 
 def encode_conversation(
@@ -266,6 +302,7 @@ def _collate(conversations: Sequence[Tokens]) -> Batch:
             "prompt_ids": Jagged.pack((t.ids[:first] for t, first in split), np.int64),
             "response_ids": Jagged.pack((t.ids[first:] for t, first in split), np.int64),
             "response_mask": Jagged.pack((t.is_trained[first:] for t, first in split), np.int8),
+            **pack_images([[image.digest for image in t.images] for t in conversations]),
         }
     )
 

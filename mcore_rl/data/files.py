@@ -312,6 +312,8 @@ class Digest:
 
 def _describe(value: Any) -> Any:
     """Describe an object without its address, and a set in sorted order."""
+    if isinstance(value, bytes):
+        return hashlib.blake2b(value, digest_size=16).hexdigest()
     if hasattr(value, "tolist"):  # arrays and tensors, whose repr leaves elements out
         return value.tolist()
     if isinstance(value, set | frozenset):

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from mcore_rl.data.batch import Array, Batch, Jagged
+from mcore_rl.data.batch import Array, Batch, Jagged, pack_images
 from mcore_rl.data.datasets import PromptDataset
 from mcore_rl.data.sampler import CurriculumSampler, IndexSampler, MixtureSampler
 
@@ -16,8 +16,8 @@ from mcore_rl.data.sampler import CurriculumSampler, IndexSampler, MixtureSample
 class PromptBatches:
     """Endless shuffled batches of prompts. Group ids count up from 0, one per prompt of a run.
 
-    Columns: prompt_ids, group_ids, fields and messages (JSON, as Jagged.pack_texts), and rows (of
-    the data set). The batch size may change on resuming.
+    Columns: prompt_ids, group_ids, fields and messages (JSON, as Jagged.pack_texts), rows (of the
+    data set), and images if there are any. The batch size may change on resuming.
 
     Args:
         dataset: Prompts of one or more files.
@@ -115,5 +115,6 @@ def _build_batch(dataset: PromptDataset, rows: Sequence[int], group_ids: Sequenc
             "fields": pack_json(p.fields for p in prompts),
             "messages": pack_json(p.messages for p in prompts),
             "rows": np.array([dataset.get_row_number(row) for row in rows], dtype=np.int64),
+            **pack_images([p.images for p in prompts]),
         }
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, Generic, Protocol, TypeVar
@@ -17,7 +17,9 @@ T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 Message = dict[str, Any]  # role, content, and other keys that a chat template reads: tool_calls
 REASONING = ("reasoning_content", "reasoning", "thinking")  # keys of reasoning beside content
+IMAGE_MARK = "\ue002"  # a private character: the place of an image in the content of a message
 _CHAT = "a list of messages with a role and a content of text"
+_PARTS = f"{_CHAT}, or of parts of the types text and, with data.images_column, image or image_url"
 _CALLS = (
     "a chat whose calls are objects with a name and with arguments, which are an object or its "
     "JSON text"
@@ -60,6 +62,7 @@ class SupervisedRow:
     messages: list[Message]
     is_trained: list[bool]  # of each message
     tools: list[dict[str, Any]]  # schemas for the chat template
+    images: Sequence[Any] = ()  # of the messages, in their order (StoredImage)
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,22 +139,30 @@ class ConcatFiles(Generic[F, T]):
 
 
 def read_supervised_rows(
-    rows: RowSource, messages: RowColumn, tools: RowColumn | None = None
+    rows: RowSource,
+    messages: RowColumn,
+    tools: RowColumn | None = None,
+    place_images: Callable[[Row, list[Message]], Sequence[Any]] | None = None,
 ) -> TypedRows[SupervisedRow]:
     """Read conversations, to train on the messages of the assistant.
 
     `train` of a message, true or false, overrides that. A row without a message to train on is
     refused.
+
+    Args:
+        place_images: Writes the images of a row into its messages, and returns them
+            (RowImages.place). None: rows have no images.
     """
 
     def parse(row: Row) -> SupervisedRow:
-        chat = read_chat(row, messages)
+        chat = read_chat(row, messages, with_images=place_images is not None)
+        images = place_images(row, chat) if place_images else ()
         flags = [message.pop("train", message["role"] == "assistant") for message in chat]
         if not all(isinstance(flag, bool) for flag in flags):
             raise messages.build_error(row, flags, "messages whose `train` is true or false")
         if not any(flags):
             raise messages.build_error(row, chat, "a chat with a message to train on")
-        return SupervisedRow(chat, flags, read_tool_schemas(row, tools))
+        return SupervisedRow(chat, flags, read_tool_schemas(row, tools), images)
 
     return TypedRows(rows, parse)
 
@@ -186,17 +197,26 @@ def read_preference_rows(
     return TypedRows(rows, parse)
 
 
-def read_chat(row: Row, column: RowColumn) -> list[Message]:
+def read_chat(row: Row, column: RowColumn, *, with_images: bool = False) -> list[Message]:
     """Read messages with a role and a text as content; content may be null beside `tool_calls`.
 
     Other null keys are dropped: in a table each message has the keys of all. Arguments of calls
-    that are JSON text are parsed to objects.
+    that are JSON text are parsed to objects. Parts of a content are joined to a text.
+
+    Args:
+        with_images: Allow parts of images. They become IMAGE_MARK, and entries of the message's
+            `images`: the image in the part, or None for the next one of the row.
     """
     value = column.get(row)
     if not isinstance(value, list) or not value or not all(isinstance(m, dict) for m in value):
         raise column.build_error(row, value, _CHAT)
     messages = [{"content": m.get("content")} | drop_nulls(m) for m in value]
     for message in messages:
+        if isinstance(message["content"], list):
+            try:
+                message |= _join_parts(message["content"], with_images)
+            except (TypeError, KeyError, ValueError) as error:
+                raise column.build_error(row, message["content"], _PARTS) from error
         is_text = isinstance(message["content"], str)
         is_call = message["content"] is None and bool(message.get("tool_calls"))
         if not isinstance(message.get("role"), str) or not (is_text or is_call):
@@ -209,6 +229,20 @@ def read_chat(row: Row, column: RowColumn) -> list[Message]:
             except (TypeError, KeyError, ValueError, AttributeError, RecursionError) as error:
                 raise column.build_error(row, value, _CALLS) from error
     return messages
+
+
+def _join_parts(parts: list[Any], with_images: bool) -> Message:
+    """Return content and images of a message of parts; raise for other parts."""
+    content, images = "", list[Any]()
+    for part in parts:
+        if part["type"] == "text" and isinstance(part["text"], str):
+            content += part["text"]
+        elif with_images and part["type"] in ("image", "image_url"):
+            content += IMAGE_MARK
+            images.append(part.get("image_url") or part.get("image"))
+        else:
+            raise ValueError(part["type"])
+    return {"content": content} | ({"images": images} if images else {})
 
 
 def get_function(call: dict[str, Any]) -> dict[str, Any]:

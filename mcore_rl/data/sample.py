@@ -67,6 +67,7 @@ class Sample:
     token_rewards: Sequence[Sequence[float]] = ()  # share of each token of each turn; may be empty
     # Of consecutive tokens from the first of the prompt on; may be empty.
     routed_experts: tuple[RoutedExperts, ...] = ()
+    images: tuple[str, ...] = ()  # digests in the run's ImageStore, in the order of the tokens
 
     def __post_init__(self) -> None:
         length = len(self.response_ids)

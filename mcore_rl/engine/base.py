@@ -53,6 +53,7 @@ class EngineSpec:
     num_top_log_probs: int = 0  # likeliest ids of each token that infer_batch returns
     with_sum_pi_squared: bool = False  # of each token that infer_batch returns
     timeout_s: float = 1800.0  # of each collective of the ranks
+    images_folder: str = ""  # ImageStore of the images that batches name; "": none
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,9 +260,7 @@ class BaseEngine(ABC):
         By default a forward pass of its own computes the scores; an engine may take those of the
         step's.
         """
-        scored = self.infer_batch(
-            batch.select("prompt_ids", "response_ids"), temperature=temperature
-        )
+        scored = self.infer_batch(batch.select_inputs(), temperature=temperature)
         scores, parts = None, []
         if scored is not None:
             scores = scored.select("log_probs", "entropy")

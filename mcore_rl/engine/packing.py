@@ -14,8 +14,8 @@ every rank has as many query-key pairs as the others. Megatron's rotary embeddin
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
@@ -107,6 +107,8 @@ class MicroBatch:
     columns: dict[str, torch.Tensor]  # other response columns, each [scored tokens]
     sequence_ids: torch.Tensor  # [scored tokens] index into `rows`
     mtp_targets: tuple[MtpTargets, ...]  # by depth of multi-token prediction
+    # Further arguments of the model, and others in place of those above (engine/fsdp/vision.py).
+    model_inputs: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
 
 def build_micro_batches(

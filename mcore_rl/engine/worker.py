@@ -21,7 +21,7 @@ from mcore_rl.controller.dispatch import (
     Results,
     register,
 )
-from mcore_rl.data.batch import Batch
+from mcore_rl.data.batch import MODEL_INPUTS, Batch
 from mcore_rl.data.examples import build_scoring_batch
 from mcore_rl.data.routed_experts import EXPERTS, format_layers, select_stage_experts
 from mcore_rl.engine.base import (
@@ -39,7 +39,7 @@ from mcore_rl.weight_sync.spec import TransferSpec, WeightFormat, WorkerLists
 from mcore_rl.weight_sync.transport import WeightTransport, WeightUpdate, connect
 
 # Columns that a pass over samples reads, and those that it may add.
-_SCORED = ("prompt_ids", "response_ids")
+_SCORED = MODEL_INPUTS
 _SCORES = ("log_probs", "entropy", "sum_pi_squared", "routed_experts", "top_ids", "top_log_probs")
 
 
@@ -139,9 +139,7 @@ class ModelWorker:
     def compute_scores(self, batch: Batch) -> Batch | None:
         """Add the column scores of a reward model: [samples], at the last token of each."""
         self._onload()
-        scored = self._engine.infer_batch(
-            build_scoring_batch(batch.select("prompt_ids", "response_ids"))
-        )
+        scored = self._engine.infer_batch(build_scoring_batch(batch.select_inputs()))
         if scored is None:
             return None
         return batch.with_columns(scores=scored.jagged("values").values.astype(np.float32))

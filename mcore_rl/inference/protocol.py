@@ -37,6 +37,8 @@ class SamplingParams:
     # Return the routed experts of the prompt tokens from this index on, and of the response.
     # None: of no token.
     experts_from: int | None = None
+    # Digests of the prompt's images in the ImageStore, in the order of their tokens.
+    images: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +123,7 @@ class ServerSpec:
     can_sleep: bool = False  # its devices are a trainer's, too
     records_experts: bool = False  # as `SamplingParams.experts_from` needs
     adapter_rank: int = 0  # of the adapters that it takes; 0: none
+    images_folder: str = ""  # of the ImageStore that requests name images of; "": none
     node_rank: int = 0  # among the settings.nodes_per_server nodes of the server
 
 
@@ -137,6 +140,7 @@ class ServerFeatures:
     updates_in_flight: bool = False  # trainer.mode=fully_async
     adapters: bool = False  # rollout.lora=adapter
     routed_experts: bool = False  # actor.moe.router_replay=rollout
+    images: bool = False  # data.images_column
 
 
 class GenerationServer(ABC):
@@ -236,6 +240,8 @@ class GenerationServer(ABC):
         end-of-sequence token, which is its last; with the token that completes a text of
         `sampling.stop`; or at `sampling.max_tokens`. Completion i of a seeded request is that of
         the seed sampling.seed + i; it is the same whenever that is asked for, up to rounding.
+        A token that stands for an image or a video ends a response as if it were cut off, with the
+        finish reason "length": no image follows it.
 
         Raises:
             ConfigError: prompt and response exceed spec.max_model_tokens (`_check_length`).

@@ -35,6 +35,7 @@ from mcore_rl.data.datasets import (
 )
 from mcore_rl.data.examples import load_chats
 from mcore_rl.data.files import open_rows
+from mcore_rl.data.images import RowImages, load_row_images
 from mcore_rl.data.prepared_task import get_task_paths
 from mcore_rl.data.rows import RowColumn
 from mcore_rl.data.tokenizer import (
@@ -98,6 +99,7 @@ class Inputs:
     train: PromptDataset
     tests: dict[str, PromptDataset]  # held-out sets, by name
     examples: Batch | None  # warm-start examples
+    images: RowImages | None = None  # reader of the images of data rows
 
 
 def check_inputs(config: RLConfig) -> Inputs:
@@ -257,6 +259,11 @@ def check_servers(config: RLConfig) -> None:
             f"actor.moe.router_replay='rollout': {servers} record no experts; allowed: 'off', "
             "'record'"
         )
+    if not features.images and config.data.images_column:
+        raise ConfigError(
+            f"data.images_column={config.data.images_column!r}: {servers} take no images; allowed: "
+            "rollout.backend='vllm'"
+        )
     if features.weight_format is None and config.weight_sync.method != "full_export":
         raise ConfigError(
             f"weight_sync.method={config.weight_sync.method!r}: {servers} take checkpoints only; "
@@ -281,14 +288,18 @@ def _load_data(config: RLConfig) -> Inputs:
 
         models, stop_ids = build_served_models(config), read_stop_ids(config.model.path)
         check_agent(config.agent, tokenizer, models, stop_ids)
+    images = load_row_images(
+        config.data, config.model.path, config.output_dir, config.rollout.max_images
+    )
     inputs = Inputs(
         tokenizer=tokenizer,
-        train=load_prompt_files(list_train_files(config.data), config, tokenizer),
+        train=load_prompt_files(list_train_files(config.data), config, tokenizer, images),
         tests={
-            name: load_prompt_files(dict([file]), config, tokenizer)
+            name: load_prompt_files(dict([file]), config, tokenizer, images)
             for name, file in list_test_files(config.data).items()
         },
-        examples=_load_examples(config, tokenizer),
+        examples=_load_examples(config, tokenizer, images),
+        images=images,
     )
     _check_row_counts(config, inputs)
     for prompts in (inputs.train, *inputs.tests.values()):
@@ -299,7 +310,10 @@ def _load_data(config: RLConfig) -> Inputs:
 
 
 def load_prompt_files(
-    files: Mapping[str, str], config: RLConfig, tokenizer: PreTrainedTokenizerBase
+    files: Mapping[str, str],
+    config: RLConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    images: RowImages | None = None,
 ) -> PromptDataset:
     """Load the prompts of all sources.
 
@@ -318,6 +332,7 @@ def load_prompt_files(
             setting=setting,
             check_chat=check_chat,
             check_answer=check_answer,
+            images=images and replace(images, folder=Path(name).parent),
         )
         if prompts.num_dropped:
             print(
@@ -442,19 +457,23 @@ def _check_lengths(config: RLConfig) -> None:
         )
 
 
-def _load_examples(config: RLConfig, tokenizer: PreTrainedTokenizerBase) -> Batch | None:
+def _load_examples(
+    config: RLConfig, tokenizer: PreTrainedTokenizerBase, images: RowImages | None
+) -> Batch | None:
     warm = config.warm_start
     if not warm.num_steps:
         return None
+    images = images and replace(images, folder=Path(warm.train_file).parent)
     if not warm.response_column:
         longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
-        return load_chats(warm.train_file, config.data, longest, tokenizer)
+        return load_chats(warm.train_file, config.data, longest, tokenizer, images=images)
     return load_supervised(
         warm.train_file,
         config.data.prompt_column,
         warm.response_column,
         tokenizer,
         tools_column=config.data.tools_column,
+        images=images,
     )
 
 

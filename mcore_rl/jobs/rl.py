@@ -28,6 +28,7 @@ from mcore_rl.controller.ray_session import ray_session, warn_of_small_stores
 from mcore_rl.controller.worker_group import WorkerGroup, wait_until_built
 from mcore_rl.data.batch import Batch
 from mcore_rl.data.examples import ExampleBatches
+from mcore_rl.data.images import get_images_folder
 from mcore_rl.engine.base import EngineSpec, LossFunction, load_backend
 from mcore_rl.engine.worker import ModelWorker
 from mcore_rl.jobs import disk_space
@@ -115,6 +116,8 @@ def run(config: RLConfig) -> None:
             contextlib.ExitStack() as stack,
         ):
             output, ranks = RunOutput(run_lock.folder, config, checkpoint), None
+            if inputs.images is not None:
+                inputs.images.store.open_folder()
             if inputs.examples is not None:
                 prepared, ranks = _warm_start(prepared, inputs.examples, output, pools, stack)
             run = _Run(config, prepared, inputs, start.digests, output, checkpoint, stop)
@@ -426,6 +429,7 @@ def _build_engine_spec(config: RLConfig, engine: EngineConfig, total_steps: int)
         seed=config.seed,
         total_steps=total_steps,
         timeout_s=config.inner_timeout_s,
+        images_folder=get_images_folder(config.data, config.output_dir),
     )
 
 
@@ -479,6 +483,8 @@ def build_server_pool(
         models=get_served_models(config),
         adapter_rank=config.actor.lora.rank if config.rollout.lora == "adapter" else 0,
         experts=list_replayed_experts(config),
+        images_folder=get_images_folder(config.data, config.output_dir),
+        max_image_pixels=config.data.max_image_pixels,
     )
     num_servers, nodes = config.rollout.num_servers, config.rollout.nodes_per_server
     desired = functools.partial(read_desired_servers, Path(config.output_dir), num_servers)

@@ -19,13 +19,21 @@ from mcore_rl.algorithms.preference import PREFERENCE_LOSSES
 from mcore_rl.checkpoint.run_checkpoints import RunCheckpoint
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.resolve_train import get_data_config, resolve_train
-from mcore_rl.config.schema import DPOConfig, LoRAConfig, RMConfig, SFTConfig, TrainConfig
+from mcore_rl.config.schema import (
+    ConversationsConfig,
+    DPOConfig,
+    LoRAConfig,
+    RMConfig,
+    SFTConfig,
+    TrainConfig,
+)
 from mcore_rl.controller import torchrun
 from mcore_rl.controller.process_cleanup import StopSignals, catch_stop_signals
 from mcore_rl.controller.ray_session import ray_session
 from mcore_rl.controller.resource_pool import ResourcePool
 from mcore_rl.controller.worker_group import RankGroup, WorkerGroup
 from mcore_rl.data.examples import ExampleBatches
+from mcore_rl.data.images import get_images_folder
 from mcore_rl.engine.base import EngineSpec, load_backend
 from mcore_rl.engine.worker import ModelWorker
 from mcore_rl.jobs import disk_space
@@ -124,6 +132,8 @@ def run(config: TrainConfig) -> None:
             _open_groups(config, scratch_dir, logs) as start_group,
         ):
             output = SupervisedOutput(run_lock.folder, config, checkpoint)
+            if inputs.images is not None:
+                inputs.images.store.open_folder()
             _train(_Run(config, inputs, digests, output, checkpoint, stop), start_group)
         output.finish(peak_memory_bytes=memory.peak_bytes, wall_s=time.monotonic() - started)
 
@@ -218,11 +228,19 @@ def _build_worker_args(config: TrainConfig, name: str, total_steps: int) -> tupl
         seed=config.seed,
         total_steps=total_steps,
         timeout_s=config.inner_timeout_s,
+        images_folder=_get_images_folder(config),
     )
     if name == REFERENCE:
         return spec, None
     loss = negative_log_likelihood if isinstance(config, SFTConfig) else linear_in_scores
     return spec, loss, "reward_model" if isinstance(config, RMConfig) else "language_model"
+
+
+def _get_images_folder(config: TrainConfig) -> str:
+    data = get_data_config(config)
+    if not isinstance(data, ConversationsConfig):
+        return ""
+    return get_images_folder(data, config.output_dir)
 
 
 @contextlib.contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import mcore_rl.models  # noqa: F401  (fills the family registry)
@@ -18,6 +19,7 @@ from mcore_rl.config.resolve_engine import resolve_schedule
 from mcore_rl.config.resolve_train import count_row_conversations, count_steps, get_data_config
 from mcore_rl.config.schema import ConversationsConfig, DPOConfig, RMConfig, SFTConfig, TrainConfig
 from mcore_rl.data.examples import AnyExamples, ExampleFiles, load_conversations, load_pairs
+from mcore_rl.data.images import RowImages, load_row_images
 from mcore_rl.data.tokenizer import check_tokenizer_matches, load_tokenizer
 from mcore_rl.engine.base import check_engine_settings, load_backend
 from mcore_rl.jobs.placement import detect_lane
@@ -42,6 +44,7 @@ class TrainInputs:
     train: ExampleFiles
     tests: dict[str, ExampleFiles]  # held-out sets, by name
     num_steps: int  # of the run
+    images: RowImages | None = None  # reader of the images of data rows
 
 
 def resolve_dtype(config: TrainConfig, device: str) -> TrainConfig:
@@ -86,15 +89,18 @@ def check_train_inputs(config: TrainConfig) -> TrainInputs:
             f"data.max_tokens={data.max_tokens}; allowed: up to the model's "
             f"max_position_embeddings={positions}"
         )
-    train = _load(config, list_train_files(data), tokenizer)
+    images = None
+    if isinstance(data, ConversationsConfig):
+        images = load_row_images(data, config.model.path, config.output_dir)
+    train = _load(config, list_train_files(data), tokenizer, images)
     _check_train_rows(config, train)
     tests, num = {}, config.trainer.eval_samples
     for name, (setting, file) in list_test_files(data).items():
-        tests[name] = _load(config, {setting: file}, tokenizer)
+        tests[name] = _load(config, {setting: file}, tokenizer, images)
         require_rows(f"trainer.eval_samples={num}", setting, len(tests[name]), num)
     steps = count_steps(config, len(train))
     resolve_schedule("engine.optimizer", config.engine.optimizer, steps)
-    return TrainInputs(train, tests, steps)
+    return TrainInputs(train, tests, steps, images)
 
 
 def _check_train_rows(config: TrainConfig, train: ExampleFiles) -> None:
@@ -152,14 +158,18 @@ def _check_kind(config: TrainConfig, hf_config: HFConfig) -> None:
 
 
 def _load(
-    config: TrainConfig, files: Mapping[str, str], tokenizer: PreTrainedTokenizerBase
+    config: TrainConfig,
+    files: Mapping[str, str],
+    tokenizer: PreTrainedTokenizerBase,
+    images: RowImages | None,
 ) -> ExampleFiles:
     """Load the examples of all sources, which `files` has by setting."""
     data, sources = get_data_config(config), list[AnyExamples]()
     for setting, name in files.items():
         examples: AnyExamples
         if isinstance(data, ConversationsConfig):
-            examples = load_conversations(name, data, tokenizer, setting)
+            reader = images and replace(images, folder=Path(name).parent)
+            examples = load_conversations(name, data, tokenizer, setting, reader)
         else:
             examples = load_pairs(name, data, tokenizer, setting)
         if num := examples.num_dropped:

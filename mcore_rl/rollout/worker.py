@@ -27,7 +27,8 @@ from mcore_rl.config.errors import ConfigError, DiedError
 from mcore_rl.config.resolve_rollout import ServedModel
 from mcore_rl.config.schema import AgentConfig, RewardConfig, RolloutConfig
 from mcore_rl.controller.dispatch import Dispatch, register
-from mcore_rl.data.batch import Batch
+from mcore_rl.data.batch import IMAGES, Batch
+from mcore_rl.data.images import ImageStore, ImageTokens
 from mcore_rl.data.routed_experts import ExpertLayers, add_experts
 from mcore_rl.data.sample import Sample
 from mcore_rl.data.tokenizer import load_tokenizer, read_stop_ids
@@ -46,8 +47,10 @@ from mcore_rl.weight_sync.spec import TransferSpec, WorkerLists
 
 if TYPE_CHECKING:
     from mcore_rl.agents.api_server.http_server import HttpServer
+    from mcore_rl.agents.chat_template.codec import ChatCodec
     from mcore_rl.agents.chat_template.validation import CodecKind
     from mcore_rl.agents.frozen_model import ModelAddress, RemoteGenerator
+    from mcore_rl.agents.images import ImageCodec
     from mcore_rl.agents.runner import AgentRunner
 
 T = TypeVar("T")
@@ -215,6 +218,8 @@ class RolloutSpec:
     models: Mapping[str, ServedModel] = field(default_factory=dict)  # frozen ones, each with a path
     adapter_rank: int = 0  # of a LoRA actor whose adapters the servers take
     experts: ExpertLayers | None = None  # layers whose routed experts are recorded
+    images_folder: str = ""  # of the run's ImageStore; "": no images
+    max_image_pixels: int = 0
 
 
 class RolloutWorker:
@@ -241,6 +246,7 @@ class RolloutWorker:
                 timeout_s=spec.timeout_s,
                 can_sleep=spec.can_sleep,
                 records_experts=spec.experts is not None,
+                images_folder=spec.images_folder,
                 adapter_rank=spec.adapter_rank,
                 node_rank=rank,
             )
@@ -262,6 +268,7 @@ class RolloutWorker:
                 stops_on_error=spec.reward.on_error == "stop",
                 models=spec.models,
                 stop_ids=read_stop_ids(spec.model_path),
+                images=self._build_image_codec if spec.images_folder else None,
             )
         self._remotes: list[RemoteGenerator] = []
         self._idle = IdleTimer()
@@ -271,6 +278,14 @@ class RolloutWorker:
             "evaluation": RunningGroups(self._idle),
         }
         self._wait = EventLoopThread(spec.timeout_s).run
+
+    def _build_image_codec(self, codec: ChatCodec) -> ImageCodec:
+        from mcore_rl.agents.images import ImageCodec
+
+        spec, tokens = self._spec, ImageTokens.load(self._spec.model_path)
+        assert tokens is not None  # the data has images for it
+        store, limit = ImageStore.open(spec.images_folder), spec.rollout.max_images
+        return ImageCodec(codec, tokens, store, limit, spec.max_image_pixels)
 
     def _call_server(self, call: Callable[[GenerationServer], Coroutine[Any, Any, T]]) -> T | None:
         """Return the result of a call on the server; None on further nodes, when it has ended.
@@ -320,8 +335,7 @@ class RolloutWorker:
         caller abandons groups that it does not wait for.
 
         Args:
-            prompts: Columns prompt_ids, group_ids, fields and messages (JSON, see
-                Jagged.pack_texts), and rows (of their file).
+            prompts: Columns of PromptBatches.
 
         Raises:
             ConfigError: a group of the same id was begun, and neither collected nor abandoned.
@@ -516,10 +530,18 @@ def list_prompts(prompts: Batch) -> list[Prompt]:
         prompts.jagged("fields").texts,
         prompts.array("rows"),
         prompts.jagged("messages").texts,
+        prompts.array(IMAGES) if IMAGES in prompts else [""] * len(prompts),
     )
     return [
-        Prompt(ids.tolist(), int(group), json.loads(fields), int(row), json.loads(messages))
-        for ids, group, fields, row, messages in zip(*columns, strict=True)
+        Prompt(
+            ids.tolist(),
+            int(group),
+            json.loads(fields),
+            int(row),
+            json.loads(messages),
+            tuple(str(images).split()),
+        )
+        for ids, group, fields, row, messages, images in zip(*columns, strict=True)
     ]
 
 

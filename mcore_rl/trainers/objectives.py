@@ -82,7 +82,7 @@ class Reference:
 
     def add_log_probs(self, batch: Batch) -> Batch:
         """Add reference_log_probs: [response tokens], in nats."""
-        columns = batch.select("prompt_ids", "response_ids")
+        columns = batch.select_inputs()
         scored = self.compute_log_probs(columns, temperature=1.0).select("log_probs")
         if self.offloaded is not None:
             self.offloaded.to("host")

@@ -25,7 +25,7 @@ from mcore_rl.controller.batch_ops import (
     select_token_columns,
 )
 from mcore_rl.controller.worker_group import RankGroup
-from mcore_rl.data.batch import Batch, Column, Samples
+from mcore_rl.data.batch import MODEL_INPUTS, Batch, Column, Samples
 from mcore_rl.observability.warnings import StepWarnings
 from mcore_rl.trainers.device_sharing import DeviceSharing
 from mcore_rl.trainers.policy_checks import check_gaps
@@ -47,7 +47,6 @@ from mcore_rl.trainers.training_batch import (
 )
 
 Metrics = dict[str, float]
-_SCORED_COLUMNS = "prompt_ids", "response_ids"
 # Columns along response tokens that samples are selected, scored and weighted by before an update.
 EARLIER_COLUMNS = (
     "weight_versions", "turn_numbers", "state_ids", "process_rewards", "token_rewards", "entropy",
@@ -218,7 +217,7 @@ class Critic:
         if not len(batch):
             return batch
         self.devices.use("critic")
-        scored = self.workers.compute_values(batch.select(*_SCORED_COLUMNS))
+        scored = self.workers.compute_values(batch.select_inputs())
         return batch.union(scored.select("values"))
 
     def update(self, training: TrainingBatch, step: int) -> Metrics:
@@ -227,8 +226,8 @@ class Critic:
         if not len(batch):
             return {}
         self.devices.use("critic")
-        columns = *_SCORED_COLUMNS, "response_mask", "values", "returns"
-        batch = batch.select(*columns, *(n for n in TRAJECTORY_COLUMNS if n in batch))
+        columns = *MODEL_INPUTS, "response_mask", "values", "returns"
+        batch = batch.select(*(n for n in (*columns, *TRAJECTORY_COLUMNS) if n in batch))
         num, seed = config.algorithm.num_mini_batches, [config.seed, step]
         of_weights = batch.select(
             *(n for n in (*TRAJECTORY_COLUMNS, "response_mask") if n in batch)
@@ -269,7 +268,7 @@ class ReferenceModel:
         if not len(batch):
             return batch, {}
         self.devices.use(self.role)
-        columns = batch.select(*_SCORED_COLUMNS)
+        columns = batch.select_inputs()
         scored = self.compute_log_probs(columns, temperature=self.temperature).select("log_probs")
         return batch.union(scored.rename_columns(log_probs="reference_log_probs")), {}
 
@@ -291,7 +290,7 @@ class RewardModel:
         if not len(batch):
             return batch, {}
         self.devices.use("reward_model")
-        scores = self.workers.compute_scores(batch.select(*_SCORED_COLUMNS)).array("scores")
+        scores = self.workers.compute_scores(batch.select_inputs()).array("scores")
         rewards, weight = batch.array("rewards"), np.float32(self.weight)
         is_failed = batch.array("reward_errors") != "" if "reward_errors" in batch else np.False_
         batch = batch.with_columns(
@@ -342,7 +341,7 @@ class Teachers:
         has_top = self.config.algorithm.distillation.loss in TOP_TOKEN_LOSSES
         self.devices.use(f"teacher.{name}")
         scored = workers.compute_log_probs(
-            batch.select(*_SCORED_COLUMNS).take(rows), temperature=self.config.rollout.temperature
+            batch.select_inputs().take(rows), temperature=self.config.rollout.temperature
         )
         columns: B = workers.apply(
             build_teacher_columns, select_small_columns(scored), weight, has_top

@@ -23,7 +23,9 @@ from mcore_rl.agents.chat_template.codec import (
     ToolSpec,
     parse_messages,
 )
+from mcore_rl.agents.images import ImageCodec
 from mcore_rl.agents.session import Turn
+from mcore_rl.data.images import ImageError, read_data_url
 from mcore_rl.inference.protocol import Completion
 
 MODEL = "policy"
@@ -250,9 +252,18 @@ class AbortRequest(RequestBody):
     request_ids: list[str]
 
 
-def parse_chat(messages: Sequence[Mapping[str, Any]]) -> tuple[ChatMessage, ...]:
-    """Convert the messages of a request; raise RefusalError for content other than text."""
-    parsed = parse_messages([{**m, **_flatten(m, i)} for i, m in enumerate(messages)])
+def parse_chat(
+    messages: Sequence[Mapping[str, Any]], images: ImageCodec | None = None
+) -> tuple[ChatMessage, ...]:
+    """Convert the messages of a request.
+
+    Args:
+        images: Stores the images of a model that takes them; None: it takes none.
+
+    Raises:
+        RefusalError: A content is not of text, or of text and images in data: URLs.
+    """
+    parsed = parse_messages([{**m, **_flatten(m, i, images)} for i, m in enumerate(messages)])
     names = {call.id: call.name for message in parsed for call in message.tool_calls if call.id}
     return tuple(
         replace(m, name=names.get(m.tool_call_id, "")) if m.role == "tool" and not m.name else m
@@ -260,19 +271,41 @@ def parse_chat(messages: Sequence[Mapping[str, Any]]) -> tuple[ChatMessage, ...]
     )
 
 
-def _flatten(message: Mapping[str, Any], number: int) -> dict[str, Any]:
-    """Return role, content and name of a message as codecs read them; content may be in parts."""
-    role, content = message.get("role"), message.get("content")
+def _flatten(message: Mapping[str, Any], number: int, images: ImageCodec | None) -> dict[str, Any]:
+    """Return role, content, images and name of a message as codecs read them.
+
+    Content may be in parts.
+    """
+    role, content, digests = message.get("role"), message.get("content"), list[str]()
     if isinstance(content, list):
+        texts = []
         for part in content:
-            if not isinstance(part, dict) or not isinstance(part.get("text"), str):
-                kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-                reason = f"message {number} has content of type {kind!r}; allowed: text"
+            kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+            if images is not None and kind == "image_url":
+                digests.append(_add_image(part, number, images))
+                texts.append(images.tokens.placeholder)
+            elif isinstance(part, dict) and isinstance(part.get("text"), str):
+                texts.append(part["text"])
+            else:
+                allowed = "text" if images is None else "text, image_url"
+                reason = f"message {number} has content of type {kind!r}; allowed: {allowed}"
                 raise RefusalError(400, "unsupported", reason, param="messages")
-        content = "".join(part["text"] for part in content)
+        content = "".join(texts)
     # For other roles `name` is a person's, which no chat template shows.
     name = message.get("name") if role == "tool" else ""
-    return {"role": _ROLES.get(str(role), role), "content": content, "name": name}
+    role = _ROLES.get(str(role), role)
+    return {"role": role, "content": content, "name": name, "images": digests}
+
+
+def _add_image(part: Mapping[str, Any], number: int, images: ImageCodec) -> str:
+    """Store the image of a part; return its digest."""
+    url = part.get("image_url")
+    url = url.get("url") if isinstance(url, dict) else url
+    try:
+        return images.add_file(read_data_url(str(url)))
+    except ImageError as error:
+        reason = f"message {number}: an image {error}"
+        raise RefusalError(400, "invalid_request", reason, param="messages") from error
 
 
 def parse_tools(tools: Sequence[Mapping[str, Any]] | None) -> tuple[ToolSpec, ...]:

@@ -33,6 +33,7 @@ from mcore_rl.agents.chat_template.codec import (
     ToolSpec,
     encode,
 )
+from mcore_rl.agents.images import ImageCodec, list_images
 from mcore_rl.agents.loops import ApiSession
 from mcore_rl.agents.session import GenerationError, Turn
 from mcore_rl.config.errors import ConfigError
@@ -150,10 +151,18 @@ class SessionHandler:
             reason = f"{num} messages are more than {self.limits.max_context} tokens"
             raise self._refuse_full(ContextFullError(reason))
         tools = parse_tools(request.tools)
-        place = await self._render(lambda: self._tree.locate(parse_chat(request.messages), tools))
+        images = self._codec if isinstance(self._codec, ImageCodec) else None
+        place = await self._render(
+            lambda: self._tree.locate(parse_chat(request.messages, images), tools)
+        )
         max_tokens = request.max_completion_tokens or request.max_tokens
         sampled = await self._sample(
-            place.prompt, place.parent, request.n, max_tokens, request.list_stops()
+            place.prompt,
+            place.parent,
+            request.n,
+            max_tokens,
+            request.list_stops(),
+            images=list_images(place.messages),
         )
         choices = []
         for turn, completion in sampled:
@@ -311,16 +320,16 @@ class SessionHandler:
     ) -> Awaitable[list[tuple[Turn, Completion]]]:
         """Sample turns after the longest turn that the tokens of the prompt begin with."""
         self._check_limits(prompt, n)
-        parent, done = "", 0
+        parent, done, images = "", 0, tuple[str, ...]()
         for turn in self.session.session.turns:
             before = turn.prompt_ids + turn.token_ids
             if len(before) > done and tuple(prompt[: len(before)]) == before:
-                parent, done = turn.turn_id, len(before)
+                parent, done, images = turn.turn_id, len(before), turn.images
         size = len(self._tokenizer)
         if unknown := [token for token in prompt[done:] if not 0 <= token < size]:
             reason = f"token ids {unknown[:5]}; allowed: 0 to {size - 1}"
             raise RefusalError(400, "invalid_request", reason, param="token_ids")
-        return self._sample(prompt, parent, n, max_tokens, stop, request_id)
+        return self._sample(prompt, parent, n, max_tokens, stop, request_id, images)
 
     async def _sample(
         self,
@@ -330,6 +339,7 @@ class SessionHandler:
         max_tokens: int | None,
         stop: tuple[str, ...],
         request_id: str = "",
+        images: tuple[str, ...] = (),
     ) -> list[tuple[Turn, Completion]]:
         """Sample `n` turns after a parent; none is kept if one fails or is cancelled."""
         self._check_limits(prompt, n)
@@ -345,7 +355,12 @@ class SessionHandler:
             async with asyncio.TaskGroup() as group:
                 for name in names:
                     work = self.session.session.sample(
-                        prompt, parent, max_tokens=max_tokens, stop=stop, request_id=name
+                        prompt,
+                        parent,
+                        max_tokens=max_tokens,
+                        stop=stop,
+                        request_id=name,
+                        images=images,
                     )
                     tasks.append(group.create_task(work))
             is_complete = True
@@ -482,7 +497,8 @@ def _hash_message(before: bytes, message: ChatMessage) -> bytes:
     is_policy = message.role == "assistant"
     content = message.content.strip() if is_policy else message.content
     calls = [[call.name, dict(call.arguments)] for call in message.tool_calls]
-    return _hash(before, [message.role, content, message.name, calls])
+    parts = [message.role, content, message.name, calls, *list_images([message])]
+    return _hash(before, parts)
 
 
 def _hash(before: bytes, value: object) -> bytes:

@@ -42,7 +42,7 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class ChatMessage:
-    """A message of a chat; all text, no images."""
+    """A message of a chat."""
 
     role: Role
     content: str = ""
@@ -50,10 +50,15 @@ class ChatMessage:
     tool_calls: tuple[ToolCall, ...] = ()  # assistant only
     tool_call_id: str = ""  # tool only: the call that this message answers
     name: str = ""  # tool only
+    # Digests of images in the run's ImageStore, each with a placeholder in `content`; new ones are
+    # files, with "<image>" (ImageCodec.add_images).
+    images: tuple[str | bytes, ...] = ()
 
     def to_dict(self) -> dict[str, JsonValue]:
         """Return the message in OpenAI's form for chat templates: arguments are objects."""
         message: dict[str, JsonValue] = {"role": self.role, "content": self.content}
+        if self.images:
+            message["images"] = [i if isinstance(i, str) else "" for i in self.images]
         if self.reasoning:
             message["reasoning_content"] = self.reasoning
         if self.tool_calls:
@@ -425,6 +430,7 @@ def _parse_message(row: Mapping[str, Any], number: int) -> ChatMessage:
         tool_calls=tuple(_parse_call(call, number) for call in row.get("tool_calls") or ()),
         tool_call_id=row.get("tool_call_id") or "",
         name=row.get("name") or "",
+        images=tuple(row.get("images") or ()),
     )
 
 

@@ -8,6 +8,7 @@ import inspect
 import json
 import math
 import re
+import sys
 import threading
 import types
 from collections.abc import Awaitable, Callable, Iterable, Mapping
@@ -29,6 +30,7 @@ from typing import (
 from jsonschema import Draft202012Validator
 
 from mcore_rl.agents.chat_template.codec import replace_surrogates
+from mcore_rl.agents.images import IMAGE, encode_png
 from mcore_rl.config.errors import ConfigError
 
 NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")  # of OpenAI's functions
@@ -64,6 +66,7 @@ class Tool:
 class ToolAnswer:
     text: str  # for the model
     is_error: bool = False
+    images: tuple[bytes, ...] = ()  # files, each "<image>" in `text`
 
 
 class StatefulTool(Protocol):
@@ -214,8 +217,21 @@ class ToolSet:
             return self.refuse(late if timeout.expired() else f"TimeoutError: {error}")
         except Exception as error:  # noqa: BLE001 (of a user's function)
             return self.refuse(f"{type(error).__name__}: {error}")
-        text = result if isinstance(result, str) else json.dumps(result, default=str)
-        return ToolAnswer(self._cut(text))
+        return self._build_answer(result)
+
+    def _build_answer(self, result: object) -> ToolAnswer:
+        """Return the answer of a result: images of PIL, alone or in a list, stay images."""
+        parts = list(result) if isinstance(result, list | tuple) else [result]
+        if not any(map(_is_image, parts)):
+            text = result if isinstance(result, str) else json.dumps(result, default=str)
+            return ToolAnswer(self._cut(text))
+        texts = [
+            IMAGE if _is_image(p) else p if isinstance(p, str) else json.dumps(p, default=str)
+            for p in parts
+        ]
+        images = tuple(encode_png(part) for part in parts if _is_image(part))
+        text = "\n".join(t if t == IMAGE else self._cut(t.replace(IMAGE, "")) for t in texts)
+        return ToolAnswer(text, images=images)
 
     def _add(self, tool: Tool) -> None:
         if not NAME.fullmatch(tool.name):
@@ -236,6 +252,12 @@ class ToolSet:
         half = self._max_chars // 2
         left_out = len(text) - 2 * half
         return f"{text[:half]}\n[{left_out} characters left out]\n{text[len(text) - half :]}"
+
+
+def _is_image(value: object) -> bool:
+    """Return whether a value is an image of PIL, which is not imported for that."""
+    pillow = sys.modules.get("PIL.Image")
+    return pillow is not None and isinstance(value, pillow.Image)
 
 
 def _list_tools(source: object) -> list[Tool]:

@@ -22,6 +22,7 @@ from mcore_rl.config.checks import check_divides
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import EngineConfig, LoRAConfig
 from mcore_rl.data.batch import Batch, Jagged
+from mcore_rl.data.images import ImageStore, ImageTokens
 from mcore_rl.engine.base import (
     Backend,
     BaseEngine,
@@ -45,6 +46,7 @@ from mcore_rl.engine.fsdp.model import (
     load_weights,
     shard_model,
 )
+from mcore_rl.engine.fsdp.vision import VisionInputs
 from mcore_rl.engine.packing import MicroBatch, PackSplit, build_micro_batches, pack_samples
 from mcore_rl.engine.steps import (
     Result,
@@ -133,7 +135,16 @@ class FSDPEngine(BaseEngine):
         lora.initialize_factors(self._iter_local(self.adapter_weights), self.spec.seed)
         self.parameters = [p for p in self.root.parameters() if p.requires_grad]
         self.optimizer = self._build_optimizer() if self.spec.total_steps else None
+        self.vision = self._build_vision(model)
         self._check_model(dtype)
+
+    def _build_vision(self, model: Any) -> VisionInputs | None:
+        """Return what makes inputs of images, for a model that takes them."""
+        tokens = ImageTokens.load(self.spec.model.path)
+        if tokens is None:
+            return None
+        folder = self.spec.images_folder
+        return VisionInputs(model, tokens, ImageStore.open(folder) if folder else None)
 
     def _read_model_config(self) -> HFConfig:
         config = read_config(self.spec.model.path)
@@ -265,7 +276,10 @@ class FSDPEngine(BaseEngine):
         limit = settings.max_tokens_per_micro_batch if settings.fsdp.packing else 1
         group = self.meshes.data["dp"].get_group()
         cost = _estimate_cost(self.hf_config)
-        return build_micro_batches(batch, limit, self._split, cost, self.device, group=group)
+        micros = build_micro_batches(batch, limit, self._split, cost, self.device, group=group)
+        if self.vision is None:
+            return micros
+        return [self.vision.add(batch, micro) for micro in micros]
 
     @torch.no_grad()
     def infer_batch(
@@ -278,7 +292,7 @@ class FSDPEngine(BaseEngine):
     ) -> Batch:
         self.require("parameters")
         self.root.eval()
-        micros = self._build_micro_batches(batch.select("prompt_ids", "response_ids"))
+        micros = self._build_micro_batches(batch.select_inputs())
         settings = choose_scores(self.spec, temperature, None)
         base = contextlib.nullcontext() if adapters else lora.disable_adapters(self.root)
         with base:

@@ -23,6 +23,7 @@ from mcore_rl.checkpoint.sharded_rows import exchange_reason
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import Layout
 from mcore_rl.engine.fsdp.attention import EXPERTS, Pack
+from mcore_rl.engine.fsdp.vision import run_unused_tower
 from mcore_rl.engine.logprob import VocabShard
 from mcore_rl.engine.packing import MicroBatch
 from mcore_rl.engine.steps import Scores, ScoreSettings, score_tokens
@@ -45,6 +46,7 @@ class ShardedPolicy(torch.nn.Module):
     def __init__(self, model: Any) -> None:
         super().__init__()
         self.model = model
+        self.has_tower = hasattr(model.base_model, "get_image_features")
 
     def forward(self, micro: MicroBatch, pack: Pack, settings: ScoreSettings | None) -> Any:
         """Return scores; without settings whether logits are the product of states and head."""
@@ -60,12 +62,18 @@ class ShardedPolicy(torch.nn.Module):
     def _get_states(self, micro: MicroBatch, pack: Pack) -> torch.Tensor:
         output = self.model.base_model(**_build_inputs(micro, pack))
         states: torch.Tensor = output.last_hidden_state[0].index_select(0, micro.hidden_rows)
-        return states
+        return self._add_tower(states, micro)
 
     def _get_logits(self, micro: MicroBatch, pack: Pack) -> torch.Tensor:
         inputs = _build_inputs(micro, pack)
         logits: torch.Tensor = self.model(**inputs, logits_to_keep=micro.hidden_rows).logits[0]
-        return logits
+        return self._add_tower(logits, micro)
+
+    def _add_tower(self, output: torch.Tensor, micro: MicroBatch) -> torch.Tensor:
+        """Let the layers for images take part in a pass without any."""
+        if not self.has_tower or "pixel_values" in micro.model_inputs:
+            return output
+        return output + run_unused_tower(self.model).to(output.dtype)
 
     def _compare_logits(self, micro: MicroBatch, pack: Pack) -> bool:
         """Return whether the head gets the decoder's states and gives the logits, bit for bit."""
@@ -116,6 +124,7 @@ def _build_inputs(micro: MicroBatch, pack: Pack) -> dict[str, Any]:
         "position_ids": micro.position_ids,
         "use_cache": False,
         "pack": pack,
+        **micro.model_inputs,
     }
 
 

@@ -10,7 +10,7 @@ import atexit
 import itertools
 import math
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import asdict
@@ -22,6 +22,7 @@ import torch
 
 from mcore_rl.config.errors import ConfigError, PeerError, StateError
 from mcore_rl.config.schema import RolloutConfig
+from mcore_rl.data.images import ImageStore, ImageTokens, decode_image
 from mcore_rl.data.sample import RoutedExperts
 from mcore_rl.data.tokenizer import has_tokenizer
 from mcore_rl.inference.lifecycle import ASLEEP, Call, State
@@ -76,6 +77,7 @@ class VLLMServer(GenerationServer):
         nodes: The nodes of a server that spans several.
         records_experts: Record routed experts, as `SamplingParams.experts_from` needs.
         adapter_rank: Take adapters up to this rank; 0: none.
+        images_folder: ImageStore that requests name images of; "": no images.
     """
 
     engine_name = "vLLM's engine"
@@ -87,6 +89,7 @@ class VLLMServer(GenerationServer):
         updates_in_flight=True,
         adapters=True,
         routed_experts=True,
+        images=True,
     )
 
     def __init__(
@@ -103,6 +106,7 @@ class VLLMServer(GenerationServer):
         nodes: ServerNodes | None = None,
         records_experts: bool = False,
         adapter_rank: int = 0,
+        images_folder: str = "",
     ) -> None:
         super().__init__(ServerSpec(model_path, dtype, max_model_tokens, config, seed))
         _check_settings(model_path, dtype)
@@ -111,6 +115,8 @@ class VLLMServer(GenerationServer):
         self._eager, self._timeout_s, self._can_sleep = eager, timeout_s, can_sleep
         self._nodes, self._records_experts = nodes, records_experts
         self._adapter_rank = adapter_rank
+        self._images = ImageStore.open(images_folder) if images_folder else None
+        self._image_tokens: ImageTokens | None = None
         self._adapter: Any = None  # vLLM's name of the version's adapters
         self._engine: AsyncLLM | None = None
         self._name: ServerName | None = None
@@ -139,6 +145,7 @@ class VLLMServer(GenerationServer):
             nodes=nodes,
             records_experts=spec.records_experts,
             adapter_rank=spec.adapter_rank,
+            images_folder=spec.images_folder,
         )
 
     @property
@@ -240,6 +247,7 @@ class VLLMServer(GenerationServer):
             **vllm_worker.build_sleep_arguments(self._can_sleep),
             **vllm_worker.build_expert_arguments(self._records_experts),
             **vllm_adapters.build_adapter_arguments(self._model_path, self._adapter_rank),
+            **self._build_image_arguments(),
             **loading,
             **nodes,
         ).create_engine_config(UsageContext.OPENAI_API_SERVER, headless=headless)
@@ -248,6 +256,13 @@ class VLLMServer(GenerationServer):
         # Workers that crash leave shared memory behind, and the server may never be closed.
         atexit.register(vllm_worker.remove_shared_memory, name)
         return config, name
+
+    def _build_image_arguments(self) -> dict[str, Any]:
+        """Load the image processor, if the model has one; return vLLM's limits of images."""
+        self._image_tokens = ImageTokens.load(self._model_path)
+        if self._image_tokens is None:
+            return {}
+        return {"limit_mm_per_prompt": {"image": self._config.max_images, "video": 0}}
 
     async def _start(self, reads_weights: bool) -> None:
         config, name = self.build_engine_config(reads_weights=reads_weights)
@@ -287,7 +302,10 @@ class VLLMServer(GenerationServer):
         async with self._request_gate.run_request():
             async for output in self._generate(prompt_ids, request_id, **asdict(sampling)):
                 last = output
-            return [_build_completion(output, sampling.experts_from) for output in last.outputs]
+            return [
+                _build_completion(output, sampling.experts_from, self._image_ids)
+                for output in last.outputs
+            ]
 
     async def stream(
         self, prompt_ids: list[int], sampling: SamplingParams, *, request_id: str = ""
@@ -298,9 +316,8 @@ class VLLMServer(GenerationServer):
             arguments = asdict(sampling) | {"output_kind": "DELTA"}
             async for output in self._generate(prompt_ids, request_id, **arguments):
                 for new in output.outputs:
-                    yield NewTokens(
-                        new.index, list(new.token_ids), _get_log_probs(new), new.finish_reason
-                    )
+                    reason, ids = _get_finish_reason(new, self._image_ids), list(new.token_ids)
+                    yield NewTokens(new.index, ids, _get_log_probs(new), reason)
 
     async def abort(self, request_id: str) -> None:
         if engine_id := self._engine_ids.get(request_id):
@@ -377,10 +394,13 @@ class VLLMServer(GenerationServer):
     async def _generate(
         self, prompt_ids: list[int], request_id: str = "", **sampling: Any
     ) -> AsyncIterator[Any]:
-        """Yield vLLM's outputs of one request. `sampling` as in `_build_request`."""
+        """Yield vLLM's outputs of one request. `sampling` as in `_build_request`, and images."""
+        images = sampling.pop("images", ())
         # A new namespace after each update: no request reads the cache of older weights.
         sampling["cache"] = f"{sampling.get('cache', '')}@{self._num_updates}"
+        sampling["stop_token_ids"] = sorted(self._image_ids)
         prompt, parameters = _build_request(prompt_ids, **sampling)
+        prompt = self._add_images(prompt, images)
         engine_id = f"{request_id}#{next(self._request_ids)}"
         self._engine_ids[request_id or engine_id] = engine_id
         try:
@@ -388,9 +408,36 @@ class VLLMServer(GenerationServer):
                 prompt, parameters, engine_id, lora_request=self._adapter
             )
             async for output in stream:
+                if images and list(output.prompt_token_ids) != prompt_ids:
+                    raise RuntimeError(
+                        f"vLLM makes {len(output.prompt_token_ids)} tokens of a prompt with "
+                        f"{len(images)} images, and the image processor {len(prompt_ids)}: they "
+                        "do not have the same processor"
+                    )
                 yield output
         finally:
             del self._engine_ids[request_id or engine_id]
+
+    @property
+    def _image_ids(self) -> frozenset[int]:
+        """Tokens that stand for images, at which a response is cut off."""
+        return self._image_tokens.special_ids if self._image_tokens else frozenset()
+
+    def _add_images(self, prompt: TokensInput, images: Sequence[str]) -> Any:
+        """Return vLLM's prompt with images, which has one token for each: vLLM repeats it."""
+        if not images:
+            return prompt
+        if self._images is None or self._image_tokens is None:
+            raise StateError(
+                "the server takes no images: it was started without images_folder, or its model "
+                "takes none"
+            )
+        files = [decode_image(self._images.read(digest)) for digest in images]
+        return {
+            "prompt_token_ids": self._image_tokens.collapse(prompt["prompt_token_ids"]),
+            "multi_modal_data": {"image": files},
+            "cache_salt": prompt.get("cache_salt"),
+        }
 
     async def list_parameters(self) -> WorkerLists:
         return await list_worker_parameters(self._started_engine, self._model_path)
@@ -588,7 +635,9 @@ def _build_request(prompt_ids: list[int], **sampling: Any) -> tuple[TokensInput,
     return tokens_input(prompt_ids, cache_salt=salt or None), parameters
 
 
-def _build_completion(output: Any, experts_from: int | None = None) -> Completion:
+def _build_completion(
+    output: Any, experts_from: int | None = None, image_ids: Set[int] = frozenset()
+) -> Completion:
     """Convert one of vLLM's CompletionOutputs."""
     if output.finish_reason not in ("stop", "length", "abort"):
         raise RuntimeError(f"vLLM ended a request with {output.finish_reason!r}")
@@ -600,8 +649,13 @@ def _build_completion(output: Any, experts_from: int | None = None) -> Completio
         ids = output.routed_experts  # uint8 or uint16, which torch cannot index with
         ids = ids if ids.dtype == np.uint8 else ids.astype(np.int16)
         experts = RoutedExperts(experts_from, ids)
-    reason = output.finish_reason
+    reason = _get_finish_reason(output, image_ids)
     return Completion(token_ids, _get_log_probs(output), reason, versions, stop, experts)
+
+
+def _get_finish_reason(output: Any, image_ids: Set[int]) -> Any:
+    """Return the reason of one of vLLM's CompletionOutputs: "length" at a token for an image."""
+    return "length" if output.stop_reason in image_ids else output.finish_reason
 
 
 def _get_log_probs(output: Any) -> list[float]:

@@ -1,0 +1,382 @@
+"""Images of a run: read from data rows, stored once by content, and as tokens of a model.
+
+Text has a placeholder for each image, as the model's chat template writes it; token ids have as
+many image tokens as the image has merged patches. Samples name images by digest, and never hold
+pixels.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import io
+import os
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mcore_rl.config.errors import ConfigError
+from mcore_rl.config.json_file import read_json_object
+from mcore_rl.config.schema import ConversationsConfig, DataConfig
+from mcore_rl.data.batch import IMAGES
+from mcore_rl.data.files import Row
+from mcore_rl.data.rows import IMAGE_MARK, Message, RowColumn
+
+if TYPE_CHECKING:
+    import torch
+    from PIL.Image import Image
+
+# Model types whose images are tokens as described above, with the placeholder of their templates.
+PLACEHOLDERS = dict.fromkeys(
+    ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"), "<|vision_start|><|image_pad|><|vision_end|>"
+)
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
+_VERL = "<image>"  # in texts of rows in verl's form
+_DATA_URL = re.compile(r"data:image/[\w.+-]+;base64,")
+_ALLOWED = "an image file as bytes, {bytes, path}, a path, or a data: URL"
+
+
+class ImageError(ValueError):
+    """An image that cannot be used, with what is allowed."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredImage:
+    """An image by the digest of its file."""
+
+    digest: str
+    content: bytes = field(repr=False)
+    size: tuple[int, int]  # width, height
+
+
+def inspect_image(content: bytes, max_pixels: int) -> StoredImage:
+    """Read the format and size of an image file.
+
+    Raises:
+        ImageError: it is none, or has more pixels than allowed.
+    """
+    from PIL import Image, UnidentifiedImageError
+
+    try:
+        with Image.open(io.BytesIO(content), formats=FORMATS) as image:
+            size = image.size
+    except (UnidentifiedImageError, OSError, ValueError, SyntaxError) as error:
+        raise ImageError(
+            f"is not an image file ({len(content)} bytes); allowed: {', '.join(FORMATS)}"
+        ) from error
+    except Image.DecompressionBombError as error:
+        raise ImageError(f"{error}; allowed: up to {max_pixels} pixels") from error
+    if size[0] * size[1] > max_pixels:
+        raise ImageError(
+            f"is an image of {size[0]} x {size[1]} pixels; allowed: up to {max_pixels} "
+            "(data.max_image_pixels)"
+        )
+    return StoredImage(hashlib.blake2b(content, digest_size=16).hexdigest(), content, size)
+
+
+def decode_image(content: bytes) -> Image:
+    """Decode an image file to RGB.
+
+    Raises:
+        ImageError: it is damaged.
+    """
+    from PIL import Image
+
+    try:
+        with Image.open(io.BytesIO(content), formats=FORMATS) as image:
+            return image.convert("RGB")
+    except (OSError, ValueError, SyntaxError) as error:
+        raise ImageError(f"is a damaged image file: {error}; allowed: a whole file") from error
+
+
+def read_data_url(url: str) -> bytes:
+    """Return the file in a data: URL.
+
+    Raises:
+        ImageError: it is none of an image in base64.
+    """
+    head = _DATA_URL.match(url)
+    if head is None:
+        raise ImageError(f"is {url[:40]!r}; allowed: a data:image/...;base64 URL")
+    try:
+        return base64.b64decode(url[head.end() :], validate=True)
+    except binascii.Error as error:
+        raise ImageError(f"has damaged base64 in {url[:40]!r} ({error})") from error
+
+
+class ImageStore:
+    """Image files in a folder, by digest; added ones stay in memory until `open_folder`."""
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+        self._pending: dict[str, bytes] | None = {}
+
+    @classmethod
+    def open(cls, folder: str | Path) -> ImageStore:
+        """Open the store of a run that has started."""
+        store = cls(folder)
+        store.open_folder()
+        return store
+
+    def open_folder(self) -> None:
+        """Write the images added so far, and from now on each at once."""
+        pending, self._pending = self._pending or {}, None
+        for digest, content in pending.items():
+            self._write(digest, content)
+
+    def add(self, image: StoredImage) -> str:
+        """Add a whole image; return its digest.
+
+        Raises:
+            ImageError: it is damaged.
+        """
+        decode_image(image.content)
+        if self._pending is None:
+            self._write(image.digest, image.content)
+        else:
+            self._pending[image.digest] = image.content
+        return image.digest
+
+    def _write(self, digest: str, content: bytes) -> None:
+        if not (path := self.folder / digest).exists():
+            self.folder.mkdir(parents=True, exist_ok=True)
+            partial = self.folder / f".{digest}.{os.getpid()}.partial"  # ranks may write the same
+            partial.write_bytes(content)
+            partial.rename(path)
+
+    def read(self, digest: str) -> bytes:
+        """Return the file of an image.
+
+        Raises:
+            ConfigError: there is none of this digest.
+        """
+        if self._pending and digest in self._pending:
+            return self._pending[digest]
+        try:
+            return (self.folder / digest).read_bytes()
+        except OSError as error:
+            raise ConfigError(
+                f"image {digest} is not in {self.folder} ({error.strerror}): images of a run are "
+                "in its output folder, which all nodes must see"
+            ) from error
+
+
+class ImageTokens:
+    """The tokens and pixel values of images, by the image processor of a checkpoint.
+
+    Attributes:
+        token_id: The image token.
+        placeholder: Text of an image, before its image token is repeated.
+        special_ids: Tokens that stand for images and videos, which a model should never sample.
+    """
+
+    def __init__(self, model_path: str | Path) -> None:
+        """Load the processor; see `load`."""
+        from transformers import AutoImageProcessor
+
+        config = read_json_object(Path(model_path, "config.json"))
+        self.token_id: int = config["image_token_id"]
+        names = ("image", "video", "vision_start", "vision_end")
+        self.special_ids = frozenset(
+            config[f"{name}_token_id"] for name in names if f"{name}_token_id" in config
+        )
+        self.placeholder = PLACEHOLDERS[config["model_type"]]
+        self._processor = AutoImageProcessor.from_pretrained(
+            model_path, local_files_only=True, trust_remote_code=False
+        )
+        self._merge = int(self._processor.merge_size) ** 2  # patches in a token
+
+    @classmethod
+    def load(cls, model_path: str | Path) -> ImageTokens | None:
+        """Load the image processor of a checkpoint folder; None if the model takes no images.
+
+        Raises:
+            ConfigError: the folder has no processor, or one that does not load.
+        """
+        if not takes_images(model_path):
+            return None
+        try:
+            return cls(model_path)
+        except (OSError, ValueError, ImportError, KeyError) as error:
+            reason = " ".join(f"{type(error).__name__}: {error}".split())
+            raise ConfigError(
+                f"model.path={str(model_path)!r}: its image processor does not load: "
+                f"{reason[:300]}; allowed: a folder with preprocessor_config.json"
+            ) from error
+
+    def count(self, size: tuple[int, int]) -> int:
+        """Return the number of tokens of an image of a width and height.
+
+        Raises:
+            ImageError: the processor takes no image of this shape.
+        """
+        width, height = size
+        try:
+            patches = self._processor.get_number_of_image_patches(height, width, {})
+        except ValueError as error:
+            raise ImageError(f"of {width} x {height} pixels: {error}") from error
+        return int(patches) // self._merge
+
+    def count_in_grid(self, grid: torch.Tensor) -> int:
+        """Return the number of tokens of an image's grid (frames, rows, columns)."""
+        return int(grid.prod()) // self._merge
+
+    def expand(self, ids: Sequence[int], sizes: Sequence[tuple[int, int]]) -> list[int]:
+        """Repeat the image token of each image.
+
+        Raises:
+            ImageError: there are more or fewer image tokens than images.
+        """
+        if (num := sum(token == self.token_id for token in ids)) != len(sizes):
+            raise ImageError(
+                f"has {num} image placeholders in its text for {len(sizes)} images; allowed: one "
+                "for each"
+            )
+        counts = iter(map(self.count, sizes))
+        repeats = ([t] * next(counts) if t == self.token_id else [t] for t in ids)
+        return [token for repeated in repeats for token in repeated]
+
+    def collapse(self, ids: Iterable[int]) -> list[int]:
+        """Undo `expand`: leave one image token for each image."""
+        runs = ((token, list(run)) for token, run in groupby(ids))
+        return [t for token, run in runs for t in (run[:1] if token == self.token_id else run)]
+
+    def compute_pixels(self, content: bytes) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return an image's pixel values [patches, values] and grid (frames, rows, columns)."""
+        values = self._processor(images=[decode_image(content)], return_tensors="pt")
+        return values["pixel_values"], values["image_grid_thw"][0]
+
+
+def takes_images(model_path: str | Path) -> bool:
+    """Return whether the model of a checkpoint folder takes images here."""
+    return read_json_object(Path(model_path, "config.json")).get("model_type") in PLACEHOLDERS
+
+
+@dataclass(frozen=True, slots=True)
+class RowImages:
+    """Reads the images of data rows, and places them in their messages."""
+
+    column: RowColumn
+    tokens: ImageTokens
+    store: ImageStore
+    max_pixels: int
+    max_images: int | None = None  # of a row
+    folder: Path = Path()  # of relative paths
+
+    def place(self, row: Row, messages: Sequence[Message]) -> list[StoredImage]:
+        """Write a placeholder into the text of messages for each image; return the images.
+
+        Content is text with "<image>" where images belong, as verl has it, or was a list of parts,
+        as TRL has it (`read_chat`). Without any, images come first in the first message of the
+        user. Messages with images get their digests as `images`.
+
+        Raises:
+            ConfigError: the row has other images than placeholders, or one that cannot be used.
+        """
+        value = row.values.get(self.column.name)
+        values = [] if value is None else value if isinstance(value, list) else [value]
+        if not any(IMAGE_MARK in (message["content"] or "") for message in messages):
+            _mark_texts(messages, len(values))
+        rest, images = iter(values), list[StoredImage]()
+        for message in messages:
+            inline = message.pop("images", [])
+            num = (message["content"] or "").count(IMAGE_MARK)
+            entries = [next(rest, None) if v is None else v for v in inline or [None] * num]
+            placed = [self._inspect(row, entry) for entry in entries]
+            if placed:
+                message["content"] = message["content"].replace(IMAGE_MARK, self.tokens.placeholder)
+                message["images"] = [image.digest for image in placed]
+            images += placed
+        if num_left := len(list(rest)):
+            raise row.build_error(
+                f"has {len(values)} images in {self.column}, {num_left} more than its messages "
+                "have places for; allowed: one for each"
+            )
+        if self.max_images is not None and len(images) > self.max_images:
+            raise row.build_error(
+                f"has {len(images)} images; allowed: up to rollout.max_images={self.max_images}"
+            )
+        return images
+
+    def _inspect(self, row: Row, entry: Any) -> StoredImage:
+        if entry is None:
+            raise row.build_error(
+                f"has fewer images in {self.column} than places in its messages; allowed: one for "
+                "each"
+            )
+        try:
+            return inspect_image(self._read(entry), self.max_pixels)
+        except ImageError as error:
+            raise row.build_error(f"has an entry of {self.column} that {error}") from error
+
+    def _read(self, entry: Any) -> bytes:
+        """Return the file of an entry."""
+        if isinstance(entry, Mapping):
+            content, path = entry.get("bytes"), entry.get("path") or entry.get("url")
+            entry = content if content is not None else path
+        if isinstance(entry, bytes):
+            return entry
+        if not isinstance(entry, str) or not entry or "://" in entry:
+            raise ImageError(f"is {str(entry)[:40]!r}; allowed: {_ALLOWED}")
+        if entry.startswith("data:"):
+            return read_data_url(entry)
+        try:
+            return Path(self.folder, entry).read_bytes()
+        except OSError as error:
+            raise ImageError(
+                f"is the path {entry!r}, which cannot be read ({error.strerror}); allowed: "
+                f"{_ALLOWED}"
+            ) from error
+
+
+def _mark_texts(messages: Sequence[Message], num_images: int) -> None:
+    """Mark the places of images in texts: "<image>", else the begin of the first user message."""
+    if not num_images:
+        return
+    texts = [message["content"] or "" for message in messages]
+    if any(_VERL in text for text in texts):
+        for message in messages:
+            message["content"] = message["content"] and message["content"].replace(
+                _VERL, IMAGE_MARK
+            )
+        return
+    user = next((m for m in messages if m["role"] == "user"), messages[0])
+    user["content"] = IMAGE_MARK * num_images + (user["content"] or "")
+
+
+def load_row_images(
+    data: DataConfig | ConversationsConfig,
+    model_path: str,
+    output_dir: str,
+    max_images: int | None = None,
+) -> RowImages | None:
+    """Load what reads the images of data rows; None without data.images_column.
+
+    Raises:
+        ConfigError: the model takes no images.
+    """
+    if not data.images_column:
+        return None
+    tokens = ImageTokens.load(model_path)
+    if tokens is None:
+        kind = read_json_object(Path(model_path, "config.json")).get("model_type")
+        raise ConfigError(
+            f"data.images_column={data.images_column!r}: model.path={model_path!r} of model_type "
+            f"{kind!r} takes no images here; allowed: {', '.join(PLACEHOLDERS)}"
+        )
+    return RowImages(
+        RowColumn(data.images_column, "data.images_column"),
+        tokens,
+        ImageStore(get_images_folder(data, output_dir)),
+        data.max_image_pixels,
+        max_images,
+    )
+
+
+def get_images_folder(data: DataConfig | ConversationsConfig, output_dir: str) -> str:
+    """Return the folder of the run's ImageStore; "" for a run without images."""
+    return str(Path(output_dir).absolute() / IMAGES) if data.images_column else ""

@@ -1,0 +1,261 @@
+"""Images of data rows: read, placed in chats, stored, and as tokens."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from PIL import Image
+
+from mcore_rl.config.errors import ConfigError
+from mcore_rl.config.schema import ConversationsConfig, DataConfig
+from mcore_rl.data.datasets import load_prompts, load_supervised
+from mcore_rl.data.examples import load_chats, load_conversations
+from mcore_rl.data.images import (
+    ImageError,
+    ImageStore,
+    ImageTokens,
+    RowImages,
+    inspect_image,
+    load_row_images,
+    read_data_url,
+)
+from mcore_rl.data.tokenizer import load_tokenizer
+from tests import tiny_vision
+
+PAD = tiny_vision.get_special_id("<|image_pad|>")
+
+
+def draw(width: int, height: int, colour: str = "red", kind: str = "PNG") -> bytes:
+    file = io.BytesIO()
+    Image.new("RGB", (width, height), colour).save(file, kind)
+    return file.getvalue()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    tiny_vision.build_config("qwen3_vl").save_pretrained(path)
+    tiny_vision.build_tokenizer().save_pretrained(path)
+    tiny_vision.write_processor(path, "qwen3_vl")
+    return path
+
+
+@pytest.fixture(scope="module")
+def tokens(model: Path) -> ImageTokens:
+    tokens = ImageTokens.load(model)
+    assert tokens is not None
+    return tokens
+
+
+def load(model: Path, path: Path, **settings: object):
+    data = DataConfig(prompt_column="prompt", images_column="images", **settings)
+    images = load_row_images(data, str(model), str(path.parent / "out"), max_images=3)
+    assert images is not None
+    prompts = load_prompts(
+        path, data, load_tokenizer(model), images=RowImages(**_fields(images, path.parent))
+    )
+    return prompts, images
+
+
+def _fields(images: RowImages, folder: Path) -> dict[str, object]:
+    names = ("column", "tokens", "store", "max_pixels", "max_images")
+    return {name: getattr(images, name) for name in names} | {"folder": folder}
+
+
+def write(path: Path, *rows: dict[str, object]) -> Path:
+    path.write_text("".join(json.dumps({"answer": "", **row}) + "\n" for row in rows))
+    return path
+
+
+def to_url(content: bytes) -> str:
+    return "data:image/png;base64," + base64.b64encode(content).decode()
+
+
+def user(content: object) -> list[dict[str, object]]:
+    return [{"role": "user", "content": content}]
+
+
+RED, BLUE = draw(64, 64), draw(96, 64, "blue")  # 4 and 6 tokens
+
+
+FORMS = {
+    "verl": (user("a<image>b<image>"), [RED, BLUE]),
+    "parts": (
+        user([
+            {"type": "text", "text": "a"}, {"type": "image"},
+            {"type": "text", "text": "b"}, {"type": "image"},
+        ]),
+        [RED, BLUE],
+    ),
+    "openai": (
+        user([
+            {"type": "text", "text": "a"}, {"type": "image_url", "image_url": {"url": to_url(RED)}},
+            {"type": "text", "text": "b"}, {"type": "image", "image": to_url(BLUE)},
+        ]),
+        [],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_rows_of_each_form_have_the_tokens_of_their_images_in_place(form, model, tokens, tmp_path):
+    chat, images = FORMS[form]
+    path = write(
+        tmp_path / "rows.jsonl", {"prompt": chat, "images": [to_url(i) for i in images] or None}
+    )
+    prompts, _ = load(model, path)
+    [prompt] = prompts.take([0])
+    text = load_tokenizer(model).decode(prompt.prompt_ids)
+    image = "<|vision_start|>{}<|vision_end|>"
+    red, blue = (image.format("<|image_pad|>" * n) for n in (4, 6))
+    assert f"user\na{red}b{blue}<|im_end|>" in text
+    assert [*prompt.images] == [inspect_image(content, 10**6).digest for content in (RED, BLUE)]
+    assert prompt.messages[0]["images"] == [*prompt.images]
+    assert prompt.fields == {"answer": ""}  # without the files
+
+
+def test_images_without_a_place_come_first_in_the_first_user_message(model, tmp_path):
+    chat = [{"role": "system", "content": "s"}, *user("u")]
+    path = write(tmp_path / "rows.jsonl", {"prompt": chat, "images": to_url(RED)})
+    [prompt] = load(model, path)[0].take([0])
+    text = load_tokenizer(model).decode(prompt.prompt_ids)
+    assert "user\n<|vision_start|><|image_pad|>" in text
+    assert prompt.prompt_ids.count(PAD) == 4
+
+
+def test_parquet_rows_of_bytes_and_of_paths_beside_the_file(model, tmp_path):
+    (tmp_path / "blue.png").write_bytes(BLUE)
+    table = pa.table({
+        "prompt": [user("<image>?"), user("<image>?")],
+        "images": [[{"bytes": RED, "path": None}], [{"bytes": None, "path": "blue.png"}]],
+        "answer": ["red", "blue"],
+    })  # fmt: skip
+    pq.write_table(table, tmp_path / "rows.parquet")
+    prompts, images = load(model, tmp_path / "rows.parquet")
+    taken = prompts.take([0, 1])
+    assert [p.prompt_ids.count(PAD) for p in taken] == [4, 6]
+    images.store.open_folder()
+    assert [images.store.read(p.images[0]) for p in taken] == [RED, BLUE]
+
+
+def test_a_row_without_images_is_text_among_rows_with_them(model, tmp_path):
+    rows = {"prompt": user("a")}, {"prompt": user("<image>"), "images": [to_url(RED)]}
+    prompts, _ = load(model, write(tmp_path / "rows.jsonl", *rows))
+    assert [len(p.images) for p in prompts.take([0, 1])] == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("row", "error"),
+    [
+        ({"images": [to_url(b"GIF89a")]}, r"row 0 has an entry of column 'images'.* not an image"),
+        ({"images": ["gone.png"]}, "row 0 .*'gone.png', which cannot be read .No such file"),
+        ({"images": ["https://host/a.png"]}, "row 0 .*allowed: an image file as bytes"),
+        ({"images": [to_url(draw(200, 200))]}, "200 x 200 pixels; allowed: up to 30000"),
+        ({"images": [3]}, "row 0 .*'3'; allowed"),
+        ({"prompt": user("<image>"), "images": [to_url(RED)] * 2}, "1 more than its messages"),
+        ({"prompt": user("<image><image>"), "images": [to_url(RED)]}, "row 0 has fewer images"),
+        ({"images": [to_url(RED)] * 4}, "row 0 has 4 images; allowed: up to rollout.max_images=3"),
+        ({"images": [to_url(draw(1, 250))]}, "row 0 of 1 x 250 pixels: absolute aspect ratio"),
+        ({"prompt": user("<|image_pad|>"), "images": [to_url(RED)]}, "2 image placeholders"),
+        ({"prompt": user([{"type": "video"}])}, "parts of the types text"),
+    ],
+)
+def test_a_wrong_row_is_one_error_that_names_it(row, error, model, tmp_path):
+    path = write(tmp_path / "rows.jsonl", {"prompt": user("?"), **row})
+    with pytest.raises(ConfigError, match=error):
+        load(model, path, max_image_pixels=30000)
+
+
+def test_a_damaged_file_is_an_error_when_its_row_is_drawn(model, tmp_path):
+    noise = io.BytesIO()
+    Image.effect_noise((64, 64), 90).save(noise, "PNG")
+    cut = noise.getvalue()[:-900]
+    path = write(tmp_path / "rows.jsonl", {"prompt": user("?"), "images": [to_url(cut)]})
+    prompts, _ = load(model, path)
+    with pytest.raises(ConfigError, match="row 0 has an image that is a damaged image file"):
+        prompts.take([0])
+
+
+def test_a_model_without_images_refuses_the_column_by_its_type(model, tmp_path):
+    config = json.loads((model / "config.json").read_text()) | {"model_type": "llava"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    data = DataConfig(images_column="images")
+    with pytest.raises(ConfigError, match="model_type 'llava' takes no images here; allowed: qwen"):
+        load_row_images(data, str(tmp_path), str(tmp_path))
+
+
+def test_tokens_of_an_image_are_as_many_as_its_merged_patches(tokens):
+    for size in ((64, 64), (96, 64), (33, 47), (1000, 600)):
+        values, grid = tokens.compute_pixels(draw(*size))
+        assert len(values) == grid.prod()
+        assert tokens.count(size) == tokens.count_in_grid(grid) == grid.prod() // 4
+
+
+def test_collapse_undoes_expand(tokens):
+    ids = [1, tokens.token_id, 2, 3, tokens.token_id]
+    expanded = tokens.expand(ids, [(64, 64), (96, 64)])
+    assert len(expanded) == 3 + 4 + 6
+    assert tokens.collapse(expanded) == ids
+    with pytest.raises(ImageError, match="2 image placeholders in its text for 1 images"):
+        tokens.expand(ids, [(64, 64)])
+
+
+def test_a_store_writes_once_it_is_open_and_names_what_it_lacks(tmp_path):
+    store = ImageStore(tmp_path / "images")
+    digest = store.add(inspect_image(RED, 10**6))
+    assert not store.folder.exists()
+    assert store.read(digest) == RED
+    store.open_folder()
+    assert [p.name for p in store.folder.iterdir()] == [digest]
+    assert ImageStore.open(store.folder).read(digest) == RED
+    with pytest.raises(ConfigError, match=r"image 00 is not in .*images"):
+        store.read("00")
+
+
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP", "GIF", "BMP"])
+def test_formats(kind):
+    assert inspect_image(draw(9, 7, kind=kind), 63).size == (9, 7)
+
+
+@pytest.mark.parametrize(
+    "url", ["data:text/html;base64,AA", "file:///etc/passwd", "data:image/png,"]
+)
+def test_other_urls_are_refused(url):
+    with pytest.raises(ImageError, match="allowed: a data:image"):
+        read_data_url(url)
+
+
+def test_supervised_rows_train_on_no_image_token(model, tmp_path):
+    chat = [*user("<image>?"), {"role": "assistant", "content": "red"}]
+    path = write(tmp_path / "rows.jsonl", {"messages": chat, "images": [to_url(RED)]})
+    data, tokenizer = ConversationsConfig(images_column="images"), load_tokenizer(model)
+    images = load_row_images(data, str(model), str(tmp_path))
+    examples = load_conversations(str(path), data, tokenizer, images=images)
+    batch = examples.take([0])
+    prompt, response = batch.jagged("prompt_ids")[0], batch.jagged("response_ids")[0]
+    assert (prompt == PAD).sum() == 4
+    assert tokenizer.decode(response) == "red<|im_end|>"
+    assert batch.array("images").tolist() == [inspect_image(RED, 10**6).digest]
+    assert images.store.read(str(batch.array("images")[0])) == RED
+
+
+def test_a_warm_start_has_the_images_of_its_rows(model, tmp_path):
+    chat = [*user("<image>?"), {"role": "assistant", "content": "red"}]
+    rows = {"messages": chat, "images": [to_url(RED)]}, {"messages": user("x") + chat[1:]}
+    path = write(tmp_path / "rows.jsonl", *rows)
+    data, tokenizer = DataConfig(images_column="images"), load_tokenizer(model)
+    images = load_row_images(data, str(model), str(tmp_path))
+    whole = load_chats(str(path), data, 64, tokenizer, images=images)
+    assert [bool(name) for name in whole.array("images").tolist()] == [True, False]
+    path = write(
+        tmp_path / "pairs.jsonl",
+        {"messages": user("<image>?"), "response": "red", "images": [to_url(RED)]},
+    )
+    pairs = load_supervised(str(path), "messages", "response", tokenizer, images=images)
+    assert pairs.jagged("prompt_ids")[0].tolist().count(PAD) == 4
