@@ -223,7 +223,8 @@ class AgentRunner:
         self.max_turns = config.max_turns
         self._running: dict[tuple[int, int], _Trajectory] = {}  # by group id and trajectory
         self.gate = Gate()  # holds requests of programs, and trajectories that have yet to begin
-        self._api_server = ApiServer(max_context)
+        max_images = self.codec.max_images if isinstance(self.codec, ImageCodec) else 0
+        self._api_server = ApiServer(max_context, max_images)
         self._loop: AgentLoop = LOOPS.bind(config.loop, config.settings)(self)
 
     def __getattr__(self, name: str) -> Any:

@@ -63,12 +63,15 @@ class Finish(RequestBody):
     status: Literal["finished", "truncated"] = "finished"
 
 
-def build_openai_app(find: Callable[[str], SessionHandler | None], max_context: int) -> ASGIApp:
+def build_openai_app(
+    find: Callable[[str], SessionHandler | None], max_context: int, max_images: int = 0
+) -> ASGIApp:
     """Build the app of a rollout server.
 
     Args:
         find: Returns the handler of a key; None for an unknown key.
         max_context: Tokens of a conversation.
+        max_images: Images of a conversation.
     """
     app = build_app()
     _add_generate_routes(app)
@@ -77,7 +80,7 @@ def build_openai_app(find: Callable[[str], SessionHandler | None], max_context: 
     return RequestGuard(
         app,
         find,
-        max_body_bytes=compute_max_body_bytes(max_context),
+        max_body_bytes=compute_max_body_bytes(max_context, max_images),
         on_too_large=SessionHandler.reach_limit,
     )
 

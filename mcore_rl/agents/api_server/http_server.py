@@ -154,13 +154,13 @@ class HttpServer:
         self._socket.close()
 
 
-def compute_max_body_bytes(max_context: int) -> int:
+def compute_max_body_bytes(max_context: int, max_images: int = 0) -> int:
     """Return the bytes that a request to a model with this context may have.
 
     64 a token are more than any conversation that fits needs, and a few MB of JSON are parsed
     before other requests wait for long.
     """
-    return min(MAX_BODY_BYTES, 2 * 2**20 + 64 * max_context)
+    return min(MAX_BODY_BYTES, 2 * 2**20 + 64 * max_context + max_images * 2**23)
 
 
 class RequestGuard:

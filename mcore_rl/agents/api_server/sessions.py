@@ -63,9 +63,9 @@ class ApiServer:
     The first `start` starts it. All calls are of one event loop.
     """
 
-    def __init__(self, max_context: int) -> None:
-        """Set the limit of conversations, `max_context` tokens."""
-        self._max_context = max_context
+    def __init__(self, max_context: int, max_images: int = 0) -> None:
+        """Set the limits of conversations: `max_context` tokens, and images."""
+        self._max_context, self._max_images = max_context, max_images
         self._by_key: dict[bytes, SessionHandler] = {}
         self._server: HttpServer | None = None
         self._lock = asyncio.Lock()
@@ -78,7 +78,8 @@ class ApiServer:
                 from mcore_rl.agents.api_server.app import build_openai_app
                 from mcore_rl.agents.api_server.http_server import HttpServer
 
-                server = HttpServer(build_openai_app(self._find, self._max_context), _HOST)
+                app = build_openai_app(self._find, self._max_context, self._max_images)
+                server = HttpServer(app, _HOST)
                 await server.start()
                 self._server = server
         return f"{self._server.url}/v1"
