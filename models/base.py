@@ -11,6 +11,7 @@ file from asking for endless rules.
 from __future__ import annotations
 
 import json
+import re
 import reprlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -29,6 +30,10 @@ HFConfig = dict[str, Any]  # the contents of config.json
 # Suffixes of architectures.
 CAUSAL = "ForCausalLM"
 CLASSIFICATION, SEQUENCE = "ForTokenClassification", "ForSequenceClassification"
+# Values of model_type with images, and the tensors that their checkpoints have transposed: in the
+# last two dimensions, against the parameters of transformers and vLLM.
+VISION_TYPES = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
+_TRANSPOSED = {"qwen3_vl_moe": re.compile(r"\.mlp\.experts\.(gate_up_proj|down_proj)$")}
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +120,8 @@ def get_user_family() -> str:
 def read_config(model_path: str | Path, setting: str = "model.path") -> HFConfig:
     """Read config.json of a checkpoint folder and check its fields.
 
+    Fields of the language model of a model with images stand beside the others, as of any model.
+
     Args:
         setting: Name of the setting with the path, for messages.
 
@@ -126,13 +133,31 @@ def read_config(model_path: str | Path, setting: str = "model.path") -> HFConfig
     if not path.is_file():
         raise ConfigError(f"{setting}={str(model_path)!r}: there is no config.json in that folder")
     config = read_json_object(path)
+    if has_images(config):
+        config = {**(config.get("text_config") or {}), **config}
     check_fields(config)
     return config
+
+
+def has_images(config: HFConfig) -> bool:
+    """Return whether a model takes images."""
+    return config.get("model_type") in VISION_TYPES
+
+
+def is_transposed(config: HFConfig, name: str) -> bool:
+    """Return whether the files of a model have a tensor transposed in its last two dimensions."""
+    pattern = _TRANSPOSED.get(str(config.get("model_type")))
+    return pattern is not None and pattern.search(name) is not None
 
 
 def get_family(config: HFConfig) -> Family:
     """Return the family that config.json names under "architectures"; a user's before others."""
     architectures = config.get("architectures") or []
+    if "vision_config" in config and not has_images(config):
+        raise ConfigError(
+            f"config.json: model_type={config.get('model_type')!r} has a vision_config, and "
+            f"nothing here makes its positions and pixel values; allowed: {', '.join(VISION_TYPES)}"
+        )
     # A value model is the same family with another head (models/heads.py).
     causal = [
         name.replace(CLASSIFICATION, CAUSAL).replace(SEQUENCE, CAUSAL) for name in architectures
@@ -143,6 +168,11 @@ def get_family(config: HFConfig) -> Family:
             return families[architecture]
     if _with_transformers and causal:
         return _BUILDERS[TRANSFORMERS](config)
+    if has_images(config):
+        raise ConfigError(
+            f"config.json: model_type={config['model_type']!r} takes images, for which Megatron "
+            "has no modules here; allowed: backend='fsdp' (actor.backend, engine.backend, ...)"
+        )
     reasons = "".join(f" ({_REFUSED[name]})" for name in causal if name in _REFUSED)
     raise ConfigError(
         f"config.json: architectures={architectures} is not supported{reasons}; "

@@ -17,6 +17,7 @@ from mcore_rl.models.base import (
     drop_mtp_layers,
     get_family,
     get_field,
+    has_images,
 )
 from mcore_rl.reshard.rules import LogicalTensor, Replicated, Weight
 
@@ -54,8 +55,13 @@ def build_value_config(config: HFConfig, kind: str = CLASSIFICATION) -> HFConfig
             keeps its suffix.
 
     Raises:
-        ConfigError: The checkpoint classifies into more than one label.
+        ConfigError: The checkpoint classifies into more than one label, or takes images.
     """
+    if has_images(config):
+        raise ConfigError(
+            f"config.json: model_type={config['model_type']!r} takes images, and transformers has "
+            "no value or reward model of it; allowed: a model of text as critic or reward model"
+        )
     if suffix := get_value_head_suffix(config):
         kind = suffix
         labels = config.get("id2label") or {"0": "", "1": ""}  # absent: transformers' default, two

@@ -2,11 +2,13 @@
 
 Most parameters are a tensor of the checkpoint. transformers stacks others from several, such as the
 experts of a layer (core_model_loading.py of transformers 5.19). Both are whole tensors one below
-the other, which the rule `StackedRows` divides over ranks by rows.
+the other, which the rule `StackedRows` divides over ranks by rows. Tensors that files have
+transposed are as the parameter here; CheckpointReader and write_checkpoint transpose.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import re
@@ -21,6 +23,8 @@ from mcore_rl.models.base import (
     Family,
     HFConfig,
     drop_mtp_layers,
+    has_images,
+    is_transposed,
     register_builder,
 )
 from mcore_rl.models.heads import get_value_head_suffix
@@ -36,7 +40,8 @@ def build_empty_model(hf_config: HFConfig, **options: Any) -> Any:
     """Build the model of a config.json on torch's meta device: shapes and no memory.
 
     Args:
-        options: Of transformers' from_config, such as attn_implementation.
+        options: Of transformers' from_config, such as attn_implementation, which is that of the
+            language model: a vision tower attends without causality, by torch's own function.
 
     Raises:
         ConfigError: The installed transformers has no such model.
@@ -51,9 +56,14 @@ def build_empty_model(hf_config: HFConfig, **options: Any) -> Any:
             f"config.json: model_type={model_type!r} is not in transformers "
             f"{transformers.__version__}; allowed: one that is, without code of its own"
         )
-    config = CONFIG_MAPPING[model_type].from_dict(_select_fields(hf_config))
+    config = _build_config(hf_config)
     options = {"attn_implementation": "eager", "trust_remote_code": False, **options}
-    auto_class = getattr(transformers, f"AutoModel{get_value_head_suffix(hf_config) or CAUSAL}")
+    suffix = get_value_head_suffix(hf_config) or CAUSAL
+    if has_images(hf_config):
+        suffix = "ForImageTextToText" if suffix == CAUSAL else suffix
+        text = options["attn_implementation"]
+        options["attn_implementation"] = {"text_config": text, "vision_config": "sdpa"}
+    auto_class = getattr(transformers, f"AutoModel{suffix}")
     try:
         with torch.device("meta"):
             return auto_class.from_config(config, dtype=torch.float32, **options)
@@ -64,6 +74,17 @@ def build_empty_model(hf_config: HFConfig, **options: Any) -> Any:
         ) from error
 
 
+def _build_config(hf_config: HFConfig) -> Any:
+    """Return transformers' config of a config.json."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    config_class, fields = CONFIG_MAPPING[hf_config["model_type"]], _select_fields(hf_config)
+    if "text_config" in fields:  # what stands beside it are copies of its fields
+        names = {field.name for field in dataclasses.fields(config_class)}
+        fields = {name: value for name, value in fields.items() if name in names}
+    return config_class.from_dict(fields)
+
+
 def _select_fields(hf_config: HFConfig) -> HFConfig:
     """Return a config.json without what chooses code, and without random numbers in training.
 
@@ -72,7 +93,9 @@ def _select_fields(hf_config: HFConfig) -> HFConfig:
     fields = {}
     for name, value in hf_config.items():
         is_random = any(part in name for part in ("dropout", "pdrop", "jitter"))
-        if name not in _CODE_FIELDS:
+        if isinstance(value, dict) and name.endswith("_config"):
+            fields[name] = _select_fields(value)
+        elif name not in _CODE_FIELDS:
             fields[name] = 0.0 if is_random and isinstance(value, float) else value
     return fields
 
@@ -111,13 +134,43 @@ def map_parameters(model: Any) -> dict[str, Rule]:
         if name not in sources:
             raise ConfigError(f"no tensor of a checkpoint becomes the parameter {name}")
         by_pattern = sources[name]
-        names = _list_parts(name, by_pattern, converter_of)
+        if _is_transposed(model, name, by_pattern, converter_of):
+            names = [name for names in by_pattern.values() for name in names]
+        else:
+            names = _list_parts(name, by_pattern, converter_of)
         parts = tuple(LogicalTensor(part, tuple(stored[part].shape)) for part in names)
         if name not in parameters:
             rules[name] = Replicated(parts[0])
         else:
             rules[name] = StackedRows(parts, value.shape[0])
     return rules
+
+
+def _is_transposed(
+    model: Any,
+    name: str,
+    sources: Mapping[str | None, list[str]],
+    converter_of: Mapping[str | None, Any],
+) -> bool:
+    """Return whether a parameter is one tensor of a checkpoint, transposed as the reader does it.
+
+    Raises:
+        ConfigError: Its last two dimensions are equal: transformers would not transpose it.
+    """
+    from transformers.core_model_loading import Transpose
+
+    converter = converter_of.get(next(iter(sources)))
+    operations = getattr(converter, "operations", [])
+    is_one = len(operations) == 1 and isinstance(operations[0], Transpose)
+    if not is_one or not is_transposed({"model_type": model.config.model_type}, name):
+        return False
+    shape = tuple(model.get_parameter(name).shape)
+    if shape[-1] == shape[-2]:
+        raise ConfigError(
+            f"{name} has the shape {shape}: transformers takes a matrix that is square as it is, "
+            "and vLLM transposes it; allowed: a model whose files read the same in both"
+        )
+    return {operations[0].dim0, operations[0].dim1} == {1, 2} and len(shape) == 3
 
 
 def _list_parts(
@@ -138,7 +191,8 @@ def _list_parts(
         kinds = ", ".join(type(item).__name__ for item in converter.operations)
         raise ConfigError(
             f"{name}: transformers makes it of tensors of the checkpoint by {kinds}; supported: "
-            "one tensor, or the experts of a layer stacked"
+            "one tensor, the experts of a layer stacked, or stacked experts transposed as those of "
+            "qwen3_vl_moe"
         )
     lists = [sorted(sources[pattern], key=_get_numbers) for pattern in converter.source_patterns]
     return [part for expert in zip(*lists, strict=True) for part in expert]
@@ -183,18 +237,16 @@ def build_family(hf_config: HFConfig) -> Family:
 
     Its models train with backend=fsdp only; vLLM's parameters are unknown.
     """
-    suffix = get_value_head_suffix(hf_config)
-    architecture = hf_config["architectures"][0].removesuffix(suffix).removesuffix(CAUSAL)
+    suffix, architecture = get_value_head_suffix(hf_config), hf_config["architectures"][0]
+    if not has_images(hf_config):
+        architecture = architecture.removesuffix(suffix).removesuffix(CAUSAL) + CAUSAL
     name = str(hf_config.get("model_type"))
-    return Family(name, architecture + CAUSAL, _map_config, _refuse_layers, _map_tensors)
+    return Family(name, architecture, _map_config, refuse_layers, _map_tensors)
 
 
 def _map_config(config: HFConfig) -> dict[str, Any]:
     """Return sizes by Megatron's names, from the fields of transformers' config."""
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-
-    values = CONFIG_MAPPING[config["model_type"]].from_dict(_select_fields(config))
-    values = values.get_text_config()
+    values = _build_config(config).get_text_config()
 
     def read(*names: str) -> Any:
         return next((v for v in (getattr(values, name, None) for name in names) if v), 0)
@@ -226,7 +278,8 @@ def _map_config(config: HFConfig) -> dict[str, Any]:
     return fields
 
 
-def _refuse_layers(config: Any, vp_stage: int | None) -> Any:
+def refuse_layers(config: Any, vp_stage: int | None) -> Any:
+    """Raise ConfigError: the layer_spec of a family that Megatron cannot build."""
     raise ConfigError(
         "this architecture has no layers of Megatron here; allowed: backend='fsdp', or a family of "
         "your own in model.family"

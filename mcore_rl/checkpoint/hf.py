@@ -25,6 +25,7 @@ from mcore_rl.models.base import (
     HFConfig,
     drop_mtp_layers,
     get_family,
+    is_transposed,
     pad_vocab_size,
     read_config,
 )
@@ -33,7 +34,8 @@ from mcore_rl.reshard.rules import Block, Box, LogicalTensor, list_logical_tenso
 INDEX_FILE = "model.safetensors.index.json"
 _SINGLE_FILE = "model.safetensors"
 _DERIVED = ".rotary_emb.inv_freq"  # suffix of tensors that follow from config.json
-_HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+_HEAD = "lm_head.weight"
+_EMBEDDINGS = ("model.embed_tokens.weight", "model.language_model.embed_tokens.weight")
 _ROWS_PER_READ = 4096  # when a tied head is compared with the embedding
 _WEIGHT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 CRC32_KEY = "mcore_rl.crc32"  # in __metadata__ of a file: JSON, 8 hex digits per tensor name
@@ -81,7 +83,8 @@ class CheckpointReader:
 
     A weight in float8 blocks (checkpoint/fp8.py) and its scales are one tensor here, their product.
     Rotary frequencies, which follow from config.json, are left out, as in transformers and vLLM. So
-    is the output head of a model with tied embeddings; `check` compares the two.
+    is the output head of a model with tied embeddings; `check` compares the two. Experts that files
+    have transposed (models/base.is_transposed) are here as the model has them.
 
     Args:
         setting: Name of the setting with the path, for messages.
@@ -97,8 +100,11 @@ class CheckpointReader:
         config: HFConfig = read_checkpoint_config(self.path, setting) if has_config else {}
         located = _locate_tensors(self.path, setting)
         self._file_of = {n: file for n, file in located.items() if not n.endswith(_DERIVED)}
-        is_tied = config.get("tie_word_embeddings") and _EMBEDDING in self._file_of
+        self._embedding = next((name for name in _EMBEDDINGS if name in self._file_of), "")
+        is_tied = config.get("tie_word_embeddings") and self._embedding
         self._tied_head = self._file_of.pop(_HEAD, None) if is_tied else None
+        self._transposed = frozenset(n for n in self._file_of if is_transposed(config, n))
+        self._check_transposed(config)
         self._scaled = self._find_scaled_weights()
 
     @property
@@ -108,16 +114,17 @@ class CheckpointReader:
 
     def get_shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of a tensor."""
-        return self._get_entry(name).shape
+        shape = self._get_entry(name).shape
+        return swap_last(shape) if name in self._transposed else shape
 
     def get_shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the shapes of all tensors by name."""
         scales = {name + fp8.SCALE_SUFFIX for name in self._scaled}
-        return {
-            name: file.entries[name].shape
-            for name, file in self._file_of.items()
-            if name not in scales
-        }
+        return {name: self.get_shape(name) for name in self._file_of if name not in scales}
+
+    def view_as_stored(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a view of a tensor with its dimensions in the order of the file."""
+        return tensor.transpose(-1, -2) if name in self._transposed else tensor
 
     def get_dtype(self, name: str) -> torch.dtype:
         """Return the dtype that `read` returns: that of the file, bfloat16 for float8."""
@@ -168,6 +175,8 @@ class CheckpointReader:
         If the dtype differs from that of the file, the block is in memory in both.
         """
         name, box = block.tensor.name, block.box
+        if name in self._transposed:
+            box, out = Box(swap_last(box.offsets), swap_last(box.sizes)), out.transpose(-1, -2)
         stored_dtype = self._get_entry(name).dtype
         if name in self._scaled:
             quantized = _read_stored(self._file_of[name], name, box)
@@ -213,7 +222,7 @@ class CheckpointReader:
         """
         if self._tied_head is None:
             return
-        stored = {_HEAD: self._tied_head, _EMBEDDING: self._file_of[_EMBEDDING]}
+        stored = {_HEAD: self._tied_head, self._embedding: self._file_of[self._embedding]}
         head, embedding = (file.entries[name] for name, file in stored.items())
         is_equal = (head.shape, head.dtype) == (embedding.shape, embedding.dtype)
         for start in range(0, head.shape[0] if is_equal else 0, _ROWS_PER_READ):
@@ -223,15 +232,26 @@ class CheckpointReader:
             is_equal &= torch.equal(first.view(torch.uint8), second.view(torch.uint8))
         if not is_equal:
             raise ConfigError(
-                f"checkpoint {self.path} has {_HEAD}, which is not {_EMBEDDING}, and config.json "
-                "has tie_word_embeddings=true; allowed: no such tensor, an equal one, or "
-                "tie_word_embeddings=false"
+                f"checkpoint {self.path} has {_HEAD}, which is not {self._embedding}, and "
+                "config.json has tie_word_embeddings=true; allowed: no such tensor, an equal one, "
+                "or tie_word_embeddings=false"
             )
 
     def _get_entry(self, name: str) -> Entry:
         if name not in self._file_of:
             raise ConfigError(f"checkpoint {self.path} lacks tensor {name}")
         return self._file_of[name].entries[name]
+
+    def _check_transposed(self, config: HFConfig) -> None:
+        """Raise ConfigError for experts that are not transposed in the files."""
+        for name in sorted(self._transposed):
+            shape, hidden = self._get_entry(name).shape, config.get("hidden_size")
+            if len(shape) != 3 or shape[2 if name.endswith("down_proj") else 1] != hidden:
+                raise ConfigError(
+                    f"checkpoint {self.path}: {name} has shape {shape}, with hidden_size={hidden}; "
+                    "allowed: [experts, hidden, 2 * intermediate] and [experts, intermediate, "
+                    "hidden], as published models have them and vLLM reads them"
+                )
 
     def _find_scaled_weights(self) -> frozenset[str]:
         """Return the names of the weights in float8.
@@ -263,6 +283,15 @@ class CheckpointReader:
                     f"shape {scale_shape}, one for each block of {fp8.BLOCK} x {fp8.BLOCK}"
                 )
         return frozenset(scaled)
+
+
+def swap_last(values: tuple[int, ...]) -> tuple[int, ...]:
+    """Return values of dimensions with the last two of them exchanged.
+
+    >>> swap_last((4, 64, 96))
+    (4, 96, 64)
+    """
+    return (*values[:-2], values[-1], values[-2])
 
 
 def _read_stored(file: SafetensorsFile, name: str, box: Box) -> torch.Tensor:

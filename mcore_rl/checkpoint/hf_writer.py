@@ -20,6 +20,7 @@ from mcore_rl.checkpoint.files import open_atomic, view_bytes, write_at
 from mcore_rl.checkpoint.hf import CRC32_KEY, DTYPES, INDEX_FILE, LENGTH_BYTES, Entry
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.json_file import read_json_object
+from mcore_rl.models.base import is_transposed
 
 # Files that are copied with the weights: config, tokenizer, chat templates, code.
 _COMPANIONS = (
@@ -191,9 +192,10 @@ def copy_companions(
     if (reference / "config.json").is_file():
         config = read_json_object(reference / "config.json")
         config.pop("quantization_config", None)
-        for key in ("dtype", "torch_dtype"):  # transformers 5 and 4
-            if key in config:
-                config[key] = str(dtype).removeprefix("torch.")
+        for fields in (config, *(config.get(f"{part}_config") for part in ("text", "vision"))):
+            for key in ("dtype", "torch_dtype"):  # transformers 5 and 4
+                if fields and key in fields:
+                    fields[key] = str(dtype).removeprefix("torch.")
         _write_json(folder / "config.json", config | dict(changes or {}))
 
 
@@ -233,6 +235,17 @@ def reserve_folder(path: Path, num_bytes: int) -> Iterator[None]:
             path.parent.rmdir()
 
 
+def _order_dims(
+    tensors: Iterable[tuple[str, torch.Tensor]], reference: Path
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield tensors on the host, with their dimensions in the order of files of `reference`."""
+    file = reference / "config.json"
+    config = read_json_object(file) if file.is_file() else {}
+    for name, tensor in tensors:
+        host = tensor.detach().cpu()
+        yield name, host.transpose(-1, -2) if is_transposed(config, name) else host
+
+
 def write_checkpoint(
     path: str | Path,
     tensors: Iterable[tuple[str, torch.Tensor]],
@@ -246,6 +259,7 @@ def write_checkpoint(
     At most one shard is in memory. The folder gets its name when it is complete.
 
     Args:
+        tensors: As CheckpointReader has them: some are transposed in the files.
         config_changes: Fields of config.json to set.
         write_more: Writes further files into the folder, before it gets its name.
 
@@ -256,7 +270,7 @@ def write_checkpoint(
     with atomic_dir(Path(path)) as folder:
         shards: list[ShardPlan] = []
         largest = TensorPlan("", (), torch.float32)  # small tensors may be float32
-        on_cpu = ((name, tensor.detach().cpu()) for name, tensor in tensors)
+        on_cpu = _order_dims(tensors, Path(reference))
         for shard in group_by_size(on_cpu, max_shard_bytes, lambda item: item[1].nbytes):
             plans = [TensorPlan(name, tuple(t.shape), t.dtype) for name, t in shard]
             shards.append(_plan_shard(f"shard-{len(shards)}", plans))

@@ -16,11 +16,13 @@ import torch_reference
 import transformers
 from safetensors.torch import load_file
 
+from mcore_rl.checkpoint.hf import CheckpointReader
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import FSDPConfig, Layout, LoRAConfig, RecomputeConfig
 from mcore_rl.data.batch import Batch
 from mcore_rl.engine.base import EngineSpec, create_engine
 from mcore_rl.parallel.mesh import Mesh
+from tests import tiny_vision
 from tests.nightly import all_but
 
 TEMPERATURE = 0.7
@@ -70,9 +72,11 @@ LAYOUTS = {
     "replicas ep2": (Layout(dp=4, ep=2), {"fsdp": FSDPConfig(num_replicas=2)}),
 }
 DENSE = ("one rank", "dp2", "cp2", "dp3", "dp2 cp2", "replicas", "offload")
+VISION = ("one rank", "dp2", "dp3", "replicas", "offload")
 DIVIDED = ("qwen3_moe", "tied", "mixtral", "deepseek_v3")
 CASES = [
     *((family, name) for family in FAMILIES if family != "qwen3_next" for name in DENSE),
+    *((family, name) for family in tiny_vision.KINDS for name in VISION),
     *((family, name) for family in DIVIDED for name in LAYOUTS if name.endswith("ep2")),
 ]  # fmt: skip
 SELECTED = [
@@ -81,6 +85,7 @@ SELECTED = [
     ("olmo3", "one rank"), ("phi3", "dp2"), ("cohere2", "cp2"), ("gpt_oss", "cp2"),
     ("deepseek_v3", "cp2"), ("deepseek_v3", "ep2"), ("qwen3_moe", "dp2 cp2 ep2"),
     ("mixtral", "dp2"), ("mixtral", "ep2"), ("phi", "dp2"), ("tied", "ep2"),
+    ("qwen2_5_vl", "one rank"), ("qwen3_vl_moe", "dp2"),
 ]  # fmt: skip
 
 
@@ -92,6 +97,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         config = transformers.AutoConfig.for_model(kind, **(_SHAPE | changes))
         paths[name] = folder / name
         tiny_models.build_from(config).save_pretrained(paths[name])
+    for kind in tiny_vision.KINDS:  # texts alone
+        paths[kind] = folder / kind
+        tiny_vision.save(paths[kind], kind)
     return paths
 
 
@@ -142,7 +150,8 @@ def join_rows(results: list[ranks.Result], name: str) -> torch.Tensor:
 def check_steps(path: Path, layout: Layout, changes: dict[str, Any]) -> None:
     batch = tiny_models.make_batch()
     results = run_steps(path, layout, changes, batch)
-    stored = load_file(path / "model.safetensors")
+    reader = CheckpointReader(path)
+    stored = {name: reader.read_tensor(name) for name in reader.get_shapes()}
     exported, trained = results[0]["exported"], results[0]["trained"]
     assert all(not result["exported"] for result in results[1:])
     assert exported.keys() == stored.keys() == trained.keys()
@@ -276,15 +285,20 @@ def resume(path: Path, layout: Layout, batch: Batch, folder: Path) -> ranks.Resu
     return {"steps": steps, "saved": saved, "trained": dict(engine.get_per_tensor_param())}
 
 
-@pytest.mark.parametrize(
-    "layout", [Layout(dp=3), Layout(dp=2, cp=2, ep=2), Layout()], ids=["dp3", "dp2 cp2 ep2", "one"]
-)
-def test_a_checkpoint_of_two_ranks_goes_on_in_any_layout(models, layout, tmp_path_factory):
-    path, batch = models["qwen3_moe"], tiny_models.make_batch()
-    folder = tmp_path_factory.getbasetemp() / "fsdp_checkpoint" / "saved"
+RESUMED = [
+    ("qwen3_moe", "dp3"), ("qwen3_moe", "dp2 cp2 ep2"), ("qwen3_moe", "one rank"),
+    ("qwen3_vl_moe", "dp3"), ("qwen2_5_vl", "one rank"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("family", "name"), all_but(RESUMED[:-1], RESUMED))
+def test_a_checkpoint_of_two_ranks_goes_on_in_any_layout(models, family, name, tmp_path_factory):
+    path, batch, layout = models[family], tiny_models.make_batch(), LAYOUTS[name][0]
+    folder = tmp_path_factory.getbasetemp() / "fsdp_checkpoint" / family
+    saving = Layout(dp=2, ep=2 if family == "qwen3_moe" else 1)
     if not folder.exists():
-        save(path, Layout(dp=2, ep=2), batch, folder)
-    saved = save(path, Layout(dp=2, ep=2), batch, folder)[0]
+        save(path, saving, batch, folder)
+    saved = save(path, saving, batch, folder)[0]
     resumed = resume(path, layout, batch, folder)[0]
     for step, expected in zip(resumed["steps"], saved["steps"][2:], strict=True):
         assert step == pytest.approx(expected, rel=1e-5, abs=1e-6)
@@ -369,7 +383,7 @@ def resume_adapters(path: Path, layout: Layout, batch: Batch, folder: Path) -> r
     return {"steps": steps, "merged": dict(engine.get_per_tensor_param())}
 
 
-@pytest.mark.parametrize("family", ["qwen3", "phi3"])
+@pytest.mark.parametrize("family", all_but(["qwen3", "phi3"], ["qwen3", "phi3", "qwen3_vl"]))
 def test_adapters_train_resume_and_export_as_peft_has_them(models, family, tmp_path):
     path, batch = models[family], tiny_models.make_batch()
     result = train_adapters(path, Layout(dp=2), batch, tmp_path / "saved")[0]
@@ -378,10 +392,11 @@ def test_adapters_train_resume_and_export_as_peft_has_them(models, family, tmp_p
         assert torch.equal(tensor, stored[name]), name
     changed = {n for n, tensor in result["merged"].items() if not torch.equal(tensor, stored[n])}
     assert changed == result["factors"].keys() and changed
+    assert not any("visual" in name for name in changed)
     for name, (a, b) in result["factors"].items():
         merged = stored[name] + 2.0 * b @ a
         torch.testing.assert_close(result["merged"][name], merged, rtol=0, atol=1e-6, msg=name)
-    model = transformers.AutoModelForCausalLM.from_pretrained(path)
+    model = torch_reference.load(path)
     mine = batch.take(range(6))
     for state, name in ((stored, "base"), (result["merged"], "scored")):
         model.load_state_dict(unfuse(model, state), strict=False)

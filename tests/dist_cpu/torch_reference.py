@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,9 @@ EPSILON = 1e-3
 
 def load(path: Path) -> Any:
     """Load a model whose experts take rows of any size."""
-    model = transformers.AutoModelForCausalLM.from_pretrained(path)
+    has_images = "vision_config" in json.loads((path / "config.json").read_text())
+    kind = "ImageTextToText" if has_images else "CausalLM"
+    model = getattr(transformers, f"AutoModelFor{kind}").from_pretrained(path)
     model.set_experts_implementation("eager")
     return model
 

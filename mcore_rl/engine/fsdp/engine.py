@@ -66,6 +66,7 @@ from mcore_rl.models.base import (
     HFConfig,
     get_family,
     get_model_sizes,
+    has_images,
     read_config,
 )
 from mcore_rl.models.heads import build_value_config, list_value_changes
@@ -570,6 +571,12 @@ def _check_settings(key: str, engine: EngineConfig, lane: str) -> None:
 def _check_model(key: str, engine: EngineConfig, hf_config: HFConfig) -> None:
     """Check that the layout divides the model."""
     sizes = get_model_sizes(hf_config)
+    for name in ("cp", "ep") if has_images(hf_config) else ():
+        if (size := getattr(engine.layout, name)) > 1:
+            raise ConfigError(
+                f"{key}.layout.{name}={size}: model_type={hf_config['model_type']!r} takes images, "
+                "and their tokens and experts are not divided over ranks; allowed: 1"
+            )
     check_divides(
         f"{key}.layout.cp", engine.layout.cp, "attention heads", sizes.num_attention_heads
     )

@@ -46,15 +46,17 @@ class LoRALinear(torch.nn.Linear):
 def attach_adapters(model: Any, config: LoRAConfig, key: str = "lora") -> None:
     """Freeze a model on the meta device and replace the linear layers of the targets.
 
-    The default targets, which are names of Megatron, mean all linear layers but the head.
+    The default targets, which are names of Megatron, mean all linear layers but the head. A vision
+    tower has no targets.
 
     Raises:
         ConfigError: A target is the name of no linear layer.
     """
     head = model.get_output_embeddings()
+    decoder = getattr(model.base_model, "language_model", model.base_model)
     linears = {
         name: module
-        for name, module in model.base_model.named_modules()
+        for name, module in decoder.named_modules()
         if isinstance(module, torch.nn.Linear) and module is not head
     }
     allowed = {name.rpartition(".")[2] for name in linears}
@@ -70,7 +72,7 @@ def attach_adapters(model: Any, config: LoRAConfig, key: str = "lora") -> None:
     for name, linear in linears.items():
         parent, _, child = name.rpartition(".")
         if child in targets:
-            setattr(model.base_model.get_submodule(parent), child, LoRALinear(linear, config))
+            setattr(decoder.get_submodule(parent), child, LoRALinear(linear, config))
 
 
 def map_factors(model: Any) -> tuple[Weight, ...]:

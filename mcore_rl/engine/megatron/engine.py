@@ -15,6 +15,7 @@ import mcore_rl.models  # noqa: F401  (fills the family registry)
 from mcore_rl.algorithms.correction import find_gaps_beyond
 from mcore_rl.checkpoint.hf import CheckpointReader
 from mcore_rl.checkpoint.peft import Factors, check_targets
+from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.resolve_engine import resolve_model_engine, resolve_model_layout
 from mcore_rl.config.schema import EngineConfig
 from mcore_rl.data.batch import Batch
@@ -57,6 +58,7 @@ from mcore_rl.models.heads import (
     map_value_head_weights,
     map_value_weights,
 )
+from mcore_rl.models.transformers_model import refuse_layers
 from mcore_rl.parallel.mesh import Mesh, split_into_chunks
 from mcore_rl.reshard.executor import LocalWeights
 from mcore_rl.reshard.rules import Weight, list_logical_tensors
@@ -526,6 +528,12 @@ def _check_settings(key: str, engine: EngineConfig, lane: str) -> None:
 
 def _check_model(key: str, engine: EngineConfig, hf_config: HFConfig) -> None:
     """Check that the layout divides the model, and that it has the parts that settings name."""
+    family = get_family(hf_config)
+    if family.layer_spec is refuse_layers:
+        raise ConfigError(
+            f"{key}.backend='megatron': {family.architecture} has no layers of Megatron here; "
+            f"allowed: {key}.backend=fsdp, or a family of your own in model.family"
+        )
     sizes = get_model_sizes(hf_config)
     resolve_model_layout(f"{key}.layout", engine.layout, sizes)
     resolve_model_engine(key, engine, sizes)

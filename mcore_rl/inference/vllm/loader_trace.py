@@ -327,7 +327,7 @@ def trace_loader(model: Any, model_path: str) -> list[ListedParameter]:
         for name, shape in reader.get_shapes().items():
             value = torch.empty(shape, dtype=reader.get_dtype(name), device="meta")
             recorder.add(name, value)
-            yield name, value
+            yield name, reader.view_as_stored(name, value)
 
     with torch.no_grad(), _keep_tensors(model), _DataRecorder(recorder), recorder:
         try:

@@ -448,7 +448,7 @@ class _Float8Loader(DefaultModelLoader):
         reader = CheckpointReader(model_config.model)
         for name in reader.get_shapes():
             if not should_skip_weight(name, self.local_expert_ids):
-                yield name, reader.read_tensor(name)
+                yield name, reader.view_as_stored(name, reader.read_tensor(name))
 
 
 class _TracedLoader(DefaultModelLoader):
