@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,14 +27,33 @@ def load(path: Path) -> Any:
     return model
 
 
-def score(model: Any, batch: Batch, temperature: float) -> dict[str, list[torch.Tensor]]:
-    """Score one sample at a time with transformers."""
+def score(
+    model: Any, batch: Batch, temperature: float, pixels: Mapping[str, Any] | None = None
+) -> dict[str, list[torch.Tensor]]:
+    """Score one sample at a time with transformers.
+
+    Args:
+        pixels: Pixel values and grid of each image, by its name in the column `images`.
+    """
     scores: dict[str, list[torch.Tensor]] = {"log_probs": [], "entropy": []}
-    for prompt, response in zip(batch["prompt_ids"], batch["response_ids"], strict=True):
+    names = batch.array("images").tolist() if "images" in batch else [""] * len(batch)
+    for prompt, response, images in zip(
+        batch["prompt_ids"], batch["response_ids"], names, strict=True
+    ):
         ids = torch.tensor([[*prompt, *response]])
-        logits = model(ids, use_cache=False).logits[0, len(prompt) - 1 : -1] / temperature
+        targets, options = torch.from_numpy(response.copy())[:, None], {}
+        ids[0, -1] = 0  # it is scored, and read by nothing: it may stand for an image
+        if pixels and images:
+            values, grids = zip(*(pixels[name] for name in images.split()), strict=True)
+            kinds = (ids == model.config.image_token_id).int()
+            options = {"pixel_values": torch.cat(values), "image_grid_thw": torch.stack(grids)}
+            grid = options["image_grid_thw"]
+            options["position_ids"] = model.model.get_rope_index(
+                ids, mm_token_type_ids=kinds, image_grid_thw=grid
+            )[0]
+        logits = model(ids, use_cache=False, **options).logits[0, len(prompt) - 1 : -1]
+        logits = logits / temperature
         log_probs = logits.log_softmax(-1)
-        targets = torch.from_numpy(response.copy())[:, None]
         scores["log_probs"].append(log_probs.gather(1, targets)[:, 0])
         scores["entropy"].append(-(log_probs.exp() * log_probs).sum(-1))
     return scores
@@ -44,7 +64,11 @@ def decays(name: str, parameter: torch.Tensor) -> bool:
 
 
 def train(
-    path: Path, batch: Batch, settings: OptimizerConfig, num_steps: int
+    path: Path,
+    batch: Batch,
+    settings: OptimizerConfig,
+    num_steps: int,
+    pixels: Mapping[str, Any] | None = None,
 ) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Take steps of ranks.LOSS with torch alone; return gradient norms and weights."""
     model = load(path)
@@ -64,7 +88,7 @@ def train(
     norms = []
     for step in range(1, num_steps + 1):
         optimizer.zero_grad()
-        log_probs = score(model, batch, 1.0)["log_probs"]
+        log_probs = score(model, batch, 1.0, pixels)["log_probs"]
         flat = torch.cat(log_probs)
         old, reference, advantages, weights, kl_weights = (
             torch.from_numpy(batch.jagged(name).values.copy())

@@ -280,6 +280,7 @@ class FSDPEngine(BaseEngine):
         micros = build_micro_batches(batch, limit, self._split, cost, self.device, group=group)
         if self.vision is None:
             return micros
+        self.root.runs_tower = bool(self._find_largest(self.vision.count(batch)))
         return [self.vision.add(batch, micro) for micro in micros]
 
     @torch.no_grad()

@@ -46,7 +46,7 @@ class ShardedPolicy(torch.nn.Module):
     def __init__(self, model: Any) -> None:
         super().__init__()
         self.model = model
-        self.has_tower = hasattr(model.base_model, "get_image_features")
+        self.runs_tower = False  # in every pass, as the batch has images on any rank
 
     def forward(self, micro: MicroBatch, pack: Pack, settings: ScoreSettings | None) -> Any:
         """Return scores; without settings whether logits are the product of states and head."""
@@ -60,20 +60,25 @@ class ShardedPolicy(torch.nn.Module):
         return _score_logits(logits / settings.temperature, micro, settings)
 
     def _get_states(self, micro: MicroBatch, pack: Pack) -> torch.Tensor:
+        zero = self._run_unused_tower(micro)
         output = self.model.base_model(**_build_inputs(micro, pack))
         states: torch.Tensor = output.last_hidden_state[0].index_select(0, micro.hidden_rows)
-        return self._add_tower(states, micro)
+        return states + zero
 
     def _get_logits(self, micro: MicroBatch, pack: Pack) -> torch.Tensor:
+        zero = self._run_unused_tower(micro)
         inputs = _build_inputs(micro, pack)
         logits: torch.Tensor = self.model(**inputs, logits_to_keep=micro.hidden_rows).logits[0]
-        return self._add_tower(logits, micro)
+        return logits + zero
 
-    def _add_tower(self, output: torch.Tensor, micro: MicroBatch) -> torch.Tensor:
-        """Let the layers for images take part in a pass without any."""
-        if not self.has_tower or "pixel_values" in micro.model_inputs:
-            return output
-        return output + run_unused_tower(self.model).to(output.dtype)
+    def _run_unused_tower(self, micro: MicroBatch) -> Any:
+        """Let the layers for images take part in a pass without any, where others have some.
+
+        They run first, as in a pass with images: ranks gather and reduce layers in one order.
+        """
+        if not self.runs_tower or "pixel_values" in micro.model_inputs:
+            return 0
+        return run_unused_tower(self.model).to(self.model.dtype)
 
     def _compare_logits(self, micro: MicroBatch, pack: Pack) -> bool:
         """Return whether the head gets the decoder's states and gives the logits, bit for bit."""

@@ -34,6 +34,11 @@ class VisionInputs:
         self._tokens, self._store = tokens, store
         self._cache: OrderedDict[str, Pixels] = OrderedDict()  # least recently used first
 
+    @staticmethod
+    def count(batch: Batch) -> int:
+        """Return the number of images of a batch."""
+        return sum(map(len, map(str.split, batch.array(IMAGES)))) if IMAGES in batch else 0
+
     def add(self, batch: Batch, micro: MicroBatch) -> MicroBatch:
         """Return a micro-batch of the batch with the model's inputs for its images.
 
@@ -104,5 +109,5 @@ def run_unused_tower(model: Any) -> torch.Tensor:
     pixels = torch.zeros(size * size, values, device=device)
     grid = torch.tensor([[1, size, size]], device=device)
     output = model.base_model.get_image_features(pixel_values=pixels, image_grid_thw=grid)
-    features = [*output.pooler_output, *(getattr(output, "deepstack_features", None) or ())]
-    return 0 * torch.stack([feature.float().sum() for feature in features]).sum()
+    layers = [output.pooler_output, *(getattr(output, "deepstack_features", None) or ())]
+    return 0 * torch.stack([part.float().sum() for layer in layers for part in layer]).sum()
