@@ -225,6 +225,8 @@ def build_server_config(config: EvalConfig, device: str, path: str, chat_date: s
             prompt_column=data.prompt_column,
             answer_column=data.answer_column,
             tools_column=data.tools_column,
+            images_column=data.images_column,
+            max_image_pixels=data.max_image_pixels,
             max_prompt_tokens=data.max_prompt_tokens,
             long_prompts=data.long_prompts,
         ),

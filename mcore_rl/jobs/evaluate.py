@@ -20,6 +20,7 @@ from mcore_rl.agents.single_turn import Tokenizer, decode_response
 from mcore_rl.algorithms.estimates import compute_mean_and_error, majority_at_k, pass_at_k
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.json_file import read_json_object
+from mcore_rl.config.resolve import TRANSFORMERS
 from mcore_rl.config.resolve_rollout import list_reward_terms
 from mcore_rl.config.resolve_train import build_server_config, resolve_eval
 from mcore_rl.config.schema import EvalConfig, RLConfig, ScoringConfig
@@ -28,6 +29,7 @@ from mcore_rl.controller.pending_call import gather_results
 from mcore_rl.controller.worker_group import wait_until_built
 from mcore_rl.data.batch import Batch
 from mcore_rl.data.datasets import PromptDataset
+from mcore_rl.data.images import RowImages, load_row_images
 from mcore_rl.data.prompt_batches import build_held_out_batch
 from mcore_rl.data.tokenizer import check_tokenizer_matches, load_tokenizer
 from mcore_rl.inference.registry import check_server_settings
@@ -85,6 +87,7 @@ class _Inputs:
     tokenizer: Any
     sets: dict[str, PromptDataset]
     find_answer: FindAnswer | None  # for majority votes
+    images: RowImages | None  # reader of the images of data rows
 
     @property
     def digests(self) -> dict[str, str]:
@@ -107,7 +110,7 @@ def run(config: EvalConfig) -> None:
     started = get_start_time()
     resolve_eval(config)
     config = fetch_inputs(config)
-    use_family(config.model.family)
+    use_family(config.model.family or TRANSFORMERS)  # it is only served
     with (
         lock_run_dir(config.output_dir, config.resume, check_content) as run_lock,
         open_job_scope(run_lock) as scratch_dir,
@@ -159,6 +162,8 @@ def _evaluate_sets(
     ):
         write_json(folder / STARTED, build_settings(config, inputs.run, inputs.digests))
         (folder / SAMPLES).mkdir(exist_ok=True)
+        if inputs.images is not None:
+            inputs.images.store.open_folder()
         pending = [name for name in inputs.sets if name not in done]
         return {name: _evaluate_set(name, inputs, pool, folder / SAMPLES) for name in pending}
 
@@ -172,7 +177,7 @@ def dry_run(config: EvalConfig, console: Console | None = None) -> None:
     console = console or get_stdout_console()
     resolve_eval(config)
     config = fetch_inputs(config)
-    use_family(config.model.family)
+    use_family(config.model.family or TRANSFORMERS)  # it is only served
     folder, refusal = inspect_run_dir(config.output_dir, config.resume, check_content)
     with show_waiting("checking the inputs"):
         inputs = _check_inputs(config)
@@ -200,17 +205,18 @@ def _check_inputs(config: EvalConfig) -> _Inputs:
     RewardManager(config.reward, config.rollout.max_response_tokens)  # checks names and settings
     check_judge_models(config.reward, ())
     check_server_settings(run.rollout, device=detect_lane())
-    check_model(run)
+    check_model(run, is_trained=False)
     tokenizer = load_tokenizer(run.model.path, run.model.chat_date)
     check_tokenizer_matches(tokenizer, get_field(read_config(run.model.path), "vocab_size"))
+    images = load_row_images(run.data, run.model.path, config.output_dir, config.rollout.max_images)
     sets = {
-        name: load_prompt_files({f"data.sets.{name}": source}, run, tokenizer)
+        name: load_prompt_files({f"data.sets.{name}": source}, run, tokenizer, images)
         for name, source in config.data.sets.items()
     }
     for prompts in sets.values():
         check_columns(config.reward, prompts[0].fields)
     _warn_about_short_sets(config, sets)
-    return _Inputs(config, run, tokenizer, sets, _get_find_answer(config))
+    return _Inputs(config, run, tokenizer, sets, _get_find_answer(config), images)
 
 
 def _warn_about_short_sets(config: EvalConfig, sets: Mapping[str, PromptDataset]) -> None:

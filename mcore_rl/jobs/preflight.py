@@ -119,12 +119,17 @@ def _check_weights(config: RLConfig) -> None:
     _check_served_models(config)
 
 
-def check_model(config: RLConfig) -> None:
-    """Check the layouts and the weights of the model."""
-    check_layouts(config)
+def check_model(config: RLConfig, *, is_trained: bool = True) -> None:
+    """Check the layouts and the weights of the model.
+
+    Args:
+        is_trained: Whether an engine trains it. Else it is only served.
+    """
+    check_layouts(config, is_trained=is_trained)
     reader = CheckpointReader(config.model.path)
     hf_config = reader.read_config()  # without MTP layers if the weights have none
-    load_backend(config.actor, "actor").check_model("actor", config.actor, hf_config)
+    if is_trained:
+        load_backend(config.actor, "actor").check_model("actor", config.actor, hf_config)
     weights = get_family(hf_config).weights(hf_config, pad_vocab_size(hf_config, 1))
     reader.check(list_logical_tensors(weights))
 
@@ -371,11 +376,16 @@ def require_rows(setting: str, source: str, num_rows: int, num_drawn: int) -> No
         raise ConfigError(f"{setting}: {source} has {num_rows} rows; allowed: up to as many")
 
 
-def check_layouts(config: RLConfig) -> HFConfig:
-    """Check the settings that depend on the config.json of models alone; return the policy's."""
+def check_layouts(config: RLConfig, *, is_trained: bool = True) -> HFConfig:
+    """Check the settings that depend on the config.json of models alone; return the policy's.
+
+    Args:
+        is_trained: See `check_model`.
+    """
     hf_config = read_checkpoint_config(config.model.path)
     sizes = get_model_sizes(hf_config)
-    load_backend(config.actor, "actor").check_model("actor", config.actor, hf_config)
+    if is_trained:
+        load_backend(config.actor, "actor").check_model("actor", config.actor, hf_config)
     is_vllm = config.rollout.backend == "vllm"
     replays = config.actor.moe.router_replay == "rollout"
     if is_vllm and replays and sizes.is_mla and detect_lane() == "cpu":
