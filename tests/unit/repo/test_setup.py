@@ -192,3 +192,43 @@ def test_a_stage_of_set_up_is_shown_when_it_begins(tmp_path, environment):
         rest = process.stderr.read()
     assert process.returncode == 1
     assert "setup: virtual environment: failed; the whole log is in" in rest
+
+
+REGISTERING = """import torch
+from torchvision import extension
+for name in ("nms", "qnms"):
+    torch.library.register_fake(f"torchvision::{name}")(lambda dets, scores, iou_threshold: dets)
+"""
+EXTENSION = "import torch\n\n\ndef _has_ops():\n    return False\n"
+
+
+def declare_torchvision(folder: Path, imports: str) -> subprocess.CompletedProcess:
+    """Run the script where torchvision is a package whose compiled part has not loaded."""
+    package = folder / "torchvision"
+    package.mkdir(exist_ok=True)
+    (package / "__init__.py").write_text(imports)
+    command = [sys.executable, str(ROOT / "launch/declare_torchvision.py")]
+    environment = os.environ | {"PYTHONPATH": str(folder)}
+    return subprocess.run(command, env=environment, capture_output=True, text=True)
+
+
+def test_the_operators_of_torchvision_are_declared_once(tmp_path):
+    extension = tmp_path / "torchvision/extension.py"
+    extension.parent.mkdir()
+    extension.write_text(EXTENSION)
+    first = declare_torchvision(tmp_path, REGISTERING)
+    assert first.returncode == 0, first.stderr
+    declared = extension.read_text()
+    assert declared.startswith(EXTENSION) and declared != EXTENSION
+    second = declare_torchvision(tmp_path, REGISTERING)
+    assert second.returncode == 0 and extension.read_text() == declared
+
+
+@pytest.mark.parametrize("imports", ["import torchvision_missing", "raise RuntimeError('other')"])
+def test_torchvision_that_fails_for_another_reason_is_left_as_it_is(tmp_path, imports):
+    (tmp_path / "torchvision").mkdir()
+    (tmp_path / "torchvision/extension.py").write_text(EXTENSION)
+    process = declare_torchvision(tmp_path, imports)
+    assert process.returncode == 1
+    assert process.stderr.startswith("import torchvision fails:")
+    assert (tmp_path / "torchvision/extension.py").read_text() == EXTENSION
