@@ -51,13 +51,14 @@ def main(arguments: list[str]) -> None:
             if left_out := reader.count_left_out(steps):
                 console.print(f"{left_out} samples of these steps are in no table: {_BOUNDS}")
         return
-    texts = TokenTexts(find_tokenizer(Path(options.run), options.tokenizer))
+    run = Path(options.run)
+    texts = TokenTexts(find_tokenizer(run, options.tokenizer))
     if options.html:
-        page = build_page(summaries[0], texts, options.mark_gap)
+        page = build_page(summaries[0], texts, options.mark_gap, run)
         _write(options.html, output.format_html(page))
         print(f"{options.html}: {page.title}")
         return
-    pages = (build_page(summary, texts, options.mark_gap) for summary in summaries)
+    pages = (build_page(summary, texts, options.mark_gap, run) for summary in summaries)
     first = next(pages)  # a fault shows before there is a pager
     with output.open_output() as console:
         output.print_page(console, first)

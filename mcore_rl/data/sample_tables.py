@@ -18,7 +18,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from mcore_rl.data.batch import Batch, Jagged, Samples
+from mcore_rl.data.batch import IMAGES, Batch, Jagged, Samples
 
 SAMPLES, EVALUATIONS = "samples", "evaluations"  # folders in the output folder of a run
 TOKENIZER = "tokenizer.json"  # in SAMPLES: decodes token ids
@@ -134,9 +134,9 @@ def drop_server_log_probs(batch: Batch) -> Batch:
 def build_summary_columns(batch: Batch) -> dict[str, pa.Array]:
     """Build the columns of one value per sample, by their names in tables.
 
-    If the batch has the data: answer and columns (the rest of the data row, as JSON), role,
-    advantage (mean over the tokens that the policy chose) and max_logprob_gap (over these tokens;
-    null without any).
+    If the batch has the data: images (digests), answer and columns (the rest of the data row, as
+    JSON), role, advantage (mean over the tokens that the policy chose) and max_logprob_gap (over
+    these tokens; null without any).
     """
     columns = {
         "group": pa.array(batch.array("group_ids")),
@@ -150,6 +150,9 @@ def build_summary_columns(batch: Batch) -> dict[str, pa.Array]:
         "num_tokens": pa.array(batch.jagged("response_ids").lengths),
         "reward_error": pa.array(batch.array("reward_errors").tolist(), pa.string()),
     }
+    if IMAGES in batch:
+        digests = [text.split() for text in batch.array(IMAGES).tolist()]
+        columns[IMAGES] = pa.array(digests, pa.list_(pa.string()))
     if "fields" in batch:
         fields = [json.loads(text) if text.strip() else {} for text in batch.jagged("fields").texts]
         answers = [row.pop("answer", "") for row in fields]

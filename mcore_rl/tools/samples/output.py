@@ -5,6 +5,7 @@ The HTML file loads nothing and runs nothing.
 
 from __future__ import annotations
 
+import base64
 import io
 import os
 import shlex
@@ -15,6 +16,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from html import escape
+from pathlib import Path
 from typing import IO
 
 from rich.cells import cell_len
@@ -43,7 +45,8 @@ _HEAD = """\
 <html lang="en">
 <head>
 <meta charset="utf-8">
-<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
+<meta http-equiv="Content-Security-Policy"
+  content="default-src 'none'; img-src data:; style-src 'unsafe-inline'">
 <title>{title}</title>
 <style>
 body {{ font: 15px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem;
@@ -54,6 +57,7 @@ section {{ border-left: 4px solid #999; padding: 0 0 0 .8rem; margin: 1rem 0; }}
 section > h3 {{ font-size: .9rem; margin: 0; }}
 .system {{ border-color: #a3a; }} .user {{ border-color: #08a; }}
 .assistant {{ border-color: #2a2; }} .tool {{ border-color: #b80; }}
+img {{ display: block; max-width: 100%; max-height: 24rem; }}
 pre {{ white-space: pre-wrap; overflow-wrap: anywhere; margin: .2rem 0; color: #777; }}
 .c {{ color: #000; background: #e9f7e9; }} .reasoning {{ font-style: italic; }}
 .call {{ background: #fff3d6; }} .gap {{ background: #c22; color: #fff; }}
@@ -226,9 +230,20 @@ def _format_message(message: PageMessage) -> str:
 
 def _format_span(span: Span) -> str:
     text = escape(span.text)
+    if span.image is not None:
+        return _format_image(span.image, text)
     names = ["c"] * span.is_chosen + [span.part] * bool(span.part)
     names += ["gap"] * (span.gap is not None)
     if not names:
         return text
     title = f' title="{escape(span.about)}"' if span.about else ""
     return f'<span class="{" ".join(names)}"{title}>{text}</span>'
+
+
+def _format_image(path: Path, text: str) -> str:
+    """Return an image with its file inside the page; its text alone if there is no such file."""
+    try:
+        content = base64.b64encode(path.read_bytes()).decode()
+    except OSError:
+        return f"{text[:-1]}, not in {escape(str(path.parent))}]"
+    return f'<img alt="{text}" title="{text}" src="data:image/png;base64,{content}">'

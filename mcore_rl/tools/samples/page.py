@@ -13,6 +13,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from mcore_rl.config.errors import ConfigError
+from mcore_rl.data.batch import IMAGES
 from mcore_rl.data.sample_tables import SAMPLES, TOKENIZER
 from mcore_rl.observability.console import escape_control
 from mcore_rl.tools.samples.tables import Array, Segment, Summary, read_segments
@@ -54,6 +55,7 @@ _PARTS = {
 _THINK, _END_THINK = "<think>", "</think>"
 _END = re.compile(r"\s*(?:<\|\w+\|>)?\s*")  # of a turn
 
+_IMAGE = "<|image_pad|>"  # a token of an image
 _INCOMPLETE = "\ufffd"  # the decoded text of bytes that are no whole character
 _MOST_TOKENS = 8  # of a character: its four bytes, with room
 
@@ -67,6 +69,7 @@ class Span:
     part: str = ""  # "reasoning" or "call", of a turn
     gap: float | None = None  # largest of its tokens, nats, where it is to be marked
     about: str = ""  # numbers of its tokens
+    image: Path | None = None  # its file
 
 
 @dataclass(slots=True)
@@ -157,14 +160,17 @@ def find_tokenizer(run: Path, given: Path | None) -> Path:
     return path
 
 
-def build_page(summary: Summary, texts: TokenTexts, mark_gap: float) -> Page:
+def build_page(summary: Summary, texts: TokenTexts, mark_gap: float, run: Path = Path()) -> Page:
     """Build a page; mark tokens whose log-probs differ by `mark_gap` nats or more.
+
+    Args:
+        run: Output folder, which has the images.
 
     Raises:
         ConfigError: The table has no tokens, or cannot be read.
     """
     segments = read_segments(summary)
-    messages = [list(list_messages(segment, texts, mark_gap)) for segment in segments]
+    messages = [list(list_messages(segment, texts, mark_gap, run)) for segment in segments]
     return Page(format_title(summary), list(_list_facts(summary, segments)), messages)
 
 
@@ -216,13 +222,29 @@ def _format_range(values: Array) -> str:
     return str(least) if least == most else f"{least} to {most}"
 
 
-def list_messages(segment: Segment, texts: TokenTexts, mark_gap: float) -> Iterator[PageMessage]:
+def list_messages(
+    segment: Segment, texts: TokenTexts, mark_gap: float, run: Path = Path()
+) -> Iterator[PageMessage]:
     """Yield prompt and response as messages."""
     pieces = list(texts.split(segment.ids.tolist()))
+    images = iter([run / IMAGES / digest for digest in segment.images])
+    if segment.images:
+        pieces = _join_image_tokens(pieces)
     for role, turn, message_pieces in _split_messages(pieces, segment):
-        spans = list(_build_spans(message_pieces, turn, segment, mark_gap))
+        spans = list(_build_spans(message_pieces, turn, segment, mark_gap, images))
         facts = _format_turn_facts(segment, turn) if turn >= 0 else ""
         yield PageMessage(role, turn, _merge_context(spans), facts)
+
+
+def _join_image_tokens(pieces: Sequence[Piece]) -> list[Piece]:
+    """Make one piece of the tokens of each image."""
+    joined = list[Piece]()
+    for piece in pieces:
+        if joined and piece.text == _IMAGE == joined[-1].text:
+            joined[-1] = Piece(_IMAGE, joined[-1].start, piece.end)
+        else:
+            joined.append(piece)
+    return joined
 
 
 def _split_messages(
@@ -269,7 +291,7 @@ def _find_opened_role(pieces: Sequence[Piece], index: int) -> str:
 
 
 def _build_spans(
-    pieces: Sequence[Piece], turn: int, segment: Segment, mark_gap: float
+    pieces: Sequence[Piece], turn: int, segment: Segment, mark_gap: float, images: Iterator[Path]
 ) -> Iterator[Span]:
     is_in_turn = [int(segment.turns[piece.start]) == turn >= 0 for piece in pieces]
     header = "".join(p.text for p, is_in in zip(pieces, is_in_turn, strict=True) if not is_in)
@@ -277,6 +299,11 @@ def _build_spans(
     parts = _find_parts(texts, header)
     for piece, part in zip(pieces, parts, strict=True):
         tokens = slice(piece.start, piece.end)
+        image = next(images, None) if piece.text == _IMAGE else None
+        if image is not None:
+            text = f"[image {image.name[:8]}: {piece.end - piece.start} tokens]"
+            yield Span(text, False, part, image=image)
+            continue
         is_chosen = bool(segment.is_chosen[tokens].any())
         gaps = np.abs(segment.trainer[tokens] - segment.servers[tokens])[segment.is_chosen[tokens]]
         gap = float(gaps.max()) if len(gaps) else math.nan
@@ -366,7 +393,8 @@ def _merge_context(spans: Sequence[Span]) -> list[Span]:
     merged: list[Span] = []
     for span in spans:
         last = merged[-1] if merged else None
-        if last is None or span.is_chosen or last.is_chosen or last.part != span.part:
+        is_image = span.image or (last and last.image)
+        if last is None or is_image or span.is_chosen or last.is_chosen or last.part != span.part:
             merged.append(span)
         else:
             merged[-1] = Span(last.text + span.text, False, span.part)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,10 +18,12 @@ import pyarrow.parquet as pq
 
 from mcore_rl.config.checks import check_exists
 from mcore_rl.config.errors import ConfigError
+from mcore_rl.data.batch import IMAGES
 from mcore_rl.data.sample_tables import METADATA, TOKEN_COLUMNS, TRAJECTORY, list_tables
 
 _OPTIONAL = ("role", "advantage", "max_logprob_gap", "answer", "columns")
 _OLDER = "of a version of mcore-rl before there was `mcore-rl samples`"
+_DIGEST = re.compile("[0-9a-f]+")  # no other name is looked for among the images
 Array = npt.NDArray[Any]
 
 
@@ -60,6 +63,7 @@ class Segment:
     servers: Array
     advantages: Array  # NaN where there is none
     rewards: Array  # share of the reward of a token; NaN where there is none
+    images: tuple[str, ...] = ()  # digests in the run's ImageStore, in the order of the tokens
 
 
 SORTS: dict[str, Callable[[Summary], float]] = {  # the largest first
@@ -178,7 +182,7 @@ def _read_summaries(path: Path, step: int) -> Iterator[Summary]:
         )
 
 
-def _build_segment(row: Mapping[str, list[float]]) -> Segment:
+def _build_segment(row: Mapping[str, list[Any]]) -> Segment:
     num_prompt = len(row["prompt_ids"])
 
     def get_column(name: str, default: float, dtype: type) -> Array:
@@ -199,10 +203,11 @@ def _build_segment(row: Mapping[str, list[float]]) -> Segment:
         servers=get_chosen("rollout_log_probs"),
         advantages=get_chosen("token_advantages"),
         rewards=get_chosen("process_rewards"),
+        images=tuple(name for name in row.get(IMAGES, ()) if _DIGEST.fullmatch(name)),
     )
 
 
-def _read_row(path: Path, row: int) -> dict[str, list[float]]:
+def _read_row(path: Path, row: int) -> dict[str, list[Any]]:
     metadata = _open_file(path).metadata
     group = 0
     while row >= metadata.row_group(group).num_rows:
@@ -215,7 +220,7 @@ def _read_row(path: Path, row: int) -> dict[str, list[float]]:
 @functools.lru_cache(maxsize=2)
 def _read_row_group(path: Path, group: int) -> pa.Table:
     file = _open_file(path)
-    columns = [name for name in TOKEN_COLUMNS if name in file.schema_arrow.names]
+    columns = [n for n in (*TOKEN_COLUMNS, IMAGES) if n in file.schema_arrow.names]
     table: pa.Table = _read_file(path, lambda: file.read_row_group(group, columns))
     return table
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import itertools
 import re
 
@@ -11,11 +12,15 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
 from mcore_rl.data.batch import Batch
+from mcore_rl.data.images import ImageStore, inspect_image
 from mcore_rl.data.sample import Sample
 from mcore_rl.observability.console import escape_control
+from mcore_rl.tools.samples.output import format_html
 from mcore_rl.tools.samples.page import PageMessage, TokenTexts, build_page
 from mcore_rl.tools.samples.tables import SampleReader
+from tests import tiny_vision
 from tests.unit.agents.families import FAMILIES, tokenizer_of
+from tests.unit.data.test_images import draw
 from tests.unit.tools.sample_runs import (
     ADDED,
     ASSISTANT,
@@ -310,3 +315,35 @@ def test_blanks_and_bytes_of_tokenizers_without_a_byte_level_stay(tmp_path):
 )
 def test_only_text_is_shown(text, seen):
     assert escape_control(text) == seen
+
+
+def test_images_are_shown_in_the_place_of_their_tokens(tmp_path):
+    text = tiny_vision.build_tokenizer()
+    pad = "<|image_pad|>"
+
+    def encode(content: str) -> list[int]:
+        return text.encode(content)
+
+    files = [draw(64, 64), draw(96, 64, "blue")]
+    digests = [ImageStore.open(tmp_path / "images").add(inspect_image(f, 10**6)) for f in files]
+    prompt = encode(f"{START}user\n<|vision_start|>{pad * 4}<|vision_end|>?{END}\n{ASSISTANT}")
+    response = encode(f"red{END}\n{START}user\n<|vision_start|>{pad * 6}<|vision_end|>{END}\n")
+    num = len(response)
+    seen = Sample(
+        prompt, response, [int(i < 4) for i in range(num)], [0.0] * num, [0] * num, "stop", 0,
+        images=(*digests, "../config.json"),
+    )  # fmt: skip
+    run = written(tmp_path, 1, Batch.collate([seen]))
+    text.backend_tokenizer.save(str(run / "samples" / "tokenizer.json"))
+    [summary] = SampleReader(str(run)).read_summaries([1])
+    page = build_page(summary, TokenTexts(run / "samples" / "tokenizer.json"), 0.1, run)
+    shown_text = "".join(message.text for message in page.segments[0])
+    for digest, num in zip(digests, (4, 6), strict=True):
+        assert f"<|vision_start|>[image {digest[:8]}: {num} tokens]<|vision_end|>" in shown_text
+    assert pad not in shown_text
+    html = format_html(page)
+    for content in files:
+        assert f'src="data:image/png;base64,{base64.b64encode(content).decode()}"' in html
+    assert html.count("<img") == 2
+    (tmp_path / "images" / digests[1]).unlink()
+    assert f"6 tokens, not in {tmp_path / 'images'}]" in format_html(page)
