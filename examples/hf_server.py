@@ -18,10 +18,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    GenerationConfig,
+)
 from transformers.utils import logging
 
 from mcore_rl.config.errors import StateError
+from mcore_rl.data.images import ImageStore, ImageTokens
 from mcore_rl.data.tokenizer import has_tokenizer, read_stop_ids, read_tokenizer
 from mcore_rl.inference.lifecycle import Call, Gate, State
 from mcore_rl.inference.protocol import (
@@ -84,7 +90,9 @@ class HFServer(GenerationServer):
     """A server with one model of transformers."""
 
     engine_name = "transformers' model"
-    features = ServerFeatures(weight_format="huggingface", sleep=True, updates_in_flight=True)
+    features = ServerFeatures(
+        weight_format="huggingface", sleep=True, updates_in_flight=True, images=True
+    )
 
     def __init__(self, spec: ServerSpec) -> None:
         super().__init__(spec)
@@ -97,7 +105,10 @@ class HFServer(GenerationServer):
         self._generator = torch.Generator(self._device).manual_seed(spec.seed)
         self._receiver = TensorReceiver(spec.model_path, self._device)
         self._model: Any = None
+        self._images = ImageTokens.load(spec.model_path)
         self._model_class: Any = AutoModelForCausalLM
+        if self._images is not None:
+            self._model_class = AutoModelForImageTextToText
         self._responses: list[Response] = []  # that have not ended, and some that have
         self._requests: dict[str, list[Response]] = {}
         self._has_responses = asyncio.Event()
@@ -114,7 +125,7 @@ class HFServer(GenerationServer):
             else:
                 config = AutoConfig.from_pretrained(self.spec.model_path)
                 with torch.device("meta"):
-                    self._model_class = type(AutoModelForCausalLM.from_config(config))
+                    self._model_class = type(self._model_class.from_config(config))
                 self._may_generate.hold("weights")
             self._scheduler = asyncio.create_task(self._run_batches())
 
@@ -214,7 +225,21 @@ class HFServer(GenerationServer):
             pad_token_id=0,
             logits_processor=[sample],
             stopping_criteria=[has_ended],
+            **self._build_image_inputs(batch, ids),
         )
+
+    def _build_image_inputs(self, batch: list[Response], ids: torch.Tensor) -> dict[str, Any]:
+        """Return what the model takes for the images of a batch."""
+        digests = [digest for response in batch for digest in response.sampling.images]
+        if self._images is None or not digests:
+            return {}
+        store = ImageStore.open(self.spec.images_folder)
+        pixels = [self._images.compute_pixels(store.read(digest)) for digest in digests]
+        return {
+            "pixel_values": torch.cat([values for values, _ in pixels]).to(self._device),
+            "image_grid_thw": torch.stack([grid for _, grid in pixels]).to(self._device),
+            "mm_token_type_ids": (ids == self._images.token_id).int(),
+        }
 
     def _sample(self, response: Response, logits: torch.Tensor) -> int:
         """Sample a token of a response, and end the response if that completes it."""
@@ -223,9 +248,10 @@ class HFServer(GenerationServer):
         if sampling.stop and self._tokenizer is not None:
             text = self._tokenizer.decode([token for token, _, _ in response.tokens])
         stop_string = next((stop for stop in sampling.stop if stop in text), "")
+        is_image = self._images is not None and token in self._images.special_ids
         if token in self._stop_ids or stop_string:
             response.end("stop", stop_string)
-        elif len(response.tokens) == sampling.max_tokens:
+        elif is_image or len(response.tokens) == sampling.max_tokens:
             response.end("length")
         return token
 

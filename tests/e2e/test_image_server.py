@@ -12,7 +12,13 @@ import torch
 from mcore_rl.config.schema import RolloutConfig
 from mcore_rl.data.images import ImageStore, ImageTokens, inspect_image
 from mcore_rl.data.tokenizer import load_tokenizer
-from mcore_rl.inference.protocol import Completion, SamplingParams
+from mcore_rl.examples.hf_server import HFServer
+from mcore_rl.inference.protocol import (
+    Completion,
+    GenerationServer,
+    SamplingParams,
+    ServerSpec,
+)
 from mcore_rl.inference.vllm.server import VLLMServer
 from tests import tiny_vision
 from tests.nightly import all_but
@@ -46,7 +52,9 @@ def score(model: Any, tokens: ImageTokens, ids: list[int], images: list[bytes]) 
     return logits[:-1].log_softmax(-1).gather(1, whole[0, 1:, None])[:, 0]
 
 
-async def generate(path: Path, store: Path) -> tuple[list[int], list[Completion]]:
+async def generate(
+    path: Path, store: Path, server_class: type[GenerationServer]
+) -> tuple[list[int], list[Completion]]:
     tokens, tokenizer = ImageTokens.load(path), load_tokenizer(path)
     assert tokens is not None
     images = [inspect_image(content, 10**6) for content in IMAGES]
@@ -54,21 +62,26 @@ async def generate(path: Path, store: Path) -> tuple[list[int], list[Completion]
     ids = tokenizer.apply_chat_template(CHAT, add_generation_prompt=True, return_dict=False)
     prompt = tokens.expand(ids, [image.size for image in images])
     config = RolloutConfig(kv_cache_bytes=64 << 20, max_num_seqs=8)
-    server = VLLMServer(
-        str(path), "float32", 256, config, 0, timeout_s=120.0, images_folder=str(store)
+    server = server_class.create(
+        ServerSpec(str(path), "float32", 256, config, 0, timeout_s=120.0, images_folder=str(store))
     )
     await server.start()
     try:
-        sampling = SamplingParams(n=4, max_tokens=24, seed=1, images=tuple(digests))
+        sampling = SamplingParams(n=10, max_tokens=32, seed=1, images=tuple(digests))
         return prompt, await server.submit(prompt, sampling)
     finally:
         await server.close()
 
 
+@pytest.mark.parametrize("server_class", [VLLMServer, HFServer])
 @pytest.mark.parametrize("kind", all_but(["qwen3_vl"], tiny_vision.KINDS))
-def test_log_probs_of_two_images_and_two_turns_are_those_of_transformers(kind, tmp_path):
+def test_log_probs_of_two_images_and_two_turns_are_those_of_transformers(
+    kind, server_class, tmp_path
+):
     model = tiny_vision.save(tmp_path / "model", kind)
-    prompt, completions = asyncio.run(generate(tmp_path / "model", tmp_path / "images"))
+    prompt, completions = asyncio.run(
+        generate(tmp_path / "model", tmp_path / "images", server_class)
+    )
     tokens = ImageTokens.load(tmp_path / "model")
     assert tokens is not None
     for completion in completions:
@@ -82,5 +95,6 @@ def test_log_probs_of_two_images_and_two_turns_are_those_of_transformers(kind, t
         expected = score(model, tokens, ids, list(IMAGES))[-num:]
         gaps = (expected - torch.tensor(completion.log_probs)).abs()
         gaps = gaps[:-1] if ids != read else gaps
-        assert gaps.max() < 1e-5
-    assert len({tuple(c.token_ids) for c in completions}) == 4
+        assert (gaps < 1e-5).all()
+    assert len({tuple(c.token_ids) for c in completions}) == 10
+    assert any(len(c.token_ids) < 32 and c.finish_reason == "length" for c in completions)
