@@ -113,8 +113,19 @@ class ImageCodec:
         sizes = [decode_image(self.store.read(digest)).size for digest in digests]
         return self.tokens.expand(ids, sizes)
 
-    def check_count(self, images: Sequence[str]) -> None:
-        """Raise ContextFullError if a prompt has more images than it may have."""
+    def check_limits(self, images: Sequence[str], sampled: Sequence[int] = ()) -> None:
+        """Check that a turn may follow.
+
+        Args:
+            images: Those of its prompt.
+            sampled: The turn before.
+
+        Raises:
+            ContextFullError: There are too many images, or the turn before has a token that stands
+                for one.
+        """
+        if wrong := self.tokens.special_ids & {*sampled}:
+            raise ContextFullError(f"the turn before has tokens for images: {sorted(wrong)}")
         if len(images) > self.max_images:
             raise ContextFullError(
                 f"{len(images)} images are more than rollout.max_images={self.max_images}"

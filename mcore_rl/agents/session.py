@@ -182,7 +182,8 @@ class ChatSession:
         """
         limit = self.compute_max_tokens(prompt)
         if isinstance(self._codec, ImageCodec):
-            self._codec.check_count(images)
+            sampled = [turn.token_ids for turn in self.turns if turn.turn_id == parent]
+            self._codec.check_limits(images, *sampled)
         number, self._num_started = self._num_started, self._num_started + 1
         sampling = replace(
             self._sampling,

@@ -10,7 +10,7 @@ import pyarrow as pa
 
 from mcore_rl.config.schema import SampleLogConfig
 from mcore_rl.controller.worker_group import RankGroup
-from mcore_rl.data.batch import Batch, Samples
+from mcore_rl.data.batch import IMAGES, Batch, Samples
 from mcore_rl.data.routed_experts import list_expert_columns
 from mcore_rl.data.sample_tables import (
     SAMPLES,
@@ -169,6 +169,8 @@ def _format_lines(batch: Batch, tokenizer: PreTrainedTokenizerBase) -> list[str]
     for row, reward in enumerate(batch.array("rewards")):
         prompt, response = decode("prompt_ids", row), decode("response_ids", row)
         prompt = prompt.removesuffix(" assistant")  # the header of the response
+        if num_images := len(batch.array(IMAGES)[row].split()) if IMAGES in batch else 0:
+            prompt = f"[{num_images} image{'s' * (num_images > 1)}] {prompt}"
         if len(prompt) > _SHOWN:  # from the beginning of a word on
             end = prompt[-_SHOWN + 4 :]
             prompt = f"... {end.partition(' ')[2] or end}"

@@ -10,7 +10,7 @@ import atexit
 import itertools
 import math
 import os
-from collections.abc import AsyncIterator, Sequence, Set
+from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import asdict
@@ -22,7 +22,6 @@ import torch
 
 from mcore_rl.config.errors import ConfigError, PeerError, StateError
 from mcore_rl.config.schema import RolloutConfig
-from mcore_rl.data.images import ImageStore, ImageTokens, decode_image
 from mcore_rl.data.sample import RoutedExperts
 from mcore_rl.data.tokenizer import has_tokenizer
 from mcore_rl.inference.lifecycle import ASLEEP, Call, State
@@ -37,6 +36,7 @@ from mcore_rl.inference.protocol import (
     SleepTag,
     TokenScores,
 )
+from mcore_rl.inference.vllm.images import RequestImages, check_prompt
 from mcore_rl.inference.vllm.processes import ServerNodes, StoppedProcesses
 from mcore_rl.inference.vllm.trace import run_trace
 from mcore_rl.observability.process import exempt_imports_from_gc
@@ -115,8 +115,7 @@ class VLLMServer(GenerationServer):
         self._eager, self._timeout_s, self._can_sleep = eager, timeout_s, can_sleep
         self._nodes, self._records_experts = nodes, records_experts
         self._adapter_rank = adapter_rank
-        self._images = ImageStore.open(images_folder) if images_folder else None
-        self._image_tokens: ImageTokens | None = None
+        self._images = RequestImages(model_path, images_folder)
         self._adapter: Any = None  # vLLM's name of the version's adapters
         self._engine: AsyncLLM | None = None
         self._name: ServerName | None = None
@@ -247,7 +246,7 @@ class VLLMServer(GenerationServer):
             **vllm_worker.build_sleep_arguments(self._can_sleep),
             **vllm_worker.build_expert_arguments(self._records_experts),
             **vllm_adapters.build_adapter_arguments(self._model_path, self._adapter_rank),
-            **self._build_image_arguments(),
+            **self._images.build_arguments(self._config.max_images),
             **loading,
             **nodes,
         ).create_engine_config(UsageContext.OPENAI_API_SERVER, headless=headless)
@@ -256,13 +255,6 @@ class VLLMServer(GenerationServer):
         # Workers that crash leave shared memory behind, and the server may never be closed.
         atexit.register(vllm_worker.remove_shared_memory, name)
         return config, name
-
-    def _build_image_arguments(self) -> dict[str, Any]:
-        """Load the image processor, if the model has one; return vLLM's limits of images."""
-        self._image_tokens = ImageTokens.load(self._model_path)
-        if self._image_tokens is None:
-            return {}
-        return {"limit_mm_per_prompt": {"image": self._config.max_images, "video": 0}}
 
     async def _start(self, reads_weights: bool) -> None:
         config, name = self.build_engine_config(reads_weights=reads_weights)
@@ -302,10 +294,8 @@ class VLLMServer(GenerationServer):
         async with self._request_gate.run_request():
             async for output in self._generate(prompt_ids, request_id, **asdict(sampling)):
                 last = output
-            return [
-                _build_completion(output, sampling.experts_from, self._image_ids)
-                for output in last.outputs
-            ]
+            get_reason, experts_from = self._images.get_finish_reason, sampling.experts_from
+            return [_build_completion(o, get_reason(o), experts_from) for o in last.outputs]
 
     async def stream(
         self, prompt_ids: list[int], sampling: SamplingParams, *, request_id: str = ""
@@ -316,7 +306,7 @@ class VLLMServer(GenerationServer):
             arguments = asdict(sampling) | {"output_kind": "DELTA"}
             async for output in self._generate(prompt_ids, request_id, **arguments):
                 for new in output.outputs:
-                    reason, ids = _get_finish_reason(new, self._image_ids), list(new.token_ids)
+                    reason, ids = self._images.get_finish_reason(new), list(new.token_ids)
                     yield NewTokens(new.index, ids, _get_log_probs(new), reason)
 
     async def abort(self, request_id: str) -> None:
@@ -398,9 +388,9 @@ class VLLMServer(GenerationServer):
         images = sampling.pop("images", ())
         # A new namespace after each update: no request reads the cache of older weights.
         sampling["cache"] = f"{sampling.get('cache', '')}@{self._num_updates}"
-        sampling["stop_token_ids"] = sorted(self._image_ids)
+        sampling["stop_token_ids"] = sorted(self._images.token_ids)
         prompt, parameters = _build_request(prompt_ids, **sampling)
-        prompt = self._add_images(prompt, images)
+        prompt = self._images.add(prompt, images)
         engine_id = f"{request_id}#{next(self._request_ids)}"
         self._engine_ids[request_id or engine_id] = engine_id
         try:
@@ -408,36 +398,11 @@ class VLLMServer(GenerationServer):
                 prompt, parameters, engine_id, lora_request=self._adapter
             )
             async for output in stream:
-                if images and list(output.prompt_token_ids) != prompt_ids:
-                    raise RuntimeError(
-                        f"vLLM makes {len(output.prompt_token_ids)} tokens of a prompt with "
-                        f"{len(images)} images, and the image processor {len(prompt_ids)}: they "
-                        "do not have the same processor"
-                    )
+                if images:
+                    check_prompt(output, prompt_ids)
                 yield output
         finally:
             del self._engine_ids[request_id or engine_id]
-
-    @property
-    def _image_ids(self) -> frozenset[int]:
-        """Tokens that stand for images, at which a response is cut off."""
-        return self._image_tokens.special_ids if self._image_tokens else frozenset()
-
-    def _add_images(self, prompt: TokensInput, images: Sequence[str]) -> Any:
-        """Return vLLM's prompt with images, which has one token for each: vLLM repeats it."""
-        if not images:
-            return prompt
-        if self._images is None or self._image_tokens is None:
-            raise StateError(
-                "the server takes no images: it was started without images_folder, or its model "
-                "takes none"
-            )
-        files = [decode_image(self._images.read(digest)) for digest in images]
-        return {
-            "prompt_token_ids": self._image_tokens.collapse(prompt["prompt_token_ids"]),
-            "multi_modal_data": {"image": files},
-            "cache_salt": prompt.get("cache_salt"),
-        }
 
     async def list_parameters(self) -> WorkerLists:
         return await list_worker_parameters(self._started_engine, self._model_path)
@@ -635,10 +600,8 @@ def _build_request(prompt_ids: list[int], **sampling: Any) -> tuple[TokensInput,
     return tokens_input(prompt_ids, cache_salt=salt or None), parameters
 
 
-def _build_completion(
-    output: Any, experts_from: int | None = None, image_ids: Set[int] = frozenset()
-) -> Completion:
-    """Convert one of vLLM's CompletionOutputs."""
+def _build_completion(output: Any, reason: str, experts_from: int | None = None) -> Completion:
+    """Convert one of vLLM's CompletionOutputs, which has ended for this reason."""
     if output.finish_reason not in ("stop", "length", "abort"):
         raise RuntimeError(f"vLLM ended a request with {output.finish_reason!r}")
     token_ids = list(output.token_ids)
@@ -649,13 +612,7 @@ def _build_completion(
         ids = output.routed_experts  # uint8 or uint16, which torch cannot index with
         ids = ids if ids.dtype == np.uint8 else ids.astype(np.int16)
         experts = RoutedExperts(experts_from, ids)
-    reason = _get_finish_reason(output, image_ids)
     return Completion(token_ids, _get_log_probs(output), reason, versions, stop, experts)
-
-
-def _get_finish_reason(output: Any, image_ids: Set[int]) -> Any:
-    """Return the reason of one of vLLM's CompletionOutputs: "length" at a token for an image."""
-    return "length" if output.stop_reason in image_ids else output.finish_reason
 
 
 def _get_log_probs(output: Any) -> list[float]:

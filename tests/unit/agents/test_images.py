@@ -168,6 +168,13 @@ def test_a_client_of_the_api_sends_pictures_as_data_urls(model, tmp_path):
     check_two_turns(samples, policy, f"a<|im_end|>\n<|im_start|>user\nAnd{image}<|im_end|>")
 
 
+def test_a_sampled_token_for_an_image_ends_the_trajectory(model, tmp_path):
+    config = AgentConfig(loop="environment", environment=f"{THIS_FILE}:Rooms")
+    [sample], policy = run(model, tmp_path, ["a<|image_pad|>", "b"], config)
+    assert len(policy.requests) == 1
+    assert sample.status == "truncated" and sample.images == (DIGESTS[0],)
+
+
 def test_the_answer_of_a_tool_may_have_pictures(model, tmp_path):
     from mcore_rl.agents.tools.base import ToolSet
 
