@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 
 from mcore_rl.data.prepared_task import PreparedTask
-from mcore_rl.examples.tasks import conversations, last_digit
+from mcore_rl.examples.tasks import conversations, last_digit, pictures
 from mcore_rl.examples.tasks.calculator import CalculatorTask
 from mcore_rl.examples.tasks.code import CodeTask
 from mcore_rl.examples.tasks.countdown import CountdownTask
@@ -18,4 +18,5 @@ TASKS: dict[str, Callable[[Path, int, float], PreparedTask]] = {
     "calculator": partial(conversations.prepare, CalculatorTask()),
     "code": partial(conversations.prepare, CodeTask()),
     "countdown": partial(conversations.prepare, CountdownTask()),
+    "pictures": pictures.prepare,
 }

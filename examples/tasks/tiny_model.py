@@ -41,15 +41,30 @@ _CHATML_WITH_TOOLS = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 _TOOL_TOKENS = "<tool_call>", "</tool_call>"
+# ChatML with images as in Qwen3-VL: a content is text, or a list of texts and images.
+_CHATML_WITH_IMAGES = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
+    "{% if message['content'] is string %}{{ message['content'] }}{% else %}"
+    "{% for part in message['content'] %}"
+    "{% if part.type == 'image' or 'image' in part or 'image_url' in part %}"
+    "<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ part['text'] }}{% endif %}"
+    "{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+_IMAGE_TOKENS = "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"
 
 
-def train_tokenizer(texts: Iterable[str], *, with_tools: bool = False) -> PreTrainedTokenizerFast:
+def train_tokenizer(
+    texts: Iterable[str], *, with_tools: bool = False, with_images: bool = False
+) -> PreTrainedTokenizerFast:
     """Train a byte-level BPE tokenizer with ChatML markers; every digit is a separate token.
 
     So an answer is one token and arithmetic is a table over tokens. `with_tools`: the chat template
-    renders tools, calls and their answers.
+    renders tools, calls and their answers; `with_images`: images.
     """
     tool_tokens = _TOOL_TOKENS if with_tools else ()
+    image_tokens = _IMAGE_TOKENS if with_images else ()
+    template = _CHATML_WITH_TOOLS if with_tools else _CHATML
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -60,7 +75,7 @@ def train_tokenizer(texts: Iterable[str], *, with_tools: bool = False) -> PreTra
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=VOCAB_SIZE - len(tool_tokens),
-        special_tokens=[_PAD, _START, _END],
+        special_tokens=[_PAD, _START, _END, *image_tokens],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
@@ -72,7 +87,7 @@ def train_tokenizer(texts: Iterable[str], *, with_tools: bool = False) -> PreTra
         pad_token=_PAD,
         model_max_length=MAX_POSITIONS,
         clean_up_tokenization_spaces=False,
-        chat_template=_CHATML_WITH_TOOLS if with_tools else _CHATML,
+        chat_template=_CHATML_WITH_IMAGES if with_images else template,
     )
 
 

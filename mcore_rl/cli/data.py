@@ -22,6 +22,7 @@ _TASKS = {
     "toy_calculator": ("calls of a calculator", 0.45),
     "toy_countdown": ("another try after a wrong one", 0.35),
     "toy_code": ("programs that are mended", 0.4),
+    "pictures": ("colours in pictures", 0.35),
 }
 _TASK_EXAMPLES = [f"{name} --output {name} --seed 7" for name in _TASKS]
 _VERIFIERS = "verifiers"

@@ -529,7 +529,7 @@ class PlacementConfig:
 class TaskConfig:
     """A synthetic task with a tokenizer, model and data of its own."""
 
-    name: str = ""  # last_digit, calculator, code, countdown
+    name: str = ""  # last_digit, calculator, code, countdown, pictures
     worked_share: float = 0.35  # share of warm-start examples that show their work
 
 

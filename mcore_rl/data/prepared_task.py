@@ -16,8 +16,8 @@ class PreparedTask:
     """The paths of a prepared task. No held-out problem is in the other two files."""
 
     model_dir: Path  # a Hugging Face checkpoint with its tokenizer
-    train_file: Path  # parquet: messages, answer
-    test_file: Path  # parquet: messages, answer
+    train_file: Path  # parquet: messages, answer; of a task with pictures also images
+    test_file: Path  # the same columns
     warm_start_file: Path  # parquet: messages and, unless they are whole conversations, response
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from mcore_rl.cli.compose import compose_config
+from mcore_rl.config import resolve
 from mcore_rl.config.schema import RLConfig
 from mcore_rl.examples.tasks.registry import TASKS
 from tests.unit.jobs.test_make_data import run
@@ -42,3 +43,14 @@ def test_a_task_of_several_turns_is_what_its_recipe_trains_on(monkeypatch, capsy
     wanted = TASKS[task.name](tmp_path / "wanted", 0, task.worked_share)
     for file in (wanted.train_file, wanted.test_file, wanted.warm_start_file):
         assert (tmp_path / "made" / file.name).read_bytes() == file.read_bytes()
+
+
+def test_the_setting_allows_every_task_and_the_command_makes_one_with_pictures(
+    monkeypatch, capsys, tmp_path
+):
+    assert {*resolve.TASKS} == {"", *TASKS}
+    status, out, err = run(monkeypatch, capsys, "pictures", "--output", tmp_path / "made")
+    assert (status, err) == (0, "")
+    rows = [line.rpartition(": ")[2] for line in out.splitlines()]
+    assert rows == ["2411 rows", "289 rows", "5760 rows", "an untrained model and its tokenizer"]
+    assert (tmp_path / "made/model/preprocessor_config.json").is_file()
