@@ -447,6 +447,9 @@ def _list_eval_settings(folder: Path, config: RLConfig) -> Iterator[str]:
         value, default = (reduce(getattr, key.split("."), of) for of in (config, EvalConfig()))
         if value != default:
             yield f"{key}={value}"
+    if settings := config.reward.settings:
+        parts = (f"{name}: {json.dumps(value)}" for name, value in settings.items())
+        yield f"reward.settings={{{', '.join(parts)}}}"
 
 
 # The model of a run

@@ -595,14 +595,24 @@ def open_session(config: RLConfig, num_devices: int, scratch_dir: Path) -> Itera
 def _record_example(inputs: Inputs, output: RunOutput) -> None:
     """Load the export with transformers, and record its answer to the first held-out prompt."""
     import torch
-    from transformers import AutoModelForCausalLM
+    import transformers
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    model = AutoModelForCausalLM.from_pretrained(output.folder / CHECKPOINT, local_files_only=True)
-    first = next(iter(inputs.tests.values()))[0]
-    prompt_ids = torch.tensor([first.prompt_ids])
-    ids = model.generate(prompt_ids, do_sample=False, max_new_tokens=64)[0].tolist()
+    first, images = next(iter(inputs.tests.values()))[0], inputs.images
+    prompt_ids, options = torch.tensor([first.prompt_ids]), {}
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    if images is not None:
+        load = transformers.AutoModelForImageTextToText.from_pretrained
+        files = map(images.store.read, first.images)
+        pixels, grids = zip(*map(images.tokens.compute_pixels, files), strict=True)
+        options = {
+            "pixel_values": torch.cat(pixels),
+            "image_grid_thw": torch.stack(grids),
+            "mm_token_type_ids": (prompt_ids == images.tokens.token_id).int(),
+        }
+    model = load(output.folder / CHECKPOINT, local_files_only=True)
+    ids = model.generate(prompt_ids, do_sample=False, max_new_tokens=64, **options)[0].tolist()
     output.record_result(
         "example",
         {

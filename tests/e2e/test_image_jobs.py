@@ -1,0 +1,96 @@
+"""Jobs on pictures: what a run, its resume and its samples have, and what the recipe learns."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+import transformers
+
+import mcore_rl
+
+pytestmark = pytest.mark.job
+THIS_FILE = Path(__file__)
+SHORT = (
+    "warm_start.num_steps=60", "trainer.prompts_per_step=8", "trainer.eval_samples=32",
+    "trainer.save_every=1", "rollout.max_num_seqs=64",
+)  # fmt: skip
+
+
+def run_job(start_job, *settings: str, output: Path | None = None):
+    job = start_job(*settings, recipe="quickstart_images", output=output)
+    assert job.process.wait(600) == 0, job.stderr[-3000:]
+    return mcore_rl.load_run(job.output)
+
+
+def test_a_run_on_pictures_its_resume_and_its_samples(start_job, tmp_path):
+    output = tmp_path / "run"
+    run_job(start_job, *SHORT, "trainer.num_steps=2", output=output)
+    result = run_job(start_job, *SHORT, "trainer.num_steps=3", "resume=auto", output=output)
+    assert [row["step"] for row in result.metrics] == [1, 2, 3]
+    for row in result.metrics:  # weight_sync.verify=full: every parameter of every push
+        assert 0 < row["max_logprob_gap"] < 1e-4 and row["mean_logprob_gap"] < 1e-5
+        assert row["actor/grad_norm"] > 0
+    table = pq.read_table(output / "samples" / "step_000003.parquet").to_pylist()
+    pad = transformers.AutoTokenizer.from_pretrained(result.checkpoint).convert_tokens_to_ids(
+        "<|image_pad|>"
+    )
+    for row in table:
+        [digest] = row["images"]
+        assert (output / "images" / digest).stat().st_size
+        assert row["prompt_ids"].count(pad) == 4
+        assert "images" not in json.loads(row["columns"])
+    assert len({row["images"][0] for row in table}) == len({row["group"] for row in table})
+    summary = json.loads((output / "summary.json").read_text())
+    assert summary["example"]["response"]
+
+
+class Gallery:
+    """Answers each turn with another picture; a turn earns its share of letters that are red's."""
+
+    tools = ()
+
+    def __init__(self, fields) -> None:
+        self._num_turns = 0
+
+    async def reset(self):
+        return []
+
+    async def step(self, turn):
+        from mcore_rl.agents.chat_template.codec import ChatMessage
+        from mcore_rl.agents.environments.base import EnvironmentStep
+        from tests.unit.data.test_images import draw
+
+        self._num_turns += 1
+        picture = draw(32, 32, ("red", "blue")[self._num_turns % 2])
+        message = ChatMessage("user", "And <image>?", images=(picture,))
+        reward = float("R" in turn.content)
+        return EnvironmentStep((message,), reward=reward, is_done=self._num_turns == 3)
+
+    async def close(self) -> None: ...
+
+
+@pytest.mark.nightly
+def test_turns_with_pictures_are_trained(start_job, tmp_path):
+    result = run_job(
+        start_job, *SHORT, "trainer.num_steps=2", "agent.loop=environment",
+        f"agent.environment={THIS_FILE}:Gallery", "rollout.max_response_tokens=96",
+        "agent.max_turn_tokens=4", "reward.settings={}", "reward.name=final_number",
+    )  # fmt: skip
+    for row in result.metrics:
+        assert 0 < row["max_logprob_gap"] < 1e-4 and row["actor/grad_norm"] > 0
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_the_recipe_learns_to_look_and_not_from_shuffled_rewards(seed, start_job):
+    changes = []
+    for shuffle in ("false", "true"):
+        result = run_job(start_job, f"seed={seed}", f"reward.shuffle={shuffle}")
+        sets = result.summary["evaluation"]
+        before, after = (sets[when]["test"]["accuracy"] for when in ("before", "after"))
+        changes.append(after - before)
+    assert changes[0] > 0.2
+    assert changes[1] < 0.1
