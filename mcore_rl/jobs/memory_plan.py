@@ -216,6 +216,7 @@ def _plan_sharded_engine(
         for index, members in enumerate(holders):
             shape = weight.rule.get_local_shape(Shard(index, len(holders)))
             is_linear = len(shape) == 2 and weight.name.endswith("_proj.weight")
+            is_linear &= not weight.name.startswith("model.visual.")
             adapter = lora.rank * sum(shape) * is_linear
             for rank in members:
                 parameters[rank] += math.prod(shape) + adapter

@@ -12,6 +12,8 @@ import transformers
 import mcore_rl
 from mcore_rl.checkpoint.hf import CheckpointReader
 from mcore_rl.examples.tasks import last_digit
+from tests import tiny_vision
+from tests.nightly import all_but
 
 pytestmark = pytest.mark.job
 SETTINGS = (
@@ -20,12 +22,26 @@ SETTINGS = (
     "trainer.eval_samples=16", "trainer.save_every=1", "algorithm.num_mini_batches=1",
     "algorithm.kl_coef=0.01",
 )  # fmt: skip
+# Of a random model whose tokens are bytes: rewards differ in a group whatever it says.
+WITH_IMAGES = (
+    "data.max_prompt_tokens=256", "rollout.kv_cache_bytes=268435456", "warm_start.num_steps=4",
+    "reward.name=tests/e2e/own_functions.py:fingerprint",
+)  # fmt: skip
 
 
-def replace_model(folder: Path, vocab_size: int) -> None:
-    """Write a random Gemma 3 into a folder, beside its tokenizer."""
+def replace_model(folder: Path, kind: str) -> None:
+    """Write a random model into the folder of a task.
+
+    A model with images comes with a tokenizer of bytes.
+    """
+    if kind in tiny_vision.KINDS:
+        for path in folder.iterdir():
+            path.unlink()
+        tiny_vision.save(folder, kind)
+        return
+    vocab_size = len(transformers.AutoTokenizer.from_pretrained(folder))
     config = transformers.AutoConfig.for_model(
-        "gemma3_text",
+        kind,
         vocab_size=vocab_size, hidden_size=64, intermediate_size=128, num_hidden_layers=2,
         num_attention_heads=2, num_key_value_heads=1, head_dim=32, sliding_window=16,
         query_pre_attn_scalar=32, max_position_embeddings=512, bos_token_id=None,
@@ -39,14 +55,15 @@ def replace_model(folder: Path, vocab_size: int) -> None:
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
 
 
-def test_a_model_without_rules_is_trained_and_served_shard_to_shard(start_job, tmp_path):
+@pytest.mark.parametrize("kind", all_but(["gemma3_text"], ["gemma3_text", "qwen3_vl_moe"]))
+def test_a_model_without_rules_is_trained_and_served_shard_to_shard(kind, start_job, tmp_path):
     task = last_digit.prepare(tmp_path / "task", 0, worked_share=0.35)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(task.model_dir)
-    replace_model(Path(task.model_dir), len(tokenizer))
+    replace_model(Path(task.model_dir), kind)
     settings = (
         *SETTINGS, "task.name=''", f"model.path={task.model_dir}",
         f"data.train_file={task.train_file}", f"data.test_file={task.test_file}",
         f"warm_start.train_file={task.warm_start_file}",
+        *(WITH_IMAGES if kind in tiny_vision.KINDS else ()),
     )  # fmt: skip
     output = tmp_path / "run"
     job = start_job(*settings, "trainer.num_steps=2", output=output)
