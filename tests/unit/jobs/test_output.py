@@ -286,11 +286,13 @@ def test_a_run_says_how_to_look_at_it_evaluate_it_and_talk_to_it(tmp_path, monke
 
 def test_held_out_sets_and_what_differs_from_the_defaults_of_an_evaluation_are_named():
     settings = ["data.test_files={math: m.jsonl, code: c.jsonl}", "data.answer_column=solution"]
-    config = compose_config(RLConfig, [*settings, "reward.name=math", "data.train_file=t.jsonl"])
+    settings += ["reward.name=math", "reward.settings={digits: 3}", "data.train_file=t.jsonl"]
+    config = compose_config(RLConfig, settings)
     evaluated, _ = commands(list_next_commands(Path("out"), config))
+    assert compose_config(EvalConfig, evaluated[2:]).reward.settings == {"digits": 3}
     assert evaluated[3:] == [
         "data.sets.math=m.jsonl", "data.sets.code=c.jsonl", "data.answer_column=solution",
-        "reward.name=math",
+        "reward.name=math", "reward.settings={digits: 3}",
     ]  # fmt: skip
 
 
