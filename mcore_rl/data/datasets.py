@@ -136,7 +136,7 @@ class FilePrompts:
 
     def _check_rows(self, digest: Digest) -> npt.NDArray[np.int32]:
         """Return the number of prompt tokens of each row; ConfigError for the first invalid row."""
-        lengths = [np.empty(0, np.int32)]
+        lengths, num_images, names = [np.empty(0, np.int32)], 0, set[str]()
         for rows in _iterate_chunks(self._rows):
             chats, images = read_chats(rows, self._prompt, self._images)
             texts = list(map(self._render, rows, chats))
@@ -145,6 +145,10 @@ class FilePrompts:
                 digest.add(row.values)
             ids = expand_images(rows, _encode(texts, self._tokenizer), images, self._images)
             lengths.append(np.array(list(map(len, ids)), np.int32))
+            num_images += sum(map(len, images))
+            names.update(*(row.values for row in rows))
+        if self._images is not None:
+            self._images.check_column(self._rows.source, num_images, names)
         return np.concatenate(lengths)
 
     def _check_row(self, row: Row, messages: list[Message]) -> None:

@@ -13,7 +13,7 @@ import hashlib
 import io
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
@@ -134,19 +134,19 @@ class ImageStore:
         Raises:
             ImageError: it is damaged.
         """
-        decode_image(image.content)
-        if self._pending is None:
-            self._write(image.digest, image.content)
-        else:
+        if self._pending is not None:
+            decode_image(image.content)
             self._pending[image.digest] = image.content
+        elif not (self.folder / image.digest).exists():
+            decode_image(image.content)
+            self._write(image.digest, image.content)
         return image.digest
 
     def _write(self, digest: str, content: bytes) -> None:
-        if not (path := self.folder / digest).exists():
-            self.folder.mkdir(parents=True, exist_ok=True)
-            partial = self.folder / f".{digest}.{os.getpid()}.partial"  # ranks may write the same
-            partial.write_bytes(content)
-            partial.rename(path)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        partial = self.folder / f".{digest}.{os.getpid()}.partial"  # ranks may write the same
+        partial.write_bytes(content)
+        partial.rename(self.folder / digest)
 
     def read(self, digest: str) -> bytes:
         """Return the file of an image.
@@ -301,6 +301,20 @@ class RowImages:
                 f"has {len(images)} images; allowed: up to rollout.max_images={self.max_images}"
             )
         return images
+
+    def check_column(self, source: str, num_images: int, names: Collection[str]) -> None:
+        """Raise ConfigError if a source has neither images nor the column.
+
+        Args:
+            source: Begins the error.
+            num_images: Images of all rows.
+            names: Columns that any row has.
+        """
+        if not num_images and self.column.name not in names:
+            raise ConfigError(
+                f"{source}: no row has {self.column}, nor images in its messages; rows have: "
+                f"{', '.join(sorted(names))}"
+            )
 
     def _inspect(self, row: Row, entry: Any) -> StoredImage:
         if entry is None:

@@ -68,8 +68,11 @@ def _list_steps(folder: Path) -> dict[int, Path]:
 def resume_tables(run: Path, step: int, before: Path) -> None:
     """Delete tables of steps after `step`, from which a run resumes.
 
-    A run that resumes in another folder than that of the first run, `before`, gets its tables.
+    A run that resumes in another folder than that of the first run, `before`, gets its tables, and
+    the images that its samples name.
     """
+    if before.absolute() != run.absolute() and (before / IMAGES).is_dir():
+        _link(before / IMAGES, run / IMAGES)
     for name in (SAMPLES, EVALUATIONS):
         for number, entry in _list_steps(run / name).items():
             if number > step:

@@ -280,7 +280,9 @@ class FSDPEngine(BaseEngine):
         micros = build_micro_batches(batch, limit, self._split, cost, self.device, group=group)
         if self.vision is None:
             return micros
-        self.root.runs_tower = bool(self._find_largest(self.vision.count(batch)))
+        num_images = torch.tensor(self.vision.count(batch), device=self.device)
+        dist.all_reduce(num_images, op=dist.ReduceOp.MAX)
+        self.root.runs_tower = bool(num_images)
         return [self.vision.add(batch, micro) for micro in micros]
 
     @torch.no_grad()

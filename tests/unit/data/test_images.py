@@ -172,6 +172,12 @@ def test_a_wrong_row_is_one_error_that_names_it(row, error, model, tmp_path):
         load(model, path, max_image_pixels=30000)
 
 
+def test_a_column_that_no_row_has_is_named(model, tmp_path):
+    path = write(tmp_path / "rows.jsonl", {"prompt": user("?"), "pictures": [to_url(RED)]})
+    with pytest.raises(ConfigError, match=r"no row has column .images. .data.images_column., nor"):
+        load(model, path)
+
+
 def test_a_damaged_file_is_an_error_when_its_row_is_drawn(model, tmp_path):
     noise = io.BytesIO()
     Image.effect_noise((64, 64), 90).save(noise, "PNG")
