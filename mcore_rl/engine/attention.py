@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -41,10 +40,13 @@ def attend_pack(
 
 
 def split_runs(x: torch.Tensor, lengths: Sequence[int]) -> list[torch.Tensor]:
-    """Split [tokens, ...] into runs of neighbours of equal length, [sequences, length, ...] each."""
+    """Split [tokens, ...] into runs of equal length, [sequences, length, ...] each."""
     runs = [(length, len(list(run))) for length, run in itertools.groupby(lengths)]
     parts = x.split([length * count for length, count in runs])
-    return [part.unflatten(0, (count, length)) for part, (length, count) in zip(parts, runs, strict=True)]
+    return [
+        part.unflatten(0, (count, length))
+        for part, (length, count) in zip(parts, runs, strict=True)
+    ]
 
 
 def attend(

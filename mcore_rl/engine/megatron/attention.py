@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -162,11 +161,14 @@ def rotate_pack(
     return (torch.cat((rotated, rest), dim=-1) if rest.shape[-1] else rotated).squeeze(1)
 
 
-def _compute_positions(starts: torch.Tensor, num_tokens: int, cp: int, cp_rank: int) -> torch.Tensor:
+def _compute_positions(
+    starts: torch.Tensor, num_tokens: int, cp: int, cp_rank: int
+) -> torch.Tensor:
     """Return the position of each token of this CP rank in its sequence (get_zigzag_rows)."""
     lengths, firsts = starts.diff() // cp, starts[:-1] // cp
     first, chunk = (
-        values.repeat_interleave(lengths, output_size=num_tokens) for values in (firsts, lengths // 2)
+        values.repeat_interleave(lengths, output_size=num_tokens)
+        for values in (firsts, lengths // 2)
     )
     row = torch.arange(num_tokens, device=starts.device) - first
     if cp == 1:
