@@ -1,23 +1,19 @@
 """Causal attention inside each sequence of a pack, by torch's scaled dot-product attention.
 
-Neighbouring sequences of similar length run in one call, padded to the longest of them, if that
-costs less than another call. Padding comes after the tokens of a sequence, so a causal query never
-sees it.
+Neighbouring sequences of equal length run in one call. Unequal ones would have to be padded, and on
+a CPU the copies of queries, keys, values and outputs cost more than further calls.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
-from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 
 # From queries, keys and values, [sequences, length, heads, dim] each, to outputs.
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-# Cost of one more call of the attention kernel, forward and backward, in query-key pairs * width.
-_CALL_COST = 1 << 20
 
 
 def attend_pack(
@@ -39,14 +35,18 @@ def attend_pack(
     Returns:
         [tokens, heads, value dim]
     """
-    runs = group_sequences(lengths, query.shape[1] * query.shape[2])
-    sizes = [sum(run) for run in runs]
-    parts = zip(*(x.split(sizes) for x in (query, key, value)), runs, strict=True)
-    outputs = [
-        unpad_pieces(attend(pad_pieces(q, run), pad_pieces(k, run), pad_pieces(v, run)), run)
-        for q, k, v, run in parts
+    runs = [split_runs(x, lengths) for x in (query, key, value)]
+    return torch.cat([attend(q, k, v).flatten(0, 1) for q, k, v in zip(*runs, strict=True)])
+
+
+def split_runs(x: torch.Tensor, lengths: Sequence[int]) -> list[torch.Tensor]:
+    """Split [tokens, ...] into runs of equal length, [sequences, length, ...] each."""
+    runs = [(length, len(list(run))) for length, run in itertools.groupby(lengths)]
+    parts = x.split([length * count for length, count in runs])
+    return [
+        part.unflatten(0, (count, length))
+        for part, (length, count) in zip(parts, runs, strict=True)
     ]
-    return torch.cat(outputs)
 
 
 def attend(
@@ -76,64 +76,3 @@ def attend(
         enable_gqa=q.shape[1] != k.shape[1],
     )
     return out.transpose(1, 2)[..., :value_dim]
-
-
-def group_sequences(lengths: Sequence[int], width: int) -> list[list[int]]:
-    """Group neighbouring sequences into calls; return the lengths of each call.
-
-    A sequence joins the previous call if its padding costs less than another call.
-
-    Args:
-        width: Size of all heads of a token.
-    """
-    runs: list[list[int]] = []
-    longest = 0
-    for length in lengths:
-        run, new_longest = runs[-1] if runs else [], max(longest, length)
-        padding = (len(run) + 1) * new_longest**2 - len(run) * longest**2 - length**2
-        if run and padding * width <= _CALL_COST:
-            run.append(length)
-            longest = new_longest
-        else:
-            runs.append([length])
-            longest = length
-    return runs
-
-
-def pad_pieces(x: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
-    """Return [pieces, longest, ...] from pieces of these lengths, concatenated along dim 0."""
-    longest = max(lengths)
-    if len(x) != len(lengths) * longest:
-        zeros = x.new_zeros(len(lengths) * longest, *x.shape[1:])
-        x = zeros.index_copy(0, _get_filled_rows(lengths, x.device), x)
-    return x.unflatten(0, (-1, longest))
-
-
-def unpad_pieces(x: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
-    """Return the pieces of [pieces, longest, ...], concatenated along dim 0."""
-    flat = x.flatten(0, 1)
-    if len(flat) == sum(lengths):
-        return flat
-    pieces: torch.Tensor = _SelectDistinctRows.apply(flat, _get_filled_rows(lengths, x.device))
-    return pieces
-
-
-def _get_filled_rows(lengths: Sequence[int], device: torch.device) -> torch.Tensor:
-    """Return the rows of flat [pieces * longest] that are no padding."""
-    is_filled = np.arange(max(lengths)) < np.asarray(lengths)[:, None]
-    return torch.as_tensor(np.flatnonzero(is_filled)).to(device)
-
-
-class _SelectDistinctRows(torch.autograd.Function):
-    """index_select of distinct rows; its backward pass need not accumulate."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(rows)
-        ctx.num_rows = len(x)
-        return x.index_select(0, rows)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        (rows,) = ctx.saved_tensors
-        return grad.new_zeros(ctx.num_rows, *grad.shape[1:]).index_copy_(0, rows, grad), None

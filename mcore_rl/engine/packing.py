@@ -209,7 +209,7 @@ def _build_micro_batch(
     device: torch.device,
     num_mtp_layers: int,
 ) -> MicroBatch:
-    # The longest first: neighbours of like length are attended to together (attention.py).
+    # The longest first: neighbours of equal length are attended to in one call (attention.py).
     rows = sorted(rows, key=lambda row: (-batch.num_tokens[row], row))
     prompts = [batch.jagged("prompt_ids")[row] for row in rows]
     responses = [batch.jagged("response_ids")[row] for row in rows]

@@ -1,18 +1,18 @@
-"""Causal attention inside each sequence of a pack, without Transformer Engine."""
+"""Attention and rotary embedding inside each sequence of a pack, without Transformer Engine."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from megatron.core.models.common.embeddings.rope_utils import _rotate_half
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 
-from mcore_rl.engine.attention import attend, attend_pack, group_sequences, pad_pieces, unpad_pieces
+from mcore_rl.engine.attention import attend, attend_pack, split_runs
 from mcore_rl.engine.megatron.packing import PackedSequences
 from mcore_rl.engine.packing import get_zigzag_rows
 
@@ -115,40 +115,65 @@ class PackedAttention(MegatronModule):
         gathered = np.concatenate([get_zigzag_rows(lengths, cp, cp_rank) for cp_rank in range(cp)])
         order = torch.as_tensor(np.argsort(gathered)).to(query.device)
         keys_values = _GatherRows.apply(torch.cat([key, value], dim=-1), order, group)
-        runs = group_sequences(lengths, query.shape[1] * query.shape[2])
-        sizes = [sum(run) for run in runs]
-        queries = query.split([size // cp for size in sizes])
+        queries = split_runs(query, [length // cp for length in lengths])
         outputs = []
-        for q, kv, run in zip(queries, keys_values.split(sizes), runs, strict=True):
-            chunks = [length // (2 * cp) for length in run]
-            query_chunks = [chunk for chunk in chunks for _ in range(2)]
-            q = pad_pieces(q, query_chunks).unflatten(0, (-1, 2))
-            kv = pad_pieces(kv, [chunk for chunk in chunks for _ in range(2 * cp)])
-            kv = kv.unflatten(0, (-1, 2 * cp))
-            attended = []
+        for q, kv in zip(queries, split_runs(keys_values, lengths), strict=True):
+            q, kv = q.unflatten(1, (2, -1)), kv.unflatten(1, (2 * cp, -1))
+            chunk, attended = q.shape[2], []
             for half, index in enumerate((rank, 2 * cp - 1 - rank)):
                 k, v = kv[:, : index + 1].flatten(1, 2).split([key.shape[-1], value.shape[-1]], -1)
-                mask = _build_chunk_mask(chunks, index, query.device)
+                mask = torch.ones(chunk, k.shape[1], dtype=torch.bool, device=q.device)
+                mask = mask.tril(index * chunk)  # the chunks before, and up to the query in its own
                 attended.append(attend(q[:, half], k, v, scale=self.scale, mask=mask))
-            stacked = torch.stack(attended, dim=1).flatten(0, 1)
-            outputs.append(unpad_pieces(stacked, query_chunks))
+            outputs.append(torch.stack(attended, dim=1).flatten(0, 2))
         return torch.cat(outputs).flatten(1)
 
 
-def _build_chunk_mask(chunks: Sequence[int], index: int, device: torch.device) -> torch.Tensor:
-    """Return the mask of chunk `index` of each sequence: [sequences, 1, longest, keys].
+def rotate_pack(
+    x: torch.Tensor,
+    starts: torch.Tensor,
+    angles: torch.Tensor,
+    rotary_interleaved: bool = False,
+    multi_latent_attention: bool = False,
+    mscale: float = 1.0,
+    *,
+    cp_group: Any,
+) -> torch.Tensor:
+    """Apply the rotary embedding; every sequence begins at position 0.
 
-    True for the tokens of the chunks before it and, in the chunk itself, for those up to the query.
+    In place of Megatron's _apply_rotary_pos_emb_thd, to the bit, with no work per sequence: that
+    one slices the angles of each sequence in Python and takes cosines of every token.
 
     Args:
-        chunks: Length of a chunk in each sequence; chunks are padded to the longest. If all are
-            equal, the mask has a single sequence.
+        x: [tokens, heads, dim]
+        starts: [sequences + 1] first token of each sequence and the end, over all CP ranks.
+        angles: [longest sequence, 1, 1, rotated dims]
     """
-    position = torch.arange(max(chunks), device=device)
-    sizes = torch.as_tensor(chunks if len(set(chunks)) > 1 else chunks[:1], device=device)
-    before = (position < sizes[:, None])[:, None].expand(-1, len(position), -1)
-    causal = (position <= position[:, None]).expand(len(sizes), -1, -1)
-    return torch.cat([before.repeat(1, 1, index), causal], dim=-1)[:, None]
+    positions = _compute_positions(starts, len(x), cp_group.size(), cp_group.rank())
+    cos, sin = (
+        (function(angles) * mscale).to(x.dtype).index_select(0, positions)
+        for function in (torch.cos, torch.sin)
+    )
+    rotated, rest = x.unsqueeze(1).tensor_split([angles.shape[-1]], dim=-1)
+    if multi_latent_attention:
+        rotated = torch.cat((rotated[..., 0::2], rotated[..., 1::2]), dim=-1)
+    rotated = rotated * cos + _rotate_half(rotated, rotary_interleaved) * sin
+    return (torch.cat((rotated, rest), dim=-1) if rest.shape[-1] else rotated).squeeze(1)
+
+
+def _compute_positions(
+    starts: torch.Tensor, num_tokens: int, cp: int, cp_rank: int
+) -> torch.Tensor:
+    """Return the position of each token of this CP rank in its sequence (get_zigzag_rows)."""
+    lengths, firsts = starts.diff() // cp, starts[:-1] // cp
+    first, chunk = (
+        values.repeat_interleave(lengths, output_size=num_tokens)
+        for values in (firsts, lengths // 2)
+    )
+    row = torch.arange(num_tokens, device=starts.device) - first
+    if cp == 1:
+        return row
+    return torch.where(row < chunk, row + cp_rank * chunk, row + (2 * cp - 2 - cp_rank) * chunk)
 
 
 class _GatherRows(torch.autograd.Function):

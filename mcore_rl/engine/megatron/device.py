@@ -277,12 +277,15 @@ def _replace(module: Any, name: str, replacement: Any) -> Any:
 def _use_torch_modules() -> None:
     """Make Megatron's Transformer Engine layer spec build the modules of layers.py."""
     from megatron.core.extensions import transformer_engine_spec_provider
+    from megatron.core.models.common.embeddings import rope_utils
     from megatron.core.models.gpt import gpt_layer_specs
     from megatron.core.transformer import multi_latent_attention
     from megatron.core.transformer.moe import moe_utils
 
-    from mcore_rl.engine.megatron import layers
+    from mcore_rl.engine.megatron import attention, layers
 
+    # models/common/embeddings/rope_utils.py:178 loops over the sequences of a pack.
+    _replace(rope_utils, "_apply_rotary_pos_emb_thd", attention.rotate_pack)
     _replace(transformer_engine_spec_provider, "TESpecProvider", layers.TorchSpecProvider)
     gpt_layer_specs.TESpecProvider = layers.TorchSpecProvider
     gpt_layer_specs.TENorm = layers.RMSNorm

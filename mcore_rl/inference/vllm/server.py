@@ -316,7 +316,7 @@ class VLLMServer(GenerationServer):
     @asynccontextmanager
     async def start_together(self) -> AsyncIterator[None]:
         async with self._request_gate.start_together():
-            await self._started_engine.pause_generation(mode="keep", clear_cache=False)
+            await self._pause_scheduler("keep")
             try:
                 yield
             finally:
@@ -474,9 +474,18 @@ class VLLMServer(GenerationServer):
         gate = self._request_gate
         async with gate.run_beside_requests(call) if keep else gate.run_alone(call):
             if self._lifecycle.state not in ASLEEP:
-                mode: Literal["keep", "wait"] = "keep" if keep else "wait"
-                await self._started_engine.pause_generation(mode=mode, clear_cache=False)
+                if keep:  # and wait for outputs that are on their way: they are of this version
+                    await self._started_engine.pause_generation(mode="keep", clear_cache=False)
+                else:
+                    await self._pause_scheduler("wait")
             yield
+
+    async def _pause_scheduler(self, mode: Literal["keep", "wait"]) -> None:
+        """Pause the engine without the 20 ms that pause_generation adds for outputs on their way.
+
+        They are not required for correctness (vllm/v1/engine/async_llm.py:978).
+        """
+        await self._started_engine.engine_core.pause_scheduler_async(mode=mode, clear_cache=False)
 
     async def sleep(self, *, keep: bool = False) -> None:
         if not self._can_sleep and self._lifecycle.state in (State.SERVING, State.WAITING):

@@ -10,7 +10,6 @@ import os
 import sys
 from pathlib import Path
 
-import numpy as np
 import torch
 
 os.environ["TORCHDYNAMO_DISABLE"] = "1"  # compiled code would be for a GPU
@@ -29,23 +28,16 @@ device.install(1)
 assert device.get_device_type() == "cuda" and torch.empty is factory
 
 from megatron.core.models.gpt import gpt_layer_specs  # noqa: E402
-from megatron.core.packed_seq_params import PackedSeqParams  # noqa: E402
 from megatron.core.tensor_parallel.random import CudaRNGStatesTracker  # noqa: E402
 
 from mcore_rl.engine.megatron import layers  # noqa: E402
 from mcore_rl.engine.megatron.conversion import build_single_rank_model  # noqa: E402
+from mcore_rl.engine.megatron.packing import PackedSequences  # noqa: E402
 from mcore_rl.models.heads import get_model_config  # noqa: E402
 from mcore_rl.parallel.groups import use_single_rank_groups  # noqa: E402
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "dist_cpu"))
 import tiny_models  # noqa: E402
-
-
-class Starts(np.ndarray):
-    """Starts of sequences, which are asked for as numbers of the host."""
-
-    def diff(self) -> "Starts":
-        return np.diff(self)
 
 
 def main(name: str) -> None:
@@ -56,8 +48,10 @@ def main(name: str) -> None:
     config = of_transformers.to_dict()
     architecture = type(of_transformers).__name__.replace("Config", "ForCausalLM")
     config["architectures"] = [architecture]
-    starts = np.array([0, 5, 9, 21]).view(Starts)
-    packed = PackedSeqParams("thd", starts, starts, max_seqlen_q=12, max_seqlen_kv=12)
+    starts = torch.tensor([0, 5, 9, 21], dtype=torch.int32, device=GPU)
+    packed = PackedSequences(
+        "thd", starts, starts, max_seqlen_q=12, max_seqlen_kv=12, lengths=(5, 4, 12)
+    )
     with use_single_rank_groups():
         model = build_single_rank_model(get_model_config(config), config["vocab_size"]).train()
         assert not device.build_config_flags()["apply_rope_fusion"]

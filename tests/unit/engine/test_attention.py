@@ -1,18 +1,23 @@
-"""Packed attention against plain attention in float64, one sequence at a time."""
+"""Packed attention and rotary embedding against plain ones, one sequence at a time."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from megatron.core.models.common.embeddings.rope_utils import _apply_rotary_pos_emb_bshd
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.enums import AttnMaskType
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from mcore_rl.engine.megatron.attention import PackedAttention
+from mcore_rl.engine.attention import attend_pack
+from mcore_rl.engine.megatron.attention import PackedAttention, rotate_pack
+from mcore_rl.engine.packing import get_zigzag_rows
 
 pytestmark = pytest.mark.filterwarnings("ignore:full scope is deprecated:UserWarning")
 
@@ -114,3 +119,98 @@ def test_what_it_cannot_do_is_refused_by_name():
         attention()(*qkv, packed_seq_params=None)
     with pytest.raises(ValueError, match="needs packed"):
         attention()(*qkv, packed_seq_params=SimpleNamespace(qkv_format="sbhd"))
+
+
+@pytest.mark.parametrize(
+    ("lengths", "calls"),
+    [
+        ([5, 5, 5], [(3, 5)]),
+        ([9, 9, 8, 8, 8, 1], [(2, 9), (3, 8), (1, 1)]),
+        ([4, 3, 4], [(1, 4), (1, 3), (1, 4)]),
+        ([7], [(1, 7)]),
+    ],
+)
+def test_neighbours_of_equal_length_are_attended_to_in_one_call_without_padding(lengths, calls):
+    shapes = []
+
+    def record(query, key, value):
+        assert query.data_ptr() in range(qkv[0].data_ptr(), qkv[0].data_ptr() + qkv[0].nbytes)
+        shapes.append(tuple(query.shape[:2]))
+        return value
+
+    qkv = [x.detach() for x in tensors(lengths)]
+    outputs = attend_pack(*qkv, lengths, record)
+    assert shapes == calls
+    torch.testing.assert_close(outputs, qkv[2], rtol=0, atol=0)
+
+
+ROTARY = {
+    "plain": {},
+    "interleaved": {"rotary_interleaved": True},
+    "latent": {"multi_latent_attention": True},
+    "scaled": {"mscale": 1.3},
+    "bfloat16": {"dtype": torch.bfloat16},
+    "part_of_a_head": {"rotated": 4},
+}
+
+
+def group(size: int = 1, rank: int = 0) -> Any:
+    return SimpleNamespace(size=lambda: size, rank=lambda: rank)
+
+
+def rotary_inputs(lengths: list[int], rotated: int = 8, dtype: torch.dtype = torch.float32) -> Any:
+    """Return x [tokens, heads, 8], starts and angles [longest, 1, 1, rotated]."""
+    [x, *_] = tensors(lengths, dtype=dtype)
+    halves = torch.outer(torch.arange(max(lengths)), 0.5 ** torch.arange(rotated // 2))
+    angles = torch.cat((halves, halves), dim=-1)[:, None, None]
+    return x, packed(lengths).cu_seqlens_q, angles
+
+
+@pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS.keys())
+@pytest.mark.parametrize("options", ROTARY.values(), ids=ROTARY.keys())
+def test_rotary_embedding_of_a_pack_is_that_of_each_sequence_to_the_bit(lengths, options):
+    names = "rotated", "dtype"
+    x, starts, angles = rotary_inputs(lengths, **{n: options[n] for n in names if n in options})
+    options = {name: value for name, value in options.items() if name not in names}
+    expected = torch.cat(
+        [
+            _apply_rotary_pos_emb_bshd(part[:, None], angles[: len(part)], **options)[:, 0]
+            for part in x.split(lengths)
+        ]
+    )
+    rotated = rotate_pack(x, starts, angles, **options, cp_group=group())
+    torch.testing.assert_close(rotated, expected, rtol=0, atol=0)
+    (gradient,) = torch.autograd.grad(rotated.float().square().sum(), x)
+    (expected_gradient,) = torch.autograd.grad(expected.float().square().sum(), x)
+    torch.testing.assert_close(gradient, expected_gradient, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("cp", [2, 4])
+def test_rotary_embedding_of_a_context_parallel_rank_is_its_rows_of_the_pack(cp):
+    lengths = [2 * cp * n for n in (3, 1, 1, 5)]
+    x, starts, angles = rotary_inputs(lengths)
+    full = rotate_pack(x, starts, angles, cp_group=group())
+    for rank in range(cp):
+        rows = torch.from_numpy(get_zigzag_rows(lengths, cp, rank))
+        part = rotate_pack(x[rows], starts, angles, cp_group=group(cp, rank))
+        torch.testing.assert_close(part, full[rows], rtol=0, atol=0)
+
+
+class OperationCounter(TorchDispatchMode):
+    count = 0
+
+    def __torch_dispatch__(
+        self, function: Callable[..., Any], _: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        self.count += 1
+        return function(*args, **(kwargs or {}))
+
+
+def test_rotary_embedding_takes_as_many_operations_for_many_sequences_as_for_few():
+    counts = []
+    for number in (2, 200):
+        x, starts, angles = rotary_inputs([3] * number)
+        with OperationCounter() as counter:
+            rotate_pack(x.detach(), starts, angles, cp_group=group())
+        counts.append(counter.count)
+    assert counts[0] == counts[1]
