@@ -185,10 +185,13 @@ def test_a_run_that_goes_on_has_each_step_once_and_none_of_a_future_that_is_no_m
 def test_a_run_that_goes_on_in_another_folder_has_the_steps_of_the_first(tmp_path):
     first, second = tmp_path / "a", tmp_path / "b"
     tables(first, "first", range(1, 5))
+    (first / "images").mkdir()
+    (first / "images" / "0a").write_bytes(b"image")
     for _ in range(2):  # it goes on, has saved nothing, and goes on again
         resume_tables(second, 2, first)
         assert list_steps(second) == [[1, 2], [1, 2]]
         assert (second / "samples" / "tokenizer.json").read_text() == "{}"
+        assert (second / "images" / "0a").read_bytes() == b"image"
         write_table(get_table_path(second, 3), {}, 0)
     assert list_steps(first) == [[1, 2, 3, 4]] * 2
     write_table(get_table_path(second, 2), {}, 0)  # in place of one that both have
