@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+from typing import Any
+
 import pytest
 
 from tests.e2e.outcomes import timeless
@@ -18,6 +21,42 @@ LAYOUTS = {  # of the commands of the page: dpo has dp=2, rm tp=2
     "dpo": {"megatron": (), "fsdp": ()},
     "rm": {"megatron": (), "fsdp": ("engine.layout.tp=1", "engine.layout.cp=2")},
 }
+
+
+def list_gaps(rows: dict[str, Any]) -> dict[str, float]:
+    """Return the largest difference of each number over the steps of both engines."""
+    assert len(rows["fsdp"]) == len(rows["megatron"])
+    gaps = defaultdict[str, float](float)
+    for expected, row in zip(rows["megatron"], rows["fsdp"], strict=True):
+        for metric, value in expected.items():
+            if isinstance(value, float) and "moe/" not in metric:
+                gaps[metric] = max(gaps[metric], abs(row[metric] - value))
+    return gaps
+
+
+@pytest.mark.nightly
+def test_an_rl_run_is_the_same_on_both_engines(start_job, tmp_path):
+    first = start_job("warm_start.num_steps=120", "trainer.num_steps=1", "trainer.eval_samples=16")
+    assert first.process.wait(400) == 0, first.stderr[-3000:]
+    task, rows = first.output / "task", {}
+    shared = (
+        "task.name=''", f"model.path={first.output / 'warm_start'}",
+        f"data.train_file={task / 'train.parquet'}", f"data.test_file={task / 'test.parquet'}",
+        "warm_start.num_steps=0", "warm_start.train_file=''", "trainer.num_steps=6",
+        "trainer.prompts_per_step=16", "trainer.eval_samples=64", "algorithm.kl_coef=0.01",
+        "algorithm.num_mini_batches=2", "actor.optimizer.eps=1e-3", "actor.optimizer.lr=1e-3",
+        "actor.layout.tp=1", "actor.layout.ep=1",
+    )  # fmt: skip
+    for backend, dp in (("megatron", 1), ("fsdp", 2)):
+        output = tmp_path / backend
+        job = start_job(*shared, f"actor.backend={backend}", f"actor.layout.dp={dp}", output=output)
+        assert job.process.wait(400) == 0, job.stderr[-3000:]
+        rows[backend] = timeless(output)
+    gaps = list_gaps(rows)
+    print(f"rl: {len(gaps)} numbers a step, largest differences: {dict(gaps)}")
+    assert len(gaps) > 20 and len(rows["fsdp"]) >= 7
+    assert gaps.pop("max_logprob_gap") < 1e-4  # the largest of some thousand roundings
+    assert max(gaps.values()) < 2e-5
 
 
 @pytest.mark.parametrize("kind", all_but(("dpo",), LAYOUTS))

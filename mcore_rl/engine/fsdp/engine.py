@@ -145,6 +145,7 @@ class FSDPEngine(BaseEngine):
         if tokens is None:
             return None
         folder = self.spec.images_folder
+        self.root.runs_tower = bool(folder)
         return VisionInputs(model, tokens, ImageStore.open(folder) if folder else None)
 
     def _read_model_config(self) -> HFConfig:
@@ -280,9 +281,6 @@ class FSDPEngine(BaseEngine):
         micros = build_micro_batches(batch, limit, self._split, cost, self.device, group=group)
         if self.vision is None:
             return micros
-        num_images = torch.tensor(self.vision.count(batch), device=self.device)
-        dist.all_reduce(num_images, op=dist.ReduceOp.MAX)
-        self.root.runs_tower = bool(num_images)
         return [self.vision.add(batch, micro) for micro in micros]
 
     @torch.no_grad()

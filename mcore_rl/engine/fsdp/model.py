@@ -46,7 +46,7 @@ class ShardedPolicy(torch.nn.Module):
     def __init__(self, model: Any) -> None:
         super().__init__()
         self.model = model
-        self.runs_tower = False  # in every pass, as the batch has images on any rank
+        self.runs_tower = False  # in every pass, of a run with images
 
     def forward(self, micro: MicroBatch, pack: Pack, settings: ScoreSettings | None) -> Any:
         """Return scores; without settings whether logits are the product of states and head."""
@@ -72,9 +72,10 @@ class ShardedPolicy(torch.nn.Module):
         return logits + zero
 
     def _run_unused_tower(self, micro: MicroBatch) -> Any:
-        """Let the layers for images take part in a pass without any, where others have some.
+        """Let the layers for images take part in a pass without any, in a run with images.
 
-        They run first, as in a pass with images: ranks gather and reduce layers in one order.
+        They run first, as in a pass with images: ranks gather and reduce layers in one order. Every
+        step has their gradients, so that Adam counts as many steps of all parameters.
         """
         if not self.runs_tower or "pixel_values" in micro.model_inputs:
             return 0

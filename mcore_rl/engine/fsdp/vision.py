@@ -34,11 +34,6 @@ class VisionInputs:
         self._tokens, self._store = tokens, store
         self._cache: OrderedDict[str, Pixels] = OrderedDict()  # least recently used first
 
-    @staticmethod
-    def count(batch: Batch) -> int:
-        """Return the number of images of a batch."""
-        return sum(map(len, map(str.split, batch.array(IMAGES)))) if IMAGES in batch else 0
-
     def add(self, batch: Batch, micro: MicroBatch) -> MicroBatch:
         """Return a micro-batch of the batch with the model's inputs for its images.
 
