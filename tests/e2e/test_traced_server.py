@@ -38,6 +38,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "olmo3": {"sliding_window": 16},
     "glm4": {},
     "granite": {},
+    # With a window that nothing leaves: vLLM's has a token more than that of transformers.
+    "cohere2": {"sliding_window": 512, "logit_scale": 0.3},
     "gemma3_text": {
         "sliding_window": 16, "query_pre_attn_scalar": 32, "tie_word_embeddings": True,
     },
