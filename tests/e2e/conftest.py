@@ -28,7 +28,7 @@ from mcore_rl.controller.process_cleanup import clean_up_on_exit
 from mcore_rl.controller.ray_session import NAMESPACE
 from mcore_rl.examples.tasks import last_digit
 from tests.e2e.processes import environ, lives, shared_memory
-from tests.slurm_cluster import SlurmCluster, missing_programs, slurm_cluster
+from tests.slurm_cluster import SlurmCluster, slurm_cluster
 from tests.small_disk import on_small_disk
 
 if TYPE_CHECKING:
@@ -257,7 +257,5 @@ def cluster() -> Iterator[str]:
 @pytest.fixture(scope="module")
 def slurm() -> Iterator[SlurmCluster]:
     """Start a SLURM of two nodes."""
-    if missing := missing_programs():
-        pytest.skip(f"no {', '.join(missing)}: Debian has them in slurm-wlm and munge")
     with slurm_cluster() as cluster:
         yield cluster
