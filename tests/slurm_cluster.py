@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
 import psutil
+import pytest
 
 from tests.e2e.processes import command_line, environ, lives
 
@@ -229,7 +230,9 @@ def _free_ports(count: int) -> list[int]:
 
 @contextlib.contextmanager
 def slurm_cluster() -> Iterator[SlurmCluster]:
-    """Starts one and leaves nothing of it."""
+    """Starts one and leaves nothing of it; skips the test on a machine without SLURM."""
+    if missing := missing_programs():
+        pytest.skip(f"no {', '.join(missing)}: Debian has them in slurm-wlm and munge")
     folder = Path(tempfile.mkdtemp(prefix="slurm", dir="/tmp"))
     folder.chmod(0o755)
     cluster = SlurmCluster(folder)

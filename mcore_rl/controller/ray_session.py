@@ -223,7 +223,7 @@ def _start_private_ray(temp_dir: Path, **settings: Any) -> Iterator[None]:
                 logging_level="error",
                 _node_ip_address="127.0.0.1",
                 _temp_dir=str(ray_dir),
-                _system_config=RAY_CONFIG,
+                _system_config={**RAY_CONFIG},  # Ray adds the folder of this session
                 **settings,
             )
         with watch_ray_processes(temp_dir, _list_ray_processes()):

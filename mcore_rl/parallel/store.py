@@ -2,7 +2,8 @@
 
 gloo listens as long as a device lives, accepts every connection, and keeps a socket for each: a
 stranger could use up the files that a rank may open. The ranks of a group connect while the group
-forms (gloo/transport/tcp/pair.cc), so at other times the kernel drops packets to the port.
+forms (gloo/transport/tcp/pair.cc), so at other times the kernel drops packets to the port, by a
+filter, or where that is not permitted by a signature that nobody can give.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ c10d: Any = torch.distributed  # its stores have no type stubs
 _Gloo: Any = distributed_c10d.ProcessGroupGloo
 _ATTACH_FILTER, _DETACH_FILTER = 26, 27  # SO_ATTACH_FILTER, SO_DETACH_FILTER of Linux
 _DROP_ALL = struct.pack("HBBI", 0x06, 0, 0, 0)  # the packet filter program `return 0`
+_SIGNATURE_KEY, _MAX_KEY_BYTES = 32, 80  # TCP_MD5SIG_EXT, TCP_MD5SIG_MAXKEYLEN of Linux
 _MAX_TRIES = 20
 _device_lock = threading.Lock()  # a new device is identified by the new listening socket
 _Socket = tuple[int, int]  # file descriptor and inode
@@ -313,12 +315,34 @@ def _duplicate(fd: int) -> Iterator[socket.socket]:
 
 
 def _drop_packets(fd: int) -> None:
-    program = ctypes.create_string_buffer(_DROP_ALL)
     with _duplicate(fd) as sock:
-        value = struct.pack("HL", 1, ctypes.addressof(program))
-        sock.setsockopt(socket.SOL_SOCKET, _ATTACH_FILTER, value)
+        try:
+            _attach_filter(sock)
+        except PermissionError:  # some kernels want CAP_NET_ADMIN, which containers seldom have
+            _require_signature(sock, os.urandom(_MAX_KEY_BYTES))
 
 
 def _accept_packets(fd: int) -> None:
     with _duplicate(fd) as sock:
-        sock.setsockopt(socket.SOL_SOCKET, _DETACH_FILTER, 0)
+        try:
+            sock.setsockopt(socket.SOL_SOCKET, _DETACH_FILTER, 0)
+        except FileNotFoundError:  # it has none: see above
+            _require_signature(sock, b"")
+
+
+def _attach_filter(sock: socket.socket) -> None:
+    program = ctypes.create_string_buffer(_DROP_ALL)
+    value = struct.pack("HL", 1, ctypes.addressof(program))
+    sock.setsockopt(socket.SOL_SOCKET, _ATTACH_FILTER, value)
+
+
+def _require_signature(sock: socket.socket, key: bytes) -> None:
+    """Drop packets without a signature by `key` (RFC 2385); accept all with an empty one."""
+    # struct tcp_md5sig: peers of any address, which is a prefix of length 0, at any interface.
+    form = f"H126xBBHi{_MAX_KEY_BYTES}s"
+    value = struct.pack(form, sock.family, 1, 0, len(key), 0, key)
+    try:
+        sock.setsockopt(socket.IPPROTO_TCP, _SIGNATURE_KEY, value)
+    except OSError as error:
+        message = "gloo's port cannot be closed to strangers: it takes CAP_NET_ADMIN, or a kernel "
+        raise OSError(error.errno, f"{message}with TCP_MD5SIG ({error.strerror})") from error

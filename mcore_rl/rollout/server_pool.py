@@ -122,7 +122,8 @@ class ServerPool:
         self._groups: dict[tuple[str, int], PendingGroup] = {}  # by stream and group id
         self._last_servers: dict[int, int] = {}  # by group id, since the last update
         self._rerouted: list[tuple[str, int]] = []  # groups begun again on another server
-        self._waited_s = 0.0  # since a group was collected
+        # Without a group, or a server fewer: before this call of `collect`, and its start.
+        self._waited_s, self._wait_start_s = 0.0, time.monotonic()
         self._replies = ReplyQueue()
         self._servers: dict[int, Server] = {}
         try:
@@ -268,6 +269,7 @@ class ServerPool:
                 group has ended in timeouts.call_s; no server is left, and nobody sends it weights.
         """
         start_s, batches = time.monotonic(), list[Batch]()
+        self._wait_start_s = start_s
         while self.num_outstanding(stream):
             self._poll()
             self._resend_if_needed()
@@ -277,7 +279,7 @@ class ServerPool:
             if batches or left_s <= 0:
                 break
             self._wait_for_server(min(left_s, POLL_S))
-        self._check_wait(0.0 if batches else time.monotonic() - start_s)
+        self._check_wait(0.0 if batches else time.monotonic() - self._wait_start_s)
         return batches
 
     def poll(self, stream: str) -> list[Batch]:
@@ -427,7 +429,8 @@ class ServerPool:
         raise WorkerError(f"no group has come back: {reason}")
 
     def _release_groups(self, server: Server) -> None:
-        """Let groups of a server be routed again."""
+        """Let groups of a server be routed again, with all the time that groups have."""
+        self._waited_s, self._wait_start_s = 0.0, time.monotonic()
         for group in self._groups.values():
             if group.server == server.number:
                 group.server, group.is_rerouted = None, True

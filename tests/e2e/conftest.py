@@ -28,7 +28,7 @@ from mcore_rl.controller.process_cleanup import clean_up_on_exit
 from mcore_rl.controller.ray_session import NAMESPACE
 from mcore_rl.examples.tasks import last_digit
 from tests.e2e.processes import environ, lives, shared_memory
-from tests.slurm_cluster import SlurmCluster, missing_programs, slurm_cluster
+from tests.slurm_cluster import SlurmCluster, slurm_cluster
 from tests.small_disk import on_small_disk
 
 if TYPE_CHECKING:
@@ -38,6 +38,14 @@ ROOT = Path(__file__).parents[2]
 MARKER = "MCORE_RL_SESSION"  # in the environment of what a job starts
 # Torch keeps what it compiles for the next run; jobs share the usual place for it.
 COMPILED = str(Path(tempfile.gettempdir(), f"torchinductor_{getpass.getuser()}"))
+LIMIT_S = 900.0  # of any wait for a job: one that hangs fails its test
+
+
+class JobProcess(subprocess.Popen):
+    """The driver of a job, for which no test waits without a limit."""
+
+    def wait(self, timeout: float | None = LIMIT_S) -> int:
+        return super().wait(timeout)
 
 
 class Job:
@@ -70,7 +78,7 @@ class Job:
             command = on_small_disk(self.output, disk, command)
         with contextlib.ExitStack() as files:
             streams = {n: files.enter_context(f.open("wb")) for n, f in self._streams.items()}
-            self.process = subprocess.Popen(
+            self.process = JobProcess(
                 command,
                 cwd=ROOT,
                 env=os.environ | environment | variables,
@@ -94,9 +102,11 @@ class Job:
         return self._streams["stderr"].read_text()
 
     def wait_until(self, happened: Callable[[], bool], what: str) -> None:
-        """Wait; raise AssertionError with the job's output when it ends before it happens."""
+        """Wait; raise AssertionError with the job's output when it ends or hangs before that."""
+        deadline = time.monotonic() + LIMIT_S
         while not happened():
             assert self.process.poll() is None, f"ended before {what}:\n{self.stdout}{self.stderr}"
+            assert time.monotonic() < deadline, f"no {what}:\n{self.stdout}{self.stderr}"
             time.sleep(0.1)
 
     def left(self) -> list[str]:
@@ -247,7 +257,5 @@ def cluster() -> Iterator[str]:
 @pytest.fixture(scope="module")
 def slurm() -> Iterator[SlurmCluster]:
     """Start a SLURM of two nodes."""
-    if missing := missing_programs():
-        pytest.skip(f"no {', '.join(missing)}: Debian has them in slurm-wlm and munge")
     with slurm_cluster() as cluster:
         yield cluster

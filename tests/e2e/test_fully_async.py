@@ -69,4 +69,4 @@ def test_a_run_that_is_killed_and_goes_on_trains_on_each_prompt_once(
     output = ended(start_job(*overrides, output=tmp_path / "run"))
     assert [row["step"] for row in trained(output)] == list(range(1, NUM_STEPS + 1))
     assert sorted(groups_of(output)) == list(range(8 * NUM_STEPS))
-    assert all(row.get("samples/age", 0) <= STALENESS for row in trained(output))
+    assert all(row["samples/age"] <= STALENESS for row in trained(output))

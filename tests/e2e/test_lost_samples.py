@@ -153,7 +153,7 @@ def second_node() -> Iterator[Any]:
     """Beside the one that this process is on, in a session that it has joined."""
     head = {"num_cpus": 1, "resources": {"first": 1}, "include_dashboard": False}
     with skip_node_services(), pytest.MonkeyPatch.context() as patch:
-        cluster = Cluster(True, head_node_args=head | {"_system_config": HEALTH})
+        cluster = Cluster(True, head_node_args=head | {"_system_config": {**HEALTH}})
         try:
             node = cluster.add_node(num_cpus=1, resources={"second": 1})
             patch.setenv("RAY_ADDRESS", cluster.address)

@@ -130,7 +130,7 @@ def test_a_server_that_is_stopped_is_started_again_as_one_that_was_killed(
     job.wait_until(lambda: len(steps(job)) >= last, "two more steps")
     assert "stopped by a signal" in job.stdout
     job.process.send_signal(signal.SIGINT)
-    job.process.wait(60)
+    assert job.process.wait(100) == 128 + signal.SIGINT
     assert_gone_soon(job)
 
 
@@ -194,7 +194,7 @@ def tables_at_the_end(job) -> list[dict[str, list]]:
     assert [*tables][:last] == [*range(1, last + 1)]
     rows = [pq.read_table(tables[step]).to_pydict() for step in range(1, last + 1)]
     job.process.send_signal(signal.SIGINT)
-    job.process.wait(60)
+    assert job.process.wait(100) == 128 + signal.SIGINT
     assert_gone_soon(job)
     return rows
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import re
 import signal
-import time
 
 import psutil
 import pytest
 
 from tests.e2e.outcomes import timeless
 from tests.e2e.processes import lives
+from tests.e2e.test_kill import assert_gone_soon
 
 pytestmark = [pytest.mark.job, pytest.mark.nightly]
 
@@ -40,10 +40,7 @@ def test_a_worker_of_the_second_node_that_dies_ends_the_run_with_its_rank(start_
     worker.send_signal(signal.SIGKILL)
     assert job.process.wait(120) == 1
     assert re.search(r"rollout.*: rank [01] \(host .*died", job.stderr), job.stderr
-    deadline = time.monotonic() + 60
-    while left := job.left():
-        assert time.monotonic() < deadline, left
-        time.sleep(0.2)
+    assert_gone_soon(job, 60)
 
 
 def _prints_to(process: psutil.Process, log: str) -> bool:

@@ -25,6 +25,8 @@ def test_a_recipe_of_several_turns_raises_its_held_out_reward(recipe, start_job)
     before, after = (evaluation[when]["test"] for when in ("before", "after"))
     assert before["num_samples"] >= 128
     assert after["reward"] - before["reward"] >= LEAST_GAIN[recipe]
-    for row in (row for row in rows_of(job.output) if "reward" in row):
+    rows = [row for row in rows_of(job.output) if "reward" in row]
+    assert rows
+    for row in rows:
         assert row["turns"] > 1
         assert row["max_logprob_gap"] <= 1e-4  # context of tools and environments included

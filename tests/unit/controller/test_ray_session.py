@@ -1,10 +1,12 @@
-"""Warnings of a session that joins a cluster."""
+"""Warnings of a session that joins a cluster; sessions of a process, one after the other."""
 
 from __future__ import annotations
 
+import json
 import re
 
 import pytest
+from ray._private import worker
 
 from mcore_rl.controller import ray_session
 
@@ -39,3 +41,15 @@ def test_session_warns_of_nodes_that_a_run_leaves_idle(
     else:
         assert out.count("\n") == 1
         assert re.match(message, out)
+
+
+@pytest.mark.job
+def test_a_second_session_of_a_process_spills_into_a_folder_of_its_own():
+    folders = []
+    for _ in range(2):
+        with ray_session.ray_session(num_cpus=1, object_store_bytes=100 << 20, log_to_driver=False):
+            node = worker._global_node
+            spilling = json.loads(node._config["object_spilling_config"])
+            folders.append(node.get_session_dir_path())
+            assert spilling["params"]["directory_path"] == folders[-1]
+    assert len({*folders}) == 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import socket
 import threading
 import time
@@ -16,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from mcore_rl.parallel import store as store_module
 from mcore_rl.parallel.store import GlooDevice, GuardedGloo, guard_gloo
 from tests.unit.agents.test_program import num_sockets
 
@@ -86,11 +88,23 @@ def connect_strangers(ports: set[int], says: bytes = b"x") -> Iterator[None]:
             sock.close()
 
 
+@pytest.fixture(params=["a filter", "a signature"])
+def guard(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Close ports as with CAP_NET_ADMIN, or as without it on kernels that want it for filters."""
+
+    def refuse(sock: socket.socket) -> None:
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    if request.param == "a signature":
+        monkeypatch.setattr(store_module, "_attach_filter", refuse)
+
+
 def create_devices() -> list[GlooDevice]:
     return [GlooDevice(hostname="127.0.0.1") for _ in range(2)]
 
 
 @pytest.mark.parametrize("says", [b"", b"x", b"\0" * 64], ids=["nothing", "a byte", "much"])
+@pytest.mark.usefixtures("guard")
 def test_a_group_keeps_no_sockets_of_strangers(says):
     before = list_listening_ports()
     devices = create_devices()
@@ -108,6 +122,7 @@ def test_a_group_keeps_no_sockets_of_strangers(says):
                 assert all_reduce(group) == [3.0, 3.0]
 
 
+@pytest.mark.usefixtures("guard")
 def test_a_device_lets_nobody_in_before_its_first_group():
     before = list_listening_ports()
     devices = create_devices()
@@ -118,6 +133,7 @@ def test_a_device_lets_nobody_in_before_its_first_group():
         assert all_reduce(group) == [3.0, 3.0]
 
 
+@pytest.mark.usefixtures("guard")
 def test_a_group_that_does_not_form_leaves_its_port_closed():
     before = list_listening_ports()
     device = GlooDevice(hostname="127.0.0.1")

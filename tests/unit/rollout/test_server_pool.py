@@ -411,6 +411,24 @@ def test_stopped_servers_are_restarted_when_no_group_ends(monkeypatch):
         pool.collect("train", 0.3)
 
 
+def test_groups_of_a_server_that_answers_too_late_have_all_their_time_on_another(monkeypatch):
+    # Both limits are timeouts.call_s: they may end together.
+    monkeypatch.setattr(
+        "mcore_rl.controller.pending_call.describe_unanswered", lambda silent, _: str(silent[0])
+    )
+    monkeypatch.setattr(server_pool, "find_stopped", lambda silent: [])
+    monkeypatch.setattr(server_pool, "describe_unanswered", lambda silent, _: silent[0].call)
+    late = ServedGroup(1)
+    pool = make_pool(ServedGroup(0), late)
+    monkeypatch.setattr(pool, "_call_timeout", Timeout(1, "timeouts.call_s"))
+    pool.begin(make_prompts(0, 1), SAMPLING)
+    assert pool.collect("train", 0.6) == []
+    monkeypatch.setattr(late.last("collect"), "_timeout", Timeout(0, "timeouts.call_s"))
+    assert pool.collect("train", 0.6) == [] and late.end_reason
+    with pytest.raises(WorkerError, match="no group has come back: rollout-0"):
+        pool.collect("train", 0.6)
+
+
 NO_WEIGHTS = {"reads_weights": False}
 
 
