@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -17,13 +18,34 @@ from typing import Any, NamedTuple
 import safetensors.torch
 import torch
 
+from mcore_rl.checkpoint.hf import SafetensorsFile
 from mcore_rl.checkpoint.hf_writer import TensorPlan, plan_shards, write_shard
 from mcore_rl.config.errors import ConfigError
+from mcore_rl.config.json_file import read_json_object
 from mcore_rl.config.schema import LoRAConfig
+from mcore_rl.models.base import HFConfig
+from mcore_rl.models.transformers_model import build_empty_model
 from mcore_rl.reshard.rules import Weight
 
 FOLDER = "adapter"  # inside a Hugging Face checkpoint
 _WEIGHTS, _CONFIG = "adapter_model.safetensors", "adapter_config.json"
+_FACTOR = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
+# Fields of adapter_config.json that change what an adapter computes, and their allowed values.
+_PLAIN_FIELDS: dict[str, tuple[Any, ...]] = {
+    "peft_type": ("LORA",),
+    "bias": ("none", None),
+    "modules_to_save": (None, []),
+    "use_dora": (False, None),
+    "use_qalora": (False, None),
+    "use_bdlora": (None,),
+    "lora_bias": (False, None),
+    "layer_replication": (None, []),
+    "alora_invocation_tokens": (None, []),
+    "target_parameters": (None, []),
+    "trainable_token_indices": (None, []),
+    # Others change the base model's weights.
+    "init_lora_weights": (True, False, None, "gaussian", "eva", "orthogonal"),
+}
 
 
 class Factors(NamedTuple):
@@ -116,3 +138,89 @@ def _name_tensors(factors: Iterator[Factors]) -> Iterator[tuple[str, torch.Tenso
         module = f"base_model.model.{tensor.removesuffix('.weight')}"
         yield f"{module}.lora_A.weight", a
         yield f"{module}.lora_B.weight", b
+
+
+def read_adapter_ranks(folder: str) -> set[int]:
+    """Return the ranks that the adapter_config.json of a folder names.
+
+    Raises:
+        ConfigError: It cannot be read, or a field has a value that is not allowed.
+    """
+    file = Path(folder, _CONFIG)
+    config = read_json_object(file)
+    for name, allowed in _PLAIN_FIELDS.items():
+        if (value := config.get(name, allowed[0])) not in allowed:
+            raise ConfigError(f"{file}: {name}={value!r}; allowed: {allowed[0]!r}")
+    ranks = _list_numbers(file, config, "r", "rank_pattern")
+    _list_numbers(file, config, "lora_alpha", "alpha_pattern")
+    if not all(isinstance(rank, int) and rank > 0 for rank in ranks):
+        raise ConfigError(f"{file}: r={ranks}; allowed: whole numbers above 0")
+    return {*map(int, ranks)}
+
+
+def _list_numbers(file: Path, config: dict[str, Any], name: str, pattern: str) -> list[int | float]:
+    """Return a field of adapter_config.json, and its values of layers by `pattern`."""
+    of_layers = config.get(pattern) or {}
+    numbers = [config.get(name), *(of_layers.values() if isinstance(of_layers, dict) else [None])]
+    if not all(isinstance(n, int | float) and not isinstance(n, bool) for n in numbers):
+        raise ConfigError(
+            f"{file}: {name}={config.get(name)!r}, {pattern}={of_layers!r}; allowed: numbers"
+        )
+    return numbers
+
+
+def check_adapter(key: str, folder: str, hf_config: HFConfig, max_rank: int | None) -> None:
+    """Check that a folder has an adapter of linear layers of a model, by their shapes.
+
+    The base model that it names is not compared: a model has many paths.
+
+    Args:
+        key: Setting with the folder.
+        max_rank: Largest rank that servers take; None: any.
+
+    Raises:
+        ConfigError: It has none; names the setting and the file.
+    """
+    where = f"{key}={folder!r}"
+    if not Path(folder).is_dir():
+        raise ConfigError(f"{where}; allowed: a folder with {_CONFIG} and {_WEIGHTS}")
+    try:
+        ranks, entries = read_adapter_ranks(folder), SafetensorsFile(Path(folder, _WEIGHTS)).entries
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from error
+    if max_rank is not None and max(ranks) > max_rank:
+        raise ConfigError(f"{where} has rank {max(ranks)}; allowed: up to {max_rank}, of servers")
+    shapes: dict[str, dict[str, tuple[int, ...]]] = {}
+    for name, entry in entries.items():
+        if not (match := _FACTOR.fullmatch(name)):
+            raise ConfigError(
+                f"{where}: {_WEIGHTS} has tensor {name}; allowed: "
+                "base_model.model.MODULE.lora_A.weight and ...lora_B.weight"
+            )
+        shapes.setdefault(match[1], {})[match[2]] = entry.shape
+    linears = _list_linear_shapes(hf_config)
+    for module, factors in shapes.items():
+        if module not in linears:
+            raise ConfigError(
+                f"{where} has an adapter of {module}, which is no linear layer of the base model "
+                f"(model.path) that servers take adapters of; allowed: {', '.join(linears)}"
+            )
+        outputs, inputs = linears[module]
+        allowed = [{"A": (rank, inputs), "B": (outputs, rank)} for rank in sorted(ranks)]
+        if factors not in allowed:
+            raise ConfigError(
+                f"{where}: {module} has the factors {factors}; allowed: "
+                f"{' or '.join(map(str, allowed))}, as in the base model (model.path)"
+            )
+    if not shapes:
+        raise ConfigError(f"{where}: {_WEIGHTS} has no tensor; allowed: at least one layer's")
+
+
+def _list_linear_shapes(hf_config: HFConfig) -> dict[str, tuple[int, int]]:
+    """Return the shapes [out, in] of linear layers, without the output head, by name."""
+    model = build_empty_model(hf_config)
+    return {
+        f"{model.base_model_prefix}.{name}": (module.out_features, module.in_features)
+        for name, module in model.base_model.named_modules()
+        if isinstance(module, torch.nn.Linear)
+    }

@@ -15,13 +15,14 @@ from mcore_rl.agents.chat_template.codec import parse_messages
 from mcore_rl.algorithms.advantages import ADVANTAGES, GDPOSettings
 from mcore_rl.algorithms.sample_choice import CURRICULA, GROUP_FILTERS, DropUniformSettings
 from mcore_rl.checkpoint.hf import CheckpointReader, read_checkpoint_config
-from mcore_rl.checkpoint.peft import get_adapted_linear
+from mcore_rl.checkpoint.peft import check_adapter, get_adapted_linear
 from mcore_rl.config.checks import check_choice
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.resolve import get_loop, list_test_files, list_train_files
 from mcore_rl.config.resolve_algorithm import TOP_TOKEN_LOSSES, build_teachers
 from mcore_rl.config.resolve_engine import resolve_schedule
 from mcore_rl.config.resolve_rollout import (
+    build_models_with_servers,
     build_served_models,
     list_reward_terms,
     resolve_vllm_model,
@@ -47,7 +48,7 @@ from mcore_rl.data.tokenizer import (
 )
 from mcore_rl.engine.base import check_engine_settings, list_unread_settings, load_backend
 from mcore_rl.examples.tasks.registry import TASKS
-from mcore_rl.inference.registry import check_server_settings
+from mcore_rl.inference.registry import check_server_settings, load_server_class
 from mcore_rl.jobs.placement import (
     detect_lane,
     get_frozen_engines,
@@ -240,7 +241,7 @@ def _check_warm_start(config: RLConfig) -> None:
 def check_servers(config: RLConfig) -> None:
     """Check what the run needs of its servers against the features of their backends."""
     device = detect_lane()
-    for name, model in build_served_models(config).items():
+    for name, model in build_models_with_servers(config).items():
         check_server_settings(model.servers, f"models.{name}", device=device)
     features = check_server_settings(config.rollout, device=device)
     servers = f"servers of rollout.backend={config.rollout.backend!r}"
@@ -258,6 +259,12 @@ def check_servers(config: RLConfig) -> None:
     if not features.adapters and config.rollout.lora == "adapter":
         raise ConfigError(
             f"rollout.lora='adapter': {config.rollout.backend} takes no adapters; allowed: 'merged'"
+        )
+    rank, highest = config.actor.lora.rank, features.max_adapter_rank
+    if config.rollout.lora == "adapter" and highest is not None and rank > highest:
+        raise ConfigError(
+            f"actor.lora.rank={rank}: {servers} take adapters of rank up to {highest}; allowed: at "
+            "most as much, or rollout.lora='merged'"
         )
     if not features.routed_experts and config.actor.moe.router_replay == "rollout":
         raise ConfigError(
@@ -600,6 +607,10 @@ def _check_served_layouts(config: RLConfig) -> None:
                 f"{key}.max_context={model.max_context}; allowed: up to the model's "
                 f"max_position_embeddings={positions}"
             )
+        if model.adapter:
+            max_rank = load_server_class(config.rollout).features.max_adapter_rank
+            check_adapter(f"{key}.adapter", model.adapter, hf_config, max_rank)
+            continue
         if servers.backend != "vllm":
             continue
         resolve_vllm_model(key, servers, get_model_sizes(hf_config))

@@ -1,0 +1,119 @@
+"""Adapters in PEFT's format, as a setting names their folder: what is refused, and why."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from mcore_rl.checkpoint.peft import Factors, check_adapter, write_adapters
+from mcore_rl.config.errors import ConfigError
+from mcore_rl.models.base import HFConfig
+
+KEY = "models.user.adapter"
+MODULE = "model.layers.1.self_attn.q_proj"
+A, B = (f"base_model.model.{MODULE}.lora_{factor}.weight" for factor in "AB")
+MODEL: HFConfig = {
+    "model_type": "phi3", "architectures": ["Phi3ForCausalLM"], "vocab_size": 31,
+    "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "pad_token_id": 0,
+}  # fmt: skip
+QWEN = {**MODEL, "model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]}
+
+
+def make_adapter(folder: Path, rank: int = 3) -> Path:
+    """Write an adapter of a layer's queries, as a run exports it."""
+    factors = Factors(f"{MODULE}.weight", torch.ones(rank, 16), torch.ones(16, rank))
+    write_adapters(folder, lambda: iter([factors]), rank, alpha=6.0)
+    return folder
+
+
+def change_config(folder: Path, **fields: Any) -> None:
+    file = folder / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | fields))
+
+
+def change_tensors(folder: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -> None:
+    file = folder / "adapter_model.safetensors"
+    tensors = load_file(file)
+    change(tensors)
+    save_file(tensors, file)
+
+
+def rename_module(folder: Path, module: str) -> None:
+    def rename(tensors: dict[str, torch.Tensor]) -> None:
+        for name in list(tensors):
+            tensors[name.replace(MODULE, module)] = tensors.pop(name)
+
+    change_tensors(folder, rename)
+
+
+def test_an_adapter_of_any_rank_of_its_model_passes(tmp_path):
+    check_adapter(KEY, str(make_adapter(tmp_path / "a", 3)), QWEN, 8)
+    folder = make_adapter(tmp_path / "b", 8)
+    check_adapter(KEY, str(folder), QWEN, 8)
+    # A rank by layer, as PEFT writes it; the base model's name is not compared.
+    change_config(folder, r=4, rank_pattern={"q_proj": 8}, base_model_name_or_path="elsewhere")
+    check_adapter(KEY, str(folder), QWEN, None)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda f: change_config(f, r=9), "has rank 9; allowed: up to 8, of servers"),
+        (lambda f: change_config(f, r=2), "{'A': (2, 16), 'B': (16, 2)}, as in the base model"),
+        (lambda f: change_config(f, r="3"), "r='3', rank_pattern={}; allowed: numbers"),
+        (lambda f: change_config(f, r=0), "r=[0]; allowed: whole numbers above 0"),
+        (lambda f: change_config(f, lora_alpha=None), "lora_alpha=None, alpha_pattern={};"),
+        (lambda f: change_config(f, rank_pattern=[1]), "r=3, rank_pattern=[1]; allowed: numbers"),
+        (lambda f: change_config(f, peft_type="IA3"), "peft_type='IA3'; allowed: 'LORA'"),
+        (lambda f: change_config(f, use_dora=True), "use_dora=True; allowed: False"),
+        (lambda f: change_config(f, init_lora_weights="pissa"), "init_lora_weights='pissa';"),
+        (lambda f: change_config(f, modules_to_save=["score"]), "modules_to_save=['score'];"),
+        (lambda f: (f / "adapter_config.json").unlink(), "adapter_config.json cannot be read"),
+        (lambda f: (f / "adapter_config.json").write_text("[]"), "is a JSON list, not an object"),
+        (lambda f: (f / "adapter_model.safetensors").unlink(), "cannot be read as safetensors"),
+        (lambda f: (f / "adapter_model.safetensors").write_text("x"), "cannot be read as safe"),
+        (lambda f: change_tensors(f, dict.clear), "has no tensor; allowed: at least one layer's"),
+        (
+            lambda f: change_tensors(f, lambda t: t.pop(B)),
+            f"{MODULE} has the factors {{'A': (",
+        ),
+        (
+            lambda f: change_tensors(f, lambda t: t.update({B: torch.ones(32, 3)})),
+            "'B': (32, 3)}; allowed: {'A': (3, 16), 'B': (16, 3)}",
+        ),
+        (
+            lambda f: rename_module(f, "model.layers.2.self_attn.q_proj"),
+            "has an adapter of model.layers.2.self_attn.q_proj, which is no linear layer",
+        ),
+        (lambda f: rename_module(f, "lm_head"), "has an adapter of lm_head, which is no linear"),
+        (
+            lambda f: change_tensors(f, lambda t: t.update(scale=torch.ones(1))),
+            "has tensor scale; allowed: base_model.model.MODULE.lora_A.weight",
+        ),
+    ],
+)
+def test_what_is_no_adapter_of_the_model_is_refused_with_its_setting(tmp_path, change, message):
+    folder = make_adapter(tmp_path / "adapter")
+    change(folder)
+    with pytest.raises(ConfigError, match=re.escape(message)) as refused:
+        check_adapter(KEY, str(folder), QWEN, 8)
+    assert str(refused.value).startswith(f"{KEY}={str(folder)!r}")
+
+
+def test_an_adapter_of_another_model_or_a_missing_folder_is_refused(tmp_path):
+    folder = make_adapter(tmp_path / "adapter")
+    with pytest.raises(ConfigError, match=r"allowed: .*model.layers.1.self_attn.qkv_proj"):
+        check_adapter(KEY, str(folder), MODEL, 8)
+    wider = {**QWEN, "hidden_size": 32}
+    with pytest.raises(ConfigError, match=r"'A': \(3, 32\), 'B': \(32, 3\)"):
+        check_adapter(KEY, str(folder), wider, 8)
+    with pytest.raises(ConfigError, match=r"='nowhere'; allowed: a folder with adapter_config"):
+        check_adapter(KEY, "nowhere", QWEN, 8)
