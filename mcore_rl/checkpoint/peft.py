@@ -20,6 +20,7 @@ import torch
 
 from mcore_rl.checkpoint.hf import SafetensorsFile
 from mcore_rl.checkpoint.hf_writer import TensorPlan, plan_shards, write_shard
+from mcore_rl.config.checks import check_model_exists
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.json_file import read_json_object
 from mcore_rl.config.schema import LoRAConfig
@@ -182,8 +183,7 @@ def check_adapter(key: str, folder: str, hf_config: HFConfig, max_rank: int | No
         ConfigError: It has none; names the setting and the file.
     """
     where = f"{key}={folder!r}"
-    if not Path(folder).is_dir():
-        raise ConfigError(f"{where}; allowed: a folder with {_CONFIG} and {_WEIGHTS}")
+    check_model_exists(key, folder)
     try:
         ranks, entries = read_adapter_ranks(folder), SafetensorsFile(Path(folder, _WEIGHTS)).entries
     except ConfigError as error:

@@ -1,4 +1,4 @@
-"""Jobs with a frozen model beside the policy, on a server of its own."""
+"""Jobs with a frozen model beside the policy, on a server of its own or as an adapter."""
 
 from __future__ import annotations
 
@@ -72,6 +72,41 @@ def test_a_policy_learns_from_talks_with_a_frozen_model_that_stays_as_it_is(
     assert sums(model) == before
     logs = job.output / "logs"
     assert (logs / "models.user-0.log").exists()
+    assert job.left() == []
+
+
+@pytest.mark.nightly  # tests/e2e/test_adapters.py has the log-probs of each policy
+def test_a_policy_talks_with_an_earlier_adapter_on_its_own_server_also_after_a_restart(
+    start_job, own_model_and_data
+):
+    # The other side is the adapter that a first run has exported, with another rank.
+    talk = [s for s in CONVERSATION if "kv_cache_bytes" not in s and "max_context" not in s]
+    lora = "rollout.lora=adapter", "actor.lora.targets=[linear_qkv,linear_proj]"
+    settings = (*own_model_and_data, *talk, *lora, "actor.optimizer.lr=1e-2")
+    first = start_job(
+        *settings, "actor.lora.rank=6", "agent.loop=single_turn", "agent.settings={}",
+        "models={}", "trainer.num_steps=2",
+    )  # fmt: skip
+    assert first.process.wait(300) == 0, first.stderr
+    adapter = first.output / "checkpoint" / "adapter"
+    before = sums(adapter)
+    job = start_job(
+        *settings, "actor.lora.rank=4", f"models.user.adapter={adapter}", "trainer.num_steps=4"
+    )
+    job.wait_until(
+        lambda: (job.output / "metrics.jsonl").exists() and len(rows_of(job.output)) > 1, "a step"
+    )
+    _part_of_server(job, "rollout", "the engine").kill()
+    assert job.process.wait(300) == 0, job.stderr
+    assert "is up again" in job.stdout
+    rows = [row for row in rows_of(job.output) if "reward" in row]
+    assert [row["step"] for row in rows] == [1, 2, 3, 4]
+    assert all(row["actor/grad_norm"] > 0 for row in rows)
+    table = pq.read_table(job.output / "samples" / "step_000004.parquet").to_pylist()
+    between = r"<\|im_start\|>user\n.*<\|im_end\|>\n<\|im_start\|>assistant\n"
+    assert any(re.search(between, row["response"], re.DOTALL) for row in table)
+    assert sums(adapter) == before
+    assert not [*(job.output / "logs").glob("models.*")]  # no server of its own
     assert job.left() == []
 
 
@@ -151,12 +186,12 @@ def _job_with_a_kill(start_job: Callable[..., Job], part: str, settings: Sequenc
     job.wait_until(
         lambda: (job.output / "metrics.jsonl").exists() and len(rows_of(job.output)) > 1, "a step"
     )
-    _part_of_server_0(job, part).kill()
+    _part_of_server(job, "models.user-0", part).kill()
     return job
 
 
-def _part_of_server_0(job: Job, part: str) -> psutil.Process:
-    log = job.output / "logs" / "models.user-0.log"
+def _part_of_server(job: Job, name: str, part: str) -> psutil.Process:
+    log = job.output / "logs" / f"{name}.log"
     server = {p.pid: p for p in set(job.processes) if lives(p) and _prints_to(p.pid) == str(log)}
     is_inner = {pid: p.ppid() in server for pid, p in server.items()}
     assert sorted(is_inner.values()) == [False, True]
