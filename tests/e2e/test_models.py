@@ -96,7 +96,7 @@ def test_a_policy_talks_with_an_earlier_adapter_on_its_own_server_also_after_a_r
     job.wait_until(
         lambda: (job.output / "metrics.jsonl").exists() and len(rows_of(job.output)) > 1, "a step"
     )
-    _part_of_server(job, "rollout", "the engine").kill()
+    _part_of_server(job, "rollout-0", "the engine").kill()
     assert job.process.wait(300) == 0, job.stderr
     assert "is up again" in job.stdout
     rows = [row for row in rows_of(job.output) if "reward" in row]
