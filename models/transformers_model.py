@@ -90,7 +90,7 @@ def _select_fields(hf_config: HFConfig) -> HFConfig:
 
     Scores of a training pass are those of a scoring pass.
     """
-    fields: dict[str, Any] = {}
+    fields = {}
     for name, value in hf_config.items():
         is_random = any(part in name for part in ("dropout", "pdrop", "jitter"))
         if isinstance(value, dict) and name.endswith("_config"):

@@ -24,8 +24,8 @@ from mcore_rl.config.checks import check_model_exists
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.json_file import read_json_object
 from mcore_rl.config.schema import LoRAConfig
-from mcore_rl.models.base import HFConfig
-from mcore_rl.models.transformers_model import build_empty_model
+from mcore_rl.models.base import HFConfig, has_images
+from mcore_rl.models.transformers_model import build_empty_model, map_parameters
 from mcore_rl.reshard.rules import Weight
 
 FOLDER = "adapter"  # inside a Hugging Face checkpoint
@@ -203,7 +203,7 @@ def check_adapter(key: str, folder: str, hf_config: HFConfig, max_rank: int | No
         if module not in linears:
             raise ConfigError(
                 f"{where} has an adapter of {module}, which is no linear layer of the base model "
-                f"(model.path) that servers take adapters of; allowed: {', '.join(linears)}"
+                f"(model.path) that servers take adapters of; allowed: {_describe_layers(linears)}"
             )
         outputs, inputs = linears[module]
         allowed = [{"A": (rank, inputs), "B": (outputs, rank)} for rank in sorted(ranks)]
@@ -216,11 +216,25 @@ def check_adapter(key: str, folder: str, hf_config: HFConfig, max_rank: int | No
         raise ConfigError(f"{where}: {_WEIGHTS} has no tensor; allowed: at least one layer's")
 
 
-def _list_linear_shapes(hf_config: HFConfig) -> dict[str, tuple[int, int]]:
-    """Return the shapes [out, in] of linear layers, without the output head, by name."""
+def _list_linear_shapes(hf_config: HFConfig) -> dict[str, tuple[int, ...]]:
+    """Return the shapes [out, in] of linear layers of the language model, without its output head.
+
+    Names are those of modules, which PEFT writes, and those of a checkpoint's tensors.
+    """
     model = build_empty_model(hf_config)
-    return {
-        f"{model.base_model_prefix}.{name}": (module.out_features, module.in_features)
-        for name, module in model.base_model.named_modules()
-        if isinstance(module, torch.nn.Linear)
-    }
+    rules = map_parameters(model) if has_images(hf_config) else {}  # else they have the same names
+    decoder, shapes = model.get_decoder(), dict[str, tuple[int, ...]]()
+    [prefix] = [name for name, module in model.named_modules() if module is decoder]
+    for name, module in decoder.named_modules(prefix=prefix):
+        if isinstance(module, torch.nn.Linear):
+            shapes[name] = tuple(module.weight.shape)
+            tensors = rules[f"{name}.weight"].tensors if rules else ()
+            shapes |= {tensor.name.removesuffix(".weight"): tensor.shape for tensor in tensors}
+    return shapes
+
+
+def _describe_layers(names: Iterable[str]) -> str:
+    """Return names with N for a layer's number, each once, and the highest number."""
+    numbers = [int(number) for name in names for number in re.findall(r"\d+", name)]
+    kinds = dict.fromkeys(re.sub(r"\d+", "N", name) for name in names)
+    return f"{', '.join(kinds)}; N up to {max(numbers, default=0)}"

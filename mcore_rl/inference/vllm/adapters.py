@@ -120,12 +120,16 @@ class MemoryLoRAManager(worker_manager.LRUCacheWorkerLoRAManager):
         self.add_adapter(build_request(version))
 
     def _load_adapter(self, lora_request: LoRARequest) -> LoRAModel:
-        if not lora_request.lora_path.startswith(_MEMORY):
-            return super()._load_adapter(lora_request)
+        is_stored = lora_request.lora_path.startswith(_MEMORY)
+        adapter = (self._read_stored if is_stored else super()._load_adapter)(lora_request)
+        self._check_layers(adapter)
+        return adapter
+
+    def _read_stored(self, lora_request: LoRARequest) -> LoRAModel:
         tensors, alpha = self._stored[lora_request.lora_int_id]
         rank = next(t.shape[0] for name, t in tensors.items() if name.endswith("lora_A.weight"))
         mapper = getattr(self._adapter_manager.model, "hf_to_vllm_mapper", None)
-        adapter = LoRAModel.from_lora_tensors(
+        return LoRAModel.from_lora_tensors(
             lora_model_id=lora_request.lora_int_id,
             tensors=dict(tensors),
             peft_helper=PEFTHelper.from_dict(build_adapter_config(tensors, rank, alpha)),
@@ -133,6 +137,9 @@ class MemoryLoRAManager(worker_manager.LRUCacheWorkerLoRAManager):
             dtype=self.lora_config.lora_dtype,
             weights_mapper=None if mapper is None else mapper.get_rename_mapper(),
         )
+
+    def _check_layers(self, adapter: LoRAModel) -> None:
+        """Raise ValueError for a layer that vLLM would leave as it is."""
         known = self._adapter_manager.modules
         packed = {
             f"{name.rpartition('.')[0]}.{part}"
@@ -143,4 +150,3 @@ class MemoryLoRAManager(worker_manager.LRUCacheWorkerLoRAManager):
         }
         if lost := sorted(set(adapter.loras) - set(known) - packed):
             raise ValueError(f"vLLM has no layer with adapters for {lost[0]}")
-        return adapter

@@ -46,10 +46,10 @@ def change_tensors(folder: Path, change: Callable[[dict[str, torch.Tensor]], Any
     save_file(tensors, file)
 
 
-def rename_module(folder: Path, module: str) -> None:
+def rename_module(folder: Path, module: str, earlier: str = MODULE) -> None:
     def rename(tensors: dict[str, torch.Tensor]) -> None:
         for name in list(tensors):
-            tensors[name.replace(MODULE, module)] = tensors.pop(name)
+            tensors[name.replace(earlier, module)] = tensors.pop(name)
 
     change_tensors(folder, rename)
 
@@ -110,10 +110,27 @@ def test_what_is_no_adapter_of_the_model_is_refused_with_its_setting(tmp_path, c
 
 def test_an_adapter_of_another_model_or_a_missing_folder_is_refused(tmp_path):
     folder = make_adapter(tmp_path / "adapter")
-    with pytest.raises(ConfigError, match=r"allowed: .*model.layers.1.self_attn.qkv_proj"):
+    with pytest.raises(ConfigError, match=r"allowed: model.layers.N.self_attn.o_proj,.* up to 1$"):
         check_adapter(KEY, str(folder), MODEL, 8)
     wider = {**QWEN, "hidden_size": 32}
     with pytest.raises(ConfigError, match=r"'A': \(3, 32\), 'B': \(32, 3\)"):
         check_adapter(KEY, str(folder), wider, 8)
     with pytest.raises(ConfigError, match=r"^models.user.adapter='nowhere' does not exist"):
         check_adapter(KEY, "nowhere", QWEN, 8)
+
+
+@pytest.mark.parametrize("prefix", ["model.language_model", "model"])
+def test_an_adapter_of_a_model_with_images_is_of_its_language_model(tmp_path, prefix):
+    # PEFT writes the names of modules, a run those of the checkpoint's tensors.
+    text = {key: value for key, value in QWEN.items() if key not in ("model_type", "architectures")}
+    vision = {"depth": 1, "hidden_size": 16, "out_hidden_size": 16, "num_heads": 2}
+    model = {
+        "model_type": "qwen2_5_vl", "architectures": ["Qwen2_5_VLForConditionalGeneration"],
+        "text_config": text, "vision_config": vision,
+    }  # fmt: skip
+    folder = make_adapter(tmp_path / "adapter")
+    rename_module(folder, MODULE.replace("model", prefix, 1))
+    check_adapter(KEY, str(folder), model, 8)
+    rename_module(folder, "model.visual.blocks.0.attn.proj", MODULE.replace("model", prefix, 1))
+    with pytest.raises(ConfigError, match=r"model.visual.blocks.0.attn.proj, which is no"):
+        check_adapter(KEY, str(folder), model, 8)
