@@ -170,14 +170,13 @@ def _list_numbers(file: Path, config: dict[str, Any], name: str, pattern: str) -
     return numbers
 
 
-def check_adapter(key: str, folder: str, hf_config: HFConfig, max_rank: int | None) -> None:
-    """Check that a folder has an adapter of linear layers of a model, by their shapes.
+def check_adapter(key: str, folder: str, hf_config: HFConfig) -> int:
+    """Check that a folder has an adapter of linear layers of a model; return its highest rank.
 
-    The base model that it names is not compared: a model has many paths.
+    Shapes are compared, not the base model that it names: a model has many paths.
 
     Args:
         key: Setting with the folder.
-        max_rank: Largest rank that servers take; None: any.
 
     Raises:
         ConfigError: It has none; names the setting and the file.
@@ -188,8 +187,6 @@ def check_adapter(key: str, folder: str, hf_config: HFConfig, max_rank: int | No
         ranks, entries = read_adapter_ranks(folder), SafetensorsFile(Path(folder, _WEIGHTS)).entries
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from error
-    if max_rank is not None and max(ranks) > max_rank:
-        raise ConfigError(f"{where} has rank {max(ranks)}; allowed: up to {max_rank}, of servers")
     shapes: dict[str, dict[str, tuple[int, ...]]] = {}
     for name, entry in entries.items():
         if not (match := _FACTOR.fullmatch(name)):
@@ -214,6 +211,7 @@ def check_adapter(key: str, folder: str, hf_config: HFConfig, max_rank: int | No
             )
     if not shapes:
         raise ConfigError(f"{where}: {_WEIGHTS} has no tensor; allowed: at least one layer's")
+    return max(ranks)
 
 
 def _list_linear_shapes(hf_config: HFConfig) -> dict[str, tuple[int, ...]]:

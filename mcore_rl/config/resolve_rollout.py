@@ -128,8 +128,11 @@ def _check_batch_limits(key: str, config: RolloutConfig) -> None:
 def check_lane_batches(config: RLConfig, device: str) -> None:
     """Check the batches of all servers, the policy's and those of models, on "cpu" or "cuda"."""
     check_lane_batch("rollout", config.rollout, config.max_sequence_tokens, device)
-    for name, model in build_models_with_servers(config).items():
-        check_lane_batch(f"models.{name}", model.servers, model.max_context, device)
+    for name, model in build_served_models(config).items():
+        key, servers = f"models.{name}", model.servers
+        if model.adapter:
+            key, servers = "rollout", config.rollout
+        check_lane_batch(key, servers, model.max_context, device)
 
 
 def check_lane_batch(key: str, config: RolloutConfig, max_tokens: int, device: str) -> None:
@@ -383,11 +386,6 @@ def _check_adapter(
         raise ConfigError(
             f"{where} with warm_start.num_steps={config.warm_start.num_steps}: a warm start "
             "changes the weights, and it is of model.path; allowed: 0"
-        )
-    if model.max_context > config.max_sequence_tokens:
-        raise ConfigError(
-            f"{key}.max_context={model.max_context}; allowed: up to {config.max_sequence_tokens}, "
-            "the longest sequence of the policy, whose servers it has"
         )
 
 

@@ -48,7 +48,7 @@ from mcore_rl.data.tokenizer import (
 )
 from mcore_rl.engine.base import check_engine_settings, list_unread_settings, load_backend
 from mcore_rl.examples.tasks.registry import TASKS
-from mcore_rl.inference.registry import check_server_settings, load_server_class
+from mcore_rl.inference.registry import check_adapter_rank, check_server_settings
 from mcore_rl.jobs.placement import (
     detect_lane,
     get_frozen_engines,
@@ -260,12 +260,8 @@ def check_servers(config: RLConfig) -> None:
         raise ConfigError(
             f"rollout.lora='adapter': {config.rollout.backend} takes no adapters; allowed: 'merged'"
         )
-    rank, highest = config.actor.lora.rank, features.max_adapter_rank
-    if config.rollout.lora == "adapter" and highest is not None and rank > highest:
-        raise ConfigError(
-            f"actor.lora.rank={rank}: {servers} take adapters of rank up to {highest}; allowed: at "
-            "most as much, or rollout.lora='merged'"
-        )
+    if config.rollout.lora == "adapter":
+        check_adapter_rank("actor.lora.rank", config.actor.lora.rank, config.rollout)
     if not features.routed_experts and config.actor.moe.router_replay == "rollout":
         raise ConfigError(
             f"actor.moe.router_replay='rollout': {servers} record no experts; allowed: 'off', "
@@ -440,18 +436,23 @@ def _check_critic(config: RLConfig, actor: HFConfig) -> None:
 
 
 def _check_kv_cache(config: RLConfig, hf_config: HFConfig) -> None:
-    """Check that the KV cache holds one sequence.
+    """Check that the KV cache holds one sequence, of the policy or of an adapter beside it.
 
     vLLM rounds up to blocks of tokens, and refuses the rest when it starts.
     """
-    num_tokens, response = config.max_sequence_tokens, _get_response_setting(config)
+    response = f"data.max_prompt_tokens + {_get_response_setting(config)}"
+    lengths = {response: config.max_sequence_tokens} | {
+        f"models.{name}.max_context": model.max_context
+        for name, model in build_served_models(config).items()
+        if model.adapter
+    }
+    setting, num_tokens = max(lengths.items(), key=lambda item: item[1])
     itemsize = getattr(torch, config.model.dtype).itemsize
     least = num_tokens * count_kv_elements_per_token(hf_config, config.rollout.tp) * itemsize
     if config.rollout.kv_cache_bytes < least:
         raise ConfigError(
             f"rollout.kv_cache_bytes={config.rollout.kv_cache_bytes}: one sequence of "
-            f"data.max_prompt_tokens + {response} = {num_tokens} tokens takes "
-            f"{least} bytes; allowed: at least as many"
+            f"{setting} = {num_tokens} tokens takes {least} bytes; allowed: at least as many"
         )
 
 
@@ -608,8 +609,8 @@ def _check_served_layouts(config: RLConfig) -> None:
                 f"max_position_embeddings={positions}"
             )
         if model.adapter:
-            max_rank = load_server_class(config.rollout).features.max_adapter_rank
-            check_adapter(f"{key}.adapter", model.adapter, hf_config, max_rank)
+            rank = check_adapter(f"{key}.adapter", model.adapter, hf_config)
+            check_adapter_rank(f"{key}.adapter: rank", rank, config.rollout)
             continue
         if servers.backend != "vllm":
             continue

@@ -207,7 +207,7 @@ class RolloutSpec:
     model_path: str
     chat_date: str  # in prompts of the policy and of frozen models
     dtype: str
-    max_model_tokens: int  # prompt and response
+    max_model_tokens: int  # prompt and response of the policy
     rollout: RolloutConfig
     reward: RewardConfig
     agent: AgentConfig
@@ -238,11 +238,12 @@ class RolloutWorker:
         if spec.gpu_ids:
             os.environ[get_gpu().visible_variable] = spec.gpu_ids[number * count + rank]
         self._adapters = {name: m.adapter for name, m in spec.models.items() if m.adapter}
+        contexts = (spec.models[name].max_context for name in self._adapters)
         self._server = create_server(
             ServerSpec(
                 spec.model_path,
                 spec.dtype,
-                spec.max_model_tokens,
+                max([spec.max_model_tokens, *contexts]),
                 spec.rollout,
                 spec.seed,
                 timeout_s=spec.timeout_s,

@@ -11,7 +11,10 @@ from pathlib import Path
 import psutil
 import pyarrow.parquet as pq
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
+from mcore_rl.checkpoint.peft import Factors, write_adapters
 from tests.e2e.conftest import Job
 from tests.e2e.outcomes import rows_of
 from tests.e2e.processes import lives
@@ -111,8 +114,25 @@ def test_a_policy_talks_with_an_earlier_adapter_on_its_own_server_also_after_a_r
 
 
 @pytest.mark.nightly  # tests/unit/agents/test_models.py has what the model is asked
-def test_a_frozen_model_judges_the_responses_of_a_run(start_job, own_model_and_data):
+@pytest.mark.parametrize("is_adapter", [False, True])
+def test_a_frozen_model_judges_the_responses_of_a_run(
+    start_job, own_model_and_data, tmp_path, is_adapter
+):
     # One that says anything: its verdicts are read by a function, which finds a score in each.
+    # Its conversations may be longer than those of the policy.
+    settings = ["models.judge.max_context=512"]
+    if is_adapter:
+        model = AutoModelForCausalLM.from_pretrained(model_of(own_model_and_data))
+        weight = model.model.layers[0].self_attn.o_proj.weight
+        a, b = torch.randn(2, weight.shape[1]), 0.01 * torch.randn(weight.shape[0], 2)
+        factors = Factors("model.layers.0.self_attn.o_proj.weight", a, b)
+        write_adapters(tmp_path / "adapter", lambda: iter([factors]), 2, 1.0)
+        settings = [
+            f"models.judge.adapter={tmp_path / 'adapter'}", "rollout.lora=adapter",
+            "actor.lora.rank=4", "actor.lora.targets=[linear_qkv]",
+        ]  # fmt: skip
+    else:
+        settings += ["models.judge.kv_cache_bytes=33554432"]
     job = start_job(
         *own_model_and_data,
         *ONE_RANK,
@@ -124,8 +144,7 @@ def test_a_frozen_model_judges_the_responses_of_a_run(start_job, own_model_and_d
         "reward.settings.parser=tests/e2e/own_functions.py:letters_of",
         "reward.settings.high=100.0",
         "reward.settings.max_tokens=8",
-        "models.judge.max_context=256",
-        "models.judge.kv_cache_bytes=33554432",
+        *settings,
         "algorithm.filter.group_filter=''",
         "trainer.num_steps=2",
         "trainer.prompts_per_step=4",

@@ -10,6 +10,7 @@ from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.resolve_rollout import (
     build_models_with_servers,
     build_served_models,
+    check_lane_batches,
     resolve_models,
 )
 from mcore_rl.config.schema import RLConfig
@@ -101,7 +102,7 @@ def test_settings_of_servers_are_refused_for_an_adapter(part):
         resolve_models(made)
 
 
-def test_an_adapter_is_refused_where_the_servers_base_model_changes_or_is_shorter():
+def test_an_adapter_is_refused_where_the_servers_base_model_changes():
     made = adapter_config()
     made.rollout.lora = "merged"
     message = r"^models.user.adapter='earlier' with rollout.lora='merged': .*; allowed: rollout.lo"
@@ -111,5 +112,12 @@ def test_an_adapter_is_refused_where_the_servers_base_model_changes_or_is_shorte
     made.warm_start.num_steps = 3
     with pytest.raises(ConfigError, match=r"^models.user.adapter='earlier' with warm_start.num_st"):
         resolve_models(made)
-    with pytest.raises(ConfigError, match=r"^models.user.max_context=43; allowed: up to 42, the"):
-        resolve_models(adapter_config(max_context=43))
+
+
+def test_the_policys_servers_take_the_longest_conversation_of_an_adapter():
+    made = adapter_config(max_context=43)
+    made.rollout.max_num_batched_tokens = 42
+    made.models.pop("judge")
+    check_lane_batches(made, "cuda")
+    with pytest.raises(ConfigError, match=r"^rollout.max_num_batched_tokens=42: .* at least 43,"):
+        check_lane_batches(made, "cpu")

@@ -302,12 +302,15 @@ def test_an_adapter_of_a_frozen_model_is_shown_on_the_policys_servers(place, mon
     status, out, err = dry_run(monkeypatch, capfd, *SETTINGS, *ADAPTER)
     assert (status, err) == (0, "")
     assert "rollout: 1 rank, tp=1 (generation, models.user: 1 vLLM server)\n" in out
+    longer = "models.user.max_context=100", "rollout.kv_cache_bytes=9"
+    status, _, err = dry_run(monkeypatch, capfd, *SETTINGS, *ADAPTER, *longer)
+    assert (status, "one sequence of models.user.max_context = 100 tokens" in err) == (2, True), err
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ((), "models.user.adapter='earlier' has rank 600; allowed: up to 512, of servers"),
+        ((), "models.user.adapter: rank=600: servers of rollout.backend='vllm' take adapters"),
         (("models.user.adapter=other",), "models.user.adapter='other' does not exist"),
         (("actor.lora.rank=600",), "actor.lora.rank=600: servers of rollout.backend='vllm' take"),
         (
