@@ -1,4 +1,7 @@
-"""Frozen models on servers of their own: a client for loops, and one for the reward `judge`."""
+"""Frozen models for loops and the reward `judge`.
+
+They are on servers of their own, behind a client, or adapters on the policy's server.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ import time
 import zlib
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -239,6 +242,43 @@ class RemoteGenerator:
     def _build_error(self, failures: dict[str, str]) -> ModelServerError:
         servers = "; ".join(f"the server at {url} {reason}" for url, reason in failures.items())
         return ModelServerError(f"models.{self._name}: {servers}")
+
+
+class AdapterGenerator:
+    """A Generator of a frozen adapter on the policy's server.
+
+    Its completions have no version of the policy's weights.
+    """
+
+    def __init__(self, server: Generator, name: str) -> None:
+        """Name the adapter: one of the server's `ServerSpec.adapters`."""
+        self._server, self._name = server, name
+
+    async def submit(
+        self, prompt_ids: list[int], sampling: SamplingParams, *, request_id: str = ""
+    ) -> list[Completion]:
+        """Sample completions of a prompt."""
+        sampling = replace(sampling, adapter=self._name)
+        completions = await self._server.submit(prompt_ids, sampling, request_id=request_id)
+        return [
+            replace(completion, weight_versions=[MASKED_VERSION] * len(completion.token_ids))
+            for completion in completions
+        ]
+
+    def stream(
+        self, prompt_ids: list[int], sampling: SamplingParams, *, request_id: str = ""
+    ) -> AsyncIterator[NewTokens]:
+        """Yield new tokens of completions."""
+        sampling = replace(sampling, adapter=self._name)
+        return self._server.stream(prompt_ids, sampling, request_id=request_id)
+
+    async def abort(self, request_id: str) -> None:
+        """End a request with the tokens that it has."""
+        await self._server.abort(request_id)
+
+    def start_together(self) -> AbstractAsyncContextManager[None]:
+        """Hold requests: see `Generator.start_together`."""
+        return self._server.start_together()
 
 
 def _parse_completion(choice: dict[str, Any]) -> Completion:

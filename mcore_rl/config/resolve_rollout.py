@@ -38,6 +38,7 @@ _TEXT = str, "text"
 # Settings of a frozen model.
 _MODEL_PARTS: dict[str, tuple[Any, str]] = {
     "path": _TEXT,
+    "adapter": _TEXT,
     "backend": _TEXT,
     "num_servers": _INTEGER,
     "tp": _INTEGER,
@@ -62,6 +63,10 @@ _SGLANG_PARTS: dict[str, tuple[type, str]] = {
     "python": _TEXT,
     "arguments": (dict, "arguments of `sglang.launch_server`, {name: value}"),
 }
+# Those of an adapter, which the policy's servers serve.
+_ADAPTER_PARTS = (
+    "adapter", "temperature", "top_p", "top_k", "max_tokens", "max_context", "codec", "placement",
+)  # fmt: skip
 _SERVER_PARTS = (
     "backend", "num_servers", "tp", "ep", "temperature", "top_p", "top_k", "max_num_seqs",
     "max_num_batched_tokens", "kv_cache_bytes", "cores",
@@ -82,6 +87,7 @@ class ServedModel:
     """A model of `models`."""
 
     path: str  # "": what the actor begins with
+    adapter: str  # folder; the policy's servers serve it. "": the model has servers of its own
     servers: RolloutConfig  # with max_tokens of an answer as max_response_tokens
     max_context: int  # tokens of a conversation
     codec: str
@@ -123,7 +129,10 @@ def check_lane_batches(config: RLConfig, device: str) -> None:
     """Check the batches of all servers, the policy's and those of models, on "cpu" or "cuda"."""
     check_lane_batch("rollout", config.rollout, config.max_sequence_tokens, device)
     for name, model in build_served_models(config).items():
-        check_lane_batch(f"models.{name}", model.servers, model.max_context, device)
+        key, servers = f"models.{name}", model.servers
+        if model.adapter:
+            key, servers = "rollout", config.rollout
+        check_lane_batch(key, servers, model.max_context, device)
 
 
 def check_lane_batch(key: str, config: RolloutConfig, max_tokens: int, device: str) -> None:
@@ -298,6 +307,12 @@ def build_served_models(config: RLConfig) -> dict[str, ServedModel]:
     }
 
 
+def build_models_with_servers(config: RLConfig) -> dict[str, ServedModel]:
+    """Return the frozen models that are no adapters on the policy's servers, by name."""
+    models = build_served_models(config).items()
+    return {name: model for name, model in models if not model.adapter}
+
+
 def resolve_models(config: RLConfig) -> None:
     models, reward = build_served_models(config), config.reward
     of_terms = (term.get("settings") or {} for term in reward.terms.values())
@@ -339,13 +354,39 @@ def _build_served_model(key: str, config: RLConfig, name: str) -> ServedModel:
     context = config.data.max_prompt_tokens + config.rollout.max_response_tokens
     model = ServedModel(
         path=parts.get("path", ""),
+        adapter=parts.get("adapter", ""),
         servers=servers,
         max_context=parts.get("max_context", context),
         codec=parts.get("codec", "auto"),
         timeout_s=float(parts.get("timeout_s", 300.0)),
     )
     _check_served_model(key, model)
+    if model.adapter:
+        _check_adapter(key, model, config, parts)
     return model
+
+
+def _check_adapter(
+    key: str, model: ServedModel, config: RLConfig, parts: Mapping[str, object]
+) -> None:
+    """Check what an adapter on the policy's servers needs; `parts` are the settings of `key`."""
+    for part in parts:
+        if part not in _ADAPTER_PARTS:
+            raise ConfigError(
+                f"{key}.{part}={parts[part]!r}: the policy's servers serve {key}.adapter; allowed: "
+                f"{', '.join(_ADAPTER_PARTS)}"
+            )
+    where = f"{key}.adapter={model.adapter!r}"
+    if config.rollout.lora != "adapter":
+        raise ConfigError(
+            f"{where} with rollout.lora={config.rollout.lora!r}: updates change the weights on the "
+            "servers, and it is of model.path; allowed: rollout.lora='adapter'"
+        )
+    if config.warm_start.num_steps:
+        raise ConfigError(
+            f"{where} with warm_start.num_steps={config.warm_start.num_steps}: a warm start "
+            "changes the weights, and it is of model.path; allowed: 0"
+        )
 
 
 def _check_served_model(key: str, model: ServedModel) -> None:

@@ -552,7 +552,8 @@ class RLConfig:
     teacher: TeacherConfig = field(default_factory=TeacherConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     agent: AgentConfig = field(default_factory=AgentConfig)
-    # frozen models of agents: {NAME: {path: ..., num_servers: 1, tp: 1}} (docs/agents.md)
+    # frozen models of agents: {NAME: {path: ..., num_servers: 1, tp: 1}}, or {NAME: {adapter: ...}}
+    # for one on the policy's servers (docs/agents.md)
     models: dict[str, dict[str, Any]] = field(default_factory=dict)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     sample_log: SampleLogConfig = field(default_factory=SampleLogConfig)

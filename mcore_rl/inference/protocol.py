@@ -7,7 +7,7 @@ puts one through its rules.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal, Protocol
@@ -39,6 +39,7 @@ class SamplingParams:
     experts_from: int | None = None
     # Digests of the prompt's images in the ImageStore, in the order of their tokens.
     images: tuple[str, ...] = ()
+    adapter: str = ""  # one of ServerSpec.adapters instead of the policy
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +124,8 @@ class ServerSpec:
     can_sleep: bool = False  # its devices are a trainer's, too
     records_experts: bool = False  # as `SamplingParams.experts_from` needs
     adapter_rank: int = 0  # of the adapters that it takes; 0: none
+    # Folders in PEFT's format of frozen adapters, by name, which are served beside the policy.
+    adapters: Mapping[str, str] = field(default_factory=dict)
     images_folder: str = ""  # of the ImageStore that requests name images of; "": none
     node_rank: int = 0  # among the settings.nodes_per_server nodes of the server
 
@@ -138,7 +141,8 @@ class ServerFeatures:
     multi_node: bool = False  # rollout.nodes_per_server above 1
     sleep: bool = False  # devices that are a trainer's, too
     updates_in_flight: bool = False  # trainer.mode=fully_async
-    adapters: bool = False  # rollout.lora=adapter
+    adapters: bool = False  # rollout.lora=adapter, and models.NAME.adapter
+    max_adapter_rank: int | None = None  # None: any
     routed_experts: bool = False  # actor.moe.router_replay=rollout
     images: bool = False  # data.images_column
 
@@ -223,7 +227,9 @@ class GenerationServer(ABC):
 
     @abstractmethod
     async def start(self, *, reads_weights: bool = True) -> None:
-        """Load the checkpoint and begin to serve; on a further node join the first one.
+        """Load the checkpoint and spec.adapters, and begin to serve.
+
+        A further node joins the first one.
 
         Args:
             reads_weights: Read the checkpoint's weights. Otherwise the server refuses requests
@@ -241,10 +247,12 @@ class GenerationServer(ABC):
         `sampling.stop`; or at `sampling.max_tokens`. Completion i of a seeded request is that of
         the seed sampling.seed + i; it is the same whenever that is asked for, up to rounding.
         A token that stands for an image or a video ends a response as if it were cut off, with the
-        finish reason "length": no image follows it.
+        finish reason "length": no image follows it. A request of an adapter of spec.adapters is
+        answered with it alone, whatever the version of the policy.
 
         Raises:
-            ConfigError: prompt and response exceed spec.max_model_tokens (`_check_length`).
+            ConfigError: prompt and response exceed spec.max_model_tokens (`_check_length`), or
+                sampling.adapter is none of spec.adapters.
         """
 
     async def stream(

@@ -86,3 +86,13 @@ def check_server_settings(
     server_class.check_settings(settings, key)
     server_class.check_device(settings, key, device)
     return features
+
+
+def check_adapter_rank(setting: str, rank: int, servers: RolloutConfig) -> None:
+    """Raise ConfigError if servers take no adapters of a rank; `setting` begins the error."""
+    highest = load_server_class(servers).features.max_adapter_rank
+    if highest is not None and rank > highest:
+        raise ConfigError(
+            f"{setting}={rank}: servers of rollout.backend={servers.backend!r} take adapters of "
+            f"rank up to {highest}; allowed: at most as much"
+        )

@@ -15,7 +15,7 @@ import mcore_rl.models  # noqa: F401  (fills the family registry)
 from mcore_rl.checkpoint.peft import get_adapted_linear
 from mcore_rl.config.import_path import is_import_path
 from mcore_rl.config.resolve import are_colocated
-from mcore_rl.config.resolve_rollout import ROLE, build_served_models
+from mcore_rl.config.resolve_rollout import ROLE, build_models_with_servers
 from mcore_rl.config.schema import (
     EngineConfig,
     Layout,
@@ -116,9 +116,11 @@ def plan_roles(config: RLConfig, model: HFConfig) -> list[RolePlan]:
         if role == "reward_model":
             frozen, task = build_value_config(frozen), "scores of responses"
         plans.append(_plan_engine(role, task, engine, config, frozen, trains=False))
-    task = f"generation: {_format_servers(config.rollout)}"
+    separate = build_models_with_servers(config)
+    names = ", ".join(f"{ROLE}{name}" for name in config.models if name not in separate)
+    task = f"generation{names and f', {names}'}: {_format_servers(config.rollout)}"
     plans.append(_plan_servers("rollout", task, config.rollout, config, model))
-    for name, served in build_served_models(config).items():
+    for name, served in separate.items():
         task = f"frozen: {_format_servers(served.servers)}"
         frozen = read_config(served.path) if served.path else model
         plans.append(_plan_servers(f"{ROLE}{name}", task, served.servers, config, frozen))

@@ -13,7 +13,12 @@ from mcore_rl.algorithms.advantages import ADVANTAGES
 from mcore_rl.algorithms.inputs import get_needs
 from mcore_rl.config.resolve import OWN_POOL, get_pool, resolve, resolve_for_lane
 from mcore_rl.config.resolve_algorithm import build_teachers
-from mcore_rl.config.resolve_rollout import ROLE, ServedModel, build_served_models
+from mcore_rl.config.resolve_rollout import (
+    ROLE,
+    ServedModel,
+    build_models_with_servers,
+    build_served_models,
+)
 from mcore_rl.config.schema import EngineConfig, Layout, RLConfig, RolloutConfig
 from mcore_rl.controller import torchrun
 from mcore_rl.controller.ray_session import has_gpus
@@ -71,7 +76,7 @@ def build_pool_plans(config: RLConfig) -> dict[str, PoolPlan]:
             plans[name] = PoolPlan(("rollout",), sizes["rollout"] // per_node, per_node)
         else:
             plans[name] = PoolPlan(tuple(roles), max(sizes[role] for role in roles))
-    for name, model in build_served_models(config).items():
+    for name, model in build_models_with_servers(config).items():
         role = f"{ROLE}{name}"
         plans[role] = PoolPlan((role,), model.servers.num_servers, model.servers.tp)
     return plans
@@ -135,7 +140,9 @@ def get_server_config(config: RLConfig, role: str) -> RolloutConfig | None:
     if role == "rollout":
         return config.rollout
     model = (
-        build_served_models(config).get(role.removeprefix(ROLE)) if role.startswith(ROLE) else None
+        build_models_with_servers(config).get(role.removeprefix(ROLE))
+        if role.startswith(ROLE)
+        else None
     )
     return model.servers if model else None
 

@@ -15,13 +15,14 @@ from mcore_rl.agents.chat_template.codec import parse_messages
 from mcore_rl.algorithms.advantages import ADVANTAGES, GDPOSettings
 from mcore_rl.algorithms.sample_choice import CURRICULA, GROUP_FILTERS, DropUniformSettings
 from mcore_rl.checkpoint.hf import CheckpointReader, read_checkpoint_config
-from mcore_rl.checkpoint.peft import get_adapted_linear
+from mcore_rl.checkpoint.peft import check_adapter, get_adapted_linear
 from mcore_rl.config.checks import check_choice
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.resolve import get_loop, list_test_files, list_train_files
 from mcore_rl.config.resolve_algorithm import TOP_TOKEN_LOSSES, build_teachers
 from mcore_rl.config.resolve_engine import resolve_schedule
 from mcore_rl.config.resolve_rollout import (
+    build_models_with_servers,
     build_served_models,
     list_reward_terms,
     resolve_vllm_model,
@@ -47,7 +48,7 @@ from mcore_rl.data.tokenizer import (
 )
 from mcore_rl.engine.base import check_engine_settings, list_unread_settings, load_backend
 from mcore_rl.examples.tasks.registry import TASKS
-from mcore_rl.inference.registry import check_server_settings
+from mcore_rl.inference.registry import check_adapter_rank, check_server_settings
 from mcore_rl.jobs.placement import (
     detect_lane,
     get_frozen_engines,
@@ -240,7 +241,7 @@ def _check_warm_start(config: RLConfig) -> None:
 def check_servers(config: RLConfig) -> None:
     """Check what the run needs of its servers against the features of their backends."""
     device = detect_lane()
-    for name, model in build_served_models(config).items():
+    for name, model in build_models_with_servers(config).items():
         check_server_settings(model.servers, f"models.{name}", device=device)
     features = check_server_settings(config.rollout, device=device)
     servers = f"servers of rollout.backend={config.rollout.backend!r}"
@@ -259,6 +260,8 @@ def check_servers(config: RLConfig) -> None:
         raise ConfigError(
             f"rollout.lora='adapter': {config.rollout.backend} takes no adapters; allowed: 'merged'"
         )
+    if config.rollout.lora == "adapter":
+        check_adapter_rank("actor.lora.rank", config.actor.lora.rank, config.rollout)
     if not features.routed_experts and config.actor.moe.router_replay == "rollout":
         raise ConfigError(
             f"actor.moe.router_replay='rollout': {servers} record no experts; allowed: 'off', "
@@ -433,18 +436,23 @@ def _check_critic(config: RLConfig, actor: HFConfig) -> None:
 
 
 def _check_kv_cache(config: RLConfig, hf_config: HFConfig) -> None:
-    """Check that the KV cache holds one sequence.
+    """Check that the KV cache holds one sequence, of the policy or of an adapter beside it.
 
     vLLM rounds up to blocks of tokens, and refuses the rest when it starts.
     """
-    num_tokens, response = config.max_sequence_tokens, _get_response_setting(config)
+    response = f"data.max_prompt_tokens + {_get_response_setting(config)}"
+    lengths = {response: config.max_sequence_tokens} | {
+        f"models.{name}.max_context": model.max_context
+        for name, model in build_served_models(config).items()
+        if model.adapter
+    }
+    setting, num_tokens = max(lengths.items(), key=lambda item: item[1])
     itemsize = getattr(torch, config.model.dtype).itemsize
     least = num_tokens * count_kv_elements_per_token(hf_config, config.rollout.tp) * itemsize
     if config.rollout.kv_cache_bytes < least:
         raise ConfigError(
             f"rollout.kv_cache_bytes={config.rollout.kv_cache_bytes}: one sequence of "
-            f"data.max_prompt_tokens + {response} = {num_tokens} tokens takes "
-            f"{least} bytes; allowed: at least as many"
+            f"{setting} = {num_tokens} tokens takes {least} bytes; allowed: at least as many"
         )
 
 
@@ -600,6 +608,10 @@ def _check_served_layouts(config: RLConfig) -> None:
                 f"{key}.max_context={model.max_context}; allowed: up to the model's "
                 f"max_position_embeddings={positions}"
             )
+        if model.adapter:
+            rank = check_adapter(f"{key}.adapter", model.adapter, hf_config)
+            check_adapter_rank(f"{key}.adapter: rank", rank, config.rollout)
+            continue
         if servers.backend != "vllm":
             continue
         resolve_vllm_model(key, servers, get_model_sizes(hf_config))

@@ -35,6 +35,7 @@ _IGNORED = ("*/*", "consolidated*")  # folders; Mistral's second copy of the wei
 _MODEL_SETTING = re.compile(
     r"model\.path|(critic|reward_model|teacher\.models\..+)\.model_path|models\..+\.path"
 )
+_ADAPTER_SETTING = re.compile(r"models\..+\.adapter")
 _DATA_SETTING = re.compile(
     r"data\.(train_files?|test_file|(test_files|sets)\..+)|warm_start\.train_file|"
     r"agent\.search_file"
@@ -62,6 +63,8 @@ def fetch_inputs(config: _T, *, with_weights: bool = True) -> _T:
     for key, value in list_values("", config):
         if isinstance(value, str) and _MODEL_SETTING.fullmatch(key):
             path = fetch_model(key, value, with_weights=with_weights)
+        elif isinstance(value, str) and _ADAPTER_SETTING.fullmatch(key):
+            path = fetch_model(key, value)
         elif isinstance(value, str) and _DATA_SETTING.fullmatch(key) and is_url(value):
             path = _fetch_url(key, value, _DATA_FILES)
         else:

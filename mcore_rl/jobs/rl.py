@@ -544,6 +544,8 @@ def build_frozen_servers(config: RLConfig, pools: Pools) -> Iterator[FrozenServe
     servers = FrozenServers({}, {})
     with contextlib.ExitStack() as stack:
         for name, model in get_served_models(config).items():
+            if model.adapter:
+                continue
             servers.keys[name] = secrets.token_urlsafe(32)
             spec = ModelServerSpec(
                 model_path=model.path,

@@ -34,6 +34,7 @@ from mcore_rl.data.sample import Sample
 from mcore_rl.data.tokenizer import load_tokenizer, read_stop_ids
 from mcore_rl.inference.protocol import (
     GenerationServer,
+    Generator,
     SamplingParams,
     ServerMemory,
     ServerSpec,
@@ -206,7 +207,7 @@ class RolloutSpec:
     model_path: str
     chat_date: str  # in prompts of the policy and of frozen models
     dtype: str
-    max_model_tokens: int  # prompt and response
+    max_model_tokens: int  # prompt and response of the policy
     rollout: RolloutConfig
     reward: RewardConfig
     agent: AgentConfig
@@ -236,11 +237,13 @@ class RolloutWorker:
         rank, count = int(os.environ.get("RANK", "0")), spec.rollout.nodes_per_server
         if spec.gpu_ids:
             os.environ[get_gpu().visible_variable] = spec.gpu_ids[number * count + rank]
+        self._adapters = {name: m.adapter for name, m in spec.models.items() if m.adapter}
+        contexts = (spec.models[name].max_context for name in self._adapters)
         self._server = create_server(
             ServerSpec(
                 spec.model_path,
                 spec.dtype,
-                spec.max_model_tokens,
+                max([spec.max_model_tokens, *contexts]),
                 spec.rollout,
                 spec.seed,
                 timeout_s=spec.timeout_s,
@@ -248,6 +251,7 @@ class RolloutWorker:
                 records_experts=spec.experts is not None,
                 images_folder=spec.images_folder,
                 adapter_rank=spec.adapter_rank,
+                adapters=self._adapters,
                 node_rank=rank,
             )
         )
@@ -270,6 +274,10 @@ class RolloutWorker:
                 stop_ids=read_stop_ids(spec.model_path),
                 images=self._build_image_codec if spec.images_folder else None,
             )
+        for name in self._adapters:
+            from mcore_rl.agents.frozen_model import AdapterGenerator  # imports HTTP clients
+
+            self._add_model(name, AdapterGenerator(self._server, name))
         self._remotes: list[RemoteGenerator] = []
         self._idle = IdleTimer()
         self._idle.begin("start")
@@ -392,20 +400,26 @@ class RolloutWorker:
         """Connect loops and rewards with the servers of frozen models."""
         if self._server.is_headless or not addresses:
             return
-        from mcore_rl.agents.chat_template.validation import select_codec
-        from mcore_rl.agents.frozen_model import FrozenModel, RemoteGenerator, make_judge_post
+        from mcore_rl.agents.frozen_model import RemoteGenerator
 
         for name, address in addresses.items():
-            model = self._spec.models[name]
-            remote = RemoteGenerator(name, address, model.timeout_s)
+            remote = RemoteGenerator(name, address, self._spec.models[name].timeout_s)
             self._remotes.append(remote)
-            kind, stop_ids = cast("CodecKind", model.codec), read_stop_ids(model.path)
-            tokenizer = load_tokenizer(model.path, self._spec.chat_date)
-            codec = select_codec(tokenizer, kind, stop_ids=stop_ids, max_tokens=model.max_context)
-            frozen = FrozenModel(remote, codec, _get_sampling(model), model.max_context)
-            self._reward_manager.models[name] = make_judge_post(frozen)
-            if not isinstance(self._agent, SingleTurnLoop):
-                self._agent.models[name] = frozen
+            self._add_model(name, remote)
+
+    def _add_model(self, name: str, generator: Generator) -> None:
+        """Pass a frozen model to loops and rewards."""
+        from mcore_rl.agents.chat_template.validation import select_codec
+        from mcore_rl.agents.frozen_model import FrozenModel, make_judge_post
+
+        model = self._spec.models[name]
+        kind, stop_ids = cast("CodecKind", model.codec), read_stop_ids(model.path)
+        tokenizer = load_tokenizer(model.path, self._spec.chat_date)
+        codec = select_codec(tokenizer, kind, stop_ids=stop_ids, max_tokens=model.max_context)
+        frozen = FrozenModel(generator, codec, _get_sampling(model), model.max_context)
+        self._reward_manager.models[name] = make_judge_post(frozen)
+        if not isinstance(self._agent, SingleTurnLoop):
+            self._agent.models[name] = frozen
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def list_parameters(self) -> WorkerLists | None:

@@ -1,21 +1,27 @@
-"""Adapters on a server of vLLM give what weights merged with them give, by transformers."""
+"""Adapters on a server of vLLM give what weights merged with them give, by transformers.
+
+One server may have those of several policies: the trained one, and frozen ones.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import sys
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
 import transformers
+from vllm.config.lora import MaxLoRARanks
 
 import mcore_rl
-from mcore_rl.checkpoint.peft import Factors, pack_adapters
-from mcore_rl.config.errors import StateError
+from mcore_rl.checkpoint.peft import Factors, pack_adapters, write_adapters
+from mcore_rl.config.errors import ConfigError, StateError
 from mcore_rl.config.schema import RolloutConfig
-from mcore_rl.inference.protocol import SamplingParams
+from mcore_rl.inference.protocol import Completion, SamplingParams
 from mcore_rl.inference.vllm.server import VLLMServer
 from tests.nightly import all_but
 
@@ -43,17 +49,28 @@ def build_model(name: str, folder: Path) -> Any:
     return model
 
 
-def merge_random_factors(model: Any, base: dict[str, torch.Tensor], seed: int) -> list[Factors]:
+def merge_random_factors(
+    model: Any, base: dict[str, torch.Tensor], seed: int, rank: int = RANK
+) -> list[Factors]:
     """Merge new factors into the base weights of a model; return them."""
     generator, factors = torch.Generator().manual_seed(seed), []
     for name, module in model.base_model.named_modules():
         if isinstance(module, torch.nn.Linear) and name.endswith("_proj"):
-            a = 0.2 * torch.randn(RANK, module.in_features, generator=generator)
-            b = 0.2 * torch.randn(module.out_features, RANK, generator=generator)
+            a = 0.2 * torch.randn(rank, module.in_features, generator=generator)
+            b = 0.2 * torch.randn(module.out_features, rank, generator=generator)
             weight = f"model.{name}.weight"
-            module.weight.data.copy_(base[weight] + ALPHA / RANK * b @ a)
+            module.weight.data.copy_(base[weight] + ALPHA / rank * b @ a)
             factors.append(Factors(weight, a, b))
     return factors
+
+
+def compute_log_probs(model: Any, prompt: list[int], completion: Completion) -> torch.Tensor:
+    """Return the log-probs of a completion's tokens by transformers."""
+    ids = torch.tensor([[*prompt, *completion.token_ids]])
+    with torch.no_grad():
+        log_probs = model(ids).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+    chosen: torch.Tensor = log_probs.gather(1, torch.tensor(completion.token_ids)[:, None])[:, 0]
+    return chosen
 
 
 async def compute_gap(server: VLLMServer, model: Any) -> float:
@@ -62,10 +79,7 @@ async def compute_gap(server: VLLMServer, model: Any) -> float:
     for prompt in ([5, 6, 7], list(range(3, 40))):
         sampling = SamplingParams(n=2, max_tokens=12, seed=3)
         for completion in await server.submit(prompt, sampling):
-            ids = torch.tensor([[*prompt, *completion.token_ids]])
-            with torch.no_grad():
-                log_probs = model(ids).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
-            chosen = log_probs.gather(1, torch.tensor(completion.token_ids)[:, None])[:, 0]
+            chosen = compute_log_probs(model, prompt, completion)
             gaps.append((chosen - torch.tensor(completion.log_probs)).abs().max())
     return float(torch.stack(gaps).max())
 
@@ -104,6 +118,79 @@ async def check_versions(model: Any, folder: Path, tp: int) -> None:
 @pytest.mark.parametrize(("name", "tp"), all_but([("phi3", 1), ("qwen3_moe", 1)], CASES))
 def test_a_version_of_adapters_is_the_merged_model(name, tp, tmp_path):
     asyncio.run(check_versions(build_model(name, tmp_path), tmp_path, tp))
+
+
+class Policies:
+    """A server's policies, and the models that they are merged into: "" is the trained one.
+
+    `folders` has those of the frozen ones, whose ranks differ from the policy's.
+    """
+
+    def __init__(self, folder: Path, name: str = "phi3") -> None:
+        self.path, model = folder / "base", build_model(name, folder / "base")
+        self.base = {name: value.clone() for name, value in model.state_dict().items()}
+        self.models, self.folders = {"": model}, dict[str, str]()
+        for seed, (frozen, rank) in enumerate({"first": 3, "last": 9}.items(), start=90):
+            self.models[frozen] = transformers.AutoModelForCausalLM.from_pretrained(self.path)
+            factors = merge_random_factors(self.models[frozen], self.base, seed, rank)
+            self.folders[frozen] = str(folder / frozen)
+            write_adapters(folder / frozen, partial(iter, factors), rank, ALPHA)
+
+    async def compute_gaps(self, server: VLLMServer) -> tuple[float, float]:
+        """Run requests of all policies at once, on the same prompt.
+
+        Returns:
+            The largest difference of log-probs to transformers, and the smallest one between the
+            log-probs that two policies give the same response.
+        """
+        prompt, sampling = list(range(3, 40)), SamplingParams(n=2, max_tokens=12, seed=3)
+        names = [*self.models] * 3  # the second and third find the prompt in the cache
+        responses = await asyncio.gather(
+            *(server.submit(prompt, replace(sampling, adapter=name)) for name in names)
+        )
+        gaps, distances = [], []
+        for name, completions in zip(names, responses, strict=True):
+            for completion in completions:
+                chosen = torch.tensor(completion.log_probs)
+                for other, model in self.models.items():
+                    gap = (compute_log_probs(model, prompt, completion) - chosen).abs().max()
+                    (gaps if other == name else distances).append(float(gap))
+        return max(gaps), min(distances)
+
+
+async def check_policies(policies: Policies, tp: int) -> None:
+    config = RolloutConfig(kv_cache_bytes=64 << 20, max_num_seqs=32, tp=tp)
+    server = VLLMServer(
+        str(policies.path), "float32", 256, config, 0, adapter_rank=RANK,
+        adapters=policies.folders, can_sleep=True, timeout_s=120.0,
+    )  # fmt: skip
+    await server.start()
+    try:
+        for version in range(4):  # 0: the policy is the base model, without an adapter
+            if version == 2:
+                await server.sleep()
+                await server.wake("weights")
+            if version:
+                factors = merge_random_factors(policies.models[""], policies.base, version)
+                await server.load_adapters(pack_adapters(factors), ALPHA, version)
+            if version == 2:
+                await server.wake("kv_cache")
+            gap, distance = await policies.compute_gaps(server)
+            assert gap < 1e-5 and distance > 0.1, (version, gap, distance)
+        with pytest.raises(ConfigError, match="no adapter 'other'; allowed: first, last"):
+            await server.submit([5], SamplingParams(adapter="other", max_tokens=8))
+    finally:
+        await server.close()
+
+
+@pytest.mark.server
+@pytest.mark.parametrize("tp", all_but((1,), (1, 2)))
+def test_requests_of_three_policies_at_once_are_answered_by_their_own_adapters(tp, tmp_path):
+    asyncio.run(check_policies(Policies(tmp_path), tp))
+
+
+def test_the_highest_rank_of_the_servers_is_vllms():
+    assert VLLMServer.features.max_adapter_rank == max(get_args(MaxLoRARanks))
 
 
 @pytest.mark.job

@@ -1,4 +1,4 @@
-"""Jobs with a frozen model beside the policy, on a server of its own."""
+"""Jobs with a frozen model beside the policy, on a server of its own or as an adapter."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from pathlib import Path
 import psutil
 import pyarrow.parquet as pq
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
+from mcore_rl.checkpoint.peft import Factors, write_adapters
 from tests.e2e.conftest import Job
 from tests.e2e.outcomes import rows_of
 from tests.e2e.processes import lives
@@ -75,9 +78,61 @@ def test_a_policy_learns_from_talks_with_a_frozen_model_that_stays_as_it_is(
     assert job.left() == []
 
 
+@pytest.mark.nightly  # tests/e2e/test_adapters.py has the log-probs of each policy
+def test_a_policy_talks_with_an_earlier_adapter_on_its_own_server_also_after_a_restart(
+    start_job, own_model_and_data
+):
+    # The other side is the adapter that a first run has exported, with another rank.
+    talk = [s for s in CONVERSATION if "kv_cache_bytes" not in s and "max_context" not in s]
+    lora = "rollout.lora=adapter", "actor.lora.targets=[linear_qkv,linear_proj]"
+    settings = (*own_model_and_data, *talk, *lora, "actor.optimizer.lr=1e-2")
+    first = start_job(
+        *settings, "actor.lora.rank=6", "agent.loop=single_turn", "agent.settings={}",
+        "models={}", "trainer.num_steps=2",
+    )  # fmt: skip
+    assert first.process.wait(300) == 0, first.stderr
+    adapter = first.output / "checkpoint" / "adapter"
+    before = sums(adapter)
+    job = start_job(
+        *settings, "actor.lora.rank=4", f"models.user.adapter={adapter}", "trainer.num_steps=4"
+    )
+    job.wait_until(
+        lambda: (job.output / "metrics.jsonl").exists() and len(rows_of(job.output)) > 1, "a step"
+    )
+    _part_of_server(job, "rollout-0", "the engine").kill()
+    assert job.process.wait(300) == 0, job.stderr
+    assert "is up again" in job.stdout
+    rows = [row for row in rows_of(job.output) if "reward" in row]
+    assert [row["step"] for row in rows] == [1, 2, 3, 4]
+    assert all(row["actor/grad_norm"] > 0 for row in rows)
+    table = pq.read_table(job.output / "samples" / "step_000004.parquet").to_pylist()
+    between = r"<\|im_start\|>user\n.*<\|im_end\|>\n<\|im_start\|>assistant\n"
+    assert any(re.search(between, row["response"], re.DOTALL) for row in table)
+    assert sums(adapter) == before
+    assert not [*(job.output / "logs").glob("models.*")]  # no server of its own
+    assert job.left() == []
+
+
 @pytest.mark.nightly  # tests/unit/agents/test_models.py has what the model is asked
-def test_a_frozen_model_judges_the_responses_of_a_run(start_job, own_model_and_data):
+@pytest.mark.parametrize("is_adapter", [False, True])
+def test_a_frozen_model_judges_the_responses_of_a_run(
+    start_job, own_model_and_data, tmp_path, is_adapter
+):
     # One that says anything: its verdicts are read by a function, which finds a score in each.
+    # Its conversations may be longer than those of the policy.
+    settings = ["models.judge.max_context=512"]
+    if is_adapter:
+        model = AutoModelForCausalLM.from_pretrained(model_of(own_model_and_data))
+        weight = model.model.layers[0].self_attn.o_proj.weight
+        a, b = torch.randn(2, weight.shape[1]), 0.01 * torch.randn(weight.shape[0], 2)
+        factors = Factors("model.layers.0.self_attn.o_proj.weight", a, b)
+        write_adapters(tmp_path / "adapter", lambda: iter([factors]), 2, 1.0)
+        settings = [
+            f"models.judge.adapter={tmp_path / 'adapter'}", "rollout.lora=adapter",
+            "actor.lora.rank=4", "actor.lora.targets=[linear_qkv]",
+        ]  # fmt: skip
+    else:
+        settings += ["models.judge.kv_cache_bytes=33554432"]
     job = start_job(
         *own_model_and_data,
         *ONE_RANK,
@@ -89,8 +144,7 @@ def test_a_frozen_model_judges_the_responses_of_a_run(start_job, own_model_and_d
         "reward.settings.parser=tests/e2e/own_functions.py:letters_of",
         "reward.settings.high=100.0",
         "reward.settings.max_tokens=8",
-        "models.judge.max_context=256",
-        "models.judge.kv_cache_bytes=33554432",
+        *settings,
         "algorithm.filter.group_filter=''",
         "trainer.num_steps=2",
         "trainer.prompts_per_step=4",
@@ -151,12 +205,12 @@ def _job_with_a_kill(start_job: Callable[..., Job], part: str, settings: Sequenc
     job.wait_until(
         lambda: (job.output / "metrics.jsonl").exists() and len(rows_of(job.output)) > 1, "a step"
     )
-    _part_of_server_0(job, part).kill()
+    _part_of_server(job, "models.user-0", part).kill()
     return job
 
 
-def _part_of_server_0(job: Job, part: str) -> psutil.Process:
-    log = job.output / "logs" / "models.user-0.log"
+def _part_of_server(job: Job, name: str, part: str) -> psutil.Process:
+    log = job.output / "logs" / f"{name}.log"
     server = {p.pid: p for p in set(job.processes) if lives(p) and _prints_to(p.pid) == str(log)}
     is_inner = {pid: p.ppid() in server for pid, p in server.items()}
     assert sorted(is_inner.values()) == [False, True]

@@ -2,11 +2,14 @@
 
 A trainer's adapters arrive as the bytes of a safetensors file with PEFT's names. vLLM's manager of
 a worker takes them in place of a folder: requests name the adapter of the version that they are to
-be answered with (lora/worker_manager.py of vLLM 0.32).
+be answered with (lora/worker_manager.py of vLLM 0.32). Frozen adapters are folders, which vLLM
+reads itself, when the server starts. A prefix in the cache belongs to an adapter by its name
+(v1/core/kv_cache_utils.py:578).
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, get_args
 
 import safetensors.torch
@@ -19,33 +22,35 @@ from vllm.lora.request import LoRARequest
 from vllm.platforms import current_platform
 from vllm.v1.worker import lora_model_runner_mixin
 
-from mcore_rl.checkpoint.peft import build_adapter_config
-from mcore_rl.config.errors import ConfigError
+from mcore_rl.checkpoint.peft import build_adapter_config, read_adapter_ranks
 from mcore_rl.models.base import read_config
 from mcore_rl.models.transformers_model import build_empty_model
 
-_CAPACITY = 2  # adapters of a worker: the newest, and that of requests which still run
 _MEMORY = "memory:"  # prefix of the path of an adapter that is not a folder
+_FIRST_FROZEN = 1 << 30  # vLLM's id of the first frozen adapter; lower ones are versions
 
 
-def build_adapter_arguments(model_path: str, rank: int) -> dict[str, Any]:
-    """Return vLLM's engine arguments for adapters of a rank; none for rank 0.
+def build_adapter_arguments(
+    model_path: str, rank: int, adapters: Mapping[str, str]
+) -> dict[str, Any]:
+    """Return vLLM's engine arguments for a policy's adapters of a rank, and for frozen ones.
 
-    Raises:
-        ConfigError: vLLM has no adapters of that rank.
+    Args:
+        rank: 0: the server takes none of a policy.
+        adapters: Folders of the frozen ones.
     """
-    if not rank:
+    if not rank and not adapters:
         return {}
-    ranks = get_args(MaxLoRARanks)
-    if rank > max(ranks):
-        raise ConfigError(f"rollout.lora='adapter': rank {rank}; vLLM takes up to {max(ranks)}")
+    rank = max([rank, *(max(read_adapter_ranks(folder)) for folder in adapters.values())])
     if current_platform.is_cpu():
         _use_plain_experts()
     return {
         "enable_lora": True,
-        "max_lora_rank": min(size for size in ranks if size >= rank),
-        "max_loras": 1,
-        "max_cpu_loras": _CAPACITY,
+        "max_lora_rank": min(size for size in get_args(MaxLoRARanks) if size >= rank),
+        # Filled from the first on. On a CPU, tokens without an adapter that run beside others get
+        # the values of the last (lora/ops/torch_ops/lora_ops.py:32): it is empty as long as there
+        # are such tokens, until the policy has its first adapter.
+        "max_loras": 1 + len(adapters),
         "lora_target_modules": _list_linears(model_path),
     }
 
@@ -88,33 +93,43 @@ def build_request(version: int) -> LoRARequest:
     return LoRARequest(f"version-{version}", version, f"{_MEMORY}{version}")
 
 
+def build_frozen_requests(adapters: Mapping[str, str]) -> dict[str, LoRARequest]:
+    """Return vLLM's names of frozen adapters, from their folders."""
+    return {
+        name: LoRARequest(f"models.{name}", _FIRST_FROZEN + index, folder)
+        for index, (name, folder) in enumerate(adapters.items())
+    }
+
+
 class MemoryLoRAManager(worker_manager.LRUCacheWorkerLoRAManager):
-    """A worker's adapters, which `store` brings before the requests that name them."""
+    """A worker's adapters. `store` brings a version before the requests that name it."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._stored: dict[str, tuple[dict[str, torch.Tensor], float]] = {}
+        self._stored: dict[int, tuple[dict[str, torch.Tensor], float]] = {}  # by version
 
     def store(self, version: int, content: bytes, alpha: float) -> None:
-        """Take the adapters of a version; the oldest is dropped.
+        """Take the adapters of a version. The last one is dropped: no request runs with it.
 
         Raises:
             ValueError: A tensor is of no layer with an adapter.
         """
-        request = build_request(version)
-        self._stored[request.lora_path] = safetensors.torch.load(content), alpha
-        for path in list(self._stored)[:-_CAPACITY]:
-            del self._stored[path]
-        self.remove_adapter(version)  # of an update that failed
-        self.add_adapter(request)
+        for last in self._stored:
+            self.remove_adapter(last)
+        self._stored = {version: (safetensors.torch.load(content), alpha)}
+        self.add_adapter(build_request(version))
 
     def _load_adapter(self, lora_request: LoRARequest) -> LoRAModel:
-        if not lora_request.lora_path.startswith(_MEMORY):
-            return super()._load_adapter(lora_request)
-        tensors, alpha = self._stored[lora_request.lora_path]
+        is_stored = lora_request.lora_path.startswith(_MEMORY)
+        adapter = (self._read_stored if is_stored else super()._load_adapter)(lora_request)
+        self._check_layers(adapter)
+        return adapter
+
+    def _read_stored(self, lora_request: LoRARequest) -> LoRAModel:
+        tensors, alpha = self._stored[lora_request.lora_int_id]
         rank = next(t.shape[0] for name, t in tensors.items() if name.endswith("lora_A.weight"))
         mapper = getattr(self._adapter_manager.model, "hf_to_vllm_mapper", None)
-        adapter = LoRAModel.from_lora_tensors(
+        return LoRAModel.from_lora_tensors(
             lora_model_id=lora_request.lora_int_id,
             tensors=dict(tensors),
             peft_helper=PEFTHelper.from_dict(build_adapter_config(tensors, rank, alpha)),
@@ -122,6 +137,9 @@ class MemoryLoRAManager(worker_manager.LRUCacheWorkerLoRAManager):
             dtype=self.lora_config.lora_dtype,
             weights_mapper=None if mapper is None else mapper.get_rename_mapper(),
         )
+
+    def _check_layers(self, adapter: LoRAModel) -> None:
+        """Raise ValueError for a layer that vLLM would leave as it is."""
         known = self._adapter_manager.modules
         packed = {
             f"{name.rpartition('.')[0]}.{part}"
@@ -132,4 +150,3 @@ class MemoryLoRAManager(worker_manager.LRUCacheWorkerLoRAManager):
         }
         if lost := sorted(set(adapter.loras) - set(known) - packed):
             raise ValueError(f"vLLM has no layer with adapters for {lost[0]}")
-        return adapter

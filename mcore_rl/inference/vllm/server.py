@@ -10,7 +10,7 @@ import atexit
 import itertools
 import math
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import asdict
@@ -77,6 +77,7 @@ class VLLMServer(GenerationServer):
         nodes: The nodes of a server that spans several.
         records_experts: Record routed experts, as `SamplingParams.experts_from` needs.
         adapter_rank: Take adapters up to this rank; 0: none.
+        adapters: Folders of frozen adapters by name, served beside the policy.
         images_folder: ImageStore that requests name images of; "": no images.
     """
 
@@ -88,6 +89,7 @@ class VLLMServer(GenerationServer):
         sleep=True,
         updates_in_flight=True,
         adapters=True,
+        max_adapter_rank=512,
         routed_experts=True,
         images=True,
     )
@@ -106,6 +108,7 @@ class VLLMServer(GenerationServer):
         nodes: ServerNodes | None = None,
         records_experts: bool = False,
         adapter_rank: int = 0,
+        adapters: Mapping[str, str] | None = None,
         images_folder: str = "",
     ) -> None:
         super().__init__(ServerSpec(model_path, dtype, max_model_tokens, config, seed))
@@ -114,9 +117,10 @@ class VLLMServer(GenerationServer):
         self._max_model_tokens, self._config, self._seed = max_model_tokens, config, seed
         self._eager, self._timeout_s, self._can_sleep = eager, timeout_s, can_sleep
         self._nodes, self._records_experts = nodes, records_experts
-        self._adapter_rank = adapter_rank
+        self._adapter_rank, self._adapters = adapter_rank, adapters or {}
         self._images = RequestImages(model_path, images_folder)
-        self._adapter: Any = None  # vLLM's name of the version's adapters
+        # vLLM's names of adapters, by ours; None: the base model. The policy is "".
+        self._adapter_requests: dict[str, Any] = {"": None}
         self._engine: AsyncLLM | None = None
         self._name: ServerName | None = None
         self._stop_watch: StoppedProcesses | None = None
@@ -144,6 +148,7 @@ class VLLMServer(GenerationServer):
             nodes=nodes,
             records_experts=spec.records_experts,
             adapter_rank=spec.adapter_rank,
+            adapters=spec.adapters,
             images_folder=spec.images_folder,
         )
 
@@ -245,7 +250,9 @@ class VLLMServer(GenerationServer):
             ),
             **vllm_worker.build_sleep_arguments(self._can_sleep),
             **vllm_worker.build_expert_arguments(self._records_experts),
-            **vllm_adapters.build_adapter_arguments(self._model_path, self._adapter_rank),
+            **vllm_adapters.build_adapter_arguments(
+                self._model_path, self._adapter_rank, self._adapters
+            ),
             **self._images.build_arguments(self._config.max_images),
             **loading,
             **nodes,
@@ -260,6 +267,7 @@ class VLLMServer(GenerationServer):
         config, name = self.build_engine_config(reads_weights=reads_weights)
         from vllm.v1.engine.async_llm import AsyncLLM
 
+        from mcore_rl.inference.vllm import adapters as vllm_adapters
         from mcore_rl.inference.vllm import worker as vllm_worker
 
         def launch() -> AsyncLLM:
@@ -278,6 +286,10 @@ class VLLMServer(GenerationServer):
         )
         await self._started_engine.update_weight_version(str(self._version))
         await self._started_engine.get_supported_tasks()  # cached for later requests
+        frozen = vllm_adapters.build_frozen_requests(self._adapters)
+        for request in frozen.values():
+            await self._started_engine.add_lora(request)
+        self._adapter_requests |= frozen
 
     async def submit(
         self, prompt_ids: list[int], sampling: SamplingParams, *, request_id: str = ""
@@ -285,7 +297,8 @@ class VLLMServer(GenerationServer):
         """See `Generator.submit`.
 
         Raises:
-            ConfigError: prompt and response exceed the server's maximum length.
+            ConfigError: prompt and response exceed the server's maximum length, or the server has
+                no such adapter.
             StateError: the server does not serve, or records no experts.
         """
         self._check_length(len(prompt_ids), sampling.max_tokens, "rollout.max_response_tokens = ")
@@ -385,7 +398,10 @@ class VLLMServer(GenerationServer):
         self, prompt_ids: list[int], request_id: str = "", **sampling: Any
     ) -> AsyncIterator[Any]:
         """Yield vLLM's outputs of one request. `sampling` as in `_build_request`, and images."""
-        images = sampling.pop("images", ())
+        images, adapter = sampling.pop("images", ()), sampling.pop("adapter", "")
+        if adapter not in self._adapter_requests:
+            allowed = ", ".join(self._adapters) or "none, as the server has none"
+            raise ConfigError(f"the server has no adapter {adapter!r}; allowed: {allowed}")
         # A new namespace after each update: no request reads the cache of older weights.
         sampling["cache"] = f"{sampling.get('cache', '')}@{self._num_updates}"
         sampling["stop_token_ids"] = sorted(self._images.token_ids)
@@ -395,7 +411,7 @@ class VLLMServer(GenerationServer):
         self._engine_ids[request_id or engine_id] = engine_id
         try:
             stream = self._started_engine.generate(
-                prompt, parameters, engine_id, lora_request=self._adapter
+                prompt, parameters, engine_id, lora_request=self._adapter_requests[adapter]
             )
             async for output in stream:
                 if images:
@@ -442,7 +458,7 @@ class VLLMServer(GenerationServer):
             arguments = {"version": version, "content": content, "alpha": alpha}
             task = f"adapters of version {version}"
             await _call_workers(self._started_engine, task, "store_adapters", arguments)
-            self._adapter = vllm_adapters.build_request(version)
+            self._adapter_requests[""] = vllm_adapters.build_request(version)
 
     @asynccontextmanager
     async def _replace_weights(
@@ -492,7 +508,8 @@ class VLLMServer(GenerationServer):
             raise StateError("the server cannot sleep: it was started without can_sleep")
         async with self._pause_engine(Call.SLEEP, keep=keep):
             # Running requests are preempted: the cache is empty afterwards.
-            level = 1 if self._adapter_rank else 2  # 1: the base model stays in host memory
+            # 1: the base model and its adapters stay in host memory
+            level = 1 if self._adapter_rank or self._adapters else 2
             await self._started_engine.sleep(level=level, mode="keep")
             if keep:
                 self._request_gate.hold_until_awake()

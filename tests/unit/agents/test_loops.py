@@ -49,6 +49,7 @@ class Scripted:
     prompts: list[list[int]] = field(default_factory=list)
     seeds: list[int | None] = field(default_factory=list)
     experts_from: list[int | None] = field(default_factory=list)
+    adapters: list[str] = field(default_factory=list)
 
     @asynccontextmanager
     async def start_together(self) -> AsyncIterator[None]:
@@ -61,6 +62,7 @@ class Scripted:
         self.prompts.append(prompt_ids)
         self.seeds.append(sampling.seed)
         self.experts_from.append(sampling.experts_from)
+        self.adapters.append(sampling.adapter)
         if self.says[number] == "waits":
             await asyncio.sleep(60)
         if self.says[number] == "dies":

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from mcore_rl.agents.chat_template.validation import select_codec
-from mcore_rl.agents.frozen_model import FrozenModel, make_judge_post
+from mcore_rl.agents.frozen_model import AdapterGenerator, FrozenModel, make_judge_post
 from mcore_rl.agents.loops import Agent, Task
 from mcore_rl.agents.runner import AgentRunner
 from mcore_rl.agents.session import draw_session_seed, draw_turn_seed
@@ -333,3 +333,22 @@ def test_a_frozen_model_is_a_judge_with_its_chat_template_and_a_seed_of_the_prom
     assert generator.requests[-1][1].max_tokens == 7
     reason = f"raised RemoteError: the judge's prompt has {length} tokens, and its max_context is"
     assert reason in judge_by_model(generator, length).reward_error
+
+
+def test_an_adapter_answers_from_the_policys_server_without_a_version_of_the_policy():
+    # One server has both sides of the conversation, in turns.
+    server = Scripted(["Which?", "Green.", "One euro.", f"Bye {STOP}", "Score: 3"])
+    runner = AgentRunner(
+        server, TOKENIZER, word_count, user(), 4096, stops_on_error=True, models=["user"]
+    )
+    generator = AdapterGenerator(server, "user")
+    runner.models["user"] = FrozenModel(generator, CODEC, SamplingParams(max_tokens=50), 4096)
+    prompt = Prompt([], 3, {"item": "tea"}, row=7, messages=[{"role": "user", "content": "Tea."}])
+    [sample] = asyncio.run(runner.run_all([prompt], SamplingParams(seed=1, max_tokens=1000)))
+    assert server.adapters == ["", "user", "", "user"]
+    versions = zip(sample.response_mask, sample.weight_versions, strict=True)
+    assert {(mask, version == -1) for mask, version in versions} == {(1, False), (0, True)}
+    judge = FrozenModel(AdapterGenerator(server, "judge"), CODEC, SamplingParams(), 99)
+    request = {"messages": [{"role": "user", "content": "?"}], "n": 1, "temperature": 0}
+    asyncio.run(make_judge_post(judge)({**request, "max_tokens": 9}))
+    assert server.adapters[-1] == "judge"

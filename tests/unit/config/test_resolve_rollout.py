@@ -7,7 +7,12 @@ import re
 import pytest
 
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.config.resolve_rollout import build_served_models, resolve_models
+from mcore_rl.config.resolve_rollout import (
+    build_models_with_servers,
+    build_served_models,
+    check_lane_batches,
+    resolve_models,
+)
 from mcore_rl.config.schema import RLConfig
 
 
@@ -35,7 +40,10 @@ def test_a_model_has_the_defaults_of_servers_and_the_policys_context():
         ({"tp": True}, "models.user.tp=True; allowed: a whole number"),
         ({"ep": 1}, "models.user.ep=1; allowed: true or false"),
         ({"tp": 0}, "models.user.tp=0; allowed: at least 1"),
-        ({"layout": {}}, "models.user.layout is unknown; allowed: path, backend, num_servers, tp,"),
+        (
+            {"layout": {}},
+            "models.user.layout is unknown; allowed: path, adapter, backend, ",
+        ),
         ({"top_p": 1.5}, "models.user.top_p=1.5; allowed: 0 to 1"),
         ({"top_p": 0}, "models.user.top_p=0; allowed: above 0"),
         ({"max_tokens": 0}, "models.user.max_tokens=0; allowed: at least 1"),
@@ -70,3 +78,46 @@ def test_a_single_turn_may_have_the_models_that_rewards_ask():
         resolve_models(made)
     del made.models["user"]
     resolve_models(made)
+
+
+def adapter_config(**parts: object) -> RLConfig:
+    made = config(user={"adapter": "earlier", **parts}, judge={})
+    made.rollout.lora = "adapter"
+    made.data.max_prompt_tokens, made.rollout.max_response_tokens = 30, 12
+    return made
+
+
+def test_an_adapter_is_a_model_without_servers():
+    made = adapter_config(temperature=0.5, max_context=42)
+    resolve_models(made)
+    model = build_served_models(made)["user"]
+    assert (model.adapter, model.path, model.servers.temperature) == ("earlier", "", 0.5)
+    assert [*build_models_with_servers(made)] == ["judge"]
+
+
+@pytest.mark.parametrize("part", ["path", "num_servers", "kv_cache_bytes", "timeout_s"])
+def test_settings_of_servers_are_refused_for_an_adapter(part):
+    made = adapter_config(**{part: "m" if part == "path" else 2})
+    with pytest.raises(ConfigError, match=rf"^models.user.{part}=.*: the policy's servers serve "):
+        resolve_models(made)
+
+
+def test_an_adapter_is_refused_where_the_servers_base_model_changes():
+    made = adapter_config()
+    made.rollout.lora = "merged"
+    message = r"^models.user.adapter='earlier' with rollout.lora='merged': .*; allowed: rollout.lo"
+    with pytest.raises(ConfigError, match=message):
+        resolve_models(made)
+    made = adapter_config()
+    made.warm_start.num_steps = 3
+    with pytest.raises(ConfigError, match=r"^models.user.adapter='earlier' with warm_start.num_st"):
+        resolve_models(made)
+
+
+def test_the_policys_servers_take_the_longest_conversation_of_an_adapter():
+    made = adapter_config(max_context=43)
+    made.rollout.max_num_batched_tokens = 42
+    made.models.pop("judge")
+    check_lane_batches(made, "cuda")
+    with pytest.raises(ConfigError, match=r"^rollout.max_num_batched_tokens=42: .* at least 43,"):
+        check_lane_batches(made, "cpu")

@@ -13,7 +13,9 @@ import psutil
 import pyarrow.parquet as pq
 import pytest
 import ray
+import torch
 
+from mcore_rl.checkpoint.peft import Factors, write_adapters
 from mcore_rl.cli.main import main
 from mcore_rl.config.resolve import resolve_placement
 from mcore_rl.config.schema import (
@@ -275,6 +277,54 @@ def test_dry_run_prints_idle_nodes(place, monkeypatch, capfd, num_nodes, message
 )
 def test_frozen_models_are_checked_before_a_run(place, monkeypatch, capfd, setting, message):
     status, out, err = dry_run(monkeypatch, capfd, *SETTINGS, *USER, setting)
+    assert (status, out, err.count("\n")) == (2, "", 1), err
+    assert message in err
+
+
+ADAPTER = (
+    "agent.loop=user", "agent.settings.prompt='You are {answer}.'", "models.user.adapter=earlier",
+    "warm_start.num_steps=0", "warm_start.train_file=''", "actor.lora.rank=4",
+    "actor.lora.targets=[linear_qkv]", "rollout.lora=adapter",
+)  # fmt: skip
+SGLANG = "rollout.backend=sglang", "rollout.sglang.url=http://127.0.0.1:9"
+
+
+def make_adapter(rank: int) -> None:
+    config = json.loads(Path("model/config.json").read_text())
+    out, width = config["hidden_size"], config["num_attention_heads"] * config["head_dim"]
+    name = "model.layers.0.self_attn.o_proj.weight"
+    factors = Factors(name, torch.ones(rank, width), torch.ones(out, rank))
+    write_adapters(Path("earlier"), lambda: iter([factors]), rank, 8.0)
+
+
+def test_an_adapter_of_a_frozen_model_is_shown_on_the_policys_servers(place, monkeypatch, capfd):
+    make_adapter(rank=6)
+    status, out, err = dry_run(monkeypatch, capfd, *SETTINGS, *ADAPTER)
+    assert (status, err) == (0, "")
+    assert "rollout: 1 rank, tp=1 (generation, models.user: 1 vLLM server)\n" in out
+    longer = "models.user.max_context=100", "rollout.kv_cache_bytes=9"
+    status, _, err = dry_run(monkeypatch, capfd, *SETTINGS, *ADAPTER, *longer)
+    assert (status, "one sequence of models.user.max_context = 100 tokens" in err) == (2, True), err
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ((), "models.user.adapter: rank=600: servers of rollout.backend='vllm' take adapters"),
+        (("models.user.adapter=other",), "models.user.adapter='other' does not exist"),
+        (("actor.lora.rank=600",), "actor.lora.rank=600: servers of rollout.backend='vllm' take"),
+        (
+            ("rollout.backend=sglang", "rollout.sglang.url=http://127.0.0.1:9"),
+            "rollout.lora='adapter': sglang takes no adapters; allowed",
+        ),
+        (("rollout.lora=merged",), "models.user.adapter='earlier' with rollout.lora='merged'"),
+    ],
+)
+def test_an_adapter_that_servers_cannot_take_is_refused(
+    place, monkeypatch, capfd, settings, message
+):
+    make_adapter(rank=600)
+    status, out, err = dry_run(monkeypatch, capfd, *SETTINGS, *ADAPTER, *settings)
     assert (status, out, err.count("\n")) == (2, "", 1), err
     assert message in err
 

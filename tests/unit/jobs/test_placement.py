@@ -75,5 +75,8 @@ def test_a_frozen_model_has_devices_of_its_own_a_bundle_for_each_server():
     assert plans_by_pool["models.judge"] == PoolPlan(("models.judge",), 1)
     assert plans_by_pool["shared pool"] == PoolPlan(("actor", "reference", "rollout"), 4)
     assert count_devices(plans_by_pool) == 4 + 6 + 1
+    talks.rollout.lora, talks.models["user"] = "adapter", {"adapter": "on the policy's servers"}
+    talks.warm_start.num_steps = 0
+    assert count_devices(build_pool_plans(talks)) == 4 + 1
     paths = {name: model.path for name, model in get_served_models(talks).items()}
     assert paths == {"user": talks.model.path, "judge": "elsewhere"}

@@ -169,8 +169,11 @@ def test_settings_get_local_copies_of_models_and_data(store, task, cache):
     )
     config.teacher.models = {"math": {"model_path": f"{store}/model/"}}
     config.agent.settings = {"url": "memory://bucket/task/model"}  # of the user's own: left alone
+    fsspec.filesystem("memory").pipe("/bucket/task/earlier/adapter_config.json", b"{}")
+    config.models["user"] = {"adapter": f"{store}/earlier"}
     local = fetch_inputs(config)
     model = Path(local.model.path)
+    assert Path(local.models["user"]["adapter"], "adapter_config.json").read_text() == "{}"
     assert local.models["judge"] == {"path": str(model), "num_servers": 2}
     assert Path(local.teacher.models["math"]["model_path"]).name == "model"
     assert local.agent == config.agent
