@@ -15,6 +15,7 @@ from mcore_rl.agents.api_server.sessions import ApiServer, SessionHandler, Sessi
 from mcore_rl.agents.chat_template.codec import (
     ChatCodec,
     ChatTokenizer,
+    ImageCodec,
     ValidatedChatTemplate,
     parse_messages,
     replace_surrogates,
@@ -24,7 +25,6 @@ from mcore_rl.agents.environments.base import Environment
 from mcore_rl.agents.environments.coding import Coding
 from mcore_rl.agents.environments.openenv import OpenEnv
 from mcore_rl.agents.frozen_model import FrozenModel
-from mcore_rl.agents.images import ImageCodec
 from mcore_rl.agents.loops import (
     AgentLoop,
     ApiSession,

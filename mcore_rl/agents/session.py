@@ -12,11 +12,12 @@ from mcore_rl.agents.chat_template.codec import (
     ChatCodec,
     ChatMessage,
     ContextFullError,
+    ImageCodec,
     ParsedTurn,
     ToolSpec,
+    list_images,
     replace_message_surrogates,
 )
-from mcore_rl.agents.images import ImageCodec, list_images
 from mcore_rl.data.images import ImageError
 from mcore_rl.data.sample import RoutedExperts
 from mcore_rl.inference.protocol import Completion, Generator, SamplingParams

@@ -48,10 +48,9 @@ from mcore_rl.weight_sync.spec import TransferSpec, WorkerLists
 
 if TYPE_CHECKING:
     from mcore_rl.agents.api_server.http_server import HttpServer
-    from mcore_rl.agents.chat_template.codec import ChatCodec
+    from mcore_rl.agents.chat_template.codec import ChatCodec, ImageCodec
     from mcore_rl.agents.chat_template.validation import CodecKind
     from mcore_rl.agents.frozen_model import ModelAddress, RemoteGenerator
-    from mcore_rl.agents.images import ImageCodec
     from mcore_rl.agents.runner import AgentRunner
 
 T = TypeVar("T")
@@ -288,7 +287,7 @@ class RolloutWorker:
         self._wait = EventLoopThread(spec.timeout_s).run
 
     def _build_image_codec(self, codec: ChatCodec) -> ImageCodec:
-        from mcore_rl.agents.images import ImageCodec
+        from mcore_rl.agents.chat_template.codec import ImageCodec
 
         spec, tokens = self._spec, ImageTokens.load(self._spec.model_path)
         assert tokens is not None  # the data has images for it

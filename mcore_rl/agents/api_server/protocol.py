@@ -17,13 +17,13 @@ from starlette.responses import JSONResponse
 
 from mcore_rl.agents.chat_template.codec import (
     ChatMessage,
+    ImageCodec,
     JsonValue,
     ParsedTurn,
     ToolCall,
     ToolSpec,
     parse_messages,
 )
-from mcore_rl.agents.images import ImageCodec
 from mcore_rl.agents.session import Turn
 from mcore_rl.data.images import ImageError, read_data_url
 from mcore_rl.inference.protocol import Completion

@@ -30,10 +30,11 @@ from mcore_rl.agents.chat_template.codec import (
     ChatMessage,
     ChatTokenizer,
     ContextFullError,
+    ImageCodec,
     ToolSpec,
     encode,
+    list_images,
 )
-from mcore_rl.agents.images import ImageCodec, list_images
 from mcore_rl.agents.loops import ApiSession
 from mcore_rl.agents.session import GenerationError, Turn
 from mcore_rl.config.errors import ConfigError

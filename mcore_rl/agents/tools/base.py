@@ -29,8 +29,7 @@ from typing import (
 
 from jsonschema import Draft202012Validator
 
-from mcore_rl.agents.chat_template.codec import replace_surrogates
-from mcore_rl.agents.images import IMAGE, encode_png
+from mcore_rl.agents.chat_template.codec import IMAGE, encode_png, replace_surrogates
 from mcore_rl.config.errors import ConfigError
 
 NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")  # of OpenAI's functions

@@ -13,9 +13,8 @@ import pytest
 from openai import AsyncOpenAI, BadRequestError
 from PIL import Image
 
-from mcore_rl.agents.chat_template.codec import ChatMessage, ParsedTurn
+from mcore_rl.agents.chat_template.codec import ChatMessage, ImageCodec, ParsedTurn
 from mcore_rl.agents.environments.base import EnvironmentStep
-from mcore_rl.agents.images import ImageCodec
 from mcore_rl.agents.runner import AgentRunner
 from mcore_rl.agents.single_turn import Prompt, SingleTurnLoop
 from mcore_rl.agents.tools.base import tool
