@@ -235,14 +235,15 @@ def plan_transfer(
             devices.
 
     Raises:
-        ConfigError: The layouts do not fit the model, or a site has more generation ranks than
-            training ranks.
+        ConfigError: The layouts do not fit the model, a site has more generation ranks than
+            training ranks, or workers that have listed their parameters leave a tensor out.
     """
     training = build_training_side(
         config, spec.training, spec.num_mtp_layers, spec.shard_format, spec.num_replicas
     )
     if spec.worker_lists:
         generation = build_listed_side(spec.generation, spec.worker_lists)
+        _check_all_served(training[1], generation[1])
     else:
         _, generation = build_generation_side(config, spec.generation, spec.weight_format)
     requirements = TransferRequirements(training, generation, itemsize)
@@ -253,6 +254,18 @@ def plan_transfer(
     allowed = np.array(domains.generation)[:, None] == np.array(domains.training)
     hosts = assign_hosts(requirements.compute_overlap(), allowed=allowed)
     return requirements.plan(Devices.colocated(hosts, spec.num_training, domains.ranks_per_node))
+
+
+def _check_all_served(training: Sequence[Weight], generation: Sequence[Weight]) -> None:
+    """Refuse a model of which vLLM's loader drops a tensor: it would serve another one."""
+    served = {tensor.name for weight in generation for tensor in weight.rule.tensors}
+    for weight in training:
+        for tensor in weight.rule.tensors:
+            if tensor.name not in served:
+                raise ConfigError(
+                    f"tensor {tensor.name}: vLLM's loader leaves it out, so a server would have "
+                    "another model; allowed: a model of which vLLM loads every tensor"
+                )
 
 
 def group_memory_domains(locations: Sequence[tuple[str, str]], num_training: int) -> MemoryDomains:

@@ -10,7 +10,7 @@ from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import Layout, WeightSyncConfig
 from mcore_rl.reshard.layout import FullRanks, GenerationLayout
 from mcore_rl.reshard.planner import Devices, Plan, TransferRequirements
-from mcore_rl.reshard.rules import Block, LogicalTensor, Replicated, Weight, slice_rows
+from mcore_rl.reshard.rules import Block, Box, LogicalTensor, Replicated, Weight, slice_rows
 from mcore_rl.weight_sync.spec import (
     ListedParameter,
     MemoryDomains,
@@ -190,6 +190,35 @@ def test_parameters_of_equal_lists_are_one_weight_of_all_ranks():
         ("0.norm", ((0, 1, 2, 3),)),
         ("0.qk", ((1, 3),)),
     ]
+
+
+def test_a_tensor_that_no_worker_takes_is_refused_by_name():
+    config = {
+        "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 16,
+        "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "head_dim": 4,
+        "num_attention_heads": 2, "num_key_value_heads": 1, "tie_word_embeddings": False,
+    }  # fmt: skip
+    _, weights = build_training_side(config, Layout(), 0, "rows")
+    tensors = [tensor for weight in weights for tensor in weight.rule.tensors]
+
+    def plan(*names: str) -> Plan:
+        zeros = {t.name: (0,) * len(t.shape) for t in tensors}
+        lists = [
+            ListedParameter(
+                t.name, "float32", t.shape, (Block(t, Box(zeros[t.name], t.shape), zeros[t.name]),)
+            ).to_list()
+            for t in tensors
+            if t.name not in names
+        ]
+        spec = TransferSpec(
+            Layout(), 0, GenerationLayout(), "float32", WeightSyncConfig(), shard_format="rows",
+            worker_lists=[lists],
+        )  # fmt: skip
+        return plan_transfer(spec, config, 4)
+
+    assert plan().compute_totals()
+    with pytest.raises(ConfigError, match=r"tensor lm_head.weight: vLLM's loader leaves it out"):
+        plan("lm_head.weight")
 
 
 def test_equal_layers_of_listed_parameters_are_planned_as_one():
