@@ -8,11 +8,10 @@ pixels.
 from __future__ import annotations
 
 import base64
-import binascii
 import hashlib
 import io
-import os
 import re
+import uuid
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -104,7 +103,7 @@ def read_data_url(url: str) -> bytes:
         raise ImageError(f"is {url[:40]!r}; allowed: a data:image/...;base64 URL")
     try:
         return base64.b64decode(url[head.end() :], validate=True)
-    except binascii.Error as error:
+    except ValueError as error:
         raise ImageError(f"has damaged base64 in {url[:40]!r} ({error})") from error
 
 
@@ -144,7 +143,8 @@ class ImageStore:
 
     def _write(self, digest: str, content: bytes) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
-        partial = self.folder / f".{digest}.{os.getpid()}.partial"  # ranks may write the same
+        # Threads, ranks and nodes may write the same.
+        partial = self.folder / f".{digest}.{uuid.uuid4().hex}.partial"
         partial.write_bytes(content)
         partial.rename(self.folder / digest)
 
@@ -340,9 +340,10 @@ class RowImages:
             return read_data_url(entry)
         try:
             return Path(self.folder, entry).read_bytes()
-        except OSError as error:
+        except (OSError, ValueError) as error:  # ValueError: a null byte
             raise ImageError(
-                f"is the path {entry!r}, which cannot be read ({error.strerror}); allowed: "
+                f"is the path {entry!r}, which cannot be read "
+                f"({getattr(error, 'strerror', error)}); allowed: "
                 f"{_ALLOWED}"
             ) from error
 
