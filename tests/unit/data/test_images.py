@@ -6,6 +6,7 @@ import base64
 import io
 import json
 import threading
+import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -314,3 +315,16 @@ def test_a_warm_start_has_the_images_of_its_rows(model, tmp_path):
     )
     pairs = load_supervised(str(path), "messages", "response", tokenizer, images=images)
     assert pairs.jagged("prompt_ids")[0].tolist().count(PAD) == 4
+
+
+def test_rows_are_checked_with_few_images_in_memory(model, tmp_path):
+    (tmp_path / "large.bmp").write_bytes(draw(512, 512, kind="BMP"))
+    rows = [{"prompt": user("<image>?"), "images": ["large.bmp"]}] * 300
+    path = write(tmp_path / "rows.jsonl", *rows)
+    tracemalloc.start()
+    try:
+        load(model, path)
+        peak_bytes = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak_bytes < 64 << 20  # all of them: 225 MiB
