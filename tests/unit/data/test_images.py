@@ -321,9 +321,12 @@ def test_rows_are_checked_with_few_images_in_memory(model, tmp_path):
     (tmp_path / "large.bmp").write_bytes(draw(512, 512, kind="BMP"))
     rows = [{"prompt": user("<image>?"), "images": ["large.bmp"]}] * 300
     path = write(tmp_path / "rows.jsonl", *rows)
+    data = DataConfig(prompt_column="prompt", images_column="images")
+    images, tokenizer = load_row_images(data, str(model), str(tmp_path)), load_tokenizer(model)
+    reader = RowImages(**_fields(images, tmp_path))
     tracemalloc.start()
     try:
-        load(model, path)
+        load_prompts(path, data, tokenizer, images=reader)
         peak_bytes = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
