@@ -16,9 +16,7 @@ from mcore_rl.agents.chat_template.codec import (
     ParsedTurn,
     ToolSpec,
 )
-from mcore_rl.data.images import ImageError, ImageStore, ImageTokens, decode_image, inspect_image
-
-IMAGE = "<image>"  # in contents of messages with new images: where each belongs
+from mcore_rl.data.images import IMAGE, ImageError, ImageStore, ImageTokens, inspect_image
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,9 +46,7 @@ class ImageCodec:
             ImageError: an image cannot be used, or a content has another number of IMAGE than the
                 message has new images.
         """
-        return [
-            self._add(m) if any(isinstance(i, bytes) for i in m.images) else m for m in messages
-        ]
+        return [self._add(message) for message in messages]
 
     def _add(self, message: ChatMessage) -> ChatMessage:
         if not any(isinstance(image, bytes) for image in message.images):
@@ -110,7 +106,8 @@ class ImageCodec:
 
     def _expand(self, ids: Sequence[int], messages: Sequence[ChatMessage]) -> list[int]:
         digests = list_images(messages)
-        sizes = [decode_image(self.store.read(digest)).size for digest in digests]
+        files = map(self.store.read, digests)
+        sizes = [inspect_image(file, self.max_pixels).size for file in files]
         return self.tokens.expand(ids, sizes)
 
     def check_limits(self, images: Sequence[str], sampled: Sequence[int] = ()) -> None:

@@ -34,7 +34,7 @@ PLACEHOLDERS = dict.fromkeys(
     ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"), "<|vision_start|><|image_pad|><|vision_end|>"
 )
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
-_VERL = "<image>"  # in texts of rows in verl's form
+IMAGE = "<image>"  # in texts of rows in verl's form, and of new messages: the place of an image
 _DATA_URL = re.compile(r"data:image/[\w.+-]+;base64,")
 _ALLOWED = "an image file as bytes, {bytes, path}, a path, or a data: URL"
 
@@ -353,10 +353,10 @@ def _mark_texts(messages: Sequence[Message], num_images: int) -> None:
     if not num_images:
         return
     texts = [message["content"] or "" for message in messages]
-    if any(_VERL in text for text in texts):
+    if any(IMAGE in text for text in texts):
         for message in messages:
             message["content"] = message["content"] and message["content"].replace(
-                _VERL, IMAGE_MARK
+                IMAGE, IMAGE_MARK
             )
         return
     user = next((m for m in messages if m["role"] == "user"), messages[0])

@@ -286,6 +286,13 @@ def test_a_message_has_a_place_for_each_picture_or_none(model, tmp_path):
         codec.add_images([ChatMessage("user", "", images=(draw(1, 300),))])
 
 
+def test_a_prompt_is_rendered_without_decoding_its_pictures(model, tmp_path):
+    runner, _ = build_runner(model, tmp_path, [], AgentConfig(loop="tools"))
+    (tmp_path / DIGESTS[1]).write_bytes(BLUE[:60])  # no pixels behind the header
+    message = ChatMessage("user", PLACEHOLDER, images=(DIGESTS[1],))
+    assert runner.codec.render([message]).count(PAD) == 6
+
+
 def test_a_single_turn_asks_with_the_pictures_of_its_prompt():
     policy = Policy(["a"])
     loop = SingleTurnLoop(policy, TOKENIZER, no_reward)  # type: ignore[arg-type]
