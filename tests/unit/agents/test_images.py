@@ -231,6 +231,28 @@ def test_a_sampled_token_for_an_image_ends_the_trajectory(model, tmp_path):
     assert sample.status == "truncated" and sample.images == (DIGESTS[0],)
 
 
+class Pages(Rooms):
+    """Answers with a text that has an image token, and perhaps an image beside it."""
+
+    images: tuple[bytes, ...] = ()
+
+    async def step(self, turn: ParsedTurn) -> EnvironmentStep:
+        text = "<image>" * len(self.images) + "a <|image_pad|>"
+        return EnvironmentStep((ChatMessage("user", text, images=self.images),))
+
+
+class IllustratedPages(Pages):
+    images = (BLUE,)
+
+
+@pytest.mark.parametrize("environment", ["Pages", "IllustratedPages"])
+def test_an_image_token_in_a_text_cuts_the_trajectory_off(environment, model, tmp_path):
+    config = AgentConfig(loop="environment", environment=f"{THIS_FILE}:{environment}")
+    [sample], policy = run(model, tmp_path, ["a", "b"], config)
+    assert len(policy.requests) == 1
+    assert sample.status == "truncated" and sample.images == (DIGESTS[0],)
+
+
 def test_the_answer_of_a_tool_may_have_pictures(model, tmp_path):
     from mcore_rl.agents.tools.base import ToolSet
 
