@@ -137,7 +137,8 @@ class ChatSession:
                 turns of a group with equal names.
 
         Raises:
-            ContextFullError: The conversation has as many tokens or images as it may have.
+            ContextFullError: The conversation has as many tokens or images as it may have, or a
+                text has tokens for images.
             GenerationError: The server failed. This is no failure of the loop; do not catch it.
         """
         messages = self._add_images(messages)
@@ -248,6 +249,12 @@ class ChatSession:
     def _build_prompt(
         self, messages: Sequence[ChatMessage], tools: Sequence[ToolSpec]
     ) -> list[int]:
+        try:
+            return self._render(messages, tools)
+        except ImageError as error:  # anybody may write a token for an image
+            raise ContextFullError(f"a text has tokens for images: it {error}") from error
+
+    def _render(self, messages: Sequence[ChatMessage], tools: Sequence[ToolSpec]) -> list[int]:
         messages = [*map(replace_message_surrogates, messages)]
         if self._can_extend:
             last = self.turns[-1]

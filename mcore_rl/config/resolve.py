@@ -260,6 +260,7 @@ def resolve_held_out(config: RLConfig | TrainConfig, *, has_sets: bool) -> None:
 
 def _resolve_data(config: DataConfig) -> None:
     check_at_least("data.max_prompt_tokens", config.max_prompt_tokens, 1)
+    check_at_least("data.max_image_pixels", config.max_image_pixels, 1)
     check_choice("data.long_prompts", config.long_prompts, LONG_PROMPTS)
     resolve_sources(config)
     curriculum, weights = config.curriculum, config.train_weights

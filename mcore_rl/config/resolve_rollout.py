@@ -97,7 +97,7 @@ class ServedModel:
 def resolve_servers(config: RolloutConfig) -> None:
     """Check the settings of servers, except those of sampling."""
     check_backend("rollout.backend", config.backend)
-    positive_counts = "num_servers", "tp", "nodes_per_server", "max_response_tokens"
+    positive_counts = "num_servers", "tp", "nodes_per_server", "max_response_tokens", "max_images"
     for name in (*positive_counts, "kv_cache_bytes"):
         check_at_least(f"rollout.{name}", getattr(config, name), 1)
     _check_batch_limits("rollout", config)

@@ -87,6 +87,8 @@ def resolve_train(config: TrainConfig) -> None:
     resolve_held_out(config, has_sets=bool(list_test_files(data)))
     check_at_least("data.max_tokens", data.max_tokens, 2)
     check_choice("data.long_rows", data.long_rows, ("refuse", "drop"))
+    if isinstance(data, ConversationsConfig):
+        check_at_least("data.max_image_pixels", data.max_image_pixels, 1)
     _resolve_pairs(config)
     dp, rows = config.engine.layout.dp, steps.batch_size * count_row_conversations(config)
     if rows % dp:
@@ -165,6 +167,7 @@ def resolve_eval(config: EvalConfig) -> None:
             )
     check_at_least("data.num_prompts", config.data.num_prompts, 0)
     check_at_least("data.max_prompt_tokens", config.data.max_prompt_tokens, 1)
+    check_at_least("data.max_image_pixels", config.data.max_image_pixels, 1)
     check_choice("data.long_prompts", config.data.long_prompts, LONG_PROMPTS)
     check_positive("timeouts.start_s", config.timeouts.start_s)
     check_positive("timeouts.call_s", config.timeouts.call_s)

@@ -140,7 +140,9 @@ def load_conversations(
     def encode(row: SupervisedRow) -> Example:
         tokens = _encode_row(row, template, images)
         if config.train_on_prompt:
-            tokens = replace(tokens, is_trained=[False] + [True] * (len(tokens.ids) - 1))
+            image_id = images.tokens.token_id if images else None
+            is_trained = [index > 0 and t != image_id for index, t in enumerate(tokens.ids)]
+            tokens = replace(tokens, is_trained=is_trained)
         return Example((tokens,))
 
     rows = read_supervised_rows(source, messages, tools, images.place if images else None)
@@ -221,13 +223,16 @@ def _encode_row(row: SupervisedRow, template: ChatTemplate, images: RowImages | 
     tokens = encode_conversation(row.messages, row.is_trained, row.tools, template)
     if images is None:
         return tokens
-    token_id, sizes = images.tokens.token_id, [image.size for image in row.images]
+    last = max(index for index, flag in enumerate(row.is_trained) if flag)
+    num = sum(len(message.get("images", ())) for message in row.messages[: last + 1])
+    placed = tuple(row.images[:num])  # the tokens end with the last trained message
+    token_id, sizes = images.tokens.token_id, [image.size for image in placed]
     counts = iter([images.tokens.count(size) for size in sizes])
     ids = images.tokens.expand(tokens.ids, sizes)
     mask = list[bool]()
     for token, flag in zip(tokens.ids, tokens.is_trained, strict=True):
         mask += [False] * next(counts) if token == token_id else [flag]
-    return Tokens(ids, mask, tuple(row.images))
+    return Tokens(ids, mask, placed)
 
 
 def _store_images(tokens: Tokens, images: RowImages | None, where: str) -> None:

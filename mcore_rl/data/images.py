@@ -8,11 +8,10 @@ pixels.
 from __future__ import annotations
 
 import base64
-import binascii
 import hashlib
 import io
-import os
 import re
+import uuid
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -35,7 +34,7 @@ PLACEHOLDERS = dict.fromkeys(
     ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"), "<|vision_start|><|image_pad|><|vision_end|>"
 )
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
-_VERL = "<image>"  # in texts of rows in verl's form
+IMAGE = "<image>"  # in texts of rows in verl's form, and of new messages: the place of an image
 _DATA_URL = re.compile(r"data:image/[\w.+-]+;base64,")
 _ALLOWED = "an image file as bytes, {bytes, path}, a path, or a data: URL"
 
@@ -104,7 +103,7 @@ def read_data_url(url: str) -> bytes:
         raise ImageError(f"is {url[:40]!r}; allowed: a data:image/...;base64 URL")
     try:
         return base64.b64decode(url[head.end() :], validate=True)
-    except binascii.Error as error:
+    except ValueError as error:
         raise ImageError(f"has damaged base64 in {url[:40]!r} ({error})") from error
 
 
@@ -144,7 +143,8 @@ class ImageStore:
 
     def _write(self, digest: str, content: bytes) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
-        partial = self.folder / f".{digest}.{os.getpid()}.partial"  # ranks may write the same
+        # Threads, ranks and nodes may write the same.
+        partial = self.folder / f".{digest}.{uuid.uuid4().hex}.partial"
         partial.write_bytes(content)
         partial.rename(self.folder / digest)
 
@@ -340,9 +340,10 @@ class RowImages:
             return read_data_url(entry)
         try:
             return Path(self.folder, entry).read_bytes()
-        except OSError as error:
+        except (OSError, ValueError) as error:  # ValueError: a null byte
             raise ImageError(
-                f"is the path {entry!r}, which cannot be read ({error.strerror}); allowed: "
+                f"is the path {entry!r}, which cannot be read "
+                f"({getattr(error, 'strerror', error)}); allowed: "
                 f"{_ALLOWED}"
             ) from error
 
@@ -352,10 +353,10 @@ def _mark_texts(messages: Sequence[Message], num_images: int) -> None:
     if not num_images:
         return
     texts = [message["content"] or "" for message in messages]
-    if any(_VERL in text for text in texts):
+    if any(IMAGE in text for text in texts):
         for message in messages:
             message["content"] = message["content"] and message["content"].replace(
-                _VERL, IMAGE_MARK
+                IMAGE, IMAGE_MARK
             )
         return
     user = next((m for m in messages if m["role"] == "user"), messages[0])

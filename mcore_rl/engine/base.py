@@ -365,6 +365,8 @@ class Backend:
         check_model: The same with the model's config.json instead of the lane.
         rank_environment: Variables that the process of a rank must be started with, for a layout
             and a lane.
+        takes_images: Its language model reads the column `images` of batches
+            (EngineSpec.images_folder). Without, data.images_column is refused.
     """
 
     engines: Mapping[str, type[BaseEngine]]
@@ -372,6 +374,7 @@ class Backend:
     check_settings: Callable[[str, EngineConfig, str], None] = _check_nothing
     check_model: Callable[[str, EngineConfig, HFConfig], None] = _check_nothing
     rank_environment: Callable[[Layout, str], dict[str, str]] = _need_no_variables
+    takes_images: bool = False
 
 
 def load_backend(engine: EngineConfig, key: str = "engine") -> Backend:
@@ -394,13 +397,16 @@ def load_backend(engine: EngineConfig, key: str = "engine") -> Backend:
     return loaded
 
 
-def check_engine_settings(key: str, engine: EngineConfig, model_type: str, device: str) -> None:
+def check_engine_settings(
+    key: str, engine: EngineConfig, model_type: str, device: str, *, images_column: str = ""
+) -> None:
     """Check the settings of an engine without its model.
 
     Args:
         key: Their name, such as actor.
         model_type: As in Backend.engines.
         device: Lane of the ranks, "cuda" or "cpu".
+        images_column: Column of images in the data that it trains on; "" for none.
 
     Raises:
         ConfigError: There is no such backend, it has no engine of that type, or it cannot do what
@@ -411,6 +417,11 @@ def check_engine_settings(key: str, engine: EngineConfig, model_type: str, devic
     for name, value, default in list_unread_settings(engine, backend):
         raise ConfigError(
             f"{key}.{name}={value!r}: {engine.backend} does not read it; allowed: {default!r}"
+        )
+    if images_column and not backend.takes_images:
+        raise ConfigError(
+            f"data.images_column={images_column!r}: {key}.backend={engine.backend!r} takes no "
+            f"images; allowed: {key}.backend='fsdp', or data.images_column=''"
         )
     backend.check_settings(key, engine, device)
 

@@ -46,7 +46,7 @@ CHECKPOINT = "checkpoint"  # folder of the final weights
 _SET = "data.sets.NAME=FILE"
 _EVALUATED_ALIKE = (
     "data.prompt_column", "data.answer_column", "data.tools_column", "data.images_column",
-    "data.max_prompt_tokens",
+    "data.max_image_pixels", "data.max_prompt_tokens", "rollout.max_images",
     "rollout.max_response_tokens", "rollout.tp", "rollout.kv_cache_bytes", "reward.name",
 )  # fmt: skip
 STARTED = "config.json"  # the first file of a run, written when its inputs have been checked

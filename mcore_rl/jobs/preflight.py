@@ -210,15 +210,16 @@ def _check_choices(config: RLConfig) -> None:
 
 def _check_engines(config: RLConfig) -> None:
     """Check the backend of each role, and the settings that it reads."""
-    device = detect_lane()
-    check_engine_settings("actor", config.actor, "language_model", device)
+    device, images = detect_lane(), config.data.images_column
+    check_engine_settings("actor", config.actor, "language_model", device, images_column=images)
     if config.warm_start.num_steps:
         _check_warm_start(config)
     if needs_critic(config):
         check_engine_settings("critic", config.critic, "value_model", device)
     for role, engine in get_frozen_engines(config).items():
-        model_type = "reward_model" if role == "reward_model" else "language_model"
-        check_engine_settings(_get_engine_key(role), engine, model_type, device)
+        is_reward, key = role == "reward_model", _get_engine_key(role)
+        kind, column = ("reward_model", "") if is_reward else ("language_model", images)
+        check_engine_settings(key, engine, kind, device, images_column=column)
 
 
 def _build_warm_engine(config: RLConfig) -> EngineConfig:

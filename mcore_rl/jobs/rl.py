@@ -606,6 +606,7 @@ def _record_example(inputs: Inputs, output: RunOutput) -> None:
     load = transformers.AutoModelForCausalLM.from_pretrained
     if images is not None:
         load = transformers.AutoModelForImageTextToText.from_pretrained
+    if images is not None and first.images:
         files = map(images.store.read, first.images)
         pixels, grids = zip(*map(images.tokens.compute_pixels, files), strict=True)
         options = {

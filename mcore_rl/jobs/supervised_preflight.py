@@ -78,7 +78,8 @@ def check_train_inputs(config: TrainConfig) -> TrainInputs:
     _check_functions(config)
     check_trackers(config.trainer.trackers)
     model_type = "reward_model" if isinstance(config, RMConfig) else "language_model"
-    check_engine_settings("engine", config.engine, model_type, detect_lane())
+    column = getattr(get_data_config(config), "images_column", "")
+    check_engine_settings("engine", config.engine, model_type, detect_lane(), images_column=column)
     hf_config = _check_model(config)
     tokenizer = load_tokenizer(config.model.path, config.model.chat_date)
     check_tokenizer_matches(tokenizer, get_field(hf_config, "vocab_size"))

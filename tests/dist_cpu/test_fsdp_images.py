@@ -155,3 +155,28 @@ def test_packs_with_images_keep_sequences_apart(store, tmp_path):
     assert tokens is not None
     [result] = score_packs(tmp_path / "model", store.folder, make_batch(tokens))
     torch.testing.assert_close(result["packed"], result["alone"], rtol=0, atol=1e-5)
+
+
+@ranks.on_ranks(1)
+def score_texts(path: Path, batch: Batch) -> ranks.Result:
+    """Score in the engine of a run without images."""
+    spec = build_spec(path, Layout(), {})
+    spec = replace(spec, model=replace(spec.model, family="transformers"))
+    engine = ranks.started(spec, lambda spec: create_engine("language_model", spec))
+    return {"log_probs": torch.from_numpy(engine.infer_batch(batch).jagged("log_probs").values)}
+
+
+@pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl"])
+def test_image_tokens_are_text_in_a_run_without_images(kind, tmp_path):
+    tiny_vision.save(tmp_path / "model", kind)
+    batch, image = tiny_models.make_batch(), tiny_vision.get_special_id("<|image_pad|>")
+    responses = batch.jagged("response_ids")
+    ids = responses.values.copy()
+    ids[responses.offsets[:-1] + responses.lengths // 2] = image  # as a turn before may have it
+    batch = batch.with_columns(response_ids=responses.with_values(ids))
+    [result] = score_texts(tmp_path / "model", batch)
+    with torch.no_grad():
+        expected = torch_reference.score(torch_reference.load(tmp_path / "model"), batch, 1.0)
+    torch.testing.assert_close(
+        result["log_probs"], torch.cat(expected["log_probs"]), rtol=0, atol=1e-5
+    )

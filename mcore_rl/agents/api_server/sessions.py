@@ -331,6 +331,10 @@ class SessionHandler:
         if unknown := [token for token in prompt[done:] if not 0 <= token < size]:
             reason = f"token ids {unknown[:5]}; allowed: 0 to {size - 1}"
             raise RefusalError(400, "invalid_request", reason, param="token_ids")
+        image_ids = self._codec.tokens.special_ids if isinstance(self._codec, ImageCodec) else ()
+        if without_images := sorted({*image_ids} & {*prompt[done:]}):
+            reason = f"token ids {without_images} stand for images; allowed: image_url of a chat"
+            raise RefusalError(400, "unsupported", reason, param="token_ids")
         return self._sample(prompt, parent, n, max_tokens, stop, request_id, images)
 
     async def _sample(
@@ -370,6 +374,8 @@ class SessionHandler:
             error = errors.exceptions[0]
             if isinstance(error, GenerationError):
                 self.failure = self.failure or error
+            if isinstance(error, ContextFullError):
+                raise self._refuse_full(error) from error
             raise error from error.__cause__
         finally:
             self._num_running -= n

@@ -17,12 +17,11 @@ from itertools import takewhile
 from typing import Any, Literal, Protocol, get_args
 
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.data.images import ImageError, ImageStore, ImageTokens, decode_image, inspect_image
+from mcore_rl.data.images import IMAGE, ImageError, ImageStore, ImageTokens, inspect_image
 
 JsonValue = None | bool | int | float | str | list["JsonValue"] | dict[str, "JsonValue"]
 Role = Literal["system", "user", "assistant", "tool"]
 CallStatus = Literal["ok", "malformed", "unclosed", "unnamed", "unknown_tool"]
-IMAGE = "<image>"  # in contents of messages with new images: where each belongs
 MAX_DEPTH = 100  # nesting of lists and objects in the arguments of a call
 _SURROGATE = re.compile(r"[\ud800-\udfff]")
 # By the status of a call in the package renderers.
@@ -435,9 +434,7 @@ class ImageCodec:
             ImageError: an image cannot be used, or a content has another number of IMAGE than the
                 message has new images.
         """
-        return [
-            self._add(m) if any(isinstance(i, bytes) for i in m.images) else m for m in messages
-        ]
+        return [self._add(message) for message in messages]
 
     def _add(self, message: ChatMessage) -> ChatMessage:
         if not any(isinstance(image, bytes) for image in message.images):
@@ -497,7 +494,8 @@ class ImageCodec:
 
     def _expand(self, ids: Sequence[int], messages: Sequence[ChatMessage]) -> list[int]:
         digests = list_images(messages)
-        sizes = [decode_image(self.store.read(digest)).size for digest in digests]
+        files = map(self.store.read, digests)
+        sizes = [inspect_image(file, self.max_pixels).size for file in files]
         return self.tokens.expand(ids, sizes)
 
     def check_limits(self, images: Sequence[str], sampled: Sequence[int] = ()) -> None:

@@ -29,8 +29,9 @@ from typing import (
 
 from jsonschema import Draft202012Validator
 
-from mcore_rl.agents.chat_template.codec import IMAGE, encode_png, replace_surrogates
+from mcore_rl.agents.chat_template.codec import encode_png, replace_surrogates
 from mcore_rl.config.errors import ConfigError
+from mcore_rl.data.images import IMAGE
 
 NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")  # of OpenAI's functions
 CLOSE_S = 10.0  # for a tool or an environment to clean up after a trajectory

@@ -600,6 +600,7 @@ BACKEND = Backend(
         "value_model": FSDPValueEngine,
         "reward_model": FSDPRewardEngine,
     },
+    takes_images=True,
     settings=(
         "layout.dp",
         "layout.cp",

@@ -63,22 +63,22 @@ class ShardedPolicy(torch.nn.Module):
         zero = self._run_unused_tower(micro)
         output = self.model.base_model(**_build_inputs(micro, pack))
         states: torch.Tensor = output.last_hidden_state[0].index_select(0, micro.hidden_rows)
-        return states + zero
+        return states if zero is None else states + zero
 
     def _get_logits(self, micro: MicroBatch, pack: Pack) -> torch.Tensor:
         zero = self._run_unused_tower(micro)
         inputs = _build_inputs(micro, pack)
         logits: torch.Tensor = self.model(**inputs, logits_to_keep=micro.hidden_rows).logits[0]
-        return logits + zero
+        return logits if zero is None else logits + zero
 
-    def _run_unused_tower(self, micro: MicroBatch) -> Any:
+    def _run_unused_tower(self, micro: MicroBatch) -> torch.Tensor | None:
         """Let the layers for images take part in a pass without any, in a run with images.
 
         They run first, as in a pass with images: ranks gather and reduce layers in one order. Every
         step has their gradients, so that Adam counts as many steps of all parameters.
         """
         if not self.runs_tower or "pixel_values" in micro.model_inputs:
-            return 0
+            return None
         return run_unused_tower(self.model).to(self.model.dtype)
 
     def _compare_logits(self, micro: MicroBatch, pack: Pack) -> bool:

@@ -54,6 +54,8 @@ class VisionInputs:
             if row is not None and int(sequence[num_tokens[row] - 1]) in self._tokens.special_ids:
                 sequence[num_tokens[row] - 1] = 0
             is_image = (sequence == self._tokens.token_id).int()
+            if self._store is None:  # tokens for images are text, as servers read them then
+                is_image.zero_()
             grids = [grid for _, grid in images]
             expected = sum(map(self._tokens.count_in_grid, grids))
             if int(is_image.sum()) != expected:

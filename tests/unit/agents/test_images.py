@@ -167,9 +167,87 @@ def test_a_client_of_the_api_sends_pictures_as_data_urls(model, tmp_path):
     check_two_turns(samples, policy, f"a<|im_end|>\n<|im_start|>user\nAnd{image}<|im_end|>")
 
 
+def run_program(model: Path, folder: Path, says: Sequence[str], program: Any):
+    config = AgentConfig(
+        loop="program", settings={"function": f"{THIS_FILE}:no_reward"}, max_turns=8
+    )
+    return run(model, folder, says, config, program)
+
+
+def test_a_client_with_too_many_pictures_is_refused_and_cut_off(model, tmp_path):
+    url = "data:image/png;base64," + base64.b64encode(RED).decode()
+
+    async def program(task: Any, base_url: str, api_key: str) -> None:
+        async with AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0) as ai:
+            for num in (3, 4):
+                content = [{"type": "image_url", "image_url": {"url": url}}] * num
+                ask = ai.chat.completions.create(
+                    model="any", messages=[{"role": "user", "content": content}]
+                )
+                if num == 3:
+                    await ask
+                else:
+                    with pytest.raises(BadRequestError, match="are more than rollout") as error:
+                        await ask
+                    assert error.value.code == "context_length_exceeded"
+
+    [sample], _ = run_program(model, tmp_path, ["a"], program)
+    assert sample.status == "truncated" and len(sample.images) == 3
+
+
+def test_a_turn_after_a_sampled_image_token_is_refused_and_cuts_off(model, tmp_path):
+    async def program(task: Any, base_url: str, api_key: str) -> None:
+        async with AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0) as ai:
+            messages: list[Any] = [{"role": "user", "content": "?"}]
+            answer = await ai.chat.completions.create(model="any", messages=messages)
+            messages += [
+                answer.choices[0].message.model_dump(exclude_none=True),
+                {"role": "user", "content": "and"},
+            ]
+            with pytest.raises(BadRequestError, match="turn before has tokens for images"):
+                await ai.chat.completions.create(model="any", messages=messages)
+
+    [sample], policy = run_program(model, tmp_path, ["a<|image_pad|>", "b"], program)
+    assert sample.status == "truncated" and len(policy.requests) == 1
+
+
+@pytest.mark.parametrize("prompt", ["<|image_pad|>", "x <|video_pad|>", [PAD], [1, PAD, PAD]])
+def test_image_tokens_of_a_client_without_their_images_are_refused(prompt, model, tmp_path):
+    async def program(task: Any, base_url: str, api_key: str) -> None:
+        async with AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0) as ai:
+            await ai.completions.create(model="any", prompt="x")
+            with pytest.raises(BadRequestError, match="stand for images"):
+                await ai.completions.create(model="any", prompt=prompt)
+
+    _, policy = run_program(model, tmp_path, ["a"], program)
+    assert len(policy.requests) == 1
+
+
 def test_a_sampled_token_for_an_image_ends_the_trajectory(model, tmp_path):
     config = AgentConfig(loop="environment", environment=f"{THIS_FILE}:Rooms")
     [sample], policy = run(model, tmp_path, ["a<|image_pad|>", "b"], config)
+    assert len(policy.requests) == 1
+    assert sample.status == "truncated" and sample.images == (DIGESTS[0],)
+
+
+class Pages(Rooms):
+    """Answers with a text that has an image token, and perhaps an image beside it."""
+
+    images: tuple[bytes, ...] = ()
+
+    async def step(self, turn: ParsedTurn) -> EnvironmentStep:
+        text = "<image>" * len(self.images) + "a <|image_pad|>"
+        return EnvironmentStep((ChatMessage("user", text, images=self.images),))
+
+
+class IllustratedPages(Pages):
+    images = (BLUE,)
+
+
+@pytest.mark.parametrize("environment", ["Pages", "IllustratedPages"])
+def test_an_image_token_in_a_text_cuts_the_trajectory_off(environment, model, tmp_path):
+    config = AgentConfig(loop="environment", environment=f"{THIS_FILE}:{environment}")
+    [sample], policy = run(model, tmp_path, ["a", "b"], config)
     assert len(policy.requests) == 1
     assert sample.status == "truncated" and sample.images == (DIGESTS[0],)
 
@@ -227,6 +305,13 @@ def test_a_message_has_a_place_for_each_picture_or_none(model, tmp_path):
         codec.render([ChatMessage("user", 2 * PLACEHOLDER, images=(DIGESTS[0],))])
     with pytest.raises(ValueError, match="absolute aspect ratio"):
         codec.add_images([ChatMessage("user", "", images=(draw(1, 300),))])
+
+
+def test_a_prompt_is_rendered_without_decoding_its_pictures(model, tmp_path):
+    runner, _ = build_runner(model, tmp_path, [], AgentConfig(loop="tools"))
+    (tmp_path / DIGESTS[1]).write_bytes(BLUE[:60])  # no pixels behind the header
+    message = ChatMessage("user", PLACEHOLDER, images=(DIGESTS[1],))
+    assert runner.codec.render([message]).count(PAD) == 6
 
 
 def test_a_single_turn_asks_with_the_pictures_of_its_prompt():

@@ -5,6 +5,9 @@ from __future__ import annotations
 import base64
 import io
 import json
+import threading
+import tracemalloc
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pyarrow as pa
@@ -157,6 +160,8 @@ def test_a_row_without_images_is_text_among_rows_with_them(model, tmp_path):
         ({"images": ["gone.png"]}, "row 0 .*'gone.png', which cannot be read .No such file"),
         ({"images": ["https://host/a.png"]}, "row 0 .*allowed: an image file as bytes"),
         ({"images": [to_url(draw(200, 200))]}, "200 x 200 pixels; allowed: up to 30000"),
+        ({"images": ["a\0.png"]}, "row 0 has an entry of column 'images'.*cannot be read"),
+        ({"images": ["data:image/png;base64,\u00e9"]}, "row 0 .*damaged base64"),
         ({"images": [3]}, "row 0 .*'3'; allowed"),
         ({"prompt": user("<image>"), "images": [to_url(RED)] * 2}, "1 more than its messages"),
         ({"prompt": user("<image><image>"), "images": [to_url(RED)]}, "row 0 has fewer images"),
@@ -224,6 +229,22 @@ def test_a_store_writes_once_it_is_open_and_names_what_it_lacks(tmp_path):
         store.read("00")
 
 
+def test_threads_may_add_the_same_image(tmp_path):
+    noise = draw(1000, 1000, kind="BMP")
+    image = inspect_image(noise, 10**6)
+    for number in range(5):
+        store, barrier = ImageStore.open(tmp_path / str(number)), threading.Barrier(8)
+
+        def add(store: ImageStore = store, barrier: threading.Barrier = barrier) -> bytes:
+            barrier.wait()
+            return store.read(store.add(image))
+
+        with ThreadPoolExecutor(8) as threads:
+            added = [threads.submit(add) for _ in range(8)]
+            assert all(result.result() == noise for result in added)
+        assert [path.name for path in store.folder.iterdir()] == [image.digest]
+
+
 @pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP", "GIF", "BMP"])
 def test_formats(kind):
     assert inspect_image(draw(9, 7, kind=kind), 63).size == (9, 7)
@@ -251,6 +272,35 @@ def test_supervised_rows_train_on_no_image_token(model, tmp_path):
     assert images.store.read(str(batch.array("images")[0])) == RED
 
 
+def test_an_image_behind_the_last_trained_message_is_left_out_with_it(model, tmp_path):
+    answer = {"role": "assistant", "content": "red"}
+    pairs = [
+        [*user("<image>?"), answer, *user("<image>!")],
+        [*user("<image>?"), answer, *user("<image>!"), answer | {"train": False}],
+        [*user("<image>?"), answer, *user("<image>!"), answer],
+    ]
+    rows = [{"messages": chat, "images": [to_url(RED), to_url(BLUE)]} for chat in pairs]
+    path = write(tmp_path / "rows.jsonl", *rows)
+    data, tokenizer = ConversationsConfig(images_column="images"), load_tokenizer(model)
+    images = load_row_images(data, str(model), str(tmp_path))
+    batch = load_conversations(str(path), data, tokenizer, images=images).take([0, 1, 2])
+    red, blue = (inspect_image(content, 10**6).digest for content in (RED, BLUE))
+    assert batch.array("images").tolist() == [red, red, f"{red} {blue}"]
+    parts = zip(batch.jagged("prompt_ids"), batch.jagged("response_ids"), strict=True)
+    assert [[*a, *b].count(PAD) for a, b in parts] == [4, 4, 10]
+
+
+def test_a_whole_prompt_trains_on_no_image_token(model, tmp_path):
+    chat = [*user("<image>?"), {"role": "assistant", "content": "red"}]
+    path = write(tmp_path / "rows.jsonl", {"messages": chat, "images": [to_url(RED)]})
+    data = ConversationsConfig(images_column="images", train_on_prompt=True)
+    images = load_row_images(data, str(model), str(tmp_path))
+    batch = load_conversations(str(path), data, load_tokenizer(model), images=images).take([0])
+    ids, mask = batch.jagged("response_ids")[0], batch.jagged("response_mask")[0]
+    assert (ids == PAD).sum() == 4
+    assert (mask == (ids != PAD)).all()
+
+
 def test_a_warm_start_has_the_images_of_its_rows(model, tmp_path):
     chat = [*user("<image>?"), {"role": "assistant", "content": "red"}]
     rows = {"messages": chat, "images": [to_url(RED)]}, {"messages": user("x") + chat[1:]}
@@ -265,3 +315,19 @@ def test_a_warm_start_has_the_images_of_its_rows(model, tmp_path):
     )
     pairs = load_supervised(str(path), "messages", "response", tokenizer, images=images)
     assert pairs.jagged("prompt_ids")[0].tolist().count(PAD) == 4
+
+
+def test_rows_are_checked_with_few_images_in_memory(model, tmp_path):
+    (tmp_path / "large.bmp").write_bytes(draw(512, 512, kind="BMP"))
+    rows = [{"prompt": user("<image>?"), "images": ["large.bmp"]}] * 300
+    path = write(tmp_path / "rows.jsonl", *rows)
+    data = DataConfig(prompt_column="prompt", images_column="images")
+    images, tokenizer = load_row_images(data, str(model), str(tmp_path)), load_tokenizer(model)
+    reader = RowImages(**_fields(images, tmp_path))
+    tracemalloc.start()
+    try:
+        load_prompts(path, data, tokenizer, images=reader)
+        peak_bytes = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak_bytes < 64 << 20  # all of them: 225 MiB

@@ -22,6 +22,7 @@ from mcore_rl.config.schema import (
     MoEConfig,
     OptimizerConfig,
     RLConfig,
+    SFTConfig,
 )
 from mcore_rl.data.batch import Batch, Jagged
 from mcore_rl.engine.base import (
@@ -33,6 +34,7 @@ from mcore_rl.engine.base import (
 )
 from mcore_rl.engine.steps import compute_learning_rate
 from mcore_rl.jobs.preflight import check_existing_inputs
+from mcore_rl.jobs.supervised_preflight import check_train_inputs
 
 ROOT = Path(__file__).parents[3]
 HF_BACKEND = f"{ROOT / 'examples/hf_engine.py'}:BACKEND"
@@ -260,3 +262,25 @@ def test_learning_rates_are_those_of_megatrons_schedule(schedule, warmup_steps):
         megatron.step(increment=1)
         expected = optimizer.param_groups[0]["lr"]
         assert compute_learning_rate(config, step, 10) == pytest.approx(expected, rel=1e-12), step
+
+
+@pytest.mark.parametrize("backend", [HF_BACKEND, "megatron"])
+@pytest.mark.parametrize("check", ["rl", "sft"])
+def test_images_for_an_engine_that_reads_none_are_refused(check, backend, tmp_path):
+    settings = ["data.images_column=pictures", f"model.path={tmp_path}"]
+    with pytest.raises(ConfigError, match=r"'pictures': .*backend=.* takes no images"):
+        if check == "rl":
+            config = compose_config(RLConfig, ["recipe=quickstart_images", *settings])
+            check_existing_inputs(replace(config, actor=EngineConfig(backend=backend)))
+        else:
+            config = compose_config(SFTConfig, settings)
+            check_train_inputs(replace(config, engine=EngineConfig(backend=backend)))
+
+
+def test_an_engine_of_a_user_may_take_images(tmp_path):
+    (tmp_path / "mine.py").write_text(ENGINE + "BACKEND = Backend(OTHER, takes_images=True)\n")
+    engine = EngineConfig(backend=f"{tmp_path / 'mine.py'}:BACKEND")
+    check_engine_settings("actor", engine, "language_model", "cpu", images_column="images")
+    check_engine_settings(
+        "actor", EngineConfig(backend="fsdp"), "language_model", "cpu", images_column="i"
+    )

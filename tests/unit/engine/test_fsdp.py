@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
+import torch
 import transformers
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import (
@@ -15,6 +20,7 @@ from mcore_rl.config.schema import (
     RecomputeConfig,
 )
 from mcore_rl.engine.base import check_engine_settings, load_backend
+from mcore_rl.engine.fsdp.model import ShardedPolicy
 from mcore_rl.models.base import get_family, get_model_sizes, use_family
 from mcore_rl.models.transformers_model import map_sharded_weights
 from mcore_rl.reshard.layout import ShardedRanks
@@ -103,3 +109,39 @@ def test_the_ranks_of_a_replica_have_each_element_once(ep, num_replicas):
     placed = [r for w in weights if w.expert is not None for h in ranks.get_holders(w) for r in h]
     stacks = {w.name for w in weights if w.expert is not None}
     assert sorted(placed) == sorted([*range(6 * num_replicas)] * len(stacks))
+
+
+class _Model(torch.nn.Module):
+    """A model of text with states of its own, and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base_model = torch.nn.Identity()
+        self.head = torch.nn.Linear(4, 9, bias=False)
+        self.states = torch.randn(1, 3, 4)
+        self.base_model.forward = lambda **_: SimpleNamespace(last_hidden_state=self.states)
+
+    def get_output_embeddings(self) -> torch.nn.Module:
+        return self.head
+
+    def forward(self, logits_to_keep: torch.Tensor, **inputs: Any) -> Any:
+        states = self.base_model(**inputs).last_hidden_state[:, logits_to_keep]
+        return SimpleNamespace(logits=self.head(states))
+
+
+class _CountAdditions(TorchDispatchMode):
+    num = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.num += func.overloadpacket is torch.ops.aten.add
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_pass_without_images_copies_no_logits():
+    rows = torch.arange(3)
+    micro = SimpleNamespace(
+        input_ids=rows[None], position_ids=rows[None], hidden_rows=rows, model_inputs={}
+    )
+    with _CountAdditions() as additions:
+        assert ShardedPolicy(_Model())(micro, None, None)
+    assert additions.num == 0

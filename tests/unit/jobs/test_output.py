@@ -296,6 +296,13 @@ def test_held_out_sets_and_what_differs_from_the_defaults_of_an_evaluation_are_n
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize("setting", ["data.max_image_pixels=9", "rollout.max_images=3"])
+def test_an_evaluation_has_the_limits_of_images_of_the_run(setting):
+    config = compose_config(RLConfig, ["data.images_column=images", setting])
+    evaluated, _ = commands(list_next_commands(Path("out"), config))
+    assert {"data.images_column=images", setting} <= {*evaluated}
+
+
 @pytest.mark.parametrize("setting", ["agent.loop=tools", "reward.terms.math={weight: 1.0}"])
 def test_no_evaluation_is_named_that_would_be_another_one(setting):
     config = compose_config(RLConfig, [setting])
