@@ -24,6 +24,7 @@ from mcore_rl.config.import_path import load_object
 from mcore_rl.config.json_file import read_json_object
 from mcore_rl.config.resolve import TRANSFORMERS
 from mcore_rl.config.resolve_engine import ModelSizes
+from mcore_rl.parallel.balance import SequenceCost, estimate_sequence_cost
 from mcore_rl.reshard.rules import Weight
 
 HFConfig = dict[str, Any]  # the contents of config.json
@@ -177,6 +178,24 @@ def get_family(config: HFConfig) -> Family:
     raise ConfigError(
         f"config.json: architectures={architectures} is not supported{reasons}; "
         f"allowed: {sorted(families)}, or model.family with a family of your own"
+    )
+
+
+def estimate_cost(config: HFConfig) -> SequenceCost:
+    """Return the cost of a sequence of a model."""
+    fields = get_family(config).config_map(config)
+    hidden, heads = config["hidden_size"], fields["num_attention_heads"]
+    head_dim = fields.get("kv_channels") or hidden // heads
+    ffn = fields["ffn_hidden_size"]
+    if fields.get("num_moe_experts"):
+        ffn = fields["moe_ffn_hidden_size"] * fields["moe_router_topk"]
+    return estimate_sequence_cost(
+        num_layers=fields["num_layers"],
+        hidden_size=hidden,
+        attention_size=heads * head_dim,
+        key_value_size=fields.get("num_query_groups", heads) * head_dim,
+        ffn_size=ffn,
+        vocab_size=config["vocab_size"],
     )
 
 

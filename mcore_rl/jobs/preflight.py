@@ -268,9 +268,9 @@ def check_servers(config: RLConfig) -> None:
             f"actor.moe.router_replay='rollout': {servers} record no experts; allowed: 'off', "
             "'record'"
         )
-    if not features.images and config.data.images_column:
+    if (column := config.data.images_column) and not features.images:
         raise ConfigError(
-            f"data.images_column={config.data.images_column!r}: {servers} take no images; allowed: "
+            f"data.images_column={column!r}: {servers} take no images; allowed: "
             "rollout.backend='vllm'"
         )
     if features.weight_format is None and config.weight_sync.method != "full_export":

@@ -64,14 +64,13 @@ from mcore_rl.models.base import (
     CLASSIFICATION,
     SEQUENCE,
     HFConfig,
-    get_family,
+    estimate_cost,
     get_model_sizes,
     has_images,
     read_config,
 )
 from mcore_rl.models.heads import build_value_config, list_value_changes
 from mcore_rl.models.transformers_model import build_empty_model, map_sharded_weights
-from mcore_rl.parallel.balance import SequenceCost, estimate_sequence_cost
 from mcore_rl.parallel.devices import detect_device
 from mcore_rl.parallel.store import join_world
 from mcore_rl.reshard.executor import LocalWeights
@@ -277,7 +276,7 @@ class FSDPEngine(BaseEngine):
         # A sample above the limit has its own micro-batch.
         limit = settings.max_tokens_per_micro_batch if settings.fsdp.packing else 1
         group = self.meshes.data["dp"].get_group()
-        cost = _estimate_cost(self.hf_config)
+        cost = estimate_cost(self.hf_config)
         micros = build_micro_batches(batch, limit, self._split, cost, self.device, group=group)
         if self.vision is None:
             return micros
@@ -533,24 +532,6 @@ def _merge(
     wide_a, scale = a.to(rows.device, torch.float32), config.alpha / config.rank
     merged = torch.addmm(rows.float(), local_b, wide_a, alpha=scale)
     return merged.to(rows.dtype)
-
-
-def _estimate_cost(config: HFConfig) -> SequenceCost:
-    """Return the cost of a sequence."""
-    fields = get_family(config).config_map(config)
-    hidden, heads = config["hidden_size"], fields["num_attention_heads"]
-    head_dim = fields.get("kv_channels") or hidden // heads
-    ffn = fields["ffn_hidden_size"]
-    if fields.get("num_moe_experts"):
-        ffn = fields["moe_ffn_hidden_size"] * fields["moe_router_topk"]
-    return estimate_sequence_cost(
-        num_layers=fields["num_layers"],
-        hidden_size=hidden,
-        attention_size=heads * head_dim,
-        key_value_size=fields.get("num_query_groups", heads) * head_dim,
-        ffn_size=ffn,
-        vocab_size=config["vocab_size"],
-    )
 
 
 def _check_settings(key: str, engine: EngineConfig, lane: str) -> None:

@@ -86,12 +86,10 @@ class VisionInputs:
                 raise ValueError(f"the batch has the image {digest}, and the engine no images")
             pixels = self._tokens.compute_pixels(self._store.read(digest))
         self._cache[digest] = pixels
-        while len(self._cache) > 1 and self._count_bytes() > _CACHE_BYTES:
-            self._cache.popitem(last=False)
+        num_bytes = sum(values.nbytes for values, _ in self._cache.values())
+        while len(self._cache) > 1 and num_bytes > _CACHE_BYTES:
+            num_bytes -= self._cache.popitem(last=False)[1][0].nbytes
         return pixels
-
-    def _count_bytes(self) -> int:
-        return sum(values.nbytes for values, _ in self._cache.values())
 
 
 def run_unused_tower(model: Any) -> torch.Tensor:
