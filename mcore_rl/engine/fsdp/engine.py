@@ -140,10 +140,9 @@ class FSDPEngine(BaseEngine):
 
     def _build_vision(self, model: Any) -> VisionInputs | None:
         """Return what makes inputs of images, for a model that takes them."""
-        tokens = ImageTokens.load(self.spec.model.path)
+        tokens, folder = ImageTokens.load(self.spec.model.path), self.spec.images_folder
         if tokens is None:
             return None
-        folder = self.spec.images_folder
         self.root.runs_tower = bool(folder)
         return VisionInputs(model, tokens, ImageStore.open(folder) if folder else None)
 
@@ -278,9 +277,8 @@ class FSDPEngine(BaseEngine):
         group = self.meshes.data["dp"].get_group()
         cost = estimate_cost(self.hf_config)
         micros = build_micro_batches(batch, limit, self._split, cost, self.device, group=group)
-        if self.vision is None:
-            return micros
-        return [self.vision.add(batch, micro) for micro in micros]
+        vision = self.vision
+        return [vision.add(batch, micro) for micro in micros] if vision is not None else micros
 
     @torch.no_grad()
     def infer_batch(

@@ -93,10 +93,7 @@ class VisionInputs:
 
 
 def run_unused_tower(model: Any) -> torch.Tensor:
-    """Return a zero that depends on all parameters for images, of a pack without any.
-
-    All ranks gather and reduce the same layers, whatever samples they have.
-    """
+    """Return a zero that depends on all parameters for images."""
     vision = model.config.vision_config
     size = vision.spatial_merge_size
     values = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
