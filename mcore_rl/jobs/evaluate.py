@@ -87,7 +87,7 @@ class _Inputs:
     tokenizer: Any
     sets: dict[str, PromptDataset]
     find_answer: FindAnswer | None  # for majority votes
-    images: RowImages | None  # reader of the images of data rows
+    images: RowImages | None = None  # reader of the images of data rows
 
     @property
     def digests(self) -> dict[str, str]:

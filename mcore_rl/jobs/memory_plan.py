@@ -401,7 +401,8 @@ def estimate_activation_bytes(config: RLConfig, model: HFConfig) -> int:
     A pipeline rank stores these for each micro-batch in flight. With full recompute it stores the
     inputs of its recompute units instead, and recomputes one unit at a time. The backward pass
     needs one more layer, of gradients. The output head is not counted: actor.logprob_chunk_bytes
-    bounds it. Kernels that are not fused store up to 50% more (tests/dist_cpu/test_roles.py).
+    bounds it. Kernels that are not fused store up to 50% more; with full recompute, up to 15% less
+    (tests/dist_cpu/test_roles.py).
     """
     engine = config.actor
     layout, family = engine.layout, get_family(model)

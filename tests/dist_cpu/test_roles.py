@@ -100,4 +100,5 @@ def test_a_pass_takes_the_activations_that_were_told(peaks: dict[str, Any], name
         rollout=RolloutConfig(max_response_tokens=1),
     )
     told = estimate_activation_bytes(config, read_config(Path(peaks["folder"]) / model))
-    assert least < told / found["bytes"] < 1.05
+    # With full recompute most of the peak is two layers, of which torch frees some early.
+    assert least < told / found["bytes"] < (1.2 if name.endswith("full") else 1.05)

@@ -28,9 +28,9 @@ from tests.pages import of_kind
 
 MCORE_RL = str(Path(sys.executable).with_name("mcore-rl"))
 TEXT = "né €5!"  # of nine different bytes
-CONTEXT = 16384
+CONTEXT = 32768
 OPTIONS = (
-    "--max-context", str(CONTEXT), "--max-tokens", str(CONTEXT), "--kv-cache-bytes", str(64 << 20)
+    "--max-context", str(CONTEXT), "--max-tokens", str(CONTEXT), "--kv-cache-bytes", str(128 << 20)
 )  # fmt: skip
 
 

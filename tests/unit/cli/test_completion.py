@@ -18,7 +18,7 @@ from mcore_rl.config.schema import RLConfig
 from tests.pages import of_kind
 from tests.terminal import on_terminal
 
-QUICKSTARTS = [f"recipe=quickstart{suffix}" for suffix in ("", "_fsdp", "_one_gpu")]
+QUICKSTARTS = [f"recipe=quickstart{suffix}" for suffix in ("", "_fsdp", "_images", "_one_gpu")]
 
 
 @pytest.mark.parametrize(
