@@ -10,6 +10,7 @@ import pytest
 import transformers
 
 import mcore_rl
+from tests.nightly import all_but
 
 pytestmark = pytest.mark.job
 THIS_FILE = Path(__file__)
@@ -25,9 +26,11 @@ def run_job(start_job, *settings: str, output: Path | None = None):
     return mcore_rl.load_run(job.output)
 
 
-def test_a_run_on_pictures_its_resume_and_its_samples(start_job, tmp_path):
+@pytest.mark.parametrize("resumes", all_but([False], [False, True]))
+def test_a_run_on_pictures_its_resume_and_its_samples(resumes, start_job, tmp_path):
     output = tmp_path / "run"
-    run_job(start_job, *SHORT, "trainer.num_steps=2", output=output)
+    if resumes:
+        run_job(start_job, *SHORT, "trainer.num_steps=2", output=output)
     result = run_job(start_job, *SHORT, "trainer.num_steps=3", "resume=auto", output=output)
     assert [row["step"] for row in result.metrics] == [1, 2, 3]
     for row in result.metrics:  # weight_sync.verify=full: every parameter of every push
