@@ -2,9 +2,9 @@
 
     .venv/bin/python launch/declare_torchvision.py
 
-The compiled part of such a wheel does not load, and the import ends at its operators, for which
-torchvision registers more without a look whether they are there. This declares them in
-torchvision/extension.py, only where the import fails for that reason. Processors of images need
+The compiled part of such a wheel does not load, and the import fails where torchvision registers
+meta functions of operators that this part defines. This script declares these operators in
+torchvision/extension.py, only where the import fails for that reason. Processors of images call
 none of them.
 """
 

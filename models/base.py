@@ -24,6 +24,7 @@ from mcore_rl.config.import_path import load_object
 from mcore_rl.config.json_file import read_json_object
 from mcore_rl.config.resolve import TRANSFORMERS
 from mcore_rl.config.resolve_engine import ModelSizes
+from mcore_rl.data.images import PLACEHOLDERS
 from mcore_rl.parallel.balance import SequenceCost, estimate_sequence_cost
 from mcore_rl.reshard.rules import Weight
 
@@ -31,9 +32,8 @@ HFConfig = dict[str, Any]  # the contents of config.json
 # Suffixes of architectures.
 CAUSAL = "ForCausalLM"
 CLASSIFICATION, SEQUENCE = "ForTokenClassification", "ForSequenceClassification"
-# Values of model_type with images, and the tensors that their checkpoints have transposed: in the
-# last two dimensions, against the parameters of transformers and vLLM.
-VISION_TYPES = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
+# Tensors that checkpoints of a model_type have transposed: in the last two dimensions, against the
+# parameters of transformers and vLLM.
 _TRANSPOSED = {"qwen3_vl_moe": re.compile(r"\.mlp\.experts\.(gate_up_proj|down_proj)$")}
 
 
@@ -142,7 +142,7 @@ def read_config(model_path: str | Path, setting: str = "model.path") -> HFConfig
 
 def has_images(config: HFConfig) -> bool:
     """Return whether a model takes images."""
-    return config.get("model_type") in VISION_TYPES
+    return config.get("model_type") in PLACEHOLDERS
 
 
 def is_transposed(config: HFConfig, name: str) -> bool:
@@ -157,7 +157,8 @@ def get_family(config: HFConfig) -> Family:
     if "vision_config" in config and not has_images(config):
         raise ConfigError(
             f"config.json: model_type={config.get('model_type')!r} has a vision_config, and "
-            f"nothing here makes its positions and pixel values; allowed: {', '.join(VISION_TYPES)}"
+            "nothing makes its positions and pixel values; allowed: "
+            f"{', '.join(PLACEHOLDERS)}"
         )
     # A value model is the same family with another head (models/heads.py).
     causal = [

@@ -243,7 +243,7 @@ class ChatSession:
         if isinstance(self._codec, ImageCodec):
             return self._codec.add_images(messages)
         if any(message.images for message in messages):
-            raise ImageError("a message has images, and the model of the session takes none here")
+            raise ImageError("a message has images, and the model of the session takes none")
         return messages
 
     def _build_prompt(

@@ -89,7 +89,7 @@ def decode_image(content: bytes) -> Image:
         with Image.open(io.BytesIO(content), formats=FORMATS) as image:
             return image.convert("RGB")
     except (OSError, ValueError, SyntaxError) as error:
-        raise ImageError(f"is a damaged image file: {error}; allowed: a whole file") from error
+        raise ImageError(f"is a damaged image file: {error}; allowed: a complete file") from error
 
 
 def read_data_url(url: str) -> bytes:
@@ -128,7 +128,7 @@ class ImageStore:
             self._write(digest, content)
 
     def add(self, image: StoredImage) -> str:
-        """Add a whole image; return its digest.
+        """Add an image; return its digest.
 
         Raises:
             ImageError: it is damaged.
@@ -197,7 +197,7 @@ class ImageTokens:
         Raises:
             ConfigError: the folder has no processor, or one that does not load.
         """
-        if not takes_images(model_path):
+        if read_json_object(Path(model_path, "config.json")).get("model_type") not in PLACEHOLDERS:
             return None
         try:
             return cls(model_path)
@@ -249,11 +249,6 @@ class ImageTokens:
         """Return an image's pixel values [patches, values] and grid (frames, rows, columns)."""
         values = self._processor(images=[decode_image(content)], return_tensors="pt")
         return values["pixel_values"], values["image_grid_thw"][0]
-
-
-def takes_images(model_path: str | Path) -> bool:
-    """Return whether the model of a checkpoint folder takes images here."""
-    return read_json_object(Path(model_path, "config.json")).get("model_type") in PLACEHOLDERS
 
 
 @dataclass(frozen=True, slots=True)
@@ -381,7 +376,7 @@ def load_row_images(
         kind = read_json_object(Path(model_path, "config.json")).get("model_type")
         raise ConfigError(
             f"data.images_column={data.images_column!r}: model.path={model_path!r} of model_type "
-            f"{kind!r} takes no images here; allowed: {', '.join(PLACEHOLDERS)}"
+            f"{kind!r} takes no images; allowed: {', '.join(PLACEHOLDERS)}"
         )
     return RowImages(
         RowColumn(data.images_column, "data.images_column"),

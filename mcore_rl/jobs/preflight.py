@@ -270,7 +270,7 @@ def check_servers(config: RLConfig) -> None:
         )
     if (column := config.data.images_column) and not features.images:
         raise ConfigError(
-            f"data.images_column={column!r}: {servers} take no images; allowed: backend='vllm'"
+            f"data.images_column={column!r}: {servers} take none; allowed: rollout.backend='vllm'"
         )
     if features.weight_format is None and config.weight_sync.method != "full_export":
         raise ConfigError(

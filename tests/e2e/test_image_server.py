@@ -36,20 +36,20 @@ CHAT = [
 
 def score(model: Any, tokens: ImageTokens, ids: list[int], images: list[bytes]) -> torch.Tensor:
     """Return log-probs of transformers' model, [len(ids) - 1]."""
-    whole = torch.tensor([ids])
-    kinds = (whole == tokens.token_id).int()
+    sequence = torch.tensor([ids])
+    kinds = (sequence == tokens.token_id).int()
     pixels, grids = zip(*map(tokens.compute_pixels, images), strict=True)
     grid = torch.stack(grids)
-    places = model.model.get_rope_index(whole, mm_token_type_ids=kinds, image_grid_thw=grid)[0]
+    places = model.model.get_rope_index(sequence, mm_token_type_ids=kinds, image_grid_thw=grid)[0]
     with torch.no_grad():
         logits = model(
-            input_ids=whole,
+            input_ids=sequence,
             position_ids=places,
             pixel_values=torch.cat(pixels),
             image_grid_thw=grid,
             use_cache=False,
         ).logits[0]
-    return logits[:-1].log_softmax(-1).gather(1, whole[0, 1:, None])[:, 0]
+    return logits[:-1].log_softmax(-1).gather(1, sequence[0, 1:, None])[:, 0]
 
 
 async def generate(

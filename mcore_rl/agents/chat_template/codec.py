@@ -8,7 +8,6 @@ A message has a placeholder in its content for each of its images, in their orde
 
 from __future__ import annotations
 
-import io
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -520,13 +519,6 @@ class ImageCodec:
 def list_images(messages: Sequence[ChatMessage]) -> tuple[str, ...]:
     """Return the digests of the images of messages, in the order of the text."""
     return tuple(i for message in messages for i in message.images if isinstance(i, str))
-
-
-def encode_png(image: object) -> bytes:
-    """Return the PNG file of an image of PIL."""
-    file = io.BytesIO()
-    image.save(file, "PNG")  # type: ignore[attr-defined]
-    return file.getvalue()
 
 
 def parse_messages(rows: Sequence[Mapping[str, Any]]) -> tuple[ChatMessage, ...]:

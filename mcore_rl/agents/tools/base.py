@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import inspect
+import io
 import json
 import math
 import re
@@ -29,7 +30,7 @@ from typing import (
 
 from jsonschema import Draft202012Validator
 
-from mcore_rl.agents.chat_template.codec import encode_png, replace_surrogates
+from mcore_rl.agents.chat_template.codec import replace_surrogates
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.data.images import IMAGE
 
@@ -229,7 +230,7 @@ class ToolSet:
             IMAGE if _is_image(p) else p if isinstance(p, str) else json.dumps(p, default=str)
             for p in parts
         ]
-        images = tuple(encode_png(part) for part in parts if _is_image(part))
+        images = tuple(_encode_png(part) for part in parts if _is_image(part))
         text = "\n".join(t if t == IMAGE else self._cut(t.replace(IMAGE, "")) for t in texts)
         return ToolAnswer(text, images=images)
 
@@ -258,6 +259,13 @@ def _is_image(value: object) -> bool:
     """Return whether a value is an image of PIL, which is not imported for that."""
     pillow = sys.modules.get("PIL.Image")
     return pillow is not None and isinstance(value, pillow.Image)
+
+
+def _encode_png(image: object) -> bytes:
+    """Return the PNG file of an image of PIL."""
+    file = io.BytesIO()
+    image.save(file, "PNG")  # type: ignore[attr-defined]
+    return file.getvalue()
 
 
 def _list_tools(source: object) -> list[Tool]:

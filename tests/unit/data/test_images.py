@@ -197,7 +197,7 @@ def test_a_model_without_images_refuses_the_column_by_its_type(model, tmp_path):
     config = json.loads((model / "config.json").read_text()) | {"model_type": "llava"}
     (tmp_path / "config.json").write_text(json.dumps(config))
     data = DataConfig(images_column="images")
-    with pytest.raises(ConfigError, match="model_type 'llava' takes no images here; allowed: qwen"):
+    with pytest.raises(ConfigError, match="model_type 'llava' takes no images; allowed: qwen"):
         load_row_images(data, str(tmp_path), str(tmp_path))
 
 
