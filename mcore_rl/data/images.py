@@ -22,12 +22,13 @@ from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.json_file import read_json_object
 from mcore_rl.config.schema import ConversationsConfig, DataConfig
 from mcore_rl.data.batch import IMAGES
-from mcore_rl.data.files import Row
 from mcore_rl.data.rows import IMAGE_MARK, Message, RowColumn
 
 if TYPE_CHECKING:
     import torch
     from PIL.Image import Image
+
+    from mcore_rl.data.files import Row
 
 # Model types whose images are tokens as described above, with the placeholder of their templates.
 PLACEHOLDERS = dict.fromkeys(

@@ -8,10 +8,12 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.data.files import Row, RowSource
+
+if TYPE_CHECKING:
+    from mcore_rl.data.files import Row, RowSource
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
