@@ -25,6 +25,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 HERE = Path(__file__).parent
 KILL_S = 5.0  # between SIGTERM and SIGKILL
+IMAGE_PACKAGES = ("PIL", "pyarrow", "torchvision")
 TAIL = 3000  # characters of the output of a check that failed
 Result = dict[str, object]
 
@@ -77,11 +78,19 @@ CHECKS = (
           script("engine", "qwen3-bfloat16"), 60, is_timed=False),
     Check("engine moe bfloat16", "the same in bfloat16 with experts",
           script("engine", "qwen3_moe-bfloat16"), 60, is_timed=False),
+    Check("fsdp float32", "the FSDP2 engine equals transformers: ten families, three of them with "
+          "images", script("fsdp", "float32"), 120, needs=IMAGE_PACKAGES, is_timed=False),
+    Check("fsdp bfloat16", "the same in bfloat16", script("fsdp", "bfloat16"), 120,
+          needs=IMAGE_PACKAGES, is_timed=False),
     Check("push", "weights to another process by CUDA IPC: equal, GB/s by way to verify",
           script("push"), 90),
     Check("layers dense", "four layers of Qwen3-8B: step time, share of the matmul rate, host "
           "waits, offload GB/s", script("layers", "dense"), 120),
     Check("layers moe", "the same of Qwen3-30B-A3B", script("layers", "moe"), 120),
+    Check("layers fsdp dense", "four layers of Qwen3-8B in the FSDP2 engine",
+          script("layers", "fsdp-dense"), 120),
+    Check("layers fsdp moe", "four layers of Qwen3-30B-A3B in the FSDP2 engine",
+          script("layers", "fsdp-moe"), 120),
     Check("cpu offload", "Adam on the host takes the same steps, also after the engine was away",
           script("cpu_offload"), 60, is_timed=False),
     Check("log-prob head", "time and memory of the head against plain cross-entropy",
