@@ -21,6 +21,7 @@ from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import FSDPConfig, Layout, LoRAConfig, RecomputeConfig
 from mcore_rl.data.batch import Batch
 from mcore_rl.engine.base import EngineSpec, create_engine
+from mcore_rl.engine.offload import HostMirror
 from mcore_rl.parallel.mesh import Mesh
 from tests import tiny_vision
 from tests.nightly import all_but
@@ -132,9 +133,22 @@ def run_steps(path: Path, layout: Layout, changes: dict[str, Any], batch: Batch)
         for column in [scored.jagged(name)]
     }
     exported = dict(engine.get_per_tensor_param())
-    steps = [engine.train_batch(mine, ranks.LOSS) for _ in range(3)]
+    steps = [engine.train_batch(mine, ranks.LOSS)]
+    leave_and_return(engine)
+    steps += [engine.train_batch(mine, ranks.LOSS) for _ in range(2)]
     trained = dict(engine.get_per_tensor_param())
     return scores | {"steps": steps, "exported": exported, "trained": trained}
+
+
+def leave_and_return(engine: Any) -> None:
+    """Free the memory of parts of an engine and get them back, as from a GPU."""
+    mirrors = {part: HostMirror() for part in ("parameters", "optimizer state")}
+    for part, mirror in mirrors.items():
+        mirror.offload(engine.list_tensors(part), engine.device)
+        assert mirror.num_bytes
+        assert all(not t.untyped_storage().nbytes() for t in engine.list_tensors(part))
+    for mirror in mirrors.values():
+        mirror.reload()
 
 
 def join_rows(results: list[ranks.Result], name: str) -> torch.Tensor:

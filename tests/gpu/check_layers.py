@@ -98,8 +98,7 @@ def count_state_bytes(engine: BaseEngine) -> int:
     if hasattr(engine, "memory_report"):
         sizes = engine.memory_report()
         return sizes.parameters_bytes + sizes.optimizer_state_bytes
-    state = [t for entry in engine.optimizer.state.values() for t in entry.values()]
-    tensors = [*get_parameters(engine), *(getattr(t, "_local_tensor", t) for t in state)]
+    tensors = engine.list_tensors("parameters") + engine.list_tensors("optimizer state")
     return sum(tensor.nbytes for tensor in tensors)
 
 

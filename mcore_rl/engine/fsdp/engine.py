@@ -47,6 +47,7 @@ from mcore_rl.engine.fsdp.model import (
     shard_model,
 )
 from mcore_rl.engine.fsdp.vision import VisionInputs
+from mcore_rl.engine.offload import HostMirror, move_storages
 from mcore_rl.engine.packing import MicroBatch, PackSplit, build_micro_batches, pack_samples
 from mcore_rl.engine.steps import (
     Result,
@@ -135,15 +136,17 @@ class FSDPEngine(BaseEngine):
         lora.initialize_factors(self._iter_local(self.adapter_weights), self.spec.seed)
         self.parameters = [p for p in self.root.parameters() if p.requires_grad]
         self.optimizer = self._build_optimizer() if self.spec.total_steps else None
+        self._mirrors = {"parameters": HostMirror(), "optimizer state": HostMirror()}
         self.vision = self._build_vision(model)
         self._check_model(dtype)
 
     def _build_vision(self, model: Any) -> VisionInputs | None:
         """Return what makes inputs of images, for a model that takes them."""
-        tokens, folder = ImageTokens.load(self.spec.model.path), self.spec.images_folder
-        if tokens is None:
+        folder = self.spec.images_folder
+        if (tokens := ImageTokens.load(self.spec.model.path)) is None:
             return None
         self.root.runs_tower = bool(folder)
+        torch.backends.cudnn.allow_tf32 = False  # of patches in float32; by default it is on
         return VisionInputs(model, tokens, ImageStore.open(folder) if folder else None)
 
     def _read_model_config(self) -> HFConfig:
@@ -153,9 +156,8 @@ class FSDPEngine(BaseEngine):
 
     @property
     def config_changes(self) -> Mapping[str, Any]:
-        if not self._kind:
-            return {}
-        return list_value_changes(read_config(self.spec.model.path), self._kind)
+        config = read_config(self.spec.model.path)
+        return list_value_changes(config, self._kind) if self._kind else {}
 
     def _build_optimizer(self) -> torch.optim.AdamW:
         """Build AdamW; as in Megatron neither biases nor norms decay."""
@@ -442,18 +444,19 @@ class FSDPEngine(BaseEngine):
         return factors if self.is_main_rank else []
 
     def move(self, place: Place, parts: frozenset[str]) -> None:
-        target = self.device if place == "device" else torch.device("cpu")
         if "gradients" in parts and self.optimizer is not None:
             self.optimizer.zero_grad()
-        if self.spec.engine.fsdp.cpu_offload:  # it is on the host all the time
-            return
-        if "parameters" in parts and self.device.type != "cpu":
-            self.root.to(target)
-        if "optimizer state" in parts and self.optimizer is not None:
-            for state in self.optimizer.state.values():  # but not the count of steps
-                state |= {n: value.to(target) for n, value in state.items() if value.dim()}
-        if place == "host" and self.device.type == "cuda":
-            torch.cuda.empty_cache()
+        if self.device.type != "cpu":
+            tensors = {part: partial(self.list_tensors, part) for part in self._mirrors}
+            move_storages(tensors, place, parts, self._mirrors, self.device)
+
+    def list_tensors(self, part: str) -> list[torch.Tensor]:
+        """Return this rank's shards of "parameters", with buffers, or of "optimizer state"."""
+        states = self.optimizer.state.values() if self.optimizer is not None else ()
+        tensors: Any = [value for state in states for value in state.values()]
+        if part == "parameters":
+            tensors = (*self.root.parameters(), *self.root.buffers())
+        return [t.to_local() if isinstance(t, DTensor) else t for t in tensors]
 
     def save_checkpoint(self, path: Path) -> None:
         self.require("parameters", "optimizer state")

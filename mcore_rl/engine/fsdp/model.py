@@ -258,11 +258,8 @@ def shard_model(
     policy = MixedPrecisionPolicy()
     if dtype != torch.float32 and is_training:
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
-    offload = (
-        CPUOffloadPolicy(pin_memory=detect_device().type != "cpu")
-        if cpu_offload
-        else OffloadPolicy()
-    )
+    is_pinned = detect_device().type != "cpu"
+    offload = CPUOffloadPolicy(pin_memory=is_pinned) if cpu_offload else OffloadPolicy()
     kinds = set(root.model._no_split_modules or ())
     layers = [module for module in root.model.modules() if type(module).__name__ in kinds]
     heads = [root.model.score] if isinstance(root, ShardedValueModel) else []

@@ -125,6 +125,7 @@ def install(num_threads: int, modules: str = "auto", *, on_cpu: bool = False) ->
         _check_megatron()
         if _modules == "torch":
             _use_torch_modules()
+            _use_foreach_norm()
         return
     _cuda = _CPU
     _patch_torch()
@@ -294,6 +295,19 @@ def _use_torch_modules() -> None:
     _replace(multi_latent_attention, "TELinear", layers.ReplicatedLinear)
     # moe_utils.py:1192 reads a name that its failed import (line 20) never bound.
     moe_utils.te_general_gemm = None
+
+
+def _use_foreach_norm() -> None:
+    """Keep the norm of gradients on the GPU: utils.py:1205 copies that of each one to the host."""
+    from megatron.core.optimizer import clip_grads
+
+    def compute_norm(
+        chunk_size: int, flag: torch.Tensor, tensors: list[list[torch.Tensor]], per_tensor: bool
+    ) -> tuple[torch.Tensor, None]:
+        norms = torch._foreach_norm(tensors[0])
+        return torch.linalg.vector_norm(torch.stack(norms)).reshape(1), None
+
+    _replace(clip_grads, "l2_norm_impl", compute_norm)
 
 
 def _patch_megatron() -> None:

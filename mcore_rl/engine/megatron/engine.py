@@ -30,6 +30,7 @@ from mcore_rl.engine.base import (
     ScoredStep,
 )
 from mcore_rl.engine.megatron import device, offload
+from mcore_rl.engine.offload import HostMirror
 from mcore_rl.engine.packing import build_micro_batches
 from mcore_rl.engine.steps import (
     Result,
@@ -73,7 +74,7 @@ class MegatronEngine(BaseEngine):
         super().__init__(spec)
         self.mesh = Mesh(self.layout)
         self._host_copies: dict[Any, torch.Tensor] = {}  # of saves in the background
-        self._mirrors = {part: offload.HostMirror() for part in ("parameters", "optimizer state")}
+        self._mirrors = {part: HostMirror() for part in ("parameters", "optimizer state")}
 
     # Methods import Megatron: device.install() must run before its first import.
 

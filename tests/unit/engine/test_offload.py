@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from mcore_rl.engine.megatron.offload import HostMirror, move_parts
+from mcore_rl.engine.megatron.offload import move_parts
+from mcore_rl.engine.offload import HostMirror
 
 CPU = torch.device("cpu")
 
