@@ -134,7 +134,7 @@ def rotate_pack(
     starts: torch.Tensor,
     angles: torch.Tensor,
     rotary_interleaved: bool = False,
-    multi_latent_attention: bool = False,
+    mla_rotary_interleaved: bool = False,
     mscale: float = 1.0,
     *,
     cp_group: Any,
@@ -155,7 +155,7 @@ def rotate_pack(
         for function in (torch.cos, torch.sin)
     )
     rotated, rest = x.unsqueeze(1).tensor_split([angles.shape[-1]], dim=-1)
-    if multi_latent_attention:
+    if mla_rotary_interleaved:
         rotated = torch.cat((rotated[..., 0::2], rotated[..., 1::2]), dim=-1)
     rotated = rotated * cos + _rotate_half(rotated, rotary_interleaved) * sin
     return (torch.cat((rotated, rest), dim=-1) if rest.shape[-1] else rotated).squeeze(1)

@@ -28,7 +28,7 @@ from mcore_rl.parallel.devices import DEVICES
 from mcore_rl.parallel.store import guard_gloo
 
 _CPU = torch.device("cpu")
-MEGATRON_CORE = "0.16.1"  # the only version that the engine and the patches below are tested with
+MEGATRON_CORE = "0.19.2"  # the only version that the engine and the patches below are tested with
 _cuda: torch.device | None = None  # the device behind "cuda" on the CPU lane; None on the GPU lane
 _modules = "torch"  # modules of Megatron's layers that install() chose: "te" or "torch"
 

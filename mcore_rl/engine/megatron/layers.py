@@ -7,6 +7,7 @@ checkpoints are the same on a CPU and on a GPU.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,8 +26,7 @@ from megatron.core.tensor_parallel.random import (
     get_data_parallel_rng_tracker_name,
     get_expert_parallel_rng_tracker_name,
 )
-from megatron.core.transformer.mlp import MLPSubmodules
-from megatron.core.transformer.moe.experts import TEGroupedMLP
+from megatron.core.transformer.moe.experts import GroupedMLPSubmodules, TEGroupedMLP
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
 from mcore_rl.engine.megatron.attention import PackedAttention
@@ -242,18 +242,19 @@ class TorchSpecProvider(BackendSpecProvider):
     def column_parallel_layer_norm_linear(self) -> type:
         return NormColumnParallelLinear
 
-    def layer_norm(self, rms_norm: bool = False, for_qk: bool = False) -> type:
+    def layer_norm(
+        self, rms_norm: bool = False, for_qk: bool = False, has_residual: bool = False
+    ) -> type:
         return RMSNorm
 
     def core_attention(self) -> type:
         return PackedAttention
 
-    def grouped_mlp_modules(
-        self, moe_use_grouped_gemm: bool, moe_use_legacy_grouped_gemm: bool
-    ) -> Any:
-        return TEGroupedMLP, MLPSubmodules(
+    def grouped_mlp_modules(self, moe_use_grouped_gemm: bool) -> Any:
+        submodules = GroupedMLPSubmodules(
             linear_fc1=ColumnGroupedLinear, linear_fc2=RowGroupedLinear
         )
+        return partial(TEGroupedMLP, submodules=submodules)
 
     def activation_func(self) -> None:
         return None
