@@ -152,7 +152,7 @@ def _import_transformer_engine() -> None:
 def _check_megatron() -> None:
     from megatron.core import package_info
 
-    version = package_info.__version__
+    version = package_info.__version__.partition("+")[0]  # without the commit
     if version != MEGATRON_CORE:
         raise ConfigError(f"megatron-core {version} is installed; supported: {MEGATRON_CORE}")
 

@@ -175,7 +175,8 @@ class PackedRouter(TopKRouter):
 def use_packed_routers(layer_spec: Any) -> Any:
     """Set PackedRouter in the MoE layers of a chunk's layer spec (TransformerBlockSubmodules)."""
     for layer in layer_spec.layer_specs:
-        submodules = getattr(layer.submodules.mlp, "submodules", None)
+        # A partial of MoELayer (models/gpt/moe_module_specs.py:85).
+        submodules = getattr(layer.submodules.mlp, "keywords", {}).get("submodules")
         if isinstance(submodules, MoESubmodules):
             submodules.router = PackedRouter
     return layer_spec
