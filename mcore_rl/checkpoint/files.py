@@ -84,12 +84,13 @@ def publish_folder(partial_path: Path, path: Path, files: Iterable[Path]) -> Non
         files: Files in it that have not been synced to disk.
     """
     for entry in (*files, partial_path):
-        _fsync(entry)
+        sync_file(entry)
     partial_path.rename(path)
-    _fsync(path.parent)
+    sync_file(path.parent)
 
 
-def _fsync(path: Path) -> None:
+def sync_file(path: Path) -> None:
+    """Sync a file or a folder to disk."""
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)

@@ -2,53 +2,43 @@
 
 from __future__ import annotations
 
-import queue
+import io
 import shutil
 import threading
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing.core import (
-    CheckpointingConfig,
-    CheckpointingException,
-    save_config,
+from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.dist_checkpointing.dict_utils import (
+    dict_list_map_inplace,
+    merge,
+    nested_values,
 )
-from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace, nested_values
 from megatron.core.dist_checkpointing.mapping import (
     ShardedObject,
     ShardedStateDict,
     ShardedTensor,
+    apply_factory_merges,
+    is_main_replica,
 )
-from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess
-from megatron.core.dist_checkpointing.strategies import filesystem_async
-from megatron.core.dist_checkpointing.strategies.base import (
-    StrategyAction,
-    register_default_strategy,
-)
-from megatron.core.dist_checkpointing.strategies.common import (
-    TorchCommonLoadStrategy,
-    TorchCommonSaveStrategy,
-)
-from megatron.core.dist_checkpointing.strategies.torch import (
-    TorchDistLoadShardedStrategy,
-    TorchDistSaveShardedStrategy,
-)
-from torch.distributed.checkpoint.api import CheckpointException
+from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess, save_preprocess
+from megatron.core.dist_checkpointing.utils import extract_sharded_base
 
 from mcore_rl.checkpoint.files import (
     INFO_FILE,
     Checksum,
     build_manifest,
     publish_folder,
+    sync_file,
     write_checkpoint_info,
 )
 from mcore_rl.checkpoint.storage_location import CONTENT_METADATA
-from mcore_rl.checkpoint.torch_dist import DistReader
-from mcore_rl.checkpoint.torch_dist_metadata import COMMON_FILE
+from mcore_rl.checkpoint.torch_dist import DistFile, DistReader
+from mcore_rl.checkpoint.torch_dist_metadata import Record, write_metadata
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.reshard.rules import Box
 
@@ -62,11 +52,15 @@ Shapes = dict[str, tuple[tuple[int, ...], bool]]
 
 
 class DistSave:
-    """An asynchronous save by Megatron's strategy. One at a time.
+    """An asynchronous save in Megatron's format. One at a time.
 
-    The constructor returns when the state has been copied to the host. A thread, and processes that
-    Megatron forks, then write into a temporary folder, which `finish` renames. Constructor and
-    `finish` are collective over all ranks.
+    The constructor returns when the state has been copied to the host. A thread then writes one
+    file of this rank into a temporary folder, which `finish` renames. Constructor and `finish` are
+    collective over all ranks.
+
+    Megatron plans the save, and DistFile writes it. Megatron's own writer is deprecated, reports no
+    reason of a failure but its class, and stops garbage collection in the whole process while it
+    writes (strategies/filesystem_async.py of 0.19.2, `write_preloaded_data_multithread`).
     """
 
     def __init__(
@@ -93,32 +87,21 @@ class DistSave:
         self._path, self._facts = path, facts
         self._partial_path = path.with_name(f".{path.name}.partial")
         self._reason = ""  # of a failure to write on this rank
-        self._files: dict[str, Checksum] = {}  # written by this rank
+        self._records: list[Record] = []  # written by this rank
+        self._files: dict[str, Checksum] = {}
         _raise_from_rank_0(self._create_folder() if dist.get_rank() == 0 else "", path)
-        # Megatron would start a process for the queue of results (filesystem_async.py:51), which
-        # takes seconds and outlives a rank that is killed.
-        filesystem_async._results_queue = queue.Queue()
-        self._strategy = _ShardedStrategy("torch_dist", 1)
-        self._common = _CommonStrategy("torch", 1)
-        register_default_strategy(StrategyAction.SAVE_COMMON, "torch", 1, self._common)
-        self._request = dist_checkpointing.save(
-            state,
-            str(self._partial_path),
-            sharded_strategy=self._strategy,
-            async_sharded_save=True,
-            content_metadata=dict(CONTENT_METADATA),
-        )
-        arguments = list(self._request.async_fn_args)
-        if self._request.preload_fn is not None:  # None: this rank has nothing to write
-            arguments[1] = self._request.preload_fn()
-            if copies is not None:
-                arguments[1] = _copy_to_host(arguments[1], self._request.async_fn_args[1], copies)
+        state["content_metadata"] = dict(CONTENT_METADATA)
+        shards, self._common = save_preprocess(state)
+        entries = [entry for entry in nested_values(shards) if is_main_replica(entry.replica_id)]
+        tensors = [entry for entry in entries if isinstance(entry, ShardedTensor)]
+        contents = tensors, serialize_objects(entries)
         self._thread: threading.Thread | None = None
         if copies is not None:
-            self._thread = threading.Thread(target=self._write, args=(arguments,), daemon=True)
+            _copy_to_host(tensors, copies)
+            self._thread = threading.Thread(target=self._write, args=contents, daemon=True)
             self._thread.start()
         else:
-            self._write(arguments)
+            self._write(*contents)
 
     @property
     def is_written(self) -> bool:
@@ -136,17 +119,15 @@ class DistSave:
             self._thread.join(timeout_s)
             if self._thread.is_alive():
                 raise RuntimeError(f"{self._path} has not been written in {timeout_s:g} s")
-        try:
-            self._request.finalize_fns[0]()  # gathers the results and writes .metadata
-        except CheckpointException as error:  # on every rank; only rank 0 has the reasons
-            failures = [failure for failure, _ in error.failures.values()]
-            self._reason = self._reason or (str(failures[0]) if failures else "")
-        reason = self._reason or self._strategy.reason or self._common.reason
-        replies: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(replies, (reason, self._files))
-        reason = next((reason for reason, _ in replies if reason), "")
-        if dist.get_rank() == 0:
-            reason = reason or self._publish([files for _, files in replies])
+        is_first, reason = dist.get_rank() == 0, ""
+        replies: list[Any] | None = [None] * dist.get_world_size() if is_first else None
+        dist.gather_object((self._reason, self._records, self._files), replies, dst=0)
+        if replies is not None:
+            reason = next((reason for reason, _, _ in replies if reason), "")
+            reason = reason or self._publish(
+                [record for _, records, _ in replies for record in records],
+                {name: checksum for _, _, part in replies for name, checksum in part.items()},
+            )
             if reason:
                 shutil.rmtree(self._partial_path, ignore_errors=True)
         _raise_from_rank_0(reason, self._path)
@@ -160,58 +141,54 @@ class DistSave:
             return str(error)
         return ""
 
-    def _write(self, arguments: list[Any]) -> None:
-        if self._request.async_fn is None:
+    def _write(self, tensors: Sequence[ShardedTensor], objects: Mapping[str, bytes]) -> None:
+        """Write the file of this rank, if it has shards; record the reason of a failure."""
+        if not tensors and not objects:
             return
+        path = self._partial_path / f"__{dist.get_rank()}_0.distcp"
         try:
-            self._request.async_fn(*arguments)
-            self._files = build_manifest(Path(file) for file, _, _ in arguments[1])
-        except OSError as error:  # no process can be started, or a file is missing after a fault
-            self._reason = str(error)
+            with DistFile(path) as file:
+                for key, data in objects.items():
+                    file.add_object(key, data)
+                for shard in tensors:
+                    sizes = (1,) * shard.prepend_axis_num + tuple(shard.local_shape)
+                    data = shard.data.reshape(sizes)
+                    file.add_tensor(shard.key, shard.global_shape, shard.global_offset, data)
+            sync_file(path)
+            self._records, self._files = file.records, build_manifest([path])
+        except Exception as error:  # noqa: BLE001 - of any kind: other ranks wait for this one
+            self._reason = f"{path.name}: {error}"
 
-    def _publish(self, written: Sequence[dict[str, Checksum]]) -> str:
+    def _publish(self, records: Sequence[Record], files: Mapping[str, Checksum]) -> str:
         """Write the last files and rename the folder, on rank 0; return the reason of a failure."""
         folder = self._partial_path
         try:
-            save_config(CheckpointingConfig("torch_dist", 1), str(folder))
-            files = {name: checksum for part in written for name, checksum in part.items()}
+            write_metadata(folder, records, self._common)
             common_files = [file for file in folder.iterdir() if file.name not in files]
-            write_checkpoint_info(folder, self._facts, files | build_manifest(common_files))
-            # Megatron's writers sync the files of tensors.
+            write_checkpoint_info(folder, self._facts, {**files, **build_manifest(common_files)})
+            # Each rank has synced its own file.
             publish_folder(folder, self._path, [*common_files, folder / INFO_FILE])
-        except OSError as error:
+        except Exception as error:  # noqa: BLE001 - of any kind: other ranks wait for this one
             return str(error)
         return ""
 
 
-class _ShardedStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc]
-    """Records why .metadata could not be written: an exception on rank 0 would block the others."""
+def serialize_objects(entries: Iterable[Any]) -> dict[str, bytes]:
+    """Return what a checkpoint stores of the ShardedObjects among `entries`, by key.
 
-    reason = ""
-
-    def _get_save_and_finalize_callbacks(self, writer: Any, planned: Any) -> Any:
-        finish = writer.finish
-
-        def finish_or_record(metadata: Any, results: Any) -> None:
-            try:
-                finish(metadata, results)
-            except OSError as error:
-                self.reason = str(error)
-
-        writer.finish = finish_or_record
-        return super()._get_save_and_finalize_callbacks(writer, planned)
-
-
-class _CommonStrategy(TorchCommonSaveStrategy):  # type: ignore[misc]
-    """Records why common.pt could not be written."""
-
-    reason = ""
-
-    def save_common(self, state: Any, folder: Any) -> None:
-        try:
-            super().save_common(state, folder)
-        except (OSError, RuntimeError) as error:  # RuntimeError: of torch's writer
-            self.reason = f"{COMMON_FILE}: {str(error).splitlines()[0]}"
+    Megatron writes a list for each key, of one object for each shard of a rank
+    (strategies/torch.py, `_mcore_to_torch_sharded_object`).
+    """
+    values: dict[str, list[Any]] = defaultdict(list)
+    for entry in entries:
+        if isinstance(entry, ShardedObject):
+            values[entry.unique_key].append(entry.data)
+    objects: dict[str, bytes] = {}
+    for key, parts in values.items():
+        file = io.BytesIO()
+        torch.save(parts, file)
+        objects[key] = file.getvalue()
+    return objects
 
 
 def _raise_from_rank_0(reason: str, path: Path) -> None:
@@ -222,20 +199,22 @@ def _raise_from_rank_0(reason: str, path: Path) -> None:
         raise OSError(f"{path} cannot be written: {reasons[0]}")
 
 
-def _copy_to_host(loaded: Any, originals: Any, copies: dict[Any, torch.Tensor]) -> Any:
-    """Copy tensors that were on the host already, since training continues; return all of them."""
-    buckets = []
-    for (file, key, (data, tensors)), (_, _, (_, before)) in zip(loaded, originals, strict=True):
-        copied = []
-        for (item, tensor), (_, original) in zip(tensors, before, strict=True):
-            if tensor is original:
-                copy = copies.get(item.index)
-                if copy is None or (copy.shape, copy.dtype) != (tensor.shape, tensor.dtype):
-                    copy = copies[item.index] = torch.empty_like(tensor)
-                tensor = copy.copy_(tensor)
-            copied.append((item, tensor))
-        buckets.append((file, key, (data, copied)))
-    return buckets
+def _copy_to_host(shards: Iterable[ShardedTensor], copies: dict[Any, torch.Tensor]) -> None:
+    """Replace the tensors of shards by copies on the host, since training continues."""
+    has_device_tensors = False
+    for shard in shards:
+        tensor = shard.data.detach()
+        if tensor.device.type != "cpu":
+            shard.data = tensor.to("cpu", non_blocking=True)
+            has_device_tensors = True
+            continue
+        place = shard.key, shard.global_offset
+        copy = copies.get(place)
+        if copy is None or (copy.shape, copy.dtype) != (tensor.shape, tensor.dtype):
+            copy = copies[place] = torch.empty(tensor.shape, dtype=tensor.dtype)
+        shard.data = copy.copy_(tensor)
+    if has_device_tensors:
+        torch.cuda.synchronize()
 
 
 def has_checkpoint(path: Path) -> bool:
@@ -262,21 +241,21 @@ def are_layers_stacked(keys: Iterable[str]) -> bool:
 def load(state: ShardedStateDict, path: Path) -> dict[str, Any]:
     """Load a checkpoint into the shards of `state`. Collective over all ranks.
 
-    DistReader reads tensors and plain data for Megatron and torch, which open no file: torch runs
-    pickles (distributed/checkpoint/filesystem.py, `read_metadata`, and default_planner.py,
+    It has the steps of Megatron's dist_checkpointing.load, with DistReader in place of torch, which
+    runs pickles (distributed/checkpoint/filesystem.py, `read_metadata`, and default_planner.py,
     `load_bytes`).
 
     Raises:
         ConfigError: The checkpoint is of another model, cannot be read, or would run code. The same
             on every rank. No tensor of `state` has changed, unless a stored tensor is damaged.
     """
-    entries = list(nested_values(load_preprocess(state)[0]))
+    shards, local_values, factories = load_preprocess(state)
+    entries = list(nested_values(shards))
     keys = {entry.unique_key for entry in entries if isinstance(entry, ShardedObject)}
     reason = ""
     try:
         reader = DistReader(path)
-        if not isinstance(common := reader.load_common(), dict):
-            reason = f"{path / COMMON_FILE} is missing or no dict; allowed: what Megatron writes"
+        loaded = reader.load_common()
         objects = {key: reader.load_object(key) for key in sorted(keys & reader.objects.keys())}
         if wrong := [key for key, values in objects.items() if not isinstance(values, list)]:
             reason = f"{path}: {wrong[0]} is no list; allowed: what Megatron writes"
@@ -293,78 +272,63 @@ def load(state: ShardedStateDict, path: Path) -> dict[str, Any]:
     if problems := find_differences(stored, expected):
         more = f"; {len(problems) - 1} more differ" if len(problems) > 1 else ""
         raise ConfigError(f"{path} is a checkpoint of another model: {problems[0]}{more}")
+    values = _load_shards(extract_sharded_base(shards)[0], reader, objects)
     try:
-        loaded: dict[str, Any] = dist_checkpointing.load(
-            state, str(path), _LoadShards(reader, objects), _LoadCommon(common)
-        )
-    except ConfigError:
-        raise
+        merge(loaded, local_values)
+        merge(loaded, values)
+        return dict(apply_factory_merges(loaded, factories))
     except (CheckpointingException, ValueError) as error:  # ValueError: contents that collide
         raise ConfigError(f"{path} cannot be read: {str(error).splitlines()[0]}") from error
-    return loaded
 
 
-class _LoadShards(TorchDistLoadShardedStrategy):  # type: ignore[misc]
-    """Loads shards by DistReader, and returns objects that it has loaded."""
+def _load_shards(
+    state: ShardedStateDict, reader: DistReader, objects: Mapping[str, Sequence[Any]]
+) -> ShardedStateDict:
+    """Return `state` with tensors and objects in place of shards. Collective over all ranks.
 
-    def __init__(self, reader: DistReader, objects: Mapping[str, Any]) -> None:
-        super().__init__()
-        self._reader = reader
-        self._objects = {key: iter(values) for key, values in objects.items()}
+    Raises:
+        ConfigError: A shard cannot be read; the same on every rank.
+    """
+    values = {key: iter(parts) for key, parts in objects.items()}
 
-    def load(self, state: ShardedStateDict, path: Any) -> Any:
-        """Return `state` with tensors and objects in place of shards. Collective over all ranks.
-
-        Raises:
-            ConfigError: A shard cannot be read; the same on every rank.
-        """
-        reason = ""
-        try:
-            dict_list_map_inplace(self._load_entry, state)
-        except ConfigError as error:
-            reason = str(error)
-        reasons: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(reasons, reason)
-        if reason := next(filter(None, reasons), ""):
-            raise ConfigError(reason)
-        return state
-
-    def _load_entry(self, entry: Any) -> Any:
+    def load_entry(entry: Any) -> Any:
         if isinstance(entry, ShardedObject):
-            try:  # Megatron writes a list for each key, of one object for each shard of a rank
-                return next(self._objects[entry.unique_key])
+            try:  # see serialize_objects
+                return next(values[entry.unique_key])
             except (KeyError, StopIteration) as error:
-                raise ConfigError(f"{self._reader.path} has no {entry.unique_key}") from error
-        self._load_tensor(entry)
+                raise ConfigError(f"{reader.path} has no {entry.unique_key}") from error
+        _load_tensor(entry, reader)
         return entry.data
 
-    def _load_tensor(self, shard: ShardedTensor) -> None:
-        shard.init_data("cpu")
-        data = shard.data = shard.data.detach()
-        stored, stacked = self._reader.tensors[shard.key], shard.prepend_axis_num
-        sizes = (1,) * stacked + tuple(shard.local_shape)
-        if shard.allow_shape_mismatch:  # padding rows that are not stored are zero
-            data.zero_()
-            bounds = zip(shard.global_offset, sizes, stored.shape, strict=True)
-            sizes = tuple(max(0, min(start + n, end) - start) for start, n, end in bounds)
-        if 0 in sizes:
-            return
-        part = data[tuple(map(slice, sizes[stacked:]))]
-        is_read_in_place = part.is_contiguous() and part.is_cpu and part.dtype == stored.dtype
-        out = part.view(sizes) if is_read_in_place else None
-        values = self._reader.read(shard.key, Box(tuple(shard.global_offset), sizes), out)
-        if out is None:
-            part.copy_(values.view(part.shape))
+    reason = ""
+    try:
+        dict_list_map_inplace(load_entry, state)
+    except ConfigError as error:
+        reason = str(error)
+    reasons: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(reasons, reason)
+    if reason := next(filter(None, reasons), ""):
+        raise ConfigError(reason)
+    return state
 
 
-class _LoadCommon(TorchCommonLoadStrategy):  # type: ignore[misc]
-    """Returns the contents of common.pt that DistReader has loaded."""
-
-    def __init__(self, common: dict[str, Any]) -> None:
-        self._common = common
-
-    def load_common(self, path: Any) -> dict[str, Any]:
-        return self._common
+def _load_tensor(shard: ShardedTensor, reader: DistReader) -> None:
+    shard.init_data("cpu")
+    data = shard.data = shard.data.detach()
+    stored, stacked = reader.tensors[shard.key], shard.prepend_axis_num
+    sizes = (1,) * stacked + tuple(shard.local_shape)
+    if shard.allow_shape_mismatch:  # padding rows that are not stored are zero
+        data.zero_()
+        bounds = zip(shard.global_offset, sizes, stored.shape, strict=True)
+        sizes = tuple(max(0, min(start + n, end) - start) for start, n, end in bounds)
+    if 0 in sizes:
+        return
+    part = data[tuple(map(slice, sizes[stacked:]))]
+    is_read_in_place = part.is_contiguous() and part.is_cpu and part.dtype == stored.dtype
+    out = part.view(sizes) if is_read_in_place else None
+    values = reader.read(shard.key, Box(tuple(shard.global_offset), sizes), out)
+    if out is None:
+        part.copy_(values.view(part.shape))
 
 
 def find_differences(stored: Mapping[str, tuple[int, ...]], expected: Shapes) -> list[str]:

@@ -35,7 +35,8 @@ from isal import isal_zlib
 from mcore_rl.checkpoint import files
 from mcore_rl.checkpoint.files import open_atomic, write_at
 from mcore_rl.checkpoint.torch_dist_metadata import (
-    COMMON_FILE,
+    COMMON_KEY,
+    LEGACY_COMMON_FILE,
     DistItem,
     DistTensor,
     Record,
@@ -66,6 +67,7 @@ class DistReader:
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         tensors, objects = read_metadata(self.path)
+        self._common = objects.pop(COMMON_KEY, None)
         self.tensors: Mapping[str, DistTensor] = tensors
         self.objects: Mapping[str, DistItem] = objects
         self._bounds: dict[str, tuple[np.ndarray, np.ndarray]] = {}  # starts and ends of chunks
@@ -110,29 +112,39 @@ class DistReader:
         Raises:
             ConfigError: It is damaged, or needs other classes than plain data.
         """
-        location = self.objects[key]
+        return self._load_object(key, self.objects[key])
+
+    def load_common(self) -> dict[str, Any]:
+        """Load the common state as `load_object` does: what is neither tensors nor objects.
+
+        Megatron-core 0.19 stores it as an object, older ones in common.pt.
+
+        Raises:
+            ConfigError: As `load_object`; or the checkpoint has none, or it is no dict.
+        """
+        path = self.path / LEGACY_COMMON_FILE
+        if path.is_file():
+            location = DistItem(path.name, 0, path.stat().st_size)
+            contents = self._load_object("the common state", location)
+        elif self._common is not None:
+            path = self.path / self._common.file
+            contents = self._load_object(COMMON_KEY, self._common)
+            contents = contents[0] if isinstance(contents, list) and contents else None
+        else:
+            raise ConfigError(
+                f"{self.path} has neither {COMMON_KEY} nor {path.name}; allowed: what Megatron "
+                "writes"
+            )
+        if not isinstance(contents, dict):
+            raise ConfigError(f"{path}: the common state is no dict; allowed: what Megatron writes")
+        return contents
+
+    def _load_object(self, key: str, location: DistItem) -> Any:
         try:
             with _FileSlice(self.path / location.file, location.offset, location.nbytes) as item:
                 return _load_object(item)
         except _DAMAGE as error:
             raise self._build_error(location.file, key, error) from error
-
-    def load_common(self) -> Any:
-        """Load common.pt as `load_object` does; return None if newer Megatron-core wrote none.
-
-        Raises:
-            ConfigError: As `load_object`.
-        """
-        path = self.path / COMMON_FILE
-        if not path.exists():
-            return None
-        try:
-            with _FileSlice(path, 0, path.stat().st_size) as item:
-                return _load_object(item)
-        except _DAMAGE as error:
-            raise ConfigError(
-                f"{path} is damaged or not safe to load: {_summarize_error(error)}"
-            ) from error
 
     def _read_chunk(self, key: str, chunk: DistItem, out: torch.Tensor) -> None:
         """Read a chunk into `out`, which is contiguous."""

@@ -15,7 +15,7 @@ import pickle
 import pickletools
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -28,15 +28,12 @@ from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.json_file import read_json_object
 
 METADATA_FILE = ".metadata"
-COMMON_FILE = "common.pt"
 BACKEND_FILE = "metadata.json"
-# Written and compared by Megatron's dist_checkpointing/core.py.
-BACKEND = {
-    "sharded_backend": "torch_dist",
-    "sharded_backend_version": 1,
-    "common_backend": "torch",
-    "common_backend_version": 1,
-}
+COMMON_KEY = "common_state/shard_0_1"  # of the object that is neither tensors nor other objects
+COMMON_FILE = "common.distcp"  # of that object, in what is written here
+LEGACY_COMMON_FILE = "common.pt"  # in its place before Megatron-core 0.19
+# Written by Megatron's dist_checkpointing/core.py.
+BACKEND = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
 _MAX_DIMS = 8  # a parameter's dims, and those that stack layers and experts, are at most four
 _T = TypeVar("_T")
 
@@ -96,9 +93,9 @@ def _check_backend(folder: Path) -> None:
     if not path.exists():
         raise ConfigError(f"{folder} is not a distributed checkpoint: it has no {BACKEND_FILE}")
     backend = read_json_object(path)
-    for key in ("sharded_backend", "sharded_backend_version"):
-        if backend.get(key) != BACKEND[key]:
-            raise ConfigError(f"{path}: {key} is {backend.get(key)!r}, allowed: {BACKEND[key]!r}")
+    for key, allowed in BACKEND.items():
+        if backend.get(key) != allowed:
+            raise ConfigError(f"{path}: {key} is {backend.get(key)!r}, allowed: {allowed!r}")
 
 
 class _Ignored:
@@ -360,20 +357,28 @@ class Record(NamedTuple):
     length: int
 
 
-def write_metadata(folder: str | Path, records: Iterable[Record]) -> None:
-    """Write `.metadata`, `common.pt` and `metadata.json`, which complete the folder.
+def write_metadata(
+    folder: str | Path, records: Iterable[Record], common: Mapping[str, Any] | None = None
+) -> None:
+    """Write `.metadata`, `common.distcp` and `metadata.json`, which complete the folder.
 
     Their bytes do not depend on the order of the records.
+
+    Args:
+        common: The common state, see DistReader.load_common. None: the naming of tensors alone.
     """
-    common = io.BytesIO()
-    torch.save({"content_metadata": CONTENT_METADATA}, common)
-    for name, data in (
-        (COMMON_FILE, common.getvalue()),
+    file = io.BytesIO()
+    torch.save([{"content_metadata": CONTENT_METADATA} if common is None else dict(common)], file)
+    data = file.getvalue()
+    common_record = Record(COMMON_KEY, (), None, (), (), COMMON_FILE, 0, len(data))
+    metadata = _build_metadata([*records, common_record])
+    for name, content in (
+        (COMMON_FILE, data),
         (BACKEND_FILE, json.dumps(BACKEND).encode()),
-        (METADATA_FILE, pickle.dumps(_build_metadata(records), protocol=4)),
+        (METADATA_FILE, pickle.dumps(metadata, protocol=4)),
     ):
         with open_atomic(Path(folder) / name) as fd:
-            write_at(fd, 0, data)
+            write_at(fd, 0, content)
 
 
 def _build_metadata(records: Iterable[Record]) -> Any:

@@ -9,8 +9,7 @@ Transformer Engine's.
 from __future__ import annotations
 
 import importlib.util
-import io
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -102,6 +101,7 @@ def build_meta_model(hf_config: HFConfig, padded_vocab: int) -> MetaModel:
     weights = map_model_weights(config, padded_vocab)
     check_cover(weights, 1)
     device.install(torch.get_num_threads(), on_cpu=True)
+    from mcore_rl.checkpoint.megatron import serialize_objects
     from mcore_rl.engine.megatron.training_state import build_save_shards
     from mcore_rl.engine.megatron.weights import get_local_tensors
     from mcore_rl.parallel.groups import use_single_rank_groups
@@ -115,7 +115,7 @@ def build_meta_model(hf_config: HFConfig, padded_vocab: int) -> MetaModel:
             name: get_storage_location(name, state[name])
             for name in (w.get_local_name() for w in weights if not w.replica)
         }
-        objects = _serialize_objects(state.values())
+        objects = serialize_objects(state.values())
         return MetaModel(parameters, objects, config["num_hidden_layers"])
 
 
@@ -179,19 +179,6 @@ def get_storage_location(name: str, entry: Any) -> StorageLocation:
     if (rows, *pieces[0].local_shape[1:]) != shape[stacked:]:
         raise RuntimeError(f"{name}: {rows} rows of {key}, whose shape is {shape}")
     return StorageLocation(key, tuple(shape), tuple(index))
-
-
-def _serialize_objects(entries: Iterable[Any]) -> dict[str, bytes]:
-    """Return the bytes that a save writes of objects (strategies/torch.py:320)."""
-    from megatron.core.dist_checkpointing.mapping import ShardedObject
-
-    objects: dict[str, bytes] = {}
-    for entry in entries:
-        if isinstance(entry, ShardedObject):
-            file = io.BytesIO()
-            torch.save([entry.data], file)
-            objects[entry.unique_key] = file.getvalue()
-    return objects
 
 
 # Megatron-Bridge converts families that only it knows, on the GPU lane. It builds the full model on

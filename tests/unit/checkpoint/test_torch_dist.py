@@ -132,7 +132,7 @@ def test_bytes_do_not_depend_on_time_order_or_the_way_of_the_records(tmp_path):
     write(tmp_path / "b", *rows, objects=objects)
     carried = [Record(*json.loads(json.dumps(record))) for record in reversed(records)]
     files = sorted(path.name for path in (tmp_path / "a").iterdir())
-    assert files == [".metadata", "__0_0.distcp", "common.pt", "metadata.json"]
+    assert files == [".metadata", "__0_0.distcp", "common.distcp", "metadata.json"]
     first = {name: (tmp_path / "a" / name).read_bytes() for name in files}
     assert first == {name: (tmp_path / "b" / name).read_bytes() for name in files}
     write_metadata(tmp_path / "b", carried)

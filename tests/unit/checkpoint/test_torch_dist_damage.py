@@ -242,28 +242,53 @@ def test_items_that_run_a_command_are_not_loaded(checkpoint, tmp_path, canary, k
 
 
 @pytest.mark.filterwarnings("ignore:Detected pickle protocol 4:UserWarning")
-def test_a_common_file_that_runs_a_command_is_not_loaded(checkpoint, tmp_path, canary):
+@pytest.mark.parametrize("is_legacy", [True, False])
+def test_a_common_state_that_runs_a_command_is_not_loaded(checkpoint, tmp_path, canary, is_legacy):
     folder = shutil.copytree(checkpoint, tmp_path / "ck")
-    torch.save({"args": canary}, folder / "common.pt")
-    with pytest.raises(ConfigError, match=r"common.pt is damaged .*: it names posix.system, which"):
-        DistReader(folder).load_common()
-    torch.save({"args": canary}, folder / "common.pt", pickle_protocol=4)
-    with pytest.raises(ConfigError, match=r"common.pt is damaged .*: Unsupported operand \d+$"):
-        DistReader(folder).load_common()
+    message = r"common\.(pt|distcp): .*common.state.* is damaged .*: "
+    for protocol, reason in ((2, "it names posix.system, which"), (4, r"Unsupported operand \d+$")):
+        write_common(folder, {"args": canary}, protocol, is_legacy=is_legacy)
+        with pytest.raises(ConfigError, match=message + reason):
+            DistReader(folder).load_common()
     assert not canary.path.exists()
 
 
-def test_a_checkpoint_may_be_without_a_common_file(checkpoint, tmp_path):
-    """Read a folder as megatron-core 0.19 writes it."""
+def write_common(folder, values, protocol, *, is_legacy):
+    """Replace the common state: in common.pt, as before Megatron-core 0.19, or as an object."""
+    if is_legacy:
+        torch.save(values, folder / "common.pt", pickle_protocol=protocol)
+        return
+    torch.save([values], folder / "common.distcp", pickle_protocol=protocol)
+    stored = pickle.loads((folder / ".metadata").read_bytes())
+    place = next(p for p in stored.storage_data.values() if p.relative_path == "common.distcp")
+    place.length = (folder / "common.distcp").stat().st_size
+    (folder / ".metadata").write_bytes(pickle.dumps(stored))
+
+
+@pytest.mark.parametrize("is_legacy", [True, False])
+def test_the_common_state_is_read_from_either_place(checkpoint, tmp_path, is_legacy):
     folder = shutil.copytree(checkpoint, tmp_path / "ck")
-    DistReader(folder).load_common()
-    (folder / "common.pt").unlink()
-    DistReader(folder).load_common()
+    assert DistReader(folder).load_common()["content_metadata"]["non_homogeneous_layers"]
+    write_common(folder, {"iteration": 7}, 2, is_legacy=is_legacy)
+    assert DistReader(folder).load_common() == {"iteration": 7}
 
 
 @pytest.mark.parametrize("data", [b"", b"PK\x03\x04 cut short", b"\x80\x02garbage"])
 def test_a_damaged_common_file_is_refused(checkpoint, tmp_path, data):
     folder = shutil.copytree(checkpoint, tmp_path / "ck")
     (folder / "common.pt").write_bytes(data)
-    with pytest.raises(ConfigError, match=r"common.pt is damaged"):
+    with pytest.raises(ConfigError, match=r"common.pt: the common state is damaged"):
         DistReader(folder).load_common()
+
+
+def test_every_flipped_bit_of_the_common_state_is_refused(checkpoint, tmp_path):
+    folder = shutil.copytree(checkpoint, tmp_path / "ck")
+    data = (folder / "common.distcp").read_bytes()
+    pickled = zipfile.ZipFile(io.BytesIO(data)).read("archive/data.pkl")
+    start = data.index(pickled)
+    for bit in range(0, 8 * len(pickled), 3):
+        changed = bytearray(data)
+        changed[start + bit // 8] ^= 1 << bit % 8
+        (folder / "common.distcp").write_bytes(changed)
+        with pytest.raises(ConfigError, match=r"common.distcp: common_state/shard_0_1 is damaged"):
+            DistReader(folder).load_common()

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from mcore_rl.checkpoint import megatron as checkpoint_dist
 from mcore_rl.checkpoint.torch_dist import DistFile, DistReader
-from mcore_rl.checkpoint.torch_dist_metadata import write_metadata
+from mcore_rl.checkpoint.torch_dist_metadata import COMMON_KEY, write_metadata
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.reshard.rules import Box
 
@@ -114,6 +114,7 @@ def write(folder, extra):
                 file.add_object(STORED_OBJECT, extra)
         records += file.records
     write_metadata(folder, records)
+    return records
 
 
 def is_equal(a, b):
@@ -148,7 +149,7 @@ def test_what_megatron_saves_is_read(tmp_path, saving_without_cuda):
 
 
 def test_objects_and_arguments_that_megatron_saves_are_safe(tmp_path, saving_without_cuda):
-    """Megatron-LM keeps its arguments in common.pt."""
+    """Megatron-LM keeps its arguments in the common state."""
     common = {"args": argparse.Namespace(lr=1e-3, path=None), "iteration": 3}
     dist_checkpointing.save({**state(filled=True), **common}, str(tmp_path))
     loaded = checkpoint_dist.load(state(filled=False), tmp_path)
@@ -182,9 +183,11 @@ def test_an_object_that_runs_a_command_is_not_given_to_megatron(tmp_path):
 def test_metadata_and_common_files_that_run_a_command_are_not_given_to_megatron(tmp_path):
     canary, folder = Canary(tmp_path / "canary"), tmp_path / "ck"
     folder.mkdir()
-    write(folder, serialize_object(None))
+    records = write(folder, serialize_object(None))
+    write_metadata(folder, records, {"args": canary})
+    refused(folder, canary, r"common_state/shard_0_1 is damaged .*: it names posix.system")
     torch.save({"args": canary}, folder / "common.pt")
-    refused(folder, canary, r"common.pt is damaged or not safe to load: it names posix.system")
+    refused(folder, canary, r"common.pt: the common state is damaged .*: it names posix.system")
     (folder / ".metadata").write_bytes(pickle.dumps(canary))
     refused(folder, canary, r"\.metadata names posix.system")
 
@@ -278,22 +281,52 @@ def test_an_object_with_two_places_is_refused(tmp_path):
     refused(folder, canary, f"an item of {STORED_OBJECT} has two places")
 
 
-@pytest.mark.parametrize("name", ["common.pt", "_extra_state"])
-def test_contents_that_megatron_does_not_write_are_refused(tmp_path, name):
+def replace_common(data):
+    def change(folder):
+        (folder / "common.distcp").write_bytes(data)
+        stored = pickle.loads((folder / ".metadata").read_bytes())
+        for index, place in stored.storage_data.items():
+            if index.fqn == COMMON_KEY:
+                place.length = len(data)
+        (folder / ".metadata").write_bytes(pickle.dumps(stored))
+
+    return change
+
+
+def remove_common(folder):
+    stored = pickle.loads((folder / ".metadata").read_bytes())
+    del stored.state_dict_metadata[COMMON_KEY]
+    stored.storage_data = {i: p for i, p in stored.storage_data.items() if i.fqn != COMMON_KEY}
+    (folder / ".metadata").write_bytes(pickle.dumps(stored))
+
+
+NO_DICT = "the common state is no dict; allowed: what Megatron writes"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda folder: torch.save([1], folder / "common.pt"), rf"common\.pt: {NO_DICT}"),
+        (replace_common(serialize([1])), rf"common\.distcp: {NO_DICT}"),
+        (replace_common(serialize([])), rf"common\.distcp: {NO_DICT}"),
+        (replace_common(serialize({})), rf"common\.distcp: {NO_DICT}"),
+        (remove_common, "has neither common_state/shard_0_1 nor common.pt; allowed: what Megatr"),
+        (
+            lambda folder: write(folder, serialize(5)),
+            "_extra_state/shard_0_1 is no list; allowed: what Megatron writes",
+        ),
+    ],
+)
+def test_contents_that_megatron_does_not_write_are_refused(tmp_path, change, message):
     write(tmp_path, serialize_object(None))
-    if name == "common.pt":
-        torch.save([1], tmp_path / name)
-        message = "common.pt is missing or no dict; allowed: what Megatron writes"
-    else:
-        write(tmp_path, serialize(5))
-        message = "_extra_state/shard_0_1 is no list; allowed: what Megatron writes"
+    change(tmp_path)
     with pytest.raises(ConfigError, match=message):
         checkpoint_dist.load(state(filled=False), tmp_path)
 
 
 def test_a_damaged_tensor_is_refused(tmp_path):
     write(tmp_path, serialize_object(io.BytesIO(b"state")))
-    for path in tmp_path.glob("*.distcp"):
+    for path in tmp_path.glob("__*.distcp"):
         data = bytearray(path.read_bytes())
         start = data.index(TENSORS["counts"][0].tensor_split(2)[path.name[2] == "1"].numpy().data)
         data[start] ^= 1

@@ -88,8 +88,12 @@ def change_metadata(folder, change):
     path.write_bytes(pickle.dumps(stored))
 
 
+def find_place(stored, key="w"):
+    return next(index for index in stored.storage_data if index.fqn == key)
+
+
 def info(stored, **changes):
-    index = next(iter(stored.storage_data))
+    index = find_place(stored)
     stored.storage_data[index] = replace(stored.storage_data[index], **changes)
 
 
@@ -135,10 +139,10 @@ def place_of_nothing(stored):
         (lambda m: entry(m, chunks=[]), "do not cover"),
         (lambda m: entry(m, chunks=[3]), "a chunk of w is a int, not a ChunkSt"),
         (lambda m: entry(m, properties=None), "properties of w is a NoneType"),
-        (lambda m: m.storage_data.clear(), "does not say where w is stored"),
+        (lambda m: m.storage_data.pop(find_place(m)), "does not say where w is stored"),
         (lambda m: setattr(m, "storage_data", None), "storage_data is a NoneType, not a dict"),
         (lambda m: setattr(m, "state_dict_metadata", []), "state_dict_metadata is a list"),
-        (lambda m: m.state_dict_metadata.clear(), "an item of w is part of no tensor"),
+        (lambda m: m.state_dict_metadata.pop("w"), "an item of w is part of no tensor"),
         (
             lambda m: m.state_dict_metadata.update({3: 4}),
             "a key is a int, not a str",
@@ -161,7 +165,7 @@ def test_items_do_not_share_bytes(tmp_path):
     write(tmp_path, a=torch.zeros(2), b=torch.ones(2))
 
     def swap(stored):
-        a, b = stored.storage_data
+        a, b = find_place(stored, "a"), find_place(stored, "b")
         stored.storage_data[a] = stored.storage_data[b]
 
     change_metadata(tmp_path, swap)
