@@ -53,7 +53,7 @@ class Layer:
         if self.mtp_index is None:
             name = "decoder.layers.{layer}." + name
             return Weight(name, rule, axis, layer=self.index, expert=expert, float32=float32)
-        name = f"mtp.layers.{self.mtp_index}.transformer_layer.{name}"
+        name = f"mtp.layers.{self.mtp_index}.mtp_model_layer.{name}"
         return Weight(name, rule, axis, expert=expert, stage="mtp", float32=float32)
 
 

@@ -280,6 +280,6 @@ def test_the_published_deepseek_in_float8_blocks_is_the_model_of_the_dequantised
 @pytest.mark.parametrize("name", WITH_MTP)
 def test_prediction_layers_are_named_as_mbridge_names_them(runs, name):
     [names] = names_by_mbridge(runs.checkpoints[name])
-    assert any(key.startswith("mtp.layers.0.transformer_layer.mlp.experts") for key in names)
+    assert any(key.startswith("mtp.layers.0.mtp_model_layer.mlp.experts") for key in names)
     for key, (ours, theirs) in names.items():
         assert ours == theirs, key

@@ -49,7 +49,7 @@ def test_experts_are_stacked_and_layers_are_apart():
     key = "decoder.layers.1.mlp.experts.experts.linear_fc1.weight"
     assert moe.parameters[FC1] == StorageLocation(key, (4, 80, 64), (2,))
     assert "decoder.layers.1.mlp.router.expert_bias" in moe.parameters
-    assert "mtp.layers.0.transformer_layer.mlp.experts.linear_fc1.weight3" in moe.parameters
+    assert "mtp.layers.0.mtp_model_layer.mlp.experts.linear_fc1.weight3" in moe.parameters
     assert "mtp.layers.0.eh_proj._extra_state/shard_0_1" in moe.objects
 
 

@@ -211,7 +211,7 @@ def test_rows_of_a_factor_are_saved_as_rows_of_hugging_face_tensors():
 
 
 def test_unknown_targets_are_refused_with_what_there_is():
-    mtp = "mtp.layers.0.transformer_layer.mlp.linear_proj.weight"
+    mtp = "mtp.layers.0.mtp_model_layer.mlp.linear_proj.weight"
     gate = GateUp(LogicalTensor("g", (6, 4)), LogicalTensor("u", (6, 4)))
     weights = (*WEIGHTS, Weight(mtp, gate, "tp", stage="mtp"))
     config = LoRAConfig(rank=2, targets=["linear_fc1", "linear_proj", "norm"])
