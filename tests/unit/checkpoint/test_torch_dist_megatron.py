@@ -40,6 +40,8 @@ STORED_OBJECT = f"{OBJECT}/shard_0_1"
 pytestmark = pytest.mark.filterwarnings(
     "ignore:`load_state_dict` is deprecated:FutureWarning",
     "ignore:Please use DTensor instead:FutureWarning",
+    "ignore:torch.distributed is disabled:UserWarning",
+    "ignore:The argument order of load has been changed:UserWarning",
 )
 
 
