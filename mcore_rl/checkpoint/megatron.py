@@ -90,8 +90,9 @@ class DistSave:
         self._records: list[Record] = []  # written by this rank
         self._files: dict[str, Checksum] = {}
         _raise_from_rank_0(self._create_folder() if dist.get_rank() == 0 else "", path)
-        state["content_metadata"] = dict(CONTENT_METADATA)
-        shards, self._common = save_preprocess(state)
+        shards, self._common = save_preprocess(
+            {**state, "content_metadata": dict(CONTENT_METADATA)}
+        )
         entries = [entry for entry in nested_values(shards) if is_main_replica(entry.replica_id)]
         tensors = [entry for entry in entries if isinstance(entry, ShardedTensor)]
         contents = tensors, serialize_objects(entries)
@@ -230,7 +231,7 @@ def read_tensor_shapes(path: Path) -> dict[str, tuple[int, ...]]:
 def are_layers_stacked(keys: Iterable[str]) -> bool:
     """Return whether a checkpoint with these keys stacks all decoder layers in one tensor.
 
-    It depends on settings of the run that saved it (transformer_block.py:822).
+    It depends on settings of the run that saved it (transformer_block.py:730).
     """
     return any(
         key.startswith(_LAYERS) and not key.removeprefix(_LAYERS).split(".")[0].isdigit()

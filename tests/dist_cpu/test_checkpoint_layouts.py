@@ -24,7 +24,6 @@ import torch.distributed as dist
 
 from mcore_rl.checkpoint.files import check_checkpoint
 from mcore_rl.checkpoint.torch_dist import DistReader
-from mcore_rl.checkpoint.torch_dist_metadata import COMMON_FILE
 from mcore_rl.config.schema import Layout
 from mcore_rl.data.batch import Batch
 from mcore_rl.reshard.rules import Box
@@ -254,10 +253,7 @@ def assert_same_state(one: Path, other: Path) -> None:
     for key, tensor in states[0].items():
         assert torch.equal(tensor, states[1][key]), key
         assert tensor.count_nonzero() or "norm" in key, key
-    counts = [
-        torch.load(path / COMMON_FILE, weights_only=True)["optimizer_steps"]
-        for path in (one, other)
-    ]
+    counts = [DistReader(path).load_common()["optimizer_steps"] for path in (one, other)]
     assert counts == [2, 2]
 
 

@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 
 import mcore_rl.models  # noqa: F401
 from mcore_rl.checkpoint.storage_location import compute_chunks
+from mcore_rl.checkpoint.torch_dist_metadata import COMMON_KEY
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import Layout
 from mcore_rl.engine.megatron.conversion import MetaModel, build_meta_model
@@ -187,7 +188,7 @@ def test_the_blueprint_has_the_tensors_chunks_and_objects_that_engines_save(
     ]
     assert len(found) == len(set(found))
     assert set(found) == boxes
-    assert entries.keys() - tensors.keys() == print_.objects.keys()
+    assert entries.keys() - tensors.keys() == {COMMON_KEY, *print_.objects}
     assert all(saved.object(key) == data for key, data in print_.objects.items())
 
 

@@ -52,7 +52,7 @@ class MetaModel:
         """Return the location of each parameter in a checkpoint that has these `keys`.
 
         Megatron stacks the decoder layers or keeps them separate, depending on the settings of the
-        run that saved them (transformer/transformer_block.py:822), which may differ from this one.
+        run that saved them (transformer/transformer_block.py:730), which may differ from this one.
 
         Raises:
             ConfigError: A parameter is there in neither form.

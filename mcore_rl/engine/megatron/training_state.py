@@ -5,16 +5,16 @@ length of its own settings, and only the number of steps from the checkpoint.
 
 Megatron stores the number of Adam's steps in three ways, and with torch's AdamW instead of
 FusedAdam none of them survives a resume of the distributed optimizer
-(optimizer/distrib_optimizer.py of 0.16.1):
+(optimizer/distrib_optimizer.py of 0.19.2):
 
-- :642 asserts that every rank has one step count: this fails before the first step, which is when a
+- :839 asserts that every rank has one step count: this fails before the first step, which is when a
   resume happens, and always on a rank that has no parameter of an optimizer.
-- :825 gives all parameters one and the same step tensor. AdamW counts in place, so each parameter
+- :1032 gives all parameters one and the same step tensor. AdamW counts in place, so each parameter
   adds one: bias correction is wrong without an error.
-- :939 copies a "step" that :2101 has left out: KeyError.
+- :1225 copies a "step" that :2391 has left out: KeyError.
 
 And with pipeline stages, rank 0 writes the count for all; if its stage has no experts, the count of
-the experts is lost (optimizer/optimizer.py:1034, replicated optimizer).
+the experts is lost (optimizer/optimizer.py:1376, replicated optimizer).
 
 So the count is removed while Megatron saves or loads, is stored once in the checkpoint, and is set
 again for each parameter.
@@ -161,7 +161,7 @@ def build_load_shards(chunk: GPTModel, is_stacked: bool) -> State:
     with contextlib.ExitStack() as undo:
         if is_stacked:
             # A list of the layers that have experts keeps layers apart, even if all have them
-            # (transformer/transformer_block.py:830).
+            # (transformer/transformer_block.py:739).
             config = chunk.config
             undo.callback(setattr, config, "moe_layer_freq", config.moe_layer_freq)
             config.moe_layer_freq = 1
@@ -302,7 +302,7 @@ def _remove_bucket_padding(optimizer: ChainedOptimizer) -> Iterator[None]:
     """Leave the padding behind buckets out of the sharded optimizer's index of its buffers.
 
     It gathers its buffers without that padding, and slices parameters at offsets that count it
-    (optimizer/distrib_optimizer.py:1115 and :1501): behind the first bucket it saves wrong numbers
+    (optimizer/distrib_optimizer.py:1400 and :1787): behind the first bucket it saves wrong numbers
     without an error. Tied embeddings on several pipeline stages make a second bucket, and so does
     overlap of a large model. Megatron fixed it after 0.19.2 (pull request 5077).
     """

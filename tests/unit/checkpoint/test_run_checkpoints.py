@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 import os
 import re
@@ -12,10 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import safetensors.numpy
-from megatron.core.dist_checkpointing.strategies import filesystem_async
 
 from mcore_rl.checkpoint.files import build_manifest, write_checkpoint_info
-from mcore_rl.checkpoint.megatron import DistSave
 from mcore_rl.checkpoint.run_checkpoints import (
     ACTOR,
     CRITIC,
@@ -232,26 +229,6 @@ def test_a_checkpoint_is_on_the_disk_before_it_has_its_name(checkpoints, monkeyp
     before, [after] = events[:position], events[position + 1 :]
     assert before[-1] == f".{name}.partial" and after == checkpoints.folder.name
     assert {"state.json", "state.safetensors", "manifest.json"} == {*before[:-1]}
-
-
-def test_the_list_of_an_engine_and_all_beside_its_tensors_are_on_the_disk_too(
-    tmp_path, monkeypatch
-):
-    """Check that all files are synced; Megatron's writers sync those of tensors (use_fsync)."""
-    save = object.__new__(DistSave)
-    save._path, save._facts = tmp_path / "actor", {}
-    save._partial_path = tmp_path / ".actor.partial"
-    save._partial_path.mkdir()
-    for name in ("__0_0.distcp", ".metadata", "common.pt"):
-        (save._partial_path / name).write_text(name)
-    events = record_syncs(monkeypatch)
-    assert save._publish([{"__0_0.distcp": (12, 0)}]) == ""
-    assert {*events[:4]} == {".metadata", "common.pt", "metadata.json", "mcore_rl.json"}
-    assert events[4:] == [".actor.partial", "-> actor", tmp_path.name]
-    source = inspect.getsource(
-        filesystem_async.FileSystemWriterAsync.write_preloaded_data_multiproc
-    )
-    assert '"use_fsync": True' in source
 
 
 @pytest.mark.parametrize("step", [5, -3, "3", True, 3.0, None, 10**30])

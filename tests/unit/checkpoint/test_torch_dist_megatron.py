@@ -6,6 +6,9 @@ import argparse
 import io
 import os
 import pickle
+import resource
+import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,6 +19,8 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from mcore_rl.checkpoint import megatron as checkpoint_dist
+from mcore_rl.checkpoint.files import check_checkpoint
+from mcore_rl.checkpoint.storage_location import CONTENT_METADATA
 from mcore_rl.checkpoint.torch_dist import DistFile, DistReader
 from mcore_rl.checkpoint.torch_dist_metadata import COMMON_KEY, write_metadata
 from mcore_rl.config.errors import ConfigError
@@ -35,6 +40,8 @@ STORED_OBJECT = f"{OBJECT}/shard_0_1"
 pytestmark = pytest.mark.filterwarnings(
     "ignore:`load_state_dict` is deprecated:FutureWarning",
     "ignore:Please use DTensor instead:FutureWarning",
+    "ignore:torch.distributed is disabled:UserWarning",
+    "ignore:The argument order of load has been changed:UserWarning",
 )
 
 
@@ -155,6 +162,112 @@ def test_objects_and_arguments_that_megatron_saves_are_safe(tmp_path, saving_wit
     loaded = checkpoint_dist.load(state(filled=False), tmp_path)
     check_loaded(loaded)
     assert (loaded["args"].lr, loaded["iteration"]) == (1e-3, 3)
+
+
+# Saves by DistSave
+
+
+def save(path, values, copies=None):
+    checkpoint_dist.DistSave(values, path, {"dtype": "float32"}, copies).finish(60)
+
+
+@pytest.mark.parametrize("copies", [None, {}], ids=["at once", "in the background"])
+def test_megatron_and_we_read_what_dist_save_writes(tmp_path, copies):
+    common = {"iteration": 3, "optimizer": {"param_groups": [{"lr": 1e-3, "betas": (0.9, 0.95)}]}}
+    save(tmp_path / "ck", {**state(filled=True), **common}, copies)
+    check_checkpoint(tmp_path / "ck")
+    for loaded in (
+        dist_checkpointing.load(state(filled=False), str(tmp_path / "ck")),
+        checkpoint_dist.load(state(filled=False), tmp_path / "ck"),
+    ):
+        check_loaded(loaded)
+        assert {name: loaded[name] for name in common} == common
+    metadata = dist_checkpointing.load_content_metadata(str(tmp_path / "ck"))
+    assert metadata == CONTENT_METADATA
+
+
+def test_what_changes_after_a_save_began_is_not_saved(tmp_path, monkeypatch):
+    """Start to write when the tensors have changed; then again, into the same buffers."""
+    copies, buffers = {}, []
+    may_write, write_file = threading.Event(), checkpoint_dist.DistSave._write
+
+    def write_later(*args):
+        may_write.wait(60)
+        write_file(*args)
+
+    monkeypatch.setattr(checkpoint_dist.DistSave, "_write", write_later)
+    for number in range(2):
+        values = {
+            f"{key}#{i}": shard
+            for key, (tensor, _) in TENSORS.items()
+            for i, shard in enumerate(build_shards(key, (tensor.float() + number).to(tensor.dtype)))
+        }
+        shards = [shard.data for shard in values.values()]
+        may_write.clear()
+        folder = tmp_path / str(number)
+        pending = checkpoint_dist.DistSave(values, folder, {}, copies)
+        expected = [shard.clone() for shard in shards]
+        for shard in shards:
+            shard.zero_()
+        assert not pending.is_written
+        may_write.set()
+        pending.finish(60)
+        buffers.append({place: tensor.data_ptr() for place, tensor in copies.items()})
+        loaded = dist_checkpointing.load(
+            {name: value for name, value in state(filled=False).items() if name != "extra"},
+            str(folder),
+        )
+        for name, value in zip(values, expected, strict=True):
+            assert is_equal(loaded[name], value), name
+    assert buffers[0] == buffers[1]
+
+
+def test_every_file_is_on_the_disk_before_the_folder_has_its_name(tmp_path, monkeypatch):
+    synced, sync = [], os.fsync
+
+    def record(fd):
+        synced.append(Path(os.readlink(f"/proc/self/fd/{fd}")).name)
+        assert (tmp_path / "ck").exists() == (synced[-1] == tmp_path.name)
+        sync(fd)
+
+    monkeypatch.setattr(os, "fsync", record)
+    save(tmp_path / "ck", state(filled=True))
+    assert sorted(synced[:-2]) == sorted(path.name for path in (tmp_path / "ck").iterdir())
+    assert synced[-2:] == [".ck.partial", tmp_path.name]
+
+
+def build_misshapen_shard():
+    shard = ShardedTensor.from_rank_offsets("w", torch.zeros(2, 2))
+    shard.data = torch.zeros(3)
+    return shard
+
+
+@pytest.mark.parametrize("copies", [None, {}], ids=["at once", "in the background"])
+@pytest.mark.parametrize(
+    ("file_bytes", "more", "reason"),
+    [
+        (100, {}, r"__0_0\.distcp: .*File too large"),
+        (50_000, {"settings": "x" * 100_000}, r".*File too large: '.*common\.distcp'"),
+        (1 << 30, {"w": build_misshapen_shard()}, r"__0_0\.distcp: shape .* is invalid for"),
+    ],
+    ids=["file of the rank", "common state", "tensor"],
+)
+def test_any_failure_to_write_is_an_os_error_and_leaves_nothing(
+    tmp_path, copies, file_bytes, more, reason
+):
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (file_bytes, limits[1]))
+    try:
+        with pytest.raises(OSError, match=f"ck cannot be written: {reason}"):
+            save(tmp_path / "ck", {**state(filled=True), **more}, copies)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert not list(tmp_path.iterdir())
+    save(tmp_path / "ck", state(filled=True))
+    check_checkpoint(tmp_path / "ck")
+
+
+# Files that would run code
 
 
 class Canary:
