@@ -105,7 +105,9 @@ def names_by_mbridge(path: Path) -> ranks.Result:
     return {
         weight.get_local_name(): [
             [tensor.name for tensor in weight.rule.tensors],
-            bridge._weight_name_mapping_mcore_to_hf(weight.get_local_name()),
+            bridge._weight_name_mapping_mcore_to_hf(
+                weight.get_local_name().replace("mtp_model_layer", "transformer_layer")  # of 0.16
+            ),
         ]
         for weight in weights
         if not weight.replica

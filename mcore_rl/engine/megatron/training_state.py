@@ -44,7 +44,7 @@ from megatron.core.dist_checkpointing.mapping import (
 )
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import distrib_optimizer
-from megatron.core.optimizer.optimizer import ChainedOptimizer
+from megatron.core.optimizer.optimizer import ChainedOptimizer, param_group_identifier_keys
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from mcore_rl.checkpoint import megatron as dist_checkpoint
@@ -56,6 +56,9 @@ from mcore_rl.engine.base import EngineSpec
 State = dict[str, Any]
 
 _HAVE_FUSED_ADAM: bool = distrib_optimizer.HAVE_APEX_OR_TE
+# What tells groups of parameters apart, and what Megatron takes for the same although runs set it.
+_GROUP_KINDS = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr")
+_GROUP_SETTINGS = tuple(set(param_group_identifier_keys) - {*_GROUP_KINDS})
 _SHARDED, _REPLICATED = "optimizer.state.param.", "optimizer.state.fp32_param."
 
 
@@ -234,9 +237,25 @@ def _load_moments(optimizer: ChainedOptimizer, state: State) -> None:
         {name: value for name, value in group.items() if name not in ("params", "step")}
         for group in optimizer.param_groups
     ]
+    _rename_groups(state, optimizer.param_groups)
     optimizer.load_state_dict(state)
     for group, group_settings in zip(optimizer.param_groups, settings, strict=True):
         group.update(group_settings)
+
+
+def _rename_groups(state: Any, groups: Sequence[State]) -> None:
+    """Give groups of a checkpoint the learning rates of this run, by which Megatron finds them.
+
+    optimizer/optimizer.py:636 takes groups for others if these settings differ.
+    """
+    current = {tuple(group.get(name) for name in _GROUP_KINDS): group for group in groups}
+    for name, value in state.items() if isinstance(state, dict) else enumerate(state):
+        if name == "param_groups":
+            for group in value:
+                of_run = current.get(tuple(group.get(kind) for kind in _GROUP_KINDS), {})
+                group |= {key: of_run[key] for key in _GROUP_SETTINGS if key in of_run}
+        elif isinstance(value, dict | list):
+            _rename_groups(value, groups)
 
 
 def _convert_shards(state: State, stored: Collection[str]) -> State:
