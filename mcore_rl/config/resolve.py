@@ -29,7 +29,6 @@ from mcore_rl.config.resolve_algorithm import (
     resolve_frozen_models,
 )
 from mcore_rl.config.resolve_engine import (
-    FSDP,
     resolve_engine,
     resolve_layout,
     resolve_optimizer,
@@ -49,7 +48,6 @@ from mcore_rl.config.schema import (
     AnyData,
     AsynchronousConfig,
     DataConfig,
-    EngineConfig,
     ModelConfig,
     OptimizerConfig,
     PlacementConfig,
@@ -85,7 +83,7 @@ def resolve(config: RLConfig, *, needs_data: bool = True) -> None:
     """Check every setting that needs no file; without `needs_data` sources of data may be unset."""
     check_values(config)
     check_choice("task.name", config.task.name, TASKS)
-    resolve_model(config.model, config.actor)
+    resolve_model(config.model)
     check_choice("weight_sync.method", config.weight_sync.method, WEIGHT_SYNC_METHODS)
     if not is_import_path(config.weight_sync.transport):
         check_choice("weight_sync.transport", config.weight_sync.transport, TRANSPORTS)
@@ -164,14 +162,12 @@ def _resolve_warm_start(config: RLConfig) -> None:
         check_at_least("warm_start.batch_size", warm.batch_size, 1)
         check_at_least("warm_start.moe_aux_loss_coef", warm.moe_aux_loss_coef, 0)
         resolve_layout("warm_start.layout", warm.layout)
-        resolve_optimizer("warm_start.optimizer", warm.optimizer, config.actor.backend)
+        resolve_optimizer("warm_start.optimizer", warm.optimizer)
         resolve_schedule("warm_start.optimizer", warm.optimizer, warm.num_steps)
 
 
-def resolve_model(config: ModelConfig, engine: EngineConfig) -> None:
-    """Check the settings of a model, and fill the family that goes with its engine."""
-    if engine.backend == FSDP and not config.family:
-        config.family = TRANSFORMERS
+def resolve_model(config: ModelConfig) -> None:
+    """Check the settings of a model."""
     check_choice("model.dtype", config.dtype, (*DTYPES, "auto"))
     check_date("model.chat_date", config.chat_date)
 

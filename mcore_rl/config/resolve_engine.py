@@ -9,10 +9,16 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from mcore_rl.config.checks import check_at_least, check_choice, check_divides, check_positive
+from mcore_rl.config.checks import (
+    check_at_least,
+    check_choice,
+    check_divides,
+    check_positive,
+    list_values,
+)
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.import_path import is_import_path
-from mcore_rl.config.schema import EngineConfig, Layout, OptimizerConfig
+from mcore_rl.config.schema import EngineConfig, Layout, LoRAConfig, OptimizerConfig
 
 SCHEDULES = ("constant", "linear", "cosine", "wsd")
 DISPATCHERS = ("alltoall", "allgather")
@@ -20,8 +26,7 @@ DISPATCHERS = ("alltoall", "allgather")
 AUX_LOSSES = ("aux_loss", "global_aux_loss")
 ROUTER_REPLAYS = ("off", "record", "rollout")
 MODULES = ("auto", "te", "torch")
-MEGATRON, FSDP = "megatron", "fsdp"
-BACKENDS = (MEGATRON, FSDP)
+BACKENDS = ("megatron", "fsdp")  # or an import path
 GRANULARITIES = ("none", "selective", "full")
 _EXPERT_MODULES = ("moe", "moe_act", "shared_experts")
 RECOMPUTE_MODULES = ("core_attn", "mlp", "layernorm", "mla_up_proj", *_EXPERT_MODULES)
@@ -45,21 +50,20 @@ class ModelSizes:
 
 
 def resolve_engine(key: str, config: EngineConfig) -> None:
-    """Check the settings of an engine without its model; `key` names it, such as actor.
+    """Check what is the same for every engine; `key` names the settings, such as actor.
 
-    A user's backend checks settings that only some engines have (engine/base.py).
+    A backend checks what only some engines have (engine/base.py).
     """
     resolve_layout(f"{key}.layout", config.layout)
-    resolve_optimizer(f"{key}.optimizer", config.optimizer, config.backend)
+    resolve_optimizer(f"{key}.optimizer", config.optimizer)
     for name in ("max_tokens_per_micro_batch", "threads_per_rank"):
         check_at_least(f"{key}.{name}", getattr(config, name), 1)
     check_at_least(f"{key}.logprob_chunk_bytes", config.logprob_chunk_bytes, 0)
-    if is_import_path(config.backend):
-        return
-    check_choice(f"{key}.backend", config.backend, BACKENDS)
-    check_at_least(f"{key}.fsdp.num_replicas", config.fsdp.num_replicas, 1)
-    if config.backend == MEGATRON:
-        _resolve_megatron(key, config)
+    for name, value in list_values(key, config):
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ConfigError(f"{name}={value}; allowed: a finite number")
+    if not is_import_path(config.backend):
+        check_choice(f"{key}.backend", config.backend, BACKENDS)
 
 
 def resolve_plain_engine(key: str, config: EngineConfig) -> None:
@@ -69,8 +73,8 @@ def resolve_plain_engine(key: str, config: EngineConfig) -> None:
         raise ConfigError(f"{key}.lora and {key}.moe.router_replay: allowed: none, and 'off'")
 
 
-def _resolve_megatron(key: str, config: EngineConfig) -> None:
-    """Check the settings of Megatron's modules."""
+def resolve_megatron(key: str, config: EngineConfig) -> None:
+    """Check the settings that Megatron reads, for its backend."""
     check_choice(f"{key}.modules", config.modules, MODULES)
     check_choice(f"{key}.moe.dispatcher", config.moe.dispatcher, DISPATCHERS)
     check_choice(f"{key}.moe.aux_loss", config.moe.aux_loss, AUX_LOSSES)
@@ -78,13 +82,7 @@ def _resolve_megatron(key: str, config: EngineConfig) -> None:
     check_at_least(f"{key}.moe.aux_loss_coef", config.moe.aux_loss_coef, 0)
     check_at_least(f"{key}.moe.bias_update_rate", config.moe.bias_update_rate, 0)
     check_at_least(f"{key}.mtp_loss_coef", config.mtp_loss_coef, 0)
-    check_at_least(f"{key}.lora.rank", config.lora.rank, 0)
-    check_positive(f"{key}.lora.alpha", config.lora.alpha)
-    if config.lora.rank and not config.lora.targets:
-        raise ConfigError(
-            f"{key}.lora.targets=[] with {key}.lora.rank={config.lora.rank} adapts nothing; "
-            "allowed: at least one"
-        )
+    resolve_lora(f"{key}.lora", config.lora)
     check_choice(f"{key}.recompute.granularity", config.recompute.granularity, GRANULARITIES)
     check_at_least(f"{key}.recompute.num_layers", config.recompute.num_layers, 1)
     for module in config.recompute.modules:
@@ -94,8 +92,40 @@ def _resolve_megatron(key: str, config: EngineConfig) -> None:
             f"{key}.moe.dispatcher='allgather' with {key}.layout.pp={config.layout.pp}: packs of a "
             "pipeline differ in length, which that dispatcher does not take; allowed: 'alltoall'"
         )
+    if config.optimizer.cpu_offload and not config.optimizer.distributed:
+        raise ConfigError(
+            f"{key}.optimizer.cpu_offload=true needs {key}.optimizer.distributed=true; "
+            f"{key}.optimizer.distributed=false"
+        )
     if config.mtp_loss_coef:
         _resolve_mtp(key, config)
+
+
+def resolve_fsdp(key: str, config: EngineConfig) -> None:
+    """Check the settings that FSDP reads, for its backend."""
+    check_at_least(f"{key}.fsdp.num_replicas", config.fsdp.num_replicas, 1)
+    resolve_lora(f"{key}.lora", config.lora)
+    if (granularity := config.recompute.granularity) not in ("none", "full"):
+        raise ConfigError(
+            f"{key}.recompute.granularity={granularity!r}: fsdp recomputes whole layers; allowed: "
+            "'full', 'none'"
+        )
+    layout, replicas = config.layout, config.fsdp.num_replicas
+    if layout.world_size % (replicas * layout.ep):
+        raise ConfigError(
+            f"{key}.fsdp.num_replicas={replicas} with {key}.layout.ep={layout.ep}; allowed: a "
+            f"product that divides the {layout.world_size} ranks (dp * cp)"
+        )
+
+
+def resolve_lora(key: str, config: LoRAConfig) -> None:
+    """Check the settings of adapters, for a backend that has them."""
+    check_at_least(f"{key}.rank", config.rank, 0)
+    check_positive(f"{key}.alpha", config.alpha)
+    if config.rank and not config.targets:
+        raise ConfigError(
+            f"{key}.targets=[] with {key}.rank={config.rank} adapts nothing; allowed: at least one"
+        )
 
 
 def _resolve_mtp(key: str, config: EngineConfig) -> None:
@@ -155,8 +185,8 @@ def find_smallest_dp(layout: Layout) -> int:
     return expert_ranks // math.gcd(expert_ranks, dense_ranks)
 
 
-def resolve_optimizer(key: str, config: OptimizerConfig, backend: str) -> None:
-    """Check the settings of an optimizer; `backend` is that of its engine."""
+def resolve_optimizer(key: str, config: OptimizerConfig) -> None:
+    """Check the settings of an optimizer that are the same for every engine."""
     check_choice(f"{key}.schedule", config.schedule, SCHEDULES)
     check_positive(f"{key}.lr", config.lr)
     check_positive(f"{key}.eps", config.eps)
@@ -169,10 +199,6 @@ def resolve_optimizer(key: str, config: OptimizerConfig, backend: str) -> None:
             raise ConfigError(
                 f"{key}.{name}={getattr(config, name)}; allowed: 0 up to, not including, 1"
             )
-    if backend == MEGATRON and config.cpu_offload and not config.distributed:
-        raise ConfigError(
-            f"{key}.cpu_offload=true needs {key}.distributed=true; {key}.distributed=false"
-        )
     if (config.schedule == "wsd") != (config.wsd_decay_steps > 0):
         raise ConfigError(
             f"{key}.wsd_decay_steps={config.wsd_decay_steps} with {key}.schedule="

@@ -12,13 +12,11 @@ from mcore_rl.config.checks import (
     check_between,
     check_choice,
     check_cores,
-    check_divides,
     check_positive,
 )
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.import_path import is_import_path
 from mcore_rl.config.resolve_algorithm import MAX_WEIGHT
-from mcore_rl.config.resolve_engine import ModelSizes
 from mcore_rl.config.schema import AgentConfig, RewardConfig, RLConfig, RolloutConfig, SGLangConfig
 
 SERVER_BACKENDS = ("vllm", "sglang")  # or an import path
@@ -165,13 +163,6 @@ def resolve_rollout(config: RolloutConfig) -> None:
     # Log-probs at temperature 0 do not exist: the policy that is trained must be one that samples.
     check_positive("rollout.temperature", config.temperature)
     check_choice("rollout.lora", config.lora, ("merged", "adapter"))
-
-
-def resolve_vllm_model(key: str, config: RolloutConfig, sizes: ModelSizes) -> None:
-    """Check that vLLM can split the model; it replicates key/value heads when ranks are more."""
-    check_divides(f"{key}.tp", config.tp, "attention heads", sizes.num_attention_heads)
-    if config.ep and not sizes.num_experts:
-        raise ConfigError(f"{key}.ep=true: the model has no experts; allowed: false")
 
 
 def resolve_agent(config: AgentConfig, stops: Mapping[str, Sequence[str]]) -> None:

@@ -63,7 +63,7 @@ MAX_N = 1000  # beyond it numbers of subsets are no float64
 def resolve_train(config: TrainConfig) -> None:
     """Check every setting that needs no file."""
     check_values(config)
-    resolve_model(config.model, config.engine)
+    resolve_model(config.model)
     check_between("seed", config.seed, 0, MAX_SEED)
     if not config.output_dir:
         raise ConfigError("output_dir='' names no folder")

@@ -367,6 +367,8 @@ class Backend:
             and a lane.
         takes_images: Its language model reads the column `images` of batches
             (EngineSpec.images_folder). Without, data.images_column is refused.
+        family: model.family where the settings name none: "transformers" for an engine that builds
+            any architecture of that package; "" for the families of this one alone.
     """
 
     engines: Mapping[str, type[BaseEngine]]
@@ -375,6 +377,12 @@ class Backend:
     check_model: Callable[[str, EngineConfig, HFConfig], None] = _check_nothing
     rank_environment: Callable[[Layout, str], dict[str, str]] = _need_no_variables
     takes_images: bool = False
+    family: str = ""
+
+    @property
+    def shard_format(self) -> ShardFormat:
+        """Return the format of the shards, the same in all of its engines."""
+        return next(iter(self.engines.values())).shard_format
 
 
 def load_backend(engine: EngineConfig, key: str = "engine") -> Backend:
@@ -395,6 +403,16 @@ def load_backend(engine: EngineConfig, key: str = "engine") -> Backend:
             f"{', '.join(map(repr, BACKENDS))}"
         )
     return loaded
+
+
+def use_engine_family(key: str, model: ModelConfig, engine: EngineConfig) -> None:
+    """Use model.family in this process, filled with that of the engine where it is empty.
+
+    Args:
+        key: Name of the settings of the engine, such as actor.
+    """
+    model.family = model.family or load_backend(engine, key).family
+    use_family(model.family)
 
 
 def check_engine_settings(

@@ -16,6 +16,7 @@ from mcore_rl.config.errors import ConfigError, StateError
 from mcore_rl.config.schema import RolloutConfig
 from mcore_rl.data.sample import RoutedExperts
 from mcore_rl.inference.lifecycle import Lifecycle, RequestGate
+from mcore_rl.models.base import HFConfig
 from mcore_rl.parallel.rendezvous import RendezvousEndpoint
 from mcore_rl.weight_sync.spec import TransferSpec, WeightFormat, WorkerLists
 
@@ -145,6 +146,7 @@ class ServerFeatures:
     max_adapter_rank: int | None = None  # None: any
     routed_experts: bool = False  # actor.moe.router_replay=rollout
     images: bool = False  # data.images_column
+    sglang: bool = False  # rollout.sglang
 
 
 class GenerationServer(ABC):
@@ -156,10 +158,12 @@ class GenerationServer(ABC):
 
     Attributes:
         engine_name: Name in errors: "... has died".
+        display_name: Name in plans: "2 ... servers". "" is that of the class in the setting.
     """
 
     features: ClassVar[ServerFeatures] = ServerFeatures()
     engine_name: ClassVar[str] = "the server"
+    display_name: ClassVar[str] = ""
 
     def __init__(self, spec: ServerSpec) -> None:
         """Check the arguments; start nothing. Raises ConfigError."""
@@ -191,6 +195,31 @@ class GenerationServer(ABC):
         Raises:
             ConfigError: they cannot.
         """
+
+    @classmethod  # noqa: B027
+    def check_model(
+        cls,
+        settings: RolloutConfig,
+        key: str,
+        hf_config: HFConfig,
+        device: str,
+        *,
+        records_experts: bool = False,
+    ) -> None:
+        """Check that servers can have a model, by its config.json, before anything starts.
+
+        Args:
+            device: Where they run, "cpu" or "cuda".
+            records_experts: See ServerSpec.
+
+        Raises:
+            ConfigError: they cannot.
+        """
+
+    @classmethod
+    def get_kv_cache_bytes(cls, settings: RolloutConfig) -> int:
+        """Return the size of the KV cache of each worker; 0 if settings do not say it."""
+        return 0
 
     @property
     def is_headless(self) -> bool:

@@ -78,7 +78,7 @@ def check_server_settings(
             f"{key}.nodes_per_server={settings.nodes_per_server}: a server of {backend} runs on "
             "one node; allowed: 1"
         )
-    if settings.backend != "sglang" and settings.sglang != SGLangConfig():
+    if not features.sglang and settings.sglang != SGLangConfig():
         raise ConfigError(
             f"{key}.sglang={settings.sglang} has no part in {backend}; allowed: "
             f"{key}.backend='sglang'"

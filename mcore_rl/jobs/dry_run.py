@@ -13,7 +13,6 @@ from rich.console import Console
 from rich.table import Table
 
 from mcore_rl.config.resolve import are_colocated
-from mcore_rl.config.resolve_train import resolve_train
 from mcore_rl.config.schema import Layout, RLConfig, TrainConfig
 from mcore_rl.engine.base import load_backend
 from mcore_rl.inference.registry import load_server_class
@@ -42,15 +41,15 @@ from mcore_rl.jobs.preflight import (
     has_weights,
     list_unset_data,
 )
-from mcore_rl.jobs.remote_paths import check_export, fetch_inputs
+from mcore_rl.jobs.remote_paths import check_export
 from mcore_rl.jobs.resume import find_checkpoint_to_resume, prepare_settings
 from mcore_rl.jobs.supervised_preflight import (
     check_train_inputs,
     describe_inputs,
     has_reference_model,
-    resolve_dtype,
+    resolve_for_device,
 )
-from mcore_rl.models.base import HFConfig, get_family, read_config, use_family
+from mcore_rl.models.base import HFConfig, get_family, read_config
 from mcore_rl.observability.console import get_stdout_console, show_line, show_waiting
 from mcore_rl.rollout.weight_updater import build_generation_layout
 from mcore_rl.trainers.policy_loss import find_log_prob_pass_reason
@@ -193,10 +192,11 @@ def _describe_cluster(
             f"allowed: rollout.nodes_per_server={-(-tp // gpus_per_node)} or more, not {per_server}"
         )
     method = config.weight_sync.method
+    is_vllm = load_server_class(config.rollout).features.weight_format == "vllm"
     if method == "full_export":
         size, servers = compute_weight_bytes(config) / 1e9, config.rollout.num_servers
         text = f"{size:,.1f} GB into output_dir, read by {_format_count(servers, 'server')}"
-    elif config.rollout.backend == "vllm" and get_family(model).vllm_weights is None:
+    elif is_vllm and get_family(model).vllm_weights is None:
         text = "each worker gets its parameters, which vLLM's loader lists when a server starts"
     else:
         traffic = compute_sync_traffic(config, model, gpus_per_node)
@@ -279,10 +279,7 @@ def dry_run_supervised(config: TrainConfig, console: Console | None = None) -> N
         ConfigError: The job would be refused, for the same reason.
     """
     console = console or get_stdout_console()
-    resolve_train(config)
-    config = fetch_inputs(config)
-    use_family(config.model.family)
-    config = resolve_dtype(config, detect_lane())
+    config = resolve_for_device(config)
     folder, refusal = inspect_run_dir(config.output_dir, config.resume)
     with show_waiting("checking the inputs", has_lines=False):
         find_checkpoint_to_resume(config, folder)
@@ -402,7 +399,7 @@ def compute_sync_traffic(config: RLConfig, model: HFConfig, gpus_per_node: int) 
         layout,
         config.model.dtype,
         config.weight_sync,
-        shard_format=load_backend(engine, "actor").engines["language_model"].shard_format,
+        shard_format=load_backend(engine, "actor").shard_format,
         num_replicas=engine.fsdp.num_replicas,
         weight_format=weight_format,
     )

@@ -13,7 +13,6 @@ from typing import Any
 
 import mcore_rl.models  # noqa: F401  (fills the family registry)
 from mcore_rl.checkpoint.peft import get_adapted_linear
-from mcore_rl.config.import_path import is_import_path
 from mcore_rl.config.resolve import are_colocated
 from mcore_rl.config.resolve_rollout import ROLE, build_models_with_servers
 from mcore_rl.config.schema import (
@@ -28,6 +27,7 @@ from mcore_rl.config.schema import (
 from mcore_rl.engine.base import load_backend
 from mcore_rl.inference.registry import load_server_class
 from mcore_rl.jobs.placement import (
+    build_warm_engine,
     get_frozen_engines,
     get_frozen_paths,
     needs_critic,
@@ -101,8 +101,7 @@ def plan_roles(config: RLConfig, model: HFConfig) -> list[RolePlan]:
     actor = config.actor
     plain = replace(actor, lora=LoRAConfig())
     if config.warm_start.num_steps:
-        settings = config.warm_start
-        warm = replace(plain, layout=settings.layout, optimizer=settings.optimizer)
+        warm = build_warm_engine(config)
         plans.append(_plan_engine("warm_start", "supervised training", warm, config, model))
     plans.append(_plan_engine("actor", "log-probs, updates", actor, config, model))
     if needs_reference(config):
@@ -153,12 +152,13 @@ def _plan_engine(
 ) -> RolePlan:
     """Plan a role with a training engine: a stage for each pipeline rank.
 
-    How a user's engine shards the model is not known: sizes are those without sharding.
+    How an engine with the format "full" shards the model is not known: sizes are without sharding.
     """
     family, layout, sizes = get_family(model), engine.layout, get_model_sizes(model)
-    if load_backend(engine).engines["language_model"].shard_format == "rows":
+    shard_format = load_backend(engine).shard_format
+    if shard_format == "rows":
         return _plan_sharded_engine(name, task, engine, config, model, trains=trains)
-    if is_import_path(engine.backend):
+    if shard_format == "full":
         layout, task = Layout(dp=layout.world_size), f"{task}; sizes without sharding"
     num_mtp = family.num_mtp_layers(model) if engine.mtp_loss_coef else 0
     chunks = split_into_chunks(layout, sizes.num_layers, num_mtp)
@@ -255,20 +255,18 @@ def _compute_optimizer_bytes(
 
 
 def _format_servers(servers: RolloutConfig) -> str:
-    backend = "vLLM" if servers.backend == "vllm" else servers.backend.rpartition(":")[2]
-    return f"{servers.num_servers} {backend} server{'s' * (servers.num_servers > 1)}"
+    name = load_server_class(servers).display_name or servers.backend.rpartition(":")[2]
+    return f"{servers.num_servers} {name} server{'s' * (servers.num_servers > 1)}"
 
 
 def _plan_servers(
     name: str, task: str, rollout: RolloutConfig, config: RLConfig, model: HFConfig
 ) -> RolePlan:
-    """Plan a role with servers, which are all equal: one stage.
-
-    The size of the KV cache is known of vLLM only.
-    """
+    """Plan a role with servers, which are all equal: one stage."""
     sizes = get_model_sizes(model)
     layout = build_generation_layout(rollout, rollout.num_servers)
-    weight_format = load_server_class(rollout).features.weight_format or "huggingface"
+    server_class = load_server_class(rollout)
+    weight_format = server_class.features.weight_format or "huggingface"
     if get_family(model).vllm_weights is None:
         weight_format = "huggingface"  # all tensors on each worker, at most
     ranks, (_, weights) = build_generation_side(model, layout, weight_format)
@@ -282,7 +280,7 @@ def _plan_servers(
         weight_bytes=_compute_weight_bytes(largest, ITEMSIZES[config.model.dtype]),
         gradient_bytes=0,
         optimizer_bytes=0,
-        cache_bytes=rollout.kv_cache_bytes if rollout.backend == "vllm" else 0,
+        cache_bytes=server_class.get_kv_cache_bytes(rollout),
     )
     server = GenerationLayout(tp=rollout.tp)
     return RolePlan(name, task, _format_axes(server) + " ep" * rollout.ep, (stage,), True)

@@ -11,6 +11,7 @@ from typing import Any
 
 from mcore_rl.algorithms.advantages import ADVANTAGES
 from mcore_rl.algorithms.inputs import get_needs
+from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.resolve import OWN_POOL, get_pool, resolve, resolve_for_lane
 from mcore_rl.config.resolve_algorithm import build_teachers
 from mcore_rl.config.resolve_rollout import (
@@ -19,19 +20,24 @@ from mcore_rl.config.resolve_rollout import (
     build_models_with_servers,
     build_served_models,
 )
-from mcore_rl.config.schema import EngineConfig, Layout, RLConfig, RolloutConfig
+from mcore_rl.config.schema import EngineConfig, Layout, LoRAConfig, RLConfig, RolloutConfig
 from mcore_rl.controller import torchrun
 from mcore_rl.controller.ray_session import has_gpus
 from mcore_rl.controller.resource_pool import ResourcePool
 from mcore_rl.controller.worker_group import WorkerGroup
 from mcore_rl.data.routed_experts import ExpertLayers
+from mcore_rl.engine.base import (
+    check_engine_settings,
+    list_unread_settings,
+    load_backend,
+    use_engine_family,
+)
 from mcore_rl.jobs.remote_paths import fetch_inputs
 from mcore_rl.models.base import (
     get_family,
     get_model_sizes,
     list_moe_layers,
     read_config,
-    use_family,
 )
 from mcore_rl.parallel.devices import DEVICES, detect_device
 from mcore_rl.parallel.mesh import split_into_chunks
@@ -115,6 +121,15 @@ def list_engine_roles(config: RLConfig) -> set[str]:
     return {"actor"} | needed | get_frozen_engines(config).keys()
 
 
+def build_warm_engine(config: RLConfig) -> EngineConfig:
+    """Return the settings of the actor's engine during the warm start, which trains no adapters."""
+    warm = config.warm_start
+    moe = replace(config.actor.moe, aux_loss_coef=warm.moe_aux_loss_coef, router_replay="off")
+    return replace(
+        config.actor, layout=warm.layout, optimizer=warm.optimizer, moe=moe, lora=LoRAConfig()
+    )
+
+
 def get_frozen_engines(config: RLConfig) -> dict[str, EngineConfig]:
     """Return the engine settings of the scoring roles: reward_model, teacher.NAME."""
     engines: dict[str, EngineConfig] = {}
@@ -123,6 +138,12 @@ def get_frozen_engines(config: RLConfig) -> dict[str, EngineConfig]:
     for name, teacher in build_teachers(config.teacher).items():
         engines[f"teacher.{name}"] = teacher.engine
     return engines
+
+
+def get_engine_key(role: str) -> str:
+    """Return the name of the engine settings of a scoring role."""
+    kind, _, name = role.partition(".")
+    return f"{kind}.models.{name}" if name else kind
 
 
 def get_frozen_paths(config: RLConfig) -> dict[str, str]:
@@ -189,9 +210,44 @@ def resolve_for_nodes(config: RLConfig, lane: str = "", *, needs_data: bool = Tr
         ConfigError: A setting is wrong, or the nodes cannot do what it says.
     """
     resolve(config, needs_data=needs_data)
+    lane = lane or detect_lane()
+    check_engines(config, lane)  # before a model is downloaded
     config = fetch_inputs(config, with_weights=needs_data)
-    use_family(config.model.family)
-    return resolve_for_lane(config, lane or detect_lane(), has_experts=_has_experts(config))
+    use_engine_family("actor", config.model, config.actor)
+    return resolve_for_lane(config, lane, has_experts=_has_experts(config))
+
+
+def check_engines(config: RLConfig, device: str) -> None:
+    """Check the backend of each role, and the settings that it reads, without a model.
+
+    Args:
+        device: "cuda" or "cpu" of the ranks.
+
+    Raises:
+        ConfigError: A backend does not read a setting, or cannot do what it says.
+    """
+    images = config.data.images_column
+    check_engine_settings("actor", config.actor, "language_model", device, images_column=images)
+    if config.warm_start.num_steps:
+        _check_warm_start(config, device)
+    if needs_critic(config):
+        check_engine_settings("critic", config.critic, "value_model", device)
+    for role, engine in get_frozen_engines(config).items():
+        is_reward, key = role == "reward_model", get_engine_key(role)
+        kind, column = ("reward_model", "") if is_reward else ("language_model", images)
+        check_engine_settings(key, engine, kind, device, images_column=column)
+
+
+def _check_warm_start(config: RLConfig, device: str) -> None:
+    """Check warm_start with the backend of the actor, whose own settings have been checked."""
+    engine = build_warm_engine(config)
+    backend = load_backend(engine, "actor")
+    for name, value, default in list_unread_settings(engine, backend):
+        raise ConfigError(
+            f"warm_start.{name.replace('moe.', 'moe_')}={value!r}: actor.backend="
+            f"{engine.backend!r} does not read it; allowed: {default!r}"
+        )
+    backend.check_settings("warm_start", engine, device)
 
 
 def _has_experts(config: RLConfig) -> bool:

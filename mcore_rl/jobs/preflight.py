@@ -25,9 +25,8 @@ from mcore_rl.config.resolve_rollout import (
     build_models_with_servers,
     build_served_models,
     list_reward_terms,
-    resolve_vllm_model,
 )
-from mcore_rl.config.schema import EngineConfig, MoEConfig, RewardConfig, RLConfig
+from mcore_rl.config.schema import MoEConfig, RewardConfig, RLConfig, RolloutConfig
 from mcore_rl.data.batch import Batch
 from mcore_rl.data.datasets import (
     PromptDataset,
@@ -46,11 +45,17 @@ from mcore_rl.data.tokenizer import (
     read_stop_ids,
     read_tokenizer,
 )
-from mcore_rl.engine.base import check_engine_settings, list_unread_settings, load_backend
+from mcore_rl.engine.base import load_backend
 from mcore_rl.examples.tasks.registry import TASKS
-from mcore_rl.inference.registry import check_adapter_rank, check_server_settings
+from mcore_rl.inference.registry import (
+    check_adapter_rank,
+    check_server_settings,
+    load_server_class,
+)
 from mcore_rl.jobs.placement import (
+    build_warm_engine,
     detect_lane,
+    get_engine_key,
     get_frozen_engines,
     get_frozen_paths,
     get_served_models,
@@ -63,7 +68,6 @@ from mcore_rl.models.base import (
     count_kv_elements_per_token,
     get_family,
     get_field,
-    get_model_sizes,
     pad_vocab_size,
     read_config,
 )
@@ -203,40 +207,8 @@ def _check_choices(config: RLConfig) -> None:
     check_reward_parts(config)
     if config.weight_sync.method == "disaggregated":
         check_transport(config.weight_sync.transport)
-    _check_engines(config)
     if detect_lane() == "cuda" and config.weight_sync.method == "colocated":
         check_allocator()
-
-
-def _check_engines(config: RLConfig) -> None:
-    """Check the backend of each role, and the settings that it reads."""
-    device, images = detect_lane(), config.data.images_column
-    check_engine_settings("actor", config.actor, "language_model", device, images_column=images)
-    if config.warm_start.num_steps:
-        _check_warm_start(config)
-    if needs_critic(config):
-        check_engine_settings("critic", config.critic, "value_model", device)
-    for role, engine in get_frozen_engines(config).items():
-        is_reward, key = role == "reward_model", _get_engine_key(role)
-        kind, column = ("reward_model", "") if is_reward else ("language_model", images)
-        check_engine_settings(key, engine, kind, device, images_column=column)
-
-
-def _build_warm_engine(config: RLConfig) -> EngineConfig:
-    """Return the settings of `warm_start` as those of its engine."""
-    warm, moe = config.warm_start, MoEConfig(aux_loss_coef=config.warm_start.moe_aux_loss_coef)
-    backend = config.actor.backend
-    return EngineConfig(backend=backend, layout=warm.layout, optimizer=warm.optimizer, moe=moe)
-
-
-def _check_warm_start(config: RLConfig) -> None:
-    """Raise ConfigError for a setting of warm_start that the backend of the actor ignores."""
-    engine = _build_warm_engine(config)
-    for name, value, default in list_unread_settings(engine, load_backend(engine, "actor")):
-        raise ConfigError(
-            f"warm_start.{name.replace('moe.', 'moe_')}={value!r}: actor.backend="
-            f"{engine.backend!r} does not read it; allowed: {default!r}"
-        )
 
 
 def check_servers(config: RLConfig) -> None:
@@ -386,18 +358,17 @@ def check_layouts(config: RLConfig, *, is_trained: bool = True) -> HFConfig:
         is_trained: See `check_model`.
     """
     hf_config = read_checkpoint_config(config.model.path)
-    sizes = get_model_sizes(hf_config)
     if is_trained:
         load_backend(config.actor, "actor").check_model("actor", config.actor, hf_config)
-    is_vllm = config.rollout.backend == "vllm"
-    replays = config.actor.moe.router_replay == "rollout"
-    if is_vllm and replays and sizes.is_mla and detect_lane() == "cpu":
-        raise ConfigError(
-            "actor.moe.router_replay='rollout': vLLM on a CPU records no experts of models with "
-            "latent attention; allowed: 'off', 'record'"
-        )
+    load_server_class(config.rollout).check_model(
+        config.rollout,
+        "rollout",
+        hf_config,
+        detect_lane(),
+        records_experts=config.actor.moe.router_replay == "rollout",
+    )
     if config.warm_start.num_steps:
-        warm = replace(_build_warm_engine(config), moe=MoEConfig())
+        warm = replace(build_warm_engine(config), moe=MoEConfig())
         load_backend(warm, "actor").check_model("warm_start", warm, hf_config)
     if needs_critic(config):
         _check_critic(config, hf_config)
@@ -405,9 +376,7 @@ def check_layouts(config: RLConfig, *, is_trained: bool = True) -> HFConfig:
     _check_served_layouts(config)
     if config.rollout.lora == "adapter":
         _check_adapters(config, hf_config)
-    if is_vllm:
-        resolve_vllm_model("rollout", config.rollout, sizes)
-        _check_kv_cache(config, hf_config)
+    _check_rollout_cache(config, hf_config)
     _check_lengths(config)
     return hf_config
 
@@ -415,7 +384,7 @@ def check_layouts(config: RLConfig, *, is_trained: bool = True) -> HFConfig:
 def _check_adapters(config: RLConfig, hf_config: HFConfig) -> None:
     """Check that no adapter is of an expert, which servers take none for."""
     backend, targets = load_backend(config.actor, "actor"), config.actor.lora.targets
-    if backend.engines["language_model"].shard_format != "megatron":
+    if backend.shard_format != "megatron":
         return  # adapters are of linear layers, which experts are not
     for weight in get_family(hf_config).weights(hf_config, pad_vocab_size(hf_config, 1)):
         if weight.expert is not None and get_adapted_linear(weight) in targets:
@@ -435,11 +404,8 @@ def _check_critic(config: RLConfig, actor: HFConfig) -> None:
     check_choice("critic.loss_aggregation", critic.loss_aggregation, _CRITIC_AGGREGATIONS)
 
 
-def _check_kv_cache(config: RLConfig, hf_config: HFConfig) -> None:
-    """Check that the KV cache holds one sequence, of the policy or of an adapter beside it.
-
-    vLLM rounds up to blocks of tokens, and refuses the rest when it starts.
-    """
+def _check_rollout_cache(config: RLConfig, hf_config: HFConfig) -> None:
+    """Check that the KV cache holds one sequence, of the policy or of an adapter beside it."""
     response = f"data.max_prompt_tokens + {_get_response_setting(config)}"
     lengths = {response: config.max_sequence_tokens} | {
         f"models.{name}.max_context": model.max_context
@@ -447,12 +413,28 @@ def _check_kv_cache(config: RLConfig, hf_config: HFConfig) -> None:
         if model.adapter
     }
     setting, num_tokens = max(lengths.items(), key=lambda item: item[1])
+    sequence = f"sequence of {setting} = {num_tokens} tokens"
+    _check_kv_cache("rollout", config.rollout, config, hf_config, num_tokens, sequence)
+
+
+def _check_kv_cache(
+    key: str,
+    servers: RolloutConfig,
+    config: RLConfig,
+    hf_config: HFConfig,
+    num_tokens: int,
+    sequence: str,
+) -> None:
+    """Check that the KV cache of a server holds one sequence, which `sequence` describes.
+
+    Servers round up to blocks of tokens, and refuse the rest when they start.
+    """
     itemsize = getattr(torch, config.model.dtype).itemsize
-    least = num_tokens * count_kv_elements_per_token(hf_config, config.rollout.tp) * itemsize
-    if config.rollout.kv_cache_bytes < least:
+    least = num_tokens * count_kv_elements_per_token(hf_config, servers.tp) * itemsize
+    if 0 < load_server_class(servers, key).get_kv_cache_bytes(servers) < least:
         raise ConfigError(
-            f"rollout.kv_cache_bytes={config.rollout.kv_cache_bytes}: one sequence of "
-            f"{setting} = {num_tokens} tokens takes {least} bytes; allowed: at least as many"
+            f"{key}.kv_cache_bytes={servers.kv_cache_bytes}: one {sequence} takes {least} bytes; "
+            "allowed: at least as many"
         )
 
 
@@ -501,7 +483,7 @@ def _load_examples(
 def _check_frozen_layouts(config: RLConfig) -> None:
     """Check the settings that depend on each config.json alone."""
     for role, path in get_frozen_paths(config).items():
-        key, engine = _get_engine_key(role), get_frozen_engines(config)[role]
+        key, engine = get_engine_key(role), get_frozen_engines(config)[role]
         hf_config = _read_frozen_config(config, role, path)
         load_backend(engine, key).check_model(key, engine, hf_config)
 
@@ -579,13 +561,7 @@ def _check_teacher_column(config: RLConfig) -> None:
 
 def _get_path_setting(role: str) -> str:
     """Return the setting with the path of a frozen role."""
-    kind, _, name = role.partition(".")
-    return f"{kind}.models.{name}.model_path" if name else f"{kind}.model_path"
-
-
-def _get_engine_key(role: str) -> str:
-    """Return the key of the engine settings of a frozen role."""
-    return _get_path_setting(role).removesuffix(".model_path")
+    return f"{get_engine_key(role)}.model_path"
 
 
 # The frozen models with servers (`models`)
@@ -612,17 +588,9 @@ def _check_served_layouts(config: RLConfig) -> None:
             rank = check_adapter(f"{key}.adapter", model.adapter, hf_config)
             check_adapter_rank(f"{key}.adapter: rank", rank, config.rollout)
             continue
-        if servers.backend != "vllm":
-            continue
-        resolve_vllm_model(key, servers, get_model_sizes(hf_config))
-        itemsize = getattr(torch, config.model.dtype).itemsize
-        least = model.max_context * count_kv_elements_per_token(hf_config, servers.tp) * itemsize
-        if servers.kv_cache_bytes < least:
-            raise ConfigError(
-                f"{key}.kv_cache_bytes={servers.kv_cache_bytes}: one conversation of "
-                f"max_context={model.max_context} tokens takes {least} bytes; allowed: at least as "
-                "many"
-            )
+        load_server_class(servers, key).check_model(servers, key, hf_config, detect_lane())
+        conversation = f"conversation of max_context={model.max_context} tokens"
+        _check_kv_cache(key, servers, config, hf_config, model.max_context, conversation)
 
 
 def _check_served_models(config: RLConfig) -> None:

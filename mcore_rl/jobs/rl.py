@@ -46,6 +46,7 @@ from mcore_rl.jobs.placement import (
     CPU_RESOURCE,
     Pools,
     build_pool_plans,
+    build_warm_engine,
     count_devices,
     detect_lane,
     get_device_resource,
@@ -176,13 +177,7 @@ def _warm_start(
     and import Megatron in them takes longer than the rest of a trainer's start.
     """
     warm = config.warm_start
-    engine = replace(
-        config.actor,
-        layout=warm.layout,
-        optimizer=warm.optimizer,
-        moe=replace(config.actor.moe, aux_loss_coef=warm.moe_aux_loss_coef, router_replay="off"),
-        lora=LoRAConfig(),  # adapters are trained by RL only
-    )
+    engine = build_warm_engine(config)
     path = output.folder / WARM_START
     with contextlib.ExitStack() as warm_stack:
         loss, spec = negative_log_likelihood, _build_engine_spec(config, engine, warm.num_steps)

@@ -18,7 +18,7 @@ from mcore_rl.algorithms.losses import linear_in_scores, negative_log_likelihood
 from mcore_rl.algorithms.preference import PREFERENCE_LOSSES
 from mcore_rl.checkpoint.run_checkpoints import RunCheckpoint
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.config.resolve_train import get_data_config, resolve_train
+from mcore_rl.config.resolve_train import get_data_config
 from mcore_rl.config.schema import (
     ConversationsConfig,
     DPOConfig,
@@ -54,16 +54,15 @@ from mcore_rl.jobs.placement import (
     get_device_resource,
     list_rank_nodes,
 )
-from mcore_rl.jobs.remote_paths import check_export, export_checkpoint, fetch_inputs
+from mcore_rl.jobs.remote_paths import check_export, export_checkpoint
 from mcore_rl.jobs.resume import check_data, find_checkpoint_on_nodes, get_end_step
 from mcore_rl.jobs.supervised_preflight import (
     TrainInputs,
     check_train_inputs,
     has_reference_model,
     needs_reference,
-    resolve_dtype,
+    resolve_for_device,
 )
-from mcore_rl.models.base import use_family
 from mcore_rl.observability.console import show_waiting
 from mcore_rl.observability.memory import PeakMemory
 from mcore_rl.observability.process import get_start_time
@@ -94,10 +93,7 @@ def run(config: TrainConfig) -> None:
         RunStopped: A signal has ended the run, which can be resumed.
     """
     started = get_start_time()
-    resolve_train(config)
-    config = fetch_inputs(config)
-    use_family(config.model.family)
-    config = resolve_dtype(config, detect_lane())
+    config = resolve_for_device(config)
     if torchrun.is_launched():
         _check_torchrun(config)
         if torchrun.get_rank():

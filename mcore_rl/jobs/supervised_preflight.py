@@ -16,14 +16,20 @@ from mcore_rl.checkpoint.hf import CheckpointReader, read_checkpoint_config
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.resolve import DTYPE_OF_LANE, list_test_files, list_train_files
 from mcore_rl.config.resolve_engine import resolve_schedule
-from mcore_rl.config.resolve_train import count_row_conversations, count_steps, get_data_config
+from mcore_rl.config.resolve_train import (
+    count_row_conversations,
+    count_steps,
+    get_data_config,
+    resolve_train,
+)
 from mcore_rl.config.schema import ConversationsConfig, DPOConfig, RMConfig, SFTConfig, TrainConfig
 from mcore_rl.data.examples import AnyExamples, ExampleFiles, load_conversations, load_pairs
 from mcore_rl.data.images import RowImages, load_row_images
 from mcore_rl.data.tokenizer import check_tokenizer_matches, load_tokenizer
-from mcore_rl.engine.base import check_engine_settings, load_backend
+from mcore_rl.engine.base import check_engine_settings, load_backend, use_engine_family
 from mcore_rl.jobs.placement import detect_lane
 from mcore_rl.jobs.preflight import require_rows
+from mcore_rl.jobs.remote_paths import fetch_inputs
 from mcore_rl.models.base import (
     SEQUENCE,
     HFConfig,
@@ -47,8 +53,21 @@ class TrainInputs:
     images: RowImages | None = None  # reader of the images of data rows
 
 
-def resolve_dtype(config: TrainConfig, device: str) -> TrainConfig:
-    """Replace model.dtype=auto by the dtype of the lane, "cpu" or "cuda"."""
+def resolve_for_device(config: TrainConfig) -> TrainConfig:
+    """Check the settings of a job; fill in the defaults that its engine and the device decide.
+
+    What can be wrong without the model is checked before the model is downloaded.
+
+    Raises:
+        ConfigError: A setting is wrong, or the engine or the device cannot do what it says.
+    """
+    resolve_train(config)
+    device = detect_lane()
+    model_type = "reward_model" if isinstance(config, RMConfig) else "language_model"
+    column = getattr(get_data_config(config), "images_column", "")
+    check_engine_settings("engine", config.engine, model_type, device, images_column=column)
+    config = fetch_inputs(config)
+    use_engine_family("engine", config.model, config.engine)
     if config.model.dtype != "auto":
         return config
     return replace(config, model=replace(config.model, dtype=DTYPE_OF_LANE[device]))
@@ -77,9 +96,6 @@ def check_train_inputs(config: TrainConfig) -> TrainInputs:
     """
     _check_functions(config)
     check_trackers(config.trainer.trackers)
-    model_type = "reward_model" if isinstance(config, RMConfig) else "language_model"
-    column = getattr(get_data_config(config), "images_column", "")
-    check_engine_settings("engine", config.engine, model_type, detect_lane(), images_column=column)
     hf_config = _check_model(config)
     tokenizer = load_tokenizer(config.model.path, config.model.chat_date)
     check_tokenizer_matches(tokenizer, get_field(hf_config, "vocab_size"))

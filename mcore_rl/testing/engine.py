@@ -26,7 +26,13 @@ from mcore_rl.checkpoint.hf import CheckpointReader
 from mcore_rl.config.errors import ConfigError, StateError
 from mcore_rl.config.schema import EngineConfig, Layout, ModelConfig, OptimizerConfig
 from mcore_rl.data.batch import Batch, Jagged
-from mcore_rl.engine.base import BaseEngine, EngineSpec, check_engine_settings, create_engine
+from mcore_rl.engine.base import (
+    BaseEngine,
+    EngineSpec,
+    check_engine_settings,
+    create_engine,
+    load_backend,
+)
 from mcore_rl.engine.steps import (
     build_loss_inputs,
     compute_learning_rate,
@@ -78,7 +84,8 @@ def check_engine(
         )
     spec = build_spec(backend, model_path, layout)
     check_engine_settings("engine", spec.engine, "language_model", detect_lane())
-    run_in_processes(backend, str(model_path), layout, timeout_s=timeout_s)
+    family = load_backend(spec.engine).family
+    run_in_processes(backend, str(model_path), layout, family, timeout_s=timeout_s)
 
 
 def run_in_processes(

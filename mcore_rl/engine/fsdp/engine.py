@@ -20,6 +20,8 @@ from mcore_rl.checkpoint.hf import CheckpointReader
 from mcore_rl.checkpoint.peft import Factors
 from mcore_rl.config.checks import check_divides
 from mcore_rl.config.errors import ConfigError
+from mcore_rl.config.resolve import TRANSFORMERS
+from mcore_rl.config.resolve_engine import resolve_fsdp
 from mcore_rl.config.schema import EngineConfig, LoRAConfig
 from mcore_rl.data.batch import Batch, Jagged
 from mcore_rl.data.images import ImageStore, ImageTokens
@@ -538,17 +540,7 @@ def _merge(
 def _check_settings(key: str, engine: EngineConfig, lane: str) -> None:
     """Check what can be checked without the model."""
     del lane
-    if engine.recompute.granularity == "selective":
-        raise ConfigError(
-            f"{key}.recompute.granularity='selective': fsdp recomputes whole layers; allowed: "
-            "'full', 'none'"
-        )
-    layout, replicas = engine.layout, engine.fsdp.num_replicas
-    if layout.world_size % (replicas * layout.ep):
-        raise ConfigError(
-            f"{key}.fsdp.num_replicas={replicas} with {key}.layout.ep={layout.ep}; allowed: a "
-            f"product that divides the {layout.world_size} ranks (dp * cp)"
-        )
+    resolve_fsdp(key, engine)
 
 
 def _check_model(key: str, engine: EngineConfig, hf_config: HFConfig) -> None:
@@ -583,6 +575,7 @@ BACKEND = Backend(
         "reward_model": FSDPRewardEngine,
     },
     takes_images=True,
+    family=TRANSFORMERS,
     settings=(
         "layout.dp",
         "layout.cp",

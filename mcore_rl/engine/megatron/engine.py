@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Collection, Iterator, Mapping
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,11 @@ from mcore_rl.algorithms.correction import find_gaps_beyond
 from mcore_rl.checkpoint.hf import CheckpointReader
 from mcore_rl.checkpoint.peft import Factors, check_targets
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.config.resolve_engine import resolve_model_engine, resolve_model_layout
+from mcore_rl.config.resolve_engine import (
+    resolve_megatron,
+    resolve_model_engine,
+    resolve_model_layout,
+)
 from mcore_rl.config.schema import EngineConfig
 from mcore_rl.data.batch import Batch
 from mcore_rl.engine.base import (
@@ -523,7 +528,8 @@ class RewardEngine(ValueEngine):
 
 
 def _check_settings(key: str, engine: EngineConfig, lane: str) -> None:
-    """Check that ranks on "cuda" or "cpu" can have the modules of the settings."""
+    """Check the settings, and that ranks on "cuda" or "cpu" can have the modules that they name."""
+    resolve_megatron(key, engine)
     device.choose_modules(engine.modules, lane, key)
 
 
@@ -549,6 +555,7 @@ BACKEND = Backend(
         "value_model": ValueEngine,
         "reward_model": RewardEngine,
     },
+    settings=tuple(field.name for field in fields(EngineConfig) if field.name != "fsdp"),
     check_settings=_check_settings,
     check_model=_check_model,
     rank_environment=device.build_rank_environment,

@@ -81,8 +81,8 @@ class _Response:
 class SGLangServer(GenerationServer):
     """A client of a server of SGLang, which it may start."""
 
-    engine_name = "SGLang"
-    features = ServerFeatures(tensor_parallel=True, sleep=True, updates_in_flight=True)
+    engine_name = display_name = "SGLang"
+    features = ServerFeatures(tensor_parallel=True, sleep=True, updates_in_flight=True, sglang=True)
 
     def __init__(self, spec: ServerSpec) -> None:
         super().__init__(spec)
@@ -151,6 +151,10 @@ class SGLangServer(GenerationServer):
                 f"{backend}: the package sglang is not installed; allowed: {key}.sglang.python of "
                 f"an environment that has it, or {key}.sglang.url of a server that runs"
             )
+
+    @classmethod
+    def get_kv_cache_bytes(cls, settings: RolloutConfig) -> int:
+        return 0 if settings.sglang.url else settings.kv_cache_bytes  # there it is the user's
 
     @property
     def is_dead(self) -> bool:

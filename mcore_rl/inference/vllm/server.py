@@ -17,12 +17,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-import numpy as np
 import torch
 
+from mcore_rl.config.checks import check_divides
 from mcore_rl.config.errors import ConfigError, PeerError, StateError
 from mcore_rl.config.schema import RolloutConfig
-from mcore_rl.data.sample import RoutedExperts
 from mcore_rl.data.tokenizer import has_tokenizer
 from mcore_rl.inference.lifecycle import ASLEEP, Call, State
 from mcore_rl.inference.protocol import (
@@ -38,7 +37,14 @@ from mcore_rl.inference.protocol import (
 )
 from mcore_rl.inference.vllm.images import RequestImages, check_prompt
 from mcore_rl.inference.vllm.processes import ServerNodes, StoppedProcesses
+from mcore_rl.inference.vllm.requests import (
+    build_completion,
+    build_request,
+    build_scores,
+    get_log_probs,
+)
 from mcore_rl.inference.vllm.trace import run_trace
+from mcore_rl.models.base import HFConfig, get_model_sizes
 from mcore_rl.observability.process import exempt_imports_from_gc
 from mcore_rl.parallel.rendezvous import RendezvousEndpoint
 from mcore_rl.weight_sync.receiver import check_same_shapes
@@ -46,8 +52,6 @@ from mcore_rl.weight_sync.spec import TransferSpec, WorkerLists
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.inputs.engine import TokensInput
-    from vllm.sampling_params import SamplingParams as EngineSampling
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
@@ -82,6 +86,7 @@ class VLLMServer(GenerationServer):
     """
 
     engine_name = "vLLM's engine"
+    display_name = "vLLM"
     features = ServerFeatures(
         weight_format="vllm",
         tensor_parallel=True,
@@ -151,6 +156,31 @@ class VLLMServer(GenerationServer):
             adapters=spec.adapters,
             images_folder=spec.images_folder,
         )
+
+    @classmethod
+    def check_model(
+        cls,
+        settings: RolloutConfig,
+        key: str,
+        hf_config: HFConfig,
+        device: str,
+        *,
+        records_experts: bool = False,
+    ) -> None:
+        """Check that vLLM can split the model; it replicates key/value heads over more ranks."""
+        sizes = get_model_sizes(hf_config)
+        if records_experts and sizes.is_mla and device == "cpu":
+            raise ConfigError(
+                "actor.moe.router_replay='rollout': vLLM on a CPU records no experts of models "
+                "with latent attention; allowed: 'off', 'record'"
+            )
+        check_divides(f"{key}.tp", settings.tp, "attention heads", sizes.num_attention_heads)
+        if settings.ep and not sizes.num_experts:
+            raise ConfigError(f"{key}.ep=true: the model has no experts; allowed: false")
+
+    @classmethod
+    def get_kv_cache_bytes(cls, settings: RolloutConfig) -> int:
+        return settings.kv_cache_bytes
 
     @property
     def is_headless(self) -> bool:
@@ -308,7 +338,7 @@ class VLLMServer(GenerationServer):
             async for output in self._generate(prompt_ids, request_id, **asdict(sampling)):
                 last = output
             get_reason, experts_from = self._images.get_finish_reason, sampling.experts_from
-            return [_build_completion(o, get_reason(o), experts_from) for o in last.outputs]
+            return [build_completion(o, get_reason(o), experts_from) for o in last.outputs]
 
     async def stream(
         self, prompt_ids: list[int], sampling: SamplingParams, *, request_id: str = ""
@@ -320,7 +350,7 @@ class VLLMServer(GenerationServer):
             async for output in self._generate(prompt_ids, request_id, **arguments):
                 for new in output.outputs:
                     reason, ids = self._images.get_finish_reason(new), list(new.token_ids)
-                    yield NewTokens(new.index, ids, _get_log_probs(new), reason)
+                    yield NewTokens(new.index, ids, get_log_probs(new), reason)
 
     async def abort(self, request_id: str) -> None:
         if engine_id := self._engine_ids.get(request_id):
@@ -348,7 +378,7 @@ class VLLMServer(GenerationServer):
         async with self._request_gate.run_request():
             async for output in self._generate(token_ids, **_SCORING):
                 last = output
-            return _build_scores(token_ids[1:], last.prompt_logprobs[1:])
+            return build_scores(token_ids[1:], last.prompt_logprobs[1:])
 
     async def decode(self, prompt_ids: list[int], num_tokens: int, seed: int) -> TokenScores:
         """Sample `num_tokens` at temperature 1, also past an end of sequence, and score them.
@@ -365,7 +395,7 @@ class VLLMServer(GenerationServer):
             }
             async for last in self._generate(prompt_ids, **sampling):
                 (output,) = last.outputs
-            return _build_scores(list(output.token_ids), output.logprobs)
+            return build_scores(list(output.token_ids), output.logprobs)
 
     async def trace(self, token_ids: list[int]) -> dict[str, torch.Tensor]:
         """Return each module's output in a prefill: float32 [tokens, dim], on the CPU.
@@ -397,7 +427,7 @@ class VLLMServer(GenerationServer):
     async def _generate(
         self, prompt_ids: list[int], request_id: str = "", **sampling: Any
     ) -> AsyncIterator[Any]:
-        """Yield vLLM's outputs of one request. `sampling` as in `_build_request`, and images."""
+        """Yield vLLM's outputs of one request. `sampling` as in `build_request`, and images."""
         images, adapter = sampling.pop("images", ()), sampling.pop("adapter", "")
         if adapter not in self._adapter_requests:
             allowed = ", ".join(self._adapters) or "none, as the server has none"
@@ -405,7 +435,7 @@ class VLLMServer(GenerationServer):
         # A new namespace after each update: no request reads the cache of older weights.
         sampling["cache"] = f"{sampling.get('cache', '')}@{self._num_updates}"
         sampling["stop_token_ids"] = sorted(self._images.token_ids)
-        prompt, parameters = _build_request(prompt_ids, **sampling)
+        prompt, parameters = build_request(prompt_ids, **sampling)
         prompt = self._images.add(prompt, images)
         engine_id = f"{request_id}#{next(self._request_ids)}"
         self._engine_ids[request_id or engine_id] = engine_id
@@ -598,66 +628,6 @@ def _build_timeout_arguments(timeout_s: float | None) -> dict[str, Any]:
     os.environ["VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS"] = str(seconds)
     names = "distributed_timeout_seconds", "cpu_distributed_timeout_seconds"
     return dict.fromkeys(names, seconds)
-
-
-def _build_request(prompt_ids: list[int], **sampling: Any) -> tuple[TokensInput, EngineSampling]:
-    """Return vLLM's prompt and sampling parameters.
-
-    Args:
-        sampling: Fields of vLLM's SamplingParams, with `output_kind` by name; `cache`, the salt of
-            the prefix cache; `experts_from`, see our SamplingParams. None returns the experts of
-            the response only, if the server records any.
-    """
-    from vllm.inputs.engine import tokens_input
-    from vllm.sampling_params import RequestOutputKind, SamplingParams
-
-    kind = RequestOutputKind[sampling.pop("output_kind", "FINAL_ONLY")]
-    salt, stop = sampling.pop("cache", ""), list(sampling.pop("stop", ()))
-    experts_from = sampling.pop("experts_from", None)
-    parameters = SamplingParams(
-        **{"logprobs": 0} | sampling,  # 0: of the sampled token only
-        stop=stop,
-        detokenize=bool(stop),  # vLLM looks for stop strings in decoded text, which takes time
-        skip_special_tokens=False,  # as agent loops decode
-        output_kind=kind,
-        routed_experts_prompt_start=len(prompt_ids) if experts_from is None else experts_from,
-    )
-    # An engine input skips the thread that a prompt goes through.
-    return tokens_input(prompt_ids, cache_salt=salt or None), parameters
-
-
-def _build_completion(output: Any, reason: str, experts_from: int | None = None) -> Completion:
-    """Convert one of vLLM's CompletionOutputs, which has ended for this reason."""
-    if output.finish_reason not in ("stop", "length", "abort"):
-        raise RuntimeError(f"vLLM ended a request with {output.finish_reason!r}")
-    token_ids = list(output.token_ids)
-    versions = [int(s.version) for s in output.weight_versions or () for _ in range(s.start, s.end)]
-    stop = output.stop_reason if isinstance(output.stop_reason, str) else ""
-    experts = None
-    if experts_from is not None and output.routed_experts is not None:
-        ids = output.routed_experts  # uint8 or uint16, which torch cannot index with
-        ids = ids if ids.dtype == np.uint8 else ids.astype(np.int16)
-        experts = RoutedExperts(experts_from, ids)
-    return Completion(token_ids, _get_log_probs(output), reason, versions, stop, experts)
-
-
-def _get_log_probs(output: Any) -> list[float]:
-    """Return the log-prob of each token of one of vLLM's CompletionOutputs."""
-    pairs = zip(output.logprobs, output.token_ids, strict=True)
-    return [entries[token].logprob for entries, token in pairs]
-
-
-def _build_scores(token_ids: list[int], logprobs: Any) -> TokenScores:
-    """Build scores from vLLM's Logprob entries by token id, per position.
-
-    Each position has the entries of its token and of the most likely one.
-    """
-    pairs = zip(logprobs, token_ids, strict=True)
-    log_probs = [entries[token].logprob for entries, token in pairs]
-    top_ids = [
-        next(token for token, entry in entries.items() if entry.rank == 1) for entries in logprobs
-    ]
-    return TokenScores(token_ids, log_probs, top_ids)
 
 
 async def _call_workers(

@@ -16,7 +16,6 @@ import torch
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.resolve import MAX_SEED, resolve, resolve_for_lane
 from mcore_rl.config.resolve_engine import ModelSizes
-from mcore_rl.config.resolve_rollout import resolve_vllm_model
 from mcore_rl.config.schema import (
     AlgorithmConfig,
     AsynchronousConfig,
@@ -28,7 +27,6 @@ from mcore_rl.config.schema import (
     PlacementConfig,
     RewardConfig,
     RLConfig,
-    RolloutConfig,
     TrainerConfig,
 )
 
@@ -188,7 +186,6 @@ BAD = [
         {"placement__rollout": "shared", "weight_sync__method": "disaggregated"},
         "placement.rollout='shared': the servers are on the actor's devices",
     ),
-    ({"actor__modules": "apex"}, "actor.modules='apex'; allowed: 'auto', 'te', 'torch'"),
     (
         {"rollout__cores": "0|1"},
         "rollout.cores='0|1' must list the cores of each of a node's 1 workers of a server",
@@ -462,11 +459,6 @@ DENSE = ModelSizes(
     expert_ffn_size=0,
     num_layers=12,
 )
-
-
-def test_vllm_needs_experts_for_expert_parallelism():
-    with pytest.raises(ConfigError, match=re.escape("rollout.ep=true: the model has no experts")):
-        resolve_vllm_model("rollout", RolloutConfig(ep=True), DENSE)
 
 
 def test_every_setting_has_a_default():

@@ -11,7 +11,9 @@ from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.resolve_engine import (
     ModelSizes,
     resolve_engine,
+    resolve_fsdp,
     resolve_layout,
+    resolve_megatron,
     resolve_model_engine,
     resolve_model_layout,
 )
@@ -73,6 +75,10 @@ BAD_SETTINGS = [
     ({"optimizer.schedule": "wsd"}, "k.optimizer.wsd_decay_steps=0 with k.optimizer.schedule="),
     ({"optimizer.wsd_decay_steps": 5}, "k.optimizer.wsd_decay_steps=5 with k.optimizer.schedule="),
     ({"optimizer.beta2": 1.0}, "k.optimizer.beta2=1.0; allowed: 0 up to, not including, 1"),
+]
+
+BAD_MEGATRON_SETTINGS = [
+    ({"modules": "apex"}, "k.modules='apex'; allowed: 'auto', 'te', 'torch'"),
     ({"moe.dispatcher": "flood"}, "k.moe.dispatcher='flood'; allowed: 'alltoall', 'allgather'"),
     ({"moe.dispatcher": "allgather", "layout.pp": 2}, "k.moe.dispatcher='allgather' with k.layout"),
     ({"moe.aux_loss": "seq_aux_loss"}, "k.moe.aux_loss='seq_aux_loss'; allowed: 'aux_loss', 'glo"),
@@ -136,7 +142,8 @@ def engine(changes):
 
 
 def test_the_defaults_resolve():
-    resolve_engine("k", EngineConfig())
+    for resolve in (resolve_engine, resolve_megatron, resolve_fsdp):
+        resolve("k", EngineConfig())
     resolve_model_engine("k", EngineConfig(), DENSE)
 
 
@@ -173,6 +180,15 @@ def test_a_layout_that_divides_is_accepted(layout):
 def test_a_bad_engine_setting_is_named(changes, message):
     with pytest.raises(ConfigError, match=re.escape(message)):
         resolve_engine("k", engine(changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"), BAD_MEGATRON_SETTINGS, ids=[m for _, m in BAD_MEGATRON_SETTINGS]
+)
+def test_a_bad_setting_of_megatron_is_named(changes, message):
+    resolve_engine("k", engine(changes))  # other engines may read it in their own way
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        resolve_megatron("k", engine(changes))
 
 
 @pytest.mark.parametrize(

@@ -13,10 +13,10 @@ import torch.distributed as dist
 
 from mcore_rl.cli.compose import compose_config
 from mcore_rl.config.errors import ConfigError, StateError
-from mcore_rl.config.resolve import resolve
 from mcore_rl.config.resolve_engine import resolve_engine
 from mcore_rl.config.schema import (
     EngineConfig,
+    FSDPConfig,
     Layout,
     ModelConfig,
     MoEConfig,
@@ -31,10 +31,12 @@ from mcore_rl.engine.base import (
     check_engine_settings,
     create_engine,
     load_backend,
+    use_engine_family,
 )
 from mcore_rl.engine.steps import compute_learning_rate
-from mcore_rl.jobs.preflight import check_existing_inputs
-from mcore_rl.jobs.supervised_preflight import check_train_inputs
+from mcore_rl.jobs.placement import check_engines, resolve_for_nodes
+from mcore_rl.jobs.supervised_preflight import resolve_for_device
+from mcore_rl.models.base import get_user_family, use_family
 
 ROOT = Path(__file__).parents[3]
 HF_BACKEND = f"{ROOT / 'examples/hf_engine.py'}:BACKEND"
@@ -119,10 +121,9 @@ def test_settings_that_an_engine_reads_and_those_of_its_processes_are_its_own(pa
     config = EngineConfig(
         backend=f"{path}:BACKEND", layout=Layout(dp=4), optimizer=optimizer, threads_per_rank=3
     )
-    resolve_engine("actor", config)
     check_engine_settings("actor", config, "language_model", "cpu")
     with pytest.raises(ConfigError, match=r"actor.optimizer.cpu_offload=true needs"):
-        resolve_engine("actor", replace(config, backend="megatron"))
+        check_engine_settings("actor", replace(config, backend="megatron"), "language_model", "cpu")
 
 
 @pytest.mark.parametrize(
@@ -134,9 +135,16 @@ def test_settings_that_an_engine_reads_and_those_of_its_processes_are_its_own(pa
     ],
 )
 def test_rules_of_megatrons_settings_hold_for_megatron_alone(path, config):
-    resolve_engine("actor", replace(config, backend=f"{path}:OPEN"))
+    own = replace(config, backend=f"{path}:OPEN")
+    check_engine_settings("actor", own, "language_model", "cpu")
     with pytest.raises(ConfigError):
-        resolve_engine("actor", config)
+        check_engine_settings("actor", config, "language_model", "cpu")
+
+
+def test_settings_of_fsdp_are_refused_with_megatron():
+    config = EngineConfig(fsdp=FSDPConfig(num_replicas=2))
+    with pytest.raises(ConfigError, match=r"actor.fsdp.num_replicas=2: megatron does not read it"):
+        check_engine_settings("actor", config, "language_model", "cpu")
 
 
 QUICKSTART = (
@@ -145,11 +153,12 @@ QUICKSTART = (
 )  # fmt: skip
 
 
+MEGATRON = ("actor.backend=megatron", "warm_start.layout.dp=2")
+
+
 def check(*overrides: str) -> None:
-    """Check a job before it starts, as a dry run does."""
-    config = compose_config(RLConfig, [*QUICKSTART, *overrides])
-    resolve(config)
-    check_existing_inputs(config)
+    """Check the settings of a job, as a run does before it fetches a model."""
+    resolve_for_nodes(compose_config(RLConfig, [*QUICKSTART, *overrides]))
 
 
 @pytest.mark.parametrize(
@@ -172,6 +181,25 @@ def check(*overrides: str) -> None:
             r"reward_model.backend='.*' has no engine of 'reward_model'; allowed: language_model$",
         ),
         (("warm_start.num_steps=0", "actor.lora.rank=4"), r"^actor.lora.rank=4: .*allowed: 0$"),
+        (
+            (*MEGATRON, "warm_start.optimizer.cpu_offload=true"),
+            r"^warm_start.optimizer.cpu_offload=true needs warm_start.optimizer.distributed=true;",
+        ),
+        (
+            (*MEGATRON, "actor.moe.dispatcher=allgather", "warm_start.layout.pp=2"),
+            r"^warm_start.moe.dispatcher='allgather' with warm_start.layout.pp=2: packs of a",
+        ),
+        (
+            (
+                *MEGATRON, "actor.modules=tee", "task.name=''", "model.path=hf:no/such",
+                "data.train_file=x", "data.test_file=x", "warm_start.train_file=x",
+            ),
+            r"^actor.modules='tee'; allowed: 'auto', 'te', 'torch'$",
+        ),
+        (
+            ("actor.backend=fsdp", "warm_start.moe_aux_loss_coef=0", "warm_start.layout.tp=2"),
+            r"^warm_start.layout.tp=2: actor.backend='fsdp' does not read it; allowed: 1$",
+        ),
     ],
 )  # fmt: skip
 def test_a_job_checks_the_backend_of_every_role(overrides, message):
@@ -271,10 +299,34 @@ def test_images_for_an_engine_that_reads_none_are_refused(check, backend, tmp_pa
     with pytest.raises(ConfigError, match=r"'pictures': .*backend=.* takes no images"):
         if check == "rl":
             config = compose_config(RLConfig, ["recipe=quickstart_images", *settings])
-            check_existing_inputs(replace(config, actor=EngineConfig(backend=backend)))
+            check_engines(replace(config, actor=EngineConfig(backend=backend)), "cpu")
         else:
-            config = compose_config(SFTConfig, settings)
-            check_train_inputs(replace(config, engine=EngineConfig(backend=backend)))
+            config = compose_config(SFTConfig, [*settings, "data.train_file=rows.jsonl"])
+            resolve_for_device(replace(config, engine=EngineConfig(backend=backend)))
+
+
+@pytest.mark.parametrize(
+    ("backend", "given", "family"),
+    [
+        ("megatron", "", ""),
+        ("fsdp", "", "transformers"),
+        ("fsdp", f"{ROOT}/examples/my_family.py:FAMILY", f"{ROOT}/examples/my_family.py:FAMILY"),
+        ("{file}:OPEN", "", ""),
+        ("{file}:ANY", "", "transformers"),
+    ],
+)
+def test_the_family_of_a_model_is_that_of_the_settings_or_else_of_the_engine(
+    tmp_path, backend, given, family
+):
+    any_model = 'ANY = Backend(OTHER, family="transformers")\n'
+    (tmp_path / "mine.py").write_text(ENGINE + any_model)
+    model = ModelConfig(family=given)
+    engine = EngineConfig(backend=backend.format(file=tmp_path / "mine.py"))
+    try:
+        use_engine_family("actor", model, engine)
+        assert model.family == get_user_family() == family
+    finally:
+        use_family("")
 
 
 def test_an_engine_of_a_user_may_take_images(tmp_path):

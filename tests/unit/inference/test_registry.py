@@ -7,12 +7,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import transformers
 
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.resolve import resolve, resolve_for_lane
-from mcore_rl.config.schema import RLConfig, RolloutConfig
+from mcore_rl.config.schema import RLConfig, RolloutConfig, SGLangConfig
 from mcore_rl.inference.protocol import ServerSpec
-from mcore_rl.inference.registry import BACKENDS, check_server_settings, create_server
+from mcore_rl.inference.registry import (
+    BACKENDS,
+    check_server_settings,
+    create_server,
+    load_server_class,
+)
 from mcore_rl.inference.vllm.server import VLLMServer
 from mcore_rl.jobs.preflight import check_servers
 
@@ -120,6 +126,53 @@ def test_a_setting_that_needs_a_feature_is_refused_by_name(tmp_path, missing, se
     resolve(config)
     with pytest.raises(ConfigError, match=re.escape(message)):
         check_servers(resolve_for_lane(config, "cpu"))
+
+
+CONFIG = transformers.Qwen3Config(
+    num_attention_heads=12, num_key_value_heads=4, architectures=["Qwen3ForCausalLM"]
+).to_dict()
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"ep": True}, "k.ep=true: the model has no experts; allowed: false"),
+        ({"tp": 5}, "k.tp=5 does not divide the model's 12 attention heads"),
+        ({"tp": 12}, ""),  # with copies of the 4 key/value heads
+    ],
+)
+@pytest.mark.parametrize("backend", ["vllm", "{file}"])
+def test_vllm_checks_the_model_and_a_server_of_a_file_takes_any(
+    tmp_path, backend, settings, message
+):
+    own = write_backend(tmp_path, f"{ALL}, tensor_parallel=True")
+    config = RolloutConfig(backend=backend.format(file=own), **settings)
+    server_class = load_server_class(config, "k")
+    if message and backend == "vllm":
+        with pytest.raises(ConfigError, match=re.escape(message)):
+            server_class.check_model(config, "k", CONFIG, "cpu")
+    else:
+        server_class.check_model(config, "k", CONFIG, "cpu")
+
+
+@pytest.mark.parametrize(
+    ("backend", "url", "num_bytes"),
+    [("vllm", "", 9), ("sglang", "", 9), ("sglang", "http://x:1", 0), ("{file}", "", 0)],
+)
+def test_a_server_says_what_its_kv_cache_takes(tmp_path, backend, url, num_bytes):
+    backend = backend.format(file=write_backend(tmp_path))
+    settings = RolloutConfig(backend=backend, kv_cache_bytes=9, sglang=SGLangConfig(url=url))
+    assert load_server_class(settings).get_kv_cache_bytes(settings) == num_bytes
+
+
+def test_a_server_of_a_file_may_read_the_settings_of_sglang(tmp_path):
+    sglang = SGLangConfig(url="http://127.0.0.1:30000")
+    settings = RolloutConfig(backend=write_backend(tmp_path), sglang=sglang)
+    with pytest.raises(ConfigError, match=r"rollout.sglang=.* has no part in rollout.backend='/"):
+        check_server_settings(settings, device="cpu")
+    (tmp_path / "other").mkdir()
+    settings.backend = write_backend(tmp_path / "other", f"{ALL}, sglang=True")
+    check_server_settings(settings, device="cpu")
 
 
 def test_a_server_over_nodes_needs_the_feature(tmp_path):

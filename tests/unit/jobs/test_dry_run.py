@@ -116,6 +116,32 @@ def test_a_users_engine_is_planned_for_without_sharding(place, monkeypatch, capf
     assert "actor.layout.tp=2: " in err and "does not read it; allowed: 1\n" in err
 
 
+SERVER = """
+from mcore_rl.examples.hf_server import HFServer
+
+class Cached(HFServer):
+    {name}
+
+    @classmethod
+    def get_kv_cache_bytes(cls, settings):
+        return settings.kv_cache_bytes
+"""
+
+
+@pytest.mark.parametrize("name", ["Cached", "Fast"])
+def test_a_server_of_a_user_is_planned_for_by_what_it_says(place, monkeypatch, capfd, name):
+    """Its name, and its KV cache, which has to hold a sequence."""
+    line = "..." if name == "Cached" else f'display_name = "{name}"'
+    Path("cached.py").write_text(SERVER.format(name=line))
+    settings = *SETTINGS, "rollout.backend=cached.py:Cached", "rollout.kv_cache_bytes=3000000"
+    status, out, err = dry_run(monkeypatch, capfd, *settings)
+    assert (status, err) == (0, "")
+    assert f"rollout: 1 rank, tp=1 (generation: 1 {name} server)\n" in out
+    assert re.search(r"^rollout +0\.0\d+ +0\.003 +0\.\d+ *$", out, re.M), out
+    status, _, err = dry_run(monkeypatch, capfd, *settings, "rollout.kv_cache_bytes=9")
+    assert (status, "rollout.kv_cache_bytes=9: one sequence of data.max_" in err) == (2, True), err
+
+
 @pytest.mark.parametrize(
     ("settings", "line"),
     [

@@ -8,6 +8,9 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
+from mcore_rl.config.resolve_engine import BACKENDS
+from mcore_rl.config.resolve_rollout import SERVER_BACKENDS
+
 ROOT = Path(__file__).resolve().parents[3]
 LINKED = ("benchmarks", "configs", "examples", "models")  # into the package
 SOURCES = ("mcore_rl", "benchmarks", "examples", "models", "tests")
@@ -102,3 +105,63 @@ def test_standard_output_has_one_console() -> None:
         if not any(keyword.arg in ("file", "stderr", "width") for keyword in node.keywords)
     ]
     assert calls == []
+
+
+# Where a name becomes a backend; elsewhere a backend says of itself what differs.
+REGISTRIES = ("mcore_rl/engine/base.py", "mcore_rl/inference/registry.py")
+
+
+def list_backend_comparisons(source: str) -> list[int]:
+    """Return the lines that compare a backend with anything but another one.
+
+    That is an attribute `backend`, or a variable of that name beside the name of a backend.
+    """
+
+    def is_backend(node: ast.AST) -> bool:
+        return isinstance(node, ast.Attribute) and node.attr == "backend"
+
+    lines = []
+    for node in ast.walk(ast.parse(source)):
+        match node:
+            case ast.Compare(left=left, comparators=others):
+                sides = [is_backend(side) for side in (left, *others)]
+                is_variable = "backend" in [ast.unparse(side) for side in (left, *others)]
+                texts = {part.value for part in ast.walk(node) if isinstance(part, ast.Constant)}
+                is_named = is_variable and texts & {*BACKENDS, *SERVER_BACKENDS}
+                if is_named or (any(sides) and not all(sides)):
+                    lines.append(node.lineno)
+            case ast.Match(subject=subject) if is_backend(subject):
+                lines.append(node.lineno)
+            case ast.Call(func=ast.Attribute(value=value)) if is_backend(value):
+                if node.func.attr in ("startswith", "endswith", "__eq__"):
+                    lines.append(node.lineno)
+    return lines
+
+
+@pytest.mark.parametrize(
+    ("source", "lines"),
+    [
+        ("x = config.backend\nif config.backend == 'fsdp': pass", [2]),
+        ("x = 1 if FSDP != a.b.backend else 2", [1]),
+        ("x = servers.backend not in ('vllm', 'sglang')", [1]),
+        ("match engine.backend:\n    case 'fsdp': pass", [1]),
+        ("x = engine.backend.startswith('fs')", [1]),
+        ("backend = a.backend\nx = backend in ('vllm',)", [2]),
+        ("x = backend == 'nccl', backend in SERVER_BACKENDS", []),
+        ("x = a.backend == b.backend", []),
+        ("x = {'vllm': 1}[servers.backend], f(a.backend, 'fsdp')", []),
+    ],
+)
+def test_a_comparison_of_a_backend_is_noticed(source: str, lines: list[int]) -> None:
+    assert list_backend_comparisons(source) == lines
+
+
+def test_only_registries_compare_the_name_of_a_backend() -> None:
+    comparisons = [
+        f"{path.relative_to(ROOT)}:{line}"
+        for source in ("mcore_rl", "benchmarks", "examples", "models")
+        for path in (ROOT / source).rglob("*.py")
+        if str(path.relative_to(ROOT)) not in REGISTRIES
+        for line in list_backend_comparisons(path.read_text())
+    ]
+    assert comparisons == []

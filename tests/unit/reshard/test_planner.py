@@ -27,6 +27,7 @@ from mcore_rl.reshard.layout import (
 )
 from mcore_rl.reshard.planner import Devices, Plan, TransferRequirements, assign_hosts
 from mcore_rl.reshard.rules import LogicalTensor, Replicated, Shard, Weight
+from mcore_rl.weight_sync.spec import build_training_side
 from tests.nightly import all_but
 
 NUM_TRIPLES = 560
@@ -189,32 +190,66 @@ def test_the_triples_cover_every_axis_and_both_modes():
 @pytest.mark.parametrize("start", all_but((0, 280), range(0, NUM_TRIPLES, 40)))
 def test_a_plan_writes_each_element_once_and_receives_what_is_missing_and_no_more(start):
     for case in triples()[start : start + 40]:
-        (training, rules), (served, vllm_rules) = case.sides
-        tensors = number_elements((*rules, *vllm_rules))
-        sources = compute_parameters(training, rules, tensors)
-        wanted = compute_parameters(served, vllm_rules, tensors)
-        bounds = compute_lower_bounds(case, tensors, sources, wanted)
-        plan = case.plan
-        totals = plan.compute_totals()
-        sent = [0] * training.world_size
-        for rank, parameters in enumerate(wanted):
-            filled = {name: np.zeros_like(array) for name, array in parameters.items()}
-            received = 0
-            for copy in plan.list_received(rank):
-                part = sources[copy.source_rank][copy.source][
-                    build_slices(copy.source_offset, copy.box)
-                ]
-                target = filled[copy.target][build_slices(copy.target_offset, copy.box)]
-                assert not target.any(), "written twice"
-                target[...] = part
-                assert (part == tensors[copy.tensor][copy.box.slices]).all()
-                if case.devices.training[copy.source_rank] != case.devices.generation[rank]:
-                    received += copy.num_bytes
-                    sent[copy.source_rank] += copy.num_bytes
-            for name, array in parameters.items():
-                assert np.array_equal(filled[name], array), name
-            assert received == totals.received[rank] == bounds[rank]
-        assert tuple(sent) == totals.sent
+        check_plan(case)
+
+
+@pytest.mark.parametrize(
+    ("model", "layout", "num_replicas", "generation"),
+    [
+        ("qwen3", Layout(dp=3), 1, GenerationLayout(tp=2)),
+        ("llama", Layout(dp=2, cp=2), 2, GenerationLayout(tp=4)),
+        ("qwen3_moe", Layout(dp=4, ep=2), 1, GenerationLayout(tp=2, ep=2)),
+        ("deepseek_v3", Layout(dp=4, ep=2), 2, GenerationLayout(tp=2, dp=2)),
+    ],
+)
+@pytest.mark.parametrize("is_shared", [False, True])
+def test_rows_of_fsdp_are_received_where_they_are_missing_and_no_more(
+    model, layout, num_replicas, generation, is_shared
+):
+    architecture, fields = MODELS[model]
+    config = COMMON | fields | {
+        "architectures": [architecture], "model_type": model, "num_hidden_layers": 3,
+    }  # fmt: skip
+    training, rules = build_training_side(config, layout, 0, "rows", num_replicas)
+    sizes, vllm_weights = get_model_sizes(config), get_family(config).vllm_weights
+    assert vllm_weights is not None
+    served = GenerationRanks(generation, sizes.num_layers, sizes.num_experts)
+    worlds = training.world_size, served.world_size
+    devices = Devices.disaggregated(*worlds, 8)
+    if is_shared:
+        devices = Devices.colocated(tuple(range(worlds[1])), worlds[0], 8)
+    sides = (training, tuple(rules)), (served, vllm_weights(config))
+    check_plan(Case(model, layout, generation, devices, sides))
+
+
+def check_plan(case: Case) -> None:
+    """Check that each element is written once, and that a rank receives what it does not hold."""
+    (training, rules), (served, vllm_rules) = case.sides
+    tensors = number_elements((*rules, *vllm_rules))
+    sources = compute_parameters(training, rules, tensors)
+    wanted = compute_parameters(served, vllm_rules, tensors)
+    bounds = compute_lower_bounds(case, tensors, sources, wanted)
+    plan = case.plan
+    totals = plan.compute_totals()
+    sent = [0] * training.world_size
+    for rank, parameters in enumerate(wanted):
+        filled = {name: np.zeros_like(array) for name, array in parameters.items()}
+        received = 0
+        for copy in plan.list_received(rank):
+            part = sources[copy.source_rank][copy.source][
+                build_slices(copy.source_offset, copy.box)
+            ]
+            target = filled[copy.target][build_slices(copy.target_offset, copy.box)]
+            assert not target.any(), "written twice"
+            target[...] = part
+            assert (part == tensors[copy.tensor][copy.box.slices]).all()
+            if case.devices.training[copy.source_rank] != case.devices.generation[rank]:
+                received += copy.num_bytes
+                sent[copy.source_rank] += copy.num_bytes
+        for name, array in parameters.items():
+            assert np.array_equal(filled[name], array), name
+        assert received == totals.received[rank] == bounds[rank]
+    assert tuple(sent) == totals.sent
 
 
 def compute_lower_bounds(case: Case, tensors, sources, wanted) -> list[int]:
