@@ -47,7 +47,7 @@ except (AssertionError, RuntimeError) as error:
 def test_cuda_means_the_cpu_and_what_is_not_replaced_is_an_error_of_torch():
     ended = subprocess.run([sys.executable, "-c", _PROGRAM], capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr
-    assert "CUDA" in ended.stdout
+    assert "CUDA" in ended.stdout or "NVIDIA" in ended.stdout  # of a build without or with CUDA
 
 
 @pytest.mark.parametrize(
@@ -178,8 +178,8 @@ def test_a_driver_without_a_gpu_leaves_transformer_engine_to_nodes_with_one(lane
 
 def test_another_megatron_is_refused_by_name(monkeypatch):
     device._check_megatron()
-    monkeypatch.setattr(package_info, "__version__", "0.19.2")
+    monkeypatch.setattr(package_info, "__version__", "0.16.1")
     with pytest.raises(
-        ConfigError, match=r"^megatron-core 0.19.2 is installed; supported: 0.16.1$"
+        ConfigError, match=r"^megatron-core 0.16.1 is installed; supported: 0.19.2$"
     ):
         device._check_megatron()

@@ -67,7 +67,9 @@ def wrappers() -> list[tuple[str, str, ast.Call]]:
             found += [
                 (node.name, base.rpartition(".")[2], call)
                 for call in ast.walk(node)
-                if isinstance(call, ast.Call) and ast.unparse(call.func) == "super().__init__"
+                if isinstance(call, ast.Call)
+                and ast.unparse(call.func) == "super().__init__"
+                and keywords(call)  # or they are handed on
             ]
     return found
 
@@ -80,7 +82,7 @@ def wrappers() -> list[tuple[str, str, ast.Call]]:
 def test_the_layers_of_megatron_hand_over_what_those_of_transformer_engine_take(
     wrapper, base, call
 ):
-    assert keywords(call) and keywords(call) <= set(MODULES["transformer_engine.pytorch"][base])
+    assert keywords(call) <= set(MODULES["transformer_engine.pytorch"][base])
 
 
 def test_the_layers_that_this_engine_builds_are_among_them():
@@ -109,12 +111,14 @@ def test_megatrons_own_flag_still_demands_apex_for_the_output_layer():
 @pytest.mark.parametrize("name", ["LayerNorm", "RMSNorm"])
 def test_norms_are_made_with_what_they_take(name):
     takes = set(MODULES["transformer_engine.pytorch"][name])
-    calls = [
+    [norm] = [n for n in ast.walk(EXTENSION) if isinstance(n, ast.ClassDef) and n.name == "TENorm"]
+    [call] = [
         node
-        for node in ast.walk(EXTENSION)
-        if isinstance(node, ast.Call) and ast.unparse(node.func) == f"te.pytorch.{name}"
+        for node in ast.walk(norm)
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "norm_module"
     ]
-    assert calls and all(keywords(call) <= takes for call in calls)
+    assert keywords(call) <= takes
+    assert f"norm_module = te.pytorch.{name}" in ast.unparse(norm)
 
 
 def inference_imports() -> list[tuple[str, str]]:
