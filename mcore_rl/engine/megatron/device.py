@@ -126,6 +126,7 @@ def install(num_threads: int, modules: str = "auto", *, on_cpu: bool = False) ->
         if _modules == "torch":
             _use_torch_modules()
             _use_foreach_norm()
+        _keep_plain_queries()
         return
     _cuda = _CPU
     _patch_torch()
@@ -136,6 +137,7 @@ def install(num_threads: int, modules: str = "auto", *, on_cpu: bool = False) ->
         choose_modules(modules)
         _patch_megatron()
         _use_torch_modules()
+        _keep_plain_queries()
 
 
 def _import_transformer_engine() -> None:
@@ -295,6 +297,22 @@ def _use_torch_modules() -> None:
     _replace(multi_latent_attention, "TELinear", layers.ReplicatedLinear)
     # moe_utils.py:1192 reads a name that its failed import (line 20) never bound.
     moe_utils.te_general_gemm = None
+
+
+def _keep_plain_queries() -> None:
+    """Project queries without a norm where they have no latents (DeepSeek-V2-Lite, Moonlight).
+
+    transformer/mla_qk_norm_config.py:148 builds a second norm into that projection if latents of
+    keys and values have one.
+    """
+    from megatron.core.transformer import multi_latent_attention
+
+    class Resolver(multi_latent_attention.QKNormConfigResolver):  # type: ignore[misc, name-defined]
+        def resolve(self) -> dict[str, Any]:
+            modules: dict[str, Any] = super().resolve()
+            return modules if self.has_q_lora else {**modules, "linear_q_proj": self.linear_impl}
+
+    _replace(multi_latent_attention, "QKNormConfigResolver", Resolver)
 
 
 def _use_foreach_norm() -> None:
