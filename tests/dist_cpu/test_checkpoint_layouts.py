@@ -7,13 +7,18 @@ layout.
 
 from __future__ import annotations
 
+import json
 import random
 import resource
+import tarfile
 import time
+import zlib
 from collections.abc import Sequence
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import meta_model_jobs
 import numpy as np
 import optimizer_jobs as jobs
 import pytest
@@ -21,8 +26,10 @@ import ranks
 import tiny_models
 import torch
 import torch.distributed as dist
+import transformers
 
-from mcore_rl.checkpoint.files import check_checkpoint
+from mcore_rl.checkpoint import files
+from mcore_rl.checkpoint.files import check_checkpoint, read_checkpoint_info
 from mcore_rl.checkpoint.torch_dist import DistReader
 from mcore_rl.config.schema import Layout
 from mcore_rl.data.batch import Batch
@@ -156,7 +163,7 @@ def test_the_state_is_the_same_in_another_layout_and_so_are_the_steps_after_it(
     found = loaded(model, LAYOUTS[target], batch, first, again, distributed)
 
     assert_same_state(first, again)
-    assert_same_steps(written, found, loss=1e-6, grad_norm=1e-4)
+    assert_same_steps(steps_of(written)[2:], found, loss=1e-6, grad_norm=1e-4)
 
 
 @pytest.mark.parametrize(("dtype", "distributed", "source", "target"), CROSSED_CASES)
@@ -169,21 +176,106 @@ def test_a_sharded_optimizer_goes_on_from_a_replicated_one_and_the_other_way_rou
     found = loaded(model, LAYOUTS[target], batch, first, again, not distributed, dtype)
     assert_same_state(first, again)
     loss, grad_norm = (1e-6, 1e-4) if dtype == "float32" else (0.02, 0.05)
-    assert_same_steps(written, found, loss, grad_norm)
+    assert_same_steps(steps_of(written)[2:], found, loss, grad_norm)
 
 
 def assert_same_steps(
-    written: Sequence[Any], found: Sequence[Any], loss: float, grad_norm: float
+    expected: Sequence[Any], found: Sequence[Any], loss: float, grad_norm: float
 ) -> None:
     for result in found:
         ours, theirs = result["steps"]
         assert ours == theirs
         for name, tensor in result["trained"][0].items():
             assert torch.equal(tensor, result["trained"][1][name]), name
-    for step, reference in zip(steps_of(found, 0), steps_of(written)[2:], strict=True):
+    for step, reference in zip(steps_of(found, 0), expected, strict=True):
         assert step["loss"] == pytest.approx(reference["loss"], rel=loss)
         assert step["grad_norm"] == pytest.approx(reference["grad_norm"], rel=grad_norm)
         assert step["lr"] == reference["lr"]
+
+
+# Checkpoints of megatron-core 0.16.1, in an archive: of a tiny model of a dense layer and one with
+# experts, written by this project after two steps with a sharded optimizer (float32, dp=2, ep=2)
+# and a replicated one (bfloat16, tp=2); and of a model of two layers with experts, written by
+# Megatron itself (meta_model_jobs.megatron_saves), with stacked layers and with separate ones. Also
+# in it: configs of the models, CRC32 of the weights, and the two steps that followed.
+OLDER = Path(__file__).with_name("checkpoints_0_16_1.tar.xz")
+OLDER_VOCAB = 21
+DTYPES = {"sharded": "float32", "replicated": "bfloat16"}
+OLDER_CASES = [
+    ("sharded", True, "pp2"), ("sharded", True, "tp2"), ("sharded", False, "cp2"),
+    ("sharded", False, "tp2ep2"), ("replicated", False, "ep2"), ("replicated", False, "tp2pp2ep2"),
+    ("replicated", True, "dp2"), ("replicated", True, "tp2"),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def older(folder: Path) -> Path:
+    """The archive, and models of the configs with other weights."""
+    path = folder / "older"
+    with tarfile.open(OLDER) as archive:
+        archive.extractall(path, filter="data")
+    for name in ("mixed", "moe"):
+        config = transformers.Qwen3MoeConfig.from_json_file(path / f"{name}.json")
+        tiny_models.build_from(config, seed=5).save_pretrained(path / name)
+    return path
+
+
+def read_expected(older: Path, name: str) -> dict[str, Any]:
+    """CRC32 of the weights by name, and the steps that followed."""
+    expected: dict[str, Any] = json.loads((older / "expected.json").read_text())[name]
+    return expected
+
+
+def assert_weights(results: Sequence[Any], expected: dict[str, int]) -> None:
+    found = {
+        name: zlib.crc32(files.view_bytes(tensor.contiguous()))
+        for result in results
+        for name, tensor in result["weights"].items()
+    }
+    assert found == expected
+
+
+@ranks.on_ranks()
+def weights_loaded(
+    path: Path, layout: Layout, source: Path, distributed: bool, dtype: str
+) -> ranks.Result:
+    engine = jobs.engine_of(path, layout, dtype, distributed=distributed)
+    engine.load_checkpoint(source)
+    return {"weights": dict(engine.get_per_tensor_param())}
+
+
+@pytest.mark.parametrize(("source", "distributed", "target"), OLDER_CASES)
+def test_a_checkpoint_of_megatron_0_16_1_goes_on_in_another_layout(
+    folder, older, batch, source, distributed, target
+):
+    path, dtype, expected = older / source, DTYPES[source], read_expected(older, source)
+    check_checkpoint(path)
+    model, again = older / "mixed", folder / f"{source}-{distributed}-{target}-again"
+    vocab_ids = {
+        name: batch.jagged(name).with_values(batch.jagged(name).values % OLDER_VOCAB)
+        for name in ("prompt_ids", "response_ids")
+    }
+    small_batch = batch.with_columns(**vocab_ids)
+    found = loaded(model, LAYOUTS[target], small_batch, path, again, distributed, dtype)
+    assert_same_state(path, again, OLDER_VOCAB)
+    loss, grad_norm = (1e-6, 1e-4) if dtype == "float32" else (0.02, 0.05)
+    assert_same_steps(expected["steps"], found, loss, grad_norm)
+    results = weights_loaded(model, LAYOUTS[target], path, distributed, dtype)
+    assert_weights(results, expected["weights"])
+    assert read_checkpoint_info(again)["megatron_core"] == metadata.version("megatron-core")
+
+
+@ranks.on_ranks()
+def weights_of_megatron(path: Path, layout: Layout, source: Path) -> ranks.Result:
+    return meta_model_jobs.load(path, layout, source)
+
+
+@pytest.mark.parametrize("target", ["tp1", "tp2", "pp2", "ep2", "etp2"])
+@pytest.mark.parametrize("form", ["stacked", "apart"])
+def test_weights_that_megatron_0_16_1_saved_are_loaded(older, form, target):
+    results = weights_of_megatron(older / "moe", LAYOUTS[target], older / form)
+    assert all(result["is_finite"] for result in results)
+    assert_weights(results, read_expected(older, form)["weights"])
 
 
 @ranks.on_ranks()
@@ -246,9 +338,9 @@ def steps_of(results: Sequence[Any], index: int | None = None) -> list[dict[str,
     return next(of_rank for of_rank in steps if "loss" in of_rank[0])
 
 
-def assert_same_state(one: Path, other: Path) -> None:
+def assert_same_state(one: Path, other: Path, vocab_size: int = VOCAB) -> None:
     """Float32 weights have another name in a sharded optimizer, or are the model's."""
-    states = [state_in(path) for path in (one, other)]
+    states = [state_in(path, vocab_size) for path in (one, other)]
     assert states[0].keys() == states[1].keys()
     for key, tensor in states[0].items():
         assert torch.equal(tensor, states[1][key]), key
@@ -257,10 +349,10 @@ def assert_same_state(one: Path, other: Path) -> None:
     assert counts == [2, 2]
 
 
-def state_in(path: Path) -> dict[str, torch.Tensor]:
+def state_in(path: Path, vocab_size: int) -> dict[str, torch.Tensor]:
     reader, found = DistReader(path), {}
     for key, tensor in reader.tensors.items():
-        found[key] = reader.read(key, whole(key, tensor.shape))
+        found[key] = reader.read(key, whole(key, tensor.shape, vocab_size))
     for sharded in [key for key in found if key.startswith(SHARDED)]:
         tensor, name = found.pop(sharded), sharded.removeprefix(SHARDED)
         if found[name].dtype == torch.float32:
@@ -272,7 +364,7 @@ def state_in(path: Path) -> dict[str, torch.Tensor]:
     return found
 
 
-def whole(key: str, shape: tuple[int, ...]) -> Box:
+def whole(key: str, shape: tuple[int, ...], vocab_size: int) -> Box:
     is_padded = "word_embeddings" in key or "output_layer" in key
-    rows = VOCAB if is_padded else shape[0]
+    rows = vocab_size if is_padded else shape[0]
     return Box((0,) * len(shape), (rows, *shape[1:]))
