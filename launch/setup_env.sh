@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Makes .venv in the repository root with everything mcore_rl needs, from pinned requirements.
-# Needs Python 3.11 or newer and pip. Does nothing, quickly, when nothing changed. The sandbox also
+# Needs Python 3.12 or newer and pip. Does nothing, quickly, when nothing changed. The sandbox also
 # wants bubblewrap, a Debian package, which this does not install (docs/sandbox.md).
 #
 #   bash launch/setup_env.sh             .venv
@@ -56,10 +56,17 @@ choose_lane() {
 
 python_version() { "$1" -c 'import sys; print("%d.%d.%d" % sys.version_info[:3])' 2>/dev/null; }
 
+# Interpreters of a name: the one on the PATH, then those of pyenv. Its commands on the PATH run only
+# the versions that pyenv has selected.
+list_pythons() {
+    echo "$1"
+    compgen -G "${PYENV_ROOT:-$HOME/.pyenv}/versions/*/bin/$1" || true
+}
+
 # The versions for which every pin has a wheel, the one that is tested first.
 choose_python() {
     local allowed name version
-    allowed='3.11 3.12 3.13'
+    allowed='3.12 3.13'
     if [ -n "${PYTHON:-}" ]; then
         version=$(python_version "$PYTHON") || die "PYTHON is '$PYTHON', which does not run"
         [[ " $allowed " == *" ${version%.*} "* ]] ||
@@ -68,13 +75,14 @@ choose_python() {
         return
     fi
     for name in ${allowed//3./python3.} python3; do
-        version=$(python_version "$name") || continue
-        [[ " $allowed " == *" ${version%.*} "* ]] || continue
-        python=$name
-        return
+        for python in $(list_pythons "$name"); do
+            version=$(python_version "$python") || continue
+            [[ " $allowed " != *" ${version%.*} "* ]] || return 0
+        done
     done
     die "no Python that is allowed ($allowed) among ${allowed//3./python3.} python3;" \
-        "install one, or set PYTHON to its path"
+        "install one (Debian and Ubuntu: apt install python3.12-venv python3.12-dev; uv: uv python" \
+        "install 3.12; pyenv: pyenv install 3.12), or set PYTHON to its path"
 }
 
 # What is compiled on the gpu lane, csrc and the torch part of Transformer Engine, needs nvcc of the
@@ -131,13 +139,17 @@ make_venv() {
     "$venv/bin/python" -m pip install --no-compile "$(pinned uv)"
 }
 
-# The local version (+cpu) is part of the request for torch, so that its CUDA build is never taken;
-# that of torchvision works, once declare_torchvision has run.
+# The local version (+cpu) is part of the request for torch, so that its CUDA build is taken only
+# where there is no other for this Python: it works on a CPU, and takes 3 GB more with its libraries.
+# That of torchvision works, once declare_torchvision has run.
 install_torch_cpu() {
     local torch vision
     torch=$(pinned torch) vision=$(pinned torchvision)
     UV_HTTP_TIMEOUT=10 UV_HTTP_RETRIES=1 install --no-deps "$torch" "$vision" && return
     PIP_INDEX_URL=$torch_cpu_index install --no-deps "$torch" "$vision" && return
+    grep -E '^(torch=|cuda-(bindings|pathfinder)=|nvidia-)' launch/requirements/gpu.txt |
+        grep -Ev '^nvidia-(cutlass|ml-py|cuda-(cccl|crt|nvcc)|cudnn-frontend|nvvm)' |
+        install --no-deps --requirement - "$vision" && return
     echo "torch: $torch is neither where pip is configured to look nor on $torch_cpu_index."
     echo "Make one of them reachable, or download the wheel and set PIP_FIND_LINKS to its folder."
     return 1

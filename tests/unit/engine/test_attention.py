@@ -147,7 +147,7 @@ def test_neighbours_of_equal_length_are_attended_to_in_one_call_without_padding(
 ROTARY = {
     "plain": {},
     "interleaved": {"rotary_interleaved": True},
-    "latent": {"multi_latent_attention": True},
+    "latent": {"mla_rotary_interleaved": True},
     "scaled": {"mscale": 1.3},
     "bfloat16": {"dtype": torch.bfloat16},
     "part_of_a_head": {"rotated": 4},
