@@ -158,7 +158,7 @@ install_torch_cpu() {
 # setuptools first: it builds the one requirement that has no wheel.
 install_packages_cpu() {
     install --no-deps "$(pinned setuptools)"
-    install --no-deps --requirement "$requirements"
+    grep -Ev '^torch(vision)?==' "$requirements" | install --no-deps --requirement -
 }
 
 declare_torchvision() { "$venv/bin/python" launch/declare_torchvision.py; }
