@@ -118,13 +118,10 @@ def load(
             f"model{i}": build_load_shards(chunk, is_stacked) for i, chunk in enumerate(chunks)
         }
         optimizer_shards: State = {}
-        is_other_kind = optimizer is not None and saved_info["optimizer"] != info["optimizer"]
         if optimizer is not None:
             optimizer_shards = _build_optimizer_shards(optimizer, request, is_loading=True)
-            if is_other_kind:
-                request["shards"] = _convert_shards(optimizer_shards, stored)
-            else:
-                request["optimizer"] = optimizer_shards
+            is_other_kind = saved_info["optimizer"] != info["optimizer"]
+            request["shards"] = _flatten_shards(optimizer_shards, stored, is_other_kind)
         state = dist_checkpoint.load(request, path)
         for index, chunk in enumerate(chunks):
             loaded = state[f"model{index}"]
@@ -132,11 +129,9 @@ def load(
             extra = {n: None for n in chunk.state_dict() if n.endswith("._extra_state")}
             chunk.load_state_dict(extra | loaded)
         if optimizer is not None:
-            if is_other_kind:
-                state["optimizer"] = _merge_loaded_shards(
-                    optimizer_shards, state["shards"], optimizer
-                )
-            _load_moments(optimizer, state["optimizer"])
+            _load_moments(
+                optimizer, _merge_loaded_shards(optimizer_shards, state["shards"], optimizer)
+            )
     if optimizer is not None and schedule is not None:
         _set_step_counts(optimizer, state["optimizer_steps"])
         schedule.num_steps = state["schedule_steps"]
@@ -239,14 +234,23 @@ def _load_moments(optimizer: ChainedOptimizer, state: State) -> None:
         group.update(group_settings)
 
 
-def _convert_shards(state: State, stored: Collection[str]) -> State:
-    """Return the shards to request from a checkpoint of the other kind of optimizer.
+def _flatten_shards(state: State, stored: Collection[str], is_other_kind: bool) -> State:
+    """Return the shards to request from a checkpoint, by their number.
+
+    Nothing else of the optimizer's state is loaded. Megatron would tell groups of parameters apart
+    by the settings of the run that saved them (optimizer/optimizer.py,
+    `_filter_and_reorder_param_groups`), and expects lists as long as those of rank 0 of that run,
+    whose stage may have had no experts.
 
     Args:
         state: Sharded state of this optimizer.
-        stored: Keys of the checkpoint's tensors; shards that it does not have are left out.
+        stored: Keys of the checkpoint's tensors.
+        is_other_kind: The checkpoint has the other kind of optimizer; shards that it does not have
+            are left out.
     """
-    shards = (_rename_shard(shard, stored) for shard in _list_shards(state))
+    shards = _list_shards(state)
+    if is_other_kind:
+        shards = [_rename_shard(shard, stored) for shard in shards]
     return {str(index): shard for index, shard in enumerate(shards) if shard is not None}
 
 
@@ -379,6 +383,8 @@ def _set_step_counts(optimizer: ChainedOptimizer, steps: int) -> None:
         if isinstance(part.optimizer, torch.optim.AdamW):
             for state in part.optimizer.state.values():
                 state["step"] = torch.tensor(float(steps))
-        elif steps:
+        else:
             for group in part.param_groups:
                 group["step"] = steps
+                if not steps:  # a fused one counts from the first step on
+                    del group["step"]
