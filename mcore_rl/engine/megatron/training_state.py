@@ -44,7 +44,7 @@ from megatron.core.dist_checkpointing.mapping import (
 )
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import distrib_optimizer
-from megatron.core.optimizer.optimizer import ChainedOptimizer, param_group_identifier_keys
+from megatron.core.optimizer.optimizer import ChainedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from mcore_rl.checkpoint import megatron as dist_checkpoint
@@ -56,9 +56,6 @@ from mcore_rl.engine.base import EngineSpec
 State = dict[str, Any]
 
 _HAVE_FUSED_ADAM: bool = distrib_optimizer.HAVE_APEX_OR_TE
-# What tells groups of parameters apart, and what Megatron takes for the same although runs set it.
-_GROUP_KINDS = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr")
-_GROUP_SETTINGS = tuple(set(param_group_identifier_keys) - {*_GROUP_KINDS})
 _SHARDED, _REPLICATED = "optimizer.state.param.", "optimizer.state.fp32_param."
 
 
@@ -121,13 +118,10 @@ def load(
             f"model{i}": build_load_shards(chunk, is_stacked) for i, chunk in enumerate(chunks)
         }
         optimizer_shards: State = {}
-        is_other_kind = optimizer is not None and saved_info["optimizer"] != info["optimizer"]
         if optimizer is not None:
             optimizer_shards = _build_optimizer_shards(optimizer, request, is_loading=True)
-            if is_other_kind:
-                request["shards"] = _convert_shards(optimizer_shards, stored)
-            else:
-                request["optimizer"] = optimizer_shards
+            is_other_kind = saved_info["optimizer"] != info["optimizer"]
+            request["shards"] = _flatten_shards(optimizer_shards, stored, is_other_kind)
         state = dist_checkpoint.load(request, path)
         for index, chunk in enumerate(chunks):
             loaded = state[f"model{index}"]
@@ -135,11 +129,9 @@ def load(
             extra = {n: None for n in chunk.state_dict() if n.endswith("._extra_state")}
             chunk.load_state_dict(extra | loaded)
         if optimizer is not None:
-            if is_other_kind:
-                state["optimizer"] = _merge_loaded_shards(
-                    optimizer_shards, state["shards"], optimizer
-                )
-            _load_moments(optimizer, state["optimizer"])
+            _load_moments(
+                optimizer, _merge_loaded_shards(optimizer_shards, state["shards"], optimizer)
+            )
     if optimizer is not None and schedule is not None:
         _set_step_counts(optimizer, state["optimizer_steps"])
         schedule.num_steps = state["schedule_steps"]
@@ -237,35 +229,28 @@ def _load_moments(optimizer: ChainedOptimizer, state: State) -> None:
         {name: value for name, value in group.items() if name not in ("params", "step")}
         for group in optimizer.param_groups
     ]
-    _rename_groups(state, optimizer.param_groups)
     optimizer.load_state_dict(state)
     for group, group_settings in zip(optimizer.param_groups, settings, strict=True):
         group.update(group_settings)
 
 
-def _rename_groups(state: Any, groups: Sequence[State]) -> None:
-    """Give groups of a checkpoint the learning rates of this run, by which Megatron finds them.
+def _flatten_shards(state: State, stored: Collection[str], is_other_kind: bool) -> State:
+    """Return the shards to request from a checkpoint, by their number.
 
-    optimizer/optimizer.py:636 takes groups for others if these settings differ.
-    """
-    current = {tuple(group.get(name) for name in _GROUP_KINDS): group for group in groups}
-    for name, value in state.items() if isinstance(state, dict) else enumerate(state):
-        if name == "param_groups":
-            for group in value:
-                of_run = current.get(tuple(group.get(kind) for kind in _GROUP_KINDS), {})
-                group |= {key: of_run[key] for key in _GROUP_SETTINGS if key in of_run}
-        elif isinstance(value, dict | list):
-            _rename_groups(value, groups)
-
-
-def _convert_shards(state: State, stored: Collection[str]) -> State:
-    """Return the shards to request from a checkpoint of the other kind of optimizer.
+    Nothing else of the optimizer's state is loaded. Megatron would tell groups of parameters apart
+    by the settings of the run that saved them (optimizer/optimizer.py,
+    `_filter_and_reorder_param_groups`), and expects lists as long as those of rank 0 of that run,
+    whose stage may have had no experts.
 
     Args:
         state: Sharded state of this optimizer.
-        stored: Keys of the checkpoint's tensors; shards that it does not have are left out.
+        stored: Keys of the checkpoint's tensors.
+        is_other_kind: The checkpoint has the other kind of optimizer; shards that it does not have
+            are left out.
     """
-    shards = (_rename_shard(shard, stored) for shard in _list_shards(state))
+    shards = _list_shards(state)
+    if is_other_kind:
+        shards = [_rename_shard(shard, stored) for shard in shards]
     return {str(index): shard for index, shard in enumerate(shards) if shard is not None}
 
 
@@ -398,6 +383,8 @@ def _set_step_counts(optimizer: ChainedOptimizer, steps: int) -> None:
         if isinstance(part.optimizer, torch.optim.AdamW):
             for state in part.optimizer.state.values():
                 state["step"] = torch.tensor(float(steps))
-        elif steps:
+        else:
             for group in part.param_groups:
                 group["step"] = steps
+                if not steps:  # a fused one counts from the first step on
+                    del group["step"]
