@@ -96,13 +96,19 @@ class SlurmCluster:
         self._start("slurmctld", "-D", "-c")
         for node in NODES:
             self.start_node(node)
+        self.wait_for_idle_nodes()
+
+    def start_node(self, node: str) -> None:
+        self._start("slurmd", "-D", "-N", node, name=node)
+
+    def wait_for_idle_nodes(self) -> None:
         self.wait_until(
             lambda: self.run("sinfo", "-h", "-o", "%t %D").stdout.split() == ["idle", "2"],
             "both nodes are idle",
         )
 
-    def start_node(self, node: str) -> None:
-        self._start("slurmd", "-D", "-N", node, name=node)
+    def cancel_jobs(self) -> None:
+        self.run("scancel", "--full", "--user", getpass.getuser())
 
     def run(self, *command: str, timeout: float = 60, **variables: str) -> Run:
         """What it printed and how it ended; `variables` are of its environment."""
@@ -177,7 +183,7 @@ class SlurmCluster:
 
     def stop(self) -> None:
         """Cancels all jobs, ends the daemons, and what is left by SIGKILL."""
-        self.run("scancel", "--full", "--user", getpass.getuser())
+        self.cancel_jobs()
         with contextlib.suppress(AssertionError):
             self.wait_until(lambda: not self.run("squeue", "-h").stdout, "jobs have ended", 20)
         for daemon in reversed(self._daemons.values()):

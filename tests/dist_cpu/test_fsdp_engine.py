@@ -43,6 +43,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3": {"tie_word_embeddings": True},
     "qwen3_moe": {**_EXPERTS, "norm_topk_prob": True},
     # None of these has rules of Megatron or vLLM here.
+    "gemma2": {"sliding_window": 8, "attn_logit_softcapping": 0.5},
     "gemma3_text": {"sliding_window": 8, "query_pre_attn_scalar": 12},
     "olmo3": {"sliding_window": 8},
     "phi3": {},  # stacked projections in the checkpoint
@@ -82,7 +83,7 @@ CASES = [
 ]  # fmt: skip
 SELECTED = [
     ("qwen3", "cp2"), ("qwen3", "replicas"), ("qwen3", "offload"), ("qwen3_moe", "dp3"),
-    ("gemma3_text", "dp2 cp2"),
+    ("gemma2", "cp2"), ("gemma3_text", "dp2 cp2"),
     ("olmo3", "one rank"), ("phi3", "dp2"), ("cohere2", "cp2"), ("gpt_oss", "cp2"),
     ("deepseek_v3", "cp2"), ("deepseek_v3", "ep2"), ("qwen3_moe", "dp2 cp2 ep2"),
     ("mixtral", "dp2"), ("mixtral", "ep2"), ("phi", "dp2"), ("tied", "ep2"),

@@ -20,9 +20,13 @@ EPSILON = 1e-3
 
 def load(path: Path) -> Any:
     """Load a model whose experts take rows of any size."""
-    has_images = "vision_config" in json.loads((path / "config.json").read_text())
-    kind = "ImageTextToText" if has_images else "CausalLM"
-    model = getattr(transformers, f"AutoModelFor{kind}").from_pretrained(path)
+    config = json.loads((path / "config.json").read_text())
+    kind = "ImageTextToText" if "vision_config" in config else "CausalLM"
+    # The library's default attention drops the soft cap of the logits.
+    attention = "eager" if config.get("attn_logit_softcapping") else None
+    model = getattr(transformers, f"AutoModelFor{kind}").from_pretrained(
+        path, attn_implementation=attention
+    )
     model.set_experts_implementation("eager")
     return model
 

@@ -255,7 +255,15 @@ def cluster() -> Iterator[str]:
 
 
 @pytest.fixture(scope="module")
-def slurm() -> Iterator[SlurmCluster]:
+def shared_slurm() -> Iterator[SlurmCluster]:
     """Start a SLURM of two nodes."""
     with slurm_cluster() as cluster:
         yield cluster
+
+
+@pytest.fixture
+def slurm(shared_slurm: SlurmCluster) -> SlurmCluster:
+    """Give a test two idle nodes: a job that an earlier test left may still be ending on one."""
+    shared_slurm.cancel_jobs()
+    shared_slurm.wait_for_idle_nodes()
+    return shared_slurm

@@ -35,11 +35,11 @@ from mcore_rl.tools.doctor.report import (
 from mcore_rl.tools.doctor.run import examine_nodes
 from tests.nightly import nightly
 from tests.pages import of_kind
-from tests.planted import FAULTS, NODE, NODES, ProcessNodes, World, plant
+from tests.planted import FAULTS, NICENESS, NODE, NODES, ProcessNodes, World, is_fault, plant
 
 
 def faults(findings: list[Finding]) -> list[Finding]:
-    return [finding for finding in findings if finding.status != "ok"]
+    return [f for f in findings if is_fault(f.check, f.status, f.value)]
 
 
 @pytest.fixture
@@ -138,7 +138,8 @@ def test_the_command_tells_a_low_limit_by_its_status(tmp_path, hard, status, wor
     done = mcore_rl("doctor", "--quiet", *SMALL, "--output-dir", str(tmp_path),
                     RLIMIT_NOFILE=(1000, hard))  # fmt: skip
     assert done.returncode == status, done.stderr
-    [line, _] = done.stdout.splitlines()
+    own = f": niceness: {NICENESS};"
+    [line, _] = [line for line in done.stdout.splitlines() if own not in line]
     assert re.match(rf"{word} .*: open files: 1000; wanted: at least 8192\. To do: ", line)
 
 
@@ -193,6 +194,7 @@ def test_a_node_at_fault_is_marked_with_the_reason(tmp_path):
     assert not [*tmp_path.glob("*.failed")]
 
 
+@pytest.mark.skipif(NICENESS > 0, reason="the doctor warns of the niceness that the tests run at")
 def test_nothing_is_printed_with_quiet_when_all_is_well(tmp_path):
     done = mcore_rl("doctor", "--quiet", *SMALL, "--output-dir", str(tmp_path / "new"))
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
