@@ -1,6 +1,7 @@
 """Long because: its models and ranks serve all of them.
 
-KL-Cov, GAE, and GSPO and an advantage of a user's files against plain torch on whole sequences.
+KL-Cov, GAE, and GSPO and an advantage of a user's files against plain torch on whole sequences;
+and updates of every algorithm by FSDP2 against those by Megatron.
 
 GSPO has a ratio of sequences, whose tokens lie on two ranks under context parallelism and beside
 those of others in a pack. GAE has advantages of tokens, from the values of a value model; the
@@ -9,7 +10,8 @@ user's file, from rewards of tokens. KL-Cov selects tokens of the whole mini-bat
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +23,18 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
+from mcore_rl.algorithms.advantages import ADVANTAGES
 from mcore_rl.algorithms.controllers import Coefficients
-from mcore_rl.config.schema import AlgorithmConfig, Layout, RLConfig
+from mcore_rl.algorithms.inputs import is_prepared
+from mcore_rl.algorithms.losses import LOSSES, ValueClipSettings, value_clip
+from mcore_rl.config.schema import AlgorithmConfig, DistillationConfig, Layout, RLConfig
 from mcore_rl.data.batch import Batch, Jagged
+from mcore_rl.engine.base import create_engine
 from mcore_rl.engine.megatron import device
 from mcore_rl.engine.megatron.engine import ValueEngine
 from mcore_rl.observability.warnings import StepWarnings
 from mcore_rl.parallel.groups import initialize_groups
+from mcore_rl.parallel.mesh import Mesh
 from mcore_rl.trainers.device_sharing import ExclusiveDevices
 from mcore_rl.trainers.policy_loss import PolicyLoss
 from mcore_rl.trainers.roles import Actor, TrainingBatch
@@ -150,6 +157,41 @@ def updated(path: Path, layout: Layout, batch: Batch, algorithm: AlgorithmConfig
 
 
 @ranks.on_ranks()
+def update_by_all(
+    path: Path, value_path: Path, layout: Layout, backend: str, batches: dict[str, Batch]
+) -> ranks.Result:
+    """Score a batch and take a step of each algorithm in turn, then one of a critic."""
+    spec = ranks.engine_spec(path, layout)
+    # A large epsilon: else the rounding of gradients near 0 decides the sign of Adam's step. Small
+    # steps: else the last algorithms clip all tokens.
+    optimizer = replace(spec.engine.optimizer, eps=1e-3, lr=2e-5)
+    engine_config = replace(spec.engine, backend=backend, optimizer=optimizer)
+    family = "transformers" if backend == "fsdp" else ""
+    spec = replace(
+        spec, engine=engine_config, model=replace(spec.model, family=family),
+        with_sum_pi_squared=True,
+    )  # fmt: skip
+    value_spec = replace(spec, model=replace(spec.model, path=str(value_path)))
+    actor = ranks.started(spec, partial(create_engine, "language_model"))
+    critic = ranks.started(value_spec, partial(create_engine, "value_model"))
+    actor.mesh = Mesh(layout)
+    rows = ranks.share_of(actor, rewarded_batch())
+    scored = actor.infer_batch(batches["loss ppo_clip"].take(rows))
+    names = ("log_probs", "entropy", "sum_pi_squared")
+    steps = {
+        name: actor.train_batch(batch.take(rows), PolicyLoss(ALGORITHMS[name]))
+        for name, batch in batches.items()
+    }
+    loss = partial(value_clip, settings=ValueClipSettings(clip_range=0.2))
+    steps["critic"] = critic.train_batch(batches["advantage gae"].take(rows), loss)
+    return {
+        "scores": {name: torch.from_numpy(scored.jagged(name).values.copy()) for name in names},
+        "steps": steps,
+        "trained": dict(actor.get_per_tensor_param()),
+    }
+
+
+@ranks.on_ranks()
 def values_of(path: Path, layout: Layout, batch: Batch) -> ranks.Result:
     """By row of the batch; empty where there is no head."""
     engine = ranks.started(ranks.engine_spec(path, layout), ValueEngine)
@@ -196,6 +238,32 @@ def sequence_sums(layout: Layout, batch: Batch) -> ranks.Result:
 
 def _of_sequences(total: torch.Tensor, mean: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
     return mean.exp() * numbers.nan_to_num(0.3) + total.square() / 7
+
+
+# Settings without a default, and fractions of tokens that a small batch has.
+SETTINGS: dict[str, dict[str, Any]] = {
+    "dro": {"beta": 0.5}, "kimi": {"tau": 0.5}, "gdpo": {"parts": "format"},
+    "kl_cov": {"fraction": 0.3}, "positive_nll": {"min_reward": 0.0},
+    "clip_cov": {"fraction": 0.3, "covariance_low": 0.0},
+}  # fmt: skip
+DISTILLATIONS = ("sampled_kl", "reverse_kl", "forward_kl")
+ALGORITHMS = {
+    **{
+        f"loss {name}": AlgorithmConfig(loss=name, loss_settings=SETTINGS.get(name, {}))
+        for name in LOSSES.names
+    },
+    **{
+        f"advantage {name}": AlgorithmConfig(
+            advantage=name, advantage_settings=SETTINGS.get(name, {})
+        )
+        for name in ADVANTAGES.names
+    },
+    **{
+        f"distillation {name}": AlgorithmConfig(distillation=DistillationConfig(loss=name))
+        for name in DISTILLATIONS
+    },
+    "KL and entropy in the loss": AlgorithmConfig(kl_coef=0.1, entropy_coef=0.3),
+}
 
 
 @dataclass
@@ -289,6 +357,45 @@ def token_rewarded_batch() -> Batch:
     responses = batch.jagged("response_ids")
     rewards = np.random.default_rng(4).normal(size=len(responses.values)).astype(np.float32)
     return batch.with_columns(token_rewards=responses.with_values(rewards))
+
+
+def build_batches() -> dict[str, Batch]:
+    """Return the inputs of an update by each algorithm: mini-batches of the same samples."""
+    batch, rng = rewarded_batch(), np.random.default_rng(11)
+    responses = batch.jagged("response_ids")
+    num_tokens, k = len(responses.values), 5
+
+    def draw(*shape: int) -> Jagged:
+        return responses.with_values(rng.normal(-5, 0.5, (num_tokens, *shape)).astype(np.float32))
+
+    values = draw()
+    _, log_probs, entropy = tiny_models.reference_scores(tiny_models.build("qwen3"), batch)
+    batch = batch.with_columns(
+        rewards=np.abs(batch.array("rewards")),  # maxrl takes no negative ones
+        current_log_probs=responses.with_values(log_probs.astype(np.float32)),
+        entropy=responses.with_values(entropy.astype(np.float32)),
+        rollout_log_probs=draw(),
+        reference_log_probs=draw(),
+        sum_pi_squared=responses.with_values(rng.uniform(0, 1, num_tokens).astype(np.float32)),
+        values=responses.with_values(values.values + 5),
+        state_ids=responses.with_values(rng.integers(0, 2, num_tokens)),
+        baseline_rewards=rng.normal(size=len(batch)).astype(np.float32),
+        teacher_log_probs=draw(2),
+        teacher_top_log_probs=draw(2, k),
+        teacher_ids=responses.with_values(rng.integers(2, 90, (num_tokens, 2, k))),
+        teacher_shares=responses.with_values(rng.uniform(0, 1, (num_tokens, 2)).astype(np.float32)),
+        **{"reward/format": rng.normal(size=len(batch)).astype(np.float32)},
+    )
+    batches = {}
+    for name, algorithm in ALGORITHMS.items():
+        weighted = add_loss_weights(add_advantages(batch, algorithm), algorithm)[0]
+        if is_prepared(LOSSES[algorithm.loss]):
+            weighted = add_prepared_columns(weighted, algorithm, [0])
+        if algorithm.distillation.loss == "off":
+            teachers = [column for column in weighted.names if column.startswith("teacher_")]
+            weighted = weighted.drop_columns(*teachers)
+        batches[name] = weighted
+    return batches
 
 
 def rows_of(model: Any, batch: Batch) -> list[dict[str, torch.Tensor]]:
@@ -481,6 +588,31 @@ def test_tokens_are_selected_by_the_policy_before_each_mini_batch(runs):
         )
     moved = second["columns"]["current_log_probs"] - second["columns"]["log_probs"]
     assert moved.abs().max() > 1e-3  # the first mini-batch has changed the policy
+
+
+@pytest.mark.parametrize("layout", ["cp2", nightly("dp2"), nightly("tp1")])
+def test_updates_of_every_algorithm_by_fsdp_equal_those_by_megatron(runs, layout):
+    batches, paths = build_batches(), (runs.path, runs.value_path)
+    [expected] = update_by_all(*paths, Layout(), "megatron", batches)
+    results = update_by_all(*paths, LAYOUTS[layout], "fsdp", batches)
+    if layout != "dp2":
+        for name, scores in expected["scores"].items():
+            torch.testing.assert_close(results[0]["scores"][name], scores, rtol=0, atol=1e-5)
+    gaps = {}
+    assert len(expected["steps"]) == len(ALGORITHMS) + 1
+    for name, step in expected["steps"].items():
+        assert step["grad_norm"] > 0, name
+        for metric, value in step.items():
+            values = [result["steps"][name][metric] for result in results]
+            gaps[name, metric] = max(abs(v - value) for v in values) / max(1, abs(value))
+    largest = sorted(gaps.items(), key=lambda item: -item[1])[:5]
+    print(f"{len(ALGORITHMS)} algorithms, {len(gaps)} numbers; largest differences: {largest}")
+    assert largest[0][1] < 1e-5
+    before = load_file(runs.path / "model.safetensors")
+    moved = [(tensor - before[name]).abs().max() for name, tensor in expected["trained"].items()]
+    assert max(moved) > 1e-4
+    for name, tensor in expected["trained"].items():
+        torch.testing.assert_close(results[0]["trained"][name], tensor, rtol=0, atol=1e-6, msg=name)
 
 
 @pytest.mark.parametrize("layout", PARALLEL)

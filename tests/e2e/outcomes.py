@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 
 _CLOCK = re.compile(r"wall_time_s|(.*/)?((time|driver)/.*|tokens_per_s)")
@@ -16,3 +18,19 @@ def rows_of(output: Path) -> list[dict[str, float]]:
 def timeless(output: Path) -> list[dict[str, float]]:
     """Return the metrics of its steps, without those of clocks."""
     return [{n: v for n, v in r.items() if not _CLOCK.fullmatch(n)} for r in rows_of(output)]
+
+
+def list_gaps(
+    rows: Sequence[dict[str, float]], expected_rows: Sequence[dict[str, float]]
+) -> dict[str, float]:
+    """Return the largest difference of each number over the steps of two runs.
+
+    Without those of routers, which only one of the engines reports.
+    """
+    assert len(rows) == len(expected_rows)
+    gaps = defaultdict[str, float](float)
+    for row, expected in zip(rows, expected_rows, strict=True):
+        for metric, value in expected.items():
+            if isinstance(value, float) and "moe/" not in metric:
+                gaps[metric] = max(gaps[metric], abs(row[metric] - value))
+    return dict(gaps)

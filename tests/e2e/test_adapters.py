@@ -6,6 +6,7 @@ One server may have those of several policies: the trained one, and frozen ones.
 from __future__ import annotations
 
 import asyncio
+import re
 import sys
 from dataclasses import replace
 from functools import partial
@@ -15,6 +16,7 @@ from typing import Any, get_args
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file
 from vllm.config.lora import MaxLoRARanks
 
 import mcore_rl
@@ -204,7 +206,8 @@ def test_a_run_with_adapters_on_its_servers_has_the_trainers_log_probs(
         *(("actor.lora.targets=[linear_qkv,linear_proj]",) if backend == "megatron" else ()),
         "warm_start.moe_aux_loss_coef=0", "warm_start.num_steps=40", "trainer.num_steps=3",
         "trainer.prompts_per_step=16", "trainer.eval_samples=16", "algorithm.num_mini_batches=1",
-        "actor.optimizer.lr=1e-2", output=tmp_path / "run",
+        "actor.optimizer.lr=1e-2", "rollout.backend=tests/e2e/own_servers.py:CountingServer",
+        output=tmp_path / "run",
     )  # fmt: skip
     assert job.process.wait(400) == 0, job.stderr[-3000:]
     rows = mcore_rl.load_run(tmp_path / "run").metrics
@@ -212,3 +215,17 @@ def test_a_run_with_adapters_on_its_servers_has_the_trainers_log_probs(
     for row in rows:
         assert row["actor/grad_norm"] > 0
         assert row["max_logprob_gap"] < 1e-4 and row["mean_logprob_gap"] < 1e-5
+    check_received_bytes(tmp_path / "run", num_pushes=len(rows))
+
+
+def check_received_bytes(output: Path, num_pushes: int) -> None:
+    """Check that each push gave the server the adapters' tensors, and no call other weights."""
+    logs = "".join(log.read_text() for log in (output / "logs").glob("rollout-*.log"))
+    calls = re.findall(r"received (\w+) (\d+)", logs)
+    adapters = load_file(output / "checkpoint" / "adapter" / "adapter_model.safetensors")
+    num_bytes = sum(tensor.nbytes for tensor in adapters.values())
+    model_bytes = (output / "checkpoint" / "model.safetensors").stat().st_size
+    print(f"calls {calls}; adapters have {num_bytes} bytes, the model {model_bytes}")
+    assert {name for name, _ in calls} == {"load_adapters"} and len(calls) == num_pushes
+    for _, received in calls:  # names and shapes have a header
+        assert num_bytes <= int(received) < 1.1 * num_bytes + 8192 < model_bytes / 10

@@ -84,6 +84,14 @@ def test_checks_run_dry_with_nothing_that_a_bare_machine_lacks(
     assert all(report["status"] == "passed" and report["result"] for report in reports)
 
 
+def test_checks_with_images_run_dry_where_their_packages_are(tmp_path: Path) -> None:
+    command = [sys.executable, "tests/gpu/run_checks.py", "--dry", "--only", "fsdp float32"]
+    lines = tmp_path / "checks.jsonl"
+    subprocess.run([*command, "--output", str(lines)], cwd=ROOT, check=True, timeout=300)
+    _, report = map(json.loads, lines.read_text().splitlines())
+    assert report["status"] == "passed" and report["result"]["qwen3_vl"]["is_within"]
+
+
 def test_checks_that_a_bare_machine_cannot_run_are_reported() -> None:
     command = [sys.executable, "tests/gpu/run_checks.py", "--dry", "--only", "kernels"]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)

@@ -73,12 +73,14 @@ TAUGHT = (
     "teacher.models={grpo: {model_path: TEACHER}}", "algorithm.filter.group_filter=''",
     "actor.optimizer.lr=3e-4",
 )  # fmt: skip
+PPO = (
+    "algorithm.advantage=gae", "algorithm.advantage_settings.lam=1.0",
+    "critic.optimizer.lr=1e-3", "algorithm.filter.group_filter=''",
+)  # fmt: skip
 # Settings of algorithms on one rank, from the warm start of `run`.
 ALGORITHMS = {
-    "ppo": (
-        "algorithm.advantage=gae", "algorithm.advantage_settings.lam=1.0",
-        "critic.optimizer.lr=1e-3", "algorithm.filter.group_filter=''",
-    ),
+    "ppo": PPO,
+    "ppo with an fsdp critic": (*PPO, "critic.backend=fsdp"),
     "dr_grpo": (
         "algorithm.advantage_settings.normalize_by_std=false",
         "algorithm.loss_aggregation=sequence_sum_fixed_length",
@@ -122,8 +124,14 @@ def test_an_algorithm_raises_held_out_accuracy_by_twenty_points(name, run, start
     assert job.process.wait() == 0, job.stderr
     report = summary(job)
     assert gain(report) >= 0.20
-    for row in rows(job) if name == "ppo" else ():
-        assert row["critic/grad_norm"] > 0 and row["critic/value_error"] > 0
+    if name.startswith("ppo"):
+        errors, gaps = (
+            [row[metric] for row in rows(job)]
+            for metric in ("critic/value_error", "max_logprob_gap")
+        )
+        print(f"{name}: gain {gain(report):.3f}, value errors {errors}, log-prob gaps {gaps}")
+        assert all(row["critic/grad_norm"] > 0 for row in rows(job))
+        assert 0 < errors[-1] < errors[0] and 0 < max(gaps) < 1e-4
 
 
 def summary(job) -> dict:
@@ -144,6 +152,23 @@ def rows(job) -> list[dict]:
 
 def test_held_out_accuracy_rises_by_twenty_points(run):
     assert gain(summary(run)) >= 0.20
+
+
+@pytest.mark.nightly
+def test_held_out_accuracy_rises_by_twenty_points_with_fsdp(start_job):
+    job = start_job(
+        f"warm_start.num_steps={WARM_STEPS}",
+        "warm_start.layout.dp=1",
+        f"trainer.num_steps={RL_STEPS}",
+        f"trainer.eval_samples={TESTS}",
+        "seed=1",
+        recipe="quickstart_fsdp",
+    )
+    assert job.process.wait() == 0, job.stderr
+    report = summary(job)
+    print(f"gain: {gain(report):.3f}, {report['evaluation']}")
+    assert gain(report) >= 0.20
+    assert 0 < max(row["max_logprob_gap"] for row in rows(job)) <= 1e-4
 
 
 @pytest.mark.nightly

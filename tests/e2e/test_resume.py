@@ -16,11 +16,13 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
+import torch
+from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from mcore_rl.checkpoint.run_checkpoints import list_steps
 from mcore_rl.data.sample_tables import get_table_path, list_tables
-from tests.e2e.outcomes import rows_of, timeless
+from tests.e2e.outcomes import list_gaps, rows_of, timeless
 from tests.e2e.processes import processes_of
 from tests.e2e.test_kill import assert_gone_soon, assert_whole, steps
 from tests.nightly import nightly
@@ -166,6 +168,39 @@ def test_a_run_that_is_killed_and_then_stopped_is_the_undisturbed_one(
         ended(again)
         assert f"has ended after step {NUM_STEPS}" in again.stdout
         assert_the_same_run(output, undisturbed, NUM_STEPS)
+
+
+@pytest.mark.nightly  # test_fsdp_engine.py has the checkpoint alone, in more layouts
+def test_a_killed_run_with_fsdp_is_the_undisturbed_one_with_other_ranks(
+    start_job, disturb, mixture
+):
+    overrides = (
+        *mixture, *settings(NUM_STEPS, 3), *ONE_RANK, "actor.backend=fsdp",
+        "warm_start.moe_aux_loss_coef=0", "algorithm.kl_coef=0.05", "actor.optimizer.lr=1e-3",
+        # Else the rounding of gradients near 0 decides the sign of Adam's step.
+        "actor.optimizer.eps=1e-3",
+    )  # fmt: skip
+    expected = ended(start_job(*overrides, "actor.layout.dp=2"))
+    killed = disturb(*overrides, "actor.layout.dp=2")
+    killed.wait_until((killed.output / "checkpoints/step_000003").exists, "the first checkpoint")
+    kill(killed)
+    resumed = disturb(*overrides, "actor.layout.dp=1")
+    output = ended(resumed)
+    assert "going on after step 3, from " in resumed.stdout
+    rows, expected_rows = (
+        [row for row in timeless(folder) if "reward" in row] for folder in (output, expected)
+    )
+    assert [row["step"] for row in rows] == [*range(1, NUM_STEPS + 1)]
+    gaps = list_gaps(rows, expected_rows)
+    print(f"{len(gaps)} numbers a step, largest: {sorted(gaps.items(), key=lambda g: -g[1])[:5]}")
+    assert len(gaps) > 20 and gaps["reward/fingerprint"] == 0  # the same samples
+    assert gaps.pop("max_logprob_gap") < 1e-4  # the largest of some thousand roundings
+    assert max(gaps.values()) < 1e-5
+    tensors, expected_tensors = (
+        load_file(folder / "checkpoint/model.safetensors") for folder in (output, expected)
+    )
+    for name, tensor in expected_tensors.items():
+        torch.testing.assert_close(tensors[name], tensor, rtol=0, atol=1e-5, msg=name)
 
 
 def test_a_fully_asynchronous_run_of_staleness_0_is_the_synchronous_one(

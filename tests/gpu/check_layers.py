@@ -111,7 +111,7 @@ def offload_cycles(engine: BaseEngine) -> list[dict[str, float]]:
         measure.synchronize()
         middle = time.perf_counter()
         on_device = torch.cuda.memory_allocated() if measure.has_gpu() else 0
-        assert on_device < 0.05 * moved, f"{on_device} bytes of an offloaded engine are there"
+        assert on_device < 0.05 * moved, f"{on_device} bytes of it are on the device"
         engine.to("device")
         measure.synchronize()
         end = time.perf_counter()

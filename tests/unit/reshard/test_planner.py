@@ -227,12 +227,12 @@ def check_plan(case: Case) -> None:
     (training, rules), (served, vllm_rules) = case.sides
     tensors = number_elements((*rules, *vllm_rules))
     sources = compute_parameters(training, rules, tensors)
-    wanted = compute_parameters(served, vllm_rules, tensors)
-    bounds = compute_lower_bounds(case, tensors, sources, wanted)
+    needed = compute_parameters(served, vllm_rules, tensors)
+    bounds = compute_lower_bounds(case, tensors, sources, needed)
     plan = case.plan
     totals = plan.compute_totals()
     sent = [0] * training.world_size
-    for rank, parameters in enumerate(wanted):
+    for rank, parameters in enumerate(needed):
         filled = {name: np.zeros_like(array) for name, array in parameters.items()}
         received = 0
         for copy in plan.list_received(rank):
