@@ -164,7 +164,7 @@ def test_nvcc_of_another_cuda_than_torchs_is_refused(tmp_path):
 
 SLOW_PYTHON = """#!/bin/bash
 case $1 in
-    -c) [[ $2 == *version_info* ]] && echo 3.11.7; exit 0 ;;
+    -c) [[ $2 == *version_info* ]] && echo 3.12.7; exit 0 ;;
 esac
 until [ -e go ]; do sleep 0.02; done
 exit 1
