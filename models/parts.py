@@ -171,7 +171,7 @@ def map_mtp_weights(config: HFConfig, layer: Layer) -> Iterator[Weight]:
     """Map the norms and the projection around the decoder layer of multi-token prediction.
 
     Both Megatron and the checkpoint project [embedding; hidden state], in this order
-    (transformer/multi_token_prediction.py:768, transformers/modeling_layers.py:344).
+    (transformer/multi_token_prediction.py:1175, transformers/modeling_layers.py:344).
     """
     hidden = get_field(config, "hidden_size")
     name = f"mtp.layers.{layer.mtp_index}."
@@ -273,7 +273,7 @@ def map_sigmoid_router_config(config: HFConfig) -> dict[str, Any]:
             "scoring_func": "sigmoid",
             "topk_method": "noaux_tc",
             # Megatron renormalises if k > 1 and never for k = 1
-            # (transformer/moe/moe_utils.py:673).
+            # (transformer/moe/moe_utils.py:798).
             "norm_topk_prob": topk > 1,
             "moe_layer_freq": 1,
         },
@@ -291,7 +291,7 @@ def map_sigmoid_router_config(config: HFConfig) -> dict[str, Any]:
 def _map_expert_groups(config: HFConfig, topk: int) -> dict[str, Any]:
     """Return arguments of group-limited routing, if both definitions of it agree.
 
-    Megatron ranks a group by its best topk // topk_group scores (transformer/moe/moe_utils.py:554),
+    Megatron ranks a group by its best topk // topk_group scores (transformer/moe/moe_utils.py:656),
     DeepSeek by its best 2 (modeling_deepseek_v3.py, DeepseekV3TopkRouter).
     """
     groups, chosen = config.get("n_group") or 1, config.get("topk_group") or 1

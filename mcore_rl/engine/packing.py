@@ -6,7 +6,7 @@ each response token, the row of that hidden state.
 Context parallelism splits a pack in one of two ways. "zigzag": each sequence in 2 * cp chunks of
 equal length, of which CP rank r has the chunks r and 2 * cp - 1 - r, so that under a causal mask
 every rank has as many query-key pairs as the others. Megatron's rotary embedding
-(models/common/embeddings/rope_utils.py:115) and Transformer Engine expect this split.
+(models/common/embeddings/rope_utils.py:140) and Transformer Engine expect this split.
 "contiguous": the pack in cp equal parts, whatever sequences they cut, as Ulysses has them
 (arXiv:2309.14509, section 3).
 """

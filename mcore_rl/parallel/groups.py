@@ -79,7 +79,7 @@ def _create_groups(layout: Layout, timeout_s: float) -> None:
         expert_tensor_parallel_size=layout.etp,
         distributed_timeout_minutes=timeout_s / 60,
     )
-    # parallel_state.py:1278 sets no timeout for this group.
+    # parallel_state.py:1465 sets no timeout for this group.
     group = parallel_state._EXPERT_DATA_PARALLEL_GROUP_GLOO
     backend = group._get_backend(torch.device("cpu"))
     backend._set_default_timeout(timedelta(seconds=timeout_s))

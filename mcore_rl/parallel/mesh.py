@@ -176,7 +176,7 @@ def split_into_chunks(layout: Layout, num_layers: int, num_mtp_layers: int = 0) 
                 has_embedding=index == 0,
                 has_head=index == last,
                 # Megatron moves the norm to the last decoder layer when the model has MTP layers
-                # (transformer/transformer_block.py:390).
+                # (transformer/transformer_block.py:387).
                 has_final_norm=has_last_layer if num_mtp_layers else index == last,
                 num_mtp_layers=num_mtp_layers if index == last else 0,
             )

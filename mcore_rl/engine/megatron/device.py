@@ -3,7 +3,7 @@
 The CPU lane runs real Megatron-core over gloo. Megatron names "cuda" in hundreds of places, so
 engine code is written for CUDA (`torch.cuda.current_device()`), and without a GPU
 `install()` makes them use the CPU. Every patch names the upstream file:line
-(megatron/core of 0.16.1) that it corrects, and fails at start if that symbol no longer exists.
+(megatron/core of 0.19.2) that it corrects, and fails at start if that symbol no longer exists.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def build_rank_environment(layout: Layout, device: str) -> dict[str, str]:
     """Return the variables to start the process of a training rank on "cuda" or "cpu" with.
 
     Overlap of tensor- and context-parallel communication needs kernels to start in the order of
-    their launch (tensor_parallel/layers.py:526). Before Blackwell that takes a single hardware
+    their launch (tensor_parallel/layers.py:621). Before Blackwell that takes a single hardware
     queue, and CUDA reads the variable once. A driver without a GPU does not know the GPUs of the
     ranks and sets the single queue, which is correct on all of them. A variable that is already set
     is kept.
@@ -87,7 +87,7 @@ def build_config_flags() -> dict[str, Any]:
         # Transformer Engine's linears accumulate in place without this flag (model.py,
         # fuse_weight_gradients). If Megatron marked the first micro-batch for them, they would
         # overwrite the gradients of earlier calls (module/linear.py:1231 of 2.20). The next flag
-        # keeps it from doing so; its other use is float8 (extensions/transformer_engine.py:672).
+        # keeps it from doing so; its other use is float8 (extensions/transformer_engine.py:1083).
         "gradient_accumulation_fusion": False,
         "disable_parameter_transpose_cache": _modules == "te",
         "masked_softmax_fusion": fused,
@@ -187,11 +187,11 @@ def _patch_torch() -> None:
     """
     # Fill its cache now: `with torch.device(...)` compares with the original factories.
     _device._device_constructors()
-    # optimizer/optimizer.py:473, clip_grads.py:103, pipeline_parallel/schedules.py:596,
-    # transformer/utils.py:35, models/common/embeddings/rope_utils.py:62.
+    # optimizer/optimizer.py:690, clip_grads.py:112, pipeline_parallel/schedules.py:749,
+    # transformer/utils.py:39, models/common/embeddings/rope_utils.py:62.
     for name in ("tensor", "zeros", "ones", "empty", "full", "arange"):
         _replace(torch, name, _redirect_device(getattr(torch, name)))
-    # optimizer/optimizer.py:375, models/common/embeddings/rope_utils.py:64
+    # optimizer/optimizer.py:586, models/common/embeddings/rope_utils.py:64
     _replace(torch.Tensor, "cuda", lambda tensor, *_, **__: tensor)
     original = torch.Tensor.type
 
@@ -200,7 +200,7 @@ def _patch_torch() -> None:
             return original(tensor, *args, **kwargs)
         return original(tensor).replace("torch.", "torch.cuda.", 1)
 
-    # optimizer/clip_grads.py:167 and distrib_optimizer.py:361 compare with CUDA's name.
+    # optimizer/clip_grads.py:174 and distrib_optimizer.py:401 compare with CUDA's name.
     _replace(torch.Tensor, "type", get_cuda_type)
 
 
@@ -240,15 +240,15 @@ def _patch_torch_cuda() -> None:
         yield
 
     replacements: dict[str, Any] = {
-        "current_device": lambda: _cuda,  # tensor_parallel/layers.py:261 and 174 more
-        "synchronize": lambda *_, **__: None,  # pipeline_parallel/p2p_communication.py:242
+        "current_device": lambda: _cuda,  # tensor_parallel/layers.py:305 and 174 more
+        "synchronize": lambda *_, **__: None,  # pipeline_parallel/p2p_communication.py:263
         "empty_cache": lambda: None,
-        "current_stream": lambda *_, **__: null,  # transformer/moe/token_dispatcher.py:871
+        "current_stream": lambda *_, **__: null,  # transformer/moe/token_dispatcher.py:922
         "default_stream": lambda *_, **__: null,
-        "Stream": _NullStream,  # transformer/moe/token_dispatcher.py:445
+        "Stream": _NullStream,  # transformer/moe/token_dispatcher.py:469
         "Event": _NullStream,
         "stream": stream,
-        # The "CUDA" generator is the CPU's, or seeds are lost: tensor_parallel/random.py:55.
+        # The "CUDA" generator is the CPU's, or seeds are lost: tensor_parallel/random.py:118.
         "get_rng_state": lambda *_, **__: torch.get_rng_state(),
         "set_rng_state": lambda state, *_, **__: torch.set_rng_state(state),
         "manual_seed": torch.default_generator.manual_seed,
@@ -283,20 +283,17 @@ def _use_torch_modules() -> None:
     from megatron.core.models.common.embeddings import rope_utils
     from megatron.core.models.gpt import gpt_layer_specs
     from megatron.core.transformer import multi_latent_attention
-    from megatron.core.transformer.moe import moe_utils
 
     from mcore_rl.engine.megatron import attention, layers
 
-    # models/common/embeddings/rope_utils.py:178 loops over the sequences of a pack.
+    # models/common/embeddings/rope_utils.py:189 loops over the sequences of a pack.
     _replace(rope_utils, "_apply_rotary_pos_emb_thd", attention.rotate_pack)
     _replace(transformer_engine_spec_provider, "TESpecProvider", layers.TorchSpecProvider)
     gpt_layer_specs.TESpecProvider = layers.TorchSpecProvider
     gpt_layer_specs.TENorm = layers.RMSNorm
     gpt_layer_specs.HAVE_TE = True
-    # multi_latent_attention.py:408 and :453 compare with this class to find replicated projections.
+    # multi_latent_attention.py:525 and :572 compare with this class to find replicated projections.
     _replace(multi_latent_attention, "TELinear", layers.ReplicatedLinear)
-    # moe_utils.py:1192 reads a name that its failed import (line 20) never bound.
-    moe_utils.te_general_gemm = None
 
 
 def _keep_plain_queries() -> None:
@@ -316,7 +313,7 @@ def _keep_plain_queries() -> None:
 
 
 def _use_foreach_norm() -> None:
-    """Keep the norm of gradients on the GPU: utils.py:1205 copies that of each one to the host."""
+    """Keep the norm of gradients on the GPU: utils.py:1325 copies that of each one to the host."""
     from megatron.core.optimizer import clip_grads
 
     def compute_norm(
@@ -341,10 +338,10 @@ def _patch_megatron() -> None:
     def set_state(state: torch.Tensor, device: Any = None, graph_safe: bool = False) -> None:
         torch.set_rng_state(state)
 
-    # tensor_parallel/random.py:235 and :250 read torch.cuda.default_generators.
+    # tensor_parallel/random.py:303 and :318 read torch.cuda.default_generators.
     _replace(parallel_random, "_get_cuda_rng_state", get_state)
     _replace(parallel_random, "_set_cuda_rng_state", set_state)
-    # moe_utils.py:1093 converts CUDA tensors only; gloo needs host lists, too.
+    # moe_utils.py:1184 converts CUDA tensors only; gloo needs host lists, too.
     _replace(token_dispatcher, "maybe_move_tensor_to_cpu", _move_to_host)
     gather = _replace(mappings, "_gather_along_first_dim", None)
     mappings._gather_along_first_dim = _pad_gather(gather)
@@ -355,7 +352,7 @@ def _move_to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = Fal
 
 
 def _pad_gather(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Pad the uneven parts that tensor_parallel/mappings.py:150 gathers: gloo refuses them."""
+    """Pad the uneven parts that tensor_parallel/mappings.py:154 gathers: gloo refuses them."""
 
     def gather(
         input_: torch.Tensor,

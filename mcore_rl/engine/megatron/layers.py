@@ -40,7 +40,7 @@ def _create_norm_weight(size: int, config: Any) -> torch.nn.Parameter:
 
 
 class RMSNorm(torch.nn.Module):
-    """An RMS norm with sequence parallelism, which WrappedTorchNorm refuses (torch_norm.py:32)."""
+    """An RMS norm with sequence parallelism, which WrappedTorchNorm refuses (torch_norm.py:50)."""
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-6, **_: Any) -> None:
         super().__init__()
@@ -104,7 +104,7 @@ class ReplicatedLinear(torch.nn.Module):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: Any = None
     ) -> ShardedStateDict:
-        """Return shards with the keys of TELinear (extensions/transformer_engine.py:687)."""
+        """Return shards with the keys of TELinear (extensions/transformer_engine.py:1098)."""
         state: ShardedStateDict = make_sharded_tensors_for_checkpoint(
             {"weight": self.weight},
             prefix,
@@ -196,7 +196,7 @@ class GroupedLinear(torch.nn.Module):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: Any = None
     ) -> ShardedStateDict:
-        """Return shards, keys as in TEGroupedLinear (extensions/transformer_engine.py:1738)."""
+        """Return shards, keys as in TEGroupedLinear (extensions/transformer_engine.py:2508)."""
         num_experts = self._groups.ep.size() * self.num_gemms
         first = self._groups.ep.rank() * self.num_gemms
         state: ShardedStateDict = {}

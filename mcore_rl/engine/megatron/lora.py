@@ -245,7 +245,7 @@ def _require_output_gradient(module: Any, args: Any, output: torch.Tensor) -> to
     """Make the output of a frozen embedding require a gradient.
 
     Otherwise recomputed layers get none, because their input needs none
-    (tensor_parallel/random.py:531), and their adapters would not be trained, without an error.
+    (tensor_parallel/random.py:621), and their adapters would not be trained, without an error.
     """
     return output.requires_grad_() if torch.is_grad_enabled() else output
 
@@ -265,7 +265,7 @@ def _mark_factors(adapter: Adapter, weight: Weight, frozen: torch.Tensor) -> Non
             marks["sequence_parallel"] = getattr(frozen, "sequence_parallel", False)
         else:
             # Each rank has the gradient of its part of the weight; finalize_model_grads sums marked
-            # parameters over tp (distributed/finalize_model_grads.py:354).
+            # parameters over tp (distributed/finalize_model_grads.py:452).
             marks["sequence_parallel"] = not is_split
         for name, value in marks.items():
             setattr(factor, name, value)
@@ -299,7 +299,7 @@ def _forward_merged(
         return adapter(frozen) if adapter.is_enabled else frozen.detach()  # type: ignore
 
     # requires_grad is set without gradients, too, as in a trained weight: torch.matmul and Megatron
-    # (tensor_parallel/layers.py:949) choose by it between kernels that round differently.
+    # (tensor_parallel/layers.py:1095) choose by it between kernels that round differently.
     weights = {parameter: merge(parameter).requires_grad_() for parameter in adapters}
     # An attribute of the instance hides the parameter of the same name.
     linear.__dict__.update(weights)

@@ -24,7 +24,7 @@ _INIT_METHODS = dict.fromkeys(
     ("init_method", "output_layer_init_method", "embedding_init_method"), lambda weight: weight
 )
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-# Inputs of multi-token prediction layers (models/gpt/gpt_model.py:593).
+# Inputs of multi-token prediction layers (models/gpt/gpt_model.py:667).
 _MTP_INPUTS = (
     "input_ids", "position_ids", "attention_mask", "inference_params", "rotary_pos_emb",
     "rotary_pos_cos", "rotary_pos_sin", "packed_seq_params", "sequence_len_offset",
@@ -46,7 +46,7 @@ class PolicyModel(GPTModel):
     def _preprocess(self, *args: Any, padding_mask: Any = None, **kwargs: Any) -> Any:
         """Split the padding mask [1, tokens] over TP like the tokens, on every stage.
 
-        Megatron splits it on the first stage only (models/gpt/gpt_model.py:314).
+        Megatron splits it on the first stage only (models/gpt/gpt_model.py:352).
         """
         inputs = super()._preprocess(*args, **kwargs)
         if padding_mask is not None:
@@ -71,7 +71,7 @@ class PolicyModel(GPTModel):
     def head_weight(self) -> torch.Tensor:
         """Weight of the output projection, tied or not: [vocabulary shard, hidden]."""
         # The head does not call output_layer, so the hook with which DDP waits for an overlapped
-        # gather of its weight is called here (distributed/distributed_data_parallel.py:384).
+        # gather of its weight is called here (distributed/distributed_data_parallel.py:432).
         for hook in self.output_layer._forward_pre_hooks.values():
             hook(self.output_layer, ())
         if self.share_embeddings_and_output_weights:
@@ -182,7 +182,7 @@ def _build_transformer_config(
         # Packs differ in length, so stages exchange the shapes.
         variable_seq_lengths=layout.pp > 1,
         # With interleaved chunks the batched exchange gives wrong losses without an error
-        # (pipeline_parallel/p2p_communication.py:353); the overlapped exchange is correct.
+        # (pipeline_parallel/p2p_communication.py:374); the overlapped exchange is correct.
         batch_p2p_comm=layout.vpp == 1,
         overlap_p2p_comm=layout.vpp > 1,
         # Divide gradients by the number of tokens (see step.compute_training_loss).
@@ -224,7 +224,7 @@ def fuse_weight_gradients(model: torch.nn.Module) -> None:
 
     Otherwise the gradient of each micro-batch is rounded to bfloat16 before it is added. The flag
     of TransformerConfig does the same, but then Megatron requires Apex for the output layer
-    (tensor_parallel/layers.py:924), whose gradient logprob.py computes without it.
+    (tensor_parallel/layers.py:1070), whose gradient logprob.py computes without it.
     """
     for module in model.modules():
         if hasattr(module, "fuse_wgrad_accumulation"):

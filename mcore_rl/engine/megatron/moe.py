@@ -86,17 +86,17 @@ class PackedRouter(TopKRouter):
     summed over layers; it is coef for a layer of even load. Choices are the highest scores of the
     router itself, without selection bias or groups, also when routed experts are replayed.
 
-    Corrections of megatron/core 0.16.1, transformer/moe:
-    - router.py:466 multiplies the loss by the tokens of one TP and CP rank, while gradients are
-      divided by those of all: the loss counts 1 / (tp * cp) of its coefficient. With a padding mask
-      it does not, because moe_utils.py:224 then sums in place what should be a local count.
-    - moe_utils.py:131 divides by the number of tokens, which is 0 in a pack of padding: gradients
+    Corrections of megatron/core 0.19.2, transformer/moe:
+    - router.py:633 multiplies the loss by the tokens of all TP and CP ranks; with a padding mask
+      by tp * cp times as many, because moe_utils.py:272 then sums in place what should be a local
+      count.
+    - moe_utils.py:141 divides by the number of tokens, which is 0 in a pack of padding: gradients
       become NaN.
-    - router.py:395 divides, for the global loss, the mean of counts over micro-batches by the
+    - router.py:529 divides, for the global loss, the mean of counts over micro-batches by the
       tokens of the last, which is no share when micro-batches differ in tokens.
-    - router.py:542 applies the padding mask along the experts instead of the tokens, and counts
+    - router.py:738 applies the padding mask along the experts instead of the tokens, and counts
       tokens for the selection bias outside of training, too.
-    - router.py:207 adds every router that was ever built to a class-wide list.
+    - router.py:257 adds every router that was ever built to a class-wide list.
     """
 
     def __init__(
@@ -196,7 +196,7 @@ def needs_equal_packs(config: TransformerConfig) -> bool:
     """Return whether the token dispatcher works with packs of equal size only.
 
     The allgather dispatcher gathers the same number of tokens from each rank of an expert group
-    (transformer/moe/token_dispatcher.py:265), which has ranks of other data-parallel shares. If the
+    (transformer/moe/token_dispatcher.py:287), which has ranks of other data-parallel shares. If the
     numbers differ, gloo ends the process, and NCCL has no check.
     """
     ranks = config.expert_model_parallel_size * config.expert_tensor_parallel_size

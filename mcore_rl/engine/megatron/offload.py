@@ -36,7 +36,7 @@ def move_parts(
 
     Gradients are dropped, not moved: they are zero after they return. Megatron's offload_to_cpu of
     optimizers is not used: it also moves the float32 weights of the model, and with a distributed
-    optimizer detaches them from the buffer that they are views of (optimizer/optimizer.py:344).
+    optimizer detaches them from the buffer that they are views of (optimizer/optimizer.py:555).
 
     Args:
         mirrors: Of parameters and optimizer state; the same objects in every call.

@@ -46,7 +46,7 @@ def check_optimizer(settings: OptimizerConfig, total_steps: int) -> None:
             "allowed: false"
         )
     if settings.cpu_offload and importlib.util.find_spec("transformer_engine") is None:
-        # Without it Megatron's config ends in a TypeError (optimizer/optimizer_config.py:383).
+        # Without it Megatron's config ends in a TypeError (optimizer/optimizer_config.py:438).
         raise ConfigError(
             "optimizer.cpu_offload=true needs transformer-engine 2.1 or newer, which is not "
             "installed; allowed: false"
@@ -105,7 +105,7 @@ def build_optimizer(
     """Build Adam over the parameters of this rank's chunks, and its schedule over `total_steps`.
 
     Megatron uses FusedAdam of Transformer Engine or apex if one is importable, else torch's AdamW.
-    It decays neither biases nor tensors of one dim (optimizer/__init__.py:13 and :81).
+    It decays neither biases nor tensors of one dim (optimizer/__init__.py:14 and :103).
     """
     optimizer = get_megatron_optimizer(
         MegatronOptimizerConfig(
@@ -186,7 +186,7 @@ def clip_and_step(optimizer: ChainedOptimizer) -> float:
     """Clip gradients and take a step; return the gradient norm of all ranks before clipping.
 
     If the norm is not finite, weights and optimizer state do not change. ChainedOptimizer.step
-    (optimizer/optimizer.py:1308) does the same without this check: without a loss scale it carries
+    (optimizer/optimizer.py:1855) does the same without this check: without a loss scale it carries
     a NaN into the weights.
     """
     optimizer.prepare_grads()
@@ -210,7 +210,7 @@ def finish_weight_gather(chunks: Sequence[Any]) -> None:
     """Wait until every rank has all updated weights. Collective over data-parallel ranks.
 
     With overlap each rank has only its own shard of the update after a step; the forward pre-hooks
-    of modules wait for the others (distributed/distributed_data_parallel.py:384). Call this before
+    of modules wait for the others (distributed/distributed_data_parallel.py:432). Call this before
     reading weights without a forward pass.
     """
     for chunk in chunks:

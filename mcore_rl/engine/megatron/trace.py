@@ -64,7 +64,7 @@ class OutputTracer:
             output = F.rms_norm(output, output.shape[-1:], linear.layer_norm_weight, eps)
         if isinstance(output, tuple):  # (value, bias to add), or of a router (weights, choices)
             output = output[0]
-        # Copy: Megatron adds the residual in place (fusions/fused_bias_dropout.py:54).
+        # Copy: Megatron adds the residual in place (fusions/fused_bias_dropout.py:56).
         self._outputs[name].append(output.detach().clone().reshape(-1, output.shape[-1]))
 
     def gather_outputs(

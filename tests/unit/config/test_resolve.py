@@ -444,7 +444,7 @@ def test_the_largest_seed_is_taken_by_all_that_draw_from_it():
     state = np.random.get_state(), torch.random.get_rng_state()
     try:
         np.random.seed(MAX_SEED)  # vLLM's utils/torch_utils.py:549
-        torch.manual_seed(MAX_SEED + 2718 + 1024)  # Megatron's tensor_parallel/random.py:412
+        torch.manual_seed(MAX_SEED + 2718 + 1024)  # Megatron's tensor_parallel/random.py:480
     finally:
         np.random.set_state(state[0])
         torch.random.set_rng_state(state[1])
