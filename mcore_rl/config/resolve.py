@@ -142,12 +142,6 @@ def _check_router_replay(config: RLConfig) -> None:
             f"algorithm.filter.replay.share={share} with actor.moe.router_replay='rollout': the "
             "experts of samples of earlier steps are not kept; allowed: 0, or router_replay='off'"
         )
-    if replay == "rollout" and get_staleness(config.trainer) and config.trainer.save_every:
-        raise ConfigError(
-            f"trainer.save_every={config.trainer.save_every}, actor.moe.router_replay='rollout' "
-            "and samples ahead of their step: their experts are not in a checkpoint; allowed: "
-            "trainer.save_every=0, trainer.staleness=0, or router_replay='off'"
-        )
     if replay == "record" and config.algorithm.correction.use_rollout_log_probs:
         raise ConfigError(
             "actor.moe.router_replay='record' records while log-probs are computed, and "
@@ -492,11 +486,6 @@ def _resolve_fully_async(config: RLConfig) -> None:
             f"trainer.asynchronous.oversampling={asynchronous.oversampling} with "
             "trainer.staleness=0: groups that a step leaves are too old for the next; allowed: 0, "
             "or staleness above 0"
-        )
-    if config.actor.moe.router_replay == "rollout":
-        raise ConfigError(
-            f"actor.moe.router_replay='rollout' with {mode}: the experts of a response are those "
-            "of several versions of the router; allowed: 'off', 'record'"
         )
     is_uncut = algorithm.loss == "decoupled_ppo" and not algorithm.loss_settings.get("weight_cap")
     if is_uncut and get_staleness(config.trainer):

@@ -17,7 +17,7 @@ from mcore_rl.controller.object_columns import (
 from mcore_rl.controller.pending_call import WorkerError
 from mcore_rl.controller.remote_batch import PROMPT_TOKENS, RESPONSE_TOKENS, RemoteBatch
 from mcore_rl.data.batch import IMAGES, NO_VERSION, Array, Batch, Column, Jagged, Samples
-from mcore_rl.data.routed_experts import list_expert_columns
+from mcore_rl.data.routed_experts import ExpertLayers, divide_experts, list_expert_columns
 
 B = TypeVar("B", bound=Samples)
 
@@ -117,9 +117,15 @@ def to_arrays(batch: Samples, what: str, call_s: float) -> dict[str, dict[str, A
     return fetch_batch(batch, what, call_s).to_arrays()
 
 
-def restore_batch(arrays: Mapping[str, Mapping[str, Array]]) -> Samples:
-    """Restore the batch of `to_arrays`; in a Ray session, store its columns and refer to them."""
-    batch = Batch.load_arrays(arrays)
+def restore_batch(
+    arrays: Mapping[str, Mapping[str, Array]], experts: ExpertLayers | None = None
+) -> Samples:
+    """Restore the batch of `to_arrays`; in a Ray session, store its columns and refer to them.
+
+    Raises:
+        ConfigError: as `divide_experts`.
+    """
+    batch = divide_experts(Batch.load_arrays(arrays), experts)
     if not ray.is_initialized():
         return batch
     return store_columns(batch.drop_columns(PROMPT_TOKENS, RESPONSE_TOKENS))

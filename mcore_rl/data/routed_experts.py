@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from mcore_rl.config.errors import ConfigError
 from mcore_rl.data.batch import Batch, Jagged, Samples
 from mcore_rl.data.sample import Sample
 
@@ -55,6 +56,40 @@ def add_experts(batch: Batch, samples: Sequence[Sample], layers: ExpertLayers) -
             column[row][:] = ids
     names = [f"{EXPERTS}/{format_layers(stage)}" for stage in layers.stages]
     return batch.with_columns(**dict(zip(names, columns, strict=True)))
+
+
+def divide_experts(batch: Batch, layers: ExpertLayers | None) -> Batch:
+    """Divide the expert columns of saved samples anew: by the pipeline ranks of this run.
+
+    Args:
+        layers: None if the run replays no experts: the batch then loses the columns.
+
+    Raises:
+        ConfigError: the samples lack the experts of a layer.
+    """
+    names = list_expert_columns(batch)
+    saved = [batch.jagged(name) for name in names]
+    batch = batch.drop_columns(*names)
+    if layers is None or not len(batch):
+        return batch
+    ids = {
+        layer: column.values[:, place]
+        for name, column in zip(names, saved, strict=True)
+        for place, layer in enumerate(name.removeprefix(f"{EXPERTS}/").split(","))
+        if layer != format_layers(())
+    }
+    columns: dict[str, Jagged] = {}
+    for stage in layers.stages:
+        if missing := [layer for layer in stage if str(layer) not in ids]:
+            raise ConfigError(
+                "actor.moe.router_replay='rollout': the samples of the checkpoint, generated "
+                f"ahead, have no experts of layers {missing}; allowed: the router_replay of the "
+                "run that saved it"
+            )
+        values = [ids[str(layer)] for layer in stage]
+        stacked = np.stack(values, axis=1) if values else saved[0].values[:, :0]
+        columns[f"{EXPERTS}/{format_layers(stage)}"] = saved[0].with_values(stacked)
+    return batch.with_columns(**columns)
 
 
 def select_stage_experts(batch: Batch, layers: Sequence[int]) -> Batch:

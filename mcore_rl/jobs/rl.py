@@ -274,6 +274,7 @@ class _Run:
                 thread=thread,
                 record_evaluation=self.output.record_evaluation,
                 build_checkpoints=build_checkpoints,
+                experts=list_replayed_experts(config),
             )
         )
 

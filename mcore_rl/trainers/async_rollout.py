@@ -22,6 +22,7 @@ from mcore_rl.controller.batch_ops import (
 )
 from mcore_rl.controller.pending_call import WorkerError
 from mcore_rl.data.batch import Batch, Samples
+from mcore_rl.data.routed_experts import ExpertLayers
 from mcore_rl.observability.activity import ACTIVITY
 from mcore_rl.rollout.buffer import (
     HELD,
@@ -317,9 +318,15 @@ class RolloutPrefetcher:
         self,
         sampler: StepSampler,
         thread: Executor,
+        experts: ExpertLayers | None = None,
     ) -> None:
-        """Prepare. `thread` has to outlive the servers, whose end ends what it waits for."""
-        self._sampler, self._thread = sampler, thread
+        """Prepare.
+
+        Args:
+            thread: It has to outlive the servers, whose end ends what it waits for.
+            experts: Layers whose routing the actor replays.
+        """
+        self._sampler, self._thread, self._experts = sampler, thread, experts
         self._call_s = sampler.config.timeouts.call_s
         # Prompts and buffer before the step; None if it cannot be lost.
         self._begun_from: tuple[dict[str, Any], Samples | None] | None = None
@@ -401,4 +408,5 @@ class RolloutPrefetcher:
         self._step, self._pending, self._begun_from = state["step"], None, None
         if state["samples"] is not None:
             self._pending = Future()
-            self._pending.set_result((restore_batch(state["samples"]), dict(state["metrics"])))
+            samples = restore_batch(state["samples"], self._experts)
+            self._pending.set_result((samples, dict(state["metrics"])))

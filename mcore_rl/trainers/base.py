@@ -38,6 +38,7 @@ from mcore_rl.config.schema import RLConfig
 from mcore_rl.data.batch import Batch, Samples
 from mcore_rl.data.datasets import PromptDataset
 from mcore_rl.data.prompt_batches import PromptBatches
+from mcore_rl.data.routed_experts import ExpertLayers
 from mcore_rl.data.sampler import CurriculumSampler
 from mcore_rl.engine.base import LossFunction
 from mcore_rl.observability.activity import Stopwatch
@@ -81,6 +82,7 @@ class TrainerInputs:
     record_evaluation: Callable[[str, MetricsBySet], None]
     # From the parts with a state of their own, by name, in the order in which they are saved.
     build_checkpoints: Callable[[Mapping[str, Stateful]], CheckpointManager]
+    experts: ExpertLayers | None = None  # layers whose routing the actor replays
 
 
 class RLTrainer(ABC):
@@ -96,8 +98,9 @@ class RLTrainer(ABC):
         """Build the parts of a loop. The actor has the weights that the servers have."""
         config, devices = inputs.config, inputs.devices
         self.config, self.devices, self.inputs = config, devices, inputs
-        records_experts = config.actor.moe.router_replay == "rollout"
-        self.rollout = RolloutPool(devices.servers, config.rollout, config.seed, records_experts)
+        self.rollout = RolloutPool(
+            devices.servers, config.rollout, config.seed, inputs.experts is not None
+        )
         self.prompts = build_prompt_batches(config, inputs.prompts)
         replay = config.algorithm.filter.replay
         self.replay = ReplayBuffer(replay, config.seed, config.timeouts.call_s)

@@ -25,7 +25,8 @@ class OneStepOffTrainer(RLTrainer):
 
     def prepare(self) -> None:
         """Build the prefetcher."""
-        self.prefetcher = RolloutPrefetcher(self.sampler, self.inputs.thread)
+        inputs = self.inputs
+        self.prefetcher = RolloutPrefetcher(self.sampler, inputs.thread, inputs.experts)
 
     def list_states(self) -> dict[str, Stateful]:
         """Save the prefetcher first: it generates lost samples again, which draws prompts."""

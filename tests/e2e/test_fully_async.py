@@ -24,6 +24,7 @@ ASYNC = (
 )  # fmt: skip
 FEW = "trainer.asynchronous.max_groups=6"  # a push finds some in the middle
 MORE = "trainer.asynchronous.oversampling=0.5"  # some of which are too old before they have ended
+REPLAY = "actor.moe.router_replay=rollout"  # test_recorded_experts.py: whose experts they are
 
 
 def trained(output: Path) -> list[dict[str, float]]:
@@ -38,12 +39,15 @@ def groups_of(output: Path) -> list[int]:
     return [group for groups in tables for group in sorted(set(groups))]
 
 
-@pytest.mark.parametrize(("rollout", "groups"), [("own", FEW), nightly(("shared", MORE))])
+@pytest.mark.parametrize(
+    ("rollout", "groups", "replay"),
+    [("own", FEW, (REPLAY,)), nightly(("shared", MORE, ())), nightly(("shared", MORE, (REPLAY,)))],
+)
 def test_tokens_of_several_versions_are_trained_on_and_none_is_too_old(
-    start_job, own_model_and_data, rollout, groups
+    start_job, own_model_and_data, rollout, groups, replay
 ):
     # On devices of their own, and on the trainer's by turns; with an evaluation meanwhile.
-    overrides = *SETTINGS, *ASYNC, groups, f"placement.rollout={rollout}"
+    overrides = *SETTINGS, *ASYNC, *replay, groups, f"placement.rollout={rollout}"
     output = ended(start_job(*own_model_and_data, *overrides))
     rows = trained(output)
     assert [row["step"] for row in rows] == list(range(1, NUM_STEPS + 1))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.outcomes import rows_of, timeless
+from tests.e2e.outcomes import list_gaps, rows_of, timeless
 from tests.e2e.test_kill import steps
 from tests.e2e.test_placement import _is
 from tests.e2e.test_resume import assert_the_same_run, ended, kill
@@ -83,6 +83,35 @@ def test_a_run_that_is_killed_and_goes_on_is_the_undisturbed_one(
     assert_the_same_run(
         ended(start_job(*overrides, output=tmp_path / "run")), undisturbed, NUM_STEPS
     )
+
+
+@pytest.mark.nightly  # test_routed_experts.py divides the columns
+def test_a_killed_run_that_replays_routing_goes_on_in_other_pipeline_ranks(
+    start_job, own_model_and_data, tmp_path
+):
+    # The samples ahead bring the experts of the servers, by layer.
+    overrides = (
+        *own_model_and_data, *SETTINGS, "trainer.mode=one_step_off",
+        f"trainer.num_steps={NUM_STEPS}", "algorithm.filter.group_filter=''",
+        "actor.moe.router_replay=rollout",
+        # Else the rounding of gradients near 0 decides the sign of Adam's step.
+        "actor.optimizer.eps=1e-3",
+    )  # fmt: skip
+    expected = ended(start_job(*overrides))
+    overrides += ("trainer.save_every=2", "resume=auto")
+    killed = start_job(*overrides, output=tmp_path / "run")
+    killed.wait_until((killed.output / "checkpoints/step_000002").exists, "the first checkpoint")
+    kill(killed)
+    assert len(steps(killed)) < NUM_STEPS
+    layout = "actor.layout.pp=2", "actor.layout.first_stage_layers=1"
+    output = ended(start_job(*overrides, *layout, output=tmp_path / "run"))
+    rows, expected_rows = (
+        [row for row in timeless(folder) if "reward" in row] for folder in (output, expected)
+    )
+    gaps = list_gaps(rows, expected_rows)
+    assert len(gaps) > 20 and gaps["reward/fingerprint"] == 0  # the same samples
+    gaps.pop("max_logprob_gap", None)  # the largest of some thousand roundings
+    assert max(gaps.values()) < 1e-5, sorted(gaps.items(), key=lambda gap: -gap[1])[:5]
 
 
 @pytest.mark.nightly  # test_server_deaths.py has a server that comes back, test_kill.py a rank

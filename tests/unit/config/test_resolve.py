@@ -548,7 +548,6 @@ def resolved(
         (dict(mode="sync", staleness=0, asynchronous={"max_groups": 1}), "has no part in .*'sync'"),
         (dict(correction=CorrectionConfig(level="off")), "trainer.staleness=2: old samples would"),
         (dict(loss="decoupled_ppo"), "algorithm.loss='decoupled_ppo' with .* and no weight_cap"),
-        (dict(replay="rollout"), "router_replay='rollout' with trainer.mode='fully_async'"),
         (
             dict(filter=FilterConfig(group_filter="drop_uniform"), shuffle=True),
             "reward.shuffle=true with .*: groups are filtered as they come",

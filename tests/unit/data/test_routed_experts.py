@@ -5,10 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from mcore_rl.config.errors import ConfigError
 from mcore_rl.data.batch import Batch
 from mcore_rl.data.routed_experts import (
     ExpertLayers,
     add_experts,
+    divide_experts,
     list_expert_columns,
     select_stage_experts,
     split_by_stage,
@@ -107,6 +109,29 @@ def test_a_batch_has_a_column_for_each_pipeline_rank_and_an_engine_reads_its_own
         == split_by_stage(sample(recorded(0, 4)), LAYERS)[1].tolist()
     )
     assert stage_experts[1].tolist() == split_by_stage(empty, LAYERS)[1].tolist()
+
+
+@pytest.mark.parametrize("stages", [((1, 2, 3),), ((), (1,), (3, 2)), ((2,), (1, 3))])
+def test_saved_experts_are_divided_by_the_pipeline_ranks_of_another_run(stages):
+    samples = [sample(recorded(0, 4)), sample(recorded(0, 2), recorded(2, 2), mask=(0, 1))]
+    layers = ExpertLayers(stages, topk=2)
+    loaded = divide_experts(Batch.load_arrays(made(*samples).to_arrays()), layers)
+    expected = add_experts(Batch.collate(samples), samples, layers)
+    assert list_expert_columns(loaded) == list_expert_columns(expected)
+    for name in list_expert_columns(expected):
+        assert loaded.jagged(name).values.dtype == np.uint8
+        assert loaded.jagged(name).values.tolist() == expected.jagged(name).values.tolist()
+        assert loaded.jagged(name).offsets.tolist() == expected.jagged(name).offsets.tolist()
+
+
+def test_a_run_without_replay_drops_saved_experts_and_one_with_it_needs_all_layers():
+    batch = made(sample(recorded(0, 4)))
+    assert list_expert_columns(divide_experts(batch, None)) == []
+    plain = Batch.collate([sample(recorded(0, 4))])
+    for saved, missing in ((batch, "[4]"), (plain, "[1, 4]")):
+        with pytest.raises(ConfigError, match=r"have no experts of layers ") as raised:
+            divide_experts(saved, ExpertLayers(((1, 4),), topk=2))
+        assert f"layers {missing}; allowed" in str(raised.value)
 
 
 def test_ids_that_do_not_fit_a_byte_take_two_in_the_whole_batch():

@@ -363,16 +363,6 @@ def test_settings_that_do_not_fit_are_refused(tmp_path, settings, message):
         Run(tmp_path, **settings)
 
 
-def test_experts_of_samples_that_are_ahead_are_in_no_checkpoint():
-    config = RLConfig()
-    config.model.path = config.data.train_file = config.data.test_file = "given"
-    config.trainer.mode, config.actor.moe.router_replay = "one_step_off", "rollout"
-    resolve(config)
-    config.trainer.save_every = 2
-    with pytest.raises(ConfigError, match=r"trainer.save_every=2, .*; allowed: .*staleness=0"):
-        resolve(config)
-
-
 @pytest.mark.parametrize(("rollout", "mates"), [("shared", "actor, critic, .*"), ("a", "teacher")])
 def test_servers_on_devices_of_other_roles_are_refused(rollout, mates):
     config = RLConfig()
