@@ -26,8 +26,9 @@ BRIDGES = ("megatron-bridge",)
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
 
-# Measured: a process that has imported torch and our readers, and memory that allocators keep.
-_WORKER_BYTES = 288 << 20
+# Measured: a process that has imported torch, whose build for CUDA takes more, and our readers, and
+# memory that allocators keep.
+_WORKER_BYTES = (576 if torch.version.cuda else 288) << 20
 _TRACKER_BYTES = 16 << 20  # the resource tracker of multiprocessing
 _SLACK_BYTES = 32 << 20
 # Measured with 60,000 of each: an entry (tensor or chunk) of an index that is read, and a chunk of
