@@ -57,7 +57,8 @@ def _silence_libraries() -> None:
     """Keep the start-up messages of torch and vLLM out of the chat."""
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     warnings.simplefilter("ignore", FutureWarning)
-    logging.getLogger("torch._library.triton").setLevel(logging.ERROR)
+    for name in ("torch._library.triton", "torch.utils.cpp_extension"):
+        logging.getLogger(name).setLevel(logging.ERROR)
 
 
 def build_parser() -> argparse.ArgumentParser:

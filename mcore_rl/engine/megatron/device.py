@@ -175,7 +175,8 @@ def use_meta_device() -> Iterator[None]:
 def _silence_megatron() -> None:
     """Hide the warnings at import about missing optional kernels: on the CPU all are missing."""
     warnings.filterwarnings("ignore", module=r"megatron\..*")
-    logging.getLogger("megatron").setLevel(logging.ERROR)
+    for name in ("megatron", "torch.utils.cpp_extension"):
+        logging.getLogger(name).setLevel(logging.ERROR)
 
 
 def _patch_torch() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import atexit
 import itertools
+import logging
 import math
 import os
 from collections.abc import AsyncIterator, Mapping
@@ -209,7 +210,8 @@ class VLLMServer(GenerationServer):
 
     def prepare(self) -> None:
         os.environ |= _QUIET
-        os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+        level = os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+        logging.getLogger("vllm").setLevel(level)  # vLLM sets it after its import
         with exempt_imports_from_gc():
             import mcore_rl.inference.vllm.worker  # noqa: F401
 
