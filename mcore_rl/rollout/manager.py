@@ -26,7 +26,7 @@ class RolloutPool:
     servers: ServerPool
     config: RolloutConfig
     seed: int
-    records_experts: bool = False  # for samples of training
+    records_experts: bool = False  # for samples of the stream TRAIN
 
     def generate(
         self,
@@ -44,14 +44,12 @@ class RolloutPool:
         Args:
             on_samples: Called with each new list of batches.
         """
-        sampling = self._get_sampling(n, 0.0 if is_greedy else self.config.temperature)
-        if self.records_experts and not is_greedy:
-            sampling = replace(sampling, experts_from=0)
+        sampling = self._get_training_sampling(n, 0.0 if is_greedy else self.config.temperature)
         return self._generate(prompts, sampling, on_samples=on_samples)
 
     def begin(self, prompts: Batch, n: int) -> None:
         """Start to generate `n` samples per prompt for `collect`; return at once."""
-        sampling = self._get_sampling(n, self.config.temperature)
+        sampling = self._get_training_sampling(n, self.config.temperature)
         self.servers.begin(prompts, sampling, stream=TRAIN)
 
     def collect(self, wait_s: float, at_least: int) -> list[Batch]:
@@ -88,6 +86,10 @@ class RolloutPool:
         changes = {name: value for name, value in settings.items() if value is not None}
         sampling = replace(sampling, cache="evaluation", **changes)
         return self._generate(prompts, sampling, stream="evaluation")
+
+    def _get_training_sampling(self, n: int, temperature: float) -> SamplingParams:
+        sampling = self._get_sampling(n, temperature)
+        return replace(sampling, experts_from=0) if self.records_experts else sampling
 
     def _get_sampling(self, n: int, temperature: float) -> SamplingParams:
         return SamplingParams(

@@ -120,8 +120,9 @@ def test_experts_are_requested_for_samples_of_training():
     pool = replace(pool, records_experts=True)
     pool.generate(build_held_out_batch(DATASET, 1), n=1)
     pool.generate(build_held_out_batch(DATASET, 1), n=1, is_greedy=True)  # a baseline
+    pool.begin(build_held_out_batch(DATASET, 1), n=1)
     pool.evaluate(build_held_out_batch(DATASET, 1), EvaluationConfig())
-    assert [request.experts_from for request in generator.requests] == [None, 0, None, None]
+    assert [request.experts_from for request in generator.requests] == [None, 0, 0, 0, None]
 
 
 def test_a_long_run_does_not_reach_the_seeds_of_the_next_run():
