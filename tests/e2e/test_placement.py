@@ -37,7 +37,8 @@ LOADING = {
     "shared": "dummy",
     "own": "checkpoint",
 }  # of shared devices the trainer sends all weights
-MAX_SHARED_BYTES = 3_900_000_000  # 3.3 GB are usual, and 4.6 where each role keeps its devices
+# 4.1 GB are usual with the build of torch for CUDA, 3.3 without.
+MAX_SHARED_BYTES = 4_500_000_000
 
 
 @pytest.fixture(scope="module")
