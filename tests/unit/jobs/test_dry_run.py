@@ -293,7 +293,7 @@ def test_dry_run_prints_idle_nodes(place, monkeypatch, capfd, num_nodes, message
     [
         ("models.user.path=nowhere", "models.user.path='nowhere' does not exist"),
         ("models.user.tp=3", "models.user.tp=3 does not divide the model's 4 attention heads"),
-        ("models.user.max_context=99999", "allowed: up to the model's max_position_embeddings="),
+        ("models.user.max_context=99999", "positions of the model"),
         ("models.user.kv_cache_bytes=9", "one conversation of max_context=96 tokens takes"),
         ("models.user.codec=renderers", "models.user.path='model': the tokenizer's chat template"),
         ("agent.settings.model=other", "agent.settings.model='other' is none of models; allowed:"),
