@@ -5,6 +5,7 @@ The frequencies of a scaled one are those of transformers (engine/megatron/rope.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Collection
 from typing import Any
 
@@ -91,15 +92,18 @@ def count_positions(config: HFConfig) -> int | None:
     """Return how many positions a model has; None if config.json does not say.
 
     As vLLM (config/model.py:2585): linear scaling adds some to max_position_embeddings, which with
-    YaRN and Llama 3's scaling contains them. Dynamic scaling and LongRoPE act beyond a length only,
-    on frequencies that depend on the length of each sequence, which differ between engines: their
-    models have the positions up to that length.
+    YaRN and Llama 3's scaling contains them; YaRN's table ends at the scaled original context.
+    Dynamic scaling and LongRoPE act beyond a length only, by frequencies that depend on the length
+    of each sequence and differ between engines: their models have the positions up to that length.
     """
-    positions = config.get("max_position_embeddings")
+    positions: int | None = config.get("max_position_embeddings")
     rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
-    kind = rope.get("rope_type", rope.get("type"))
-    if positions and kind == "linear":
-        return int(positions * (rope.get("factor") or 1))
-    if kind == "longrope":
-        return config.get(_ORIGINAL) or rope.get(_ORIGINAL) or positions
+    kind, factor = rope.get("rope_type", rope.get("type")), rope.get("factor") or 1
+    original: int | None = config.get(_ORIGINAL) or rope.get(_ORIGINAL)
+    if kind == "linear" and positions:
+        return int(positions * factor)
+    if kind == "longrope" and original:
+        return original
+    if kind == "yarn" and original:
+        return min(positions or sys.maxsize, int(original * factor))
     return positions

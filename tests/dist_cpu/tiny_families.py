@@ -49,7 +49,7 @@ _LLAMA3 = {
 }  # fmt: skip
 _LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
 _YARN_OF_HEADS = {
-    "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0,
+    "rope_type": "yarn", "rope_theta": 10000.0, "factor": 16.0,
     "original_max_position_embeddings": 16,
 }  # fmt: skip
 _YARN_OF_PARTS = {
@@ -91,6 +91,18 @@ def cases() -> dict[str, Case]:
             t.DeepseekV3Config(**_SHAPE, **_EXPERTS, **_LATENT, **no_groups, q_lora_rank=None),
             TP2_ETP2,
         ),
+        # Kimi K2: no groups, and YaRN with equal bounds.
+        "kimi_k2": Case(
+            t.DeepseekV3Config(
+                **_SHAPE,
+                **_EXPERTS,
+                **_LATENT,
+                **no_groups,
+                q_lora_rank=40,
+                rope_parameters=_YARN | {"beta_fast": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0},
+            ),
+            TP2_EP2,
+        ),
         "glm4_moe": Case(
             t.Glm4MoeConfig(**_GROUPED, **_EXPERTS, attention_bias=True, use_qk_norm=True), TP2_EP2
         ),
@@ -124,6 +136,17 @@ def served_config(name: str) -> transformers.PretrainedConfig:
     else:
         config.head_dim = 32
     return config
+
+
+def name_kimi(path: Path) -> Path:
+    """Give a checkpoint the model_type and the foreign code of the published Kimi K2."""
+    fields = json.loads((path / "config.json").read_text())
+    fields |= {
+        "model_type": "kimi_k2",
+        "auto_map": {"AutoModelForCausalLM": "modeling_deepseek.DeepseekV3ForCausalLM"},
+    }
+    (path / "config.json").write_text(json.dumps(fields))
+    return path
 
 
 def save_served(model: Any, path: Path) -> Path:
@@ -194,8 +217,8 @@ def with_prediction_layer(path: Path) -> Any:
     main = transformers.AutoModelForCausalLM.from_pretrained(path)
     # It looks for the layer number of the published model.
     main._keys_to_ignore_on_load_unexpected = [rf"model\.layers\.{main.config.num_hidden_layers}.*"]
-    if hasattr(main.config, "mlp_layer_types"):  # of GLM-4.7-Flash, which the file does not have
-        main.config.mtp_mlp_layer_types = ["sparse"]
+    if hasattr(main.config, "mlp_layer_types"):  # the class of GLM-4.7-Flash reads other fields
+        main.config.num_mtp_layers, main.config.mtp_mlp_layer_types = 1, ["sparse"]
     from transformers.modeling_layers import MtpModel
 
     return MtpModel.from_pretrained(main)
