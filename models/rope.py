@@ -35,14 +35,15 @@ def map_rope_config(config: HFConfig, default_theta: float = DEFAULT_ROPE_THETA)
     """Return the arguments of the rotary embedding of grouped-query attention.
 
     `rotary_base` and `rotary_percent` are GPTModel's. `rope_parameters`, of a scaled embedding,
-    are those of transformers.
+    are those of transformers. Dynamic scaling has none: it acts beyond count_positions.
     """
     rope = read_rope(config, default_theta)
     arguments: dict[str, Any] = {"rotary_base": float(rope["rope_theta"])}
     if rope.get("partial_rotary_factor") is not None:
         arguments["rotary_percent"] = float(rope["partial_rotary_factor"])
-    if rope["rope_type"] != "default":
-        arguments["rope_parameters"] = read_scaling(config, rope)
+    scaling = {} if rope["rope_type"] == "default" else read_scaling(config, rope)
+    if scaling and scaling["rope_type"] != "dynamic":
+        arguments["rope_parameters"] = scaling
     return arguments
 
 
@@ -65,7 +66,7 @@ def read_scaling(
             f"config.json: rope_type={kind!r} is not supported for {architectures}{reason}; "
             f"allowed: {', '.join(map(repr, ('default', *kinds)))}"
         )
-    if kind == "dynamic":  # it acts beyond them
+    if kind == "dynamic":
         get_field(config, "max_position_embeddings")
     required, optional = _PARAMETERS[kind]
     if _ORIGINAL in required:  # as in standardize_rope_params (transformers/modeling_rope_utils.py)

@@ -101,7 +101,6 @@ def build_chunks(
     """
     config, arguments = _build_transformer_config(family, hf_config, engine, dtype, stages)
     rope_parameters = arguments.pop("rope_parameters", None)
-    max_positions = hf_config.get("max_position_embeddings", 0)
     chunks = []
     for stage in stages:
         if stage.pp_rank != pp_rank:
@@ -118,7 +117,7 @@ def build_chunks(
             transformer_layer_spec=layer_spec,
             mtp_block_spec=mtp_spec,
             vocab_size=padded_vocab,
-            max_sequence_length=max_positions,
+            max_sequence_length=hf_config.get("max_position_embeddings", 0),
             pre_process=stage.has_embedding,
             post_process=stage.has_head,
             parallel_output=True,
@@ -127,7 +126,7 @@ def build_chunks(
             **arguments,
         )
         if rope_parameters is not None:
-            scale_rope(chunk, rope_parameters, max_positions)
+            scale_rope(chunk, rope_parameters)
         for name, parameter in chunk.named_parameters():
             if ".experts." in name:
                 # transformer/moe/experts.py marks experts at EP > 1 only. Without the mark the

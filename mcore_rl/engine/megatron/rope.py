@@ -37,24 +37,9 @@ def compute_frequencies(rope_parameters: Mapping[str, Any], dim: int) -> tuple[t
     return frequencies, float(factor)
 
 
-def scale_rope(model: Any, rope_parameters: Mapping[str, Any], max_positions: int) -> None:
-    """Give a GPTModel the frequencies of a scaled rotary embedding, before its first pass.
-
-    Dynamic scaling acts on sequences longer than `max_positions` only, which are refused: their
-    frequencies would depend on the length of each (models/rope.py, count_positions).
-    """
+def scale_rope(model: Any, rope_parameters: Mapping[str, Any]) -> None:
+    """Give a GPTModel the frequencies of a scaled rotary embedding, before its first pass."""
     embedding = model.rotary_pos_emb
-    if rope_parameters["rope_type"] == "dynamic":
-
-        def check_length(_: Any, arguments: tuple[Any, ...]) -> None:
-            if arguments[0] > max_positions:
-                raise ValueError(
-                    f"a sequence of {arguments[0]} tokens with rope_type='dynamic'; allowed: up to "
-                    f"max_position_embeddings={max_positions}"
-                )
-
-        embedding.register_forward_pre_hook(check_length)
-        return
     frequencies, factor = compute_frequencies(rope_parameters, 2 * len(embedding.inv_freq))
     embedding.inv_freq = frequencies.to(embedding.inv_freq.device)
     for module in model.modules():
