@@ -18,7 +18,6 @@ import transformers
 from mcore_rl.config.schema import EngineConfig, Layout, ModelConfig
 from mcore_rl.engine.base import EngineSpec
 from mcore_rl.jobs.parity import engines
-from tests.nightly import all_but
 
 SEQUENCES = [  # the original contexts of the models are 16 tokens, but for linear scaling
     torch.randint(0, tiny_models.VOCAB, (length,), generator=torch.manual_seed(length)).tolist()
@@ -39,7 +38,6 @@ CASES: dict[str, tuple[str, str, Layout]] = {
     "fsdp yarn": ("qwen3_yarn", "fsdp", CP2),
     "fsdp dynamic": ("llama_dynamic", "fsdp", Layout(dp=2)),
 }
-NIGHTLY = ("latent yarn/cp2", "fsdp linear", "fsdp llama3")
 
 
 def build(name: str, folder: Path) -> Path:
@@ -71,7 +69,7 @@ def scores(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return found | {key: engines.merge_scores(results[key]).log_probs for key in CASES}
 
 
-@pytest.mark.parametrize("case", all_but([key for key in CASES if key not in NIGHTLY], CASES))
+@pytest.mark.parametrize("case", CASES)
 def test_long_and_short_sequences_of_a_pack_score_as_in_transformers(scores, case):
     for mine, theirs in zip(scores[case], scores[CASES[case][0]], strict=True):
         torch.testing.assert_close(torch.tensor(mine), torch.tensor(theirs), rtol=0, atol=1e-5)
