@@ -56,6 +56,7 @@ FAMILIES = {
     "mixtral": TP2_EP2,
     "glm4_moe": TP2_EP2,
     "deepseek_v3": TP2_EP2,
+    "deepseek_v3_plain": TP2_EP2,
     "kimi_k2": TP2_EP2,
     "glm4_moe_lite": TP2_EP2,
     "llama_linear": TP2,

@@ -307,6 +307,27 @@ def test_frozen_models_are_checked_before_a_run(place, monkeypatch, capfd, setti
     assert message in err
 
 
+@pytest.mark.parametrize(
+    ("scaling", "positions"),
+    [
+        ({}, 64),
+        ({"rope_type": "linear", "factor": 2.0}, 0),  # 128, which 64 and 32 fit into
+        ({"rope_type": "dynamic", "factor": 2.0}, 64),  # it acts beyond
+        ({"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 16}, 32),
+    ],
+)
+def test_sequences_fit_into_the_positions_of_a_scaled_model(
+    place, monkeypatch, capfd, scaling, positions
+):
+    path = place / "model" / "config.json"
+    fields = json.loads(path.read_text()) | {"max_position_embeddings": 64}
+    fields["rope_parameters"] |= scaling
+    path.write_text(json.dumps(fields))
+    status, _, err = dry_run(monkeypatch, capfd, *SETTINGS)
+    assert (status == 0) == (not positions), err
+    assert not positions or f"make 96; allowed: together up to the {positions} positions" in err
+
+
 ADAPTER = (
     "agent.loop=user", "agent.settings.prompt='You are {answer}.'", "models.user.adapter=earlier",
     "warm_start.num_steps=0", "warm_start.train_file=''", "actor.lora.rank=4",
