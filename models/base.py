@@ -29,6 +29,7 @@ from mcore_rl.parallel.balance import SequenceCost, estimate_sequence_cost
 from mcore_rl.reshard.rules import Weight
 
 HFConfig = dict[str, Any]  # the contents of config.json
+DEFAULT_ROPE_THETA = 10000.0  # of a config.json without one, such as Llama 2's
 # Suffixes of architectures.
 CAUSAL = "ForCausalLM"
 CLASSIFICATION, SEQUENCE = "ForTokenClassification", "ForSequenceClassification"
@@ -246,16 +247,19 @@ def _to_json(value: Any) -> str:
     return json.dumps(value).replace('"', "'")
 
 
-def read_rope(config: HFConfig) -> dict[str, Any]:
+def read_rope(config: HFConfig, default_theta: float = DEFAULT_ROPE_THETA) -> dict[str, Any]:
     """Return the rotary parameters, under the keys of either generation of transformers.
+
+    Args:
+        default_theta: That of the family's class in transformers.
 
     Returns:
         rope_theta, rope_type ("default" without scaling), the parameters of that type, and the
         architectures, for messages.
 
     Raises:
-        ConfigError: There is no rope_theta, or two fields contradict each other: transformers 5
-            reads rope_scaling before rope_parameters, earlier versions do not.
+        ConfigError: Two fields contradict each other: transformers 5 reads rope_scaling before
+            rope_parameters, earlier versions do not.
     """
     names = [name for name in ("rope_scaling", "rope_parameters") if config.get(name)]
     parameters = [_standardize_rope(config, name) for name in names]
@@ -263,9 +267,7 @@ def read_rope(config: HFConfig) -> dict[str, Any]:
         values = " and ".join(f"{name}={_to_json(config[name])}" for name in names)
         raise ConfigError(f"config.json: {values} differ; allowed: one of them, or equal values")
     merged = parameters[0] if parameters else _standardize_rope(config)
-    if merged.get("rope_theta") is None:
-        raise ConfigError("config.json has neither rope_theta nor rope_parameters.rope_theta")
-    return {**merged, "architectures": config.get("architectures")}
+    return {"rope_theta": default_theta, **merged, "architectures": config.get("architectures")}
 
 
 def _standardize_rope(config: HFConfig, name: str = "") -> dict[str, Any]:
@@ -285,17 +287,6 @@ def _standardize_rope(config: HFConfig, name: str = "") -> dict[str, Any]:
     merged = {key: value for key, value in (outer | inner).items() if value is not None}
     merged.pop("type", None)
     return {**merged, "rope_type": next(iter(kinds), "default")}
-
-
-def read_rope_theta(config: HFConfig) -> float:
-    """Return the rotary base of a model without scaled rope; raise ConfigError for scaled rope."""
-    parameters = read_rope(config)
-    if parameters["rope_type"] != "default":
-        raise ConfigError(
-            f"config.json: rope_type={parameters['rope_type']!r} is not supported for "
-            f"{config.get('architectures')}; allowed: 'default'"
-        )
-    return float(parameters["rope_theta"])
 
 
 def get_head_dim(config: HFConfig) -> int:
@@ -419,7 +410,7 @@ _NAMES: dict[FieldType, str] = {
     "use_qk_norm rope_interleave token_classification_bias truncate",
     _TEXT: "hidden_act scoring_func topk_method rope_type type dtype torch_dtype",
     _OBJECT: "rope_scaling rope_parameters id2label",
-    _declare_list("strings", _TEXT): "architectures layer_types",
+    _declare_list("strings", _TEXT): "architectures layer_types mlp_layer_types",
     _declare_list("layer numbers", _declare_integer(0, 1 << 10)): "mlp_only_layers",
 }
 FIELDS: dict[str, FieldType] = {

@@ -1,8 +1,13 @@
-"""DeepSeek-V3 and R1: multi-head latent attention (DeepseekV3ForCausalLM)."""
+"""Multi-head latent attention: DeepSeek-V3, R1 and V3.1, Kimi K2, Moonlight, GLM-4.7-Flash.
+
+The first four are DeepseekV3ForCausalLM, the last is Glm4MoeLiteForCausalLM: the same tensors and
+the same arithmetic, another config.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from mcore_rl.config.errors import ConfigError
@@ -18,6 +23,7 @@ from mcore_rl.models.parts import (
     map_shared_expert_config,
     map_shared_expert_mlp_weights,
 )
+from mcore_rl.models.rope import read_scaling
 from mcore_rl.models.vllm_parts import (
     build_vllm_weight,
     map_vllm_decoder,
@@ -50,30 +56,31 @@ def _map_rope_config(config: HFConfig) -> dict[str, Any]:
     """Return MLATransformerConfig arguments of rotary embeddings, plain or scaled by YaRN.
 
     YaRN: arXiv:2309.00071. Cosine and sine are scaled by mscale / mscale_all_dim, attention scores
-    by mscale_all_dim. If either is not set, transformers uses the factor of mscale=1.
+    by mscale_all_dim. If neither is set, cosine and sine by the factor of mscale=1; if one is,
+    transformers and vLLM differ. vLLM takes any other scaling of latent attention for YaRN
+    (model_executor/models/deepseek_v2.py:1115).
     """
     rope = read_rope(config)
-    kind, base = rope["rope_type"], float(rope["rope_theta"])
-    if kind == "default":
+    check_values(rope, {"partial_rotary_factor": 1.0})
+    base = float(rope["rope_theta"])
+    if rope["rope_type"] == "default":
         return {"rope_type": "rope", "rotary_base": base, "rotary_scaling_factor": 1.0}
-    if kind != "yarn":
-        raise ConfigError(
-            f"config.json: rope_type={kind!r} is not supported for "
-            f"{config.get('architectures')}; allowed: 'default', 'yarn'"
-        )
-    mscale, all_dim = rope.get("mscale"), rope.get("mscale_all_dim")
+    scaling = read_scaling(config, rope, kinds=("yarn",))
+    mscale, all_dim = scaling.get("mscale"), scaling.get("mscale_all_dim")
     allowed: dict[str, Any] = {"attention_factor": None, "truncate": True}
     if all_dim and not mscale:
         allowed["mscale_all_dim"] = 0
-    check_values(rope, allowed)
+    if mscale and not all_dim:
+        allowed["mscale"] = 1.0
+    check_values({**scaling, "architectures": config.get("architectures")}, allowed)
     return {
         "rope_type": "yarn",
         "rotary_base": base,
-        "rotary_scaling_factor": float(get_field(rope, "factor")),
-        "original_max_position_embeddings": get_field(rope, "original_max_position_embeddings"),
-        "beta_fast": rope.get("beta_fast") or 32,
-        "beta_slow": rope.get("beta_slow") or 1,
-        "mscale": mscale if mscale and all_dim else 1.0,
+        "rotary_scaling_factor": float(scaling["factor"]),
+        "original_max_position_embeddings": scaling["original_max_position_embeddings"],
+        "beta_fast": scaling.get("beta_fast") or 32,
+        "beta_slow": scaling.get("beta_slow") or 1,
+        "mscale": mscale or 1.0,
         "mscale_all_dim": all_dim or 0.0,
     }
 
@@ -85,6 +92,26 @@ def map_config(config: HFConfig) -> dict[str, Any]:
         **_map_rope_config(config),
         **map_shared_expert_config(config),
     }
+
+
+def _map_lite_config(config: HFConfig) -> dict[str, Any]:
+    """Return the arguments of GLM-4.7-Flash.
+
+    Dense layers are those of mlp_layer_types in transformers, by default the first, and of
+    first_k_dense_replace in vLLM and published configs.
+    """
+    num_layers, dense = (
+        get_field(config, name) for name in ("num_hidden_layers", "first_k_dense_replace")
+    )
+    kinds = config.get("mlp_layer_types") or ["dense", *["sparse"] * (num_layers - 1)]
+    if kinds != ["dense"] * dense + ["sparse"] * (num_layers - dense):
+        given = "" if config.get("mlp_layer_types") else " (absent: the first layer is dense)"
+        raise ConfigError(
+            f"config.json: first_k_dense_replace={dense} and mlp_layer_types{given} name other "
+            f"dense layers; allowed: first_k_dense_replace={kinds.count('dense')}, and dense "
+            "layers before all others"
+        )
+    return map_config(config)
 
 
 def _map_attention(config: HFConfig, layer: Layer) -> Iterator[Weight]:
@@ -192,5 +219,13 @@ FAMILY = register(
         map_weights,
         map_vllm_weights,
         count_mtp_layers,
+    )
+)
+GLM_LITE = register(
+    replace(
+        FAMILY,
+        name="glm4_moe_lite",
+        architecture="Glm4MoeLiteForCausalLM",
+        config_map=_map_lite_config,
     )
 )

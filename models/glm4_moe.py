@@ -1,4 +1,4 @@
-"""GLM-4.5 and 4.6, mixture of experts (Glm4MoeForCausalLM)."""
+"""GLM-4.5, 4.6 and 4.7, mixture of experts (Glm4MoeForCausalLM)."""
 
 from __future__ import annotations
 

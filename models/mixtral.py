@@ -30,7 +30,7 @@ def map_config(config: HFConfig) -> dict[str, Any]:
     # Without a separate switch, a window that is set is in force.
     check_values(config, {"sliding_window": None})
     return {
-        **map_decoder_config(config),
+        **map_decoder_config(config, default_theta=1e6),
         "num_moe_experts": get_field(config, "num_local_experts"),
         "moe_ffn_hidden_size": get_field(config, "intermediate_size"),
         "moe_layer_freq": [1] * get_field(config, "num_hidden_layers"),

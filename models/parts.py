@@ -10,7 +10,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.models.base import HFConfig, check_values, get_field, get_head_dim, read_rope_theta
+from mcore_rl.models.base import (
+    DEFAULT_ROPE_THETA,
+    HFConfig,
+    check_values,
+    get_field,
+    get_head_dim,
+)
+from mcore_rl.models.rope import map_rope_config
 from mcore_rl.reshard.rules import (
     Axis,
     GateUp,
@@ -89,10 +96,12 @@ def map_gqa_config(config: HFConfig) -> dict[str, Any]:
     }
 
 
-def map_decoder_config(config: HFConfig) -> dict[str, Any]:
-    """Return TransformerConfig arguments of a decoder with grouped queries and plain rope."""
-    base = {"rotary_base": read_rope_theta(config)}
-    return {**map_common_config(config), **map_gqa_config(config), **base}
+def map_decoder_config(
+    config: HFConfig, default_theta: float = DEFAULT_ROPE_THETA
+) -> dict[str, Any]:
+    """Return arguments of a decoder with grouped queries and a rotary embedding."""
+    rope = map_rope_config(config, default_theta)
+    return {**map_common_config(config), **map_gqa_config(config), **rope}
 
 
 def get_layer_spec(config: Any, vp_stage: int | None) -> Any:

@@ -14,9 +14,11 @@ import json
 import re
 from collections import defaultdict
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from mcore_rl.config.errors import ConfigError
+from mcore_rl.config.json_file import read_json_object
 from mcore_rl.config.resolve import TRANSFORMERS
 from mcore_rl.models.base import (
     CAUSAL,
@@ -30,6 +32,7 @@ from mcore_rl.models.base import (
 from mcore_rl.models.heads import get_value_head_suffix
 from mcore_rl.reshard.rules import LogicalTensor, Replicated, Rule, StackedRows, Stage, Weight
 
+_ALIASES = {"kimi_k2": "deepseek_v3"}  # a model_type that transformers has under another name
 _CODE_FIELDS = (
     "attn_implementation", "_attn_implementation", "experts_implementation",
     "_experts_implementation", "auto_map",
@@ -51,7 +54,7 @@ def build_empty_model(hf_config: HFConfig, **options: Any) -> Any:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     model_type, architectures = hf_config.get("model_type"), hf_config.get("architectures")
-    if model_type not in CONFIG_MAPPING:
+    if _get_model_type(hf_config) not in CONFIG_MAPPING:
         raise ConfigError(
             f"config.json: model_type={model_type!r} is not in transformers "
             f"{transformers.__version__}; allowed: one that is, without code of its own"
@@ -74,11 +77,29 @@ def build_empty_model(hf_config: HFConfig, **options: Any) -> Any:
         ) from error
 
 
+def load_transformers_config(path: str | Path) -> Any:
+    """Return transformers' config of a checkpoint folder, also of a model_type that is an alias."""
+    from transformers import AutoConfig
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    name = _get_model_type(read_json_object(Path(path, "config.json")))
+    if name not in CONFIG_MAPPING:
+        return AutoConfig.from_pretrained(path, local_files_only=True)
+    return CONFIG_MAPPING[name].from_pretrained(path, local_files_only=True, model_type=name)
+
+
+def _get_model_type(hf_config: HFConfig) -> str:
+    """Return the model_type by which transformers has a model."""
+    name = str(hf_config.get("model_type"))
+    return _ALIASES.get(name, name)
+
+
 def _build_config(hf_config: HFConfig) -> Any:
     """Return transformers' config of a config.json."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    config_class, fields = CONFIG_MAPPING[hf_config["model_type"]], _select_fields(hf_config)
+    name = _get_model_type(hf_config)
+    config_class, fields = CONFIG_MAPPING[name], {**_select_fields(hf_config), "model_type": name}
     if "text_config" in fields:  # what stands beside it are copies of its fields
         names = {field.name for field in dataclasses.fields(config_class)}
         fields = {name: value for name, value in fields.items() if name in names}

@@ -23,6 +23,7 @@ from mcore_rl.inference.vllm.server import VLLMServer
 from mcore_rl.jobs.output import find_model_folder, read_chat_date
 from mcore_rl.jobs.remote_paths import fetch_model
 from mcore_rl.models.base import get_field, read_config
+from mcore_rl.models.rope import count_positions
 from mcore_rl.observability.console import show_waiting
 from mcore_rl.parallel.devices import detect_device
 
@@ -122,7 +123,7 @@ def run(settings: ChatSettings) -> None:
     check_tokenizer_matches(tokenizer, get_field(hf_config, "vocab_size"))
     if not tokenizer.is_fast:
         raise ConfigError(f"{path} has no tokenizer.json, which text is decoded by as it comes")
-    longest = hf_config.get("max_position_embeddings") or settings.max_context
+    longest = count_positions(hf_config) or settings.max_context
     context = min(settings.max_context, longest)
     sampling = SamplingParams(
         temperature=settings.temperature,

@@ -72,6 +72,7 @@ from mcore_rl.models.base import (
     read_config,
 )
 from mcore_rl.models.heads import build_value_config, get_value_head_suffix, map_model_weights
+from mcore_rl.models.rope import count_positions
 from mcore_rl.observability.trackers import check_trackers
 from mcore_rl.reshard.rules import list_logical_tensors
 from mcore_rl.rewards.manager import (
@@ -448,12 +449,12 @@ def _get_response_setting(config: RLConfig) -> str:
 def _check_lengths(config: RLConfig) -> None:
     """Check that prompt and response fit into the positions of the model."""
     longest, response = config.max_sequence_tokens, _get_response_setting(config)
-    positions = read_config(config.model.path).get("max_position_embeddings")
+    positions = count_positions(read_config(config.model.path))
     if positions is not None and longest > positions:
         raise ConfigError(
             f"data.max_prompt_tokens={config.data.max_prompt_tokens} and "
             f"{response}={longest - config.data.max_prompt_tokens} make {longest}; "
-            f"allowed: together up to the model's max_position_embeddings={positions}"
+            f"allowed: together up to the {positions} positions of the model"
         )
 
 
@@ -578,11 +579,11 @@ def _check_served_layouts(config: RLConfig) -> None:
                 "language model"
             )
         get_family(hf_config)
-        positions = hf_config.get("max_position_embeddings")
+        positions = count_positions(hf_config)
         if positions is not None and model.max_context > positions:
             raise ConfigError(
-                f"{key}.max_context={model.max_context}; allowed: up to the model's "
-                f"max_position_embeddings={positions}"
+                f"{key}.max_context={model.max_context}; allowed: up to the {positions} positions "
+                "of the model"
             )
         if model.adapter:
             rank = check_adapter(f"{key}.adapter", model.adapter, hf_config)

@@ -68,6 +68,7 @@ from mcore_rl.jobs.resume import (
     prepare_settings,
     remove_warm_start,
 )
+from mcore_rl.models.transformers_model import load_transformers_config
 from mcore_rl.observability.console import show_line, show_waiting
 from mcore_rl.observability.memory import PeakMemory
 from mcore_rl.observability.process import get_start_time
@@ -610,7 +611,8 @@ def _record_example(inputs: Inputs, output: RunOutput) -> None:
             "image_grid_thw": torch.stack(grids),
             "mm_token_type_ids": (prompt_ids == images.tokens.token_id).int(),
         }
-    model = load(output.folder / CHECKPOINT, local_files_only=True)
+    path = output.folder / CHECKPOINT
+    model = load(path, config=load_transformers_config(path), local_files_only=True)
     ids = model.generate(prompt_ids, do_sample=False, max_new_tokens=64, **options)[0].tolist()
     output.record_result(
         "example",

@@ -38,6 +38,7 @@ from mcore_rl.models.base import (
     pad_vocab_size,
 )
 from mcore_rl.models.heads import build_value_config, get_value_head_suffix, map_model_weights
+from mcore_rl.models.rope import count_positions
 from mcore_rl.observability.trackers import check_trackers
 from mcore_rl.reshard.rules import list_logical_tensors
 
@@ -100,11 +101,11 @@ def check_train_inputs(config: TrainConfig) -> TrainInputs:
     tokenizer = load_tokenizer(config.model.path, config.model.chat_date)
     check_tokenizer_matches(tokenizer, get_field(hf_config, "vocab_size"))
     data = get_data_config(config)
-    positions = hf_config.get("max_position_embeddings")
+    positions = count_positions(hf_config)
     if positions is not None and data.max_tokens > positions:
         raise ConfigError(
-            f"data.max_tokens={data.max_tokens}; allowed: up to the model's "
-            f"max_position_embeddings={positions}"
+            f"data.max_tokens={data.max_tokens}; allowed: up to the {positions} positions of the "
+            "model"
         )
     images = None
     if isinstance(data, ConversationsConfig):

@@ -83,7 +83,7 @@ def mbridge_for(model_type: str, hf_config: Any, config: Any) -> Any:
     """
     from mbridge.core.bridge import _MODEL_REGISTRY
 
-    kind: Any = _MODEL_REGISTRY[model_type]
+    kind: Any = _MODEL_REGISTRY[model_type.replace("glm4_moe_lite", "deepseek_v3")]
     bridge = kind.__new__(kind)
     bridge._DIRECT_MAPPING = dict(kind._DIRECT_MAPPING)  # a tied head would stay in the class
     bridge.hf_config, bridge.config, bridge.dtype = hf_config, config, torch.float32
@@ -123,10 +123,12 @@ def bfloat16(path: Path, layout: Layout) -> ranks.Result:
 
 def rotary(model: Any) -> dict[str, Any]:
     """Angles a position by rotary frequency, and the factor on cosine and sine."""
+    attention = model.decoder.layers[0].self_attention
+    factor = attention._yarn_concentration_factor
     embedding = getattr(model, "rotary_pos_emb", None)
     if embedding is None:  # latent attention has one in each layer
-        embedding = model.decoder.layers[0].self_attention.rotary_pos_emb
-    angles, factor = embedding.get_emb(2), 1.0
+        embedding = attention.rotary_pos_emb
+    angles = embedding.get_emb(2)
     if isinstance(angles, tuple):
         angles, factor = angles
     return {"angles": angles[1, 0, 0].chunk(2)[0].clone(), "factor": float(factor)}

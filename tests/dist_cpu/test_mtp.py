@@ -31,7 +31,8 @@ LAYOUTS = {
     "tp2 pp2 ep2": Layout(tp=2, pp=2, ep=2, last_stage_layers=1),
     "cp2 dp2 ep2": Layout(cp=2, dp=2, ep=2),
 }
-MODELS = deepseek, glm = ("deepseek_v3", "glm4_moe")
+MODELS = deepseek, glm, lite = ("deepseek_v3", "glm4_moe", "glm4_moe_lite")
+SCALED = "glm4_moe_yarn"  # its prediction layer has the frequencies of the others
 
 
 COEF = 0.3
@@ -111,7 +112,9 @@ def _predicted(main: Any, predictor: Any, ids: torch.Tensor) -> torch.Tensor:
 class Runs:
     def __init__(self, folder: Path) -> None:
         self.batch = tiny_models.make_batch()
-        self.paths = {model: tiny_families.save_with_mtp(model, folder) for model in MODELS}
+        self.paths = {
+            model: tiny_families.save_with_mtp(model, folder) for model in (*MODELS, SCALED)
+        }
 
     def train(self, model: str, name: str) -> list[ranks.Result]:
         """At a layout; on one rank "off" has no such loss, and "selective" recomputes."""
@@ -126,7 +129,7 @@ def runs(tmp_path_factory):
     return Runs(tmp_path_factory.mktemp("mtp"))
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", [*MODELS, SCALED])
 def test_the_loss_and_the_gradient_norm_equal_transformers(runs, model):
     mtp_loss, grad_norm = reference_step(runs.paths[model], runs.batch)
     step = runs.train(model, "one")[0]["steps"][0]

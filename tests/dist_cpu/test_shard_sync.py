@@ -49,12 +49,14 @@ SERVERS = {
     "2": GenerationLayout(tp=2),
     "2ep": GenerationLayout(tp=2, ep=2),
 }
-FAMILIES = ("qwen2", "qwen3", "llama", "mixtral", "qwen3_moe", "deepseek_v3", "glm4_moe")
+EXPERTS = ("mixtral", "qwen3_moe", "deepseek_v3", "glm4_moe", "glm4_moe_lite")
+FAMILIES = ("qwen2", "qwen3", "llama", *EXPERTS)
 
 
 def layouts_of(family: str) -> list[str]:
-    has_experts = family in ("mixtral", "qwen3_moe", "deepseek_v3", "glm4_moe")
-    return [name for name in LAYOUTS if has_experts or LAYOUTS[name].ep * LAYOUTS[name].etp == 1]
+    return [
+        name for name in LAYOUTS if family in EXPERTS or LAYOUTS[name].ep * LAYOUTS[name].etp == 1
+    ]
 
 
 def servers_of(family: str) -> list[str]:
@@ -66,6 +68,7 @@ CASES = all_but(
         ("qwen3_moe", "tp2", "2ep"), ("qwen3_moe", "tp2ep2", "1"), ("qwen3_moe", "pp2", "2"),
         ("deepseek_v3", "vpp2", "2ep"), ("qwen2", "dp2", "1"), ("qwen3", "cp2", "1"),
         ("mixtral", "tp2etp2", "1"), ("glm4_moe", "tp2ep2", "1"),
+        ("glm4_moe_lite", "tp2", "2ep"),
     ],
     [
         (family, layout, server)
@@ -85,6 +88,8 @@ def saved(family: str, path: Path, num_layers: int = 4) -> Path:
     config.num_hidden_layers = num_layers
     if getattr(config, "layer_types", None):
         config.layer_types = config.layer_types[:1] * num_layers
+    if getattr(config, "mlp_layer_types", None):
+        config.mlp_layer_types = ["dense", *["sparse"] * (num_layers - 1)]
     return tiny_families.save_served(tiny_models.build_from(config), path)
 
 

@@ -42,9 +42,19 @@ _YARN = {
     "rope_type": "yarn", "rope_theta": 10000.0, "factor": 40.0, "beta_fast": 32, "beta_slow": 1,
     "mscale": 1.3, "mscale_all_dim": 0.7, "original_max_position_embeddings": 64,
 }  # fmt: skip
+# With an original context of a few tokens: each acts within the sequences of the tests.
 _LLAMA3 = {
-    "rope_type": "llama3", "rope_theta": 10000.0, "factor": 32.0, "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
+    "rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 2.0,
+    "high_freq_factor": 3.0, "original_max_position_embeddings": 16,
+}  # fmt: skip
+_LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
+_YARN_OF_HEADS = {
+    "rope_type": "yarn", "rope_theta": 10000.0, "factor": 16.0,
+    "original_max_position_embeddings": 16,
+}  # fmt: skip
+_YARN_OF_PARTS = {
+    **_YARN_OF_HEADS, "partial_rotary_factor": 0.5, "beta_fast": 2.0, "beta_slow": 0.5,
+    "mscale": 1.3, "mscale_all_dim": 0.7, "truncate": False,
 }  # fmt: skip
 
 
@@ -67,6 +77,8 @@ def cases() -> dict[str, Case]:
         "qwen3_moe": Case(t.Qwen3MoeConfig(**_GROUPED, **moe, norm_topk_prob=True), TP2_EP2),
         "llama": Case(t.LlamaConfig(**_GROUPED), TP2),
         "llama_scaled": Case(t.LlamaConfig(**_GROUPED, rope_parameters=_LLAMA3), TP2),
+        "llama_linear": Case(t.LlamaConfig(**_GROUPED, rope_parameters=_LINEAR), TP2),
+        "qwen3_yarn": Case(t.Qwen3Config(**_GROUPED, rope_parameters=_YARN_OF_HEADS), TP2),
         "mixtral": Case(t.MixtralConfig(**_GROUPED, num_local_experts=4), TP2_EP2),
         "deepseek_v3": Case(
             t.DeepseekV3Config(
@@ -79,11 +91,33 @@ def cases() -> dict[str, Case]:
             t.DeepseekV3Config(**_SHAPE, **_EXPERTS, **_LATENT, **no_groups, q_lora_rank=None),
             TP2_ETP2,
         ),
+        # Kimi K2: no groups, and YaRN with equal bounds.
+        "kimi_k2": Case(
+            t.DeepseekV3Config(
+                **_SHAPE,
+                **_EXPERTS,
+                **_LATENT,
+                **no_groups,
+                q_lora_rank=40,
+                rope_parameters=_YARN | {"beta_fast": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0},
+            ),
+            TP2_EP2,
+        ),
         "glm4_moe": Case(
             t.Glm4MoeConfig(**_GROUPED, **_EXPERTS, attention_bias=True, use_qk_norm=True), TP2_EP2
         ),
         # As in the smaller model of the family: no norms of queries and keys.
         "glm4_moe_air": Case(t.Glm4MoeConfig(**_GROUPED, **_EXPERTS, attention_bias=True), TP2_EP2),
+        "glm4_moe_yarn": Case(
+            t.Glm4MoeConfig(**_GROUPED, **_EXPERTS, rope_parameters=_YARN_OF_PARTS), TP2_EP2
+        ),
+        # GLM-4.7-Flash. transformers has 1e-6 in norms of latents, whatever the config.
+        "glm4_moe_lite": Case(
+            t.Glm4MoeLiteConfig(
+                **_SHAPE, **_EXPERTS, **_LATENT, **no_groups, q_lora_rank=40, rms_norm_eps=1e-6
+            ),
+            TP2_EP2,
+        ),
     }
 
 
@@ -95,7 +129,7 @@ def save(model: Any, path: Path) -> Path:
 def served_config(name: str) -> transformers.PretrainedConfig:
     """A case with heads of a size that vLLM's CPU kernels were compiled for."""
     config = cases()[name].config
-    if config.model_type == "deepseek_v3":
+    if hasattr(config, "kv_lora_rank"):
         config.kv_lora_rank, config.qk_rope_head_dim, config.head_dim = 512, 64, 64
     elif config.model_type == "qwen2":  # its heads share the hidden size
         config.hidden_size = 32 * config.num_attention_heads
@@ -104,10 +138,21 @@ def served_config(name: str) -> transformers.PretrainedConfig:
     return config
 
 
+def name_kimi(path: Path) -> Path:
+    """Give a checkpoint the model_type and the foreign code of the published Kimi K2."""
+    fields = json.loads((path / "config.json").read_text())
+    fields |= {
+        "model_type": "kimi_k2",
+        "auto_map": {"AutoModelForCausalLM": "modeling_deepseek.DeepseekV3ForCausalLM"},
+    }
+    (path / "config.json").write_text(json.dumps(fields))
+    return path
+
+
 def save_served(model: Any, path: Path) -> Path:
     """A checkpoint that vLLM reads: with what transformers leaves out of published configs."""
     save(model, path)
-    if model.config.model_type == "deepseek_v3":
+    if hasattr(model.config, "kv_lora_rank"):
         fields = json.loads((path / "config.json").read_text())
         fields |= {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1}
         (path / "config.json").write_text(json.dumps(fields))
@@ -125,6 +170,8 @@ def save_with_mtp(name: str, folder: Path, config: Any = None) -> Path:
     config = config or cases()[name].config
     num_layers = config.num_hidden_layers
     config.num_hidden_layers = num_layers + 1
+    if getattr(config, "mlp_layer_types", None):
+        config.mlp_layer_types = [*config.mlp_layer_types, "sparse"]
     path = save_served(tiny_models.build_from(config), folder / f"{name}-mtp")
     tensors = load_file(path / "model.safetensors")
     extra, hidden = f"model.layers.{num_layers}.", config.hidden_size
@@ -136,6 +183,7 @@ def save_with_mtp(name: str, folder: Path, config: Any = None) -> Path:
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
     fields = json.loads((path / "config.json").read_text())
     fields |= {"num_hidden_layers": num_layers, "num_nextn_predict_layers": 1}
+    fields.pop("mlp_layer_types", None)  # published configs have first_k_dense_replace
     (path / "config.json").write_text(json.dumps(fields))
     return path
 
@@ -169,6 +217,8 @@ def with_prediction_layer(path: Path) -> Any:
     main = transformers.AutoModelForCausalLM.from_pretrained(path)
     # It looks for the layer number of the published model.
     main._keys_to_ignore_on_load_unexpected = [rf"model\.layers\.{main.config.num_hidden_layers}.*"]
+    if hasattr(main.config, "mlp_layer_types"):  # the class of GLM-4.7-Flash reads other fields
+        main.config.num_mtp_layers, main.config.mtp_mlp_layer_types = 1, ["sparse"]
     from transformers.modeling_layers import MtpModel
 
     return MtpModel.from_pretrained(main)

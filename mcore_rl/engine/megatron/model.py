@@ -15,6 +15,7 @@ from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from mcore_rl.config.schema import EngineConfig
 from mcore_rl.engine.megatron import device
 from mcore_rl.engine.megatron.moe import slice_sequence_parallel, use_packed_routers
+from mcore_rl.engine.megatron.rope import scale_rope
 from mcore_rl.models.base import Family, HFConfig
 from mcore_rl.parallel.mesh import Chunk
 
@@ -99,6 +100,7 @@ def build_chunks(
         stages: All chunks of the model.
     """
     config, arguments = _build_transformer_config(family, hf_config, engine, dtype, stages)
+    rope_parameters = arguments.pop("rope_parameters", None)
     chunks = []
     for stage in stages:
         if stage.pp_rank != pp_rank:
@@ -123,6 +125,8 @@ def build_chunks(
             vp_stage=vp_stage,
             **arguments,
         )
+        if rope_parameters is not None:
+            scale_rope(chunk, rope_parameters)
         for name, parameter in chunk.named_parameters():
             if ".experts." in name:
                 # transformer/moe/experts.py marks experts at EP > 1 only. Without the mark the
@@ -142,21 +146,24 @@ def _build_transformer_config(
 ) -> tuple[TransformerConfig, dict[str, Any]]:
     """Return Megatron's config of the model at this layout, and further arguments of GPTModel.
 
-    A family returns both in one dict: entries that are no field of the config are GPTModel's.
+    A family returns both in one dict: entries that are no field of the config are GPTModel's, and
+    the rope_parameters of a scaled rotary embedding.
     """
     layout = engine.layout
     fields = family.config_map(hf_config)
     fields["activation_func"] = _ACTIVATIONS[fields.pop("activation")]
     config_class = MLATransformerConfig if "kv_lora_rank" in fields else TransformerConfig
     known = {field.name for field in dataclasses.fields(config_class)}
-    arguments = {"position_embedding_type": "rope"}
+    arguments: dict[str, Any] = {"position_embedding_type": "rope"}
     arguments |= {name: fields.pop(name) for name in list(fields) if name not in known}
     if fields.get("num_moe_experts"):
         fields |= _build_moe_fields(engine)
         if fields.get("moe_router_enable_expert_bias"):
             fields["moe_router_bias_update_rate"] = engine.moe.bias_update_rate
     flags = device.build_config_flags()
-    if fields.get("rope_type") == "rope":  # latent attention has a fused kernel for YaRN only
+    # The fused kernel of latent attention has YaRN only; that of others takes no factor of it.
+    is_yarn = arguments.get("rope_parameters", {}).get("rope_type") == "yarn"
+    if fields.get("rope_type") == "rope" or is_yarn:
         flags["apply_rope_fusion"] = False
     config = config_class(
         **fields,

@@ -48,6 +48,7 @@ from mcore_rl.inference.protocol import (
 from mcore_rl.inference.sglang.client import SGLangClient, SGLangConnectionError, SGLangError
 from mcore_rl.inference.sglang.process import SGLangProcess
 from mcore_rl.models.base import count_kv_elements_per_token, get_field
+from mcore_rl.models.rope import count_positions
 from mcore_rl.weight_sync.receiver import check_same_shapes
 
 # Arguments that come from other settings, or would break what a server has to do.
@@ -200,7 +201,7 @@ class SGLangServer(GenerationServer):
         spec, settings = self.spec, self.spec.settings
         itemsize = getattr(torch, spec.dtype).itemsize
         token_bytes = count_kv_elements_per_token(self._config, settings.tp) * itemsize
-        positions = int(self._config.get("max_position_embeddings") or 0)
+        positions = count_positions(self._config) or 0
         context = spec.max_model_tokens + _SPARE_TOKENS
         arguments: dict[str, Any] = {
             "model_path": spec.model_path,

@@ -23,6 +23,7 @@ from mcore_rl.engine.base import BaseEngine, EngineSpec, create_engine
 from mcore_rl.inference.protocol import TokenScores
 from mcore_rl.inference.vllm.server import VLLMServer
 from mcore_rl.models.base import HFConfig, count_kv_elements_per_token
+from mcore_rl.models.transformers_model import load_transformers_config
 from mcore_rl.parallel.devices import detect_device
 from mcore_rl.parallel.mesh import Coordinate, Mesh
 
@@ -177,7 +178,10 @@ def _load_model(path: str, dtype: str) -> Any:
 
     logging.disable_progress_bar()
     model = AutoModelForCausalLM.from_pretrained(
-        path, dtype=getattr(torch, dtype), local_files_only=True
+        path,
+        config=load_transformers_config(path),
+        dtype=getattr(torch, dtype),
+        local_files_only=True,
     )
     return model.to(detect_device().type).eval()
 

@@ -43,6 +43,7 @@ from mcore_rl.models.base import (
     read_config,
     use_family,
 )
+from mcore_rl.models.rope import count_positions
 from mcore_rl.reshard.rules import list_logical_tensors
 
 HF, VLLM = "hf", "vllm"
@@ -177,12 +178,12 @@ def _load_prompts(
 ) -> list[list[int]]:
     """Return prompts as token ids, short enough for `num_after` more tokens after each."""
     vocab_size = min(get_field(config, "vocab_size") for config in configs)
-    positions = [config.get("max_position_embeddings") for config in configs]
+    positions = [count_positions(config) for config in configs]
     longest = min(filter(None, positions), default=sys.maxsize) - num_after
     if longest < 2:
         raise ConfigError(
-            f"config.json: max_position_embeddings leaves {longest} tokens for a prompt; allowed: "
-            "2 or more"
+            f"config.json: the positions of the model leave {longest} tokens for a prompt; "
+            "allowed: 2 or more"
         )
     if settings.prompts:
         check_exists("--prompts", settings.prompts)
@@ -268,7 +269,7 @@ def check_token_ids(ids: list[int], vocab_size: int, longest: int, where: str) -
     if len(ids) > longest:
         raise ConfigError(
             f"{where}: the prompt has {len(ids)} tokens; allowed: up to {longest}, what "
-            "max_position_embeddings of config.json leaves for it"
+            "the positions of the model leave for it"
         )
     for token in ids:
         if not 0 <= token < vocab_size:

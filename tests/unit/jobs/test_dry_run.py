@@ -293,7 +293,7 @@ def test_dry_run_prints_idle_nodes(place, monkeypatch, capfd, num_nodes, message
     [
         ("models.user.path=nowhere", "models.user.path='nowhere' does not exist"),
         ("models.user.tp=3", "models.user.tp=3 does not divide the model's 4 attention heads"),
-        ("models.user.max_context=99999", "allowed: up to the model's max_position_embeddings="),
+        ("models.user.max_context=99999", "positions of the model"),
         ("models.user.kv_cache_bytes=9", "one conversation of max_context=96 tokens takes"),
         ("models.user.codec=renderers", "models.user.path='model': the tokenizer's chat template"),
         ("agent.settings.model=other", "agent.settings.model='other' is none of models; allowed:"),
@@ -305,6 +305,27 @@ def test_frozen_models_are_checked_before_a_run(place, monkeypatch, capfd, setti
     status, out, err = dry_run(monkeypatch, capfd, *SETTINGS, *USER, setting)
     assert (status, out, err.count("\n")) == (2, "", 1), err
     assert message in err
+
+
+@pytest.mark.parametrize(
+    ("scaling", "positions"),
+    [
+        ({}, 64),
+        ({"rope_type": "linear", "factor": 2.0}, 0),  # 128, which 64 and 32 fit into
+        ({"rope_type": "dynamic", "factor": 2.0}, 64),  # it acts beyond
+        ({"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 16}, 32),
+    ],
+)
+def test_sequences_fit_into_the_positions_of_a_scaled_model(
+    place, monkeypatch, capfd, scaling, positions
+):
+    path = place / "model" / "config.json"
+    fields = json.loads(path.read_text()) | {"max_position_embeddings": 64}
+    fields["rope_parameters"] |= scaling
+    path.write_text(json.dumps(fields))
+    status, _, err = dry_run(monkeypatch, capfd, *SETTINGS)
+    assert (status == 0) == (not positions), err
+    assert not positions or f"make 96; allowed: together up to the {positions} positions" in err
 
 
 ADAPTER = (

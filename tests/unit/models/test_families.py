@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from typing import Any
 
@@ -10,7 +11,19 @@ import pytest
 import mcore_rl.models  # noqa: F401
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.models import base
-from mcore_rl.models.base import get_family, get_model_sizes, pad_vocab_size, read_rope
+from mcore_rl.models.base import (
+    get_family,
+    get_model_sizes,
+    pad_vocab_size,
+    read_config,
+    read_rope,
+)
+from mcore_rl.models.rope import count_positions
+from mcore_rl.models.transformers_model import (
+    build_family,
+    load_transformers_config,
+    map_sharded_weights,
+)
 from mcore_rl.reshard.rules import Weight, check_cover, list_logical_tensors
 
 # config.json of published models, as far as families read them, and their parameter counts: those
@@ -88,15 +101,33 @@ GLM_4_5 = {
     "use_qk_norm": True, "tie_word_embeddings": False, "num_nextn_predict_layers": 1,
 }  # fmt: skip
 
+GLM_4_7_FLASH = {
+    **{name: value for name, value in GLM_4_5.items() if name not in ("use_qk_norm", "head_dim")},
+    "architectures": ["Glm4MoeLiteForCausalLM"], "vocab_size": 154880, "hidden_size": 2048,
+    "num_hidden_layers": 47, "num_attention_heads": 20, "num_key_value_heads": 20,
+    "intermediate_size": 10240, "n_routed_experts": 64, "num_experts_per_tok": 4,
+    "first_k_dense_replace": 1, "routed_scaling_factor": 1.8, "topk_method": "noaux_tc",
+    "partial_rotary_factor": 1.0, "attention_bias": False, "q_lora_rank": 768,
+    "kv_lora_rank": 512, "qk_nope_head_dim": 192, "qk_rope_head_dim": 64, "v_head_dim": 256,
+}  # fmt: skip
+LLAMA_2_7B = {  # without rope_theta
+    "architectures": ["LlamaForCausalLM"], "vocab_size": 32000, "hidden_size": 4096,
+    "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 32,
+    "intermediate_size": 11008, "max_position_embeddings": 4096, "rms_norm_eps": 1e-5,
+    "rope_scaling": None, "hidden_act": "silu", "tie_word_embeddings": False,
+}  # fmt: skip
+
 PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
     "Qwen2.5-7B": (QWEN2_5_7B, 7_615_616_512),
     "Qwen3-0.6B": (QWEN3_0_6B, 596_049_920),
     "Qwen3-30B-A3B": (QWEN3_30B_A3B, 30_532_122_624),
     "Qwen3-235B-A22B": (QWEN3_235B_A22B, 235_093_634_560),
+    "Llama-2-7B": (LLAMA_2_7B, 6_738_415_616),
     "Llama-3.1-8B": (LLAMA_3_1_8B, 8_030_261_248),
     "Mixtral-8x7B": (MIXTRAL_8X7B, 46_702_792_704),
     "DeepSeek-V3": (DEEPSEEK_V3, 671_026_419_200),
     "GLM-4.5": (GLM_4_5, 352_797_829_024),
+    "GLM-4.7-Flash": (GLM_4_7_FLASH, 29_943_393_920),
 }
 
 CONFIGS = [pytest.param(config, id=name) for name, (config, _) in PUBLISHED.items()]
@@ -122,7 +153,7 @@ def test_parameter_counts_are_the_published_models(config, expected):
     assert elements({**config, **NO_MTP}) == expected
 
 
-@pytest.mark.parametrize("config", [DEEPSEEK_V3, GLM_4_5])
+@pytest.mark.parametrize("config", [DEEPSEEK_V3, GLM_4_5, GLM_4_7_FLASH])
 def test_a_prediction_layer_is_a_decoder_layer_with_what_stands_around_it(config):
     last, hidden = config["num_hidden_layers"], config["hidden_size"]
     copies = 2 * config["vocab_size"] * hidden
@@ -164,6 +195,34 @@ def test_a_group_limit_that_chooses_every_group_is_none():
     assert (fields["moe_router_num_groups"], fields["moe_router_group_topk"]) == (8, 4)
 
 
+def test_kimi_k2_is_deepseek_v3_under_its_own_model_type(tmp_path):
+    """transformers does not know kimi_k2, and its code of the checkpoint is not run."""
+    import torch
+    import transformers
+
+    sizes = dict.fromkeys(("hidden_size", "intermediate_size", "moe_intermediate_size"), 8)
+    sizes |= dict.fromkeys(("q_lora_rank", "kv_lora_rank", "qk_rope_head_dim", "v_head_dim"), 4)
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "qk_nope_head_dim": 4}
+    experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1}
+    layers = {"num_hidden_layers": 2, "first_k_dense_replace": 1, "vocab_size": 16}
+    model = transformers.DeepseekV3ForCausalLM(
+        transformers.DeepseekV3Config(**sizes, **heads, **experts, **layers)
+    )
+    model.save_pretrained(tmp_path)
+    original = read_config(tmp_path)
+    code = {"AutoModelForCausalLM": "modeling_deepseek.DeepseekV3ForCausalLM"}
+    config = {**original, "model_type": "kimi_k2", "auto_map": code}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert get_family(config) is get_family(DEEPSEEK_V3)
+    assert map_sharded_weights(config) == map_sharded_weights(original)
+    assert build_family(config).config_map(config) == build_family(original).config_map(original)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path, config=load_transformers_config(tmp_path)
+    )
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(loaded.state_dict()[name], tensor), name
+
+
 YARN = DEEPSEEK_V3["rope_scaling"]
 LLAMA3 = LLAMA_3_1_8B["rope_scaling"]
 REFUSED = [
@@ -172,8 +231,37 @@ REFUSED = [
     (QWEN3_0_6B, {"architectures": ["DeepseekV32ForCausalLM"]}, "its sparse attention"),
     (QWEN3_0_6B, {"hidden_act": "gelu"}, "hidden_act='gelu' is not .* allowed: 'silu'"),
     (QWEN3_0_6B, {"attention_bias": True}, "attention_bias=true is not .* allowed: false"),
-    (QWEN3_0_6B, {"rope_scaling": {"rope_type": "yarn"}}, "rope_type='yarn' is not .* 'default'"),
-    (QWEN3_0_6B, {"rope_theta": None}, "neither rope_theta nor"),
+    (QWEN3_0_6B, {"rope_scaling": {"type": "longrope"}}, "'longrope' is not .*its frequencies dep"),
+    (QWEN3_0_6B, {"rope_scaling": {"type": "mrope"}}, "'mrope' is not .*'default', 'linear', 'dyn"),
+    (QWEN3_0_6B, {"rope_scaling": {"type": "yarn"}}, "no 'factor', which"),
+    (QWEN3_0_6B, {"rope_scaling": {"type": "yarn", "factor": 2.0}}, "no 'original_max_pos"),
+    (
+        QWEN3_0_6B,
+        {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
+        "no 'max_position_embedding",
+    ),
+    (
+        QWEN3_0_6B,
+        {"rope_scaling": {"type": "linear", "factor": 2}},
+        "factor=2 is not supported: vLLM takes no integer; allowed: 2.0",
+    ),
+    (
+        QWEN3_0_6B,
+        {"rope_scaling": {"type": "linear", "factor": 2.0, "beta_fast": 1}},
+        "rope_type='linear' with beta_fast=1 is not supported; allowed: factor",
+    ),
+    (
+        QWEN3_0_6B,
+        {
+            "rope_scaling": {
+                "type": "yarn",
+                "factor": 2.0,
+                "original_max_position_embeddings": 64,
+                "mrope_section": [1, 2],
+            }
+        },
+        r"rope_type='yarn' with mrope_section=\[1, 2\] is not supported; allowed: factor, orig",
+    ),
     (
         QWEN2_5_7B,
         {"hidden_size": 3585},
@@ -186,11 +274,10 @@ REFUSED = [
     (MIXTRAL_8X7B, {"sliding_window": 4096}, "sliding_window=4096 is not .* allowed: null"),
     (LLAMA_3_1_8B, {"attention_bias": True}, "attention_bias=true is not"),
     (LLAMA_3_1_8B, {"mlp_bias": True}, "mlp_bias=true is not"),
-    (LLAMA_3_1_8B, {"rope_scaling": {"type": "linear", "factor": 2}}, "'linear' .* 'llama3'"),
     (
         LLAMA_3_1_8B,
-        {"rope_scaling": {**LLAMA3, "low_freq_factor": 2.0}},
-        "rope_type='llama3' with low_freq_factor=2.0 is not supported; allowed: 1",
+        {"rope_scaling": {**LLAMA3, "low_freq_factor": None}},
+        r"no 'low_freq_factor', which \['LlamaForCausalLM'\] needs",
     ),
     (
         LLAMA_3_1_8B,
@@ -207,10 +294,26 @@ REFUSED = [
     (DEEPSEEK_V3, {"moe_layer_freq": 2}, "moe_layer_freq=2 is not .* allowed: 1"),
     (DEEPSEEK_V3, {"rope_scaling": {**YARN, "type": "linear"}}, "'linear' .* 'default', 'yarn'"),
     (DEEPSEEK_V3, {"rope_scaling": {**YARN, "mscale": None}}, "mscale_all_dim=1.0 .* allowed: 0"),
+    (
+        DEEPSEEK_V3,
+        {"rope_scaling": {**YARN, "mscale": 2.0, "mscale_all_dim": 0}},
+        "mscale=2.0 is not .*Deepseek.*allowed: 1.0",
+    ),
+    (DEEPSEEK_V3, {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5 is not .*: 1.0"),
+    (
+        GLM_4_7_FLASH,
+        {"first_k_dense_replace": 2},
+        "first_k_dense_replace=2 and mlp_layer_types .ab",
+    ),
+    (GLM_4_7_FLASH, {"first_k_dense_replace": None}, "has no 'first_k_dense_replace'"),
+    (
+        GLM_4_7_FLASH,
+        {"mlp_layer_types": ["sparse", "dense", *["sparse"] * 45]},
+        "first_k_dense_replace=1 and mlp_layer_types name other dense layers; allowed: first_k_d",
+    ),
     (DEEPSEEK_V3, {"rope_scaling": {**YARN, "attention_factor": 2.0}}, "attention_factor=2.0 is"),
     (DEEPSEEK_V3, {"rope_scaling": {**YARN, "truncate": False}}, "truncate=false is not"),
     (GLM_4_5, {"num_experts_per_tok": 1, "norm_topk_prob": None}, "norm_topk_prob=true"),
-    (GLM_4_5, {"rope_scaling": {"rope_type": "yarn"}}, "rope_type='yarn' is not .* 'default'"),
 ]
 
 
@@ -229,6 +332,52 @@ def test_rope_is_read_where_either_transformers_keeps_it():
     old = {"rope_theta": 5, "rope_scaling": {"type": "yarn"}, "partial_rotary_factor": 0.5}
     assert read_rope(old)["rope_type"] == "yarn"
     assert read_rope(old)["partial_rotary_factor"] == 0.5
+
+
+@pytest.mark.parametrize(
+    ("config", "architecture"),
+    [
+        (LLAMA_2_7B, "Llama"), (QWEN2_5_7B, "Qwen2"), (QWEN3_0_6B, "Qwen3"),
+        (QWEN3_30B_A3B, "Qwen3Moe"), (MIXTRAL_8X7B, "Mixtral"), (DEEPSEEK_V3, "DeepseekV3"),
+        (GLM_4_5, "Glm4Moe"), (GLM_4_7_FLASH, "Glm4MoeLite"),
+    ],
+)  # fmt: skip
+def test_a_config_without_rope_theta_has_that_of_transformers(config, architecture):
+    import transformers  # slow to import
+
+    bare = {name: value for name, value in config.items() if not name.startswith("rope_")}
+    expected = getattr(transformers, f"{architecture}Config")(**bare).rope_parameters["rope_theta"]
+    assert get_family(bare).config_map(bare)["rotary_base"] == expected
+
+
+SCALED = [
+    ({"type": "linear", "factor": 4.0}, 16384),
+    ({"type": "dynamic", "factor": 4.0}, 4096),  # beyond, it depends on the length of a sequence
+    ({**LLAMA3, "original_max_position_embeddings": 1024}, 4096),
+    ({"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}, 4096),
+    ({"type": "yarn", "factor": 2.0, "original_max_position_embeddings": 1024}, 2048),
+    ({"type": "longrope", "original_max_position_embeddings": 1024}, 1024),
+    ({"rope_type": "default"}, 4096),
+    (None, 4096),
+]
+
+
+@pytest.mark.parametrize(("scaling", "positions"), SCALED)
+def test_a_model_has_the_positions_that_its_scaling_leaves_or_adds(scaling, positions):
+    assert count_positions({**LLAMA_2_7B, "rope_scaling": scaling}) == positions
+    assert count_positions({**LLAMA_2_7B, "rope_parameters": scaling}) == positions
+
+
+def test_the_original_context_is_where_transformers_looks_for_it():
+    yarn, fields = {"type": "yarn", "factor": 2.0}, {"max_position_embeddings": 4096}
+    for more, inner, expected in ((fields, {}, 4096), (fields, {"original": 64}, 64)):
+        scaling = {**yarn, **{f"{n}_max_position_embeddings": v for n, v in inner.items()}}
+        config = {**QWEN3_0_6B, **more, "rope_scaling": scaling}
+        found = get_family(config).config_map(config)["rope_parameters"]
+        assert found["original_max_position_embeddings"] == expected
+        config["original_max_position_embeddings"] = 128  # before both
+        found = get_family(config).config_map(config)["rope_parameters"]
+        assert found["original_max_position_embeddings"] == 128
 
 
 DEFAULT = {"rope_type": "default", "rope_theta": 5e5}

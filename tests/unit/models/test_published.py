@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 import mcore_rl.models  # noqa: F401
+from mcore_rl.checkpoint.fp8 import check_quantization_config
 from mcore_rl.engine.megatron.conversion import build_meta_model
 from mcore_rl.models.base import (
     count_kv_elements_per_token,
@@ -18,6 +19,7 @@ from mcore_rl.models.base import (
     get_family,
     pad_vocab_size,
 )
+from mcore_rl.models.rope import count_positions
 from mcore_rl.reshard.rules import LogicalTensor, check_cover, list_logical_tensors
 from tests.nightly import all_but
 
@@ -25,8 +27,14 @@ FOLDER = Path(__file__).parent / "published"
 # Elements of all tensors of the published files, as the hub counts them in their headers (with the
 # prediction layers, which repeat embedding and head).
 TENSOR_ELEMENTS = {
+    "DeepSeek-R1": 684_489_845_504,
     "DeepSeek-V3": 684_489_845_504,
+    "DeepSeek-V3.1": 684_489_845_504,
     "GLM-4.5": 358_337_791_296,
+    "GLM-4.7": 358_337_791_296,
+    "GLM-4.7-Flash": 31_221_488_576,
+    "Kimi-K2-Instruct": 1_026_408_232_448,
+    "Llama-2-7b-hf": 6_738_415_616,
     "Llama-3.1-405B": 405_853_388_800,
     "Llama-3.1-70B": 70_553_706_496,
     "Mixtral-8x22B-v0.1": 140_620_634_112,
@@ -35,7 +43,10 @@ TENSOR_ELEMENTS = {
     "Qwen3-8B": 8_190_735_360,
 }
 # Those with fewer tensors than others have; the others take seconds each and are nightly.
-SMALL = all_but(("Llama-3.1-405B", "Mixtral-8x22B-v0.1", "Qwen3-30B-A3B"), TENSOR_ELEMENTS)
+SMALL = all_but(
+    ("GLM-4.7-Flash", "Llama-2-7b-hf", "Llama-3.1-405B", "Mixtral-8x22B-v0.1", "Qwen3-30B-A3B"),
+    TENSOR_ELEMENTS,
+)
 # Of the hub's count of DeepSeek-V3: float8 weights; bfloat16; float32 biases and scales of blocks.
 DEEPSEEK_F8, DEEPSEEK_BF16, DEEPSEEK_F32 = 680_571_043_840, 3_918_786_560, 41_555_600
 
@@ -102,6 +113,15 @@ def test_the_prediction_layer_of_deepseek_is_a_layer_with_what_stands_around_it(
     assert count_by_formula(config) == 671_026_419_200
 
 
+def test_kimi_k2_has_the_published_rotary_embedding_and_cache():
+    config = config_of("Kimi-K2-Instruct")
+    fields = get_family(config).config_map(config)
+    assert (fields["rotary_base"], fields["rotary_scaling_factor"]) == (50000.0, 32.0)
+    assert (fields["beta_fast"], fields["beta_slow"]) == (1.0, 1.0)
+    assert count_kv_elements_per_token(config) == 61 * 576
+    assert count_positions(config) == 131072
+
+
 def test_moonlight_has_the_parameters_that_its_report_counts_without_the_embeddings():
     """arXiv 2502.16982: 15.29 B. (Its files also hold rotary frequencies, no weights.)"""
     config = config_of("Moonlight-16B-A3B")
@@ -110,9 +130,9 @@ def test_moonlight_has_the_parameters_that_its_report_counts_without_the_embeddi
     assert round(without / 1e9, 2) == 15.29
 
 
-def test_deepseek_in_float8_blocks_has_the_published_number_of_elements_of_each_dtype():
-    assert published("DeepSeek-V3")["quantization_config"]["weight_block_size"] == [128, 128]
-    tensors = tensors_of(config_of("DeepSeek-V3"))
+@pytest.mark.parametrize("name", ["DeepSeek-V3", "DeepSeek-R1", "DeepSeek-V3.1"])
+def test_deepseek_in_float8_blocks_has_the_published_number_of_elements_of_each_dtype(name):
+    tensors = tensors_of(config_of(name))
     quantised = [t for t in tensors if "_proj" in t.name and "eh_proj" not in t.name]
     biases = [t for t in tensors if t.name.endswith("e_score_correction_bias")]
     scales = sum(math.prod(math.ceil(size / 128) for size in t.shape) for t in quantised)
@@ -122,6 +142,13 @@ def test_deepseek_in_float8_blocks_has_the_published_number_of_elements_of_each_
         count_elements(tensors) - count_elements(quantised) - count_elements(biases)
         == DEEPSEEK_BF16
     )
+
+
+@pytest.mark.parametrize(
+    "name", [n for n in TENSOR_ELEMENTS if "quantization_config" in published(n)]
+)
+def test_published_float8_blocks_are_read(name):
+    check_quantization_config(published(name)["quantization_config"])
 
 
 def test_the_cache_of_a_token_has_the_published_size():

@@ -13,6 +13,7 @@ from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import Layout
 from mcore_rl.reshard.layout import GenerationLayout
 from mcore_rl.tools.plan_reshard import Cluster, plan_reshard
+from tests.nightly import nightly
 from tests.pages import ROOT, of_kind
 
 PUBLISHED = Path(__file__).parents[1] / "models" / "published"
@@ -74,6 +75,27 @@ def test_deepseek_v3_meets_the_bound_and_moves_a_thirtieth_of_gather_then_slice(
     model_bytes = 2 * 671_026_419_200 + 2 * 58 * 256
     assert report.gather_then_slice_bytes == 256 * model_bytes
     assert report.gather_then_slice_bytes > 30 * report.received_bytes
+
+
+@pytest.mark.parametrize(
+    ("name", "layout", "generate"),
+    [
+        ("GLM-4.7-Flash", Layout(tp=4, dp=2, ep=8), GenerationLayout(tp=4, dp=2)),
+        nightly(("GLM-4.7", Layout(pp=4, tp=4, dp=4, ep=16), GenerationLayout(tp=8, dp=8))),
+        nightly(
+            (
+                "Kimi-K2-Instruct",
+                Layout(pp=16, dp=16, ep=16, first_stage_layers=3, last_stage_layers=2),
+                GenerationLayout(tp=32, dp=8),
+            )
+        ),
+    ],
+)
+def test_published_models_meet_the_bound(name, layout, generate):
+    report, _ = plan_reshard(
+        PUBLISHED / f"{name}.json", "disaggregated", layout, generate, Cluster()
+    )
+    assert all(rank.received_bytes == rank.lower_bound_bytes for rank in report.ranks)
 
 
 def test_the_command_prints_one_json_object_and_draws_the_traffic(dense, tmp_path, capsys):

@@ -34,7 +34,9 @@ LAYOUTS = {
     "pp2vpp2": Layout(pp=2, vpp=2),
     "tp2etp2": Layout(tp=2, etp=2),
 }
-FAMILIES = ("qwen2", "qwen3", "qwen3_moe", "llama", "mixtral", "deepseek_v3", "glm4_moe")
+FAMILIES = (
+    "qwen2", "qwen3", "qwen3_moe", "llama", "mixtral", "deepseek_v3", "glm4_moe", "glm4_moe_lite",
+)  # fmt: skip
 CASES = all_but(
     [("qwen3", "tp2"), ("qwen3_moe", "tp2ep2"), ("deepseek_v3", "pp2vpp2")],
     [
