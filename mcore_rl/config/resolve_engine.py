@@ -21,7 +21,8 @@ from mcore_rl.config.import_path import is_import_path
 from mcore_rl.config.schema import EngineConfig, Layout, LoRAConfig, OptimizerConfig
 
 SCHEDULES = ("constant", "linear", "cosine", "wsd")
-DISPATCHERS = ("alltoall", "allgather")
+DISPATCHERS = ("alltoall", "allgather", "flex")
+OPTIMIZERS = ("adam", "muon")
 # Megatron's seq_aux_loss takes a whole pack for a sequence, which is aux_loss again.
 AUX_LOSSES = ("aux_loss", "global_aux_loss")
 ROUTER_REPLAYS = ("off", "record", "rollout")
@@ -187,6 +188,7 @@ def find_smallest_dp(layout: Layout) -> int:
 
 def resolve_optimizer(key: str, config: OptimizerConfig) -> None:
     """Check the settings of an optimizer that are the same for every engine."""
+    check_choice(f"{key}.name", config.name, OPTIMIZERS)
     check_choice(f"{key}.schedule", config.schedule, SCHEDULES)
     check_positive(f"{key}.lr", config.lr)
     check_positive(f"{key}.eps", config.eps)

@@ -12,8 +12,9 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
+from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import EngineConfig
-from mcore_rl.engine.megatron import device
+from mcore_rl.engine.megatron import device, passthrough
 from mcore_rl.engine.megatron.moe import slice_sequence_parallel, use_packed_routers
 from mcore_rl.models.base import Family, HFConfig
 from mcore_rl.parallel.mesh import Chunk
@@ -98,7 +99,7 @@ def build_chunks(
     Args:
         stages: All chunks of the model.
     """
-    config, arguments = _build_transformer_config(family, hf_config, engine, dtype, stages)
+    config, arguments = build_transformer_config(family, hf_config, engine, dtype, stages)
     chunks = []
     for stage in stages:
         if stage.pp_rank != pp_rank:
@@ -133,7 +134,7 @@ def build_chunks(
     return chunks
 
 
-def _build_transformer_config(
+def build_transformer_config(
     family: Family,
     hf_config: HFConfig,
     engine: EngineConfig,
@@ -158,8 +159,8 @@ def _build_transformer_config(
     flags = device.build_config_flags()
     if fields.get("rope_type") == "rope":  # latent attention has a fused kernel for YaRN only
         flags["apply_rope_fusion"] = False
-    config = config_class(
-        **fields,
+    passed = passthrough.read_fields("megatron", engine.megatron).model
+    ours = dict(
         mtp_num_layers=sum(stage.num_mtp_layers for stage in stages) or None,
         **_build_recompute_fields(engine),
         **_INIT_METHODS,
@@ -187,8 +188,16 @@ def _build_transformer_config(
         overlap_p2p_comm=layout.vpp > 1,
         # Divide gradients by the number of tokens (see step.compute_training_loss).
         calculate_per_token_loss=True,
-        **flags,
     )
+    try:
+        config = config_class(**fields, **ours, **{**flags, **passed})
+    except (ValueError, AssertionError) as error:
+        if not passed:
+            raise
+        reason = " ".join(str(error).split())
+        raise ConfigError(
+            f"megatron={engine.megatron}: Megatron refuses it with this model and layout: {reason}"
+        ) from error
     return config, arguments
 
 
