@@ -93,6 +93,8 @@ def resolve_megatron(key: str, config: EngineConfig) -> None:
             f"{key}.moe.dispatcher='allgather' with {key}.layout.pp={config.layout.pp}: packs of a "
             "pipeline differ in length, which that dispatcher does not take; allowed: 'alltoall'"
         )
+    if config.moe.overlap:
+        _resolve_overlap(key, config)
     if config.optimizer.cpu_offload and not config.optimizer.distributed:
         raise ConfigError(
             f"{key}.optimizer.cpu_offload=true needs {key}.optimizer.distributed=true; "
@@ -100,6 +102,36 @@ def resolve_megatron(key: str, config: EngineConfig) -> None:
         )
     if config.mtp_loss_coef:
         _resolve_mtp(key, config)
+
+
+def _resolve_overlap(key: str, config: EngineConfig) -> None:
+    """Check what Megatron's schedule of overlapped exchanges (combined_1f1b.py) needs."""
+    moe, layout, recompute = config.moe, config.layout, config.recompute
+    modules = recompute.modules if recompute.granularity == "selective" else []
+    for name, value, is_allowed, allowed in (
+        ("moe.dispatcher", moe.dispatcher, moe.dispatcher != "allgather", "'alltoall', 'flex'"),
+        ("moe.router_replay", moe.router_replay, moe.router_replay == "off", "'off'"),
+        ("layout.ep", layout.ep, layout.ep > 1, "above 1"),
+        ("layout.vpp", layout.vpp, layout.pp == 1 or layout.vpp > 1, "above 1 with pp above 1"),
+        ("recompute.granularity", recompute.granularity, recompute.granularity != "full",
+         "'none', 'selective'"),
+        ("recompute.modules", modules, "moe" not in modules, "modules other than 'moe'"),
+        ("mtp_loss_coef", config.mtp_loss_coef, not config.mtp_loss_coef, "0"),
+        ("lora.rank", config.lora.rank, not config.lora.rank, "0"),
+    ):  # fmt: skip
+        if not is_allowed:
+            raise ConfigError(
+                f"{key}.moe.overlap=true with {key}.{name}={value!r}; allowed: {allowed}"
+            )
+
+
+def check_overlap_dtype(key: str, config: EngineConfig, dtype: str) -> None:
+    """Check that a model whose exchanges are overlapped is not in float32."""
+    if config.moe.overlap and dtype != "bfloat16":
+        raise ConfigError(
+            f"{key}.moe.overlap=true with model.dtype={dtype!r}: Megatron overlaps exchanges of "
+            "bfloat16 alone; allowed: model.dtype='bfloat16'"
+        )
 
 
 def resolve_fsdp(key: str, config: EngineConfig) -> None:
@@ -239,7 +271,7 @@ def resolve_model_layout(key: str, layout: Layout, sizes: ModelSizes) -> None:
 def resolve_model_engine(key: str, config: EngineConfig, sizes: ModelSizes) -> None:
     """Check that the model has the parts that the settings of an engine name."""
     if not sizes.num_experts:
-        for name, off in (("aux_loss_coef", 0), ("router_replay", "off")):
+        for name, off in (("aux_loss_coef", 0), ("router_replay", "off"), ("overlap", False)):
             if getattr(config.moe, name) != off:
                 raise ConfigError(
                     f"{key}.moe.{name}={getattr(config.moe, name)!r}: the model has no experts; "

@@ -70,6 +70,8 @@ class MoEConfig:
     """Routers and experts of MoE models."""
 
     dispatcher: str = "alltoall"  # alltoall, allgather, or flex (DeepEP; GPU lane)
+    # exchange the tokens of a micro-batch during the computation of another; bfloat16, GPU lane
+    overlap: bool = False
     # balance load over a micro-batch (aux_loss) or the mini-batch so far (global_aux_loss)
     aux_loss: str = "aux_loss"
     aux_loss_coef: float = 0.0  # weight of the load-balancing loss

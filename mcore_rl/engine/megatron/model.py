@@ -15,7 +15,11 @@ from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import EngineConfig
 from mcore_rl.engine.megatron import device, passthrough
-from mcore_rl.engine.megatron.moe import slice_sequence_parallel, use_packed_routers
+from mcore_rl.engine.megatron.moe import (
+    iter_routers,
+    slice_sequence_parallel,
+    use_packed_routers,
+)
 from mcore_rl.models.base import Family, HFConfig
 from mcore_rl.parallel.mesh import Chunk
 
@@ -52,6 +56,9 @@ class PolicyModel(GPTModel):
         inputs = super()._preprocess(*args, **kwargs)
         if padding_mask is not None:
             padding_mask = slice_sequence_parallel(self.config, padding_mask, dim=1)
+        if self.config.overlap_moe_expert_parallel_comm:
+            for _, router in iter_routers(self):
+                router.pack_padding = padding_mask
         return (*inputs[:5], padding_mask, *inputs[6:])
 
     def _postprocess(self, hidden_states: torch.Tensor, **inputs: Any) -> torch.Tensor:
@@ -174,6 +181,7 @@ def build_transformer_config(
         expert_model_parallel_size=layout.ep,
         expert_tensor_parallel_size=layout.etp,
         moe_token_dispatcher_type=engine.moe.dispatcher,
+        overlap_moe_expert_parallel_comm=engine.moe.overlap,
         sequence_parallel=layout.tp > 1,
         params_dtype=dtype,
         pipeline_dtype=dtype,
@@ -192,8 +200,6 @@ def build_transformer_config(
     try:
         config = config_class(**fields, **ours, **{**flags, **passed})
     except (ValueError, AssertionError) as error:
-        if not passed:
-            raise
         reason = " ".join(str(error).split())
         raise ConfigError(
             f"megatron={engine.megatron}: Megatron refuses it with this model and layout: {reason}"

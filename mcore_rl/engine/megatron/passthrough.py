@@ -32,6 +32,7 @@ _LOOP = "Megatron-LM's training loop acts on it, which does not run here"
 _GROUPS = "the process groups are made for {key}.layout alone"
 _INFERENCE = "it is for Megatron's own inference, and servers generate here"
 _HEAD = "the engine computes the output head and its loss itself, in tiles"
+_DELAYED = "delayed weight gradients have not been checked with the engine's float32 buffers"
 _FSDP = "{key}.backend=fsdp"
 
 OWNED: Mapping[str, str] = {
@@ -70,6 +71,7 @@ OWNED: Mapping[str, str] = {
     # Experts and multi-token prediction.
     "moe_token_dispatcher_type": "{key}.moe.dispatcher",
     "moe_enable_deepep": "{key}.moe.dispatcher",
+    "overlap_moe_expert_parallel_comm": "{key}.moe.overlap",
     "moe_router_load_balancing_type": "{key}.moe.aux_loss",
     "moe_aux_loss_coeff": "{key}.moe.aux_loss_coef",
     "moe_router_bias_update_rate": "{key}.moe.bias_update_rate",
@@ -178,15 +180,8 @@ DENIED: Mapping[str, str] = {
     "hierarchical_context_parallel_sizes": "packs are split over cp as zigzag alone",
     "hybrid_context_parallel": "packs are split over cp as zigzag alone",
     "max_seqlen_per_dp_cp_rank": "packs are split over cp as zigzag alone",
-    # The schedule of layers, which is Megatron's own.
-    **dict.fromkeys(
-        (
-            "overlap_moe_expert_parallel_comm", "delay_wgrad_compute",
-            "ep_overlap_early_attn_memory_release",
-            "overlap_dispatch_backward_with_experts_wgrad",
-        ),
-        "it runs layers outside of the model's forward pass, which has the engine's hooks",
-    ),
+    "delay_wgrad_compute": _DELAYED,
+    "overlap_dispatch_backward_with_experts_wgrad": _DELAYED,
     # Weights.
     "*num_weight_shards": _SPLIT,
     "*gtp_weight_remat_size": _SPLIT,
@@ -254,7 +249,6 @@ NEEDS: Mapping[str, str] = {
     "batch_invariant_mode": "te",
     "use_precision_aware_optimizer": "te",
     "exp_avg*": "te",
-    "moe_shared_expert_overlap": "cuda",
     "*fine_grained_*": "cuda",
     "*offload*": "cuda",
     "masked_softmax_fusion": "cuda",

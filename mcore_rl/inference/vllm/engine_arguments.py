@@ -170,7 +170,7 @@ DENIED: Mapping[str, str] = {
 VALUES = {"moe_backend": (("triton", "batched_triton"), _RULES)}
 RULES = FieldRules("vLLM", OWNED, DENIED, VALUES)
 # Arguments that the server sets on a CPU: the reason is in worker.build_lane_arguments.
-_CPU_OWNED = {
+CPU_OWNED = {
     "enforce_eager": "nothing is compiled",
     "attention_backend": "it is 'CPU_MLA' or vLLM's only one",
     "enable_chunked_prefill": "a chunked prompt ends the engine",
@@ -211,7 +211,7 @@ def check_arguments(settings: RolloutConfig, key: str, device: str) -> None:
         ConfigError: See read_arguments; or servers on a CPU cannot have one.
     """
     read_arguments(f"{key}.engine", settings.engine)
-    for name, reason in _CPU_OWNED.items() if device == "cpu" else ():
+    for name, reason in CPU_OWNED.items() if device == "cpu" else ():
         if name in settings.engine:
             raise ConfigError(
                 f"{key}.engine.{name}={settings.engine[name]!r}: on a CPU {reason}; allowed: not "

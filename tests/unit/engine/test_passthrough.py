@@ -108,7 +108,8 @@ def test_an_enumeration_is_given_by_the_name_of_its_member():
         ("cross_entropy_loss_fusion", True, r": the engine computes the output head"),
         ("gradient_accumulation_fusion", True, r": the engine always fuses it"),
         ("mtp_detach_heads", True, r": actor.mtp_loss_coef is of a .*; allowed: not to set it$"),
-        ("overlap_moe_expert_parallel_comm", True, r": it runs layers outside of the model's for"),
+        ("overlap_moe_expert_parallel_comm", True, r": actor.moe.overlap decides"),
+        ("delay_wgrad_compute", True, r": delayed weight gradients have not been checked"),
         ("_cpu_offloading_context", None, r": Megatron sets it itself"),
     ],
 )  # fmt: skip

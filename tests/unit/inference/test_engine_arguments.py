@@ -108,7 +108,7 @@ def test_another_backend_refuses_arguments_of_vllm_by_name(backend, hint):
         check_server_settings(settings, device="cuda")
 
 
-@pytest.mark.parametrize("table", ["OWNED", "DENIED", "VALUES", "_CPU_OWNED"])
+@pytest.mark.parametrize("table", ["OWNED", "DENIED", "VALUES", "CPU_OWNED"])
 def test_each_rule_is_of_an_argument_that_the_installed_vllm_has(table):
     from vllm.engine.arg_utils import AsyncEngineArgs
 
