@@ -1,18 +1,20 @@
-"""Writes the tables of docs/configuration.md from mcore_rl/config/describe.py.
+"""Writes the tables of docs/configuration.md and docs/passthrough.md from the code.
 
-What stands outside of the two markers of the page is written by hand and kept.
+What stands outside of the two markers of a page is written by hand and kept.
 
     python tests/write_configuration_doc.py
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from mcore_rl.config.describe import Setting, SettingGroup, list_setting_groups
 from mcore_rl.config.schema import RLConfig
+from mcore_rl.engine.megatron import passthrough
+from mcore_rl.inference.vllm import engine_arguments
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "configuration.md"
+DOCS = Path(__file__).resolve().parents[1] / "docs"
 BEGIN = "<!-- written by tests/write_configuration_doc.py: begin -->\n"
 END = "<!-- written by tests/write_configuration_doc.py: end -->\n"
 
@@ -53,14 +55,64 @@ def build_section(group: SettingGroup, groups: list[SettingGroup]) -> Iterator[s
     yield "\n"
 
 
-def page(current: str) -> str:
-    """The page with its generated part made anew."""
+def build_settings() -> str:
+    groups = list(list_setting_groups(RLConfig()))
+    return "".join(line for group in groups for line in build_section(group, groups))
+
+
+NEEDED = {
+    "te": "Transformer Engine's modules",
+    "cuda": "GPUs",
+    "flex": "`actor.moe.dispatcher=flex`",
+    "muon": "`actor.optimizer.name=muon`",
+}
+
+
+def build_table(head: str, table: Mapping[str, str], key: str, *, is_code: bool = False) -> str:
+    """Return a table with a row for each text, and the fields that have it."""
+    fields: dict[str, list[str]] = {}
+    for name, text in table.items():
+        fields.setdefault(text.format(key=key), []).append(f"`{name}`")
+    rows = [
+        f"| {f'`{text}`' if is_code else text} | {', '.join(names)} |\n"
+        for text, names in fields.items()
+    ]
+    return f"| {head} | Fields |\n|---|---|\n{''.join(rows)}\n"
+
+
+def build_refusals() -> str:
+    """Return what is refused of the fields of Megatron and vLLM."""
+    rules = {
+        "Megatron": ("actor", passthrough.RULES),
+        "vLLM": ("rollout", engine_arguments.RULES),
+    }
+    text = ""
+    for name, (key, rule) in rules.items():
+        text += f"## Refused fields of {name}\n\n`*` stands for any characters.\n\n"
+        text += build_table("Decided by", rule.owned, key, is_code=True)
+        text += build_table("Wrong here", rule.denied, key)
+        for field, (values, reason) in rule.values.items():
+            allowed = ", ".join(f"`{value}`" for value in values)
+            text += f"`{field}` may be {allowed}: {reason}.\n\n"
+        if rule is passthrough.RULES:
+            needs = {field: NEEDED[need] for field, need in passthrough.NEEDS.items()}
+            text += build_table("Needs", needs, key)
+    return text + build_table("Decided by a CPU", engine_arguments.CPU_OWNED, "rollout")
+
+
+PAGES: Mapping[str, Callable[[], str]] = {
+    "configuration.md": build_settings,
+    "passthrough.md": build_refusals,
+}
+
+
+def build_page(name: str, current: str) -> str:
+    """Return a page with its generated part made anew."""
     before, _, rest = current.partition(BEGIN)
     _, _, after = rest.partition(END)
-    groups = list(list_setting_groups(RLConfig()))
-    made = "".join(line for group in groups for line in build_section(group, groups))
-    return f"{before}{BEGIN}\n{made}{END}{after}"
+    return f"{before}{BEGIN}\n{PAGES[name]()}{END}{after}"
 
 
 if __name__ == "__main__":
-    PAGE.write_text(page(PAGE.read_text()))
+    for name in PAGES:
+        (DOCS / name).write_text(build_page(name, (DOCS / name).read_text()))

@@ -18,10 +18,9 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from mcore_rl.cli.options import find_closest
 from mcore_rl.cli.other_names import find_our_settings
 from mcore_rl.cli.recipes import RECIPES, SUFFIXES, list_recipes
-from mcore_rl.config.checks import check_path, shorten
+from mcore_rl.config.checks import check_path, find_closest, shorten
 from mcore_rl.config.describe import (
     RENAMED,
     Setting,

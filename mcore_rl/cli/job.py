@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from mcore_rl.cli import recipes
-from mcore_rl.cli.options import Parser, find_closest, print_text
-from mcore_rl.config.checks import check_at_least
+from mcore_rl.cli.options import Parser, print_text
+from mcore_rl.config.checks import check_at_least, find_closest
 from mcore_rl.config.describe import (
     Setting,
     SettingGroup,

@@ -81,7 +81,7 @@ def _show(text: str) -> int:
 
 
 def _refuse(word: str) -> int:
-    from mcore_rl.cli.options import find_closest
+    from mcore_rl.config.checks import find_closest
 
     kind, known = ("option", OPTIONS) if word.startswith("-") else ("command", COMMANDS)
     close = find_closest(word, known)

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import os
 import re
 import shutil
 import sys
 import textwrap
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 from typing import Any, NoReturn, TypeVar
 
+from mcore_rl.config.checks import find_closest
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.resolve_engine import find_smallest_dp
 from mcore_rl.config.schema import Layout
@@ -22,11 +22,6 @@ L = TypeVar("L", Layout, GenerationLayout)
 AXES = "tp pp cp dp ep etp vpp; without dp, the smallest that fits"
 FAMILY = "import path of a model family of your own, as model.family"
 SERVED_AXES = "tp pp dp ep, of vLLM; without dp, the smallest that fits"
-
-
-def find_closest(word: str, words: Iterable[str]) -> list[str]:
-    """Return up to three of `words` that are spelled like `word`, the most similar first."""
-    return difflib.get_close_matches(word, list(words), n=3, cutoff=0.7)
 
 
 def wrap_descriptions(meanings: Mapping[str, str], indent: int = 0) -> Iterator[str]:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from datetime import date
 from pathlib import Path
@@ -84,6 +85,11 @@ def shorten(value: object, most: int = 80) -> str:
     text = repr(value)
     half = (most - 3) // 2
     return text if len(text) <= most else f"{text[: half + 1]}...{text[-half + 1 :]}"
+
+
+def find_closest(word: str, words: Iterable[str]) -> list[str]:
+    """Return up to three of `words` that are spelled like `word`, the most similar first."""
+    return difflib.get_close_matches(word, list(words), n=3, cutoff=0.7)
 
 
 def check_choice(key: str, value: str, allowed: Sequence[str], *, contract: str = "") -> None:

@@ -32,6 +32,7 @@ CHOICES: Mapping[str, Sequence[str]] = {
     "moe.aux_loss": resolve_engine.AUX_LOSSES,
     "moe.dispatcher": resolve_engine.DISPATCHERS,
     "moe.router_replay": resolve_engine.ROUTER_REPLAYS,
+    "optimizer.name": resolve_engine.OPTIMIZERS,
     "optimizer.schedule": resolve_engine.SCHEDULES,
     "placement.actor": ("shared", "own"),
     "placement.critic": ("shared", "own"),

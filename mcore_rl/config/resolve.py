@@ -29,6 +29,7 @@ from mcore_rl.config.resolve_algorithm import (
     resolve_frozen_models,
 )
 from mcore_rl.config.resolve_engine import (
+    check_overlap_dtype,
     resolve_engine,
     resolve_layout,
     resolve_optimizer,
@@ -188,6 +189,8 @@ def resolve_for_lane(config: RLConfig, lane: str, *, has_experts: bool = False) 
     check_lane_batches(config, lane)
     staleness = get_staleness(config.trainer)
     dtype = config.model.dtype if config.model.dtype != "auto" else DTYPE_OF_LANE[lane]
+    for key, engine in {"actor": config.actor, "critic": config.critic}.items():
+        check_overlap_dtype(key, engine, dtype)
     trainer, (largest, mean) = replace(config.trainer, staleness=staleness), LOGPROB_GAPS[dtype]
     if has_experts and dtype == "bfloat16" and config.actor.moe.router_replay != "rollout":
         largest = ROUTED_LOGPROB_GAP

@@ -21,7 +21,8 @@ from mcore_rl.config.import_path import is_import_path
 from mcore_rl.config.schema import EngineConfig, Layout, LoRAConfig, OptimizerConfig
 
 SCHEDULES = ("constant", "linear", "cosine", "wsd")
-DISPATCHERS = ("alltoall", "allgather")
+DISPATCHERS = ("alltoall", "allgather", "flex")
+OPTIMIZERS = ("adam", "muon")
 # Megatron's seq_aux_loss takes a whole pack for a sequence, which is aux_loss again.
 AUX_LOSSES = ("aux_loss", "global_aux_loss")
 ROUTER_REPLAYS = ("off", "record", "rollout")
@@ -92,6 +93,8 @@ def resolve_megatron(key: str, config: EngineConfig) -> None:
             f"{key}.moe.dispatcher='allgather' with {key}.layout.pp={config.layout.pp}: packs of a "
             "pipeline differ in length, which that dispatcher does not take; allowed: 'alltoall'"
         )
+    if config.moe.overlap:
+        _resolve_overlap(key, config)
     if config.optimizer.cpu_offload and not config.optimizer.distributed:
         raise ConfigError(
             f"{key}.optimizer.cpu_offload=true needs {key}.optimizer.distributed=true; "
@@ -99,6 +102,36 @@ def resolve_megatron(key: str, config: EngineConfig) -> None:
         )
     if config.mtp_loss_coef:
         _resolve_mtp(key, config)
+
+
+def _resolve_overlap(key: str, config: EngineConfig) -> None:
+    """Check what Megatron's schedule of overlapped exchanges (combined_1f1b.py) needs."""
+    moe, layout, recompute = config.moe, config.layout, config.recompute
+    modules = recompute.modules if recompute.granularity == "selective" else []
+    for name, value, is_allowed, allowed in (
+        ("moe.dispatcher", moe.dispatcher, moe.dispatcher != "allgather", "'alltoall', 'flex'"),
+        ("moe.router_replay", moe.router_replay, moe.router_replay == "off", "'off'"),
+        ("layout.ep", layout.ep, layout.ep > 1, "above 1"),
+        ("layout.vpp", layout.vpp, layout.pp == 1 or layout.vpp > 1, "above 1 with pp above 1"),
+        ("recompute.granularity", recompute.granularity, recompute.granularity != "full",
+         "'none', 'selective'"),
+        ("recompute.modules", modules, "moe" not in modules, "modules other than 'moe'"),
+        ("mtp_loss_coef", config.mtp_loss_coef, not config.mtp_loss_coef, "0"),
+        ("lora.rank", config.lora.rank, not config.lora.rank, "0"),
+    ):  # fmt: skip
+        if not is_allowed:
+            raise ConfigError(
+                f"{key}.moe.overlap=true with {key}.{name}={value!r}; allowed: {allowed}"
+            )
+
+
+def check_overlap_dtype(key: str, config: EngineConfig, dtype: str) -> None:
+    """Check that a model whose exchanges are overlapped is not in float32."""
+    if config.moe.overlap and dtype != "bfloat16":
+        raise ConfigError(
+            f"{key}.moe.overlap=true with model.dtype={dtype!r}: Megatron overlaps exchanges of "
+            "bfloat16 alone; allowed: model.dtype='bfloat16'"
+        )
 
 
 def resolve_fsdp(key: str, config: EngineConfig) -> None:
@@ -187,6 +220,7 @@ def find_smallest_dp(layout: Layout) -> int:
 
 def resolve_optimizer(key: str, config: OptimizerConfig) -> None:
     """Check the settings of an optimizer that are the same for every engine."""
+    check_choice(f"{key}.name", config.name, OPTIMIZERS)
     check_choice(f"{key}.schedule", config.schedule, SCHEDULES)
     check_positive(f"{key}.lr", config.lr)
     check_positive(f"{key}.eps", config.eps)
@@ -237,7 +271,7 @@ def resolve_model_layout(key: str, layout: Layout, sizes: ModelSizes) -> None:
 def resolve_model_engine(key: str, config: EngineConfig, sizes: ModelSizes) -> None:
     """Check that the model has the parts that the settings of an engine name."""
     if not sizes.num_experts:
-        for name, off in (("aux_loss_coef", 0), ("router_replay", "off")):
+        for name, off in (("aux_loss_coef", 0), ("router_replay", "off"), ("overlap", False)):
             if getattr(config.moe, name) != off:
                 raise ConfigError(
                     f"{key}.moe.{name}={getattr(config.moe, name)!r}: the model has no experts; "

@@ -50,6 +50,7 @@ _MODEL_PARTS: dict[str, tuple[Any, str]] = {
     "max_num_batched_tokens": _INTEGER,
     "kv_cache_bytes": _INTEGER,
     "cores": _TEXT,
+    "engine": (dict, "arguments of vLLM's engine, {name: value}"),
     "sglang": (dict, "settings as those of rollout.sglang, {name: value}"),
     "codec": _TEXT,
     "timeout_s": _NUMBER,
@@ -67,7 +68,7 @@ _ADAPTER_PARTS = (
 )  # fmt: skip
 _SERVER_PARTS = (
     "backend", "num_servers", "tp", "ep", "temperature", "top_p", "top_k", "max_num_seqs",
-    "max_num_batched_tokens", "kv_cache_bytes", "cores",
+    "max_num_batched_tokens", "kv_cache_bytes", "cores", "engine",
 )  # fmt: skip
 
 

@@ -48,6 +48,7 @@ class ModelConfig:
 
 @dataclass
 class OptimizerConfig:
+    name: str = "adam"  # adam, or muon for weight matrices (docs/passthrough.md)
     lr: float = 1e-6  # learning rate after warm-up
     min_lr: float = 0.0  # final learning rate of a decaying schedule
     schedule: str = "constant"  # after warm-up: constant, linear, cosine or wsd
@@ -68,7 +69,9 @@ class OptimizerConfig:
 class MoEConfig:
     """Routers and experts of MoE models."""
 
-    dispatcher: str = "alltoall"  # alltoall or allgather
+    dispatcher: str = "alltoall"  # alltoall, allgather, or flex (DeepEP; GPU lane)
+    # exchange the tokens of a micro-batch during the computation of another; bfloat16, GPU lane
+    overlap: bool = False
     # balance load over a micro-batch (aux_loss) or the mini-batch so far (global_aux_loss)
     aux_loss: str = "aux_loss"
     aux_loss_coef: float = 0.0  # weight of the load-balancing loss
@@ -130,6 +133,8 @@ class EngineConfig:
     mtp_loss_coef: float = 0.0  # weight of the multi-token prediction loss
     threads_per_rank: int = 1  # CPU threads per rank
     modules: str = "auto"  # te (Transformer Engine, GPU), torch, or auto (te if installed)
+    # fields of Megatron's TransformerConfig, DDP and optimizer, by name: docs/passthrough.md
+    megatron: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass
@@ -197,6 +202,8 @@ class RolloutConfig:
     max_images: int = 8  # images of a prompt and its response, for models that take them
     max_restarts: int = 3  # maximum restarts per server
     cores: str = ""  # CPU lane: cores of each worker, as "0|1"; empty: docs/rollout.md
+    # arguments of vLLM's engine (EngineArgs), by name: docs/passthrough.md
+    engine: dict[str, Any] = field(default_factory=dict)
     sglang: SGLangConfig = field(default_factory=SGLangConfig)
 
 

@@ -43,6 +43,7 @@ class PackSplit:
     cp: int = 1
     cp_rank: int = 0
     kind: Literal["zigzag", "contiguous"] = "zigzag"
+    rank_multiple: int = 1  # the multiple that the tokens of a rank are padded to
 
     @property
     def sequence_multiple(self) -> int:
@@ -52,7 +53,7 @@ class PackSplit:
     @property
     def pack_multiple(self) -> int:
         """The multiple that packs are padded to."""
-        return math.lcm(self.sequence_multiple, self.cp * self.tp)
+        return math.lcm(self.sequence_multiple, self.cp * self.tp * self.rank_multiple)
 
     def get_rows(self, lengths: Sequence[int]) -> Rows:
         """Return the rows of a pack on this CP rank, for sequences of these (padded) lengths."""

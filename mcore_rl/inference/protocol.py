@@ -147,6 +147,7 @@ class ServerFeatures:
     routed_experts: bool = False  # actor.moe.router_replay=rollout
     images: bool = False  # data.images_column
     sglang: bool = False  # rollout.sglang
+    engine: bool = False  # rollout.engine
 
 
 class GenerationServer(ABC):

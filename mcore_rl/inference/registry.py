@@ -83,6 +83,12 @@ def check_server_settings(
             f"{key}.sglang={settings.sglang} has no part in {backend}; allowed: "
             f"{key}.backend='sglang'"
         )
+    if not features.engine and settings.engine:
+        other = f", or {key}.sglang.arguments" if features.sglang else ""
+        raise ConfigError(
+            f"{key}.engine={settings.engine} has no part in {backend}; allowed: "
+            f"{key}.backend='vllm'{other}"
+        )
     server_class.check_settings(settings, key)
     server_class.check_device(settings, key, device)
     return features

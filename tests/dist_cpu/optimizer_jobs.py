@@ -6,7 +6,6 @@ import gc
 import multiprocessing
 import weakref
 from dataclasses import asdict, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,22 +36,14 @@ def engine_of(
     """An engine with other optimizer settings than ranks.engine_spec; several micro-batches.
 
     With small_buckets, gradient buffers of a tiny model have several buckets, as those of a large
-    model do; Megatron's least size of a bucket is 40 million elements, and no setting of ours.
+    model do; Megatron's own buckets have at least 40 million elements.
     """
-    from mcore_rl.engine.megatron import optimizer as engine_optimizer
-
     spec = ranks.engine_spec(path, layout, dtype)
     spec.engine.optimizer.lr = lr
     for name, value in optimizer.items():
         setattr(spec.engine.optimizer, name, value)
-    original = engine_optimizer.DistributedDataParallelConfig
-    if small_buckets:
-        small = partial(original, bucket_size=BUCKET_NUMEL)
-        engine_optimizer.DistributedDataParallelConfig = small
-    try:
-        return ranks.started(spec)
-    finally:
-        engine_optimizer.DistributedDataParallelConfig = original
+    spec.engine.megatron = {"bucket_size": BUCKET_NUMEL} if small_buckets else {}
+    return ranks.started(spec)
 
 
 def mine(engine: MegatronEngine, batch: Batch) -> Batch:

@@ -194,6 +194,8 @@ def _patch_torch() -> None:
         _replace(torch, name, _redirect_device(getattr(torch, name)))
     # optimizer/optimizer.py:586, models/common/embeddings/rope_utils.py:64
     _replace(torch.Tensor, "cuda", lambda tensor, *_, **__: tensor)
+    # pipeline_parallel/utils.py:269
+    _replace(torch.Tensor, "record_stream", lambda tensor, stream: None)
     original = torch.Tensor.type
 
     def get_cuda_type(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:

@@ -34,7 +34,7 @@ from mcore_rl.engine.base import (
     Place,
     ScoredStep,
 )
-from mcore_rl.engine.megatron import device, offload
+from mcore_rl.engine.megatron import device, offload, passthrough
 from mcore_rl.engine.offload import HostMirror
 from mcore_rl.engine.packing import build_micro_batches
 from mcore_rl.engine.steps import (
@@ -124,11 +124,12 @@ class MegatronEngine(BaseEngine):
         self.schedule: Any = None
         self._skip_counter = optimizer.SkipCounter(settings.optimizer)
         if self.spec.total_steps:
-            self.wrapped_chunks = optimizer.wrap_chunks(self.chunks, settings.optimizer)
+            fields = passthrough.read_fields("megatron", settings.megatron)
+            self.wrapped_chunks = optimizer.wrap_chunks(self.chunks, settings.optimizer, fields)
             if settings.lora.rank:
                 lora.sum_partial_gradients(self.chunks, self.chunks[0].config)
             self.optimizer, self.schedule = optimizer.build_optimizer(
-                self.wrapped_chunks, settings.optimizer, dtype, self.spec.total_steps
+                self.wrapped_chunks, settings.optimizer, fields, dtype, self.spec.total_steps
             )
 
     # ValueEngine overrides these methods, and _create_head.
@@ -407,7 +408,7 @@ class MegatronEngine(BaseEngine):
         return build_micro_batches(
             batch,
             self.spec.engine.max_tokens_per_micro_batch,
-            read_pack_split(),
+            read_pack_split(config),
             estimate_model_cost(config, self.hf_config["vocab_size"]),
             self.device,
             group=parallel_state.get_data_parallel_group(),
@@ -531,6 +532,7 @@ def _check_settings(key: str, engine: EngineConfig, lane: str) -> None:
     """Check the settings, and that ranks on "cuda" or "cpu" can have the modules that they name."""
     resolve_megatron(key, engine)
     device.choose_modules(engine.modules, lane, key)
+    passthrough.check_fields(key, engine, lane)
 
 
 def _check_model(key: str, engine: EngineConfig, hf_config: HFConfig) -> None:

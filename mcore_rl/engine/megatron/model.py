@@ -12,9 +12,14 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
+from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import EngineConfig
-from mcore_rl.engine.megatron import device
-from mcore_rl.engine.megatron.moe import slice_sequence_parallel, use_packed_routers
+from mcore_rl.engine.megatron import device, passthrough
+from mcore_rl.engine.megatron.moe import (
+    iter_routers,
+    slice_sequence_parallel,
+    use_packed_routers,
+)
 from mcore_rl.engine.megatron.rope import scale_rope
 from mcore_rl.models.base import Family, HFConfig
 from mcore_rl.parallel.mesh import Chunk
@@ -52,6 +57,9 @@ class PolicyModel(GPTModel):
         inputs = super()._preprocess(*args, **kwargs)
         if padding_mask is not None:
             padding_mask = slice_sequence_parallel(self.config, padding_mask, dim=1)
+        if self.config.overlap_moe_expert_parallel_comm:
+            for _, router in iter_routers(self):
+                router.pack_padding = padding_mask
         return (*inputs[:5], padding_mask, *inputs[6:])
 
     def _postprocess(self, hidden_states: torch.Tensor, **inputs: Any) -> torch.Tensor:
@@ -99,7 +107,7 @@ def build_chunks(
     Args:
         stages: All chunks of the model.
     """
-    config, arguments = _build_transformer_config(family, hf_config, engine, dtype, stages)
+    config, arguments = build_transformer_config(family, hf_config, engine, dtype, stages)
     rope_parameters = arguments.pop("rope_parameters", None)
     chunks = []
     for stage in stages:
@@ -137,7 +145,7 @@ def build_chunks(
     return chunks
 
 
-def _build_transformer_config(
+def build_transformer_config(
     family: Family,
     hf_config: HFConfig,
     engine: EngineConfig,
@@ -165,8 +173,8 @@ def _build_transformer_config(
     is_yarn = arguments.get("rope_parameters", {}).get("rope_type") == "yarn"
     if fields.get("rope_type") == "rope" or is_yarn:
         flags["apply_rope_fusion"] = False
-    config = config_class(
-        **fields,
+    passed = passthrough.read_fields("megatron", engine.megatron).model
+    ours = dict(
         mtp_num_layers=sum(stage.num_mtp_layers for stage in stages) or None,
         **_build_recompute_fields(engine),
         **_INIT_METHODS,
@@ -180,6 +188,7 @@ def _build_transformer_config(
         expert_model_parallel_size=layout.ep,
         expert_tensor_parallel_size=layout.etp,
         moe_token_dispatcher_type=engine.moe.dispatcher,
+        overlap_moe_expert_parallel_comm=engine.moe.overlap,
         sequence_parallel=layout.tp > 1,
         params_dtype=dtype,
         pipeline_dtype=dtype,
@@ -194,8 +203,14 @@ def _build_transformer_config(
         overlap_p2p_comm=layout.vpp > 1,
         # Divide gradients by the number of tokens (see step.compute_training_loss).
         calculate_per_token_loss=True,
-        **flags,
     )
+    try:
+        config = config_class(**fields, **ours, **{**flags, **passed})
+    except (ValueError, AssertionError) as error:
+        reason = " ".join(str(error).split())
+        raise ConfigError(
+            f"megatron={engine.megatron}: Megatron refuses it with this model and layout: {reason}"
+        ) from error
     return config, arguments
 
 

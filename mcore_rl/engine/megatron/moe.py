@@ -112,6 +112,19 @@ class PackedRouter(TopKRouter):
         if config.moe_enable_routing_replay:
             original: RouterReplay = self.router_replay
             self.router_replay: StrictRouterReplay = StrictRouterReplay(original)
+        self.pack_padding: torch.Tensor | None = None  # mask of passes that are given none
+
+    def forward(
+        self, input: torch.Tensor, padding_mask: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return probabilities and map [tokens, E] of the experts.
+
+        Megatron's schedule of overlapped exchanges passes no mask
+        (models/gpt/fine_grained_callables.py:130).
+        """
+        mask = self.pack_padding if padding_mask is None else padding_mask
+        routing: tuple[torch.Tensor, torch.Tensor] = super().forward(input, mask)
+        return routing
 
     def _apply_aux_loss(
         self,

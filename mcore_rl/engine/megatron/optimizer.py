@@ -24,6 +24,7 @@ from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.resolve_engine import resolve_schedule
 from mcore_rl.config.schema import OptimizerConfig
 from mcore_rl.engine.megatron.device import get_device_type
+from mcore_rl.engine.megatron.passthrough import PassedFields
 
 _STYLES = {"constant": "constant", "linear": "linear", "cosine": "cosine", "wsd": "WSD"}
 
@@ -55,9 +56,13 @@ def check_optimizer(settings: OptimizerConfig, total_steps: int) -> None:
 
 
 def wrap_chunks(
-    chunks: Sequence[GPTModel], settings: OptimizerConfig
+    chunks: Sequence[GPTModel], settings: OptimizerConfig, fields: PassedFields
 ) -> list[DistributedDataParallel]:
-    """Wrap each chunk in DDP (gradient buffers, reductions), with hooks for Megatron's schedule."""
+    """Wrap each chunk in DDP (gradient buffers, reductions), with hooks for Megatron's schedule.
+
+    Args:
+        fields: Further fields of the config of DDP.
+    """
     config = chunks[0].config
     overlap_gather = settings.overlap and settings.distributed
     ddp_config = DistributedDataParallelConfig(
@@ -65,6 +70,7 @@ def wrap_chunks(
         use_distributed_optimizer=settings.distributed,
         overlap_grad_reduce=settings.overlap,
         overlap_param_gather=overlap_gather,
+        **fields.ddp,
     )
     wrapped = [
         DistributedDataParallel(
@@ -99,17 +105,22 @@ def unwrap_chunks(wrapped: Sequence[DistributedDataParallel]) -> None:
 def build_optimizer(
     chunks: Sequence[DistributedDataParallel],
     settings: OptimizerConfig,
+    fields: PassedFields,
     dtype: torch.dtype,
     total_steps: int,
 ) -> tuple[ChainedOptimizer, OptimizerParamScheduler]:
-    """Build Adam over the parameters of this rank's chunks, and its schedule over `total_steps`.
+    """Build the optimizer of this rank's chunks, and its schedule over `total_steps`.
 
-    Megatron uses FusedAdam of Transformer Engine or apex if one is importable, else torch's AdamW.
+    Muon updates the weight matrices of layers (Moonlight, arXiv:2502.16982, section 2), Adam the
+    rest. With tensor parallelism each rank's part is orthogonalised, unless muon_tp_mode is set.
+
+    For Adam Megatron uses FusedAdam of Transformer Engine or apex if one is importable, else
+    torch's AdamW.
     It decays neither biases nor tensors of one dim (optimizer/__init__.py:14 and :103).
     """
     optimizer = get_megatron_optimizer(
         MegatronOptimizerConfig(
-            optimizer="adam",
+            optimizer=settings.name,
             lr=settings.lr,
             min_lr=settings.min_lr,
             weight_decay=settings.weight_decay,
@@ -123,8 +134,11 @@ def build_optimizer(
             overlap_param_gather=settings.overlap and settings.distributed,
             # Megatron's CPU-offloaded Adam has float32 weights only as a precision-aware optimizer.
             optimizer_cpu_offload=settings.cpu_offload,
-            optimizer_offload_fraction=1.0 if settings.cpu_offload else 0.0,
-            use_precision_aware_optimizer=settings.cpu_offload,
+            **{
+                "optimizer_offload_fraction": 1.0 if settings.cpu_offload else 0.0,
+                "use_precision_aware_optimizer": settings.cpu_offload,
+                **fields.optimizer,
+            },
         ),
         list(chunks),
     )

@@ -12,13 +12,21 @@ from mcore_rl.engine.megatron.moe import list_moe_layers
 from mcore_rl.engine.packing import MicroBatch, PackSplit
 from mcore_rl.parallel.balance import SequenceCost, estimate_sequence_cost
 
+_FLOAT8_TOKENS = 32  # a multiple that all float8 recipes take (fp8_utils.py:318)
 
-def read_pack_split() -> PackSplit:
-    """Return the split of packs over Megatron's ranks."""
+
+def read_pack_split(config: TransformerConfig | None = None) -> PackSplit:
+    """Return the split of packs over Megatron's ranks.
+
+    Args:
+        config: Of a model whose products may be float8, which take tokens in blocks.
+    """
+    is_float8 = config is not None and config.fp8 is not None
     return PackSplit(
         tp=parallel_state.get_tensor_model_parallel_world_size(),
         cp=parallel_state.get_context_parallel_world_size(),
         cp_rank=parallel_state.get_context_parallel_rank(),
+        rank_multiple=_FLOAT8_TOKENS if is_float8 else 1,
     )
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from functools import partial
 from typing import Any
 
 import torch
@@ -49,19 +48,23 @@ def run_micro_batches(
     """Run Megatron's schedule; return one result per micro-batch on the last stage, else none."""
 
     def forward_step(
-        data: Iterator[MicroBatch], chunk: Any
-    ) -> tuple[torch.Tensor, Callable[[torch.Tensor], LossOutput]]:
+        data: Iterator[MicroBatch], chunk: Any, return_schedule_plan: bool = False
+    ) -> tuple[Any, Callable[[torch.Tensor], LossOutput]]:
         micro, model = next(data), unwrap_model(chunk)
         is_padding = (micro.token_indices < 0)[None] if model.config.num_moe_experts else None
+        # With moe.overlap Megatron runs the layers after this call, beside a backward pass, and
+        # returns float32 (models/common/utils.py:236).
+        run = model.build_schedule_plan if return_schedule_plan else chunk
         with forward_context(model, micro):
-            output = chunk(
+            output = run(
                 input_ids=micro.input_ids,
                 position_ids=micro.position_ids,
                 attention_mask=None,
                 packed_seq_params=build_packed_seq_params(micro),
                 padding_mask=is_padding,
             )
-        return output, partial(loss_func, model, micro)
+        dtype = model.config.params_dtype
+        return output, lambda output: loss_func(model, micro, output.to(dtype))
 
     results: list[Result] = get_forward_backward_func()(
         forward_step_func=forward_step,

@@ -36,6 +36,7 @@ from mcore_rl.inference.protocol import (
     SleepTag,
     TokenScores,
 )
+from mcore_rl.inference.vllm.engine_arguments import QUIET, check_arguments, read_arguments
 from mcore_rl.inference.vllm.images import RequestImages, check_prompt
 from mcore_rl.inference.vllm.processes import ServerNodes, StoppedProcesses
 from mcore_rl.inference.vllm.requests import (
@@ -59,12 +60,6 @@ if TYPE_CHECKING:
     from mcore_rl.inference.vllm.worker import ServerName
 
 _DTYPES = ("float32", "bfloat16")
-# Set before vLLM is imported: no telemetry, no look-ups on the hub.
-_QUIET = {
-    "VLLM_NO_USAGE_STATS": "1",
-    "HF_HUB_OFFLINE": "1",
-    "TOKENIZERS_PARALLELISM": "false",
-}
 # vLLM's settings for log-probs of a prompt. Cached prompt tokens would have no log-probs.
 _SCORING: dict[str, Any] = {
     "max_tokens": 1,
@@ -98,6 +93,7 @@ class VLLMServer(GenerationServer):
         max_adapter_rank=512,
         routed_experts=True,
         images=True,
+        engine=True,
     )
 
     def __init__(
@@ -159,6 +155,10 @@ class VLLMServer(GenerationServer):
         )
 
     @classmethod
+    def check_device(cls, settings: RolloutConfig, key: str, device: str) -> None:
+        check_arguments(settings, key, device)
+
+    @classmethod
     def check_model(
         cls,
         settings: RolloutConfig,
@@ -209,7 +209,7 @@ class VLLMServer(GenerationServer):
         return "V2" if self._started_engine.vllm_config.use_v2_model_runner else "V1"
 
     def prepare(self) -> None:
-        os.environ |= _QUIET
+        os.environ |= QUIET
         level = os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
         logging.getLogger("vllm").setLevel(level)  # vLLM sets it after its import
         with exempt_imports_from_gc():
@@ -260,7 +260,7 @@ class VLLMServer(GenerationServer):
         loading = vllm_weights.build_loading_arguments(
             self._model_path, ep=self._config.ep, reads_weights=reads_weights
         )
-        config = AsyncEngineArgs(
+        ours = dict[str, Any](
             model=self._model_path,
             dtype=self._dtype,
             seed=self._seed,
@@ -288,7 +288,11 @@ class VLLMServer(GenerationServer):
             **self._images.build_arguments(self._config.max_images),
             **loading,
             **nodes,
-        ).create_engine_config(UsageContext.OPENAI_API_SERVER, headless=headless)
+        )
+        passed = read_arguments("rollout.engine", self._config.engine)
+        config = AsyncEngineArgs(**(ours | passed)).create_engine_config(
+            UsageContext.OPENAI_API_SERVER, headless=headless
+        )
         vllm_worker.check_heads(config.model_config)
         vllm_worker.check_recorded_experts(config)
         # Workers that crash leave shared memory behind, and the server may never be closed.

@@ -71,16 +71,39 @@ BAD_SETTINGS = [
     ({"max_tokens_per_micro_batch": 0}, "k.max_tokens_per_micro_batch=0; allowed: at least 1"),
     ({"optimizer.lr": 0.0}, "k.optimizer.lr=0.0; allowed: above 0"),
     ({"optimizer.min_lr": 1.0}, "k.optimizer.min_lr=1.0; allowed: 0 to"),
+    ({"optimizer.name": "lion"}, "k.optimizer.name='lion'; allowed: 'adam', 'muon'"),
     ({"optimizer.schedule": "step"}, "k.optimizer.schedule='step'; allowed: 'constant', 'linear'"),
     ({"optimizer.schedule": "wsd"}, "k.optimizer.wsd_decay_steps=0 with k.optimizer.schedule="),
     ({"optimizer.wsd_decay_steps": 5}, "k.optimizer.wsd_decay_steps=5 with k.optimizer.schedule="),
     ({"optimizer.beta2": 1.0}, "k.optimizer.beta2=1.0; allowed: 0 up to, not including, 1"),
 ]
 
+SELECTIVE = {"recompute.granularity": "selective"}
+OVERLAP = {"moe.overlap": True, "layout.ep": 2, "layout.dp": 2}
 BAD_MEGATRON_SETTINGS = [
     ({"modules": "apex"}, "k.modules='apex'; allowed: 'auto', 'te', 'torch'"),
     ({"moe.dispatcher": "flood"}, "k.moe.dispatcher='flood'; allowed: 'alltoall', 'allgather'"),
     ({"moe.dispatcher": "allgather", "layout.pp": 2}, "k.moe.dispatcher='allgather' with k.layout"),
+    (OVERLAP | {"layout.ep": 1}, "k.moe.overlap=true with k.layout.ep=1; allowed: above 1"),
+    (
+        OVERLAP | {"layout.pp": 2},
+        "k.moe.overlap=true with k.layout.vpp=1; allowed: above 1 with pp",
+    ),
+    (OVERLAP | {"moe.dispatcher": "allgather"}, "k.moe.overlap=true with k.moe.dispatcher='allga"),
+    (
+        OVERLAP | {"moe.router_replay": "record"},
+        "with k.moe.router_replay='record'; allowed: 'off'",
+    ),
+    (
+        OVERLAP | {"recompute.granularity": "full"},
+        "with k.recompute.granularity='full'; allowed: '",
+    ),
+    (
+        OVERLAP | SELECTIVE | {"recompute.modules": ["moe"]},
+        "with k.recompute.modules=['moe']; allowed: modules other than 'moe'",
+    ),
+    (OVERLAP | {"mtp_loss_coef": 0.1}, "k.moe.overlap=true with k.mtp_loss_coef=0.1; allowed: 0"),
+    (OVERLAP | {"lora.rank": 4}, "k.moe.overlap=true with k.lora.rank=4; allowed: 0"),
     ({"moe.aux_loss": "seq_aux_loss"}, "k.moe.aux_loss='seq_aux_loss'; allowed: 'aux_loss', 'glo"),
     ({"moe.router_replay": "play"}, "k.moe.router_replay='play'; allowed: 'off', 'record', 'roll"),
     ({"optimizer.cpu_offload": True}, "k.optimizer.cpu_offload=true needs k.optimizer.distributed"),
@@ -104,11 +127,10 @@ BAD_MEGATRON_SETTINGS = [
     ({"recompute.num_layers": 0}, "k.recompute.num_layers=0; allowed: at least 1"),
     ({"recompute.modules": ["head"]}, "k.recompute.modules='head'; allowed: 'core_attn'"),
 ]
-
-SELECTIVE = {"recompute.granularity": "selective"}
 BAD_SETTINGS_FOR_THE_MODEL = [
     ({"moe.aux_loss_coef": 0.1}, DENSE, "k.moe.aux_loss_coef=0.1: the model has no experts"),
     ({"moe.router_replay": "record"}, DENSE, "k.moe.router_replay='record': the model has no"),
+    ({"moe.overlap": True}, DENSE, "k.moe.overlap=True: the model has no experts; allowed: False"),
     ({"moe.bias_update_rate": 0.1}, MOE, "k.moe.bias_update_rate=0.1: the routers of the model"),
     ({"mtp_loss_coef": 0.1}, MOE, "k.mtp_loss_coef=0.1: the model has no layers for multi-token"),
     (

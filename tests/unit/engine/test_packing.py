@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -153,6 +154,17 @@ def test_a_pack_within_the_budget_stays_within_it_on_each_rank_when_padded(split
             samples = batch([[1] * size for size in sizes], [[]] * len(sizes))
             [micro] = pack_samples(samples, [list(range(len(sizes)))], split, CPU)
             assert micro.input_ids.shape[1] <= max_tokens
+
+
+@pytest.mark.parametrize("split", [PackSplit(), PackSplit(tp=2), PackSplit(cp=2, cp_rank=1)])
+def test_float8_packs_have_a_multiple_of_its_blocks_on_each_rank(split):
+    split = replace(split, rank_multiple=32)
+    [micro] = pack_samples(batch(), [[0, 1, 2]], split, CPU)
+    assert micro.input_ids.shape[1] == 32 * split.tp
+    assert micro.num_tokens == (micro.token_indices >= 0).sum() > 0
+    assert (
+        split.compute_budget(1000) == 1000 * split.cp // split.pack_multiple * split.pack_multiple
+    )
 
 
 def test_a_part_without_rows_is_a_pack_of_padding():

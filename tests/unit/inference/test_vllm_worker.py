@@ -76,10 +76,8 @@ GPU_GIB = {  # memory by name
 }
 
 
-def read_batch_limits(
-    folder: Path, rollout: RolloutConfig, max_tokens: int = 4096
-) -> tuple[int, int]:
-    """Return the limits of a server's batches in vLLM's config: sequences and tokens."""
+def build_config(folder: Path, rollout: RolloutConfig, max_tokens: int = 4096) -> VllmConfig:
+    """Return vLLM's config of a server of a small model."""
     from mcore_rl.inference.vllm.server import VLLMServer
 
     shape = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "head_dim": 32}
@@ -88,7 +86,14 @@ def read_batch_limits(
     length = {"max_position_embeddings": max_tokens}
     (folder / "config.json").write_text(json.dumps(family | shape | heads | length))
     server = VLLMServer(str(folder), "float32", max_tokens, rollout, seed=0)
-    scheduler = server.build_engine_config()[0].scheduler_config
+    return server.build_engine_config()[0]
+
+
+def read_batch_limits(
+    folder: Path, rollout: RolloutConfig, max_tokens: int = 4096
+) -> tuple[int, int]:
+    """Return the limits of a server's batches in vLLM's config: sequences and tokens."""
+    scheduler = build_config(folder, rollout, max_tokens).scheduler_config
     return scheduler.max_num_seqs, scheduler.max_num_batched_tokens
 
 

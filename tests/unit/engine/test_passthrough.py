@@ -1,0 +1,238 @@
+"""Fields that settings pass to Megatron's classes: known, unknown, of another type, refused."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+
+from mcore_rl.config.errors import ConfigError
+from mcore_rl.config.passthrough import find_rule
+from mcore_rl.config.resolve_engine import resolve_engine
+from mcore_rl.config.schema import EngineConfig, Layout, MoEConfig, OptimizerConfig, RecomputeConfig
+from mcore_rl.engine.base import check_engine_settings
+from mcore_rl.engine.megatron import device, passthrough
+from mcore_rl.engine.megatron.passthrough import DENIED, OWNED
+from mcore_rl.models.base import get_family
+from mcore_rl.parallel.mesh import split_into_chunks
+from tests.unit.models.test_families import PUBLISHED, QWEN3_30B_A3B
+
+NVIDIA = "megatron-core 0.19.2"
+
+
+def check(megatron: dict[str, Any], lane: str = "cuda", **settings: Any) -> None:
+    """Check settings as before a run, of ranks on other nodes unless `lane` is "cpu"."""
+    config = EngineConfig(megatron=megatron, **settings)
+    resolve_engine("actor", config)
+    check_engine_settings("actor", config, "language_model", lane)
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"deallocate_pipeline_outputs": True}, {"deallocate_pipeline_outputs": True}),
+        ({"bucket_size": 1 << 20}, {"bucket_size": 1 << 20}),
+        ({"bucket_size": None}, {"bucket_size": None}),
+        ({"activation_offload_fraction": 1}, {"activation_offload_fraction": 1}),
+        ({"offload_modules": ["moe_act"]}, {"offload_modules": ["moe_act"]}),
+        ({"cp_comm_type": "all_gather"}, {"cp_comm_type": "all_gather"}),
+        ({"cp_comm_type": ["p2p", "a2a"]}, {"cp_comm_type": ["p2p", "a2a"]}),
+        ({"exp_avg_dtype": "bfloat16"}, {"exp_avg_dtype": torch.bfloat16}),
+        ({"muon_momentum": 0.9}, {"muon_momentum": 0.9}),
+        ({"fp8_recipe": "blockwise", "fp8": "e4m3"}, {"fp8_recipe": "blockwise", "fp8": "e4m3"}),
+        (
+            {"param_name_patterns_for_fp32_local_accumulation": ["*router*"]},
+            {"param_name_patterns_for_fp32_local_accumulation": ("*router*",)},
+        ),
+    ],
+)
+def test_a_field_reaches_each_class_that_has_it_with_a_value_of_its_type(fields, expected):
+    passed = passthrough.read_fields("actor.megatron", fields)
+    merged = dict(passed.model) | dict(passed.ddp) | dict(passed.optimizer)
+    assert merged == expected and {*map(type, merged.values())} == {*map(type, expected.values())}
+
+
+def test_a_field_of_several_classes_goes_to_each():
+    passed = passthrough.read_fields("actor.megatron", {"fp8_recipe": "mxfp8"})
+    assert passed.model == passed.optimizer == {"fp8_recipe": "mxfp8"} and not passed.ddp
+
+
+def test_an_enumeration_is_given_by_the_name_of_its_member():
+    from megatron.core.transformer.enums import AttnBackend
+
+    passed = passthrough.read_fields("actor.megatron", {"attention_backend": "flash"})
+    assert passed.model["attention_backend"] is AttnBackend.flash
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        # unknown
+        (
+            "moe_shared_expert_overlp", True,
+            rf"{NVIDIA} has no such field; allowed: fields of MLATransformerConfig or .*; "
+            "did you mean moe_shared_expert_overlap",
+        ),
+        ("block_size", 16, rf"{NVIDIA} has no such field; allowed: .*Config; did you mean buck"),
+        ("zzz", 1, rf"{NVIDIA} has no such field; allowed: fields of [A-Za-z]* or [A-Za-z ]*$"),
+        # of another type
+        ("bucket_size", "large", r"='large'; allowed: a whole number or null$"),
+        ("bucket_size", True, r"=True; allowed: a whole number or null$"),
+        ("align_param_gather", 1, r"=1; allowed: true or false$"),
+        ("activation_offload_fraction", "half", r"='half'; allowed: a number$"),
+        ("offload_modules", "moe_act", r"='moe_act'; allowed: a list of text or null$"),
+        ("offload_modules", ["moe_act", 1], r"\[1\]=1; allowed: text$"),
+        ("fp8", "e5m2", r"='e5m2'; allowed: 'e4m3', 'hybrid' or null$"),
+        ("attention_backend", "fast", r"='fast'; allowed: 'flash', 'fused', 'unfused', "),
+        ("exp_avg_dtype", "half16", r"='half16'; allowed: a dtype of torch, such as 'bfloat16'$"),
+        # decided by other settings
+        ("tensor_model_parallel_size", 2, r"=2: actor.layout.tp decides this.*; allowed: actor.l"),
+        ("bf16", True, r"=True: model.dtype decides this field; allowed: model.dtype$"),
+        ("moe_token_dispatcher_type", "flex", r": actor.moe.dispatcher decides"),
+        ("recompute_modules", ["moe_act"], r": actor.recompute.modules decides"),
+        ("overlap_param_gather", True, r": actor.optimizer.overlap decides"),
+        ("adam_beta2", 0.99, r": actor.optimizer.beta2 decides"),
+        ("optimizer", "muon", r": actor.optimizer.name decides"),
+        ("moe_router_topk", 4, r": config.json of the model decides"),
+        ("v_head_dim", 64, r": config.json of the model decides"),
+        ("use_megatron_fsdp", True, r": actor.backend=fsdp decides"),
+        # wrong here
+        ("hidden_dropout", 0.1, r"=0.1: two passes over a token would give other|different"),
+        ("moe_expert_capacity_factor", 1.5, r": tokens would get other experts than on the serv"),
+        ("enable_cuda_graph", True, r": it needs micro-batches of one length, and packs differ"),
+        ("cuda_graph_impl", "local", r": it needs micro-batches of one length"),
+        ("fp8_param", True, r": weights stay in model.dtype"),
+        ("fp8_recipe", "delayed", r": its scales are state .*; allowed: 'tensorwise', 'blockwise'"),
+        ("cross_entropy_loss_fusion", True, r": the engine computes the output head"),
+        ("gradient_accumulation_fusion", True, r": the engine always fuses it"),
+        ("mtp_detach_heads", True, r": actor.mtp_loss_coef is of a .*; allowed: not to set it$"),
+        ("overlap_moe_expert_parallel_comm", True, r": actor.moe.overlap decides"),
+        ("delay_wgrad_compute", True, r": delayed weight gradients have not been checked"),
+        ("_cpu_offloading_context", None, r": Megatron sets it itself"),
+    ],
+)  # fmt: skip
+def test_a_field_is_refused_before_a_run_with_the_reason(field, value, message):
+    with pytest.raises(ConfigError, match=rf"^actor\.megatron\.{field}.*{message}"):
+        check({field: value})
+
+
+@pytest.mark.parametrize(
+    ("megatron", "settings", "lane", "message"),
+    [
+        ({"fp8": "e4m3"}, {}, "cpu", r"fp8='e4m3' needs Transformer Engine's .* torch's on 'cpu'"),
+        ({"moe_permute_fusion": True}, {"modules": "torch"}, "cuda", r"actor.modules='torch' has"),
+        ({"fp8": "e4m3"}, {}, "cuda", r"fp8='e4m3' needs actor.megatron.fp8_recipe; allowed: 'ten"),
+        (
+            {"fine_grained_activation_offloading": True}, {}, "cpu",
+            r"fine_grained_activation_offloading=True needs GPUs; allowed: not to set it on a CPU",
+        ),
+        ({"muon_num_ns_steps": 3}, {}, "cuda", r"muon_num_ns_steps=3 needs actor.optimizer.name='"),
+        ({"moe_flex_dispatcher_num_sms": 8}, {}, "cuda", r"needs actor.moe.dispatcher='flex'; "),
+        ({}, {"moe": MoEConfig("flex")}, "cpu", r"^actor.moe.dispatcher='flex' needs GPUs; all"),
+        ({}, {"moe": MoEConfig("flex")}, "cuda", r"^actor.moe.dispatcher='flex' with .*ep=1"),
+        (
+            {}, {"optimizer": OptimizerConfig(name="muon")}, "cpu",
+            r"^actor.optimizer.name='muon' needs the package emerging-optimizers, 0.2 or n",
+        ),
+        (
+            {}, {"optimizer": OptimizerConfig(name="muon", distributed=True)}, "cuda",
+            r"^actor.optimizer.name='muon' with actor.optimizer.distributed=true: .*: false$",
+        ),
+        ({}, {"optimizer": OptimizerConfig(name="lion")}, "cpu", r"name='lion'; allowed: 'adam', "),
+    ],
+)  # fmt: skip
+def test_what_a_field_needs_is_checked_before_a_run(megatron, settings, lane, message, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=message):
+        check(megatron, lane, **settings)
+
+
+@pytest.mark.parametrize(
+    ("megatron", "settings", "lane"),
+    [
+        ({"moe_permute_fusion": False, "fp8": None}, {}, "cpu"),
+        ({"bucket_size": 1000, "deallocate_pipeline_outputs": True}, {}, "cpu"),
+        ({"fp8": "e4m3", "fp8_recipe": "blockwise"}, {}, "cuda"),
+        ({"fine_grained_activation_offloading": True, "offload_modules": ["moe_act"]}, {}, "cuda"),
+        (
+            {"moe_flex_dispatcher_backend": "hybridep"},
+            {"moe": MoEConfig("flex"), "layout": Layout(dp=2, ep=2)}, "cuda",
+        ),
+        ({"muon_num_ns_steps": 3}, {"optimizer": OptimizerConfig(name="muon")}, "cuda"),
+    ],
+)  # fmt: skip
+def test_fields_pass_where_the_ranks_have_what_they_need(megatron, settings, lane):
+    check(megatron, lane, **settings)
+
+
+@pytest.mark.parametrize("key", ["critic", "reward_model", "teacher.models.math"])
+def test_the_setting_of_another_role_is_named(key):
+    config = EngineConfig(megatron={"context_parallel_size": 2})
+    with pytest.raises(ConfigError, match=rf"^{key}.megatron.context.*allowed: {key}.layout.cp$"):
+        check_engine_settings(
+            key, config, "value_model" if key == "critic" else "reward_model", "cpu"
+        )
+
+
+def test_fsdp_refuses_fields_of_megatron_by_name():
+    config = EngineConfig(backend="fsdp", megatron={"bucket_size": 9})
+    with pytest.raises(
+        ConfigError, match=r"^actor.megatron=.*9}: fsdp does not read it; allowed: {}"
+    ):
+        check_engine_settings("actor", config, "language_model", "cpu")
+
+
+def list_fields() -> set[str]:
+    from megatron.core.distributed import DistributedDataParallelConfig
+    from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
+    from megatron.core.transformer import MLATransformerConfig
+
+    classes = MLATransformerConfig, DistributedDataParallelConfig, MegatronOptimizerConfig
+    return {field.name for cls in classes for field in dataclasses.fields(cls)}
+
+
+@pytest.mark.parametrize("table", ["OWNED", "DENIED", "NEEDS", "VALUES"])
+def test_each_rule_is_of_a_field_that_the_installed_megatron_has(table):
+    rules = getattr(passthrough, table)
+    unused = [name for name in rules if not any(find_rule({name: "x"}, f) for f in list_fields())]
+    assert not unused
+
+
+@pytest.mark.parametrize(("hf_config", "_"), PUBLISHED.values(), ids=PUBLISHED)
+def test_a_field_that_the_engine_sets_is_refused_unless_it_chooses_kernels(
+    hf_config, _, monkeypatch
+):
+    """Otherwise two values would meet in one call of Megatron's class."""
+    from mcore_rl.engine.megatron import model
+
+    names: set[str] = set()
+
+    class Recorder(model.MLATransformerConfig):  # type: ignore[misc, name-defined]
+        def __init__(self, **fields: Any) -> None:
+            names.update(fields)
+
+    monkeypatch.setattr(model, "MLATransformerConfig", Recorder)
+    monkeypatch.setattr(model, "TransformerConfig", Recorder)
+    recompute = RecomputeConfig("full"), RecomputeConfig("selective")
+    for engine in (EngineConfig(recompute=part, layout=Layout(pp=2)) for part in recompute):
+        stages = split_into_chunks(Layout(), hf_config["num_hidden_layers"])
+        model.build_transformer_config(
+            get_family(hf_config), hf_config, engine, torch.float32, stages
+        )
+    assert len(names) > 40
+    open_fields = {name for name in names if not find_rule({**OWNED, **DENIED}, name)}
+    assert open_fields <= device.build_config_flags().keys()
+
+
+def test_what_megatron_refuses_of_a_combination_names_the_setting():
+    from mcore_rl.engine.megatron import model
+
+    engine = EngineConfig(megatron={"fine_grained_activation_offloading": True})
+    stages = split_into_chunks(Layout(), QWEN3_30B_A3B["num_hidden_layers"])
+    arguments = get_family(QWEN3_30B_A3B), QWEN3_30B_A3B, engine, torch.float32, stages
+    with pytest.raises(
+        ConfigError, match=r"^megatron={'fine_.*: Megatron refuses it with this mod"
+    ):
+        model.build_transformer_config(*arguments)
