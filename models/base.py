@@ -68,8 +68,6 @@ _with_transformers = False  # of use_family
 
 # Architectures that users ask for and that the engine cannot express, each with the reason.
 _REFUSED = {
-    "GptOssForCausalLM": "its attention sinks, alternating sliding windows and clamped SwiGLU with "
-    "biased experts are not in the modules of engine/megatron/layers.py",
     "DeepseekV32ForCausalLM": "its sparse attention (an indexer that picks the keys) is not in "
     "engine/megatron/attention.py",
 }
@@ -414,7 +412,9 @@ _NAMES: dict[FieldType, str] = {
     _declare_number(
         1e-6, 1e12
     ): "rope_theta routed_scaling_factor factor low_freq_factor high_freq_factor",
-    _declare_number(0.0, 1e6): "beta_fast beta_slow mscale mscale_all_dim attention_factor",
+    _declare_number(
+        0.0, 1e6
+    ): "beta_fast beta_slow mscale mscale_all_dim attention_factor swiglu_alpha swiglu_limit",
     _FLAG: "tie_word_embeddings attention_bias mlp_bias norm_topk_prob use_sliding_window "
     "use_qk_norm rope_interleave token_classification_bias truncate",
     _TEXT: "hidden_act scoring_func topk_method rope_type type dtype torch_dtype",

@@ -29,7 +29,15 @@ from mcore_rl.models.base import (
     pad_vocab_size,
     read_config,
 )
-from mcore_rl.reshard.rules import Block, Box, LogicalTensor, list_logical_tensors, slice_rows
+from mcore_rl.reshard.rules import (
+    Block,
+    Box,
+    LogicalTensor,
+    join_slices,
+    list_logical_tensors,
+    parse_slice,
+    slice_rows,
+)
 
 INDEX_FILE = "model.safetensors.index.json"
 _SINGLE_FILE = "model.safetensors"
@@ -84,7 +92,8 @@ class CheckpointReader:
     A weight in float8 blocks (checkpoint/fp8.py) and its scales are one tensor here, their product.
     Rotary frequencies, which follow from config.json, are left out, as in transformers and vLLM. So
     is the output head of a model with tied embeddings; `check` compares the two. Experts that files
-    have transposed (models/base.is_transposed) are here as the model has them.
+    have transposed (models/base.is_transposed) are here as the model has them. A slice of a stacked
+    tensor is read under its own name (reshard/rules.StackSlice), too.
 
     Args:
         setting: Name of the setting with the path, for messages.
@@ -114,6 +123,9 @@ class CheckpointReader:
 
     def get_shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of a tensor."""
+        if (part := parse_slice(name)) is not None:
+            shape = self.get_shape(part.stack)[1:]
+            return shape[::-1] if part.is_transposed else shape
         shape = self._get_entry(name).shape
         return swap_last(shape) if name in self._transposed else shape
 
@@ -128,10 +140,13 @@ class CheckpointReader:
 
     def get_dtype(self, name: str) -> torch.dtype:
         """Return the dtype that `read` returns: that of the file, bfloat16 for float8."""
+        name = part.stack if (part := parse_slice(name)) is not None else name
         return torch.bfloat16 if name in self._scaled else self._get_entry(name).dtype
 
     def has_checksum(self, name: str) -> bool:
         """Return whether a tensor has a checksum, which is compared when all of it is read."""
+        if parse_slice(name) is not None:
+            return False
         names = [name, name + fp8.SCALE_SUFFIX] if name in self._scaled else [name]
         return all(n in self._file_of[n].crc32s for n in names)
 
@@ -175,6 +190,12 @@ class CheckpointReader:
         If the dtype differs from that of the file, the block is in memory in both.
         """
         name, box = block.tensor.name, block.box
+        if (part := parse_slice(name)) is not None:
+            offsets, sizes = box.offsets, box.sizes
+            if part.is_transposed:
+                offsets, sizes, out = offsets[::-1], sizes[::-1], out.t()
+            name, out = part.stack, out.unsqueeze(0)
+            box = Box((part.index, *offsets), (1, *sizes))
         if name in self._transposed:
             box, out = Box(swap_last(box.offsets), swap_last(box.sizes)), out.transpose(-1, -2)
         stored_dtype = self._get_entry(name).dtype
@@ -191,7 +212,7 @@ class CheckpointReader:
 
     def check(self, expected: Iterable[LogicalTensor]) -> None:
         """Raise ConfigError unless the folder contains exactly these tensors, in these shapes."""
-        expected_shapes = {tensor.name: tensor.shape for tensor in expected}
+        expected_shapes = {tensor.name: tensor.shape for tensor in join_slices(expected)}
         shapes = self.get_shapes()
         missing = sorted(expected_shapes.keys() - shapes.keys())
         extra = sorted(shapes.keys() - expected_shapes.keys())

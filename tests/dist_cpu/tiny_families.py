@@ -84,6 +84,13 @@ def cases() -> dict[str, Case]:
         ),
         # As in the smaller model of the family: no norms of queries and keys.
         "glm4_moe_air": Case(t.Glm4MoeConfig(**_GROUPED, **_EXPERTS, attention_bias=True), TP2_EP2),
+        # Its window is shorter than most sequences of the tests.
+        "gpt_oss": Case(
+            t.GptOssConfig(
+                **_GROUPED, num_local_experts=8, num_experts_per_tok=2, sliding_window=8
+            ),
+            TP2_EP2,
+        ),
     }
 
 

@@ -8,8 +8,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
 from mcore_rl.config.schema import EngineConfig
@@ -18,7 +20,7 @@ from mcore_rl.engine.megatron.moe import slice_sequence_parallel, use_packed_rou
 from mcore_rl.models.base import Family, HFConfig
 from mcore_rl.parallel.mesh import Chunk
 
-_ACTIVATIONS = {"silu": F.silu}
+_ACTIVATIONS = {"silu": F.silu, "quick_gelu": quick_gelu}
 # Every weight is loaded or set to zero before it is read, so initialization does nothing.
 _INIT_METHODS = dict.fromkeys(
     ("init_method", "output_layer_init_method", "embedding_init_method"), lambda weight: weight
@@ -125,9 +127,12 @@ def build_chunks(
         )
         for name, parameter in chunk.named_parameters():
             if ".experts." in name:
-                # transformer/moe/experts.py marks experts at EP > 1 only. Without the mark the
-                # gradient norm is wrong at TP2, ETP1, EP1.
+                # transformer/moe/experts.py marks experts at EP > 1 only, and biases as what TP
+                # ranks have copies of. Without the marks the gradient norm is wrong at TP2, ETP1.
                 parameter.allreduce = False
+                parameter.tensor_model_parallel = True
+            if name.endswith(".softmax_offset"):  # split over TP, which Megatron does not say
+                set_tensor_model_parallel_attributes(parameter, True, 0, 1)
         fuse_weight_gradients(chunk)
         chunks.append(chunk.to(torch.cuda.current_device()))
     return chunks
@@ -151,6 +156,8 @@ def _build_transformer_config(
     known = {field.name for field in dataclasses.fields(config_class)}
     arguments = {"position_embedding_type": "rope"}
     arguments |= {name: fields.pop(name) for name in list(fields) if name not in known}
+    # GPTModel reads these from the config, of which they are no fields (models/gpt/gpt_model.py:197)
+    yarn = {name: arguments.pop(name) for name in list(arguments) if name.startswith("yarn_")}
     if fields.get("num_moe_experts"):
         fields |= _build_moe_fields(engine)
         if fields.get("moe_router_enable_expert_bias"):
@@ -189,6 +196,8 @@ def _build_transformer_config(
         calculate_per_token_loss=True,
         **flags,
     )
+    for name, value in yarn.items():
+        setattr(config, name, value)
     return config, arguments
 
 

@@ -1,0 +1,132 @@
+"""gpt-oss: attention sinks, sliding windows, experts with biases (GptOssForCausalLM).
+
+A checkpoint stacks the experts of a layer. The rows of gate and up alternate, here and in Megatron
+(moe_mlp_glu_interleave_size=1) and vLLM, so an expert is one tensor everywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from mcore_rl.models.base import Family, HFConfig, check_values, get_field, read_rope, register
+from mcore_rl.models.parts import (
+    Layer,
+    get_layer_spec,
+    map_attention_weights,
+    map_common_config,
+    map_decoder_weights,
+    map_gqa_config,
+    map_softmax_router_config,
+)
+from mcore_rl.reshard.rules import (
+    FirstShard,
+    LogicalTensor,
+    Replicated,
+    Rule,
+    Split,
+    Weight,
+)
+
+
+def _map_rope_config(config: HFConfig) -> dict[str, Any]:
+    """Return arguments of rotary embeddings scaled by YaRN (arXiv:2309.00071).
+
+    vLLM and transformers scale cosine and sine by 0.1 ln(factor) + 1; so does Megatron without
+    mscale.
+    """
+    rope = read_rope(config)
+    names = ("rope_type", "mscale", "mscale_all_dim", "attention_factor")
+    check_values(rope, dict(zip(names, ("yarn", None, None, None), strict=True)))
+    return {
+        "position_embedding_type": "yarn",
+        "rotary_base": float(rope["rope_theta"]),
+        "yarn_rotary_scaling_factor": float(get_field(rope, "factor")),
+        "yarn_original_max_position_embeddings": get_field(
+            rope, "original_max_position_embeddings"
+        ),
+        "yarn_beta_fast": rope.get("beta_fast") or 32,
+        "yarn_beta_slow": rope.get("beta_slow") or 1,
+        "yarn_mscale": None,
+        "yarn_mscale_all_dim": None,
+        "yarn_correction_range_round_to_int": rope.get("truncate", True),
+    }
+
+
+def map_config(config: HFConfig) -> dict[str, Any]:
+    num_layers = get_field(config, "num_hidden_layers")
+    kinds = [("sliding_attention", "full_attention")[layer % 2] for layer in range(num_layers)]
+    # vLLM has these values as constants (model_executor/models/gpt_oss.py).
+    check_values(
+        config,
+        {
+            "attention_bias": True,
+            "layer_types": kinds,
+            "rms_norm_eps": 1e-5,
+            "swiglu_alpha": 1.702,
+            "swiglu_limit": 7.0,
+        },
+    )
+    common = map_common_config({**config, "layer_types": None})
+    return {
+        **common,
+        **map_gqa_config(config),
+        **_map_rope_config(config),
+        **map_softmax_router_config(config, renormalised=True),
+        "activation": "quick_gelu",  # x sigmoid(1.702 x)
+        "activation_func_clamp_value": 7.0,
+        "glu_linear_offset": 1.0,
+        "moe_mlp_glu_interleave_size": 1,
+        "add_bias_linear": True,
+        "softmax_type": "learnable",
+        "window_size": (get_field(config, "sliding_window") - 1, 0),
+        "window_attn_skip_freq": [int(kind == "sliding_attention") for kind in kinds],
+        "num_moe_experts": get_field(config, "num_local_experts"),
+        "moe_ffn_hidden_size": get_field(config, "intermediate_size"),
+        "moe_layer_freq": [1] * num_layers,
+    }
+
+
+def _list_expert_rules(
+    config: HFConfig, layer: Layer, expert: int
+) -> Iterator[tuple[str, str, Rule]]:
+    """Yield module ("fc1", "fc2"), kind ("weight", "bias") and rule of an expert's parameters.
+
+    Shards along "etp" are those of vLLM's tensor parallelism: Megatron has biases of experts on
+    unsplit experts only.
+    """
+    hidden, ffn = get_field(config, "hidden_size"), get_field(config, "intermediate_size")
+
+    def build_tensor(name: str, *shape: int) -> LogicalTensor:
+        suffix = f"[{expert}].T" if len(shape) > 1 else f"[{expert}]"
+        return layer.build_tensor(f"mlp.experts.{name}{suffix}", *shape)
+
+    yield "fc1", "weight", Split(build_tensor("gate_up_proj", 2 * ffn, hidden), 0)
+    yield "fc1", "bias", Split(build_tensor("gate_up_proj_bias", 2 * ffn), 0)
+    yield "fc2", "weight", Split(build_tensor("down_proj", hidden, ffn), 1)
+    yield "fc2", "bias", FirstShard(build_tensor("down_proj_bias", hidden))
+
+
+def _map_router(config: HFConfig, layer: Layer) -> Iterator[tuple[str, Rule]]:
+    num_experts, hidden = get_field(config, "num_local_experts"), get_field(config, "hidden_size")
+    for kind, *shape in (("weight", num_experts, hidden), ("bias", num_experts)):
+        yield kind, Replicated(layer.build_tensor(f"mlp.router.{kind}", *shape))
+
+
+def _map_layer(config: HFConfig, layer: Layer) -> Iterator[Weight]:
+    yield from map_attention_weights(config, layer, qkv_bias=True, out_bias=True, sinks=True)
+    norm = layer.build_tensor("post_attention_layernorm.weight", get_field(config, "hidden_size"))
+    yield layer.build_weight("pre_mlp_layernorm.weight", Replicated(norm))
+    for kind, rule in _map_router(config, layer):
+        yield layer.build_weight(f"mlp.router.{kind}", rule)
+    for expert in range(get_field(config, "num_local_experts")):
+        for module, kind, rule in _list_expert_rules(config, layer, expert):
+            name = f"mlp.experts.linear_{module}.{kind}{{expert}}"
+            yield layer.build_weight(name, rule, "etp", expert=expert)
+
+
+def map_weights(config: HFConfig, padded_vocab: int) -> tuple[Weight, ...]:
+    return map_decoder_weights(config, padded_vocab, _map_layer)
+
+
+FAMILY = register(Family("gpt_oss", "GptOssForCausalLM", map_config, get_layer_spec, map_weights))
