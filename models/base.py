@@ -348,6 +348,7 @@ def get_model_sizes(config: HFConfig) -> ModelSizes:
         has_router_bias=fields.get("moe_router_enable_expert_bias", False),
         is_mla="kv_lora_rank" in fields,
         is_tied=bool(config.get("tie_word_embeddings", False)),
+        has_expert_biases=bool(num_experts and fields.get("add_bias_linear")),
     )
 
 
@@ -401,7 +402,7 @@ _NAMES: dict[FieldType, str] = {
         1, 1 << 14
     ): "num_attention_heads num_key_value_heads head_dim qk_nope_head_dim "
     "qk_rope_head_dim v_head_dim num_experts num_local_experts n_routed_experts "
-    "num_experts_per_tok n_shared_experts",
+    "num_experts_per_tok experts_per_token n_shared_experts",
     _declare_integer(0, 1 << 14): "n_group topk_group",
     _declare_integer(1, 1 << 24): "vocab_size hidden_size intermediate_size moe_intermediate_size "
     "kv_lora_rank q_lora_rank",

@@ -61,6 +61,7 @@ def map_config(config: HFConfig) -> dict[str, Any]:
         config,
         {
             "attention_bias": True,
+            "experts_per_token": get_field(config, "num_experts_per_tok"),
             "layer_types": kinds,
             "rms_norm_eps": 1e-5,
             "swiglu_alpha": 1.702,

@@ -8,9 +8,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
+
+_QUERIES_PER_BLOCK = 1024  # of attention with a softcap or sinks, whose weights are in memory
 
 # From queries, keys and values, [sequences, length, heads, dim] each, to outputs.
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -72,7 +77,8 @@ def attend(
     if window is not None and window >= key.shape[1]:
         window = None
     if softcap is not None or sinks is not None:
-        return _attend_plainly(query, key, value, scale, window, softcap, sinks, first)
+        options = {"scale": scale, "softcap": softcap, "sinks": sinks}
+        return _attend_blocks(query, key, value, window, first, **options)
     mask = None
     if window is not None or query.shape[1] != key.shape[1]:
         mask = _build_mask(query, key, window, first)
@@ -104,10 +110,37 @@ def _build_mask(
     return age >= 0 if window is None else (age >= 0) & (age < window)
 
 
+def _attend_blocks(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    window: int | None,
+    first: int,
+    **options: Any,
+) -> torch.Tensor:
+    """Attend one block of queries after the other, with the weights of one block in memory.
+
+    The backward pass computes the weights again.
+    """
+    outputs = []
+    for block in query.split(_QUERIES_PER_BLOCK, dim=1):
+        end = first + block.shape[1]
+        start = 0 if window is None else max(0, first - window + 1)
+        attend_one = partial(_attend_plainly, window=window, first=first - start, **options)
+        inputs = block, key[:, start:end], value[:, start:end]
+        if query.shape[1] > _QUERIES_PER_BLOCK and torch.is_grad_enabled():
+            outputs.append(checkpoint(attend_one, *inputs, use_reentrant=False))
+        else:
+            outputs.append(attend_one(*inputs))
+        first = end
+    return torch.cat(outputs, dim=1)
+
+
 def _attend_plainly(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
+    *,
     scale: float,
     window: int | None,
     softcap: float | None,
@@ -123,5 +156,6 @@ def _attend_plainly(
     logits = logits.masked_fill(~_build_mask(query, key, window, first), float("-inf"))
     if sinks is not None:
         logits = torch.cat([logits, sinks.view(1, -1, 1, 1).expand(*logits.shape[:3], 1)], -1)
-    weights = logits.softmax(-1, dtype=torch.float32)[..., :length].to(v.dtype)
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    weights = logits.softmax(-1, dtype=wide)[..., :length].to(v.dtype)
     return (weights @ v).transpose(1, 2)

@@ -82,9 +82,7 @@ def attend_packed(
         if s_aux is not None:
             s_aux = s_aux.chunk(count)[pack.group.rank()]
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    attend_one = partial(
-        attend, scale=scaling, window=sliding_window, softcap=softcap, sinks=s_aux
-    )
+    attend_one = partial(attend, scale=scaling, window=sliding_window, softcap=softcap, sinks=s_aux)
     out = attend_pack(q, k, v, pack.lengths, attend_one)[None]
     if pack.group is not None:
         out = _exchange(out, pack.group, 1, 2)

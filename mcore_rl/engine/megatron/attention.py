@@ -75,9 +75,7 @@ class PackedAttention(MegatronModule):
         self.softmax_offset = None
         if config.softmax_type == "learnable":
             heads = config.num_attention_heads // config.tensor_model_parallel_size
-            offset = torch.empty(
-                heads, dtype=config.params_dtype, device=torch.cuda.current_device()
-            )
+            offset = torch.empty(heads, dtype=config.params_dtype)
             self.softmax_offset = torch.nn.Parameter(config.init_method(offset))
         self.mask_type = attn_mask_type
         self.scale = softmax_scale
@@ -170,6 +168,17 @@ class PackedAttention(MegatronModule):
             dp_cp_group=metadata["dp_cp_group"],
         )
         return state
+
+
+def use_packed_attention(layer_spec: Any) -> Any:
+    """Set PackedAttention in the layers of a chunk's spec, on a GPU as well.
+
+    Transformer Engine has no kernel for a learned offset of the softmax in packed sequences
+    (pytorch/attention/dot_product_attention/utils.py, "Filter: Softmax type").
+    """
+    for layer in layer_spec.layer_specs:
+        layer.submodules.self_attention.submodules.core_attention = PackedAttention
+    return layer_spec
 
 
 def rotate_pack(

@@ -16,6 +16,7 @@ from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
 from mcore_rl.config.schema import EngineConfig
 from mcore_rl.engine.megatron import device
+from mcore_rl.engine.megatron.attention import use_packed_attention
 from mcore_rl.engine.megatron.moe import slice_sequence_parallel, use_packed_routers
 from mcore_rl.models.base import Family, HFConfig
 from mcore_rl.parallel.mesh import Chunk
@@ -107,6 +108,8 @@ def build_chunks(
             continue
         vp_stage = stage.vpp_rank if engine.layout.vpp > 1 else None
         layer_spec = use_packed_routers(family.layer_spec(config, vp_stage))
+        if config.softmax_type != "vanilla":
+            layer_spec = use_packed_attention(layer_spec)
         mtp_spec = None
         if stage.num_mtp_layers:  # layers like the last decoder layer of the chunk
             mtp_spec = get_gpt_mtp_block_spec(
@@ -163,7 +166,8 @@ def _build_transformer_config(
         if fields.get("moe_router_enable_expert_bias"):
             fields["moe_router_bias_update_rate"] = engine.moe.bias_update_rate
     flags = device.build_config_flags()
-    if fields.get("rope_type") == "rope":  # latent attention has a fused kernel for YaRN only
+    # Latent attention has a fused kernel for YaRN only, and others have none for it.
+    if fields.get("rope_type") == "rope" or yarn:
         flags["apply_rope_fusion"] = False
     config = config_class(
         **fields,
