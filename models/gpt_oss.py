@@ -19,6 +19,12 @@ from mcore_rl.models.parts import (
     map_gqa_config,
     map_softmax_router_config,
 )
+from mcore_rl.models.vllm_parts import (
+    build_vllm_weight,
+    map_vllm_attention,
+    map_vllm_decoder,
+    map_vllm_norms,
+)
 from mcore_rl.reshard.rules import (
     FirstShard,
     LogicalTensor,
@@ -130,4 +136,29 @@ def map_weights(config: HFConfig, padded_vocab: int) -> tuple[Weight, ...]:
     return map_decoder_weights(config, padded_vocab, _map_layer)
 
 
-FAMILY = register(Family("gpt_oss", "GptOssForCausalLM", map_config, get_layer_spec, map_weights))
+def _map_vllm_layer(config: HFConfig, layer: Layer) -> Iterator[Weight]:
+    hidden, heads = get_field(config, "hidden_size"), get_field(config, "num_attention_heads")
+    yield from map_vllm_norms(config, layer)
+    yield from map_vllm_attention(config, layer, qkv_bias=True, module="attn")
+    bias = Replicated(layer.build_tensor("self_attn.o_proj.bias", hidden))
+    yield build_vllm_weight(layer, "attn.o_proj.bias", bias)
+    sinks = Split(layer.build_tensor("self_attn.sinks", heads), 0)
+    yield build_vllm_weight(layer, "attn.sinks", sinks, "tp")
+    for kind, rule in _map_router(config, layer):
+        yield build_vllm_weight(layer, f"mlp.router.{kind}", rule)
+    for expert in range(get_field(config, "num_local_experts")):
+        for module, kind, rule in _list_expert_rules(config, layer, expert):
+            stack = {"fc1": "w13", "fc2": "w2"}[module]
+            name = f"mlp.experts.routed_experts.{stack}_{kind}[{{expert}}]"
+            yield build_vllm_weight(layer, name, rule, "etp", expert=expert)
+
+
+def map_vllm_weights(config: HFConfig) -> tuple[Weight, ...]:
+    return map_vllm_decoder(config, _map_vllm_layer, embedding="embedding")
+
+
+FAMILY = register(
+    Family(
+        "gpt_oss", "GptOssForCausalLM", map_config, get_layer_spec, map_weights, map_vllm_weights
+    )
+)

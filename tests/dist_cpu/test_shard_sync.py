@@ -49,16 +49,20 @@ SERVERS = {
     "2": GenerationLayout(tp=2),
     "2ep": GenerationLayout(tp=2, ep=2),
 }
-FAMILIES = ("qwen2", "qwen3", "llama", "mixtral", "qwen3_moe", "deepseek_v3", "glm4_moe")
+FAMILIES = ("qwen2", "qwen3", "llama", "mixtral", "qwen3_moe", "deepseek_v3", "glm4_moe", "gpt_oss")
+
+
+WITH_EXPERTS = ("mixtral", "qwen3_moe", "deepseek_v3", "glm4_moe", "gpt_oss")
 
 
 def layouts_of(family: str) -> list[str]:
-    has_experts = family in ("mixtral", "qwen3_moe", "deepseek_v3", "glm4_moe")
-    return [name for name in LAYOUTS if has_experts or LAYOUTS[name].ep * LAYOUTS[name].etp == 1]
+    most = 2 if family in WITH_EXPERTS else 1
+    names = [name for name, layout in LAYOUTS.items() if layout.ep <= most and layout.etp <= most]
+    return [name for name in names if family != "gpt_oss" or LAYOUTS[name].etp == 1]
 
 
 def servers_of(family: str) -> list[str]:
-    return [name for name in SERVERS if SERVERS[name].ep == 1 or len(layouts_of(family)) == 7]
+    return [name for name in SERVERS if SERVERS[name].ep == 1 or family in WITH_EXPERTS]
 
 
 CASES = all_but(
@@ -66,6 +70,7 @@ CASES = all_but(
         ("qwen3_moe", "tp2", "2ep"), ("qwen3_moe", "tp2ep2", "1"), ("qwen3_moe", "pp2", "2"),
         ("deepseek_v3", "vpp2", "2ep"), ("qwen2", "dp2", "1"), ("qwen3", "cp2", "1"),
         ("mixtral", "tp2etp2", "1"), ("glm4_moe", "tp2ep2", "1"),
+        ("gpt_oss", "tp2ep2", "2"), ("gpt_oss", "pp2", "1"), ("gpt_oss", "tp2", "2ep"),
     ],
     [
         (family, layout, server)
@@ -84,7 +89,7 @@ def saved(family: str, path: Path, num_layers: int = 4) -> Path:
     config = tiny_families.served_config(family)
     config.num_hidden_layers = num_layers
     if getattr(config, "layer_types", None):
-        config.layer_types = config.layer_types[:1] * num_layers
+        config.layer_types = (config.layer_types[:2] * num_layers)[:num_layers]
     return tiny_families.save_served(tiny_models.build_from(config), path)
 
 

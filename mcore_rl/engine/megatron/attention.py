@@ -25,9 +25,9 @@ from mcore_rl.engine.packing import get_zigzag_rows
 class PackedAttention(MegatronModule):
     """Scaled dot-product attention over packed (THD) sequences, in place of TEDotProductAttention.
 
-    Queries may share keys (GQA), values may differ from keys in size (MLA), layers may have a sliding
-    window, and heads a learned offset of their softmax (`softmax_offset`, an attention sink). There
-    is never a mask over a full pack.
+    Queries may share keys (GQA), values may differ from keys in size (MLA), layers may have a
+    sliding window, and heads a learned offset of their softmax (`softmax_offset`, an attention
+    sink). There is never a mask over a full pack.
 
     With context parallelism queries stay on their rank, in two chunks of every sequence (see
     packing.py), and keys and values are gathered: each chunk attends to the chunks up to itself.

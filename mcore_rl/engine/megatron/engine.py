@@ -15,8 +15,8 @@ import torch.distributed as dist
 import mcore_rl.models  # noqa: F401  (fills the family registry)
 from mcore_rl.algorithms.correction import find_gaps_beyond
 from mcore_rl.checkpoint.hf import CheckpointReader
-from mcore_rl.checkpoint.stacks import stack_slices
 from mcore_rl.checkpoint.peft import Factors, check_targets
+from mcore_rl.checkpoint.stacks import stack_slices
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.resolve_engine import (
     resolve_megatron,

@@ -182,9 +182,7 @@ class GroupedLinear(torch.nn.Module):
             set_tensor_model_parallel_attributes(weight, True, self.split_dim, 1)
             weight.allreduce = False  # type: ignore[attr-defined]
             setattr(self, f"weight{i}", weight)
-        for i in range(
-            num_gemms if bias else 0
-        ):  # unsplit: Megatron has biases at expert TP 1 only
+        for i in range(num_gemms if bias else 0):  # unsplit: biases need expert TP 1
             setattr(self, f"bias{i}", torch.nn.Parameter(data.new_zeros(output_size)))
 
     def forward(

@@ -159,7 +159,7 @@ def _build_transformer_config(
     known = {field.name for field in dataclasses.fields(config_class)}
     arguments = {"position_embedding_type": "rope"}
     arguments |= {name: fields.pop(name) for name in list(fields) if name not in known}
-    # GPTModel reads these from the config, of which they are no fields (models/gpt/gpt_model.py:197)
+    # Attributes of the config, of which they are no fields (models/gpt/gpt_model.py:197).
     yarn = {name: arguments.pop(name) for name in list(arguments) if name.startswith("yarn_")}
     if fields.get("num_moe_experts"):
         fields |= _build_moe_fields(engine)

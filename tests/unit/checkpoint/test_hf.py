@@ -215,7 +215,7 @@ def quantized(tmp_path: Path) -> Path:
 def test_a_weight_in_float8_is_one_tensor(quantized):
     reader = CheckpointReader(quantized)
     reader.check([LogicalTensor(WEIGHT, (300, 200)), LogicalTensor("norm", (5,))])
-    assert reader.is_quantized
+    assert reader.quantization == "fp8, blocks of 128 x 128"
     assert reader.get_shapes() == {WEIGHT: (300, 200), "norm": (5,)}
     assert (reader.get_dtype(WEIGHT), reader.get_dtype("norm")) == (torch.bfloat16, torch.float32)
 
