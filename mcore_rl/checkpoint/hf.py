@@ -117,8 +117,8 @@ class CheckpointReader:
         self._tied_head = self._file_of.pop(_HEAD, None) if is_tied else None
         self._transposed = frozenset(n for n in self._file_of if is_transposed(config, n))
         self._check_transposed(config)
-        self._scaled = self._find_scaled_weights()
         self._packed = self._find_packed_weights()
+        self._scaled = self._find_scaled_weights()
 
     @property
     def quantization(self) -> str | None:
@@ -150,11 +150,16 @@ class CheckpointReader:
         return tensor.transpose(-1, -2) if name in self._transposed else tensor
 
     def get_dtype(self, name: str) -> torch.dtype:
-        """Return the dtype that `read` returns: that of the file, bfloat16 for quantized weights."""
+        """Return the dtype that `read` returns: that of the file, bfloat16 if it is quantized."""
         name = part.stack if (part := parse_slice(name)) is not None else name
         if name in self._scaled or name in self._packed:
             return torch.bfloat16
         return self._get_entry(name).dtype
+
+    def get_stored_dtype(self, name: str) -> torch.dtype:
+        """Return the dtype in the file; of experts in MXFP4 that of two values, uint8."""
+        name = part.stack if (part := parse_slice(name)) is not None else name
+        return torch.uint8 if name in self._packed else self._get_entry(name).dtype
 
     def has_checksum(self, name: str) -> bool:
         """Return whether a tensor has a checksum, which is compared when all of it is read."""

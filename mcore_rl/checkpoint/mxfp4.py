@@ -26,6 +26,11 @@ def is_block_format(quantization: Any) -> bool:
     return isinstance(quantization, dict) and quantization.get("quant_method") == "mxfp4"
 
 
+def compute_buffer_bytes(num_elements: int) -> int:
+    """Return the memory for dequantizing: values, their indices and products."""
+    return num_elements * 3 * torch.float32.itemsize
+
+
 def get_shape(blocks: tuple[int, ...]) -> tuple[int, int, int]:
     """Return the shape of a tensor by that of its blocks."""
     experts, rows, groups, _ = blocks

@@ -108,6 +108,8 @@ def served_config(name: str) -> transformers.PretrainedConfig:
         config.hidden_size = 32 * config.num_attention_heads
     else:
         config.head_dim = 32
+    if config.model_type == "gpt_oss":  # the columns of a worker's expert are a multiple of 32
+        config.intermediate_size = 128
     return config
 
 

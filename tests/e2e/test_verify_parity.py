@@ -56,6 +56,7 @@ FAMILIES = {
     "mixtral": TP2_EP2,
     "glm4_moe": TP2_EP2,
     "deepseek_v3": TP2_EP2,
+    "gpt_oss": TP2_EP2,
 }  # and qwen3_moe, by the command
 OTHER_ENGINES = ("hf", "vllm_prefill", "vllm_decode")
 PROMPTS = sample_prompts(tiny_models.VOCAB, longest=34)
