@@ -3,6 +3,7 @@
 from mcore_rl.models import (
     deepseek_v3,
     glm4_moe,
+    gpt_oss,
     llama,
     mixtral,
     qwen2,
@@ -14,6 +15,7 @@ from mcore_rl.models import (
 __all__ = [
     "deepseek_v3",
     "glm4_moe",
+    "gpt_oss",
     "llama",
     "mixtral",
     "qwen2",

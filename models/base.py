@@ -69,8 +69,6 @@ _with_transformers = False  # of use_family
 
 # Architectures that users ask for and that the engine cannot express, each with the reason.
 _REFUSED = {
-    "GptOssForCausalLM": "its attention sinks, alternating sliding windows and clamped SwiGLU with "
-    "biased experts are not in the modules of engine/megatron/layers.py",
     "DeepseekV32ForCausalLM": "its sparse attention (an indexer that picks the keys) is not in "
     "engine/megatron/attention.py",
 }
@@ -341,6 +339,7 @@ def get_model_sizes(config: HFConfig) -> ModelSizes:
         has_router_bias=fields.get("moe_router_enable_expert_bias", False),
         is_mla="kv_lora_rank" in fields,
         is_tied=bool(config.get("tie_word_embeddings", False)),
+        has_expert_biases=bool(num_experts and fields.get("add_bias_linear")),
     )
 
 
@@ -394,7 +393,7 @@ _NAMES: dict[FieldType, str] = {
         1, 1 << 14
     ): "num_attention_heads num_key_value_heads head_dim qk_nope_head_dim "
     "qk_rope_head_dim v_head_dim num_experts num_local_experts n_routed_experts "
-    "num_experts_per_tok n_shared_experts",
+    "num_experts_per_tok experts_per_token n_shared_experts",
     _declare_integer(0, 1 << 14): "n_group topk_group",
     _declare_integer(1, 1 << 24): "vocab_size hidden_size intermediate_size moe_intermediate_size "
     "kv_lora_rank q_lora_rank",
@@ -405,7 +404,9 @@ _NAMES: dict[FieldType, str] = {
     _declare_number(
         1e-6, 1e12
     ): "rope_theta routed_scaling_factor factor low_freq_factor high_freq_factor",
-    _declare_number(0.0, 1e6): "beta_fast beta_slow mscale mscale_all_dim attention_factor",
+    _declare_number(
+        0.0, 1e6
+    ): "beta_fast beta_slow mscale mscale_all_dim attention_factor swiglu_alpha swiglu_limit",
     _FLAG: "tie_word_embeddings attention_bias mlp_bias norm_topk_prob use_sliding_window "
     "use_qk_norm rope_interleave token_classification_bias truncate",
     _TEXT: "hidden_act scoring_func topk_method rope_type type dtype torch_dtype",

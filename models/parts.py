@@ -193,9 +193,18 @@ def map_mtp_weights(config: HFConfig, layer: Layer) -> Iterator[Weight]:
 
 
 def map_attention_weights(
-    config: HFConfig, layer: Layer, *, qk_norm: bool = False, qkv_bias: bool = False
+    config: HFConfig,
+    layer: Layer,
+    *,
+    qk_norm: bool = False,
+    qkv_bias: bool = False,
+    out_bias: bool = False,
+    sinks: bool = False,
 ) -> Iterator[Weight]:
-    """Map input norm, q/k/v and output projections of grouped-query attention."""
+    """Map input norm, q/k/v and output projections of grouped-query attention.
+
+    `sinks`: a logit of each head beside those of the keys, Megatron's learnable softmax offset.
+    """
     hidden, dim = get_field(config, "hidden_size"), get_head_dim(config)
     heads = get_field(config, "num_attention_heads")
     groups = get_field(config, "num_key_value_heads")
@@ -219,6 +228,12 @@ def map_attention_weights(
             yield layer.build_weight(f"self_attention.{name}_layernorm.weight", norm)
     out = Split(layer.build_tensor("self_attn.o_proj.weight", hidden, heads * dim), 1)
     yield layer.build_weight("self_attention.linear_proj.weight", out, "tp")
+    if out_bias:
+        bias = Replicated(layer.build_tensor("self_attn.o_proj.bias", hidden))
+        yield layer.build_weight("self_attention.linear_proj.bias", bias)
+    if sinks:
+        offset = Split(layer.build_tensor("self_attn.sinks", heads), 0)
+        yield layer.build_weight("self_attention.core_attention.softmax_offset", offset, "tp")
 
 
 def build_gated_mlp_rules(

@@ -45,8 +45,15 @@ def build_vllm_weight(
     return Weight(name, rule, axis, layer=layer.index, expert=expert, float32=float32)
 
 
-def map_vllm_decoder(config: HFConfig, map_layer: LayerRules) -> tuple[Weight, ...]:
-    """Return the rules of a model without multi-token prediction; `map_layer`: those of a layer."""
+def map_vllm_decoder(
+    config: HFConfig, map_layer: LayerRules, embedding: str = "embed_tokens"
+) -> tuple[Weight, ...]:
+    """Return the rules of a model without multi-token prediction.
+
+    Args:
+        map_layer: Gives the rules of a layer.
+        embedding: Name of the module in vLLM's model.
+    """
     vocab, hidden = get_field(config, "vocab_size"), get_field(config, "hidden_size")
     padded = -(-vocab // _VOCAB_MULTIPLE) * _VOCAB_MULTIPLE
     layers = [Layer(index) for index in range(get_field(config, "num_hidden_layers"))]
@@ -59,7 +66,7 @@ def map_vllm_decoder(config: HFConfig, map_layer: LayerRules) -> tuple[Weight, .
         return Weight(name, rule, axis, stage=stage, replica=tied and stage == "head")
 
     return (
-        build_weight("model.embed_tokens.weight", embed, "tp", "embedding"),
+        build_weight(f"model.{embedding}.weight", embed, "tp", "embedding"),
         *(weight for layer in layers for weight in map_layer(config, layer)),
         build_weight("model.norm.weight", norm, None, "final_norm"),
         build_weight("lm_head.weight", head, "tp", "head"),
@@ -75,9 +82,14 @@ def map_vllm_norms(config: HFConfig, layer: Layer) -> Iterator[Weight]:
 
 
 def map_vllm_attention(
-    config: HFConfig, layer: Layer, *, qk_norm: bool = False, qkv_bias: bool = False
+    config: HFConfig,
+    layer: Layer,
+    *,
+    qk_norm: bool = False,
+    qkv_bias: bool = False,
+    module: str = "self_attn",
 ) -> Iterator[Weight]:
-    """Map q/k/v and output projections of grouped-query attention."""
+    """Map q/k/v and output projections of grouped-query attention; `module`: its name in vLLM."""
     hidden, dim = get_field(config, "hidden_size"), get_head_dim(config)
     heads, groups = (
         get_field(config, "num_attention_heads"),
@@ -90,17 +102,17 @@ def map_vllm_attention(
             layer.build_tensor(f"self_attn.{n}_proj.{kind}", s, *columns) for n, s in sizes.items()
         )
         return build_vllm_weight(
-            layer, f"self_attn.qkv_proj.{kind}", StackedQKV(q, k, v, groups), "tp"
+            layer, f"{module}.qkv_proj.{kind}", StackedQKV(q, k, v, groups), "tp"
         )
 
     yield qkv("weight", hidden)
     if qkv_bias:
         yield qkv("bias")
     out = Split(layer.build_tensor("self_attn.o_proj.weight", hidden, heads * dim), 1)
-    yield build_vllm_weight(layer, "self_attn.o_proj.weight", out, "tp")
+    yield build_vllm_weight(layer, f"{module}.o_proj.weight", out, "tp")
     for name in ("q_norm", "k_norm") if qk_norm else ():
         norm = Replicated(layer.build_tensor(f"self_attn.{name}.weight", dim))
-        yield build_vllm_weight(layer, f"self_attn.{name}.weight", norm)
+        yield build_vllm_weight(layer, f"{module}.{name}.weight", norm)
 
 
 def map_vllm_mlp(config: HFConfig, layer: Layer, hf: str, ffn: int) -> Iterator[Weight]:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from mcore_rl.checkpoint import files, fp8
+from mcore_rl.checkpoint import files, fp8, mxfp4
 from mcore_rl.config.checks import check_model_exists
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.json_file import parse_json_object, read_json_object
@@ -29,7 +29,15 @@ from mcore_rl.models.base import (
     pad_vocab_size,
     read_config,
 )
-from mcore_rl.reshard.rules import Block, Box, LogicalTensor, list_logical_tensors, slice_rows
+from mcore_rl.reshard.rules import (
+    Block,
+    Box,
+    LogicalTensor,
+    join_slices,
+    list_logical_tensors,
+    parse_slice,
+    slice_rows,
+)
 
 INDEX_FILE = "model.safetensors.index.json"
 _SINGLE_FILE = "model.safetensors"
@@ -67,10 +75,12 @@ def read_checkpoint_config(path: str | Path, setting: str = "model.path") -> HFC
         setting: Name of the setting with the path, for messages.
 
     Raises:
-        ConfigError: As `read_config`, or weights are quantized in another way than float8 blocks.
+        ConfigError: As `read_config`, or weights are quantized in another way than float8 blocks or
+            MXFP4.
     """
     config = read_config(path, setting)
-    if (quantization := config.get("quantization_config")) is not None:
+    quantization = config.get("quantization_config")
+    if quantization is not None and not mxfp4.is_block_format(quantization):
         try:
             fp8.check_quantization_config(quantization)
         except ConfigError as error:
@@ -81,10 +91,12 @@ def read_checkpoint_config(path: str | Path, setting: str = "model.path") -> HFC
 class CheckpointReader:
     """The tensors of a checkpoint folder, as the model has them. Keeps no file open.
 
-    A weight in float8 blocks (checkpoint/fp8.py) and its scales are one tensor here, their product.
+    A weight in float8 blocks (checkpoint/fp8.py) and its scales are one tensor here, their product;
+    so are blocks and scales of experts in MXFP4 (checkpoint/mxfp4.py).
     Rotary frequencies, which follow from config.json, are left out, as in transformers and vLLM. So
     is the output head of a model with tied embeddings; `check` compares the two. Experts that files
-    have transposed (models/base.is_transposed) are here as the model has them.
+    have transposed (models/base.is_transposed) are here as the model has them. A slice of a stacked
+    tensor is read under its own name (reshard/rules.StackSlice), too.
 
     Args:
         setting: Name of the setting with the path, for messages.
@@ -105,33 +117,54 @@ class CheckpointReader:
         self._tied_head = self._file_of.pop(_HEAD, None) if is_tied else None
         self._transposed = frozenset(n for n in self._file_of if is_transposed(config, n))
         self._check_transposed(config)
+        self._packed = self._find_packed_weights()
         self._scaled = self._find_scaled_weights()
 
     @property
-    def is_quantized(self) -> bool:
-        """True if any weight is stored in float8 blocks."""
-        return bool(self._scaled)
+    def quantization(self) -> str | None:
+        """Format of quantized weights; None if there are none."""
+        if self._scaled:
+            return f"fp8, blocks of {fp8.BLOCK} x {fp8.BLOCK}"
+        return f"mxfp4, blocks of {mxfp4.BLOCK}" if self._packed else None
 
     def get_shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of a tensor."""
+        if (part := parse_slice(name)) is not None:
+            shape = self.get_shape(part.stack)[1:]
+            return shape[::-1] if part.is_transposed else shape
+        if name in self._packed:
+            return mxfp4.get_shape(self._get_entry(name + mxfp4.BLOCKS_SUFFIX).shape)
         shape = self._get_entry(name).shape
         return swap_last(shape) if name in self._transposed else shape
 
     def get_shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the shapes of all tensors by name."""
-        scales = {name + fp8.SCALE_SUFFIX for name in self._scaled}
-        return {name: self.get_shape(name) for name in self._file_of if name not in scales}
+        parts = {name + fp8.SCALE_SUFFIX for name in self._scaled}
+        suffixes = (mxfp4.BLOCKS_SUFFIX, mxfp4.SCALES_SUFFIX)
+        parts |= {name + suffix for name in self._packed for suffix in suffixes}
+        names = [*self._packed, *(name for name in self._file_of if name not in parts)]
+        return {name: self.get_shape(name) for name in names}
 
     def view_as_stored(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """Return a view of a tensor with its dimensions in the order of the file."""
         return tensor.transpose(-1, -2) if name in self._transposed else tensor
 
     def get_dtype(self, name: str) -> torch.dtype:
-        """Return the dtype that `read` returns: that of the file, bfloat16 for float8."""
-        return torch.bfloat16 if name in self._scaled else self._get_entry(name).dtype
+        """Return the dtype that `read` returns: that of the file, bfloat16 if it is quantized."""
+        name = part.stack if (part := parse_slice(name)) is not None else name
+        if name in self._scaled or name in self._packed:
+            return torch.bfloat16
+        return self._get_entry(name).dtype
+
+    def get_stored_dtype(self, name: str) -> torch.dtype:
+        """Return the dtype in the file; of experts in MXFP4 that of two values, uint8."""
+        name = part.stack if (part := parse_slice(name)) is not None else name
+        return torch.uint8 if name in self._packed else self._get_entry(name).dtype
 
     def has_checksum(self, name: str) -> bool:
         """Return whether a tensor has a checksum, which is compared when all of it is read."""
+        if parse_slice(name) is not None or name in self._packed:
+            return False
         names = [name, name + fp8.SCALE_SUFFIX] if name in self._scaled else [name]
         return all(n in self._file_of[n].crc32s for n in names)
 
@@ -175,6 +208,20 @@ class CheckpointReader:
         If the dtype differs from that of the file, the block is in memory in both.
         """
         name, box = block.tensor.name, block.box
+        if (part := parse_slice(name)) is not None:
+            offsets, sizes = box.offsets, box.sizes
+            if part.is_transposed:
+                offsets, sizes, out = offsets[::-1], sizes[::-1], out.t()
+            name, out = part.stack, out.unsqueeze(0)
+            box = Box((part.index, *offsets), (1, *sizes))
+        if name in self._packed:
+            blocks, scales, columns = mxfp4.locate_blocks(box)
+            parts = ((mxfp4.BLOCKS_SUFFIX, blocks), (mxfp4.SCALES_SUFFIX, scales))
+            values = mxfp4.dequantize(
+                *(_read_stored(self._file_of[name + s], name + s, part) for s, part in parts)
+            )
+            out.copy_(values[..., columns].transpose(1, 2))
+            return
         if name in self._transposed:
             box, out = Box(swap_last(box.offsets), swap_last(box.sizes)), out.transpose(-1, -2)
         stored_dtype = self._get_entry(name).dtype
@@ -191,7 +238,7 @@ class CheckpointReader:
 
     def check(self, expected: Iterable[LogicalTensor]) -> None:
         """Raise ConfigError unless the folder contains exactly these tensors, in these shapes."""
-        expected_shapes = {tensor.name: tensor.shape for tensor in expected}
+        expected_shapes = {tensor.name: tensor.shape for tensor in join_slices(expected)}
         shapes = self.get_shapes()
         missing = sorted(expected_shapes.keys() - shapes.keys())
         extra = sorted(shapes.keys() - expected_shapes.keys())
@@ -210,8 +257,8 @@ class CheckpointReader:
             if (dtype := self.get_dtype(name)) not in _WEIGHT_DTYPES:
                 raise ConfigError(
                     f"checkpoint {self.path}: tensor {name} has dtype {format_dtype(dtype)}; "
-                    f"allowed: {', '.join(map(format_dtype, _WEIGHT_DTYPES))}, or float8_e4m3fn "
-                    "with scales of blocks"
+                    f"allowed: {', '.join(map(format_dtype, _WEIGHT_DTYPES))}, float8_e4m3fn with "
+                    "scales of blocks, or experts in MXFP4"
                 )
         self._check_tied_head()
 
@@ -283,6 +330,33 @@ class CheckpointReader:
                     f"shape {scale_shape}, one for each block of {fp8.BLOCK} x {fp8.BLOCK}"
                 )
         return frozenset(scaled)
+
+    def _find_packed_weights(self) -> tuple[str, ...]:
+        """Return the names of the experts in MXFP4.
+
+        Raises:
+            ConfigError: Blocks have no scales, scales no blocks, or their shapes do not fit.
+        """
+        packed: dict[str, set[str]] = {}
+        suffixes = (mxfp4.BLOCKS_SUFFIX, mxfp4.SCALES_SUFFIX)
+        for name in self._file_of:
+            for suffix in suffixes:
+                if name.endswith(suffix):
+                    packed.setdefault(name.removesuffix(suffix), set()).add(suffix)
+        for name, present in packed.items():
+            for suffix in suffixes:
+                if suffix not in present:
+                    other = next(iter(present))
+                    raise ConfigError(
+                        f"checkpoint {self.path}: {name}{other} is there, but {name}{suffix} is "
+                        "missing; allowed: both, of experts in MXFP4"
+                    )
+            entries = [self._get_entry(name + suffix) for suffix in suffixes]
+            try:
+                mxfp4.check_shapes(name, *((entry.shape, entry.dtype) for entry in entries))
+            except ConfigError as error:
+                raise ConfigError(f"checkpoint {self.path}: {error}") from None
+        return tuple(packed)
 
 
 def swap_last(values: tuple[int, ...]) -> tuple[int, ...]:

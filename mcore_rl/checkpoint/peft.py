@@ -26,7 +26,7 @@ from mcore_rl.config.json_file import read_json_object
 from mcore_rl.config.schema import LoRAConfig
 from mcore_rl.models.base import HFConfig, has_images
 from mcore_rl.models.transformers_model import build_empty_model, map_parameters
-from mcore_rl.reshard.rules import Weight
+from mcore_rl.reshard.rules import Weight, parse_slice
 
 FOLDER = "adapter"  # inside a Hugging Face checkpoint
 _WEIGHTS, _CONFIG = "adapter_model.safetensors", "adapter_config.json"
@@ -60,7 +60,8 @@ class Factors(NamedTuple):
 def get_adapted_linear(weight: Weight) -> str | None:
     """Return the linear layer of a weight that can have an adapter, else None.
 
-    Prediction layers (MTP), embeddings and heads have none.
+    Prediction layers (MTP), embeddings, heads and slices of stacked tensors, which PEFT adapts as a
+    whole, have none.
 
     >>> get_adapted_linear(Weight("decoder.layers.{layer}.mlp.linear_fc1.weight", None, layer=0))
     'linear_fc1'
@@ -68,6 +69,8 @@ def get_adapted_linear(weight: Weight) -> str | None:
     path, _, parameter = weight.name.rpartition(".")
     linear = path.rpartition(".")[2]
     if weight.layer is None or not linear.startswith("linear_"):
+        return None
+    if weight.rule is not None and parse_slice(weight.rule.tensors[0].name) is not None:
         return None
     return linear if parameter in ("weight", "weight{expert}") else None
 

@@ -48,6 +48,7 @@ class ModelSizes:
     has_router_bias: bool = False  # a selection bias that balances without a loss
     is_mla: bool = False  # multi-head latent attention
     is_tied: bool = False  # one weight for embedding and output head
+    has_expert_biases: bool = False
 
 
 def resolve_engine(key: str, config: EngineConfig) -> None:
@@ -261,6 +262,11 @@ def resolve_model_layout(key: str, layout: Layout, sizes: ModelSizes) -> None:
     if sizes.num_experts:
         check_divides(f"{key}.ep", layout.ep, "experts", sizes.num_experts)
         check_divides(f"{key}.etp", layout.etp, "columns of an expert", sizes.expert_ffn_size)
+        if sizes.has_expert_biases and layout.etp > 1:
+            raise ConfigError(
+                f"{key}.etp={layout.etp}: the experts of the model have biases, which Megatron has "
+                "on unsplit experts only; allowed: 1"
+            )
     elif layout.ep > 1 or layout.etp > 1:
         axis = "ep" if layout.ep > 1 else "etp"
         raise ConfigError(

@@ -8,9 +8,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
+
+_QUERIES_PER_BLOCK = 1024  # of attention with a softcap or sinks, whose weights are in memory
 
 # From queries, keys and values, [sequences, length, heads, dim] each, to outputs.
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -55,12 +60,30 @@ def attend(
     value: torch.Tensor,
     *,
     scale: float | None = None,
-    mask: torch.Tensor | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    first: int = 0,
 ) -> torch.Tensor:
-    """Attend, with [sequences, length, heads, dim] each; causal without a mask."""
+    """Attend causally, with [sequences, length, heads, dim] each.
+
+    Args:
+        window: Keys that a query sees, itself included. None: all before it.
+        softcap: Bound of the logits, by tanh.
+        sinks: [heads] a logit beside those of the keys, of no value.
+        first: Position of the first query among the keys.
+    """
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    if window is not None and window >= key.shape[1]:
+        window = None
+    if softcap is not None or sinks is not None:
+        options = {"scale": scale, "softcap": softcap, "sinks": sinks}
+        return _attend_blocks(query, key, value, window, first, **options)
+    mask = None
+    if window is not None or query.shape[1] != key.shape[1]:
+        mask = _build_mask(query, key, window, first)
     # The flash kernel needs queries, keys and values of the same size; without it torch saves
     # [length, length] weights for the backward pass. Its default scale is that of the padded size.
-    scale = query.shape[-1] ** -0.5 if scale is None else scale
     value_dim, widest = value.shape[-1], max(key.shape[-1], value.shape[-1])
     q, k, v = (
         (F.pad(x, (0, widest - x.shape[-1])) if x.shape[-1] < widest else x).transpose(1, 2)
@@ -76,3 +99,63 @@ def attend(
         enable_gqa=q.shape[1] != k.shape[1],
     )
     return out.transpose(1, 2)[..., :value_dim]
+
+
+def _build_mask(
+    query: torch.Tensor, key: torch.Tensor, window: int | None, first: int
+) -> torch.Tensor:
+    """Return [queries, keys], True for the keys that each query sees."""
+    positions = torch.arange(key.shape[1], device=query.device)
+    age = positions[first : first + query.shape[1], None] - positions
+    return age >= 0 if window is None else (age >= 0) & (age < window)
+
+
+def _attend_blocks(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    window: int | None,
+    first: int,
+    **options: Any,
+) -> torch.Tensor:
+    """Attend one block of queries after the other, with the weights of one block in memory.
+
+    The backward pass computes the weights again.
+    """
+    outputs = []
+    for block in query.split(_QUERIES_PER_BLOCK, dim=1):
+        end = first + block.shape[1]
+        start = 0 if window is None else max(0, first - window + 1)
+        attend_one = partial(_attend_plainly, window=window, first=first - start, **options)
+        inputs = block, key[:, start:end], value[:, start:end]
+        if query.shape[1] > _QUERIES_PER_BLOCK and torch.is_grad_enabled():
+            outputs.append(checkpoint(attend_one, *inputs, use_reentrant=False))
+        else:
+            outputs.append(attend_one(*inputs))
+        first = end
+    return torch.cat(outputs, dim=1)
+
+
+def _attend_plainly(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+    first: int,
+) -> torch.Tensor:
+    """Attend with all [queries, keys] weights in memory."""
+    length, copies = key.shape[1], query.shape[2] // key.shape[2]
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    k, v = (x.repeat_interleave(copies, 1) for x in (k, v))
+    logits = q @ k.transpose(2, 3) * scale
+    logits = torch.tanh(logits / softcap) * softcap if softcap else logits
+    logits = logits.masked_fill(~_build_mask(query, key, window, first), float("-inf"))
+    if sinks is not None:
+        logits = torch.cat([logits, sinks.view(1, -1, 1, 1).expand(*logits.shape[:3], 1)], -1)
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    weights = logits.softmax(-1, dtype=wide)[..., :length].to(v.dtype)
+    return (weights @ v).transpose(1, 2)

@@ -7,7 +7,8 @@ shard. Loading, export and resharding read the rules and nothing else. No torch.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol
 
@@ -20,7 +21,8 @@ class LogicalTensor(NamedTuple):  # a large model has tens of thousands
     """An unsharded tensor of a Hugging Face checkpoint.
 
     `aliases` are further names under which the checkpoint repeats it: an export writes them, and
-    nothing reads them.
+    nothing reads them. An expert of a tensor that stacks them has a name like `STACK[3]`, or
+    `STACK[3].T` if it is transposed here (StackSlice).
     """
 
     name: str
@@ -30,6 +32,53 @@ class LogicalTensor(NamedTuple):  # a large model has tens of thousands
     @property
     def alias_tensors(self) -> tuple[LogicalTensor, ...]:
         return tuple(LogicalTensor(name, self.shape) for name in self.aliases)
+
+
+class StackSlice(NamedTuple):
+    """A slice of a stacked tensor of a checkpoint: a logical tensor of its own."""
+
+    stack: str  # name of the stacked tensor
+    index: int  # along its first dimension
+    is_transposed: bool  # whether the slice is a matrix with its dimensions exchanged
+
+    def to_stack_shape(self, shape: tuple[int, ...], count: int) -> tuple[int, ...]:
+        """Return the shape of a stack of `count` slices that have a shape here."""
+        return (count, *(shape[::-1] if self.is_transposed else shape))
+
+
+_SLICE = re.compile(r"(.+)\[(\d+)\](\.T)?")
+
+
+def parse_slice(name: str) -> StackSlice | None:
+    """Return the slice that a logical tensor is; None for a tensor of its own.
+
+    >>> parse_slice("experts.down_proj[3].T")
+    StackSlice(stack='experts.down_proj', index=3, is_transposed=True)
+    """
+    if not name.endswith(("]", "].T")):  # most are not, and a pattern takes longer
+        return None
+    match = _SLICE.fullmatch(name)
+    return match and StackSlice(match[1], int(match[2]), bool(match[3]))
+
+
+def join_slices(tensors: Iterable[LogicalTensor]) -> Iterator[LogicalTensor]:
+    """Yield the tensors of a checkpoint: slices of a stack as the stack, where its first one is.
+
+    Raises:
+        ValueError: A stack lacks a slice, or its slices differ in shape.
+    """
+    tensors = list(tensors)
+    slices: dict[str, dict[int, tuple[int, ...]]] = {}
+    for tensor in tensors:
+        if (part := parse_slice(tensor.name)) is not None:
+            slices.setdefault(part.stack, {})[part.index] = tensor.shape
+    for tensor in tensors:
+        if (part := parse_slice(tensor.name)) is None:
+            yield tensor
+        elif (shapes := slices.pop(part.stack, None)) is not None:
+            if shapes.keys() != set(range(len(shapes))) or len(set(shapes.values())) > 1:
+                raise ValueError(f"{part.stack}: its slices are {shapes}")
+            yield LogicalTensor(part.stack, part.to_stack_shape(tensor.shape, len(shapes)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,6 +301,26 @@ class StackedQKV:
             blocks.append(slice_rows(tensor, first, size, local))
             local += size
         return tuple(blocks)
+
+
+@dataclass(frozen=True, slots=True)
+class FirstShard:
+    """A logical tensor on the first shard, zeros on others: a bias that is added once.
+
+    Biases of vLLM's down-projections of experts, whose sums over ranks have them once.
+    """
+
+    tensor: LogicalTensor
+
+    @property
+    def tensors(self) -> tuple[LogicalTensor, ...]:
+        return (self.tensor,)
+
+    def get_local_shape(self, shard: Shard) -> tuple[int, ...]:
+        return self.tensor.shape
+
+    def get_blocks(self, shard: Shard) -> tuple[Block, ...]:
+        return Replicated(self.tensor).get_blocks(shard) if shard.index == 0 else ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""The three models of the golden matrix, which tests of experts run as well."""
+"""The models of the golden matrix, which tests of experts run as well."""
 
 from __future__ import annotations
 
@@ -31,6 +31,9 @@ def config_of(model: str, num_layers: int) -> transformers.PretrainedConfig:
             **shape, **experts, **latent, tie_word_embeddings=False
         )
     grouped = {**shape, "head_dim": 16}
+    if model == "gpt_oss":
+        window = {"sliding_window": 8, "num_local_experts": 8, "num_experts_per_tok": 2}
+        return transformers.GptOssConfig(**grouped, **window)
     if model == "dense":
         return transformers.Qwen3Config(**grouped, tie_word_embeddings=True)
     return transformers.Qwen3MoeConfig(

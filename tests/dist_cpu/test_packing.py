@@ -21,7 +21,7 @@ from mcore_rl.engine.megatron.engine import MegatronEngine
 from mcore_rl.parallel.groups import initialize_groups
 from tests.nightly import all_but
 
-MODELS = ("qwen3", "qwen3_moe")
+MODELS = ("qwen3", "qwen3_moe", "gpt_oss")  # sequences are longer than its window
 SINGLE = {"tp1": Layout()}
 PACKED = SINGLE | {"dp2": Layout(dp=2), "cp2": Layout(cp=2)}
 CONTEXT = {
@@ -33,10 +33,17 @@ CONTEXT = {
         "tp2cp2ep4": Layout(tp=2, cp=2, ep=4),
         "cp2dp2ep2": Layout(cp=2, dp=2, ep=2),
     },
+    "gpt_oss": {"cp2": Layout(cp=2), "tp2cp2": Layout(tp=2, cp=2)},
 }
 PARITY = [(model, name) for model, layouts in CONTEXT.items() for name in layouts]
 PARITY_CASES = all_but(
-    [("qwen3", "cp4"), ("qwen3_moe", "cp2ep2"), ("qwen3_moe", "tp2cp2ep4")], PARITY
+    [
+        ("qwen3", "cp4"),
+        ("qwen3_moe", "cp2ep2"),
+        ("qwen3_moe", "tp2cp2ep4"),
+        ("gpt_oss", "tp2cp2"),
+    ],
+    PARITY,
 )
 
 
@@ -77,6 +84,19 @@ ATTENTION_SHAPES = {  # heads, groups, key dim, value dim
     "grouped_queries": (4, 2, 8, 8),
     "latent": (4, 4, 12, 8),
 }
+# Windows inside a chunk, and over several.
+ATTENTION_CASES = [
+    *((shape, None, "vanilla") for shape in ATTENTION_SHAPES.items()),
+    *(
+        (("grouped_queries", ATTENTION_SHAPES["grouped_queries"]), window, softmax)
+        for window in (None, 9, 100)
+        for softmax in ("vanilla", "learnable")
+        if window or softmax == "learnable"
+    ),
+]
+ATTENTION_NAMES = [
+    f"{name}, window {window}, {kind}" for (name, _), window, kind in ATTENTION_CASES
+]
 
 
 @ranks.on_ranks()
@@ -87,10 +107,23 @@ def attention(layout: Layout) -> ranks.Result:
 
     initialize_groups(layout, "gloo", seed=0)
     group = parallel_state.get_context_parallel_group()
-    return {name: _attention(group, *shape) for name, shape in ATTENTION_SHAPES.items()}
+    return {
+        name: _attention(group, *shape, window, softmax)
+        for name, ((_, shape), window, softmax) in zip(
+            ATTENTION_NAMES, ATTENTION_CASES, strict=True
+        )
+    }
 
 
-def _attention(group: Any, heads: int, groups: int, dim: int, value_dim: int) -> dict[str, Any]:
+def _attention(
+    group: Any,
+    heads: int,
+    groups: int,
+    dim: int,
+    value_dim: int,
+    window: int | None,
+    softmax: str,
+) -> dict[str, Any]:
     from mcore_rl.engine.packing import get_zigzag_rows
 
     cp, rank = group.size(), group.rank()
@@ -106,9 +139,9 @@ def _attention(group: Any, heads: int, groups: int, dim: int, value_dim: int) ->
     rows = torch.from_numpy(get_zigzag_rows(lengths, cp, rank))
     mine = [x[rows].requires_grad_() for x in whole]
     whole = [x.requires_grad_() for x in whole]
-    found = _attend(group, mine, lengths)
+    found = _attend(group, mine, lengths, window, softmax)
     (found * weights[rows]).sum().backward()
-    wanted = _attend(None, whole, lengths)
+    wanted = _attend(None, whole, lengths, window, softmax)
     (wanted * weights).sum().backward()
     return {
         "found": [found.detach(), *(x.grad for x in mine)],
@@ -116,7 +149,9 @@ def _attention(group: Any, heads: int, groups: int, dim: int, value_dim: int) ->
     }
 
 
-def _attend(group: Any, qkv: list[torch.Tensor], lengths: list[int]) -> torch.Tensor:
+def _attend(
+    group: Any, qkv: list[torch.Tensor], lengths: list[int], window: int | None, softmax: str
+) -> torch.Tensor:
     from megatron.core.packed_seq_params import PackedSeqParams
     from megatron.core.transformer import TransformerConfig
     from megatron.core.transformer.enums import AttnMaskType
@@ -125,7 +160,13 @@ def _attend(group: Any, qkv: list[torch.Tensor], lengths: list[int]) -> torch.Te
 
     module = PackedAttention(
         TransformerConfig(
-            num_layers=1, hidden_size=32, num_attention_heads=4, attention_dropout=0.0
+            num_layers=1,
+            hidden_size=32,
+            num_attention_heads=4,
+            attention_dropout=0.0,
+            window_size=None if window is None else (window - 1, 0),
+            softmax_type=softmax,
+            params_dtype=torch.float64,
         ),
         layer_number=1,
         attn_mask_type=AttnMaskType.causal,
@@ -133,6 +174,8 @@ def _attend(group: Any, qkv: list[torch.Tensor], lengths: list[int]) -> torch.Te
         softmax_scale=0.3,
         pg_collection=None if group is None else SimpleNamespace(cp=group),
     )
+    if module.softmax_offset is not None:
+        module.softmax_offset.data.copy_(torch.linspace(-1, 2, 4))
     starts = torch.tensor([0, *lengths]).cumsum(0).int()
     return module(*qkv, packed_seq_params=PackedSeqParams("thd", starts, starts))
 
@@ -214,9 +257,9 @@ def test_two_context_parallel_steps_equal_one_rank(runs, model, layout):
         torch.testing.assert_close(trained[name], tensor, rtol=0, atol=2e-4, msg=name)
 
 
-@pytest.mark.parametrize("shape", ATTENTION_SHAPES)
+@pytest.mark.parametrize("name", ATTENTION_NAMES)
 @pytest.mark.parametrize("cp", [2, 4])
-def test_attention_over_ranks_equals_attention_of_one_with_its_gradients(cp, shape):
+def test_attention_over_ranks_equals_attention_of_one_with_its_gradients(cp, name):
     for rank in attention(Layout(cp=cp)):
-        for found, wanted in zip(rank[shape]["found"], rank[shape]["wanted"], strict=True):
+        for found, wanted in zip(rank[name]["found"], rank[name]["wanted"], strict=True):
             torch.testing.assert_close(found, wanted, rtol=0, atol=1e-11)

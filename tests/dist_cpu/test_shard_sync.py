@@ -49,18 +49,18 @@ SERVERS = {
     "2": GenerationLayout(tp=2),
     "2ep": GenerationLayout(tp=2, ep=2),
 }
-EXPERTS = ("mixtral", "qwen3_moe", "deepseek_v3", "glm4_moe", "glm4_moe_lite")
+EXPERTS = ("mixtral", "qwen3_moe", "deepseek_v3", "glm4_moe", "glm4_moe_lite", "gpt_oss")
 FAMILIES = ("qwen2", "qwen3", "llama", *EXPERTS)
 
 
 def layouts_of(family: str) -> list[str]:
-    return [
-        name for name in LAYOUTS if family in EXPERTS or LAYOUTS[name].ep * LAYOUTS[name].etp == 1
-    ]
+    most = 2 if family in EXPERTS else 1
+    names = [name for name, layout in LAYOUTS.items() if layout.ep <= most and layout.etp <= most]
+    return [name for name in names if family != "gpt_oss" or LAYOUTS[name].etp == 1]
 
 
 def servers_of(family: str) -> list[str]:
-    return [name for name in SERVERS if SERVERS[name].ep == 1 or len(layouts_of(family)) == 7]
+    return [name for name in SERVERS if SERVERS[name].ep == 1 or family in EXPERTS]
 
 
 CASES = all_but(
@@ -69,6 +69,7 @@ CASES = all_but(
         ("deepseek_v3", "vpp2", "2ep"), ("qwen2", "dp2", "1"), ("qwen3", "cp2", "1"),
         ("mixtral", "tp2etp2", "1"), ("glm4_moe", "tp2ep2", "1"),
         ("glm4_moe_lite", "tp2", "2ep"),
+        ("gpt_oss", "tp2ep2", "2"), ("gpt_oss", "pp2", "1"), ("gpt_oss", "tp2", "2ep"),
     ],
     [
         (family, layout, server)
@@ -87,7 +88,7 @@ def saved(family: str, path: Path, num_layers: int = 4) -> Path:
     config = tiny_families.served_config(family)
     config.num_hidden_layers = num_layers
     if getattr(config, "layer_types", None):
-        config.layer_types = config.layer_types[:1] * num_layers
+        config.layer_types = (config.layer_types[:2] * num_layers)[:num_layers]
     if getattr(config, "mlp_layer_types", None):
         config.mlp_layer_types = ["dense", *["sparse"] * (num_layers - 1)]
     return tiny_families.save_served(tiny_models.build_from(config), path)

@@ -111,6 +111,13 @@ def cases() -> dict[str, Case]:
         "glm4_moe_yarn": Case(
             t.Glm4MoeConfig(**_GROUPED, **_EXPERTS, rope_parameters=_YARN_OF_PARTS), TP2_EP2
         ),
+        # Its window is shorter than most sequences of the tests.
+        "gpt_oss": Case(
+            t.GptOssConfig(
+                **_GROUPED, num_local_experts=8, num_experts_per_tok=2, sliding_window=8
+            ),
+            TP2_EP2,
+        ),
         # GLM-4.7-Flash. transformers has 1e-6 in norms of latents, whatever the config.
         "glm4_moe_lite": Case(
             t.Glm4MoeLiteConfig(
@@ -135,6 +142,8 @@ def served_config(name: str) -> transformers.PretrainedConfig:
         config.hidden_size = 32 * config.num_attention_heads
     else:
         config.head_dim = 32
+    if config.model_type == "gpt_oss":  # the columns of a worker's expert are a multiple of 32
+        config.intermediate_size = 128
     return config
 
 

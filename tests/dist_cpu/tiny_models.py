@@ -32,6 +32,9 @@ def configs() -> dict[str, transformers.PretrainedConfig]:
             **_COMMON, **_MOE, norm_topk_prob=False, tie_word_embeddings=True, mlp_only_layers=[0]
         ),
         "qwen3": transformers.Qwen3Config(**_COMMON, tie_word_embeddings=True),
+        "gpt_oss": transformers.GptOssConfig(
+            **_COMMON, num_local_experts=8, num_experts_per_tok=2, sliding_window=8
+        ),
     }
 
 

@@ -12,7 +12,7 @@ from mcore_rl.inference.protocol import TokenScores
 NATS, _RELATIVE = 1e-5, 1e-5  # measured: 1.5e-6 and 1.1e-6
 _TRACED = re.compile(
     r"model\.embed_tokens|model\.norm|lm_head|model\.layers\.\d+\."
-    r"(input_layernorm|self_attn|post_attention_layernorm|mlp|mlp\.gate)"
+    r"(input_layernorm|self_attn|post_attention_layernorm|mlp|mlp\.gate|mlp\.router)"
 )
 
 
@@ -21,7 +21,8 @@ def _reference(model: Any, token_ids: list[int]) -> dict[str, torch.Tensor]:
     seen: dict[str, torch.Tensor] = {}
 
     def keep(name: str, module: Any, output: Any) -> None:
-        if name.endswith("gate"):
+        if name.endswith((".gate", ".router")):
+            name = name.replace(".router", ".gate")
             _, weights, ids = output
             output = torch.zeros(len(weights), len(module.weight)).scatter_(1, ids, weights)
         output = output[0] if isinstance(output, tuple) else output

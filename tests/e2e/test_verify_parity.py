@@ -63,6 +63,7 @@ FAMILIES = {
     "llama_scaled": TP2,
     "qwen3_yarn": PP2,
     "glm4_moe_yarn": TP2_EP2,
+    "gpt_oss": TP2_EP2,
 }  # and qwen3_moe, by the command
 OTHER_ENGINES = ("hf", "vllm_prefill", "vllm_decode")
 PROMPTS = sample_prompts(tiny_models.VOCAB, longest=34)

@@ -82,10 +82,7 @@ def attend_packed(
         if s_aux is not None:
             s_aux = s_aux.chunk(count)[pack.group.rank()]
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    if softcap is None and s_aux is None:
-        attend_one = partial(_attend_window, scaling, sliding_window)
-    else:
-        attend_one = partial(_attend_plainly, scaling, sliding_window, softcap, s_aux)
+    attend_one = partial(attend, scale=scaling, window=sliding_window, softcap=softcap, sinks=s_aux)
     out = attend_pack(q, k, v, pack.lengths, attend_one)[None]
     if pack.group is not None:
         out = _exchange(out, pack.group, 1, 2)
@@ -97,49 +94,6 @@ def _exchange(x: torch.Tensor, group: Any, scatter: int, gather: int) -> torch.T
     parts = torch.stack(x.chunk(group.size(), scatter)).contiguous()
     exchanged = all_to_all_single(torch.empty_like(parts), parts, group=group)
     return torch.cat(exchanged.unbind(0), gather)
-
-
-def _build_window_mask(length: int, window: int, device: torch.device) -> torch.Tensor:
-    """Return [length, length], True for the tokens that each one attends to."""
-    position = torch.arange(length, device=device)
-    age = position[:, None] - position
-    return (age >= 0) & (age < window)
-
-
-def _attend_window(
-    scale: float | None,
-    window: int | None,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-) -> torch.Tensor:
-    length = query.shape[1]
-    is_cut = window is not None and window < length
-    mask = _build_window_mask(length, window, query.device) if window and is_cut else None
-    return attend(query, key, value, scale=scale, mask=mask)
-
-
-def _attend_plainly(
-    scale: float | None,
-    window: int | None,
-    softcap: float | None,
-    sinks: torch.Tensor | None,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-) -> torch.Tensor:
-    """Attend with all [length, length] weights in memory, [sequences, length, heads, dim] each."""
-    length, copies = query.shape[1], query.shape[2] // key.shape[2]
-    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-    k, v = (x.repeat_interleave(copies, 1) for x in (k, v))
-    logits = q @ k.transpose(2, 3) * (query.shape[-1] ** -0.5 if scale is None else scale)
-    logits = torch.tanh(logits / softcap) * softcap if softcap else logits
-    allowed = _build_window_mask(length, window or length, query.device)
-    logits = logits.masked_fill(~allowed, float("-inf"))
-    if sinks is not None:
-        logits = torch.cat([logits, sinks.view(1, -1, 1, 1).expand(*logits.shape[:3], 1)], -1)
-    weights = logits.softmax(-1, dtype=torch.float32)[..., :length].to(v.dtype)
-    return (weights @ v).transpose(1, 2)
 
 
 def dispatch_to_experts(

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.models.common.embeddings.rope_utils import _rotate_half
+from megatron.core.parallel_state import get_tensor_model_parallel_group
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.utils import (
+    is_layer_window_attention,
+    make_sharded_tensors_for_checkpoint,
+)
 
 from mcore_rl.engine.attention import attend, attend_pack, split_runs
 from mcore_rl.engine.megatron.packing import PackedSequences
@@ -20,8 +25,9 @@ from mcore_rl.engine.packing import get_zigzag_rows
 class PackedAttention(MegatronModule):
     """Scaled dot-product attention over packed (THD) sequences, in place of TEDotProductAttention.
 
-    Queries may share keys (GQA), and values may differ from keys in size (MLA). There is never a
-    mask over a full pack, and none at all without context parallelism.
+    Queries may share keys (GQA), values may differ from keys in size (MLA), layers may have a
+    sliding window, and heads a learned offset of their softmax (`softmax_offset`, an attention
+    sink). There is never a mask over a full pack.
 
     With context parallelism queries stay on their rank, in two chunks of every sequence (see
     packing.py), and keys and values are gathered: each chunk attends to the chunks up to itself.
@@ -45,13 +51,32 @@ class PackedAttention(MegatronModule):
         for name, value, supported in (
             ("attention_type", attention_type, "self"),
             ("attention_dropout", dropout, 0),
-            ("softmax_type", config.softmax_type, "vanilla"),
-            ("window_size", config.window_size, None),
         ):
             if value != supported:
                 raise ValueError(
                     f"attention without Transformer Engine: {name}={value}; only {supported}"
                 )
+        if config.softmax_type not in ("vanilla", "learnable"):
+            raise ValueError(
+                f"attention without Transformer Engine: softmax_type={config.softmax_type}; only "
+                "vanilla, learnable"
+            )
+        self.window = None
+        if is_layer_window_attention(
+            config.window_size, config.window_attn_skip_freq, layer_number
+        ):
+            before, after = config.window_size
+            if before < 0 or after != 0:
+                raise ValueError(
+                    f"attention without Transformer Engine: window_size={config.window_size}; only "
+                    "(n, 0)"
+                )
+            self.window = before + 1
+        self.softmax_offset = None
+        if config.softmax_type == "learnable":
+            heads = config.num_attention_heads // config.tensor_model_parallel_size
+            offset = torch.empty(heads, dtype=config.params_dtype)
+            self.softmax_offset = torch.nn.Parameter(config.init_method(offset))
         self.mask_type = attn_mask_type
         self.scale = softmax_scale
         if softmax_scale is None:
@@ -97,10 +122,13 @@ class PackedAttention(MegatronModule):
         else:
             lengths = packed_seq_params.cu_seqlens_q.diff().tolist()
         if self.cp_group is None or self.cp_group.size() == 1:
-            return attend_pack(
-                query, key, value, lengths, partial(attend, scale=self.scale)
-            ).flatten(1)
+            return attend_pack(query, key, value, lengths, self._attend).flatten(1)
         return self._attend_chunks(query, key, value, lengths, self.cp_group)
+
+    def _attend(self, *inputs: torch.Tensor, first: int = 0) -> torch.Tensor:
+        return attend(
+            *inputs, scale=self.scale, window=self.window, sinks=self.softmax_offset, first=first
+        )
 
     def _attend_chunks(
         self,
@@ -122,11 +150,35 @@ class PackedAttention(MegatronModule):
             chunk, attended = q.shape[2], []
             for half, index in enumerate((rank, 2 * cp - 1 - rank)):
                 k, v = kv[:, : index + 1].flatten(1, 2).split([key.shape[-1], value.shape[-1]], -1)
-                mask = torch.ones(chunk, k.shape[1], dtype=torch.bool, device=q.device)
-                mask = mask.tril(index * chunk)  # the chunks before, and up to the query in its own
-                attended.append(attend(q[:, half], k, v, scale=self.scale, mask=mask))
+                attended.append(self._attend(q[:, half], k, v, first=index * chunk))
             outputs.append(torch.stack(attended, dim=1).flatten(0, 2))
         return torch.cat(outputs).flatten(1)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: Any = None
+    ) -> ShardedStateDict:
+        """Return shards with the keys of TEDotProductAttention (transformer_engine.py:2083)."""
+        offset = self.softmax_offset
+        state: ShardedStateDict = make_sharded_tensors_for_checkpoint(
+            {} if offset is None else {"softmax_offset": offset},
+            prefix,
+            {"softmax_offset": 0},
+            sharded_offsets,
+            tp_group=get_tensor_model_parallel_group(),
+            dp_cp_group=metadata["dp_cp_group"],
+        )
+        return state
+
+
+def use_packed_attention(layer_spec: Any) -> Any:
+    """Set PackedAttention in the layers of a chunk's spec, on a GPU as well.
+
+    Transformer Engine has no kernel for a learned offset of the softmax in packed sequences
+    (pytorch/attention/dot_product_attention/utils.py, "Filter: Softmax type").
+    """
+    for layer in layer_spec.layer_specs:
+        layer.submodules.self_attention.submodules.core_attention = PackedAttention
+    return layer_spec
 
 
 def rotate_pack(

@@ -16,6 +16,7 @@ import mcore_rl.models  # noqa: F401  (fills the family registry)
 from mcore_rl.algorithms.correction import find_gaps_beyond
 from mcore_rl.checkpoint.hf import CheckpointReader
 from mcore_rl.checkpoint.peft import Factors, check_targets
+from mcore_rl.checkpoint.stacks import stack_slices
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.resolve_engine import (
     resolve_megatron,
@@ -313,7 +314,8 @@ class MegatronEngine(BaseEngine):
         from mcore_rl.engine.megatron.weights import export_weights, iter_unbuilt_weights
 
         self._finish_weight_gather()
-        yield from export_weights(self.chunks, self.weights, self.placement, self.world_rank)
+        tensors = export_weights(self.chunks, self.weights, self.placement, self.world_rank)
+        yield from stack_slices(tensors, list(list_logical_tensors(self.weights)))
         if self.is_main_rank:
             reader = CheckpointReader(self.spec.model.path)
             yield from iter_unbuilt_weights(self.weights, self.placement, reader)

@@ -148,7 +148,10 @@ class _GroupedMatmul(torch.autograd.Function):
 
 
 class GroupedLinear(torch.nn.Module):
-    """One weight per expert, for that expert's rows: TEColumnParallel/RowParallelGroupedLinear."""
+    """One weight per expert, for that expert's rows: TEColumnParallel/RowParallelGroupedLinear.
+
+    With `skip_bias_add` the biases are returned, else they are added.
+    """
 
     split_dim: int  # weight dim that expert tensor parallelism shards: 0 for columns, 1 for rows
 
@@ -161,13 +164,12 @@ class GroupedLinear(torch.nn.Module):
         config: Any,
         init_method: Any,
         bias: bool,
+        skip_bias_add: bool,
         pg_collection: Any,
         **_: Any,
     ) -> None:
         super().__init__()
-        if bias:
-            raise ValueError("grouped linears have no bias without Transformer Engine")
-        self.num_gemms = num_gemms
+        self.num_gemms, self._has_bias, self._skips_bias = num_gemms, bias, skip_bias_add
         self._groups = pg_collection
         shape = [output_size, input_size]
         shape[self.split_dim] //= pg_collection.expt_tp.size()
@@ -180,15 +182,28 @@ class GroupedLinear(torch.nn.Module):
             set_tensor_model_parallel_attributes(weight, True, self.split_dim, 1)
             weight.allreduce = False  # type: ignore[attr-defined]
             setattr(self, f"weight{i}", weight)
+        for i in range(num_gemms if bias else 0):  # unsplit: biases need expert TP 1
+            setattr(self, f"bias{i}", torch.nn.Parameter(data.new_zeros(output_size)))
 
-    def forward(self, x: torch.Tensor, rows_per_expert: list[int]) -> tuple[torch.Tensor, None]:
+    def forward(
+        self, x: torch.Tensor, rows_per_expert: list[int]
+    ) -> tuple[torch.Tensor, list[torch.Tensor] | None]:
         """Map [rows, input] to [rows, output]; rows are sorted by expert."""
         weights = [getattr(self, f"weight{i}") for i in range(self.num_gemms)]
         if _can_use_grouped_mm(x, weights[0]):
             ends = torch.tensor(rows_per_expert, device=x.device).cumsum(0, dtype=torch.int32)
-            return _GroupedMatmul.apply(x, ends, *weights), None
-        parts = x.split(rows_per_expert)
-        return torch.cat([F.linear(p, w) for p, w in zip(parts, weights, strict=True)]), None
+            output = _GroupedMatmul.apply(x, ends, *weights)
+        else:
+            parts = x.split(rows_per_expert)
+            output = torch.cat([F.linear(p, w) for p, w in zip(parts, weights, strict=True)])
+        if not self._has_bias:
+            return output, None
+        biases = [getattr(self, f"bias{i}") for i in range(self.num_gemms)]
+        if self._skips_bias:
+            return output, biases
+        counts = torch.tensor(rows_per_expert, device=x.device)
+        rows = torch.stack(biases).repeat_interleave(counts, 0, output_size=len(output))
+        return output + rows, None
 
     def backward_dw(self) -> None:
         """Do nothing: weight gradients are never delayed."""
@@ -200,9 +215,10 @@ class GroupedLinear(torch.nn.Module):
         num_experts = self._groups.ep.size() * self.num_gemms
         first = self._groups.ep.rank() * self.num_gemms
         state: ShardedStateDict = {}
+        kinds = ("weight", "bias") if self._has_bias else ("weight",)
         for i in range(self.num_gemms):
             part = make_sharded_tensors_for_checkpoint(
-                {f"{i}.weight": getattr(self, f"weight{i}")},
+                {f"{i}.{kind}": getattr(self, f"{kind}{i}") for kind in kinds},
                 "",
                 {f"{i}.weight": self.split_dim},
                 (*sharded_offsets, (len(sharded_offsets), first + i, num_experts)),
@@ -210,9 +226,10 @@ class GroupedLinear(torch.nn.Module):
                 dp_cp_group=metadata["dp_cp_group"],
             )
             replace_prefix_for_sharding(part, f"{i}.", prefix)
-            tensor = part[f"{i}.weight"]
-            tensor.replica_id = (*tensor.replica_id[:2], self._groups.expt_dp.rank())
-            state[f"{prefix}weight{i}"] = tensor
+            for kind in kinds:
+                tensor = part[f"{i}.{kind}"]
+                tensor.replica_id = (*tensor.replica_id[:2], self._groups.expt_dp.rank())
+                state[f"{prefix}{kind}{i}"] = tensor
         return state
 
 

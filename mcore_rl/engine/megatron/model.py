@@ -8,13 +8,16 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import EngineConfig
 from mcore_rl.engine.megatron import device, passthrough
+from mcore_rl.engine.megatron.attention import use_packed_attention
 from mcore_rl.engine.megatron.moe import (
     iter_routers,
     slice_sequence_parallel,
@@ -24,7 +27,7 @@ from mcore_rl.engine.megatron.rope import scale_rope
 from mcore_rl.models.base import Family, HFConfig
 from mcore_rl.parallel.mesh import Chunk
 
-_ACTIVATIONS = {"silu": F.silu}
+_ACTIVATIONS = {"silu": F.silu, "quick_gelu": quick_gelu}
 # Every weight is loaded or set to zero before it is read, so initialization does nothing.
 _INIT_METHODS = dict.fromkeys(
     ("init_method", "output_layer_init_method", "embedding_init_method"), lambda weight: weight
@@ -115,6 +118,8 @@ def build_chunks(
             continue
         vp_stage = stage.vpp_rank if engine.layout.vpp > 1 else None
         layer_spec = use_packed_routers(family.layer_spec(config, vp_stage))
+        if config.softmax_type != "vanilla":
+            layer_spec = use_packed_attention(layer_spec)
         mtp_spec = None
         if stage.num_mtp_layers:  # layers like the last decoder layer of the chunk
             mtp_spec = get_gpt_mtp_block_spec(
@@ -137,9 +142,12 @@ def build_chunks(
             scale_rope(chunk, rope_parameters)
         for name, parameter in chunk.named_parameters():
             if ".experts." in name:
-                # transformer/moe/experts.py marks experts at EP > 1 only. Without the mark the
-                # gradient norm is wrong at TP2, ETP1, EP1.
+                # transformer/moe/experts.py marks experts at EP > 1 only, and biases as what TP
+                # ranks have copies of. Without the marks the gradient norm is wrong at TP2, ETP1.
                 parameter.allreduce = False
+                parameter.tensor_model_parallel = True
+            if name.endswith(".softmax_offset"):  # split over TP, which Megatron does not say
+                set_tensor_model_parallel_attributes(parameter, True, 0, 1)
         fuse_weight_gradients(chunk)
         chunks.append(chunk.to(torch.cuda.current_device()))
     return chunks

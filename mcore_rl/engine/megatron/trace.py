@@ -63,7 +63,9 @@ class OutputTracer:
             eps = getattr(linear, "eps", linear.config.layernorm_epsilon)
             output = F.rms_norm(output, output.shape[-1:], linear.layer_norm_weight, eps)
         if isinstance(output, tuple):  # (value, bias to add), or of a router (weights, choices)
-            output = output[0]
+            value, bias = output
+            is_bias = torch.is_tensor(bias) and bias.shape == value.shape[-1:]
+            output = value + bias if is_bias else value
         # Copy: Megatron adds the residual in place (fusions/fused_bias_dropout.py:56).
         self._outputs[name].append(output.detach().clone().reshape(-1, output.shape[-1]))
 

@@ -18,9 +18,11 @@ if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
 
 _NORM = "model.norm"
-# Mixtral's expert layer has an older name (model_executor/models/mixtral.py:243).
-_LAYER = "input_layernorm|self_attn|post_attention_layernorm|mlp|block_sparse_moe"
-_TRACED = re.compile(rf"model\.(embed_tokens|norm|layers\.\d+\.({_LAYER}))")
+# Mixtral's expert layer has an older name, gpt-oss has its own names of embedding and attention
+# (model_executor/models/mixtral.py:243, gpt_oss.py:434 and 487).
+_RENAMED = {"block_sparse_moe": "mlp", "embedding": "embed_tokens", "attn": "self_attn"}
+_LAYER = "input_layernorm|self_attn|attn|post_attention_layernorm|mlp|block_sparse_moe"
+_TRACED = re.compile(rf"(model\.(?:layers\.\d+\.)?)(embed_tokens|embedding|norm|{_LAYER})")
 _EXPERTS = re.compile(r"(model\.layers\.\d+\.)(mlp|block_sparse_moe)\.experts")
 _LOGIT_ROWS = 512  # positions computed at once; their logits must fit beside the model
 
@@ -39,8 +41,8 @@ class TraceTaker:
         """Hook the modules."""
         self._trace = Trace()
         for name, module in self.model_runner.get_model().named_modules():
-            if _TRACED.fullmatch(name) and (self.rank == 0 or name == _NORM):
-                self._trace.hook(name.replace("block_sparse_moe", "mlp"), module)
+            if (traced := _TRACED.fullmatch(name)) and (self.rank == 0 or name == _NORM):
+                self._trace.hook(traced[1] + _RENAMED.get(traced[2], traced[2]), module)
             if (experts := _EXPERTS.fullmatch(name)) and self.rank == 0:
                 self._trace.hook_router(f"{experts[1]}mlp.gate", module)
 

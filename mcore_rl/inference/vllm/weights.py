@@ -57,7 +57,7 @@ from vllm.model_executor.model_loader.reload.utils import get_layer_size
 from vllm.model_executor.model_loader.weight_utils import initialize_single_dummy_weight
 from vllm.platforms import current_platform
 
-from mcore_rl.checkpoint import fp8
+from mcore_rl.checkpoint import fp8, mxfp4
 from mcore_rl.checkpoint.hf import CheckpointReader
 from mcore_rl.config.errors import ConfigError, PeerError
 from mcore_rl.models.base import HFConfig, get_vllm_weights, read_config
@@ -81,7 +81,7 @@ from mcore_rl.weight_sync.transport import (
 )
 
 # Names of our loaders among vLLM's load formats.
-FLOAT8_FORMAT = "mcore_rl"
+DEQUANTIZED_FORMAT = "mcore_rl"
 TRACED_FORMAT = "mcore_rl_traced"
 NO_WEIGHTS_FORMAT = "mcore_rl_no_weights"
 
@@ -356,11 +356,18 @@ def _split_target(target: str) -> tuple[str, str, int | None]:
 
 
 def _zero_padding(layer: Any) -> int:
-    """Zero the rows of a vocabulary that no token has, as vLLM's loader does.
+    """Zero what no tensor of a checkpoint fills, as vLLM's loader does.
+
+    Rows of a vocabulary that no token has, and biases of experts' down-projections on other ranks
+    than the first, whose sum has them once (model_executor/models/gpt_oss.py).
 
     Returns:
         The number of elements.
     """
+    bias = getattr(layer, "w2_bias", None)
+    if bias is not None and layer.moe_config.moe_parallel_config.tp_rank:
+        bias.data.zero_()
+        return int(bias.numel())
     if not isinstance(layer, VocabParallelEmbedding):
         return 0
     padding = layer.weight.data[layer.shard_indices.num_org_elements :]
@@ -379,24 +386,24 @@ def build_loading_arguments(
 ) -> dict[str, Any]:
     """Return vLLM's engine arguments that choose a loader; none for vLLM's own."""
     loading = {"load_format": TRACED_FORMAT} if _is_unknown(read_config(model_path)) else {}
-    loading |= _build_float8_arguments(model_path, ep=ep)
+    loading |= _build_dequantized_arguments(model_path, ep=ep)
     return loading if reads_weights else loading | {"load_format": NO_WEIGHTS_FORMAT}
 
 
-def _build_float8_arguments(model_path: str, *, ep: bool) -> dict[str, Any]:
-    """Return vLLM's engine arguments for a checkpoint in float8 blocks; none for others.
+def _build_dequantized_arguments(model_path: str, *, ep: bool) -> dict[str, Any]:
+    """Return vLLM's engine arguments for a checkpoint in float8 blocks or MXFP4; none for others.
 
     vLLM itself handles other quantisations.
     """
     quantization = read_config(model_path).get("quantization_config")
     if quantization is None:
         has_files = any(Path(model_path).glob("*.safetensors"))
-        if not has_files or not CheckpointReader(model_path).is_quantized:
+        if not has_files or CheckpointReader(model_path).quantization is None:
             return {}
-    elif not fp8.is_block_format(quantization):
+    elif not (fp8.is_block_format(quantization) or mxfp4.is_block_format(quantization)):
         return {}
     return {
-        "load_format": FLOAT8_FORMAT,
+        "load_format": DEQUANTIZED_FORMAT,
         "hf_overrides": {"quantization_config": None},
         # Experts of other workers are neither read nor dequantised.
         "enable_ep_weight_filter": ep,
@@ -423,13 +430,13 @@ def list_traced_parameters(model: Any) -> tuple[list[list[Any]], str]:
 
 def register_loaders() -> None:
     """Register our loaders with vLLM, as load formats."""
-    register_model_loader(FLOAT8_FORMAT)(_Float8Loader)
+    register_model_loader(DEQUANTIZED_FORMAT)(_DequantizingLoader)
     register_model_loader(NO_WEIGHTS_FORMAT)(_NoWeightsLoader)
     register_model_loader(TRACED_FORMAT)(_TracedLoader)
 
 
-class _Float8Loader(DefaultModelLoader):
-    """Loads checkpoints in float8 blocks (checkpoint/fp8.py) in the server's dtype.
+class _DequantizingLoader(DefaultModelLoader):
+    """Loads checkpoints in float8 blocks or MXFP4 in the server's dtype.
 
     Weights are dequantised as they are read, by the trainer's reader, and the model is built
     without the quantisation: it takes the same shards as that of a plain checkpoint.
@@ -438,6 +445,11 @@ class _Float8Loader(DefaultModelLoader):
     def load_weights(self, model: torch.nn.Module, model_config: ModelConfig) -> None:
         """Load all parameters."""
         _trace(model, model_config)
+        config = model_config.hf_config
+        if getattr(config, "quantization_config", "") is None:
+            # vLLM's gpt-oss takes any value for a quantisation (model_executor/models/gpt_oss.py,
+            # load_weights).
+            del config.quantization_config
         super().load_weights(model, model_config)
 
     def get_all_weights(

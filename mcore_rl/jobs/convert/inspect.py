@@ -72,7 +72,7 @@ def _read_hugging_face(path: Path) -> _Contents:
     ]
     facts = {
         "architectures": config.get("architectures"),
-        "quantization": "fp8, blocks of 128 x 128" if reader.is_quantized else None,
+        "quantization": reader.quantization,
     }
     return facts, tensors
 

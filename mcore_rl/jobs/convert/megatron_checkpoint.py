@@ -15,6 +15,7 @@ from mcore_rl.checkpoint.files import INFO_FILE, read_checkpoint_info
 from mcore_rl.checkpoint.hf import CheckpointReader
 from mcore_rl.checkpoint.peft import Factors
 from mcore_rl.checkpoint.run_checkpoints import find_actor, find_run_checkpoint
+from mcore_rl.checkpoint.stacks import stack_slices
 from mcore_rl.checkpoint.storage_location import StorageLocation
 from mcore_rl.checkpoint.torch_dist import DistReader
 from mcore_rl.checkpoint.torch_dist_metadata import BACKEND_FILE, DistTensor
@@ -23,7 +24,7 @@ from mcore_rl.config.schema import Layout
 from mcore_rl.jobs.convert.plan import UNSHARDED, Buffer, Parameter, PlannedAdapter, count_shards
 from mcore_rl.models.base import HFConfig, drop_mtp_layers, read_config
 from mcore_rl.models.heads import get_model_config, map_model_weights
-from mcore_rl.reshard.rules import Box, Shard, Weight
+from mcore_rl.reshard.rules import Box, LogicalTensor, Shard, Weight, parse_slice
 
 COMPANIONS = "hf"  # folder in a checkpoint with config and tokenizer of its model
 _LATEST = "latest_checkpointed_iteration.txt"
@@ -184,12 +185,18 @@ class MegatronTensors:
         self._reader = reader
         self._buffer = buffer or Buffer()
         self._planned = tuple(parameters)
-        self._parameters = {name: p for p in self._planned for name in p.names}
+        self._parameters: dict[str, Parameter] = {}
+        self._slices: dict[str, list[LogicalTensor]] = {}  # by the stack
+        for parameter in self._planned:
+            for tensor in parameter.weight.rule.tensors:
+                self._parameters |= dict.fromkeys((tensor.name, *tensor.aliases), parameter)
+                if (part := parse_slice(tensor.name)) is not None:
+                    self._slices.setdefault(part.stack, []).append(tensor)
         self._current: Parameter | None = None
         self._tensors: dict[str, torch.Tensor] = {}
 
     def __contains__(self, name: str) -> bool:
-        return name in self._parameters
+        return name in self._parameters or name in self._slices
 
     def read(self, name: str) -> torch.Tensor:
         """Read a full tensor, merged with its adapter. The caller does not write to it.
@@ -197,11 +204,19 @@ class MegatronTensors:
         Raises:
             ConfigError: The checkpoint is damaged.
         """
+        if name in self._slices:
+            return self._read_stack(name)
         parameter = self._parameters[name]
         if parameter is not self._current:
             self._tensors = {}  # freed before the next tensors are allocated
             self._tensors, self._current = self._read(parameter), parameter
         return self._tensors[name]
+
+    def _read_stack(self, name: str) -> torch.Tensor:
+        tensors = self._slices[name]
+        pairs = ((tensor.name, self.read(tensor.name)) for tensor in tensors)
+        [(_, stack)] = stack_slices(pairs, tensors)
+        return stack
 
     def _read(self, parameter: Parameter) -> dict[str, torch.Tensor]:
         full = self._buffer.view(parameter.shape, parameter.dtype)

@@ -20,7 +20,7 @@ from mcore_rl.checkpoint.storage_location import StorageLocation
 from mcore_rl.config.checks import check_at_least, check_choice
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import Layout
-from mcore_rl.reshard.rules import Box, Shard, Weight
+from mcore_rl.reshard.rules import Box, Shard, Weight, parse_slice
 
 BRIDGES = ("megatron-bridge",)
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
@@ -73,8 +73,9 @@ class Parameter:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of its Hugging Face tensors, with aliases."""
-        return tuple(name for t in self.weight.rule.tensors for name in (t.name, *t.aliases))
+        """Names of the tensors of a checkpoint that it has, or has slices of; with aliases."""
+        names = [name for t in self.weight.rule.tensors for name in (t.name, *t.aliases)]
+        return tuple(part.stack if (part := parse_slice(name)) else name for name in names)
 
 
 class Buffer:

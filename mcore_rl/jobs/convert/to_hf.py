@@ -43,6 +43,7 @@ from mcore_rl.jobs.convert.plan import (
     uses_bridge,
 )
 from mcore_rl.jobs.convert.run import Conversion, ReportBytes, run
+from mcore_rl.reshard.rules import join_slices, list_logical_tensors, parse_slice
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "fp8": fp8.QUANTIZED}
 LORA = ("merge", "separate")
@@ -137,10 +138,15 @@ def plan_conversion(
 def _plan_tensors(source: MegatronCheckpoint, target: torch.dtype | None) -> Iterator[TensorPlan]:
     """Yield the tensors to write, in the order of the rules; scales follow their tensor."""
     parameters = {name: parameter for parameter in source.parameters for name in parameter.names}
+    shapes = {t.name: t.shape for t in join_slices(list_logical_tensors(source.weights))}
     companion_reader: CheckpointReader | None = None
     for weight in source.weights:
         for tensor in () if weight.replica else weight.rule.tensors:
-            for name in (tensor.name, *tensor.aliases):
+            for logical in (tensor.name, *tensor.aliases):
+                part = parse_slice(logical)
+                name = logical if part is None else part.stack
+                if (shape := shapes.pop(name, None)) is None:  # a further slice
+                    continue
                 if name in parameters:
                     stored = parameters[name].dtype
                 else:
@@ -150,12 +156,12 @@ def _plan_tensors(source: MegatronCheckpoint, target: torch.dtype | None) -> Ite
                 if target is not None:
                     plain = torch.bfloat16 if target == fp8.QUANTIZED else target
                     dtype = torch.float32 if weight.float32 else plain
-                if target == fp8.QUANTIZED and fp8.is_block_quantized(name, tensor.shape):
-                    yield TensorPlan(name, tensor.shape, fp8.QUANTIZED)
-                    scales = fp8.get_scale_shape(tensor.shape)
+                if target == fp8.QUANTIZED and fp8.is_block_quantized(name, shape):
+                    yield TensorPlan(name, shape, fp8.QUANTIZED)
+                    scales = fp8.get_scale_shape(shape)
                     yield TensorPlan(name + fp8.SCALE_SUFFIX, scales, torch.float32)
                 else:
-                    yield TensorPlan(name, tensor.shape, dtype)
+                    yield TensorPlan(name, shape, dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,6 +225,9 @@ def _build_unit(
     parameters = tuple(p for p in source.parameters if not bases.isdisjoint(p.names))
     dtypes = {name: parameter.dtype for parameter in parameters for name in parameter.names}
     cast_bytes = max(_compute_cast_bytes(tensor, dtypes) for tensor in tensors)
+    slices = {parse_slice(t.name) for p in parameters for t in p.weight.rule.tensors}
+    stacks = {part.stack for part in slices if part is not None}
+    stack_bytes = max((t.nbytes for t in tensors if t.name in stacks), default=0)
     return HFUnit(
         shard=shard,
         names=tuple(tensor.name for tensor in tensors),
@@ -226,6 +235,7 @@ def _build_unit(
         parameters=parameters,
         companions=source.companions,
         memory_bytes=compute_read_bytes(parameters)
+        + stack_bytes
         + 2 * cast_bytes
         + READ_ENTRY_BYTES * source.num_chunks,
     )

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from mcore_rl.checkpoint import fp8
+from mcore_rl.checkpoint import fp8, mxfp4
 from mcore_rl.checkpoint.files import require_finite, write_checkpoint_info
 from mcore_rl.checkpoint.hf import CheckpointReader, format_dtype
 from mcore_rl.checkpoint.hf_writer import copy_companions
@@ -128,7 +128,7 @@ def plan_conversion(model: Path, output: Path, layout: Layout, dtype: str | None
         fingerprint=compute_fingerprint("hf-to-mcore", {"model": model}, **options),
         units=tuple(_plan_units(reader, layout, parameters, megatron_model.objects)),
         finish=partial(_finish, model=model, facts=facts),
-        notes=_describe_rounding(parameters, dtypes),
+        notes=_describe_rounding(parameters, reader),
         finish_bytes=_DCP_IMPORT_BYTES
         + WRITTEN_ENTRY_BYTES * sum(len(_list_chunks(p, layout)) for p in parameters),
         shared={"reader": reader},
@@ -150,13 +150,15 @@ def check_aliases(reader: CheckpointReader, weights: Sequence[Weight]) -> None:
                     )
 
 
-def _describe_rounding(parameters: Sequence[Parameter], dtypes: Dtypes) -> tuple[str, ...]:
+def _describe_rounding(
+    parameters: Sequence[Parameter], reader: CheckpointReader
+) -> tuple[str, ...]:
     """Return a line on the tensors that are rounded to a narrower dtype, if any."""
     names = [
         tensor.name
         for parameter in parameters
         for tensor in parameter.weight.rule.tensors
-        if torch.promote_types(dtypes[tensor.name], parameter.dtype) != parameter.dtype
+        if torch.promote_types(reader.get_dtype(tensor.name), parameter.dtype) != parameter.dtype
     ]
     if not names:
         return ()
@@ -209,18 +211,18 @@ def _plan_units(
     parameters: Sequence[Parameter],
     objects: Mapping[str, bytes],
 ) -> Iterator[DistUnit]:
-    stored = {name: entry.dtype for name, _, entry in reader.list_stored()}
+    num_entries = sum(1 for _ in reader.list_stored())
     for number, file_parameters in enumerate(split_into_files(parameters)):
         largest = max(parameter.nbytes for parameter in file_parameters)
         scratch = max(_compute_scratch_bytes(p, layout) for p in file_parameters)
-        casts = max(_compute_cast_bytes(p, stored) for p in file_parameters)
+        casts = max(_compute_cast_bytes(p, reader) for p in file_parameters)
         yield DistUnit(
             name=f"__{number}_0.distcp",
             model=reader.path,
             layout=layout,
             parameters=file_parameters,
             objects={} if number else objects,
-            memory_bytes=largest + scratch + casts + READ_ENTRY_BYTES * len(stored),
+            memory_bytes=largest + scratch + casts + READ_ENTRY_BYTES * num_entries,
         )
 
 
@@ -237,14 +239,16 @@ def _compute_scratch_bytes(parameter: Parameter, layout: Layout) -> int:
     return max([0, *tensors, *columns]) * parameter.dtype.itemsize
 
 
-def _compute_cast_bytes(parameter: Parameter, stored: Dtypes) -> int:
+def _compute_cast_bytes(parameter: Parameter, reader: CheckpointReader) -> int:
     """Return the reader's memory for a tensor in another dtype: as stored, and rows of blocks."""
     most = 0
     for tensor in parameter.weight.rule.tensors:
-        dtype = stored[tensor.name]
-        if dtype != parameter.dtype:
-            nbytes = math.prod(tensor.shape) * dtype.itemsize
-            most = max(most, nbytes + fp8.compute_buffer_bytes(dtype, tensor.shape))
+        dtype, numel = reader.get_stored_dtype(tensor.name), math.prod(tensor.shape)
+        if dtype == torch.uint8:
+            most = max(most, mxfp4.compute_buffer_bytes(numel))
+        elif dtype != parameter.dtype:
+            buffers = fp8.compute_buffer_bytes(dtype, tensor.shape)
+            most = max(most, numel * dtype.itemsize + buffers)
     return most
 
 

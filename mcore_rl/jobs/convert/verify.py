@@ -22,6 +22,7 @@ from mcore_rl.jobs.convert.megatron_checkpoint import (
 )
 from mcore_rl.jobs.convert.plan import format_bytes
 from mcore_rl.jobs.convert.run import ByteProgress
+from mcore_rl.reshard.rules import join_slices, list_logical_tensors
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
 _LISTED = 20  # names of each kind in a report
@@ -122,12 +123,9 @@ def _open_folder(path: Path, other: Path) -> _Side:
         return _Side(tensors, reader.read_tensor)
     reference = None if is_megatron_checkpoint(other) else other
     checkpoint = open_megatron_checkpoint(path, reference)
-    tensors = {
-        name: (tensor.shape, parameter.dtype)
-        for parameter in checkpoint.parameters
-        for tensor in parameter.weight.rule.tensors
-        for name in (tensor.name, *tensor.aliases)
-    }
+    dtypes = {name: p.dtype for p in checkpoint.parameters for name in p.names}
+    logical = list_logical_tensors([p.weight for p in checkpoint.parameters])
+    tensors = {t.name: (t.shape, dtypes[t.name]) for t in join_slices(logical)}
     return _Side(tensors, MegatronTensors(checkpoint.reader, checkpoint.parameters).read)
 
 

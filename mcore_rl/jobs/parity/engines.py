@@ -163,7 +163,9 @@ def trace_with_hf(
         if _TRACED.fullmatch(name):
             module.register_forward_hook(partial(_record_output, traces, name))
         elif experts := _EXPERTS.fullmatch(name):
-            num_experts = model.get_submodule(f"{experts[1]}.gate").weight.shape[0]
+            moe = model.get_submodule(experts[1])
+            router = moe.gate if hasattr(moe, "gate") else moe.router
+            num_experts = router.weight.shape[0]
             record = partial(_record_routing, traces, f"{experts[1]}.gate", num_experts)
             module.register_forward_pre_hook(record)
     for ids in sequences:

@@ -43,7 +43,7 @@ def test_a_block_is_read_as_the_slice_of_its_tensor(folder):
     reader.check(EXPECTED)
     values = reader.read(block("a", (1, 1), (2, 2)))
     assert torch.equal(values, TENSORS["a"][1:3, 1:3])
-    assert (reader.get_dtype("a"), reader.is_quantized) == (torch.float32, False)
+    assert (reader.get_dtype("a"), reader.quantization) == (torch.float32, None)
 
 
 def test_a_block_is_read_in_another_dtype_if_given(folder):
@@ -215,7 +215,7 @@ def quantized(tmp_path: Path) -> Path:
 def test_a_weight_in_float8_is_one_tensor(quantized):
     reader = CheckpointReader(quantized)
     reader.check([LogicalTensor(WEIGHT, (300, 200)), LogicalTensor("norm", (5,))])
-    assert reader.is_quantized
+    assert reader.quantization == "fp8, blocks of 128 x 128"
     assert reader.get_shapes() == {WEIGHT: (300, 200), "norm": (5,)}
     assert (reader.get_dtype(WEIGHT), reader.get_dtype("norm")) == (torch.bfloat16, torch.float32)
 
@@ -261,6 +261,79 @@ def test_values_and_scales_that_do_not_fit_are_named(quantized, first, second, m
     save_file({name: t.contiguous() for name, t in second.items()}, quantized / "two.safetensors")
     with pytest.raises(ConfigError, match=message):
         CheckpointReader(quantized)
+
+
+# Experts: slices of a stack, and in MXFP4.
+
+STACK = torch.randn(3, 4, 6, generator=torch.Generator().manual_seed(1))
+
+
+def test_a_slice_of_a_stack_is_read_under_its_own_name(tmp_path):
+    save_file({"e": STACK, "b": STACK[0].clone()}, tmp_path / "model.safetensors")
+    reader = CheckpointReader(tmp_path)
+    slices = [LogicalTensor(f"e[{i}].T", (6, 4)) for i in range(3)]
+    reader.check([*slices, *(LogicalTensor(f"b[{i}]", (6,)) for i in range(4))])
+    assert reader.get_shapes() == {"e": (3, 4, 6), "b": (4, 6)}
+    assert torch.equal(reader.read_tensor("e[2].T"), STACK[2].T)
+    assert torch.equal(reader.read_tensor("e[1]"), STACK[1])
+    assert torch.equal(reader.read_tensor("b[3]"), STACK[0, 3])
+    box = Block(LogicalTensor("e[1].T", (6, 4)), Box((2, 1), (3, 2)), (0, 0))
+    assert torch.equal(reader.read(box), STACK[1].T[2:5, 1:3])
+    with pytest.raises(ConfigError, match=r"tensor e has shape \(3, 4, 6\), but .* \(2, 4, 6\)"):
+        reader.check([*slices[:2], LogicalTensor("b", (4, 6))])
+    with pytest.raises(ValueError, match="e: its slices are"):
+        reader.check([slices[0], slices[2]])
+
+
+GENERATOR = torch.Generator().manual_seed(2)
+BLOCKS = torch.randint(0, 256, (3, 6, 2, 16), generator=GENERATOR, dtype=torch.uint8)
+EXPONENTS = torch.randint(100, 140, (3, 6, 2), generator=GENERATOR, dtype=torch.uint8)
+
+
+@pytest.fixture
+def packed(tmp_path: Path) -> Path:
+    path = tmp_path / "packed"
+    path.mkdir()
+    save_file({"e_blocks": BLOCKS, "e_scales": EXPONENTS}, path / "model.safetensors")
+    (path / "config.json").write_text('{"quantization_config": {"quant_method": "mxfp4"}}')
+    return path
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_experts_in_mxfp4_are_those_that_transformers_makes_of_them(packed, dtype):
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    wanted = convert_moe_packed_tensors(BLOCKS, EXPONENTS, dtype=dtype)
+    reader = CheckpointReader(packed)
+    assert reader.quantization == "mxfp4, blocks of 32"
+    assert reader.get_shapes() == {"e": (3, 64, 6)} == {"e": tuple(wanted.shape)}
+    assert reader.get_dtype("e") == reader.get_dtype("e[0].T") == torch.bfloat16
+    box = Box((1, 30, 2), (2, 5, 3))
+    assert torch.equal(
+        reader.read(Block(LogicalTensor("e", (3, 64, 6)), box, (0, 0, 0)), dtype),
+        wanted[box.slices],
+    )
+    assert torch.equal(reader.read_tensor("e").to(dtype), wanted)
+    assert torch.equal(reader.read_tensor("e[2].T").to(dtype), wanted[2].T)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "message"),
+    [
+        ({"e_blocks": BLOCKS}, "e_blocks is there, but e_scales is missing; allowed: both"),
+        ({"e_scales": EXPONENTS}, "e_scales is there, but e_blocks is missing"),
+        (
+            {"e_blocks": BLOCKS, "e_scales": EXPONENTS[:2]},
+            r"e_scales has shape \(2, 6, 2\); allowed",
+        ),
+        ({"e_blocks": BLOCKS[..., :8], "e_scales": EXPONENTS}, r"e_blocks has shape .*; allowed"),
+        ({"e_blocks": BLOCKS, "e_scales": EXPONENTS.float()}, "has dtype torch.float32; allowed"),
+    ],
+)
+def test_blocks_and_scales_that_do_not_fit_are_named(packed, tensors, message):
+    save_file({n: t.contiguous() for n, t in tensors.items()}, packed / "model.safetensors")
+    with pytest.raises(ConfigError, match=message):
+        CheckpointReader(packed)
 
 
 def test_weights_that_are_quantised_in_another_way_are_refused(folder):

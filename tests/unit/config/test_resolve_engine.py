@@ -53,6 +53,7 @@ BAD_FOR_THE_MODEL = [
     (Layout(tp=4), MOE, "k.tp=4 does not divide the model's 30 MLP columns"),
     (Layout(ep=3), MOE, "k.ep=3 does not divide the model's 8 experts"),
     (Layout(etp=3), MOE, "k.etp=3 does not divide the model's 20 columns of an expert"),
+    (Layout(etp=2), replace(MOE, has_expert_biases=True), "unsplit experts only; allowed: 1"),
     (Layout(ep=2), DENSE, "k.ep=2: the model has no experts; allowed: 1"),
     (Layout(etp=2), DENSE, "k.etp=2: the model has no experts; allowed: 1"),
     (Layout(pp=5), DENSE, "leave 12 of the model's 12 layers for 5 equal chunks"),

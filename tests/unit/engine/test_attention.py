@@ -47,14 +47,21 @@ def tensors(lengths, groups=HEADS, dim=8, value_dim=8, dtype=torch.float64) -> l
     return [x.requires_grad_() for x in made]
 
 
-def reference(query, key, value, lengths, scale) -> torch.Tensor:
-    """softmax(q k^T * scale + causal mask) v, written out."""
+def reference(query, key, value, lengths, scale, window=None, sinks=None) -> torch.Tensor:
+    """softmax(q k^T * scale + causal mask) v, written out; the last column is the sink's."""
     outputs = []
     for q, k, v in zip(*(x.split(lengths) for x in (query, key, value)), strict=True):
         k, v = (x.repeat_interleave(HEADS // x.shape[1], dim=1) for x in (k, v))
         scores = torch.einsum("qhd,khd->hqk", q, k) * scale
-        scores = scores.masked_fill(torch.ones(scores.shape[1:]).triu(1).bool(), -torch.inf)
-        outputs.append(torch.einsum("hqk,khd->qhd", scores.softmax(-1), v).flatten(1))
+        hidden = torch.ones(scores.shape[1:]).triu(1)
+        if window is not None:
+            hidden += torch.ones_like(hidden).tril(-window)
+        scores = scores.masked_fill(hidden.bool(), -torch.inf)
+        if sinks is not None:
+            scores = torch.cat([scores, sinks[:, None, None].expand(-1, len(q), 1)], -1)
+        outputs.append(
+            torch.einsum("hqk,khd->qhd", scores.softmax(-1)[..., : len(k)], v).flatten(1)
+        )
     return torch.cat(outputs)
 
 
@@ -89,6 +96,42 @@ def test_outputs_and_gradients_equal_plain_attention(lengths, shape):
         torch.testing.assert_close(tensor.grad, other.grad, rtol=0, atol=1e-11)
 
 
+@pytest.mark.parametrize("window", [None, 1, 3, 64])
+@pytest.mark.parametrize("has_sinks", [False, True], ids=["", "sinks"])
+@pytest.mark.parametrize("shape", ["grouped_queries", "small_values"])
+@pytest.mark.parametrize("block", [7, 1024])
+def test_windows_and_sinks_equal_plain_attention(window, has_sinks, shape, block, monkeypatch):
+    monkeypatch.setattr("mcore_rl.engine.attention._QUERIES_PER_BLOCK", block)
+    lengths = [9, 1, 1, 30, 2, 7]
+    options = {"window_size": None if window is None else (window - 1, 0)}
+    module = attention(
+        0.3,
+        softmax_type="learnable" if has_sinks else "vanilla",
+        params_dtype=torch.float64,
+        **options,
+    )
+    mine, plain = tensors(lengths, **SHAPES[shape]), tensors(lengths, **SHAPES[shape])
+    sinks = None
+    if has_sinks:
+        sinks = torch.linspace(-1, 2, HEADS, dtype=torch.float64).requires_grad_()
+        module.softmax_offset.data.copy_(sinks.detach())
+        mine, plain = [*mine, module.softmax_offset], [*plain, sinks]
+    found = module(*mine[:3], packed_seq_params=packed(lengths))
+    wanted = reference(*plain[:3], lengths, 0.3, window, sinks)
+    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
+    weights = torch.randn(wanted.shape, generator=torch.Generator().manual_seed(1))
+    for output in (found, wanted):
+        (output * weights).sum().backward()
+    for tensor, other in zip(mine, plain, strict=True):
+        torch.testing.assert_close(tensor.grad, other.grad, rtol=0, atol=1e-11)
+
+
+def test_layers_without_a_window_are_those_that_the_frequency_skips():
+    module = attention(window_size=(3, 0), window_attn_skip_freq=[0])
+    assert module.window is None
+    assert attention(window_size=(3, 0), window_attn_skip_freq=[1]).window == 4
+
+
 def test_the_scale_is_that_of_the_key_size_unless_given():
     lengths = [4, 9]
     qkv = tensors(lengths)
@@ -107,9 +150,9 @@ def test_the_kernel_without_a_mask_or_a_square_of_weights_serves_every_shape(sha
 
 def test_what_it_cannot_do_is_refused_by_name():
     with pytest.raises(ValueError, match="window_size"):
-        attention(window_size=(128, 0))
-    with pytest.raises(ValueError, match="softmax_type=learnable"):
-        attention(softmax_type="learnable")
+        attention(window_size=(128, 128))
+    with pytest.raises(ValueError, match="softmax_type=off-by-one"):
+        attention(softmax_type="off-by-one")
     qkv, params = tensors([3]), packed([3])
     with pytest.raises(ValueError, match="mask no_mask; only causal"):
         attention()(*qkv, attn_mask_type=AttnMaskType.no_mask, packed_seq_params=params)

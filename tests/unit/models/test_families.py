@@ -100,6 +100,22 @@ GLM_4_5 = {
     "partial_rotary_factor": 0.5, "hidden_act": "silu", "attention_bias": True,
     "use_qk_norm": True, "tie_word_embeddings": False, "num_nextn_predict_layers": 1,
 }  # fmt: skip
+GPT_OSS_20B = {
+    "architectures": ["GptOssForCausalLM"], "vocab_size": 201088, "hidden_size": 2880,
+    "num_hidden_layers": 24, "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64,
+    "intermediate_size": 2880, "num_local_experts": 32, "num_experts_per_tok": 4,
+    "experts_per_token": 4, "rms_norm_eps": 1e-5, "rope_theta": 150000, "hidden_act": "silu",
+    "rope_scaling": {
+        "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0,
+        "truncate": False, "original_max_position_embeddings": 4096,
+    },
+    "layer_types": ["sliding_attention", "full_attention"] * 12, "sliding_window": 128,
+    "attention_bias": True, "swiglu_limit": 7.0, "tie_word_embeddings": False,
+}  # fmt: skip
+GPT_OSS_120B = {
+    **GPT_OSS_20B, "num_hidden_layers": 36, "num_local_experts": 128,
+    "layer_types": ["sliding_attention", "full_attention"] * 18,
+}  # fmt: skip
 
 GLM_4_7_FLASH = {
     **{name: value for name, value in GLM_4_5.items() if name not in ("use_qk_norm", "head_dim")},
@@ -128,6 +144,8 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
     "DeepSeek-V3": (DEEPSEEK_V3, 671_026_419_200),
     "GLM-4.5": (GLM_4_5, 352_797_829_024),
     "GLM-4.7-Flash": (GLM_4_7_FLASH, 29_943_393_920),
+    "gpt-oss-20b": (GPT_OSS_20B, 20_914_757_184),
+    "gpt-oss-120b": (GPT_OSS_120B, 116_829_156_672),
 }
 
 CONFIGS = [pytest.param(config, id=name) for name, (config, _) in PUBLISHED.items()]
@@ -227,7 +245,6 @@ YARN = DEEPSEEK_V3["rope_scaling"]
 LLAMA3 = LLAMA_3_1_8B["rope_scaling"]
 REFUSED = [
     (QWEN3_0_6B, {"architectures": ["BertModel"]}, r"\['BertModel'\] is not supported; allowed"),
-    (QWEN3_0_6B, {"architectures": ["GptOssForCausalLM"]}, "is not supported .its attention sinks"),
     (QWEN3_0_6B, {"architectures": ["DeepseekV32ForCausalLM"]}, "its sparse attention"),
     (QWEN3_0_6B, {"hidden_act": "gelu"}, "hidden_act='gelu' is not .* allowed: 'silu'"),
     (QWEN3_0_6B, {"attention_bias": True}, "attention_bias=true is not .* allowed: false"),
@@ -314,6 +331,20 @@ REFUSED = [
     (DEEPSEEK_V3, {"rope_scaling": {**YARN, "attention_factor": 2.0}}, "attention_factor=2.0 is"),
     (DEEPSEEK_V3, {"rope_scaling": {**YARN, "truncate": False}}, "truncate=false is not"),
     (GLM_4_5, {"num_experts_per_tok": 1, "norm_topk_prob": None}, "norm_topk_prob=true"),
+    (GPT_OSS_20B, {"attention_bias": False}, "attention_bias=false is not .* allowed: true"),
+    (GPT_OSS_20B, {"hidden_act": "gelu"}, "hidden_act='gelu' is not .* allowed: 'silu'"),
+    (GPT_OSS_20B, {"layer_types": ["full_attention"] * 24}, "layer_types=.* allowed: .'sliding_"),
+    (GPT_OSS_20B, {"sliding_window": None}, "has no 'sliding_window', which"),
+    (GPT_OSS_20B, {"rms_norm_eps": 1e-6}, "rms_norm_eps=1e-06 is not .* allowed: 1e-05"),
+    (GPT_OSS_20B, {"swiglu_limit": 8.0}, "swiglu_limit=8.0 is not .* allowed: 7.0"),
+    (GPT_OSS_20B, {"swiglu_alpha": 1.0}, "swiglu_alpha=1.0 is not .* allowed: 1.702"),
+    (GPT_OSS_20B, {"experts_per_token": 2}, "experts_per_token=2 is not .* allowed: 4"),
+    (GPT_OSS_20B, {"rope_scaling": None}, "rope_type='default' is not .* allowed: 'yarn'"),
+    (
+        GPT_OSS_20B,
+        {"rope_scaling": {**GPT_OSS_20B["rope_scaling"], "attention_factor": 2.0}},
+        "attention_factor=2.0 is not",
+    ),
 ]
 
 

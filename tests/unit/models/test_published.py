@@ -41,10 +41,19 @@ TENSOR_ELEMENTS = {
     "Qwen3-235B-A22B": 235_093_634_560,
     "Qwen3-30B-A3B": 30_532_122_624,
     "Qwen3-8B": 8_190_735_360,
+    "gpt-oss-120b": 116_829_156_672,  # dequantised
+    "gpt-oss-20b": 20_914_757_184,
 }
 # Those with fewer tensors than others have; the others take seconds each and are nightly.
 SMALL = all_but(
-    ("GLM-4.7-Flash", "Llama-2-7b-hf", "Llama-3.1-405B", "Mixtral-8x22B-v0.1", "Qwen3-30B-A3B"),
+    (
+        "GLM-4.7-Flash",
+        "Llama-2-7b-hf",
+        "Llama-3.1-405B",
+        "Mixtral-8x22B-v0.1",
+        "Qwen3-30B-A3B",
+        "gpt-oss-20b",
+    ),
     TENSOR_ELEMENTS,
 )
 # Of the hub's count of DeepSeek-V3: float8 weights; bfloat16; float32 biases and scales of blocks.
@@ -88,11 +97,14 @@ def count_by_formula(config: dict[str, Any]) -> int:
         attention += rows if c.get("attention_bias") else 0
         has_norms = c["architectures"][0].startswith("Qwen3") or c.get("use_qk_norm")
         attention += 2 * dim if has_norms else 0
+    attention += heads + hidden if "swiglu_limit" in c else 0  # sinks, a bias
     experts = c.get("n_routed_experts") or c.get("num_experts") or c.get("num_local_experts") or 0
     dense = c.get("first_k_dense_replace", 0) if experts else layers
     ffn = c.get("moe_intermediate_size", c["intermediate_size"])
     moe = (experts + c.get("n_shared_experts", 0)) * 3 * hidden * ffn + experts * hidden
     moe += experts if "n_routed_experts" in c else 0  # selection bias
+    if "swiglu_limit" in c:  # biases of experts and router
+        moe += experts * (2 * ffn + hidden + 1)
     total = layers * (attention + 2 * hidden) + dense * 3 * hidden * c["intermediate_size"]
     return total + (layers - dense) * moe + 2 * c["vocab_size"] * hidden + hidden
 
