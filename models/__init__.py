@@ -8,6 +8,7 @@ from mcore_rl.models import (
     qwen2,
     qwen3,
     qwen3_moe,
+    qwen3_next,
     transformers_model,
 )
 
@@ -19,5 +20,6 @@ __all__ = [
     "qwen2",
     "qwen3",
     "qwen3_moe",
+    "qwen3_next",
     "transformers_model",
 ]

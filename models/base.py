@@ -36,6 +36,9 @@ CLASSIFICATION, SEQUENCE = "ForTokenClassification", "ForSequenceClassification"
 # parameters of transformers and vLLM.
 _TRANSPOSED = {"qwen3_vl_moe": re.compile(r"\.mlp\.experts\.(gate_up_proj|down_proj)$")}
 
+# Model types whose config.json does not say that they have a layer for multi-token prediction.
+_UNDECLARED_MTP = ("qwen3_next",)
+
 
 @dataclass(frozen=True, slots=True)
 class Family:
@@ -223,8 +226,29 @@ def get_field(config: HFConfig, name: str) -> Any:
 
 def drop_mtp_layers(config: HFConfig) -> HFConfig:
     """Return the config with zero layers for multi-token prediction."""
-    fields = ("num_nextn_predict_layers", "num_mtp_layers")
-    return {**config, **{name: 0 for name in fields if name in config}}
+    fields = [n for n in ("num_nextn_predict_layers", "num_mtp_layers") if n in config]
+    if config.get("model_type") in _UNDECLARED_MTP:
+        fields = ["num_nextn_predict_layers"]
+    return {**config, **dict.fromkeys(fields, 0)}
+
+
+def list_layer_types(config: HFConfig) -> list[str]:
+    """Return the attention of each layer of a hybrid model: "linear_" or "full_attention".
+
+    From layer_types or, as published, full_attention_interval.
+    """
+    num_layers = get_field(config, "num_hidden_layers")
+    types = config.get("layer_types")
+    if types is None:
+        interval = config.get("full_attention_interval") or 4
+        names = ("full_attention", "linear_attention")
+        return [names[bool((layer + 1) % interval)] for layer in range(num_layers)]
+    if len(types) != num_layers:
+        raise ConfigError(
+            f"config.json: layer_types has {len(types)} entries; allowed: "
+            f"num_hidden_layers={num_layers}"
+        )
+    return list(types)
 
 
 def check_values(config: HFConfig, allowed: Mapping[str, Any]) -> None:
@@ -403,10 +427,11 @@ _NAMES: dict[FieldType, str] = {
         1, 1 << 14
     ): "num_attention_heads num_key_value_heads head_dim qk_nope_head_dim "
     "qk_rope_head_dim v_head_dim num_experts num_local_experts n_routed_experts "
-    "num_experts_per_tok n_shared_experts",
+    "num_experts_per_tok n_shared_experts full_attention_interval linear_conv_kernel_dim "
+    "linear_key_head_dim linear_value_head_dim linear_num_key_heads linear_num_value_heads",
     _declare_integer(0, 1 << 14): "n_group topk_group",
     _declare_integer(1, 1 << 24): "vocab_size hidden_size intermediate_size moe_intermediate_size "
-    "kv_lora_rank q_lora_rank",
+    "shared_expert_intermediate_size kv_lora_rank q_lora_rank",
     _declare_integer(
         1, 1 << 40
     ): "max_position_embeddings original_max_position_embeddings sliding_window",
@@ -416,6 +441,7 @@ _NAMES: dict[FieldType, str] = {
     ): "rope_theta routed_scaling_factor factor low_freq_factor high_freq_factor",
     _declare_number(0.0, 1e6): "beta_fast beta_slow mscale mscale_all_dim attention_factor",
     _FLAG: "tie_word_embeddings attention_bias mlp_bias norm_topk_prob use_sliding_window "
+    "attn_output_gate "
     "use_qk_norm rope_interleave token_classification_bias truncate",
     _TEXT: "hidden_act scoring_func topk_method rope_type type dtype torch_dtype",
     _OBJECT: "rope_scaling rope_parameters id2label",
@@ -426,7 +452,11 @@ FIELDS: dict[str, FieldType] = {
     name: field_type for field_type, names in _NAMES.items() for name in names.split()
 }
 
-_MULTIPLES = (("num_attention_heads", "num_key_value_heads"), ("n_routed_experts", "n_group"))
+_MULTIPLES = (
+    ("num_attention_heads", "num_key_value_heads"),
+    ("linear_num_value_heads", "linear_num_key_heads"),
+    ("n_routed_experts", "n_group"),
+)
 _AT_MOST = (
     ("topk_group", "n_group"),
     ("first_k_dense_replace", "num_hidden_layers"),

@@ -75,9 +75,14 @@ def map_vllm_norms(config: HFConfig, layer: Layer) -> Iterator[Weight]:
 
 
 def map_vllm_attention(
-    config: HFConfig, layer: Layer, *, qk_norm: bool = False, qkv_bias: bool = False
+    config: HFConfig,
+    layer: Layer,
+    *,
+    qk_norm: bool = False,
+    qkv_bias: bool = False,
+    gated: bool = False,
 ) -> Iterator[Weight]:
-    """Map q/k/v and output projections of grouped-query attention."""
+    """Map q/k/v and output projections of grouped-query attention; `gated`: as in parts."""
     hidden, dim = get_field(config, "hidden_size"), get_head_dim(config)
     heads, groups = (
         get_field(config, "num_attention_heads"),
@@ -85,7 +90,7 @@ def map_vllm_attention(
     )
 
     def qkv(kind: str, *columns: int) -> Weight:
-        sizes = {"q": heads * dim, "k": groups * dim, "v": groups * dim}
+        sizes = {"q": (1 + gated) * heads * dim, "k": groups * dim, "v": groups * dim}
         q, k, v = (
             layer.build_tensor(f"self_attn.{n}_proj.{kind}", s, *columns) for n, s in sizes.items()
         )

@@ -31,6 +31,7 @@ from tests.nightly import all_but, nightly
 CASES = tiny_families.cases()
 NAMES = list(CASES)
 PLACES = ("one rank", "parallel")
+BRIDGED = [name for name in NAMES if name != "qwen3_next"]  # mbridge does not know it
 WITH_BIAS = [name for name, case in CASES.items() if hasattr(case.config, "n_routed_experts")]
 WITH_MTP = [name for name, case in CASES.items() if hasattr(case.config, "num_mtp_layers")]
 RESUMED = all_but(("deepseek_v3", "glm4_moe"), WITH_MTP)
@@ -47,14 +48,17 @@ def parity(path: Path, layout: Layout, batch: Batch) -> ranks.Result:
 def by_mbridge(engine: MegatronEngine, path: Path) -> dict[str, list[torch.Tensor]]:
     """For each parameter of this rank: [ours, mbridge's from the same checkpoint].
 
-    mbridge converts and splits with its own code.
+    mbridge converts and splits with its own code. Nothing for a family that it does not know.
     """
+    from mbridge.core.bridge import _MODEL_REGISTRY
     from mbridge.core.parallel_states import ParallelStates
 
     from mcore_rl.engine.megatron.weights import get_local_tensors
 
     [model] = engine.chunks
     hf_config = transformers.AutoConfig.from_pretrained(path)
+    if hf_config.model_type not in _MODEL_REGISTRY:
+        return {}
     if getattr(hf_config, "head_dim", None) is None:
         hf_config.head_dim = hf_config.hidden_size // hf_config.num_attention_heads
     bridge = mbridge_for(hf_config.model_type, hf_config, model.config)
@@ -184,7 +188,7 @@ def test_export_gives_back_each_tensor_bit_for_bit(runs, name, place):
 
 
 @pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", BRIDGED)
 def test_every_parameter_equals_mbridges_conversion(runs, name, place):
     for result in runs.parity(name, place):
         assert len(result["mbridge"]) > 10
