@@ -193,6 +193,7 @@ def estimate_cost(config: HFConfig) -> SequenceCost:
     ffn = fields["ffn_hidden_size"]
     if fields.get("num_moe_experts"):
         ffn = fields["moe_ffn_hidden_size"] * fields["moe_router_topk"]
+    linear_layers = fields.get("linear_attention_freq", ())
     return estimate_sequence_cost(
         num_layers=fields["num_layers"],
         hidden_size=hidden,
@@ -200,6 +201,7 @@ def estimate_cost(config: HFConfig) -> SequenceCost:
         key_value_size=fields.get("num_query_groups", heads) * head_dim,
         ffn_size=ffn,
         vocab_size=config["vocab_size"],
+        attention_share=1 - sum(linear_layers) / len(linear_layers) if linear_layers else 1.0,
     )
 
 
@@ -340,9 +342,11 @@ def count_kv_elements_per_token(config: HFConfig, tp: int = 1) -> int:
 
     A worker has the keys and values of its heads, at least of one head. Multi-head latent attention
     caches a latent vector and a rotary key that all heads share (DeepSeek-V2, section 2.1), on
-    every worker.
+    every worker. Layers of linear attention have a state per sequence and nothing per token.
     """
     num_layers = int(get_field(config, "num_hidden_layers"))
+    if config.get("linear_num_key_heads"):
+        num_layers = list_layer_types(config).count("full_attention")
     if config.get("kv_lora_rank"):
         return num_layers * int(config["kv_lora_rank"] + get_field(config, "qk_rope_head_dim"))
     heads = int(config.get("num_key_value_heads") or get_field(config, "num_attention_heads"))
@@ -374,6 +378,9 @@ def get_model_sizes(config: HFConfig) -> ModelSizes:
         has_router_bias=fields.get("moe_router_enable_expert_bias", False),
         is_mla="kv_lora_rank" in fields,
         is_tied=bool(config.get("tie_word_embeddings", False)),
+        num_linear_heads=(
+            fields["linear_num_key_heads"] if 1 in fields.get("linear_attention_freq", ()) else 0
+        ),
     )
 
 

@@ -26,7 +26,7 @@ from mcore_rl.jobs.convert import to_hf, to_megatron
 from mcore_rl.jobs.convert.megatron_checkpoint import open_megatron_checkpoint
 from mcore_rl.jobs.convert.plan import Resources
 from mcore_rl.jobs.convert.verify import compare_folders
-from mcore_rl.reshard.rules import Box, LogicalTensor, slice_rows
+from mcore_rl.reshard.rules import LogicalTensor, slice_rows
 
 ONE, SINGLE = Resources(workers=1), Layout()
 UNEVEN = Layout(pp=2, first_stage_layers=1)
@@ -162,18 +162,19 @@ def test_a_checkpoint_without_prediction_layers_takes_them_from_the_reference_or
 @pytest.mark.parametrize("name", ["qwen3", "qwen3_moe"])
 def test_a_checkpoint_of_megatron_lm_is_read_with_layers_stacked_or_apart(models, tmp_path, name):
     """The other form than ours, with optimizer state, in a folder of several iterations."""
-    model, ours = models[name], to_mcore(models[name], tmp_path / "ours", Layout(tp=2))
-    folder = open_megatron_checkpoint(ours, None)
-    theirs, reader = tmp_path / "theirs" / "iter_0000007", DistReader(ours)
+    model, written = models[name], to_mcore(models[name], tmp_path / "ours", Layout(tp=2))
+    folder = open_megatron_checkpoint(written, None)
+    theirs, reader = tmp_path / "theirs" / "iter_0000007", DistReader(written)
     theirs.mkdir(parents=True)
     (theirs.parent / "latest_checkpointed_iteration.txt").write_text("7\n")
     with DistFile(theirs / "__0_0.distcp") as file:
         for parameter in folder.parameters:
-            whole = Box((0,) * len(parameter.shape), parameter.shape)
-            tensor = reader.read(parameter.location.key, parameter.location.to_tensor_box(whole))
+            [ours] = parameter.location.locate(parameter.box)
+            tensor = reader.read(ours.key, ours.box)
             place = switch_layer_stacking(parameter.location, 3) or parameter.location
-            box = place.to_tensor_box(whole)
-            file.add_tensor(place.key, place.shape, box.offsets, tensor.view(box.sizes))
+            [piece] = place.locate(parameter.box)
+            values = tensor.view(piece.box.sizes)
+            file.add_tensor(piece.key, piece.shape, piece.box.offsets, values)
         for key in ("optimizer.state.exp_avg.x", "chained_1.optimizer.state.exp_avg.x"):
             file.add_tensor(key, (3,), (0,), torch.zeros(3))
     write_metadata(theirs, file.records)

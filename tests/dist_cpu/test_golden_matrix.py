@@ -1,6 +1,6 @@
 """Every axis alone, in pairs and together equals one rank: log-probs, losses, gradient norms.
 
-Three models. The values of one rank in float32 are in golden.json, which this makes again:
+Four models. The values of one rank in float32 are in golden.json, which this makes again:
 
     PYTHONPATH=. python tests/dist_cpu/test_golden_matrix.py
 """
@@ -24,7 +24,7 @@ from tests.nightly import all_but
 
 GOLDEN = Path(__file__).with_name("golden.json")
 
-MODELS = ("dense", "moe", "deepseek")
+MODELS = ("dense", "moe", "deepseek", "hybrid")
 DEPTHS = (2, 4)  # layers of the model; four where more than two stages share them, or two unevenly
 
 
@@ -131,7 +131,7 @@ CASES: dict[str, Case] = {
 
 def cases_of(model: str) -> dict[str, Case]:
     """All, without those of experts for the dense model, and on four ranks for `moe`."""
-    most = {"dense": 0, "moe": 2, "deepseek": 4}[model]
+    most = {"dense": 0, "moe": 2, "deepseek": 4, "hybrid": 4}[model]
     return {n: c for n, c in CASES.items() if not c.needs_experts or c.layout.world_size <= most}
 
 
@@ -148,6 +148,10 @@ KEPT = {
         "dp2 etp2", "dp2 ep2 sharded", "tp2 ep2", "cp2 etp2", "tp4", "pp4 embedding head",
         "dp4 ep2 etp2", "tp2 cp2 ep4", "tp2 pp2 vpp2 ep2", "tp2 dp2 ep2 sharded",
         "cp2 dp2 ep2",
+    ),
+    "hybrid": (
+        "full recompute", "selective recompute", "tp2", "cp2", "pp2", "pp2 vpp2", "dp2 ep2",
+        "tp2 etp2", "tp4", "cp4", "tp2 cp2", "tp2 pp2 ep2", "tp2 dp2 ep2 sharded", "cp2 dp2 ep2",
     ),
 }  # fmt: skip
 

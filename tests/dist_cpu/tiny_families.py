@@ -47,9 +47,10 @@ _LLAMA3 = {
     "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
 }  # fmt: skip
 _HYBRID = {
-    "num_hidden_layers": 4, "layer_types": ["linear_attention", "full_attention"] * 2,
+    "layer_types": ["linear_attention", "linear_attention", "full_attention"],
     "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16,
     "linear_value_head_dim": 12, "shared_expert_intermediate_size": 56,
+    "num_nextn_predict_layers": 0,
 }  # fmt: skip
 
 
@@ -70,7 +71,7 @@ def cases() -> dict[str, Case]:
         "qwen2": Case(t.Qwen2Config(**_SHAPE, num_key_value_heads=2), TP2),
         "qwen3": Case(t.Qwen3Config(**_GROUPED, tie_word_embeddings=True), TP2),
         "qwen3_moe": Case(t.Qwen3MoeConfig(**_GROUPED, **moe, norm_topk_prob=True), TP2_EP2),
-        "qwen3_next": Case(t.Qwen3NextConfig(**{**_GROUPED, **moe, **_HYBRID}), TP2_EP2),
+        "qwen3_next": Case(t.Qwen3NextConfig(**_GROUPED, **moe, **_HYBRID), TP2_EP2),
         "llama": Case(t.LlamaConfig(**_GROUPED), TP2),
         "llama_scaled": Case(t.LlamaConfig(**_GROUPED, rope_parameters=_LLAMA3), TP2),
         "mixtral": Case(t.MixtralConfig(**_GROUPED, num_local_experts=4), TP2_EP2),

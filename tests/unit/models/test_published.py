@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import time
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ TENSOR_ELEMENTS = {
     "Qwen3-235B-A22B": 235_093_634_560,
     "Qwen3-30B-A3B": 30_532_122_624,
     "Qwen3-8B": 8_190_735_360,
+    "Qwen3-Next-80B-A3B": 81_324_862_720,
 }
 # Those with fewer tensors than others have; the others take seconds each and are nightly.
 SMALL = all_but(("Llama-3.1-405B", "Mixtral-8x22B-v0.1", "Qwen3-30B-A3B"), TENSOR_ELEMENTS)
@@ -82,8 +84,19 @@ def count_by_formula(config: dict[str, Any]) -> int:
     ffn = c.get("moe_intermediate_size", c["intermediate_size"])
     moe = (experts + c.get("n_shared_experts", 0)) * 3 * hidden * ffn + experts * hidden
     moe += experts if "n_routed_experts" in c else 0  # selection bias
+    if shared := c.get("shared_expert_intermediate_size"):
+        moe += 3 * hidden * shared + hidden  # with a gate
+    if interval := c.get("full_attention_interval"):  # with output gates, and delta nets between
+        full = layers // interval
+        attention += heads * dim * hidden
+        keys = c["linear_num_key_heads"] * c["linear_key_head_dim"]
+        value_heads, value = c["linear_num_value_heads"], c["linear_value_head_dim"]
+        values = value_heads * value
+        linear = hidden * (2 * keys + 2 * values + 2 * value_heads) + values * hidden
+        linear += c["linear_conv_kernel_dim"] * (2 * keys + values) + 2 * value_heads + value
+        attention = Fraction(full * attention + (layers - full) * linear, layers)
     total = layers * (attention + 2 * hidden) + dense * 3 * hidden * c["intermediate_size"]
-    return total + (layers - dense) * moe + 2 * c["vocab_size"] * hidden + hidden
+    return int(total) + (layers - dense) * moe + 2 * c["vocab_size"] * hidden + hidden
 
 
 @pytest.mark.parametrize("name", TENSOR_ELEMENTS)
@@ -100,6 +113,16 @@ def test_the_prediction_layer_of_deepseek_is_a_layer_with_what_stands_around_it(
     around = 2 * hidden * hidden + 3 * hidden + 2 * vocab * hidden
     assert count_by_formula(one_more) + around == TENSOR_ELEMENTS["DeepSeek-V3"]
     assert count_by_formula(config) == 671_026_419_200
+
+
+def test_the_prediction_layer_of_qwen3_next_shares_embedding_and_head():
+    config = config_of("Qwen3-Next-80B-A3B")
+    attention = {**config, "num_hidden_layers": 1, "full_attention_interval": 1}
+    hidden, vocab = config["hidden_size"], config["vocab_size"]
+    layer = count_by_formula(attention) - 2 * vocab * hidden - hidden
+    around = 2 * hidden * hidden + 3 * hidden
+    assert count_by_formula(config) + layer + around == TENSOR_ELEMENTS["Qwen3-Next-80B-A3B"]
+    assert count_by_formula(config) == 79_674_391_296
 
 
 def test_moonlight_has_the_parameters_that_its_report_counts_without_the_embeddings():
