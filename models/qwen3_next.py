@@ -152,7 +152,10 @@ class _DeltaNet:
 
     def __init__(self, config: HFConfig, layer: Layer) -> None:
         _, key, value, heads, value_heads = (get_field(config, name) for name in _LINEAR_FIELDS)
-        hidden, width = get_field(config, "hidden_size"), get_field(config, "linear_conv_kernel_dim")
+        hidden, width = (
+            get_field(config, "hidden_size"),
+            get_field(config, "linear_conv_kernel_dim"),
+        )
         group = value_heads // heads  # value heads of a key head
         self.num_heads, self.key, self.value, self.group = heads, key, group * value, group
         keys, values = heads * key, value_heads * value

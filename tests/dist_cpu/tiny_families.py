@@ -104,6 +104,9 @@ def served_config(name: str) -> transformers.PretrainedConfig:
     config = cases()[name].config
     if config.model_type == "deepseek_v3":
         config.kv_lora_rank, config.qk_rope_head_dim, config.head_dim = 512, 64, 64
+    elif config.model_type == "qwen3_next":  # whose delta nets run in bfloat16 alone
+        config.head_dim = 32
+        config.linear_key_head_dim = config.linear_value_head_dim = 128
     elif config.model_type == "qwen2":  # its heads share the hidden size
         config.hidden_size = 32 * config.num_attention_heads
     else:

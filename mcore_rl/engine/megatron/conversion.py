@@ -61,7 +61,11 @@ class MetaModel:
         for name, location in self.parameters.items():
             forms = (location, switch_layer_stacking(location, self.num_layers))
             stored = next(
-                (f for f in forms if f is not None and all(key in keys for key in f.list_tensors())),
+                (
+                    f
+                    for f in forms
+                    if f is not None and all(key in keys for key in f.list_tensors())
+                ),
                 None,
             )
             if stored is None:
@@ -75,8 +79,10 @@ def switch_layer_stacking(location: StorageLocation, num_layers: int) -> Storage
 
     None for a parameter outside the decoder layers.
 
-    >>> switch_layer_stacking(StorageLocation("decoder.layers.2.mlp.router.weight", (8, 64), ()), 3)
-    StorageLocation(key='decoder.layers.mlp.router.weight', shape=(3, 8, 64), index=(2,), sections=())
+    >>> location = StorageLocation("decoder.layers.2.mlp.router.weight", (8, 64), ())
+    >>> stacked = switch_layer_stacking(location, 3)
+    >>> stacked.key, stacked.shape, stacked.index
+    ('decoder.layers.mlp.router.weight', (3, 8, 64), (2,))
     """
     if not location.key.startswith(_LAYERS):
         return None

@@ -30,7 +30,7 @@ def causal_conv1d(
     cu_seqlens: torch.Tensor | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Convolve each channel over the tokens up to each one in its sequence: fla.modules.convolution.
+    """Convolve each channel over the last tokens of its sequence: fla.modules.convolution.
 
     Args:
         x: [1, tokens, channels]

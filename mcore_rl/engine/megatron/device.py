@@ -281,8 +281,10 @@ def _use_torch_modules() -> None:
     """Make Megatron's Transformer Engine layer spec build the modules of layers.py."""
     from megatron.core.extensions import transformer_engine_spec_provider
     from megatron.core.models.common.embeddings import rope_utils
-    from megatron.core.models.gpt import experimental_attention_variant_module_specs
-    from megatron.core.models.gpt import gpt_layer_specs
+    from megatron.core.models.gpt import (
+        experimental_attention_variant_module_specs,
+        gpt_layer_specs,
+    )
     from megatron.core.ssm.gated_delta_net import common, gdn
     from megatron.core.transformer import multi_latent_attention
     from megatron.core.transformer.moe import moe_utils
