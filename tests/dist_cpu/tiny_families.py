@@ -135,6 +135,8 @@ def save_with_mtp(name: str, folder: Path, config: Any = None) -> Path:
     config = config or cases()[name].config
     num_layers = config.num_hidden_layers
     config.num_hidden_layers = num_layers + 1
+    if name == "qwen3_next":
+        return _save_qwen3_next_with_mtp(config, folder / f"{name}-mtp")
     path = save_served(tiny_models.build_from(config), folder / f"{name}-mtp")
     tensors = load_file(path / "model.safetensors")
     extra, hidden = f"model.layers.{num_layers}.", config.hidden_size
@@ -148,6 +150,65 @@ def save_with_mtp(name: str, folder: Path, config: Any = None) -> Path:
     fields |= {"num_hidden_layers": num_layers, "num_nextn_predict_layers": 1}
     (path / "config.json").write_text(json.dumps(fields))
     return path
+
+
+def _save_qwen3_next_with_mtp(config: Any, path: Path) -> Path:
+    """As published: the tensors stand apart, and config.json does not speak of the layer."""
+    num_layers, hidden = config.num_hidden_layers - 1, config.hidden_size
+    config.layer_types = [*config.layer_types, "full_attention"]
+    save_served(tiny_models.build_from(config), path)
+    last = f"model.layers.{num_layers}."
+    tensors = {
+        name.replace(last, "mtp.layers.0."): tensor
+        for name, tensor in load_file(path / "model.safetensors").items()
+    }
+    for norm in ("norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden"):
+        tensors[f"mtp.{norm}.weight"] = torch.empty(hidden).uniform_(-0.3, 0.3)
+    tensors["mtp.fc.weight"] = torch.empty(hidden, 2 * hidden).normal_(0, 0.08)
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    fields = json.loads((path / "config.json").read_text())
+    fields |= {"num_hidden_layers": num_layers, "layer_types": fields["layer_types"][:-1]}
+    del fields["num_nextn_predict_layers"]
+    (path / "config.json").write_text(json.dumps(fields))
+    return path
+
+
+class _Qwen3NextPredictor(torch.nn.Module):
+    """The prediction layer of Qwen3-Next, of which transformers has the parts alone."""
+
+    def __init__(self, main: Any, tensors: dict[str, torch.Tensor]) -> None:
+        from transformers.modeling_layers import MtpLayer
+
+        super().__init__()
+        last = main.model.layers[-1]
+        norm = type(last.input_layernorm)
+        number = main.config.num_hidden_layers - 1
+        self.layers = torch.nn.ModuleList([MtpLayer(main.config, type(last), norm, number)])
+        names = {
+            "mtp.fc.": "eh_proj.", "mtp.norm.": "post_norm.", "mtp.layers.0.": "mtp_block.",
+            "mtp.pre_fc_norm_embedding.": "enorm.", "mtp.pre_fc_norm_hidden.": "hnorm.",
+        }  # fmt: skip
+        state = {
+            theirs + name.removeprefix(ours): tensor
+            for ours, theirs in names.items()
+            for name, tensor in tensors.items()
+            if name.startswith(ours)
+        }
+        experts = "mtp_block.mlp.experts."
+        single = {name: state.pop(name) for name in list(state) if name.startswith(experts)}
+
+        def stack(part: str) -> torch.Tensor:
+            numbers = range(main.config.num_experts)
+            return torch.stack([single[f"{experts}{number}.{part}.weight"] for number in numbers])
+
+        state[experts + "gate_up_proj"] = torch.cat([stack("gate_proj"), stack("up_proj")], 1)
+        state[experts + "down_proj"] = stack("down_proj")
+        self.layers[0].load_state_dict(state)
+        self.tie_with_main_model(main)
+
+    def tie_with_main_model(self, main: Any) -> None:
+        self.embed_tokens, self.shared_head = main.model.embed_tokens, main.lm_head
+        self.rotary_emb = main.model.rotary_emb
 
 
 def save_published_deepseek(folder: Path, config: Any = None) -> tuple[Path, Path]:
@@ -177,6 +238,8 @@ def save_published_deepseek(folder: Path, config: Any = None) -> tuple[Path, Pat
 def with_prediction_layer(path: Path) -> Any:
     """transformers' reading of such a checkpoint: its MtpModel, tied to the main model."""
     main = transformers.AutoModelForCausalLM.from_pretrained(path)
+    if main.config.model_type == "qwen3_next":
+        return _Qwen3NextPredictor(main, load_file(path / "model.safetensors"))
     # It looks for the layer number of the published model.
     main._keys_to_ignore_on_load_unexpected = [rf"model\.layers\.{main.config.num_hidden_layers}.*"]
     from transformers.modeling_layers import MtpModel
