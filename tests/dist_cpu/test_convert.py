@@ -73,7 +73,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         found[name] = tiny_families.save(tiny_models.build_from(case.config), folder / name)
         if number % 2:
             in_bfloat16(found[name])
-    for name in ("deepseek_v3", "glm4_moe"):
+    for name in ("deepseek_v3", "glm4_moe", "qwen3_next"):
         found[f"{name}-mtp"] = tiny_families.save_with_mtp(name, folder)
     return found
 
@@ -89,7 +89,7 @@ def in_bfloat16(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("which", ["its own", "uneven", "interleaved"])
-@pytest.mark.parametrize("name", [*FAMILIES, "deepseek_v3-mtp", "glm4_moe-mtp"])
+@pytest.mark.parametrize("name", [*FAMILIES, "deepseek_v3-mtp", "glm4_moe-mtp", "qwen3_next-mtp"])
 def test_a_family_comes_back_byte_for_byte(models, tmp_path, name, which):
     own = FAMILIES[name.removesuffix("-mtp")].layout
     layout = {"its own": own, "uneven": UNEVEN, "interleaved": INTERLEAVED}[which]

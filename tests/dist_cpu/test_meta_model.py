@@ -42,7 +42,12 @@ LAYOUTS = {
     },
 }
 SAVED = [
-    *(f"{model}/one" for model in (*tiny_families.cases(), "deepseek_v3-mtp", "glm4_moe-mtp")),
+    *(
+        f"{model}/one"
+        for model in (
+            *tiny_families.cases(), "deepseek_v3-mtp", "glm4_moe-mtp", "qwen3_next-mtp"
+        )
+    ),
     *(f"{model}/{name}" for model, layouts in LAYOUTS.items() for name in layouts),
 ]
 MORE = (
@@ -79,7 +84,7 @@ class Runs:
             name: tiny_families.save(tiny_models.build_from(case.config), folder / name)
             for name, case in tiny_families.cases().items()
         }
-        for name in ("deepseek_v3", "glm4_moe"):
+        for name in ("deepseek_v3", "glm4_moe", "qwen3_next"):
             self.paths[f"{name}-mtp"] = tiny_families.save_with_mtp(name, folder)
         config = tiny_families.cases()["qwen3"].config
         config.vocab_size = meta_model_jobs.FOREIGN_ROWS + 1
