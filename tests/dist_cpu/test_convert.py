@@ -114,7 +114,7 @@ def test_ranks_of_the_layout_find_their_shards_as_chunks(models, tmp_path):
     assert {chunk.sizes[-2:] for chunk in fc2.chunks} == {(64, 20)}
 
 
-@pytest.mark.parametrize("name", ["deepseek_v3-mtp", "mixtral"])
+@pytest.mark.parametrize("name", ["deepseek_v3-mtp", "mixtral", "qwen3_next-mtp"])
 def test_float8_is_written_read_and_written_as_the_same_bytes(models, tmp_path, name):
     first = back(to_mcore(models[name], tmp_path / "a"), tmp_path / "b", "fp8")
     assert torch.float8_e4m3fn in {t.dtype for t in tensors_in(first).values()}
