@@ -9,6 +9,7 @@ from mcore_rl.models import (
     qwen2,
     qwen3,
     qwen3_moe,
+    qwen3_next,
     transformers_model,
 )
 
@@ -21,5 +22,6 @@ __all__ = [
     "qwen2",
     "qwen3",
     "qwen3_moe",
+    "qwen3_next",
     "transformers_model",
 ]

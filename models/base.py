@@ -37,6 +37,9 @@ CLASSIFICATION, SEQUENCE = "ForTokenClassification", "ForSequenceClassification"
 # parameters of transformers and vLLM.
 _TRANSPOSED = {"qwen3_vl_moe": re.compile(r"\.mlp\.experts\.(gate_up_proj|down_proj)$")}
 
+# Model types whose config.json does not say that they have a layer for multi-token prediction.
+_UNDECLARED_MTP = ("qwen3_next",)
+
 
 @dataclass(frozen=True, slots=True)
 class Family:
@@ -189,6 +192,7 @@ def estimate_cost(config: HFConfig) -> SequenceCost:
     ffn = fields["ffn_hidden_size"]
     if fields.get("num_moe_experts"):
         ffn = fields["moe_ffn_hidden_size"] * fields["moe_router_topk"]
+    linear_layers = fields.get("linear_attention_freq", ())
     return estimate_sequence_cost(
         num_layers=fields["num_layers"],
         hidden_size=hidden,
@@ -196,6 +200,7 @@ def estimate_cost(config: HFConfig) -> SequenceCost:
         key_value_size=fields.get("num_query_groups", heads) * head_dim,
         ffn_size=ffn,
         vocab_size=config["vocab_size"],
+        attention_share=1 - sum(linear_layers) / len(linear_layers) if linear_layers else 1.0,
     )
 
 
@@ -222,8 +227,29 @@ def get_field(config: HFConfig, name: str) -> Any:
 
 def drop_mtp_layers(config: HFConfig) -> HFConfig:
     """Return the config with zero layers for multi-token prediction."""
-    fields = ("num_nextn_predict_layers", "num_mtp_layers")
-    return {**config, **{name: 0 for name in fields if name in config}}
+    fields = [n for n in ("num_nextn_predict_layers", "num_mtp_layers") if n in config]
+    if config.get("model_type") in _UNDECLARED_MTP:
+        fields = ["num_nextn_predict_layers"]
+    return {**config, **dict.fromkeys(fields, 0)}
+
+
+def list_layer_types(config: HFConfig) -> list[str]:
+    """Return the attention of each layer of a hybrid model: "linear_" or "full_attention".
+
+    From layer_types or, as published, full_attention_interval.
+    """
+    num_layers = get_field(config, "num_hidden_layers")
+    types = config.get("layer_types")
+    if types is None:
+        interval = config.get("full_attention_interval") or 4
+        names = ("full_attention", "linear_attention")
+        return [names[bool((layer + 1) % interval)] for layer in range(num_layers)]
+    if len(types) != num_layers:
+        raise ConfigError(
+            f"config.json: layer_types has {len(types)} entries; allowed: "
+            f"num_hidden_layers={num_layers}"
+        )
+    return list(types)
 
 
 def check_values(config: HFConfig, allowed: Mapping[str, Any]) -> None:
@@ -305,9 +331,11 @@ def count_kv_elements_per_token(config: HFConfig, tp: int = 1) -> int:
 
     A worker has the keys and values of its heads, at least of one head. Multi-head latent attention
     caches a latent vector and a rotary key that all heads share (DeepSeek-V2, section 2.1), on
-    every worker.
+    every worker. Layers of linear attention have a state per sequence and nothing per token.
     """
     num_layers = int(get_field(config, "num_hidden_layers"))
+    if config.get("linear_num_key_heads"):
+        num_layers = list_layer_types(config).count("full_attention")
     if config.get("kv_lora_rank"):
         return num_layers * int(config["kv_lora_rank"] + get_field(config, "qk_rope_head_dim"))
     heads = int(config.get("num_key_value_heads") or get_field(config, "num_attention_heads"))
@@ -340,6 +368,9 @@ def get_model_sizes(config: HFConfig) -> ModelSizes:
         is_mla="kv_lora_rank" in fields,
         is_tied=bool(config.get("tie_word_embeddings", False)),
         has_expert_biases=bool(num_experts and fields.get("add_bias_linear")),
+        num_linear_heads=(
+            fields["linear_num_key_heads"] if 1 in fields.get("linear_attention_freq", ()) else 0
+        ),
     )
 
 
@@ -393,10 +424,12 @@ _NAMES: dict[FieldType, str] = {
         1, 1 << 14
     ): "num_attention_heads num_key_value_heads head_dim qk_nope_head_dim "
     "qk_rope_head_dim v_head_dim num_experts num_local_experts n_routed_experts "
-    "num_experts_per_tok experts_per_token n_shared_experts",
+    "num_experts_per_tok experts_per_token n_shared_experts full_attention_interval "
+    "linear_conv_kernel_dim linear_key_head_dim linear_value_head_dim linear_num_key_heads "
+    "linear_num_value_heads",
     _declare_integer(0, 1 << 14): "n_group topk_group",
     _declare_integer(1, 1 << 24): "vocab_size hidden_size intermediate_size moe_intermediate_size "
-    "kv_lora_rank q_lora_rank",
+    "shared_expert_intermediate_size kv_lora_rank q_lora_rank",
     _declare_integer(
         1, 1 << 40
     ): "max_position_embeddings original_max_position_embeddings sliding_window",
@@ -408,6 +441,7 @@ _NAMES: dict[FieldType, str] = {
         0.0, 1e6
     ): "beta_fast beta_slow mscale mscale_all_dim attention_factor swiglu_alpha swiglu_limit",
     _FLAG: "tie_word_embeddings attention_bias mlp_bias norm_topk_prob use_sliding_window "
+    "attn_output_gate "
     "use_qk_norm rope_interleave token_classification_bias truncate",
     _TEXT: "hidden_act scoring_func topk_method rope_type type dtype torch_dtype",
     _OBJECT: "rope_scaling rope_parameters id2label",
@@ -418,7 +452,11 @@ FIELDS: dict[str, FieldType] = {
     name: field_type for field_type, names in _NAMES.items() for name in names.split()
 }
 
-_MULTIPLES = (("num_attention_heads", "num_key_value_heads"), ("n_routed_experts", "n_group"))
+_MULTIPLES = (
+    ("num_attention_heads", "num_key_value_heads"),
+    ("linear_num_value_heads", "linear_num_key_heads"),
+    ("n_routed_experts", "n_group"),
+)
 _AT_MOST = (
     ("topk_group", "n_group"),
     ("first_k_dense_replace", "num_hidden_layers"),

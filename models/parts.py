@@ -42,10 +42,11 @@ class Layer:
 
     index: int  # in the checkpoint
     mtp_index: int | None = None  # among the layers for multi-token prediction
+    prefix: str = "model.layers."  # of its tensors in the checkpoint
 
     def build_tensor(self, name: str, *shape: int) -> LogicalTensor:
         """Return a tensor of this layer in the checkpoint."""
-        return LogicalTensor(f"model.layers.{self.index}.{name}", shape)
+        return LogicalTensor(f"{self.prefix}{self.index}.{name}", shape)
 
     def build_weight(
         self,
@@ -64,15 +65,20 @@ class Layer:
         return Weight(name, rule, axis, expert=expert, stage="mtp", float32=float32)
 
 
-def map_common_config(config: HFConfig) -> dict[str, Any]:
-    """Return TransformerConfig arguments of a pre-norm, gated decoder, without its attention."""
+def map_common_config(
+    config: HFConfig, layer_types: tuple[str, ...] = ("full_attention",)
+) -> dict[str, Any]:
+    """Return TransformerConfig arguments of a pre-norm, gated decoder, without its attention.
+
+    `layer_types`: those that the family has.
+    """
     if config.get("use_sliding_window"):
         raise ConfigError("config.json: use_sliding_window=true is not supported; allowed: false")
-    kinds = sorted(set(config.get("layer_types") or []) - {"full_attention"})
+    kinds = sorted(set(config.get("layer_types") or []) - set(layer_types))
     if kinds:
         raise ConfigError(
             f"config.json: layer_types with {kinds[0]!r} is not supported; allowed: "
-            "'full_attention'"
+            f"{', '.join(map(repr, layer_types))}"
         )
     check_values(config, {"hidden_act": "silu"})
     return {
@@ -120,7 +126,10 @@ LayerRules = Callable[[HFConfig, Layer], Iterator[Weight]]
 def map_decoder_weights(
     config: HFConfig, padded_vocab: int, map_layer: LayerRules, num_mtp_layers: int = 0
 ) -> tuple[Weight, ...]:
-    """Return the rules of a model; `map_layer` gives those of a layer."""
+    """Return the rules of a model; `map_layer` gives those of a layer.
+
+    Prediction layers follow on the decoder layers, as DeepSeek-V3 has them.
+    """
     num_layers = get_field(config, "num_hidden_layers")
     mtp_layers = [Layer(num_layers + index, index) for index in range(num_mtp_layers)]
     layers = [Layer(index) for index in range(num_layers)]
@@ -198,12 +207,15 @@ def map_attention_weights(
     *,
     qk_norm: bool = False,
     qkv_bias: bool = False,
+    gated: bool = False,
     out_bias: bool = False,
     sinks: bool = False,
 ) -> Iterator[Weight]:
     """Map input norm, q/k/v and output projections of grouped-query attention.
 
-    `sinks`: a logit of each head beside those of the keys, Megatron's learnable softmax offset.
+    Args:
+        gated: q_proj has a gate of the output after the query of each head.
+        sinks: A logit of each head beside those of the keys, Megatron's learnable softmax offset.
     """
     hidden, dim = get_field(config, "hidden_size"), get_head_dim(config)
     heads = get_field(config, "num_attention_heads")
@@ -211,10 +223,11 @@ def map_attention_weights(
 
     def build_qkv(kind: str, *columns: int) -> InterleavedQKV:
         return InterleavedQKV(
-            layer.build_tensor(f"self_attn.q_proj.{kind}", heads * dim, *columns),
+            layer.build_tensor(f"self_attn.q_proj.{kind}", (1 + gated) * heads * dim, *columns),
             layer.build_tensor(f"self_attn.k_proj.{kind}", groups * dim, *columns),
             layer.build_tensor(f"self_attn.v_proj.{kind}", groups * dim, *columns),
             groups,
+            gated,
         )
 
     norm = Replicated(layer.build_tensor("input_layernorm.weight", hidden))
@@ -394,6 +407,17 @@ def map_shared_expert_config(config: HFConfig) -> dict[str, Any]:
         "moe_layer_freq": [int(has_experts(config, layer)) for layer in range(num_layers)],
         **map_sigmoid_router_config(config),
     }
+
+
+def is_sparse_layer(config: HFConfig, layer: int) -> bool:
+    """Return whether a layer of a Qwen model has experts (decoder_sparse_step, mlp_only_layers)."""
+    step = config.get("decoder_sparse_step") or 1
+    return layer not in (config.get("mlp_only_layers") or []) and (layer + 1) % step == 0
+
+
+def count_experts(config: HFConfig) -> int:
+    """Return num_local_experts, which transformers 5 writes, or num_experts as published."""
+    return int(config.get("num_local_experts") or get_field(config, "num_experts"))
 
 
 def has_experts(config: HFConfig, layer: int) -> bool:

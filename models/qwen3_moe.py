@@ -8,7 +8,9 @@ from typing import Any
 from mcore_rl.models.base import Family, HFConfig, check_values, get_field, register
 from mcore_rl.models.parts import (
     Layer,
+    count_experts,
     get_layer_spec,
+    is_sparse_layer,
     map_attention_weights,
     map_decoder_config,
     map_decoder_weights,
@@ -27,34 +29,24 @@ from mcore_rl.models.vllm_parts import (
 from mcore_rl.reshard.rules import Weight
 
 
-def _is_moe(config: HFConfig, layer: int) -> bool:
-    step = config.get("decoder_sparse_step") or 1
-    return layer not in (config.get("mlp_only_layers") or []) and (layer + 1) % step == 0
-
-
-def _num_experts(config: HFConfig) -> int:
-    """transformers 5 writes num_local_experts where the published checkpoints have num_experts."""
-    return int(config.get("num_local_experts") or get_field(config, "num_experts"))
-
-
 def map_config(config: HFConfig) -> dict[str, Any]:
     check_values(config, {"attention_bias": False})
     num_layers = get_field(config, "num_hidden_layers")
     return {
         **map_decoder_config(config),
         "qk_layernorm": True,
-        "num_moe_experts": _num_experts(config),
+        "num_moe_experts": count_experts(config),
         "moe_ffn_hidden_size": get_field(config, "moe_intermediate_size"),
-        "moe_layer_freq": [int(_is_moe(config, layer)) for layer in range(num_layers)],
+        "moe_layer_freq": [int(is_sparse_layer(config, layer)) for layer in range(num_layers)],
         **map_softmax_router_config(config, renormalised=config.get("norm_topk_prob", False)),
     }
 
 
 def _map_layer(config: HFConfig, layer: Layer) -> Iterator[Weight]:
     yield from map_attention_weights(config, layer, qk_norm=True)
-    if _is_moe(config, layer.index):
+    if is_sparse_layer(config, layer.index):
         ffn = get_field(config, "moe_intermediate_size")
-        yield from map_expert_mlp_weights(config, layer, num_experts=_num_experts(config), ffn=ffn)
+        yield from map_expert_mlp_weights(config, layer, num_experts=count_experts(config), ffn=ffn)
     else:
         yield from map_dense_mlp_weights(config, layer)
 
@@ -66,10 +58,10 @@ def map_weights(config: HFConfig, padded_vocab: int) -> tuple[Weight, ...]:
 def _map_vllm_layer(config: HFConfig, layer: Layer) -> Iterator[Weight]:
     yield from map_vllm_norms(config, layer)
     yield from map_vllm_attention(config, layer, qk_norm=True)
-    if _is_moe(config, layer.index):
-        yield map_vllm_router(config, layer, _num_experts(config))
+    if is_sparse_layer(config, layer.index):
+        yield map_vllm_router(config, layer, count_experts(config))
         ffn = get_field(config, "moe_intermediate_size")
-        yield from map_vllm_experts(config, layer, _num_experts(config), ffn)
+        yield from map_vllm_experts(config, layer, count_experts(config), ffn)
     else:
         yield from map_vllm_dense_mlp(config, layer)
 

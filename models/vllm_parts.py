@@ -87,9 +87,15 @@ def map_vllm_attention(
     *,
     qk_norm: bool = False,
     qkv_bias: bool = False,
+    gated: bool = False,
     module: str = "self_attn",
 ) -> Iterator[Weight]:
-    """Map q/k/v and output projections of grouped-query attention; `module`: its name in vLLM."""
+    """Map q/k/v and output projections of grouped-query attention.
+
+    Args:
+        gated: As in parts.
+        module: The name in vLLM.
+    """
     hidden, dim = get_field(config, "hidden_size"), get_head_dim(config)
     heads, groups = (
         get_field(config, "num_attention_heads"),
@@ -97,7 +103,7 @@ def map_vllm_attention(
     )
 
     def qkv(kind: str, *columns: int) -> Weight:
-        sizes = {"q": heads * dim, "k": groups * dim, "v": groups * dim}
+        sizes = {"q": (1 + gated) * heads * dim, "k": groups * dim, "v": groups * dim}
         q, k, v = (
             layer.build_tensor(f"self_attn.{n}_proj.{kind}", s, *columns) for n, s in sizes.items()
         )

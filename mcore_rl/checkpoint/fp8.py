@@ -24,11 +24,12 @@ _LARGEST = 448.0  # of e4m3
 _SMALLEST = 2.0**-110
 
 # The projections of decoder layers; not embeddings, heads, norms, routers, nor the projection
-# before a layer for multi-token prediction (eh_proj).
+# before a layer for multi-token prediction (eh_proj, mtp.fc), nor those with few rows (_PLAIN).
 _PROJECTIONS = re.compile(
-    r"model\.layers\.\d+\.(self_attn|mlp|block_sparse_moe)\."
-    r"(.+\.)?(\w+_proj|kv_a_proj_with_mqa|w[123])\.weight"
+    r"(model|mtp)\.layers\.\d+\.(self_attn|linear_attn|mlp|block_sparse_moe)\."
+    r"(.+\.)?(\w+_proj|in_proj_qkvz|kv_a_proj_with_mqa|w[123])\.weight"
 )
+_PLAIN = re.compile(r"mtp\.fc|.+\.(linear_attn\.in_proj_ba|mlp\.shared_expert_gate)")
 _ROUTER, _SELECTION_BIAS = ".gate.weight", ".gate.e_score_correction_bias"
 
 
@@ -51,19 +52,21 @@ def is_block_quantized(name: str, shape: tuple[int, ...]) -> bool:
 def build_quantization_config(names: Iterable[str]) -> dict[str, Any]:
     """Return quantization_config of a float8 checkpoint with tensors of these names.
 
-    Routers are listed as not converted, as in published Qwen3 models: otherwise vLLM expects their
-    scales (model_executor/models/qwen3_moe.py:170). It does not for routers with a selection bias,
-    and the config of DeepSeek-V3 does not list them.
+    Routers, and what stands beside projections of Qwen3-Next, are listed as not converted, as in
+    published Qwen3 models: otherwise vLLM expects their scales (models/qwen3_moe.py:170). It does
+    not for routers with a selection bias, and the config of DeepSeek-V3 does not list them.
     """
     known = set(names)
     modules = {name.removesuffix(_ROUTER) for name in known if name.endswith(_ROUTER)}
-    routers = sorted(f"{m}.gate" for m in modules if m + _SELECTION_BIAS not in known)
+    plain = {f"{m}.gate" for m in modules if m + _SELECTION_BIAS not in known}
+    names = (name.removesuffix(".weight") for name in known)
+    plain |= {name for name in names if _PLAIN.fullmatch(name)}
     return {
         "activation_scheme": "dynamic",
         "fmt": "e4m3",
         "quant_method": "fp8",
         "weight_block_size": [BLOCK, BLOCK],
-        **({"modules_to_not_convert": ["lm_head", *routers]} if routers else {}),
+        **({"modules_to_not_convert": ["lm_head", *sorted(plain)]} if plain else {}),
     }
 
 

@@ -49,6 +49,7 @@ class ModelSizes:
     is_mla: bool = False  # multi-head latent attention
     is_tied: bool = False  # one weight for embedding and output head
     has_expert_biases: bool = False
+    num_linear_heads: int = 0  # key heads of gated delta nets, which tp and cp split
 
 
 def resolve_engine(key: str, config: EngineConfig) -> None:
@@ -258,6 +259,11 @@ def resolve_model_layout(key: str, layout: Layout, sizes: ModelSizes) -> None:
     check_divides(f"{key}.tp", layout.tp, "key/value heads", sizes.num_query_groups)
     for size in sizes.ffn_sizes:
         check_divides(f"{key}.tp", layout.tp, "MLP columns", size)
+    if sizes.num_linear_heads % (layout.tp * layout.cp):
+        raise ConfigError(
+            f"{key}.tp={layout.tp} with {key}.cp={layout.cp}: gated delta nets are split by their "
+            f"key heads over both; allowed: a product that divides {sizes.num_linear_heads}"
+        )
     count_chunk_layers(key, layout, sizes.num_layers)
     if sizes.num_experts:
         check_divides(f"{key}.ep", layout.ep, "experts", sizes.num_experts)

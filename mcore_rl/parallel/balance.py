@@ -43,6 +43,7 @@ def estimate_sequence_cost(
     key_value_size: float,
     ffn_size: float,
     vocab_size: int,
+    attention_share: float = 1.0,
 ) -> SequenceCost:
     """Estimate the multiplications of a forward pass. A backward pass has twice as many.
 
@@ -51,12 +52,14 @@ def estimate_sequence_cost(
         key_value_size: Key/value heads * head_dim.
         ffn_size: Intermediate size of the gated MLP per token, averaged over the layers; with
             experts, of the top k and the shared experts.
+        attention_share: Share of the layers that compute pairs of tokens. The others, of linear
+            attention, count with the same projections.
     """
     projections = 2 * hidden_size * (attention_size + key_value_size)
     layer = projections + 3 * hidden_size * ffn_size
     return SequenceCost(
         per_token=num_layers * layer + hidden_size * vocab_size,
-        per_token_pair=num_layers * 2.0 * attention_size,
+        per_token_pair=num_layers * attention_share * 2.0 * attention_size,
     )
 
 

@@ -231,12 +231,17 @@ class GateUp:
 
 @dataclass(frozen=True, slots=True)
 class InterleavedQKV:
-    """Megatron's linear_qkv: for each query group its q heads, its k head, its v head."""
+    """Megatron's linear_qkv: for each query group its q heads, its k head, its v head.
+
+    `gated`: q has [query; gate] of each head, and the local tensor the gates of a group after its
+    queries (attention_output_gate of Megatron).
+    """
 
     q: LogicalTensor
     k: LogicalTensor
     v: LogicalTensor
     num_groups: int  # key/value heads
+    gated: bool = False
 
     @property
     def tensors(self) -> tuple[LogicalTensor, ...]:
@@ -252,9 +257,77 @@ class InterleavedQKV:
         blocks: list[Block] = []
         local = 0
         for group in range(shard.index * groups, (shard.index + 1) * groups):
-            for tensor in self.tensors:
-                size = tensor.shape[0] // self.num_groups
-                blocks.append(slice_rows(tensor, group * size, size, local))
+            for tensor, first, size in self._list_rows(group):
+                blocks.append(slice_rows(tensor, first, size, local))
+                local += size
+        return tuple(blocks)
+
+    def _list_rows(self, group: int) -> Iterator[tuple[LogicalTensor, int, int]]:
+        """Yield (tensor, first row, number of rows) of a group, in local order."""
+        sizes = [tensor.shape[0] // self.num_groups for tensor in self.tensors]
+        q_rows, dim = sizes[0], sizes[1]
+        if self.gated:
+            for part in (0, dim):
+                heads = range(group * q_rows + part, (group + 1) * q_rows, 2 * dim)
+                yield from ((self.q, first, dim) for first in heads)
+        else:
+            yield self.q, group * q_rows, q_rows
+        for tensor, size in zip(self.tensors[1:], sizes[1:], strict=True):
+            yield tensor, group * size, size
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """Rows of a tensor that belong together: `size` rows of each of its units.
+
+    The first unit begins at row `start`, and the next ones every `stride` rows.
+    """
+
+    tensor: int  # position in the tensors of the rule
+    start: int
+    size: int
+    stride: int
+
+
+@dataclass(frozen=True, slots=True)
+class StackedSections:
+    """Sections one below the other, each split by its units: projections of linear attention.
+
+    A unit is a key head, whose rows are apart in a checkpoint that interleaves its sections.
+
+    >>> w = LogicalTensor("in_proj", (8, 2))  # of two heads, 1 row of q and 3 of v each
+    >>> rule = StackedSections((w,), (Section(0, 0, 1, 4), Section(0, 1, 3, 4)), num_units=2)
+    >>> [(block.box.offsets[0], block.box.sizes[0]) for block in rule.get_blocks(Shard(0, 1))]
+    [(0, 1), (4, 1), (1, 3), (5, 3)]
+    """
+
+    parts: tuple[LogicalTensor, ...]
+    sections: tuple[Section, ...]
+    num_units: int
+
+    @property
+    def tensors(self) -> tuple[LogicalTensor, ...]:
+        return self.parts
+
+    def get_section_rows(self, shard: Shard) -> tuple[int, ...]:
+        """Return the rows of each section in a shard."""
+        units = _divide(self.num_units, shard, f"heads of {self.parts[0].name}")
+        return tuple(units * section.size for section in self.sections)
+
+    def get_local_shape(self, shard: Shard) -> tuple[int, ...]:
+        return (sum(self.get_section_rows(shard)), *self.parts[0].shape[1:])
+
+    def get_blocks(self, shard: Shard) -> tuple[Block, ...]:
+        units = _divide(self.num_units, shard, f"heads of {self.parts[0].name}")
+        blocks, local = [], 0
+        for section in self.sections:
+            first = section.start + shard.index * units * section.stride
+            # Neighbouring units are one block.
+            is_dense = section.size == section.stride
+            count, size = (1, units * section.size) if is_dense else (units, section.size)
+            for unit in range(count):
+                start = first + unit * section.stride
+                blocks.append(slice_rows(self.parts[section.tensor], start, size, local))
                 local += size
         return tuple(blocks)
 

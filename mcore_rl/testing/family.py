@@ -100,7 +100,8 @@ def save_random_checkpoint(config: PretrainedConfig, path: Path) -> None:
             if parameter.dim() > 1:
                 parameter.normal_(0, 0.08)
             elif "norm" in name:
-                parameter.uniform_(0.7, 1.3)
+                is_centered = not parameter.any()  # scales by 1 + weight
+                parameter.uniform_(0.7, 1.3).sub_(float(is_centered))
             else:
                 parameter.normal_(0, 0.2)
     model.save_pretrained(path)

@@ -34,6 +34,13 @@ def config_of(model: str, num_layers: int) -> transformers.PretrainedConfig:
     if model == "gpt_oss":
         window = {"sliding_window": 8, "num_local_experts": 8, "num_experts_per_tok": 2}
         return transformers.GptOssConfig(**grouped, **window)
+    if model == "hybrid":
+        return transformers.Qwen3NextConfig(
+            **grouped, **experts, num_experts=8, shared_expert_intermediate_size=40,
+            linear_num_key_heads=4, linear_num_value_heads=8, linear_key_head_dim=16,
+            linear_value_head_dim=8, num_nextn_predict_layers=0,
+            layer_types=["linear_attention", "full_attention"] * (num_layers // 2),
+        )  # fmt: skip
     if model == "dense":
         return transformers.Qwen3Config(**grouped, tie_word_embeddings=True)
     return transformers.Qwen3MoeConfig(
@@ -48,6 +55,8 @@ def save(name: str, folder: Path, num_layers: int = 4) -> Path:
     with torch.no_grad():
         for key, parameter in model.state_dict().items():
             low, high = (0.7, 1.3) if "norm" in key else (-0.14, 0.14)
+            if name == "hybrid" and "norm" in key and "linear_attn" not in key:
+                low, high = -0.3, 0.3  # scaled by 1 + weight
             drawn = rng.uniform(low, high, tuple(parameter.shape))
             parameter.copy_(torch.from_numpy(drawn).to(parameter.dtype))
     path = folder / f"{name}-{num_layers}"

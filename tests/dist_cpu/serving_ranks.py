@@ -37,6 +37,7 @@ class Order:
     syncs: dict[str, tuple[str, ...]]  # the servers that take part, which may be of other worlds
     servers: dict[str, bool]  # those of this world by name: whether ranks share experts
     is_measured: bool = False  # then the memory of each update is told, and nothing is compared
+    dtype: str = "float32"
 
 
 Tokens = list[list[int]]  # by prompt
@@ -105,7 +106,7 @@ class _Rank:
 
     def run(self, order: Order) -> None:
         most_begun = _watch_modules()
-        servers = {name: self._server(order.path, ep) for name, ep in order.servers.items()}
+        servers = {n: self._server(order.path, ep, order.dtype) for n, ep in order.servers.items()}
         before = {name: _generated(server) for name, server in servers.items()}
         after: dict[str, tuple[State, Tokens]] = {}
         for sync, takers in order.syncs.items():
@@ -122,7 +123,7 @@ class _Rank:
             self.report.complaints.append(f"modules: {order.path.name}, {most_begun} at a time")
         for name, ep in () if order.is_measured else order.servers.items():
             _wait_for(order.exported)
-            exported = self._server(order.exported, ep)
+            exported = self._server(order.exported, ep, order.dtype)
             wanted, tokens = _tensors(_worker(exported)), _generated(exported)
             for key in (f"{sync}-{name}" for sync, of in order.syncs.items() if name in of):
                 state, found = after[key]
@@ -159,7 +160,7 @@ class _Rank:
             module = _largest_module_bytes(worker)
             self.report.memory.append(Memory(order.path.name, memory.peak, module))
 
-    def _server(self, path: Path, ep: bool) -> Any:
+    def _server(self, path: Path, ep: bool, dtype: str) -> Any:
         from mcore_rl.config.schema import RolloutConfig
         from mcore_rl.inference.vllm import server as vllm_server
 
@@ -184,14 +185,15 @@ class _Rank:
         destroy_model_parallel()  # a model without experts has one group less
         server = LLM(
             model=str(path),
-            dtype="float32",
+            dtype=dtype,
             max_model_len=64,
-            kv_cache_memory_bytes=1 << 20,
+            kv_cache_memory_bytes=8 << 20 if dtype == "bfloat16" else 1 << 20,
             tensor_parallel_size=self.world,
             enable_expert_parallel=ep,
             distributed_executor_backend=OneRank,
             skip_tokenizer_init=True,
             weight_transfer_config=WeightTransferConfig(backend=vllm_worker.BACKEND),
+            **vllm_worker.build_cache_arguments(str(path)),
             **arguments,
         )
         _SERVERS.append(server)

@@ -26,7 +26,7 @@ from mcore_rl.jobs.convert import to_hf, to_megatron
 from mcore_rl.jobs.convert.megatron_checkpoint import open_megatron_checkpoint
 from mcore_rl.jobs.convert.plan import Resources
 from mcore_rl.jobs.convert.verify import compare_folders
-from mcore_rl.reshard.rules import Box, LogicalTensor, slice_rows
+from mcore_rl.reshard.rules import LogicalTensor, slice_rows
 
 ONE, SINGLE = Resources(workers=1), Layout()
 UNEVEN = Layout(pp=2, first_stage_layers=1)
@@ -73,7 +73,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         found[name] = tiny_families.save(tiny_models.build_from(case.config), folder / name)
         if number % 2:
             in_bfloat16(found[name])
-    for name in ("deepseek_v3", "glm4_moe"):
+    for name in ("deepseek_v3", "glm4_moe", "qwen3_next"):
         found[f"{name}-mtp"] = tiny_families.save_with_mtp(name, folder)
     return found
 
@@ -89,7 +89,7 @@ def in_bfloat16(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("which", ["its own", "uneven", "interleaved"])
-@pytest.mark.parametrize("name", [*FAMILIES, "deepseek_v3-mtp", "glm4_moe-mtp"])
+@pytest.mark.parametrize("name", [*FAMILIES, "deepseek_v3-mtp", "glm4_moe-mtp", "qwen3_next-mtp"])
 def test_a_family_comes_back_byte_for_byte(models, tmp_path, name, which):
     own = FAMILIES[name.removesuffix("-mtp")].layout
     layout = {"its own": own, "uneven": UNEVEN, "interleaved": INTERLEAVED}[which]
@@ -114,7 +114,7 @@ def test_ranks_of_the_layout_find_their_shards_as_chunks(models, tmp_path):
     assert {chunk.sizes[-2:] for chunk in fc2.chunks} == {(64, 20)}
 
 
-@pytest.mark.parametrize("name", ["deepseek_v3-mtp", "mixtral"])
+@pytest.mark.parametrize("name", ["deepseek_v3-mtp", "mixtral", "qwen3_next-mtp"])
 def test_float8_is_written_read_and_written_as_the_same_bytes(models, tmp_path, name):
     first = back(to_mcore(models[name], tmp_path / "a"), tmp_path / "b", "fp8")
     assert torch.float8_e4m3fn in {t.dtype for t in tensors_in(first).values()}
@@ -162,18 +162,19 @@ def test_a_checkpoint_without_prediction_layers_takes_them_from_the_reference_or
 @pytest.mark.parametrize("name", ["qwen3", "qwen3_moe"])
 def test_a_checkpoint_of_megatron_lm_is_read_with_layers_stacked_or_apart(models, tmp_path, name):
     """The other form than ours, with optimizer state, in a folder of several iterations."""
-    model, ours = models[name], to_mcore(models[name], tmp_path / "ours", Layout(tp=2))
-    folder = open_megatron_checkpoint(ours, None)
-    theirs, reader = tmp_path / "theirs" / "iter_0000007", DistReader(ours)
+    model, written = models[name], to_mcore(models[name], tmp_path / "ours", Layout(tp=2))
+    folder = open_megatron_checkpoint(written, None)
+    theirs, reader = tmp_path / "theirs" / "iter_0000007", DistReader(written)
     theirs.mkdir(parents=True)
     (theirs.parent / "latest_checkpointed_iteration.txt").write_text("7\n")
     with DistFile(theirs / "__0_0.distcp") as file:
         for parameter in folder.parameters:
-            whole = Box((0,) * len(parameter.shape), parameter.shape)
-            tensor = reader.read(parameter.location.key, parameter.location.to_tensor_box(whole))
+            [ours] = parameter.location.locate(parameter.box)
+            tensor = reader.read(ours.key, ours.box)
             place = switch_layer_stacking(parameter.location, 3) or parameter.location
-            box = place.to_tensor_box(whole)
-            file.add_tensor(place.key, place.shape, box.offsets, tensor.view(box.sizes))
+            [piece] = place.locate(parameter.box)
+            values = tensor.view(piece.box.sizes)
+            file.add_tensor(piece.key, piece.shape, piece.box.offsets, values)
         for key in ("optimizer.state.exp_avg.x", "chained_1.optimizer.state.exp_avg.x"):
             file.add_tensor(key, (3,), (0,), torch.zeros(3))
     write_metadata(theirs, file.records)

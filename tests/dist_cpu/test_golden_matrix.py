@@ -24,7 +24,7 @@ from tests.nightly import all_but
 
 GOLDEN = Path(__file__).with_name("golden.json")
 
-MODELS = ("dense", "moe", "deepseek", "gpt_oss")
+MODELS = ("dense", "moe", "deepseek", "gpt_oss", "hybrid")
 DEPTHS = (2, 4)  # layers of the model; four where more than two stages share them, or two unevenly
 
 
@@ -134,7 +134,7 @@ def cases_of(model: str) -> dict[str, Case]:
 
     Experts with biases are never split.
     """
-    most = {"dense": 0, "moe": 2, "deepseek": 4, "gpt_oss": 4}[model]
+    most = {"dense": 0, "moe": 2, "deepseek": 4, "gpt_oss": 4, "hybrid": 4}[model]
     return {
         n: c
         for n, c in CASES.items()
@@ -160,6 +160,10 @@ KEPT = {
     "gpt_oss": (
         "selective recompute", "tp2", "pp2", "dp2 ep2", "tp2 ep2", "cp2", "tp2 pp2 ep2",
         "tp2 dp2 ep2 sharded",
+    ),
+    "hybrid": (
+        "full recompute", "selective recompute", "tp2", "cp2", "pp2", "pp2 vpp2", "dp2 ep2",
+        "tp2 etp2", "tp4", "cp4", "tp2 cp2", "tp2 pp2 ep2", "tp2 dp2 ep2 sharded", "cp2 dp2 ep2",
     ),
 }  # fmt: skip
 

@@ -31,6 +31,7 @@ PP2, PP2_VPP2 = Layout(pp=2, first_stage_layers=1), Layout(pp=2, vpp=2, first_st
 LAYOUTS = {
     "qwen3": {"tp2": Layout(tp=2), "pp2 vpp2": PP2_VPP2},
     "qwen3_moe": {"tp2 ep2": TP2_EP2, "tp2 etp2": TP2_ETP2, "pp2": PP2},
+    "qwen3_next": {"tp2 etp2": TP2_ETP2, "pp2": PP2},
     "deepseek_v3-mtp": {
         "tp2": Layout(tp=2),
         "tp2 ep2": TP2_EP2,
@@ -41,7 +42,10 @@ LAYOUTS = {
     },
 }
 SAVED = [
-    *(f"{model}/one" for model in (*tiny_families.cases(), "deepseek_v3-mtp", "glm4_moe-mtp")),
+    *(
+        f"{model}/one"
+        for model in (*tiny_families.cases(), "deepseek_v3-mtp", "glm4_moe-mtp", "qwen3_next-mtp")
+    ),
     *(f"{model}/{name}" for model, layouts in LAYOUTS.items() for name in layouts),
 ]
 MORE = (
@@ -78,7 +82,7 @@ class Runs:
             name: tiny_families.save(tiny_models.build_from(case.config), folder / name)
             for name, case in tiny_families.cases().items()
         }
-        for name in ("deepseek_v3", "glm4_moe"):
+        for name in ("deepseek_v3", "glm4_moe", "qwen3_next"):
             self.paths[f"{name}-mtp"] = tiny_families.save_with_mtp(name, folder)
         config = tiny_families.cases()["qwen3"].config
         config.vocab_size = meta_model_jobs.FOREIGN_ROWS + 1
@@ -174,10 +178,10 @@ def test_the_blueprint_has_the_tensors_chunks_and_objects_that_engines_save(
         if weight.replica:
             continue
         location = print_.parameters[weight.get_local_name()]
-        shapes[location.key] = location.shape
+        shapes |= location.list_tensors()
         for part in compute_chunks(weight, getattr(saved.layout, weight.axis or "pp")):
-            box = location.to_tensor_box(part)
-            boxes.add((location.key, box.offsets, box.sizes))
+            [piece] = location.locate(part)
+            boxes.add((piece.key, piece.box.offsets, piece.box.sizes))
     entries = saved.metadata.state_dict_metadata
     tensors = {key: entry for key, entry in entries.items() if hasattr(entry, "chunks")}
     assert {key: tuple(entry.size) for key, entry in tensors.items()} == shapes

@@ -49,8 +49,11 @@ SERVERS = {
     "2": GenerationLayout(tp=2),
     "2ep": GenerationLayout(tp=2, ep=2),
 }
-EXPERTS = ("mixtral", "qwen3_moe", "deepseek_v3", "glm4_moe", "glm4_moe_lite", "gpt_oss")
+EXPERTS = (
+    "mixtral", "qwen3_moe", "deepseek_v3", "glm4_moe", "glm4_moe_lite", "gpt_oss", "qwen3_next"
+)  # fmt: skip
 FAMILIES = ("qwen2", "qwen3", "llama", *EXPERTS)
+BFLOAT16 = ("qwen3_next",)  # vLLM's delta nets on a CPU take nothing else
 
 
 def layouts_of(family: str) -> list[str]:
@@ -68,7 +71,7 @@ CASES = all_but(
         ("qwen3_moe", "tp2", "2ep"), ("qwen3_moe", "tp2ep2", "1"), ("qwen3_moe", "pp2", "2"),
         ("deepseek_v3", "vpp2", "2ep"), ("qwen2", "dp2", "1"), ("qwen3", "cp2", "1"),
         ("mixtral", "tp2etp2", "1"), ("glm4_moe", "tp2ep2", "1"),
-        ("glm4_moe_lite", "tp2", "2ep"),
+        ("glm4_moe_lite", "tp2", "2ep"), ("qwen3_next", "tp2", "2ep"), ("qwen3_next", "pp2", "1"),
         ("gpt_oss", "tp2ep2", "2"), ("gpt_oss", "pp2", "1"), ("gpt_oss", "tp2", "2ep"),
     ],
     [
@@ -88,7 +91,7 @@ def saved(family: str, path: Path, num_layers: int = 4) -> Path:
     config = tiny_families.served_config(family)
     config.num_hidden_layers = num_layers
     if getattr(config, "layer_types", None):
-        config.layer_types = (config.layer_types[:2] * num_layers)[:num_layers]
+        config.layer_types = (config.layer_types * num_layers)[:num_layers]
     if getattr(config, "mlp_layer_types", None):
         config.mlp_layer_types = ["dense", *["sparse"] * (num_layers - 1)]
     return tiny_families.save_served(tiny_models.build_from(config), path)
@@ -119,7 +122,8 @@ def serve_syncs(
         told = [found]
         dist.broadcast_object_list(told, src=0)
         endpoint = RendezvousEndpoint(**told[0])
-        spec_ = TransferSpec(engine.layout, engine.num_mtp_layers, layout, "float32", settings)
+        dtype = spec.model.dtype
+        spec_ = TransferSpec(engine.layout, engine.num_mtp_layers, layout, dtype, settings)
         if rank == 0:
             aside = folder / f"{key}-{name}.partial"
             aside.write_text(json.dumps([told[0], spec_.to_dict()]))
@@ -174,7 +178,8 @@ def reports(
     for family, layouts in selected(request).items():
         path, exported = saved(family, folder / family), folder / f"{family}-new"
         for layout, names in layouts.items():
-            spec = replace(ranks.engine_spec(path, LAYOUTS[layout]), total_steps=0)
+            dtype = "bfloat16" if family in BFLOAT16 else "float32"
+            spec = replace(ranks.engine_spec(path, LAYOUTS[layout], dtype), total_steps=0)
             key, servers = f"{family}-{layout}", {name: SERVERS[name] for name in names}
             two.append(partial(serve_syncs, spec, servers, key, folder, exported))
         syncs = {f"{family}-{layout}": tuple(names) for layout, names in layouts.items()}
@@ -183,7 +188,8 @@ def reports(
         for world, of_world in orders.items():
             ep = {n: s.ep > 1 for n, s in in_use.items() if s.world_size == world}
             if ep:
-                of_world.append(serving_ranks.Order(path, exported, syncs, ep))
+                dtype = "bfloat16" if family in BFLOAT16 else "float32"
+                of_world.append(serving_ranks.Order(path, exported, syncs, ep, dtype=dtype))
     for family, num_layers in ((f, n) for f, depths in MEASURED.items() for n in depths):
         key = f"{family}-{num_layers}"
         path = saved(family, folder / key, num_layers)

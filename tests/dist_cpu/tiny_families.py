@@ -56,6 +56,12 @@ _YARN_OF_PARTS = {
     **_YARN_OF_HEADS, "partial_rotary_factor": 0.5, "beta_fast": 2.0, "beta_slow": 0.5,
     "mscale": 1.3, "mscale_all_dim": 0.7, "truncate": False,
 }  # fmt: skip
+_HYBRID = {
+    "layer_types": ["linear_attention", "linear_attention", "full_attention"],
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16,
+    "linear_value_head_dim": 12, "shared_expert_intermediate_size": 56,
+    "num_nextn_predict_layers": 0,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -75,6 +81,7 @@ def cases() -> dict[str, Case]:
         "qwen2": Case(t.Qwen2Config(**_SHAPE, num_key_value_heads=2), TP2),
         "qwen3": Case(t.Qwen3Config(**_GROUPED, tie_word_embeddings=True), TP2),
         "qwen3_moe": Case(t.Qwen3MoeConfig(**_GROUPED, **moe, norm_topk_prob=True), TP2_EP2),
+        "qwen3_next": Case(t.Qwen3NextConfig(**_GROUPED, **moe, **_HYBRID), TP2_EP2),
         "llama": Case(t.LlamaConfig(**_GROUPED), TP2),
         "llama_scaled": Case(t.LlamaConfig(**_GROUPED, rope_parameters=_LLAMA3), TP2),
         "llama_linear": Case(t.LlamaConfig(**_GROUPED, rope_parameters=_LINEAR), TP2),
@@ -138,6 +145,9 @@ def served_config(name: str) -> transformers.PretrainedConfig:
     config = cases()[name].config
     if hasattr(config, "kv_lora_rank"):
         config.kv_lora_rank, config.qk_rope_head_dim, config.head_dim = 512, 64, 64
+    elif config.model_type == "qwen3_next":  # whose delta nets run in bfloat16 alone
+        config.head_dim = 32
+        config.linear_key_head_dim = config.linear_value_head_dim = 128
     elif config.model_type == "qwen2":  # its heads share the hidden size
         config.hidden_size = 32 * config.num_attention_heads
     else:
@@ -179,6 +189,8 @@ def save_with_mtp(name: str, folder: Path, config: Any = None) -> Path:
     config = config or cases()[name].config
     num_layers = config.num_hidden_layers
     config.num_hidden_layers = num_layers + 1
+    if name == "qwen3_next":
+        return _save_qwen3_next_with_mtp(config, folder / f"{name}-mtp")
     if getattr(config, "mlp_layer_types", None):
         config.mlp_layer_types = [*config.mlp_layer_types, "sparse"]
     path = save_served(tiny_models.build_from(config), folder / f"{name}-mtp")
@@ -195,6 +207,65 @@ def save_with_mtp(name: str, folder: Path, config: Any = None) -> Path:
     fields.pop("mlp_layer_types", None)  # published configs have first_k_dense_replace
     (path / "config.json").write_text(json.dumps(fields))
     return path
+
+
+def _save_qwen3_next_with_mtp(config: Any, path: Path) -> Path:
+    """As published: the tensors stand apart, and config.json does not speak of the layer."""
+    num_layers, hidden = config.num_hidden_layers - 1, config.hidden_size
+    config.layer_types = [*config.layer_types, "full_attention"]
+    save_served(tiny_models.build_from(config), path)
+    last = f"model.layers.{num_layers}."
+    tensors = {
+        name.replace(last, "mtp.layers.0."): tensor
+        for name, tensor in load_file(path / "model.safetensors").items()
+    }
+    for norm in ("norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden"):
+        tensors[f"mtp.{norm}.weight"] = torch.empty(hidden).uniform_(-0.3, 0.3)
+    tensors["mtp.fc.weight"] = torch.empty(hidden, 2 * hidden).normal_(0, 0.08)
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    fields = json.loads((path / "config.json").read_text())
+    fields |= {"num_hidden_layers": num_layers, "layer_types": fields["layer_types"][:-1]}
+    del fields["num_nextn_predict_layers"]
+    (path / "config.json").write_text(json.dumps(fields))
+    return path
+
+
+class _Qwen3NextPredictor(torch.nn.Module):
+    """The prediction layer of Qwen3-Next, of which transformers has the parts alone."""
+
+    def __init__(self, main: Any, tensors: dict[str, torch.Tensor]) -> None:
+        from transformers.modeling_layers import MtpLayer
+
+        super().__init__()
+        last = main.model.layers[-1]
+        norm = type(last.input_layernorm)
+        number = main.config.num_hidden_layers - 1
+        self.layers = torch.nn.ModuleList([MtpLayer(main.config, type(last), norm, number)])
+        names = {
+            "mtp.fc.": "eh_proj.", "mtp.norm.": "post_norm.", "mtp.layers.0.": "mtp_block.",
+            "mtp.pre_fc_norm_embedding.": "enorm.", "mtp.pre_fc_norm_hidden.": "hnorm.",
+        }  # fmt: skip
+        state = {
+            theirs + name.removeprefix(ours): tensor
+            for ours, theirs in names.items()
+            for name, tensor in tensors.items()
+            if name.startswith(ours)
+        }
+        experts = "mtp_block.mlp.experts."
+        single = {name: state.pop(name) for name in list(state) if name.startswith(experts)}
+
+        def stack(part: str) -> torch.Tensor:
+            numbers = range(main.config.num_experts)
+            return torch.stack([single[f"{experts}{number}.{part}.weight"] for number in numbers])
+
+        state[experts + "gate_up_proj"] = torch.cat([stack("gate_proj"), stack("up_proj")], 1)
+        state[experts + "down_proj"] = stack("down_proj")
+        self.layers[0].load_state_dict(state)
+        self.tie_with_main_model(main)
+
+    def tie_with_main_model(self, main: Any) -> None:
+        self.embed_tokens, self.shared_head = main.model.embed_tokens, main.lm_head
+        self.rotary_emb = main.model.rotary_emb
 
 
 def save_published_deepseek(folder: Path, config: Any = None) -> tuple[Path, Path]:
@@ -224,6 +295,8 @@ def save_published_deepseek(folder: Path, config: Any = None) -> tuple[Path, Pat
 def with_prediction_layer(path: Path) -> Any:
     """transformers' reading of such a checkpoint: its MtpModel, tied to the main model."""
     main = transformers.AutoModelForCausalLM.from_pretrained(path)
+    if main.config.model_type == "qwen3_next":
+        return _Qwen3NextPredictor(main, load_file(path / "model.safetensors"))
     # It looks for the layer number of the published model.
     main._keys_to_ignore_on_load_unexpected = [rf"model\.layers\.{main.config.num_hidden_layers}.*"]
     if hasattr(main.config, "mlp_layer_types"):  # the class of GLM-4.7-Flash reads other fields

@@ -52,7 +52,8 @@ def build_from(config: transformers.PretrainedConfig, seed: int = 0) -> Any:
             if parameter.dim() >= 2:
                 parameter.normal_(0, 0.08)
             elif "norm" in key:
-                parameter.uniform_(0.7, 1.3)
+                is_centered = not parameter.any()  # scales by 1 + weight
+                parameter.uniform_(0.7, 1.3).sub_(float(is_centered))
             else:
                 parameter.normal_(0, 0.2)
     return model

@@ -1,5 +1,6 @@
 """A vLLM server's scores and traces are transformers' on the same checkpoint, in float32.
 
+And in bfloat16 those of a model with gated delta nets, whose kernels on a CPU take nothing else.
 A model with experts, and one with latent attention, shared experts and a router with groups, bias
 and scale, which test_parallel_server.py has on two workers.
 """
@@ -166,6 +167,45 @@ def test_heads_that_the_cpu_does_not_take_are_refused_before_the_engine_starts(
         asyncio.run(server.start())
     with pytest.raises(RuntimeError, match="it has not been started"):
         asyncio.run(server.trace(_LONG))
+
+
+def test_a_hybrid_model_in_bfloat16_is_as_near_to_float32_as_transformers_in_bfloat16(tmp_path):
+    """Scores of a prompt and of generated tokens, before and after an update."""
+    models = [tiny_models.build_from(tiny_families.served_config("qwen3_next"), n) for n in (0, 1)]
+    for number, model in enumerate(models):
+        model.bfloat16().float()  # the weights that the server has
+        tiny_families.save_served(model, tmp_path / str(number))
+    config = RolloutConfig(kv_cache_bytes=64 << 20)
+    server = VLLMServer(str(tmp_path / "0"), "bfloat16", MAX_TOKENS, config, seed=0)
+    with hosting(), asyncio.Runner() as runner:
+        runner.run(server.start())
+        try:
+            before = runner.run(server.score(_LONG)), runner.run(server.decode(_LONG[:30], 100, 2))
+            runner.run(server.load_checkpoint(str(tmp_path / "1"), server.weight_version + 1))
+            after = runner.run(server.score(_LONG)), runner.run(server.decode(_LONG[:30], 100, 2))
+        finally:
+            runner.run(server.close())
+    for model, (prefilled, decoded) in zip(models, (before, after), strict=True):
+        _check_within_noise(prefilled, model, _LONG[:1])
+        _check_within_noise(decoded, model, _LONG[:30])
+
+
+def _check_within_noise(scores: TokenScores, model: Any, prompt: list[int]) -> None:
+    chosen = torch.tensor(scores.token_ids)[:, None]
+
+    def score() -> torch.Tensor:
+        with torch.no_grad():
+            logits = model(torch.tensor([prompt + scores.token_ids])).logits[
+                0, len(prompt) - 1 : -1
+            ]
+        return logits.float().log_softmax(-1).gather(1, chosen)[:, 0]
+
+    exact = score()
+    model.bfloat16()
+    noise = (score() - exact).abs().mean()
+    model.float()
+    gap = (torch.tensor(scores.log_probs) - exact).abs().mean()
+    assert 0 < gap < 2 * noise, (gap, noise)
 
 
 def test_an_engine_that_does_not_start_is_an_error_and_the_server_has_not_started(tmp_path):

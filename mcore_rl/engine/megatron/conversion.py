@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -60,9 +60,16 @@ class MetaModel:
         locations: dict[str, StorageLocation] = {}
         for name, location in self.parameters.items():
             forms = (location, switch_layer_stacking(location, self.num_layers))
-            stored = next((form for form in forms if form is not None and form.key in keys), None)
+            stored = next(
+                (
+                    f
+                    for f in forms
+                    if f is not None and all(key in keys for key in f.list_tensors())
+                ),
+                None,
+            )
             if stored is None:
-                raise ConfigError(f"the checkpoint has no {location.key}")
+                raise ConfigError(f"the checkpoint has no {next(iter(location.list_tensors()))}")
             locations[name] = stored
         return locations
 
@@ -72,18 +79,24 @@ def switch_layer_stacking(location: StorageLocation, num_layers: int) -> Storage
 
     None for a parameter outside the decoder layers.
 
-    >>> switch_layer_stacking(StorageLocation("decoder.layers.2.mlp.router.weight", (8, 64), ()), 3)
-    StorageLocation(key='decoder.layers.mlp.router.weight', shape=(3, 8, 64), index=(2,))
+    >>> location = StorageLocation("decoder.layers.2.mlp.router.weight", (8, 64), ())
+    >>> stacked = switch_layer_stacking(location, 3)
+    >>> stacked.key, stacked.shape, stacked.index
+    ('decoder.layers.mlp.router.weight', (3, 8, 64), (2,))
     """
     if not location.key.startswith(_LAYERS):
         return None
     first, _, rest = location.key.removeprefix(_LAYERS).partition(".")
     if first.isdigit():
-        return StorageLocation(
-            _LAYERS + rest, (num_layers, *location.shape), (int(first), *location.index)
+        return replace(
+            location,
+            key=_LAYERS + rest,
+            shape=(num_layers, *location.shape),
+            index=(int(first), *location.index),
         )
     layer, *index = location.index
-    return StorageLocation(f"{_LAYERS}{layer}.{first}.{rest}", location.shape[1:], tuple(index))
+    key = f"{_LAYERS}{layer}.{first}.{rest}"
+    return replace(location, key=key, shape=location.shape[1:], index=tuple(index))
 
 
 def build_meta_model(hf_config: HFConfig, padded_vocab: int) -> MetaModel:
@@ -169,6 +182,8 @@ def get_storage_location(name: str, entry: Any) -> StorageLocation:
     from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
 
     pieces = entry.build() if isinstance(entry, ShardedTensorFactory) else [entry]
+    if pieces[0].key != entry.key:
+        return _join_sections(entry.key, [get_storage_location(name, piece) for piece in pieces])
     key, shape, stacked = pieces[0].key, pieces[0].global_shape, pieces[0].prepend_axis_num
     index, rows = pieces[0].global_offset[:stacked], 0
     for piece in pieces:
@@ -179,6 +194,18 @@ def get_storage_location(name: str, entry: Any) -> StorageLocation:
     if (rows, *pieces[0].local_shape[1:]) != shape[stacked:]:
         raise RuntimeError(f"{name}: {rows} rows of {key}, whose shape is {shape}")
     return StorageLocation(key, tuple(shape), tuple(index))
+
+
+def _join_sections(key: str, locations: Sequence[StorageLocation]) -> StorageLocation:
+    """Return the location of a parameter whose sections are tensors of their own."""
+    first = locations[0]
+    stacked = len(first.index)
+    sections = tuple(
+        (location.key.removeprefix(f"{key}."), location.shape[stacked]) for location in locations
+    )
+    rows = sum(rows for _, rows in sections)
+    shape = (*first.shape[:stacked], rows, *first.shape[stacked + 1 :])
+    return StorageLocation(key, shape, first.index, sections)
 
 
 # Megatron-Bridge converts families that only it knows, on the GPU lane. It builds the full model on

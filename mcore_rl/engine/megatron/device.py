@@ -284,10 +284,14 @@ def _use_torch_modules() -> None:
     """Make Megatron's Transformer Engine layer spec build the modules of layers.py."""
     from megatron.core.extensions import transformer_engine_spec_provider
     from megatron.core.models.common.embeddings import rope_utils
-    from megatron.core.models.gpt import gpt_layer_specs
+    from megatron.core.models.gpt import (
+        experimental_attention_variant_module_specs,
+        gpt_layer_specs,
+    )
+    from megatron.core.ssm.gated_delta_net import common, gdn
     from megatron.core.transformer import multi_latent_attention
 
-    from mcore_rl.engine.megatron import attention, layers
+    from mcore_rl.engine.megatron import attention, delta_net, layers
 
     # models/common/embeddings/rope_utils.py:189 loops over the sequences of a pack.
     _replace(rope_utils, "_apply_rotary_pos_emb_thd", attention.rotate_pack)
@@ -295,6 +299,12 @@ def _use_torch_modules() -> None:
     gpt_layer_specs.TESpecProvider = layers.TorchSpecProvider
     gpt_layer_specs.TENorm = layers.RMSNorm
     gpt_layer_specs.HAVE_TE = True
+    experimental_attention_variant_module_specs.TESpecProvider = layers.TorchSpecProvider
+    # gated_delta_net/common.py:141 asks for fla, and gdn.py:214 and :242 call its kernels.
+    _replace(common, "HAVE_FLA", True)
+    _replace(common, "l2norm", delta_net.l2norm)
+    _replace(gdn, "causal_conv1d", delta_net.causal_conv1d)
+    _replace(gdn, "chunk_gated_delta_rule", delta_net.chunk_gated_delta_rule)
     # multi_latent_attention.py:525 and :572 compare with this class to find replicated projections.
     _replace(multi_latent_attention, "TELinear", layers.ReplicatedLinear)
 

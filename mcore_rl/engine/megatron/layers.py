@@ -39,16 +39,25 @@ def _create_norm_weight(size: int, config: Any) -> torch.nn.Parameter:
     return weight
 
 
+def _normalize(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, zero_centered: bool
+) -> torch.Tensor:
+    """Divide by the root mean square and scale by the weight, or by 1 + weight in float32."""
+    if not zero_centered:
+        return F.rms_norm(x, (x.shape[-1],), weight, eps)
+    return F.rms_norm(x.float(), (x.shape[-1],), 1 + weight.float(), eps).to(x.dtype)
+
+
 class RMSNorm(torch.nn.Module):
     """An RMS norm with sequence parallelism, which WrappedTorchNorm refuses (torch_norm.py:50)."""
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-6, **_: Any) -> None:
         super().__init__()
-        self.eps = eps
+        self.eps, self.zero_centered = eps, config.layernorm_zero_centered_gamma
         self.weight = _create_norm_weight(hidden_size, config)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
+        return _normalize(x, self.weight, self.eps, self.zero_centered)
 
 
 class NormColumnParallelLinear(ColumnParallelLinear):
@@ -59,10 +68,14 @@ class NormColumnParallelLinear(ColumnParallelLinear):
         self.layer_norm_weight = _create_norm_weight(input_size, config)
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        eps = self.config.layernorm_epsilon
-        return super().forward(
-            F.rms_norm(x, (x.shape[-1],), self.layer_norm_weight, eps), *args, **kwargs
+        config = self.config
+        normalized = _normalize(
+            x,
+            self.layer_norm_weight,
+            config.layernorm_epsilon,
+            config.layernorm_zero_centered_gamma,
         )
+        return super().forward(normalized, *args, **kwargs)
 
 
 class ReplicatedLinear(torch.nn.Module):

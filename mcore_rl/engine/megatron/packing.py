@@ -78,6 +78,7 @@ def estimate_model_cost(config: TransformerConfig, vocab_size: int) -> SequenceC
         moe_layers = list_moe_layers(config)
         sizes = [active if i in moe_layers else ffn_size for i in range(config.num_layers)]
         ffn_size = sum(sizes) / len(sizes)
+    linear_layers = config.linear_attention_freq or []
     return estimate_sequence_cost(
         num_layers=config.num_layers,
         hidden_size=config.hidden_size,
@@ -85,4 +86,5 @@ def estimate_model_cost(config: TransformerConfig, vocab_size: int) -> SequenceC
         key_value_size=groups * head_dim,
         ffn_size=ffn_size,
         vocab_size=vocab_size,
+        attention_share=1 - sum(linear_layers) / len(linear_layers) if linear_layers else 1.0,
     )

@@ -270,7 +270,6 @@ class VLLMServer(GenerationServer):
             # Workers are processes of this server; inside an actor vLLM would make them Ray's.
             distributed_executor_backend="mp" if self._config.tp > 1 else "uni",
             enable_expert_parallel=self._config.ep,
-            enable_prefix_caching=True,
             generation_config="vllm",  # sampling comes from our config alone
             logprobs_mode="processed_logprobs",  # those of the distribution sampled from
             weight_transfer_config=WeightTransferConfig(backend=vllm_worker.BACKEND),
@@ -280,6 +279,7 @@ class VLLMServer(GenerationServer):
             **vllm_worker.build_lane_arguments(
                 self._config, name, self._max_model_tokens, self._eager
             ),
+            **vllm_worker.build_cache_arguments(self._model_path),
             **vllm_worker.build_sleep_arguments(self._can_sleep),
             **vllm_worker.build_expert_arguments(self._records_experts),
             **vllm_adapters.build_adapter_arguments(

@@ -46,6 +46,7 @@ from mcore_rl.inference.vllm.weights import (
     register_loaders,
     repack_output_heads,
 )
+from mcore_rl.models.base import read_config
 from mcore_rl.observability.process import skip_gc_at_exit
 from mcore_rl.observability.stacks import dump_stacks_on_signal
 from mcore_rl.parallel.network import find_interface, use_interface_towards
@@ -180,6 +181,16 @@ def build_lane_arguments(
         "max_num_seqs": config.max_num_seqs or 256,
         "max_num_batched_tokens": config.max_num_batched_tokens or max(8192, max_model_tokens),
     }
+
+
+def build_cache_arguments(model_path: str) -> dict[str, Any]:
+    """Return vLLM's engine arguments for the cache of prompts.
+
+    It is off for layers of linear attention on the CPU lane: vLLM caches their states where chunks
+    of a prompt end (model_executor/models/config.py:694), and prompts have no chunks there.
+    """
+    is_hybrid = bool(read_config(model_path).get("linear_num_key_heads"))
+    return {"enable_prefix_caching": not (is_hybrid and current_platform.is_cpu())}
 
 
 def build_sleep_arguments(can_sleep: bool) -> dict[str, Any]:

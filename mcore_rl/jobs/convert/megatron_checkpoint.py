@@ -124,7 +124,7 @@ def open_megatron_checkpoint(path: Path, reference: Path | None) -> MegatronChec
             notes = (f"the checkpoint has no prediction layers: they come from {companions}",)
         elif stored_config != config:
             notes = ("the checkpoint has no prediction layers: config.json will say 0 of them",)
-            changes = {name: n for name, n in stored_config.items() if config[name] != n}
+            changes = {name: n for name, n in stored_config.items() if config.get(name) != n}
             config = stored_config
     weights = map_model_weights(config, padded)
     from mcore_rl.engine.megatron.conversion import build_meta_model  # imports Megatron
@@ -138,7 +138,7 @@ def open_megatron_checkpoint(path: Path, reference: Path | None) -> MegatronChec
         if not weight.replica and name in locations:
             if lora and f"lora.{name}.A" in tensors:
                 adapter = PlannedAdapter(lora["alpha"] / lora["rank"], count_shards(weight, layout))
-            dtype = tensors[locations[name].key].dtype
+            dtype = tensors[next(iter(locations[name].list_tensors()))].dtype
             parameters.append(Parameter(weight, locations[name], dtype, adapter))
     return MegatronCheckpoint(
         path, companions, weights, tuple(parameters), info, reader, changes, notes
@@ -149,7 +149,7 @@ def _check_tensors(
     path: Path, tensors: Mapping[str, DistTensor], locations: Iterable[StorageLocation]
 ) -> None:
     """Raise ConfigError for a tensor of another shape, and for one that the model does not have."""
-    used = {location.key: location.shape for location in locations}
+    used = {key: s for location in locations for key, s in location.list_tensors().items()}
     for key, shape in used.items():
         if tensors[key].shape != shape:
             raise ConfigError(
@@ -220,7 +220,9 @@ class MegatronTensors:
 
     def _read(self, parameter: Parameter) -> dict[str, torch.Tensor]:
         full = self._buffer.view(parameter.shape, parameter.dtype)
-        self._reader.read(parameter.location.key, parameter.box, full.view(parameter.box.sizes))
+        for stored in parameter.location.locate(parameter.box):
+            rows = full[stored.row :][: stored.box.sizes[len(parameter.location.index)]]
+            self._reader.read(stored.key, stored.box, rows.view(stored.box.sizes))
         rule = parameter.weight.rule
         tensors: dict[str, torch.Tensor] = {}
         for tensor in rule.tensors:

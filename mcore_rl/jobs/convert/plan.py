@@ -68,8 +68,8 @@ class Parameter:
 
     @property
     def box(self) -> Box:
-        """The parameter as a box of its tensor in a distributed checkpoint."""
-        return self.location.to_tensor_box(Box((0,) * len(self.shape), self.shape))
+        """All of the parameter."""
+        return Box((0,) * len(self.shape), self.shape)
 
     @property
     def names(self) -> tuple[str, ...]:

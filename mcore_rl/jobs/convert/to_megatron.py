@@ -289,6 +289,5 @@ def _write_chunks(
         else:
             chunk = scratch.view(box.sizes, dtype)
             chunk.copy_(buffer.view(shape, dtype)[box.slices])
-        tensor_box = location.to_tensor_box(box)
-        values = chunk.view(tensor_box.sizes)
-        file.add_tensor(location.key, location.shape, tensor_box.offsets, values)
+        [stored] = location.locate(box)
+        file.add_tensor(stored.key, stored.shape, stored.box.offsets, chunk.view(stored.box.sizes))

@@ -10,10 +10,15 @@ import pytest
 
 import mcore_rl.models  # noqa: F401
 from mcore_rl.config.errors import ConfigError
+from mcore_rl.config.resolve_engine import resolve_model_layout
+from mcore_rl.config.schema import Layout
 from mcore_rl.models import base
 from mcore_rl.models.base import (
+    count_kv_elements_per_token,
+    drop_mtp_layers,
     get_family,
     get_model_sizes,
+    list_layer_types,
     pad_vocab_size,
     read_config,
     read_rope,
@@ -45,6 +50,16 @@ QWEN3_30B_A3B = {
 QWEN3_235B_A22B = {
     **_QWEN3_MOE, "hidden_size": 4096, "num_hidden_layers": 94, "num_attention_heads": 64,
     "intermediate_size": 12288, "moe_intermediate_size": 1536,
+}  # fmt: skip
+QWEN3_NEXT_80B_A3B = {
+    **_QWEN3, "architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next",
+    "head_dim": 256, "rope_theta": 10000000, "partial_rotary_factor": 0.25, "hidden_size": 2048,
+    "num_hidden_layers": 48, "num_attention_heads": 16, "num_key_value_heads": 2,
+    "intermediate_size": 5120, "moe_intermediate_size": 512, "num_experts": 512,
+    "num_experts_per_tok": 10, "norm_topk_prob": True, "decoder_sparse_step": 1,
+    "mlp_only_layers": [], "shared_expert_intermediate_size": 512, "full_attention_interval": 4,
+    "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
+    "linear_num_key_heads": 16, "linear_num_value_heads": 32, "tie_word_embeddings": False,
 }  # fmt: skip
 QWEN3_0_6B = {
     **_QWEN3, "architectures": ["Qwen3ForCausalLM"], "hidden_size": 1024, "num_hidden_layers": 28,
@@ -139,6 +154,7 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
     "Qwen3-30B-A3B": (QWEN3_30B_A3B, 30_532_122_624),
     "Qwen3-235B-A22B": (QWEN3_235B_A22B, 235_093_634_560),
     "Llama-2-7B": (LLAMA_2_7B, 6_738_415_616),
+    "Qwen3-Next-80B-A3B": (QWEN3_NEXT_80B_A3B, 79_674_391_296),
     "Llama-3.1-8B": (LLAMA_3_1_8B, 8_030_261_248),
     "Mixtral-8x7B": (MIXTRAL_8X7B, 46_702_792_704),
     "DeepSeek-V3": (DEEPSEEK_V3, 671_026_419_200),
@@ -186,7 +202,8 @@ def test_a_prediction_layer_is_a_decoder_layer_with_what_stands_around_it(config
 @pytest.mark.parametrize("count", [1, 2, 4])
 def test_rules_cover_every_logical_tensor_once(config, count):
     small = {**config, "num_hidden_layers": 4}  # dense and expert layers
-    check_cover(weights_of(small, count), count)
+    tp = min(count, config["num_key_value_heads"])
+    check_cover(weights_of(small, tp), tp)
 
 
 def test_dense_layers_of_a_mixed_model_have_dense_rules():
@@ -241,6 +258,48 @@ def test_kimi_k2_is_deepseek_v3_under_its_own_model_type(tmp_path):
         assert torch.equal(loaded.state_dict()[name], tensor), name
 
 
+def test_sizes_of_a_hybrid_model_have_the_heads_of_its_delta_nets():
+    sizes = get_model_sizes(QWEN3_NEXT_80B_A3B)
+    assert (sizes.num_linear_heads, sizes.num_query_groups, sizes.num_mtp_layers) == (16, 2, 1)
+    assert sizes.ffn_sizes == (512,) and sizes.num_experts == 512
+    attention_only = {**QWEN3_NEXT_80B_A3B, "full_attention_interval": 1}
+    assert get_model_sizes(attention_only).num_linear_heads == 0
+    # Layers of linear attention cache nothing per token.
+    assert count_kv_elements_per_token(QWEN3_NEXT_80B_A3B) == 12 * 2 * 2 * 256
+
+
+@pytest.mark.parametrize(
+    ("layout", "message"),
+    [
+        (Layout(tp=2, cp=8), ""),
+        (Layout(tp=2, cp=16), "layout.tp=2 with layout.cp=16: gated delta .* divides 16"),
+        (Layout(cp=3), "layout.tp=1 with layout.cp=3: gated delta nets are split .* divides 16"),
+        (Layout(tp=4), "layout.tp=4 .* 2 key/value heads"),
+        (Layout(tp=2, dp=2, ep=3), "layout.ep=3 .* 512 experts"),
+    ],
+)
+def test_a_layout_that_does_not_divide_a_hybrid_model_is_refused_by_name(layout, message):
+    sizes = get_model_sizes(QWEN3_NEXT_80B_A3B)
+    if message:
+        with pytest.raises(ConfigError, match=message):
+            resolve_model_layout("layout", layout, sizes)
+    else:
+        resolve_model_layout("layout", layout, sizes)
+
+
+def test_layer_types_and_the_interval_name_the_same_layers():
+    types = (["linear_attention"] * 3 + ["full_attention"]) * 12
+    listed = {**QWEN3_NEXT_80B_A3B, "layer_types": types, "full_attention_interval": 7}
+    assert list_layer_types(QWEN3_NEXT_80B_A3B) == list_layer_types(listed) == types
+
+
+def test_a_prediction_layer_that_config_does_not_declare_counts_until_dropped():
+    family = get_family(QWEN3_NEXT_80B_A3B)
+    assert family.num_mtp_layers(QWEN3_NEXT_80B_A3B) == 1
+    assert family.num_mtp_layers(drop_mtp_layers(QWEN3_NEXT_80B_A3B)) == 0
+    assert drop_mtp_layers(QWEN3_0_6B) == QWEN3_0_6B
+
+
 YARN = DEEPSEEK_V3["rope_scaling"]
 LLAMA3 = LLAMA_3_1_8B["rope_scaling"]
 REFUSED = [
@@ -286,6 +345,28 @@ REFUSED = [
     ),
     (QWEN3_30B_A3B, {"moe_intermediate_size": None}, "has no 'moe_intermediate_size'"),
     (QWEN3_30B_A3B, {"num_experts_per_tok": 1}, "num_experts_per_tok=1 with renormalised"),
+    (QWEN3_NEXT_80B_A3B, {"attention_bias": True}, "attention_bias=true is not .* allowed: false"),
+    (QWEN3_NEXT_80B_A3B, {"attn_output_gate": False}, "attn_output_gate=false .* allowed: true"),
+    (QWEN3_NEXT_80B_A3B, {"output_gate_type": "sigmoid"}, "output_gate_type='sigmoid' .* 'silu'"),
+    (QWEN3_NEXT_80B_A3B, {"layer_types": ["full_attention"]}, "1 entries; allowed: .*layers=48"),
+    (
+        QWEN3_NEXT_80B_A3B,
+        {"layer_types": ["sliding_attention"] * 47 + ["full_attention"]},
+        "'sliding_attention' is not supported; allowed: 'linear_attention', 'full_attention'",
+    ),
+    (QWEN3_NEXT_80B_A3B, {"full_attention_interval": 5}, "last layer has 'linear_attention'"),
+    (QWEN3_NEXT_80B_A3B, {"mlp_only_layers": [47]}, "last layer has .* experts=False"),
+    (QWEN3_NEXT_80B_A3B, {"num_nextn_predict_layers": 2}, "num_nextn_predict_layers=2 .* 1"),
+    (QWEN3_NEXT_80B_A3B, {"linear_key_head_dim": None}, "has no 'linear_key_head_dim'"),
+    (
+        QWEN3_NEXT_80B_A3B,
+        {"shared_expert_intermediate_size": None},
+        "has no 'shared_expert_intermediate_size'",
+    ),
+    (
+        QWEN3_NEXT_80B_A3B,
+        {"rope_scaling": {"type": "yarn"}},
+    ),
     (QWEN2_5_7B, {"use_sliding_window": True}, "use_sliding_window=true is not supported"),
     (QWEN2_5_7B, {"layer_types": ["full_attention", "sliding_attention"]}, "'sliding_attention'"),
     (MIXTRAL_8X7B, {"sliding_window": 4096}, "sliding_window=4096 is not .* allowed: null"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import time
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,7 @@ TENSOR_ELEMENTS = {
     "Qwen3-8B": 8_190_735_360,
     "gpt-oss-120b": 116_829_156_672,  # dequantised
     "gpt-oss-20b": 20_914_757_184,
+    "Qwen3-Next-80B-A3B": 81_324_862_720,
 }
 # Those with fewer tensors than others have; the others take seconds each and are nightly.
 SMALL = all_but(
@@ -105,8 +107,19 @@ def count_by_formula(config: dict[str, Any]) -> int:
     moe += experts if "n_routed_experts" in c else 0  # selection bias
     if "swiglu_limit" in c:  # biases of experts and router
         moe += experts * (2 * ffn + hidden + 1)
+    if shared := c.get("shared_expert_intermediate_size"):
+        moe += 3 * hidden * shared + hidden  # with a gate
+    if interval := c.get("full_attention_interval"):  # with output gates, and delta nets between
+        full = layers // interval
+        attention += heads * dim * hidden
+        keys = c["linear_num_key_heads"] * c["linear_key_head_dim"]
+        value_heads, value = c["linear_num_value_heads"], c["linear_value_head_dim"]
+        values = value_heads * value
+        linear = hidden * (2 * keys + 2 * values + 2 * value_heads) + values * hidden
+        linear += c["linear_conv_kernel_dim"] * (2 * keys + values) + 2 * value_heads + value
+        attention = Fraction(full * attention + (layers - full) * linear, layers)
     total = layers * (attention + 2 * hidden) + dense * 3 * hidden * c["intermediate_size"]
-    return total + (layers - dense) * moe + 2 * c["vocab_size"] * hidden + hidden
+    return int(total) + (layers - dense) * moe + 2 * c["vocab_size"] * hidden + hidden
 
 
 @pytest.mark.parametrize("name", TENSOR_ELEMENTS)
@@ -134,6 +147,16 @@ def test_kimi_k2_has_the_published_rotary_embedding_and_cache():
     assert count_positions(config) == 131072
 
 
+def test_the_prediction_layer_of_qwen3_next_shares_embedding_and_head():
+    config = config_of("Qwen3-Next-80B-A3B")
+    attention = {**config, "num_hidden_layers": 1, "full_attention_interval": 1}
+    hidden, vocab = config["hidden_size"], config["vocab_size"]
+    layer = count_by_formula(attention) - 2 * vocab * hidden - hidden
+    around = 2 * hidden * hidden + 3 * hidden
+    assert count_by_formula(config) + layer + around == TENSOR_ELEMENTS["Qwen3-Next-80B-A3B"]
+    assert count_by_formula(config) == 79_674_391_296
+
+
 def test_moonlight_has_the_parameters_that_its_report_counts_without_the_embeddings():
     """arXiv 2502.16982: 15.29 B. (Its files also hold rotary frequencies, no weights.)"""
     config = config_of("Moonlight-16B-A3B")
@@ -157,7 +180,12 @@ def test_deepseek_in_float8_blocks_has_the_published_number_of_elements_of_each_
 
 
 @pytest.mark.parametrize(
-    "name", [n for n in TENSOR_ELEMENTS if "quantization_config" in published(n)]
+    "name",
+    [
+        name
+        for name in TENSOR_ELEMENTS
+        if published(name).get("quantization_config", {}).get("quant_method") == "fp8"
+    ],
 )
 def test_published_float8_blocks_are_read(name):
     check_quantization_config(published(name)["quantization_config"])

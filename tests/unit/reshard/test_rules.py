@@ -14,8 +14,10 @@ from mcore_rl.reshard.rules import (
     LogicalTensor,
     Replicated,
     Rule,
+    Section,
     Shard,
     Split,
+    StackedSections,
     Weight,
     check_cover,
     list_logical_tensors,
@@ -73,6 +75,55 @@ def test_interleaved_biases_follow_their_weights():
     tensors, shards = local_tensors(InterleavedQKV(q, k, v, num_groups=2), 2)
     parts = [tensors["q"][4:], tensors["k"][2:], tensors["v"][2:]]
     np.testing.assert_array_equal(shards[1], np.concatenate(parts))
+
+
+@given(st.integers(1, 2), st.integers(1, 3), st.integers(1, 3), st.integers(1, 4))
+def test_gated_qkv_has_the_gates_of_a_group_after_its_queries(count, part, heads, dim):
+    groups = count * part
+    q = LogicalTensor("q", (groups * heads * 2 * dim, 3))
+    k, v = (LogicalTensor(name, (groups * dim, 3)) for name in "kv")
+    tensors, shards = local_tensors(InterleavedQKV(q, k, v, groups, gated=True), count)
+    by_head = tensors["q"].reshape(groups, heads, 2, dim, 3)
+    parts = [by_head[:, :, 0].reshape(groups, -1, 3), by_head[:, :, 1].reshape(groups, -1, 3)]
+    parts += [tensors[name].reshape(groups, dim, 3) for name in "kv"]
+    np.testing.assert_array_equal(
+        np.concatenate(shards), np.concatenate(parts, axis=1).reshape(-1, 3)
+    )
+
+
+@given(st.integers(1, 3), st.integers(1, 3), st.lists(st.integers(1, 4), min_size=1, max_size=4))
+def test_interleaved_sections_are_stacked_and_each_split_by_its_heads(count, part, sizes):
+    heads, stride = count * part, sum(sizes)
+    starts = np.cumsum([0, *sizes[:-1]]).tolist()
+    sections = tuple(Section(0, a, n, stride) for a, n in zip(starts, sizes, strict=True))
+    tensor = LogicalTensor("w", (heads * stride, 2))
+    rule = StackedSections((tensor,), sections, heads)
+    tensors, shards = local_tensors(rule, count)
+    by_head = tensors["w"].reshape(count, part, stride, 2)
+    for index, local in enumerate(shards):
+        parts = np.split(by_head[index], starts[1:], axis=1)
+        np.testing.assert_array_equal(local, np.concatenate([p.reshape(-1, 2) for p in parts]))
+    check_cover([Weight("a", rule, axis="tp")], count)
+
+
+@given(st.integers(1, 3), st.integers(1, 3), st.lists(st.integers(1, 4), min_size=1, max_size=4))
+def test_dense_sections_are_one_block_a_shard_each(count, part, sizes):
+    heads = count * part
+    starts = np.cumsum([0, *(heads * size for size in sizes[:-1])]).tolist()
+    sections = tuple(Section(0, a, n, n) for a, n in zip(starts, sizes, strict=True))
+    rule = StackedSections((LogicalTensor("w", (heads * sum(sizes), 1, 4)),), sections, heads)
+    tensors, shards = local_tensors(rule, count)
+    parts = np.split(tensors["w"], starts[1:])
+    for index, local in enumerate(shards):
+        wanted = [np.split(section, count)[index] for section in parts]
+        np.testing.assert_array_equal(local, np.concatenate(wanted))
+        assert len(rule.get_blocks(Shard(index, count))) == len(sizes)
+
+
+def test_sections_that_do_not_divide_are_refused_by_name():
+    rule = StackedSections((LogicalTensor("w", (6, 2)),), (Section(0, 0, 2, 2),), 3)
+    with pytest.raises(ValueError, match="heads of w of size 3 does not divide into 2 shards"):
+        rule.get_blocks(Shard(0, 2))
 
 
 def test_gate_up_keeps_the_gate_before_the_up_projection_in_each_shard():
