@@ -363,10 +363,6 @@ REFUSED = [
         {"shared_expert_intermediate_size": None},
         "has no 'shared_expert_intermediate_size'",
     ),
-    (
-        QWEN3_NEXT_80B_A3B,
-        {"rope_scaling": {"type": "yarn"}},
-    ),
     (QWEN2_5_7B, {"use_sliding_window": True}, "use_sliding_window=true is not supported"),
     (QWEN2_5_7B, {"layer_types": ["full_attention", "sliding_attention"]}, "'sliding_attention'"),
     (MIXTRAL_8X7B, {"sliding_window": 4096}, "sliding_window=4096 is not .* allowed: null"),
