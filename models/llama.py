@@ -1,11 +1,11 @@
-"""Llama 2 and 3, dense (LlamaForCausalLM)."""
+"""Llama 1, 2 and 3, dense (LlamaForCausalLM)."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any
 
-from mcore_rl.models.base import Family, HFConfig, check_values, register
+from mcore_rl.models.base import Family, HFConfig, check_values, get_field, register
 from mcore_rl.models.parts import (
     Layer,
     get_layer_spec,
@@ -23,9 +23,15 @@ from mcore_rl.models.vllm_parts import (
 from mcore_rl.reshard.rules import Weight
 
 
+def _add_groups(config: HFConfig) -> HFConfig:
+    """Return the config with num_key_value_heads, which Llama 1's leaves out: one per head."""
+    heads = config.get("num_key_value_heads") or get_field(config, "num_attention_heads")
+    return {**config, "num_key_value_heads": heads}
+
+
 def map_config(config: HFConfig) -> dict[str, Any]:
     check_values(config, {"attention_bias": False, "mlp_bias": False})
-    return map_decoder_config(config)
+    return map_decoder_config(_add_groups(config))
 
 
 def _map_layer(config: HFConfig, layer: Layer) -> Iterator[Weight]:
@@ -34,7 +40,7 @@ def _map_layer(config: HFConfig, layer: Layer) -> Iterator[Weight]:
 
 
 def map_weights(config: HFConfig, padded_vocab: int) -> tuple[Weight, ...]:
-    return map_decoder_weights(config, padded_vocab, _map_layer)
+    return map_decoder_weights(_add_groups(config), padded_vocab, _map_layer)
 
 
 def _map_vllm_layer(config: HFConfig, layer: Layer) -> Iterator[Weight]:
@@ -44,7 +50,7 @@ def _map_vllm_layer(config: HFConfig, layer: Layer) -> Iterator[Weight]:
 
 
 def map_vllm_weights(config: HFConfig) -> tuple[Weight, ...]:
-    return map_vllm_decoder(config, _map_vllm_layer)
+    return map_vllm_decoder(_add_groups(config), _map_vllm_layer)
 
 
 FAMILY = register(

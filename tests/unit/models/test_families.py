@@ -148,11 +148,15 @@ LLAMA_2_7B = {  # without rope_theta
     "rope_scaling": None, "hidden_act": "silu", "tie_word_embeddings": False,
 }  # fmt: skip
 
+# Nor has this one num_key_value_heads.
+LLAMA_7B = {n: value for n, value in LLAMA_2_7B.items() if n != "num_key_value_heads"}
+
 PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
     "Qwen2.5-7B": (QWEN2_5_7B, 7_615_616_512),
     "Qwen3-0.6B": (QWEN3_0_6B, 596_049_920),
     "Qwen3-30B-A3B": (QWEN3_30B_A3B, 30_532_122_624),
     "Qwen3-235B-A22B": (QWEN3_235B_A22B, 235_093_634_560),
+    "Llama-7B": (LLAMA_7B, 6_738_415_616),
     "Llama-2-7B": (LLAMA_2_7B, 6_738_415_616),
     "Qwen3-Next-80B-A3B": (QWEN3_NEXT_80B_A3B, 79_674_391_296),
     "Llama-3.1-8B": (LLAMA_3_1_8B, 8_030_261_248),
@@ -456,6 +460,12 @@ def test_a_config_without_rope_theta_has_that_of_transformers(config, architectu
     bare = {name: value for name, value in config.items() if not name.startswith("rope_")}
     expected = getattr(transformers, f"{architecture}Config")(**bare).rope_parameters["rope_theta"]
     assert get_family(bare).config_map(bare)["rotary_base"] == expected
+
+
+def test_the_first_llama_has_as_many_groups_as_heads_in_training_and_on_servers():
+    sizes, family = get_model_sizes(LLAMA_7B), get_family(LLAMA_7B)
+    assert (sizes.num_attention_heads, sizes.num_query_groups) == (32, 32)
+    assert family.vllm_weights(LLAMA_7B) == family.vllm_weights(LLAMA_2_7B)
 
 
 SCALED = [
