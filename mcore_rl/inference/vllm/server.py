@@ -35,7 +35,11 @@ from mcore_rl.inference.protocol import (
     SleepTag,
     TokenScores,
 )
-from mcore_rl.inference.vllm.engine_arguments import QUIET, check_arguments, read_arguments
+from mcore_rl.inference.vllm.engine_arguments import (
+    check_arguments,
+    prepare_import,
+    read_arguments,
+)
 from mcore_rl.inference.vllm.images import RequestImages, check_prompt
 from mcore_rl.inference.vllm.processes import ServerNodes, StoppedProcesses
 from mcore_rl.inference.vllm.requests import (
@@ -208,8 +212,7 @@ class VLLMServer(GenerationServer):
         return "V2" if self._started_engine.vllm_config.use_v2_model_runner else "V1"
 
     def prepare(self) -> None:
-        os.environ |= QUIET
-        os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+        prepare_import()
         with exempt_imports_from_gc():
             import mcore_rl.inference.vllm.worker  # noqa: F401
 
