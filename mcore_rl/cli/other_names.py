@@ -49,6 +49,9 @@ actor.megatron.use_distributed_optimizer |  | actor.optimizer.distributed
 actor.megatron.override_transformer_config.recompute_granularity | gradient_checkpointing | \
 actor.recompute.granularity
 actor.megatron.override_transformer_config.recompute_num_layers |  | actor.recompute.num_layers
+actor.megatron.override_transformer_config |  | actor.megatron
+actor.megatron.override_ddp_config |  | actor.megatron
+rollout.engine_kwargs.vllm |  | rollout.engine
 actor.ppo_max_token_len_per_gpu | per_device_train_batch_size | actor.max_tokens_per_micro_batch
 actor.entropy_from_logits_chunk_size |  | actor.logprob_chunk_bytes
 actor.optim.lr | learning_rate | actor.optimizer.lr

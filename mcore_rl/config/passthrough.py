@@ -150,7 +150,7 @@ def _convert(hint: Any, value: Any) -> Any:
     elif hint in (None, type(None)):
         is_right = value is None
     elif (origin or hint) in _SEQUENCES and isinstance(value, list | tuple):
-        return _convert_sequence(origin or hint, arguments, value)
+        return _convert_sequence(hint, value)
     elif (origin or hint) is dict and isinstance(value, Mapping):
         return {
             name: _convert_inside(f".{name}", arguments[1], entry) if arguments else entry
@@ -179,10 +179,11 @@ def _convert_union(hint: Any, arguments: tuple[Any, ...], value: Any) -> Any:
     raise inner or _MismatchError("", value, describe(hint))
 
 
-def _convert_sequence(kind: Any, arguments: tuple[Any, ...], value: Sequence[Any]) -> Any:
+def _convert_sequence(hint: Any, value: Sequence[Any]) -> Any:
+    kind, arguments = typing.get_origin(hint) or hint, typing.get_args(hint)
     is_fixed = kind is tuple and arguments and arguments[-1] is not ...
     if is_fixed and len(value) != len(arguments):
-        raise _MismatchError("", list(value), describe(tuple[arguments]))
+        raise _MismatchError("", list(value), describe(hint))
     hints = arguments if is_fixed else [arguments[0] if arguments else Any] * len(value)
     pairs = enumerate(zip(hints, value, strict=True))
     return _SEQUENCES[kind]([_convert_inside(f"[{i}]", hint, entry) for i, (hint, entry) in pairs])

@@ -34,7 +34,7 @@ from mcore_rl.config.resolve import (
     resolve_model,
     resolve_sources,
 )
-from mcore_rl.config.resolve_engine import check_overlap_dtype, resolve_engine
+from mcore_rl.config.resolve_engine import resolve_engine
 from mcore_rl.config.resolve_rollout import (
     check_lane_batch,
     check_stop,
@@ -219,7 +219,6 @@ def build_server_config(config: EvalConfig, device: str, path: str, chat_date: s
     """
     data = config.data
     dtype = config.model.dtype if config.model.dtype != "auto" else DTYPE_OF_LANE[device]
-    check_overlap_dtype("engine", config.engine, dtype)
     run = RLConfig(
         seed=config.seed,
         output_dir=config.output_dir,

@@ -15,7 +15,7 @@ from mcore_rl.algorithms.preference import PREFERENCE_LOSSES
 from mcore_rl.checkpoint.hf import CheckpointReader, read_checkpoint_config
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.resolve import DTYPE_OF_LANE, list_test_files, list_train_files
-from mcore_rl.config.resolve_engine import resolve_schedule
+from mcore_rl.config.resolve_engine import check_overlap_dtype, resolve_schedule
 from mcore_rl.config.resolve_train import (
     count_row_conversations,
     count_steps,
@@ -67,11 +67,11 @@ def resolve_for_device(config: TrainConfig) -> TrainConfig:
     model_type = "reward_model" if isinstance(config, RMConfig) else "language_model"
     column = getattr(get_data_config(config), "images_column", "")
     check_engine_settings("engine", config.engine, model_type, device, images_column=column)
+    dtype = DTYPE_OF_LANE[device] if config.model.dtype == "auto" else config.model.dtype
+    check_overlap_dtype("engine", config.engine, dtype)
     config = fetch_inputs(config)
     use_engine_family("engine", config.model, config.engine)
-    if config.model.dtype != "auto":
-        return config
-    return replace(config, model=replace(config.model, dtype=DTYPE_OF_LANE[device]))
+    return replace(config, model=replace(config.model, dtype=dtype))
 
 
 def needs_reference(config: TrainConfig) -> bool:

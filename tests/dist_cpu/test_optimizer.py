@@ -8,6 +8,7 @@ import json
 import math
 import shutil
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -105,7 +106,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
 
     def add(case: str, function: Any, model: str, layout: str, *args: Any, **settings: Any) -> None:
         at = LAYOUTS[layout]
-        todo[at.world_size][case] = jobs.partial(function, models[model], at, *args, **settings)
+        todo[at.world_size][case] = partial(function, models[model], at, *args, **settings)
 
     for name, (model, settings, targets) in CHECKPOINTS.items():
         to = folder / name.replace("/", "-")
@@ -133,13 +134,13 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     add("nans", jobs.not_a_number, "moe", "dp2", batch, max_skipped_steps=2, overlap=True,
         distributed=True)  # fmt: skip
     add("early", jobs.saved_before_the_first_step, "moe", "dp2", batch, folder / "early")
-    todo[1]["adam"] = jobs.partial(jobs.adam, models["moe"], batch)
+    todo[1]["adam"] = partial(jobs.adam, models["moe"], batch)
     source = folder / "moe-tp2ep2"
     add("inference", jobs.inference_reads, "moe", "tp1", batch, source)
     add("other rate", jobs.resume, "moe", "tp1", batch, source, lr=5e-4, beta1=0.5, schedule="wsd",
         wsd_decay_steps=1)  # fmt: skip
     weights = folder / "weights"
-    todo[1]["weights"] = jobs.partial(jobs.weights_only, models["moe"], weights)
+    todo[1]["weights"] = partial(jobs.weights_only, models["moe"], weights)
     add("refused/dtype", jobs.refused, "moe", "dp2", source, dtype="bfloat16")
     add("refused/model", jobs.refused, "mixed", "pp2", source)
     add("refused/layers", jobs.refused, "four", "dp2", folder / "mixed-pp2")

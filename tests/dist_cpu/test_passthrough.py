@@ -13,17 +13,8 @@ import ranks
 import tiny_families
 import tiny_models
 
-from mcore_rl.config.schema import Layout, MoEConfig
+from mcore_rl.config.schema import Layout, MoEConfig, RecomputeConfig
 from mcore_rl.data.batch import Batch
-from mcore_rl.engine.base import EngineSpec
-
-
-def build_spec(
-    path: Path, layout: Layout, megatron: dict[str, Any], optimizer: dict[str, Any]
-) -> EngineSpec:
-    spec = ranks.engine_spec(path, layout)
-    settings = replace(spec.engine.optimizer, **optimizer)
-    return replace(spec, engine=replace(spec.engine, megatron=megatron, optimizer=settings))
 
 
 @ranks.on_ranks()
@@ -34,9 +25,16 @@ def train(
     folder: Path | None,
     megatron: dict[str, Any],
     optimizer: dict[str, Any],
+    granularity: str = "none",
 ) -> ranks.Result:
     """Take three steps; the last two of them again from a checkpoint, if there is a folder."""
-    spec = build_spec(path, layout, megatron, optimizer)
+    spec = ranks.engine_spec(path, layout)
+    settings = {
+        "megatron": megatron,
+        "optimizer": replace(spec.engine.optimizer, **optimizer),
+        "recompute": RecomputeConfig(granularity),
+    }
+    spec = replace(spec, engine=replace(spec.engine, **settings))
     engine = ranks.started(spec)
     mine = batch.take(ranks.share_of(engine, batch))
     steps = [engine.train_batch(mine, ranks.LOSS)]
@@ -90,11 +88,12 @@ def save(name: str, folder: Path) -> Path:
     return tiny_families.save(tiny_models.build_from(config), folder / name)
 
 
+@pytest.mark.parametrize("granularity", ["none", "full"])
 @pytest.mark.parametrize("layout", [Layout(dp=2, ep=2), Layout(tp=2, ep=2)], ids=str)
-def test_shared_experts_beside_the_exchange_give_the_same_steps(tmp_path, layout):
+def test_shared_experts_beside_the_exchange_give_the_same_steps(tmp_path, layout, granularity):
     path, batch = save("deepseek_v3", tmp_path), tiny_models.make_batch()
     plain, passed = (
-        train(path, layout, batch, None, fields, {})[-1]
+        train(path, layout, batch, None, fields, {}, granularity)[-1]
         for fields in ({}, {"moe_shared_expert_overlap": True})
     )
     assert get_norms(passed) == pytest.approx(get_norms(plain), rel=1e-5)

@@ -81,10 +81,14 @@ class Served:
 
 
 @contextlib.contextmanager
-def serving(config: Any, folder: Path) -> Iterator[Served]:
-    """Yield two models of `config` under `folder`, and a server that starts with the first."""
+def serving(config: Any, folder: Path, engine: dict[str, Any] | None = None) -> Iterator[Served]:
+    """Yield two models of `config` under `folder`, and a server that starts with the first.
+
+    Args:
+        engine: rollout.engine of the server.
+    """
     both = [Model(folder / str(seed), config, seed) for seed in (0, 1)]
-    rollout = RolloutConfig(max_num_seqs=32, kv_cache_bytes=32 << 20)
+    rollout = RolloutConfig(max_num_seqs=32, kv_cache_bytes=32 << 20, engine=engine or {})
     server = VLLMServer(both[0].path, "float32", MAX_TOKENS, rollout, seed=0, can_sleep=True)
     with hosting(), asyncio.Runner() as runner:
         runner.run(server.start())

@@ -208,6 +208,16 @@ def _check_within_noise(scores: TokenScores, model: Any, prompt: list[int]) -> N
     assert 0 < gap < 2 * noise, (gap, noise)
 
 
+def test_arguments_of_rollout_engine_reach_the_engine_which_scores_as_without(tmp_path):
+    engine = {"block_size": 64, "enable_prefix_caching": False}
+    with serving(tiny_families.served_config("qwen3"), tmp_path, engine) as served:
+        cache = served.server._started_engine.vllm_config.cache_config
+        assert (cache.block_size, cache.enable_prefix_caching) == (64, False)
+        completion = served.run(served.server.submit(_LONG, SamplingParams(max_tokens=30)))[0]
+        assert len(completion.token_ids) == 30 or completion.token_ids[-1] == EOS
+        assert served.models[0].gap(_LONG, completion) < NATS
+
+
 def test_an_engine_that_does_not_start_is_an_error_and_the_server_has_not_started(tmp_path):
     model = tiny_models.build_from(tiny_families.served_config("qwen3"))
     path = tiny_families.save_served(model, tmp_path)

@@ -197,6 +197,7 @@ def build_transformer_config(
         expert_tensor_parallel_size=layout.etp,
         moe_token_dispatcher_type=engine.moe.dispatcher,
         overlap_moe_expert_parallel_comm=engine.moe.overlap,
+        moe_hybridep_pad_uneven_dispatch_inputs=True,
         sequence_parallel=layout.tp > 1,
         params_dtype=dtype,
         pipeline_dtype=dtype,

@@ -175,8 +175,8 @@ DENIED: Mapping[str, str] = {
     "variable_seq_lengths": _PACKS,
     "tp_comm_*": _PACKS,
     "moe_paged_stash*": _PACKS,
-    "moe_ncclep_static_shape": _PACKS,
-    "moe_ncclep_zero_copy": _PACKS,
+    "moe_ncclep_*": _PACKS,
+    "moe_hybridep_pad_uneven_dispatch_inputs": "the engine sets it: packs differ in length",
     "hierarchical_context_parallel_sizes": "packs are split over cp as zigzag alone",
     "hybrid_context_parallel": "packs are split over cp as zigzag alone",
     "max_seqlen_per_dp_cp_rank": "packs are split over cp as zigzag alone",
@@ -259,10 +259,11 @@ NEEDS: Mapping[str, str] = {
     "moe_permute_fusion_into_hybridep": "flex",
     "muon_*": "muon",
 }
-# Packages of the backends of the flex dispatcher (transformer/moe/fused_a2a.py:11, :271, :610).
-_FLEX_PACKAGES = {"deepep": "deep_ep", "hybridep": "deep_ep", "ncclep": "transformer_engine"}
+# Packages of the backends of the flex dispatcher (transformer/moe/fused_a2a.py:11 and :271).
+_FLEX_PACKAGES = {"deepep": "deep_ep", "hybridep": "deep_ep"}
 _MIN_CAPABILITY = {"tensorwise": (8, 9), "blockwise": (9, 0), "mxfp8": (10, 0)}  # of a GPU
 VALUES = {
+    "moe_flex_dispatcher_backend": (tuple(_FLEX_PACKAGES), "others take packs of one length alone"),
     "fp8_recipe": (tuple(_MIN_CAPABILITY), "its scales are state that checkpoints do not have"),
 }
 

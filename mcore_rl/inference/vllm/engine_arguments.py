@@ -5,6 +5,7 @@ Upstream lines are those of vLLM 0.32. vLLM is imported by `read_arguments` alon
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -14,8 +15,8 @@ from mcore_rl.config.passthrough import FieldRules, check_refused, convert_field
 from mcore_rl.config.schema import RolloutConfig
 from mcore_rl.observability.process import exempt_imports_from_gc
 
-# Set before vLLM is imported: no telemetry, no look-ups on the hub.
-QUIET = {
+# No telemetry, no look-ups on the hub.
+_QUIET = {
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",
     "TOKENIZERS_PARALLELISM": "false",
@@ -179,6 +180,13 @@ CPU_OWNED = {
 }
 
 
+def prepare_import() -> None:
+    """Set the environment that vLLM reads when it is imported, and the level of what it logs."""
+    os.environ |= _QUIET
+    level = os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    logging.getLogger("vllm").setLevel(level)  # vLLM sets it after its import
+
+
 def read_arguments(key: str, given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments of settings for vLLM's engine, with values of its types.
 
@@ -191,7 +199,7 @@ def read_arguments(key: str, given: Mapping[str, Any]) -> dict[str, Any]:
     if not given:
         return {}
     check_refused(key, given, RULES)  # without vLLM, whose import takes seconds
-    os.environ |= QUIET
+    prepare_import()
     with exempt_imports_from_gc():
         from vllm import __version__
         from vllm.engine.arg_utils import EngineArgs

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import atexit
 import itertools
-import logging
 import math
 import os
 from collections.abc import AsyncIterator, Mapping
@@ -36,7 +35,11 @@ from mcore_rl.inference.protocol import (
     SleepTag,
     TokenScores,
 )
-from mcore_rl.inference.vllm.engine_arguments import QUIET, check_arguments, read_arguments
+from mcore_rl.inference.vllm.engine_arguments import (
+    check_arguments,
+    prepare_import,
+    read_arguments,
+)
 from mcore_rl.inference.vllm.images import RequestImages, check_prompt
 from mcore_rl.inference.vllm.processes import ServerNodes, StoppedProcesses
 from mcore_rl.inference.vllm.requests import (
@@ -209,9 +212,7 @@ class VLLMServer(GenerationServer):
         return "V2" if self._started_engine.vllm_config.use_v2_model_runner else "V1"
 
     def prepare(self) -> None:
-        os.environ |= QUIET
-        level = os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-        logging.getLogger("vllm").setLevel(level)  # vLLM sets it after its import
+        prepare_import()
         with exempt_imports_from_gc():
             import mcore_rl.inference.vllm.worker  # noqa: F401
 

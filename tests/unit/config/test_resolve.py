@@ -73,6 +73,14 @@ def test_dtype_and_experts_decide_the_gaps(device, setting, replay, has_experts,
     assert resolve_for_lane(given, device, has_experts=has_experts).trainer == expected
 
 
+@pytest.mark.parametrize("role", ["actor", "critic"])
+def test_exchanges_are_overlapped_in_bfloat16_alone(role):
+    given = config(**{f"{role}__moe__overlap": True})
+    with pytest.raises(ConfigError, match=rf"^{role}.moe.overlap=true with model.dtype='float32'"):
+        resolve_for_lane(given, "cpu")
+    resolve_for_lane(given, "cuda")
+
+
 def test_on_gpus_servers_are_colocated_only_with_trainers_of_the_same_pool():
     apart = config(placement__rollout="own")
     with pytest.raises(

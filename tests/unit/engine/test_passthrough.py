@@ -105,6 +105,10 @@ def test_an_enumeration_is_given_by_the_name_of_its_member():
         ("cuda_graph_impl", "local", r": it needs micro-batches of one length"),
         ("fp8_param", True, r": weights stay in model.dtype"),
         ("fp8_recipe", "delayed", r": its scales are state .*; allowed: 'tensorwise', 'blockwise'"),
+        (
+            "moe_flex_dispatcher_backend", "ncclep",
+            r": others take packs of one length alone; allowed: 'deepep', 'hybridep'$",
+        ),
         ("cross_entropy_loss_fusion", True, r": the engine computes the output head"),
         ("gradient_accumulation_fusion", True, r": the engine always fuses it"),
         ("mtp_detach_heads", True, r": actor.mtp_loss_coef is of a .*; allowed: not to set it$"),
