@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-_QUERIES_PER_BLOCK = 1024  # of attention with a softcap or sinks, whose weights are in memory
+_QUERIES_PER_BLOCK = 256  # of attention with a softcap or sinks, whose weights are in memory
 
 # From queries, keys and values, [sequences, length, heads, dim] each, to outputs.
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
