@@ -215,10 +215,10 @@ class CheckpointReader:
             name, out = part.stack, out.unsqueeze(0)
             box = Box((part.index, *offsets), (1, *sizes))
         if name in self._packed:
-            blocks, scales, columns = mxfp4.locate_blocks(box)
-            parts = ((mxfp4.BLOCKS_SUFFIX, blocks), (mxfp4.SCALES_SUFFIX, scales))
+            *boxes, columns = mxfp4.locate_blocks(box)
+            parts = (name + mxfp4.BLOCKS_SUFFIX, name + mxfp4.SCALES_SUFFIX)
             values = mxfp4.dequantize(
-                *(_read_stored(self._file_of[name + s], name + s, part) for s, part in parts)
+                *(_read_stored(self._file_of[n], n, b) for n, b in zip(parts, boxes, strict=True))
             )
             out.copy_(values[..., columns].transpose(1, 2))
             return

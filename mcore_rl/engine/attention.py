@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-_QUERIES_PER_BLOCK = 1024  # of attention with a softcap or sinks, whose weights are in memory
+_QUERIES_PER_BLOCK = 256  # of attention with a softcap or sinks, whose weights are in memory
 
 # From queries, keys and values, [sequences, length, heads, dim] each, to outputs.
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -126,12 +125,13 @@ def _attend_blocks(
     for block in query.split(_QUERIES_PER_BLOCK, dim=1):
         end = first + block.shape[1]
         start = 0 if window is None else max(0, first - window + 1)
-        attend_one = partial(_attend_plainly, window=window, first=first - start, **options)
         inputs = block, key[:, start:end], value[:, start:end]
+        options |= {"window": window, "first": first - start}
         if query.shape[1] > _QUERIES_PER_BLOCK and torch.is_grad_enabled():
-            outputs.append(checkpoint(attend_one, *inputs, use_reentrant=False))
+            attended = checkpoint(_attend_plainly, *inputs, use_reentrant=False, **options)
         else:
-            outputs.append(attend_one(*inputs))
+            attended = _attend_plainly(*inputs, **options)
+        outputs.append(attended)
         first = end
     return torch.cat(outputs, dim=1)
 

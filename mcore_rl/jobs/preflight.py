@@ -74,7 +74,7 @@ from mcore_rl.models.base import (
 from mcore_rl.models.heads import build_value_config, get_value_head_suffix, map_model_weights
 from mcore_rl.models.rope import count_positions
 from mcore_rl.observability.trackers import check_trackers
-from mcore_rl.reshard.rules import list_logical_tensors
+from mcore_rl.reshard.rules import list_logical_tensors, parse_slice
 from mcore_rl.rewards.manager import (
     RewardManager,
     build_answer_check,
@@ -377,6 +377,8 @@ def check_layouts(config: RLConfig, *, is_trained: bool = True) -> HFConfig:
     _check_served_layouts(config)
     if config.rollout.lora == "adapter":
         _check_adapters(config, hf_config)
+    if config.weight_sync.method != "full_export":
+        _check_stacked_experts(config, hf_config)
     _check_rollout_cache(config, hf_config)
     _check_lengths(config)
     return hf_config
@@ -393,6 +395,22 @@ def _check_adapters(config: RLConfig, hf_config: HFConfig) -> None:
                 f"rollout.lora='adapter' with actor.lora.targets={targets}: the model has experts, "
                 "and servers take no adapters of them; allowed: ['linear_qkv', 'linear_proj'], or "
                 "rollout.lora='merged'"
+            )
+
+
+def _check_stacked_experts(config: RLConfig, hf_config: HFConfig) -> None:
+    """Check that both sides of a weight sync have the experts of a stacked tensor apart."""
+    shard_format = load_backend(config.actor, "actor").shard_format
+    weight_format = load_server_class(config.rollout).features.weight_format
+    if (shard_format, weight_format) == ("megatron", "vllm"):
+        return
+    weights = get_family(hf_config).weights(hf_config, pad_vocab_size(hf_config, 1))
+    for tensor in list_logical_tensors(weights):
+        if (part := parse_slice(tensor.name)) is not None:
+            raise ConfigError(
+                f"weight_sync.method={config.weight_sync.method!r}: {part.stack} stacks experts, "
+                "which actor.backend='megatron' alone gives to servers of rollout.backend='vllm' "
+                "as shards; allowed: these two, or 'full_export'"
             )
 
 

@@ -34,7 +34,8 @@ class LogicalTensor(NamedTuple):  # a large model has tens of thousands
         return tuple(LogicalTensor(name, self.shape) for name in self.aliases)
 
 
-class StackSlice(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class StackSlice:
     """A slice of a stacked tensor of a checkpoint: a logical tensor of its own."""
 
     stack: str  # name of the stacked tensor

@@ -229,13 +229,17 @@ class TemplateRenderer:
     ) -> list[int]:
         """Return the tokens of a conversation; raise ContextFullError as `encode`."""
         text = self.tokenizer.apply_chat_template(
-            [message.to_dict() for message in messages],
+            [self.write_message(message) for message in messages],
             tools=[tool.to_dict() for tool in tools] or None,
             add_generation_prompt=generate,
             tokenize=False,
             **self.options,
         )
         return encode(self.tokenizer, text, max_tokens)
+
+    def write_message(self, message: ChatMessage) -> dict[str, JsonValue]:
+        """Return a message as the template reads it."""
+        return message.to_dict()
 
     def decode(self, ids: list[int]) -> str:
         """Return the text of token ids, with special tokens."""

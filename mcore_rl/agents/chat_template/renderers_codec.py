@@ -1,7 +1,7 @@
 """A codec for known families: prompts by the chat template, turns by the package `renderers`.
 
-The package knows how each family ends a turn, what follows it, and how it writes calls. gpt-oss is
-left out: its renderer loads a vocabulary from the network.
+The package knows how each family ends a turn, what follows it, and how it writes calls. gpt-oss has
+harmony_codec.py: its renderer in the package loads a vocabulary from the network.
 """
 
 from __future__ import annotations

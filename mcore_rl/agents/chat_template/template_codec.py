@@ -62,6 +62,13 @@ class TemplateCodec:
         self._tokenizer, self._template = tokenizer, TemplateRenderer(tokenizer, options)
         eos = tokenizer.eos_token_id
         close = self._find_end(_TEXT, "")
+        last = self._template.render(
+            [*_BEFORE, ChatMessage("assistant", _TEXT)], (), generate=False
+        )
+        if self._find_token_after(_TEXT, last) not in (None, close):
+            raise ConfigError(
+                "the chat template ends the last turn with another token than earlier turns"
+            )
         self._stop_ids = frozenset([close, *stop_ids, *([] if eos is None else [eos])])
         for text in (f"  {_TEXT}  ", f"\n{_TEXT}\n\n"):
             self._find_end(text, "trims white space")
@@ -179,16 +186,22 @@ class TemplateCodec:
             ConfigError: There is none.
         """
         ids = self._template.render([*_BEFORE, ChatMessage("assistant", text), _NEXT], ())
-        added = set(self._tokenizer.get_added_vocab().values())
-        for i, token in enumerate(ids):
-            if token in added and self._template.decode(ids[:i]).endswith(text):
-                return token
+        if (end := self._find_token_after(text, ids)) is not None:
+            return end
         if not fault:
             raise ConfigError("the chat template ends an assistant's turn with text, not a token")
         raise ConfigError(
             f"the chat template {fault} of earlier turns: it does not keep {text!r}. "
             f"A template that changes what was sampled cannot be extended"
         )
+
+    def _find_token_after(self, text: str, ids: list[int]) -> int | None:
+        """Return the added token right behind a text, or None."""
+        added = set(self._tokenizer.get_added_vocab().values())
+        for i, token in enumerate(ids):
+            if token in added and self._template.decode(ids[:i]).endswith(text):
+                return token
+        return None
 
     def _keeps_reasoning(
         self, *new_messages: ChatMessage, calls: tuple[ToolCall, ...] = ()

@@ -23,6 +23,7 @@ from mcore_rl.agents.chat_template.codec import (
     ToolSpec,
     ValidatedChatTemplate,
 )
+from mcore_rl.agents.chat_template.harmony_codec import HarmonyCodec
 from mcore_rl.agents.chat_template.renderers_codec import FAMILIES, RenderersCodec
 from mcore_rl.agents.chat_template.template_codec import TemplateCodec
 from mcore_rl.config.errors import ConfigError
@@ -101,6 +102,13 @@ def _validate_all(
     """
     template, ends = TemplateRenderer(tokenizer, options), {*stop_ids}
     if kind != "template":
+        try:
+            harmony = HarmonyCodec(tokenizer, options, stop_ids)
+            yield validate_codec(harmony, harmony.template, max_tokens)
+        except ValueError as error:
+            reasons.append(f"harmony: {error}")
+        except ConfigError as error:
+            reasons.append(str(error))
         for family, variants in FAMILIES.items():
             for variant in variants:
                 try:
@@ -174,7 +182,13 @@ def _compare_extension(
     start = _find_turn_start(codec, template, given, prompt, render)
     completion = _cut_after_stop(codec, render[start:])
     if not completion:
-        return "does not know the token that ends an assistant's turn"
+        last_turn = _cut_after_stop(codec, _render_last_turn(template, given, prompt))
+        if not last_turn:
+            return "does not know the token that ends an assistant's turn"
+        # The template ends earlier turns with another token.
+        if codec.extend(prompt, last_turn, given.after, given.tools) is not None:
+            return "goes on from earlier turns, which the chat template changes"
+        return ""
     after = render[start + len(completion) :]
 
     thought = given.turn.reasoning.strip()
@@ -233,9 +247,15 @@ def _render_as_last(
     Args:
         end: Token to end it with if the template does not.
     """
-    render = template.render([*given.before, given.turn], given.tools, generate=False)
-    turn = render[_count_common(prompt, render) :]
+    turn = _render_last_turn(template, given, prompt)
     return _cut_after_stop(codec, turn) or [*turn, end]
+
+
+def _render_last_turn(
+    template: TemplateRenderer, given: Conversation, prompt: list[int]
+) -> list[int]:
+    render = template.render([*given.before, given.turn], given.tools, generate=False)
+    return render[_count_common(prompt, render) :]
 
 
 def _is_history_changed(

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from vllm.config import LoadConfig, ModelConfig
+from vllm.config import LoadConfig, ModelConfig, VllmConfig
 from vllm.distributed.parallel_state import get_tp_group
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
@@ -63,6 +63,8 @@ from mcore_rl.config.errors import ConfigError, PeerError
 from mcore_rl.models.base import HFConfig, get_vllm_weights, read_config
 from mcore_rl.parallel.rendezvous import RendezvousEndpoint
 from mcore_rl.reshard.executor import ReceivedSlice
+from mcore_rl.reshard.layout import GenerationLayout
+from mcore_rl.reshard.rules import Shard
 from mcore_rl.weight_sync.receiver import ChecksumVerifier
 from mcore_rl.weight_sync.spec import (
     ListedParameter,
@@ -187,6 +189,38 @@ class ShardTransferEngine(WeightTransferEngine[ConnectInfo, UpdateInfo]):
         transport, self._transport = self._transport, None
         if transport is not None:
             transport.close()
+
+
+@torch.no_grad()
+def load_by_rules(model: Any, vllm_config: VllmConfig, path: str) -> None:
+    """Load a Hugging Face folder by the rules of its family, in place of vLLM's reload.
+
+    Raises:
+        ConfigError: The folder is damaged.
+        ValueError: It has not all weights.
+    """
+    reader, parallel = CheckpointReader(path), vllm_config.parallel_config
+    tp, dp = parallel.tensor_parallel_size, parallel.data_parallel_size
+    layout = GenerationLayout(tp=tp, dp=dp, ep=tp * dp if parallel.enable_expert_parallel else 1)
+    ranks, (_, weights) = build_generation_side(reader.read_config(), layout)
+    rank = parallel.data_parallel_index * tp + get_tp_group().rank_in_group
+    make_reloadable(model)
+    initialize_layerwise_reload(model)
+    writer = ShardWriter(model, rank)
+    for weight in weights:
+        holders = ranks.get_holders(weight)
+        shard = next((index for index, members in enumerate(holders) if rank in members), None)
+        if shard is None:
+            continue
+        dtype = torch.float32 if weight.float32 else vllm_config.model_config.dtype
+        name = ranks.get_local_name(weight)
+        writer.write(
+            ReceivedSlice(name, block.local_offset, reader.read(block, dtype), rank)
+            for block in weight.rule.get_blocks(Shard(shard, len(holders)))
+        )
+    writer.finish()
+    finalize_layerwise_reload(model, vllm_config.model_config)
+    repack_output_heads(model)
 
 
 def read_worker_layout(model: Any) -> WorkerLayout:

@@ -42,6 +42,7 @@ from mcore_rl.inference.vllm.processes import use_worker_rendezvous
 from mcore_rl.inference.vllm.trace import TraceTaker
 from mcore_rl.inference.vllm.weights import (
     list_traced_parameters,
+    load_by_rules,
     make_reloadable,
     register_loaders,
     repack_output_heads,
@@ -345,8 +346,15 @@ class WorkerExtension(TraceTaker):
         self.start_weight_update()
 
     def load_checkpoint(self, path: str) -> None:
-        """Load all weights from a Hugging Face folder, by vLLM's own reload."""
+        """Load all weights from a Hugging Face folder, by vLLM's own reload.
+
+        That counts what goes through the loaders of parameters. vLLM's gpt-oss copies into its
+        parameters itself (model_executor/models/gpt_oss.py:1219), which a reload would lose.
+        """
         model = self.model_runner.get_model()
+        if type(model).__name__ == "GptOssForCausalLM":
+            load_by_rules(model, self.vllm_config, path)
+            return
         make_reloadable(model)
         self.model_runner.reload_weights(weights_path=path)
         repack_output_heads(model)

@@ -39,6 +39,10 @@ _KIMI = (
 _LLAMA = (
     "<|begin_of_text|> <|end_of_text|> <|start_header_id|> <|end_header_id|> <|eot_id|> <|eom_id|>"
 )
+_HARMONY = (
+    "<|startoftext|> <|endoftext|> <|return|> <|constrain|> <|channel|> <|start|> <|end|> "
+    "<|message|> <|call|>"
+)
 # Family -> its tokens, and which of them is the end-of-sequence token.
 FAMILIES = {
     "chatml": (_QWEN, 2),
@@ -49,6 +53,7 @@ FAMILIES = {
     "glm-4.5": (_GLM, 0),
     "kimi-k2": (_KIMI, 1),
     "llama-3": (_LLAMA, 4),
+    "gpt-oss": (_HARMONY, 2),
     "qwen2": (_QWEN, 2),
     "deepseek-v2": (_DEEPSEEK, 1),
     "moonlight": (_KIMI, 1),

@@ -38,6 +38,7 @@ PROVED = {
     ("glm-4.5", "renderers"): "renderers:glm-4.5, tools, several calls",
     ("kimi-k2", "renderers"): "renderers:kimi-k2, tools, several calls, users",
     ("llama-3", "renderers"): "renderers:llama-3, tools, users",
+    ("gpt-oss", "renderers"): "harmony, tools",
     ("chatml", "template"): "template, users",
     ("qwen3", "template"): "template, tools, several calls, users",
     ("deepseek-v3", "template"): "template, users",
@@ -60,6 +61,7 @@ REFUSED = {
     ("qwen3.5", "template"): "trims white space of earlier turns",
     ("deepseek-r1", "template"): "strips the reasoning of earlier turns",
     ("glm-4.5", "template"): "trims white space of earlier turns",
+    ("gpt-oss", "template"): "ends the last turn with another token than earlier turns",
     ("llama-3", "template"): "trims white space of earlier turns",
     ("llama-2", "auto"): "ends an assistant's turn with text, not a token",
     ("mixtral", "auto"): "cannot render a conversation: roles must alternate",
@@ -76,7 +78,8 @@ VALUES: tuple[JsonValue, ...] = (7, True, None, "12", [1, "a b"], {"k": 0.5})
 @cache
 def codec_of(family: str, kind: str) -> tuple[ValidatedChatTemplate, TemplateRenderer]:
     tokenizer = tokenizer_of(family)
-    return select_codec(tokenizer, kind), TemplateRenderer(tokenizer, {})
+    codec = select_codec(tokenizer, kind)
+    return codec, codec.template
 
 
 def some_text(chance: Random) -> str:
@@ -209,3 +212,58 @@ def test_a_renderer_gets_whether_its_template_thinks_by_default():
 def test_a_template_that_breaks_the_laws_is_refused_by_name(family: str, kind: CodecKind):
     with pytest.raises(ConfigError, match=f"template: the chat template {REFUSED[family, kind]}"):
         select_codec(tokenizer_of(family), kind)
+
+
+HARMONY = [
+    (
+        "<|channel|>analysis<|message|>Let me see.<|end|><|start|>assistant<|channel|>final"
+        "<|message|>Two miles.<|return|>",
+        ("Two miles.", "Let me see.", True, []),
+    ),
+    (  # as the model itself writes a call
+        "<|channel|>commentary to=functions.look <|constrain|>json<|message|>{\"n\": 1}<|call|>",
+        ("", "", True, [("ok", "look", {"n": 1})]),
+    ),
+    (
+        " to=functions.look<|channel|>commentary json<|message|>{\"n\": <|call|>",
+        ("", "", True, [("malformed", "look", {})]),
+    ),
+    (
+        " to=functions.fly<|channel|>commentary json<|message|>{}<|call|>",
+        ("", "", True, [("unknown_tool", "fly", {})]),
+    ),
+    ("<|channel|>analysis<|message|>Let me", ("", "Let me", False, [])),
+    (
+        "<|channel|>commentary<|message|>I look.<|end|><|start|>assistant<|channel|>commentary "
+        "to=functions.look json<|message|>{}<|call|>",
+        ("I look.", "", True, [("ok", "look", {})]),
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "wanted"), HARMONY)
+def test_a_turn_in_channels_is_split_into_reasoning_calls_and_answer(text: str, wanted: object):
+    codec, tokenizer = codec_of("gpt-oss", "auto")[0], tokenizer_of("gpt-oss")
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    turn = codec.parse(ids, [ToolSpec("look", "Looks.", {"type": "object", "properties": {}})])
+    calls = [(call.status, call.name, call.arguments) for call in turn.calls]
+    assert (turn.content, turn.reasoning, turn.reasoning_closed, calls) == wanted
+    for call in turn.calls:
+        assert call.text in tokenizer.decode(ids[slice(*call.span)])
+
+
+def test_only_an_answer_of_a_tool_extends_a_turn_in_channels():
+    codec, tokenizer = codec_of("gpt-oss", "auto")[0], tokenizer_of("gpt-oss")
+    prompt = codec.render([ChatMessage("user", "Go.")])
+    call = tokenizer.encode(HARMONY[1][0], add_special_tokens=False)
+    answer = ChatMessage("tool", 'A "door".', name="look")
+    extended = codec.extend(prompt, call, [answer])
+    assert extended is not None and extended[: len(prompt) + len(call)] == [*prompt, *call]
+    assert tokenizer.decode(extended[len(prompt) + len(call) :]) == (
+        "<|start|>functions.look to=assistant<|channel|>commentary<|message|>"
+        '"A \\"door\\"."<|end|><|start|>assistant'
+    )
+    final = tokenizer.encode(HARMONY[0][0], add_special_tokens=False)
+    assert codec.extend(prompt, final, [ChatMessage("user", "And back?")]) is None
+    assert codec.extend(prompt, call[:-1], [answer]) is None
+    assert codec.stop_ids == {*tokenizer.encode("<|return|><|call|>", add_special_tokens=False)}

@@ -634,3 +634,27 @@ def test_half_of_what_a_gpu_needs_is_on_it_already():
     assert traffic.received + traffic.local == 2 * WEIGHTS
     assert traffic.local == WEIGHTS + NORMS
     assert traffic.in_node == traffic.received
+
+
+FSDP = "actor.backend=fsdp", "actor.layout.tp=1", "actor.layout.dp=2", "actor.layout.ep=1"
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (FSDP, "experts.gate_up_proj stacks experts, which actor.backend='megatron' alone"),
+        ((*FSDP, "weight_sync.method=full_export"), ""),
+        (("actor.layout.dp=2", "actor.layout.etp=2"), "actor.layout.etp=2: the experts of the"),
+        (("actor.lora.rank=4",), "actor.lora.targets names linear_fc1, linear_fc2, which this"),
+    ],
+)
+def test_what_stacked_experts_with_biases_do_not_take_is_refused(
+    place, monkeypatch, capfd, settings, message
+):
+    config = json.loads((PUBLISHED / "gpt-oss-20b.json").read_text())
+    Path("model/config.json").write_text(json.dumps(config))
+    Path("model/model.safetensors").unlink(missing_ok=True)
+    files = [s for s in SETTINGS if not s.startswith("warm_start")]
+    cache = "rollout.kv_cache_bytes=1073741824"
+    status, _, err = dry_run(monkeypatch, capfd, *files, cache, *settings)
+    assert (status, message in err) == (2 if message else 0, True), err

@@ -45,6 +45,7 @@ RECIPES = {
     "qwen3_235b_a22b": Case("Qwen3-235B-A22B", 128),
     "qwen3_30b_a3b": Case("Qwen3-30B-A3B", 16),
     "moonlight_16b": Case("Moonlight-16B-A3B", 8),
+    "gpt_oss_20b": Case("gpt-oss-20b", 8),
     "qwen3_8b": Case("Qwen3-8B", 8),
     "llama3_70b": Case("Llama-3.1-70B", 32),
 }
