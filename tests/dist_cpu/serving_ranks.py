@@ -162,9 +162,9 @@ class _Rank:
 
     def _server(self, path: Path, ep: bool, dtype: str) -> Any:
         from mcore_rl.config.schema import RolloutConfig
-        from mcore_rl.inference.vllm import server as vllm_server
+        from mcore_rl.inference.vllm import engine_arguments
 
-        os.environ |= vllm_server._QUIET
+        os.environ |= engine_arguments.QUIET_ENVIRONMENT
         from vllm import LLM
         from vllm.config import WeightTransferConfig
         from vllm.distributed.parallel_state import destroy_model_parallel

@@ -67,14 +67,13 @@ def by_mbridge(engine: MegatronEngine, path: Path) -> dict[str, list[torch.Tenso
 
     mbridge converts and splits with its own code. Nothing for a family that it does not know.
     """
-    from mbridge.core.bridge import _MODEL_REGISTRY
     from mbridge.core.parallel_states import ParallelStates
 
     from mcore_rl.engine.megatron.weights import get_local_tensors
 
     [model] = engine.chunks
     hf_config = transformers.AutoConfig.from_pretrained(path)
-    if hf_config.model_type not in _MODEL_REGISTRY:
+    if hf_config.model_type in UNBRIDGED:
         return {}
     if getattr(hf_config, "head_dim", None) is None:
         hf_config.head_dim = hf_config.hidden_size // hf_config.num_attention_heads
@@ -144,7 +143,7 @@ def bfloat16(path: Path, layout: Layout) -> ranks.Result:
 
 def rotary(model: Any) -> dict[str, Any]:
     """Angles a position by rotary frequency, and the factor on cosine and sine."""
-    attention = model.decoder.layers[0].self_attention
+    attention = model.decoder.layers[-1].self_attention  # a hybrid model's first has no angles
     factor = attention._yarn_concentration_factor
     embedding = getattr(model, "rotary_pos_emb", None)
     if embedding is None:  # latent attention has one in each layer

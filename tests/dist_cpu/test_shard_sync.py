@@ -28,7 +28,7 @@ from mcore_rl.checkpoint.hf_writer import write_checkpoint
 from mcore_rl.config.schema import Layout, WeightSyncConfig
 from mcore_rl.controller import reaper
 from mcore_rl.engine.base import EngineSpec
-from mcore_rl.inference.vllm.server import _QUIET
+from mcore_rl.inference.vllm.engine_arguments import QUIET_ENVIRONMENT
 from mcore_rl.parallel.rendezvous import RendezvousEndpoint, RendezvousServer
 from mcore_rl.reshard.layout import GenerationLayout
 from mcore_rl.weight_sync.spec import TransferSpec
@@ -231,7 +231,7 @@ def _start(
         mine, theirs = context.Pipe()
         arguments = (rank, world, name, folder, orders, theirs)
         process = context.Process(target=serving_ranks.serve, args=arguments)
-        with mock.patch.dict(os.environ, _QUIET):
+        with mock.patch.dict(os.environ, QUIET_ENVIRONMENT):
             process.start()
         processes.append(process)
         pipes.append(mine)

@@ -16,7 +16,7 @@ from mcore_rl.config.schema import RolloutConfig
 from mcore_rl.observability.process import exempt_imports_from_gc
 
 # No telemetry, no look-ups on the hub.
-_QUIET = {
+QUIET_ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",
     "TOKENIZERS_PARALLELISM": "false",
@@ -182,7 +182,7 @@ CPU_OWNED = {
 
 def prepare_import() -> None:
     """Set the environment that vLLM reads when it is imported, and the level of what it logs."""
-    os.environ |= _QUIET
+    os.environ |= QUIET_ENVIRONMENT
     level = os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     logging.getLogger("vllm").setLevel(level)  # vLLM sets it after its import
 
