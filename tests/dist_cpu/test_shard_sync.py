@@ -91,7 +91,8 @@ def saved(family: str, path: Path, num_layers: int = 4) -> Path:
     config = tiny_families.served_config(family)
     config.num_hidden_layers = num_layers
     if getattr(config, "layer_types", None):
-        config.layer_types = (config.layer_types * num_layers)[:num_layers]
+        period = config.layer_types[: 2 if family == "gpt_oss" else None]
+        config.layer_types = (period * num_layers)[:num_layers]
     if getattr(config, "mlp_layer_types", None):
         config.mlp_layer_types = ["dense", *["sparse"] * (num_layers - 1)]
     return tiny_families.save_served(tiny_models.build_from(config), path)

@@ -41,7 +41,7 @@ def save_model(folder: Path, family: str = "qwen3_moe") -> Path:
     config = tiny_families.served_config(family)
     config.num_hidden_layers = 4
     if getattr(config, "layer_types", None):
-        config.layer_types = (config.layer_types * 4)[:4]
+        config.layer_types = (config.layer_types[: 2 if family == "gpt_oss" else None] * 4)[:4]
     if getattr(config, "mlp_layer_types", None):
         config.mlp_layer_types = ["dense", *["sparse"] * 3]
     return tiny_families.save_served(tiny_models.build_from(config), folder)
