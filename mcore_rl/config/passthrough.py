@@ -50,17 +50,18 @@ class _MismatchError(Exception):
         self.path, self.value, self.allowed = path, value, allowed
 
 
-def check_refused(key: str, given: Mapping[str, Any], rules: FieldRules) -> None:
+def check_refused(key: str, values: Mapping[str, Any], rules: FieldRules) -> None:
     """Check fields against the rules alone, without the library.
 
     Args:
         key: Name of the mapping, such as "actor.megatron".
+        values: By field.
 
     Raises:
         ConfigError: A field is refused.
     """
     owner = key.rpartition(".")[0] or key
-    for name, value in given.items():
+    for name, value in values.items():
         where = f"{key}.{name}={shorten(value)}"
         if setting := find_rule(rules.owned, name):
             setting = setting.format(key=owner)
@@ -68,9 +69,9 @@ def check_refused(key: str, given: Mapping[str, Any], rules: FieldRules) -> None
         if reason := find_rule(rules.denied, name):
             raise ConfigError(f"{where}: {reason.format(key=owner)}; allowed: not to set it")
         if name in rules.values:
-            values, reason = rules.values[name]
-            if value not in values:
-                raise ConfigError(f"{where}: {reason}; allowed: {', '.join(map(repr, values))}")
+            allowed, reason = rules.values[name]
+            if value not in allowed:
+                raise ConfigError(f"{where}: {reason}; allowed: {', '.join(map(repr, allowed))}")
 
 
 def find_rule(table: Mapping[str, str], name: str) -> str:
@@ -81,18 +82,18 @@ def find_rule(table: Mapping[str, str], name: str) -> str:
 
 
 def convert_fields(
-    key: str, given: Mapping[str, Any], classes: Sequence[type], rules: FieldRules
+    key: str, values: Mapping[str, Any], classes: Sequence[type], rules: FieldRules
 ) -> dict[type, dict[str, Any]]:
     """Return the fields of each class, with values of their types. All that have a name get it.
 
     Raises:
         ConfigError: A field is refused, no class has it, or its value has another type.
     """
-    check_refused(key, given, rules)
+    check_refused(key, values, rules)
     hints = {cls: read_hints(cls) for cls in classes}
     known = sorted({name for names in hints.values() for name in names})
     converted: dict[type, dict[str, Any]] = {cls: {} for cls in classes}
-    for name, value in given.items():
+    for name, value in values.items():
         if name not in known:
             names = " or ".join(cls.__name__ for cls in classes)
             close = find_closest(str(name), known)
@@ -144,7 +145,7 @@ def _convert(hint: Any, value: Any) -> Any:
     if origin is typing.Literal:
         is_right = any(type(value) is type(entry) and value == entry for entry in arguments)
     elif hint is float:
-        is_right, value = type(value) in (int, float), value
+        is_right = type(value) in (int, float)
     elif hint in (bool, int, str):
         is_right = type(value) is hint
     elif hint in (None, type(None)):

@@ -101,32 +101,43 @@ def test_shared_experts_beside_the_exchange_give_the_same_steps(tmp_path, layout
 
 @ranks.on_ranks()
 def train_experts(
-    path: Path, layout: Layout, batch: Batch, moe: MoEConfig, megatron: dict[str, Any]
+    path: Path, layout: Layout, batch: Batch, moe: MoEConfig, optimizer: dict[str, Any]
 ) -> ranks.Result:
-    """Take two steps in bfloat16, of several micro-batches each."""
+    """Take two steps in bfloat16, of several micro-batches and with several buckets each."""
     spec = ranks.engine_spec(path, layout, "bfloat16")
-    settings = {"moe": moe, "megatron": megatron, "max_tokens_per_micro_batch": 60}
+    settings = {
+        "moe": moe,
+        "megatron": {"bucket_size": 8000},
+        "max_tokens_per_micro_batch": 60,
+        "optimizer": replace(spec.engine.optimizer, **optimizer),
+    }
     engine = ranks.started(replace(spec, engine=replace(spec.engine, **settings)))
     mine = batch.take(ranks.share_of(engine, batch))
     return {"steps": [engine.train_batch(mine, ranks.LOSS) for _ in range(2)]}
 
 
+OVERLAP = {"distributed": True, "overlap": True}
+
+
 @pytest.mark.parametrize(
-    ("model", "layout"),
+    ("model", "layout", "optimizer"),
     [
-        ("four", Layout(dp=2, ep=2)),
-        ("four", Layout(tp=2, ep=2)),
-        ("four", Layout(pp=2, vpp=2, dp=2, ep=2)),
-        ("deepseek_v3", Layout(dp=2, ep=2)),
+        ("four", Layout(dp=2, ep=2), {}),
+        ("four", Layout(dp=2, ep=2), OVERLAP),
+        ("four", Layout(tp=2, ep=2), {}),
+        ("four", Layout(pp=2, vpp=2, dp=2, ep=2), OVERLAP),
+        ("deepseek_v3", Layout(dp=2, ep=2), {}),
     ],
     ids=str,
 )
-def test_overlapped_exchanges_give_the_same_steps(tmp_path, model, layout):
+def test_overlapped_exchanges_give_the_same_steps(tmp_path, model, layout, optimizer):
     """Each layer of a micro-batch runs beside a layer of another one's backward pass."""
     path = optimizer_jobs.save_model(tmp_path) if model == "four" else save(model, tmp_path)
     batch = tiny_models.make_batch()
     plain, overlapped = (
-        train_experts(path, layout, batch, MoEConfig(overlap=flag, aux_loss_coef=0.01), {})[-1]
+        train_experts(path, layout, batch, MoEConfig(overlap=flag, aux_loss_coef=0.01), optimizer)[
+            -1
+        ]
         for flag in (False, True)
     )
     names = "moe/max_expert_load", "moe/min_expert_load"

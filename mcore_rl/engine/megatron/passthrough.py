@@ -279,18 +279,19 @@ class PassedFields:
     optimizer: Mapping[str, Any] = field(default_factory=dict)
 
 
-def read_fields(key: str, given: Mapping[str, Any]) -> PassedFields:
+def read_fields(key: str, values: Mapping[str, Any]) -> PassedFields:
     """Return the fields of settings for Megatron's classes.
 
     Args:
         key: Name of the settings, such as "actor.megatron".
+        values: By field.
 
     Raises:
         ConfigError: A field is refused or unknown, or its value has another type.
     """
-    if not given:
+    if not values:
         return PassedFields()
-    check_refused(key, given, RULES)  # without Megatron, whose import takes seconds
+    check_refused(key, values, RULES)  # without Megatron, whose import takes seconds
     with warnings.catch_warnings(), exempt_imports_from_gc():
         warnings.simplefilter("ignore")  # of missing kernels
         from megatron.core.distributed import DistributedDataParallelConfig
@@ -298,7 +299,7 @@ def read_fields(key: str, given: Mapping[str, Any]) -> PassedFields:
         from megatron.core.transformer import MLATransformerConfig
 
     classes = MLATransformerConfig, DistributedDataParallelConfig, OptimizerConfig
-    return PassedFields(*convert_fields(key, given, classes, RULES).values())
+    return PassedFields(*convert_fields(key, values, classes, RULES).values())
 
 
 def check_fields(key: str, engine: EngineConfig, lane: str) -> None:
@@ -312,9 +313,9 @@ def check_fields(key: str, engine: EngineConfig, lane: str) -> None:
     Raises:
         ConfigError: See read_fields; or something is missing.
     """
-    given, where = engine.megatron, f"{key}.megatron"
-    read_fields(where, given)
-    for name, value in given.items():
+    fields, where = engine.megatron, f"{key}.megatron"
+    read_fields(where, fields)
+    for name, value in fields.items():
         need = "" if value is None or value is False else find_rule(NEEDS, name)
         if need:
             _check_need(need, f"{where}.{name}={value!r}", key, engine, lane)
@@ -323,13 +324,13 @@ def check_fields(key: str, engine: EngineConfig, lane: str) -> None:
         _check_flex(key, engine, lane, is_local=is_local)
     if engine.optimizer.name == "muon":
         _check_muon(key, engine, is_local=is_local)
-    if given.get("fp8") and "fp8_recipe" not in given:
+    if fields.get("fp8") and "fp8_recipe" not in fields:
         raise ConfigError(
-            f"{where}.fp8={given['fp8']!r} needs {where}.fp8_recipe; allowed: "
+            f"{where}.fp8={fields['fp8']!r} needs {where}.fp8_recipe; allowed: "
             f"{', '.join(map(repr, _MIN_CAPABILITY))}"
         )
-    if given.get("fp8") and is_local:
-        recipe, capability = given["fp8_recipe"], torch.cuda.get_device_capability()
+    if fields.get("fp8") and is_local:
+        recipe, capability = fields["fp8_recipe"], torch.cuda.get_device_capability()
         if capability < _MIN_CAPABILITY[recipe]:
             least = ".".join(map(str, _MIN_CAPABILITY[recipe]))
             raise ConfigError(

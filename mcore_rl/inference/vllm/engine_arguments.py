@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from mcore_rl.config.errors import ConfigError
@@ -187,25 +188,26 @@ def prepare_import() -> None:
     logging.getLogger("vllm").setLevel(level)  # vLLM sets it after its import
 
 
-def read_arguments(key: str, given: Mapping[str, Any]) -> dict[str, Any]:
+def read_arguments(key: str, values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments of settings for vLLM's engine, with values of its types.
 
     Args:
         key: Name of the settings, such as "rollout.engine".
+        values: By argument.
 
     Raises:
         ConfigError: An argument is refused or unknown, or its value has another type.
     """
-    if not given:
+    if not values:
         return {}
-    check_refused(key, given, RULES)  # without vLLM, whose import takes seconds
+    check_refused(key, values, RULES)  # without vLLM, whose import takes seconds
     prepare_import()
     with exempt_imports_from_gc():
         from vllm import __version__
         from vllm.engine.arg_utils import EngineArgs
 
-    rules = FieldRules(f"vLLM {__version__}", OWNED, DENIED, VALUES)
-    return convert_fields(key, given, [EngineArgs], rules)[EngineArgs]
+    rules = replace(RULES, library=f"vLLM {__version__}")
+    return convert_fields(key, values, [EngineArgs], rules)[EngineArgs]
 
 
 def check_arguments(settings: RolloutConfig, key: str, device: str) -> None:
