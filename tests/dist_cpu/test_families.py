@@ -301,12 +301,19 @@ def test_rules_name_each_tensor_of_a_checkpoint_with_a_prediction_layer(with_mtp
     assert torch.equal(read.layers[0].eh_proj.weight, tensor)
 
 
+PUBLISHED = {
+    "float8": tiny_families.save_published_deepseek,  # with its prediction layer
+    "mxfp4": tiny_families.save_published_gpt_oss,
+}
+
+
 @pytest.mark.parametrize("layout", [Layout(), nightly(CASES["deepseek_v3"].layout)], ids=str)
-def test_the_published_deepseek_in_float8_blocks_is_the_model_of_the_dequantised_weights(
-    layout, tmp_path_factory
+@pytest.mark.parametrize("form", PUBLISHED)
+def test_a_published_quantised_checkpoint_is_the_model_of_the_dequantised_weights(
+    form, layout, tmp_path_factory
 ):
-    """Scores, training and an export without blocks, with its prediction layer."""
-    path, plain = tiny_families.save_published_deepseek(tmp_path_factory.mktemp("float8"))
+    """Scores, training and an export without blocks."""
+    path, plain = PUBLISHED[form](tmp_path_factory.mktemp(form))
     batch = tiny_models.make_batch(num_samples=7)
     [found, *_], [wanted, *_] = (parity(folder, layout, batch) for folder in (path, plain))
     assert found["steps"] == wanted["steps"]
