@@ -169,6 +169,8 @@ def _build_transformer_config(
     # Latent attention has a fused kernel for YaRN only, and others have none for it.
     if fields.get("rope_type") == "rope" or yarn:
         flags["apply_rope_fusion"] = False
+    if fields.get("num_moe_experts") and fields.get("add_bias_linear", True):
+        flags["bias_dropout_fusion"] = False  # refused with biases (transformer/moe/experts.py:204)
     config = config_class(
         **fields,
         mtp_num_layers=sum(stage.num_mtp_layers for stage in stages) or None,

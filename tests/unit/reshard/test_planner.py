@@ -59,9 +59,14 @@ MODELS = {
     "gpt_oss": (
         "GptOssForCausalLM",
         {
-            "num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": 4,
-            "rms_norm_eps": 1e-5, "rope_scaling": {
-                "rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 64,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+            "sliding_window": 4,
+            "rms_norm_eps": 1e-5,
+            "rope_scaling": {
+                "rope_type": "yarn",
+                "factor": 2.0,
+                "original_max_position_embeddings": 64,
             },
         },
     ),
