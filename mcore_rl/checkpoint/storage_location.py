@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mcore_rl.reshard.rules import Box, GateUp, Shard, Split, Weight
+from mcore_rl.reshard.rules import Box, GateUp, InterleavedGateUp, Shard, Split, Weight
 
 # Naming of tensors in the checkpoints. Megatron's loaders pass it to the model's sharded_state_dict
 # (`content_metadata`, dist_checkpointing/serialization.py).
@@ -41,7 +41,7 @@ def compute_chunks(weight: Weight, count: int) -> tuple[Box, ...]:
     """Return the boxes of a parameter that ranks with `count` shards save, in the order of shards.
 
     Gate and up are separate chunks, as Megatron saves them (transformer/mlp.py,
-    apply_swiglu_sharded_factory).
+    apply_swiglu_sharded_factory), which cuts them in halves where their rows are in turns, too.
 
     >>> from mcore_rl.reshard.rules import LogicalTensor
     >>> rule = GateUp(LogicalTensor("g", (4, 3)), LogicalTensor("u", (4, 3)))
@@ -52,8 +52,9 @@ def compute_chunks(weight: Weight, count: int) -> tuple[Box, ...]:
     shards = range(count) if weight.axis else range(1)
     local = rule.get_local_shape(Shard(0, len(shards)))
     rest = (0,) * (len(local) - 1)
-    if isinstance(rule, GateUp):
-        part, half = (local[0] // 2, *local[1:]), rule.gate.shape[0]
+    if isinstance(rule, GateUp | InterleavedGateUp):
+        part = (local[0] // 2, *local[1:])
+        half = sum(tensor.shape[0] for tensor in rule.tensors) // 2
         return tuple(
             Box((start + index * part[0], *rest), part) for index in shards for start in (0, half)
         )

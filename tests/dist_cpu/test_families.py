@@ -37,7 +37,7 @@ BRIDGED = [name for name, case in CASES.items() if case.config.model_type not in
 ORACLE = ("gpt_oss",)  # their gradients and three steps are compared with plain torch
 WITH_BIAS = [name for name, case in CASES.items() if hasattr(case.config, "n_routed_experts")]
 WITH_MTP = [name for name, case in CASES.items() if hasattr(case.config, "num_mtp_layers")]
-RESUMED = all_but(("deepseek_v3", "glm4_moe"), WITH_MTP)
+RESUMED = [*all_but(("deepseek_v3", "glm4_moe"), WITH_MTP), "gpt_oss"]
 
 
 @ranks.on_ranks()
@@ -271,7 +271,7 @@ def test_the_selection_bias_stays_as_it_is_in_float32(runs, name):
 
 @pytest.mark.parametrize("name", RESUMED)
 def test_two_steps_after_a_resume_equal_those_without_a_stop(runs, name, tmp_path):
-    """Replicated linears, expert linears and the selection bias are in the checkpoint, too."""
+    """Linears of experts and their biases, sinks, replicated linears and the selection bias."""
     path, layout = runs.checkpoints[name], CASES[name].layout
     for result in ranks.resume(path, layout, runs.batch, tmp_path):
         for found, wanted in zip(result["resumed"], result["steps"][2:], strict=True):

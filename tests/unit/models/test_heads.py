@@ -65,5 +65,5 @@ def test_a_classifier_of_more_labels_is_refused(labels, count):
 
 
 def test_a_refused_family_gives_its_reason_as_a_value_model_too():
-    with pytest.raises(ConfigError, match="attention sinks"):
-        get_family({"architectures": ["GptOssForTokenClassification"]})
+    with pytest.raises(ConfigError, match="sparse attention"):
+        get_family({"architectures": ["DeepseekV32ForTokenClassification"]})
