@@ -26,6 +26,7 @@ from mcore_rl.models.vllm_parts import (
 )
 from mcore_rl.reshard.rules import (
     FirstShard,
+    InterleavedGateUp,
     LogicalTensor,
     Replicated,
     Rule,
@@ -83,8 +84,8 @@ def _list_expert_rules(
         suffix = f"[{expert}].T" if len(shape) > 1 else f"[{expert}]"
         return layer.build_tensor(f"mlp.experts.{name}{suffix}", *shape)
 
-    yield "fc1", "weight", Split(build_tensor("gate_up_proj", 2 * ffn, hidden), 0)
-    yield "fc1", "bias", Split(build_tensor("gate_up_proj_bias", 2 * ffn), 0)
+    yield "fc1", "weight", InterleavedGateUp(build_tensor("gate_up_proj", 2 * ffn, hidden))
+    yield "fc1", "bias", InterleavedGateUp(build_tensor("gate_up_proj_bias", 2 * ffn))
     yield "fc2", "weight", Split(build_tensor("down_proj", hidden, ffn), 1)
     yield "fc2", "bias", FirstShard(build_tensor("down_proj_bias", hidden))
 

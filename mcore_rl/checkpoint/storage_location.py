@@ -10,7 +10,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import accumulate
 
-from mcore_rl.reshard.rules import Box, GateUp, Shard, Split, StackedSections, Weight
+from mcore_rl.reshard.rules import (
+    Box,
+    GateUp,
+    InterleavedGateUp,
+    Shard,
+    Split,
+    StackedSections,
+    Weight,
+)
 
 # Naming of tensors in the checkpoints. Megatron's loaders pass it to the model's sharded_state_dict
 # (`content_metadata`, dist_checkpointing/serialization.py).
@@ -74,7 +82,8 @@ def compute_chunks(weight: Weight, count: int) -> tuple[Box, ...]:
     """Return the boxes of a parameter that ranks with `count` shards save, in the order of shards.
 
     Gate and up are separate chunks, as Megatron saves them (transformer/mlp.py,
-    apply_swiglu_sharded_factory), and so are the sections of a gated delta net.
+    apply_swiglu_sharded_factory), which cuts them in halves where their rows are in turns, too; so
+    are the sections of a gated delta net.
 
     >>> from mcore_rl.reshard.rules import LogicalTensor
     >>> rule = GateUp(LogicalTensor("g", (4, 3)), LogicalTensor("u", (4, 3)))
@@ -85,7 +94,7 @@ def compute_chunks(weight: Weight, count: int) -> tuple[Box, ...]:
     shards = range(count) if weight.axis else range(1)
     local = rule.get_local_shape(Shard(0, len(shards)))
     rest = (0,) * (len(local) - 1)
-    if isinstance(rule, GateUp | StackedSections):
+    if isinstance(rule, GateUp | InterleavedGateUp | StackedSections):
         sections = (
             rule.get_section_rows(Shard(0, len(shards)))
             if isinstance(rule, StackedSections)

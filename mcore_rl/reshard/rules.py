@@ -231,6 +231,23 @@ class GateUp:
 
 
 @dataclass(frozen=True, slots=True)
+class InterleavedGateUp:
+    """Rows of gate and up in turns, in one tensor: gpt-oss's experts, in Megatron and in vLLM."""
+
+    tensor: LogicalTensor
+
+    @property
+    def tensors(self) -> tuple[LogicalTensor, ...]:
+        return (self.tensor,)
+
+    def get_local_shape(self, shard: Shard) -> tuple[int, ...]:
+        return Split(self.tensor, 0).get_local_shape(shard)
+
+    def get_blocks(self, shard: Shard) -> tuple[Block, ...]:
+        return Split(self.tensor, 0).get_blocks(shard)
+
+
+@dataclass(frozen=True, slots=True)
 class InterleavedQKV:
     """Megatron's linear_qkv: for each query group its q heads, its k head, its v head.
 

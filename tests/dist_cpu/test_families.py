@@ -39,7 +39,9 @@ WITH_BIAS = [name for name, case in CASES.items() if hasattr(case.config, "n_rou
 WITH_MTP = [name for name, case in CASES.items() if hasattr(case.config, "num_mtp_layers")]
 # Gradients of each tensor, and three steps, against plain torch on transformers.
 STEPPED = all_but(("qwen3_next", "gpt_oss"), NAMES)
-RESUMED = all_but(("deepseek_v3", "glm4_moe", "qwen3_next"), [*WITH_MTP, "qwen3_next"])
+RESUMED = [
+    *all_but(("deepseek_v3", "glm4_moe", "qwen3_next"), [*WITH_MTP, "qwen3_next"]), "gpt_oss"
+]  # fmt: skip
 
 
 @ranks.on_ranks()
@@ -282,7 +284,7 @@ def test_the_selection_bias_stays_as_it_is_in_float32(runs, name):
 
 @pytest.mark.parametrize("name", RESUMED)
 def test_two_steps_after_a_resume_equal_those_without_a_stop(runs, name, tmp_path):
-    """Replicated linears, expert linears and the selection bias are in the checkpoint, too."""
+    """Linears of experts and their biases, sinks, replicated linears and the selection bias."""
     path, layout = runs.checkpoints[name], CASES[name].layout
     for result in ranks.resume(path, layout, runs.batch, tmp_path):
         for found, wanted in zip(result["resumed"], result["steps"][2:], strict=True):
@@ -312,12 +314,19 @@ def test_rules_name_each_tensor_of_a_checkpoint_with_a_prediction_layer(with_mtp
     assert torch.equal(read.layers[0].eh_proj.weight, tensor)
 
 
+PUBLISHED = {
+    "float8": tiny_families.save_published_deepseek,  # with its prediction layer
+    "mxfp4": tiny_families.save_published_gpt_oss,
+}
+
+
 @pytest.mark.parametrize("layout", [Layout(), nightly(CASES["deepseek_v3"].layout)], ids=str)
-def test_the_published_deepseek_in_float8_blocks_is_the_model_of_the_dequantised_weights(
-    layout, tmp_path_factory
+@pytest.mark.parametrize("form", PUBLISHED)
+def test_a_published_quantised_checkpoint_is_the_model_of_the_dequantised_weights(
+    form, layout, tmp_path_factory
 ):
-    """Scores, training and an export without blocks, with its prediction layer."""
-    path, plain = tiny_families.save_published_deepseek(tmp_path_factory.mktemp("float8"))
+    """Scores, training and an export without blocks."""
+    path, plain = PUBLISHED[form](tmp_path_factory.mktemp(form))
     batch = tiny_models.make_batch(num_samples=7)
     [found, *_], [wanted, *_] = (parity(folder, layout, batch) for folder in (path, plain))
     assert found["steps"] == wanted["steps"]

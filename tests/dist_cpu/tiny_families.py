@@ -16,7 +16,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from mcore_rl.checkpoint import fp8
+from mcore_rl.checkpoint import fp8, mxfp4
 from mcore_rl.config.schema import Layout
 
 TP2 = Layout(tp=2)
@@ -288,6 +288,32 @@ def save_published_deepseek(folder: Path, config: Any = None) -> tuple[Path, Pat
     save_file(blocks, path / "model.safetensors", metadata={"format": "pt"})
     fields = json.loads((path / "config.json").read_text())
     fields["quantization_config"] = fp8.build_quantization_config(tensors)
+    (path / "config.json").write_text(json.dumps(fields))
+    return path, plain
+
+
+def save_published_gpt_oss(folder: Path, config: Any = None) -> tuple[Path, Path]:
+    """gpt-oss in the form it is published in: experts in MXFP4, of any bits.
+
+    Returns its folder and one of a plain checkpoint with the same weights, in float32.
+    """
+    model = tiny_models.build_from(config or cases()["gpt_oss"].config)
+    plain = save(model, folder / "gpt_oss")
+    path = Path(shutil.copytree(plain, folder / "published"))
+    tensors, generator = load_file(plain / "model.safetensors"), torch.Generator().manual_seed(0)
+    packed = dict(tensors)
+    for name in [n for n in tensors if n.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+        experts, columns, rows = packed.pop(name).shape
+        shape = (experts, rows, columns // mxfp4.BLOCK)
+        options: Any = {"generator": generator, "dtype": torch.uint8}
+        blocks = torch.randint(0, 256, (*shape, mxfp4.BLOCK // 2), **options)
+        scales = torch.randint(120, 124, shape, **options)
+        packed |= {name + mxfp4.BLOCKS_SUFFIX: blocks, name + mxfp4.SCALES_SUFFIX: scales}
+        tensors[name] = mxfp4.dequantize(blocks, scales).transpose(1, 2).contiguous()
+    save_file(tensors, plain / "model.safetensors", metadata={"format": "pt"})
+    save_file(packed, path / "model.safetensors", metadata={"format": "pt"})
+    fields = json.loads((path / "config.json").read_text())
+    fields["quantization_config"] = {"quant_method": "mxfp4"}
     (path / "config.json").write_text(json.dumps(fields))
     return path, plain
 

@@ -119,7 +119,8 @@ def test_a_server_without_weights_serves_when_it_has_received_all(folders, monke
 
 @pytest.mark.nightly
 @pytest.mark.parametrize(
-    "family", ["qwen2", "qwen3", "llama", "mixtral", "qwen3_moe", "deepseek_v3", "glm4_moe"]
+    "family",
+    ["qwen2", "qwen3", "llama", "mixtral", "qwen3_moe", "deepseek_v3", "glm4_moe", "gpt_oss"],
 )
 def test_a_server_without_weights_serves_what_the_trainer_sent_in_each_family(tmp_path, family):
     config = tiny_families.served_config(family)
@@ -132,6 +133,23 @@ def test_a_server_without_weights_serves_what_the_trainer_sent_in_each_family(tm
             transport = run(trainer.connect(server))
             assert run(shards.take_shards(server, trainer, 0, transport)) == [None, None]
             check(run(server.score(TOKENS)), folder)
+        finally:
+            run(server.close())
+
+
+def test_a_server_of_experts_in_mxfp4_has_the_dequantised_weights(tmp_path):
+    """It starts with them, and takes folders of both forms."""
+    config = tiny_families.served_config("gpt_oss")
+    published, plain = tiny_families.save_published_gpt_oss(tmp_path, config)
+    server = server_of(published, tp=1)
+    with hosting(), asyncio.Runner() as runner:
+        run = runner.run
+        run(server.start())
+        try:
+            check(run(server.score(TOKENS)), plain)
+            for folder in (plain, published):
+                run(server.load_checkpoint(str(folder), server.weight_version + 1))
+                check(run(server.score(TOKENS)), plain)
         finally:
             run(server.close())
 

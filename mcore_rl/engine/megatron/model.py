@@ -181,6 +181,8 @@ def build_transformer_config(
     is_yarn = arguments.get("rope_parameters", {}).get("rope_type") == "yarn"
     if fields.get("rope_type") == "rope" or is_yarn:
         flags["apply_rope_fusion"] = False
+    if fields.get("num_moe_experts") and fields.get("add_bias_linear", True):
+        flags["bias_dropout_fusion"] = False  # refused with biases (transformer/moe/experts.py:204)
     passed = passthrough.read_fields("megatron", engine.megatron).model
     ours = dict(
         mtp_num_layers=sum(stage.num_mtp_layers for stage in stages) or None,

@@ -56,6 +56,20 @@ MODELS = {
     "deepseek_v3": ("DeepseekV3ForCausalLM", {**EXPERTS, **LATENT, "num_nextn_predict_layers": 1}),
     "deepseek_v3_plain": ("DeepseekV3ForCausalLM", {**EXPERTS, **LATENT, "q_lora_rank": None}),
     "glm4_moe": ("Glm4MoeForCausalLM", {**EXPERTS, "attention_bias": True, "use_qk_norm": True}),
+    "gpt_oss": (
+        "GptOssForCausalLM",
+        {
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+            "sliding_window": 4,
+            "rms_norm_eps": 1e-5,
+            "rope_scaling": {
+                "rope_type": "yarn",
+                "factor": 2.0,
+                "original_max_position_embeddings": 64,
+            },
+        },
+    ),
 }
 
 
