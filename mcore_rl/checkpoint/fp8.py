@@ -53,8 +53,8 @@ def build_quantization_config(names: Iterable[str]) -> dict[str, Any]:
     """Return quantization_config of a float8 checkpoint with tensors of these names.
 
     Routers, and what stands beside projections of Qwen3-Next, are listed as not converted, as in
-    published Qwen3 models: otherwise vLLM expects their scales (models/qwen3_moe.py:170). It does not for routers with a selection bias,
-    and the config of DeepSeek-V3 does not list them.
+    published Qwen3 models: otherwise vLLM expects their scales (models/qwen3_moe.py:170). It does
+    not for routers with a selection bias, and the config of DeepSeek-V3 does not list them.
     """
     known = set(names)
     modules = {name.removesuffix(_ROUTER) for name in known if name.endswith(_ROUTER)}

@@ -44,9 +44,7 @@ LAYOUTS = {
 SAVED = [
     *(
         f"{model}/one"
-        for model in (
-            *tiny_families.cases(), "deepseek_v3-mtp", "glm4_moe-mtp", "qwen3_next-mtp"
-        )
+        for model in (*tiny_families.cases(), "deepseek_v3-mtp", "glm4_moe-mtp", "qwen3_next-mtp")
     ),
     *(f"{model}/{name}" for model, layouts in LAYOUTS.items() for name in layouts),
 ]

@@ -219,7 +219,7 @@ def test_gated_delta_nets_without_their_kernels_are_refused_by_name(monkeypatch)
     from megatron.core.ssm.gated_delta_net import common  # slow to import
 
     monkeypatch.setattr(common, "HAVE_FLA", False)
-    with pytest.raises(ConfigError, match="need fla-core 0.4, .* allowed: modules='torch'"):
+    with pytest.raises(ConfigError, match=r"need fla-core 0\.4, .* allowed: modules='torch'"):
         get_family(QWEN3_NEXT_80B_A3B).layer_spec(None, None)
 
 
