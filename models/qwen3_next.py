@@ -112,12 +112,22 @@ _LINEAR_FIELDS = (
 
 
 def get_layer_spec(config: Any, vp_stage: int | None) -> Any:
-    """Return Megatron's spec of hybrid layers, with a plain norm of the delta net's output."""
+    """Return Megatron's spec of hybrid layers, with a plain norm of the delta net's output.
+
+    Raises:
+        ConfigError: Neither fla nor engine/megatron/delta_net.py has the delta rule.
+    """
     from megatron.core.models.gpt.experimental_attention_variant_module_specs import (
         get_transformer_block_with_experimental_attention_variant_spec,
     )
-    from megatron.core.ssm.gated_delta_net import GatedDeltaNetSubmodules
+    from megatron.core.ssm.gated_delta_net import GatedDeltaNetSubmodules, common
     from megatron.core.transformer.spec_utils import ModuleSpec, build_module
+
+    if not common.HAVE_FLA:
+        raise ConfigError(
+            "modules='te': gated delta nets need fla-core 0.4, which is not installed; allowed: "
+            "modules='torch' (actor.modules, ...), which has them in plain torch"
+        )
 
     class PlainNorm:
         """Builds a norm that is not zero-centered."""

