@@ -184,7 +184,7 @@ def build_transformer_config(
     if fields.get("num_moe_experts") and fields.get("add_bias_linear", True):
         flags["bias_dropout_fusion"] = False  # refused with biases (transformer/moe/experts.py:204)
     passed = passthrough.read_fields("megatron", engine.megatron).model
-    ours = dict(
+    engine_fields = dict(
         mtp_num_layers=sum(stage.num_mtp_layers for stage in stages) or None,
         **_build_recompute_fields(engine),
         **_INIT_METHODS,
@@ -216,7 +216,7 @@ def build_transformer_config(
         calculate_per_token_loss=True,
     )
     try:
-        config = config_class(**fields, **ours, **{**flags, **passed})
+        config = config_class(**fields, **engine_fields, **{**flags, **passed})
     except (ValueError, AssertionError) as error:
         reason = " ".join(str(error).split())
         raise ConfigError(

@@ -261,7 +261,7 @@ class VLLMServer(GenerationServer):
         loading = vllm_weights.build_loading_arguments(
             self._model_path, ep=self._config.ep, reads_weights=reads_weights
         )
-        ours = dict[str, Any](
+        own_arguments = dict[str, Any](
             model=self._model_path,
             dtype=self._dtype,
             seed=self._seed,
@@ -291,7 +291,7 @@ class VLLMServer(GenerationServer):
             **nodes,
         )
         passed = read_arguments("rollout.engine", self._config.engine)
-        config = AsyncEngineArgs(**(ours | passed)).create_engine_config(
+        config = AsyncEngineArgs(**(own_arguments | passed)).create_engine_config(
             UsageContext.OPENAI_API_SERVER, headless=headless
         )
         vllm_worker.check_heads(config.model_config)
