@@ -23,8 +23,9 @@ from mcore_rl.trainers.policy_loss import PolicyLoss
 LR, BETAS, EPS, DECAY, CLIP = 1e-3, (0.9, 0.95), 1e-8, 0.01, 1.0
 Steps = list[tuple[float, float]]  # loss and gradient norm of each
 LOSS = PolicyLoss(AlgorithmConfig(kl_coef=0.1))
-# Limits on log-prob gaps, and on relative differences of losses and norms.
-LIMITS = {"float32": (2e-4, 1e-4), "bfloat16": (0.5, 0.1)}
+# Limits on log-prob gaps, the largest and the mean, and on relative differences of losses and norms.
+# In bfloat16 a router near a tie may choose another expert, which moves single tokens.
+LIMITS = {"float32": (2e-4, 1e-5, 1e-4), "bfloat16": (2.0, 0.06, 0.1)}
 
 
 def reference_steps(model, batch, folder: Path) -> tuple[Steps, dict[str, torch.Tensor]]:
@@ -71,10 +72,12 @@ def check(arguments: argparse.Namespace) -> measure.Result:
         engine = started_engine(path, dtype)
         assert engine.device.type == measure.device().type, engine.device
         scores = engine.infer_batch(batch)
+        log_prob_gaps = np.abs(scores.jagged("log_probs").values - log_probs)
         result = {
             "modules": str(type(engine.chunks[0].decoder.layers[0].mlp).__name__),
             "optimizer": type(engine.optimizer.chained_optimizers[0].optimizer).__name__,
-            "log_prob_gap": float(np.abs(scores.jagged("log_probs").values - log_probs).max()),
+            "log_prob_gap": float(log_prob_gaps.max()),
+            "log_prob_gap_mean": float(log_prob_gaps.mean()),
             "entropy_gap": float(np.abs(scores.jagged("entropy").values - entropy).max()),
         }
         steps = [engine.train_batch(batch, LOSS) for _ in range(2)]
@@ -95,8 +98,8 @@ def check(arguments: argparse.Namespace) -> measure.Result:
         again = resumed.train_batch(batch, LOSS)
         resumed.close()
         result["resume_difference"] = relative(again["loss"], third["loss"])
-    limit, step_limit = LIMITS[dtype]
-    assert result["log_prob_gap"] < limit, result
+    limit, mean_limit, step_limit = LIMITS[dtype]
+    assert result["log_prob_gap"] < limit and result["log_prob_gap_mean"] < mean_limit, result
     for step, reference in zip(steps, expected, strict=True):
         assert relative(step[0], reference[0]) < step_limit, result
         assert relative(step[1], reference[1]) < 3 * step_limit, result
@@ -107,6 +110,5 @@ def check(arguments: argparse.Namespace) -> measure.Result:
 
 
 if __name__ == "__main__":
-    measure.report(
-        check, "qwen3-float32", "qwen3-bfloat16", "qwen3_moe-float32", "qwen3_moe-bfloat16"
-    )
+    names = "qwen3", "qwen3_moe", "gpt_oss", "qwen3_next"
+    measure.report(check, *(f"{name}-{dtype}" for name in names for dtype in LIMITS))
