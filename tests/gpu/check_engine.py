@@ -23,7 +23,7 @@ from mcore_rl.trainers.policy_loss import PolicyLoss
 LR, BETAS, EPS, DECAY, CLIP = 1e-3, (0.9, 0.95), 1e-8, 0.01, 1.0
 Steps = list[tuple[float, float]]  # loss and gradient norm of each
 LOSS = PolicyLoss(AlgorithmConfig(kl_coef=0.1))
-# Limits on log-prob gaps, the largest and the mean, and on relative differences of losses and norms.
+# Limits on log-prob gaps, the largest and the mean, and on relative differences of steps.
 # In bfloat16 a router near a tie may choose another expert, which moves single tokens.
 LIMITS = {"float32": (2e-4, 1e-5, 1e-4), "bfloat16": (2.0, 0.06, 0.1)}
 
