@@ -284,6 +284,7 @@ def _use_torch_modules() -> None:
     from megatron.core.extensions import transformer_engine_spec_provider
     from megatron.core.models.common.embeddings import rope_utils
     from megatron.core.models.gpt import gpt_layer_specs
+    from megatron.core.tensor_parallel import random as parallel_random
     from megatron.core.transformer import multi_latent_attention
     from megatron.core.transformer.moe import moe_utils
 
@@ -299,6 +300,9 @@ def _use_torch_modules() -> None:
     _replace(multi_latent_attention, "TELinear", layers.ReplicatedLinear)
     # moe_utils.py:1192 reads a name that its failed import (line 20) never bound.
     moe_utils.te_general_gemm = None
+    # tensor_parallel/random.py:742 takes its own default, False, for float8, whose names the failed
+    # import (line 87) never bound.
+    parallel_random.CheckpointWithoutOutput.__init__.__defaults__ = (None,)
 
 
 def _keep_plain_queries() -> None:
