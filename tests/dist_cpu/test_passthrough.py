@@ -25,14 +25,14 @@ def train(
     folder: Path | None,
     megatron: dict[str, Any],
     optimizer: dict[str, Any],
-    granularity: str = "none",
+    recompute: RecomputeConfig | None = None,
 ) -> ranks.Result:
     """Take three steps; the last two of them again from a checkpoint, if there is a folder."""
     spec = ranks.engine_spec(path, layout)
     settings = {
         "megatron": megatron,
         "optimizer": replace(spec.engine.optimizer, **optimizer),
-        "recompute": RecomputeConfig(granularity),
+        "recompute": recompute or RecomputeConfig(),
     }
     spec = replace(spec, engine=replace(spec.engine, **settings))
     engine = ranks.started(spec)
@@ -93,10 +93,25 @@ def save(name: str, folder: Path) -> Path:
 def test_shared_experts_beside_the_exchange_give_the_same_steps(tmp_path, layout, granularity):
     path, batch = save("deepseek_v3", tmp_path), tiny_models.make_batch()
     plain, passed = (
-        train(path, layout, batch, None, fields, {}, granularity)[-1]
+        train(path, layout, batch, None, fields, {}, RecomputeConfig(granularity))[-1]
         for fields in ({}, {"moe_shared_expert_overlap": True})
     )
     assert get_norms(passed) == pytest.approx(get_norms(plain), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("model", "module"),
+    [("qwen3_moe", "moe_act"), ("qwen3_moe", "layernorm"), ("deepseek_v3", "mla_up_proj")],
+)
+def test_modules_that_are_recomputed_without_their_outputs_give_the_same_steps(
+    tmp_path, model, module
+):
+    path, batch = save(model, tmp_path), tiny_models.make_batch()
+    [plain], [recomputed] = (
+        train(path, Layout(), batch, None, {}, {}, recompute)
+        for recompute in (RecomputeConfig(), RecomputeConfig("selective", [module]))
+    )
+    assert get_norms(recomputed) == pytest.approx(get_norms(plain), rel=1e-6)
 
 
 @ranks.on_ranks()
@@ -110,6 +125,7 @@ def train_experts(
         "megatron": {"bucket_size": 8000},
         "max_tokens_per_micro_batch": 60,
         "optimizer": replace(spec.engine.optimizer, **optimizer),
+        "recompute": RecomputeConfig("selective", ["core_attn", "moe_act"]),
     }
     engine = ranks.started(replace(spec, engine=replace(spec.engine, **settings)))
     mine = batch.take(ranks.share_of(engine, batch))

@@ -289,6 +289,7 @@ def _use_torch_modules() -> None:
         gpt_layer_specs,
     )
     from megatron.core.ssm.gated_delta_net import common, gdn
+    from megatron.core.tensor_parallel import random as parallel_random
     from megatron.core.transformer import multi_latent_attention
 
     from mcore_rl.engine.megatron import attention, delta_net, layers
@@ -307,6 +308,9 @@ def _use_torch_modules() -> None:
     _replace(gdn, "chunk_gated_delta_rule", delta_net.chunk_gated_delta_rule)
     # multi_latent_attention.py:525 and :572 compare with this class to find replicated projections.
     _replace(multi_latent_attention, "TELinear", layers.ReplicatedLinear)
+    # tensor_parallel/random.py:742 takes its own default, False, for float8, whose names the failed
+    # import (line 87) never bound.
+    parallel_random.CheckpointWithoutOutput.__init__.__defaults__ = (None,)
 
 
 def _keep_plain_queries() -> None:
