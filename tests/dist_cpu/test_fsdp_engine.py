@@ -59,7 +59,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "tied": {**_EXPERTS, "norm_topk_prob": True, "tie_word_embeddings": True},  # qwen3_moe
     "mixtral": {"num_local_experts": 6, "intermediate_size": 22},  # rows of 88 bytes
-    "qwen3_next": {**_EXPERTS, **_LINEAR},  # mixes the sequences of a pack
+    # It mixes the sequences of a pack.
+    "qwen3_next": {**_EXPERTS, **_LINEAR, "num_nextn_predict_layers": 0},
 }  # fmt: skip
 LAYOUTS = {
     "one rank": (Layout(), {}),
