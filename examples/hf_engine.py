@@ -59,9 +59,11 @@ class HFEngine(BaseEngine):
         ).to(self.device)
         self.parameters = list(self.model.parameters())
         config = self.spec.engine.optimizer
+        fixed = [p for n, p in self.model.named_parameters() if p.dim() < 2 or n.endswith("bias")]
+        fixed_ids = {id(parameter) for parameter in fixed}
         groups: list[dict[str, Any]] = [  # as Megatron: neither biases nor norms decay
-            {"params": [p for p in self.parameters if p.dim() > 1]},
-            {"params": [p for p in self.parameters if p.dim() <= 1], "weight_decay": 0.0},
+            {"params": [p for p in self.parameters if id(p) not in fixed_ids]},
+            {"params": fixed, "weight_decay": 0.0},
         ]
         self.optimizer = torch.optim.AdamW(
             groups,

@@ -33,6 +33,7 @@ from mcore_rl.data.batch import Batch
 from mcore_rl.engine.steps import reduce_logprob_gaps
 from mcore_rl.models.base import HFConfig, get_family, pad_vocab_size, use_family
 from mcore_rl.reshard.executor import LocalWeights
+from mcore_rl.reshard.rules import parse_slice
 from mcore_rl.weight_sync.spec import ShardFormat
 
 # From a micro-batch to the loss of each of its response tokens, and metrics. Its `needs` (see
@@ -291,13 +292,17 @@ class BaseEngine(ABC):
         for weight in rules:
             dtype = torch.float32 if weight.float32 else getattr(torch, self.spec.model.dtype)
             for tensor in () if weight.replica else weight.rule.tensors:
-                if weight.stage == "mtp" and tensor.name not in local.stored:
-                    value = reader.read_tensor(tensor.name)
-                elif tensor.name in local.computed:
-                    value = local.computed[tensor.name]()
+                part = parse_slice(tensor.name)
+                if part is not None and part.index:
+                    continue  # of a stack, which its first slice stands for
+                stored = tensor.name if part is None else part.stack
+                if weight.stage == "mtp" and stored not in local.stored:
+                    value = reader.read_tensor(stored)
+                elif stored in local.computed:
+                    value = local.computed[stored]()
                 else:
-                    value = local.stored[tensor.name]
-                for name in (tensor.name, *tensor.aliases):  # in memory of their own in a file
+                    value = local.stored[stored]
+                for name in (stored, *tensor.aliases):  # in memory of their own in a file
                     yield name, value.detach().to("cpu", dtype, copy=True)
 
     def collect_factors(self) -> list[Factors]:

@@ -19,7 +19,7 @@ from mcore_rl.engine.base import create_engine
 from mcore_rl.parallel.mesh import Mesh
 
 BACKEND = f"{Path(__file__).parents[2] / 'examples/hf_engine.py'}:BACKEND"
-NAMES = ("qwen3", "qwen3_moe")
+NAMES = ("qwen3", "qwen3_moe", "gpt_oss")
 SCORES = ("log_probs", "entropy")
 EPSILON, TEMPERATURE = torch_reference.EPSILON, 0.7
 

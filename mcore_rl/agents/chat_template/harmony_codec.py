@@ -109,8 +109,8 @@ class HarmonyCodec:
         from renderers.parsing import parse_gpt_oss
 
         ids, shift = [*self._opening, *completion_ids], len(self._opening)
-        end_ids = self._stop_ids - {self._ids["call_id"]}
-        end = next((i for i, token in enumerate(ids) if token in end_ids), len(ids))
+        final_ids = self._stop_ids - {self._ids["call_id"]}
+        end = next((i for i, token in enumerate(ids) if token in final_ids), len(ids))
         turn = convert_response(parse_gpt_oss(self._tokenizer, ids[:end], **self._ids), tools)
         calls = tuple(
             call

@@ -479,7 +479,7 @@ class _DequantizingLoader(DefaultModelLoader):
     def load_weights(self, model: torch.nn.Module, model_config: ModelConfig) -> None:
         """Load all parameters."""
         _trace(model, model_config)
-        config = model_config.hf_config
+        config: Any = getattr(model, "config", None)
         if getattr(config, "quantization_config", "") is None:
             # vLLM's gpt-oss takes any value for a quantisation (model_executor/models/gpt_oss.py,
             # load_weights).
