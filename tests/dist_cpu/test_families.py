@@ -190,6 +190,18 @@ def test_logits_equal_transformers(runs, name, place):
         torch.testing.assert_close(found, torch.from_numpy(log_probs), rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("layout", [Layout(), nightly(Layout(tp=2)), Layout(cp=2)], ids=str)
+def test_logits_over_several_chunks_of_a_gated_delta_net_equal_transformers(runs, layout):
+    """Chunks have 64 tokens. transformers itself is 1.3e-5 from float64 here."""
+    batch = tiny_models.make_batch(num_samples=5, times=5)
+    lengths = batch.jagged("prompt_ids").lengths + batch.jagged("response_ids").lengths
+    assert lengths.max() > 128
+    reference, _, _ = tiny_models.reference_scores(runs.models["qwen3_next"], batch)
+    for result in ranks.parity(runs.checkpoints["qwen3_next"], layout, batch):
+        wanted = torch.from_numpy(reference)
+        torch.testing.assert_close(result["logits"], wanted, rtol=0, atol=2e-5)
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_rotary_angles_equal_transformers(runs, name):
     """Finer than logits: at the few positions of a test, scaling moves those little."""

@@ -31,6 +31,17 @@ def configs() -> dict[str, transformers.PretrainedConfig]:
         "qwen3_moe_mixed": moe(
             **_COMMON, **_MOE, norm_topk_prob=False, tie_word_embeddings=True, mlp_only_layers=[0]
         ),
+        "qwen3_next": transformers.Qwen3NextConfig(
+            **_COMMON,
+            **_MOE,
+            shared_expert_intermediate_size=40,
+            linear_num_key_heads=2,
+            linear_num_value_heads=4,
+            linear_key_head_dim=16,
+            linear_value_head_dim=8,
+            num_nextn_predict_layers=0,
+            layer_types=["linear_attention", "full_attention"],
+        ),
         "qwen3": transformers.Qwen3Config(**_COMMON, tie_word_embeddings=True),
         "gpt_oss": transformers.GptOssConfig(
             **_COMMON, num_local_experts=8, num_experts_per_tok=2, sliding_window=8
@@ -77,11 +88,14 @@ def save(name: str, folder: Path, seed: int = 0) -> Path:
     return path
 
 
-def make_batch(num_samples: int = 11, seed: int = 0) -> Batch:
-    """Samples of uneven length, with all that a policy loss reads; the KL counts a tenth."""
+def make_batch(num_samples: int = 11, seed: int = 0, times: int = 1) -> Batch:
+    """Samples of uneven length, with all that a policy loss reads; the KL counts a tenth.
+
+    `times`: how often as long they are, up to 41 tokens without it.
+    """
     rng = np.random.default_rng(seed)
-    prompts = [rng.integers(2, VOCAB, rng.integers(1, 23)) for _ in range(num_samples)]
-    responses = [rng.integers(2, VOCAB, rng.integers(1, 19)) for _ in range(num_samples)]
+    prompts = [rng.integers(2, VOCAB, rng.integers(1, 23 * times)) for _ in range(num_samples)]
+    responses = [rng.integers(2, VOCAB, rng.integers(1, 19 * times)) for _ in range(num_samples)]
     lengths = [len(r) for r in responses]
     mask = Jagged.pack([rng.integers(0, 2, n) | (np.arange(n) == 0) for n in lengths], np.int8)
     weights = compute_loss_weights(mask, "token_mean")

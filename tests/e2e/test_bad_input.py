@@ -211,7 +211,7 @@ BAD_SETTINGS = {
     ),
     "longer than the model's positions": (
         {"rollout.max_response_tokens": "449"},
-        ["data.max_prompt_tokens=64", "rollout.max_response_tokens=449", "513", "embeddings=512"],
+        ["data.max_prompt_tokens=64", "rollout.max_response_tokens=449", "513", "512 positions"],
     ),
     "less cache than one sequence takes": (
         {"rollout.kv_cache_bytes": "20000"},
