@@ -21,11 +21,8 @@ from mcore_rl.engine.megatron.engine import MegatronEngine
 from mcore_rl.parallel.groups import initialize_groups
 from tests.nightly import all_but
 
-<<<<<<< HEAD
-MODELS = ("qwen3", "qwen3_moe", "gpt_oss")  # sequences are longer than its window
-=======
-MODELS = ("qwen3", "qwen3_moe", "qwen3_next")
->>>>>>> qwennext
+# Sequences are longer than the window of gpt-oss.
+MODELS = ("qwen3", "qwen3_moe", "qwen3_next", "gpt_oss")
 SINGLE = {"tp1": Layout()}
 PACKED = SINGLE | {"dp2": Layout(dp=2), "cp2": Layout(cp=2)}
 CONTEXT = {

@@ -46,18 +46,6 @@ def configs() -> dict[str, transformers.PretrainedConfig]:
         "gpt_oss": transformers.GptOssConfig(
             **_COMMON, num_local_experts=8, num_experts_per_tok=2, sliding_window=8
         ),
-        "qwen3_next": transformers.Qwen3NextConfig(
-            **_COMMON,
-            **_MOE,
-            shared_expert_intermediate_size=56,
-            tie_word_embeddings=False,
-            layer_types=["linear_attention", "full_attention"],
-            linear_num_key_heads=2,
-            linear_num_value_heads=4,
-            linear_key_head_dim=16,
-            linear_value_head_dim=12,
-            num_nextn_predict_layers=0,
-        ),
     }
 
 
