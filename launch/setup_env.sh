@@ -56,11 +56,15 @@ choose_lane() {
 
 python_version() { "$1" -c 'import sys; print("%d.%d.%d" % sys.version_info[:3])' 2>/dev/null; }
 
-# Interpreters of a name: the one on the PATH, then those of pyenv. Its commands on the PATH run only
-# the versions that pyenv has selected.
+# Interpreters of a name: the one on the PATH, then those of pyenv. Its commands on the PATH, in
+# shims/, run only the versions that pyenv has selected.
 list_pythons() {
+    local shim root
     echo "$1"
-    compgen -G "${PYENV_ROOT:-$HOME/.pyenv}/versions/*/bin/$1" || true
+    shim=$(command -v "$1" || true)
+    for root in "${PYENV_ROOT:-}" "${shim%/shims/*}" "${HOME:-}/.pyenv"; do
+        compgen -G "$root/versions/*/bin/$1" || true
+    done
 }
 
 # The versions for which every pin has a wheel, the one that is tested first.

@@ -136,7 +136,7 @@ def test_an_environment_that_there_is_not_is_refused():
     assert done.returncode == 1 and told in done.stderr
 
 
-def set_up(folder: Path, **variables) -> str:
+def set_up(folder: Path, is_begun: bool = False, **variables) -> str:
     shutil.copytree(ROOT / "launch", folder / "launch")
     for name in ("pyproject.toml", "setup.py"):
         shutil.copy(ROOT / name, folder)
@@ -144,7 +144,7 @@ def set_up(folder: Path, **variables) -> str:
     environment = os.environ | {"MCORE_RL_LANE": "gpu"} | variables
     command = ["bash", str(folder / "launch/setup_env.sh")]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert done.returncode == 1 and not (folder / ".venv").exists()
+    assert done.returncode == 1 and (folder / ".venv").exists() == is_begun
     return done.stderr
 
 
@@ -160,6 +160,39 @@ def test_nvcc_of_another_cuda_than_torchs_is_refused(tmp_path):
     nvcc.write_text("#!/bin/sh\necho 'Cuda compilation tools, release 12.9, V12.9.86'\n")
     nvcc.chmod(0o755)
     assert "whose nvcc is of CUDA 12.9" in set_up(tmp_path, CUDA_HOME=str(tmp_path / "cuda"))
+
+
+@pytest.mark.parametrize("place", ["PYENV_ROOT", "home", "beside its commands"])
+def test_a_version_of_pyenv_is_taken_that_pyenv_has_not_selected(tmp_path, place):
+    root = tmp_path / (".pyenv" if place == "home" else "pyenv")
+    for path, lines in (
+        (root / "shims/python3.12", "exit 127"),
+        (root / "versions/3.12.9/bin/python3.12", "[ $1 = -c ] && echo 3.12.9"),
+    ):
+        path.parent.mkdir(parents=True)
+        path.write_text(f"#!/bin/sh\n{lines}\n")
+        path.chmod(0o755)
+    commands = root / "shims" if place == "beside its commands" else tmp_path
+    message = set_up(
+        tmp_path, is_begun=True, MCORE_RL_LANE="cpu", PATH=f"{commands}:/usr/bin:/bin",
+        HOME=str(tmp_path), PYENV_ROOT=str(root) if place == "PYENV_ROOT" else "",
+    )  # fmt: skip
+    assert f"cpu lane, {root}/versions/3.12.9/bin/python3.12 3.12.9" in message
+
+
+def test_without_an_interpreter_that_is_allowed_the_message_says_what_to_install(tmp_path):
+    commands = tmp_path / "commands"
+    commands.mkdir()
+    for name in ("bash", "dirname", "flock", "nvidia-smi", "sed", "cat", "mkdir"):
+        if place := shutil.which(name):
+            (commands / name).symlink_to(place)
+    (commands / "python3").write_text("#!/bin/sh\necho 3.11.9\n")
+    (commands / "python3").chmod(0o755)
+    message = set_up(
+        tmp_path, MCORE_RL_LANE="cpu", PATH=str(commands), HOME=str(tmp_path), PYENV_ROOT=""
+    )
+    assert "no Python that is allowed (3.12 3.13)" in message
+    assert "apt install python3.12-venv" in message
 
 
 SLOW_PYTHON = """#!/bin/bash
