@@ -20,7 +20,7 @@ from mcore_rl.tools.samples.tables import Array, Segment, Summary, read_segments
 
 # Added tokens of chat templates: those that a role name follows, and those of one role.
 _LLAMA = "<|start_header_id|>"
-_HEADERS = ("<|im_start|>", _LLAMA)
+_HEADERS = ("<|im_start|>", "<|start|>", _LLAMA)
 _KIMI_SYSTEM, _RESULT = "<|im_system|>", "<tool_response>"
 _OPENERS = {
     "<|system|>": "system",
@@ -35,8 +35,13 @@ _OPENERS = {
     "<｜tool▁outputs▁end｜>": "assistant",  # noqa: RUF001
     _RESULT: "tool",
 }
-_ROLES = {"ipython": "tool", "observation": "tool", "developer": "system"}  # other names of roles
-_ROLE = re.compile(r"\s*(system|user|assistant|tool|ipython|observation|developer)\b")
+_ROLES = {  # other names of roles; "functions.NAME": a tool of gpt-oss
+    "ipython": "tool",
+    "observation": "tool",
+    "functions": "tool",
+    "developer": "system",
+}
+_ROLE = re.compile(rf"\s*(system|user|assistant|tool|{'|'.join(_ROLES)})\b")
 _KIMI_SYSTEM_NAME = re.compile(r"(system|tool_declare)\b")  # else it is the name of a tool
 _USER_WITH_RESULT = re.compile(rf"\s*user\s*{_RESULT}")
 _MOST_SHOWN = 300  # characters of a column of the data row

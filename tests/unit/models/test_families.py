@@ -206,7 +206,7 @@ def test_a_prediction_layer_is_a_decoder_layer_with_what_stands_around_it(config
 @pytest.mark.parametrize("count", [1, 2, 4])
 def test_rules_cover_every_logical_tensor_once(config, count):
     small = {**config, "num_hidden_layers": 4}  # dense and expert layers
-    tp = min(count, config["num_key_value_heads"])
+    tp = min(count, get_model_sizes(config).num_query_groups)
     check_cover(weights_of(small, tp), tp)
 
 
