@@ -13,7 +13,6 @@ import mcore_rl
 from tests.nightly import all_but
 
 pytestmark = pytest.mark.job
-THIS_FILE = Path(__file__)
 SHORT = (
     "warm_start.num_steps=60", "trainer.prompts_per_step=8", "trainer.eval_samples=32",
     "trainer.save_every=1", "rollout.max_num_seqs=64",
@@ -50,36 +49,11 @@ def test_a_run_on_pictures_its_resume_and_its_samples(resumes, start_job, tmp_pa
     assert summary["example"]["response"]
 
 
-class Gallery:
-    """Answers each turn with another picture; a turn earns its share of letters that are red's."""
-
-    tools = ()
-
-    def __init__(self, fields) -> None:
-        self._num_turns = 0
-
-    async def reset(self):
-        return []
-
-    async def step(self, turn):
-        from mcore_rl.agents.chat_template.codec import ChatMessage
-        from mcore_rl.agents.environments.base import EnvironmentStep
-        from tests.unit.data.test_images import draw
-
-        self._num_turns += 1
-        picture = draw(32, 32, ("red", "blue")[self._num_turns % 2])
-        message = ChatMessage("user", "And <image>?", images=(picture,))
-        reward = float("R" in turn.content)
-        return EnvironmentStep((message,), reward=reward, is_done=self._num_turns == 3)
-
-    async def close(self) -> None: ...
-
-
 @pytest.mark.nightly
 def test_turns_with_pictures_are_trained(start_job, tmp_path):
     result = run_job(
         start_job, *SHORT, "trainer.num_steps=2", "agent.loop=environment",
-        f"agent.environment={THIS_FILE}:Gallery", "rollout.max_response_tokens=96",
+        "agent.environment=tests/e2e/own_gallery.py:Gallery", "rollout.max_response_tokens=96",
         "agent.max_turn_tokens=4", "reward.settings={}", "reward.name=final_number",
     )  # fmt: skip
     for row in result.metrics:
