@@ -231,20 +231,10 @@ class GateUp:
 
 
 @dataclass(frozen=True, slots=True)
-class InterleavedGateUp:
+class InterleavedGateUp(Split):
     """Rows of gate and up in turns, in one tensor: gpt-oss's experts, in Megatron and in vLLM."""
 
-    tensor: LogicalTensor
-
-    @property
-    def tensors(self) -> tuple[LogicalTensor, ...]:
-        return (self.tensor,)
-
-    def get_local_shape(self, shard: Shard) -> tuple[int, ...]:
-        return Split(self.tensor, 0).get_local_shape(shard)
-
-    def get_blocks(self, shard: Shard) -> tuple[Block, ...]:
-        return Split(self.tensor, 0).get_blocks(shard)
+    dim: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -52,18 +52,7 @@ def configs() -> dict[str, transformers.PretrainedConfig]:
         "qwen3_moe": transformers.Qwen3MoeConfig(
             **grouped, **_EXPERTS, num_experts=8, tie_word_embeddings=False
         ),
-        "qwen3_next": transformers.Qwen3NextConfig(
-            **grouped,
-            **_EXPERTS,
-            num_experts=8,
-            shared_expert_intermediate_size=40,
-            linear_num_key_heads=2,
-            linear_num_value_heads=4,
-            linear_key_head_dim=16,
-            linear_value_head_dim=8,
-            num_nextn_predict_layers=0,
-            layer_types=["linear_attention", "full_attention"],
-        ),
+        "qwen3_next": tiny_models.configs()["qwen3_next"],
         "deepseek_v3": transformers.DeepseekV3Config(**_SHAPE, **_EXPERTS, **_LATENT),
     }
 

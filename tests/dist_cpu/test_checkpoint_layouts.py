@@ -127,14 +127,14 @@ def loaded(
     engine = jobs.engine_of(path, layout, dtype, distributed=distributed)
     share = jobs.mine(engine, batch)
     engine.train_batch(share, ranks.LOSS)  # is forgotten
-    found: dict[str, Any] = {"steps": [], "trained": []}
+    actual: dict[str, Any] = {"steps": [], "trained": []}
     for checkpoint in (source, to):
         engine.load_checkpoint(checkpoint)
         if checkpoint == source:
             engine.save_checkpoint(to)
-        found["steps"].append([engine.train_batch(share, ranks.LOSS) for _ in range(2)])
-        found["trained"].append(dict(engine.get_per_tensor_param()))
-    return found
+        actual["steps"].append([engine.train_batch(share, ranks.LOSS) for _ in range(2)])
+        actual["trained"].append(dict(engine.get_per_tensor_param()))
+    return actual
 
 
 @pytest.fixture(scope="module")
@@ -160,10 +160,10 @@ def test_the_state_is_the_same_in_another_layout_and_so_are_the_steps_after_it(
     first = folder / f"{source}-{distributed}"
     written = saved(model, LAYOUTS[source], batch, first, distributed)
     again = folder / f"{source}-{target}-{distributed}"
-    found = loaded(model, LAYOUTS[target], batch, first, again, distributed)
+    actual = loaded(model, LAYOUTS[target], batch, first, again, distributed)
 
     assert_same_state(first, again)
-    assert_same_steps(steps_of(written)[2:], found, loss=1e-6, grad_norm=1e-4)
+    assert_same_steps(steps_of(written)[2:], actual, loss=1e-6, grad_norm=1e-4)
 
 
 @pytest.mark.parametrize(("dtype", "distributed", "source", "target"), CROSSED_CASES)
@@ -173,21 +173,21 @@ def test_a_sharded_optimizer_goes_on_from_a_replicated_one_and_the_other_way_rou
     first = folder / f"{source}-{distributed}-{dtype}"
     written = saved(model, LAYOUTS[source], batch, first, distributed, dtype)
     again = folder / f"{source}-{target}-{not distributed}-{dtype}"
-    found = loaded(model, LAYOUTS[target], batch, first, again, not distributed, dtype)
+    actual = loaded(model, LAYOUTS[target], batch, first, again, not distributed, dtype)
     assert_same_state(first, again)
     loss, grad_norm = (1e-6, 1e-4) if dtype == "float32" else (0.02, 0.05)
-    assert_same_steps(steps_of(written)[2:], found, loss, grad_norm)
+    assert_same_steps(steps_of(written)[2:], actual, loss, grad_norm)
 
 
 def assert_same_steps(
-    expected: Sequence[Any], found: Sequence[Any], loss: float, grad_norm: float
+    expected: Sequence[Any], actual: Sequence[Any], loss: float, grad_norm: float
 ) -> None:
-    for result in found:
+    for result in actual:
         ours, theirs = result["steps"]
         assert ours == theirs
         for name, tensor in result["trained"][0].items():
             assert torch.equal(tensor, result["trained"][1][name]), name
-    for step, reference in zip(steps_of(found, 0), expected, strict=True):
+    for step, reference in zip(steps_of(actual, 0), expected, strict=True):
         assert step["loss"] == pytest.approx(reference["loss"], rel=loss)
         assert step["grad_norm"] == pytest.approx(reference["grad_norm"], rel=grad_norm)
         assert step["lr"] == reference["lr"]
@@ -227,12 +227,12 @@ def read_expected(older: Path, name: str) -> dict[str, Any]:
 
 
 def assert_weights(results: Sequence[Any], expected: dict[str, int]) -> None:
-    found = {
+    actual = {
         name: zlib.crc32(files.view_bytes(tensor.contiguous()))
         for result in results
         for name, tensor in result["weights"].items()
     }
-    assert found == expected
+    assert actual == expected
 
 
 @ranks.on_ranks()
@@ -256,10 +256,10 @@ def test_a_checkpoint_of_megatron_0_16_1_goes_on_in_another_layout(
         for name in ("prompt_ids", "response_ids")
     }
     small_batch = batch.with_columns(**vocab_ids)
-    found = loaded(model, LAYOUTS[target], small_batch, path, again, distributed, dtype)
+    actual = loaded(model, LAYOUTS[target], small_batch, path, again, distributed, dtype)
     assert_same_state(path, again, OLDER_VOCAB)
     loss, grad_norm = (1e-6, 1e-4) if dtype == "float32" else (0.02, 0.05)
-    assert_same_steps(expected["steps"], found, loss, grad_norm)
+    assert_same_steps(expected["steps"], actual, loss, grad_norm)
     results = weights_loaded(model, LAYOUTS[target], path, distributed, dtype)
     assert_weights(results, expected["weights"])
     assert read_checkpoint_info(again)["megatron_core"] == metadata.version("megatron-core")
@@ -323,11 +323,11 @@ def test_a_disk_that_refuses_one_rank_is_told_on_all_and_the_next_save_is_whole(
     folder, model, batch, rank, when
 ):
     to = folder / f"refused-{rank}-{when}" / "checkpoint"
-    found = refused_by_the_disk(model, LAYOUTS["tp2"], batch, to, rank, when)
-    assert len({result["message"] for result in found}) == 1
-    told = found[0]["message"]
+    actual = refused_by_the_disk(model, LAYOUTS["tp2"], batch, to, rank, when)
+    assert len({result["message"] for result in actual}) == 1
+    told = actual[0]["message"]
     assert told.startswith(f"{to} cannot be written: ") and "File too large" in told
-    for result in found:
+    for result in actual:
         assert (result["left"], result["same"]) == ([], True)
     check_checkpoint(to)
 
@@ -350,18 +350,18 @@ def assert_same_state(one: Path, other: Path, vocab_size: int = VOCAB) -> None:
 
 
 def state_in(path: Path, vocab_size: int) -> dict[str, torch.Tensor]:
-    reader, found = DistReader(path), {}
+    reader, actual = DistReader(path), {}
     for key, tensor in reader.tensors.items():
-        found[key] = reader.read(key, whole(key, tensor.shape, vocab_size))
-    for sharded in [key for key in found if key.startswith(SHARDED)]:
-        tensor, name = found.pop(sharded), sharded.removeprefix(SHARDED)
-        if found[name].dtype == torch.float32:
-            assert torch.equal(tensor, found[name]), name
+        actual[key] = reader.read(key, whole(key, tensor.shape, vocab_size))
+    for sharded in [key for key in actual if key.startswith(SHARDED)]:
+        tensor, name = actual.pop(sharded), sharded.removeprefix(SHARDED)
+        if actual[name].dtype == torch.float32:
+            assert torch.equal(tensor, actual[name]), name
         else:
-            found[REPLICATED + name] = tensor
-    kinds = {key.split("decoder.")[0] for key in found}
+            actual[REPLICATED + name] = tensor
+    kinds = {key.split("decoder.")[0] for key in actual}
     assert {"optimizer.state.exp_avg.", "optimizer.state.exp_avg_sq.", ""} <= kinds
-    return found
+    return actual
 
 
 def whole(key: str, shape: tuple[int, ...], vocab_size: int) -> Box:

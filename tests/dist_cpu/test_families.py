@@ -59,9 +59,9 @@ def three_steps(path: Path, layout: Layout, batch: Batch) -> ranks.Result:
     mine = batch.take(ranks.share_of(engine, batch))
     engine.optimizer_zero_grad()
     engine.forward_backward_batch(mine, ranks.LOSS, forward_only=False)
-    found: ranks.Result = {"gradients": ranks.gradients(engine)}
+    actual: ranks.Result = {"gradients": ranks.gradients(engine)}
     steps = [engine.train_batch(mine, ranks.LOSS) for _ in range(3)]
-    return found | {"steps": steps, "trained": dict(engine.get_per_tensor_param())}
+    return actual | {"steps": steps, "trained": dict(engine.get_per_tensor_param())}
 
 
 def by_mbridge(engine: MegatronEngine, path: Path) -> dict[str, list[torch.Tensor]]:
@@ -86,7 +86,7 @@ def by_mbridge(engine: MegatronEngine, path: Path) -> dict[str, list[torch.Tenso
     bridge.padded_vocab_size = -(-hf_config.vocab_size // engine.layout.tp) * engine.layout.tp
     checkpoint = load_file(path / "model.safetensors")
     names = bridge._weight_name_mapping_mcore_local_to_global(model)
-    found = {}
+    actual = {}
     for local, ours in get_local_tensors(model).items():
         sources = bridge._weight_name_mapping_mcore_to_hf(names[local])
         whole = bridge._weight_to_mcore_format(local, [checkpoint[name] for name in sources])
@@ -94,8 +94,8 @@ def by_mbridge(engine: MegatronEngine, path: Path) -> dict[str, list[torch.Tenso
         size = bridge.mpu.etp_size if expert else bridge.mpu.tp_size
         rank = bridge.mpu.etp_rank if expert else bridge.mpu.tp_rank
         theirs = bridge._weight_split_across_tp(local, whole, ours, size)[rank]
-        found[local] = [ours.detach().clone(), theirs.clone()]
-    return found
+        actual[local] = [ours.detach().clone(), theirs.clone()]
+    return actual
 
 
 def mbridge_for(model_type: str, hf_config: Any, config: Any) -> Any:
@@ -184,10 +184,10 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
 def test_logits_equal_transformers(runs, name, place):
     reference, log_probs, _ = tiny_models.reference_scores(runs.models[name], runs.batch)
     for result in runs.parity(name, place):
-        wanted = torch.from_numpy(reference)
-        torch.testing.assert_close(result["logits"], wanted, rtol=0, atol=1e-5)
-        found = torch.cat(result["log_probs"]).double()
-        torch.testing.assert_close(found, torch.from_numpy(log_probs), rtol=0, atol=1e-5)
+        expected = torch.from_numpy(reference)
+        torch.testing.assert_close(result["logits"], expected, rtol=0, atol=1e-5)
+        actual = torch.cat(result["log_probs"]).double()
+        torch.testing.assert_close(actual, torch.from_numpy(log_probs), rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("layout", [Layout(), nightly(Layout(tp=2)), Layout(cp=2)], ids=str)
@@ -198,8 +198,8 @@ def test_logits_over_several_chunks_of_a_gated_delta_net_equal_transformers(runs
     assert lengths.max() > 128
     reference, _, _ = tiny_models.reference_scores(runs.models["qwen3_next"], batch)
     for result in ranks.parity(runs.checkpoints["qwen3_next"], layout, batch):
-        wanted = torch.from_numpy(reference)
-        torch.testing.assert_close(result["logits"], wanted, rtol=0, atol=2e-5)
+        expected = torch.from_numpy(reference)
+        torch.testing.assert_close(result["logits"], expected, rtol=0, atol=2e-5)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -207,9 +207,9 @@ def test_rotary_angles_equal_transformers(runs, name):
     """Finer than logits: at the few positions of a test, scaling moves those little."""
     rotary = runs.models[name].model.rotary_emb
     [result] = runs.parity(name, "one rank")
-    found = result["rotary"]
-    torch.testing.assert_close(found["angles"], rotary.inv_freq, rtol=1e-6, atol=0)
-    assert found["factor"] == pytest.approx(rotary.attention_scaling, rel=1e-6)
+    actual = result["rotary"]
+    torch.testing.assert_close(actual["angles"], rotary.inv_freq, rtol=1e-6, atol=0)
+    assert actual["factor"] == pytest.approx(rotary.attention_scaling, rel=1e-6)
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -236,9 +236,9 @@ def test_every_parameter_equals_mbridges_conversion(runs, name, place):
 def test_two_training_steps_equal_one_rank(runs, name):
     [single] = runs.parity(name, "one rank")
     for result in runs.parity(name, "parallel"):
-        for step, wanted in zip(result["steps"], single["steps"], strict=True):
-            assert step["loss"] == pytest.approx(wanted["loss"], rel=1e-6)
-            assert step["grad_norm"] == pytest.approx(wanted["grad_norm"], rel=1e-4)
+        for step, expected in zip(result["steps"], single["steps"], strict=True):
+            assert step["loss"] == pytest.approx(expected["loss"], rel=1e-6)
+            assert step["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-4)
     trained = runs.parity(name, "parallel")[0]["trained"]
     for key, tensor in single["trained"].items():
         torch.testing.assert_close(trained[key], tensor, rtol=0, atol=2e-4, msg=key)
@@ -257,14 +257,14 @@ def test_first_gradient_norm_equals_plain_torch_on_transformers(runs, name):
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("name", STEPPED)
 def test_gradients_of_each_tensor_equal_plain_torch_on_transformers(runs, name, place):
-    model, found = runs.models[name], runs.three_steps(name, place)["gradients"]
+    model, actual = runs.models[name], runs.three_steps(name, place)["gradients"]
     model.zero_grad()
     tiny_models.reference_step(model, runs.batch)
     gradients = {key: p.grad for key, p in model.named_parameters() if p.grad is not None}
-    wanted = revert_weight_conversion(model, gradients)
-    assert wanted.keys() <= found.keys()
-    for key, gradient in wanted.items():
-        assert (found[key] - gradient).norm() <= 1e-4 * gradient.norm(), key
+    expected = revert_weight_conversion(model, gradients)
+    assert expected.keys() <= actual.keys()
+    for key, gradient in expected.items():
+        assert (actual[key] - gradient).norm() <= 1e-4 * gradient.norm(), key
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -299,8 +299,8 @@ def test_two_steps_after_a_resume_equal_those_without_a_stop(runs, name, tmp_pat
     """Linears of experts and their biases, sinks, replicated linears and the selection bias."""
     path, layout = runs.checkpoints[name], CASES[name].layout
     for result in ranks.resume(path, layout, runs.batch, tmp_path):
-        for found, wanted in zip(result["resumed"], result["steps"][2:], strict=True):
-            assert found == wanted
+        for actual, expected in zip(result["resumed"], result["steps"][2:], strict=True):
+            assert actual == expected
         for key, tensor in result["trained"].items():
             assert torch.equal(result["trained_after_resume"][key], tensor), key
 
@@ -340,15 +340,15 @@ def test_a_published_quantised_checkpoint_is_the_model_of_the_dequantised_weight
     """Scores, training and an export without blocks."""
     path, plain = PUBLISHED[form](tmp_path_factory.mktemp(form))
     batch = tiny_models.make_batch(num_samples=7)
-    [found, *_], [wanted, *_] = (parity(folder, layout, batch) for folder in (path, plain))
-    assert found["steps"] == wanted["steps"]
+    [actual, *_], [expected, *_] = (parity(folder, layout, batch) for folder in (path, plain))
+    assert actual["steps"] == expected["steps"]
     original = load_file(plain / "model.safetensors")
-    assert found["exported"].keys() == original.keys()
+    assert actual["exported"].keys() == original.keys()
     for key, tensor in original.items():
-        assert torch.equal(found["exported"][key], tensor), key
-    for key, tensors in found.items():
+        assert torch.equal(actual["exported"][key], tensor), key
+    for key, tensors in actual.items():
         if key in ("log_probs", "entropy"):
-            assert all(map(torch.equal, tensors, wanted[key])), key
+            assert all(map(torch.equal, tensors, expected[key])), key
 
 
 @pytest.mark.parametrize("name", WITH_MTP)

@@ -144,7 +144,7 @@ class Adapted:
 
     def _weights(self) -> dict[str, torch.Tensor]:
         """Adapted weights by the names of the model, which stacks the experts of a layer."""
-        found = {
+        actual = {
             tensor: self.checkpoint[tensor] + SCALE * b @ self.a[self.a_of[tensor]]
             for tensor, b in self.b.items()
         }
@@ -154,11 +154,11 @@ class Adapted:
                 continue
             parts = ("gate_proj", "up_proj") if last == "gate_up_proj" else ("down_proj",)
             experts = [
-                torch.cat([found.pop(f"{path}.{expert}.{part}.weight") for part in parts])
+                torch.cat([actual.pop(f"{path}.{expert}.{part}.weight") for part in parts])
                 for expert in range(len(parameter))
             ]
-            found[name] = torch.stack(experts)
-        return found
+            actual[name] = torch.stack(experts)
+        return actual
 
 
 @pytest.mark.parametrize(("model", "layout"), CASES_KEPT)
@@ -166,8 +166,8 @@ def test_fresh_adapters_change_no_bit(runs, model, layout):
     original = load_file(runs.checkpoints[model] / "model.safetensors")
     for result in runs.results[f"{model}/{layout}"]:
         assert (result["fresh"] is None) == (result["plain"] is None)
-        for found, plain in zip(result["fresh"] or [], result["plain"] or [], strict=True):
-            torch.testing.assert_close(found, plain, rtol=0, atol=ROUNDING.get(model, 0))
+        for actual, plain in zip(result["fresh"] or [], result["plain"] or [], strict=True):
+            torch.testing.assert_close(actual, plain, rtol=0, atol=ROUNDING.get(model, 0))
     exported = runs.results[f"{model}/{layout}"][0]["fresh_export"]
     assert exported.keys() == original.keys()
     assert all(torch.equal(exported[name], tensor) for name, tensor in original.items())
@@ -177,9 +177,9 @@ def test_fresh_adapters_change_no_bit(runs, model, layout):
 def test_a_trained_model_without_its_adapters_is_the_one_it_began_with(runs, model, layout):
     """Bit for bit: it is its own reference. Asked again, it has them."""
     for result in runs.results[f"{model}/{layout}"]:
-        found, plain = result["without_adapters"] or [], result["plain"] or []
-        assert len(found) == len(plain)
-        for scores, expected in zip(found, plain, strict=True):
+        actual, plain = result["without_adapters"] or [], result["plain"] or []
+        assert len(actual) == len(plain)
+        for scores, expected in zip(actual, plain, strict=True):
             torch.testing.assert_close(scores, expected, rtol=0, atol=ROUNDING.get(model, 0))
         trained = result["with_adapters"] or []
         assert not any(torch.allclose(a, b) for a, b in zip(trained, plain, strict=True))
@@ -189,13 +189,13 @@ def test_a_trained_model_without_its_adapters_is_the_one_it_began_with(runs, mod
 def test_export_and_log_probs_are_those_of_weights_merged_by_hand(runs, model, tmp_path):
     one, path = runs.one(model), runs.checkpoints[model]
     checkpoint = load_file(path / "model.safetensors")
-    wanted = merged_by_hand(checkpoint, one["factors"])
-    for name, tensor in wanted.items():
+    expected = merged_by_hand(checkpoint, one["factors"])
+    for name, tensor in expected.items():
         torch.testing.assert_close(one["exported"][name].double(), tensor, rtol=0, atol=1e-6)
     changed = {n for n, tensor in checkpoint.items() if not torch.equal(one["exported"][n], tensor)}
     assert changed == {f["tensor"] for f in one["factors"]}
     shutil.copy(path / "config.json", tmp_path)
-    tensors = {name: tensor.float() for name, tensor in wanted.items()}
+    tensors = {name: tensor.float() for name, tensor in expected.items()}
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
     merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).float().eval()
     _, log_probs, _ = tiny_models.reference_scores(merged, runs.batch)
@@ -213,17 +213,17 @@ def test_the_first_step_equals_autograd_through_transformers(runs, model):
     assert step["grad_norm"] == pytest.approx(grad_norm, rel=1e-4)
 
 
-def check_steps(found: list[dict[str, float]], wanted: list[dict[str, float]]) -> None:
-    for step, other in zip(found, wanted, strict=True):
+def check_steps(actual: list[dict[str, float]], expected: list[dict[str, float]]) -> None:
+    for step, other in zip(actual, expected, strict=True):
         if "loss" in step:  # on the last pipeline stage
             assert step["loss"] == pytest.approx(other["loss"], rel=1e-6)
         assert step["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-4)
 
 
-def check_weights(found: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor]) -> None:
-    assert found.keys() == wanted.keys()
-    for name, tensor in wanted.items():
-        torch.testing.assert_close(found[name], tensor, rtol=0, atol=1e-5, msg=name)
+def check_weights(actual: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> None:
+    assert actual.keys() == expected.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(actual[name], tensor, rtol=0, atol=1e-5, msg=name)
 
 
 @pytest.mark.parametrize(("model", "layout"), PARALLEL_KEPT)
@@ -231,8 +231,8 @@ def test_scores_and_two_steps_equal_one_rank(runs, model, layout):
     one, results = runs.one(model), runs.results[f"{model}/{layout}"]
     for result in results:
         rows = result["rows"] if result["log_probs"] is not None else []
-        for row, found in zip(rows, result["log_probs"] or [], strict=True):
-            torch.testing.assert_close(found, one["log_probs"][row], rtol=0, atol=1e-5)
+        for row, actual in zip(rows, result["log_probs"] or [], strict=True):
+            torch.testing.assert_close(actual, one["log_probs"][row], rtol=0, atol=1e-5)
         check_steps(result["steps"], one["steps"])
     assert any("loss" in step for result in results for step in result["steps"])
     check_weights(results[0]["exported"], one["exported"])
@@ -246,14 +246,14 @@ def test_every_rank_holds_its_part_of_the_factors_of_one_rank(runs, model, layou
     whole = {f["tensor"]: f for f in _joined(runs.one(model)[when])}
     seen = set()
     for result in runs.results[f"{model}/{layout}"]:
-        for found in result[when]:
-            row, column = found["first_row"], found["first_input"]
-            wanted = whole[found["tensor"]]
-            a = wanted["A"][:, column : column + found["A"].shape[1]]
-            b = wanted["B"][row : row + len(found["B"])]
-            torch.testing.assert_close(found["A"], a, rtol=0, atol=1e-5)
-            torch.testing.assert_close(found["B"], b, rtol=0, atol=1e-5)
-            seen.add(found["tensor"])
+        for actual in result[when]:
+            row, column = actual["first_row"], actual["first_input"]
+            expected = whole[actual["tensor"]]
+            a = expected["A"][:, column : column + actual["A"].shape[1]]
+            b = expected["B"][row : row + len(actual["B"])]
+            torch.testing.assert_close(actual["A"], a, rtol=0, atol=1e-5)
+            torch.testing.assert_close(actual["B"], b, rtol=0, atol=1e-5)
+            seen.add(actual["tensor"])
     assert seen == whole.keys()
 
 
@@ -369,10 +369,10 @@ def test_a_run_leaves_its_adapter_in_the_format_of_peft_beside_the_merged_weight
     changed = 0
     for key, weight in base.items():
         module = f"base_model.model.{key.removesuffix('.weight')}"
-        wanted = weight.double()
+        expected = weight.double()
         if (a := factors.get(f"{module}.lora_A.weight")) is not None:
             assert key.split(".")[-2] in config["target_modules"]
-            wanted = wanted + 2.0 * factors[f"{module}.lora_B.weight"].double() @ a.double()
+            expected = expected + 2.0 * factors[f"{module}.lora_B.weight"].double() @ a.double()
             changed += 1
-        torch.testing.assert_close(merged[key].double(), wanted, rtol=0, atol=1e-6)
+        torch.testing.assert_close(merged[key].double(), expected, rtol=0, atol=1e-6)
     assert 2 * changed == len(factors) > 0

@@ -140,13 +140,13 @@ def _attention(
     rows = torch.from_numpy(get_zigzag_rows(lengths, cp, rank))
     mine = [x[rows].requires_grad_() for x in whole]
     whole = [x.requires_grad_() for x in whole]
-    found = _attend(group, mine, lengths, window, softmax)
-    (found * weights[rows]).sum().backward()
-    wanted = _attend(None, whole, lengths, window, softmax)
-    (wanted * weights).sum().backward()
+    actual = _attend(group, mine, lengths, window, softmax)
+    (actual * weights[rows]).sum().backward()
+    expected = _attend(None, whole, lengths, window, softmax)
+    (expected * weights).sum().backward()
     return {
-        "found": [found.detach(), *(x.grad for x in mine)],
-        "wanted": [wanted.detach()[rows], *(x.grad[rows] for x in whole)],
+        "actual": [actual.detach(), *(x.grad for x in mine)],
+        "expected": [expected.detach()[rows], *(x.grad[rows] for x in whole)],
     }
 
 
@@ -200,10 +200,10 @@ def runs(tmp_path_factory) -> Runs:
     return Runs(tiny_models.make_batch(), paths)
 
 
-def assert_same_step(found, wanted, tolerance=1e-6):
+def assert_same_step(actual, expected, tolerance=1e-6):
     """float32 rounding alone leaves up to 6e-7 of the norm."""
-    assert found["metrics"] == pytest.approx(wanted["metrics"], rel=1e-6)
-    difference = (found["gradients"] - wanted["gradients"]).norm() / wanted["gradients"].norm()
+    assert actual["metrics"] == pytest.approx(expected["metrics"], rel=1e-6)
+    difference = (actual["gradients"] - expected["gradients"]).norm() / expected["gradients"].norm()
     assert difference < tolerance
 
 
@@ -221,8 +221,8 @@ def test_loss_and_gradients_do_not_depend_on_the_packing(runs, model, layout, pa
 def test_gradients_are_those_of_one_rank(runs, model, layout):
     [single] = runs.packings(model, "tp1")
     for rank in runs.packings(model, layout):
-        for packing, wanted in single.items():
-            assert_same_step(rank[packing], wanted, tolerance=2e-6)
+        for packing, expected in single.items():
+            assert_same_step(rank[packing], expected, tolerance=2e-6)
 
 
 @pytest.mark.parametrize("layout", PACKED)
@@ -239,20 +239,22 @@ def test_the_packings_differ_and_every_rank_has_as_many_micro_batches(runs, mode
 @pytest.mark.parametrize(("model", "layout"), PARITY_CASES)
 def test_context_parallel_scores_equal_one_rank(runs, model, layout):
     [single] = runs.parity(model, "tp1")
-    for found in runs.parity(model, layout):
-        assert found["rows"]
+    for actual in runs.parity(model, layout):
+        assert actual["rows"]
         for name in ("log_probs", "entropy"):
-            for place, row in enumerate(found["rows"]):
-                torch.testing.assert_close(found[name][place], single[name][row], rtol=0, atol=1e-5)
+            for place, row in enumerate(actual["rows"]):
+                torch.testing.assert_close(
+                    actual[name][place], single[name][row], rtol=0, atol=1e-5
+                )
 
 
 @pytest.mark.parametrize(("model", "layout"), PARITY_CASES)
 def test_two_context_parallel_steps_equal_one_rank(runs, model, layout):
     [single] = runs.parity(model, "tp1")
-    for found in runs.parity(model, layout):
-        for step, wanted in zip(found["steps"], single["steps"], strict=True):
-            assert step["loss"] == pytest.approx(wanted["loss"], rel=1e-6)
-            assert step["grad_norm"] == pytest.approx(wanted["grad_norm"], rel=1e-4)
+    for actual in runs.parity(model, layout):
+        for step, expected in zip(actual["steps"], single["steps"], strict=True):
+            assert step["loss"] == pytest.approx(expected["loss"], rel=1e-6)
+            assert step["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-4)
     trained = runs.parity(model, layout)[0]["trained"]
     for name, tensor in single["trained"].items():
         torch.testing.assert_close(trained[name], tensor, rtol=0, atol=2e-4, msg=name)
@@ -262,5 +264,5 @@ def test_two_context_parallel_steps_equal_one_rank(runs, model, layout):
 @pytest.mark.parametrize("cp", [2, 4])
 def test_attention_over_ranks_equals_attention_of_one_with_its_gradients(cp, name):
     for rank in attention(Layout(cp=cp)):
-        for found, wanted in zip(rank[name]["found"], rank[name]["wanted"], strict=True):
-            torch.testing.assert_close(found, wanted, rtol=0, atol=1e-11)
+        for actual, expected in zip(rank[name]["actual"], rank[name]["expected"], strict=True):
+            torch.testing.assert_close(actual, expected, rtol=0, atol=1e-11)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -165,13 +164,6 @@ def test_overlapped_exchanges_give_the_same_steps(tmp_path, model, layout, optim
             assert step[name] == pytest.approx(expected[name], rel=5e-3), name
 
 
-NEEDS_PACKAGE = pytest.mark.skipif(
-    importlib.util.find_spec("emerging_optimizers") is None,
-    reason="the package emerging-optimizers is not installed",
-)
-
-
-@NEEDS_PACKAGE
 @pytest.mark.parametrize("layout", [Layout(dp=2), Layout(dp=2, ep=2), Layout(pp=2)], ids=str)
 def test_muon_does_not_depend_on_the_layout_and_resumes_exactly(path, layout, tmp_path):
     batch, settings = tiny_models.make_batch(), {"name": "muon"}
@@ -182,7 +174,6 @@ def test_muon_does_not_depend_on_the_layout_and_resumes_exactly(path, layout, tm
     assert get_norms(one)[1:] != get_norms(train(path, Layout(), batch, None, {}, {})[0])[1:]
 
 
-@NEEDS_PACKAGE
 def test_a_field_of_muon_changes_its_steps(path):
     batch, settings = tiny_models.make_batch(), {"name": "muon"}
     [plain], [passed] = (

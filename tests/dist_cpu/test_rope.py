@@ -53,11 +53,11 @@ def build(name: str, folder: Path) -> Path:
 @pytest.fixture(scope="module")
 def scores(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """By case the log-probs of an engine on two ranks, by model those of transformers."""
-    folder, found = tmp_path_factory.mktemp("models"), dict[str, Any]()
+    folder, scores = tmp_path_factory.mktemp("models"), dict[str, Any]()
     jobs = {}
     for key, (name, backend, layout) in CASES.items():
-        path = folder / name if name in found else build(name, folder)
-        found[name] = engines.score_with_hf(str(path), "float32", SEQUENCES)["log_probs"]
+        path = folder / name if name in scores else build(name, folder)
+        scores[name] = engines.score_with_hf(str(path), "float32", SEQUENCES)["log_probs"]
         spec = EngineSpec(
             ModelConfig(path=str(path), dtype="float32"),
             EngineConfig(layout=layout, backend=backend),
@@ -66,7 +66,7 @@ def scores(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         )
         jobs[key] = ranks.job(engines.score_with_megatron, spec, "", SEQUENCES)
     results = ranks.spawn(2, jobs)
-    return found | {key: engines.merge_scores(results[key]).log_probs for key in CASES}
+    return scores | {key: engines.merge_scores(results[key]).log_probs for key in CASES}
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -210,7 +210,7 @@ def save_with_mtp(name: str, folder: Path, config: Any = None) -> Path:
 
 
 def _save_qwen3_next_with_mtp(config: Any, path: Path) -> Path:
-    """As published: the tensors stand apart, and config.json does not speak of the layer."""
+    """Save tensors `mtp.*` and a config.json without the prediction layer, as published."""
     num_layers, hidden = config.num_hidden_layers - 1, config.hidden_size
     config.layer_types = [*config.layer_types, "full_attention"]
     save_served(tiny_models.build_from(config), path)

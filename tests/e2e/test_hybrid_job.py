@@ -19,10 +19,10 @@ pytestmark = [pytest.mark.job, pytest.mark.nightly]
 def save_hybrid_model(folder: Path) -> None:
     """Replace the model in a folder by a new Qwen3-Next with its tokenizer, of 1.8 M parameters."""
     fields = json.loads((folder / "config.json").read_text())
-    kept = ("vocab_size", "eos_token_id", "pad_token_id", "max_position_embeddings")
+    names = ("vocab_size", "eos_token_id", "pad_token_id", "max_position_embeddings")
     torch.manual_seed(0)
     config = Qwen3NextConfig(
-        **{name: fields[name] for name in kept},
+        **{name: fields[name] for name in names},
         hidden_size=128, num_hidden_layers=3, intermediate_size=256, num_attention_heads=4,
         num_key_value_heads=2, head_dim=32, num_experts=8, num_experts_per_tok=2,
         moe_intermediate_size=128, shared_expert_intermediate_size=64, linear_num_key_heads=2,

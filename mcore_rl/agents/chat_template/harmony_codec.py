@@ -69,11 +69,7 @@ class HarmonyCodec:
         self._ids = {f"{token}_id": added[f"<|{token}|>"] for token in _TOKENS}
         self._tokenizer, self.template = tokenizer, HarmonyTemplate(tokenizer, options)
         self._opening = tokenizer.encode("<|start|>assistant", add_special_tokens=False)
-        self._stop_ids = frozenset([self._ids["return_id"], self._ids["call_id"], *stop_ids])
-
-    @property
-    def stop_ids(self) -> frozenset[int]:
-        return self._stop_ids
+        self.stop_ids = frozenset([self._ids["return_id"], self._ids["call_id"], *stop_ids])
 
     def render(self, messages: Sequence[ChatMessage], tools: Sequence[ToolSpec] = ()) -> list[int]:
         """Render a prompt by the chat template."""
@@ -87,7 +83,7 @@ class HarmonyCodec:
         tools: Sequence[ToolSpec] = (),
     ) -> list[int] | None:
         """Return the next prompt, or None; see `ChatCodec.extend`."""
-        ends = [i for i, token in enumerate(completion_ids) if token in self._stop_ids]
+        ends = [i for i, token in enumerate(completion_ids) if token in self.stop_ids]
         is_call = ends == [len(completion_ids) - 1] and completion_ids[-1] == self._ids["call_id"]
         if not is_call or [message.role for message in new_messages] != ["tool"]:
             return None
@@ -109,7 +105,7 @@ class HarmonyCodec:
         from renderers.parsing import parse_gpt_oss
 
         ids, shift = [*self._opening, *completion_ids], len(self._opening)
-        final_ids = self._stop_ids - {self._ids["call_id"]}
+        final_ids = self.stop_ids - {self._ids["call_id"]}
         end = next((i for i, token in enumerate(ids) if token in final_ids), len(ids))
         turn = convert_response(parse_gpt_oss(self._tokenizer, ids[:end], **self._ids), tools)
         calls = tuple(

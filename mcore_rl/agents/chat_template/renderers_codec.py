@@ -71,11 +71,7 @@ class RenderersCodec:
             raise ValueError(str(error)) from error
         family_ids = frozenset(self._renderer.get_stop_token_ids())
         self._foreign_ids = frozenset(stop_ids) - family_ids  # the renderer takes them for text
-        self._stop_ids = family_ids | self._foreign_ids
-
-    @property
-    def stop_ids(self) -> frozenset[int]:
-        return self._stop_ids
+        self.stop_ids = family_ids | self._foreign_ids
 
     def render(self, messages: Sequence[ChatMessage], tools: Sequence[ToolSpec] = ()) -> list[int]:
         """Render a prompt by the chat template."""

@@ -69,7 +69,7 @@ class TemplateCodec:
             raise ConfigError(
                 "the chat template ends the last turn with another token than earlier turns"
             )
-        self._stop_ids = frozenset([close, *stop_ids, *([] if eos is None else [eos])])
+        self.stop_ids = frozenset([close, *stop_ids, *([] if eos is None else [eos])])
         for text in (f"  {_TEXT}  ", f"\n{_TEXT}\n\n"):
             self._find_end(text, "trims white space")
         self._has_reasoning = self._keeps_reasoning()
@@ -81,10 +81,6 @@ class TemplateCodec:
         self.tool_refusal = self._find_tool_refusal()
         self._drops_reasoning = self._has_reasoning and not self._keeps_reasoning(_NEXT)
         self._opening = self._find_turn_opening()
-
-    @property
-    def stop_ids(self) -> frozenset[int]:
-        return self._stop_ids
 
     def render(self, messages: Sequence[ChatMessage], tools: Sequence[ToolSpec] = ()) -> list[int]:
         """Render a prompt by the chat template."""
@@ -105,7 +101,7 @@ class TemplateCodec:
         if self._drops_reasoning and "user" in roles and self._contains_reasoning(done):
             return None
         after = self._render_after_turn(new_messages, tools)
-        end = next((i for i, t in enumerate(completion_ids) if t in self._stop_ids), None)
+        end = next((i for i, t in enumerate(completion_ids) if t in self.stop_ids), None)
         if not after:
             return None
         if end is None:  # cut off: the token that ends the turn is the first of what follows
@@ -128,19 +124,19 @@ class TemplateCodec:
         response = parse_qwen3(
             self._tokenizer,
             ids,
-            stop_ids=set(self._stop_ids),
+            stop_ids=set(self.stop_ids),
             tool_call_id=-1 if self._call_id is None else self._call_id,
             tool_call_end_id=-1 if self._call_end_id is None else self._call_end_id,
             reasoning_end_id=self._reasoning_end_id,
             prefilled_thinking=prompt_ends_in_reasoning(
-                self._tokenizer, list(prompt_ids), stop_ids=self._stop_ids, initial_only=False
+                self._tokenizer, list(prompt_ids), stop_ids=self.stop_ids, initial_only=False
             ),
         )
         turn = convert_response(response, tools)
         if self._has_reasoning or not (turn.reasoning or not turn.reasoning_closed):
             return turn
         # A template without a field for reasoning has it in the content.
-        ends = [i for i, t in enumerate(ids) if t in self._stop_ids or t == self._call_id]
+        ends = [i for i, t in enumerate(ids) if t in self.stop_ids or t == self._call_id]
         text = self._template.decode(ids[: ends[0]] if ends else ids)
         return replace(turn, content=text.strip(), reasoning="", reasoning_closed=True)
 
@@ -154,7 +150,7 @@ class TemplateCodec:
         if "</think>" in self._opening:
             text = text.replace(self._opening, head)
         turns = text.split(head)[1:] if head else [text]
-        ends = filter(None, (self._template.decode([token]) for token in self._stop_ids))
+        ends = filter(None, (self._template.decode([token]) for token in self.stop_ids))
         end = re.compile("|".join(re.escape(token) for token in ends))
         return any(_THINK.search(end.split(turn, maxsplit=1)[0]) for turn in turns)
 
@@ -173,7 +169,7 @@ class TemplateCodec:
         turn = ChatMessage("assistant", _TEXT, tool_calls=calls)
         start = len(self._template.render(_BEFORE, tools))
         ids = self._template.render([*_BEFORE, turn, *new_messages], tools)
-        ends = (i for i in range(start, len(ids)) if ids[i] in self._stop_ids)
+        ends = (i for i in range(start, len(ids)) if ids[i] in self.stop_ids)
         return ids[next(ends, len(ids)) :]
 
     def _find_end(self, text: str, fault: str) -> int:

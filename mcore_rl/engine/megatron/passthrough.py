@@ -323,7 +323,7 @@ def check_fields(key: str, engine: EngineConfig, lane: str) -> None:
     if engine.moe.dispatcher == "flex":
         _check_flex(key, engine, lane, is_local=is_local)
     if engine.optimizer.name == "muon":
-        _check_muon(key, engine, is_local=is_local)
+        _check_muon(key, engine)
     if fields.get("fp8") and "fp8_recipe" not in fields:
         raise ConfigError(
             f"{where}.fp8={fields['fp8']!r} needs {where}.fp8_recipe; allowed: "
@@ -360,13 +360,8 @@ def _check_need(need: str, setting: str, key: str, engine: EngineConfig, lane: s
         )
 
 
-def _check_muon(key: str, engine: EngineConfig, *, is_local: bool) -> None:
+def _check_muon(key: str, engine: EngineConfig) -> None:
     setting = f"{key}.optimizer.name='muon'"
-    if is_local and importlib.util.find_spec("emerging_optimizers") is None:
-        raise ConfigError(
-            f"{setting} needs the package emerging-optimizers, 0.2 or newer, which is not "
-            "installed; allowed: 'adam'"
-        )
     for name in ("distributed", "cpu_offload"):
         if getattr(engine.optimizer, name):
             raise ConfigError(

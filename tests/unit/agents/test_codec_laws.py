@@ -187,10 +187,10 @@ def test_prompts_of_agents_are_those_of_rows(family: str, kind: str):
     # Renderers get whatever values of the template's variables they need.
     rows = [{"role": "user", "content": "Go."}]
     codec, _ = codec_of(family, kind)
-    wanted = tokenizer_of(family).apply_chat_template(
+    expected = tokenizer_of(family).apply_chat_template(
         rows, add_generation_prompt=True, tokenize=True, return_dict=False
     )
-    assert codec.render([ChatMessage("user", "Go.")]) == wanted
+    assert codec.render([ChatMessage("user", "Go.")]) == expected
 
 
 def test_a_renderer_gets_whether_its_template_thinks_by_default():
@@ -241,13 +241,13 @@ HARMONY = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("text", "wanted"), HARMONY)
-def test_a_turn_in_channels_is_split_into_reasoning_calls_and_answer(text: str, wanted: object):
+@pytest.mark.parametrize(("text", "expected"), HARMONY)
+def test_a_turn_in_channels_is_split_into_reasoning_calls_and_answer(text: str, expected: object):
     codec, tokenizer = codec_of("gpt-oss", "auto")[0], tokenizer_of("gpt-oss")
     ids = tokenizer.encode(text, add_special_tokens=False)
     turn = codec.parse(ids, [ToolSpec("look", "Looks.", {"type": "object", "properties": {}})])
     calls = [(call.status, call.name, call.arguments) for call in turn.calls]
-    assert (turn.content, turn.reasoning, turn.reasoning_closed, calls) == wanted
+    assert (turn.content, turn.reasoning, turn.reasoning_closed, calls) == expected
     for call in turn.calls:
         assert call.text in tokenizer.decode(ids[slice(*call.span)])
 

@@ -254,10 +254,10 @@ def test_a_hybrid_model_has_its_projections_in_float8_and_lists_what_stands_besi
     ]  # fmt: skip
     plain = ["mtp.fc", f"{layer}linear_attn.in_proj_ba", f"{layer}mlp.shared_expert_gate"]
     plain.append(f"{layer}mlp.gate")
-    others = [f"{layer}linear_attn.conv1d.weight", f"{layer}input_layernorm.weight"]
+    beside = [f"{layer}linear_attn.conv1d.weight", f"{layer}input_layernorm.weight"]
     assert all(is_block_quantized(name, (256, 128)) for name in quantized)
     assert not any(is_block_quantized(f"{name}.weight", (256, 128)) for name in plain)
-    config = build_quantization_config([*quantized, *(f"{n}.weight" for n in plain), *others])
+    config = build_quantization_config([*quantized, *(f"{n}.weight" for n in plain), *beside])
     assert config["modules_to_not_convert"] == ["lm_head", *sorted(plain)]
 
 

@@ -47,11 +47,11 @@ def test_a_block_is_read_as_the_slice_of_its_tensor(folder):
 
 
 def test_a_block_is_read_in_another_dtype_if_given(folder):
-    reader, wanted = CheckpointReader(folder), TENSORS["a"][1:3].bfloat16()
-    assert torch.equal(reader.read(block("a", (1, 0), (2, 3)), torch.bfloat16), wanted)
+    reader, expected = CheckpointReader(folder), TENSORS["a"][1:3].bfloat16()
+    assert torch.equal(reader.read(block("a", (1, 0), (2, 3)), torch.bfloat16), expected)
     out = torch.zeros(4, 3, dtype=torch.bfloat16)
     reader.read_into(block("a", (1, 0), (2, 3)), out[2:])
-    assert torch.equal(out[2:], wanted)
+    assert torch.equal(out[2:], expected)
     assert not out[:2].any()
 
 
@@ -225,10 +225,10 @@ def test_a_weight_in_float8_is_one_tensor(quantized):
     ("offsets", "sizes"), [((0, 0), (300, 200)), ((120, 0), (60, 200)), ((131, 127), (2, 2))]
 )
 def test_a_box_of_a_weight_in_float8_is_the_slice_of_the_product(quantized, dtype, offsets, sizes):
-    wanted = dequantize_blocks(Q, S, dtype or torch.bfloat16)[Box(offsets, sizes).slices]
+    expected = dequantize_blocks(Q, S, dtype or torch.bfloat16)[Box(offsets, sizes).slices]
     values = CheckpointReader(quantized).read(block(WEIGHT, offsets, sizes), dtype)
-    assert values.dtype == wanted.dtype
-    assert torch.equal(values, wanted)
+    assert values.dtype == expected.dtype
+    assert torch.equal(values, expected)
 
 
 def test_scales_may_be_in_bfloat16(quantized):
@@ -303,18 +303,18 @@ def packed(tmp_path: Path) -> Path:
 def test_experts_in_mxfp4_are_those_that_transformers_makes_of_them(packed, dtype):
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-    wanted = convert_moe_packed_tensors(BLOCKS, EXPONENTS, dtype=dtype)
+    expected = convert_moe_packed_tensors(BLOCKS, EXPONENTS, dtype=dtype)
     reader = CheckpointReader(packed)
     assert reader.quantization == "mxfp4, blocks of 32"
-    assert reader.get_shapes() == {"e": (3, 64, 6)} == {"e": tuple(wanted.shape)}
+    assert reader.get_shapes() == {"e": (3, 64, 6)} == {"e": tuple(expected.shape)}
     assert reader.get_dtype("e") == reader.get_dtype("e[0].T") == torch.bfloat16
     box = Box((1, 30, 2), (2, 5, 3))
     assert torch.equal(
         reader.read(Block(LogicalTensor("e", (3, 64, 6)), box, (0, 0, 0)), dtype),
-        wanted[box.slices],
+        expected[box.slices],
     )
-    assert torch.equal(reader.read_tensor("e").to(dtype), wanted)
-    assert torch.equal(reader.read_tensor("e[2].T").to(dtype), wanted[2].T)
+    assert torch.equal(reader.read_tensor("e").to(dtype), expected)
+    assert torch.equal(reader.read_tensor("e[2].T").to(dtype), expected[2].T)
 
 
 @pytest.mark.parametrize(

@@ -86,11 +86,11 @@ SHAPES = {
 def test_outputs_and_gradients_equal_plain_attention(lengths, shape):
     scale = 0.3
     mine, plain = tensors(lengths, **shape), tensors(lengths, **shape)
-    found = attention(scale)(*mine, packed_seq_params=packed(lengths))
-    wanted = reference(*plain, lengths, scale)
-    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
-    weights = torch.randn(wanted.shape, generator=torch.Generator().manual_seed(1))
-    for output in (found, wanted):
+    actual = attention(scale)(*mine, packed_seq_params=packed(lengths))
+    expected = reference(*plain, lengths, scale)
+    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-12)
+    weights = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1))
+    for output in (actual, expected):
         (output * weights).sum().backward()
     for tensor, other in zip(mine, plain, strict=True):
         torch.testing.assert_close(tensor.grad, other.grad, rtol=0, atol=1e-11)
@@ -116,11 +116,11 @@ def test_windows_and_sinks_equal_plain_attention(window, has_sinks, shape, block
         sinks = torch.linspace(-1, 2, HEADS, dtype=torch.float64).requires_grad_()
         module.softmax_offset.data.copy_(sinks.detach())
         mine, plain = [*mine, module.softmax_offset], [*plain, sinks]
-    found = module(*mine[:3], packed_seq_params=packed(lengths))
-    wanted = reference(*plain[:3], lengths, 0.3, window, sinks)
-    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
-    weights = torch.randn(wanted.shape, generator=torch.Generator().manual_seed(1))
-    for output in (found, wanted):
+    actual = module(*mine[:3], packed_seq_params=packed(lengths))
+    expected = reference(*plain[:3], lengths, 0.3, window, sinks)
+    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-12)
+    weights = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1))
+    for output in (actual, expected):
         (output * weights).sum().backward()
     for tensor, other in zip(mine, plain, strict=True):
         torch.testing.assert_close(tensor.grad, other.grad, rtol=0, atol=1e-11)
@@ -135,8 +135,8 @@ def test_layers_without_a_window_are_those_that_the_frequency_skips():
 def test_the_scale_is_that_of_the_key_size_unless_given():
     lengths = [4, 9]
     qkv = tensors(lengths)
-    found = attention(dim=8)(*qkv, packed_seq_params=packed(lengths))
-    torch.testing.assert_close(found, reference(*qkv, lengths, 8**-0.5), rtol=0, atol=1e-12)
+    actual = attention(dim=8)(*qkv, packed_seq_params=packed(lengths))
+    torch.testing.assert_close(actual, reference(*qkv, lengths, 8**-0.5), rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())

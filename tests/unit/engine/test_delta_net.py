@@ -49,9 +49,9 @@ def test_each_sequence_of_a_pack_equals_the_recurrence_with_its_gradients(length
     (out * weights).sum().backward()
     exact = [x.detach().double().requires_grad_() for x in inputs]
     by_sequence = zip(*(x[0].split(lengths) for x in exact), strict=True)
-    wanted = torch.cat([recur(*sequence) for sequence in by_sequence])[None]
-    (wanted * weights).sum().backward()
-    torch.testing.assert_close(out.double(), wanted, rtol=0, atol=2e-6)
+    expected = torch.cat([recur(*sequence) for sequence in by_sequence])[None]
+    (expected * weights).sum().backward()
+    torch.testing.assert_close(out.double(), expected, rtol=0, atol=2e-6)
     for x, reference in zip(inputs, exact, strict=True):
         torch.testing.assert_close(x.grad.double(), reference.grad, rtol=0, atol=1e-5)
 
@@ -89,11 +89,11 @@ def test_convolution_stays_inside_each_sequence(lengths, activation):
     torch.manual_seed(0)
     x, weight, bias = draw(lengths, 5), torch.randn(5, WIDTH), torch.randn(5)
     out, state = causal_conv1d(x, weight, bias, activation, cu_seqlens=starts(lengths))
-    wanted = []
+    parts = []
     for sequence in x.split(lengths, dim=1):
         padded = F.pad(sequence.transpose(1, 2), (WIDTH - 1, 0))
-        wanted.append(F.conv1d(padded, weight[:, None], bias, groups=5).transpose(1, 2))
-    expected = torch.cat(wanted, dim=1)
+        parts.append(F.conv1d(padded, weight[:, None], bias, groups=5).transpose(1, 2))
+    expected = torch.cat(parts, dim=1)
     expected = expected if activation is None else F.silu(expected)
     assert state is None
     torch.testing.assert_close(out, expected, rtol=0, atol=2e-6)

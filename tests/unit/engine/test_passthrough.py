@@ -137,10 +137,6 @@ def test_a_field_is_refused_before_a_run_with_the_reason(field, value, message):
         ({}, {"moe": MoEConfig("flex")}, "cpu", r"^actor.moe.dispatcher='flex' needs GPUs; all"),
         ({}, {"moe": MoEConfig("flex")}, "cuda", r"^actor.moe.dispatcher='flex' with .*ep=1"),
         (
-            {}, {"optimizer": OptimizerConfig(name="muon")}, "cpu",
-            r"^actor.optimizer.name='muon' needs the package emerging-optimizers, 0.2 or n",
-        ),
-        (
             {}, {"optimizer": OptimizerConfig(name="muon", distributed=True)}, "cuda",
             r"^actor.optimizer.name='muon' with actor.optimizer.distributed=true: .*: false$",
         ),

@@ -499,11 +499,11 @@ def test_the_original_context_is_where_transformers_looks_for_it():
     for more, inner, expected in ((fields, {}, 4096), (fields, {"original": 64}, 64)):
         scaling = {**yarn, **{f"{n}_max_position_embeddings": v for n, v in inner.items()}}
         config = {**QWEN3_0_6B, **more, "rope_scaling": scaling}
-        found = get_family(config).config_map(config)["rope_parameters"]
-        assert found["original_max_position_embeddings"] == expected
+        parameters = get_family(config).config_map(config)["rope_parameters"]
+        assert parameters["original_max_position_embeddings"] == expected
         config["original_max_position_embeddings"] = 128  # before both
-        found = get_family(config).config_map(config)["rope_parameters"]
-        assert found["original_max_position_embeddings"] == 128
+        parameters = get_family(config).config_map(config)["rope_parameters"]
+        assert parameters["original_max_position_embeddings"] == 128
 
 
 DEFAULT = {"rope_type": "default", "rope_theta": 5e5}

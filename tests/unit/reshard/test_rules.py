@@ -115,8 +115,8 @@ def test_dense_sections_are_one_block_a_shard_each(count, part, sizes):
     tensors, shards = local_tensors(rule, count)
     parts = np.split(tensors["w"], starts[1:])
     for index, local in enumerate(shards):
-        wanted = [np.split(section, count)[index] for section in parts]
-        np.testing.assert_array_equal(local, np.concatenate(wanted))
+        expected = [np.split(section, count)[index] for section in parts]
+        np.testing.assert_array_equal(local, np.concatenate(expected))
         assert len(rule.get_blocks(Shard(index, count))) == len(sizes)
 
 
