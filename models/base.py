@@ -37,6 +37,10 @@ CLASSIFICATION, SEQUENCE = "ForTokenClassification", "ForSequenceClassification"
 # parameters of transformers and vLLM.
 _TRANSPOSED = {"qwen3_vl_moe": re.compile(r"\.mlp\.experts\.(gate_up_proj|down_proj)$")}
 
+# Model types whose checkpoints stack the experts of a layer, or have them apart.
+_STACKING = ("qwen3_5_moe", "qwen3_5_moe_text")
+
+_MTP_FIELDS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")
 # Model types whose config.json does not say that they have a layer for multi-token prediction.
 _UNDECLARED_MTP = ("qwen3_next",)
 
@@ -156,6 +160,11 @@ def is_transposed(config: HFConfig, name: str) -> bool:
     return pattern is not None and pattern.search(name) is not None
 
 
+def may_stack_experts(config: HFConfig) -> bool:
+    """Return whether files of a model may stack experts that its rules name one by one."""
+    return config.get("model_type") in _STACKING
+
+
 def get_family(config: HFConfig) -> Family:
     """Return the family that config.json names under "architectures"; a user's before others."""
     family = _find_family(config)
@@ -252,7 +261,7 @@ def get_field(config: HFConfig, name: str) -> Any:
 
 def drop_mtp_layers(config: HFConfig) -> HFConfig:
     """Return the config with zero layers for multi-token prediction."""
-    fields = [n for n in ("num_nextn_predict_layers", "num_mtp_layers") if n in config]
+    fields = [n for n in _MTP_FIELDS if n in config]
     if config.get("model_type") in _UNDECLARED_MTP:
         fields = ["num_nextn_predict_layers"]
     return {**config, **dict.fromkeys(fields, 0)}
@@ -444,7 +453,8 @@ _OBJECT = FieldType("an object", lambda value: isinstance(value, dict))
 
 _NAMES: dict[FieldType, str] = {
     _declare_integer(1, 1 << 10): "num_hidden_layers moe_layer_freq decoder_sparse_step",
-    _declare_integer(0, 1 << 10): "first_k_dense_replace num_nextn_predict_layers num_mtp_layers",
+    _declare_integer(0, 1 << 10): "first_k_dense_replace num_nextn_predict_layers num_mtp_layers "
+    "mtp_num_hidden_layers",
     _declare_integer(
         1, 1 << 14
     ): "num_attention_heads num_key_value_heads head_dim qk_nope_head_dim "
@@ -466,7 +476,7 @@ _NAMES: dict[FieldType, str] = {
         0.0, 1e6
     ): "beta_fast beta_slow mscale mscale_all_dim attention_factor swiglu_alpha swiglu_limit",
     _FLAG: "tie_word_embeddings attention_bias mlp_bias norm_topk_prob use_sliding_window "
-    "attn_output_gate "
+    "attn_output_gate mtp_use_dedicated_embeddings "
     "use_qk_norm rope_interleave token_classification_bias truncate",
     _TEXT: "hidden_act scoring_func topk_method rope_type type dtype torch_dtype",
     _OBJECT: "rope_scaling rope_parameters id2label",

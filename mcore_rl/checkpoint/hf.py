@@ -18,6 +18,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from mcore_rl.checkpoint import files, fp8, mxfp4
+from mcore_rl.checkpoint.stacks import ExpertPart, is_stack, list_experts, locate_expert
 from mcore_rl.config.checks import check_model_exists
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.json_file import parse_json_object, read_json_object
@@ -27,6 +28,7 @@ from mcore_rl.models.base import (
     get_family,
     get_frozen_prefixes,
     is_transposed,
+    may_stack_experts,
     pad_vocab_size,
     read_config,
 )
@@ -102,6 +104,17 @@ def read_frozen_tensors(path: str | Path) -> Iterator[tuple[str, torch.Tensor]]:
             yield name, reader.read_tensor(name)
 
 
+def read_stacks(path: str | Path) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the stacked experts of a checkpoint folder that may have any, by name.
+
+    Raises:
+        ConfigError: The folder has no weights, or they are damaged.
+    """
+    file = Path(path) / "config.json"
+    is_stacking = file.is_file() and may_stack_experts(read_json_object(file))
+    return CheckpointReader(path).stacks if is_stacking else {}
+
+
 class CheckpointReader:
     """The tensors of a checkpoint folder, as the model has them. Keeps no file open.
 
@@ -111,7 +124,8 @@ class CheckpointReader:
     is the output head of a model with tied embeddings; `check` compares the two. Experts that files
     have transposed (models/base.is_transposed) are here as the model has them. A slice of a stacked
     tensor is read under its own name (reshard/rules.StackSlice), too. Frozen tensors
-    (Family.frozen_prefixes) are like any other, but `check` does not expect them.
+    (Family.frozen_prefixes) are like any other, but `check` does not expect them. Experts that a
+    model may stack (may_stack_experts) are here one by one.
 
     Args:
         setting: Name of the setting with the path, for messages.
@@ -132,6 +146,7 @@ class CheckpointReader:
         self._tied_head = self._file_of.pop(_HEAD, None) if is_tied else None
         self._transposed = frozenset(n for n in self._file_of if is_transposed(config, n))
         self._check_transposed(config)
+        self.stacks = self._find_stacks() if may_stack_experts(config) else {}
         self._frozen_prefixes = get_frozen_prefixes(config)
         self._packed = self._find_packed_weights()
         self._scaled = self._find_scaled_weights()
@@ -154,6 +169,8 @@ class CheckpointReader:
         if (part := parse_slice(name)) is not None:
             shape = self.get_shape(part.stack)[1:]
             return shape[::-1] if part.is_transposed else shape
+        if (expert := self._locate_expert(name)) is not None:
+            return expert.get_shape(self.stacks[expert.stack])
         if name in self._packed:
             return mxfp4.get_shape(self._get_entry(name + mxfp4.BLOCKS_SUFFIX).shape)
         shape = self._get_entry(name).shape
@@ -164,8 +181,12 @@ class CheckpointReader:
         parts = {name + fp8.SCALE_SUFFIX for name in self._scaled}
         suffixes = (mxfp4.BLOCKS_SUFFIX, mxfp4.SCALES_SUFFIX)
         parts |= {name + suffix for name in self._packed for suffix in suffixes}
+        parts |= self.stacks.keys()
         names = [*self._packed, *(name for name in self._file_of if name not in parts)]
-        return {name: self.get_shape(name) for name in names}
+        shapes = {name: self.get_shape(name) for name in names}
+        for stack, shape in self.stacks.items():
+            shapes |= list_experts(stack, shape)
+        return shapes
 
     def view_as_stored(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """Return a view of a tensor with its dimensions in the order of the file."""
@@ -173,19 +194,19 @@ class CheckpointReader:
 
     def get_dtype(self, name: str) -> torch.dtype:
         """Return the dtype that `read` returns: that of the file, bfloat16 if it is quantized."""
-        name = part.stack if (part := parse_slice(name)) is not None else name
+        name = self._get_stored_name(name)
         if name in self._scaled or name in self._packed:
             return torch.bfloat16
         return self._get_entry(name).dtype
 
     def get_stored_dtype(self, name: str) -> torch.dtype:
         """Return the dtype in the file; of experts in MXFP4 that of two values, uint8."""
-        name = part.stack if (part := parse_slice(name)) is not None else name
+        name = self._get_stored_name(name)
         return torch.uint8 if name in self._packed else self._get_entry(name).dtype
 
     def has_checksum(self, name: str) -> bool:
         """Return whether a tensor has a checksum, which is compared when all of it is read."""
-        if parse_slice(name) is not None or name in self._packed:
+        if self._get_stored_name(name) != name or name in self._packed:
             return False
         names = [name, name + fp8.SCALE_SUFFIX] if name in self._scaled else [name]
         return all(n in self._file_of[n].crc32s for n in names)
@@ -236,6 +257,9 @@ class CheckpointReader:
                 offsets, sizes, out = offsets[::-1], sizes[::-1], out.t()
             name, out = part.stack, out.unsqueeze(0)
             box = Box((part.index, *offsets), (1, *sizes))
+        if (expert := self._locate_expert(name)) is not None:
+            name, out = expert.stack, out.unsqueeze(0)
+            box = expert.locate(box, self.stacks[name])
         if name in self._packed:
             *boxes, columns = mxfp4.locate_blocks(box)
             parts = (name + mxfp4.BLOCKS_SUFFIX, name + mxfp4.SCALES_SUFFIX)
@@ -305,6 +329,31 @@ class CheckpointReader:
                 "config.json has tie_word_embeddings=true; allowed: no such tensor, an equal one, "
                 "or tie_word_embeddings=false"
             )
+
+    def _locate_expert(self, name: str) -> ExpertPart | None:
+        """Return where a stack has a tensor; None for a tensor that the files have apart."""
+        part = locate_expert(name) if self.stacks else None
+        return part if part is not None and part.stack in self.stacks else None
+
+    def _get_stored_name(self, name: str) -> str:
+        """Return the name of the tensor of a file that has a tensor, or a slice of it."""
+        part = parse_slice(name) or self._locate_expert(name)
+        return name if part is None else part.stack
+
+    def _find_stacks(self) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of stacked experts by name.
+
+        Raises:
+            ConfigError: One is not [experts, rows, columns].
+        """
+        shapes = {name: self._get_entry(name).shape for name in self._file_of if is_stack(name)}
+        for name, shape in shapes.items():
+            if len(shape) != 3:
+                raise ConfigError(
+                    f"checkpoint {self.path}: {name} has shape {shape}; allowed: [experts, 2 * "
+                    "intermediate, hidden] and [experts, hidden, intermediate]"
+                )
+        return shapes
 
     def _get_entry(self, name: str) -> Entry:
         if name not in self._file_of:

@@ -26,7 +26,9 @@ from mcore_rl.checkpoint.hf import (
     CheckpointReader,
     Entry,
     read_frozen_tensors,
+    read_stacks,
 )
+from mcore_rl.checkpoint.stacks import stack_experts
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.json_file import read_json_object
 from mcore_rl.models.base import get_frozen_prefixes, is_transposed
@@ -206,7 +208,11 @@ def copy_companions(
             for key in ("dtype", "torch_dtype"):  # transformers 5 and 4
                 if fields and key in fields:
                     fields[key] = str(dtype).removeprefix("torch.")
-        _write_json(folder / "config.json", config | dict(changes or {}))
+        text_config = config.get("text_config") or {}
+        for name, value in (changes or {}).items():
+            is_nested = name in text_config and name not in config
+            (text_config if is_nested else config)[name] = value
+        _write_json(folder / "config.json", config)
 
 
 def plan_frozen_tensors(reference: Path) -> list[TensorPlan]:
@@ -286,7 +292,8 @@ def write_checkpoint(
 ) -> None:
     """Stream tensors into a new checkpoint folder, with config and tokenizer files of `reference`.
 
-    Frozen tensors (Family.frozen_prefixes) are those of `reference`. At most one shard is in
+    Frozen tensors (Family.frozen_prefixes) are those of `reference`, and the experts that it stacks
+    are stacked. At most one shard is in
     memory. The folder gets its name when it is complete.
 
     Args:
@@ -301,7 +308,8 @@ def write_checkpoint(
     with atomic_dir(Path(path)) as folder:
         shards: list[ShardPlan] = []
         largest = TensorPlan("", (), torch.float32)  # small tensors may be float32
-        on_cpu = chain(_order_dims(tensors, Path(reference)), read_frozen_tensors(reference))
+        stacked = stack_experts(_order_dims(tensors, Path(reference)), read_stacks(reference))
+        on_cpu = chain(stacked, read_frozen_tensors(reference))
         for shard in group_by_size(on_cpu, max_shard_bytes, lambda item: item[1].nbytes):
             plans = [TensorPlan(name, tuple(t.shape), t.dtype) for name, t in shard]
             shards.append(_plan_shard(f"shard-{len(shards)}", plans))

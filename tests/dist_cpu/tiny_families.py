@@ -62,6 +62,17 @@ _HYBRID = {
     "linear_value_head_dim": 12, "shared_expert_intermediate_size": 56,
     "num_nextn_predict_layers": 0,
 }  # fmt: skip
+_SEPARATE = {  # Qwen3.5
+    **{n: v for n, v in _HYBRID.items() if n != "num_nextn_predict_layers"},
+    "rope_parameters": {
+        "rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25,
+        "mrope_section": [1, 1, 1], "mrope_interleaved": True,
+    },
+}  # fmt: skip
+_TOWER = {
+    "depth": 1, "hidden_size": 32, "num_heads": 2, "intermediate_size": 48, "patch_size": 4,
+    "out_hidden_size": 64, "num_position_embeddings": 16,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -70,6 +81,14 @@ class Case:
 
     config: transformers.PretrainedConfig
     layout: Layout
+
+
+def _without_ffn(fields: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in fields.items() if name != "intermediate_size"}
+
+
+def _without_experts(fields: dict[str, Any]) -> dict[str, Any]:
+    return {name: v for name, v in fields.items() if name != "shared_expert_intermediate_size"}
 
 
 def cases() -> dict[str, Case]:
@@ -82,6 +101,16 @@ def cases() -> dict[str, Case]:
         "qwen3": Case(t.Qwen3Config(**_GROUPED, tie_word_embeddings=True), TP2),
         "qwen3_moe": Case(t.Qwen3MoeConfig(**_GROUPED, **moe, norm_topk_prob=True), TP2_EP2),
         "qwen3_next": Case(t.Qwen3NextConfig(**_GROUPED, **moe, **_HYBRID), TP2_EP2),
+        # With experts and a vision tower, as published; and a dense model of text.
+        "qwen3_5_moe": Case(
+            t.Qwen3_5MoeConfig(
+                text_config=_without_ffn({**_GROUPED, **moe, **_SEPARATE}),
+                vision_config=_TOWER,
+                dtype="float32",
+            ),
+            TP2_EP2,
+        ),
+        "qwen3_5": Case(t.Qwen3_5TextConfig(**_without_experts({**_GROUPED, **_SEPARATE})), TP2),
         "llama": Case(t.LlamaConfig(**_GROUPED), TP2),
         "llama_scaled": Case(t.LlamaConfig(**_GROUPED, rope_parameters=_LLAMA3), TP2),
         "llama_linear": Case(t.LlamaConfig(**_GROUPED, rope_parameters=_LINEAR), TP2),

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from mcore_rl.checkpoint.files import INFO_FILE, read_checkpoint_info
-from mcore_rl.checkpoint.hf import CheckpointReader
+from mcore_rl.checkpoint.hf import CheckpointReader, read_stacks
 from mcore_rl.checkpoint.hf_writer import TensorPlan, plan_frozen_tensors
 from mcore_rl.checkpoint.peft import Factors
 from mcore_rl.checkpoint.run_checkpoints import find_actor, find_run_checkpoint
@@ -46,6 +46,12 @@ class MegatronCheckpoint:
     reader: DistReader
     config_changes: HFConfig  # fields of config.json that differ from the companions'
     notes: tuple[str, ...]
+
+    def list_stacks(self) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of the stacked experts of the first checkpoint, by name."""
+        if (stacks := self.info.get("expert_stacks")) is not None:
+            return {name: tuple(shape) for name, shape in stacks.items()}
+        return read_stacks(self.companions) if any(self.companions.glob("*.safetensors")) else {}
 
     def plan_frozen(self) -> list[TensorPlan]:
         """Return the frozen tensors of the model, which the companions have.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -21,6 +21,7 @@ from mcore_rl.checkpoint.hf_writer import (
     write_index,
     write_shard,
 )
+from mcore_rl.checkpoint.stacks import Shapes, list_experts, locate_expert, stack_experts
 from mcore_rl.checkpoint.torch_dist import DistReader
 from mcore_rl.config.checks import check_choice, check_exists, check_model_exists
 from mcore_rl.config.errors import ConfigError
@@ -121,14 +122,16 @@ def plan_conversion(
             adapted = source
         else:
             notes += (f"warning: {checkpoint} has no adapters: --lora=separate writes none",)
-    tensors = [*_plan_tensors(base, target), *source.plan_frozen()]
+    stacks = {} if target == fp8.QUANTIZED else source.list_stacks()
+    plans = _stack_plans(_plan_tensors(base, target), stacks)
+    tensors = [*plans, *source.plan_frozen()]
     shards = plan_shards(tensors, max_shard_bytes)
     options = {"--dtype": dtype, "--lora": lora, "--max-shard-size": max_shard_bytes}
     sources = {"checkpoint": source.path, "reference": reference}
     return Conversion(
         output=output,
         fingerprint=compute_fingerprint("mcore-to-hf", sources, **options),
-        units=tuple(_build_unit(base, shard, tensors) for shard in shards),
+        units=tuple(_build_unit(base, shard, tensors, stacks) for shard in shards),
         finish=partial(_finish, source=source, shards=shards, tensors=tensors, adapted=adapted),
         notes=notes,
         shared={"reader": source.reader},
@@ -164,6 +167,17 @@ def _plan_tensors(source: MegatronCheckpoint, target: torch.dtype | None) -> Ite
                     yield TensorPlan(name, shape, dtype)
 
 
+def _stack_plans(tensors: Iterable[TensorPlan], stacks: Shapes) -> Iterator[TensorPlan]:
+    """Yield tensors to write; each of the stacks where its first expert is."""
+    remaining = dict(stacks)
+    for tensor in tensors:
+        part = locate_expert(tensor.name)
+        if part is None or part.stack not in stacks:
+            yield tensor
+        elif (shape := remaining.pop(part.stack, None)) is not None:
+            yield TensorPlan(part.stack, shape, tensor.dtype)
+
+
 @dataclass(frozen=True, slots=True)
 class HFUnit:
     """One safetensors file: tensors of a checkpoint, and those that only the companions have."""
@@ -173,6 +187,7 @@ class HFUnit:
     checkpoint: Path
     parameters: tuple[Parameter, ...]
     companions: Path
+    stacks: Shapes  # of experts that the file has stacked
     memory_bytes: int
 
     @property
@@ -195,15 +210,23 @@ class HFUnit:
         self, tensors: MegatronTensors, report_bytes: ReportBytes
     ) -> Iterator[tuple[str, torch.Tensor]]:
         companion_reader: CheckpointReader | None = None
+
+        def read(name: str) -> torch.Tensor:
+            nonlocal companion_reader
+            if name in self.stacks:
+                experts = list_experts(name, self.stacks[name])
+                [(_, stack)] = stack_experts(((n, read(n)) for n, _ in experts), self.stacks)
+                return stack
+            if name in tensors:
+                return tensors.read(name)
+            companion_reader = companion_reader or CheckpointReader(self.companions)
+            return companion_reader.read_tensor(name)
+
         quantized: dict[str, torch.Tensor] = {}  # the latest weight and its scales, by name
         for name in self.names:
             if name not in quantized:
                 base, dtype = name.removesuffix(fp8.SCALE_SUFFIX), self.shard.entries[name].dtype
-                if base in tensors:
-                    tensor = tensors.read(base)
-                else:
-                    companion_reader = companion_reader or CheckpointReader(self.companions)
-                    tensor = companion_reader.read_tensor(base)
+                tensor = read(base)
                 if base == name and dtype != fp8.QUANTIZED:
                     tensor = tensor.to(dtype)
                     yield name, tensor
@@ -218,22 +241,25 @@ class HFUnit:
 
 
 def _build_unit(
-    source: MegatronCheckpoint, shard: ShardPlan, all_tensors: Sequence[TensorPlan]
+    source: MegatronCheckpoint, shard: ShardPlan, all_tensors: Sequence[TensorPlan], stacks: Shapes
 ) -> HFUnit:
     tensors = [tensor for tensor in all_tensors if tensor.name in shard.entries]
     bases = {tensor.name.removesuffix(fp8.SCALE_SUFFIX) for tensor in tensors}
+    stacked = {name: shape for name, shape in stacks.items() if name in bases}
+    bases |= {name for item in stacked.items() for name, _ in list_experts(*item)}
     parameters = tuple(p for p in source.parameters if not bases.isdisjoint(p.names))
     dtypes = {name: parameter.dtype for parameter in parameters for name in parameter.names}
     cast_bytes = max(_compute_cast_bytes(tensor, dtypes) for tensor in tensors)
     slices = {parse_slice(t.name) for p in parameters for t in p.weight.rule.tensors}
-    stacks = {part.stack for part in slices if part is not None}
-    stack_bytes = max((t.nbytes for t in tensors if t.name in stacks), default=0)
+    names = {part.stack for part in slices if part is not None} | stacked.keys()
+    stack_bytes = max((t.nbytes for t in tensors if t.name in names), default=0)
     return HFUnit(
         shard=shard,
         names=tuple(tensor.name for tensor in tensors),
         checkpoint=source.path,
         parameters=parameters,
         companions=source.companions,
+        stacks=stacked,
         memory_bytes=compute_read_bytes(parameters)
         + stack_bytes
         + 2 * cast_bytes

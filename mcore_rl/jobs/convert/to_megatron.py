@@ -116,6 +116,7 @@ def plan_conversion(model: Path, output: Path, layout: Layout, dtype: str | None
         "vocab_size": config["vocab_size"],
         "optimizer": None,
         "lora": None,
+        "expert_stacks": reader.stacks,
         "hf_dtypes": {
             "most": format_dtype(main_dtype),
             "others": {
