@@ -33,6 +33,9 @@ UNEVEN = Layout(pp=2, first_stage_layers=1)
 INTERLEAVED = Layout(tp=2, pp=2, vpp=2, first_stage_layers=0)
 BLOCK = re.compile(r"^```bash\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 FAMILIES = tiny_families.cases()
+VARIANTS = (
+    "deepseek_v3-mtp", "glm4_moe-mtp", "qwen3_next-mtp", "qwen3_5_moe-mtp", "qwen3_5_moe-stacked"
+)  # fmt: skip
 
 
 def to_mcore(model: Path, output: Path, layout: Layout = SINGLE, dtype: str | None = None) -> Path:
@@ -73,7 +76,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         found[name] = tiny_families.save(tiny_models.build_from(case.config), folder / name)
         if number % 2:
             in_bfloat16(found[name])
-    for name in ("deepseek_v3", "glm4_moe", "qwen3_next"):
+    stacked = tiny_models.build_from(FAMILIES["qwen3_5_moe"].config)
+    found["qwen3_5_moe-stacked"] = tiny_families.save_stacked(stacked, folder / "stacked")
+    for name in ("deepseek_v3", "glm4_moe", "qwen3_next", "qwen3_5_moe"):
         found[f"{name}-mtp"] = tiny_families.save_with_mtp(name, folder)
     return found
 
@@ -89,9 +94,9 @@ def in_bfloat16(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("which", ["its own", "uneven", "interleaved"])
-@pytest.mark.parametrize("name", [*FAMILIES, "deepseek_v3-mtp", "glm4_moe-mtp", "qwen3_next-mtp"])
+@pytest.mark.parametrize("name", [*FAMILIES, *VARIANTS])
 def test_a_family_comes_back_byte_for_byte(models, tmp_path, name, which):
-    own = FAMILIES[name.removesuffix("-mtp")].layout
+    own = FAMILIES[name.partition("-")[0]].layout
     layout = {"its own": own, "uneven": UNEVEN, "interleaved": INTERLEAVED}[which]
     checkpoint = to_mcore(models[name], tmp_path / "checkpoint", layout)
     again = back(checkpoint, tmp_path / "again")

@@ -11,7 +11,7 @@ import ranks
 import tiny_families
 import tiny_models
 import torch
-import transformers
+import torch_reference
 from safetensors.torch import load_file
 
 from mcore_rl.config.schema import Layout
@@ -31,7 +31,9 @@ LAYOUTS = {
     "tp2 pp2 ep2": Layout(tp=2, pp=2, ep=2, last_stage_layers=1),
     "cp2 dp2 ep2": Layout(cp=2, dp=2, ep=2),
 }
-MODELS = deepseek, glm, lite, qwen = ("deepseek_v3", "glm4_moe", "glm4_moe_lite", "qwen3_next")
+MODELS = deepseek, glm, lite, qwen, qwen3_5 = (
+    "deepseek_v3", "glm4_moe", "glm4_moe_lite", "qwen3_next", "qwen3_5_moe"
+)  # fmt: skip
 SCALED = "glm4_moe_yarn"  # its prediction layer has the frequencies of the others
 PROJECTION = {qwen: "mtp.fc.weight"}  # the others: as DeepSeek-V3
 
@@ -85,7 +87,7 @@ def reference_step(path: Path, batch: Batch) -> tuple[float, float]:
 
 def predictor_main(predictor: Any, path: Path) -> Any:
     """The main model that shares embedding and head with the predictor."""
-    main = transformers.AutoModelForCausalLM.from_pretrained(path).float()
+    main = torch_reference.load(path).float()
     predictor.tie_with_main_model(main)
     return main
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import tiny_models
 import torch
+import torch_reference
 import transformers
 from safetensors.torch import load_file, save_file
 
@@ -164,6 +165,14 @@ def cases() -> dict[str, Case]:
     }
 
 
+def save_stacked(model: Any, path: Path) -> Path:
+    """Save the parameters of transformers' model as they are: its experts are stacked."""
+    save(model, path)
+    tensors = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    return path
+
+
 def save(model: Any, path: Path) -> Path:
     model.save_pretrained(path)
     return path
@@ -174,9 +183,11 @@ def served_config(name: str) -> transformers.PretrainedConfig:
     config = cases()[name].config
     if hasattr(config, "kv_lora_rank"):
         config.kv_lora_rank, config.qk_rope_head_dim, config.head_dim = 512, 64, 64
-    elif config.model_type == "qwen3_next":  # whose delta nets run in bfloat16 alone
-        config.head_dim = 32
-        config.linear_key_head_dim = config.linear_value_head_dim = 128
+    elif hasattr(text := config.get_text_config(), "linear_key_head_dim"):  # bfloat16 alone
+        text.head_dim = 32
+        text.linear_key_head_dim = text.linear_value_head_dim = 128
+        if "mrope_section" in text.rope_parameters:  # all rotary frequencies
+            text.rope_parameters["mrope_section"] = [2, 1, 1]
     elif config.model_type == "qwen2":  # its heads share the hidden size
         config.hidden_size = 32 * config.num_attention_heads
     else:
@@ -216,10 +227,10 @@ def save_with_mtp(name: str, folder: Path, config: Any = None) -> Path:
     layer, which is what it is in published checkpoints, and what stands around it is added.
     """
     config = config or cases()[name].config
+    if name in ("qwen3_next", "qwen3_5_moe"):
+        return _save_hybrid_with_mtp(config, folder / f"{name}-mtp")
     num_layers = config.num_hidden_layers
     config.num_hidden_layers = num_layers + 1
-    if name == "qwen3_next":
-        return _save_qwen3_next_with_mtp(config, folder / f"{name}-mtp")
     if getattr(config, "mlp_layer_types", None):
         config.mlp_layer_types = [*config.mlp_layer_types, "sparse"]
     path = save_served(tiny_models.build_from(config), folder / f"{name}-mtp")
@@ -238,38 +249,54 @@ def save_with_mtp(name: str, folder: Path, config: Any = None) -> Path:
     return path
 
 
-def _save_qwen3_next_with_mtp(config: Any, path: Path) -> Path:
-    """Save tensors `mtp.*` and a config.json without the prediction layer, as published."""
-    num_layers, hidden = config.num_hidden_layers - 1, config.hidden_size
-    config.layer_types = [*config.layer_types, "full_attention"]
-    save_served(tiny_models.build_from(config), path)
-    last = f"model.layers.{num_layers}."
+def _save_hybrid_with_mtp(config: Any, path: Path) -> Path:
+    """Save tensors `mtp.*`, and a config.json of the layers before, as published.
+
+    Qwen3.5 stacks the experts of these and has those of the prediction layer apart.
+    """
+    text, is_nested = config.get_text_config(), hasattr(config, "text_config")
+    num_layers, hidden = text.num_hidden_layers, text.hidden_size
+    text.num_hidden_layers += 1
+    text.layer_types = [*text.layer_types, "full_attention"]
+    model = tiny_models.build_from(config)
+    save_served(model, path)
+    last = f"layers.{num_layers}."
+    tensors = load_file(path / "model.safetensors")
+    if is_nested:
+        tensors = {name: tensor for name, tensor in tensors.items() if last in name} | {
+            name: tensor.clone() for name, tensor in model.state_dict().items() if last not in name
+        }
     tensors = {
-        name.replace(last, "mtp.layers.0."): tensor
-        for name, tensor in load_file(path / "model.safetensors").items()
+        f"mtp.layers.0.{name.partition(last)[2]}" if last in name else name: tensor
+        for name, tensor in tensors.items()
     }
     for norm in ("norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden"):
         tensors[f"mtp.{norm}.weight"] = torch.empty(hidden).uniform_(-0.3, 0.3)
     tensors["mtp.fc.weight"] = torch.empty(hidden, 2 * hidden).normal_(0, 0.08)
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
     fields = json.loads((path / "config.json").read_text())
-    fields |= {"num_hidden_layers": num_layers, "layer_types": fields["layer_types"][:-1]}
-    del fields["num_nextn_predict_layers"]
+    inner = fields["text_config"] if is_nested else fields
+    inner |= {"num_hidden_layers": num_layers, "layer_types": inner["layer_types"][:-1]}
+    if is_nested:
+        inner["mtp_num_hidden_layers"] = 1
+    else:
+        del fields["num_nextn_predict_layers"]
     (path / "config.json").write_text(json.dumps(fields))
     return path
 
 
-class _Qwen3NextPredictor(torch.nn.Module):
-    """The prediction layer of Qwen3-Next, of which transformers has the parts alone."""
+class _HybridPredictor(torch.nn.Module):
+    """The prediction layer of Qwen3-Next or Qwen3.5: transformers has its parts alone."""
 
     def __init__(self, main: Any, tensors: dict[str, torch.Tensor]) -> None:
         from transformers.modeling_layers import MtpLayer
 
         super().__init__()
-        last = main.model.layers[-1]
+        config, decoder = main.config.get_text_config(), main.get_decoder()
+        last = decoder.layers[-1]
         norm = type(last.input_layernorm)
-        number = main.config.num_hidden_layers - 1
-        self.layers = torch.nn.ModuleList([MtpLayer(main.config, type(last), norm, number)])
+        number = config.num_hidden_layers - 1
+        self.layers = torch.nn.ModuleList([MtpLayer(config, type(last), norm, number)])
         names = {
             "mtp.fc.": "eh_proj.", "mtp.norm.": "post_norm.", "mtp.layers.0.": "mtp_block.",
             "mtp.pre_fc_norm_embedding.": "enorm.", "mtp.pre_fc_norm_hidden.": "hnorm.",
@@ -284,7 +311,7 @@ class _Qwen3NextPredictor(torch.nn.Module):
         single = {name: state.pop(name) for name in list(state) if name.startswith(experts)}
 
         def stack(part: str) -> torch.Tensor:
-            numbers = range(main.config.num_experts)
+            numbers = range(config.num_experts)
             return torch.stack([single[f"{experts}{number}.{part}.weight"] for number in numbers])
 
         state[experts + "gate_up_proj"] = torch.cat([stack("gate_proj"), stack("up_proj")], 1)
@@ -293,8 +320,9 @@ class _Qwen3NextPredictor(torch.nn.Module):
         self.tie_with_main_model(main)
 
     def tie_with_main_model(self, main: Any) -> None:
-        self.embed_tokens, self.shared_head = main.model.embed_tokens, main.lm_head
-        self.rotary_emb = main.model.rotary_emb
+        decoder = main.get_decoder()
+        self.embed_tokens, self.shared_head = decoder.embed_tokens, main.lm_head
+        self.rotary_emb = decoder.rotary_emb
 
 
 def save_published_deepseek(folder: Path, config: Any = None) -> tuple[Path, Path]:
@@ -349,9 +377,9 @@ def save_published_gpt_oss(folder: Path, config: Any = None) -> tuple[Path, Path
 
 def with_prediction_layer(path: Path) -> Any:
     """transformers' reading of such a checkpoint: its MtpModel, tied to the main model."""
-    main = transformers.AutoModelForCausalLM.from_pretrained(path)
-    if main.config.model_type == "qwen3_next":
-        return _Qwen3NextPredictor(main, load_file(path / "model.safetensors"))
+    main = torch_reference.load(path)
+    if main.config.model_type in ("qwen3_next", "qwen3_5_moe"):
+        return _HybridPredictor(main, load_file(path / "model.safetensors"))
     # It looks for the layer number of the published model.
     main._keys_to_ignore_on_load_unexpected = [rf"model\.layers\.{main.config.num_hidden_layers}.*"]
     if hasattr(main.config, "mlp_layer_types"):  # the class of GLM-4.7-Flash reads other fields

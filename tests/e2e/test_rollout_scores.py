@@ -32,10 +32,11 @@ from mcore_rl.weight_sync import receiver
 from tests.e2e.hosting import hosting
 from tests.e2e.reference import NATS, check, check_trace, expected
 from tests.e2e.served import EOS, MAX_TOKENS, Served, serving
-from tests.nightly import nightly
+from tests.nightly import all_but, nightly
 
 pytestmark = pytest.mark.server
 
+HYBRID = ("qwen3_next", "qwen3_5_moe", "qwen3_5")
 _LONG = torch.randint(2, tiny_models.VOCAB, (200,), generator=torch.manual_seed(4)).tolist()
 
 
@@ -169,9 +170,12 @@ def test_heads_that_the_cpu_does_not_take_are_refused_before_the_engine_starts(
         asyncio.run(server.trace(_LONG))
 
 
-def test_a_hybrid_model_in_bfloat16_is_as_near_to_float32_as_transformers_in_bfloat16(tmp_path):
+@pytest.mark.parametrize("family", all_but(("qwen3_next", "qwen3_5_moe"), HYBRID))
+def test_a_hybrid_model_in_bfloat16_is_as_near_to_float32_as_transformers_in_bfloat16(
+    family, tmp_path
+):
     """Scores of a prompt and of generated tokens, before and after an update."""
-    models = [tiny_models.build_from(tiny_families.served_config("qwen3_next"), n) for n in (0, 1)]
+    models = [tiny_models.build_from(tiny_families.served_config(family), n) for n in (0, 1)]
     for number, model in enumerate(models):
         model.bfloat16().float()  # the weights that the server has
         tiny_families.save_served(model, tmp_path / str(number))
