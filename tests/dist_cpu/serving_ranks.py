@@ -171,6 +171,7 @@ class _Rank:
         from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
 
         from mcore_rl.inference.vllm import worker as vllm_worker
+        from mcore_rl.inference.vllm.images import RequestImages
 
         meeting = (f"file://{self.folder}/{self.name}", self.rank, self.rank)
 
@@ -194,6 +195,7 @@ class _Rank:
             skip_tokenizer_init=True,
             weight_transfer_config=WeightTransferConfig(backend=vllm_worker.BACKEND),
             **vllm_worker.build_cache_arguments(str(path)),
+            **RequestImages(str(path), "").build_arguments(1),
             **arguments,
         )
         _SERVERS.append(server)

@@ -50,10 +50,11 @@ SERVERS = {
     "2ep": GenerationLayout(tp=2, ep=2),
 }
 EXPERTS = (
-    "mixtral", "qwen3_moe", "deepseek_v3", "glm4_moe", "glm4_moe_lite", "gpt_oss", "qwen3_next"
+    "mixtral", "qwen3_moe", "deepseek_v3", "glm4_moe", "glm4_moe_lite", "gpt_oss", "qwen3_next",
+    "qwen3_5_moe",
 )  # fmt: skip
-FAMILIES = ("qwen2", "qwen3", "llama", *EXPERTS)
-BFLOAT16 = ("qwen3_next",)  # vLLM's delta nets on a CPU take nothing else
+FAMILIES = ("qwen2", "qwen3", "llama", "qwen3_5", *EXPERTS)
+BFLOAT16 = ("qwen3_next", "qwen3_5_moe", "qwen3_5")  # vLLM's delta nets on a CPU take nothing else
 
 
 def layouts_of(family: str) -> list[str]:
@@ -72,6 +73,7 @@ CASES = all_but(
         ("deepseek_v3", "vpp2", "2ep"), ("qwen2", "dp2", "1"), ("qwen3", "cp2", "1"),
         ("mixtral", "tp2etp2", "1"), ("glm4_moe", "tp2ep2", "1"),
         ("glm4_moe_lite", "tp2", "2ep"), ("qwen3_next", "tp2", "2ep"), ("qwen3_next", "pp2", "1"),
+        ("qwen3_5_moe", "tp2", "2ep"), ("qwen3_5_moe", "pp2", "1"), ("qwen3_5", "tp2", "2"),
         ("gpt_oss", "tp2ep2", "2"), ("gpt_oss", "pp2", "1"), ("gpt_oss", "tp2", "2ep"),
     ],
     [
@@ -89,10 +91,11 @@ MEASURED = {"qwen3_moe": (1, 8)}  # layers
 def saved(family: str, path: Path, num_layers: int = 4) -> Path:
     """Of four layers: two stages of two chunks each."""
     config = tiny_families.served_config(family)
-    config.num_hidden_layers = num_layers
-    if getattr(config, "layer_types", None):
-        period = config.layer_types[: 2 if family == "gpt_oss" else None]
-        config.layer_types = (period * num_layers)[:num_layers]
+    text = config.get_text_config()
+    text.num_hidden_layers = num_layers
+    if getattr(text, "layer_types", None):
+        period = text.layer_types[: 2 if family == "gpt_oss" else None]
+        text.layer_types = (period * num_layers)[:num_layers]
     if getattr(config, "mlp_layer_types", None):
         config.mlp_layer_types = ["dense", *["sparse"] * (num_layers - 1)]
     return tiny_families.save_served(tiny_models.build_from(config), path)

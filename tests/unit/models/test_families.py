@@ -61,6 +61,33 @@ QWEN3_NEXT_80B_A3B = {
     "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
     "linear_num_key_heads": 16, "linear_num_value_heads": 32, "tie_word_embeddings": False,
 }  # fmt: skip
+# As read_config has them: fields of text_config beside the others. transformers' counts are without
+# the tower.
+_QWEN3_5_TEXT: dict[str, Any] = {
+    **{n: v for n, v in QWEN3_NEXT_80B_A3B.items() if n not in ("rope_theta", "intermediate_size")},
+    "rope_parameters": {
+        "rope_type": "default", "rope_theta": 10000000, "partial_rotary_factor": 0.25,
+        "mrope_section": [11, 11, 10], "mrope_interleaved": True,
+    },
+    "vocab_size": 248320, "num_hidden_layers": 40, "num_experts": 256, "num_experts_per_tok": 8,
+    "output_gate_type": "swish", "mamba_ssm_dtype": "float32", "mtp_num_hidden_layers": 1,
+    "mtp_use_dedicated_embeddings": False, "model_type": "qwen3_5_moe_text",
+    "architectures": ["Qwen3_5MoeForCausalLM"],
+}  # fmt: skip
+QWEN3_5_35B_A3B = {
+    **_QWEN3_5_TEXT, "architectures": ["Qwen3_5MoeForConditionalGeneration"],
+    "model_type": "qwen3_5_moe", "text_config": _QWEN3_5_TEXT, "vision_config": {},
+}  # fmt: skip
+_QWEN3_5_DENSE: dict[str, Any] = {
+    **{n: v for n, v in _QWEN3_5_TEXT.items() if "expert" not in n and "moe" not in n},
+    "architectures": ["Qwen3_5ForCausalLM"], "model_type": "qwen3_5_text", "hidden_size": 5120,
+    "intermediate_size": 17408, "num_hidden_layers": 64, "num_attention_heads": 24,
+    "num_key_value_heads": 4, "linear_num_value_heads": 48,
+}  # fmt: skip
+QWEN3_5_27B = {
+    **_QWEN3_5_DENSE, "architectures": ["Qwen3_5ForConditionalGeneration"],
+    "model_type": "qwen3_5", "text_config": _QWEN3_5_DENSE, "vision_config": {},
+}  # fmt: skip
 QWEN3_0_6B = {
     **_QWEN3, "architectures": ["Qwen3ForCausalLM"], "hidden_size": 1024, "num_hidden_layers": 28,
     "num_attention_heads": 16, "num_key_value_heads": 8, "intermediate_size": 3072,
@@ -159,6 +186,10 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
     "Llama-7B": (LLAMA_7B, 6_738_415_616),
     "Llama-2-7B": (LLAMA_2_7B, 6_738_415_616),
     "Qwen3-Next-80B-A3B": (QWEN3_NEXT_80B_A3B, 79_674_391_296),
+    "Qwen3.5-35B-A3B": (QWEN3_5_35B_A3B, 34_660_610_688),
+    "Qwen3.5-35B-A3B, text": (_QWEN3_5_TEXT, 34_660_610_688),
+    "Qwen3.5-27B": (QWEN3_5_27B, 26_895_998_464),
+    "Qwen3.5-27B, text": (_QWEN3_5_DENSE, 26_895_998_464),
     "Llama-3.1-8B": (LLAMA_3_1_8B, 8_030_261_248),
     "Mixtral-8x7B": (MIXTRAL_8X7B, 46_702_792_704),
     "DeepSeek-V3": (DEEPSEEK_V3, 671_026_419_200),
@@ -170,7 +201,7 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
 
 CONFIGS = [pytest.param(config, id=name) for name, (config, _) in PUBLISHED.items()]
 COUNTS = [pytest.param(*case, id=name) for name, case in PUBLISHED.items()]
-NO_MTP = {"num_nextn_predict_layers": 0}
+NO_MTP = {"num_nextn_predict_layers": 0, "mtp_num_hidden_layers": 0}
 
 
 def weights_of(config: dict[str, Any], count: int = 1) -> tuple[Weight, ...]:
@@ -374,6 +405,22 @@ REFUSED = [
         QWEN3_NEXT_80B_A3B,
         {"shared_expert_intermediate_size": None},
         "has no 'shared_expert_intermediate_size'",
+    ),
+    (QWEN3_5_35B_A3B, {"attention_bias": True}, "attention_bias=true is not .* allowed: false"),
+    (QWEN3_5_35B_A3B, {"output_gate_type": "sigmoid"}, "output_gate_type='sigmoid' .* 'swish'"),
+    (QWEN3_5_35B_A3B, {"mamba_ssm_dtype": "bfloat16"}, "mamba_ssm_dtype='bfloat16' .* 'float32'"),
+    (QWEN3_5_35B_A3B, {"norm_topk_prob": False}, "norm_topk_prob=false is not .* allowed: true"),
+    (QWEN3_5_35B_A3B, {"mlp_only_layers": [3]}, r"mlp_only_layers=\[3\] is not .* allowed: \[\]"),
+    (QWEN3_5_35B_A3B, {"layer_scale": True}, "layer_scale=true is not .* allowed: false"),
+    (QWEN3_5_35B_A3B, {"mtp_num_hidden_layers": 2}, "mtp_num_hidden_layers=2 is not .* allowed: 1"),
+    (QWEN3_5_35B_A3B, {"mtp_use_dedicated_embeddings": True}, "dedicated_embeddings=true is not"),
+    (QWEN3_5_35B_A3B, {"num_experts": None}, "num_experts=None; allowed: experts"),
+    (QWEN3_5_27B, {"num_experts": 8}, "num_experts=8; allowed: none"),
+    (QWEN3_5_27B, {"text_config": None}, "has no text_config; allowed"),
+    (
+        QWEN3_5_27B,
+        {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}},
+        "rope_type='yarn' is not .* allowed: 'default'",
     ),
     (QWEN2_5_7B, {"use_sliding_window": True}, "use_sliding_window=true is not supported"),
     (QWEN2_5_7B, {"layer_types": ["full_attention", "sliding_attention"]}, "'sliding_attention'"),

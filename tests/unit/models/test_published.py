@@ -45,6 +45,8 @@ TENSOR_ELEMENTS = {
     "gpt-oss-120b": 116_829_156_672,  # dequantised
     "gpt-oss-20b": 20_914_757_184,
     "Qwen3-Next-80B-A3B": 81_324_862_720,
+    "Qwen3.5-35B-A3B": 35_951_822_704 - 446_571_248,  # without the tower, by transformers
+    "Qwen3.5-397B-A17B": 403_397_928_944 - 456_010_480,
 }
 # Those with fewer tensors than others have; the others take seconds each and are nightly.
 SMALL = all_but(
@@ -69,7 +71,7 @@ def published(name: str) -> dict[str, Any]:
 def config_of(name: str) -> dict[str, Any]:
     config = published(name)
     config.pop("quantization_config", None)
-    return config
+    return {**config.get("text_config", {}), **config}
 
 
 def tensors_of(config: dict[str, Any]) -> list[LogicalTensor]:
@@ -102,7 +104,7 @@ def count_by_formula(config: dict[str, Any]) -> int:
     attention += heads + hidden if "swiglu_limit" in c else 0  # sinks, a bias
     experts = c.get("n_routed_experts") or c.get("num_experts") or c.get("num_local_experts") or 0
     dense = c.get("first_k_dense_replace", 0) if experts else layers
-    ffn = c.get("moe_intermediate_size", c["intermediate_size"])
+    ffn = c.get("moe_intermediate_size") or c["intermediate_size"]
     moe = (experts + c.get("n_shared_experts", 0)) * 3 * hidden * ffn + experts * hidden
     moe += experts if "n_routed_experts" in c else 0  # selection bias
     if "swiglu_limit" in c:  # biases of experts and router
@@ -118,7 +120,8 @@ def count_by_formula(config: dict[str, Any]) -> int:
         linear = hidden * (2 * keys + 2 * values + 2 * value_heads) + values * hidden
         linear += c["linear_conv_kernel_dim"] * (2 * keys + values) + 2 * value_heads + value
         attention = Fraction(full * attention + (layers - full) * linear, layers)
-    total = layers * (attention + 2 * hidden) + dense * 3 * hidden * c["intermediate_size"]
+    total = layers * (attention + 2 * hidden)
+    total += dense * 3 * hidden * c["intermediate_size"] if dense else 0
     return int(total) + (layers - dense) * moe + 2 * c["vocab_size"] * hidden + hidden
 
 
