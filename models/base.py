@@ -142,6 +142,11 @@ def read_config(model_path: str | Path, setting: str = "model.path") -> HFConfig
     path = Path(model_path) / "config.json"
     if not path.is_file():
         raise ConfigError(f"{setting}={str(model_path)!r}: there is no config.json in that folder")
+    return read_config_file(path)
+
+
+def read_config_file(path: Path) -> HFConfig:
+    """Read the config.json of a model; see read_config."""
     config = read_json_object(path)
     if isinstance(text_config := config.get("text_config"), dict):
         config = {**text_config, **config}

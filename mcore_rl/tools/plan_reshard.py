@@ -24,17 +24,16 @@ from mcore_rl.config.checks import (
     check_positive,
 )
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.config.json_file import read_json_object
 from mcore_rl.config.resolve_engine import resolve_layout, resolve_model_layout
 from mcore_rl.config.schema import Layout
 from mcore_rl.models.base import (
     HFConfig,
-    check_fields,
     get_family,
     get_model_sizes,
     get_vllm_weights,
     pad_vocab_size,
     read_config,
+    read_config_file,
 )
 from mcore_rl.observability.console import get_stdout_console
 from mcore_rl.parallel.mesh import Mesh, split_into_chunks
@@ -162,11 +161,7 @@ def _count_traffic(plan: Plan) -> Traffic:
 
 def _read_model_config(model: Path) -> HFConfig:
     check_model_exists("--model", model)
-    if not model.is_file():
-        config = read_config(model)
-    else:
-        config = read_json_object(model)
-        check_fields(config)
+    config = read_config_file(model) if model.is_file() else read_config(model)
     # Blocks of fp8 are dequantised.
     return {name: value for name, value in config.items() if name != "quantization_config"}
 

@@ -45,6 +45,7 @@ RECIPES = {
     "qwen3_235b_a22b": Case("Qwen3-235B-A22B", 128),
     "qwen3_30b_a3b": Case("Qwen3-30B-A3B", 16),
     "qwen3_next_80b_a3b": Case("Qwen3-Next-80B-A3B", 32),
+    "qwen3_5_35b_a3b": Case("Qwen3.5-35B-A3B", 16),
     "moonlight_16b": Case("Moonlight-16B-A3B", 8),
     "gpt_oss_20b": Case("gpt-oss-20b", 8),
     "qwen3_8b": Case("Qwen3-8B", 8),
@@ -63,7 +64,8 @@ def composed(name: str, *overrides: str) -> RLConfig:
 
 def model_of(name: str) -> HFConfig:
     """Read the published config.json of a recipe's model."""
-    return json.loads((PUBLISHED / f"{RECIPES[name].published}.json").read_text())
+    config = json.loads((PUBLISHED / f"{RECIPES[name].published}.json").read_text())
+    return {**config.get("text_config", {}), **config}
 
 
 @cache
