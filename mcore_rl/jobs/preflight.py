@@ -68,6 +68,7 @@ from mcore_rl.models.base import (
     count_kv_elements_per_token,
     get_family,
     get_field,
+    get_frozen_prefixes,
     pad_vocab_size,
     read_config,
 )
@@ -385,7 +386,12 @@ def check_layouts(config: RLConfig, *, is_trained: bool = True) -> HFConfig:
 
 
 def _check_adapters(config: RLConfig, hf_config: HFConfig) -> None:
-    """Check that no adapter is of an expert, which servers take none for."""
+    """Check that no adapter is of an expert or of a wrapper, which servers take none for."""
+    if get_frozen_prefixes(hf_config):
+        raise ConfigError(
+            f"rollout.lora='adapter': {hf_config['architectures']} has a frozen tower, and its "
+            "linear layers have other names on servers than in a model of text; allowed: 'merged'"
+        )
     backend, targets = load_backend(config.actor, "actor"), config.actor.lora.targets
     if backend.shard_format != "megatron":
         return  # adapters are of linear layers, which experts are not

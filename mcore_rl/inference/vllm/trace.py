@@ -40,7 +40,8 @@ class TraceTaker:
     def start_trace(self) -> None:
         """Hook the modules."""
         self._trace = Trace()
-        for name, module in self.model_runner.get_model().named_modules():
+        for full_name, module in self.model_runner.get_model().named_modules():
+            name = full_name.removeprefix("language_model.")  # of a wrapper
             if (traced := _TRACED.fullmatch(name)) and (self.rank == 0 or name == _NORM):
                 self._trace.hook(traced[1] + _RENAMED.get(traced[2], traced[2]), module)
             if (experts := _EXPERTS.fullmatch(name)) and self.rank == 0:
