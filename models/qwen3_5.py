@@ -77,10 +77,10 @@ class _SeparateDeltaNet(DeltaNet):
 
     def build_in_proj(self) -> StackedSections:
         sizes = (self.value, self.group, self.group)
-        others = (Section(part, 0, size, size) for part, size in enumerate(sizes, start=1))
+        single = (Section(part, 0, size, size) for part, size in enumerate(sizes, start=1))
         return StackedSections(
             (self._qkv, self._z, self._b, self._a),
-            (*self.list_qkv_sections(), *others),
+            (*self.list_qkv_sections(), *single),
             self.num_heads,
         )
 
