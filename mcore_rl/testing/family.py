@@ -71,6 +71,11 @@ def check_family(
         AssertionError: The family does not do what the contract says; one sentence of both.
         ConfigError: There is no such family, or it refuses the config or a layout.
     """
+    if hasattr(config, "vision_config"):
+        raise ConfigError(
+            f"check_family: {type(config).__name__} has a vision_config, and models with images "
+            "are not made; allowed: a config of the language model, with its family"
+        )
     before = get_user_family()
     use_family(family)
     try:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from rich.console import Console
 from safetensors.torch import load_file, save_file
 
@@ -21,6 +22,7 @@ from mcore_rl.jobs.convert.verify import compare_folders
 from mcore_rl.models.base import get_family, get_vllm_weights, read_config, use_family
 from mcore_rl.models.heads import build_value_config
 from mcore_rl.reshard.rules import check_cover, list_logical_tensors
+from mcore_rl.testing import check_family
 
 FILE = """
 from mcore_rl.models.qwen3 import FAMILY
@@ -168,6 +170,8 @@ def test_values_and_engines_that_would_train_a_tower_are_refused(model):
     config = read_config(model)
     with pytest.raises(ConfigError, match=r"'seeing' takes images.*allowed: a model of text as"):
         build_value_config(config)
+    with pytest.raises(ConfigError, match=r"Qwen3_5MoeConfig has a vision_config.*allowed: a conf"):
+        check_family("", transformers.Qwen3_5MoeConfig())
     settings = EngineConfig(backend="fsdp")
     with pytest.raises(ConfigError, match=r"backend='fsdp': .* frozen tower .*allowed: 'megatron'"):
         load_backend(settings, "actor").check_model("actor", settings, config)
