@@ -33,12 +33,15 @@ from tests.nightly import all_but, nightly
 CASES = tiny_families.cases()
 NAMES = list(CASES)
 PLACES = ("one rank", "parallel")
-UNBRIDGED = ("gpt_oss", "qwen3_next")  # mbridge does not know them
+UNBRIDGED = ("gpt_oss", "minimax_m2", "qwen3_next")  # mbridge does not know them
 BRIDGED = [name for name in NAMES if name not in UNBRIDGED]
-WITH_BIAS = [name for name, case in CASES.items() if hasattr(case.config, "n_routed_experts")]
+WITH_BIAS = [
+    *[name for name, case in CASES.items() if hasattr(case.config, "n_routed_experts")],
+    "minimax_m2",
+]
 WITH_MTP = [name for name, case in CASES.items() if hasattr(case.config, "num_mtp_layers")]
 # Gradients of each tensor, and three steps, against plain torch on transformers.
-STEPPED = all_but(("qwen3_next", "gpt_oss"), NAMES)
+STEPPED = all_but(("qwen3_next", "gpt_oss", "minimax_m2"), NAMES)
 RESUMED = [
     *all_but(("deepseek_v3", "glm4_moe", "qwen3_next"), [*WITH_MTP, "qwen3_next"]), "gpt_oss"
 ]  # fmt: skip

@@ -50,7 +50,8 @@ SERVERS = {
     "2ep": GenerationLayout(tp=2, ep=2),
 }
 EXPERTS = (
-    "mixtral", "qwen3_moe", "deepseek_v3", "glm4_moe", "glm4_moe_lite", "gpt_oss", "qwen3_next"
+    "mixtral", "qwen3_moe", "deepseek_v3", "glm4_moe", "glm4_moe_lite", "gpt_oss", "qwen3_next",
+    "minimax_m2",
 )  # fmt: skip
 FAMILIES = ("qwen2", "qwen3", "llama", *EXPERTS)
 BFLOAT16 = ("qwen3_next",)  # vLLM's delta nets on a CPU take nothing else
@@ -73,6 +74,7 @@ CASES = all_but(
         ("mixtral", "tp2etp2", "1"), ("glm4_moe", "tp2ep2", "1"),
         ("glm4_moe_lite", "tp2", "2ep"), ("qwen3_next", "tp2", "2ep"), ("qwen3_next", "pp2", "1"),
         ("gpt_oss", "tp2ep2", "2"), ("gpt_oss", "pp2", "1"), ("gpt_oss", "tp2", "2ep"),
+        ("minimax_m2", "tp2ep2", "2"), ("minimax_m2", "pp2", "2ep"),
     ],
     [
         (family, layout, server)

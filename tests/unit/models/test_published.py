@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import mcore_rl.models  # noqa: F401
-from mcore_rl.checkpoint.fp8 import check_quantization_config
+from mcore_rl.checkpoint.fp8 import check_quantization_config, is_block_quantized
 from mcore_rl.engine.megatron.conversion import build_meta_model
 from mcore_rl.models.base import (
     count_kv_elements_per_token,
@@ -38,6 +38,7 @@ TENSOR_ELEMENTS = {
     "Llama-2-7b-hf": 6_738_415_616,
     "Llama-3.1-405B": 405_853_388_800,
     "Llama-3.1-70B": 70_553_706_496,
+    "MiniMax-M2": 228_703_644_928 - 13_880_064,  # scales of its float8 blocks
     "Mixtral-8x22B-v0.1": 140_620_634_112,
     "Qwen3-235B-A22B": 235_093_634_560,
     "Qwen3-30B-A3B": 30_532_122_624,
@@ -98,13 +99,14 @@ def count_by_formula(config: dict[str, Any]) -> int:
         attention = rows * hidden + heads * dim * hidden
         attention += rows if c.get("attention_bias") else 0
         has_norms = c["architectures"][0].startswith("Qwen3") or c.get("use_qk_norm")
-        attention += 2 * dim if has_norms else 0
+        normed = heads + c["num_key_value_heads"] if c.get("qk_norm_type") == "per_layer" else 2
+        attention += normed * dim if has_norms else 0
     attention += heads + hidden if "swiglu_limit" in c else 0  # sinks, a bias
     experts = c.get("n_routed_experts") or c.get("num_experts") or c.get("num_local_experts") or 0
     dense = c.get("first_k_dense_replace", 0) if experts else layers
     ffn = c.get("moe_intermediate_size", c["intermediate_size"])
     moe = (experts + c.get("n_shared_experts", 0)) * 3 * hidden * ffn + experts * hidden
-    moe += experts if "n_routed_experts" in c else 0  # selection bias
+    moe += experts if "n_routed_experts" in c or "use_routing_bias" in c else 0  # selection bias
     if "swiglu_limit" in c:  # biases of experts and router
         moe += experts * (2 * ffn + hidden + 1)
     if shared := c.get("shared_expert_intermediate_size"):
@@ -177,6 +179,13 @@ def test_deepseek_in_float8_blocks_has_the_published_number_of_elements_of_each_
         count_elements(tensors) - count_elements(quantised) - count_elements(biases)
         == DEEPSEEK_BF16
     )
+
+
+def test_the_files_of_minimax_m2_have_a_scale_for_each_block_and_no_prediction_layer():
+    tensors = tensors_of(config_of("MiniMax-M2"))
+    quantised = [t for t in tensors if is_block_quantized(t.name, t.shape)]
+    scales = sum(math.prod(math.ceil(size / 128) for size in t.shape) for t in quantised)
+    assert count_elements(tensors) + scales == 228_703_644_928
 
 
 @pytest.mark.parametrize(
