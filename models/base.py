@@ -54,6 +54,8 @@ class Family:
         vllm_weights: Rules of vLLM's parameters, without multi-token prediction layers. None: a
             server lists its parameters, which vLLM's loader fills, when it starts.
         num_mtp_layers: Multi-token prediction layers after the decoder layers of a checkpoint.
+        frozen_prefixes: Prefixes of the tensors of a checkpoint that no engine loads, such as those
+            of a vision tower: an export has them as the first checkpoint has them.
     """
 
     name: str
@@ -63,6 +65,7 @@ class Family:
     weights: Callable[[HFConfig, int], tuple[Weight, ...]]
     vllm_weights: Callable[[HFConfig], tuple[Weight, ...]] | None = None
     num_mtp_layers: Callable[[HFConfig], int] = lambda config: 0
+    frozen_prefixes: tuple[str, ...] = ()
 
 
 _FAMILIES: dict[str, Family] = {}
@@ -123,7 +126,7 @@ def get_user_family() -> str:
 def read_config(model_path: str | Path, setting: str = "model.path") -> HFConfig:
     """Read config.json of a checkpoint folder and check its fields.
 
-    Fields of the language model of a model with images stand beside the others, as of any model.
+    Fields of a nested language model (text_config) stand beside the others, as of any model.
 
     Args:
         setting: Name of the setting with the path, for messages.
@@ -136,8 +139,8 @@ def read_config(model_path: str | Path, setting: str = "model.path") -> HFConfig
     if not path.is_file():
         raise ConfigError(f"{setting}={str(model_path)!r}: there is no config.json in that folder")
     config = read_json_object(path)
-    if has_images(config):
-        config = {**(config.get("text_config") or {}), **config}
+    if isinstance(text_config := config.get("text_config"), dict):
+        config = {**text_config, **config}
     check_fields(config)
     return config
 
@@ -155,33 +158,55 @@ def is_transposed(config: HFConfig, name: str) -> bool:
 
 def get_family(config: HFConfig) -> Family:
     """Return the family that config.json names under "architectures"; a user's before others."""
-    architectures = config.get("architectures") or []
-    if "vision_config" in config and not has_images(config):
+    family = _find_family(config)
+    is_text = family is None or not family.frozen_prefixes
+    if "vision_config" in config and is_text and not has_images(config):
         raise ConfigError(
             f"config.json: model_type={config.get('model_type')!r} has a vision_config, and "
             "nothing makes its positions and pixel values; allowed: "
             f"{', '.join(PLACEHOLDERS)}"
         )
-    # A value model is the same family with another head (models/heads.py).
-    causal = [
-        name.replace(CLASSIFICATION, CAUSAL).replace(SEQUENCE, CAUSAL) for name in architectures
-    ]
-    families = _FAMILIES | {family.architecture: family for family in _USER_FAMILIES.values()}
-    for architecture in causal:
-        if architecture in families:
-            return families[architecture]
-    if _with_transformers and causal:
+    if family is not None:
+        return family
+    architectures = config.get("architectures") or []
+    if _with_transformers and architectures:
         return _BUILDERS[TRANSFORMERS](config)
     if has_images(config):
         raise ConfigError(
             f"config.json: model_type={config['model_type']!r} takes images, for which Megatron "
             "has no modules here; allowed: backend='fsdp' (actor.backend, engine.backend, ...)"
         )
+    causal = _list_causal_names(config)
     reasons = "".join(f" ({_REFUSED[name]})" for name in causal if name in _REFUSED)
     raise ConfigError(
         f"config.json: architectures={architectures} is not supported{reasons}; "
-        f"allowed: {sorted(families)}, or model.family with a family of your own"
+        f"allowed: {sorted(_list_families())}, or model.family with a family of your own"
     )
+
+
+def get_frozen_prefixes(config: HFConfig) -> tuple[str, ...]:
+    """Return the prefixes of the tensors that no engine loads; () for an unknown architecture."""
+    family = _find_family(config)
+    return () if family is None else family.frozen_prefixes
+
+
+def _find_family(config: HFConfig) -> Family | None:
+    families = _list_families()
+    return next((families[name] for name in _list_causal_names(config) if name in families), None)
+
+
+def _list_families() -> dict[str, Family]:
+    """Return families by architecture, a user's before others."""
+    return _FAMILIES | {family.architecture: family for family in _USER_FAMILIES.values()}
+
+
+def _list_causal_names(config: HFConfig) -> list[str]:
+    """Return the architectures of config.json, those of value models as of language models."""
+    # A value model is the same family with another head (models/heads.py).
+    return [
+        name.replace(CLASSIFICATION, CAUSAL).replace(SEQUENCE, CAUSAL)
+        for name in config.get("architectures") or []
+    ]
 
 
 def estimate_cost(config: HFConfig) -> SequenceCost:

@@ -17,6 +17,7 @@ from mcore_rl.models.base import (
     drop_mtp_layers,
     get_family,
     get_field,
+    get_frozen_prefixes,
     has_images,
 )
 from mcore_rl.reshard.rules import LogicalTensor, Replicated, Weight
@@ -57,10 +58,10 @@ def build_value_config(config: HFConfig, kind: str = CLASSIFICATION) -> HFConfig
     Raises:
         ConfigError: The checkpoint classifies into more than one label, or takes images.
     """
-    if has_images(config):
+    if has_images(config) or get_frozen_prefixes(config):
         raise ConfigError(
-            f"config.json: model_type={config['model_type']!r} takes images, and transformers has "
-            "no value or reward model of it; allowed: a model of text as critic or reward model"
+            f"config.json: model_type={config.get('model_type')!r} takes images, and transformers "
+            "has no value or reward model of it; allowed: a model of text as critic or reward model"
         )
     if suffix := get_value_head_suffix(config):
         kind = suffix

@@ -30,6 +30,7 @@ from mcore_rl.models.base import (
     HFConfig,
     drop_mtp_layers,
     get_family,
+    get_frozen_prefixes,
     is_transposed,
     pad_vocab_size,
     read_config,
@@ -93,6 +94,19 @@ def read_checkpoint_config(path: str | Path, setting: str = "model.path") -> HFC
     return config
 
 
+def read_frozen_tensors(path: str | Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the frozen tensors of a checkpoint folder, as its files have them.
+
+    Raises:
+        ConfigError: The folder has no weights, or they are damaged.
+    """
+    file = Path(path) / "config.json"
+    if file.is_file() and get_frozen_prefixes(read_json_object(file)):
+        reader = CheckpointReader(path)
+        for name in reader.frozen:
+            yield name, reader.read_tensor(name)
+
+
 class CheckpointReader:
     """The tensors of a checkpoint folder, as the model has them. Keeps no file open.
 
@@ -101,7 +115,8 @@ class CheckpointReader:
     Rotary frequencies, which follow from config.json, are left out, as in transformers and vLLM. So
     is the output head of a model with tied embeddings; `check` compares the two. Experts that files
     have transposed (models/base.is_transposed) are here as the model has them. A slice of a stacked
-    tensor is read under its own name (reshard/rules.StackSlice), too.
+    tensor is read under its own name (reshard/rules.StackSlice), too. Frozen tensors
+    (Family.frozen_prefixes) are like any other, but `check` does not expect them.
 
     Args:
         setting: Name of the setting with the path, for messages.
@@ -122,6 +137,7 @@ class CheckpointReader:
         self._tied_head = self._file_of.pop(_HEAD, None) if is_tied else None
         self._transposed = frozenset(n for n in self._file_of if is_transposed(config, n))
         self._check_transposed(config)
+        self._frozen_prefixes = get_frozen_prefixes(config)
         entries = {name: file.entries[name] for name, file in self._file_of.items()}
         try:
             self._packed = find_packed_weights(
@@ -130,6 +146,12 @@ class CheckpointReader:
         except ConfigError as error:
             raise ConfigError(f"checkpoint {self.path}: {error}") from None
         self._scaled = self._find_scaled_weights()
+
+    @property
+    def frozen(self) -> tuple[str, ...]:
+        """Names of the tensors that no engine loads."""
+        prefixes = self._frozen_prefixes
+        return tuple(name for name in self.get_shapes() if name.startswith(prefixes))
 
     @property
     def quantization(self) -> str | None:
@@ -248,11 +270,11 @@ class CheckpointReader:
             out.copy_(_read_stored(self._file_of[name], name, box))
 
     def check(self, expected: Iterable[LogicalTensor]) -> None:
-        """Raise ConfigError unless the folder contains exactly these tensors, in these shapes."""
+        """Raise ConfigError unless the folder has these tensors, so shaped, beside frozen ones."""
         expected_shapes = {tensor.name: tensor.shape for tensor in join_slices(expected)}
         shapes = self.get_shapes()
         missing = sorted(expected_shapes.keys() - shapes.keys())
-        extra = sorted(shapes.keys() - expected_shapes.keys())
+        extra = sorted(shapes.keys() - expected_shapes.keys() - set(self.frozen))
         for what, names in (("lacks", missing), ("has unexpected", extra)):
             if names:
                 more = f" and {len(names) - 3} more" if len(names) > 3 else ""

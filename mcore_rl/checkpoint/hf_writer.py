@@ -10,6 +10,7 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from itertools import chain
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,10 +18,18 @@ from typing import Any, TypeVar
 import torch
 
 from mcore_rl.checkpoint.files import open_atomic, view_bytes, write_at
-from mcore_rl.checkpoint.hf import CRC32_KEY, DTYPES, INDEX_FILE, LENGTH_BYTES, Entry
+from mcore_rl.checkpoint.hf import (
+    CRC32_KEY,
+    DTYPES,
+    INDEX_FILE,
+    LENGTH_BYTES,
+    CheckpointReader,
+    Entry,
+    read_frozen_tensors,
+)
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.json_file import read_json_object
-from mcore_rl.models.base import is_transposed
+from mcore_rl.models.base import get_frozen_prefixes, is_transposed
 
 # Files that are copied with the weights: config, tokenizer, chat templates, code.
 _COMPANIONS = (
@@ -192,11 +201,32 @@ def copy_companions(
     if (reference / "config.json").is_file():
         config = read_json_object(reference / "config.json")
         config.pop("quantization_config", None)
-        for fields in (config, *(config.get(f"{part}_config") for part in ("text", "vision"))):
+        parts = ("text",) if get_frozen_prefixes(config) else ("text", "vision")
+        for fields in (config, *(config.get(f"{part}_config") for part in parts)):
             for key in ("dtype", "torch_dtype"):  # transformers 5 and 4
                 if fields and key in fields:
                     fields[key] = str(dtype).removeprefix("torch.")
         _write_json(folder / "config.json", config | dict(changes or {}))
+
+
+def plan_frozen_tensors(reference: Path) -> list[TensorPlan]:
+    """Return the frozen tensors of a checkpoint folder (Family.frozen_prefixes), as they are there.
+
+    Raises:
+        ConfigError: The folder has no weights.
+    """
+    config = reference / "config.json"
+    if not config.is_file() or not get_frozen_prefixes(read_json_object(config)):
+        return []
+    reader = CheckpointReader(reference)
+    return [TensorPlan(n, reader.get_shape(n), reader.get_dtype(n)) for n in reader.frozen]
+
+
+def copy_frozen_tensors(reference: Path, folder: Path) -> None:
+    """Write the frozen tensors of `reference`, if it has any, as a checkpoint of one file."""
+    if plans := plan_frozen_tensors(reference):
+        [shard] = plan_shards(plans, sum(plan.nbytes for plan in plans))
+        write_shard(folder, shard, read_frozen_tensors(reference))
 
 
 @contextmanager
@@ -256,7 +286,8 @@ def write_checkpoint(
 ) -> None:
     """Stream tensors into a new checkpoint folder, with config and tokenizer files of `reference`.
 
-    At most one shard is in memory. The folder gets its name when it is complete.
+    Frozen tensors (Family.frozen_prefixes) are those of `reference`. At most one shard is in
+    memory. The folder gets its name when it is complete.
 
     Args:
         tensors: As CheckpointReader has them: some are transposed in the files.
@@ -270,7 +301,7 @@ def write_checkpoint(
     with atomic_dir(Path(path)) as folder:
         shards: list[ShardPlan] = []
         largest = TensorPlan("", (), torch.float32)  # small tensors may be float32
-        on_cpu = _order_dims(tensors, Path(reference))
+        on_cpu = chain(_order_dims(tensors, Path(reference)), read_frozen_tensors(reference))
         for shard in group_by_size(on_cpu, max_shard_bytes, lambda item: item[1].nbytes):
             plans = [TensorPlan(name, tuple(t.shape), t.dtype) for name, t in shard]
             shards.append(_plan_shard(f"shard-{len(shards)}", plans))

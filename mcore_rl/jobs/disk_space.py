@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from mcore_rl.checkpoint.hf_writer import plan_frozen_tensors
 from mcore_rl.checkpoint.run_checkpoints import list_steps
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import EngineConfig, RLConfig, TrainConfig
@@ -33,7 +34,10 @@ def compute_weight_bytes(config: RLConfig | TrainConfig) -> int:
     """Return the size of the model's weights as a Hugging Face checkpoint in model.dtype."""
     hf_config = read_config(config.model.path)
     weights = get_family(hf_config).weights(hf_config, pad_vocab_size(hf_config, 1))
-    return _sum_bytes(weights, config.model.dtype)
+    path = Path(config.model.path)
+    has_files = any(path.glob("*.safetensors"))  # a plan is made without
+    frozen = sum(plan.nbytes for plan in plan_frozen_tensors(path)) if has_files else 0
+    return _sum_bytes(weights, config.model.dtype) + frozen
 
 
 def compute_critic_bytes(config: RLConfig) -> int:

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Literal, NamedTuple, Protocol
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal, NamedTuple, Protocol
 
 Axis = Literal["tp", "etp"]
 # Part of the model that a parameter outside the decoder layers belongs to.
@@ -545,6 +545,20 @@ class Weight(NamedTuple):
         if self.expert is not None:
             name = name.replace("{expert}", str(self.expert - first_expert))
         return name
+
+
+def rename_tensors(weights: Iterable[Weight], rename: Callable[[str], str]) -> Iterator[Weight]:
+    """Yield weights whose logical tensors, aliases included, have other names in a checkpoint."""
+
+    def convert(value: Any) -> Any:
+        if isinstance(value, LogicalTensor):
+            return LogicalTensor(rename(value.name), value.shape, tuple(map(rename, value.aliases)))
+        return tuple(map(convert, value)) if type(value) is tuple else value
+
+    for weight in weights:
+        rule: Any = weight.rule
+        tensors = {field.name: convert(getattr(rule, field.name)) for field in fields(rule)}
+        yield weight._replace(rule=replace(rule, **tensors))
 
 
 def list_logical_tensors(weights: Sequence[Weight]) -> Iterator[LogicalTensor]:

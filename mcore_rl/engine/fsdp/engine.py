@@ -68,6 +68,7 @@ from mcore_rl.models.base import (
     SEQUENCE,
     HFConfig,
     estimate_cost,
+    get_frozen_prefixes,
     get_model_sizes,
     has_images,
     read_config,
@@ -546,6 +547,11 @@ def _check_settings(key: str, engine: EngineConfig, lane: str) -> None:
 def _check_model(key: str, engine: EngineConfig, hf_config: HFConfig) -> None:
     """Check that the layout divides the model."""
     sizes = get_model_sizes(hf_config)
+    if frozen := get_frozen_prefixes(hf_config):
+        raise ConfigError(
+            f"{key}.backend='fsdp': {hf_config['architectures']} has a frozen tower "
+            f"({', '.join(frozen)}), which this engine would train; allowed: 'megatron'"
+        )
     for name in ("cp", "ep") if has_images(hf_config) else ():
         if (size := getattr(engine.layout, name)) > 1:
             raise ConfigError(

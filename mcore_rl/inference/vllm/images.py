@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from mcore_rl.config.errors import StateError
 from mcore_rl.data.images import ImageStore, ImageTokens, decode_image
+from mcore_rl.models.base import get_frozen_prefixes, read_config
 
 if TYPE_CHECKING:
     from vllm.inputs.engine import TokensInput
@@ -22,6 +23,7 @@ class RequestImages:
 
     def __init__(self, model_path: str, folder: str) -> None:
         self._tokens = ImageTokens.load(model_path)
+        self._has_tower = bool(get_frozen_prefixes(read_config(model_path)))
         self._store = ImageStore.open(folder) if folder else None
 
     @property
@@ -30,9 +32,9 @@ class RequestImages:
         return frozenset() if self._tokens is None else self._tokens.special_ids
 
     def build_arguments(self, max_images: int) -> dict[str, Any]:
-        """Return vLLM's engine arguments."""
+        """Return vLLM's engine arguments; a tower that is not trained is not loaded either."""
         if self._tokens is None:
-            return {}
+            return {"language_model_only": True} if self._has_tower else {}
         return {"limit_mm_per_prompt": {"image": max_images, "video": 0}}
 
     def add(self, prompt: TokensInput, images: Sequence[str]) -> Any:

@@ -13,6 +13,7 @@ import torch
 
 from mcore_rl.checkpoint.files import INFO_FILE, read_checkpoint_info
 from mcore_rl.checkpoint.hf import CheckpointReader
+from mcore_rl.checkpoint.hf_writer import TensorPlan, plan_frozen_tensors
 from mcore_rl.checkpoint.peft import Factors
 from mcore_rl.checkpoint.run_checkpoints import find_actor, find_run_checkpoint
 from mcore_rl.checkpoint.stacks import stack_slices
@@ -45,6 +46,17 @@ class MegatronCheckpoint:
     reader: DistReader
     config_changes: HFConfig  # fields of config.json that differ from the companions'
     notes: tuple[str, ...]
+
+    def plan_frozen(self) -> list[TensorPlan]:
+        """Return the frozen tensors of the model, which the companions have.
+
+        Raises:
+            ConfigError: The companions are a folder without weights.
+        """
+        is_written = self.companions == self.path / COMPANIONS  # by hf-to-mcore
+        if is_written and not any(self.companions.glob("*.safetensors")):
+            return []  # nor did the first checkpoint have any
+        return plan_frozen_tensors(self.companions)
 
     @property
     def num_chunks(self) -> int:

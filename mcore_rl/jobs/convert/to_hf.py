@@ -121,7 +121,7 @@ def plan_conversion(
             adapted = source
         else:
             notes += (f"warning: {checkpoint} has no adapters: --lora=separate writes none",)
-    tensors = list(_plan_tensors(base, target))
+    tensors = [*_plan_tensors(base, target), *source.plan_frozen()]
     shards = plan_shards(tensors, max_shard_bytes)
     options = {"--dtype": dtype, "--lora": lora, "--max-shard-size": max_shard_bytes}
     sources = {"checkpoint": source.path, "reference": reference}

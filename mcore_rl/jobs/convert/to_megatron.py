@@ -15,7 +15,7 @@ import torch
 from mcore_rl.checkpoint import fp8, mxfp4
 from mcore_rl.checkpoint.files import require_finite, write_checkpoint_info
 from mcore_rl.checkpoint.hf import CheckpointReader, format_dtype
-from mcore_rl.checkpoint.hf_writer import copy_companions
+from mcore_rl.checkpoint.hf_writer import copy_companions, copy_frozen_tensors
 from mcore_rl.checkpoint.storage_location import compute_chunks
 from mcore_rl.checkpoint.torch_dist import DistFile
 from mcore_rl.checkpoint.torch_dist_metadata import Record, write_metadata
@@ -90,7 +90,8 @@ def plan_conversion(model: Path, output: Path, layout: Layout, dtype: str | None
     padded = pad_vocab_size(config, layout.tp)
     weights = map_model_weights(config, padded)
     reader.check(list_logical_tensors(weights))
-    shapes = reader.get_shapes()
+    frozen = set(reader.frozen)
+    shapes = {name: shape for name, shape in reader.get_shapes().items() if name not in frozen}
     dtypes = {name: reader.get_dtype(name) for name in shapes}
     main_dtype = find_main_dtype((dtypes[name], math.prod(shape)) for name, shape in shapes.items())
     if dtype is None and main_dtype not in DTYPES.values():
@@ -170,6 +171,7 @@ def _finish(folder: Path, results: list[Any], *, model: Path, facts: Mapping[str
     write_metadata(folder, (Record(*values) for file in results for values in file))
     (folder / COMPANIONS).mkdir(exist_ok=True)
     copy_companions(model, folder / COMPANIONS, DTYPES[facts["dtype"]])
+    copy_frozen_tensors(model, folder / COMPANIONS)
     write_checkpoint_info(folder, facts)
 
 

@@ -126,7 +126,16 @@ def _open_folder(path: Path, other: Path) -> _Side:
     dtypes = {name: p.dtype for p in checkpoint.parameters for name in p.names}
     logical = list_logical_tensors([p.weight for p in checkpoint.parameters])
     tensors = {t.name: (t.shape, dtypes[t.name]) for t in join_slices(logical)}
-    return _Side(tensors, MegatronTensors(checkpoint.reader, checkpoint.parameters).read)
+    stored = MegatronTensors(checkpoint.reader, checkpoint.parameters)
+    frozen = {plan.name: (plan.shape, plan.dtype) for plan in checkpoint.plan_frozen()}
+    if not frozen:
+        return _Side(tensors, stored.read)
+    companions = CheckpointReader(checkpoint.companions)
+
+    def read(name: str) -> torch.Tensor:
+        return companions.read_tensor(name) if name in frozen else stored.read(name)
+
+    return _Side(tensors | frozen, read)
 
 
 def _find_difference(name: str, a: torch.Tensor, b: torch.Tensor) -> Difference | None:
