@@ -439,16 +439,20 @@ def _build_dequantized_arguments(model_path: str, *, ep: bool) -> dict[str, Any]
 
     vLLM itself handles other quantisations.
     """
-    quantization = read_config(model_path).get("quantization_config")
+    config = read_config(model_path)
+    quantization = config.get("quantization_config")
     if quantization is None:
         has_files = any(Path(model_path).glob("*.safetensors"))
         if not has_files or CheckpointReader(model_path).quantization is None:
             return {}
     elif not is_readable(quantization):
         return {}
+    plain: dict[str, Any] = {"quantization_config": None}
+    if "quantization_config" in (config.get("text_config") or {}):
+        plain["text_config"] = dict(plain)
     return {
         "load_format": DEQUANTIZED_FORMAT,
-        "hf_overrides": {"quantization_config": None},
+        "hf_overrides": plain,
         # Experts of other workers are neither read nor dequantised.
         "enable_ep_weight_filter": ep,
     }

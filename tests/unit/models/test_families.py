@@ -141,6 +141,17 @@ MINIMAX_M2 = {
     "hidden_act": "silu", "tie_word_embeddings": False,
 }  # fmt: skip
 
+_KIMI_K2 = {
+    **DEEPSEEK_V3, "vocab_size": 163840, "num_attention_heads": 64, "num_key_value_heads": 64,
+    "n_routed_experts": 384, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1,
+    "routed_scaling_factor": 2.827, "rms_norm_eps": 1e-5, "rope_theta": 50000.0,
+    "num_nextn_predict_layers": 0,
+    "rope_scaling": {**DEEPSEEK_V3["rope_scaling"], "factor": 64.0},
+}  # fmt: skip
+KIMI_K25 = {  # as read_config returns it
+    **_KIMI_K2, "architectures": ["KimiK25ForConditionalGeneration"], "model_type": "kimi_k25",
+    "text_config": _KIMI_K2, "vision_config": {},
+}  # fmt: skip
 GLM_4_7_FLASH = {
     **{name: value for name, value in GLM_4_5.items() if name not in ("use_qk_norm", "head_dim")},
     "architectures": ["Glm4MoeLiteForCausalLM"], "vocab_size": 154880, "hidden_size": 2048,
@@ -172,6 +183,7 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
     "Mixtral-8x7B": (MIXTRAL_8X7B, 46_702_792_704),
     "MiniMax-M2": (MINIMAX_M2, 228_689_764_864),
     "DeepSeek-V3": (DEEPSEEK_V3, 671_026_419_200),
+    "Kimi-K2.5": (KIMI_K25, 1_026_408_232_448),
     "GLM-4.5": (GLM_4_5, 352_797_829_024),
     "GLM-4.7-Flash": (GLM_4_7_FLASH, 29_943_393_920),
     "gpt-oss-20b": (GPT_OSS_20B, 20_914_757_184),
@@ -429,6 +441,9 @@ REFUSED = [
     ),
     (DEEPSEEK_V3, {"rope_scaling": {**YARN, "attention_factor": 2.0}}, "attention_factor=2.0 is"),
     (DEEPSEEK_V3, {"rope_scaling": {**YARN, "truncate": False}}, "truncate=false is not"),
+    (KIMI_K25, {"text_config": None}, "no text_config; allowed: the fields of the language model"),
+    (KIMI_K25, {"tie_word_embeddings": True}, "tie_word_embeddings=True differs from text_config"),
+    (KIMI_K25, {"n_group": 2}, "num_experts_per_tok=8 with topk_group=1 of n_group=2"),
     (GLM_4_5, {"num_experts_per_tok": 1, "norm_topk_prob": None}, "norm_topk_prob=true"),
     (MINIMAX_M2, {"scoring_func": "softmax"}, "scoring_func='softmax' is not .* 'sigmoid'"),
     (MINIMAX_M2, {"use_routing_bias": False}, "use_routing_bias=false is not .* allowed: true"),
