@@ -56,7 +56,8 @@ def build(name: str, seed: int = 0) -> transformers.PreTrainedModel:
 def build_from(config: transformers.PretrainedConfig, seed: int = 0) -> Any:
     """A model with random weights, far from the tame initial values, so that errors show."""
     torch.manual_seed(seed)
-    model = transformers.AutoModelForCausalLM.from_config(config).float().eval()
+    kind = "ImageTextToText" if hasattr(config, "vision_config") else "CausalLM"
+    model = getattr(transformers, f"AutoModelFor{kind}").from_config(config).float().eval()
     biases = {key: b for key, b in model.named_buffers() if key.endswith("correction_bias")}
     with torch.no_grad():
         for key, parameter in (dict(model.named_parameters()) | biases).items():
