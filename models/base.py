@@ -466,7 +466,7 @@ _NAMES: dict[FieldType, str] = {
     "qk_rope_head_dim v_head_dim num_experts num_local_experts n_routed_experts "
     "num_experts_per_tok experts_per_token n_shared_experts full_attention_interval "
     "linear_conv_kernel_dim linear_key_head_dim linear_value_head_dim linear_num_key_heads "
-    "linear_num_value_heads",
+    "linear_num_value_heads rotary_dim",
     _declare_integer(0, 1 << 14): "n_group topk_group",
     _declare_integer(1, 1 << 24): "vocab_size hidden_size intermediate_size moe_intermediate_size "
     "shared_expert_intermediate_size kv_lora_rank q_lora_rank",
@@ -482,7 +482,7 @@ _NAMES: dict[FieldType, str] = {
     ): "beta_fast beta_slow mscale mscale_all_dim attention_factor swiglu_alpha swiglu_limit",
     _FLAG: "tie_word_embeddings attention_bias mlp_bias norm_topk_prob use_sliding_window "
     "attn_output_gate mtp_use_dedicated_embeddings "
-    "use_qk_norm rope_interleave token_classification_bias truncate",
+    "use_qk_norm use_routing_bias rope_interleave token_classification_bias truncate",
     _TEXT: "hidden_act scoring_func topk_method rope_type type dtype torch_dtype",
     _OBJECT: "rope_scaling rope_parameters id2label",
     _declare_list("strings", _TEXT): "architectures layer_types mlp_layer_types",
@@ -499,6 +499,7 @@ _MULTIPLES = (
 )
 _AT_MOST = (
     ("topk_group", "n_group"),
+    ("rotary_dim", "head_dim"),
     ("first_k_dense_replace", "num_hidden_layers"),
     ("num_experts_per_tok", "num_experts"),
     ("num_experts_per_tok", "num_local_experts"),

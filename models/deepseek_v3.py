@@ -1,7 +1,7 @@
 """Multi-head latent attention: DeepSeek-V3, R1 and V3.1, Kimi K2, Moonlight, GLM-4.7-Flash.
 
 The first four are DeepseekV3ForCausalLM, the last is Glm4MoeLiteForCausalLM: the same tensors and
-the same arithmetic, another config.
+the same arithmetic, another config. Kimi K2.5 is Kimi K2 inside a model with images.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from mcore_rl.models.vllm_parts import (
     map_vllm_norms,
     map_vllm_shared_expert_mlp,
 )
+from mcore_rl.models.wrapper import wrap_family
 from mcore_rl.reshard.rules import Concat, Replicated, Split, Weight
 
 
@@ -227,5 +228,14 @@ GLM_LITE = register(
         name="glm4_moe_lite",
         architecture="Glm4MoeLiteForCausalLM",
         config_map=_map_lite_config,
+    )
+)
+KIMI_K25 = register(
+    wrap_family(
+        FAMILY,
+        "kimi_k25",
+        "KimiK25ForConditionalGeneration",
+        prefixes={"": "language_model."},
+        frozen_prefixes=("vision_tower.", "mm_projector."),
     )
 )

@@ -70,25 +70,18 @@ def build_quantization_config(names: Iterable[str]) -> dict[str, Any]:
     }
 
 
-def is_block_format(quantization: Any) -> bool:
-    """Return whether a quantization_config of config.json has this format."""
-    try:
-        check_quantization_config(quantization)
-    except ConfigError:
-        return False
-    return True
-
-
-def check_quantization_config(quantization: Any) -> None:
+def check_quantization_config(quantization: dict[str, Any]) -> None:
     """Raise ConfigError unless a quantization_config of config.json has this format."""
-    allowed = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [BLOCK, BLOCK]}
-    if not isinstance(quantization, dict):
-        raise ConfigError(f"config.json: quantization_config={quantization!r} is not an object")
-    for name, value in allowed.items():
-        if quantization.get(name, "e4m3" if name == "fmt" else None) != value:
+    allowed = {
+        "quant_method": ("fp8",),
+        "fmt": (None, "e4m3", "float8_e4m3fn"),  # the last: MiniMax-M2
+        "weight_block_size": ([BLOCK, BLOCK],),
+    }
+    for name, values in allowed.items():
+        if (value := quantization.get(name)) not in values:
             raise ConfigError(
-                f"config.json: quantization_config with {name}={quantization.get(name)!r} is not "
-                f"supported; allowed: {value!r}"
+                f"config.json: quantization_config with {name}={value!r} is not supported; "
+                f"allowed: {' or '.join(repr(v) for v in values if v is not None)}"
             )
 
 

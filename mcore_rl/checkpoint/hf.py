@@ -17,7 +17,12 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from mcore_rl.checkpoint import files, fp8, mxfp4
+from mcore_rl.checkpoint import files, fp8
+from mcore_rl.checkpoint.quantization import (
+    check_quantization_config,
+    find_packed_weights,
+    list_parts,
+)
 from mcore_rl.checkpoint.stacks import ExpertPart, is_stack, list_experts, locate_expert
 from mcore_rl.config.checks import check_model_exists
 from mcore_rl.config.errors import ConfigError
@@ -78,14 +83,14 @@ def read_checkpoint_config(path: str | Path, setting: str = "model.path") -> HFC
         setting: Name of the setting with the path, for messages.
 
     Raises:
-        ConfigError: As `read_config`, or weights are quantized in another way than float8 blocks or
-            MXFP4.
+        ConfigError: As `read_config`, or weights are quantized in another way than float8 blocks,
+            MXFP4 or int4.
     """
     config = read_config(path, setting)
     quantization = config.get("quantization_config")
-    if quantization is not None and not mxfp4.is_block_format(quantization):
+    if quantization is not None:
         try:
-            fp8.check_quantization_config(quantization)
+            check_quantization_config(quantization)
         except ConfigError as error:
             raise ConfigError(f"{setting}={str(path)!r}: {error}") from None
     return config
@@ -119,7 +124,7 @@ class CheckpointReader:
     """The tensors of a checkpoint folder, as the model has them. Keeps no file open.
 
     A weight in float8 blocks (checkpoint/fp8.py) and its scales are one tensor here, their product;
-    so are blocks and scales of experts in MXFP4 (checkpoint/mxfp4.py).
+    so are values and scales of experts in MXFP4 or int4 (checkpoint/quantization.py).
     Rotary frequencies, which follow from config.json, are left out, as in transformers and vLLM. So
     is the output head of a model with tied embeddings; `check` compares the two. Experts that files
     have transposed (models/base.is_transposed) are here as the model has them. A slice of a stacked
@@ -148,7 +153,13 @@ class CheckpointReader:
         self._check_transposed(config)
         self.stacks = self._find_stacks() if may_stack_experts(config) else {}
         self._frozen_prefixes = get_frozen_prefixes(config)
-        self._packed = self._find_packed_weights()
+        entries = {name: file.entries[name] for name, file in self._file_of.items()}
+        try:
+            self._packed = find_packed_weights(
+                {name: (entry.shape, entry.dtype) for name, entry in entries.items()}
+            )
+        except ConfigError as error:
+            raise ConfigError(f"checkpoint {self.path}: {error}") from None
         self._scaled = self._find_scaled_weights()
 
     @property
@@ -162,7 +173,7 @@ class CheckpointReader:
         """Format of quantized weights; None if there are none."""
         if self._scaled:
             return f"fp8, blocks of {fp8.BLOCK} x {fp8.BLOCK}"
-        return f"mxfp4, blocks of {mxfp4.BLOCK}" if self._packed else None
+        return next((codec.DESCRIPTION for codec in self._packed.values()), None)
 
     def get_shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of a tensor."""
@@ -171,16 +182,16 @@ class CheckpointReader:
             return shape[::-1] if part.is_transposed else shape
         if (expert := self._locate_expert(name)) is not None:
             return expert.get_shape(self.stacks[expert.stack])
-        if name in self._packed:
-            return mxfp4.get_shape(self._get_entry(name + mxfp4.BLOCKS_SUFFIX).shape)
+        if (codec := self._packed.get(name)) is not None:
+            shape = codec.get_shape(self._get_entry(list_parts(name, codec)[0]).shape)
+            return tuple(shape)
         shape = self._get_entry(name).shape
         return swap_last(shape) if name in self._transposed else shape
 
     def get_shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the shapes of all tensors by name."""
         parts = {name + fp8.SCALE_SUFFIX for name in self._scaled}
-        suffixes = (mxfp4.BLOCKS_SUFFIX, mxfp4.SCALES_SUFFIX)
-        parts |= {name + suffix for name in self._packed for suffix in suffixes}
+        parts |= {part for name, codec in self._packed.items() for part in list_parts(name, codec)}
         parts |= self.stacks.keys()
         names = [*self._packed, *(name for name in self._file_of if name not in parts)]
         shapes = {name: self.get_shape(name) for name in names}
@@ -200,7 +211,7 @@ class CheckpointReader:
         return self._get_entry(name).dtype
 
     def get_stored_dtype(self, name: str) -> torch.dtype:
-        """Return the dtype in the file; of experts in MXFP4 that of two values, uint8."""
+        """Return the dtype in the file; of experts in MXFP4 or int4 uint8, two values."""
         name = self._get_stored_name(name)
         return torch.uint8 if name in self._packed else self._get_entry(name).dtype
 
@@ -260,13 +271,13 @@ class CheckpointReader:
         if (expert := self._locate_expert(name)) is not None:
             name, out = expert.stack, out.unsqueeze(0)
             box = expert.locate(box, self.stacks[name])
-        if name in self._packed:
-            *boxes, columns = mxfp4.locate_blocks(box)
-            parts = (name + mxfp4.BLOCKS_SUFFIX, name + mxfp4.SCALES_SUFFIX)
-            values = mxfp4.dequantize(
-                *(_read_stored(self._file_of[n], n, b) for n, b in zip(parts, boxes, strict=True))
+        if (codec := self._packed.get(name)) is not None:
+            *boxes, columns = codec.locate_blocks(box)
+            parts = list_parts(name, codec)
+            values = codec.dequantize(
+                *(_read_stored(self._file_of[n], n, b) for n, b in zip(parts, boxes, strict=False))
             )
-            out.copy_(values[..., columns].transpose(1, 2))
+            out.copy_(values[:, columns])
             return
         if name in self._transposed:
             box, out = Box(swap_last(box.offsets), swap_last(box.sizes)), out.transpose(-1, -2)
@@ -304,7 +315,7 @@ class CheckpointReader:
                 raise ConfigError(
                     f"checkpoint {self.path}: tensor {name} has dtype {format_dtype(dtype)}; "
                     f"allowed: {', '.join(map(format_dtype, _WEIGHT_DTYPES))}, float8_e4m3fn with "
-                    "scales of blocks, or experts in MXFP4"
+                    "scales of blocks, or experts in MXFP4 or int4"
                 )
         self._check_tied_head()
 
@@ -401,33 +412,6 @@ class CheckpointReader:
                     f"shape {scale_shape}, one for each block of {fp8.BLOCK} x {fp8.BLOCK}"
                 )
         return frozenset(scaled)
-
-    def _find_packed_weights(self) -> tuple[str, ...]:
-        """Return the names of the experts in MXFP4.
-
-        Raises:
-            ConfigError: Blocks have no scales, scales no blocks, or their shapes do not fit.
-        """
-        packed: dict[str, set[str]] = {}
-        suffixes = (mxfp4.BLOCKS_SUFFIX, mxfp4.SCALES_SUFFIX)
-        for name in self._file_of:
-            for suffix in suffixes:
-                if name.endswith(suffix):
-                    packed.setdefault(name.removesuffix(suffix), set()).add(suffix)
-        for name, present in packed.items():
-            for suffix in suffixes:
-                if suffix not in present:
-                    other = next(iter(present))
-                    raise ConfigError(
-                        f"checkpoint {self.path}: {name}{other} is there, but {name}{suffix} is "
-                        "missing; allowed: both, of experts in MXFP4"
-                    )
-            entries = [self._get_entry(name + suffix) for suffix in suffixes]
-            try:
-                mxfp4.check_shapes(name, *((entry.shape, entry.dtype) for entry in entries))
-            except ConfigError as error:
-                raise ConfigError(f"checkpoint {self.path}: {error}") from None
-        return tuple(packed)
 
 
 def swap_last(values: tuple[int, ...]) -> tuple[int, ...]:

@@ -202,7 +202,8 @@ def copy_companions(
                 shutil.copyfile(companion, target)
     if (reference / "config.json").is_file():
         config = read_json_object(reference / "config.json")
-        config.pop("quantization_config", None)
+        for fields in (config, config.get("text_config") or {}):
+            fields.pop("quantization_config", None)
         parts = ("text",) if get_frozen_prefixes(config) else ("text", "vision")
         for fields in (config, *(config.get(f"{part}_config") for part in parts)):
             for key in ("dtype", "torch_dtype"):  # transformers 5 and 4

@@ -15,15 +15,13 @@ import torch
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.reshard.rules import Box
 
+METHOD = "mxfp4"  # quant_method in config.json
 BLOCK = 32  # columns with one scale
-BLOCKS_SUFFIX, SCALES_SUFFIX = "_blocks", "_scales"
+DESCRIPTION = f"mxfp4, blocks of {BLOCK}"
+SUFFIXES = BLOCKS_SUFFIX, SCALES_SUFFIX = "_blocks", "_scales"
+BASE = ""  # the suffix of a tensor's own name
 _BIAS = 127
 _VALUES = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
-
-
-def is_block_format(quantization: Any) -> bool:
-    """Return whether a quantization_config of config.json has this format."""
-    return isinstance(quantization, dict) and quantization.get("quant_method") == "mxfp4"
 
 
 def compute_buffer_bytes(num_elements: int) -> int:
@@ -63,7 +61,7 @@ def locate_blocks(box: Box) -> tuple[Box, Box, slice]:
 
 
 def dequantize(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """Return the products, float32 [experts, rows, columns].
+    """Return the products, float32 [experts, columns, rows].
 
     Args:
         blocks: [experts, rows, columns / 32, 16] uint8
@@ -72,4 +70,4 @@ def dequantize(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     values = torch.cat([_VALUES, -_VALUES])
     halves = torch.stack([blocks & 15, blocks >> 4], dim=-1).flatten(-2)
     exponents = scales.int().sub_(_BIAS).unsqueeze(-1)
-    return torch.ldexp(values[halves.int()], exponents).flatten(-2)
+    return torch.ldexp(values[halves.int()], exponents).flatten(-2).transpose(1, 2)

@@ -360,13 +360,7 @@ class StackedQKV:
     def _list_rows(self, shard: Shard) -> tuple[tuple[LogicalTensor, int, int], ...]:
         """Return (tensor, first row, number of rows) of a shard."""
         q_rows = _divide(self.q.shape[0], shard, self.q.name)
-        head = self.k.shape[0] // self.num_groups
-        if self.num_groups < shard.count:
-            copies = _divide(shard.count, Shard(0, self.num_groups), f"shards of {self.k.name}")
-            first, size = shard.index // copies * head, head
-        else:
-            size = _divide(self.num_groups, shard, f"key/value heads of {self.k.name}") * head
-            first = shard.index * size
+        first, size = _locate_heads(self.k, self.num_groups, shard)
         return (
             (self.q, shard.index * q_rows, q_rows),
             (self.k, first, size),
@@ -382,6 +376,39 @@ class StackedQKV:
             blocks.append(slice_rows(tensor, first, size, local))
             local += size
         return tuple(blocks)
+
+
+def _locate_heads(tensor: LogicalTensor, num_heads: int, shard: Shard) -> tuple[int, int]:
+    """Return first row and number of rows of a shard, which has one head at least."""
+    head = tensor.shape[0] // num_heads
+    if num_heads < shard.count:
+        copies = _divide(shard.count, Shard(0, num_heads), f"shards of {tensor.name}")
+        return shard.index // copies * head, head
+    size = _divide(num_heads, shard, f"heads of {tensor.name}") * head
+    return shard.index * size, size
+
+
+@dataclass(frozen=True, slots=True)
+class SharedHeads:
+    """Rows of a tensor by key/value head, as StackedQKV has them: vLLM's norm of all keys.
+
+    >>> rule = SharedHeads(LogicalTensor("k_norm", (4,)), num_heads=2)
+    >>> [rule.get_blocks(Shard(index, 4))[0].box.offsets for index in range(4)]
+    [(0,), (0,), (2,), (2,)]
+    """
+
+    tensor: LogicalTensor
+    num_heads: int
+
+    @property
+    def tensors(self) -> tuple[LogicalTensor, ...]:
+        return (self.tensor,)
+
+    def get_local_shape(self, shard: Shard) -> tuple[int, ...]:
+        return (_locate_heads(self.tensor, self.num_heads, shard)[1], *self.tensor.shape[1:])
+
+    def get_blocks(self, shard: Shard) -> tuple[Block, ...]:
+        return (slice_rows(self.tensor, *_locate_heads(self.tensor, self.num_heads, shard), 0),)
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,6 +34,9 @@ def config_of(model: str, num_layers: int) -> transformers.PretrainedConfig:
     if model == "gpt_oss":
         window = {"sliding_window": 8, "num_local_experts": 8, "num_experts_per_tok": 2}
         return transformers.GptOssConfig(**grouped, **window)
+    if model == "minimax":
+        routing = {"num_local_experts": 8, "num_experts_per_tok": 2, "rotary_dim": 8}
+        return transformers.MiniMaxM2Config(**grouped, **routing)
     if model == "hybrid":
         return transformers.Qwen3NextConfig(
             **grouped, **experts, num_experts=8, shared_expert_intermediate_size=40,

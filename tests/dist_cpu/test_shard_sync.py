@@ -51,7 +51,7 @@ SERVERS = {
 }
 EXPERTS = (
     "mixtral", "qwen3_moe", "deepseek_v3", "glm4_moe", "glm4_moe_lite", "gpt_oss", "qwen3_next",
-    "qwen3_5_moe",
+    "qwen3_5_moe", "minimax_m2",
 )  # fmt: skip
 FAMILIES = ("qwen2", "qwen3", "llama", "qwen3_5", *EXPERTS)
 BFLOAT16 = ("qwen3_next", "qwen3_5_moe", "qwen3_5")  # vLLM's delta nets on a CPU take nothing else
@@ -75,6 +75,7 @@ CASES = all_but(
         ("glm4_moe_lite", "tp2", "2ep"), ("qwen3_next", "tp2", "2ep"), ("qwen3_next", "pp2", "1"),
         ("qwen3_5_moe", "tp2", "2ep"), ("qwen3_5_moe", "pp2", "1"), ("qwen3_5", "tp2", "2"),
         ("gpt_oss", "tp2ep2", "2"), ("gpt_oss", "pp2", "1"), ("gpt_oss", "tp2", "2ep"),
+        ("minimax_m2", "tp2ep2", "2"), ("minimax_m2", "pp2", "2ep"),
     ],
     [
         (family, layout, server)

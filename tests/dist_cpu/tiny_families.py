@@ -17,7 +17,7 @@ import torch_reference
 import transformers
 from safetensors.torch import load_file, save_file
 
-from mcore_rl.checkpoint import fp8, mxfp4
+from mcore_rl.checkpoint import fp8, int4, mxfp4
 from mcore_rl.config.schema import Layout
 
 TP2 = Layout(tp=2)
@@ -155,6 +155,18 @@ def cases() -> dict[str, Case]:
             ),
             TP2_EP2,
         ),
+        # Half of each head is rotated. vLLM reads the last fields, of which transformers has none.
+        "minimax_m2": Case(
+            t.MiniMaxM2Config(
+                **_GROUPED,
+                num_local_experts=8,
+                num_experts_per_tok=2,
+                rotary_dim=12,
+                scoring_func="sigmoid",
+                use_routing_bias=True,
+            ),
+            TP2_EP2,
+        ),
         # GLM-4.7-Flash. transformers has 1e-6 in norms of latents, whatever the config.
         "glm4_moe_lite": Case(
             t.Glm4MoeLiteConfig(
@@ -192,6 +204,8 @@ def served_config(name: str) -> transformers.PretrainedConfig:
         config.hidden_size = 32 * config.num_attention_heads
     else:
         config.head_dim = 32
+    if config.model_type == "minimax_m2":
+        config.rotary_dim = config.head_dim // 2
     if config.model_type == "gpt_oss":  # the columns of a worker's expert are a multiple of 32
         config.intermediate_size = 128
     return config
@@ -366,11 +380,78 @@ def save_published_gpt_oss(folder: Path, config: Any = None) -> tuple[Path, Path
         blocks = torch.randint(0, 256, (*shape, mxfp4.BLOCK // 2), **options)
         scales = torch.randint(120, 124, shape, **options)
         packed |= {name + mxfp4.BLOCKS_SUFFIX: blocks, name + mxfp4.SCALES_SUFFIX: scales}
-        tensors[name] = mxfp4.dequantize(blocks, scales).transpose(1, 2).contiguous()
+        tensors[name] = mxfp4.dequantize(blocks, scales).contiguous()
     save_file(tensors, plain / "model.safetensors", metadata={"format": "pt"})
     save_file(packed, path / "model.safetensors", metadata={"format": "pt"})
     fields = json.loads((path / "config.json").read_text())
     fields["quantization_config"] = {"quant_method": "mxfp4"}
+    (path / "config.json").write_text(json.dumps(fields))
+    return path, plain
+
+
+_KIMI_TOWER = {
+    "hidden_size": 32, "num_attention_heads": 2, "num_hidden_layers": 1, "intermediate_size": 40,
+    "pos_emb_height": 4, "pos_emb_width": 4, "pos_emb_time": 2,
+}  # fmt: skip
+# Names that transformers writes for Kimi K2.5, and those that are published, which it reads.
+_KIMI_NAMES = {
+    "language_model.model.blocks.": "language_model.model.layers.",
+    "model.mm_projector.": "mm_projector.",
+    "vision_tower.encoder.patch_embed.": "vision_tower.patch_embed.",
+}
+
+
+def name_kimi_tensor(name: str) -> str:
+    for written, published in _KIMI_NAMES.items():
+        name = published + name.removeprefix(written) if name.startswith(written) else name
+    return name
+
+
+def save_published_kimi(folder: Path, config: Any = None) -> tuple[Path, Path]:
+    """Kimi K2.5 in the form it is published in: inside a wrapper, experts in int4, of any bits.
+
+    Returns its folder and one of a plain checkpoint with the same weights, in float32.
+    """
+    text = config or cases()["kimi_k2"].config
+    text.moe_intermediate_size = 64  # a multiple of a group
+    wrapper = transformers.Kimi_K25Config(
+        text_config=text,
+        vision_config=_KIMI_TOWER,
+        projection_hidden_size=32,
+        tie_word_embeddings=False,
+        dtype="float32",
+    )
+    plain = save(tiny_models.build_from(wrapper), folder / "kimi_k25")
+    fields = json.loads((plain / "config.json").read_text())
+    fields |= {"architectures": ["KimiK25ForConditionalGeneration"]}
+    fields["text_config"] |= {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
+    fields["text_config"] |= {"moe_layer_freq": 1}
+    (plain / "config.json").write_text(json.dumps(fields))
+    path = Path(shutil.copytree(plain, folder / "published"))
+    tensors = {
+        name_kimi_tensor(name): tensor
+        for name, tensor in load_file(plain / "model.safetensors").items()
+    }
+    packed, generator = dict(tensors), torch.Generator().manual_seed(0)
+    for name in [name for name in tensors if ".mlp.experts." in name]:
+        rows, columns = packed.pop(name).shape
+        bits = torch.randint(-(2**31), 2**31, (rows, columns // 8), generator=generator).int()
+        scales = torch.rand(rows, columns // 32, generator=generator).mul(0.04).bfloat16()
+        parts = bits, scales, torch.tensor([rows, columns], dtype=torch.int32)
+        base = name.removesuffix(int4.BASE)
+        packed |= {base + suffix: t for suffix, t in zip(int4.SUFFIXES, parts, strict=True)}
+        tensors[name] = int4.dequantize(bits, scales).float()
+    save_file(tensors, plain / "model.safetensors", metadata={"format": "pt"})
+    save_file(packed, path / "model.safetensors", metadata={"format": "pt"})
+    weights = {
+        "num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32,
+    }  # fmt: skip
+    quantization = {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}},
+    }
+    fields["text_config"]["quantization_config"] = quantization
     (path / "config.json").write_text(json.dumps(fields))
     return path, plain
 

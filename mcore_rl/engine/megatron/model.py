@@ -23,6 +23,7 @@ from mcore_rl.engine.megatron.moe import (
     slice_sequence_parallel,
     use_packed_routers,
 )
+from mcore_rl.engine.megatron.qk_norm import use_all_heads_norms
 from mcore_rl.engine.megatron.rope import scale_rope
 from mcore_rl.models.base import Family, HFConfig
 from mcore_rl.parallel.mesh import Chunk
@@ -112,6 +113,7 @@ def build_chunks(
     """
     config, arguments = build_transformer_config(family, hf_config, engine, dtype, stages)
     rope_parameters = arguments.pop("rope_parameters", None)
+    norms_all_heads = arguments.pop("qk_norm_over_all_heads", False)
     chunks = []
     for stage in stages:
         if stage.pp_rank != pp_rank:
@@ -120,6 +122,8 @@ def build_chunks(
         layer_spec = use_packed_routers(family.layer_spec(config, vp_stage))
         if config.softmax_type != "vanilla":
             layer_spec = use_packed_attention(layer_spec)
+        if norms_all_heads:
+            layer_spec = use_all_heads_norms(layer_spec)
         mtp_spec = None
         if stage.num_mtp_layers:  # layers like the last decoder layer of the chunk
             mtp_spec = get_gpt_mtp_block_spec(
@@ -162,8 +166,8 @@ def build_transformer_config(
 ) -> tuple[TransformerConfig, dict[str, Any]]:
     """Return Megatron's config of the model at this layout, and further arguments of GPTModel.
 
-    A family returns both in one dict: entries that are no field of the config are GPTModel's, and
-    the rope_parameters of a scaled rotary embedding.
+    A family returns both in one dict: entries that are no field of the config are GPTModel's, the
+    rope_parameters of a scaled rotary embedding, and qk_norm_over_all_heads (qk_norm.py).
     """
     layout = engine.layout
     fields = family.config_map(hf_config)

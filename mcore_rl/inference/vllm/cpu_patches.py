@@ -131,6 +131,26 @@ def map_expert_ids() -> None:
 
 
 @functools.cache
+def route_without_groups() -> None:
+    """Make the CPU's router choose by sigmoid scores without groups, which MiniMax-M2 has.
+
+    Without groups it takes the softmax only (fused_moe/router/cpu_router.py:238). One group of all
+    experts is the same choice.
+    """
+    from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter
+
+    upstream = CPURouter.__init__
+
+    def initialize(self: Any, *args: Any, **kwargs: Any) -> None:
+        upstream(self, *args, **kwargs)
+        has_groups = self.use_grouped_topk or self.custom_routing_function is not None
+        if self.scoring_func == "sigmoid" and not has_groups:
+            self.use_grouped_topk, self.num_expert_group, self.topk_group = True, 1, 1
+
+    CPURouter.__init__ = initialize
+
+
+@functools.cache
 def record_experts() -> None:
     """Make the CPU's model runner report the experts of tokens, as the GPU's does.
 

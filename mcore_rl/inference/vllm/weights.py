@@ -15,6 +15,7 @@ one module at a time is in memory twice.
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -57,8 +58,8 @@ from vllm.model_executor.model_loader.reload.utils import get_layer_size
 from vllm.model_executor.model_loader.weight_utils import initialize_single_dummy_weight
 from vllm.platforms import current_platform
 
-from mcore_rl.checkpoint import fp8, mxfp4
 from mcore_rl.checkpoint.hf import CheckpointReader
+from mcore_rl.checkpoint.quantization import is_readable
 from mcore_rl.config.errors import ConfigError, PeerError
 from mcore_rl.models.base import HFConfig, get_vllm_weights, read_config
 from mcore_rl.parallel.rendezvous import RendezvousEndpoint
@@ -242,6 +243,12 @@ def make_reloadable(model: Any) -> None:
             # With a kernel in place a reload skips the CPU expert prepack, and the experts' output
             # is garbage (model_executor/layers/fused_moe/unquantized_fused_moe_method.py:187).
             method.moe_kernel = None
+        for parameter in layer.parameters(recurse=False):
+            loader = getattr(parameter, "weight_loader", None)
+            if isinstance(loader, functools.partial):
+                # A reload reads the names of loaders, and MiniMax-M2's norms have partial ones
+                # (model_executor/model_loader/reload/layerwise.py:407).
+                functools.update_wrapper(loader, loader.func)
 
 
 def repack_output_heads(model: torch.nn.Module) -> None:
@@ -364,7 +371,10 @@ class ShardWriter:
             for prefix, layer in self._modules.items()
             if get_layerwise_info(layer).can_load()
             and not is_deferred_attention_layer(layer)
-            and any(parameter is not None for parameter in layer._parameters.values())
+            and any(
+                parameter is not None and name not in SKIP_LOAD_TENSORS
+                for name, parameter in layer._parameters.items()
+            )
             and not _is_tied(self._model, layer)
         ]
         short += [
@@ -425,20 +435,24 @@ def build_loading_arguments(
 
 
 def _build_dequantized_arguments(model_path: str, *, ep: bool) -> dict[str, Any]:
-    """Return vLLM's engine arguments for a checkpoint in float8 blocks or MXFP4; none for others.
+    """Return vLLM's engine arguments for a quantized checkpoint that we dequantize, or none.
 
     vLLM itself handles other quantisations.
     """
-    quantization = read_config(model_path).get("quantization_config")
+    config = read_config(model_path)
+    quantization = config.get("quantization_config")
     if quantization is None:
         has_files = any(Path(model_path).glob("*.safetensors"))
         if not has_files or CheckpointReader(model_path).quantization is None:
             return {}
-    elif not (fp8.is_block_format(quantization) or mxfp4.is_block_format(quantization)):
+    elif not is_readable(quantization):
         return {}
+    plain: dict[str, Any] = {"quantization_config": None}
+    if "quantization_config" in (config.get("text_config") or {}):
+        plain["text_config"] = dict(plain)
     return {
         "load_format": DEQUANTIZED_FORMAT,
-        "hf_overrides": {"quantization_config": None},
+        "hf_overrides": plain,
         # Experts of other workers are neither read nor dequantised.
         "enable_ep_weight_filter": ep,
     }
@@ -470,7 +484,7 @@ def register_loaders() -> None:
 
 
 class _DequantizingLoader(DefaultModelLoader):
-    """Loads checkpoints in float8 blocks or MXFP4 in the server's dtype.
+    """Loads checkpoints in float8 blocks, MXFP4 or int4 in the server's dtype.
 
     Weights are dequantised as they are read, by the trainer's reader, and the model is built
     without the quantisation: it takes the same shards as that of a plain checkpoint.

@@ -460,6 +460,7 @@ def register() -> None:
         from mcore_rl.inference.vllm import cpu_patches
 
         cpu_patches.map_expert_ids()
+        cpu_patches.route_without_groups()
 
 
 def _patch_sleep() -> None:

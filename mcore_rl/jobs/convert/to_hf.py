@@ -125,6 +125,11 @@ def plan_conversion(
     stacks = {} if target == fp8.QUANTIZED else source.list_stacks()
     plans = _stack_plans(_plan_tensors(base, target), stacks)
     tensors = [*plans, *source.plan_frozen()]
+    if target == fp8.QUANTIZED and all(tensor.dtype != target for tensor in tensors):
+        raise ConfigError(
+            f"--dtype={dtype}: no tensor of {checkpoint} has the name of a projection that float8 "
+            "checkpoints have (a model inside a wrapper has none); allowed: bfloat16, float32"
+        )
     shards = plan_shards(tensors, max_shard_bytes)
     options = {"--dtype": dtype, "--lora": lora, "--max-shard-size": max_shard_bytes}
     sources = {"checkpoint": source.path, "reference": reference}

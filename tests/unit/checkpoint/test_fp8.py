@@ -274,8 +274,3 @@ def test_a_hybrid_model_has_its_projections_in_float8_and_lists_what_stands_besi
 def test_other_formats_are_refused(changes, message):
     with pytest.raises(ConfigError, match=message):
         check_quantization_config(CONFIG | changes)
-
-
-def test_a_config_that_is_no_object_is_refused():
-    with pytest.raises(ConfigError, match=r"quantization_config=\[\] is not an object"):
-        check_quantization_config([])

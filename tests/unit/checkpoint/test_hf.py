@@ -320,7 +320,7 @@ def test_experts_in_mxfp4_are_those_that_transformers_makes_of_them(packed, dtyp
 @pytest.mark.parametrize(
     ("tensors", "message"),
     [
-        ({"e_blocks": BLOCKS}, "e_blocks is there, but e_scales is missing; allowed: both"),
+        ({"e_blocks": BLOCKS}, "e_blocks is there, but e_scales is missing; allowed: all"),
         ({"e_scales": EXPONENTS}, "e_scales is there, but e_blocks is missing"),
         (
             {"e_blocks": BLOCKS, "e_scales": EXPONENTS[:2]},
@@ -336,9 +336,112 @@ def test_blocks_and_scales_that_do_not_fit_are_named(packed, tensors, message):
         CheckpointReader(packed)
 
 
+INT4: dict[str, Any] = {
+    "quant_method": "compressed-tensors", "format": "pack-quantized", "kv_cache_scheme": None,
+    "quantization_status": "compressed", "ignore": ["lm_head", "re:.*self_attn.*"],
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"], "input_activations": None, "output_activations": None,
+            "weights": {
+                "num_bits": 4, "type": "int", "symmetric": True, "strategy": "group",
+                "group_size": 32, "actorder": None, "block_structure": None, "dynamic": False,
+                "observer": "minmax", "observer_kwargs": {},
+            },
+        }
+    },
+}  # fmt: skip
+# All values of 4 bits, in whatever order; rows that no round number divides.
+GROUPS = {
+    "e.weight_packed": torch.randint(-(2**31), 2**31, (7, 12), generator=GENERATOR).int(),
+    "e.weight_scale": torch.randn(7, 3, generator=GENERATOR).bfloat16(),
+    "e.weight_shape": torch.tensor([7, 96]),
+}
+
+
+@pytest.fixture
+def int4(tmp_path: Path) -> Path:
+    path = tmp_path / "int4"
+    path.mkdir()
+    save_file({**GROUPS, "logit_scale": torch.ones(1)}, path / "model.safetensors")
+    (path / "config.json").write_text(json.dumps({"quantization_config": INT4}))
+    return path
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_weights_in_int4_are_those_that_compressed_tensors_makes_of_them(int4, dtype):
+    from compressed_tensors.compressors import PackedQuantizationCompressor
+    from compressed_tensors.quantization import QuantizationScheme
+
+    parts = {name.removeprefix("e."): tensor for name, tensor in GROUPS.items()}
+    scheme = QuantizationScheme(**INT4["config_groups"]["group_0"])
+    expected = PackedQuantizationCompressor.decompress(parts, scheme)["weight"]
+    assert expected.dtype == torch.bfloat16
+    reader = CheckpointReader(int4)
+    assert reader.quantization == "int4, groups of 32"
+    assert reader.get_shapes() == {"e.weight": (7, 96), "logit_scale": (1,)}
+    assert reader.get_dtype("e.weight") == torch.bfloat16
+    assert torch.equal(reader.read_tensor("e.weight"), expected)
+    for box in (Box((0, 0), (7, 96)), Box((2, 30), (3, 5)), Box((6, 32), (1, 64))):
+        block = Block(LogicalTensor("e.weight", (7, 96)), box, (0, 0))
+        assert torch.equal(reader.read(block, dtype), expected[box.slices].to(dtype))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"e.weight_scale": None}, "packed is there, but e.weight_scale is missing; allowed: all"),
+        ({"e.weight_packed": None}, "e.weight_scale is there, but e.weight_packed is missing"),
+        (
+            {"e.weight_packed": GROUPS["e.weight_packed"][:, :5]},
+            r"e.weight_packed has shape \(7, 5\); allowed: .* multiple of 32 columns",
+        ),
+        (
+            {"e.weight_scale": GROUPS["e.weight_scale"][:, :2]},
+            r"e.weight_scale is torch.bfloat16 of shape \(7, 2\); allowed: .* of shape \(7, 3\)",
+        ),
+        ({"e.weight_scale": GROUPS["e.weight_scale"].half()}, "torch.float16 .*: torch.bfloat16"),
+        ({"e.weight_packed": GROUPS["e.weight_packed"].long()}, "torch.int64 .*: torch.int32"),
+        ({"e.weight_zero_point": torch.zeros(1)}, "unexpected tensor e.weight_zero_point"),
+    ],
+)
+def test_values_and_scales_of_int4_that_do_not_fit_are_named(int4, change, message):
+    tensors = {n: t.contiguous() for n, t in {**GROUPS, **change}.items() if t is not None}
+    save_file(tensors, int4 / "model.safetensors")
+    with pytest.raises(ConfigError, match=message):
+        CheckpointReader(int4).check([LogicalTensor("e.weight", (7, 96))])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"format": "int-quantized"}, "format='int-quantized' is not .* 'pack-quantized'"),
+        ({"kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme=.* allowed: None"),
+        ([], r"quantization_config=\[\] is not an object"),
+        ({"config_groups": {}}, "config_groups={} is not supported; allowed: an object of groups"),
+        ({"config_groups": {"a": 1}}, "config_groups.a=1 is not supported; allowed: an object"),
+        ({"num_bits": 8}, "config_groups.group_0.weights.num_bits=8 is not .* allowed: 4"),
+        ({"group_size": 128}, "weights.group_size=128 is not .* allowed: 32"),
+        ({"symmetric": False}, "weights.symmetric=False is not .* allowed: True"),
+        ({"actorder": "group"}, "weights.actorder='group' is not .* allowed: None"),
+        ({"strategy": None}, "weights.strategy=None is not .* allowed: 'group'"),
+    ],
+)
+def test_other_schemes_of_compressed_tensors_are_refused(int4, change, message):
+    quantization = json.loads(json.dumps(INT4))
+    weights = quantization["config_groups"]["group_0"]["weights"]
+    for name, value in change.items() if change else ():
+        (weights if name in weights else quantization)[name] = value
+    quantization = quantization if change else change
+    (int4 / "config.json").write_text(json.dumps({"quantization_config": quantization}))
+    with pytest.raises(ConfigError, match=message):
+        CheckpointReader(int4)
+
+
 def test_weights_that_are_quantised_in_another_way_are_refused(folder):
     (folder / "config.json").write_text('{"quantization_config": {"quant_method": "gptq"}}')
-    with pytest.raises(ConfigError, match="quant_method='gptq' is not supported; allowed: 'fp8'"):
+    with pytest.raises(
+        ConfigError, match="quant_method='gptq' is not supported; allowed: 'fp8', 'mxfp4'"
+    ):
         CheckpointReader(folder)
 
 

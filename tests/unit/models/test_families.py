@@ -159,6 +159,26 @@ GPT_OSS_120B = {
     "layer_types": ["sliding_attention", "full_attention"] * 18,
 }  # fmt: skip
 
+MINIMAX_M2 = {
+    "architectures": ["MiniMaxM2ForCausalLM"], "vocab_size": 200064, "hidden_size": 3072,
+    "num_hidden_layers": 62, "num_attention_heads": 48, "num_key_value_heads": 8, "head_dim": 128,
+    "intermediate_size": 1536, "num_local_experts": 256, "num_experts_per_tok": 8,
+    "scoring_func": "sigmoid", "use_routing_bias": True, "use_qk_norm": True,
+    "qk_norm_type": "per_layer", "rotary_dim": 64, "rms_norm_eps": 1e-6, "rope_theta": 5000000,
+    "hidden_act": "silu", "tie_word_embeddings": False,
+}  # fmt: skip
+
+_KIMI_K2 = {
+    **DEEPSEEK_V3, "vocab_size": 163840, "num_attention_heads": 64, "num_key_value_heads": 64,
+    "n_routed_experts": 384, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1,
+    "routed_scaling_factor": 2.827, "rms_norm_eps": 1e-5, "rope_theta": 50000.0,
+    "num_nextn_predict_layers": 0,
+    "rope_scaling": {**DEEPSEEK_V3["rope_scaling"], "factor": 64.0},
+}  # fmt: skip
+KIMI_K25 = {  # as read_config returns it
+    **_KIMI_K2, "architectures": ["KimiK25ForConditionalGeneration"], "model_type": "kimi_k25",
+    "text_config": _KIMI_K2, "vision_config": {},
+}  # fmt: skip
 GLM_4_7_FLASH = {
     **{name: value for name, value in GLM_4_5.items() if name not in ("use_qk_norm", "head_dim")},
     "architectures": ["Glm4MoeLiteForCausalLM"], "vocab_size": 154880, "hidden_size": 2048,
@@ -192,7 +212,9 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
     "Qwen3.5-27B, text": (_QWEN3_5_DENSE, 26_895_998_464),
     "Llama-3.1-8B": (LLAMA_3_1_8B, 8_030_261_248),
     "Mixtral-8x7B": (MIXTRAL_8X7B, 46_702_792_704),
+    "MiniMax-M2": (MINIMAX_M2, 228_689_764_864),
     "DeepSeek-V3": (DEEPSEEK_V3, 671_026_419_200),
+    "Kimi-K2.5": (KIMI_K25, 1_026_408_232_448),
     "GLM-4.5": (GLM_4_5, 352_797_829_024),
     "GLM-4.7-Flash": (GLM_4_7_FLASH, 29_943_393_920),
     "gpt-oss-20b": (GPT_OSS_20B, 20_914_757_184),
@@ -466,7 +488,35 @@ REFUSED = [
     ),
     (DEEPSEEK_V3, {"rope_scaling": {**YARN, "attention_factor": 2.0}}, "attention_factor=2.0 is"),
     (DEEPSEEK_V3, {"rope_scaling": {**YARN, "truncate": False}}, "truncate=false is not"),
+    (KIMI_K25, {"text_config": None}, "no text_config; allowed: the fields of the language model"),
+    (KIMI_K25, {"tie_word_embeddings": True}, "tie_word_embeddings=True differs from text_config"),
+    (KIMI_K25, {"n_group": 2}, "num_experts_per_tok=8 with topk_group=1 of n_group=2"),
     (GLM_4_5, {"num_experts_per_tok": 1, "norm_topk_prob": None}, "norm_topk_prob=true"),
+    (MINIMAX_M2, {"scoring_func": "softmax"}, "scoring_func='softmax' is not .* 'sigmoid'"),
+    (MINIMAX_M2, {"use_routing_bias": False}, "use_routing_bias=false is not .* allowed: true"),
+    (MINIMAX_M2, {"use_qk_norm": False}, "use_qk_norm=false is not .* allowed: true"),
+    (MINIMAX_M2, {"qk_norm_type": "per_head"}, "qk_norm_type='per_head' is not .* 'per_layer'"),
+    (MINIMAX_M2, {"attention_bias": True}, "attention_bias=true is not .* allowed: false"),
+    (MINIMAX_M2, {"sliding_window": 4096}, "sliding_window=4096 is not .* allowed: null"),
+    (MINIMAX_M2, {"attn_type_list": [0, 1]}, r"attn_type_list=\[0, 1\] is not .* allowed: \[1, 1"),
+    (
+        MINIMAX_M2,
+        {"shared_intermediate_size": 8},
+        "shared_intermediate_size=8 is not .* allowed: 0",
+    ),
+    (
+        MINIMAX_M2,
+        {"routed_scaling_factor": 2.5},
+        "routed_scaling_factor=2.5 is not .* allowed: 1.0",
+    ),
+    (MINIMAX_M2, {"router_jitter_noise": 0.1}, "router_jitter_noise=0.1 is not .* allowed: 0.0"),
+    (MINIMAX_M2, {"layernorm_mlp_beta": 2.0}, "layernorm_mlp_beta=2.0 is not .* allowed: 1.0"),
+    (MINIMAX_M2, {"num_local_experts": None}, "has no 'num_local_experts'"),
+    (
+        MINIMAX_M2,
+        {"partial_rotary_factor": 0.25},
+        "rotary_dim=64 and partial_rotary_factor=0.25 of head_dim=128 differ; allowed: one of",
+    ),
     (GPT_OSS_20B, {"attention_bias": False}, "attention_bias=false is not .* allowed: true"),
     (GPT_OSS_20B, {"hidden_act": "gelu"}, "hidden_act='gelu' is not .* allowed: 'silu'"),
     (GPT_OSS_20B, {"layer_types": ["full_attention"] * 24}, "layer_types=.* allowed: .'sliding_"),
@@ -506,7 +556,7 @@ def test_rope_is_read_where_either_transformers_keeps_it():
     [
         (LLAMA_2_7B, "Llama"), (QWEN2_5_7B, "Qwen2"), (QWEN3_0_6B, "Qwen3"),
         (QWEN3_30B_A3B, "Qwen3Moe"), (MIXTRAL_8X7B, "Mixtral"), (DEEPSEEK_V3, "DeepseekV3"),
-        (GLM_4_5, "Glm4Moe"), (GLM_4_7_FLASH, "Glm4MoeLite"),
+        (GLM_4_5, "Glm4Moe"), (GLM_4_7_FLASH, "Glm4MoeLite"), (MINIMAX_M2, "MiniMaxM2"),
     ],
 )  # fmt: skip
 def test_a_config_without_rope_theta_has_that_of_transformers(config, architecture):
@@ -515,6 +565,26 @@ def test_a_config_without_rope_theta_has_that_of_transformers(config, architectu
     bare = {name: value for name, value in config.items() if not name.startswith("rope_")}
     expected = getattr(transformers, f"{architecture}Config")(**bare).rope_parameters["rope_theta"]
     assert get_family(bare).config_map(bare)["rotary_base"] == expected
+
+
+@pytest.mark.parametrize("name", ["rotary_dim", "scoring_func", "use_routing_bias"])
+def test_what_a_server_of_minimax_m2_reads_from_config_is_required(name):
+    family = get_family(MINIMAX_M2)
+    without = {key: value for key, value in MINIMAX_M2.items() if key != name}
+    with pytest.raises(ConfigError, match=f"no '{name}', which .'MiniMaxM2ForCausalLM'. needs"):
+        family.vllm_weights(without)
+    family.config_map(without)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{}, {"partial_rotary_factor": 0.5}, {"rope_parameters": {"partial_rotary_factor": 0.5}}],
+)
+def test_minimax_m2_rotates_half_of_a_head_by_either_field(fields):
+    config = {**MINIMAX_M2, **fields}
+    if fields:
+        del config["rotary_dim"]
+    assert get_family(config).config_map(config)["rotary_percent"] == 0.5
 
 
 def test_the_first_llama_has_as_many_groups_as_heads_in_training_and_on_servers():

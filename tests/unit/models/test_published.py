@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 import mcore_rl.models  # noqa: F401
-from mcore_rl.checkpoint.fp8 import check_quantization_config
+from mcore_rl.checkpoint.fp8 import is_block_quantized
+from mcore_rl.checkpoint.quantization import check_quantization_config
 from mcore_rl.engine.megatron.conversion import build_meta_model
 from mcore_rl.models.base import (
     count_kv_elements_per_token,
@@ -35,9 +36,11 @@ TENSOR_ELEMENTS = {
     "GLM-4.7": 358_337_791_296,
     "GLM-4.7-Flash": 31_221_488_576,
     "Kimi-K2-Instruct": 1_026_408_232_448,
+    "Kimi-K2.5": 1_026_408_232_448,  # the language model, dequantised
     "Llama-2-7b-hf": 6_738_415_616,
     "Llama-3.1-405B": 405_853_388_800,
     "Llama-3.1-70B": 70_553_706_496,
+    "MiniMax-M2": 228_703_644_928 - 13_880_064,  # scales of its float8 blocks
     "Mixtral-8x22B-v0.1": 140_620_634_112,
     "Qwen3-235B-A22B": 235_093_634_560,
     "Qwen3-30B-A3B": 30_532_122_624,
@@ -64,8 +67,14 @@ SMALL = all_but(
 DEEPSEEK_F8, DEEPSEEK_BF16, DEEPSEEK_F32 = 680_571_043_840, 3_918_786_560, 41_555_600
 
 
+# Of Kimi-K2.5's files: all tensors, those of the language model, and elements of the frozen ones.
+KIMI_STORED, KIMI_TENSORS, KIMI_FROZEN = 170_738_182_128, 208_550 - 335, 471_143_920
+
+
 def published(name: str) -> dict[str, Any]:
-    return json.loads((FOLDER / f"{name}.json").read_text())
+    """Read config.json with the fields of a nested language model beside its own."""
+    config = json.loads((FOLDER / f"{name}.json").read_text())
+    return {**config.get("text_config", {}), **config}
 
 
 def config_of(name: str) -> dict[str, Any]:
@@ -100,13 +109,14 @@ def count_by_formula(config: dict[str, Any]) -> int:
         attention = rows * hidden + heads * dim * hidden
         attention += rows if c.get("attention_bias") else 0
         has_norms = c["architectures"][0].startswith("Qwen3") or c.get("use_qk_norm")
-        attention += 2 * dim if has_norms else 0
+        normed = heads + c["num_key_value_heads"] if c.get("qk_norm_type") == "per_layer" else 2
+        attention += normed * dim if has_norms else 0
     attention += heads + hidden if "swiglu_limit" in c else 0  # sinks, a bias
     experts = c.get("n_routed_experts") or c.get("num_experts") or c.get("num_local_experts") or 0
     dense = c.get("first_k_dense_replace", 0) if experts else layers
     ffn = c.get("moe_intermediate_size") or c["intermediate_size"]
     moe = (experts + c.get("n_shared_experts", 0)) * 3 * hidden * ffn + experts * hidden
-    moe += experts if "n_routed_experts" in c else 0  # selection bias
+    moe += experts if "n_routed_experts" in c or "use_routing_bias" in c else 0  # selection bias
     if "swiglu_limit" in c:  # biases of experts and router
         moe += experts * (2 * ffn + hidden + 1)
     if shared := c.get("shared_expert_intermediate_size"):
@@ -182,15 +192,27 @@ def test_deepseek_in_float8_blocks_has_the_published_number_of_elements_of_each_
     )
 
 
+def test_the_files_of_minimax_m2_have_a_scale_for_each_block_and_no_prediction_layer():
+    tensors = tensors_of(config_of("MiniMax-M2"))
+    quantised = [t for t in tensors if is_block_quantized(t.name, t.shape)]
+    scales = sum(math.prod(math.ceil(size / 128) for size in t.shape) for t in quantised)
+    assert count_elements(tensors) + scales == 228_703_644_928
+
+
+def test_the_files_of_kimi_k2_5_have_experts_in_int4_of_the_published_sizes():
+    tensors = tensors_of(config_of("Kimi-K2.5"))
+    assert all(tensor.name.startswith("language_model.") for tensor in tensors)
+    packed = [t for t in tensors if ".experts." in t.name]
+    values = count_elements(packed)
+    stored = count_elements(tensors) - values + values // 8 + values // 32 + 2 * len(packed)
+    assert len(tensors) + 2 * len(packed) == KIMI_TENSORS
+    assert stored + KIMI_FROZEN == KIMI_STORED
+
+
 @pytest.mark.parametrize(
-    "name",
-    [
-        name
-        for name in TENSOR_ELEMENTS
-        if published(name).get("quantization_config", {}).get("quant_method") == "fp8"
-    ],
+    "name", [name for name in TENSOR_ELEMENTS if "quantization_config" in published(name)]
 )
-def test_published_float8_blocks_are_read(name):
+def test_published_quantised_weights_are_read(name):
     check_quantization_config(published(name)["quantization_config"])
 
 
