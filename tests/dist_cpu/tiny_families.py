@@ -230,6 +230,32 @@ def _save_qwen3_next_with_mtp(config: Any, path: Path) -> Path:
     return path
 
 
+def make_predictable(path: Path, seed: int = 0) -> Path:
+    """Give a checkpoint of save_with_mtp tokens that it predicts, and its prediction layer too.
+
+    Token t is mostly followed by token p(t) of a permutation: rows of the head are embeddings. The
+    prediction layer projects the embedding alone.
+    """
+    tensors = load_file(path / "model.safetensors")
+    vocab, hidden = tensors["lm_head.weight"].shape
+    generator = torch.Generator().manual_seed(seed)
+    embedding = torch.randn(vocab, hidden, generator=generator)
+    head = embedding[torch.randperm(vocab, generator=generator)] * 8 / hidden
+    projection = torch.cat([torch.eye(hidden), torch.zeros(hidden, hidden)], 1)
+    ends = {
+        "embed_tokens.weight": embedding,
+        "lm_head.weight": head,
+        "shared_head.head.weight": head,
+        "eh_proj.weight": projection,
+        "mtp.fc.weight": projection,
+    }
+    for end, tensor in ends.items():
+        for name in [name for name in tensors if name.endswith(end)]:
+            tensors[name] = tensor.to(tensors[name].dtype, copy=True)
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    return path
+
+
 class _Qwen3NextPredictor(torch.nn.Module):
     """The prediction layer of Qwen3-Next, of which transformers has the parts alone."""
 
