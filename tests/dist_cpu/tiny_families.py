@@ -194,15 +194,21 @@ def save_with_mtp(name: str, folder: Path, config: Any = None) -> Path:
     if getattr(config, "mlp_layer_types", None):
         config.mlp_layer_types = [*config.mlp_layer_types, "sparse"]
     path = save_served(tiny_models.build_from(config), folder / f"{name}-mtp")
+    return make_last_layer_predict(path)
+
+
+def make_last_layer_predict(path: Path) -> Path:
+    """Make the last layer of a checkpoint a prediction layer."""
+    fields = json.loads((path / "config.json").read_text())
     tensors = load_file(path / "model.safetensors")
-    extra, hidden = f"model.layers.{num_layers}.", config.hidden_size
+    num_layers, hidden = fields["num_hidden_layers"] - 1, fields["hidden_size"]
+    extra = f"model.layers.{num_layers}."
     for norm in ("enorm", "hnorm", "shared_head.norm"):
         tensors[f"{extra}{norm}.weight"] = torch.empty(hidden).uniform_(0.7, 1.3)
     tensors[f"{extra}eh_proj.weight"] = torch.empty(hidden, 2 * hidden).normal_(0, 0.08)
     tensors[f"{extra}embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
     tensors[f"{extra}shared_head.head.weight"] = tensors["lm_head.weight"].clone()
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
-    fields = json.loads((path / "config.json").read_text())
     fields |= {"num_hidden_layers": num_layers, "num_nextn_predict_layers": 1}
     fields.pop("mlp_layer_types", None)  # published configs have first_k_dense_replace
     (path / "config.json").write_text(json.dumps(fields))
