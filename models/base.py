@@ -60,6 +60,8 @@ class Family:
         num_mtp_layers: Multi-token prediction layers after the decoder layers of a checkpoint.
         frozen_prefixes: Prefixes of the tensors of a checkpoint that no engine loads, such as those
             of a vision tower: an export has them as the first checkpoint has them.
+        vllm_drafts: Rules of the parameters of vLLM's draft model, which has the prediction layers
+            (vllm_parts.DRAFT). None: servers draft no tokens.
     """
 
     name: str
@@ -69,6 +71,7 @@ class Family:
     weights: Callable[[HFConfig, int], tuple[Weight, ...]]
     vllm_weights: Callable[[HFConfig], tuple[Weight, ...]] | None = None
     num_mtp_layers: Callable[[HFConfig], int] = lambda config: 0
+    vllm_drafts: Callable[[HFConfig], tuple[Weight, ...]] | None = None
     frozen_prefixes: tuple[str, ...] = ()
 
 
@@ -243,8 +246,11 @@ def estimate_cost(config: HFConfig) -> SequenceCost:
     )
 
 
-def get_vllm_weights(config: HFConfig) -> tuple[Weight, ...]:
+def get_vllm_weights(config: HFConfig, *, drafts: bool = False) -> tuple[Weight, ...]:
     """Return the rules of vLLM's parameters.
+
+    Args:
+        drafts: With those of the draft model.
 
     Raises:
         ConfigError: The family has none.
@@ -254,7 +260,14 @@ def get_vllm_weights(config: HFConfig) -> tuple[Weight, ...]:
         raise ConfigError(
             f"the family {family.name!r} has no vllm_weights, the rules of vLLM's parameters"
         )
-    return family.vllm_weights(config)
+    weights = family.vllm_weights(config)
+    if not drafts:
+        return weights
+    if family.vllm_drafts is None:
+        raise ConfigError(
+            f"the family {family.name!r} has no vllm_drafts, the rules of vLLM's draft model"
+        )
+    return weights + family.vllm_drafts(config)
 
 
 def get_field(config: HFConfig, name: str) -> Any:

@@ -27,6 +27,7 @@ from mcore_rl.models.rope import read_scaling
 from mcore_rl.models.vllm_parts import (
     build_vllm_weight,
     map_vllm_decoder,
+    map_vllm_drafts,
     map_vllm_norms,
     map_vllm_shared_expert_mlp,
 )
@@ -211,6 +212,10 @@ def map_vllm_weights(config: HFConfig) -> tuple[Weight, ...]:
     return map_vllm_decoder(config, _map_vllm_layer)
 
 
+def map_drafts(config: HFConfig) -> tuple[Weight, ...]:
+    return map_vllm_drafts(config, _map_vllm_layer)
+
+
 FAMILY = register(
     Family(
         "deepseek_v3",
@@ -220,6 +225,7 @@ FAMILY = register(
         map_weights,
         map_vllm_weights,
         count_mtp_layers,
+        map_drafts,
     )
 )
 GLM_LITE = register(

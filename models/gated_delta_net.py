@@ -30,10 +30,12 @@ from mcore_rl.models.parts import (
 )
 from mcore_rl.models.rope import map_rope_config
 from mcore_rl.models.vllm_parts import (
+    DRAFT,
     build_vllm_weight,
     map_vllm_attention,
     map_vllm_decoder,
     map_vllm_dense_mlp,
+    map_vllm_draft_layer,
     map_vllm_experts,
     map_vllm_mlp,
     map_vllm_norms,
@@ -253,14 +255,22 @@ def _map_mtp(config: HFConfig, embedding: Weight, map_layer: LayerRules) -> Iter
 
     It projects [embedding; hidden state], as Megatron does (vLLM's qwen3_next_mtp.py, forward).
     """
-    hidden, layer = get_field(config, "hidden_size"), Layer(0, 0, _MTP_PREFIX)
+    norms, projection = _build_mtp_rules(config)
     yield embedding._replace(stage="mtp", replica=True)
-    for mcore, hf in _MTP_NORMS.items():
-        norm = Replicated(LogicalTensor(f"{hf}.weight", (hidden,)))
+    for mcore, norm in norms.items():
         yield Weight(f"mtp.layers.0.{mcore}.weight", norm, stage="mtp")
-    projection = Split(LogicalTensor("mtp.fc.weight", (hidden, 2 * hidden)), 0)
     yield Weight("mtp.layers.0.eh_proj.weight", projection, axis="tp", stage="mtp")
-    yield from map_layer(config, layer)
+    yield from map_layer(config, Layer(0, 0, _MTP_PREFIX))
+
+
+def _build_mtp_rules(config: HFConfig) -> tuple[dict[str, Replicated], Split]:
+    """Return the norms around a prediction layer, by Megatron's name, and its projection."""
+    hidden = get_field(config, "hidden_size")
+    norms = {
+        mcore: Replicated(LogicalTensor(f"{hf}.weight", (hidden,)))
+        for mcore, hf in _MTP_NORMS.items()
+    }
+    return norms, Split(LogicalTensor("mtp.fc.weight", (hidden, 2 * hidden)), 0)
 
 
 def _map_vllm_delta_net(layer: Layer, net: DeltaNet) -> Iterator[Weight]:
@@ -300,3 +310,17 @@ def _map_vllm_layer(config: HFConfig, layer: Layer, build_net: BuildDeltaNet) ->
 def map_hybrid_vllm_weights(config: HFConfig, build_net: BuildDeltaNet) -> tuple[Weight, ...]:
     """Return the rules of vLLM's parameters."""
     return map_vllm_decoder(config, partial(_map_vllm_layer, build_net=build_net))
+
+
+def map_hybrid_drafts(config: HFConfig, build_net: BuildDeltaNet) -> tuple[Weight, ...]:
+    """Return the rules of vLLM's prediction layer (model_executor/models/qwen3_next_mtp.py:60)."""
+    norms, projection = _build_mtp_rules(config)
+    layer, map_layer = Layer(0, 0, _MTP_PREFIX), partial(_map_vllm_layer, build_net=build_net)
+    return (
+        Weight(f"{DRAFT}model.fc.weight", projection, axis="tp", stage="mtp"),
+        *(
+            Weight(f"{DRAFT}model.{norm.tensor.name.removeprefix('mtp.')}", norm, stage="mtp")
+            for norm in norms.values()
+        ),
+        *map_vllm_draft_layer(config, layer, map_layer, "model.layers.0"),
+    )

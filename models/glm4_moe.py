@@ -21,6 +21,7 @@ from mcore_rl.models.parts import (
 from mcore_rl.models.vllm_parts import (
     map_vllm_attention,
     map_vllm_decoder,
+    map_vllm_drafts,
     map_vllm_norms,
     map_vllm_shared_expert_mlp,
 )
@@ -62,6 +63,10 @@ def map_vllm_weights(config: HFConfig) -> tuple[Weight, ...]:
     return map_vllm_decoder(config, _map_vllm_layer)
 
 
+def map_drafts(config: HFConfig) -> tuple[Weight, ...]:
+    return map_vllm_drafts(config, _map_vllm_layer)
+
+
 FAMILY = register(
     Family(
         "glm4_moe",
@@ -71,5 +76,6 @@ FAMILY = register(
         map_weights,
         map_vllm_weights,
         count_mtp_layers,
+        map_drafts,
     )
 )

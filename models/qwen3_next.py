@@ -9,6 +9,7 @@ from mcore_rl.models.gated_delta_net import (
     DeltaNet,
     get_layer_spec,
     map_hybrid_config,
+    map_hybrid_drafts,
     map_hybrid_vllm_weights,
     map_hybrid_weights,
 )
@@ -68,6 +69,10 @@ def map_vllm_weights(config: HFConfig) -> tuple[Weight, ...]:
     return map_hybrid_vllm_weights(config, _InterleavedDeltaNet)
 
 
+def map_drafts(config: HFConfig) -> tuple[Weight, ...]:
+    return map_hybrid_drafts(config, _InterleavedDeltaNet) if count_mtp_layers(config) else ()
+
+
 FAMILY = register(
     Family(
         "qwen3_next",
@@ -77,5 +82,6 @@ FAMILY = register(
         map_weights,
         map_vllm_weights,
         count_mtp_layers,
+        map_drafts,
     )
 )

@@ -13,6 +13,7 @@ from mcore_rl.models.parts import (
     GATED_NAMES,
     Layer,
     build_gated_mlp_rules,
+    count_mtp_layers,
     get_shared_expert_size,
     has_experts,
 )
@@ -28,6 +29,7 @@ from mcore_rl.reshard.rules import (
 )
 
 LayerRules = Callable[[HFConfig, Layer], Iterator[Weight]]
+DRAFT = "draft."  # before names of vLLM's draft model (inference/vllm/drafts.py)
 _VOCAB_MULTIPLE = 64  # model_executor/layers/vocab_parallel_embedding.py:36
 
 
@@ -71,6 +73,39 @@ def map_vllm_decoder(
         build_weight("model.norm.weight", norm, None, "final_norm"),
         build_weight("lm_head.weight", head, "tp", "head"),
     )
+
+
+def map_vllm_draft_layer(
+    config: HFConfig, layer: Layer, map_layer: LayerRules, module: str
+) -> Iterator[Weight]:
+    """Map the decoder layer of a prediction layer.
+
+    Args:
+        map_layer: Gives the rules of a decoder layer.
+        module: Name of the layer in vLLM's draft model.
+    """
+    decoder_layer = f"model.layers.{layer.index}"
+    for weight in map_layer(config, layer):
+        name = f"{DRAFT}{module}{weight.name.removeprefix(decoder_layer)}"
+        yield weight._replace(name=name, layer=None, stage="mtp")
+
+
+def map_vllm_drafts(config: HFConfig, map_layer: LayerRules) -> tuple[Weight, ...]:
+    """Map the prediction layers of DeepSeek-V3 (model_executor/models/deepseek_mtp.py:73).
+
+    The draft model shares embedding and head with the served model
+    (v1/spec_decode/llm_base_proposer.py:1416).
+    """
+    hidden, weights = get_field(config, "hidden_size"), list[Weight]()
+    for mtp_index in range(count_mtp_layers(config)):
+        layer = Layer(get_field(config, "num_hidden_layers") + mtp_index, mtp_index)
+        module = f"model.layers.{layer.index}"
+        shapes = dict.fromkeys(("enorm", "hnorm", "shared_head.norm"), (hidden,))
+        for name, shape in (shapes | {"eh_proj": (hidden, 2 * hidden)}).items():
+            rule = Replicated(layer.build_tensor(f"{name}.weight", *shape))
+            weights.append(Weight(f"{DRAFT}{module}.{name}.weight", rule, stage="mtp"))
+        weights += map_vllm_draft_layer(config, layer, map_layer, f"{module}.mtp_block")
+    return tuple(weights)
 
 
 def map_vllm_norms(config: HFConfig, layer: Layer) -> Iterator[Weight]:

@@ -39,6 +39,7 @@ from mcore_rl.config.resolve_engine import (
 from mcore_rl.config.resolve_rollout import (
     check_lane_batches,
     resolve_agent,
+    resolve_drafts,
     resolve_evaluation,
     resolve_models,
     resolve_reward,
@@ -119,6 +120,7 @@ def resolve(config: RLConfig, *, needs_data: bool = True) -> None:
     stops = {"rollout.stop": config.rollout.stop, "evaluation.stop": config.evaluation.stop or []}
     resolve_agent(config.agent, stops)
     resolve_truncation(config)
+    resolve_drafts(config)
     resolve_reward(config.reward)
     _resolve_weight_sync(config)
     resolve_mode(config)

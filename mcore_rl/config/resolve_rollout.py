@@ -22,6 +22,7 @@ from mcore_rl.config.schema import AgentConfig, RewardConfig, RLConfig, RolloutC
 SERVER_BACKENDS = ("vllm", "sglang")  # or an import path
 CODECS = ("auto", "renderers", "template")
 LOAD_FORMATS = ("auto", "checkpoint", "dummy")
+MAX_DRAFT = 128  # vLLM's limit (v1/sample/rejection_sampler.py, MAX_SPEC_LEN)
 ON_ERROR = ("stop", "drop", "zero")
 # What a term of reward.terms may have.
 _TERM_PARTS: dict[str, tuple[Any, str]] = {
@@ -108,6 +109,7 @@ def resolve_servers(config: RolloutConfig) -> None:
         )
     check_cores("rollout.cores", config.cores, num_workers)
     check_at_least("rollout.max_restarts", config.max_restarts, 0)
+    check_between("rollout.speculative.num_tokens", config.speculative.num_tokens, 0, MAX_DRAFT)
     check_choice("rollout.load_format", config.load_format, LOAD_FORMATS)
 
 
@@ -228,6 +230,17 @@ def _resolve_evaluation_length(config: RLConfig) -> None:
             f"evaluation.max_response_tokens={length}: conversations of "
             f"agent.loop={config.agent.loop!r} have one context, in training and evaluation; "
             f"allowed: up to rollout.max_response_tokens={train_length}"
+        )
+
+
+def resolve_drafts(config: RLConfig) -> None:
+    """Check that an update sends the prediction layers that servers draft with."""
+    num_tokens, coefficient = config.rollout.speculative.num_tokens, config.actor.mtp_loss_coef
+    if num_tokens and not coefficient:
+        raise ConfigError(
+            f"rollout.speculative.num_tokens={num_tokens} with actor.mtp_loss_coef={coefficient}: "
+            "the actor has no prediction layers to send with an update; allowed: 0, or "
+            "actor.mtp_loss_coef above 0"
         )
 
 

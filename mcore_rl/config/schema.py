@@ -176,6 +176,13 @@ class SGLangConfig:
 
 
 @dataclass
+class SpeculativeConfig:
+    """Speculative decoding with the model's own prediction layers: docs/rollout.md."""
+
+    num_tokens: int = 0  # tokens that the prediction layer drafts per step of a response; 0: none
+
+
+@dataclass
 class RolloutConfig:
     """The generation servers."""
 
@@ -205,6 +212,7 @@ class RolloutConfig:
     # arguments of vLLM's engine (EngineArgs), by name: docs/passthrough.md
     engine: dict[str, Any] = field(default_factory=dict)
     sglang: SGLangConfig = field(default_factory=SGLangConfig)
+    speculative: SpeculativeConfig = field(default_factory=SpeculativeConfig)
 
 
 @dataclass

@@ -148,6 +148,23 @@ class ServerFeatures:
     images: bool = False  # data.images_column
     sglang: bool = False  # rollout.sglang
     engine: bool = False  # rollout.engine
+    drafts: bool = False  # rollout.speculative
+
+
+@dataclass(frozen=True, slots=True)
+class DraftCounts:
+    """Counts of speculative decoding (rollout.speculative)."""
+
+    num_drafts: int = 0  # steps of a response that had drafted tokens
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+
+    def __add__(self, other: DraftCounts) -> DraftCounts:
+        return DraftCounts(
+            self.num_drafts + other.num_drafts,
+            self.num_draft_tokens + other.num_draft_tokens,
+            self.num_accepted_tokens + other.num_accepted_tokens,
+        )
 
 
 class GenerationServer(ABC):
@@ -391,6 +408,10 @@ class GenerationServer(ABC):
     async def memory(self) -> ServerMemory:
         """Return the memory of weights and KV cache; 0 if the backend does not measure it."""
         return ServerMemory(0, 0)
+
+    async def take_draft_counts(self) -> DraftCounts:
+        """Return the counts of drafts since the last call; 0 without drafts."""
+        return DraftCounts()
 
     def synchronize_call(self) -> None:  # noqa: B027
         """Wait on further nodes of a server until its first node has finished a call.

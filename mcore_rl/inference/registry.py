@@ -89,6 +89,11 @@ def check_server_settings(
             f"{key}.engine={settings.engine} has no part in {backend}; allowed: "
             f"{key}.backend='vllm'{other}"
         )
+    if not features.drafts and settings.speculative.num_tokens:
+        raise ConfigError(
+            f"{key}.speculative.num_tokens={settings.speculative.num_tokens} has no part in "
+            f"{backend}; allowed: 0, or {key}.backend='vllm'"
+        )
     server_class.check_settings(settings, key)
     server_class.check_device(settings, key, device)
     return features

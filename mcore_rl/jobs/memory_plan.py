@@ -269,7 +269,9 @@ def _plan_servers(
     weight_format = server_class.features.weight_format or "huggingface"
     if get_family(model).vllm_weights is None:
         weight_format = "huggingface"  # all tensors on each worker, at most
-    ranks, (_, weights) = build_generation_side(model, layout, weight_format)
+    ranks, (_, weights) = build_generation_side(
+        model, layout, weight_format, drafts=bool(rollout.speculative.num_tokens)
+    )
     rank_counts = _count_elements(ranks, weights, LoRAConfig())
     # Experts may not divide evenly.
     largest = max(rank_counts, key=lambda counts: counts.parameters)

@@ -73,6 +73,22 @@ class RolloutPool:
         idle_s = self.servers.idle_s()
         return sum(idle_s) / max(len(idle_s), 1)
 
+    def compute_draft_metrics(self) -> dict[str, float]:
+        """Return metrics of speculative decoding since the last call; {} without drafts.
+
+        `drafts/acceptance` is the share of drafted tokens that were accepted, `drafts/step_tokens`
+        the mean number of tokens by which a step with drafts extends a response.
+        """
+        if not self.config.speculative.num_tokens:
+            return {}
+        counts = self.servers.take_draft_counts()
+        if not counts.num_drafts:
+            return {}
+        return {
+            "drafts/acceptance": counts.num_accepted_tokens / counts.num_draft_tokens,
+            "drafts/step_tokens": 1 + counts.num_accepted_tokens / counts.num_drafts,
+        }
+
     def evaluate(self, prompts: Batch, config: EvaluationConfig) -> Batch:
         """Generate config.num_samples per prompt, with the evaluation's sampling settings.
 

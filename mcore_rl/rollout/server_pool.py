@@ -40,7 +40,7 @@ from mcore_rl.controller.pending_call import (
 from mcore_rl.controller.worker_group import WorkerGroup, wait_until_built
 from mcore_rl.controller.worker_process import WorkerInfo
 from mcore_rl.data.batch import Batch, Samples
-from mcore_rl.inference.protocol import SamplingParams, ServerMemory, SleepTag
+from mcore_rl.inference.protocol import DraftCounts, SamplingParams, ServerMemory, SleepTag
 from mcore_rl.rollout.routing import (
     PendingGroup,
     count_tokens,
@@ -192,6 +192,10 @@ class ServerPool:
     def memory(self) -> list[ServerMemory]:
         """Return the memory of each node of the servers that are up."""
         return self._call_servers(self._up, "memory")
+
+    def take_draft_counts(self) -> DraftCounts:
+        """Return the counts of drafts since the last call, of the servers that are up."""
+        return sum(self._call_servers(self._up, "take_draft_counts"), DraftCounts())
 
     def list_parameters(self) -> WorkerLists:
         """Return what the parameters of a server's workers are made of (GenerationServer)."""

@@ -33,6 +33,7 @@ from mcore_rl.data.routed_experts import ExpertLayers, add_experts
 from mcore_rl.data.sample import Sample
 from mcore_rl.data.tokenizer import load_tokenizer, read_stop_ids
 from mcore_rl.inference.protocol import (
+    DraftCounts,
     GenerationServer,
     Generator,
     SamplingParams,
@@ -506,6 +507,11 @@ class RolloutWorker:
     def memory(self) -> ServerMemory:
         """Return the memory of all workers of a server on its first node; 0 on further ones."""
         return self._call_server(lambda server: server.memory()) or ServerMemory(0, 0)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def take_draft_counts(self) -> DraftCounts:
+        """Return the server's counts of drafts since the last call; 0 on further nodes."""
+        return self._call_server(lambda server: server.take_draft_counts()) or DraftCounts()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def idle_s(self) -> float | None:

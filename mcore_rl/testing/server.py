@@ -37,6 +37,7 @@ from mcore_rl.inference.protocol import (
     ServerMemory,
     ServerSpec,
 )
+from mcore_rl.models.base import get_family
 from mcore_rl.parallel.rendezvous import RendezvousServer
 from mcore_rl.reshard.executor import LocalWeights
 from mcore_rl.reshard.layout import GenerationLayout
@@ -663,11 +664,12 @@ class TrainerRank:
 
     transport: WeightTransport
     layout: Layout
+    num_mtp_layers: int
 
     async def send(self, path: str, version: int) -> None:
         """Send the weights of a checkpoint."""
         reader = CheckpointReader(path)
-        side = build_training_side(reader.read_config(), self.layout, 0)
+        side = build_training_side(reader.read_config(), self.layout, self.num_mtp_layers)
         weights = LocalWeights(fill_parameters(side, 0, reader.read))
         await asyncio.to_thread(self.transport.send, weights, WeightUpdate(version))
 
@@ -681,10 +683,17 @@ async def connect_trainer(checks: ServerChecks) -> AsyncIterator[TrainerRank]:
         method="disaggregated", verify="full", timeout_s=20.0, bucket_bytes=1 << 20
     )
     generation = GenerationLayout(tp=tp, ep=tp if checks.settings.ep else 1)
-    spec = TransferSpec(
-        Layout(), 0, generation, checks.dtype, settings, weight_format=weight_format
-    )
     config = CheckpointReader(checks.model_path).read_config()
+    drafts = bool(checks.settings.speculative.num_tokens)
+    spec = TransferSpec(
+        Layout(),
+        get_family(config).num_mtp_layers(config) if drafts else 0,
+        generation,
+        checks.dtype,
+        settings,
+        weight_format=weight_format,
+        drafts=drafts,
+    )
     with RendezvousServer("127.0.0.1") as rendezvous:
         joining = asyncio.to_thread(
             connect, spec, rendezvous.endpoint, config, 0, torch.device("cpu")
@@ -693,6 +702,6 @@ async def connect_trainer(checks: ServerChecks) -> AsyncIterator[TrainerRank]:
             joining, checks.server.connect_weights(rendezvous.endpoint, spec, 0)
         )
         try:
-            yield TrainerRank(transport, spec.training)
+            yield TrainerRank(transport, spec.training, spec.num_mtp_layers)
         finally:
             transport.close()

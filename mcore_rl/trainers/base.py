@@ -211,7 +211,7 @@ class RLTrainer(ABC):
         """
         step_s = self.clock.total_s - self.clock.seconds.get("time/evaluate_s", 0.0)
         metrics["tokens_per_s"] = metrics["generated_tokens"] / step_s
-        metrics |= self.clock.seconds | self.clock.driver
+        metrics |= self.clock.seconds | self.clock.driver | self.rollout.compute_draft_metrics()
         self._report(step, metrics)
         self.checkpoints.finish_step(step, metrics)
         self._is_finished = True

@@ -109,6 +109,7 @@ class TransferSpec:
     num_replicas: int = 1  # of the model, for "rows"
     weight_format: WeightFormat = "vllm"  # of generation ranks
     family: str = ""  # model.family
+    drafts: bool = False  # generation ranks have vLLM's draft model, too
     # Parameters of the workers of a server, where no family has the rules of vLLM's.
     worker_lists: WorkerLists = field(default_factory=list)
 
@@ -138,6 +139,7 @@ class TransferSpec:
             num_replicas=fields["num_replicas"],
             weight_format=fields["weight_format"],
             family=fields["family"],
+            drafts=fields["drafts"],
             worker_lists=fields["worker_lists"],
         )
 
@@ -177,14 +179,18 @@ def build_training_side(
 
 
 def build_generation_side(
-    config: HFConfig, layout: GenerationLayout, weight_format: WeightFormat = "vllm"
+    config: HFConfig,
+    layout: GenerationLayout,
+    weight_format: WeightFormat = "vllm",
+    *,
+    drafts: bool = False,
 ) -> tuple[GenerationRanks, Side]:
     """Return the ranks of all servers, and ranks and rules as a side."""
     sizes = get_model_sizes(config)
     ranks = GenerationRanks(layout, sizes.num_layers, sizes.num_experts)
     if weight_format == "huggingface":
         return ranks, (ranks, map_checkpoint_weights(config))
-    return ranks, (ranks, get_vllm_weights(config))
+    return ranks, (ranks, get_vllm_weights(config, drafts=drafts))
 
 
 def build_listed_side(layout: GenerationLayout, worker_lists: WorkerLists) -> Side:
@@ -245,7 +251,9 @@ def plan_transfer(
         generation = build_listed_side(spec.generation, spec.worker_lists)
         _check_all_served(training[1], generation[1])
     else:
-        _, generation = build_generation_side(config, spec.generation, spec.weight_format)
+        _, generation = build_generation_side(
+            config, spec.generation, spec.weight_format, drafts=spec.drafts
+        )
     requirements = TransferRequirements(training, generation, itemsize)
     if domains is None:
         # Nodes are not known: all training ranks count as one node.

@@ -38,6 +38,7 @@ class Order:
     servers: dict[str, bool]  # those of this world by name: whether ranks share experts
     is_measured: bool = False  # then the memory of each update is told, and nothing is compared
     dtype: str = "float32"
+    num_drafts: int = 0  # tokens that servers draft at a time
 
 
 Tokens = list[list[int]]  # by prompt
@@ -106,7 +107,7 @@ class _Rank:
 
     def run(self, order: Order) -> None:
         most_begun = _watch_modules()
-        servers = {n: self._server(order.path, ep, order.dtype) for n, ep in order.servers.items()}
+        servers = {n: self._server(order, order.path, ep) for n, ep in order.servers.items()}
         before = {name: _generated(server) for name, server in servers.items()}
         after: dict[str, tuple[State, Tokens]] = {}
         for sync, takers in order.syncs.items():
@@ -123,7 +124,7 @@ class _Rank:
             self.report.complaints.append(f"modules: {order.path.name}, {most_begun} at a time")
         for name, ep in () if order.is_measured else order.servers.items():
             _wait_for(order.exported)
-            exported = self._server(order.exported, ep, order.dtype)
+            exported = self._server(order, order.exported, ep)
             wanted, tokens = _tensors(_worker(exported)), _generated(exported)
             for key in (f"{sync}-{name}" for sync, of in order.syncs.items() if name in of):
                 state, found = after[key]
@@ -160,7 +161,7 @@ class _Rank:
             module = _largest_module_bytes(worker)
             self.report.memory.append(Memory(order.path.name, memory.peak, module))
 
-    def _server(self, path: Path, ep: bool, dtype: str) -> Any:
+    def _server(self, order: Order, path: Path, ep: bool) -> Any:
         from mcore_rl.config.schema import RolloutConfig
         from mcore_rl.inference.vllm import engine_arguments
 
@@ -170,6 +171,7 @@ class _Rank:
         from vllm.distributed.parallel_state import destroy_model_parallel
         from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
 
+        from mcore_rl.inference.vllm import drafts as vllm_drafts
         from mcore_rl.inference.vllm import worker as vllm_worker
         from mcore_rl.inference.vllm.images import RequestImages
 
@@ -186,9 +188,9 @@ class _Rank:
         destroy_model_parallel()  # a model without experts has one group less
         server = LLM(
             model=str(path),
-            dtype=dtype,
+            dtype=order.dtype,
             max_model_len=64,
-            kv_cache_memory_bytes=8 << 20 if dtype == "bfloat16" else 1 << 20,
+            kv_cache_memory_bytes=8 << 20 if order.dtype == "bfloat16" else 1 << 20,
             tensor_parallel_size=self.world,
             enable_expert_parallel=ep,
             distributed_executor_backend=OneRank,
@@ -196,6 +198,7 @@ class _Rank:
             weight_transfer_config=WeightTransferConfig(backend=vllm_worker.BACKEND),
             **vllm_worker.build_cache_arguments(str(path)),
             **RequestImages(str(path), "").build_arguments(1),
+            **vllm_drafts.build_draft_arguments(order.num_drafts, None),
             **arguments,
         )
         _SERVERS.append(server)
@@ -258,7 +261,9 @@ def _differences(found: State, wanted: State) -> list[str]:
 
 def _tensors(worker: Any) -> State:
     """All that the model computes with, as vLLM keeps it."""
-    model = worker.model_runner.get_model()
+    from mcore_rl.inference.vllm.drafts import join_models
+
+    model = join_models(worker.model_runner)
     found = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     for prefix, layer in model.named_modules():
         for name in ("W_UV", "W_UK_T"):  # what MLA absorbs, plain attributes

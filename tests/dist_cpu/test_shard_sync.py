@@ -53,8 +53,13 @@ EXPERTS = (
     "mixtral", "qwen3_moe", "deepseek_v3", "glm4_moe", "glm4_moe_lite", "gpt_oss", "qwen3_next",
     "qwen3_5_moe", "minimax_m2",
 )  # fmt: skip
+# With prediction layers, which trainers train and servers draft with.
+DRAFTS = {f"{name}_mtp": name for name in ("deepseek_v3", "glm4_moe", "glm4_moe_lite")}
+DRAFTS |= {"qwen3_next_mtp": "qwen3_next"}
+EXPERTS += tuple(DRAFTS)
 FAMILIES = ("qwen2", "qwen3", "llama", "qwen3_5", *EXPERTS)
-BFLOAT16 = ("qwen3_next", "qwen3_5_moe", "qwen3_5")  # vLLM's delta nets on a CPU take nothing else
+# vLLM's delta nets on a CPU take nothing else.
+BFLOAT16 = ("qwen3_next", "qwen3_next_mtp", "qwen3_5_moe", "qwen3_5")
 
 
 def layouts_of(family: str) -> list[str]:
@@ -76,6 +81,7 @@ CASES = all_but(
         ("qwen3_5_moe", "tp2", "2ep"), ("qwen3_5_moe", "pp2", "1"), ("qwen3_5", "tp2", "2"),
         ("gpt_oss", "tp2ep2", "2"), ("gpt_oss", "pp2", "1"), ("gpt_oss", "tp2", "2ep"),
         ("minimax_m2", "tp2ep2", "2"), ("minimax_m2", "pp2", "2ep"),
+        ("deepseek_v3_mtp", "tp2ep2", "1"), ("glm4_moe_mtp", "pp2", "2ep"),
     ],
     [
         (family, layout, server)
@@ -91,7 +97,7 @@ MEASURED = {"qwen3_moe": (1, 8)}  # layers
 
 def saved(family: str, path: Path, num_layers: int = 4) -> Path:
     """Of four layers: two stages of two chunks each."""
-    config = tiny_families.served_config(family)
+    config = tiny_families.served_config(DRAFTS.get(family, family))
     text = config.get_text_config()
     text.num_hidden_layers = num_layers
     if getattr(text, "layer_types", None):
@@ -99,6 +105,9 @@ def saved(family: str, path: Path, num_layers: int = 4) -> Path:
         text.layer_types = (period * num_layers)[:num_layers]
     if getattr(config, "mlp_layer_types", None):
         config.mlp_layer_types = ["dense", *["sparse"] * (num_layers - 1)]
+    if family in DRAFTS:
+        path.mkdir()
+        return tiny_families.save_with_mtp(DRAFTS[family], path, config)
     return tiny_families.save_served(tiny_models.build_from(config), path)
 
 
@@ -128,7 +137,8 @@ def serve_syncs(
         dist.broadcast_object_list(told, src=0)
         endpoint = RendezvousEndpoint(**told[0])
         dtype = spec.model.dtype
-        spec_ = TransferSpec(engine.layout, engine.num_mtp_layers, layout, dtype, settings)
+        num_mtp = engine.num_mtp_layers
+        spec_ = TransferSpec(engine.layout, num_mtp, layout, dtype, settings, drafts=num_mtp > 0)
         if rank == 0:
             aside = folder / f"{key}-{name}.partial"
             aside.write_text(json.dumps([told[0], spec_.to_dict()]))
@@ -185,6 +195,7 @@ def reports(
         for layout, names in layouts.items():
             dtype = "bfloat16" if family in BFLOAT16 else "float32"
             spec = replace(ranks.engine_spec(path, LAYOUTS[layout], dtype), total_steps=0)
+            spec.engine.mtp_loss_coef = 0.1 * (family in DRAFTS)
             key, servers = f"{family}-{layout}", {name: SERVERS[name] for name in names}
             two.append(partial(serve_syncs, spec, servers, key, folder, exported))
         syncs = {f"{family}-{layout}": tuple(names) for layout, names in layouts.items()}
@@ -194,7 +205,12 @@ def reports(
             ep = {n: s.ep > 1 for n, s in in_use.items() if s.world_size == world}
             if ep:
                 dtype = "bfloat16" if family in BFLOAT16 else "float32"
-                of_world.append(serving_ranks.Order(path, exported, syncs, ep, dtype=dtype))
+                num_drafts = int(family in DRAFTS)
+                of_world.append(
+                    serving_ranks.Order(
+                        path, exported, syncs, ep, dtype=dtype, num_drafts=num_drafts
+                    )
+                )
     for family, num_layers in ((f, n) for f, depths in MEASURED.items() for n in depths):
         key = f"{family}-{num_layers}"
         path = saved(family, folder / key, num_layers)

@@ -248,15 +248,21 @@ def save_with_mtp(name: str, folder: Path, config: Any = None) -> Path:
     if getattr(config, "mlp_layer_types", None):
         config.mlp_layer_types = [*config.mlp_layer_types, "sparse"]
     path = save_served(tiny_models.build_from(config), folder / f"{name}-mtp")
+    return make_last_layer_predict(path)
+
+
+def make_last_layer_predict(path: Path) -> Path:
+    """Make the last layer of a checkpoint a prediction layer."""
+    fields = json.loads((path / "config.json").read_text())
     tensors = load_file(path / "model.safetensors")
-    extra, hidden = f"model.layers.{num_layers}.", config.hidden_size
+    num_layers, hidden = fields["num_hidden_layers"] - 1, fields["hidden_size"]
+    extra = f"model.layers.{num_layers}."
     for norm in ("enorm", "hnorm", "shared_head.norm"):
         tensors[f"{extra}{norm}.weight"] = torch.empty(hidden).uniform_(0.7, 1.3)
     tensors[f"{extra}eh_proj.weight"] = torch.empty(hidden, 2 * hidden).normal_(0, 0.08)
     tensors[f"{extra}embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
     tensors[f"{extra}shared_head.head.weight"] = tensors["lm_head.weight"].clone()
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
-    fields = json.loads((path / "config.json").read_text())
     fields |= {"num_hidden_layers": num_layers, "num_nextn_predict_layers": 1}
     fields.pop("mlp_layer_types", None)  # published configs have first_k_dense_replace
     (path / "config.json").write_text(json.dumps(fields))
@@ -296,6 +302,32 @@ def _save_hybrid_with_mtp(config: Any, path: Path) -> Path:
     else:
         del fields["num_nextn_predict_layers"]
     (path / "config.json").write_text(json.dumps(fields))
+    return path
+
+
+def make_predictable(path: Path, seed: int = 0) -> Path:
+    """Give a checkpoint of save_with_mtp tokens that it predicts, and its prediction layer too.
+
+    Token t is mostly followed by token p(t) of a permutation: rows of the head are embeddings. The
+    prediction layer projects the embedding alone.
+    """
+    tensors = load_file(path / "model.safetensors")
+    vocab, hidden = tensors["lm_head.weight"].shape
+    generator = torch.Generator().manual_seed(seed)
+    embedding = torch.randn(vocab, hidden, generator=generator)
+    head = embedding[torch.randperm(vocab, generator=generator)] * 8 / hidden
+    projection = torch.cat([torch.eye(hidden), torch.zeros(hidden, hidden)], 1)
+    ends = {
+        "embed_tokens.weight": embedding,
+        "lm_head.weight": head,
+        "shared_head.head.weight": head,
+        "eh_proj.weight": projection,
+        "mtp.fc.weight": projection,
+    }
+    for end, tensor in ends.items():
+        for name in [name for name in tensors if name.endswith(end)]:
+            tensors[name] = tensor.to(tensors[name].dtype, copy=True)
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
     return path
 
 

@@ -1,4 +1,4 @@
-"""Patches of vLLM on a CPU: compiled operators, recorded experts, expert parallelism.
+"""Patches of vLLM on a CPU: compiled operators, recorded experts, expert parallelism, drafts.
 
 Each names the upstream lines that it corrects, which are those of vLLM 0.32.
 """
@@ -148,6 +148,44 @@ def route_without_groups() -> None:
             self.use_grouped_topk, self.num_expert_group, self.topk_group = True, 1, 1
 
     CPURouter.__init__ = initialize
+
+
+@functools.cache
+def repeat_sampling_parameters() -> None:
+    """Make the sampler of drafts use the temperature, top-k and top-p of requests.
+
+    vLLM's CPU operator truncates them to integers and writes into a copy of its output, so logits
+    are divided by uninitialised memory (utils/cpu_triton_utils.py:398). Its top-k ends the engine
+    in a step without drafted tokens (v1/sample/ops/topk_topp_sampler.py:529).
+    """
+    from vllm.v1.sample import rejection_sampler
+
+    constrain = rejection_sampler.apply_sampling_constraints
+
+    def apply_sampling_constraints(logits: Tensor, *args: Any) -> Tensor:
+        return constrain(logits, *args) if len(logits) else logits
+
+    rejection_sampler.expand_batch_to_tokens = repeat_by_counts
+    rejection_sampler.apply_sampling_constraints = apply_sampling_constraints
+
+
+def repeat_by_counts(
+    x: Tensor, cu_num_tokens: Tensor, num_tokens: int, replace_from: int = 0, replace_to: int = 0
+) -> Tensor:
+    """Repeat the value of each request for its tokens.
+
+    Args:
+        x: [requests].
+        cu_num_tokens: [requests] numbers of tokens of this and earlier requests.
+        num_tokens: Tokens of all requests.
+        replace_from: Value to replace by `replace_to`.
+
+    Returns:
+        [num_tokens].
+    """
+    counts = torch.diff(cu_num_tokens, prepend=cu_num_tokens.new_zeros(1))
+    replaced = x.masked_fill(x == replace_from, replace_to)
+    return replaced.repeat_interleave(counts, output_size=num_tokens)
 
 
 @functools.cache

@@ -14,6 +14,7 @@ from typing import Any
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.passthrough import FieldRules, check_refused, convert_fields
 from mcore_rl.config.schema import RolloutConfig
+from mcore_rl.models.base import HFConfig, get_family
 from mcore_rl.observability.process import exempt_imports_from_gc
 
 # No telemetry, no look-ups on the hub.
@@ -75,6 +76,8 @@ OWNED: Mapping[str, str] = {
     "*_lora": _ADAPTERS,
     "*_loras": _ADAPTERS,
     "limit_mm_per_prompt": "{key}.max_images",
+    "speculative_config": "{key}.speculative",
+    "spec_*": "{key}.speculative",
 }
 
 DENIED: Mapping[str, str] = {
@@ -86,8 +89,6 @@ DENIED: Mapping[str, str] = {
     "override_generation_config": _SAMPLING,
     "logits_processors": _SAMPLING,
     "watermark_config": _SAMPLING,
-    "speculative_config": "tokens of a draft have not been checked against the trainer's log-probs",
-    "spec_*": "tokens of a draft have not been checked against the trainer's log-probs",
     "diffusion_config": "the trainer has no such model",
     "enable_trace_replay": "responses are sampled, not given",
     "kv_sharing_fast_prefill": "log-probs of prompts would be wrong",
@@ -208,6 +209,25 @@ def read_arguments(key: str, values: Mapping[str, Any]) -> dict[str, Any]:
 
     rules = replace(RULES, library=f"vLLM {__version__}")
     return convert_fields(key, values, [EngineArgs], rules)[EngineArgs]
+
+
+def check_drafts(settings: RolloutConfig, key: str, hf_config: HFConfig) -> None:
+    """Check that servers can draft tokens with the model's prediction layers.
+
+    Raises:
+        ConfigError: it has none, or vLLM's draft model for its family has no rules.
+    """
+    setting = f"{key}.speculative.num_tokens={settings.speculative.num_tokens}"
+    family = get_family(hf_config)
+    if family.vllm_drafts is None:
+        raise ConfigError(
+            f"{setting}: the family {family.name!r} has no rules of vLLM's draft model "
+            "(vllm_drafts); allowed: 0"
+        )
+    if not family.num_mtp_layers(hf_config):
+        raise ConfigError(
+            f"{setting}: the model has no layers for multi-token prediction; allowed: 0"
+        )
 
 
 def check_arguments(settings: RolloutConfig, key: str, device: str) -> None:

@@ -26,6 +26,7 @@ from mcore_rl.data.tokenizer import has_tokenizer
 from mcore_rl.inference.lifecycle import ASLEEP, Call, State
 from mcore_rl.inference.protocol import (
     Completion,
+    DraftCounts,
     GenerationServer,
     NewTokens,
     SamplingParams,
@@ -37,6 +38,7 @@ from mcore_rl.inference.protocol import (
 )
 from mcore_rl.inference.vllm.engine_arguments import (
     check_arguments,
+    check_drafts,
     prepare_import,
     read_arguments,
 )
@@ -60,6 +62,7 @@ if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
+    from mcore_rl.inference.vllm.drafts import DraftCounter
     from mcore_rl.inference.vllm.worker import ServerName
 
 _DTYPES = ("float32", "bfloat16")
@@ -97,6 +100,7 @@ class VLLMServer(GenerationServer):
         routed_experts=True,
         images=True,
         engine=True,
+        drafts=True,
     )
 
     def __init__(
@@ -128,6 +132,7 @@ class VLLMServer(GenerationServer):
         self._adapter_requests: dict[str, Any] = {"": None}
         self._engine: AsyncLLM | None = None
         self._name: ServerName | None = None
+        self._draft_counter: DraftCounter | None = None
         self._stop_watch: StoppedProcesses | None = None
         self._request_ids = itertools.count()
         self._engine_ids: dict[str, str] = {}  # vLLM's id of each running request, by ours
@@ -181,6 +186,8 @@ class VLLMServer(GenerationServer):
         check_divides(f"{key}.tp", settings.tp, "attention heads", sizes.num_attention_heads)
         if settings.ep and not sizes.num_experts:
             raise ConfigError(f"{key}.ep=true: the model has no experts; allowed: false")
+        if settings.speculative.num_tokens:
+            check_drafts(settings, key, hf_config)
 
     @classmethod
     def get_kv_cache_bytes(cls, settings: RolloutConfig) -> int:
@@ -253,6 +260,7 @@ class VLLMServer(GenerationServer):
         from vllm.usage.usage_lib import UsageContext
 
         from mcore_rl.inference.vllm import adapters as vllm_adapters
+        from mcore_rl.inference.vllm import drafts as vllm_drafts
         from mcore_rl.inference.vllm import weights as vllm_weights
         from mcore_rl.inference.vllm import worker as vllm_worker
 
@@ -261,6 +269,10 @@ class VLLMServer(GenerationServer):
         loading = vllm_weights.build_loading_arguments(
             self._model_path, ep=self._config.ep, reads_weights=reads_weights
         )
+        lane = vllm_worker.build_lane_arguments(
+            self._config, name, self._max_model_tokens, self._eager
+        )
+        passed = read_arguments("rollout.engine", self._config.engine)
         own_arguments = dict[str, Any](
             model=self._model_path,
             dtype=self._dtype,
@@ -277,8 +289,9 @@ class VLLMServer(GenerationServer):
             **_build_timeout_arguments(self._timeout_s),
             use_tqdm_on_load=False,
             skip_tokenizer_init=not has_tokenizer(self._model_path),  # ids may be scored without
-            **vllm_worker.build_lane_arguments(
-                self._config, name, self._max_model_tokens, self._eager
+            **lane,
+            **vllm_drafts.build_draft_arguments(
+                self._config.speculative.num_tokens, (lane | passed).get("moe_backend")
             ),
             **vllm_worker.build_cache_arguments(self._model_path),
             **vllm_worker.build_sleep_arguments(self._can_sleep),
@@ -290,7 +303,6 @@ class VLLMServer(GenerationServer):
             **loading,
             **nodes,
         )
-        passed = read_arguments("rollout.engine", self._config.engine)
         config = AsyncEngineArgs(**(own_arguments | passed)).create_engine_config(
             UsageContext.OPENAI_API_SERVER, headless=headless
         )
@@ -305,11 +317,19 @@ class VLLMServer(GenerationServer):
         from vllm.v1.engine.async_llm import AsyncLLM
 
         from mcore_rl.inference.vllm import adapters as vllm_adapters
+        from mcore_rl.inference.vllm import drafts as vllm_drafts
         from mcore_rl.inference.vllm import worker as vllm_worker
+
+        loggers: list[Any] = []
+        if self._config.speculative.num_tokens:
+            self._draft_counter, factory = vllm_drafts.DraftCounter.build()
+            loggers.append(factory)
 
         def launch() -> AsyncLLM:
             with vllm_worker.prepare_forks(name):
-                return AsyncLLM.from_vllm_config(config, disable_log_stats=True)
+                return AsyncLLM.from_vllm_config(
+                    config, disable_log_stats=True, stat_loggers=loggers
+                )
 
         # A thread of its own: see prepare_forks.
         with ThreadPoolExecutor(1, "vllm-start") as executor:
@@ -559,6 +579,9 @@ class VLLMServer(GenerationServer):
     async def memory(self) -> ServerMemory:
         workers = await self._started_engine.collective_rpc("measure_memory")
         return ServerMemory(*map(sum, zip(*workers, strict=True)))
+
+    async def take_draft_counts(self) -> DraftCounts:
+        return DraftCounts() if self._draft_counter is None else self._draft_counter.take()
 
     def synchronize_call(self) -> None:
         if self._nodes is not None:

@@ -133,7 +133,7 @@ class ShardTransferEngine(WeightTransferEngine[ConnectInfo, UpdateInfo]):
         if spec.worker_lists:
             self._check_list(spec.worker_lists[rank % spec.generation.tp])
         else:
-            ranks, (_, weights) = build_generation_side(config, spec.generation)
+            ranks, (_, weights) = build_generation_side(config, spec.generation, drafts=spec.drafts)
             check_worker_layout(read_worker_layout(self.model), ranks, weights, rank, spec.dtype)
         endpoint = RendezvousEndpoint(**init_info.endpoint)
         self._transport = connect(spec, endpoint, config, spec.num_training + rank, self.device)
@@ -193,8 +193,11 @@ class ShardTransferEngine(WeightTransferEngine[ConnectInfo, UpdateInfo]):
 
 
 @torch.no_grad()
-def load_by_rules(model: Any, vllm_config: VllmConfig, path: str) -> None:
+def load_by_rules(model: Any, vllm_config: VllmConfig, path: str, *, drafts: bool = False) -> None:
     """Load a Hugging Face folder by the rules of its family, in place of vLLM's reload.
+
+    Args:
+        drafts: The model has a draft model (drafts.join_models).
 
     Raises:
         ConfigError: The folder is damaged.
@@ -203,7 +206,7 @@ def load_by_rules(model: Any, vllm_config: VllmConfig, path: str) -> None:
     reader, parallel = CheckpointReader(path), vllm_config.parallel_config
     tp, dp = parallel.tensor_parallel_size, parallel.data_parallel_size
     layout = GenerationLayout(tp=tp, dp=dp, ep=tp * dp if parallel.enable_expert_parallel else 1)
-    ranks, (_, weights) = build_generation_side(reader.read_config(), layout)
+    ranks, (_, weights) = build_generation_side(reader.read_config(), layout, drafts=drafts)
     rank = parallel.data_parallel_index * tp + get_tp_group().rank_in_group
     make_reloadable(model)
     initialize_layerwise_reload(model)

@@ -38,6 +38,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from mcore_rl.config.errors import ConfigError, PeerError
 from mcore_rl.config.schema import RolloutConfig
 from mcore_rl.inference.vllm.adapters import register_manager
+from mcore_rl.inference.vllm.drafts import join_models
 from mcore_rl.inference.vllm.processes import use_worker_rendezvous
 from mcore_rl.inference.vllm.trace import TraceTaker
 from mcore_rl.inference.vllm.weights import (
@@ -326,11 +327,13 @@ class WorkerExtension(TraceTaker):
     """Methods of a worker for `collective_rpc`, besides vLLM's own."""
 
     vllm_config: Any
+    weight_transfer_engine: Any
     start_weight_update: Callable[[], None]
 
     def attempt(self, method: str, arguments: dict[str, Any]) -> tuple[str, bool] | None:
         """Call a method. Return its error, and whether that blames a peer; None if it succeeded."""
         try:
+            self.weight_transfer_engine.model = join_models(self.model_runner)
             with set_current_vllm_config(self.vllm_config), torch.no_grad():
                 getattr(self, method)(**arguments)
         except Exception as error:  # noqa: BLE001 (the server raises it)
@@ -349,11 +352,13 @@ class WorkerExtension(TraceTaker):
         """Load all weights from a Hugging Face folder, by vLLM's own reload.
 
         That counts what goes through the loaders of parameters. vLLM's gpt-oss copies into its
-        parameters itself (model_executor/models/gpt_oss.py:1219), which a reload would lose.
+        parameters itself (model_executor/models/gpt_oss.py:1219), which a reload would lose. A
+        draft model is not reloaded.
         """
-        model = self.model_runner.get_model()
-        if type(model).__name__ == "GptOssForCausalLM":
-            load_by_rules(model, self.vllm_config, path)
+        model, joined = self.model_runner.get_model(), join_models(self.model_runner)
+        drafts = joined is not model
+        if drafts or type(model).__name__ == "GptOssForCausalLM":
+            load_by_rules(joined, self.vllm_config, path, drafts=drafts)
             return
         make_reloadable(model)
         self.model_runner.reload_weights(weights_path=path)
@@ -375,7 +380,7 @@ class WorkerExtension(TraceTaker):
         runner = self.model_runner
         if not current_platform.is_cpu():
             return _sum_mapped_bytes("weights"), _sum_mapped_bytes("kv_cache")
-        weights = sum(storage.nbytes() for storage in _list_weights(runner.get_model()))
+        weights = sum(storage.nbytes() for storage in _list_weights(join_models(runner)))
         return weights, sum(storage.nbytes() for storage in _list_kv_caches(runner))
 
 
@@ -506,7 +511,7 @@ def _sleep_on_cpu(worker: Any, level: int = 1) -> None:
     """
     if level not in (1, 2):
         raise ValueError(f"sleep of level {level} on a CPU; there are levels 1 and 2")
-    model = worker.model_runner.get_model()
+    model = join_models(worker.model_runner)
     weights = _list_weights(model) if level == 2 else []
     worker._asleep = {
         "weights": [(storage, storage.nbytes()) for storage in weights],

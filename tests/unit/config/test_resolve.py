@@ -215,6 +215,14 @@ BAD = [
         {"rollout__max_num_seqs": 64, "rollout__max_num_batched_tokens": 63},
         "rollout.max_num_batched_tokens=63; allowed: at least rollout.max_num_seqs=64",
     ),
+    (
+        {"rollout__speculative__num_tokens": -1},
+        "rollout.speculative.num_tokens=-1; allowed: 0 to 128",
+    ),
+    (
+        {"rollout__speculative__num_tokens": 2},
+        "rollout.speculative.num_tokens=2 with actor.mtp_loss_coef=0.0: the actor has no",
+    ),
     ({"rollout__cores": "a"}, "rollout.cores='a'; allowed: numbers and ranges"),
     ({"output_dir": ""}, "output_dir='' names no folder"),
     ({"resume": ""}, "resume=''; allowed: 'never', 'auto', or the folder of a checkpoint"),

@@ -11,7 +11,7 @@ import transformers
 
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.resolve import resolve, resolve_for_lane
-from mcore_rl.config.schema import RLConfig, RolloutConfig, SGLangConfig
+from mcore_rl.config.schema import RLConfig, RolloutConfig, SGLangConfig, SpeculativeConfig
 from mcore_rl.inference.protocol import ServerSpec
 from mcore_rl.inference.registry import (
     BACKENDS,
@@ -117,6 +117,11 @@ def test_a_backend_that_is_none_is_refused_before_anything_starts(tmp_path, back
             {"actor__moe__router_replay": "rollout"},
             "actor.moe.router_replay='rollout': servers of rollout.backend=",
         ),
+        (
+            "drafts",
+            {"rollout__speculative__num_tokens": 2, "actor__mtp_loss_coef": 0.1},
+            "rollout.speculative.num_tokens=2 has no part in rollout.backend=",
+        ),
         ("weight_format", {}, "weight_sync.method='colocated': servers of rollout.backend="),
     ],
 )
@@ -139,6 +144,10 @@ CONFIG = transformers.Qwen3Config(
         ({"ep": True}, "k.ep=true: the model has no experts; allowed: false"),
         ({"tp": 5}, "k.tp=5 does not divide the model's 12 attention heads"),
         ({"tp": 12}, ""),  # with copies of the 4 key/value heads
+        (
+            {"speculative": SpeculativeConfig(2)},
+            "k.speculative.num_tokens=2: the family 'qwen3' has no rules of vLLM's draft model",
+        ),
     ],
 )
 @pytest.mark.parametrize("backend", ["vllm", "{file}"])
@@ -153,6 +162,21 @@ def test_vllm_checks_the_model_and_a_server_of_a_file_takes_any(
             server_class.check_model(config, "k", CONFIG, "cpu")
     else:
         server_class.check_model(config, "k", CONFIG, "cpu")
+
+
+def test_drafts_need_a_model_with_prediction_layers():
+    config = transformers.Glm4MoeConfig(
+        architectures=["Glm4MoeForCausalLM"], head_dim=128
+    ).to_dict()
+    settings = RolloutConfig(speculative=SpeculativeConfig(1))
+    for num_layers in (1, 0):
+        config["num_nextn_predict_layers"] = num_layers
+        if num_layers:
+            VLLMServer.check_model(settings, "k", config, "cpu")
+            continue
+        message = "k.speculative.num_tokens=1: the model has no layers for multi-token prediction"
+        with pytest.raises(ConfigError, match=re.escape(message)):
+            VLLMServer.check_model(settings, "k", config, "cpu")
 
 
 @pytest.mark.parametrize(

@@ -32,6 +32,23 @@ def _check(result, expected, dtype):
     torch.testing.assert_close(result, expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
 
 
+def test_sampling_parameters_are_repeated_for_the_drafted_tokens_of_each_request():
+    temperatures, numbers = torch.tensor([0.6, 0.0, 1.4, 0.2]), torch.tensor([2, 3, 3, 5])
+    repeated = cpu_patches.repeat_by_counts(temperatures, numbers, 5, 0, 1)
+    torch.testing.assert_close(repeated, torch.tensor([0.6, 0.6, 1.0, 0.2, 0.2]))
+    top_k = cpu_patches.repeat_by_counts(torch.tensor([7, 0, 5, 131]), numbers, 5)
+    assert top_k.tolist() == [7, 7, 0, 131, 131]
+
+
+def test_the_operator_of_vllm_that_is_replaced_still_loses_its_output():
+    """If this fails, cpu_patches.repeat_sampling_parameters can go."""
+    from vllm.utils.cpu_triton_utils import _expand_kernel_impl
+
+    output = torch.full((2,), -9.0)
+    _expand_kernel_impl(output, torch.tensor([0.6]), torch.tensor([2]), 0, 1)
+    assert output.tolist() == [-9.0, -9.0]
+
+
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("size", [16, 32, 128, 144])
 def test_norms_are_those_of_plain_torch(size, dtype):

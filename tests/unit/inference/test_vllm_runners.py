@@ -66,9 +66,10 @@ def list_calls(function: ast.AST, name: str) -> list[ast.Call]:
 
 @pytest.mark.parametrize("runner", [V1, V2])
 def test_attributes_that_hooks_read_exist_in_a_runner(runner):
-    used = {file: list_runner_attributes(file) for file in ("worker.py", "trace.py")}
+    used = {file: list_runner_attributes(file) for file in ("worker.py", "drafts.py", "trace.py")}
     assert used == {
         "worker.py": {"get_model", "kv_caches", "lora_manager", "reload_weights"},
+        "drafts.py": {"get_model", "get_draft_model"},
         "trace.py": {"get_model", "device", "dtype"},
     }
     owner, mixin = definition(runner, "GPUModelRunner"), definition(MIXIN, "LoRAModelRunnerMixin")

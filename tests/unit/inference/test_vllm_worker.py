@@ -220,7 +220,9 @@ def _make_worker(engine: _TransferEngine) -> Any:
     class Extended(Worker, WorkerExtension):
         def __init__(self) -> None:
             self.weight_transfer_engine, self.vllm_config = engine, VllmConfig()
-            self.model_runner = SimpleNamespace(reset_lora_state=lambda: None)
+            self.model_runner = SimpleNamespace(
+                reset_lora_state=lambda: None, get_model=lambda: None, get_draft_model=lambda: None
+            )
             self._weight_update_active = self._weight_update_is_draft = False
 
     return Extended()

@@ -18,6 +18,7 @@ from mcore_rl.models.base import (
     drop_mtp_layers,
     get_family,
     get_model_sizes,
+    get_vllm_weights,
     list_layer_types,
     pad_vocab_size,
     read_config,
@@ -261,6 +262,23 @@ def test_rules_cover_every_logical_tensor_once(config, count):
     small = {**config, "num_hidden_layers": 4}  # dense and expert layers
     tp = min(count, get_model_sizes(config).num_query_groups)
     check_cover(weights_of(small, tp), tp)
+
+
+@pytest.mark.parametrize("config", [DEEPSEEK_V3, GLM_4_5, GLM_4_7_FLASH, QWEN3_NEXT_80B_A3B])
+@pytest.mark.parametrize("tp", [1, 2])
+def test_a_draft_model_has_the_tensors_of_the_prediction_layer(config, tp):
+    trained = {
+        tensor
+        for weight in weights_of(config)
+        if weight.stage == "mtp" and not weight.replica
+        for tensor in weight.rule.tensors
+    }
+    served, with_drafts = (get_vllm_weights(config, drafts=drafts) for drafts in (False, True))
+    drafts = with_drafts[len(served) :]
+    assert {tensor for weight in drafts for tensor in weight.rule.tensors} == trained
+    check_cover(drafts, tp)
+    without = drop_mtp_layers(config)
+    assert get_vllm_weights(without, drafts=True) == get_vllm_weights(without)
 
 
 def test_dense_layers_of_a_mixed_model_have_dense_rules():

@@ -6,19 +6,21 @@ import asyncio
 import itertools
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import torch
 
 from mcore_rl.agents.single_turn import Prompt, SingleTurnLoop
 from mcore_rl.config.resolve import MAX_SEED
-from mcore_rl.config.schema import EvaluationConfig, RolloutConfig
+from mcore_rl.config.schema import EvaluationConfig, RolloutConfig, SpeculativeConfig
 from mcore_rl.data.batch import Batch
 from mcore_rl.data.datasets import PromptDataset
 from mcore_rl.data.datasets import PromptRow as Row
 from mcore_rl.data.prompt_batches import PromptBatches, build_held_out_batch
 from mcore_rl.data.sample import Sample
-from mcore_rl.inference.protocol import Completion, SamplingParams
+from mcore_rl.inference.protocol import Completion, DraftCounts, SamplingParams
 from mcore_rl.observability.activity import ACTIVITY
 from mcore_rl.rollout.manager import RolloutPool, draw_first_seed
 from tests.unit.rollout.answering import Answering
@@ -198,3 +200,12 @@ def test_progress_and_on_samples_follow_new_samples():
         )
     assert progress == [f"generate {num}/6 samples" for num in (0, 2, 4)]
     assert num_new == [2, 2, 2]
+
+
+def test_draft_metrics_are_of_all_drafts_since_the_last_call_and_missing_without():
+    counts = [DraftCounts(10, 20, 5), DraftCounts()]
+    servers: Any = SimpleNamespace(take_draft_counts=lambda: counts.pop(0))
+    pool = RolloutPool(servers, RolloutConfig(speculative=SpeculativeConfig(2)), 0)
+    assert pool.compute_draft_metrics() == {"drafts/acceptance": 0.25, "drafts/step_tokens": 1.5}
+    assert pool.compute_draft_metrics() == {}
+    assert RolloutPool(servers, RolloutConfig(), 0).compute_draft_metrics() == {}
