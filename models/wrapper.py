@@ -63,6 +63,7 @@ def wrap_family(
         config_map=map_config,
         weights=map_weights,
         vllm_weights=vllm_weights if family.vllm_weights is not None else None,
+        vllm_drafts=None,  # their names would be those of a model without a wrapper
         frozen_prefixes=frozen_prefixes,
     )
 
