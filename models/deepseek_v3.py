@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from mcore_rl.config.errors import ConfigError
@@ -30,7 +31,7 @@ from mcore_rl.models.vllm_parts import (
     map_vllm_norms,
     map_vllm_shared_expert_mlp,
 )
-from mcore_rl.reshard.rules import Concat, Replicated, Split, Weight
+from mcore_rl.reshard.rules import Axis, Concat, Replicated, Split, Weight
 
 
 def _map_latent_config(config: HFConfig) -> dict[str, Any]:
@@ -200,14 +201,21 @@ def _map_vllm_attention(config: HFConfig, layer: Layer) -> Iterator[Weight]:
     yield split_heads("o_proj", hidden, heads * value, dim=1)
 
 
-def _map_vllm_layer(config: HFConfig, layer: Layer) -> Iterator[Weight]:
+def _map_vllm_layer(
+    config: HFConfig, layer: Layer, shared_axis: Axis = "shared_tp"
+) -> Iterator[Weight]:
     yield from map_vllm_norms(config, layer)
     yield from _map_vllm_attention(config, layer)
-    yield from map_vllm_shared_expert_mlp(config, layer)
+    yield from map_vllm_shared_expert_mlp(config, layer, shared_axis)
 
 
 def map_vllm_weights(config: HFConfig) -> tuple[Weight, ...]:
     return map_vllm_decoder(config, _map_vllm_layer)
+
+
+def _map_vllm_lite_weights(config: HFConfig) -> tuple[Weight, ...]:
+    """Map as DeepSeek-V3, but with GLM-4.5's experts (vLLM's models/glm4_moe_lite.py:92)."""
+    return map_vllm_decoder(config, partial(_map_vllm_layer, shared_axis="tp"))
 
 
 FAMILY = register(
@@ -227,5 +235,6 @@ GLM_LITE = register(
         name="glm4_moe_lite",
         architecture="Glm4MoeLiteForCausalLM",
         config_map=_map_lite_config,
+        vllm_weights=_map_vllm_lite_weights,
     )
 )
