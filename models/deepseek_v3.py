@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from mcore_rl.config.errors import ConfigError
@@ -32,7 +33,7 @@ from mcore_rl.models.vllm_parts import (
     map_vllm_shared_expert_mlp,
 )
 from mcore_rl.models.wrapper import wrap_family
-from mcore_rl.reshard.rules import Concat, Replicated, Split, Weight
+from mcore_rl.reshard.rules import Axis, Concat, Replicated, Split, Weight
 
 
 def _map_latent_config(config: HFConfig) -> dict[str, Any]:
@@ -202,10 +203,12 @@ def _map_vllm_attention(config: HFConfig, layer: Layer) -> Iterator[Weight]:
     yield split_heads("o_proj", hidden, heads * value, dim=1)
 
 
-def _map_vllm_layer(config: HFConfig, layer: Layer) -> Iterator[Weight]:
+def _map_vllm_layer(
+    config: HFConfig, layer: Layer, shared_axis: Axis = "shared_tp"
+) -> Iterator[Weight]:
     yield from map_vllm_norms(config, layer)
     yield from _map_vllm_attention(config, layer)
-    yield from map_vllm_shared_expert_mlp(config, layer)
+    yield from map_vllm_shared_expert_mlp(config, layer, shared_axis)
 
 
 def map_vllm_weights(config: HFConfig) -> tuple[Weight, ...]:
@@ -214,6 +217,18 @@ def map_vllm_weights(config: HFConfig) -> tuple[Weight, ...]:
 
 def map_drafts(config: HFConfig) -> tuple[Weight, ...]:
     return map_vllm_drafts(config, _map_vllm_layer)
+
+
+# GLM-4.7-Flash has GLM-4.5's experts (vLLM's models/glm4_moe_lite.py:92).
+_map_vllm_lite_layer = partial(_map_vllm_layer, shared_axis="tp")
+
+
+def _map_vllm_lite_weights(config: HFConfig) -> tuple[Weight, ...]:
+    return map_vllm_decoder(config, _map_vllm_lite_layer)
+
+
+def _map_lite_drafts(config: HFConfig) -> tuple[Weight, ...]:
+    return map_vllm_drafts(config, _map_vllm_lite_layer)
 
 
 FAMILY = register(
@@ -234,6 +249,8 @@ GLM_LITE = register(
         name="glm4_moe_lite",
         architecture="Glm4MoeLiteForCausalLM",
         config_map=_map_lite_config,
+        vllm_weights=_map_vllm_lite_weights,
+        vllm_drafts=_map_lite_drafts,
     )
 )
 KIMI_K25 = register(

@@ -300,7 +300,7 @@ def _map_vllm_layer(config: HFConfig, layer: Layer, build_net: BuildDeltaNet) ->
         return
     yield map_vllm_router(config, layer, count_experts(config))
     size = get_field(config, "shared_expert_intermediate_size")
-    yield from map_vllm_mlp(config, layer, "mlp.shared_expert", size)
+    yield from map_vllm_mlp(config, layer, "mlp.shared_expert", size, "shared_tp")
     gate = Replicated(_build_shared_gate(config, layer))
     yield build_vllm_weight(layer, "mlp.shared_expert_gate.weight", gate)
     ffn = get_field(config, "moe_intermediate_size")

@@ -156,11 +156,13 @@ def map_vllm_attention(
         yield build_vllm_weight(layer, f"{module}.{name}.weight", norm)
 
 
-def map_vllm_mlp(config: HFConfig, layer: Layer, hf: str, ffn: int) -> Iterator[Weight]:
+def map_vllm_mlp(
+    config: HFConfig, layer: Layer, hf: str, ffn: int, axis: Axis = "tp"
+) -> Iterator[Weight]:
     """Map a gated MLP, dense or of the shared experts; `hf`: its name in the checkpoint."""
     gate_up, down = build_gated_mlp_rules(config, layer, hf, ffn)
-    yield build_vllm_weight(layer, f"{hf}.gate_up_proj.weight", gate_up, "tp")
-    yield build_vllm_weight(layer, f"{hf}.down_proj.weight", down, "tp")
+    yield build_vllm_weight(layer, f"{hf}.gate_up_proj.weight", gate_up, axis)
+    yield build_vllm_weight(layer, f"{hf}.down_proj.weight", down, axis)
 
 
 def map_vllm_dense_mlp(config: HFConfig, layer: Layer) -> Iterator[Weight]:
@@ -191,8 +193,14 @@ def map_vllm_experts(
         yield build_vllm_weight(layer, stack + "w2_weight[{expert}]", w2, "etp", expert=expert)
 
 
-def map_vllm_shared_expert_mlp(config: HFConfig, layer: Layer) -> Iterator[Weight]:
-    """Map the MLP of DeepSeek-V3: dense in the first layers, then routed and shared experts."""
+def map_vllm_shared_expert_mlp(
+    config: HFConfig, layer: Layer, shared_axis: Axis = "tp"
+) -> Iterator[Weight]:
+    """Map the MLP of DeepSeek-V3: dense in the first layers, then routed and shared experts.
+
+    Args:
+        shared_axis: Axis of the shared experts.
+    """
     if not has_experts(config, layer.index):
         yield from map_vllm_dense_mlp(config, layer)
         return
@@ -205,5 +213,6 @@ def map_vllm_shared_expert_mlp(config: HFConfig, layer: Layer) -> Iterator[Weigh
     yield build_vllm_weight(
         layer, name, Replicated(layer.build_tensor(name, num_experts)), float32=True
     )
-    yield from map_vllm_mlp(config, layer, "mlp.shared_experts", get_shared_expert_size(config))
+    size = get_shared_expert_size(config)
+    yield from map_vllm_mlp(config, layer, "mlp.shared_experts", size, shared_axis)
     yield from map_vllm_experts(config, layer, num_experts, ffn)

@@ -282,7 +282,7 @@ class AgentRunner:
             prompt.group_id,
             number,
             prompt.row,
-            replace(sampling, n=1, seed=seed, max_tokens=turn_tokens),
+            replace(sampling, n=1, seed=seed, max_tokens=turn_tokens, group=str(prompt.group_id)),
             sampling.max_tokens,
         )
 

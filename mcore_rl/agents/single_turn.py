@@ -127,7 +127,8 @@ class SingleTurnLoop:
         prompt_ids = self._render(prompt)
         if sampling.seed is not None:
             sampling = replace(sampling, seed=sampling.seed + group_id * sampling.n)
-        completions = await self._generator.submit(prompt_ids, replace(sampling, images=images))
+        sampling = replace(sampling, images=images, group=str(group_id))
+        completions = await self._generator.submit(prompt_ids, sampling)
         samples = [self._build_sample(prompt_ids, c, group_id, fields) for c in completions]
         texts = [self._decode(completion) for completion in completions]
         for number, sample in enumerate(samples):

@@ -416,11 +416,12 @@ def _resolve_weight_sync(config: RLConfig) -> None:
             "weight_sync.method='full_export' writes, does not check that all weights are there; "
             "allowed: 'auto', 'checkpoint', or another method"
         )
-    num_workers = config.rollout.num_servers * config.rollout.tp
+    num_workers = config.rollout.num_servers * config.rollout.num_workers
     num_ranks = config.actor.layout.world_size
     if method == "colocated" and num_workers > num_ranks:
         raise ConfigError(
-            f"weight_sync.method='colocated': rollout.num_servers * rollout.tp = {num_workers} "
+            f"weight_sync.method='colocated': rollout.num_servers * rollout.dp * rollout.tp = "
+            f"{num_workers} "
             f"workers of servers share the devices of actor.layout's {num_ranks} ranks; allowed: "
             "at most as many workers, or weight_sync.method='disaggregated'"
         )

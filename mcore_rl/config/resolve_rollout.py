@@ -68,7 +68,7 @@ _ADAPTER_PARTS = (
     "adapter", "temperature", "top_p", "top_k", "max_tokens", "max_context", "codec", "placement",
 )  # fmt: skip
 _SERVER_PARTS = (
-    "backend", "num_servers", "tp", "ep", "temperature", "top_p", "top_k", "max_num_seqs",
+    "backend", "num_servers", "tp", "dp", "ep", "temperature", "top_p", "top_k", "max_num_seqs",
     "max_num_batched_tokens", "kv_cache_bytes", "cores", "engine",
 )  # fmt: skip
 
@@ -97,17 +97,20 @@ class ServedModel:
 def resolve_servers(config: RolloutConfig) -> None:
     """Check the settings of servers, except those of sampling."""
     check_backend("rollout.backend", config.backend)
-    positive_counts = "num_servers", "tp", "nodes_per_server", "max_response_tokens", "max_images"
-    for name in (*positive_counts, "kv_cache_bytes"):
+    positive_counts = "num_servers", "tp", "dp", "nodes_per_server", "kv_cache_bytes"
+    for name in (*positive_counts, "max_response_tokens", "max_images"):
         check_at_least(f"rollout.{name}", getattr(config, name), 1)
     _check_batch_limits("rollout", config)
-    num_workers, rest = divmod(config.tp, config.nodes_per_server)
-    if rest:
+    _check_data_parallel("rollout", config)
+    axis, reason = "tp", "since each node has as many workers"
+    if config.dp > 1:
+        axis, reason = "dp", "since each node has as many data-parallel ranks"
+    if (size := getattr(config, axis)) % config.nodes_per_server:
         raise ConfigError(
             f"rollout.nodes_per_server={config.nodes_per_server}; allowed: divisors of "
-            f"rollout.tp={config.tp}, since each node has as many workers"
+            f"rollout.{axis}={size}, {reason}"
         )
-    check_cores("rollout.cores", config.cores, num_workers)
+    check_cores("rollout.cores", config.cores, config.workers_per_node)
     check_at_least("rollout.max_restarts", config.max_restarts, 0)
     check_between("rollout.speculative.num_tokens", config.speculative.num_tokens, 0, MAX_DRAFT)
     check_choice("rollout.load_format", config.load_format, LOAD_FORMATS)
@@ -123,6 +126,14 @@ def _check_batch_limits(key: str, config: RolloutConfig) -> None:
         raise ConfigError(
             f"{key}.max_num_batched_tokens={tokens}; allowed: at least "
             f"{key}.max_num_seqs={sequences}, a token of each sequence"
+        )
+
+
+def _check_data_parallel(key: str, config: RolloutConfig) -> None:
+    if config.dp > 1 and not config.ep:
+        raise ConfigError(
+            f"{key}.dp={config.dp} with {key}.ep=false: data-parallel ranks exchange tokens with "
+            f"whole experts; allowed: {key}.ep=true, or {key}.num_servers instead of {key}.dp"
         )
 
 
@@ -397,9 +408,10 @@ def _check_adapter(
 def _check_served_model(key: str, model: ServedModel) -> None:
     servers = model.servers
     check_backend(f"{key}.backend", servers.backend)
-    for name in ("num_servers", "tp", "kv_cache_bytes"):
+    for name in ("num_servers", "tp", "dp", "kv_cache_bytes"):
         check_at_least(f"{key}.{name}", getattr(servers, name), 1)
     _check_batch_limits(key, servers)
+    _check_data_parallel(key, servers)
     check_at_least(f"{key}.max_tokens", servers.max_response_tokens, 1)
     check_at_least(f"{key}.max_context", model.max_context, 2)
     check_at_least(f"{key}.temperature", servers.temperature, 0)
@@ -408,4 +420,4 @@ def _check_served_model(key: str, model: ServedModel) -> None:
     check_at_least(f"{key}.top_k", servers.top_k, 0)
     check_choice(f"{key}.codec", model.codec, CODECS)
     check_positive(f"{key}.timeout_s", model.timeout_s)
-    check_cores(f"{key}.cores", servers.cores, servers.tp)
+    check_cores(f"{key}.cores", servers.cores, servers.num_workers)

@@ -189,8 +189,11 @@ class RolloutConfig:
     backend: str = "vllm"  # vllm, sglang, or the import path of a GenerationServer (docs/plugs.md)
     num_servers: int = 1  # each with a full copy of the model
     tp: int = 1  # tensor parallel inside a server
-    nodes_per_server: int = 1  # nodes that a server spans, with equal shares of its tp
-    ep: bool = False  # expert parallel over the tp ranks
+    dp: int = (
+        1  # data-parallel attention ranks of a server, of tp ranks each; with ep: docs/rollout.md
+    )
+    nodes_per_server: int = 1  # nodes that a server spans, with equal shares of its dp * tp ranks
+    ep: bool = False  # expert parallel over the dp * tp ranks
     temperature: float = 1.0  # sampling temperature; above 0
     # sample from the likeliest tokens of this total probability; below 1: docs/rollout.md
     top_p: float = 1.0
@@ -213,6 +216,15 @@ class RolloutConfig:
     engine: dict[str, Any] = field(default_factory=dict)
     sglang: SGLangConfig = field(default_factory=SGLangConfig)
     speculative: SpeculativeConfig = field(default_factory=SpeculativeConfig)
+
+    @property
+    def num_workers(self) -> int:
+        """Workers of a server, each on a device of its own."""
+        return self.dp * self.tp
+
+    @property
+    def workers_per_node(self) -> int:
+        return self.num_workers // self.nodes_per_server
 
 
 @dataclass

@@ -41,6 +41,8 @@ class SamplingParams:
     # Digests of the prompt's images in the ImageStore, in the order of their tokens.
     images: tuple[str, ...] = ()
     adapter: str = ""  # one of ServerSpec.adapters instead of the policy
+    # Requests of one name begin alike, and go to one data-parallel rank for its prefix cache.
+    group: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +141,7 @@ class ServerFeatures:
     # checkpoint, whole) or "vllm". None: checkpoints only (weight_sync.method=full_export).
     weight_format: WeightFormat | None = None
     tensor_parallel: bool = False  # rollout.tp above 1, rollout.ep
+    data_parallel: bool = False  # rollout.dp above 1
     multi_node: bool = False  # rollout.nodes_per_server above 1
     sleep: bool = False  # devices that are a trainer's, too
     updates_in_flight: bool = False  # trainer.mode=fully_async

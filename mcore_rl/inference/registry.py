@@ -73,6 +73,10 @@ def check_server_settings(
         raise ConfigError(f"{key}.tp={settings.tp}: a server of {backend} has one rank; allowed: 1")
     if not features.tensor_parallel and settings.ep:
         raise ConfigError(f"{key}.ep=true: a server of {backend} has one rank; allowed: false")
+    if not features.data_parallel and settings.dp > 1:
+        raise ConfigError(
+            f"{key}.dp={settings.dp}: a server of {backend} has one data-parallel rank; allowed: 1"
+        )
     if not features.multi_node and settings.nodes_per_server > 1:
         raise ConfigError(
             f"{key}.nodes_per_server={settings.nodes_per_server}: a server of {backend} runs on "

@@ -185,11 +185,13 @@ def _describe_cluster(
     lines = ["", f"nodes of {gpus_per_node} GPUs, filled in their order:"]
     nodes = [f" {node}: {roles}" for node, roles in list_node_roles(config, gpus_per_node)]
     lines += [*nodes, *_describe_idle_nodes(len(nodes), num_nodes or len(nodes))]
-    tp, per_server = config.rollout.tp, config.rollout.nodes_per_server
-    if tp // per_server > gpus_per_node:
+    rollout = config.rollout
+    if rollout.workers_per_node > gpus_per_node:
+        least = -(-rollout.num_workers // gpus_per_node)
+        size = f"rollout.dp={rollout.dp} and " * (rollout.dp > 1) + f"rollout.tp={rollout.tp}"
         lines.append(
-            f"rollout.tp={tp}: the run will be refused, since a node has {gpus_per_node} GPUs; "
-            f"allowed: rollout.nodes_per_server={-(-tp // gpus_per_node)} or more, not {per_server}"
+            f"{size}: the run will be refused, since a node has {gpus_per_node} GPUs; allowed: "
+            f"rollout.nodes_per_server={least} or more, not {rollout.nodes_per_server}"
         )
     method = config.weight_sync.method
     is_vllm = load_server_class(config.rollout).features.weight_format == "vllm"
@@ -325,7 +327,7 @@ def assign_gpus(config: RLConfig, gpus_per_node: int) -> dict[str, list[int]]:
 
 def _count_ranks(config: RLConfig, role: str) -> int:
     if servers := get_server_config(config, role):
-        return servers.num_servers * servers.tp
+        return servers.num_servers * servers.num_workers
     return _get_layout(config, role).world_size
 
 
@@ -363,11 +365,11 @@ def _describe_ranks(config: RLConfig, role: str, ranks: list[int]) -> str:
     """Describe consecutive ranks, as servers and workers or with their pipeline stages."""
     first, last = ranks[0], ranks[-1]
     if servers := get_server_config(config, role):
-        tp = servers.tp
-        if first // tp < last // tp:
-            return f"servers {first // tp}-{last // tp}"
-        workers = f", workers {_format_range(first % tp, last % tp)}" if tp > 1 else ""
-        return f"server {first // tp}{workers}"
+        size = servers.num_workers
+        if first // size < last // size:
+            return f"servers {first // size}-{last // size}"
+        workers = f", workers {_format_range(first % size, last % size)}" if size > 1 else ""
+        return f"server {first // size}{workers}"
     text = _format_range(first, last)
     layout = _get_layout(config, role)
     if layout.pp > 1:

@@ -154,7 +154,7 @@ def _evaluate_sets(
 ) -> dict[str, Metrics]:
     """Start servers and evaluate the sets that are not done; return their metrics by set."""
     config, logs = inputs.config, get_log_dir(folder)
-    num_devices = config.rollout.num_servers * config.rollout.tp
+    num_devices = config.rollout.num_servers * config.rollout.num_workers
     with (
         open_session(inputs.run, num_devices, scratch_dir),
         summarize_failure(logs / TRACES),

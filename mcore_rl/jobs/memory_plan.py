@@ -284,7 +284,7 @@ def _plan_servers(
         optimizer_bytes=0,
         cache_bytes=server_class.get_kv_cache_bytes(rollout),
     )
-    server = GenerationLayout(tp=rollout.tp)
+    server = GenerationLayout(tp=rollout.tp, dp=rollout.dp)
     return RolePlan(name, task, _format_axes(server) + " ep" * rollout.ep, (stage,), True)
 
 

@@ -70,7 +70,7 @@ def build_pool_plans(config: RLConfig) -> dict[str, PoolPlan]:
     if needs_critic(config):
         sizes["critic"] = config.critic.layout.world_size
     sizes |= {role: engine.layout.world_size for role, engine in get_frozen_engines(config).items()}
-    sizes["rollout"] = rollout.num_servers * rollout.tp
+    sizes["rollout"] = rollout.num_servers * rollout.num_workers
     members: dict[str, list[str]] = {}
     for role in sizes:
         pool = get_pool(config.placement, role)
@@ -78,13 +78,13 @@ def build_pool_plans(config: RLConfig) -> dict[str, PoolPlan]:
     plans = {}
     for name, roles in members.items():
         if roles == ["rollout"]:
-            per_node = rollout.tp // rollout.nodes_per_server
+            per_node = rollout.workers_per_node
             plans[name] = PoolPlan(("rollout",), sizes["rollout"] // per_node, per_node)
         else:
             plans[name] = PoolPlan(tuple(roles), max(sizes[role] for role in roles))
     for name, model in build_models_with_servers(config).items():
         role = f"{ROLE}{name}"
-        plans[role] = PoolPlan((role,), model.servers.num_servers, model.servers.tp)
+        plans[role] = PoolPlan((role,), model.servers.num_servers, model.servers.num_workers)
     return plans
 
 
@@ -338,9 +338,8 @@ class Pools:
 
     def _count_bundles_per_rank(self, role: str, plan: PoolPlan) -> int:
         """Return the bundles of a rank: on a shared pool, those of a server on one node."""
-        rollout = self._config.rollout
         is_spread = role == "rollout" and plan.roles != ("rollout",)
-        return rollout.tp // rollout.nodes_per_server if is_spread else 1
+        return self._config.rollout.workers_per_node if is_spread else 1
 
     def _open_pool(self, role: str) -> ResourcePool:
         """Return the pool of a role; request it from Ray if it is not open yet."""

@@ -586,7 +586,7 @@ def open_session(config: RLConfig, num_devices: int, scratch_dir: Path) -> Itera
     ):
         if os.environ.get("RAY_ADDRESS"):
             warn_of_small_stores(
-                held, get_device_resource(), config.rollout.num_servers * config.rollout.tp
+                held, get_device_resource(), config.rollout.num_servers * config.rollout.num_workers
             )
         yield
 

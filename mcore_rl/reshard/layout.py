@@ -149,8 +149,8 @@ class GenerationLayout:
     """Parallel layout of vLLM: `dp` engines with consecutive ranks, each over pp * tp ranks.
 
     With `ep` above 1 experts are unsplit and distributed over groups of ep ranks: the tp ranks of
-    an engine, or of ep / tp engines of a data-parallel deployment. With ep=1 their columns are
-    split over tp, like those of dense layers.
+    an engine, or of ep / tp engines of a data-parallel server. With ep=1 their columns are split
+    over tp, like those of dense layers.
     """
 
     tp: int = 1
@@ -171,6 +171,15 @@ class GenerationLayout:
     @property
     def world_size(self) -> int:
         return self.tp * self.pp * self.dp
+
+    @property
+    def splits_tokens(self) -> bool:
+        """True if each tp rank sends its part of the tokens to the experts.
+
+        vLLM's `use_sequence_parallel_moe` (config/parallel.py:763): its shared experts, of models
+        that have it, are not split over tp then.
+        """
+        return self.ep > self.tp > 1
 
 
 class GenerationRanks:
@@ -213,6 +222,7 @@ class GenerationRanks:
         """Return the ranks of a stage by their shard along a rule's axis; None: one shard."""
         layout, holders = self.layout, dict[int, list[int]]()
         is_split = axis == "tp" or (axis == "etp" and layout.ep == 1)
+        is_split |= axis == "shared_tp" and not layout.splits_tokens
         for rank in self._ranks_by_stage()[stage, expert_rank]:
             holders.setdefault(rank % layout.tp if is_split else 0, []).append(rank)
         return tuple(tuple(holders[shard]) for shard in sorted(holders))
@@ -229,10 +239,14 @@ class GenerationRanks:
 
 
 class ListedRanks:
-    """Ranks of servers whose parameters are listed (rules.Listed): each server has `tp` ranks."""
+    """Ranks of servers whose parameters are listed (rules.Listed).
 
-    def __init__(self, layout: GenerationLayout) -> None:
-        self.layout = layout
+    Args:
+        num_workers: Ranks of each server.
+    """
+
+    def __init__(self, layout: GenerationLayout, num_workers: int) -> None:
+        self.layout, self._num_workers = layout, num_workers
         self._holders = cache(self._find_holders)
 
     @property
@@ -244,7 +258,7 @@ class ListedRanks:
         return self._holders(weight.rule.ranks)
 
     def _find_holders(self, ranks: tuple[int, ...]) -> Holders:
-        servers = range(0, self.world_size, self.layout.tp)
+        servers = range(0, self.world_size, self._num_workers)
         return (tuple(first + rank for first in servers for rank in ranks),)
 
     def get_local_name(self, weight: Weight) -> str:

@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, NamedTuple, Protocol
 
-Axis = Literal["tp", "etp"]
+# "shared_tp": tp of shared experts, which are replicated where servers split tokens over tp.
+Axis = Literal["tp", "etp", "shared_tp"]
 # Part of the model that a parameter outside the decoder layers belongs to.
 Stage = Literal["embedding", "final_norm", "head", "mtp"]
 

@@ -80,7 +80,7 @@ class TransportSync:
 
         def get_arguments(index: int) -> tuple[object, ...]:
             # Workers of all servers, in a row, are the generation ranks.
-            return endpoint, spec, index * self.rollout.tp
+            return endpoint, spec, index * self.rollout.num_workers
 
         self._endpoint = endpoint
         self._connected = -1
@@ -188,5 +188,6 @@ def connect(
 
 
 def build_generation_layout(rollout: RolloutConfig, num_servers: int) -> GenerationLayout:
-    """Return the layout of all servers: each is one engine, and with `ep` splits its experts."""
-    return GenerationLayout(tp=rollout.tp, dp=num_servers, ep=rollout.tp if rollout.ep else 1)
+    """Return the layout of all servers: with `ep` each splits its experts over its workers."""
+    ep = rollout.num_workers if rollout.ep else 1
+    return GenerationLayout(tp=rollout.tp, dp=num_servers * rollout.dp, ep=ep)

@@ -199,7 +199,7 @@ def build_listed_side(layout: GenerationLayout, worker_lists: WorkerLists) -> Si
     for rank, parameters in enumerate(worker_lists):
         for values in parameters:
             ranks_of.setdefault(ListedParameter.parse(values), []).append(rank)
-    return ListedRanks(layout), tuple(
+    return ListedRanks(layout, len(worker_lists)), tuple(
         Weight(
             parameter.name,
             Listed(parameter.shape, parameter.blocks, tuple(ranks)),

@@ -1,14 +1,15 @@
-"""A program: a vLLM server with two expert-parallel workers, told to go through what follows.
+"""A program: a vLLM server with expert-parallel workers, told to go through what follows.
 
-    python parallel_server.py OLD NEW FOLDER [METHOD]
+    python parallel_server.py DP TP METHOD OLD NEW FOLDER
 
-METHOD is "fork" or, as on the GPU lane, "spawn": how its processes are started. With "nodes" each
-worker is on a node of its own, as far as vLLM can tell: the second is that of a second program.
+It has DP data-parallel ranks of TP workers. METHOD is "fork" or, as on the GPU lane, "spawn": how
+its processes are started. With "nodes" half of the workers are on a node of their own, as far as
+vLLM can tell: that of a second program.
 
 It writes what it gives as lines of JSON: first its scores under the weights of checkpoint OLD, with
-a trace as FOLDER/trace.safetensors; then those of NEW as a folder; then as shards of two training
-ranks, twice by each transport, the second time after a sleep. Responses run across each of these.
-After that it waits to be killed.
+a trace as FOLDER/trace.safetensors if DP is 1; then those of NEW as a folder; then as shards of two
+training ranks, twice by each transport, the second time after a sleep. Responses run across each of
+these. After that it waits to be killed.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from safetensors.torch import save_file
 from mcore_rl.config.schema import RolloutConfig
 from mcore_rl.inference.protocol import SamplingParams, ServerMemory
 from mcore_rl.inference.vllm.processes import ServerNodes
-from mcore_rl.inference.vllm.server import HeadlessWorkers, VLLMServer
+from mcore_rl.inference.vllm.server import VLLMServer
 from mcore_rl.parallel.rendezvous import RendezvousEndpoint, RendezvousServer
 from mcore_rl.weight_sync.spec import TransferSpec
 
@@ -37,15 +38,17 @@ NUM_TRACED, NUM_DECODED = 40, 12
 KV_CACHE_BYTES = 32 << 20
 
 
-async def main(old: Path, new: Path, folder: Path, node: int | None = None) -> None:
-    config = RolloutConfig(tp=2, ep=True, max_num_seqs=8, kv_cache_bytes=KV_CACHE_BYTES)
+async def main(
+    dp: int, tp: int, old: Path, new: Path, folder: Path, node: int | None = None
+) -> None:
+    config = RolloutConfig(dp=dp, tp=tp, ep=True, max_num_seqs=8, kv_cache_bytes=KV_CACHE_BYTES)
     nodes = None
     if node is not None:
         config.nodes_per_server = 2
         nodes = ServerNodes(2, node, 2, timeout_s=60)
     server = VLLMServer(str(old), "float32", 256, config, seed=0, can_sleep=True, nodes=nodes)
     if node == 1:
-        await HeadlessWorkers(server).start()
+        await server.start()
         return await until_orphaned()
     await server.start()
     report(await scores(server, folder))
@@ -71,8 +74,9 @@ async def scores(server: VLLMServer, folder: Path) -> dict[str, Any]:
     scored, *decoded = await asyncio.gather(
         server.score(TOKENS), *(server.decode(TOKENS, NUM_DECODED, seed) for seed in (0, 1, 0))
     )
-    traced = await server.trace(TOKENS[:NUM_TRACED])
-    save_file(traced, folder / "trace.safetensors")
+    if server.spec.settings.dp == 1:
+        traced = await server.trace(TOKENS[:NUM_TRACED])
+        save_file(traced, folder / "trace.safetensors")
     return {"scored": asdict(scored), "decoded": [asdict(completion) for completion in decoded]}
 
 
@@ -92,11 +96,10 @@ async def across(server: VLLMServer, change: Coroutine[Any, Any, None]) -> list[
 
 
 async def load_by_each_transport(server: VLLMServer, checkpoint: Path, folder: Path) -> None:
-    trainer = Path(__file__).with_name("shard_trainer.py")
-    ranks = [
-        subprocess.Popen([sys.executable, trainer, str(rank), "2", checkpoint, folder, *"2345"])
-        for rank in range(2)
-    ]
+    command = [sys.executable, Path(__file__).with_name("shard_trainer.py")]
+    shape = map(str, (server.spec.settings.dp, server.spec.settings.tp))
+    arguments = ["2", *shape, checkpoint, folder, *"2345"]
+    ranks = [subprocess.Popen([*command, str(rank), *arguments]) for rank in range(2)]
     for transport, (first, second) in (("process_group", (2, 3)), ("nixl", (4, 5))):
         meeting = folder / f"{transport}.json"
         while not meeting.exists():
@@ -127,15 +130,16 @@ async def load_by_each_transport(server: VLLMServer, checkpoint: Path, folder: P
 
 
 if __name__ == "__main__":
-    node, method = None, "".join(sys.argv[4:])
+    dp, tp, method, *paths = sys.argv[1:]
+    node = None
     if method == "nodes":
         rendezvous, node = RendezvousServer("127.0.0.1"), 0
         os.environ |= rendezvous.endpoint.to_environment()
-        subprocess.Popen([sys.executable, *sys.argv[:4], "second node"])
+        subprocess.Popen([sys.executable, sys.argv[0], dp, tp, "second node", *paths])
     elif method == "second node":
         node = 1
-    elif method:
+    elif method == "spawn":
         from mcore_rl.inference.vllm import worker as vllm_worker
 
         vllm_worker.START_METHOD["cpu"] = method
-    asyncio.run(main(*map(Path, sys.argv[1:4]), node))
+    asyncio.run(main(int(dp), int(tp), *map(Path, paths), node=node))

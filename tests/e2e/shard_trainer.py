@@ -1,9 +1,9 @@
 """A program: one training rank of several, which sends shards to a server by each transport.
 
-    python shard_trainer.py RANK WORLD CHECKPOINT FOLDER VERSION...
+    python shard_trainer.py RANK WORLD DP TP CHECKPOINT FOLDER VERSION...
 
-The ranks split the model over tp. For each transport rank 0 writes a file into FOLDER, an endpoint
-and a spec, and all send two versions.
+The ranks split the model over tp; the server has DP data-parallel ranks of TP workers. For each
+transport rank 0 writes a file into FOLDER, an endpoint and a spec, and all send two versions.
 """
 
 from __future__ import annotations
@@ -32,13 +32,16 @@ TRANSPORTS = ("process_group", "nixl")
 _OPEN = []  # which stay while their groups live
 
 
-def main(rank: int, world: int, checkpoint: Path, folder: Path, versions: list[int]) -> None:
+def main(
+    rank: int, world: int, generation: GenerationLayout, paths: list[Path], versions: list[int]
+) -> None:
     """Send all versions by each transport, one transport after the other."""
+    checkpoint, folder = paths
     reader = CheckpointReader(checkpoint)
     for number, transport in enumerate(TRANSPORTS):
         file = folder / f"{transport}.json"
         if rank == 0:
-            write(file, transport, world)
+            write(file, transport, world, generation)
         while not file.exists():
             time.sleep(0.02)
         fields, spec_fields = json.loads(file.read_text())
@@ -51,7 +54,7 @@ def main(rank: int, world: int, checkpoint: Path, folder: Path, versions: list[i
             end.send(weights, WeightUpdate(version))
 
 
-def write(file: Path, transport: str, world: int) -> None:
+def write(file: Path, transport: str, world: int, generation: GenerationLayout) -> None:
     """Write the arguments of both sides."""
     settings = WeightSyncConfig(
         method="disaggregated",
@@ -60,7 +63,7 @@ def write(file: Path, transport: str, world: int) -> None:
         verify="full",
         timeout_s=60,
     )
-    spec = TransferSpec(Layout(tp=world), 0, GenerationLayout(tp=2, ep=2), "float32", settings)
+    spec = TransferSpec(Layout(tp=world), 0, generation, "float32", settings)
     _OPEN.append(RendezvousServer("127.0.0.1"))
     aside = file.with_suffix(".partial")
     aside.write_text(json.dumps([asdict(_OPEN[-1].endpoint), spec.to_dict()]))
@@ -68,5 +71,6 @@ def write(file: Path, transport: str, world: int) -> None:
 
 
 if __name__ == "__main__":
-    rank, world, checkpoint, folder, *versions = sys.argv[1:]
-    main(int(rank), int(world), Path(checkpoint), Path(folder), [int(v) for v in versions])
+    rank, world, dp, tp = map(int, sys.argv[1:5])
+    layout = GenerationLayout(tp=tp, dp=dp, ep=dp * tp)
+    main(rank, world, layout, [Path(p) for p in sys.argv[5:7]], [int(v) for v in sys.argv[7:]])

@@ -189,6 +189,69 @@ def repeat_by_counts(
 
 
 @functools.cache
+def exchange_tokens() -> None:
+    """Give the CPU the collectives by which data-parallel ranks exchange tokens of their experts.
+
+    vLLM's all2all manager for CPUs calls both (distributed/device_communicators/all2all.py:115 and
+    175), but only communicators of GPUs have them (base_device_communicator.py:290 and 331).
+    """
+    from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
+
+    CpuCommunicator.all_gatherv = all_gatherv
+    CpuCommunicator.reduce_scatterv = reduce_scatterv
+
+
+def all_gatherv(
+    communicator: Any, input_: Tensor | list[Tensor], dim: int = 0, sizes: list[int] | None = None
+) -> Tensor | list[Tensor]:
+    """Concatenate the rows of all ranks, `sizes` of each; None: as many as here."""
+    assert dim == 0
+    if isinstance(input_, list):
+        return [all_gatherv(communicator, tensor, dim, sizes) for tensor in input_]
+    sizes = sizes or [len(input_)] * communicator.world_size
+    padded = input_.new_zeros(max(sizes), *input_.shape[1:])  # gloo takes equal shapes alone
+    padded[: len(input_)] = input_
+    parts = [torch.empty_like(padded) for _ in sizes]
+    torch.distributed.all_gather(parts, padded, group=communicator.device_group)
+    return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
+
+
+def reduce_scatterv(
+    communicator: Any, input_: Tensor, dim: int = -1, sizes: list[int] | None = None
+) -> Tensor:
+    """Sum the rows of all ranks, and return this rank's: `sizes` of each, None: equal parts."""
+    assert dim == 0
+    sizes = sizes or [len(input_) // communicator.world_size] * communicator.world_size
+    output = input_.clone(memory_format=torch.contiguous_format)
+    torch.distributed.all_reduce(output, group=communicator.device_group)
+    return output.split(sizes)[communicator.rank_in_group]
+
+
+@functools.cache
+def gather_single_tokens() -> None:
+    """Return whole states from DeepSeek-V3's layers for a batch of one token.
+
+    Where tokens are split over tp, its layers take states for a part of the tokens if they have
+    other rows than there are positions (model_executor/models/deepseek_v2.py:1360 and 1574). One
+    token, padded, makes one row on each rank: without a graph, the token would be lost on all ranks
+    but the first, silently. In a compiled graph the shapes differ.
+    """
+    from vllm.distributed import tensor_model_parallel_all_gather
+    from vllm.model_executor.models.deepseek_v2 import DeepseekV2DecoderLayer
+
+    upstream = DeepseekV2DecoderLayer.forward
+
+    def forward(layer: Any, positions: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        states, residual = upstream(layer, positions, *args, **kwargs)
+        if layer.use_sequence_parallel_moe and len(positions) == 1:
+            both = tensor_model_parallel_all_gather(torch.cat([states, residual], dim=-1), 0)[:1]
+            states, residual = both.chunk(2, dim=-1)
+        return states, residual
+
+    DeepseekV2DecoderLayer.forward = forward
+
+
+@functools.cache
 def record_experts() -> None:
     """Make the CPU's model runner report the experts of tokens, as the GPU's does.
 

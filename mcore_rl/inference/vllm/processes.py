@@ -12,6 +12,7 @@ This module does not import vLLM: a server imports it when it is prepared.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
@@ -127,10 +128,18 @@ class StoppedProcesses:
     vLLM notices a process that died; a stopped one holds up all others until they run into time
     limits. If a whole job is suspended and continued nothing is killed: this process is suspended
     with it.
+
+    Args:
+        pids: The engine's processes.
+        coordinator: Process without which data-parallel ranks would wait for ever, and which vLLM
+            does not watch: the engine's processes are killed when it has ended.
     """
 
-    def __init__(self, pids: Sequence[int], limit_s: float = STOPPED_S) -> None:
+    def __init__(
+        self, pids: Sequence[int], limit_s: float = STOPPED_S, *, coordinator: int | None = None
+    ) -> None:
         self._pids, self._limit_s = list(pids), limit_s
+        self._coordinator = None if coordinator is None else psutil.Process(coordinator)
         self.reason = ""  # why processes were killed
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="stopped-processes", daemon=True)
@@ -145,6 +154,10 @@ class StoppedProcesses:
         stopped_since: dict[psutil.Process, float] = {}
         last_s, pause_s = time.monotonic(), min(_POLL_S, self._limit_s / 4)
         while not self._is_over.wait(pause_s):
+            if self._coordinator is not None and not _is_running(self._coordinator):
+                engines = [psutil.Process(pid) for pid in self._pids if psutil.pid_exists(pid)]
+                self._kill(engines, f"its coordinator {self._coordinator.pid} has ended")
+                return
             time_s = time.monotonic()
             if time_s - last_s > self._limit_s / 2:  # this process was stopped, or starved, itself
                 stopped_since.clear()
@@ -152,11 +165,13 @@ class StoppedProcesses:
             stopped_since = {p: stopped_since.get(p, time_s) for p in self._find_stopped()}
             for process, start_s in stopped_since.items():
                 if time_s - start_s >= self._limit_s:
-                    self._kill(process)
+                    reason = f"been stopped by a signal for {self._limit_s:g} s"
+                    self._kill([process], f"its process {process.pid} had {reason}")
 
     def _find_stopped(self) -> list[psutil.Process]:
         stopped = []
-        for pid in self._pids:
+        coordinator = [] if self._coordinator is None else [self._coordinator.pid]
+        for pid in (*self._pids, *coordinator):
             try:
                 process = psutil.Process(pid)
                 family = [process, *process.children(recursive=True)]
@@ -165,11 +180,16 @@ class StoppedProcesses:
                 continue
         return stopped
 
-    def _kill(self, process: psutil.Process) -> None:
-        reason = f"its process {process.pid} had been stopped by a signal for {self._limit_s:g} s"
+    def _kill(self, processes: Sequence[psutil.Process], reason: str) -> None:
         self.reason = self.reason or reason
         print(f"vLLM's engine is ended: {reason}", file=sys.stderr, flush=True)
-        try:
-            process.kill()
-        except psutil.Error:  # it has ended
-            return
+        for process in processes:
+            with contextlib.suppress(psutil.Error):  # it has ended
+                process.kill()
+
+
+def _is_running(process: psutil.Process) -> bool:
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE
+    except psutil.Error:
+        return False

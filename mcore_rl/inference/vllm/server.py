@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 
@@ -36,6 +36,7 @@ from mcore_rl.inference.protocol import (
     SleepTag,
     TokenScores,
 )
+from mcore_rl.inference.vllm.data_parallel import RankRouter
 from mcore_rl.inference.vllm.engine_arguments import (
     check_arguments,
     check_drafts,
@@ -92,6 +93,7 @@ class VLLMServer(GenerationServer):
     features = ServerFeatures(
         weight_format="vllm",
         tensor_parallel=True,
+        data_parallel=True,
         multi_node=True,
         sleep=True,
         updates_in_flight=True,
@@ -135,6 +137,7 @@ class VLLMServer(GenerationServer):
         self._draft_counter: DraftCounter | None = None
         self._stop_watch: StoppedProcesses | None = None
         self._request_ids = itertools.count()
+        self._router = RankRouter(config.dp)
         self._engine_ids: dict[str, str] = {}  # vLLM's id of each running request, by ours
         self._num_updates = 0
         self._headless: HeadlessWorkers | None = None
@@ -280,6 +283,7 @@ class VLLMServer(GenerationServer):
             max_model_len=self._max_model_tokens,
             kv_cache_memory_bytes=self._config.kv_cache_bytes,
             tensor_parallel_size=self._config.tp,
+            data_parallel_size=self._config.dp,
             # Workers are processes of this server; inside an actor vLLM would make them Ray's.
             distributed_executor_backend="mp" if self._config.tp > 1 else "uni",
             enable_expert_parallel=self._config.ep,
@@ -337,9 +341,10 @@ class VLLMServer(GenerationServer):
                 self._engine = await asyncio.get_running_loop().run_in_executor(executor, launch)
             except RuntimeError as error:
                 raise RuntimeError("vLLM's engine does not start; its stderr says why") from error
-        core: Any = self._started_engine.engine_core
+        resources = cast(Any, self._started_engine.engine_core).resources
         self._stop_watch = StoppedProcesses(
-            [p.pid for p in core.resources.engine_manager.processes]
+            [process.pid for process in resources.engine_manager.processes],
+            coordinator=resources.coordinator and resources.coordinator.proc.pid,
         )
         await self._started_engine.update_weight_version(str(self._version))
         await self._started_engine.get_supported_tasks()  # cached for later requests
@@ -433,9 +438,14 @@ class VLLMServer(GenerationServer):
         [tokens, experts] as they multiply the experts' outputs, 0 for experts not chosen. It is
         missing if a kernel of vLLM chooses the experts.
 
-        No other request runs meanwhile. Raises as `score`, and RuntimeError if the engine compiles
-        graphs (start it with `eager`).
+        No other request runs meanwhile. Raises as `score`, ConfigError if the server has several
+        data-parallel ranks, and RuntimeError if the engine compiles graphs (start it with `eager`).
         """
+        if self._config.dp > 1:
+            raise ConfigError(
+                f"trace: rollout.dp={self._config.dp}: its ranks split the tokens of a layer among "
+                "their workers; allowed: 1"
+            )
         self._check_length(len(token_ids), 1)
         with self._lifecycle.run_alone(Call.TRACE):
             engine = self._started_engine
@@ -456,6 +466,8 @@ class VLLMServer(GenerationServer):
     ) -> AsyncIterator[Any]:
         """Yield vLLM's outputs of one request. `sampling` as in `build_request`, and images."""
         images, adapter = sampling.pop("images", ()), sampling.pop("adapter", "")
+        group = sampling.pop("group", "")
+        num_tokens = len(prompt_ids) + sampling.get("n", 1) * sampling["max_tokens"]
         if adapter not in self._adapter_requests:
             allowed = ", ".join(self._adapters) or "none, as the server has none"
             raise ConfigError(f"the server has no adapter {adapter!r}; allowed: {allowed}")
@@ -466,14 +478,16 @@ class VLLMServer(GenerationServer):
         prompt = self._images.add(prompt, images)
         engine_id = f"{request_id}#{next(self._request_ids)}"
         self._engine_ids[request_id or engine_id] = engine_id
+        request = {"lora_request": self._adapter_requests[adapter]}
         try:
-            stream = self._started_engine.generate(
-                prompt, parameters, engine_id, lora_request=self._adapter_requests[adapter]
-            )
-            async for output in stream:
-                if images:
-                    check_prompt(output, prompt_ids)
-                yield output
+            with self._router.route(group, num_tokens) as rank:
+                stream = self._started_engine.generate(
+                    prompt, parameters, engine_id, data_parallel_rank=rank, **request
+                )
+                async for output in stream:
+                    if images:
+                        check_prompt(output, prompt_ids)
+                    yield output
         finally:
             del self._engine_ids[request_id or engine_id]
 
@@ -486,7 +500,14 @@ class VLLMServer(GenerationServer):
         info = {"endpoint": asdict(endpoint), "spec": spec.to_dict(), "first_rank": first_rank}
         method, arguments = "init_weight_transfer_engine", {"init_info": info}
         async with self._request_gate.run_beside_requests(Call.CONNECT):
+            # Workers wait for each other in the call, and data-parallel ranks in each step: some
+            # would be in the one, some in the other.
+            pauses = self._config.dp > 1 and self._lifecycle.state is State.SERVING
+            if pauses:
+                await self._pause_scheduler("keep")
             await _call_workers(self._started_engine, "joining the trainer", method, arguments)
+            if pauses:
+                await self._started_engine.resume_generation()
 
     async def update(
         self, version: int, *, in_flight: bool = False, recompute_cache: bool = False
@@ -532,6 +553,8 @@ class VLLMServer(GenerationServer):
                 reset_running_requests=in_flight
             ):
                 raise RuntimeError(f"version {version}: the prefix cache is still in use")
+            if resets_cache or is_asleep:
+                self._router.forget_groups()
             self._version, self._num_updates = version, self._num_updates + 1
             if not is_asleep:
                 await engine.resume_generation()

@@ -131,7 +131,7 @@ class ShardTransferEngine(WeightTransferEngine[ConnectInfo, UpdateInfo]):
         first_rank = init_info.first_rank + parallel.data_parallel_index * parallel.world_size
         self._rank = rank = first_rank + get_tp_group().rank_in_group
         if spec.worker_lists:
-            self._check_list(spec.worker_lists[rank % spec.generation.tp])
+            self._check_list(spec.worker_lists[rank % len(spec.worker_lists)])
         else:
             ranks, (_, weights) = build_generation_side(config, spec.generation, drafts=spec.drafts)
             check_worker_layout(read_worker_layout(self.model), ranks, weights, rank, spec.dtype)

@@ -12,7 +12,9 @@ import asyncio
 import contextlib
 import functools
 import itertools
+import multiprocessing
 import os
+import re
 import secrets
 import select
 import signal
@@ -38,6 +40,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from mcore_rl.config.errors import ConfigError, PeerError
 from mcore_rl.config.schema import RolloutConfig
 from mcore_rl.inference.vllm.adapters import register_manager
+from mcore_rl.inference.vllm.data_parallel import bind_stores, patch_clients, set_up_coordinator
 from mcore_rl.inference.vllm.drafts import join_models
 from mcore_rl.inference.vllm.processes import use_worker_rendezvous
 from mcore_rl.inference.vllm.trace import TraceTaker
@@ -56,6 +59,7 @@ from mcore_rl.parallel.store import guard_gloo
 
 BACKEND = "mcore_rl"  # name of our engine among vLLM's weight transfer engines
 START_METHOD = {"cpu": "fork", "cuda": "spawn"}  # of engine and worker processes
+_BINDS = "VLLM_CPU_OMP_THREADS_BIND"  # cores of each worker on this node, as "0|1"
 _POLL_S = 1.0  # how often a call checks that its engine lives
 
 
@@ -109,6 +113,9 @@ def prepare_forks(server: ServerName) -> Iterator[None]:
     # use Ray (utils/system_utils.py:130), which ours do not.
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = START_METHOD[current_platform.device_type]
     system_utils.is_in_ray_actor = lambda: False
+    patch_clients()
+    bind_stores()
+    set_up_coordinator(server)
     _end_calls_of_dead_engines()
     fork = _Fork(server)  # multiprocessing keeps no reference
     try:
@@ -159,15 +166,17 @@ def build_lane_arguments(
     registry._run_in_subprocess = lambda inspect: inspect()
     # Compiling a few small functions needs a C++ compiler, and takes longer than a small run gains.
     os.environ["TORCHDYNAMO_DISABLE"] = "1"
-    if config.cores or config.tp > 1:
-        num_workers = config.tp // config.nodes_per_server
-        os.environ["VLLM_CPU_OMP_THREADS_BIND"] = config.cores or _split_cores(num_workers)
-    if config.cores and config.tp == 1:  # vLLM reads the bind above for several workers only
+    if config.cores or config.num_workers > 1:
+        cores = config.cores or _split_cores(config.workers_per_node)
+        os.environ[_BINDS] = cores
+    if config.cores and config.num_workers == 1:  # vLLM reads the bind for several workers only
         cores = ",".join(map(str, parse_id_list(config.cores)))
         os.environ["OMP_PLACES"] = f"{{{cores}}}"
     from mcore_rl.inference.vllm import cpu_patches
 
     cpu_patches.use_compiled_ops()  # in this process, from which the others are forked
+    if config.dp > 1 and config.tp > 1:
+        cpu_patches.gather_single_tokens()
     return arguments | {
         "enforce_eager": True,
         "kernel_config": cpu_patches.PRIORITY,
@@ -265,11 +274,17 @@ def _pin_to_cores() -> None:
     """Pin this process to the cores in OMP_PLACES, with a thread on each.
 
     vLLM sets OMP_PLACES as it starts a worker (utils/ompmultiprocessing.py:81). A spawned worker
-    reads it when it loads OpenMP; a forked one has loaded OpenMP already.
+    reads it when it loads OpenMP; a forked one has loaded OpenMP already. An engine of a
+    data-parallel rank that is its own worker gets nothing from vLLM.
     """
-    places = os.environ.get("OMP_PLACES", "")
+    places, binds = os.environ.get("OMP_PLACES", ""), os.environ.get(_BINDS, "").split("|")
+    rank = re.fullmatch(r"EngineCore_DP(\d+)", multiprocessing.current_process().name)
+    cores: list[int] = []
     if places.startswith("{"):
         cores = [int(core) for core in places.strip("{}").split(",")]
+    elif rank and os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0":
+        cores = parse_id_list(binds[int(rank[1]) % len(binds)])
+    if cores:
         os.sched_setaffinity(0, cores)
         torch.set_num_threads(len(cores))
 
@@ -448,6 +463,7 @@ def _apply_patches(server: ServerName) -> None:
     skip_gc_at_exit()
     guard_gloo()
     use_worker_rendezvous()
+    bind_stores()
     register()
     if current_platform.is_cpu():
         _name_shared_memory(server)
@@ -466,6 +482,7 @@ def register() -> None:
 
         cpu_patches.map_expert_ids()
         cpu_patches.route_without_groups()
+        cpu_patches.exchange_tokens()
 
 
 def _patch_sleep() -> None:
