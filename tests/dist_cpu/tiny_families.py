@@ -38,6 +38,8 @@ _LATENT = {
     "num_key_value_heads": 4, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8,
     "v_head_dim": 20,
 }  # fmt: skip
+# With few heads the scores of many keys are 0, of which any may be picked.
+_INDEXER = {"q_lora_rank": 40, "index_n_heads": 24, "index_head_dim": 12, "index_topk": 10}
 _YARN = {
     "rope_type": "yarn", "rope_theta": 10000.0, "factor": 40.0, "beta_fast": 32, "beta_slow": 1,
     "mscale": 1.3, "mscale_all_dim": 0.7, "original_max_position_embeddings": 64,
@@ -62,6 +64,9 @@ _HYBRID = {
     "linear_value_head_dim": 12, "shared_expert_intermediate_size": 56,
     "num_nextn_predict_layers": 0,
 }  # fmt: skip
+
+
+_LAYER_KINDS = {"mlp_layer_types", "layer_types", "indexer_types"}  # a value for each layer
 
 
 @dataclass(frozen=True)
@@ -107,6 +112,25 @@ def cases() -> dict[str, Case]:
                 **no_groups,
                 q_lora_rank=40,
                 rope_parameters=_YARN | {"beta_fast": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0},
+            ),
+            TP2_EP2,
+        ),
+        # Most queries of the tests have more keys than the indexer picks.
+        "deepseek_v32": Case(
+            t.DeepseekV32Config(
+                **_SHAPE, **_EXPERTS, **_LATENT, **_INDEXER, **groups, rope_parameters=_YARN
+            ),
+            TP2_EP2,
+        ),
+        "glm_moe_dsa": Case(
+            t.GlmMoeDsaConfig(
+                **_SHAPE,
+                **_EXPERTS,
+                **_LATENT,
+                **_INDEXER,
+                **no_groups,
+                rms_norm_eps=1e-6,
+                indexer_rope_interleave=True,
             ),
             TP2_EP2,
         ),
@@ -191,8 +215,8 @@ def save_with_mtp(name: str, folder: Path, config: Any = None) -> Path:
     config.num_hidden_layers = num_layers + 1
     if name == "qwen3_next":
         return _save_qwen3_next_with_mtp(config, folder / f"{name}-mtp")
-    if getattr(config, "mlp_layer_types", None):
-        config.mlp_layer_types = [*config.mlp_layer_types, "sparse"]
+    for kinds in _LAYER_KINDS & vars(config).keys():
+        setattr(config, kinds, [*getattr(config, kinds), getattr(config, kinds)[-1]])
     path = save_served(tiny_models.build_from(config), folder / f"{name}-mtp")
     tensors = load_file(path / "model.safetensors")
     extra, hidden = f"model.layers.{num_layers}.", config.hidden_size
@@ -204,7 +228,8 @@ def save_with_mtp(name: str, folder: Path, config: Any = None) -> Path:
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
     fields = json.loads((path / "config.json").read_text())
     fields |= {"num_hidden_layers": num_layers, "num_nextn_predict_layers": 1}
-    fields.pop("mlp_layer_types", None)  # published configs have first_k_dense_replace
+    for kinds in _LAYER_KINDS:  # published configs have first_k_dense_replace
+        fields.pop(kinds, None)
     (path / "config.json").write_text(json.dumps(fields))
     return path
 
@@ -327,6 +352,7 @@ def with_prediction_layer(path: Path) -> Any:
     main._keys_to_ignore_on_load_unexpected = [rf"model\.layers\.{main.config.num_hidden_layers}.*"]
     if hasattr(main.config, "mlp_layer_types"):  # the class of GLM-4.7-Flash reads other fields
         main.config.num_mtp_layers, main.config.mtp_mlp_layer_types = 1, ["sparse"]
+        main.config.mtp_layer_types = ["indexed_attention"]
     from transformers.modeling_layers import MtpModel
 
     return MtpModel.from_pretrained(main)
