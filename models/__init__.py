@@ -2,6 +2,7 @@
 
 from mcore_rl.models import (
     deepseek_v3,
+    deepseek_v32,
     glm4_moe,
     gpt_oss,
     llama,
@@ -17,6 +18,7 @@ from mcore_rl.models import (
 
 __all__ = [
     "deepseek_v3",
+    "deepseek_v32",
     "glm4_moe",
     "gpt_oss",
     "llama",

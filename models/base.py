@@ -80,12 +80,6 @@ _BUILDERS: dict[str, Callable[[HFConfig], Family]] = {}  # families of any archi
 _USER_FAMILIES: dict[str, Family] = {}  # that of model.family, by its import path
 _with_transformers = False  # of use_family
 
-# Architectures that users ask for and that the engine cannot express, each with the reason.
-_REFUSED = {
-    "DeepseekV32ForCausalLM": "its sparse attention (an indexer that picks the keys) is not in "
-    "engine/megatron/attention.py",
-}
-
 
 def register(family: Family) -> Family:
     """Register a family under its architecture."""
@@ -193,10 +187,8 @@ def get_family(config: HFConfig) -> Family:
             f"config.json: model_type={config['model_type']!r} takes images, for which Megatron "
             "has no modules here; allowed: backend='fsdp' (actor.backend, engine.backend, ...)"
         )
-    causal = _list_causal_names(config)
-    reasons = "".join(f" ({_REFUSED[name]})" for name in causal if name in _REFUSED)
     raise ConfigError(
-        f"config.json: architectures={architectures} is not supported{reasons}; "
+        f"config.json: architectures={architectures} is not supported; "
         f"allowed: {sorted(_list_families())}, or model.family with a family of your own"
     )
 
@@ -383,13 +375,16 @@ def count_kv_elements_per_token(config: HFConfig, tp: int = 1) -> int:
 
     A worker has the keys and values of its heads, at least of one head. Multi-head latent attention
     caches a latent vector and a rotary key that all heads share (DeepSeek-V2, section 2.1), on
-    every worker. Layers of linear attention have a state per sequence and nothing per token.
+    every worker; and a key for an indexer in float8, with a scale per 128 dims, whose elements
+    count half. Layers of linear attention have a state per sequence and nothing per token.
     """
     num_layers = int(get_field(config, "num_hidden_layers"))
     if config.get("linear_num_key_heads"):
         num_layers = list_layer_types(config).count("full_attention")
     if config.get("kv_lora_rank"):
-        return num_layers * int(config["kv_lora_rank"] + get_field(config, "qk_rope_head_dim"))
+        latent = int(config["kv_lora_rank"] + get_field(config, "qk_rope_head_dim"))
+        index_dim = int(config.get("index_head_dim") or 0)
+        return num_layers * (latent + (index_dim + index_dim // 128 * 4) // 2)
     heads = int(config.get("num_key_value_heads") or get_field(config, "num_attention_heads"))
     return num_layers * 2 * max(1, heads // tp) * get_head_dim(config)
 
@@ -420,6 +415,7 @@ def get_model_sizes(config: HFConfig) -> ModelSizes:
         is_mla="kv_lora_rank" in fields,
         is_tied=bool(config.get("tie_word_embeddings", False)),
         has_expert_biases=bool(num_experts and fields.get("add_bias_linear")),
+        has_indexer=fields.get("experimental_attention_variant") == "dsa",
         num_linear_heads=(
             fields["linear_num_key_heads"] if 1 in fields.get("linear_attention_freq", ()) else 0
         ),
@@ -479,10 +475,10 @@ _NAMES: dict[FieldType, str] = {
     "qk_rope_head_dim v_head_dim num_experts num_local_experts n_routed_experts "
     "num_experts_per_tok experts_per_token n_shared_experts full_attention_interval "
     "linear_conv_kernel_dim linear_key_head_dim linear_value_head_dim linear_num_key_heads "
-    "linear_num_value_heads rotary_dim",
+    "linear_num_value_heads rotary_dim index_n_heads index_head_dim",
     _declare_integer(0, 1 << 14): "n_group topk_group",
     _declare_integer(1, 1 << 24): "vocab_size hidden_size intermediate_size moe_intermediate_size "
-    "shared_expert_intermediate_size kv_lora_rank q_lora_rank",
+    "shared_expert_intermediate_size kv_lora_rank q_lora_rank index_topk",
     _declare_integer(
         1, 1 << 40
     ): "max_position_embeddings original_max_position_embeddings sliding_window",
@@ -494,8 +490,8 @@ _NAMES: dict[FieldType, str] = {
         0.0, 1e6
     ): "beta_fast beta_slow mscale mscale_all_dim attention_factor swiglu_alpha swiglu_limit",
     _FLAG: "tie_word_embeddings attention_bias mlp_bias norm_topk_prob use_sliding_window "
-    "attn_output_gate mtp_use_dedicated_embeddings "
-    "use_qk_norm use_routing_bias rope_interleave token_classification_bias truncate",
+    "attn_output_gate mtp_use_dedicated_embeddings use_qk_norm use_routing_bias rope_interleave "
+    "indexer_rope_interleave token_classification_bias truncate",
     _TEXT: "hidden_act scoring_func topk_method rope_type type dtype torch_dtype",
     _OBJECT: "rope_scaling rope_parameters id2label",
     _declare_list("strings", _TEXT): "architectures layer_types mlp_layer_types",

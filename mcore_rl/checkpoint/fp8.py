@@ -24,10 +24,12 @@ _LARGEST = 448.0  # of e4m3
 _SMALLEST = 2.0**-110
 
 # The projections of decoder layers; not embeddings, heads, norms, routers, nor the projection
-# before a layer for multi-token prediction (eh_proj, mtp.fc), nor those with few rows (_PLAIN).
+# before a layer for multi-token prediction (eh_proj, mtp.fc), nor those with few rows (_PLAIN, and
+# weights_proj of an indexer).
 _PROJECTIONS = re.compile(
     r"(model|mtp)\.layers\.\d+\.(self_attn|linear_attn|mlp|block_sparse_moe)\."
-    r"(.+\.)?(\w+_proj|in_proj_qkvz|kv_a_proj_with_mqa|w[123])\.weight"
+    r"(.+\.)?((?!weights_proj)\w+_proj|in_proj_qkvz|kv_a_proj_with_mqa|w[123]|indexer\.w(q_b|k))"
+    r"\.weight"
 )
 _PLAIN = re.compile(r"mtp\.fc|.+\.(linear_attn\.in_proj_ba|mlp\.shared_expert_gate)")
 _ROUTER, _SELECTION_BIAS = ".gate.weight", ".gate.e_score_correction_bias"

@@ -49,6 +49,7 @@ class ModelSizes:
     is_mla: bool = False  # multi-head latent attention
     is_tied: bool = False  # one weight for embedding and output head
     has_expert_biases: bool = False
+    has_indexer: bool = False  # sparse attention
     num_linear_heads: int = 0  # key heads of gated delta nets, which tp and cp split
 
 
@@ -84,7 +85,8 @@ def resolve_megatron(key: str, config: EngineConfig) -> None:
     check_choice(f"{key}.moe.router_replay", config.moe.router_replay, ROUTER_REPLAYS)
     check_at_least(f"{key}.moe.aux_loss_coef", config.moe.aux_loss_coef, 0)
     check_at_least(f"{key}.moe.bias_update_rate", config.moe.bias_update_rate, 0)
-    check_at_least(f"{key}.mtp_loss_coef", config.mtp_loss_coef, 0)
+    for name in ("mtp_loss_coef", "indexer_loss_coef"):
+        check_at_least(f"{key}.{name}", getattr(config, name), 0)
     resolve_lora(f"{key}.lora", config.lora)
     check_choice(f"{key}.recompute.granularity", config.recompute.granularity, GRANULARITIES)
     check_at_least(f"{key}.recompute.num_layers", config.recompute.num_layers, 1)
@@ -304,9 +306,26 @@ def resolve_model_engine(key: str, config: EngineConfig, sizes: ModelSizes) -> N
             f"{key}.mtp_loss_coef={config.mtp_loss_coef} with {key}.layout.pp={config.layout.pp}: "
             "not supported for a model with tied embeddings; allowed: 0"
         )
+    if sizes.has_indexer:
+        _check_sparse_attention(key, config)
+    elif config.indexer_loss_coef:
+        raise ConfigError(
+            f"{key}.indexer_loss_coef={config.indexer_loss_coef}: the model has no indexer of "
+            "sparse attention; allowed: 0"
+        )
     if config.recompute.granularity == "selective":
         for module in config.recompute.modules:
             _check_recompute_module(f"{key}.recompute.modules", module, sizes)
+
+
+def _check_sparse_attention(key: str, config: EngineConfig) -> None:
+    """Check settings that Megatron's sparse attention does not take."""
+    if config.lora.rank:
+        # AbsorbedMLASelfAttention._get_kv_up_weights
+        raise ConfigError(
+            f"{key}.lora.rank={config.lora.rank}: sparse attention reads the weights of its "
+            "projections past an adapter; allowed: 0"
+        )
 
 
 def _check_recompute_module(key: str, module: str, sizes: ModelSizes) -> None:

@@ -131,6 +131,9 @@ class EngineConfig:
     lora: LoRAConfig = field(default_factory=LoRAConfig)
     fsdp: FSDPConfig = field(default_factory=FSDPConfig)
     mtp_loss_coef: float = 0.0  # weight of the multi-token prediction loss
+    indexer_loss_coef: float = (
+        0.0  # weight of the loss of sparse attention's indexers; 0 freezes them
+    )
     threads_per_rank: int = 1  # CPU threads per rank
     modules: str = "auto"  # te (Transformer Engine, GPU), torch, or auto (te if installed)
     # fields of Megatron's TransformerConfig, DDP and optimizer, by name: docs/passthrough.md

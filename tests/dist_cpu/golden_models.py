@@ -24,12 +24,15 @@ def config_of(model: str, num_layers: int) -> transformers.PretrainedConfig:
         "q_lora_rank": 32, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8,
         "v_head_dim": 16, "n_routed_experts": 8, "n_shared_experts": 1, "n_group": 4,
         "topk_group": 1, "first_k_dense_replace": 1, "routed_scaling_factor": 2.5,
-        "norm_topk_prob": True, "rope_interleave": True, "num_nextn_predict_layers": 0,
+        "norm_topk_prob": True, "num_nextn_predict_layers": 0,
     }  # fmt: skip
     if model == "deepseek":
         return transformers.DeepseekV3Config(
-            **shape, **experts, **latent, tie_word_embeddings=False
+            **shape, **experts, **latent, rope_interleave=True, tie_word_embeddings=False
         )
+    if model == "sparse":
+        indexer = {"index_n_heads": 24, "index_head_dim": 12, "index_topk": 10}
+        return transformers.DeepseekV32Config(**shape, **experts, **latent, **indexer)
     grouped = {**shape, "head_dim": 16}
     if model == "gpt_oss":
         window = {"sliding_window": 8, "num_local_experts": 8, "num_experts_per_tok": 2}

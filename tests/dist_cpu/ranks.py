@@ -144,7 +144,7 @@ def gradients(engine: Any) -> dict[str, torch.Tensor]:
     before = [p.detach().clone() for p in parameters]
     with torch.no_grad():
         for parameter in parameters:
-            parameter.copy_(parameter.main_grad)
+            parameter.copy_(parameter.main_grad if parameter.requires_grad else torch.zeros(()))
         found = {name: tensor.clone() for name, tensor in engine.get_per_tensor_param()}
         for parameter, weight in zip(parameters, before, strict=True):
             parameter.copy_(weight)

@@ -1,6 +1,6 @@
 """Every axis alone, in pairs and together equals one rank: log-probs, losses, gradient norms.
 
-Six models. The values of one rank in float32 are in golden.json, which this makes again:
+The models are small. The values of one rank in float32 are in golden.json, which this makes again:
 
     PYTHONPATH=. python tests/dist_cpu/test_golden_matrix.py
 """
@@ -24,7 +24,9 @@ from tests.nightly import all_but
 
 GOLDEN = Path(__file__).with_name("golden.json")
 
-MODELS = ("dense", "moe", "deepseek", "gpt_oss", "minimax", "hybrid")
+MODELS = ("dense", "moe", "deepseek", "gpt_oss", "minimax", "hybrid", "sparse")
+# Settings of a model in every case: layouts have the gradients of its indexers, too.
+SETTINGS: dict[str, dict[str, Any]] = {"sparse": {"indexer_loss_coef": 0.5}}
 DEPTHS = (2, 4)  # layers of the model; four where more than two stages share them, or two unevenly
 
 
@@ -166,6 +168,10 @@ KEPT = {
         "full recompute", "selective recompute", "tp2", "cp2", "pp2", "pp2 vpp2", "dp2 ep2",
         "tp2 etp2", "tp4", "cp4", "tp2 cp2", "tp2 pp2 ep2", "tp2 dp2 ep2 sharded", "cp2 dp2 ep2",
     ),
+    "sparse": (
+        "full recompute", "selective recompute", "tp2", "cp2", "pp2", "dp2 ep2",
+        "dp2 sharded overlap", "tp2 cp2", "tp2 pp2 ep2",
+    ),
 }  # fmt: skip
 
 
@@ -199,12 +205,12 @@ class Runs:
         }
         return cls(tiny_models.make_batch(), paths)
 
-    def case(self, model: str, case: Case) -> list[ranks.Result]:
-        path = self.paths[model, case.num_layers]
-        return two_steps(path, case.layout, case.settings, self.batch)
+    def case(self, model: str, case: Case, depth: int | None = None) -> list[ranks.Result]:
+        path, settings = self.paths[model, depth or case.num_layers], SETTINGS.get(model, {})
+        return two_steps(path, case.layout, case.settings | settings, self.batch)
 
     def one_rank(self, model: str, depth: int) -> list[ranks.Result]:
-        return two_steps(self.paths[model, depth], Layout(), {}, self.batch)
+        return self.case(model, Case(Layout()), depth)
 
 
 @pytest.fixture(scope="module")

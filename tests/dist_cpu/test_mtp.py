@@ -31,8 +31,8 @@ LAYOUTS = {
     "tp2 pp2 ep2": Layout(tp=2, pp=2, ep=2, last_stage_layers=1),
     "cp2 dp2 ep2": Layout(cp=2, dp=2, ep=2),
 }
-MODELS = deepseek, glm, lite, qwen, qwen3_5 = (
-    "deepseek_v3", "glm4_moe", "glm4_moe_lite", "qwen3_next", "qwen3_5_moe"
+MODELS = deepseek, glm, lite, qwen, qwen3_5, sparse = (
+    "deepseek_v3", "glm4_moe", "glm4_moe_lite", "qwen3_next", "qwen3_5_moe", "deepseek_v32"
 )  # fmt: skip
 SCALED = "glm4_moe_yarn"  # its prediction layer has the frequencies of the others
 PROJECTION = dict.fromkeys((qwen, qwen3_5), "mtp.fc.weight")  # the others: as DeepSeek-V3
@@ -98,13 +98,14 @@ def _predicted(main: Any, predictor: Any, ids: torch.Tensor) -> torch.Tensor:
         return torch.zeros(0, dtype=torch.float64)
     states = main.get_decoder()(ids)[0]
     embedded = predictor.embed_tokens(ids[:, 1:])
-    positions = torch.arange(embedded.shape[1])[None]
-    [layer] = predictor.layers
+    [layer], length = predictor.layers, embedded.shape[1]
+    positions = torch.arange(length)[None]
+    mask = torch.full((1, 1, length, length), float("-inf")).triu(1)
     out = layer(
         embedded,
         states[:, :-1],
         position_embeddings=predictor.rotary_emb(embedded, position_ids=positions),
-        attention_mask=None,
+        attention_mask=mask,
         position_ids=positions,
         past_key_values=None,
     )
@@ -145,7 +146,8 @@ def test_the_loss_and_the_gradient_norm_equal_transformers(runs, model):
     all_but(
         [(deepseek, "tp2"), (deepseek, "cp2"), (deepseek, "pp2"), (deepseek, "tp2 pp2 ep2"),
          (deepseek, "selective"), (glm, "tp2 ep2"), (glm, "pp2 vpp2"), (qwen, "tp2 etp2"),
-         (qwen, "cp2"), (qwen, "pp2"), (qwen, "tp2 pp2 ep2"), (qwen3_5, "tp2 pp2 ep2")],
+         (qwen, "cp2"), (qwen, "pp2"), (qwen, "tp2 pp2 ep2"), (qwen3_5, "tp2 pp2 ep2"),
+         (sparse, "tp2 pp2 ep2")],
         [(model, name) for model in MODELS for name in [*list(LAYOUTS)[1:], "selective"]],
     ),
 )  # fmt: skip

@@ -39,6 +39,8 @@ _LATENT = {
     "num_key_value_heads": 4, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8,
     "v_head_dim": 20,
 }  # fmt: skip
+# With few heads the scores of many keys are 0, of which any may be picked.
+_INDEXER = {"q_lora_rank": 40, "index_n_heads": 24, "index_head_dim": 12, "index_topk": 10}
 _YARN = {
     "rope_type": "yarn", "rope_theta": 10000.0, "factor": 40.0, "beta_fast": 32, "beta_slow": 1,
     "mscale": 1.3, "mscale_all_dim": 0.7, "original_max_position_embeddings": 64,
@@ -74,6 +76,9 @@ _TOWER = {
     "depth": 1, "hidden_size": 32, "num_heads": 2, "intermediate_size": 48, "patch_size": 4,
     "out_hidden_size": 64, "num_position_embeddings": 16,
 }  # fmt: skip
+
+
+_LAYER_KINDS = {"mlp_layer_types", "layer_types", "indexer_types"}  # a value for each layer
 
 
 @dataclass(frozen=True)
@@ -137,6 +142,25 @@ def cases() -> dict[str, Case]:
                 **no_groups,
                 q_lora_rank=40,
                 rope_parameters=_YARN | {"beta_fast": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0},
+            ),
+            TP2_EP2,
+        ),
+        # Most queries of the tests have more keys than the indexer picks.
+        "deepseek_v32": Case(
+            t.DeepseekV32Config(
+                **_SHAPE, **_EXPERTS, **_LATENT, **_INDEXER, **groups, rope_parameters=_YARN
+            ),
+            TP2_EP2,
+        ),
+        "glm_moe_dsa": Case(
+            t.GlmMoeDsaConfig(
+                **_SHAPE,
+                **_EXPERTS,
+                **_LATENT,
+                **_INDEXER,
+                **no_groups,
+                rms_norm_eps=1e-6,
+                indexer_rope_interleave=True,
             ),
             TP2_EP2,
         ),
@@ -245,8 +269,8 @@ def save_with_mtp(name: str, folder: Path, config: Any = None) -> Path:
         return _save_hybrid_with_mtp(config, folder / f"{name}-mtp")
     num_layers = config.num_hidden_layers
     config.num_hidden_layers = num_layers + 1
-    if getattr(config, "mlp_layer_types", None):
-        config.mlp_layer_types = [*config.mlp_layer_types, "sparse"]
+    for kinds in _LAYER_KINDS & vars(config).keys():
+        setattr(config, kinds, [*getattr(config, kinds), getattr(config, kinds)[-1]])
     path = save_served(tiny_models.build_from(config), folder / f"{name}-mtp")
     return make_last_layer_predict(path)
 
@@ -264,7 +288,8 @@ def make_last_layer_predict(path: Path) -> Path:
     tensors[f"{extra}shared_head.head.weight"] = tensors["lm_head.weight"].clone()
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
     fields |= {"num_hidden_layers": num_layers, "num_nextn_predict_layers": 1}
-    fields.pop("mlp_layer_types", None)  # published configs have first_k_dense_replace
+    for kinds in _LAYER_KINDS:  # published configs have first_k_dense_replace
+        fields.pop(kinds, None)
     (path / "config.json").write_text(json.dumps(fields))
     return path
 
@@ -497,6 +522,7 @@ def with_prediction_layer(path: Path) -> Any:
     main._keys_to_ignore_on_load_unexpected = [rf"model\.layers\.{main.config.num_hidden_layers}.*"]
     if hasattr(main.config, "mlp_layer_types"):  # the class of GLM-4.7-Flash reads other fields
         main.config.num_mtp_layers, main.config.mtp_mlp_layer_types = 1, ["sparse"]
+        main.config.mtp_layer_types = ["indexed_attention"]
     from transformers.modeling_layers import MtpModel
 
     return MtpModel.from_pretrained(main)

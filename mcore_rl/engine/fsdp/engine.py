@@ -545,12 +545,17 @@ def _check_settings(key: str, engine: EngineConfig, lane: str) -> None:
 
 
 def _check_model(key: str, engine: EngineConfig, hf_config: HFConfig) -> None:
-    """Check that the layout divides the model."""
+    """Check that the layout divides the model, and that its attention takes packs."""
     sizes = get_model_sizes(hf_config)
     if frozen := get_frozen_prefixes(hf_config):
         raise ConfigError(
             f"{key}.backend='fsdp': {hf_config['architectures']} has a frozen tower "
             f"({', '.join(frozen)}), which this engine would train; allowed: 'megatron'"
+        )
+    if sizes.has_indexer:
+        raise ConfigError(
+            f"{key}.backend='fsdp': the indexer of {hf_config['architectures'][0]} in transformers "
+            "needs a mask, which packs do not have; allowed: 'megatron'"
         )
     for name in ("cp", "ep") if has_images(hf_config) else ():
         if (size := getattr(engine.layout, name)) > 1:

@@ -127,6 +127,7 @@ def install(num_threads: int, modules: str = "auto", *, on_cpu: bool = False) ->
             _use_torch_modules()
             _use_foreach_norm()
         _keep_plain_queries()
+        _sum_indexer_losses()
         return
     _cuda = _CPU
     _patch_torch()
@@ -138,6 +139,7 @@ def install(num_threads: int, modules: str = "auto", *, on_cpu: bool = False) ->
         _patch_megatron()
         _use_torch_modules()
         _keep_plain_queries()
+        _sum_indexer_losses()
 
 
 def _import_transformer_engine() -> None:
@@ -291,6 +293,7 @@ def _use_torch_modules() -> None:
     from megatron.core.ssm.gated_delta_net import common, gdn
     from megatron.core.tensor_parallel import random as parallel_random
     from megatron.core.transformer import multi_latent_attention
+    from megatron.core.transformer.experimental_attention_variant import absorbed_mla
 
     from mcore_rl.engine.megatron import attention, delta_net, layers
 
@@ -306,8 +309,10 @@ def _use_torch_modules() -> None:
     _replace(common, "l2norm", delta_net.l2norm)
     _replace(gdn, "causal_conv1d", delta_net.causal_conv1d)
     _replace(gdn, "chunk_gated_delta_rule", delta_net.chunk_gated_delta_rule)
-    # multi_latent_attention.py:525 and :572 compare with this class to find replicated projections.
+    # multi_latent_attention.py:525 and :572, and absorbed_mla.py:282 and :329, compare with this
+    # class to find replicated projections.
     _replace(multi_latent_attention, "TELinear", layers.ReplicatedLinear)
+    _replace(absorbed_mla, "TELinear", layers.ReplicatedLinear)
     # tensor_parallel/random.py:742 takes its own default, False, for float8, whose names the failed
     # import (line 87) never bound.
     parallel_random.CheckpointWithoutOutput.__init__.__defaults__ = (None,)
@@ -327,6 +332,22 @@ def _keep_plain_queries() -> None:
             return modules if self.has_q_lora else {**modules, "linear_q_proj": self.linear_impl}
 
     _replace(multi_latent_attention, "QKNormConfigResolver", Resolver)
+
+
+def _sum_indexer_losses() -> None:
+    """Sum the losses of indexers (step.pop_indexer_loss).
+
+    transformer/experimental_attention_variant/dsa.py:278 has them by layer of the first model of
+    the process, which may have fewer layers than the next.
+    """
+    from megatron.core.transformer.experimental_attention_variant import dsa
+
+    helper = dsa.DSAIndexerLossLoggingHelper
+
+    def save(loss: torch.Tensor, *_: Any, **__: Any) -> None:
+        helper.tracker["sum"] = helper.tracker.get("sum", 0) + loss.detach()
+
+    _replace(helper, "save_loss_to_tracker", staticmethod(save))
 
 
 def _use_foreach_norm() -> None:

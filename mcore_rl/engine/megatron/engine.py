@@ -444,21 +444,26 @@ class MegatronEngine(BaseEngine):
         for chunk in self.wrapped_chunks:
             chunk.train(not forward_only)
         head = self._create_head(temperature, loss_function, with_scores=with_scores)
-        loss_func: step.LossFunc
-        if loss_function is None:
-            loss_func = partial(step.compute_scores, head)
-        else:
-            loss_func = partial(
-                step.compute_training_loss,
-                head,
-                loss_function,
-                count_tokens(micros, self.device, step.get_data_group()),
-                mtp_loss_coef=self.spec.engine.mtp_loss_coef,
-                with_scores=with_scores,
-            )
-        return step.run_micro_batches(
-            self.wrapped_chunks, micros, loss_func, routing.wrap_forward, forward_only=forward_only
+        run = partial(
+            step.run_micro_batches, self.wrapped_chunks, micros, forward_only=forward_only
         )
+        if loss_function is None:
+            return run(partial(step.compute_scores, head), routing.wrap_forward)
+        counts = count_tokens(micros, self.device, step.get_data_group())
+        loss_func = partial(
+            step.compute_training_loss,
+            head,
+            loss_function,
+            counts,
+            mtp_loss_coef=self.spec.engine.mtp_loss_coef,
+            with_scores=with_scores,
+        )
+        results = run(loss_func, routing.wrap_forward)
+        if self.spec.engine.indexer_loss_coef and not forward_only:
+            loss = step.pop_indexer_loss(self.chunks[0].config, counts.total, self.device)
+            for result in results:
+                result["indexer_loss"] = loss / len(results)
+        return results
 
     def _create_head(
         self, temperature: float, loss_function: LossFunction | None, *, with_scores: bool

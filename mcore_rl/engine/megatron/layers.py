@@ -60,6 +60,27 @@ class RMSNorm(torch.nn.Module):
         return _normalize(x, self.weight, self.eps, self.zero_centered)
 
 
+class LayerNorm(torch.nn.Module):
+    """A layer norm, of the keys of an indexer."""
+
+    def __init__(self, config: Any, hidden_size: int, eps: float) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = _create_norm_weight(hidden_size, config)
+        self.bias = torch.nn.Parameter(torch.zeros_like(self.weight))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.layer_norm(x, (x.shape[-1],), self.weight, self.bias, self.eps)
+
+
+class Norm:
+    """Builds the norm that a config names: TENorm (extensions/transformer_engine.py)."""
+
+    def __new__(cls, config: Any, hidden_size: int, eps: float = 1e-6, **_: Any) -> Any:
+        kind = LayerNorm if config.normalization == "LayerNorm" else RMSNorm
+        return kind(config, hidden_size, eps)
+
+
 class NormColumnParallelLinear(ColumnParallelLinear):
     """A norm fused into the next column-parallel linear: TELayerNormColumnParallelLinear."""
 
@@ -275,7 +296,7 @@ class TorchSpecProvider(BackendSpecProvider):
     def layer_norm(
         self, rms_norm: bool = False, for_qk: bool = False, has_residual: bool = False
     ) -> type:
-        return RMSNorm
+        return Norm
 
     def core_attention(self) -> type:
         return PackedAttention

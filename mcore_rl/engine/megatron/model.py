@@ -150,6 +150,9 @@ def build_chunks(
                 # ranks have copies of. Without the marks the gradient norm is wrong at TP2, ETP1.
                 parameter.allreduce = False
                 parameter.tensor_model_parallel = True
+            if ".indexer." in name and not engine.indexer_loss_coef:
+                # No gradient reaches it: without this, Adam would decay it all the same.
+                parameter.requires_grad_(False)
             if name.endswith(".softmax_offset"):  # split over TP, which Megatron does not say
                 set_tensor_model_parallel_attributes(parameter, True, 0, 1)
         fuse_weight_gradients(chunk)
@@ -181,6 +184,13 @@ def build_transformer_config(
         if fields.get("moe_router_enable_expert_bias"):
             fields["moe_router_bias_update_rate"] = engine.moe.bias_update_rate
     flags = device.build_config_flags()
+    if fields.get("experimental_attention_variant") == "dsa":
+        fields |= {
+            "dsa_indexer_loss_coeff": engine.indexer_loss_coef,
+            "dsa_indexer_use_sparse_loss": True,
+            "cp_comm_type": "allgather",
+        }
+        flags["apply_rope_fusion"] = False
     # The fused kernel of latent attention has YaRN only; that of others takes no factor of it.
     is_yarn = arguments.get("rope_parameters", {}).get("rope_type") == "yarn"
     if fields.get("rope_type") == "rope" or is_yarn:

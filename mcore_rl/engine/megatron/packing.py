@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
@@ -38,6 +39,9 @@ class PackedSequences(PackedSeqParams):
     """
 
     lengths: tuple[int, ...] = ()  # with padding, over all CP ranks
+    # [tokens of this CP rank] False for padding, which the loss of indexers leaves out
+    # (transformer/experimental_attention_variant/dsa_masking.py:424)
+    real_token_mask_q: torch.Tensor | None = None
 
 
 def build_packed_seq_params(micro: MicroBatch) -> PackedSeqParams:
@@ -58,6 +62,7 @@ def build_packed_seq_params(micro: MicroBatch) -> PackedSeqParams:
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
         lengths=micro.lengths,
+        real_token_mask_q=micro.token_indices >= 0,
     )
 
 

@@ -7,8 +7,10 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer.experimental_attention_variant.dsa import DSAIndexerLossLoggingHelper
 from megatron.core.utils import unwrap_model
 
 from mcore_rl.engine.base import LossFunction
@@ -77,6 +79,21 @@ def run_micro_batches(
         forward_only=forward_only,
     )
     return results
+
+
+def pop_indexer_loss(config: Any, num_tokens: int, device: torch.device) -> torch.Tensor:
+    """Return the loss of sparse attention's indexers since the last call, of this rank's tokens.
+
+    Collective over the stages of the pipeline.
+
+    Args:
+        num_tokens: Of all ranks, whose results sum to the mean over tokens and layers.
+    """
+    tracker: dict[str, Any] = DSAIndexerLossLoggingHelper.tracker
+    loss = torch.as_tensor(tracker.pop("sum", 0.0), dtype=torch.float32, device=device).clone()
+    dist.all_reduce(loss, group=parallel_state.get_pipeline_model_parallel_group())
+    num_layers = config.num_layers + (config.mtp_num_layers or 0)
+    return loss / (config.dsa_indexer_loss_coeff * num_tokens * num_layers)
 
 
 def compute_scores(head: Head, chunk: Any, micro: MicroBatch, output: torch.Tensor) -> LossOutput:

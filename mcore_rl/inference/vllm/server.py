@@ -186,6 +186,11 @@ class VLLMServer(GenerationServer):
                 "actor.moe.router_replay='rollout': vLLM on a CPU records no experts of models "
                 "with latent attention; allowed: 'off', 'record'"
             )
+        if sizes.has_indexer and device == "cpu":
+            raise ConfigError(
+                f"{key}.backend='vllm' without a GPU: vLLM has no sparse attention on a CPU "
+                f"(platforms/cpu.py:150), and {hf_config['architectures'][0]} has; allowed: GPUs"
+            )
         check_divides(f"{key}.tp", settings.tp, "attention heads", sizes.num_attention_heads)
         if settings.ep and not sizes.num_experts:
             raise ConfigError(f"{key}.ep=true: the model has no experts; allowed: false")

@@ -112,6 +112,7 @@ BAD_MEGATRON_SETTINGS = [
     ({"moe.aux_loss_coef": -0.1}, "k.moe.aux_loss_coef=-0.1; allowed: at least 0"),
     ({"moe.bias_update_rate": -1.0}, "k.moe.bias_update_rate=-1.0; allowed: at least 0"),
     ({"mtp_loss_coef": -1.0}, "k.mtp_loss_coef=-1.0; allowed: at least 0"),
+    ({"indexer_loss_coef": -1.0}, "k.indexer_loss_coef=-1.0; allowed: at least 0"),
     ({"mtp_loss_coef": 0.1, "lora.rank": 4}, "k.mtp_loss_coef=0.1 with k.lora.rank=4"),
     ({"mtp_loss_coef": 0.1, "moe.router_replay": "record"}, "k.moe.router_replay='record' with k"),
     (
@@ -134,6 +135,8 @@ BAD_SETTINGS_FOR_THE_MODEL = [
     ({"moe.overlap": True}, DENSE, "k.moe.overlap=True: the model has no experts; allowed: False"),
     ({"moe.bias_update_rate": 0.1}, MOE, "k.moe.bias_update_rate=0.1: the routers of the model"),
     ({"mtp_loss_coef": 0.1}, MOE, "k.mtp_loss_coef=0.1: the model has no layers for multi-token"),
+    ({"indexer_loss_coef": 0.1}, MOE, "k.indexer_loss_coef=0.1: the model has no indexer of"),
+    ({"lora.rank": 4}, replace(MOE, has_indexer=True), "k.lora.rank=4: sparse attention reads"),
     (
         {"mtp_loss_coef": 0.1, "layout.pp": 2},
         replace(MOE, num_mtp_layers=1, is_tied=True),

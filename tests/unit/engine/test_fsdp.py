@@ -35,6 +35,7 @@ MOE = transformers.Qwen3MoeConfig(
     **_SHAPE, num_experts=6, num_experts_per_tok=2, moe_intermediate_size=8,
     architectures=["Qwen3MoeForCausalLM"],
 ).to_dict()  # fmt: skip
+SPARSE = transformers.DeepseekV32Config(architectures=["DeepseekV32ForCausalLM"]).to_dict()
 GEMMA = transformers.AutoConfig.for_model(
     "gemma3_text", **_SHAPE, architectures=["Gemma3ForCausalLM"]
 ).to_dict()
@@ -78,6 +79,7 @@ def test_a_setting_that_it_cannot_follow_is_refused_by_name(settings, message):
     [
         (Layout(cp=3), MOE, r"actor.layout.cp=3 .*attention heads"),
         (Layout(dp=4, ep=4), MOE, r"actor.layout.ep=4 .*experts"),
+        (Layout(), SPARSE, "actor.backend='fsdp': the indexer of Deep.* allowed: 'megatron'"),
         (Layout(dp=2, ep=2), GEMMA, r"actor.layout.ep=2: the model has no experts; allowed: 1"),
     ],
 )

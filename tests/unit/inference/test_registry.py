@@ -179,6 +179,14 @@ def test_drafts_need_a_model_with_prediction_layers():
             VLLMServer.check_model(settings, "k", config, "cpu")
 
 
+def test_vllm_refuses_sparse_attention_without_a_gpu_by_name():
+    config = transformers.DeepseekV32Config(architectures=["DeepseekV32ForCausalLM"]).to_dict()
+    server_class = load_server_class(RolloutConfig(), "rollout")
+    server_class.check_model(RolloutConfig(), "rollout", config, "cuda")
+    with pytest.raises(ConfigError, match=r"^rollout.backend='vllm' without a GPU: .*Deep.* GPUs$"):
+        server_class.check_model(RolloutConfig(), "rollout", config, "cpu")
+
+
 @pytest.mark.parametrize(
     ("backend", "url", "num_bytes"),
     [("vllm", "", 9), ("sglang", "", 9), ("sglang", "http://x:1", 0), ("{file}", "", 0)],

@@ -14,6 +14,7 @@ from mcore_rl.config.resolve_engine import resolve_model_layout
 from mcore_rl.config.schema import Layout
 from mcore_rl.models import base
 from mcore_rl.models.base import (
+    check_fields,
     count_kv_elements_per_token,
     drop_mtp_layers,
     get_family,
@@ -189,6 +190,20 @@ GLM_4_7_FLASH = {
     "partial_rotary_factor": 1.0, "attention_bias": False, "q_lora_rank": 768,
     "kv_lora_rank": 512, "qk_nope_head_dim": 192, "qk_rope_head_dim": 64, "v_head_dim": 256,
 }  # fmt: skip
+_INDEXER = {"index_topk": 2048, "index_head_dim": 128}
+DEEPSEEK_V3_2 = {
+    **DEEPSEEK_V3, **_INDEXER, "architectures": ["DeepseekV32ForCausalLM"], "index_n_heads": 64,
+    "model_type": "deepseek_v32",
+}  # fmt: skip
+GLM_5 = {
+    **{name: value for name, value in DEEPSEEK_V3.items() if not name.startswith("rope_")},
+    **_INDEXER, "architectures": ["GlmMoeDsaForCausalLM"], "model_type": "glm_moe_dsa",
+    "vocab_size": 154880, "hidden_size": 6144, "num_hidden_layers": 78, "num_attention_heads": 64,
+    "num_key_value_heads": 64, "intermediate_size": 12288, "n_group": 1, "topk_group": 1,
+    "q_lora_rank": 2048, "qk_nope_head_dim": 192, "v_head_dim": 256, "index_n_heads": 32,
+    "rms_norm_eps": 1e-5, "rope_interleave": True, "indexer_rope_interleave": True,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1000000},
+}  # fmt: skip
 LLAMA_2_7B = {  # without rope_theta
     "architectures": ["LlamaForCausalLM"], "vocab_size": 32000, "hidden_size": 4096,
     "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 32,
@@ -216,6 +231,8 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
     "MiniMax-M2": (MINIMAX_M2, 228_689_764_864),
     "DeepSeek-V3": (DEEPSEEK_V3, 671_026_419_200),
     "Kimi-K2.5": (KIMI_K25, 1_026_408_232_448),
+    "DeepSeek-V3.2": (DEEPSEEK_V3_2, 671_877_944_064),
+    "GLM-5": (GLM_5, 743_911_218_432),
     "GLM-4.5": (GLM_4_5, 352_797_829_024),
     "GLM-4.7-Flash": (GLM_4_7_FLASH, 29_943_393_920),
     "gpt-oss-20b": (GPT_OSS_20B, 20_914_757_184),
@@ -245,7 +262,7 @@ def test_parameter_counts_are_the_published_models(config, expected):
     assert elements({**config, **NO_MTP}) == expected
 
 
-@pytest.mark.parametrize("config", [DEEPSEEK_V3, GLM_4_5, GLM_4_7_FLASH])
+@pytest.mark.parametrize("config", [DEEPSEEK_V3, GLM_4_5, GLM_4_7_FLASH, DEEPSEEK_V3_2, GLM_5])
 def test_a_prediction_layer_is_a_decoder_layer_with_what_stands_around_it(config):
     last, hidden = config["num_hidden_layers"], config["hidden_size"]
     copies = 2 * config["vocab_size"] * hidden
@@ -387,7 +404,6 @@ YARN = DEEPSEEK_V3["rope_scaling"]
 LLAMA3 = LLAMA_3_1_8B["rope_scaling"]
 REFUSED = [
     (QWEN3_0_6B, {"architectures": ["BertModel"]}, r"\['BertModel'\] is not supported; allowed"),
-    (QWEN3_0_6B, {"architectures": ["DeepseekV32ForCausalLM"]}, "its sparse attention"),
     (QWEN3_0_6B, {"hidden_act": "gelu"}, "hidden_act='gelu' is not .* allowed: 'silu'"),
     (QWEN3_0_6B, {"attention_bias": True}, "attention_bias=true is not .* allowed: false"),
     (QWEN3_0_6B, {"rope_scaling": {"type": "longrope"}}, "'longrope' is not .*its frequencies dep"),
@@ -504,6 +520,17 @@ REFUSED = [
         {"mlp_layer_types": ["sparse", "dense", *["sparse"] * 45]},
         "first_k_dense_replace=1 and mlp_layer_types name other dense layers; allowed: first_k_d",
     ),
+    (DEEPSEEK_V3_2, {"index_topk": None}, "has no 'index_topk', which"),
+    (DEEPSEEK_V3_2, {"index_topk": 0}, "index_topk=0 is not supported; allowed: an integer from 1"),
+    (DEEPSEEK_V3_2, {"q_lora_rank": None}, "has no 'q_lora_rank', which"),
+    (DEEPSEEK_V3_2, {"index_head_dim": 32}, "index_head_dim=32 is below qk_rope_head_dim=64, .*64"),
+    (DEEPSEEK_V3_2, {"indexer_rope_interleave": True}, "=true is not .* allowed: false"),
+    (DEEPSEEK_V3_2, {"layer_types": ["full_attention"] * 61}, "allowed: 'indexed_attention'"),
+    (DEEPSEEK_V3_2, {"mlp_layer_types": ["dense", *["sparse"] * 60]}, "=3 and mlp_layer_types nam"),
+    (GLM_5, {"indexer_rope_interleave": None}, "indexer_rope_interleave=false is .* allowed: true"),
+    (GLM_5, {"index_topk_freq": 4}, "index_topk_freq=4 is not .*share the keys .* in each layer"),
+    (GLM_5, {"index_topk_pattern": "FS" * 39}, "index_topk_pattern='FSFS.* in each layer"),
+    (GLM_5, {"indexer_types": ["full", "shared"] * 39}, "indexer_types=.* an indexer in each lay"),
     (DEEPSEEK_V3, {"rope_scaling": {**YARN, "attention_factor": 2.0}}, "attention_factor=2.0 is"),
     (DEEPSEEK_V3, {"rope_scaling": {**YARN, "truncate": False}}, "truncate=false is not"),
     (KIMI_K25, {"text_config": None}, "no text_config; allowed: the fields of the language model"),
@@ -556,6 +583,7 @@ REFUSED = [
 def test_a_config_that_cannot_be_expressed_is_refused_by_name(config, change, message):
     changed = {name: value for name, value in {**config, **change}.items() if value is not None}
     with pytest.raises(ConfigError, match=message):
+        check_fields(changed)
         get_family(changed).config_map(changed)
 
 
@@ -575,6 +603,7 @@ def test_rope_is_read_where_either_transformers_keeps_it():
         (LLAMA_2_7B, "Llama"), (QWEN2_5_7B, "Qwen2"), (QWEN3_0_6B, "Qwen3"),
         (QWEN3_30B_A3B, "Qwen3Moe"), (MIXTRAL_8X7B, "Mixtral"), (DEEPSEEK_V3, "DeepseekV3"),
         (GLM_4_5, "Glm4Moe"), (GLM_4_7_FLASH, "Glm4MoeLite"), (MINIMAX_M2, "MiniMaxM2"),
+        (GLM_5, "GlmMoeDsa"),
     ],
 )  # fmt: skip
 def test_a_config_without_rope_theta_has_that_of_transformers(config, architecture):

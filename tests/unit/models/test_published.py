@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import mcore_rl.models  # noqa: F401
-from mcore_rl.checkpoint.fp8 import is_block_quantized
+from mcore_rl.checkpoint.fp8 import get_scale_shape, is_block_quantized
 from mcore_rl.checkpoint.quantization import check_quantization_config
 from mcore_rl.engine.megatron.conversion import build_meta_model
 from mcore_rl.models.base import (
@@ -32,6 +32,7 @@ TENSOR_ELEMENTS = {
     "DeepSeek-R1": 684_489_845_504,
     "DeepSeek-V3": 684_489_845_504,
     "DeepSeek-V3.1": 684_489_845_504,
+    "DeepSeek-V3.2": 685_355_329_792,
     "GLM-4.5": 358_337_791_296,
     "GLM-4.7": 358_337_791_296,
     "GLM-4.7-Flash": 31_221_488_576,
@@ -63,6 +64,7 @@ SMALL = all_but(
     ),
     TENSOR_ELEMENTS,
 )
+DEEPSEEK_V3_2_WITH_SCALES = 685_396_921_376  # of blocks
 # Of the hub's count of DeepSeek-V3: float8 weights; bfloat16; float32 biases and scales of blocks.
 DEEPSEEK_F8, DEEPSEEK_BF16, DEEPSEEK_F32 = 680_571_043_840, 3_918_786_560, 41_555_600
 
@@ -103,6 +105,9 @@ def count_by_formula(config: dict[str, Any]) -> int:
         attention += hidden * query + query if query else 0
         attention += hidden * (latent + rotary) + latent + latent * heads * (head + value)
         attention += heads * value * hidden
+        if "index_topk" in c:
+            index_heads, index_dim = c["index_n_heads"], c["index_head_dim"]
+            attention += index_heads * (index_dim * query + hidden) + index_dim * (hidden + 2)
     else:
         dim = c.get("head_dim") or hidden // heads
         rows = (heads + 2 * c["num_key_value_heads"]) * dim
@@ -207,6 +212,13 @@ def test_the_files_of_kimi_k2_5_have_experts_in_int4_of_the_published_sizes():
     stored = count_elements(tensors) - values + values // 8 + values // 32 + 2 * len(packed)
     assert len(tensors) + 2 * len(packed) == KIMI_TENSORS
     assert stored + KIMI_FROZEN == KIMI_STORED
+
+
+def test_deepseek_v3_2_in_float8_blocks_has_the_published_number_of_elements():
+    tensors = tensors_of(config_of("DeepSeek-V3.2"))
+    shapes = [t.shape for t in tensors if is_block_quantized(t.name, t.shape)]
+    scales = sum(math.prod(get_scale_shape(shape)) for shape in shapes)
+    assert count_elements(tensors) + scales == DEEPSEEK_V3_2_WITH_SCALES
 
 
 @pytest.mark.parametrize(
