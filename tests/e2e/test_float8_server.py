@@ -121,9 +121,11 @@ def test_a_server_without_weights_serves_when_it_has_received_all(folders, monke
 @pytest.mark.nightly
 @pytest.mark.parametrize(
     "family",
-    ["qwen2", "qwen3", "llama", "mixtral", "qwen3_moe", "deepseek_v3", "glm4_moe", "gpt_oss"]
-    + ["minimax_m2"],
-)
+    [
+        "qwen2", "qwen3", "llama", "mixtral", "qwen3_moe", "deepseek_v3", "glm4_moe", "gpt_oss",
+        "minimax_m2",
+    ],
+)  # fmt: skip
 def test_a_server_without_weights_serves_what_the_trainer_sent_in_each_family(tmp_path, family):
     config = tiny_families.served_config(family)
     folder = tiny_families.save_served(tiny_models.build_from(config), tmp_path)
