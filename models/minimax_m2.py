@@ -1,4 +1,4 @@
-"""MiniMax-M2, M2.1 and M2.5: experts in every layer (MiniMaxM2ForCausalLM).
+"""MiniMax-M2: experts in every layer (MiniMaxM2ForCausalLM).
 
 Queries and keys are normed over all heads of a token, and rotated in their first dimensions. The
 prediction layers that config.json declares are not in published files.

@@ -24,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import shards
 import tiny_families
 import tiny_models
+import torch_reference
 
 from mcore_rl.config.errors import StateError
 from mcore_rl.config.schema import RolloutConfig
@@ -120,8 +121,11 @@ def test_a_server_without_weights_serves_when_it_has_received_all(folders, monke
 @pytest.mark.nightly
 @pytest.mark.parametrize(
     "family",
-    ["qwen2", "qwen3", "llama", "mixtral", "qwen3_moe", "deepseek_v3", "glm4_moe", "gpt_oss"],
-)
+    [
+        "qwen2", "qwen3", "llama", "mixtral", "qwen3_moe", "deepseek_v3", "glm4_moe", "gpt_oss",
+        "minimax_m2",
+    ],
+)  # fmt: skip
 def test_a_server_without_weights_serves_what_the_trainer_sent_in_each_family(tmp_path, family):
     config = tiny_families.served_config(family)
     folder = tiny_families.save_served(tiny_models.build_from(config), tmp_path)
@@ -150,6 +154,25 @@ def test_a_server_of_experts_in_mxfp4_has_the_dequantised_weights(tmp_path):
             for folder in (plain, published):
                 run(server.load_checkpoint(str(folder), server.weight_version + 1))
                 check(run(server.score(TOKENS)), plain)
+        finally:
+            run(server.close())
+
+
+@pytest.mark.nightly
+def test_a_server_of_kimi_k2_5_has_the_dequantised_experts_of_int4(tmp_path):
+    """It starts with them, without its tower, and takes folders of both forms."""
+    config = tiny_families.served_config("kimi_k2")
+    published, plain = tiny_families.save_published_kimi(tmp_path, config)
+    model = torch_reference.load(plain)
+    server = server_of(published, tp=1)
+    with hosting(), asyncio.Runner() as runner:
+        run = runner.run
+        run(server.start())
+        try:
+            reference.check(run(server.score(TOKENS)), model, TOKENS[:1])
+            for folder in (plain, published):
+                run(server.load_checkpoint(str(folder), server.weight_version + 1))
+                reference.check(run(server.score(TOKENS)), model, TOKENS[:1])
         finally:
             run(server.close())
 

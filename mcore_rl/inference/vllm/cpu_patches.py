@@ -6,6 +6,7 @@ Each names the upstream lines that it corrects, which are those of vLLM 0.32.
 from __future__ import annotations
 
 import functools
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -249,6 +250,28 @@ def gather_single_tokens() -> None:
         return states, residual
 
     DeepseekV2DecoderLayer.forward = forward
+
+
+@functools.cache
+def hide_llvmlite() -> None:
+    """Make a worker's start leave llvmlite out when it replaces Triton's kernels.
+
+    It reads the attributes of everything in all modules (triton_utils/dispatcher.py:139), and fails
+    at llvmlite's library, which has any attribute. The class of Kimi K2.5 imports it through numba.
+    """
+    from vllm.triton_utils import dispatcher
+
+    upstream = dispatcher._rebind_kernels
+
+    def rebind(overrides: Any) -> None:
+        names = [name for name in sys.modules if name.partition(".")[0] == "llvmlite"]
+        hidden = {name: sys.modules.pop(name) for name in names}
+        try:
+            upstream(overrides)
+        finally:
+            sys.modules.update(hidden)
+
+    dispatcher._rebind_kernels = rebind
 
 
 @functools.cache

@@ -483,6 +483,7 @@ def register() -> None:
         cpu_patches.map_expert_ids()
         cpu_patches.route_without_groups()
         cpu_patches.exchange_tokens()
+        cpu_patches.hide_llvmlite()
 
 
 def _patch_sleep() -> None:

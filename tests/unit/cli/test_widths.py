@@ -73,7 +73,7 @@ def test_a_sentence_of_a_recipe_may_take_several_lines(tmp_path, text, comment):
 
 MODELS = {
     "dsv3_671b": "DeepSeek-V3", "gpt_oss_20b": "gpt-oss-20b", "llama3_70b": "Llama-3.1-70B",
-    "moonlight_16b": "Moonlight-16B-A3B",
+    "minimax_m2_230b": "MiniMax-M2", "moonlight_16b": "Moonlight-16B-A3B",
     "qwen3_235b_a22b": "Qwen3-235B-A22B", "qwen3_30b_a3b": "Qwen3-30B-A3B", "qwen3_8b": "Qwen3-8B",
     "qwen3_next_80b_a3b": "Qwen3-Next-80B-A3B", "qwen3_5_35b_a3b": "Qwen3.5-35B-A3B",
 }  # fmt: skip

@@ -43,6 +43,7 @@ class Case:
 RECIPES = {
     "dsv3_671b": Case("DeepSeek-V3", 256),
     "qwen3_235b_a22b": Case("Qwen3-235B-A22B", 128),
+    "minimax_m2_230b": Case("MiniMax-M2", 128),
     "qwen3_30b_a3b": Case("Qwen3-30B-A3B", 16),
     "qwen3_next_80b_a3b": Case("Qwen3-Next-80B-A3B", 32),
     "qwen3_5_35b_a3b": Case("Qwen3.5-35B-A3B", 16),

@@ -124,6 +124,23 @@ def test_an_export_has_the_tower_of_the_first_checkpoint(model, tmp_path):
     assert_same_tower(tmp_path / "second")
 
 
+def test_an_export_of_a_quantised_checkpoint_does_not_say_that_it_is(model, tmp_path):
+    text = {**TEXT, "quantization_config": {"quant_method": "mxfp4"}}
+    (model / "config.json").write_text(json.dumps({**CONFIG, "text_config": text}))
+    write_checkpoint(tmp_path / "export", iter([("a", torch.ones(2))]), reference=model)
+    exported = json.loads((tmp_path / "export/config.json").read_text())
+    assert "quantization_config" not in {**exported, **exported["text_config"]}
+
+
+def test_a_conversion_to_float8_is_refused(model, families, tmp_path):
+    family = ["--family", f"{families}:WRAPPER"]
+    paths = ["--model", str(model), "--output", str(tmp_path / "megatron")]
+    convert(["hf-to-mcore", *paths, *family])
+    paths = ["--checkpoint", str(tmp_path / "megatron"), "--output", str(tmp_path / "back")]
+    with pytest.raises(ConfigError, match=r"--dtype=fp8: no tensor of .* allowed: bfloat16, float"):
+        convert(["mcore-to-hf", *paths, "--dtype", "fp8", *family])
+
+
 def test_a_conversion_takes_the_tower_there_and_back(model, families, tmp_path):
     family = ["--family", f"{families}:WRAPPER"]
     paths = ["--model", str(model), "--output", str(tmp_path / "megatron")]
