@@ -16,7 +16,8 @@ from mcore_rl.checkpoint.hf import CheckpointReader
 from mcore_rl.checkpoint.hf_writer import write_checkpoint
 from mcore_rl.cli.convert import main as convert
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.config.schema import EngineConfig
+from mcore_rl.config.schema import DataConfig, EngineConfig
+from mcore_rl.data.images import load_row_images
 from mcore_rl.engine.base import load_backend
 from mcore_rl.jobs.convert.verify import compare_folders
 from mcore_rl.models.base import get_family, get_vllm_weights, read_config, use_family
@@ -164,6 +165,12 @@ def test_fields_that_contradict_each_other_are_refused(model, change, message):
     config = read_config(model)
     with pytest.raises(ConfigError, match=message):
         get_family(config).config_map(config)
+
+
+def test_images_in_data_are_refused_with_the_models_that_take_them(model, tmp_path):
+    settings = DataConfig(images_column="images")
+    with pytest.raises(ConfigError, match=r"='images': .*'seeing' takes no images; allowed: qwen"):
+        load_row_images(settings, str(model), str(tmp_path))
 
 
 def test_values_and_engines_that_would_train_a_tower_are_refused(model):
