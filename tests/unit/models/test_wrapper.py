@@ -16,9 +16,10 @@ from mcore_rl.checkpoint.hf import CheckpointReader
 from mcore_rl.checkpoint.hf_writer import write_checkpoint
 from mcore_rl.cli.convert import main as convert
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.config.schema import DataConfig, EngineConfig
+from mcore_rl.config.schema import DataConfig, EngineConfig, RLConfig
 from mcore_rl.data.images import load_row_images
 from mcore_rl.engine.base import load_backend
+from mcore_rl.jobs import preflight
 from mcore_rl.jobs.convert.verify import compare_folders
 from mcore_rl.models.base import get_family, get_vllm_weights, read_config, use_family
 from mcore_rl.models.heads import build_value_config
@@ -179,6 +180,8 @@ def test_values_and_engines_that_would_train_a_tower_are_refused(model):
         build_value_config(config)
     with pytest.raises(ConfigError, match=r"Qwen3_5MoeConfig has a vision_config.*allowed: a conf"):
         check_family("", transformers.Qwen3_5MoeConfig())
+    with pytest.raises(ConfigError, match=r"rollout.lora='adapter': .* frozen tower.*'merged'"):
+        preflight._check_adapters(RLConfig(), config)
     settings = EngineConfig(backend="fsdp")
     with pytest.raises(ConfigError, match=r"backend='fsdp': .* frozen tower .*allowed: 'megatron'"):
         load_backend(settings, "actor").check_model("actor", settings, config)
