@@ -377,7 +377,8 @@ def load_row_images(
         kind = read_json_object(Path(model_path, "config.json")).get("model_type")
         raise ConfigError(
             f"data.images_column={data.images_column!r}: model.path={model_path!r} of model_type "
-            f"{kind!r} takes no images; allowed: {', '.join(PLACEHOLDERS)}"
+            f"{kind!r} takes no images; allowed: {', '.join(PLACEHOLDERS)}, or "
+            "data.images_column=''"
         )
     return RowImages(
         RowColumn(data.images_column, "data.images_column"),

@@ -170,7 +170,7 @@ def test_heads_that_the_cpu_does_not_take_are_refused_before_the_engine_starts(
         asyncio.run(server.trace(_LONG))
 
 
-@pytest.mark.parametrize("family", all_but(("qwen3_next", "qwen3_5_moe"), HYBRID))
+@pytest.mark.parametrize("family", all_but(("qwen3_next",), HYBRID))
 def test_a_hybrid_model_in_bfloat16_is_as_near_to_float32_as_transformers_in_bfloat16(
     family, tmp_path
 ):

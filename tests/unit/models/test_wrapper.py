@@ -16,8 +16,10 @@ from mcore_rl.checkpoint.hf import CheckpointReader
 from mcore_rl.checkpoint.hf_writer import write_checkpoint
 from mcore_rl.cli.convert import main as convert
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.config.schema import EngineConfig
+from mcore_rl.config.schema import DataConfig, EngineConfig, RLConfig
+from mcore_rl.data.images import load_row_images
 from mcore_rl.engine.base import load_backend
+from mcore_rl.jobs import preflight
 from mcore_rl.jobs.convert.verify import compare_folders
 from mcore_rl.models.base import get_family, get_vllm_weights, read_config, use_family
 from mcore_rl.models.heads import build_value_config
@@ -183,12 +185,20 @@ def test_fields_that_contradict_each_other_are_refused(model, change, message):
         get_family(config).config_map(config)
 
 
+def test_images_in_data_are_refused_with_the_models_that_take_them(model, tmp_path):
+    settings = DataConfig(images_column="images")
+    with pytest.raises(ConfigError, match=r"='images': .*'seeing' takes no images; allowed: qwen"):
+        load_row_images(settings, str(model), str(tmp_path))
+
+
 def test_values_and_engines_that_would_train_a_tower_are_refused(model):
     config = read_config(model)
     with pytest.raises(ConfigError, match=r"'seeing' takes images.*allowed: a model of text as"):
         build_value_config(config)
     with pytest.raises(ConfigError, match=r"Qwen3_5MoeConfig has a vision_config.*allowed: a conf"):
         check_family("", transformers.Qwen3_5MoeConfig())
+    with pytest.raises(ConfigError, match=r"rollout.lora='adapter': .* frozen tower.*'merged'"):
+        preflight._check_adapters(RLConfig(), config)
     settings = EngineConfig(backend="fsdp")
     with pytest.raises(ConfigError, match=r"backend='fsdp': .* frozen tower .*allowed: 'megatron'"):
         load_backend(settings, "actor").check_model("actor", settings, config)
