@@ -663,13 +663,12 @@ class TrainerRank:
     """The only training rank, connected with a server."""
 
     transport: WeightTransport
-    layout: Layout
-    num_mtp_layers: int
+    spec: TransferSpec
 
     async def send(self, path: str, version: int) -> None:
         """Send the weights of a checkpoint."""
-        reader = CheckpointReader(path)
-        side = build_training_side(reader.read_config(), self.layout, self.num_mtp_layers)
+        reader, spec = CheckpointReader(path), self.spec
+        side = build_training_side(reader.read_config(), spec.training, spec.num_mtp_layers)
         weights = LocalWeights(fill_parameters(side, 0, reader.read))
         await asyncio.to_thread(self.transport.send, weights, WeightUpdate(version))
 
@@ -684,16 +683,10 @@ async def connect_trainer(checks: ServerChecks) -> AsyncIterator[TrainerRank]:
     )
     generation = GenerationLayout(tp=tp, ep=tp if checks.settings.ep else 1)
     config = CheckpointReader(checks.model_path).read_config()
-    drafts = bool(checks.settings.speculative.num_tokens)
-    spec = TransferSpec(
-        Layout(),
-        get_family(config).num_mtp_layers(config) if drafts else 0,
-        generation,
-        checks.dtype,
-        settings,
-        weight_format=weight_format,
-        drafts=drafts,
-    )
+    drafts = checks.settings.speculative.num_tokens > 0
+    num_mtp = drafts * get_family(config).num_mtp_layers(config)
+    formats: dict[str, Any] = {"weight_format": weight_format, "drafts": drafts}
+    spec = TransferSpec(Layout(), num_mtp, generation, checks.dtype, settings, **formats)
     with RendezvousServer("127.0.0.1") as rendezvous:
         joining = asyncio.to_thread(
             connect, spec, rendezvous.endpoint, config, 0, torch.device("cpu")
@@ -702,6 +695,6 @@ async def connect_trainer(checks: ServerChecks) -> AsyncIterator[TrainerRank]:
             joining, checks.server.connect_weights(rendezvous.endpoint, spec, 0)
         )
         try:
-            yield TrainerRank(transport, spec.training, spec.num_mtp_layers)
+            yield TrainerRank(transport, spec)
         finally:
             transport.close()

@@ -106,6 +106,8 @@ def saved(family: str, path: Path, num_layers: int = 4) -> Path:
     if getattr(config, "mlp_layer_types", None):
         config.mlp_layer_types = ["dense", *["sparse"] * (num_layers - 1)]
     if family in DRAFTS:
+        if getattr(config, "layer_types", None):  # a prediction layer is like the last one
+            config.layer_types[-1] = "full_attention"
         path.mkdir()
         return tiny_families.save_with_mtp(DRAFTS[family], path, config)
     return tiny_families.save_served(tiny_models.build_from(config), path)

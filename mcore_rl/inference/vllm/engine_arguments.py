@@ -215,7 +215,8 @@ def check_drafts(settings: RolloutConfig, key: str, hf_config: HFConfig) -> None
     """Check that servers can draft tokens with the model's prediction layers.
 
     Raises:
-        ConfigError: it has none, or vLLM's draft model for its family has no rules.
+        ConfigError: it has none, vLLM's draft model for its family has no rules, or the checkpoint
+            is quantized.
     """
     setting = f"{key}.speculative.num_tokens={settings.speculative.num_tokens}"
     family = get_family(hf_config)
@@ -227,6 +228,11 @@ def check_drafts(settings: RolloutConfig, key: str, hf_config: HFConfig) -> None
     if not family.num_mtp_layers(hf_config):
         raise ConfigError(
             f"{setting}: the model has no layers for multi-token prediction; allowed: 0"
+        )
+    if hf_config.get("quantization_config") is not None:
+        raise ConfigError(
+            f"{setting}: the checkpoint is quantized, and so would be vLLM's draft model, whose "
+            "weights an update sends in model.dtype; allowed: 0, or a checkpoint in bfloat16"
         )
 
 

@@ -529,7 +529,7 @@ def _sleep_on_cpu(worker: Any, level: int = 1) -> None:
     """
     if level not in (1, 2):
         raise ValueError(f"sleep of level {level} on a CPU; there are levels 1 and 2")
-    model = join_models(worker.model_runner)
+    model: Any = join_models(worker.model_runner)
     weights = _list_weights(model) if level == 2 else []
     worker._asleep = {
         "weights": [(storage, storage.nbytes()) for storage in weights],

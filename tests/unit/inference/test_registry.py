@@ -164,19 +164,20 @@ def test_vllm_checks_the_model_and_a_server_of_a_file_takes_any(
         server_class.check_model(config, "k", CONFIG, "cpu")
 
 
-def test_drafts_need_a_model_with_prediction_layers():
+def test_drafts_need_prediction_layers_that_are_not_quantized():
     config = transformers.Glm4MoeConfig(
         architectures=["Glm4MoeForCausalLM"], head_dim=128
     ).to_dict()
     settings = RolloutConfig(speculative=SpeculativeConfig(1))
-    for num_layers in (1, 0):
-        config["num_nextn_predict_layers"] = num_layers
-        if num_layers:
-            VLLMServer.check_model(settings, "k", config, "cpu")
-            continue
-        message = "k.speculative.num_tokens=1: the model has no layers for multi-token prediction"
-        with pytest.raises(ConfigError, match=re.escape(message)):
-            VLLMServer.check_model(settings, "k", config, "cpu")
+    config["num_nextn_predict_layers"] = 1
+    VLLMServer.check_model(settings, "k", config, "cpu")
+    for change, reason in (
+        ({"num_nextn_predict_layers": 0}, "the model has no layers for multi-token prediction"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "the checkpoint is quantized"),
+    ):
+        message = re.escape(f"k.speculative.num_tokens=1: {reason}")
+        with pytest.raises(ConfigError, match=message):
+            VLLMServer.check_model(settings, "k", config | change, "cpu")
 
 
 def test_vllm_refuses_sparse_attention_without_a_gpu_by_name():
