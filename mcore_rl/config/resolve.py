@@ -391,6 +391,11 @@ def _check_adapters(config: RLConfig) -> None:
             config.rollout.nodes_per_server == 1,
             "1, or rollout.lora='merged'",
         ),
+        (
+            f"rollout.dp={config.rollout.dp}",
+            config.rollout.dp == 1,
+            "1, or rollout.lora='merged': adapters have not run on data-parallel ranks",
+        ),
     ):
         if not is_allowed:
             raise ConfigError(f"rollout.lora='adapter' with {setting}; allowed: {allowed}")

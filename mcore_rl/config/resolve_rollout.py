@@ -41,6 +41,7 @@ _MODEL_PARTS: dict[str, tuple[Any, str]] = {
     "backend": _TEXT,
     "num_servers": _INTEGER,
     "tp": _INTEGER,
+    "dp": _INTEGER,
     "ep": (bool, "true or false"),
     "temperature": _NUMBER,
     "top_p": _NUMBER,

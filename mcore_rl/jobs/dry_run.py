@@ -188,9 +188,9 @@ def _describe_cluster(
     rollout = config.rollout
     if rollout.workers_per_node > gpus_per_node:
         least = -(-rollout.num_workers // gpus_per_node)
-        size = f"rollout.dp={rollout.dp} and " * (rollout.dp > 1) + f"rollout.tp={rollout.tp}"
+        shape = f"rollout.dp={rollout.dp} and " * (rollout.dp > 1) + f"rollout.tp={rollout.tp}"
         lines.append(
-            f"{size}: the run will be refused, since a node has {gpus_per_node} GPUs; allowed: "
+            f"{shape}: the run will be refused, since a node has {gpus_per_node} GPUs; allowed: "
             f"rollout.nodes_per_server={least} or more, not {rollout.nodes_per_server}"
         )
     method = config.weight_sync.method

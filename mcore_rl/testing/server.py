@@ -40,7 +40,7 @@ from mcore_rl.inference.protocol import (
 from mcore_rl.models.base import get_family
 from mcore_rl.parallel.rendezvous import RendezvousServer
 from mcore_rl.reshard.executor import LocalWeights
-from mcore_rl.reshard.layout import GenerationLayout
+from mcore_rl.rollout.weight_updater import build_generation_layout
 from mcore_rl.testing.trainer_rank import fill_parameters
 from mcore_rl.weight_sync.spec import TransferSpec, build_training_side
 from mcore_rl.weight_sync.transport import WeightTransport, WeightUpdate, connect
@@ -676,12 +676,12 @@ class TrainerRank:
 @asynccontextmanager
 async def connect_trainer(checks: ServerChecks) -> AsyncIterator[TrainerRank]:
     """Connect a training rank in this process with the server, over a process group."""
-    weight_format, tp = checks.server.features.weight_format, checks.settings.tp
+    weight_format = checks.server.features.weight_format
     assert weight_format is not None  # the caller has checked
     settings = WeightSyncConfig(
         method="disaggregated", verify="full", timeout_s=20.0, bucket_bytes=1 << 20
     )
-    generation = GenerationLayout(tp=tp, ep=tp if checks.settings.ep else 1)
+    generation = build_generation_layout(checks.settings, num_servers=1)
     config = CheckpointReader(checks.model_path).read_config()
     drafts = checks.settings.speculative.num_tokens > 0
     num_mtp = drafts * get_family(config).num_mtp_layers(config)

@@ -45,6 +45,8 @@ async def main(
     nodes = None
     if node is not None:
         config.nodes_per_server = 2
+        cores = sorted(os.sched_getaffinity(0))
+        config.cores = str(cores[node % len(cores)])
         nodes = ServerNodes(2, node, 2, timeout_s=60)
     server = VLLMServer(str(old), "float32", 256, config, seed=0, can_sleep=True, nodes=nodes)
     if node == 1:

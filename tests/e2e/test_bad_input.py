@@ -144,7 +144,7 @@ BAD_SETTINGS = {
     ),
     "more workers of servers than training ranks": (
         {"rollout.tp": "4"},
-        ["rollout.num_servers * rollout.tp = 4", "weight_sync.method='disaggregated'"],
+        ["rollout.num_servers * rollout.dp * rollout.tp = 4", "weight_sync.method='disaggregated'"],
     ),
     "transport": (
         {"weight_sync.transport": "carrier_pigeon"},

@@ -205,13 +205,17 @@ def exchange_tokens() -> None:
 def all_gatherv(
     communicator: Any, input_: Tensor | list[Tensor], dim: int = 0, sizes: list[int] | None = None
 ) -> Tensor | list[Tensor]:
-    """Concatenate the rows of all ranks, `sizes` of each; None: as many as here."""
+    """Concatenate the rows of all ranks, `sizes` of each; None: as many as this rank has."""
     assert dim == 0
     if isinstance(input_, list):
-        return [all_gatherv(communicator, tensor, dim, sizes) for tensor in input_]
-    sizes = sizes or [len(input_)] * communicator.world_size
-    padded = input_.new_zeros(max(sizes), *input_.shape[1:])  # gloo takes equal shapes alone
-    padded[: len(input_)] = input_
+        return [_gather_rows(communicator, tensor, sizes) for tensor in input_]
+    return _gather_rows(communicator, input_, sizes)
+
+
+def _gather_rows(communicator: Any, rows: Tensor, sizes: list[int] | None) -> Tensor:
+    sizes = sizes or [len(rows)] * communicator.world_size
+    padded = rows.new_zeros(max(sizes), *rows.shape[1:])  # gloo takes equal shapes alone
+    padded[: len(rows)] = rows
     parts = [torch.empty_like(padded) for _ in sizes]
     torch.distributed.all_gather(parts, padded, group=communicator.device_group)
     return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])

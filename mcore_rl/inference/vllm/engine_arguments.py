@@ -33,7 +33,6 @@ _SAMPLING = "log-probs would not be those of the distribution that a request sam
 _PIXELS = "the trainer would compute other pixel values than the servers"
 _OLD_CACHE = "keys and values of older weights would outlive an update"
 _ON_DEVICE = "an update writes weights in place, on the device"
-_ONE_ENGINE = "a server is one engine; {key}.num_servers has more"
 _TEXTS = "requests and responses are token ids"
 _PROCESSES = "the server starts and watches its processes itself"
 
@@ -54,6 +53,9 @@ OWNED: Mapping[str, str] = {
     "max_model_len": "data.max_prompt_tokens, {key}.max_response_tokens",
     "load_format": "{key}.load_format",
     "tensor_parallel_size": "{key}.tp",
+    "data_parallel_*": "{key}.dp",
+    "dp_sync_interval": "{key}.dp",
+    "disable_nccl_for_dp_synchronization": "{key}.dp",
     "enable_expert_parallel": "{key}.ep",
     "nnodes": _NODES,
     "node_rank": _NODES,
@@ -150,9 +152,6 @@ DENIED: Mapping[str, str] = {
     "language_model_only": _PIXELS,
     "allowed_*": _PIXELS,
     # Processes.
-    "data_parallel_*": _ONE_ENGINE,
-    "dp_sync_interval": _ONE_ENGINE,
-    "disable_nccl_for_dp_synchronization": _ONE_ENGINE,
     "*api_process_*": _PROCESSES,
     "device_ids": _PROCESSES,
     "worker_cls": _PROCESSES,
@@ -247,6 +246,12 @@ def check_arguments(settings: RolloutConfig, key: str, device: str) -> None:
         ConfigError: See read_arguments; or servers on a CPU cannot have one.
     """
     read_arguments(f"{key}.engine", settings.engine)
+    if settings.engine.get("enforce_eager") and min(settings.dp, settings.tp) > 1:
+        raise ConfigError(
+            f"{key}.engine.enforce_eager=true with {key}.dp={settings.dp} and {key}.tp="
+            f"{settings.tp}: without graphs vLLM loses a batch of one token "
+            "(model_executor/models/deepseek_v2.py:1360); allowed: false"
+        )
     for name, reason in CPU_OWNED.items() if device == "cpu" else ():
         if name in settings.engine:
             raise ConfigError(

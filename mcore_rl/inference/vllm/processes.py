@@ -1,8 +1,9 @@
 """Processes of a vLLM server: on several nodes by vLLM's own `nnodes`, and stopped by a signal.
 
-The first node has the engine, its scheduler and the first workers. The others have workers only
-(vLLM's headless mode). All nodes are ranks of one worker group and get the same calls, but the
-engine passes a call on to all workers: the other nodes return when the first one has.
+The first node has the engine, its scheduler and the first workers. The others have workers only, or
+engines of further data-parallel ranks (its headless mode). All nodes are ranks of one worker group
+and get the same calls, but the engine passes a call on to all workers: the other nodes return when
+the first one has.
 
 All sockets listen on the address by which the ranks have met. vLLM's queues between nodes (ZeroMQ)
 and gloo's or NCCL's connections are neither authenticated nor encrypted.
@@ -15,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import socket
 import sys
 import threading
 import time
@@ -72,15 +74,20 @@ class ServerNodes:
         key = f"rendezvous of the workers of server {self.server}"
         if self.is_first:
             self._rendezvous = RendezvousServer(address)
-            self._store.set(key, json.dumps(asdict(self._rendezvous.endpoint)).encode())
+            with socket.create_server((address, 0)) as free:  # vLLM binds it soon
+                rpc_port = free.getsockname()[1]
+            value = [asdict(self._rendezvous.endpoint), rpc_port]
+            self._store.set(key, json.dumps(value).encode())
         (encoded,) = self._store.get([key], self.timeout_s)
-        endpoint = RendezvousEndpoint(**json.loads(encoded))
+        fields, rpc_port = json.loads(encoded)
+        endpoint = RendezvousEndpoint(**fields)
         os.environ |= endpoint.to_environment()
         return {
             "nnodes": self.count,
             "node_rank": self.node_rank,
             "master_addr": endpoint.host,
             "master_port": endpoint.port,
+            "data_parallel_rpc_port": rpc_port,  # at which engines of further nodes report
         }
 
     def synchronize_call(self) -> None:

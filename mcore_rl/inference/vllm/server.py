@@ -43,6 +43,7 @@ from mcore_rl.inference.vllm.engine_arguments import (
     prepare_import,
     read_arguments,
 )
+from mcore_rl.inference.vllm.headless import HeadlessWorkers
 from mcore_rl.inference.vllm.images import RequestImages, check_prompt
 from mcore_rl.inference.vllm.processes import ServerNodes, StoppedProcesses
 from mcore_rl.inference.vllm.requests import (
@@ -61,7 +62,6 @@ from mcore_rl.weight_sync.spec import TransferSpec, WorkerLists
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.engine.async_llm import AsyncLLM
-    from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
     from mcore_rl.inference.vllm.drafts import DraftCounter
     from mcore_rl.inference.vllm.worker import ServerName
@@ -192,6 +192,22 @@ class VLLMServer(GenerationServer):
                 f"(platforms/cpu.py:150), and {hf_config['architectures'][0]} has; allowed: GPUs"
             )
         check_divides(f"{key}.tp", settings.tp, "attention heads", sizes.num_attention_heads)
+        if settings.dp > 1 and not sizes.num_experts:
+            raise ConfigError(
+                f"{key}.dp={settings.dp}: the model has no experts to split over data-parallel "
+                f"ranks; allowed: 1, with more of {key}.num_servers"
+            )
+        if settings.dp > 1 and settings.num_workers > sizes.num_experts:
+            raise ConfigError(
+                f"{key}.dp={settings.dp} and {key}.tp={settings.tp} make {settings.num_workers} "
+                f"workers; allowed: as many as the model has experts, {sizes.num_experts}"
+            )
+        if settings.dp > 1 and records_experts:
+            raise ConfigError(
+                f"actor.moe.router_replay='rollout' with {key}.dp={settings.dp}: vLLM gathers the "
+                "experts of all data-parallel ranks' tokens in one call; allowed: 'off', 'record', "
+                f"or {key}.dp=1"
+            )
         if settings.ep and not sizes.num_experts:
             raise ConfigError(f"{key}.ep=true: the model has no experts; allowed: false")
         if settings.speculative.num_tokens:
@@ -628,45 +644,6 @@ class VLLMServer(GenerationServer):
 
         engine.shutdown()
         vllm_worker.remove_shared_memory(self._name)
-
-
-class HeadlessWorkers:
-    """The workers of a further node of a server, which has no engine.
-
-    Args:
-        server: The whole server, as its first node has it.
-    """
-
-    def __init__(self, server: VLLMServer) -> None:
-        self._server = server
-        self._executor: MultiprocExecutor | None = None
-        self._stop_watch: StoppedProcesses | None = None
-
-    async def start(self, *, reads_weights: bool = True) -> None:
-        """Start the workers as `VLLMServer.start`; return when they have met the engine."""
-        config, name = self._server.build_engine_config(headless=True, reads_weights=reads_weights)
-        from vllm.v1.executor.multiproc_executor import MultiprocExecutor
-
-        from mcore_rl.inference.vllm import worker as vllm_worker
-
-        def launch() -> MultiprocExecutor:
-            with vllm_worker.prepare_forks(name):
-                return MultiprocExecutor(config)
-
-        with ThreadPoolExecutor(1, "vllm-start") as thread:
-            executor = await asyncio.get_running_loop().run_in_executor(thread, launch)
-        # The engine would wait for a worker that has died: so the rank dies, and the driver knows.
-        executor.register_failure_callback(lambda: os._exit(1))
-        self._stop_watch = StoppedProcesses([worker.proc.pid for worker in executor.workers])
-        self._executor = executor
-
-    def close(self) -> None:
-        """End the workers; safe to call twice."""
-        executor, self._executor = self._executor, None
-        if self._stop_watch is not None:
-            self._stop_watch.close()
-        if executor is not None:
-            executor.shutdown()
 
 
 def _check_settings(model_path: str, dtype: str) -> None:

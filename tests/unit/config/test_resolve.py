@@ -137,7 +137,7 @@ BAD = [
     ({"weight_sync__bucket_bytes": 48}, "weight_sync.bucket_bytes=48; allowed: multiples of 32"),
     (
         {"rollout__num_servers": 3},
-        "weight_sync.method='colocated': rollout.num_servers * rollout.tp = 3 workers of servers",
+        "weight_sync.method='colocated': rollout.num_servers * rollout.dp * rollout.tp = 3 workers",
     ),
     ({"weight_sync__bind_address": "0.0.0.0"}, "weight_sync.bind_address='0.0.0.0': servers conn"),
     ({"trainer__mean_logprob_gap": -1.0}, "trainer.mean_logprob_gap=-1.0; allowed: above 0"),
@@ -276,6 +276,14 @@ BAD = [
     (
         {"rollout__tp": 4, "rollout__nodes_per_server": 3},
         "rollout.nodes_per_server=3; allowed: divisors of rollout.tp=4, since each node has as",
+    ),
+    (
+        {"rollout__dp": 4, "rollout__ep": True, "rollout__tp": 3, "rollout__nodes_per_server": 3},
+        "rollout.nodes_per_server=3; allowed: divisors of rollout.dp=4, since each node has as",
+    ),
+    (
+        {"rollout__dp": 2},
+        "rollout.dp=2 with rollout.ep=false: data-parallel ranks exchange tokens with whole",
     ),
     ({"rollout__nodes_per_server": 0}, "rollout.nodes_per_server=0; allowed: at least 1"),
     ({"rollout__num_servers": 0}, "rollout.num_servers=0; allowed: at least 1"),

@@ -73,7 +73,7 @@ def test_arguments_of_vllms_engine_pass_on_a_gpu(engine):
         ("quantization", "fp8", r": weights are served in the dtype that an update sends"),
         ("kv_transfer_config", None, r": keys and values of older weights would outlive"),
         ("pipeline_parallel_size", 2, r": weights of other modules or ranks"),
-        ("data_parallel_size", 2, r": a server is one engine; rollout.num_servers has more"),
+        ("data_parallel_size", 2, r": rollout.dp decides this field; allowed: rollout.dp$"),
         ("trust_remote_code", True, r": code of a checkpoint is never run"),
         ("moe_backend", "flashinfer_trtllm", r": weights of .*; allowed: 'triton', 'batched_tri"),
         ("worker_cls", "my.Worker", r": the server starts and watches its processes itself"),
@@ -82,6 +82,16 @@ def test_arguments_of_vllms_engine_pass_on_a_gpu(engine):
 def test_an_argument_is_refused_before_a_run_with_the_reason(name, value, message):
     with pytest.raises(ConfigError, match=rf"^rollout\.engine\.{name}.*{message}"):
         check({name: value})
+
+
+def test_data_parallel_ranks_of_several_workers_need_graphs():
+    settings = RolloutConfig(dp=2, tp=1, ep=True, engine={"enforce_eager": True})
+    check_server_settings(settings, "k", device="cuda")
+    settings.tp = 2
+    with pytest.raises(
+        ConfigError, match=r"k\.engine\.enforce_eager=true with k\.dp=2 and k\.tp=2"
+    ):
+        check_server_settings(settings, "k", device="cuda")
 
 
 @pytest.mark.parametrize("name", ["enable_chunked_prefill", "enforce_eager"])

@@ -105,6 +105,11 @@ def test_a_backend_that_is_none_is_refused_before_anything_starts(tmp_path, back
     [
         ("", {"rollout__tp": 2}, "rollout.tp=2: a server of rollout.backend="),
         ("", {"rollout__ep": True}, "rollout.ep=true: a server of rollout.backend="),
+        (
+            "",
+            {"rollout__dp": 2, "rollout__ep": True},
+            "rollout.ep=true: a server of rollout.backend=",
+        ),
         ("", {"rollout__max_num_seqs": 1000}, "rollout.max_num_seqs=1000; allowed: 999"),
         ("sleep", {}, "placement.rollout='shared': servers of rollout.backend="),
         (
@@ -142,6 +147,7 @@ CONFIG = transformers.Qwen3Config(
     ("settings", "message"),
     [
         ({"ep": True}, "k.ep=true: the model has no experts; allowed: false"),
+        ({"ep": True, "dp": 2}, "k.dp=2: the model has no experts to split over data-parallel"),
         ({"tp": 5}, "k.tp=5 does not divide the model's 12 attention heads"),
         ({"tp": 12}, ""),  # with copies of the 4 key/value heads
         (
@@ -154,7 +160,7 @@ CONFIG = transformers.Qwen3Config(
 def test_vllm_checks_the_model_and_a_server_of_a_file_takes_any(
     tmp_path, backend, settings, message
 ):
-    own = write_backend(tmp_path, f"{ALL}, tensor_parallel=True")
+    own = write_backend(tmp_path, f"{ALL}, tensor_parallel=True, data_parallel=True")
     config = RolloutConfig(backend=backend.format(file=own), **settings)
     server_class = load_server_class(config, "k")
     if message and backend == "vllm":

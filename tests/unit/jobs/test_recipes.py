@@ -113,7 +113,7 @@ def test_what_the_page_says_of_fewer_or_larger_gpus_is_true():
 def test_a_recipe_keeps_tensor_parallel_groups_on_a_node_and_all_gpus_busy(name):
     config, world = composed(name), RECIPES[name].num_gpus
     layout, rollout = config.actor.layout, config.rollout
-    assert layout.world_size == rollout.num_servers * rollout.tp == world
+    assert layout.world_size == rollout.num_servers * rollout.num_workers == world
     assert GPUS_PER_NODE % layout.tp == 0
     assert GPUS_PER_NODE % rollout.tp == 0 or rollout.tp % GPUS_PER_NODE == 0
     samples = config.trainer.prompts_per_step * config.algorithm.group_size
@@ -142,8 +142,9 @@ def test_plan_reshard_takes_the_layouts_of_a_recipe(name, monkeypatch, capsys):
     config, published = composed(name), PUBLISHED / f"{RECIPES[name].published}.json"
     axes = ("tp", "pp", "cp", "dp", "ep", "etp", "first_stage_layers", "last_stage_layers")
     train = {axis: getattr(config.actor.layout, axis) for axis in axes}
-    ep = config.rollout.tp if config.rollout.ep else 1
-    generate = {"tp": config.rollout.tp, "dp": config.rollout.num_servers, "ep": ep}
+    rollout = config.rollout
+    ep = rollout.num_workers if rollout.ep else 1
+    generate = {"tp": rollout.tp, "dp": rollout.num_servers * rollout.dp, "ep": ep}
     sides = [
         ",".join(f"{axis}={size}" for axis, size in side.items() if size not in (1, None)) or "tp=1"
         for side in (train, generate)
@@ -201,7 +202,8 @@ def test_the_table_of_the_page_has_the_layout(name):
     layout, rollout = config.actor.layout, config.rollout
     axes = ("tp", "pp", "cp", "dp", "ep")
     train = " ".join(f"{a}={getattr(layout, a)}" for a in axes if getattr(layout, a) > 1)
-    served = f"{rollout.num_servers} x tp={rollout.tp}" + " ep" * rollout.ep
+    dp = f" dp={rollout.dp}" * (rollout.dp > 1)
+    served = f"{rollout.num_servers} x tp={rollout.tp}{dp}" + " ep" * rollout.ep
     gpus = RECIPES[name].num_gpus
     row = f"| `{name}` | {RECIPES[name].published} | {gpus} | {train} | {served} |"
     assert f"\n{row}" in PAGE.read_text(), row

@@ -106,6 +106,21 @@ def test_shapes_are_those_of_a_ranks_shard():
     assert split[1].parameters[W13] == ((5, 40, 64), "bfloat16")
 
 
+def test_data_parallel_ranks_repeat_what_is_not_an_expert():
+    """Compute by hand: 5 experts over dp * tp = 4 ranks are 2, 1, 1, 1; tp splits the rest."""
+    workers, check = build_workers(GenerationLayout(tp=2, dp=2, ep=4))
+    for rank, experts in enumerate([(0, 1), (2,), (3,), (4,)]):
+        check(workers[rank], rank)
+        assert workers[rank].experts[W13] == experts
+        shapes = {name: shape for name, (shape, _) in workers[rank].parameters.items()}
+        assert shapes["model.layers.0.mlp.gate_up_proj.weight"] == (96, 64)
+        assert shapes["model.layers.1.mlp.shared_experts.gate_up_proj.weight"] == (80, 64)
+        assert shapes["model.layers.1.self_attn.o_proj.weight"] == (64, 32)
+    for layout in (GenerationLayout(tp=2, ep=2), GenerationLayout(tp=2, dp=2)):
+        parameters = build_workers(layout)[0][0].parameters
+        assert parameters["model.layers.1.mlp.shared_experts.gate_up_proj.weight"][0] == (40, 64)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
