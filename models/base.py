@@ -375,8 +375,8 @@ def count_kv_elements_per_token(config: HFConfig, tp: int = 1) -> int:
 
     A worker has the keys and values of its heads, at least of one head. Multi-head latent attention
     caches a latent vector and a rotary key that all heads share (DeepSeek-V2, section 2.1), on
-    every worker; and a key for an indexer in float8, with a scale per 128 dims, whose elements
-    count half. Layers of linear attention have a state per sequence and nothing per token.
+    every worker; and a key for an indexer in float8, with a scale per 128 dims, counted at half its
+    elements. Layers of linear attention have a state per sequence and nothing per token.
     """
     num_layers = int(get_field(config, "num_hidden_layers"))
     if config.get("linear_num_key_heads"):

@@ -82,10 +82,9 @@ def check_dense_layers(config: HFConfig, default: int | None = None) -> None:
         get_field(config, name) for name in ("num_hidden_layers", "first_k_dense_replace")
     )
     kinds = config.get("mlp_layer_types")
-    if not kinds and default is None:
-        return
     given = "" if kinds else f" (absent: the first {default} dense)"
-    kinds = kinds or ["dense"] * default + ["sparse"] * (num_layers - default)
+    first = dense if default is None else default
+    kinds = kinds or ["dense"] * first + ["sparse"] * (num_layers - first)
     if kinds != ["dense"] * dense + ["sparse"] * (num_layers - dense):
         raise ConfigError(
             f"config.json: first_k_dense_replace={dense} and mlp_layer_types{given} name other "

@@ -168,10 +168,7 @@ KEPT = {
         "full recompute", "selective recompute", "tp2", "cp2", "pp2", "pp2 vpp2", "dp2 ep2",
         "tp2 etp2", "tp4", "cp4", "tp2 cp2", "tp2 pp2 ep2", "tp2 dp2 ep2 sharded", "cp2 dp2 ep2",
     ),
-    "sparse": (
-        "full recompute", "selective recompute", "tp2", "cp2", "pp2", "dp2 ep2",
-        "dp2 sharded overlap", "tp2 cp2", "tp2 pp2 ep2",
-    ),
+    "sparse": ("selective recompute", "tp2 cp2", "tp2 pp2 ep2"),
 }  # fmt: skip
 
 
