@@ -22,6 +22,7 @@ from mcore_rl.config.schema import AgentConfig, RewardConfig, RLConfig, RolloutC
 SERVER_BACKENDS = ("vllm", "sglang")  # or an import path
 CODECS = ("auto", "renderers", "template")
 LOAD_FORMATS = ("auto", "checkpoint", "dummy")
+QUANTIZATIONS = ("fp8_block",)
 ON_ERROR = ("stop", "drop", "zero")
 # What a term of reward.terms may have.
 _TERM_PARTS: dict[str, tuple[Any, str]] = {
@@ -109,6 +110,23 @@ def resolve_servers(config: RolloutConfig) -> None:
     check_cores("rollout.cores", config.cores, num_workers)
     check_at_least("rollout.max_restarts", config.max_restarts, 0)
     check_choice("rollout.load_format", config.load_format, LOAD_FORMATS)
+    if config.quantization is not None:
+        _check_quantization(config)
+
+
+def _check_quantization(config: RolloutConfig) -> None:
+    check_choice("rollout.quantization", config.quantization, QUANTIZATIONS)
+    key = f"rollout.quantization={config.quantization!r}"
+    if config.backend != "vllm":
+        raise ConfigError(
+            f"{key}: rollout.backend={config.backend!r} takes weights in model.dtype; allowed: "
+            "null, or rollout.backend='vllm'"
+        )
+    if config.lora == "adapter":
+        raise ConfigError(
+            f"{key}: rollout.lora='adapter' would add the trainer's adapters to a base model with "
+            "other weights than the trainer's; allowed: null, or rollout.lora='merged'"
+        )
 
 
 def _check_batch_limits(key: str, config: RolloutConfig) -> None:

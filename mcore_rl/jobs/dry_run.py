@@ -402,6 +402,7 @@ def compute_sync_traffic(config: RLConfig, model: HFConfig, gpus_per_node: int) 
         shard_format=load_backend(engine, "actor").shard_format,
         num_replicas=engine.fsdp.num_replicas,
         weight_format=weight_format,
+        quantization=config.rollout.quantization,
     )
     plan = plan_transfer(spec, model, ITEMSIZES[config.model.dtype], domains)
     local = in_node = 0

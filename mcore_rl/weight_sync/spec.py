@@ -15,6 +15,7 @@ from typing import Any, Literal
 import numpy as np
 
 import mcore_rl.models  # noqa: F401  (fills the registry of families)
+from mcore_rl.checkpoint.fp8 import is_block_quantized
 from mcore_rl.checkpoint.hf import CheckpointReader
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import Layout, WeightSyncConfig
@@ -29,6 +30,7 @@ from mcore_rl.models.base import (
 )
 from mcore_rl.models.transformers_model import map_sharded_weights
 from mcore_rl.parallel.mesh import Mesh, split_into_chunks
+from mcore_rl.reshard.float8 import add_scales, quantize_weights
 from mcore_rl.reshard.layout import (
     FullRanks,
     GenerationLayout,
@@ -111,6 +113,7 @@ class TransferSpec:
     family: str = ""  # model.family
     # Parameters of the workers of a server, where no family has the rules of vLLM's.
     worker_lists: WorkerLists = field(default_factory=list)
+    quantization: str | None = None  # rollout.quantization
 
     @property
     def num_training(self) -> int:
@@ -139,6 +142,7 @@ class TransferSpec:
             weight_format=fields["weight_format"],
             family=fields["family"],
             worker_lists=fields["worker_lists"],
+            quantization=fields["quantization"],
         )
 
 
@@ -177,14 +181,24 @@ def build_training_side(
 
 
 def build_generation_side(
-    config: HFConfig, layout: GenerationLayout, weight_format: WeightFormat = "vllm"
+    config: HFConfig,
+    layout: GenerationLayout,
+    weight_format: WeightFormat = "vllm",
+    quantization: str | None = None,
 ) -> tuple[GenerationRanks, Side]:
-    """Return the ranks of all servers, and ranks and rules as a side."""
+    """Return the ranks of all servers, and ranks and rules as a side.
+
+    Args:
+        quantization: rollout.quantization.
+    """
     sizes = get_model_sizes(config)
     ranks = GenerationRanks(layout, sizes.num_layers, sizes.num_experts)
     if weight_format == "huggingface":
         return ranks, (ranks, map_checkpoint_weights(config))
-    return ranks, (ranks, get_vllm_weights(config))
+    weights = get_vllm_weights(config)
+    if quantization is not None:
+        weights = tuple(quantize_weights(weights, is_block_quantized))
+    return ranks, (ranks, weights)
 
 
 def build_listed_side(layout: GenerationLayout, worker_lists: WorkerLists) -> Side:
@@ -245,7 +259,11 @@ def plan_transfer(
         generation = build_listed_side(spec.generation, spec.worker_lists)
         _check_all_served(training[1], generation[1])
     else:
-        _, generation = build_generation_side(config, spec.generation, spec.weight_format)
+        _, generation = build_generation_side(
+            config, spec.generation, spec.weight_format, spec.quantization
+        )
+    if spec.quantization is not None:
+        training = training[0], tuple(add_scales(training[1], is_block_quantized))
     requirements = TransferRequirements(training, generation, itemsize)
     if domains is None:
         # Nodes are not known: all training ranks count as one node.
@@ -327,7 +345,8 @@ def compute_expected_layout(
             name = name.partition("[")[0]
             experts[name] = (*experts.get(name, ()), weight.expert)
             shape = (len(experts[name]), *shape)
-        parameters[name] = shape, "float32" if weight.float32 else dtype
+        dtypes = {1: "float8_e4m3fn", 4: "float32", None: dtype}
+        parameters[name] = shape, dtypes[weight.itemsize]
     return parameters, experts
 
 

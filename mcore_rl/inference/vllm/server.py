@@ -259,7 +259,10 @@ class VLLMServer(GenerationServer):
         self._name = name = vllm_worker.ServerName.new()
         nodes = {} if self._nodes is None else self._nodes.build_engine_arguments()
         loading = vllm_weights.build_loading_arguments(
-            self._model_path, ep=self._config.ep, reads_weights=reads_weights
+            self._model_path,
+            ep=self._config.ep,
+            reads_weights=reads_weights,
+            quantization=self._config.quantization,
         )
         own_arguments = dict[str, Any](
             model=self._model_path,
