@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from mcore_rl.config.errors import ConfigError
@@ -200,14 +201,20 @@ def _map_vllm_attention(config: HFConfig, layer: Layer) -> Iterator[Weight]:
     yield split_heads("o_proj", hidden, heads * value, dim=1)
 
 
-def _map_vllm_layer(config: HFConfig, layer: Layer) -> Iterator[Weight]:
+def _map_vllm_layer(
+    config: HFConfig, layer: Layer, *, float32_router: bool = False
+) -> Iterator[Weight]:
     yield from map_vllm_norms(config, layer)
     yield from _map_vllm_attention(config, layer)
-    yield from map_vllm_shared_expert_mlp(config, layer)
+    yield from map_vllm_shared_expert_mlp(config, layer, float32_router=float32_router)
 
 
 def map_vllm_weights(config: HFConfig) -> tuple[Weight, ...]:
     return map_vllm_decoder(config, _map_vllm_layer)
+
+
+def _map_lite_vllm_weights(config: HFConfig) -> tuple[Weight, ...]:
+    return map_vllm_decoder(config, partial(_map_vllm_layer, float32_router=True))
 
 
 FAMILY = register(
@@ -227,5 +234,6 @@ GLM_LITE = register(
         name="glm4_moe_lite",
         architecture="Glm4MoeLiteForCausalLM",
         config_map=_map_lite_config,
+        vllm_weights=_map_lite_vllm_weights,
     )
 )

@@ -201,6 +201,11 @@ def build_generation_side(
     return ranks, (ranks, weights)
 
 
+def add_training_scales(side: Side) -> Side:
+    """Return the training side of servers in float8 blocks."""
+    return side[0], tuple(add_scales(side[1], is_block_quantized))
+
+
 def build_listed_side(layout: GenerationLayout, worker_lists: WorkerLists) -> Side:
     """Return ranks and rules of servers whose workers have listed their parameters."""
     ranks_of: dict[ListedParameter, list[int]] = {}
@@ -263,7 +268,7 @@ def plan_transfer(
             config, spec.generation, spec.weight_format, spec.quantization
         )
     if spec.quantization is not None:
-        training = training[0], tuple(add_scales(training[1], is_block_quantized))
+        training = add_training_scales(training)
     requirements = TransferRequirements(training, generation, itemsize)
     if domains is None:
         # Nodes are not known: all training ranks count as one node.

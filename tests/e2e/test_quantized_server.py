@@ -10,9 +10,14 @@ import asyncio
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+import transformers
+from transformers.integrations.finegrained_fp8 import Fp8Quantize
+from vllm.utils.deep_gemm import per_block_cast_to_fp8
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "dist_cpu"))
 sys.path.insert(0, str(Path(__file__).parent))
@@ -21,6 +26,7 @@ import shards
 import tiny_families
 import tiny_models
 
+from mcore_rl.checkpoint import fp8
 from mcore_rl.config.schema import RolloutConfig
 from mcore_rl.inference.vllm import weights as vllm_weights
 from mcore_rl.inference.vllm.server import VLLMServer
@@ -92,7 +98,7 @@ def test_a_server_in_float8_has_the_scores_of_vllms_own_on_the_published_codes(t
      "glm4_moe", "glm4_moe_lite"],
 )  # fmt: skip
 def test_a_server_without_weights_gets_those_of_vllms_loader_in_each_family(tmp_path, family):
-    """vLLM's parameters, their shapes and dtypes are those of the rules, or it would not connect."""
+    """Names, shapes and dtypes of vLLM's parameters are those of the rules, or none connects."""
     config = tiny_families.quantizable_config(family)
     folder = tiny_families.save_served(tiny_models.build_from(config).bfloat16(), tmp_path)
     loaded, waiting = build_server(folder), build_server(folder)
@@ -111,3 +117,36 @@ def test_a_server_without_weights_gets_those_of_vllms_loader_in_each_family(tmp_
             assert run(waiting.score(TOKENS)) == expected
         finally:
             run(waiting.close())
+
+
+@pytest.mark.parametrize("shape", [(128, 256), (200, 131), (1, 1), (576, 384)])
+def test_codes_are_those_of_vllms_quantiser_but_for_ties(shape):
+    """vLLM multiplies by the rounded reciprocal of a scale, and its least amax is 1e-4."""
+    weight = torch.randn(shape, generator=torch.Generator().manual_seed(0)).mul(0.05).bfloat16()
+    weight[-1, -1] = 3.0e38  # among the largest of bfloat16
+    codes, scales = fp8.quantize_blocks(weight)
+    expected_codes, expected_scales = per_block_cast_to_fp8(weight, [128, 128])
+    assert torch.equal(scales, expected_scales)
+    check_neighbours(codes, expected_codes)
+    zeros = torch.zeros(shape, dtype=torch.bfloat16)
+    codes, scales = fp8.quantize_blocks(zeros)
+    assert not codes.float().any()
+    assert torch.equal(scales, torch.ones_like(scales))
+
+
+def test_codes_are_those_of_transformers_but_for_ties():
+    """It rounds 448 / amax, and the reciprocal of that."""
+    weight = torch.randn(256, 384, generator=torch.Generator().manual_seed(1)).bfloat16()
+    config = transformers.FineGrainedFP8Config(weight_block_size=(128, 128))
+    quantizer = SimpleNamespace(quantization_config=config)
+    values = Fp8Quantize(quantizer).convert({"a.weight": weight})
+    codes, scales = fp8.quantize_blocks(weight)
+    torch.testing.assert_close(scales, values["a.weight_scale_inv"], rtol=3e-7, atol=0)
+    check_neighbours(codes, values["a.weight"])
+
+
+def check_neighbours(codes: torch.Tensor, expected: torch.Tensor) -> None:
+    """Check that one code in a thousand at most differs, by one step."""
+    steps = (codes.view(torch.uint8).short() - expected.view(torch.uint8).short()).abs()
+    assert int(steps.max()) <= 1
+    assert int(steps.sum()) <= codes.numel() / 1000

@@ -173,6 +173,13 @@ class VLLMServer(GenerationServer):
     ) -> None:
         """Check that vLLM can split the model; it replicates key/value heads over more ranks."""
         sizes = get_model_sizes(hf_config)
+        if settings.quantization is not None and device == "cpu":
+            raise ConfigError(
+                f"{key}.quantization={settings.quantization!r}: vLLM's CPU build loads float8 "
+                "blocks, but multiplies them on CPUs with AMX alone "
+                "(model_executor/kernels/linear/scaled_mm/cpu.py:241), on which no server has been "
+                "tested; allowed on a CPU: null"
+            )
         if records_experts and sizes.is_mla and device == "cpu":
             raise ConfigError(
                 "actor.moe.router_replay='rollout': vLLM on a CPU records no experts of models "

@@ -32,6 +32,7 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 from vllm.model_executor.layers.attention import is_deferred_attention_layer
+from vllm.model_executor.layers.quantization.kv_cache import KVCacheScaleParameter
 from vllm.model_executor.layers.vocab_parallel_embedding import (
     ParallelLMHead,
     VocabParallelEmbedding,
@@ -272,7 +273,11 @@ def _list_raw_parameters(model: Any) -> dict[str, tuple[tuple[int, ...], str]]:
     parameters: dict[str, tuple[tuple[int, ...], str]] = {}
     seen = set()
     for prefix, layer in model.named_modules():
-        raw = dict(get_layerwise_info(layer).restore_metadata[0])
+        raw = {
+            name: tensor
+            for name, tensor in get_layerwise_info(layer).restore_metadata[0].items()
+            if not isinstance(tensor, KVCacheScaleParameter)  # of a checkpoint alone, if at all
+        }
         for name, parameter in layer._parameters.items():
             if parameter is not None and name in SKIP_TENSORS and id(parameter) not in seen:
                 raw[name] = parameter
@@ -594,11 +599,13 @@ def build_trace_error(model_path: str, reason: str) -> ConfigError:
 class _NoWeightsLoader(DummyModelLoader):
     """Fills parameters with small random numbers; an update writes all of them.
 
-    vLLM's dummy loader also fills buffers, which no update writes.
+    vLLM's dummy loader also fills buffers, and scales of a quantised KV cache, which no update
+    writes.
     """
 
     def load_weights(self, model: torch.nn.Module, model_config: ModelConfig) -> None:
         """Fill all parameters."""
         _trace(model, model_config)
         for parameter in model.parameters():
-            initialize_single_dummy_weight(parameter)
+            if not isinstance(parameter, KVCacheScaleParameter):
+                initialize_single_dummy_weight(parameter)
