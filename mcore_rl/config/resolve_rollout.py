@@ -111,12 +111,12 @@ def resolve_servers(config: RolloutConfig) -> None:
     check_at_least("rollout.max_restarts", config.max_restarts, 0)
     check_choice("rollout.load_format", config.load_format, LOAD_FORMATS)
     if config.quantization is not None:
-        _check_quantization(config)
+        _check_quantization(config, config.quantization)
 
 
-def _check_quantization(config: RolloutConfig) -> None:
-    check_choice("rollout.quantization", config.quantization, QUANTIZATIONS)
-    key = f"rollout.quantization={config.quantization!r}"
+def _check_quantization(config: RolloutConfig, quantization: str) -> None:
+    check_choice("rollout.quantization", quantization, QUANTIZATIONS)
+    key = f"rollout.quantization={quantization!r}"
     if config.backend != "vllm":
         raise ConfigError(
             f"{key}: rollout.backend={config.backend!r} takes weights in model.dtype; allowed: "

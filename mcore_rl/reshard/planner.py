@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cache
 from operator import attrgetter
-from typing import Any, NamedTuple, get_origin, get_type_hints
+from typing import Any, NamedTuple, cast, get_origin, get_type_hints
 
 import lap
 import numpy as np
@@ -541,7 +541,7 @@ def _strip_names(values: tuple[object, ...], positions: dict[LogicalTensor, int]
             position = positions.setdefault(value.tensor, len(positions))
             stripped.append((position, value.tensor.shape, value.box, value.local_offset))
         elif hasattr(value, "get_blocks") and not isinstance(value, type):  # a rule in a rule
-            stripped.append(_get_signature(value))
+            stripped.append(_get_signature(cast(Rule, value)))
         else:
             stripped.append(_strip_names(value, positions) if isinstance(value, tuple) else value)
     return tuple(stripped)
