@@ -68,11 +68,15 @@ def map_weights(config: HFConfig, padded_vocab: int) -> tuple[Weight, ...]:
 
 
 def _map_vllm_layer(
-    config: HFConfig, layer: Layer, shared_axis: Axis = "shared_tp"
+    config: HFConfig,
+    layer: Layer,
+    *,
+    shared_axis: Axis = "shared_tp",
+    float32_router: bool = False,
 ) -> Iterator[Weight]:
     yield from map_vllm_norms(config, layer)
     yield from map_vllm_latent_attention(config, layer)
-    yield from map_vllm_shared_expert_mlp(config, layer, shared_axis)
+    yield from map_vllm_shared_expert_mlp(config, layer, shared_axis, float32_router=float32_router)
 
 
 def map_vllm_weights(config: HFConfig) -> tuple[Weight, ...]:
@@ -84,7 +88,7 @@ def map_drafts(config: HFConfig) -> tuple[Weight, ...]:
 
 
 # GLM-4.7-Flash has GLM-4.5's experts (vLLM's models/glm4_moe_lite.py:92).
-_map_vllm_lite_layer = partial(_map_vllm_layer, shared_axis="tp")
+_map_vllm_lite_layer = partial(_map_vllm_layer, shared_axis="tp", float32_router=True)
 
 
 def _map_vllm_lite_weights(config: HFConfig) -> tuple[Weight, ...]:

@@ -56,7 +56,7 @@ def _map_vllm_layer(config: HFConfig, layer: Layer) -> Iterator[Weight]:
     yield from map_vllm_norms(config, layer)
     qk_norm, qkv_bias = bool(config.get("use_qk_norm")), bool(config.get("attention_bias"))
     yield from map_vllm_attention(config, layer, qk_norm=qk_norm, qkv_bias=qkv_bias)
-    yield from map_vllm_shared_expert_mlp(config, layer)
+    yield from map_vllm_shared_expert_mlp(config, layer, float32_router=True)
 
 
 def map_vllm_weights(config: HFConfig) -> tuple[Weight, ...]:

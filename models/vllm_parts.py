@@ -169,9 +169,11 @@ def map_vllm_dense_mlp(config: HFConfig, layer: Layer) -> Iterator[Weight]:
     yield from map_vllm_mlp(config, layer, "mlp", get_field(config, "intermediate_size"))
 
 
-def map_vllm_router(config: HFConfig, layer: Layer, num_experts: int, hf: str = "mlp") -> Weight:
+def map_vllm_router(
+    config: HFConfig, layer: Layer, num_experts: int, hf: str = "mlp", *, float32: bool = False
+) -> Weight:
     gate = layer.build_tensor(f"{hf}.gate.weight", num_experts, get_field(config, "hidden_size"))
-    return build_vllm_weight(layer, f"{hf}.gate.weight", Replicated(gate))
+    return build_vllm_weight(layer, f"{hf}.gate.weight", Replicated(gate), float32=float32)
 
 
 def map_vllm_experts(
@@ -194,12 +196,14 @@ def map_vllm_experts(
 
 
 def map_vllm_shared_expert_mlp(
-    config: HFConfig, layer: Layer, shared_axis: Axis = "tp"
+    config: HFConfig, layer: Layer, shared_axis: Axis = "tp", *, float32_router: bool = False
 ) -> Iterator[Weight]:
     """Map the MLP of DeepSeek-V3: dense in the first layers, then routed and shared experts.
 
     Args:
         shared_axis: Axis of the shared experts.
+        float32_router: Whether vLLM has the router in float32 in any dtype of the model, as that of
+            GLM (model_executor/models/glm4_moe.py:141).
     """
     if not has_experts(config, layer.index):
         yield from map_vllm_dense_mlp(config, layer)
@@ -208,7 +212,7 @@ def map_vllm_shared_expert_mlp(
         get_field(config, "n_routed_experts"),
         get_field(config, "moe_intermediate_size"),
     )
-    yield map_vllm_router(config, layer, num_experts)
+    yield map_vllm_router(config, layer, num_experts, float32=float32_router)
     name = "mlp.gate.e_score_correction_bias"
     yield build_vllm_weight(
         layer, name, Replicated(layer.build_tensor(name, num_experts)), float32=True

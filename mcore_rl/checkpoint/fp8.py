@@ -15,9 +15,8 @@ import torch
 
 from mcore_rl.checkpoint.files import require_finite
 from mcore_rl.config.errors import ConfigError
+from mcore_rl.reshard.float8 import BLOCK, get_scale_shape
 
-BLOCK = 128
-SCALE_SUFFIX = "_scale_inv"
 QUANTIZED, SCALE_DTYPES = torch.float8_e4m3fn, (torch.float32, torch.bfloat16)
 _LARGEST = 448.0  # of e4m3
 # Blocks whose values are all smaller become zero: bfloat16 could not represent them all.
@@ -33,12 +32,6 @@ _PROJECTIONS = re.compile(
 )
 _PLAIN = re.compile(r"mtp\.fc|.+\.(linear_attn\.in_proj_ba|mlp\.shared_expert_gate)")
 _ROUTER, _SELECTION_BIAS = ".gate.weight", ".gate.e_score_correction_bias"
-
-
-def get_scale_shape(shape: tuple[int, ...]) -> tuple[int, int]:
-    """Return the shape of the scales of a weight."""
-    rows, columns = shape
-    return -(-rows // BLOCK), -(-columns // BLOCK)
 
 
 def compute_buffer_bytes(dtype: torch.dtype, shape: tuple[int, ...]) -> int:

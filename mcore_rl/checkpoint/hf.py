@@ -37,6 +37,7 @@ from mcore_rl.models.base import (
     pad_vocab_size,
     read_config,
 )
+from mcore_rl.reshard.float8 import SCALE_SUFFIX, get_scale_shape
 from mcore_rl.reshard.rules import (
     Block,
     Box,
@@ -190,7 +191,7 @@ class CheckpointReader:
 
     def get_shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the shapes of all tensors by name."""
-        parts = {name + fp8.SCALE_SUFFIX for name in self._scaled}
+        parts = {name + SCALE_SUFFIX for name in self._scaled}
         parts |= {part for name, codec in self._packed.items() for part in list_parts(name, codec)}
         parts |= self.stacks.keys()
         names = [*self._packed, *(name for name in self._file_of if name not in parts)]
@@ -219,7 +220,7 @@ class CheckpointReader:
         """Return whether a tensor has a checksum, which is compared when all of it is read."""
         if self._get_stored_name(name) != name or name in self._packed:
             return False
-        names = [name, name + fp8.SCALE_SUFFIX] if name in self._scaled else [name]
+        names = [name, name + SCALE_SUFFIX] if name in self._scaled else [name]
         return all(n in self._file_of[n].crc32s for n in names)
 
     def list_stored(self) -> Iterator[tuple[str, Path, Entry]]:
@@ -284,7 +285,7 @@ class CheckpointReader:
         stored_dtype = self._get_entry(name).dtype
         if name in self._scaled:
             quantized = _read_stored(self._file_of[name], name, box)
-            scale = name + fp8.SCALE_SUFFIX
+            scale = name + SCALE_SUFFIX
             scales = _read_stored(self._file_of[scale], scale, _to_scale_box(box))
             origin = (box.offsets[0], box.offsets[1])
             fp8.dequantize_blocks(quantized, scales, out.dtype, origin, out)
@@ -391,11 +392,11 @@ class CheckpointReader:
         where, float8 = f"checkpoint {self.path}", format_dtype(fp8.QUANTIZED)
         scaled = {n for n in self._file_of if self._get_entry(n).dtype == fp8.QUANTIZED}
         for name in self._file_of:
-            base = name.removesuffix(fp8.SCALE_SUFFIX)
+            base = name.removesuffix(SCALE_SUFFIX)
             if base != name and base not in scaled:
                 raise ConfigError(f"{where}: {name} are scales, but there is no {base} in {float8}")
         for name in sorted(scaled):
-            scale, shape = name + fp8.SCALE_SUFFIX, self.get_shape(name)
+            scale, shape = name + SCALE_SUFFIX, self.get_shape(name)
             if scale not in self._file_of:
                 raise ConfigError(
                     f"{where}: {name} is in {float8}, but its scales {scale} are missing"
@@ -404,7 +405,7 @@ class CheckpointReader:
                 raise ConfigError(
                     f"{where}: {name} is in {float8} with shape {shape}; allowed: matrices"
                 )
-            entry, scale_shape = self._get_entry(scale), fp8.get_scale_shape(shape)
+            entry, scale_shape = self._get_entry(scale), get_scale_shape(shape)
             if entry.shape != scale_shape or entry.dtype not in fp8.SCALE_DTYPES:
                 raise ConfigError(
                     f"{where}: {scale} is {format_dtype(entry.dtype)} of shape {entry.shape}; "

@@ -29,7 +29,9 @@ def main(arguments: list[str]) -> None:
         options.gpus_per_node, options.nic_gbps, options.nvlink_gbps, options.nodes
     )
     model = Path(fetch_model("--model", options.model, with_weights=False))
-    report, traffic = plan_reshard.plan_reshard(model, options.mode, train, generate, cluster)
+    report, traffic = plan_reshard.plan_reshard(
+        model, options.mode, train, generate, cluster, quantization=options.quantization
+    )
     if options.plot:
         from mcore_rl.observability.plots import plot_traffic
 
@@ -49,6 +51,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--mode", default="colocated", help="colocated (the default) or disaggregated")
     add("--train", required=True, metavar="tp=2,ep=8", help=AXES)
     add("--generate", required=True, metavar="tp=8", help=SERVED_AXES)
+    add("--quantization", metavar="fp8_block", help="as rollout.quantization; default: bfloat16")
     add("--family", default="", metavar="FILE:NAME", help=FAMILY)
     add("--nodes", type=int, help="default: as many as the ranks need")
     add("--gpus-per-node", type=int, default=8)

@@ -67,6 +67,9 @@ LOGPROB_GAPS = {"float32": (0.5, 1e-4), "bfloat16": (2.0, 0.1)}
 # The largest in bfloat16 where trainer and servers route a token each by themselves: rounding tips
 # a router near a tie, and that token differs by nats (2.3 in 3 steps of the quickstart's model).
 ROUTED_LOGPROB_GAP = 20.0
+# With rollout.quantization: servers round weights and activations to 4 significant bits, bfloat16
+# to 8. The policies differ by more than rounding, and correction weights account for that.
+FLOAT8_LOGPROB_GAPS = (20.0, 0.5)
 WEIGHT_SYNC_METHODS = ("colocated", "disaggregated", "full_export")
 TRANSPORTS = ("process_group", "nixl")
 VERIFY = ("off", "sampled", "full")
@@ -125,7 +128,8 @@ def resolve(config: RLConfig, *, needs_data: bool = True) -> None:
     _resolve_weight_sync(config)
     resolve_mode(config)
     _check_placement(config)
-    resolve_algorithm(config.algorithm, get_staleness(config.trainer))
+    is_quantized = config.rollout.quantization is not None
+    resolve_algorithm(config.algorithm, get_staleness(config.trainer), is_quantized=is_quantized)
     _resolve_batch(config)
     actor_steps = config.trainer.num_steps * config.algorithm.num_mini_batches
     resolve_schedule("actor.optimizer", config.actor.optimizer, actor_steps)
@@ -196,11 +200,20 @@ def resolve_for_lane(config: RLConfig, lane: str, *, has_experts: bool = False) 
     trainer, (largest, mean) = replace(config.trainer, staleness=staleness), LOGPROB_GAPS[dtype]
     if has_experts and dtype == "bfloat16" and config.actor.moe.router_replay != "rollout":
         largest = ROUTED_LOGPROB_GAP
+    if config.rollout.quantization is not None:
+        if dtype != "bfloat16":
+            raise ConfigError(
+                f"rollout.quantization={config.rollout.quantization!r} with model.dtype={dtype!r}: "
+                "vLLM multiplies float8 blocks by activations in bfloat16; allowed: null, or "
+                "model.dtype='bfloat16'"
+            )
+        largest, mean = FLOAT8_LOGPROB_GAPS
     if trainer.max_logprob_gap is None:
         trainer = replace(trainer, max_logprob_gap=largest)
     if trainer.mean_logprob_gap is None:
         trainer = replace(trainer, mean_logprob_gap=mean)
-    algorithm = fill_correction_level(config.algorithm, staleness)
+    is_off_policy = staleness > 0 or config.rollout.quantization is not None
+    algorithm = fill_correction_level(config.algorithm, is_off_policy=is_off_policy)
     if algorithm.loss_aggregation == "sequence_sum_fixed_length":
         length = {"length": config.rollout.max_response_tokens}
         settings = length | algorithm.loss_aggregation_settings

@@ -50,19 +50,31 @@ class Teacher:
     engine: EngineConfig
 
 
-def fill_correction_level(config: AlgorithmConfig, staleness: int) -> AlgorithmConfig:
-    """Return the settings with a default for algorithm.correction.level."""
+def fill_correction_level(config: AlgorithmConfig, *, is_off_policy: bool) -> AlgorithmConfig:
+    """Return the settings with a default for algorithm.correction.level.
+
+    Args:
+        is_off_policy: Whether servers sample from another policy than the one in training: of older
+            weights, or of quantised ones.
+    """
     correction = config.correction
     if correction.level is not None:
         return config
     is_weighted = correction.use_rollout_log_probs or config.loss == "decoupled_ppo"
-    level = "token" if staleness and not is_weighted else "off"
+    level = "token" if is_off_policy and not is_weighted else "off"
     return replace(config, correction=replace(correction, level=level))
 
 
-def resolve_algorithm(config: AlgorithmConfig, staleness: int = 0) -> None:
-    """Check the settings of the algorithm for samples that are `staleness` versions old."""
-    config = fill_correction_level(config, staleness)
+def resolve_algorithm(
+    config: AlgorithmConfig, staleness: int = 0, *, is_quantized: bool = False
+) -> None:
+    """Check the settings of the algorithm.
+
+    Args:
+        staleness: Versions by which samples may be older than the weights.
+        is_quantized: Whether servers have quantised weights.
+    """
+    config = fill_correction_level(config, is_off_policy=staleness > 0 or is_quantized)
     fewest = 2 if config.advantage in GROUP_ADVANTAGES else 1
     check_at_least("algorithm.group_size", config.group_size, fewest)
     check_at_least("algorithm.num_mini_batches", config.num_mini_batches, 1)

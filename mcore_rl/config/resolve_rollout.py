@@ -23,6 +23,7 @@ SERVER_BACKENDS = ("vllm", "sglang")  # or an import path
 CODECS = ("auto", "renderers", "template")
 LOAD_FORMATS = ("auto", "checkpoint", "dummy")
 MAX_DRAFT = 128  # vLLM's limit (v1/sample/rejection_sampler.py, MAX_SPEC_LEN)
+QUANTIZATIONS = ("fp8_block",)
 ON_ERROR = ("stop", "drop", "zero")
 # What a term of reward.terms may have.
 _TERM_PARTS: dict[str, tuple[Any, str]] = {
@@ -115,6 +116,29 @@ def resolve_servers(config: RolloutConfig) -> None:
     check_at_least("rollout.max_restarts", config.max_restarts, 0)
     check_between("rollout.speculative.num_tokens", config.speculative.num_tokens, 0, MAX_DRAFT)
     check_choice("rollout.load_format", config.load_format, LOAD_FORMATS)
+    if config.quantization is not None:
+        _check_quantization(config, config.quantization)
+
+
+def _check_quantization(config: RolloutConfig, quantization: str) -> None:
+    check_choice("rollout.quantization", quantization, QUANTIZATIONS)
+    key = f"rollout.quantization={quantization!r}"
+    if config.backend != "vllm":
+        raise ConfigError(
+            f"{key}: rollout.backend={config.backend!r} takes weights in model.dtype; allowed: "
+            "null, or rollout.backend='vllm'"
+        )
+    if config.lora == "adapter":
+        raise ConfigError(
+            f"{key}: rollout.lora='adapter' would add the trainer's adapters to a base model with "
+            "other weights than the trainer's; allowed: null, or rollout.lora='merged'"
+        )
+    if num_tokens := config.speculative.num_tokens:
+        raise ConfigError(
+            f"{key} with rollout.speculative.num_tokens={num_tokens}: vLLM's draft model would be "
+            "quantized, too, and an update sends its weights in model.dtype; allowed: 0, or "
+            "rollout.quantization=null"
+        )
 
 
 def _check_batch_limits(key: str, config: RolloutConfig) -> None:
@@ -253,6 +277,11 @@ def resolve_drafts(config: RLConfig) -> None:
             f"rollout.speculative.num_tokens={num_tokens} with actor.mtp_loss_coef={coefficient}: "
             "the actor has no prediction layers to send with an update; allowed: 0, or "
             "actor.mtp_loss_coef above 0"
+        )
+    if num_tokens and config.rollout.dp > 1:
+        raise ConfigError(
+            f"rollout.speculative.num_tokens={num_tokens} with rollout.dp={config.rollout.dp}: "
+            "drafts of data-parallel ranks have not been checked; allowed: 0, or rollout.dp=1"
         )
 
 

@@ -209,6 +209,8 @@ class RolloutConfig:
     kv_cache_bytes: int = 4 << 30  # KV cache of each worker of a server
     # first weights: checkpoint, dummy (sent by the trainer), auto (dummy after a resume or restart)
     load_format: str = "auto"
+    # weights of servers: null (in model.dtype), or fp8_block (DeepSeek-V3's float8: docs/float8.md)
+    quantization: str | None = None
     # Weights of a LoRA actor on the servers: merged, or adapter (only adapters are sent, which vLLM
     # adds to the model that it has loaded).
     lora: str = "merged"
@@ -372,8 +374,8 @@ class PPOClipSettings:
 class CorrectionConfig:
     """Correction by the ratio of the trainer's probability to the server's."""
 
-    # importance weights: off, token, sequence, geometric; null: token for older samples without
-    # another correction, else off
+    # importance weights: off, token, sequence, geometric; null: token for older samples and
+    # rollout.quantization without another correction, else off
     level: str | None = None
     method: str = "truncate"  # weights out of bounds: truncate (to weight_max), or mask (to 0)
     weight_min: float = 0.0  # of method=mask

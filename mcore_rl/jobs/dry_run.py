@@ -405,6 +405,7 @@ def compute_sync_traffic(config: RLConfig, model: HFConfig, gpus_per_node: int) 
         num_replicas=engine.fsdp.num_replicas,
         weight_format=weight_format,
         drafts=bool(config.rollout.speculative.num_tokens),
+        quantization=config.rollout.quantization,
     )
     plan = plan_transfer(spec, model, ITEMSIZES[config.model.dtype], domains)
     local = in_node = 0

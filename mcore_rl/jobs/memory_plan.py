@@ -87,6 +87,7 @@ class _ElementCounts:
 
     parameters: int = 0
     float32: int = 0  # parameters that are float32 in every dtype: buffers, without gradients
+    float8: int = 0  # codes of servers with rollout.quantization
     dense: int = 0  # trained, outside of experts
     expert: int = 0  # trained, in experts
 
@@ -237,7 +238,8 @@ def _plan_sharded_engine(
 
 
 def _compute_weight_bytes(counts: _ElementCounts, itemsize: int) -> int:
-    return counts.parameters * itemsize + counts.float32 * (_FLOAT32 - itemsize)
+    other = counts.parameters - counts.float32 - counts.float8
+    return other * itemsize + counts.float32 * _FLOAT32 + counts.float8
 
 
 def _compute_optimizer_bytes(
@@ -269,8 +271,13 @@ def _plan_servers(
     weight_format = server_class.features.weight_format or "huggingface"
     if get_family(model).vllm_weights is None:
         weight_format = "huggingface"  # all tensors on each worker, at most
+    quantization = rollout.quantization
     ranks, (_, weights) = build_generation_side(
-        model, layout, weight_format, drafts=bool(rollout.speculative.num_tokens)
+        model,
+        layout,
+        weight_format,
+        drafts=bool(rollout.speculative.num_tokens),
+        quantization=quantization,
     )
     rank_counts = _count_elements(ranks, weights, LoRAConfig())
     # Experts may not divide evenly.
@@ -303,6 +310,8 @@ def _count_elements(
                 counts.parameters += size + (trained if lora.rank else 0)
                 if weight.float32:
                     counts.float32 += size
+                elif weight.float8:
+                    counts.float8 += size
                 elif weight.expert is None:
                     counts.dense += trained
                 else:

@@ -62,6 +62,7 @@ from mcore_rl.jobs.placement import (
     list_engine_roles,
     needs_critic,
 )
+from mcore_rl.jobs.quantization_preflight import check_quantization
 from mcore_rl.models.base import (
     SEQUENCE,
     HFConfig,
@@ -380,6 +381,8 @@ def check_layouts(config: RLConfig, *, is_trained: bool = True) -> HFConfig:
         _check_adapters(config, hf_config)
     if config.weight_sync.method != "full_export":
         _check_stacked_experts(config, hf_config)
+    if config.rollout.quantization is not None:
+        check_quantization(config, hf_config)
     _check_rollout_cache(config, hf_config)
     _check_lengths(config)
     return hf_config

@@ -19,6 +19,7 @@ import torch.distributed
 from mcore_rl.config.errors import PeerError
 from mcore_rl.reshard import ops
 from mcore_rl.reshard.buckets import Message, Part, ReceiveSlot, Round, Step, align
+from mcore_rl.reshard.float8 import BLOCK, SCALE_SUFFIX, add_scale_suffix
 
 c10d: Any = torch.distributed  # its groups have no type stubs
 Allocate = Callable[[int], torch.Tensor]  # bytes -> [bytes] uint8 on the device
@@ -155,7 +156,8 @@ class Exchange:
 
         Args:
             rounds: Of buckets.schedule, with the same `bucket_bytes`.
-            dtype: Dtype in which weights are sent; float32 parameters are sent in float32.
+            dtype: Dtype in which weights are sent; float32 parameters are sent in float32, float8
+                parameters as codes and scales.
             allocate: Called at the beginning of each run for the send buffer, if there is anything
                 to send.
         """
@@ -182,19 +184,22 @@ class Exchange:
         Raises:
             ReshardError: A peer is gone, or made no progress within the transport's timeout.
             KeyError: The rules name a parameter that `weights` lack.
+            ValueError: A parameter that is sent in float8 has values that it cannot represent.
         """
+        sources = _Sources(weights)
         buckets, send_buffer = self._allocate_buckets(allocate_bucket), self._allocate_send_buffer()
         previous = None
         for index, current in enumerate(self._rounds):
             memory = buckets[index % 2][: current.num_bytes]
             bucket = Bucket(index, memory, current.slots, self._dtype, is_checked, {})
-            started = bucket, self._start_round(current, bucket, send_buffer, weights)
+            started = bucket, self._start_round(current, bucket, send_buffer, sources)
             if previous is not None:
                 yield from _wait_for_bucket(*previous)
             previous = started
         if previous is not None:
             yield from _wait_for_bucket(*previous)
         send_buffer.wait()
+        sources.check()
 
     def _allocate_buckets(self, allocate: Allocate) -> list[torch.Tensor]:
         sizes = [0, 0]
@@ -209,7 +214,7 @@ class Exchange:
         return _SendBuffer(self._allocate(size) if size else torch.empty(0))
 
     def _start_round(
-        self, current: Round, bucket: Bucket, send_buffer: _SendBuffer, weights: LocalWeights
+        self, current: Round, bucket: Bucket, send_buffer: _SendBuffer, sources: _Sources
     ) -> list[Pending]:
         """Start all transfers of a round; return those that receive its bucket."""
         receiving: list[Pending] = []
@@ -221,7 +226,7 @@ class Exchange:
             if step.send is not None:
                 peer, message = step.send
                 data = send_buffer.allocate(message.num_bytes)
-                checksums = self._pack(message, data, weights, bucket.is_checked)
+                checksums = self._pack(message, data, sources, bucket.is_checked)
                 transfers.append(Transfer(peer, data, message.bucket, is_send=True))
                 if checksums is not None:
                     data = checksums.view(torch.uint8)
@@ -233,7 +238,7 @@ class Exchange:
                     receiving.append(pending)
         for slot in current.local:
             memory = _get_slot_memory(slot, bucket.memory)
-            checksums = self._pack(slot.message, memory, weights, bucket.is_checked)
+            checksums = self._pack(slot.message, memory, sources, bucket.is_checked)
             if checksums is not None:
                 bucket.checksums[slot.message.source_rank] = checksums
         return receiving
@@ -257,33 +262,38 @@ class Exchange:
         self,
         message: Message,
         memory: torch.Tensor,
-        weights: LocalWeights,
+        sources: _Sources,
         is_checked: IsChecked,
     ) -> torch.Tensor | None:
-        """Cast and copy the parts of a message into memory.
+        """Quantise or cast the parts of a message, and copy them into memory.
 
         Returns:
             [verified parts] int64, checksums of the sources on their device, or None.
         """
-        self._pack_stored(message, memory, weights)
+        quantized = sources.quantize(message)
+        self._pack_stored(message, memory, sources, quantized)
         checksums: list[torch.Tensor] = []
         stored: list[tuple[torch.Tensor, torch.dtype]] = []  # boxes for one launch
-        for name, group in itertools.groupby(message.parts, key=lambda part: part.source):
+        for (name, _), group in itertools.groupby(message.parts, key=_get_key):
             parts = list(group)
-            is_computed = name in weights.computed
+            is_computed = sources.is_computed(parts[0])
             checked = [part for part in parts if is_checked(part.target)]
             if not is_computed and not checked:
                 continue
-            tensor = weights.computed[name]() if is_computed else weights.stored[name]
+            tensor = sources.weights.computed[name]() if is_computed else None
             boxes = [
-                (_get_source_box(tensor, part), _get_wire_dtype(part, self._dtype))
+                (
+                    sources.get_box(part, quantized, tensor),
+                    _get_wire_dtype(part, self._dtype),
+                )
                 for part in checked
             ]
             if not is_computed:
                 stored += boxes
                 continue
             ops.copy_boxes(
-                (_get_source_box(tensor, p), _view_part(memory, p, self._dtype)) for p in parts
+                (sources.get_box(p, quantized, tensor), _view_part(memory, p, self._dtype))
+                for p in parts
             )
             if boxes:  # before the tensor is released, and in the order of the parts
                 if stored:
@@ -294,22 +304,121 @@ class Exchange:
             checksums.append(ops.compute_checksums(stored))
         return torch.cat(checksums) if checksums else None
 
-    def _pack_stored(self, message: Message, memory: torch.Tensor, weights: LocalWeights) -> None:
-        """Cast and copy the parts of parameters in memory, in one launch per pair of dtypes."""
-        parts = [part for part in message.parts if part.source not in weights.computed]
-        names = dict.fromkeys(part.source for part in parts)
-        tensors = [memory, *(weights.stored[name] for name in names)]
+    def _pack_stored(
+        self, message: Message, memory: torch.Tensor, sources: _Sources, quantized: _QuantizedBoxes
+    ) -> None:
+        """Copy the parts of tensors in memory, in one launch per pair of dtypes."""
+        parts = [part for part in message.parts if not sources.is_computed(part)]
+        names = dict.fromkeys(p.source for p in parts if _get_key(p) not in quantized)
+        stored = sources.weights.stored
+        boxes = [box for box, _ in quantized.values()]
+        tensors = [memory, *(stored[name] for name in names), *boxes]
         key = message.bucket, message.source_rank, message.target_rank
         if key not in self._layouts:
             pairs = [
-                (
-                    _get_source_box(weights.stored[part.source], part),
-                    _view_part(memory, part, self._dtype),
-                )
+                (sources.get_box(part, quantized), _view_part(memory, part, self._dtype))
                 for part in parts
             ]
             self._layouts[key] = ops.BoxLayout(pairs, tensors)
         self._layouts[key].run(tensors)
+
+
+# Codes or scales of parameters by _get_key of their parts, and the offset of the first element
+# among all codes or scales of the parameter.
+_QuantizedBoxes = dict[tuple[str, bool], tuple[torch.Tensor, tuple[int, ...]]]
+
+
+class _Sources:
+    """The tensors of a run that its messages are copied from: parameters, or their float8."""
+
+    def __init__(self, weights: LocalWeights) -> None:
+        self.weights = weights
+        # Parameters of a message, and whether all of their scales are finite: [] bool.
+        self._checks: list[tuple[list[str], torch.Tensor]] = []
+
+    def is_computed(self, part: Part) -> bool:
+        """Return whether the part is copied out of a parameter that is computed on demand."""
+        return part.source in self.weights.computed and part.itemsize > 1
+
+    def quantize(self, message: Message) -> _QuantizedBoxes:
+        """Quantise the blocks of parameters that the float8 parts of a message are in.
+
+        Their memory is that of the parts, and the rest of the blocks that a bucket cuts off.
+
+        Raises:
+            KeyError: There is no such parameter.
+        """
+        quantized: _QuantizedBoxes = {}
+        pairs: list[tuple[torch.Tensor, ops.Quantized]] = []
+        covers = _cover_parts(message)
+        for name, (starts, ends) in covers.items():
+            is_computed = name in self.weights.computed
+            tensor = self.weights.computed[name]() if is_computed else self.weights.stored[name]
+            sizes = [min(e, n) - s for s, e, n in zip(starts, ends, tensor.shape, strict=True)]
+            source = ops.narrow_box(tensor, starts, sizes)
+            into = ops.allocate_quantized(source)
+            if is_computed:  # only one is in memory at a time
+                ops.BoxQuantize([(source, into)]).run()
+            else:
+                pairs.append((source, into))
+            quantized[name, True] = into.values, starts
+            origin = tuple(start // BLOCK for start in starts)
+            quantized[add_scale_suffix(name), False] = into.scales, origin
+        if covers:
+            ops.BoxQuantize(pairs).run()
+            scales = [box.view(-1) for (_, is_codes), (box, _) in quantized.items() if not is_codes]
+            self._checks.append((list(covers), torch.cat(scales).isfinite().all()))
+        return quantized
+
+    def get_box(
+        self, part: Part, quantized: _QuantizedBoxes, tensor: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Return the box of a part; `tensor`: the parameter if it is computed."""
+        if (entry := quantized.get(_get_key(part))) is not None:
+            box, origin = entry
+            offsets = [o - start for o, start in zip(part.source_offset, origin, strict=True)]
+            return ops.narrow_box(box, offsets, part.sizes)
+        tensor = self.weights.stored[part.source] if tensor is None else tensor
+        return ops.narrow_box(tensor, part.source_offset, part.sizes)
+
+    def check(self) -> None:
+        """Wait, and raise ValueError if float8 blocks cannot represent a parameter."""
+        if not self._checks or all(torch.stack([flag for _, flag in self._checks]).tolist()):
+            return
+        names = next(names for names, is_finite in self._checks if not is_finite)
+        raise ValueError(
+            f"one of {', '.join(names)} has a NaN, an infinity or a value too large for float8 "
+            "blocks"
+        )
+
+
+def _get_key(part: Part) -> tuple[str, bool]:
+    """Return the source of a part, and whether the part is its codes in float8."""
+    return part.source, part.itemsize == 1
+
+
+def _cover_parts(message: Message) -> dict[str, tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Return, by parameter, start and end of a box of complete blocks around its float8 parts.
+
+    An end may be behind that of the parameter.
+    """
+    covers: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {}
+    for part in message.parts:
+        ends = tuple(o + n for o, n in zip(part.source_offset, part.sizes, strict=True))
+        if part.itemsize == 1:
+            name = part.source
+            starts = tuple(offset // BLOCK * BLOCK for offset in part.source_offset)
+            ends = tuple(-(-end // BLOCK) * BLOCK for end in ends)
+        elif (name := part.source.removesuffix(SCALE_SUFFIX)) != part.source:
+            starts = tuple(offset * BLOCK for offset in part.source_offset)
+            ends = tuple(end * BLOCK for end in ends)
+        else:
+            continue
+        if name in covers:
+            first, last = covers[name]
+            starts, ends = tuple(map(min, first, starts)), tuple(map(max, last, ends))
+        covers[name] = starts, ends
+    return covers
 
 
 def _wait_for_bucket(bucket: Bucket, receiving: list[Pending]) -> Iterator[Bucket]:
@@ -351,10 +460,6 @@ class _SendBuffer:
             self._transfers.popleft()[2].wait()
 
 
-def _get_source_box(tensor: torch.Tensor, part: Part) -> torch.Tensor:
-    return ops.narrow_box(tensor, part.source_offset, part.sizes)
-
-
 def _view_part(memory: torch.Tensor, part: Part, dtype: torch.dtype) -> torch.Tensor:
     """Return the memory of a part, in the memory of its message."""
     bytes_of_part = memory[part.start : part.start + part.num_bytes]
@@ -363,6 +468,8 @@ def _view_part(memory: torch.Tensor, part: Part, dtype: torch.dtype) -> torch.Te
 
 def _get_wire_dtype(part: Part, dtype: torch.dtype) -> torch.dtype:
     """Return the dtype in which a part is sent, if weights are sent in `dtype`."""
+    if part.itemsize == 1:
+        return torch.float8_e4m3fn
     return dtype if part.itemsize == dtype.itemsize else torch.float32
 
 

@@ -8,7 +8,6 @@ plain torch (`reference_*`).
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -17,8 +16,8 @@ import torch
 from numpy.typing import NDArray
 
 from mcore_rl import _csrc
+from mcore_rl.reshard.float8 import get_scale_shape
 
-BLOCK = 128  # rows and columns per scale
 _CASTS = {(torch.float32, torch.bfloat16): 1, (torch.bfloat16, torch.float32): 2}
 _QUANTIZATIONS = {torch.float32: 3, torch.bfloat16: 4}  # the Kind of csrc/reshard/box.h
 _CHECKSUM = 5
@@ -200,8 +199,16 @@ class BoxChecksum:
 
 
 def compute_checksums(boxes: Iterable[tuple[torch.Tensor, torch.dtype]]) -> torch.Tensor:
-    """Compute the checksum of each box; see BoxChecksum. It does not wait for a GPU."""
-    return BoxChecksum(boxes).run()
+    """Compute the checksum of each box; see BoxChecksum. It does not wait for a GPU.
+
+    That of codes in float8 is the one of the same bytes as 16-bit numbers.
+    """
+    return BoxChecksum(
+        (tensor.view(torch.uint8).to(torch.int16), torch.int16)
+        if tensor.dtype == dtype == torch.float8_e4m3fn
+        else (tensor, dtype)
+        for tensor, dtype in boxes
+    ).run()
 
 
 def copy_boxes(pairs: Iterable[Pair], num_threads: int | None = None) -> None:
@@ -239,7 +246,7 @@ def quantize_boxes(
 
 def allocate_quantized(source: torch.Tensor) -> Quantized:
     """Allocate a weight [rows, columns] in float8."""
-    blocks = [math.ceil(size / BLOCK) for size in source.shape]
+    blocks = get_scale_shape(tuple(source.shape))
     return Quantized(
         torch.empty(source.shape, dtype=torch.float8_e4m3fn, device=source.device),
         torch.empty(blocks, dtype=torch.float32, device=source.device),
@@ -376,11 +383,10 @@ def _list_checksum_rows(kind: int, tensor: torch.Tensor, value: int) -> Iterator
 def _build_quantization_row(number: int, source: torch.Tensor, into: Quantized) -> tuple[int, Row]:
     """Return the Kind and the Box of csrc/reshard/box.h that quantise a weight."""
     kind = _QUANTIZATIONS.get(source.dtype)
-    blocks = [math.ceil(size / BLOCK) for size in source.shape]
     fits = (
         source.dim() == 2
         and into.values.shape == source.shape
-        and list(into.scales.shape) == blocks
+        and tuple(into.scales.shape) == get_scale_shape(tuple(source.shape))
         and into.values.dtype is torch.float8_e4m3fn
         and into.scales.dtype is torch.float32
     )

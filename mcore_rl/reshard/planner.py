@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cache
 from operator import attrgetter
-from typing import Any, NamedTuple, get_origin, get_type_hints
+from typing import Any, NamedTuple, cast, get_origin, get_type_hints
 
 import lap
 import numpy as np
@@ -43,12 +43,12 @@ class Sharding(NamedTuple):
     rule: Rule
     position: int  # index of the tensor in the rule
     holders: Holders
-    float32: bool
+    itemsize: int | None  # of Weight
 
     @property
     def signature(self) -> tuple[object, ...]:
         """Value that is equal for tensors that are sharded in the same way, on any ranks."""
-        return (*_get_signature(self.rule), self.position, len(self.holders), self.float32)
+        return (*_get_signature(self.rule), self.position, len(self.holders), self.itemsize)
 
     def list_blocks(self) -> Iterator[tuple[int, Block]]:
         """Yield each block of the tensor, with the index of its shard."""
@@ -329,7 +329,7 @@ class _OpenGroup:
         index: _SourceIndex,
     ) -> None:
         self._members = group.members
-        self._itemsize = 4 if group.targets[0].float32 else itemsize
+        self._itemsize = group.targets[0].itemsize or itemsize
         self._boxes = boxes
         self.choices = []
         for shared in boxes:
@@ -484,7 +484,7 @@ class _Locations:
             if not holders:
                 continue
             # Holders by id(): equal ones are the same object, and may have a thousand ranks.
-            key = (*_get_signature(weight.rule), id(holders), weight.float32)
+            key = (*_get_signature(weight.rule), id(holders), weight.itemsize)
             if (sharding_numbers := numbers.get(key)) is None:
                 sharding_numbers = numbers[key] = self._add_shardings(weight, holders)
             names = (ranks.get_local_name(weight),)
@@ -503,7 +503,7 @@ class _Locations:
         """Add a sharding for each tensor of a weight's rule; return their numbers."""
         first = len(self._shardings)
         for position in range(len(weight.rule.tensors)):
-            self._shardings.append(Sharding(weight.rule, position, holders, weight.float32))
+            self._shardings.append(Sharding(weight.rule, position, holders, weight.itemsize))
         return range(first, len(self._shardings))
 
 
@@ -522,7 +522,7 @@ def _build_signature_reader(rule_type: Any) -> Callable[[object], tuple[object, 
     types = {f.name: hints[f.name] for f in fields(rule_type)}
     names = [f"{name}.shape" if hint is LogicalTensor else name for name, hint in types.items()]
     read = attrgetter("__class__", *names)
-    if any(get_origin(hint) is tuple for hint in types.values()):
+    if any(get_origin(hint) is tuple or hint is Rule for hint in types.values()):
         return lambda rule: _strip_names(read(rule), {})
     return read
 
@@ -540,6 +540,8 @@ def _strip_names(values: tuple[object, ...], positions: dict[LogicalTensor, int]
         elif isinstance(value, Block):
             position = positions.setdefault(value.tensor, len(positions))
             stripped.append((position, value.tensor.shape, value.box, value.local_offset))
+        elif hasattr(value, "get_blocks") and not isinstance(value, type):  # a rule in a rule
+            stripped.append(_get_signature(cast(Rule, value)))
         else:
             stripped.append(_strip_names(value, positions) if isinstance(value, tuple) else value)
     return tuple(stripped)

@@ -537,6 +537,12 @@ class Weight(NamedTuple):
     # embeddings, multi-token prediction): loaded, never exported.
     replica: bool = False
     float32: bool = False  # float32 for any dtype of the model
+    float8: bool = False  # codes of float8 blocks (float8.py)
+
+    @property
+    def itemsize(self) -> int | None:
+        """Bytes of an element as it is sent; None: those of the update's dtype."""
+        return 1 if self.float8 else 4 if self.float32 else None
 
     def get_local_name(self, first_layer: int = 0, first_expert: int = 0) -> str:
         """Return the name on a rank with these first layer and expert."""

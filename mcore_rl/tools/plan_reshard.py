@@ -25,20 +25,21 @@ from mcore_rl.config.checks import (
 )
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.resolve_engine import resolve_layout, resolve_model_layout
+from mcore_rl.config.resolve_rollout import QUANTIZATIONS
 from mcore_rl.config.schema import Layout
 from mcore_rl.models.base import (
     HFConfig,
     get_family,
     get_model_sizes,
-    get_vllm_weights,
     pad_vocab_size,
     read_config,
     read_config_file,
 )
 from mcore_rl.observability.console import get_stdout_console
 from mcore_rl.parallel.mesh import Mesh, split_into_chunks
-from mcore_rl.reshard.layout import GenerationLayout, GenerationRanks, TrainingRanks
-from mcore_rl.reshard.planner import Devices, Plan, TransferRequirements, assign_hosts
+from mcore_rl.reshard.layout import GenerationLayout, TrainingRanks
+from mcore_rl.reshard.planner import Devices, Plan, Side, TransferRequirements, assign_hosts
+from mcore_rl.weight_sync.spec import add_training_scales, build_generation_side
 
 Traffic = NDArray[np.int64]
 MODES = ("colocated", "disaggregated")
@@ -102,25 +103,29 @@ def plan_reshard(
     generate: GenerationLayout,
     cluster: Cluster,
     itemsize: int = 2,
+    quantization: str | None = None,
 ) -> tuple[PlanReport, Traffic]:
     """Return the report, and the traffic [generation ranks, training ranks] in bytes.
 
-    `model` is a Hugging Face folder or a config.json. `itemsize` is that of a weight as it is sent.
+    `model` is a Hugging Face folder or a config.json. `itemsize` is that of a weight as it is sent,
+    except for codes and scales of `quantization` (rollout.quantization).
 
     Raises:
         ConfigError: A layout does not fit the model, or the ranks do not fit the cluster.
     """
     check_choice("--mode", mode, MODES)
+    if quantization is not None:
+        check_choice("--quantization", quantization, QUANTIZATIONS)
     config = _read_model_config(model)
     _check_layouts(config, train, generate)
     start = time.perf_counter()
-    demand = _build_requirements(config, train, generate, itemsize)
+    demand = _build_requirements(config, train, generate, itemsize, quantization)
     devices = _place_devices(mode, demand.compute_overlap(), cluster)
     plan = demand.plan(devices)
     plan_s = time.perf_counter() - start
     traffic = _count_traffic(plan)
     # A single generation rank needs the whole model, and overlaps with all that a device holds.
-    whole_model = _build_requirements(config, train, GenerationLayout(), itemsize)
+    whole_model = _build_requirements(config, train, GenerationLayout(), itemsize, quantization)
     gathered = int(whole_model.compute_needed()[0]) - _select_local(
         whole_model.compute_overlap()[0], devices
     )
@@ -187,17 +192,24 @@ def _check_layouts(config: HFConfig, train: Layout, generate: GenerationLayout) 
 
 
 def _build_requirements(
-    config: HFConfig, train: Layout, generate: GenerationLayout, itemsize: int
+    config: HFConfig,
+    train: Layout,
+    generate: GenerationLayout,
+    itemsize: int,
+    quantization: str | None,
 ) -> TransferRequirements:
     family, sizes = get_family(config), get_model_sizes(config)
     chunks = split_into_chunks(train, sizes.num_layers)
     training = TrainingRanks(Mesh(train), chunks, sizes.num_experts)
-    generation = GenerationRanks(generate, sizes.num_layers, sizes.num_experts)
+    _, generation = build_generation_side(config, generate, quantization=quantization)
     # Prediction layers are not served.
     rules = [
         w for w in family.weights(config, pad_vocab_size(config, train.tp)) if w.stage != "mtp"
     ]
-    return TransferRequirements((training, rules), (generation, get_vllm_weights(config)), itemsize)
+    side: Side = training, rules
+    if quantization is not None:
+        side = add_training_scales(side)
+    return TransferRequirements(side, generation, itemsize)
 
 
 def _place_devices(mode: str, overlap: Traffic, cluster: Cluster) -> Devices:

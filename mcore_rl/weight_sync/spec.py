@@ -15,6 +15,7 @@ from typing import Any, Literal
 import numpy as np
 
 import mcore_rl.models  # noqa: F401  (fills the registry of families)
+from mcore_rl.checkpoint.fp8 import is_block_quantized
 from mcore_rl.checkpoint.hf import CheckpointReader
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import Layout, WeightSyncConfig
@@ -29,6 +30,7 @@ from mcore_rl.models.base import (
 )
 from mcore_rl.models.transformers_model import map_sharded_weights
 from mcore_rl.parallel.mesh import Mesh, split_into_chunks
+from mcore_rl.reshard.float8 import add_scales, quantize_weights
 from mcore_rl.reshard.layout import (
     FullRanks,
     GenerationLayout,
@@ -112,6 +114,7 @@ class TransferSpec:
     drafts: bool = False  # generation ranks have vLLM's draft model, too
     # Parameters of the workers of a server, where no family has the rules of vLLM's.
     worker_lists: WorkerLists = field(default_factory=list)
+    quantization: str | None = None  # rollout.quantization
 
     @property
     def num_training(self) -> int:
@@ -141,6 +144,7 @@ class TransferSpec:
             family=fields["family"],
             drafts=fields["drafts"],
             worker_lists=fields["worker_lists"],
+            quantization=fields["quantization"],
         )
 
 
@@ -184,13 +188,26 @@ def build_generation_side(
     weight_format: WeightFormat = "vllm",
     *,
     drafts: bool = False,
+    quantization: str | None = None,
 ) -> tuple[GenerationRanks, Side]:
-    """Return the ranks of all servers, and ranks and rules as a side."""
+    """Return the ranks of all servers, and ranks and rules as a side.
+
+    Args:
+        quantization: rollout.quantization.
+    """
     sizes = get_model_sizes(config)
     ranks = GenerationRanks(layout, sizes.num_layers, sizes.num_experts)
     if weight_format == "huggingface":
         return ranks, (ranks, map_checkpoint_weights(config))
-    return ranks, (ranks, get_vllm_weights(config, drafts=drafts))
+    weights = get_vllm_weights(config, drafts=drafts)
+    if quantization is not None:
+        weights = tuple(quantize_weights(weights, is_block_quantized))
+    return ranks, (ranks, weights)
+
+
+def add_training_scales(side: Side) -> Side:
+    """Return the training side of servers in float8 blocks."""
+    return side[0], tuple(add_scales(side[1], is_block_quantized))
 
 
 def build_listed_side(layout: GenerationLayout, worker_lists: WorkerLists) -> Side:
@@ -252,8 +269,14 @@ def plan_transfer(
         _check_all_served(training[1], generation[1])
     else:
         _, generation = build_generation_side(
-            config, spec.generation, spec.weight_format, drafts=spec.drafts
+            config,
+            spec.generation,
+            spec.weight_format,
+            drafts=spec.drafts,
+            quantization=spec.quantization,
         )
+    if spec.quantization is not None:
+        training = add_training_scales(training)
     requirements = TransferRequirements(training, generation, itemsize)
     if domains is None:
         # Nodes are not known: all training ranks count as one node.
@@ -335,7 +358,8 @@ def compute_expected_layout(
             name = name.partition("[")[0]
             experts[name] = (*experts.get(name, ()), weight.expert)
             shape = (len(experts[name]), *shape)
-        parameters[name] = shape, "float32" if weight.float32 else dtype
+        dtypes = {1: "float8_e4m3fn", 4: "float32", None: dtype}
+        parameters[name] = shape, dtypes[weight.itemsize]
     return parameters, experts
 
 

@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 
 from mcore_rl.checkpoint import fp8, int4, mxfp4
 from mcore_rl.config.schema import Layout
+from mcore_rl.reshard.float8 import SCALE_SUFFIX
 
 TP2 = Layout(tp=2)
 TP2_EP2 = Layout(tp=2, ep=2)
@@ -235,6 +236,26 @@ def served_config(name: str) -> transformers.PretrainedConfig:
     return config
 
 
+def quantizable_config(name: str) -> transformers.PretrainedConfig:
+    """Return a case that two ranks split between blocks of 128 x 128, some of them partial."""
+    config = cases()[name].config
+    config.hidden_size, config.intermediate_size = 200, 256
+    if hasattr(config, "moe_intermediate_size"):
+        config.moe_intermediate_size = 256
+    if hasattr(config, "kv_lora_rank"):
+        config.kv_lora_rank, config.qk_rope_head_dim, config.head_dim = 512, 64, 64
+        config.qk_nope_head_dim = config.v_head_dim = 64
+        config.q_lora_rank = config.q_lora_rank and 128
+    elif name == "qwen2":  # its heads share the hidden size
+        config.hidden_size = 128 * config.num_attention_heads
+    else:
+        config.head_dim = 128
+    if name == "qwen3_next":
+        config.linear_key_head_dim = config.linear_value_head_dim = 128
+        config.shared_expert_intermediate_size = 256
+    return config
+
+
 def name_kimi(path: Path) -> Path:
     """Give a checkpoint the model_type and the foreign code of the published Kimi K2."""
     fields = json.loads((path / "config.json").read_text())
@@ -256,7 +277,7 @@ def save_served(model: Any, path: Path) -> Path:
     return path
 
 
-def save_with_mtp(name: str, folder: Path, config: Any = None) -> Path:
+def save_with_mtp(name: str, folder: Path, config: Any = None, seed: int = 0) -> Path:
     """A checkpoint with one layer of multi-token prediction, as published models have it.
 
     Of `config`, or of the case.
@@ -271,7 +292,7 @@ def save_with_mtp(name: str, folder: Path, config: Any = None) -> Path:
     config.num_hidden_layers = num_layers + 1
     for kinds in _LAYER_KINDS & vars(config).keys():
         setattr(config, kinds, [*getattr(config, kinds), getattr(config, kinds)[-1]])
-    path = save_served(tiny_models.build_from(config), folder / f"{name}-mtp")
+    path = save_served(tiny_models.build_from(config, seed), folder / f"{name}-mtp")
     return make_last_layer_predict(path)
 
 
@@ -396,13 +417,13 @@ class _HybridPredictor(torch.nn.Module):
         self.rotary_emb = decoder.rotary_emb
 
 
-def save_published_deepseek(folder: Path, config: Any = None) -> tuple[Path, Path]:
+def save_published_deepseek(folder: Path, config: Any = None, seed: int = 0) -> tuple[Path, Path]:
     """DeepSeek-V3 in the form it is published in: float8 blocks, and a prediction layer.
 
     Returns its folder and one of a plain checkpoint with the same weights: the products of the
     blocks as bfloat16 has them, in files of float32.
     """
-    plain = save_with_mtp("deepseek_v3", folder, config)
+    plain = save_with_mtp("deepseek_v3", folder, config, seed)
     path = Path(shutil.copytree(plain, folder / "published"))
     tensors, blocks = load_file(plain / "model.safetensors"), dict[str, torch.Tensor]()
     for name, tensor in tensors.items():
@@ -410,7 +431,7 @@ def save_published_deepseek(folder: Path, config: Any = None) -> tuple[Path, Pat
             blocks[name] = tensor
             continue
         pair = fp8.quantize_blocks(tensor)
-        blocks |= {name: pair[0], name + fp8.SCALE_SUFFIX: pair[1]}
+        blocks |= {name: pair[0], name + SCALE_SUFFIX: pair[1]}
         tensors[name] = fp8.dequantize_blocks(*pair, torch.bfloat16).float()
     save_file(tensors, plain / "model.safetensors", metadata={"format": "pt"})
     save_file(blocks, path / "model.safetensors", metadata={"format": "pt"})

@@ -29,20 +29,30 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=20)
 class Trainer:
     """The only training rank, of two checkpoints of one model."""
 
-    def __init__(self, paths: list[Path]) -> None:
+    def __init__(
+        self, paths: list[Path], dtype: str = "float32", quantization: str | None = None
+    ) -> None:
         self.paths = paths
         readers = [CheckpointReader(path) for path in paths]
         self.config = readers[0].read_config()
         training, _ = reshard_jobs.sides(self.config, Layout(), GenerationLayout())
         held = [reshard_jobs.filled(training, 0, reader.read) for reader in readers]
         # Its own padding of the vocabulary is not to reach anybody: it is NaN.
-        self.weights = [LocalWeights(tensors) for tensors in held]
+        self.dtype, self.quantization = dtype, quantization
+        self.weights = [
+            LocalWeights(
+                {n: t.to(getattr(torch, dtype)) if t.dim() > 1 else t for n, t in tensors.items()}
+            )
+            for tensors in held
+        ]
         self.rendezvous = RendezvousServer("127.0.0.1")
 
     def spec(self, verify: str = "full", tp: int = 1, **settings: Any) -> TransferSpec:
         given = {"bucket_bytes": 32 << 10, "verify": verify, "timeout_s": 10.0, **settings}
         sync = WeightSyncConfig(**given)
-        return TransferSpec(Layout(), 0, GenerationLayout(tp=tp), "float32", sync)
+        return TransferSpec(
+            Layout(), 0, GenerationLayout(tp=tp), self.dtype, sync, quantization=self.quantization
+        )
 
     async def connect(self, server: VLLMServer, verify: str = "full") -> WeightTransport:
         """Connect both sides through shared memory."""

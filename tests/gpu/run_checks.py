@@ -112,6 +112,8 @@ CHECKS = (
           needs=("vllm",), needs_gpu=True),
     Check("server graphs", "the same with compiled graphs", script("server", "graphs"), 200,
           needs=("vllm",), needs_gpu=True),
+    Check("server float8", "the same in float8 blocks: log-prob gap, GB/s of codes",
+          script("server", "float8"), 200, needs=("vllm",), needs_gpu=True),
     Check("sglang", "servers of SGLang keep the contract of rollout backends", script("sglang"),
           600, needs_beside="sglang"),
     Check("quickstart", "the quickstart on one GPU learns", script("job"), 300,

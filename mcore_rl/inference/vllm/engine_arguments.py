@@ -28,7 +28,6 @@ _NODES = "{key}.nodes_per_server"
 _CACHE_BYTES = "{key}.kv_cache_bytes"
 _ADAPTERS = "{key}.lora, models.NAME.adapter"
 _RULES = "weights of other modules or ranks would not be those that an update sends"
-_FLOAT8 = "weights are served in the dtype that an update sends"
 _SAMPLING = "log-probs would not be those of the distribution that a request samples from"
 _PIXELS = "the trainer would compute other pixel values than the servers"
 _OLD_CACHE = "keys and values of older weights would outlive an update"
@@ -52,6 +51,9 @@ OWNED: Mapping[str, str] = {
     "seed": "seed",
     "max_model_len": "data.max_prompt_tokens, {key}.max_response_tokens",
     "load_format": "{key}.load_format",
+    "quantization": "rollout.quantization",
+    "quantization_config": "rollout.quantization",
+    "allow_deprecated_quantization": "rollout.quantization",
     "tensor_parallel_size": "{key}.tp",
     "data_parallel_*": "{key}.dp",
     "dp_sync_interval": "{key}.dp",
@@ -113,9 +115,6 @@ DENIED: Mapping[str, str] = {
     "elastic_ep_max_dp_size": _RULES,
     "enable_hc_sp": _RULES,
     "kernel_config": "moe_backend and linear_backend say it",
-    "quantization": _FLOAT8,
-    "quantization_config": _FLOAT8,
-    "allow_deprecated_quantization": _FLOAT8,
     "model_loader_extra_config": "the server has a loader of its own",
     "pt_load_map_location": "the server has a loader of its own",
     "max_parallel_loading_workers": "the server has a loader of its own",

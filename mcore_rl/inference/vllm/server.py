@@ -181,6 +181,13 @@ class VLLMServer(GenerationServer):
     ) -> None:
         """Check that vLLM can split the model; it replicates key/value heads over more ranks."""
         sizes = get_model_sizes(hf_config)
+        if settings.quantization is not None and device == "cpu":
+            raise ConfigError(
+                f"{key}.quantization={settings.quantization!r}: vLLM's CPU build loads float8 "
+                "blocks, but multiplies them on CPUs with AMX alone "
+                "(model_executor/kernels/linear/scaled_mm/cpu.py:241), on which no server has been "
+                "tested; allowed on a CPU: null"
+            )
         if records_experts and sizes.is_mla and device == "cpu":
             raise ConfigError(
                 "actor.moe.router_replay='rollout': vLLM on a CPU records no experts of models "
@@ -291,7 +298,10 @@ class VLLMServer(GenerationServer):
         self._name = name = vllm_worker.ServerName.new()
         nodes = {} if self._nodes is None else self._nodes.build_engine_arguments()
         loading = vllm_weights.build_loading_arguments(
-            self._model_path, ep=self._config.ep, reads_weights=reads_weights
+            self._model_path,
+            ep=self._config.ep,
+            reads_weights=reads_weights,
+            quantization=self._config.quantization,
         )
         lane = vllm_worker.build_lane_arguments(
             self._config, name, self._max_model_tokens, self._eager

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -32,6 +33,7 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 from vllm.model_executor.layers.attention import is_deferred_attention_layer
+from vllm.model_executor.layers.quantization.kv_cache import KVCacheScaleParameter
 from vllm.model_executor.layers.vocab_parallel_embedding import (
     ParallelLMHead,
     VocabParallelEmbedding,
@@ -58,12 +60,15 @@ from vllm.model_executor.model_loader.reload.utils import get_layer_size
 from vllm.model_executor.model_loader.weight_utils import initialize_single_dummy_weight
 from vllm.platforms import current_platform
 
+from mcore_rl.checkpoint import fp8
 from mcore_rl.checkpoint.hf import CheckpointReader
 from mcore_rl.checkpoint.quantization import is_readable
 from mcore_rl.config.errors import ConfigError, PeerError
 from mcore_rl.models.base import HFConfig, get_vllm_weights, read_config
 from mcore_rl.parallel.rendezvous import RendezvousEndpoint
+from mcore_rl.reshard import ops
 from mcore_rl.reshard.executor import ReceivedSlice
+from mcore_rl.reshard.float8 import SCALE_SUFFIX
 from mcore_rl.reshard.layout import GenerationLayout
 from mcore_rl.reshard.rules import Shard
 from mcore_rl.weight_sync.receiver import ChecksumVerifier
@@ -85,6 +90,7 @@ from mcore_rl.weight_sync.transport import (
 
 # Names of our loaders among vLLM's load formats.
 DEQUANTIZED_FORMAT = "mcore_rl"
+QUANTIZED_FORMAT = "mcore_rl_quantized"
 TRACED_FORMAT = "mcore_rl_traced"
 NO_WEIGHTS_FORMAT = "mcore_rl_no_weights"
 
@@ -133,7 +139,9 @@ class ShardTransferEngine(WeightTransferEngine[ConnectInfo, UpdateInfo]):
         if spec.worker_lists:
             self._check_list(spec.worker_lists[rank % len(spec.worker_lists)])
         else:
-            ranks, (_, weights) = build_generation_side(config, spec.generation, drafts=spec.drafts)
+            ranks, (_, weights) = build_generation_side(
+                config, spec.generation, drafts=spec.drafts, quantization=spec.quantization
+            )
             check_worker_layout(read_worker_layout(self.model), ranks, weights, rank, spec.dtype)
         endpoint = RendezvousEndpoint(**init_info.endpoint)
         self._transport = connect(spec, endpoint, config, spec.num_training + rank, self.device)
@@ -276,7 +284,11 @@ def _list_raw_parameters(model: Any) -> dict[str, tuple[tuple[int, ...], str]]:
     parameters: dict[str, tuple[tuple[int, ...], str]] = {}
     seen = set()
     for prefix, layer in model.named_modules():
-        raw = dict(get_layerwise_info(layer).restore_metadata[0])
+        raw = {
+            name: tensor
+            for name, tensor in get_layerwise_info(layer).restore_metadata[0].items()
+            if not isinstance(tensor, KVCacheScaleParameter)  # of a checkpoint alone, if at all
+        }
         for name, parameter in layer._parameters.items():
             if parameter is not None and name in SKIP_TENSORS and id(parameter) not in seen:
                 raw[name] = parameter
@@ -429,11 +441,21 @@ def _is_tied(model: Any, layer: Any) -> bool:
 
 
 def build_loading_arguments(
-    model_path: str, *, ep: bool, reads_weights: bool = True
+    model_path: str, *, ep: bool, reads_weights: bool = True, quantization: str | None = None
 ) -> dict[str, Any]:
-    """Return vLLM's engine arguments that choose a loader; none for vLLM's own."""
+    """Return vLLM's engine arguments that choose a loader; none for vLLM's own.
+
+    Args:
+        quantization: rollout.quantization.
+
+    Raises:
+        ConfigError: The family has no rules of vLLM's parameters, as float8 needs.
+    """
     loading = {"load_format": TRACED_FORMAT} if _is_unknown(read_config(model_path)) else {}
-    loading |= _build_dequantized_arguments(model_path, ep=ep)
+    if quantization is None:
+        loading |= _build_dequantized_arguments(model_path, ep=ep)
+    else:
+        loading = _build_quantized_arguments(model_path, ep=ep)
     return loading if reads_weights else loading | {"load_format": NO_WEIGHTS_FORMAT}
 
 
@@ -461,6 +483,23 @@ def _build_dequantized_arguments(model_path: str, *, ep: bool) -> dict[str, Any]
     }
 
 
+def _build_quantized_arguments(model_path: str, *, ep: bool) -> dict[str, Any]:
+    """Return vLLM's engine arguments for a model that is served in float8 blocks.
+
+    Sets the environment that engine and worker processes inherit: DeepGEMM would round the scales
+    to powers of two and quantise the weights once more (model_executor/layers/quantization/utils/
+    fp8_utils.py, deepgemm_post_process_fp8_weight_block).
+    """
+    os.environ |= {"VLLM_USE_DEEP_GEMM": "0", "VLLM_MOE_USE_DEEP_GEMM": "0"}
+    weights = get_vllm_weights(read_config(model_path))
+    names = [tensor.name for weight in weights for tensor in weight.rule.tensors]
+    return {
+        "load_format": QUANTIZED_FORMAT,
+        "hf_overrides": {"quantization_config": fp8.build_quantization_config(names)},
+        "enable_ep_weight_filter": ep,
+    }
+
+
 def _is_unknown(config: HFConfig) -> bool:
     """Return whether this package has no rules of vLLM's parameters for a config.json."""
     try:
@@ -482,6 +521,7 @@ def list_traced_parameters(model: Any) -> tuple[list[list[Any]], str]:
 def register_loaders() -> None:
     """Register our loaders with vLLM, as load formats."""
     register_model_loader(DEQUANTIZED_FORMAT)(_DequantizingLoader)
+    register_model_loader(QUANTIZED_FORMAT)(_QuantizingLoader)
     register_model_loader(NO_WEIGHTS_FORMAT)(_NoWeightsLoader)
     register_model_loader(TRACED_FORMAT)(_TracedLoader)
 
@@ -512,6 +552,28 @@ class _DequantizingLoader(DefaultModelLoader):
         for name in reader.get_shapes():
             if not should_skip_weight(name, self.local_expert_ids):
                 yield name, reader.view_as_stored(name, reader.read_tensor(name))
+
+
+class _QuantizingLoader(_DequantizingLoader):
+    """Loads checkpoints of any form in float8 blocks: the codes and scales that a trainer sends.
+
+    A trainer reads the weights in the dtype of the model, and quantises them when it sends. Those
+    of a checkpoint in float8 blocks become the same codes again (checkpoint/fp8.py).
+    """
+
+    def get_all_weights(
+        self, model_config: ModelConfig, model: torch.nn.Module
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield name and values of each tensor that this worker needs."""
+        for name, tensor in super().get_all_weights(model_config, model):
+            if not fp8.is_block_quantized(name, tuple(tensor.shape)):
+                yield name, tensor
+                continue
+            weight = tensor.to(model_config.dtype)
+            quantized = ops.allocate_quantized(weight)
+            ops.quantize_boxes([(weight, quantized)])
+            yield name, quantized.values
+            yield name + SCALE_SUFFIX, quantized.scales
 
 
 class _TracedLoader(DefaultModelLoader):
@@ -555,11 +617,13 @@ def build_trace_error(model_path: str, reason: str) -> ConfigError:
 class _NoWeightsLoader(DummyModelLoader):
     """Fills parameters with small random numbers; an update writes all of them.
 
-    vLLM's dummy loader also fills buffers, which no update writes.
+    vLLM's dummy loader also fills buffers, and scales of a quantised KV cache, which no update
+    writes.
     """
 
     def load_weights(self, model: torch.nn.Module, model_config: ModelConfig) -> None:
         """Fill all parameters."""
         _trace(model, model_config)
         for parameter in model.parameters():
-            initialize_single_dummy_weight(parameter)
+            if not isinstance(parameter, KVCacheScaleParameter):
+                initialize_single_dummy_weight(parameter)

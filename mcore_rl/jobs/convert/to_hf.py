@@ -44,6 +44,7 @@ from mcore_rl.jobs.convert.plan import (
     uses_bridge,
 )
 from mcore_rl.jobs.convert.run import Conversion, ReportBytes, run
+from mcore_rl.reshard.float8 import SCALE_SUFFIX, get_scale_shape
 from mcore_rl.reshard.rules import join_slices, list_logical_tensors, parse_slice
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "fp8": fp8.QUANTIZED}
@@ -166,8 +167,8 @@ def _plan_tensors(source: MegatronCheckpoint, target: torch.dtype | None) -> Ite
                     dtype = torch.float32 if weight.float32 else plain
                 if target == fp8.QUANTIZED and fp8.is_block_quantized(name, shape):
                     yield TensorPlan(name, shape, fp8.QUANTIZED)
-                    scales = fp8.get_scale_shape(shape)
-                    yield TensorPlan(name + fp8.SCALE_SUFFIX, scales, torch.float32)
+                    scales = get_scale_shape(shape)
+                    yield TensorPlan(name + SCALE_SUFFIX, scales, torch.float32)
                 else:
                     yield TensorPlan(name, shape, dtype)
 
@@ -230,7 +231,7 @@ class HFUnit:
         quantized: dict[str, torch.Tensor] = {}  # the latest weight and its scales, by name
         for name in self.names:
             if name not in quantized:
-                base, dtype = name.removesuffix(fp8.SCALE_SUFFIX), self.shard.entries[name].dtype
+                base, dtype = name.removesuffix(SCALE_SUFFIX), self.shard.entries[name].dtype
                 tensor = read(base)
                 if base == name and dtype != fp8.QUANTIZED:
                     tensor = tensor.to(dtype)
@@ -240,7 +241,7 @@ class HFUnit:
                     continue
                 pair = fp8.quantize_blocks(tensor, base)
                 del tensor
-                quantized = dict(zip((base, base + fp8.SCALE_SUFFIX), pair, strict=True))
+                quantized = dict(zip((base, base + SCALE_SUFFIX), pair, strict=True))
             yield name, quantized[name]
             report_bytes(quantized[name].nbytes)
 
@@ -249,7 +250,7 @@ def _build_unit(
     source: MegatronCheckpoint, shard: ShardPlan, all_tensors: Sequence[TensorPlan], stacks: Shapes
 ) -> HFUnit:
     tensors = [tensor for tensor in all_tensors if tensor.name in shard.entries]
-    bases = {tensor.name.removesuffix(fp8.SCALE_SUFFIX) for tensor in tensors}
+    bases = {tensor.name.removesuffix(SCALE_SUFFIX) for tensor in tensors}
     stacked = {name: shape for name, shape in stacks.items() if name in bases}
     bases |= {name for item in stacked.items() for name, _ in list_experts(*item)}
     parameters = tuple(p for p in source.parameters if not bases.isdisjoint(p.names))

@@ -14,11 +14,11 @@ from mcore_rl.checkpoint.fp8 import (
     build_quantization_config,
     check_quantization_config,
     dequantize_blocks,
-    get_scale_shape,
     is_block_quantized,
     quantize_blocks,
 )
 from mcore_rl.config.errors import ConfigError
+from mcore_rl.reshard.float8 import get_scale_shape
 
 CONFIG = {
     "activation_scheme": "dynamic",

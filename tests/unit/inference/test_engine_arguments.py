@@ -63,6 +63,7 @@ def test_arguments_of_vllms_engine_pass_on_a_gpu(engine):
         ("seed", 1, r": seed decides this field"),
         ("model", "/m", r": model.path decides this field"),
         ("load_format", "dummy", r": rollout.load_format decides"),
+        ("quantization", "fp8", r": rollout.quantization decides"),
         ("max_num_batched_tokens", 64, r": rollout.max_num_batched_tokens decides"),
         ("gpu_memory_utilization", 0.9, r": rollout.kv_cache_bytes decides"),
         ("enable_lora", True, r": rollout.lora, models.NAME.adapter decides"),
@@ -70,7 +71,6 @@ def test_arguments_of_vllms_engine_pass_on_a_gpu(engine):
         # wrong here
         ("logprobs_mode", "raw_logprobs", r": log-probs would not be those of the distribution"),
         ("hf_overrides", {}, r": weights of other modules or ranks would not be those that an"),
-        ("quantization", "fp8", r": weights are served in the dtype that an update sends"),
         ("kv_transfer_config", None, r": keys and values of older weights would outlive"),
         ("pipeline_parallel_size", 2, r": weights of other modules or ranks"),
         ("data_parallel_size", 2, r": rollout.dp decides this field; allowed: rollout.dp$"),

@@ -22,6 +22,7 @@ from mcore_rl.inference.vllm import weights as vllm_weights
 from mcore_rl.inference.vllm.loader_trace import trace_loader
 from mcore_rl.inference.vllm.server import list_worker_parameters
 from mcore_rl.inference.vllm.worker import WorkerExtension
+from mcore_rl.reshard.float8 import SCALE_SUFFIX
 from mcore_rl.reshard.layout import GenerationLayout
 from mcore_rl.weight_sync.spec import ListedParameter, build_listed_side
 
@@ -420,7 +421,7 @@ def test_a_float8_checkpoint_of_an_unknown_family_is_dequantised_and_traced(
 ):
     weight = torch.randn(256, 128)
     quantized, scales = fp8.quantize_blocks(weight)
-    save_file({"a": quantized, "a" + fp8.SCALE_SUFFIX: scales}, tmp_path / "model.safetensors")
+    save_file({"a": quantized, "a" + SCALE_SUFFIX: scales}, tmp_path / "model.safetensors")
     write_config(tmp_path, quantization_config=fp8.build_quantization_config(["a"]))
     toy = Toy((256, 128), lambda toy, a: copy(toy.p, a))
     load(toy, tmp_path, reads_weights=reads_weights)

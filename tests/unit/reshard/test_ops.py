@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 
 from mcore_rl import _csrc
 from mcore_rl.checkpoint.fp8 import quantize_blocks
+from mcore_rl.reshard.float8 import BLOCK
 from mcore_rl.reshard.ops import (
-    BLOCK,
     BoxCopy,
     BoxLayout,
     BoxQuantize,

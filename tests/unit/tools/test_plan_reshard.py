@@ -62,6 +62,19 @@ def test_placement_puts_a_rank_where_its_weights_are(dense):
     assert report.received_bytes == 0
 
 
+def test_servers_in_float8_receive_codes_and_scales():
+    """A code is a byte; a scale has 4 and is one of 128 x 128, which divide the experts."""
+    generate, model = GenerationLayout(tp=4, ep=4), PUBLISHED / "Qwen3-30B-A3B.json"
+    arguments = model, "disaggregated", Layout(dp=4, ep=4), generate, Cluster()
+    plain, _ = plan_reshard(*arguments)
+    report, _ = plan_reshard(*arguments, quantization="fp8_block")
+    assert report.received_bytes == report.lower_bound_bytes
+    # By hand, a layer: experts, each on one rank; q and o, split; k and v, as many heads as ranks.
+    experts, heads = 128 * 3 * 768 * 2048, (2 * 32 + 2 * 4) * 128 * 2048
+    saved = 48 * (experts + heads) * (1 - 4 / 128**2)
+    assert plain.received_bytes - report.received_bytes == saved
+
+
 def test_deepseek_v3_meets_the_bound_and_moves_a_thirtieth_of_gather_then_slice():
     layout = Layout(pp=16, dp=16, ep=16, first_stage_layers=3, last_stage_layers=2)
     generate = GenerationLayout(tp=32, dp=8)

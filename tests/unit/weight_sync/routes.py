@@ -22,7 +22,7 @@ from mcore_rl.config.schema import Layout, WeightSyncConfig
 from mcore_rl.parallel.rendezvous import RendezvousServer
 from mcore_rl.reshard.executor import LocalWeights
 from mcore_rl.reshard.layout import GenerationLayout
-from mcore_rl.weight_sync.spec import TransferSpec
+from mcore_rl.weight_sync.spec import TransferSpec, build_generation_side
 from mcore_rl.weight_sync.transport import WeightUpdate, connect
 
 T = TypeVar("T")
@@ -58,6 +58,8 @@ class Route:
         training: Layout | None = None,
         generation: GenerationLayout | None = None,
         bucket_bytes: int = 16 << 10,
+        quantization: str | None = None,
+        dtype: str = "float32",
     ) -> None:
         self.training = training or Layout(tp=2)
         self.generation = generation or GenerationLayout(tp=2)
@@ -70,14 +72,22 @@ class Route:
         )
         self.reader = CheckpointReader(checkpoint)
         config = self.reader.read_config()
-        trained, self.served = reshard_jobs.sides(config, self.training, self.generation)
+        trained, _ = reshard_jobs.sides(config, self.training, self.generation)
+        _, self.served = build_generation_side(config, self.generation, quantization=quantization)
         self.weights = [
-            LocalWeights(reshard_jobs.filled(trained, rank, self.reader.read))
+            LocalWeights(
+                {
+                    name: tensor.to(getattr(torch, dtype))
+                    for name, tensor in reshard_jobs.filled(trained, rank, self.reader.read).items()
+                }
+            )
             for rank in range(self.training.world_size)
         ]
         self.rendezvous = RendezvousServer("127.0.0.1")
         endpoint = self.rendezvous.endpoint
-        spec = TransferSpec(self.training, 0, self.generation, "float32", self.settings)
+        spec = TransferSpec(
+            self.training, 0, self.generation, dtype, self.settings, quantization=quantization
+        )
         assert TransferSpec.parse(spec.to_dict()) == spec
         self.ends = run_together(
             [lambda r=r: connect(spec, endpoint, config, r, CPU) for r in range(spec.world_size)]

@@ -1,0 +1,71 @@
+"""Checks of rollout.quantization against a model and the layouts of both sides."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from mcore_rl.config.errors import ConfigError
+from mcore_rl.config.schema import RLConfig
+from mcore_rl.engine.base import load_backend
+from mcore_rl.models.base import HFConfig, get_family
+from mcore_rl.reshard.float8 import BlockScales
+from mcore_rl.reshard.layout import Ranks
+from mcore_rl.reshard.rules import Shard, Weight
+from mcore_rl.rollout.weight_updater import build_generation_layout
+from mcore_rl.weight_sync.spec import (
+    add_training_scales,
+    build_generation_side,
+    build_training_side,
+)
+
+
+def check_quantization(config: RLConfig, hf_config: HFConfig) -> None:
+    """Check that servers take the model in float8, and that no rank's shard cuts a block.
+
+    Raises:
+        ConfigError: The family has no rules for it, or the shards of a layout cut a block.
+    """
+    key = f"rollout.quantization={config.rollout.quantization!r}"
+    family = get_family(hf_config)
+    if family.vllm_weights is None:
+        raise ConfigError(
+            f"{key}: the family {family.name!r} has no rules of vLLM's parameters, of which some "
+            "are in float8; allowed: null"
+        )
+    layout = build_generation_layout(config.rollout, config.rollout.num_servers)
+    ranks, (_, served) = build_generation_side(
+        hf_config, layout, quantization=config.rollout.quantization
+    )
+    for weight in served:
+        if weight.expert is not None and weight.itemsize is None:
+            raise ConfigError(
+                f"{key}: the family {family.name!r} has experts ({weight.name}) that no checkpoint "
+                "has in float8 blocks, and vLLM takes none of them; allowed: null"
+            )
+    _check_blocks(f"{key} with rollout.tp={config.rollout.tp}", ranks, served)
+    if config.weight_sync.method == "full_export":  # servers quantise whole tensors
+        return
+    engine = config.actor
+    training = build_training_side(
+        hf_config,
+        engine.layout,
+        family.num_mtp_layers(hf_config) if engine.mtp_loss_coef else 0,
+        load_backend(engine, "actor").shard_format,
+        engine.fsdp.num_replicas,
+    )
+    trained = [weight for weight in training[1] if weight.stage != "mtp"]  # is not served
+    key = f"{key} with actor.layout ({engine.backend})"
+    _check_blocks(key, *add_training_scales((training[0], trained)))
+
+
+def _check_blocks(key: str, ranks: Ranks, weights: Sequence[Weight]) -> None:
+    """Check the shards of all weights; experts are equal, and the first stands for them."""
+    for weight in weights:
+        if not isinstance(weight.rule, BlockScales) or weight.expert:
+            continue
+        count = len(ranks.get_holders(weight))
+        try:
+            for index in range(count):
+                weight.rule.get_blocks(Shard(index, count))
+        except ConfigError as error:
+            raise ConfigError(f"{key}: {error}, or rollout.quantization=null") from None

@@ -1,0 +1,112 @@
+"""rollout.quantization is refused where float8 blocks would be cut or nothing multiplies them."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "dist_cpu"))
+
+import tiny_families
+
+from mcore_rl.config.errors import ConfigError
+from mcore_rl.config.resolve import FLOAT8_LOGPROB_GAPS, resolve_for_lane
+from mcore_rl.config.resolve_rollout import resolve_servers
+from mcore_rl.config.schema import EngineConfig, Layout, ModelConfig, RLConfig, RolloutConfig
+from mcore_rl.inference.vllm.server import VLLMServer
+from mcore_rl.jobs.quantization_preflight import check_quantization
+
+PUBLISHED = Path(__file__).parents[1] / "models" / "published"
+
+
+def build_model(family: str, **fields: Any) -> dict[str, Any]:
+    config = tiny_families.quantizable_config(family).to_dict()
+    return config | {"architectures": [ARCHITECTURES[family]]} | fields
+
+
+ARCHITECTURES = {
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+    "deepseek_v3": "DeepseekV3ForCausalLM",
+    "gpt_oss": "GptOssForCausalLM",
+}
+
+
+def build_config(layout: Layout, **rollout: Any) -> RLConfig:
+    return RLConfig(
+        model=ModelConfig(path="model"),
+        actor=EngineConfig(layout=layout),
+        rollout=RolloutConfig(quantization="fp8_block", **rollout),
+    )
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "deepseek_v3"])
+def test_layouts_between_blocks_pass(family):
+    check_quantization(build_config(Layout(tp=2, pp=1), tp=2), build_model(family))
+
+
+@pytest.mark.parametrize(
+    ("family", "fields", "layout", "tp", "message"),
+    [
+        ("qwen3", {"intermediate_size": 384}, Layout(), 2, r"rollout\.tp=2: .*(down|gate)_proj"),
+        ("qwen3", {"intermediate_size": 384}, Layout(tp=2), 1, r"actor\.layout .*_proj"),
+        ("qwen3", {"head_dim": 64}, Layout(), 1, r"actor\.layout .*k_proj.* cuts a block"),
+        ("qwen3", {"head_dim": 96}, Layout(), 1, r"rollout\.tp=1: .*[kv]_proj.*heads"),
+        ("qwen3_moe", {"moe_intermediate_size": 128}, Layout(), 2, r"rollout\.tp=2: .*experts\.0"),
+        ("deepseek_v3", {"q_lora_rank": 100}, Layout(), 1, r"rollout\.tp=1: .*q_a_proj"),
+        ("gpt_oss", {}, Layout(), 1, r"experts \(.*\) that no checkpoint has in float8 blocks"),
+    ],
+)
+def test_a_layout_that_cuts_a_block_is_refused(family, fields, layout, tp, message):
+    with pytest.raises(ConfigError, match=message) as refusal:
+        check_quantization(build_config(layout, tp=tp), build_model(family, **fields))
+    assert str(refusal.value).startswith("rollout.quantization='fp8_block'")
+    assert "null" in str(refusal.value)
+
+
+def test_a_model_as_published_passes_between_the_layouts_of_its_recipe():
+    """DeepSeek-V3 in float8: heads of 128 and 192, 576 rows of latents in one partial block."""
+    model = json.loads((PUBLISHED / "DeepSeek-V3.json").read_text())
+    config = build_config(Layout(tp=2, pp=1, ep=2), tp=8, ep=True)
+    check_quantization(config, model)
+
+
+def test_servers_in_float8_are_corrected_for_and_have_bounds_of_their_own():
+    """Truncated importance sampling is the default, and a level that is set stays."""
+    config = build_config(Layout())
+    resolved = resolve_for_lane(config, "cuda")
+    assert resolved.algorithm.correction.level == "token"
+    assert resolved.algorithm.correction.method == "truncate"
+    trainer = resolved.trainer
+    assert (trainer.max_logprob_gap, trainer.mean_logprob_gap) == FLOAT8_LOGPROB_GAPS
+    config.algorithm.correction.level, config.trainer.max_logprob_gap = "off", 3.0
+    resolved = resolve_for_lane(config, "cuda")
+    assert resolved.algorithm.correction.level == "off"
+    assert resolved.trainer.max_logprob_gap == 3.0
+
+
+@pytest.mark.parametrize(
+    ("rollout", "message"),
+    [
+        ({"quantization": "fp8"}, r"rollout\.quantization='fp8'; allowed: 'fp8_block'"),
+        ({"quantization": "fp8_block", "backend": "sglang"}, "takes weights in model.dtype"),
+        ({"quantization": "fp8_block", "lora": "adapter"}, "rollout.lora='merged'"),
+    ],
+)
+def test_settings_that_have_no_servers_in_float8_are_refused(rollout, message):
+    with pytest.raises(ConfigError, match=message):
+        resolve_servers(RolloutConfig(**rollout))
+
+
+def test_float32_and_servers_on_a_cpu_are_refused():
+    config = build_config(Layout())
+    config.model.dtype = "float32"
+    with pytest.raises(ConfigError, match=r"model\.dtype='float32': vLLM multiplies"):
+        resolve_for_lane(config, "cuda")
+    with pytest.raises(ConfigError, match=r"on CPUs with AMX alone .* allowed on a CPU: null"):
+        VLLMServer.check_model(config.rollout, "rollout", build_model("qwen3"), "cpu")
+    VLLMServer.check_model(config.rollout, "rollout", build_model("qwen3"), "cuda")
