@@ -99,6 +99,10 @@ def _without_experts(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def cases() -> dict[str, Case]:
+    """Return a small config of each family, and a layout.
+
+    Long because: there are many families.
+    """
     t = transformers
     moe = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
     groups = {"n_group": 4, "topk_group": 2}

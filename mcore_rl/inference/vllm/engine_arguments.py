@@ -14,7 +14,6 @@ from typing import Any
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.passthrough import FieldRules, check_refused, convert_fields
 from mcore_rl.config.schema import RolloutConfig
-from mcore_rl.models.base import HFConfig, get_family
 from mcore_rl.observability.process import exempt_imports_from_gc
 
 # No telemetry, no look-ups on the hub.
@@ -207,31 +206,6 @@ def read_arguments(key: str, values: Mapping[str, Any]) -> dict[str, Any]:
 
     rules = replace(RULES, library=f"vLLM {__version__}")
     return convert_fields(key, values, [EngineArgs], rules)[EngineArgs]
-
-
-def check_drafts(settings: RolloutConfig, key: str, hf_config: HFConfig) -> None:
-    """Check that servers can draft tokens with the model's prediction layers.
-
-    Raises:
-        ConfigError: it has none, vLLM's draft model for its family has no rules, or the checkpoint
-            is quantized.
-    """
-    setting = f"{key}.speculative.num_tokens={settings.speculative.num_tokens}"
-    family = get_family(hf_config)
-    if family.vllm_drafts is None:
-        raise ConfigError(
-            f"{setting}: the family {family.name!r} has no rules of vLLM's draft model "
-            "(vllm_drafts); allowed: 0"
-        )
-    if not family.num_mtp_layers(hf_config):
-        raise ConfigError(
-            f"{setting}: the model has no layers for multi-token prediction; allowed: 0"
-        )
-    if hf_config.get("quantization_config") is not None:
-        raise ConfigError(
-            f"{setting}: the checkpoint is quantized, and so would be vLLM's draft model, whose "
-            "weights an update sends in model.dtype; allowed: 0, or a checkpoint in bfloat16"
-        )
 
 
 def check_arguments(settings: RolloutConfig, key: str, device: str) -> None:

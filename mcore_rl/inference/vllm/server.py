@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 
-from mcore_rl.config.checks import check_divides
 from mcore_rl.config.errors import ConfigError, PeerError, StateError
 from mcore_rl.config.schema import RolloutConfig
 from mcore_rl.data.tokenizer import has_tokenizer
@@ -39,12 +38,12 @@ from mcore_rl.inference.protocol import (
 from mcore_rl.inference.vllm.data_parallel import RankRouter
 from mcore_rl.inference.vllm.engine_arguments import (
     check_arguments,
-    check_drafts,
     prepare_import,
     read_arguments,
 )
 from mcore_rl.inference.vllm.headless import HeadlessWorkers
 from mcore_rl.inference.vllm.images import RequestImages, check_prompt
+from mcore_rl.inference.vllm.model_checks import check_model
 from mcore_rl.inference.vllm.processes import ServerNodes, StoppedProcesses
 from mcore_rl.inference.vllm.requests import (
     build_completion,
@@ -53,7 +52,7 @@ from mcore_rl.inference.vllm.requests import (
     get_log_probs,
 )
 from mcore_rl.inference.vllm.trace import run_trace
-from mcore_rl.models.base import HFConfig, get_model_sizes
+from mcore_rl.models.base import HFConfig
 from mcore_rl.observability.process import exempt_imports_from_gc
 from mcore_rl.parallel.rendezvous import RendezvousEndpoint
 from mcore_rl.weight_sync.receiver import check_same_shapes
@@ -179,46 +178,7 @@ class VLLMServer(GenerationServer):
         *,
         records_experts: bool = False,
     ) -> None:
-        """Check that vLLM can split the model; it replicates key/value heads over more ranks."""
-        sizes = get_model_sizes(hf_config)
-        if settings.quantization is not None and device == "cpu":
-            raise ConfigError(
-                f"{key}.quantization={settings.quantization!r}: vLLM's CPU build loads float8 "
-                "blocks, but multiplies them on CPUs with AMX alone "
-                "(model_executor/kernels/linear/scaled_mm/cpu.py:241), on which no server has been "
-                "tested; allowed on a CPU: null"
-            )
-        if records_experts and sizes.is_mla and device == "cpu":
-            raise ConfigError(
-                "actor.moe.router_replay='rollout': vLLM on a CPU records no experts of models "
-                "with latent attention; allowed: 'off', 'record'"
-            )
-        if sizes.has_indexer and device == "cpu":
-            raise ConfigError(
-                f"{key}.backend='vllm' without a GPU: vLLM has no sparse attention on a CPU "
-                f"(platforms/cpu.py:150), and {hf_config['architectures'][0]} has; allowed: GPUs"
-            )
-        check_divides(f"{key}.tp", settings.tp, "attention heads", sizes.num_attention_heads)
-        if settings.dp > 1 and not sizes.num_experts:
-            raise ConfigError(
-                f"{key}.dp={settings.dp}: the model has no experts to split over data-parallel "
-                f"ranks; allowed: 1, with more of {key}.num_servers"
-            )
-        if settings.dp > 1 and settings.num_workers > sizes.num_experts:
-            raise ConfigError(
-                f"{key}.dp={settings.dp} and {key}.tp={settings.tp} make {settings.num_workers} "
-                f"workers; allowed: as many as the model has experts, {sizes.num_experts}"
-            )
-        if settings.dp > 1 and records_experts:
-            raise ConfigError(
-                f"actor.moe.router_replay='rollout' with {key}.dp={settings.dp}: vLLM gathers the "
-                "experts of all data-parallel ranks' tokens in one call; allowed: 'off', 'record', "
-                f"or {key}.dp=1"
-            )
-        if settings.ep and not sizes.num_experts:
-            raise ConfigError(f"{key}.ep=true: the model has no experts; allowed: false")
-        if settings.speculative.num_tokens:
-            check_drafts(settings, key, hf_config)
+        check_model(settings, key, hf_config, device, records_experts=records_experts)
 
     @classmethod
     def get_kv_cache_bytes(cls, settings: RolloutConfig) -> int:

@@ -1,4 +1,7 @@
-"""Each family's rules cover its checkpoint exactly, at full published sizes, from shapes alone."""
+"""Each family's rules cover its checkpoint exactly, at full published sizes, from shapes alone.
+
+Long because: it has the published fields of each family, and what is refused of them.
+"""
 
 from __future__ import annotations
 
