@@ -123,11 +123,6 @@ def resolve_servers(config: RolloutConfig) -> None:
 def _check_quantization(config: RolloutConfig, quantization: str) -> None:
     check_choice("rollout.quantization", quantization, QUANTIZATIONS)
     key = f"rollout.quantization={quantization!r}"
-    if config.backend != "vllm":
-        raise ConfigError(
-            f"{key}: rollout.backend={config.backend!r} takes weights in model.dtype; allowed: "
-            "null, or rollout.backend='vllm'"
-        )
     if config.lora == "adapter":
         raise ConfigError(
             f"{key}: rollout.lora='adapter' would add the trainer's adapters to a base model with "

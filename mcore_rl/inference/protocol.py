@@ -149,6 +149,7 @@ class ServerFeatures:
     max_adapter_rank: int | None = None  # None: any
     routed_experts: bool = False  # actor.moe.router_replay=rollout
     images: bool = False  # data.images_column
+    quantization: bool = False  # rollout.quantization
     sglang: bool = False  # rollout.sglang
     engine: bool = False  # rollout.engine
     drafts: bool = False  # rollout.speculative

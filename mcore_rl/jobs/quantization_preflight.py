@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import RLConfig
 from mcore_rl.engine.base import load_backend
+from mcore_rl.inference.registry import load_server_class
 from mcore_rl.models.base import HFConfig, get_family
 from mcore_rl.reshard.float8 import BlockScales
 from mcore_rl.reshard.layout import Ranks
@@ -23,9 +24,14 @@ def check_quantization(config: RLConfig, hf_config: HFConfig) -> None:
     """Check that servers take the model in float8, and that no rank's shard cuts a block.
 
     Raises:
-        ConfigError: The family has no rules for it, or the shards of a layout cut a block.
+        ConfigError: The servers or the family have no float8, or a shard of a layout cuts a block.
     """
     key = f"rollout.quantization={config.rollout.quantization!r}"
+    if not load_server_class(config.rollout).features.quantization:
+        raise ConfigError(
+            f"{key}: servers of rollout.backend={config.rollout.backend!r} take weights in "
+            "model.dtype; allowed: null, or rollout.backend='vllm'"
+        )
     family = get_family(hf_config)
     if family.vllm_weights is None:
         raise ConfigError(

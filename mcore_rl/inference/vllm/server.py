@@ -100,6 +100,7 @@ class VLLMServer(GenerationServer):
         max_adapter_rank=512,
         routed_experts=True,
         images=True,
+        quantization=True,
         engine=True,
         drafts=True,
     )

@@ -93,13 +93,18 @@ def test_servers_in_float8_are_corrected_for_and_have_bounds_of_their_own():
     ("rollout", "message"),
     [
         ({"quantization": "fp8"}, r"rollout\.quantization='fp8'; allowed: 'fp8_block'"),
-        ({"quantization": "fp8_block", "backend": "sglang"}, "takes weights in model.dtype"),
         ({"quantization": "fp8_block", "lora": "adapter"}, "rollout.lora='merged'"),
     ],
 )
 def test_settings_that_have_no_servers_in_float8_are_refused(rollout, message):
     with pytest.raises(ConfigError, match=message):
         resolve_servers(RolloutConfig(**rollout))
+
+
+def test_servers_of_a_backend_without_float8_are_refused():
+    config = build_config(Layout(), backend="sglang")
+    with pytest.raises(ConfigError, match=r"'sglang' take weights in model\.dtype; allowed: null"):
+        check_quantization(config, build_model("qwen3"))
 
 
 def test_float32_and_servers_on_a_cpu_are_refused():
