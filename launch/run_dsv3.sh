@@ -5,7 +5,8 @@
 #   bash launch/run_dsv3.sh --dry-run model.path=FOLDER     the commands and the plan; starts nothing
 #
 # FOLDER is the checkpoint as it is published. The plan needs its config.json alone, and no data.
-# A server spans 4 nodes (rollout.nodes_per_server), each a data-parallel rank (rollout.dp). docs/cluster.md has the first run step by step.
+# A server spans 4 nodes (rollout.nodes_per_server), each a data-parallel rank (rollout.dp).
+# docs/cluster.md has the first run step by step.
 # Partition, account and time are your cluster's:
 # sbatch --partition=... --account=... --time=... launch/run_dsv3.sh ...
 #SBATCH --job-name=run_dsv3

@@ -61,7 +61,7 @@ _MTP_NORMS = {
 }
 
 
-def has_experts(config: HFConfig) -> bool:
+def is_mixture_of_experts(config: HFConfig) -> bool:
     """Return whether a model is a mixture of experts."""
     return bool(config.get("num_local_experts") or config.get("num_experts"))
 
@@ -75,8 +75,8 @@ def map_hybrid_config(config: HFConfig, num_mtp_layers: int) -> dict[str, Any]:
     """
     types = list_layer_types(config)
     is_sparse = [int(_is_sparse(config, Layer(index))) for index in range(len(types))]
-    if num_mtp_layers and (types[-1] != _FULL or is_sparse[-1] != has_experts(config)):
-        with_experts = " with experts" if has_experts(config) else ""
+    if num_mtp_layers and (types[-1] != _FULL or is_sparse[-1] != is_mixture_of_experts(config)):
+        with_experts = " with experts" if is_mixture_of_experts(config) else ""
         raise ConfigError(
             f"config.json: the last layer has {types[-1]!r}, experts={bool(is_sparse[-1])}, and a "
             f"prediction layer is built like it; allowed: {_FULL!r}{with_experts}"
@@ -93,7 +93,7 @@ def map_hybrid_config(config: HFConfig, num_mtp_layers: int) -> dict[str, Any]:
         "linear_attention_freq": [int(kind == _LINEAR) for kind in types],
         **{name: get_field(config, name) for name in _LINEAR_FIELDS},
     }
-    if not has_experts(config):
+    if not is_mixture_of_experts(config):
         return fields
     return {
         **fields,
@@ -154,7 +154,7 @@ def _is_linear(config: HFConfig, layer: Layer) -> bool:
 
 def _is_sparse(config: HFConfig, layer: Layer) -> bool:
     is_sparse = layer.mtp_index is not None or is_sparse_layer(config, layer.index)
-    return has_experts(config) and is_sparse
+    return is_mixture_of_experts(config) and is_sparse
 
 
 class DeltaNet(ABC):

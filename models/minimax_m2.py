@@ -118,7 +118,7 @@ def _map_vllm_layer(config: HFConfig, layer: Layer) -> Iterator[Weight]:
     norms = _build_norms(config, layer)
     for kind, rule in (("q", Split(norms["q"], 0)), ("k", SharedHeads(norms["k"], groups))):
         yield build_vllm_weight(layer, f"self_attn.{kind}_norm.weight", rule, "tp")
-    yield map_vllm_router(config, layer, num_experts, _MOE)._replace(float32=True)
+    yield map_vllm_router(config, layer, num_experts, _MOE, float32=True)
     bias = Replicated(layer.build_tensor(_BIAS, num_experts))
     yield build_vllm_weight(layer, _BIAS, bias, float32=True)
     ffn = get_field(config, "intermediate_size")

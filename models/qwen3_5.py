@@ -14,7 +14,7 @@ from mcore_rl.models.base import Family, HFConfig, check_values, get_field, read
 from mcore_rl.models.gated_delta_net import (
     DeltaNet,
     get_layer_spec,
-    has_experts,
+    is_mixture_of_experts,
     map_hybrid_config,
     map_hybrid_vllm_weights,
     map_hybrid_weights,
@@ -30,7 +30,7 @@ def count_mtp_layers(config: HFConfig) -> int:
 
 def map_config(config: HFConfig) -> dict[str, Any]:
     is_moe = "Moe" in config["architectures"][0]
-    if has_experts(config) != is_moe:
+    if is_mixture_of_experts(config) != is_moe:
         raise ConfigError(
             f"config.json: {config['architectures'][0]} with num_experts="
             f"{config.get('num_experts')}; allowed: {'experts' if is_moe else 'none'}"

@@ -27,10 +27,10 @@ _SMALLEST = 2.0**-110
 # weights_proj of an indexer).
 _PROJECTIONS = re.compile(
     r"(model|mtp)\.layers\.\d+\.(self_attn|linear_attn|mlp|block_sparse_moe)\."
-    r"(.+\.)?((?!weights_proj)\w+_proj|in_proj_qkvz|kv_a_proj_with_mqa|w[123]|indexer\.w(q_b|k))"
+    r"(.+\.)?((?!weights_proj)\w+_proj|in_proj_(qkvz|qkv|z)|kv_a_proj_with_mqa|w[123]|indexer\.w(q_b|k))"
     r"\.weight"
 )
-_PLAIN = re.compile(r"mtp\.fc|.+\.(linear_attn\.in_proj_ba|mlp\.shared_expert_gate)")
+_PLAIN = re.compile(r"mtp\.fc|.+\.(linear_attn\.in_proj_(ba|b|a)|mlp\.shared_expert_gate)")
 _ROUTER, _SELECTION_BIAS = ".gate.weight", ".gate.e_score_correction_bias"
 
 

@@ -294,8 +294,8 @@ def write_checkpoint(
     """Stream tensors into a new checkpoint folder, with config and tokenizer files of `reference`.
 
     Frozen tensors (Family.frozen_prefixes) are those of `reference`, and the experts that it stacks
-    are stacked. At most one shard is in
-    memory. The folder gets its name when it is complete.
+    are stacked. In memory at a time: one shard, and the stacks that are not complete. The folder
+    gets its name when it is complete.
 
     Args:
         tensors: As CheckpointReader has them: some are transposed in the files.

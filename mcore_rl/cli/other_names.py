@@ -23,7 +23,9 @@ rollout.temperature | temperature | rollout.temperature
 rollout.top_p | top_p | rollout.top_p
 rollout.top_k | top_k | rollout.top_k
 rollout.tensor_model_parallel_size | vllm_tensor_parallel_size | rollout.tp
+rollout.data_parallel_size |  | rollout.dp
 rollout.expert_parallel_size |  | rollout.ep
+rollout.quantization |  | rollout.quantization
 rollout.max_num_seqs |  | rollout.max_num_seqs
 rollout.max_num_batched_tokens |  | rollout.max_num_batched_tokens
 rollout.load_format |  | rollout.load_format

@@ -38,6 +38,7 @@ from mcore_rl.config.resolve_engine import (
 )
 from mcore_rl.config.resolve_rollout import (
     check_lane_batches,
+    check_quantized_dtype,
     resolve_agent,
     resolve_drafts,
     resolve_evaluation,
@@ -201,12 +202,7 @@ def resolve_for_lane(config: RLConfig, lane: str, *, has_experts: bool = False) 
     if has_experts and dtype == "bfloat16" and config.actor.moe.router_replay != "rollout":
         largest = ROUTED_LOGPROB_GAP
     if config.rollout.quantization is not None:
-        if dtype != "bfloat16":
-            raise ConfigError(
-                f"rollout.quantization={config.rollout.quantization!r} with model.dtype={dtype!r}: "
-                "vLLM multiplies float8 blocks by activations in bfloat16; allowed: null, or "
-                "model.dtype='bfloat16'"
-            )
+        check_quantized_dtype(config.rollout, dtype)
         largest, mean = FLOAT8_LOGPROB_GAPS
     if trainer.max_logprob_gap is None:
         trainer = replace(trainer, max_logprob_gap=largest)

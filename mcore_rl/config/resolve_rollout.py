@@ -115,6 +115,11 @@ def resolve_servers(config: RolloutConfig) -> None:
     check_cores("rollout.cores", config.cores, config.workers_per_node)
     check_at_least("rollout.max_restarts", config.max_restarts, 0)
     check_between("rollout.speculative.num_tokens", config.speculative.num_tokens, 0, MAX_DRAFT)
+    if (num_tokens := config.speculative.num_tokens) and config.dp > 1:
+        raise ConfigError(
+            f"rollout.speculative.num_tokens={num_tokens} with rollout.dp={config.dp}: drafts of "
+            "data-parallel ranks have not been checked; allowed: 0, or rollout.dp=1"
+        )
     check_choice("rollout.load_format", config.load_format, LOAD_FORMATS)
     if config.quantization is not None:
         _check_quantization(config, config.quantization)
@@ -133,6 +138,16 @@ def _check_quantization(config: RolloutConfig, quantization: str) -> None:
             f"{key} with rollout.speculative.num_tokens={num_tokens}: vLLM's draft model would be "
             "quantized, too, and an update sends its weights in model.dtype; allowed: 0, or "
             "rollout.quantization=null"
+        )
+
+
+def check_quantized_dtype(config: RolloutConfig, dtype: str) -> None:
+    """Check that servers in float8 have activations in a dtype that vLLM multiplies them by."""
+    if config.quantization is not None and dtype != "bfloat16":
+        raise ConfigError(
+            f"rollout.quantization={config.quantization!r} with model.dtype={dtype!r}: vLLM "
+            "multiplies float8 blocks by activations in bfloat16; allowed: null, or "
+            "model.dtype='bfloat16'"
         )
 
 
@@ -272,11 +287,6 @@ def resolve_drafts(config: RLConfig) -> None:
             f"rollout.speculative.num_tokens={num_tokens} with actor.mtp_loss_coef={coefficient}: "
             "the actor has no prediction layers to send with an update; allowed: 0, or "
             "actor.mtp_loss_coef above 0"
-        )
-    if num_tokens and config.rollout.dp > 1:
-        raise ConfigError(
-            f"rollout.speculative.num_tokens={num_tokens} with rollout.dp={config.rollout.dp}: "
-            "drafts of data-parallel ranks have not been checked; allowed: 0, or rollout.dp=1"
         )
 
 

@@ -37,6 +37,7 @@ from mcore_rl.config.resolve import (
 from mcore_rl.config.resolve_engine import resolve_engine
 from mcore_rl.config.resolve_rollout import (
     check_lane_batch,
+    check_quantized_dtype,
     check_stop,
     list_reward_terms,
     resolve_reward,
@@ -237,5 +238,6 @@ def build_server_config(config: EvalConfig, device: str, path: str, chat_date: s
         reward=config.reward,
         timeouts=config.timeouts,
     )
+    check_quantized_dtype(run.rollout, dtype)
     check_lane_batch("rollout", run.rollout, run.max_sequence_tokens, device)
     return run

@@ -220,7 +220,6 @@ class ModelWorker:
         settings: WeightSyncConfig,
         weight_format: WeightFormat = "vllm",
         worker_lists: WorkerLists | None = None,
-        quantization: str | None = None,
     ) -> tuple[RendezvousEndpoint, TransferSpec]:
         """Open a rendezvous for both sides, which stays until the next one; return its endpoint."""
         engine, dtype = self._engine, self._spec.model.dtype
@@ -241,7 +240,6 @@ class ModelWorker:
             weight_format=weight_format,
             family=self._spec.model.family,
             worker_lists=worker_lists or [],
-            quantization=quantization,
         )
         return self._rendezvous.endpoint, spec
 

@@ -270,7 +270,7 @@ def _evaluate_set(name: str, inputs: _Inputs, pool: RolloutPool, folder: Path) -
     """Sample one set, write its samples, and return its metrics."""
     config, servers = inputs.config, inputs.config.rollout
     prompts = build_held_out_batch(inputs.sets[name], inputs.count_prompts(name))
-    num_running = servers.num_servers * (servers.max_num_seqs or _MAX_NUM_SEQS)
+    num_running = servers.num_servers * servers.dp * (servers.max_num_seqs or _MAX_NUM_SEQS)
     size = max(servers.num_servers, _ROUNDS * num_running // servers.n)
     parts: list[Batch] = []
     with (

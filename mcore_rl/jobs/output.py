@@ -47,7 +47,8 @@ _SET = "data.sets.NAME=FILE"
 _EVALUATED_ALIKE = (
     "data.prompt_column", "data.answer_column", "data.tools_column", "data.images_column",
     "data.max_image_pixels", "data.max_prompt_tokens", "rollout.max_images",
-    "rollout.max_response_tokens", "rollout.tp", "rollout.kv_cache_bytes", "reward.name",
+    "rollout.max_response_tokens", "rollout.tp", "rollout.dp", "rollout.ep",
+    "rollout.nodes_per_server", "rollout.quantization", "rollout.kv_cache_bytes", "reward.name",
 )  # fmt: skip
 STARTED = "config.json"  # the first file of a run, written when its inputs have been checked
 # Names the process that has the folder. After a SIGKILL the run scope removes it, by this name.

@@ -70,6 +70,7 @@ from mcore_rl.models.base import (
     get_family,
     get_field,
     get_frozen_prefixes,
+    get_model_sizes,
     pad_vocab_size,
     read_config,
 )
@@ -382,7 +383,7 @@ def check_layouts(config: RLConfig, *, is_trained: bool = True) -> HFConfig:
     if config.weight_sync.method != "full_export":
         _check_stacked_experts(config, hf_config)
     if config.rollout.quantization is not None:
-        check_quantization(config, hf_config)
+        check_quantization(config, hf_config, is_trained=is_trained)
     _check_rollout_cache(config, hf_config)
     _check_lengths(config)
     return hf_config
@@ -459,6 +460,9 @@ def _check_kv_cache(
     """
     itemsize = getattr(torch, config.model.dtype).itemsize
     least = num_tokens * count_kv_elements_per_token(hf_config, servers.tp) * itemsize
+    if servers.speculative.num_tokens:  # prediction layers have keys and values, too
+        num_layers = get_model_sizes(hf_config).num_layers
+        least += least * get_family(hf_config).num_mtp_layers(hf_config) // num_layers
     if 0 < load_server_class(servers, key).get_kv_cache_bytes(servers) < least:
         raise ConfigError(
             f"{key}.kv_cache_bytes={servers.kv_cache_bytes}: one {sequence} takes {least} bytes; "

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
+from mcore_rl.checkpoint.fp8 import build_quantization_config, is_block_quantized
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import RLConfig
 from mcore_rl.engine.base import load_backend
@@ -19,9 +21,14 @@ from mcore_rl.weight_sync.spec import (
     build_training_side,
 )
 
+_PROJECTION = re.compile(r"_proj\w*\.weight$")
 
-def check_quantization(config: RLConfig, hf_config: HFConfig) -> None:
+
+def check_quantization(config: RLConfig, hf_config: HFConfig, *, is_trained: bool = True) -> None:
     """Check that servers take the model in float8, and that no rank's shard cuts a block.
+
+    Args:
+        is_trained: Whether the servers get weights from the actor.
 
     Raises:
         ConfigError: The servers or the family have no float8, or a shard of a layout cuts a block.
@@ -38,6 +45,7 @@ def check_quantization(config: RLConfig, hf_config: HFConfig) -> None:
             f"{key}: the family {family.name!r} has no rules of vLLM's parameters, of which some "
             "are in float8; allowed: null"
         )
+    _check_projections(key, family.name, family.vllm_weights(hf_config))
     layout = build_generation_layout(config.rollout, config.rollout.num_servers)
     ranks, (_, served) = build_generation_side(
         hf_config, layout, quantization=config.rollout.quantization
@@ -49,7 +57,7 @@ def check_quantization(config: RLConfig, hf_config: HFConfig) -> None:
                 "has in float8 blocks, and vLLM takes none of them; allowed: null"
             )
     _check_blocks(f"{key} with rollout.tp={config.rollout.tp}", ranks, served)
-    if config.weight_sync.method == "full_export":  # servers quantise whole tensors
+    if not is_trained or config.weight_sync.method == "full_export":  # servers quantise tensors
         return
     engine = config.actor
     training = build_training_side(
@@ -62,6 +70,29 @@ def check_quantization(config: RLConfig, hf_config: HFConfig) -> None:
     trained = [weight for weight in training[1] if weight.stage != "mtp"]  # is not served
     key = f"{key} with actor.layout ({engine.backend})"
     _check_blocks(key, *add_training_scales((training[0], trained)))
+
+
+def _check_projections(key: str, family: str, weights: Sequence[Weight]) -> None:
+    """Check that vLLM has in float8 what a checkpoint has in float8 blocks."""
+    tensors = [tensor for weight in weights for tensor in weight.rule.tensors]
+    plain_modules = build_quantization_config(t.name for t in tensors).get("modules_to_not_convert")
+    plain = {f"{module}.weight" for module in plain_modules or ()}
+    quantized = {tensor.name for tensor in tensors if is_block_quantized(*tensor[:2])}
+    if not quantized:
+        raise ConfigError(
+            f"{key}: no tensor of the family {family!r} has the name of a projection that float8 "
+            "checkpoints have; allowed: null"
+        )
+    for weight in weights:
+        if weight.expert is not None:
+            continue
+        names = [tensor.name for tensor in weight.rule.tensors]
+        missing = [name for name in names if name not in quantized | plain]
+        if missing and any(map(_PROJECTION.search, names)):
+            raise ConfigError(
+                f"{key}: the family {family!r} has {missing[0]}, which no checkpoint has in float8 "
+                "blocks here; allowed: null"
+            )
 
 
 def _check_blocks(key: str, ranks: Ranks, weights: Sequence[Weight]) -> None:

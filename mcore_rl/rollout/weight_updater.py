@@ -73,11 +73,12 @@ class TransportSync:
         weight_format = load_server_class(self.rollout).features.weight_format
         assert weight_format is not None  # else weight_sync.method is full_export
         lists = self.servers.list_parameters()  # [] where the family has the rules
-        endpoint, spec = self.actor.open_weights(
-            layout, self.settings, weight_format, lists, self.rollout.quantization
+        endpoint, spec = self.actor.open_weights(layout, self.settings, weight_format, lists)
+        spec = replace(
+            spec,
+            drafts=bool(self.rollout.speculative.num_tokens),
+            quantization=self.rollout.quantization,
         )
-        if self.rollout.speculative.num_tokens:
-            spec = replace(spec, drafts=True)
         actors = self.actor.connect_weights.submit(endpoint, spec)
 
         def get_arguments(index: int) -> tuple[object, ...]:

@@ -686,6 +686,7 @@ async def connect_trainer(checks: ServerChecks) -> AsyncIterator[TrainerRank]:
     drafts = checks.settings.speculative.num_tokens > 0
     num_mtp = drafts * get_family(config).num_mtp_layers(config)
     formats: dict[str, Any] = {"weight_format": weight_format, "drafts": drafts}
+    formats["quantization"] = checks.settings.quantization
     spec = TransferSpec(Layout(), num_mtp, generation, checks.dtype, settings, **formats)
     with RendezvousServer("127.0.0.1") as rendezvous:
         joining = asyncio.to_thread(

@@ -201,7 +201,14 @@ def _build_requirements(
     family, sizes = get_family(config), get_model_sizes(config)
     chunks = split_into_chunks(train, sizes.num_layers)
     training = TrainingRanks(Mesh(train), chunks, sizes.num_experts)
-    _, generation = build_generation_side(config, generate, quantization=quantization)
+    try:
+        _, generation = build_generation_side(config, generate, quantization=quantization)
+    except ConfigError as error:
+        if quantization is None:
+            raise
+        raise ConfigError(
+            f"--quantization={quantization!r}: {error}; allowed: not to give it"
+        ) from None
     # Prediction layers are not served.
     rules = [
         w for w in family.weights(config, pad_vocab_size(config, train.tp)) if w.stage != "mtp"

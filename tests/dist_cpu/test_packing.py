@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import ranks
+import tiny_families
 import tiny_models
 import torch
 
@@ -23,6 +24,8 @@ from tests.nightly import all_but
 
 # Sequences are longer than the window of gpt-oss.
 MODELS = ("qwen3", "qwen3_moe", "qwen3_next", "gpt_oss")
+FAMILIES = ("qwen3_5_moe", "deepseek_v32", "glm_moe_dsa", "minimax_m2")  # of tiny_families.py
+MODEL_CASES = all_but(MODELS, MODELS + FAMILIES)
 SINGLE = {"tp1": Layout()}
 PACKED = SINGLE | {"dp2": Layout(dp=2), "cp2": Layout(cp=2)}
 CONTEXT = {
@@ -197,6 +200,10 @@ class Runs:
 def runs(tmp_path_factory) -> Runs:
     folder = tmp_path_factory.mktemp("models")
     paths = {model: tiny_models.save(model, folder) for model in MODELS}
+    cases = tiny_families.cases()
+    for family in FAMILIES:
+        model = tiny_models.build_from(cases[family].config)
+        paths[family] = tiny_families.save_served(model, folder / family)
     return Runs(tiny_models.make_batch(), paths)
 
 
@@ -209,7 +216,7 @@ def assert_same_step(actual, expected, tolerance=1e-6):
 
 @pytest.mark.parametrize("packing", PACKINGS[1:], ids=str)
 @pytest.mark.parametrize("layout", PACKED)
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", MODEL_CASES)
 def test_loss_and_gradients_do_not_depend_on_the_packing(runs, model, layout, packing):
     for rank in runs.packings(model, layout):
         first, *_ = rank.values()
@@ -217,7 +224,7 @@ def test_loss_and_gradients_do_not_depend_on_the_packing(runs, model, layout, pa
 
 
 @pytest.mark.parametrize("layout", ["dp2", "cp2"])
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", MODEL_CASES)
 def test_gradients_are_those_of_one_rank(runs, model, layout):
     [single] = runs.packings(model, "tp1")
     for rank in runs.packings(model, layout):
@@ -226,7 +233,7 @@ def test_gradients_are_those_of_one_rank(runs, model, layout):
 
 
 @pytest.mark.parametrize("layout", PACKED)
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", MODEL_CASES)
 def test_the_packings_differ_and_every_rank_has_as_many_micro_batches(runs, model, layout):
     """One sample in 11 tokens has more than 40: the smallest budgets leave few together."""
     by_rank = runs.packings(model, layout)

@@ -179,6 +179,10 @@ CPU_OWNED = {
 }
 
 
+_POLICY_FIELDS = {"quantization", "quantization_config", "speculative_config"}
+_VLLM_COMPILE = 3  # config/compilation.py, CompilationMode.VLLM_COMPILE
+
+
 def prepare_import() -> None:
     """Set the environment that vLLM reads when it is imported, and the level of what it logs."""
     os.environ |= QUIET_ENVIRONMENT
@@ -218,13 +222,25 @@ def check_arguments(settings: RolloutConfig, key: str, device: str) -> None:
     Raises:
         ConfigError: See read_arguments; or servers on a CPU cannot have one.
     """
-    read_arguments(f"{key}.engine", settings.engine)
-    if settings.engine.get("enforce_eager") and min(settings.dp, settings.tp) > 1:
-        raise ConfigError(
-            f"{key}.engine.enforce_eager=true with {key}.dp={settings.dp} and {key}.tp="
-            f"{settings.tp}: without graphs vLLM loses a batch of one token "
-            "(model_executor/models/deepseek_v2.py:1360); allowed: false"
-        )
+    if key != "rollout":
+        for name in sorted(settings.engine.keys() & _POLICY_FIELDS):
+            raise ConfigError(
+                f"{key}.engine.{name}={settings.engine[name]!r}: only servers of the policy have "
+                "this; allowed: not to set it"
+            )
+    passed = read_arguments(f"{key}.engine", settings.engine)
+    mode = getattr(passed.get("compilation_config"), "mode", None)
+    for field, is_eager in (
+        ("enforce_eager", passed.get("enforce_eager", False)),
+        ("optimization_level", passed.get("optimization_level") == 0),
+        ("compilation_config", mode not in (None, _VLLM_COMPILE)),
+    ):
+        if is_eager and min(settings.dp, settings.tp) > 1:
+            raise ConfigError(
+                f"{key}.engine.{field}={settings.engine[field]!r} with {key}.dp={settings.dp} and "
+                f"{key}.tp={settings.tp}: without graphs vLLM loses a batch of one token "
+                "(model_executor/models/deepseek_v2.py:1360); allowed: not to set it"
+            )
     for name, reason in CPU_OWNED.items() if device == "cpu" else ():
         if name in settings.engine:
             raise ConfigError(

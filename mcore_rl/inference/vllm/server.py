@@ -497,9 +497,11 @@ class VLLMServer(GenerationServer):
             pauses = self._config.dp > 1 and self._lifecycle.state is State.SERVING
             if pauses:
                 await self._pause_scheduler("keep")
-            await _call_workers(self._started_engine, "joining the trainer", method, arguments)
-            if pauses:
-                await self._started_engine.resume_generation()
+            try:
+                await _call_workers(self._started_engine, "joining the trainer", method, arguments)
+            finally:
+                if pauses:
+                    await self._started_engine.resume_generation()
 
     async def update(
         self, version: int, *, in_flight: bool = False, recompute_cache: bool = False

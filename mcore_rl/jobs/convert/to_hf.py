@@ -44,6 +44,7 @@ from mcore_rl.jobs.convert.plan import (
     uses_bridge,
 )
 from mcore_rl.jobs.convert.run import Conversion, ReportBytes, run
+from mcore_rl.models.base import get_frozen_prefixes, read_config
 from mcore_rl.reshard.float8 import SCALE_SUFFIX, get_scale_shape
 from mcore_rl.reshard.rules import join_slices, list_logical_tensors, parse_slice
 
@@ -114,6 +115,11 @@ def plan_conversion(
     check_choice("--lora", lora, LORA)
     target = parse_dtype("--dtype", DTYPES, dtype) if dtype else None
     source = open_megatron_checkpoint(checkpoint, reference)
+    if target == fp8.QUANTIZED and get_frozen_prefixes(read_config(source.companions)):
+        raise ConfigError(
+            f"--dtype={dtype}: the model of {checkpoint} is a wrapper, whose tensors have other "
+            "names than those of float8 checkpoints; allowed: bfloat16, float32"
+        )
     notes, adapted, base = source.notes, None, source
     if lora == "separate":
         base = replace(
@@ -129,7 +135,7 @@ def plan_conversion(
     if target == fp8.QUANTIZED and all(tensor.dtype != target for tensor in tensors):
         raise ConfigError(
             f"--dtype={dtype}: no tensor of {checkpoint} has the name of a projection that float8 "
-            "checkpoints have (a model inside a wrapper has none); allowed: bfloat16, float32"
+            "checkpoints have; allowed: bfloat16, float32"
         )
     shards = plan_shards(tensors, max_shard_bytes)
     options = {"--dtype": dtype, "--lora": lora, "--max-shard-size": max_shard_bytes}

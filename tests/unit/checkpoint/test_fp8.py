@@ -252,10 +252,17 @@ def test_the_config_is_the_published_one():
 def test_a_hybrid_model_has_its_projections_in_float8_and_lists_what_stands_beside_them():
     layer = "model.layers.0."
     quantized = [
-        f"{layer}linear_attn.in_proj_qkvz.weight", f"{layer}linear_attn.out_proj.weight",
+        f"{layer}linear_attn.in_proj_qkvz.weight", f"{layer}linear_attn.in_proj_qkv.weight",
+        f"{layer}linear_attn.in_proj_z.weight", f"{layer}linear_attn.out_proj.weight",
         f"{layer}mlp.shared_expert.up_proj.weight", "mtp.layers.0.self_attn.q_proj.weight",
     ]  # fmt: skip
-    plain = ["mtp.fc", f"{layer}linear_attn.in_proj_ba", f"{layer}mlp.shared_expert_gate"]
+    plain = [
+        "mtp.fc",
+        f"{layer}linear_attn.in_proj_ba",
+        f"{layer}linear_attn.in_proj_a",
+        f"{layer}linear_attn.in_proj_b",
+        f"{layer}mlp.shared_expert_gate",
+    ]
     plain.append(f"{layer}mlp.gate")
     beside = [f"{layer}linear_attn.conv1d.weight", f"{layer}input_layernorm.weight"]
     assert all(is_block_quantized(name, (256, 128)) for name in quantized)

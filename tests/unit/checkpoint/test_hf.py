@@ -338,6 +338,7 @@ def test_blocks_and_scales_that_do_not_fit_are_named(packed, tensors, message):
 
 INT4: dict[str, Any] = {
     "quant_method": "compressed-tensors", "format": "pack-quantized", "kv_cache_scheme": None,
+    "sparsity_config": {}, "transform_config": {},
     "quantization_status": "compressed", "ignore": ["lm_head", "re:.*self_attn.*"],
     "config_groups": {
         "group_0": {
@@ -417,6 +418,7 @@ def test_values_and_scales_of_int4_that_do_not_fit_are_named(int4, change, messa
         ({"format": "int-quantized"}, "format='int-quantized' is not .* 'pack-quantized'"),
         ({"kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme=.* allowed: None"),
         ([], r"quantization_config=\[\] is not an object"),
+        ({"transform_config": {"config_groups": {"R1": {}}}}, "transform_config=.* allowed: None"),
         ({"config_groups": {}}, "config_groups={} is not supported; allowed: an object of groups"),
         ({"config_groups": {"a": 1}}, "config_groups.a=1 is not supported; allowed: an object"),
         ({"num_bits": 8}, "config_groups.group_0.weights.num_bits=8 is not .* allowed: 4"),

@@ -220,6 +220,10 @@ BAD = [
         "rollout.speculative.num_tokens=-1; allowed: 0 to 128",
     ),
     (
+        {"rollout__speculative__num_tokens": 2, "rollout__dp": 2, "rollout__ep": True},
+        "rollout.speculative.num_tokens=2 with rollout.dp=2: drafts of data-parallel ranks",
+    ),
+    (
         {"rollout__speculative__num_tokens": 2},
         "rollout.speculative.num_tokens=2 with actor.mtp_loss_coef=0.0: the actor has no",
     ),

@@ -84,14 +84,22 @@ def test_an_argument_is_refused_before_a_run_with_the_reason(name, value, messag
         check({name: value})
 
 
-def test_data_parallel_ranks_of_several_workers_need_graphs():
-    settings = RolloutConfig(dp=2, tp=1, ep=True, engine={"enforce_eager": True})
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("enforce_eager", True), ("optimization_level", 0), ("compilation_config", {"mode": 0})],
+)
+def test_data_parallel_ranks_of_several_workers_need_graphs(name, value):
+    settings = RolloutConfig(dp=2, tp=1, ep=True, engine={name: value})
     check_server_settings(settings, "k", device="cuda")
     settings.tp = 2
-    with pytest.raises(
-        ConfigError, match=r"k\.engine\.enforce_eager=true with k\.dp=2 and k\.tp=2"
-    ):
+    with pytest.raises(ConfigError, match=rf"k\.engine\.{name}=.* with k\.dp=2 and k\.tp=2"):
         check_server_settings(settings, "k", device="cuda")
+
+
+def test_float8_of_the_engine_of_frozen_models_servers_is_refused():
+    settings = RolloutConfig(engine={"quantization": "fp8"})
+    with pytest.raises(ConfigError, match=r"judge\.engine\.quantization=.*only servers of the pol"):
+        check_server_settings(settings, "models.judge", device="cuda")
 
 
 @pytest.mark.parametrize("name", ["enable_chunked_prefill", "enforce_eager"])

@@ -19,6 +19,7 @@ from mcore_rl.config.resolve_rollout import resolve_servers
 from mcore_rl.config.schema import EngineConfig, Layout, ModelConfig, RLConfig, RolloutConfig
 from mcore_rl.inference.vllm.server import VLLMServer
 from mcore_rl.jobs.quantization_preflight import check_quantization
+from mcore_rl.models.base import read_config
 
 PUBLISHED = Path(__file__).parents[1] / "models" / "published"
 
@@ -68,11 +69,34 @@ def test_a_layout_that_cuts_a_block_is_refused(family, fields, layout, tp, messa
     assert "null" in str(refusal.value)
 
 
-def test_a_model_as_published_passes_between_the_layouts_of_its_recipe():
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("Qwen3.5-35B-A3B", "no tensor of the family 'qwen3_5_moe' has the name of a projection"),
+        ("Kimi-K2.5", "no tensor of the family 'kimi_k25' has the name of a projection"),
+        ("DeepSeek-V3.2", r"has model\.layers\.0\.self_attn\.indexer\.weights_proj\.weight, which"),
+    ],
+)
+def test_a_family_with_other_projections_is_refused_by_name(name, reason, tmp_path):
+    (tmp_path / "config.json").write_text((PUBLISHED / f"{name}.json").read_text())
+    message = rf"^rollout\.quantization='fp8_block': .*{reason}.* allowed: null$"
+    with pytest.raises(ConfigError, match=message):
+        check_quantization(build_config(Layout()), read_config(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("name", "layout", "rollout"),
+    [
+        ("DeepSeek-V3", Layout(tp=2, ep=2), {"tp": 8, "ep": True}),
+        ("DeepSeek-V3", Layout(tp=2, ep=2), {"tp": 8, "dp": 2, "ep": True}),  # docs/recipes.md
+        ("Qwen3-Next-80B-A3B", Layout(dp=2, ep=2), {"tp": 1}),
+        ("MiniMax-M2", Layout(tp=2, ep=2), {"tp": 8, "ep": True}),
+    ],
+)
+def test_a_model_as_published_passes(name, layout, rollout):
     """DeepSeek-V3 in float8: heads of 128 and 192, 576 rows of latents in one partial block."""
-    model = json.loads((PUBLISHED / "DeepSeek-V3.json").read_text())
-    config = build_config(Layout(tp=2, pp=1, ep=2), tp=8, ep=True)
-    check_quantization(config, model)
+    model = json.loads((PUBLISHED / f"{name}.json").read_text())
+    check_quantization(build_config(layout, **rollout), model)
 
 
 def test_servers_in_float8_are_corrected_for_and_have_bounds_of_their_own():
