@@ -681,13 +681,14 @@ async def connect_trainer(checks: ServerChecks) -> AsyncIterator[TrainerRank]:
     settings = WeightSyncConfig(
         method="disaggregated", verify="full", timeout_s=20.0, bucket_bytes=1 << 20
     )
-    generation = build_generation_layout(checks.settings, num_servers=1)
-    config = CheckpointReader(checks.model_path).read_config()
-    drafts = checks.settings.speculative.num_tokens > 0
+    served, config = checks.settings, CheckpointReader(checks.model_path).read_config()
+    drafts = served.speculative.num_tokens > 0
     num_mtp = drafts * get_family(config).num_mtp_layers(config)
-    formats: dict[str, Any] = {"weight_format": weight_format, "drafts": drafts}
-    formats["quantization"] = checks.settings.quantization
-    spec = TransferSpec(Layout(), num_mtp, generation, checks.dtype, settings, **formats)
+    generation = build_generation_layout(served, num_servers=1)
+    spec = TransferSpec(Layout(), num_mtp, generation, checks.dtype, settings)
+    spec = replace(
+        spec, weight_format=weight_format, drafts=drafts, quantization=served.quantization
+    )
     with RendezvousServer("127.0.0.1") as rendezvous:
         joining = asyncio.to_thread(
             connect, spec, rendezvous.endpoint, config, 0, torch.device("cpu")

@@ -139,9 +139,7 @@ def test_a_conversion_to_float8_is_refused(model, families, tmp_path):
     paths = ["--model", str(model), "--output", str(tmp_path / "megatron")]
     convert(["hf-to-mcore", *paths, *family])
     paths = ["--checkpoint", str(tmp_path / "megatron"), "--output", str(tmp_path / "back")]
-    with pytest.raises(
-        ConfigError, match=r"--dtype=fp8: .* is a wrapper.* allowed: bfloat16"
-    ):
+    with pytest.raises(ConfigError, match=r"--dtype=fp8: .* is a wrapper.* allowed: bfloat16"):
         convert(["mcore-to-hf", *paths, "--dtype", "fp8", *family])
 
 
