@@ -685,10 +685,8 @@ async def connect_trainer(checks: ServerChecks) -> AsyncIterator[TrainerRank]:
     drafts = served.speculative.num_tokens > 0
     num_mtp = drafts * get_family(config).num_mtp_layers(config)
     generation = build_generation_layout(served, num_servers=1)
-    spec = TransferSpec(Layout(), num_mtp, generation, checks.dtype, settings)
-    spec = replace(
-        spec, weight_format=weight_format, drafts=drafts, quantization=served.quantization
-    )
+    spec = TransferSpec(Layout(), num_mtp, generation, checks.dtype, settings, drafts=drafts)
+    spec = replace(spec, weight_format=weight_format, quantization=served.quantization)
     with RendezvousServer("127.0.0.1") as rendezvous:
         joining = asyncio.to_thread(
             connect, spec, rendezvous.endpoint, config, 0, torch.device("cpu")
