@@ -43,6 +43,7 @@ gate 'import layers' lint-imports --no-cache
 gate 'sizes' python tests/check_sizes.py .
 # Names and docstrings in the words of the field.
 gate 'words' python tests/check_words.py benchmarks examples models mcore_rl
+# shellcheck disable=SC2317  # `gate` calls it
 build_site() { bash launch/setup_env.sh docs && NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict; }
 gate 'docs site' build_site
 if command -v shellcheck >/dev/null; then

@@ -188,9 +188,8 @@ def build_transformer_config(
         fields |= {
             "dsa_indexer_loss_coeff": engine.indexer_loss_coef,
             "dsa_indexer_use_sparse_loss": True,
-            "cp_comm_type": "allgather",
         }
-        flags["apply_rope_fusion"] = False
+        flags |= {"apply_rope_fusion": False, "cp_comm_type": "allgather"}
     # The fused kernel of latent attention has YaRN only; that of others takes no factor of it.
     is_yarn = arguments.get("rope_parameters", {}).get("rope_type") == "yarn"
     if fields.get("rope_type") == "rope" or is_yarn:
@@ -198,6 +197,11 @@ def build_transformer_config(
     if fields.get("num_moe_experts") and fields.get("add_bias_linear", True):
         flags["bias_dropout_fusion"] = False  # refused with biases (transformer/moe/experts.py:204)
     passed = passthrough.read_fields("megatron", engine.megatron).model
+    if "cp_comm_type" in flags and passed.get("cp_comm_type", "allgather") != "allgather":
+        raise ConfigError(
+            f"megatron.cp_comm_type={passed['cp_comm_type']!r}: sparse attention gathers its keys "
+            "over cp (experimental_attention_variant/dsa.py:1807); allowed: 'allgather'"
+        )
     engine_fields = dict(
         mtp_num_layers=sum(stage.num_mtp_layers for stage in stages) or None,
         **_build_recompute_fields(engine),

@@ -89,8 +89,10 @@ def test_no_two_completions_of_a_run_share_a_seed():
     prompts = [Prompt([1], group, {"answer": ""}) for group in (0, 1, 2, -1)]
     sampling = SamplingParams(n=4, temperature=0.7, top_p=0.9, max_tokens=33, seed=100)
     asyncio.run(loop.run_all(prompts, sampling))
-    # The engine counts on from here for the n completions. All else arrives as it was asked.
-    assert generator.requests == [replace(sampling, seed=seed) for seed in (100, 104, 108, 96)]
+    # The engine counts on from here for the n completions. All else arrives as it was sent.
+    assert generator.requests == [
+        replace(sampling, seed=100 + 4 * group, group=str(group)) for group in (0, 1, 2, -1)
+    ]
 
 
 def test_the_first_failure_is_raised():

@@ -30,7 +30,7 @@ QUICKSTARTS = [f"recipe=quickstart{suffix}" for suffix in ("", "_fsdp", "_images
         ("mcore-rl rl see", ["seed="]),
         ("mcore-rl rl recipe=quick", QUICKSTARTS),
         ("mcore-rl rl recipe=qu", QUICKSTARTS),
-        ("mcore-rl rl recipe=mi", ["recipe=mines/", "recipe=mine.yaml"]),
+        ("mcore-rl rl recipe=mine", ["recipe=mines/", "recipe=mine.yaml"]),
         ("mcore-rl rl recipe=mines/", ["recipe=mines/deep.yml"]),
         ("mcore-rl samples ", []),
         ("mcore-rl samples --so", ["--sort"]),
@@ -100,7 +100,7 @@ def test_bash_replaces_what_stands_behind_the_last_equals_sign(line, replies):
     [
         ("mcore-rl rl model.path=my", "mcore-rl rl model.path=my_model/"),
         ("mcore-rl rl data.train_file=./tr", "mcore-rl rl data.train_file=./train.parquet"),
-        ("mcore-rl rl recipe=mi", "mcore-rl rl recipe=mine.yaml"),
+        ("mcore-rl rl recipe=mine", "mcore-rl rl recipe=mine.yaml"),
         ("mcore-rl chat my", "mcore-rl chat my_model/"),
         ("mcore-rl convert inspect ", "mcore-rl convert inspect my_model/"),
         ("mcore-rl rl weight_sync.ver", "mcore-rl rl weight_sync.verify="),

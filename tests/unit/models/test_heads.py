@@ -62,8 +62,3 @@ def test_a_classifier_of_more_labels_is_refused(labels, count):
     config = QWEN3 | labels | {"architectures": ["Qwen3ForTokenClassification"]}
     with pytest.raises(ConfigError, match=rf"Qwen3For.* has {count} labels .* allowed.*: 1"):
         build_value_config(config)
-
-
-def test_a_refused_family_gives_its_reason_as_a_value_model_too():
-    with pytest.raises(ConfigError, match="its sparse attention"):
-        get_family({"architectures": ["DeepseekV32ForTokenClassification"]})

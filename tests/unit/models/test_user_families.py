@@ -59,6 +59,7 @@ def build_config(architecture: str = "MistralForCausalLM", **changes: Any) -> di
 
 
 def test_a_family_is_used_for_its_architecture_until_another_is():
+    use_family("")
     with pytest.raises(ConfigError, match=r"or model.family with a family of your own"):
         get_family(build_config())
     use_family(FAMILY)

@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 
-from mcore_rl.config.schema import RLConfig, TimeoutsConfig
+from mcore_rl.config.schema import Layout, RLConfig, TimeoutsConfig, WeightSyncConfig
 from mcore_rl.controller.pending_call import Timeout
 from mcore_rl.reshard.layout import GenerationLayout
 from mcore_rl.rollout import weight_updater
+from mcore_rl.weight_sync.spec import TransferSpec
 
 
 class Actor:
@@ -73,9 +74,10 @@ def make_config(tmp_path, method: str) -> RLConfig:
 
 
 LIMIT = Timeout(300, "weight_sync.timeout_s")
-OPENED = {"open_weights": ("endpoint", "spec")}
+SPEC = TransferSpec(Layout(), 0, GenerationLayout(), "bfloat16", WeightSyncConfig())
+OPENED = {"open_weights": ("endpoint", SPEC)}
 CONNECTED = (
-    "connect_weights", ("endpoint", "spec", 0), ("endpoint", "spec", 2), ["connect_weights"], LIMIT,
+    "connect_weights", ("endpoint", SPEC, 0), ("endpoint", SPEC, 2), ["connect_weights"], LIMIT,
 )  # fmt: skip
 SENT = "receive_weights", (7,), (7,), ["send_weights"], LIMIT
 
@@ -88,7 +90,7 @@ def test_a_push_waits_for_both_sides_up_to_the_limit(tmp_path, method):
     assert servers.attempts == [CONNECTED]
     sync.push(7)
     assert servers.attempts == [CONNECTED, SENT] and servers.version == 7
-    assert actor.calls["connect_weights"] == ("endpoint", "spec")
+    assert actor.calls["connect_weights"] == ("endpoint", SPEC)
     assert actor.calls["send_weights"] == (7,)
     layout, settings, weight_format, _ = actor.calls["open_weights"]
     assert weight_format == "vllm"
