@@ -25,10 +25,12 @@ from mcore_rl.data.batch import Batch, Jagged
 from mcore_rl.data.sample import Sample
 from mcore_rl.inference.protocol import SamplingParams
 from mcore_rl.parallel.rendezvous import RendezvousEndpoint, RendezvousServer
+from mcore_rl.reshard.layout import GenerationLayout
 from mcore_rl.rewards.registry import RewardError
 from mcore_rl.rollout.manager import RolloutPool
 from mcore_rl.rollout.server_pool import ServerPool
 from mcore_rl.rollout.weight_updater import TransportSync
+from mcore_rl.weight_sync.spec import TransferSpec
 from mcore_rl.weight_sync.transport import StreamError
 from tests.nightly import nightly
 
@@ -108,8 +110,10 @@ class Server:
         return []
 
     @register()
-    def connect_weights(self, endpoint: RendezvousEndpoint, spec: int, first_rank: int) -> None:
-        self.connected = spec, first_rank
+    def connect_weights(
+        self, endpoint: RendezvousEndpoint, spec: TransferSpec, first_rank: int
+    ) -> None:
+        self.connected = spec.generation.dp, first_rank
 
     @register()
     def receive_weights(self, version: int) -> None:
@@ -145,13 +149,17 @@ class Trainer:
 
     @register(dispatch_mode=Dispatch.RANK_ZERO)
     def open_weights(
-        self, layout: object, settings: object, weight_format: str, worker_lists: object
-    ) -> tuple[RendezvousEndpoint, int]:
+        self,
+        layout: GenerationLayout,
+        settings: WeightSyncConfig,
+        weight_format: str,
+        worker_lists: object,
+    ) -> tuple[RendezvousEndpoint, TransferSpec]:
         self.rendezvous = RendezvousServer("127.0.0.1")
-        return self.rendezvous.endpoint, layout.dp  # type: ignore[attr-defined]
+        return self.rendezvous.endpoint, TransferSpec(Layout(), 0, layout, "bfloat16", settings)
 
     @register()
-    def connect_weights(self, endpoint: RendezvousEndpoint, spec: int) -> None: ...
+    def connect_weights(self, endpoint: RendezvousEndpoint, spec: TransferSpec) -> None: ...
 
     @register()
     def send_weights(self, version: int) -> None:

@@ -23,6 +23,7 @@ from mcore_rl.controller.resource_pool import ResourcePool
 from mcore_rl.controller.worker_group import WorkerGroup
 from mcore_rl.parallel import rendezvous
 from mcore_rl.reshard.executor import Bucket
+from mcore_rl.reshard.layout import GenerationLayout
 from mcore_rl.rollout.server_pool import ServerPool
 from mcore_rl.rollout.weight_updater import TransportSync
 from mcore_rl.weight_sync.shared_memory import (
@@ -32,6 +33,7 @@ from mcore_rl.weight_sync.shared_memory import (
     create_shared_buckets,
     receive_shards,
 )
+from mcore_rl.weight_sync.spec import TransferSpec
 from mcore_rl.weight_sync.transport import WeightUpdate
 from tests.nightly import nightly
 
@@ -68,13 +70,17 @@ class Trainer:
 
     @register(dispatch_mode=Dispatch.RANK_ZERO)
     def open_weights(
-        self, layout: object, settings: object, weight_format: str, worker_lists: object
-    ) -> tuple[ShardEndpoint, None]:
+        self,
+        layout: GenerationLayout,
+        settings: WeightSyncConfig,
+        weight_format: str,
+        worker_lists: object,
+    ) -> tuple[ShardEndpoint, TransferSpec]:
         self.sender = ShardSender(generation_rank=0, timeout_s=60)
-        return self.sender.endpoint, None
+        return self.sender.endpoint, TransferSpec(Layout(), 0, layout, "bfloat16", settings)
 
     @register()
-    def connect_weights(self, endpoint: ShardEndpoint, spec: None) -> None: ...
+    def connect_weights(self, endpoint: ShardEndpoint, spec: TransferSpec) -> None: ...
 
     @register()
     def send_weights(self, version: int) -> None:
@@ -103,7 +109,7 @@ class Server:
         return []
 
     @register()
-    def connect_weights(self, endpoint: ShardEndpoint, spec: None, first_rank: int) -> None:
+    def connect_weights(self, endpoint: ShardEndpoint, spec: TransferSpec, first_rank: int) -> None:
         self.endpoint = endpoint
 
     @register()
