@@ -72,7 +72,7 @@ def _one_packing(
     engine.spec.engine.max_tokens_per_micro_batch = budget
     engine.optimizer_zero_grad()
     results = engine.forward_backward_batch(mine, negative_log_likelihood, forward_only=False)
-    parameters = [p for chunk in engine.chunks for p in chunk.parameters()]
+    parameters = [p for chunk in engine.chunks for p in chunk.parameters() if p.requires_grad]
     return {
         "num_micro_batches": len(results),
         "metrics": engine._reduce_metrics(results),

@@ -92,7 +92,6 @@ def _check_session_gone(leader: int, files: set[Path], within_s: float = 60.0) -
         ("nodes", 1, 2),
         ("fork", 2, 1),
         nightly(("fork", 2, 2)),
-        nightly(("spawn", 2, 1)),
         nightly(("nodes", 2, 1)),
     ],
 )
