@@ -199,7 +199,7 @@ def build_transformer_config(
     passed = passthrough.read_fields("megatron", engine.megatron).model
     if "cp_comm_type" in flags and passed.get("cp_comm_type", "allgather") != "allgather":
         raise ConfigError(
-            f"megatron.cp_comm_type={passed['cp_comm_type']!r}, sparse attention; allowed: 'allgather'"
+            f"megatron.cp_comm_type={passed['cp_comm_type']!r}: sparse attention needs 'allgather'"
         )
     engine_fields = dict(
         mtp_num_layers=sum(stage.num_mtp_layers for stage in stages) or None,
