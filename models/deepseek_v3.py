@@ -23,10 +23,8 @@ from mcore_rl.models.parts import (
     Layer,
     count_mtp_layers,
     get_layer_spec,
-    has_experts,
     map_common_config,
     map_decoder_weights,
-    map_dense_mlp_weights,
     map_shared_expert_config,
     map_shared_expert_mlp_weights,
 )
@@ -57,10 +55,7 @@ def _map_lite_config(config: HFConfig) -> dict[str, Any]:
 
 def _map_layer(config: HFConfig, layer: Layer) -> Iterator[Weight]:
     yield from map_latent_attention(config, layer)
-    if has_experts(config, layer.index):
-        yield from map_shared_expert_mlp_weights(config, layer)
-    else:
-        yield from map_dense_mlp_weights(config, layer)
+    yield from map_shared_expert_mlp_weights(config, layer)
 
 
 def map_weights(config: HFConfig, padded_vocab: int) -> tuple[Weight, ...]:

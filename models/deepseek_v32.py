@@ -24,10 +24,8 @@ from mcore_rl.models.latent import (
 from mcore_rl.models.parts import (
     Layer,
     count_mtp_layers,
-    has_experts,
     map_common_config,
     map_decoder_weights,
-    map_dense_mlp_weights,
     map_shared_expert_config,
     map_shared_expert_mlp_weights,
 )
@@ -138,10 +136,7 @@ def _map_layer(config: HFConfig, layer: Layer) -> Iterator[Weight]:
     for name, tensor in _list_indexer_tensors(config, layer).items():
         name = f"self_attention.core_attention.indexer.{name}"
         yield layer.build_weight(name, Replicated(tensor))
-    if has_experts(config, layer.index):
-        yield from map_shared_expert_mlp_weights(config, layer)
-    else:
-        yield from map_dense_mlp_weights(config, layer)
+    yield from map_shared_expert_mlp_weights(config, layer)
 
 
 def map_weights(config: HFConfig, padded_vocab: int) -> tuple[Weight, ...]:

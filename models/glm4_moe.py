@@ -10,11 +10,9 @@ from mcore_rl.models.parts import (
     Layer,
     count_mtp_layers,
     get_layer_spec,
-    has_experts,
     map_attention_weights,
     map_decoder_config,
     map_decoder_weights,
-    map_dense_mlp_weights,
     map_shared_expert_config,
     map_shared_expert_mlp_weights,
 )
@@ -42,10 +40,7 @@ def map_config(config: HFConfig) -> dict[str, Any]:
 def _map_layer(config: HFConfig, layer: Layer) -> Iterator[Weight]:
     qk_norm, qkv_bias = bool(config.get("use_qk_norm")), bool(config.get("attention_bias"))
     yield from map_attention_weights(config, layer, qk_norm=qk_norm, qkv_bias=qkv_bias)
-    if has_experts(config, layer.index):
-        yield from map_shared_expert_mlp_weights(config, layer)
-    else:
-        yield from map_dense_mlp_weights(config, layer)
+    yield from map_shared_expert_mlp_weights(config, layer)
 
 
 def map_weights(config: HFConfig, padded_vocab: int) -> tuple[Weight, ...]:

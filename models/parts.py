@@ -384,7 +384,13 @@ def map_expert_mlp_weights(
 
 
 def map_shared_expert_mlp_weights(config: HFConfig, layer: Layer) -> Iterator[Weight]:
-    """Map the MoE of DeepSeek-V3: router with a selection bias, experts and shared experts."""
+    """Map the MLP of DeepSeek-V3: dense in the first layers, then routed and shared experts.
+
+    The router has a selection bias.
+    """
+    if not has_experts(config, layer.index):
+        yield from map_dense_mlp_weights(config, layer)
+        return
     num_experts = get_field(config, "n_routed_experts")
     ffn = get_field(config, "moe_intermediate_size")
     yield from map_expert_mlp_weights(config, layer, num_experts=num_experts, ffn=ffn)

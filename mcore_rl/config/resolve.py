@@ -434,10 +434,9 @@ def _resolve_weight_sync(config: RLConfig) -> None:
     num_ranks = config.actor.layout.world_size
     if method == "colocated" and num_workers > num_ranks:
         raise ConfigError(
-            f"weight_sync.method='colocated': rollout.num_servers * rollout.dp * rollout.tp = "
-            f"{num_workers} "
-            f"workers of servers share the devices of actor.layout's {num_ranks} ranks; allowed: "
-            "at most as many workers, or weight_sync.method='disaggregated'"
+            "weight_sync.method='colocated': rollout.num_servers * rollout.dp * rollout.tp = "
+            f"{num_workers} workers of servers share the devices of actor.layout's {num_ranks} "
+            "ranks; allowed: at most as many workers, or weight_sync.method='disaggregated'"
         )
 
 

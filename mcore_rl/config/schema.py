@@ -131,9 +131,8 @@ class EngineConfig:
     lora: LoRAConfig = field(default_factory=LoRAConfig)
     fsdp: FSDPConfig = field(default_factory=FSDPConfig)
     mtp_loss_coef: float = 0.0  # weight of the multi-token prediction loss
-    indexer_loss_coef: float = (
-        0.0  # weight of the loss of sparse attention's indexers; 0 freezes them
-    )
+    # weight of the loss of sparse attention's indexers; 0 freezes them
+    indexer_loss_coef: float = 0.0
     threads_per_rank: int = 1  # CPU threads per rank
     modules: str = "auto"  # te (Transformer Engine, GPU), torch, or auto (te if installed)
     # fields of Megatron's TransformerConfig, DDP and optimizer, by name: docs/passthrough.md
@@ -192,9 +191,8 @@ class RolloutConfig:
     backend: str = "vllm"  # vllm, sglang, or the import path of a GenerationServer (docs/plugs.md)
     num_servers: int = 1  # each with a full copy of the model
     tp: int = 1  # tensor parallel inside a server
-    dp: int = (
-        1  # data-parallel attention ranks of a server, of tp ranks each; with ep: docs/rollout.md
-    )
+    # data-parallel attention ranks of a server, of tp ranks each; with ep: docs/rollout.md
+    dp: int = 1
     nodes_per_server: int = 1  # nodes that a server spans, with equal shares of its dp * tp ranks
     ep: bool = False  # expert parallel over the dp * tp ranks
     temperature: float = 1.0  # sampling temperature; above 0
@@ -229,6 +227,7 @@ class RolloutConfig:
 
     @property
     def workers_per_node(self) -> int:
+        """Workers of a server on each of its nodes."""
         return self.num_workers // self.nodes_per_server
 
 

@@ -41,7 +41,7 @@ def attempt(what, action):
     try:
         action()
         done.append(what)
-    except Exception:
+    except Exception:  # denied, as it must be
         pass
 
 def connect():

@@ -325,8 +325,8 @@ def test_a_disk_that_refuses_one_rank_is_told_on_all_and_the_next_save_is_whole(
     to = folder / f"refused-{rank}-{when}" / "checkpoint"
     actual = refused_by_the_disk(model, LAYOUTS["tp2"], batch, to, rank, when)
     assert len({result["message"] for result in actual}) == 1
-    told = actual[0]["message"]
-    assert told.startswith(f"{to} cannot be written: ") and "File too large" in told
+    message = actual[0]["message"]
+    assert message.startswith(f"{to} cannot be written: ") and "File too large" in message
     for result in actual:
         assert (result["left"], result["same"]) == ([], True)
     check_checkpoint(to)

@@ -367,7 +367,7 @@ def test_a_published_quantised_checkpoint_is_the_model_of_the_dequantised_weight
 
 @pytest.mark.parametrize("layout", [nightly(Layout()), CASES["kimi_k2"].layout], ids=str)
 def test_scores_and_three_steps_of_kimi_k2_5_equal_plain_torch_on_transformers(layout, tmp_path):
-    """As published, experts in int4; transformers reads them dequantised, with its own names."""
+    """The checkpoint has experts in int4; transformers reads its dequantised copy."""
     path, plain = tiny_families.save_published_kimi(tmp_path)
     batch = tiny_models.make_batch(num_samples=7)
     expected = torch_reference.score(torch_reference.load(plain), batch, 1.0)

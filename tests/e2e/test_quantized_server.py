@@ -69,7 +69,7 @@ def score_as_published(folder: Path) -> Any:
 
 
 def test_a_server_in_float8_has_the_scores_of_vllms_own_on_the_published_codes(tmp_path):
-    """From checkpoints of both forms, and of what a trainer in bfloat16 sends."""
+    """Load checkpoints of both forms, then receive what a trainer in bfloat16 sends."""
     folders = [save_published(tmp_path / str(seed), seed) for seed in (0, 1)]
     expected = [score_as_published(published) for published, _ in folders]
     assert expected[0].log_probs != expected[1].log_probs

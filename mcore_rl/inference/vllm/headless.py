@@ -22,7 +22,7 @@ class HeadlessWorkers:
     """A further node of a server: workers without an engine, or engines of data-parallel ranks.
 
     Args:
-        server: The whole server, as its first node has it.
+        server: The server, as its first node builds it.
     """
 
     def __init__(self, server: VLLMServer) -> None:
