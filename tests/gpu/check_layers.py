@@ -1,6 +1,7 @@
 """Four layers at the published width: step time, share of the GPU's peak, host waits, offload.
 
-`dense` has the layers of Qwen3-8B, `moe` those of Qwen3-30B-A3B; `fsdp-...` is the FSDP2 engine.
+`dense` has the layers of Qwen3-8B, `moe` those of Qwen3-30B-A3B; `fsdp-...` is the FSDP2 engine,
+`te-...` Megatron's with Transformer Engine, `fp8-...` that with matrix products in float8 blocks.
 Weights are random.
 """
 
@@ -24,6 +25,12 @@ from mcore_rl.trainers.policy_loss import PolicyLoss
 NUM_LAYERS = 4
 LOSS = PolicyLoss(AlgorithmConfig())
 HOST_WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize")
+
+
+FSDP = {"backend": "fsdp"}
+TRANSFORMER_ENGINE = {"modules": "te"}
+FLOAT8 = TRANSFORMER_ENGINE | {"megatron": {"fp8": "e4m3", "fp8_recipe": "blockwise"}}
+SETTINGS = {"": {"modules": "torch"}, "fsdp": FSDP, "te": TRANSFORMER_ENGINE, "fp8": FLOAT8}
 
 
 def make_batch(num_tokens: int, vocab_size: int) -> Batch:
@@ -134,7 +141,8 @@ def compute_log_probs(engine: BaseEngine, batch: Batch) -> np.ndarray:
 
 
 def check(arguments: argparse.Namespace) -> measure.Result:
-    backend, _, kind = arguments.case.rpartition("-")
+    variant, _, kind = arguments.case.rpartition("-")
+    choices = SETTINGS["" if arguments.dry and variant != "fsdp" else variant]
     make_config = measure.qwen3_8b if kind == "dense" else measure.qwen3_30b
     config = make_config(NUM_LAYERS, arguments.dry)
     measure.join_alone()
@@ -144,11 +152,13 @@ def check(arguments: argparse.Namespace) -> measure.Result:
     with tempfile.TemporaryDirectory() as folder:
         path = measure.make_checkpoint(config, Path(folder))
         settings = EngineConfig(
-            backend=backend or "megatron",
+            **choices,
             optimizer=OptimizerConfig(lr=1e-5, distributed=True),
             max_tokens_per_micro_batch=num_tokens // 2,
         )
-        model = ModelConfig(str(path), "bfloat16", family="transformers" if backend else "")
+        model = ModelConfig(
+            str(path), "bfloat16", family="transformers" if variant == "fsdp" else ""
+        )
         spec = EngineSpec(model, settings, seed=0, total_steps=20)
         engine = create_engine("language_model", spec)
         start = time.perf_counter()
@@ -187,4 +197,5 @@ def check(arguments: argparse.Namespace) -> measure.Result:
 
 
 if __name__ == "__main__":
-    measure.report(check, "dense", "moe", "fsdp-dense", "fsdp-moe")
+    variants = "", "fsdp-", "te-", "fp8-"
+    measure.report(check, *(variant + kind for variant in variants for kind in ("dense", "moe")))

@@ -63,6 +63,23 @@ def tests(name: str) -> tuple[str, ...]:
     )
 
 
+FAMILIES = {
+    "qwen3": "dense", "qwen3_moe": "moe", "gpt_oss": "gpt-oss", "qwen3_next": "qwen3-next",
+    "qwen3_5_moe": "qwen3.5-moe", "deepseek_v3": "deepseek-v3", "deepseek_v32": "deepseek-v3.2",
+    "minimax_m2": "minimax-m2",
+}  # fmt: skip
+TRANSFORMER_ENGINE = ("transformer_engine_torch",)
+ENGINE_CHECKS = tuple(
+    Check(f"engine {family} {dtype}{suffix}", "scores, two steps, save and load equal "
+          f"transformers{reason}", script("engine", f"{model}-{dtype}-{modules}"), 75, needs=needs,
+          is_timed=False)
+    for modules, suffix, reason, needs in (
+        ("torch", "", "", ()),
+        ("te", " te", ", with Transformer Engine", TRANSFORMER_ENGINE),
+    )
+    for dtype in ("float32", "bfloat16")
+    for model, family in FAMILIES.items()
+)  # fmt: skip
 CHECKS = (
     Check("kernels", "CUDA kernels of csrc equal its C++, bit for bit", tests("kernels"), 120,
           needs_gpu=True, is_timed=False),
@@ -70,22 +87,7 @@ CHECKS = (
           ("benchmarks/kernels.py",), 60),
     Check("attention", "attention without Transformer Engine equals plain attention",
           tests("attention"), 60, needs_gpu=True, is_timed=False),
-    Check("engine dense float32", "scores, two steps, save and load equal transformers",
-          script("engine", "qwen3-float32"), 60, is_timed=False),
-    Check("engine moe float32", "the same with experts",
-          script("engine", "qwen3_moe-float32"), 60, is_timed=False),
-    Check("engine dense bfloat16", "the same in bfloat16",
-          script("engine", "qwen3-bfloat16"), 60, is_timed=False),
-    Check("engine moe bfloat16", "the same in bfloat16 with experts",
-          script("engine", "qwen3_moe-bfloat16"), 60, is_timed=False),
-    Check("engine gpt-oss float32", "the same of gpt-oss: sinks, windows, biases of experts",
-          script("engine", "gpt_oss-float32"), 60, is_timed=False),
-    Check("engine gpt-oss bfloat16", "the same in bfloat16",
-          script("engine", "gpt_oss-bfloat16"), 60, is_timed=False),
-    Check("engine qwen3-next float32", "the same of Qwen3-Next: gated delta nets",
-          script("engine", "qwen3_next-float32"), 60, is_timed=False),
-    Check("engine qwen3-next bfloat16", "the same in bfloat16",
-          script("engine", "qwen3_next-bfloat16"), 60, is_timed=False),
+    *ENGINE_CHECKS,
     Check("fsdp float32", "the FSDP2 engine equals transformers: ten families, three of them with "
           "images", script("fsdp", "float32"), 120, needs=IMAGE_PACKAGES, is_timed=False),
     Check("fsdp bfloat16", "the same in bfloat16", script("fsdp", "bfloat16"), 120,
@@ -99,6 +101,14 @@ CHECKS = (
           script("layers", "fsdp-dense"), 120),
     Check("layers fsdp moe", "four layers of Qwen3-30B-A3B in the FSDP2 engine",
           script("layers", "fsdp-moe"), 120),
+    Check("layers te dense", "four layers of Qwen3-8B with Transformer Engine",
+          script("layers", "te-dense"), 120, needs=TRANSFORMER_ENGINE),
+    Check("layers te moe", "four layers of Qwen3-30B-A3B with Transformer Engine",
+          script("layers", "te-moe"), 120, needs=TRANSFORMER_ENGINE),
+    Check("layers fp8 dense", "four layers of Qwen3-8B, matrix products in float8 blocks",
+          script("layers", "fp8-dense"), 120, needs=TRANSFORMER_ENGINE),
+    Check("layers fp8 moe", "four layers of Qwen3-30B-A3B, matrix products in float8 blocks",
+          script("layers", "fp8-moe"), 120, needs=TRANSFORMER_ENGINE),
     Check("cpu offload", "Adam on the host takes the same steps, also after the engine was away",
           script("cpu_offload"), 60, is_timed=False),
     Check("log-prob head", "time and memory of the head against plain cross-entropy",
