@@ -68,7 +68,7 @@ FAMILIES = {
     "qwen3_5_moe": "qwen3.5-moe", "deepseek_v3": "deepseek-v3", "deepseek_v32": "deepseek-v3.2",
     "minimax_m2": "minimax-m2",
 }  # fmt: skip
-TRANSFORMER_ENGINE = ("transformer_engine_torch",)
+TRANSFORMER_ENGINE = ("transformer_engine",)
 ENGINE_CHECKS = tuple(
     Check(f"engine {family} {dtype}{suffix}", "scores, two steps, save and load equal "
           f"transformers{reason}", script("engine", f"{model}-{dtype}-{modules}"), 75, needs=needs,
@@ -254,7 +254,7 @@ def main() -> int:
 
         report({"environment": environment()})
         chosen = [check for check in CHECKS if not names or check.name in names]
-        with ThreadPoolExecutor(max(1, min(5, (os.cpu_count() or 1) // 2))) as pool:
+        with ThreadPoolExecutor(max(1, min(8, (os.cpu_count() or 1) // 2))) as pool:
             list(pool.map(run_and_report, (check for check in chosen if not check.is_timed)))
         for check in chosen:
             if check.is_timed:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib.metadata
 import importlib.util
 import logging
 import os
@@ -42,6 +43,20 @@ def get_collective_backend() -> str:
     return DEVICES[get_device_type()].backend
 
 
+def is_transformer_engine_installed() -> bool:
+    """Say whether Transformer Engine and its part for torch are installed, without importing them.
+
+    The wheel of that part has its library in transformer_engine/wheel_lib, where only Transformer
+    Engine looks for it (common/__init__.py, _get_shared_object_file); a build from source has it
+    beside the package.
+    """
+    if importlib.util.find_spec("transformer_engine") is None:
+        return False
+    if importlib.util.find_spec("transformer_engine_torch") is not None:
+        return True
+    return any(True for _ in importlib.metadata.distributions(name="transformer_engine_torch"))
+
+
 def choose_modules(setting: str, device: str = "", key: str = "actor") -> str:
     """Choose the modules of the layers: "te" (Transformer Engine) or "torch" (layers.py).
 
@@ -55,9 +70,8 @@ def choose_modules(setting: str, device: str = "", key: str = "actor") -> str:
         ConfigError: "te" without a GPU or without Transformer Engine.
     """
     has_gpu = (device or get_device_type()) == "cuda"
-    names = "transformer_engine", "transformer_engine_torch"
     is_elsewhere = device not in ("", get_device_type())
-    is_installed = is_elsewhere or all(importlib.util.find_spec(name) for name in names)
+    is_installed = is_elsewhere or is_transformer_engine_installed()
     if setting == "te" and not (has_gpu and is_installed):
         missing = "transformer-engine[pytorch], which is not installed" if has_gpu else "a GPU"
         raise ConfigError(f"{key}.modules='te' needs {missing}; allowed: 'auto', 'torch'")

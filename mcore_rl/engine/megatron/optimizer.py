@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -23,7 +22,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.resolve_engine import resolve_schedule
 from mcore_rl.config.schema import OptimizerConfig
-from mcore_rl.engine.megatron.device import get_device_type
+from mcore_rl.engine.megatron.device import get_device_type, is_transformer_engine_installed
 from mcore_rl.engine.megatron.passthrough import PassedFields
 
 _STYLES = {"constant": "constant", "linear": "linear", "cosine": "cosine", "wsd": "WSD"}
@@ -46,7 +45,7 @@ def check_optimizer(settings: OptimizerConfig, total_steps: int) -> None:
             "optimizer.cpu_offload=true: without a GPU the optimizer is already on the CPU; "
             "allowed: false"
         )
-    if settings.cpu_offload and importlib.util.find_spec("transformer_engine") is None:
+    if settings.cpu_offload and not is_transformer_engine_installed():
         # Without it Megatron's config ends in a TypeError (optimizer/optimizer_config.py:438).
         raise ConfigError(
             "optimizer.cpu_offload=true needs transformer-engine 2.1 or newer, which is not "

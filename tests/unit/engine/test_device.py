@@ -3,6 +3,7 @@
 And what a GPU lane that is not here would be given.
 """
 
+import importlib.util
 import subprocess
 import sys
 from pathlib import Path
@@ -109,6 +110,23 @@ def test_half_of_transformer_engine_is_none(lane, monkeypatch):
     assert device.choose_modules("auto") == "torch"
     with pytest.raises(ConfigError, match=r"which is not installed"):
         device.choose_modules("te")
+
+
+def test_transformer_engine_from_wheels_is_taken_though_its_torch_part_has_no_module_to_import(
+    lane, monkeypatch, tmp_path
+):
+    """The wheel of 2.20 has its library in transformer_engine/wheel_lib."""
+    (tmp_path / "transformer_engine/wheel_lib").mkdir(parents=True)
+    (tmp_path / "transformer_engine/__init__.py").touch()
+    metadata = tmp_path / "transformer_engine_torch-2.20.2.dist-info/METADATA"
+    metadata.parent.mkdir()
+    metadata.write_text("Metadata-Version: 2.1\nName: transformer_engine_torch\nVersion: 2.20.2\n")
+    find_spec = importlib.util.find_spec
+    lane("cuda")
+    monkeypatch.setattr(importlib.util, "find_spec", find_spec)
+    assert device.choose_modules("auto") == "torch"
+    monkeypatch.syspath_prepend(tmp_path)
+    assert device.choose_modules("auto") == device.choose_modules("te") == "te"
 
 
 def test_transformer_engine_that_does_not_import_is_refused_before_megatron_goes_on_without(
