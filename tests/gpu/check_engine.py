@@ -34,6 +34,7 @@ LOSS = PolicyLoss(AlgorithmConfig(kl_coef=0.1))
 # Transformer Engine multiplies float32 in TF32 (common/gemm/cublaslt_gemm.cu), 10 bits of fraction;
 # where it is installed Megatron's router does so with any modules (moe/moe_utils.py:1326).
 HAS_TE = importlib.util.find_spec("transformer_engine") is not None
+HAS_FLA = importlib.util.find_spec("fla") is not None  # its kernels multiply in TF32, too
 LIMITS = {
     "float32-torch": (5e-4, 5e-5, 3e-4) if HAS_TE else (2e-4, 1e-5, 1e-4),
     "float32-te": (0.5, 0.01, 0.02),
@@ -67,7 +68,10 @@ def build(name: str) -> Any:
     if name in tiny_models.configs():
         model = tiny_models.build(name)
     else:
-        model = tiny_models.build_from(tiny_families.cases()[name].config)
+        config = tiny_families.cases()[name].config
+        if name == "deepseek_v3":  # all sizes of heads powers of 2, for the fused rotary kernel
+            config.v_head_dim = 16
+        model = tiny_models.build_from(config)
     modeling = sys.modules[type(model).__module__]
     for function in ("torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule"):
         if hasattr(modeling, function):  # with fla installed it is fla's, which needs a GPU
@@ -132,12 +136,14 @@ def check(arguments: argparse.Namespace) -> measure.Result:
         again = resumed.train_batch(batch, LOSS)
         resumed.close()
         result["resume_difference"] = relative(again["loss"], third["loss"])
-    limit, mean_limit, step_limit = LIMITS[f"{dtype}-{modules}"]
+    is_tf32 = HAS_FLA and name in ("qwen3_next", "qwen3_5_moe")
+    limits = LIMITS["float32-te" if is_tf32 and dtype == "float32" else f"{dtype}-{modules}"]
+    limit, mean_limit, step_limit = limits
     assert result["log_prob_gap"] < limit and result["log_prob_gap_mean"] < mean_limit, result
     for step, reference in zip(steps, expected, strict=True):
         assert relative(step[0], reference[0]) < step_limit, result
         assert relative(step[1], reference[1]) < 3 * step_limit, result
-    if (dtype, modules) == ("float32", "torch"):
+    if (dtype, modules, is_tf32) == ("float32", "torch", False):
         assert result["weight_gap"] < 2.5 * LR and result["weight_gap_mean"] < 0.02 * LR, result
     assert result["resume_difference"] < 1e-5, result
     return result

@@ -2,7 +2,8 @@
 
 Four layers of Qwen3-30B-A3B with random weights. Log-probs are compared with transformers in
 float32 on the same GPU. `runner1` and `runner2` are vLLM's model runners, `graphs` the second one
-with compiled graphs instead of eager, `float8` the second one with rollout.quantization.
+with compiled graphs instead of eager, `float8` the second one with rollout.quantization. `drafts`
+is a small GLM-4.5 whose prediction layer proposes tokens.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import measure
+import tiny_families
 import torch
 
 from mcore_rl.config.schema import (
@@ -24,6 +26,7 @@ from mcore_rl.config.schema import (
     Layout,
     ModelConfig,
     RolloutConfig,
+    SpeculativeConfig,
     WeightSyncConfig,
 )
 from mcore_rl.engine.base import EngineSpec
@@ -146,15 +149,55 @@ async def serve(paths: list[Path], arguments: argparse.Namespace) -> measure.Res
     return result
 
 
+async def serve_drafts(paths: list[Path], arguments: argparse.Namespace) -> measure.Result:
+    """Serve a checkpoint and then another: log-probs are of the served model, drafts are taken."""
+    dtype = "float32" if arguments.dry else "bfloat16"
+    rollout = RolloutConfig(
+        max_num_seqs=8, kv_cache_bytes=64 << 20, speculative=SpeculativeConfig(2)
+    )
+    server = VLLMServer(str(paths[0]), dtype, LONGEST, rollout, seed=0, can_sleep=True)
+    await server.start()
+    result: measure.Result = {"runner": server.model_runner}
+    prompts = [[3, *range(10 + n, 40)] for n in range(8)]
+    sampling = SamplingParams(max_tokens=60, temperature=0.0)
+    try:
+        for version, path in enumerate(paths, 1):
+            await server.load_checkpoint(str(path), version)
+            await server.take_draft_counts()
+            answers = await asyncio.gather(*(server.submit(p, sampling) for p in prompts))
+            counts = await server.take_draft_counts()
+            completions = [completions[0] for completions in answers]
+            result[f"gaps {version}"] = log_prob_gaps(path, prompts, completions)
+            result[f"acceptance {version}"] = counts.num_accepted_tokens / counts.num_draft_tokens
+    finally:
+        await server.close()
+    for version in (1, 2):
+        assert result[f"gaps {version}"][0] < GAP_LIMIT, result
+        assert result[f"acceptance {version}"] > 0.5, result
+    return result
+
+
+def save_with_mtp(folder: Path, seed: int) -> Path:
+    """Save a small GLM-4.5 whose tokens are predictable, also by its prediction layer."""
+    config = tiny_families.served_config("glm4_moe")
+    config.head_dim = 64
+    folder.mkdir()
+    path = tiny_families.save_with_mtp("glm4_moe", folder, config)
+    return tiny_families.make_predictable(path, seed)
+
+
 def check(arguments: argparse.Namespace) -> measure.Result:
     if arguments.case == "runner1":
         os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
     measure.join_alone()
     with tempfile.TemporaryDirectory() as folder:
+        if arguments.case == "drafts":
+            paths = [save_with_mtp(Path(folder, str(n)), n) for n in (0, 1)]
+            return asyncio.run(serve_drafts(paths, arguments))
         config = measure.qwen3_30b(4, arguments.dry)
         paths = [measure.make_checkpoint(config, Path(folder, str(n)), seed=n) for n in (0, 1)]
         return asyncio.run(serve(paths, arguments))
 
 
 if __name__ == "__main__":
-    measure.report(check, "runner1", "runner2", "graphs", "float8")
+    measure.report(check, "runner1", "runner2", "graphs", "float8", "drafts")

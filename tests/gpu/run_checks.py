@@ -71,7 +71,7 @@ FAMILIES = {
 TRANSFORMER_ENGINE = ("transformer_engine",)
 ENGINE_CHECKS = tuple(
     Check(f"engine {family} {dtype}{suffix}", "scores, two steps, save and load equal "
-          f"transformers{reason}", script("engine", f"{model}-{dtype}-{modules}"), 75, needs=needs,
+          f"transformers{reason}", script("engine", f"{model}-{dtype}-{modules}"), 150, needs=needs,
           is_timed=False)
     for modules, suffix, reason, needs in (
         ("torch", "", "", ()),
@@ -124,6 +124,8 @@ CHECKS = (
           needs=("vllm",), needs_gpu=True),
     Check("server float8", "the same in float8 blocks: log-prob gap, GB/s of codes",
           script("server", "float8"), 200, needs=("vllm",), needs_gpu=True),
+    Check("server drafts", "vLLM drafts with a prediction layer: greedy tokens, log-probs, "
+          "acceptance", script("server", "drafts"), 150, needs=("vllm",)),
     Check("sglang", "servers of SGLang keep the contract of rollout backends", script("sglang"),
           600, needs_beside="sglang"),
     Check("quickstart", "the quickstart on one GPU learns", script("job"), 300,

@@ -192,7 +192,7 @@ def build_transformer_config(
         flags |= {"apply_rope_fusion": False, "cp_comm_type": "allgather"}
     # The fused kernel of latent attention has YaRN only; that of others takes no factor of it.
     is_yarn = arguments.get("rope_parameters", {}).get("rope_type") == "yarn"
-    if fields.get("rope_type") == "rope" or is_yarn:
+    if fields.get("rope_type") == "rope" or is_yarn or not _fits_latent_rope_kernel(fields):
         flags["apply_rope_fusion"] = False
     if fields.get("num_moe_experts") and fields.get("add_bias_linear", True):
         flags["bias_dropout_fusion"] = False  # refused with biases (transformer/moe/experts.py:204)
@@ -240,6 +240,15 @@ def build_transformer_config(
             f"megatron={engine.megatron}: Megatron refuses it with this model and layout: {reason}"
         ) from error
     return config, arguments
+
+
+def _fits_latent_rope_kernel(fields: dict[str, Any]) -> bool:
+    """Say whether all sizes of heads are powers of 2 (fusions/fused_mla_yarn_rope_apply.py:440).
+
+    True without latent attention, whose rotary kernel this is about.
+    """
+    sizes = [fields.get(f"{name}_head_dim", 1) for name in ("qk", "qk_pos_emb", "v")]
+    return all(size & (size - 1) == 0 for size in sizes)
 
 
 def _build_moe_fields(engine: EngineConfig) -> dict[str, Any]:

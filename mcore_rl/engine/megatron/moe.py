@@ -97,6 +97,8 @@ class PackedRouter(TopKRouter):
     - router.py:738 applies the padding mask along the experts instead of the tokens, and counts
       tokens for the selection bias outside of training, too.
     - router.py:257 adds every router that was ever built to a class-wide list.
+    - moe_utils.py:1327 gives Transformer Engine a bias in bfloat16 with a result in float32, for
+      which cuBLASLt reads the bias as float32.
     """
 
     def __init__(
@@ -125,6 +127,15 @@ class PackedRouter(TopKRouter):
         mask = self.pack_padding if padding_mask is None else padding_mask
         routing: tuple[torch.Tensor, torch.Tensor] = super().forward(input, mask)
         return routing
+
+    def gating(self, input: torch.Tensor) -> torch.Tensor:
+        """Return the logits [..., E] in the dtype of the router (config.moe_router_dtype)."""
+        bias, self.bias = self.bias, None
+        try:
+            logits: torch.Tensor = super().gating(input)
+        finally:
+            self.bias = bias
+        return logits if bias is None else logits + bias.to(logits.dtype)
 
     def _apply_aux_loss(
         self,

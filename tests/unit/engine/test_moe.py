@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.moe.moe_utils import topk_routing_with_score_function
 from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
 
@@ -208,3 +209,25 @@ def test_the_load_of_few_tokens_is_over_its_mean_and_that_of_none_is_0(monkeypat
     assert found == {
         "moe/max_expert_load": 8.0, "moe/min_expert_load": 0.0, "moe/dead_experts": 15.0,
     }  # fmt: skip
+
+
+def test_the_bias_of_a_router_is_added_in_float32_and_not_by_transformer_engine(monkeypatch):
+    """cuBLASLt reads a bfloat16 bias as float32 where the result is float32."""
+
+    def multiply(weight, states, dtype, layout, bias=None):
+        assert layout == "TN" and bias is None
+        return [states.to(dtype) @ weight.to(dtype).t()]
+
+    monkeypatch.setattr(moe_utils, "te_general_gemm", multiply)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: "cpu")
+    generator = torch.Generator().manual_seed(0)
+    weight, bias, states = (
+        torch.randn(*shape, generator=generator).bfloat16() for shape in ((8, 64), (8,), (5, 1, 64))
+    )
+    router = moe.PackedRouter.__new__(moe.PackedRouter)
+    torch.nn.Module.__init__(router)
+    router.config = SimpleNamespace(moe_router_dtype="fp32")
+    router.weight, router.bias = map(torch.nn.Parameter, (weight, bias))
+    expected = torch.nn.functional.linear(states.float(), weight.float(), bias.float())
+    torch.testing.assert_close(router.gating(states), expected)
+    assert torch.equal(router.bias, bias)
