@@ -118,6 +118,7 @@ def get_layer_spec(config: Any, vp_stage: int | None) -> Any:
     Raises:
         ConfigError: Neither fla nor engine/megatron/delta_net.py has the delta rule.
     """
+    import torch
     from megatron.core.models.gpt.experimental_attention_variant_module_specs import (
         get_transformer_block_with_experimental_attention_variant_spec,
     )
@@ -136,7 +137,12 @@ def get_layer_spec(config: Any, vp_stage: int | None) -> Any:
         def __new__(cls, *, config: Any, submodules: Any, **arguments: Any) -> Any:
             plain = copy(config)
             plain.layernorm_zero_centered_gamma = False
-            return build_module(submodules, config=plain, **arguments)
+            norm = build_module(submodules, config=plain, **arguments)
+            if type(norm).__module__.startswith("transformer_engine"):
+                # Megatron compiles what calls it (ssm/gated_delta_net/common.py:369), and the
+                # compiler would trace as far as its kernels, again for each layer and size.
+                norm.forward = torch.compiler.disable(norm.forward)
+            return norm
 
     spec = get_transformer_block_with_experimental_attention_variant_spec(config, vp_stage)
     for layer in spec.layer_specs:
