@@ -239,6 +239,9 @@ def attach_adapters(
         linears.setdefault(linear, {})[parameter] = adapter
     for linear, adapters in linears.items():
         linear.forward = partial(_forward_merged, linear, linear.forward, adapters)
+        if hasattr(linear, "fuse_wgrad_accumulation"):
+            # Transformer Engine adds to the buffer of a parameter, which a merged weight lacks.
+            linear.fuse_wgrad_accumulation = False
 
 
 def _require_output_gradient(module: Any, args: Any, output: torch.Tensor) -> torch.Tensor:

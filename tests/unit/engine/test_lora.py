@@ -54,6 +54,7 @@ class Layers(torch.nn.Module):
         layer.mlp = torch.nn.Module()
         layer.mlp.linear_fc1 = torch.nn.Linear(4, 6, bias=False)
         layer.mlp.linear_fc2 = torch.nn.Linear(6, 4, bias=False)
+        layer.mlp.linear_fc2.fuse_wgrad_accumulation = True  # as Transformer Engine's
         layer.mlp.norm = torch.nn.LayerNorm(4, bias=False)
         self.decoder = torch.nn.Module()
         self.decoder.layers = torch.nn.ModuleList([layer])
@@ -120,6 +121,11 @@ def test_only_factors_require_gradients_and_names_stay(model):
     trained = {name for name, p in model.named_parameters() if p.requires_grad}
     assert {name.rpartition(".")[2] for name in trained} == {"A", "B"}
     assert get_local_tensors(model).keys() == {name for name, _ in Layers().named_parameters()}
+
+
+def test_gradients_of_merged_weights_are_not_added_to_a_buffer_that_they_lack(model):
+    assert not model.decoder.layers[0].mlp.linear_fc2.fuse_wgrad_accumulation
+    assert not hasattr(model.decoder.layers[0].mlp.linear_fc1, "fuse_wgrad_accumulation")
 
 
 def test_formed_weights_are_not_kept_for_the_backward_pass(model):
