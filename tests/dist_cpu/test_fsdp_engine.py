@@ -83,11 +83,11 @@ CASES = [
     *((family, name) for family in DIVIDED for name in LAYOUTS if name.endswith("ep2")),
 ]  # fmt: skip
 SELECTED = [
-    ("qwen3", "cp2"), ("qwen3", "replicas"), ("qwen3", "offload"), ("qwen3_moe", "dp3"),
+    ("qwen3", "replicas"), ("qwen3", "offload"), ("qwen3_moe", "dp3"),
     ("gemma2", "cp2"), ("gemma3_text", "dp2 cp2"),
     ("olmo3", "one rank"), ("phi3", "dp2"), ("cohere2", "cp2"), ("gpt_oss", "cp2"),
     ("deepseek_v3", "cp2"), ("deepseek_v3", "ep2"), ("qwen3_moe", "dp2 cp2 ep2"),
-    ("mixtral", "dp2"), ("mixtral", "ep2"), ("phi", "dp2"), ("tied", "ep2"),
+    ("mixtral", "ep2"), ("phi", "dp2"), ("tied", "ep2"),
     ("qwen2_5_vl", "one rank"), ("qwen3_vl_moe", "dp2"),
 ]  # fmt: skip
 

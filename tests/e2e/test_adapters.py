@@ -117,7 +117,7 @@ async def check_versions(model: Any, folder: Path, tp: int) -> None:
 
 
 @pytest.mark.server
-@pytest.mark.parametrize(("name", "tp"), all_but([("phi3", 1), ("qwen3_moe", 1)], CASES))
+@pytest.mark.parametrize(("name", "tp"), all_but([("qwen3_moe", 1)], CASES))
 def test_a_version_of_adapters_is_the_merged_model(name, tp, tmp_path):
     asyncio.run(check_versions(build_model(name, tmp_path), tmp_path, tp))
 
@@ -204,7 +204,9 @@ def test_a_run_with_adapters_on_its_servers_has_the_trainers_log_probs(
     job = start_job(
         *layout, f"actor.backend={backend}", "actor.lora.rank=8", "rollout.lora=adapter",
         *(("actor.lora.targets=[linear_qkv,linear_proj]",) if backend == "megatron" else ()),
-        "warm_start.moe_aux_loss_coef=0", "warm_start.num_steps=40", "trainer.num_steps=3",
+        "warm_start.moe_aux_loss_coef=0", "warm_start.num_steps=4",
+        "warm_start.optimizer.warmup_steps=0", "trainer.num_steps=3",
+        "reward.name=tests/e2e/own_functions.py:fingerprint",  # differs whatever is said
         "trainer.prompts_per_step=16", "trainer.eval_samples=16", "algorithm.num_mini_batches=1",
         "actor.optimizer.lr=1e-2", "rollout.backend=tests/e2e/own_servers.py:CountingServer",
         output=tmp_path / "run",

@@ -45,7 +45,7 @@ def sync(start_job, own_model_and_data) -> list[dict[str, float]]:
     return finished(start_job, *own_model_and_data, *WITHOUT_FILTER)
 
 
-@pytest.mark.nightly  # test_resume.py has such a run that is fully asynchronous
+@pytest.mark.nightly  # tests/unit/trainers has it of both modes
 @pytest.mark.parametrize("mode", ["one_step_off", "fully_async"])
 def test_staleness_0_is_the_synchronous_run_to_the_digit(start_job, own_model_and_data, sync, mode):
     # Samples, rewards, losses, gradients, gaps.

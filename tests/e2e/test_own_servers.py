@@ -22,6 +22,8 @@ SETTINGS = (
 ONE_RANK = "actor.layout.tp=1", "actor.layout.ep=1"
 
 
+# tests/unit/testing/test_server.py has these ways without a job, test_adapters.py a job with a
+# backend by its path.
 @pytest.mark.parametrize(
     "settings",
     [
@@ -32,8 +34,11 @@ ONE_RANK = "actor.layout.tp=1", "actor.layout.ep=1"
             id="in flight",
             marks=pytest.mark.nightly,
         ),
-        # tests/unit/testing/test_server.py has the other ways without a job.
-        pytest.param((*ONE_RANK, "weight_sync.method=full_export"), id="full export"),
+        pytest.param(
+            (*ONE_RANK, "weight_sync.method=full_export"),
+            id="full export",
+            marks=pytest.mark.nightly,
+        ),
     ],
 )
 def test_log_probs_of_a_backend_of_ones_own_are_the_trainers(

@@ -40,7 +40,7 @@ HYBRID = ("qwen3_next", "qwen3_5_moe", "qwen3_5")
 _LONG = torch.randint(2, tiny_models.VOCAB, (200,), generator=torch.manual_seed(4)).tolist()
 
 
-@pytest.fixture(scope="module", params=["qwen3_moe", "gpt_oss", nightly("deepseek_v3")])
+@pytest.fixture(scope="module", params=["qwen3_moe", nightly("gpt_oss"), nightly("deepseek_v3")])
 def started(request, tmp_path_factory) -> Iterator[Served]:
     if request.param == "qwen3_moe":
         yield request.getfixturevalue("shared_server")

@@ -316,6 +316,7 @@ def test_bad_input_is_named(data, tmp_path, dry_run, kind, settings_, message):
     assert not output.exists()
 
 
+@pytest.mark.nightly  # tests/unit/controller/test_torchrun.py has the check
 def test_a_world_of_another_size_is_refused(data, tmp_path):
     given = settings(data, "pairs", tmp_path / "out", "engine.layout.dp=4")
     done = command("rm", *given)

@@ -128,7 +128,7 @@ def install(num_threads: int, modules: str = "auto", *, on_cpu: bool = False) ->
     """
     global _cuda, _modules
     torch.set_num_threads(num_threads)
-    _silence_megatron()
+    silence_imports()
     if _cuda is not None:
         return
     if get_device_type() == "cuda" and not on_cpu:
@@ -188,8 +188,11 @@ def use_meta_device() -> Iterator[None]:
         _cuda = _CPU
 
 
-def _silence_megatron() -> None:
-    """Hide the warnings at import about missing optional kernels: on the CPU all are missing."""
+def silence_imports() -> None:
+    """Hide Megatron's warnings of missing kernels and torch's of a CUDA without a GPU.
+
+    Both come with the first import: on the CPU all kernels are missing.
+    """
     warnings.filterwarnings("ignore", module=r"megatron\..*")
     for name in ("megatron", "torch.utils.cpp_extension"):
         logging.getLogger(name).setLevel(logging.ERROR)

@@ -293,6 +293,7 @@ def read_fields(key: str, values: Mapping[str, Any]) -> PassedFields:
         return PassedFields()
     check_refused(key, values, RULES)  # without Megatron, whose import takes seconds
     with warnings.catch_warnings(), exempt_imports_from_gc():
+        device.silence_imports()
         warnings.simplefilter("ignore")  # of missing kernels
         from megatron.core.distributed import DistributedDataParallelConfig
         from megatron.core.optimizer import OptimizerConfig
