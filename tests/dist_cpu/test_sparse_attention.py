@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 import transformers
 from megatron.core import parallel_state
-from moe_reference import last_stages, same_steps
+from moe_reference import last_stages
 from transformers.models.deepseek_v32.modeling_deepseek_v32 import apply_rotary_pos_emb
 from transformers.models.glm_moe_dsa.modeling_glm_moe_dsa import apply_rotary_pos_emb_interleave
 
@@ -340,7 +340,12 @@ def test_other_keys_give_what_transformers_gives_with_those_keys(runs, recompute
     for key, gradient in gradients.items():
         difference = (by_rank[0]["gradients"][key] - gradient).norm()
         assert difference <= 1e-4 * gradient.norm(), key
-    same_steps(by_rank, runs.replay(runs.drawn, "none", "one")[0], LAYOUTS[layout])
+    [one] = runs.replay(runs.drawn, "none", "one")
+    for result in last_stages(by_rank, LAYOUTS[layout]):
+        for actual, expected in zip(result["steps"], one["steps"], strict=True):
+            assert actual["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-5)
+            # Its two parts cancel in the first step.
+            assert actual["loss"] == pytest.approx(expected["loss"], rel=2e-6, abs=1e-6)
 
 
 def test_keys_that_no_pass_recorded_are_refused(runs):
