@@ -62,6 +62,7 @@ def build_settings() -> str:
 
 NEEDED = {
     "te": "Transformer Engine's modules",
+    "fp8": "`actor.fp8.recipe`",
     "cuda": "GPUs",
     "flex": "`actor.moe.dispatcher=flex`",
     "muon": "`actor.optimizer.name=muon`",

@@ -29,6 +29,7 @@ from mcore_rl.config.resolve_algorithm import (
     resolve_frozen_models,
 )
 from mcore_rl.config.resolve_engine import (
+    check_float8_dtype,
     check_overlap_dtype,
     resolve_engine,
     resolve_layout,
@@ -68,8 +69,9 @@ LOGPROB_GAPS = {"float32": (0.5, 1e-4), "bfloat16": (2.0, 0.1)}
 # The largest in bfloat16 where trainer and servers route a token each by themselves: rounding tips
 # a router near a tie, and that token differs by nats (2.3 in 3 steps of the quickstart's model).
 ROUTED_LOGPROB_GAP = 20.0
-# With rollout.quantization: servers round weights and activations to 4 significant bits, bfloat16
-# to 8. The policies differ by more than rounding, and correction weights account for that.
+# With rollout.quantization or actor.fp8: one side rounds weights and activations to 4 significant
+# bits, bfloat16 to 8. The policies differ by more than rounding, and correction weights account
+# for that.
 FLOAT8_LOGPROB_GAPS = (20.0, 0.5)
 WEIGHT_SYNC_METHODS = ("colocated", "disaggregated", "full_export")
 TRANSPORTS = ("process_group", "nixl")
@@ -119,7 +121,7 @@ def resolve(config: RLConfig, *, needs_data: bool = True) -> None:
     _resolve_data(config.data)
     _resolve_files(config, needs_data)
     resolve_engine("actor", config.actor)
-    _check_router_replay(config)
+    _check_replay(config)
     resolve_rollout(config.rollout)
     stops = {"rollout.stop": config.rollout.stop, "evaluation.stop": config.evaluation.stop or []}
     resolve_agent(config.agent, stops)
@@ -142,19 +144,23 @@ def resolve(config: RLConfig, *, needs_data: bool = True) -> None:
     _resolve_warm_start(config)
 
 
-def _check_router_replay(config: RLConfig) -> None:
-    """Check that the experts to replay are there wherever samples are trained on."""
+def _check_replay(config: RLConfig) -> None:
+    """Check that the experts and keys to replay are there wherever samples are trained on."""
     replay, share = config.actor.moe.router_replay, config.algorithm.filter.replay.share
     if replay == "rollout" and share:
         raise ConfigError(
             f"algorithm.filter.replay.share={share} with actor.moe.router_replay='rollout': the "
             "experts of samples of earlier steps are not kept; allowed: 0, or router_replay='off'"
         )
-    if replay == "record" and config.algorithm.correction.use_rollout_log_probs:
-        raise ConfigError(
-            "actor.moe.router_replay='record' records while log-probs are computed, and "
-            "algorithm.correction.use_rollout_log_probs=true computes none; allowed: 'off'"
-        )
+    for key, mode in (
+        ("actor.moe.router_replay", replay),
+        ("actor.indexer_replay", config.actor.indexer_replay),
+    ):
+        if mode == "record" and config.algorithm.correction.use_rollout_log_probs:
+            raise ConfigError(
+                f"{key}='record' records while log-probs are computed, and "
+                "algorithm.correction.use_rollout_log_probs=true computes none; allowed: 'off'"
+            )
 
 
 def _resolve_warm_start(config: RLConfig) -> None:
@@ -198,17 +204,20 @@ def resolve_for_lane(config: RLConfig, lane: str, *, has_experts: bool = False) 
     dtype = config.model.dtype if config.model.dtype != "auto" else DTYPE_OF_LANE[lane]
     for key, engine in {"actor": config.actor, "critic": config.critic}.items():
         check_overlap_dtype(key, engine, dtype)
+        check_float8_dtype(key, engine, dtype)
     trainer, (largest, mean) = replace(config.trainer, staleness=staleness), LOGPROB_GAPS[dtype]
     if has_experts and dtype == "bfloat16" and config.actor.moe.router_replay != "rollout":
         largest = ROUTED_LOGPROB_GAP
     if config.rollout.quantization is not None:
         check_quantized_dtype(config.rollout, dtype)
+    is_float8 = config.rollout.quantization is not None or config.actor.fp8.recipe != "off"
+    if is_float8:
         largest, mean = FLOAT8_LOGPROB_GAPS
     if trainer.max_logprob_gap is None:
         trainer = replace(trainer, max_logprob_gap=largest)
     if trainer.mean_logprob_gap is None:
         trainer = replace(trainer, mean_logprob_gap=mean)
-    is_off_policy = staleness > 0 or config.rollout.quantization is not None
+    is_off_policy = staleness > 0 or is_float8
     algorithm = fill_correction_level(config.algorithm, is_off_policy=is_off_policy)
     if algorithm.loss_aggregation == "sequence_sum_fixed_length":
         length = {"length": config.rollout.max_response_tokens}

@@ -26,6 +26,9 @@ OPTIMIZERS = ("adam", "muon")
 # Megatron's seq_aux_loss takes a whole pack for a sequence, which is aux_loss again.
 AUX_LOSSES = ("aux_loss", "global_aux_loss")
 ROUTER_REPLAYS = ("off", "record", "rollout")
+INDEXER_REPLAYS = ("off", "record")
+FLOAT8_RECIPES = ("off", "blockwise", "mxfp8", "tensorwise")
+FLOAT8_FORMATS = ("e4m3", "hybrid")
 MODULES = ("auto", "te", "torch")
 BACKENDS = ("megatron", "fsdp")  # or an import path
 GRANULARITIES = ("none", "selective", "full")
@@ -71,10 +74,12 @@ def resolve_engine(key: str, config: EngineConfig) -> None:
 
 
 def resolve_plain_engine(key: str, config: EngineConfig) -> None:
-    """Check the settings of an engine other than the actor's, without adapters or router replay."""
+    """Check the settings of an engine other than the actor's, without adapters or replay."""
     resolve_engine(key, config)
     if config.lora.rank or config.moe.router_replay != "off":
         raise ConfigError(f"{key}.lora and {key}.moe.router_replay: allowed: none, and 'off'")
+    if config.indexer_replay != "off":
+        raise ConfigError(f"{key}.indexer_replay={config.indexer_replay!r}; allowed: 'off'")
 
 
 def resolve_megatron(key: str, config: EngineConfig) -> None:
@@ -83,11 +88,13 @@ def resolve_megatron(key: str, config: EngineConfig) -> None:
     check_choice(f"{key}.moe.dispatcher", config.moe.dispatcher, DISPATCHERS)
     check_choice(f"{key}.moe.aux_loss", config.moe.aux_loss, AUX_LOSSES)
     check_choice(f"{key}.moe.router_replay", config.moe.router_replay, ROUTER_REPLAYS)
+    check_choice(f"{key}.indexer_replay", config.indexer_replay, INDEXER_REPLAYS)
     check_at_least(f"{key}.moe.aux_loss_coef", config.moe.aux_loss_coef, 0)
     check_at_least(f"{key}.moe.bias_update_rate", config.moe.bias_update_rate, 0)
     for name in ("mtp_loss_coef", "indexer_loss_coef"):
         check_at_least(f"{key}.{name}", getattr(config, name), 0)
     resolve_lora(f"{key}.lora", config.lora)
+    _resolve_float8(key, config)
     check_choice(f"{key}.recompute.granularity", config.recompute.granularity, GRANULARITIES)
     check_at_least(f"{key}.recompute.num_layers", config.recompute.num_layers, 1)
     for module in config.recompute.modules:
@@ -135,6 +142,29 @@ def check_overlap_dtype(key: str, config: EngineConfig, dtype: str) -> None:
         raise ConfigError(
             f"{key}.moe.overlap=true with model.dtype={dtype!r}: Megatron overlaps exchanges of "
             "bfloat16 alone; allowed: model.dtype='bfloat16'"
+        )
+
+
+def _resolve_float8(key: str, config: EngineConfig) -> None:
+    """Check the settings of float8 products, except for what they need of GPUs."""
+    fp8 = config.fp8
+    check_choice(f"{key}.fp8.recipe", fp8.recipe, FLOAT8_RECIPES)
+    check_choice(f"{key}.fp8.format", fp8.format, FLOAT8_FORMATS)
+    for name in ("bf16_layers_at_start", "bf16_layers_at_end"):
+        check_at_least(f"{key}.fp8.{name}", getattr(fp8, name), 0)
+    if fp8.recipe != "off" and config.lora.rank:
+        raise ConfigError(
+            f"{key}.fp8.recipe={fp8.recipe!r} with {key}.lora.rank={config.lora.rank}: products "
+            "with adapters have not been checked in float8; allowed: 'off', or a rank of 0"
+        )
+
+
+def check_float8_dtype(key: str, config: EngineConfig, dtype: str) -> None:
+    """Check that a model with float8 products is not in float32."""
+    if config.fp8.recipe != "off" and dtype != "bfloat16":
+        raise ConfigError(
+            f"{key}.fp8.recipe={config.fp8.recipe!r} with model.dtype={dtype!r}: float8 products "
+            "have results in bfloat16; allowed: model.dtype='bfloat16'"
         )
 
 
@@ -291,6 +321,12 @@ def resolve_model_engine(key: str, config: EngineConfig, sizes: ModelSizes) -> N
                     f"{key}.moe.{name}={getattr(config.moe, name)!r}: the model has no experts; "
                     f"allowed: {off!r}"
                 )
+    most = sizes.num_layers // config.layout.pp
+    for name in ("bf16_layers_at_start", "bf16_layers_at_end"):
+        if (count := getattr(config.fp8, name)) > most:
+            raise ConfigError(
+                f"{key}.fp8.{name}={count}; allowed: 0 to {most}, the layers of a pipeline rank"
+            )
     if not sizes.has_router_bias and config.moe.bias_update_rate:
         raise ConfigError(
             f"{key}.moe.bias_update_rate={config.moe.bias_update_rate}: the routers of the model "
@@ -308,11 +344,13 @@ def resolve_model_engine(key: str, config: EngineConfig, sizes: ModelSizes) -> N
         )
     if sizes.has_indexer:
         _check_sparse_attention(key, config)
-    elif config.indexer_loss_coef:
-        raise ConfigError(
-            f"{key}.indexer_loss_coef={config.indexer_loss_coef}: the model has no indexer of "
-            "sparse attention; allowed: 0"
-        )
+    else:
+        for name, off in (("indexer_loss_coef", 0), ("indexer_replay", "off")):
+            if (value := getattr(config, name)) != off:
+                raise ConfigError(
+                    f"{key}.{name}={value!r}: the model has no indexer of sparse attention; "
+                    f"allowed: {off!r}"
+                )
     if config.recompute.granularity == "selective":
         for module in config.recompute.modules:
             _check_recompute_module(f"{key}.recompute.modules", module, sizes)
@@ -326,6 +364,24 @@ def _check_sparse_attention(key: str, config: EngineConfig) -> None:
             f"{key}.lora.rank={config.lora.rank}: sparse attention reads the weights of its "
             "projections past an adapter; allowed: 0"
         )
+    if config.indexer_replay == "off":
+        return
+    kernel = config.megatron.get("dsa_kernel_backend", "none")
+    for name, value, is_allowed, allowed, reason in (
+        ("layout.cp", config.layout.cp, config.layout.cp == 1, "1",
+         "ranks of cp count keys in another order"),
+        ("moe.overlap", config.moe.overlap, not config.moe.overlap, "false",
+         "layers run beside those of another micro-batch"),
+        ("mtp_loss_coef", config.mtp_loss_coef, not config.mtp_loss_coef, "0",
+         "no keys are recorded for prediction layers"),
+        ("megatron.dsa_kernel_backend", kernel, kernel == "none", "'none'",
+         "a fused kernel picks keys itself"),
+    ):  # fmt: skip
+        if not is_allowed:
+            raise ConfigError(
+                f"{key}.indexer_replay={config.indexer_replay!r} with {key}.{name}={value!r}: "
+                f"{reason}; allowed: {allowed}"
+            )
 
 
 def _check_recompute_module(key: str, module: str, sizes: ModelSizes) -> None:

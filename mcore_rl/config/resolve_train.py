@@ -102,11 +102,15 @@ def resolve_train(config: TrainConfig) -> None:
 def _resolve_pairs(config: TrainConfig) -> None:
     """Check engine settings that only one of the three losses supports."""
     if isinstance(config, SFTConfig):
-        if config.engine.moe.router_replay == "record":
-            raise ConfigError(
-                "engine.moe.router_replay='record': there is one pass, and nothing to record; "
-                "allowed: 'off'"
-            )
+        for name, mode in (
+            ("moe.router_replay", config.engine.moe.router_replay),
+            ("indexer_replay", config.engine.indexer_replay),
+        ):
+            if mode == "record":
+                raise ConfigError(
+                    f"engine.{name}='record': there is one pass, and nothing to record; "
+                    "allowed: 'off'"
+                )
         return
     if config.engine.mtp_loss_coef:
         raise ConfigError(

@@ -102,6 +102,17 @@ class LoRAConfig:
 
 
 @dataclass
+class Float8Config:
+    """Products of linear layers in float8: docs/passthrough.md. Weights stay in model.dtype."""
+
+    # off, blockwise (Hopper), mxfp8 (Blackwell), or tensorwise, from scales of the same step
+    recipe: str = "off"
+    format: str = "e4m3"  # or hybrid: gradients in e5m2
+    bf16_layers_at_start: int = 0  # first decoder layers that stay in bfloat16
+    bf16_layers_at_end: int = 0  # last decoder layers that stay in bfloat16
+
+
+@dataclass
 class FSDPConfig:
     """Settings of backend=fsdp."""
 
@@ -130,9 +141,12 @@ class EngineConfig:
     recompute: RecomputeConfig = field(default_factory=RecomputeConfig)
     lora: LoRAConfig = field(default_factory=LoRAConfig)
     fsdp: FSDPConfig = field(default_factory=FSDPConfig)
+    fp8: Float8Config = field(default_factory=Float8Config)
     mtp_loss_coef: float = 0.0  # weight of the multi-token prediction loss
     # weight of the loss of sparse attention's indexers; 0 freezes them
     indexer_loss_coef: float = 0.0
+    # keys of sparse attention in the update: off (the indexers'), record (of the log-prob pass)
+    indexer_replay: str = "off"
     threads_per_rank: int = 1  # CPU threads per rank
     modules: str = "auto"  # te (Transformer Engine, GPU), torch, or auto (te if installed)
     # fields of Megatron's TransformerConfig, DDP and optimizer, by name: docs/passthrough.md

@@ -98,6 +98,7 @@ class Jagged:
 Column = Jagged | Array
 _MIN_ROW_COPY = 64  # mean row length from which copying row by row is faster than an index
 IMAGES = "images"
+PICKED_KEYS = "picked_keys"  # of sparse attention: engine/megatron/indexer_replay.py
 MODEL_INPUTS = ("prompt_ids", "response_ids", IMAGES)  # columns that a forward pass reads
 NO_STATE = -1  # in state_ids
 NO_VERSION = -2  # in oldest_versions and newest_versions
@@ -227,6 +228,8 @@ class Batch(Samples):
     - routed_experts: [MoE layers, experts per token] per prompt and response token, and
       stage_routed_experts, those of a pipeline rank; a batch of servers has
       stage_routed_experts/LAYERS for each
+    - picked_keys: [layers, index_topk] per prompt and response token
+      (engine/megatron/indexer_replay.py)
     - fields: columns of the data row as JSON (Jagged.pack_texts; blanks: none)
 
     One value per sample: rewards, reward/PART (NaN if the reward failed), reward_errors (empty if

@@ -12,10 +12,11 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from mcore_rl.data.batch import Batch, Column, Jagged
+from mcore_rl.data.batch import PICKED_KEYS, Batch, Column, Jagged
 
 Rows = npt.NDArray[np.int64]
-_PROMPT_COLUMNS = ("prompt_ids", "routed_experts")  # jagged columns with entries for prompt tokens
+# jagged columns with entries for prompt tokens
+_PROMPT_COLUMNS = ("prompt_ids", "routed_experts", PICKED_KEYS)
 _SUMMED = ("response_tokens",)  # columns of one value per sample to sum over segments
 
 

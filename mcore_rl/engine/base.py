@@ -152,7 +152,8 @@ class BaseEngine(ABC):
 
         With engine.moe.router_replay = "record" also "routed_experts", which train_batch then
         needs. "rollout" needs the experts here, too: "stage_routed_experts", those of this rank's
-        expert_layers (engine/megatron/router_replay.py).
+        expert_layers (engine/megatron/router_replay.py). With engine.indexer_replay = "record" also
+        "picked_keys", which train_batch then needs (engine/megatron/indexer_replay.py).
 
         Args:
             adapters: False for the base model of a LoRA engine; routers then choose, whatever the

@@ -21,7 +21,7 @@ from mcore_rl.algorithms.inputs import (
     get_needs,
 )
 from mcore_rl.config.schema import OptimizerConfig
-from mcore_rl.data.batch import Batch, Jagged
+from mcore_rl.data.batch import PICKED_KEYS, Batch, Jagged
 from mcore_rl.engine.logprob import VocabShard, compute_log_probs
 
 if TYPE_CHECKING:
@@ -32,7 +32,9 @@ Result = dict[str, torch.Tensor]
 Scores = dict[str, torch.Tensor]  # by name, each [response tokens of this rank, ...]
 _SCORES = "scores/"  # prefix of the names of scores in a result of training
 # Jagged columns that do not run along the responses.
-_OTHER_COLUMNS = ("prompt_ids", "response_ids", "routed_experts", "stage_routed_experts")
+_OTHER_COLUMNS = (
+    "prompt_ids", "response_ids", "routed_experts", "stage_routed_experts", PICKED_KEYS
+)  # fmt: skip
 
 
 def select_response_columns(batch: Batch) -> dict[str, Jagged]:

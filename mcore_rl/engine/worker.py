@@ -21,7 +21,7 @@ from mcore_rl.controller.dispatch import (
     Results,
     register,
 )
-from mcore_rl.data.batch import MODEL_INPUTS, Batch
+from mcore_rl.data.batch import MODEL_INPUTS, PICKED_KEYS, Batch
 from mcore_rl.data.examples import build_scoring_batch
 from mcore_rl.data.routed_experts import EXPERTS, format_layers, select_stage_experts
 from mcore_rl.engine.base import (
@@ -40,7 +40,10 @@ from mcore_rl.weight_sync.transport import WeightTransport, WeightUpdate, connec
 
 # Columns that a pass over samples reads, and those that it may add.
 _SCORED = MODEL_INPUTS
-_SCORES = ("log_probs", "entropy", "sum_pi_squared", "routed_experts", "top_ids", "top_log_probs")
+_SCORES = (
+    "log_probs", "entropy", "sum_pi_squared", "routed_experts", PICKED_KEYS, "top_ids",
+    "top_log_probs",
+)  # fmt: skip
 
 
 def _join_scores(parts: Sequence[CallPart], results: Results) -> tuple[Any, Metrics, Metrics]:

@@ -358,9 +358,9 @@ def _start_models(
         actor.rebuild("actor", config.actor.layout, spec, loss)
     models = {"actor": actor}
     if "reference" in roles:
-        # Without adapters, and recording no experts.
+        # Without adapters, and recording neither experts nor keys.
         moe = replace(config.actor.moe, router_replay="off")
-        frozen = replace(config.actor, lora=LoRAConfig(), moe=moe)
+        frozen = replace(config.actor, lora=LoRAConfig(), moe=moe, indexer_replay="off")
         models["reference"] = stack.enter_context(
             _start_engine(
                 pools, "reference", _build_engine_spec(config, frozen, 0), None, wait=False

@@ -217,7 +217,8 @@ def _build_worker_args(config: TrainConfig, name: str, total_steps: int) -> tupl
     """Return the arguments of ModelWorker for a role."""
     engine = config.engine
     if name == REFERENCE:
-        engine = replace(engine, lora=LoRAConfig(), moe=replace(engine.moe, router_replay="off"))
+        moe = replace(engine.moe, router_replay="off")
+        engine = replace(engine, lora=LoRAConfig(), moe=moe, indexer_replay="off")
     spec = EngineSpec(
         model=config.model,
         engine=engine,

@@ -209,7 +209,8 @@ def find_log_prob_pass_reason(config: RLConfig) -> str:
     Samples of old versions need none by themselves: their weights are those of a correction, or of
     algorithm.loss="decoupled_ppo", whose proximal policy is the one that is updated.
     """
-    algorithm, replay = config.algorithm, config.actor.moe.router_replay
+    algorithm = config.algorithm
+    replay, keys = config.actor.moe.router_replay, config.actor.indexer_replay
     correction, samples = algorithm.correction, algorithm.filter
     advantage, loss = ADVANTAGES[algorithm.advantage], LOSSES[algorithm.loss]
     # Functions outside of the package may read any column.
@@ -235,5 +236,6 @@ def find_log_prob_pass_reason(config: RLConfig) -> str:
         ("algorithm.distillation.loss", teacher_loss, teacher_loss != "off"),
         ("algorithm.filter.advantages_of", samples.advantages_of, has_more),
         ("actor.moe.router_replay", replay, replay == "record"),
+        ("actor.indexer_replay", keys, keys == "record"),
     ]
     return next((f"{name}={value!r}" for name, value, is_needed in settings if is_needed), "")

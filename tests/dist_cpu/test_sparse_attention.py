@@ -1,4 +1,4 @@
-"""Indexers of sparse attention: the keys they pick, and the loss that trains them.
+"""Indexers of sparse attention: the keys they pick, replay of them, and the loss that trains them.
 
 The oracle of the loss is plain torch on transformers, whose indexers have no gradients: the scores
 are computed again by the definition (DeepSeek-V3.2-Exp report, equation 1), and their distribution
@@ -7,6 +7,7 @@ over the picked keys follows that of the attention, summed over heads (equation 
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +19,25 @@ import tiny_models
 import torch
 import torch.nn.functional as F
 import transformers
+from megatron.core import parallel_state
+from moe_reference import last_stages
 from transformers.models.deepseek_v32.modeling_deepseek_v32 import apply_rotary_pos_emb
 from transformers.models.glm_moe_dsa.modeling_glm_moe_dsa import apply_rotary_pos_emb_interleave
 
 from mcore_rl.config.schema import Layout
-from mcore_rl.data.batch import Batch
+from mcore_rl.data.batch import PICKED_KEYS, Batch, Jagged
 from tests.nightly import all_but
 
 NAMES = ("deepseek_v32", "glm_moe_dsa")
 COEF = 0.7
+WIDE = {"max_logprob_gap": math.inf, "mean_logprob_gap": math.inf}
 ALL_KEYS = 64  # more than any sequence has
+FULL = {"recompute.granularity": "full"}
+REPLAYS = all_but(
+    [("none", "one"), ("full", "one"), ("none", "tp2 ep2")],
+    [(recompute, layout) for recompute in ("none", "full") for layout in
+     ("one", "tp2 ep2", "dp2", "pp2")],
+)  # fmt: skip
 LAYOUTS = {
     "one": Layout(),
     "tp2 ep2": Layout(tp=2, ep=2),
@@ -50,6 +60,58 @@ def train(path: Path, layout: Layout, batch: Batch, coef: float) -> ranks.Result
     return {
         "gradients": gradients, "steps": steps, "trained": dict(engine.get_per_tensor_param())
     }  # fmt: skip
+
+
+@ranks.on_ranks()
+def replay(path: Path, layout: Layout, batch: Batch, settings: ranks.Settings) -> ranks.Result:
+    """A log-prob pass that records keys, and two steps with those or with the keys of the batch."""
+    record = {"indexer_replay": "record", "indexer_loss_coef": COEF}
+    engine = ranks.started_with(path, layout, {**settings, **record})
+    rows = ranks.share_of(engine, batch)
+    mine = batch.take(rows)
+    box = [engine.infer_batch(mine.drop_columns(PICKED_KEYS))]
+    group = parallel_state.get_pipeline_model_parallel_group()
+    last = parallel_state.get_pipeline_model_parallel_last_rank()
+    torch.distributed.broadcast_object_list(box, src=last, group=group)
+    [scored] = box
+    assert scored is not None
+    keys = scored.jagged(PICKED_KEYS)
+    if PICKED_KEYS not in mine:
+        mine = mine.with_columns(**{PICKED_KEYS: keys})
+    engine.optimizer_zero_grad()
+    engine.forward_backward_batch(mine, ranks.LOSS, forward_only=False)
+    gradients = ranks.gradients(engine)
+    step = engine.train_batch_with_scores(mine, ranks.LOSS, bounds=WIDE)
+    result: ranks.Result = {
+        "rows": rows,
+        "log_probs": [torch.from_numpy(row.copy()) for row in scored.jagged("log_probs")],
+        "keys": [torch.from_numpy(row.copy()) for row in keys],
+        "gradients": gradients,
+        "steps": [step.metrics, engine.train_batch(mine, ranks.LOSS)],
+    }
+    if step.scores is not None:
+        log_probs = step.scores.jagged("log_probs")
+        result["replayed_log_probs"] = [torch.from_numpy(row.copy()) for row in log_probs]
+    return result
+
+
+@ranks.on_ranks()
+def train_on_wrong_keys(path: Path, layout: Layout, batch: Batch) -> list[str]:
+    """Return the errors of batches without keys, with keys of another model, and with late ones."""
+    engine = ranks.started_with(path, layout, {"indexer_replay": "record"})
+    keys = batch.jagged(PICKED_KEYS)
+    late = keys.values.copy()
+    late[3, 1, 0] = 4
+    columns = None, keys.with_values(keys.values[:, :2]), keys.with_values(late)
+    messages = []
+    for column in columns:
+        changed = batch.drop_columns(PICKED_KEYS)
+        if column is not None:
+            changed = changed.with_columns(**{PICKED_KEYS: column})
+        with pytest.raises(RuntimeError) as error:
+            engine.train_batch(changed, ranks.LOSS)
+        messages.append(str(error.value))
+    return messages
 
 
 class IndexerLoss:
@@ -102,29 +164,84 @@ class IndexerLoss:
         return torch.einsum("qh,qhk->qk", weights, torch.einsum("qhd,kd->qhk", q, k).relu())
 
 
-def reference(path: Path, batch: Batch) -> tuple[float, dict[str, torch.Tensor]]:
-    """The indexers' loss, a mean over all tokens and layers, and its gradients."""
+class Picks:
+    """Keys that the indexers of a model of transformers pick in a call, or are made to pick.
+
+    Attributes:
+        forced: [tokens, layers, k] As the column of a batch, of the sequence of the next call.
+        picked: By layer, [tokens, k].
+    """
+
+    def __init__(self, model: Any) -> None:
+        self.forced: torch.Tensor | None = None
+        self.picked: dict[int, torch.Tensor] = {}
+        for number, layer in enumerate(model.model.layers):
+            layer.self_attn.indexer.register_forward_hook(self._replace(number))
+
+    def _replace(self, number: int) -> Any:
+        def replace(_: Any, __: Any, picked: torch.Tensor) -> torch.Tensor:
+            if self.forced is not None:
+                forced = self.forced[:, number]
+                picked = torch.where(forced < 0, forced.amax(-1, keepdim=True), forced)[None]
+            self.picked[number] = picked[0]
+            return picked
+
+        return replace
+
+
+def reference(path: Path, batch: Batch) -> tuple[float, dict[str, torch.Tensor], Any]:
+    """The indexers' loss, a mean over all tokens and layers, its gradients, and log-probs.
+
+    With the keys of the batch, if it has any.
+    """
     model = transformers.AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager")
-    loss = IndexerLoss(model)
-    for prompt, response in zip(
-        batch.jagged("prompt_ids"), batch.jagged("response_ids"), strict=True
+    loss, picks, log_probs = IndexerLoss(model), Picks(model), []
+    for row, (prompt, response) in enumerate(
+        zip(batch.jagged("prompt_ids"), batch.jagged("response_ids"), strict=True)
     ):
-        model(torch.from_numpy(np.concatenate([prompt, response]))[None], use_cache=False)
+        if PICKED_KEYS in batch:
+            picks.forced = torch.from_numpy(batch.jagged(PICKED_KEYS)[row].astype(np.int64))
+        ids = torch.from_numpy(np.concatenate([prompt, response]))
+        scores = model(ids[None], use_cache=False).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+        log_probs.append(scores.detach().gather(1, ids[len(prompt) :, None])[:, 0])
     mean = loss.total / float(batch.num_tokens.sum())
     (COEF * mean).backward()
     gradients = {n: p.grad for n, p in model.named_parameters() if ".indexer." in n}
-    return mean.item() / len(model.model.layers), gradients
+    return mean.item() / len(model.model.layers), gradients, log_probs
+
+
+def draw_keys(batch: Batch, num_layers: int, topk: int) -> Batch:
+    """Return the batch with keys of each token drawn from those up to its own."""
+    rng = np.random.default_rng(3)
+    positions = np.concatenate([np.arange(n) for n in batch.num_tokens])
+    keys = np.full((len(positions), num_layers, topk), -1, dtype=np.int32)
+    for token, position in enumerate(positions):
+        for layer in range(num_layers):
+            drawn = rng.permutation(position + 1)[:topk]
+            keys[token, layer, : len(drawn)] = drawn
+    offsets = np.concatenate([[0], np.cumsum(batch.num_tokens)])
+    return batch.with_columns(**{PICKED_KEYS: Jagged(keys, offsets)})
 
 
 class Runs:
     def __init__(self, folder: Path) -> None:
         # No query has two keys whose scores differ by less than 5e-5 where the picks end.
         self.batch = tiny_models.make_batch(num_samples=7, seed=2)
+        masks = self.batch.jagged("response_mask")
+        self.batch = self.batch.with_columns(  # train_batch_with_scores compares these
+            rollout_log_probs=self.batch.jagged("log_probs"), gap_mask=masks
+        )
         names = {name: name for name in NAMES} | {"all keys": NAMES[0]}
         configs = {key: tiny_families.cases()[name].config for key, name in names.items()}
         configs["all keys"].index_topk = ALL_KEYS
         self.models = {n: tiny_models.build_from(config) for n, config in configs.items()}
         self.paths = {n: tiny_families.save(model, folder / n) for n, model in self.models.items()}
+        config = configs["deepseek_v32"]
+        self.drawn = draw_keys(self.batch, config.num_hidden_layers, config.index_topk)
+
+    def replay(self, batch: Batch, name: str, layout: str) -> list[ranks.Result]:
+        settings = FULL if name == "full" else {}
+        return replay(self.paths["deepseek_v32"], LAYOUTS[layout], batch, settings)
 
     def train(self, name: str, layout: str, coef: float = COEF) -> list[ranks.Result]:
         return train(self.paths[name], LAYOUTS[layout], self.batch, coef)
@@ -144,7 +261,7 @@ def runs(tmp_path_factory) -> Runs:
     ),
 )  # fmt: skip
 def test_loss_and_gradients_of_the_indexers_equal_plain_torch_on_transformers(runs, name, layout):
-    loss, expected = reference(runs.paths[name], runs.batch)
+    loss, expected, _ = reference(runs.paths[name], runs.batch)
     by_rank = runs.train(name, layout)
     losses = [r["steps"][0]["indexer_loss"] for r in by_rank if "loss" in r["steps"][0]]
     assert losses and losses == pytest.approx([loss] * len(losses), rel=1e-5)
@@ -177,3 +294,63 @@ def test_a_top_k_above_every_length_is_full_attention(runs):
     torch.testing.assert_close(result["logits"], expected, rtol=0, atol=1e-5)
     sparse, _, _ = tiny_models.reference_scores(runs.models["deepseek_v32"], runs.batch)
     assert np.abs(reference - sparse).max() > 0.1  # which the other models do not have
+
+
+@pytest.mark.parametrize(("recompute", "layout"), REPLAYS)
+def test_recorded_keys_are_those_of_transformers(runs, recompute, layout):
+    model, batch = runs.models["deepseek_v32"], runs.batch
+    picks = Picks(model)
+    expected = []
+    for prompt, response in zip(
+        batch.jagged("prompt_ids"), batch.jagged("response_ids"), strict=True
+    ):
+        with torch.no_grad():
+            model(torch.from_numpy(np.concatenate([prompt, response]))[None], use_cache=False)
+        expected.append(dict(picks.picked))
+    rows = set()
+    for result in runs.replay(batch, recompute, layout):
+        for row, keys in zip(result["rows"], result["keys"], strict=True):
+            rows.add(row)
+            for layer, picked in expected[row].items():
+                for position in range(len(keys)):
+                    own = keys[position, layer]
+                    names = [key for key in picked[position].tolist() if key <= position]
+                    assert sorted(own[own >= 0].tolist()) == sorted(set(names))
+    assert rows == set(range(len(batch)))
+
+
+@pytest.mark.parametrize(("recompute", "layout"), REPLAYS)
+def test_replay_of_recorded_keys_changes_no_log_prob(runs, recompute, layout):
+    results = last_stages(runs.replay(runs.batch, recompute, layout), LAYOUTS[layout])
+    for result in results:
+        for actual, expected in zip(result["replayed_log_probs"], result["log_probs"], strict=True):
+            assert (actual - expected).abs().max() < 2e-6
+
+
+@pytest.mark.parametrize(("recompute", "layout"), REPLAYS)
+def test_other_keys_give_what_transformers_gives_with_those_keys(runs, recompute, layout):
+    loss, gradients, log_probs = reference(runs.paths["deepseek_v32"], runs.drawn)
+    by_rank = runs.replay(runs.drawn, recompute, layout)
+    for result in last_stages(by_rank, LAYOUTS[layout]):
+        for row, actual in zip(result["rows"], result["replayed_log_probs"], strict=True):
+            assert (actual - log_probs[row]).abs().max() < 1e-5
+        free, replayed = (torch.cat(result[name]) for name in ("log_probs", "replayed_log_probs"))
+        assert (free - replayed).abs().max() > 1e-2  # of the indexers' own keys
+        assert result["steps"][0]["indexer_loss"] == pytest.approx(loss, rel=1e-5)
+    for key, gradient in gradients.items():
+        difference = (by_rank[0]["gradients"][key] - gradient).norm()
+        assert difference <= 1e-4 * gradient.norm(), key
+    [one] = runs.replay(runs.drawn, "none", "one")
+    for result in last_stages(by_rank, LAYOUTS[layout]):
+        for actual, expected in zip(result["steps"], one["steps"], strict=True):
+            assert actual["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-5)
+            # Its two parts cancel in the first step.
+            assert actual["loss"] == pytest.approx(expected["loss"], rel=2e-6, abs=1e-6)
+
+
+def test_keys_that_no_pass_recorded_are_refused(runs):
+    [messages] = train_on_wrong_keys(runs.paths["deepseek_v32"], Layout(), runs.drawn)
+    missing, shape, late = messages
+    assert "has no column 'picked_keys', which indexer_replay='record' takes" in missing
+    assert "has int32 (2, 10) per token; the model needs integers [layers, index_topk]" in shape
+    assert "allowed: -1 to that position" in late

@@ -142,6 +142,7 @@ def install(num_threads: int, modules: str = "auto", *, on_cpu: bool = False) ->
             _use_foreach_norm()
         _keep_plain_queries()
         _sum_indexer_losses()
+        _replay_picked_keys()
         return
     _cuda = _CPU
     _patch_torch()
@@ -154,6 +155,7 @@ def install(num_threads: int, modules: str = "auto", *, on_cpu: bool = False) ->
         _use_torch_modules()
         _keep_plain_queries()
         _sum_indexer_losses()
+        _replay_picked_keys()
 
 
 def _import_transformer_engine() -> None:
@@ -365,6 +367,15 @@ def _sum_indexer_losses() -> None:
         helper.tracker["sum"] = helper.tracker.get("sum", 0) + loss.detach()
 
     _replace(helper, "save_loss_to_tracker", staticmethod(save))
+
+
+def _replay_picked_keys() -> None:
+    """Let indexers return keys of another pass (indexer_replay.py): dsa.py:563 picks them."""
+    from megatron.core.transformer.experimental_attention_variant import dsa
+
+    from mcore_rl.engine.megatron.indexer_replay import replay_picks
+
+    _replace(dsa, "fused_qk_topk_naive", replay_picks(dsa.fused_qk_topk_naive))
 
 
 def _use_foreach_norm() -> None:

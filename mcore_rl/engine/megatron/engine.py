@@ -125,7 +125,7 @@ class MegatronEngine(BaseEngine):
         self.schedule: Any = None
         self._skip_counter = optimizer.SkipCounter(settings.optimizer)
         if self.spec.total_steps:
-            fields = passthrough.read_fields("megatron", settings.megatron)
+            fields = passthrough.read_engine_fields(settings)
             self.wrapped_chunks = optimizer.wrap_chunks(self.chunks, settings.optimizer, fields)
             if settings.lora.rank:
                 lora.sum_partial_gradients(self.chunks, self.chunks[0].config)
@@ -176,14 +176,14 @@ class MegatronEngine(BaseEngine):
         routing = self._create_routing_pass(batch, mode, is_scoring=True, forward_only=True)
         with base_model, routing:
             results = self._run(micros, None, routing, temperature, forward_only=True)
-        routed_experts = routing.collect_columns(batch)
+        recorded = routing.collect_columns(batch)
         if not self._has_head:
             return None
         group = get_context_group()
         columns = {
             name: restore_batch_order(batch, micros, results, name, group) for name in results[0]
         }
-        return batch.with_columns(**columns, **routed_experts)
+        return batch.with_columns(**columns, **recorded)
 
     @torch.no_grad()
     def trace(self, batch: Batch) -> dict[str, torch.Tensor]:
@@ -423,11 +423,18 @@ class MegatronEngine(BaseEngine):
     def _create_routing_pass(
         self, batch: Batch, mode: str | None = None, *, is_scoring: bool, forward_only: bool
     ) -> Any:
+        from mcore_rl.engine.megatron.indexer_replay import create_key_pass
         from mcore_rl.engine.megatron.router_replay import create_routing_pass
 
-        mode = mode or self.spec.engine.moe.router_replay
-        options = {"is_scoring": is_scoring, "forward_only": forward_only}
-        return create_routing_pass(mode, self.chunks, batch, self.device, **options)
+        settings, model = self.spec.engine, (self.chunks, batch, self.device)
+        routing = create_routing_pass(
+            mode or settings.moe.router_replay,
+            *model,
+            is_scoring=is_scoring,
+            forward_only=forward_only,
+        )
+        mode = mode or settings.indexer_replay
+        return create_key_pass(mode, routing, *model, is_scoring=is_scoring)
 
     def _run(
         self,

@@ -18,6 +18,7 @@ from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import EngineConfig
 from mcore_rl.engine.megatron import device, passthrough
 from mcore_rl.engine.megatron.attention import use_packed_attention
+from mcore_rl.engine.megatron.indexer_replay import use_replayed_attention
 from mcore_rl.engine.megatron.moe import (
     iter_routers,
     slice_sequence_parallel,
@@ -120,6 +121,8 @@ def build_chunks(
             continue
         vp_stage = stage.vpp_rank if engine.layout.vpp > 1 else None
         layer_spec = use_packed_routers(family.layer_spec(config, vp_stage))
+        if engine.indexer_replay != "off":
+            layer_spec = use_replayed_attention(layer_spec)
         if config.softmax_type != "vanilla":
             layer_spec = use_packed_attention(layer_spec)
         if norms_all_heads:
@@ -196,7 +199,7 @@ def build_transformer_config(
         flags["apply_rope_fusion"] = False
     if fields.get("num_moe_experts") and fields.get("add_bias_linear", True):
         flags["bias_dropout_fusion"] = False  # refused with biases (transformer/moe/experts.py:204)
-    passed = passthrough.read_fields("megatron", engine.megatron).model
+    passed = passthrough.read_engine_fields(engine).model
     if "cp_comm_type" in flags and passed.get("cp_comm_type", "allgather") != "allgather":
         raise ConfigError(
             f"megatron.cp_comm_type={passed['cp_comm_type']!r}: sparse attention needs 'allgather'"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from megatron.core import parallel_state
@@ -32,6 +32,15 @@ def read_pack_split(config: TransformerConfig | None = None) -> PackSplit:
 
 
 @dataclass
+class PackedKeys:
+    """Keys that sparse attention's indexers pick in a pack (indexer_replay.py)."""
+
+    # [1, tokens, k] By layer from 0: positions in the pack; -1: none.
+    by_layer: dict[int, torch.Tensor] = field(default_factory=dict)
+    is_recording: bool = False
+
+
+@dataclass
 class PackedSequences(PackedSeqParams):
     """Megatron's parameters of a pack, with the lengths on the host as well.
 
@@ -42,9 +51,10 @@ class PackedSequences(PackedSeqParams):
     # [tokens of this CP rank] False for padding, which the loss of indexers leaves out
     # (transformer/experimental_attention_variant/dsa_masking.py:424)
     real_token_mask_q: torch.Tensor | None = None
+    keys: PackedKeys | None = None  # recorded or replayed; None: indexers pick
 
 
-def build_packed_seq_params(micro: MicroBatch) -> PackedSeqParams:
+def build_packed_seq_params(micro: MicroBatch, keys: PackedKeys | None = None) -> PackedSeqParams:
     """Return starts and lengths with padding, over all CP ranks: Megatron and TE divide by cp.
 
     Padding counts as tokens. Under CP, Transformer Engine needs the padded starts as well; equal to
@@ -63,6 +73,7 @@ def build_packed_seq_params(micro: MicroBatch) -> PackedSeqParams:
         max_seqlen_kv=longest,
         lengths=micro.lengths,
         real_token_mask_q=micro.token_indices >= 0,
+        keys=keys,
     )
 
 

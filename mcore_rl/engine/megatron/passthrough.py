@@ -33,6 +33,7 @@ _GROUPS = "the process groups are made for {key}.layout alone"
 _INFERENCE = "it is for Megatron's own inference, and servers generate here"
 _HEAD = "the engine computes the output head and its loss itself, in tiles"
 _DELAYED = "delayed weight gradients have not been checked with the engine's float32 buffers"
+_DELAYED_SCALES = "it is of delayed scales, state that checkpoints do not have"
 _FSDP = "{key}.backend=fsdp"
 
 OWNED: Mapping[str, str] = {
@@ -78,6 +79,12 @@ OWNED: Mapping[str, str] = {
     "moe_enable_routing_replay": "{key}.moe.router_replay",
     "mtp_num_layers": "{key}.mtp_loss_coef",
     "mtp_loss_scaling_factor": "{key}.mtp_loss_coef",
+    # Float8.
+    "fp8": "{key}.fp8.recipe",
+    "fp8_recipe": "{key}.fp8.recipe",
+    "first_last_layers_bf16": "{key}.fp8.bf16_layers_at_start",
+    "num_layers_at_start_in_bf16": "{key}.fp8.bf16_layers_at_start",
+    "num_layers_at_end_in_bf16": "{key}.fp8.bf16_layers_at_end",
     # The optimizer.
     "optimizer": "{key}.optimizer.name",
     "lr": "{key}.optimizer.lr",
@@ -195,7 +202,11 @@ DENIED: Mapping[str, str] = {
     "use_kitchen*": _NAMES,
     "kitchen_*": _NAMES,
     "fp8_param*": _FLOAT8_WEIGHTS,
-    "fp4*": "float8 alone has its packs padded: set fp8 and fp8_recipe",
+    "fp4*": "float8 alone has its packs padded: set {key}.fp8.recipe",
+    "fp8_margin": _DELAYED_SCALES,
+    "fp8_interval": _DELAYED_SCALES,
+    "fp8_amax_*": _DELAYED_SCALES,
+    "tp_only_amax_red": _DELAYED_SCALES,
     "reuse_grad_buf_for_mxfp8_param_ag": _FLOAT8_WEIGHTS,
     "keep_fp8_transpose_cache": _FLOAT8_WEIGHTS,
     "fp8_quantizer_factory": "a quantiser of your own has not been checked with the engine",
@@ -234,11 +245,9 @@ DENIED: Mapping[str, str] = {
 }  # fmt: skip
 
 # What a field needs, unless it is false or null: Transformer Engine's modules ("te"), a GPU
-# ("cuda"), the flex dispatcher, or Muon.
+# ("cuda"), float8, the flex dispatcher, or Muon.
 NEEDS: Mapping[str, str] = {
-    "fp8*": "te",
-    "first_last_layers_bf16": "te",
-    "num_layers_at_*_in_bf16": "te",
+    "fp8_*": "fp8",
     "moe_permute_fusion": "te",
     "fused_single_qkv_rope": "te",
     "use_te_*": "te",
@@ -262,9 +271,9 @@ NEEDS: Mapping[str, str] = {
 # Packages of the backends of the flex dispatcher (transformer/moe/fused_a2a.py:11 and :271).
 _FLEX_PACKAGES = {"deepep": "deep_ep", "hybridep": "deep_ep"}
 _MIN_CAPABILITY = {"tensorwise": (8, 9), "blockwise": (9, 0), "mxfp8": (10, 0)}  # of a GPU
+_MIN_CUDA = {"blockwise": (12, 9)}  # of cuBLAS, whose products take blocks from there on
 VALUES = {
     "moe_flex_dispatcher_backend": (tuple(_FLEX_PACKAGES), "others take packs of one length alone"),
-    "fp8_recipe": (tuple(_MIN_CAPABILITY), "its scales are state that checkpoints do not have"),
 }
 
 RULES = FieldRules(f"megatron-core {device.MEGATRON_CORE}", OWNED, DENIED, VALUES)
@@ -303,6 +312,22 @@ def read_fields(key: str, values: Mapping[str, Any]) -> PassedFields:
     return PassedFields(*convert_fields(key, values, classes, RULES).values())
 
 
+def read_engine_fields(engine: EngineConfig) -> PassedFields:
+    """Return the fields of an engine's settings, with those of its float8 products."""
+    passed, fp8 = read_fields("megatron", engine.megatron), engine.fp8
+    if fp8.recipe == "off":
+        return passed
+    fields = {
+        "fp8": fp8.format,
+        "fp8_recipe": fp8.recipe,
+        "first_last_layers_bf16": fp8.bf16_layers_at_start + fp8.bf16_layers_at_end > 0,
+        "num_layers_at_start_in_bf16": fp8.bf16_layers_at_start,
+        "num_layers_at_end_in_bf16": fp8.bf16_layers_at_end,
+    }
+    optimizer = {**passed.optimizer, "fp8_recipe": fp8.recipe}
+    return PassedFields({**passed.model, **fields}, passed.ddp, optimizer)
+
+
 def check_fields(key: str, engine: EngineConfig, lane: str) -> None:
     """Check the fields of an engine, and that its settings and ranks have what they need.
 
@@ -325,20 +350,34 @@ def check_fields(key: str, engine: EngineConfig, lane: str) -> None:
         _check_flex(key, engine, lane, is_local=is_local)
     if engine.optimizer.name == "muon":
         _check_muon(key, engine)
-    if fields.get("fp8") and "fp8_recipe" not in fields:
+    if engine.fp8.recipe != "off":
+        _check_float8(key, engine, lane, is_local=is_local)
+
+
+def _check_float8(key: str, engine: EngineConfig, lane: str, *, is_local: bool) -> None:
+    """Check that ranks have what a recipe of float8 needs: modules, a GPU, and CUDA."""
+    recipe = engine.fp8.recipe
+    setting = f"{key}.fp8.recipe={recipe!r}"
+    _check_need("te", setting, key, engine, lane)
+    if not is_local:
+        return
+    capability, least = torch.cuda.get_device_capability(), _MIN_CAPABILITY[recipe]
+    if capability < least:
+        allowed = ["off", *(r for r, c in _MIN_CAPABILITY.items() if c <= capability)]
         raise ConfigError(
-            f"{where}.fp8={fields['fp8']!r} needs {where}.fp8_recipe; allowed: "
-            f"{', '.join(map(repr, _MIN_CAPABILITY))}"
+            f"{setting} needs a GPU of compute capability {_join(least)}; this one has "
+            f"{_join(capability)}; allowed: {', '.join(map(repr, allowed))}"
         )
-    if fields.get("fp8") and is_local:
-        recipe, capability = fields["fp8_recipe"], torch.cuda.get_device_capability()
-        if capability < _MIN_CAPABILITY[recipe]:
-            least = ".".join(map(str, _MIN_CAPABILITY[recipe]))
-            raise ConfigError(
-                f"{where}.fp8_recipe={recipe!r} needs a GPU of compute capability {least}; this "
-                f"one has {'.'.join(map(str, capability))}; allowed: "
-                + ", ".join(repr(r) for r, c in _MIN_CAPABILITY.items() if c <= capability)
-            )
+    cuda = tuple(map(int, (torch.version.cuda or "0.0").split(".")[:2]))
+    if cuda < _MIN_CUDA.get(recipe, cuda):
+        raise ConfigError(
+            f"{setting} needs CUDA {_join(_MIN_CUDA[recipe])}; torch {torch.__version__} has "
+            f"{_join(cuda)}; allowed: 'off', or a torch of a later CUDA"
+        )
+
+
+def _join(version: tuple[int, ...]) -> str:
+    return ".".join(map(str, version))
 
 
 def _check_need(need: str, setting: str, key: str, engine: EngineConfig, lane: str) -> None:
@@ -346,6 +385,11 @@ def _check_need(need: str, setting: str, key: str, engine: EngineConfig, lane: s
         raise ConfigError(
             f"{setting} needs Transformer Engine's modules, and {key}.modules={engine.modules!r} "
             f"has torch's on {lane!r}; allowed: GPUs with transformer-engine[pytorch]"
+        )
+    if need == "fp8" and engine.fp8.recipe == "off":
+        raise ConfigError(
+            f"{setting} needs {key}.fp8.recipe; {key}.fp8.recipe='off'; allowed: "
+            + ", ".join(map(repr, _MIN_CAPABILITY))
         )
     if need == "cuda" and lane != "cuda":
         raise ConfigError(f"{setting} needs GPUs; allowed: not to set it on a CPU")

@@ -40,6 +40,7 @@ from mcore_rl.engine.megatron.moe import (
     list_moe_layers,
     slice_sequence_parallel,
 )
+from mcore_rl.engine.megatron.packing import PackedKeys
 from mcore_rl.engine.packing import MicroBatch
 
 COLUMN, STAGE_COLUMN = "routed_experts", "stage_routed_experts"
@@ -60,9 +61,9 @@ class RoutingPass:
         """Check that all targets were used, unless the pass failed, and release them."""
 
     @contextmanager
-    def wrap_forward(self, chunk: Any, micro: MicroBatch) -> Iterator[None]:
-        """Wrap the forward call of a chunk for a micro-batch."""
-        yield
+    def wrap_forward(self, chunk: Any, micro: MicroBatch) -> Iterator[PackedKeys | None]:
+        """Wrap the forward call of a chunk for a micro-batch; yield the keys of its indexers."""
+        yield None
 
     def collect_columns(self, batch: Batch) -> dict[str, Jagged]:
         """Return the columns that the pass adds to its batch. Collective over all ranks."""
@@ -119,11 +120,11 @@ class RecordingPass(_ReplayStatePass):
         self.recorded = torch.zeros(shape, dtype=torch.int32, device=device)
 
     @contextmanager
-    def wrap_forward(self, chunk: Any, micro: MicroBatch) -> Iterator[None]:
+    def wrap_forward(self, chunk: Any, micro: MicroBatch) -> Iterator[PackedKeys | None]:
         states, tokens = self._list_states(chunk), self._slice_token_indices(micro)
         for state in states:
             state.set_router_replay_action(RouterReplayAction.RECORD)
-        yield
+        yield None
         for state in states:
             if state.recorded_topk_idx is None:
                 raise RuntimeError(f"router replay: layer {state.layer} recorded no experts")
@@ -170,7 +171,7 @@ class ReplayPass(_ReplayStatePass):
         self.experts = torch.as_tensor(np.concatenate([values, filler])).to(device)
 
     @contextmanager
-    def wrap_forward(self, chunk: Any, micro: MicroBatch) -> Iterator[None]:
+    def wrap_forward(self, chunk: Any, micro: MicroBatch) -> Iterator[PackedKeys | None]:
         states, tokens = self._list_states(chunk), self._slice_token_indices(micro)
         for state in states:
             target = self.experts[tokens, self.layers.index(state.layer)].long()
@@ -179,7 +180,7 @@ class ReplayPass(_ReplayStatePass):
             else:
                 state.target_topk_idx = target
             state.set_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
-        yield
+        yield None
         for state in states:
             _check_target_used(state)
             # From here on only the backward pass runs the router.

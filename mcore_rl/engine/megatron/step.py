@@ -15,7 +15,7 @@ from megatron.core.utils import unwrap_model
 
 from mcore_rl.engine.base import LossFunction
 from mcore_rl.engine.megatron.heads import Head
-from mcore_rl.engine.megatron.packing import build_packed_seq_params
+from mcore_rl.engine.megatron.packing import PackedKeys, build_packed_seq_params
 from mcore_rl.engine.packing import MicroBatch
 from mcore_rl.engine.steps import Result, TokenCounts, compute_loss
 
@@ -23,8 +23,8 @@ from mcore_rl.engine.steps import Result, TokenCounts, compute_loss
 LossOutput = tuple[torch.Tensor, torch.Tensor, Result]
 # From (model chunk with the head, micro-batch, output of the chunk).
 LossFunc = Callable[[Any, MicroBatch, torch.Tensor], LossOutput]
-# From (model chunk, micro-batch) to the context of the chunk's forward call.
-ForwardContext = Callable[[Any, MicroBatch], AbstractContextManager[None]]
+# From (model chunk, micro-batch) to the context of the chunk's forward call, and keys to replay.
+ForwardContext = Callable[[Any, MicroBatch], AbstractContextManager[PackedKeys | None]]
 
 
 def get_context_group() -> Any:
@@ -57,12 +57,12 @@ def run_micro_batches(
         # With moe.overlap Megatron runs the layers after this call, beside a backward pass, and
         # returns float32 (models/common/utils.py:236).
         run = model.build_schedule_plan if return_schedule_plan else chunk
-        with forward_context(model, micro):
+        with forward_context(model, micro) as keys:
             output = run(
                 input_ids=micro.input_ids,
                 position_ids=micro.position_ids,
                 attention_mask=None,
-                packed_seq_params=build_packed_seq_params(micro),
+                packed_seq_params=build_packed_seq_params(micro, keys),
                 padding_mask=is_padding,
             )
         dtype = model.config.params_dtype

@@ -81,6 +81,27 @@ def test_exchanges_are_overlapped_in_bfloat16_alone(role):
     resolve_for_lane(given, "cuda")
 
 
+@pytest.mark.parametrize("role", ["actor", "critic"])
+def test_products_are_in_float8_with_weights_in_bfloat16_alone(role):
+    given = config(**{f"{role}__fp8__recipe": "blockwise"})
+    with pytest.raises(ConfigError, match=rf"^{role}.fp8.recipe='blockwise' with model.dtype='fl"):
+        resolve_for_lane(given, "cpu")
+    resolve_for_lane(given, "cuda")
+
+
+def test_an_actor_in_float8_has_the_gaps_and_the_correction_of_servers_in_float8():
+    plain, trained, served = (
+        resolve_for_lane(config(model__dtype="bfloat16", **settings), "cuda")
+        for settings in (
+            {}, {"actor__fp8__recipe": "blockwise"}, {"rollout__quantization": "fp8_block"}
+        )
+    )  # fmt: skip
+    assert trained.trainer == served.trainer != plain.trainer
+    assert (trained.trainer.max_logprob_gap, trained.trainer.mean_logprob_gap) == (20.0, 0.5)
+    assert trained.algorithm.correction == served.algorithm.correction
+    assert trained.algorithm.correction.level == "token" != plain.algorithm.correction.level
+
+
 def test_on_gpus_servers_are_colocated_only_with_trainers_of_the_same_pool():
     apart = config(placement__rollout="own")
     with pytest.raises(

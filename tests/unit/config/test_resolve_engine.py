@@ -19,6 +19,7 @@ from mcore_rl.config.resolve_engine import (
 )
 from mcore_rl.config.schema import EngineConfig, Layout
 
+RECORD = {"indexer_replay": "record"}
 DENSE = ModelSizes(
     num_attention_heads=12,
     num_query_groups=4,
@@ -28,6 +29,7 @@ DENSE = ModelSizes(
     num_layers=12,
 )
 MOE = replace(DENSE, num_experts=8, expert_ffn_size=20)
+SPARSE = replace(MOE, has_indexer=True)
 
 BAD_LAYOUTS = [
     (Layout(tp=0), "k.tp=0; allowed: at least 1"),
@@ -113,6 +115,11 @@ BAD_MEGATRON_SETTINGS = [
     ({"moe.bias_update_rate": -1.0}, "k.moe.bias_update_rate=-1.0; allowed: at least 0"),
     ({"mtp_loss_coef": -1.0}, "k.mtp_loss_coef=-1.0; allowed: at least 0"),
     ({"indexer_loss_coef": -1.0}, "k.indexer_loss_coef=-1.0; allowed: at least 0"),
+    ({"indexer_replay": "rollout"}, "k.indexer_replay='rollout'; allowed: 'off', 'record'"),
+    ({"fp8.recipe": "delayed"}, "k.fp8.recipe='delayed'; allowed: 'off', 'blockwise', 'mxfp8'"),
+    ({"fp8.format": "e5m2"}, "k.fp8.format='e5m2'; allowed: 'e4m3', 'hybrid'"),
+    ({"fp8.bf16_layers_at_end": -1}, "k.fp8.bf16_layers_at_end=-1; allowed: at least 0"),
+    ({"fp8.recipe": "mxfp8", "lora.rank": 4}, "k.fp8.recipe='mxfp8' with k.lora.rank=4: prod"),
     ({"mtp_loss_coef": 0.1, "lora.rank": 4}, "k.mtp_loss_coef=0.1 with k.lora.rank=4"),
     ({"mtp_loss_coef": 0.1, "moe.router_replay": "record"}, "k.moe.router_replay='record' with k"),
     (
@@ -137,6 +144,20 @@ BAD_SETTINGS_FOR_THE_MODEL = [
     ({"mtp_loss_coef": 0.1}, MOE, "k.mtp_loss_coef=0.1: the model has no layers for multi-token"),
     ({"indexer_loss_coef": 0.1}, MOE, "k.indexer_loss_coef=0.1: the model has no indexer of"),
     ({"lora.rank": 4}, replace(MOE, has_indexer=True), "k.lora.rank=4: sparse attention reads"),
+    ({"indexer_replay": "record"}, MOE, "k.indexer_replay='record': the model has no indexer of"),
+    (RECORD | {"layout.cp": 2}, SPARSE, "k.indexer_replay='record' with k.layout.cp=2: ranks of"),
+    (RECORD | {"moe.overlap": True}, SPARSE, "with k.moe.overlap=True: layers run beside those"),
+    (
+        RECORD | {"mtp_loss_coef": 0.1},
+        replace(SPARSE, num_mtp_layers=1),
+        "with k.mtp_loss_coef=0.1: no keys are recorded",
+    ),
+    (
+        RECORD | {"megatron": {"dsa_kernel_backend": "tilelang"}},
+        SPARSE,
+        "with k.megatron.dsa_kernel_backend='tilelang': a fused kernel picks keys itself; allowed",
+    ),
+    ({"fp8.bf16_layers_at_start": 49}, MOE, "k.fp8.bf16_layers_at_start=49; allowed: 0 to"),
     (
         {"mtp_loss_coef": 0.1, "layout.pp": 2},
         replace(MOE, num_mtp_layers=1, is_tied=True),

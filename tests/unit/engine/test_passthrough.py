@@ -11,7 +11,14 @@ import torch
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.passthrough import find_rule
 from mcore_rl.config.resolve_engine import resolve_engine
-from mcore_rl.config.schema import EngineConfig, Layout, MoEConfig, OptimizerConfig, RecomputeConfig
+from mcore_rl.config.schema import (
+    EngineConfig,
+    Float8Config,
+    Layout,
+    MoEConfig,
+    OptimizerConfig,
+    RecomputeConfig,
+)
 from mcore_rl.engine.base import check_engine_settings
 from mcore_rl.engine.megatron import device, passthrough
 from mcore_rl.engine.megatron.passthrough import DENIED, OWNED
@@ -20,6 +27,7 @@ from mcore_rl.parallel.mesh import split_into_chunks
 from tests.unit.models.test_families import PUBLISHED, QWEN3_30B_A3B
 
 NVIDIA = "megatron-core 0.19.2"
+BLOCKWISE = Float8Config("blockwise")
 
 
 def check(megatron: dict[str, Any], lane: str = "cuda", **settings: Any) -> None:
@@ -41,7 +49,7 @@ def check(megatron: dict[str, Any], lane: str = "cuda", **settings: Any) -> None
         ({"cp_comm_type": ["p2p", "a2a"]}, {"cp_comm_type": ["p2p", "a2a"]}),
         ({"exp_avg_dtype": "bfloat16"}, {"exp_avg_dtype": torch.bfloat16}),
         ({"muon_momentum": 0.9}, {"muon_momentum": 0.9}),
-        ({"fp8_recipe": "blockwise", "fp8": "e4m3"}, {"fp8_recipe": "blockwise", "fp8": "e4m3"}),
+        ({"fp8_wgrad": False}, {"fp8_wgrad": False}),
         (
             {"param_name_patterns_for_fp32_local_accumulation": ["*router*"]},
             {"param_name_patterns_for_fp32_local_accumulation": ("*router*",)},
@@ -52,11 +60,6 @@ def test_a_field_reaches_each_class_that_has_it_with_a_value_of_its_type(fields,
     passed = passthrough.read_fields("actor.megatron", fields)
     merged = dict(passed.model) | dict(passed.ddp) | dict(passed.optimizer)
     assert merged == expected and {*map(type, merged.values())} == {*map(type, expected.values())}
-
-
-def test_a_field_of_several_classes_goes_to_each():
-    passed = passthrough.read_fields("actor.megatron", {"fp8_recipe": "mxfp8"})
-    assert passed.model == passed.optimizer == {"fp8_recipe": "mxfp8"} and not passed.ddp
 
 
 def test_an_enumeration_is_given_by_the_name_of_its_member():
@@ -84,7 +87,7 @@ def test_an_enumeration_is_given_by_the_name_of_its_member():
         ("activation_offload_fraction", "half", r"='half'; allowed: a number$"),
         ("offload_modules", "moe_act", r"='moe_act'; allowed: a list of text or null$"),
         ("offload_modules", ["moe_act", 1], r"\[1\]=1; allowed: text$"),
-        ("fp8", "e5m2", r"='e5m2'; allowed: 'e4m3', 'hybrid' or null$"),
+        ("fp8_wgrad", "no", r"='no'; allowed: true or false$"),
         ("attention_backend", "fast", r"='fast'; allowed: 'flash', 'fused', 'unfused', "),
         ("exp_avg_dtype", "half16", r"='half16'; allowed: a dtype of torch, such as 'bfloat16'$"),
         # decided by other settings
@@ -104,7 +107,10 @@ def test_an_enumeration_is_given_by_the_name_of_its_member():
         ("enable_cuda_graph", True, r": it needs micro-batches of one length, and packs differ"),
         ("cuda_graph_impl", "local", r": it needs micro-batches of one length"),
         ("fp8_param", True, r": weights stay in model.dtype"),
-        ("fp8_recipe", "delayed", r": its scales are state .*; allowed: 'tensorwise', 'blockwise'"),
+        ("fp8", "e4m3", r": actor.fp8.recipe decides this field"),
+        ("fp8_recipe", "delayed", r": actor.fp8.recipe decides this field"),
+        ("num_layers_at_end_in_bf16", 2, r": actor.fp8.bf16_layers_at_end decides"),
+        ("fp8_amax_history_len", 16, r": it is of delayed scales, state that checkpoints do not"),
         (
             "moe_flex_dispatcher_backend", "ncclep",
             r": others take packs of one length alone; allowed: 'deepep', 'hybridep'$",
@@ -125,9 +131,10 @@ def test_a_field_is_refused_before_a_run_with_the_reason(field, value, message):
 @pytest.mark.parametrize(
     ("megatron", "settings", "lane", "message"),
     [
-        ({"fp8": "e4m3"}, {}, "cpu", r"fp8='e4m3' needs Transformer Engine's .* torch's on 'cpu'"),
+        ({}, {"fp8": BLOCKWISE}, "cpu", r"^actor.fp8.recipe='blockwise' needs Transformer .*'cpu'"),
+        ({}, {"fp8": BLOCKWISE, "modules": "torch"}, "cuda", r"needs Transf.*modules='torch' has"),
         ({"moe_permute_fusion": True}, {"modules": "torch"}, "cuda", r"actor.modules='torch' has"),
-        ({"fp8": "e4m3"}, {}, "cuda", r"fp8='e4m3' needs actor.megatron.fp8_recipe; allowed: 'ten"),
+        ({"fp8_wgrad": True}, {}, "cuda", r"needs actor.fp8.recipe; .*='off'; allowed: 'te"),
         (
             {"fine_grained_activation_offloading": True}, {}, "cpu",
             r"fine_grained_activation_offloading=True needs GPUs; allowed: not to set it on a CPU",
@@ -152,9 +159,9 @@ def test_what_a_field_needs_is_checked_before_a_run(megatron, settings, lane, me
 @pytest.mark.parametrize(
     ("megatron", "settings", "lane"),
     [
-        ({"moe_permute_fusion": False, "fp8": None}, {}, "cpu"),
+        ({"moe_permute_fusion": False, "fp8_wgrad": False}, {}, "cpu"),
         ({"bucket_size": 1000, "deallocate_pipeline_outputs": True}, {}, "cpu"),
-        ({"fp8": "e4m3", "fp8_recipe": "blockwise"}, {}, "cuda"),
+        ({"fp8_wgrad": True}, {"fp8": BLOCKWISE}, "cuda"),
         ({"fine_grained_activation_offloading": True, "offload_modules": ["moe_act"]}, {}, "cuda"),
         (
             {"moe_flex_dispatcher_backend": "hybridep"},
@@ -165,6 +172,63 @@ def test_what_a_field_needs_is_checked_before_a_run(megatron, settings, lane, me
 )  # fmt: skip
 def test_fields_pass_where_the_ranks_have_what_they_need(megatron, settings, lane):
     check(megatron, lane, **settings)
+
+
+def build_config(engine: EngineConfig) -> Any:
+    """Build Megatron's config of Qwen3-30B-A3B in bfloat16."""
+    from mcore_rl.engine.megatron import model
+
+    stages = split_into_chunks(Layout(), QWEN3_30B_A3B["num_hidden_layers"])
+    family = get_family(QWEN3_30B_A3B)
+    return model.build_transformer_config(family, QWEN3_30B_A3B, engine, torch.bfloat16, stages)[0]
+
+
+@pytest.mark.parametrize("recipe", ["blockwise", "mxfp8", "tensorwise"])
+def test_megatron_gets_a_recipe_of_float8_with_weights_in_bfloat16(recipe, monkeypatch):
+    # Megatron asks for the version of Transformer Engine, which CPUs do not have.
+    monkeypatch.setattr(
+        "megatron.core.transformer.transformer_config.is_te_min_version", lambda *_, **__: True
+    )
+    config = build_config(EngineConfig(fp8=Float8Config(recipe, "hybrid", bf16_layers_at_end=2)))
+    assert (config.fp8, config.fp8_recipe) == ("hybrid", recipe) and config.first_last_layers_bf16
+    assert (config.num_layers_at_start_in_bf16, config.num_layers_at_end_in_bf16) == (0, 2)
+    assert config.params_dtype == torch.bfloat16 and not config.fp8_param
+    assert config.moe_router_padding_for_quantization is False
+    passed = passthrough.read_engine_fields(EngineConfig(fp8=Float8Config(recipe)))
+    assert passed.optimizer == {"fp8_recipe": recipe} and not passed.ddp
+
+
+def test_megatron_gets_no_float8_by_default():
+    config = build_config(EngineConfig())
+    assert config.fp8 is None and not config.first_last_layers_bf16
+
+
+@pytest.mark.parametrize(
+    ("recipe", "capability", "cuda", "message"),
+    [
+        ("mxfp8", (9, 0), "13.0", "needs a GPU of compute capability 10.0; this one has 9.0; "
+         "allowed: 'off', 'tensorwise', 'blockwise'$"),
+        ("blockwise", (8, 9), "13.0", "needs a GPU .* 9.0; .*8.9; allowed: 'off', 'tensorwise'$"),
+        ("tensorwise", (8, 0), "13.0", "needs a GPU .* 8.9; .* has 8.0; allowed: 'off'$"),
+        ("blockwise", (9, 0), "12.8", "needs CUDA 12.9; torch .* has 12.8; allowed: 'off'"),
+        ("blockwise", (9, 0), "12.9", ""),
+        ("tensorwise", (8, 9), "12.6", ""),
+        ("mxfp8", (10, 0), "12.8", ""),
+    ],
+)  # fmt: skip
+def test_a_recipe_of_float8_is_refused_on_gpus_that_do_not_have_it(
+    recipe, capability, cuda, message, monkeypatch
+):
+    monkeypatch.setattr(device, "get_device_type", lambda: "cuda")
+    monkeypatch.setattr(device, "choose_modules", lambda *_: "te")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    config = EngineConfig(fp8=Float8Config(recipe))
+    if not message:
+        passthrough.check_fields("actor", config, "cuda")
+        return
+    with pytest.raises(ConfigError, match=rf"^actor.fp8.recipe='{recipe}' {message}"):
+        passthrough.check_fields("actor", config, "cuda")
 
 
 @pytest.mark.parametrize("key", ["critic", "reward_model", "teacher.models.math"])
