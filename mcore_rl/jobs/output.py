@@ -40,7 +40,14 @@ from mcore_rl.observability.console import (
 )
 from mcore_rl.observability.metrics import METRICS_FILE, MetricsLogger, Report, read_metrics
 from mcore_rl.observability.process import list_versions, wrap_command
-from mcore_rl.observability.trackers import TrackedRun
+from mcore_rl.observability.timeline import (
+    TIMELINE,
+    TIMELINE_FILE,
+    StepTimeline,
+    TimelineWriter,
+    read_timeline,
+)
+from mcore_rl.observability.trackers import TRAINING, TrackedRun
 
 CHECKPOINT = "checkpoint"  # folder of the final weights
 _SET = "data.sets.NAME=FILE"
@@ -222,12 +229,18 @@ class RunOutput:
         get_log_dir(folder).mkdir(parents=True, exist_ok=True)
         self._config = config
         rows: list[dict[str, Any]] = []
+        timelines: list[StepTimeline] = []
         self.results: dict[str, Any] = {}  # entries of the summary
         if resumed is not None:
             rows = [
                 row
                 for row in read_metrics(resumed.run / METRICS_FILE)
                 if self._is_before_resume(row, resumed.step)
+            ]
+            timelines = [
+                timeline
+                for timeline in read_timeline(resumed.run / TIMELINE_FILE)
+                if timeline.phase != TRAINING or timeline.step <= resumed.step
             ]
             self.results |= resumed.state["results"]
             # The run may have ended before.
@@ -238,6 +251,7 @@ class RunOutput:
         resume_tables(folder, *((resumed.step, resumed.run) if resumed else (-1, folder)))
         tracked = TrackedRun(folder, config.trainer.tracker_project, asdict(config))
         self._sinks = MetricsLogger(tracked, rows, config.trainer.trackers)
+        self._timeline = TimelineWriter(folder, timelines)
         self._rewards: list[float] = [row["reward"] for row in rows if "reward" in row]
         write_json(folder / STARTED, asdict(config))
 
@@ -248,6 +262,7 @@ class RunOutput:
         That function raises OutputError if the metrics cannot be written.
         """
         title = phase.replace("_", " ")
+        TIMELINE.take(phase, 0)  # the spans of the start
         with StepProgress(title, num_steps) as display:
 
             def report(step: int, metrics: dict[str, float]) -> None:
@@ -260,6 +275,7 @@ class RunOutput:
 
             def show(step: int, metrics: dict[str, float]) -> None:
                 self._sinks.write(step, metrics, phase)
+                self._timeline.write(TIMELINE.take(phase, step))
                 display.update(step, self._summarize_step(metrics))
 
             yield report
