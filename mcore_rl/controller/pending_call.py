@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import re
-import threading
 import time
 import weakref
 from collections import defaultdict
@@ -97,7 +96,7 @@ class PendingCall:
         self._group, self._label, self._finish = group, f"{group.name}.{method}", finish
         self._timeout, self._sent_at = timeout, time.monotonic()
         self._waiting = {reference.future(): rank for reference, rank in calls.items()}
-        _record_span(group.name, method, [*self._waiting])
+        TIMELINE.follow(group.name, method, [*self._waiting])
         self._values: dict[int, Any] = {}
         self._failures: list[tuple[FailureKind, float, int, Failure]] = []  # time, rank
         self._error: Exception | None = None
@@ -175,22 +174,6 @@ class PendingCall:
     def _end(self, error: Exception) -> None:
         self._error = error
         self._group.close(f"the group has ended: {str(error).splitlines()[0]}")
-
-
-def _record_span(role: str, method: str, replies: Sequence[Future[Reply]]) -> None:
-    """Add a call to the timeline when its last rank has answered."""
-    start_s, lock, num_left = time.time(), threading.Lock(), len(replies)
-
-    def count(_: Future[Reply]) -> None:
-        nonlocal num_left
-        with lock:
-            num_left -= 1
-            is_last = num_left == 0
-        if is_last:
-            TIMELINE.add(role, method, start_s, time.time())
-
-    for reply in replies:
-        reply.add_done_callback(count)
 
 
 def gather_results(calls: Sequence[PendingCall], timeout: Timeout | None = None) -> list[Any]:

@@ -38,6 +38,7 @@ from mcore_rl.observability.console import (
     print_before_after,
     show_line,
 )
+from mcore_rl.observability.memory import PeakMemory
 from mcore_rl.observability.metrics import METRICS_FILE, MetricsLogger, Report, read_metrics
 from mcore_rl.observability.process import list_versions, wrap_command
 from mcore_rl.observability.timeline import (
@@ -219,13 +220,22 @@ def _remove_content(folder: Path) -> None:
 
 
 class RunOutput:
-    """Writer of a run's folder: config.json, metrics.jsonl, tensorboard/, plot, summary.json."""
+    """Writer of a run's folder: settings, metrics, timeline, TensorBoard, plot, summary."""
 
     def __init__(
-        self, folder: Path, config: RLConfig | TrainConfig, resumed: RunCheckpoint | None = None
+        self,
+        folder: Path,
+        config: RLConfig | TrainConfig,
+        resumed: RunCheckpoint | None = None,
+        memory: PeakMemory | None = None,
     ) -> None:
-        """`resumed` is the checkpoint that the run continues from."""
-        self.folder = folder
+        """Begin the files of a run.
+
+        Args:
+            resumed: Checkpoint that the run continues from.
+            memory: Source of the metric memory/peak_bytes.
+        """
+        self.folder, self._memory = folder, memory
         get_log_dir(folder).mkdir(parents=True, exist_ok=True)
         self._config = config
         rows: list[dict[str, Any]] = []
@@ -274,6 +284,8 @@ class RunOutput:
                     ) from error
 
             def show(step: int, metrics: dict[str, float]) -> None:
+                if self._memory is not None:
+                    metrics["memory/peak_bytes"] = self._memory.peak_bytes
                 self._sinks.write(step, metrics, phase)
                 self._timeline.write(TIMELINE.take(phase, step))
                 display.update(step, self._summarize_step(metrics))

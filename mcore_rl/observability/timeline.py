@@ -1,4 +1,4 @@
-"""What each role of a run does in a step, and when: spans, and their file timeline.jsonl."""
+"""Spans of a step: the work of each role with its times, and the file timeline.jsonl."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +23,7 @@ _SAME_S = 0.05  # calls of a name that follow each other this closely are one sp
 
 
 @dataclass(slots=True)
-class Span:
+class TimeSpan:
     """Something that a role did, by time.time()."""
 
     role: str
@@ -37,7 +38,7 @@ class StepTimeline:
 
     phase: str
     step: int
-    spans: Sequence[Span]
+    spans: Sequence[TimeSpan]
     num_left_out: int = 0
 
 
@@ -47,8 +48,8 @@ class Timeline:
     def __init__(self, max_spans: int = MAX_SPANS) -> None:
         self._max_spans = max_spans
         self._lock = threading.Lock()
-        self._spans: list[Span] = []
-        self._latest: dict[tuple[str, str], Span] = {}
+        self._spans: list[TimeSpan] = []
+        self._latest: dict[tuple[str, str], TimeSpan] = {}
         self._num_left_out = 0
 
     def add(self, role: str, name: str, start_s: float, end_s: float) -> None:
@@ -60,7 +61,7 @@ class Timeline:
             elif len(self._spans) >= self._max_spans:
                 self._num_left_out += 1
             else:
-                span = Span(role, name, start_s, end_s)
+                span = TimeSpan(role, name, start_s, end_s)
                 self._spans.append(span)
                 self._latest[role, name] = span
 
@@ -72,6 +73,21 @@ class Timeline:
             yield
         finally:
             self.add(role, name, start_s, time.time())
+
+    def follow(self, role: str, name: str, replies: Sequence[Future[Any]]) -> None:
+        """Add a call that begins now as a span, when the last of its replies has come."""
+        start_s, num_left = time.time(), len(replies)
+
+        def count(_: Future[Any]) -> None:
+            nonlocal num_left
+            with self._lock:
+                num_left -= 1
+                is_last = num_left == 0
+            if is_last:
+                self.add(role, name, start_s, time.time())
+
+        for reply in replies:
+            reply.add_done_callback(count)
 
     def take(self, phase: str, step: int) -> StepTimeline:
         """Return the spans since the last call, as those of a step."""
@@ -128,7 +144,7 @@ def read_timeline(path: Path) -> list[StepTimeline]:
 def _parse_row(line: bytes, where: str) -> StepTimeline:
     row = parse_json_object(line, where)
     try:
-        spans = [Span(str(r), str(n), float(a), float(b)) for r, n, a, b in row["spans"]]
+        spans = [TimeSpan(str(r), str(n), float(a), float(b)) for r, n, a, b in row["spans"]]
         return StepTimeline(str(row["phase"]), int(row["step"]), spans, int(row["num_left_out"]))
     except (KeyError, TypeError, ValueError) as error:
         raise ConfigError(f"{where}: no phase, step, spans and num_left_out ({error!r})") from error
@@ -164,7 +180,7 @@ def build_trace(timelines: Sequence[StepTimeline]) -> Mapping[str, Any]:
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
-def assign_track(tracks: list[list[float]], span: Span) -> int:
+def assign_track(tracks: list[list[float]], span: TimeSpan) -> int:
     """Return the first track on which a span is free or nested; the spans come by their start.
 
     Args:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import html
 import re
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -24,8 +25,9 @@ MAX_ROLES = 32  # rows of a timeline
 # Okabe and Ito's colours, which colour-blind readers can tell apart; legible on white and on black.
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8C6BB1", "#999999")
 DASHES = ("solid", "dash", "dot", "dashdot", "longdash", "longdashdot")
+_PATTERNS = ("", "/", ".")  # of bars, when the colours are used up
 _OVERLAPPING = ("time/servers_idle_s",)  # beside the phases of a step, not one of them
-_LAYER_LOAD = re.compile(r"(?:\w+/)?moe/max_expert_load/layer_(\d+)")
+_LAYER_LOAD = re.compile(r"(?:(\w+)/)?moe/max_expert_load/layer_(\d+)")  # role, layer
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,12 +97,12 @@ LINES = (
     Lines("rate", "Learning rate", "Of the optimizer's step.", ("*lr",), ""),
     Lines("experts", "Expert load", "Largest and smallest load of an expert over the mean of its "
           "layer, in the update.", ("*moe/max_expert_load", "*moe/min_expert_load"), "of the mean"),
-    Lines("sync", "Weight sync", "Seconds of a push, and bytes sent to the servers where the run "
-          "records them.", ("time/weight_sync_s", "weight_sync/*"), ""),
+    Lines("sync", "Weight sync", "Seconds until every server has the new weights "
+          "(time/weight_sync_s).", ("time/weight_sync_s", "weight_sync/*"), "s"),
     Lines("idle", "Idle servers", "Seconds of a step in which a server has nothing to do, mean "
           "over servers.", ("time/servers_idle_s",), "s"),
-    Lines("memory", "Memory", "Highest so far, of all processes of the driver's node (memory/...).",
-          ("memory/*", "*/memory/*"), "bytes"),
+    Lines("memory", "Memory", "Highest so far, of the command and all processes that it has "
+          "started on its node (memory/peak_bytes).", ("memory/*",), "bytes"),
 )  # fmt: skip
 
 
@@ -176,7 +178,7 @@ class FigureBuilder:
                 if name.startswith("time/") and name not in _OVERLAPPING
             }
             if times:
-                layout = _build_layout("step", "s") | {"barmode": "stack", "bargap": 0}
+                layout = _build_layout("step", "s") | {"barmode": "stack", "bargap": 0.1}
                 data = list(_build_bars(times))
                 variants.append(Variant(self._label(run), data, layout))
             self._used.update(name for name in series[run.name] if name.startswith("time/"))
@@ -203,18 +205,19 @@ class FigureBuilder:
     ) -> Iterator[Figure]:
         variants = []
         for run in self.runs:
-            layers = {
-                int(match[1]): thin_by_stride(points, MAX_BARS)
-                for name, points in series[run.name].items()
-                if (match := _LAYER_LOAD.fullmatch(name))
-            }
-            self._used.update(name for name in series[run.name] if _LAYER_LOAD.fullmatch(name))
-            if layers:
-                variants.append(Variant(self._label(run), *_build_load_heatmap(layers)))
+            by_role: dict[str, dict[int, list[Point]]] = {}
+            for name, points in series[run.name].items():
+                if match := _LAYER_LOAD.fullmatch(name):
+                    layers = by_role.setdefault(match[1] or "", {})
+                    layers[int(match[2])] = thin_by_stride(points, MAX_BARS)
+                    self._used.add(name)
+            for role, layers in by_role.items():
+                label = ", ".join(filter(None, [self._label(run), role]))
+                variants.append(Variant(label, *_build_load_heatmap(layers)))
         if variants:
             about = (
                 "Largest load of an expert over the mean of its layer, by layer and step "
-                "(moe/max_expert_load/layer_N). 1 is even."
+                "(moe/max_expert_load/layer_N), mean over the updates of a step. 1 is even."
             )
             yield Figure(f"{phase}-loads", "Expert load by layer", about, variants, phase)
 
@@ -302,8 +305,11 @@ def _build_gantt(timeline: StepTimeline) -> tuple[list[dict[str, Any]], dict[str
     origin_s = min(span.start_s for span in timeline.spans)
     roles = sorted({span.role for span in timeline.spans}, key=lambda role: (role != DRIVER, role))
     roles = roles[:MAX_ROLES]
-    traces = []
-    for index, name in enumerate(dict.fromkeys(span.name for span in timeline.spans)):
+    traces, seconds = [], defaultdict[str, float](float)
+    for span in timeline.spans:
+        seconds[span.name] += span.end_s - span.start_s
+    names = sorted(seconds, key=lambda name: -seconds[name])  # the longest have plain colours
+    for index, name in enumerate(names):
         spans = [span for span in timeline.spans if span.name == name and span.role in roles]
         if not spans:
             continue
@@ -315,12 +321,21 @@ def _build_gantt(timeline: StepTimeline) -> tuple[list[dict[str, Any]], dict[str
                 "base": [_round(span.start_s - origin_s) for span in spans],
                 "x": [_round(span.end_s - span.start_s) for span in spans],
                 "y": [html.escape(span.role) for span in spans],
-                "marker": {"color": COLORS[index % len(COLORS)]},
+                "marker": {
+                    "color": COLORS[index % len(COLORS)],
+                    "pattern": {"shape": _PATTERNS[index // len(COLORS) % len(_PATTERNS)]},
+                },
+                "text": [html.escape(name)] * len(spans),
+                "textposition": "inside",
+                "insidetextanchor": "middle",
+                "textangle": 0,
                 "hovertemplate": "%{y}: %{fullData.name}<br>from %{base:.3f} s, %{x:.3f} s"
                 "<extra></extra>",
             }
         )
-    layout = _build_layout("seconds", "") | {"barmode": "overlay"}
+    # Without text where a bar is too narrow for it.
+    text = {"mode": "hide", "minsize": 9}
+    layout = _build_layout("seconds", "") | {"barmode": "overlay", "uniformtext": text}
     layout["yaxis"] |= {
         "type": "category",
         "categoryorder": "array",

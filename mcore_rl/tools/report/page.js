@@ -21,7 +21,16 @@ async function unpack(text) {
   return new Response(stream).text();
 }
 
-function setStatus(text) { document.getElementById("status").textContent = text; }
+function setStatus(text) {
+  const status = document.getElementById("status");
+  status.textContent = text;
+  status.hidden = !text;
+}
+
+function formatNumber(value) {
+  if (value === null || value === undefined) return "–";
+  return value && Math.abs(value) < 1e-3 ? value.toExponential(2) : String(Number(value.toPrecision(5)));
+}
 
 // Plots
 
@@ -30,17 +39,18 @@ function getStyle() {
   return (name) => style.getPropertyValue(name).trim();
 }
 
+function isNarrow() { return window.matchMedia("(max-width: 46rem)").matches; }
+
 function buildLayout(layout) {
   const get = getStyle();
-  const axis = { gridcolor: get("--grid"), linecolor: get("--line"), zerolinecolor: get("--line"), automargin: true };
-  const isNarrow = window.matchMedia("(max-width: 46rem)").matches;
+  const axis = { gridcolor: get("--grid"), linecolor: get("--line"), zerolinecolor: get("--line"), automargin: true, exponentformat: "e", minexponent: 4 };
   return {
     ...layout,
     paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
     font: { color: get("--text"), size: 12, family: "system-ui, sans-serif" },
     margin: { l: 8, r: 12, t: 8, b: 8 },
     xaxis: { ...axis, ...layout.xaxis }, yaxis: { ...axis, ...layout.yaxis },
-    legend: { orientation: "h", x: 0, y: 1.02, yanchor: "bottom", font: { size: isNarrow ? 10 : 11 } },
+    legend: { orientation: "h", x: 0, y: 1.02, yanchor: "bottom", font: { size: isNarrow() ? 10 : 11 }, traceorder: "normal" },
     hoverlabel: { namelength: -1 }, showlegend: true,
     modebar: { bgcolor: "rgba(0,0,0,0)", color: get("--dim"), activecolor: get("--accent") },
   };
@@ -52,9 +62,9 @@ function drawFigure(figure) {
   const plot = document.getElementById("plot-" + figure.id);
   const data = structuredClone(variant.data);
   const layout = buildLayout(structuredClone(variant.layout));
-  layout.showlegend = data.length > 1;
+  layout.showlegend = data.length > 1 && !(isNarrow() && data.length > 6);
   fillNumbers(document.getElementById("numbers-" + figure.id), variant.data);
-  const config = { responsive: true, displaylogo: false, modeBarButtonsToRemove: ["lasso2d", "select2d"] };
+  const config = { responsive: true, displaylogo: false, displayModeBar: isNarrow() ? false : "hover", modeBarButtons: [["toImage", "zoom2d", "pan2d", "resetScale2d"]] };
   return Plotly.react(plot, data, layout, config);
 }
 
@@ -67,7 +77,7 @@ function fillNumbers(details, traces) {
     for (const trace of traces) {
       const values = (trace.z ? trace.z.flat() : trace.orientation === "h" ? trace.x : trace.y).filter((v) => v !== null);
       const least = values.reduce((a, b) => Math.min(a, b), Infinity), most = values.reduce((a, b) => Math.max(a, b), -Infinity);
-      rows.push([trace.name ? plain(trace.name) : "", values[values.length - 1], least, most].map((v) => typeof v === "number" ? String(Number(v.toPrecision(5))) : v ?? ""));
+      rows.push([trace.name ? plain(trace.name) : "", values[values.length - 1], least, most].map((v) => typeof v === "number" && Number.isFinite(v) ? formatNumber(v) : typeof v === "string" ? v : ""));
     }
     details.querySelector("div").replaceChildren(makeTable(rows));
   };
@@ -121,7 +131,6 @@ function listSamples() {
   return samples;
 }
 
-function formatNumber(value) { return value === null || value === undefined ? "–" : String(Number(value.toPrecision(4))); }
 
 function makeChoice(label, options, index, choose) {
   const select = make("select", { onchange: (event) => choose(event.target.selectedIndex) }, ...options.map((option) => make("option", {}, option)));

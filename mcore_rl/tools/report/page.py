@@ -19,8 +19,9 @@ from typing import Any
 
 from plotly.offline import get_plotlyjs
 
+from mcore_rl.observability.trackers import TRAINING
 from mcore_rl.tools.report.figures import FigureBuilder
-from mcore_rl.tools.report.runs import TRAINING, Run, compare_settings
+from mcore_rl.tools.report.runs import Run, compare_settings
 from mcore_rl.tools.report.samples import collect_samples
 
 MAX_BYTES = 5_000_000  # of a page
@@ -66,7 +67,7 @@ def _summarize(run: Run) -> dict[str, str]:
         "run": run.name,
         "command": run.kind,
         "folder": str(run.folder),
-        "model": str(run.flat_settings.get("model.path") or ""),
+        "model": str(run.flat_settings.get("model.path") or "made by the task"),
         "state": "finished" if run.summary else "going on, or stopped",
     }
     if num_steps is not None:

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from fastapi import FastAPI, Request
 from fastapi.responses import HTMLResponse, Response
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Gauge, generate_latest
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from mcore_rl.agents.api_server.http_server import HttpServer, RequestGuard, build_app
@@ -94,6 +95,11 @@ def build_live_app(folders: Sequence[Path], num_samples: int, token: str) -> ASG
         headers |= {"Content-Encoding": "gzip"}
         return Response(content, media_type="application/json", headers=headers)
 
+    @app.get("/metrics")
+    async def send_metrics() -> Response:
+        content = await asyncio.to_thread(format_latest, folders)
+        return Response(content, media_type=CONTENT_TYPE_LATEST, headers=_HEADERS)
+
     def find(given: str) -> LiveData | None:
         return data if secrets.compare_digest(given.encode(), token.encode()) else None
 
@@ -104,6 +110,27 @@ def build_live_app(folders: Sequence[Path], num_samples: int, token: str) -> ASG
         await (page if is_page else guarded)(scope, receive, send)
 
     return route
+
+
+def format_latest(folders: Sequence[Path]) -> bytes:
+    """Return the last metrics of each run and phase, as Prometheus reads them."""
+    registry = CollectorRegistry()
+    labels = ("run", "phase", "metric")
+    values = Gauge(
+        "mcore_rl", "Metric of the last step in metrics.jsonl.", labels, registry=registry
+    )
+    steps = Gauge("mcore_rl_step", "The last step.", labels[:2], registry=registry)
+    for run in read_runs(folders):
+        for phase in run.phases:
+            series = run.collect_series(phase)
+            for name, points in series.items():
+                if (value := points[-1].value) is not None:
+                    values.labels(run.name, phase, name).set(value)
+            steps.labels(run.name, phase).set(
+                max(points[-1].step for points in series.values()) if series else 0
+            )
+    content: bytes = generate_latest(registry)
+    return content
 
 
 def serve(

@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 from mcore_rl.config.schema import DPOConfig, EvalConfig, RLConfig, RMConfig, SFTConfig
 from mcore_rl.jobs.output import write_json
 from mcore_rl.observability.metrics import MetricsLogger
-from mcore_rl.observability.timeline import Span, StepTimeline, TimelineWriter
+from mcore_rl.observability.timeline import StepTimeline, TimelineWriter, TimeSpan
 from mcore_rl.observability.trackers import TrackedRun
 from tests.unit.tools.sample_runs import ASSISTANT, END, START, sample, trained, written
 
@@ -52,10 +52,10 @@ def build_timeline(step: int) -> StepTimeline:
         "training",
         step,
         [
-            Span("driver", "generate", start_s, start_s + 2.0),
-            Span("rollout", "collect", start_s, start_s + 1.75),
-            Span("driver", "update", start_s + 2.0, start_s + 3.0),
-            Span("actor", "update", start_s + 2.125, start_s + 3.0),
+            TimeSpan("driver", "generate", start_s, start_s + 2.0),
+            TimeSpan("rollout", "collect", start_s, start_s + 1.75),
+            TimeSpan("driver", "update", start_s + 2.0, start_s + 3.0),
+            TimeSpan("actor", "update", start_s + 2.125, start_s + 3.0),
         ],
     )
 

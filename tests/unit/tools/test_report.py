@@ -7,19 +7,21 @@ import gzip
 import html
 import json
 import re
+from concurrent.futures import Future
 from pathlib import Path
 
 import plotly.graph_objects as go
 import pytest
 from fastapi.testclient import TestClient
+from prometheus_client.parser import text_string_to_metric_families
 
 from mcore_rl.cli import report
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.observability.timeline import (
-    Span,
     StepTimeline,
     Timeline,
     TimelineWriter,
+    TimeSpan,
     build_trace,
     read_timeline,
 )
@@ -29,6 +31,7 @@ from mcore_rl.tools.report.page import build_data, build_page
 from mcore_rl.tools.report.runs import Point, read_runs
 from mcore_rl.tools.report.samples import collect_samples
 from mcore_rl.tools.report.server import build_live_app
+from tests.pages import of_kind
 from tests.unit.tools.report_runs import (
     PLANTED,
     build_rl_metrics,
@@ -213,10 +216,10 @@ def test_page_has_fewer_samples_when_they_do_not_fit(tmp_path, monkeypatch):
 
 def test_trace_is_in_the_trace_event_format():
     spans = [
-        Span("actor", "update", 10.0, 12.0),
-        Span("actor", "inner", 10.5, 11.0),  # nested: on the same track
-        Span("actor", "send_weights", 11.5, 13.0),  # overlaps: on another
-        Span("driver", "update", 9.0, 12.5),
+        TimeSpan("actor", "update", 10.0, 12.0),
+        TimeSpan("actor", "inner", 10.5, 11.0),  # nested: on the same track
+        TimeSpan("actor", "send_weights", 11.5, 13.0),  # overlaps: on another
+        TimeSpan("driver", "update", 9.0, 12.5),
     ]
     trace = build_trace([StepTimeline("training", 4, spans)])
     names = {e["pid"]: e["args"]["name"] for e in trace["traceEvents"] if e["ph"] == "M"}
@@ -240,15 +243,28 @@ def test_timeline_joins_calls_that_follow_each_other_and_bounds_their_number():
     timeline.add("rollout", "collect", 4.0, 5.0)
     timeline.add("actor", "update", 4.0, 5.0)
     taken = timeline.take("training", 1)
-    assert taken.spans == [Span("rollout", "collect", 1.0, 3.0), Span("rollout", "collect", 4, 5)]
+    assert taken.spans == [
+        TimeSpan("rollout", "collect", 1.0, 3.0),
+        TimeSpan("rollout", "collect", 4, 5),
+    ]
     assert taken.num_left_out == 1
     assert not timeline.take("training", 2).spans
+
+
+def test_call_ends_with_its_last_reply():
+    timeline, replies = Timeline(), [Future(), Future()]
+    timeline.follow("actor", "update", replies)
+    replies[1].set_result(None)
+    assert not timeline.take("training", 1).spans
+    replies[0].set_exception(ValueError())
+    [span] = timeline.take("training", 2).spans
+    assert (span.role, span.name) == ("actor", "update") and span.start_s <= span.end_s
 
 
 def test_timeline_file_has_all_first_steps_and_then_every_tenth(tmp_path):
     writer = TimelineWriter(tmp_path)
     for step in range(1, 125):
-        writer.write(StepTimeline("training", step, [Span("driver", "update", 0.0, 1.0)]))
+        writer.write(StepTimeline("training", step, [TimeSpan("driver", "update", 0.0, 1.0)]))
     with (tmp_path / "timeline.jsonl").open("a") as file:
         file.write('{"phase": "training"')  # cut short
     steps = [line.step for line in read_timeline(tmp_path / "timeline.jsonl")]
@@ -290,6 +306,23 @@ def test_live_page_reads_no_file_without_the_token(tmp_path, monkeypatch):
     assert refused.status_code == 400 and "config.json" in refused.json()["error"]["message"]
 
 
+def test_prometheus_reads_the_last_step(tmp_path):
+    folder = write_rl_run(tmp_path / "a", num_steps=3)
+    client = TestClient(build_live_app([folder], 4, "the token"))
+    assert client.get("/metrics").status_code == 401
+    text = client.get("/metrics", headers={"Authorization": "Bearer the token"}).text
+    values = {
+        (sample.name, *(sample.labels.get(name, "") for name in ("run", "phase", "metric"))): (
+            sample.value
+        )
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+    assert values["mcore_rl_step", "a", "training", ""] == 3
+    assert values["mcore_rl", "a", "training", "reward"] == pytest.approx(0.6)
+    assert values["mcore_rl", "a", "training", f"reward/{PLANTED}"] == pytest.approx(0.3)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -309,6 +342,18 @@ def test_bad_request_is_refused(tmp_path, arguments, message):
     write_rl_run(tmp_path / "a")
     with pytest.raises(ConfigError, match=message):
         report.main([argument.format(tmp=tmp_path) for argument in arguments])
+
+
+@pytest.mark.parametrize("line", of_kind("report"), ids=str)
+def test_command_of_a_page_runs(tmp_path, monkeypatch, capsys, line):
+    write_rl_run(tmp_path / "outputs" / "mine", num_steps=12)
+    write_rl_run(tmp_path / "outputs" / "other")
+    monkeypatch.chdir(tmp_path)
+    arguments = line.text.split()[2:]
+    if "--live" in arguments:  # the page in a browser: tests/e2e/test_report.py
+        arguments = [argument.replace("--live", "--samples=1") for argument in arguments]
+    report.main(arguments)
+    assert capsys.readouterr().out
 
 
 def test_command_writes_page_and_trace(tmp_path, capsys):
