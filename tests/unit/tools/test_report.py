@@ -8,6 +8,7 @@ import html
 import json
 import re
 from concurrent.futures import Future
+from dataclasses import asdict
 from pathlib import Path
 
 import plotly.graph_objects as go
@@ -17,6 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from mcore_rl.cli import report
 from mcore_rl.config.errors import ConfigError
+from mcore_rl.config.schema import RLConfig
 from mcore_rl.observability.timeline import (
     StepTimeline,
     Timeline,
@@ -40,6 +42,7 @@ from tests.unit.tools.report_runs import (
     write_run,
     write_samples,
 )
+from tests.unit.tools.test_plan_reshard import DENSE, REPLICATED, SPLIT
 
 RL_FIGURES = [
     "reward", "accuracy", "loss", "parts", "kl", "entropy", "clipped", "lengths", "truncated",
@@ -75,6 +78,34 @@ def test_line_has_steps_values_and_standard_errors(tmp_path):
     [accuracy] = figures["training-accuracy"][0].data
     assert (list(accuracy.x), list(accuracy.y)) == ([2, 4], [0.5, 0.5])
     assert list(accuracy.error_y.array) == [0.125, 0.125]
+
+
+def test_traffic_of_a_push_is_that_counted_by_hand(tmp_path):
+    """Two training ranks with tp=2 and two servers of one rank, which need the whole model."""
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(DENSE))
+    config = RLConfig()
+    config.model.path, config.model.dtype = str(tmp_path / "model"), "bfloat16"
+    config.actor.layout.tp, config.rollout.num_servers = 2, 2
+    config.weight_sync.method = "disaggregated"
+    folder = write_rl_run(tmp_path / "a", **asdict(config))
+    [figure] = build_figures(folder)["training-traffic"]
+    [heatmap] = figure.data
+    actual = sum(sum(row) for row in heatmap.z)
+    assert len(heatmap.z) == 2 and len(heatmap.z[0]) == 2
+    assert actual == pytest.approx(2 * 2 * (SPLIT + REPLICATED) / 1e6)
+    facts = build_data(read_runs([folder]), 0)["runs"][0]
+    moved = f"{2 * 2 * (SPLIT + REPLICATED) / 1e6:.4g} MB between devices, 0 MB inside of them"
+    assert facts["weights of a push"] == moved
+
+
+def test_push_is_not_planned_without_the_model(tmp_path):
+    config = asdict(RLConfig())
+    config["model"]["dtype"] = "float32"
+    folder = write_rl_run(tmp_path / "b", model=config["model"])
+    assert "training-traffic" not in build_figures(folder)
+    facts = build_data(read_runs([folder]), 0)["runs"][0]
+    assert facts["weights of a push"].startswith("no plan: RUN=")
 
 
 def test_no_metric_is_left_out(tmp_path):
