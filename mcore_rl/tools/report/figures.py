@@ -374,6 +374,7 @@ def _build_load_heatmap(
         "y": [str(layer) for layer in sorted(layers)],
         "z": rows,
         "zmin": 1,
+        "zmax": max([2.0, *(load for row in rows for load in row if load is not None)]),
         "colorscale": "Viridis",
         "colorbar": {"title": {"text": "of the mean"}},
     }

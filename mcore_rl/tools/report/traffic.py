@@ -94,6 +94,8 @@ def build_traffic_figure(run: Run) -> tuple[list[dict[str, Any]], dict[str, Any]
         "x": [*map(str, columns)],
         "y": [*map(str, rows)],
         "z": (summed / 1e6).tolist(),
+        "zmin": 0,
+        "zmax": float(summed.max()) / 1e6,
         "colorscale": "Viridis",
         "colorbar": {"title": {"text": "MB"}},
     }
