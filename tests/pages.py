@@ -25,6 +25,7 @@ KINDS = {
     "chat": (r"mcore-rl chat .*", "e2e/test_chat"),
     "data": (r"mcore-rl data .*", "jobs/test_make_data"),
     "samples": (r"mcore-rl samples .*", "cli/test_samples"),
+    "report": (r"mcore-rl report .*", "tools/test_report"),
     "servers": (r"mcore-rl servers .*", "cli/test_servers"),
     "conversion": (r"mcore-rl convert .*|echo \w+ > .*", "dist_cpu/test_convert_docs"),
     "parity": (r"mcore-rl verify parity .*", "e2e/test_page_jobs"),

@@ -23,6 +23,7 @@ COMMANDS = {
     "eval": "pass@k and more on data sets: mcore-rl eval model.path=DIR data.sets.NAME=FILE ...",
     "chat": "talk to a checkpoint, or to a run's last one: mcore-rl chat DIR",
     "samples": "what a run has sampled, token by token: mcore-rl samples RUN [--list]",
+    "report": "plots and samples of runs as one page: mcore-rl report RUN [RUN ...] [--live]",
     "servers": "which servers generate for a run: mcore-rl servers RUN [--remove 1]",
     "data": "files to train on: mcore-rl data gsm8k --input FILE ... --output FILE",
     "convert": "checkpoints of either kind: mcore-rl convert hf-to-mcore --model DIR ...",

@@ -198,3 +198,12 @@ def _read_comments(module: str) -> dict[tuple[str, str], str]:
             words = [comments[n].string.lstrip("# ") for n in lines if n in comments]
             texts[part.name, node.target.id] = " ".join(words)
     return texts
+
+
+def flatten_settings(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield each setting by its full name, such as "actor.layout.tp"."""
+    for name, value in settings.items():
+        if isinstance(value, Mapping) and value:
+            yield from flatten_settings(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", list(value) if isinstance(value, tuple) else value

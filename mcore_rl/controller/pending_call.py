@@ -32,6 +32,7 @@ from mcore_rl.observability.stacks import (
     inspect_process,
     summarize_states,
 )
+from mcore_rl.observability.timeline import TIMELINE
 
 GRACE_S = 2.0  # after a first failure, for the rank that caused it to report, too
 NODE_GRACE_S = 12.0  # the same with ranks on several nodes: Ray takes so long to notice a death
@@ -95,6 +96,7 @@ class PendingCall:
         self._group, self._label, self._finish = group, f"{group.name}.{method}", finish
         self._timeout, self._sent_at = timeout, time.monotonic()
         self._waiting = {reference.future(): rank for reference, rank in calls.items()}
+        TIMELINE.follow(group.name, method, [*self._waiting])
         self._values: dict[int, Any] = {}
         self._failures: list[tuple[FailureKind, float, int, Failure]] = []  # time, rank
         self._error: Exception | None = None

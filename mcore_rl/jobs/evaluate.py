@@ -18,6 +18,7 @@ from rich.table import Table
 
 from mcore_rl.agents.single_turn import Tokenizer, decode_response
 from mcore_rl.algorithms.estimates import compute_mean_and_error, majority_at_k, pass_at_k
+from mcore_rl.config.describe import flatten_settings
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.json_file import read_json_object
 from mcore_rl.config.resolve import TRANSFORMERS
@@ -52,7 +53,6 @@ from mcore_rl.jobs.output import (
 from mcore_rl.jobs.placement import Pools, detect_lane, get_device_resource, list_rank_nodes
 from mcore_rl.jobs.preflight import check_model, load_prompt_files
 from mcore_rl.jobs.remote_paths import fetch_inputs
-from mcore_rl.jobs.resume import flatten_settings
 from mcore_rl.jobs.rl import build_server_pool, open_session
 from mcore_rl.models.base import get_field, read_config, use_family
 from mcore_rl.observability.activity import ACTIVITY

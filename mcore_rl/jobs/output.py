@@ -38,9 +38,17 @@ from mcore_rl.observability.console import (
     print_before_after,
     show_line,
 )
+from mcore_rl.observability.memory import PeakMemory
 from mcore_rl.observability.metrics import METRICS_FILE, MetricsLogger, Report, read_metrics
 from mcore_rl.observability.process import list_versions, wrap_command
-from mcore_rl.observability.trackers import TrackedRun
+from mcore_rl.observability.timeline import (
+    TIMELINE,
+    TIMELINE_FILE,
+    StepTimeline,
+    TimelineWriter,
+    read_timeline,
+)
+from mcore_rl.observability.trackers import TRAINING, TrackedRun
 
 CHECKPOINT = "checkpoint"  # folder of the final weights
 _SET = "data.sets.NAME=FILE"
@@ -212,22 +220,37 @@ def _remove_content(folder: Path) -> None:
 
 
 class RunOutput:
-    """Writer of a run's folder: config.json, metrics.jsonl, tensorboard/, plot, summary.json."""
+    """Writer of a run's folder: settings, metrics, timeline, TensorBoard, plot, summary."""
 
     def __init__(
-        self, folder: Path, config: RLConfig | TrainConfig, resumed: RunCheckpoint | None = None
+        self,
+        folder: Path,
+        config: RLConfig | TrainConfig,
+        resumed: RunCheckpoint | None = None,
+        memory: PeakMemory | None = None,
     ) -> None:
-        """`resumed` is the checkpoint that the run continues from."""
-        self.folder = folder
+        """Begin the files of a run.
+
+        Args:
+            resumed: Checkpoint that the run continues from.
+            memory: Source of the metric memory/peak_bytes.
+        """
+        self.folder, self._memory = folder, memory
         get_log_dir(folder).mkdir(parents=True, exist_ok=True)
         self._config = config
         rows: list[dict[str, Any]] = []
+        timelines: list[StepTimeline] = []
         self.results: dict[str, Any] = {}  # entries of the summary
         if resumed is not None:
             rows = [
                 row
                 for row in read_metrics(resumed.run / METRICS_FILE)
                 if self._is_before_resume(row, resumed.step)
+            ]
+            timelines = [
+                timeline
+                for timeline in read_timeline(resumed.run / TIMELINE_FILE)
+                if timeline.phase != TRAINING or timeline.step <= resumed.step
             ]
             self.results |= resumed.state["results"]
             # The run may have ended before.
@@ -238,6 +261,7 @@ class RunOutput:
         resume_tables(folder, *((resumed.step, resumed.run) if resumed else (-1, folder)))
         tracked = TrackedRun(folder, config.trainer.tracker_project, asdict(config))
         self._sinks = MetricsLogger(tracked, rows, config.trainer.trackers)
+        self._timeline = TimelineWriter(folder, timelines)
         self._rewards: list[float] = [row["reward"] for row in rows if "reward" in row]
         write_json(folder / STARTED, asdict(config))
 
@@ -248,6 +272,7 @@ class RunOutput:
         That function raises OutputError if the metrics cannot be written.
         """
         title = phase.replace("_", " ")
+        TIMELINE.take(phase, 0)  # the spans of the start
         with StepProgress(title, num_steps) as display:
 
             def report(step: int, metrics: dict[str, float]) -> None:
@@ -259,7 +284,10 @@ class RunOutput:
                     ) from error
 
             def show(step: int, metrics: dict[str, float]) -> None:
+                if self._memory is not None:
+                    metrics["memory/peak_bytes"] = self._memory.peak_bytes
                 self._sinks.write(step, metrics, phase)
+                self._timeline.write(TIMELINE.take(phase, step))
                 display.update(step, self._summarize_step(metrics))
 
             yield report

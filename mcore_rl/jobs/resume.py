@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from mcore_rl.checkpoint.files import ComputeChecksums, compute_checksums
 from mcore_rl.checkpoint.run_checkpoints import (
@@ -17,7 +17,7 @@ from mcore_rl.checkpoint.run_checkpoints import (
     read_checkpoint,
 )
 from mcore_rl.config.checks import check_exists
-from mcore_rl.config.describe import SettingRenamer
+from mcore_rl.config.describe import SettingRenamer, flatten_settings
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.json_file import read_json_object
 from mcore_rl.config.resolve import list_test_files, list_train_files
@@ -191,12 +191,3 @@ def check_data(
             "it was trained on, or a new output_dir with resume=never"
         )
     return by_setting
-
-
-def flatten_settings(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield each setting by its full name, such as "actor.layout.tp"."""
-    for name, value in settings.items():
-        if isinstance(value, Mapping) and value:
-            yield from flatten_settings(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", list(value) if isinstance(value, tuple) else value

@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from mcore_rl.observability.timeline import DRIVER, TIMELINE
+
 FIRST_REPORT_S = 30.0  # a longer phase gets a line; the next ones come after 1, 2, 4, ... min
 
 
@@ -135,7 +137,7 @@ class SlowPhaseReporter:
 class Stopwatch:
     """Seconds of named phases, as metrics "time/<phase>_s", and of everything since it was made.
 
-    Each is a phase of `ACTIVITY`, in `step`.
+    Each is a phase of `ACTIVITY`, in `step`, and a span of `TIMELINE`.
     """
 
     def __init__(self, step: int = 0) -> None:
@@ -147,7 +149,7 @@ class Stopwatch:
     def __call__(self, phase: str) -> Iterator[None]:
         start_s = time.perf_counter()
         try:
-            with ACTIVITY.enter_phase(phase, self._step):
+            with ACTIVITY.enter_phase(phase, self._step), TIMELINE.record(DRIVER, phase):
                 yield
         finally:
             name = f"time/{phase}_s"

@@ -232,6 +232,7 @@ def test_loads_are_those_of_one_rank_and_of_transformers(runs, name):
 @pytest.mark.parametrize("name", TRAINING_CASES)
 def test_loads_are_summed_up_in_metrics_of_the_last_stage(runs, name):
     by_rank = runs.training(name)
+    layers = list(by_rank[0]["loads"][0])
     loads = torch.stack(list(by_rank[0]["loads"][0].values()))
     relative = loads / loads.mean(1, keepdim=True)
     for result in last_stages(by_rank, TRAINING[name][1]):
@@ -239,6 +240,8 @@ def test_loads_are_summed_up_in_metrics_of_the_last_stage(runs, name):
         assert step["moe/max_expert_load"] == pytest.approx(float(relative.max()), rel=1e-12)
         assert step["moe/min_expert_load"] == pytest.approx(float(relative.min()), rel=1e-12)
         assert step["moe/dead_experts"] == int((loads == 0).sum())
+        for layer, load in zip(layers, relative.amax(1).tolist(), strict=True):
+            assert step[f"moe/max_expert_load/layer_{layer}"] == pytest.approx(load, rel=1e-12)
         assert "moe/aux_loss" not in step
 
 

@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 
-_CLOCK = re.compile(r"wall_time_s|(.*/)?((time|driver)/.*|tokens_per_s)")
+_CLOCK = re.compile(r"wall_time_s|(.*/)?((time|driver|memory)/.*|tokens_per_s)")
 
 
 def rows_of(output: Path) -> list[dict[str, float]]:

@@ -313,6 +313,6 @@ def test_nothing_is_left_but_the_output(name, request):
     assert len(job.processes) > 8
     assert job.left() == []
     expected = {"checkpoint", "config.json", "logs", "metrics.jsonl", "reward_curve.png"}
-    expected |= {"summary.json", "tensorboard", "samples", "evaluations"}
+    expected |= {"summary.json", "tensorboard", "timeline.jsonl", "samples", "evaluations"}
     run_folders = {"task", "warm_start"} if name == "run" else set()
     assert {path.name for path in job.output.iterdir()} == expected | run_folders

@@ -99,6 +99,7 @@ def settings(data: Path, kind: str, output: Path, *more: str) -> list[str]:
 def ended(done: subprocess.CompletedProcess[str], output: Path) -> dict:
     assert done.returncode == 0, done.stdout + done.stderr
     left = {"checkpoint", "config.json", "logs", "metrics.jsonl", "summary.json", "tensorboard"}
+    left |= {"timeline.jsonl"}
     assert {path.name for path in output.iterdir()} - {"checkpoints"} == left
     return json.loads((output / "summary.json").read_text())
 

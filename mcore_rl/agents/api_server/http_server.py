@@ -108,17 +108,21 @@ class _Server(uvicorn.Server):
 
 
 class HttpServer:
-    """Serves an app on a free port, in the event loop that starts it, until `close`."""
+    """Serves an app on a port, in the event loop that starts it, until `close`."""
 
-    def __init__(self, app: ASGIApp, host: str) -> None:
+    def __init__(self, app: ASGIApp, host: str, port: int = 0) -> None:
         """Bind the port.
 
         Args:
             host: Address to listen on, which clients reach.
+            port: 0 takes a free one.
+
+        Raises:
+            OSError: The port cannot be used.
         """
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._socket = socket.socket(family, socket.SOCK_STREAM)
-        self._socket.bind((host, 0))
+        self._socket.bind((host, port))
         port = self._socket.getsockname()[1]
         self.url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         self._server = _Server(

@@ -270,9 +270,9 @@ def compute_balance_metrics(chunks: Sequence[Any]) -> dict[str, float]:
     """Return metrics of the experts' load since clear_expert_load. Collective over all ranks.
 
     moe/max_expert_load and moe/min_expert_load: the largest and smallest load of an expert over the
-    mean of its layer. moe/dead_experts: experts of all layers without a token. moe/aux_loss, if the
-    loss is enabled: its mean over tokens and MoE layers, without the coefficient; 1 is even. Empty
-    for a model without experts.
+    mean of its layer; moe/max_expert_load/layer_N: the largest of layer N. moe/dead_experts:
+    experts of all layers without a token. moe/aux_loss, if the loss is enabled: its mean over
+    tokens and MoE layers, without the coefficient; 1 is even. Empty for a model without experts.
     """
     config = chunks[0].config
     if not config.num_moe_experts:
@@ -284,6 +284,8 @@ def compute_balance_metrics(chunks: Sequence[Any]) -> dict[str, float]:
         "moe/min_expert_load": float(relative.min()),
         "moe/dead_experts": float((loads == 0).sum()),
     }
+    layers = zip(list_moe_layers(config), relative.amax(dim=1).tolist(), strict=True)
+    metrics |= {f"moe/max_expert_load/layer_{layer}": load for layer, load in layers}
     if config.moe_router_load_balancing_type != "none":
         tokens = (loads.sum(dim=1) / config.moe_router_topk).clamp(min=1)
         metrics["moe/aux_loss"] = float((balances / tokens).mean())

@@ -66,6 +66,23 @@ _MOST_TOKENS = 8  # of a character: its four bytes, with room
 
 
 @dataclass(frozen=True, slots=True)
+class TokenNumbers:
+    """Numbers of a token that the policy chose; NaN where there is none."""
+
+    id: int
+    servers: float  # log-probs in nats, as of the trainer
+    trainer: float
+    advantage: float
+    version: int  # of the weights
+
+    def __str__(self) -> str:
+        """Return a line such as `token 17: servers -0.5, trainer -0.51, version 3`."""
+        numbers = {name: getattr(self, name) for name in ("servers", "trainer", "advantage")}
+        known = [f"{n} {format_number(x)}," for n, x in numbers.items() if not math.isnan(x)]
+        return " ".join([f"token {self.id}:", *known, f"version {self.version}"])
+
+
+@dataclass(frozen=True, slots=True)
 class Span:
     """Text of neighbouring tokens that are shown in the same way."""
 
@@ -73,8 +90,13 @@ class Span:
     is_chosen: bool
     part: str = ""  # "reasoning" or "call", of a turn
     gap: float | None = None  # largest of its tokens, nats, where it is to be marked
-    about: str = ""  # numbers of its tokens
+    tokens: tuple[TokenNumbers, ...] = ()  # those that the policy chose
     image: Path | None = None  # its file
+
+    @property
+    def about(self) -> str:
+        """The numbers of its tokens, a line each."""
+        return "\n".join(map(str, self.tokens))
 
 
 @dataclass(slots=True)
@@ -317,7 +339,7 @@ def _build_spans(
             is_chosen,
             part,
             gap if gap >= mark_gap else None,
-            _format_tokens(segment, piece) if is_chosen else "",
+            tuple(_list_token_numbers(segment, piece)) if is_chosen else (),
         )
 
 
@@ -358,20 +380,15 @@ def _find_json_call_end(turn_text: str) -> int:
     return end if is_call else 0
 
 
-def _format_tokens(segment: Segment, piece: Piece) -> str:
-    """Return a line for each token, such as `token 17: servers -0.5, trainer -0.51, version 3`."""
-    lines = []
+def _list_token_numbers(segment: Segment, piece: Piece) -> Iterator[TokenNumbers]:
     for index in range(piece.start, piece.end):
-        words = [f"token {segment.ids[index]}:"]
-        for name, values in (
-            ("servers", segment.servers),
-            ("trainer", segment.trainer),
-            ("advantage", segment.advantages),
-        ):
-            if not math.isnan(values[index]):
-                words.append(f"{name} {format_number(values[index])},")
-        lines.append(" ".join([*words, f"version {segment.versions[index]}"]))
-    return "\n".join(lines)
+        yield TokenNumbers(
+            int(segment.ids[index]),
+            float(segment.servers[index]),
+            float(segment.trainer[index]),
+            float(segment.advantages[index]),
+            int(segment.versions[index]),
+        )
 
 
 def _format_turn_facts(segment: Segment, turn: int) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
 from threading import Thread, Timer
@@ -59,6 +59,9 @@ class Coming:
 
     def result(self) -> Reply:
         return self.reply
+
+    def add_done_callback(self, callback: Callable[[Coming], object]) -> None:
+        """Call nothing: replies come when somebody waits for them."""
 
 
 class Clock:

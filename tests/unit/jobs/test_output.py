@@ -29,6 +29,8 @@ from mcore_rl.jobs.output import (
     list_next_commands,
     lock_run_dir,
 )
+from mcore_rl.observability.memory import PeakMemory
+from mcore_rl.observability.metrics import read_metrics
 from tests.small_disk import on_small_disk
 
 HOLDER = """
@@ -124,6 +126,15 @@ def test_steps_that_compare_no_log_probs_have_no_gap(tmp_path: Path):
     assert output.results == {}
     output.record_gap({"max_logprob_gap": 0.25})  # of the evaluation in the end
     assert output.results == {"max_logprob_gap": 0.25}
+
+
+def test_each_step_has_the_peak_memory_so_far(tmp_path: Path):
+    with PeakMemory() as memory:
+        output = SupervisedOutput(tmp_path, SFTConfig(), None, memory)
+        with output.progress("training", 1) as report:
+            report(1, {"loss": 1.0, "lr": 1.0, "tokens_per_s": 1.0, "grad_norm": 1.0})
+    [row] = read_metrics(tmp_path / "metrics.jsonl")
+    assert 1e6 < row["memory/peak_bytes"] <= memory.peak_bytes
 
 
 def test_a_folder_that_holds_something_is_left_as_it_is(tmp_path: Path):

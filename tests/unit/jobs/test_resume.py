@@ -21,7 +21,9 @@ from mcore_rl.jobs.resume import (
     prepare_settings,
     remove_warm_start,
 )
+from mcore_rl.observability.activity import Stopwatch
 from mcore_rl.observability.metrics import read_metrics
+from mcore_rl.observability.timeline import read_timeline
 
 
 def saved(config: RLConfig, folder: Path, step: int, **changes: object) -> Path:
@@ -342,6 +344,8 @@ def test_rows_up_to_the_step_stay_and_rewards_and_results_go_on(tmp_path):
         report(9, {"loss": 1.0})
     with first.progress("training", 9) as report:
         for step in (1, 2, 3):
+            with Stopwatch(step)("update"):
+                pass
             report(step, METRICS_FILE | {"reward": step / 4, "max_logprob_gap": step / 4})
     for step in (1, 2, 3):
         write_table(get_table_path(tmp_path, step), {}, 0)
@@ -354,6 +358,8 @@ def test_rows_up_to_the_step_stay_and_rewards_and_results_go_on(tmp_path):
     assert [(row["step"], row.get("reward")) for row in rows] == [(9, None), (1, 0.25), (2, 0.5)]
     assert (second._rewards, second.results) == ([0.25, 0.5], {"max_logprob_gap": 0.5})
     assert list(list_tables(tmp_path)) == [1, 2]
+    timeline = read_timeline(tmp_path / "timeline.jsonl")
+    assert [(line.step, line.spans[0].name) for line in timeline] == [(1, "update"), (2, "update")]
     RunOutput(tmp_path / "other", rl_config, checkpoint)
     assert list(list_tables(tmp_path / "other")) == [1, 2]
     RunOutput(tmp_path, rl_config)  # it had no checkpoint and begins anew

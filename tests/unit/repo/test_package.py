@@ -61,6 +61,7 @@ def expected_files() -> set[str]:
             "mcore_rl/**/*.py",
             "mcore_rl/_csrc.pyi",
             "mcore_rl/py.typed",
+            "mcore_rl/tools/report/page.*",
         )
         for path in ROOT.glob(pattern)
     }

@@ -1,0 +1,418 @@
+"""Figures of a report, as plain data for Plotly: which metrics each shows, and where they are from.
+
+A figure has variants, such as a step or a run, of which the page shows one at a time. Its data and
+layout are those of `plotly.graph_objects.Figure`.
+"""
+
+from __future__ import annotations
+
+import html
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Any
+
+from mcore_rl.observability.timeline import DRIVER, StepTimeline
+from mcore_rl.observability.trackers import TRAINING
+from mcore_rl.tools.report.runs import Point, Run
+from mcore_rl.tools.report.traffic import NoPlanError, build_traffic_figure
+
+MAX_POINTS = 1000  # of a line; beyond it, the lowest and the highest of neighbouring steps
+MAX_BARS = 150  # of the time split; beyond it, means of neighbouring steps
+MAX_TIMELINES = 8  # steps of a run whose spans are shown
+MAX_ROLES = 32  # rows of a timeline
+# Okabe and Ito's colours, which colour-blind readers can tell apart; legible on white and on black.
+COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8C6BB1", "#999999")
+DASHES = ("solid", "dash", "dot", "dashdot", "longdash", "longdashdot")
+_PATTERNS = ("", "/", ".")  # of bars, when the colours are used up
+_OVERLAPPING = ("time/servers_idle_s",)  # beside the phases of a step, not one of them
+_LAYER_LOAD = re.compile(r"(?:(\w+)/)?moe/max_expert_load/layer_(\d+)")  # role, layer
+
+
+@dataclass(frozen=True, slots=True)
+class Lines:
+    """A plot of metrics over steps."""
+
+    id: str
+    title: str
+    about: str  # what it shows, and where the numbers are from
+    metrics: tuple[str, ...]  # names, with * for any text
+    unit: str
+    is_log: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    label: str  # empty if the figure has no other
+    data: list[dict[str, Any]]
+    layout: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    id: str
+    title: str
+    about: str
+    variants: list[Variant]
+    section: str = TRAINING  # phase of the run
+
+
+LINES = (
+    Lines("reward", "Reward", "Mean over all responses of a step; eval/SET on held-out prompts, "
+          "with standard errors.", ("reward", "eval/*/reward"), "reward"),
+    Lines("accuracy", "Accuracy", "Share of right answers, or of pairs in the right order; "
+          "eval/SET on held-out data, with standard errors.",
+          ("accuracy", "eval/*/accuracy", "eval/*/accuracy/*"), "share"),
+    Lines("loss", "Loss", "Of the update; eval/SET on held-out data.",
+          ("loss", "eval/*/loss", "*/loss", "*/policy_loss", "*/value_loss"), "loss"),
+    Lines("parts", "Reward parts", "Means of reward/PART: terms of the reward, and what else it "
+          "reports.", ("reward/*", "eval/*/reward/*", "role/*"), "reward"),
+    Lines("preferences", "Preferences", "Rewards of the chosen and of the rejected response, and "
+          "their difference.", ("margin", "reward_chosen", "reward_rejected", "eval/*/margin"),
+          "reward"),
+    Lines("kl", "KL", "To the policy before the update (approx_kl), to the reference model "
+          "(reference_kl), and of trainer and servers (mismatch).", ("*approx_kl", "*reference_kl",
+          "*distillation_kl", "mismatch/kl", "mismatch/k3_kl"), "nats"),
+    Lines("entropy", "Entropy", "Of the policy, mean over sampled tokens.",
+          ("*/entropy", "entropy"), "nats"),
+    Lines("clipped", "Clip share", "Share of tokens whose ratio the loss clips.",
+          ("*/clipped*", "*clip*"), "share"),
+    Lines("lengths", "Response lengths", "Mean and longest of a step, and means of held-out "
+          "prompts.", ("response_tokens", "response_tokens_max", "eval/*/response_tokens"),
+          "tokens"),
+    Lines("truncated", "Truncated", "Share of responses that reached the length limit.",
+          ("truncated", "eval/*/truncated"), "share"),
+    Lines("gap", "Log-prob gap", "Between trainer and servers, at the tokens that the policy chose "
+          "(max_logprob_gap, mean_logprob_gap).", ("max_logprob_gap", "mean_logprob_gap"), "nats",
+          is_log=True),
+    Lines("staleness", "Staleness", "Mean age of the samples that are trained on, in versions of "
+          "the weights; replayed samples apart.", ("samples/age", "samples/replayed_age"),
+          "versions"),
+    Lines("groups", "Groups and filters", "What became of the groups of a step (samples/...).",
+          ("samples/groups", "samples/rounds", "samples/dropped*", "samples/replayed"), "groups"),
+    Lines("speed", "Throughput", "Prompt and response tokens of a step over its duration.",
+          ("tokens_per_s",), "tokens/s"),
+    Lines("gradient", "Gradient norm", "Before clipping.", ("*grad_norm",), "norm"),
+    Lines("rate", "Learning rate", "Of the optimizer's step.", ("*lr",), ""),
+    Lines("experts", "Expert load", "Largest and smallest load of an expert over the mean of its "
+          "layer, in the update.", ("*moe/max_expert_load", "*moe/min_expert_load"), "of the mean"),
+    Lines("sync", "Weight sync", "Seconds until every server has the new weights "
+          "(time/weight_sync_s).", ("time/weight_sync_s", "weight_sync/*"), "s"),
+    Lines("idle", "Idle servers", "Seconds of a step in which a server has nothing to do, mean "
+          "over servers.", ("time/servers_idle_s",), "s"),
+    Lines("memory", "Memory", "Highest so far, of the command and all processes that it has "
+          "started on its node (memory/peak_bytes).", ("memory/*",), "bytes"),
+)  # fmt: skip
+
+
+@dataclass(slots=True)
+class FigureBuilder:
+    """Builds the figures of runs, side by side."""
+
+    runs: Sequence[Run]
+    _used: set[str] = field(default_factory=set)  # metrics of the phase that have a figure
+
+    def build(self) -> list[Figure]:
+        """Return all figures that the runs have data for."""
+        phases = dict.fromkeys(phase for run in self.runs for phase in run.phases)
+        figures = [*self._build_scores()]
+        for phase in sorted(phases, key=lambda phase: phase != TRAINING):
+            figures += self._build_phase(phase)
+            if phase == TRAINING:
+                figures += self._build_traffic()
+        return figures
+
+    def _build_traffic(self) -> Iterator[Figure]:
+        variants = []
+        for run in self.runs:
+            with suppress(NoPlanError):  # the table of runs says why
+                variants.append(Variant(self._label(run), *build_traffic_figure(run)))
+        if variants:
+            about = (
+                "Megabytes of a push between ranks, as mcore-rl plan reshard plans it from "
+                "config.json and the model."
+            )
+            yield Figure("training-traffic", "Weight-sync traffic", about, variants)
+
+    def _build_phase(self, phase: str) -> Iterator[Figure]:
+        series = {run.name: run.collect_series(phase) for run in self.runs}
+        self._used = set()
+        for lines in LINES:
+            if figure := self._build_lines(lines, phase, series):
+                yield figure
+        yield from self._build_time_split(phase, series)
+        yield from self._build_timelines(phase)
+        yield from self._build_layer_loads(phase, series)
+        yield from self._build_rest(phase, series)
+
+    def _build_lines(
+        self, lines: Lines, phase: str, series: Mapping[str, Mapping[str, list[Point]]]
+    ) -> Figure | None:
+        known = dict.fromkeys(name for by_name in series.values() for name in by_name)
+        free = [name for name in known if name not in self._used]
+        matches = (name for p in lines.metrics for name in free if fnmatchcase(name, p))
+        names = [name for name in dict.fromkeys(matches) if not _LAYER_LOAD.fullmatch(name)]
+        self._used.update(names)
+        data = self._build_traces(names, series)
+        if not data:
+            return None
+        layout = _build_layout("step", lines.unit)
+        if lines.is_log and any((y or 0) > 0 for trace in data for y in trace["y"]):
+            layout["yaxis"]["type"] = "log"
+        return Figure(
+            f"{phase}-{lines.id}", lines.title, lines.about, [Variant("", data, layout)], phase
+        )
+
+    def _build_traces(
+        self, names: Sequence[str], series: Mapping[str, Mapping[str, list[Point]]]
+    ) -> list[dict[str, Any]]:
+        """Return a line per metric and run; colours are the runs' where there are several."""
+        traces = []
+        for run_index, run in enumerate(self.runs):
+            for index, name in enumerate(names):
+                points = series[run.name].get(name)
+                if not points:
+                    continue
+                is_single = len(self.runs) == 1
+                color = COLORS[(index if is_single else run_index) % len(COLORS)]
+                dash = "solid" if is_single else DASHES[index % len(DASHES)]
+                label = name if is_single else f"{run.name}: {name}"
+                traces.append(_build_line(label, thin(points), color, dash))
+        return traces
+
+    def _build_time_split(
+        self, phase: str, series: Mapping[str, Mapping[str, list[Point]]]
+    ) -> Iterator[Figure]:
+        variants = []
+        for run in self.runs:
+            times = {
+                name.removeprefix("time/").removesuffix("_s"): points
+                for name, points in series[run.name].items()
+                if name.startswith("time/") and name not in _OVERLAPPING
+            }
+            if times:
+                layout = _build_layout("step", "s") | {"barmode": "stack", "bargap": 0.1}
+                data = list(_build_bars(times))
+                variants.append(Variant(self._label(run), data, layout))
+            self._used.update(name for name in series[run.name] if name.startswith("time/"))
+        if variants:
+            about = "Seconds of the phases of a step, as the driver waits for them (time/PHASE_s)."
+            yield Figure(f"{phase}-time", "Time split", about, variants, phase)
+
+    def _build_timelines(self, phase: str) -> Iterator[Figure]:
+        variants = []
+        for run in self.runs:
+            timelines = [line for line in run.timeline if line.phase == phase]
+            for timeline in reversed(pick_evenly(timelines, MAX_TIMELINES)):
+                label = ", ".join(filter(None, [self._label(run), f"step {timeline.step}"]))
+                variants.append(Variant(label, *_build_gantt(timeline)))
+        if variants:
+            about = (
+                "What each role does in a step (timeline.jsonl): phases of the driver, and calls "
+                "of workers from the moment they are sent until the last rank has answered."
+            )
+            yield Figure(f"{phase}-timeline", "Timeline of a step", about, variants, phase)
+
+    def _build_layer_loads(
+        self, phase: str, series: Mapping[str, Mapping[str, list[Point]]]
+    ) -> Iterator[Figure]:
+        variants = []
+        for run in self.runs:
+            by_role: dict[str, dict[int, list[Point]]] = {}
+            for name, points in series[run.name].items():
+                if match := _LAYER_LOAD.fullmatch(name):
+                    layers = by_role.setdefault(match[1] or "", {})
+                    layers[int(match[2])] = thin_by_stride(points, MAX_BARS)
+                    self._used.add(name)
+            for role, layers in by_role.items():
+                label = ", ".join(filter(None, [self._label(run), role]))
+                variants.append(Variant(label, *_build_load_heatmap(layers)))
+        if variants:
+            about = (
+                "Largest load of an expert over the mean of its layer, by layer and step "
+                "(moe/max_expert_load/layer_N), mean over the updates of a step. 1 is even."
+            )
+            yield Figure(f"{phase}-loads", "Expert load by layer", about, variants, phase)
+
+    def _build_rest(
+        self, phase: str, series: Mapping[str, Mapping[str, list[Point]]]
+    ) -> Iterator[Figure]:
+        names = sorted({name for by_name in series.values() for name in by_name} - self._used)
+        variants = [
+            Variant(name, traces, _build_layout("step", ""))
+            for name in names
+            if (traces := self._build_traces([name], series))
+        ]
+        if variants:
+            about = "Every metric of metrics.jsonl that has no figure of its own."
+            yield Figure(f"{phase}-other", "Other metrics", about, variants, phase)
+
+    def _build_scores(self) -> Iterator[Figure]:
+        """Yield a figure per set of evaluations: metrics with standard errors over prompts."""
+        runs = [run for run in self.runs if run.kind == "eval" and "sets" in run.summary]
+        for name in dict.fromkeys(name for run in runs for name in run.summary["sets"]):
+            traces = []
+            for index, run in enumerate(runs):
+                scores = {
+                    metric: value
+                    for metric, value in run.summary["sets"].get(name, {}).items()
+                    if isinstance(value, dict) and metric != "response_tokens"
+                }
+                traces.append(
+                    {
+                        "type": "bar",
+                        "name": html.escape(run.name),
+                        "x": [*map(html.escape, scores)],
+                        "y": [value["mean"] for value in scores.values()],
+                        "error_y": {
+                            "array": [value["standard_error"] for value in scores.values()]
+                        },
+                        "marker": {"color": COLORS[index % len(COLORS)]},
+                    }
+                )
+            about = "summary.json: means over prompts, with standard errors over prompts."
+            layout = _build_layout("", "") | {"barmode": "group"}
+            yield Figure(f"set-{name}", f"Set {name}", about, [Variant("", traces, layout)])
+
+    def _label(self, run: Run) -> str:
+        return "" if len(self.runs) == 1 else run.name
+
+
+def _build_layout(x: str, y: str) -> dict[str, Any]:
+    return {"xaxis": {"title": {"text": x}}, "yaxis": {"title": {"text": y}}}
+
+
+def _build_line(label: str, points: Sequence[Point], color: str, dash: str) -> dict[str, Any]:
+    trace: dict[str, Any] = {
+        "type": "scatter",
+        "mode": "lines+markers" if len(points) <= 60 else "lines",
+        "name": html.escape(label),  # Plotly reads tags in texts
+        "x": [point.step for point in points],
+        "y": [_round(point.value) for point in points],
+        "line": {"color": color, "dash": dash, "width": 1.8},
+        "marker": {"size": 4},
+    }
+    if any(point.stderr is not None for point in points):
+        trace["error_y"] = {"array": [_round(point.stderr or 0.0) for point in points]}
+    return trace
+
+
+def _build_bars(times: Mapping[str, Sequence[Point]]) -> Iterator[dict[str, Any]]:
+    """Yield a trace per phase; of many steps, means over neighbours (0 where it did not run)."""
+    steps = sorted({point.step for points in times.values() for point in points})
+    size = -(-len(steps) // MAX_BARS)
+    buckets = [steps[start : start + size] for start in range(0, len(steps), size)]
+    for index, (name, points) in enumerate(times.items()):
+        seconds = {point.step: point.value or 0.0 for point in points}
+        yield {
+            "type": "bar",
+            "name": html.escape(name),
+            "x": [bucket[0] for bucket in buckets],
+            "y": [_round(sum(seconds.get(s, 0.0) for s in b) / len(b)) for b in buckets],
+            "marker": {"color": COLORS[index % len(COLORS)]},
+        }
+
+
+def _build_gantt(timeline: StepTimeline) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Return bars over seconds since the first span; a row per role, a colour per call."""
+    origin_s = min(span.start_s for span in timeline.spans)
+    roles = sorted({span.role for span in timeline.spans}, key=lambda role: (role != DRIVER, role))
+    roles = roles[:MAX_ROLES]
+    traces, seconds = [], defaultdict[str, float](float)
+    for span in timeline.spans:
+        seconds[span.name] += span.end_s - span.start_s
+    names = sorted(seconds, key=lambda name: -seconds[name])  # the longest have plain colours
+    for index, name in enumerate(names):
+        spans = [span for span in timeline.spans if span.name == name and span.role in roles]
+        if not spans:
+            continue
+        traces.append(
+            {
+                "type": "bar",
+                "orientation": "h",
+                "name": html.escape(name),
+                "base": [_round(span.start_s - origin_s) for span in spans],
+                "x": [_round(span.end_s - span.start_s) for span in spans],
+                "y": [html.escape(span.role) for span in spans],
+                "marker": {
+                    "color": COLORS[index % len(COLORS)],
+                    "pattern": {"shape": _PATTERNS[index // len(COLORS) % len(_PATTERNS)]},
+                },
+                "text": [html.escape(name)] * len(spans),
+                "textposition": "inside",
+                "insidetextanchor": "middle",
+                "textangle": 0,
+                "hovertemplate": "%{y}: %{fullData.name}<br>from %{base:.3f} s, %{x:.3f} s"
+                "<extra></extra>",
+            }
+        )
+    # Without text where a bar is too narrow for it.
+    text = {"mode": "hide", "minsize": 9}
+    layout = _build_layout("seconds", "") | {"barmode": "overlay", "uniformtext": text}
+    layout["yaxis"] |= {
+        "type": "category",
+        "categoryorder": "array",
+        "categoryarray": [html.escape(role) for role in reversed(roles)],
+    }
+    return traces, layout
+
+
+def _build_load_heatmap(
+    layers: Mapping[int, Sequence[Point]],
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    steps = sorted({point.step for points in layers.values() for point in points})
+    rows = []
+    for layer in sorted(layers):
+        by_step = {point.step: point.value for point in layers[layer]}
+        rows.append([_round(by_step.get(step)) for step in steps])
+    trace = {
+        "type": "heatmap",
+        "x": steps,
+        "y": [str(layer) for layer in sorted(layers)],
+        "z": rows,
+        "zmin": 1,
+        "zmax": max([2.0, *(load for row in rows for load in row if load is not None)]),
+        "colorscale": "Viridis",
+        "colorbar": {"title": {"text": "of the mean"}},
+    }
+    layout = _build_layout("step", "layer")
+    layout["yaxis"]["type"] = "category"
+    return [trace], layout
+
+
+def _round(value: float | None) -> float | None:
+    return None if value is None else float(f"{value:.6g}")
+
+
+def thin(points: Sequence[Point]) -> list[Point]:
+    """Return at most MAX_POINTS points: of each run of neighbours the lowest and the highest."""
+    if len(points) <= MAX_POINTS:
+        return [*points]
+    size = -(-2 * len(points) // MAX_POINTS)
+    thinned = []
+    for start in range(0, len(points), size):
+        bucket = [p for p in points[start : start + size] if p.value is not None]
+        if bucket:
+            ends = {min(bucket, key=_get_value), max(bucket, key=_get_value)}
+            thinned += sorted(ends, key=lambda point: point.step)
+    return thinned
+
+
+def _get_value(point: Point) -> float:
+    return point.value or 0.0
+
+
+def thin_by_stride(points: Sequence[Point], most: int) -> list[Point]:
+    """Return at most so many points: the last, and others at equal distances before it."""
+    stride = -(-len(points) // most)
+    return [*reversed(points[::-1][:: max(stride, 1)])]
+
+
+def pick_evenly[T](items: Sequence[T], most: int) -> list[T]:
+    """Return at most so many items at equal distances, with the first and the last."""
+    if len(items) <= most:
+        return [*items]
+    return [items[round(i * (len(items) - 1) / max(most - 1, 1))] for i in range(most)]

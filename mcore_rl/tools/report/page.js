@@ -1,0 +1,295 @@
+"use strict";
+// Draws the report. All texts of a run become text nodes: none is read as HTML.
+
+const state = { data: null, version: null, shown: {}, sample: { run: 0, source: "", sort: "order", at: 0 } };
+const isLive = !document.getElementById("data").textContent;
+
+function make(tag, attributes = {}, ...children) {
+  const node = document.createElement(tag);
+  for (const [name, value] of Object.entries(attributes)) {
+    if (name === "class") node.className = value;
+    else if (name.startsWith("on")) node.addEventListener(name.slice(2), value);
+    else if (value !== false && value !== null) node.setAttribute(name, value === true ? "" : value);
+  }
+  node.append(...children.filter((child) => child !== null));
+  return node;
+}
+
+async function unpack(text) {
+  const bytes = Uint8Array.from(atob(text), (letter) => letter.charCodeAt(0));
+  const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"));
+  return new Response(stream).text();
+}
+
+function setStatus(text) {
+  const status = document.getElementById("status");
+  status.textContent = text;
+  status.hidden = !text;
+}
+
+function formatNumber(value) {
+  if (value === null || value === undefined) return "–";
+  return value && Math.abs(value) < 1e-3 ? value.toExponential(2) : String(Number(value.toPrecision(5)));
+}
+
+// Plots
+
+function getStyle() {
+  const style = getComputedStyle(document.documentElement);
+  return (name) => style.getPropertyValue(name).trim();
+}
+
+function isNarrow() { return window.matchMedia("(max-width: 46rem)").matches; }
+
+function buildLayout(layout) {
+  const get = getStyle();
+  const axis = { gridcolor: get("--grid"), linecolor: get("--line"), zerolinecolor: get("--line"), automargin: true, exponentformat: "e", minexponent: 4 };
+  return {
+    ...layout,
+    paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
+    font: { color: get("--text"), size: 12, family: "system-ui, sans-serif" },
+    margin: { l: 8, r: 12, t: 8, b: 8 },
+    xaxis: { ...axis, ...layout.xaxis }, yaxis: { ...axis, ...layout.yaxis },
+    legend: { orientation: "h", x: 0, y: 1.02, yanchor: "bottom", font: { size: isNarrow() ? 10 : 11 }, traceorder: "normal" },
+    hoverlabel: { namelength: -1 }, showlegend: true,
+    modebar: { bgcolor: "rgba(0,0,0,0)", color: get("--dim"), activecolor: get("--accent") },
+  };
+}
+
+function drawFigure(figure) {
+  const index = Math.min(state.shown[figure.id] || 0, figure.variants.length - 1);
+  const variant = figure.variants[index];
+  const plot = document.getElementById("plot-" + figure.id);
+  const data = structuredClone(variant.data);
+  const layout = buildLayout(structuredClone(variant.layout));
+  layout.showlegend = data.length > 1 && !(isNarrow() && data.length > 6);
+  fillNumbers(document.getElementById("numbers-" + figure.id), variant.data);
+  const config = { responsive: true, displaylogo: false, displayModeBar: isNarrow() ? false : "hover", modeBarButtons: [["toImage", "zoom2d", "pan2d", "resetScale2d"]] };
+  return Plotly.react(plot, data, layout, config);
+}
+
+function plain(text) { return new DOMParser().parseFromString(text, "text/html").documentElement.textContent; }
+
+function fillNumbers(details, traces) {
+  const fill = () => {
+    if (!details.open) return;
+    const rows = [["", "last", "lowest", "highest"]];
+    for (const trace of traces) {
+      const values = (trace.z ? trace.z.flat() : trace.orientation === "h" ? trace.x : trace.y).filter((v) => v !== null);
+      const least = values.reduce((a, b) => Math.min(a, b), Infinity), most = values.reduce((a, b) => Math.max(a, b), -Infinity);
+      rows.push([trace.name ? plain(trace.name) : "", values[values.length - 1], least, most].map((v) => typeof v === "number" && Number.isFinite(v) ? formatNumber(v) : typeof v === "string" ? v : ""));
+    }
+    details.querySelector("div").replaceChildren(makeTable(rows));
+  };
+  details.ontoggle = fill;
+  fill();
+}
+
+function makeTable(rows) {
+  const [head, ...body] = rows;
+  return make("table", {},
+    make("thead", {}, make("tr", {}, ...head.map((cell) => make("th", { scope: "col" }, cell)))),
+    make("tbody", {}, ...body.map(([first, ...cells]) => make("tr", {}, make("th", { scope: "row" }, first), ...cells.map((cell) => make("td", {}, cell))))));
+}
+
+function makeCard(figure) {
+  const id = figure.id, isWide = /-(timeline|loads|time)$/.test(id);
+  let select = null;
+  if (figure.variants.length > 1) {
+    select = make("select", { "aria-label": figure.title + ": what to show", onchange: (event) => { state.shown[id] = event.target.selectedIndex; drawFigure(figure); } },
+      ...figure.variants.map((variant) => make("option", {}, variant.label)));
+    select.selectedIndex = Math.min(state.shown[id] || 0, figure.variants.length - 1);
+  }
+  return make("section", { class: isWide ? "card wide" : "card", "aria-label": figure.title },
+    make("header", {}, make("h3", {}, figure.title), select),
+    make("p", { class: "about" }, figure.about),
+    make("div", { class: "plot", id: "plot-" + id, role: "img", "aria-label": "Plot: " + figure.title }),
+    make("details", { id: "numbers-" + id }, make("summary", {}, "Numbers"), make("div", { class: "scroll" })));
+}
+
+// Runs and settings
+
+function makeRuns(runs) {
+  const names = [...new Set(runs.flatMap((run) => Object.keys(run)))].filter((name) => name !== "run");
+  return makeTable([["", ...runs.map((run) => run.run)], ...names.map((name) => [name, ...runs.map((run) => run[name] ?? "")])]);
+}
+
+function makeSettings(data) {
+  if (!data.settings.length) return make("p", {}, "All settings are the same.");
+  return make("div", { class: "scroll" }, makeTable([["setting", ...data.runs.map((run) => run.run)], ...data.settings]));
+}
+
+// Samples
+
+function listSamples() {
+  const { run, source, sort } = state.sample;
+  const entry = state.data.samples[run];
+  if (!entry) return [];
+  const samples = entry.samples.filter((sample) => !source || sample.source === source);
+  const keys = { "highest reward": (s) => -(s.reward ?? -Infinity), "lowest reward": (s) => s.reward ?? Infinity, "longest": (s) => -s.tokens, "largest gap": (s) => -(s.gap ?? -1) };
+  if (keys[sort]) samples.sort((a, b) => keys[sort](a) - keys[sort](b));
+  return samples;
+}
+
+
+function makeChoice(label, options, index, choose) {
+  const select = make("select", { onchange: (event) => choose(event.target.selectedIndex) }, ...options.map((option) => make("option", {}, option)));
+  select.selectedIndex = index;
+  return make("label", {}, label, select);
+}
+
+function drawSamples() {
+  const box = document.getElementById("browser"), choice = state.sample;
+  if (!state.data.samples.some((entry) => entry.samples.length)) { box.replaceChildren(make("p", {}, "There are none: the run has written no table of samples yet.")); return; }
+  choice.run = Math.min(choice.run, state.data.samples.length - 1);
+  const sources = ["", ...new Set(state.data.samples[choice.run].samples.map((sample) => sample.source))];
+  if (!sources.includes(choice.source)) choice.source = "";
+  const sorts = ["order", "highest reward", "lowest reward", "longest", "largest gap"];
+  const change = (values) => { Object.assign(choice, { at: 0 }, values); drawSamples(); };
+  const controls = make("div", { class: "controls" },
+    state.data.samples.length > 1 ? makeChoice("Run", state.data.samples.map((entry) => entry.run), choice.run, (index) => change({ run: index, source: "" })) : null,
+    makeChoice("From", sources.map((source) => source || "all"), sources.indexOf(choice.source), (index) => change({ source: sources[index] })),
+    makeChoice("Sort by", sorts, sorts.indexOf(choice.sort), (index) => change({ sort: sorts[index] })));
+  const samples = listSamples();
+  choice.at = Math.min(choice.at, Math.max(samples.length - 1, 0));
+  const list = make("ol", { class: "list", "aria-label": "Samples" }, ...samples.map((sample, index) =>
+    make("li", {}, make("button", { type: "button", "aria-current": String(index === choice.at), onclick: () => showSample(index), onkeydown: (event) => moveSample(event, index) },
+      make("span", {}, sample.label), make("b", {}, formatNumber(sample.reward)), make("small", {}, `${sample.tokens} tokens`), make("small", {}, sample.gap === null ? "" : `gap ${formatNumber(sample.gap)}`)))));
+  box.replaceChildren(controls, make("div", { class: "browser" }, list, make("article", { class: "sample", id: "sample", "aria-live": "polite" })));
+  if (samples.length) showSample(choice.at);
+}
+
+function moveSample(event, index) {
+  const step = { ArrowDown: 1, ArrowUp: -1 }[event.key], buttons = document.querySelectorAll(".list button");
+  if (!step || !buttons[index + step]) return;
+  event.preventDefault();
+  buttons[index + step].focus();
+  showSample(index + step);
+}
+
+function showSample(index) {
+  const sample = listSamples()[index];
+  state.sample.at = index;
+  document.querySelectorAll(".list button").forEach((button, at) => button.setAttribute("aria-current", String(at === index)));
+  const parts = [make("h3", {}, sample.label), make("dl", {}, ...sample.facts.flatMap(([name, value]) => [make("dt", {}, name), make("dd", {}, value)]))];
+  sample.segments.forEach((messages, number) => {
+    if (sample.segments.length > 1) parts.push(make("h3", {}, `segment ${number}`));
+    parts.push(...messages.map(makeMessage));
+  });
+  document.getElementById("sample").replaceChildren(...parts);
+}
+
+function makeMessage(message) {
+  const about = message.about ? make("span", {}, " " + message.about) : null;
+  const text = make("pre", { class: "text" }, ...message.spans.map((span) => {
+    const classes = [...(span.kind || []), ...("gap" in span ? ["gap"] : [])];
+    return classes.length ? make("span", { class: classes.join(" "), title: describeTokens(span) || null }, span.text) : document.createTextNode(span.text);
+  }));
+  const roles = ["system", "user", "assistant", "tool"];
+  return make("section", { class: "message " + (roles.includes(message.role) ? message.role : "") }, make("h4", {}, message.role, about), text, makeTokens(message));
+}
+
+function describeTokens(span) {
+  return (span.tokens || []).map(([servers, trainer, advantage]) => `servers ${formatNumber(servers)}, trainer ${formatNumber(trainer)}, advantage ${formatNumber(advantage)}`).join("\n");
+}
+
+function makeTokens(message) {
+  const spans = message.spans.filter((span) => span.tokens);
+  if (!spans.length) return null;
+  const box = make("div", { class: "scroll tokens", tabindex: "0", role: "region", "aria-label": "Log-probs of tokens" });
+  const details = make("details", {}, make("summary", {}, "Log-probs of each token"), box);
+  details.addEventListener("toggle", () => {
+    if (!details.open || box.firstChild) return;
+    const rows = spans.flatMap((span) => span.tokens.map(([servers, trainer, advantage], index) =>
+      [index ? "″" : JSON.stringify(span.text).slice(1, -1), formatNumber(servers), formatNumber(trainer), servers === null || trainer === null ? "–" : formatNumber(Math.abs(trainer - servers)), formatNumber(advantage)]));
+    box.append(makeTable([["token", "servers", "trainer", "gap", "advantage"], ...rows]));
+  });
+  return details;
+}
+
+// The page
+
+async function draw() {
+  const { data } = state, main = document.getElementById("main");
+  document.getElementById("title").textContent = data.title;
+  document.title = `${data.title} · mcore-rl report`;
+  const sections = [...new Set(data.figures.map((figure) => figure.section))];
+  const ids = data.figures.map((figure) => figure.id).join("\n");
+  document.getElementById("runs-table").replaceChildren(makeRuns(data.runs));
+  document.getElementById("settings-box").replaceChildren(makeSettings(data));
+  if (ids !== state.ids) { // the same plots keep their zoom
+    state.ids = ids;
+    const nav = [["runs", "Runs"], ...sections.map((name) => ["section-" + name, name.replaceAll("_", " ")]), ["samples", "Samples"], ...(data.runs.length > 1 ? [["settings", "Settings"]] : [])];
+    document.getElementById("nav").replaceChildren(...nav.map(([id, text]) => make("a", { href: "#" + id }, text[0].toUpperCase() + text.slice(1))));
+    document.getElementById("plots").replaceChildren(...sections.flatMap((name) => [
+      make("h2", { id: "section-" + name }, name[0].toUpperCase() + name.slice(1).replaceAll("_", " ")),
+      make("div", { class: "plots" }, ...data.figures.filter((figure) => figure.section === name).map(makeCard))]));
+  } else {
+    for (const figure of data.figures) { // more steps to choose from
+      const select = document.getElementById("plot-" + figure.id).parentElement.querySelector("select");
+      if (select) select.replaceWith(makeCard(figure).querySelector("select") || "");
+    }
+  }
+  const samples = JSON.stringify(data.samples);
+  if (samples !== state.samplesText) { state.samplesText = samples; drawSamples(); }
+  await Promise.all(data.figures.map(drawFigure));
+  main.dataset.drawn = String(data.figures.length);
+}
+
+function prepare(data) {
+  document.getElementById("main").append(
+    make("section", {}, make("h2", { id: "runs" }, "Runs"), make("div", { class: "scroll", id: "runs-table" })),
+    make("section", { id: "plots" }),
+    make("section", {}, make("h2", { id: "samples" }, "Samples"),
+      make("p", { class: "about" }, "Green: chosen by the policy. Underlined: log-probs of trainer and servers differ by 0.1 nats or more. Arrow keys move through the list."),
+      make("div", { id: "browser" })),
+    make("section", { hidden: data.runs.length < 2 }, make("h2", { id: "settings" }, "Settings that differ"), make("div", { id: "settings-box" })));
+}
+
+function takeToken() { // from the address, which links to sections change
+  const token = location.hash.slice(1) || sessionStorage.getItem("token") || "";
+  sessionStorage.setItem("token", token);
+  history.replaceState(null, "", location.pathname);
+  return token;
+}
+
+async function poll() {
+  try {
+    const headers = { Authorization: `Bearer ${state.token}`, ...(state.version ? { "If-None-Match": state.version } : {}) };
+    const response = await fetch("data", { headers, cache: "no-store" });
+    if (response.status === 200) {
+      state.version = response.headers.get("ETag");
+      const isFirst = state.data === null;
+      state.data = await response.json();
+      if (isFirst) prepare(state.data);
+      await draw();
+    } else if (response.status !== 304) throw new Error((await response.text()) || String(response.status));
+    setStatus(`Live. Last look: ${new Date().toLocaleTimeString()}.`);
+  } catch (error) {
+    setStatus(`No new data: ${error.message}. The plots are those of the last answer.`);
+  }
+  setTimeout(poll, 2000);
+}
+
+function setTheme(theme) {
+  document.documentElement.dataset.theme = theme;
+  if (state.data && window.Plotly) state.data.figures.forEach(drawFigure);
+}
+
+async function start() {
+  if (isLive) state.token = takeToken();
+  const dark = window.matchMedia("(prefers-color-scheme: dark)");
+  setTheme(dark.matches ? "dark" : "light");
+  dark.addEventListener("change", () => setTheme(dark.matches ? "dark" : "light"));
+  document.getElementById("theme").addEventListener("click", () => setTheme(document.documentElement.dataset.theme === "dark" ? "light" : "dark"));
+  const script = document.createElement("script");
+  script.textContent = await unpack(document.getElementById("plotly").textContent);
+  document.head.append(script);
+  if (isLive) { await poll(); return; }
+  state.data = JSON.parse(await unpack(document.getElementById("data").textContent));
+  prepare(state.data);
+  await draw();
+  setStatus("");
+}
+
+start().catch((error) => { setStatus(`The page cannot be drawn: ${error.message}`); throw error; });

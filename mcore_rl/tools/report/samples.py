@@ -1,0 +1,170 @@
+"""Samples of a report: conversations with their rewards and the log-probs of their tokens."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from mcore_rl.config.errors import ConfigError
+from mcore_rl.data.sample_tables import EVALUATIONS, SAMPLES, TOKENIZER, list_tables
+from mcore_rl.observability.console import escape_control
+from mcore_rl.tools.report.figures import pick_evenly
+from mcore_rl.tools.report.runs import Run
+from mcore_rl.tools.samples.page import Page, Span, TokenTexts, build_page, format_number
+from mcore_rl.tools.samples.tables import SampleReader, Summary
+
+MAX_TABLES = 8  # of a run: training steps, the first, the last and others between
+MARK_GAP = 0.1  # nats, as of `mcore-rl samples`
+_MAX_FACT = 300  # characters of a column
+_TEXTS = ("prompt", "response")  # columns
+Sample = dict[str, Any]
+
+
+def collect_samples(run: Run, num: int) -> list[Sample]:
+    """Return at most `num` samples of a run, newest first, spread over its tables.
+
+    A sample has label, step, reward, tokens, facts, and messages with spans of text; a span of
+    tokens that the policy chose has their numbers: [servers, trainer, advantage], log-probs in
+    nats, null where there is none.
+
+    Raises:
+        ConfigError: A table cannot be read.
+    """
+    if run.kind == "eval":
+        tables = sorted((run.folder / SAMPLES).glob("*.parquet"))
+        share = math.ceil(num / max(len(tables), 1))
+        samples = [s for table in tables for s in _read_set(table, share)]
+        return samples[:num]
+    names = sorted({path.stem for path in run.folder.glob(f"{EVALUATIONS}/step_*/*.parquet")})
+    sources = [(name, step) for name in names for step in _list_ends(run.folder, name)]
+    steps = pick_evenly([*list_tables(run.folder)], MAX_TABLES)
+    sources = [("", step) for step in reversed(steps)] + sources
+    share = math.ceil(num / max(len(sources), 1))
+    samples = []
+    for name, step in sources:
+        samples += _read_step(run, name, step, share)
+    return samples[:num]
+
+
+def _list_ends(folder: Path, name: str) -> list[int]:
+    """Return the last and the first step of an evaluation."""
+    steps = [*list_tables(folder, name)]
+    return sorted({*steps[:1], *steps[-1:]}, reverse=True)
+
+
+def _read_step(run: Run, evaluation: str, step: int, num: int) -> Iterator[Sample]:
+    """Yield trajectories of a step, at equal distances in its table."""
+    reader = SampleReader(str(run.folder), evaluation)
+    summaries = pick_evenly(reader.read_summaries([step]), num)
+    tokenizer = run.folder / SAMPLES / TOKENIZER
+    texts = TokenTexts(tokenizer) if tokenizer.is_file() else None
+    source = f"{evaluation or 'training'}, step {step}"
+    for summary in summaries:
+        label = f"{source}, group {summary.group}, no. {summary.trajectory}"
+        if texts is None:  # sample_log.tokens=false
+            [columns] = _read_rows(summary.path, [summary.rows[-1]])
+            yield _build_text_sample(label, source, columns, summary.num_tokens)
+        else:
+            page = build_page(summary, texts, MARK_GAP, run.folder)
+            yield _build_token_sample(label, source, page, summary)
+
+
+def _build_token_sample(label: str, source: str, page: Page, summary: Summary) -> Sample:
+    segments = [
+        [
+            {
+                "role": message.role,
+                "about": f"turn {message.turn}: {message.facts}" if message.turn >= 0 else "",
+                "spans": [_convert_span(span) for span in message.spans],
+            }
+            for message in messages
+        ]
+        for messages in page.segments
+    ]
+    return {
+        "label": label,
+        "source": source,
+        "reward": _to_json(summary.reward),
+        "tokens": summary.num_tokens,
+        "gap": None if summary.max_gap is None else _to_json(summary.max_gap),
+        "facts": page.facts,
+        "segments": segments,
+    }
+
+
+def _convert_span(span: Span) -> dict[str, Any]:
+    kind = [name for name in ("chosen" * span.is_chosen, span.part) if name]
+    converted: dict[str, Any] = {"text": span.text}
+    if kind:
+        converted["kind"] = kind
+    if span.gap is not None:
+        converted["gap"] = _to_json(span.gap)
+    if span.tokens:
+        converted["tokens"] = [
+            [_to_json(token.servers), _to_json(token.trainer), _to_json(token.advantage)]
+            for token in span.tokens
+        ]
+    return converted
+
+
+def _to_json(value: float) -> float | None:
+    return float(f"{value:.5g}") if math.isfinite(value) else None
+
+
+def _read_set(path: Path, num: int) -> Iterator[Sample]:
+    """Yield responses of a set of `mcore-rl eval`, at equal distances in its table of texts."""
+    rows = pick_evenly(range(_open(path).metadata.num_rows), num)
+    for columns in _read_rows(path, rows):
+        label = f"{path.stem}, row {columns['row']}, no. {columns['number']}"
+        yield _build_text_sample(label, path.stem, columns, columns["response_tokens"])
+
+
+def _build_text_sample(
+    label: str, source: str, columns: Mapping[str, Any], num_tokens: int
+) -> Sample:
+    """Build a sample from a row whose tokens are not recorded."""
+    messages = [
+        {"role": role, "about": "", "spans": [{"text": escape_control(columns[name])}]}
+        for role, name in (("context", "prompt"), ("assistant", "response"))
+    ]
+    facts = [
+        (name, escape_control(_format_value(value))[:_MAX_FACT])
+        for name, value in columns.items()
+        if name not in _TEXTS and value not in (None, "")
+    ]
+    return {
+        "label": label,
+        "source": source,
+        "reward": _to_json(columns["reward"]),
+        "tokens": num_tokens,
+        "gap": None,
+        "facts": facts,
+        "segments": [messages],
+    }
+
+
+def _format_value(value: object) -> str:
+    return format_number(value) if isinstance(value, float) else str(value)
+
+
+def _open(path: Path) -> pq.ParquetFile:
+    try:
+        return pq.ParquetFile(path)
+    except (OSError, pa.ArrowException) as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from error
+
+
+def _read_rows(path: Path, rows: Sequence[int]) -> list[dict[str, Any]]:
+    """Return rows of a table, without lists of tokens."""
+    file = _open(path)
+    names = [field.name for field in file.schema_arrow if not pa.types.is_list(field.type)]
+    try:
+        table: pa.Table = file.read(names).take([*rows])
+    except (OSError, pa.ArrowException) as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from error
+    return [*table.to_pylist()]

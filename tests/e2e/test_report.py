@@ -1,0 +1,176 @@
+"""The page of a report in headless Chromium."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from mcore_rl.cli import report
+from tests.browser import CHROMIUM, BrowserPage, open_browser
+from tests.unit.tools.report_runs import (
+    PLANTED,
+    build_rl_metrics,
+    write_eval_run,
+    write_rl_run,
+    write_run,
+)
+
+pytestmark = [
+    pytest.mark.job,
+    pytest.mark.skipif(CHROMIUM is None, reason="no chromium: Debian has it in chromium"),
+]
+DRAWN = "document.getElementById('main')?.dataset.drawn"
+# Titles of cards in which Plotly has drawn no trace.
+EMPTY = """[...document.querySelectorAll('.card')].filter(card =>
+    !card.querySelector('.plot .trace, .plot .points path, .plot .hm image, .plot .barlayer path')
+).map(card => card.querySelector('h3').textContent)"""
+FOCUSED = "document.activeElement.textContent"
+
+
+@pytest.fixture(scope="module")
+def tab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BrowserPage]:
+    with open_browser(tmp_path_factory.mktemp("chromium")) as page:
+        yield page
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two runs and the page of both."""
+    folder = tmp_path_factory.mktemp("runs")
+    write_rl_run(folder / "a")
+    write_rl_run(folder / "b", num_steps=5, seed=7)
+    report.main([str(folder / "a"), str(folder / "b")])
+    return folder
+
+
+def open_page(tab: BrowserPage, path: Path, **window) -> None:
+    tab.errors.clear()
+    tab.requests.clear()
+    tab.open(path.as_uri(), **window)
+    tab.wait_for(DRAWN)
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+@pytest.mark.parametrize("width", [1400, 400])
+def test_every_plot_is_drawn_at_this_width_without_errors(tab, runs, width, theme):
+    open_page(tab, runs / "a" / "report.html", width=width, theme=theme)
+    num_cards = tab.evaluate("document.querySelectorAll('.card').length")
+    assert (int(tab.evaluate(DRAWN)), num_cards) == (23, 23)
+    assert tab.evaluate(EMPTY) == []
+    assert tab.evaluate("document.documentElement.scrollWidth") == width
+    widths = tab.evaluate("[...document.querySelectorAll('.main-svg')].map(s => s.clientWidth)")
+    assert max(widths) < width
+    assert tab.requests == [(runs / "a" / "report.html").as_uri()]  # it loads nothing else
+    assert tab.errors == []
+
+
+def test_page_follows_the_theme_of_the_system(tab, runs):
+    colors = []
+    for theme in ("light", "dark"):
+        open_page(tab, runs / "a" / "report.html", theme=theme)
+        colors.append(tab.evaluate("getComputedStyle(document.body).backgroundColor"))
+    assert colors == ["rgb(255, 255, 255)", "rgb(20, 23, 28)"]
+    tab.evaluate("document.getElementById('theme').click()")
+    assert tab.evaluate("getComputedStyle(document.body).backgroundColor") == colors[0]
+
+
+def test_planted_markup_of_a_response_is_text(tab, runs):
+    open_page(tab, runs / "a" / "report.html")
+    shown = tab.evaluate("document.querySelector('#sample .assistant .text').textContent")
+    assert PLANTED in shown
+    tab.evaluate(
+        "document.querySelectorAll('select').forEach(s => s.dispatchEvent(new Event('change')))"
+    )
+    tab.evaluate("document.querySelectorAll('details').forEach(d => { d.open = true; })")
+    tab.wait_for("document.querySelectorAll('#sample .tokens tr').length")
+    assert tab.evaluate("typeof window.planted") == "undefined"
+    assert tab.evaluate("document.querySelectorAll('main img, main script, main a').length") == 0
+    assert tab.errors == []
+
+
+def test_policy_blocks_a_script_that_is_in_the_page(tab, runs, tmp_path):
+    text = (runs / "a" / "report.html").read_text()
+    (tmp_path / "planted.html").write_text(text.replace("</main>", f"</main>{PLANTED}"))
+    open_page(tab, tmp_path / "planted.html")
+    assert tab.evaluate("typeof window.planted") == "undefined"
+    assert any("Content Security Policy" in error for error in tab.errors)
+
+
+def test_keyboard_reaches_sections_and_samples(tab, runs):
+    open_page(tab, runs / "a" / "report.html")
+    focused = []
+    for _ in range(6):
+        tab.press("Tab")
+        focused.append(tab.evaluate(FOCUSED))
+    assert focused[:5] == ["Skip to the plots", "Runs", "Training", "Samples", "Settings"]
+    tab.evaluate("document.querySelector('.list button').focus()")
+    title = "document.querySelector('#sample h3').textContent"
+    before = tab.evaluate(title)
+    tab.press("ArrowDown")
+    after = tab.evaluate(title)
+    assert (before, after) == (
+        "training, step 3, group 0, no. 0", "training, step 3, group 1, no. 0",
+    )  # fmt: skip
+    assert tab.evaluate("document.activeElement.getAttribute('aria-current')") == "true"
+
+
+def test_runs_are_side_by_side(tab, runs):
+    open_page(tab, runs / "a" / "report.html")
+    cells = tab.evaluate(
+        "[...document.querySelectorAll('#settings-box tr')].map(r => r.textContent)"
+    )
+    assert "seed07" in cells
+    names = tab.evaluate(
+        "document.getElementById('plot-training-reward').data.map(trace => trace.name)"
+    )
+    assert names == ["a: reward", "b: reward"]
+
+
+@pytest.mark.parametrize("kind", ["sft", "dpo", "rm", "eval"])
+def test_other_commands_have_their_page(tab, tmp_path, kind):
+    rows = [{"loss": 1.0 / step, "accuracy": 0.5, "lr": 1e-4} for step in (1, 2, 3)]
+    folder = tmp_path / kind
+    write_eval_run(folder) if kind == "eval" else write_run(folder, kind, rows)
+    report.main([str(folder)])
+    open_page(tab, folder / "report.html", width=400)
+    assert tab.evaluate(EMPTY) == [] and tab.errors == []
+    titles = tab.evaluate("[...document.querySelectorAll('.card h3')].map(h => h.textContent)")
+    expected = ["Set math"] if kind == "eval" else ["Accuracy", "Loss", "Learning rate"]
+    assert titles == expected
+
+
+def test_live_page_shows_a_new_step_without_a_reload(tab, tmp_path):
+    folder = write_rl_run(tmp_path / "a", num_steps=1)
+    command = [sys.executable, "-m", "mcore_rl.cli.main", "report", str(folder), "--live"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        address = process.stdout.readline().strip()
+        assert re.fullmatch(r"http://127\.0\.0\.1:\d+/#[\w-]{43}", address)
+        tab.errors.clear()
+        tab.open(address)
+        tab.wait_for(DRAWN)
+        tab.evaluate("window.is_same_page = true")
+        steps = "document.getElementById('plot-training-reward').data[0].x.length"
+        assert tab.evaluate(steps) == 1
+        row = {"phase": "training", "step": 2, "wall_time_s": 0.0, **build_rl_metrics(2)}
+        with (folder / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps(row) + "\n")
+        tab.wait_for(f"{steps} === 2", 30)
+        assert tab.evaluate("window.is_same_page") is True
+        assert tab.evaluate("location.hash") == ""  # a copied address has no token
+        assert tab.errors == []
+        tab.open(address.partition("#")[0])
+        tab.evaluate("sessionStorage.clear()")
+        tab.open(address.partition("#")[0])
+        tab.wait_for("document.getElementById('status')?.textContent.includes('No new data')")
+        assert tab.evaluate(f"{DRAWN}") is None
+    finally:
+        process.send_signal(signal.SIGINT)
+        assert process.wait(30) == 0

@@ -1,0 +1,397 @@
+"""From the files of runs to the data of a page, checked by Plotly's own validators."""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import html
+import json
+import re
+from concurrent.futures import Future
+from dataclasses import asdict
+from pathlib import Path
+
+import plotly.graph_objects as go
+import pytest
+from fastapi.testclient import TestClient
+from prometheus_client.parser import text_string_to_metric_families
+
+from mcore_rl.cli import report
+from mcore_rl.config.errors import ConfigError
+from mcore_rl.config.schema import RLConfig
+from mcore_rl.observability.timeline import (
+    StepTimeline,
+    Timeline,
+    TimelineWriter,
+    TimeSpan,
+    build_trace,
+    read_timeline,
+)
+from mcore_rl.tools.report import page
+from mcore_rl.tools.report.figures import MAX_POINTS, FigureBuilder, thin
+from mcore_rl.tools.report.page import build_data, build_page
+from mcore_rl.tools.report.runs import Point, read_runs
+from mcore_rl.tools.report.samples import collect_samples
+from mcore_rl.tools.report.server import build_live_app
+from tests.pages import of_kind
+from tests.unit.tools.report_runs import (
+    PLANTED,
+    build_rl_metrics,
+    write_eval_run,
+    write_rl_run,
+    write_run,
+    write_samples,
+)
+from tests.unit.tools.test_plan_reshard import DENSE, REPLICATED, SPLIT
+
+RL_FIGURES = [
+    "reward", "accuracy", "loss", "parts", "kl", "entropy", "clipped", "lengths", "truncated",
+    "gap", "staleness", "groups", "speed", "gradient", "rate", "experts", "sync", "idle", "memory",
+    "time", "timeline", "loads", "other",
+]  # fmt: skip
+
+
+def build_figures(*folders: Path) -> dict[str, list[go.Figure]]:
+    """Return the variants of each figure, as Plotly reads them."""
+    return {
+        figure.id: [go.Figure(v.data, v.layout) for v in figure.variants]
+        for figure in FigureBuilder(read_runs(folders)).build()
+    }
+
+
+def unpack_data(text: str) -> dict:
+    match = re.search(r'id="data">([^<]*)<', text)
+    assert match is not None
+    return json.loads(gzip.decompress(base64.b64decode(match[1])))
+
+
+def test_rl_run_has_every_figure(tmp_path):
+    figures = build_figures(write_rl_run(tmp_path / "a"))
+    assert list(figures) == [f"training-{name}" for name in RL_FIGURES]
+
+
+def test_line_has_steps_values_and_standard_errors(tmp_path):
+    figures = build_figures(write_rl_run(tmp_path / "a", num_steps=4))
+    [reward] = figures["training-reward"][0].data
+    assert list(reward.x) == [1, 2, 3, 4]
+    assert reward.y == pytest.approx([0.4, 0.5, 0.6, 0.7])
+    [accuracy] = figures["training-accuracy"][0].data
+    assert (list(accuracy.x), list(accuracy.y)) == ([2, 4], [0.5, 0.5])
+    assert list(accuracy.error_y.array) == [0.125, 0.125]
+
+
+def test_traffic_of_a_push_is_that_counted_by_hand(tmp_path):
+    """Two training ranks with tp=2 and two servers of one rank, which need the whole model."""
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(DENSE))
+    config = RLConfig()
+    config.model.path, config.model.dtype = str(tmp_path / "model"), "bfloat16"
+    config.actor.layout.tp, config.rollout.num_servers = 2, 2
+    config.weight_sync.method = "disaggregated"
+    folder = write_rl_run(tmp_path / "a", **asdict(config))
+    [figure] = build_figures(folder)["training-traffic"]
+    [heatmap] = figure.data
+    actual = sum(sum(row) for row in heatmap.z)
+    assert len(heatmap.z) == 2 and len(heatmap.z[0]) == 2
+    assert actual == pytest.approx(2 * 2 * (SPLIT + REPLICATED) / 1e6)
+    facts = build_data(read_runs([folder]), 0)["runs"][0]
+    moved = f"{2 * 2 * (SPLIT + REPLICATED) / 1e6:.4g} MB between devices, 0 MB inside of them"
+    assert facts["weights of a push"] == moved
+
+
+def test_push_is_not_planned_without_the_model(tmp_path):
+    config = asdict(RLConfig())
+    config["model"]["dtype"] = "float32"
+    folder = write_rl_run(tmp_path / "b", model=config["model"])
+    assert "training-traffic" not in build_figures(folder)
+    facts = build_data(read_runs([folder]), 0)["runs"][0]
+    assert facts["weights of a push"].startswith("no plan: RUN=")
+
+
+def test_no_metric_is_left_out(tmp_path):
+    run = write_rl_run(tmp_path / "a")
+    shown = {
+        trace.name
+        for figure in FigureBuilder(read_runs([run])).build()
+        if figure.id not in ("training-time", "training-timeline", "training-loads")
+        for variant in figure.variants
+        for trace in go.Figure(variant.data).data
+    }
+    expected = {
+        html.escape(name)
+        for name in build_rl_metrics(2)
+        if not name.endswith("_stderr") and not re.search(r"^time/(generate|update)|layer_", name)
+    }
+    assert shown == expected
+
+
+def test_runs_side_by_side_have_one_colour_each(tmp_path):
+    runs = [write_rl_run(tmp_path / "a"), write_rl_run(tmp_path / "b")]
+    traces = build_figures(*runs)["training-gap"][0].data
+    assert [trace.name for trace in traces] == [
+        "a: max_logprob_gap", "a: mean_logprob_gap", "b: max_logprob_gap", "b: mean_logprob_gap",
+    ]  # fmt: skip
+    colors = [trace.line.color for trace in traces]
+    assert colors[0] == colors[1] != colors[2] == colors[3]
+
+
+def test_value_that_is_not_finite_is_a_hole(tmp_path):
+    rows = [{"loss": 1.0}, {"loss": float("nan")}, {"loss": 0.5}]
+    [loss] = build_figures(write_run(tmp_path / "a", "sft", rows))["training-loss"][0].data
+    assert list(loss.y) == [1.0, None, 0.5]
+
+
+def test_timeline_has_a_bar_for_each_span(tmp_path):
+    variants = build_figures(write_rl_run(tmp_path / "a"))["training-timeline"]
+    assert len(variants) == 3
+    bars = {
+        (role, trace.name): (base, base + length)
+        for trace in variants[0].data
+        for role, base, length in zip(trace.y, trace.base, trace.x, strict=True)
+    }
+    assert bars == {
+        ("driver", "generate"): (0.0, 2.0),
+        ("rollout", "collect"): (0.0, 1.75),
+        ("driver", "update"): (2.0, 3.0),
+        ("actor", "update"): (2.125, 3.0),
+    }
+
+
+def test_load_heatmap_has_a_row_for_each_layer(tmp_path):
+    [figure] = build_figures(write_rl_run(tmp_path / "a"))["training-loads"]
+    [heatmap] = figure.data
+    assert list(heatmap.y) == ["0", "1"]
+    assert [list(row) for row in heatmap.z] == [[1.2] * 3, [1.5] * 3]
+
+
+def test_peaks_stay_when_a_line_is_thinned():
+    points = [Point(step, 0.0) for step in range(1, 50_001)]
+    points[31_234] = Point(31_235, 9.0)
+    points[40_000] = Point(40_001, -9.0)
+    thinned = thin(points)
+    assert len(thinned) <= MAX_POINTS
+    assert {Point(31_235, 9.0), Point(40_001, -9.0)} <= set(thinned)
+    assert [p.step for p in thinned] == sorted(p.step for p in thinned)
+
+
+@pytest.mark.parametrize(
+    ("kind", "metrics", "expected"),
+    [
+        ("sft", {"loss": 1.0, "lr": 1e-4, "grad_norm": 1.0}, ["loss", "gradient", "rate"]),
+        ("dpo", {"loss": 0.7, "accuracy": 0.5, "margin": 0.1}, ["accuracy", "loss", "preferences"]),
+        ("rm", {"loss": 0.7, "accuracy": 0.5}, ["accuracy", "loss"]),
+    ],
+)
+def test_supervised_run_has_its_figures(tmp_path, kind, metrics, expected):
+    folder = write_run(tmp_path / "a", kind, [metrics])
+    assert list(build_figures(folder)) == [f"training-{name}" for name in expected]
+    assert read_runs([folder])[0].kind == kind
+
+
+def test_evaluation_has_scores_and_texts(tmp_path):
+    folder = write_eval_run(tmp_path / "a")
+    [bars] = build_figures(folder)["set-math"][0].data
+    assert (list(bars.x), list(bars.y), list(bars.error_y.array)) == (["pass@1"], [0.5], [0.25])
+    samples = collect_samples(read_runs([folder])[0], 10)
+    assert [sample["reward"] for sample in samples] == [1.0, 0.0]
+    [prompt, response] = samples[1]["segments"][0]
+    assert (prompt["spans"][0]["text"], response["spans"][0]["text"]) == ("2+2?", PLANTED)
+
+
+def test_sample_has_conversation_reward_parts_and_log_probs(tmp_path):
+    run = read_runs([write_rl_run(tmp_path / "a")])[0]
+    samples = collect_samples(run, 6)
+    assert [sample["label"] for sample in samples][:2] == [
+        "training, step 3, group 0, no. 0", "training, step 3, group 1, no. 0",
+    ]  # fmt: skip
+    facts = dict(samples[1]["facts"])
+    assert (facts["reward"], facts["reward parts"], facts["reference answer"]) == (
+        "1", "format 0.5", "4",
+    )  # fmt: skip
+    user, assistant = samples[0]["segments"][0]
+    assert user["role"] == "user" and "2+0?" in user["spans"][0]["text"]
+    chosen = [span for span in assistant["spans"] if "tokens" in span]
+    assert "".join(span["text"] for span in chosen).startswith(PLANTED)
+    [servers, trainer, advantage] = chosen[1]["tokens"][0]
+    assert (servers, trainer, advantage, chosen[1]["gap"]) == (-1.0, -1.5, 0.5, 0.5)
+
+
+def test_settings_that_differ_are_listed(tmp_path):
+    runs = [write_rl_run(tmp_path / "a"), write_rl_run(tmp_path / "b", seed=7)]
+    assert build_data(read_runs(runs), 0)["settings"] == [["seed", "0", "7"]]
+
+
+def test_runs_of_one_name_are_told_apart(tmp_path):
+    runs = [write_run(tmp_path / x / "run", "sft", [{"loss": 1.0}]) for x in "ab"]
+    assert [run.name for run in read_runs(runs)] == ["a/run", "b/run"]
+
+
+def test_page_has_no_text_of_a_run_as_html(tmp_path):
+    text = build_page(read_runs([write_rl_run(tmp_path / "a<b>")]), 6)
+    assert "planted" not in text and "<b>" not in text
+    assert len(text) < page.MAX_BYTES
+    policy = re.search(r'Content-Security-Policy" content="([^"]*)"', text)
+    assert policy is not None and "default-src 'none'" in policy[1]
+    assert "unsafe-eval" not in policy[1] and "http" not in policy[1]
+    assert not re.search(r'(src|href)="(?!data:|#)', text)
+
+
+def test_page_has_fewer_samples_when_they_do_not_fit(tmp_path, monkeypatch):
+    run = read_runs([write_rl_run(tmp_path / "a", num_steps=8)])
+    full = build_page(run, 16)
+    monkeypatch.setattr(page, "MAX_BYTES", len(full) - 1)
+    smaller = build_page(run, 16)
+    num_samples = [len(unpack_data(text)["samples"][0]["samples"]) for text in (full, smaller)]
+    assert num_samples == [16, 8]
+
+
+def test_trace_is_in_the_trace_event_format():
+    spans = [
+        TimeSpan("actor", "update", 10.0, 12.0),
+        TimeSpan("actor", "inner", 10.5, 11.0),  # nested: on the same track
+        TimeSpan("actor", "send_weights", 11.5, 13.0),  # overlaps: on another
+        TimeSpan("driver", "update", 9.0, 12.5),
+    ]
+    trace = build_trace([StepTimeline("training", 4, spans)])
+    names = {e["pid"]: e["args"]["name"] for e in trace["traceEvents"] if e["ph"] == "M"}
+    events = {
+        (names[e["pid"]], e["name"], e["tid"]): (e["ts"], e["dur"])
+        for e in trace["traceEvents"]
+        if e["ph"] == "X"
+    }
+    assert events == {
+        ("driver", "update", 0): (0, 3_500_000),
+        ("actor", "update", 0): (1_000_000, 2_000_000),
+        ("actor", "inner", 0): (1_500_000, 500_000),
+        ("actor", "send_weights", 1): (2_500_000, 1_500_000),
+    }
+
+
+def test_timeline_joins_calls_that_follow_each_other_and_bounds_their_number():
+    timeline = Timeline(max_spans=2)
+    timeline.add("rollout", "collect", 1.0, 2.0)
+    timeline.add("rollout", "collect", 2.01, 3.0)
+    timeline.add("rollout", "collect", 4.0, 5.0)
+    timeline.add("actor", "update", 4.0, 5.0)
+    taken = timeline.take("training", 1)
+    assert taken.spans == [
+        TimeSpan("rollout", "collect", 1.0, 3.0),
+        TimeSpan("rollout", "collect", 4, 5),
+    ]
+    assert taken.num_left_out == 1
+    assert not timeline.take("training", 2).spans
+
+
+def test_call_ends_with_its_last_reply():
+    timeline, replies = Timeline(), [Future(), Future()]
+    timeline.follow("actor", "update", replies)
+    replies[1].set_result(None)
+    assert not timeline.take("training", 1).spans
+    replies[0].set_exception(ValueError())
+    [span] = timeline.take("training", 2).spans
+    assert (span.role, span.name) == ("actor", "update") and span.start_s <= span.end_s
+
+
+def test_timeline_file_has_all_first_steps_and_then_every_tenth(tmp_path):
+    writer = TimelineWriter(tmp_path)
+    for step in range(1, 125):
+        writer.write(StepTimeline("training", step, [TimeSpan("driver", "update", 0.0, 1.0)]))
+    with (tmp_path / "timeline.jsonl").open("a") as file:
+        file.write('{"phase": "training"')  # cut short
+    steps = [line.step for line in read_timeline(tmp_path / "timeline.jsonl")]
+    assert steps == [*range(1, 101), 110, 120]
+
+
+def unpack_page(client: TestClient) -> str:
+    return re.sub(r'id="plotly">[^<]*<', "", client.get("/").text).partition("<script>")[0]
+
+
+def test_live_data_needs_the_token_and_follows_the_run(tmp_path):
+    folder = write_rl_run(tmp_path / "a", num_steps=1)
+    client = TestClient(build_live_app([folder], 4, "the token"))
+    assert client.get("/").status_code == 200 and "reward" not in unpack_page(client)
+    for headers in ({}, {"Authorization": "Bearer other"}, {"Cookie": "token=the token"}):
+        assert client.get("/data", headers=headers).status_code == 401
+    assert client.get("/data?token=the token").status_code == 401
+    key = {"Authorization": "Bearer the token"}
+    assert client.request("GET", "/data", headers=key, content=b"x").status_code == 413
+    first = client.get("/data", headers=key)
+    assert first.json()["figures"][0]["variants"][0]["data"][0]["x"] == [1]
+    unchanged = key | {"If-None-Match": first.headers["ETag"]}
+    assert client.get("/data", headers=unchanged).status_code == 304
+    write_samples(folder, 2)
+    row = {"phase": "training", "step": 2, "wall_time_s": 0.0, "reward": 0.5}
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps(row) + "\n")
+    write_rl_run(folder, num_steps=2)
+    second = client.get("/data", headers=unchanged)
+    assert second.json()["figures"][0]["variants"][0]["data"][0]["x"] == [1, 2]
+
+
+def test_live_page_reads_no_file_without_the_token(tmp_path, monkeypatch):
+    folder = write_rl_run(tmp_path / "a")
+    client = TestClient(build_live_app([folder], 4, "the token"))
+    (folder / "config.json").write_text("not JSON")
+    assert client.get("/data").status_code == 401
+    refused = client.get("/data", headers={"Authorization": "Bearer the token"})
+    assert refused.status_code == 400 and "config.json" in refused.json()["error"]["message"]
+
+
+def test_prometheus_reads_the_last_step(tmp_path):
+    folder = write_rl_run(tmp_path / "a", num_steps=3)
+    client = TestClient(build_live_app([folder], 4, "the token"))
+    assert client.get("/metrics").status_code == 401
+    text = client.get("/metrics", headers={"Authorization": "Bearer the token"}).text
+    values = {
+        (sample.name, *(sample.labels.get(name, "") for name in ("run", "phase", "metric"))): (
+            sample.value
+        )
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+    assert values["mcore_rl_step", "a", "training", ""] == 3
+    assert values["mcore_rl", "a", "training", "reward"] == pytest.approx(0.6)
+    assert values["mcore_rl", "a", "training", f"reward/{PLANTED}"] == pytest.approx(0.3)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["{tmp}/none"], "RUN="),
+        (["{tmp}"], "is not the output folder of a run: no config.json"),
+        (["{tmp}/a", "{tmp}/a"], "is given twice"),
+        (["{tmp}/a", "--samples", "-1"], "--samples=-1; allowed: at least 0"),
+        (["{tmp}/a", "--live", "--output", "x"], "--live and --output exclude each other"),
+        (["{tmp}/a", "--port", "80"], "--port is of --live"),
+        (["{tmp}/a", "--live", "--port", "65536"], "--port=65536; allowed: 0 to 65535"),
+        (["{tmp}/a", "--step", "1"], "--step is of --trace"),
+        (["{tmp}/a", "--trace", "x", "--step", "9"], "--step=9: .* allowed: 1, 2, 3"),
+        (["{tmp}/a", "--output", "{tmp}/none/x"], "--output=.* cannot be written"),
+    ],
+)
+def test_bad_request_is_refused(tmp_path, arguments, message):
+    write_rl_run(tmp_path / "a")
+    with pytest.raises(ConfigError, match=message):
+        report.main([argument.format(tmp=tmp_path) for argument in arguments])
+
+
+@pytest.mark.parametrize("line", of_kind("report"), ids=str)
+def test_command_of_a_page_runs(tmp_path, monkeypatch, capsys, line):
+    write_rl_run(tmp_path / "outputs" / "mine", num_steps=12)
+    write_rl_run(tmp_path / "outputs" / "other")
+    monkeypatch.chdir(tmp_path)
+    arguments = line.text.split()[2:]
+    if "--live" in arguments:  # the page in a browser: tests/e2e/test_report.py
+        arguments = [argument.replace("--live", "--samples=1") for argument in arguments]
+    report.main(arguments)
+    assert capsys.readouterr().out
+
+
+def test_command_writes_page_and_trace(tmp_path, capsys):
+    folder = write_rl_run(tmp_path / "a")
+    report.main([str(folder)])
+    assert unpack_data((folder / "report.html").read_text())["title"] == "a"
+    report.main([str(folder), "--trace", str(tmp_path / "t.json"), "--step", "2"])
+    events = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
+    assert {event["args"]["step"] for event in events if event["ph"] == "X"} == {2}
+    assert "report.html: 2.0 MB" in capsys.readouterr().out
