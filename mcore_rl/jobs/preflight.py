@@ -47,11 +47,7 @@ from mcore_rl.data.tokenizer import (
 )
 from mcore_rl.engine.base import load_backend
 from mcore_rl.examples.tasks.registry import TASKS
-from mcore_rl.inference.registry import (
-    check_adapter_rank,
-    check_server_settings,
-    load_server_class,
-)
+from mcore_rl.inference.registry import check_adapter_rank, check_server_settings, load_server_class
 from mcore_rl.jobs.placement import (
     detect_lane,
     get_engine_key,

@@ -343,8 +343,9 @@ def _count_working_bytes(
         for part, size in largest.items():
             working[_get_kind(part)] += size
         return working
-    if "dispatch" in largest:  # the result of the experts, before and after it is sent
-        working["dispatch"] += 3 * largest["dispatch"]
+    if "dispatch" in largest:  # tokens before they are sent, results before and after, and received
+        working["dispatch"] += (3 + (engine.layout.ep > 1)) * largest["dispatch"]
+        working["activations"] += (bool(again) + bool(largest["shared_experts"])) * hidden / tp
     else:
         working["activations"] += hidden / tp + 2 * fields["ffn_hidden_size"] * itemsize / tp
     return working
@@ -358,7 +359,7 @@ def _count_block_bytes(
         return 0.0
     heads = fields["num_attention_heads"] / layout.tp
     queries = min(_QUERIES_PER_BLOCK, pack.longest)
-    return heads * queries * pack.longest * (2 * itemsize + _FLOAT32)
+    return float(heads * queries * pack.longest * (2 * itemsize + _FLOAT32))
 
 
 def _count_logit_bytes(
@@ -372,7 +373,7 @@ def _count_logit_bytes(
     trains: bool,
 ) -> int:
     """Count a tile of logits and probabilities, and gradients of states and of the head."""
-    hidden = fields["hidden_size"]
+    hidden: int = fields["hidden_size"]
     if head_rows == 1:
         return int(pack.tokens * _FLOAT32)
     chunk = engine.logprob_chunk_bytes or DEFAULT_CHUNK_BYTES[modules]

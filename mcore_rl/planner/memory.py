@@ -55,7 +55,7 @@ _HYBRID_BYTES = 16  # of a parameter whose Adam is on the host: gradient, weight
 
 @dataclass(frozen=True, slots=True)
 class Conditions:
-    """What a plan assumes of a run, and of where it runs."""
+    """The assumptions of a plan: load, sequences of servers, devices."""
 
     lane: str = "cuda"
     imbalance: float = 1.5  # tokens of the fullest rank's experts, over the mean
@@ -102,7 +102,7 @@ class MemoryPlan:
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """What the ranks have to fit."""
+    """A device that ranks have to fit."""
 
     name: str
     memory_bytes: int
@@ -186,8 +186,8 @@ class _Planner:
             name = f"{role.name}: {'update' if trains else 'log-probs'}"
             moments: dict[tuple[tuple[str, int], ...], list[int]] = {}
             for pp_rank, stage in enumerate(role.stages):
-                kinds = self._compute_stage(role.name, stage, pp_rank, trains=trains)
-                moments.setdefault(tuple(kinds.items()), []).extend(stage.ranks)
+                sizes = self._compute_stage(role.name, stage, pp_rank, trains=trains)
+                moments.setdefault(tuple(sizes.items()), []).extend(stage.ranks)
             for kinds, ranks in moments.items():
                 yield Moment(name, role.name, tuple(ranks), dict(kinds))
 
@@ -453,10 +453,10 @@ def list_changes(config: RLConfig, model: HFConfig) -> Iterator[tuple[Change, st
             "more communication while generating",
         )
     if not actor.optimizer.cpu_offload:
-        yield (
-            (("actor.optimizer.distributed", True), ("actor.optimizer.cpu_offload", True)),
-            "Adam runs on the host",
-        )
+        change = [("actor.optimizer.cpu_offload", True)]
+        if not actor.optimizer.distributed:  # which it needs
+            change.insert(0, ("actor.optimizer.distributed", True))
+        yield tuple(change), "Adam runs on the host"
     yield (
         (
             ("actor.layout.dp", 2 * layout.dp),

@@ -18,15 +18,17 @@ from mcore_rl.cli.compose import compose_config
 from mcore_rl.cli.main import main
 from mcore_rl.config.resolve import resolve, resolve_for_lane
 from mcore_rl.config.schema import RLConfig
-from mcore_rl.planner.memory import Conditions, Device, MemoryPlan, Moment, plan_memory
 from mcore_rl.jobs.placement import build_pool_plans, count_devices
 from mcore_rl.models.base import HFConfig, count_kv_elements_per_token
+from mcore_rl.planner.memory import Conditions, Device, MemoryPlan, Moment, plan_memory
 from tests.unit.jobs.test_dry_run import dry_run
 
 ROOT = Path(__file__).resolve().parents[3]
 PUBLISHED = ROOT / "tests" / "unit" / "models" / "published"
 PAGE = ROOT / "docs" / "recipes.md"
 GPUS_PER_NODE = 8
+
+
 @dataclass(frozen=True, slots=True)
 class Case:
     published: str

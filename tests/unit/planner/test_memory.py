@@ -241,5 +241,3 @@ def test_a_family_of_a_user_is_planned(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["mcore-rl", "plan", "memory", *words, "--json"])
     assert main() == 0
     assert json.loads(capsys.readouterr().out)["moments"][0]["kinds"]["weights"] > 8e9
-
-
