@@ -48,7 +48,7 @@ def peak(path: Path, settings: EngineConfig, dtype: str, batch: Batch) -> ranks.
     """Bytes of this rank at the peak of a training step: what stays, and storages of the step.
 
     With them the tokens and response tokens of its largest micro-batch, the number of micro-batches
-    and the tokens that its experts receive over those that it sends.
+    and by layer the tokens that its experts receive over those that it sends.
     """
     spec = ranks.engine_spec(path, settings.layout, dtype)
     engine = ranks.started(replace(spec, engine=replace(spec.engine, **vars(settings))))
@@ -58,12 +58,12 @@ def peak(path: Path, settings: EngineConfig, dtype: str, batch: Batch) -> ranks.
     with LiveBytes() as live:
         engine.train_batch(share, ranks.LOSS)
     largest = max(packs, key=lambda pack: pack.input_ids.shape[1])
-    layout, imbalance = engine.layout, 1.0
+    layout, imbalances = engine.layout, [1.0]
     if load := engine.collect_expert_load():
         ep_rank = engine.mesh.get_coordinate(engine.world_rank).ep_rank
         received = [float(counts.view(layout.ep, -1)[ep_rank].sum()) for counts in load.values()]
         sent = int(share.num_tokens.sum()) * engine.chunks[0].config.moe_router_topk / layout.tp
-        imbalance = sum(received) / len(received) / sent
+        imbalances = [num_tokens / sent for num_tokens in received]
     return {
         "held": report.on_device_bytes,
         "step": live.peak,
@@ -71,5 +71,5 @@ def peak(path: Path, settings: EngineConfig, dtype: str, batch: Batch) -> ranks.
         "scored": len(largest.hidden_rows),
         "packs": len(packs),
         "longest": max(max(pack.lengths) for pack in packs),
-        "imbalance": imbalance,
+        "imbalances": imbalances,
     }

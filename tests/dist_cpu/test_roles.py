@@ -153,6 +153,10 @@ def predict_peak(engine: EngineConfig, model: dict[str, Any], result: dict[str, 
     stage = actor.stages[pp]
     held = stage.weight_bytes + stage.gradient_bytes + stage.optimizer_bytes
     fields, layout = get_family(model).config_map(model), engine.layout
+    # All layers are stored, or with full recompute one of them at a time.
+    imbalances = result["imbalances"]
+    is_full = engine.recompute.granularity == "full"
+    imbalance = max(imbalances) if is_full else sum(imbalances) / len(imbalances)
     memory = compute_pass_memory(
         engine,
         fields,
@@ -161,7 +165,7 @@ def predict_peak(engine: EngineConfig, model: dict[str, Any], result: dict[str, 
             result["scored"],
             result["packs"],
             result["longest"],
-            result["imbalance"],
+            imbalance,
         ),
         [c for c in split_into_chunks(layout, fields["num_layers"]) if c.pp_rank == pp],
         itemsize=4,

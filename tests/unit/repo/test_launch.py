@@ -84,9 +84,9 @@ def test_a_dry_run_prints_every_command_and_starts_nothing():
     assert done.returncode == 0, done.stderr
     assert "--no-kill --kill-on-bad-exit=0 --wait=0 " in done.stdout  # whatever slurm.conf says
     order = [
+        "actor: 2 ranks", "rollout: 2 ranks",
         "nodes: node0 node1", "mcore_rl.cli.main doctor", "mcore_rl.controller.node address",
         "mcore_rl.controller.node hold", "mcore_rl.cli.main rl", "mcore_rl.controller.node sweep",
-        "actor: 2 ranks", "rollout: 2 ranks",
     ]  # fmt: skip
     places = [done.stdout.index(word) for word in order]
     assert places == sorted(places)
