@@ -63,7 +63,7 @@ def _add_memory_options(parser: argparse.ArgumentParser) -> None:
 def _plan_memory(options: argparse.Namespace) -> int:
     from mcore_rl.cli.compose import compose_config  # imports Hydra
     from mcore_rl.config.checks import check_choice
-    from mcore_rl.planner.memory import Conditions, Device, Fix, find_fixes, plan_memory
+    from mcore_rl.planner.memory import Conditions, Fix, MemoryLimit, find_fixes, plan_memory
     from mcore_rl.planner.report import build_memory_json, print_memory, print_verdict
 
     check_choice("--lane", options.lane, ("cuda", "cpu"))
@@ -74,7 +74,7 @@ def _plan_memory(options: argparse.Namespace) -> int:
         options.length,
         options.gpus_per_node,
     )
-    device = Device.parse(options.hardware) if options.hardware else None
+    device = MemoryLimit.parse(options.hardware) if options.hardware else None
     if not options.settings:
         raise ConfigError(
             "no settings; try mcore-rl plan memory recipe=qwen3_30b_a3b model.path=..."

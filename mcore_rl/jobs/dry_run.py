@@ -45,7 +45,7 @@ from mcore_rl.jobs.supervised_preflight import (
 )
 from mcore_rl.models.base import HFConfig, get_family, read_config
 from mcore_rl.observability.console import get_stdout_console, show_line, show_waiting
-from mcore_rl.planner.memory import Conditions, Device, find_fixes, plan_memory
+from mcore_rl.planner.memory import Conditions, MemoryLimit, find_fixes, plan_memory
 from mcore_rl.planner.report import (
     build_table,
     describe_verdict,
@@ -133,15 +133,15 @@ def dry_run(
     print_lines(console, *cluster_lines, "", *_summarize(config, lane), *refusal)
 
 
-def _find_device(hardware: str, gpus_per_node: int | None, lane: str) -> Device | None:
+def _find_device(hardware: str, gpus_per_node: int | None, lane: str) -> MemoryLimit | None:
     """Return the GPU to fit; None on the CPU lane."""
     if hardware:
-        return Device.parse(hardware)
+        return MemoryLimit.parse(hardware)
     if gpus_per_node:
-        return Device.parse(DEFAULT_HARDWARE)
+        return MemoryLimit.parse(DEFAULT_HARDWARE)
     if lane == "cuda" and torch.cuda.is_available():
         properties = torch.cuda.get_device_properties(0)
-        return Device(properties.name, properties.total_memory)
+        return MemoryLimit(properties.name, properties.total_memory)
     return None
 
 

@@ -25,7 +25,7 @@ Parts = dict[str, float]  # bytes per token of a pack on one rank, by part of a 
 
 
 @dataclass(frozen=True, slots=True)
-class Pack:
+class PackSize:
     """A micro-batch on one rank of the pipeline and of context parallelism."""
 
     tokens: int
@@ -185,7 +185,7 @@ def _count_expert_bytes(
 def compute_pass_memory(
     engine: EngineConfig,
     fields: Mapping[str, Any],
-    pack: Pack,
+    pack: PackSize,
     chunks: Sequence[Chunk],
     *,
     itemsize: int,
@@ -247,7 +247,7 @@ def compute_pass_memory(
 
 
 def _count_stored_bytes(
-    engine: EngineConfig, layers: Sequence[Sequence[Parts]], pack: Pack, pp_rank: int
+    engine: EngineConfig, layers: Sequence[Sequence[Parts]], pack: PackSize, pp_rank: int
 ) -> Parts:
     """Count the bytes per token that a rank stores of all micro-batches in flight.
 
@@ -352,7 +352,7 @@ def _count_working_bytes(
 
 
 def _count_block_bytes(
-    fields: Mapping[str, Any], pack: Pack, layout: Layout, itemsize: int
+    fields: Mapping[str, Any], pack: PackSize, layout: Layout, itemsize: int
 ) -> float:
     """Count the weights of a block of queries, of attention with sinks (engine/attention.py)."""
     if fields.get("softmax_type", "vanilla") == "vanilla":
@@ -365,7 +365,7 @@ def _count_block_bytes(
 def _count_logit_bytes(
     engine: EngineConfig,
     fields: Mapping[str, Any],
-    pack: Pack,
+    pack: PackSize,
     itemsize: int,
     modules: str,
     head_rows: int,

@@ -18,6 +18,7 @@ from mcore_rl.config.resolve import OWN_POOL, are_colocated, get_pool
 from mcore_rl.config.resolve_rollout import ROLE, build_models_with_servers
 from mcore_rl.config.schema import EngineConfig, Layout, RLConfig, RolloutConfig
 from mcore_rl.controller.object_store import estimate_sample_bytes
+from mcore_rl.engine.base import load_backend
 from mcore_rl.models.base import (
     HFConfig,
     count_kv_elements_per_token,
@@ -27,7 +28,7 @@ from mcore_rl.models.base import (
     read_config,
 )
 from mcore_rl.parallel.mesh import Mesh, split_into_chunks
-from mcore_rl.planner.activations import Pack, compute_pass_memory
+from mcore_rl.planner.activations import PackSize, compute_pass_memory
 from mcore_rl.planner.hardware import load_hardware
 from mcore_rl.planner.roles import (
     ITEMSIZES,
@@ -101,14 +102,14 @@ class MemoryPlan:
 
 
 @dataclass(frozen=True, slots=True)
-class Device:
+class MemoryLimit:
     """A device that ranks have to fit."""
 
     name: str
     memory_bytes: int
 
     @classmethod
-    def parse(cls, text: str, setting: str = "--hardware") -> Device:
+    def parse(cls, text: str, setting: str = "--hardware") -> MemoryLimit:
         """Parse a name of hardware, the path of its file, or gigabytes (of 1e9 bytes).
 
         Raises:
@@ -200,7 +201,7 @@ class _Planner:
             kinds["gradients"] = stage.gradient_bytes
             if not engine.optimizer.cpu_offload:
                 kinds["optimizer"] = stage.optimizer_bytes
-        if engine.backend == "megatron":
+        if load_backend(engine).shard_format == "megatron":
             memory = self._compute_pass(name, engine, pp_rank, trains=trains)
             kinds |= {
                 "activations": memory.activations,
@@ -226,7 +227,7 @@ class _Planner:
         return compute_pass_memory(
             engine,
             fields,
-            Pack(tokens, scored, packs, longest, self.conditions.imbalance),
+            PackSize(tokens, scored, packs, longest, self.conditions.imbalance),
             [chunk for chunk in chunks if chunk.pp_rank == pp_rank],
             itemsize=ITEMSIZES[config.model.dtype],
             modules="te" if self.is_gpu and engine.modules != "torch" else "torch",
@@ -474,7 +475,7 @@ def find_fixes(
     config: RLConfig,
     model: HFConfig,
     conditions: Conditions,
-    device: Device,
+    device: MemoryLimit,
     check: Callable[[RLConfig], object],
 ) -> list[Fix]:
     """Find the changes that make a run fit: each alone, and the cheapest ones together.

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from mcore_rl.observability.console import get_stdout_console, show_line
-from mcore_rl.planner.memory import Conditions, Device, Fix, MemoryPlan
+from mcore_rl.planner.memory import Conditions, Fix, MemoryLimit, MemoryPlan
 
 # Columns of print_memory, and the kinds in each.
 _COLUMNS = {
@@ -25,7 +25,7 @@ _COLUMNS = {
 
 
 def print_verdict(
-    plan: MemoryPlan, device: Device, fixes: Sequence[Fix], console: Console | None = None
+    plan: MemoryPlan, device: MemoryLimit, fixes: Sequence[Fix], console: Console | None = None
 ) -> None:
     """Print whether a run fits, by how much, and what makes it fit."""
     console = console or get_stdout_console()
@@ -33,7 +33,7 @@ def print_verdict(
         show_line(line, console)
 
 
-def describe_verdict(plan: MemoryPlan, device: Device, fixes: Sequence[Fix]) -> list[str]:
+def describe_verdict(plan: MemoryPlan, device: MemoryLimit, fixes: Sequence[Fix]) -> list[str]:
     """Return the lines of print_verdict."""
     worst, size = plan.worst, device.memory_bytes
     spare = size - worst.total
@@ -85,7 +85,7 @@ def print_memory(plan: MemoryPlan, conditions: Conditions, console: Console | No
 
 
 def build_memory_json(
-    plan: MemoryPlan, conditions: Conditions, device: Device | None, fixes: Sequence[Fix]
+    plan: MemoryPlan, conditions: Conditions, device: MemoryLimit | None, fixes: Sequence[Fix]
 ) -> dict[str, Any]:
     """Return a plan as plain data; sizes are bytes."""
     moments = [

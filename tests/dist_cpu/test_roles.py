@@ -25,7 +25,7 @@ from mcore_rl.config.schema import (
 )
 from mcore_rl.models.base import get_family, pad_vocab_size, read_config
 from mcore_rl.parallel.mesh import Mesh, split_into_chunks
-from mcore_rl.planner.activations import Pack, compute_pass_memory
+from mcore_rl.planner.activations import PackSize, compute_pass_memory
 from mcore_rl.planner.roles import plan_roles
 
 SHARDED = OptimizerConfig(lr=1e-3, distributed=True)
@@ -160,7 +160,7 @@ def predict_peak(engine: EngineConfig, model: dict[str, Any], result: dict[str, 
     memory = compute_pass_memory(
         engine,
         fields,
-        Pack(
+        PackSize(
             result["tokens"],
             result["scored"],
             result["packs"],

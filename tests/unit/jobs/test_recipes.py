@@ -20,7 +20,7 @@ from mcore_rl.config.resolve import resolve, resolve_for_lane
 from mcore_rl.config.schema import RLConfig
 from mcore_rl.jobs.placement import build_pool_plans, count_devices
 from mcore_rl.models.base import HFConfig, count_kv_elements_per_token
-from mcore_rl.planner.memory import Conditions, Device, MemoryPlan, Moment, plan_memory
+from mcore_rl.planner.memory import Conditions, MemoryLimit, MemoryPlan, Moment, plan_memory
 from tests.unit.jobs.test_dry_run import dry_run
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -82,7 +82,7 @@ def test_every_recipe_is_tested_here_or_by_the_quickstart():
 @each_recipe
 def test_a_recipe_fits_its_gpus_at_every_moment(name):
     assert count_devices(build_pool_plans(composed(name))) == RECIPES[name].num_gpus
-    assert plan_of(name).worst.total <= Device.parse("h100").memory_bytes
+    assert plan_of(name).worst.total <= MemoryLimit.parse("h100").memory_bytes
 
 
 @each_recipe
@@ -93,14 +93,14 @@ def test_a_recipe_states_its_cluster_and_memory(name):
     count = f"{nodes} node{'s' * (nodes > 1)}"
     line = (
         f"# cluster: {count} of {GPUS_PER_NODE} H100; memory: {plan.worst.total / 1e9:.0f} of "
-        f"{Device.parse('h100').memory_bytes / 1e9:.0f} GB of a GPU ({plan.worst.name}), "
+        f"{MemoryLimit.parse('h100').memory_bytes / 1e9:.0f} GB of a GPU ({plan.worst.name}), "
         f"{sum(plan.host.values()) / 1e9:.0f} GB of a host\n"
     )
     assert f"\n{line}" in text, line
 
 
 def test_what_the_page_says_of_fewer_or_larger_gpus_is_true():
-    h100, h200 = (Device.parse(name).memory_bytes for name in ("h100", "h200"))
+    h100, h200 = (MemoryLimit.parse(name).memory_bytes for name in ("h100", "h200"))
     one_node = "actor.layout.dp=8", "rollout.num_servers=4"
     assert h100 < plan_of("qwen3_30b_a3b", *one_node).worst.total < h200
     offloaded = plan_of("qwen3_30b_a3b", *one_node, "actor.optimizer.cpu_offload=true")

@@ -30,7 +30,7 @@ from mcore_rl.planner.memory import (
     NCCL_GROUP_BYTES,
     NCCL_PAIR_BYTES,
     Conditions,
-    Device,
+    MemoryLimit,
     MemoryPlan,
     Moment,
     apply_change,
@@ -182,7 +182,7 @@ def test_671b_fits_its_gpus_and_not_half_of_them(tmp_path, monkeypatch, capsys):
 
 def test_settings_that_make_a_run_fit_do():
     config, model = build_config(Layout(tp=2, dp=4)), read_model("Qwen3-8B")
-    device = Device.parse("62")
+    device = MemoryLimit.parse("62")
     fixes = find_fixes(config, model, Conditions(), device, lambda changed: None)
     assert fixes
     for fix in fixes:
@@ -196,16 +196,16 @@ def test_settings_that_make_a_run_fit_do():
 def test_the_verdict_names_the_worst_ranks_and_how_much_is_missing():
     plan = plan_memory(build_config(Layout(tp=2)), read_model("Qwen3-8B"), Conditions())
     total = plan.worst.total / 1e9
-    [fits] = describe_verdict(plan, Device("GPU", plan.worst.total + 10**9), [])
+    [fits] = describe_verdict(plan, MemoryLimit("GPU", plan.worst.total + 10**9), [])
     assert fits.startswith("memory: fits") and fits.endswith("1.0 GB are left")
-    line = describe_verdict(plan, Device("GPU", plan.worst.total - 2 * 10**9), [])[0]
+    line = describe_verdict(plan, MemoryLimit("GPU", plan.worst.total - 2 * 10**9), [])[0]
     assert f"{total:,.1f} of {total - 2:,.1f} GB of GPU (actor: update, ranks 0-1 of" in line
     assert line.endswith("2.0 GB are missing")
 
 
 def test_hardware_has_a_name_or_gigabytes():
-    assert Device.parse("80.5") == Device("GPU", 80_500_000_000)
-    assert Device.parse("h200").memory_bytes > 140e9
+    assert MemoryLimit.parse("80.5") == MemoryLimit("GPU", 80_500_000_000)
+    assert MemoryLimit.parse("h200").memory_bytes > 140e9
 
 
 @pytest.mark.parametrize(
