@@ -1,0 +1,1 @@
+"""Memory, time and layouts of a run, predicted before it starts, without a GPU."""
