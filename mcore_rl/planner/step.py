@@ -81,7 +81,7 @@ def predict_step(
     engine = TrainingModel(work, actor, hardware, dtype)
     forward_s = engine.predict_forward(step_load)
     reads_log_probs = config.algorithm.correction.use_rollout_log_probs
-    has_pass = not reads_log_probs and find_log_prob_pass_reason(config) is not None
+    has_pass = not reads_log_probs and bool(find_log_prob_pass_reason(config))
     has_reference = bool(config.algorithm.kl_coef) and not actor.lora.rank
     values_s = 0.0
     if "values" in get_needs(ADVANTAGES[config.algorithm.advantage]):
