@@ -19,6 +19,7 @@
 #SBATCH --open-mode=append
 #SBATCH --output=slurm-%x-%j.out
 set -euo pipefail
+export MCORE_RL_HARDWARE=${MCORE_RL_HARDWARE:-h100} # the run is refused if it does not fit
 here=$(dirname "${BASH_SOURCE[0]}")
 [ -e "$here/slurm_lib.sh" ] || # SLURM runs a copy
     here=$(dirname "$(scontrol show job "$SLURM_JOB_ID" | sed -n '/^ *Command=/{s///;s/ .*//;p;q}')")

@@ -27,6 +27,7 @@ run_job() { # run_job [--dry-run] KEY=VALUE...
         return
     fi
     open_logs
+    check_memory
     trap 'note_signal USR1; was_warned=1' USR1
     trap 'note_signal TERM; note_end_of_time || is_cancelled=1' TERM
     trap 'note_signal INT; is_cancelled=1' INT
@@ -42,10 +43,11 @@ run_job() { # run_job [--dry-run] KEY=VALUE...
 read_settings() {
     local argument
     dry_run='' output='' overrides=() has_resume='' driver_pid='' ray_pid='' status=''
-    is_cancelled='' was_asked='' was_warned='' is_noted='' by_srun='' model='' num_nodes=''
+    is_cancelled='' was_asked='' was_warned='' is_noted='' by_srun='' model='' num_nodes='' memory_options=()
     for argument; do
         case $argument in
             --dry-run) dry_run=1 ;;
+            --ignore-memory) memory_options=(--ignore-memory) ;;
             --nodes=*) num_nodes=${argument#--nodes=} ;;
             output_dir=*) output=${argument#output_dir=} ;;
             *) overrides+=("$argument") ;;
@@ -135,6 +137,14 @@ open_logs() {
     phase "attempt $number on ${nodes[*]}; to follow it: python3 $(printf '%q ' "$root/launch/follow.py" "$output")"
     env | grep -E "$NETWORKS" | sort || true
     ulimit -Sn "$(ulimit -Hn)" || true
+}
+
+check_memory() { # of a GPU, where MCORE_RL_HARDWARE says which; before anything is started
+    local command=("$python" -m mcore_rl.cli.main plan memory "${overrides[@]}")
+    if [ -z "${MCORE_RL_HARDWARE:-}" ] || [ ${#memory_options[@]} -gt 0 ]; then return; fi
+    phase 'plan the memory'
+    on_first_node "${command[@]}" "--hardware=$MCORE_RL_HARDWARE" ||
+        die "the run does not fit $MCORE_RL_HARDWARE, or cannot be planned: see above; --ignore-memory goes on"
 }
 
 check_nodes() {
@@ -308,6 +318,8 @@ show_job() {
     logs=$output/logs/attempt_N head=${nodes[0]}:$port
     set_first_commands
     set_commands
+    show_plan
+    echo
     echo "nodes: ${nodes[*]}"
     if [ "${MCORE_RL_DOCTOR:-1}" != 0 ]; then echo "check: $(examine_nodes)"; fi
     echo "address: $(on_first_node "${address_command[@]}")"
@@ -315,11 +327,11 @@ show_job() {
     echo "wait: $(on_first_node "${wait_command[@]}")"
     echo "driver: RAY_ADDRESS=$head $(RAY_ADDRESS=$head on_first_node "${driver_command[@]}")"
     echo "end: $(on_all_nodes "$python" -m mcore_rl.controller.node sweep)"
-    show_plan
 }
 
 show_plan() {
-    local gpus plan=("${driver_command[@]}" --dry-run)
+    local gpus plan=("${driver_command[@]}" --dry-run "${memory_options[@]}")
+    if [ -n "${MCORE_RL_HARDWARE:-}" ]; then plan+=("--hardware=$MCORE_RL_HARDWARE"); fi
     gpus=$(sed -n 's/^#SBATCH --gpus-per-node=//p' "$0")
     if [ -n "$gpus" ]; then plan+=(--gpus-per-node="$gpus" --num-nodes=${#nodes[@]}); fi
     if [ ${#container[@]} -eq 0 ]; then

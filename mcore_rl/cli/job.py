@@ -117,7 +117,7 @@ class JobCommand:
             return
         if not words:
             raise ConfigError(f"no settings; {self.hint} mcore-rl {self.name} --help")
-        for name in ("gpus_per_node", "num_nodes"):
+        for name in ("gpus_per_node", "num_nodes", "hardware", "ignore_memory"):
             if not options.dry_run and getattr(options, name, None) is not None:
                 raise ConfigError(f"--{name.replace('_', '-')} is an option of --dry-run")
         for warning in self.list_warnings(config):
@@ -228,6 +228,10 @@ def _add_rl_options(parser: Parser) -> None:
     parser.add_argument("--gpus-per-node", type=int, metavar="N", help=about)
     about = "with --gpus-per-node: how many nodes there are; prints which stay idle"
     parser.add_argument("--num-nodes", type=int, metavar="N", help=about)
+    about = "with --dry-run: GPUs to fit, a name, file or gigabytes; of a cluster h100 by default"
+    parser.add_argument("--hardware", metavar="h100", help=about)
+    about = "with --dry-run: go on if the memory of a GPU does not suffice"
+    parser.add_argument("--ignore-memory", action="store_true", default=None, help=about)
 
 
 def _dry_run_rl(config: RLConfig, options: argparse.Namespace) -> None:
@@ -237,7 +241,13 @@ def _dry_run_rl(config: RLConfig, options: argparse.Namespace) -> None:
         check_at_least("--num-nodes", options.num_nodes, 1)
     from mcore_rl.jobs.dry_run import dry_run
 
-    dry_run(config, gpus_per_node=options.gpus_per_node, num_nodes=options.num_nodes)
+    dry_run(
+        config,
+        gpus_per_node=options.gpus_per_node,
+        num_nodes=options.num_nodes,
+        hardware=options.hardware or "",
+        ignores_memory=bool(options.ignore_memory),
+    )
 
 
 def _run_rl(config: RLConfig) -> None:

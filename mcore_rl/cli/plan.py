@@ -1,27 +1,121 @@
-"""mcore-rl plan: the bytes of a weight sync, time of a step and layouts, without a GPU."""
+"""mcore-rl plan: what a run moves, whether it fits and how long it takes, without a GPU."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import sys
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 from mcore_rl.cli import plan_time
 from mcore_rl.cli.options import AXES, FAMILY, SERVED_AXES, Parser, parse_layout
-from mcore_rl.config.schema import Layout
+from mcore_rl.config.errors import ConfigError
+from mcore_rl.config.schema import Layout, RLConfig
 from mcore_rl.reshard.layout import GenerationLayout
 
-_ABOUT = """\
+_ABOUT_RESHARD = """\
 Bytes that each generation rank receives, the lower bound, the busiest links, and the bytes that
 gather-then-slice would move between the same layouts. Needs no weights."""
+_ABOUT_MEMORY = """\
+Memory of each rank of an RL run, by kind and by moment of a step, and of hosts. With --hardware:
+whether it fits, and settings that make it fit; the exit status is 1 if it does not. Needs the
+model's config.json alone. Takes the settings of mcore-rl rl."""
 
 
-def main(arguments: list[str]) -> None:
+@dataclass(frozen=True, slots=True)
+class PlanCommand:
+    """`mcore-rl plan NAME`."""
+
+    about: str
+    add_options: Callable[[argparse.ArgumentParser], None]
+    run: Callable[[argparse.Namespace], int]
+
+
+def main(arguments: list[str]) -> int:
     options = build_parser().parse_args(arguments)
-    if options.command in plan_time.RUNS:
-        plan_time.RUNS[options.command](options)
-        return
+    return PLAN_COMMANDS[options.command].run(options)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = Parser(prog="mcore-rl plan", description="Plans of a run, without a GPU.")
+    names = "|".join(PLAN_COMMANDS)
+    commands = parser.add_subparsers(dest="command", required=True, metavar=names)
+    for name, command in PLAN_COMMANDS.items():
+        command.add_options(commands.add_parser(name, description=command.about))
+    return parser
+
+
+def _add_memory_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("settings", nargs="*", metavar="recipe=NAME|PATH|KEY=VALUE", help="as of mcore-rl rl")
+    add("--hardware", metavar="h100", help="name, file, or gigabytes of a GPU; prints a verdict")
+    add("--gpus-per-node", type=int, default=8, metavar="N", help="default: 8")
+    about = "tokens of the fullest rank's experts over the mean; default: 1.5"
+    add("--imbalance", type=float, default=1.5, metavar="X", help=about)
+    about = "sequences of a server at once; default: those of a step"
+    add("--concurrency", type=int, default=0, metavar="N", help=about)
+    add("--length", type=int, default=0, metavar="N", help="their tokens; default: the longest")
+    add("--lane", default="cuda", metavar="cuda", help="cuda (the default) or cpu")
+    add("--json", action="store_true", help="print one JSON object")
+
+
+def _plan_memory(options: argparse.Namespace) -> int:
+    from mcore_rl.cli.compose import compose_config  # imports Hydra
+    from mcore_rl.config.checks import check_choice
+    from mcore_rl.planner.memory import Conditions, Device, Fix, find_fixes, plan_memory
+    from mcore_rl.planner.report import build_memory_json, print_memory, print_verdict
+
+    check_choice("--lane", options.lane, ("cuda", "cpu"))
+    conditions = Conditions(
+        options.lane,
+        options.imbalance,
+        options.concurrency,
+        options.length,
+        options.gpus_per_node,
+    )
+    device = Device.parse(options.hardware) if options.hardware else None
+    if not options.settings:
+        raise ConfigError(
+            "no settings; try mcore-rl plan memory recipe=qwen3_30b_a3b model.path=..."
+        )
+    config = compose_config(RLConfig, options.settings)
+    from mcore_rl.jobs.dry_run import check_plan, prepare_plan
+
+    fixes: list[Fix] = []
+    with prepare_plan(config, options.lane) as (prepared, model):
+        plan = plan_memory(prepared, model, conditions)
+        fits = device is None or plan.worst.total <= device.memory_bytes
+        if device is not None and not fits:
+            fixes = find_fixes(prepared, model, conditions, device, check_plan)
+    if options.json:
+        json.dump(build_memory_json(plan, conditions, device, fixes), sys.stdout, indent=1)
+        print()
+    else:
+        if device is not None:
+            print_verdict(plan, device, fixes)
+        print_memory(plan, conditions)
+    return 0 if fits else 1
+
+
+def _add_reshard_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--model", required=True, help="Hugging Face folder, hf:ORG/NAME, or a config.json")
+    add("--mode", default="colocated", help="colocated (the default) or disaggregated")
+    add("--train", required=True, metavar="tp=2,ep=8", help=AXES)
+    add("--generate", required=True, metavar="tp=8", help=SERVED_AXES)
+    add("--quantization", metavar="fp8_block", help="as rollout.quantization; default: bfloat16")
+    add("--family", default="", metavar="FILE:NAME", help=FAMILY)
+    add("--nodes", type=int, help="default: as many as the ranks need")
+    add("--gpus-per-node", type=int, default=8)
+    add("--nic-gbps", type=float, default=400.0, help="gigabits per second of a GPU; default: 400")
+    add("--nvlink-gbps", type=float, default=3600.0, help="the same inside a node; default: 3600")
+    add("--plot", type=Path, metavar="PNG", help="heatmap of the traffic between ranks")
+    add("--json", action="store_true", help="print one JSON object")
+
+
+def _plan_reshard(options: argparse.Namespace) -> int:
     train = parse_layout("--train", options.train, Layout)
     generate = parse_layout("--generate", options.generate, GenerationLayout)
     from mcore_rl.jobs.remote_paths import fetch_model
@@ -45,23 +139,17 @@ def main(arguments: list[str]) -> None:
         print()
     else:
         plan_reshard.print_report(report)
+    return 0
 
 
-def build_parser() -> argparse.ArgumentParser:
-    parser = Parser(prog="mcore-rl plan", description="Cost estimates, without a GPU.")
-    what = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    plan_time.add_parsers(what)
-    add = what.add_parser("reshard", description=_ABOUT).add_argument
-    add("--model", required=True, help="Hugging Face folder, hf:ORG/NAME, or a config.json")
-    add("--mode", default="colocated", help="colocated (the default) or disaggregated")
-    add("--train", required=True, metavar="tp=2,ep=8", help=AXES)
-    add("--generate", required=True, metavar="tp=8", help=SERVED_AXES)
-    add("--quantization", metavar="fp8_block", help="as rollout.quantization; default: bfloat16")
-    add("--family", default="", metavar="FILE:NAME", help=FAMILY)
-    add("--nodes", type=int, help="default: as many as the ranks need")
-    add("--gpus-per-node", type=int, default=8)
-    add("--nic-gbps", type=float, default=400.0, help="gigabits per second of a GPU; default: 400")
-    add("--nvlink-gbps", type=float, default=3600.0, help="the same inside a node; default: 3600")
-    add("--plot", type=Path, metavar="PNG", help="heatmap of the traffic between ranks")
-    add("--json", action="store_true", help="print one JSON object")
-    return parser
+PLAN_COMMANDS = {
+    "reshard": PlanCommand(_ABOUT_RESHARD, _add_reshard_options, _plan_reshard),
+    "memory": PlanCommand(_ABOUT_MEMORY, _add_memory_options, _plan_memory),
+    "step": PlanCommand(plan_time.ABOUT_STEP, plan_time.add_step_options, plan_time.run_step),
+    "layout": PlanCommand(
+        plan_time.ABOUT_LAYOUT, plan_time.add_layout_options, plan_time.run_layout
+    ),
+    "calibrate": PlanCommand(
+        plan_time.ABOUT_CALIBRATE, plan_time.add_calibrate_options, plan_time.run_calibrate
+    ),
+}

@@ -21,44 +21,46 @@ if TYPE_CHECKING:
     from mcore_rl.planner.layout import Candidate, SearchResult
     from mcore_rl.planner.step import StepTime
 
-_STEP = """\
+ABOUT_STEP = """\
 Seconds of each part of an RL step, from settings and config.json: generation, log-probs, update by
 cause, weight sync, idle time. Needs no weights, data or GPU; formulas: docs/planning_step.md."""
-_LAYOUT = """\
+ABOUT_LAYOUT = """\
 The ten fastest layouts of trainer and servers that fit a cluster, with what decides the place of
 each; those that nearly fit; settings to paste, or a recipe (--write)."""
-_CALIBRATE = """\
+ABOUT_CALIBRATE = """\
 Measures products, memory, copies and launches of this machine; prints a file for --hardware."""
 _SETTINGS = "settings of the run, as of mcore-rl rl: recipe=NAME model.path=DIR KEY=VALUE ..."
 
 
-def add_parsers(commands: argparse._SubParsersAction[Any]) -> None:
-    """Add the three commands."""
-    step = commands.add_parser("step", description=_STEP)
-    layout = commands.add_parser("layout", description=_LAYOUT)
-    for parser in (step, layout):
-        add = parser.add_argument
-        add("settings", nargs="*", metavar="KEY=VALUE", help=_SETTINGS)
-        add("--hardware", required=True, metavar="NAME", help="h100, h200, ... or a .yaml file")
-        about = "mean tokens of a response; default: half of rollout.max_response_tokens"
-        add("--response-tokens", type=float, metavar="N", help=about)
-        about = "spread of the logarithm of the lengths; default: 0.6"
-        add("--length-sigma", type=float, default=0.6, metavar="X", help=about)
-        about = "mean tokens of a prompt; default: half of data.max_prompt_tokens"
-        add("--prompt-tokens", type=float, metavar="N", help=about)
-        about = "lengths of responses instead, one a line"
-        add("--lengths", type=Path, metavar="FILE", help=about)
-        add("--json", action="store_true", help="print one JSON object")
-    add = layout.add_argument
+def add_step_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("settings", nargs="*", metavar="KEY=VALUE", help=_SETTINGS)
+    add("--hardware", required=True, metavar="NAME", help="h100, h200, ... or a .yaml file")
+    about = "mean tokens of a response; default: half of rollout.max_response_tokens"
+    add("--response-tokens", type=float, metavar="N", help=about)
+    about = "spread of the logarithm of the lengths; default: 0.6"
+    add("--length-sigma", type=float, default=0.6, metavar="X", help=about)
+    about = "mean tokens of a prompt; default: half of data.max_prompt_tokens"
+    add("--prompt-tokens", type=float, metavar="N", help=about)
+    add("--lengths", type=Path, metavar="FILE", help="lengths of responses instead, one a line")
+    add("--json", action="store_true", help="print one JSON object")
+
+
+def add_layout_options(parser: argparse.ArgumentParser) -> None:
+    add_step_options(parser)
+    add = parser.add_argument
     add("--devices", type=int, required=True, metavar="N", help="of trainer and servers together")
     add("--write", type=Path, metavar="YAML", help="recipe of the fastest layout")
-    add = commands.add_parser("calibrate", description=_CALIBRATE).add_argument
+
+
+def add_calibrate_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
     add("--device", default="cpu", help="cpu (the default) or cuda")
     add("--base", metavar="NAME", help="hardware with the links; default: cpu, of cuda h100")
     add("--write", type=Path, metavar="YAML", help="file to write; default: print it")
 
 
-def run_step(options: argparse.Namespace) -> None:
+def run_step(options: argparse.Namespace) -> int:
     config, model, lengths = _read_run(options)
     from mcore_rl.planner.hardware import load_hardware
     from mcore_rl.planner.step import predict_step
@@ -72,9 +74,10 @@ def run_step(options: argparse.Namespace) -> None:
         print()
     else:
         print_step(step, config.trainer.mode)
+    return 0
 
 
-def run_layout(options: argparse.Namespace) -> None:
+def run_layout(options: argparse.Namespace) -> int:
     config, model, lengths = _read_run(options)
     from mcore_rl.planner.hardware import load_hardware
     from mcore_rl.planner.layout import search_layouts
@@ -89,9 +92,10 @@ def run_layout(options: argparse.Namespace) -> None:
         print()
     else:
         _print_layouts(result)
+    return 0
 
 
-def run_calibrate(options: argparse.Namespace) -> None:
+def run_calibrate(options: argparse.Namespace) -> int:
     from mcore_rl.planner.calibrate import calibrate
     from mcore_rl.planner.hardware import load_hardware
 
@@ -101,6 +105,7 @@ def run_calibrate(options: argparse.Namespace) -> None:
         _write_file(options.write, text)
     else:
         print_text(text.rstrip())
+    return 0
 
 
 def _read_run(options: argparse.Namespace) -> tuple[RLConfig, HFConfig, Lengths]:
@@ -279,6 +284,3 @@ def _write_file(path: Path, text: str) -> None:
     except OSError as error:
         raise ConfigError(f"--write={str(path)!r} cannot be written: {error.strerror}") from error
     print_text(f"wrote {path}")
-
-
-RUNS = {"step": run_step, "layout": run_layout, "calibrate": run_calibrate}

@@ -2,42 +2,36 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Literal
 
+import torch
 from rich.console import Console
-from rich.table import Table
 
-from mcore_rl.config.resolve import are_colocated
+from mcore_rl.config.errors import ConfigError
+from mcore_rl.config.resolve import are_colocated, resolve
 from mcore_rl.config.schema import Layout, RLConfig, TrainConfig
 from mcore_rl.engine.base import load_backend
 from mcore_rl.inference.registry import load_server_class
 from mcore_rl.jobs.disk_space import compute_weight_bytes
-from mcore_rl.jobs.memory_plan import (
-    ITEMSIZES,
-    MemoryPhase,
-    RolePlan,
-    compute_memory_phases,
-    plan_roles,
-    plan_supervised_roles,
-)
 from mcore_rl.jobs.output import inspect_run_dir
 from mcore_rl.jobs.placement import (
     PoolPlan,
     build_pool_plans,
     count_devices,
     detect_lane,
-    get_frozen_engines,
     get_server_config,
     resolve_for_nodes,
 )
 from mcore_rl.jobs.preflight import (
     Inputs,
     check_existing_inputs,
+    check_layouts,
     has_weights,
     list_unset_data,
 )
@@ -51,9 +45,26 @@ from mcore_rl.jobs.supervised_preflight import (
 )
 from mcore_rl.models.base import HFConfig, get_family, read_config
 from mcore_rl.observability.console import get_stdout_console, show_line, show_waiting
+from mcore_rl.planner.memory import Conditions, Device, find_fixes, plan_memory
+from mcore_rl.planner.report import (
+    build_table,
+    describe_verdict,
+    format_range,
+    format_ranks,
+    print_memory,
+)
+from mcore_rl.planner.roles import (
+    ITEMSIZES,
+    RolePlan,
+    fold_stages,
+    get_frozen_engines,
+    plan_supervised_roles,
+)
 from mcore_rl.rollout.weight_updater import build_generation_layout
 from mcore_rl.trainers.policy_loss import find_log_prob_pass_reason
 from mcore_rl.weight_sync.spec import MemoryDomains, TransferSpec, plan_transfer
+
+DEFAULT_HARDWARE = "h100"  # of a cluster that is planned for without --hardware
 
 
 def dry_run(
@@ -61,6 +72,9 @@ def dry_run(
     console: Console | None = None,
     gpus_per_node: int | None = None,
     num_nodes: int | None = None,
+    hardware: str = "",
+    *,
+    ignores_memory: bool = False,
 ) -> None:
     """Make all checks that an RL run makes before it starts, then print what it would start.
 
@@ -70,13 +84,17 @@ def dry_run(
     Args:
         gpus_per_node: GPUs of each node of the cluster to plan for. None plans for this machine.
         num_nodes: Nodes of that cluster.
+        hardware: Name or file of the GPUs, or gigabytes. Empty: those of this machine, or
+            DEFAULT_HARDWARE of a cluster.
+        ignores_memory: Do not refuse a run that does not fit.
 
     Raises:
-        ConfigError: The run would be refused, for the same reason. An output_dir that is not empty
-            only prints a line.
+        ConfigError: The run would be refused, for the same reason, or does not fit its nodes or the
+            memory of its GPUs. An output_dir that is not empty only prints a line.
     """
     console = console or get_stdout_console()
-    lane = "cuda" if gpus_per_node else detect_lane()
+    lane = "cuda" if gpus_per_node or hardware else detect_lane()
+    device = _find_device(hardware, gpus_per_node, lane)
     config = resolve_for_nodes(config, lane, needs_data=False)
     folder, refusal = inspect_run_dir(config.output_dir, config.resume)
     with (
@@ -89,15 +107,86 @@ def dry_run(
         inputs = check_existing_inputs(prepared)
         lines = _describe_inputs(config, prepared, inputs)
         model = read_config(prepared.model.path)
-        plans = plan_roles(prepared, model)
-        cluster_lines: list[str] = []
         if gpus_per_node:
+            _check_nodes(prepared, gpus_per_node, num_nodes)
+        conditions = Conditions(lane, gpus_per_node=gpus_per_node or 8)
+        plan = plan_memory(prepared, model, conditions)
+        fits = device is None or plan.worst.total <= device.memory_bytes
+        fixes = []
+        if device is not None and not fits:
+            fixes = find_fixes(prepared, model, conditions, device, check_plan)
+        cluster_lines: list[str] = []
+        if gpus_per_node and (fits or ignores_memory):
             cluster_lines = _describe_cluster(prepared, model, gpus_per_node, num_nodes)
+    if device is not None:
+        print_lines(console, *describe_verdict(plan, device, fixes))
+        if not fits and not ignores_memory:
+            print_memory(plan, conditions, console)
+            raise ConfigError(
+                f"the run does not fit {device.name}: see above; allowed: other settings, or "
+                "--ignore-memory"
+            )
     print_lines(console, *lines)
-    for plan in plans:
-        print_role(plan, console)
-    _print_phases(compute_memory_phases(prepared, model, plans), console)
+    for role in plan.roles:
+        print_role(role, console)
+    print_memory(plan, conditions, console)
     print_lines(console, *cluster_lines, "", *_summarize(config, lane), *refusal)
+
+
+def _find_device(hardware: str, gpus_per_node: int | None, lane: str) -> Device | None:
+    """Return the GPU to fit; None on the CPU lane."""
+    if hardware:
+        return Device.parse(hardware)
+    if gpus_per_node:
+        return Device.parse(DEFAULT_HARDWARE)
+    if lane == "cuda" and torch.cuda.is_available():
+        properties = torch.cuda.get_device_properties(0)
+        return Device(properties.name, properties.total_memory)
+    return None
+
+
+@contextmanager
+def prepare_plan(config: RLConfig, lane: str) -> Iterator[tuple[RLConfig, HFConfig]]:
+    """Resolve settings for a plan, from config.json alone; yield them and the policy's config.
+
+    Raises:
+        ConfigError: A setting is wrong, or a layout does not fit the model.
+    """
+    config = resolve_for_nodes(config, lane, needs_data=False)
+    with TemporaryDirectory() as scratch:
+        prepared = prepare_settings(config, Path(scratch), None)
+        yield prepared, check_layouts(prepared)
+
+
+def check_plan(config: RLConfig) -> None:
+    """Check the layouts of settings that have been changed after prepare_plan.
+
+    Raises:
+        ConfigError: A layout cannot be.
+    """
+    resolve(config, needs_data=False)
+    check_layouts(config)
+
+
+def _check_nodes(config: RLConfig, gpus_per_node: int, num_nodes: int | None) -> None:
+    """Check that servers and ranks fit the nodes.
+
+    Raises:
+        ConfigError: They do not.
+    """
+    rollout = config.rollout
+    if rollout.workers_per_node > gpus_per_node:
+        least = -(-rollout.num_workers // gpus_per_node)
+        shape = f"rollout.dp={rollout.dp} and " * (rollout.dp > 1) + f"rollout.tp={rollout.tp}"
+        raise ConfigError(
+            f"{shape}: a node has {gpus_per_node} GPUs; allowed: "
+            f"rollout.nodes_per_server={least} or more, not {rollout.nodes_per_server}"
+        )
+    num_used = len(list(list_node_roles(config, gpus_per_node)))
+    if num_nodes is not None and num_nodes < num_used:
+        raise ConfigError(
+            f"--num-nodes={num_nodes}: the run takes {num_used} nodes of {gpus_per_node} GPUs"
+        )
 
 
 def print_lines(console: Console, *lines: str) -> None:
@@ -132,50 +221,18 @@ def _count_held_out(inputs: Inputs) -> str:
 
 
 def print_role(plan: RolePlan, console: Console) -> None:
-    """Print a line on a role, and a table of its ranks."""
+    """Print a line on a role, and a table of its ranks; equal ones share a row."""
     ranks = _format_count(plan.num_ranks, "rank")
+    stages = fold_stages(plan.stages)
     print_lines(console, "", f"{plan.name}: {ranks}, {plan.layout} ({plan.task})")
     sizes = {
-        "weights\nGB": [stage.weight_bytes for stage in plan.stages],
-        "gradients\nGB": [stage.gradient_bytes for stage in plan.stages],
-        "optimizer\nGB": [stage.optimizer_bytes for stage in plan.stages],
-        "KV cache\nGB": [stage.cache_bytes for stage in plan.stages],
+        "weights\nGB": [stage.weight_bytes for stage in stages],
+        "gradients\nGB": [stage.gradient_bytes for stage in stages],
+        "optimizer\nGB": [stage.optimizer_bytes for stage in stages],
+        "KV cache\nGB": [stage.cache_bytes for stage in stages],
     }
-    stages = [(format_ranks(s.ranks), s.layers, f"{s.parameters:,}") for s in plan.stages]
-    console.print(_build_table(("ranks", "hold", "parameters"), stages, sizes))
-
-
-def _print_phases(phases: Sequence[MemoryPhase], console: Console) -> None:
-    """Print a table of the memory on the fullest device, by phase."""
-    heading = "most on a device, in GB, turn by turn (activations are estimated):"
-    print_lines(console, "", heading)
-    sizes = {
-        "weights": [phase.weights for phase in phases],
-        "gradients": [phase.gradients for phase in phases],
-        "optimizer": [phase.optimizer for phase in phases],
-        "activations": [phase.activations for phase in phases],
-        "KV\ncache": [phase.cache for phase in phases],
-        "buffers": [phase.buffers for phase in phases],
-        "all": [phase.total for phase in phases],
-    }
-    console.print(_build_table(("turn",), [(phase.name,) for phase in phases], sizes))
-
-
-def _build_table(
-    headings: Sequence[str], rows: Sequence[Sequence[str]], sizes: Mapping[str, Sequence[int]]
-) -> Table:
-    """Build a table of text columns, then of those byte columns, in GB, that are not all zero."""
-    shown = {heading: column for heading, column in sizes.items() if any(column)}
-    table = Table(box=None, pad_edge=False)
-    for heading in headings:
-        justify: Literal["left", "right"] = "right" if heading == "parameters" else "left"
-        table.add_column(heading, justify=justify, overflow="fold")
-    for heading in shown:
-        table.add_column(heading, justify="right", overflow="fold")
-    for index, row in enumerate(rows):
-        values = [column[index] / 1e9 for column in shown.values()]
-        table.add_row(*row, *[f"{value:,.3f}" if value else "" for value in values])
-    return table
+    rows = [(format_ranks(s.ranks), s.layers, f"{s.parameters:,}") for s in stages]
+    console.print(build_table(("ranks", "hold", "parameters"), rows, sizes))
 
 
 def _describe_cluster(
@@ -183,15 +240,13 @@ def _describe_cluster(
 ) -> list[str]:
     """Return lines on the roles of each node and on the traffic of a weight sync."""
     lines = ["", f"nodes of {gpus_per_node} GPUs, filled in their order:"]
-    nodes = [f" {node}: {roles}" for node, roles in list_node_roles(config, gpus_per_node)]
-    lines += [*nodes, *_describe_idle_nodes(len(nodes), num_nodes or len(nodes))]
-    rollout = config.rollout
-    if rollout.workers_per_node > gpus_per_node:
-        least = -(-rollout.num_workers // gpus_per_node)
-        shape = f"rollout.dp={rollout.dp} and " * (rollout.dp > 1) + f"rollout.tp={rollout.tp}"
+    nodes = [f" {nodes}: {roles}" for nodes, roles in fold_node_roles(config, gpus_per_node)]
+    lines += nodes
+    num_used = len(list(list_node_roles(config, gpus_per_node)))
+    if num_nodes is not None and num_nodes > num_used:
         lines.append(
-            f"{shape}: the run will be refused, since a node has {gpus_per_node} GPUs; allowed: "
-            f"rollout.nodes_per_server={least} or more, not {rollout.nodes_per_server}"
+            f"{num_nodes - num_used} of the {num_nodes} nodes stay idle: to use them, raise "
+            f"actor.layout.dp or rollout.num_servers; else ask for {num_used} nodes"
         )
     method = config.weight_sync.method
     is_vllm = load_server_class(config.rollout).features.weight_format == "vllm"
@@ -211,37 +266,8 @@ def _describe_cluster(
     return [*lines, "", f"weight sync ({method}), each step: {text}"]
 
 
-def _describe_idle_nodes(num_used: int, num_nodes: int) -> list[str]:
-    if num_nodes < num_used:
-        return [f"the run will be refused: it takes {num_used} nodes, and there are {num_nodes}"]
-    if num_nodes == num_used:
-        return []
-    return [
-        f"{num_nodes - num_used} of the {num_nodes} nodes stay idle: to use them, raise "
-        f"actor.layout.dp or rollout.num_servers; else ask for {num_used} nodes"
-    ]
-
-
 def _format_count(number: int, noun: str) -> str:
     return f"{number} {noun}{'s' * (number != 1)}"
-
-
-def format_ranks(ranks: Sequence[int]) -> str:
-    """
-    >>> format_ranks([0, 1, 2, 6, 8, 9])
-    '0-2, 6, 8-9'
-    """
-    ranges: list[list[int]] = []
-    for rank in ranks:
-        if ranges and ranges[-1][1] == rank - 1:
-            ranges[-1][1] = rank
-        else:
-            ranges.append([rank, rank])
-    return ", ".join(_format_range(first, last) for first, last in ranges)
-
-
-def _format_range(first: int, last: int) -> str:
-    return str(first) if first == last else f"{first}-{last}"
 
 
 def _summarize(config: RLConfig, device: str) -> list[str]:
@@ -348,17 +374,38 @@ def _assign_bundles(plan: PoolPlan, start: int, gpus_per_node: int) -> Iterator[
         start += size
 
 
-def list_node_roles(config: RLConfig, gpus_per_node: int) -> Iterator[tuple[str, str]]:
-    """Yield the roles of each node: ("node 3", "actor 24-31 (pp 1); rollout server 3")."""
+def list_node_roles(config: RLConfig, gpus_per_node: int) -> Iterator[dict[str, list[int]]]:
+    """Yield the ranks of each role on each node."""
     role_gpus = assign_gpus(config, gpus_per_node)
     last = max(gpus[-1] for gpus in role_gpus.values())
     for node in range(last // gpus_per_node + 1):
-        parts = []
-        for role, gpus in role_gpus.items():
-            ranks = [rank for rank, gpu in enumerate(gpus) if gpu // gpus_per_node == node]
-            if ranks:
-                parts.append(f"{role} {_describe_ranks(config, role, ranks)}")
-        yield f"node {node}", "; ".join(parts) or "nothing"
+        yield {
+            role: ranks
+            for role, gpus in role_gpus.items()
+            if (ranks := [r for r, gpu in enumerate(gpus) if gpu // gpus_per_node == node])
+        }
+
+
+def fold_node_roles(config: RLConfig, gpus_per_node: int) -> Iterator[tuple[str, str]]:
+    """Yield nodes in a row with as many ranks of each role, and their roles.
+
+    For example: ("nodes 2-3", "actor 16-31 (pp 1); rollout servers 2-3").
+    """
+    nodes = enumerate(list_node_roles(config, gpus_per_node))
+    for _, group in itertools.groupby(nodes, key=_count_node_ranks):
+        members = list(group)
+        first, last = members[0][0], members[-1][0]
+        merged: dict[str, list[int]] = {}
+        for _, roles in members:
+            for role, ranks in roles.items():
+                merged.setdefault(role, []).extend(ranks)
+        parts = [f"{role} {_describe_ranks(config, role, ranks)}" for role, ranks in merged.items()]
+        name = f"node {first}" if first == last else f"nodes {first}-{last}"
+        yield name, "; ".join(parts) or "nothing"
+
+
+def _count_node_ranks(node: tuple[int, dict[str, list[int]]]) -> dict[str, int]:
+    return {role: len(ranks) for role, ranks in node[1].items()}
 
 
 def _describe_ranks(config: RLConfig, role: str, ranks: list[int]) -> str:
@@ -368,13 +415,13 @@ def _describe_ranks(config: RLConfig, role: str, ranks: list[int]) -> str:
         size = servers.num_workers
         if first // size < last // size:
             return f"servers {first // size}-{last // size}"
-        workers = f", workers {_format_range(first % size, last % size)}" if size > 1 else ""
+        workers = f", workers {format_range(first % size, last % size)}" if size > 1 else ""
         return f"server {first // size}{workers}"
-    text = _format_range(first, last)
+    text = format_range(first, last)
     layout = _get_layout(config, role)
     if layout.pp > 1:
         stage = layout.world_size // layout.pp
-        text += f" (pp {_format_range(first // stage, last // stage)})"
+        text += f" (pp {format_range(first // stage, last // stage)})"
     return text
 
 

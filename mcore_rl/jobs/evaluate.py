@@ -35,7 +35,6 @@ from mcore_rl.data.tokenizer import check_tokenizer_matches, load_tokenizer
 from mcore_rl.inference.registry import check_server_settings
 from mcore_rl.jobs.dry_run import print_lines, print_role
 from mcore_rl.jobs.failure import RunFailed, summarize_failure
-from mcore_rl.jobs.memory_plan import plan_roles
 from mcore_rl.jobs.output import (
     LOGS,
     STARTED,
@@ -60,6 +59,7 @@ from mcore_rl.observability.console import StepProgress, get_stdout_console, sho
 from mcore_rl.observability.memory import PeakMemory
 from mcore_rl.observability.process import get_start_time, list_versions
 from mcore_rl.observability.warnings import warn
+from mcore_rl.planner.roles import plan_roles
 from mcore_rl.rewards.manager import RewardManager, check_columns, check_judge_models
 from mcore_rl.rewards.registry import FindAnswer, get_answer_finder
 from mcore_rl.rollout.manager import RolloutPool

@@ -9,18 +9,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from mcore_rl.algorithms.advantages import ADVANTAGES
-from mcore_rl.algorithms.inputs import get_needs
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.resolve import OWN_POOL, get_pool, resolve, resolve_for_lane
-from mcore_rl.config.resolve_algorithm import build_teachers
 from mcore_rl.config.resolve_rollout import (
     ROLE,
     ServedModel,
     build_models_with_servers,
     build_served_models,
 )
-from mcore_rl.config.schema import EngineConfig, Layout, LoRAConfig, RLConfig, RolloutConfig
+from mcore_rl.config.schema import Layout, RLConfig, RolloutConfig
 from mcore_rl.controller import torchrun
 from mcore_rl.controller.ray_session import has_gpus
 from mcore_rl.controller.resource_pool import ResourcePool
@@ -41,6 +38,12 @@ from mcore_rl.models.base import (
 )
 from mcore_rl.parallel.devices import DEVICES, detect_device
 from mcore_rl.parallel.mesh import split_into_chunks
+from mcore_rl.planner.roles import (
+    build_warm_engine,
+    get_frozen_engines,
+    needs_critic,
+    needs_reference,
+)
 from mcore_rl.rollout.server_pool import ServerPool
 
 CPU_RESOURCE = DEVICES["cpu"].ray_resource  # stands for a device on the CPU lane
@@ -101,19 +104,6 @@ def list_rank_nodes(groups: Sequence[WorkerGroup | ServerPool]) -> list[str]:
     ]
 
 
-def needs_reference(config: RLConfig) -> bool:
-    """Return whether a run has a separate reference model.
-
-    A LoRA actor without its adapters is the reference.
-    """
-    return bool(config.algorithm.kl_coef) and not config.actor.lora.rank
-
-
-def needs_critic(config: RLConfig) -> bool:
-    """Return whether a run has a value model: its advantage function reads values."""
-    return "values" in get_needs(ADVANTAGES[config.algorithm.advantage])
-
-
 def list_engine_roles(config: RLConfig) -> set[str]:
     """Return the roles of a run that have a training engine."""
     optional = {"reference": needs_reference(config), "critic": needs_critic(config)}
@@ -121,39 +111,10 @@ def list_engine_roles(config: RLConfig) -> set[str]:
     return {"actor"} | needed | get_frozen_engines(config).keys()
 
 
-def build_warm_engine(config: RLConfig) -> EngineConfig:
-    """Return the settings of the actor's engine during the warm start, which trains no adapters."""
-    warm = config.warm_start
-    moe = replace(config.actor.moe, aux_loss_coef=warm.moe_aux_loss_coef, router_replay="off")
-    return replace(
-        config.actor, layout=warm.layout, optimizer=warm.optimizer, moe=moe, lora=LoRAConfig()
-    )
-
-
-def get_frozen_engines(config: RLConfig) -> dict[str, EngineConfig]:
-    """Return the engine settings of the scoring roles: reward_model, teacher.NAME."""
-    engines: dict[str, EngineConfig] = {}
-    if config.reward_model.model_path:
-        engines["reward_model"] = config.reward_model
-    for name, teacher in build_teachers(config.teacher).items():
-        engines[f"teacher.{name}"] = teacher.engine
-    return engines
-
-
 def get_engine_key(role: str) -> str:
     """Return the name of the engine settings of a scoring role."""
     kind, _, name = role.partition(".")
     return f"{kind}.models.{name}" if name else kind
-
-
-def get_frozen_paths(config: RLConfig) -> dict[str, str]:
-    """Return the checkpoint of each scoring role; by default a teacher has the policy's."""
-    paths = {}
-    if config.reward_model.model_path:
-        paths["reward_model"] = config.reward_model.model_path
-    for name, teacher in build_teachers(config.teacher).items():
-        paths[f"teacher.{name}"] = teacher.model_path or config.model.path
-    return paths
 
 
 def get_server_config(config: RLConfig, role: str) -> RolloutConfig | None:

@@ -47,20 +47,12 @@ from mcore_rl.data.tokenizer import (
 )
 from mcore_rl.engine.base import load_backend
 from mcore_rl.examples.tasks.registry import TASKS
-from mcore_rl.inference.registry import (
-    check_adapter_rank,
-    check_server_settings,
-    load_server_class,
-)
+from mcore_rl.inference.registry import check_adapter_rank, check_server_settings, load_server_class
 from mcore_rl.jobs.placement import (
-    build_warm_engine,
     detect_lane,
     get_engine_key,
-    get_frozen_engines,
-    get_frozen_paths,
     get_served_models,
     list_engine_roles,
-    needs_critic,
 )
 from mcore_rl.jobs.quantization_preflight import check_quantization
 from mcore_rl.models.base import (
@@ -77,6 +69,12 @@ from mcore_rl.models.base import (
 from mcore_rl.models.heads import build_value_config, get_value_head_suffix, map_model_weights
 from mcore_rl.models.rope import count_positions
 from mcore_rl.observability.trackers import check_trackers
+from mcore_rl.planner.roles import (
+    build_warm_engine,
+    get_frozen_engines,
+    get_frozen_paths,
+    needs_critic,
+)
 from mcore_rl.reshard.rules import list_logical_tensors, parse_slice
 from mcore_rl.rewards.manager import (
     RewardManager,

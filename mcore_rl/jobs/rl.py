@@ -46,12 +46,9 @@ from mcore_rl.jobs.placement import (
     CPU_RESOURCE,
     Pools,
     build_pool_plans,
-    build_warm_engine,
     count_devices,
     detect_lane,
     get_device_resource,
-    get_frozen_engines,
-    get_frozen_paths,
     get_served_models,
     list_engine_roles,
     list_rank_nodes,
@@ -72,6 +69,11 @@ from mcore_rl.models.transformers_model import load_transformers_config
 from mcore_rl.observability.console import show_line, show_waiting
 from mcore_rl.observability.memory import PeakMemory
 from mcore_rl.observability.process import get_start_time
+from mcore_rl.planner.roles import (
+    build_warm_engine,
+    get_frozen_engines,
+    get_frozen_paths,
+)
 from mcore_rl.rollout.desired_servers import read_desired_servers
 from mcore_rl.rollout.server_pool import LoadFormat, ServerPool
 from mcore_rl.rollout.weight_updater import ExportError, connect

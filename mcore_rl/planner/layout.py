@@ -1,7 +1,8 @@
 """Search of layouts: the fastest of trainer and servers that fit a cluster, by predicted step time.
 
-Trainer and servers are searched apart, for each share of the devices, and then joined. Memory is an
-estimate in closed form (docs/planning_step.md); `mcore-rl plan memory` is exact.
+Trainer and servers are searched apart, for each share of the devices, and then joined. The search
+estimates memory in closed form (docs/planning_step.md); the fastest are then planned as
+`mcore-rl plan memory` does, and those that do not fit are dropped.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from mcore_rl.models.base import HFConfig, get_model_sizes
 from mcore_rl.planner.flops import ModelWork, count_work
 from mcore_rl.planner.generation import Lengths, ServerModel
 from mcore_rl.planner.hardware import Hardware
+from mcore_rl.planner.memory import Conditions, plan_memory
 from mcore_rl.planner.step import StepTime, predict_step
 from mcore_rl.planner.training import BFLOAT16, FLOAT32, Load, TrainingModel
 
@@ -28,6 +30,8 @@ from mcore_rl.planner.training import BFLOAT16, FLOAT32, Load, TrainingModel
 RESERVED_BYTES = 6e9
 NUM_BEST, NUM_EXCEEDING = 10, 5
 _MOST_EXCESS = 1.3  # of the memory of a device: what "nearly fits" means
+_MOST_CHECKED = 80  # candidates whose memory is planned
+_SERVED_SHARE = 0.88  # of memory, for weights and cache of servers: the rest is graphs and buffers
 _SHARES = tuple(n / 8 for n in range(1, 8))  # of separate devices that train
 _LOGITS_BYTES = 2 << 29  # actor.logprob_chunk_bytes of a GPU, and its gradients
 
@@ -141,17 +145,54 @@ def search_layouts(
     candidates.sort(key=lambda candidate: candidate.step.step_s)
     if not candidates:
         raise ConfigError(_explain_nothing(work, hardware, num_devices, exceeding))
-    best = [replace(c, reason=_explain(c, candidates[0])) for c in candidates[:NUM_BEST]]
+    checked = _check_memory(candidates, config, model, hardware, exceeding)
+    if not checked:
+        raise ConfigError(_explain_nothing(work, hardware, num_devices, exceeding))
+    best = [replace(c, reason=_explain(c, checked[0])) for c in checked]
     return SearchResult(tuple(best), _list_exceeding(exceeding, hardware), count)
 
 
+def _check_memory(
+    candidates: Sequence[Candidate],
+    config: RLConfig,
+    model: HFConfig,
+    hardware: Hardware,
+    exceeding: list[_Trainer],
+) -> list[Candidate]:
+    """Return the fastest that fit by their memory plans; add other trainers to `exceeding`."""
+    conditions = Conditions(gpus_per_node=hardware.devices_per_node)
+    fitting: list[Candidate] = []
+    too_large: list[Layout] = []
+    for candidate in candidates[:_MOST_CHECKED]:
+        if candidate.engine.layout in too_large:
+            continue
+        planned = _replace_layouts(config, candidate.engine, candidate.rollout)
+        moments = plan_memory(planned, model, conditions).moments
+        training = max((m for m in moments if m.role != "rollout"), key=lambda m: m.total)
+        serving = max(moment.total for moment in moments if moment.role == "rollout")
+        if training.total > hardware.memory_bytes:
+            too_large.append(candidate.engine.layout)
+            kinds: dict[str, float] = dict(training.kinds)
+            exceeding.append(_Trainer(candidate.engine, kinds, candidate.step.update_s))
+        elif serving <= hardware.memory_bytes:
+            fitting.append(replace(candidate, training_bytes=training.total, serving_bytes=serving))
+        if len(fitting) == NUM_BEST:
+            break
+    return fitting
+
+
 def _select_fastest(trainers: list[_Trainer]) -> list[_Trainer]:
-    """Return the fastest trainers, one for each layout without its pipeline's details."""
+    """Return the fastest trainers, and the smallest of the others; one for each layout.
+
+    Layouts that differ in vpp alone count as one.
+    """
     fastest: dict[tuple[int, ...], _Trainer] = {}
     for trainer in sorted(trainers, key=lambda t: t.update_s):
         layout = trainer.engine.layout
         fastest.setdefault((layout.tp, layout.pp, layout.cp, layout.ep), trainer)
-    return list(fastest.values())[:NUM_BEST]
+    trainers = list(fastest.values())
+    smallest = sorted(trainers[NUM_BEST:], key=lambda trainer: trainer.num_bytes)
+    return trainers[:NUM_BEST] + smallest[:NUM_BEST]
 
 
 def _list_splits(num_devices: int, hardware: Hardware, is_shared: bool) -> list[tuple[int, int]]:
@@ -314,7 +355,7 @@ def _list_servers(
                 rollout.num_servers = num_devices // workers
                 rollout.nodes_per_server = max(1, workers // node)
                 weights = _count_served_bytes(work, rollout)
-                free = hardware.memory_bytes - RESERVED_BYTES - weights
+                free = hardware.memory_bytes * _SERVED_SHARE - RESERVED_BYTES - weights
                 server = ServerModel(work, model, rollout, hardware)
                 if free < server.kv_bytes * longest:
                     continue

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mcore_rl.algorithms.advantages import ADVANTAGES
-from mcore_rl.algorithms.inputs import get_needs
 from mcore_rl.config.resolve import are_colocated
 from mcore_rl.config.schema import EngineConfig, RLConfig
 from mcore_rl.models.base import HFConfig
 from mcore_rl.planner.flops import ModelWork, count_work
 from mcore_rl.planner.generation import GenerationTime, Lengths, ServerModel
 from mcore_rl.planner.hardware import Hardware
+from mcore_rl.planner.roles import needs_critic, needs_reference
 from mcore_rl.planner.training import BFLOAT16, FLOAT32, Load, TrainingModel, UpdateTime
 from mcore_rl.trainers.policy_loss import find_log_prob_pass_reason
 
@@ -82,9 +81,8 @@ def predict_step(
     forward_s = engine.predict_forward(step_load)
     reads_log_probs = config.algorithm.correction.use_rollout_log_probs
     has_pass = not reads_log_probs and bool(find_log_prob_pass_reason(config))
-    has_reference = bool(config.algorithm.kl_coef) and not actor.lora.rank
     values_s = 0.0
-    if "values" in get_needs(ADVANTAGES[config.algorithm.advantage]):
+    if needs_critic(config):
         critic = TrainingModel(work, config.critic, hardware, dtype)
         update_s = critic.predict_update(mini_load).total_s
         values_s = critic.predict_forward(step_load) + num_mini_batches * update_s
@@ -103,7 +101,7 @@ def predict_step(
     parts = {
         "generation": generation,
         "log_probs_s": forward_s if has_pass else 0.0,
-        "reference_s": forward_s if has_reference else 0.0,
+        "reference_s": forward_s if needs_reference(config) else 0.0,
         "values_s": values_s,
         "update": update,
         "num_mini_batches": num_mini_batches,

@@ -11,7 +11,7 @@ import ranks
 import torch
 from live_bytes import LiveBytes
 
-from mcore_rl.config.schema import EngineConfig, Layout, RecomputeConfig
+from mcore_rl.config.schema import EngineConfig
 from mcore_rl.data.batch import Batch
 from mcore_rl.engine.megatron.engine import MegatronEngine
 
@@ -44,12 +44,32 @@ def _state_bytes(engine: MegatronEngine, weights: list[torch.Tensor]) -> Iterato
                 yield from (state[name].nbytes for name in ("exp_avg", "exp_avg_sq"))
 
 
-def peak(path: Path, recompute: RecomputeConfig, batch: Batch) -> ranks.Result:
-    """Peak bytes of a pass forward and backward over one pack on one rank, and its tokens."""
-    spec = ranks.engine_spec(path, Layout())
-    settings = replace(spec.engine, recompute=recompute, max_tokens_per_micro_batch=1 << 20)
-    engine = ranks.started(replace(spec, engine=settings))
+def peak(path: Path, settings: EngineConfig, dtype: str, batch: Batch) -> ranks.Result:
+    """Bytes of this rank at the peak of a training step: what stays, and storages of the step.
+
+    With them the tokens and response tokens of its largest micro-batch, the number of micro-batches
+    and the tokens that its experts receive over those that it sends.
+    """
+    spec = ranks.engine_spec(path, settings.layout, dtype)
+    engine = ranks.started(replace(spec, engine=replace(spec.engine, **vars(settings))))
+    share = batch.take(ranks.share_of(engine, batch))
+    engine.train_batch(share, ranks.LOSS)  # moments exist from the first step on
+    report, packs = engine.memory_report(), engine._build_micro_batches(share, is_training=True)
     with LiveBytes() as live:
-        engine.forward_backward_batch(batch, ranks.LOSS, forward_only=False)
-    lengths = (batch.jagged(name).values.size for name in ("prompt_ids", "response_ids"))
-    return {"bytes": live.peak, "tokens": sum(lengths)}
+        engine.train_batch(share, ranks.LOSS)
+    largest = max(packs, key=lambda pack: pack.input_ids.shape[1])
+    layout, imbalance = engine.layout, 1.0
+    if load := engine.collect_expert_load():
+        ep_rank = engine.mesh.get_coordinate(engine.world_rank).ep_rank
+        received = [float(counts.view(layout.ep, -1)[ep_rank].sum()) for counts in load.values()]
+        sent = int(share.num_tokens.sum()) * engine.chunks[0].config.moe_router_topk / layout.tp
+        imbalance = sum(received) / len(received) / sent
+    return {
+        "held": report.on_device_bytes,
+        "step": live.peak,
+        "tokens": largest.input_ids.shape[1],
+        "scored": len(largest.hidden_rows),
+        "packs": len(packs),
+        "longest": max(max(pack.lengths) for pack in packs),
+        "imbalance": imbalance,
+    }

@@ -18,20 +18,15 @@ from mcore_rl.cli.compose import compose_config
 from mcore_rl.cli.main import main
 from mcore_rl.config.resolve import resolve, resolve_for_lane
 from mcore_rl.config.schema import RLConfig
-from mcore_rl.jobs.memory_plan import MemoryPhase, RolePlan, compute_memory_phases, plan_roles
 from mcore_rl.jobs.placement import build_pool_plans, count_devices
 from mcore_rl.models.base import HFConfig, count_kv_elements_per_token
+from mcore_rl.planner.memory import Conditions, Device, MemoryPlan, Moment, plan_memory
 from tests.unit.jobs.test_dry_run import dry_run
 
 ROOT = Path(__file__).resolve().parents[3]
 PUBLISHED = ROOT / "tests" / "unit" / "models" / "published"
 PAGE = ROOT / "docs" / "recipes.md"
 GPUS_PER_NODE = 8
-# What nvidia-smi tells, in MiB, as bytes.
-H100_BYTES, H200_BYTES = 81_559 << 20, 143_771 << 20
-# For what is not counted: the CUDA contexts of a trainer and of a server, NCCL's buffers, vLLM's
-# graphs and workspace, uneven load of experts, and what an allocator cannot use.
-MARGIN_BYTES = 12_000_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,20 +65,13 @@ def model_of(name: str) -> HFConfig:
 
 
 @cache
-def roles_of(name: str, *overrides: str) -> list[RolePlan]:
-    return plan_roles(composed(name, *overrides), model_of(name))
+def plan_of(name: str, *overrides: str) -> MemoryPlan:
+    return plan_memory(composed(name, *overrides), model_of(name), Conditions())
 
 
-def phases_of(name: str, *overrides: str) -> dict[str, MemoryPhase]:
-    config, model = composed(name, *overrides), model_of(name)
-    return {
-        phase.name: phase
-        for phase in compute_memory_phases(config, model, roles_of(name, *overrides))
-    }
-
-
-def most_bytes(name: str, *overrides: str) -> int:
-    return max(turn.total for turn in phases_of(name, *overrides).values())
+def get_worst(plan: MemoryPlan, moment: str) -> Moment:
+    """Return a moment of the fullest ranks."""
+    return max((m for m in plan.moments if m.name == moment), key=lambda m: m.total)
 
 
 def test_every_recipe_is_tested_here_or_by_the_quickstart():
@@ -92,21 +80,33 @@ def test_every_recipe_is_tested_here_or_by_the_quickstart():
 
 
 @each_recipe
-def test_a_recipe_fits_its_gpus_in_every_turn(name):
+def test_a_recipe_fits_its_gpus_at_every_moment(name):
     assert count_devices(build_pool_plans(composed(name))) == RECIPES[name].num_gpus
-    for turn in phases_of(name).values():
-        assert turn.total < H100_BYTES - MARGIN_BYTES, turn
+    assert plan_of(name).worst.total <= Device.parse("h100").memory_bytes
+
+
+@each_recipe
+def test_a_recipe_states_its_cluster_and_memory(name):
+    """# cluster: 32 nodes of 8 H100; memory: 75 of 85 GB of a GPU, ..."""
+    text, plan = (recipes.RECIPES / f"{name}.yaml").read_text(), plan_of(name)
+    nodes = RECIPES[name].num_gpus // GPUS_PER_NODE
+    count = f"{nodes} node{'s' * (nodes > 1)}"
+    line = (
+        f"# cluster: {count} of {GPUS_PER_NODE} H100; memory: {plan.worst.total / 1e9:.0f} of "
+        f"{Device.parse('h100').memory_bytes / 1e9:.0f} GB of a GPU ({plan.worst.name}), "
+        f"{sum(plan.host.values()) / 1e9:.0f} GB of a host\n"
+    )
+    assert f"\n{line}" in text, line
 
 
 def test_what_the_page_says_of_fewer_or_larger_gpus_is_true():
+    h100, h200 = (Device.parse(name).memory_bytes for name in ("h100", "h200"))
     one_node = "actor.layout.dp=8", "rollout.num_servers=4"
-    most = most_bytes("qwen3_30b_a3b", *one_node)
-    assert H100_BYTES - MARGIN_BYTES < most < H200_BYTES - MARGIN_BYTES
-    offloaded = most_bytes("qwen3_30b_a3b", *one_node, "actor.optimizer.cpu_offload=true")
-    assert offloaded < H100_BYTES - MARGIN_BYTES
+    assert h100 < plan_of("qwen3_30b_a3b", *one_node).worst.total < h200
+    offloaded = plan_of("qwen3_30b_a3b", *one_node, "actor.optimizer.cpu_offload=true")
+    assert offloaded.worst.total < h100
     half = "actor.layout.dp=4", "actor.layout.ep=8", "rollout.num_servers=4"
-    assert most_bytes("dsv3_671b", *half) > H100_BYTES
-    assert most_bytes("dsv3_671b", *half) < H200_BYTES - MARGIN_BYTES
+    assert h100 < plan_of("dsv3_671b", *half).worst.total < h200
 
 
 @each_recipe
@@ -178,20 +178,31 @@ def test_a_recipe_is_dry_run_on_its_published_config(name, place, monkeypatch, c
     assert (status, err) == (0, "")
     world = RECIPES[name].num_gpus
     assert f"\n{world} GPUs: {world} for actor, rollout, by turns\n" in out
-    assert len(re.findall(r"^ node \d+: actor .*; rollout server", out, re.M)) == world // 8
+    assert out.startswith("memory: fits, ")
+    nodes = re.findall(r"^ nodes? (\d+)(?:-(\d+))?: actor .*; rollout server", out, re.M)
+    assert sum(int(last or first) - int(first) + 1 for first, last in nodes) == world // 8
     assert re.search(r"\nweight sync \(colocated\), each step: [1-9][\d,.]* GB between GPUs", out)
 
 
 @each_recipe
 def test_the_table_of_the_page_has_the_memory_of_the_fullest_gpu(name):
-    """Host of a node, parts of the actor's phase, a weight update, a server, in GB."""
+    """Host of a node, parts of the actor's update, a weight sync, a server, in GB."""
     rows = [line for line in PAGE.read_text().splitlines() if line.startswith(f"| `{name}` |")]
-    phases = phases_of(name)
-    actor, server, push = phases["actor"], phases["rollout"], phases["push"]
-    parts = (actor.weights, actor.gradients, actor.optimizer, actor.activations, actor.total)
-    stages, num_nodes = roles_of(name)[0].stages, RECIPES[name].num_gpus // GPUS_PER_NODE
-    host = sum(len(s.ranks) * (s.weight_bytes + s.optimizer_bytes) for s in stages) / num_nodes
-    sizes = (*parts, push.total, server.weights, server.cache, server.total)
+    plan = plan_of(name)
+    names = "actor: update", "weight sync", "rollout: generate"
+    update, push, server = (get_worst(plan, moment) for moment in names)
+    kinds = update.kinds
+    passes = sum(kinds[kind] for kind in ("activations", "MoE dispatch", "logits"))
+    sizes = (
+        *(kinds[kind] for kind in ("weights", "gradients", "optimizer")),
+        passes,
+        update.total,
+        push.total,
+        server.kinds["weights"],
+        server.kinds["KV cache"],
+        server.total,
+    )
+    host = sum(plan.host.values())
     row = " | ".join([f"{host / 1e9:.0f}", *(f"{size / 1e9:.1f}" for size in sizes)])
     assert f"| `{name}` | {row} |" in rows, row
 

@@ -110,10 +110,24 @@ def test_a_dry_run_of_the_published_deepseek_v3_shows_nodes_gpus_and_the_weight_
         "data: not checked: data.train_file is not set\n",
         "--nodes=32 --ntasks=32",
         "actor: 256 ranks, tp=2 pp=16 dp=8 ep=16",
-        " node 31: actor 248-255 (pp 15); rollout server 7, workers 24-31\n",
+        " nodes 0-31: actor 0-255 (pp 0-15); rollout servers 0-7\n",
     ):
         assert words in done.stdout
+    assert done.stdout.startswith("memory: fits, ")
     assert re.search(r"\nweight sync \(colocated\), each step: [\d,.]+ GB between", done.stdout)
+
+
+def test_a_model_on_half_of_its_gpus_is_refused_before_any_command_is_shown(tmp_path):
+    published = ROOT / "tests/unit/models/published/DeepSeek-V3.json"
+    shutil.copy(published, tmp_path / "config.json")
+    half = "actor.layout.dp=4", "actor.layout.ep=8", "rollout.num_servers=4", "--nodes=16"
+    done = subprocess.run(
+        ["bash", ROOT / "launch/run_dsv3.sh", "--dry-run", f"model.path={tmp_path}", *half],
+        env=os.environ | {"MCORE_RL_PYTHON": sys.executable, "SLURM_JOB_NODELIST": ""},
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 2 and done.stdout.startswith("memory: does not fit, 127.")
+    assert "the run does not fit NVIDIA H100" in done.stderr and "srun" not in done.stdout
 
 
 @pytest.mark.parametrize(

@@ -90,7 +90,8 @@ def test_a_dry_run_of_another_number_of_nodes_is_asked_for_by_it(tmp_path):
         printed = dry_run(tmp_path, "run_dsv3.sh", *arguments, **asked)
         assert line(printed, "nodes: ").endswith(" node62 node63")
         assert " --nodes=64 --ntasks=64 " in line(printed, "Ray, on each node: ")
-        assert printed.endswith(" --dry-run --gpus-per-node=8 --num-nodes=64\n")
+        plan = " --dry-run --gpus-per-node=8 --num-nodes=64 --hardware=h100\n"
+        assert plan in printed.partition("\nnodes: ")[0]
 
 
 def test_the_number_of_nodes_of_a_job_is_sbatchs(tmp_path):

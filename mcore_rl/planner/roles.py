@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
 
 import mcore_rl.models  # noqa: F401  (fills the family registry)
+from mcore_rl.algorithms.advantages import ADVANTAGES
+from mcore_rl.algorithms.inputs import get_needs
 from mcore_rl.checkpoint.peft import get_adapted_linear
-from mcore_rl.config.resolve import are_colocated
+from mcore_rl.config.resolve_algorithm import build_teachers
 from mcore_rl.config.resolve_rollout import ROLE, build_models_with_servers
 from mcore_rl.config.schema import (
     EngineConfig,
@@ -26,13 +27,6 @@ from mcore_rl.config.schema import (
 )
 from mcore_rl.engine.base import load_backend
 from mcore_rl.inference.registry import load_server_class
-from mcore_rl.jobs.placement import (
-    build_warm_engine,
-    get_frozen_engines,
-    get_frozen_paths,
-    needs_critic,
-    needs_reference,
-)
 from mcore_rl.models.base import (
     SEQUENCE,
     HFConfig,
@@ -92,6 +86,54 @@ class _ElementCounts:
     expert: int = 0  # trained, in experts
 
 
+# The models of a run, from its settings
+
+
+def needs_reference(config: RLConfig) -> bool:
+    """Return whether a run has a separate reference model.
+
+    A LoRA actor without its adapters is the reference.
+    """
+    return bool(config.algorithm.kl_coef) and not config.actor.lora.rank
+
+
+def needs_critic(config: RLConfig) -> bool:
+    """Return whether a run has a value model: its advantage function reads values."""
+    return "values" in get_needs(ADVANTAGES[config.algorithm.advantage])
+
+
+def build_warm_engine(config: RLConfig) -> EngineConfig:
+    """Return the settings of the actor's engine during the warm start, which trains no adapters."""
+    warm = config.warm_start
+    moe = replace(config.actor.moe, aux_loss_coef=warm.moe_aux_loss_coef, router_replay="off")
+    return replace(
+        config.actor, layout=warm.layout, optimizer=warm.optimizer, moe=moe, lora=LoRAConfig()
+    )
+
+
+def get_frozen_engines(config: RLConfig) -> dict[str, EngineConfig]:
+    """Return the engine settings of the scoring roles: reward_model, teacher.NAME."""
+    engines: dict[str, EngineConfig] = {}
+    if config.reward_model.model_path:
+        engines["reward_model"] = config.reward_model
+    for name, teacher in build_teachers(config.teacher).items():
+        engines[f"teacher.{name}"] = teacher.engine
+    return engines
+
+
+def get_frozen_paths(config: RLConfig) -> dict[str, str]:
+    """Return the checkpoint of each scoring role; by default a teacher has the policy's."""
+    paths = {}
+    if config.reward_model.model_path:
+        paths["reward_model"] = config.reward_model.model_path
+    for name, teacher in build_teachers(config.teacher).items():
+        paths[f"teacher.{name}"] = teacher.model_path or config.model.path
+    return paths
+
+
+# Their plans
+
+
 def plan_roles(config: RLConfig, model: HFConfig) -> list[RolePlan]:
     """Return the roles in the order in which they run; the warm start ends before the rest starts.
 
@@ -125,6 +167,31 @@ def plan_roles(config: RLConfig, model: HFConfig) -> list[RolePlan]:
         frozen = read_config(served.path) if served.path else model
         plans.append(_plan_servers(f"{ROLE}{name}", task, served.servers, config, frozen))
     return plans
+
+
+def fold_stages(stages: Sequence[StagePlan]) -> list[StagePlan]:
+    """Merge stages whose sizes are equal; the first one's layers stand for all, with their number.
+
+    >>> stage = StagePlan((0,), "layers 0-1", 9, 18, 36, 72)
+    >>> fold_stages([stage, replace(stage, ranks=(1,), layers="layers 2-3")])[0].layers
+    'layers 0-1, and 1 more like it'
+    """
+    groups: dict[tuple[int, ...], list[StagePlan]] = {}
+    for stage in stages:
+        sizes = (
+            stage.parameters,
+            stage.weight_bytes,
+            stage.gradient_bytes,
+            stage.optimizer_bytes,
+            stage.cache_bytes,
+        )
+        groups.setdefault(sizes, []).append(stage)
+    folded = []
+    for group in groups.values():
+        ranks = tuple(rank for stage in group for rank in stage.ranks)
+        more = f", and {len(group) - 1} more like it" if len(group) > 1 else ""
+        folded.append(replace(group[0], ranks=ranks, layers=group[0].layers + more))
+    return folded
 
 
 def plan_supervised_roles(
@@ -343,141 +410,3 @@ def _format_axes(layout: Layout | GenerationLayout) -> str:
     """
     sizes = asdict(layout)
     return " ".join(f"{axis}={n}" for axis, n in sizes.items() if n not in (1, None)) or "tp=1"
-
-
-# Memory of the fullest GPU while each role runs
-
-
-@dataclass(frozen=True, slots=True)
-class MemoryPhase:
-    """Bytes on the fullest GPU while a role has the devices, or during a weight update."""
-
-    name: str
-    weights: int
-    gradients: int = 0
-    optimizer: int = 0
-    activations: int = 0  # estimated
-    cache: int = 0  # KV cache
-    buffers: int = 0  # of the weight sync
-
-    @property
-    def total(self) -> int:
-        parts = self.weights, self.gradients, self.optimizer, self.activations, self.cache
-        return sum(parts) + self.buffers
-
-
-def compute_memory_phases(
-    config: RLConfig, model: HFConfig, plans: Sequence[RolePlan]
-) -> list[MemoryPhase]:
-    """Return a phase for each role, and the weight update if actor and servers share GPUs."""
-    phases = [_compute_phase(config, model, plan) for plan in plans]
-    if are_colocated(config.placement, "actor", "rollout"):
-        weights = {phase.name: phase.weights for phase in phases}
-        both = weights["actor"] + weights["rollout"]
-        phases.append(MemoryPhase("push", both, buffers=2 * config.weight_sync.bucket_bytes))
-    return phases
-
-
-def _compute_phase(config: RLConfig, model: HFConfig, plan: RolePlan) -> MemoryPhase:
-    if plan.has_servers:
-        [stage] = plan.stages
-        return MemoryPhase(plan.name, stage.weight_bytes, cache=stage.cache_bytes)
-    trained = config.warm_start if plan.name == "warm_start" else config.actor
-    is_offloaded = trained.optimizer.cpu_offload
-
-    def sum_bytes(stage: StagePlan) -> int:
-        optimizer_bytes = 0 if is_offloaded else stage.optimizer_bytes
-        return stage.weight_bytes + stage.gradient_bytes + optimizer_bytes
-
-    stage = max(plan.stages, key=sum_bytes)
-    return MemoryPhase(
-        plan.name,
-        stage.weight_bytes,
-        stage.gradient_bytes,
-        0 if is_offloaded else stage.optimizer_bytes,
-        estimate_activation_bytes(config, model) if plan.name == "actor" else 0,
-    )
-
-
-def estimate_activation_bytes(config: RLConfig, model: HFConfig) -> int:
-    """Estimate the activations on the actor's fullest GPU, at even load of the experts.
-
-    Counts as in arXiv:2205.05198. Per token and layer, in elements of model.dtype: five times the
-    hidden size (layer input, outputs of both norms, attention output, residual sum); queries and
-    keys before and after rotation (and norm), values, attention result; gate, up and product of
-    each MLP that the token passes through; inputs and outputs of its experts.
-
-    A pipeline rank stores these for each micro-batch in flight. With full recompute it stores the
-    inputs of its recompute units instead, and recomputes one unit at a time. The backward pass
-    needs one more layer, of gradients. The output head is not counted: actor.logprob_chunk_bytes
-    bounds it. Kernels that are not fused store up to 50% more; with full recompute, up to 15% less
-    (tests/dist_cpu/test_roles.py).
-    """
-    engine = config.actor
-    layout, family = engine.layout, get_family(model)
-    parts = _count_layer_elements(family.config_map(model), layout.etp)
-    recomputed = _list_recomputed(engine)
-    stored = sum(size for name, size in parts.items() if name not in recomputed)
-    hidden, layer = parts["input"], sum(parts.values())
-    chunks = split_into_chunks(layout, family.config_map(model)["num_layers"])
-    most = 0
-    for pp_rank in range(layout.pp):
-        for chunk in chunks:
-            if chunk.pp_rank == pp_rank:
-                units = -(-len(chunk.layers) // engine.recompute.num_layers)
-                chunk_elements = len(chunk.layers) * stored
-                if engine.recompute.granularity == "full":
-                    chunk_elements = units * hidden
-                num_in_flight = _count_in_flight(layout.pp, layout.vpp, pp_rank)
-                most = max(most, chunk_elements * num_in_flight)
-    longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
-    tokens = max(engine.max_tokens_per_micro_batch, -(-longest // layout.cp)) / layout.tp
-    unit = engine.recompute.num_layers if engine.recompute.granularity == "full" else 1
-    return int((most + (unit + 1) * layer) * tokens * ITEMSIZES[config.model.dtype])
-
-
-def _count_in_flight(pp: int, vpp: int, pp_rank: int) -> int:
-    """Return the most micro-batches in flight on a rank (1F1B, interleaved with vpp above 1)."""
-    if vpp == 1:
-        return pp - pp_rank
-    return (pp - pp_rank - 1) * 2 + (vpp - 1) * pp + 1
-
-
-def _list_recomputed(engine: EngineConfig) -> set[str]:
-    """Return the parts of a layer that selective recompute does not store."""
-    if engine.recompute.granularity != "selective":
-        return set()
-    parts = {
-        "layernorm": {"norms"},
-        "mla_up_proj": {"heads"},
-        "moe": {"moe", "moe_act", "shared_experts"},
-        "core_attn": set(),  # kernels store nothing of it
-    }
-    return set().union(*(parts.get(module, {module}) for module in engine.recompute.modules))
-
-
-def _count_layer_elements(fields: Mapping[str, Any], etp: int) -> dict[str, int]:
-    """Count a layer's activations per token, over all tp ranks; an MoE layer if there is one."""
-    hidden, heads, copies = fields["hidden_size"], fields["num_attention_heads"], 2
-    if "kv_lora_rank" in fields:  # latents are expanded to keys and values of all heads
-        query = key = heads * (fields["qk_head_dim"] + fields["qk_pos_emb_head_dim"])
-        value = result = heads * fields["v_head_dim"]
-    else:
-        query = result = heads * fields["kv_channels"]
-        key = value = fields["num_query_groups"] * fields["kv_channels"]
-        copies += fields.get("qk_layernorm", False)
-    elements = {
-        "input": hidden,
-        "norms": 2 * hidden,
-        "heads": copies * (query + key) + value,
-        "result": result + 2 * hidden,
-    }
-    if not fields.get("num_moe_experts"):
-        return elements | {"mlp": 3 * fields["ffn_hidden_size"]}
-    chosen, columns = fields["moe_router_topk"], fields["moe_ffn_hidden_size"]
-    shared = fields.get("moe_shared_expert_intermediate_size") or 0
-    return elements | {
-        "moe_act": chosen * columns,
-        "moe": chosen * (2 * hidden * etp + 2 * columns),
-        "shared_experts": 3 * shared,
-    }

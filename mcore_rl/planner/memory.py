@@ -1,0 +1,544 @@
+"""Memory of a run: every rank by kind and by moment of a step, hosts, verdicts, and what helps.
+
+Pure functions of settings and config.json. docs/planning.md has each formula with its source.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mcore_rl.config.checks import check_at_least
+from mcore_rl.config.errors import ConfigError
+from mcore_rl.config.resolve import OWN_POOL, are_colocated, get_pool
+from mcore_rl.config.resolve_rollout import ROLE, build_models_with_servers
+from mcore_rl.config.schema import EngineConfig, Layout, RLConfig, RolloutConfig
+from mcore_rl.controller.object_store import estimate_sample_bytes
+from mcore_rl.models.base import (
+    HFConfig,
+    count_kv_elements_per_token,
+    get_family,
+    get_model_sizes,
+    pad_vocab_size,
+    read_config,
+)
+from mcore_rl.parallel.mesh import Mesh, split_into_chunks
+from mcore_rl.planner.activations import Pack, compute_pass_memory
+from mcore_rl.planner.hardware import load_hardware
+from mcore_rl.planner.roles import (
+    ITEMSIZES,
+    RolePlan,
+    StagePlan,
+    build_warm_engine,
+    get_frozen_engines,
+    get_frozen_paths,
+    plan_roles,
+)
+
+# Bytes of a process on a GPU beside torch's tensors. Sources: docs/planning.md.
+CONTEXT_BYTES = 600_000_000
+NCCL_PAIR_BYTES, NCCL_GROUP_BYTES = 544 << 20, 688 << 20  # of 2 ranks, of more
+NCCL_EXCHANGE_BYTES = 3_280_000_000  # all-to-all among the 8 GPUs of a node
+_NODE = 8
+GRAPH_BYTES = 400_000  # of a layer in a CUDA graph of one batch size
+ATTENTION_WORKSPACE_BYTES = 394 << 20
+FRAGMENT_SHARE = 0.05  # of tensors that come and go
+_MAX_GRAPH_SIZE = 512  # tokens of the largest graph
+_H100_MEMORY = 70 << 30  # from here on vLLM's defaults are those of an H100
+_FLOAT32 = 4
+_HYBRID_BYTES = 16  # of a parameter whose Adam is on the host: gradient, weight, two moments
+
+
+@dataclass(frozen=True, slots=True)
+class Conditions:
+    """The assumptions of a plan: load, sequences of servers, devices."""
+
+    lane: str = "cuda"
+    imbalance: float = 1.5  # tokens of the fullest rank's experts, over the mean
+    concurrency: int = 0  # sequences of a server at once; 0: those of a step, or max_num_seqs
+    length: int = 0  # their tokens; 0: the longest
+    gpus_per_node: int = 8
+
+    def __post_init__(self) -> None:
+        if not 1.0 <= self.imbalance < math.inf:
+            raise ConfigError(f"--imbalance={self.imbalance}; allowed: a number from 1")
+        check_at_least("--concurrency", self.concurrency, 0)
+        check_at_least("--length", self.length, 0)
+        check_at_least("--gpus-per-node", self.gpus_per_node, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """Memory of equal ranks of a role at a moment of a step."""
+
+    name: str
+    role: str
+    ranks: tuple[int, ...]
+    kinds: Mapping[str, int]  # bytes of a rank
+
+    @property
+    def total(self) -> int:
+        return sum(self.kinds.values())
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """Memory of all ranks."""
+
+    roles: tuple[RolePlan, ...]
+    moments: tuple[Moment, ...]  # in their order; ranks of a role that are equal are together
+    host: Mapping[str, int]  # bytes on the fullest node, by kind
+    cache_tokens: int  # that the KV cache of a server has room for
+    needed_cache_tokens: int  # at the concurrency and length of the conditions
+
+    @property
+    def worst(self) -> Moment:
+        return max(self.moments, key=lambda moment: moment.total)
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """A device that ranks have to fit."""
+
+    name: str
+    memory_bytes: int
+
+    @classmethod
+    def parse(cls, text: str, setting: str = "--hardware") -> Device:
+        """Parse a name of hardware, the path of its file, or gigabytes (of 1e9 bytes).
+
+        Raises:
+            ConfigError: The name is unknown, or the number is not above 0.
+        """
+        try:
+            size = float(text)
+        except ValueError:
+            hardware = load_hardware(text, setting)
+            return cls(hardware.name, hardware.memory_bytes)
+        if not 0 < size < math.inf:
+            raise ConfigError(f"{setting}={text!r}; allowed: a name, a file, or gigabytes above 0")
+        return cls("GPU", int(size * 1e9))
+
+
+@dataclass(frozen=True, slots=True)
+class Fix:
+    """Settings that make a run fit, or that come closest."""
+
+    overrides: tuple[str, ...]
+    cost: str
+    total: int  # bytes of the fullest rank
+    fits: bool
+
+
+def plan_memory(config: RLConfig, model: HFConfig, conditions: Conditions) -> MemoryPlan:
+    """Plan the memory of a resolved run.
+
+    Args:
+        model: config.json of the policy. Quantised weights are planned as what they become,
+            model.dtype.
+    """
+    roles = plan_roles(config, model)
+    planner = _Planner(config, model, conditions, roles)
+    moments = list(planner.list_moments())
+    rollout = config.rollout
+    per_token = count_kv_elements_per_token(model, rollout.tp) * ITEMSIZES[config.model.dtype]
+    [servers] = [role for role in roles if role.name == "rollout"]
+    cache_tokens = servers.stages[0].cache_bytes // per_token * rollout.dp if per_token else 0
+    samples = config.trainer.prompts_per_step * config.algorithm.group_size
+    limit = (rollout.max_num_seqs or samples) * rollout.dp
+    concurrency = conditions.concurrency or min(-(-samples // rollout.num_servers), limit)
+    length = conditions.length or config.max_sequence_tokens
+    host = planner.compute_host_bytes()
+    return MemoryPlan(tuple(roles), tuple(moments), host, cache_tokens, concurrency * length)
+
+
+class _Planner:
+    def __init__(
+        self,
+        config: RLConfig,
+        model: HFConfig,
+        conditions: Conditions,
+        roles: Sequence[RolePlan],
+    ) -> None:
+        self.config, self.model, self.conditions = config, model, conditions
+        self.roles = {role.name: role for role in roles}
+        self.is_gpu = conditions.lane == "cuda"
+        self._overheads = {name: self._compute_overhead(name) for name in self.roles}
+
+    def list_moments(self) -> Iterator[Moment]:
+        for role in self.roles.values():
+            if role.has_servers:
+                yield self._plan_generation(role)
+                continue
+            is_trained = any(stage.gradient_bytes for stage in role.stages)
+            yield from self._plan_passes(role, is_trained=is_trained)
+        yield from self._plan_push()
+
+    # Training engines
+
+    def _plan_passes(self, role: RolePlan, *, is_trained: bool) -> Iterator[Moment]:
+        passes = [False, True] if is_trained and role.name != "warm_start" else [is_trained]
+        for trains in passes:
+            name = f"{role.name}: {'update' if trains else 'log-probs'}"
+            moments: dict[tuple[tuple[str, int], ...], list[int]] = {}
+            for pp_rank, stage in enumerate(role.stages):
+                sizes = self._compute_stage(role.name, stage, pp_rank, trains=trains)
+                moments.setdefault(tuple(sizes.items()), []).extend(stage.ranks)
+            for kinds, ranks in moments.items():
+                yield Moment(name, role.name, tuple(ranks), dict(kinds))
+
+    def _compute_stage(
+        self, name: str, stage: StagePlan, pp_rank: int, *, trains: bool
+    ) -> dict[str, int]:
+        engine = self.get_engine(name)
+        kinds = {"weights": stage.weight_bytes}
+        if trains:
+            kinds["gradients"] = stage.gradient_bytes
+            if not engine.optimizer.cpu_offload:
+                kinds["optimizer"] = stage.optimizer_bytes
+        if engine.backend == "megatron":
+            memory = self._compute_pass(name, engine, pp_rank, trains=trains)
+            kinds |= {
+                "activations": memory.activations,
+                "MoE dispatch": memory.dispatch,
+                "logits": memory.logits,
+            }
+        return self._add_overhead(name, kinds)
+
+    def _compute_pass(self, name: str, engine: EngineConfig, pp_rank: int, *, trains: bool) -> Any:
+        config, model = self.config, self._get_model(name)
+        fields = get_family(model).config_map(model)
+        layout, family = engine.layout, get_family(model)
+        num_mtp = family.num_mtp_layers(model) if engine.mtp_loss_coef and trains else 0
+        chunks = split_into_chunks(layout, fields["num_layers"], num_mtp)
+        longest = config.max_sequence_tokens
+        tokens = max(engine.max_tokens_per_micro_batch, -(-longest // layout.cp))
+        scored = min(tokens, int(tokens * config.rollout.max_response_tokens / longest) + 1)
+        samples = config.trainer.prompts_per_step * config.algorithm.group_size
+        samples //= config.algorithm.num_mini_batches
+        packs = max(1, samples * longest // (tokens * layout.cp * layout.dp))
+        has_value_head = name in ("critic", "reward_model")
+        rows = 1 if has_value_head else pad_vocab_size(model, layout.tp) // layout.tp
+        return compute_pass_memory(
+            engine,
+            fields,
+            Pack(tokens, scored, packs, longest, self.conditions.imbalance),
+            [chunk for chunk in chunks if chunk.pp_rank == pp_rank],
+            itemsize=ITEMSIZES[config.model.dtype],
+            modules="te" if self.is_gpu and engine.modules != "torch" else "torch",
+            head_rows=rows,
+            trains=trains,
+        )
+
+    def get_engine(self, name: str) -> EngineConfig:
+        """Return the engine settings of a role."""
+        if name == "warm_start":
+            return build_warm_engine(self.config)
+        if name == "critic":
+            return self.config.critic
+        return get_frozen_engines(self.config).get(name, self.config.actor)
+
+    def _get_model(self, name: str) -> HFConfig:
+        paths = get_frozen_paths(self.config)
+        return read_config(paths[name]) if name in paths else self.model
+
+    # Servers
+
+    def _plan_generation(self, role: RolePlan) -> Moment:
+        [stage] = role.stages
+        kinds = {"weights": stage.weight_bytes, "KV cache": stage.cache_bytes}
+        if self.is_gpu:
+            settings, model = self._get_servers(role.name)
+            kinds["CUDA graphs"] = count_graph_bytes(settings, model)
+            kinds["workspace"] = self._compute_workspace(settings, model)
+        return Moment(
+            f"{role.name}: generate", role.name, stage.ranks, self._add_overhead(role.name, kinds)
+        )
+
+    def _get_servers(self, name: str) -> tuple[RolloutConfig, HFConfig]:
+        if name == "rollout":
+            return self.config.rollout, self.model
+        served = build_models_with_servers(self.config)[name.removeprefix(ROLE)]
+        return served.servers, read_config(served.path) if served.path else self.model
+
+    def _compute_workspace(self, settings: RolloutConfig, model: HFConfig) -> int:
+        """Return the bytes of a forward pass of a worker: layers, logits, attention kernels."""
+        fields = get_family(model).config_map(model)
+        itemsize = ITEMSIZES[self.config.model.dtype]
+        tokens = settings.max_num_batched_tokens or 8192
+        sequences = settings.max_num_seqs or 1024
+        columns = 3 * fields["ffn_hidden_size"] / settings.tp
+        if fields.get("num_moe_experts"):
+            chosen, ffn = fields["moe_router_topk"], fields["moe_ffn_hidden_size"]
+            width = ffn if settings.ep else ffn / settings.tp
+            received = 1.0 if not settings.ep else self.conditions.imbalance / settings.num_workers
+            gathered = settings.dp if settings.ep else 1
+            routed = chosen * received * gathered
+            columns = max(columns, routed * (2 * fields["hidden_size"] + 3 * width))
+        layer = tokens * (4 * fields["hidden_size"] + columns) * itemsize
+        logits = sequences * int(model["vocab_size"]) * 2 * _FLOAT32
+        return int(max(layer, logits)) + ATTENTION_WORKSPACE_BYTES
+
+    # Weight updates
+
+    def _plan_push(self) -> Iterator[Moment]:
+        """Plan the weight update: both copies on shared devices, and two buckets a rank."""
+        config, buckets = self.config, 2 * self.config.weight_sync.bucket_bytes
+        actor, rollout = self.roles["actor"], self.roles["rollout"]
+        largest = max(actor.stages, key=lambda stage: stage.weight_bytes)
+        served = rollout.stages[0].weight_bytes
+        if are_colocated(config.placement, "actor", "rollout"):
+            kinds = {"weights": largest.weight_bytes + served, "buffers": buckets}
+            if self.is_gpu:
+                kinds["CUDA graphs"] = count_graph_bytes(config.rollout, self.model)
+            yield Moment("weight sync", "actor", largest.ranks, self._add_overhead("actor", kinds))
+            return
+        full = max(
+            actor.stages, key=lambda s: s.weight_bytes + s.gradient_bytes + s.optimizer_bytes
+        )
+        kinds = {"weights": full.weight_bytes, "gradients": full.gradient_bytes}
+        if not config.actor.optimizer.cpu_offload:
+            kinds["optimizer"] = full.optimizer_bytes
+        kinds["buffers"] = buckets
+        yield Moment(
+            "weight sync, trainer", "actor", full.ranks, self._add_overhead("actor", kinds)
+        )
+        stage = rollout.stages[0]
+        kinds = {"weights": served, "KV cache": stage.cache_bytes, "buffers": buckets}
+        if self.is_gpu:
+            kinds["CUDA graphs"] = count_graph_bytes(config.rollout, self.model)
+        yield Moment(
+            "weight sync, servers", "rollout", stage.ranks, self._add_overhead("rollout", kinds)
+        )
+
+    # Beside tensors
+
+    def _compute_overhead(self, name: str) -> tuple[int, int]:
+        """Return the bytes of the CUDA context and of NCCL of a role's process."""
+        if not self.is_gpu:
+            return 0, 0
+        if self.roles[name].has_servers:
+            settings, model = self._get_servers(name)
+            exchanges = settings.ep and bool(get_model_sizes(model).num_experts)
+            sizes = [settings.tp, settings.num_workers * exchanges]
+            return CONTEXT_BYTES, sum(map(_count_group_bytes, sizes))
+        return CONTEXT_BYTES, count_nccl_bytes(self.get_engine(name).layout)
+
+    def _add_overhead(self, name: str, kinds: Mapping[str, int]) -> dict[str, int]:
+        """Add what the processes on the device of a role take: all that share its pool."""
+        if not self.is_gpu:
+            return dict(kinds)
+        pool = self._get_pool(name)
+        overheads = [o for role, o in self._overheads.items() if self._get_pool(role) == pool]
+        moving = ("activations", "MoE dispatch", "logits", "workspace")
+        return {
+            **kinds,
+            "CUDA contexts": sum(context for context, _ in overheads),
+            "NCCL": sum(nccl for _, nccl in overheads),
+            "fragmentation": int(FRAGMENT_SHARE * sum(kinds.get(kind, 0) for kind in moving)),
+        }
+
+    def _get_pool(self, role: str) -> str:
+        """Return the pool of devices of a role."""
+        if role.startswith(ROLE):
+            return role
+        role = "actor" if role == "warm_start" else role
+        pool = get_pool(self.config.placement, role)
+        return f"{pool}: {role}" if pool == OWN_POOL else pool
+
+    # Hosts
+
+    def compute_host_bytes(self) -> dict[str, int]:
+        """Return the bytes on the fullest node, which shared roles leave to each other."""
+        config, size = self.config, self.conditions.gpus_per_node
+        host = Counter[str]()
+        shared = self._get_pool("rollout")
+        for name, role in self.roles.items():
+            if role.has_servers or name == "warm_start":
+                continue
+            engine = self.get_engine(name)
+            worst = Counter[str]()
+            for ranks in _split_nodes(role, size):
+                node = Counter[str]()
+                for stage in ranks:
+                    offloaded = engine.optimizer.cpu_offload and stage.gradient_bytes
+                    if offloaded:
+                        node["optimizer on the host"] += stage.optimizer_bytes // 12 * _HYBRID_BYTES
+                    if self._get_pool(name) == shared or self._shares_device(name):
+                        node["offloaded weights"] += stage.weight_bytes
+                        node["offloaded optimizer"] += 0 if offloaded else stage.optimizer_bytes
+                    if config.checkpoint.async_save and stage.gradient_bytes:
+                        node["checkpoint in flight"] += stage.weight_bytes + stage.optimizer_bytes
+                worst = max(worst, node, key=lambda counts: sum(counts.values()))
+            host += worst
+        host["object store"] = config.object_store_bytes or estimate_sample_bytes(config)
+        return dict(host)
+
+    def _shares_device(self, name: str) -> bool:
+        pool = self._get_pool(name)
+        return sum(self._get_pool(role) == pool for role in self.roles if role != "warm_start") > 1
+
+
+def _split_nodes(role: RolePlan, size: int) -> Iterator[list[StagePlan]]:
+    """Yield the stage of each rank, node by node."""
+    stages = {rank: stage for stage in role.stages for rank in stage.ranks}
+    for start in range(0, role.num_ranks, size):
+        yield [stages[rank] for rank in range(start, min(start + size, role.num_ranks))]
+
+
+def _count_group_bytes(size: int) -> int:
+    """Return the bytes of an NCCL communicator of so many ranks."""
+    return 0 if size < 2 else NCCL_PAIR_BYTES if size == 2 else NCCL_GROUP_BYTES
+
+
+def count_nccl_bytes(layout: Layout) -> int:
+    """Return the bytes of the NCCL communicators of a training rank that it moves tensors with."""
+    sizes = Mesh(layout).sizes
+    groups = [layout.tp, layout.pp, layout.cp, layout.dp * layout.cp, sizes["edp"]]
+    if layout.ep == 1:
+        groups.pop()
+    world = layout.world_size
+    peers = min(layout.ep * layout.etp, _NODE) - 1
+    exchange = NCCL_EXCHANGE_BYTES * peers // (_NODE - 1)
+    return sum(map(_count_group_bytes, [*groups, world])) + exchange
+
+
+def count_graph_bytes(settings: RolloutConfig, model: HFConfig) -> int:
+    """Return the bytes of vLLM's CUDA graphs: one for each of its batch sizes, in pieces."""
+    if settings.engine.get("enforce_eager"):
+        return 0
+    largest = min(_MAX_GRAPH_SIZE, 2 * (settings.max_num_seqs or 1024))
+    num_sizes = 3 + largest // 8  # 1, 2, 4, then multiples of 8
+    return GRAPH_BYTES * num_sizes * get_model_sizes(model).num_layers
+
+
+# Settings that make a run fit
+
+Change = tuple[tuple[str, Any], ...]  # dotted settings and their values
+
+
+def list_changes(config: RLConfig, model: HFConfig) -> Iterator[tuple[Change, str]]:
+    """Yield the changes that find_fixes tries, the cheapest first, each with its cost."""
+    actor, rollout, layout = config.actor, config.rollout, config.actor.layout
+    if actor.recompute.granularity == "none":
+        modules = ["layernorm", "mlp"] if "moe_act" not in _list_parts(model) else ["moe_act"]
+        yield (
+            (("actor.recompute.granularity", "selective"), ("actor.recompute.modules", modules)),
+            "recomputes cheap parts of layers",
+        )
+    if not actor.optimizer.distributed and layout.dp * layout.cp > 1:
+        yield (("actor.optimizer.distributed", True),), "no time"
+    least = -(-config.max_sequence_tokens // layout.cp)
+    if actor.max_tokens_per_micro_batch > least:
+        yield (("actor.max_tokens_per_micro_batch", least),), "smaller micro-batches"
+    if actor.recompute.granularity != "full":
+        yield (("actor.recompute.granularity", "full"),), "a third more flops in the update"
+    yield (("rollout.kv_cache_bytes", rollout.kv_cache_bytes // 2),), "fewer sequences at once"
+    for axis, other in (("ep", ""), ("tp", "dp"), ("pp", "dp"), ("cp", "dp")):
+        change = [(f"actor.layout.{axis}", 2 * getattr(layout, axis))]
+        if other:
+            if layout.dp % 2:
+                continue
+            change.append(("actor.layout.dp", layout.dp // 2))
+        elif layout.ep == 1 and not get_model_sizes(model).num_experts:
+            continue
+        yield tuple(change), "more communication"
+    if rollout.num_servers % 2 == 0:
+        yield (
+            (("rollout.tp", 2 * rollout.tp), ("rollout.num_servers", rollout.num_servers // 2)),
+            "more communication while generating",
+        )
+    if not actor.optimizer.cpu_offload:
+        change = [("actor.optimizer.cpu_offload", True)]
+        if not actor.optimizer.distributed:  # which it needs
+            change.insert(0, ("actor.optimizer.distributed", True))
+        yield tuple(change), "Adam runs on the host"
+    yield (
+        (
+            ("actor.layout.dp", 2 * layout.dp),
+            ("rollout.num_servers", 2 * rollout.num_servers),
+        ),
+        "twice the GPUs",
+    )
+
+
+def _list_parts(model: HFConfig) -> tuple[str, ...]:
+    return ("moe_act",) if get_model_sizes(model).num_experts else ()
+
+
+def find_fixes(
+    config: RLConfig,
+    model: HFConfig,
+    conditions: Conditions,
+    device: Device,
+    check: Callable[[RLConfig], object],
+) -> list[Fix]:
+    """Find the changes that make a run fit: each alone, and the cheapest ones together.
+
+    Args:
+        check: Raises ConfigError for a layout that cannot be.
+
+    Returns:
+        Single changes that suffice, the cheapest first. If none does, the shortest sequence of
+        changes, in their order, that does; if none does either, all that help.
+    """
+    singles: list[Fix] = []
+    combined, applied, costs = copy.deepcopy(config), list[str](), list[str]()
+    best = plan_memory(config, model, conditions).worst.total
+    together: Fix | None = None
+    for change, cost in list_changes(config, model):
+        texts = tuple(f"{key}={_format_value(value)}" for key, value in change)
+        alone = _try_change(config, change, model, conditions, check)
+        if alone is not None and alone <= device.memory_bytes:
+            singles.append(Fix(texts, cost, alone, True))
+        if together is not None and together.fits:
+            continue
+        total = _try_change(combined, change, model, conditions, check)
+        if total is not None and total < best:
+            combined, best = apply_change(combined, change), total
+            applied, costs = [*applied, *texts], [*costs, cost]
+            # A later value of a setting replaces an earlier one.
+            latest = {text.partition("=")[0]: text for text in applied}
+            fits = total <= device.memory_bytes
+            together = Fix(tuple(latest.values()), "; ".join(costs), total, fits)
+    if singles or together is None:
+        return singles
+    return [together]
+
+
+def _try_change(
+    config: RLConfig,
+    change: Change,
+    model: HFConfig,
+    conditions: Conditions,
+    check: Callable[[RLConfig], object],
+) -> int | None:
+    """Return the bytes of the fullest rank with a change; None if it cannot be."""
+    changed = apply_change(config, change)
+    try:
+        check(changed)
+        return plan_memory(changed, model, conditions).worst.total
+    except ConfigError:
+        return None
+
+
+def apply_change(config: RLConfig, change: Change) -> RLConfig:
+    """Return a copy of the settings with other values."""
+    changed = copy.deepcopy(config)
+    for key, value in change:
+        *path, name = key.split(".")
+        owner: Any = changed
+        for part in path:
+            owner = getattr(owner, part)
+        setattr(owner, name, value)
+    return changed
+
+
+def _format_value(value: object) -> str:
+    if isinstance(value, list):
+        return f"[{','.join(value)}]"
+    return str(value).lower() if isinstance(value, bool) else str(value)

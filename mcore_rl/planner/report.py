@@ -1,0 +1,152 @@
+"""Tables of a memory plan, its verdict, and its JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any, Literal
+
+from rich.console import Console
+from rich.table import Table
+
+from mcore_rl.observability.console import get_stdout_console, show_line
+from mcore_rl.planner.memory import Conditions, Device, Fix, MemoryPlan
+
+# Columns of print_memory, and the kinds in each.
+_COLUMNS = {
+    "weights": ("weights",),
+    "grads": ("gradients",),
+    "optim": ("optimizer",),
+    "activ": ("activations", "logits"),
+    "MoE": ("MoE dispatch",),
+    "KV": ("KV cache",),
+    "other": ("buffers", "CUDA contexts", "NCCL", "CUDA graphs", "workspace", "fragmentation"),
+}
+
+
+def print_verdict(
+    plan: MemoryPlan, device: Device, fixes: Sequence[Fix], console: Console | None = None
+) -> None:
+    """Print whether a run fits, by how much, and what makes it fit."""
+    console = console or get_stdout_console()
+    for line in describe_verdict(plan, device, fixes):
+        show_line(line, console)
+
+
+def describe_verdict(plan: MemoryPlan, device: Device, fixes: Sequence[Fix]) -> list[str]:
+    """Return the lines of print_verdict."""
+    worst, size = plan.worst, device.memory_bytes
+    spare = size - worst.total
+    where = f"{worst.name}, ranks {format_ranks(worst.ranks)} of {worst.role}"
+    needs = f"{worst.total / 1e9:,.1f} of {size / 1e9:,.1f} GB of {device.name} ({where})"
+    if spare >= 0:
+        return [f"memory: fits, {needs}; {spare / 1e9:,.1f} GB are left"]
+    lines = [f"memory: does not fit, {needs}; {-spare / 1e9:,.1f} GB are missing"]
+    if not fixes:
+        return [*lines, "no setting that was tried makes it fit: docs/planning.md lists them"]
+    lines.append("it fits with any of:" if fixes[0].fits else "closest, still too large:")
+    for fix in fixes:
+        size_text = f"{fix.total / 1e9:,.1f} GB, {fix.cost}"
+        lines.append(f"  {' '.join(fix.overrides)}  ({size_text})")
+    return lines
+
+
+def print_memory(plan: MemoryPlan, conditions: Conditions, console: Console | None = None) -> None:
+    """Print the memory of all ranks by moment and kind, that of hosts, and of the KV cache."""
+    console = console or get_stdout_console()
+    for line in ("", "GB of a rank, moment by moment (docs/planning.md has the formulas):"):
+        show_line(line, console)
+    sizes = {
+        heading: [sum(m.kinds.get(kind, 0) for kind in kinds) for m in plan.moments]
+        for heading, kinds in _COLUMNS.items()
+    }
+    sizes["all"] = [moment.total for moment in plan.moments]
+    rows = [
+        (moment.name + " *" * (moment is plan.worst), format_ranks(moment.ranks))
+        for moment in plan.moments
+    ]
+    digits = 1 if plan.worst.total > 10e9 else 3
+    console.print(build_table(("moment", "ranks"), rows, sizes, digits))
+    worst = ", ".join(f"{size / 1e9:,.1f} {kind}" for kind, size in plan.worst.kinds.items())
+    parts = ", ".join(f"{size / 1e9:,.1f} {kind}" for kind, size in plan.host.items() if size)
+    total = sum(plan.host.values()) / 1e9
+    notes = [
+        f"* the most: {worst}",
+        f"host of a node: {total:,.1f} GB ({parts})",
+        f"experts: the fullest rank has {conditions.imbalance:g} times its share of tokens",
+    ]
+    if plan.cache_tokens:
+        notes.append(
+            f"KV cache of a server: {plan.cache_tokens:,} tokens; its sequences need "
+            f"{plan.needed_cache_tokens:,} at most, and wait for a place beyond that"
+        )
+    for line in notes:
+        show_line(line, console)
+
+
+def build_memory_json(
+    plan: MemoryPlan, conditions: Conditions, device: Device | None, fixes: Sequence[Fix]
+) -> dict[str, Any]:
+    """Return a plan as plain data; sizes are bytes."""
+    moments = [
+        {
+            "name": moment.name,
+            "role": moment.role,
+            "ranks": list(moment.ranks),
+            "kinds": dict(moment.kinds),
+            "total": moment.total,
+        }
+        for moment in plan.moments
+    ]
+    report: dict[str, Any] = {
+        "conditions": asdict(conditions),
+        "moments": moments,
+        "worst": plan.moments.index(plan.worst),
+        "host": dict(plan.host),
+        "cache_tokens": plan.cache_tokens,
+        "needed_cache_tokens": plan.needed_cache_tokens,
+    }
+    if device is not None:
+        report["device"] = asdict(device)
+        report["fits"] = plan.worst.total <= device.memory_bytes
+        report["fixes"] = [asdict(fix) for fix in fixes]
+    return report
+
+
+def build_table(
+    headings: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    sizes: Mapping[str, Sequence[int]],
+    digits: int = 3,
+) -> Table:
+    """Build a table of text columns, then of those byte columns, in GB, that are not all zero."""
+    shown = {heading: column for heading, column in sizes.items() if any(column)}
+    table = Table(box=None, pad_edge=False)
+    for heading in headings:
+        justify: Literal["left", "right"] = "right" if heading == "parameters" else "left"
+        table.add_column(heading, justify=justify, overflow="fold")
+    for heading in shown:
+        table.add_column(heading, justify="right", overflow="fold")
+    for index, row in enumerate(rows):
+        values = [column[index] / 1e9 for column in shown.values()]
+        table.add_row(*row, *[f"{value:,.{digits}f}" if value else "" for value in values])
+    return table
+
+
+def format_ranks(ranks: Sequence[int]) -> str:
+    """
+    >>> format_ranks([0, 1, 2, 6, 8, 9])
+    '0-2, 6, 8-9'
+    """
+    ranges: list[list[int]] = []
+    for rank in ranks:
+        if ranges and ranges[-1][1] == rank - 1:
+            ranges[-1][1] = rank
+        else:
+            ranges.append([rank, rank])
+    return ", ".join(format_range(first, last) for first, last in ranges)
+
+
+def format_range(first: int, last: int) -> str:
+    """Format ranks from the first to the last."""
+    return str(first) if first == last else f"{first}-{last}"

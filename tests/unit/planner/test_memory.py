@@ -1,0 +1,243 @@
+"""Memory plans: hand-worked cases, published configs, verdicts, and what makes a run fit."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import yaml
+
+from mcore_rl.cli.main import main
+from mcore_rl.config.resolve import resolve_placement
+from mcore_rl.config.schema import (
+    DataConfig,
+    EngineConfig,
+    Layout,
+    ModelConfig,
+    OptimizerConfig,
+    RecomputeConfig,
+    RLConfig,
+    RolloutConfig,
+)
+from mcore_rl.models.base import get_family
+from mcore_rl.planner.activations import count_copies, count_layer_bytes
+from mcore_rl.planner.memory import (
+    CONTEXT_BYTES,
+    NCCL_EXCHANGE_BYTES,
+    NCCL_GROUP_BYTES,
+    NCCL_PAIR_BYTES,
+    Conditions,
+    Device,
+    MemoryPlan,
+    Moment,
+    apply_change,
+    count_nccl_bytes,
+    find_fixes,
+    plan_memory,
+)
+from mcore_rl.planner.report import describe_verdict
+
+ROOT = Path(__file__).resolve().parents[3]
+PUBLISHED = ROOT / "tests" / "unit" / "models" / "published"
+CPU = Conditions("cpu", imbalance=1.0)
+# Elements of a layer of Llama-3.1-70B for a token: input, norms, queries and keys twice and values,
+# the result of attention with its projection and the sum, gate, up and product.
+LLAMA = 8192 + 2 * 8192 + 2 * (8192 + 1024) + 1024 + 8192 + 2 * 8192 + 3 * 28672
+# Of one of DeepSeek-V3, whose heads have 192 and 128 dims: latents of 1536 and 512, twice, and a
+# rotary key; 8 of 256 experts, and a shared one. Routing: scores and map, and 24 bytes a choice.
+DEEPSEEK = (
+    7168 + 2 * 7168 + 4 * 128 * 192 + 128 * 128 + 2 * (1536 + 512) + 64
+    + 128 * 128 + 2 * 7168 + 8 * (2 * 7168 + 3 * 2048) + 3 * 2048
+)  # fmt: skip
+DEEPSEEK_ROUTER_BYTES = 256 * 8 + 8 * 24
+
+
+def build_config(layout: Layout, **engine: object) -> RLConfig:
+    config = RLConfig(
+        model=ModelConfig(dtype="bfloat16"),
+        data=DataConfig(max_prompt_tokens=1000),
+        actor=EngineConfig(layout=layout, max_tokens_per_micro_batch=4096, **engine),  # type: ignore[arg-type]
+        rollout=RolloutConfig(max_response_tokens=3000),
+    )
+    return replace(config, placement=resolve_placement(config))
+
+
+def read_model(name: str) -> dict[str, object]:
+    config = json.loads((PUBLISHED / f"{name}.json").read_text())
+    return {**config.get("text_config", {}), **config}
+
+
+def get_moments(plan: MemoryPlan) -> dict[str, Moment]:
+    return {moment.name: moment for moment in plan.moments}
+
+
+@pytest.mark.parametrize(
+    ("name", "layout", "bytes_per_token"),
+    [
+        ("Llama-3.1-70B", Layout(), 2 * LLAMA),
+        ("Llama-3.1-70B", Layout(tp=8), 2 * LLAMA / 8),
+        ("DeepSeek-V3", Layout(), 2 * DEEPSEEK + DEEPSEEK_ROUTER_BYTES),
+    ],
+)
+def test_a_layer_of_fused_modules_stores_what_is_counted_by_hand(name, layout, bytes_per_token):
+    fields = get_family(read_model(name)).config_map(read_model(name))
+    last = fields["num_layers"] - 1
+    parts = count_layer_bytes(fields, last, layout, 2, "te")
+    assert sum(parts.values()) == pytest.approx(bytes_per_token)
+
+
+def test_the_first_stage_has_the_most_micro_batches_in_flight():
+    assert [count_copies(Layout(pp=4), stage, 8) for stage in range(4)] == [[4], [3], [2], [1]]
+    assert count_copies(Layout(pp=4), 0, 2) == [2]
+    # (2 - 0 - 1) * 2 + 2 + 1 passes of a chunk: micro-batches 0 and 1 of both, and one of the first
+    assert count_copies(Layout(pp=2, vpp=2), 0, 8) == [3, 2]
+
+
+def test_an_update_has_weights_gradients_and_its_share_of_adam():
+    optimizer = OptimizerConfig(distributed=True)
+    config = build_config(Layout(tp=2, dp=2), optimizer=optimizer)
+    plan = plan_memory(config, read_model("Qwen3-8B"), CPU)
+    parameters = plan.roles[0].stages[0].parameters
+    update, generate = get_moments(plan)["actor: update"], get_moments(plan)["rollout: generate"]
+    assert update.kinds["weights"] == 2 * parameters
+    assert update.kinds["gradients"] == 4 * parameters
+    assert update.kinds["optimizer"] == 12 * parameters // 2
+    assert generate.total == generate.kinds["weights"] + (4 << 30)
+    push = get_moments(plan)["weight sync"]
+    assert push.total == 2 * parameters + generate.kinds["weights"] + 2 * (64 << 20)
+    config.actor.optimizer.cpu_offload = True
+    offloaded = plan_memory(config, read_model("Qwen3-8B"), CPU)
+    assert "optimizer" not in get_moments(offloaded)["actor: update"].kinds
+    # A gradient, a weight and two moments in float32, on both ranks of each shard.
+    assert offloaded.host["optimizer on the host"] == 4 * (12 * parameters // 2) // 12 * 16
+
+
+def test_gpus_have_contexts_and_communicators_of_all_processes_on_them():
+    assert count_nccl_bytes(Layout()) == 0
+    # tp, data-parallel ranks, and all ranks
+    assert count_nccl_bytes(Layout(tp=2, dp=4)) == NCCL_PAIR_BYTES + 2 * NCCL_GROUP_BYTES
+    # data-parallel and all ranks; experts are on every rank, and tokens go to 7 others
+    whole = count_nccl_bytes(Layout(dp=8, ep=8))
+    assert whole == 2 * NCCL_GROUP_BYTES + NCCL_EXCHANGE_BYTES
+    plan = plan_memory(build_config(Layout(tp=2)), read_model("Qwen3-8B"), Conditions())
+    update = get_moments(plan)["actor: update"]
+    assert update.kinds["CUDA contexts"] == 2 * CONTEXT_BYTES  # the trainer's and the server's
+    config = build_config(Layout(tp=2))
+    config.placement.rollout = "own"
+    alone = get_moments(plan_memory(config, read_model("Qwen3-8B"), Conditions()))
+    assert alone["actor: update"].kinds["CUDA contexts"] == CONTEXT_BYTES
+    assert {"weight sync, trainer", "weight sync, servers"} <= alone.keys()
+
+
+def test_uneven_experts_take_more_on_the_fullest_rank():
+    config, model = build_config(Layout(dp=8, ep=8)), read_model("Qwen3-30B-A3B")
+    even, uneven = (
+        get_moments(plan_memory(config, model, Conditions("cuda", imbalance)))["actor: update"]
+        for imbalance in (1.0, 2.0)
+    )
+    assert uneven.kinds["MoE dispatch"] == pytest.approx(2 * even.kinds["MoE dispatch"], abs=2)
+
+
+@pytest.mark.parametrize("granularity", ["selective", "full"])
+def test_recompute_takes_less_than_none(granularity):
+    model, recompute = read_model("Qwen3-8B"), RecomputeConfig(granularity, ["mlp"])
+    none, less = (
+        get_moments(plan_memory(build_config(Layout(), **engine), model, CPU))["actor: update"]
+        for engine in ({}, {"recompute": recompute})
+    )
+    assert less.kinds["activations"] < 0.7 * none.kinds["activations"]
+
+
+@pytest.mark.parametrize("name", ["DeepSeek-V3", "Kimi-K2-Instruct", "gpt-oss-20b"])
+def test_a_quantised_config_is_planned_as_what_it_becomes(name):
+    model, config = read_model(name), build_config(Layout())
+    plain = {key: value for key, value in model.items() if key != "quantization_config"}
+    assert "quantization_config" in model
+    assert plan_memory(config, model, CPU).moments == plan_memory(config, plain, CPU).moments
+
+
+def test_671b_fits_its_gpus_and_not_half_of_them(tmp_path, monkeypatch, capsys):
+    (tmp_path / "config.json").write_text(json.dumps(read_model("DeepSeek-V3")))
+    words = ["recipe=dsv3_671b", f"model.path={tmp_path}"]
+    half = ["actor.layout.dp=4", "actor.layout.ep=8", "rollout.num_servers=4"]
+
+    def plan(*settings: str) -> tuple[int, dict]:
+        monkeypatch.setattr(sys, "argv", ["mcore-rl", "plan", "memory", *settings, "--json"])
+        status = main()
+        return status, json.loads(capsys.readouterr().out)
+
+    status, report = plan(*words, "--hardware=h100")
+    assert (status, report["fits"], report["fixes"]) == (0, True, [])
+    status, report = plan(*words, *half, "--hardware=h100")
+    assert (status, report["fits"]) == (1, False)
+    worst = report["moments"][report["worst"]]
+    assert worst["name"] == "actor: update" and worst["total"] > 110e9
+    assert report["fixes"]
+    status, report = plan(*words, *half, "--hardware=h200")
+    assert (status, report["fits"]) == (0, True)
+
+
+def test_settings_that_make_a_run_fit_do():
+    config, model = build_config(Layout(tp=2, dp=4)), read_model("Qwen3-8B")
+    device = Device.parse("62")
+    fixes = find_fixes(config, model, Conditions(), device, lambda changed: None)
+    assert fixes
+    for fix in fixes:
+        texts = [text.partition("=") for text in fix.overrides]
+        change = tuple((key, yaml.safe_load(value)) for key, _, value in texts)
+        changed = apply_change(config, change)
+        assert plan_memory(changed, model, Conditions()).worst.total == fix.total
+        assert fix.fits == (fix.total <= device.memory_bytes)
+
+
+def test_the_verdict_names_the_worst_ranks_and_how_much_is_missing():
+    plan = plan_memory(build_config(Layout(tp=2)), read_model("Qwen3-8B"), Conditions())
+    total = plan.worst.total / 1e9
+    [fits] = describe_verdict(plan, Device("GPU", plan.worst.total + 10**9), [])
+    assert fits.startswith("memory: fits") and fits.endswith("1.0 GB are left")
+    line = describe_verdict(plan, Device("GPU", plan.worst.total - 2 * 10**9), [])[0]
+    assert f"{total:,.1f} of {total - 2:,.1f} GB of GPU (actor: update, ranks 0-1 of" in line
+    assert line.endswith("2.0 GB are missing")
+
+
+def test_hardware_has_a_name_or_gigabytes():
+    assert Device.parse("80.5") == Device("GPU", 80_500_000_000)
+    assert Device.parse("h200").memory_bytes > 140e9
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--hardware=h1000"], "--hardware='h1000' is unknown"),
+        (["--hardware=-3"], "--hardware='-3'; allowed: a name, a file, or gigabytes above 0"),
+        (["--imbalance=0.5"], "--imbalance=0.5; allowed: a number from 1"),
+        (["--concurrency=-1"], "--concurrency=-1"),
+        (["--lane=tpu"], "--lane='tpu'"),
+        (["actor.layout.tp=3"], "actor.layout.tp=3"),
+        (["actor.layut.tp=2"], "actor.layut"),
+    ],
+)
+def test_senseless_input_gets_one_error(options, message, tmp_path, monkeypatch, capsys):
+    (tmp_path / "config.json").write_text(json.dumps(read_model("Qwen3-8B")))
+    words = ["recipe=qwen3_8b", f"model.path={tmp_path}", *options]
+    monkeypatch.setattr(sys, "argv", ["mcore-rl", "plan", "memory", *words])
+    assert main() == 2
+    error = capsys.readouterr().err.strip()
+    assert message in error and "\n" not in error
+
+
+def test_a_family_of_a_user_is_planned(tmp_path, monkeypatch, capsys):
+    model = read_model("Qwen3-8B") | {"architectures": ["MyForCausalLM"]}
+    (tmp_path / "config.json").write_text(json.dumps(model))
+    (tmp_path / "mine.py").write_text(
+        "from dataclasses import replace\n"
+        "from mcore_rl.models.qwen3 import FAMILY as BASE\n"
+        'FAMILY = replace(BASE, name="mine", architecture="MyForCausalLM")\n'
+    )
+    words = ["recipe=qwen3_8b", f"model.path={tmp_path}", f"model.family={tmp_path}/mine.py:FAMILY"]
+    monkeypatch.setattr(sys, "argv", ["mcore-rl", "plan", "memory", *words, "--json"])
+    assert main() == 0
+    assert json.loads(capsys.readouterr().out)["moments"][0]["kinds"]["weights"] > 8e9
