@@ -1,4 +1,4 @@
-"""mcore-rl plan: what a run moves, and whether it fits, without a GPU."""
+"""mcore-rl plan: what a run moves, whether it fits and how long it takes, without a GPU."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from mcore_rl.cli import plan_time
 from mcore_rl.cli.options import AXES, FAMILY, SERVED_AXES, Parser, parse_layout
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import Layout, RLConfig
@@ -144,4 +145,11 @@ def _plan_reshard(options: argparse.Namespace) -> int:
 PLAN_COMMANDS = {
     "reshard": PlanCommand(_ABOUT_RESHARD, _add_reshard_options, _plan_reshard),
     "memory": PlanCommand(_ABOUT_MEMORY, _add_memory_options, _plan_memory),
+    "step": PlanCommand(plan_time.ABOUT_STEP, plan_time.add_step_options, plan_time.run_step),
+    "layout": PlanCommand(
+        plan_time.ABOUT_LAYOUT, plan_time.add_layout_options, plan_time.run_layout
+    ),
+    "calibrate": PlanCommand(
+        plan_time.ABOUT_CALIBRATE, plan_time.add_calibrate_options, plan_time.run_calibrate
+    ),
 }

@@ -74,6 +74,25 @@ class Hardware:
             return Link(self.nvlink_bandwidth * self.nvlink_share, self.nvlink_latency_s)
         return Link(self.network_bandwidth * self.network_share, self.network_latency_s)
 
+    def predict_all_reduce(self, num_bytes: float, num_devices: int) -> float:
+        """Return the seconds of an all-reduce: a ring inside a domain, a tree over domains.
+
+        A tree goes up and down log2(domains) times (NCCL 2.4, double binary trees); each domain
+        sends over the network ports of all its members.
+        """
+        if num_devices == 1:
+            return 0.0
+        inside = Link(self.nvlink_bandwidth * self.nvlink_share, self.nvlink_latency_s)
+        seconds = inside.predict_s(2 * num_bytes * (num_devices - 1) / num_devices)
+        domains = math.ceil(num_devices / self.nvlink_domain)
+        if domains > 1:
+            rate = (
+                self.network_bandwidth * self.network_share * min(num_devices, self.nvlink_domain)
+            )
+            hops = 2 * math.ceil(math.log2(domains))
+            seconds += Link(rate, self.network_latency_s).predict_s(2 * num_bytes, hops)
+        return seconds
+
     def to_yaml(self) -> str:
         """Return the text of a file that `load_hardware` reads."""
         fields_of_file = asdict(self)

@@ -1,0 +1,167 @@
+"""Time of each part of an RL step, from a run's settings, for each kind of trainer.
+
+Formulas and their sources: docs/planning_step.md.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mcore_rl.config.resolve import are_colocated
+from mcore_rl.config.schema import EngineConfig, RLConfig
+from mcore_rl.models.base import HFConfig
+from mcore_rl.planner.flops import ModelWork, count_work
+from mcore_rl.planner.generation import GenerationTime, Lengths, ServerModel
+from mcore_rl.planner.hardware import Hardware
+from mcore_rl.planner.roles import needs_critic, needs_reference
+from mcore_rl.planner.training import BFLOAT16, FLOAT32, Load, TrainingModel, UpdateTime
+from mcore_rl.trainers.policy_loss import find_log_prob_pass_reason
+
+
+@dataclass(frozen=True, slots=True)
+class StepTime:
+    """Seconds of the parts of a trainer step, and the parts that decide its length."""
+
+    generation: GenerationTime
+    log_probs_s: float  # of the actor before the update
+    reference_s: float
+    values_s: float  # of the critic, its update included
+    update: UpdateTime  # of one mini-batch
+    num_mini_batches: int
+    offload_s: float  # roles that take turns on devices
+    weight_sync_s: float
+    step_s: float
+    trainer_idle_s: float
+    servers_idle_s: float
+    num_devices: int
+    tokens: float  # of a step, prompts included
+    mfu: float  # of the update, over the peak of its dtype
+
+    @property
+    def update_s(self) -> float:
+        return self.update.total_s * self.num_mini_batches
+
+    @property
+    def training_s(self) -> float:
+        return self.log_probs_s + self.reference_s + self.values_s + self.update_s
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens a second and device."""
+        return self.tokens / self.step_s / self.num_devices
+
+
+def predict_step(
+    config: RLConfig,
+    model: HFConfig,
+    hardware: Hardware,
+    lengths: Lengths,
+    *,
+    sync_bytes: float | None = None,
+    work: ModelWork | None = None,
+) -> StepTime:
+    """Predict a step of a run.
+
+    Args:
+        config: Resolved settings.
+        model: config.json of the policy.
+        sync_bytes: Most bytes into or out of a device in a weight sync, from its transfer plan.
+            None: a server's shard of the weights, the most that a worker can receive.
+        work: That of `model`, where it is counted already.
+    """
+    work = work or count_work(model)
+    actor, rollout = config.actor, config.rollout
+    dtype = _get_dtype(config)
+    samples = config.trainer.prompts_per_step * config.algorithm.group_size
+    tokens = samples * (lengths.mean + lengths.prompt)
+    num_mini_batches = config.algorithm.num_mini_batches
+    sequence = lengths.sequence
+    step_load, mini_load = Load(tokens, sequence), Load(tokens / num_mini_batches, sequence)
+    engine = TrainingModel(work, actor, hardware, dtype)
+    forward_s = engine.predict_forward(step_load)
+    reads_log_probs = config.algorithm.correction.use_rollout_log_probs
+    has_pass = not reads_log_probs and bool(find_log_prob_pass_reason(config))
+    values_s = 0.0
+    if needs_critic(config):
+        critic = TrainingModel(work, config.critic, hardware, dtype)
+        update_s = critic.predict_update(mini_load).total_s
+        values_s = critic.predict_forward(step_load) + num_mini_batches * update_s
+    update = engine.predict_update(mini_load)
+    server = ServerModel(work, model, rollout, hardware)
+    share = max(1, round(samples / rollout.num_servers))
+    generation = server.predict(
+        lengths.draw(share).tolist(), lengths.prompt, config.algorithm.group_size
+    )
+    is_shared = are_colocated(config.placement, "actor", "rollout")
+    num_training = actor.layout.world_size
+    num_devices = num_training if is_shared else num_training + _count_workers(config)
+    if sync_bytes is None:
+        sync_bytes = work.parameters * server.itemsize / rollout.num_workers
+    link = hardware.get_link(num_devices)
+    parts = {
+        "generation": generation,
+        "log_probs_s": forward_s if has_pass else 0.0,
+        "reference_s": forward_s if needs_reference(config) else 0.0,
+        "values_s": values_s,
+        "update": update,
+        "num_mini_batches": num_mini_batches,
+        "offload_s": _predict_offload(engine, actor, hardware) if is_shared else 0.0,
+        "weight_sync_s": link.predict_s(sync_bytes, 2),
+        "num_devices": num_devices,
+        "tokens": tokens,
+        "mfu": work.count_training_flops(tokens / num_mini_batches, sequence)
+        / (update.total_s * num_training * hardware.peak_flops[dtype]),
+    }
+    empty = StepTime(**parts, step_s=0.0, trainer_idle_s=0.0, servers_idle_s=0.0)  # type: ignore[arg-type]
+    steady_s = share * lengths.mean / generation.steady_tokens_per_s + generation.prefill_s
+    step_s, trainer_idle, servers_idle = _combine(config.trainer.mode, is_shared, empty, steady_s)
+    return StepTime(
+        **parts,  # type: ignore[arg-type]
+        step_s=step_s,
+        trainer_idle_s=trainer_idle,
+        servers_idle_s=servers_idle,
+    )
+
+
+def _get_dtype(config: RLConfig) -> str:
+    """Return the dtype of the actor's products."""
+    if config.actor.megatron.get("fp8"):
+        return "float8"
+    return "float32" if config.model.dtype == "float32" else "bfloat16"
+
+
+def _count_workers(config: RLConfig) -> int:
+    return config.rollout.num_servers * config.rollout.num_workers
+
+
+def _predict_offload(engine: TrainingModel, actor: EngineConfig, hardware: Hardware) -> float:
+    """Return the seconds to move weights, gradients and Adam's state to the host and back."""
+    dense, expert = engine.count_local_parameters()
+    layout = actor.layout
+    bytes_of_state = (dense + expert) * BFLOAT16
+    if actor.optimizer.distributed:
+        dense /= layout.dp * layout.cp
+        expert /= layout.world_size // (layout.pp * layout.ep * layout.etp)
+    if not actor.optimizer.cpu_offload:
+        bytes_of_state += (dense + expert) * 3 * FLOAT32
+    return 2 * bytes_of_state / (hardware.host_bandwidth * hardware.host_share)
+
+
+def _combine(
+    mode: str, is_shared: bool, parts: StepTime, steady_s: float
+) -> tuple[float, float, float]:
+    """Return the seconds of a step, and the idle seconds of trainer and servers.
+
+    sync: one after the other. one_step_off: the next step's responses are generated during this
+    one's training. fully_async: servers never drain, at the rate of full slots. Trainers on shared
+    devices take turns in each mode.
+    """
+    training, sync = parts.training_s, parts.weight_sync_s
+    generation = parts.generation.total_s if mode != "fully_async" else steady_s
+    if is_shared or mode == "sync":
+        step = generation + training + parts.offload_s + sync
+        if is_shared:
+            return step, 0.0, 0.0
+        return step, generation, training
+    step = max(generation, training) + sync
+    return step, max(0.0, generation - training), max(0.0, training - generation)

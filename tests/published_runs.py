@@ -1,0 +1,116 @@
+"""Runs that others published (published_runs.yaml), as the planner predicts them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from mcore_rl.config.schema import EngineConfig, Layout, RLConfig
+from mcore_rl.models.base import HFConfig, read_config_file
+from mcore_rl.planner.flops import count_work
+from mcore_rl.planner.generation import Lengths
+from mcore_rl.planner.hardware import load_hardware
+from mcore_rl.planner.step import predict_step
+from mcore_rl.planner.training import Load, TrainingModel
+
+FOLDER = Path(__file__).parent / "unit" / "models" / "published"
+RUNS = yaml.safe_load((Path(__file__).parent / "published_runs.yaml").read_text())
+PROMPT = 128  # tokens; not published
+
+
+def read_model(run: dict[str, Any]) -> HFConfig:
+    config = read_config_file(FOLDER / f"{run['model']}.json") | run.get("fields", {})
+    config.pop("quantization_config", None)
+    return config
+
+
+def build_layout(run: dict[str, Any], gpus: int, num_layers: int) -> Layout:
+    axes = dict(run["layout"])
+    dp = gpus // (axes.get("tp", 1) * axes.get("pp", 1) * axes.get("cp", 1))
+    chunks = axes.get("pp", 1) * axes.get("vpp", 1)
+    if num_layers % chunks and "first_stage_layers" not in axes:
+        # The runs have layouts of their own with embedding and head in thinner chunks.
+        inner = -(-num_layers // chunks)
+        while num_layers < inner * (chunks - 2):
+            inner -= 1
+        rest = num_layers - inner * (chunks - 2)
+        axes |= {"first_stage_layers": rest // 2, "last_stage_layers": rest - rest // 2}
+    return Layout(dp=dp, **axes)
+
+
+def predict_tokens_per_s(run: dict[str, Any]) -> float:
+    """Return the tokens a second and GPU of a training run, all overlaps on."""
+    work = count_work(read_model(run))
+    layout = build_layout(run, run["gpus"], len(work.layers))
+    engine = EngineConfig(
+        layout=layout,
+        max_tokens_per_micro_batch=run["sequence"] * run["mbs"] // layout.cp,
+        megatron={"tp_comm_overlap": True},
+    )
+    engine.optimizer.distributed = engine.optimizer.overlap = True
+    engine.moe.dispatcher = "flex"
+    if modules := run.get("recompute"):
+        engine.recompute.granularity, engine.recompute.modules = "selective", modules
+    hardware = load_hardware(run["hardware"])
+    tokens = run["batch"] * run["sequence"]
+    model = TrainingModel(work, engine, hardware, run["dtype"])
+    seconds = model.predict_update(Load(tokens, run["sequence"])).total_s
+    return tokens / seconds / run["gpus"]
+
+
+def predict_step_s(run: dict[str, Any]) -> float:
+    """Return the seconds of a step, with full recompute and log-probs of actor and reference."""
+    model = read_model(run)
+    config = RLConfig()
+    config.model.dtype, config.trainer.mode = "bfloat16", run["mode"]
+    config.placement.rollout = "shared" if run["mode"] == "sync" else "own"
+    actor, rollout = config.actor, config.rollout
+    actor.layout = build_layout(run, run["trainer_gpus"], model["num_hidden_layers"])
+    actor.optimizer.distributed = actor.optimizer.overlap = True
+    actor.recompute.granularity = "full"
+    actor.max_tokens_per_micro_batch = run["longest"] // actor.layout.cp
+    config.algorithm.kl_coef, config.algorithm.log_prob_pass = 0.01, "always"
+    config.algorithm.group_size = 32
+    config.trainer.prompts_per_step = run["samples"] // 32
+    servers = run["gpus"] - (0 if run["mode"] == "sync" else run["trainer_gpus"])
+    rollout.tp, rollout.num_servers = run["server_tp"], servers // run["server_tp"]
+    rollout.kv_cache_bytes = 30 << 30
+    rollout.max_response_tokens = run["longest"] - PROMPT
+    lengths = Lengths(run["tokens"] - PROMPT, run["longest"] - PROMPT, prompt=PROMPT)
+    return predict_step(config, model, load_hardware(run["hardware"]), lengths).step_s
+
+
+def format_tables() -> str:
+    """Return the two tables of docs/planning_step.md."""
+    lines = [
+        "| Model | GPUs | Products | Layout | Published | Predicted | Ratio | Source |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for run in RUNS["training"]:
+        predicted, axes = predict_tokens_per_s(run), run["layout"]
+        layout = " ".join(f"{axis}={size}" for axis, size in axes.items()) or "dp"
+        lines.append(
+            f"| {run['name']} | {run['gpus']} {run['hardware']} | {run['dtype']} | {layout} | "
+            f"{run['tokens_per_s']} | {predicted:.0f} | {predicted / run['tokens_per_s']:.2f} | "
+            f"{run['source'].replace('bridge_', '').replace('_', '.')} |"
+        )
+    lines += [
+        "",
+        "| Model | GPUs | Trainer | Servers | Published s | Predicted s | Ratio | Source |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for run in RUNS["steps"]:
+        predicted = predict_step_s(run)
+        lines.append(
+            f"| {run['name']} | {run['gpus']} {run['hardware']} | {run['mode']} | "
+            f"tp={run['server_tp']} | {run['step_s']} | {predicted:.1f} | "
+            f"{predicted / run['step_s']:.2f} | "
+            f"v{run['source'].removeprefix('nemo_rl_').replace('_', '.')} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    print(format_tables(), end="")

@@ -1,0 +1,94 @@
+"""Times of generation by hand-worked cases."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mcore_rl.config.errors import ConfigError
+from mcore_rl.config.schema import RolloutConfig
+from mcore_rl.planner.flops import count_work
+from mcore_rl.planner.generation import SCHEDULER_S, Lengths, ServerModel, read_lengths
+from mcore_rl.planner.hardware import load_hardware
+from tests.published_runs import read_model
+
+# No latency of kernels: times are traffic and flops.
+H100 = replace(load_hardware("h100"), kernel_latency_s=1e-15, nvlink_latency_s=1e-15)
+
+
+def build_server(name: str, **fields: object) -> ServerModel:
+    config = read_model({"model": name})
+    rollout = RolloutConfig(kv_cache_bytes=1 << 40, **fields)  # type: ignore[arg-type]
+    return ServerModel(count_work(config), config, rollout, H100)
+
+
+def test_decode_of_one_sequence_reads_the_weights_once() -> None:
+    server = build_server("Qwen3-8B")
+    seconds, _ = server.predict_pass(1, 1, 0)
+    weights = server.work.parameters - server.work.embedding_parameters
+    expected = 2 * weights / H100.memory_rate + SCHEDULER_S
+    assert seconds == pytest.approx(expected, rel=0.01)
+
+
+def test_decode_reads_the_cache_of_each_sequence() -> None:
+    server = build_server("Qwen3-8B")
+    # 36 layers, keys and values of 8 heads of 128, bfloat16.
+    per_token = 36 * 2 * 8 * 128 * 2
+    short, long = (server.predict_pass(32, 1, context)[0] for context in (1000, 5000))
+    assert long - short == pytest.approx(32 * 4000 * per_token / H100.memory_rate, rel=1e-6)
+
+
+def test_decode_reads_the_experts_that_tokens_choose() -> None:
+    """Of 128 experts, one token reads 8; many tokens read all."""
+    server = build_server("Qwen3-30B-A3B", tp=1)
+    expert_bytes = 2 * 48 * 128 * 3 * 2048 * 768
+    one, many = (server.predict_pass(n, 1, 0)[0] for n in (1, 512))
+    dense_bytes = 2 * (server.work.parameters - server.work.embedding_parameters) - expert_bytes
+    assert one - SCHEDULER_S == pytest.approx(
+        (dense_bytes + expert_bytes * 8 / 128) / H100.memory_rate, rel=0.02
+    )
+    assert many - one > 0.9 * expert_bytes * 120 / 128 / H100.memory_rate
+
+
+def test_equal_responses_take_their_length_in_passes() -> None:
+    server = build_server("Qwen3-8B")
+    time = server.predict([100.0] * 8, prompt=10, group_size=8)
+    assert time.decode_s == pytest.approx(100 * server.predict_pass(8, 1, 10 + 50)[0])
+    assert time.tail_s == 0
+
+
+def test_responses_beyond_the_slots_wait() -> None:
+    server = build_server("Qwen3-8B", max_num_seqs=4)
+    time = server.predict([100.0] * 8, prompt=10, group_size=8)
+    assert time.most_running == 4
+    assert time.decode_s == pytest.approx(2 * 100 * server.predict_pass(4, 1, 10 + 50)[0])
+
+
+def test_one_long_response_is_the_tail() -> None:
+    server = build_server("Qwen3-8B")
+    time = server.predict([100.0] * 31 + [1100.0], prompt=10, group_size=8)
+    assert time.tail_s == pytest.approx(1000 * server.predict_pass(1, 1, 10 + 100 + 500)[0])
+
+
+def test_lengths_have_their_mean_after_the_cut() -> None:
+    lengths = Lengths(3000, 4096, sigma=0.6)
+    drawn = lengths.draw(2048)
+    assert drawn.mean() == pytest.approx(3000, rel=1e-3)
+    assert drawn.max() == 4096
+    assert np.all(np.diff(drawn) >= 0)
+    with pytest.raises(ConfigError, match=r"--response-tokens=5000.*allowed: up to 4096"):
+        Lengths(5000, 4096)
+
+
+def test_lengths_of_a_file_are_drawn_evenly(tmp_path: Path) -> None:
+    path = tmp_path / "lengths.txt"
+    path.write_text("10\n20\n30\n9999\n")
+    lengths = read_lengths(path, longest=100, prompt=5)
+    assert lengths.draw(4).tolist() == [10, 20, 30, 100]
+    assert lengths.mean == 40
+    path.write_text("10\nlong\n")
+    with pytest.raises(ConfigError, match="'long'; allowed: whole numbers above 0"):
+        read_lengths(path, longest=100, prompt=5)

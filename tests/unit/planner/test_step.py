@@ -1,0 +1,253 @@
+"""Steps of the three trainers, the search of layouts, and the commands."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mcore_rl.cli.compose import compose_config
+from mcore_rl.cli.plan import main
+from mcore_rl.config.errors import ConfigError
+from mcore_rl.config.schema import Layout, RLConfig
+from mcore_rl.jobs.placement import resolve_for_nodes
+from mcore_rl.models.base import use_family
+from mcore_rl.planner.flops import count_work
+from mcore_rl.planner.generation import Lengths
+from mcore_rl.planner.hardware import load_hardware
+from mcore_rl.planner.layout import SearchResult, search_layouts
+from mcore_rl.planner.step import StepTime, predict_step
+from mcore_rl.planner.training import TrainingModel
+from tests.pages import Command, of_kind
+from tests.published_runs import FOLDER, RUNS, format_tables, predict_step_s, read_model
+
+H100 = load_hardware("h100")
+LENGTHS = Lengths(2000, 8192)
+
+
+def predict(mode: str, placement: str, **changes: Any) -> StepTime:
+    config = build_config("Qwen3-30B-A3B", mode, placement)
+    config.actor.layout.dp, config.actor.layout.ep = 16, 8
+    config.rollout.tp, config.rollout.num_servers = 2, 8
+    config.rollout.kv_cache_bytes = 30 << 30
+    model = read_model({"model": "Qwen3-30B-A3B"})
+    return predict_step(config, model, H100, LENGTHS, **changes)
+
+
+def build_config(name: str, mode: str, placement: str) -> RLConfig:
+    config = RLConfig()
+    config.model.path, config.model.dtype = name, "bfloat16"
+    config.trainer.mode, config.placement.rollout = mode, placement
+    config.trainer.prompts_per_step, config.algorithm.group_size = 64, 16
+    config.data.max_prompt_tokens, config.rollout.max_response_tokens = 1024, 8192
+    config.actor.optimizer.distributed = config.actor.optimizer.overlap = True
+    return config
+
+
+def test_parts_of_a_step_add_up_for_each_trainer() -> None:
+    shared = predict("sync", "shared")
+    work = shared.generation.total_s + shared.training_s + shared.offload_s
+    assert shared.step_s == pytest.approx(work + shared.weight_sync_s)
+    assert shared.num_devices == 16
+
+    separate = predict("sync", "own")
+    generation, training = separate.generation.total_s, separate.training_s
+    assert separate.step_s == pytest.approx(generation + training + separate.weight_sync_s)
+    assert (separate.trainer_idle_s, separate.servers_idle_s) == (generation, training)
+    assert separate.num_devices == 32
+
+    ahead = predict("one_step_off", "own")
+    assert ahead.step_s == pytest.approx(max(generation, training) + ahead.weight_sync_s)
+    assert ahead.trainer_idle_s == pytest.approx(max(0, generation - training))
+    assert ahead.servers_idle_s == pytest.approx(max(0, training - generation))
+
+    streaming = predict("fully_async", "own")
+    assert streaming.step_s < ahead.step_s  # no server drains
+
+
+def test_log_probs_of_reference_and_old_policy_are_passes() -> None:
+    config = build_config("Qwen3-8B", "sync", "shared")
+    config.actor.layout.dp = config.rollout.num_servers = 8
+    model = read_model({"model": "Qwen3-8B"})
+    plain = predict_step(config, model, H100, LENGTHS)
+    config.algorithm.kl_coef = 0.01
+    config.algorithm.log_prob_pass = "always"
+    both = predict_step(config, model, H100, LENGTHS)
+    assert plain.log_probs_s == plain.reference_s == 0
+    assert both.log_probs_s == both.reference_s > 0
+    assert both.step_s == pytest.approx(plain.step_s + 2 * both.log_probs_s)
+
+
+def test_weight_sync_takes_the_bytes_of_its_plan() -> None:
+    step = predict("sync", "own", sync_bytes=45e9)
+    assert step.weight_sync_s == pytest.approx(1 + 2 * 20e-6)
+
+
+@pytest.mark.parametrize(
+    "run", RUNS["steps"], ids=[f"{r['name']}-{r['mode']}" for r in RUNS["steps"]]
+)
+def test_published_steps_take_at_least_what_is_predicted(run: dict[str, Any]) -> None:
+    assert 0.3 < predict_step_s(run) / run["step_s"] <= 1.0
+
+
+def test_the_page_has_the_tables_of_published_runs() -> None:
+    page = Path(__file__).parents[3] / "docs" / "planning_step.md"
+    text = page.read_text()
+    for table in format_tables().split("\n\n"):
+        assert table.strip() in text, "run python -m tests.published_runs"
+
+
+def search(
+    name: str, num_devices: int, mode: str = "sync", placement: str = "shared"
+) -> SearchResult:
+    config = build_config(name, mode, placement)
+    return search_layouts(config, read_model({"model": name}), H100, num_devices, LENGTHS)
+
+
+def test_search_returns_the_fastest_layouts_that_fit() -> None:
+    result = search("Qwen3-30B-A3B", 32)
+    steps = [candidate.step.step_s for candidate in result.best]
+    assert len(steps) == 10 and steps == sorted(steps)
+    for candidate in result.best:
+        assert candidate.engine.layout.world_size == 32
+        assert candidate.rollout.num_servers * candidate.rollout.num_workers == 32
+        assert max(candidate.training_bytes, candidate.serving_bytes) <= H100.memory_bytes
+        assert candidate.reason
+    assert all(layout.missing_bytes > 0 for layout in result.exceeding)
+
+
+@pytest.mark.parametrize(
+    ("name", "num_devices", "published"),
+    [
+        ("Qwen3-30B-A3B", 32, Layout(dp=32, ep=8)),
+        ("Qwen3-235B-A22B", 128, Layout(2, 8, 2, 4, 16, 1, 1, 11, 11)),
+    ],
+)
+def test_search_is_at_least_as_fast_as_the_published_layout(
+    name: str, num_devices: int, published: Layout
+) -> None:
+    """Layouts of NeMo-RL 0.6 on H100 (tests/published_runs.yaml)."""
+    tp = {"Qwen3-30B-A3B": 2, "Qwen3-235B-A22B": 16}[name]
+    config = build_config(name, "sync", "shared")
+    model = read_model({"model": name})
+    best = search_layouts(config, model, H100, num_devices, LENGTHS).best[0]
+    config.actor.layout = published
+    config.actor.recompute.granularity = "full"
+    config.actor.max_tokens_per_micro_batch = -(-9216 // config.actor.layout.cp)
+    config.rollout.tp, config.rollout.num_servers = tp, num_devices // tp
+    config.rollout.kv_cache_bytes = 30 << 30
+    assert best.step.step_s <= predict_step(config, model, H100, LENGTHS).step_s
+
+
+def test_search_of_1024_devices_takes_seconds() -> None:
+    start = time.process_time()
+    result = search("DeepSeek-V3", 1024, "fully_async", "own")
+    assert time.process_time() - start < 60
+    for candidate in result.best:
+        servers = candidate.rollout.num_servers * candidate.rollout.num_workers
+        assert candidate.engine.layout.world_size + servers <= 1024
+        assert candidate.engine.layout.world_size % 8 == 0
+
+
+def test_search_without_a_layout_that_fits_says_what_is_missing() -> None:
+    with pytest.raises(ConfigError, match=r"--devices=8: no layout of 671.0 B.*allowed: more"):
+        search("DeepSeek-V3", 8)
+
+
+def test_a_longer_pipeline_is_chosen_for_less_memory() -> None:
+    roomy = search("Qwen3-8B", 16).best[0]
+    config = build_config("Qwen3-8B", "sync", "shared")
+    small = replace(H100, memory_bytes=40_000_000_000)
+    tight = search_layouts(config, read_model({"model": "Qwen3-8B"}), small, 16, LENGTHS).best[0]
+    assert tight.training_bytes < roomy.training_bytes
+    assert tight.step.step_s > roomy.step.step_s
+
+
+# Commands
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    shutil.copy(FOLDER / "DeepSeek-V3.json", folder / "config.json")  # quantised, as published
+    return folder
+
+
+def test_plan_step_prints_each_part(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    settings = ["recipe=dsv3_671b", f"model.path={model}"]
+    main(["step", *settings, "--hardware", "h200", "--json"])
+    step = json.loads(capsys.readouterr().out)
+    assert step["step_s"] > step["generation"]["decode_s"] > 0
+    assert step["update"]["expert_parallel_s"] > 0
+    main(["step", *settings, "--hardware", "h200"])
+    text = capsys.readouterr().out
+    assert "expert-parallel exchange" in text and "MFU of the update" in text
+
+
+def test_plan_layout_writes_a_recipe_that_a_run_accepts(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "fastest.yaml"
+    settings = ["recipe=dsv3_671b", f"model.path={model}"]
+    main(["layout", *settings, "--hardware", "h200", "--devices", "256", "--write", str(path)])
+    text = capsys.readouterr().out
+    assert f"wrote {path}" in text and "actor.layout.tp=" in text and "decided by" in text
+    config = compose_config(RLConfig, [f"recipe={path}"])
+    resolved = resolve_for_nodes(config, "cuda", needs_data=False)
+    pasted = [
+        word for line in text.splitlines() if line.startswith("actor.") for word in line.split()
+    ]
+    assert resolved.actor.layout == compose_config(RLConfig, [*settings, *pasted]).actor.layout
+    assert resolved.actor.layout.world_size <= 256
+
+
+@pytest.mark.parametrize("command", of_kind("plan time"), ids=str)
+def test_commands_of_the_page_run(
+    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "config.json").write_text((FOLDER / "Qwen3-30B-A3B.json").read_text())
+    monkeypatch.chdir(tmp_path)
+    main(command.text.replace("FOLDER", str(tmp_path)).split()[2:])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["step", "--hardware", "h100"], "no settings; allowed: recipe=NAME"),
+        (["step", "recipe=dsv3_671b", "--hardware", "h300"], "--hardware='h300' is unknown"),
+        (["layout", "recipe=dsv3_671b", "--hardware", "h100"], "required: --devices"),
+        (["calibrate", "--device", "tpu"], "--device='tpu'; allowed: cpu, cuda"),
+    ],
+)
+def test_senseless_input_gets_one_error(arguments: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        main(arguments)
+
+
+def test_calibrate_writes_a_file_that_plans_accept(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    main(["calibrate", "--device", "cpu", "--write", str(path)])
+    hardware = load_hardware(str(path))
+    assert 1e9 < hardware.get_flops("float32") < 1e13
+    assert 1e8 < hardware.memory_rate < 1e12
+    assert 1e-8 < hardware.kernel_latency_s < 1e-3
+    assert "measured on" in hardware.sources["peak_flops"]
+
+
+def test_a_users_family_is_planned_without_a_change() -> None:
+    example = Path(__file__).parents[3] / "examples" / "my_family.py"
+    use_family(f"{example}:FAMILY")
+    try:
+        config = {**read_model({"model": "Llama-2-7b-hf"}), "architectures": ["MistralForCausalLM"]}
+        work = count_work(config)
+    finally:
+        use_family("")
+    assert work.parameters == 6_738_415_616  # of Llama 2, whose tensors Mistral's are
+    engine = RLConfig().actor
+    assert TrainingModel(work, engine, H100).count_local_parameters() == (6_738_411_520, 0)
