@@ -107,7 +107,12 @@ def build_warm_engine(config: RLConfig) -> EngineConfig:
     warm = config.warm_start
     moe = replace(config.actor.moe, aux_loss_coef=warm.moe_aux_loss_coef, router_replay="off")
     return replace(
-        config.actor, layout=warm.layout, optimizer=warm.optimizer, moe=moe, lora=LoRAConfig()
+        config.actor,
+        layout=warm.layout,
+        optimizer=warm.optimizer,
+        moe=moe,
+        lora=LoRAConfig(),
+        indexer_replay="off",
     )
 
 
