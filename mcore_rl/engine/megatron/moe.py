@@ -130,7 +130,8 @@ class PackedRouter(TopKRouter):
 
     def gating(self, input: torch.Tensor) -> torch.Tensor:
         """Return the logits [..., E] in the dtype of the router (config.moe_router_dtype)."""
-        bias, self.bias = self.bias, None
+        bias: torch.Tensor | None = self.bias  # type: ignore[has-type]
+        self.bias = None
         try:
             logits: torch.Tensor = super().gating(input)
         finally:
