@@ -30,6 +30,7 @@ KINDS = {
     "parity": (r"mcore-rl verify parity .*", "e2e/test_page_jobs"),
     "launch plan": (r"bash launch/run_tiny.sh --dry-run", "repo/test_launch"),
     "plan": (r"mcore-rl plan reshard .*", "tools/test_plan_reshard"),
+    "simulate": (r"mcore-rl plan simulate .*", "tools/test_simulate"),
     "doctor": (r"mcore-rl doctor\b.*", "tools/test_doctor"),
     "bench": (r"mcore-rl bench reshard\b.*", "benchmarks/test_reshard"),
     "bench async": (r"mcore-rl bench async\b.*", "benchmarks/test_async"),

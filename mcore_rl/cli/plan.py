@@ -1,4 +1,4 @@
-"""mcore-rl plan reshard: the bytes of a weight sync, without a GPU."""
+"""mcore-rl plan: the bytes of a weight sync, and simulated runs, without a GPU."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import json
 import sys
 from pathlib import Path
 
+from mcore_rl.cli import plan_simulate
 from mcore_rl.cli.options import AXES, FAMILY, SERVED_AXES, Parser, parse_layout
 from mcore_rl.config.schema import Layout
 from mcore_rl.reshard.layout import GenerationLayout
@@ -18,6 +19,8 @@ gather-then-slice would move between the same layouts. Needs no weights."""
 
 def main(arguments: list[str]) -> None:
     options = build_parser().parse_args(arguments)
+    if options.command == "simulate":
+        return plan_simulate.run(options)
     train = parse_layout("--train", options.train, Layout)
     generate = parse_layout("--generate", options.generate, GenerationLayout)
     from mcore_rl.jobs.remote_paths import fetch_model
@@ -45,7 +48,8 @@ def main(arguments: list[str]) -> None:
 
 def build_parser() -> argparse.ArgumentParser:
     parser = Parser(prog="mcore-rl plan", description="Cost estimates, without a GPU.")
-    what = parser.add_subparsers(dest="command", required=True, metavar="reshard")
+    what = parser.add_subparsers(dest="command", required=True, metavar="reshard|simulate")
+    plan_simulate.add_options(what.add_parser("simulate", description=plan_simulate.ABOUT))
     add = what.add_parser("reshard", description=_ABOUT).add_argument
     add("--model", required=True, help="Hugging Face folder, hf:ORG/NAME, or a config.json")
     add("--mode", default="colocated", help="colocated (the default) or disaggregated")

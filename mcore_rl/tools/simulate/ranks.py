@@ -39,7 +39,6 @@ class Ledger:
         response_s: Seconds of all responses while they were decoded.
         tokens: Decoded tokens: those that were collected, and those that were lost, by cause.
         running: Decoding and waiting responses of all servers, whenever they change.
-        calls: Group and method of calls, in order, without those of servers that ask for samples.
     """
 
     spans: list[tuple[float, float, str]] = field(default_factory=list)
@@ -147,7 +146,9 @@ def _make_scores(batch: Batch) -> Batch:
     """Return the batch with the log-probs that simulated servers have given, and no entropy."""
     ids = batch.jagged("response_ids")
     scores = {"log_probs": -1.0, "entropy": 0.0}
-    columns = {n: ids.with_values(np.full(len(ids.values), v, np.float32)) for n, v in scores.items()}
+    columns = {
+        n: ids.with_values(np.full(len(ids.values), v, np.float32)) for n, v in scores.items()
+    }
     return Batch({**batch.columns, **columns})
 
 
@@ -274,7 +275,9 @@ class SimulatedServer:
         entries = prompts.lengths("prompt_ids").tolist()
         for group_id, num in zip(prompts.array("group_ids").tolist(), entries, strict=True):
             group = _Group(group_id, stream, num, num_left=sampling.n)
-            drawn = self._workload.lengths.draw([self._workload.seed, 1, group_id + 2**32], sampling.n)
+            drawn = self._workload.lengths.draw(
+                [self._workload.seed, 1, group_id + 2**32], sampling.n
+            )
             group.responses = [
                 _Response(group, n, min(tokens, sampling.max_tokens), tokens >= sampling.max_tokens)
                 for n, tokens in enumerate(drawn.tolist())

@@ -6,7 +6,7 @@ import contextlib
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +58,6 @@ class SimulatedRun:
     Attributes:
         start_s: When the servers and the trainer had started, by the clock.
         num_calls: Calls from the driver to ranks.
-        calls: Group and method of every call of the actor and of a server, in order.
     """
 
     config: RLConfig
@@ -84,7 +83,7 @@ class SimulatedRun:
 
     def summarize(self) -> dict[str, float]:
         """Return the numbers of the report, by name."""
-        ledger, times = self.ledger, Workload().times
+        ledger = self.ledger
         num_servers = self.config.rollout.num_servers
         trained = {kind: 0.0 for kind in ("log_probs", "update", "weight_sync")}
         for start, end, kind in ledger.spans:
@@ -93,7 +92,6 @@ class SimulatedRun:
         waits_s = self.seconds - sum(trained.values())
         served_s = sum(ledger.server_s.values())
         tokens = sum(ledger.tokens.values())
-        del times
         summary = {
             "step_s": self.step_s,
             "samples_per_s": sum(s.metrics["samples"] for s in self.steps) / self.seconds,
@@ -279,9 +277,3 @@ def _start(
     sync = connect(config, actor, servers, 0)
     keeps_requests = get_loop(config.trainer) == "fully_async"
     return DeviceSharing(config.placement, {"actor": actor}, servers, sync, keeps_requests)
-
-
-def with_mode(config: RLConfig, mode: str) -> RLConfig:
-    """Return the settings for another loop, with its default staleness."""
-    trainer = replace(config.trainer, mode=mode, staleness=None)
-    return replace(config, trainer=trainer)
