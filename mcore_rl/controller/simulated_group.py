@@ -80,7 +80,7 @@ class RankCall:
 
 
 class RankModel(Protocol):
-    """What the ranks of a group do with calls."""
+    """Answer the calls of a group's ranks."""
 
     def execute(self, calls: Sequence[RankCall]) -> None:
         """Answer each of these calls, which were sent together, at some time."""

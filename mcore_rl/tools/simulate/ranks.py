@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -31,7 +32,7 @@ _NOWHERE = RendezvousEndpoint("127.0.0.1", 9, "")  # nobody waits there
 
 @dataclass(slots=True)
 class Ledger:
-    """What ranks did, by the clock.
+    """Record what ranks did, by the clock.
 
     Attributes:
         spans: Start, end and kind of what training ranks did.
@@ -42,7 +43,7 @@ class Ledger:
     """
 
     spans: list[tuple[float, float, str]] = field(default_factory=list)
-    server_s: Counter[str] = field(default_factory=Counter)
+    server_s: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     response_s: float = 0.0
     tokens: Counter[str] = field(default_factory=Counter)
     num_decoding: int = 0
@@ -469,7 +470,7 @@ class SimulatedServer:
             group = response.group
             group.num_left -= 1
             if not group.num_left:
-                self._call_later(self._workload.times.reward_s, lambda g=group: self._reward(g))
+                self._call_later(self._workload.times.reward_s, partial(self._reward, group))
         self._ledger.add_running(self._clock.now_s, -num, 0)
         self._fill()
 
@@ -501,15 +502,15 @@ class SimulatedServer:
         )
         starts, numbers = (np.array(column) for column in zip(*self._versions, strict=True))
         versions = ids.with_values(numbers[np.searchsorted(starts, decoded, side="right") - 1])
-        ones = np.ones(len(ids.values))
+        filled = np.ones(len(ids.values))
         rng = np.random.default_rng([workload.seed, 3, group.group_id + 2**32])
         return Batch(
             {
                 "group_ids": np.full(num, group.group_id),
                 "prompt_ids": Jagged.pack([np.zeros(group.prompt_entries)] * num, np.int64),
                 "response_ids": ids,
-                "response_mask": ids.with_values(ones.astype(np.int8)),
-                "rollout_log_probs": ids.with_values(-ones.astype(np.float32)),
+                "response_mask": ids.with_values(filled.astype(np.int8)),
+                "rollout_log_probs": ids.with_values(-filled.astype(np.float32)),
                 "weight_versions": versions,
                 "oldest_versions": np.array([row.min() for row in versions]),
                 "newest_versions": np.array([row.max() for row in versions]),

@@ -53,7 +53,7 @@ class StepRecord:
 
 @dataclass(slots=True)
 class SimulatedRun:
-    """What a simulated run did.
+    """Hold the results of a simulated run.
 
     Attributes:
         start_s: When the servers and the trainer had started, by the clock.

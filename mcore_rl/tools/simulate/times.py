@@ -1,4 +1,4 @@
-"""What a simulation takes as given: seconds of each part, lengths of responses, failures."""
+"""Inputs of a simulation: seconds of each part, lengths of responses, failures."""
 
 from __future__ import annotations
 

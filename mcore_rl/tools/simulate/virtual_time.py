@@ -219,7 +219,10 @@ def run_by_clock(clock: VirtualClock) -> Iterator[None]:
                 raise TimeoutError from None
 
     times = SimpleNamespace(
-        monotonic=clock.monotonic, perf_counter=clock.monotonic, process_time=clock.measure_driver_s
+        sleep=lambda seconds: clock.wait(lambda: False, seconds),
+        monotonic=clock.monotonic,
+        perf_counter=clock.monotonic,
+        process_time=clock.measure_driver_s,
     )
     replaced: list[tuple[Any, str, Any]] = [
         (pending_call, "time", times),
