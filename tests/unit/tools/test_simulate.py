@@ -40,6 +40,7 @@ SMALL = {
         "trainer.prompts_per_step": 16, "trainer.num_steps": 2,
     }.items()
 }  # fmt: skip
+PAUSES_S = 0.01  # of the server pool, after an answer
 GENERATE_S, UPDATE_S, SYNC_S = 3.2, 8 * 352 * 0.001 + 2, 7.0
 
 
@@ -57,11 +58,13 @@ def run_loop(mode, load=LOAD, *settings):
 def test_a_step_of_sync_takes_the_sum_of_its_parts():
     run = run_loop("sync")
     expected = GENERATE_S + UPDATE_S + SYNC_S
-    assert [step.end_s - step.start_s for step in run.steps] == pytest.approx([expected] * 3)
+    assert [step.end_s - step.start_s for step in run.steps] == pytest.approx(
+        [expected] * 3, abs=PAUSES_S
+    )
     summary = run.summarize()
-    assert summary["trainer/waits"] == pytest.approx(GENERATE_S / expected)
-    assert summary["servers/idle"] == pytest.approx(UPDATE_S / expected)
-    assert summary["responses_per_server"] == pytest.approx(8 * GENERATE_S / expected)
+    assert summary["trainer/waits"] == pytest.approx(GENERATE_S / expected, abs=0.001)
+    assert summary["servers/idle"] == pytest.approx(UPDATE_S / expected, abs=0.001)
+    assert summary["responses_per_server"] == pytest.approx(8 * GENERATE_S / expected, abs=0.01)
     assert summary["max_age"] == 0
 
 
@@ -69,7 +72,9 @@ def test_one_step_off_hides_the_shorter_of_generation_and_update():
     run = run_loop("one_step_off")
     hidden = max(GENERATE_S, UPDATE_S)
     expected = [GENERATE_S + hidden + SYNC_S, hidden + SYNC_S, UPDATE_S + SYNC_S]
-    assert [step.end_s - step.start_s for step in run.steps] == pytest.approx(expected)
+    assert [step.end_s - step.start_s for step in run.steps] == pytest.approx(
+        expected, abs=PAUSES_S
+    )
     assert [step.max_age for step in run.steps] == [0, 1, 1]
 
 
@@ -82,7 +87,7 @@ def test_fully_async_stays_within_its_staleness():
 def test_servers_that_share_devices_sleep_while_the_trainer_updates():
     run = run_loop("sync", LOAD, "placement.rollout=shared")
     assert run.summarize()["servers/sleep"] > 0
-    assert run.step_s == pytest.approx(GENERATE_S + UPDATE_S + SYNC_S)
+    assert run.step_s == pytest.approx(GENERATE_S + UPDATE_S + SYNC_S, abs=PAUSES_S)
 
 
 def test_phases_are_in_the_order_of_a_step():
