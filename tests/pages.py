@@ -32,6 +32,7 @@ KINDS = {
     "launch plan": (r"bash launch/run_tiny.sh --dry-run", "repo/test_launch"),
     "plan": (r"mcore-rl plan reshard .*", "tools/test_plan_reshard"),
     "plan time": (r"mcore-rl plan (step|layout|calibrate) .*", "planner/test_step"),
+    "simulate": (r"mcore-rl plan simulate .*", "tools/test_simulate"),
     "doctor": (r"mcore-rl doctor\b.*", "tools/test_doctor"),
     "bench": (r"mcore-rl bench reshard\b.*", "benchmarks/test_reshard"),
     "bench async": (r"mcore-rl bench async\b.*", "benchmarks/test_async"),

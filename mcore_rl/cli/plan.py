@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from mcore_rl.cli import plan_time
+from mcore_rl.cli import plan_simulate, plan_time
 from mcore_rl.cli.options import AXES, FAMILY, SERVED_AXES, Parser, parse_layout
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import Layout, RLConfig
@@ -152,4 +152,5 @@ PLAN_COMMANDS = {
     "calibrate": PlanCommand(
         plan_time.ABOUT_CALIBRATE, plan_time.add_calibrate_options, plan_time.run_calibrate
     ),
+    "simulate": PlanCommand(plan_simulate.ABOUT, plan_simulate.add_options, plan_simulate.run),
 }

@@ -142,12 +142,12 @@ class RolloutPool:
         """Begin the groups of these prompts and wait until all have ended."""
         batches: list[Batch] = []
         self.servers.begin(prompts, sampling, stream)
-        num_samples = len(prompts) * sampling.n
+        num_samples, num_groups = len(prompts) * sampling.n, 0
         with ACTIVITY.count(num_samples, "samples") as report_progress:
             while self.servers.num_outstanding(stream):
                 arrived = self.servers.collect(stream, _WAIT_S, ALL)
                 batches += arrived
-                num_groups = sum(len(np.unique(batch.array("group_ids"))) for batch in batches)
+                num_groups += sum(len(np.unique(batch.array("group_ids"))) for batch in arrived)
                 report_progress(num_groups * sampling.n)
                 on_samples(arrived)
         return concat_batches(batches)

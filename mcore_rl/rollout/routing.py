@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -57,10 +58,14 @@ def route_groups(
             unless another has fewer tokens, by more than the largest group's.
     """
     tokens = dict(outstanding_tokens)
+    fewest = [(num, number) for number, num in tokens.items()]
+    heapq.heapify(fewest)
     largest = max((group.max_tokens for group in groups), default=0)
     servers = []
     for group in groups:
-        least = min(tokens, key=lambda number: (tokens[number], number))
+        while tokens[fewest[0][1]] != fewest[0][0]:  # it has got groups since
+            heapq.heapreplace(fewest, (tokens[fewest[0][1]], fewest[0][1]))
+        least = fewest[0][1]
         last = last_servers.get(group.group_id, least)
         is_free = last in tokens and tokens[last] <= tokens[least] + largest
         servers.append(last if is_free else least)

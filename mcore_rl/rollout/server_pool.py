@@ -58,6 +58,7 @@ ALL = 1 << 31  # more groups than any call begins
 COLLECT_ALL_S = 5.0
 # Servers that may be asked again every POLL_S; with more of them each waits longer, up to a limit.
 _SERVERS_PER_POLL, _MAX_COLLECT_S = 8, 2.0
+_PAUSE_S = 0.001  # a server: wait after an answer, up to POLL_S
 # Prompt bytes per sample that are sent by value. Larger prompts go by reference, for which Ray
 # takes 0.7 ms more of the driver's time.
 BY_VALUE_BYTES = 128
@@ -404,7 +405,9 @@ class ServerPool:
         """Wait until a server answers or has started."""
         servers = self._servers.values()
         calls = [call for s in servers for call in (*s.collecting.values(), *s.starting)]
-        self._wait_for_reply(calls, seconds)
+        if self._wait_for_reply(calls, seconds):
+            # Every answer costs a look at all servers: with many of them, wait for others' answers.
+            time.sleep(min(_PAUSE_S * len(servers), POLL_S, seconds))
 
     def _check_wait(self, seconds: float) -> None:
         """Add to the time without a group. At the limit, restart servers with stopped processes.
@@ -634,10 +637,10 @@ class ServerPool:
             self._poll()
         return bool(calls)
 
-    def _wait_for_reply(self, calls: Sequence[PendingCall], seconds: float) -> None:
+    def _wait_for_reply(self, calls: Sequence[PendingCall], seconds: float) -> bool:
         """Wait until a rank of one of these calls answers, or of an earlier call."""
         self._replies.watch(calls)
-        self._replies.wait(seconds)
+        return bool(self._replies.wait(seconds))
 
     def _has_succeeded(self, server: Server, call: PendingCall) -> bool:
         """Return whether a call has succeeded. Restart a server that has died or is late.

@@ -1,0 +1,67 @@
+"""mcore-rl plan simulate: a run of each loop with ranks that only take the predicted time."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from mcore_rl.config.checks import check_at_least, check_choice
+
+ABOUT = """\
+Runs the loops of a job with simulated training ranks and servers: what each step takes, where time
+is lost, staleness, queues, and CPU seconds of the driver. Needs no model, data or GPU. Controller,
+data plane, server pool, sample buffer and loops are those of a job: docs/simulate.md."""
+TRAINERS = ("sync", "one_step_off", "fully_async")
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the command."""
+    add = parser.add_argument
+    add("settings", nargs="*", metavar="recipe=NAME|PATH|KEY=VALUE", help="as of mcore-rl rl")
+    about = "loops to compare; default: all three, each with its default staleness"
+    add("--trainers", nargs="+", default=list(TRAINERS), metavar="sync", help=about)
+    add("--times", type=Path, metavar="FILE.yaml", help="seconds of each part, as StepTimes")
+    about = "lognormal:MEDIAN:SIGMA, or a file with a number of tokens a line"
+    add("--lengths", default="lognormal:1000:0.8", metavar="SPEC", help=about)
+    add("--prompt-tokens", type=int, default=512, metavar="N", help="default: 512")
+    add("--failures", type=float, default=0.0, metavar="X", help="of a server an hour; default: 0")
+    add("--picture", type=Path, metavar="FILE.png", help="what was done when, as a picture")
+    add("--json", action="store_true", help="print one JSON object")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Simulate the loops, print what they did, and return the exit status."""
+    from mcore_rl.cli.compose import compose_config  # imports Hydra
+    from mcore_rl.config.schema import RLConfig
+    from mcore_rl.tools.simulate import report
+    from mcore_rl.tools.simulate.run import open_simulation, prepare_config, simulate
+    from mcore_rl.tools.simulate.times import Lengths, StepTimes, Workload
+
+    check_at_least("--prompt-tokens", options.prompt_tokens, 1)
+    check_at_least("--failures", options.failures, 0)
+    for mode in options.trainers:
+        check_choice("--trainers", mode, TRAINERS)
+    times = StepTimes.load(options.times) if options.times else StepTimes()
+    lengths = Lengths.parse(options.lengths)
+    configs = {}
+    for mode in options.trainers:
+        settings = [*options.settings, f"trainer.mode={mode}"]
+        configs[mode] = prepare_config(compose_config(RLConfig, settings))
+    runs = {}
+    with open_simulation():
+        for mode, config in configs.items():
+            workload = Workload(
+                times, lengths, options.prompt_tokens, server_failures_per_hour=options.failures,
+                seed=config.seed,
+            )  # fmt: skip
+            runs[mode] = simulate(config, workload)
+    if options.picture:
+        report.plot_runs(options.picture, runs)
+    if options.json:
+        json.dump({mode: run.summarize() for mode, run in runs.items()}, sys.stdout, indent=1)
+        print()
+    else:
+        report.print_runs(runs)
+    return 0

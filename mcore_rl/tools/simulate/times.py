@@ -1,0 +1,129 @@
+"""Inputs of a simulation: seconds of each part, lengths of responses, failures."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import yaml
+
+from mcore_rl.config.checks import check_at_least, check_positive
+from mcore_rl.config.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class StepTimes:
+    """Seconds of each part, as a plan predicts or a run measured them.
+
+    The defaults are an example: a step of `mcore-rl plan simulate` takes about a minute with them.
+    """
+
+    decode_s: float = 0.006  # a token of every response of a server, whatever their number
+    decode_response_s: float = 0.00002  # more for each response that a server generates
+    prefill_token_s: float = 0.00002  # a token of a prompt, while the server decodes nothing
+    responses_per_server: int = 256  # at once; others wait
+    reward_s: float = 0.5  # from the last token of a group to its rewards
+    log_prob_token_s: float = 0.000015  # a token, on a data-parallel rank
+    train_token_s: float = 0.00005  # a token, forward and backward, on a data-parallel rank
+    optimizer_s: float = 0.5  # an optimizer step
+    weight_sync_s: float = 5.0  # new weights into all servers
+    server_start_s: float = 120.0  # of a server that has died
+    call_s: float = 0.002  # a call from the driver to a rank and back
+
+    def __post_init__(self) -> None:
+        for name, value in dataclasses.asdict(self).items():
+            check_at_least(name, value, 0)
+        check_positive("decode_s", self.decode_s)
+        check_at_least("responses_per_server", self.responses_per_server, 1)
+
+    @classmethod
+    def load(cls, path: Path) -> StepTimes:
+        """Load a YAML or JSON file of fields; those that are left out are the defaults.
+
+        Raises:
+            ConfigError: it cannot be read, or has a field that does not exist, or no number.
+        """
+        try:
+            content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+            raise ConfigError(f"--times={path}: {error}") from error
+        names = [field.name for field in dataclasses.fields(cls)]
+        if not isinstance(content, dict):
+            raise ConfigError(f"--times={path} has no fields; allowed: {', '.join(names)}")
+        for name, value in content.items():
+            if name not in names:
+                raise ConfigError(f"--times={path}: {name!r}; allowed: {', '.join(names)}")
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                raise ConfigError(f"--times={path}: {name}={value!r}; allowed: a number")
+        return cls(**content)
+
+
+@dataclass(frozen=True, slots=True)
+class Lengths:
+    """Tokens of responses: log-normal, or drawn from those of a file."""
+
+    median: float = 1000.0
+    sigma: float = 0.8
+    measured: tuple[int, ...] = ()  # drawn from, if there are any
+
+    @classmethod
+    def parse(cls, text: str) -> Lengths:
+        """Parse `lognormal:MEDIAN:SIGMA`, or a file with a number of tokens a line.
+
+        Raises:
+            ConfigError: it is neither.
+        """
+        kind, *numbers = text.split(":")
+        if kind == "lognormal":
+            try:
+                median, sigma = map(float, numbers)
+            except ValueError:
+                median = sigma = -1.0
+            if not (1 <= median < float("inf") and 0 <= sigma < float("inf")):
+                raise ConfigError(f"--lengths={text}; allowed: lognormal:1000:0.8, or a file")
+            return cls(median, sigma)
+        try:
+            measured = tuple(map(int, Path(text).read_text(encoding="utf-8").split()))
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                f"--lengths={text}: {error}; allowed: lognormal:1000:0.8, or a file with a "
+                "number of tokens a line"
+            ) from error
+        if not measured or min(measured) < 1:
+            raise ConfigError(f"--lengths={text}: allowed: one length a line, from 1")
+        return cls(measured=measured)
+
+    def draw(self, seed: list[int], num: int) -> npt.NDArray[np.int64]:
+        """Return the tokens of responses without a limit: [num]."""
+        rng = np.random.default_rng(seed)
+        if self.measured:
+            return rng.choice(np.array(self.measured, np.int64), num)
+        drawn = self.median * np.exp(self.sigma * rng.standard_normal(num))
+        return np.clip(drawn, 1, 2**31).astype(np.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """A job to simulate, without the loop."""
+
+    times: StepTimes = StepTimes()
+    lengths: Lengths = Lengths()
+    prompt_tokens: int = 512
+    tokens_per_entry: int = 32  # that an entry of a simulated column stands for
+    server_failures_per_hour: float = 0.0  # of each server
+    seed: int = 1
+
+    def draw_failure_s(self, server: int, restart: int) -> float:
+        """Draw the seconds that a server lives: exponential, with the mean of its rate."""
+        if not self.server_failures_per_hour:
+            return float("inf")
+        rng = np.random.default_rng([self.seed, 2, server, restart])
+        return float(rng.exponential(3600.0 / self.server_failures_per_hour))
+
+    def count_entries(self, num_tokens: Any) -> Any:
+        """Return the entries that stand for tokens, at least one."""
+        return -(-num_tokens // self.tokens_per_entry)

@@ -1,0 +1,171 @@
+"""Simulated runs: hand-worked times, where time goes, failures, and the command of the page."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from contextlib import nullcontext
+from queue import Empty
+
+import pytest
+
+from mcore_rl.cli import main as cli
+from mcore_rl.cli.compose import compose_config
+from mcore_rl.cli.plan import main
+from mcore_rl.config.errors import ConfigError
+from mcore_rl.config.schema import RLConfig
+from mcore_rl.controller import pending_call
+from mcore_rl.tools.simulate.run import open_simulation, prepare_config, simulate
+from mcore_rl.tools.simulate.times import Lengths, StepTimes, Workload
+from mcore_rl.tools.simulate.virtual_time import VirtualClock, VirtualExecutor, run_by_clock
+from tests.pages import of_kind
+
+TIMES = StepTimes(
+    decode_s=0.01, decode_response_s=0.0, prefill_token_s=0.0, reward_s=0.0,
+    log_prob_token_s=0.0, train_token_s=0.001, optimizer_s=2.0, weight_sync_s=7.0,
+    server_start_s=30.0, call_s=0.0,
+)  # fmt: skip
+# 16 responses of 320 tokens, and prompts of 32: every server takes 3.2 s, each of two data-parallel
+# ranks trains on 8 * 352 tokens.
+LOAD = Workload(TIMES, Lengths(320.0, 0.0), prompt_tokens=32)
+SETTINGS = (
+    "actor.layout.dp=2", "actor.layout.tp=2", "rollout.num_servers=2", "placement.rollout=own",
+    "trainer.num_steps=3", "trainer.prompts_per_step=4", "algorithm.group_size=4",
+)  # fmt: skip
+SMALL = {
+    name: f"{name}={value}"
+    for name, value in {
+        "actor.layout.dp": 2, "actor.layout.tp": 2, "actor.layout.pp": 2, "rollout.num_servers": 4,
+        "trainer.prompts_per_step": 16, "trainer.num_steps": 2,
+    }.items()
+}  # fmt: skip
+PAUSES_S = 0.01  # of the server pool, after an answer
+GENERATE_S, UPDATE_S, SYNC_S = 3.2, 8 * 352 * 0.001 + 2, 7.0
+
+
+@pytest.fixture(scope="module", autouse=True)
+def session():
+    with open_simulation():
+        yield
+
+
+def run_loop(mode, load=LOAD, *settings):
+    config = compose_config(RLConfig, [*SETTINGS, f"trainer.mode={mode}", *settings])
+    return simulate(prepare_config(config), load)
+
+
+def test_a_step_of_sync_takes_the_sum_of_its_parts():
+    run = run_loop("sync")
+    expected = GENERATE_S + UPDATE_S + SYNC_S
+    assert [step.end_s - step.start_s for step in run.steps] == pytest.approx(
+        [expected] * 3, abs=PAUSES_S
+    )
+    summary = run.summarize()
+    assert summary["trainer/waits"] == pytest.approx(GENERATE_S / expected, abs=0.001)
+    assert summary["servers/idle"] == pytest.approx(UPDATE_S / expected, abs=0.001)
+    assert summary["responses_per_server"] == pytest.approx(8 * GENERATE_S / expected, abs=0.01)
+    assert summary["max_age"] == 0
+
+
+def test_one_step_off_hides_the_shorter_of_generation_and_update():
+    run = run_loop("one_step_off")
+    hidden = max(GENERATE_S, UPDATE_S)
+    expected = [GENERATE_S + hidden + SYNC_S, hidden + SYNC_S, UPDATE_S + SYNC_S]
+    assert [step.end_s - step.start_s for step in run.steps] == pytest.approx(
+        expected, abs=PAUSES_S
+    )
+    assert [step.max_age for step in run.steps] == [0, 1, 1]
+
+
+def test_fully_async_stays_within_its_staleness():
+    run = run_loop("fully_async")
+    assert 0 < run.summarize()["max_age"] <= 2
+    assert run.step_s < run_loop("sync").step_s
+
+
+def test_servers_that_share_devices_sleep_while_the_trainer_updates():
+    run = run_loop("sync", LOAD, "placement.rollout=shared")
+    assert run.summarize()["servers/sleep"] > 0
+    assert run.step_s == pytest.approx(GENERATE_S + UPDATE_S + SYNC_S, abs=PAUSES_S)
+
+
+def test_phases_are_in_the_order_of_a_step():
+    spans = [kind for *_, kind in run_loop("sync").ledger.spans]
+    assert spans == ["update", "weight_sync"] * 3
+
+
+def test_a_run_repeats_exactly_and_another_seed_differs():
+    load = Workload(TIMES, Lengths(320.0, 0.8), prompt_tokens=32)
+    first, again = run_loop("fully_async", load), run_loop("fully_async", load)
+    other = run_loop("fully_async", Workload(TIMES, Lengths(320.0, 0.8), 32, seed=2))
+    assert first.ledger.spans == again.ledger.spans
+    assert first.ledger.spans != other.ledger.spans
+
+
+@pytest.mark.parametrize("mode", ["sync", "fully_async"])
+def test_servers_that_die_cost_time_and_tokens_and_the_run_goes_on(mode):
+    load = Workload(TIMES, Lengths(320.0, 0.0), 32, server_failures_per_hour=120.0)
+    run = run_loop(mode, load, "rollout.max_restarts=50", "trainer.num_steps=12")
+    summary = run.summarize()
+    assert summary["server_failures"] > 0 and summary["servers/restart"] > 0
+    assert run.seconds > run_loop(mode, LOAD, "trainer.num_steps=12").seconds
+    assert len(run.steps) == 12
+
+
+def test_threads_wait_by_the_clock():
+    clock, order = VirtualClock(), []
+    with run_by_clock(clock):
+        queue = pending_call.SimpleQueue()
+
+        def work():
+            with pytest.raises(Empty):
+                queue.get(timeout=5.0)
+            order.append(clock.now_s)
+
+        future = VirtualExecutor(clock).submit(work)
+        clock.schedule(3.0, lambda: order.append(clock.now_s))
+        future.result()
+    assert order == [3.0, 5.0]
+    with pytest.raises(RuntimeError, match="no event is left"):
+        clock.wait(lambda: False)
+
+
+def test_lengths_are_drawn_from_a_file(tmp_path):
+    (tmp_path / "lengths").write_text("7\n9\n")
+    assert {*Lengths.parse(str(tmp_path / "lengths")).draw([1], 50).tolist()} == {7, 9}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--trainers", "synk"], "--trainers"),
+        (["--lengths", "lognormal:0:1"], "--lengths=lognormal:0:1"),
+        (["--lengths", "nothing"], "--lengths=nothing"),
+        (["--failures", "-1"], "--failures=-1"),
+        (["algorithm.kl_coef=0.1"], "algorithm.kl_coef"),
+    ],
+)
+def test_what_cannot_be_simulated_is_refused(arguments, message):
+    with pytest.raises(ConfigError, match=message):
+        main(["simulate", *arguments])
+
+
+@pytest.mark.parametrize("text", ["decode: 1", "decode_s: fast", "decode_s: 0", "7"])
+def test_a_file_of_times_with_a_senseless_field_is_refused(tmp_path, text):
+    (tmp_path / "times.yaml").write_text(text)
+    with pytest.raises(ConfigError):
+        StepTimes.load(tmp_path / "times.yaml")
+
+
+@pytest.mark.parametrize("command", of_kind("simulate"), ids=str)
+def test_the_command_of_the_page_at_a_small_size(command, monkeypatch, capsys, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("mcore_rl.tools.simulate.run.open_simulation", nullcontext)
+    words = [SMALL.get(w.partition("=")[0], w) for w in shlex.split(command.text)]
+    monkeypatch.setattr(sys, "argv", [*words, "--json"])
+    assert cli.main() == 0
+    report = json.loads(capsys.readouterr().out)
+    assert [*report] == ["sync", "one_step_off", "fully_async"]
+    assert report["fully_async"]["step_s"] < report["sync"]["step_s"]
+    assert (tmp_path / "simulation.png").stat().st_size > 10_000
