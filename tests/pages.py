@@ -31,7 +31,7 @@ KINDS = {
     "parity": (r"mcore-rl verify parity .*", "e2e/test_page_jobs"),
     "launch plan": (r"bash launch/run_tiny.sh --dry-run", "repo/test_launch"),
     "plan": (r"mcore-rl plan reshard .*", "tools/test_plan_reshard"),
-    "plan time": (r"mcore-rl plan (step|layout|calibrate) .*", "planner/test_step"),
+    "planner": (r"mcore-rl plan (memory|step|layout|calibrate) .*", "planner/test_step"),
     "simulate": (r"mcore-rl plan simulate .*", "tools/test_simulate"),
     "doctor": (r"mcore-rl doctor\b.*", "tools/test_doctor"),
     "bench": (r"mcore-rl bench reshard\b.*", "benchmarks/test_reshard"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import time
 from dataclasses import replace
@@ -207,13 +208,18 @@ def test_plan_layout_writes_a_recipe_that_a_run_accepts(
     assert resolved.actor.layout.world_size <= 256
 
 
-@pytest.mark.parametrize("command", of_kind("plan time"), ids=str)
-def test_commands_of_the_page_run(
+@pytest.mark.parametrize("command", of_kind("planner"), ids=str)
+def test_commands_of_the_pages_run(
     command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "config.json").write_text((FOLDER / "Qwen3-30B-A3B.json").read_text())
+    path = re.search(r"model\.path=(\S+)", command.text)
+    name = Path(path[1]).name if path else ""
+    published = FOLDER / f"{'Qwen3-30B-A3B' if name == 'FOLDER' else name}.json"
+    if path:
+        (tmp_path / "config.json").write_text(published.read_text())
     monkeypatch.chdir(tmp_path)
-    main(command.text.replace("FOLDER", str(tmp_path)).split()[2:])
+    text = command.text.replace(path[1], str(tmp_path)) if path else command.text
+    assert main(text.split()[2:]) == 0
 
 
 @pytest.mark.parametrize(
