@@ -49,7 +49,8 @@ function buildLayout(layout) {
     paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
     font: { color: get("--text"), size: 12, family: "system-ui, sans-serif" },
     margin: { l: 8, r: 12, t: 8, b: 8 },
-    xaxis: { ...axis, ...layout.xaxis }, yaxis: { ...axis, ...layout.yaxis },
+    xaxis: { ...axis, ...layout.xaxis },
+    yaxis: { ...axis, ...layout.yaxis, title: { ...layout.yaxis.title, standoff: 6 } }, // beside long numbers
     legend: { orientation: "h", x: 0, y: 1.02, yanchor: "bottom", font: { size: isNarrow() ? 10 : 11 }, traceorder: "normal" },
     hoverlabel: { namelength: -1 }, showlegend: true,
     modebar: { bgcolor: "rgba(0,0,0,0)", color: get("--dim"), activecolor: get("--accent") },
@@ -226,8 +227,8 @@ async function draw() {
       make("div", { class: "plots" }, ...data.figures.filter((figure) => figure.section === name).map(makeCard))]));
   } else {
     for (const figure of data.figures) { // more steps to choose from
-      const select = document.getElementById("plot-" + figure.id).parentElement.querySelector("select");
-      if (select) select.replaceWith(makeCard(figure).querySelector("select") || "");
+      const header = document.getElementById("plot-" + figure.id).parentElement.querySelector("header");
+      header.replaceWith(makeCard(figure).querySelector("header"));
     }
   }
   const samples = JSON.stringify(data.samples);
@@ -246,8 +247,9 @@ function prepare(data) {
     make("section", { hidden: data.runs.length < 2 }, make("h2", { id: "settings" }, "Settings that differ"), make("div", { id: "settings-box" })));
 }
 
-function takeToken() { // from the address, which links to sections change
-  const token = location.hash.slice(1) || sessionStorage.getItem("token") || "";
+function takeToken() { // from the address; a section that it names instead has a shorter name
+  const given = location.hash.slice(1);
+  const token = /^[\w-]{43}$/.test(given) ? given : sessionStorage.getItem("token") || "";
   sessionStorage.setItem("token", token);
   history.replaceState(null, "", location.pathname);
   return token;
