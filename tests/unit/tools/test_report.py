@@ -282,6 +282,26 @@ def test_timeline_joins_calls_that_follow_each_other_and_bounds_their_number():
     assert not timeline.take("training", 2).spans
 
 
+def test_timeline_joins_calls_at_the_same_time_from_the_first_start():
+    timeline = Timeline()
+    timeline.add("server", "collect", 2.0, 3.0)
+    timeline.add("server", "collect", 1.0, 4.0)
+    assert timeline.take("training", 1).spans == [TimeSpan("server", "collect", 1.0, 4.0)]
+
+
+def test_timeline_keeps_phase_and_update_after_calls_of_many_servers():
+    timeline = Timeline(max_spans=10)
+    for number in range(50):
+        timeline.add(f"server {number}", "collect", 0.0, 1.0)
+    timeline.add("driver", "generate", 0.0, 1.0)
+    timeline.add("actor", "update", 1.0, 2.0)
+    timeline.add("server 9", "collect", 1.0, 2.0)
+    taken = timeline.take("training", 1)
+    roles = [span.role for span in taken.spans]
+    assert roles == [*(f"server {number}" for number in range(8)), "driver", "actor"]
+    assert taken.num_left_out == 43
+
+
 def test_call_ends_with_its_last_reply():
     timeline, replies = Timeline(), [Future(), Future()]
     timeline.follow("actor", "update", replies)
