@@ -171,7 +171,8 @@ def test_live_page_shows_a_new_step_without_a_reload(tab, tmp_path):
         assert tab.evaluate("window.is_same_page") is True
         assert tab.evaluate("location.hash") == ""  # a copied address has no token
         assert tab.errors == []
-        tab.open(address.partition("#")[0] + "#samples")  # a reload at a section
+        tab.open("about:blank")
+        tab.open(address.partition("#")[0] + "#samples")  # as a reload at a section
         tab.wait_for(DRAWN)
         tab.evaluate("sessionStorage.clear()")
         tab.open(address.partition("#")[0])
