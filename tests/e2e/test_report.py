@@ -121,6 +121,18 @@ def test_keyboard_reaches_sections_and_samples(tab, runs):
     assert tab.evaluate("document.activeElement.getAttribute('aria-current')") == "true"
 
 
+def test_shown_sample_stays_when_newer_ones_come_before_it(tab, runs):
+    open_page(tab, runs / "a" / "report.html")
+    title = "document.querySelector('#sample h3').textContent"
+    tab.evaluate("document.querySelectorAll('.list button')[1].click()")
+    before = tab.evaluate(title)
+    samples = "state.data.samples[0].samples"
+    tab.evaluate(f"{samples}.unshift({{ ...{samples}[0], label: 'new' }})")
+    tab.evaluate("drawSamples()")
+    assert tab.evaluate(title) == before == "training, step 3, group 1, no. 0"
+    assert tab.evaluate("document.querySelectorAll('.list button')[2].ariaCurrent") == "true"
+
+
 def test_runs_are_side_by_side(tab, runs):
     open_page(tab, runs / "a" / "report.html")
     cells = tab.evaluate(

@@ -425,6 +425,7 @@ def test_prometheus_reads_the_last_step(tmp_path):
         (["{tmp}/a", "--port", "80"], "--port is of --live"),
         (["{tmp}/a", "--live", "--port", "65536"], "--port=65536; allowed: 0 to 65535"),
         (["{tmp}/a", "--step", "1"], "--step is of --trace"),
+        (["{tmp}/a", "--trace", "x", "--port", "80"], "--trace is of one RUN, without"),
         (["{tmp}/a", "--trace", "x", "--step", "9"], "--step=9: .* allowed: 1, 2, 3"),
         (["{tmp}/a", "--output", "{tmp}/none/x"], "--output=.* cannot be written"),
     ],
