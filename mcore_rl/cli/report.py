@@ -56,8 +56,8 @@ def _print_address(address: str) -> None:
 
 
 def _write_trace(runs: list[Path], options: argparse.Namespace) -> None:
-    if len(runs) != 1 or options.live or options.output is not None:
-        raise ConfigError("--trace is of one RUN, without --live and --output")
+    if len(runs) != 1 or options.live or (options.output, options.port) != (None, None):
+        raise ConfigError("--trace is of one RUN, without --live, --port and --output")
     from mcore_rl.observability.timeline import build_trace
     from mcore_rl.tools.report.runs import read_runs
 

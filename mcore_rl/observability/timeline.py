@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -17,7 +18,7 @@ from mcore_rl.config.json_file import parse_json_object
 
 TIMELINE_FILE = "timeline.jsonl"
 DRIVER = "driver"  # role of the process of the command
-MAX_SPANS = 400  # of a step; those that begin later are only counted
+MAX_SPANS = 400  # of a step; beyond it, calls of the most frequent name are only counted
 _EVERY_STEP, _EVERY = 100, 10  # steps up to the first are all written, then one of so many
 _SAME_S = 0.05  # calls of a name that follow each other this closely are one span
 
@@ -50,6 +51,7 @@ class Timeline:
         self._lock = threading.Lock()
         self._spans: list[TimeSpan] = []
         self._latest: dict[tuple[str, str], TimeSpan] = {}
+        self._counts = Counter[str]()  # spans by name
         self._num_left_out = 0
 
     def add(self, role: str, name: str, start_s: float, end_s: float) -> None:
@@ -57,13 +59,31 @@ class Timeline:
         with self._lock:
             latest = self._latest.get((role, name))
             if latest is not None and start_s - latest.end_s <= _SAME_S:
+                latest.start_s = min(latest.start_s, start_s)  # of calls at the same time
                 latest.end_s = max(latest.end_s, end_s)
-            elif len(self._spans) >= self._max_spans:
-                self._num_left_out += 1
-            else:
+            elif len(self._spans) < self._max_spans or self._drop_frequent(name):
                 span = TimeSpan(role, name, start_s, end_s)
                 self._spans.append(span)
                 self._latest[role, name] = span
+                self._counts[name] += 1
+            else:
+                self._num_left_out += 1
+
+    def _drop_frequent(self, name: str) -> bool:
+        """Drop the last span of the most frequent name, if that is another; return whether so.
+
+        Else the calls of many servers would leave none to the phases and the update after them.
+        """
+        [(frequent, count)] = self._counts.most_common(1)
+        if self._counts[name] + 1 >= count:
+            return False
+        index = max(i for i, span in enumerate(self._spans) if span.name == frequent)
+        span = self._spans.pop(index)
+        if self._latest.get((span.role, frequent)) is span:
+            del self._latest[span.role, frequent]
+        self._counts[frequent] -= 1
+        self._num_left_out += 1
+        return True
 
     @contextmanager
     def record(self, role: str, name: str) -> Iterator[None]:
@@ -94,6 +114,7 @@ class Timeline:
         with self._lock:
             taken = StepTimeline(phase, step, self._spans, self._num_left_out)
             self._spans, self._latest, self._num_left_out = [], {}, 0
+            self._counts = Counter()
         return taken
 
 

@@ -121,6 +121,18 @@ def test_keyboard_reaches_sections_and_samples(tab, runs):
     assert tab.evaluate("document.activeElement.getAttribute('aria-current')") == "true"
 
 
+def test_shown_sample_stays_when_newer_ones_come_before_it(tab, runs):
+    open_page(tab, runs / "a" / "report.html")
+    title = "document.querySelector('#sample h3').textContent"
+    tab.evaluate("document.querySelectorAll('.list button')[1].click()")
+    before = tab.evaluate(title)
+    samples = "state.data.samples[0].samples"
+    tab.evaluate(f"{samples}.unshift({{ ...{samples}[0], label: 'new' }})")
+    tab.evaluate("drawSamples()")
+    assert tab.evaluate(title) == before == "training, step 3, group 1, no. 0"
+    assert tab.evaluate("document.querySelectorAll('.list button')[2].ariaCurrent") == "true"
+
+
 def test_runs_are_side_by_side(tab, runs):
     open_page(tab, runs / "a" / "report.html")
     cells = tab.evaluate(
@@ -156,17 +168,24 @@ def test_live_page_shows_a_new_step_without_a_reload(tab, tmp_path):
         tab.errors.clear()
         tab.open(address)
         tab.wait_for(DRAWN)
+        select = "document.querySelector('section[aria-label=\"Timeline of a step\"] select')"
+        assert tab.evaluate(select) is None
         tab.evaluate("window.is_same_page = true")
         steps = "document.getElementById('plot-training-reward').data[0].x.length"
         assert tab.evaluate(steps) == 1
         row = {"phase": "training", "step": 2, "wall_time_s": 0.0, **build_rl_metrics(2)}
         with (folder / "metrics.jsonl").open("a") as file:
             file.write(json.dumps(row) + "\n")
+        with (folder / "timeline.jsonl").open("a") as file:
+            file.write((folder / "timeline.jsonl").read_text().replace('"step": 1', '"step": 2'))
         tab.wait_for(f"{steps} === 2", 30)
+        tab.wait_for(f"{select}?.options.length === 2")  # of one step before
         assert tab.evaluate("window.is_same_page") is True
         assert tab.evaluate("location.hash") == ""  # a copied address has no token
         assert tab.errors == []
-        tab.open(address.partition("#")[0])
+        tab.open("about:blank")
+        tab.open(address.partition("#")[0] + "#samples")  # as a reload at a section
+        tab.wait_for(DRAWN)
         tab.evaluate("sessionStorage.clear()")
         tab.open(address.partition("#")[0])
         tab.wait_for("document.getElementById('status')?.textContent.includes('No new data')")

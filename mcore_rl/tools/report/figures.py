@@ -17,7 +17,7 @@ from typing import Any
 
 from mcore_rl.observability.timeline import DRIVER, StepTimeline
 from mcore_rl.observability.trackers import TRAINING
-from mcore_rl.tools.report.runs import Point, Run
+from mcore_rl.tools.report.runs import Point, Run, to_finite
 from mcore_rl.tools.report.traffic import NoPlanError, build_traffic_figure
 
 MAX_POINTS = 1000  # of a line; beyond it, the lowest and the highest of neighbouring steps
@@ -113,6 +113,7 @@ class FigureBuilder:
     """Builds the figures of runs, side by side."""
 
     runs: Sequence[Run]
+    max_points: int = MAX_POINTS  # of a line
     _used: set[str] = field(default_factory=set)  # metrics of the phase that have a figure
 
     def build(self) -> list[Figure]:
@@ -180,7 +181,7 @@ class FigureBuilder:
                 color = COLORS[(index if is_single else run_index) % len(COLORS)]
                 dash = "solid" if is_single else DASHES[index % len(DASHES)]
                 label = name if is_single else f"{run.name}: {name}"
-                traces.append(_build_line(label, thin(points), color, dash))
+                traces.append(_build_line(label, thin(points, self.max_points), color, dash))
         return traces
 
     def _build_time_split(
@@ -266,9 +267,11 @@ class FigureBuilder:
                         "type": "bar",
                         "name": html.escape(run.name),
                         "x": [*map(html.escape, scores)],
-                        "y": [value["mean"] for value in scores.values()],
+                        "y": [to_finite(value["mean"]) for value in scores.values()],
                         "error_y": {
-                            "array": [value["standard_error"] for value in scores.values()]
+                            "array": [
+                                to_finite(value["standard_error"]) for value in scores.values()
+                            ]
                         },
                         "marker": {"color": COLORS[index % len(COLORS)]},
                     }
@@ -387,11 +390,11 @@ def _round(value: float | None) -> float | None:
     return None if value is None else float(f"{value:.6g}")
 
 
-def thin(points: Sequence[Point]) -> list[Point]:
-    """Return at most MAX_POINTS points: of each run of neighbours the lowest and the highest."""
-    if len(points) <= MAX_POINTS:
+def thin(points: Sequence[Point], most: int = MAX_POINTS) -> list[Point]:
+    """Return at most so many points: of each run of neighbours the lowest and the highest."""
+    if len(points) <= most:
         return [*points]
-    size = -(-2 * len(points) // MAX_POINTS)
+    size = -(-2 * len(points) // most)
     thinned = []
     for start in range(0, len(points), size):
         bucket = [p for p in points[start : start + size] if p.value is not None]

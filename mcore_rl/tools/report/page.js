@@ -1,7 +1,7 @@
 "use strict";
 // Draws the report. All texts of a run become text nodes: none is read as HTML.
 
-const state = { data: null, version: null, shown: {}, sample: { run: 0, source: "", sort: "order", at: 0 } };
+const state = { data: null, version: null, shown: {}, sample: { run: 0, source: "", sort: "order", at: 0, label: "" } };
 const isLive = !document.getElementById("data").textContent;
 
 function make(tag, attributes = {}, ...children) {
@@ -49,7 +49,8 @@ function buildLayout(layout) {
     paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
     font: { color: get("--text"), size: 12, family: "system-ui, sans-serif" },
     margin: { l: 8, r: 12, t: 8, b: 8 },
-    xaxis: { ...axis, ...layout.xaxis }, yaxis: { ...axis, ...layout.yaxis },
+    xaxis: { ...axis, ...layout.xaxis },
+    yaxis: { ...axis, ...layout.yaxis, title: { ...layout.yaxis.title, standoff: 6 } }, // beside long numbers
     legend: { orientation: "h", x: 0, y: 1.02, yanchor: "bottom", font: { size: isNarrow() ? 10 : 11 }, traceorder: "normal" },
     hoverlabel: { namelength: -1 }, showlegend: true,
     modebar: { bgcolor: "rgba(0,0,0,0)", color: get("--dim"), activecolor: get("--accent") },
@@ -145,13 +146,14 @@ function drawSamples() {
   const sources = ["", ...new Set(state.data.samples[choice.run].samples.map((sample) => sample.source))];
   if (!sources.includes(choice.source)) choice.source = "";
   const sorts = ["order", "highest reward", "lowest reward", "longest", "largest gap"];
-  const change = (values) => { Object.assign(choice, { at: 0 }, values); drawSamples(); };
+  const change = (values) => { Object.assign(choice, { at: 0, label: "" }, values); drawSamples(); };
   const controls = make("div", { class: "controls" },
     state.data.samples.length > 1 ? makeChoice("Run", state.data.samples.map((entry) => entry.run), choice.run, (index) => change({ run: index, source: "" })) : null,
     makeChoice("From", sources.map((source) => source || "all"), sources.indexOf(choice.source), (index) => change({ source: sources[index] })),
     makeChoice("Sort by", sorts, sorts.indexOf(choice.sort), (index) => change({ sort: sorts[index] })));
   const samples = listSamples();
-  choice.at = Math.min(choice.at, Math.max(samples.length - 1, 0));
+  const same = samples.findIndex((sample) => sample.label === choice.label); // newer ones may come before it
+  choice.at = same >= 0 ? same : Math.min(choice.at, Math.max(samples.length - 1, 0));
   const list = make("ol", { class: "list", "aria-label": "Samples" }, ...samples.map((sample, index) =>
     make("li", {}, make("button", { type: "button", "aria-current": String(index === choice.at), onclick: () => showSample(index), onkeydown: (event) => moveSample(event, index) },
       make("span", {}, sample.label), make("b", {}, formatNumber(sample.reward)), make("small", {}, `${sample.tokens} tokens`), make("small", {}, sample.gap === null ? "" : `gap ${formatNumber(sample.gap)}`)))));
@@ -169,7 +171,7 @@ function moveSample(event, index) {
 
 function showSample(index) {
   const sample = listSamples()[index];
-  state.sample.at = index;
+  Object.assign(state.sample, { at: index, label: sample.label });
   document.querySelectorAll(".list button").forEach((button, at) => button.setAttribute("aria-current", String(at === index)));
   const parts = [make("h3", {}, sample.label), make("dl", {}, ...sample.facts.flatMap(([name, value]) => [make("dt", {}, name), make("dd", {}, value)]))];
   sample.segments.forEach((messages, number) => {
@@ -226,8 +228,8 @@ async function draw() {
       make("div", { class: "plots" }, ...data.figures.filter((figure) => figure.section === name).map(makeCard))]));
   } else {
     for (const figure of data.figures) { // more steps to choose from
-      const select = document.getElementById("plot-" + figure.id).parentElement.querySelector("select");
-      if (select) select.replaceWith(makeCard(figure).querySelector("select") || "");
+      const header = document.getElementById("plot-" + figure.id).parentElement.querySelector("header");
+      header.replaceWith(makeCard(figure).querySelector("header"));
     }
   }
   const samples = JSON.stringify(data.samples);
@@ -246,8 +248,9 @@ function prepare(data) {
     make("section", { hidden: data.runs.length < 2 }, make("h2", { id: "settings" }, "Settings that differ"), make("div", { id: "settings-box" })));
 }
 
-function takeToken() { // from the address, which links to sections change
-  const token = location.hash.slice(1) || sessionStorage.getItem("token") || "";
+function takeToken() { // from the address; a section that it names instead has a shorter name
+  const given = location.hash.slice(1);
+  const token = /^[\w-]{43}$/.test(given) ? given : sessionStorage.getItem("token") || "";
   sessionStorage.setItem("token", token);
   history.replaceState(null, "", location.pathname);
   return token;

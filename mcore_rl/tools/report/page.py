@@ -13,27 +13,31 @@ import gzip
 import hashlib
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from importlib.resources import files
 from typing import Any
 
 from plotly.offline import get_plotlyjs
 
 from mcore_rl.observability.trackers import TRAINING
-from mcore_rl.tools.report.figures import FigureBuilder
-from mcore_rl.tools.report.runs import Run, compare_settings
+from mcore_rl.tools.report.figures import MAX_POINTS, FigureBuilder
+from mcore_rl.tools.report.runs import STDERR, Run, compare_settings
 from mcore_rl.tools.report.samples import collect_samples
 from mcore_rl.tools.report.traffic import summarize_traffic
 
 MAX_BYTES = 5_000_000  # of a page
+_FEWEST_POINTS = 125  # of a line; below MAX_POINTS where the page would be too large
 _MAX_VALUE = 200  # characters of a setting
 
 
-def build_data(runs: Sequence[Run], num_samples: int) -> dict[str, Any]:
+def build_data(
+    runs: Sequence[Run], num_samples: int, max_points: int = MAX_POINTS
+) -> dict[str, Any]:
     """Return all that a page shows, as JSON values.
 
     Args:
         num_samples: Most samples of each run.
+        max_points: Most points of a line.
     """
     return {
         "title": ", ".join(run.name for run in runs),
@@ -52,12 +56,28 @@ def build_data(runs: Sequence[Run], num_samples: int) -> dict[str, Any]:
                     {"label": v.label, "data": v.data, "layout": v.layout} for v in figure.variants
                 ],
             }
-            for figure in FigureBuilder(runs).build()
+            for figure in FigureBuilder(runs, max_points).build()
         ],
-        "samples": [
-            {"run": run.name, "samples": collect_samples(run, num_samples)} for run in runs
-        ],
+        "samples": _collect_samples(runs, num_samples),
     }
+
+
+def _collect_samples(runs: Sequence[Run], num: int) -> list[dict[str, Any]]:
+    return [{"run": run.name, "samples": collect_samples(run, num)} for run in runs]
+
+
+def iter_smaller_data(runs: Sequence[Run], num_samples: int) -> Iterator[dict[str, Any]]:
+    """Yield `build_data`, then the same with fewer samples, then with fewer points of a line."""
+    max_points = MAX_POINTS
+    data = build_data(runs, num_samples)
+    yield data
+    while num_samples:
+        num_samples //= 2
+        data = data | {"samples": _collect_samples(runs, num_samples)}
+        yield data
+    while max_points > _FEWEST_POINTS:
+        max_points //= 2
+        yield build_data(runs, 0, max_points)
 
 
 def _summarize(run: Run) -> dict[str, str]:
@@ -75,9 +95,11 @@ def _summarize(run: Run) -> dict[str, str]:
         facts["step"] = f"{training[-1]['step'] if training else 0} of {num_steps}"
     for when, sets in run.summary.get("evaluation", {}).items():
         for name, metrics in sets.items():
-            kind = next(kind for kind in ("accuracy", "loss", "reward") if kind in metrics)
-            error = metrics[f"{kind}_stderr"]
-            facts[f"{kind} of {name} {when}"] = f"{metrics[kind]:.4g} ± {error:.2g}"
+            kinds = [kind for kind in ("accuracy", "loss", "reward") if kind in metrics]
+            for kind in kinds[:1]:
+                error = metrics.get(f"{kind}{STDERR}")  # older runs have none
+                suffix = "" if error is None else f" ± {error:.2g}"
+                facts[f"{kind} of {name} {when}"] = f"{metrics[kind]:.4g}{suffix}"
     if "wall_s" in run.summary:
         facts["duration"] = f"{run.summary['wall_s']:,.0f} s"
     if "peak_memory_bytes" in run.summary:
@@ -104,14 +126,15 @@ def encode_data(data: dict[str, Any]) -> bytes:
 
 
 def build_page(runs: Sequence[Run], num_samples: int) -> str:
-    """Return a page of at most MAX_BYTES, with fewer samples where they would not fit."""
-    while True:
-        data = build_data(runs, num_samples)
-        data["num_samples"] = num_samples
+    """Return a page of at most MAX_BYTES, with fewer samples and points where it would be larger.
+
+    Larger only if the smallest page is: of very many runs.
+    """
+    for data in iter_smaller_data(runs, num_samples):
         page = _fill(data["title"], encode_data(data), connect="'none'")
-        if len(page.encode()) <= MAX_BYTES or not num_samples:
-            return page
-        num_samples //= 2
+        if len(page.encode()) <= MAX_BYTES:
+            break
+    return page
 
 
 def build_live_page() -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -79,8 +80,14 @@ class Run:
                 if key in ("phase", "step", "wall_time_s") or name.endswith(STDERR):
                     continue
                 points = series.setdefault(name, [])
-                points.append(Point(row["step"], value, row.get(f"{key}{STDERR}")))
+                stderr = to_finite(row.get(f"{key}{STDERR}"))
+                points.append(Point(row["step"], to_finite(value), stderr))
         return series
+
+
+def to_finite(value: object) -> float | None:
+    """Return a finite number as it is; None for anything else, which JSON or a plot has not."""
+    return value if isinstance(value, (int, float)) and math.isfinite(value) else None
 
 
 def read_runs(folders: Sequence[Path]) -> list[Run]:

@@ -35,6 +35,8 @@ def collect_samples(run: Run, num: int) -> list[Sample]:
     Raises:
         ConfigError: A table cannot be read.
     """
+    if not num:
+        return []
     if run.kind == "eval":
         tables = sorted((run.folder / SAMPLES).glob("*.parquet"))
         share = math.ceil(num / max(len(tables), 1))
@@ -66,7 +68,8 @@ def _read_step(run: Run, evaluation: str, step: int, num: int) -> Iterator[Sampl
     source = f"{evaluation or 'training'}, step {step}"
     for summary in summaries:
         label = f"{source}, group {summary.group}, no. {summary.trajectory}"
-        if texts is None:  # sample_log.tokens=false
+        if texts is None or "response_ids" not in _open(summary.path).schema_arrow.names:
+            # sample_log.tokens=false, perhaps since a resume
             [columns] = _read_rows(summary.path, [summary.rows[-1]])
             yield _build_text_sample(label, source, columns, summary.num_tokens)
         else:

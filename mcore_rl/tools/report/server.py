@@ -24,7 +24,7 @@ from mcore_rl.agents.api_server.http_server import HttpServer, RequestGuard, bui
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.observability.metrics import METRICS_FILE
 from mcore_rl.observability.timeline import TIMELINE_FILE
-from mcore_rl.tools.report.page import MAX_BYTES, build_data, build_live_page, encode_data
+from mcore_rl.tools.report.page import MAX_BYTES, build_live_page, encode_data, iter_smaller_data
 from mcore_rl.tools.report.runs import SETTINGS_FILE, SUMMARY_FILE, read_runs
 
 HOST = "127.0.0.1"
@@ -56,12 +56,11 @@ class LiveData:
             return self._version, self._content
 
     def _build(self) -> bytes:
-        runs, num_samples = read_runs(self._folders), self._num_samples
-        while True:
-            content = encode_data(build_data(runs, num_samples))
-            if len(content) <= MAX_BYTES or not num_samples:
-                return content
-            num_samples //= 2
+        for data in iter_smaller_data(read_runs(self._folders), self._num_samples):
+            content = encode_data(data)
+            if len(content) <= MAX_BYTES:
+                break
+        return content
 
     def _compute_version(self) -> str:
         digest = hashlib.sha256()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,13 +12,20 @@ import numpy as np
 
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.import_path import is_import_path
-from mcore_rl.tools.report.runs import Run
+from mcore_rl.config.schema import Layout
+from mcore_rl.tools.report.runs import SETTINGS_FILE, Run
 
 if TYPE_CHECKING:
     from mcore_rl.tools.plan_reshard import PlanReport, Traffic
 
 Axes = tuple[tuple[str, Any], ...]  # of a layout, by name
 MAX_CELLS = 128  # of an axis of the heatmap; of more ranks, sums over neighbours
+_LAYOUT_AXES = [axis.name for axis in fields(Layout)]
+_NEEDED = (
+    "weight_sync.method", "model.path", "model.family", "model.dtype", "actor.backend",
+    "rollout.num_servers", "rollout.tp", "rollout.dp", "rollout.ep", "rollout.lora",
+    "rollout.quantization", *(f"actor.layout.{axis}" for axis in _LAYOUT_AXES),
+)  # fmt: skip
 _ITEMSIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -33,6 +42,15 @@ def plan_traffic(run: Run) -> tuple[PlanReport, Traffic]:
     if run.kind != "rl":
         raise NoPlanError("no servers")
     settings = run.flat_settings
+    if missing := [name for name in _NEEDED if name not in settings]:
+        raise NoPlanError(f"{SETTINGS_FILE} is of another version: no {', '.join(missing)}")
+    try:
+        return _plan_settings(run, settings)
+    except ConfigError as error:
+        raise NoPlanError(str(error)) from error
+
+
+def _plan_settings(run: Run, settings: Mapping[str, Any]) -> tuple[PlanReport, Traffic]:
     method, family = settings["weight_sync.method"], settings["model.family"]
     if method == "full_export" or settings["rollout.lora"] == "adapter":
         raise NoPlanError("not between ranks")
@@ -41,18 +59,16 @@ def plan_traffic(run: Run) -> tuple[PlanReport, Traffic]:
     dtype = settings["model.dtype"]
     if dtype not in _ITEMSIZES:
         raise NoPlanError(f"model.dtype={dtype!r}")
-    try:
-        servers, tp, dp = (settings[f"rollout.{name}"] for name in ("num_servers", "tp", "dp"))
-        return _plan(
-            _find_model(run),
-            method,
-            tuple(run.settings["actor"]["layout"].items()),
-            (("tp", tp), ("dp", servers * dp), ("ep", tp * dp if settings["rollout.ep"] else 1)),
-            _ITEMSIZES[dtype],
-            settings["rollout.quantization"],
-        )
-    except ConfigError as error:
-        raise NoPlanError(str(error)) from error
+    servers, tp, dp = (settings[f"rollout.{name}"] for name in ("num_servers", "tp", "dp"))
+    layout = {axis: settings[f"actor.layout.{axis}"] for axis in _LAYOUT_AXES}
+    return _plan(
+        _find_model(run),
+        method,
+        tuple(layout.items()),
+        (("tp", tp), ("dp", servers * dp), ("ep", tp * dp if settings["rollout.ep"] else 1)),
+        _ITEMSIZES[dtype],
+        settings["rollout.quantization"],
+    )
 
 
 def _find_model(run: Run) -> Path:
@@ -72,7 +88,6 @@ def _plan(
     itemsize: int,
     quantization: str | None,
 ) -> tuple[PlanReport, Traffic]:
-    from mcore_rl.config.schema import Layout
     from mcore_rl.reshard.layout import GenerationLayout
     from mcore_rl.tools.plan_reshard import Cluster, plan_reshard  # slow to import: torch
 

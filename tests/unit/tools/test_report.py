@@ -6,6 +6,7 @@ import base64
 import gzip
 import html
 import json
+import math
 import re
 from concurrent.futures import Future
 from dataclasses import asdict
@@ -32,7 +33,7 @@ from mcore_rl.tools.report.figures import MAX_POINTS, FigureBuilder, thin
 from mcore_rl.tools.report.page import build_data, build_page
 from mcore_rl.tools.report.runs import Point, read_runs
 from mcore_rl.tools.report.samples import collect_samples
-from mcore_rl.tools.report.server import build_live_app
+from mcore_rl.tools.report.server import build_live_app, format_latest
 from tests.pages import of_kind
 from tests.unit.tools.report_runs import (
     PLANTED,
@@ -135,6 +136,34 @@ def test_runs_side_by_side_have_one_colour_each(tmp_path):
     assert colors[0] == colors[1] != colors[2] == colors[3]
 
 
+@pytest.mark.parametrize("value", ["NaN", "-Infinity", "1e999", '"text"', "[1]", "null"])
+def test_value_that_is_no_finite_number_is_a_hole(tmp_path, value):
+    folder = write_run(tmp_path / "a", "sft", [{"loss": 1.0}])
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write(f'{{"phase": "training", "step": 2, "wall_time_s": 0.0, "loss": {value}}}\n')
+    [loss] = unpack_data(build_page(read_runs([folder]), 0))["figures"][0]["variants"][0]["data"]
+    assert loss["y"] == [1.0, None]
+    assert b'metric="loss"' not in format_latest([folder])
+
+
+def test_run_of_an_older_version_has_a_page(tmp_path):
+    """Without timeline.jsonl, without standard errors, and with fewer settings."""
+    folder = write_rl_run(tmp_path / "a", num_steps=1)
+    (folder / "timeline.jsonl").unlink()
+    settings = json.loads((folder / "config.json").read_text())
+    del settings["weight_sync"], settings["rollout"]["ep"]
+    (folder / "config.json").write_text(json.dumps(settings))
+    scores = {"before": {"a": {"accuracy": 0.25}, "b": {"score": 1.0}}}
+    (folder / "summary.json").write_text(json.dumps({"evaluation": scores}))
+    data = unpack_data(build_page(read_runs([folder]), 2))
+    assert "training-timeline" not in [figure["id"] for figure in data["figures"]]
+    [facts] = data["runs"]
+    assert facts["accuracy of a before"] == "0.25"
+    assert facts["weights of a push"] == (
+        "no plan: config.json is of another version: no weight_sync.method, rollout.ep"
+    )
+
+
 def test_value_that_is_not_finite_is_a_hole(tmp_path):
     rows = [{"loss": 1.0}, {"loss": float("nan")}, {"loss": 0.5}]
     [loss] = build_figures(write_run(tmp_path / "a", "sft", rows))["training-loss"][0].data
@@ -192,6 +221,7 @@ def test_evaluation_has_scores_and_texts(tmp_path):
     folder = write_eval_run(tmp_path / "a")
     [bars] = build_figures(folder)["set-math"][0].data
     assert (list(bars.x), list(bars.y), list(bars.error_y.array)) == (["pass@1"], [0.5], [0.25])
+    assert collect_samples(read_runs([folder])[0], 0) == []
     samples = collect_samples(read_runs([folder])[0], 10)
     assert [sample["reward"] for sample in samples] == [1.0, 0.0]
     [prompt, response] = samples[1]["segments"][0]
@@ -245,6 +275,16 @@ def test_page_has_fewer_samples_when_they_do_not_fit(tmp_path, monkeypatch):
     assert num_samples == [16, 8]
 
 
+def test_page_has_fewer_points_when_runs_do_not_fit_without_samples(tmp_path, monkeypatch):
+    rows = [{"loss": math.sin(step * step)} for step in range(1, 1001)]
+    run = read_runs([write_run(tmp_path / "a", "sft", rows)])
+    full = build_page(run, 0)
+    monkeypatch.setattr(page, "MAX_BYTES", len(full) - 1)
+    smaller = unpack_data(build_page(run, 0))["figures"][0]["variants"][0]["data"][0]
+    assert len(unpack_data(full)["figures"][0]["variants"][0]["data"][0]["x"]) == 1000
+    assert len(smaller["x"]) == 500
+
+
 def test_trace_is_in_the_trace_event_format():
     spans = [
         TimeSpan("actor", "update", 10.0, 12.0),
@@ -272,7 +312,7 @@ def test_timeline_joins_calls_that_follow_each_other_and_bounds_their_number():
     timeline.add("rollout", "collect", 1.0, 2.0)
     timeline.add("rollout", "collect", 2.01, 3.0)
     timeline.add("rollout", "collect", 4.0, 5.0)
-    timeline.add("actor", "update", 4.0, 5.0)
+    timeline.add("rollout", "collect", 6.0, 7.0)
     taken = timeline.take("training", 1)
     assert taken.spans == [
         TimeSpan("rollout", "collect", 1.0, 3.0),
@@ -280,6 +320,26 @@ def test_timeline_joins_calls_that_follow_each_other_and_bounds_their_number():
     ]
     assert taken.num_left_out == 1
     assert not timeline.take("training", 2).spans
+
+
+def test_timeline_joins_calls_at_the_same_time_from_the_first_start():
+    timeline = Timeline()
+    timeline.add("server", "collect", 2.0, 3.0)
+    timeline.add("server", "collect", 1.0, 4.0)
+    assert timeline.take("training", 1).spans == [TimeSpan("server", "collect", 1.0, 4.0)]
+
+
+def test_timeline_keeps_phase_and_update_after_calls_of_many_servers():
+    timeline = Timeline(max_spans=10)
+    for number in range(50):
+        timeline.add(f"server {number}", "collect", 0.0, 1.0)
+    timeline.add("driver", "generate", 0.0, 1.0)
+    timeline.add("actor", "update", 1.0, 2.0)
+    timeline.add("server 9", "collect", 1.0, 2.0)
+    taken = timeline.take("training", 1)
+    roles = [span.role for span in taken.spans]
+    assert roles == [*(f"server {number}" for number in range(8)), "driver", "actor"]
+    assert taken.num_left_out == 43
 
 
 def test_call_ends_with_its_last_reply():
@@ -365,6 +425,7 @@ def test_prometheus_reads_the_last_step(tmp_path):
         (["{tmp}/a", "--port", "80"], "--port is of --live"),
         (["{tmp}/a", "--live", "--port", "65536"], "--port=65536; allowed: 0 to 65535"),
         (["{tmp}/a", "--step", "1"], "--step is of --trace"),
+        (["{tmp}/a", "--trace", "x", "--port", "80"], "--trace is of one RUN, without"),
         (["{tmp}/a", "--trace", "x", "--step", "9"], "--step=9: .* allowed: 1, 2, 3"),
         (["{tmp}/a", "--output", "{tmp}/none/x"], "--output=.* cannot be written"),
     ],
