@@ -119,12 +119,16 @@ def _read_run(options: argparse.Namespace) -> tuple[RLConfig, HFConfig, Lengths]
     if not options.settings:
         raise ConfigError("no settings; allowed: recipe=NAME model.path=DIR KEY=VALUE ...")
     load_hardware(options.hardware)  # an unknown name is refused before a model is read
-    lane = "cpu" if options.hardware == "cpu" else "cuda"
+    lane = "cpu" if options.hardware.lower() == "cpu" else "cuda"
     config = resolve_for_nodes(compose_config(RLConfig, options.settings), lane, needs_data=False)
     model = read_config(config.model.path)
     model.pop("quantization_config", None)  # planned as model.dtype, which it is trained in
     longest = config.rollout.max_response_tokens
-    prompt = options.prompt_tokens or config.data.max_prompt_tokens / 2
+    prompt = options.prompt_tokens
+    if prompt is None:
+        prompt = config.data.max_prompt_tokens / 2
+    if options.lengths and options.response_tokens is not None:
+        raise ConfigError("--response-tokens with --lengths, which has lengths; allowed: one")
     if options.lengths:
         return config, model, read_lengths(options.lengths, longest, prompt)
     mean = options.response_tokens if options.response_tokens is not None else longest / 2

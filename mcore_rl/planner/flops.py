@@ -52,6 +52,7 @@ class LayerWork:
     act_elements: int  # gate, up and product of the MLPs of a token
     parameters: int  # with norms and biases
     expert_parameters: int  # of them, in all experts
+    num_groups: int = 1  # that group_topk are chosen of
 
     @property
     def is_moe(self) -> bool:
@@ -182,6 +183,7 @@ def _build_layer(index: int, rules: Sequence[Weight], fields: dict[str, Any]) ->
         num_experts=fields["num_moe_experts"] if is_moe else 0,
         topk=topk,
         group_topk=(fields.get("moe_router_group_topk") or 0) if is_moe else 0,
+        num_groups=(fields.get("moe_router_num_groups") or 1) if is_moe else 1,
         act_elements=act,
         parameters=parameters,
         expert_parameters=expert_parameters,
