@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 from mcore_rl.config.checks import check_at_least, check_choice
+from mcore_rl.config.errors import ConfigError
 
 ABOUT = """\
 Runs the loops of a job with simulated training ranks and servers: what each step takes, where time
@@ -43,6 +44,8 @@ def run(options: argparse.Namespace) -> int:
     check_at_least("--failures", options.failures, 0)
     for mode in options.trainers:
         check_choice("--trainers", mode, TRAINERS)
+    if options.picture and not options.picture.parent.is_dir():  # known before minutes of work
+        raise ConfigError(f"--picture={str(options.picture)!r}: its folder does not exist")
     times = StepTimes.load(options.times) if options.times else StepTimes()
     lengths = Lengths.parse(options.lengths)
     configs = {}

@@ -237,7 +237,16 @@ def test_commands_of_the_page_run(
         (["step", "recipe=dsv3_671b", "--hardware", "h300"], "--hardware='h300' is unknown"),
         (["step", "model.path=MODEL", "--hardware", "h100", "--prompt-tokens", "0"], "--prompt-"),
         (
-            "step model.path=MODEL --hardware h100 --lengths x --response-tokens 9".split(),
+            [
+                "step",
+                "model.path=MODEL",
+                "--hardware",
+                "h100",
+                "--lengths",
+                "x",
+                "--response-tokens",
+                "9",
+            ],
             "--response-tokens with --lengths",
         ),
         (["layout", "recipe=dsv3_671b", "--hardware", "h100"], "required: --devices"),

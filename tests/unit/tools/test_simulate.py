@@ -143,7 +143,13 @@ def test_lengths_are_drawn_from_a_file(tmp_path):
         (["--lengths", "lognormal:0:1"], "--lengths=lognormal:0:1"),
         (["--lengths", "nothing"], "--lengths=nothing"),
         (["--failures", "-1"], "--failures=-1"),
-        (["algorithm.kl_coef=0.1"], "algorithm.kl_coef"),
+        (["--picture", "no/such/folder.png"], "--picture='no/such/folder.png'"),
+        (["algorithm.kl_coef=0.1"], "algorithm.kl_coef=0.1.*allowed: 0.0"),
+        (["algorithm.advantage=gae"], "algorithm.advantage='gae' trains a critic"),
+        (["teacher.models={big: {model_path: x}}"], "teacher.models={'big'"),
+        (["algorithm.distillation.loss=reverse_kl"], "algorithm.distillation.loss='reverse_kl'"),
+        (["reward_model.model_path=x"], "reward_model.model_path='x'"),
+        (["actor.lora.rank=8"], "actor.lora.rank=8"),
     ],
 )
 def test_what_cannot_be_simulated_is_refused(arguments, message):
