@@ -174,7 +174,8 @@ class ServerModel:
             return 0.0
         keys = min(context, layer.window) if layer.window else context
         cache = sequences * keys * self.kv_bytes / self._num_caching
-        pairs = sequences * tokens * keys * layer.pair_flops / self.tp
+        pair_flops = layer.decode_pair_flops if tokens == 1 else 0.0
+        pairs = sequences * tokens * keys * (pair_flops or layer.pair_flops) / self.tp
         return max(cache / self.hardware.memory_rate, pairs / self.attention_rate)
 
     def _run_experts(self, layer: LayerWork, tokens: float) -> float:

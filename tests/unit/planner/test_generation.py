@@ -41,6 +41,16 @@ def test_decode_reads_the_cache_of_each_sequence() -> None:
     assert long - short == pytest.approx(32 * 4000 * per_token / H100.memory_rate, rel=1e-6)
 
 
+def test_decode_of_latent_attention_compares_latents() -> None:
+    """128 heads, latents of 512 with 64 of positions: an H20 has too few flops for its memory."""
+    server = build_server("DeepSeek-V3", tp=1)
+    server.hardware = load_hardware("h20")
+    server.attention_rate = server.hardware.get_flops("bfloat16")
+    short, long = (server.predict_pass(32, 1, context)[0] for context in (1000, 5000))
+    flops = 32 * 4000 * 61 * 2 * 128 * (512 + 64 + 512)
+    assert long - short == pytest.approx(flops / (148e12 * 0.785), rel=1e-3)
+
+
 def test_decode_reads_the_experts_that_tokens_choose() -> None:
     """Of 128 experts, one token reads 8; many tokens read all."""
     server = build_server("Qwen3-30B-A3B", tp=1)
