@@ -6,8 +6,13 @@ import argparse
 import json
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from mcore_rl.config.checks import check_at_least, check_choice
+from mcore_rl.config.errors import ConfigError
+
+if TYPE_CHECKING:
+    from mcore_rl.tools.simulate.times import Lengths, StepTimes
 
 ABOUT = """\
 Runs the loops of a job with simulated training ranks and servers: what each step takes, where time
@@ -23,6 +28,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     about = "loops to compare; default: all three, each with its default staleness"
     add("--trainers", nargs="+", default=list(TRAINERS), metavar="sync", help=about)
     add("--times", type=Path, metavar="FILE.yaml", help="seconds of each part, as StepTimes")
+    about = "predict them for h100, h200, ... or a .yaml file; needs model.path"
+    add("--hardware", metavar="NAME", help=about)
     about = "lognormal:MEDIAN:SIGMA, or a file with a number of tokens a line"
     add("--lengths", default="lognormal:1000:0.8", metavar="SPEC", help=about)
     add("--prompt-tokens", type=int, default=512, metavar="N", help="default: 512")
@@ -43,18 +50,23 @@ def run(options: argparse.Namespace) -> int:
     check_at_least("--failures", options.failures, 0)
     for mode in options.trainers:
         check_choice("--trainers", mode, TRAINERS)
+    if options.picture and not options.picture.parent.is_dir():  # known before minutes of work
+        raise ConfigError(f"--picture={str(options.picture)!r}: its folder does not exist")
+    if options.times and options.hardware:
+        raise ConfigError("--times with --hardware, which predicts them; allowed: one")
     times = StepTimes.load(options.times) if options.times else StepTimes()
     lengths = Lengths.parse(options.lengths)
-    configs = {}
+    configs, times_of_mode = {}, {}
     for mode in options.trainers:
         settings = [*options.settings, f"trainer.mode={mode}"]
         configs[mode] = prepare_config(compose_config(RLConfig, settings))
+        times_of_mode[mode] = _predict(options, settings, lengths) if options.hardware else times
     runs = {}
     with open_simulation():
         for mode, config in configs.items():
             workload = Workload(
-                times, lengths, options.prompt_tokens, server_failures_per_hour=options.failures,
-                seed=config.seed,
+                times_of_mode[mode], lengths, options.prompt_tokens,
+                server_failures_per_hour=options.failures, seed=config.seed,
             )  # fmt: skip
             runs[mode] = simulate(config, workload)
     if options.picture:
@@ -65,3 +77,14 @@ def run(options: argparse.Namespace) -> int:
     else:
         report.print_runs(runs)
     return 0
+
+
+def _predict(options: argparse.Namespace, settings: list[str], lengths: Lengths) -> StepTimes:
+    from mcore_rl.cli.plan_time import count_sync_bytes, read_planned_run
+    from mcore_rl.planner.hardware import load_hardware
+    from mcore_rl.tools.simulate.times import predict_times
+
+    config, model = read_planned_run(settings, options.hardware)
+    hardware = load_hardware(options.hardware)
+    sync_bytes = count_sync_bytes(config, model, hardware)
+    return predict_times(config, model, hardware, lengths, options.prompt_tokens, sync_bytes)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -67,7 +68,7 @@ def run_step(options: argparse.Namespace) -> int:
 
     hardware = load_hardware(options.hardware)
     step = predict_step(
-        config, model, hardware, lengths, sync_bytes=_count_sync_bytes(config, model, hardware)
+        config, model, hardware, lengths, sync_bytes=count_sync_bytes(config, model, hardware)
     )
     if options.json:
         json.dump(asdict(step) | {"tokens_per_s": step.tokens_per_s}, sys.stdout, indent=1)
@@ -110,28 +111,39 @@ def run_calibrate(options: argparse.Namespace) -> int:
 
 def _read_run(options: argparse.Namespace) -> tuple[RLConfig, HFConfig, Lengths]:
     """Return the resolved settings of a run, config.json of its model, and response lengths."""
-    from mcore_rl.cli.compose import compose_config
-    from mcore_rl.jobs.placement import resolve_for_nodes
-    from mcore_rl.models.base import read_config
     from mcore_rl.planner.generation import Lengths, read_lengths
-    from mcore_rl.planner.hardware import load_hardware
 
-    if not options.settings:
-        raise ConfigError("no settings; allowed: recipe=NAME model.path=DIR KEY=VALUE ...")
-    load_hardware(options.hardware)  # an unknown name is refused before a model is read
-    lane = "cpu" if options.hardware == "cpu" else "cuda"
-    config = resolve_for_nodes(compose_config(RLConfig, options.settings), lane, needs_data=False)
-    model = read_config(config.model.path)
-    model.pop("quantization_config", None)  # planned as model.dtype, which it is trained in
+    config, model = read_planned_run(options.settings, options.hardware)
     longest = config.rollout.max_response_tokens
-    prompt = options.prompt_tokens or config.data.max_prompt_tokens / 2
+    prompt = options.prompt_tokens
+    if prompt is None:
+        prompt = config.data.max_prompt_tokens / 2
+    if options.lengths and options.response_tokens is not None:
+        raise ConfigError("--response-tokens with --lengths, which has lengths; allowed: one")
     if options.lengths:
         return config, model, read_lengths(options.lengths, longest, prompt)
     mean = options.response_tokens if options.response_tokens is not None else longest / 2
     return config, model, Lengths(mean, longest, options.length_sigma, prompt)
 
 
-def _count_sync_bytes(config: RLConfig, model: HFConfig, hardware: Any) -> float | None:
+def read_planned_run(settings: Sequence[str], hardware: str) -> tuple[RLConfig, HFConfig]:
+    """Return the resolved settings of a run on some hardware, and config.json of its model."""
+    from mcore_rl.cli.compose import compose_config
+    from mcore_rl.jobs.placement import resolve_for_nodes
+    from mcore_rl.models.base import read_config
+    from mcore_rl.planner.hardware import load_hardware
+
+    if not settings:
+        raise ConfigError("no settings; allowed: recipe=NAME model.path=DIR KEY=VALUE ...")
+    load_hardware(hardware)  # an unknown name is refused before a model is read
+    lane = "cpu" if hardware.lower() == "cpu" else "cuda"
+    config = resolve_for_nodes(compose_config(RLConfig, [*settings]), lane, needs_data=False)
+    model = read_config(config.model.path)
+    model.pop("quantization_config", None)  # planned as model.dtype, which it is trained in
+    return config, model
+
+
+def count_sync_bytes(config: RLConfig, model: HFConfig, hardware: Any) -> float | None:
     """Return the most bytes into or out of a device in a weight sync; None without a plan."""
     from mcore_rl.inference.registry import load_server_class
     from mcore_rl.jobs.dry_run import compute_sync_traffic

@@ -52,6 +52,10 @@ class LayerWork:
     act_elements: int  # gate, up and product of the MLPs of a token
     parameters: int  # with norms and biases
     expert_parameters: int  # of them, in all experts
+    num_groups: int = 1  # that group_topk are chosen of
+    decode_pair_flops: float = (
+        0.0  # of latent attention, whose servers compare latents; 0: as pairs
+    )
 
     @property
     def is_moe(self) -> bool:
@@ -182,6 +186,7 @@ def _build_layer(index: int, rules: Sequence[Weight], fields: dict[str, Any]) ->
         num_experts=fields["num_moe_experts"] if is_moe else 0,
         topk=topk,
         group_topk=(fields.get("moe_router_group_topk") or 0) if is_moe else 0,
+        num_groups=(fields.get("moe_router_num_groups") or 1) if is_moe else 1,
         act_elements=act,
         parameters=parameters,
         expert_parameters=expert_parameters,
@@ -229,14 +234,20 @@ def _map_attention(index: int, fields: dict[str, Any]) -> dict[str, Any]:
         query = heads * (fields["qk_head_dim"] + fields["qk_pos_emb_head_dim"])
         key, value = query, heads * fields["v_head_dim"]
         result = value
+        # Keys are latents with positions, values are latents (arXiv:2405.04434, section 2.1.2).
+        decode_pair_flops = (
+            2.0 * heads * (2 * fields["kv_lora_rank"] + fields["qk_pos_emb_head_dim"])
+        )
     else:
         query = result = heads * fields["kv_channels"]
         key = value = fields.get("num_query_groups", heads) * fields["kv_channels"]
+        decode_pair_flops = 0.0
     window, pair_flops = 0, 2.0 * (query + result)
     if "window_size" in fields and fields["window_attn_skip_freq"][index]:
         window = fields["window_size"][0] + 1
     return {
         "pair_flops": pair_flops,
+        "decode_pair_flops": decode_pair_flops,
         "state_flops": 0.0,
         "window": window or fields.get("dsa_indexer_topk", 0),
         "heads_elements": query + key + value,

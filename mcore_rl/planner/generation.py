@@ -88,8 +88,10 @@ def read_lengths(path: Path, longest: int, prompt: float) -> Lengths:
         lines = path.read_text(encoding="utf-8").split()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--lengths={str(path)!r} cannot be read: {error}") from error
-    bad = next((line for line in lines if not line.isdigit() or int(line) < 1), None)
-    if bad is not None or not lines:
+    if not lines:
+        raise ConfigError(f"--lengths={str(path)!r} is empty; allowed: a length a line")
+    bad = next((line for line in lines if not line.isdecimal() or int(line) < 1), None)
+    if bad is not None:
         raise ConfigError(
             f"--lengths={str(path)!r}: {bad!r}; allowed: whole numbers above 0, one a line"
         )
@@ -124,6 +126,7 @@ class ServerModel:
         self.is_float8 = rollout.quantization is not None
         self.itemsize = 1 if self.is_float8 else 2
         self.rate = hardware.get_flops("float8" if self.is_float8 else "bfloat16")
+        self.attention_rate = hardware.get_flops("bfloat16")
         self.tp, self.num_workers = rollout.tp, rollout.num_workers
         self.kv_bytes = 2 * count_kv_elements_per_token(config, rollout.tp)
         self.layers = Counter(work.layers)
@@ -155,7 +158,9 @@ class ServerModel:
                 exchange += count * sent
                 seconds += sent
             total += count * seconds
-        return total + self._multiply(self.work.head, per_rank) + SCHEDULER_S, exchange
+        # Of a prompt, the last token alone has logits.
+        head = self._multiply(self.work.head, sequences / self.rollout.dp)
+        return total + head + SCHEDULER_S, exchange
 
     def _multiply(self, matrix: Matrix, tokens: float) -> float:
         local = matrix.numel / (self.tp if matrix.is_sharded else 1)
@@ -169,8 +174,9 @@ class ServerModel:
             return 0.0
         keys = min(context, layer.window) if layer.window else context
         cache = sequences * keys * self.kv_bytes / self._num_caching
-        pairs = sequences * tokens * keys * layer.pair_flops / self.tp
-        return max(cache / self.hardware.memory_rate, pairs / self.rate)
+        pair_flops = layer.decode_pair_flops if tokens == 1 else 0.0
+        pairs = sequences * tokens * keys * (pair_flops or layer.pair_flops) / self.tp
+        return max(cache / self.hardware.memory_rate, pairs / self.attention_rate)
 
     def _run_experts(self, layer: LayerWork, tokens: float) -> float:
         """Return the seconds of experts: those that no token chose are not read.
@@ -213,8 +219,8 @@ class ServerModel:
         slots = self.count_slots(prompt + float(order.mean()))
         weight = max(1.0, len(order) / _MOST_GROUPS)  # responses that one stands for
         if weight > 1:
-            order = _mix(np.sort(order)[(np.arange(_MOST_GROUPS) + 0.5).astype(int) * int(weight)])
-            weight = len(lengths) / len(order)
+            middles = ((np.arange(_MOST_GROUPS) + 0.5) * weight).astype(int)
+            order = _mix(np.sort(order)[middles])
         waiting = deque(order.tolist())
         at_once = max(1, min(len(order), int(slots / weight)))
         left = [waiting.popleft() for _ in range(at_once)]

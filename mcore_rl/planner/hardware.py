@@ -53,11 +53,18 @@ class Hardware:
         Raises:
             ConfigError: `dtype` is none of DTYPES.
         """
+        return self.get_peak_flops(dtype) * self.matmul_share
+
+    def get_peak_flops(self, dtype: str) -> float:
+        """Return the peak flops a second of a dtype, or of the next that has one.
+
+        Raises:
+            ConfigError: `dtype` is none of DTYPES.
+        """
         if dtype not in DTYPES:
             raise ConfigError(f"dtype={dtype!r}; allowed: {', '.join(DTYPES)}")
         wider = DTYPES[DTYPES.index(dtype) :: -1]
-        peak = next(self.peak_flops[name] for name in wider if name in self.peak_flops)
-        return peak * self.matmul_share
+        return next(self.peak_flops[name] for name in wider if name in self.peak_flops)
 
     @property
     def memory_rate(self) -> float:

@@ -23,7 +23,7 @@ from mcore_rl.planner.flops import ModelWork, count_work
 from mcore_rl.planner.generation import Lengths, ServerModel
 from mcore_rl.planner.hardware import Hardware
 from mcore_rl.planner.memory import Conditions, plan_memory
-from mcore_rl.planner.step import StepTime, predict_step
+from mcore_rl.planner.step import StepTime, get_dtype, predict_step
 from mcore_rl.planner.training import BFLOAT16, FLOAT32, Load, TrainingModel
 
 # CUDA context, NCCL buffers, workspaces of libraries and fragmentation of one process.
@@ -54,9 +54,9 @@ class Candidate:
             f"actor.layout.{axis}": getattr(layout, axis)
             for axis in ("tp", "pp", "cp", "dp", "ep", "etp", "vpp")
         }
-        for name in ("first_stage_layers", "last_stage_layers"):
-            if getattr(layout, name) is not None:
-                values[f"actor.layout.{name}"] = getattr(layout, name)
+        for name in ("first_stage_layers", "last_stage_layers"):  # null replaces a recipe's
+            layers = getattr(layout, name)
+            values[f"actor.layout.{name}"] = "null" if layers is None else layers
         values |= {
             "actor.recompute.granularity": self.engine.recompute.granularity,
             "actor.max_tokens_per_micro_batch": self.engine.max_tokens_per_micro_batch,
@@ -163,9 +163,13 @@ def _check_memory(
     conditions = Conditions(gpus_per_node=hardware.devices_per_node)
     fitting: list[Candidate] = []
     too_large: list[Layout] = []
-    for candidate in candidates[:_MOST_CHECKED]:
+    num_checked = 0
+    for candidate in candidates:
         if candidate.engine.layout in too_large:
             continue
+        if num_checked == _MOST_CHECKED:
+            break
+        num_checked += 1
         planned = _replace_layouts(config, candidate.engine, candidate.rollout)
         moments = plan_memory(planned, model, conditions).moments
         training = max((m for m in moments if m.role != "rollout"), key=lambda m: m.total)
@@ -273,7 +277,7 @@ def _choose_recompute(
         engine.layout = layout
         engine.recompute.granularity = granularity
         engine.max_tokens_per_micro_batch = max(-(-longest // layout.cp), 4096)
-        planner = TrainingModel(work, engine, hardware)
+        planner = TrainingModel(work, engine, hardware, get_dtype(config))
         kinds = estimate_training_bytes(planner)
         fits = sum(kinds.values()) <= hardware.memory_bytes
         if not fits and sum(kinds.values()) > _MOST_EXCESS * hardware.memory_bytes:
@@ -294,7 +298,7 @@ def estimate_training_bytes(planner: TrainingModel) -> dict[str, float]:
     """
     engine, work, layout = planner.engine, planner.work, planner.layout
     dense, expert = planner.count_local_parameters()
-    trained = 0.01 if engine.lora.rank else 1.0
+    trained = planner.trained_share
     shards = (layout.dp * layout.cp, layout.world_size // (layout.pp * layout.ep * layout.etp))
     if not engine.optimizer.distributed:
         shards = (1, 1)

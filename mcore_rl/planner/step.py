@@ -71,7 +71,7 @@ def predict_step(
     """
     work = work or count_work(model)
     actor, rollout = config.actor, config.rollout
-    dtype = _get_dtype(config)
+    dtype = get_dtype(config)
     samples = config.trainer.prompts_per_step * config.algorithm.group_size
     tokens = samples * (lengths.mean + lengths.prompt)
     num_mini_batches = config.algorithm.num_mini_batches
@@ -110,7 +110,7 @@ def predict_step(
         "num_devices": num_devices,
         "tokens": tokens,
         "mfu": work.count_training_flops(tokens / num_mini_batches, sequence)
-        / (update.total_s * num_training * hardware.peak_flops[dtype]),
+        / (update.total_s * num_training * hardware.get_peak_flops(dtype)),
     }
     empty = StepTime(**parts, step_s=0.0, trainer_idle_s=0.0, servers_idle_s=0.0)  # type: ignore[arg-type]
     steady_s = share * lengths.mean / generation.steady_tokens_per_s + generation.prefill_s
@@ -123,9 +123,9 @@ def predict_step(
     )
 
 
-def _get_dtype(config: RLConfig) -> str:
+def get_dtype(config: RLConfig) -> str:
     """Return the dtype of the actor's products."""
-    if config.actor.megatron.get("fp8"):
+    if config.actor.fp8.recipe != "off":
         return "float8"
     return "float32" if config.model.dtype == "float32" else "bfloat16"
 
@@ -143,7 +143,7 @@ def _predict_offload(engine: TrainingModel, actor: EngineConfig, hardware: Hardw
         dense /= layout.dp * layout.cp
         expert /= layout.world_size // (layout.pp * layout.ep * layout.etp)
     if not actor.optimizer.cpu_offload:
-        bytes_of_state += (dense + expert) * 3 * FLOAT32
+        bytes_of_state += (dense + expert) * 3 * FLOAT32 * engine.trained_share
     return 2 * bytes_of_state / (hardware.host_bandwidth * hardware.host_share)
 
 

@@ -23,6 +23,7 @@ ATTENTION_SHARE = 0.6
 # Of the rate of one isolated product, by products in the stream of a training step, where clocks
 # follow the power that all units draw: one value for all models, docs/planning_step.md.
 SUSTAINED_SHARE = 0.7
+ADAPTER_SHARE = 0.01  # of the weights, by the factors of adapters: an upper bound
 BFLOAT16, FLOAT32 = 2, 4  # bytes
 
 
@@ -109,8 +110,10 @@ class TrainingModel:
         self.layout: Layout = engine.layout
         self.rate = hardware.get_flops(dtype) * SUSTAINED_SHARE
         self.itemsize = FLOAT32 if dtype == "float32" else BFLOAT16
-        wide = dtype if dtype == "float32" else "bfloat16"
-        self.attention_rate = hardware.get_flops(wide) * ATTENTION_SHARE
+        wide = hardware.get_flops(dtype if dtype == "float32" else "bfloat16")
+        self.attention_rate = wide * ATTENTION_SHARE
+        self.head_rate = wide * SUSTAINED_SHARE  # Megatron never has its product in float8
+        self.trained_share = ADAPTER_SHARE if engine.lora.rank else 1.0
         self.overlaps_tp = bool(engine.megatron.get("tp_comm_overlap", False))
         chunks = split_into_chunks(self.layout, len(work.layers), num_mtp_layers)
         self.stages = [
@@ -169,13 +172,20 @@ class TrainingModel:
         return time
 
     def _multiply(self, matrix: Matrix, tokens: float) -> float:
+        """Return the seconds of a layer's product, with the quantisation of its inputs."""
+        local_tokens = tokens if matrix.is_sharded else tokens / self.layout.tp
+        return self._run_product(matrix, tokens, self.rate) + self._cast(
+            local_tokens * matrix.columns
+        )
+
+    def _run_product(self, matrix: Matrix, tokens: float, rate: float) -> float:
         """Return the seconds of a product: the slower of arithmetic and memory traffic."""
         local = matrix.numel / (self.layout.tp if matrix.is_sharded else 1)
         if not matrix.is_sharded:
             tokens /= self.layout.tp  # replicated matrices see their shard of the sequence
         traffic = self.itemsize * (local + tokens * (matrix.rows + matrix.columns))
-        seconds = max(2 * local * tokens / self.rate, traffic / self.hardware.memory_rate)
-        return max(seconds, self.hardware.kernel_latency_s) + self._cast(tokens * matrix.columns)
+        seconds = max(2 * local * tokens / rate, traffic / self.hardware.memory_rate)
+        return max(seconds, self.hardware.kernel_latency_s)
 
     def _cast(self, elements: float) -> float:
         """Return the seconds to quantise an input: read it, write codes and their transpose."""
@@ -221,12 +231,12 @@ class TrainingModel:
         hardware, row = self.hardware, self.work.hidden_size * self.itemsize
         local = max(1, min(ep, hardware.nvlink_domain // etp))
         nodes = ep / local
-        copies = work.topk * imbalance * etp
+        copies = work.topk * imbalance
         remote = copies * (1 - 1 / nodes)
         if self.engine.moe.dispatcher == "flex":
             reached = nodes * (1 - (1 - 1 / nodes) ** work.topk)
-            if work.group_topk:
-                reached = min(reached, work.group_topk)
+            if work.group_topk:  # a group of experts spans one node or more
+                reached = min(reached, work.group_topk * max(1.0, nodes / work.num_groups))
             remote = reached * (1 - 1 / nodes) * imbalance
         elif self.engine.moe.dispatcher == "allgather":
             copies, remote = float(ep), ep - local
@@ -236,7 +246,9 @@ class TrainingModel:
         outside = 0.0
         if nodes > 1:
             outside = hardware.get_link(ep, etp).predict_s(tokens * remote * row, nodes - 1)
-        return max(inside, outside)
+        gathered = tokens * copies * row * (etp - 1)  # by the ranks that share experts
+        seconds = max(inside, outside)
+        return seconds + hardware.get_link(etp).predict_s(gathered) if etp > 1 else seconds
 
     # A stage and a pass
 
@@ -259,7 +271,7 @@ class TrainingModel:
                     total.communication[name] += seconds
             if chunk.has_head:
                 # Logits of a tile are float32: written, read by the softmax, read by the gradient.
-                head = self._multiply(self.work.head, tokens)
+                head = self._run_product(self.work.head, tokens, self.head_rate)
                 logits = tokens * self.work.head.rows / self.layout.tp
                 head += self._move(3 * FLOAT32 * logits, 3)
                 forward += head
@@ -353,7 +365,9 @@ class TrainingModel:
             if num * stride > hardware.nvlink_domain:
                 most = hardware.nvlink_bandwidth * hardware.nvlink_share
                 link = Link(min(most, link.rate * min(in_node, num)), link.latency_s)
-            num_bytes = parameters * (FLOAT32 + self.itemsize) * (num - 1) / num
+            # The distributed optimizer gathers weights; else gradients are gathered.
+            gathered = self.itemsize if self.engine.optimizer.distributed else FLOAT32
+            num_bytes = parameters * (FLOAT32 + gathered) * (num - 1) / num
             seconds += link.predict_s(num_bytes, 2 * math.log2(num))
         if self.engine.optimizer.overlap:
             seconds = max(0.0, seconds - overlapped_s)
@@ -367,9 +381,7 @@ class TrainingModel:
         if self.engine.optimizer.distributed:
             dense /= layout.dp * layout.cp
             expert /= layout.world_size // (layout.pp * layout.ep * layout.etp)
-        parameters = dense + expert
-        if self.engine.lora.rank:
-            parameters *= 0.01
+        parameters = (dense + expert) * self.trained_share
         seconds = parameters * (7 * FLOAT32 + self.itemsize) / self.hardware.memory_rate
         if self.engine.optimizer.cpu_offload:
             host = self.hardware.host_bandwidth * self.hardware.host_share

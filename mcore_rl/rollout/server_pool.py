@@ -58,7 +58,7 @@ ALL = 1 << 31  # more groups than any call begins
 COLLECT_ALL_S = 5.0
 # Servers that may be asked again every POLL_S; with more of them each waits longer, up to a limit.
 _SERVERS_PER_POLL, _MAX_COLLECT_S = 8, 2.0
-_PAUSE_S = 0.001  # a server: wait after an answer, up to POLL_S
+_PAUSE_S = 0.001  # for each other server: wait for its answer after one, up to POLL_S in all
 # Prompt bytes per sample that are sent by value. Larger prompts go by reference, for which Ray
 # takes 0.7 ms more of the driver's time.
 BY_VALUE_BYTES = 128
@@ -405,9 +405,12 @@ class ServerPool:
         """Wait until a server answers or has started."""
         servers = self._servers.values()
         calls = [call for s in servers for call in (*s.collecting.values(), *s.starting)]
+        deadline = time.monotonic() + seconds
         if self._wait_for_reply(calls, seconds):
             # Every answer costs a look at all servers: with many of them, wait for others' answers.
-            time.sleep(min(_PAUSE_S * len(servers), POLL_S, seconds))
+            pause_s = min(_PAUSE_S * (len(servers) - 1), POLL_S, deadline - time.monotonic())
+            if pause_s > 0:
+                time.sleep(pause_s)
 
     def _check_wait(self, seconds: float) -> None:
         """Add to the time without a group. At the limit, restart servers with stopped processes.

@@ -23,6 +23,7 @@ from mcore_rl.controller.worker_group import wait_until_built
 from mcore_rl.data.batch import NO_VERSION, Samples
 from mcore_rl.data.datasets import PromptDataset, PromptRow
 from mcore_rl.engine.worker import ModelWorker
+from mcore_rl.planner.roles import needs_critic
 from mcore_rl.rollout.server_pool import ServerPool
 from mcore_rl.rollout.weight_updater import connect
 from mcore_rl.rollout.worker import RolloutWorker
@@ -149,17 +150,25 @@ def prepare_config(config: RLConfig) -> RLConfig:
     config.model.path = config.data.train_file = config.data.test_file = "simulated"
     config.task.name, config.warm_start.num_steps = "", 0
     config.trainer.eval_samples = config.trainer.save_every = 0
-    parts = {
-        "algorithm.kl_coef": config.algorithm.kl_coef,
-        "reward_model.model_path": config.reward_model.model_path,
-        "teacher.model_path": getattr(config.teacher, "model_path", ""),
-        "actor.lora.rank": config.actor.lora.rank,
-        "rollout.speculative.num_tokens": config.rollout.speculative.num_tokens,
-        "rollout.nodes_per_server": config.rollout.nodes_per_server - 1,
+    if needs_critic(config):
+        raise ConfigError(
+            f"algorithm.advantage={config.algorithm.advantage!r} trains a critic, of which plan "
+            "simulate has no model; allowed: an advantage without values, as 'grpo'"
+        )
+    parts: dict[str, tuple[Any, Any]] = {  # value, and the one without the part
+        "algorithm.kl_coef": (config.algorithm.kl_coef, 0.0),
+        "algorithm.distillation.loss": (config.algorithm.distillation.loss, "off"),
+        "reward_model.model_path": (config.reward_model.model_path, ""),
+        "teacher.models": (config.teacher.models, {}),
+        "actor.lora.rank": (config.actor.lora.rank, 0),
+        "rollout.speculative.num_tokens": (config.rollout.speculative.num_tokens, 0),
+        "rollout.nodes_per_server": (config.rollout.nodes_per_server, 1),
     }
-    for name, value in parts.items():
-        if value:
-            raise ConfigError(f"{name} is set, and plan simulate has no model of that part yet")
+    for name, (value, without) in parts.items():
+        if value != without:
+            raise ConfigError(
+                f"{name}={value!r}: plan simulate has no model of that part; allowed: {without!r}"
+            )
     resolve(config)
     return resolve_for_lane(config, "cpu")
 

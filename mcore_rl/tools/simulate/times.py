@@ -13,6 +13,13 @@ import yaml
 
 from mcore_rl.config.checks import check_at_least, check_positive
 from mcore_rl.config.errors import ConfigError
+from mcore_rl.config.schema import RLConfig
+from mcore_rl.models.base import HFConfig
+from mcore_rl.planner import generation
+from mcore_rl.planner.flops import count_work
+from mcore_rl.planner.hardware import Hardware
+from mcore_rl.planner.step import get_dtype, predict_step
+from mcore_rl.planner.training import Load, TrainingModel
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,3 +134,54 @@ class Workload:
     def count_entries(self, num_tokens: Any) -> Any:
         """Return the entries that stand for tokens, at least one."""
         return -(-num_tokens // self.tokens_per_entry)
+
+
+_NUM_DRAWN = 2048  # lengths that a prediction is made for
+
+
+def predict_times(
+    config: RLConfig,
+    model: HFConfig,
+    hardware: Hardware,
+    lengths: Lengths,
+    prompt_tokens: int,
+    sync_bytes: float | None = None,
+) -> StepTimes:
+    """Predict the seconds of each part, as `mcore-rl plan step` does (docs/planning_step.md).
+
+    Those of rewards, restarts and calls are no part of a plan: they are the defaults.
+
+    Args:
+        config: Resolved settings.
+        model: config.json of the policy.
+        sync_bytes: See `predict_step`.
+    """
+    longest = config.rollout.max_response_tokens
+    drawn = np.minimum(lengths.draw([0], _NUM_DRAWN), longest)
+    planned = generation.Lengths(
+        float(drawn.mean()), longest, prompt=prompt_tokens, values=tuple(drawn.tolist())
+    )
+    work = count_work(model)
+    step = predict_step(config, model, hardware, planned, sync_bytes=sync_bytes, work=work)
+    engine = TrainingModel(work, config.actor, hardware, get_dtype(config))
+    forward_s = engine.predict_forward(Load(step.tokens, planned.sequence))
+    update, dp = step.update, config.actor.layout.dp
+    once_s = update.data_parallel_s + update.optimizer_s  # whatever the number of tokens
+
+    server = generation.ServerModel(work, model, config.rollout, hardware)
+    slots = server.count_slots(prompt_tokens + planned.mean)
+    # A line through a pass of one response and one of as many as a server has at once.
+    most, context = max(2, step.generation.most_running), prompt_tokens + planned.mean / 2
+    one_s, most_s = (server.predict_pass(num, 1, context)[0] for num in (1, most))
+    response_s = (most_s - one_s) / (most - 1)
+    num_prefilled = max(prompt_tokens, config.rollout.max_num_batched_tokens or 8192)
+    return StepTimes(
+        decode_s=one_s - response_s,
+        decode_response_s=response_s,
+        prefill_token_s=server.predict_prefill(num_prefilled, prompt_tokens) / num_prefilled,
+        responses_per_server=slots,
+        log_prob_token_s=forward_s * dp / step.tokens,
+        train_token_s=(update.total_s - once_s) * step.num_mini_batches * dp / step.tokens,
+        optimizer_s=once_s,
+        weight_sync_s=step.weight_sync_s,
+    )

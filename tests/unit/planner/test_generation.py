@@ -41,6 +41,16 @@ def test_decode_reads_the_cache_of_each_sequence() -> None:
     assert long - short == pytest.approx(32 * 4000 * per_token / H100.memory_rate, rel=1e-6)
 
 
+def test_decode_of_latent_attention_compares_latents() -> None:
+    """128 heads, latents of 512 with 64 of positions: an H20 has too few flops for its memory."""
+    server = build_server("DeepSeek-V3", tp=1)
+    server.hardware = load_hardware("h20")
+    server.attention_rate = server.hardware.get_flops("bfloat16")
+    short, long = (server.predict_pass(32, 1, context)[0] for context in (1000, 5000))
+    flops = 32 * 4000 * 61 * 2 * 128 * (512 + 64 + 512)
+    assert long - short == pytest.approx(flops / (148e12 * 0.785), rel=1e-3)
+
+
 def test_decode_reads_the_experts_that_tokens_choose() -> None:
     """Of 128 experts, one token reads 8; many tokens read all."""
     server = build_server("Qwen3-30B-A3B", tp=1)
@@ -73,6 +83,25 @@ def test_one_long_response_is_the_tail() -> None:
     assert time.tail_s == pytest.approx(1000 * server.predict_pass(1, 1, 10 + 100 + 500)[0])
 
 
+def test_a_few_lengths_stand_for_many() -> None:
+    """127 responses are no multiple of the lengths that are told apart."""
+    server = build_server("Qwen3-8B", max_num_seqs=1)
+    lengths = np.arange(1.0, 128.0)
+    time = server.predict(lengths.tolist(), prompt=1000, group_size=127)
+    passes = (time.decode_s + time.tail_s) / server.predict_pass(1, 1, 1000 + 32)[0]
+    assert passes * 127 / 64 == pytest.approx(lengths.sum(), rel=0.02)
+
+
+def test_one_token_of_a_prompt_has_logits() -> None:
+    server = build_server("Qwen3-8B")
+    seconds, _ = server.predict_pass(4, 2048, 1024)
+    work = server.work
+    flops = 2 * 8192 * (work.active_parameters - work.head.numel)
+    pairs = 8192 * 1024 * sum(layer.pair_flops for layer in work.layers)
+    expected = (flops + pairs) / H100.get_flops("bfloat16")
+    assert seconds == pytest.approx(expected + SCHEDULER_S, rel=0.02)
+
+
 def test_lengths_have_their_mean_after_the_cut() -> None:
     lengths = Lengths(3000, 4096, sigma=0.6)
     drawn = lengths.draw(2048)
@@ -89,6 +118,7 @@ def test_lengths_of_a_file_are_drawn_evenly(tmp_path: Path) -> None:
     lengths = read_lengths(path, longest=100, prompt=5)
     assert lengths.draw(4).tolist() == [10, 20, 30, 100]
     assert lengths.mean == 40
-    path.write_text("10\nlong\n")
-    with pytest.raises(ConfigError, match="'long'; allowed: whole numbers above 0"):
-        read_lengths(path, longest=100, prompt=5)
+    for text, message in (("10\nlong\n", "'long'; allowed"), ("10\n²", "'²'"), ("", "is empty")):
+        path.write_text(text)
+        with pytest.raises(ConfigError, match=message):
+            read_lengths(path, longest=100, prompt=5)

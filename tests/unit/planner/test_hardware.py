@@ -34,6 +34,7 @@ def test_rates_of_an_h100_are_its_datasheet_times_the_measured_shares() -> None:
 def test_a_dtype_without_a_peak_runs_at_the_rate_of_the_next() -> None:
     a100 = load_hardware("a100_80")
     assert a100.get_flops("float8") == a100.get_flops("bfloat16")
+    assert a100.get_peak_flops("float8") == 312e12
     with pytest.raises(ConfigError, match=r"int4.*allowed: float32"):
         a100.get_flops("int4")
 

@@ -84,6 +84,20 @@ def test_log_probs_of_reference_and_old_policy_are_passes() -> None:
     assert both.step_s == pytest.approx(plain.step_s + 2 * both.log_probs_s)
 
 
+@pytest.mark.parametrize(("hardware", "is_faster"), [("h100", True), ("a100_80", False)])
+def test_float8_products_take_their_rate_or_that_of_the_next_dtype(
+    hardware: str, is_faster: bool
+) -> None:
+    config = build_config("Qwen3-8B", "sync", "shared")
+    config.actor.layout.dp = config.rollout.num_servers = 8
+    model, device = read_model({"model": "Qwen3-8B"}), load_hardware(hardware)
+    wide = predict_step(config, model, device, LENGTHS).update.compute_s
+    config.actor.fp8.recipe = "blockwise"
+    step = predict_step(config, model, device, LENGTHS)
+    assert (step.update.compute_s < 0.75 * wide) == is_faster
+    assert 0 < step.mfu < 1
+
+
 def test_weight_sync_takes_the_bytes_of_its_plan() -> None:
     step = predict("sync", "own", sync_bytes=45e9)
     assert step.weight_sync_s == pytest.approx(1 + 2 * 20e-6)
@@ -227,13 +241,27 @@ def test_commands_of_the_pages_run(
     [
         (["step", "--hardware", "h100"], "no settings; allowed: recipe=NAME"),
         (["step", "recipe=dsv3_671b", "--hardware", "h300"], "--hardware='h300' is unknown"),
+        (["step", "model.path=MODEL", "--hardware", "h100", "--prompt-tokens", "0"], "--prompt-"),
+        (
+            [
+                "step",
+                "model.path=MODEL",
+                "--hardware",
+                "h100",
+                "--lengths",
+                "x",
+                "--response-tokens",
+                "9",
+            ],
+            "--response-tokens with --lengths",
+        ),
         (["layout", "recipe=dsv3_671b", "--hardware", "h100"], "required: --devices"),
         (["calibrate", "--device", "tpu"], "--device='tpu'; allowed: cpu, cuda"),
     ],
 )
-def test_senseless_input_gets_one_error(arguments: list[str], message: str) -> None:
+def test_senseless_input_gets_one_error(arguments: list[str], message: str, model: Path) -> None:
     with pytest.raises(ConfigError, match=message):
-        main(arguments)
+        main([word.replace("MODEL", str(model)) for word in arguments])
 
 
 def test_calibrate_writes_a_file_that_plans_accept(tmp_path: Path) -> None:

@@ -135,10 +135,33 @@ def test_flex_dispatcher_sends_a_token_once_to_a_node() -> None:
     assert layer.communication["expert_parallel"] == pytest.approx(expected)
 
 
-def test_gradients_are_reduced_in_float32_and_weights_gathered() -> None:
-    update = build_model(build_work(), layout=Layout(dp=8)).predict_update(Load(8000, 1000))
+def test_groups_of_experts_limit_the_nodes_that_a_token_reaches() -> None:
+    """Two of four groups, each on two of eight nodes: at most four nodes, 7/8 of them remote."""
+    work = build_work(num_experts=64)
+    layer = replace(work.layers[0], topk=16, group_topk=2, num_groups=4)
+    model = build_model(replace(work, layers=(layer,) * 4), layout=Layout(dp=64, ep=64))
+    model.engine.moe.dispatcher = "flex"
+    time = model.predict_layer(layer, 1000, 1000, 1.0)
+    expected = 2 * 1000 * 4 * 7 / 8 * HIDDEN * 2 / 1e8
+    assert time.communication["expert_parallel"] == pytest.approx(expected)
+
+
+def test_ranks_that_share_experts_gather_each_others_tokens() -> None:
+    work = build_work(num_experts=32)
+    model = build_model(work, layout=Layout(dp=4, etp=4))
+    layer = model.predict_layer(work.layers[0], 1000, 1000, 1.0)
+    expected = 2 * 1000 * 2 * HIDDEN * 2 * 3 / 1e9
+    assert layer.communication["expert_parallel"] == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(("is_distributed", "num_bytes"), [(True, 4 + 2), (False, 4 + 4)])
+def test_gradients_are_reduced_in_float32(is_distributed: bool, num_bytes: int) -> None:
+    """Then weights are gathered in bfloat16, or without a distributed optimizer gradients."""
+    model = build_model(build_work(), layout=Layout(dp=8))
+    model.engine.optimizer.distributed = is_distributed
+    update = model.predict_update(Load(8000, 1000))
     parameters = 4 * HIDDEN * (HIDDEN + FFN) + HIDDEN
-    assert update.data_parallel_s == pytest.approx(parameters * 6 * 7 / 8 / 1e9, rel=1e-3)
+    assert update.data_parallel_s == pytest.approx(parameters * num_bytes * 7 / 8 / 1e9, rel=1e-3)
 
 
 @pytest.mark.parametrize(

@@ -51,6 +51,20 @@ def test_a_prompt_returns_to_its_server_unless_another_has_fewer_tokens_by_more_
     assert route_groups([make_group(7)], {0: 0, 2: 0}, last_servers) == [0]  # its server has left
 
 
+def test_each_group_goes_where_the_fewest_tokens_are_outstanding_at_its_turn():
+    rng = np.random.default_rng(0)
+    groups = [make_group(group, int(rng.integers(1, 60))) for group in range(200)]
+    last_servers = {group: int(rng.integers(0, 9)) for group in range(0, 200, 3)}
+    tokens = {server: int(rng.integers(0, 400)) for server in range(8)}
+    servers, largest = route_groups(groups, tokens, last_servers), max(g.max_tokens for g in groups)
+    for group, server in zip(groups, servers, strict=True):
+        least = min(tokens, key=lambda number: (tokens[number], number))
+        last = last_servers.get(group.group_id, least)
+        may_return = last in tokens and tokens[last] <= tokens[least] + largest
+        assert server == (last if may_return else least)
+        tokens[server] += group.max_tokens
+
+
 def test_outstanding_tokens_are_counted_for_the_servers_given():
     groups = [
         make_group(0, server=0),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import threading
+import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from types import SimpleNamespace
@@ -261,6 +263,24 @@ def test_servers_collect_their_share_and_wait_longer_the_more_there_are():
     pool.begin(make_prompts(0), SAMPLING)
     pool.collect("train", 0, ALL)
     assert group.last("collect").args[1:] == (COLLECT_ALL_S, ALL)
+
+
+@pytest.mark.parametrize(("num", "pause_s"), [(1, 0.0), (8, 0.007), (400, 0.05)])
+def test_pause_after_an_answer_is_for_other_servers_and_within_the_wait(monkeypatch, num, pause_s):
+    pauses: list[float] = []
+    clock = SimpleNamespace(monotonic=time.monotonic, sleep=pauses.append)
+    monkeypatch.setattr(server_pool, "time", clock)
+    groups = [ServedGroup(number) for number in range(num)]
+    pool = make_pool(*groups)
+    pool.begin(make_prompts(*range(num)), SAMPLING)
+    pool.collect("train", 0)
+    answer = groups[0].last("collect").answer
+    timer = threading.Timer(0.01, answer, [make_samples(0, 0)])
+    timer.start()
+    assert len(pool.collect("train", 0.05)) == 1
+    timer.join()
+    assert sum(pauses) <= pause_s
+    assert not pause_s or pauses
 
 
 def test_bytes_of_an_answer_are_limited_by_the_tokens_of_its_groups():

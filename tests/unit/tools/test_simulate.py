@@ -16,10 +16,14 @@ from mcore_rl.cli.plan import main
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import RLConfig
 from mcore_rl.controller import pending_call
+from mcore_rl.planner import generation
+from mcore_rl.planner.hardware import load_hardware
+from mcore_rl.planner.step import predict_step
 from mcore_rl.tools.simulate.run import open_simulation, prepare_config, simulate
-from mcore_rl.tools.simulate.times import Lengths, StepTimes, Workload
+from mcore_rl.tools.simulate.times import Lengths, StepTimes, Workload, predict_times
 from mcore_rl.tools.simulate.virtual_time import VirtualClock, VirtualExecutor, run_by_clock
 from tests.pages import of_kind
+from tests.published_runs import FOLDER, read_model
 
 TIMES = StepTimes(
     decode_s=0.01, decode_response_s=0.0, prefill_token_s=0.0, reward_s=0.0,
@@ -131,6 +135,43 @@ def test_threads_wait_by_the_clock():
         clock.wait(lambda: False)
 
 
+def test_times_are_those_of_a_plan():
+    config, model = RLConfig(), read_model({"model": "Qwen3-8B"})
+    config.model.dtype, config.placement.rollout = "bfloat16", "own"
+    config.actor.layout.dp = config.rollout.num_servers = 8
+    config.trainer.prompts_per_step, config.algorithm.group_size = 64, 8
+    config.rollout.max_response_tokens = 4000
+    config.rollout.kv_cache_bytes = 1 << 40
+    hardware = load_hardware("h100")
+    times = predict_times(config, model, hardware, Lengths(1000.0, 0.0), prompt_tokens=500)
+    plan = predict_step(config, model, hardware, generation.Lengths(1000, 4000, 0.0, 500))
+    rank_tokens = 64 * 1500
+    update_s = rank_tokens * times.train_token_s + plan.num_mini_batches * times.optimizer_s
+    assert update_s == pytest.approx(plan.update_s)
+    decode_s = 1000 * (times.decode_s + 64 * times.decode_response_s)
+    assert decode_s == pytest.approx(plan.generation.decode_s, rel=0.01)
+    assert times.weight_sync_s == plan.weight_sync_s and times.responses_per_server == 1024
+    assert times.log_prob_token_s == pytest.approx(times.train_token_s / 3, rel=0.1)
+
+
+def test_a_run_takes_about_the_time_that_is_planned(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("mcore_rl.tools.simulate.run.open_simulation", nullcontext)
+    (tmp_path / "config.json").write_text((FOLDER / "Qwen3-8B.json").read_text())
+    settings = [
+        *SETTINGS, f"model.path={tmp_path}", "rollout.max_response_tokens=500",
+        "weight_sync.method=disaggregated", "--hardware=h100", "--prompt-tokens=32",
+    ]  # fmt: skip
+    main(["step", *settings, "--response-tokens=320", "--length-sigma=0", "--json"])
+    plan = json.loads(capsys.readouterr().out)
+    loop = ["--trainers=sync", "--lengths=lognormal:320:0", "--json"]
+    main(["simulate", *settings, *loop])
+    run = json.loads(capsys.readouterr().out)["sync"]
+    waits_s = 0.5 + 0.1  # for rewards and calls
+    assert plan["step_s"] < run["step_s"] < plan["step_s"] + waits_s
+    with pytest.raises(ConfigError, match="--times with --hardware"):
+        main(["simulate", *settings, "--times", "x"])
+
+
 def test_lengths_are_drawn_from_a_file(tmp_path):
     (tmp_path / "lengths").write_text("7\n9\n")
     assert {*Lengths.parse(str(tmp_path / "lengths")).draw([1], 50).tolist()} == {7, 9}
@@ -143,7 +184,13 @@ def test_lengths_are_drawn_from_a_file(tmp_path):
         (["--lengths", "lognormal:0:1"], "--lengths=lognormal:0:1"),
         (["--lengths", "nothing"], "--lengths=nothing"),
         (["--failures", "-1"], "--failures=-1"),
-        (["algorithm.kl_coef=0.1"], "algorithm.kl_coef"),
+        (["--picture", "no/such/folder.png"], "--picture='no/such/folder.png'"),
+        (["algorithm.kl_coef=0.1"], "algorithm.kl_coef=0.1.*allowed: 0.0"),
+        (["algorithm.advantage=gae"], "algorithm.advantage='gae' trains a critic"),
+        (["teacher.models={big: {model_path: x}}"], "teacher.models={'big'"),
+        (["algorithm.distillation.loss=reverse_kl"], "algorithm.distillation.loss='reverse_kl'"),
+        (["reward_model.model_path=x"], "reward_model.model_path='x'"),
+        (["actor.lora.rank=8"], "actor.lora.rank=8"),
     ],
 )
 def test_what_cannot_be_simulated_is_refused(arguments, message):
