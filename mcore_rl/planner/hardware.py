@@ -48,7 +48,11 @@ class Hardware:
     sources: Mapping[str, str] = field(default_factory=dict)  # of each number, by field
 
     def get_flops(self, dtype: str) -> float:
-        """Return the reachable flops a second; without a rate of its own, those of the next dtype.
+        """Return the reachable flops a second; raises as get_peak_flops."""
+        return self.get_peak_flops(dtype) * self.matmul_share
+
+    def get_peak_flops(self, dtype: str) -> float:
+        """Return the peak flops a second; without a rate of its own, that of the next dtype.
 
         Raises:
             ConfigError: `dtype` is none of DTYPES.
@@ -56,8 +60,7 @@ class Hardware:
         if dtype not in DTYPES:
             raise ConfigError(f"dtype={dtype!r}; allowed: {', '.join(DTYPES)}")
         wider = DTYPES[DTYPES.index(dtype) :: -1]
-        peak = next(self.peak_flops[name] for name in wider if name in self.peak_flops)
-        return peak * self.matmul_share
+        return next(self.peak_flops[name] for name in wider if name in self.peak_flops)
 
     @property
     def memory_rate(self) -> float:

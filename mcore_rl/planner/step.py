@@ -71,7 +71,7 @@ def predict_step(
     """
     work = work or count_work(model)
     actor, rollout = config.actor, config.rollout
-    dtype = _get_dtype(config)
+    dtype = _get_dtype(config, actor)
     samples = config.trainer.prompts_per_step * config.algorithm.group_size
     tokens = samples * (lengths.mean + lengths.prompt)
     num_mini_batches = config.algorithm.num_mini_batches
@@ -83,7 +83,8 @@ def predict_step(
     has_pass = not reads_log_probs and bool(find_log_prob_pass_reason(config))
     values_s = 0.0
     if needs_critic(config):
-        critic = TrainingModel(work, config.critic, hardware, dtype)
+        critic_dtype = _get_dtype(config, config.critic)
+        critic = TrainingModel(work, config.critic, hardware, critic_dtype)
         update_s = critic.predict_update(mini_load).total_s
         values_s = critic.predict_forward(step_load) + num_mini_batches * update_s
     update = engine.predict_update(mini_load)
@@ -110,7 +111,7 @@ def predict_step(
         "num_devices": num_devices,
         "tokens": tokens,
         "mfu": work.count_training_flops(tokens / num_mini_batches, sequence)
-        / (update.total_s * num_training * hardware.peak_flops[dtype]),
+        / (update.total_s * num_training * hardware.get_peak_flops(dtype)),
     }
     empty = StepTime(**parts, step_s=0.0, trainer_idle_s=0.0, servers_idle_s=0.0)  # type: ignore[arg-type]
     steady_s = share * lengths.mean / generation.steady_tokens_per_s + generation.prefill_s
@@ -123,9 +124,9 @@ def predict_step(
     )
 
 
-def _get_dtype(config: RLConfig) -> str:
-    """Return the dtype of the actor's products."""
-    if config.actor.megatron.get("fp8"):
+def _get_dtype(config: RLConfig, engine: EngineConfig) -> str:
+    """Return the dtype of an engine's products."""
+    if engine.fp8.recipe != "off":
         return "float8"
     return "float32" if config.model.dtype == "float32" else "bfloat16"
 

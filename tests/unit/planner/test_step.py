@@ -14,7 +14,7 @@ import pytest
 from mcore_rl.cli.compose import compose_config
 from mcore_rl.cli.plan import main
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.config.schema import Layout, RLConfig
+from mcore_rl.config.schema import Float8Config, Layout, RLConfig
 from mcore_rl.jobs.placement import resolve_for_nodes
 from mcore_rl.models.base import use_family
 from mcore_rl.planner.flops import count_work
@@ -81,6 +81,22 @@ def test_log_probs_of_reference_and_old_policy_are_passes() -> None:
     assert plain.log_probs_s == plain.reference_s == 0
     assert both.log_probs_s == both.reference_s > 0
     assert both.step_s == pytest.approx(plain.step_s + 2 * both.log_probs_s)
+
+
+@pytest.mark.parametrize("hardware", ["h100", "a100_80"])
+def test_float8_products_of_the_actor_count_at_their_rate_if_the_device_has_one(
+    hardware: str,
+) -> None:
+    config = build_config("Qwen3-8B", "sync", "shared")
+    config.actor.layout.dp = config.rollout.num_servers = 8
+    model = read_model({"model": "Qwen3-8B"})
+    plain = predict_step(config, model, load_hardware(hardware), LENGTHS)
+    config.actor.fp8 = Float8Config("blockwise")
+    float8 = predict_step(config, model, load_hardware(hardware), LENGTHS)
+    has_rate = "float8" in load_hardware(hardware).peak_flops
+    assert has_rate == (hardware == "h100")
+    assert (float8.update.total_s < plain.update.total_s) == has_rate
+    assert 0 < float8.mfu < plain.mfu
 
 
 def test_weight_sync_takes_the_bytes_of_its_plan() -> None:
