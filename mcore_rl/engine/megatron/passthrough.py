@@ -34,9 +34,7 @@ _INFERENCE = "it is for Megatron's own inference, and servers generate here"
 _HEAD = "the engine computes the output head and its loss itself, in tiles"
 _DELAYED = "delayed weight gradients have not been checked with the engine's float32 buffers"
 _DELAYED_SCALES = "it is of delayed scales, state that checkpoints do not have"
-_FLOAT8_ATTENTION = (
-    "Transformer Engine has no float8 attention that trains on packs"
-)
+_FLOAT8_ATTENTION = "Transformer Engine has no float8 attention that trains on packs"
 _FSDP = "{key}.backend=fsdp"
 
 OWNED: Mapping[str, str] = {

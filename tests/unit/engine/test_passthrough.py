@@ -110,7 +110,7 @@ def test_an_enumeration_is_given_by_the_name_of_its_member():
         ("fp8_recipe", "delayed", r": actor.fp8.recipe decides this field"),
         ("num_layers_at_end_in_bf16", 2, r": actor.fp8.bf16_layers_at_end decides"),
         ("fp8_wgrad", False, r": Megatron reads it with delayed scales alone"),
-        ("fp8_dot_product_attention", True, r": Transformer Engine has no float8 attention that trains"),
+        ("fp8_dot_product_attention", True, r": Transformer Engine has no float8 att"),
         ("fp8_amax_history_len", 16, r": it is of delayed scales, state that checkpoints do not"),
         (
             "moe_flex_dispatcher_backend", "ncclep",
