@@ -62,7 +62,6 @@ def build_settings() -> str:
 
 NEEDED = {
     "te": "Transformer Engine's modules",
-    "fp8": "`actor.fp8.recipe`",
     "cuda": "GPUs",
     "flex": "`actor.moe.dispatcher=flex`",
     "muon": "`actor.optimizer.name=muon`",

@@ -159,6 +159,30 @@ def _resolve_float8(key: str, config: EngineConfig) -> None:
         )
 
 
+def _check_float8_sizes(key: str, config: EngineConfig, sizes: ModelSizes) -> None:
+    """Check that the layers fit the settings of float8 products, and MLPs the blocks of scales."""
+    fp8, layout = config.fp8, config.layout
+    most = sizes.num_layers // layout.pp
+    for name in ("bf16_layers_at_start", "bf16_layers_at_end"):
+        if (count := getattr(fp8, name)) > most:
+            raise ConfigError(
+                f"{key}.fp8.{name}={count}; allowed: 0 to {most}, the layers of a pipeline rank"
+            )
+    if fp8.recipe == "off":
+        return
+    multiple = 32 if fp8.recipe == "mxfp8" else 16
+    expert_sizes = (sizes.expert_ffn_size,) if sizes.num_experts else ()
+    for axis, columns in (("tp", sizes.ffn_sizes), ("etp", expert_sizes)):
+        ranks = getattr(layout, axis)
+        for size in columns:
+            if size % (ranks * multiple):
+                raise ConfigError(
+                    f"{key}.fp8.recipe={fp8.recipe!r} with {key}.layout.{axis}={ranks}: float8 "
+                    f"products take a multiple of {multiple} columns of an MLP on a rank, and "
+                    f"{size} / {ranks} is none; allowed: 'off', or another {key}.layout.{axis}"
+                )
+
+
 def check_float8_dtype(key: str, config: EngineConfig, dtype: str) -> None:
     """Check that a model with float8 products is not in float32."""
     if config.fp8.recipe != "off" and dtype != "bfloat16":
@@ -321,12 +345,7 @@ def resolve_model_engine(key: str, config: EngineConfig, sizes: ModelSizes) -> N
                     f"{key}.moe.{name}={getattr(config.moe, name)!r}: the model has no experts; "
                     f"allowed: {off!r}"
                 )
-    most = sizes.num_layers // config.layout.pp
-    for name in ("bf16_layers_at_start", "bf16_layers_at_end"):
-        if (count := getattr(config.fp8, name)) > most:
-            raise ConfigError(
-                f"{key}.fp8.{name}={count}; allowed: 0 to {most}, the layers of a pipeline rank"
-            )
+    _check_float8_sizes(key, config, sizes)
     if not sizes.has_router_bias and config.moe.bias_update_rate:
         raise ConfigError(
             f"{key}.moe.bias_update_rate={config.moe.bias_update_rate}: the routers of the model "

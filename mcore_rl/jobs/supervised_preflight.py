@@ -15,7 +15,11 @@ from mcore_rl.algorithms.preference import PREFERENCE_LOSSES
 from mcore_rl.checkpoint.hf import CheckpointReader, read_checkpoint_config
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.resolve import DTYPE_OF_LANE, list_test_files, list_train_files
-from mcore_rl.config.resolve_engine import check_overlap_dtype, resolve_schedule
+from mcore_rl.config.resolve_engine import (
+    check_float8_dtype,
+    check_overlap_dtype,
+    resolve_schedule,
+)
 from mcore_rl.config.resolve_train import (
     count_row_conversations,
     count_steps,
@@ -69,6 +73,7 @@ def resolve_for_device(config: TrainConfig) -> TrainConfig:
     check_engine_settings("engine", config.engine, model_type, device, images_column=column)
     dtype = DTYPE_OF_LANE[device] if config.model.dtype == "auto" else config.model.dtype
     check_overlap_dtype("engine", config.engine, dtype)
+    check_float8_dtype("engine", config.engine, dtype)
     config = fetch_inputs(config)
     use_engine_family("engine", config.model, config.engine)
     return replace(config, model=replace(config.model, dtype=dtype))

@@ -48,11 +48,7 @@ class Hardware:
     sources: Mapping[str, str] = field(default_factory=dict)  # of each number, by field
 
     def get_flops(self, dtype: str) -> float:
-        """Return the reachable flops a second; without a rate of its own, those of the next dtype.
-
-        Raises:
-            ConfigError: `dtype` is none of DTYPES.
-        """
+        """Return the reachable flops a second; raises as get_peak_flops."""
         return self.get_peak_flops(dtype) * self.matmul_share
 
     def get_peak_flops(self, dtype: str) -> float:

@@ -277,7 +277,7 @@ def _choose_recompute(
         engine.layout = layout
         engine.recompute.granularity = granularity
         engine.max_tokens_per_micro_batch = max(-(-longest // layout.cp), 4096)
-        planner = TrainingModel(work, engine, hardware, get_dtype(config))
+        planner = TrainingModel(work, engine, hardware, get_dtype(config, config.actor))
         kinds = estimate_training_bytes(planner)
         fits = sum(kinds.values()) <= hardware.memory_bytes
         if not fits and sum(kinds.values()) > _MOST_EXCESS * hardware.memory_bytes:

@@ -71,7 +71,7 @@ def predict_step(
     """
     work = work or count_work(model)
     actor, rollout = config.actor, config.rollout
-    dtype = get_dtype(config)
+    dtype = get_dtype(config, actor)
     samples = config.trainer.prompts_per_step * config.algorithm.group_size
     tokens = samples * (lengths.mean + lengths.prompt)
     num_mini_batches = config.algorithm.num_mini_batches
@@ -83,7 +83,8 @@ def predict_step(
     has_pass = not reads_log_probs and bool(find_log_prob_pass_reason(config))
     values_s = 0.0
     if needs_critic(config):
-        critic = TrainingModel(work, config.critic, hardware, dtype)
+        critic_dtype = get_dtype(config, config.critic)
+        critic = TrainingModel(work, config.critic, hardware, critic_dtype)
         update_s = critic.predict_update(mini_load).total_s
         values_s = critic.predict_forward(step_load) + num_mini_batches * update_s
     update = engine.predict_update(mini_load)
@@ -123,9 +124,9 @@ def predict_step(
     )
 
 
-def get_dtype(config: RLConfig) -> str:
-    """Return the dtype of the actor's products."""
-    if config.actor.fp8.recipe != "off":
+def get_dtype(config: RLConfig, engine: EngineConfig) -> str:
+    """Return the dtype of an engine's products."""
+    if engine.fp8.recipe != "off":
         return "float8"
     return "float32" if config.model.dtype == "float32" else "bfloat16"
 

@@ -17,7 +17,13 @@ import numpy as np
 import torch
 
 from mcore_rl.algorithms.aggregation import compute_loss_weights
-from mcore_rl.config.schema import AlgorithmConfig, EngineConfig, ModelConfig, OptimizerConfig
+from mcore_rl.config.schema import (
+    AlgorithmConfig,
+    EngineConfig,
+    Float8Config,
+    ModelConfig,
+    OptimizerConfig,
+)
 from mcore_rl.data.batch import Batch, Jagged
 from mcore_rl.engine.base import BaseEngine, EngineSpec, create_engine
 from mcore_rl.trainers.policy_loss import PolicyLoss
@@ -29,7 +35,7 @@ HOST_WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchr
 
 FSDP = {"backend": "fsdp"}
 TRANSFORMER_ENGINE = {"modules": "te"}
-FLOAT8 = TRANSFORMER_ENGINE | {"megatron": {"fp8": "e4m3", "fp8_recipe": "blockwise"}}
+FLOAT8 = TRANSFORMER_ENGINE | {"fp8": Float8Config("blockwise")}
 SETTINGS = {"": {"modules": "torch"}, "fsdp": FSDP, "te": TRANSFORMER_ENGINE, "fp8": FLOAT8}
 
 

@@ -148,8 +148,9 @@ class KeyReplayPass(_KeyPass):
 
     @contextmanager
     def wrap_forward(self, chunk: Any, micro: MicroBatch) -> Iterator[PackedKeys]:
-        positions = self.keys[micro.token_indices].long()  # [tokens, layers, k]
-        starts = _list_token_starts(micro)[:, None]
+        # [tokens, layers, k] In 4 bytes, which Megatron widens piece by piece.
+        positions = self.keys[micro.token_indices].int()
+        starts = _list_token_starts(micro)[:, None].int()
         picked = torch.where(positions < 0, -1, positions + starts)
         keys = PackedKeys(dict(enumerate(picked.transpose(0, 1).unsqueeze(1).contiguous())))
         with self.routing.wrap_forward(chunk, micro):

@@ -14,6 +14,9 @@ from mcore_rl.engine.packing import MicroBatch, PackSplit
 from mcore_rl.parallel.balance import SequenceCost, estimate_sequence_cost
 
 _FLOAT8_TOKENS = 32  # a multiple that all float8 recipes take (fp8_utils.py:318)
+# Of ranks whose blocks are gathered: of others Transformer Engine dequantises the blocks, gathers
+# bfloat16, and quantises again (pytorch/distributed.py, _all_gather_fp8_blockwise).
+_GATHERED_BLOCK_TOKENS = 128
 
 
 def read_pack_split(config: TransformerConfig | None = None) -> PackSplit:
@@ -22,12 +25,15 @@ def read_pack_split(config: TransformerConfig | None = None) -> PackSplit:
     Args:
         config: Of a model whose products may be float8, which take tokens in blocks.
     """
-    is_float8 = config is not None and config.fp8 is not None
+    tp, multiple = parallel_state.get_tensor_model_parallel_world_size(), 1
+    if config is not None and config.fp8 is not None:
+        is_gathered = tp > 1 and config.fp8_recipe == "blockwise"
+        multiple = _GATHERED_BLOCK_TOKENS if is_gathered else _FLOAT8_TOKENS
     return PackSplit(
-        tp=parallel_state.get_tensor_model_parallel_world_size(),
+        tp=tp,
         cp=parallel_state.get_context_parallel_world_size(),
         cp_rank=parallel_state.get_context_parallel_rank(),
-        rank_multiple=_FLOAT8_TOKENS if is_float8 else 1,
+        rank_multiple=multiple,
     )
 
 

@@ -34,6 +34,7 @@ _INFERENCE = "it is for Megatron's own inference, and servers generate here"
 _HEAD = "the engine computes the output head and its loss itself, in tiles"
 _DELAYED = "delayed weight gradients have not been checked with the engine's float32 buffers"
 _DELAYED_SCALES = "it is of delayed scales, state that checkpoints do not have"
+_FLOAT8_ATTENTION = "Transformer Engine has no float8 attention that trains on packs"
 _FSDP = "{key}.backend=fsdp"
 
 OWNED: Mapping[str, str] = {
@@ -207,6 +208,9 @@ DENIED: Mapping[str, str] = {
     "fp8_interval": _DELAYED_SCALES,
     "fp8_amax_*": _DELAYED_SCALES,
     "tp_only_amax_red": _DELAYED_SCALES,
+    "fp8_wgrad": "Megatron reads it with delayed scales alone (fp8_utils.py:737)",
+    "fp8_dot_product_attention": _FLOAT8_ATTENTION,
+    "fp8_multi_head_attention": _FLOAT8_ATTENTION,
     "reuse_grad_buf_for_mxfp8_param_ag": _FLOAT8_WEIGHTS,
     "keep_fp8_transpose_cache": _FLOAT8_WEIGHTS,
     "fp8_quantizer_factory": "a quantiser of your own has not been checked with the engine",
@@ -245,9 +249,8 @@ DENIED: Mapping[str, str] = {
 }  # fmt: skip
 
 # What a field needs, unless it is false or null: Transformer Engine's modules ("te"), a GPU
-# ("cuda"), float8, the flex dispatcher, or Muon.
+# ("cuda"), the flex dispatcher, or Muon.
 NEEDS: Mapping[str, str] = {
-    "fp8_*": "fp8",
     "moe_permute_fusion": "te",
     "fused_single_qkv_rope": "te",
     "use_te_*": "te",
@@ -271,6 +274,8 @@ NEEDS: Mapping[str, str] = {
 # Packages of the backends of the flex dispatcher (transformer/moe/fused_a2a.py:11 and :271).
 _FLEX_PACKAGES = {"deepep": "deep_ep", "hybridep": "deep_ep"}
 _MIN_CAPABILITY = {"tensorwise": (8, 9), "blockwise": (9, 0), "mxfp8": (10, 0)}  # of a GPU
+# Transformer Engine has no mxfp8 from here on (pytorch/quantization.py, _compute_mxfp8_support).
+_END_OF_CAPABILITY = {"mxfp8": (12, 0)}
 _MIN_CUDA = {"blockwise": (12, 9)}  # of cuBLAS, whose products take blocks from there on
 VALUES = {
     "moe_flex_dispatcher_backend": (tuple(_FLEX_PACKAGES), "others take packs of one length alone"),
@@ -361,11 +366,12 @@ def _check_float8(key: str, engine: EngineConfig, lane: str, *, is_local: bool) 
     _check_need("te", setting, key, engine, lane)
     if not is_local:
         return
-    capability, least = torch.cuda.get_device_capability(), _MIN_CAPABILITY[recipe]
-    if capability < least:
-        allowed = ["off", *(r for r, c in _MIN_CAPABILITY.items() if c <= capability)]
+    capability, end = torch.cuda.get_device_capability(), _END_OF_CAPABILITY.get(recipe)
+    if not _has_products(capability, recipe):
+        allowed = ["off", *(name for name in _MIN_CAPABILITY if _has_products(capability, name))]
+        needed = _join(_MIN_CAPABILITY[recipe]) + (f" and below {_join(end)}" if end else "")
         raise ConfigError(
-            f"{setting} needs a GPU of compute capability {_join(least)}; this one has "
+            f"{setting} needs a GPU of compute capability {needed}; this one has "
             f"{_join(capability)}; allowed: {', '.join(map(repr, allowed))}"
         )
     cuda = tuple(map(int, (torch.version.cuda or "0.0").split(".")[:2]))
@@ -374,6 +380,12 @@ def _check_float8(key: str, engine: EngineConfig, lane: str, *, is_local: bool) 
             f"{setting} needs CUDA {_join(_MIN_CUDA[recipe])}; torch {torch.__version__} has "
             f"{_join(cuda)}; allowed: 'off', or a torch of a later CUDA"
         )
+
+
+def _has_products(capability: tuple[int, int], recipe: str) -> bool:
+    """Return whether GPUs of a compute capability have the products of a recipe."""
+    end = _END_OF_CAPABILITY.get(recipe)
+    return capability >= _MIN_CAPABILITY[recipe] and (end is None or capability < end)
 
 
 def _join(version: tuple[int, ...]) -> str:
@@ -385,11 +397,6 @@ def _check_need(need: str, setting: str, key: str, engine: EngineConfig, lane: s
         raise ConfigError(
             f"{setting} needs Transformer Engine's modules, and {key}.modules={engine.modules!r} "
             f"has torch's on {lane!r}; allowed: GPUs with transformer-engine[pytorch]"
-        )
-    if need == "fp8" and engine.fp8.recipe == "off":
-        raise ConfigError(
-            f"{setting} needs {key}.fp8.recipe; {key}.fp8.recipe='off'; allowed: "
-            + ", ".join(map(repr, _MIN_CAPABILITY))
         )
     if need == "cuda" and lane != "cuda":
         raise ConfigError(f"{setting} needs GPUs; allowed: not to set it on a CPU")

@@ -163,7 +163,7 @@ def predict_times(
     )
     work = count_work(model)
     step = predict_step(config, model, hardware, planned, sync_bytes=sync_bytes, work=work)
-    engine = TrainingModel(work, config.actor, hardware, get_dtype(config))
+    engine = TrainingModel(work, config.actor, hardware, get_dtype(config, config.actor))
     forward_s = engine.predict_forward(Load(step.tokens, planned.sequence))
     update, dp = step.update, config.actor.layout.dp
     once_s = update.data_parallel_s + update.optimizer_s  # whatever the number of tokens

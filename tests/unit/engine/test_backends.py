@@ -34,6 +34,7 @@ from mcore_rl.engine.base import (
     use_engine_family,
 )
 from mcore_rl.engine.steps import compute_learning_rate
+from mcore_rl.jobs import supervised_preflight
 from mcore_rl.jobs.placement import check_engines, resolve_for_nodes
 from mcore_rl.jobs.supervised_preflight import resolve_for_device
 from mcore_rl.models.base import get_user_family, use_family
@@ -290,6 +291,15 @@ def test_learning_rates_are_those_of_megatrons_schedule(schedule, warmup_steps):
         megatron.step(increment=1)
         expected = optimizer.param_groups[0]["lr"]
         assert compute_learning_rate(config, step, 10) == pytest.approx(expected, rel=1e-12), step
+
+
+def test_float8_products_of_a_supervised_run_in_float32_are_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(supervised_preflight, "detect_lane", lambda: "cuda")
+    monkeypatch.setattr(supervised_preflight, "check_engine_settings", lambda *_, **__: None)
+    settings = [f"model.path={tmp_path}", "data.train_file=rows.jsonl", "engine.fp8.recipe=mxfp8"]
+    config = compose_config(SFTConfig, [*settings, "model.dtype=float32"])
+    with pytest.raises(ConfigError, match=r"^engine.fp8.recipe='mxfp8' with model.dtype='float32'"):
+        resolve_for_device(config)
 
 
 @pytest.mark.parametrize("backend", [HF_BACKEND, "megatron"])

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from megatron.core import parallel_state
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
 from mcore_rl.data.batch import Batch, Jagged
-from mcore_rl.engine.megatron.packing import estimate_model_cost
+from mcore_rl.engine.megatron.packing import estimate_model_cost, read_pack_split
 from mcore_rl.engine.packing import (
     PackSplit,
     compute_pack_sizes,
@@ -165,6 +168,22 @@ def test_float8_packs_have_a_multiple_of_its_blocks_on_each_rank(split):
     assert (
         split.compute_budget(1000) == 1000 * split.cp // split.pack_multiple * split.pack_multiple
     )
+
+
+@pytest.mark.parametrize(
+    ("recipe", "tp", "expected"),
+    [(None, 2, 1), ("tensorwise", 2, 32), ("mxfp8", 2, 32), ("blockwise", 1, 32),
+     ("blockwise", 2, 128)],
+)  # fmt: skip
+def test_packs_are_padded_to_the_blocks_of_a_float8_recipe(recipe, tp, expected, monkeypatch):
+    for name, value in (
+        ("get_tensor_model_parallel_world_size", tp),
+        ("get_context_parallel_world_size", 1),
+        ("get_context_parallel_rank", 0),
+    ):
+        monkeypatch.setattr(parallel_state, name, lambda value=value: value)
+    config: Any = SimpleNamespace(fp8=recipe and "e4m3", fp8_recipe=recipe or "delayed")
+    assert read_pack_split(config) == PackSplit(tp=tp, rank_multiple=expected)
 
 
 def test_a_part_without_rows_is_a_pack_of_padding():

@@ -49,7 +49,6 @@ def check(megatron: dict[str, Any], lane: str = "cuda", **settings: Any) -> None
         ({"cp_comm_type": ["p2p", "a2a"]}, {"cp_comm_type": ["p2p", "a2a"]}),
         ({"exp_avg_dtype": "bfloat16"}, {"exp_avg_dtype": torch.bfloat16}),
         ({"muon_momentum": 0.9}, {"muon_momentum": 0.9}),
-        ({"fp8_wgrad": False}, {"fp8_wgrad": False}),
         (
             {"param_name_patterns_for_fp32_local_accumulation": ["*router*"]},
             {"param_name_patterns_for_fp32_local_accumulation": ("*router*",)},
@@ -87,7 +86,7 @@ def test_an_enumeration_is_given_by_the_name_of_its_member():
         ("activation_offload_fraction", "half", r"='half'; allowed: a number$"),
         ("offload_modules", "moe_act", r"='moe_act'; allowed: a list of text or null$"),
         ("offload_modules", ["moe_act", 1], r"\[1\]=1; allowed: text$"),
-        ("fp8_wgrad", "no", r"='no'; allowed: true or false$"),
+        ("moe_permute_fusion", "no", r"='no'; allowed: true or false$"),
         ("attention_backend", "fast", r"='fast'; allowed: 'flash', 'fused', 'unfused', "),
         ("exp_avg_dtype", "half16", r"='half16'; allowed: a dtype of torch, such as 'bfloat16'$"),
         # decided by other settings
@@ -110,6 +109,8 @@ def test_an_enumeration_is_given_by_the_name_of_its_member():
         ("fp8", "e4m3", r": actor.fp8.recipe decides this field"),
         ("fp8_recipe", "delayed", r": actor.fp8.recipe decides this field"),
         ("num_layers_at_end_in_bf16", 2, r": actor.fp8.bf16_layers_at_end decides"),
+        ("fp8_wgrad", False, r": Megatron reads it with delayed scales alone"),
+        ("fp8_dot_product_attention", True, r": Transformer Engine has no float8 att"),
         ("fp8_amax_history_len", 16, r": it is of delayed scales, state that checkpoints do not"),
         (
             "moe_flex_dispatcher_backend", "ncclep",
@@ -134,7 +135,6 @@ def test_a_field_is_refused_before_a_run_with_the_reason(field, value, message):
         ({}, {"fp8": BLOCKWISE}, "cpu", r"^actor.fp8.recipe='blockwise' needs Transformer .*'cpu'"),
         ({}, {"fp8": BLOCKWISE, "modules": "torch"}, "cuda", r"needs Transf.*modules='torch' has"),
         ({"moe_permute_fusion": True}, {"modules": "torch"}, "cuda", r"actor.modules='torch' has"),
-        ({"fp8_wgrad": True}, {}, "cuda", r"needs actor.fp8.recipe; .*='off'; allowed: 'te"),
         (
             {"fine_grained_activation_offloading": True}, {}, "cpu",
             r"fine_grained_activation_offloading=True needs GPUs; allowed: not to set it on a CPU",
@@ -159,9 +159,9 @@ def test_what_a_field_needs_is_checked_before_a_run(megatron, settings, lane, me
 @pytest.mark.parametrize(
     ("megatron", "settings", "lane"),
     [
-        ({"moe_permute_fusion": False, "fp8_wgrad": False}, {}, "cpu"),
+        ({"moe_permute_fusion": False}, {}, "cpu"),
         ({"bucket_size": 1000, "deallocate_pipeline_outputs": True}, {}, "cpu"),
-        ({"fp8_wgrad": True}, {"fp8": BLOCKWISE}, "cuda"),
+        ({}, {"fp8": BLOCKWISE}, "cuda"),
         ({"fine_grained_activation_offloading": True, "offload_modules": ["moe_act"]}, {}, "cuda"),
         (
             {"moe_flex_dispatcher_backend": "hybridep"},
@@ -206,13 +206,14 @@ def test_megatron_gets_no_float8_by_default():
 @pytest.mark.parametrize(
     ("recipe", "capability", "cuda", "message"),
     [
-        ("mxfp8", (9, 0), "13.0", "needs a GPU of compute capability 10.0; this one has 9.0; "
-         "allowed: 'off', 'tensorwise', 'blockwise'$"),
+        ("mxfp8", (9, 0), "13.0", "needs a GPU of compute capability 10.0 and below 12.0; this one "
+         "has 9.0; allowed: 'off', 'tensorwise', 'blockwise'$"),
         ("blockwise", (8, 9), "13.0", "needs a GPU .* 9.0; .*8.9; allowed: 'off', 'tensorwise'$"),
         ("tensorwise", (8, 0), "13.0", "needs a GPU .* 8.9; .* has 8.0; allowed: 'off'$"),
         ("blockwise", (9, 0), "12.8", "needs CUDA 12.9; torch .* has 12.8; allowed: 'off'"),
         ("blockwise", (9, 0), "12.9", ""),
         ("tensorwise", (8, 9), "12.6", ""),
+        ("mxfp8", (12, 0), "13.0", "needs .* below 12.0; .*12.0; allowed: .*wise', 'blockwise'$"),
         ("mxfp8", (10, 0), "12.8", ""),
     ],
 )  # fmt: skip
