@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -191,6 +192,26 @@ def test_settings_that_make_a_run_fit_do():
         changed = apply_change(config, change)
         assert plan_memory(changed, model, Conditions()).worst.total == fix.total
         assert fix.fits == (fix.total <= device.memory_bytes)
+
+
+def test_a_cheap_change_is_tried_again_when_another_moment_is_the_fullest():
+    model, config = read_model("Qwen3-8B"), build_config(Layout(tp=2, dp=4))
+    config.rollout.kv_cache_bytes = 80 << 30  # generation is the fullest, then the update
+    [fix] = find_fixes(config, model, Conditions(), MemoryLimit.parse("68"), lambda changed: None)
+    assert fix.fits and "actor.optimizer.distributed=true" in fix.overrides
+    assert f"rollout.kv_cache_bytes={40 << 30}" in fix.overrides
+    assert "communication" not in fix.cost
+
+
+def test_changes_together_take_no_more_gpus_than_they_say():
+    model, config = read_model("Qwen3-8B"), build_config(Layout(tp=2, dp=4))
+    [fix] = find_fixes(config, model, Conditions(), MemoryLimit.parse("5"), lambda changed: None)
+    assert not fix.fits
+    values = {
+        key: yaml.safe_load(text) for key, _, text in (t.partition("=") for t in fix.overrides)
+    }
+    sizes = [values.get(f"actor.layout.{axis}", 1) for axis in ("tp", "pp", "cp", "dp")]
+    assert math.prod(sizes) == 8 * (2 if "twice the GPUs" in fix.cost else 1), fix
 
 
 def test_the_verdict_names_the_worst_ranks_and_how_much_is_missing():
