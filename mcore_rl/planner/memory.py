@@ -94,6 +94,7 @@ class MemoryPlan:
     host: Mapping[str, int]  # bytes on the fullest node, by kind
     cache_tokens: int  # that the KV cache of a server has room for
     needed_cache_tokens: int  # at the concurrency and length of the conditions
+    uncounted: tuple[str, ...] = ()  # roles whose activations are not counted
 
     @property
     def worst(self) -> Moment:
@@ -117,7 +118,11 @@ class MemoryLimit:
         try:
             size = float(text)
         except ValueError:
-            hardware = load_hardware(text, setting)
+            try:
+                hardware = load_hardware(text, setting)
+            except ConfigError as error:
+                is_file = text.endswith((".yaml", ".yml"))
+                raise ConfigError(f"{error}" + ", or gigabytes" * (not is_file)) from error
             return cls(hardware.name, hardware.memory_bytes)
         if not 0 < size < math.inf:
             raise ConfigError(f"{setting}={text!r}; allowed: a name, a file, or gigabytes above 0")
@@ -153,7 +158,14 @@ def plan_memory(config: RLConfig, model: HFConfig, conditions: Conditions) -> Me
     concurrency = conditions.concurrency or min(-(-samples // rollout.num_servers), limit)
     length = conditions.length or config.max_sequence_tokens
     host = planner.compute_host_bytes()
-    return MemoryPlan(tuple(roles), tuple(moments), host, cache_tokens, concurrency * length)
+    return MemoryPlan(
+        tuple(roles),
+        tuple(moments),
+        host,
+        cache_tokens,
+        concurrency * length,
+        planner.list_uncounted_roles(),
+    )
 
 
 class _Planner:
@@ -200,7 +212,7 @@ class _Planner:
             kinds["gradients"] = stage.gradient_bytes
             if not engine.optimizer.cpu_offload:
                 kinds["optimizer"] = stage.optimizer_bytes
-        if load_backend(engine).shard_format == "megatron":
+        if _counts_activations(engine):
             memory = self._compute_pass(name, engine, pp_rank, trains=trains)
             kinds |= {
                 "activations": memory.activations,
@@ -233,6 +245,11 @@ class _Planner:
             head_rows=rows,
             trains=trains,
         )
+
+    def list_uncounted_roles(self) -> tuple[str, ...]:
+        """Return the roles whose engine's activations are not counted."""
+        engines = {n: self.get_engine(n) for n, role in self.roles.items() if not role.has_servers}
+        return tuple(n for n, engine in engines.items() if not _counts_activations(engine))
 
     def get_engine(self, name: str) -> EngineConfig:
         """Return the engine settings of a role."""
@@ -381,6 +398,10 @@ class _Planner:
     def _shares_device(self, name: str) -> bool:
         pool = self._get_pool(name)
         return sum(self._get_pool(role) == pool for role in self.roles if role != "warm_start") > 1
+
+
+def _counts_activations(engine: EngineConfig) -> bool:
+    return load_backend(engine).shard_format == "megatron"
 
 
 def _split_nodes(role: RolePlan, size: int) -> Iterator[list[StagePlan]]:

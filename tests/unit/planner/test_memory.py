@@ -224,6 +224,14 @@ def test_the_verdict_names_the_worst_ranks_and_how_much_is_missing():
     assert line.endswith("2.0 GB are missing")
 
 
+def test_the_verdict_names_roles_whose_activations_are_not_counted(monkeypatch, capsys):
+    words = ["recipe=quickstart_fsdp", "--hardware=h100"]
+    monkeypatch.setattr(sys, "argv", ["mcore-rl", "plan", "memory", *words])
+    assert main() == 0
+    verdict = capsys.readouterr().out.splitlines()[0]
+    assert "without activations of warm_start, actor" in verdict
+
+
 def test_hardware_has_a_name_or_gigabytes():
     assert MemoryLimit.parse("80.5") == MemoryLimit("GPU", 80_500_000_000)
     assert MemoryLimit.parse("h200").memory_bytes > 140e9
@@ -233,6 +241,8 @@ def test_hardware_has_a_name_or_gigabytes():
     ("options", "message"),
     [
         (["--hardware=h1000"], "--hardware='h1000' is unknown"),
+        (["--hardware=80GB"], "or gigabytes"),
+        (["--hardware="], "--hardware='' is unknown"),
         (["--hardware=-3"], "--hardware='-3'; allowed: a name, a file, or gigabytes above 0"),
         (["--imbalance=0.5"], "--imbalance=0.5; allowed: a number from 1"),
         (["--concurrency=-1"], "--concurrency=-1"),
