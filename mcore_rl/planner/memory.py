@@ -49,6 +49,7 @@ GRAPH_BYTES = 400_000  # of a layer in a CUDA graph of one batch size
 ATTENTION_WORKSPACE_BYTES = 394 << 20
 FRAGMENT_SHARE = 0.05  # of tensors that come and go
 _MAX_GRAPH_SIZE = 512  # tokens of the largest graph
+_SCORES = {"critic": "values", "reward_model": "scores"}  # what passes without updates compute
 _FLOAT32 = 4
 _HYBRID_BYTES = 16  # of a parameter whose Adam is on the host: gradient, weight, two moments
 
@@ -195,7 +196,8 @@ class _Planner:
     def _plan_passes(self, role: RolePlan, *, is_trained: bool) -> Iterator[Moment]:
         passes = [False, True] if is_trained and role.name != "warm_start" else [is_trained]
         for trains in passes:
-            name = f"{role.name}: {'update' if trains else 'log-probs'}"
+            scored = _SCORES.get(role.name, "log-probs")
+            name = f"{role.name}: {'update' if trains else scored}"
             moments: dict[tuple[tuple[str, int], ...], list[int]] = {}
             for pp_rank, stage in enumerate(role.stages):
                 sizes = self._compute_stage(role.name, stage, pp_rank, trains=trains)

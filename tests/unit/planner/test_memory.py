@@ -133,6 +133,14 @@ def test_gpus_have_contexts_and_communicators_of_all_processes_on_them():
     assert {"weight sync, trainer", "weight sync, servers"} <= alone.keys()
 
 
+def test_a_critic_computes_values():
+    config = build_config(Layout(tp=2))
+    config.algorithm.advantage = "gae"
+    moments = get_moments(plan_memory(config, read_model("Qwen3-8B"), CPU))
+    assert {"critic: values", "critic: update"} <= moments.keys()
+    assert "critic: log-probs" not in moments
+
+
 def test_uneven_experts_take_more_on_the_fullest_rank():
     config, model = build_config(Layout(dp=8, ep=8)), read_model("Qwen3-30B-A3B")
     even, uneven = (
