@@ -26,8 +26,8 @@ run_job() { # run_job [--dry-run] KEY=VALUE...
         show_job
         return
     fi
+    check_memory # first: a run that is refused was no attempt
     open_logs
-    check_memory
     trap 'note_signal USR1; was_warned=1' USR1
     trap 'note_signal TERM; note_end_of_time || is_cancelled=1' TERM
     trap 'note_signal INT; is_cancelled=1' INT

@@ -245,7 +245,7 @@ def _dry_run_rl(config: RLConfig, options: argparse.Namespace) -> None:
         config,
         gpus_per_node=options.gpus_per_node,
         num_nodes=options.num_nodes,
-        hardware=options.hardware or "",
+        hardware=options.hardware,
         ignores_memory=bool(options.ignore_memory),
     )
 

@@ -28,7 +28,7 @@ COMMANDS = {
     "data": "files to train on: mcore-rl data gsm8k --input FILE ... --output FILE",
     "convert": "checkpoints of either kind: mcore-rl convert hf-to-mcore --model DIR ...",
     "bench": "how fast something is: mcore-rl bench reshard [--json], mcore-rl bench async",
-    "plan": "what a weight sync moves: mcore-rl plan reshard --model DIR --train tp=2 ...",
+    "plan": "whether a run fits, its time and traffic: mcore-rl plan memory recipe=NAME ...",
     "verify": "whether the engines agree: mcore-rl verify parity --model DIR --layout tp=2 ...",
     "doctor": "whether the nodes have what a run needs: mcore-rl doctor [--json]",
     "completion": 'words that the Tab key completes: eval "$(mcore-rl completion bash)"',

@@ -75,7 +75,7 @@ def _plan_memory(options: argparse.Namespace) -> int:
         options.length,
         options.gpus_per_node,
     )
-    device = MemoryLimit.parse(options.hardware) if options.hardware else None
+    device = None if options.hardware is None else MemoryLimit.parse(options.hardware)
     if not options.settings:
         raise ConfigError(
             "no settings; try mcore-rl plan memory recipe=qwen3_30b_a3b model.path=..."

@@ -21,9 +21,7 @@ from mcore_rl.jobs.convert.plan import format_bytes
 from mcore_rl.jobs.failure import RunFailed
 from mcore_rl.models.base import get_family, pad_vocab_size, read_config
 from mcore_rl.models.heads import build_value_config, map_value_weights
-from mcore_rl.planner.roles import (
-    needs_critic,
-)
+from mcore_rl.planner.roles import needs_critic
 from mcore_rl.reshard.rules import Weight, list_logical_tensors
 from mcore_rl.trainers.checkpointing import CHECKPOINTS, HF
 

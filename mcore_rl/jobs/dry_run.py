@@ -72,7 +72,7 @@ def dry_run(
     console: Console | None = None,
     gpus_per_node: int | None = None,
     num_nodes: int | None = None,
-    hardware: str = "",
+    hardware: str | None = None,
     *,
     ignores_memory: bool = False,
 ) -> None:
@@ -84,7 +84,7 @@ def dry_run(
     Args:
         gpus_per_node: GPUs of each node of the cluster to plan for. None plans for this machine.
         num_nodes: Nodes of that cluster.
-        hardware: Name or file of the GPUs, or gigabytes. Empty: those of this machine, or
+        hardware: Name or file of the GPUs, or gigabytes. None: those of this machine, or
             DEFAULT_HARDWARE of a cluster.
         ignores_memory: Do not refuse a run that does not fit.
 
@@ -93,7 +93,7 @@ def dry_run(
             memory of its GPUs. An output_dir that is not empty only prints a line.
     """
     console = console or get_stdout_console()
-    lane = "cuda" if gpus_per_node or hardware else detect_lane()
+    lane = "cuda" if gpus_per_node or hardware is not None else detect_lane()
     device = _find_device(hardware, gpus_per_node, lane)
     config = resolve_for_nodes(config, lane, needs_data=False)
     folder, refusal = inspect_run_dir(config.output_dir, config.resume)
@@ -133,9 +133,9 @@ def dry_run(
     print_lines(console, *cluster_lines, "", *_summarize(config, lane), *refusal)
 
 
-def _find_device(hardware: str, gpus_per_node: int | None, lane: str) -> MemoryLimit | None:
+def _find_device(hardware: str | None, gpus_per_node: int | None, lane: str) -> MemoryLimit | None:
     """Return the GPU to fit; None on the CPU lane."""
-    if hardware:
+    if hardware is not None:
         return MemoryLimit.parse(hardware)
     if gpus_per_node:
         return MemoryLimit.parse(DEFAULT_HARDWARE)
@@ -288,7 +288,7 @@ def _summarize(config: RLConfig, device: str) -> list[str]:
         f"log-probs of the trainer: {_describe_log_probs(config)}",
         f"log-probs of trainer and servers: {config.trainer.max_logprob_gap:g} nats apart at most, "
         f"{config.trainer.mean_logprob_gap:g} on average",
-        "sizes are of one rank, without what libraries take; nothing was started",
+        "sizes are of one rank; nothing was started",
     ]
 
 

@@ -28,9 +28,7 @@ from mcore_rl.jobs.failure import RunFailed
 from mcore_rl.jobs.output import STARTED, SUMMARY
 from mcore_rl.jobs.preflight import prepare_task
 from mcore_rl.observability.warnings import warn
-from mcore_rl.planner.roles import (
-    needs_critic,
-)
+from mcore_rl.planner.roles import needs_critic
 from mcore_rl.trainers.checkpointing import CHECKPOINTS, DATA
 
 WARM_START = "warm_start"  # folder of the weights after the warm start

@@ -69,11 +69,7 @@ from mcore_rl.models.transformers_model import load_transformers_config
 from mcore_rl.observability.console import show_line, show_waiting
 from mcore_rl.observability.memory import PeakMemory
 from mcore_rl.observability.process import get_start_time
-from mcore_rl.planner.roles import (
-    build_warm_engine,
-    get_frozen_engines,
-    get_frozen_paths,
-)
+from mcore_rl.planner.roles import build_warm_engine, get_frozen_engines, get_frozen_paths
 from mcore_rl.rollout.desired_servers import read_desired_servers
 from mcore_rl.rollout.server_pool import LoadFormat, ServerPool
 from mcore_rl.rollout.weight_updater import ExportError, connect

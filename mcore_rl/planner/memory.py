@@ -49,7 +49,7 @@ GRAPH_BYTES = 400_000  # of a layer in a CUDA graph of one batch size
 ATTENTION_WORKSPACE_BYTES = 394 << 20
 FRAGMENT_SHARE = 0.05  # of tensors that come and go
 _MAX_GRAPH_SIZE = 512  # tokens of the largest graph
-_H100_MEMORY = 70 << 30  # from here on vLLM's defaults are those of an H100
+_SCORES = {"critic": "values", "reward_model": "scores"}  # what passes without updates compute
 _FLOAT32 = 4
 _HYBRID_BYTES = 16  # of a parameter whose Adam is on the host: gradient, weight, two moments
 
@@ -95,6 +95,7 @@ class MemoryPlan:
     host: Mapping[str, int]  # bytes on the fullest node, by kind
     cache_tokens: int  # that the KV cache of a server has room for
     needed_cache_tokens: int  # at the concurrency and length of the conditions
+    uncounted: tuple[str, ...] = ()  # roles whose activations are not counted
 
     @property
     def worst(self) -> Moment:
@@ -118,7 +119,11 @@ class MemoryLimit:
         try:
             size = float(text)
         except ValueError:
-            hardware = load_hardware(text, setting)
+            try:
+                hardware = load_hardware(text, setting)
+            except ConfigError as error:
+                is_file = text.endswith((".yaml", ".yml"))
+                raise ConfigError(f"{error}" + ", or gigabytes" * (not is_file)) from error
             return cls(hardware.name, hardware.memory_bytes)
         if not 0 < size < math.inf:
             raise ConfigError(f"{setting}={text!r}; allowed: a name, a file, or gigabytes above 0")
@@ -154,7 +159,14 @@ def plan_memory(config: RLConfig, model: HFConfig, conditions: Conditions) -> Me
     concurrency = conditions.concurrency or min(-(-samples // rollout.num_servers), limit)
     length = conditions.length or config.max_sequence_tokens
     host = planner.compute_host_bytes()
-    return MemoryPlan(tuple(roles), tuple(moments), host, cache_tokens, concurrency * length)
+    return MemoryPlan(
+        tuple(roles),
+        tuple(moments),
+        host,
+        cache_tokens,
+        concurrency * length,
+        planner.list_uncounted_roles(),
+    )
 
 
 class _Planner:
@@ -184,7 +196,8 @@ class _Planner:
     def _plan_passes(self, role: RolePlan, *, is_trained: bool) -> Iterator[Moment]:
         passes = [False, True] if is_trained and role.name != "warm_start" else [is_trained]
         for trains in passes:
-            name = f"{role.name}: {'update' if trains else 'log-probs'}"
+            scored = _SCORES.get(role.name, "log-probs")
+            name = f"{role.name}: {'update' if trains else scored}"
             moments: dict[tuple[tuple[str, int], ...], list[int]] = {}
             for pp_rank, stage in enumerate(role.stages):
                 sizes = self._compute_stage(role.name, stage, pp_rank, trains=trains)
@@ -201,7 +214,7 @@ class _Planner:
             kinds["gradients"] = stage.gradient_bytes
             if not engine.optimizer.cpu_offload:
                 kinds["optimizer"] = stage.optimizer_bytes
-        if load_backend(engine).shard_format == "megatron":
+        if _counts_activations(engine):
             memory = self._compute_pass(name, engine, pp_rank, trains=trains)
             kinds |= {
                 "activations": memory.activations,
@@ -234,6 +247,11 @@ class _Planner:
             head_rows=rows,
             trains=trains,
         )
+
+    def list_uncounted_roles(self) -> tuple[str, ...]:
+        """Return the roles whose engine's activations are not counted."""
+        engines = {n: self.get_engine(n) for n, role in self.roles.items() if not role.has_servers}
+        return tuple(n for n, engine in engines.items() if not _counts_activations(engine))
 
     def get_engine(self, name: str) -> EngineConfig:
         """Return the engine settings of a role."""
@@ -384,6 +402,10 @@ class _Planner:
         return sum(self._get_pool(role) == pool for role in self.roles if role != "warm_start") > 1
 
 
+def _counts_activations(engine: EngineConfig) -> bool:
+    return load_backend(engine).shard_format == "megatron"
+
+
 def _split_nodes(role: RolePlan, size: int) -> Iterator[list[StagePlan]]:
     """Yield the stage of each rank, node by node."""
     stages = {rank: stage for stage in role.stages for rank in stage.ranks}
@@ -422,53 +444,54 @@ def count_graph_bytes(settings: RolloutConfig, model: HFConfig) -> int:
 Change = tuple[tuple[str, Any], ...]  # dotted settings and their values
 
 
-def list_changes(config: RLConfig, model: HFConfig) -> Iterator[tuple[Change, str]]:
-    """Yield the changes that find_fixes tries, the cheapest first, each with its cost."""
+def list_changes(config: RLConfig, model: HFConfig) -> dict[str, tuple[Change, str]]:
+    """Return the changes that find_fixes tries by name, the cheapest first, each with its cost."""
     actor, rollout, layout = config.actor, config.rollout, config.actor.layout
+    has_experts = bool(get_model_sizes(model).num_experts)
+    changes: dict[str, tuple[Change, str]] = {}
     if actor.recompute.granularity == "none":
-        modules = ["layernorm", "mlp"] if "moe_act" not in _list_parts(model) else ["moe_act"]
-        yield (
+        modules = ["moe_act"] if has_experts else ["layernorm", "mlp"]
+        changes["selective recompute"] = (
             (("actor.recompute.granularity", "selective"), ("actor.recompute.modules", modules)),
             "recomputes cheap parts of layers",
         )
     if not actor.optimizer.distributed and layout.dp * layout.cp > 1:
-        yield (("actor.optimizer.distributed", True),), "no time"
+        changes["distributed optimizer"] = (("actor.optimizer.distributed", True),), "no time"
     least = -(-config.max_sequence_tokens // layout.cp)
     if actor.max_tokens_per_micro_batch > least:
-        yield (("actor.max_tokens_per_micro_batch", least),), "smaller micro-batches"
+        change = (("actor.max_tokens_per_micro_batch", least),)
+        changes["micro-batches"] = change, "smaller micro-batches"
     if actor.recompute.granularity != "full":
-        yield (("actor.recompute.granularity", "full"),), "a third more flops in the update"
-    yield (("rollout.kv_cache_bytes", rollout.kv_cache_bytes // 2),), "fewer sequences at once"
-    for axis, other in (("ep", ""), ("tp", "dp"), ("pp", "dp"), ("cp", "dp")):
-        change = [(f"actor.layout.{axis}", 2 * getattr(layout, axis))]
-        if other:
-            if layout.dp % 2:
-                continue
-            change.append(("actor.layout.dp", layout.dp // 2))
-        elif layout.ep == 1 and not get_model_sizes(model).num_experts:
-            continue
-        yield tuple(change), "more communication"
+        change_of_full = (("actor.recompute.granularity", "full"),)
+        changes["full recompute"] = change_of_full, "a third more flops in the update"
+    halved = (("rollout.kv_cache_bytes", rollout.kv_cache_bytes // 2),)
+    changes["KV cache"] = halved, "fewer sequences at once"
+    if has_experts:
+        changes["ep"] = (("actor.layout.ep", 2 * layout.ep),), "more communication"
+    if layout.dp % 2 == 0:
+        for axis in ("tp", "pp", "cp"):
+            doubled = (f"actor.layout.{axis}", 2 * getattr(layout, axis))
+            changes[axis] = (doubled, ("actor.layout.dp", layout.dp // 2)), "more communication"
     if rollout.num_servers % 2 == 0:
-        yield (
+        changes["servers' tp"] = (
             (("rollout.tp", 2 * rollout.tp), ("rollout.num_servers", rollout.num_servers // 2)),
             "more communication while generating",
         )
     if not actor.optimizer.cpu_offload:
-        change = [("actor.optimizer.cpu_offload", True)]
-        if not actor.optimizer.distributed:  # which it needs
-            change.insert(0, ("actor.optimizer.distributed", True))
-        yield tuple(change), "Adam runs on the host"
-    yield (
+        # It needs a distributed optimizer.
+        distributed = (
+            () if actor.optimizer.distributed else (("actor.optimizer.distributed", True),)
+        )
+        offloaded = (*distributed, ("actor.optimizer.cpu_offload", True))
+        changes["Adam on the host"] = offloaded, "Adam runs on the host"
+    changes["GPUs"] = (
         (
             ("actor.layout.dp", 2 * layout.dp),
             ("rollout.num_servers", 2 * rollout.num_servers),
         ),
         "twice the GPUs",
     )
-
-
-def _list_parts(model: HFConfig) -> tuple[str, ...]:
-    return ("moe_act",) if get_model_sizes(model).num_experts else ()
+    return changes
 
 
 def find_fixes(
@@ -484,31 +507,51 @@ def find_fixes(
         check: Raises ConfigError for a layout that cannot be.
 
     Returns:
-        Single changes that suffice, the cheapest first. If none does, the shortest sequence of
-        changes, in their order, that does; if none does either, all that help.
+        Single changes that suffice, the cheapest first. If none does, the cheapest changes that do
+        together, on as many GPUs if possible; if none do, all that help.
     """
-    singles: list[Fix] = []
-    combined, applied, costs = copy.deepcopy(config), list[str](), list[str]()
-    best = plan_memory(config, model, conditions).worst.total
-    together: Fix | None = None
-    for change, cost in list_changes(config, model):
-        texts = tuple(f"{key}={_format_value(value)}" for key, value in change)
-        alone = _try_change(config, change, model, conditions, check)
-        if alone is not None and alone <= device.memory_bytes:
-            singles.append(Fix(texts, cost, alone, True))
-        if together is not None and together.fits:
-            continue
-        total = _try_change(combined, change, model, conditions, check)
-        if total is not None and total < best:
-            combined, best = apply_change(combined, change), total
-            applied, costs = [*applied, *texts], [*costs, cost]
-            # A later value of a setting replaces an earlier one.
-            latest = {text.partition("=")[0]: text for text in applied}
-            fits = total <= device.memory_bytes
-            together = Fix(tuple(latest.values()), "; ".join(costs), total, fits)
-    if singles or together is None:
-        return singles
-    return [together]
+    singles = []
+    for change, cost in list_changes(config, model).values():
+        total = _try_change(config, change, model, conditions, check)
+        if total is not None and total <= device.memory_bytes:
+            singles.append(Fix(_format_change(change), cost, total, True))
+    return singles or _combine_changes(config, model, conditions, device, check)
+
+
+def _combine_changes(
+    config: RLConfig,
+    model: HFConfig,
+    conditions: Conditions,
+    device: MemoryLimit,
+    check: Callable[[RLConfig], object],
+) -> list[Fix]:
+    """Apply the cheapest change that helps, again and again, each once, until the run fits.
+
+    What is the fullest moment differs after each: one that did not help before may help now.
+    """
+    total = plan_memory(config, model, conditions).worst.total
+    costs: dict[str, str] = {}
+    settings: dict[str, Any] = {}
+    while total > device.memory_bytes:
+        for name, (change, cost) in list_changes(config, model).items():
+            if name in costs:
+                continue
+            changed_total = _try_change(config, change, model, conditions, check)
+            if changed_total is not None and changed_total < total:
+                config, total = apply_change(config, change), changed_total
+                costs[name], settings = cost, settings | dict(change)
+                break
+        else:
+            break
+    if not settings:
+        return []
+    cost = "; ".join(dict.fromkeys(costs.values()))
+    overrides = _format_change(tuple(settings.items()))
+    return [Fix(overrides, cost, total, total <= device.memory_bytes)]
+
+
+def _format_change(change: Change) -> tuple[str, ...]:
+    return tuple(f"{key}={_format_value(value)}" for key, value in change)
 
 
 def _try_change(

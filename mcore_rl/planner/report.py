@@ -39,6 +39,8 @@ def describe_verdict(plan: MemoryPlan, device: MemoryLimit, fixes: Sequence[Fix]
     spare = size - worst.total
     where = f"{worst.name}, ranks {format_ranks(worst.ranks)} of {worst.role}"
     needs = f"{worst.total / 1e9:,.1f} of {size / 1e9:,.1f} GB of {device.name} ({where})"
+    if plan.uncounted:
+        needs += f", without activations of {', '.join(plan.uncounted)}"
     if spare >= 0:
         return [f"memory: fits, {needs}; {spare / 1e9:,.1f} GB are left"]
     lines = [f"memory: does not fit, {needs}; {-spare / 1e9:,.1f} GB are missing"]
@@ -67,12 +69,12 @@ def print_memory(plan: MemoryPlan, conditions: Conditions, console: Console | No
     ]
     digits = 1 if plan.worst.total > 10e9 else 3
     console.print(build_table(("moment", "ranks"), rows, sizes, digits))
-    worst = ", ".join(f"{size / 1e9:,.1f} {kind}" for kind, size in plan.worst.kinds.items())
-    parts = ", ".join(f"{size / 1e9:,.1f} {kind}" for kind, size in plan.host.items() if size)
+    worst = _format_kinds(plan.worst.kinds, digits)
+    parts = _format_kinds(plan.host, digits)
     total = sum(plan.host.values()) / 1e9
     notes = [
         f"* the most: {worst}",
-        f"host of a node: {total:,.1f} GB ({parts})",
+        f"host of a node: {total:,.{digits}f} GB ({parts})",
         f"experts: the fullest rank has {conditions.imbalance:g} times its share of tokens",
     ]
     if plan.cache_tokens:
@@ -80,8 +82,17 @@ def print_memory(plan: MemoryPlan, conditions: Conditions, console: Console | No
             f"KV cache of a server: {plan.cache_tokens:,} tokens; its sequences need "
             f"{plan.needed_cache_tokens:,} at most, and wait for a place beyond that"
         )
+    if plan.uncounted:
+        notes.append(
+            f"not counted: activations of {', '.join(plan.uncounted)}, no formulas of their engines"
+        )
     for line in notes:
         show_line(line, console)
+
+
+def _format_kinds(kinds: Mapping[str, int], digits: int) -> str:
+    sizes = ((kind, size / 1e9) for kind, size in kinds.items() if size)
+    return ", ".join(f"{size:,.{digits}f} {kind}" for kind, size in sizes)
 
 
 def build_memory_json(
@@ -105,6 +116,7 @@ def build_memory_json(
         "host": dict(plan.host),
         "cache_tokens": plan.cache_tokens,
         "needed_cache_tokens": plan.needed_cache_tokens,
+        "uncounted_activations": list(plan.uncounted),
     }
     if device is not None:
         report["device"] = asdict(device)

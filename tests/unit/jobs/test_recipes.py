@@ -82,7 +82,8 @@ def test_every_recipe_is_tested_here_or_by_the_quickstart():
 @each_recipe
 def test_a_recipe_fits_its_gpus_at_every_moment(name):
     assert count_devices(build_pool_plans(composed(name))) == RECIPES[name].num_gpus
-    assert plan_of(name).worst.total <= MemoryLimit.parse("h100").memory_bytes
+    spare = MemoryLimit.parse("h100").memory_bytes - plan_of(name).worst.total
+    assert spare >= 3e9  # the constants beside tensors are uncertain
 
 
 @each_recipe

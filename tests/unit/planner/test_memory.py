@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -132,6 +133,14 @@ def test_gpus_have_contexts_and_communicators_of_all_processes_on_them():
     assert {"weight sync, trainer", "weight sync, servers"} <= alone.keys()
 
 
+def test_a_critic_computes_values():
+    config = build_config(Layout(tp=2))
+    config.algorithm.advantage = "gae"
+    moments = get_moments(plan_memory(config, read_model("Qwen3-8B"), CPU))
+    assert {"critic: values", "critic: update"} <= moments.keys()
+    assert "critic: log-probs" not in moments
+
+
 def test_uneven_experts_take_more_on_the_fullest_rank():
     config, model = build_config(Layout(dp=8, ep=8)), read_model("Qwen3-30B-A3B")
     even, uneven = (
@@ -193,6 +202,26 @@ def test_settings_that_make_a_run_fit_do():
         assert fix.fits == (fix.total <= device.memory_bytes)
 
 
+def test_a_cheap_change_is_tried_again_when_another_moment_is_the_fullest():
+    model, config = read_model("Qwen3-8B"), build_config(Layout(tp=2, dp=4))
+    config.rollout.kv_cache_bytes = 80 << 30  # generation is the fullest, then the update
+    [fix] = find_fixes(config, model, Conditions(), MemoryLimit.parse("68"), lambda changed: None)
+    assert fix.fits and "actor.optimizer.distributed=true" in fix.overrides
+    assert f"rollout.kv_cache_bytes={40 << 30}" in fix.overrides
+    assert "communication" not in fix.cost
+
+
+def test_changes_together_take_no_more_gpus_than_they_say():
+    model, config = read_model("Qwen3-8B"), build_config(Layout(tp=2, dp=4))
+    [fix] = find_fixes(config, model, Conditions(), MemoryLimit.parse("5"), lambda changed: None)
+    assert not fix.fits
+    values = {
+        key: yaml.safe_load(text) for key, _, text in (t.partition("=") for t in fix.overrides)
+    }
+    sizes = [values.get(f"actor.layout.{axis}", 1) for axis in ("tp", "pp", "cp", "dp")]
+    assert math.prod(sizes) == 8 * (2 if "twice the GPUs" in fix.cost else 1), fix
+
+
 def test_the_verdict_names_the_worst_ranks_and_how_much_is_missing():
     plan = plan_memory(build_config(Layout(tp=2)), read_model("Qwen3-8B"), Conditions())
     total = plan.worst.total / 1e9
@@ -201,6 +230,14 @@ def test_the_verdict_names_the_worst_ranks_and_how_much_is_missing():
     line = describe_verdict(plan, MemoryLimit("GPU", plan.worst.total - 2 * 10**9), [])[0]
     assert f"{total:,.1f} of {total - 2:,.1f} GB of GPU (actor: update, ranks 0-1 of" in line
     assert line.endswith("2.0 GB are missing")
+
+
+def test_the_verdict_names_roles_whose_activations_are_not_counted(monkeypatch, capsys):
+    words = ["recipe=quickstart_fsdp", "--hardware=h100"]
+    monkeypatch.setattr(sys, "argv", ["mcore-rl", "plan", "memory", *words])
+    assert main() == 0
+    verdict = capsys.readouterr().out.splitlines()[0]
+    assert "without activations of warm_start, actor" in verdict
 
 
 def test_hardware_has_a_name_or_gigabytes():
@@ -212,6 +249,8 @@ def test_hardware_has_a_name_or_gigabytes():
     ("options", "message"),
     [
         (["--hardware=h1000"], "--hardware='h1000' is unknown"),
+        (["--hardware=80GB"], "or gigabytes"),
+        (["--hardware="], "--hardware='' is unknown"),
         (["--hardware=-3"], "--hardware='-3'; allowed: a name, a file, or gigabytes above 0"),
         (["--imbalance=0.5"], "--imbalance=0.5; allowed: a number from 1"),
         (["--concurrency=-1"], "--concurrency=-1"),
