@@ -202,9 +202,9 @@ def resolve_for_lane(config: RLConfig, lane: str, *, has_experts: bool = False) 
     check_lane_batches(config, lane)
     staleness = get_staleness(config.trainer)
     dtype = config.model.dtype if config.model.dtype != "auto" else DTYPE_OF_LANE[lane]
-    for key, engine in {"actor": config.actor, "critic": config.critic}.items():
-        check_overlap_dtype(key, engine, dtype)
-        check_float8_dtype(key, engine, dtype)
+    for key in ("actor", "critic", "reward_model"):
+        check_overlap_dtype(key, getattr(config, key), dtype)
+        check_float8_dtype(key, getattr(config, key), dtype)
     trainer, (largest, mean) = replace(config.trainer, staleness=staleness), LOGPROB_GAPS[dtype]
     if has_experts and dtype == "bfloat16" and config.actor.moe.router_replay != "rollout":
         largest = ROUTED_LOGPROB_GAP

@@ -7,7 +7,7 @@ Megatron would do wrongly without an error is refused here, or corrected in the 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from mcore_rl.config.checks import (
     check_at_least,
@@ -18,7 +18,7 @@ from mcore_rl.config.checks import (
 )
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.import_path import is_import_path
-from mcore_rl.config.schema import EngineConfig, Layout, LoRAConfig, OptimizerConfig
+from mcore_rl.config.schema import EngineConfig, Float8Config, Layout, LoRAConfig, OptimizerConfig
 
 SCHEDULES = ("constant", "linear", "cosine", "wsd")
 DISPATCHERS = ("alltoall", "allgather", "flex")
@@ -152,6 +152,13 @@ def _resolve_float8(key: str, config: EngineConfig) -> None:
     check_choice(f"{key}.fp8.format", fp8.format, FLOAT8_FORMATS)
     for name in ("bf16_layers_at_start", "bf16_layers_at_end"):
         check_at_least(f"{key}.fp8.{name}", getattr(fp8, name), 0)
+    defaults = asdict(Float8Config())
+    for name, value in asdict(fp8).items():
+        if fp8.recipe == "off" and value != defaults[name]:
+            raise ConfigError(
+                f"{key}.fp8.{name}={value!r} with {key}.fp8.recipe='off'; allowed: "
+                f"{defaults[name]!r}, or another recipe"
+            )
     if fp8.recipe != "off" and config.lora.rank:
         raise ConfigError(
             f"{key}.fp8.recipe={fp8.recipe!r} with {key}.lora.rank={config.lora.rank}: products "
@@ -168,6 +175,11 @@ def _check_float8_sizes(key: str, config: EngineConfig, sizes: ModelSizes) -> No
             raise ConfigError(
                 f"{key}.fp8.{name}={count}; allowed: 0 to {most}, the layers of a pipeline rank"
             )
+    if fp8.bf16_layers_at_start + fp8.bf16_layers_at_end >= max(sizes.num_layers, 1):
+        raise ConfigError(
+            f"{key}.fp8.bf16_layers_at_start={fp8.bf16_layers_at_start} and bf16_layers_at_end="
+            f"{fp8.bf16_layers_at_end}: none of the {sizes.num_layers} layers is left in float8"
+        )
     if fp8.recipe == "off":
         return
     multiple = 32 if fp8.recipe == "mxfp8" else 16

@@ -176,6 +176,8 @@ def _build_hardware(entries: Any, where: str) -> Hardware:
         if not sources.get(name):
             raise ConfigError(f"{where}: sources has no {name}; allowed: a source of each number")
     for name in ("memory_bytes", "nvlink_domain", "devices_per_node"):
+        if values[name] != int(values[name]):
+            raise ConfigError(f"{where}: {name}={values[name]}; allowed: a whole number")
         values[name] = int(values[name])
     return Hardware(**values)
 

@@ -119,6 +119,8 @@ BAD_MEGATRON_SETTINGS = [
     ({"fp8.recipe": "delayed"}, "k.fp8.recipe='delayed'; allowed: 'off', 'blockwise', 'mxfp8'"),
     ({"fp8.format": "e5m2"}, "k.fp8.format='e5m2'; allowed: 'e4m3', 'hybrid'"),
     ({"fp8.bf16_layers_at_end": -1}, "k.fp8.bf16_layers_at_end=-1; allowed: at least 0"),
+    ({"fp8.bf16_layers_at_end": 1}, "k.fp8.bf16_layers_at_end=1 with k.fp8.recipe='off'; all"),
+    ({"fp8.format": "hybrid"}, "k.fp8.format='hybrid' with k.fp8.recipe='off'; allowed: 'e4m3'"),
     ({"fp8.recipe": "mxfp8", "lora.rank": 4}, "k.fp8.recipe='mxfp8' with k.lora.rank=4: prod"),
     ({"mtp_loss_coef": 0.1, "lora.rank": 4}, "k.mtp_loss_coef=0.1 with k.lora.rank=4"),
     ({"mtp_loss_coef": 0.1, "moe.router_replay": "record"}, "k.moe.router_replay='record' with k"),
@@ -157,7 +159,20 @@ BAD_SETTINGS_FOR_THE_MODEL = [
         SPARSE,
         "with k.megatron.dsa_kernel_backend='tilelang': a fused kernel picks keys itself; allowed",
     ),
-    ({"fp8.bf16_layers_at_start": 49}, MOE, "k.fp8.bf16_layers_at_start=49; allowed: 0 to"),
+    (
+        {"fp8.recipe": "blockwise", "fp8.bf16_layers_at_start": 49},
+        MOE,
+        "k.fp8.bf16_layers_at_start=49; allowed: 0 to",
+    ),
+    (
+        {
+            "fp8.recipe": "blockwise",
+            "fp8.bf16_layers_at_start": 6,
+            "fp8.bf16_layers_at_end": 6,
+        },
+        MOE,
+        "k.fp8.bf16_layers_at_start=6 and bf16_layers_at_end=6: none of the 12 layers is left",
+    ),
     (
         {"fp8.recipe": "blockwise", "layout.tp": 4},
         replace(DENSE, ffn_sizes=(96,)),
