@@ -12,7 +12,7 @@ from mcore_rl.config.checks import check_at_least, check_choice
 from mcore_rl.config.errors import ConfigError
 
 if TYPE_CHECKING:
-    from mcore_rl.tools.simulate.times import Lengths, StepTimes
+    from mcore_rl.tools.simulate.times import ResponseLengths, StepTimes
 
 ABOUT = """\
 Runs the loops of a job with simulated training ranks and servers: what each step takes, where time
@@ -44,7 +44,7 @@ def run(options: argparse.Namespace) -> int:
     from mcore_rl.config.schema import RLConfig
     from mcore_rl.tools.simulate import report
     from mcore_rl.tools.simulate.run import open_simulation, prepare_config, simulate
-    from mcore_rl.tools.simulate.times import Lengths, StepTimes, Workload
+    from mcore_rl.tools.simulate.times import ResponseLengths, StepTimes, Workload
 
     check_at_least("--prompt-tokens", options.prompt_tokens, 1)
     check_at_least("--failures", options.failures, 0)
@@ -55,7 +55,7 @@ def run(options: argparse.Namespace) -> int:
     if options.times and options.hardware:
         raise ConfigError("--times with --hardware, which predicts them; allowed: one")
     times = StepTimes.load(options.times) if options.times else StepTimes()
-    lengths = Lengths.parse(options.lengths)
+    lengths = ResponseLengths.parse(options.lengths)
     configs, times_of_mode = {}, {}
     for mode in options.trainers:
         settings = [*options.settings, f"trainer.mode={mode}"]
@@ -79,7 +79,9 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _predict(options: argparse.Namespace, settings: list[str], lengths: Lengths) -> StepTimes:
+def _predict(
+    options: argparse.Namespace, settings: list[str], lengths: ResponseLengths
+) -> StepTimes:
     from mcore_rl.cli.plan_time import count_sync_bytes, read_planned_run
     from mcore_rl.planner.hardware import load_hardware
     from mcore_rl.tools.simulate.times import predict_times

@@ -227,15 +227,14 @@ class RunOutput:
         folder: Path,
         config: RLConfig | TrainConfig,
         resumed: RunCheckpoint | None = None,
-        memory: PeakMemory | None = None,
     ) -> None:
         """Begin the files of a run.
 
         Args:
             resumed: Checkpoint that the run continues from.
-            memory: Source of the metric memory/peak_bytes.
         """
-        self.folder, self._memory = folder, memory
+        self.folder = folder
+        self.memory: PeakMemory | None = None  # source of the metric memory/peak_bytes
         get_log_dir(folder).mkdir(parents=True, exist_ok=True)
         self._config = config
         rows: list[dict[str, Any]] = []
@@ -284,8 +283,8 @@ class RunOutput:
                     ) from error
 
             def show(step: int, metrics: dict[str, float]) -> None:
-                if self._memory is not None:
-                    metrics["memory/peak_bytes"] = self._memory.peak_bytes
+                if self.memory is not None:
+                    metrics["memory/peak_bytes"] = self.memory.peak_bytes
                 self._sinks.write(step, metrics, phase)
                 self._timeline.write(TIMELINE.take(phase, step))
                 display.update(step, self._summarize_step(metrics))

@@ -115,7 +115,8 @@ def run(config: RLConfig) -> None:
             Pools(prepared, get_device_resource(), get_log_dir(run_lock.folder)) as pools,
             contextlib.ExitStack() as stack,
         ):
-            output, ranks = RunOutput(run_lock.folder, config, checkpoint, memory), None
+            output, ranks = RunOutput(run_lock.folder, config, checkpoint), None
+            output.memory = memory
             if inputs.images is not None:
                 inputs.images.store.open_folder()
             if inputs.examples is not None:

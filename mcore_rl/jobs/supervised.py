@@ -127,7 +127,8 @@ def run(config: TrainConfig) -> None:
             summarize_failure(logs / TRACES),
             _open_groups(config, scratch_dir, logs) as start_group,
         ):
-            output = SupervisedOutput(run_lock.folder, config, checkpoint, memory)
+            output = SupervisedOutput(run_lock.folder, config, checkpoint)
+            output.memory = memory
             if inputs.images is not None:
                 inputs.images.store.open_folder()
             _train(_Run(config, inputs, digests, output, checkpoint, stop), start_group)

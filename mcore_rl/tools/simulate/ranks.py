@@ -59,7 +59,7 @@ class Ledger:
         self.running.append((now_s, self.num_decoding, self.num_waiting))
 
 
-class TrainingRanks:
+class SimulatedRanks:
     """All ranks of the actor: a call takes the time of the slowest rank where they wait for it."""
 
     def __init__(

@@ -27,7 +27,7 @@ from mcore_rl.planner.roles import needs_critic
 from mcore_rl.rollout.server_pool import ServerPool
 from mcore_rl.rollout.weight_updater import connect
 from mcore_rl.rollout.worker import RolloutWorker
-from mcore_rl.tools.simulate.ranks import Ledger, SimulatedServer, TrainingRanks
+from mcore_rl.tools.simulate.ranks import Ledger, SimulatedRanks, SimulatedServer
 from mcore_rl.tools.simulate.times import Workload
 from mcore_rl.tools.simulate.virtual_time import VirtualClock, VirtualExecutor, run_by_clock
 from mcore_rl.trainers.base import TrainerInputs, load_trainer
@@ -273,7 +273,7 @@ def _start(
         )
     )
     layout = config.actor.layout
-    ranks = TrainingRanks(clock, workload, ledger, layout)
+    ranks = SimulatedRanks(clock, workload, ledger, layout)
     actor = SimulatedGroup("actor", ModelWorker, layout, config.timeouts, ranks, clock.schedule)
     groups.append(actor)
     wait_until_built([*servers.groups, actor])

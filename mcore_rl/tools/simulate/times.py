@@ -70,7 +70,7 @@ class StepTimes:
 
 
 @dataclass(frozen=True, slots=True)
-class Lengths:
+class ResponseLengths:
     """Tokens of responses: log-normal, or drawn from those of a file."""
 
     median: float = 1000.0
@@ -78,7 +78,7 @@ class Lengths:
     measured: tuple[int, ...] = ()  # drawn from, if there are any
 
     @classmethod
-    def parse(cls, text: str) -> Lengths:
+    def parse(cls, text: str) -> ResponseLengths:
         """Parse `lognormal:MEDIAN:SIGMA`, or a file with a number of tokens a line.
 
         Raises:
@@ -118,7 +118,7 @@ class Workload:
     """A job to simulate, without the loop."""
 
     times: StepTimes = StepTimes()
-    lengths: Lengths = Lengths()
+    lengths: ResponseLengths = ResponseLengths()
     prompt_tokens: int = 512
     tokens_per_entry: int = 32  # that an entry of a simulated column stands for
     server_failures_per_hour: float = 0.0  # of each server
@@ -143,7 +143,7 @@ def predict_times(
     config: RLConfig,
     model: HFConfig,
     hardware: Hardware,
-    lengths: Lengths,
+    lengths: ResponseLengths,
     prompt_tokens: int,
     sync_bytes: float | None = None,
 ) -> StepTimes:

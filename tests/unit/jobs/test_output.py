@@ -130,7 +130,8 @@ def test_steps_that_compare_no_log_probs_have_no_gap(tmp_path: Path):
 
 def test_each_step_has_the_peak_memory_so_far(tmp_path: Path):
     with PeakMemory() as memory:
-        output = SupervisedOutput(tmp_path, SFTConfig(), None, memory)
+        output = SupervisedOutput(tmp_path, SFTConfig())
+        output.memory = memory
         with output.progress("training", 1) as report:
             report(1, {"loss": 1.0, "lr": 1.0, "tokens_per_s": 1.0, "grad_norm": 1.0})
     [row] = read_metrics(tmp_path / "metrics.jsonl")

@@ -582,6 +582,13 @@ REFUSED = [
 ]
 
 
+@pytest.fixture
+def own_families() -> None:
+    """Know the families of this package alone, whatever another test of the process planned."""
+    base.use_family("")
+
+
+@pytest.mark.usefixtures("own_families")
 @pytest.mark.parametrize(("config", "change", "message"), REFUSED)
 def test_a_config_that_cannot_be_expressed_is_refused_by_name(config, change, message):
     changed = {name: value for name, value in {**config, **change}.items() if value is not None}

@@ -20,7 +20,7 @@ from mcore_rl.planner import generation
 from mcore_rl.planner.hardware import load_hardware
 from mcore_rl.planner.step import predict_step
 from mcore_rl.tools.simulate.run import open_simulation, prepare_config, simulate
-from mcore_rl.tools.simulate.times import Lengths, StepTimes, Workload, predict_times
+from mcore_rl.tools.simulate.times import ResponseLengths, StepTimes, Workload, predict_times
 from mcore_rl.tools.simulate.virtual_time import VirtualClock, VirtualExecutor, run_by_clock
 from tests.pages import of_kind
 from tests.published_runs import FOLDER, read_model
@@ -32,7 +32,7 @@ TIMES = StepTimes(
 )  # fmt: skip
 # 16 responses of 320 tokens, and prompts of 32: every server takes 3.2 s, each of two data-parallel
 # ranks trains on 8 * 352 tokens.
-LOAD = Workload(TIMES, Lengths(320.0, 0.0), prompt_tokens=32)
+LOAD = Workload(TIMES, ResponseLengths(320.0, 0.0), prompt_tokens=32)
 SETTINGS = (
     "actor.layout.dp=2", "actor.layout.tp=2", "rollout.num_servers=2", "placement.rollout=own",
     "trainer.num_steps=3", "trainer.prompts_per_step=4", "algorithm.group_size=4",
@@ -100,16 +100,16 @@ def test_phases_are_in_the_order_of_a_step():
 
 
 def test_a_run_repeats_exactly_and_another_seed_differs():
-    load = Workload(TIMES, Lengths(320.0, 0.8), prompt_tokens=32)
+    load = Workload(TIMES, ResponseLengths(320.0, 0.8), prompt_tokens=32)
     first, again = run_loop("fully_async", load), run_loop("fully_async", load)
-    other = run_loop("fully_async", Workload(TIMES, Lengths(320.0, 0.8), 32, seed=2))
+    other = run_loop("fully_async", Workload(TIMES, ResponseLengths(320.0, 0.8), 32, seed=2))
     assert first.ledger.spans == again.ledger.spans
     assert first.ledger.spans != other.ledger.spans
 
 
 @pytest.mark.parametrize("mode", ["sync", "fully_async"])
 def test_servers_that_die_cost_time_and_tokens_and_the_run_goes_on(mode):
-    load = Workload(TIMES, Lengths(320.0, 0.0), 32, server_failures_per_hour=120.0)
+    load = Workload(TIMES, ResponseLengths(320.0, 0.0), 32, server_failures_per_hour=120.0)
     run = run_loop(mode, load, "rollout.max_restarts=50", "trainer.num_steps=12")
     summary = run.summarize()
     assert summary["server_failures"] > 0 and summary["servers/restart"] > 0
@@ -143,7 +143,7 @@ def test_times_are_those_of_a_plan():
     config.rollout.max_response_tokens = 4000
     config.rollout.kv_cache_bytes = 1 << 40
     hardware = load_hardware("h100")
-    times = predict_times(config, model, hardware, Lengths(1000.0, 0.0), prompt_tokens=500)
+    times = predict_times(config, model, hardware, ResponseLengths(1000.0, 0.0), prompt_tokens=500)
     plan = predict_step(config, model, hardware, generation.Lengths(1000, 4000, 0.0, 500))
     rank_tokens = 64 * 1500
     update_s = rank_tokens * times.train_token_s + plan.num_mini_batches * times.optimizer_s
@@ -174,7 +174,7 @@ def test_a_run_takes_about_the_time_that_is_planned(tmp_path, capsys, monkeypatc
 
 def test_lengths_are_drawn_from_a_file(tmp_path):
     (tmp_path / "lengths").write_text("7\n9\n")
-    assert {*Lengths.parse(str(tmp_path / "lengths")).draw([1], 50).tolist()} == {7, 9}
+    assert {*ResponseLengths.parse(str(tmp_path / "lengths")).draw([1], 50).tolist()} == {7, 9}
 
 
 @pytest.mark.parametrize(
