@@ -35,7 +35,6 @@ KINDS = {
     "simulate": (r"mcore-rl plan simulate .*", "tools/test_simulate"),
     "doctor": (r"mcore-rl doctor\b.*", "tools/test_doctor"),
     "bench": (r"mcore-rl bench reshard\b.*", "benchmarks/test_reshard"),
-    "bench async": (r"mcore-rl bench async\b.*", "benchmarks/test_async"),
     "data plane": (r"mcore-rl bench data-plane\b.*", "benchmarks/test_data_plane"),
     "kernels": (r"python benchmarks/kernels.py", "repo/test_csrc"),
     "tests": (r"pytest\b.*", "repo/test_lanes"),

@@ -10,6 +10,7 @@ import sys
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
+from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from mcore_rl.config.checks import find_closest
@@ -33,6 +34,20 @@ def wrap_descriptions(meanings: Mapping[str, str], indent: int = 0) -> Iterator[
         yield from textwrap.wrap(
             meaning, width, initial_indent=first, subsequent_indent=" " * len(first)
         )
+
+
+def write_file(path: Path, text: str, option: str) -> None:
+    """Write a file that an option names, never a part of it.
+
+    Raises:
+        ConfigError: It cannot be written.
+    """
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        partial.write_text(text, encoding="utf-8")
+        partial.replace(path)
+    except OSError as error:
+        raise ConfigError(f"{option}={str(path)!r} cannot be written: {error.strerror}") from error
 
 
 class Parser(argparse.ArgumentParser):

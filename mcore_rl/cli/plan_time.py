@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from mcore_rl.cli.options import print_text
+from mcore_rl.cli.options import print_text, write_file
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import RLConfig
 
@@ -103,7 +103,8 @@ def run_calibrate(options: argparse.Namespace) -> int:
     base = load_hardware(options.base, "--base") if options.base else None
     text = calibrate(options.device, base).to_yaml()
     if options.write:
-        _write_file(options.write, text)
+        write_file(options.write, text, "--write")
+        print_text(f"wrote {options.write}")
     else:
         print_text(text.rstrip())
     return 0
@@ -285,14 +286,5 @@ def _write_recipe(options: argparse.Namespace, candidate: Candidate) -> None:
         f"# Layout of mcore-rl plan layout for {options.devices} x {options.hardware}: a step is "
         f"predicted to take {candidate.step.step_s:.1f} s.\n"
     )
-    _write_file(options.write, head + yaml.safe_dump(recipe, sort_keys=False))
-
-
-def _write_file(path: Path, text: str) -> None:
-    partial = path.with_name(f".{path.name}.partial")
-    try:
-        partial.write_text(text, encoding="utf-8")
-        partial.replace(path)
-    except OSError as error:
-        raise ConfigError(f"--write={str(path)!r} cannot be written: {error.strerror}") from error
-    print_text(f"wrote {path}")
+    write_file(options.write, head + yaml.safe_dump(recipe, sort_keys=False), "--write")
+    print_text(f"wrote {options.write}")

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mcore_rl.cli.options import Parser
+from mcore_rl.cli.options import Parser, write_file
 from mcore_rl.config.checks import check_at_least, check_choice
 from mcore_rl.config.errors import ConfigError
 
@@ -55,7 +55,7 @@ def main(arguments: list[str]) -> None:
     texts = TokenTexts(find_tokenizer(run, options.tokenizer))
     if options.html:
         page = build_page(summaries[0], texts, options.mark_gap, run)
-        _write(options.html, output.format_html(page))
+        write_file(options.html, output.format_html(page), "--html")
         print(f"{options.html}: {page.title}")
         return
     pages = (build_page(summary, texts, options.mark_gap, run) for summary in summaries)
@@ -77,15 +77,6 @@ def _explain_empty(options: argparse.Namespace) -> str:
     return (
         f"{given}: no trajectory of these steps; mcore-rl samples {options.run} --list shows them"
     )
-
-
-def _write(path: Path, text: str) -> None:
-    partial = path.with_name(f".{path.name}.partial")
-    try:
-        partial.write_text(text, encoding="utf-8")
-        partial.replace(path)
-    except OSError as error:
-        raise ConfigError(f"--html={path} cannot be written: {error.strerror}") from error
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -1,7 +1,7 @@
 """Work of a model per token: matrix products, attention, activations in memory, KV cache.
 
 Matrices come from the weight rules of the model's family and sizes of attention from its
-TransformerConfig arguments, so a family of a user's own needs nothing here. No weights are read.
+TransformerConfig arguments, so a family of a user's own needs no code for it. No weights are read.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the planner says a rank holds is what Megatron holds there, and the peak of a step."""
+"""The planner predicts what Megatron holds on a rank, and the peak of a step."""
 
 from __future__ import annotations
 
@@ -180,7 +180,7 @@ def predict_peak(engine: EngineConfig, model: dict[str, Any], result: dict[str, 
     [n if n in DAILY else pytest.param(n, marks=pytest.mark.nightly) for n in PEAKS],
 )
 def test_the_peak_of_a_step_is_predicted(name: str, request: pytest.FixtureRequest):
-    """Of storages that torch's dispatcher sees, on the fullest rank of each stage: within 5%."""
+    """Compare with the storages that torch's dispatcher sees on each stage's fullest rank."""
     engine = build_peak_engine(name)
     size = engine.layout.world_size
     items = {item.callspec.params.get("name") for item in request.session.items

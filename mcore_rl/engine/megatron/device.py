@@ -54,7 +54,7 @@ def is_transformer_engine_installed() -> bool:
         return False
     if importlib.util.find_spec("transformer_engine_torch") is not None:
         return True
-    return any(True for _ in importlib.metadata.distributions(name="transformer_engine_torch"))
+    return any(importlib.metadata.distributions(name="transformer_engine_torch"))
 
 
 def choose_modules(setting: str, device: str = "", key: str = "actor") -> str:

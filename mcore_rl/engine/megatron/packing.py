@@ -14,8 +14,8 @@ from mcore_rl.engine.packing import MicroBatch, PackSplit
 from mcore_rl.parallel.balance import SequenceCost, estimate_sequence_cost
 
 _FLOAT8_TOKENS = 32  # a multiple that all float8 recipes take (fp8_utils.py:318)
-# Of ranks whose blocks are gathered: of others Transformer Engine dequantises the blocks, gathers
-# bfloat16, and quantises again (pytorch/distributed.py, _all_gather_fp8_blockwise).
+# Of ranks whose blocks are gathered. With any other number Transformer Engine dequantises the
+# blocks, gathers bfloat16, and quantises again (pytorch/distributed.py, _all_gather_fp8_blockwise).
 _GATHERED_BLOCK_TOKENS = 128
 
 

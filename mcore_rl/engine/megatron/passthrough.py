@@ -274,7 +274,7 @@ NEEDS: Mapping[str, str] = {
 # Packages of the backends of the flex dispatcher (transformer/moe/fused_a2a.py:11 and :271).
 _FLEX_PACKAGES = {"deepep": "deep_ep", "hybridep": "deep_ep"}
 _MIN_CAPABILITY = {"tensorwise": (8, 9), "blockwise": (9, 0), "mxfp8": (10, 0)}  # of a GPU
-# Transformer Engine has no mxfp8 from here on (pytorch/quantization.py, _compute_mxfp8_support).
+# Transformer Engine has no mxfp8 from it on (pytorch/quantization.py, _compute_mxfp8_support).
 _END_OF_CAPABILITY = {"mxfp8": (12, 0)}
 _MIN_CUDA = {"blockwise": (12, 9)}  # of cuBLAS, whose products take blocks from there on
 VALUES = {

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from rich import box
 from rich.table import Table
 
 from mcore_rl.observability.console import get_stdout_console
@@ -43,7 +44,8 @@ _ROWS = (
 
 def print_runs(runs: Mapping[str, SimulatedRun]) -> None:
     """Print a column for each run."""
-    table = Table(title="simulated seconds, except those of the driver")
+    title = "simulated seconds, except those of the driver"
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
     for name in ("", *runs):
         table.add_column(name, justify="right" if name else "left", no_wrap=True)
     summaries = [run.summarize() for run in runs.values()]

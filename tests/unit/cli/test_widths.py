@@ -5,13 +5,11 @@ from __future__ import annotations
 import io
 import json
 import sys
-from dataclasses import fields
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
-from mcore_rl.benchmarks.async_loops import ModelledRun, WorkloadSettings, print_results
 from mcore_rl.cli import recipes
 from mcore_rl.cli.compose import compose_config
 from mcore_rl.cli.main import COMMANDS, main
@@ -23,8 +21,8 @@ from mcore_rl.observability.console import MeanWithError, print_before_after
 PUBLISHED = Path(__file__).parents[1] / "models" / "published"
 SUBCOMMANDS = {
     "convert": ("hf-to-mcore", "mcore-to-hf", "inspect", "verify"),
-    "bench": ("reshard", "data-plane", "async"),
-    "plan": ("reshard",),
+    "bench": ("reshard", "data-plane"),
+    "plan": ("reshard", "memory", "step", "layout", "calibrate", "simulate"),
     "verify": ("parity",),
     "data": ("gsm8k", "ultrafeedback", "verifiers"),
 }
@@ -120,11 +118,3 @@ def test_the_table_at_the_end_of_a_run_fits():
     estimate = MeanWithError(0.5, 0.02, True)
     print_before_after("Held out", [(f"accuracy ({'long_' * 12}name)", estimate, estimate)], shown)
     assert_unwrapped(written, "before", "after", "change", "50.0% ± 2.0", "+0.0 points")
-
-
-def test_the_table_of_the_loops_fits():
-    shown, written = console()
-    values = dict.fromkeys((field.name for field in fields(ModelledRun)), 1234.5)
-    names = ("sync", "sync, by turns", "one step off", "fully async", "fully async, by turns")
-    print_results(WorkloadSettings(), {name: ModelledRun(**values) for name in names}, shown)
-    assert_unwrapped(written, "trainer waits", "servers idle", "samples/s", "over sync, by turns")

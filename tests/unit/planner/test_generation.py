@@ -52,7 +52,7 @@ def test_decode_of_latent_attention_compares_latents() -> None:
 
 
 def test_decode_reads_the_experts_that_tokens_choose() -> None:
-    """Of 128 experts, one token reads 8; many tokens read all."""
+    """Read 8 of 128 experts for one token, and all for many tokens."""
     server = build_server("Qwen3-30B-A3B", tp=1)
     expert_bytes = 2 * 48 * 128 * 3 * 2048 * 768
     one, many = (server.predict_pass(n, 1, 0)[0] for n in (1, 512))

@@ -125,7 +125,7 @@ def test_exchange_of_experts_is_bound_by_the_network_beyond_a_domain() -> None:
 
 
 def test_flex_dispatcher_sends_a_token_once_to_a_node() -> None:
-    """Of two experts at random on four nodes: 4 (1 - (3/4)^2) nodes, of them 3/4 remote."""
+    """Expect two random experts on 4 (1 - (3/4)^2) of four nodes, 3/4 of which are remote."""
     work = build_work(num_experts=32)
     model = build_model(work, layout=Layout(dp=32, ep=32))
     model.engine.moe.dispatcher = "flex"

@@ -1,4 +1,4 @@
-"""From the files of runs to the data of a page, checked by Plotly's own validators."""
+"""Reports read the files of runs, and Plotly's own validators accept their figures."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ def test_value_that_is_no_finite_number_is_a_hole(tmp_path, value):
 
 
 def test_run_of_an_older_version_has_a_page(tmp_path):
-    """Without timeline.jsonl, without standard errors, and with fewer settings."""
+    """Such runs lack timeline.jsonl, standard errors and some settings."""
     folder = write_rl_run(tmp_path / "a", num_steps=1)
     (folder / "timeline.jsonl").unlink()
     settings = json.loads((folder / "config.json").read_text())
