@@ -10,8 +10,6 @@ from typing import Any
 
 import torch
 from megatron.core.transformer.attention import Attention
-from transformers import LlamaConfig
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 
 def compute_frequencies(rope_parameters: Mapping[str, Any], dim: int) -> tuple[torch.Tensor, float]:
@@ -23,6 +21,9 @@ def compute_frequencies(rope_parameters: Mapping[str, Any], dim: int) -> tuple[t
         rope_parameters: Of models/rope.py, read_scaling.
         dim: Rotated dimensions of a head.
     """
+    from transformers import LlamaConfig  # slow to import, and most models have no scaling
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
     parameters = dict(rope_parameters)
     # Of the fields of a model, these functions read its head only; the positions avoid a warning.
     positions = parameters.get("original_max_position_embeddings", 1) * parameters["factor"]
