@@ -198,11 +198,11 @@ def pytest_runtest_teardown(nextitem: pytest.Item | None) -> None:
             distributed.destroy_process_group()  # of trainers in this process
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def own_model_and_data(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """Make the task of the recipe once; return settings as for a user's own model and data.
 
-    Without most of its rows, which each job would read and check.
+    Without most of its rows, which each job would read and check. No test may change the files.
     """
     task = last_digit.prepare(tmp_path_factory.mktemp("task") / "task", 0, worked_share=0.35)
     for file in (task.train_file, task.test_file, task.warm_start_file):

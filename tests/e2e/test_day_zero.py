@@ -21,7 +21,6 @@ SETTINGS = (
     "warm_start.moe_aux_loss_coef=0", "warm_start.num_steps=4",
     "warm_start.optimizer.warmup_steps=0", "trainer.prompts_per_step=16",
     "trainer.eval_samples=16", "trainer.save_every=1", "algorithm.num_mini_batches=1",
-    "algorithm.kl_coef=0.01",
     # Of a random model: rewards differ in a group whatever it says.
     "reward.name=tests/e2e/own_functions.py:fingerprint",
 )  # fmt: skip
@@ -73,6 +72,7 @@ def test_a_model_without_rules_is_trained_and_served_shard_to_shard(
         f"data.train_file={task.train_file}", f"data.test_file={task.test_file}",
         f"warm_start.train_file={task.warm_start_file}",
         *(WITH_IMAGES if kind in tiny_vision.KINDS else ()),
+        *(("algorithm.kl_coef=0.01",) if resumes else ()),  # its reference has ranks of its own
     )  # fmt: skip
     output = tmp_path / "run"
     job = start_job(*settings, "trainer.num_steps=2", output=output)
@@ -81,7 +81,8 @@ def test_a_model_without_rules_is_trained_and_served_shard_to_shard(
     assert [row["step"] for row in result.metrics] == [1, 2]
     for row in result.metrics:  # weight_sync.verify=full: every parameter of every push
         assert row["max_logprob_gap"] < 1e-4 and row["mean_logprob_gap"] < 1e-5
-        assert row["actor/grad_norm"] > 0 and row["actor/kl_loss"] >= 0
+        assert row["actor/grad_norm"] > 0
+        assert not resumes or row["actor/kl_loss"] >= 0
     exported = CheckpointReader(result.checkpoint).get_shapes()
     assert exported == CheckpointReader(task.model_dir).get_shapes()
     if not resumes:

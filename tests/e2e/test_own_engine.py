@@ -12,9 +12,10 @@ from tests.e2e.test_kill import is_training
 from tests.e2e.test_resume import assert_saved_after_a_signal, ended
 
 pytestmark = pytest.mark.job
+# On one rank: tests/dist_cpu/test_hf_engine.py has the engine on two.
 SETTINGS = (
     "actor.backend=examples/hf_engine.py:BACKEND", "actor.layout.tp=1",
-    "actor.layout.ep=1", "actor.layout.dp=2", "warm_start.moe_aux_loss_coef=0",
+    "actor.layout.ep=1", "warm_start.layout.dp=1", "warm_start.moe_aux_loss_coef=0",
     "warm_start.num_steps=2", "warm_start.optimizer.warmup_steps=0", "trainer.save_every=1000",
     "trainer.prompts_per_step=8", "trainer.eval_samples=8",
     "algorithm.num_mini_batches=1", "algorithm.kl_coef=0.01", "algorithm.filter.group_filter=''",

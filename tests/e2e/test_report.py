@@ -14,6 +14,7 @@ import pytest
 
 from mcore_rl.cli import report
 from tests.browser import CHROMIUM, BrowserPage, open_browser
+from tests.nightly import all_but
 from tests.unit.tools.report_runs import (
     PLANTED,
     build_rl_metrics,
@@ -57,8 +58,10 @@ def open_page(tab: BrowserPage, path: Path, **window) -> None:
     tab.wait_for(DRAWN)
 
 
-@pytest.mark.parametrize("theme", ["light", "dark"])
-@pytest.mark.parametrize("width", [1400, 400])
+SCREENS = [(width, theme) for width in (1400, 400) for theme in ("light", "dark")]
+
+
+@pytest.mark.parametrize(("width", "theme"), all_but([(1400, "light"), (400, "dark")], SCREENS))
 def test_every_plot_is_drawn_at_this_width_without_errors(tab, runs, width, theme):
     open_page(tab, runs / "a" / "report.html", width=width, theme=theme)
     num_cards = tab.evaluate("document.querySelectorAll('.card').length")

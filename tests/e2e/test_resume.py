@@ -203,6 +203,7 @@ def test_a_killed_run_with_fsdp_is_the_undisturbed_one_with_other_ranks(
         torch.testing.assert_close(tensors[name], tensor, rtol=0, atol=1e-5, msg=name)
 
 
+@pytest.mark.nightly  # tests/unit/trainers/test_fully_async.py has it of an engine in the process
 def test_a_fully_asynchronous_run_of_staleness_0_is_the_synchronous_one(
     start_job, mixture, undisturbed
 ):

@@ -111,6 +111,13 @@ def group_of(pool: ResourcePool, layout: Layout, name: str = "policy") -> Worker
     return WorkerGroup(Worker, layout=layout, pool=pool, timeouts=timeouts, name=name)
 
 
+@pytest.fixture(scope="module")
+def worker(pool: ResourcePool) -> Iterator[WorkerGroup]:
+    """Start one rank for the tests that leave it as it was: starting one takes seconds."""
+    with ResourcePool(1, {"CPU": 0.1}) as own, group_of(own, Layout(), "alive") as group:
+        yield group
+
+
 # In two parts [0] and [1, 2, 3, 4], in four [0], [1], [2] and [3, 4].
 UNEVEN = batch_of([100, 40, 30, 20, 10])
 
@@ -148,23 +155,22 @@ def test_each_mode_splits_rows_over_four_processes_as_worked_out_by_hand(pool: R
         assert_marked(group.megatron_pp_as_dp(batch, 3), [0, 2, 1, 3, 3], lengths)
 
 
-def test_a_worker_has_views_of_the_columns_that_it_reads(pool: ResourcePool):
-    with group_of(pool, Layout()) as group:
-        (made,) = group.make([3, 4, 5])
-        assert group.inspect_columns(made) == {
-            "columns": ["response_ids"],
-            "is_writeable": False,
-            "owns_data": False,
-            "is_same_memory": True,
-            "sum": 3 + 6 + 10,
-        }
-        once, again = fetch_columns(made), fetch_columns(made.take([1, 2]))
-        values = once.jagged("response_ids").values
-        assert np.shares_memory(values, again.jagged("response_ids").values)
-        assert not values.flags.writeable
-        scattered = fetch_columns(made.take([2, 0])).jagged("response_ids")
-        assert not np.shares_memory(values, scattered.values)
-        assert scattered.values.tolist() == [0, 1, 2, 3, 4, 0, 1, 2]
+def test_a_worker_has_views_of_the_columns_that_it_reads(worker: WorkerGroup):
+    (made,) = worker.make([3, 4, 5])
+    assert worker.inspect_columns(made) == {
+        "columns": ["response_ids"],
+        "is_writeable": False,
+        "owns_data": False,
+        "is_same_memory": True,
+        "sum": 3 + 6 + 10,
+    }
+    once, again = fetch_columns(made), fetch_columns(made.take([1, 2]))
+    values = once.jagged("response_ids").values
+    assert np.shares_memory(values, again.jagged("response_ids").values)
+    assert not values.flags.writeable
+    scattered = fetch_columns(made.take([2, 0])).jagged("response_ids")
+    assert not np.shares_memory(values, scattered.values)
+    assert scattered.values.tolist() == [0, 1, 2, 3, 4, 0, 1, 2]
 
 
 def test_a_column_that_is_not_declared_ends_the_call(pool: ResourcePool):
@@ -173,50 +179,47 @@ def test_a_column_that_is_not_declared_ends_the_call(pool: ResourcePool):
     assert "undeclared returned the column 'entropy'; it writes none" in str(caught.value)
 
 
-def test_objects_are_freed_when_no_batch_refers_to_them(pool: ResourcePool):
-    with group_of(pool, Layout()) as group:
-        before = read_settled_store_bytes()
-        (made,) = group.make([200_000] * 5)
-        part = group.megatron_compute(made.select("response_ids", "prompt_ids"), 3)
-        full = read_settled_store_bytes() - before
-        assert full > 20e6  # three columns of eight bytes a token
-        del made
-        part = part.select("marked_ids")
-        assert read_settled_store_bytes() - before < 10e6
-        del part
-        assert read_settled_store_bytes() - before < 1e6
+def test_objects_are_freed_when_no_batch_refers_to_them(worker: WorkerGroup):
+    before = read_settled_store_bytes()
+    (made,) = worker.make([200_000] * 5)
+    part = worker.megatron_compute(made.select("response_ids", "prompt_ids"), 3)
+    full = read_settled_store_bytes() - before
+    assert full > 20e6  # three columns of eight bytes a token
+    del made
+    part = part.select("marked_ids")
+    assert read_settled_store_bytes() - before < 10e6
+    del part
+    assert read_settled_store_bytes() - before < 1e6
 
 
 @pytest.mark.parametrize("steps", [100, nightly(5000)])
-def test_memory_stays_as_it_is_over_many_small_steps(pool: ResourcePool, steps: int):
-    with group_of(pool, Layout()) as group:
-        processes = [psutil.Process(), psutil.Process(group.worker_infos[0].pid)]
+def test_memory_stays_as_it_is_over_many_small_steps(worker: WorkerGroup, steps: int):
+    processes = [psutil.Process(), psutil.Process(worker.worker_infos[0].pid)]
 
-        def step() -> None:
-            (made,) = group.make([16] * 64)
-            done = group.megatron_compute(made.take(range(0, 64, 2)), 3)
-            assert len(done) == 32
+    def step() -> None:
+        (made,) = worker.make([16] * 64)
+        done = worker.megatron_compute(made.take(range(0, 64, 2)), 3)
+        assert len(done) == 32
 
-        for _ in range(100):
-            step()
-        before = [process.memory_info().rss for process in processes]
-        stored = read_settled_store_bytes()
-        for _ in range(steps):
-            step()
-        assert read_settled_store_bytes() <= stored + (1 << 20)
-        for process, start in zip(processes, before, strict=True):
-            assert process.memory_info().rss < start + (24 << 20)
+    for _ in range(100):
+        step()
+    before = [process.memory_info().rss for process in processes]
+    stored = read_settled_store_bytes()
+    for _ in range(steps):
+        step()
+    assert read_settled_store_bytes() <= stored + (1 << 20)
+    for process, start in zip(processes, before, strict=True):
+        assert process.memory_info().rss < start + (24 << 20)
 
 
-def test_columns_of_a_process_that_was_killed_are_one_error(pool: ResourcePool):
-    with group_of(pool, Layout(), "alive") as alive:
-        (made,) = alive.make([50_000] * 4)
-        scored = score_and_die(made)
-        samples = fetch_columns(scored.drop_columns("marked_ids"))  # they belong to the driver
-        assert samples.lengths("response_ids").tolist() == [50_000] * 4
-        wait_until_lost(scored)
-        with pytest.raises(WorkerError) as caught:
-            alive.count_marked(scored)
+def test_columns_of_a_process_that_was_killed_are_one_error(worker: WorkerGroup):
+    (made,) = worker.make([50_000] * 4)
+    scored = score_and_die(made)
+    samples = fetch_columns(scored.drop_columns("marked_ids"))  # they belong to the driver
+    assert samples.lengths("response_ids").tolist() == [50_000] * 4
+    wait_until_lost(scored)
+    with pytest.raises(WorkerError) as caught:
+        worker.count_marked(scored)
     message = str(caught.value)
     assert "alive.count_marked" in message
     assert "rank 0" in message
