@@ -36,7 +36,7 @@ from mcore_rl.config.schema import (
     SFTConfig,
     TrainConfig,
 )
-from mcore_rl.observability.process import get_start_time
+from mcore_rl.observability.process import exempt_imports_from_gc, get_start_time
 
 SCHEMAS: dict[str, type] = {
     "rl": RLConfig,
@@ -157,11 +157,12 @@ class JobCommand:
 def report_start() -> Iterator[None]:
     """Show that a job starts while its libraries are imported, which takes seconds."""
     if "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("RANK", "0") != "0":
-        yield  # rank 0 of torchrun's shows it
+        with exempt_imports_from_gc():
+            yield  # rank 0 of torchrun's shows it
         return
     from mcore_rl.observability.console import show_waiting  # rich: not for a completion
 
-    with show_waiting("starting", since=get_start_time()):
+    with show_waiting("starting", since=get_start_time()), exempt_imports_from_gc():
         yield
 
 

@@ -25,6 +25,7 @@ from mcore_rl.controller.node import NODE, redirect_output
 from mcore_rl.controller.object_columns import fetch_columns, split_into_objects, store_columns
 from mcore_rl.controller.remote_batch import RemoteBatch
 from mcore_rl.data.batch import Batch
+from mcore_rl.observability.process import exempt_imports_from_gc
 from mcore_rl.observability.stacks import dump_stacks_on_signal
 from mcore_rl.parallel.rendezvous import RendezvousEndpoint, RendezvousServer
 
@@ -156,8 +157,9 @@ class WorkerProcess:
             if self._worker is not None:
                 self._worker.close()
                 self._worker = None
-            worker_class, args, kwargs = ray.cloudpickle.loads(spec)
-            self._worker = worker_class(*args, **kwargs)
+            with exempt_imports_from_gc():  # of torch and of the engine
+                worker_class, args, kwargs = ray.cloudpickle.loads(spec)
+                self._worker = worker_class(*args, **kwargs)
 
         return _catch_failure(create)
 
