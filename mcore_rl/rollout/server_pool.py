@@ -29,6 +29,7 @@ from mcore_rl.config.schema import TimeoutsConfig
 from mcore_rl.controller.object_columns import store_columns
 from mcore_rl.controller.object_store import GENERATED_BYTES_PER_TOKEN
 from mcore_rl.controller.pending_call import (
+    CalledGroup,
     PendingCall,
     ReplyQueue,
     Timeout,
@@ -138,7 +139,7 @@ class ServerPool:
         # Without a group, or a server fewer: before this call of `collect`, and its start.
         self._waited_s, self._wait_start_s = 0.0, time.monotonic()
         self._servers: dict[int, Server] = {}
-        self._by_group: dict[WorkerGroup, Server] = {}
+        self._by_group: dict[CalledGroup, Server] = {}
         self._up: list[Server] = []  # by number
         self._serving: list[Server] = []  # those of `_up` that may get groups
         self._outstanding = OutstandingTokens({})  # of `_serving`
@@ -206,8 +207,7 @@ class ServerPool:
 
         Those that read the checkpoint that the run begins with have version 0, others none.
         """
-        for server in self._servers.values():
-            self._mark_up(server)
+        self._mark_up([*self._servers.values()])
 
     def connect_models(self, addresses: Any) -> None:
         """Pass the addresses of frozen models to the servers, and to those that will join."""
@@ -591,9 +591,7 @@ class ServerPool:
             pass
         joining = [server for server in self._servers.values() if not server.is_up]
         self._gather_from(joining, [self._submit_start(server) for server in joining])
-        for server in joining:
-            if not server.starting:  # else it has died in the call
-                self._mark_up(server)
+        self._mark_up([s for s in joining if not s.starting])  # else it has died in the call
         joined = [server for server in joining if server.is_up]
         self._call_servers(joined, "sleep")
         for server in joined:
@@ -706,17 +704,18 @@ class ServerPool:
             return self._restart(server, error)
         server.starting = []
         if not self.takes_turns:
-            self._mark_up(server)
+            self._mark_up([server])
 
-    def _mark_up(self, server: Server) -> None:
-        """Mark a server as up, and pass it the addresses of frozen models."""
-        server.is_up, server.version = True, 0 if server.reads_weights else None
-        self.membership += 1
+    def _mark_up(self, servers: Sequence[Server]) -> None:
+        """Mark servers as up, and pass them the addresses of frozen models."""
+        self.membership += len(servers)
+        for server in servers:
+            server.is_up, server.version = True, 0 if server.reads_weights else None
+            if server.restarts:
+                print(f"{server.group.name} is up again, and gets its weights with the next push")
+            if self._models is not None:
+                self._send(server, "connect_models", self._models)
         self._list_servers()
-        if server.restarts:
-            print(f"{server.group.name} is up again, and gets its weights with the next push")
-        if self._models is not None:
-            self._send(server, "connect_models", self._models)
 
     def _wait_for_starts(self) -> bool:
         """Wait briefly for servers that are being started; return False if there are none."""
