@@ -31,6 +31,10 @@ KINDS = {
     "parity": (r"mcore-rl verify parity .*", "e2e/test_page_jobs"),
     "launch plan": (r"bash launch/run_tiny.sh --dry-run", "repo/test_launch"),
     "plan": (r"mcore-rl plan reshard .*", "tools/test_plan_reshard"),
+    "calibration": (
+        r"mcore-rl plan (calibrate|simulate) recipe=.*|python benchmarks/simulated_quickstart.py.*",
+        "e2e/test_simulated_quickstart",
+    ),
     "planner": (r"mcore-rl plan (memory|step|layout|calibrate) .*", "planner/test_step"),
     "simulate": (r"mcore-rl plan simulate .*", "tools/test_simulate"),
     "doctor": (r"mcore-rl doctor\b.*", "tools/test_doctor"),

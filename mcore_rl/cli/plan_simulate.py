@@ -44,7 +44,12 @@ def run(options: argparse.Namespace) -> int:
     from mcore_rl.config.schema import RLConfig
     from mcore_rl.tools.simulate import report
     from mcore_rl.tools.simulate.run import open_simulation, prepare_config, simulate
-    from mcore_rl.tools.simulate.times import ResponseLengths, StepTimes, Workload
+    from mcore_rl.tools.simulate.times import (
+        ResponseLengths,
+        StepTimes,
+        Workload,
+        choose_tokens_per_entry,
+    )
 
     check_at_least("--prompt-tokens", options.prompt_tokens, 1)
     check_at_least("--failures", options.failures, 0)
@@ -66,7 +71,7 @@ def run(options: argparse.Namespace) -> int:
         for mode, config in configs.items():
             workload = Workload(
                 times_of_mode[mode], lengths, options.prompt_tokens,
-                server_failures_per_hour=options.failures, seed=config.seed,
+                choose_tokens_per_entry(config), options.failures, config.seed,
             )  # fmt: skip
             runs[mode] = simulate(config, workload)
     if options.picture:

@@ -29,7 +29,9 @@ ABOUT_LAYOUT = """\
 The ten fastest layouts of trainer and servers that fit a cluster, with what decides the place of
 each; those that nearly fit; settings to paste, or a recipe (--write)."""
 ABOUT_CALIBRATE = """\
-Measures products, memory, copies and launches of this machine; prints a file for --hardware."""
+Measures products, memory, copies, launches and links of this machine; prints a file for --hardware.
+With settings of a run it takes small steps of the job instead, and prints the seconds of each part,
+a file for --times of plan simulate."""
 _SETTINGS = "settings of the run, as of mcore-rl rl: recipe=NAME model.path=DIR KEY=VALUE ..."
 
 
@@ -56,8 +58,12 @@ def add_layout_options(parser: argparse.ArgumentParser) -> None:
 
 def add_calibrate_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
+    add("settings", nargs="*", metavar="KEY=VALUE", help=f"to measure its parts: {_SETTINGS}")
     add("--device", default="cpu", help="cpu (the default) or cuda")
-    add("--base", metavar="NAME", help="hardware with the links; default: cpu, of cuda h100")
+    about = "hardware with links that are not measured; default: cpu, of cuda h100"
+    add("--base", metavar="NAME", help=about)
+    about = "with settings: write the lengths of the responses here, one a line"
+    add("--lengths", type=Path, metavar="FILE", help=about)
     add("--write", type=Path, metavar="YAML", help="file to write; default: print it")
 
 
@@ -97,17 +103,35 @@ def run_layout(options: argparse.Namespace) -> int:
 
 
 def run_calibrate(options: argparse.Namespace) -> int:
-    from mcore_rl.planner.calibrate import calibrate
-    from mcore_rl.planner.hardware import load_hardware
-
-    base = load_hardware(options.base, "--base") if options.base else None
-    text = calibrate(options.device, base).to_yaml()
+    if options.lengths and not options.settings:
+        raise ConfigError(f"--lengths={str(options.lengths)!r}; allowed: with settings of a run")
+    text = _measure_run(options) if options.settings else _measure_machine(options)
     if options.write:
         write_file(options.write, text, "--write")
         print_text(f"wrote {options.write}")
     else:
         print_text(text.rstrip())
     return 0
+
+
+def _measure_machine(options: argparse.Namespace) -> str:
+    from mcore_rl.planner.calibrate import calibrate
+    from mcore_rl.planner.hardware import load_hardware
+
+    base = load_hardware(options.base, "--base") if options.base else None
+    return calibrate(options.device, base).to_yaml()
+
+
+def _measure_run(options: argparse.Namespace) -> str:
+    """Measure the parts of a run by small steps; write the lengths, return the seconds as YAML."""
+    from mcore_rl.tools.simulate.measure import measure_times
+
+    measured = measure_times(options.settings)
+    if options.lengths:
+        lines = "".join(f"{length}\n" for length in measured.lengths.measured)
+        write_file(options.lengths, lines, "--lengths")
+    print_text(f"prompts have {measured.prompt_tokens} tokens on average")
+    return str(yaml.safe_dump(asdict(measured.times), sort_keys=False))
 
 
 def _read_run(options: argparse.Namespace) -> tuple[RLConfig, HFConfig, Lengths]:

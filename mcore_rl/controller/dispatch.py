@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, Final, TypeVar
 
 import numpy as np
@@ -105,7 +105,7 @@ def split_batches(axes: tuple[str, ...], mesh: Mesh, args: Args, kwargs: Kwargs)
         all_rows = tuple(range(len(batches[0])))
         output_rank = _get_output_rank(mesh, groups[0])
         return [CallPart(groups[0], output_rank, args, kwargs, all_rows)]
-    partition = partition_evenly(_estimate_row_costs(batches), len(groups))
+    partition = _partition_rows(tuple(_estimate_row_costs(batches)), len(groups))
     return [
         CallPart(
             ranks=ranks,
@@ -142,7 +142,7 @@ def split_mini_batches(mesh: Mesh, args: Args, kwargs: Kwargs) -> list[CallPart]
     partitions: list[list[list[int]]] = []  # rows by mini-batch and data-parallel rank
     for size, end in zip(sizes, ends, strict=True):
         start = end - size
-        partition = partition_evenly(costs[start:end], len(groups))
+        partition = _partition_rows(tuple(costs[start:end]), len(groups))
         partitions.append([[start + row for row in rows] for rows in partition])
     parts = []
     for ranks, mini_batches in zip(groups, zip(*partitions, strict=True), strict=True):
@@ -152,6 +152,11 @@ def split_mini_batches(mesh: Mesh, args: Args, kwargs: Kwargs) -> list[CallPart]
         part_args = (batch.take(all_rows),)
         parts.append(CallPart(ranks, output_rank, part_args, part_kwargs, tuple(all_rows)))
     return parts
+
+
+@lru_cache(maxsize=4)  # the update of a step splits the rows that the pass of log-probs has split
+def _partition_rows(costs: tuple[float, ...], num_parts: int) -> list[list[int]]:
+    return partition_evenly(costs, num_parts)
 
 
 def split_batches_for_function(

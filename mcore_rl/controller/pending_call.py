@@ -77,7 +77,7 @@ class SentCall(Protocol):
 
 
 class PendingCall:
-    """A call on the ranks of one group. `result` may be called again."""
+    """A call on the ranks of one `group`. `result` may be called again."""
 
     def __init__(
         self,
@@ -93,7 +93,7 @@ class PendingCall:
             calls: World rank of each reference to a reply.
             finish: Joins the values by world rank.
         """
-        self._group, self._label, self._finish = group, f"{group.name}.{method}", finish
+        self.group, self._label, self._finish = group, f"{group.name}.{method}", finish
         self._timeout, self._sent_at = timeout, time.monotonic()
         self._waiting = {reference.future(): rank for reference, rank in calls.items()}
         TIMELINE.follow(group.name, method, [*self._waiting])
@@ -122,9 +122,13 @@ class PendingCall:
             self._record_reply(future)
         if self._failures or not self._waiting:
             return True
-        if time.monotonic() > self._sent_at + self._timeout.seconds:
+        if self.is_late():
             raise _end_by_timeout([self], self._timeout)
         return False
+
+    def is_late(self) -> bool:
+        """Return whether a rank has not answered within the timeout of the method."""
+        return bool(self._waiting) and time.monotonic() > self._sent_at + self._timeout.seconds
 
     def end_if_rank_died(self) -> WorkerError | None:
         """End the group if a reply so far says that a rank has died; return the error."""
@@ -158,12 +162,12 @@ class PendingCall:
 
     def _to_error(self, rank: int, failure: Failure) -> Exception:
         """Return the error to raise for a failure, with the end of the rank's stderr."""
-        if self._group.end_reason:
-            return WorkerError(f"{self._label} was lost: {self._group.end_reason}")
+        if self.group.end_reason:
+            return WorkerError(f"{self._label} was lost: {self.group.end_reason}")
         head = f"{self._label}: rank {rank}"
         if failure.kind is FailureKind.CONFIG:
             return ConfigError(f"{head}: {failure.message}")
-        info = self._group.worker_infos.get(rank)
+        info = self.group.worker_infos.get(rank)
         tail = _read_last_lines(info.stderr_file) if info else ""
         if failure.kind is FailureKind.DIED:
             where = f" ({info})" if info else ""
@@ -173,7 +177,7 @@ class PendingCall:
 
     def _end(self, error: Exception) -> None:
         self._error = error
-        self._group.close(f"the group has ended: {str(error).splitlines()[0]}")
+        self.group.close(f"the group has ended: {str(error).splitlines()[0]}")
 
 
 def gather_results(calls: Sequence[PendingCall], timeout: Timeout | None = None) -> list[Any]:
@@ -195,7 +199,7 @@ def gather_results(calls: Sequence[PendingCall], timeout: Timeout | None = None)
     timeout = timeout or _get_longest_timeout(calls)
     _collect_replies(calls, timeout.seconds, mildest=FailureKind.BLAMED)
     if any(call._failures for call in calls):
-        if not any(call._group.end_reason for call in calls):
+        if not any(call.group.end_reason for call in calls):
             _collect_replies(calls, _get_grace_s(calls), mildest=FailureKind.DIED)
         raise _end_by_failure(calls)
     if any(call._waiting for call in calls):
@@ -295,7 +299,7 @@ def _get_longest_timeout(calls: Sequence[PendingCall]) -> Timeout:
 
 
 def _get_grace_s(calls: Sequence[PendingCall]) -> float:
-    nodes = {info.node_id for call in calls for info in call._group.worker_infos.values()}
+    nodes = {info.node_id for call in calls for info in call.group.worker_infos.values()}
     return NODE_GRACE_S if len(nodes) > 1 else GRACE_S
 
 
@@ -319,7 +323,7 @@ def _list_failure_kinds(
 ) -> set[FailureKind]:
     """Return the kinds; the death of a group that is not expendable counts as RAISED."""
     return {
-        FailureKind.RAISED if kind is FailureKind.DIED and call._group not in expendable else kind
+        FailureKind.RAISED if kind is FailureKind.DIED and call.group not in expendable else kind
         for call in calls
         for kind, *_ in call._failures
     }
@@ -346,7 +350,7 @@ def _end_silent_groups(
     late = [
         index
         for index, call in enumerate(calls)
-        if call._waiting and call._group in expendable and index not in deaths
+        if call._waiting and call.group in expendable and index not in deaths
     ]
     if not deaths:
         late = [index for index in late if find_stopped(_list_unanswered([calls[index]]))]
@@ -377,7 +381,7 @@ def _end_by_timeout(calls: Sequence[PendingCall], timeout: Timeout) -> WorkerErr
 
 def _list_unanswered(calls: Sequence[PendingCall]) -> list[UnansweredCall]:
     return [
-        UnansweredCall(call._label, rank, call._group.worker_infos.get(rank))
+        UnansweredCall(call._label, rank, call.group.worker_infos.get(rank))
         for call in calls
         for rank in call._waiting.values()
     ]

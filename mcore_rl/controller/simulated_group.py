@@ -11,17 +11,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
-from types import SimpleNamespace
 from typing import Any, Protocol
 
 import ray
 
 from mcore_rl.config.schema import Layout, TimeoutsConfig
-from mcore_rl.controller.dispatch import Registration, get_registered_methods
+from mcore_rl.controller.dispatch import get_registered_methods
 from mcore_rl.controller.object_columns import fetch_columns, store_columns
 from mcore_rl.controller.pending_call import PendingCall
 from mcore_rl.controller.remote_batch import RemoteBatch
-from mcore_rl.controller.worker_group import WorkerGroup
+from mcore_rl.controller.worker_group import Method, WorkerGroup
 from mcore_rl.controller.worker_process import (
     Failure,
     FailureKind,
@@ -113,45 +112,43 @@ class SimulatedGroup(WorkerGroup):
         self.num_calls = 0
         self._model, self._schedule = model, schedule
         self._arrived: list[RankCall] = []
-        self._detached = False
         self._set_up(name, worker_class, layout, timeouts, model.close)
-        self._simulated_class = worker_class
-        self._actors = [self._make_actor(rank) for rank in range(layout.world_size)]
-        calls = (
-            PendingCall(self, "__init__", {}, lambda _: {}, self._start_timeout) for _ in range(3)
-        )
-        self._info_call, self._rendezvous_call, self._build_call = calls
+        self._actors = [_RankHandle(self, rank) for rank in range(layout.world_size)]
+        built = PendingCall(self, "__init__", {}, dict, self._start_timeout)
+        self._info_call = self._rendezvous_call = self._build_call = built
 
-    def close(self, reason: str = "") -> None:
-        """End the ranks. May be called twice."""
-        if not self.end_reason:
-            self.end_reason = reason or "the group has been closed"
-            self._give_back()
-
-    def _make_actor(self, rank: int) -> Any:
-        def remote(call: MethodCall, *stored: Any) -> RankCall:
-            method, is_output, args, kwargs = call
-            self.num_calls += 1
-            sent = RankCall(self._simulated_class, rank, method, is_output, args, kwargs, stored)
-            if not self._arrived:
-                self._schedule(0.0, self._execute)
-            self._arrived.append(sent)
-            return sent
-
-        return SimpleNamespace(call=SimpleNamespace(remote=remote))
+    def send(self, rank: int, call: MethodCall, stored: tuple[Any, ...]) -> RankCall:
+        """Give a call to the model, together with others that are sent before the driver waits."""
+        self.num_calls += 1
+        sent = RankCall(self._worker_class, rank, *call, stored)
+        if not self._arrived:
+            self._schedule(0.0, self._execute)
+        self._arrived.append(sent)
+        return sent
 
     def _execute(self) -> None:
         calls, self._arrived = self._arrived, []
         self._model.execute(calls)
 
-    def _submit(
-        self,
-        method: str,
-        registration: Registration,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        num_objects: int,
-    ) -> PendingCall:
+    def _kill_actors(self) -> None:
+        """Do nothing: the model ends with what the group gives back."""
+
+    def _bind_methods(self, worker_class: type) -> dict[str, Method]:
         # New samples are stored when a model makes them, as no process of Ray returns objects.
-        registration = replace(registration, makes=False)
-        return super()._submit(method, registration, args, kwargs, num_objects)
+        registered = get_registered_methods(worker_class).items()
+        return {name: Method(self, name, replace(mark, makes=False)) for name, mark in registered}
+
+
+@dataclass(frozen=True, slots=True)
+class _RankHandle:
+    """The part of a handle of Ray's actors that a group uses: `handle.call.remote(call)`."""
+
+    group: SimulatedGroup
+    rank: int
+
+    @property
+    def call(self) -> _RankHandle:
+        return self
+
+    def remote(self, call: MethodCall, *stored: Any) -> RankCall:
+        return self.group.send(self.rank, call, stored)

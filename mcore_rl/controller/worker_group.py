@@ -204,6 +204,7 @@ class WorkerGroup:
         self._actors: list[Any] = []
         self._start_timeout = Timeout(timeouts.start_s, "timeouts.start_s")
         self._call_timeout = Timeout(timeouts.call_s, "timeouts.call_s")
+        self._detached = False
         self._give_back = give_back  # releases what the group has of its pool
         self._num_parts = 0
         self._worker_class, self._methods = worker_class, self._bind_methods(worker_class)
@@ -245,10 +246,13 @@ class WorkerGroup:
         if self.end_reason:
             return
         self.end_reason = reason or "the group has been closed"
+        self._kill_actors()
+        self._give_back()
+
+    def _kill_actors(self) -> None:
         if ray.is_initialized():
             for actor in self._actors:
                 ray.kill(actor)
-        self._give_back()
 
     def detach(self) -> None:
         """Let go of a detached group: its workers stay, this object takes no more calls."""

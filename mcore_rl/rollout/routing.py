@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from mcore_rl.data.batch import Batch
@@ -20,6 +20,7 @@ class PendingGroup:
     row: int  # in prompts
     num_prompt_tokens: int
     sampling: SamplingParams
+    order: int = 0  # in which the groups of a pool were begun
     server: int | None = None  # number of the server that generates it
     is_rerouted: bool = False  # its server has died, or was removed
 
@@ -29,12 +30,17 @@ class PendingGroup:
         return self.sampling.n * (self.num_prompt_tokens + self.sampling.max_tokens)
 
 
-def split_prompts(prompts: Batch, sampling: SamplingParams, stream: str) -> list[PendingGroup]:
-    """Return a group for each prompt."""
+def split_prompts(
+    prompts: Batch, sampling: SamplingParams, stream: str, first_order: int = 0
+) -> list[PendingGroup]:
+    """Return a group for each prompt; `first_order` is the order of the first."""
     ids = prompts.array("group_ids").tolist()
     num_tokens = prompts.lengths("prompt_ids").tolist()
     rows = enumerate(zip(ids, num_tokens, strict=True))
-    return [PendingGroup(stream, i, prompts, row, num, sampling) for row, (i, num) in rows]
+    return [
+        PendingGroup(stream, i, prompts, row, num, sampling, first_order + row)
+        for row, (i, num) in rows
+    ]
 
 
 def gather_prompts(groups: Sequence[PendingGroup]) -> Batch:
@@ -45,38 +51,59 @@ def gather_prompts(groups: Sequence[PendingGroup]) -> Batch:
     return Batch.concat([prompts.take(taken) for prompts, taken in rows.values()])
 
 
+class OutstandingTokens:
+    """Outstanding tokens by server number, of the servers that may be chosen."""
+
+    def __init__(self, tokens: Mapping[int, int]) -> None:
+        self._tokens = dict(tokens)
+        self._heap_entries()
+
+    def _heap_entries(self) -> None:
+        # One entry a server is right; those of earlier numbers of tokens are skipped.
+        self._entries = [(num, number) for number, num in self._tokens.items()]
+        heapq.heapify(self._entries)
+
+    def add(self, number: int, num_tokens: int) -> None:
+        """Add tokens to a server, or take some off; ignore servers that may not be chosen."""
+        if number not in self._tokens:
+            return
+        self._tokens[number] += num_tokens
+        heapq.heappush(self._entries, (self._tokens[number], number))
+        if len(self._entries) > 4 * len(self._tokens) + 16:
+            self._heap_entries()
+
+    def find_least(self) -> int:
+        """Return the server with the fewest tokens; of several the lowest number."""
+        while self._tokens[self._entries[0][1]] != self._entries[0][0]:
+            heapq.heappop(self._entries)
+        return self._entries[0][1]
+
+    def choose(self, last_server: int | None, tolerance: int) -> int:
+        """Return the last server unless another has fewer tokens by more than the tolerance."""
+        least = self.find_least()
+        if last_server not in self._tokens:
+            return least
+        is_free = self._tokens[last_server] <= self._tokens[least] + tolerance
+        return last_server if is_free else least
+
+
 def route_groups(
     groups: Sequence[PendingGroup],
-    outstanding_tokens: Mapping[int, int],
+    outstanding: OutstandingTokens,
     last_servers: Mapping[int, int],
 ) -> list[int]:
     """Choose a server for each group: the one with the fewest tokens, then the lowest number.
 
+    It takes log(servers) operations a group.
+
     Args:
-        outstanding_tokens: By server number, of the servers that may be chosen.
+        outstanding: The tokens of the groups are added.
         last_servers: By group id, the server whose prefix cache has the prompt. It is chosen
             unless another has fewer tokens, by more than the largest group's.
     """
-    tokens = dict(outstanding_tokens)
-    fewest = [(num, number) for number, num in tokens.items()]
-    heapq.heapify(fewest)
     largest = max((group.max_tokens for group in groups), default=0)
     servers = []
     for group in groups:
-        while tokens[fewest[0][1]] != fewest[0][0]:  # it has got groups since
-            heapq.heapreplace(fewest, (tokens[fewest[0][1]], fewest[0][1]))
-        least = fewest[0][1]
-        last = last_servers.get(group.group_id, least)
-        is_free = last in tokens and tokens[last] <= tokens[least] + largest
-        servers.append(last if is_free else least)
-        tokens[servers[-1]] += group.max_tokens
+        servers.append(outstanding.choose(last_servers.get(group.group_id), largest))
+        outstanding.add(servers[-1], group.max_tokens)
     return servers
-
-
-def count_tokens(groups: Iterable[PendingGroup], servers: Iterable[int]) -> dict[int, int]:
-    """Return the outstanding tokens of each of these servers."""
-    tokens = dict.fromkeys(servers, 0)
-    for group in groups:
-        if group.server in tokens:
-            tokens[group.server] += group.max_tokens
-    return tokens

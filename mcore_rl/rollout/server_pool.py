@@ -18,8 +18,10 @@ import contextlib
 import math
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any, Literal, Self
 
 from mcore_rl.config.errors import ConfigError
@@ -27,6 +29,7 @@ from mcore_rl.config.schema import TimeoutsConfig
 from mcore_rl.controller.object_columns import store_columns
 from mcore_rl.controller.object_store import GENERATED_BYTES_PER_TOKEN
 from mcore_rl.controller.pending_call import (
+    CalledGroup,
     PendingCall,
     ReplyQueue,
     Timeout,
@@ -42,8 +45,8 @@ from mcore_rl.controller.worker_process import WorkerInfo
 from mcore_rl.data.batch import Batch, Samples
 from mcore_rl.inference.protocol import DraftCounts, SamplingParams, ServerMemory, SleepTag
 from mcore_rl.rollout.routing import (
+    OutstandingTokens,
     PendingGroup,
-    count_tokens,
     gather_prompts,
     route_groups,
     split_prompts,
@@ -52,13 +55,13 @@ from mcore_rl.weight_sync.spec import WorkerLists
 
 LoadFormat = Literal["auto", "checkpoint", "dummy"]
 StartServer = Callable[[int], WorkerGroup]  # from a server's number; its workers are being built
-POLL_S = 0.25  # how often servers' answers are checked
+POLL_S = 0.25  # the longest wait for an answer before the pool looks at its state again
+CHECK_S = 1.0  # how often calls are compared with their time limits
 ALL = 1 << 31  # more groups than any call begins
 # How long a server waits for all of its groups. Their samples are lost if it dies meanwhile.
 COLLECT_ALL_S = 5.0
 # Servers that may be asked again every POLL_S; with more of them each waits longer, up to a limit.
 _SERVERS_PER_POLL, _MAX_COLLECT_S = 8, 2.0
-_PAUSE_S = 0.001  # for each other server: wait for its answer after one, up to POLL_S in all
 # Prompt bytes per sample that are sent by value. Larger prompts go by reference, for which Ray
 # takes 0.7 ms more of the driver's time.
 BY_VALUE_BYTES = 128
@@ -77,9 +80,16 @@ class Server:
     version: int | None = None  # of its weights; None if it has none, or an incomplete version
     sent: list[PendingCall] = field(default_factory=list)  # calls without a result to wait for
     collecting: dict[str, PendingCall] = field(default_factory=dict)  # by stream
+    # Those that it generates, by stream and group id.
+    groups: dict[str, dict[int, PendingGroup]] = field(default_factory=lambda: defaultdict(dict))
     # Groups abandoned since the call in `collecting`, whose result may have them; by stream.
     abandoned: dict[str, set[int]] = field(default_factory=dict)
     idle_s: float = 0.0  # since its last start, at the last call of ServerPool.idle_s
+
+    def is_late(self) -> bool:
+        """Return whether a call has not been answered within its time limit."""
+        calls = (*self.sent, *self.collecting.values(), *self.starting)
+        return any(call.is_late() for call in calls)
 
 
 class ServerPool:
@@ -120,16 +130,27 @@ class ServerPool:
         # Sends the weights of `version` again, when no server is left that has them. None while
         # the trainer has already updated its weights.
         self.resend: Callable[[], None] | None = None
-        self._groups: dict[tuple[str, int], PendingGroup] = {}  # by stream and group id
+        # By stream and group id.
+        self._groups: defaultdict[str, dict[int, PendingGroup]] = defaultdict(dict)
+        self._num_begun = 0
+        self._unrouted: dict[int, PendingGroup] = {}  # by order: those without a server
         self._last_servers: dict[int, int] = {}  # by group id, since the last update
         self._rerouted: list[tuple[str, int]] = []  # groups begun again on another server
         # Without a group, or a server fewer: before this call of `collect`, and its start.
         self._waited_s, self._wait_start_s = 0.0, time.monotonic()
-        self._replies = ReplyQueue()
         self._servers: dict[int, Server] = {}
+        self._by_group: dict[CalledGroup, Server] = {}
+        self._up: list[Server] = []  # by number
+        self._serving: list[Server] = []  # those of `_up` that may get groups
+        self._outstanding = OutstandingTokens({})  # of `_serving`
+        # Nothing that follows looks at all servers for an answer of one: those with new answers to
+        # `sent` and `starting`, and those that may have samples or be without a call, by stream.
+        self._replies, self._next_check_s = ReplyQueue(), 0.0
+        self._answered: set[Server] = set()
+        self._to_collect: defaultdict[str, set[Server]] = defaultdict(set)
         try:
             for number in range(num_servers):
-                self._servers[number] = Server(number, start(number))
+                self._add_server(number)
         except BaseException:
             self.close()
             raise
@@ -154,6 +175,18 @@ class ServerPool:
         """True if a server is not up yet."""
         return len(self._up) < len(self._servers)
 
+    def _add_server(self, number: int) -> Server:
+        server = self._servers[number] = Server(number, self._start(number))
+        self._by_group[server.group] = server
+        return server
+
+    def _start_again(self, server: Server) -> None:
+        """Replace the worker group of a server, which has ended, and launch the new one."""
+        del self._by_group[server.group]
+        server.group = self._start(server.number)
+        self._by_group[server.group] = server
+        self._launch(server)
+
     def submit(self, method: str, *args: Any) -> list[PendingCall]:
         """Call a method of all servers before the run; a server's death fails the call."""
         return [getattr(group, method).submit(*args) for group in self.groups]
@@ -174,8 +207,7 @@ class ServerPool:
 
         Those that read the checkpoint that the run begins with have version 0, others none.
         """
-        for server in self._servers.values():
-            self._mark_up(server)
+        self._mark_up([*self._servers.values()])
 
     def connect_models(self, addresses: Any) -> None:
         """Pass the addresses of frozen models to the servers, and to those that will join."""
@@ -252,10 +284,12 @@ class ServerPool:
             ValueError: a group of the same id is being generated in the stream.
         """
         ids = [int(group) for group in prompts.array("group_ids")]
-        if len(set(ids)) < len(ids) or any((stream, group) in self._groups for group in ids):
+        if len(set(ids)) < len(ids) or any(group in self._groups[stream] for group in ids):
             raise ValueError(f"a group of {stream!r} among {ids} would be generated twice at once")
-        groups = split_prompts(prompts, sampling, stream)
-        self._groups |= {(stream, group.group_id): group for group in groups}
+        groups = split_prompts(prompts, sampling, stream, self._num_begun)
+        self._num_begun += len(groups)
+        self._groups[stream] |= {group.group_id: group for group in groups}
+        self._unrouted |= {group.order: group for group in groups}
         self._route()
 
     def collect(self, stream: str, wait_s: float, at_least: int = 1) -> list[Batch]:
@@ -276,6 +310,9 @@ class ServerPool:
         start_s, batches = time.monotonic(), list[Batch]()
         self._wait_start_s = start_s
         while self.num_outstanding(stream):
+            waited_s = self._waited_s + time.monotonic() - self._wait_start_s
+            if waited_s >= self._call_timeout.seconds:  # a call may be late by the same limit
+                self._mark_late()
             self._poll()
             self._resend_if_needed()
             self._route()
@@ -301,49 +338,82 @@ class ServerPool:
 
     def abandon(self, stream: str, group_ids: Collection[int]) -> None:
         """End these groups: `collect` will not return them."""
-        groups = [self._groups.pop((stream, group)) for group in group_ids]
-        self._rerouted = [key for key in self._rerouted if key in self._groups]
-        for server in self._serving:
-            ids = [group.group_id for group in groups if group.server == server.number]
-            if not ids:
+        abandoned: dict[int, list[int]] = {}  # by server number
+        for group in [self._drop_group(stream, group_id) for group_id in group_ids]:
+            if group.server is not None:
+                abandoned.setdefault(group.server, []).append(group.group_id)
+        for server in [self._servers[number] for number in sorted(abandoned)]:
+            if not self._is_serving(server):
                 continue
+            ids = abandoned[server.number]
             # The pending answer may have them, also if groups of these ids begin again meanwhile.
             if stream in server.collecting:
                 server.abandoned.setdefault(stream, set()).update(ids)
-            server.sent.append(server.group.abandon.submit(stream, ids))
+            self._send(server, "abandon", stream, ids)
 
     def num_outstanding(self, stream: str) -> int:
         """Return the number of groups of a stream that were begun and not collected."""
-        return sum(group.stream == stream for group in self._groups.values())
+        return len(self._groups[stream])
 
-    @property
-    def _serving(self) -> list[Server]:
-        """Servers that may get groups."""
-        return [server for server in self._up if server.version == self.version]
+    def _drop_group(self, stream: str, group_id: int) -> PendingGroup:
+        """Forget a group that was collected or abandoned."""
+        group = self._groups[stream].pop(group_id)
+        if group.server is None:
+            del self._unrouted[group.order]
+        else:
+            del self._servers[group.server].groups[stream][group_id]
+            self._outstanding.add(group.server, -group.max_tokens)
+        if self._rerouted and group.is_rerouted:
+            self._rerouted = [key for key in self._rerouted if key != (stream, group_id)]
+        return group
+
+    def _is_serving(self, server: Server) -> bool:
+        """Return whether a server may get groups."""
+        return server.is_up and server.version == self.version
+
+    def _list_servers(self) -> None:
+        """List the servers that are up and those that serve, after a change."""
+        servers = (server for _, server in sorted(self._servers.items()))
+        self._up = [server for server in servers if server.is_up]
+        self._serving = [server for server in self._up if self._is_serving(server)]
+        tokens = dict.fromkeys((server.number for server in self._serving), 0)
+        for server in self._serving:
+            for stream, groups in server.groups.items():
+                tokens[server.number] += sum(group.max_tokens for group in groups.values())
+                self._to_collect[stream].add(server)
+        self._outstanding = OutstandingTokens(tokens)
 
     def _route(self) -> None:
         """Begin the groups that have no server."""
-        waiting = [group for group in self._groups.values() if group.server is None]
-        numbers = [server.number for server in self._serving]
-        if not waiting or not numbers:
+        if not self._unrouted or not self._serving:
             return
-        outstanding = count_tokens(self._groups.values(), numbers)
+        waiting = [self._unrouted[order] for order in sorted(self._unrouted)]
+        self._unrouted.clear()
         calls: dict[tuple[int, str, SamplingParams], list[PendingGroup]] = {}
-        servers = route_groups(waiting, outstanding, self._last_servers)
+        servers = route_groups(waiting, self._outstanding, self._last_servers)
         for group, number in zip(waiting, servers, strict=True):
             group.server = self._last_servers[group.group_id] = number
+            server = self._servers[number]
+            server.groups[group.stream][group.group_id] = group
+            self._to_collect[group.stream].add(server)
             if group.is_rerouted:
                 self._rerouted.append((group.stream, group.group_id))
             calls.setdefault((number, group.stream, group.sampling), []).append(group)
         for (number, stream, sampling), groups in calls.items():
-            server = self._servers[number]
             prompts = store_if_large(gather_prompts(groups), sampling.n)
-            server.sent.append(server.group.begin.submit(prompts, sampling, stream))
+            self._send(self._servers[number], "begin", prompts, sampling, stream)
+
+    def _send(self, server: Server, method: str, *args: Any) -> None:
+        """Submit a call that has no result to wait for; `_poll` looks at its answer."""
+        call = getattr(server.group, method).submit(*args)
+        server.sent.append(call)
+        self._replies.watch([call])
 
     def _resend_if_needed(self) -> None:
         """Resend weights if no server has the version to serve, and none is being started."""
-        is_starting = any(server.starting for server in self._servers.values())
-        if self._serving or (is_starting and not self._up):
+        if self._serving:
+            return
+        if not self._up and any(server.starting for server in self._servers.values()):
             return
         if self.resend is None:
             raise WorkerError(
@@ -354,9 +424,11 @@ class ServerPool:
         self.resend()
 
     def _collect(self, stream: str, at_least: int) -> list[Batch]:
-        serving = self._serving
-        answers = [self._collect_from(s, stream, at_least, len(serving)) for s in serving]
-        return [batch for batches in answers for batch in batches]
+        marked, batches, num_serving = self._to_collect[stream], list[Batch](), len(self._serving)
+        for server in sorted(filter(self._is_serving, marked), key=attrgetter("number")):
+            batches += self._collect_from(server, stream, at_least, num_serving)
+            marked.discard(server)
+        return batches
 
     def _collect_from(
         self, server: Server, stream: str, at_least: int, num_serving: int
@@ -368,12 +440,13 @@ class ServerPool:
                 return
             del server.collecting[stream]
             yield from self._take_pending(server, stream, call.result()[0])
-        if groups := self._list_groups(server, stream):
+        if groups := server.groups[stream].values():
             wait_s = self._get_collect_s(at_least, num_serving)
             share = math.ceil(at_least / num_serving)
             num_tokens = sum(sorted(group.max_tokens for group in groups)[-max(share, 1) :])
             collect = server.group.collect.with_result_bytes(num_tokens * GENERATED_BYTES_PER_TOKEN)
-            server.collecting[stream] = collect.submit(stream, wait_s, share)
+            server.collecting[stream] = call = collect.submit(stream, wait_s, share)
+            self._replies.watch([call])
 
     def _get_collect_s(self, at_least: int, num_serving: int) -> float:
         """Return how long a server may wait with its answer. It takes no other call meanwhile."""
@@ -382,35 +455,38 @@ class ServerPool:
         collect_s = min(POLL_S * max(num_serving / _SERVERS_PER_POLL, 1), _MAX_COLLECT_S)
         return min(COLLECT_ALL_S if at_least == ALL else collect_s, self._call_timeout.seconds / 4)
 
-    def _list_groups(self, server: Server, stream: str) -> list[PendingGroup]:
-        """Return the groups of a stream that a server generates."""
-        groups = self._groups.values()
-        return [g for g in groups if g.stream == stream and g.server == server.number]
-
     def _take_pending(self, server: Server, stream: str, batch: Batch) -> Iterator[Batch]:
         """Yield an answer without groups that were abandoned since the call was made."""
         abandoned = server.abandoned.pop(stream, set())
         if not len(batch):
             return
         ids = batch.array("group_ids").tolist()
-        pending = {group.group_id for group in self._list_groups(server, stream)} - abandoned
+        pending = server.groups[stream].keys() - abandoned
         rows = [row for row, group in enumerate(ids) if group in pending]
         for group in {ids[row] for row in rows}:
-            del self._groups[stream, group]
-        self._rerouted = [key for key in self._rerouted if key in self._groups]
+            self._drop_group(stream, group)
         if rows:
             yield batch.take(rows) if len(rows) < len(ids) else batch
 
     def _wait_for_server(self, seconds: float) -> None:
         """Wait until a server answers or has started."""
-        servers = self._servers.values()
-        calls = [call for s in servers for call in (*s.collecting.values(), *s.starting)]
-        deadline = time.monotonic() + seconds
-        if self._wait_for_reply(calls, seconds):
-            # Every answer costs a look at all servers: with many of them, wait for others' answers.
-            pause_s = min(_PAUSE_S * (len(servers) - 1), POLL_S, deadline - time.monotonic())
-            if pause_s > 0:
-                time.sleep(pause_s)
+        self._mark_answered(self._replies.wait(seconds))
+
+    def _mark_answered(self, calls: Iterable[PendingCall]) -> None:
+        """Mark the servers of calls with new replies, for `_poll` and `_collect`."""
+        for call in calls:
+            if (server := self._by_group.get(call.group)) is None:  # it has died since
+                continue
+            streams = [stream for stream, other in server.collecting.items() if other is call]
+            for marked in [self._to_collect[stream] for stream in streams] or [self._answered]:
+                marked.add(server)
+
+    def _mark_late(self) -> None:
+        """Mark the servers that have not answered a call in time, as if they had answered."""
+        late = [server for server in self._servers.values() if server.is_late()]
+        for marked in (self._answered, *self._to_collect.values()):
+            marked.update(late)
+        self._next_check_s = time.monotonic() + CHECK_S
 
     def _check_wait(self, seconds: float) -> None:
         """Add to the time without a group. At the limit, restart servers with stopped processes.
@@ -441,9 +517,11 @@ class ServerPool:
     def _release_groups(self, server: Server) -> None:
         """Let groups of a server be routed again, with all the time that groups have."""
         self._waited_s, self._wait_start_s = 0.0, time.monotonic()
-        for group in self._groups.values():
-            if group.server == server.number:
+        for groups in server.groups.values():
+            for group in groups.values():
                 group.server, group.is_rerouted = None, True
+                self._unrouted[group.order] = group
+        server.groups.clear()
 
     # New weights.
 
@@ -490,6 +568,7 @@ class ServerPool:
         if deaths:
             for server in servers:
                 server.version = None
+            self._list_servers()
         for index, error in deaths.items():
             self._restart(servers[index], error)
         return not deaths
@@ -499,6 +578,7 @@ class ServerPool:
         self.version = version
         for server in self._up:
             server.version = version
+        self._list_servers()
         self._last_servers.clear()  # caches of another version are not read
 
     def start_asleep(self) -> None:
@@ -511,13 +591,12 @@ class ServerPool:
             pass
         joining = [server for server in self._servers.values() if not server.is_up]
         self._gather_from(joining, [self._submit_start(server) for server in joining])
-        for server in joining:
-            if not server.starting:  # else it has died in the call
-                self._mark_up(server)
+        self._mark_up([s for s in joining if not s.starting])  # else it has died in the call
         joined = [server for server in joining if server.is_up]
         self._call_servers(joined, "sleep")
         for server in joined:
             server.version = None
+        self._list_servers()
 
     # Servers that join, leave and die.
 
@@ -550,8 +629,7 @@ class ServerPool:
             raise ConfigError(f"server {number} cannot be added; allowed: {free or 'none now'}")
         with self._lock:
             if not self._closed:
-                server = self._servers[number] = Server(number, self._start(number))
-                self._launch(server)
+                self._launch(self._add_server(number))
 
     def remove(self, number: int) -> None:
         """End a server; its groups begin again on others.
@@ -563,18 +641,20 @@ class ServerPool:
             allowed = sorted(self._servers) if len(self._up) > 1 else "none, one has to stay"
             raise ConfigError(f"server {number} cannot be removed; allowed: {allowed}")
         server = self._servers.pop(number)
+        del self._by_group[server.group]
         self.membership += 1
         self._release_groups(server)
+        self._unmark(server)
+        self._list_servers()
         if server.is_up:  # else the call would wait until it has started
             with contextlib.suppress(WorkerError):
                 gather_results([server.group.shut_down.submit()])
         server.group.close()
 
-    @property
-    def _up(self) -> list[Server]:
-        """Servers that are up, by number."""
-        servers = (server for _, server in sorted(self._servers.items()))
-        return [server for server in servers if server.is_up]
+    def _unmark(self, server: Server) -> None:
+        """Forget answers of a server that has ended."""
+        for marked in (self._answered, *self._to_collect.values()):
+            marked.discard(server)
 
     def _poll(self) -> None:
         """Process starts and calls that have ended.
@@ -582,13 +662,17 @@ class ServerPool:
         Raises:
             ConfigError, WorkerError: a failure that is no death, or one death too many.
         """
-        for server in list(self._servers.values()):
+        self._mark_answered(self._replies.wait(0.0))
+        if time.monotonic() >= self._next_check_s:
+            self._mark_late()
+        for server in sorted(self._answered, key=attrgetter("number")):
             for call in list(server.sent):
                 # A death empties server.sent.
                 if call in server.sent and self._has_succeeded(server, call):
                     server.sent.remove(call)
             if server.starting and self._start_has_ended(server):
                 self._finish_start(server)
+            self._answered.discard(server)
 
     def _start_has_ended(self, server: Server) -> bool:
         """Return whether a start has ended. If it is late while others serve, begin it again.
@@ -608,8 +692,7 @@ class ServerPool:
                 if self._closed:
                     raise
                 print(f"{str(error).splitlines()[0]} It is started again")
-                server.group = self._start(server.number)
-                self._launch(server)
+                self._start_again(server)
             return False
 
     def _finish_start(self, server: Server) -> None:
@@ -621,29 +704,26 @@ class ServerPool:
             return self._restart(server, error)
         server.starting = []
         if not self.takes_turns:
-            self._mark_up(server)
+            self._mark_up([server])
 
-    def _mark_up(self, server: Server) -> None:
-        """Mark a server as up, and pass it the addresses of frozen models."""
-        server.is_up, server.version = True, 0 if server.reads_weights else None
-        self.membership += 1
-        if server.restarts:
-            print(f"{server.group.name} is up again, and gets its weights with the next push")
-        if self._models is not None:
-            server.sent.append(server.group.connect_models.submit(self._models))
+    def _mark_up(self, servers: Sequence[Server]) -> None:
+        """Mark servers as up, and pass them the addresses of frozen models."""
+        self.membership += len(servers)
+        for server in servers:
+            server.is_up, server.version = True, 0 if server.reads_weights else None
+            if server.restarts:
+                print(f"{server.group.name} is up again, and gets its weights with the next push")
+            if self._models is not None:
+                self._send(server, "connect_models", self._models)
+        self._list_servers()
 
     def _wait_for_starts(self) -> bool:
         """Wait briefly for servers that are being started; return False if there are none."""
-        calls = [call for server in self._servers.values() for call in server.starting]
-        if calls:
-            self._wait_for_reply(calls, POLL_S)
+        is_starting = any(server.starting for server in self._servers.values())
+        if is_starting:
+            self._mark_answered(self._replies.wait(POLL_S))
             self._poll()
-        return bool(calls)
-
-    def _wait_for_reply(self, calls: Sequence[PendingCall], seconds: float) -> bool:
-        """Wait until a rank of one of these calls answers, or of an earlier call."""
-        self._replies.watch(calls)
-        return bool(self._replies.wait(seconds))
+        return is_starting
 
     def _has_succeeded(self, server: Server, call: PendingCall) -> bool:
         """Return whether a call has succeeded. Restart a server that has died or is late.
@@ -689,18 +769,19 @@ class ServerPool:
             if self._closed:
                 raise error
             self._release_groups(server)
+            self._unmark(server)
             server.is_up, server.version = False, None
             server.idle_s = 0.0
             server.starting, server.sent = [], []
             server.collecting, server.abandoned = {}, {}
             self.membership += 1
+            self._list_servers()
             limit = f"rollout.max_restarts={self._max_restarts}"
             if server.restarts >= self._max_restarts:
                 raise WorkerError(f"{error}\n\n(It is not started again: {limit})") from error
             server.restarts += 1
             print(f"{str(error).splitlines()[0]} It is started again: {server.restarts}, {limit}")
-            server.group = self._start(server.number)
-            self._launch(server)
+            self._start_again(server)
 
     def _launch(self, server: Server) -> None:
         """Submit the calls that start a server; on shared devices only those before the start."""
@@ -708,6 +789,7 @@ class ServerPool:
         server.starting = [*group.build_calls, group.prepare.submit()]
         if not self.takes_turns:
             server.starting.append(self._submit_start(server))
+        self._replies.watch(server.starting)
 
 
 def store_if_large(prompts: Batch, num_samples: int) -> Samples:

@@ -111,7 +111,8 @@ class SimulatedRanks:
         match call.method:
             case "compute_log_probs":
                 scores = _make_scores(inputs[0])
-                return self._count_tokens(inputs[0]) * times.log_prob_token_s, scores, inputs
+                seconds = self._count_tokens(inputs[0]) * times.log_prob_token_s
+                return seconds + times.log_prob_s, scores, inputs
             case "update":
                 sizes = kwargs.get("sizes") or [len(inputs[0])]
                 seconds = self._count_tokens(inputs[0]) * times.train_token_s

@@ -23,6 +23,7 @@ from mcore_rl.controller.worker_group import wait_until_built
 from mcore_rl.data.batch import NO_VERSION, Samples
 from mcore_rl.data.datasets import PromptDataset, PromptRow
 from mcore_rl.engine.worker import ModelWorker
+from mcore_rl.observability.timeline import TIMELINE, StepTimeline
 from mcore_rl.planner.roles import needs_critic
 from mcore_rl.rollout.server_pool import ServerPool
 from mcore_rl.rollout.weight_updater import connect
@@ -48,6 +49,7 @@ class StepRecord:
     end_s: float
     driver_cpu_s: float
     metrics: Mapping[str, float]
+    timeline: StepTimeline  # phases and calls, by the clock
     mean_age: float  # of the oldest token of each sample, in versions
     max_age: int
 
@@ -219,6 +221,7 @@ def simulate(config: RLConfig, workload: Workload) -> SimulatedRun:
             )
         )
         run.start_s = start_s = clock.now_s
+        TIMELINE.take("training", 0)  # the spans of the start
         ledger.server_s.clear()
         driver_s, calls = clock.measure_driver_s(), sum(group.num_calls for group in groups)
 
@@ -230,6 +233,7 @@ def simulate(config: RLConfig, workload: Workload) -> SimulatedRun:
             run.steps.append(
                 StepRecord(
                     step, start_s, clock.now_s, now_s - driver_s, dict(metrics),
+                    TIMELINE.take("training", step),
                     float(ages.mean()) if len(ages) else 0.0, int(ages.max(initial=0)),
                 )
             )  # fmt: skip
@@ -257,8 +261,9 @@ def _start(
     def start_server(number: int) -> SimulatedGroup:
         restart = restarts[number] = restarts.get(number, -1) + 1
         server = SimulatedServer(clock, workload, ledger, number, restart)
+        name = f"rollout-{number}" if config.rollout.num_servers > 1 else "rollout"
         group = SimulatedGroup(
-            f"rollout-{number}", RolloutWorker, Layout(), config.timeouts, server, clock.schedule
+            name, RolloutWorker, Layout(), config.timeouts, server, clock.schedule
         )
         groups.append(group)
         return group

@@ -34,6 +34,7 @@ class StepTimes:
     prefill_token_s: float = 0.00002  # a token of a prompt, while the server decodes nothing
     responses_per_server: int = 256  # at once; others wait
     reward_s: float = 0.5  # from the last token of a group to its rewards
+    log_prob_s: float = 0.0  # a call for log-probs, whatever the tokens
     log_prob_token_s: float = 0.000015  # a token, on a data-parallel rank
     train_token_s: float = 0.00005  # a token, forward and backward, on a data-parallel rank
     optimizer_s: float = 0.5  # an optimizer step
@@ -113,6 +114,9 @@ class ResponseLengths:
         return np.clip(drawn, 1, 2**31).astype(np.int64)
 
 
+_MOST_PER_ENTRY = 32  # tokens that an entry of a column stands for
+
+
 @dataclass(frozen=True, slots=True)
 class Workload:
     """A job to simulate, without the loop."""
@@ -120,7 +124,7 @@ class Workload:
     times: StepTimes = StepTimes()
     lengths: ResponseLengths = ResponseLengths()
     prompt_tokens: int = 512
-    tokens_per_entry: int = 32  # that an entry of a simulated column stands for
+    tokens_per_entry: int = _MOST_PER_ENTRY  # that an entry of a simulated column stands for
     server_failures_per_hour: float = 0.0  # of each server
     seed: int = 1
 
@@ -134,6 +138,11 @@ class Workload:
     def count_entries(self, num_tokens: Any) -> Any:
         """Return the entries that stand for tokens, at least one."""
         return -(-num_tokens // self.tokens_per_entry)
+
+
+def choose_tokens_per_entry(config: RLConfig) -> int:
+    """Return the tokens that an entry stands for: few enough that lengths are hardly rounded."""
+    return max(1, min(_MOST_PER_ENTRY, config.rollout.max_response_tokens // 256))
 
 
 _NUM_DRAWN = 2048  # lengths that a prediction is made for

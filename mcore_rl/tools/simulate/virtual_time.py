@@ -21,7 +21,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from mcore_rl.controller import pending_call
-from mcore_rl.observability import activity
+from mcore_rl.observability import activity, timeline
 from mcore_rl.rollout import server_pool
 from mcore_rl.trainers import async_rollout
 
@@ -199,7 +199,7 @@ class VirtualExecutor(Executor):
 
 @contextlib.contextmanager
 def run_by_clock(clock: VirtualClock) -> Iterator[None]:
-    """Let the waits of calls, server pool, trainers and stopwatches be by the clock.
+    """Let the waits of calls, server pool, trainers, timeline and stopwatches be by the clock.
 
     These modules read time and wait under the names that are replaced here; what else waits in the
     driver, such as Ray for an object, takes no time of the clock.
@@ -233,6 +233,7 @@ def run_by_clock(clock: VirtualClock) -> Iterator[None]:
         (async_rollout, "threading", SimpleNamespace(Event=lambda: _Event(clock))),
         (async_rollout, "ThreadPoolExecutor", lambda *_: VirtualExecutor(clock)),
         (activity, "time", times),
+        (timeline, "time", SimpleNamespace(time=clock.monotonic)),
         (activity.ACTIVITY, "clock", clock.monotonic),
     ]
     with contextlib.ExitStack() as stack:

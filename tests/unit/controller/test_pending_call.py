@@ -469,7 +469,7 @@ def test_find_stopped_returns_ranks_that_are_gone_or_stopped_by_a_signal(monkeyp
 
 def test_grace_is_longer_with_ranks_on_several_nodes():
     infos = [WorkerInfo("h", node_id, 1, "") for node_id in ("a", "b")]
-    call = SimpleNamespace(_group=SimpleNamespace(worker_infos=dict(enumerate(infos))))
+    call = SimpleNamespace(group=SimpleNamespace(worker_infos=dict(enumerate(infos))))
     assert pending_call._get_grace_s([call]) == pending_call.NODE_GRACE_S
-    call._group.worker_infos.pop(1)
+    call.group.worker_infos.pop(1)
     assert pending_call._get_grace_s([call]) == pending_call.GRACE_S

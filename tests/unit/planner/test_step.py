@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from mcore_rl.cli.compose import compose_config
 from mcore_rl.cli.plan import main
@@ -18,6 +19,7 @@ from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import Layout, RLConfig
 from mcore_rl.jobs.placement import resolve_for_nodes
 from mcore_rl.models.base import use_family
+from mcore_rl.planner.calibrate import build_float8_product, measure_seconds
 from mcore_rl.planner.flops import count_work
 from mcore_rl.planner.generation import Lengths
 from mcore_rl.planner.hardware import load_hardware
@@ -271,7 +273,47 @@ def test_calibrate_writes_a_file_that_plans_accept(tmp_path: Path) -> None:
     assert 1e9 < hardware.get_flops("float32") < 1e13
     assert 1e8 < hardware.memory_rate < 1e12
     assert 1e-8 < hardware.kernel_latency_s < 1e-3
-    assert "measured on" in hardware.sources["peak_flops"]
+    assert 1e7 < hardware.get_link(2).rate < 1e12 and 1e-6 < hardware.nvlink_latency_s < 1.0
+    measured = {field for field, source in hardware.sources.items() if "measured on a" in source}
+    expected = {"network_bandwidth", "network_share", "network_latency_s"}
+    assert hardware.sources.keys() - measured == expected | {"nvlink_domain", "devices_per_node"}
+
+
+def test_seconds_of_a_gpu_are_those_between_its_events(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Events count milliseconds; what the host does before the first one does not count."""
+    milliseconds = 100.0
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self) -> None:
+            self.recorded = milliseconds
+
+        def synchronize(self) -> None: ...
+
+        def elapsed_time(self, end: Event) -> float:
+            return end.recorded - self.recorded
+
+    def run_kernel() -> None:
+        nonlocal milliseconds
+        milliseconds += 4.0
+
+    monkeypatch.setattr("torch.cuda.Event", Event)
+    monkeypatch.setattr("torch.cuda.synchronize", lambda: None)
+    monkeypatch.setattr("mcore_rl.planner.calibrate._WARM_UP_S", 0.0)
+    assert measure_seconds(run_kernel, "cuda", calls=3) == pytest.approx(0.004)
+
+
+def test_a_rate_is_of_one_thread_whatever_the_others_do() -> None:
+    """CPU seconds: a call that waits or sleeps takes none of them."""
+    assert measure_seconds(lambda: time.sleep(0.05), "cpu") < 0.01
+
+
+def test_the_float8_product_of_a_rate_is_the_product() -> None:
+    left, right = (torch.eye(32)[torch.randperm(32)] for _ in range(2))
+    actual = build_float8_product(left, right)()
+    assert actual.float().tolist() == (left @ right.t()).tolist()
 
 
 def test_a_users_family_is_planned_without_a_change() -> None:

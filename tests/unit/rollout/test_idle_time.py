@@ -257,7 +257,7 @@ def test_a_server_that_has_died_counts_from_its_next_start(pool, clock):
     clock.time_s += 50
     worker = pool.servers.groups[1].worker
     worker.start()
-    pool.servers._mark_up(pool.servers._servers[1])
+    pool.servers._mark_up([pool.servers._servers[1]])
     clock.time_s += 7
     assert pool.idle_s() == pytest.approx((60 + 7 + 60) / 3)
 

@@ -5,12 +5,13 @@ import numpy as np
 from mcore_rl.data.batch import Batch, Jagged
 from mcore_rl.inference.protocol import SamplingParams
 from mcore_rl.rollout.routing import (
+    OutstandingTokens,
     PendingGroup,
-    count_tokens,
     gather_prompts,
     route_groups,
     split_prompts,
 )
+from tests.operations import growth
 
 SAMPLING = SamplingParams(n=2, max_tokens=6)
 
@@ -20,6 +21,10 @@ def make_group(group_id: int, num_prompt: int = 4, server: int | None = None) ->
     (group,) = split_prompts(make_prompts({group_id: [1] * num_prompt}), SAMPLING, "train")
     group.server = server
     return group
+
+
+def route(groups, tokens, last_servers):
+    return route_groups(groups, OutstandingTokens(tokens), last_servers)
 
 
 def make_prompts(ids: dict[int, list[int]]) -> Batch:
@@ -35,20 +40,20 @@ def test_tokens_of_a_group_are_prompt_and_longest_response_of_each_trajectory():
 def test_groups_go_where_the_fewest_tokens_are_outstanding():
     groups = [make_group(0, 44), make_group(1), make_group(2), make_group(3), make_group(4)]
     # Server 3 has 100; server 5 has 20, 40, 60, 80, still fewer than 100.
-    assert route_groups(groups, {3: 0, 5: 0}, {}) == [3, 5, 5, 5, 5]
-    assert route_groups(groups[1:], {3: 30, 5: 0}, {}) == [5, 5, 3, 5]
+    assert route(groups, {3: 0, 5: 0}, {}) == [3, 5, 5, 5, 5]
+    assert route(groups[1:], {3: 30, 5: 0}, {}) == [5, 5, 3, 5]
 
 
 def test_an_idle_pool_is_filled_by_server_number():
     groups = [make_group(group) for group in range(5)]
-    assert route_groups(groups, {2: 0, 0: 0, 1: 0}, {}) == [0, 1, 2, 0, 1]
+    assert route(groups, {2: 0, 0: 0, 1: 0}, {}) == [0, 1, 2, 0, 1]
 
 
 def test_a_prompt_returns_to_its_server_unless_another_has_fewer_tokens_by_more_than_a_group():
     last_servers = {7: 1}
-    assert route_groups([make_group(7)], {0: 0, 1: 20}, last_servers) == [1]
-    assert route_groups([make_group(7)], {0: 0, 1: 21}, last_servers) == [0]
-    assert route_groups([make_group(7)], {0: 0, 2: 0}, last_servers) == [0]  # its server has left
+    assert route([make_group(7)], {0: 0, 1: 20}, last_servers) == [1]
+    assert route([make_group(7)], {0: 0, 1: 21}, last_servers) == [0]
+    assert route([make_group(7)], {0: 0, 2: 0}, last_servers) == [0]  # its server has left
 
 
 def test_each_group_goes_where_the_fewest_tokens_are_outstanding_at_its_turn():
@@ -56,7 +61,7 @@ def test_each_group_goes_where_the_fewest_tokens_are_outstanding_at_its_turn():
     groups = [make_group(group, int(rng.integers(1, 60))) for group in range(200)]
     last_servers = {group: int(rng.integers(0, 9)) for group in range(0, 200, 3)}
     tokens = {server: int(rng.integers(0, 400)) for server in range(8)}
-    servers, largest = route_groups(groups, tokens, last_servers), max(g.max_tokens for g in groups)
+    servers, largest = route(groups, tokens, last_servers), max(g.max_tokens for g in groups)
     for group, server in zip(groups, servers, strict=True):
         least = min(tokens, key=lambda number: (tokens[number], number))
         last = last_servers.get(group.group_id, least)
@@ -65,14 +70,30 @@ def test_each_group_goes_where_the_fewest_tokens_are_outstanding_at_its_turn():
         tokens[server] += group.max_tokens
 
 
-def test_outstanding_tokens_are_counted_for_the_servers_given():
-    groups = [
-        make_group(0, server=0),
-        make_group(1, server=2),
-        make_group(2, server=0),
-        make_group(3),
-    ]
-    assert count_tokens(groups, [0, 1]) == {0: 40, 1: 0}
+def test_tokens_of_groups_that_end_make_room_on_their_server():
+    rng = np.random.default_rng(0)
+    tokens = {server: int(rng.integers(0, 400)) for server in range(8)}
+    outstanding = OutstandingTokens(tokens)
+    for _ in range(500):
+        server, num = int(rng.integers(0, 9)), int(rng.integers(-30, 30))
+        outstanding.add(server, num)  # there is no server 8
+        if server in tokens:
+            tokens[server] += num
+        least = min(tokens, key=lambda number: (tokens[number], number))
+        assert outstanding.find_least() == least
+
+
+def test_operations_of_a_group_grow_less_than_the_number_of_servers():
+    def route_one_at_a_time(num: int) -> None:
+        outstanding = OutstandingTokens(dict.fromkeys(range(num), 0))
+        groups = [make_group(group, int(lengths[group])) for group in range(4)]
+        for index in range(num):
+            group = groups[index % 4]
+            [server] = route_groups([group], outstanding, {group.group_id: index % 8})
+            outstanding.add(server, -group.max_tokens)
+
+    lengths = np.random.default_rng(0).integers(1, 60, 4)
+    assert growth(route_one_at_a_time, 32, 512) < 1.3
 
 
 def test_gathered_prompts_are_those_of_the_groups():

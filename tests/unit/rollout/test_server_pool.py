@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import threading
-import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from types import SimpleNamespace
@@ -25,6 +23,7 @@ from mcore_rl.data.sample import Sample
 from mcore_rl.inference.protocol import SamplingParams
 from mcore_rl.rollout import server_pool
 from mcore_rl.rollout.server_pool import ALL, COLLECT_ALL_S, POLL_S, ServerPool
+from tests.operations import growth
 
 SAMPLING = SamplingParams(n=2, max_tokens=3)
 NEVER = Timeout(3600, "timeouts.start_s")
@@ -190,6 +189,7 @@ def test_large_prompts_are_stored_and_stored_again_when_they_are_rerouted(monkey
 
 
 def test_a_late_start_is_begun_again_while_others_serve(monkeypatch, capsys):
+    monkeypatch.setattr(server_pool, "CHECK_S", 0.0)
     monkeypatch.setattr(
         "mcore_rl.controller.pending_call.describe_unanswered", lambda silent, _: silent[0].call
     )
@@ -219,6 +219,7 @@ def test_a_late_start_is_begun_again_while_others_serve(monkeypatch, capsys):
 def test_a_late_start_on_shared_devices_ends_the_run(
     monkeypatch,
 ):
+    monkeypatch.setattr(server_pool, "CHECK_S", 0.0)
     monkeypatch.setattr(
         "mcore_rl.controller.pending_call.describe_unanswered", lambda silent, _: silent[0].call
     )
@@ -265,22 +266,48 @@ def test_servers_collect_their_share_and_wait_longer_the_more_there_are():
     assert group.last("collect").args[1:] == (COLLECT_ALL_S, ALL)
 
 
-@pytest.mark.parametrize(("num", "pause_s"), [(1, 0.0), (8, 0.007), (400, 0.05)])
-def test_pause_after_an_answer_is_for_other_servers_and_within_the_wait(monkeypatch, num, pause_s):
-    pauses: list[float] = []
-    clock = SimpleNamespace(monotonic=time.monotonic, sleep=pauses.append)
-    monkeypatch.setattr(server_pool, "time", clock)
-    groups = [ServedGroup(number) for number in range(num)]
-    pool = make_pool(*groups)
-    pool.begin(make_prompts(*range(num)), SAMPLING)
-    pool.collect("train", 0)
-    answer = groups[0].last("collect").answer
-    timer = threading.Timer(0.01, answer, [make_samples(0, 0)])
-    timer.start()
-    assert len(pool.collect("train", 0.05)) == 1
-    timer.join()
-    assert sum(pauses) <= pause_s
-    assert not pause_s or pauses
+def test_operations_for_an_answer_do_not_depend_on_the_number_of_servers(monkeypatch):
+    monkeypatch.setattr(server_pool, "CHECK_S", 3600.0)
+    groups = {num: [ServedGroup(number) for number in range(num)] for num in (16, 128)}
+    pools = {num: make_pool(*groups[num]) for num in groups}
+    for num, pool in pools.items():
+        pool.begin(make_prompts(*range(num)), SAMPLING)
+        pool.collect("train", 0)
+
+    def answer_one_at_a_time(num: int) -> None:
+        for number, group in enumerate(groups[num]):
+            group.last("begin").answer()
+            group.last("collect").answer(make_samples(0, number))
+            assert len(pools[num].collect("train", 0)) == 1
+            pools[num].begin(make_prompts(num + number), SAMPLING)
+            pools[num].collect("train", 0)
+
+    assert growth(answer_one_at_a_time, 16, 128) < 1.2
+    assert all(pool.num_outstanding("train") == num for num, pool in pools.items())
+
+
+def test_a_call_is_compared_with_its_limit_once_a_second(monkeypatch):
+    times = [0.0]
+    clock = SimpleNamespace(monotonic=lambda: times[-1])
+    for module in ("controller.pending_call", "rollout.server_pool"):
+        monkeypatch.setattr(f"mcore_rl.{module}.time", clock)
+    monkeypatch.setattr(
+        "mcore_rl.controller.pending_call.describe_unanswered", lambda silent, _: str(silent[0])
+    )
+    restarted: list[int] = []
+
+    def restart(number: int) -> ServedGroup:
+        restarted.append(number)
+        return ServedGroup(number)
+
+    groups = ServedGroup(0), ServedGroup(1)
+    pool = make_pool(*groups, restart=restart)
+    pool.begin(make_prompts(0, 1), SAMPLING)
+    monkeypatch.setattr(groups[1].last("begin"), "_timeout", Timeout(10, "timeouts.call_s"))
+    for seconds, late in ((9.0, []), (9.9, []), (10.5, [1]), (11.5, [1])):
+        times.append(seconds)
+        pool.collect("train", 0)
+        assert restarted == late
 
 
 def test_bytes_of_an_answer_are_limited_by_the_tokens_of_its_groups():
@@ -392,6 +419,7 @@ def test_a_server_that_cannot_start_is_removed_without_a_wait():
 @pytest.mark.parametrize("method", ["abandon", "collect", "begin"])
 def test_a_server_that_answers_a_call_too_late_is_started_again(monkeypatch, capsys, method):
     # Its process may be stopped, while the other runs.
+    monkeypatch.setattr(server_pool, "CHECK_S", 0.0)
     monkeypatch.setattr(
         "mcore_rl.controller.pending_call.describe_unanswered", lambda silent, _: str(silent[0])
     )
@@ -433,6 +461,7 @@ def test_stopped_servers_are_restarted_when_no_group_ends(monkeypatch):
 
 def test_groups_of_a_server_that_answers_too_late_have_all_their_time_on_another(monkeypatch):
     # Both limits are timeouts.call_s: they may end together.
+    monkeypatch.setattr(server_pool, "CHECK_S", 0.0)
     monkeypatch.setattr(
         "mcore_rl.controller.pending_call.describe_unanswered", lambda silent, _: str(silent[0])
     )

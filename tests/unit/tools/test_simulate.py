@@ -6,6 +6,7 @@ import json
 import shlex
 import sys
 from contextlib import nullcontext
+from dataclasses import asdict, replace
 from queue import Empty
 
 import pytest
@@ -16,9 +17,16 @@ from mcore_rl.cli.plan import main
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import RLConfig
 from mcore_rl.controller import pending_call
+from mcore_rl.observability.timeline import StepTimeline, TimeSpan
 from mcore_rl.planner import generation
 from mcore_rl.planner.hardware import load_hardware
 from mcore_rl.planner.step import predict_step
+from mcore_rl.tools.simulate.measure import (
+    MeasuredStep,
+    fit_times,
+    list_events,
+    measure_phases,
+)
 from mcore_rl.tools.simulate.report import print_runs
 from mcore_rl.tools.simulate.run import open_simulation, prepare_config, simulate
 from mcore_rl.tools.simulate.times import ResponseLengths, StepTimes, Workload, predict_times
@@ -45,7 +53,7 @@ SMALL = {
         "trainer.prompts_per_step": 16, "trainer.num_steps": 2,
     }.items()
 }  # fmt: skip
-PAUSES_S = 0.01  # of the server pool, after an answer
+ROUNDING_S = 1e-6
 GENERATE_S, UPDATE_S, SYNC_S = 3.2, 8 * 352 * 0.001 + 2, 7.0
 
 
@@ -64,7 +72,7 @@ def test_a_step_of_sync_takes_the_sum_of_its_parts():
     run = run_loop("sync")
     expected = GENERATE_S + UPDATE_S + SYNC_S
     assert [step.end_s - step.start_s for step in run.steps] == pytest.approx(
-        [expected] * 3, abs=PAUSES_S
+        [expected] * 3, abs=ROUNDING_S
     )
     summary = run.summarize()
     assert summary["trainer/waits"] == pytest.approx(GENERATE_S / expected, abs=0.001)
@@ -78,7 +86,7 @@ def test_one_step_off_hides_the_shorter_of_generation_and_update():
     hidden = max(GENERATE_S, UPDATE_S)
     expected = [GENERATE_S + hidden + SYNC_S, hidden + SYNC_S, UPDATE_S + SYNC_S]
     assert [step.end_s - step.start_s for step in run.steps] == pytest.approx(
-        expected, abs=PAUSES_S
+        expected, abs=ROUNDING_S
     )
     assert [step.max_age for step in run.steps] == [0, 1, 1]
 
@@ -108,7 +116,7 @@ def test_the_metric_of_idle_servers_is_what_they_waited():
     """One step ahead, servers wait for the rest of an update, and in the end for all of it."""
     idle_s = [step.metrics["time/servers_idle_s"] for step in run_loop("one_step_off").steps]
     expected = [UPDATE_S - GENERATE_S, UPDATE_S - GENERATE_S, UPDATE_S]
-    assert idle_s == pytest.approx(expected, abs=PAUSES_S)
+    assert idle_s == pytest.approx(expected, abs=ROUNDING_S)
 
 
 def test_the_table_fits_on_a_screen(monkeypatch, capsys):
@@ -122,7 +130,7 @@ def test_the_table_fits_on_a_screen(monkeypatch, capsys):
 def test_servers_that_share_devices_sleep_while_the_trainer_updates():
     run = run_loop("sync", LOAD, "placement.rollout=shared")
     assert run.summarize()["servers/sleep"] > 0
-    assert run.step_s == pytest.approx(GENERATE_S + UPDATE_S + SYNC_S, abs=PAUSES_S)
+    assert run.step_s == pytest.approx(GENERATE_S + UPDATE_S + SYNC_S, abs=ROUNDING_S)
 
 
 def test_phases_are_in_the_order_of_a_step():
@@ -146,6 +154,41 @@ def test_servers_that_die_cost_time_and_tokens_and_the_run_goes_on(mode):
     assert summary["server_failures"] > 0 and summary["servers/restart"] > 0
     assert run.seconds > run_loop(mode, LOAD, "trainer.num_steps=12").seconds
     assert len(run.steps) == 12
+
+
+def test_times_fitted_to_steps_of_two_sizes_are_those_that_the_steps_took():
+    times = replace(TIMES, decode_response_s=0.0005, log_prob_s=0.25, log_prob_token_s=0.0002)
+    steps, config = [], None
+    for num_prompts in (4, 8):
+        settings = (*SETTINGS, f"trainer.prompts_per_step={num_prompts}", "trainer.mode=sync")
+        mini_batches = ("algorithm.num_mini_batches=2", "rollout.max_num_seqs=256")
+        config = prepare_config(compose_config(RLConfig, [*settings, *mini_batches]))
+        run = simulate(config, replace(LOAD, times=times))
+        lengths = [32] * num_prompts * 4, [320] * num_prompts * 4
+        steps += [
+            MeasuredStep(measure_phases(s.timeline), *lengths, list_events(s.timeline))
+            for s in run.steps
+        ]
+    fitted = asdict(fit_times(steps, config))
+    expected = asdict(replace(times, server_start_s=StepTimes().server_start_s))
+    assert fitted == pytest.approx(expected, rel=0.01, abs=1e-6)
+    assert {json.dumps(step.events) for step in steps} == {json.dumps(steps[0].events)}
+
+
+def test_events_are_those_of_the_parts_of_a_step_in_the_order_of_their_starts():
+    spans = [
+        TimeSpan("actor", "update", 2.0, 3.0), TimeSpan("driver", "update", 1.0, 3.0),
+        TimeSpan("actor", "apply", 1.5, 1.6), TimeSpan("driver", "evaluate", 4.0, 6.0),
+        TimeSpan("actor", "apply", 5.0, 5.5), TimeSpan("driver", "save", 6.0, 7.0),
+    ]  # fmt: skip
+    expected = {"actor": ["apply", "update"], "driver": ["update"]}
+    assert list_events(StepTimeline("training", 1, spans)) == expected
+
+
+def test_steps_of_one_size_do_not_tell_what_a_token_takes():
+    step = MeasuredStep(dict.fromkeys(("generate", "log_probs", "update"), 1.0), [1], [2], {})
+    with pytest.raises(ConfigError, match="all steps have 2 tokens; allowed: steps of two sizes"):
+        fit_times([step, step], RLConfig())
 
 
 def test_threads_wait_by_the_clock():
