@@ -267,7 +267,8 @@ def quantize_case(device: str, num_bytes: int) -> Case:
         "pack_then_quantize_s": torch_s,
         "ratio": torch_s / our_s,
     }
-    return case | {"bytes": 2 * source.numel()} | required_on(device, REQUIRED_QUANTIZE)
+    required: Case = {"required": REQUIRED_QUANTIZE} if device == "cuda" else {}
+    return case | {"bytes": 2 * source.numel()} | required
 
 
 def checksum_case(name: str, dtype: torch.dtype, device: str, num_bytes: int) -> Case:
@@ -287,10 +288,6 @@ def checksum_case(name: str, dtype: torch.dtype, device: str, num_bytes: int) ->
         lambda: checksum.run(1), lambda: isal_zlib.crc32(memory), device=device, rounds=20
     )
     return {**case, "s": our_s, "crc32_s": crc32, "ratio": crc32 / our_s}
-
-
-def required_on(device: str, ratio: float) -> Case:
-    return {"required": ratio} if device == "cuda" else {}
 
 
 def make_cases(device: str, num_bytes: int) -> Iterator[Case]:

@@ -613,11 +613,8 @@ def _record_example(inputs: Inputs, output: RunOutput) -> None:
     path = output.folder / CHECKPOINT
     model = load(path, config=load_transformers_config(path), local_files_only=True)
     ids = model.generate(prompt_ids, do_sample=False, max_new_tokens=64, **options)[0].tolist()
-    output.record_result(
-        "example",
-        {
-            "prompt": inputs.tokenizer.decode(first.prompt_ids),
-            "response": inputs.tokenizer.decode(ids[prompt_ids.shape[1] :]),
-            "answer": first.fields["answer"],
-        },
-    )
+    output.results["example"] = {
+        "prompt": inputs.tokenizer.decode(first.prompt_ids),
+        "response": inputs.tokenizer.decode(ids[prompt_ids.shape[1] :]),
+        "answer": first.fields["answer"],
+    }

@@ -225,9 +225,8 @@ class ShardSender:
         receiver = f"version {update.version}: generation rank {endpoint.generation_rank}"
         while True:
             try:
-                sock, _ = accept_connection(
-                    self._listener, min(deadline, time.monotonic() + _POLL_S)
-                )
+                self._listener.settimeout(min(_POLL_S, max(0.001, deadline - time.monotonic())))
+                sock, _ = self._listener.accept()
             except TimeoutError:
                 if self._is_lost():
                     raise StreamError(f"{receiver} did not come: a server has died") from None
@@ -429,12 +428,6 @@ class Connection:
         if isinstance(error, TimeoutError):
             return StreamError(f"{self.peer} made no move for {self.sock.gettimeout()} s: {doing}")
         return StreamError(f"{self.peer} went away ({error}): {doing}")
-
-
-def accept_connection(listener: socket.socket, deadline: float) -> tuple[socket.socket, Any]:
-    """Accept a connection; raise TimeoutError at `deadline` of time.monotonic()."""
-    listener.settimeout(max(0.001, deadline - time.monotonic()))
-    return listener.accept()
 
 
 def admit_receiver(
