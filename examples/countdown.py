@@ -26,21 +26,21 @@ def countdown(text: str, fields: Mapping[str, Any], finish_reason: str) -> dict[
     answers = re.findall(r"<answer>([-+*/() 0-9]{1,200})</answer>", text)
     try:
         expression = ast.parse(answers[-1].strip(), mode="eval").body
-        value, numbers = _value(expression), Counter(_numbers(expression))
+        value, numbers = _evaluate(expression), Counter(_list_numbers(expression))
     except (IndexError, SyntaxError, ValueError, ZeroDivisionError):
         return {"reward": 0.0, "format": 0.0}
     is_right = value == fields["target"] and numbers <= Counter(fields["nums"])
     return {"reward": float(is_right), "format": 1.0}
 
 
-def _value(node: ast.expr) -> Fraction:
+def _evaluate(node: ast.expr) -> Fraction:
     if isinstance(node, ast.Constant) and isinstance(node.value, int):
         return Fraction(node.value)
     if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
-        return _OPERATORS[type(node.op)](_value(node.left), _value(node.right))
+        return _OPERATORS[type(node.op)](_evaluate(node.left), _evaluate(node.right))
     raise ValueError("neither a number nor a sum, difference, product or quotient")
 
 
-def _numbers(node: ast.expr) -> Iterator[int]:
+def _list_numbers(node: ast.expr) -> Iterator[int]:
     constants = (n.value for n in ast.walk(node) if isinstance(n, ast.Constant))
     return (value for value in constants if isinstance(value, int))

@@ -246,7 +246,7 @@ class TransferRequirements:
     def compute_needed(self) -> IntArray:
         """Return [generation ranks], the bytes that each needs, without padding."""
         num_bytes = np.zeros(self.num_generation, np.int64)
-        for choice in self._choices():
+        for choice in self._iterate_choices():
             num_bytes[list(choice.targets)] += choice.num_bytes
         return num_bytes
 
@@ -256,7 +256,7 @@ class TransferRequirements:
         targets: dict[int, tuple[int, ...]] = {}
         sources: dict[int, Mapping[int, int]] = {}
         num_bytes = Counter[tuple[int, int]]()
-        for choice in self._choices():
+        for choice in self._iterate_choices():
             pair = id(choice.targets), id(choice.sources)
             targets[pair[0]], sources[pair[1]] = choice.targets, choice.sources
             num_bytes[pair] += choice.num_bytes
@@ -278,7 +278,7 @@ class TransferRequirements:
         }
         return Plan(tuple(group.close(sources[id(group)]) for group in self._groups), devices)
 
-    def _choices(self) -> Iterator[_SourceChoice]:
+    def _iterate_choices(self) -> Iterator[_SourceChoice]:
         for group in self._groups:
             yield from group.choices
 

@@ -267,13 +267,13 @@ class AsyncRollout:
             prompts = self._prompts.build_batch({group_id: self.queue.get_row(group_id)})
             batch = add_teacher_names(batch, prompts, config.teacher.column)
         self.queue.finish(group_id, oldest, len(batch), {SAMPLES: batch})
-        if self._passes(batch):
+        if self._passes_filter(batch):
             self.queue.mark_rewarded([group_id])
         else:
             self.queue.drop([group_id])
             self._rejected.append(release_columns(batch))
 
-    def _passes(self, batch: Batch) -> bool:
+    def _passes_filter(self, batch: Batch) -> bool:
         """Return whether a group passes algorithm.filter.group_filter."""
         policy = self._config.algorithm.filter
         if not policy.group_filter:
