@@ -81,7 +81,7 @@ def check_agent(
 
     Args:
         models: Names of the frozen models.
-        stop_ids: Tokens at which the server ends a turn (`data.tokenizer.stop_ids_of`).
+        stop_ids: Tokens at which the server ends a turn (`data.tokenizer.read_stop_ids`).
         max_context: Tokens of a prompt.
 
     Raises:
@@ -208,7 +208,7 @@ class AgentRunner:
 
         Args:
             models: Names of those that will be in `self.models` when loops run.
-            stop_ids: Tokens at which the server ends a turn (`data.tokenizer.stop_ids_of`).
+            stop_ids: Tokens at which the server ends a turn (`data.tokenizer.read_stop_ids`).
             images: Makes the codec of a model that takes images; None: it takes none.
 
         Raises:

@@ -115,7 +115,7 @@ def load(
     """Read the rows of this rank from a checkpoint of any number of ranks; return its steps.
 
     Args:
-        facts: Those it must have been saved with.
+        facts: Facts that it must have been saved with.
         map_weights: From expert-parallel ranks to the rules of all parameters.
 
     Raises:
@@ -179,9 +179,9 @@ def gather_rows(
     """Return a whole parameter on rank 0, None on others. Collective over all ranks.
 
     Args:
-        rows: This rank's, if it has any of this weight.
-        dtype: Of the messages and the result.
-        device: Of the messages and the result.
+        rows: Rows of this rank; None if it has none of this weight.
+        dtype: Dtype of the messages and the result.
+        device: Device of the messages and the result.
     """
     rank, parts = dist.get_rank(), []
     for index, members in enumerate(holders):

@@ -67,7 +67,7 @@ def _compute_start_s(path: str) -> float:
         return TimeoutsConfig.start_s
 
 
-# What timeouts.start_s is unless a recipe or an override sets it: ${start_s:FOLDER}.
+# Default of timeouts.start_s: ${start_s:FOLDER}.
 OmegaConf.register_new_resolver("start_s", _compute_start_s, replace=True)
 
 

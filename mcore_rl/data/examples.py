@@ -415,7 +415,7 @@ def _find_prompt_end(
     prefix of the prompt, to the end of one of its tokens, and this end is returned.
 
     Args:
-        limit: Where the text begins to differ from that with another message in this place.
+        limit: First position at which `text` depends on the content of the message.
     """
     history = template.render(messages[:index], tools)
     prompt = template.render(messages[:index], tools, add_generation_prompt=True)

@@ -187,7 +187,7 @@ class ModelWorker:
         Args:
             batch: Columns that the loss reads (select_read_columns in trainers/roles.py).
             sizes: Consecutive rows of each mini-batch; None: all rows are one.
-            temperature: Of the sampling whose scores the loss reads.
+            temperature: Sampling temperature of the log-probs that the loss reads.
         """
         if self._loss_function is None:
             raise RuntimeError("update on a model without a loss function")

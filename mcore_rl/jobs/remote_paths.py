@@ -43,7 +43,7 @@ _DATA_SETTING = re.compile(
 _EXPORT = "checkpoint.export_to"
 _LAST_FILE = "config.json"  # of an export: a folder without it is no checkpoint
 _HUB_NAME = re.compile(r"(hf|ms):([\w.-]+/[\w.-]+)(?:@([\w./-]+))?")
-# Of a file in a store, which changes with its content; the first that it has.
+# Fields of a file in a store that change with its content; the first that it has counts.
 _CONTENT_TAGS = (
     "ETag", "etag", "md5Hash", "mtime", "LastModified", "last_modified", "created",
 )  # fmt: skip

@@ -189,7 +189,7 @@ class SampleQueue(Generic[T]):
         """Add all samples of a group.
 
         Args:
-            oldest_version: Of the tokens that the policy chose; -1 if there are none.
+            oldest_version: Oldest version of tokens that the policy chose; -1 if there are none.
 
         Raises:
             BufferStateError: a token is older than the weights that the group was begun with.

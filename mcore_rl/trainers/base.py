@@ -204,7 +204,7 @@ class RLTrainer(ABC):
         """Report the metrics, and publish a checkpoint that was saved; servers have the weights.
 
         Args:
-            metrics: Those of `sampler.collect`, of updates and of evaluations. Times are added.
+            metrics: Metrics of `sampler.collect`, updates and evaluations. Times are added.
 
         Raises:
             RunStopped: A signal has ended the run; the step is saved.

@@ -126,9 +126,8 @@ def _is_compared(batch: Batch, version: int | None) -> Array:
     )
     if version is None:
         return ~is_replayed
-    return ~is_replayed & (
-        get_sample_columns(batch).array("oldest_versions") == version
-    )  # none is newer
+    # No version is newer than the policy's.
+    return ~is_replayed & (get_sample_columns(batch).array("oldest_versions") == version)
 
 
 def check_gaps(gaps: Mapping[str, float], bounds: TrainerConfig, step: int) -> None:

@@ -28,7 +28,7 @@ from mcore_rl.config.import_path import is_import_path
 from mcore_rl.config.resolve import get_loop
 from mcore_rl.config.schema import AlgorithmConfig, RLConfig
 
-# Of metrics of other losses than the one that algorithm.loss names: the column of its weights.
+# By metric of the losses beside algorithm.loss: the column with the weights of its tokens.
 COLUMN_OF_METRIC = {
     "reference_kl": "kl_weights",
     "entropy": "entropy_weights",

@@ -45,7 +45,7 @@ TRAJECTORY_COLUMNS = "group_ids", "trajectories", "segments"  # identify a sampl
 SCORE_COLUMNS = (
     "response_mask", "log_probs", "rollout_log_probs", "entropy", "weight_versions", "replayed",
 )  # fmt: skip
-# Of an optimizer step, not of its tokens.
+# Metrics of an optimizer step, not of its tokens.
 _STEP_METRICS = ("loss", "mtp_loss", "indexer_loss", "grad_norm", "lr")
 _ROUTER_PREFIX = "moe/"
 _ALL_TOKENS_METRIC = "moe/aux_loss"  # a mean over all tokens, with or without a loss

@@ -248,7 +248,7 @@ DENIED: Mapping[str, str] = {
     ),
 }  # fmt: skip
 
-# What a field needs, unless it is false or null: Transformer Engine's modules ("te"), a GPU
+# Requirement of a field, unless it is false or null: Transformer Engine's modules ("te"), a GPU
 # ("cuda"), the flex dispatcher, or Muon.
 NEEDS: Mapping[str, str] = {
     "moe_permute_fusion": "te",
