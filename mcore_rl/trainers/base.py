@@ -183,7 +183,7 @@ class RLTrainer(ABC):
         return batch
 
     def log_samples(self, batch: Samples, step: int) -> None:
-        """Write the samples of a step to disk and some to the screen, as samples.* says."""
+        """Write the samples of a step to disk and some to the screen, as sample_log.* says."""
         if len(batch):
             self.sample_log.write_step(step, batch)
 

@@ -29,7 +29,7 @@ import secrets
 import socket
 import struct
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -53,12 +53,16 @@ from mcore_rl.reshard.executor import (
 )
 from mcore_rl.reshard.planner import Plan
 from mcore_rl.weight_sync.spec import TransferSpec, group_memory_domains, is_checked, plan_transfer
-from mcore_rl.weight_sync.transport import StreamError, WeightTransport, WeightUpdate
+from mcore_rl.weight_sync.transport import (
+    POLL_S,
+    IsLost,
+    StreamError,
+    WeightTransport,
+    WeightUpdate,
+)
 
 _MAX_SLICES_BYTES = 64 << 20  # of a header with the slices of a bucket
 _MAX_HEADER_BYTES = 1 << 20
-_POLL_S = 0.5  # interval of calls of IsLost during a wait
-IsLost = Callable[[], bool]  # whether a peer is known to be dead
 
 
 def connect_shared_memory(
@@ -225,7 +229,7 @@ class ShardSender:
         receiver = f"version {update.version}: generation rank {endpoint.generation_rank}"
         while True:
             try:
-                self._listener.settimeout(min(_POLL_S, max(0.001, deadline - time.monotonic())))
+                self._listener.settimeout(min(POLL_S, max(0.001, deadline - time.monotonic())))
                 sock, _ = self._listener.accept()
             except TimeoutError:
                 if self._is_lost():

@@ -12,7 +12,7 @@ from __future__ import annotations
 import importlib
 import traceback
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -37,6 +37,8 @@ from mcore_rl.reshard.executor import (
 from mcore_rl.weight_sync.spec import TransferSpec, is_checked, plan_transfer
 
 DENSE = "dense"  # every element of every weight
+POLL_S = 0.5  # interval of calls of IsLost during a wait
+IsLost = Callable[[], bool]  # whether a peer is known to be dead
 
 
 class StreamError(PeerError):
