@@ -87,7 +87,7 @@ def write_model(folder: Path, gigabytes: float) -> int:
 
 
 class WatchedRun:
-    """One run of a command: what it printed, how long it took, and its memory."""
+    """A run of a command, its seconds and its memory."""
 
     def __init__(self, *arguments: str | Path) -> None:
         started = time.perf_counter()

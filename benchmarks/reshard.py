@@ -238,7 +238,7 @@ class GatherThenSlice:
                 self._blocks.setdefault(block.tensor.name, []).append(place)
 
     def _make_groups(self, axis: str) -> dist.ProcessGroup:
-        """Make all groups of an axis; return that of this rank."""
+        """Make all groups of an axis; return the group of this rank."""
         own_group: dist.ProcessGroup | None = None
         for ranks in self._ranks.mesh.get_groups(axis):
             group = dist.new_group(ranks)

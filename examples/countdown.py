@@ -19,7 +19,7 @@ _OPERATORS = {
 
 
 def countdown(text: str, fields: Mapping[str, Any], finish_reason: str) -> dict[str, float]:
-    """1 if the last <answer> has an expression of `nums`, each at most once, that makes `target`.
+    """Return 1 if the last <answer> makes `target` of `nums`, each used at most once.
 
     `format` is 1 if it has an expression of whole numbers, + - * / and parentheses.
     """

@@ -140,11 +140,11 @@ class TrajectoryTimeout:
         return self._timeout.when()
 
     def expired(self) -> bool:
-        """Return whether the end has come."""
+        """Return whether the time is over."""
         return self._timeout.expired()
 
     def pause(self) -> None:
-        """Stop the clock. After several calls it takes as many of `resume` to start it."""
+        """Stop the clock. After n calls, n calls of `resume` start it again."""
         self._num_pauses += 1
         if self._num_pauses == 1:
             end = self.when()

@@ -97,7 +97,7 @@ class ServedModel:
 
 
 def resolve_servers(config: RolloutConfig) -> None:
-    """Check the settings of servers, except those of sampling."""
+    """Check the settings of servers, but for sampling."""
     check_backend("rollout.backend", config.backend)
     positive_counts = "num_servers", "tp", "dp", "nodes_per_server", "kv_cache_bytes"
     for name in (*positive_counts, "max_response_tokens", "max_images"):

@@ -292,7 +292,7 @@ class RunOutput:
             yield report
 
     def _summarize_step(self, metrics: Mapping[str, float]) -> StepReport | str:
-        """Return what the display shows of a step."""
+        """Return the line of a step for the display."""
         if "reward" not in metrics:
             return f"loss {metrics['loss']:.3f}"
         self._rewards.append(metrics["reward"])

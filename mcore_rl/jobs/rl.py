@@ -269,7 +269,7 @@ class _Run:
         )
 
     def _run_steps(self, trainer: RLTrainer) -> None:
-        """Run the loop. When the disk is full, export what was learned."""
+        """Run the loop. When the disk is full, export the weights elsewhere."""
         output, devices = self.output, trainer.devices
         try:
             with (
@@ -289,7 +289,7 @@ class _Run:
             raise RunFailed(f"{error}; {reason}") from error
 
     def _export(self, trainer: RLTrainer) -> None:
-        """Compare log-probs with those of the last evaluation, and export the actor."""
+        """Compare log-probs of trainer and servers on the last evaluation; export the actor."""
         evaluation, devices, output = trainer.evaluation, trainer.devices, self.output
         if not evaluation.latest:  # a run that is resumed after its last step
             evaluation.run(self.config.trainer.num_steps)

@@ -79,7 +79,7 @@ class AsyncRollout:
         self.fill()
 
     def fill(self) -> None:
-        """Begin as many groups as may be; returns at once."""
+        """Begin as many groups as staleness allows; return at once."""
         if not self._in_rounds:
             self._expect(self.queue.last_trained + 1)
             self._draw()
@@ -377,7 +377,7 @@ class RolloutPrefetcher:
         return result
 
     def _get_result(self) -> StepResult:
-        """Return what was begun; what is lost is generated again, by servers as they are now."""
+        """Return the samples that were begun; lost ones are generated anew by the servers."""
         assert self._pending is not None
         result = self._pending.result()
         while self._begun_from is not None and (lost := find_lost_groups([result[0]])):

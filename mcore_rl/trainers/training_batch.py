@@ -119,7 +119,7 @@ def _get_compared_version(trainer: TrainerConfig, step: int) -> int | None:
 
 
 def _select_new(batch: Batch, before: Batch) -> Batch:
-    """Return the columns that are not those of `before`."""
+    """Return the columns that `before` does not have."""
     return Batch({n: c for n, c in batch.columns.items() if before.columns.get(n) is not c})
 
 

@@ -183,7 +183,7 @@ def load_transport_class(name: str) -> type[WeightTransport]:
 
 
 def check_transport(name: str) -> None:
-    """Import what a transport needs; raise ConfigError if it cannot be used on this machine."""
+    """Import the packages of a transport; raise ConfigError if this machine cannot use it."""
     if is_import_path(name):
         load_transport_class(name)
     elif name == "nixl":

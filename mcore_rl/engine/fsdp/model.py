@@ -340,7 +340,7 @@ def load_weights(
 
 
 def list_unread(reader: CheckpointReader, expected: Collection[str]) -> list[str]:
-    """Return the tensors of a checkpoint that are not among those of the model."""
+    """Return the tensors of a checkpoint that the model does not have."""
     return [name for name in reader.get_shapes() if name not in expected]
 
 

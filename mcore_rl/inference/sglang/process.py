@@ -105,7 +105,7 @@ class SGLangProcess:
         self._folder.cleanup()
 
     def close(self) -> None:
-        """End the process and those that it has started."""
+        """End the process and its descendants."""
         children = []
         with contextlib.suppress(psutil.Error):
             children = psutil.Process(self._process.pid).children(recursive=True)
