@@ -57,7 +57,7 @@ class AsyncRollout:
         self._rollout, self._prompts = sampler.rollout, sampler.prompts
         self._staleness = trainer.staleness or 0
         self.queue: SampleQueue[Batch] = SampleQueue(group_size)
-        pacing = StalenessSettings(
+        settings = StalenessSettings(
             groups_per_step=trainer.prompts_per_step,
             group_size=group_size,
             num_steps=trainer.num_steps,
@@ -67,7 +67,7 @@ class AsyncRollout:
             max_samples=trainer.asynchronous.max_waiting_samples or None,
             new_per_step=count_new_groups(config),
         )
-        self.controller = StalenessController(self.queue, pacing)
+        self.controller = StalenessController(self.queue, settings)
         # With nothing ahead, what a filter rejects and what is replayed can be as with `sync`.
         policy = config.algorithm.filter
         self._in_rounds = not self._staleness and bool(policy.group_filter or policy.replay.share)
