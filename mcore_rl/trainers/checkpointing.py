@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import shutil
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
@@ -20,7 +19,7 @@ from mcore_rl.checkpoint.run_checkpoints import (
 )
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import RLConfig, TrainConfig
-from mcore_rl.controller.process_cleanup import RunStopped, StopSignals, catch_stop_signals
+from mcore_rl.controller.process_cleanup import RunStopped, StopSignals
 from mcore_rl.controller.worker_group import RankGroup
 from mcore_rl.observability.warnings import warn
 from mcore_rl.trainers.device_sharing import DeviceSharing, ExclusiveDevices
@@ -273,19 +272,12 @@ class CheckpointManager:
 
     def _raise_stopped(self, step: int) -> None:
         """Raise RunStopped, or NotSavedError if the checkpoint of the step cannot be written."""
-        stopped, hint = f"{self._stop.requested}: step {step}", _describe_resume(self._config)
+        stopped, hint = f"{self._stop.requested}: step {step}", describe_resume(self._config)
         if self._last != step:
             raise NotSavedError(f"{stopped} could not be saved; {hint}")
         raise RunStopped(f"{stopped} is saved; {hint}")
 
 
-def handle_stop_signals(config: RLConfig | TrainConfig) -> AbstractContextManager[StopSignals]:
-    """Let a signal end the step first; without checkpoints it ends the run at once."""
-    if not config.trainer.save_every:
-        return nullcontext(StopSignals())
-    return catch_stop_signals(_describe_resume(config))
-
-
-def _describe_resume(config: RLConfig | TrainConfig) -> str:
+def describe_resume(config: RLConfig | TrainConfig) -> str:
     """Return a sentence with the command that resumes a run."""
     return f"to go on: the same command with resume=auto output_dir={config.output_dir}"
