@@ -11,7 +11,7 @@ Starting Python is left out (`start_s`).
 `peak_bytes` sums the largest resident memory of every process of the command, whenever it had it.
 
 Exit status 1 when a conversion of a gigabyte or more is slower than half of the copy, or any takes
-more memory than it said.
+more memory than it announced.
 """
 
 from __future__ import annotations
@@ -48,8 +48,11 @@ COMMAND = Path(sys.executable).with_name("mcore-rl")
 SIZES = {"bytes": 1.0, "kB": 1e3, "MB": 1e6, "GB": 1e9}
 
 
-def config(gigabytes: float) -> dict[str, Any]:
-    """Qwen3-30B-A3B at half its width, with 32 experts and as many layers as fit."""
+def build_config(gigabytes: float) -> dict[str, Any]:
+    """Return the config.json of a model of this size.
+
+    It is Qwen3-30B-A3B at half its width, with 32 experts and as many layers as fit.
+    """
     return {
         "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "dtype": "bfloat16",
         "vocab_size": 32000, "hidden_size": 1024, "num_attention_heads": 32,
@@ -62,29 +65,29 @@ def config(gigabytes: float) -> dict[str, Any]:
 
 
 def write_model(folder: Path, gigabytes: float) -> int:
-    """Random weights; returns their bytes."""
+    """Write a checkpoint of random weights; return their bytes."""
     folder.mkdir()
-    fields = config(gigabytes)
-    (folder / "config.json").write_text(json.dumps(fields))
-    weights = get_family(fields).weights(fields, fields["vocab_size"])
+    config = build_config(gigabytes)
+    (folder / "config.json").write_text(json.dumps(config))
+    weights = get_family(config).weights(config, config["vocab_size"])
     plans = [TensorPlan(t.name, t.shape, torch.bfloat16) for t in list_logical_tensors(weights)]
     shards = plan_shards(plans, 1 << 29)
     generator = torch.Generator().manual_seed(0)
 
-    def tensors(names: Iterator[str], shapes: dict[str, tuple[int, ...]]) -> Iterator[Any]:
+    def draw_tensors(names: Iterator[str], shapes: dict[str, tuple[int, ...]]) -> Iterator[Any]:
         for name in names:
             noise = torch.randint(-(2**14), 2**14, shapes[name], generator=generator)
             yield name, (noise * 2.0**-18).bfloat16()
 
     shapes = {plan.name: plan.shape for plan in plans}
     for shard in shards:
-        write_shard(folder, shard, tensors(iter(shard.entries), shapes))
+        write_shard(folder, shard, draw_tensors(iter(shard.entries), shapes))
     write_index(folder, shards)
     return sum(plan.nbytes for plan in plans)
 
 
-class Watched:
-    """One run of a command: what it printed, how long it took, and its memory."""
+class WatchedRun:
+    """A run of a command, its seconds and its memory."""
 
     def __init__(self, *arguments: str | Path) -> None:
         started = time.perf_counter()
@@ -108,9 +111,9 @@ class Watched:
 
 
 def _watch(process: subprocess.Popen[str], peaks: dict[int, int]) -> None:
-    """The largest resident memory of the process and of each that it starts, by its id."""
+    """Record the largest resident memory of the process and of each that it starts, by its id."""
     while process.poll() is None:
-        for pid in _family(process.pid):
+        for pid in _list_family(process.pid):
             try:
                 status = Path(f"/proc/{pid}/status").read_text()
             except OSError:
@@ -120,15 +123,15 @@ def _watch(process: subprocess.Popen[str], peaks: dict[int, int]) -> None:
         time.sleep(0.02)
 
 
-def _family(pid: int) -> list[int]:
+def _list_family(pid: int) -> list[int]:
     try:
         children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     except OSError:
         return []
-    return [pid, *(member for child in children for member in _family(int(child)))]
+    return [pid, *(member for child in children for member in _list_family(int(child)))]
 
 
-def copied(source: Path, target: Path) -> float:
+def time_copy(source: Path, target: Path) -> float:
     started = time.perf_counter()
     shutil.copytree(source, target)
     return time.perf_counter() - started
@@ -145,26 +148,27 @@ def measure(folder: Path, gigabytes: float, rounds: int) -> dict[str, Any]:
         "--max-shard-size",
         "512MB",
     ]
-    Watched(*to_mcore, "--output", checkpoint, "--workers", "1")
-    runs: dict[str, list[Watched]] = {}
+    WatchedRun(*to_mcore, "--output", checkpoint, "--workers", "1")
+    runs: dict[str, list[WatchedRun]] = {}
     copies: list[float] = []
     for _ in range(rounds):
         for workers in ("1", "2"):
             for name, command in (("hf-to-mcore", to_mcore), ("mcore-to-hf", to_hf)):
-                copies.append(_discarded(folder, lambda out: copied(model, out)))
-                convert = partial(Watched, *command, "--workers", workers, "--output")
-                run = _discarded(folder, convert)
+                copies.append(_run_and_discard(folder, lambda out: time_copy(model, out)))
+                convert = partial(WatchedRun, *command, "--workers", workers, "--output")
+                run = _run_and_discard(folder, convert)
                 runs.setdefault(f"{name}, {workers} workers", []).append(run)
     copy_s = statistics.median(copies)
     return {
         "bytes": num_bytes,
         "copy_s": round(copy_s, 3),
         "copy_s_all": [round(s, 2) for s in copies],
-        **{name: _summary(watched, copy_s) for name, watched in runs.items()},
+        **{name: _summarize(watched, copy_s) for name, watched in runs.items()},
     }
 
 
-def _discarded(folder: Path, run: Callable[[Path], Any]) -> Any:
+def _run_and_discard(folder: Path, run: Callable[[Path], Any]) -> Any:
+    """Return the result of `run`, whose output folder is removed."""
     os.sync()  # what the run before left to be written does not slow down this one
     time.sleep(PAUSE_S)
     try:
@@ -173,7 +177,7 @@ def _discarded(folder: Path, run: Callable[[Path], Any]) -> Any:
         shutil.rmtree(folder / "out", ignore_errors=True)
 
 
-def _summary(runs: list[Watched], copy_s: float) -> dict[str, Any]:
+def _summarize(runs: list[WatchedRun], copy_s: float) -> dict[str, Any]:
     convert_s = statistics.median(run.convert_s for run in runs)
     return {
         "convert_s": convert_s,

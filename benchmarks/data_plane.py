@@ -58,7 +58,8 @@ class DataPlaneSettings:
     steps: int = 5000  # small ones
     small_samples: int = 64
 
-    def sizes(self, samples: int, tokens: int) -> list[tuple[int, int, int]]:
+    def split(self, samples: int, tokens: int) -> list[tuple[int, int, int]]:
+        """Return the arguments of make_batch for each rank."""
         return [(seed, max(samples // self.ranks, 1), tokens) for seed in range(self.ranks)]
 
 
@@ -115,7 +116,7 @@ def count_bytes(batch: Batch) -> int:
     return sum(batch.jagged(name).values.nbytes for name in DTYPES)
 
 
-def double_source(batch: Batch) -> Jagged:
+def compute_written(batch: Batch) -> Jagged:
     """Return the column that the second group writes."""
     source = batch.jagged(SOURCE)
     return source.with_values(source.values * np.float32(2))
@@ -145,13 +146,13 @@ class Peer:
     def write(self, batch: Batch, is_checked: bool) -> Batch:
         """Return the written column alone."""
         self._sums = sum_columns(batch, *DTYPES) if is_checked else {}
-        return Batch({WRITTEN: double_source(batch)})
+        return Batch({WRITTEN: compute_written(batch)})
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE)
     def add(self, batch: Batch, is_checked: bool) -> Batch:
         """Return all columns with the written one."""
         self._sums = sum_columns(batch, *DTYPES) if is_checked else {}
-        return batch.with_columns(**{WRITTEN: double_source(batch)})
+        return batch.with_columns(**{WRITTEN: compute_written(batch)})
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE, reads=(WRITTEN,))
     def read(self, batch: Batch, is_checked: bool) -> int:
@@ -298,7 +299,7 @@ def bench_data_plane(settings: DataPlaneSettings) -> DataPlaneReport:
         ConfigError: The machine has too little memory.
         RunFailed: A batch was read with other values than it was given.
     """
-    sizes = settings.sizes(settings.samples, settings.tokens)
+    sizes = settings.split(settings.samples, settings.tokens)
     batch_bytes = sum(count_bytes(make_batch(*size)) for size in sizes)
     store_bytes = max(512 << 20, 12 * batch_bytes)
     with (
@@ -321,7 +322,7 @@ def bench_data_plane(settings: DataPlaneSettings) -> DataPlaneReport:
             if not missing:
                 candidates["TransferQueue"] = make_transfer_queue(sizes)
             round_trips = measure_round_trips(candidates, settings.repetitions)
-        small = settings.sizes(settings.small_samples, _SMALL_TOKENS)
+        small = settings.split(settings.small_samples, _SMALL_TOKENS)
         with contextlib.closing(WorkerGroupPair(pool, small)) as groups:
             repeat(groups.pass_by_reference, min(_FIRST_STEPS, settings.steps))
             before = read_memory(groups)

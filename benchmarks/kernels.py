@@ -48,7 +48,7 @@ STREAM_ORDER = 1  # cudaMemcpySrcAccessOrderStream
 Case = dict[str, Any]
 
 
-def seconds(*sides: Callable[[], Any], device: str, rounds: int) -> list[float]:
+def measure_seconds(*sides: Callable[[], Any], device: str, rounds: int) -> list[float]:
     """Run all sides in turns; return the seconds of the quickest run of each."""
     best = [float("inf")] * len(sides)
     for _ in range(rounds + 1):  # the first is to warm up
@@ -63,7 +63,7 @@ def seconds(*sides: Callable[[], Any], device: str, rounds: int) -> list[float]:
     return best
 
 
-def gpu_seconds(side: Callable[[], Any], repeats: int = 20) -> float:
+def measure_gpu_seconds(side: Callable[[], Any], repeats: int = 20) -> float:
     """Return the GPU seconds of one run among many in a row: the quickest of five rows.
 
     What takes longer than 50 ms is run once a row, in two rows.
@@ -108,17 +108,17 @@ def split_range(sizes: list[int], device: str, num_bytes: int, past: int = 0) ->
         places[box] = start
         start += taken[box]
 
-    def rows(tensor: torch.Tensor, start: int, size: int) -> torch.Tensor:
+    def view_rows(tensor: torch.Tensor, start: int, size: int) -> torch.Tensor:
         end = past + size // 2 - (past > 0)
         return tensor[2 * start : 2 * (start + size)].view(2, size)[:, past:end]
 
     return [
-        (rows(source, starts[n], size), rows(target, places[n], size))
+        (view_rows(source, starts[n], size), view_rows(target, places[n], size))
         for n, size in enumerate(taken)
     ]
 
 
-def copy_case(name: str, sizes: list[int], device: str, num_bytes: int, past: int = 0) -> Case:
+def measure_copy(name: str, sizes: list[int], device: str, num_bytes: int, past: int = 0) -> Case:
     pairs = split_range(sizes, device, num_bytes, past)
     copied = sum(source.numel() for source, _ in pairs)
     copy = BoxCopy(pairs)
@@ -128,19 +128,20 @@ def copy_case(name: str, sizes: list[int], device: str, num_bytes: int, past: in
     if device == "cuda":
         values = torch.empty(copied, dtype=torch.uint8, device=device)
         other = torch.empty_like(values)
-        our_s, best = gpu_seconds(copy.run), gpu_seconds(lambda: other.copy_(values))
+        our_s = measure_gpu_seconds(copy.run)
+        best = measure_gpu_seconds(lambda: other.copy_(values))
         case |= {"s": our_s, "device_copy_s": best, "ratio": best / our_s}
         required = {} if past else {"required": REQUIRED_COPY[min(sizes) >= 64 << 10]}
         return case | required | {"gb_per_s": 2 * copied / our_s / 1e9}
     sources, targets = [s for s, _ in pairs], [t for _, t in pairs]
 
-    def one_by_one() -> None:
+    def copy_each() -> None:
         for source, target in pairs:
             target.copy_(source)
 
-    our_s, each, foreach = seconds(
+    our_s, each, foreach = measure_seconds(
         copy.run,
-        one_by_one,
+        copy_each,
         lambda: torch._foreach_copy_(targets, sources),
         device=device,
         rounds=20,
@@ -221,7 +222,7 @@ class BatchCopy:
             raise RuntimeError(f"cudaMemcpyBatchAsync: error {error} of CUDA")
 
 
-def batch_case(name: str, sizes: list[int], device: str, num_bytes: int) -> Case:
+def measure_batch_copy(name: str, sizes: list[int], device: str, num_bytes: int) -> Case:
     runtime = load_runtime() if device == "cuda" else None
     case: Case = {"case": f"cudaMemcpyBatchAsync {name}"}
     if reason := missing_batch_copy(device, runtime):
@@ -235,15 +236,15 @@ def batch_case(name: str, sizes: list[int], device: str, num_bytes: int) -> Case
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        batch = gpu_seconds(lambda: copy.run(stream.cuda_stream))
-        best = gpu_seconds(lambda: other.copy_(values))
+        batch = measure_gpu_seconds(lambda: copy.run(stream.cuda_stream))
+        best = measure_gpu_seconds(lambda: other.copy_(values))
     stream.synchronize()
     assert all(torch.equal(source, target) for source, target in pairs[:: len(pairs) // 50 + 1])
     case |= {"boxes": len(pairs), "bytes": copied, "s": batch, "device_copy_s": best}
     return case | {"ratio": best / batch, "gb_per_s": 2 * copied / batch / 1e9}
 
 
-def quantize_case(device: str, num_bytes: int) -> Case:
+def measure_quantize(device: str, num_bytes: int) -> Case:
     columns = 2048
     num_rows = max(128, num_bytes // 2 // columns // 128 * 128)
     values = torch.randn(num_rows, 2 * columns, device=device).bfloat16()
@@ -251,26 +252,27 @@ def quantize_case(device: str, num_bytes: int) -> Case:
     packed = torch.empty(source.shape, dtype=source.dtype, device=device)
     into = allocate_quantized(source)
     fused = BoxQuantize([(source, into)])
-    pack, then = BoxCopy([(source, packed)]), BoxQuantize([(packed, into)])
+    pack, quantize = BoxCopy([(source, packed)]), BoxQuantize([(packed, into)])
 
-    def both() -> None:
+    def pack_and_quantize() -> None:
         pack.run()
-        then.run()
+        quantize.run()
 
     if device == "cuda":
-        our_s, torch_s = gpu_seconds(fused.run), gpu_seconds(both)
+        our_s, torch_s = measure_gpu_seconds(fused.run), measure_gpu_seconds(pack_and_quantize)
     else:
-        our_s, torch_s = seconds(fused.run, both, device=device, rounds=20)
+        our_s, torch_s = measure_seconds(fused.run, pack_and_quantize, device=device, rounds=20)
     case = {
         "case": "quantize",
         "s": our_s,
         "pack_then_quantize_s": torch_s,
         "ratio": torch_s / our_s,
     }
-    return case | {"bytes": 2 * source.numel()} | required_on(device, REQUIRED_QUANTIZE)
+    required: Case = {"required": REQUIRED_QUANTIZE} if device == "cuda" else {}
+    return case | {"bytes": 2 * source.numel()} | required
 
 
-def checksum_case(name: str, dtype: torch.dtype, device: str, num_bytes: int) -> Case:
+def measure_checksum(name: str, dtype: torch.dtype, device: str, num_bytes: int) -> Case:
     columns = 2048
     rows = max(1, num_bytes // columns // dtype.itemsize)
     source = torch.randn(rows, columns, device=device).to(dtype)
@@ -279,30 +281,27 @@ def checksum_case(name: str, dtype: torch.dtype, device: str, num_bytes: int) ->
     case = {"case": f"checksum {name}", "bytes": len(octets)}
     if device == "cuda":
         target = torch.empty_like(octets)
-        our_s, copy = gpu_seconds(checksum.run), gpu_seconds(lambda: target.copy_(octets))
+        our_s = measure_gpu_seconds(checksum.run)
+        copy = measure_gpu_seconds(lambda: target.copy_(octets))
         case |= {"device_copy_s": copy, "gb_per_s": len(octets) / our_s / 1e9}
         return {**case, "s": our_s, "ratio": copy / our_s, "required": REQUIRED_CHECKSUM}
     memory = octets.numpy()
-    our_s, crc32 = seconds(
+    our_s, crc32 = measure_seconds(
         lambda: checksum.run(1), lambda: isal_zlib.crc32(memory), device=device, rounds=20
     )
     return {**case, "s": our_s, "crc32_s": crc32, "ratio": crc32 / our_s}
 
 
-def required_on(device: str, ratio: float) -> Case:
-    return {"required": ratio} if device == "cuda" else {}
-
-
 def make_cases(device: str, num_bytes: int) -> Iterator[Case]:
     for size in SIZES:
-        yield copy_case(f"{size >> 10} KiB", [size], device, num_bytes)
-    yield copy_case("mixed", MIXED, device, num_bytes)
-    yield copy_case("64 KiB at byte 7", [64 << 10], device, num_bytes, past=7)
-    yield quantize_case(device, num_bytes)
+        yield measure_copy(f"{size >> 10} KiB", [size], device, num_bytes)
+    yield measure_copy("mixed", MIXED, device, num_bytes)
+    yield measure_copy("64 KiB at byte 7", [64 << 10], device, num_bytes, past=7)
+    yield measure_quantize(device, num_bytes)
     for name, dtype in (("bfloat16", torch.bfloat16), ("float32", torch.float32)):
-        yield checksum_case(name, dtype, device, num_bytes)
+        yield measure_checksum(name, dtype, device, num_bytes)
     for name, sizes in (("mixed", MIXED), ("64 KiB", [64 << 10]), ("4 KiB", [4 << 10])):
-        yield batch_case(name, sizes, device, num_bytes)
+        yield measure_batch_copy(name, sizes, device, num_bytes)
 
 
 def main() -> int:

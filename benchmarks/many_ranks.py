@@ -5,13 +5,14 @@
 No rank runs: each is a connection, a future or a number. The model has about the size of
 Qwen3-235B-A22B, is trained with tp=4, ep=8 and pp=8, and served with tp=8 by half as many workers.
 
-rendezvous_s: of its server, until all ranks have connected, met and told each other where they are
+rendezvous_s: of the rendezvous server, until all ranks have connected, passed a barrier and
+    gathered a value of each
 dispatch_s: to split a batch of eight samples a rank over as many data-parallel ranks, and to join
     the replies
-wait_s: for calls of as many groups, which answer one after the other
-ledger_s: of an asynchronous trainer, for a step of as many groups of samples that come one by one
-plan_s: of the weight sync, with what one rank sends
-export_s: to know which rank sends what, with checkpoints of Hugging Face
+wait_s: to wait for calls of as many groups, which answer one after the other
+queue_s: of an asynchronous trainer, for a step of as many groups of samples that arrive one by one
+plan_s: to plan the weight sync, and schedule the sends of one rank
+export_s: to plan which rank sends what in an export to a Hugging Face checkpoint
 """
 
 from __future__ import annotations
@@ -81,11 +82,11 @@ def main() -> None:
     options = parser.parse_args()
     threading.stack_size(256 << 10)
     for num_ranks in options.ranks:
-        seconds = {measure.__name__ + "_s": round(measure(num_ranks), 3) for measure in MEASURES}
+        seconds = {f"{name}_s": round(measure(num_ranks), 3) for name, measure in MEASURES.items()}
         print(json.dumps({"ranks": num_ranks, **seconds}), flush=True)
 
 
-def rendezvous(num_ranks: int) -> float:
+def measure_rendezvous(num_ranks: int) -> float:
     with RendezvousServer("127.0.0.1") as server, ThreadPoolExecutor(num_ranks) as threads:
         [thread] = [thread for thread in threading.enumerate() if thread.name == "rendezvous"]
         assert thread.ident is not None
@@ -93,8 +94,8 @@ def rendezvous(num_ranks: int) -> float:
 
         def meet(rank: int) -> RendezvousStore:
             store = RendezvousStore(server.endpoint, rank, num_ranks, 600.0)
-            store.barrier("here")
-            assert len(store.all_gather("site", "where a rank is" * 4)) == num_ranks
+            store.barrier("start")
+            assert len(store.all_gather("address", "address of a rank" * 4)) == num_ranks
             return store
 
         stores = list(threads.map(meet, range(num_ranks)))
@@ -104,7 +105,7 @@ def rendezvous(num_ranks: int) -> float:
     return seconds
 
 
-def dispatch(num_ranks: int) -> float:
+def measure_dispatch(num_ranks: int) -> float:
     mesh = Mesh(Layout(dp=num_ranks))
     tokens = np.random.default_rng(0).lognormal(5, 1, 8 * num_ranks).astype(np.int64)
     columns: dict[str, Column] = {
@@ -120,7 +121,7 @@ def dispatch(num_ranks: int) -> float:
     return time.process_time() - start
 
 
-def wait(num_ranks: int) -> float:
+def measure_wait(num_ranks: int) -> float:
     sent, groups = [Sent() for _ in range(num_ranks)], [Group(str(n)) for n in range(num_ranks)]
     limit = Timeout(600.0, "this benchmark")
 
@@ -142,10 +143,10 @@ def wait(num_ranks: int) -> float:
     return seconds
 
 
-def ledger(num_ranks: int) -> float:
+def measure_queue(num_ranks: int) -> float:
     queue: SampleQueue[None] = SampleQueue(8)
-    pacing = StalenessSettings(groups_per_step=num_ranks, group_size=8, num_steps=9, staleness=1)
-    controller = StalenessController(queue, pacing)
+    settings = StalenessSettings(groups_per_step=num_ranks, group_size=8, num_steps=9, staleness=1)
+    controller = StalenessController(queue, settings)
     start = time.process_time()
     queue.issue(range(controller.num_to_draw()), range(controller.num_to_draw()))
     running = [group.group_id for group in controller.begin()]
@@ -157,29 +158,36 @@ def ledger(num_ranks: int) -> float:
     return time.process_time() - start
 
 
-def plan(num_ranks: int) -> float:
+def measure_plan(num_ranks: int) -> float:
     settings = WeightSyncConfig(method="disaggregated")
     servers = GenerationLayout(tp=8, dp=num_ranks // 16)
-    spec = TransferSpec(layout_of(num_ranks), 0, servers, "bfloat16", settings)
+    spec = TransferSpec(build_layout(num_ranks), 0, servers, "bfloat16", settings)
     start = time.process_time()
     schedule(plan_transfer(spec, MODEL, 2), 0, settings.bucket_bytes // 2)
     return time.process_time() - start
 
 
-def export(num_ranks: int) -> float:
+def measure_export(num_ranks: int) -> float:
     start = time.process_time()
-    ranks, weights = build_training_side(MODEL, layout_of(num_ranks), 0)
+    ranks, weights = build_training_side(MODEL, build_layout(num_ranks), 0)
     assert isinstance(ranks, TrainingRanks)
     placement = WeightPlacement(ranks.mesh, ranks.chunks, NUM_EXPERTS)
     assert list(iter_export_buckets(weights, placement, torch.bfloat16))
     return time.process_time() - start
 
 
-def layout_of(num_ranks: int) -> Layout:
+def build_layout(num_ranks: int) -> Layout:
     return Layout(tp=4, ep=8, pp=8, dp=num_ranks // 32)
 
 
-MEASURES: tuple[Callable[[int], float], ...] = (rendezvous, dispatch, wait, ledger, plan, export)
+MEASURES: dict[str, Callable[[int], float]] = {
+    "rendezvous": measure_rendezvous,
+    "dispatch": measure_dispatch,
+    "wait": measure_wait,
+    "queue": measure_queue,
+    "plan": measure_plan,
+    "export": measure_export,
+}
 
 if __name__ == "__main__":
     main()

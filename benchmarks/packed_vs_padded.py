@@ -90,7 +90,7 @@ def start_engine(folder: Path, hidden: int, layers: int, threads: int) -> Any:
     return engine
 
 
-def timed(engine: Any, micro_batches: list[Any]) -> tuple[float, float]:
+def time_pass(engine: Any, micro_batches: list[Any]) -> tuple[float, float]:
     """Run forward and backward over batches of one micro-batch each; return seconds and loss."""
     from mcore_rl.algorithms.losses import negative_log_likelihood
 
@@ -118,7 +118,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         runs: dict[str, list[tuple[float, float]]] = {"packed": [], "padded": []}
         for repeat in range(arguments.repeats + 1):
             for name, batches in (("packed", packed), ("padded", padded)):
-                run = timed(engine, batches)
+                run = time_pass(engine, batches)
                 if repeat:  # the first warms up
                     runs[name].append(run)
     seconds = {n: statistics.median(run[0] for run in pairs) for n, pairs in runs.items()}

@@ -238,7 +238,7 @@ class GatherThenSlice:
                 self._blocks.setdefault(block.tensor.name, []).append(place)
 
     def _make_groups(self, axis: str) -> dist.ProcessGroup:
-        """Make all groups of an axis; return that of this rank."""
+        """Make all groups of an axis; return the group of this rank."""
         own_group: dist.ProcessGroup | None = None
         for ranks in self._ranks.mesh.get_groups(axis):
             group = dist.new_group(ranks)
@@ -307,7 +307,7 @@ class GatherThenSlice:
         by_expert = [shards]
         if route.is_expert and mesh.sizes["ep"] > 1:
             by_shard = [_all_gather(s, mesh.sizes["ep"], self._groups["ep"]) for s in shards]
-            by_expert = [list(of_expert) for of_expert in zip(*by_shard, strict=True)]
+            by_expert = [list(expert_shards) for expert_shards in zip(*by_shard, strict=True)]
         start = 0
         for unit in bucket:
             end = start + unit.numel

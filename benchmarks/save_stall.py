@@ -40,28 +40,28 @@ def main() -> None:
     os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
     os.environ |= rendezvous.endpoint.to_environment()
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
-        report = measured(Path(folder), options.hidden, options.layers, options.rounds)
+        report = measure(Path(folder), options.hidden, options.layers, options.rounds)
     rendezvous.close()
     print(json.dumps(report, indent=1))
 
 
-def measured(folder: Path, hidden: int, layers: int, rounds: int) -> dict[str, float]:
+def measure(folder: Path, hidden: int, layers: int, rounds: int) -> dict[str, float]:
     spec = EngineSpec(
-        model=ModelConfig(path=str(_model(folder / "model", hidden, layers)), dtype="float32"),
+        model=ModelConfig(path=str(_make_model(folder / "model", hidden, layers)), dtype="float32"),
         engine=EngineConfig(),
         seed=0,
         total_steps=1000,
     )
     engine = create_engine("language_model", spec)
     engine.initialize()
-    batch = _batch()
+    batch = _make_batch()
     engine.train_batch(batch, negative_log_likelihood)
     times: dict[str, list[float]] = {
         name: []
         for name in ("synchronous_s", "copy_s", "finish_s", "step_s", "step_while_saving_s")
     }
 
-    def timed(name: str, call: Callable[..., object], *args: object) -> None:
+    def time_call(name: str, call: Callable[..., object], *args: object) -> None:
         start = time.perf_counter()
         call(*args)
         times[name].append(time.perf_counter() - start)
@@ -72,20 +72,20 @@ def measured(folder: Path, hidden: int, layers: int, rounds: int) -> dict[str, f
         saving.append(engine.begin_save(path))
 
     for number in range(rounds):
-        timed("synchronous_s", engine.save_checkpoint, folder / f"now_{number}")
-        timed("step_s", engine.train_batch, batch, negative_log_likelihood)
-        timed("copy_s", begin_save, folder / f"later_{number}")
-        timed("step_while_saving_s", engine.train_batch, batch, negative_log_likelihood)
+        time_call("synchronous_s", engine.save_checkpoint, folder / f"now_{number}")
+        time_call("step_s", engine.train_batch, batch, negative_log_likelihood)
+        time_call("copy_s", begin_save, folder / f"later_{number}")
+        time_call("step_while_saving_s", engine.train_batch, batch, negative_log_likelihood)
         while not saving[-1].is_written:
             time.sleep(0.01)
-        timed("finish_s", saving[-1].finish)
+        time_call("finish_s", saving[-1].finish)
     size = sum(file.stat().st_size for file in (folder / "now_0").iterdir())
     medians = {name: round(statistics.median(values), 3) for name, values in times.items()}
     share = (medians["copy_s"] + medians["finish_s"]) / medians["synchronous_s"]
     return {"checkpoint_mb": size / 1e6, **medians, "wait_over_synchronous": round(share, 3)}
 
 
-def _model(path: Path, hidden: int, layers: int) -> Path:
+def _make_model(path: Path, hidden: int, layers: int) -> Path:
     config = transformers.Qwen3Config(
         vocab_size=8192, hidden_size=hidden, num_hidden_layers=layers, num_attention_heads=8,
         num_key_value_heads=2, head_dim=hidden // 8, intermediate_size=3 * hidden,
@@ -96,7 +96,7 @@ def _model(path: Path, hidden: int, layers: int) -> Path:
     return path
 
 
-def _batch() -> Batch:
+def _make_batch() -> Batch:
     ids = Jagged.pack([list(range(1, 33))] * 4, np.int64)
     return Batch(
         {

@@ -19,28 +19,28 @@ _OPERATORS = {
 
 
 def countdown(text: str, fields: Mapping[str, Any], finish_reason: str) -> dict[str, float]:
-    """1 if the last <answer> has an expression of `nums`, each at most once, that makes `target`.
+    """Return 1 if the last <answer> makes `target` of `nums`, each used at most once.
 
     `format` is 1 if it has an expression of whole numbers, + - * / and parentheses.
     """
     answers = re.findall(r"<answer>([-+*/() 0-9]{1,200})</answer>", text)
     try:
         expression = ast.parse(answers[-1].strip(), mode="eval").body
-        value, numbers = _value(expression), Counter(_numbers(expression))
+        value, numbers = _evaluate(expression), Counter(_list_numbers(expression))
     except (IndexError, SyntaxError, ValueError, ZeroDivisionError):
         return {"reward": 0.0, "format": 0.0}
     is_right = value == fields["target"] and numbers <= Counter(fields["nums"])
     return {"reward": float(is_right), "format": 1.0}
 
 
-def _value(node: ast.expr) -> Fraction:
+def _evaluate(node: ast.expr) -> Fraction:
     if isinstance(node, ast.Constant) and isinstance(node.value, int):
         return Fraction(node.value)
     if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
-        return _OPERATORS[type(node.op)](_value(node.left), _value(node.right))
+        return _OPERATORS[type(node.op)](_evaluate(node.left), _evaluate(node.right))
     raise ValueError("neither a number nor a sum, difference, product or quotient")
 
 
-def _numbers(node: ast.expr) -> Iterator[int]:
+def _list_numbers(node: ast.expr) -> Iterator[int]:
     constants = (n.value for n in ast.walk(node) if isinstance(n, ast.Constant))
     return (value for value in constants if isinstance(value, int))

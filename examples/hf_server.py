@@ -229,7 +229,7 @@ class HFServer(GenerationServer):
         )
 
     def _build_image_inputs(self, batch: list[Response], ids: torch.Tensor) -> dict[str, Any]:
-        """Return what the model takes for the images of a batch."""
+        """Return the arguments of the model for the images of a batch."""
         digests = [digest for response in batch for digest in response.sampling.images]
         if self._images is None or not digests:
             return {}

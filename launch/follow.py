@@ -1,4 +1,4 @@
-"""Prints what a run writes into its logs: all of them, those that come later, and later attempts.
+"""Print the logs of a run as it writes them, later files and later attempts included.
 
     python3 launch/follow.py outputs/run_tiny-7
 
@@ -17,7 +17,7 @@ _END_BYTES = 4096
 
 
 def follow(run: Path) -> None:
-    """Does not return."""
+    """Print new lines of all logs, without an end."""
     logs, places, shown, is_first = run / "logs" / "latest", dict[Path, int](), "", True
     while True:
         for file in sorted(logs.resolve().glob("*.log")):
@@ -33,7 +33,7 @@ def follow(run: Path) -> None:
 
 
 def new_lines(file: Path, place: int | None, *, is_first: bool) -> tuple[str, int]:
-    """Whole lines from there on, and where the next ones begin."""
+    """Return the complete lines from `place` on, and where the next begin; None: a new file."""
     size = file.stat().st_size
     is_cut = place is None and is_first and size > _END_BYTES
     if is_cut:

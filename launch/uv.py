@@ -1,4 +1,4 @@
-"""Runs the uv of this environment with the package sources that pip is configured to use.
+"""Run the uv of this environment with the package sources that pip is configured to use.
 
     .venv/bin/python launch/uv.py pip install --requirement FILE
 
@@ -26,10 +26,13 @@ _VARIABLES = {
 }
 
 
-def configured(listing: str) -> dict[str, str]:
-    """What `pip config list` says of `pip install`; an environment variable goes before a file.
+def parse_pip_config(listing: str) -> dict[str, str]:
+    """Return the settings of `pip install`; an environment variable goes before a file.
 
-    >>> configured("global.find-links='/a /b'\\nglobal.cert='/c'\\ninstall.cert='/d'")
+    Args:
+        listing: Output of `pip config list`.
+
+    >>> parse_pip_config("global.find-links='/a /b'\\nglobal.cert='/c'\\ninstall.cert='/d'")
     {'find-links': '/a /b', 'cert': '/d'}
     """
     settings = {}
@@ -41,25 +44,25 @@ def configured(listing: str) -> dict[str, str]:
     return settings
 
 
-def options(settings: dict[str, str]) -> list[str]:
-    """Where uv looks.
+def build_options(settings: dict[str, str]) -> list[str]:
+    """Return the options of uv with the package sources.
 
-    >>> options({"find-links": "/a /b", "cert": "/c"})
+    >>> build_options({"find-links": "/a /b", "cert": "/c"})
     ['--index-strategy=unsafe-best-match', '--find-links=/a', '--find-links=/b']
     """
     # As pip does: the best version of all sources.
-    found = ["--index-strategy=unsafe-best-match"]
+    options = ["--index-strategy=unsafe-best-match"]
     if settings.get("no-index", "").lower() in ("1", "on", "true", "y", "yes"):
-        found.append("--no-index")
+        options.append("--no-index")
     for key, option in _OPTIONS.items():
-        found += [f"{option}={value}" for value in settings.get(key, "").split()]
-    return found
+        options += [f"{option}={value}" for value in settings.get(key, "").split()]
+    return options
 
 
-def environment(settings: dict[str, str]) -> dict[str, str]:
-    """How uv gets there: what it takes from its environment only.
+def build_environment(settings: dict[str, str]) -> dict[str, str]:
+    """Return the settings that uv reads from its environment only.
 
-    >>> environment({"find-links": "/a /b", "cert": "/c"})
+    >>> build_environment({"find-links": "/a /b", "cert": "/c"})
     {'SSL_CERT_FILE': '/c'}
     """
     return {name: settings[key] for key in settings for name in _VARIABLES.get(key, ())}
@@ -69,11 +72,11 @@ def main() -> None:
     listing = subprocess.run(
         [sys.executable, "-m", "pip", "config", "list"], capture_output=True, text=True, check=True
     ).stdout
-    settings = configured(listing)
-    given = environment(settings) | dict(os.environ)
+    settings = parse_pip_config(listing)
+    variables = build_environment(settings) | dict(os.environ)
     uv = os.path.join(os.path.dirname(sys.executable), "uv")
-    command = [uv, *sys.argv[1:], "--python", sys.executable, *options(settings)]
-    os.execve(uv, command, given)
+    command = [uv, *sys.argv[1:], "--python", sys.executable, *build_options(settings)]
+    os.execve(uv, command, variables)
 
 
 if __name__ == "__main__":

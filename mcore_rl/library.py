@@ -45,7 +45,7 @@ def load_recipe(name: str = "", *overrides: str) -> RLConfig:
 
 
 def run(config: RLConfig) -> RunResult:
-    """Run reinforcement learning as `mcore-rl rl` does; return what it left.
+    """Run reinforcement learning as `mcore-rl rl` does; return its results.
 
     Raises:
         ConfigError: A setting or an input is wrong; nothing has been started, nothing is left.

@@ -319,7 +319,7 @@ def read_rope(config: HFConfig, default_theta: float = DEFAULT_ROPE_THETA) -> di
     """Return the rotary parameters, under the keys of either generation of transformers.
 
     Args:
-        default_theta: That of the family's class in transformers.
+        default_theta: Default of rope_theta in the family's class of transformers.
 
     Returns:
         rope_theta, rope_type ("default" without scaling), the parameters of that type, and the

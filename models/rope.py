@@ -23,7 +23,7 @@ _PARAMETERS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
     ),
 }
-# Of no effect in transformers and vLLM: a remark in published configs, and what read_rope adds.
+# Without effect in transformers and vLLM: a remark in published configs, fields of read_rope.
 _NO_EFFECT = {"finetuned", "architectures", "rope_type", "rope_theta", "partial_rotary_factor"}
 _REFUSED = {
     "longrope": "its frequencies depend on the length of the whole sequence: those of a token "
@@ -53,7 +53,7 @@ def read_scaling(
     """Return the parameters of a scaled rotary embedding, with all that its kind requires.
 
     Args:
-        rope: Of read_rope.
+        rope: Result of read_rope.
         kinds: Kinds that the family supports.
 
     Raises:

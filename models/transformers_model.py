@@ -43,8 +43,8 @@ def build_empty_model(hf_config: HFConfig, **options: Any) -> Any:
     """Build the model of a config.json on torch's meta device: shapes and no memory.
 
     Args:
-        options: Of transformers' from_config, such as attn_implementation, which is that of the
-            language model: a vision tower attends without causality, by torch's own function.
+        options: Arguments of transformers' from_config. attn_implementation is for the language
+            model alone: a vision tower attends without causality, by torch's own function.
 
     Raises:
         ConfigError: The installed transformers has no such model.

@@ -128,7 +128,7 @@ def map_vllm_attention(
     """Map q/k/v and output projections of grouped-query attention.
 
     Args:
-        gated: As in parts.
+        gated: See parts.map_attention_weights.
         module: The name in vLLM.
     """
     hidden, dim = get_field(config, "hidden_size"), get_head_dim(config)

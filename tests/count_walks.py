@@ -73,7 +73,7 @@ BY_NAME = (
     ("cli.job:JobCommand.main", "run", "cli.job:_run_rl", ()),
     ("engine.steps:sum_losses", "loss_function", "trainers.policy_loss:PolicyLoss.__call__", ()),
     (
-        "trainers.policy_loss:PolicyLoss._policy_loss",
+        "trainers.policy_loss:PolicyLoss._compute_policy_loss",
         "bind",
         "algorithms.losses:ppo_clip",
         ("algorithms/registry.py",),

@@ -30,7 +30,7 @@ Problem = tuple[int, tuple[Operation, ...]]  # the digit to start with and what 
 
 _NUM_OPERATIONS = 3
 _STARTS = range(1, 10)
-# Factors share no divisor with 10, so that no product forgets the digit it came from.
+# Factors have no divisor in common with 10: each last digit of a product has one factor only.
 _OPERATIONS: tuple[Operation, ...] = (
     *(("*", n) for n in (3, 7, 9)),
     *(("+", n) for n in range(2, 10)),
@@ -45,8 +45,10 @@ _SUPERVISED_SCHEMA = pa.schema([("messages", _MESSAGES), ("response", pa.string(
 def prepare(directory: Path, seed: int, worked_share: float) -> PreparedTask:
     """Make the tokenizer, the untrained model and the data, all determined by the arguments.
 
-    `worked_share` in [0, 1] is the share of warm-start answers that show their work. The held-out
-    problems are the same for every seed. `prepared.write_task` says what becomes of `directory`.
+    Args:
+        directory: See `write_task`.
+        seed: Held-out problems are the same for every seed.
+        worked_share: Share, in [0, 1], of warm-start answers that show their work.
     """
 
     def write(paths: PreparedTask) -> None:
@@ -65,8 +67,8 @@ def split_problems() -> tuple[list[Problem], list[Problem]]:
     chains = itertools.product(_OPERATIONS, repeat=_NUM_OPERATIONS)
     problems = [(start, chain) for chain in chains for start in _STARTS]
     random.Random(0).shuffle(problems)
-    train = [p for p in problems if not _held_out(p)]
-    return train, [p for p in problems if _held_out(p)]
+    train = [p for p in problems if not _is_held_out(p)]
+    return train, [p for p in problems if _is_held_out(p)]
 
 
 def question(problem: Problem) -> str:
@@ -94,11 +96,11 @@ def worked_response(problem: Problem) -> str:
     return "\n".join([*lines, f"#### {digit}"])
 
 
-def _held_out(problem: Problem) -> bool:
+def _is_held_out(problem: Problem) -> bool:
     return zlib.crc32(repr(problem).encode()) % 10 == 0
 
 
-def _messages(problem: Problem) -> list[dict[str, str]]:
+def _build_messages(problem: Problem) -> list[dict[str, str]]:
     return [{"role": "user", "content": question(problem)}]
 
 
@@ -112,12 +114,12 @@ def _write_data(paths: PreparedTask, seed: int, worked_share: float) -> None:
     ]
     _write_prompts(paths.train_file, prompts)
     _write_prompts(paths.test_file, test)
-    rows = [{"messages": _messages(p), "response": respond(p)} for p, respond in taught]
+    rows = [{"messages": _build_messages(p), "response": respond(p)} for p, respond in taught]
     _write_parquet(paths.warm_start_file, rows, _SUPERVISED_SCHEMA)
 
 
 def _write_prompts(path: Path, problems: Sequence[Problem]) -> None:
-    rows = [{"messages": _messages(p), "answer": answer(p)} for p in problems]
+    rows = [{"messages": _build_messages(p), "answer": answer(p)} for p in problems]
     _write_parquet(path, rows, _PROMPT_SCHEMA)
 
 

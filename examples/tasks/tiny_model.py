@@ -123,12 +123,12 @@ def save_checkpoint(directory: Path, tokenizer: PreTrainedTokenizerFast, seed: i
     config.save_pretrained(directory)
     end = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
     (directory / "generation_config.json").write_text(f"{json.dumps(end, indent=2)}\n")
-    save_file(_random_weights(config, seed), directory / "model.safetensors", {"format": "pt"})
+    save_file(_draw_weights(config, seed), directory / "model.safetensors", {"format": "pt"})
     tokenizer.save_pretrained(directory)
 
 
 @torch.no_grad()
-def _random_weights(config: Qwen3MoeConfig, seed: int) -> dict[str, torch.Tensor]:
+def _draw_weights(config: Qwen3MoeConfig, seed: int) -> dict[str, torch.Tensor]:
     """Return the weights by name, number for number those of Qwen3MoeForCausalLM(config).
 
     Importing that class takes three CPU seconds. Its modules draw numbers when they are made, then

@@ -1,0 +1,1 @@
+"""Responses of agents: turns, chat templates, tools, environments, an OpenAI-compatible server."""

@@ -81,7 +81,7 @@ def check_agent(
 
     Args:
         models: Names of the frozen models.
-        stop_ids: Tokens at which the server ends a turn (`data.tokenizer.stop_ids_of`).
+        stop_ids: Tokens at which the server ends a turn (`data.tokenizer.read_stop_ids`).
         max_context: Tokens of a prompt.
 
     Raises:
@@ -140,11 +140,11 @@ class TrajectoryTimeout:
         return self._timeout.when()
 
     def expired(self) -> bool:
-        """Return whether the end has come."""
+        """Return whether the time is over."""
         return self._timeout.expired()
 
     def pause(self) -> None:
-        """Stop the clock. After several calls it takes as many of `resume` to start it."""
+        """Stop the clock. After n calls, n calls of `resume` start it again."""
         self._num_pauses += 1
         if self._num_pauses == 1:
             end = self.when()
@@ -208,7 +208,7 @@ class AgentRunner:
 
         Args:
             models: Names of those that will be in `self.models` when loops run.
-            stop_ids: Tokens at which the server ends a turn (`data.tokenizer.stop_ids_of`).
+            stop_ids: Tokens at which the server ends a turn (`data.tokenizer.read_stop_ids`).
             images: Makes the codec of a model that takes images; None: it takes none.
 
         Raises:

@@ -111,8 +111,8 @@ class ChatSession:
         """Begin a conversation without messages.
 
         Args:
-            sampling: Of each turn; `max_tokens` limits a turn. `seed` is that of the first turn;
-                seeds of later turns are drawn from it.
+            sampling: Parameters of each turn; `max_tokens` limits a turn. `seed` is for the first
+                turn; seeds of later turns are drawn from it.
             max_context: Tokens of a prompt and its completion.
         """
         self.name, self._generator, self._codec = name, generator, codec

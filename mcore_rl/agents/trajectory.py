@@ -134,10 +134,10 @@ def assign_turn_rewards(
         return
     if problem := find_token_fault(token_rewards, [len(turn.token_ids) for turn in turns]):
         raise ValueError(problem)
-    of_tokens = {turn.turn_id: row for turn, row in zip(turns, token_rewards, strict=True)}
+    rewards_by_turn = {turn.turn_id: row for turn, row in zip(turns, token_rewards, strict=True)}
     for sample in samples:
         for span in sample.turn_spans:
-            _add_rewards(sample, span.start, of_tokens.get(span.turn_id, ()))
+            _add_rewards(sample, span.start, rewards_by_turn.get(span.turn_id, ()))
 
 
 def _add_rewards(sample: Sample, start: int, rewards: Sequence[float]) -> None:

@@ -30,7 +30,7 @@ from mcore_rl.algorithms.reductions import (
 )
 from mcore_rl.algorithms.registry import Registry
 from mcore_rl.config.checks import check_between
-from mcore_rl.config.errors import ConfigError
+from mcore_rl.config.errors import ConfigError, describe_error
 from mcore_rl.config.schema import AlgorithmConfig, GRPOSettings
 from mcore_rl.data.batch import Batch, Jagged
 from mcore_rl.data.trajectories import Trajectories, split_groups_by_role
@@ -69,8 +69,7 @@ def compute_advantages(
     except ConfigError:
         raise
     except Exception as error:
-        reason = " ".join(f"{type(error).__name__}: {error}".split())
-        raise ConfigError(f"{what} raised {reason}") from error
+        raise ConfigError(f"{what} raised {describe_error(error)}") from error
     if isinstance(result, Estimates):
         columns = {"advantages": result.advantages, "returns": result.returns}
     else:

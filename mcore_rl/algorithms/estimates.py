@@ -10,8 +10,6 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
-MAX_SAMPLES = 1000  # per prompt: with more, numbers of subsets overflow float64
-
 Floats = npt.NDArray[np.float64]
 
 
@@ -39,7 +37,7 @@ def majority_at_k(
     with the share of these.
 
     Args:
-        answers: Answer of each of up to MAX_SAMPLES responses.
+        answers: Answer of each response, of up to MAX_N (config/resolve_train.py).
         correct: Whether each is correct.
         ks: Numbers from 1 to n.
 

@@ -13,11 +13,10 @@ from typing import Any, Generic, TypeVar, Union, cast, get_args, get_origin, get
 
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.import_path import is_import_path, load_user_function
+from mcore_rl.config.passthrough import TYPE_NAMES
 
 F = TypeVar("F", bound=Callable[..., Any])  # the function, once its settings are bound
 G = TypeVar("G", bound=Callable[..., Any])
-
-_TYPE_NAMES = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
 
 
 class Registry(Generic[F]):
@@ -156,10 +155,10 @@ class Registry(Generic[F]):
                 "dataclass"
             )
         for field, types in _get_field_types(cls).items():
-            if not set(types) <= {*_TYPE_NAMES, NoneType}:
+            if not set(types) <= {*TYPE_NAMES, NoneType}:
                 raise ConfigError(
                     f"{what}: the field {field} of its settings is annotated as {types}; allowed: "
-                    f"{', '.join(allowed.__name__ for allowed in _TYPE_NAMES)}, or None beside one"
+                    f"{', '.join(allowed.__name__ for allowed in TYPE_NAMES)}, or None beside one"
                 )
         return cls
 
@@ -191,6 +190,6 @@ def _convert(key: str, value: object, allowed: Sequence[Any], may_be_infinite: b
             ):
                 raise ConfigError(f"{key}={value}; allowed: a finite number")
             return value
-    words = [_TYPE_NAMES[cls] for cls in allowed if cls is not NoneType]
+    words = [TYPE_NAMES[cls] for cls in allowed if cls is not NoneType]
     empty = ["null"] if NoneType in allowed else []
     raise ConfigError(f"{key}={value!r}; allowed: {', '.join([*words, *empty])}")

@@ -205,7 +205,7 @@ class CheckpointReader:
         return tensor.transpose(-1, -2) if name in self._transposed else tensor
 
     def get_dtype(self, name: str) -> torch.dtype:
-        """Return the dtype that `read` returns: that of the file, bfloat16 if it is quantized."""
+        """Return the dtype of `read`'s result: the file's, or bfloat16 for a quantized tensor."""
         name = self._get_stored_name(name)
         if name in self._scaled or name in self._packed:
             return torch.bfloat16

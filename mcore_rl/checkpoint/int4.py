@@ -71,7 +71,7 @@ def _check_values(
 
 
 def get_shape(packed: tuple[int, ...]) -> tuple[int, int]:
-    """Return the shape of a weight by that of its packed values."""
+    """Return the shape of a weight, from the shape of its packed values."""
     rows, columns = packed
     return rows, columns * _PER_INT32
 

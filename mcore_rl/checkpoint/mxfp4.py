@@ -30,7 +30,7 @@ def compute_buffer_bytes(num_elements: int) -> int:
 
 
 def get_shape(blocks: tuple[int, ...]) -> tuple[int, int, int]:
-    """Return the shape of a tensor by that of its blocks."""
+    """Return the shape of a tensor, from the shape of its blocks."""
     experts, rows, groups, _ = blocks
     return experts, groups * BLOCK, rows
 

@@ -164,11 +164,14 @@ def read_adapter_ranks(folder: str) -> set[int]:
 
 def _list_numbers(file: Path, config: dict[str, Any], name: str, pattern: str) -> list[int | float]:
     """Return a field of adapter_config.json, and its values of layers by `pattern`."""
-    of_layers = config.get(pattern) or {}
-    numbers = [config.get(name), *(of_layers.values() if isinstance(of_layers, dict) else [None])]
+    layer_values = config.get(pattern) or {}
+    numbers = [
+        config.get(name),
+        *(layer_values.values() if isinstance(layer_values, dict) else [None]),
+    ]
     if not all(isinstance(n, int | float) and not isinstance(n, bool) for n in numbers):
         raise ConfigError(
-            f"{file}: {name}={config.get(name)!r}, {pattern}={of_layers!r}; allowed: numbers"
+            f"{file}: {name}={config.get(name)!r}, {pattern}={layer_values!r}; allowed: numbers"
         )
     return numbers
 

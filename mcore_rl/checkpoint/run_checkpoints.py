@@ -147,7 +147,7 @@ def read_checkpoint(
 
 
 def _check_step(path: Path, state: Mapping[str, Any]) -> None:
-    """Check that the step of the state is that of the folder's name."""
+    """Check that state and folder name have the same step."""
     step, named = state.get("step"), _NAME.fullmatch(path.name)
     expected = int(named[1]) if named else step
     if type(step) is not int or step != expected or step < 0:

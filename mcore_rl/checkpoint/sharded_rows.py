@@ -56,18 +56,20 @@ def save(path: Path, state: State, ranks: ShardedRanks, facts: Mapping[str, Any]
     """
     if path.exists():
         raise ConfigError(f"checkpoint folder {path} already exists; name one that does not")
-    rank, aside = dist.get_rank(), path.with_name(f".{path.name}.partial")
+    rank, partial_path = dist.get_rank(), path.with_name(f".{path.name}.partial")
     files: dict[str, Checksum] = {}
 
     def create_folder() -> None:
-        shutil.rmtree(aside, ignore_errors=True)  # of a killed run
-        aside.mkdir(parents=True)
+        shutil.rmtree(partial_path, ignore_errors=True)  # of a killed run
+        partial_path.mkdir(parents=True)
 
     def write() -> None:
         if rank < ranks.num_shards:
             host = {name: rows.contiguous().cpu() for name, (_, _, rows) in state.items()}
-            save_file({n: t for n, t in host.items() if t.numel()}, aside / _get_file_name(rank))
-            files.update(build_manifest([aside / _get_file_name(rank)]))
+            save_file(
+                {n: t for n, t in host.items() if t.numel()}, partial_path / _get_file_name(rank)
+            )
+            files.update(build_manifest([partial_path / _get_file_name(rank)]))
 
     reason = exchange_reason(create_folder if rank == 0 else None)
     reason = reason or exchange_reason(write)
@@ -77,13 +79,13 @@ def save(path: Path, state: State, ranks: ShardedRanks, facts: Mapping[str, Any]
     def publish() -> None:
         manifest = {name: checksum for part in manifests for name, checksum in part.items()}
         sizes = {_RANKS: [ranks.world_size, ranks.num_replicas, ranks.ep]}
-        write_checkpoint_info(aside, {**facts, **sizes}, manifest)
-        publish_folder(aside, path, aside.iterdir())
+        write_checkpoint_info(partial_path, {**facts, **sizes}, manifest)
+        publish_folder(partial_path, path, partial_path.iterdir())
 
     reason = reason or exchange_reason(publish if rank == 0 else None)
     if reason:
         if rank == 0:
-            shutil.rmtree(aside, ignore_errors=True)
+            shutil.rmtree(partial_path, ignore_errors=True)
         raise OSError(f"{path} cannot be written: {reason}")
 
 
@@ -113,7 +115,7 @@ def load(
     """Read the rows of this rank from a checkpoint of any number of ranks; return its steps.
 
     Args:
-        facts: Those it must have been saved with.
+        facts: Facts that it must have been saved with.
         map_weights: From expert-parallel ranks to the rules of all parameters.
 
     Raises:
@@ -177,9 +179,9 @@ def gather_rows(
     """Return a whole parameter on rank 0, None on others. Collective over all ranks.
 
     Args:
-        rows: This rank's, if it has any of this weight.
-        dtype: Of the messages and the result.
-        device: Of the messages and the result.
+        rows: Rows of this rank; None if it has none of this weight.
+        dtype: Dtype of the messages and the result.
+        device: Device of the messages and the result.
     """
     rank, parts = dist.get_rank(), []
     for index, members in enumerate(holders):

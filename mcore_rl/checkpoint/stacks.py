@@ -47,7 +47,7 @@ class ExpertPart:
 
 
 def is_stack(name: str) -> bool:
-    """Return whether a name is that of stacked experts.
+    """Return whether a name is of stacked experts.
 
     >>> is_stack("layers.0.mlp.experts.gate_up_proj")
     True

@@ -1,0 +1,1 @@
+"""The `mcore-rl` command, and command lines as typed settings."""

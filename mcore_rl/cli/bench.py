@@ -1,4 +1,4 @@
-"""mcore-rl bench: weights and batches moved on this machine, and loops on a modelled one."""
+"""mcore-rl bench: weights and batches moved between processes of this machine."""
 
 from __future__ import annotations
 

@@ -72,13 +72,11 @@ def build_parser() -> argparse.ArgumentParser:
     about = "an answer ends where it has this text; may be given several times"
     add("--stop", action="append", default=[], metavar="TEXT", help=about)
     add("--max-tokens", type=int, default=1024, metavar="N", help="of an answer; default: 1024")
-    add("--max-context", type=int, default=8192, metavar="N", help=_CONTEXT)
+    about = "tokens of a conversation, up to what the model takes; default: 8192"
+    add("--max-context", type=int, default=8192, metavar="N", help=about)
     add("--seed", type=int, metavar="N", help="default: each answer is drawn anew")
     add("--dtype", default="auto", metavar="auto|float32|bfloat16", help="default: of the lane")
     add("--tp", type=int, default=1, metavar="N", help="tensor parallel; default: 1")
     add("--kv-cache-bytes", type=int, default=4 << 30, metavar="N", help="default: 4 GiB")
     add("--timeout", type=float, default=600.0, metavar="S", help="of the start; default: 600")
     return parser
-
-
-_CONTEXT = "tokens of a conversation, up to what the model takes; default: 8192"

@@ -67,7 +67,7 @@ def _compute_start_s(path: str) -> float:
         return TimeoutsConfig.start_s
 
 
-# What timeouts.start_s is unless a recipe or an override sets it: ${start_s:FOLDER}.
+# Default of timeouts.start_s: ${start_s:FOLDER}.
 OmegaConf.register_new_resolver("start_s", _compute_start_s, replace=True)
 
 
@@ -340,7 +340,7 @@ def _read_yaml(path: Path) -> dict[Any, Any]:
 
 
 def explain_unknown(key: str, known: Sequence[str]) -> str:
-    """Return why a key is no setting, with those that it may have been meant for."""
+    """Return why a key is no setting, with the settings that are similar."""
     inside = [name for name in known if name.startswith(f"{key}.")]
     if inside:
         listed = ", ".join(inside[:_FEW]) + (", ..." if len(inside) > _FEW else "")

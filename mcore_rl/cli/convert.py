@@ -90,7 +90,5 @@ def _add_model(
     parser.add_argument(name, required=required, metavar="DIR", help=f"{meaning}, or hf:ORG/NAME")
 
 
-def _add_folder(
-    parser: argparse.ArgumentParser, name: str, meaning: str, *, required: bool = True
-) -> None:
-    parser.add_argument(name, type=Path, required=required, metavar="DIR", help=meaning)
+def _add_folder(parser: argparse.ArgumentParser, name: str, meaning: str) -> None:
+    parser.add_argument(name, type=Path, required=True, metavar="DIR", help=meaning)

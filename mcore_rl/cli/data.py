@@ -54,10 +54,10 @@ def build_parser() -> argparse.ArgumentParser:
         epilog=_format_examples(*examples, *_TASK_EXAMPLES, _VERIFIERS_EXAMPLE),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    names = parser.add_subparsers(dest="name", required=True, metavar="NAME")
+    subparsers = parser.add_subparsers(dest="name", required=True, metavar="NAME")
     for name, publisher in PUBLISHERS.items():
         add = _add_subcommand(
-            names, name, publisher.about, f"{name} {publisher.example}"
+            subparsers, name, publisher.about, f"{name} {publisher.example}"
         ).add_argument
         add("--input", type=Path, nargs="+", required=True, metavar="FILE", help="as published")
         add("--output", type=Path, required=True, metavar="FILE", help="a new file, NAME.parquet")
@@ -65,16 +65,20 @@ def build_parser() -> argparse.ArgumentParser:
             about = f"added to a question; default: {publisher.instruction or 'none'}"
             add("--instruction", metavar="TEXT", help=about)
     for (name, (lesson, share)), example in zip(_TASKS.items(), _TASK_EXAMPLES, strict=True):
-        _add_task(names, name, lesson, share, example)
-    _add_verifiers(names)
+        _add_task(subparsers, name, lesson, share, example)
+    _add_verifiers(subparsers)
     return parser
 
 
 def _add_task(
-    names: argparse._SubParsersAction[Parser], name: str, lesson: str, share: float, example: str
+    subparsers: argparse._SubParsersAction[Parser],
+    name: str,
+    lesson: str,
+    share: float,
+    example: str,
 ) -> None:
     about = f"a built-in task, {lesson}: its prompts, examples and untrained model"
-    add = _add_subcommand(names, name, about, example).add_argument
+    add = _add_subcommand(subparsers, name, about, example).add_argument
     add("--output", type=Path, required=True, metavar="DIR", help="a new or empty folder")
     add("--seed", type=int, default=0, metavar="N", help="of order, examples and model; default: 0")
     about = f"share of examples that show their work, or go about it well; default: {share}"
@@ -95,9 +99,9 @@ def _make_verifiers(options: argparse.Namespace) -> None:
     make_verifiers(settings, TaskRange(options.skip, options.limit), options.output)
 
 
-def _add_verifiers(names: argparse._SubParsersAction[Parser]) -> None:
+def _add_verifiers(subparsers: argparse._SubParsersAction[Parser]) -> None:
     about = "the tasks of an environment of verifiers 0.4, for agent.loop=verifiers"
-    add = _add_subcommand(names, _VERIFIERS, about, _VERIFIERS_EXAMPLE).add_argument
+    add = _add_subcommand(subparsers, _VERIFIERS, about, _VERIFIERS_EXAMPLE).add_argument
     add("--environment", required=True, metavar="NAME", help="as agent.settings.environment")
     add("--args", metavar="JSON|FILE.toml", help="as agent.settings.args; say here which split")
     add("--folders", metavar="DIR[:DIR]", help="as agent.settings.folders")
@@ -109,9 +113,9 @@ def _add_verifiers(names: argparse._SubParsersAction[Parser]) -> None:
 
 
 def _add_subcommand(
-    names: argparse._SubParsersAction[Parser], name: str, about: str, example: str
+    subparsers: argparse._SubParsersAction[Parser], name: str, about: str, example: str
 ) -> Parser:
-    return names.add_parser(
+    return subparsers.add_parser(
         name,
         help=about,
         description=about,

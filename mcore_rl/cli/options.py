@@ -61,7 +61,7 @@ class Parser(argparse.ArgumentParser):
     ) -> tuple[Any, list[str]]:
         """Refuse unknown words of a subcommand here, not in the command around it."""
         known = [name for action in self._actions for name in action.option_strings]
-        if not self.has_subcommands:
+        if self._subparsers is None:
             for name in (arg.partition("=")[0] for arg in args or () if arg.startswith("--")):
                 if not any(option.startswith(name) for option in known):
                     self._refuse("option", name, known)
@@ -69,10 +69,6 @@ class Parser(argparse.ArgumentParser):
         if rest:
             self._refuse("argument", rest[0], known)
         return options, rest
-
-    @property
-    def has_subcommands(self) -> bool:
-        return self._subparsers is not None
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is not None and value not in action.choices:

@@ -1,0 +1,1 @@
+"""Every setting, its default, and the rules between settings."""

@@ -15,3 +15,8 @@ class DiedError(RuntimeError):
 
 class StateError(RuntimeError):
     """A call that the state of an engine or a server does not allow; says which state allows it."""
+
+
+def describe_error(error: BaseException, max_characters: int | None = None) -> str:
+    """Return type and message of an error in one line."""
+    return " ".join(f"{type(error).__name__}: {error}".split())[:max_characters]

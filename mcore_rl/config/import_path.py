@@ -13,7 +13,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from mcore_rl.config.errors import ConfigError
+from mcore_rl.config.errors import ConfigError, describe_error
 
 
 def is_import_path(name: str) -> bool:
@@ -80,8 +80,9 @@ def _import(setting: str, path: str) -> tuple[str, ModuleType]:
     try:
         module = _import_file(Path(where)) if where.endswith(".py") else _import_module(where)
     except Exception as error:
-        reason = " ".join(f"{type(error).__name__}: {error}".split())
-        raise ConfigError(f"{setting}={path!r}: {where!r} cannot be imported: {reason}") from error
+        raise ConfigError(
+            f"{setting}={path!r}: {where!r} cannot be imported: {describe_error(error)}"
+        ) from error
     return where, module
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +25,8 @@ def read_json_object(path: Path) -> dict[str, Any]:
     return parse_json_object(data, str(path))
 
 
-def parse_json_object(
-    data: bytes,
-    where: str,
-    from_pairs: Callable[[list[tuple[str, Any]]], dict[str, Any]] = dict,
-) -> dict[str, Any]:
-    """Return the object in UTF-8 text; `from_pairs` makes each object in it and may refuse some.
+def parse_json_object(data: bytes, where: str) -> dict[str, Any]:
+    """Return the object in UTF-8 text.
 
     Raises:
         ConfigError: it is no JSON object; the message begins with `where`.
@@ -39,7 +34,7 @@ def parse_json_object(
     if len(data) > _MAX_BYTES:
         raise ConfigError(f"{where} has more than {_MAX_BYTES} bytes")
     try:
-        value = json.loads(data.decode(), object_pairs_hook=from_pairs)
+        value = json.loads(data.decode())
     except ValueError as error:
         raise ConfigError(f"{where} is not valid JSON: {error}") from error
     except RecursionError:  # raised by the parser for nesting, long before the stack ends

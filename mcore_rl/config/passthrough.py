@@ -20,7 +20,7 @@ from typing import Any
 from mcore_rl.config.checks import find_closest, shorten
 from mcore_rl.config.errors import ConfigError
 
-_WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
+TYPE_NAMES = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
 _SEQUENCES: dict[Any, Callable[[list[Any]], Any]] = {list: list, tuple: tuple, set: set}
 
 
@@ -224,8 +224,8 @@ def describe(hint: Any) -> str:
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin is typing.Annotated:
         return describe(arguments[0])
-    if hint in _WORDS:
-        return _WORDS[hint]
+    if hint in TYPE_NAMES:
+        return TYPE_NAMES[hint]
     if hint in (None, type(None)):
         return "null"
     if origin is typing.Literal:

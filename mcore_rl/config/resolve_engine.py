@@ -57,7 +57,7 @@ class ModelSizes:
 
 
 def resolve_engine(key: str, config: EngineConfig) -> None:
-    """Check what is the same for every engine; `key` names the settings, such as actor.
+    """Check the settings that every engine has; `key` names the group, such as actor.
 
     A backend checks what only some engines have (engine/base.py).
     """

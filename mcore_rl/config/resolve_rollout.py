@@ -25,7 +25,7 @@ LOAD_FORMATS = ("auto", "checkpoint", "dummy")
 MAX_DRAFT = 128  # vLLM's limit (v1/sample/rejection_sampler.py, MAX_SPEC_LEN)
 QUANTIZATIONS = ("fp8_block",)
 ON_ERROR = ("stop", "drop", "zero")
-# What a term of reward.terms may have.
+# Fields of a term of reward.terms: type, and its name in errors.
 _TERM_PARTS: dict[str, tuple[Any, str]] = {
     "name": (str, "text"),
     "weight": (int | float, "a number"),
@@ -65,7 +65,7 @@ _SGLANG_PARTS: dict[str, tuple[type, str]] = {
     "python": _TEXT,
     "arguments": (dict, "arguments of `sglang.launch_server`, {name: value}"),
 }
-# Those of an adapter, which the policy's servers serve.
+# Settings of an adapter, which the policy's servers serve.
 _ADAPTER_PARTS = (
     "adapter", "temperature", "top_p", "top_k", "max_tokens", "max_context", "codec", "placement",
 )  # fmt: skip
@@ -97,7 +97,7 @@ class ServedModel:
 
 
 def resolve_servers(config: RolloutConfig) -> None:
-    """Check the settings of servers, except those of sampling."""
+    """Check the settings of servers, but for sampling."""
     check_backend("rollout.backend", config.backend)
     positive_counts = "num_servers", "tp", "dp", "nodes_per_server", "kv_cache_bytes"
     for name in (*positive_counts, "max_response_tokens", "max_images"):
@@ -366,8 +366,8 @@ def build_models_with_servers(config: RLConfig) -> dict[str, ServedModel]:
 
 def resolve_models(config: RLConfig) -> None:
     models, reward = build_served_models(config), config.reward
-    of_terms = (term.get("settings") or {} for term in reward.terms.values())
-    judges = {settings.get("served_by") for settings in (reward.settings, *of_terms)}
+    term_settings = (term.get("settings") or {} for term in reward.terms.values())
+    judges = {settings.get("served_by") for settings in (reward.settings, *term_settings)}
     unused = models.keys() - judges if config.agent.loop == "single_turn" else ()
     if unused:
         raise ConfigError(

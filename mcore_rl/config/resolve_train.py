@@ -58,7 +58,7 @@ from mcore_rl.config.schema import (
     TrainConfig,
 )
 
-MAX_N = 1000  # beyond it numbers of subsets are no float64
+MAX_N = 1000  # responses to a prompt: with more, numbers of subsets overflow float64
 
 
 def resolve_train(config: TrainConfig) -> None:
@@ -204,7 +204,7 @@ def _resolve_metrics(config: EvalConfig) -> None:
     for k in config.ks:
         if not 1 <= k <= config.rollout.n:
             raise ConfigError(f"scoring.ks: {k}; allowed: 1 to rollout.n={config.rollout.n}")
-    check_at_least("scoring.correct_from", config.scoring.correct_from, -float("1e6"))
+    check_at_least("scoring.correct_from", config.scoring.correct_from, -1e6)
     if config.scoring.term and config.scoring.term not in config.reward.terms:
         raise ConfigError(
             f"scoring.term={config.scoring.term!r}; allowed: '', or one of reward.terms: "

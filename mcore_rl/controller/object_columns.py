@@ -85,8 +85,8 @@ def split_into_objects(
     """Split a batch into objects that a call returns as its results.
 
     Args:
-        num_objects: How many objects the columns that are together may take, and each part.
-        num_parts: How many columns NAME/PART there may be.
+        num_objects: Most objects of the columns that are stored together, and of each part.
+        num_parts: Most columns NAME/PART.
 
     Returns:
         The batch with numbers of objects in place of references (`RemoteBatch.with_references`),

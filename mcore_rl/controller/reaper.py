@@ -158,7 +158,7 @@ def is_tracker(pid: int) -> bool:
 
 
 def remove_partials(folder: str) -> None:
-    """Remove what is called `.<name>.partial`, at any depth."""
+    """Remove files and folders called `.<name>.partial`, at any depth."""
     for place, folders, files in os.walk(folder):
         for name in [*folders, *files]:
             if name.startswith(".") and name.endswith(".partial"):
@@ -282,7 +282,7 @@ class RayProcesses:
                     self.gone.append(pid)
 
     def list_dead(self) -> list[int]:
-        """Return the pids of those that have died while they had to live."""
+        """Return the pids of the processes that have died and should be alive."""
         if not self.read_note():
             return []
         ready = select.select([*self.ends], [], [], 0)[0] if self.ends else []

@@ -36,7 +36,6 @@ class ResourcePool:
         num_ranks: int,
         resources_per_rank: Mapping[str, float],
         *,
-        strategy: str = "PACK",
         timeout_s: float = 60.0,
         log_dir: Path | None = None,
         detached: str = "",
@@ -72,7 +71,7 @@ class ResourcePool:
         self._free = [1.0] * num_ranks  # the share of each bundle that no group has
         self.placement_group: PlacementGroup = placement_group(
             [dict(resources_per_rank)] * num_ranks,
-            strategy=strategy,
+            strategy="PACK",
             name=detached,
             lifetime="detached" if detached else None,
         )

@@ -125,7 +125,7 @@ class WorkerGroup:
             max_concurrency: Calls that run on one rank at a time, each in a thread.
             wait: Return when all workers are built. Otherwise methods may be submitted at once, and
                 `wait_until_built` has to be called before the first result is read.
-            num_parts: How many columns NAME/PART new samples may have.
+            num_parts: Most columns NAME/PART of new samples.
 
         Raises:
             ConfigError: the pool is too small or used up, or a worker cannot be built.

@@ -96,7 +96,7 @@ class WorkerProcess:
         """Print to the log of this rank; the worker is built later.
 
         Args:
-            group_spec: What a later driver has to know of a detached group.
+            group_spec: Pickled class and layout of a detached group, for later drivers.
             fetch_timeout_s: Limit of fetching the columns of a batch.
         """
         self._rank, self._log_dir = rank, log_dir
@@ -128,7 +128,7 @@ class WorkerProcess:
         return Reply(WorkerInfo(host, node, os.getpid(), stderr))
 
     def get_group_spec(self) -> Reply:
-        """Reply with what the group has been given for later drivers."""
+        """Reply with `group_spec`."""
         return Reply(self._group_spec)
 
     def open_rendezvous(self) -> Reply:

@@ -1,0 +1,1 @@
+"""Batches, data sets, and chats as token ids."""

@@ -199,7 +199,7 @@ class Samples(ABC):
 
     @abstractmethod
     def union(self, other: Self) -> Self:
-        """Return the columns of both batches of the same samples; those of `other` win."""
+        """Return the columns of both batches of the same samples; `other` wins."""
 
     @abstractmethod
     def take(self, rows: Sequence[int]) -> Self:

@@ -220,7 +220,6 @@ def load_supervised(
     tokenizer: PreTrainedTokenizerBase,
     *,
     tools_column: str = "",
-    setting: str = "warm_start.train_file",
     images: RowImages | None = None,
 ) -> Batch:
     """Load chats and responses to imitate; each response ends with the end-of-sequence token.
@@ -235,7 +234,7 @@ def load_supervised(
     template, prompts = ChatTemplate(tokenizer), list[list[int]]()
     responses: list[list[int]] = []
     digests: list[tuple[str, ...]] = []
-    for rows in _iterate_chunks(open_rows(path, setting), images):
+    for rows in _iterate_chunks(open_rows(path, "warm_start.train_file"), images):
         chats, files = read_chats(rows, prompt, images)
         pairs = zip(rows, chats, strict=True)
         texts = [_render_prompt(row, chat, tools, template) for row, chat in pairs]

@@ -154,15 +154,14 @@ def load_chats(
     config: DataConfig,
     max_tokens: int,
     tokenizer: PreTrainedTokenizerBase,
-    setting: str = "warm_start.train_file",
     images: RowImages | None = None,
 ) -> Batch:
-    """Load whole conversations in the prompt column, for a warm start.
+    """Load whole conversations in the prompt column of warm_start.train_file.
 
     `max_tokens` is the limit of prompt and response together. Returns the columns prompt_ids,
     response_ids and response_mask. Raises ConfigError as `load_conversations` does.
     """
-    source = open_rows(name, setting)
+    source = open_rows(name, "warm_start.train_file")
     messages = RowColumn(config.prompt_column, "data.prompt_column")
     tools = RowColumn(config.tools_column, "data.tools_column") if config.tools_column else None
     template, conversations = ChatTemplate(tokenizer), list[Tokens]()
@@ -416,7 +415,7 @@ def _find_prompt_end(
     prefix of the prompt, to the end of one of its tokens, and this end is returned.
 
     Args:
-        limit: Where the text begins to differ from that with another message in this place.
+        limit: First position at which `text` depends on the content of the message.
     """
     history = template.render(messages[:index], tools)
     prompt = template.render(messages[:index], tools, add_generation_prompt=True)

@@ -28,7 +28,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from mcore_rl.config.checks import check_exists
-from mcore_rl.config.errors import ConfigError
+from mcore_rl.config.errors import ConfigError, describe_error
 from mcore_rl.config.import_path import load_user_function
 from mcore_rl.config.json_file import parse_json_object, read_json_object
 
@@ -279,8 +279,7 @@ class _FunctionRows(RowSource):
         except ConfigError:
             raise
         except Exception as error:
-            reason = " ".join(f"{type(error).__name__}: {error}".split())
-            raise ConfigError(f"{self.source} raised {reason}") from error
+            raise ConfigError(f"{self.source} raised {describe_error(error)}") from error
 
     def __len__(self) -> int:
         return len(self._items)

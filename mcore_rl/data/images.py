@@ -18,7 +18,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mcore_rl.config.errors import ConfigError
+from mcore_rl.config.errors import ConfigError, describe_error
 from mcore_rl.config.json_file import read_json_object
 from mcore_rl.config.schema import ConversationsConfig, DataConfig
 from mcore_rl.data.batch import IMAGES
@@ -203,10 +203,9 @@ class ImageTokens:
         try:
             return cls(model_path)
         except (OSError, ValueError, ImportError, KeyError) as error:
-            reason = " ".join(f"{type(error).__name__}: {error}".split())
             raise ConfigError(
                 f"model.path={str(model_path)!r}: its image processor does not load: "
-                f"{reason[:300]}; allowed: a folder with preprocessor_config.json"
+                f"{describe_error(error, 300)}; allowed: a folder with preprocessor_config.json"
             ) from error
 
     def count(self, size: tuple[int, int]) -> int:

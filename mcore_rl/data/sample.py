@@ -65,7 +65,7 @@ class Sample:
     turn_token_ids: Sequence[Sequence[int]] = ()  # token ids of these turns
     turn_rewards: Sequence[float] = ()  # share of `reward` of each of these turns; may be empty
     token_rewards: Sequence[Sequence[float]] = ()  # share of each token of each turn; may be empty
-    # Of consecutive tokens from the first of the prompt on; may be empty.
+    # Experts of consecutive tokens from the first of the prompt on; may be empty.
     routed_experts: tuple[RoutedExperts, ...] = ()
     images: tuple[str, ...] = ()  # digests in the run's ImageStore, in the order of the tokens
 

@@ -93,9 +93,8 @@ def _link(source: Path, target: Path) -> None:
             _link(entry, target / entry.name)
         return
     target.parent.mkdir(parents=True, exist_ok=True)
-    partial_path = target.with_name(
-        f".{target.name}.taken.partial"
-    )  # no table is written to this name
+    # No table is written to this name.
+    partial_path = target.with_name(f".{target.name}.taken.partial")
     partial_path.unlink(missing_ok=True)
     try:
         os.link(source, partial_path)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mcore_rl.config.checks import check_model_exists
-from mcore_rl.config.errors import ConfigError
+from mcore_rl.config.errors import ConfigError, describe_error
 from mcore_rl.config.json_file import read_json_object
 from mcore_rl.config.schema import ModelConfig
 from mcore_rl.data.template_limits import limit_chat_templates
@@ -83,9 +83,9 @@ def read_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # damaged files raise anything, also panics of Rust
-        reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise ConfigError(
-            f"model.path={str(path)!r} has a tokenizer that does not load: {reason[:300]}; "
+            f"model.path={str(path)!r} has a tokenizer that does not load: "
+            f"{describe_error(error, 300)}; "
             "allowed: the files of a Hugging Face tokenizer"
         ) from error
     return tokenizer

@@ -1,0 +1,1 @@
+"""Training engines behind `BaseEngine`, and the worker that has one."""

@@ -33,7 +33,7 @@ def attend_pack(
         query: [tokens, heads, dim]
         key: [tokens, groups, dim]
         value: [tokens, groups, value dim]
-        lengths: Of the sequences, one after the other.
+        lengths: Tokens of each sequence; sequences follow each other.
         attend: Causal attention of whole sequences.
 
     Returns:

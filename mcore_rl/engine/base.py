@@ -121,7 +121,7 @@ class BaseEngine(ABC):
         self.spec, self.layout = spec, spec.engine.layout
         self._offloaded: frozenset[str] = frozenset()  # names of parts, as `move` gets them
 
-    # What an engine implements.
+    # Every engine implements these.
 
     @abstractmethod
     def initialize(self) -> None:
@@ -220,7 +220,7 @@ class BaseEngine(ABC):
             ConfigError: It is incomplete or of another model.
         """
 
-    # What has a default.
+    # These have a default.
 
     def close(self) -> None:
         """Free the model and its memory. The engine cannot be used afterwards."""
@@ -427,8 +427,8 @@ def check_engine_settings(
     """Check the settings of an engine without its model.
 
     Args:
-        key: Their name, such as actor.
-        model_type: As in Backend.engines.
+        key: Name of the settings, such as actor.
+        model_type: A key of Backend.engines.
         device: Lane of the ranks, "cuda" or "cpu".
         images_column: Column of images in the data that it trains on; "" for none.
 
@@ -456,7 +456,7 @@ def list_unread_settings(
     """Yield name, value and default of each setting that is set and that the engine ignores."""
     if backend.settings is None:
         return
-    # What does not concern the engine itself: which it is, and threads of its processes.
+    # No settings of the engine itself: its name, and threads of its processes.
     read = ("backend", "threads_per_rank", *backend.settings)
     for name, value, default in _list_fields("", engine, EngineConfig()):
         is_read = any(name == known or name.startswith(f"{known}.") for known in read)

@@ -112,7 +112,7 @@ def move_storages(
 
     Args:
         list_tensors: The tensors of each part; those that are not on `device` stay.
-        mirrors: Of the same parts; the same objects in every call.
+        mirrors: Copies of each part; the same objects in every call.
         device: Not the CPU.
     """
     for part in list_tensors.keys() & set(parts):

@@ -60,9 +60,8 @@ _SCORED_STEP = DispatchMode(Dispatch.MEGATRON_COMPUTE.scatter, _join_scores)
 class ModelWorker:
     """One rank of a training engine, behind the calls of a WorkerGroup.
 
-    A call that needs what was offloaded (`to`) brings it back to the device first. Whoever shares
-    the device has to be off it by then: that is for the driver to see to
-    (trainers/device_sharing.py).
+    A call that needs what was offloaded (`to`) brings it back to the device first. The driver
+    offloads the models that share the device before (trainers/device_sharing.py).
     """
 
     def __init__(
@@ -90,7 +89,7 @@ class ModelWorker:
         """Free the model and its memory: the process continues with another one."""
         self._disconnect()
         self._engine.close()
-        gc.collect()  # modules and their hooks lead to each other
+        gc.collect()  # modules and their hooks reference each other
         detect_device().empty_cache()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, is_start=True)
@@ -108,7 +107,7 @@ class ModelWorker:
         self._onload()
         if not (replay and self._replays_rollout):
             return self._engine.infer_batch(batch, temperature=temperature, replay=replay)
-        scored = self._engine.infer_batch(self._with_experts(batch), temperature=temperature)
+        scored = self._engine.infer_batch(self._select_experts(batch), temperature=temperature)
         return None if scored is None else scored.drop_columns(EXPERTS)
 
     @property
@@ -117,18 +116,18 @@ class ModelWorker:
 
     @property
     def part(self) -> str:
-        """The part of recorded experts that this rank reads: those of its layers."""
+        """The part of the recorded experts that this rank reads: its layers."""
         return format_layers(self._engine.expert_layers) if self._replays_rollout else ""
 
-    def _with_experts(self, batch: Batch) -> Batch:
-        """With those of this rank's layers, if it replays them."""
+    def _select_experts(self, batch: Batch) -> Batch:
+        """Add the recorded experts of this rank's layers, if the actor replays them."""
         if not self._replays_rollout:
             return batch
         return select_stage_experts(batch, self._engine.expert_layers)
 
     @register(dispatch_mode=Dispatch.MEGATRON_COMPUTE, reads=_SCORED, writes=_SCORES)
     def compute_reference_log_probs(self, batch: Batch, *, temperature: float) -> Batch | None:
-        """Add the same of the base model of a LoRA actor: the actor without its adapters."""
+        """Add log_probs and entropy of the base model of a LoRA actor: without its adapters."""
         self._onload()
         return self._engine.infer_batch(batch, temperature=temperature, adapters=False)
 
@@ -187,12 +186,12 @@ class ModelWorker:
         Args:
             batch: Columns that the loss reads (select_read_columns in trainers/roles.py).
             sizes: Consecutive rows of each mini-batch; None: all rows are one.
-            temperature: Of the sampling whose scores the loss reads.
+            temperature: Sampling temperature of the log-probs that the loss reads.
         """
         if self._loss_function is None:
             raise RuntimeError("update on a model without a loss function")
         self._onload()
-        rows, metrics, start = self._with_experts(batch), list[Metrics](), 0
+        rows, metrics, start = self._select_experts(batch), list[Metrics](), 0
         for size in [len(batch)] if sizes is None else sizes:
             part = rows if size == len(batch) else rows.take(range(start, start + size))
             metrics.append(
@@ -212,7 +211,7 @@ class ModelWorker:
             raise RuntimeError("update on a model without a loss function")
         self._onload()
         step = self._engine.train_batch_with_scores(
-            self._with_experts(batch), self._loss_function, temperature=temperature, bounds=bounds
+            self._select_experts(batch), self._loss_function, temperature=temperature, bounds=bounds
         )
         return step.scores, step.gaps, step.metrics
 
@@ -250,7 +249,7 @@ class ModelWorker:
     def connect_weights(self, endpoint: RendezvousEndpoint, spec: TransferSpec) -> None:
         """Connect with all training ranks and all workers of servers.
 
-        May be called again, when servers have come or gone.
+        May be called again, when servers have joined or left.
         """
         self._disconnect()
         engine = self._engine

@@ -1,0 +1,1 @@
+"""Generation servers behind `GenerationServer`: vLLM, SGLang."""

@@ -271,7 +271,7 @@ class RequestGate:
         self._requests.hold(_ASLEEP)
 
     def close(self) -> None:
-        """Refuse new requests, and those that wait."""
+        """Refuse new and waiting requests."""
         self._lifecycle.close()
         self._release_if_serving()
 

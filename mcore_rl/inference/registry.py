@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import importlib
-import inspect
 from collections.abc import Mapping
 from types import MappingProxyType
 
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.config.import_path import is_import_path, load_user_function
+from mcore_rl.config.import_path import is_import_path, load_user_class
 from mcore_rl.config.schema import RolloutConfig, SGLangConfig
 from mcore_rl.inference.protocol import GenerationServer, ServerFeatures, ServerSpec
 
@@ -35,18 +34,9 @@ def load_server_class(settings: RolloutConfig, key: str = "rollout") -> type[Gen
         module, _, name = BACKENDS[backend].partition(":")
         server_class: type[GenerationServer] = getattr(importlib.import_module(module), name)
         return server_class
-    loaded = load_user_function(f"{key}.backend", backend)
-    if not (inspect.isclass(loaded) and issubclass(loaded, GenerationServer)):
-        raise ConfigError(
-            f"{key}.backend={backend!r} is no subclass of "
-            "mcore_rl.inference.protocol.GenerationServer; allowed: one, or "
-            f"{', '.join(BACKENDS)}"
-        )
-    if missing := sorted(loaded.__abstractmethods__):
-        raise ConfigError(
-            f"{key}.backend={backend!r} has no {', '.join(missing)}; allowed: a subclass of "
-            "GenerationServer with all of its abstract methods"
-        )
+    loaded: type[GenerationServer] = load_user_class(
+        f"{key}.backend", backend, GenerationServer, BACKENDS
+    )
     return loaded
 
 

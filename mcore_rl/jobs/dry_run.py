@@ -300,13 +300,13 @@ def _describe_log_probs(config: RLConfig) -> str:
     return "from the forward pass of the update (algorithm.log_prob_pass='auto')"
 
 
-def dry_run_supervised(config: TrainConfig, console: Console | None = None) -> None:
+def dry_run_supervised(config: TrainConfig) -> None:
     """Make all checks that a supervised job makes before it starts, then print its roles.
 
     Raises:
         ConfigError: The job would be refused, for the same reason.
     """
-    console = console or get_stdout_console()
+    console = get_stdout_console()
     config = resolve_for_device(config)
     folder, refusal = inspect_run_dir(config.output_dir, config.resume)
     with show_waiting("checking the inputs", has_lines=False):

@@ -292,7 +292,7 @@ class RunOutput:
             yield report
 
     def _summarize_step(self, metrics: Mapping[str, float]) -> StepReport | str:
-        """Return what the display shows of a step."""
+        """Return the line of a step for the display."""
         if "reward" not in metrics:
             return f"loss {metrics['loss']:.3f}"
         self._rewards.append(metrics["reward"])
@@ -327,10 +327,6 @@ class RunOutput:
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write metrics outside of a training step, such as those of an evaluation."""
         self._sinks.write(step, metrics)
-
-    def record_result(self, name: str, value: Any) -> None:
-        """Add an entry to the summary."""
-        self.results[name] = value
 
     def finish(self, *, peak_memory_bytes: int, wall_s: float) -> None:
         """Write the plot and the summary, and print the table.

@@ -121,11 +121,9 @@ def get_server_config(config: RLConfig, role: str) -> RolloutConfig | None:
     """Return the server settings of the rollout role or of a frozen model; None for other roles."""
     if role == "rollout":
         return config.rollout
-    model = (
-        build_models_with_servers(config).get(role.removeprefix(ROLE))
-        if role.startswith(ROLE)
-        else None
-    )
+    if not role.startswith(ROLE):
+        return None
+    model = build_models_with_servers(config).get(role.removeprefix(ROLE))
     return model.servers if model else None
 
 

@@ -16,11 +16,12 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass, replace
 from fnmatch import fnmatch
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 from mcore_rl.config.checks import is_url, list_values
-from mcore_rl.config.errors import ConfigError
+from mcore_rl.config.errors import ConfigError, describe_error
 from mcore_rl.jobs.failure import RunFailed
 
 CACHE = "MCORE_RL_CACHE"  # environment variable: folder of the copies of URLs
@@ -43,11 +44,12 @@ _DATA_SETTING = re.compile(
 _EXPORT = "checkpoint.export_to"
 _LAST_FILE = "config.json"  # of an export: a folder without it is no checkpoint
 _HUB_NAME = re.compile(r"(hf|ms):([\w.-]+/[\w.-]+)(?:@([\w./-]+))?")
-# Of a file in a store, which changes with its content; the first that it has.
+# Fields of a file in a store that change with its content; the first that it has counts.
 _CONTENT_TAGS = (
     "ETag", "etag", "md5Hash", "mtime", "LastModified", "last_modified", "created",
 )  # fmt: skip
 _T = TypeVar("_T")
+_describe = partial(describe_error, max_characters=300)
 
 
 def fetch_inputs(config: _T, *, with_weights: bool = True) -> _T:
@@ -131,7 +133,7 @@ def _explain_hub_error(error: Exception, revision: str | None) -> str:
         return f"{hub} has no such repository, or it is private (HF_TOKEN)"
     if isinstance(error, errors.RevisionNotFoundError):
         return f"the repository has no revision {revision!r}"
-    reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+    reason = _describe(error)
     if isinstance(error, errors.LocalEntryNotFoundError | errors.OfflineModeIsEnabled):
         cause = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else f"{hub} does not answer"
         return f"{cause}, and {constants.HF_HUB_CACHE} does not have all of it ({reason})"
@@ -156,7 +158,7 @@ def _fetch_from_modelscope(
             )
         )
     except Exception as error:
-        reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        reason = _describe(error)
         raise ConfigError(f"{source} cannot be fetched: {reason}") from error
 
 
@@ -224,10 +226,6 @@ def export_checkpoint(folder: Path, url: str) -> None:
         raise RunFailed(
             f"{_EXPORT}={url!r} is incomplete: {_describe(error)}; the weights are in {folder}"
         ) from error
-
-
-def _describe(error: Exception) -> str:
-    return " ".join(f"{type(error).__name__}: {error}".split())[:300]
 
 
 def _fetch_url(

@@ -34,7 +34,7 @@ from mcore_rl.trainers.checkpointing import CHECKPOINTS, DATA
 WARM_START = "warm_start"  # folder of the weights after the warm start
 # Sections that decide the first weights, and the order of the prompts.
 _FIXED_SECTIONS = ("seed", "task", "model", "data", WARM_START)
-# They decide the age of samples, and the format of checkpoints.
+# Settings that decide the age of samples, and the format of checkpoints.
 _FIXED_SETTINGS = (
     "trainer.mode",
     "trainer.staleness",

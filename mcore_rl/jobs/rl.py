@@ -279,7 +279,7 @@ class _Run:
         )
 
     def _run_steps(self, trainer: RLTrainer) -> None:
-        """Run the loop. When the disk is full, export what was learned."""
+        """Run the loop. When the disk is full, export the weights elsewhere."""
         output, devices = self.output, trainer.devices
         try:
             with (
@@ -299,7 +299,7 @@ class _Run:
             raise RunFailed(f"{error}; {reason}") from error
 
     def _export(self, trainer: RLTrainer) -> None:
-        """Compare log-probs with those of the last evaluation, and export the actor."""
+        """Compare log-probs of trainer and servers on the last evaluation; export the actor."""
         evaluation, devices, output = trainer.evaluation, trainer.devices, self.output
         if not evaluation.latest:  # a run that is resumed after its last step
             evaluation.run(self.config.trainer.num_steps)
@@ -613,11 +613,8 @@ def _record_example(inputs: Inputs, output: RunOutput) -> None:
     path = output.folder / CHECKPOINT
     model = load(path, config=load_transformers_config(path), local_files_only=True)
     ids = model.generate(prompt_ids, do_sample=False, max_new_tokens=64, **options)[0].tolist()
-    output.record_result(
-        "example",
-        {
-            "prompt": inputs.tokenizer.decode(first.prompt_ids),
-            "response": inputs.tokenizer.decode(ids[prompt_ids.shape[1] :]),
-            "answer": first.fields["answer"],
-        },
-    )
+    output.results["example"] = {
+        "prompt": inputs.tokenizer.decode(first.prompt_ids),
+        "response": inputs.tokenizer.decode(ids[prompt_ids.shape[1] :]),
+        "answer": first.fields["answer"],
+    }

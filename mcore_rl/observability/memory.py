@@ -68,7 +68,7 @@ class PeakMemory:
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="peak-memory", daemon=True)
         self._root = psutil.Process()
-        # Of the last time that PSS was read:
+        # Values when PSS was last read:
         self._resident = 0.0  # RSS in bytes, summed over the processes
         self._shared_bytes = 0  # memory in files or shared memory, counted once
         self._next_pss_s = 0.0  # when PSS may be read again, by time.monotonic

@@ -24,7 +24,6 @@ def plot_reward_curve(
     before: float | None = None,
     after: float | None = None,
     held_out: str = "held-out reward",
-    title: str = "Reward",
 ) -> None:
     """Write a PNG of the mean training reward of steps 1, 2, ...
 
@@ -45,7 +44,7 @@ def plot_reward_curve(
     axes.set_xlabel("step")
     axes.xaxis.get_major_locator().set_params(integer=True)
     axes.set_ylabel("reward")
-    axes.set_title(title)
+    axes.set_title("Reward")
     axes.grid(alpha=0.3)
     axes.legend(loc="best", framealpha=0.9)
     _save(figure, path)

@@ -86,7 +86,7 @@ def _create_groups(layout: Layout, timeout_s: float) -> None:
 
 
 def _has_groups(layout: Layout) -> bool:
-    """Return whether Megatron's groups are those of this layout."""
+    """Return whether Megatron has the groups of this layout."""
     if not parallel_state.model_parallel_is_initialized():
         return False
     sizes = (

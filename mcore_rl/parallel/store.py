@@ -197,7 +197,7 @@ class RendezvousStore(c10d.Store):  # type: ignore[misc]
 
 @contextlib.contextmanager
 def _translate_errors() -> Iterator[None]:
-    """Raise torch's errors in place of those of the client."""
+    """Convert the errors of the client to torch's."""
     try:
         yield
     except RendezvousTimeoutError as error:

@@ -181,7 +181,7 @@ class Streams:
                 begins = starts[self._positions[routed.group]] + routed.start
                 for bucket, part in self._split_op(routed, begins):
                     parts[bucket, routed.source, target].append(part)
-        return [_build_message(*key, of_message) for key, of_message in sorted(parts.items())]
+        return [_build_message(*key, parts[key]) for key in sorted(parts)]
 
     def _split_op(
         self, routed: _RoutedOp, begins: NDArray[np.int64]

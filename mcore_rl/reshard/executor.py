@@ -155,7 +155,7 @@ class Exchange:
         """Prepare an exchange.
 
         Args:
-            rounds: Of buckets.schedule, with the same `bucket_bytes`.
+            rounds: Result of buckets.schedule with the same `bucket_bytes`.
             dtype: Dtype in which weights are sent; float32 parameters are sent in float32, float8
                 parameters as codes and scales.
             allocate: Called at the beginning of each run for the send buffer, if there is anything

@@ -71,7 +71,7 @@ class BoxLayout:
     copying boxes of a few hundred kilobytes. No tensor is kept alive.
 
     Args:
-        pairs: As of BoxCopy.
+        pairs: Pairs as BoxCopy takes them.
         tensors: Bases of the views in `pairs`. They neither overlap nor interleave; a tensor may
             occur twice.
 
@@ -201,7 +201,7 @@ class BoxChecksum:
 def compute_checksums(boxes: Iterable[tuple[torch.Tensor, torch.dtype]]) -> torch.Tensor:
     """Compute the checksum of each box; see BoxChecksum. It does not wait for a GPU.
 
-    That of codes in float8 is the one of the same bytes as 16-bit numbers.
+    A box of float8 codes has the checksum of its codes as 16-bit integers.
     """
     return BoxChecksum(
         (tensor.view(torch.uint8).to(torch.int16), torch.int16)

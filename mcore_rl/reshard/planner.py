@@ -246,7 +246,7 @@ class TransferRequirements:
     def compute_needed(self) -> IntArray:
         """Return [generation ranks], the bytes that each needs, without padding."""
         num_bytes = np.zeros(self.num_generation, np.int64)
-        for choice in self._choices():
+        for choice in self._iterate_choices():
             num_bytes[list(choice.targets)] += choice.num_bytes
         return num_bytes
 
@@ -256,7 +256,7 @@ class TransferRequirements:
         targets: dict[int, tuple[int, ...]] = {}
         sources: dict[int, Mapping[int, int]] = {}
         num_bytes = Counter[tuple[int, int]]()
-        for choice in self._choices():
+        for choice in self._iterate_choices():
             pair = id(choice.targets), id(choice.sources)
             targets[pair[0]], sources[pair[1]] = choice.targets, choice.sources
             num_bytes[pair] += choice.num_bytes
@@ -278,7 +278,7 @@ class TransferRequirements:
         }
         return Plan(tuple(group.close(sources[id(group)]) for group in self._groups), devices)
 
-    def _choices(self) -> Iterator[_SourceChoice]:
+    def _iterate_choices(self) -> Iterator[_SourceChoice]:
         for group in self._groups:
             yield from group.choices
 
@@ -548,7 +548,7 @@ def _strip_names(values: tuple[object, ...], positions: dict[LogicalTensor, int]
 
 
 def assign_hosts(
-    overlap: NDArray[np.int64], group_size: int = 1, allowed: NDArray[np.bool_] | None = None
+    overlap: NDArray[np.int64], allowed: NDArray[np.bool_] | None = None
 ) -> tuple[int, ...]:
     """Assign each generation rank the device of a training rank, so that most bytes stay local.
 
@@ -556,16 +556,13 @@ def assign_hosts(
 
     Args:
         overlap: [generation ranks, training ranks], bytes of TransferRequirements.compute_overlap.
-        group_size: Consecutive generation ranks (a tensor-parallel group) that are assigned to
-            consecutive devices, in the best order, to keep groups inside nodes.
         allowed: [generation ranks, training ranks], pairs that may share a device.
 
     Returns:
         The training rank for each generation rank.
 
     Raises:
-        ConfigError: There are fewer training ranks, the groups do not divide the ranks, or there is
-            no assignment of allowed pairs.
+        ConfigError: There are fewer training ranks, or there is no assignment of allowed pairs.
     """
     num_generation, num_training = overlap.shape
     if num_generation > num_training:
@@ -575,24 +572,10 @@ def assign_hosts(
         )
     if allowed is not None:
         overlap = np.where(allowed, overlap, -1 - overlap.sum())
-    for count in (num_generation, num_training):
-        if count % group_size:
-            raise ConfigError(f"groups of {group_size} do not divide {count} ranks")
-    rows, columns = num_generation // group_size, num_training // group_size
-    inner = np.zeros((rows, columns, group_size), np.int64)
-    gain = overlap
-    if group_size > 1:
-        blocks = overlap.reshape(rows, group_size, columns, group_size).swapaxes(1, 2)
-        gain = np.empty((rows, columns), np.int64)
-        for row, column in np.ndindex(rows, columns):
-            block = blocks[row, column]
-            inner[row, column] = _solve_assignment(block)
-            gain[row, column] = block[np.arange(group_size), inner[row, column]].sum()
-    hosts = tuple(
-        int(column) * group_size + int(inner[row, column, index])
-        for row, column in enumerate(_solve_assignment(gain))
-        for index in range(group_size)
-    )
+    # scipy is avoided: if it is installed, transformers and vLLM import much of it, a tenth of all
+    # imports of a server's processes.
+    _, columns, _ = lap.lapjv(-overlap.astype(np.float64), extend_cost=True)
+    hosts = tuple(columns.tolist())
     for rank, host in enumerate(hosts):
         if allowed is not None and not allowed[rank, host]:
             raise ConfigError(
@@ -600,14 +583,3 @@ def assign_hosts(
                 "ranks; allowed: a training rank for each"
             )
     return hosts
-
-
-def _solve_assignment(gain: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return [rows], a distinct column for each row that maximizes the sum of gains.
-
-    scipy is avoided: if it is installed, transformers and vLLM import much of it, a tenth of all
-    imports of a server's processes.
-    """
-    _, columns, _ = lap.lapjv(-gain.astype(np.float64), extend_cost=True)
-    assignment: NDArray[np.int64] = columns.astype(np.int64)
-    return assignment

@@ -1,0 +1,1 @@
+"""Rewards of responses: built-in functions, judges, processes with limits, the manager of a run."""

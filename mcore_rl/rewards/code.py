@@ -150,7 +150,10 @@ def read_tests(answer: object) -> Mapping[str, Sequence[str]]:
         tests = {name: value for name, value in tests.items() if value is not None}
     if isinstance(tests, Mapping) and sorted(tests) in columns:
         lists = list(tests.values())
-        are_texts = all(isinstance(texts, list) and all(map(_is_text, texts)) for texts in lists)
+        are_texts = all(
+            isinstance(texts, list) and all(isinstance(text, str) for text in texts)
+            for texts in lists
+        )
         if are_texts and lists[0] and len({len(texts) for texts in lists}) == 1:
             return tests
     raise ValueError(
@@ -158,10 +161,6 @@ def read_tests(answer: object) -> Mapping[str, Sequence[str]]:
         'object {"inputs": [...], "outputs": [...]} or {"asserts": [...]} with lists of texts, '
         "equally long, not empty"
     )
-
-
-def _is_text(value: object) -> bool:
-    return isinstance(value, str)
 
 
 def _count_asserts(sandbox: Sandbox, program: str, tests: Sequence[str]) -> int:

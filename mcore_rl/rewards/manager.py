@@ -286,7 +286,7 @@ class RewardManager:
                     sample.reward_parts[name] = value
 
     async def _call_all(self, term: _Term, calls: Sequence[Mapping[str, Any]]) -> Sequence[object]:
-        """Return what the reward returns for each response."""
+        """Return the result of the reward for each response."""
         if not term.is_batched:
             return await asyncio.gather(*(self._call(term, arguments) for arguments in calls))
         if not calls:

@@ -57,7 +57,7 @@ class RemoteSettings:
 
     url: str  # http or https
     headers: str = ""  # NAME=VARIABLE,...: headers from environment variables
-    # Of a request with its retries, without waiting for a slot; null: reward.timeout_s.
+    # limit of a request with its retries, without waiting for a slot; null: reward.timeout_s
     timeout_s: float | None = None
     retries: int = 3  # after failed connections and the statuses 429 and 500 to 599
     backoff_s: float = 0.5  # before the first retry; doubled each time, plus random jitter

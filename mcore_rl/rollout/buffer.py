@@ -189,7 +189,7 @@ class SampleQueue(Generic[T]):
         """Add all samples of a group.
 
         Args:
-            oldest_version: Of the tokens that the policy chose; -1 if there are none.
+            oldest_version: Oldest version of tokens that the policy chose; -1 if there are none.
 
         Raises:
             BufferStateError: a token is older than the weights that the group was begun with.
@@ -408,15 +408,15 @@ class StalenessController(Generic[T]):
     Every method may raise BufferStateError.
     """
 
-    def __init__(self, queue: SampleQueue[T], pacing: StalenessSettings) -> None:
-        self._queue, self._pacing = queue, pacing
+    def __init__(self, queue: SampleQueue[T], settings: StalenessSettings) -> None:
+        self._queue, self._settings = queue, settings
         self.version = 0  # of the servers' weights
         self._expected = (0, 0)  # a step, and the number of groups it needs
         self._evicted: set[int] = set()  # groups that begin again after the push
 
     def expect(self, step: int, num_groups: int) -> None:
         """Set the number of new groups that the next step needs; it replays others."""
-        limit = self._pacing.groups_per_step
+        limit = self._settings.groups_per_step
         if not 0 <= num_groups <= limit:
             raise BufferStateError(
                 f"step {step} cannot need {num_groups} groups; allowed: 0 to {limit}"
@@ -426,31 +426,33 @@ class StalenessController(Generic[T]):
     def _count_needed(self) -> int:
         """Return the number of groups that the step after the last trained one needs."""
         step, num_groups = self._expected
-        return num_groups if step == self._queue.last_trained + 1 else self._pacing.num_new
+        return num_groups if step == self._queue.last_trained + 1 else self._settings.num_new
 
     def num_to_begin(self) -> int:
         """Return how many groups may be begun."""
-        queue, pacing = self._queue, self._pacing
-        last = min(self.version + pacing.staleness + 1, pacing.num_steps)
+        queue, settings = self._queue, self._settings
+        last = min(self.version + settings.staleness + 1, settings.num_steps)
         num_batches = last - queue.last_trained  # untrained batches whose groups may be begun
         if num_batches <= 0:
             return 0
-        needed = self._count_needed() + (num_batches - 1) * pacing.num_new + pacing.num_extra
+        needed = self._count_needed() + (num_batches - 1) * settings.num_new + settings.num_extra
         num = needed - queue.num_groups(*ACTIVE) - len(self._evicted)
         num_running = queue.num_groups(GroupState.GENERATING)
         num = min(num, self._limit_by_samples(num, num_running))
-        if pacing.depth is not None:
-            num = min(num, pacing.depth - num_running)
+        if settings.depth is not None:
+            num = min(num, settings.depth - num_running)
         return max(num, 0)
 
     def _limit_by_samples(self, num: int, num_running: int) -> int:
         """Limit a number of groups by max_samples, but not below what the next batch lacks."""
-        queue, pacing = self._queue, self._pacing
-        if pacing.max_samples is not None:
-            num = (pacing.max_samples - queue.num_samples(*HELD)) // pacing.group_size - num_running
+        queue, settings = self._queue, self._settings
+        if settings.max_samples is not None:
+            num = (
+                settings.max_samples - queue.num_samples(*HELD)
+            ) // settings.group_size - num_running
         num_waiting = queue.num_groups(GroupState.GENERATED, GroupState.REWARDED)
         num_lacking = max(self._count_needed() - queue.num_groups(GroupState.TRAINING), 0)
-        return max(num, (num_lacking or pacing.num_new) - num_running - num_waiting)
+        return max(num, (num_lacking or settings.num_new) - num_running - num_waiting)
 
     def num_to_draw(self) -> int:
         """Return how many new groups the queue lacks for `begin`."""
@@ -483,7 +485,7 @@ class StalenessController(Generic[T]):
                 f"step {step} cannot select: the servers have version {self.version}, and step "
                 f"{last} is trained; allowed: step {last + 1}, with version {last}"
             )
-        limit = self._pacing.groups_per_step
+        limit = self._settings.groups_per_step
         needed = self._count_needed() if num_groups is None else num_groups
         if not 0 <= needed <= limit:
             raise BufferStateError(
@@ -504,15 +506,15 @@ class StalenessController(Generic[T]):
         waiting cannot help: no selected group could be replaced by an older one. Counts by version,
         so the work does not grow with the number of groups.
         """
-        pacing = self._pacing
+        settings = self._settings
         selected: Counter[int] = Counter()
         for version, num in sorted(self._queue.num_by_version(GroupState.REWARDED).items()):
             selected[version] = min(num, num_selected - selected.total())
         left = self._queue.num_by_version(*WAITING)
         left.subtract(selected)
-        for num_steps in range(pacing.staleness + 1):
-            newest = self.version - pacing.staleness + num_steps  # has num_steps more steps
-            capacity = num_steps * pacing.num_new + pacing.num_extra
+        for num_steps in range(settings.staleness + 1):
+            newest = self.version - settings.staleness + num_steps  # has num_steps more steps
+            capacity = num_steps * settings.num_new + settings.num_extra
             is_late = sum(num for version, num in left.items() if version <= newest) > capacity
             if is_late and any(num and version > newest for version, num in selected.items()):
                 return True
@@ -542,7 +544,7 @@ class StalenessController(Generic[T]):
             raise BufferStateError(
                 f"version {version} cannot be pushed: group {old[0].group_id} ({old[0].state}) has "
                 f"version {old[0].oldest_version}; allowed: from "
-                f"{version - self._pacing.staleness}, after evict({version})"
+                f"{version - self._settings.staleness}, after evict({version})"
             )
         self.version = version
         self._evicted.clear()
@@ -550,7 +552,7 @@ class StalenessController(Generic[T]):
     def _list_too_old(self, version: int) -> list[SampleGroup[T]]:
         """Return groups, not selected, that no step could train once `version` is pushed."""
         waiting = self._queue.groups(*WAITING)
-        return [group for group in waiting if group.age(version) > self._pacing.staleness]
+        return [group for group in waiting if group.age(version) > self._settings.staleness]
 
     def state_dict(self) -> dict[str, Any]:
         return {"version": self.version}

@@ -124,16 +124,10 @@ class Sandbox:
         """
         return asyncio.run(run_in_tier(self.tier, self._settings, program, stdin, files or {}))
 
-    async def run_async(
-        self,
-        program: Sequence[str] | str,
-        *,
-        stdin: str = "",
-        files: Mapping[str, str] | None = None,
-    ) -> SandboxResult:
+    async def run_async(self, program: Sequence[str] | str, *, stdin: str = "") -> SandboxResult:
         """Run as `run` does, without blocking the event loop. Waiting for a slot is not limited."""
         async with self._slots:
-            return await run_in_tier(self.tier, self._settings, program, stdin, files or {})
+            return await run_in_tier(self.tier, self._settings, program, stdin, {})
 
 
 def find_working_tier(setting: str) -> Tier:

@@ -156,7 +156,7 @@ class _Call:
             Path("/proc/self/oom_score_adj").write_text("1000")
 
     def _collect_result(self) -> dict[str, Any]:
-        """Wait for the end of the program, kill what is left of it, and return the result."""
+        """Wait for the program to end, kill its remaining processes, and return the result."""
         with selectors.DefaultSelector() as selector:
             self._watch(selector)
         wall_s = time.monotonic() - self._start

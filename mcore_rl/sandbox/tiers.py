@@ -104,18 +104,16 @@ def build_request(
         "RLIMIT_FSIZE": [size, size],
         "RLIMIT_NOFILE": [_OPEN_FILES, _OPEN_FILES],
     }
-    if (
-        is_bwrap
-    ):  # otherwise processes outside would count; a user namespace counts its first process
+    # Elsewhere processes outside would count; a user namespace counts its first process.
+    if is_bwrap:
         limits["RLIMIT_NPROC"] = [settings.processes + tier.in_user_namespace] * 2
     return {
         "command": [*_build_bwrap_command(tier, settings), *python] if is_bwrap else python,
         "cgroup": _build_cgroup(memory + (1 + is_bwrap) * size) if tier.in_cgroup else None,
         "own_uid": tier.own_uid,
         "own_processes": 2 if is_bwrap else 0,
-        "scratch_parent": "/tmp"
-        if tier.own_uid
-        else None,  # other users may have no access to TMPDIR
+        # Another user id may have no access to TMPDIR.
+        "scratch_parent": "/tmp" if tier.own_uid else None,
         "stdin": stdin,
         "limits": {
             "wall_s": settings.wall_s,

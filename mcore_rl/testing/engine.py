@@ -66,11 +66,11 @@ def check_engine(
     """Run an engine through the contract of BaseEngine, on ranks in processes of their own.
 
     Args:
-        backend: As actor.backend: an import path, or a name.
+        backend: Value of actor.backend: an import path, or a name.
         model_path: Folder of a small Hugging Face checkpoint of a language model that transformers
             has, too, in float32.
-        layout: Of the ranks; by default data parallel over `num_ranks`.
-        num_ranks: By default those of the layout.
+        layout: Layout of the ranks; by default data parallel over `num_ranks`.
+        num_ranks: By default the ranks of the layout.
         timeout_s: Limit of the whole suite.
 
     Raises:
@@ -130,7 +130,7 @@ def run_checks(
 
     Args:
         folder: For checkpoints; the same on all ranks.
-        family: As model.family.
+        family: Value of model.family.
 
     Raises:
         AssertionError: The first check that fails.

@@ -61,8 +61,8 @@ def check_family(
     those of vLLM's model, its workers check when a run starts.
 
     Args:
-        family: As model.family: an import path, or "" for a family of this package.
-        config: Of transformers, and small: a model with it is made.
+        family: Value of model.family: an import path, or "" for a family of this package.
+        config: Config of transformers, of a small model, which is built.
         layouts: By default one rank and, where they divide the model, tp=2, pp=2, and tp=2 with
             ep=2.
         timeout_s: Limit of each layout, and of the conversion.

@@ -88,7 +88,7 @@ def check_trainer(
 
 @dataclass
 class _TrainerCheck:
-    """Runs of a trainer, and what was observed in them."""
+    """Runs of a trainer, and observations of them."""
 
     trainer_class: type[RLTrainer]
     overrides: Sequence[str]
@@ -183,7 +183,7 @@ class _TrainerCheck:
     def _list_violations(
         self, trainer: RLTrainer, step: int, metrics: Mapping[str, float]
     ) -> Iterator[str]:
-        """Yield what is wrong at the end of a step."""
+        """Yield the violations of the contract at the end of a step."""
         if step != self._next_step:
             yield (
                 f"{self.name} has reported step {step}, and step {self._next_step} was next; the "
@@ -229,7 +229,7 @@ class _TrainerCheck:
     def _compare(
         self, rows: Sequence[Mapping[str, Any]], expected: Sequence[Mapping[str, Any]]
     ) -> None:
-        """Compare the metrics of a resumed run with those of the uninterrupted one."""
+        """Compare the metrics of a resumed and an uninterrupted run."""
         for row, earlier in zip(rows, expected, strict=True):
             for name in sorted(row.keys() | earlier.keys()):
                 if not _CLOCK.fullmatch(name) and row.get(name) != earlier.get(name):

@@ -57,7 +57,7 @@ class AsyncRollout:
         self._rollout, self._prompts = sampler.rollout, sampler.prompts
         self._staleness = trainer.staleness or 0
         self.queue: SampleQueue[Batch] = SampleQueue(group_size)
-        pacing = StalenessSettings(
+        settings = StalenessSettings(
             groups_per_step=trainer.prompts_per_step,
             group_size=group_size,
             num_steps=trainer.num_steps,
@@ -67,7 +67,7 @@ class AsyncRollout:
             max_samples=trainer.asynchronous.max_waiting_samples or None,
             new_per_step=count_new_groups(config),
         )
-        self.controller = StalenessController(self.queue, pacing)
+        self.controller = StalenessController(self.queue, settings)
         # With nothing ahead, what a filter rejects and what is replayed can be as with `sync`.
         policy = config.algorithm.filter
         self._in_rounds = not self._staleness and bool(policy.group_filter or policy.replay.share)
@@ -79,7 +79,7 @@ class AsyncRollout:
         self.fill()
 
     def fill(self) -> None:
-        """Begin as many groups as may be; returns at once."""
+        """Begin as many groups as staleness allows; return at once."""
         if not self._in_rounds:
             self._expect(self.queue.last_trained + 1)
             self._draw()
@@ -267,13 +267,13 @@ class AsyncRollout:
             prompts = self._prompts.build_batch({group_id: self.queue.get_row(group_id)})
             batch = add_teacher_names(batch, prompts, config.teacher.column)
         self.queue.finish(group_id, oldest, len(batch), {SAMPLES: batch})
-        if self._passes(batch):
+        if self._passes_filter(batch):
             self.queue.mark_rewarded([group_id])
         else:
             self.queue.drop([group_id])
             self._rejected.append(release_columns(batch))
 
-    def _passes(self, batch: Batch) -> bool:
+    def _passes_filter(self, batch: Batch) -> bool:
         """Return whether a group passes algorithm.filter.group_filter."""
         policy = self._config.algorithm.filter
         if not policy.group_filter:
@@ -377,7 +377,7 @@ class RolloutPrefetcher:
         return result
 
     def _get_result(self) -> StepResult:
-        """Return what was begun; what is lost is generated again, by servers as they are now."""
+        """Return the samples that were begun; lost ones are generated anew by the servers."""
         assert self._pending is not None
         result = self._pending.result()
         while self._begun_from is not None and (lost := find_lost_groups([result[0]])):

@@ -183,7 +183,7 @@ class RLTrainer(ABC):
         return batch
 
     def log_samples(self, batch: Samples, step: int) -> None:
-        """Write the samples of a step to disk and some to the screen, as samples.* says."""
+        """Write the samples of a step to disk and some to the screen, as sample_log.* says."""
         if len(batch):
             self.sample_log.write_step(step, batch)
 
@@ -204,7 +204,7 @@ class RLTrainer(ABC):
         """Report the metrics, and publish a checkpoint that was saved; servers have the weights.
 
         Args:
-            metrics: Those of `sampler.collect`, of updates and of evaluations. Times are added.
+            metrics: Metrics of `sampler.collect`, updates and evaluations. Times are added.
 
         Raises:
             RunStopped: A signal has ended the run; the step is saved.

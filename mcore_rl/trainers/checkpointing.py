@@ -136,7 +136,7 @@ class CheckpointManager:
         return self._is_checkpoint_due(step) or self._is_export_due(step)
 
     def save(self, step: int) -> None:
-        """Save what is due; the actor has the weights of this step."""
+        """Save the checkpoint and export that are due; the actor has the weights of this step."""
         if self._is_checkpoint_due(step):
             self._begin(step)
         if self._is_export_due(step):

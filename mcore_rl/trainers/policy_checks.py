@@ -76,7 +76,7 @@ def check_ages(batch: Samples, version: int, max_age: int) -> dict[str, float]:
 
 
 def split_replayed(batch: B) -> tuple[B, B]:
-    """Return the samples of this step, and those of earlier steps."""
+    """Return the samples of this step, and the samples of earlier steps."""
     if "replayed" not in batch:
         return batch, batch.take([])
     is_replayed = batch.array("replayed") != 0
@@ -120,15 +120,14 @@ def compute_gap_mask(batch: Batch, version: int | None = None) -> Jagged:
 
 
 def _is_compared(batch: Batch, version: int | None) -> Array:
-    """[samples]: whether gaps are of this sample: not replayed, no token older than `version`."""
+    """Return whether gaps count a sample, [samples]: not replayed, no token before `version`."""
     is_replayed = (
         batch.array("replayed") != 0 if "replayed" in batch else np.zeros(len(batch), bool)
     )
     if version is None:
         return ~is_replayed
-    return ~is_replayed & (
-        get_sample_columns(batch).array("oldest_versions") == version
-    )  # none is newer
+    # No version is newer than the policy's.
+    return ~is_replayed & (get_sample_columns(batch).array("oldest_versions") == version)
 
 
 def check_gaps(gaps: Mapping[str, float], bounds: TrainerConfig, step: int) -> None:

@@ -28,7 +28,7 @@ from mcore_rl.config.import_path import is_import_path
 from mcore_rl.config.resolve import get_loop
 from mcore_rl.config.schema import AlgorithmConfig, RLConfig
 
-# Of metrics of other losses than the one that algorithm.loss names: the column of its weights.
+# By metric of the losses beside algorithm.loss: the column with the weights of its tokens.
 COLUMN_OF_METRIC = {
     "reference_kl": "kl_weights",
     "entropy": "entropy_weights",
@@ -62,12 +62,12 @@ class PolicyLoss:
 
     def __call__(self, inputs: LossInputs) -> Losses:
         columns = inputs.columns
-        loss, metrics = self._policy_loss(inputs)
+        loss, metrics = self._compute_policy_loss(inputs)
         if "correction_weights" in columns:
             loss = loss * columns["correction_weights"]
         losses = {LOSS_WEIGHTS: loss}
         if "kl_weights" in columns:
-            losses["kl_weights"] = kl = self._reference_kl(inputs)
+            losses["kl_weights"] = kl = self._compute_reference_kl(inputs)
             metrics["reference_kl"] = "kl_weights", kl
         if "entropy_weights" in columns:
             losses["entropy_weights"] = -inputs.entropy
@@ -83,8 +83,10 @@ class PolicyLoss:
             metrics["cross_entropy"] = "cross_entropy_weights", -inputs.log_probs
         return losses, metrics
 
-    def _reference_kl(self, inputs: LossInputs) -> torch.Tensor:
-        """[tokens]; with correction.unbiased_kl times the ratio of the policy and the server's.
+    def _compute_reference_kl(self, inputs: LossInputs) -> torch.Tensor:
+        """Return the KL to the reference model, [tokens].
+
+        With correction.unbiased_kl it is multiplied by the ratio of the policy and the server's.
 
         DeepSeek-V3.2 (arXiv:2512.02556, equation 7), where the estimator is k3: k3's gradient is
         that of KL(policy || reference) again, whatever policy generated. Log ratios are clamped to
@@ -99,7 +101,7 @@ class PolicyLoss:
             kl = kl * log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
         return kl
 
-    def _policy_loss(self, inputs: LossInputs) -> tuple[torch.Tensor, dict[str, Metric]]:
+    def _compute_policy_loss(self, inputs: LossInputs) -> tuple[torch.Tensor, dict[str, Metric]]:
         name = self.config.loss
         result = LOSSES.bind(name, self.config.loss_settings)(inputs)
         what = f"{LOSSES.setting}={name!r}"

@@ -155,14 +155,15 @@ class Actor:
             mini_batches = [parts[n] for n in numbers]
             metrics = _take_steps(self.workers, columns, mini_batches, temperature=temperature)
         steps = [
-            (of_step, counts[n], parts[n]) for of_step, n in zip(metrics, numbers, strict=True)
+            (step_metrics, counts[n], parts[n])
+            for step_metrics, n in zip(metrics, numbers, strict=True)
         ]
         return _prefix_metrics("actor", _merge_steps(batch, steps))
 
     def _update_prepared(
         self, part: Samples, number: int, algorithm: AlgorithmConfig, seed: Sequence[int]
     ) -> Metrics:
-        """Take the step of a mini-batch whose loss reads columns of all of it (prepared.py).
+        """Take the step of a mini-batch for a loss with prepared columns (inputs.prepared_by).
 
         They are computed from the mini-batch and the policy as it is before this step.
         """
@@ -195,10 +196,10 @@ class Actor:
         check_gaps(gaps, trainer, step)
         samples = training.samples.union(scores)
         columns = samples.select(*(name for name in samples.names if name in SCORE_COLUMNS))
-        of_scores = self.workers.apply(compute_score_metrics, columns, algorithm, trainer, step)
+        score_metrics = self.workers.apply(compute_score_metrics, columns, algorithm, trainer, step)
         rows = [*range(len(training.selected))]
         merged = _merge_steps(training.selected, [(metrics, counts, rows)])
-        return samples, of_scores | _prefix_metrics("actor", merged)
+        return samples, score_metrics | _prefix_metrics("actor", merged)
 
     def _apply(self, function: Callable[..., Any], batch: Samples, *args: object) -> Any:
         return self.workers.apply(function, select_small_columns(batch), *args)
@@ -229,12 +230,12 @@ class Critic:
         columns = *MODEL_INPUTS, "response_mask", "values", "returns"
         batch = batch.select(*(n for n in (*columns, *TRAJECTORY_COLUMNS) if n in batch))
         num, seed = config.algorithm.num_mini_batches, [config.seed, step]
-        of_weights = batch.select(
+        mask_columns = batch.select(
             *(n for n in (*TRAJECTORY_COLUMNS, "response_mask") if n in batch)
         )
         weighted, counts = self.workers.apply(
             map_mini_batches,
-            of_weights,
+            mask_columns,
             num,
             seed,
             add_token_weights,

@@ -65,11 +65,11 @@ class SampleLog:
         if config.every and step % config.every == 0:
             rows = select_first_trajectories(batch, config.max_rows, config.max_tokens)
         shown = range(min(config.num_shown, len(batch)))
-        of_both = rows + [row for row in shown if row not in rows]
-        places = [of_both.index(row) for row in shown]
-        if of_both:
+        selected = rows + [row for row in shown if row not in rows]
+        places = [selected.index(row) for row in shown]
+        if selected:
             path = get_table_path(self._folder, step)
-            for line in self._write(path, batch.take(of_both), len(batch), len(rows), places):
+            for line in self._write(path, batch.take(selected), len(batch), len(rows), places):
                 show_line(f"step {step}: {line}")
 
     def write_evaluation(self, step: int, name: str, batch: Samples) -> None:

@@ -45,7 +45,7 @@ TRAJECTORY_COLUMNS = "group_ids", "trajectories", "segments"  # identify a sampl
 SCORE_COLUMNS = (
     "response_mask", "log_probs", "rollout_log_probs", "entropy", "weight_versions", "replayed",
 )  # fmt: skip
-# Of an optimizer step, not of its tokens.
+# Metrics of an optimizer step, not of its tokens.
 _STEP_METRICS = ("loss", "mtp_loss", "indexer_loss", "grad_norm", "lr")
 _ROUTER_PREFIX = "moe/"
 _ALL_TOKENS_METRIC = "moe/aux_loss"  # a mean over all tokens, with or without a loss
@@ -119,7 +119,7 @@ def _get_compared_version(trainer: TrainerConfig, step: int) -> int | None:
 
 
 def _select_new(batch: Batch, before: Batch) -> Batch:
-    """Return the columns that are not those of `before`."""
+    """Return the columns that `before` does not have."""
     return Batch({n: c for n, c in batch.columns.items() if before.columns.get(n) is not c})
 
 

@@ -1,0 +1,1 @@
+"""New weights into the servers, by shared memory, process group or NIXL."""

@@ -73,7 +73,7 @@ class NixlTransport(ExchangeTransport):
         self._notices: Notices = {}
 
     def _exchange_metadata(self, keys: RendezvousStore) -> None:
-        """Publish this rank's NIXL metadata, and wait for that of its peers."""
+        """Publish this rank's NIXL metadata, and wait for the metadata of its peers."""
         keys.set(f"agent-{self._rank}", self._agent.get_agent_metadata())
         for metadata in keys.multi_get([f"agent-{peer}" for peer in self._peers]):
             self._agent.add_remote_agent(metadata)

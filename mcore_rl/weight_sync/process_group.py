@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import timedelta
@@ -23,7 +23,13 @@ from mcore_rl.parallel.rendezvous import WAITS_ENDED_KEY, RendezvousEndpoint
 from mcore_rl.parallel.store import GlooDevice, GuardedGloo, RendezvousStore
 from mcore_rl.reshard.executor import Bucket, Group, GroupTransport, LocalWeights, MessageTransport
 from mcore_rl.weight_sync.spec import TransferSpec
-from mcore_rl.weight_sync.transport import ExchangeTransport, StreamError, WeightUpdate
+from mcore_rl.weight_sync.transport import (
+    POLL_S,
+    ExchangeTransport,
+    IsLost,
+    StreamError,
+    WeightUpdate,
+)
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import ProcessGroupNCCL
@@ -34,8 +40,6 @@ c10d: Any = torch.distributed  # its groups have no type stubs
 _MESH_S = 15.0
 _UPDATE_BYTES = 128  # of an update, as JSON
 T = TypeVar("T")
-IsLost = Callable[[], bool]  # whether a peer is known to be dead
-POLL_S = 0.5  # interval of calls of IsLost during a wait
 
 
 class ProcessGroupTransport(ExchangeTransport):

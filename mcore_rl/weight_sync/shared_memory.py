@@ -29,7 +29,7 @@ import secrets
 import socket
 import struct
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -53,12 +53,16 @@ from mcore_rl.reshard.executor import (
 )
 from mcore_rl.reshard.planner import Plan
 from mcore_rl.weight_sync.spec import TransferSpec, group_memory_domains, is_checked, plan_transfer
-from mcore_rl.weight_sync.transport import StreamError, WeightTransport, WeightUpdate
+from mcore_rl.weight_sync.transport import (
+    POLL_S,
+    IsLost,
+    StreamError,
+    WeightTransport,
+    WeightUpdate,
+)
 
 _MAX_SLICES_BYTES = 64 << 20  # of a header with the slices of a bucket
 _MAX_HEADER_BYTES = 1 << 20
-_POLL_S = 0.5  # interval of calls of IsLost during a wait
-IsLost = Callable[[], bool]  # whether a peer is known to be dead
 
 
 def connect_shared_memory(
@@ -225,9 +229,8 @@ class ShardSender:
         receiver = f"version {update.version}: generation rank {endpoint.generation_rank}"
         while True:
             try:
-                sock, _ = accept_connection(
-                    self._listener, min(deadline, time.monotonic() + _POLL_S)
-                )
+                self._listener.settimeout(min(POLL_S, max(0.001, deadline - time.monotonic())))
+                sock, _ = self._listener.accept()
             except TimeoutError:
                 if self._is_lost():
                     raise StreamError(f"{receiver} did not come: a server has died") from None
@@ -429,12 +432,6 @@ class Connection:
         if isinstance(error, TimeoutError):
             return StreamError(f"{self.peer} made no move for {self.sock.gettimeout()} s: {doing}")
         return StreamError(f"{self.peer} went away ({error}): {doing}")
-
-
-def accept_connection(listener: socket.socket, deadline: float) -> tuple[socket.socket, Any]:
-    """Accept a connection; raise TimeoutError at `deadline` of time.monotonic()."""
-    listener.settimeout(max(0.001, deadline - time.monotonic()))
-    return listener.accept()
 
 
 def admit_receiver(

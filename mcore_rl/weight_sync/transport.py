@@ -10,10 +10,9 @@ Generation rank g is rank spec.num_training + g.
 from __future__ import annotations
 
 import importlib
-import inspect
 import traceback
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -21,8 +20,9 @@ from typing import Any
 
 import torch
 
-from mcore_rl.config.errors import ConfigError, PeerError
-from mcore_rl.config.import_path import is_import_path, load_user_function
+from mcore_rl.config.errors import PeerError
+from mcore_rl.config.import_path import is_import_path, load_user_class
+from mcore_rl.config.resolve import TRANSPORTS
 from mcore_rl.config.schema import WeightSyncConfig
 from mcore_rl.models.base import HFConfig
 from mcore_rl.parallel.rendezvous import RendezvousEndpoint
@@ -37,6 +37,8 @@ from mcore_rl.reshard.executor import (
 from mcore_rl.weight_sync.spec import TransferSpec, is_checked, plan_transfer
 
 DENSE = "dense"  # every element of every weight
+POLL_S = 0.5  # interval of calls of IsLost during a wait
+IsLost = Callable[[], bool]  # whether a peer is known to be dead
 
 
 class StreamError(PeerError):
@@ -174,22 +176,14 @@ def load_transport_class(name: str) -> type[WeightTransport]:
     Raises:
         ConfigError: it leads nowhere, or to no subclass of WeightTransport with all of its methods.
     """
-    loaded = load_user_function("weight_sync.transport", name)
-    if not (inspect.isclass(loaded) and issubclass(loaded, WeightTransport)):
-        raise ConfigError(
-            f"weight_sync.transport={name!r} is no subclass of "
-            "mcore_rl.weight_sync.transport.WeightTransport; allowed: one, or of ExchangeTransport"
-        )
-    if missing := sorted(loaded.__abstractmethods__):
-        raise ConfigError(
-            f"weight_sync.transport={name!r} has no {', '.join(missing)}; allowed: a subclass of "
-            "WeightTransport with all of its abstract methods"
-        )
+    loaded: type[WeightTransport] = load_user_class(
+        "weight_sync.transport", name, WeightTransport, TRANSPORTS
+    )
     return loaded
 
 
 def check_transport(name: str) -> None:
-    """Import what a transport needs; raise ConfigError if it cannot be used on this machine."""
+    """Import the packages of a transport; raise ConfigError if this machine cannot use it."""
     if is_import_path(name):
         load_transport_class(name)
     elif name == "nixl":

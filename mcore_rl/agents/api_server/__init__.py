@@ -1,0 +1,1 @@
+"""The server of an agent that speaks OpenAI's API: requests, sessions, limits."""

@@ -383,7 +383,7 @@ def build_chat_body(
     """Build the answer to a chat request.
 
     Args:
-        decode_bytes: As `sessions.decode_token_bytes`.
+        decode_bytes: Returns the bytes of each token, as `sessions.decode_token_bytes`.
     """
     bodies = []
     for index, choice in enumerate(choices):

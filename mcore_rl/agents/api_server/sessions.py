@@ -519,7 +519,7 @@ def decode_token_bytes(tokenizer: Any, token_ids: Sequence[int]) -> list[bytes]:
     A token may be a part of a character. An id without a token has no bytes.
 
     Args:
-        tokenizer: Of transformers.
+        tokenizer: A tokenizer of transformers.
     """
     pieces = tokenizer.convert_ids_to_tokens([*token_ids])
     added = tokenizer.get_added_vocab()

@@ -505,7 +505,7 @@ class ImageCodec:
         """Check that a turn may follow.
 
         Args:
-            images: Those of its prompt.
+            images: Digests of the images in the turn's prompt.
             sampled: The turn before.
 
         Raises:

@@ -176,7 +176,7 @@ class TemplateCodec:
         """Return the added token right behind a turn with this text.
 
         Args:
-            fault: What the template does to the text if there is none, for the error.
+            fault: What the template does to the text, for the error without such a token.
 
         Raises:
             ConfigError: There is none.

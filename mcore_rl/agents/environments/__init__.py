@@ -1,0 +1,1 @@
+"""Environments: the contract, and the built-in ones."""

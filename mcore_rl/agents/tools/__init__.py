@@ -1,0 +1,1 @@
+"""Tools of an agent: the contract, built-in ones, MCP servers."""

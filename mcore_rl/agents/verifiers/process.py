@@ -122,9 +122,8 @@ class BridgeProcess:
         """
         if self._starting is None:
             self._starting = asyncio.create_task(self._start_or_kill())
-        ready: dict[str, Any] = await asyncio.shield(
-            self._starting
-        )  # other rollouts wait for it, too
+        # Shielded: other rollouts wait for it, too.
+        ready: dict[str, Any] = await asyncio.shield(self._starting)
         return ready
 
     async def ask(self, op: str, **arguments: object) -> dict[str, Any]:

@@ -1,0 +1,1 @@
+"""The FSDP2 engine: models of transformers, sharded by rows."""

@@ -528,7 +528,7 @@ def _merge(
     local: range,
     config: LoRAConfig,
 ) -> torch.Tensor:
-    """Return rows of a weight with those of its adapter, computed in float32."""
+    """Return rows of a weight with its adapter merged, computed in float32."""
     if adapter is None:
         return rows
     a, b = adapter

@@ -302,7 +302,7 @@ def load_weights(
     """Read this rank's shards of a checkpoint. A value head that it lacks is zero.
 
     Args:
-        local_weights: Those of iter_local, to be filled.
+        local_weights: Result of iter_local; its tensors are filled.
         weights: The rules of all ranks.
 
     Raises:
@@ -340,7 +340,7 @@ def load_weights(
 
 
 def list_unread(reader: CheckpointReader, expected: Collection[str]) -> list[str]:
-    """Return the tensors of a checkpoint that are not among those of the model."""
+    """Return the tensors of a checkpoint that the model does not have."""
     return [name for name in reader.get_shapes() if name not in expected]
 
 
@@ -355,7 +355,7 @@ def allocate(root: ShardedPolicy, device: torch.device, buffer_device: torch.dev
     """Give a model memory, with the buffers that no checkpoint has (rotary frequencies).
 
     Args:
-        buffer_device: Of buffers, which FSDP does not move with the parameters of a layer.
+        buffer_device: Device of buffers, which FSDP does not move with the parameters of a layer.
     """
     root.to_empty(device=device)
     root.model.tie_weights()

@@ -152,7 +152,7 @@ def check_rules(weights: Sequence[Weight], shapes: Mapping[str, tuple[int, ...]]
     """Raise RuntimeError unless the weights are the parameters of the model on a single rank.
 
     Args:
-        shapes: Of the model's parameters, by name.
+        shapes: Shapes of the model's parameters, by name.
     """
     expected: dict[str, tuple[int, ...]] = {}
     for weight in (weight for weight in weights if not weight.replica):

@@ -75,7 +75,7 @@ class _Chunks:
 
     @cached_property
     def rows(self) -> torch.Tensor:
-        """Return the row of each token among those of all chunks."""
+        """Return the row of each token in the rows of all chunks."""
         lengths = self.starts.diff()
         num_tokens = int(self.starts[-1])
         shift = (self.firsts * _CHUNK - self.starts[:-1]).repeat_interleave(

@@ -46,7 +46,7 @@ class LanguageModelHead:
         all).
 
         Args:
-            outputs: Of each depth, [tokens / tp, 1, hidden].
+            outputs: Hidden states of each depth, [tokens / tp, 1, hidden].
         """
         head = model.head_weight
         losses = []

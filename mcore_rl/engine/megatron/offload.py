@@ -39,7 +39,7 @@ def move_parts(
     optimizer detaches them from the buffer that they are views of (optimizer/optimizer.py:555).
 
     Args:
-        mirrors: Of parameters and optimizer state; the same objects in every call.
+        mirrors: Copies of parameters and optimizer state; the same objects in every call.
     """
     is_offload, has_gradients = place == "host", "gradients" in parts
     # On the CPU lane the device is the host: memory is freed, and nothing needs to move.

@@ -14,7 +14,7 @@ from mcore_rl.engine.packing import MicroBatch, PackSplit
 from mcore_rl.parallel.balance import SequenceCost, estimate_sequence_cost
 
 _FLOAT8_TOKENS = 32  # a multiple that all float8 recipes take (fp8_utils.py:318)
-# Of ranks whose blocks are gathered. With any other number Transformer Engine dequantises the
+# A multiple for ranks whose blocks are gathered. With another Transformer Engine dequantises the
 # blocks, gathers bfloat16, and quantises again (pytorch/distributed.py, _all_gather_fp8_blockwise).
 _GATHERED_BLOCK_TOKENS = 128
 
@@ -23,7 +23,7 @@ def read_pack_split(config: TransformerConfig | None = None) -> PackSplit:
     """Return the split of packs over Megatron's ranks.
 
     Args:
-        config: Of a model whose products may be float8, which take tokens in blocks.
+        config: Config of the model: float8 products take tokens in blocks. None: no float8.
     """
     tp, multiple = parallel_state.get_tensor_model_parallel_world_size(), 1
     if config is not None and config.fp8 is not None:

@@ -248,7 +248,7 @@ DENIED: Mapping[str, str] = {
     ),
 }  # fmt: skip
 
-# What a field needs, unless it is false or null: Transformer Engine's modules ("te"), a GPU
+# Requirement of a field, unless it is false or null: Transformer Engine's modules ("te"), a GPU
 # ("cuda"), the flex dispatcher, or Muon.
 NEEDS: Mapping[str, str] = {
     "moe_permute_fusion": "te",
@@ -318,7 +318,7 @@ def read_fields(key: str, values: Mapping[str, Any]) -> PassedFields:
 
 
 def read_engine_fields(engine: EngineConfig) -> PassedFields:
-    """Return the fields of an engine's settings, with those of its float8 products."""
+    """Return the fields of an engine's settings, float8 products included."""
     passed, fp8 = read_fields("megatron", engine.megatron), engine.fp8
     if fp8.recipe == "off":
         return passed
@@ -360,7 +360,7 @@ def check_fields(key: str, engine: EngineConfig, lane: str) -> None:
 
 
 def _check_float8(key: str, engine: EngineConfig, lane: str, *, is_local: bool) -> None:
-    """Check that ranks have what a recipe of float8 needs: modules, a GPU, and CUDA."""
+    """Check the requirements of a float8 recipe: modules, a GPU, and CUDA."""
     recipe = engine.fp8.recipe
     setting = f"{key}.fp8.recipe={recipe!r}"
     _check_need("te", setting, key, engine, lane)

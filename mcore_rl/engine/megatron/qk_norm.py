@@ -27,7 +27,7 @@ class AllHeadsNorm(RMSNorm):
         """Build the norm of a layer.
 
         Args:
-            hidden_size: Of one head, as Megatron's attention passes it.
+            hidden_size: Size of one head, as Megatron's attention passes it.
             heads_field: Field of the config with the number of heads, of all ranks.
         """
         super().__init__(config, getattr(config, heads_field) * hidden_size, eps)

@@ -18,14 +18,14 @@ def compute_frequencies(rope_parameters: Mapping[str, Any], dim: int) -> tuple[t
     They are those of transformers, in its arithmetic; vLLM's is the same.
 
     Args:
-        rope_parameters: Of models/rope.py, read_scaling.
+        rope_parameters: Result of read_scaling (models/rope.py).
         dim: Rotated dimensions of a head.
     """
     from transformers import LlamaConfig  # slow to import, and most models have no scaling
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     parameters = dict(rope_parameters)
-    # Of the fields of a model, these functions read its head only; the positions avoid a warning.
+    # These functions read the size of a head only; the positions avoid a warning.
     positions = parameters.get("original_max_position_embeddings", 1) * parameters["factor"]
     config = LlamaConfig(
         hidden_size=dim,

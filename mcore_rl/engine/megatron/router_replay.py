@@ -257,9 +257,8 @@ def validate_experts(
             f"router replay: column {name!r} has experts {values.min()} to {values.max()}; "
             f"allowed: 0 to {num_experts - 1}"
         )
-    is_twice = (np.diff(np.sort(values, axis=-1), axis=-1) == 0).any(
-        axis=-1
-    )  # [tokens, MoE layers]
+    # [tokens, MoE layers]
+    is_twice = (np.diff(np.sort(values, axis=-1), axis=-1) == 0).any(axis=-1)
     if is_twice.any():
         token, index = np.argwhere(is_twice)[0]
         row = int(np.searchsorted(column.offsets, token, side="right")) - 1

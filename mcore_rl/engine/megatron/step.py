@@ -87,7 +87,7 @@ def pop_indexer_loss(config: Any, num_tokens: int, device: torch.device) -> torc
     Collective over the stages of the pipeline.
 
     Args:
-        num_tokens: Of all ranks, whose results sum to the mean over tokens and layers.
+        num_tokens: Tokens of all ranks, whose results sum to the mean over tokens and layers.
     """
     tracker: dict[str, Any] = DSAIndexerLossLoggingHelper.tracker
     loss = torch.as_tensor(tracker.pop("sum", 0.0), dtype=torch.float32, device=device).clone()
@@ -121,7 +121,7 @@ def compute_training_loss(
 
     Args:
         mtp_loss_coef: Coefficient of the multi-token prediction loss, which "loss" is without.
-        with_scores: As compute_loss.
+        with_scores: Add log-probs and entropy to the result: see compute_loss.
     """
     output, *mtp_outputs = output.chunk(1 + len(micro.mtp_targets))
     scores = head(chunk, output, micro)

@@ -59,7 +59,7 @@ class SGLangProcess:
 
     Args:
         python: Interpreter; "" for that of this process.
-        arguments: Of `sglang.launch_server`, without address and key.
+        arguments: Arguments of `sglang.launch_server`, without address and key.
     """
 
     def __init__(self, python: str, arguments: Mapping[str, Any]) -> None:
@@ -73,7 +73,7 @@ class SGLangProcess:
         self._folder = tempfile.TemporaryDirectory(prefix="sglang-")
         path = Path(self._folder.name, "key.yaml")
         path.write_text(json.dumps({"api-key": self.key}))
-        # Of two equal options the last counts, also of an abbreviated one.
+        # The last of two equal options counts, abbreviated ones included.
         options = {**arguments, "config": str(path), "host": _HOST, "port": port}
         words = [python, "-m", "sglang.launch_server", *build_command_line(options)]
         environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
@@ -105,7 +105,7 @@ class SGLangProcess:
         self._folder.cleanup()
 
     def close(self) -> None:
-        """End the process and those that it has started."""
+        """End the process and its descendants."""
         children = []
         with contextlib.suppress(psutil.Error):
             children = psutil.Process(self._process.pid).children(recursive=True)

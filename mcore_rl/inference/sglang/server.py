@@ -355,7 +355,7 @@ class SGLangServer(GenerationServer):
 
     @asynccontextmanager
     async def _pause(self, call: Call, *, keep: bool) -> AsyncIterator[None]:
-        """Pause all requests, also those of others, until the server serves again."""
+        """Pause all requests, also of other clients, until the server serves again."""
         gate = self._request_gate
         async with gate.run_beside_requests(call) if keep else gate.run_alone(call):
             await self._call("/pause_generation", mode="retract")

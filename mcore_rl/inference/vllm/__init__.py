@@ -1,0 +1,1 @@
+"""vLLM as a rollout backend: the server, its workers, new weights, patches."""

@@ -79,7 +79,7 @@ def patch_clients() -> None:
         answers = await client.call_utility_all_async(
             "collective_rpc", method, timeout, args, kwargs
         )
-        return [answer for of_rank in answers for answer in of_rank]
+        return [answer for rank_answers in answers for answer in rank_answers]
 
     DPLBAsyncMPClient.collective_rpc_async = call
 

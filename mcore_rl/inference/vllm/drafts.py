@@ -23,7 +23,7 @@ def build_draft_arguments(num_tokens: int, moe_backend: str | None) -> dict[str,
     """Return vLLM's engine arguments for drafts of `num_tokens`; patch its sampler on a CPU.
 
     Args:
-        moe_backend: That of the served model, which vLLM's draft model does not inherit
+        moe_backend: Backend of the served model, which vLLM's draft model does not inherit
             (config/speculative.py, _DRAFT_VLLM_CONFIG_OVERRIDES).
     """
     if not num_tokens:

@@ -18,7 +18,7 @@ class RequestImages:
 
     Args:
         model_path: Checkpoint, which has the image processor if the model takes images.
-        folder: Of the ImageStore; "": there is none.
+        folder: Folder of the ImageStore; "": there is none.
     """
 
     def __init__(self, model_path: str, folder: str) -> None:

@@ -120,9 +120,7 @@ class Trace:
         for hook in self._hooks:
             hook.remove()
         for router in self._routers:
-            del (
-                router.select_experts
-            )  # the instance attribute: the method of the class is used again
+            del router.select_experts  # of the instance; that of the class is used again
         return {name: torch.cat(steps) for name, steps in self._outputs.items()}
 
 

@@ -1,0 +1,1 @@
+"""`mcore-rl convert`: checkpoints between Hugging Face's format and Megatron's."""

@@ -111,10 +111,10 @@ def split_into_files(parameters: Sequence[Parameter]) -> Iterator[tuple[Paramete
     return map(tuple, group_by_size(parameters, limit))
 
 
-def parse_dtype(option: str, allowed: Mapping[str, torch.dtype], name: str) -> torch.dtype:
-    """Return the dtype of an option; raise ConfigError for a name that is not allowed."""
+def parse_dtype(name: str, allowed: Mapping[str, torch.dtype]) -> torch.dtype:
+    """Return the dtype of --dtype; raise ConfigError for a name that is not allowed."""
     if name not in allowed:
-        raise ConfigError(f"{option}={name}; allowed: {', '.join(allowed)}")
+        raise ConfigError(f"--dtype={name}; allowed: {', '.join(allowed)}")
     return allowed[name]
 
 

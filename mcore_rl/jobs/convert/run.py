@@ -194,7 +194,7 @@ def _append(journal: IO[str], value: Any) -> None:
 
 
 def _normalize_json(value: Any) -> Any:
-    """Return a value as it is read from JSON."""
+    """Convert a value to JSON and back."""
     return json.loads(json.dumps(value))
 
 

@@ -113,7 +113,7 @@ def plan_conversion(
         ConfigError: The folder is no checkpoint, or of another model than it says.
     """
     check_choice("--lora", lora, LORA)
-    target = parse_dtype("--dtype", DTYPES, dtype) if dtype else None
+    target = parse_dtype(dtype, DTYPES) if dtype else None
     source = open_megatron_checkpoint(checkpoint, reference)
     if target == fp8.QUANTIZED and get_frozen_prefixes(read_config(source.companions)):
         raise ConfigError(

@@ -99,7 +99,7 @@ def plan_conversion(model: Path, output: Path, layout: Layout, dtype: str | None
             f"the weights of {model} are in {format_dtype(main_dtype)}, which the engine does not "
             f"compute in; allowed: --dtype with {' or '.join(DTYPES)}"
         )
-    target = parse_dtype("--dtype", DTYPES, dtype or format_dtype(main_dtype))
+    target = parse_dtype(dtype or format_dtype(main_dtype), DTYPES)
     check_aliases(reader, weights)
     from mcore_rl.engine.megatron.conversion import build_meta_model  # imports Megatron
 

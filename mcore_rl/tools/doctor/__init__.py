@@ -1,0 +1,1 @@
+"""`mcore-rl doctor`: faults of nodes, and differences between them."""

@@ -79,12 +79,8 @@ def _count_gpus() -> int:
         return len(list(filter(None, visible.split(","))))
     try:
         return len(list_gpus())
-    except (
-        OSError,
-        subprocess.SubprocessError,
-        ValueError,
-    ):  # the check of devices has a finding on it
-        return 0
+    except (OSError, subprocess.SubprocessError, ValueError):
+        return 0  # the check of devices has a finding on it
 
 
 def _run_ranks(
@@ -117,9 +113,8 @@ def _run_ranks(
         if not reason:
             report.add(_CHECK, "ok", "measured")
             return _read_text(stdout)
-        last_error = (
-            [line for line in _read_text(stderr).splitlines() if "Error" in line] or [""]
-        )[-1]
+        errors = [line for line in _read_text(stderr).splitlines() if "Error" in line]
+        last_error = errors[-1] if errors else ""
         owners = [node for node, count in zip(nodes, counts, strict=True) for _ in range(count)]
         value = _RANK.sub(
             lambda m: f"{m[0]} ({owners[int(m[1])]})", f"{reason} {last_error}".strip()

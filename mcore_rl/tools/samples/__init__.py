@@ -1,0 +1,1 @@
+"""`mcore-rl samples`: trajectories of a run, in a table or on pages."""

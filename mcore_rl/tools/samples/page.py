@@ -285,9 +285,8 @@ def _split_messages(
         if piece.text == _RESULT and role == "tool":  # of several in a message, or after a header
             opened = ""
         begins_turn = piece_turn >= 0 and piece_turn != turn
-        is_continued = (
-            begins_turn and turn < 0 and role == "assistant"
-        )  # after the header of a turn
+        # After the header of a turn.
+        is_continued = begins_turn and turn < 0 and role == "assistant"
         if (opened or begins_turn) and not is_continued:
             if message:
                 yield role, turn, message

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 from mcore_rl.algorithms.estimates import (
-    MAX_SAMPLES,
     compute_mean_and_error,
     majority_at_k,
     pass_at_k,
 )
+from mcore_rl.config.resolve_train import MAX_N
 
 
 def cases(num_cases: int):
@@ -81,11 +81,11 @@ def test_majority_at_k_by_hand():
 
 
 def test_majority_at_k_holds_for_as_many_responses_as_are_allowed():
-    half = MAX_SAMPLES // 2
+    half = MAX_N // 2
     answers = ["a"] * half + ["b"] * half
-    result = majority_at_k(answers, [True] * half + [False] * half, [1, half, MAX_SAMPLES])
+    result = majority_at_k(answers, [True] * half + [False] * half, [1, half, MAX_N])
     assert result == pytest.approx([0.5, 0.5, 0.5])
-    sure = majority_at_k(["a"] * MAX_SAMPLES, [True] * MAX_SAMPLES, [1, half])
+    sure = majority_at_k(["a"] * MAX_N, [True] * MAX_N, [1, half])
     assert sure == pytest.approx([1.0, 1.0])
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from mcore_rl.config import json_file
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.config.json_file import parse_json_object, read_json_object
+from mcore_rl.config.json_file import read_json_object
 
 
 def test_an_object_is_read(tmp_path):
@@ -43,11 +43,3 @@ def test_a_file_without_end_is_not_read_to_it(tmp_path, monkeypatch):
     (tmp_path / "a.json").write_text('{"a": 1234}')
     with pytest.raises(ConfigError, match="has more than 10 bytes"):
         read_json_object(tmp_path / "a.json")
-
-
-def test_pairs_may_be_refused():
-    def refuse(pairs: list[tuple[str, object]]) -> dict[str, object]:
-        raise ConfigError(f"pairs: {pairs}")
-
-    with pytest.raises(ConfigError, match=r"pairs: \[\('a', 1\), \('a', 2\)\]"):
-        parse_json_object(b'{"a": 1, "a": 2}', "x", refuse)

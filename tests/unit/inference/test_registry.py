@@ -87,7 +87,7 @@ def test_the_default_is_a_server_of_vllm_with_all_features(tmp_path):
         ("trtllm", "rollout.backend='trtllm'; allowed: 'vllm', 'sglang', or the import path of "),
         ("{file}:Missing", "server.py' has no function 'Missing'; it has: Server, Unfinished, bu"),
         ("{file}:build", "is no subclass of mcore_rl.inference.protocol.GenerationServer; allowed"),
-        ("{file}:Unfinished", "has no abort, load_checkpoint, submit; allowed: a subclass of Gen"),
+        ("{file}:Unfinished", "does not define abort, load_checkpoint, submit; allowed: a subcl"),
         ("/nowhere.py:Server", "cannot be imported: FileNotFoundError"),
         ("os:system", "is Python's own posix.system; allowed: a function that was written for"),
     ],

@@ -63,7 +63,7 @@ def test_a_rank_that_waits_for_ever_ends_the_suite(monkeypatch, tmp_path):
     ("transport", "message"),
     [
         (f"{FAULTY}:build", "is no subclass of mcore_rl.weight_sync.transport.WeightTransport; al"),
-        (f"{FAULTY}:Unfinished", "has no receive, send; allowed: a subclass of WeightTransport"),
+        (f"{FAULTY}:Unfinished", "does not define receive, send; allowed: a subclass of mcore_rl."),
         (f"{FAULTY}:Missing", "has no function 'Missing'; it has: LosesSlice, "),
         ("os:system", "is Python's own posix.system"),
     ],
