@@ -37,6 +37,8 @@ def run(start_job):
         "warm_start.layout.dp=1",  # less work in all; test_kill.py has the recipe's two ranks
         f"trainer.num_steps={RL_STEPS}",
         f"trainer.eval_samples={TESTS}",
+        "profile.steps=[2]",
+        "profile.ranks=[0,1]",
         "seed=1",
     )
     return ended_under_siege(job)
@@ -314,5 +316,6 @@ def test_nothing_is_left_but_the_output(name, request):
     assert job.left() == []
     expected = {"checkpoint", "config.json", "logs", "metrics.jsonl", "reward_curve.png"}
     expected |= {"summary.json", "tensorboard", "timeline.jsonl", "samples", "evaluations"}
-    run_folders = {"task", "warm_start"} if name == "run" else set()
+    expected |= {"expert_load.jsonl"}
+    run_folders = {"task", "warm_start", "profiles"} if name == "run" else set()
     assert {path.name for path in job.output.iterdir()} == expected | run_folders
