@@ -62,7 +62,7 @@ def open_page(tab: BrowserPage, path: Path, **window) -> None:
 def test_every_plot_is_drawn_at_this_width_without_errors(tab, runs, width, theme):
     open_page(tab, runs / "a" / "report.html", width=width, theme=theme)
     num_cards = tab.evaluate("document.querySelectorAll('.card').length")
-    assert (int(tab.evaluate(DRAWN)), num_cards) == (23, 23)
+    assert (int(tab.evaluate(DRAWN)), num_cards) == (24, 24)
     assert tab.evaluate(EMPTY) == []
     assert tab.evaluate("document.documentElement.scrollWidth") == width
     widths = tab.evaluate("[...document.querySelectorAll('.main-svg')].map(s => s.clientWidth)")
