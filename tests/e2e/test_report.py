@@ -154,6 +154,8 @@ def test_other_commands_have_their_page(tab, tmp_path, kind):
     open_page(tab, folder / "report.html", width=400)
     assert tab.evaluate(EMPTY) == [] and tab.errors == []
     titles = tab.evaluate("[...document.querySelectorAll('.card h3')].map(h => h.textContent)")
+    samples = tab.evaluate("document.getElementById('browser').textContent")
+    assert ("writes no samples" in samples) == (kind != "eval")
     expected = ["Set math"] if kind == "eval" else ["Accuracy", "Loss", "Learning rate"]
     assert titles == expected
 

@@ -74,8 +74,9 @@ LINES = (
     Lines("parts", "Reward parts", "Means of reward/PART: terms of the reward, and what else it "
           "reports.", ("reward/*", "eval/*/reward/*", "role/*"), "reward"),
     Lines("preferences", "Preferences", "Rewards of the chosen and of the rejected response, and "
-          "their difference.", ("margin", "reward_chosen", "reward_rejected", "eval/*/margin"),
-          "reward"),
+          "their difference; eval/SET on held-out pairs.",
+          ("margin", "reward_chosen", "reward_rejected", "eval/*/margin", "eval/*/reward_chosen",
+           "eval/*/reward_rejected"), "reward"),
     Lines("kl", "KL", "To the policy before the update (approx_kl), to the reference model "
           "(reference_kl), and of trainer and servers (mismatch).", ("*approx_kl", "*reference_kl",
           "*distillation_kl", "mismatch/kl", "mismatch/k3_kl"), "nats"),
@@ -199,6 +200,8 @@ class FigureBuilder:
         if not data:
             return None
         layout = _build_layout("step", lines.unit)
+        if len({y for trace in data for y in trace["y"]}) == 1:
+            layout["yaxis"]["rangemode"] = "tozero"  # else Plotly draws one around a small number
         if lines.is_log and any((y or 0) > 0 for trace in data for y in trace["y"]):
             layout["yaxis"]["type"] = "log"
         return Figure(

@@ -141,7 +141,7 @@ function makeChoice(label, options, index, choose) {
 
 function drawSamples() {
   const box = document.getElementById("browser"), choice = state.sample;
-  if (!state.data.samples.some((entry) => entry.samples.length)) { box.replaceChildren(make("p", {}, "There are none: the run has written no table of samples yet.")); return; }
+  if (!state.data.samples.some((entry) => entry.samples.length)) { const texts = state.data.samples.flatMap((entry) => entry.notes); box.replaceChildren(...(texts.length ? [...new Set(texts)] : ["There are none: the run has written no table of samples yet."]).map((text) => make("p", {}, text))); return; }
   choice.run = Math.min(choice.run, state.data.samples.length - 1);
   const sources = ["", ...new Set(state.data.samples[choice.run].samples.map((sample) => sample.source))];
   if (!sources.includes(choice.source)) choice.source = "";

@@ -32,8 +32,8 @@ Sample = dict[str, Any]
 def collect_samples(run: Run, num: int) -> tuple[list[Sample], list[str]]:
     """Return at most `num` samples of a run, newest first, spread over its tables.
 
-    The second list says what is left out, of tables that an older version has written: their rows
-    are shown with the columns that are there.
+    The second list has notes: that a command writes none, and what is left out of tables that an
+    older version has written, whose rows are shown with the columns that are there.
 
     A sample has label, step, reward, tokens, facts, and messages with spans of text; a span of
     tokens that the policy chose has their numbers: [servers, trainer, advantage], log-probs in
@@ -44,6 +44,8 @@ def collect_samples(run: Run, num: int) -> tuple[list[Sample], list[str]]:
     """
     if not num:
         return [], []
+    if run.kind in ("sft", "dpo", "rm"):
+        return [], [f"mcore-rl {run.kind} writes no samples: it trains on those of its data."]
     missing: dict[str, list[str]] = {}  # tables without some columns, by the columns
     if run.kind == "eval":
         tables = sorted((run.folder / SAMPLES).glob("*.parquet"))

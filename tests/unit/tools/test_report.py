@@ -373,13 +373,32 @@ def test_peaks_stay_when_a_line_is_thinned():
     [
         ("sft", {"loss": 1.0, "lr": 1e-4, "grad_norm": 1.0}, ["loss", "gradient", "rate"]),
         ("dpo", {"loss": 0.7, "accuracy": 0.5, "margin": 0.1}, ["accuracy", "loss", "preferences"]),
-        ("rm", {"loss": 0.7, "accuracy": 0.5}, ["accuracy", "loss"]),
+        (
+            "rm",
+            {"loss": 0.7, "accuracy": 0.5, "eval/test/reward_chosen": 0.1},
+            ["accuracy", "loss", "preferences"],
+        ),
     ],
 )
 def test_supervised_run_has_its_figures(tmp_path, kind, metrics, expected):
     folder = write_run(tmp_path / "a", kind, [metrics])
     assert list(build_figures(folder)) == [f"training-{name}" for name in expected]
     assert read_runs([folder])[0].kind == kind
+
+
+@pytest.mark.parametrize("kind", ["sft", "dpo", "rm"])
+def test_supervised_run_says_that_it_writes_no_samples(tmp_path, kind):
+    folder = write_run(tmp_path / "a", kind, [{"loss": 1.0}])
+    note = f"mcore-rl {kind} writes no samples: it trains on those of its data."
+    assert collect_samples(read_runs([folder])[0], 10) == ([], [note])
+
+
+def test_constant_line_is_drawn_from_zero_on(tmp_path):
+    """Plotly would draw a learning rate of 1e-4 from -1 to 1."""
+    rows = [{"lr": 1e-4, "loss": 1.0}, {"lr": 1e-4, "loss": 2.0}]
+    figures = build_figures(write_run(tmp_path / "a", "sft", rows))
+    modes = {name: figure.layout.yaxis.rangemode for name, [figure] in figures.items()}
+    assert modes == {"training-loss": None, "training-rate": "tozero"}
 
 
 def test_evaluation_has_scores_and_texts(tmp_path):
