@@ -14,6 +14,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from mcore_rl.config.schema import Layout
 from tests import attacks
+from tests.e2e.outcomes import count_trace_events
 from tests.e2e.processes import listeners
 from tests.nightly import nightly
 from tests.terminal import seen_on_terminal
@@ -307,6 +308,16 @@ def test_transformers_loads_the_export_and_its_answers_are_in_format(run):
     example = summary(run)["example"]
     assert shown.fullmatch(example["response"])
     assert example["prompt"].endswith("<|im_start|>assistant\n")
+
+
+def test_trace_of_a_step_has_the_update_and_the_push(run):
+    folder = run.output / "profiles" / "step_000002"
+    files = sorted(folder.iterdir())
+    assert [file.name for file in files] == ["actor-0.json.gz", "actor-1.json.gz"]
+    for file in files:
+        events = count_trace_events(file)
+        assert events["forward_backward"] >= events["optimizer_step"] >= 1
+        assert events["send_weights"] == 1
 
 
 @pytest.mark.parametrize("name", EACH)
