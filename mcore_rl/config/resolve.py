@@ -52,9 +52,11 @@ from mcore_rl.config.schema import (
     AnyData,
     AsynchronousConfig,
     DataConfig,
+    Layout,
     ModelConfig,
     OptimizerConfig,
     PlacementConfig,
+    ProfileConfig,
     RLConfig,
     TrainConfig,
     TrainerConfig,
@@ -80,6 +82,7 @@ TASKS = ("", "calculator", "code", "countdown", "last_digit", "pictures")
 LONG_PROMPTS = ("refuse", "drop")
 OWN_POOL = "own"
 MIN_CURRICULUM_WEIGHT = 1e-6  # a prompt of no weight would never be tried again
+MAX_PROFILES = 64  # traces of a model
 MAX_SEED = 2**32 - 1  # numpy's global generator, which vLLM seeds, takes no more
 MODES = ("sync", "one_step_off", "fully_async")
 DEFAULT_STALENESS = {"sync": 0, "one_step_off": 1, "fully_async": 2}
@@ -200,6 +203,8 @@ def resolve_for_lane(config: RLConfig, lane: str, *, has_experts: bool = False) 
             "weight_sync.method='disaggregated', 'full_export'"
         )
     check_lane_batches(config, lane)
+    resolve_profile(config, config.actor.layout, lane)
+    check_profile_steps(config.profile, config.trainer.num_steps)
     staleness = get_staleness(config.trainer)
     dtype = config.model.dtype if config.model.dtype != "auto" else DTYPE_OF_LANE[lane]
     for key in ("actor", "critic", "reward_model"):
@@ -225,6 +230,41 @@ def resolve_for_lane(config: RLConfig, lane: str, *, has_experts: bool = False) 
         algorithm = replace(algorithm, loss_aggregation_settings=settings)
     model = replace(config.model, dtype=dtype)
     return replace(config, model=model, trainer=trainer, algorithm=algorithm)
+
+
+def resolve_profile(config: RLConfig | TrainConfig, layout: Layout, lane: str) -> None:
+    """Check the settings of profiles on a lane, "cuda" or "cpu", of a trained model's layout."""
+    profile = config.profile
+    for step in profile.steps:
+        check_at_least("profile.steps", step, 1)
+    for rank in profile.ranks:
+        check_between("profile.ranks", rank, 0, layout.world_size - 1)
+    for name, values in (("steps", profile.steps), ("ranks", profile.ranks)):
+        if len({*values}) < len(values):
+            raise ConfigError(f"profile.{name}={values}: a number is there twice; allowed: once")
+    if profile.steps and not profile.ranks:
+        raise ConfigError("profile.ranks=[] profiles nothing; allowed: ranks of the trained model")
+    if (num := len(profile.steps) * len(profile.ranks)) > MAX_PROFILES:
+        raise ConfigError(
+            f"profile.steps and profile.ranks make {num} traces of each model; allowed: up to "
+            f"{MAX_PROFILES}"
+        )
+    check_at_least("profile.max_trace_bytes", profile.max_trace_bytes, 1)
+    if profile.memory and lane == "cpu":
+        raise ConfigError(
+            "profile.memory=true: torch records the memory of CUDA's allocator alone, and the ranks"
+            " compute on CPUs; allowed: false"
+        )
+    if profile.memory and not profile.steps:
+        raise ConfigError("profile.memory=true without profile.steps; allowed: steps to profile")
+
+
+def check_profile_steps(profile: ProfileConfig, num_steps: int) -> None:
+    """Raise ConfigError for a profiled step beyond the last one of the run."""
+    if profile.steps and max(profile.steps) > num_steps:
+        raise ConfigError(
+            f"profile.steps={profile.steps}; allowed: the run's steps 1 to {num_steps}"
+        )
 
 
 def resolve_checkpoint(config: RLConfig | TrainConfig) -> None:

@@ -543,6 +543,17 @@ class CheckpointConfig:
 
 
 @dataclass
+class ProfileConfig:
+    """Traces of training ranks by torch.profiler: docs/report.md."""
+
+    steps: list[int] = field(default_factory=list)  # trainer steps to trace; empty: none
+    ranks: list[int] = field(default_factory=lambda: [0])  # of each model of the run
+    max_trace_bytes: int = 1 << 30  # largest trace, before compression; a larger one is dropped
+    # also a snapshot of the allocator's memory, for https://pytorch.org/memory_viz; GPU lane
+    memory: bool = False
+
+
+@dataclass
 class WarmStartConfig:
     """Supervised training before reinforcement learning."""
 
@@ -608,6 +619,7 @@ class RLConfig:
     timeouts: TimeoutsConfig = field(default_factory=TimeoutsConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    profile: ProfileConfig = field(default_factory=ProfileConfig)
 
     @property
     def max_sequence_tokens(self) -> int:
@@ -709,6 +721,7 @@ class TrainConfig:
     evaluation: HeldOutConfig = field(default_factory=HeldOutConfig)
     timeouts: TimeoutsConfig = field(default_factory=TimeoutsConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    profile: ProfileConfig = field(default_factory=ProfileConfig)
 
     @property
     def inner_timeout_s(self) -> float:

@@ -105,6 +105,9 @@ class BaseEngine(ABC):
         world_rank: This rank, among those of the layout.
         hf_config: config.json of the model, as it is trained (CheckpointReader.read_config).
         num_mtp_layers: Multi-token prediction layers that it trains.
+        expert_load: Tokens of each expert in the last optimizer step, over all ranks and without
+            padding: float64 [experts] on the CPU, by decoder layer. Empty for a model without
+            experts, before the first step, and for an engine that does not count them.
         shard_format: What get_local_weights returns: "full", every tensor of the checkpoint whole,
             by its name there; "megatron", parameters by the family's rules; or "rows", rows of the
             parameters of a model of transformers (reshard/rules.StackedRows).
@@ -119,6 +122,7 @@ class BaseEngine(ABC):
     def __init__(self, spec: EngineSpec) -> None:
         """Keep the inputs; `initialize` builds the model."""
         self.spec, self.layout = spec, spec.engine.layout
+        self.expert_load: dict[int, torch.Tensor] = {}
         self._offloaded: frozenset[str] = frozenset()  # names of parts, as `move` gets them
 
     # Every engine implements these.

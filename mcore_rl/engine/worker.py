@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from torch.profiler import record_function
 
 from mcore_rl.checkpoint.hf_writer import reserve_folder, write_checkpoint
 from mcore_rl.checkpoint.peft import FOLDER, Factors, pack_adapters, write_adapters
@@ -32,6 +33,7 @@ from mcore_rl.engine.base import (
     Place,
     create_engine,
 )
+from mcore_rl.engine.profiling import StepProfiler
 from mcore_rl.parallel.devices import detect_device
 from mcore_rl.parallel.rendezvous import RendezvousEndpoint, RendezvousServer
 from mcore_rl.reshard.layout import GenerationLayout
@@ -83,6 +85,7 @@ class ModelWorker:
         self._rendezvous: RendezvousServer | None = None
         self._transport: WeightTransport | None = None
         self._saving: PendingSave | None = None
+        self._profiler: StepProfiler | None = None
         self._is_offloaded = False  # a part of the model, at least
 
     def close(self) -> None:
@@ -95,8 +98,10 @@ class ModelWorker:
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, is_start=True)
     def initialize(self) -> None:
         self._engine.initialize()
+        detect_device().reset_peak_memory()
 
     @register(dispatch_mode=Dispatch.MEGATRON_COMPUTE, reads=(*_SCORED, EXPERTS), writes=_SCORES)
+    @record_function("compute_log_probs")
     def compute_log_probs(
         self, batch: Batch, *, temperature: float, replay: bool = True
     ) -> Batch | None:
@@ -126,18 +131,21 @@ class ModelWorker:
         return select_stage_experts(batch, self._engine.expert_layers)
 
     @register(dispatch_mode=Dispatch.MEGATRON_COMPUTE, reads=_SCORED, writes=_SCORES)
+    @record_function("compute_reference_log_probs")
     def compute_reference_log_probs(self, batch: Batch, *, temperature: float) -> Batch | None:
         """Add log_probs and entropy of the base model of a LoRA actor: without its adapters."""
         self._onload()
         return self._engine.infer_batch(batch, temperature=temperature, adapters=False)
 
     @register(dispatch_mode=Dispatch.MEGATRON_COMPUTE, reads=_SCORED, writes=("values",))
+    @record_function("compute_values")
     def compute_values(self, batch: Batch) -> Batch | None:
         """Add the column values of a value or reward model."""
         self._onload()
         return self._engine.infer_batch(batch)
 
     @register(dispatch_mode=Dispatch.MEGATRON_COMPUTE, reads=_SCORED, writes=("scores",))
+    @record_function("compute_scores")
     def compute_scores(self, batch: Batch) -> Batch | None:
         """Add the column scores of a reward model: [samples], at the last token of each."""
         self._onload()
@@ -178,6 +186,7 @@ class ModelWorker:
             self._engine.to("device", optimizer=False, grad=False)
 
     @register(dispatch_mode=Dispatch.MINI_BATCHES)
+    @record_function("update")
     def update(
         self, batch: Batch, *, sizes: Sequence[int] | None = None, temperature: float = 1.0
     ) -> list[Metrics]:
@@ -201,6 +210,7 @@ class ModelWorker:
         return metrics
 
     @register(dispatch_mode=_SCORED_STEP, writes=("log_probs", "entropy"))
+    @record_function("update_with_scores")
     def update_with_scores(
         self, batch: Batch, *, temperature: float, bounds: Mapping[str, float]
     ) -> tuple[Batch | None, Metrics, Metrics]:
@@ -214,6 +224,47 @@ class ModelWorker:
             self._select_experts(batch), self._loss_function, temperature=temperature, bounds=bounds
         )
         return step.scores, step.gaps, step.metrics
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def start_profile(
+        self, prefix: str, step: int, *, ranks: Sequence[int], max_trace_bytes: int, memory: bool
+    ) -> None:
+        """Profile this rank, if it is one of `ranks`, until `stop_profile`.
+
+        In a process with several models the first of them records all.
+
+        Args:
+            prefix: Path of the files, to which the rank is added.
+            step: Step of the trainer.
+            max_trace_bytes, memory: As in ProfileConfig.
+        """
+        rank = self._engine.world_rank
+        if rank in ranks and not StepProfiler.is_running():
+            path = Path(f"{prefix}-{rank}")
+            self._profiler = StepProfiler(path, step, max_trace_bytes, memory=memory)
+            self._profiler.start()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def stop_profile(self) -> str:
+        """Write what `start_profile` has begun; return why a file is missing, "" if none is."""
+        profiler, self._profiler = self._profiler, None
+        return "" if profiler is None else profiler.stop()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def get_peak_memory(self) -> dict[str, int]:
+        """Return the peaks of torch's allocator since `initialize`, in bytes; {} on the CPU."""
+        stats = detect_device().get_memory_stats()
+        names = {"max_allocated_bytes": "allocated", "max_reserved_bytes": "reserved"}
+        return {n: stats[f"{kind}_bytes.all.peak"] for n, kind in names.items()} if stats else {}
+
+    @register(dispatch_mode=Dispatch.RANK_ZERO)
+    def get_expert_load(self) -> dict[str, list[int]]:
+        """Return the tokens of each expert in the last optimizer step, by decoder layer.
+
+        Empty for a model without experts.
+        """
+        load = self._engine.expert_load
+        return {str(layer): counts.long().tolist() for layer, counts in load.items()}
 
     @register(dispatch_mode=Dispatch.RANK_ZERO)
     def open_weights(
@@ -258,6 +309,7 @@ class ModelWorker:
         )
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    @record_function("send_weights")
     def send_weights(self, version: int) -> None:
         """Send this rank's part of a version of the weights.
 

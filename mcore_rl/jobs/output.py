@@ -38,6 +38,12 @@ from mcore_rl.observability.console import (
     print_before_after,
     show_line,
 )
+from mcore_rl.observability.expert_load import (
+    EXPERT_LOAD_FILE,
+    ExpertLoad,
+    ExpertLoadWriter,
+    read_expert_load,
+)
 from mcore_rl.observability.memory import PeakMemory
 from mcore_rl.observability.metrics import METRICS_FILE, MetricsLogger, Report, read_metrics
 from mcore_rl.observability.process import list_versions, wrap_command
@@ -239,6 +245,7 @@ class RunOutput:
         self._config = config
         rows: list[dict[str, Any]] = []
         timelines: list[StepTimeline] = []
+        loads: list[ExpertLoad] = []
         self.results: dict[str, Any] = {}  # entries of the summary
         if resumed is not None:
             rows = [
@@ -251,6 +258,11 @@ class RunOutput:
                 for timeline in read_timeline(resumed.run / TIMELINE_FILE)
                 if timeline.phase != TRAINING or timeline.step <= resumed.step
             ]
+            loads = [
+                load
+                for load in read_expert_load(resumed.run / EXPERT_LOAD_FILE)
+                if load.step <= resumed.step
+            ]
             self.results |= resumed.state["results"]
             # The run may have ended before.
             (folder / SUMMARY).unlink(missing_ok=True)
@@ -261,6 +273,7 @@ class RunOutput:
         tracked = TrackedRun(folder, config.trainer.tracker_project, asdict(config))
         self._sinks = MetricsLogger(tracked, rows, config.trainer.trackers)
         self._timeline = TimelineWriter(folder, timelines)
+        self._expert_load = ExpertLoadWriter(folder, loads)
         self._rewards: list[float] = [row["reward"] for row in rows if "reward" in row]
         write_json(folder / STARTED, asdict(config))
 
@@ -319,6 +332,18 @@ class RunOutput:
         if gaps:
             largest = self.results.get("max_logprob_gap", 0.0)
             self.results["max_logprob_gap"] = max(gaps["max_logprob_gap"], largest)
+
+    def record_expert_load(self, load: ExpertLoad) -> None:
+        """Record the tokens of each expert in a step.
+
+        Raises:
+            OutputError: They cannot be written.
+        """
+        try:
+            self._expert_load.write(load)
+        except OSError as error:
+            text = f"step {load.step}: the load of experts cannot be written: {error}"
+            raise OutputError(text) from error
 
     def record_evaluation(self, when: str, metrics: Mapping[str, Mapping[str, float]]) -> None:
         """Record metrics of held-out sets, by set; `when` is "before" or "after"."""

@@ -83,6 +83,7 @@ from mcore_rl.trainers.objectives import SupervisedObjective
 from mcore_rl.trainers.policy_checks import compute_logprob_gaps
 from mcore_rl.trainers.policy_loss import reads_squares
 from mcore_rl.trainers.sample_log import SampleLog
+from mcore_rl.trainers.step_recorder import StepRecorder
 
 if TYPE_CHECKING:
     from mcore_rl.agents.frozen_model import ModelAddress
@@ -275,6 +276,14 @@ class _Run:
                 record_evaluation=self.output.record_evaluation,
                 build_checkpoints=build_checkpoints,
                 experts=list_replayed_experts(config),
+                recorder=StepRecorder(
+                    devices.models,
+                    config.profile,
+                    folder,
+                    config.trainer.num_steps,
+                    self.output.record_expert_load,
+                    self.output.record_result,
+                ),
             )
         )
 

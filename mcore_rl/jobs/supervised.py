@@ -78,9 +78,10 @@ from mcore_rl.trainers.objectives import (
     RewardObjective,
     SupervisedObjective,
 )
+from mcore_rl.trainers.step_recorder import StepRecorder
 
 MODEL, REFERENCE = "model", "reference"
-# Starts a group: role, steps of the schedule (0: inference only).
+# Starts a group and, below _train, loads it: role, steps of the schedule (0: inference only).
 StartGroup = Callable[[str, int], RankGroup]
 
 
@@ -150,10 +151,16 @@ class _Run:
 def _train(run: _Run, start_group: StartGroup) -> None:
     """Start the models, train, evaluate, export."""
     config, inputs, output = run.config, run.inputs, run.output
+    groups: dict[str, RankGroup] = {}
+
+    def start(role: str, total_steps: int) -> RankGroup:
+        groups[role] = start_group(role, total_steps)
+        groups[role].initialize()
+        return groups[role]
+
     with show_waiting("starting the trainer"):
-        model = start_group(MODEL, inputs.num_steps)
-        model.initialize()
-        objective = _build_objective(config, model, start_group)
+        model = start(MODEL, inputs.num_steps)
+        objective = _build_objective(config, model, start)
     batch_size, num_bytes = config.trainer.batch_size, disk_space.compute_weight_bytes(config)
     rows, weights = inputs.train, get_data_config(config).train_weights
     batches = ExampleBatches(rows.take, rows.sizes, batch_size, config.seed, weights)
@@ -169,6 +176,14 @@ def _train(run: _Run, start_group: StartGroup) -> None:
     )
 
     evaluation = SupervisedEvaluation(config, objective, inputs.tests, output.record_evaluation)
+    recorder = StepRecorder(
+        groups,
+        config.profile,
+        output.folder,
+        inputs.num_steps,
+        output.record_expert_load,
+        output.record_result,
+    )
     if run.checkpoint is None and evaluation.is_due(0):
         with show_waiting("evaluating"):
             output.write(0, evaluation.run(0))
@@ -181,7 +196,9 @@ def _train(run: _Run, start_group: StartGroup) -> None:
             output.progress("training", inputs.num_steps) as report,
             run.stop.defer_to_step_end(),
         ):
-            supervised.train(objective, batches, inputs.num_steps, report, checkpoints, evaluation)
+            supervised.train(
+                objective, batches, inputs.num_steps, report, checkpoints, evaluation, recorder
+            )
     except OutputError as error:  # such as a full disk: export the weights elsewhere
         location = disk_space.export_to_any_disk(model, path, num_bytes)[1]
         raise RunFailed(f"{error}; {location}") from error
@@ -206,7 +223,6 @@ def _build_objective(config: TrainConfig, model: RankGroup, start_group: StartGr
     if not has_reference_model(config):
         return PreferenceObjective(model, loss, Reference(model.compute_reference_log_probs))
     frozen = start_group(REFERENCE, 0)
-    frozen.initialize()
     offloaded = None
     if config.reference.placement == "shared":
         offloaded = frozen

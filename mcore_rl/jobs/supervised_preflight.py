@@ -14,7 +14,13 @@ from mcore_rl.algorithms.inputs import check_needs, get_needs
 from mcore_rl.algorithms.preference import PREFERENCE_LOSSES
 from mcore_rl.checkpoint.hf import CheckpointReader, read_checkpoint_config
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.config.resolve import DTYPE_OF_LANE, list_test_files, list_train_files
+from mcore_rl.config.resolve import (
+    DTYPE_OF_LANE,
+    check_profile_steps,
+    list_test_files,
+    list_train_files,
+    resolve_profile,
+)
 from mcore_rl.config.resolve_engine import (
     check_float8_dtype,
     check_overlap_dtype,
@@ -71,6 +77,7 @@ def resolve_for_device(config: TrainConfig) -> TrainConfig:
     model_type = "reward_model" if isinstance(config, RMConfig) else "language_model"
     column = getattr(get_data_config(config), "images_column", "")
     check_engine_settings("engine", config.engine, model_type, device, images_column=column)
+    resolve_profile(config, config.engine.layout, device)
     dtype = DTYPE_OF_LANE[device] if config.model.dtype == "auto" else config.model.dtype
     check_overlap_dtype("engine", config.engine, dtype)
     check_float8_dtype("engine", config.engine, dtype)
@@ -123,6 +130,7 @@ def check_train_inputs(config: TrainConfig) -> TrainInputs:
         require_rows(f"trainer.eval_samples={num}", setting, len(tests[name]), num)
     steps = count_steps(config, len(train))
     resolve_schedule("engine.optimizer", config.engine.optimizer, steps)
+    check_profile_steps(config.profile, steps)
     return TrainInputs(train, tests, steps, images)
 
 

@@ -7,6 +7,9 @@ import time
 
 import psutil
 
+# The entry of a summary with the peaks of ranks on GPUs, and the first part of their metrics.
+GPU_MEMORY = "gpu_memory"
+
 
 def get_process_memory_bytes(process: psutil.Process) -> int:
     """Return the memory of a process: proportional (PSS) if Linux reports it, else resident (RSS).

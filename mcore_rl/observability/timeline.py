@@ -17,6 +17,7 @@ from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.json_file import parse_json_object
 
 TIMELINE_FILE = "timeline.jsonl"
+PROFILES, TRACE_SUFFIX = "profiles", ".json.gz"  # folder and files of torch.profiler's traces
 DRIVER = "driver"  # role of the process of the command
 MAX_SPANS = 400  # of a step; beyond it, calls of the most frequent name are only counted
 _EVERY_STEP, _EVERY = 100, 10  # steps up to the first are all written, then one of so many

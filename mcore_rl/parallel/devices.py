@@ -57,6 +57,11 @@ class Device:
         """Return the statistics of torch's allocator on the current device; {} on the CPU."""
         return {} if self.type == "cpu" else dict(self.module.memory_stats())
 
+    def reset_peak_memory(self) -> None:
+        """Begin the peaks of get_memory_stats anew; nothing on the CPU."""
+        if self.type != "cpu":
+            self.module.reset_peak_memory_stats()
+
 
 DEVICES: dict[str, Device] = {
     device.name: device

@@ -39,7 +39,7 @@ _FLOAT32_GAP = 0.01  # of log-probs of one policy in two engines, in nats; round
 _METRICS = (
     "reward", "response_tokens", "tokens_per_s", "time/generate_s", "time/weight_sync_s",
 )  # fmt: skip
-_CLOCK = re.compile(r"wall_time_s|(.*/)?((time|driver)/.*|tokens_per_s)")
+_CLOCK = re.compile(r"wall_time_s|(.*/)?((time|driver|(gpu_)?memory)/.*|tokens_per_s)")
 
 
 @run_in_thread

@@ -59,6 +59,7 @@ from mcore_rl.trainers.roles import (
     Teachers,
 )
 from mcore_rl.trainers.sample_log import SampleLog
+from mcore_rl.trainers.step_recorder import StepRecorder
 from mcore_rl.trainers.step_samples import REJECTED, StepSampler, count_groups
 
 # The loops of this package, by trainer.mode. Imported on use: they are subclasses of RLTrainer.
@@ -83,6 +84,7 @@ class TrainerInputs:
     # From the parts with a state of their own, by name, in the order in which they are saved.
     build_checkpoints: Callable[[Mapping[str, Stateful]], CheckpointManager]
     experts: ExpertLayers | None = None  # layers whose routing the actor replays
+    recorder: StepRecorder | None = None  # of profiles and loads; None: they are not recorded
 
 
 class RLTrainer(ABC):
@@ -160,6 +162,8 @@ class RLTrainer(ABC):
         """
         for step in range(self.checkpoints.next_step, self.config.trainer.num_steps + 1):
             self.clock, self._is_finished = Stopwatch(step), False
+            if self.inputs.recorder is not None:
+                self.inputs.recorder.begin(step)
             yield step
             if not self._is_finished:
                 raise RuntimeError(
@@ -212,6 +216,8 @@ class RLTrainer(ABC):
         step_s = self.clock.total_s - self.clock.seconds.get("time/evaluate_s", 0.0)
         metrics["tokens_per_s"] = metrics["generated_tokens"] / step_s
         metrics |= self.clock.seconds | self.clock.driver | self.rollout.compute_draft_metrics()
+        if self.inputs.recorder is not None:
+            metrics |= self.inputs.recorder.finish(step)
         self._report(step, metrics)
         self.checkpoints.finish_step(step, metrics)
         self._is_finished = True

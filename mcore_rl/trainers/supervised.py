@@ -10,6 +10,7 @@ from mcore_rl.observability.metrics import Report
 from mcore_rl.trainers.checkpointing import CheckpointManager
 from mcore_rl.trainers.evaluation import SupervisedEvaluation
 from mcore_rl.trainers.objectives import Objective
+from mcore_rl.trainers.step_recorder import StepRecorder
 
 
 def train(
@@ -19,6 +20,7 @@ def train(
     report: Report,
     checkpoints: CheckpointManager | None = None,
     evaluation: SupervisedEvaluation | None = None,
+    recorder: StepRecorder | None = None,
 ) -> None:
     """Take one optimizer step a batch up to `num_steps`, from 1 or from a restored checkpoint.
 
@@ -28,6 +30,8 @@ def train(
     first = 1 if checkpoints is None else checkpoints.next_step
     for step in range(first, num_steps + 1):
         clock = Stopwatch(step)
+        if recorder is not None:
+            recorder.begin(step)
         with clock("data"):
             batch = next(batches)
         metrics = objective.step(batch, clock)
@@ -39,6 +43,8 @@ def train(
             with clock("evaluate"):
                 metrics |= evaluation.run(step)
         metrics |= clock.seconds
+        if recorder is not None:
+            metrics |= recorder.finish(step)
         report(step, metrics)
         if checkpoints is not None:
             checkpoints.finish_step(step, metrics)

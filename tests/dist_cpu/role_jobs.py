@@ -59,7 +59,7 @@ def peak(path: Path, settings: EngineConfig, dtype: str, batch: Batch) -> ranks.
         engine.train_batch(share, ranks.LOSS)
     largest = max(packs, key=lambda pack: pack.input_ids.shape[1])
     layout, imbalances = engine.layout, [1.0]
-    if load := engine.collect_expert_load():
+    if load := engine.expert_load:
         ep_rank = engine.mesh.get_coordinate(engine.world_rank).ep_rank
         received = [float(counts.view(layout.ep, -1)[ep_rank].sum()) for counts in load.values()]
         sent = int(share.num_tokens.sum()) * engine.chunks[0].config.moe_router_topk / layout.tp

@@ -82,7 +82,7 @@ def training(path: Path, layout: Layout, batch: Batch, settings: ranks.Settings)
         engine.infer_batch(mine)
         engine.forward_backward_batch(mine, ranks.LOSS, forward_only=True)
         steps.append(engine.train_batch(mine, ranks.LOSS))
-        loads.append(engine.collect_expert_load())
+        loads.append(engine.expert_load)
         biases.append(expert_biases(engine))
     return {"steps": steps, "loads": loads, "biases": biases}
 
@@ -119,7 +119,7 @@ def balance_with_an_empty_rank(
 
 
 def gradients_of(engine: MegatronEngine, batch: Batch, rows: list[int]) -> ranks.Result:
-    from mcore_rl.engine.megatron.moe import compute_balance_metrics
+    from mcore_rl.engine.megatron.moe import measure_balance
 
     mine = batch.take(rows)
     nothing = mine.jagged("loss_weights")
@@ -128,7 +128,7 @@ def gradients_of(engine: MegatronEngine, batch: Batch, rows: list[int]) -> ranks
     engine.optimizer_zero_grad()
     engine.forward_backward_batch(mine, ranks.LOSS, forward_only=False)
     micros = engine._build_micro_batches(mine, is_training=True)
-    balance = compute_balance_metrics(engine.chunks)  # collective over all ranks
+    balance, _ = measure_balance(engine.chunks)  # collective over all ranks
     return {
         "packs": [[rows[row] for row in micro.rows] for micro in micros],
         "padding": sum(int((micro.token_indices < 0).sum()) for micro in micros),

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 
-_CLOCK = re.compile(r"wall_time_s|(.*/)?((time|driver|memory)/.*|tokens_per_s)")
+_CLOCK = re.compile(r"wall_time_s|(.*/)?((time|driver|(gpu_)?memory)/.*|tokens_per_s)")
 
 
 def rows_of(output: Path) -> list[dict[str, float]]:
@@ -18,6 +19,13 @@ def rows_of(output: Path) -> list[dict[str, float]]:
 def timeless(output: Path) -> list[dict[str, float]]:
     """Return the metrics of its steps, without those of clocks."""
     return [{n: v for n, v in r.items() if not _CLOCK.fullmatch(n)} for r in rows_of(output)]
+
+
+def count_trace_events(file: Path) -> Counter[str]:
+    """Return how often each name is in a trace of profile.steps; raise if it is no trace."""
+    trace = json.loads(gzip.decompress(file.read_bytes()))
+    assert {event["ph"] for event in trace["traceEvents"]} >= {"X", "M"}
+    return Counter(event["name"] for event in trace["traceEvents"] if event["ph"] == "X")
 
 
 def list_gaps(

@@ -14,6 +14,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from mcore_rl.config.schema import Layout
 from tests import attacks
+from tests.e2e.outcomes import count_trace_events
 from tests.e2e.processes import listeners
 from tests.nightly import nightly
 from tests.terminal import seen_on_terminal
@@ -37,6 +38,8 @@ def run(start_job):
         "warm_start.layout.dp=1",  # less work in all; test_kill.py has the recipe's two ranks
         f"trainer.num_steps={RL_STEPS}",
         f"trainer.eval_samples={TESTS}",
+        "profile.steps=[2]",
+        "profile.ranks=[0,1]",
         "seed=1",
     )
     return ended_under_siege(job)
@@ -307,6 +310,16 @@ def test_transformers_loads_the_export_and_its_answers_are_in_format(run):
     assert example["prompt"].endswith("<|im_start|>assistant\n")
 
 
+def test_trace_of_a_step_has_the_update_and_the_push(run):
+    folder = run.output / "profiles" / "step_000002"
+    files = sorted(folder.iterdir())
+    assert [file.name for file in files] == ["actor-0.json.gz", "actor-1.json.gz"]
+    for file in files:
+        events = count_trace_events(file)
+        assert events["forward_backward"] >= events["optimizer_step"] >= 1
+        assert events["send_weights"] == 1
+
+
 @pytest.mark.parametrize("name", EACH)
 def test_nothing_is_left_but_the_output(name, request):
     job = request.getfixturevalue(name)
@@ -314,5 +327,6 @@ def test_nothing_is_left_but_the_output(name, request):
     assert job.left() == []
     expected = {"checkpoint", "config.json", "logs", "metrics.jsonl", "reward_curve.png"}
     expected |= {"summary.json", "tensorboard", "timeline.jsonl", "samples", "evaluations"}
-    run_folders = {"task", "warm_start"} if name == "run" else set()
+    expected |= {"expert_load.jsonl"}
+    run_folders = {"task", "warm_start", "profiles"} if name == "run" else set()
     assert {path.name for path in job.output.iterdir()} == expected | run_folders

@@ -65,7 +65,7 @@ SCREENS = [(width, theme) for width in (1400, 400) for theme in ("light", "dark"
 def test_every_plot_is_drawn_at_this_width_without_errors(tab, runs, width, theme):
     open_page(tab, runs / "a" / "report.html", width=width, theme=theme)
     num_cards = tab.evaluate("document.querySelectorAll('.card').length")
-    assert (int(tab.evaluate(DRAWN)), num_cards) == (23, 23)
+    assert (int(tab.evaluate(DRAWN)), num_cards) == (24, 24)
     assert tab.evaluate(EMPTY) == []
     assert tab.evaluate("document.documentElement.scrollWidth") == width
     widths = tab.evaluate("[...document.querySelectorAll('.main-svg')].map(s => s.clientWidth)")
@@ -157,6 +157,8 @@ def test_other_commands_have_their_page(tab, tmp_path, kind):
     open_page(tab, folder / "report.html", width=400)
     assert tab.evaluate(EMPTY) == [] and tab.errors == []
     titles = tab.evaluate("[...document.querySelectorAll('.card h3')].map(h => h.textContent)")
+    samples = tab.evaluate("document.getElementById('browser').textContent")
+    assert ("writes no samples" in samples) == (kind != "eval")
     expected = ["Set math"] if kind == "eval" else ["Accuracy", "Loss", "Learning rate"]
     assert titles == expected
 

@@ -10,6 +10,7 @@ import random
 import re
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,9 @@ from safetensors.torch import load_file
 from mcore_rl.cli.main import main
 from mcore_rl.examples.tasks import last_digit
 from mcore_rl.examples.tasks.last_digit import answer, question, split_problems, worked_response
-from tests.e2e.outcomes import rows_of, timeless
+from mcore_rl.observability.expert_load import EXPERT_LOAD_FILE, read_expert_load
+from tests.dist_cpu import moe_reference
+from tests.e2e.outcomes import count_trace_events, rows_of, timeless
 from tests.pages import of_kind
 
 ROOT = Path(__file__).parents[2]
@@ -99,8 +102,8 @@ def settings(data: Path, kind: str, output: Path, *more: str) -> list[str]:
 def ended(done: subprocess.CompletedProcess[str], output: Path) -> dict:
     assert done.returncode == 0, done.stdout + done.stderr
     left = {"checkpoint", "config.json", "logs", "metrics.jsonl", "summary.json", "tensorboard"}
-    left |= {"timeline.jsonl"}
-    assert {path.name for path in output.iterdir()} - {"checkpoints"} == left
+    left |= {"timeline.jsonl", "expert_load.jsonl"}
+    assert {path.name for path in output.iterdir()} - {"checkpoints", "profiles"} == left
     return json.loads((output / "summary.json").read_text())
 
 
@@ -120,7 +123,8 @@ def sft_settings(data: Path, output: Path) -> list[str]:
     return settings(
         data, "sft", output, "trainer.batch_size=32", "engine.layout.pp=2",
         "engine.layout.first_stage_layers=1", "engine.optimizer.lr=3e-3",
-        "engine.moe.aux_loss_coef=0.01", "evaluation.every=10",
+        "engine.moe.aux_loss_coef=0.01", "evaluation.every=10", "profile.steps=[2,3]",
+        "profile.ranks=[1]",
     )  # fmt: skip
 
 
@@ -134,6 +138,40 @@ def test_sft_learns_both_turns_in_an_epoch_and_says_so(sft):
     assert rows[-1]["eval/test/loss"] == after["loss"] and after["loss_stderr"] > 0
     assert "training 20/20  loss " in stdout
     assert "Held out" in stdout and "±" in stdout
+
+
+def test_expert_load_of_a_step_is_that_of_the_routers_of_transformers(data, tmp_path):
+    """One step on all rows, so that their order does not matter, on two ranks with own experts."""
+    rows = [json.loads(line) for line in (data / "sft_test.jsonl").read_text().splitlines()]
+    output = tmp_path / "out"
+    file = f"data.train_file={data / 'sft_test.jsonl'}"
+    steps = f"trainer.batch_size={len(rows)}", "trainer.num_steps=1", "evaluation.before=false"
+    layout = "engine.layout.dp=2", "engine.layout.ep=2"
+    line = ON_THE_PAGE["dpo"][: ON_THE_PAGE["dpo"].index("dpo")]
+    line = [PROGRAMS.get(word, word) for word in line]
+    line += ["sft", *settings(data, "sft", output, file, *steps, *layout)]
+    done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    model = transformers.AutoModelForCausalLM.from_pretrained(data / "model")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(data / "model")
+    expected = Counter()
+    with moe_reference.routed(model, None) as seen, torch.no_grad():
+        for row in rows:
+            # What follows the last trained token is not run.
+            text = tokenizer.apply_chat_template(row["messages"], tokenize=False).rstrip("\n")
+            ids = tokenizer.encode(text, add_special_tokens=False)
+            model(torch.tensor([ids]))
+            for layer, (_, chosen) in seen.items():
+                expected.update((layer, int(expert)) for expert in chosen.flatten())
+    [load] = read_expert_load(output / EXPERT_LOAD_FILE)
+    assert (load.step, load.role) == (1, "model")
+    actual = {
+        (layer, expert): tokens
+        for layer, counts in zip(load.layers, load.tokens, strict=True)
+        for expert, tokens in enumerate(counts)
+        if tokens
+    }
+    assert actual == dict(expected)
 
 
 @pytest.mark.nightly
@@ -180,7 +218,7 @@ def dpo(data, tmp_path_factory) -> tuple[Path, dict]:
 def dpo_settings(data: Path, output: Path) -> list[str]:
     return settings(
         data, "pairs", output, "trainer.batch_size=16", f"trainer.num_steps={DPO_STEPS}",
-        "engine.optimizer.lr=4e-4", "trainer.save_every=4",
+        "engine.optimizer.lr=4e-4", "trainer.save_every=4", "profile.steps=[2]",
     )  # fmt: skip
 
 
@@ -220,12 +258,37 @@ def test_dpo_does_not_go_on_with_other_rows_in_the_same_file(dpo, data, tmp_path
     assert done.returncode and not again.exists()
 
 
+PROFILED = {
+    "sft": ["step_000002/model-1.json.gz", "step_000003/model-1.json.gz"],
+    "dpo": ["step_000002/model-0.json.gz"],  # with its reference, in the same process
+    "rm": ["step_000002/model-0.json.gz"],
+}
+
+
+@pytest.mark.parametrize("kind", PROFILED)
+def test_trace_of_a_step_has_its_passes_and_their_kernels(request, kind):
+    output, *_ = request.getfixturevalue(kind)
+    folder = output / "profiles"
+    files = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+    assert files == PROFILED[kind]
+    events = count_trace_events(folder / files[0])
+    # Adam runs once for experts and once for the rest.
+    steps = {"update": 1, "optimizer_step": 1, "Optimizer.step#AdamW.step": 2}
+    assert {name: events[name] for name in steps} == steps
+    # Two conversations a pair by the policy, and by the reference of dpo.
+    scored = {"sft": {}, "dpo": {"compute_log_probs": 2}, "rm": {"compute_values": 1}}[kind]
+    assert {name: events[name] for name in scored} == scored
+    assert events["forward_backward"] == 1 + sum(scored.values())
+    assert events["aten::mm"] > 10
+
+
 @pytest.fixture(scope="module")
 def rm(data, tmp_path_factory) -> tuple[Path, dict]:
     output = tmp_path_factory.mktemp("rm") / "out"
     done = command(
         "rm",
         *settings(data, "pairs", output, "trainer.batch_size=16", "trainer.num_steps=12"),
+        "profile.steps=[2]",
         "engine.optimizer.lr=1e-3",
         "data.margin_column=margin",
     )

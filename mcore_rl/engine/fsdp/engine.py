@@ -13,6 +13,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
+from torch.profiler import record_function
 
 from mcore_rl.algorithms.correction import find_gaps_beyond
 from mcore_rl.checkpoint import sharded_rows
@@ -334,6 +335,7 @@ class FSDPEngine(BaseEngine):
             return ScoredStep(scores, gaps, {})
         return ScoredStep(scores, gaps, self._take_step(results))
 
+    @record_function("forward_backward")
     def _accumulate(
         self,
         batch: Batch,
@@ -365,6 +367,7 @@ class FSDPEngine(BaseEngine):
             results.append(result)
         return micros, results
 
+    @record_function("optimizer_step")
     def _take_step(self, results: list[Result]) -> Metrics:
         """Take the optimizer step of the accumulated gradients; return train_batch's metrics."""
         assert self.optimizer is not None

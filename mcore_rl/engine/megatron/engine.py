@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.profiler import record_function
 
 import mcore_rl.models  # noqa: F401  (fills the family registry)
 from mcore_rl.algorithms.correction import find_gaps_beyond
@@ -240,16 +241,17 @@ class MegatronEngine(BaseEngine):
             bias.copy_(before)
         return ScoredStep(scores, gaps, {})
 
+    @record_function("optimizer_step")
     def _take_step(self, results: list[Result]) -> Metrics:
         """Take the optimizer step of the accumulated gradients; return train_batch's metrics."""
-        from mcore_rl.engine.megatron.moe import compute_balance_metrics
+        from mcore_rl.engine.megatron.moe import measure_balance
 
         lr = self.lr_scheduler_step()
         grad_norm = self.optimizer_step()
         if self._skip_counter.num:  # Megatron's training loop does not advance the schedule, either
             self.schedule.step(increment=-1)
         metrics = self._reduce_metrics(results)
-        balance = compute_balance_metrics(self.chunks)  # collective over all ranks
+        balance, self.expert_load = measure_balance(self.chunks)  # collective over all ranks
         metrics |= balance if self._has_head else {}
         return {**metrics, "grad_norm": grad_norm, "lr": lr, **self._skip_counter.metrics}
 
@@ -271,16 +273,6 @@ class MegatronEngine(BaseEngine):
         routing = self._create_routing_pass(batch, is_scoring=False, forward_only=forward_only)
         with routing:
             return self._run(micros, loss_function, routing, temperature, forward_only=forward_only)
-
-    def collect_expert_load(self) -> dict[int, torch.Tensor]:
-        """Return the tokens routed to each expert, [experts] by decoder layer with experts.
-
-        Of training passes since optimizer_zero_grad, without padding. Collective over all ranks,
-        which get the same result. Empty for a model without experts.
-        """
-        from mcore_rl.engine.megatron.moe import collect_expert_load
-
-        return collect_expert_load(self.chunks)
 
     def optimizer_zero_grad(self) -> None:
         """Set gradients and the counts of experts' tokens to zero."""

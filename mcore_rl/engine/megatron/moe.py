@@ -255,29 +255,23 @@ def clear_expert_load(chunks: Sequence[Any]) -> None:
             router.balance.zero_()
 
 
-def collect_expert_load(chunks: Sequence[Any]) -> dict[int, torch.Tensor]:
-    """Return the training tokens of each expert since clear_expert_load, [experts] by MoE layer.
+def measure_balance(
+    chunks: Sequence[Any],
+) -> tuple[dict[str, float], dict[int, torch.Tensor]]:
+    """Return metrics of the experts' load since clear_expert_load, and the load itself.
 
-    Float64 on the CPU, of all ranks, without padding. Collective over all ranks, which get the same
-    result. Empty for a model without experts.
-    """
-    if not chunks[0].config.num_moe_experts:
-        return {}
-    loads, _ = _reduce_loads(chunks)
-    return dict(zip(list_moe_layers(chunks[0].config), loads, strict=True))
-
-
-def compute_balance_metrics(chunks: Sequence[Any]) -> dict[str, float]:
-    """Return metrics of the experts' load since clear_expert_load. Collective over all ranks.
+    Collective over all ranks, which get the same results. Both are empty for a model without
+    experts. The load has the training tokens of each expert, without padding: float64 [experts] on
+    the CPU, by MoE layer.
 
     moe/max_expert_load and moe/min_expert_load: the largest and smallest load of an expert over the
     mean of its layer; moe/max_expert_load/layer_N: the largest of layer N. moe/dead_experts:
     experts of all layers without a token. moe/aux_loss, if the loss is enabled: its mean over
-    tokens and MoE layers, without the coefficient; 1 is even. Empty for a model without experts.
+    tokens and MoE layers, without the coefficient; 1 is even.
     """
     config = chunks[0].config
     if not config.num_moe_experts:
-        return {}
+        return {}, {}
     loads, balances = _reduce_loads(chunks)
     relative = loads / loads.mean(dim=1, keepdim=True).clamp(min=1 / loads.shape[1])
     metrics = {
@@ -285,12 +279,13 @@ def compute_balance_metrics(chunks: Sequence[Any]) -> dict[str, float]:
         "moe/min_expert_load": float(relative.min()),
         "moe/dead_experts": float((loads == 0).sum()),
     }
-    layers = zip(list_moe_layers(config), relative.amax(dim=1).tolist(), strict=True)
-    metrics |= {f"moe/max_expert_load/layer_{layer}": load for layer, load in layers}
+    layers = list_moe_layers(config)
+    highest = zip(layers, relative.amax(dim=1).tolist(), strict=True)
+    metrics |= {f"moe/max_expert_load/layer_{layer}": load for layer, load in highest}
     if config.moe_router_load_balancing_type != "none":
         tokens = (loads.sum(dim=1) / config.moe_router_topk).clamp(min=1)
         metrics["moe/aux_loss"] = float((balances / tokens).mean())
-    return metrics
+    return metrics, dict(zip(layers, loads, strict=True))
 
 
 def _reduce_loads(chunks: Sequence[Any]) -> tuple[torch.Tensor, torch.Tensor]:

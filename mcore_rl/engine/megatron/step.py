@@ -12,6 +12,7 @@ from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.experimental_attention_variant.dsa import DSAIndexerLossLoggingHelper
 from megatron.core.utils import unwrap_model
+from torch.profiler import record_function
 
 from mcore_rl.engine.base import LossFunction
 from mcore_rl.engine.megatron.heads import Head
@@ -39,6 +40,7 @@ def get_data_group() -> Any:
     return parallel_state.get_data_parallel_group(with_context_parallel=True)
 
 
+@record_function("forward_backward")
 def run_micro_batches(
     chunks: Sequence[Any],
     micros: list[MicroBatch],

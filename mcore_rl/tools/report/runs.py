@@ -13,6 +13,7 @@ from mcore_rl.config.checks import check_exists
 from mcore_rl.config.describe import flatten_settings
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.json_file import read_json_object
+from mcore_rl.observability.expert_load import EXPERT_LOAD_FILE, ExpertLoad, read_expert_load
 from mcore_rl.observability.metrics import METRICS_FILE, read_metrics
 from mcore_rl.observability.timeline import TIMELINE_FILE, StepTimeline, read_timeline
 from mcore_rl.observability.trackers import TRAINING
@@ -27,6 +28,10 @@ _KINDS = {
     "rm": "engine",
 }
 STDERR = "_stderr"  # suffix of the standard error of a metric
+
+
+class NoPlanError(ValueError):
+    """Something of a run is not planned; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +53,7 @@ class Run:
     rows: Sequence[Mapping[str, Any]]  # of metrics.jsonl
     summary: Mapping[str, Any]  # empty until the run has ended
     timeline: Sequence[StepTimeline]
+    expert_load: Sequence[ExpertLoad] = ()
 
     @property
     def kind(self) -> str:
@@ -130,6 +136,7 @@ def _read_run(folder: Path, name: str) -> Run:
         rows,
         read_json_object(summary) if summary.is_file() else {},
         read_timeline(folder / TIMELINE_FILE),
+        read_expert_load(folder / EXPERT_LOAD_FILE),
     )
 
 

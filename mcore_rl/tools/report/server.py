@@ -22,13 +22,14 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from mcore_rl.agents.api_server.http_server import HttpServer, RequestGuard, build_app
 from mcore_rl.config.errors import ConfigError
+from mcore_rl.observability.expert_load import EXPERT_LOAD_FILE
 from mcore_rl.observability.metrics import METRICS_FILE
 from mcore_rl.observability.timeline import TIMELINE_FILE
 from mcore_rl.tools.report.page import MAX_BYTES, build_live_page, encode_data, iter_smaller_data
 from mcore_rl.tools.report.runs import SETTINGS_FILE, SUMMARY_FILE, read_runs
 
 HOST = "127.0.0.1"
-_FILES = (SETTINGS_FILE, METRICS_FILE, SUMMARY_FILE, TIMELINE_FILE)
+_FILES = (SETTINGS_FILE, METRICS_FILE, SUMMARY_FILE, TIMELINE_FILE, EXPERT_LOAD_FILE)
 _GLOBS = ("samples/*.parquet", "evaluations/*/*.parquet")
 _HEADERS = {"Cache-Control": "no-store", "X-Content-Type-Options": "nosniff"}
 _MAX_BODY_BYTES, _BODY_S = 0, 5.0

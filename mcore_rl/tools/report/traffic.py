@@ -13,7 +13,7 @@ import numpy as np
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.import_path import is_import_path
 from mcore_rl.config.schema import Layout
-from mcore_rl.tools.report.runs import SETTINGS_FILE, Run
+from mcore_rl.tools.report.runs import SETTINGS_FILE, NoPlanError, Run
 
 if TYPE_CHECKING:
     from mcore_rl.tools.plan_reshard import PlanReport, Traffic
@@ -27,10 +27,6 @@ _NEEDED = (
     "rollout.quantization", *(f"actor.layout.{axis}" for axis in _LAYOUT_AXES),
 )  # fmt: skip
 _ITEMSIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
-
-
-class NoPlanError(ValueError):
-    """The weight sync of a run is not planned; the message says why."""
 
 
 def plan_traffic(run: Run) -> tuple[PlanReport, Traffic]:

@@ -21,6 +21,8 @@ from mcore_rl.config.errors import ConfigError
 from mcore_rl.data.batch import IMAGES
 from mcore_rl.data.sample_tables import METADATA, TOKEN_COLUMNS, TRAJECTORY, list_tables
 
+# Columns of a table that a summary needs.
+SUMMARY_COLUMNS = (*TRAJECTORY, "reward", "reward_error", "finish_reason", "num_tokens")
 _OPTIONAL = ("role", "advantage", "max_logprob_gap", "answer", "columns")
 _OLDER = "of a version of mcore-rl before there was `mcore-rl samples`"
 _DIGEST = re.compile("[0-9a-f]+")  # no other name is looked for among the images
@@ -145,11 +147,10 @@ def read_segments(summary: Summary) -> list[Segment]:
 def _read_summaries(path: Path, step: int) -> Iterator[Summary]:
     file = _open_file(path)
     names = file.schema_arrow.names
-    if missing := [name for name in TRAJECTORY if name not in names]:
+    if missing := [name for name in SUMMARY_COLUMNS if name not in names]:
         raise ConfigError(f"{path} has no column {', '.join(missing)}: it is {_OLDER}")
     parts = [name for name in names if name.startswith("reward/")]
-    required = ("reward", "reward_error", "finish_reason", "num_tokens")
-    columns = [*TRAJECTORY, *required, *parts, *(name for name in _OPTIONAL if name in names)]
+    columns = [*SUMMARY_COLUMNS, *parts, *(name for name in _OPTIONAL if name in names)]
     rows = _read_file(path, lambda: file.read(columns).to_pylist())
     trajectories: dict[tuple[int, int], list[int]] = {}
     for number, row in enumerate(rows):

@@ -223,8 +223,8 @@ def test_a_list_tells_what_no_table_has(monkeypatch, capsys, several):
         (("texts",), "texts/samples/step_000001.parquet has no tokens (prompt_ids, response_ids, "
          "response_mask): sample_log.tokens=false; allowed: --list"),
         (("older",), "older/samples/step_000001.parquet has no column trajectory, segment, "
-         "num_turns, status, replayed: it is of a version of mcore-rl before there was "
-         "`mcore-rl samples`"),
+         "num_turns, status, replayed, reward, reward_error, finish_reason, num_tokens: it is of a "
+         "version of mcore-rl before there was `mcore-rl samples`"),
         (("broken",), "broken/samples/step_000001.parquet cannot be read: "),
         (("outputs/mine", "--tokenizer", "begun/config.json"), "begun/config.json cannot be read "
          "as a tokenizer: "),

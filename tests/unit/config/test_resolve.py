@@ -25,6 +25,7 @@ from mcore_rl.config.schema import (
     LoRAConfig,
     OptimizerConfig,
     PlacementConfig,
+    ProfileConfig,
     RewardConfig,
     RLConfig,
     TrainerConfig,
@@ -100,6 +101,27 @@ def test_an_actor_in_float8_has_the_gaps_and_the_correction_of_servers_in_float8
     assert (trained.trainer.max_logprob_gap, trained.trainer.mean_logprob_gap) == (20.0, 0.5)
     assert trained.algorithm.correction == served.algorithm.correction
     assert trained.algorithm.correction.level == "token" != plain.algorithm.correction.level
+
+
+@pytest.mark.parametrize(
+    ("profile", "lane", "message"),
+    [
+        ({"steps": [0]}, "cuda", "profile.steps=0; allowed: at least 1"),
+        ({"steps": [101]}, "cuda", r"profile.steps=\[101\]; allowed: the run's steps 1 to 100"),
+        ({"steps": [2, 2]}, "cuda", r"profile.steps=\[2, 2\]: a number is there twice"),
+        ({"steps": [2], "ranks": [2]}, "cuda", "profile.ranks=2; allowed: 0 to 1"),
+        ({"steps": [2], "ranks": []}, "cuda", r"profile.ranks=\[\] profiles nothing"),
+        ({"steps": [*range(1, 40)], "ranks": [0, 1]}, "cuda", "make 78 traces of each model"),
+        ({"max_trace_bytes": 0}, "cuda", "profile.max_trace_bytes=0; allowed: at least 1"),
+        ({"steps": [2], "memory": True}, "cpu", "profile.memory=true: torch records the memory of"),
+        ({"memory": True}, "cuda", "profile.memory=true without profile.steps"),
+    ],
+)
+def test_profile_that_cannot_be_is_named(profile, lane, message):
+    made = config()
+    made.actor.layout.dp, made.profile = 2, ProfileConfig(**profile)
+    with pytest.raises(ConfigError, match=message):
+        resolve_for_lane(made, lane)
 
 
 def test_on_gpus_servers_are_colocated_only_with_trainers_of_the_same_pool():

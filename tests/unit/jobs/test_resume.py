@@ -22,6 +22,7 @@ from mcore_rl.jobs.resume import (
     remove_warm_start,
 )
 from mcore_rl.observability.activity import Stopwatch
+from mcore_rl.observability.expert_load import EXPERT_LOAD_FILE, ExpertLoad, read_expert_load
 from mcore_rl.observability.metrics import read_metrics
 from mcore_rl.observability.timeline import read_timeline
 
@@ -344,6 +345,7 @@ def test_rows_up_to_the_step_stay_and_rewards_and_results_go_on(tmp_path):
         report(9, {"loss": 1.0})
     with first.progress("training", 9) as report:
         for step in (1, 2, 3):
+            first.record_expert_load(ExpertLoad(step, "actor", [0], [[step, 1]]))
             with Stopwatch(step)("update"):
                 pass
             report(step, METRICS_FILE | {"reward": step / 4, "max_logprob_gap": step / 4})
@@ -360,10 +362,14 @@ def test_rows_up_to_the_step_stay_and_rewards_and_results_go_on(tmp_path):
     assert list(list_tables(tmp_path)) == [1, 2]
     timeline = read_timeline(tmp_path / "timeline.jsonl")
     assert [(line.step, line.spans[0].name) for line in timeline] == [(1, "update"), (2, "update")]
+    loads = read_expert_load(tmp_path / EXPERT_LOAD_FILE)
+    assert [load.tokens for load in loads] == [[[1, 1]], [[2, 1]]]
     RunOutput(tmp_path / "other", rl_config, checkpoint)
     assert list(list_tables(tmp_path / "other")) == [1, 2]
+    assert read_expert_load(tmp_path / "other" / EXPERT_LOAD_FILE) == loads
     RunOutput(tmp_path, rl_config)  # it had no checkpoint and begins anew
     assert list(list_tables(tmp_path)) == []
+    assert not (tmp_path / EXPERT_LOAD_FILE).exists()
 
 
 METRICS_FILE = dict.fromkeys(

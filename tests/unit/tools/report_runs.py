@@ -11,6 +11,7 @@ import pyarrow.parquet as pq
 
 from mcore_rl.config.schema import DPOConfig, EvalConfig, RLConfig, RMConfig, SFTConfig
 from mcore_rl.jobs.output import write_json
+from mcore_rl.observability.expert_load import ExpertLoad, ExpertLoadWriter
 from mcore_rl.observability.metrics import MetricsLogger
 from mcore_rl.observability.timeline import StepTimeline, TimelineWriter, TimeSpan
 from mcore_rl.observability.trackers import TrackedRun
@@ -71,6 +72,9 @@ def write_rl_run(folder: Path, num_steps: int = 3, **settings: Any) -> Path:
     writer = TimelineWriter(folder)
     for step in range(1, num_steps + 1):
         writer.write(build_timeline(step))
+    loads = ExpertLoadWriter(folder)
+    for step in range(1, num_steps + 1):
+        loads.write(ExpertLoad(step, "actor", [0, 2], [[3, 1, 0, 4], [2, 2, 2, 2]]))
     scores = {"accuracy": 0.25, "accuracy_stderr": 0.03}
     summary = {"evaluation": {"before": {"test": scores}}, "wall_s": 12.0}
     write_json(folder / "summary.json", summary)

@@ -13,13 +13,18 @@ from dataclasses import asdict
 from pathlib import Path
 
 import plotly.graph_objects as go
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from fastapi.testclient import TestClient
 from prometheus_client.parser import text_string_to_metric_families
 
-from mcore_rl.cli import report
+from mcore_rl.cli import plan, report
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import RLConfig
+from mcore_rl.data.sample_tables import get_table_path
+from mcore_rl.jobs.output import write_json
+from mcore_rl.observability.expert_load import EXPERT_LOAD_FILE, MAX_STEPS, is_load_due
 from mcore_rl.observability.timeline import (
     StepTimeline,
     Timeline,
@@ -30,8 +35,9 @@ from mcore_rl.observability.timeline import (
 )
 from mcore_rl.tools.report import page
 from mcore_rl.tools.report.figures import MAX_POINTS, FigureBuilder, thin
+from mcore_rl.tools.report.memory import compare_memory
 from mcore_rl.tools.report.page import build_data, build_page
-from mcore_rl.tools.report.runs import Point, read_runs
+from mcore_rl.tools.report.runs import NoPlanError, Point, read_runs
 from mcore_rl.tools.report.samples import collect_samples
 from mcore_rl.tools.report.server import build_live_app, format_latest
 from tests.pages import of_kind
@@ -48,7 +54,7 @@ from tests.unit.tools.test_plan_reshard import DENSE, REPLICATED, SPLIT
 RL_FIGURES = [
     "reward", "accuracy", "loss", "parts", "kl", "entropy", "clipped", "lengths", "truncated",
     "gap", "staleness", "groups", "speed", "gradient", "rate", "experts", "sync", "idle", "memory",
-    "time", "timeline", "loads", "other",
+    "time", "timeline", "loads", "other", "expert_load",
 ]  # fmt: skip
 
 
@@ -109,12 +115,96 @@ def test_push_is_not_planned_without_the_model(tmp_path):
     assert facts["weights of a push"].startswith("no plan: RUN=")
 
 
+def write_planned_run(folder: Path) -> Path:
+    """Write a run of a dense model on two pipeline stages, whose vocabulary is on both."""
+    (folder / "model").mkdir(parents=True)
+    (folder / "model" / "config.json").write_text(json.dumps(DENSE))
+    config = RLConfig()
+    config.model.path, config.model.dtype = str(folder / "model"), "bfloat16"
+    config.actor.layout.pp, config.rollout.num_servers = 2, 2
+    return write_rl_run(folder / "a", **asdict(config))
+
+
+def plan_actor(folder: Path, capsys: pytest.CaptureFixture[str], lane: str) -> dict[int, int]:
+    """Return the bytes of tensors of each rank of the actor, by `mcore-rl plan memory`."""
+    command = ["memory", f"recipe={folder / 'config.json'}", f"--lane={lane}", "--json"]
+    assert plan.main(command) == 0
+    most: dict[int, int] = {}
+    for moment in json.loads(capsys.readouterr().out)["moments"]:
+        outside = sum(moment["kinds"].get(k, 0) for k in ("CUDA contexts", "NCCL", "CUDA graphs"))
+        for rank in moment["ranks"] if moment["name"].startswith("actor: ") else ():
+            most[rank] = max(most.get(rank, 0), moment["total"] - outside)
+    return most
+
+
+def test_peaks_of_ranks_are_beside_their_plan(tmp_path, capsys):
+    folder = write_planned_run(tmp_path)
+    peaks = {
+        "max_allocated_bytes": [10**9, 3 * 10**9],
+        "max_reserved_bytes": [2 * 10**9, 4 * 10**9],
+    }
+    summary = json.loads((folder / "summary.json").read_text())
+    write_json(folder / "summary.json", summary | {"gpu_memory": {"actor": peaks}})
+    planned = plan_actor(folder, capsys, "cuda")
+    [run] = read_runs([folder])
+    rows = {row.label: row for row in compare_memory(run)}
+    assert list(rows) == ["actor: update, rank 0", "actor: update, rank 1"]
+    for rank, row in enumerate(rows.values()):
+        assert row.planned_bytes == planned[rank]
+        assert row.allocated == peaks["max_allocated_bytes"][rank]
+        assert row.reserved == peaks["max_reserved_bytes"][rank]
+    worst = max(planned, key=lambda rank: planned[rank])
+    share = peaks["max_allocated_bytes"][worst] / planned[worst]
+    facts = build_data([run], 0)["runs"][0]
+    assert facts["memory of ranks"] == (
+        f"{1 + 2 * worst} GB allocated, {share:.0%} of {planned[worst] / 1e9:.3g} GB planned "
+        f"(actor: update, rank {worst})"
+    )
+    [figure] = build_figures(folder)["training-plan"]
+    marks = {trace.name: list(trace.x) for trace in figure.data if trace.type == "scatter"}
+    assert marks == {"recorded, allocated": [1.0, 3.0], "recorded, reserved": [2.0, 4.0]}
+    sums = [sum(bar.x[n] for bar in figure.data if bar.type == "bar") for n in (0, 1)]
+    assert sums == pytest.approx([planned[0] / 1e9, planned[1] / 1e9])
+
+
+def test_highest_peak_is_shown_until_a_run_has_ended(tmp_path):
+    folder = write_planned_run(tmp_path)
+    row = {"phase": "training", "step": 4, "gpu_memory/actor/max_allocated_bytes": 5 * 10**8}
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps(row) + "\n")
+    rows = compare_memory(read_runs([folder])[0])
+    assert [(row.allocated, row.reserved) for row in rows] == [(5 * 10**8, None)] * 2
+
+
+def test_run_on_cpus_has_a_plan_and_says_that_no_peak_is_recorded(tmp_path, capsys):
+    folder = write_planned_run(tmp_path)
+    planned = plan_actor(folder, capsys, "cpu")
+    facts = build_data(read_runs([folder]), 0)["runs"][0]
+    assert facts["memory of ranks"].startswith("no recorded peak: torch counts no memory of ranks")
+    assert f"{max(planned.values()) / 1e9:.3g} GB planned" in facts["memory of ranks"]
+    [figure] = build_figures(folder)["training-plan"]
+    assert {trace.type for trace in figure.data} == {"bar"}
+
+
+def test_run_of_sft_says_that_it_has_no_plan(tmp_path):
+    folder = write_run(tmp_path / "a", "sft", [{"loss": 1.0}])
+    [run] = read_runs([folder])
+    with pytest.raises(NoPlanError, match="plans runs of rl alone"):
+        compare_memory(run)
+    memory = {"gpu_memory": {"model": {"max_allocated_bytes": [10**9, 2 * 10**9]}}}
+    write_json(folder / "summary.json", memory)
+    facts = build_data(read_runs([folder]), 0)["runs"][0]
+    no_plan = "no plan: mcore-rl plan memory plans runs of rl alone"
+    assert facts["memory of ranks"] == f"2 GB allocated; {no_plan}"
+
+
 def test_no_metric_is_left_out(tmp_path):
     run = write_rl_run(tmp_path / "a")
     shown = {
         trace.name
         for figure in FigureBuilder(read_runs([run])).build()
         if figure.id not in ("training-time", "training-timeline", "training-loads")
+        and figure.id != "training-expert_load"
         for variant in figure.variants
         for trace in go.Figure(variant.data).data
     }
@@ -164,6 +254,42 @@ def test_run_of_an_older_version_has_a_page(tmp_path):
     )
 
 
+@pytest.mark.parametrize("evaluation", ["", "test"])
+def test_table_of_an_older_version_is_shown_with_its_columns(tmp_path, evaluation):
+    """Tables had no trajectories, and texts instead of tokens."""
+    folder = write_rl_run(tmp_path / "a", num_steps=2)
+    columns = {
+        "group": [7], "prompt": ["2+2?"], "response": [PLANTED], "reward": [0.5],
+        "finish_reason": ["stop"], "num_tokens": [9], "reward_error": [""],
+    }  # fmt: skip
+    path = get_table_path(folder, 1, evaluation)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pq.write_table(pa.table(columns), path)
+    samples, notes = collect_samples(read_runs([folder])[0], 10)
+    assert notes == [
+        f"{path.parent.name}/{path.name}: of another version, without the columns trajectory, "
+        "segment, num_turns, status, replayed; shown is the rest"
+    ]
+    [sample] = [s for s in samples if s["source"] == f"{evaluation or 'training'}, step 1"][-1:]
+    assert (sample["reward"], sample["tokens"]) == (0.5, 9)
+    assert dict(sample["facts"])["group"] == "7"
+    texts = [message["spans"][0]["text"] for message in sample["segments"][0]]
+    assert texts == ["2+2?", PLANTED]
+    assert len([s for s in samples if s["source"] == "training, step 2"]) == 2
+
+
+def test_set_of_an_older_evaluation_is_shown_with_its_columns(tmp_path):
+    folder = write_eval_run(tmp_path / "a")
+    pq.write_table(pa.table({"response": ["4", "5"]}), folder / "samples" / "math.parquet")
+    samples, notes = collect_samples(read_runs([folder])[0], 10)
+    assert notes == [
+        "samples/math.parquet: of another version, without the columns row, number, prompt, "
+        "reward, response_tokens; shown is the rest"
+    ]
+    assert [sample["label"] for sample in samples] == ["math, row 0", "math, row 1"]
+    assert [sample["segments"][0][0]["spans"][0]["text"] for sample in samples] == ["4", "5"]
+
+
 def test_value_that_is_not_finite_is_a_hole(tmp_path):
     rows = [{"loss": 1.0}, {"loss": float("nan")}, {"loss": 0.5}]
     [loss] = build_figures(write_run(tmp_path / "a", "sft", rows))["training-loss"][0].data
@@ -193,6 +319,45 @@ def test_load_heatmap_has_a_row_for_each_layer(tmp_path):
     assert [list(row) for row in heatmap.z] == [[1.2] * 3, [1.5] * 3]
 
 
+def test_expert_heatmap_has_loads_over_the_mean_and_the_balance_of_a_step(tmp_path):
+    """By hand: 8 tokens of layer 0 on 4 experts, whose mean is 2; layer 2 is even."""
+    folder = write_rl_run(tmp_path / "a")
+    [figure] = [
+        f for f in FigureBuilder(read_runs([folder])).build() if f.id == "training-expert_load"
+    ]
+    # Layer 0 has loads 1.5, 0.5, 0 and 2, of variance (0.25 + 0.25 + 1 + 1) / 4 = 0.625.
+    balance = f"largest 2 (layer 0, expert 3)<br>variation {math.sqrt(0.625) / 2:.3g}"
+    assert [v.label for v in figure.variants] == [f"actor, step {step}" for step in (3, 2, 1)]
+    drawn = go.Figure(figure.variants[0].data, figure.variants[0].layout)
+    assert drawn.layout.xaxis.title.text == f"expert<br>{balance}"
+    [heatmap] = drawn.data
+    assert (list(heatmap.y), list(heatmap.x)) == (["0", "2"], ["0", "1", "2", "3"])
+    assert [list(row) for row in heatmap.z] == [[1.5, 0.5, 0.0, 2.0], [1.0] * 4]
+
+
+def test_expert_load_is_recorded_at_most_so_often():
+    for num_steps in (1, 7, 50, 51, 1000, 1999):
+        due = [step for step in range(1, num_steps + 1) if is_load_due(step, num_steps)]
+        assert len(due) <= MAX_STEPS + 1 and due[-1] == num_steps
+    assert [step for step in range(1, 8) if is_load_due(step, 7)] == [1, 2, 3, 4, 5, 6, 7]
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        '{"step": 1, "role": "actor", "layers": [0], "tokens": [[1], [2]]}',
+        '{"step": 1, "role": "actor", "layers": [0, 1], "tokens": [[1, 2], [3]]}',
+        '{"step": 1, "role": "actor", "layers": [], "tokens": []}',
+        '{"step": 1, "layers": [0], "tokens": [["many"]]}',
+    ],
+)
+def test_malformed_row_of_loads_is_named(tmp_path, row):
+    file = write_rl_run(tmp_path / "a") / EXPERT_LOAD_FILE
+    file.write_text(file.read_text() + row + "\n" + '{"step": 5')
+    with pytest.raises(ConfigError, match=r"expert_load.jsonl, row 3: no step, role, layers"):
+        read_runs([file.parent])
+
+
 def test_peaks_stay_when_a_line_is_thinned():
     points = [Point(step, 0.0) for step in range(1, 50_001)]
     points[31_234] = Point(31_235, 9.0)
@@ -208,7 +373,11 @@ def test_peaks_stay_when_a_line_is_thinned():
     [
         ("sft", {"loss": 1.0, "lr": 1e-4, "grad_norm": 1.0}, ["loss", "gradient", "rate"]),
         ("dpo", {"loss": 0.7, "accuracy": 0.5, "margin": 0.1}, ["accuracy", "loss", "preferences"]),
-        ("rm", {"loss": 0.7, "accuracy": 0.5}, ["accuracy", "loss"]),
+        (
+            "rm",
+            {"loss": 0.7, "accuracy": 0.5, "eval/test/reward_chosen": 0.1},
+            ["accuracy", "loss", "preferences"],
+        ),
     ],
 )
 def test_supervised_run_has_its_figures(tmp_path, kind, metrics, expected):
@@ -217,12 +386,28 @@ def test_supervised_run_has_its_figures(tmp_path, kind, metrics, expected):
     assert read_runs([folder])[0].kind == kind
 
 
+@pytest.mark.parametrize("kind", ["sft", "dpo", "rm"])
+def test_supervised_run_says_that_it_writes_no_samples(tmp_path, kind):
+    folder = write_run(tmp_path / "a", kind, [{"loss": 1.0}])
+    note = f"mcore-rl {kind} writes no samples: it trains on those of its data."
+    assert collect_samples(read_runs([folder])[0], 10) == ([], [note])
+
+
+def test_constant_line_is_drawn_from_zero_on(tmp_path):
+    """Plotly would draw a learning rate of 1e-4 from -1 to 1."""
+    rows = [{"lr": 1e-4, "loss": 1.0}, {"lr": 1e-4, "loss": 2.0}]
+    figures = build_figures(write_run(tmp_path / "a", "sft", rows))
+    modes = {name: figure.layout.yaxis.rangemode for name, [figure] in figures.items()}
+    assert modes == {"training-loss": None, "training-rate": "tozero"}
+
+
 def test_evaluation_has_scores_and_texts(tmp_path):
     folder = write_eval_run(tmp_path / "a")
     [bars] = build_figures(folder)["set-math"][0].data
     assert (list(bars.x), list(bars.y), list(bars.error_y.array)) == (["pass@1"], [0.5], [0.25])
-    assert collect_samples(read_runs([folder])[0], 0) == []
-    samples = collect_samples(read_runs([folder])[0], 10)
+    assert collect_samples(read_runs([folder])[0], 0) == ([], [])
+    samples, notes = collect_samples(read_runs([folder])[0], 10)
+    assert notes == []
     assert [sample["reward"] for sample in samples] == [1.0, 0.0]
     [prompt, response] = samples[1]["segments"][0]
     assert (prompt["spans"][0]["text"], response["spans"][0]["text"]) == ("2+2?", PLANTED)
@@ -230,7 +415,8 @@ def test_evaluation_has_scores_and_texts(tmp_path):
 
 def test_sample_has_conversation_reward_parts_and_log_probs(tmp_path):
     run = read_runs([write_rl_run(tmp_path / "a")])[0]
-    samples = collect_samples(run, 6)
+    samples, notes = collect_samples(run, 6)
+    assert notes == []
     assert [sample["label"] for sample in samples][:2] == [
         "training, step 3, group 0, no. 0", "training, step 3, group 1, no. 0",
     ]  # fmt: skip

@@ -1,0 +1,182 @@
+"""Memory of the ranks of a run beside what `mcore-rl plan memory` says of its settings."""
+
+from __future__ import annotations
+
+import functools
+import html
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mcore_rl.config.errors import ConfigError
+from mcore_rl.config.schema import RLConfig
+from mcore_rl.observability.memory import GPU_MEMORY
+from mcore_rl.tools.report.runs import SETTINGS_FILE, NoPlanError, Run
+
+if TYPE_CHECKING:
+    from mcore_rl.planner.memory import MemoryPlan, Moment
+
+# Kinds of a plan that torch's allocator does not hold.
+_OUTSIDE = ("CUDA contexts", "NCCL", "CUDA graphs")
+_COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8C6BB1")
+_ALLOCATED, _RESERVED = "max_allocated_bytes", "max_reserved_bytes"
+_NO_PEAK = "no recorded peak: torch counts no memory of ranks on a CPU"
+
+
+@dataclass(frozen=True, slots=True)
+class RankMemory:
+    """Memory of ranks whose plans are equal, in bytes of the fullest."""
+
+    label: str
+    planned: Mapping[str, int]  # by kind, at the fullest moment; of torch's allocator alone
+    allocated: int | None  # highest in the run; None: not recorded
+    reserved: int | None
+
+    @property
+    def planned_bytes(self) -> int:
+        return sum(self.planned.values())
+
+
+def compare_memory(run: Run) -> list[RankMemory]:
+    """Return the memory of the ranks of each model, as planned and as recorded.
+
+    Raises:
+        NoPlanError: The run is not planned.
+    """
+    if run.kind != "rl":
+        raise NoPlanError("mcore-rl plan memory plans runs of rl alone")
+    recorded = _read_peaks(run)
+    lane = "cuda" if recorded else "cpu"
+    try:
+        plan = _plan(run.folder / SETTINGS_FILE, lane)
+    except ConfigError as error:
+        raise NoPlanError(str(error)) from error
+    return [*_match(plan, recorded)]
+
+
+def _read_peaks(run: Run) -> dict[str, dict[str, Any]]:
+    """Return the peaks of each role: those of each rank once the run has ended, else the highest.
+
+    Empty for a run without GPUs.
+    """
+    if peaks := run.summary.get(GPU_MEMORY):
+        return dict(peaks)
+    by_role: dict[str, dict[str, Any]] = {}
+    for row in run.rows:
+        for name, value in row.items():
+            group, _, rest = name.partition("/")
+            role, _, kind = rest.rpartition("/")
+            if group == GPU_MEMORY:
+                by_role.setdefault(role, {})[kind] = [value]
+    return by_role
+
+
+@functools.lru_cache(maxsize=16)
+def _plan(settings: Path, lane: str) -> MemoryPlan:
+    from mcore_rl.cli.compose import compose_config  # slow to import: Hydra, torch
+    from mcore_rl.jobs.dry_run import prepare_plan
+    from mcore_rl.planner.memory import Conditions, plan_memory
+
+    config = compose_config(RLConfig, [f"recipe={settings}"])
+    with prepare_plan(config, lane) as (prepared, model):
+        return plan_memory(prepared, model, Conditions(lane))
+
+
+def _match(plan: MemoryPlan, recorded: Mapping[str, Mapping[str, Any]]) -> Sequence[RankMemory]:
+    fullest: dict[tuple[str, tuple[int, ...]], Moment] = {}
+    for moment in plan.moments:
+        if not moment.name.startswith(f"{moment.role}: ") or moment.role == "warm_start":
+            continue  # of two processes, or of earlier ones
+        key = moment.role, moment.ranks
+        if key not in fullest or _count_tensors(moment) > _count_tensors(fullest[key]):
+            fullest[key] = moment
+    servers = {role.name for role in plan.roles if role.has_servers}
+    return [
+        RankMemory(
+            f"{moment.name}, {_format_ranks(ranks)}",
+            _select_tensors(moment),
+            _get_peak(recorded.get(role, {}).get(_ALLOCATED), ranks),
+            _get_peak(recorded.get(role, {}).get(_RESERVED), ranks),
+        )
+        for (role, ranks), moment in fullest.items()
+        if role not in servers
+    ]
+
+
+def _get_peak(peaks: Sequence[int] | None, ranks: Sequence[int]) -> int | None:
+    """Return the highest peak of these ranks; of all where each one's is not known."""
+    if not peaks:
+        return None
+    known = [peaks[rank] for rank in ranks if rank < len(peaks)]
+    return max(known or peaks)
+
+
+def _select_tensors(moment: Moment) -> dict[str, int]:
+    return {kind: size for kind, size in moment.kinds.items() if size and kind not in _OUTSIDE}
+
+
+def _count_tensors(moment: Moment) -> int:
+    return sum(_select_tensors(moment).values())
+
+
+def _format_ranks(ranks: Sequence[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"{len(ranks)} ranks from {min(ranks)} on"
+
+
+def build_memory_figure(run: Run) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Return data and layout of bars: the plan by kind, and what was recorded, if something was.
+
+    Raises:
+        NoPlanError: As `compare_memory`.
+    """
+    rows = compare_memory(run)
+    labels = [html.escape(row.label) for row in rows]
+    kinds = dict.fromkeys(kind for row in rows for kind in row.planned)
+    data: list[dict[str, Any]] = [
+        {
+            "type": "bar",
+            "orientation": "h",
+            "name": kind,
+            "x": [row.planned.get(kind, 0) / 1e9 for row in rows],
+            "y": labels,
+            "offsetgroup": "plan",
+            "marker": {"color": _COLORS[index % len(_COLORS)]},
+        }
+        for index, kind in enumerate(kinds)
+    ]
+    for name, symbol in (("allocated", "line-ns-open"), ("reserved", "diamond-open")):
+        sizes = [getattr(row, name) for row in rows]
+        if any(size is not None for size in sizes):
+            data.append(
+                {
+                    "type": "scatter",
+                    "mode": "markers",
+                    "name": f"recorded, {name}",
+                    "x": [None if size is None else size / 1e9 for size in sizes],
+                    "y": labels,
+                    "marker": {"symbol": symbol, "size": 14, "line": {"width": 3}},
+                }
+            )
+    layout = {
+        "barmode": "stack",
+        "xaxis": {"title": {"text": "GB of a rank"}},
+        "yaxis": {"title": {"text": ""}, "type": "category", "autorange": "reversed"},
+    }
+    return data, layout
+
+
+def summarize_memory(run: Run) -> str:
+    """Return recorded and planned memory of the fullest ranks in words, or why it is not known."""
+    try:
+        rows = compare_memory(run)
+    except NoPlanError as error:
+        peaks = [max(kinds.get(_ALLOCATED) or [0]) for kinds in _read_peaks(run).values()]
+        recorded = f"{max(peaks) / 1e9:,.3g} GB allocated" if peaks else _NO_PEAK
+        return f"{recorded}; no plan: {error}"
+    worst = max(rows, key=lambda row: row.planned_bytes)
+    planned = f"{worst.planned_bytes / 1e9:,.3g} GB planned ({worst.label})"
+    if worst.allocated is None:
+        return f"{_NO_PEAK}; {planned}"
+    share = worst.allocated / worst.planned_bytes
+    return f"{worst.allocated / 1e9:,.3g} GB allocated, {share:.0%} of {planned}"

@@ -1,0 +1,91 @@
+"""Records of the models of a run beside metrics: profiles, peaks of memory, loads of experts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from mcore_rl.checkpoint.run_checkpoints import format_name
+from mcore_rl.config.schema import ProfileConfig
+from mcore_rl.controller.worker_group import RankGroup
+from mcore_rl.observability.console import show_line
+from mcore_rl.observability.expert_load import ExpertLoad, build_expert_load, is_load_due
+from mcore_rl.observability.memory import GPU_MEMORY
+from mcore_rl.observability.timeline import PROFILES
+
+_PEAKS = ("max_allocated_bytes", "max_reserved_bytes")
+
+
+class StepRecorder:
+    """Asks the ranks of all models at the start and at the end of a step."""
+
+    def __init__(
+        self,
+        models: Mapping[str, RankGroup],
+        settings: ProfileConfig,
+        folder: Path,
+        num_steps: int,
+        record_load: Callable[[ExpertLoad], None],
+        record_result: Callable[[str, Any], None],
+    ) -> None:
+        """Record nothing yet.
+
+        Args:
+            models: Workers by role.
+            folder: Folder of the run.
+            num_steps: Steps of the run.
+            record_load: Takes the load of the experts of a trained model.
+            record_result: Takes an entry of the summary: gpu_memory, the peaks of each rank.
+        """
+        self._models, self._num_steps = models, num_steps
+        self._profile = asdict(settings)
+        self._steps = self._profile.pop("steps")
+        self._folder = folder / PROFILES
+        self._record_load, self._record_result = record_load, record_result
+        self._has_peaks = True  # until the ranks have answered
+
+    def begin(self, step: int) -> None:
+        """Start the profiles of the step, if it has some."""
+        if step in self._steps:
+            folder = self._folder / format_name(step)
+            for role, model in self._models.items():
+                model.start_profile(str(folder / role), step, **self._profile)
+
+    def finish(self, step: int) -> dict[str, float]:
+        """Write the profiles of the step and the load of experts; return metrics of memory.
+
+        On GPUs, gpu_memory/ROLE/max_allocated_bytes and max_reserved_bytes: the highest of the
+        ranks so far.
+        """
+        if step in self._steps:
+            for role, model in self._models.items():
+                for problem in filter(None, model.stop_profile()):
+                    show_line(f"step {step}, profile of {role}: {problem}")
+        if is_load_due(step, self._num_steps):
+            self._record_loads(step)
+        return self._collect_peaks()
+
+    def _record_loads(self, step: int) -> None:
+        for role, model in self._models.items():
+            if load := model.get_expert_load():
+                self._record_load(build_expert_load(step, role, load))
+
+    def _collect_peaks(self) -> dict[str, float]:
+        if not self._has_peaks:
+            return {}
+        by_role = {role: model.get_peak_memory() for role, model in self._models.items()}
+        self._has_peaks = all(rank for ranks in by_role.values() for rank in ranks)
+        if not self._has_peaks:  # of the CPU
+            return {}
+        peaks = {
+            role: {name: [rank[name] for rank in ranks] for name in _PEAKS}
+            for role, ranks in by_role.items()
+        }
+        self._record_result(GPU_MEMORY, peaks)
+        return {
+            f"{GPU_MEMORY}/{role}/{name}": max(values)
+            for role, kinds in peaks.items()
+            for name, values in kinds.items()
+        }

@@ -1,0 +1,66 @@
+"""Profiles of a process: traces that can be read back, their largest size, one at a time."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from mcore_rl.engine.profiling import StepProfiler
+
+SIZE = 17  # of a product that nothing else computes
+
+
+def profile_product(path: Path, max_trace_bytes: int) -> str:
+    profiler = StepProfiler(path, 5, max_trace_bytes, memory=False)
+    profiler.start()
+    with torch.profiler.record_function("product"):
+        torch.ones(SIZE, SIZE) @ torch.ones(SIZE, SIZE)
+    return profiler.stop()
+
+
+def test_trace_has_the_step_its_annotations_and_operators_with_shapes(tmp_path):
+    assert profile_product(tmp_path / "profiles" / "actor-0", 1 << 30) == ""
+    [file] = (tmp_path / "profiles").iterdir()
+    assert file.name == "actor-0.json.gz"
+    trace = json.loads(gzip.decompress(file.read_bytes()))
+    events = {event["name"]: event for event in trace["traceEvents"] if event["ph"] == "X"}
+    assert trace["step"] == 5
+    assert events["aten::mm"]["args"]["Input Dims"] == [[SIZE, SIZE], [SIZE, SIZE]]
+    outer, inner = events["product"], events["aten::mm"]
+    assert outer["ts"] <= inner["ts"]
+    assert inner["ts"] + inner["dur"] <= outer["ts"] + outer["dur"]
+
+
+def test_larger_trace_is_dropped_with_the_reason(tmp_path):
+    reason = profile_product(tmp_path / "actor-0", 1000)
+    assert reason.startswith("actor-0.json.gz is dropped: ")
+    assert reason.endswith("; allowed: up to profile.max_trace_bytes=1000")
+    assert [*tmp_path.iterdir()] == []
+
+
+def test_folder_that_cannot_be_made_is_a_reason(tmp_path):
+    (tmp_path / "file").write_text("")
+    reason = profile_product(tmp_path / "file" / "actor-0", 1 << 30)
+    assert reason.startswith("actor-0.json.gz cannot be written: ")
+
+
+def test_running_profile_is_seen_by_other_models_of_the_process(tmp_path):
+    profiler = StepProfiler(tmp_path / "actor-0", 1, 1 << 30, memory=False)
+    states = [StepProfiler.is_running()]
+    profiler.start()
+    states.append(StepProfiler.is_running())
+    profiler.stop()
+    assert [*states, StepProfiler.is_running()] == [False, True, False]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA's allocator")
+def test_snapshot_of_a_gpu_is_written_beside_the_trace(tmp_path):
+    profiler = StepProfiler(tmp_path / "actor-0", 1, 1 << 30, memory=True).start()
+    torch.ones(1 << 20, device="cuda")
+    assert profiler.stop() == ""
+    names = {path.name for path in tmp_path.iterdir()}
+    assert names == {"actor-0.json.gz", "actor-0.memory.pickle"}
