@@ -353,6 +353,10 @@ class RunOutput:
         """Write metrics outside of a training step, such as those of an evaluation."""
         self._sinks.write(step, metrics)
 
+    def record_result(self, name: str, value: Any) -> None:
+        """Add an entry to the summary."""
+        self.results[name] = value
+
     def finish(self, *, peak_memory_bytes: int, wall_s: float) -> None:
         """Write the plot and the summary, and print the table.
 
