@@ -39,18 +39,15 @@ from mcore_rl.planner.roles import (
     get_frozen_paths,
     plan_roles,
 )
+from mcore_rl.planner.servers import count_graph_bytes, count_workspace_bytes
 
 # Bytes of a process on a GPU beside torch's tensors. Sources: docs/planning.md.
 CONTEXT_BYTES = 600_000_000
 NCCL_PAIR_BYTES, NCCL_GROUP_BYTES = 544 << 20, 688 << 20  # of 2 ranks, of more
 NCCL_EXCHANGE_BYTES = 3_280_000_000  # all-to-all among the 8 GPUs of a node
 _NODE = 8
-GRAPH_BYTES = 400_000  # of a layer in a CUDA graph of one batch size
-ATTENTION_WORKSPACE_BYTES = 394 << 20
 FRAGMENT_SHARE = 0.05  # of tensors that come and go
-_MAX_GRAPH_SIZE = 512  # tokens of the largest graph
 _SCORES = {"critic": "values", "reward_model": "scores"}  # what passes without updates compute
-_FLOAT32 = 4
 _HYBRID_BYTES = 16  # of a parameter whose Adam is on the host: gradient, weight, two moments
 
 
@@ -273,7 +270,9 @@ class _Planner:
         if self.is_gpu:
             settings, model = self._get_servers(role.name)
             kinds["CUDA graphs"] = count_graph_bytes(settings, model)
-            kinds["workspace"] = self._compute_workspace(settings, model)
+            kinds["workspace"] = count_workspace_bytes(
+                settings, model, ITEMSIZES[self.config.model.dtype], self.conditions.imbalance
+            )
         return Moment(
             f"{role.name}: generate", role.name, stage.ranks, self._add_overhead(role.name, kinds)
         )
@@ -283,24 +282,6 @@ class _Planner:
             return self.config.rollout, self.model
         served = build_models_with_servers(self.config)[name.removeprefix(ROLE)]
         return served.servers, read_config(served.path) if served.path else self.model
-
-    def _compute_workspace(self, settings: RolloutConfig, model: HFConfig) -> int:
-        """Return the bytes of a forward pass of a worker: layers, logits, attention kernels."""
-        fields = get_family(model).config_map(model)
-        itemsize = ITEMSIZES[self.config.model.dtype]
-        tokens = settings.max_num_batched_tokens or 8192
-        sequences = settings.max_num_seqs or 1024
-        columns = 3 * fields["ffn_hidden_size"] / settings.tp
-        if fields.get("num_moe_experts"):
-            chosen, ffn = fields["moe_router_topk"], fields["moe_ffn_hidden_size"]
-            width = ffn if settings.ep else ffn / settings.tp
-            received = 1.0 if not settings.ep else self.conditions.imbalance / settings.num_workers
-            gathered = settings.dp if settings.ep else 1
-            routed = chosen * received * gathered
-            columns = max(columns, routed * (2 * fields["hidden_size"] + 3 * width))
-        layer = tokens * (4 * fields["hidden_size"] + columns) * itemsize
-        logits = sequences * int(model["vocab_size"]) * 2 * _FLOAT32
-        return int(max(layer, logits)) + ATTENTION_WORKSPACE_BYTES
 
     # Weight updates
 
@@ -428,15 +409,6 @@ def count_nccl_bytes(layout: Layout) -> int:
     peers = min(layout.ep * layout.etp, _NODE) - 1
     exchange = NCCL_EXCHANGE_BYTES * peers // (_NODE - 1)
     return sum(map(_count_group_bytes, [*groups, world])) + exchange
-
-
-def count_graph_bytes(settings: RolloutConfig, model: HFConfig) -> int:
-    """Return the bytes of vLLM's CUDA graphs: one for each of its batch sizes, in pieces."""
-    if settings.engine.get("enforce_eager"):
-        return 0
-    largest = min(_MAX_GRAPH_SIZE, 2 * (settings.max_num_seqs or 1024))
-    num_sizes = 3 + largest // 8  # 1, 2, 4, then multiples of 8
-    return GRAPH_BYTES * num_sizes * get_model_sizes(model).num_layers
 
 
 # Settings that make a run fit
