@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from mcore_rl.cli.compose import compose_config
+from mcore_rl.config.resolve import resolve_placement
 from mcore_rl.config.schema import EngineConfig, Layout, RLConfig
 from mcore_rl.models.base import HFConfig, read_config_file
 from mcore_rl.planner.flops import count_work
 from mcore_rl.planner.generation import Lengths
 from mcore_rl.planner.hardware import load_hardware
+from mcore_rl.planner.memory import Conditions, MemoryPlan, plan_memory
 from mcore_rl.planner.step import predict_step
 from mcore_rl.planner.training import Load, TrainingModel
 
@@ -82,6 +86,44 @@ def predict_step_s(run: dict[str, Any]) -> float:
     return predict_step(config, model, load_hardware(run["hardware"]), lengths).step_s
 
 
+@cache
+def plan_run_memory(index: int) -> MemoryPlan:
+    """Plan the memory of RUNS["memory"][index], with the KV cache that fills the servers' share."""
+    run = RUNS["memory"][index]
+    # Roles that take turns leave the GPU to each other, and ranks shard Adam, in all these systems.
+    shared = ["model.dtype=bfloat16", "actor.optimizer.distributed=true"]
+    config = compose_config(RLConfig, [*shared, *run["settings"].split()])
+    config.placement = resolve_placement(config)
+    model = read_model(run)
+    [servers] = [
+        moment
+        for moment in plan_memory(config, model, Conditions()).moments
+        if moment.name == "rollout: generate"
+    ]
+    share = run["memory_share"] * load_hardware(run["hardware"]).memory_bytes
+    config.rollout.kv_cache_bytes = int(
+        share - servers.kinds["weights"] - servers.kinds["workspace"]
+    )
+    return plan_memory(config, model, Conditions())
+
+
+def format_memory_table() -> str:
+    """Return the table of docs/planning.md."""
+    lines = [
+        "| System | Model | GPUs | Published | Predicted GB | Fullest moment | Source |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for index, run in enumerate(RUNS["memory"]):
+        worst = plan_run_memory(index).worst
+        limit = load_hardware(run["hardware"]).memory_bytes
+        lines.append(
+            f"| {run['system']} | {run['name']} | {run['gpus']} {run['hardware']} | "
+            f"{'ran' if run['fits'] else 'out of memory'} | {worst.total / 1e9:.1f} of "
+            f"{limit / 1e9:.1f} | {worst.name} | {run['source']} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
 def format_tables() -> str:
     """Return the two tables of docs/planning_step.md."""
     lines = [
@@ -113,4 +155,4 @@ def format_tables() -> str:
 
 
 if __name__ == "__main__":
-    print(format_tables(), end="")
+    print(format_memory_table(), format_tables(), sep="\n", end="")

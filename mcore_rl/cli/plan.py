@@ -64,6 +64,7 @@ def _add_memory_options(parser: argparse.ArgumentParser) -> None:
 def _plan_memory(options: argparse.Namespace) -> int:
     from mcore_rl.cli.compose import compose_config  # imports Hydra
     from mcore_rl.config.checks import check_choice
+    from mcore_rl.inference.registry import check_server_settings
     from mcore_rl.planner.memory import Conditions, Fix, MemoryLimit, find_fixes, plan_memory
     from mcore_rl.planner.report import build_memory_json, print_memory, print_verdict
 
@@ -85,6 +86,8 @@ def _plan_memory(options: argparse.Namespace) -> int:
 
     fixes: list[Fix] = []
     with prepare_plan(config, options.lane) as (prepared, model):
+        if prepared.rollout.engine:  # of which CUDA graphs are planned
+            check_server_settings(prepared.rollout, device=options.lane)
         plan = plan_memory(prepared, model, conditions)
         fits = device is None or plan.worst.total <= device.memory_bytes
         if device is not None and not fits:

@@ -19,6 +19,7 @@ from mcore_rl.parallel.mesh import Chunk
 _FLOAT32 = 4
 _DELTA_CHUNK = 64  # tokens between the states that the kernels of gated delta nets store
 _QUERIES_PER_BLOCK = 256  # of attention with sinks: engine/attention.py
+_ATTENTION_PARTS = ("input", "norms", "heads", "result")
 DEFAULT_CHUNK_BYTES = {"te": 512 << 20, "torch": 32 << 20}  # engine/logprob.py
 
 Parts = dict[str, float]  # bytes per token of a pack on one rank, by part of a layer
@@ -32,7 +33,8 @@ class PackSize:
     num_scored: int  # response tokens
     num_micro_batches: int  # of an optimizer step
     longest: int  # tokens of the longest sequence, over all cp ranks
-    imbalance: float = 1.0  # tokens of the fullest rank's experts, over the mean
+    imbalance: float = 1.0  # tokens of the fullest rank's experts in a layer, over the mean
+    mean_imbalance: float = 1.0  # likewise in all layers of a rank together
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,10 +44,11 @@ class PassMemory:
     activations: int
     dispatch: int  # tokens sent to experts, and their results
     logits: int  # tile of logits, gradients of hidden states and of the output head
+    gathered: int = 0  # of FSDP2: weights of layers, their gradients, and buffers of both
 
     @property
     def total(self) -> int:
-        return self.activations + self.dispatch + self.logits
+        return self.activations + self.dispatch + self.logits + self.gathered
 
 
 def count_layer_bytes(
@@ -172,10 +175,9 @@ def _count_expert_bytes(
         router = num_experts * 13 + chosen * 24 + 8
         if fields.get("moe_router_score_function") == "sigmoid":
             router += num_experts * _FLOAT32 + chosen * _FLOAT32
-    dispatched = hidden * layout.etp * (1 if is_torch else 2)
     return {
         "router": router / tp,
-        "dispatch": routed * dispatched,
+        "dispatch": routed * hidden * layout.etp,
         "experts": routed * (3 if is_torch else 2) * columns,
         "moe_act": routed * (3 if is_torch else 1) * columns,
         "shared_experts": (5 if is_torch else 3) * shared / tp,
@@ -201,23 +203,27 @@ def compute_pass_memory(
         head_rows: Rows of the output head on a rank; 1 of a value head.
     """
     layout = engine.layout
-    layers = [
-        [
-            count_layer_bytes(
-                fields,
-                layer,
-                layout,
-                itemsize,
-                modules,
-                pack.imbalance,
-                is_frozen=bool(engine.lora.rank),
-            )
-            for layer in (*chunk.layers, *[fields["num_layers"] - 1] * chunk.num_mtp_layers)
+    layers: list[list[Parts]] = []
+    largest: Parts = {}
+    for chunk in chunks:
+        indices = (*chunk.layers, *[fields["num_layers"] - 1] * chunk.num_mtp_layers)
+        counts = [
+            [
+                count_layer_bytes(
+                    fields,
+                    layer,
+                    layout,
+                    itemsize,
+                    modules,
+                    imbalance,
+                    is_frozen=bool(engine.lora.rank),
+                )
+                for layer in indices
+            ]
+            for imbalance in (pack.mean_imbalance, pack.imbalance)
         ]
-        for chunk in chunks
-    ]
-    all_layers = [parts for chunk_layers in layers for parts in chunk_layers]
-    largest = max(all_layers, key=lambda parts: sum(parts.values()), default={})
+        layers.append(counts[0])
+        largest = max([largest, *counts[1]], key=lambda parts: sum(parts.values()))
     stored = {"activations": 0.0, "dispatch": 0.0}
     if trains:
         stored = _count_stored_bytes(engine, layers, pack, chunks[0].pp_rank)
@@ -339,8 +345,8 @@ def _count_working_bytes(
         working[_get_kind(part)] += size
     if not trains:
         return working
-    if modules == "te":  # gradients of a layer
-        for part, size in largest.items():
+    if modules == "te":
+        for part, size in _count_fused_gradients(largest).items():
             working[_get_kind(part)] += size
         return working
     if "dispatch" in largest:  # tokens before they are sent, results before and after, and received
@@ -349,6 +355,22 @@ def _count_working_bytes(
     else:
         working["activations"] += hidden / tp + 2 * fields["ffn_hidden_size"] * itemsize / tp
     return working
+
+
+def _count_fused_gradients(largest: Parts) -> Parts:
+    """Count the gradients inside a layer of fused modules, at their peak.
+
+    They are in its MLP, while the layer stores all its parts; or in its attention, when what the
+    MLP stored is free. Sparse layers have tokens twice, before and after their exchange, and the
+    gradient of the first product.
+    """
+    attention = {part: size for part, size in largest.items() if part in _ATTENTION_PARTS}
+    mlp = {part: size for part, size in largest.items() if part not in _ATTENTION_PARTS}
+    gradients = dict(mlp)
+    if "dispatch" in mlp:
+        gradients |= {"dispatch": 2 * mlp["dispatch"], "moe_act": 0.0}
+    rest = sum(attention.values()) - sum(mlp.values())
+    return gradients if sum(gradients.values()) >= rest else {"heads": rest}
 
 
 def _count_block_bytes(

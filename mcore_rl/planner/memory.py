@@ -28,7 +28,8 @@ from mcore_rl.models.base import (
     read_config,
 )
 from mcore_rl.parallel.mesh import Mesh, split_into_chunks
-from mcore_rl.planner.activations import PackSize, compute_pass_memory
+from mcore_rl.planner.activations import PackSize, compute_pass_memory, is_sparse
+from mcore_rl.planner.fsdp import compute_fsdp_pass, counts_fsdp_passes
 from mcore_rl.planner.hardware import load_hardware
 from mcore_rl.planner.roles import (
     ITEMSIZES,
@@ -37,20 +38,19 @@ from mcore_rl.planner.roles import (
     build_warm_engine,
     get_frozen_engines,
     get_frozen_paths,
+    get_optimizer_itemsize,
     plan_roles,
 )
+from mcore_rl.planner.servers import count_graph_bytes, count_workspace_bytes
 
 # Bytes of a process on a GPU beside torch's tensors. Sources: docs/planning.md.
 CONTEXT_BYTES = 600_000_000
 NCCL_PAIR_BYTES, NCCL_GROUP_BYTES = 544 << 20, 688 << 20  # of 2 ranks, of more
 NCCL_EXCHANGE_BYTES = 3_280_000_000  # all-to-all among the 8 GPUs of a node
 _NODE = 8
-GRAPH_BYTES = 400_000  # of a layer in a CUDA graph of one batch size
-ATTENTION_WORKSPACE_BYTES = 394 << 20
 FRAGMENT_SHARE = 0.05  # of tensors that come and go
-_MAX_GRAPH_SIZE = 512  # tokens of the largest graph
 _SCORES = {"critic": "values", "reward_model": "scores"}  # what passes without updates compute
-_FLOAT32 = 4
+_KEY_BYTES = 4  # of a key that an indexer picks
 _HYBRID_BYTES = 16  # of a parameter whose Adam is on the host: gradient, weight, two moments
 
 
@@ -59,7 +59,7 @@ class Conditions:
     """The assumptions of a plan: load, sequences of servers, devices."""
 
     lane: str = "cuda"
-    imbalance: float = 1.5  # tokens of the fullest rank's experts, over the mean
+    imbalance: float = 1.5  # tokens of the fullest rank's experts in a layer, over the mean
     concurrency: int = 0  # sequences of a server at once; 0: those of a step, or max_num_seqs
     length: int = 0  # their tokens; 0: the longest
     gpus_per_node: int = 8
@@ -214,44 +214,95 @@ class _Planner:
             kinds["gradients"] = stage.gradient_bytes
             if not engine.optimizer.cpu_offload:
                 kinds["optimizer"] = stage.optimizer_bytes
-        if _counts_activations(engine):
+        if self._counts_activations(name):
             memory = self._compute_pass(name, engine, pp_rank, trains=trains)
             kinds |= {
                 "activations": memory.activations,
                 "MoE dispatch": memory.dispatch,
                 "logits": memory.logits,
             }
+            if memory.gathered:
+                kinds["gathered weights"] = memory.gathered
+            if keys := self._count_key_bytes(name, engine, trains=trains):
+                kinds["indexer keys"] = keys
         return self._add_overhead(name, kinds)
 
     def _compute_pass(self, name: str, engine: EngineConfig, pp_rank: int, *, trains: bool) -> Any:
         config, model = self.config, self._get_model(name)
-        fields = get_family(model).config_map(model)
         layout, family = engine.layout, get_family(model)
-        num_mtp = family.num_mtp_layers(model) if engine.mtp_loss_coef and trains else 0
-        chunks = split_into_chunks(layout, fields["num_layers"], num_mtp)
         longest = config.max_sequence_tokens
         tokens = max(engine.max_tokens_per_micro_batch, -(-longest // layout.cp))
         scored = min(tokens, int(tokens * config.rollout.max_response_tokens / longest) + 1)
+        itemsize = ITEMSIZES[config.model.dtype]
+        has_value_head = name in ("critic", "reward_model")
+        if load_backend(engine).shard_format == "rows":
+            return compute_fsdp_pass(
+                engine,
+                model,
+                PackSize(tokens, scored, 1, longest),
+                itemsize=itemsize,
+                lane=self.conditions.lane,
+                head_rows=1 if has_value_head else model["vocab_size"],
+                trains=trains,
+            )
+        fields = family.config_map(model)
+        num_mtp = family.num_mtp_layers(model) if engine.mtp_loss_coef and trains else 0
+        chunks = split_into_chunks(layout, fields["num_layers"], num_mtp)
         samples = config.trainer.prompts_per_step * config.algorithm.group_size
         samples //= config.algorithm.num_mini_batches
         packs = max(1, samples * longest // (tokens * layout.cp * layout.dp))
-        has_value_head = name in ("critic", "reward_model")
         rows = 1 if has_value_head else pad_vocab_size(model, layout.tp) // layout.tp
+        own_chunks = [chunk for chunk in chunks if chunk.pp_rank == pp_rank]
+        imbalance = self.conditions.imbalance
+        num_sparse = sum(is_sparse(fields, n) for chunk in own_chunks for n in chunk.layers)
         return compute_pass_memory(
             engine,
             fields,
-            PackSize(tokens, scored, packs, longest, self.conditions.imbalance),
-            [chunk for chunk in chunks if chunk.pp_rank == pp_rank],
-            itemsize=ITEMSIZES[config.model.dtype],
+            PackSize(
+                tokens,
+                scored,
+                packs,
+                longest,
+                imbalance,
+                # Layers route independently: over n of them the excess falls with their root.
+                1 + (imbalance - 1) / math.sqrt(max(1, num_sparse)),
+            ),
+            own_chunks,
+            itemsize=itemsize,
             modules="te" if self.is_gpu and engine.modules != "torch" else "torch",
             head_rows=rows,
             trains=trains,
         )
 
+    def _count_key_bytes(self, name: str, engine: EngineConfig, *, trains: bool) -> int:
+        """Count the keys of sparse attention's indexers on a rank, with indexer_replay=record.
+
+        32-bit positions of each token in all layers, of other stages too: those of a step's samples
+        and their copy while log-probs are computed, those of a mini-batch and of its packs in an
+        update (engine/megatron/indexer_replay.py).
+        """
+        if name == "reference" or engine.indexer_replay == "off":
+            return 0
+        fields = get_family(self.model).config_map(self.model)
+        layout, algorithm = engine.layout, self.config.algorithm
+        longest = self.config.max_sequence_tokens
+        samples = self.config.trainer.prompts_per_step * algorithm.group_size
+        if trains:
+            samples //= algorithm.num_mini_batches
+        tokens = -(-samples // layout.dp) * longest
+        packed = max(engine.max_tokens_per_micro_batch, longest) * layout.pp
+        stored = tokens + min(packed, tokens) if trains else 2 * tokens
+        return stored * int(fields["num_layers"] * fields["dsa_indexer_topk"]) * _KEY_BYTES
+
     def list_uncounted_roles(self) -> tuple[str, ...]:
         """Return the roles whose engine's activations are not counted."""
-        engines = {n: self.get_engine(n) for n, role in self.roles.items() if not role.has_servers}
-        return tuple(n for n, engine in engines.items() if not _counts_activations(engine))
+        engines = (name for name, role in self.roles.items() if not role.has_servers)
+        return tuple(name for name in engines if not self._counts_activations(name))
+
+    def _counts_activations(self, name: str) -> bool:
+        engine = self.get_engine(name)
+        is_megatron = load_backend(engine).shard_format == "megatron"
+        return is_megatron or counts_fsdp_passes(engine, self._get_model(name))
 
     def get_engine(self, name: str) -> EngineConfig:
         """Return the engine settings of a role."""
@@ -273,7 +324,9 @@ class _Planner:
         if self.is_gpu:
             settings, model = self._get_servers(role.name)
             kinds["CUDA graphs"] = count_graph_bytes(settings, model)
-            kinds["workspace"] = self._compute_workspace(settings, model)
+            kinds["workspace"] = count_workspace_bytes(
+                settings, model, ITEMSIZES[self.config.model.dtype], self.conditions.imbalance
+            )
         return Moment(
             f"{role.name}: generate", role.name, stage.ranks, self._add_overhead(role.name, kinds)
         )
@@ -283,24 +336,6 @@ class _Planner:
             return self.config.rollout, self.model
         served = build_models_with_servers(self.config)[name.removeprefix(ROLE)]
         return served.servers, read_config(served.path) if served.path else self.model
-
-    def _compute_workspace(self, settings: RolloutConfig, model: HFConfig) -> int:
-        """Return the bytes of a forward pass of a worker: layers, logits, attention kernels."""
-        fields = get_family(model).config_map(model)
-        itemsize = ITEMSIZES[self.config.model.dtype]
-        tokens = settings.max_num_batched_tokens or 8192
-        sequences = settings.max_num_seqs or 1024
-        columns = 3 * fields["ffn_hidden_size"] / settings.tp
-        if fields.get("num_moe_experts"):
-            chosen, ffn = fields["moe_router_topk"], fields["moe_ffn_hidden_size"]
-            width = ffn if settings.ep else ffn / settings.tp
-            received = 1.0 if not settings.ep else self.conditions.imbalance / settings.num_workers
-            gathered = settings.dp if settings.ep else 1
-            routed = chosen * received * gathered
-            columns = max(columns, routed * (2 * fields["hidden_size"] + 3 * width))
-        layer = tokens * (4 * fields["hidden_size"] + columns) * itemsize
-        logits = sequences * int(model["vocab_size"]) * 2 * _FLOAT32
-        return int(max(layer, logits)) + ATTENTION_WORKSPACE_BYTES
 
     # Weight updates
 
@@ -351,9 +386,8 @@ class _Planner:
         """Add what the processes on the device of a role take: all that share its pool."""
         if not self.is_gpu:
             return dict(kinds)
-        pool = self._get_pool(name)
-        overheads = [o for role, o in self._overheads.items() if self._get_pool(role) == pool]
-        moving = ("activations", "MoE dispatch", "logits", "workspace")
+        overheads = [self._overheads[role] for role in self._list_processes(name)]
+        moving = ("activations", "MoE dispatch", "logits", "gathered weights", "workspace")
         return {
             **kinds,
             "CUDA contexts": sum(context for context, _ in overheads),
@@ -361,11 +395,20 @@ class _Planner:
             "fragmentation": int(FRAGMENT_SHARE * sum(kinds.get(kind, 0) for kind in moving)),
         }
 
+    def _list_processes(self, name: str) -> list[str]:
+        """Return the roles whose processes are on a device of a role: those of its pool.
+
+        The warm start ends before the others start.
+        """
+        if name == "warm_start":
+            return [name]
+        pool = self._get_pool(name)
+        return [n for n in self.roles if n != "warm_start" and self._get_pool(n) == pool]
+
     def _get_pool(self, role: str) -> str:
         """Return the pool of devices of a role."""
         if role.startswith(ROLE):
             return role
-        role = "actor" if role == "warm_start" else role
         pool = get_pool(self.config.placement, role)
         return f"{pool}: {role}" if pool == OWN_POOL else pool
 
@@ -386,7 +429,12 @@ class _Planner:
                 for stage in ranks:
                     offloaded = engine.optimizer.cpu_offload and stage.gradient_bytes
                     if offloaded:
-                        node["optimizer on the host"] += stage.optimizer_bytes // 12 * _HYBRID_BYTES
+                        itemsize = ITEMSIZES[config.model.dtype]
+                        node["optimizer on the host"] += (
+                            stage.optimizer_bytes
+                            // get_optimizer_itemsize(engine, itemsize)
+                            * _HYBRID_BYTES
+                        )
                     if self._get_pool(name) == shared or self._shares_device(name):
                         node["offloaded weights"] += stage.weight_bytes
                         node["offloaded optimizer"] += 0 if offloaded else stage.optimizer_bytes
@@ -400,10 +448,6 @@ class _Planner:
     def _shares_device(self, name: str) -> bool:
         pool = self._get_pool(name)
         return sum(self._get_pool(role) == pool for role in self.roles if role != "warm_start") > 1
-
-
-def _counts_activations(engine: EngineConfig) -> bool:
-    return load_backend(engine).shard_format == "megatron"
 
 
 def _split_nodes(role: RolePlan, size: int) -> Iterator[list[StagePlan]]:
@@ -428,15 +472,6 @@ def count_nccl_bytes(layout: Layout) -> int:
     peers = min(layout.ep * layout.etp, _NODE) - 1
     exchange = NCCL_EXCHANGE_BYTES * peers // (_NODE - 1)
     return sum(map(_count_group_bytes, [*groups, world])) + exchange
-
-
-def count_graph_bytes(settings: RolloutConfig, model: HFConfig) -> int:
-    """Return the bytes of vLLM's CUDA graphs: one for each of its batch sizes, in pieces."""
-    if settings.engine.get("enforce_eager"):
-        return 0
-    largest = min(_MAX_GRAPH_SIZE, 2 * (settings.max_num_seqs or 1024))
-    num_sizes = 3 + largest // 8  # 1, 2, 4, then multiples of 8
-    return GRAPH_BYTES * num_sizes * get_model_sizes(model).num_layers
 
 
 # Settings that make a run fit

@@ -10,6 +10,8 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 
+import torch
+
 import mcore_rl.models  # noqa: F401  (fills the family registry)
 from mcore_rl.algorithms.advantages import ADVANTAGES
 from mcore_rl.algorithms.inputs import get_needs
@@ -317,15 +319,38 @@ def _compute_weight_bytes(counts: _ElementCounts, itemsize: int) -> int:
 def _compute_optimizer_bytes(
     counts: _ElementCounts, engine: EngineConfig, mesh: Mesh, itemsize: int
 ) -> int:
-    """Return the bytes of Adam's two moments and, for bfloat16 weights, of their float32 copy.
+    """Return the bytes of a rank's optimizer state.
 
-    The distributed optimizer shards them over data-parallel ranks.
+    The distributed optimizer shards it over data-parallel ranks.
     """
     dense, expert = counts.dense, counts.expert
     if engine.optimizer.distributed:
         dense = -(-dense // (mesh.sizes["dp"] * mesh.sizes["cp"]))
         expert = -(-expert // mesh.sizes["edp"])
-    return (dense + expert) * _FLOAT32 * (2 if itemsize == _FLOAT32 else 3)
+    return (dense + expert) * get_optimizer_itemsize(engine, itemsize)
+
+
+def get_optimizer_itemsize(engine: EngineConfig, itemsize: int) -> int:
+    """Return the bytes of a parameter's optimizer state.
+
+    Adam has two moments and, for bfloat16 weights, float32 main weights. The precision-aware
+    optimizer has moments in their own dtypes and, of a main weight, the lower 16 bits alone: the
+    upper ones are the weight (Megatron-core, optimizer/distrib_optimizer.py:1008); not with float8
+    products (optimizer/optimizer_config.py:404). On the host all is float32.
+
+    Args:
+        itemsize: Bytes of a weight.
+    """
+    has_main = itemsize < _FLOAT32
+    fields = engine.megatron
+    if engine.optimizer.cpu_offload or not fields.get("use_precision_aware_optimizer"):
+        return _FLOAT32 * (2 + has_main)
+    moments: int = sum(
+        getattr(torch, str(fields.get(name, "float32")).removeprefix("torch.")).itemsize
+        for name in ("exp_avg_dtype", "exp_avg_sq_dtype")
+    )
+    has_remainders = fields.get("store_param_remainders", True) and engine.fp8.recipe == "off"
+    return moments + (2 if has_remainders else _FLOAT32) * has_main
 
 
 def _format_servers(servers: RolloutConfig) -> str:

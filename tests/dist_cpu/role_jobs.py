@@ -10,9 +10,11 @@ from typing import Any
 import ranks
 import torch
 from live_bytes import LiveBytes
+from torch.distributed.fsdp import FSDPModule
 
 from mcore_rl.config.schema import EngineConfig
 from mcore_rl.data.batch import Batch
+from mcore_rl.engine.fsdp.engine import FSDPEngine
 from mcore_rl.engine.megatron.engine import MegatronEngine
 
 
@@ -72,4 +74,46 @@ def peak(path: Path, settings: EngineConfig, dtype: str, batch: Batch) -> ranks.
         "packs": len(packs),
         "longest": max(max(pack.lengths) for pack in packs),
         "imbalances": imbalances,
+    }
+
+
+class _GatheredBytes(LiveBytes):
+    """Also counts the storages that FSDP2 resizes instead of making them: gathered weights."""
+
+    def __init__(self, root: torch.nn.Module) -> None:
+        super().__init__()
+        states = [m._get_fsdp_state() for m in root.modules() if isinstance(m, FSDPModule)]
+        groups = [s._fsdp_param_group for s in states if s._fsdp_param_group is not None]
+        parameters = [parameter for group in groups for parameter in group.fsdp_params]
+        self._gathered = {
+            tensor.untyped_storage()._cdata: tensor.untyped_storage()
+            for parameter in parameters
+            for tensor in parameter.all_gather_outputs
+        }
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = super().__torch_dispatch__(func, types, args, kwargs)
+        gathered = sum(storage.nbytes() for storage in self._gathered.values())
+        self.peak = max(self.peak, self.live + gathered)
+        return out
+
+
+def fsdp_peak(path: Path, settings: EngineConfig, dtype: str, batch: Batch) -> ranks.Result:
+    """Bytes of this rank at the peak of a training step of FSDP2, as `peak` returns them."""
+    spec = ranks.engine_spec(path, settings.layout, dtype)
+    spec = replace(spec, engine=replace(spec.engine, **vars(settings)))
+    engine = ranks.started(spec, FSDPEngine)
+    share = batch.take(list(range(engine.world_rank, len(batch), settings.layout.dp)))
+    engine.train_batch(share, ranks.LOSS)
+    held = [t for part in ("parameters", "optimizer state") for t in engine.list_tensors(part)]
+    packs = engine._build_micro_batches(share)
+    with _GatheredBytes(engine.root) as live:
+        engine.train_batch(share, ranks.LOSS)
+    largest = max(packs, key=lambda pack: pack.input_ids.numel())
+    return {
+        "held": sum(tensor.nbytes for tensor in held),
+        "step": live.peak,
+        "tokens": largest.input_ids.numel(),
+        "scored": len(largest.hidden_rows),
+        "longest": max(max(pack.lengths) for pack in packs),
     }

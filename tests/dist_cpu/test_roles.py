@@ -26,7 +26,8 @@ from mcore_rl.config.schema import (
 from mcore_rl.models.base import get_family, pad_vocab_size, read_config
 from mcore_rl.parallel.mesh import Mesh, split_into_chunks
 from mcore_rl.planner.activations import PackSize, compute_pass_memory
-from mcore_rl.planner.roles import plan_roles
+from mcore_rl.planner.fsdp import compute_fsdp_pass
+from mcore_rl.planner.roles import ITEMSIZES, plan_roles
 
 SHARDED = OptimizerConfig(lr=1e-3, distributed=True)
 LORA = LoRAConfig(rank=4)
@@ -64,6 +65,13 @@ PEAKS: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v3/pp2": ("deepseek_v3", {"layout": Layout(pp=2)}),
 }  # fmt: skip
 DAILY = ("llama/full", "qwen3_moe/tp2ep2", "deepseek_v3")
+# (model, dtype, recompute) of FSDP2 on two ranks.
+FSDP_PEAKS: dict[str, tuple[str, str, str]] = {
+    "llama": ("llama", "float32", "none"),
+    "llama/full": ("llama", "float32", "full"),
+    "llama/bf16": ("llama", "bfloat16", "none"),
+    "qwen3_moe": ("qwen3_moe", "float32", "none"),
+}
 _SIZES: dict[str, Any] = {
     "vocab_size": 512, "hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 8,
     "intermediate_size": 768, "max_position_embeddings": 4096, "bos_token_id": None,
@@ -166,6 +174,7 @@ def predict_peak(engine: EngineConfig, model: dict[str, Any], result: dict[str, 
             result["packs"],
             result["longest"],
             imbalance,
+            imbalance,
         ),
         [c for c in split_into_chunks(layout, fields["num_layers"]) if c.pp_rank == pp],
         itemsize=4,
@@ -194,3 +203,50 @@ def test_the_peak_of_a_step_is_predicted(name: str, request: pytest.FixtureReque
         held, step = predict_peak(engine, model, actual, pp)
         assert held == pytest.approx(actual["held"], rel=0.001)
         assert step == pytest.approx(actual["step"], rel=0.05), name
+
+
+@pytest.fixture(scope="module")
+def fsdp_peaks() -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        batch, jobs, configs = tiny_models.make_batch(16, 0, 12), {}, {}
+        for name, (model, dtype, granularity) in FSDP_PEAKS.items():
+            path = Path(folder) / model
+            if not path.exists():
+                tiny_families.save(tiny_models.build_from(MODELS[model]()), path)
+            configs[name] = read_config(path)
+            engine = build_fsdp_engine(granularity)
+            jobs[name] = ranks.job(role_jobs.fsdp_peak, path, engine, dtype, batch)
+        results = ranks.spawn(2, jobs)
+    return {name: (configs[name], results[name]) for name in FSDP_PEAKS}
+
+
+def build_fsdp_engine(granularity: str) -> EngineConfig:
+    return EngineConfig(
+        backend="fsdp",
+        layout=Layout(dp=2),
+        max_tokens_per_micro_batch=1024,
+        logprob_chunk_bytes=1 << 20,
+        recompute=RecomputeConfig(granularity),
+    )
+
+
+@pytest.mark.parametrize("name", FSDP_PEAKS)
+def test_the_peak_of_a_step_of_fsdp_is_predicted(fsdp_peaks: dict[str, Any], name: str):
+    """Compare with storages that torch's dispatcher sees, and those that FSDP2 resizes."""
+    _, dtype, granularity = FSDP_PEAKS[name]
+    model, results = fsdp_peaks[name]
+    actual = max(results, key=lambda result: result["step"])
+    engine = build_fsdp_engine(granularity)
+    [actor] = plan_roles(RLConfig(model=ModelConfig(dtype=dtype), actor=engine), model)[:1]
+    [stage] = actor.stages
+    memory = compute_fsdp_pass(
+        engine,
+        model,
+        PackSize(actual["tokens"], actual["scored"], 1, actual["longest"]),
+        itemsize=ITEMSIZES[dtype],
+        lane="cpu",
+        head_rows=model["vocab_size"],
+        trains=True,
+    )
+    assert stage.weight_bytes + stage.optimizer_bytes == pytest.approx(actual["held"], rel=0.001)
+    assert memory.total + stage.gradient_bytes == pytest.approx(actual["step"], rel=0.05)

@@ -350,6 +350,7 @@ def check_fields(key: str, engine: EngineConfig, lane: str) -> None:
         need = "" if value is None or value is False else find_rule(NEEDS, name)
         if need:
             _check_need(need, f"{where}.{name}={value!r}", key, engine, lane)
+    _check_precision(key, engine)
     is_local = lane == device.get_device_type()
     if engine.moe.dispatcher == "flex":
         _check_flex(key, engine, lane, is_local=is_local)
@@ -357,6 +358,23 @@ def check_fields(key: str, engine: EngineConfig, lane: str) -> None:
         _check_muon(key, engine)
     if engine.fp8.recipe != "off":
         _check_float8(key, engine, lane, is_local=is_local)
+
+
+def _check_precision(key: str, engine: EngineConfig) -> None:
+    """Check what Megatron asserts of the optimizer's dtypes (optimizer/optimizer_config.py:430)."""
+    fields, name = engine.megatron, "use_precision_aware_optimizer"
+    is_aware = fields.get(name, engine.optimizer.cpu_offload)
+    if is_aware and not engine.optimizer.distributed:
+        raise ConfigError(
+            f"{key}.megatron.{name}=True needs {key}.optimizer.distributed=true; "
+            f"{key}.optimizer.distributed=False"
+        )
+    for moment in ("exp_avg_dtype", "exp_avg_sq_dtype"):
+        if fields.get(moment, "float32") != "float32" and not is_aware:
+            raise ConfigError(
+                f"{key}.megatron.{moment}={fields[moment]!r} needs {key}.megatron.{name}=true; "
+                "allowed: 'float32' without it"
+            )
 
 
 def _check_float8(key: str, engine: EngineConfig, lane: str, *, is_local: bool) -> None:

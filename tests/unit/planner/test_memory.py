@@ -16,6 +16,7 @@ from mcore_rl.config.resolve import resolve_placement
 from mcore_rl.config.schema import (
     DataConfig,
     EngineConfig,
+    Float8Config,
     Layout,
     ModelConfig,
     OptimizerConfig,
@@ -40,6 +41,7 @@ from mcore_rl.planner.memory import (
     plan_memory,
 )
 from mcore_rl.planner.report import describe_verdict
+from tests.published_runs import RUNS, format_memory_table, plan_run_memory
 
 ROOT = Path(__file__).resolve().parents[3]
 PUBLISHED = ROOT / "tests" / "unit" / "models" / "published"
@@ -51,8 +53,10 @@ LLAMA = 8192 + 2 * 8192 + 2 * (8192 + 1024) + 1024 + 8192 + 2 * 8192 + 3 * 28672
 # rotary key; 8 of 256 experts, and a shared one. Routing: scores and map, and 24 bytes a choice.
 DEEPSEEK = (
     7168 + 2 * 7168 + 4 * 128 * 192 + 128 * 128 + 2 * (1536 + 512) + 64
-    + 128 * 128 + 2 * 7168 + 8 * (2 * 7168 + 3 * 2048) + 3 * 2048
+    + 128 * 128 + 2 * 7168 + 8 * (7168 + 3 * 2048) + 3 * 2048
 )  # fmt: skip
+AWARE = {"use_precision_aware_optimizer": True}
+BFLOAT16_MOMENTS = {"exp_avg_dtype": "bfloat16", "exp_avg_sq_dtype": "bfloat16"}
 DEEPSEEK_ROUTER_BYTES = 256 * 8 + 8 * 24
 
 
@@ -116,6 +120,27 @@ def test_an_update_has_weights_gradients_and_its_share_of_adam():
     assert offloaded.host["optimizer on the host"] == 4 * (12 * parameters // 2) // 12 * 16
 
 
+@pytest.mark.parametrize(
+    ("dtype", "engine", "bytes_per_parameter"),
+    [
+        # Two moments and a main weight in float32, which float32 weights are themselves.
+        ("bfloat16", {}, 4 + 4 + 4),
+        ("float32", {}, 4 + 4),
+        # The precision-aware optimizer has the lower half of a main weight.
+        ("bfloat16", {"megatron": AWARE}, 4 + 4 + 2),
+        ("bfloat16", {"megatron": {**AWARE, "exp_avg_dtype": "bfloat16"}}, 2 + 4 + 2),
+        ("bfloat16", {"megatron": {**AWARE, **BFLOAT16_MOMENTS}}, 2 + 2 + 2),
+        ("bfloat16", {"megatron": {**AWARE, "store_param_remainders": False}}, 4 + 4 + 4),
+        ("bfloat16", {"megatron": AWARE, "fp8": Float8Config("blockwise")}, 4 + 4 + 4),
+    ],
+)
+def test_optimizer_state_has_the_dtypes_of_its_settings(dtype, engine, bytes_per_parameter):
+    config = build_config(Layout(dp=4), optimizer=OptimizerConfig(distributed=True), **engine)
+    config.model.dtype = dtype
+    [stage] = plan_memory(config, read_model("Qwen3-8B"), CPU).roles[0].stages
+    assert stage.optimizer_bytes == bytes_per_parameter * stage.parameters // 4
+
+
 def test_gpus_have_contexts_and_communicators_of_all_processes_on_them():
     assert count_nccl_bytes(Layout()) == 0
     # tp, data-parallel ranks, and all ranks
@@ -133,6 +158,33 @@ def test_gpus_have_contexts_and_communicators_of_all_processes_on_them():
     assert {"weight sync, trainer", "weight sync, servers"} <= alone.keys()
 
 
+def test_the_warm_start_has_the_devices_to_itself():
+    config = build_config(Layout(tp=2))
+    config.warm_start.num_steps, config.warm_start.layout = 1, Layout(tp=2)
+    moments = get_moments(plan_memory(config, read_model("Qwen3-8B"), Conditions()))
+    alone = count_nccl_bytes(config.warm_start.layout)
+    assert moments["warm_start: update"].kinds["CUDA contexts"] == CONTEXT_BYTES
+    assert moments["warm_start: update"].kinds["NCCL"] == alone
+    # The trainer's, and the server's.
+    assert moments["actor: update"].kinds["CUDA contexts"] == 2 * CONTEXT_BYTES
+
+
+def test_recorded_keys_of_indexers_stay_on_the_device():
+    config = build_config(Layout(dp=16, ep=16))
+    config.trainer.prompts_per_step, config.algorithm.group_size = 16, 1
+    model = read_model("DeepSeek-V3.2")
+    assert "indexer keys" not in get_moments(plan_memory(config, model, CPU))["actor: update"].kinds
+    config.actor.indexer_replay = "record"
+    moments = get_moments(plan_memory(config, model, CPU))
+    of_a_token = 61 * 2048 * 4  # 0.5 MB: layers, keys, 32-bit positions
+    # A sample of 4,000 tokens, and its copy for the host; in the update the copy is of its pack.
+    assert moments["actor: log-probs"].kinds["indexer keys"] == 2 * 4000 * of_a_token
+    assert moments["actor: update"].kinds["indexer keys"] == 2 * 4000 * of_a_token
+    config.algorithm.kl_coef = 0.1
+    reference = get_moments(plan_memory(config, model, CPU))["reference: log-probs"]
+    assert "indexer keys" not in reference.kinds
+
+
 def test_a_critic_computes_values():
     config = build_config(Layout(tp=2))
     config.algorithm.advantage = "gae"
@@ -147,7 +199,9 @@ def test_uneven_experts_take_more_on_the_fullest_rank():
         get_moments(plan_memory(config, model, Conditions("cuda", imbalance)))["actor: update"]
         for imbalance in (1.0, 2.0)
     )
-    assert uneven.kinds["MoE dispatch"] == pytest.approx(2 * even.kinds["MoE dispatch"], abs=2)
+    # 48 layers route independently: twice the mean in one of them is 1 + 1 / sqrt(48) in all.
+    expected = (1 + 1 / math.sqrt(48)) * even.kinds["MoE dispatch"]
+    assert uneven.kinds["MoE dispatch"] == pytest.approx(expected, abs=2)
 
 
 @pytest.mark.parametrize("granularity", ["selective", "full"])
@@ -187,6 +241,27 @@ def test_671b_fits_its_gpus_and_not_half_of_them(tmp_path, monkeypatch, capsys):
     assert report["fixes"]
     status, report = plan(*words, *half, "--hardware=h200")
     assert (status, report["fits"]) == (0, True)
+
+
+@pytest.mark.parametrize(
+    "index",
+    range(len(RUNS["memory"])),
+    ids=[f"{run['system']}-{run['name']}-{run['gpus']}" for run in RUNS["memory"]],
+)
+def test_published_runs_fit_if_they_ran_and_only_then(index):
+    run, plan = RUNS["memory"][index], plan_run_memory(index)
+    config_gpus = plan.roles[0].num_ranks
+    servers = next(role for role in plan.roles if role.name == "rollout")
+    is_shared = "placement.rollout=own" not in run["settings"]
+    assert run["gpus"] == config_gpus + (0 if is_shared else servers.num_ranks)
+    assert servers.num_ranks == config_gpus
+    fits = plan.worst.total <= MemoryLimit.parse(run["hardware"]).memory_bytes
+    assert fits == run["fits"], f"{plan.worst.name}: {plan.worst.total / 1e9:.1f} GB"
+
+
+def test_the_page_has_the_table_of_published_runs():
+    page = (ROOT / "docs" / "planning.md").read_text()
+    assert format_memory_table().strip() in page, "run python -m tests.published_runs"
 
 
 def test_settings_that_make_a_run_fit_do():
@@ -232,8 +307,21 @@ def test_the_verdict_names_the_worst_ranks_and_how_much_is_missing():
     assert line.endswith("2.0 GB are missing")
 
 
+def test_fsdp_gathers_a_layer_and_the_root():
+    engine = {"backend": "fsdp", "recompute": RecomputeConfig("full")}
+    config = build_config(Layout(dp=8), **engine)
+    moments = get_moments(plan_memory(config, read_model("Qwen3-8B"), Conditions()))
+    embedding, layer = 151936 * 4096, 4096 * (2 * 4096 + 2 * 1024) + 3 * 4096 * 12288 + 2 * 4096
+    # Log-probs have the root, with its norm, a layer, and the next one in a buffer, in bfloat16.
+    scores = moments["actor: log-probs"].kinds["gathered weights"]
+    assert scores == 2 * (2 * embedding + 4096 + 2 * layer)
+    # An update also has gradients: of the head, of one matrix, and those that are reduced.
+    update = moments["actor: update"].kinds["gathered weights"]
+    assert update == scores + 2 * embedding + 2 * 4096 * 12288 + 4 * layer
+
+
 def test_the_verdict_names_roles_whose_activations_are_not_counted(monkeypatch, capsys):
-    words = ["recipe=quickstart_fsdp", "--hardware=h100"]
+    words = ["recipe=quickstart_fsdp", "actor.fsdp.packing=false", "--hardware=h100"]
     monkeypatch.setattr(sys, "argv", ["mcore-rl", "plan", "memory", *words])
     assert main() == 0
     verdict = capsys.readouterr().out.splitlines()[0]
@@ -257,6 +345,16 @@ def test_hardware_has_a_name_or_gigabytes():
         (["--lane=tpu"], "--lane='tpu'"),
         (["actor.layout.tp=3"], "actor.layout.tp=3"),
         (["actor.layut.tp=2"], "actor.layut"),
+        (["rollout.engine.max_num_sequences=2"], "rollout.engine.max_num_sequences"),
+        (["rollout.engine.compilation_config=eager"], "rollout.engine.compilation_config"),
+        (["actor.megatron.exp_avg_dtype=bfloat16"], "needs actor.megatron.use_precision_aware"),
+        (
+            [
+                "actor.megatron.use_precision_aware_optimizer=true",
+                "actor.optimizer.distributed=false",
+            ],
+            "needs actor.optimizer.distributed=true",
+        ),
     ],
 )
 def test_senseless_input_gets_one_error(options, message, tmp_path, monkeypatch, capsys):
