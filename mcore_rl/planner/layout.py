@@ -297,12 +297,7 @@ def estimate_training_bytes(planner: TrainingModel) -> dict[str, float]:
     section 2.2), with full recompute the inputs of layers and one layer.
     """
     engine, work, layout = planner.engine, planner.work, planner.layout
-    dense, expert = planner.count_local_parameters()
-    trained = planner.trained_share
-    shards = (layout.dp * layout.cp, layout.world_size // (layout.pp * layout.ep * layout.etp))
-    if not engine.optimizer.distributed:
-        shards = (1, 1)
-    state = (dense / shards[0] + expert / shards[1]) * 3 * FLOAT32 * trained
+    state = planner.count_optimizer_parameters() * 3 * FLOAT32
     tokens, hidden = engine.max_tokens_per_micro_batch, work.hidden_size
     layer_elements = [
         5 * hidden
@@ -323,8 +318,8 @@ def estimate_training_bytes(planner: TrainingModel) -> dict[str, float]:
     )
     elements = num_layers * in_flight * stored + 2 * largest
     return {
-        "weights": (dense + expert) * BFLOAT16,
-        "gradients": (dense + expert) * FLOAT32 * trained,
+        "weights": sum(planner.count_local_parameters()) * BFLOAT16,
+        "gradients": sum(planner.count_trained_parameters()) * FLOAT32,
         "optimizer": 0.0 if engine.optimizer.cpu_offload else state,
         "activations": elements * tokens / layout.tp * BFLOAT16 + _LOGITS_BYTES,
         "reserved": RESERVED_BYTES,

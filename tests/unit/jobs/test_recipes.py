@@ -18,9 +18,9 @@ from mcore_rl.cli.compose import compose_config
 from mcore_rl.cli.main import main
 from mcore_rl.config.resolve import resolve, resolve_for_lane
 from mcore_rl.config.schema import RLConfig
-from mcore_rl.jobs.placement import build_pool_plans, count_devices
 from mcore_rl.models.base import HFConfig, count_kv_elements_per_token
 from mcore_rl.planner.memory import Conditions, MemoryLimit, MemoryPlan, Moment, plan_memory
+from mcore_rl.planner.pools import build_pool_plans, count_devices
 from tests.unit.jobs.test_dry_run import dry_run
 
 ROOT = Path(__file__).resolve().parents[3]
