@@ -320,12 +320,11 @@ def test_a_supervised_job_that_does_not_fit_is_refused_unless_told_to_go_on(
     status, out, err = dry_run(monkeypatch, capfd, *settings, "--hardware=1", job="sft")
     assert status == 2 and "the run does not fit GPU" in err and "--ignore-memory" in err
     assert out.startswith("memory: does not fit, ") and "model: 2 ranks" not in out
-    status, out, err = dry_run(
-        monkeypatch, capfd, *settings, "--hardware=1", "--ignore-memory", job="sft"
-    )
+    goes_on = "--hardware=1", "--ignore-memory"
+    status, out, err = dry_run(monkeypatch, capfd, *settings, *goes_on, job="sft")
     assert (status, err) == (0, "") and "model: 2 ranks, dp=2 (updates)\n" in out
-    nodes = *settings, "--gpus-per-node=1", "--num-nodes=3"
-    status, out, err = dry_run(monkeypatch, capfd, *nodes, job="sft")
+    nodes = "--gpus-per-node=1", "--num-nodes=3"
+    status, out, err = dry_run(monkeypatch, capfd, *settings, *nodes, job="sft")
     assert (status, err, out.startswith("memory: fits, 2.0 of 85.0 GB of")) == (0, "", True)
     assert "2 nodes of 1 GPUs\n1 of the 3 nodes stay idle: to use them, raise engine." in out
     status, out, err = dry_run(monkeypatch, capfd, *settings, job="sft")
