@@ -114,13 +114,14 @@ def run_step(options: argparse.Namespace) -> int:
 def run_layout(options: argparse.Namespace) -> int:
     options.job = "rl"
     config = compose_job(options)
+    from mcore_rl.jobs.memory_check import check_settings
     from mcore_rl.planner.hardware import load_hardware
     from mcore_rl.planner.layout import search_layouts
 
     with prepare_job(config, options.hardware, checks_layout=False) as (prepared, model):
         assert isinstance(prepared, RLConfig)
         hardware, lengths = load_hardware(options.hardware), _build_lengths(prepared, options)
-        result = search_layouts(prepared, model, hardware, options.devices, lengths)
+        result = search_layouts(prepared, model, hardware, options.devices, lengths, check_settings)
     if options.write:
         _write_recipe(options, result.best[0])
     if options.json:
@@ -326,7 +327,7 @@ def _print_layouts(result: SearchResult) -> None:
             f"of it {exceeding.largest}; an update would take {exceeding.step_s:.1f} s",
             soft_wrap=True,
         )
-    console.print(f"\n{' '.join(result.best[0].list_overrides())}", soft_wrap=True)
+    console.print(f"\n{' '.join(result.best[0].overrides)}", soft_wrap=True)
 
 
 def _build_json(result: SearchResult) -> dict[str, Any]:
@@ -337,7 +338,7 @@ def _build_json(result: SearchResult) -> dict[str, Any]:
                 "training_bytes": candidate.training_bytes,
                 "serving_bytes": candidate.serving_bytes,
                 "reason": candidate.reason,
-                "overrides": candidate.list_overrides(),
+                "overrides": list(candidate.overrides),
             }
             for candidate in result.best
         ],
@@ -357,7 +358,7 @@ def _build_json(result: SearchResult) -> dict[str, Any]:
 def _write_recipe(options: argparse.Namespace, candidate: Candidate) -> None:
     """Write a recipe: the settings given, of which `recipe` is its base, then the layout."""
     recipe: dict[str, Any] = {}
-    words = [*options.settings, *candidate.list_overrides()]
+    words = [*options.settings, *candidate.overrides]
     for key, _, text in (word.partition("=") for word in words):
         *groups, name = key.split(".")
         level = recipe

@@ -89,7 +89,7 @@ def check_memory(
     if device is not None and plan.worst.total > device.memory_bytes:
 
         def count_bytes(changed: Job) -> int:
-            _check_settings(changed)
+            check_settings(changed)
             return _plan_job(changed, model, conditions).worst.total
 
         limit = device.memory_bytes
@@ -107,7 +107,7 @@ def _plan_job(config: Job, model: HFConfig, conditions: Conditions) -> MemoryPla
     return plan_supervised_memory(config, model, conditions)
 
 
-def _check_settings(config: Job) -> None:
+def check_settings(config: Job) -> None:
     """Check the settings and layouts of a job that has been changed after it was resolved.
 
     Raises:

@@ -424,10 +424,14 @@ class TrainingModel:
 
     def _step_optimizer(self) -> float:
         """Return the seconds of Adam: it reads gradient, main weight and two moments and writes
-        the last three and the weight, over the link to the host if its state is there."""
+        the last three and the weight.
+
+        With its state on the host, gradients and weights cross the link, and the host's memory is
+        taken to be as fast as that link: its cores serve all devices of the node.
+        """
         parameters = self.count_optimizer_parameters()
-        seconds = parameters * (7 * FLOAT32 + self.itemsize) / self.hardware.memory_rate
-        if self.engine.optimizer.cpu_offload:
-            host = self.hardware.host_bandwidth * self.hardware.host_share
-            seconds += parameters * (FLOAT32 + self.itemsize) / host
-        return seconds
+        moved = parameters * (7 * FLOAT32 + self.itemsize)
+        if not self.engine.optimizer.cpu_offload:
+            return moved / self.hardware.memory_rate
+        host = self.hardware.host_bandwidth * self.hardware.host_share
+        return (moved + parameters * (FLOAT32 + self.itemsize)) / host

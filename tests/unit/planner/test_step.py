@@ -21,11 +21,20 @@ from mcore_rl.models.base import use_family
 from mcore_rl.planner.flops import count_work
 from mcore_rl.planner.generation import Lengths
 from mcore_rl.planner.hardware import load_hardware
-from mcore_rl.planner.layout import SearchResult, search_layouts
+from mcore_rl.planner.layout import Candidate, SearchResult, search_layouts, search_trainers
+from mcore_rl.planner.memory import Conditions, plan_memory
 from mcore_rl.planner.step import StepTime, predict_step
 from mcore_rl.planner.training import Load, TrainingModel
 from tests.pages import Command, of_kind
-from tests.published_runs import FOLDER, RUNS, format_tables, predict_step_s, read_model
+from tests.published_runs import (
+    FOLDER,
+    RUNS,
+    format_tables,
+    predict_step_s,
+    read_model,
+    search_step_s,
+    search_update_s,
+)
 
 H100 = load_hardware("h100")
 LENGTHS = Lengths(2000, 8192)
@@ -44,6 +53,7 @@ def build_config(name: str, mode: str, placement: str) -> RLConfig:
     config = RLConfig()
     config.model.path, config.model.dtype = name, "bfloat16"
     config.trainer.mode, config.placement.rollout = mode, placement
+    config.weight_sync.method = "colocated" if placement == "shared" else "disaggregated"
     config.trainer.prompts_per_step, config.algorithm.group_size = 64, 16
     config.data.max_prompt_tokens, config.rollout.max_response_tokens = 1024, 8192
     config.actor.optimizer.distributed = config.actor.optimizer.overlap = True
@@ -167,27 +177,93 @@ def test_search_returns_the_fastest_layouts_that_fit() -> None:
     assert all(layout.missing_bytes > 0 for layout in result.exceeding)
 
 
-@pytest.mark.parametrize(
-    ("name", "num_devices", "published"),
-    [
-        ("Qwen3-30B-A3B", 32, Layout(dp=32, ep=8)),
-        ("Qwen3-235B-A22B", 128, Layout(2, 8, 2, 4, 16, 1, 1, 11, 11)),
-    ],
-)
-def test_search_is_at_least_as_fast_as_the_published_layout(
-    name: str, num_devices: int, published: Layout
+def list_runs(kind: str, most_gpus: int) -> list[Any]:
+    """Return the published runs as parameters; those on more GPUs are of the nightly lane."""
+    return [
+        pytest.param(
+            run,
+            id=f"{run['name']}-{run['gpus']}-{run.get('mode', run['hardware'])}-{index}",
+            marks=[pytest.mark.nightly] * (run["gpus"] > most_gpus),
+        )
+        for index, run in enumerate(RUNS[kind])
+    ]
+
+
+@pytest.mark.parametrize("run", list_runs("training", 128))
+def test_search_is_at_least_as_fast_as_a_published_training_layout(run: dict[str, Any]) -> None:
+    published_s, fastest_s = search_update_s(run)
+    assert fastest_s <= published_s
+
+
+@pytest.mark.parametrize("run", list_runs("steps", 16))
+def test_search_is_at_least_as_fast_as_the_layouts_of_a_published_step(
+    run: dict[str, Any],
 ) -> None:
-    """Layouts of NeMo-RL 0.6 on H100 (tests/published_runs.yaml)."""
-    tp = {"Qwen3-30B-A3B": 2, "Qwen3-235B-A22B": 16}[name]
-    config = build_config(name, "sync", "shared")
-    model = read_model({"model": name})
-    best = search_layouts(config, model, H100, num_devices, LENGTHS).best[0]
-    config.actor.layout = published
-    config.actor.recompute.granularity = "full"
-    config.actor.max_tokens_per_micro_batch = -(-9216 // config.actor.layout.cp)
-    config.rollout.tp, config.rollout.num_servers = tp, num_devices // tp
-    config.rollout.kv_cache_bytes = 30 << 30
-    assert best.step.step_s <= predict_step(config, model, H100, LENGTHS).step_s
+    assert search_step_s(run) <= predict_step_s(run)
+
+
+def test_search_varies_experts_tensor_parallelism_recompute_and_the_place_of_adam() -> None:
+    model = read_model({"model": "Qwen3-30B-A3B"})
+    config = build_config("Qwen3-30B-A3B", "sync", "shared")
+    work, load = count_work(model), Load(2_000_000, 3000)
+    seen = set()
+    for gigabytes in (85, 45, 30):
+        device = replace(H100, memory_bytes=gigabytes * 10**9)
+        trainers, exceeding, _ = search_trainers(config, model, work, device, 16, load)
+        for trainer in (*trainers, *exceeding):
+            engine = trainer.engine
+            seen.add((engine.recompute.granularity, engine.optimizer.cpu_offload))
+            seen.add(engine.layout.etp)
+    assert {("selective", False), ("full", False), ("full", True), 1, 2} <= seen
+
+
+def paste(candidate: Candidate, *settings: str) -> RLConfig:
+    """Compose the overrides of a candidate, and resolve what comes of them."""
+    config = compose_config(RLConfig, [*settings, *candidate.overrides])
+    return resolve_for_nodes(config, "cuda", needs_data=False)
+
+
+def test_overrides_are_pasted_for_every_engine_of_a_run(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(read_model({"model": "Qwen3-8B"})))
+    settings = (
+        "recipe=qwen3_8b", f"model.path={tmp_path}", "algorithm.advantage=gae",
+        f"reward_model.model_path={tmp_path}", "algorithm.kl_coef=0.01", "algorithm.filter.group_filter=''",
+        f"teacher.models.big.model_path={tmp_path}", "algorithm.distillation.coef=0.1",
+    )  # fmt: skip
+    composed = compose_config(RLConfig, [*settings])
+    config = resolve_for_nodes(composed, "cuda", needs_data=False)
+    model = read_model({"model": "Qwen3-8B"})
+    best = search_layouts(config, model, H100, 16, LENGTHS).best
+    for candidate in best[:3]:
+        pasted = paste(candidate, *settings)
+        layouts = [pasted.actor.layout, pasted.critic.layout]
+        assert layouts == [candidate.engine.layout] * 2
+        assert pasted.actor.recompute == candidate.engine.recompute == pasted.critic.recompute
+        assert pasted.rollout == candidate.rollout
+        for engine in (pasted.reward_model, pasted.teacher):
+            assert engine.layout == replace(candidate.engine.layout, vpp=1)
+        total = plan_memory(pasted, model, Conditions()).worst.total
+        assert total == max(candidate.training_bytes, candidate.serving_bytes)
+
+
+def test_devices_of_roles_on_pools_of_their_own_are_not_searched(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(read_model({"model": "Qwen3-8B"})))
+    config = build_config("Qwen3-8B", "sync", "shared")
+    config.reward_model.model_path, config.reward_model.layout.tp = str(tmp_path), 8
+    config.placement.reward_model = "own"
+    model = read_model({"model": "Qwen3-8B"})
+    for candidate in search_layouts(config, model, H100, 16, LENGTHS).best:
+        assert candidate.engine.layout.world_size == 8
+        assert candidate.config.reward_model.layout == Layout(tp=8)
+    with pytest.raises(ConfigError, match=r"--devices=8: reward_model take 8 of them; allowed:"):
+        search_layouts(config, model, H100, 8, LENGTHS)
+
+
+def test_a_setting_that_no_layout_allows_is_refused_by_name() -> None:
+    config = build_config("Qwen3-8B", "sync", "shared")
+    config.weight_sync.method = "disaggregated"
+    with pytest.raises(ConfigError, match=r"weight_sync\.method='disaggregated'"):
+        search_layouts(config, read_model({"model": "Qwen3-8B"}), H100, 8, LENGTHS)
 
 
 def test_search_of_1024_devices_takes_seconds() -> None:
