@@ -223,27 +223,39 @@ def paste(candidate: Candidate, *settings: str) -> RLConfig:
     return resolve_for_nodes(config, "cuda", needs_data=False)
 
 
-def test_overrides_are_pasted_for_every_engine_of_a_run(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(read_model({"model": "Qwen3-8B"})))
-    settings = (
-        "recipe=qwen3_8b", f"model.path={tmp_path}", "algorithm.advantage=gae",
-        f"reward_model.model_path={tmp_path}", "algorithm.kl_coef=0.01", "algorithm.filter.group_filter=''",
-        f"teacher.models.big.model_path={tmp_path}", "algorithm.distillation.coef=0.1",
-    )  # fmt: skip
-    composed = compose_config(RLConfig, [*settings])
-    config = resolve_for_nodes(composed, "cuda", needs_data=False)
+@pytest.mark.parametrize(
+    ("keys", "settings"),
+    [
+        (
+            ("critic", "reward_model"),
+            ["algorithm.advantage=gae", "reward_model.model_path=MODEL", "algorithm.kl_coef=0.01"],
+        ),
+        (
+            ("teacher",),
+            ["algorithm.distillation.loss=sampled_kl", "teacher.models.big.model_path=MODEL"],
+        ),
+    ],
+)
+def test_overrides_are_pasted_for_every_engine_of_a_run(
+    keys: tuple[str, ...], settings: list[str], tmp_path: Path
+) -> None:
     model = read_model({"model": "Qwen3-8B"})
-    best = search_layouts(config, model, H100, 16, LENGTHS).best
-    for candidate in best[:3]:
-        pasted = paste(candidate, *settings)
-        layouts = [pasted.actor.layout, pasted.critic.layout]
-        assert layouts == [candidate.engine.layout] * 2
-        assert pasted.actor.recompute == candidate.engine.recompute == pasted.critic.recompute
+    (tmp_path / "config.json").write_text(json.dumps(model))
+    words = ["recipe=qwen3_8b", "model.path=MODEL", "algorithm.filter.group_filter=''", *settings]
+    words = [word.replace("MODEL", str(tmp_path)) for word in words]
+    composed = compose_config(RLConfig, words)
+    config = resolve_for_nodes(composed, "cuda", needs_data=False)
+    for candidate in search_layouts(config, model, H100, 16, LENGTHS).best[:3]:
+        pasted = paste(candidate, *words)
+        assert pasted.actor.layout == candidate.engine.layout
+        assert pasted.actor.recompute.granularity == candidate.engine.recompute.granularity
         assert pasted.rollout == candidate.rollout
-        for engine in (pasted.reward_model, pasted.teacher):
-            assert engine.layout == replace(candidate.engine.layout, vpp=1)
+        for key in keys:
+            engine = getattr(pasted, key)
+            vpp = candidate.engine.layout.vpp if key == "critic" else 1
+            assert engine.layout == replace(candidate.engine.layout, vpp=vpp)
         total = plan_memory(pasted, model, Conditions()).worst.total
-        assert total == max(candidate.training_bytes, candidate.serving_bytes)
+        assert max(candidate.training_bytes, candidate.serving_bytes) == total
 
 
 def test_devices_of_roles_on_pools_of_their_own_are_not_searched(tmp_path: Path) -> None:
