@@ -187,6 +187,11 @@ def _build_lengths(config: RLConfig | TrainConfig, options: argparse.Namespace) 
         longest = config.rollout.max_response_tokens
         prompt = config.data.max_prompt_tokens / 2 if prompt is None else prompt
         mean = longest / 2 if mean is None else mean
+        if prompt > config.data.max_prompt_tokens:
+            raise ConfigError(
+                f"--prompt-tokens={prompt:g}: data.max_prompt_tokens="
+                f"{config.data.max_prompt_tokens}; allowed: up to that"
+            )
     else:
         most = get_data_config(config).max_tokens
         prompt = max(1, most / 4) if prompt is None else prompt

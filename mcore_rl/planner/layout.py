@@ -642,6 +642,12 @@ def _explain_nothing(
     work: ModelWork, hardware: Hardware, num_devices: int, exceeding: Sequence[Trainer]
 ) -> str:
     state = work.parameters * (BFLOAT16 + FLOAT32 + 3 * FLOAT32)
+    if not exceeding and state < num_devices * hardware.memory_bytes / 100:
+        return (
+            f"--devices={num_devices}: no layout divides the model, with at least one sequence of "
+            "a step on each data-parallel rank; allowed: fewer devices, or more "
+            "trainer.prompts_per_step"
+        )
     text = (
         f"--devices={num_devices}: no layout of {work.parameters / 1e9:.1f} B parameters fits "
         f"{num_devices} x {hardware.name} of {hardware.memory_bytes / 1e9:.0f} GB; weights, "

@@ -375,6 +375,17 @@ def test_commands_of_the_pages_run(
             "--response-tokens with --lengths",
         ),
         (["layout", "recipe=dsv3_671b", "--hardware", "h100"], "required: --devices"),
+        (["layout", "model.path=MODEL", "--hardware", "h100", "--devices", "0"], "--devices=0"),
+        (
+            ["layout", "model.path=MODEL", "--hardware", "h100", "--devices", "1000000000"],
+            "--devices=1000000000: no layout divides the model, with at least one sequence",
+        ),
+        (["step", "model.path=MODEL", "--hardware", "h100", "--length-sigma", "9"], "0 to 5"),
+        (
+            ["step", "model.path=MODEL", "--hardware", "h100", "--prompt-tokens", "1e9"],
+            "data.max_prompt_tokens=",
+        ),
+        (["step", "model.path=MODEL", "--hardware", "h100", "actor.layout.tp=3"], "tp=3"),
         (["calibrate", "--device", "tpu"], "--device='tpu'; allowed: cpu, cuda"),
     ],
 )
