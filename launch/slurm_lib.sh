@@ -20,7 +20,7 @@ root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 SAVED=75 BAD_INPUT=2 # exit statuses of the driver: start it again with resume=auto; do not
 NUM_PORTS=256
 
-run_job() { # run_job [--dry-run] KEY=VALUE...
+run_job() { # run_job [--dry-run] [--job=sft] KEY=VALUE...; without --job, mcore-rl rl
     read_settings "$@"
     if [ -n "$dry_run" ]; then
         show_job
@@ -43,11 +43,12 @@ run_job() { # run_job [--dry-run] KEY=VALUE...
 read_settings() {
     local argument
     dry_run='' output='' overrides=() has_resume='' driver_pid='' ray_pid='' status=''
-    is_cancelled='' was_asked='' was_warned='' is_noted='' by_srun='' model='' num_nodes='' memory_options=()
+    is_cancelled='' was_asked='' was_warned='' is_noted='' by_srun='' model='' num_nodes='' memory_options=() command=rl
     for argument; do
         case $argument in
             --dry-run) dry_run=1 ;;
             --ignore-memory) memory_options=(--ignore-memory) ;;
+            --job=*) command=${argument#--job=} ;;
             --nodes=*) num_nodes=${argument#--nodes=} ;;
             output_dir=*) output=${argument#output_dir=} ;;
             *) overrides+=("$argument") ;;
@@ -71,6 +72,10 @@ read_settings() {
         [ -x "$python" ] || die "$python is not there; on a machine that shares $root with the" \
             "nodes run launch/setup_env.sh, or set MCORE_RL_PYTHON or MCORE_RL_IMAGE"
     fi
+    case $command in
+        rl | sft | dpo | rm) ;;
+        *) die "--job=$command; allowed: rl, sft, dpo, rm" ;;
+    esac
     [[ ${num_nodes:-1} =~ ^[1-9][0-9]{0,4}$ ]] || die "--nodes=$num_nodes; allowed: a whole number from 1"
     check_number MCORE_RL_FIRST_PORT 1024 $((65536 - NUM_PORTS))
     check_number MCORE_RL_NODES_S 1 86400
@@ -109,7 +114,7 @@ set_commands() { # what else runs on the nodes, once it is known where they meet
     hold_command+=(--object-store-bytes "${MCORE_RL_OBJECT_STORE_BYTES:-0}")
     wait_command=("$python" -m mcore_rl.controller.node wait --head "$head" --logs "$logs")
     wait_command+=(--names "$(joined "${nodes[@]}")" --seconds "$limit_s")
-    driver_command=("$python" -m mcore_rl.cli.main rl "${overrides[@]}" output_dir="$output")
+    driver_command=("$python" -m mcore_rl.cli.main "$command" "${overrides[@]}" output_dir="$output")
 }
 
 # --- the phases -----------------------------------------------------------------------------------
@@ -140,10 +145,10 @@ open_logs() {
 }
 
 check_memory() { # of a GPU, where MCORE_RL_HARDWARE says which; before anything is started
-    local command=("$python" -m mcore_rl.cli.main plan memory "${overrides[@]}")
+    local plan=("$python" -m mcore_rl.cli.main plan memory "--job=$command" "${overrides[@]}")
     if [ -z "${MCORE_RL_HARDWARE:-}" ] || [ ${#memory_options[@]} -gt 0 ]; then return; fi
     phase 'plan the memory'
-    on_first_node "${command[@]}" "--hardware=$MCORE_RL_HARDWARE" ||
+    on_first_node "${plan[@]}" "--hardware=$MCORE_RL_HARDWARE" ||
         die "the run does not fit $MCORE_RL_HARDWARE, or cannot be planned: see above; --ignore-memory goes on"
 }
 

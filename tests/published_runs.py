@@ -15,6 +15,12 @@ from mcore_rl.models.base import HFConfig, read_config_file
 from mcore_rl.planner.flops import count_work
 from mcore_rl.planner.generation import Lengths
 from mcore_rl.planner.hardware import load_hardware
+from mcore_rl.planner.layout import (
+    estimate_training_bytes,
+    plan_trainer,
+    search_layouts,
+    search_trainers,
+)
 from mcore_rl.planner.memory import Conditions, MemoryPlan, plan_memory
 from mcore_rl.planner.step import predict_step
 from mcore_rl.planner.training import Load, TrainingModel
@@ -44,10 +50,9 @@ def build_layout(run: dict[str, Any], gpus: int, num_layers: int) -> Layout:
     return Layout(dp=dp, **axes)
 
 
-def predict_tokens_per_s(run: dict[str, Any]) -> float:
-    """Return the tokens a second and GPU of a training run, all overlaps on."""
-    work = count_work(read_model(run))
-    layout = build_layout(run, run["gpus"], len(work.layers))
+def build_training_engine(run: dict[str, Any]) -> EngineConfig:
+    """Return the settings of a training run, all overlaps on."""
+    layout = build_layout(run, run["gpus"], read_model(run)["num_hidden_layers"])
     engine = EngineConfig(
         layout=layout,
         max_tokens_per_micro_batch=run["sequence"] * run["mbs"] // layout.cp,
@@ -57,19 +62,74 @@ def predict_tokens_per_s(run: dict[str, Any]) -> float:
     engine.moe.dispatcher = "flex"
     if modules := run.get("recompute"):
         engine.recompute.granularity, engine.recompute.modules = "selective", modules
-    hardware = load_hardware(run["hardware"])
-    tokens = run["batch"] * run["sequence"]
-    model = TrainingModel(work, engine, hardware, run["dtype"])
-    seconds = model.predict_update(Load(tokens, run["sequence"])).total_s
-    return tokens / seconds / run["gpus"]
+    return engine
+
+
+def build_load(run: dict[str, Any]) -> Load:
+    return Load(run["batch"] * run["sequence"], run["sequence"])
+
+
+def predict_update_s(run: dict[str, Any]) -> float:
+    """Return the seconds of an optimizer step of a training run."""
+    work, hardware = count_work(read_model(run)), load_hardware(run["hardware"])
+    model = TrainingModel(work, build_training_engine(run), hardware, run["dtype"])
+    return model.predict_update(build_load(run)).total_s
+
+
+def predict_tokens_per_s(run: dict[str, Any]) -> float:
+    """Return the tokens a second and GPU of a training run."""
+    return build_load(run).tokens / predict_update_s(run) / run["gpus"]
+
+
+def search_update_s(run: dict[str, Any]) -> tuple[float, float]:
+    """Return the seconds of an optimizer step with the published layout and the fastest.
+
+    A run that does not fit by the estimate of the search, as without its float8 activations, has
+    the recompute with which it does.
+    """
+    model, config = read_model(run), RLConfig()
+    config.model.dtype, config.actor = "bfloat16", build_training_engine(run)
+    if run["dtype"] == "float8":
+        config.actor.fp8.recipe = "blockwise"
+    half = run["sequence"] // 2
+    config.data.max_prompt_tokens, config.rollout.max_response_tokens = half, half
+    hardware, work = load_hardware(run["hardware"]), count_work(model)
+    load = build_load(run)
+    trainers, _, _ = search_trainers(config, model, work, hardware, run["gpus"], load)
+    fastest_s = min(trainer.update_s for trainer in trainers)
+    actor = build_training_engine(run)
+    kinds = estimate_training_bytes(TrainingModel(work, actor, hardware, run["dtype"]))
+    if sum(kinds.values()) <= hardware.memory_bytes:
+        return predict_update_s(run), fastest_s
+    tokens = actor.max_tokens_per_micro_batch
+    published = plan_trainer(actor, work, hardware, run["dtype"], actor.layout, load, tokens)
+    assert published is not None
+    return published.update_s, fastest_s
 
 
 def predict_step_s(run: dict[str, Any]) -> float:
     """Return the seconds of a step, with full recompute and log-probs of actor and reference."""
+    config, lengths = build_step_config(run)
+    return predict_step(config, read_model(run), load_hardware(run["hardware"]), lengths).step_s
+
+
+def search_step_s(run: dict[str, Any]) -> float:
+    """Return the seconds of a step with the fastest layout of a search."""
+    config, lengths = build_step_config(run)
+    hardware = load_hardware(run["hardware"])
+    best = search_layouts(config, read_model(run), hardware, run["gpus"], lengths).best
+    return best[0].step.step_s
+
+
+def build_step_config(run: dict[str, Any]) -> tuple[RLConfig, Lengths]:
+    """Return the settings and lengths of a published step of reinforcement learning."""
     model = read_model(run)
     config = RLConfig()
+    config.model.path = run["model"]
+    config.data.max_prompt_tokens = PROMPT
     config.model.dtype, config.trainer.mode = "bfloat16", run["mode"]
     config.placement.rollout = "shared" if run["mode"] == "sync" else "own"
+    config.weight_sync.method = "colocated" if run["mode"] == "sync" else "disaggregated"
     actor, rollout = config.actor, config.rollout
     actor.layout = build_layout(run, run["trainer_gpus"], model["num_hidden_layers"])
     actor.optimizer.distributed = actor.optimizer.overlap = True
@@ -83,7 +143,7 @@ def predict_step_s(run: dict[str, Any]) -> float:
     rollout.kv_cache_bytes = 30 << 30
     rollout.max_response_tokens = run["longest"] - PROMPT
     lengths = Lengths(run["tokens"] - PROMPT, run["longest"] - PROMPT, prompt=PROMPT)
-    return predict_step(config, model, load_hardware(run["hardware"]), lengths).step_s
+    return config, lengths
 
 
 @cache

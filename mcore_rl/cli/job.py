@@ -224,8 +224,8 @@ def _wrap(text: str, indent: str) -> list[str]:
     return textwrap.wrap(text, width, initial_indent=indent, subsequent_indent=indent)
 
 
-def _add_rl_options(parser: Parser) -> None:
-    about = "with --dry-run: roles on such nodes, and what the weight sync moves, as in =8"
+def _add_memory_options(parser: Parser) -> None:
+    about = "with --dry-run: roles on such nodes and, of rl, what a weight sync moves, as in =8"
     parser.add_argument("--gpus-per-node", type=int, metavar="N", help=about)
     about = "with --gpus-per-node: how many nodes there are; prints which stay idle"
     parser.add_argument("--num-nodes", type=int, metavar="N", help=about)
@@ -235,20 +235,23 @@ def _add_rl_options(parser: Parser) -> None:
     parser.add_argument("--ignore-memory", action="store_true", default=None, help=about)
 
 
-def _dry_run_rl(config: RLConfig, options: argparse.Namespace) -> None:
+def _dry_run(config: RLConfig | TrainConfig, options: argparse.Namespace) -> None:
     if options.gpus_per_node is not None:
         check_at_least("--gpus-per-node", options.gpus_per_node, 1)
     if options.num_nodes is not None:
         check_at_least("--num-nodes", options.num_nodes, 1)
-    from mcore_rl.jobs.dry_run import dry_run
+    from mcore_rl.jobs import dry_run
 
-    dry_run(
-        config,
-        gpus_per_node=options.gpus_per_node,
-        num_nodes=options.num_nodes,
-        hardware=options.hardware,
-        ignores_memory=bool(options.ignore_memory),
-    )
+    cluster = {
+        "gpus_per_node": options.gpus_per_node,
+        "num_nodes": options.num_nodes,
+        "hardware": options.hardware,
+        "ignores_memory": bool(options.ignore_memory),
+    }
+    if isinstance(config, RLConfig):
+        dry_run.dry_run(config, **cluster)
+    else:
+        dry_run.dry_run_supervised(config, **cluster)
 
 
 def _run_rl(config: RLConfig) -> None:
@@ -256,12 +259,6 @@ def _run_rl(config: RLConfig) -> None:
         from mcore_rl.jobs import rl  # torch and Ray: bad settings should not wait for that
 
     rl.run(config)
-
-
-def _dry_run_train(config: TrainConfig, options: argparse.Namespace) -> None:
-    from mcore_rl.jobs.dry_run import dry_run_supervised
-
-    dry_run_supervised(config)
 
 
 def _run_train(config: TrainConfig) -> None:
@@ -290,10 +287,10 @@ JOB_COMMANDS: dict[str, JobCommand] = {
         examples=_RL_EXAMPLES,
         hint="try recipe=quickstart, or see",
         list_warnings=list_warnings,
-        dry_run=_dry_run_rl,
+        dry_run=_dry_run,
         run=_run_rl,
         has_recipes=True,
-        add_options=_add_rl_options,
+        add_options=_add_memory_options,
     ),
     "eval": JobCommand(
         name="eval",
@@ -310,6 +307,7 @@ for _name in ("sft", "dpo", "rm"):
         examples=_TRAIN_EXAMPLES.format(_name),
         hint="see",
         list_warnings=list_train_warnings,
-        dry_run=_dry_run_train,
+        dry_run=_dry_run,
         run=_run_train,
+        add_options=_add_memory_options,
     )

@@ -59,13 +59,19 @@ class Parser(argparse.ArgumentParser):
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: Any = None
     ) -> tuple[Any, list[str]]:
-        """Refuse unknown words of a subcommand here, not in the command around it."""
+        """Refuse unknown words of a subcommand here, not in the command around it.
+
+        Settings may stand before and after options.
+        """
         known = [name for action in self._actions for name in action.option_strings]
         if self._subparsers is None:
             for name in (arg.partition("=")[0] for arg in args or () if arg.startswith("--")):
                 if not any(option.startswith(name) for option in known):
                     self._refuse("option", name, known)
         options, rest = super().parse_known_args(args, namespace)
+        if isinstance(getattr(options, "settings", None), list):
+            options.settings += [word for word in rest if not word.startswith("-")]
+            rest = [word for word in rest if word.startswith("-")]
         if rest:
             self._refuse("argument", rest[0], known)
         return options, rest

@@ -11,7 +11,6 @@ from pathlib import Path
 
 from mcore_rl.cli import plan_simulate, plan_time
 from mcore_rl.cli.options import AXES, FAMILY, SERVED_AXES, Parser, parse_layout
-from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import Layout, RLConfig
 from mcore_rl.reshard.layout import GenerationLayout
 
@@ -19,9 +18,9 @@ _ABOUT_RESHARD = """\
 Bytes that each generation rank receives, the lower bound, the busiest links, and the bytes that
 gather-then-slice would move between the same layouts. Needs no weights."""
 _ABOUT_MEMORY = """\
-Memory of each rank of an RL run, by kind and by moment of a step, and of hosts. With --hardware:
+Memory of each rank of a job, by kind and by moment of a step, and of hosts. With --hardware:
 whether it fits, and settings that make it fit; the exit status is 1 if it does not. Needs the
-model's config.json alone. Takes the settings of mcore-rl rl."""
+model's config.json alone. Takes the settings of mcore-rl rl, or of --job."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +48,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 def _add_memory_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("settings", nargs="*", metavar="recipe=NAME|PATH|KEY=VALUE", help="as of mcore-rl rl")
+    plan_time.add_job_options(parser)
     add("--hardware", metavar="h100", help="name, file, or gigabytes of a GPU; prints a verdict")
     add("--gpus-per-node", type=int, default=8, metavar="N", help="default: 8")
     about = "tokens of the fullest rank's experts over the mean; default: 1.5"
@@ -62,10 +61,9 @@ def _add_memory_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _plan_memory(options: argparse.Namespace) -> int:
-    from mcore_rl.cli.compose import compose_config  # imports Hydra
     from mcore_rl.config.checks import check_choice
     from mcore_rl.inference.registry import check_server_settings
-    from mcore_rl.planner.memory import Conditions, Fix, MemoryLimit, find_fixes, plan_memory
+    from mcore_rl.planner.memory import Conditions, MemoryLimit
     from mcore_rl.planner.report import build_memory_json, print_memory, print_verdict
 
     check_choice("--lane", options.lane, ("cuda", "cpu"))
@@ -77,29 +75,23 @@ def _plan_memory(options: argparse.Namespace) -> int:
         options.gpus_per_node,
     )
     device = None if options.hardware is None else MemoryLimit.parse(options.hardware)
-    if not options.settings:
-        raise ConfigError(
-            "no settings; try mcore-rl plan memory recipe=qwen3_30b_a3b model.path=..."
-        )
-    config = compose_config(RLConfig, options.settings)
-    from mcore_rl.jobs.dry_run import check_plan, prepare_plan
+    config = plan_time.compose_job(options)
+    from mcore_rl.jobs.memory_check import check_memory, prepare_plan
 
-    fixes: list[Fix] = []
     with prepare_plan(config, options.lane) as (prepared, model):
-        if prepared.rollout.engine:  # of which CUDA graphs are planned
+        # CUDA graphs are planned by rollout.engine.
+        if isinstance(prepared, RLConfig) and prepared.rollout.engine:
             check_server_settings(prepared.rollout, device=options.lane)
-        plan = plan_memory(prepared, model, conditions)
-        fits = device is None or plan.worst.total <= device.memory_bytes
-        if device is not None and not fits:
-            fixes = find_fixes(prepared, model, conditions, device, check_plan)
+        check = check_memory(prepared, model, conditions, device)
     if options.json:
-        json.dump(build_memory_json(plan, conditions, device, fixes), sys.stdout, indent=1)
+        report = build_memory_json(check.plan, conditions, device, check.fixes)
+        json.dump(report, sys.stdout, indent=1)
         print()
     else:
         if device is not None:
-            print_verdict(plan, device, fixes)
-        print_memory(plan, conditions)
-    return 0 if fits else 1
+            print_verdict(check.plan, device, check.fixes)
+        print_memory(check.plan, conditions)
+    return 0 if check.fits else 1
 
 
 def _add_reshard_options(parser: argparse.ArgumentParser) -> None:

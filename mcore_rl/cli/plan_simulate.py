@@ -87,11 +87,15 @@ def run(options: argparse.Namespace) -> int:
 def _predict(
     options: argparse.Namespace, settings: list[str], lengths: ResponseLengths
 ) -> StepTimes:
-    from mcore_rl.cli.plan_time import count_sync_bytes, read_planned_run
+    from mcore_rl.cli.compose import compose_config
+    from mcore_rl.cli.plan_time import count_sync_bytes, prepare_job
+    from mcore_rl.config.schema import RLConfig
     from mcore_rl.planner.hardware import load_hardware
     from mcore_rl.tools.simulate.times import predict_times
 
-    config, model = read_planned_run(settings, options.hardware)
-    hardware = load_hardware(options.hardware)
-    sync_bytes = count_sync_bytes(config, model, hardware)
-    return predict_times(config, model, hardware, lengths, options.prompt_tokens, sync_bytes)
+    config = compose_config(RLConfig, settings)
+    with prepare_job(config, options.hardware) as (prepared, model):
+        assert isinstance(prepared, RLConfig)
+        hardware = load_hardware(options.hardware)
+        sync_bytes = count_sync_bytes(prepared, model, hardware)
+        return predict_times(prepared, model, hardware, lengths, options.prompt_tokens, sync_bytes)

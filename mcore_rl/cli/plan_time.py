@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,18 +14,23 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from mcore_rl.cli.options import print_text, write_file
+from mcore_rl.config.checks import check_choice
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.config.schema import RLConfig
+from mcore_rl.config.resolve_train import get_data_config
+from mcore_rl.config.schema import DPOConfig, RLConfig, RMConfig, SFTConfig, TrainConfig
 
 if TYPE_CHECKING:
     from mcore_rl.models.base import HFConfig
     from mcore_rl.planner.generation import Lengths
     from mcore_rl.planner.layout import Candidate, SearchResult
     from mcore_rl.planner.step import StepTime
+    from mcore_rl.planner.supervised import SupervisedStepTime
+    from mcore_rl.planner.training import UpdateTime
 
 ABOUT_STEP = """\
-Seconds of each part of an RL step, from settings and config.json: generation, log-probs, update by
-cause, weight sync, idle time. Needs no weights, data or GPU; formulas: docs/planning_step.md."""
+Seconds of each part of a step, from settings and config.json: generation, log-probs, update by
+cause, weight sync, idle time. Needs no weights, data or GPU; formulas: docs/planning_step.md.
+Takes the settings of mcore-rl rl, or of --job."""
 ABOUT_LAYOUT = """\
 The ten fastest layouts of trainer and servers that fit a cluster, with what decides the place of
 each; those that nearly fit; settings to paste, or a recipe (--write)."""
@@ -33,24 +39,42 @@ Measures products, memory, copies, launches and links of this machine; prints a 
 With settings of a run it takes small steps of the job instead, and prints the seconds of each part,
 a file for --times of plan simulate."""
 _SETTINGS = "settings of the run, as of mcore-rl rl: recipe=NAME model.path=DIR KEY=VALUE ..."
+_SCHEMAS = {"rl": RLConfig, "sft": SFTConfig, "dpo": DPOConfig, "rm": RMConfig}
+
+
+def add_settings(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("settings", nargs="*", metavar="KEY=VALUE", help=_SETTINGS)
+
+
+def add_job_options(parser: argparse.ArgumentParser) -> None:
+    """Add the settings and the command that takes them."""
+    add_settings(parser)
+    about = "command whose settings they are: rl (the default), sft, dpo or rm"
+    parser.add_argument("--job", default="rl", metavar="rl", help=about)
 
 
 def add_step_options(parser: argparse.ArgumentParser) -> None:
+    add_job_options(parser)
+    _add_time_options(parser)
+
+
+def _add_time_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("settings", nargs="*", metavar="KEY=VALUE", help=_SETTINGS)
     add("--hardware", required=True, metavar="NAME", help="h100, h200, ... or a .yaml file")
-    about = "mean tokens of a response; default: half of rollout.max_response_tokens"
+    about = "mean tokens of a response; default: half of rollout.max_response_tokens, of a "
+    about += "supervised job a quarter of data.max_tokens"
     add("--response-tokens", type=float, metavar="N", help=about)
     about = "spread of the logarithm of the lengths; default: 0.6"
     add("--length-sigma", type=float, default=0.6, metavar="X", help=about)
-    about = "mean tokens of a prompt; default: half of data.max_prompt_tokens"
+    about = "mean tokens of a prompt; default: half of data.max_prompt_tokens, or that quarter"
     add("--prompt-tokens", type=float, metavar="N", help=about)
     add("--lengths", type=Path, metavar="FILE", help="lengths of responses instead, one a line")
     add("--json", action="store_true", help="print one JSON object")
 
 
 def add_layout_options(parser: argparse.ArgumentParser) -> None:
-    add_step_options(parser)
+    add_settings(parser)
+    _add_time_options(parser)
     add = parser.add_argument
     add("--devices", type=int, required=True, metavar="N", help="of trainer and servers together")
     add("--write", type=Path, metavar="YAML", help="recipe of the fastest layout")
@@ -68,30 +92,42 @@ def add_calibrate_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run_step(options: argparse.Namespace) -> int:
-    config, model, lengths = _read_run(options)
+    config = compose_job(options)
     from mcore_rl.planner.hardware import load_hardware
     from mcore_rl.planner.step import predict_step
+    from mcore_rl.planner.supervised import predict_supervised_step
 
-    hardware = load_hardware(options.hardware)
-    step = predict_step(
-        config, model, hardware, lengths, sync_bytes=count_sync_bytes(config, model, hardware)
-    )
+    step: StepTime | SupervisedStepTime
+    with prepare_job(config, options.hardware) as (prepared, model):
+        hardware, lengths = load_hardware(options.hardware), _build_lengths(prepared, options)
+        if isinstance(prepared, RLConfig):
+            sync_bytes = count_sync_bytes(prepared, model, hardware)
+            step = predict_step(prepared, model, hardware, lengths, sync_bytes=sync_bytes)
+            rows = _list_step_rows(step, prepared.trainer.mode)
+            note = f"; at most {step.generation.most_running} responses at once on a server"
+        else:
+            step = predict_supervised_step(prepared, model, hardware, lengths)
+            rows, note = _list_supervised_rows(step), ""
     if options.json:
-        json.dump(asdict(step) | {"tokens_per_s": step.tokens_per_s}, sys.stdout, indent=1)
+        numbers = {"tokens_per_s": step.tokens_per_s, "step_s": step.step_s}
+        json.dump(asdict(step) | numbers, sys.stdout, indent=1)
         print()
     else:
-        print_step(step, config.trainer.mode)
+        _print_step(step, rows, note)
     return 0
 
 
 def run_layout(options: argparse.Namespace) -> int:
-    config, model, lengths = _read_run(options)
+    options.job = "rl"
+    config = compose_job(options)
+    from mcore_rl.jobs.memory_check import check_settings
     from mcore_rl.planner.hardware import load_hardware
     from mcore_rl.planner.layout import search_layouts
 
-    result = search_layouts(
-        config, model, load_hardware(options.hardware), options.devices, lengths
-    )
+    with prepare_job(config, options.hardware, checks_layout=False) as (prepared, model):
+        assert isinstance(prepared, RLConfig)
+        hardware, lengths = load_hardware(options.hardware), _build_lengths(prepared, options)
+        result = search_layouts(prepared, model, hardware, options.devices, lengths, check_settings)
     if options.write:
         _write_recipe(options, result.best[0])
     if options.json:
@@ -134,38 +170,65 @@ def _measure_run(options: argparse.Namespace) -> str:
     return str(yaml.safe_dump(asdict(measured.times), sort_keys=False))
 
 
-def _read_run(options: argparse.Namespace) -> tuple[RLConfig, HFConfig, Lengths]:
-    """Return the resolved settings of a run, config.json of its model, and response lengths."""
-    from mcore_rl.planner.generation import Lengths, read_lengths
+def compose_job(options: argparse.Namespace) -> RLConfig | TrainConfig:
+    """Compose the settings of a command line with `--job`."""
+    check_choice("--job", options.job, tuple(_SCHEMAS))
+    if not options.settings:
+        raise ConfigError("no settings; allowed: recipe=NAME model.path=DIR KEY=VALUE ...")
+    from mcore_rl.cli.compose import compose_config  # imports Hydra
 
-    config, model = read_planned_run(options.settings, options.hardware)
-    longest = config.rollout.max_response_tokens
-    prompt = options.prompt_tokens
-    if prompt is None:
-        prompt = config.data.max_prompt_tokens / 2
-    if options.lengths and options.response_tokens is not None:
-        raise ConfigError("--response-tokens with --lengths, which has lengths; allowed: one")
-    if options.lengths:
-        return config, model, read_lengths(options.lengths, longest, prompt)
-    mean = options.response_tokens if options.response_tokens is not None else longest / 2
-    return config, model, Lengths(mean, longest, options.length_sigma, prompt)
+    config: RLConfig | TrainConfig = compose_config(_SCHEMAS[options.job], options.settings)
+    return config
 
 
-def read_planned_run(settings: Sequence[str], hardware: str) -> tuple[RLConfig, HFConfig]:
-    """Return the resolved settings of a run on some hardware, and config.json of its model."""
-    from mcore_rl.cli.compose import compose_config
-    from mcore_rl.jobs.placement import resolve_for_nodes
-    from mcore_rl.models.base import read_config
+@contextmanager
+def prepare_job(
+    config: RLConfig | TrainConfig, hardware: str, *, checks_layout: bool = True
+) -> Iterator[tuple[RLConfig | TrainConfig, HFConfig]]:
+    """Resolve settings for some hardware; yield them and config.json of the model.
+
+    Args:
+        checks_layout: False if the layouts of the settings are replaced.
+    """
+    from mcore_rl.jobs.memory_check import prepare_plan
     from mcore_rl.planner.hardware import load_hardware
 
-    if not settings:
-        raise ConfigError("no settings; allowed: recipe=NAME model.path=DIR KEY=VALUE ...")
     load_hardware(hardware)  # an unknown name is refused before a model is read
     lane = "cpu" if hardware.lower() == "cpu" else "cuda"
-    config = resolve_for_nodes(compose_config(RLConfig, [*settings]), lane, needs_data=False)
-    model = read_config(config.model.path)
-    model.pop("quantization_config", None)  # planned as model.dtype, which it is trained in
-    return config, model
+    with prepare_plan(config, lane, checks_layout=checks_layout) as (prepared, model):
+        # Planned as model.dtype, which it is trained in.
+        yield prepared, {k: v for k, v in model.items() if k != "quantization_config"}
+
+
+def _build_lengths(config: RLConfig | TrainConfig, options: argparse.Namespace) -> Lengths:
+    """Return the lengths of responses; of a supervised job, of what follows the prompts."""
+    from mcore_rl.planner.generation import Lengths, read_lengths
+
+    if options.lengths and options.response_tokens is not None:
+        raise ConfigError("--response-tokens with --lengths, which has lengths; allowed: one")
+    prompt, mean = options.prompt_tokens, options.response_tokens
+    if isinstance(config, RLConfig):
+        longest = config.rollout.max_response_tokens
+        prompt = config.data.max_prompt_tokens / 2 if prompt is None else prompt
+        mean = longest / 2 if mean is None else mean
+        if prompt > config.data.max_prompt_tokens:
+            raise ConfigError(
+                f"--prompt-tokens={prompt:g}: data.max_prompt_tokens="
+                f"{config.data.max_prompt_tokens}; allowed: up to that"
+            )
+    else:
+        most = get_data_config(config).max_tokens
+        prompt = max(1, most / 4) if prompt is None else prompt
+        mean = max(1, most / 4) if mean is None else mean
+        longest = int(most - prompt)
+        if longest < 1 or mean > longest:
+            raise ConfigError(
+                f"--prompt-tokens={prompt:g} and --response-tokens={mean:g}: "
+                f"data.max_tokens={most}; allowed: up to {most} together"
+            )
+    if options.lengths:
+        return read_lengths(options.lengths, longest, prompt)
+    return Lengths(mean, longest, options.length_sigma, prompt)
 
 
 def count_sync_bytes(config: RLConfig, model: HFConfig, hardware: Any) -> float | None:
@@ -183,14 +246,10 @@ def count_sync_bytes(config: RLConfig, model: HFConfig, hardware: Any) -> float 
     return float(max(traffic.most_received, traffic.most_sent))
 
 
-def print_step(step: StepTime, mode: str) -> None:
-    """Print the parts of a step as a table."""
-    from rich.table import Table
-
-    from mcore_rl.observability.console import get_stdout_console
-
-    n, update, generation = step.num_mini_batches, step.update, step.generation
-    rows = [
+def _list_step_rows(step: StepTime, mode: str) -> list[tuple[str, float]]:
+    """Return the parts of a step of RL and their seconds."""
+    n, generation = step.num_mini_batches, step.generation
+    return [
         ("generation", generation.total_s),
         ("  prefill", generation.prefill_s),
         ("  decode", generation.decode_s),
@@ -198,35 +257,64 @@ def print_step(step: StepTime, mode: str) -> None:
         ("  tail: under a tenth of the slots", generation.tail_s),
         ("log-probs of the actor", step.log_probs_s),
         ("log-probs of the reference", step.reference_s),
+        ("scores of the reward model", step.reward_model_s),
+        ("log-probs of teachers", step.teachers_s),
         ("critic", step.values_s),
         (f"update, {n} optimizer step{'s' * (n > 1)}", step.update_s),
-        ("  forward and backward", n * update.compute_s),
-        ("  recompute", n * update.recompute_s),
-        ("  tensor-parallel communication", n * update.tensor_parallel_s),
-        ("  expert-parallel exchange", n * update.expert_parallel_s),
-        ("  context-parallel communication", n * update.context_parallel_s),
-        ("  transfers between stages", n * update.pipeline_s),
-        ("  pipeline bubble", n * update.bubble_s),
-        ("  data-parallel communication", n * update.data_parallel_s),
-        ("  optimizer", n * update.optimizer_s),
+        *_list_update_rows(step.update, n),
         ("offload and onload", step.offload_s),
         ("weight sync", step.weight_sync_s),
         (f"a step ({mode})", step.step_s),
         ("  trainer idle", step.trainer_idle_s),
         ("  servers idle", step.servers_idle_s),
     ]
+
+
+def _list_supervised_rows(step: SupervisedStepTime) -> list[tuple[str, float]]:
+    return [
+        ("log-probs or scores before the update", step.scores_s),
+        ("log-probs of the reference", step.reference_s),
+        ("offload and onload", step.offload_s),
+        ("update", step.update.total_s),
+        *_list_update_rows(step.update, 1),
+        ("a step", step.step_s),
+    ]
+
+
+def _list_update_rows(update: UpdateTime, count: int) -> list[tuple[str, float]]:
+    """Return the causes of the time of `count` optimizer steps."""
+    return [
+        ("  forward and backward", count * update.compute_s),
+        ("  recompute", count * update.recompute_s),
+        ("  tensor-parallel communication", count * update.tensor_parallel_s),
+        ("  expert-parallel exchange", count * update.expert_parallel_s),
+        ("  context-parallel communication", count * update.context_parallel_s),
+        ("  transfers between stages", count * update.pipeline_s),
+        ("  pipeline bubble", count * update.bubble_s),
+        ("  data-parallel communication", count * update.data_parallel_s),
+        ("  optimizer", count * update.optimizer_s),
+    ]
+
+
+def _print_step(
+    step: StepTime | SupervisedStepTime, rows: Sequence[tuple[str, float]], note: str
+) -> None:
+    """Print the parts of a step that take time as a table."""
+    from rich.table import Table
+
+    from mcore_rl.observability.console import get_stdout_console
+
     table = Table(box=None, pad_edge=False)
     table.add_column("")
     table.add_column("seconds", justify="right")
     for name, seconds in rows:
-        if seconds or not name.startswith("  "):
+        if seconds:
             table.add_row(name, f"{seconds:,.3g}" if seconds < 100 else f"{seconds:,.0f}")
     console = get_stdout_console()
     console.print(table)
     console.print(
         f"{step.tokens_per_s:,.0f} tokens a second and device on {step.num_devices}; "
-        f"MFU of the update {step.mfu:.0%}; at most {generation.most_running} responses at once "
-        "on a server",
+        f"MFU of the update {step.mfu:.0%}{note}",
         soft_wrap=True,
     )
 
@@ -268,7 +356,7 @@ def _print_layouts(result: SearchResult) -> None:
             f"of it {exceeding.largest}; an update would take {exceeding.step_s:.1f} s",
             soft_wrap=True,
         )
-    console.print(f"\n{' '.join(result.best[0].list_overrides())}", soft_wrap=True)
+    console.print(f"\n{' '.join(result.best[0].overrides)}", soft_wrap=True)
 
 
 def _build_json(result: SearchResult) -> dict[str, Any]:
@@ -279,7 +367,7 @@ def _build_json(result: SearchResult) -> dict[str, Any]:
                 "training_bytes": candidate.training_bytes,
                 "serving_bytes": candidate.serving_bytes,
                 "reason": candidate.reason,
-                "overrides": candidate.list_overrides(),
+                "overrides": list(candidate.overrides),
             }
             for candidate in result.best
         ],
@@ -299,7 +387,7 @@ def _build_json(result: SearchResult) -> dict[str, Any]:
 def _write_recipe(options: argparse.Namespace, candidate: Candidate) -> None:
     """Write a recipe: the settings given, of which `recipe` is its base, then the layout."""
     recipe: dict[str, Any] = {}
-    words = [*options.settings, *candidate.list_overrides()]
+    words = [*options.settings, *candidate.overrides]
     for key, _, text in (word.partition("=") for word in words):
         *groups, name = key.split(".")
         level = recipe

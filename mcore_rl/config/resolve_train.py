@@ -61,8 +61,12 @@ from mcore_rl.config.schema import (
 MAX_N = 1000  # responses to a prompt: with more, numbers of subsets overflow float64
 
 
-def resolve_train(config: TrainConfig) -> None:
-    """Check every setting that needs no file."""
+def resolve_train(config: TrainConfig, *, needs_data: bool = True) -> None:
+    """Check every setting that needs no file.
+
+    Args:
+        needs_data: False if data settings may be empty.
+    """
     check_values(config)
     resolve_model(config.model)
     check_between("seed", config.seed, 0, MAX_SEED)
@@ -81,7 +85,8 @@ def resolve_train(config: TrainConfig) -> None:
     if config.engine.moe.router_replay == "rollout":
         raise ConfigError("engine.moe.router_replay='rollout': nothing is rolled out here; 'off'")
     data = get_data_config(config)
-    for key, value in ({"model.path": config.model.path} | list_train_files(data)).items():
+    files = list_train_files(data) if needs_data else {}
+    for key, value in ({"model.path": config.model.path} | files).items():
         if not value:
             raise ConfigError(f"{key}='' names nothing; it is needed")
     resolve_sources(data)

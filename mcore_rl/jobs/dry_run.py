@@ -5,33 +5,24 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-import torch
 from rich.console import Console
 
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.config.resolve import are_colocated, resolve
+from mcore_rl.config.resolve import are_colocated
 from mcore_rl.config.schema import Layout, RLConfig, TrainConfig
 from mcore_rl.engine.base import load_backend
 from mcore_rl.inference.registry import load_server_class
 from mcore_rl.jobs.disk_space import compute_weight_bytes
+from mcore_rl.jobs.memory_check import check_memory, find_device
 from mcore_rl.jobs.output import inspect_run_dir
-from mcore_rl.jobs.placement import (
-    PoolPlan,
-    build_pool_plans,
-    count_devices,
-    detect_lane,
-    get_server_config,
-    resolve_for_nodes,
-)
+from mcore_rl.jobs.placement import detect_lane, get_server_config, resolve_for_nodes
 from mcore_rl.jobs.preflight import (
     Inputs,
     check_existing_inputs,
-    check_layouts,
     has_weights,
     list_unset_data,
 )
@@ -40,15 +31,14 @@ from mcore_rl.jobs.resume import find_checkpoint_to_resume, prepare_settings
 from mcore_rl.jobs.supervised_preflight import (
     check_train_inputs,
     describe_inputs,
-    has_reference_model,
     resolve_for_device,
 )
 from mcore_rl.models.base import HFConfig, get_family, read_config
 from mcore_rl.observability.console import get_stdout_console, show_line, show_waiting
-from mcore_rl.planner.memory import Conditions, MemoryLimit, find_fixes, plan_memory
+from mcore_rl.planner.memory import Conditions
+from mcore_rl.planner.pools import PoolPlan, build_pool_plans, count_devices
 from mcore_rl.planner.report import (
     build_table,
-    describe_verdict,
     format_range,
     format_ranks,
     print_memory,
@@ -58,13 +48,11 @@ from mcore_rl.planner.roles import (
     RolePlan,
     fold_stages,
     get_frozen_engines,
-    plan_supervised_roles,
 )
+from mcore_rl.planner.supervised import shares_devices
 from mcore_rl.rollout.weight_updater import build_generation_layout
 from mcore_rl.trainers.policy_loss import find_log_prob_pass_reason
 from mcore_rl.weight_sync.spec import MemoryDomains, TransferSpec, plan_transfer
-
-DEFAULT_HARDWARE = "h100"  # of a cluster that is planned for without --hardware
 
 
 def dry_run(
@@ -85,7 +73,7 @@ def dry_run(
         gpus_per_node: GPUs of each node of the cluster to plan for. None plans for this machine.
         num_nodes: Nodes of that cluster.
         hardware: Name or file of the GPUs, or gigabytes. None: those of this machine, or
-            DEFAULT_HARDWARE of a cluster.
+            memory_check.DEFAULT_HARDWARE of a cluster.
         ignores_memory: Do not refuse a run that does not fit.
 
     Raises:
@@ -94,7 +82,7 @@ def dry_run(
     """
     console = console or get_stdout_console()
     lane = "cuda" if gpus_per_node or hardware is not None else detect_lane()
-    device = _find_device(hardware, gpus_per_node, lane)
+    device = find_device(hardware, gpus_per_node, lane)
     config = resolve_for_nodes(config, lane, needs_data=False)
     folder, refusal = inspect_run_dir(config.output_dir, config.resume)
     with (
@@ -110,62 +98,16 @@ def dry_run(
         if gpus_per_node:
             _check_nodes(prepared, gpus_per_node, num_nodes)
         conditions = Conditions(lane, gpus_per_node=gpus_per_node or 8)
-        plan = plan_memory(prepared, model, conditions)
-        fits = device is None or plan.worst.total <= device.memory_bytes
-        fixes = []
-        if device is not None and not fits:
-            fixes = find_fixes(prepared, model, conditions, device, check_plan)
+        check = check_memory(prepared, model, conditions, device)
         cluster_lines: list[str] = []
-        if gpus_per_node and (fits or ignores_memory):
+        if gpus_per_node and (check.fits or ignores_memory):
             cluster_lines = _describe_cluster(prepared, model, gpus_per_node, num_nodes)
-    if device is not None:
-        print_lines(console, *describe_verdict(plan, device, fixes))
-        if not fits and not ignores_memory:
-            print_memory(plan, conditions, console)
-            raise ConfigError(
-                f"the run does not fit {device.name}: see above; allowed: other settings, or "
-                "--ignore-memory"
-            )
+    check.print_verdict(console, ignores_memory=ignores_memory)
     print_lines(console, *lines)
-    for role in plan.roles:
+    for role in check.plan.roles:
         print_role(role, console)
-    print_memory(plan, conditions, console)
+    print_memory(check.plan, conditions, console)
     print_lines(console, *cluster_lines, "", *_summarize(config, lane), *refusal)
-
-
-def _find_device(hardware: str | None, gpus_per_node: int | None, lane: str) -> MemoryLimit | None:
-    """Return the GPU to fit; None on the CPU lane."""
-    if hardware is not None:
-        return MemoryLimit.parse(hardware)
-    if gpus_per_node:
-        return MemoryLimit.parse(DEFAULT_HARDWARE)
-    if lane == "cuda" and torch.cuda.is_available():
-        properties = torch.cuda.get_device_properties(0)
-        return MemoryLimit(properties.name, properties.total_memory)
-    return None
-
-
-@contextmanager
-def prepare_plan(config: RLConfig, lane: str) -> Iterator[tuple[RLConfig, HFConfig]]:
-    """Resolve settings for a plan, from config.json alone; yield them and the policy's config.
-
-    Raises:
-        ConfigError: A setting is wrong, or a layout does not fit the model.
-    """
-    config = resolve_for_nodes(config, lane, needs_data=False)
-    with TemporaryDirectory() as scratch:
-        prepared = prepare_settings(config, Path(scratch), None)
-        yield prepared, check_layouts(prepared)
-
-
-def check_plan(config: RLConfig) -> None:
-    """Check the layouts of settings that have been changed after prepare_plan.
-
-    Raises:
-        ConfigError: A layout cannot be.
-    """
-    resolve(config, needs_data=False)
-    check_layouts(config)
 
 
 def _check_nodes(config: RLConfig, gpus_per_node: int, num_nodes: int | None) -> None:
@@ -182,11 +124,23 @@ def _check_nodes(config: RLConfig, gpus_per_node: int, num_nodes: int | None) ->
             f"{shape}: a node has {gpus_per_node} GPUs; allowed: "
             f"rollout.nodes_per_server={least} or more, not {rollout.nodes_per_server}"
         )
-    num_used = len(list(list_node_roles(config, gpus_per_node)))
+    _check_num_nodes(len(list(list_node_roles(config, gpus_per_node))), gpus_per_node, num_nodes)
+
+
+def _check_num_nodes(num_used: int, gpus_per_node: int, num_nodes: int | None) -> None:
     if num_nodes is not None and num_nodes < num_used:
         raise ConfigError(
             f"--num-nodes={num_nodes}: the run takes {num_used} nodes of {gpus_per_node} GPUs"
         )
+
+
+def _describe_idle_nodes(num_used: int, num_nodes: int | None, settings: str) -> list[str]:
+    if num_nodes is None or num_nodes == num_used:
+        return []
+    return [
+        f"{num_nodes - num_used} of the {num_nodes} nodes stay idle: to use them, raise "
+        f"{settings}; else ask for {num_used} nodes"
+    ]
 
 
 def print_lines(console: Console, *lines: str) -> None:
@@ -243,11 +197,7 @@ def _describe_cluster(
     nodes = [f" {nodes}: {roles}" for nodes, roles in fold_node_roles(config, gpus_per_node)]
     lines += nodes
     num_used = len(list(list_node_roles(config, gpus_per_node)))
-    if num_nodes is not None and num_nodes > num_used:
-        lines.append(
-            f"{num_nodes - num_used} of the {num_nodes} nodes stay idle: to use them, raise "
-            f"actor.layout.dp or rollout.num_servers; else ask for {num_used} nodes"
-        )
+    lines += _describe_idle_nodes(num_used, num_nodes, "actor.layout.dp or rollout.num_servers")
     method = config.weight_sync.method
     is_vllm = load_server_class(config.rollout).features.weight_format == "vllm"
     if method == "full_export":
@@ -300,25 +250,49 @@ def _describe_log_probs(config: RLConfig) -> str:
     return "from the forward pass of the update (algorithm.log_prob_pass='auto')"
 
 
-def dry_run_supervised(config: TrainConfig) -> None:
+def dry_run_supervised(
+    config: TrainConfig,
+    gpus_per_node: int | None = None,
+    num_nodes: int | None = None,
+    hardware: str | None = None,
+    *,
+    ignores_memory: bool = False,
+) -> None:
     """Make all checks that a supervised job makes before it starts, then print its roles.
 
+    Args:
+        gpus_per_node: See `dry_run`, also for the arguments after it.
+
     Raises:
-        ConfigError: The job would be refused, for the same reason.
+        ConfigError: The job would be refused, for the same reason, or does not fit its nodes or the
+            memory of its GPUs.
     """
     console = get_stdout_console()
-    config = resolve_for_device(config)
+    lane = "cuda" if gpus_per_node or hardware is not None else detect_lane()
+    device = find_device(hardware, gpus_per_node, lane)
+    config = resolve_for_device(config, lane)
     folder, refusal = inspect_run_dir(config.output_dir, config.resume)
     with show_waiting("checking the inputs", has_lines=False):
         find_checkpoint_to_resume(config, folder)
         check_export(config.checkpoint.export_to)
         inputs = check_train_inputs(config)
+        conditions = Conditions(lane, gpus_per_node=gpus_per_node or 8)
+        check = check_memory(config, read_config(config.model.path), conditions, device)
+        num_pools = 1 if shares_devices(config) else len(check.plan.roles)
+        num_used = num_pools * config.engine.layout.world_size
+        nodes: list[str] = []
+        if gpus_per_node:
+            num_used = -(-num_used // gpus_per_node)
+            _check_num_nodes(num_used, gpus_per_node, num_nodes)
+            nodes = ["", f"{_format_count(num_used, 'node')} of {gpus_per_node} GPUs"]
+            nodes += _describe_idle_nodes(num_used, num_nodes, "engine.layout.dp")
+    check.print_verdict(console, ignores_memory=ignores_memory)
     print_lines(console, *describe_inputs(config, inputs))
-    model, has_reference = read_config(config.model.path), has_reference_model(config)
-    for plan in plan_supervised_roles(config, model, has_reference=has_reference):
-        print_role(plan, console)
-    note = "sizes are of one rank, without activations; nothing was started"
-    print_lines(console, "", note, *refusal)
+    for role in check.plan.roles:
+        print_role(role, console)
+    print_memory(check.plan, conditions, console)
+    note = "sizes are of one rank; nothing was started"
+    print_lines(console, *nodes, "", note, *refusal)
 
 
 # Roles on the nodes of a cluster, and the traffic of a weight sync between their GPUs. Pure.

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.config.resolve import OWN_POOL, get_pool, resolve, resolve_for_lane
+from mcore_rl.config.resolve import resolve, resolve_for_lane
 from mcore_rl.config.resolve_rollout import (
     ROLE,
     ServedModel,
@@ -38,6 +38,7 @@ from mcore_rl.models.base import (
 )
 from mcore_rl.parallel.devices import DEVICES, detect_device
 from mcore_rl.parallel.mesh import split_into_chunks
+from mcore_rl.planner.pools import PoolPlan, build_pool_plans
 from mcore_rl.planner.roles import (
     build_warm_engine,
     get_frozen_engines,
@@ -47,48 +48,6 @@ from mcore_rl.planner.roles import (
 from mcore_rl.rollout.server_pool import ServerPool
 
 CPU_RESOURCE = DEVICES["cpu"].ray_resource  # stands for a device on the CPU lane
-
-
-@dataclass(frozen=True, slots=True)
-class PoolPlan:
-    """`roles` share `num_bundles` bundles of `devices_per_bundle` devices."""
-
-    roles: tuple[str, ...]
-    num_bundles: int
-    devices_per_bundle: int = 1
-
-
-def build_pool_plans(config: RLConfig) -> dict[str, PoolPlan]:
-    """Return the plan of each pool, by name; the pool of a single role has the role's name.
-
-    A pool is as large as its largest role. On a pool of their own, servers have one bundle per
-    server and node, which Ray places on one node; on a shared pool a server takes as many bundles
-    as it has workers.
-    """
-    rollout, sizes = config.rollout, {"actor": config.actor.layout.world_size}
-    if config.warm_start.num_steps:  # runs on the actor's devices, before the actor starts
-        sizes["actor"] = max(sizes["actor"], config.warm_start.layout.world_size)
-    if needs_reference(config):
-        sizes["reference"] = config.actor.layout.world_size
-    if needs_critic(config):
-        sizes["critic"] = config.critic.layout.world_size
-    sizes |= {role: engine.layout.world_size for role, engine in get_frozen_engines(config).items()}
-    sizes["rollout"] = rollout.num_servers * rollout.num_workers
-    members: dict[str, list[str]] = {}
-    for role in sizes:
-        pool = get_pool(config.placement, role)
-        members.setdefault(role if pool == OWN_POOL else f"{pool} pool", []).append(role)
-    plans = {}
-    for name, roles in members.items():
-        if roles == ["rollout"]:
-            per_node = rollout.workers_per_node
-            plans[name] = PoolPlan(("rollout",), sizes["rollout"] // per_node, per_node)
-        else:
-            plans[name] = PoolPlan(tuple(roles), max(sizes[role] for role in roles))
-    for name, model in build_models_with_servers(config).items():
-        role = f"{ROLE}{name}"
-        plans[role] = PoolPlan((role,), model.servers.num_servers, model.servers.num_workers)
-    return plans
 
 
 def list_rank_nodes(groups: Sequence[WorkerGroup | ServerPool]) -> list[str]:
@@ -131,11 +90,6 @@ def get_served_models(config: RLConfig) -> dict[str, ServedModel]:
     """Return the frozen models of `models`; one without a path gets the policy's path."""
     models = build_served_models(config).items()
     return {name: replace(model, path=model.path or config.model.path) for name, model in models}
-
-
-def count_devices(plans: Mapping[str, PoolPlan]) -> int:
-    """Return the devices of all pools."""
-    return sum(plan.num_bundles * plan.devices_per_bundle for plan in plans.values())
 
 
 def detect_lane() -> str:

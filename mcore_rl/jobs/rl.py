@@ -45,8 +45,6 @@ from mcore_rl.jobs.output import (
 from mcore_rl.jobs.placement import (
     CPU_RESOURCE,
     Pools,
-    build_pool_plans,
-    count_devices,
     detect_lane,
     get_device_resource,
     get_served_models,
@@ -69,6 +67,7 @@ from mcore_rl.models.transformers_model import load_transformers_config
 from mcore_rl.observability.console import show_line, show_waiting
 from mcore_rl.observability.memory import PeakMemory
 from mcore_rl.observability.process import get_start_time
+from mcore_rl.planner.pools import build_pool_plans, count_devices
 from mcore_rl.planner.roles import build_warm_engine, get_frozen_engines, get_frozen_paths
 from mcore_rl.rollout.desired_servers import read_desired_servers
 from mcore_rl.rollout.server_pool import LoadFormat, ServerPool

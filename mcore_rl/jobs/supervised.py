@@ -59,14 +59,13 @@ from mcore_rl.jobs.resume import check_data, find_checkpoint_on_nodes, get_end_s
 from mcore_rl.jobs.supervised_preflight import (
     TrainInputs,
     check_train_inputs,
-    has_reference_model,
-    needs_reference,
     resolve_for_device,
 )
 from mcore_rl.observability.console import show_waiting
 from mcore_rl.observability.memory import PeakMemory
 from mcore_rl.observability.process import get_start_time
 from mcore_rl.parallel.devices import DEVICES
+from mcore_rl.planner.supervised import has_reference_model, needs_reference, shares_devices
 from mcore_rl.trainers import supervised
 from mcore_rl.trainers.checkpointing import CheckpointManager, describe_resume
 from mcore_rl.trainers.device_sharing import ExclusiveDevices
@@ -268,7 +267,7 @@ def _open_groups(config: TrainConfig, scratch_dir: Path | None, logs: Path) -> I
             yield ranks.create_group
             return
     layout, device = config.engine.layout, get_device_resource()
-    is_shared = has_reference_model(config) and _get_reference_placement(config) == "shared"
+    is_shared = shares_devices(config)
     num_pools = 1 + (has_reference_model(config) and not is_shared)
     needed = {device: layout.world_size * num_pools}
     resources = needed if device == CPU_RESOURCE else None

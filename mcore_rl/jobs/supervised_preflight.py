@@ -64,16 +64,22 @@ class TrainInputs:
     images: RowImages | None = None  # reader of the images of data rows
 
 
-def resolve_for_device(config: TrainConfig) -> TrainConfig:
+def resolve_for_device(
+    config: TrainConfig, lane: str = "", *, needs_data: bool = True
+) -> TrainConfig:
     """Check the settings of a job; fill in the defaults that its engine and the device decide.
 
     What can be wrong without the model is checked before the model is downloaded.
 
+    Args:
+        lane: "cuda" or "cpu" instead of that of the nodes.
+        needs_data: False if data settings may be empty and weights absent, as in a plan.
+
     Raises:
         ConfigError: A setting is wrong, or the engine or the device cannot do what it says.
     """
-    resolve_train(config)
-    device = detect_lane()
+    resolve_train(config, needs_data=needs_data)
+    device = lane or detect_lane()
     model_type = "reward_model" if isinstance(config, RMConfig) else "language_model"
     column = getattr(get_data_config(config), "images_column", "")
     check_engine_settings("engine", config.engine, model_type, device, images_column=column)
@@ -81,24 +87,9 @@ def resolve_for_device(config: TrainConfig) -> TrainConfig:
     dtype = DTYPE_OF_LANE[device] if config.model.dtype == "auto" else config.model.dtype
     check_overlap_dtype("engine", config.engine, dtype)
     check_float8_dtype("engine", config.engine, dtype)
-    config = fetch_inputs(config)
+    config = fetch_inputs(config, with_weights=needs_data)
     use_engine_family("engine", config.model, config.engine)
     return replace(config, model=replace(config.model, dtype=dtype))
-
-
-def needs_reference(config: TrainConfig) -> bool:
-    """Return whether the loss reads the log-probs of a reference model."""
-    if not isinstance(config, DPOConfig):
-        return False
-    return "reference_log_probs" in get_needs(PREFERENCE_LOSSES[config.loss])
-
-
-def has_reference_model(config: TrainConfig) -> bool:
-    """Return whether a job has a separate reference model.
-
-    A LoRA model without its adapters is the reference.
-    """
-    return needs_reference(config) and not config.engine.lora.rank
 
 
 def check_train_inputs(config: TrainConfig) -> TrainInputs:

@@ -7,32 +7,41 @@ TransformerConfig arguments, so a family of a user's own needs no code for it. N
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 import mcore_rl.models  # noqa: F401  (fills the family registry)
+from mcore_rl.checkpoint.peft import get_adapted_linear
+from mcore_rl.config.schema import LoRAConfig
 from mcore_rl.models.base import HFConfig, count_kv_elements_per_token, get_family
 from mcore_rl.models.heads import map_model_weights
 from mcore_rl.reshard.rules import Shard, Weight
 
-# Parts of a layer, as recompute.modules names them.
-PARTS = ("attention", "mla_up_proj", "mlp", "shared_experts", "experts", "router")
+_MTP_LAYER = re.compile(r"mtp\.layers\.(\d+)\.")
 
 
 @dataclass(frozen=True, slots=True)
 class Matrix:
     """A weight matrix that multiplies tokens; of an expert, one of all of a layer's experts."""
 
-    part: str
+    part: str  # of a layer, where recompute.modules names it, by that name
     rows: int
     columns: int
     is_sharded: bool  # over tp, or etp for an expert
+    linear: str = ""  # that lora.targets may name; empty: has no adapter
 
     @property
     def numel(self) -> int:
         return self.rows * self.columns
+
+    def build_factors(self, lora: LoRAConfig) -> Matrix | None:
+        """Return both factors of the matrix's adapter as one matrix; None if it has none."""
+        if not lora.rank or self.linear not in lora.targets:
+            return None
+        return Matrix(self.part, lora.rank, self.rows + self.columns, self.is_sharded)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +76,14 @@ class LayerWork:
         routed = self.topk * sum(matrix.numel for matrix in self.experts)
         return 2.0 * (dense + routed) + self.state_flops
 
+    def count_adapter_elements(self, lora: LoRAConfig) -> tuple[int, int]:
+        """Return the elements of adapters: outside of experts, and of one expert."""
+        dense, expert = (
+            sum(factors.numel for m in matrices if (factors := m.build_factors(lora)))
+            for matrices in (self.matrices, self.experts)
+        )
+        return dense, expert
+
     def count_keys(self, sequence: float) -> float:
         """Return the mean number of keys that a query of a causal sequence attends to.
 
@@ -89,6 +106,7 @@ class ModelWork:
     head: Matrix  # the output layer
     is_tied: bool
     kv_elements: int  # of the cache, per token, over all layers, for one worker
+    mtp_layers: tuple[LayerWork, ...] = ()  # for multi-token prediction, with their projection
 
     @cached_property
     def parameters(self) -> int:
@@ -102,37 +120,66 @@ class ModelWork:
         """Elements of matrices that a token passes, the output layer included."""
         return sum(w.count_flops() / 2 for w in self.layers) + self.head.numel
 
-    def count_forward_flops(self, num_tokens: float, sequence: float, causal: bool = True) -> float:
+    def with_value_head(self) -> ModelWork:
+        """Return the work of a value or reward model: one output, no prediction layers."""
+        head = Matrix("head", 1, self.hidden_size, False)
+        return replace(self, head=head, is_tied=False, mtp_layers=())
+
+    def count_forward_flops(
+        self, num_tokens: float, sequence: float, *, causal: bool = True, has_mtp: bool = False
+    ) -> float:
         """Return the flops of a forward pass.
 
         Args:
             sequence: Tokens of a sequence; of different lengths, sum of squares over their sum.
             causal: Count each pair of tokens once, as fused kernels do; else twice, as
                 torch.utils.flop_counter does.
+            has_mtp: Count prediction layers; each multiplies by the output layer again.
         """
-        flops = 2.0 * self.head.numel * num_tokens
-        for work in self.layers:
+        mtp_layers = self.mtp_layers if has_mtp else ()
+        flops = 2.0 * self.head.numel * num_tokens * (1 + len(mtp_layers))
+        for work in (*self.layers, *mtp_layers):
             keys = work.count_keys(sequence) if causal else sequence
             flops += num_tokens * (work.count_flops() + work.pair_flops * keys)
         return flops
 
-    def count_training_flops(self, num_tokens: float, sequence: float) -> float:
+    def count_training_flops(
+        self,
+        num_tokens: float,
+        sequence: float,
+        lora: LoRAConfig | None = None,
+        *,
+        causal: bool = True,
+        has_mtp: bool = False,
+    ) -> float:
         """Return model flops of forward and backward pass, three times those of a forward pass.
 
-        Without recomputed activations, as in arXiv:2205.05198, appendix A.
+        Without recomputed activations, as in arXiv:2205.05198, appendix A. A frozen matrix has no
+        gradient of the weight: its backward pass is one product. Factors of adapters have three.
         """
-        return 3.0 * self.count_forward_flops(num_tokens, sequence)
+        flops = 3.0 * self.count_forward_flops(num_tokens, sequence, causal=causal, has_mtp=has_mtp)
+        if lora is None or not lora.rank:
+            return flops
+        flops -= 2.0 * self.head.numel * num_tokens
+        for work in self.layers:
+            dense, expert = work.count_adapter_elements(lora)
+            frozen = work.count_flops() - work.state_flops
+            flops += num_tokens * (6.0 * (dense + work.topk * expert) - frozen)
+        return flops
 
 
 def count_work(config: HFConfig) -> ModelWork:
     """Return the work of a model from its config.json."""
     family = get_family(config)
     fields = family.config_map(config)
-    weights = [w for w in map_model_weights(config, config["vocab_size"]) if w.stage != "mtp"]
     by_layer: list[list[Weight]] = [[] for _ in range(fields["num_layers"])]
+    mtp: dict[str, list[Weight]] = {}
     embedding, norm, head = 0, 0, None
-    for weight in weights:
-        if weight.layer is not None:
+    for weight in map_model_weights(config, config["vocab_size"]):
+        if weight.stage == "mtp":
+            if match := _MTP_LAYER.match(weight.name):  # else a copy of the embedding
+                mtp.setdefault(match[1], []).append(weight)
+        elif weight.layer is not None:
             by_layer[weight.layer].append(weight)
         elif weight.stage == "embedding":
             embedding += math.prod(_get_shape(weight))
@@ -155,6 +202,9 @@ def count_work(config: HFConfig) -> ModelWork:
         head=head,
         is_tied=bool(config.get("tie_word_embeddings", False)),
         kv_elements=count_kv_elements_per_token(config),
+        mtp_layers=tuple(
+            _build_layer(fields["num_layers"] - 1, rules, fields) for rules in mtp.values()
+        ),
     )
 
 
@@ -173,7 +223,8 @@ def _build_layer(index: int, rules: Sequence[Weight], fields: dict[str, Any]) ->
         expert_parameters += size if weight.expert is not None else 0
         if len(shape) != 2 or weight.expert:  # the first expert stands for all
             continue
-        matrix = Matrix(_name_part(weight), *shape, weight.axis is not None)
+        linear = get_adapted_linear(weight) or ""
+        matrix = Matrix(_name_part(weight), *shape, weight.axis is not None, linear)
         (matrices if weight.expert is None else experts).append(matrix)
     is_moe = bool(experts)
     topk = fields["moe_router_topk"] if is_moe else 0
@@ -208,6 +259,8 @@ def _name_part(weight: Weight) -> str:
         return "mla_up_proj" if "_up_proj" in name else "attention"
     if "router" in name:
         return "router"
+    if "eh_proj" in name:
+        return "eh_proj"
     return "shared_experts" if "shared_expert" in name else "mlp"
 
 

@@ -15,7 +15,7 @@ from statistics import NormalDist
 import numpy as np
 from numpy.typing import NDArray
 
-from mcore_rl.config.checks import check_at_least
+from mcore_rl.config.checks import check_at_least, check_between
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import RolloutConfig
 from mcore_rl.models.base import HFConfig, count_kv_elements_per_token
@@ -27,6 +27,7 @@ SCHEDULER_S = 2e-3
 # Kernels of a layer that are no product: two norms, rotary embedding, cache write, attention,
 # activation; of a router: softmax, top k, sorting of tokens, sum.
 _SMALL_KERNELS, _ROUTER_KERNELS = 6, 4
+_MOST_SIGMA = 5.0  # lengths a factor of 148 apart within one standard deviation
 _MOST_GROUPS = 64  # of responses of equal length, that a simulation tells apart
 _DEFAULT_SEQS = 1024  # of vLLM on GPUs of 70 GiB or more (engine/arg_utils.py)
 
@@ -49,7 +50,7 @@ class Lengths:
     def __post_init__(self) -> None:
         check_at_least("--response-tokens", self.mean, 1)
         check_at_least("--prompt-tokens", self.prompt, 1)
-        check_at_least("--length-sigma", self.sigma, 0)
+        check_between("--length-sigma", self.sigma, 0, _MOST_SIGMA)
         if not self.values and self.mean > self.longest:
             raise ConfigError(
                 f"--response-tokens={self.mean:g}: rollout.max_response_tokens={self.longest}; "

@@ -2,7 +2,8 @@
 
 Trainer and servers are searched apart, for each share of the devices, and then joined. The search
 estimates memory in closed form (docs/planning_step.md); the fastest are then planned as
-`mcore-rl plan memory` does, and those that do not fit are dropped.
+`mcore-rl plan memory` does, and those that do not fit are dropped. Critic, reward model and
+teachers on the devices of the actor follow its layout.
 """
 
 from __future__ import annotations
@@ -10,19 +11,38 @@ from __future__ import annotations
 import copy
 import itertools
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields, replace
 
 from mcore_rl.config.checks import check_at_least
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.config.resolve import are_colocated
-from mcore_rl.config.resolve_engine import resolve_layout, resolve_model_layout
-from mcore_rl.config.schema import EngineConfig, Layout, RLConfig, RolloutConfig
-from mcore_rl.models.base import HFConfig, get_model_sizes
-from mcore_rl.planner.flops import ModelWork, count_work
+from mcore_rl.config.resolve import are_colocated, resolve
+from mcore_rl.config.resolve_engine import (
+    resolve_layout,
+    resolve_megatron,
+    resolve_model_layout,
+)
+from mcore_rl.config.schema import (
+    CriticConfig,
+    EngineConfig,
+    Layout,
+    RecomputeConfig,
+    RLConfig,
+    RolloutConfig,
+)
+from mcore_rl.models.base import HFConfig, get_model_sizes, read_config
+from mcore_rl.planner.fixes import format_value
+from mcore_rl.planner.flops import LayerWork, ModelWork, count_work
 from mcore_rl.planner.generation import Lengths, ServerModel
 from mcore_rl.planner.hardware import Hardware
 from mcore_rl.planner.memory import Conditions, plan_memory
+from mcore_rl.planner.pools import build_pool_plans, count_devices
+from mcore_rl.planner.roles import (
+    get_frozen_engines,
+    get_frozen_paths,
+    needs_critic,
+    needs_reference,
+)
 from mcore_rl.planner.step import StepTime, get_dtype, predict_step
 from mcore_rl.planner.training import BFLOAT16, FLOAT32, Load, TrainingModel
 
@@ -30,7 +50,7 @@ from mcore_rl.planner.training import BFLOAT16, FLOAT32, Load, TrainingModel
 RESERVED_BYTES = 6e9
 NUM_BEST, NUM_EXCEEDING = 10, 5
 _MOST_EXCESS = 1.3  # of the memory of a device: what "nearly fits" means
-_MOST_CHECKED = 80  # candidates whose memory is planned
+_MOST_CHECKED = 40  # candidates whose memory is planned
 _SERVED_SHARE = 0.88  # of memory, for weights and cache of servers: the rest is graphs and buffers
 _SHARES = tuple(n / 8 for n in range(1, 8))  # of separate devices that train
 _LOGITS_BYTES = 2 << 29  # actor.logprob_chunk_bytes of a GPU, and its gradients
@@ -38,36 +58,22 @@ _LOGITS_BYTES = 2 << 29  # actor.logprob_chunk_bytes of a GPU, and its gradients
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """Layouts of trainer and servers with the step that they give."""
+    """Layouts of a run with the step that they give."""
 
-    engine: EngineConfig
-    rollout: RolloutConfig
+    config: RLConfig  # with these layouts
+    overrides: tuple[str, ...]  # settings as they are pasted after `mcore-rl rl`
     training_bytes: float  # of the fullest device while it trains
     serving_bytes: float  # while it generates, with the KV cache
     step: StepTime
     reason: str = ""  # what decides its place
 
-    def list_overrides(self) -> list[str]:
-        """Return settings as they are pasted after `mcore-rl rl`."""
-        layout, rollout = self.engine.layout, self.rollout
-        values: dict[str, object] = {
-            f"actor.layout.{axis}": getattr(layout, axis)
-            for axis in ("tp", "pp", "cp", "dp", "ep", "etp", "vpp")
-        }
-        for name in ("first_stage_layers", "last_stage_layers"):  # null replaces a recipe's
-            layers = getattr(layout, name)
-            values[f"actor.layout.{name}"] = "null" if layers is None else layers
-        values |= {
-            "actor.recompute.granularity": self.engine.recompute.granularity,
-            "actor.max_tokens_per_micro_batch": self.engine.max_tokens_per_micro_batch,
-            "rollout.num_servers": rollout.num_servers,
-            "rollout.tp": rollout.tp,
-            "rollout.dp": rollout.dp,
-            "rollout.nodes_per_server": rollout.nodes_per_server,
-            "rollout.ep": str(rollout.ep).lower(),
-            "rollout.kv_cache_bytes": rollout.kv_cache_bytes,
-        }
-        return [f"{key}={value}" for key, value in values.items()]
+    @property
+    def engine(self) -> EngineConfig:
+        return self.config.actor
+
+    @property
+    def rollout(self) -> RolloutConfig:
+        return self.config.rollout
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +94,9 @@ class SearchResult:
 
 
 @dataclass(frozen=True, slots=True)
-class _Trainer:
+class Trainer:
+    """A layout of the actor with the bytes of the fullest device and the time of an update."""
+
     engine: EngineConfig
     kinds: dict[str, float]  # bytes by kind
     update_s: float
@@ -104,12 +112,14 @@ def search_layouts(
     hardware: Hardware,
     num_devices: int,
     lengths: Lengths,
+    check: Callable[[RLConfig], object] | None = None,
 ) -> SearchResult:
     """Search the layouts of a run on a cluster.
 
     Args:
         config: Settings with batch sizes, trainer and placement; its layouts are replaced.
         model: config.json of the policy.
+        check: Raises ConfigError for settings that cannot be. None checks them without a model.
 
     Raises:
         ConfigError: No layout fits; the message says what is missing.
@@ -120,80 +130,153 @@ def search_layouts(
     tokens = samples * (lengths.mean + lengths.prompt) / config.algorithm.num_mini_batches
     load = Load(tokens, lengths.sequence)
     is_shared = are_colocated(config.placement, "actor", "rollout")
-    splits = _list_splits(num_devices, hardware, is_shared)
-    exceeding: list[_Trainer] = []
+    splits = _list_splits(_count_free_devices(config, num_devices), hardware, is_shared)
+    if needs_reference(config) and not are_colocated(config.placement, "actor", "reference"):
+        splits = [(n // 2, num_serving) for n, num_serving in splits if n > 1]
+    check = check or _check_settings
+    exceeding: list[Trainer] = []
     candidates: list[Candidate] = []
     count = 0
     for num_training, num_serving in splits:
-        trainers = []
-        for trainer in _list_trainers(config, model, work, hardware, num_training, load):
-            count += 1
-            if trainer.num_bytes <= hardware.memory_bytes:
-                trainers.append(trainer)
-            elif trainer.num_bytes <= _MOST_EXCESS * hardware.memory_bytes:
-                exceeding.append(trainer)
+        trainers, too_large, num_trainers = search_trainers(
+            config, model, work, hardware, num_training, load
+        )
+        exceeding += too_large
+        count += num_trainers
         servers = list(_list_servers(config, model, work, hardware, num_serving, lengths))
         count += len(servers)
-        trainers = _select_fastest(trainers)
         servers.sort(key=lambda pair: pair[1])
         for trainer, (rollout, _, serving_bytes) in itertools.product(trainers, servers[:4]):
-            planned = _replace_layouts(config, trainer.engine, rollout)
+            planned, overrides = _replace_layouts(config, trainer.engine, rollout)
             step = predict_step(planned, model, hardware, lengths, work=work)
-            candidates.append(
-                Candidate(trainer.engine, rollout, trainer.num_bytes, serving_bytes, step)
-            )
+            candidates.append(Candidate(planned, overrides, trainer.num_bytes, serving_bytes, step))
     candidates.sort(key=lambda candidate: candidate.step.step_s)
     if not candidates:
         raise ConfigError(_explain_nothing(work, hardware, num_devices, exceeding))
-    checked = _check_memory(candidates, config, model, hardware, exceeding)
+    checked = _check_candidates(candidates, model, hardware, exceeding, check)
     if not checked:
         raise ConfigError(_explain_nothing(work, hardware, num_devices, exceeding))
     best = [replace(c, reason=_explain(c, checked[0])) for c in checked]
     return SearchResult(tuple(best), _list_exceeding(exceeding, hardware), count)
 
 
-def _check_memory(
+def _check_settings(config: RLConfig) -> None:
+    resolve(config, needs_data=False)
+
+
+def _count_free_devices(config: RLConfig, num_devices: int) -> int:
+    """Return the devices without those of roles on other pools, whose layouts are not searched."""
+    plans = build_pool_plans(config)
+    searched = ("actor", "rollout", "reference")
+    other = {n: plan for n, plan in plans.items() if not {*plan.roles} & {*searched}}
+    num_other = count_devices(other)
+    if num_other >= num_devices:
+        raise ConfigError(
+            f"--devices={num_devices}: {', '.join(other)} take {num_other} of them; allowed: more "
+            f"than {num_other}"
+        )
+    return num_devices - num_other
+
+
+def _check_candidates(
     candidates: Sequence[Candidate],
-    config: RLConfig,
     model: HFConfig,
     hardware: Hardware,
-    exceeding: list[_Trainer],
+    exceeding: list[Trainer],
+    check: Callable[[RLConfig], object],
 ) -> list[Candidate]:
-    """Return the fastest that fit by their memory plans; add other trainers to `exceeding`."""
+    """Return the fastest that can be and fit by their memory plans.
+
+    Add trainers that are too large to `exceeding`.
+    """
     conditions = Conditions(gpus_per_node=hardware.devices_per_node)
     fitting: list[Candidate] = []
-    too_large: list[Layout] = []
-    num_checked = 0
+    too_large: list[EngineConfig] = []
+    num_checked, refusal = 0, None
     for candidate in candidates:
-        if candidate.engine.layout in too_large:
+        if candidate.engine in too_large:
             continue
         if num_checked == _MOST_CHECKED:
             break
+        try:
+            check(candidate.config)
+        except ConfigError as error:
+            refusal = refusal or error
+            continue
         num_checked += 1
-        planned = _replace_layouts(config, candidate.engine, candidate.rollout)
-        moments = plan_memory(planned, model, conditions).moments
+        moments = plan_memory(candidate.config, model, conditions).moments
         training = max((m for m in moments if m.role != "rollout"), key=lambda m: m.total)
         serving = max(moment.total for moment in moments if moment.role == "rollout")
         if training.total > hardware.memory_bytes:
-            too_large.append(candidate.engine.layout)
+            too_large.append(candidate.engine)
             kinds: dict[str, float] = dict(training.kinds)
-            exceeding.append(_Trainer(candidate.engine, kinds, candidate.step.update_s))
+            exceeding.append(Trainer(candidate.engine, kinds, candidate.step.update_s))
         elif serving <= hardware.memory_bytes:
             fitting.append(replace(candidate, training_bytes=training.total, serving_bytes=serving))
         if len(fitting) == NUM_BEST:
             break
+    if refusal is not None and not num_checked:
+        raise refusal  # of every layout: it is of another setting
     return fitting
 
 
-def _select_fastest(trainers: list[_Trainer]) -> list[_Trainer]:
+def search_trainers(
+    config: RLConfig,
+    model: HFConfig,
+    work: ModelWork,
+    hardware: Hardware,
+    num_devices: int,
+    load: Load,
+) -> tuple[list[Trainer], list[Trainer], int]:
+    """Search the layouts of the actor on all devices.
+
+    Chunks of pipeline stages and sizes of micro-batches are varied for the fastest.
+
+    Returns:
+        The fastest that fit and some small ones, those that nearly fit, and how many there were.
+    """
+    longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
+    dtype = get_dtype(config, config.actor)
+
+    def plan(layout: Layout, micro_batch: int) -> Trainer | None:
+        return plan_trainer(config.actor, work, hardware, dtype, layout, load, micro_batch)
+
+    fitting: list[Trainer] = []
+    exceeding: list[Trainer] = []
+    count = 0
+    for layout in _list_layouts(model, work, hardware, num_devices, load, longest):
+        trainer = plan(layout, _get_least_micro_batch(layout, longest))
+        if trainer is None:
+            continue
+        count += 1
+        (fitting if trainer.num_bytes <= hardware.memory_bytes else exceeding).append(trainer)
+    selected = _select_fastest(fitting)
+    for index, trainer in enumerate(selected[:NUM_BEST]):
+        layout = trainer.engine.layout
+        least = _get_least_micro_batch(layout, longest)
+        for chunked in _list_chunked_layouts(layout, len(work.layers)):
+            for factor in (1, 2, 4):
+                varied = plan(chunked, factor * least)
+                if varied is None or varied.num_bytes > hardware.memory_bytes:
+                    break
+                selected[index] = min(selected[index], varied, key=lambda t: t.update_s)
+    return selected, exceeding, count
+
+
+def _get_least_micro_batch(layout: Layout, longest: int) -> int:
+    """Return the tokens of a context-parallel rank: one of the longest sequences, and 4096."""
+    return max(-(-longest // layout.cp), 4096)
+
+
+def _select_fastest(trainers: list[Trainer]) -> list[Trainer]:
     """Return the fastest trainers, and the smallest of the others; one for each layout.
 
     Layouts that differ in vpp alone count as one.
     """
-    fastest: dict[tuple[int, ...], _Trainer] = {}
+    fastest: dict[tuple[int, ...], Trainer] = {}
     for trainer in sorted(trainers, key=lambda t: t.update_s):
         layout = trainer.engine.layout
-        fastest.setdefault((layout.tp, layout.pp, layout.cp, layout.ep), trainer)
+        fastest.setdefault((layout.tp, layout.pp, layout.cp, layout.ep, layout.etp), trainer)
     trainers = list(fastest.values())
     smallest = sorted(trainers[NUM_BEST:], key=lambda trainer: trainer.num_bytes)
     return trainers[:NUM_BEST] + smallest[:NUM_BEST]
@@ -213,79 +296,135 @@ def _list_powers(most: int) -> list[int]:
     return [2**i for i in range(most.bit_length()) if 2**i <= most]
 
 
-def _list_trainers(
-    config: RLConfig,
+def _list_layouts(
     model: HFConfig,
     work: ModelWork,
     hardware: Hardware,
     num_devices: int,
     load: Load,
-) -> Iterator[_Trainer]:
-    """Yield trainers on all devices, with the lightest recompute that fits each layout."""
+    longest: int,
+) -> Iterator[Layout]:
+    """Yield layouts that can be, of pipelines with one chunk a stage, two, and the most."""
     sizes = get_model_sizes(model)
     num_layers = len(work.layers)
-    longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
     axes = itertools.product(
         _list_powers(min(num_devices, hardware.devices_per_node)),
         _list_powers(min(num_devices, num_layers, 64)),
         _list_powers(max(1, min(num_devices, longest // 4096))),
         _list_powers(max(1, sizes.num_experts)),
+        _list_powers(hardware.devices_per_node if sizes.num_experts else 1),
     )
-    for tp, pp, cp, ep in axes:
+    for tp, pp, cp, ep, etp in axes:
         dp, rest = divmod(num_devices, tp * pp * cp)
         if rest or not dp or load.tokens < dp * load.sequence:
             continue
-        for vpp in (1, 2, 4) if pp > 1 else (1,):
-            layout = Layout(tp, pp, cp, dp, ep, 1, vpp)
-            if not _fit_stages(layout, num_layers):
-                continue
-            try:
+        chunked = list(_list_chunked_layouts(Layout(tp, pp, cp, dp, ep, etp), num_layers))
+        try:
+            for layout in chunked[:1]:
                 resolve_layout("actor.layout", layout)
                 resolve_model_layout("actor.layout", layout, sizes)
-            except ConfigError:
-                continue
-            trainer = _choose_recompute(config, work, hardware, layout, load, longest)
-            if trainer is not None:
-                yield trainer
+        except ConfigError:
+            continue
+        yield from [*chunked[:2], *chunked[2:][-1:]]
 
 
-def _fit_stages(layout: Layout, num_layers: int) -> bool:
-    """Set the layers of the first and last stage where the chunks cannot be equal."""
-    chunks = layout.pp * layout.vpp
-    if num_layers % chunks == 0:
-        return True
-    inner = math.ceil(num_layers / chunks)
-    rest = num_layers - inner * (chunks - 2)
-    if chunks < 2 or rest < 2 or layout.vpp > 1:
-        return False
-    layout.first_stage_layers, layout.last_stage_layers = rest - rest // 2, rest // 2
-    return True
+def _list_chunked_layouts(layout: Layout, num_layers: int) -> Iterator[Layout]:
+    """Yield a layout with each number of chunks a stage that suits the layers, the fewest first.
+
+    The first and the last chunk have fewer layers where they cannot be equal.
+    """
+    most = max(1, num_layers // layout.pp) if layout.pp > 1 else 1
+    for vpp in sorted({1, 2, 3, 4, most, *(-(-num_layers // (layout.pp * n)) for n in (1, 2, 3))}):
+        chunks = layout.pp * vpp
+        if not 1 <= vpp <= most:
+            continue
+        if num_layers % chunks == 0:
+            yield replace(layout, vpp=vpp, first_stage_layers=None, last_stage_layers=None)
+            continue
+        inner = math.ceil(num_layers / chunks)
+        ends = num_layers - inner * (chunks - 2)
+        if chunks > 2 and ends >= 2:
+            first, last = ends - ends // 2, ends // 2
+            yield replace(layout, vpp=vpp, first_stage_layers=first, last_stage_layers=last)
 
 
-def _choose_recompute(
-    config: RLConfig,
+def plan_trainer(
+    actor: EngineConfig,
     work: ModelWork,
     hardware: Hardware,
+    dtype: str,
     layout: Layout,
     load: Load,
-    longest: int,
-) -> _Trainer | None:
-    """Return a trainer with the fastest recompute that fits, else the smallest."""
+    micro_batch: int,
+) -> Trainer | None:
+    """Return a layout with the fastest recompute that fits, else the smallest.
+
+    Adam is on the host where nothing else fits.
+
+    Args:
+        dtype: Of products, see `get_dtype`.
+        micro_batch: Tokens of one on a context-parallel rank.
+
+    Returns:
+        None if it exceeds a device by far.
+    """
     trainer = None
-    for granularity in ("none", "full"):
-        engine = copy.deepcopy(config.actor)
-        engine.layout = layout
-        engine.recompute.granularity = granularity
-        engine.max_tokens_per_micro_batch = max(-(-longest // layout.cp), 4096)
-        planner = TrainingModel(work, engine, hardware, get_dtype(config, config.actor))
+    for engine in _list_engines(actor, work, layout, micro_batch):
+        planner = TrainingModel(work, engine, hardware, dtype)
         kinds = estimate_training_bytes(planner)
         fits = sum(kinds.values()) <= hardware.memory_bytes
         if not fits and sum(kinds.values()) > _MOST_EXCESS * hardware.memory_bytes:
             continue
-        trainer = _Trainer(engine, kinds, planner.predict_update(load).total_s)
+        try:
+            resolve_megatron("actor", engine)
+        except ConfigError:  # such as full recompute with moe.overlap
+            continue
+        trainer = Trainer(engine, kinds, planner.predict_update(load).total_s)
         if fits:
             break
     return trainer
+
+
+def _list_engines(
+    actor: EngineConfig, work: ModelWork, layout: Layout, micro_batch: int
+) -> Iterator[EngineConfig]:
+    """Yield settings of a trainer with a layout, those that take less memory later."""
+    modules = _list_cheap_modules(work)
+    for offloads in (True,) if actor.optimizer.cpu_offload else (False, True):
+        optimizer = replace(actor.optimizer, distributed=True, cpu_offload=offloads)
+        for granularity in ("none", "selective", "full"):
+            recompute = replace(actor.recompute, granularity=granularity)
+            if granularity == "selective":
+                recompute.modules = modules
+            yield replace(
+                actor,
+                layout=layout,
+                recompute=recompute,
+                optimizer=optimizer,
+                max_tokens_per_micro_batch=micro_batch,
+            )
+
+
+def _list_cheap_modules(work: ModelWork) -> list[str]:
+    """Return the modules whose activations cost little time to recompute."""
+    modules = ["layernorm", "moe_act"] if any(layer.is_moe for layer in work.layers) else []
+    parts = {matrix.part for layer in work.layers for matrix in layer.matrices}
+    if "mla_up_proj" in parts:
+        modules.append("mla_up_proj")
+    return modules or ["layernorm", "mlp"]
+
+
+def _count_recomputed_elements(layer: LayerWork, recompute: RecomputeConfig, hidden: int) -> float:
+    """Return the elements per token that selective recompute does not store."""
+    if recompute.granularity != "selective":
+        return 0.0
+    elements = {
+        "layernorm": 2 * hidden,
+        "mla_up_proj": 2 * layer.heads_elements,
+        "moe_act": layer.act_elements / 3 * layer.is_moe,  # products of gate and up
+        "mlp": layer.act_elements * (not layer.is_moe),
+    }
+    return sum(elements.get(module, 0.0) for module in recompute.modules)
 
 
 def estimate_training_bytes(planner: TrainingModel) -> dict[str, float]:
@@ -297,12 +436,7 @@ def estimate_training_bytes(planner: TrainingModel) -> dict[str, float]:
     section 2.2), with full recompute the inputs of layers and one layer.
     """
     engine, work, layout = planner.engine, planner.work, planner.layout
-    dense, expert = planner.count_local_parameters()
-    trained = planner.trained_share
-    shards = (layout.dp * layout.cp, layout.world_size // (layout.pp * layout.ep * layout.etp))
-    if not engine.optimizer.distributed:
-        shards = (1, 1)
-    state = (dense / shards[0] + expert / shards[1]) * 3 * FLOAT32 * trained
+    state = planner.count_optimizer_parameters() * 3 * FLOAT32
     tokens, hidden = engine.max_tokens_per_micro_batch, work.hidden_size
     layer_elements = [
         5 * hidden
@@ -318,13 +452,16 @@ def estimate_training_bytes(planner: TrainingModel) -> dict[str, float]:
         if layout.vpp > 1
         else layout.pp
     )
-    stored = (
-        hidden if engine.recompute.granularity == "full" else sum(layer_elements) / len(work.layers)
-    )
+    stored: float = hidden
+    if engine.recompute.granularity != "full":
+        recomputed = sum(
+            _count_recomputed_elements(layer, engine.recompute, hidden) for layer in work.layers
+        )
+        stored = (sum(layer_elements) - recomputed) / len(work.layers)
     elements = num_layers * in_flight * stored + 2 * largest
     return {
-        "weights": (dense + expert) * BFLOAT16,
-        "gradients": (dense + expert) * FLOAT32 * trained,
+        "weights": sum(planner.count_local_parameters()) * BFLOAT16,
+        "gradients": sum(planner.count_trained_parameters()) * FLOAT32,
         "optimizer": 0.0 if engine.optimizer.cpu_offload else state,
         "activations": elements * tokens / layout.tp * BFLOAT16 + _LOGITS_BYTES,
         "reserved": RESERVED_BYTES,
@@ -354,8 +491,7 @@ def _list_servers(
             for ep in (True, False) if has_experts and workers > 1 else (False,):
                 if (dp > 1 and not ep) or (ep and sizes.num_experts < workers):
                     continue
-                rollout = copy.deepcopy(config.rollout)
-                rollout.tp, rollout.dp, rollout.ep = tp, dp, ep
+                rollout = replace(config.rollout, tp=tp, dp=dp, ep=ep)
                 rollout.num_servers = num_devices // workers
                 rollout.nodes_per_server = max(1, workers // node)
                 weights = _count_served_bytes(work, rollout)
@@ -380,10 +516,77 @@ def _count_served_bytes(work: ModelWork, rollout: RolloutConfig) -> float:
     return itemsize * (dense / rollout.tp + expert / rollout.num_workers)
 
 
-def _replace_layouts(config: RLConfig, engine: EngineConfig, rollout: RolloutConfig) -> RLConfig:
+def _replace_layouts(
+    config: RLConfig, engine: EngineConfig, rollout: RolloutConfig
+) -> tuple[RLConfig, tuple[str, ...]]:
+    """Return settings with layouts of actor and servers, and the overrides that give them.
+
+    Other engines on the actor's devices follow it where their models can.
+    """
     planned = copy.copy(config)
     planned.actor, planned.rollout = engine, rollout
-    return planned
+    trained = {"actor": engine}
+    frozen = {}
+    if needs_critic(config) and are_colocated(config.placement, "actor", "critic"):
+        planned.critic = _follow(config.critic, engine)
+        trained["critic"] = planned.critic
+    for role in get_frozen_engines(config):
+        key = role.partition(".")[0]
+        if key not in frozen and are_colocated(config.placement, "actor", role):
+            settings = _follow_frozen(config, key, engine.layout)
+            setattr(planned, key, settings)
+            frozen[key] = settings
+    values: dict[str, object] = {}
+    for key, settings in (trained | frozen).items():
+        for axis in fields(Layout):
+            values[f"{key}.layout.{axis.name}"] = getattr(settings.layout, axis.name)
+        values[f"{key}.max_tokens_per_micro_batch"] = settings.max_tokens_per_micro_batch
+    for key, settings in trained.items():
+        recompute, optimizer = settings.recompute, settings.optimizer
+        values[f"{key}.recompute.granularity"] = recompute.granularity
+        if recompute.granularity == "selective":
+            values[f"{key}.recompute.modules"] = recompute.modules
+        values[f"{key}.optimizer.distributed"] = optimizer.distributed
+        values[f"{key}.optimizer.cpu_offload"] = optimizer.cpu_offload
+    for name in ("num_servers", "tp", "dp", "nodes_per_server", "ep", "kv_cache_bytes"):
+        values[f"rollout.{name}"] = getattr(rollout, name)
+    return planned, tuple(f"{key}={format_value(value)}" for key, value in values.items())
+
+
+def _follow(settings: CriticConfig, engine: EngineConfig) -> CriticConfig:
+    """Return the settings of a critic with the layout and the memory settings of the actor."""
+    optimizer = replace(
+        settings.optimizer,
+        distributed=engine.optimizer.distributed,
+        cpu_offload=engine.optimizer.cpu_offload,
+    )
+    return replace(
+        settings,
+        layout=engine.layout,
+        recompute=engine.recompute,
+        optimizer=optimizer,
+        max_tokens_per_micro_batch=engine.max_tokens_per_micro_batch,
+    )
+
+
+def _follow_frozen(config: RLConfig, key: str, layout: Layout) -> EngineConfig:
+    """Return the settings of a reward model or of the teachers on the devices of the actor.
+
+    They have the layout of the actor without chunks, or where a model does not divide so, tp and
+    data-parallel ranks alone, or their own.
+    """
+    settings: EngineConfig = getattr(config, key)
+    paths = get_frozen_paths(config)
+    sizes = [get_model_sizes(read_config(paths[r])) for r in paths if r.partition(".")[0] == key]
+    plain = Layout(tp=layout.tp, dp=layout.world_size // layout.tp)
+    for candidate in (replace(layout, vpp=1), plain):
+        try:
+            for model_sizes in sizes:
+                resolve_model_layout(f"{key}.layout", candidate, model_sizes)
+        except ConfigError:
+            continue
+        return replace(settings, layout=candidate)
+    return settings
 
 
 # Explanations
@@ -421,7 +624,7 @@ def _explain(candidate: Candidate, first: Candidate) -> str:
 
 
 def _list_exceeding(
-    exceeding: Sequence[_Trainer], hardware: Hardware
+    exceeding: Sequence[Trainer], hardware: Hardware
 ) -> tuple[ExceedingLayout, ...]:
     fastest = sorted(exceeding, key=lambda trainer: trainer.update_s)[:NUM_EXCEEDING]
     return tuple(
@@ -436,9 +639,15 @@ def _list_exceeding(
 
 
 def _explain_nothing(
-    work: ModelWork, hardware: Hardware, num_devices: int, exceeding: Sequence[_Trainer]
+    work: ModelWork, hardware: Hardware, num_devices: int, exceeding: Sequence[Trainer]
 ) -> str:
     state = work.parameters * (BFLOAT16 + FLOAT32 + 3 * FLOAT32)
+    if not exceeding and state < num_devices * hardware.memory_bytes / 100:
+        return (
+            f"--devices={num_devices}: no layout divides the model, with at least one sequence of "
+            "a step on each data-parallel rank; allowed: fewer devices, or more "
+            "trainer.prompts_per_step"
+        )
     text = (
         f"--devices={num_devices}: no layout of {work.parameters / 1e9:.1f} B parameters fits "
         f"{num_devices} x {hardware.name} of {hardware.memory_bytes / 1e9:.0f} GB; weights, "

@@ -1,14 +1,13 @@
-"""Memory of a run: every rank by kind and by moment of a step, hosts, verdicts, and what helps.
+"""Memory of a run: every rank by kind and by moment of a step, and hosts.
 
 Pure functions of settings and config.json. docs/planning.md has each formula with its source.
 """
 
 from __future__ import annotations
 
-import copy
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -128,16 +127,6 @@ class MemoryLimit:
         if not 0 < size < math.inf:
             raise ConfigError(f"{setting}={text!r}; allowed: a name, a file, or gigabytes above 0")
         return cls("GPU", int(size * 1e9))
-
-
-@dataclass(frozen=True, slots=True)
-class Fix:
-    """Settings that make a run fit, or that come closest."""
-
-    overrides: tuple[str, ...]
-    cost: str
-    total: int  # bytes of the fullest rank
-    fits: bool
 
 
 def plan_memory(config: RLConfig, model: HFConfig, conditions: Conditions) -> MemoryPlan:
@@ -424,16 +413,13 @@ class _Planner:
                 continue
             engine = self.get_engine(name)
             worst = Counter[str]()
-            for ranks in _split_nodes(role, size):
+            for ranks in split_nodes(role, size):
                 node = Counter[str]()
                 for stage in ranks:
                     offloaded = engine.optimizer.cpu_offload and stage.gradient_bytes
                     if offloaded:
-                        itemsize = ITEMSIZES[config.model.dtype]
-                        node["optimizer on the host"] += (
-                            stage.optimizer_bytes
-                            // get_optimizer_itemsize(engine, itemsize)
-                            * _HYBRID_BYTES
+                        node["optimizer on the host"] += count_host_adam_bytes(
+                            stage, engine, config.model.dtype
                         )
                     if self._get_pool(name) == shared or self._shares_device(name):
                         node["offloaded weights"] += stage.weight_bytes
@@ -450,7 +436,13 @@ class _Planner:
         return sum(self._get_pool(role) == pool for role in self.roles if role != "warm_start") > 1
 
 
-def _split_nodes(role: RolePlan, size: int) -> Iterator[list[StagePlan]]:
+def count_host_adam_bytes(stage: StagePlan, engine: EngineConfig, dtype: str) -> int:
+    """Return the host's bytes of a rank whose Adam is there, for weights of a dtype."""
+    num = stage.optimizer_bytes // get_optimizer_itemsize(engine, ITEMSIZES[dtype])
+    return num * _HYBRID_BYTES
+
+
+def split_nodes(role: RolePlan, size: int) -> Iterator[list[StagePlan]]:
     """Yield the stage of each rank, node by node."""
     stages = {rank: stage for stage in role.stages for rank in stage.ranks}
     for start in range(0, role.num_ranks, size):
@@ -472,152 +464,3 @@ def count_nccl_bytes(layout: Layout) -> int:
     peers = min(layout.ep * layout.etp, _NODE) - 1
     exchange = NCCL_EXCHANGE_BYTES * peers // (_NODE - 1)
     return sum(map(_count_group_bytes, [*groups, world])) + exchange
-
-
-# Settings that make a run fit
-
-Change = tuple[tuple[str, Any], ...]  # dotted settings and their values
-
-
-def list_changes(config: RLConfig, model: HFConfig) -> dict[str, tuple[Change, str]]:
-    """Return the changes that find_fixes tries by name, the cheapest first, each with its cost."""
-    actor, rollout, layout = config.actor, config.rollout, config.actor.layout
-    has_experts = bool(get_model_sizes(model).num_experts)
-    changes: dict[str, tuple[Change, str]] = {}
-    if actor.recompute.granularity == "none":
-        modules = ["moe_act"] if has_experts else ["layernorm", "mlp"]
-        changes["selective recompute"] = (
-            (("actor.recompute.granularity", "selective"), ("actor.recompute.modules", modules)),
-            "recomputes cheap parts of layers",
-        )
-    if not actor.optimizer.distributed and layout.dp * layout.cp > 1:
-        changes["distributed optimizer"] = (("actor.optimizer.distributed", True),), "no time"
-    least = -(-config.max_sequence_tokens // layout.cp)
-    if actor.max_tokens_per_micro_batch > least:
-        change = (("actor.max_tokens_per_micro_batch", least),)
-        changes["micro-batches"] = change, "smaller micro-batches"
-    if actor.recompute.granularity != "full":
-        change_of_full = (("actor.recompute.granularity", "full"),)
-        changes["full recompute"] = change_of_full, "a third more flops in the update"
-    halved = (("rollout.kv_cache_bytes", rollout.kv_cache_bytes // 2),)
-    changes["KV cache"] = halved, "fewer sequences at once"
-    if has_experts:
-        changes["ep"] = (("actor.layout.ep", 2 * layout.ep),), "more communication"
-    if layout.dp % 2 == 0:
-        for axis in ("tp", "pp", "cp"):
-            doubled = (f"actor.layout.{axis}", 2 * getattr(layout, axis))
-            changes[axis] = (doubled, ("actor.layout.dp", layout.dp // 2)), "more communication"
-    if rollout.num_servers % 2 == 0:
-        changes["servers' tp"] = (
-            (("rollout.tp", 2 * rollout.tp), ("rollout.num_servers", rollout.num_servers // 2)),
-            "more communication while generating",
-        )
-    if not actor.optimizer.cpu_offload:
-        # It needs a distributed optimizer.
-        distributed = (
-            () if actor.optimizer.distributed else (("actor.optimizer.distributed", True),)
-        )
-        offloaded = (*distributed, ("actor.optimizer.cpu_offload", True))
-        changes["Adam on the host"] = offloaded, "Adam runs on the host"
-    changes["GPUs"] = (
-        (
-            ("actor.layout.dp", 2 * layout.dp),
-            ("rollout.num_servers", 2 * rollout.num_servers),
-        ),
-        "twice the GPUs",
-    )
-    return changes
-
-
-def find_fixes(
-    config: RLConfig,
-    model: HFConfig,
-    conditions: Conditions,
-    device: MemoryLimit,
-    check: Callable[[RLConfig], object],
-) -> list[Fix]:
-    """Find the changes that make a run fit: each alone, and the cheapest ones together.
-
-    Args:
-        check: Raises ConfigError for a layout that cannot be.
-
-    Returns:
-        Single changes that suffice, the cheapest first. If none does, the cheapest changes that do
-        together, on as many GPUs if possible; if none do, all that help.
-    """
-    singles = []
-    for change, cost in list_changes(config, model).values():
-        total = _try_change(config, change, model, conditions, check)
-        if total is not None and total <= device.memory_bytes:
-            singles.append(Fix(_format_change(change), cost, total, True))
-    return singles or _combine_changes(config, model, conditions, device, check)
-
-
-def _combine_changes(
-    config: RLConfig,
-    model: HFConfig,
-    conditions: Conditions,
-    device: MemoryLimit,
-    check: Callable[[RLConfig], object],
-) -> list[Fix]:
-    """Apply the cheapest change that helps, again and again, each once, until the run fits.
-
-    What is the fullest moment differs after each: one that did not help before may help now.
-    """
-    total = plan_memory(config, model, conditions).worst.total
-    costs: dict[str, str] = {}
-    settings: dict[str, Any] = {}
-    while total > device.memory_bytes:
-        for name, (change, cost) in list_changes(config, model).items():
-            if name in costs:
-                continue
-            changed_total = _try_change(config, change, model, conditions, check)
-            if changed_total is not None and changed_total < total:
-                config, total = apply_change(config, change), changed_total
-                costs[name], settings = cost, settings | dict(change)
-                break
-        else:
-            break
-    if not settings:
-        return []
-    cost = "; ".join(dict.fromkeys(costs.values()))
-    overrides = _format_change(tuple(settings.items()))
-    return [Fix(overrides, cost, total, total <= device.memory_bytes)]
-
-
-def _format_change(change: Change) -> tuple[str, ...]:
-    return tuple(f"{key}={_format_value(value)}" for key, value in change)
-
-
-def _try_change(
-    config: RLConfig,
-    change: Change,
-    model: HFConfig,
-    conditions: Conditions,
-    check: Callable[[RLConfig], object],
-) -> int | None:
-    """Return the bytes of the fullest rank with a change; None if it cannot be."""
-    changed = apply_change(config, change)
-    try:
-        check(changed)
-        return plan_memory(changed, model, conditions).worst.total
-    except ConfigError:
-        return None
-
-
-def apply_change(config: RLConfig, change: Change) -> RLConfig:
-    """Return a copy of the settings with other values."""
-    changed = copy.deepcopy(config)
-    for key, value in change:
-        *path, name = key.split(".")
-        owner: Any = changed
-        for part in path:
-            owner = getattr(owner, part)
-        setattr(owner, name, value)
-    return changed
-
-
-def _format_value(value: object) -> str:
-    if isinstance(value, list):
-        return f"[{','.join(value)}]"
-    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -10,7 +10,8 @@ from rich.console import Console
 from rich.table import Table
 
 from mcore_rl.observability.console import get_stdout_console, show_line
-from mcore_rl.planner.memory import Conditions, Fix, MemoryLimit, MemoryPlan
+from mcore_rl.planner.fixes import Fix
+from mcore_rl.planner.memory import Conditions, MemoryLimit, MemoryPlan
 
 # Columns of print_memory, and the kinds in each.
 _COLUMNS = {
@@ -72,11 +73,13 @@ def print_memory(plan: MemoryPlan, conditions: Conditions, console: Console | No
     worst = _format_kinds(plan.worst.kinds, digits)
     parts = _format_kinds(plan.host, digits)
     total = sum(plan.host.values()) / 1e9
-    notes = [
-        f"* the most: {worst}",
-        f"host of a node: {total:,.{digits}f} GB ({parts})",
-        f"experts: the fullest rank has {conditions.imbalance:g} times its share of tokens",
-    ]
+    notes = [f"* the most: {worst}"]
+    if parts:
+        notes.append(f"host of a node: {total:,.{digits}f} GB ({parts})")
+    if any(moment.kinds.get("MoE dispatch") for moment in plan.moments):
+        notes.append(
+            f"experts: the fullest rank has {conditions.imbalance:g} times its share of tokens"
+        )
     if plan.cache_tokens:
         notes.append(
             f"KV cache of a server: {plan.cache_tokens:,} tokens; its sequences need "

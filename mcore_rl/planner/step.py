@@ -8,12 +8,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mcore_rl.config.resolve import are_colocated
-from mcore_rl.config.schema import EngineConfig, RLConfig
-from mcore_rl.models.base import HFConfig
+from mcore_rl.config.schema import EngineConfig, RLConfig, TrainConfig
+from mcore_rl.models.base import HFConfig, read_config
 from mcore_rl.planner.flops import ModelWork, count_work
 from mcore_rl.planner.generation import GenerationTime, Lengths, ServerModel
 from mcore_rl.planner.hardware import Hardware
-from mcore_rl.planner.roles import needs_critic, needs_reference
+from mcore_rl.planner.pools import build_pool_plans, count_devices
+from mcore_rl.planner.roles import get_frozen_engines, get_frozen_paths, needs_critic
 from mcore_rl.planner.training import BFLOAT16, FLOAT32, Load, TrainingModel, UpdateTime
 from mcore_rl.trainers.policy_loss import find_log_prob_pass_reason
 
@@ -25,6 +26,8 @@ class StepTime:
     generation: GenerationTime
     log_probs_s: float  # of the actor before the update
     reference_s: float
+    reward_model_s: float
+    teachers_s: float  # of all teachers, one after the other
     values_s: float  # of the critic, its update included
     update: UpdateTime  # of one mini-batch
     num_mini_batches: int
@@ -43,7 +46,12 @@ class StepTime:
 
     @property
     def training_s(self) -> float:
-        return self.log_probs_s + self.reference_s + self.values_s + self.update_s
+        return self.scores_s + self.log_probs_s + self.values_s + self.update_s
+
+    @property
+    def scores_s(self) -> float:
+        """Seconds of the frozen models: reference, reward model, teachers."""
+        return self.reference_s + self.reward_model_s + self.teachers_s
 
     @property
     def tokens_per_s(self) -> float:
@@ -84,9 +92,10 @@ def predict_step(
     values_s = 0.0
     if needs_critic(config):
         critic_dtype = get_dtype(config, config.critic)
-        critic = TrainingModel(work, config.critic, hardware, critic_dtype)
+        critic = TrainingModel(work.with_value_head(), config.critic, hardware, critic_dtype)
         update_s = critic.predict_update(mini_load).total_s
         values_s = critic.predict_forward(step_load) + num_mini_batches * update_s
+    scores = _predict_scores(config, hardware, step_load)
     update = engine.predict_update(mini_load)
     server = ServerModel(work, model, rollout, hardware)
     share = max(1, round(samples / rollout.num_servers))
@@ -95,14 +104,17 @@ def predict_step(
     )
     is_shared = are_colocated(config.placement, "actor", "rollout")
     num_training = actor.layout.world_size
-    num_devices = num_training if is_shared else num_training + _count_workers(config)
+    num_devices = count_devices(build_pool_plans(config))
     if sync_bytes is None:
         sync_bytes = work.parameters * server.itemsize / rollout.num_workers
     link = hardware.get_link(num_devices)
     parts = {
         "generation": generation,
         "log_probs_s": forward_s if has_pass else 0.0,
-        "reference_s": forward_s if needs_reference(config) else 0.0,
+        # An actor with adapters is the reference without them.
+        "reference_s": forward_s if config.algorithm.kl_coef else 0.0,
+        "reward_model_s": scores.pop("reward_model", 0.0),
+        "teachers_s": sum(scores.values()),
         "values_s": values_s,
         "update": update,
         "num_mini_batches": num_mini_batches,
@@ -110,7 +122,7 @@ def predict_step(
         "weight_sync_s": link.predict_s(sync_bytes, 2),
         "num_devices": num_devices,
         "tokens": tokens,
-        "mfu": work.count_training_flops(tokens / num_mini_batches, sequence)
+        "mfu": engine.count_training_flops(mini_load)
         / (update.total_s * num_training * hardware.get_peak_flops(dtype)),
     }
     empty = StepTime(**parts, step_s=0.0, trainer_idle_s=0.0, servers_idle_s=0.0)  # type: ignore[arg-type]
@@ -124,27 +136,30 @@ def predict_step(
     )
 
 
-def get_dtype(config: RLConfig, engine: EngineConfig) -> str:
+def get_dtype(config: RLConfig | TrainConfig, engine: EngineConfig) -> str:
     """Return the dtype of an engine's products."""
     if engine.fp8.recipe != "off":
         return "float8"
     return "float32" if config.model.dtype == "float32" else "bfloat16"
 
 
-def _count_workers(config: RLConfig) -> int:
-    return config.rollout.num_servers * config.rollout.num_workers
+def _predict_scores(config: RLConfig, hardware: Hardware, load: Load) -> dict[str, float]:
+    """Return the seconds of a pass of the reward model and of each teacher, by role."""
+    paths, seconds = get_frozen_paths(config), {}
+    for role, engine in get_frozen_engines(config).items():
+        work = count_work(read_config(paths[role]))
+        if role == "reward_model":
+            work = work.with_value_head()
+        model = TrainingModel(work, engine, hardware, get_dtype(config, engine))
+        seconds[role] = model.predict_forward(load)
+    return seconds
 
 
 def _predict_offload(engine: TrainingModel, actor: EngineConfig, hardware: Hardware) -> float:
     """Return the seconds to move weights, gradients and Adam's state to the host and back."""
-    dense, expert = engine.count_local_parameters()
-    layout = actor.layout
-    bytes_of_state = (dense + expert) * BFLOAT16
-    if actor.optimizer.distributed:
-        dense /= layout.dp * layout.cp
-        expert /= layout.world_size // (layout.pp * layout.ep * layout.etp)
+    bytes_of_state = sum(engine.count_local_parameters()) * BFLOAT16
     if not actor.optimizer.cpu_offload:
-        bytes_of_state += (dense + expert) * 3 * FLOAT32 * engine.trained_share
+        bytes_of_state += engine.count_optimizer_parameters() * 3 * FLOAT32
     return 2 * bytes_of_state / (hardware.host_bandwidth * hardware.host_share)
 
 

@@ -23,7 +23,6 @@ ATTENTION_SHARE = 0.6
 # Of the rate of one isolated product, by products in the stream of a training step, where clocks
 # follow the power that all units draw: one value for all models, docs/planning_step.md.
 SUSTAINED_SHARE = 0.7
-ADAPTER_SHARE = 0.01  # of the weights, by the factors of adapters: an upper bound
 BFLOAT16, FLOAT32 = 2, 4  # bytes
 
 
@@ -43,6 +42,7 @@ class LayerTime:
     compute: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     communication: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     attention_s: float = 0.0  # of pairs of tokens
+    frozen_s: float = 0.0  # of products whose weights have no gradients
 
     @property
     def forward_s(self) -> float:
@@ -50,8 +50,11 @@ class LayerTime:
 
     @property
     def backward_s(self) -> float:
-        """Twice the products, 2.5 times the pairs (they are recomputed), communication again."""
-        compute = 2.0 * sum(self.compute.values()) + 2.5 * self.attention_s
+        """Twice the products, 2.5 times the pairs (they are recomputed), communication again.
+
+        Frozen products have the gradient of their input alone: once.
+        """
+        compute = 2.0 * sum(self.compute.values()) - self.frozen_s + 2.5 * self.attention_s
         return compute + sum(self.communication.values())
 
     def recompute_s(self, granularity: str, modules: Sequence[str]) -> float:
@@ -104,7 +107,6 @@ class TrainingModel:
         engine: EngineConfig,
         hardware: Hardware,
         dtype: str = "bfloat16",
-        num_mtp_layers: int = 0,
     ) -> None:
         self.work, self.engine, self.hardware, self.dtype = work, engine, hardware, dtype
         self.layout: Layout = engine.layout
@@ -113,9 +115,11 @@ class TrainingModel:
         wide = hardware.get_flops(dtype if dtype == "float32" else "bfloat16")
         self.attention_rate = wide * ATTENTION_SHARE
         self.head_rate = wide * SUSTAINED_SHARE  # Megatron never has its product in float8
-        self.trained_share = ADAPTER_SHARE if engine.lora.rank else 1.0
+        self.lora = engine.lora
+        self.has_mtp = bool(engine.mtp_loss_coef)
         self.overlaps_tp = bool(engine.megatron.get("tp_comm_overlap", False))
-        chunks = split_into_chunks(self.layout, len(work.layers), num_mtp_layers)
+        num_mtp = len(work.mtp_layers) if self.has_mtp else 0
+        chunks = split_into_chunks(self.layout, len(work.layers), num_mtp)
         self.stages = [
             [chunk for chunk in chunks if chunk.pp_rank == pp_rank]
             for pp_rank in range(self.layout.pp)
@@ -143,7 +147,12 @@ class TrainingModel:
         layout, hardware, hidden = self.layout, self.hardware, self.work.hidden_size
         time = LayerTime()
         for matrix in work.matrices:
-            time.compute[matrix.part] += self._multiply(matrix, tokens)
+            seconds = self._multiply(matrix, tokens)
+            time.compute[matrix.part] += seconds
+            if self.lora.rank:
+                time.frozen_s += seconds
+            if factors := matrix.build_factors(self.lora):
+                time.compute["adapters"] += self._run_product(factors, tokens, self.rate)
         pairs = work.pair_flops * tokens * work.count_keys(sequence) + work.state_flops * tokens
         time.attention_s = pairs / layout.tp / self.attention_rate
         # Norms read and write the hidden states, residual sums read two and write one; rotary
@@ -203,14 +212,17 @@ class TrainingModel:
         layout, memory = self.layout, self.hardware.memory_rate
         routed = tokens * work.topk * imbalance * layout.etp
         local_experts = work.num_experts / layout.ep
-        for matrix in work.experts:
+        frozen = work.experts if self.lora.rank else ()
+        factors = [f for matrix in work.experts if (f := matrix.build_factors(self.lora))]
+        for matrix in (*work.experts, *factors):
             size = matrix.numel / layout.etp
             traffic = self.itemsize * (
                 local_experts * size + routed * (matrix.rows + matrix.columns)
             )
             seconds = max(2 * size * routed / self.rate, traffic / memory)
-            time.compute["experts"] += max(seconds, self.hardware.kernel_latency_s)
-            time.compute["experts"] += self._cast(routed * matrix.columns)
+            seconds = max(seconds, self.hardware.kernel_latency_s)
+            time.compute["experts"] += seconds + self._cast(routed * matrix.columns)
+            time.frozen_s += seconds * (matrix in frozen)
         # Permuting reads a token and writes its copies, twice around the exchange; and back.
         moved = 4 * (1 + work.topk * imbalance) * tokens * self.work.hidden_size * self.itemsize
         time.compute["permute"] += self._move(moved, 8)
@@ -253,17 +265,20 @@ class TrainingModel:
     # A stage and a pass
 
     def _sum_stage(
-        self, stage: Sequence[Chunk], tokens: float, load: Load
+        self, stage: Sequence[Chunk], tokens: float, load: Load, *, trains: bool = True
     ) -> tuple[LayerTime, float, float, float]:
-        """Return summed layers of a stage, and seconds forward, backward and of recompute."""
+        """Return summed layers of a stage, and seconds forward, backward and of recompute.
+
+        Prediction layers run where the model trains, each with the output layer.
+        """
         total, recompute = LayerTime(), 0.0
         forward = backward = 0.0
         settings = self.engine.recompute
         for chunk in stage:
-            for index in chunk.layers:
-                layer = self.predict_layer(
-                    self.work.layers[index], tokens, load.sequence, load.imbalance
-                )
+            num_mtp = chunk.num_mtp_layers if trains else 0
+            works = [self.work.layers[index] for index in chunk.layers]
+            for work in (*works, *self.work.mtp_layers[:num_mtp]):
+                layer = self.predict_layer(work, tokens, load.sequence, load.imbalance)
                 forward += layer.forward_s
                 backward += layer.backward_s
                 recompute += layer.recompute_s(settings.granularity, settings.modules)
@@ -273,9 +288,10 @@ class TrainingModel:
                 # Logits of a tile are float32: written, read by the softmax, read by the gradient.
                 head = self._run_product(self.work.head, tokens, self.head_rate)
                 logits = tokens * self.work.head.rows / self.layout.tp
-                head += self._move(3 * FLOAT32 * logits, 3)
-                forward += head
-                backward += 2 * head
+                copies = 1 + num_mtp
+                loss = self._move(3 * FLOAT32 * logits, 3)
+                forward += copies * (head + loss)
+                backward += copies * (head * (1 if self.lora.rank else 2) + 2 * loss)
         return total, forward, backward, recompute
 
     def count_micro_batches(self, load: Load) -> tuple[int, float]:
@@ -290,7 +306,9 @@ class TrainingModel:
     def predict_forward(self, load: Load) -> float:
         """Predict a pass without gradients, as of log-probs."""
         count, tokens = self.count_micro_batches(load)
-        slowest = max(self._sum_stage(stage, tokens, load)[1] for stage in self.stages)
+        slowest = max(
+            self._sum_stage(stage, tokens, load, trains=False)[1] for stage in self.stages
+        )
         fill = (self.layout.pp - 1) / self.layout.vpp
         return slowest * (count + fill) + self._send(tokens) * count
 
@@ -326,20 +344,53 @@ class TrainingModel:
 
     # Gradients and weights
 
+    def count_training_flops(self, load: Load) -> float:
+        """Return the model flops of an optimizer step, over all ranks."""
+        return self.work.count_training_flops(
+            load.tokens, load.sequence, self.lora, has_mtp=self.has_mtp
+        )
+
+    def _list_stage_layers(self, stage: Sequence[Chunk]) -> list[LayerWork]:
+        works = [self.work.layers[index] for chunk in stage for index in chunk.layers]
+        return works + [
+            work for chunk in stage for work in self.work.mtp_layers[: chunk.num_mtp_layers]
+        ]
+
     def count_local_parameters(self) -> tuple[float, float]:
         """Return the parameters of the fullest rank: outside of experts, and in experts."""
         layout, most = self.layout, (0.0, 0.0)
         for stage in self.stages:
             dense = expert = 0.0
+            for work in self._list_stage_layers(stage):
+                dense += (work.parameters - work.expert_parameters) / layout.tp
+                expert += work.expert_parameters / (layout.ep * layout.etp)
             for chunk in stage:
-                for index in chunk.layers:
-                    work = self.work.layers[index]
-                    dense += (work.parameters - work.expert_parameters) / layout.tp
-                    expert += work.expert_parameters / (layout.ep * layout.etp)
                 dense += self.work.head.numel / layout.tp * chunk.has_head
                 dense += self.work.embedding_parameters / layout.tp * chunk.has_embedding
             most = max(most, (dense, expert), key=sum)
         return most
+
+    def count_trained_parameters(self) -> tuple[float, float]:
+        """Return those of them with gradients: all, or the factors of adapters."""
+        if not self.lora.rank:
+            return self.count_local_parameters()
+        layout, most = self.layout, (0.0, 0.0)
+        for stage in self.stages:
+            dense = expert = 0.0
+            for work in self._list_stage_layers(stage):
+                dense_elements, expert_elements = work.count_adapter_elements(self.lora)
+                dense += dense_elements / layout.tp
+                expert += expert_elements * work.num_experts / (layout.ep * layout.etp)
+            most = max(most, (dense, expert), key=sum)
+        return most
+
+    def count_optimizer_parameters(self) -> float:
+        """Return the trained parameters whose optimizer state is on a rank."""
+        layout, (dense, expert) = self.layout, self.count_trained_parameters()
+        if self.engine.optimizer.distributed:
+            dense /= layout.dp * layout.cp
+            expert /= layout.world_size // (layout.pp * layout.ep * layout.etp)
+        return dense + expert
 
     def _reduce(self, overlapped_s: float) -> float:
         """Return the exposed seconds to reduce gradients (float32) and to gather weights.
@@ -347,9 +398,7 @@ class TrainingModel:
         A ring over devices of several nodes uses the network ports of all its devices in a node.
         """
         layout, hardware = self.layout, self.hardware
-        if self.engine.lora.rank:
-            return 0.0  # factors of adapters are a thousandth of the weights
-        dense, expert = self.count_local_parameters()
+        dense, expert = self.count_trained_parameters()
         inner = layout.tp
         num_dense = layout.dp * layout.cp
         num_expert = layout.world_size // (layout.pp * layout.ep * layout.etp)
@@ -375,15 +424,14 @@ class TrainingModel:
 
     def _step_optimizer(self) -> float:
         """Return the seconds of Adam: it reads gradient, main weight and two moments and writes
-        the last three and the weight, over the link to the host if its state is there."""
-        layout = self.layout
-        dense, expert = self.count_local_parameters()
-        if self.engine.optimizer.distributed:
-            dense /= layout.dp * layout.cp
-            expert /= layout.world_size // (layout.pp * layout.ep * layout.etp)
-        parameters = (dense + expert) * self.trained_share
-        seconds = parameters * (7 * FLOAT32 + self.itemsize) / self.hardware.memory_rate
-        if self.engine.optimizer.cpu_offload:
-            host = self.hardware.host_bandwidth * self.hardware.host_share
-            seconds += parameters * (FLOAT32 + self.itemsize) / host
-        return seconds
+        the last three and the weight.
+
+        With its state on the host, gradients and weights cross the link, and the host's memory is
+        taken to be as fast as that link: its cores serve all devices of the node.
+        """
+        parameters = self.count_optimizer_parameters()
+        moved = parameters * (7 * FLOAT32 + self.itemsize)
+        if not self.engine.optimizer.cpu_offload:
+            return moved / self.hardware.memory_rate
+        host = self.hardware.host_bandwidth * self.hardware.host_share
+        return (moved + parameters * (FLOAT32 + self.itemsize)) / host

@@ -30,8 +30,9 @@ from mcore_rl.data.tokenizer import load_tokenizer
 from mcore_rl.engine.worker import ModelWorker
 from mcore_rl.examples.tasks import last_digit
 from mcore_rl.jobs import rl
-from mcore_rl.jobs.placement import Pools, build_pool_plans, count_devices, get_device_resource
+from mcore_rl.jobs.placement import Pools, get_device_resource
 from mcore_rl.jobs.preflight import load_prompt_files
+from mcore_rl.planner.pools import build_pool_plans, count_devices
 from mcore_rl.rollout.manager import RolloutPool
 from mcore_rl.trainers.policy_checks import compute_logprob_gaps
 from mcore_rl.trainers.policy_loss import PolicyLoss

@@ -75,7 +75,7 @@ def _read_peaks(run: Run) -> dict[str, dict[str, Any]]:
 @functools.lru_cache(maxsize=16)
 def _plan(settings: Path, lane: str) -> MemoryPlan:
     from mcore_rl.cli.compose import compose_config  # slow to import: Hydra, torch
-    from mcore_rl.jobs.dry_run import prepare_plan
+    from mcore_rl.jobs.memory_check import prepare_plan
     from mcore_rl.planner.memory import Conditions, plan_memory
 
     config = compose_config(RLConfig, [f"recipe={settings}"])

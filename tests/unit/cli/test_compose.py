@@ -20,7 +20,7 @@ from mcore_rl.config.schema import (
     RolloutConfig,
     SFTConfig,
 )
-from mcore_rl.jobs.placement import build_pool_plans, count_devices
+from mcore_rl.planner.pools import build_pool_plans, count_devices
 from tests.nightly import nightly
 
 

@@ -7,7 +7,8 @@ import pytest
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.resolve_algorithm import build_teachers, resolve_frozen_models
 from mcore_rl.config.schema import Layout, LoRAConfig, RLConfig
-from mcore_rl.jobs.placement import PoolPlan, build_pool_plans, list_engine_roles
+from mcore_rl.jobs.placement import list_engine_roles
+from mcore_rl.planner.pools import PoolPlan, build_pool_plans
 
 MATH = {"math": {"model_path": "math", "weight": 2, "layout": {"pp": 4}}, "start": {}}
 

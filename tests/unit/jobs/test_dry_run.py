@@ -65,14 +65,14 @@ def place(good: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "here"
 
 
-def dry_run(monkeypatch, capfd, *settings: str) -> tuple[int, str, str]:
+def dry_run(monkeypatch, capfd, *settings: str, job: str = "rl") -> tuple[int, str, str]:
     """Return status and output; check that nothing was started or left."""
 
     def started(*_: object, **__: object) -> None:
         raise AssertionError("Ray was started")
 
     monkeypatch.setattr(ray, "init", started)
-    monkeypatch.setattr(sys, "argv", ["mcore-rl", "rl", *settings, "--dry-run"])
+    monkeypatch.setattr(sys, "argv", ["mcore-rl", job, *settings, "--dry-run"])
     before, children = set(Path().rglob("*")), set(psutil.Process().children(recursive=True))
     capfd.readouterr()
     status = main()
@@ -306,6 +306,29 @@ def test_a_run_that_does_not_fit_its_gpus_is_refused_unless_told_to_go_on(
     assert out.startswith("memory: does not fit, ") and "actor: 2 ranks" in out
     status, out, err = dry_run(monkeypatch, capfd, *SETTINGS, "--hardware=40")
     assert (status, out.startswith("memory: fits, ")) == (0, True), err
+
+
+def test_a_supervised_job_that_does_not_fit_is_refused_unless_told_to_go_on(
+    place, monkeypatch, capfd
+):
+    chat = [{"role": "user", "content": "5 + 8"}, {"role": "assistant", "content": "3"}]
+    Path("chats.jsonl").write_text((json.dumps({"messages": chat}) + "\n") * 4)
+    settings = (
+        "model.path=model", "data.train_file=chats.jsonl", "data.max_tokens=96",
+        "trainer.batch_size=4", "engine.layout.dp=2", "output_dir=new/out",
+    )  # fmt: skip
+    status, out, err = dry_run(monkeypatch, capfd, *settings, "--hardware=1", job="sft")
+    assert status == 2 and "the run does not fit GPU" in err and "--ignore-memory" in err
+    assert out.startswith("memory: does not fit, ") and "model: 2 ranks" not in out
+    goes_on = "--hardware=1", "--ignore-memory"
+    status, out, err = dry_run(monkeypatch, capfd, *settings, *goes_on, job="sft")
+    assert (status, err) == (0, "") and "model: 2 ranks, dp=2 (updates)\n" in out
+    nodes = "--gpus-per-node=1", "--num-nodes=3"
+    status, out, err = dry_run(monkeypatch, capfd, *settings, *nodes, job="sft")
+    assert (status, err, out.startswith("memory: fits, 2.0 of 85.0 GB of")) == (0, "", True)
+    assert "2 nodes of 1 GPUs\n1 of the 3 nodes stay idle: to use them, raise engine." in out
+    status, out, err = dry_run(monkeypatch, capfd, *settings, job="sft")
+    assert (status, err) == (0, "") and "memory: " not in out  # no GPU to fit
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from mcore_rl.config.schema import Layout, LoRAConfig, RLConfig
-from mcore_rl.jobs.placement import PoolPlan, build_pool_plans, count_devices, get_served_models
+from mcore_rl.jobs.placement import get_served_models
+from mcore_rl.planner.pools import PoolPlan, build_pool_plans, count_devices
 
 
 def config(**placement: str) -> RLConfig:

@@ -16,11 +16,15 @@ import pytest
 from mcore_rl.cli import recipes
 from mcore_rl.cli.compose import compose_config
 from mcore_rl.cli.main import main
+from mcore_rl.cli.plan_time import count_sync_bytes
 from mcore_rl.config.resolve import resolve, resolve_for_lane
 from mcore_rl.config.schema import RLConfig
-from mcore_rl.jobs.placement import build_pool_plans, count_devices
 from mcore_rl.models.base import HFConfig, count_kv_elements_per_token
+from mcore_rl.planner.generation import Lengths
+from mcore_rl.planner.hardware import load_hardware
 from mcore_rl.planner.memory import Conditions, MemoryLimit, MemoryPlan, Moment, plan_memory
+from mcore_rl.planner.pools import build_pool_plans, count_devices
+from mcore_rl.planner.step import StepTime, predict_step
 from tests.unit.jobs.test_dry_run import dry_run
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -69,6 +73,17 @@ def plan_of(name: str, *overrides: str) -> MemoryPlan:
     return plan_memory(composed(name, *overrides), model_of(name), Conditions())
 
 
+@cache
+def step_of(name: str) -> StepTime:
+    """Predict a step as `mcore-rl plan step --hardware h100` does."""
+    config, hardware = composed(name), load_hardware("h100")
+    model = {k: v for k, v in model_of(name).items() if k != "quantization_config"}
+    longest = config.rollout.max_response_tokens
+    lengths = Lengths(longest / 2, longest, prompt=config.data.max_prompt_tokens / 2)
+    sync_bytes = count_sync_bytes(config, model, hardware)
+    return predict_step(config, model, hardware, lengths, sync_bytes=sync_bytes)
+
+
 def get_worst(plan: MemoryPlan, moment: str) -> Moment:
     """Return a moment of the fullest ranks."""
     return max((m for m in plan.moments if m.name == moment), key=lambda m: m.total)
@@ -98,6 +113,35 @@ def test_a_recipe_states_its_cluster_and_memory(name):
         f"{sum(plan.host.values()) / 1e9:.0f} GB of a host\n"
     )
     assert f"\n{line}" in text, line
+
+
+@each_recipe
+def test_a_recipe_states_the_time_of_a_step(name):
+    """# step: 310 s (generation 238 s, update 70 s) with responses of 4096 tokens, predicted"""
+    step, tokens = step_of(name), composed(name).rollout.max_response_tokens // 2
+    line = (
+        f"# step: {step.step_s:.0f} s (generation {step.generation.total_s:.0f} s, update "
+        f"{step.update_s:.0f} s) with responses of {tokens} tokens on average, predicted\n"
+    )
+    assert f"\n{line}" in (recipes.RECIPES / f"{name}.yaml").read_text(), line
+
+
+def test_plan_step_prints_the_time_that_a_recipe_states(place, monkeypatch, capfd):
+    (place / "model" / "config.json").write_text(json.dumps(model_of("qwen3_8b")))
+    words = ["step", "recipe=qwen3_8b", "model.path=model", "--hardware=h100", "--json"]
+    monkeypatch.setattr(sys, "argv", ["mcore-rl", "plan", *words])
+    assert main() == 0
+    assert json.loads(capfd.readouterr().out)["step_s"] == step_of("qwen3_8b").step_s
+
+
+@each_recipe
+def test_the_table_of_the_page_has_the_time_of_a_step(name):
+    """Seconds of a step, of generation, of the update, of a weight sync; tokens per GPU."""
+    step = step_of(name)
+    rest = step.step_s - step.generation.total_s - step.update_s - step.weight_sync_s
+    sizes = step.step_s, step.generation.total_s, step.update_s, rest, step.weight_sync_s
+    row = " | ".join([*(f"{seconds:.1f}" for seconds in sizes), f"{step.tokens_per_s:.0f}"])
+    assert f"\n| `{name}` | {row} |" in PAGE.read_text(), row
 
 
 def test_what_the_page_says_of_fewer_or_larger_gpus_is_true():

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from mcore_rl.config.schema import LoRAConfig
 from mcore_rl.planner.flops import count_work
 from tests.published_runs import read_model
 
@@ -67,13 +69,91 @@ _TINY = {
 }
 
 
-@pytest.mark.parametrize("name", _TINY)
-def test_forward_flops_are_those_that_torch_counts(name: str) -> None:
-    config, length = _TINY[name], 96
+RANK, LENGTH = 4, 96
+
+
+class Adapted(nn.Module):
+    """A frozen linear layer with an adapter."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base = base
+        self.a = nn.Linear(base.in_features, RANK, bias=False)
+        self.b = nn.Linear(RANK, base.out_features, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base(x) + self.b(self.a(x))
+
+
+def build_model(config: dict[str, object]) -> nn.Module:
     hf = AutoConfig.for_model(**config)
     hf._attn_implementation, hf._experts_implementation = "eager", "eager"
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(hf).eval()
+    return AutoModelForCausalLM.from_config(hf)
+
+
+def count_training(model: nn.Module) -> int:
+    """Count the flops of forward and backward pass, gradients of the embeddings included."""
+    embeddings = torch.randn(1, LENGTH, 64, requires_grad=True)
+    with FlopCounterMode(display=False) as counter:
+        model(inputs_embeds=embeddings).logits.float().sum().backward()
+    return counter.get_total_flops()
+
+
+@pytest.mark.parametrize("name", _TINY)
+def test_training_flops_are_those_that_torch_counts(name: str) -> None:
+    expected = count_training(build_model(_TINY[name]))
+    actual = count_work(_TINY[name]).count_training_flops(LENGTH, LENGTH, causal=False)
+    assert actual == pytest.approx(expected, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("name", "targets"),
+    [
+        ("dense", {"o_proj": "linear_proj", "down_proj": "linear_fc2"}),
+        ("moe", {"o_proj": "linear_proj"}),
+    ],
+)
+def test_frozen_layers_have_no_weight_gradients_and_adapters_do(
+    name: str, targets: dict[str, str]
+) -> None:
+    model = build_model(_TINY[name]).requires_grad_(False)
+    for path, module in list(model.named_modules()):
+        parent, _, child = path.rpartition(".")
+        if child in targets:
+            setattr(model.get_submodule(parent), child, Adapted(module))
+    lora = LoRAConfig(RANK, targets=[*targets.values()])
+    work = count_work(_TINY[name])
+    actual = work.count_training_flops(LENGTH, LENGTH, lora, causal=False)
+    assert actual == pytest.approx(count_training(model), rel=0.01)
+    assert actual < 0.8 * work.count_training_flops(LENGTH, LENGTH, causal=False)
+
+
+def test_a_prediction_layer_is_a_layer_a_projection_and_the_output_layer() -> None:
+    config = {**_TINY["mla"], "num_nextn_predict_layers": 1}
+    work = count_work(config)
+    longer = build_model({**config, "num_hidden_layers": 4})
+    projection, head = nn.Linear(128, 64, bias=False), longer.lm_head
+    states = torch.randn(1, LENGTH, 64)
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        longer(input_ids=torch.arange(LENGTH)[None])
+        head(projection(torch.cat([states, states], -1)))
+    actual = work.count_forward_flops(LENGTH, LENGTH, causal=False, has_mtp=True)
+    assert actual == pytest.approx(counter.get_total_flops(), rel=0.01)
+    without = count_work(_TINY["mla"]).count_forward_flops(LENGTH, LENGTH, causal=False)
+    assert work.count_forward_flops(LENGTH, LENGTH, causal=False) == without
+
+
+def test_the_prediction_layer_of_deepseek_v3_has_the_published_parameters() -> None:
+    """README_WEIGHTS.md of DeepSeek-V3: 11.5 B, without the shared embedding and output layer."""
+    [layer] = count_work(read_model({"model": "DeepSeek-V3"})).mtp_layers
+    assert layer.parameters == pytest.approx(11.5e9, rel=0.01)
+
+
+@pytest.mark.parametrize("name", _TINY)
+def test_forward_flops_are_those_that_torch_counts(name: str) -> None:
+    config, length = _TINY[name], LENGTH
+    model = build_model(config).eval()
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         model(input_ids=torch.arange(length)[None])
     expected = counter.get_total_flops()

@@ -6,6 +6,7 @@ import json
 import math
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,7 @@ from mcore_rl.config.schema import (
 )
 from mcore_rl.models.base import get_family
 from mcore_rl.planner.activations import count_copies, count_layer_bytes
+from mcore_rl.planner.fixes import Fix, apply_change, find_fixes, list_changes
 from mcore_rl.planner.memory import (
     CONTEXT_BYTES,
     NCCL_EXCHANGE_BYTES,
@@ -35,9 +37,7 @@ from mcore_rl.planner.memory import (
     MemoryLimit,
     MemoryPlan,
     Moment,
-    apply_change,
     count_nccl_bytes,
-    find_fixes,
     plan_memory,
 )
 from mcore_rl.planner.report import describe_verdict
@@ -73,6 +73,15 @@ def build_config(layout: Layout, **engine: object) -> RLConfig:
 def read_model(name: str) -> dict[str, object]:
     config = json.loads((PUBLISHED / f"{name}.json").read_text())
     return {**config.get("text_config", {}), **config}
+
+
+def find_rl_fixes(config: RLConfig, model: dict[str, object], device: MemoryLimit) -> list[Fix]:
+    return find_fixes(
+        config,
+        partial(list_changes, model=model),
+        lambda changed: plan_memory(changed, model, Conditions()).worst.total,
+        device.memory_bytes,
+    )
 
 
 def get_moments(plan: MemoryPlan) -> dict[str, Moment]:
@@ -267,7 +276,7 @@ def test_the_page_has_the_table_of_published_runs():
 def test_settings_that_make_a_run_fit_do():
     config, model = build_config(Layout(tp=2, dp=4)), read_model("Qwen3-8B")
     device = MemoryLimit.parse("62")
-    fixes = find_fixes(config, model, Conditions(), device, lambda changed: None)
+    fixes = find_rl_fixes(config, model, device)
     assert fixes
     for fix in fixes:
         texts = [text.partition("=") for text in fix.overrides]
@@ -280,7 +289,7 @@ def test_settings_that_make_a_run_fit_do():
 def test_a_cheap_change_is_tried_again_when_another_moment_is_the_fullest():
     model, config = read_model("Qwen3-8B"), build_config(Layout(tp=2, dp=4))
     config.rollout.kv_cache_bytes = 80 << 30  # generation is the fullest, then the update
-    [fix] = find_fixes(config, model, Conditions(), MemoryLimit.parse("68"), lambda changed: None)
+    [fix] = find_rl_fixes(config, model, MemoryLimit.parse("68"))
     assert fix.fits and "actor.optimizer.distributed=true" in fix.overrides
     assert f"rollout.kv_cache_bytes={40 << 30}" in fix.overrides
     assert "communication" not in fix.cost
@@ -288,7 +297,7 @@ def test_a_cheap_change_is_tried_again_when_another_moment_is_the_fullest():
 
 def test_changes_together_take_no_more_gpus_than_they_say():
     model, config = read_model("Qwen3-8B"), build_config(Layout(tp=2, dp=4))
-    [fix] = find_fixes(config, model, Conditions(), MemoryLimit.parse("5"), lambda changed: None)
+    [fix] = find_rl_fixes(config, model, MemoryLimit.parse("5"))
     assert not fix.fits
     values = {
         key: yaml.safe_load(text) for key, _, text in (t.partition("=") for t in fix.overrides)

@@ -16,18 +16,27 @@ import torch
 from mcore_rl.cli.compose import compose_config
 from mcore_rl.cli.plan import main
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.config.schema import Layout, RLConfig
+from mcore_rl.config.schema import EngineConfig, Layout, RLConfig
 from mcore_rl.jobs.placement import resolve_for_nodes
 from mcore_rl.models.base import use_family
 from mcore_rl.planner.calibrate import build_float8_product, measure_seconds
 from mcore_rl.planner.flops import count_work
 from mcore_rl.planner.generation import Lengths
 from mcore_rl.planner.hardware import load_hardware
-from mcore_rl.planner.layout import SearchResult, search_layouts
+from mcore_rl.planner.layout import Candidate, SearchResult, search_layouts, search_trainers
+from mcore_rl.planner.memory import Conditions, plan_memory
 from mcore_rl.planner.step import StepTime, predict_step
-from mcore_rl.planner.training import TrainingModel
+from mcore_rl.planner.training import Load, TrainingModel
 from tests.pages import Command, of_kind
-from tests.published_runs import FOLDER, RUNS, format_tables, predict_step_s, read_model
+from tests.published_runs import (
+    FOLDER,
+    RUNS,
+    format_tables,
+    predict_step_s,
+    read_model,
+    search_step_s,
+    search_update_s,
+)
 
 H100 = load_hardware("h100")
 LENGTHS = Lengths(2000, 8192)
@@ -46,6 +55,7 @@ def build_config(name: str, mode: str, placement: str) -> RLConfig:
     config = RLConfig()
     config.model.path, config.model.dtype = name, "bfloat16"
     config.trainer.mode, config.placement.rollout = mode, placement
+    config.weight_sync.method = "colocated" if placement == "shared" else "disaggregated"
     config.trainer.prompts_per_step, config.algorithm.group_size = 64, 16
     config.data.max_prompt_tokens, config.rollout.max_response_tokens = 1024, 8192
     config.actor.optimizer.distributed = config.actor.optimizer.overlap = True
@@ -84,6 +94,37 @@ def test_log_probs_of_reference_and_old_policy_are_passes() -> None:
     assert plain.log_probs_s == plain.reference_s == 0
     assert both.log_probs_s == both.reference_s > 0
     assert both.step_s == pytest.approx(plain.step_s + 2 * both.log_probs_s)
+
+
+def test_an_actor_with_adapters_is_its_reference() -> None:
+    config = build_config("Qwen3-8B", "sync", "shared")
+    config.actor.layout.dp = config.rollout.num_servers = 8
+    config.actor.lora.rank, config.algorithm.kl_coef = 8, 0.01
+    step = predict_step(config, read_model({"model": "Qwen3-8B"}), H100, LENGTHS)
+    assert step.reference_s > 0 and step.num_devices == 8
+
+
+def test_reward_model_and_teachers_have_a_pass_each(tmp_path: Path) -> None:
+    config = build_config("Qwen3-8B", "sync", "shared")
+    config.actor.layout.dp = config.rollout.num_servers = 8
+    model = read_model({"model": "Qwen3-8B"})
+    (tmp_path / "config.json").write_text(json.dumps(model))
+    plain = predict_step(config, model, H100, LENGTHS)
+    config.reward_model.model_path, config.reward_model.layout.dp = str(tmp_path), 8
+    teacher = {"model_path": str(tmp_path), "layout": {"dp": 4}}
+    config.teacher.models = {"one": teacher, "two": {**teacher, "layout": {"dp": 8}}}
+    config.placement.teacher = "own"
+    step = predict_step(config, model, H100, LENGTHS)
+    samples = config.trainer.prompts_per_step * config.algorithm.group_size
+    load = Load(samples * (LENGTHS.mean + LENGTHS.prompt), LENGTHS.sequence)
+    engine = EngineConfig(layout=Layout(dp=8))
+    forward_s = TrainingModel(count_work(model), engine, H100).predict_forward(load)
+    # Without the output layer: 151,936 of 8.19 B parameters a token, and float32 logits.
+    assert 0.8 * forward_s < step.reward_model_s < 0.95 * forward_s
+    assert step.teachers_s == pytest.approx(3 * forward_s, rel=0.01)  # on four devices, on eight
+    assert step.scores_s == step.reward_model_s + step.teachers_s
+    assert step.training_s == pytest.approx(plain.training_s + step.scores_s)
+    assert step.num_devices == 8 + 4 + 8
 
 
 @pytest.mark.parametrize(("hardware", "is_faster"), [("h100", True), ("a100_80", False)])
@@ -138,27 +179,105 @@ def test_search_returns_the_fastest_layouts_that_fit() -> None:
     assert all(layout.missing_bytes > 0 for layout in result.exceeding)
 
 
+def list_runs(kind: str, most_gpus: int) -> list[Any]:
+    """Return the published runs as parameters; those on more GPUs are of the nightly lane."""
+    return [
+        pytest.param(
+            run,
+            id=f"{run['name']}-{run['gpus']}-{run.get('mode', run['hardware'])}-{index}",
+            marks=[pytest.mark.nightly] * (run["gpus"] > most_gpus),
+        )
+        for index, run in enumerate(RUNS[kind])
+    ]
+
+
+@pytest.mark.parametrize("run", list_runs("training", 128))
+def test_search_is_at_least_as_fast_as_a_published_training_layout(run: dict[str, Any]) -> None:
+    published_s, fastest_s = search_update_s(run)
+    assert fastest_s <= published_s
+
+
+@pytest.mark.parametrize("run", list_runs("steps", 16))
+def test_search_is_at_least_as_fast_as_the_layouts_of_a_published_step(
+    run: dict[str, Any],
+) -> None:
+    assert search_step_s(run) <= predict_step_s(run)
+
+
+def test_search_varies_experts_tensor_parallelism_recompute_and_the_place_of_adam() -> None:
+    model = read_model({"model": "Qwen3-30B-A3B"})
+    config = build_config("Qwen3-30B-A3B", "sync", "shared")
+    work, load = count_work(model), Load(2_000_000, 3000)
+    seen = set()
+    for gigabytes in (85, 45, 30):
+        device = replace(H100, memory_bytes=gigabytes * 10**9)
+        trainers, exceeding, _ = search_trainers(config, model, work, device, 16, load)
+        for trainer in (*trainers, *exceeding):
+            engine = trainer.engine
+            seen.add((engine.recompute.granularity, engine.optimizer.cpu_offload))
+            seen.add(engine.layout.etp)
+    assert {("selective", False), ("full", False), ("full", True), 1, 2} <= seen
+
+
+def paste(candidate: Candidate, *settings: str) -> RLConfig:
+    """Compose the overrides of a candidate, and resolve what comes of them."""
+    config = compose_config(RLConfig, [*settings, *candidate.overrides])
+    return resolve_for_nodes(config, "cuda", needs_data=False)
+
+
 @pytest.mark.parametrize(
-    ("name", "num_devices", "published"),
+    ("keys", "settings"),
     [
-        ("Qwen3-30B-A3B", 32, Layout(dp=32, ep=8)),
-        ("Qwen3-235B-A22B", 128, Layout(2, 8, 2, 4, 16, 1, 1, 11, 11)),
+        (
+            ("critic", "reward_model"),
+            ["algorithm.advantage=gae", "reward_model.model_path=MODEL", "algorithm.kl_coef=0.01"],
+        ),
+        (
+            ("teacher",),
+            ["algorithm.distillation.loss=sampled_kl", "teacher.models.big.model_path=MODEL"],
+        ),
     ],
 )
-def test_search_is_at_least_as_fast_as_the_published_layout(
-    name: str, num_devices: int, published: Layout
+def test_overrides_are_pasted_for_every_engine_of_a_run(
+    keys: tuple[str, ...], settings: list[str], tmp_path: Path
 ) -> None:
-    """Layouts of NeMo-RL 0.6 on H100 (tests/published_runs.yaml)."""
-    tp = {"Qwen3-30B-A3B": 2, "Qwen3-235B-A22B": 16}[name]
-    config = build_config(name, "sync", "shared")
-    model = read_model({"model": name})
-    best = search_layouts(config, model, H100, num_devices, LENGTHS).best[0]
-    config.actor.layout = published
-    config.actor.recompute.granularity = "full"
-    config.actor.max_tokens_per_micro_batch = -(-9216 // config.actor.layout.cp)
-    config.rollout.tp, config.rollout.num_servers = tp, num_devices // tp
-    config.rollout.kv_cache_bytes = 30 << 30
-    assert best.step.step_s <= predict_step(config, model, H100, LENGTHS).step_s
+    model = read_model({"model": "Qwen3-8B"})
+    (tmp_path / "config.json").write_text(json.dumps(model))
+    words = ["recipe=qwen3_8b", "model.path=MODEL", "algorithm.filter.group_filter=''", *settings]
+    words = [word.replace("MODEL", str(tmp_path)) for word in words]
+    composed = compose_config(RLConfig, words)
+    config = resolve_for_nodes(composed, "cuda", needs_data=False)
+    for candidate in search_layouts(config, model, H100, 16, LENGTHS).best[:3]:
+        pasted = paste(candidate, *words)
+        assert pasted.actor.layout == candidate.engine.layout
+        assert pasted.actor.recompute.granularity == candidate.engine.recompute.granularity
+        assert pasted.rollout == candidate.rollout
+        for key in keys:
+            engine = getattr(pasted, key)
+            vpp = candidate.engine.layout.vpp if key == "critic" else 1
+            assert engine.layout == replace(candidate.engine.layout, vpp=vpp)
+        total = plan_memory(pasted, model, Conditions()).worst.total
+        assert max(candidate.training_bytes, candidate.serving_bytes) == total
+
+
+def test_devices_of_roles_on_pools_of_their_own_are_not_searched(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(read_model({"model": "Qwen3-8B"})))
+    config = build_config("Qwen3-8B", "sync", "shared")
+    config.reward_model.model_path, config.reward_model.layout.tp = str(tmp_path), 8
+    config.placement.reward_model = "own"
+    model = read_model({"model": "Qwen3-8B"})
+    for candidate in search_layouts(config, model, H100, 16, LENGTHS).best:
+        assert candidate.engine.layout.world_size == 8
+        assert candidate.config.reward_model.layout == Layout(tp=8)
+    with pytest.raises(ConfigError, match=r"--devices=8: reward_model take 8 of them; allowed:"):
+        search_layouts(config, model, H100, 8, LENGTHS)
+
+
+def test_a_setting_that_no_layout_allows_is_refused_by_name() -> None:
+    config = build_config("Qwen3-8B", "sync", "shared")
+    config.weight_sync.method = "disaggregated"
+    with pytest.raises(ConfigError, match=r"weight_sync\.method='disaggregated'"):
+        search_layouts(config, read_model({"model": "Qwen3-8B"}), H100, 8, LENGTHS)
 
 
 def test_search_of_1024_devices_takes_seconds() -> None:
@@ -258,6 +377,17 @@ def test_commands_of_the_pages_run(
             "--response-tokens with --lengths",
         ),
         (["layout", "recipe=dsv3_671b", "--hardware", "h100"], "required: --devices"),
+        (["layout", "model.path=MODEL", "--hardware", "h100", "--devices", "0"], "--devices=0"),
+        (
+            ["layout", "model.path=MODEL", "--hardware", "h100", "--devices", "1000000000"],
+            "--devices=1000000000: no layout divides the model, with at least one sequence",
+        ),
+        (["step", "model.path=MODEL", "--hardware", "h100", "--length-sigma", "9"], "0 to 5"),
+        (
+            ["step", "model.path=MODEL", "--hardware", "h100", "--prompt-tokens", "1e9"],
+            "data.max_prompt_tokens=",
+        ),
+        (["step", "model.path=MODEL", "--hardware", "h100", "actor.layout.tp=3"], "tp=3"),
         (["calibrate", "--device", "tpu"], "--device='tpu'; allowed: cpu, cuda"),
     ],
 )

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from mcore_rl.config.schema import EngineConfig, Layout
+from mcore_rl.config.schema import EngineConfig, Layout, LoRAConfig
 from mcore_rl.planner.flops import LayerWork, Matrix, ModelWork
 from mcore_rl.planner.hardware import Hardware, load_hardware
 from mcore_rl.planner.training import (
@@ -40,7 +40,10 @@ DEVICE = replace(
 def build_work(num_layers: int = 4, num_experts: int = 0) -> ModelWork:
     mlp = Matrix("mlp", HIDDEN, FFN, True)
     layer = LayerWork(
-        matrices=(Matrix("attention", HIDDEN, HIDDEN, True), *[mlp] * (not num_experts)),
+        matrices=(
+            Matrix("attention", HIDDEN, HIDDEN, True, "linear_qkv"),
+            *[mlp] * (not num_experts),
+        ),
         experts=(Matrix("experts", HIDDEN, FFN, True),) if num_experts else (),
         num_experts=num_experts,
         topk=2 if num_experts else 0,
@@ -71,6 +74,36 @@ def test_forward_pass_is_flops_over_the_rate() -> None:
     expected = flops / (1e12 * SUSTAINED_SHARE) + pairs / (1e12 * ATTENTION_SHARE)
     actual = build_model(work).predict_forward(Load(1000, 1000))
     assert actual == pytest.approx(expected, rel=1e-3)
+
+
+def test_backward_of_frozen_layers_is_one_product_and_that_of_adapters_two() -> None:
+    work, rank = build_work(), 64
+    matrices = 4 * HIDDEN * (HIDDEN + FFN) + HIDDEN
+    adapters = 4 * rank * 2 * HIDDEN  # of attention alone
+    flops = 2 * 1000 * (2 * matrices + 3 * adapters)
+    pairs = 3.5 * 4 * 4.0 * HIDDEN * 1000 * 500.5
+    expected = flops / (1e12 * SUSTAINED_SHARE) + pairs / (1e12 * ATTENTION_SHARE)
+    model = build_model(work, lora=LoRAConfig(rank))
+    update = model.predict_update(Load(1000, 1000))
+    assert update.compute_s == pytest.approx(expected, rel=1e-3)
+    assert model.count_trained_parameters() == (adapters, 0)
+    assert model.count_training_flops(Load(1000, 1000)) == pytest.approx(
+        flops + 3 * 4 * 4.0 * HIDDEN * 1000 * 500.5
+    )
+
+
+def test_prediction_layers_run_in_updates_with_the_output_layer_again() -> None:
+    work = replace(build_work(), mtp_layers=build_work(1).layers)
+    plain, trained = build_model(work), build_model(work, mtp_loss_coef=0.1)
+    load = Load(1000, 1000)
+    assert trained.predict_forward(load) == plain.predict_forward(load)
+    layer = (HIDDEN + FFN) * HIDDEN + HIDDEN
+    expected = 3 * 2 * 1000 * layer / (1e12 * SUSTAINED_SHARE)
+    expected += 3.5 * 4.0 * HIDDEN * 1000 * 500.5 / (1e12 * ATTENTION_SHARE)
+    more = trained.predict_update(load).compute_s - plain.predict_update(load).compute_s
+    assert more == pytest.approx(expected, rel=1e-3)
+    dense = HIDDEN * (HIDDEN + FFN)
+    assert trained.count_local_parameters() == (5 * dense + HIDDEN, 0)
 
 
 def test_a_product_of_few_tokens_takes_as_long_as_its_weights_are_read() -> None:

@@ -15,7 +15,7 @@ import pytest
 from mcore_rl.cli.compose import compose_config
 from mcore_rl.config.resolve import resolve_for_lane
 from mcore_rl.config.schema import RLConfig
-from mcore_rl.jobs.placement import build_pool_plans, count_devices
+from mcore_rl.planner.pools import build_pool_plans, count_devices
 from tests.pages import of_kind
 
 ROOT = Path(__file__).parents[3]

@@ -1,0 +1,152 @@
+"""Check whether a job fits the memory of its GPUs, for dry runs and `mcore-rl plan memory`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+from rich.console import Console
+
+from mcore_rl.config.errors import ConfigError
+from mcore_rl.config.resolve import resolve
+from mcore_rl.config.resolve_train import resolve_train
+from mcore_rl.config.schema import RLConfig, TrainConfig
+from mcore_rl.engine.base import load_backend
+from mcore_rl.jobs.placement import resolve_for_nodes
+from mcore_rl.jobs.preflight import check_layouts
+from mcore_rl.jobs.resume import prepare_settings
+from mcore_rl.jobs.supervised_preflight import resolve_for_device
+from mcore_rl.models.base import HFConfig, read_config
+from mcore_rl.planner.fixes import Fix, find_fixes, list_changes, list_supervised_changes
+from mcore_rl.planner.memory import Conditions, MemoryLimit, MemoryPlan, plan_memory
+from mcore_rl.planner.report import print_memory, print_verdict
+from mcore_rl.planner.supervised import plan_supervised_memory
+
+DEFAULT_HARDWARE = "h100"  # of a cluster that is planned for without --hardware
+Job = RLConfig | TrainConfig
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryCheck:
+    """The memory plan of a job, and whether it fits a device."""
+
+    plan: MemoryPlan
+    conditions: Conditions
+    device: MemoryLimit | None  # None: no verdict
+    fixes: Sequence[Fix]
+
+    @property
+    def fits(self) -> bool:
+        return self.device is None or self.plan.worst.total <= self.device.memory_bytes
+
+    def print_verdict(self, console: Console, *, ignores_memory: bool) -> None:
+        """Print whether the job fits, if there is a device to fit.
+
+        Raises:
+            ConfigError: It does not; the memory of all ranks is printed, too.
+        """
+        if self.device is None:
+            return
+        print_verdict(self.plan, self.device, self.fixes, console)
+        if not self.fits and not ignores_memory:
+            print_memory(self.plan, self.conditions, console)
+            raise ConfigError(
+                f"the run does not fit {self.device.name}: see above; allowed: other settings, or "
+                "--ignore-memory"
+            )
+
+
+def find_device(hardware: str | None, gpus_per_node: int | None, lane: str) -> MemoryLimit | None:
+    """Return the GPU to fit; None on the CPU lane."""
+    if hardware is not None:
+        return MemoryLimit.parse(hardware)
+    if gpus_per_node:
+        return MemoryLimit.parse(DEFAULT_HARDWARE)
+    if lane == "cuda" and torch.cuda.is_available():
+        properties = torch.cuda.get_device_properties(0)
+        return MemoryLimit(properties.name, properties.total_memory)
+    return None
+
+
+def check_memory(
+    config: Job,
+    model: HFConfig,
+    conditions: Conditions,
+    device: MemoryLimit | None,
+) -> MemoryCheck:
+    """Plan the memory of a resolved job; if it does not fit, find settings with which it does.
+
+    Args:
+        model: config.json of the policy, or of the supervised model.
+    """
+    plan = _plan_job(config, model, conditions)
+    fixes: list[Fix] = []
+    if device is not None and plan.worst.total > device.memory_bytes:
+
+        def count_bytes(changed: Job) -> int:
+            check_settings(changed)
+            return _plan_job(changed, model, conditions).worst.total
+
+        limit = device.memory_bytes
+        if isinstance(config, RLConfig):
+            fixes = find_fixes(config, partial(list_changes, model=model), count_bytes, limit)
+        else:
+            changes = partial(list_supervised_changes, model=model)
+            fixes = find_fixes(config, changes, count_bytes, limit)
+    return MemoryCheck(plan, conditions, device, fixes)
+
+
+def _plan_job(config: Job, model: HFConfig, conditions: Conditions) -> MemoryPlan:
+    if isinstance(config, RLConfig):
+        return plan_memory(config, model, conditions)
+    return plan_supervised_memory(config, model, conditions)
+
+
+def check_settings(config: Job) -> None:
+    """Check the settings and layouts of a job that has been changed after it was resolved.
+
+    Raises:
+        ConfigError: A layout cannot be.
+    """
+    if isinstance(config, RLConfig):
+        resolve(config, needs_data=False)
+        check_layouts(config)
+    else:
+        resolve_train(config, needs_data=False)
+        _check_layout(config)
+
+
+def _check_layout(config: TrainConfig) -> HFConfig:
+    """Check the layout of a supervised job by its model's config.json, which is returned."""
+    model = read_config(config.model.path)
+    load_backend(config.engine).check_model("engine", config.engine, model)
+    return model
+
+
+@contextmanager
+def prepare_plan(
+    config: Job, lane: str, *, checks_layout: bool = True
+) -> Iterator[tuple[Job, HFConfig]]:
+    """Resolve settings for a plan, from config.json alone; yield them and the model's config.
+
+    Args:
+        checks_layout: False if the layouts of an RL run are replaced.
+
+    Raises:
+        ConfigError: A setting is wrong, or a layout does not fit the model.
+    """
+    if not isinstance(config, RLConfig):
+        resolved = resolve_for_device(config, lane, needs_data=False)
+        yield resolved, _check_layout(resolved)
+        return
+    config = resolve_for_nodes(config, lane, needs_data=False)
+    with TemporaryDirectory() as scratch:
+        prepared = prepare_settings(config, Path(scratch), None)
+        if checks_layout:
+            check_layouts(prepared)
+        yield prepared, read_config(prepared.model.path)

@@ -1,0 +1,247 @@
+"""Memory and time of supervised jobs (sft, dpo, rm), from settings and config.json alone.
+
+The formulas are those of RL runs: docs/planning.md, docs/planning_step.md.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from mcore_rl.algorithms.inputs import get_needs
+from mcore_rl.algorithms.preference import PREFERENCE_LOSSES
+from mcore_rl.config.resolve_train import count_row_conversations, get_data_config
+from mcore_rl.config.schema import DPOConfig, LoRAConfig, RMConfig, SFTConfig, TrainConfig
+from mcore_rl.engine.base import load_backend
+from mcore_rl.models.base import HFConfig, get_family, pad_vocab_size
+from mcore_rl.parallel.mesh import split_into_chunks
+from mcore_rl.planner.activations import PackSize, compute_pass_memory
+from mcore_rl.planner.flops import count_work
+from mcore_rl.planner.generation import Lengths
+from mcore_rl.planner.hardware import Hardware
+from mcore_rl.planner.memory import (
+    CONTEXT_BYTES,
+    FRAGMENT_SHARE,
+    Conditions,
+    MemoryPlan,
+    Moment,
+    count_host_adam_bytes,
+    count_nccl_bytes,
+    split_nodes,
+)
+from mcore_rl.planner.roles import ITEMSIZES, RolePlan, StagePlan, plan_supervised_roles
+from mcore_rl.planner.step import get_dtype
+from mcore_rl.planner.training import Load, TrainingModel, UpdateTime
+
+
+def needs_reference(config: TrainConfig) -> bool:
+    """Return whether the loss reads the log-probs of a reference model."""
+    if not isinstance(config, DPOConfig):
+        return False
+    return "reference_log_probs" in get_needs(PREFERENCE_LOSSES[config.loss])
+
+
+def has_reference_model(config: TrainConfig) -> bool:
+    """Return whether a job has a separate reference model.
+
+    A LoRA model without its adapters is the reference.
+    """
+    return needs_reference(config) and not config.engine.lora.rank
+
+
+def shares_devices(config: TrainConfig) -> bool:
+    """Return whether a reference model is on the devices of the trained one."""
+    if not isinstance(config, DPOConfig):
+        return False
+    return has_reference_model(config) and config.reference.placement == "shared"
+
+
+# Memory
+
+
+def plan_supervised_memory(
+    config: TrainConfig, model: HFConfig, conditions: Conditions
+) -> MemoryPlan:
+    """Plan the memory of a resolved supervised job.
+
+    Args:
+        model: config.json of the model. Quantised weights are planned as what they become,
+            model.dtype.
+    """
+    roles = plan_supervised_roles(config, model, has_reference=has_reference_model(config))
+    is_counted = load_backend(config.engine).shard_format == "megatron"
+    moments = [
+        moment
+        for role in roles
+        for moment in _plan_role(config, model, conditions, role, roles[0], counts=is_counted)
+    ]
+    uncounted = () if is_counted else tuple(role.name for role in roles)
+    host = _compute_host_bytes(config, roles, conditions.gpus_per_node)
+    return MemoryPlan(tuple(roles), tuple(moments), host, 0, 0, uncounted)
+
+
+def _plan_role(
+    config: TrainConfig,
+    model: HFConfig,
+    conditions: Conditions,
+    role: RolePlan,
+    trained: RolePlan,
+    *,
+    counts: bool,
+) -> Iterator[Moment]:
+    """Yield the moments of a role; equal ranks are together.
+
+    While a reference on shared devices computes, the trained model stays beside it.
+    """
+    passes = {"reference": ["log-probs"], "model": ["update"]}[role.name]
+    if role is trained and not isinstance(config, SFTConfig):
+        passes.insert(0, "scores" if isinstance(config, RMConfig) else "log-probs")
+    is_beside = role is not trained and shares_devices(config)
+    for name in passes:
+        folded: dict[tuple[tuple[str, int], ...], list[int]] = {}
+        for pp_rank, stage in enumerate(role.stages):
+            kinds = {"weights": stage.weight_bytes}
+            resident = stage if role is trained else None
+            if is_beside:
+                resident = trained.stages[pp_rank]
+                kinds["weights"] += resident.weight_bytes
+            if resident is not None:
+                kinds["gradients"] = resident.gradient_bytes
+                kinds["optimizer"] = _count_optimizer_bytes(config, resident)
+            if counts:
+                kinds |= _count_pass(config, model, conditions, pp_rank, trains=name == "update")
+            if conditions.lane == "cuda":
+                processes = 1 + shares_devices(config)
+                kinds["CUDA contexts"] = CONTEXT_BYTES * processes
+                kinds["NCCL"] = count_nccl_bytes(config.engine.layout) * processes
+                moving = ("activations", "MoE dispatch", "logits")
+                size = sum(kinds.get(kind, 0) for kind in moving)
+                kinds["fragmentation"] = int(FRAGMENT_SHARE * size)
+            folded.setdefault(tuple(kinds.items()), []).extend(stage.ranks)
+        for items, ranks in folded.items():
+            yield Moment(f"{role.name}: {name}", role.name, tuple(ranks), dict(items))
+
+
+def _count_optimizer_bytes(config: TrainConfig, stage: StagePlan) -> int:
+    return 0 if config.engine.optimizer.cpu_offload else stage.optimizer_bytes
+
+
+def _count_pass(
+    config: TrainConfig, model: HFConfig, conditions: Conditions, pp_rank: int, *, trains: bool
+) -> dict[str, int]:
+    """Count the bytes of a pass over micro-batches of the longest rows, all of them scored."""
+    engine, family = config.engine, get_family(model)
+    layout, longest = engine.layout, get_data_config(config).max_tokens
+    fields = family.config_map(model)
+    num_mtp = family.num_mtp_layers(model) if engine.mtp_loss_coef and trains else 0
+    chunks = split_into_chunks(layout, fields["num_layers"], num_mtp)
+    tokens = max(engine.max_tokens_per_micro_batch, -(-longest // layout.cp))
+    rows = config.trainer.batch_size * count_row_conversations(config)
+    packs = max(1, rows * longest // (tokens * layout.cp * layout.dp))
+    has_scores = isinstance(config, RMConfig)
+    is_fused = conditions.lane == "cuda" and engine.modules != "torch"
+    memory = compute_pass_memory(
+        engine,
+        fields,
+        PackSize(tokens, tokens, packs, longest, conditions.imbalance),
+        [chunk for chunk in chunks if chunk.pp_rank == pp_rank],
+        itemsize=ITEMSIZES[config.model.dtype],
+        modules="te" if is_fused else "torch",
+        head_rows=1 if has_scores else pad_vocab_size(model, layout.tp) // layout.tp,
+        trains=trains,
+    )
+    return {
+        "activations": memory.activations,
+        "MoE dispatch": memory.dispatch,
+        "logits": memory.logits,
+    }
+
+
+def _compute_host_bytes(config: TrainConfig, roles: list[RolePlan], size: int) -> dict[str, int]:
+    """Return the bytes on the fullest node, without data."""
+    host = Counter[str]()
+    for role in roles:
+        worst = Counter[str]()
+        for stages in split_nodes(role, size):
+            node = Counter[str]()
+            for stage in stages:
+                if config.engine.optimizer.cpu_offload:
+                    node["optimizer on the host"] += count_host_adam_bytes(
+                        stage, config.engine, config.model.dtype
+                    )
+                if role is not roles[0] and shares_devices(config):
+                    node["offloaded weights"] += stage.weight_bytes
+                if config.checkpoint.async_save and role is roles[0]:
+                    node["checkpoint in flight"] += stage.weight_bytes + stage.optimizer_bytes
+            worst = max(worst, node, key=lambda counts: sum(counts.values()))
+        host += worst
+    return dict(host)
+
+
+# Time
+
+
+@dataclass(frozen=True, slots=True)
+class SupervisedStepTime:
+    """Seconds of the parts of an optimizer step of a supervised job."""
+
+    scores_s: float  # pass before the update: log-probs of dpo, scores of rm
+    reference_s: float  # log-probs of dpo's reference
+    offload_s: float  # of a reference on shared devices, to them and back to the host
+    update: UpdateTime
+    num_devices: int
+    tokens: float  # of a step
+    mfu: float  # of the update, over the peak of its dtype
+
+    @property
+    def step_s(self) -> float:
+        return self.scores_s + self.reference_s + self.offload_s + self.update.total_s
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens a second and device."""
+        return self.tokens / self.step_s / self.num_devices
+
+
+def predict_supervised_step(
+    config: TrainConfig, model: HFConfig, hardware: Hardware, lengths: Lengths
+) -> SupervisedStepTime:
+    """Predict an optimizer step.
+
+    Args:
+        config: Resolved settings.
+        model: config.json of the model.
+        lengths: Of the rows' conversations: prompts and what follows them.
+    """
+    engine = config.engine
+    work = count_work(model)
+    if isinstance(config, RMConfig):
+        work = work.with_value_head()
+    dtype = get_dtype(config, engine)
+    rows = config.trainer.batch_size * count_row_conversations(config)
+    tokens = rows * (lengths.mean + lengths.prompt)
+    load = Load(tokens, lengths.sequence)
+    trained = TrainingModel(work, engine, hardware, dtype)
+    forward_s = trained.predict_forward(load)
+    update = trained.predict_update(load)
+    reference_s = offload_s = 0.0
+    if needs_reference(config):
+        plain = replace(engine, lora=LoRAConfig())
+        reference = TrainingModel(work, plain, hardware, dtype)
+        reference_s = reference.predict_forward(load)
+        if shares_devices(config):
+            size = sum(reference.count_local_parameters()) * reference.itemsize
+            offload_s = 2 * size / (hardware.host_bandwidth * hardware.host_share)
+    num_devices = engine.layout.world_size
+    num_pools = 1 + (has_reference_model(config) and not shares_devices(config))
+    flops = trained.count_training_flops(load)
+    return SupervisedStepTime(
+        scores_s=0.0 if isinstance(config, SFTConfig) else forward_s,
+        reference_s=reference_s,
+        offload_s=offload_s,
+        update=update,
+        num_devices=num_devices * num_pools,
+        tokens=tokens,
+        mfu=flops / (update.total_s * num_devices * hardware.get_peak_flops(dtype)),
+    )

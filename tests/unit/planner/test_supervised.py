@@ -1,0 +1,166 @@
+"""Memory and time of supervised jobs: hand-worked cases, verdicts, and the commands."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from mcore_rl.cli.compose import compose_config
+from mcore_rl.cli.main import run_command
+from mcore_rl.config.schema import DPOConfig, RMConfig, SFTConfig, TrainConfig
+from mcore_rl.jobs.memory_check import check_memory, prepare_plan
+from mcore_rl.planner.generation import Lengths
+from mcore_rl.planner.hardware import load_hardware
+from mcore_rl.planner.memory import CONTEXT_BYTES, Conditions, MemoryLimit, Moment
+from mcore_rl.planner.supervised import plan_supervised_memory, predict_supervised_step
+from tests.published_runs import FOLDER, read_model
+
+H100 = load_hardware("h100")
+MODEL = read_model({"model": "Qwen3-8B"})
+LENGTHS = Lengths(1000, 3000, prompt=500)
+
+
+def build_config(kind: type[TrainConfig]) -> TrainConfig:
+    config = kind()
+    config.model.dtype = "bfloat16"
+    config.engine.layout.tp, config.engine.layout.dp = 2, 4
+    config.engine.optimizer.distributed = True
+    return config
+
+
+def plan(config: TrainConfig, lane: str = "cpu") -> dict[str, Moment]:
+    moments = plan_supervised_memory(config, MODEL, Conditions(lane, imbalance=1.0)).moments
+    assert {m.ranks for m in moments} == {tuple(range(8))}  # all are equal
+    return {moment.name: moment for moment in moments}
+
+
+def test_an_update_has_weights_gradients_and_its_share_of_adam():
+    config = build_config(SFTConfig)
+    [role] = plan_supervised_memory(config, MODEL, Conditions("cpu")).roles
+    parameters = role.stages[0].parameters
+    moments = plan(config)
+    assert moments.keys() == {"model: update"}
+    kinds = moments["model: update"].kinds
+    assert kinds["weights"] == 2 * parameters
+    assert kinds["gradients"] == 4 * parameters
+    assert kinds["optimizer"] == 12 * parameters // 4
+    assert kinds["activations"] > 0 and kinds["logits"] > 0
+
+
+def test_the_trained_model_stays_beside_a_reference_on_shared_devices():
+    config = build_config(DPOConfig)
+    shared, alone = plan(config, "cuda"), None
+    update, scores = shared["model: update"].kinds, shared["reference: log-probs"].kinds
+    assert scores["weights"] == 2 * update["weights"]
+    assert (scores["gradients"], scores["optimizer"]) == (update["gradients"], update["optimizer"])
+    assert scores["CUDA contexts"] == 2 * CONTEXT_BYTES
+    config.reference.placement = "own"
+    alone = plan(config, "cuda")["reference: log-probs"].kinds
+    assert alone["weights"] == update["weights"] and "optimizer" not in alone
+    assert alone["CUDA contexts"] == CONTEXT_BYTES
+    config.engine.lora.rank = 8  # without its adapters the model is the reference
+    assert plan(config).keys() == {"model: log-probs", "model: update"}
+
+
+def test_a_reward_model_has_a_value_head_and_no_logits():
+    kinds = plan(build_config(RMConfig))["model: update"].kinds
+    head = 151_936 * 4096 // 2  # of Qwen3-8B, on two ranks
+    plain = plan(build_config(SFTConfig))["model: update"].kinds
+    assert plain["weights"] - kinds["weights"] == 2 * (head - 4096)
+    assert kinds["logits"] < plain["logits"] / 1000
+
+
+def test_parts_of_a_step_are_the_passes_of_the_job():
+    sft, dpo, rm = (
+        predict_supervised_step(build_config(kind), MODEL, H100, LENGTHS)
+        for kind in (SFTConfig, DPOConfig, RMConfig)
+    )
+    assert sft.scores_s == sft.reference_s == 0
+    assert sft.step_s == sft.update.total_s
+    assert (sft.tokens, dpo.tokens) == (64 * 1500, 2 * 64 * 1500)
+    assert dpo.scores_s == dpo.reference_s > rm.scores_s > 0
+    parts = dpo.update.total_s + 2 * dpo.scores_s + dpo.offload_s
+    assert dpo.step_s == pytest.approx(parts)
+    # Two bytes a parameter of the fullest rank, to the devices and back.
+    parameters = plan(build_config(DPOConfig))["model: update"].kinds["weights"] / 2
+    host = H100.host_bandwidth * H100.host_share
+    assert dpo.offload_s == pytest.approx(2 * 2 * parameters / host, rel=1e-3)
+
+
+def test_a_reference_of_its_own_takes_more_devices_and_is_not_offloaded():
+    config = build_config(DPOConfig)
+    config.reference.placement = "own"
+    step = predict_supervised_step(config, MODEL, H100, LENGTHS)
+    assert (step.num_devices, step.offload_s) == (16, 0.0)
+    config.engine.lora.rank = 8
+    step = predict_supervised_step(config, MODEL, H100, LENGTHS)
+    assert step.num_devices == 8 and step.reference_s > 0
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> str:
+    (tmp_path / "config.json").write_text((FOLDER / "Qwen3-8B.json").read_text())
+    return f"model.path={tmp_path}"
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "gigabytes"),
+    [
+        (SFTConfig, ["engine.layout.tp=2"], "70"),
+        (DPOConfig, ["engine.layout.tp=4", "engine.layout.dp=2"], "45"),
+        (RMConfig, ["engine.layout.dp=4", "engine.optimizer.distributed=true"], "70"),
+    ],
+)
+def test_settings_that_make_a_job_fit_are_pasted(model, kind, settings, gigabytes):
+    config = compose_config(kind, [model, *settings])
+    device = MemoryLimit.parse(gigabytes)
+    with prepare_plan(config, "cuda") as (prepared, hf_config):
+        fixes = check_memory(prepared, hf_config, Conditions(), device).fixes
+    assert fixes
+    for fix in fixes[:2]:
+        pasted = compose_config(kind, [model, *settings, *fix.overrides])
+        with prepare_plan(pasted, "cuda") as (prepared, hf_config):
+            check = check_memory(prepared, hf_config, Conditions(), None)
+        assert check.plan.worst.total == fix.total
+        assert fix.fits == (fix.total <= device.memory_bytes)
+
+
+def test_plan_memory_and_plan_step_take_the_settings_of_a_job(model, capsys):
+    words = ["--job=dpo", model, "engine.layout.tp=4", "engine.layout.dp=2"]
+    assert run_command("plan", ["memory", *words, "--hardware=h200"]) == 0
+    assert capsys.readouterr().out.startswith("memory: fits, ")
+    assert run_command("plan", ["memory", *words, "--hardware=30", "--json"]) == 1
+    report = json.loads(capsys.readouterr().out)
+    assert not report["fits"] and {m["role"] for m in report["moments"]} == {"model", "reference"}
+    assert run_command("plan", ["step", *words, "--hardware=h100"]) == 0
+    assert "log-probs of the reference" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("command", "words", "message"),
+    [
+        ("memory", ["--job=dop"], "--job='dop'; allowed: 'rl', 'sft', 'dpo', 'rm'"),
+        ("memory", ["--job=sft", "actor.layout.tp=2"], "actor"),
+        ("memory", ["--job=sft", "engine.layout.tp=3"], "engine.layout.tp=3"),
+        ("step", ["--job=sft", "--hardware=h100", "--prompt-tokens=5000"], "data.max_tokens=4096"),
+        ("step", ["--job=sft", "--hardware=h100", "engine.layout.tp=3"], "engine.layout.tp=3"),
+    ],
+)
+def test_senseless_input_gets_one_error(model, command, words, message, capsys):
+    assert run_command("plan", [command, model, *words]) == 2
+    error = capsys.readouterr().err.strip()
+    assert message in error and "\n" not in error
+
+
+def test_moments_of_the_published_job_of_adapters_fit_one_gpu():
+    """8B with adapters on one GPU: weights, not gradients and Adam of them."""
+    config = build_config(SFTConfig)
+    config.engine = replace(config.engine, layout=type(config.engine.layout)())
+    config.engine.lora.rank = 16
+    config.engine.recompute.granularity = "full"
+    assert plan_supervised_memory(config, MODEL, Conditions()).worst.total < 40e9
+    config.engine.lora.rank = 0
+    assert plan_supervised_memory(config, MODEL, Conditions()).worst.total > H100.memory_bytes
