@@ -560,6 +560,9 @@ def _check_model(key: str, engine: EngineConfig, hf_config: HFConfig) -> None:
     sizes = get_model_sizes(hf_config)
     resolve_model_layout(f"{key}.layout", engine.layout, sizes)
     resolve_model_engine(key, engine, sizes)
+    if engine.fp8.recipe != "off":
+        weights = map_model_weights(hf_config, pad_vocab_size(hf_config, 1))
+        passthrough.check_float8_sizes(key, engine, weights, sizes.num_layers)
     if engine.lora.rank:
         weights = map_model_weights(hf_config, pad_vocab_size(hf_config, 1))
         check_targets(f"{key}.lora", weights, engine.lora)
