@@ -13,7 +13,8 @@ from __future__ import annotations
 import json
 import re
 import reprlib
-from collections.abc import Callable, Mapping
+from collections import UserDict
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -199,6 +200,91 @@ def get_frozen_prefixes(config: HFConfig) -> tuple[str, ...]:
     return () if family is None else family.frozen_prefixes
 
 
+# Fields that do not change what a family computes: identity and records of a checkpoint, tokens,
+# generation, training, images, and parts that config.json declares and families leave out.
+_WITHOUT_EFFECT_NAMES = (
+    # identity, records, and how weights are stored
+    "architectures auto_map model_type transformers_version dtype torch_dtype quantization_config "
+    "tokenizer_class unsloth_fixed unsloth_version",
+    # tokens and generation
+    "bos_token_id eos_token_id pad_token_id sep_token_id decoder_start_token_id use_cache "
+    "max_position_embeddings initial_context_length prefix max_length min_length do_sample "
+    "early_stopping num_beams num_beam_groups diversity_penalty temperature top_k top_p typical_p "
+    "repetition_penalty length_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size "
+    "bad_words_ids num_return_sequences output_scores return_dict_in_generate forced_bos_token_id "
+    "forced_eos_token_id remove_invalid_values exponential_decay_length_penalty suppress_tokens "
+    "begin_suppress_tokens",
+    # outputs of transformers, and classes that are no decoder
+    "return_dict output_attentions output_hidden_states output_router_logits torchscript "
+    "use_bfloat16 tf_legacy_loss pruned_heads chunk_size_feed_forward is_encoder_decoder "
+    "is_decoder cross_attention_hidden_size add_cross_attention tie_encoder_decoder "
+    "finetuning_task task_specific_params problem_type id2label label2id num_labels "
+    "token_classification_bias",
+    # initial values, dropout, losses of routers and ranks of other trainers
+    "initializer_range attention_dropout aux_loss_alpha seq_aux router_aux_loss_coef "
+    "router_z_loss_coef ep_size pretraining_tp",
+    # derived from other fields, or of parts that a model of its architecture does not have
+    "head_dim qk_head_dim full_attention_interval max_window_layers mlp_intermediate_size "
+    "shared_moe_mode use_mtp num_mtp_modules mtp_transformer_layers",
+    # images, which are refused
+    "vision_config image_token_id video_token_id vision_start_token_id vision_end_token_id "
+    "media_placeholder_token_id ignore_index use_unified_vision_chunk video_placeholder",
+)
+_WITHOUT_EFFECT = frozenset(name for names in _WITHOUT_EFFECT_NAMES for name in names.split())
+
+
+class _RecordedFields(UserDict[str, Any]):
+    """The fields of a config.json, with the names of those that have been read.
+
+    Copies by "|" are recorded as well; by "**" every field counts as read.
+    """
+
+    def __init__(self, config: Mapping[str, Any], names: set[str]) -> None:
+        super().__init__()
+        self.data, self.names = dict(config), names
+
+    def __getitem__(self, name: str) -> Any:
+        self.names.add(name)
+        return self.data[name]
+
+    def __contains__(self, name: object) -> bool:
+        self.names.add(str(name))
+        return name in self.data
+
+    def __iter__(self) -> Iterator[str]:
+        self.names.update(self.data)
+        return iter(self.data)
+
+    def __or__(self, other: Any) -> Any:
+        return _RecordedFields(self.data | other, self.names)
+
+    def __ror__(self, other: Any) -> Any:
+        return _RecordedFields(other | self.data, self.names)
+
+
+def check_no_unread_field(config: HFConfig) -> None:
+    """Check that the model's family reads each field of config.json that may change the model.
+
+    Raises:
+        ConfigError: It does not read a field that is not null, and that is not known to have no
+            effect on the computation.
+    """
+    family, names = get_family(config), set[str]()
+    fields: Any = _RecordedFields(config, names)
+    family.config_map(fields)
+    family.num_mtp_layers(fields)
+    family.weights(fields, get_field(config, "vocab_size"))
+    if family.vllm_weights is not None:
+        family.vllm_weights(fields)
+    for name in sorted(config.keys() - names - _WITHOUT_EFFECT):
+        if config[name] is not None and not name.startswith("_"):
+            raise ConfigError(
+                f"config.json: {name}={_to_json(config[name])} is not read by the family "
+                f"{family.name!r}, which may compute another model than the checkpoint's; allowed: "
+                "null, or no such field"
+            )
+
+
 def _find_family(config: HFConfig) -> Family | None:
     families = _list_families()
     return next((families[name] for name in _list_causal_names(config) if name in families), None)
@@ -274,7 +360,7 @@ def drop_mtp_layers(config: HFConfig) -> HFConfig:
     fields = [n for n in _MTP_FIELDS if n in config]
     if config.get("model_type") in _UNDECLARED_MTP:
         fields = ["num_nextn_predict_layers"]
-    return {**config, **dict.fromkeys(fields, 0)}
+    return config | dict.fromkeys(fields, 0)
 
 
 def list_layer_types(config: HFConfig) -> list[str]:

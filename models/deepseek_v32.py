@@ -56,7 +56,7 @@ def _map_indexer_config(config: HFConfig, *, is_interleaved: bool) -> dict[str, 
             f"that the indexer rotates; allowed: at least {rotary}"
         )
     check_values(
-        {"indexer_rope_interleave": False, **config}, {"indexer_rope_interleave": is_interleaved}
+        {"indexer_rope_interleave": False} | config, {"indexer_rope_interleave": is_interleaved}
     )
     _refuse_shared_indices(config)
     return {
@@ -88,6 +88,7 @@ def _refuse_shared_indices(config: HFConfig) -> None:
 def _map_config(config: HFConfig, *, is_interleaved: bool) -> dict[str, Any]:
     get_field(config, "q_lora_rank")  # the indexer reads the latent of queries
     check_dense_layers(config)
+    check_values(config, {"mlp_bias": False})
     return {
         **map_common_config(config, ("indexed_attention",)),
         **map_latent_config(config),

@@ -54,7 +54,7 @@ def map_config(config: HFConfig) -> dict[str, Any]:
         },
     )
     return {
-        **map_decoder_config({**config, "layer_types": None}),
+        **map_decoder_config(config | {"layer_types": None}),
         **map_softmax_router_config(config, renormalised=True),
         "activation": "quick_gelu",  # x sigmoid(1.702 x)
         "activation_func_clamp_value": 7.0,

@@ -26,7 +26,7 @@ from mcore_rl.reshard.rules import Weight
 def _add_groups(config: HFConfig) -> HFConfig:
     """Return the config with num_key_value_heads, which Llama 1's leaves out: one per head."""
     heads = config.get("num_key_value_heads") or get_field(config, "num_attention_heads")
-    return {**config, "num_key_value_heads": heads}
+    return config | {"num_key_value_heads": heads}
 
 
 def map_config(config: HFConfig) -> dict[str, Any]:

@@ -77,7 +77,7 @@ def map_config(config: HFConfig) -> dict[str, Any]:
         "num_moe_experts": get_field(config, "num_local_experts"),
         "moe_ffn_hidden_size": get_field(config, "intermediate_size"),
         "moe_layer_freq": [1] * num_layers,
-        **map_sigmoid_router_config({**config, "routed_scaling_factor": 1.0}),
+        **map_sigmoid_router_config(config | {"routed_scaling_factor": 1.0}),
     }
 
 

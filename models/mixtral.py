@@ -28,7 +28,7 @@ from mcore_rl.reshard.rules import Weight
 
 def map_config(config: HFConfig) -> dict[str, Any]:
     # Without a separate switch, a window that is set is in force.
-    check_values(config, {"sliding_window": None})
+    check_values(config, {"sliding_window": None, "router_jitter_noise": 0.0})
     return {
         **map_decoder_config(config, default_theta=1e6),
         "num_moe_experts": get_field(config, "num_local_experts"),

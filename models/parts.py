@@ -305,7 +305,7 @@ def map_sigmoid_router_config(config: HFConfig) -> dict[str, Any]:
     """
     topk = get_field(config, "num_experts_per_tok")
     check_values(
-        {"norm_topk_prob": True, **config},
+        {"norm_topk_prob": True} | config,
         {
             "scoring_func": "sigmoid",
             "topk_method": "noaux_tc",

@@ -54,7 +54,7 @@ def map_config(config: HFConfig) -> dict[str, Any]:
     )
     check_values(read_rope(config), {"rope_type": "default"})
     if is_moe:  # which has no dense layer
-        config = {"intermediate_size": get_field(config, "moe_intermediate_size"), **config}
+        config = {"intermediate_size": get_field(config, "moe_intermediate_size")} | config
     return map_hybrid_config(config, count_mtp_layers(config))
 
 

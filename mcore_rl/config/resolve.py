@@ -207,7 +207,7 @@ def resolve_for_lane(config: RLConfig, lane: str, *, has_experts: bool = False) 
     check_profile_steps(config.profile, config.trainer.num_steps)
     staleness = get_staleness(config.trainer)
     dtype = config.model.dtype if config.model.dtype != "auto" else DTYPE_OF_LANE[lane]
-    for key in ("actor", "critic", "reward_model"):
+    for key in ("actor", "critic", "reward_model", "teacher"):
         check_overlap_dtype(key, getattr(config, key), dtype)
         check_float8_dtype(key, getattr(config, key), dtype)
     trainer, (largest, mean) = replace(config.trainer, staleness=staleness), LOGPROB_GAPS[dtype]

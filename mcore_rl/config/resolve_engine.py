@@ -166,8 +166,8 @@ def _resolve_float8(key: str, config: EngineConfig) -> None:
         )
 
 
-def _check_float8_sizes(key: str, config: EngineConfig, sizes: ModelSizes) -> None:
-    """Check that the layers fit the settings of float8 products, and MLPs the blocks of scales."""
+def _check_float8_layers(key: str, config: EngineConfig, sizes: ModelSizes) -> None:
+    """Check that the layers that stay in bfloat16 fit the model and the layout."""
     fp8, layout = config.fp8, config.layout
     most = sizes.num_layers // layout.pp
     for name in ("bf16_layers_at_start", "bf16_layers_at_end"):
@@ -180,19 +180,6 @@ def _check_float8_sizes(key: str, config: EngineConfig, sizes: ModelSizes) -> No
             f"{key}.fp8.bf16_layers_at_start={fp8.bf16_layers_at_start} and bf16_layers_at_end="
             f"{fp8.bf16_layers_at_end}: none of the {sizes.num_layers} layers is left in float8"
         )
-    if fp8.recipe == "off":
-        return
-    multiple = 32 if fp8.recipe == "mxfp8" else 16
-    expert_sizes = (sizes.expert_ffn_size,) if sizes.num_experts else ()
-    for axis, columns in (("tp", sizes.ffn_sizes), ("etp", expert_sizes)):
-        ranks = getattr(layout, axis)
-        for size in columns:
-            if size % (ranks * multiple):
-                raise ConfigError(
-                    f"{key}.fp8.recipe={fp8.recipe!r} with {key}.layout.{axis}={ranks}: float8 "
-                    f"products take a multiple of {multiple} columns of an MLP on a rank, and "
-                    f"{size} / {ranks} is none; allowed: 'off', or another {key}.layout.{axis}"
-                )
 
 
 def check_float8_dtype(key: str, config: EngineConfig, dtype: str) -> None:
@@ -357,7 +344,7 @@ def resolve_model_engine(key: str, config: EngineConfig, sizes: ModelSizes) -> N
                     f"{key}.moe.{name}={getattr(config.moe, name)!r}: the model has no experts; "
                     f"allowed: {off!r}"
                 )
-    _check_float8_sizes(key, config, sizes)
+    _check_float8_layers(key, config, sizes)
     if not sizes.has_router_bias and config.moe.bias_update_rate:
         raise ConfigError(
             f"{key}.moe.bias_update_rate={config.moe.bias_update_rate}: the routers of the model "

@@ -1,6 +1,6 @@
 """A vLLM server's scores and traces are transformers' on the same checkpoint, in float32.
 
-And in bfloat16 those of a model with gated delta nets, whose kernels on a CPU take nothing else.
+And in bfloat16 those of Qwen, whose gated delta nets take nothing else on a CPU.
 A model with experts, and one with latent attention, shared experts and a router with groups, bias
 and scale, which test_parallel_server.py has on two workers.
 """
@@ -170,14 +170,24 @@ def test_heads_that_the_cpu_does_not_take_are_refused_before_the_engine_starts(
         asyncio.run(server.trace(_LONG))
 
 
-@pytest.mark.parametrize("family", all_but(("qwen3_next",), HYBRID))
-def test_a_hybrid_model_in_bfloat16_is_as_near_to_float32_as_transformers_in_bfloat16(
-    family, tmp_path
-):
+def _configure_bfloat16(family: str) -> Any:
+    """A model with heads of 128 and, of experts, one that uses all: no router is near a tie."""
+    config = tiny_families.served_config(family)
+    text = config.get_text_config()
+    if family == "qwen3":
+        text.head_dim = 128
+    if hasattr(text, "num_experts"):
+        text.num_experts_per_tok = text.num_experts
+    return config
+
+
+@pytest.mark.parametrize("family", all_but(("qwen3", "qwen3_next"), ("qwen3", *HYBRID)))
+def test_a_model_in_bfloat16_is_as_near_to_float32_as_transformers_in_bfloat16(family, tmp_path):
     """Scores of a prompt and of generated tokens, before and after an update."""
-    models = [tiny_models.build_from(tiny_families.served_config(family), n) for n in (0, 1)]
+    models = [tiny_models.build_from(_configure_bfloat16(family), n) for n in (0, 1)]
     for number, model in enumerate(models):
-        model.bfloat16().float()  # the weights that the server has
+        _cast_parameters(model, torch.bfloat16)
+        _cast_parameters(model, torch.float32)  # the weights that the server has
         tiny_families.save_served(model, tmp_path / str(number))
     config = RolloutConfig(kv_cache_bytes=64 << 20)
     server = VLLMServer(str(tmp_path / "0"), "bfloat16", MAX_TOKENS, config, seed=0)
@@ -194,7 +204,23 @@ def test_a_hybrid_model_in_bfloat16_is_as_near_to_float32_as_transformers_in_bfl
         _check_within_noise(decoded, model, _LONG[:30])
 
 
+def test_a_cast_of_transformers_model_rounds_its_rotary_frequencies_and_one_of_parameters_not():
+    model = tiny_models.build_from(_configure_bfloat16("qwen3"))
+    exact = model.model.rotary_emb.inv_freq.clone()
+    _cast_parameters(model, torch.bfloat16)
+    assert torch.equal(model.model.rotary_emb.inv_freq, exact)
+    rounded = model.bfloat16().float().model.rotary_emb.inv_freq
+    assert (rounded / exact - 1).abs().max() > 1e-3
+
+
+def _cast_parameters(model: Any, dtype: torch.dtype) -> None:
+    """Cast as `from_pretrained` does: without the rotary frequencies, which model.to() rounds."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+
+
 def _check_within_noise(scores: TokenScores, model: Any, prompt: list[int]) -> None:
+    """Check the mean gap: 0.6 to 1.1 times transformers' for 4 seeds, of 100 to 200 tokens."""
     chosen = torch.tensor(scores.token_ids)[:, None]
 
     def score() -> torch.Tensor:
@@ -205,11 +231,11 @@ def _check_within_noise(scores: TokenScores, model: Any, prompt: list[int]) -> N
         return logits.float().log_softmax(-1).gather(1, chosen)[:, 0]
 
     exact = score()
-    model.bfloat16()
+    _cast_parameters(model, torch.bfloat16)
     noise = (score() - exact).abs().mean()
-    model.float()
+    _cast_parameters(model, torch.float32)
     gap = (torch.tensor(scores.log_probs) - exact).abs().mean()
-    assert 0 < gap < 2 * noise, (gap, noise)
+    assert 0 < gap < 1.2 * noise, (gap, noise)
 
 
 def test_arguments_of_rollout_engine_reach_the_engine_which_scores_as_without(tmp_path):

@@ -52,6 +52,7 @@ from mcore_rl.models.base import (
     CLASSIFICATION,
     SEQUENCE,
     HFConfig,
+    check_no_unread_field,
     get_family,
     get_model_sizes,
     pad_vocab_size,
@@ -549,9 +550,13 @@ def _check_model(key: str, engine: EngineConfig, hf_config: HFConfig) -> None:
             f"{key}.backend='megatron': {family.architecture} has no layers of Megatron here; "
             f"allowed: {key}.backend=fsdp, or a family of your own in model.family"
         )
+    check_no_unread_field(hf_config)
     sizes = get_model_sizes(hf_config)
     resolve_model_layout(f"{key}.layout", engine.layout, sizes)
     resolve_model_engine(key, engine, sizes)
+    if engine.fp8.recipe != "off":
+        weights = map_model_weights(hf_config, pad_vocab_size(hf_config, 1))
+        passthrough.check_float8_sizes(key, engine, weights, sizes.num_layers)
     if engine.lora.rank:
         weights = map_model_weights(hf_config, pad_vocab_size(hf_config, 1))
         check_targets(f"{key}.lora", weights, engine.lora)

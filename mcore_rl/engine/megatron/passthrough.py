@@ -8,8 +8,9 @@ Upstream lines are those of megatron/core 0.19.2.
 from __future__ import annotations
 
 import importlib.util
+import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +21,7 @@ from mcore_rl.config.passthrough import FieldRules, check_refused, convert_field
 from mcore_rl.config.schema import EngineConfig
 from mcore_rl.engine.megatron import device
 from mcore_rl.observability.process import exempt_imports_from_gc
+from mcore_rl.reshard.rules import Shard, Weight
 
 _MODEL = "config.json of the model"
 _SPLIT = "it splits weights in a way that the rules of the model's weights do not have"
@@ -276,6 +278,10 @@ _FLEX_PACKAGES = {"deepep": "deep_ep", "hybridep": "deep_ep"}
 _MIN_CAPABILITY = {"tensorwise": (8, 9), "blockwise": (9, 0), "mxfp8": (10, 0)}  # of a GPU
 # Transformer Engine has no mxfp8 from it on (pytorch/quantization.py, _compute_mxfp8_support).
 _END_OF_CAPABILITY = {"mxfp8": (12, 0)}
+# Both sides of a weight are the inner one of a product, forward or backward, whose length cuBLAS
+# takes in multiples of 16; scales of mxfp8 are of 32 values.
+_FLOAT8_MULTIPLES = {"tensorwise": 16, "blockwise": 16, "mxfp8": 32}
+_FLOAT8_LINEAR = re.compile(r"\.(linear_\w+|in_proj|out_proj|eh_proj)\.weight(\{expert\})?$")
 _MIN_CUDA = {"blockwise": (12, 9)}  # of cuBLAS, whose products take blocks from there on
 VALUES = {
     "moe_flex_dispatcher_backend": (tuple(_FLEX_PACKAGES), "others take packs of one length alone"),
@@ -398,6 +404,40 @@ def _check_float8(key: str, engine: EngineConfig, lane: str, *, is_local: bool) 
             f"{setting} needs CUDA {_join(_MIN_CUDA[recipe])}; torch {torch.__version__} has "
             f"{_join(cuda)}; allowed: 'off', or a torch of a later CUDA"
         )
+
+
+def check_float8_sizes(
+    key: str, engine: EngineConfig, weights: Sequence[Weight], num_layers: int
+) -> None:
+    """Check that each rank's part of every weight of a float8 product fits the product.
+
+    Args:
+        key: Name of the settings of the engine, such as "actor".
+        engine: With a recipe of float8.
+        weights: Of the model, under Megatron's names.
+        num_layers: Decoder layers of the model.
+
+    Raises:
+        ConfigError: A side of a part is no multiple of what the recipe takes.
+    """
+    fp8, layout = engine.fp8, engine.layout
+    multiple = _FLOAT8_MULTIPLES[fp8.recipe]
+    layers = range(fp8.bf16_layers_at_start, num_layers - fp8.bf16_layers_at_end)
+    for weight in weights:
+        is_built = weight.stage != "mtp" or engine.mtp_loss_coef
+        is_product = weight.layer in layers if weight.layer is not None else is_built
+        if weight.expert or not is_product or not _FLOAT8_LINEAR.search(weight.name):
+            continue
+        count = getattr(layout, weight.axis) if weight.axis else 1
+        rows, columns = weight.rule.get_local_shape(Shard(0, count))
+        if rows % multiple or columns % multiple:
+            split = f" with {key}.layout.{weight.axis}={count}" if weight.axis else ""
+            other = f", or another {key}.layout.{weight.axis}" if weight.axis else ""
+            raise ConfigError(
+                f"{key}.fp8.recipe={fp8.recipe!r}{split}: float8 products take sides that are "
+                f"multiples of {multiple}, and a rank's {weight.get_local_name()} has {rows} x "
+                f"{columns}; allowed: 'off'{other}"
+            )
 
 
 def _has_products(capability: tuple[int, int], recipe: str) -> bool:

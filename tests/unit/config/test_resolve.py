@@ -74,7 +74,10 @@ def test_dtype_and_experts_decide_the_gaps(device, setting, replay, has_experts,
     assert resolve_for_lane(given, device, has_experts=has_experts).trainer == expected
 
 
-@pytest.mark.parametrize("role", ["actor", "critic"])
+ROLES = ("actor", "critic", "reward_model", "teacher")
+
+
+@pytest.mark.parametrize("role", ROLES)
 def test_exchanges_are_overlapped_in_bfloat16_alone(role):
     given = config(**{f"{role}__moe__overlap": True})
     with pytest.raises(ConfigError, match=rf"^{role}.moe.overlap=true with model.dtype='float32'"):
@@ -82,7 +85,7 @@ def test_exchanges_are_overlapped_in_bfloat16_alone(role):
     resolve_for_lane(given, "cuda")
 
 
-@pytest.mark.parametrize("role", ["actor", "critic"])
+@pytest.mark.parametrize("role", ROLES)
 def test_products_are_in_float8_with_weights_in_bfloat16_alone(role):
     given = config(**{f"{role}__fp8__recipe": "blockwise"})
     with pytest.raises(ConfigError, match=rf"^{role}.fp8.recipe='blockwise' with model.dtype='fl"):

@@ -174,16 +174,6 @@ BAD_SETTINGS_FOR_THE_MODEL = [
         "k.fp8.bf16_layers_at_start=6 and bf16_layers_at_end=6: none of the 12 layers is left",
     ),
     (
-        {"fp8.recipe": "blockwise", "layout.tp": 4},
-        replace(DENSE, ffn_sizes=(96,)),
-        "k.fp8.recipe='blockwise' with k.layout.tp=4: float8 products take a multiple of 16",
-    ),
-    (
-        {"fp8.recipe": "mxfp8", "layout.etp": 2},
-        replace(MOE, ffn_sizes=(64,), expert_ffn_size=96),
-        "k.fp8.recipe='mxfp8' with k.layout.etp=2: float8 products take a multiple of 32",
-    ),
-    (
         {"mtp_loss_coef": 0.1, "layout.pp": 2},
         replace(MOE, num_mtp_layers=1, is_tied=True),
         "k.mtp_loss_coef=0.1 with k.layout.pp=2: not supported for a model with tied embeddings",

@@ -19,12 +19,17 @@ from mcore_rl.config.schema import (
     OptimizerConfig,
     RecomputeConfig,
 )
-from mcore_rl.engine.base import check_engine_settings
+from mcore_rl.engine.base import check_engine_settings, load_backend
 from mcore_rl.engine.megatron import device, passthrough
 from mcore_rl.engine.megatron.passthrough import DENIED, OWNED
 from mcore_rl.models.base import get_family
 from mcore_rl.parallel.mesh import split_into_chunks
-from tests.unit.models.test_families import PUBLISHED, QWEN3_30B_A3B
+from tests.unit.models.test_families import (
+    DEEPSEEK_V3,
+    PUBLISHED,
+    QWEN3_30B_A3B,
+    QWEN3_NEXT_80B_A3B,
+)
 
 NVIDIA = "megatron-core 0.19.2"
 BLOCKWISE = Float8Config("blockwise")
@@ -230,6 +235,81 @@ def test_a_recipe_of_float8_is_refused_on_gpus_that_do_not_have_it(
         return
     with pytest.raises(ConfigError, match=rf"^actor.fp8.recipe='{recipe}' {message}"):
         passthrough.check_fields("actor", config, "cuda")
+
+
+@pytest.mark.parametrize("recipe", ["blockwise", "mxfp8", "tensorwise"])
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_each_layer_of_published_models_fits_each_recipe_of_float8(name, recipe):
+    check_model("actor", PUBLISHED[name][0], {"fp8": Float8Config(recipe)})
+
+
+_DENSE = {**QWEN3_30B_A3B, "intermediate_size": 6176, "mlp_only_layers": [0]}
+_DELTA_NET = {**QWEN3_NEXT_80B_A3B, "linear_num_key_heads": 4, "linear_num_value_heads": 4}
+_ODD_HEADS, _ODD_LATENTS = {"head_dim": 36}, {"q_lora_rank": 1000}
+
+
+@pytest.mark.parametrize(
+    ("hf_config", "settings", "message"),
+    [
+        (
+            {**QWEN3_30B_A3B, **_ODD_HEADS},
+            {"fp8": BLOCKWISE, "layout": Layout(tp=4)},
+            r"'blockwise' with k.layout.tp=4: .* multiples of 16, and a rank's decoder.layers.0."
+            r"self_attention.linear_qkv.weight has 360 x 2048; allowed: 'off', or another k.layou",
+        ),
+        (
+            _DELTA_NET,
+            {"fp8": Float8Config("tensorwise")},
+            "'tensorwise' with .* 16, and a rank's .*self_attention.in_proj.weight has 2056 x 2048",
+        ),
+        (
+            {**DEEPSEEK_V3, **_ODD_LATENTS},
+            {"fp8": BLOCKWISE},
+            "'blockwise': .*linear_q_down_proj.weight has 1000 x 7168; allowed: 'off'$",
+        ),
+        (
+            _DENSE,
+            {"fp8": Float8Config("mxfp8"), "layout": Layout(tp=2)},
+            "'mxfp8' with k.layout.tp=2: .* 32, and a rank's .*mlp.linear_fc2.weight has 2048 x 30",
+        ),
+        (
+            QWEN3_30B_A3B,
+            {"fp8": Float8Config("mxfp8"), "layout": Layout(dp=16, etp=16)},
+            "'mxfp8' with k.layout.etp=16: .*mlp.experts.linear_fc2.weight0 has 2048 x 48; allowed",
+        ),
+        (
+            {**DEEPSEEK_V3, "hidden_size": 7184},
+            {"fp8": BLOCKWISE, "layout": Layout(tp=2), "mtp_loss_coef": 0.1},
+            "'blockwise' with k.layout.tp=2: .*mtp.layers.0.eh_proj.weight has 3592 x 14368; allo",
+        ),
+    ],
+)
+def test_a_layer_that_float8_products_do_not_take_is_refused_before_a_run(
+    hf_config, settings, message
+):
+    with pytest.raises(ConfigError, match=rf"^k.fp8.recipe={message}"):
+        check_model("k", hf_config, settings)
+
+
+@pytest.mark.parametrize(
+    ("hf_config", "settings"),
+    [
+        ({**QWEN3_30B_A3B, **_ODD_HEADS}, {"fp8": Float8Config("off"), "layout": Layout(tp=4)}),
+        ({**QWEN3_30B_A3B, **_ODD_HEADS}, {"fp8": BLOCKWISE, "layout": Layout(tp=2)}),
+        (
+            _DENSE,
+            {"fp8": Float8Config("mxfp8", bf16_layers_at_start=1), "layout": Layout(tp=2)},
+        ),
+        ({**DEEPSEEK_V3, "hidden_size": 7184}, {"fp8": BLOCKWISE, "layout": Layout(tp=2)}),
+    ],
+)
+def test_sizes_of_layers_that_are_not_in_float8_or_not_built_do_not_matter(hf_config, settings):
+    check_model("k", hf_config, settings)
+
+
+def check_model(key: str, hf_config: dict[str, Any], settings: dict[str, Any]) -> None:
+    engine = EngineConfig(**settings)
+    load_backend(engine, key).check_model(key, engine, hf_config)
 
 
 @pytest.mark.parametrize("key", ["critic", "reward_model", "teacher.models.math"])

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 
+import mcore_rl.models  # noqa: F401
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.models.base import check_fields, read_config
+from mcore_rl.models.base import (
+    check_fields,
+    check_no_unread_field,
+    read_config,
+    read_config_file,
+)
 
 PUBLISHED = sorted((Path(__file__).parent / "published").glob("*.json"))
 
 
 @pytest.mark.parametrize("path", PUBLISHED, ids=lambda path: path.stem)
-def test_published_configs_pass(path):
-    check_fields(json.loads(path.read_text()))
+def test_published_configs_pass_and_each_field_is_read_or_without_effect(path):
+    check_no_unread_field(read_config_file(path))
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from mcore_rl.config.schema import Layout
 from mcore_rl.models import base
 from mcore_rl.models.base import (
     check_fields,
+    check_no_unread_field,
     count_kv_elements_per_token,
     drop_mtp_layers,
     get_family,
@@ -557,6 +558,8 @@ REFUSED = [
         {"routed_scaling_factor": 2.5},
         "routed_scaling_factor=2.5 is not .* allowed: 1.0",
     ),
+    (MIXTRAL_8X7B, {"router_jitter_noise": 0.1}, "router_jitter_noise=0.1 is not .* allowed: 0.0"),
+    (DEEPSEEK_V3_2, {"mlp_bias": True}, "mlp_bias=true is not .* allowed: false"),
     (MINIMAX_M2, {"router_jitter_noise": 0.1}, "router_jitter_noise=0.1 is not .* allowed: 0.0"),
     (MINIMAX_M2, {"layernorm_mlp_beta": 2.0}, "layernorm_mlp_beta=2.0 is not .* allowed: 1.0"),
     (MINIMAX_M2, {"num_local_experts": None}, "has no 'num_local_experts'"),
@@ -595,6 +598,21 @@ def test_a_config_that_cannot_be_expressed_is_refused_by_name(config, change, me
     with pytest.raises(ConfigError, match=message):
         check_fields(changed)
         get_family(changed).config_map(changed)
+
+
+@pytest.mark.usefixtures("own_families")
+@pytest.mark.parametrize("config", CONFIGS)
+def test_a_field_that_the_family_does_not_read_is_refused_by_name(config):
+    changed = config | {"final_logit_softcapping": 30.0}
+    with pytest.raises(ConfigError, match=r"config.json: final_logit_softcapping=30.0 is not read"):
+        check_no_unread_field(changed)
+
+
+@pytest.mark.usefixtures("own_families")
+def test_a_field_of_another_family_is_refused_and_one_without_effect_is_not():
+    check_no_unread_field(QWEN3_0_6B | {"use_cache": True, "_name_or_path": "", "index_topk": None})
+    with pytest.raises(ConfigError, match=r"index_topk=8 is not read by the family 'qwen3', which"):
+        check_no_unread_field(QWEN3_0_6B | {"index_topk": 8})
 
 
 def test_rope_is_read_where_either_transformers_keeps_it():
