@@ -17,7 +17,7 @@ from mcore_rl.cli.options import print_text, write_file
 from mcore_rl.config.checks import check_choice
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.resolve_train import get_data_config
-from mcore_rl.config.schema import DPOConfig, RLConfig, RMConfig, SFTConfig, TrainConfig
+from mcore_rl.config.schema import JOB_SCHEMAS, RLConfig, TrainConfig
 
 if TYPE_CHECKING:
     from mcore_rl.models.base import HFConfig
@@ -39,7 +39,6 @@ Measures products, memory, copies, launches and links of this machine; prints a 
 With settings of a run it takes small steps of the job instead, and prints the seconds of each part,
 a file for --times of plan simulate."""
 _SETTINGS = "settings of the run, as of mcore-rl rl: recipe=NAME model.path=DIR KEY=VALUE ..."
-_SCHEMAS = {"rl": RLConfig, "sft": SFTConfig, "dpo": DPOConfig, "rm": RMConfig}
 
 
 def add_settings(parser: argparse.ArgumentParser) -> None:
@@ -172,12 +171,12 @@ def _measure_run(options: argparse.Namespace) -> str:
 
 def compose_job(options: argparse.Namespace) -> RLConfig | TrainConfig:
     """Compose the settings of a command line with `--job`."""
-    check_choice("--job", options.job, tuple(_SCHEMAS))
+    check_choice("--job", options.job, tuple(JOB_SCHEMAS))
     if not options.settings:
         raise ConfigError("no settings; allowed: recipe=NAME model.path=DIR KEY=VALUE ...")
     from mcore_rl.cli.compose import compose_config  # imports Hydra
 
-    config: RLConfig | TrainConfig = compose_config(_SCHEMAS[options.job], options.settings)
+    config: RLConfig | TrainConfig = compose_config(JOB_SCHEMAS[options.job], options.settings)
     return config
 
 

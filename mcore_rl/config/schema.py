@@ -757,6 +757,10 @@ class RMConfig(TrainConfig):
     data: PairsConfig = field(default_factory=PairsConfig)
 
 
+# Settings of the commands that train.
+JOB_SCHEMAS = {"rl": RLConfig, "sft": SFTConfig, "dpo": DPOConfig, "rm": RMConfig}
+
+
 @dataclass
 class EvaluatedModelConfig(ModelConfig):
     path: str = ""  # a Hugging Face checkpoint, or the output_dir of a run

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.config.schema import RLConfig
+from mcore_rl.config.schema import JOB_SCHEMAS, RLConfig, TrainConfig
 from mcore_rl.observability.memory import GPU_MEMORY
 from mcore_rl.tools.report.runs import SETTINGS_FILE, NoPlanError, Run
 
@@ -44,12 +44,12 @@ def compare_memory(run: Run) -> list[RankMemory]:
     Raises:
         NoPlanError: The run is not planned.
     """
-    if run.kind != "rl":
-        raise NoPlanError("mcore-rl plan memory plans runs of rl alone")
+    if run.kind not in JOB_SCHEMAS:
+        raise NoPlanError(f"mcore-rl plan memory plans runs of {', '.join(JOB_SCHEMAS)} alone")
     recorded = _read_peaks(run)
     lane = "cuda" if recorded else "cpu"
     try:
-        plan = _plan(run.folder / SETTINGS_FILE, lane)
+        plan = _plan(run.folder / SETTINGS_FILE, run.kind, lane)
     except ConfigError as error:
         raise NoPlanError(str(error)) from error
     return [*_match(plan, recorded)]
@@ -73,14 +73,14 @@ def _read_peaks(run: Run) -> dict[str, dict[str, Any]]:
 
 
 @functools.lru_cache(maxsize=16)
-def _plan(settings: Path, lane: str) -> MemoryPlan:
+def _plan(settings: Path, kind: str, lane: str) -> MemoryPlan:
     from mcore_rl.cli.compose import compose_config  # slow to import: Hydra, torch
-    from mcore_rl.jobs.memory_check import prepare_plan
-    from mcore_rl.planner.memory import Conditions, plan_memory
+    from mcore_rl.jobs.memory_check import check_memory, prepare_plan
+    from mcore_rl.planner.memory import Conditions
 
-    config = compose_config(RLConfig, [f"recipe={settings}"])
+    config: RLConfig | TrainConfig = compose_config(JOB_SCHEMAS[kind], [f"recipe={settings}"])
     with prepare_plan(config, lane) as (prepared, model):
-        return plan_memory(prepared, model, Conditions(lane))
+        return check_memory(prepared, model, Conditions(lane), None).plan
 
 
 def _match(plan: MemoryPlan, recorded: Mapping[str, Mapping[str, Any]]) -> Sequence[RankMemory]:

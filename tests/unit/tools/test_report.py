@@ -125,14 +125,16 @@ def write_planned_run(folder: Path) -> Path:
     return write_rl_run(folder / "a", **asdict(config))
 
 
-def plan_actor(folder: Path, capsys: pytest.CaptureFixture[str], lane: str) -> dict[int, int]:
-    """Return the bytes of tensors of each rank of the actor, by `mcore-rl plan memory`."""
-    command = ["memory", f"recipe={folder / 'config.json'}", f"--lane={lane}", "--json"]
+def plan_tensors(
+    folder: Path, capsys: pytest.CaptureFixture[str], lane: str, role: str, *options: str
+) -> dict[int, int]:
+    """Return the bytes of tensors of each rank of a role, by `mcore-rl plan memory`."""
+    command = ["memory", f"recipe={folder / 'config.json'}", f"--lane={lane}", "--json", *options]
     assert plan.main(command) == 0
     most: dict[int, int] = {}
     for moment in json.loads(capsys.readouterr().out)["moments"]:
         outside = sum(moment["kinds"].get(k, 0) for k in ("CUDA contexts", "NCCL", "CUDA graphs"))
-        for rank in moment["ranks"] if moment["name"].startswith("actor: ") else ():
+        for rank in moment["ranks"] if moment["name"].startswith(f"{role}: ") else ():
             most[rank] = max(most.get(rank, 0), moment["total"] - outside)
     return most
 
@@ -145,7 +147,7 @@ def test_peaks_of_ranks_are_beside_their_plan(tmp_path, capsys):
     }
     summary = json.loads((folder / "summary.json").read_text())
     write_json(folder / "summary.json", summary | {"gpu_memory": {"actor": peaks}})
-    planned = plan_actor(folder, capsys, "cuda")
+    planned = plan_tensors(folder, capsys, "cuda", "actor")
     [run] = read_runs([folder])
     rows = {row.label: row for row in compare_memory(run)}
     assert list(rows) == ["actor: update, rank 0", "actor: update, rank 1"]
@@ -178,7 +180,7 @@ def test_highest_peak_is_shown_until_a_run_has_ended(tmp_path):
 
 def test_run_on_cpus_has_a_plan_and_says_that_no_peak_is_recorded(tmp_path, capsys):
     folder = write_planned_run(tmp_path)
-    planned = plan_actor(folder, capsys, "cpu")
+    planned = plan_tensors(folder, capsys, "cpu", "actor")
     facts = build_data(read_runs([folder]), 0)["runs"][0]
     assert facts["memory of ranks"].startswith("no recorded peak: torch counts no memory of ranks")
     assert f"{max(planned.values()) / 1e9:.3g} GB planned" in facts["memory of ranks"]
@@ -186,16 +188,27 @@ def test_run_on_cpus_has_a_plan_and_says_that_no_peak_is_recorded(tmp_path, caps
     assert {trace.type for trace in figure.data} == {"bar"}
 
 
-def test_run_of_sft_says_that_it_has_no_plan(tmp_path):
+def test_run_of_sft_has_the_plan_of_its_command(tmp_path, capsys):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(DENSE))
     folder = write_run(tmp_path / "a", "sft", [{"loss": 1.0}])
-    [run] = read_runs([folder])
-    with pytest.raises(NoPlanError, match="plans runs of rl alone"):
-        compare_memory(run)
+    settings = json.loads((folder / "config.json").read_text())
+    settings["model"] |= {"path": str(tmp_path / "model"), "dtype": "bfloat16"}
+    settings["engine"]["layout"]["pp"] = 2
+    write_json(folder / "config.json", settings)
     memory = {"gpu_memory": {"model": {"max_allocated_bytes": [10**9, 2 * 10**9]}}}
     write_json(folder / "summary.json", memory)
-    facts = build_data(read_runs([folder]), 0)["runs"][0]
-    no_plan = "no plan: mcore-rl plan memory plans runs of rl alone"
-    assert facts["memory of ranks"] == f"2 GB allocated; {no_plan}"
+    planned = plan_tensors(folder, capsys, "cuda", "model", "--job=sft")
+    rows = {row.label: row for row in compare_memory(read_runs([folder])[0])}
+    assert list(rows) == ["model: update, rank 0", "model: update, rank 1"]
+    for rank, row in enumerate(rows.values()):
+        assert (row.planned_bytes, row.allocated) == (planned[rank], (1 + rank) * 10**9)
+
+
+def test_evaluation_says_that_it_has_no_plan(tmp_path):
+    [run] = read_runs([write_eval_run(tmp_path / "a")])
+    with pytest.raises(NoPlanError, match="plans runs of rl, sft, dpo, rm alone"):
+        compare_memory(run)
 
 
 def test_no_metric_is_left_out(tmp_path):
