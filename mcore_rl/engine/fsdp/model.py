@@ -364,4 +364,12 @@ def allocate(root: ShardedPolicy, device: torch.device, buffer_device: torch.dev
             module._buffers[name] = torch.empty_like(buffer, device=buffer_device)
     for module in root.model.modules():
         if any(True for _ in module.buffers(recurse=False)):
+            # Weights are loaded afterwards; drawing sharded ones would take collectives.
+            parameters = module._parameters
+            module._parameters = {
+                name: torch.nn.Parameter(torch.empty(weight.shape, device="meta"))
+                for name, weight in parameters.items()
+                if weight is not None
+            }
             root.model._init_weights(module)
+            module._parameters = parameters

@@ -238,7 +238,7 @@ def test_the_cache_of_a_token_has_the_published_size():
 
 
 @pytest.mark.parametrize("name", SMALL)
-@pytest.mark.parametrize("count", [1, 4])
+@pytest.mark.parametrize("count", [1, 2])  # some have two groups of queries
 def test_shards_cover_each_tensor_exactly_once(name, count):
     config = config_of(name)
     check_cover(get_family(config).weights(config, pad_vocab_size(config, count)), count)
