@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -126,7 +127,8 @@ def run_layout(options: argparse.Namespace) -> int:
     with prepare_job(config, options.hardware, checks_layout=False) as (prepared, model):
         assert isinstance(prepared, RLConfig)
         hardware, lengths = load_hardware(options.hardware), _build_lengths(prepared, options)
-        result = search_layouts(prepared, model, hardware, options.devices, lengths, check_settings)
+        check = partial(check_settings, lane=_get_lane(options.hardware))
+        result = search_layouts(prepared, model, hardware, options.devices, lengths, check)
     if options.write:
         _write_recipe(options, result.best[0])
     if options.json:
@@ -193,10 +195,17 @@ def prepare_job(
     from mcore_rl.planner.hardware import load_hardware
 
     load_hardware(hardware)  # an unknown name is refused before a model is read
-    lane = "cpu" if hardware.lower() == "cpu" else "cuda"
-    with prepare_plan(config, lane, checks_layout=checks_layout) as (prepared, model):
+    with prepare_plan(config, _get_lane(hardware), checks_layout=checks_layout) as (
+        prepared,
+        model,
+    ):
         # Planned as model.dtype, which it is trained in.
         yield prepared, {k: v for k, v in model.items() if k != "quantization_config"}
+
+
+def _get_lane(hardware: str) -> str:
+    """Return the lane of ranks on some hardware."""
+    return "cpu" if hardware.lower() == "cpu" else "cuda"
 
 
 def _build_lengths(config: RLConfig | TrainConfig, options: argparse.Namespace) -> Lengths:

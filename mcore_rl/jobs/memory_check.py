@@ -17,10 +17,10 @@ from mcore_rl.config.resolve import resolve
 from mcore_rl.config.resolve_train import resolve_train
 from mcore_rl.config.schema import RLConfig, TrainConfig
 from mcore_rl.engine.base import load_backend
-from mcore_rl.jobs.placement import resolve_for_nodes
+from mcore_rl.jobs.placement import check_engines, resolve_for_nodes
 from mcore_rl.jobs.preflight import check_layouts
 from mcore_rl.jobs.resume import prepare_settings
-from mcore_rl.jobs.supervised_preflight import resolve_for_device
+from mcore_rl.jobs.supervised_preflight import check_train_engine, resolve_for_device
 from mcore_rl.models.base import HFConfig, read_config
 from mcore_rl.planner.fixes import Fix, find_fixes, list_changes, list_supervised_changes
 from mcore_rl.planner.memory import Conditions, MemoryLimit, MemoryPlan, plan_memory
@@ -89,8 +89,11 @@ def check_memory(
     if device is not None and plan.worst.total > device.memory_bytes:
 
         def count_bytes(changed: Job) -> int:
-            check_settings(changed)
-            return _plan_job(changed, model, conditions).worst.total
+            check_settings(changed, conditions.lane)
+            changed_plan = _plan_job(changed, model, conditions)
+            if uncounted := set(changed_plan.uncounted) - set(plan.uncounted):
+                raise ConfigError(f"activations of {', '.join(uncounted)} would not be counted")
+            return changed_plan.worst.total
 
         limit = device.memory_bytes
         if isinstance(config, RLConfig):
@@ -107,17 +110,22 @@ def _plan_job(config: Job, model: HFConfig, conditions: Conditions) -> MemoryPla
     return plan_supervised_memory(config, model, conditions)
 
 
-def check_settings(config: Job) -> None:
+def check_settings(config: Job, lane: str) -> None:
     """Check the settings and layouts of a job that has been changed after it was resolved.
 
+    Args:
+        lane: "cuda" or "cpu".
+
     Raises:
-        ConfigError: A layout cannot be.
+        ConfigError: A layout cannot be, or an engine does not read a setting.
     """
     if isinstance(config, RLConfig):
         resolve(config, needs_data=False)
+        check_engines(config, lane)
         check_layouts(config)
     else:
         resolve_train(config, needs_data=False)
+        check_train_engine(config, lane)
         _check_layout(config)
 
 

@@ -80,9 +80,7 @@ def resolve_for_device(
     """
     resolve_train(config, needs_data=needs_data)
     device = lane or detect_lane()
-    model_type = "reward_model" if isinstance(config, RMConfig) else "language_model"
-    column = getattr(get_data_config(config), "images_column", "")
-    check_engine_settings("engine", config.engine, model_type, device, images_column=column)
+    check_train_engine(config, device)
     resolve_profile(config, config.engine.layout, device)
     dtype = DTYPE_OF_LANE[device] if config.model.dtype == "auto" else config.model.dtype
     check_overlap_dtype("engine", config.engine, dtype)
@@ -90,6 +88,20 @@ def resolve_for_device(
     config = fetch_inputs(config, with_weights=needs_data)
     use_engine_family("engine", config.model, config.engine)
     return replace(config, model=replace(config.model, dtype=dtype))
+
+
+def check_train_engine(config: TrainConfig, device: str) -> None:
+    """Check the backend of a job and the settings that it reads, without a model.
+
+    Args:
+        device: "cuda" or "cpu" of the ranks.
+
+    Raises:
+        ConfigError: The backend does not read a setting, or cannot do what it says.
+    """
+    model_type = "reward_model" if isinstance(config, RMConfig) else "language_model"
+    column = getattr(get_data_config(config), "images_column", "")
+    check_engine_settings("engine", config.engine, model_type, device, images_column=column)
 
 
 def check_train_inputs(config: TrainConfig) -> TrainInputs:

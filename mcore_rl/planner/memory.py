@@ -9,7 +9,6 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from mcore_rl.config.checks import check_at_least
 from mcore_rl.config.errors import ConfigError
@@ -27,7 +26,7 @@ from mcore_rl.models.base import (
     read_config,
 )
 from mcore_rl.parallel.mesh import Mesh, split_into_chunks
-from mcore_rl.planner.activations import PackSize, compute_pass_memory, is_sparse
+from mcore_rl.planner.activations import PackSize, PassMemory, compute_pass_memory, is_sparse
 from mcore_rl.planner.fsdp import compute_fsdp_pass, counts_fsdp_passes
 from mcore_rl.planner.hardware import load_hardware
 from mcore_rl.planner.roles import (
@@ -48,6 +47,7 @@ NCCL_PAIR_BYTES, NCCL_GROUP_BYTES = 544 << 20, 688 << 20  # of 2 ranks, of more
 NCCL_EXCHANGE_BYTES = 3_280_000_000  # all-to-all among the 8 GPUs of a node
 _NODE = 8
 FRAGMENT_SHARE = 0.05  # of tensors that come and go
+_MOVING = ("activations", "MoE dispatch", "logits", "gathered weights", "workspace")
 _SCORES = {"critic": "values", "reward_model": "scores"}  # what passes without updates compute
 _KEY_BYTES = 4  # of a key that an indexer picks
 _HYBRID_BYTES = 16  # of a parameter whose Adam is on the host: gradient, weight, two moments
@@ -198,68 +198,33 @@ class _Planner:
         self, name: str, stage: StagePlan, pp_rank: int, *, trains: bool
     ) -> dict[str, int]:
         engine = self.get_engine(name)
-        kinds = {"weights": stage.weight_bytes}
-        if trains:
-            kinds["gradients"] = stage.gradient_bytes
-            if not engine.optimizer.cpu_offload:
-                kinds["optimizer"] = stage.optimizer_bytes
-        if self._counts_activations(name):
-            memory = self._compute_pass(name, engine, pp_rank, trains=trains)
-            kinds |= {
-                "activations": memory.activations,
-                "MoE dispatch": memory.dispatch,
-                "logits": memory.logits,
-            }
-            if memory.gathered:
-                kinds["gathered weights"] = memory.gathered
-            if keys := self._count_key_bytes(name, engine, trains=trains):
-                kinds["indexer keys"] = keys
+        kinds = count_state_bytes(engine, stage)
+        if not trains:
+            kinds = {"weights": kinds["weights"]}
+        kinds |= self._count_pass(name, engine, pp_rank, trains=trains)
+        if self._counts_activations(name) and (
+            keys := self._count_key_bytes(name, engine, trains=trains)
+        ):
+            kinds["indexer keys"] = keys
         return self._add_overhead(name, kinds)
 
-    def _compute_pass(self, name: str, engine: EngineConfig, pp_rank: int, *, trains: bool) -> Any:
-        config, model = self.config, self._get_model(name)
-        layout, family = engine.layout, get_family(model)
-        longest = config.max_sequence_tokens
-        tokens = max(engine.max_tokens_per_micro_batch, -(-longest // layout.cp))
-        scored = min(tokens, int(tokens * config.rollout.max_response_tokens / longest) + 1)
-        itemsize = ITEMSIZES[config.model.dtype]
-        has_value_head = name in ("critic", "reward_model")
-        if load_backend(engine).shard_format == "rows":
-            return compute_fsdp_pass(
-                engine,
-                model,
-                PackSize(tokens, scored, 1, longest),
-                itemsize=itemsize,
-                lane=self.conditions.lane,
-                head_rows=1 if has_value_head else model["vocab_size"],
-                trains=trains,
-            )
-        fields = family.config_map(model)
-        num_mtp = family.num_mtp_layers(model) if engine.mtp_loss_coef and trains else 0
-        chunks = split_into_chunks(layout, fields["num_layers"], num_mtp)
+    def _count_pass(
+        self, name: str, engine: EngineConfig, pp_rank: int, *, trains: bool
+    ) -> dict[str, int]:
+        config = self.config
         samples = config.trainer.prompts_per_step * config.algorithm.group_size
-        samples //= config.algorithm.num_mini_batches
-        packs = max(1, samples * longest // (tokens * layout.cp * layout.dp))
-        rows = 1 if has_value_head else pad_vocab_size(model, layout.tp) // layout.tp
-        own_chunks = [chunk for chunk in chunks if chunk.pp_rank == pp_rank]
-        imbalance = self.conditions.imbalance
-        num_sparse = sum(is_sparse(fields, n) for chunk in own_chunks for n in chunk.layers)
-        return compute_pass_memory(
+        return count_pass_bytes(
             engine,
-            fields,
-            PackSize(
-                tokens,
-                scored,
-                packs,
-                longest,
-                imbalance,
-                # Layers route independently: over n of them the excess falls with their root.
-                1 + (imbalance - 1) / math.sqrt(max(1, num_sparse)),
+            self._get_model(name),
+            Rows(
+                samples // config.algorithm.num_mini_batches,
+                config.max_sequence_tokens,
+                config.rollout.max_response_tokens,
             ),
-            own_chunks,
-            itemsize=itemsize,
-            modules="te" if self.is_gpu and engine.modules != "torch" else "torch",
-            head_rows=rows,
+            self.conditions,
+            config.model.dtype,
+            pp_rank,
+            has_value_head=name in ("critic", "reward_model"),
             trains=trains,
         )
 
@@ -289,9 +254,7 @@ class _Planner:
         return tuple(name for name in engines if not self._counts_activations(name))
 
     def _counts_activations(self, name: str) -> bool:
-        engine = self.get_engine(name)
-        is_megatron = load_backend(engine).shard_format == "megatron"
-        return is_megatron or counts_fsdp_passes(engine, self._get_model(name))
+        return counts_activations(self.get_engine(name), self._get_model(name))
 
     def get_engine(self, name: str) -> EngineConfig:
         """Return the engine settings of a role."""
@@ -343,10 +306,7 @@ class _Planner:
         full = max(
             actor.stages, key=lambda s: s.weight_bytes + s.gradient_bytes + s.optimizer_bytes
         )
-        kinds = {"weights": full.weight_bytes, "gradients": full.gradient_bytes}
-        if not config.actor.optimizer.cpu_offload:
-            kinds["optimizer"] = full.optimizer_bytes
-        kinds["buffers"] = buckets
+        kinds = count_state_bytes(config.actor, full) | {"buffers": buckets}
         yield Moment(
             "weight sync, trainer", "actor", full.ranks, self._add_overhead("actor", kinds)
         )
@@ -376,12 +336,11 @@ class _Planner:
         if not self.is_gpu:
             return dict(kinds)
         overheads = [self._overheads[role] for role in self._list_processes(name)]
-        moving = ("activations", "MoE dispatch", "logits", "gathered weights", "workspace")
         return {
             **kinds,
             "CUDA contexts": sum(context for context, _ in overheads),
             "NCCL": sum(nccl for _, nccl in overheads),
-            "fragmentation": int(FRAGMENT_SHARE * sum(kinds.get(kind, 0) for kind in moving)),
+            "fragmentation": count_fragmentation(kinds),
         }
 
     def _list_processes(self, name: str) -> list[str]:
@@ -421,7 +380,11 @@ class _Planner:
                         node["optimizer on the host"] += count_host_adam_bytes(
                             stage, engine, config.model.dtype
                         )
-                    if self._get_pool(name) == shared or self._shares_device(name):
+                    if has_state_on_host(engine):
+                        node["FSDP2 on the host"] += (
+                            stage.weight_bytes + stage.gradient_bytes + stage.optimizer_bytes
+                        )
+                    elif self._get_pool(name) == shared or self._shares_device(name):
                         node["offloaded weights"] += stage.weight_bytes
                         node["offloaded optimizer"] += 0 if offloaded else stage.optimizer_bytes
                     if config.checkpoint.async_save and stage.gradient_bytes:
@@ -434,6 +397,103 @@ class _Planner:
     def _shares_device(self, name: str) -> bool:
         pool = self._get_pool(name)
         return sum(self._get_pool(role) == pool for role in self.roles if role != "warm_start") > 1
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Rows of an optimizer step, as many on each data-parallel rank."""
+
+    number: int
+    longest: int  # tokens of a row
+    scored: int  # of them, at most
+
+
+def counts_activations(engine: EngineConfig, model: HFConfig) -> bool:
+    """Return whether count_pass_bytes counts an engine and model."""
+    is_megatron = load_backend(engine).shard_format == "megatron"
+    return is_megatron or counts_fsdp_passes(engine, model)
+
+
+def count_pass_bytes(
+    engine: EngineConfig,
+    model: HFConfig,
+    rows: Rows,
+    conditions: Conditions,
+    dtype: str,
+    pp_rank: int,
+    *,
+    has_value_head: bool,
+    trains: bool,
+) -> dict[str, int]:
+    """Return the bytes of a pass on a pipeline rank, by kind; {} if they are not counted.
+
+    Args:
+        dtype: Of weights and products.
+    """
+    if not counts_activations(engine, model):
+        return {}
+    layout, family, longest = engine.layout, get_family(model), rows.longest
+    tokens = max(engine.max_tokens_per_micro_batch, -(-longest // layout.cp))
+    scored = min(tokens, int(tokens * rows.scored / longest) + 1)
+    packs = max(1, rows.number * longest // (tokens * layout.cp * layout.dp))
+    itemsize = ITEMSIZES[dtype]
+    if load_backend(engine).shard_format == "rows":
+        memory = compute_fsdp_pass(
+            engine,
+            model,
+            PackSize(tokens, scored, 1, longest),
+            itemsize=itemsize,
+            lane=conditions.lane,
+            head_rows=1 if has_value_head else model["vocab_size"],
+            trains=trains,
+        )
+        return _name_pass_kinds(memory) | {"gathered weights": memory.gathered}
+    fields = family.config_map(model)
+    num_mtp = family.num_mtp_layers(model) if engine.mtp_loss_coef and trains else 0
+    chunks = split_into_chunks(layout, fields["num_layers"], num_mtp)
+    own_chunks = [chunk for chunk in chunks if chunk.pp_rank == pp_rank]
+    imbalance = conditions.imbalance
+    num_sparse = sum(is_sparse(fields, n) for chunk in own_chunks for n in chunk.layers)
+    # Layers route independently: over n of them the excess falls with their root.
+    mean_imbalance = 1 + (imbalance - 1) / math.sqrt(max(1, num_sparse))
+    is_fused = conditions.lane == "cuda" and engine.modules != "torch"
+    memory = compute_pass_memory(
+        engine,
+        fields,
+        PackSize(tokens, scored, packs, longest, imbalance, mean_imbalance),
+        own_chunks,
+        itemsize=itemsize,
+        modules="te" if is_fused else "torch",
+        head_rows=1 if has_value_head else pad_vocab_size(model, layout.tp) // layout.tp,
+        trains=trains,
+    )
+    return _name_pass_kinds(memory)
+
+
+def _name_pass_kinds(memory: PassMemory) -> dict[str, int]:
+    return {
+        "activations": memory.activations,
+        "MoE dispatch": memory.dispatch,
+        "logits": memory.logits,
+    }
+
+
+def has_state_on_host(engine: EngineConfig) -> bool:
+    """Return whether FSDP2 has weights, gradients and optimizer in host memory."""
+    return load_backend(engine).shard_format == "rows" and engine.fsdp.cpu_offload
+
+
+def count_state_bytes(engine: EngineConfig, stage: StagePlan) -> dict[str, int]:
+    """Return the bytes of weights, gradients and optimizer on a device, by kind."""
+    sizes = {"weights": stage.weight_bytes, "gradients": stage.gradient_bytes}
+    if not engine.optimizer.cpu_offload:
+        sizes["optimizer"] = stage.optimizer_bytes
+    return dict.fromkeys(sizes, 0) if has_state_on_host(engine) else sizes
+
+
+def count_fragmentation(kinds: Mapping[str, int]) -> int:
+    """Return the bytes that tensors which come and go leave unused."""
+    return int(FRAGMENT_SHARE * sum(kinds.get(kind, 0) for kind in _MOVING))
 
 
 def count_host_adam_bytes(stage: StagePlan, engine: EngineConfig, dtype: str) -> int:

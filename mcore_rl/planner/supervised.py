@@ -13,24 +13,26 @@ from mcore_rl.algorithms.inputs import get_needs
 from mcore_rl.algorithms.preference import PREFERENCE_LOSSES
 from mcore_rl.config.resolve_train import count_row_conversations, get_data_config
 from mcore_rl.config.schema import DPOConfig, LoRAConfig, RMConfig, SFTConfig, TrainConfig
-from mcore_rl.engine.base import load_backend
-from mcore_rl.models.base import HFConfig, get_family, pad_vocab_size
-from mcore_rl.parallel.mesh import split_into_chunks
-from mcore_rl.planner.activations import PackSize, compute_pass_memory
+from mcore_rl.models.base import HFConfig
 from mcore_rl.planner.flops import count_work
 from mcore_rl.planner.generation import Lengths
 from mcore_rl.planner.hardware import Hardware
 from mcore_rl.planner.memory import (
     CONTEXT_BYTES,
-    FRAGMENT_SHARE,
     Conditions,
     MemoryPlan,
     Moment,
+    Rows,
+    count_fragmentation,
     count_host_adam_bytes,
     count_nccl_bytes,
+    count_pass_bytes,
+    count_state_bytes,
+    counts_activations,
+    has_state_on_host,
     split_nodes,
 )
-from mcore_rl.planner.roles import ITEMSIZES, RolePlan, StagePlan, plan_supervised_roles
+from mcore_rl.planner.roles import RolePlan, plan_supervised_roles
 from mcore_rl.planner.step import get_dtype
 from mcore_rl.planner.training import Load, TrainingModel, UpdateTime
 
@@ -70,12 +72,10 @@ def plan_supervised_memory(
             model.dtype.
     """
     roles = plan_supervised_roles(config, model, has_reference=has_reference_model(config))
-    is_counted = load_backend(config.engine).shard_format == "megatron"
     moments = [
-        moment
-        for role in roles
-        for moment in _plan_role(config, model, conditions, role, roles[0], counts=is_counted)
+        moment for role in roles for moment in _plan_role(config, model, conditions, role, roles[0])
     ]
+    is_counted = counts_activations(config.engine, model)
     uncounted = () if is_counted else tuple(role.name for role in roles)
     host = _compute_host_bytes(config, roles, conditions.gpus_per_node)
     return MemoryPlan(tuple(roles), tuple(moments), host, 0, 0, uncounted)
@@ -87,8 +87,6 @@ def _plan_role(
     conditions: Conditions,
     role: RolePlan,
     trained: RolePlan,
-    *,
-    counts: bool,
 ) -> Iterator[Moment]:
     """Yield the moments of a role; equal ranks are together.
 
@@ -101,61 +99,39 @@ def _plan_role(
     for name in passes:
         folded: dict[tuple[tuple[str, int], ...], list[int]] = {}
         for pp_rank, stage in enumerate(role.stages):
-            kinds = {"weights": stage.weight_bytes}
-            resident = stage if role is trained else None
+            kinds = count_state_bytes(config.engine, stage)
             if is_beside:
-                resident = trained.stages[pp_rank]
-                kinds["weights"] += resident.weight_bytes
-            if resident is not None:
-                kinds["gradients"] = resident.gradient_bytes
-                kinds["optimizer"] = _count_optimizer_bytes(config, resident)
-            if counts:
-                kinds |= _count_pass(config, model, conditions, pp_rank, trains=name == "update")
+                weight_bytes = kinds["weights"]
+                kinds = count_state_bytes(config.engine, trained.stages[pp_rank])
+                kinds["weights"] += weight_bytes
+            elif role is not trained:
+                kinds = {"weights": kinds["weights"]}
+            kinds |= _count_pass(config, model, conditions, pp_rank, trains=name == "update")
             if conditions.lane == "cuda":
                 processes = 1 + shares_devices(config)
                 kinds["CUDA contexts"] = CONTEXT_BYTES * processes
                 kinds["NCCL"] = count_nccl_bytes(config.engine.layout) * processes
-                moving = ("activations", "MoE dispatch", "logits")
-                size = sum(kinds.get(kind, 0) for kind in moving)
-                kinds["fragmentation"] = int(FRAGMENT_SHARE * size)
+                kinds["fragmentation"] = count_fragmentation(kinds)
             folded.setdefault(tuple(kinds.items()), []).extend(stage.ranks)
         for items, ranks in folded.items():
             yield Moment(f"{role.name}: {name}", role.name, tuple(ranks), dict(items))
-
-
-def _count_optimizer_bytes(config: TrainConfig, stage: StagePlan) -> int:
-    return 0 if config.engine.optimizer.cpu_offload else stage.optimizer_bytes
 
 
 def _count_pass(
     config: TrainConfig, model: HFConfig, conditions: Conditions, pp_rank: int, *, trains: bool
 ) -> dict[str, int]:
     """Count the bytes of a pass over micro-batches of the longest rows, all of them scored."""
-    engine, family = config.engine, get_family(model)
-    layout, longest = engine.layout, get_data_config(config).max_tokens
-    fields = family.config_map(model)
-    num_mtp = family.num_mtp_layers(model) if engine.mtp_loss_coef and trains else 0
-    chunks = split_into_chunks(layout, fields["num_layers"], num_mtp)
-    tokens = max(engine.max_tokens_per_micro_batch, -(-longest // layout.cp))
-    rows = config.trainer.batch_size * count_row_conversations(config)
-    packs = max(1, rows * longest // (tokens * layout.cp * layout.dp))
-    has_scores = isinstance(config, RMConfig)
-    is_fused = conditions.lane == "cuda" and engine.modules != "torch"
-    memory = compute_pass_memory(
-        engine,
-        fields,
-        PackSize(tokens, tokens, packs, longest, conditions.imbalance),
-        [chunk for chunk in chunks if chunk.pp_rank == pp_rank],
-        itemsize=ITEMSIZES[config.model.dtype],
-        modules="te" if is_fused else "torch",
-        head_rows=1 if has_scores else pad_vocab_size(model, layout.tp) // layout.tp,
+    longest = get_data_config(config).max_tokens
+    return count_pass_bytes(
+        config.engine,
+        model,
+        Rows(config.trainer.batch_size * count_row_conversations(config), longest, longest),
+        conditions,
+        config.model.dtype,
+        pp_rank,
+        has_value_head=isinstance(config, RMConfig),
         trains=trains,
     )
-    return {
-        "activations": memory.activations,
-        "MoE dispatch": memory.dispatch,
-        "logits": memory.logits,
-    }
 
 
 def _compute_host_bytes(config: TrainConfig, roles: list[RolePlan], size: int) -> dict[str, int]:
@@ -170,7 +146,11 @@ def _compute_host_bytes(config: TrainConfig, roles: list[RolePlan], size: int) -
                     node["optimizer on the host"] += count_host_adam_bytes(
                         stage, config.engine, config.model.dtype
                     )
-                if role is not roles[0] and shares_devices(config):
+                if has_state_on_host(config.engine):
+                    node["FSDP2 on the host"] += (
+                        stage.weight_bytes + stage.gradient_bytes + stage.optimizer_bytes
+                    )
+                elif role is not roles[0] and shares_devices(config):
                     node["offloaded weights"] += stage.weight_bytes
                 if config.checkpoint.async_save and role is roles[0]:
                     node["checkpoint in flight"] += stage.weight_bytes + stage.optimizer_bytes

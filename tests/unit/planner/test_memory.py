@@ -18,6 +18,7 @@ from mcore_rl.config.schema import (
     DataConfig,
     EngineConfig,
     Float8Config,
+    FSDPConfig,
     Layout,
     ModelConfig,
     OptimizerConfig,
@@ -327,6 +328,16 @@ def test_fsdp_gathers_a_layer_and_the_root():
     # An update also has gradients: of the head, of one matrix, and those that are reduced.
     update = moments["actor: update"].kinds["gathered weights"]
     assert update == scores + 2 * embedding + 2 * 4096 * 12288 + 4 * layer
+
+
+def test_fsdp_with_cpu_offload_has_weights_gradients_and_adam_on_the_host():
+    config = build_config(Layout(dp=8), backend="fsdp", fsdp=FSDPConfig(cpu_offload=True))
+    plan = plan_memory(config, read_model("Qwen3-8B"), Conditions("cpu"))
+    update = get_moments(plan)["actor: update"].kinds
+    assert update["weights"] == update["gradients"] == update["optimizer"] == 0
+    parameters = plan.roles[0].stages[0].parameters
+    assert plan.host["FSDP2 on the host"] == 8 * 16 * parameters
+    assert "offloaded weights" not in plan.host and plan.uncounted == ("actor",)
 
 
 def test_the_verdict_names_roles_whose_activations_are_not_counted(monkeypatch, capsys):

@@ -10,11 +10,11 @@ import pytest
 
 from mcore_rl.cli.compose import compose_config
 from mcore_rl.cli.main import run_command
-from mcore_rl.config.schema import DPOConfig, RMConfig, SFTConfig, TrainConfig
+from mcore_rl.config.schema import DPOConfig, Layout, RLConfig, RMConfig, SFTConfig, TrainConfig
 from mcore_rl.jobs.memory_check import check_memory, prepare_plan
 from mcore_rl.planner.generation import Lengths
 from mcore_rl.planner.hardware import load_hardware
-from mcore_rl.planner.memory import CONTEXT_BYTES, Conditions, MemoryLimit, Moment
+from mcore_rl.planner.memory import CONTEXT_BYTES, Conditions, MemoryLimit, Moment, plan_memory
 from mcore_rl.planner.supervised import plan_supervised_memory, predict_supervised_step
 from tests.published_runs import FOLDER, read_model
 
@@ -73,6 +73,35 @@ def test_a_reward_model_has_a_value_head_and_no_logits():
     assert kinds["logits"] < plain["logits"] / 1000
 
 
+def test_an_update_takes_what_that_of_an_actor_takes_with_the_same_rows():
+    model = read_model({"model": "Qwen3-30B-A3B"})
+    config = build_config(SFTConfig)
+    config.engine.layout = Layout(tp=2, dp=4, ep=8)
+    run = RLConfig()
+    run.model, run.actor = config.model, config.engine
+    run.placement.rollout = "own"
+    run.trainer.prompts_per_step, run.algorithm.group_size = 16, 4
+    longest = config.data.max_tokens
+    run.data.max_prompt_tokens, run.rollout.max_response_tokens = 1, longest - 1
+    [expected] = [m for m in plan_memory(run, model, Conditions()).moments if "update" in m.name]
+    [moment] = plan_supervised_memory(config, model, Conditions()).moments
+    for kind in ("weights", "optimizer", "activations", "MoE dispatch", "NCCL"):
+        assert moment.kinds[kind] == pytest.approx(expected.kinds[kind], rel=1e-3)
+
+
+def test_jobs_of_fsdp_count_activations_and_gathered_weights():
+    config = DPOConfig()
+    config.model.dtype, config.engine.backend = "bfloat16", "fsdp"
+    config.engine.layout.dp = 8
+    memory = plan_supervised_memory(config, MODEL, Conditions())
+    assert not memory.uncounted
+    for moment in memory.moments:
+        assert moment.kinds["activations"] > 0 and moment.kinds["gathered weights"] > 0
+    config.engine.fsdp.packing = False
+    memory = plan_supervised_memory(config, MODEL, Conditions())
+    assert memory.uncounted == ("model", "reference")
+
+
 def test_parts_of_a_step_are_the_passes_of_the_job():
     sft, dpo, rm = (
         predict_supervised_step(build_config(kind), MODEL, H100, LENGTHS)
@@ -112,6 +141,8 @@ def model(tmp_path: Path) -> str:
         (SFTConfig, ["engine.layout.tp=2"], "70"),
         (DPOConfig, ["engine.layout.tp=4", "engine.layout.dp=2"], "45"),
         (RMConfig, ["engine.layout.dp=4", "engine.optimizer.distributed=true"], "70"),
+        (SFTConfig, ["engine.backend=fsdp", "engine.layout.dp=4"], "60"),
+        (SFTConfig, ["engine.backend=fsdp", "engine.layout.dp=4"], "30"),
     ],
 )
 def test_settings_that_make_a_job_fit_are_pasted(model, kind, settings, gigabytes):
