@@ -21,6 +21,7 @@ from mcore_rl.config.schema import RolloutConfig
 from mcore_rl.models.base import HFConfig, count_kv_elements_per_token
 from mcore_rl.planner.flops import LayerWork, Matrix, ModelWork
 from mcore_rl.planner.hardware import Hardware
+from mcore_rl.planner.servers import DEFAULT_MAX_SEQS
 
 # Of a server's scheduler for each forward pass, which the next pass waits for. An assumption.
 SCHEDULER_S = 2e-3
@@ -29,7 +30,6 @@ SCHEDULER_S = 2e-3
 _SMALL_KERNELS, _ROUTER_KERNELS = 6, 4
 _MOST_SIGMA = 5.0  # lengths a factor of 148 apart within one standard deviation
 _MOST_GROUPS = 64  # of responses of equal length, that a simulation tells apart
-_DEFAULT_SEQS = 1024  # of vLLM on GPUs of 70 GiB or more (engine/arg_utils.py)
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +135,7 @@ class ServerModel:
 
     def count_slots(self, sequence: float) -> int:
         """Return the responses that a server generates at once: its limit, or its cache's."""
-        most = self.rollout.max_num_seqs or _DEFAULT_SEQS
+        most = self.rollout.max_num_seqs or DEFAULT_MAX_SEQS
         cached = self.rollout.kv_cache_bytes / max(1, self.kv_bytes * sequence)
         return max(1, min(most, int(cached)) * self.rollout.dp)
 

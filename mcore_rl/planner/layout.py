@@ -30,6 +30,7 @@ from mcore_rl.config.schema import (
     RLConfig,
     RolloutConfig,
 )
+from mcore_rl.engine.base import load_backend
 from mcore_rl.models.base import HFConfig, get_model_sizes, read_config
 from mcore_rl.planner.fixes import format_value
 from mcore_rl.planner.flops import LayerWork, ModelWork, count_work
@@ -43,6 +44,7 @@ from mcore_rl.planner.roles import (
     needs_critic,
     needs_reference,
 )
+from mcore_rl.planner.servers import DEFAULT_MAX_SEQS
 from mcore_rl.planner.step import StepTime, get_dtype, predict_step
 from mcore_rl.planner.training import BFLOAT16, FLOAT32, Load, TrainingModel
 
@@ -122,9 +124,15 @@ def search_layouts(
         check: Raises ConfigError for settings that cannot be. None checks them without a model.
 
     Raises:
-        ConfigError: No layout fits; the message says what is missing.
+        ConfigError: No layout fits; the message says what is missing. Or the actor's backend has no
+            layouts of Megatron.
     """
     check_at_least("--devices", num_devices, 1)
+    if load_backend(config.actor, "actor").shard_format != "megatron":
+        raise ConfigError(
+            f"actor.backend={config.actor.backend!r}: its layouts are not searched; allowed: "
+            "'megatron'"
+        )
     work = count_work(model)
     samples = config.trainer.prompts_per_step * config.algorithm.group_size
     tokens = samples * (lengths.mean + lengths.prompt) / config.algorithm.num_mini_batches
@@ -152,10 +160,10 @@ def search_layouts(
             candidates.append(Candidate(planned, overrides, trainer.num_bytes, serving_bytes, step))
     candidates.sort(key=lambda candidate: candidate.step.step_s)
     if not candidates:
-        raise ConfigError(_explain_nothing(work, hardware, num_devices, exceeding))
+        raise ConfigError(_explain_nothing(config, work, hardware, num_devices, exceeding))
     checked = _check_candidates(candidates, model, hardware, exceeding, check)
     if not checked:
-        raise ConfigError(_explain_nothing(work, hardware, num_devices, exceeding))
+        raise ConfigError(_explain_nothing(config, work, hardware, num_devices, exceeding))
     best = [replace(c, reason=_explain(c, checked[0])) for c in checked]
     return SearchResult(tuple(best), _list_exceeding(exceeding, hardware), count)
 
@@ -430,13 +438,13 @@ def _count_recomputed_elements(layer: LayerWork, recompute: RecomputeConfig, hid
 def estimate_training_bytes(planner: TrainingModel) -> dict[str, float]:
     """Estimate the bytes of the fullest device while it trains, by kind.
 
-    Weights, float32 gradients, Adam's moments and main weights. Activations: per token and layer
+    Weights, float32 gradients, the optimizer's state. Activations: per token and layer
     the inputs and outputs of products and norms, over tp; a pipeline rank stores those of pp
     micro-batches, of an interleaved schedule up to (1 + 1 / vpp) times as many (arXiv:2104.04473,
     section 2.2), with full recompute the inputs of layers and one layer.
     """
     engine, work, layout = planner.engine, planner.work, planner.layout
-    state = planner.count_optimizer_parameters() * 3 * FLOAT32
+    state = planner.count_optimizer_parameters() * planner.optimizer_itemsize
     tokens, hidden = engine.max_tokens_per_micro_batch, work.hidden_size
     layer_elements = [
         5 * hidden
@@ -460,10 +468,10 @@ def estimate_training_bytes(planner: TrainingModel) -> dict[str, float]:
         stored = (sum(layer_elements) - recomputed) / len(work.layers)
     elements = num_layers * in_flight * stored + 2 * largest
     return {
-        "weights": sum(planner.count_local_parameters()) * BFLOAT16,
+        "weights": sum(planner.count_local_parameters()) * planner.itemsize,
         "gradients": sum(planner.count_trained_parameters()) * FLOAT32,
         "optimizer": 0.0 if engine.optimizer.cpu_offload else state,
-        "activations": elements * tokens / layout.tp * BFLOAT16 + _LOGITS_BYTES,
+        "activations": elements * tokens / layout.tp * planner.itemsize + _LOGITS_BYTES,
         "reserved": RESERVED_BYTES,
     }
 
@@ -500,7 +508,7 @@ def _list_servers(
                 if free < server.kv_bytes * longest:
                     continue
                 share = max(1, round(samples / rollout.num_servers))
-                needed = server.kv_bytes * longest * min(share, 1024)
+                needed = server.kv_bytes * longest * min(share, DEFAULT_MAX_SEQS)
                 rollout.kv_cache_bytes = int(min(free, needed)) >> 20 << 20
                 seconds = server.predict(
                     lengths.draw(share).tolist(), lengths.prompt, config.algorithm.group_size
@@ -639,9 +647,17 @@ def _list_exceeding(
 
 
 def _explain_nothing(
-    work: ModelWork, hardware: Hardware, num_devices: int, exceeding: Sequence[Trainer]
+    config: RLConfig,
+    work: ModelWork,
+    hardware: Hardware,
+    num_devices: int,
+    exceeding: Sequence[Trainer],
 ) -> str:
-    state = work.parameters * (BFLOAT16 + FLOAT32 + 3 * FLOAT32)
+    model = TrainingModel(
+        work, replace(config.actor, layout=Layout()), hardware, get_dtype(config, config.actor)
+    )
+    state = sum(model.count_local_parameters()) * model.itemsize
+    state += sum(model.count_trained_parameters()) * (FLOAT32 + model.optimizer_itemsize)
     if not exceeding and state < num_devices * hardware.memory_bytes / 100:
         return (
             f"--devices={num_devices}: no layout divides the model, with at least one sequence of "
@@ -658,4 +674,4 @@ def _explain_nothing(
         least = min(exceeding, key=lambda trainer: trainer.num_bytes)
         missing = (least.num_bytes - hardware.memory_bytes) / 1e9
         text += f"; the smallest lacks {missing:.1f} GB a device"
-    return f"{text}; allowed: more devices, actor.optimizer.cpu_offload=true, or adapters"
+    return f"{text}; allowed: more devices, or adapters"

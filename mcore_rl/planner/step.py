@@ -15,7 +15,7 @@ from mcore_rl.planner.generation import GenerationTime, Lengths, ServerModel
 from mcore_rl.planner.hardware import Hardware
 from mcore_rl.planner.pools import build_pool_plans, count_devices
 from mcore_rl.planner.roles import get_frozen_engines, get_frozen_paths, needs_critic
-from mcore_rl.planner.training import BFLOAT16, FLOAT32, Load, TrainingModel, UpdateTime
+from mcore_rl.planner.training import Load, TrainingModel, UpdateTime
 from mcore_rl.trainers.policy_loss import find_log_prob_pass_reason
 
 
@@ -156,10 +156,10 @@ def _predict_scores(config: RLConfig, hardware: Hardware, load: Load) -> dict[st
 
 
 def _predict_offload(engine: TrainingModel, actor: EngineConfig, hardware: Hardware) -> float:
-    """Return the seconds to move weights, gradients and Adam's state to the host and back."""
-    bytes_of_state = sum(engine.count_local_parameters()) * BFLOAT16
+    """Return the seconds to move weights and Adam's state to the host and back."""
+    bytes_of_state = sum(engine.count_local_parameters()) * engine.itemsize
     if not actor.optimizer.cpu_offload:
-        bytes_of_state += engine.count_optimizer_parameters() * 3 * FLOAT32
+        bytes_of_state += engine.count_optimizer_parameters() * engine.optimizer_itemsize
     return 2 * bytes_of_state / (hardware.host_bandwidth * hardware.host_share)
 
 

@@ -15,6 +15,7 @@ from mcore_rl.config.schema import EngineConfig, Layout
 from mcore_rl.parallel.mesh import Chunk, split_into_chunks
 from mcore_rl.planner.flops import LayerWork, Matrix, ModelWork
 from mcore_rl.planner.hardware import Hardware, Link
+from mcore_rl.planner.roles import get_optimizer_itemsize
 
 # Of the rate of large products, by fused attention: FlashAttention-3 has about 470 of 989 TFLOP/s
 # on an H100 over forward and backward pass of causal sequences of 4k (arXiv:2407.08608, figures 5
@@ -112,6 +113,7 @@ class TrainingModel:
         self.layout: Layout = engine.layout
         self.rate = hardware.get_flops(dtype) * SUSTAINED_SHARE
         self.itemsize = FLOAT32 if dtype == "float32" else BFLOAT16
+        self.optimizer_itemsize = get_optimizer_itemsize(engine, self.itemsize)
         wide = hardware.get_flops(dtype if dtype == "float32" else "bfloat16")
         self.attention_rate = wide * ATTENTION_SHARE
         self.head_rate = wide * SUSTAINED_SHARE  # Megatron never has its product in float8
@@ -423,14 +425,15 @@ class TrainingModel:
         return seconds
 
     def _step_optimizer(self) -> float:
-        """Return the seconds of Adam: it reads gradient, main weight and two moments and writes
-        the last three and the weight.
+        """Return the seconds of Adam: it reads gradient and state and writes state and weight;
+        without a main weight it reads the weight.
 
         With its state on the host, gradients and weights cross the link, and the host's memory is
         taken to be as fast as that link: its cores serve all devices of the node.
         """
         parameters = self.count_optimizer_parameters()
-        moved = parameters * (7 * FLOAT32 + self.itemsize)
+        weights = self.itemsize * (1 if self.itemsize < FLOAT32 else 2)
+        moved = parameters * (FLOAT32 + 2 * self.optimizer_itemsize + weights)
         if not self.engine.optimizer.cpu_offload:
             return moved / self.hardware.memory_rate
         host = self.hardware.host_bandwidth * self.hardware.host_share

@@ -23,7 +23,13 @@ from mcore_rl.planner.calibrate import build_float8_product, measure_seconds
 from mcore_rl.planner.flops import count_work
 from mcore_rl.planner.generation import Lengths
 from mcore_rl.planner.hardware import load_hardware
-from mcore_rl.planner.layout import Candidate, SearchResult, search_layouts, search_trainers
+from mcore_rl.planner.layout import (
+    Candidate,
+    SearchResult,
+    estimate_training_bytes,
+    search_layouts,
+    search_trainers,
+)
 from mcore_rl.planner.memory import Conditions, plan_memory
 from mcore_rl.planner.step import StepTime, predict_step
 from mcore_rl.planner.training import Load, TrainingModel
@@ -278,6 +284,30 @@ def test_a_setting_that_no_layout_allows_is_refused_by_name() -> None:
     config.weight_sync.method = "disaggregated"
     with pytest.raises(ConfigError, match=r"weight_sync\.method='disaggregated'"):
         search_layouts(config, read_model({"model": "Qwen3-8B"}), H100, 8, LENGTHS)
+
+
+def test_a_backend_without_layouts_of_megatron_is_refused_by_name() -> None:
+    config = build_config("Qwen3-8B", "sync", "shared")
+    config.actor.backend = "fsdp"
+    with pytest.raises(ConfigError, match=r"actor\.backend='fsdp'.*allowed: 'megatron'"):
+        search_layouts(config, read_model({"model": "Qwen3-8B"}), H100, 8, LENGTHS)
+
+
+def test_a_precision_aware_optimizer_has_a_smaller_state() -> None:
+    config = build_config("Qwen3-8B", "sync", "shared")
+    config.actor.layout.dp = config.rollout.num_servers = 8
+    model = read_model({"model": "Qwen3-8B"})
+    plain = predict_step(config, model, H100, LENGTHS)
+    estimate = estimate_training_bytes(TrainingModel(count_work(model), config.actor, H100))
+    moments = {"exp_avg_dtype": "bfloat16", "exp_avg_sq_dtype": "bfloat16"}
+    config.actor.megatron = {"use_precision_aware_optimizer": True, **moments}
+    aware = predict_step(config, model, H100, LENGTHS)
+    small = estimate_training_bytes(TrainingModel(count_work(model), config.actor, H100))
+    assert small["optimizer"] == pytest.approx(estimate["optimizer"] * 6 / 12)
+    # Adam reads a gradient of 4 bytes, reads and writes its state, and writes the weight.
+    ratio = (4 + 2 * 6 + 2) / (4 + 2 * 12 + 2)
+    assert aware.update.optimizer_s == pytest.approx(plain.update.optimizer_s * ratio)
+    assert aware.offload_s < plain.offload_s
 
 
 def test_search_of_1024_devices_takes_seconds() -> None:
