@@ -14,14 +14,23 @@ from mcore_rl.planner.fixes import Fix
 from mcore_rl.planner.memory import Conditions, MemoryLimit, MemoryPlan
 
 # Columns of print_memory, and the kinds in each.
-_COLUMNS = {
+COLUMNS = {
     "weights": ("weights",),
     "grads": ("gradients",),
     "optim": ("optimizer",),
     "activ": ("activations", "logits"),
     "MoE": ("MoE dispatch",),
     "KV": ("KV cache",),
-    "other": ("buffers", "CUDA contexts", "NCCL", "CUDA graphs", "workspace", "fragmentation"),
+    "other": (
+        "gathered weights",
+        "indexer keys",
+        "buffers",
+        "CUDA contexts",
+        "NCCL",
+        "CUDA graphs",
+        "workspace",
+        "fragmentation",
+    ),
 }
 
 
@@ -61,7 +70,7 @@ def print_memory(plan: MemoryPlan, conditions: Conditions, console: Console | No
         show_line(line, console)
     sizes = {
         heading: [sum(m.kinds.get(kind, 0) for kind in kinds) for m in plan.moments]
-        for heading, kinds in _COLUMNS.items()
+        for heading, kinds in COLUMNS.items()
     }
     sizes["all"] = [moment.total for moment in plan.moments]
     rows = [

@@ -41,7 +41,7 @@ from mcore_rl.planner.memory import (
     count_nccl_bytes,
     plan_memory,
 )
-from mcore_rl.planner.report import describe_verdict
+from mcore_rl.planner.report import COLUMNS, describe_verdict
 from tests.published_runs import RUNS, format_memory_table, plan_run_memory
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -338,6 +338,16 @@ def test_fsdp_with_cpu_offload_has_weights_gradients_and_adam_on_the_host():
     parameters = plan.roles[0].stages[0].parameters
     assert plan.host["FSDP2 on the host"] == 8 * 16 * parameters
     assert "offloaded weights" not in plan.host and plan.uncounted == ("actor",)
+
+
+def test_every_kind_of_a_plan_has_a_column():
+    columns = {kind for kinds in COLUMNS.values() for kind in kinds}
+    shared = build_config(Layout(dp=8), backend="fsdp")
+    own = build_config(Layout(ep=8, dp=8), indexer_replay="record")
+    own.placement.rollout = "own"
+    for config, name in ((shared, "Qwen3-8B"), (own, "DeepSeek-V3.2")):
+        moments = plan_memory(config, read_model(name), Conditions()).moments
+        assert {kind for moment in moments for kind in moment.kinds} <= columns
 
 
 def test_the_verdict_names_roles_whose_activations_are_not_counted(monkeypatch, capsys):
