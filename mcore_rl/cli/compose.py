@@ -99,6 +99,19 @@ def compose_config(schema: type[T], arguments: Sequence[str]) -> T:
     return config
 
 
+def compose_recorded(schema: type[T], settings: Mapping[str, Any], where: str) -> T:
+    """Return the config of settings that a run has recorded; ${...} in texts is not looked up.
+
+    Raises:
+        ConfigError: an unknown key, or a value that cannot be; the message begins with `where`.
+    """
+    composer = _Composer(schema)
+    composer.apply_changes(_escape_texts(settings), f"{where}: ")
+    config = composer.build()
+    assert isinstance(config, schema)
+    return config
+
+
 def format_recipe(config: Any) -> str:
     """Return YAML of every setting; as a recipe it gives the same config."""
     return OmegaConf.to_yaml(OmegaConf.create(_escape_texts(asdict(config))))
@@ -106,11 +119,12 @@ def format_recipe(config: Any) -> str:
 
 def _escape_texts(value: Any) -> Any:
     """Escape texts that read like interpolations, inside a value."""
-    if isinstance(value, dict):
+    if isinstance(value, Mapping):
         return {key: _escape_texts(entry) for key, entry in value.items()}
     if isinstance(value, list):
         return [_escape_texts(entry) for entry in value]
-    return value.replace("${", "\\${") if isinstance(value, str) else value
+    # Backslashes before ${ are escaped, too: an even number of them would leave it as it is.
+    return re.sub(r"(\\*)\$\{", r"\1\1\\${", value) if isinstance(value, str) else value
 
 
 @functools.cache
@@ -161,11 +175,8 @@ class _Composer:
         path = path.resolve()
         if path in users:
             raise ConfigError(f"{users[-1]}: {_RECIPE}: {path} starts from this file itself")
-        where, changes = f"{path}: ", _read_yaml(path)
-        try:
-            changes = self.renamer.rename_tree(changes)
-        except ConfigError as error:
-            raise ConfigError(f"{where}{error}") from error
+        where = f"{path}: "
+        changes = self._rename(_read_yaml(path), where)
         base = changes.pop(_RECIPE, None)
         if base is not None:
             if not isinstance(base, str):
@@ -173,6 +184,19 @@ class _Composer:
             self.apply_recipe(find_recipe(base, f"{where}{_RECIPE}", path.parent), (*users, path))
         for key in self._check_replaced(changes.pop(_REPLACE, []), f"{where}{_REPLACE}"):
             self._set_value(key, {}, where)
+        self._set_values(changes, where)
+
+    def apply_changes(self, changes: Mapping[Any, Any], where: str) -> None:
+        """Apply nested settings that start from the defaults."""
+        self._set_values(self._rename(changes, where), where)
+
+    def _rename(self, changes: Mapping[Any, Any], where: str) -> dict[Any, Any]:
+        try:
+            return self.renamer.rename_tree(changes)
+        except ConfigError as error:
+            raise ConfigError(f"{where}{error}") from error
+
+    def _set_values(self, changes: Mapping[Any, Any], where: str) -> None:
         for key, value in self._list_leaves(changes, where):
             if isinstance(value, str):
                 value = self.renamer.rename_references(value)

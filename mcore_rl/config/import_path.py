@@ -8,16 +8,30 @@ import inspect
 import os
 import sys
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from mcore_rl.config.errors import ConfigError, describe_error
 
+_refuses_imports: ContextVar[bool] = ContextVar("refuses_imports", default=False)
+
 
 def is_import_path(name: str) -> bool:
     return ":" in name
+
+
+@contextmanager
+def refuse_imports() -> Iterator[None]:
+    """Import nothing inside: settings that somebody else has recorded may name any code."""
+    token = _refuses_imports.set(True)
+    try:
+        yield
+    finally:
+        _refuses_imports.reset(token)
 
 
 def load_object(setting: str, path: str) -> Any:
@@ -77,6 +91,8 @@ def load_user_function(setting: str, path: str) -> Callable[..., Any]:
 def _import(setting: str, path: str) -> tuple[str, ModuleType]:
     """Return the module of an import path, and how the path names it."""
     where = path.rpartition(":")[0]
+    if _refuses_imports.get():
+        raise ConfigError(f"{setting}={path!r}: {where!r} is not imported for recorded settings")
     try:
         module = _import_file(Path(where)) if where.endswith(".py") else _import_module(where)
     except Exception as error:

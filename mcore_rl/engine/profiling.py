@@ -51,14 +51,17 @@ class StepProfiler:
 
     def stop(self) -> str:
         """Stop, and write the files; return why one was not written, "" if all were."""
-        self._profile.stop()
         try:
+            self._profile.stop()
             self._path.parent.mkdir(parents=True, exist_ok=True)
             if self._has_memory:
                 self._write_snapshot()
             return self._write_trace()
         except OSError as error:
             return f"{self._path.name}{TRACE_SUFFIX} cannot be written: {error}"
+        finally:
+            if self._has_memory:
+                torch.cuda.memory._record_memory_history(enabled=None)
 
     def _write_trace(self) -> str:
         """Write the trace in Chrome's format, compressed, unless it is too large."""
@@ -90,4 +93,3 @@ class StepProfiler:
             partial.replace(self._path.with_name(name))
         finally:
             partial.unlink(missing_ok=True)
-            torch.cuda.memory._record_memory_history(enabled=None)

@@ -12,6 +12,7 @@ from mcore_rl.config.json_file import parse_json_object
 
 EXPERT_LOAD_FILE = "expert_load.jsonl"
 MAX_STEPS = 50  # of a run that are recorded, at equal distances, and the last
+_MAX_TOKENS = 2**53  # of an expert in a step; counts of float64 are exact up to there
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,10 +78,12 @@ def _parse_row(line: bytes, where: str) -> ExpertLoad:
     try:
         tokens = [[int(count) for count in counts] for counts in row["tokens"]]
         load = ExpertLoad(int(row["step"]), str(row["role"]), [*map(int, row["layers"])], tokens)
-        if not tokens or {len(counts) for counts in tokens} != {len(tokens[0])}:
-            raise ValueError("layers differ in experts")
+        if not (tokens and tokens[0]) or {len(counts) for counts in tokens} != {len(tokens[0])}:
+            raise ValueError("layers without experts, or that differ in experts")
+        if not all(0 <= count <= _MAX_TOKENS for counts in tokens for count in counts):
+            raise ValueError(f"tokens below 0, or more than {_MAX_TOKENS}")
         if len(load.layers) != len(tokens):
             raise ValueError(f"{len(load.layers)} layers, {len(tokens)} rows of tokens")
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError) as error:  # int(inf) overflows
         raise ConfigError(f"{where}: no step, role, layers and tokens ({error!r})") from error
     return load

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import functools
 import html
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mcore_rl.config.errors import ConfigError
+from mcore_rl.config.import_path import refuse_imports
 from mcore_rl.config.schema import JOB_SCHEMAS, RLConfig, TrainConfig
 from mcore_rl.observability.memory import GPU_MEMORY
 from mcore_rl.tools.report.runs import SETTINGS_FILE, NoPlanError, Run
@@ -48,10 +49,10 @@ def compare_memory(run: Run) -> list[RankMemory]:
         raise NoPlanError(f"mcore-rl plan memory plans runs of {', '.join(JOB_SCHEMAS)} alone")
     recorded = _read_peaks(run)
     lane = "cuda" if recorded else "cpu"
-    try:
-        plan = _plan(run.folder / SETTINGS_FILE, run.kind, lane)
-    except ConfigError as error:
-        raise NoPlanError(str(error)) from error
+    where = str(run.folder / SETTINGS_FILE)
+    plan = _plan(json.dumps(run.settings, sort_keys=True), where, run.kind, lane)
+    if isinstance(plan, str):
+        raise NoPlanError(plan)
     return [*_match(plan, recorded)]
 
 
@@ -73,14 +74,25 @@ def _read_peaks(run: Run) -> dict[str, dict[str, Any]]:
 
 
 @functools.lru_cache(maxsize=16)
-def _plan(settings: Path, kind: str, lane: str) -> MemoryPlan:
-    from mcore_rl.cli.compose import compose_config  # slow to import: Hydra, torch
+def _plan(settings: str, where: str, kind: str, lane: str) -> MemoryPlan | str:
+    """Plan settings, as JSON; return why there is no plan, if there is none.
+
+    The run may be of somebody else: no code of it is imported, nothing is fetched.
+    """
+    from mcore_rl.cli.compose import compose_recorded  # slow to import: Hydra, torch
     from mcore_rl.jobs.memory_check import check_memory, prepare_plan
+    from mcore_rl.jobs.remote_paths import check_is_local
     from mcore_rl.planner.memory import Conditions
 
-    config: RLConfig | TrainConfig = compose_config(JOB_SCHEMAS[kind], [f"recipe={settings}"])
-    with prepare_plan(config, lane) as (prepared, model):
-        return check_memory(prepared, model, Conditions(lane), None).plan
+    schema: type[RLConfig] | type[TrainConfig] = JOB_SCHEMAS[kind]
+    try:
+        with refuse_imports():
+            config = compose_recorded(schema, json.loads(settings), where)
+            check_is_local(config)
+            with prepare_plan(config, lane) as (prepared, model):
+                return check_memory(prepared, model, Conditions(lane), None).plan
+    except ConfigError as error:
+        return str(error)
 
 
 def _match(plan: MemoryPlan, recorded: Mapping[str, Mapping[str, Any]]) -> Sequence[RankMemory]:

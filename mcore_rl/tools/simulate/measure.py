@@ -40,8 +40,12 @@ class SmallStepsTrainer(SyncTrainer):
         num_prompts = self.config.trainer.prompts_per_step
         for step in super().steps():
             share = self.shares[(step - 1) % len(self.shares)]
-            self.config.trainer.prompts_per_step = max(1, round(share * num_prompts))
+            self.config.trainer.prompts_per_step = _count_prompts(share, num_prompts)
             yield step
+
+
+def _count_prompts(share: float, num_prompts: int) -> int:
+    return max(1, round(share * num_prompts))
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,9 +189,14 @@ def build_measured_config(settings: Sequence[str], mode: str, folder: Path) -> R
         folder: Output folder of the job.
 
     Raises:
-        ConfigError: The run has a part that is not simulated.
+        ConfigError: The run has a part that is not simulated, or smaller steps cannot be split.
     """
-    prepare_config(compose_config(RLConfig, settings))
+    num_prompts = prepare_config(compose_config(RLConfig, settings)).trainer.prompts_per_step
+    sizes = {_count_prompts(share, num_prompts) for share in SmallStepsTrainer.shares}
+    if len(sizes) < len(SmallStepsTrainer.shares):
+        raise ConfigError(f"trainer.prompts_per_step={num_prompts}; allowed: from 2, for two sizes")
+    for size in sizes:
+        prepare_config(compose_config(RLConfig, [*settings, f"trainer.prompts_per_step={size}"]))
     config: RLConfig = compose_config(
         RLConfig,
         [

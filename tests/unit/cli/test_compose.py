@@ -291,8 +291,12 @@ def test_a_printed_config_is_a_recipe_of_the_same_config(tmp_path, count):
 
 
 @pytest.mark.parametrize(
-    "text", ["null", "yes", "0x1F", "1_000", "${now:%Y}", "a: b", "#", "~", ""]
-)
+    "text",
+    [
+        "null", "yes", "0x1F", "1_000", "${now:%Y}", "\\${now:%Y}", "\\\\${now:%Y}", "a: b", "#",
+        "~", "",
+    ],
+)  # fmt: skip
 def test_texts_that_yaml_would_take_for_something_else_come_back(tmp_path, text):
     config = RLConfig(output_dir=text)
     assert compose_config(RLConfig, [recipe(tmp_path, format_recipe(config))]) == config

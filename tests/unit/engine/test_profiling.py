@@ -48,6 +48,16 @@ def test_folder_that_cannot_be_made_is_a_reason(tmp_path):
     assert reason.startswith("actor-0.json.gz cannot be written: ")
 
 
+def test_memory_is_no_longer_recorded_when_nothing_can_be_written(tmp_path, monkeypatch):
+    calls: list[dict[str, object]] = []
+    monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", lambda **kw: calls.append(kw))
+    (tmp_path / "file").write_text("")
+    profiler = StepProfiler(tmp_path / "file" / "actor-0", 1, 1 << 30, memory=True).start()
+    assert [*calls[0]] == ["max_entries"]
+    assert "cannot be written" in profiler.stop()
+    assert calls[1:] == [{"enabled": None}]
+
+
 def test_running_profile_is_seen_by_other_models_of_the_process(tmp_path):
     profiler = StepProfiler(tmp_path / "actor-0", 1, 1 << 30, memory=False)
     states = [StepProfiler.is_running()]

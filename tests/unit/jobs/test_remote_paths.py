@@ -25,6 +25,7 @@ from mcore_rl.jobs.failure import RunFailed
 from mcore_rl.jobs.remote_paths import (
     CACHE,
     check_export,
+    check_is_local,
     export_checkpoint,
     fetch_inputs,
     fetch_model,
@@ -188,6 +189,13 @@ def test_settings_get_local_copies_of_models_and_data(store, task, cache):
     assert rows == [row.values for row in open_rows(task / "train.parquet", "data.train_files")]
     assert Path(local.data.test_files["more"]).read_bytes() == (task / "test.parquet").read_bytes()
     assert fetch_inputs(replace(config)) == local
+
+
+@pytest.mark.parametrize("path", ["hf:org/model", "ms:org/model", "s3://bucket/model"])
+def test_models_that_would_be_fetched_are_not_local(path):
+    check_is_local(RLConfig(model=ModelConfig(path="models/a")))
+    with pytest.raises(ConfigError, match=r"model\.path=.*; allowed: a local path"):
+        check_is_local(RLConfig(model=ModelConfig(path=path)))
 
 
 def test_settings_without_names_and_urls_are_the_same_object(task):

@@ -205,6 +205,44 @@ def test_run_of_sft_has_the_plan_of_its_command(tmp_path, capsys):
         assert (row.planned_bytes, row.allocated) == (planned[rank], (1 + rank) * 10**9)
 
 
+@pytest.mark.parametrize(
+    ("setting", "value", "message"),
+    [
+        ("model.family", "{code}:Family", "is not imported for recorded settings"),
+        ("actor.backend", "{code}:BACKEND", "is not imported for recorded settings"),
+        ("trainer.mode", "{code}:Loop", "is not imported for recorded settings"),
+        ("model.path", "hf:org/model", "is not on this machine; allowed: a local path"),
+        ("data.train_file", "https://host.invalid/a.jsonl", "is not on this machine"),
+        ("model.dtype", "${oc.env:REPORT_SECRET}", "allowed: 'float32', 'bfloat16', 'auto'"),
+        ("model.dtype", "\\${oc.env:REPORT_SECRET}", "allowed: 'float32', 'bfloat16', 'auto'"),
+    ],
+)
+def test_settings_of_a_run_run_no_code_fetch_nothing_and_read_no_variable(
+    tmp_path, monkeypatch, setting, value, message
+):
+    monkeypatch.setenv("REPORT_SECRET", "planted")
+    folder, code = write_planned_run(tmp_path), tmp_path / "code.py"
+    code.write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
+    settings = json.loads((folder / "config.json").read_text())
+    group, name = setting.split(".")
+    settings[group][name] = value.replace("{code}", str(code))
+    write_json(folder / "config.json", settings)
+    data = build_data(read_runs([folder]), 0)
+    assert "no plan: " in data["runs"][0]["memory of ranks"]
+    assert message in data["runs"][0]["memory of ranks"]
+    assert "planted" not in json.dumps(data["runs"]) and not (tmp_path / "ran").exists()
+
+
+def test_plan_follows_settings_that_have_changed(tmp_path):
+    folder = write_planned_run(tmp_path)
+    before = compare_memory(read_runs([folder])[0])
+    settings = json.loads((folder / "config.json").read_text())
+    settings["model"]["dtype"] = "float32"
+    write_json(folder / "config.json", settings)
+    after = compare_memory(read_runs([folder])[0])
+    assert max(row.planned_bytes for row in after) > max(row.planned_bytes for row in before)
+
+
 def test_evaluation_says_that_it_has_no_plan(tmp_path):
     [run] = read_runs([write_eval_run(tmp_path / "a")])
     with pytest.raises(NoPlanError, match="plans runs of rl, sft, dpo, rm alone"):
@@ -362,6 +400,10 @@ def test_expert_load_is_recorded_at_most_so_often():
         '{"step": 1, "role": "actor", "layers": [0, 1], "tokens": [[1, 2], [3]]}',
         '{"step": 1, "role": "actor", "layers": [], "tokens": []}',
         '{"step": 1, "layers": [0], "tokens": [["many"]]}',
+        '{"step": 1, "role": "actor", "layers": [0], "tokens": [[]]}',
+        '{"step": 1, "role": "actor", "layers": [0], "tokens": [[Infinity, 1]]}',
+        '{"step": 1, "role": "actor", "layers": [0], "tokens": [[1e308, 1e308]]}',
+        '{"step": 1, "role": "actor", "layers": [0], "tokens": [[-1, 1]]}',
     ],
 )
 def test_malformed_row_of_loads_is_named(tmp_path, row):

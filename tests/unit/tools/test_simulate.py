@@ -23,6 +23,7 @@ from mcore_rl.planner.hardware import load_hardware
 from mcore_rl.planner.step import predict_step
 from mcore_rl.tools.simulate.measure import (
     MeasuredStep,
+    build_measured_config,
     fit_times,
     list_events,
     measure_phases,
@@ -207,6 +208,23 @@ def test_threads_wait_by_the_clock():
     assert order == [3.0, 5.0]
     with pytest.raises(RuntimeError, match="no event is left"):
         clock.wait(lambda: False)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (["trainer.prompts_per_step=1"], "trainer.prompts_per_step=1; allowed: from 2"),
+        (
+            ["trainer.prompts_per_step=8", "algorithm.num_mini_batches=4"],
+            "num_mini_batches=4 does not divide trainer.prompts_per_step=2",
+        ),
+    ],
+)
+def test_steps_that_cannot_be_smaller_are_refused_before_they_are_measured(
+    tmp_path, settings, message
+):
+    with pytest.raises(ConfigError, match=message):
+        build_measured_config(settings, "sync", tmp_path)
 
 
 def test_times_are_those_of_a_plan():
