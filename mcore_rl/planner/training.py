@@ -11,7 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import EngineConfig, Layout
+from mcore_rl.engine.base import load_backend
 from mcore_rl.parallel.mesh import Chunk, split_into_chunks
 from mcore_rl.planner.flops import LayerWork, Matrix, ModelWork
 from mcore_rl.planner.hardware import Hardware, Link
@@ -100,6 +102,9 @@ class TrainingModel:
 
     Args:
         dtype: Of matrix products: bfloat16, float8 or float32.
+
+    Raises:
+        ConfigError: The engine's backend does not shard as Megatron does.
     """
 
     def __init__(
@@ -109,6 +114,11 @@ class TrainingModel:
         hardware: Hardware,
         dtype: str = "bfloat16",
     ) -> None:
+        if load_backend(engine).shard_format != "megatron":
+            raise ConfigError(
+                f"backend={engine.backend!r}: the time of its passes is not predicted; allowed: "
+                "'megatron'"
+            )
         self.work, self.engine, self.hardware, self.dtype = work, engine, hardware, dtype
         self.layout: Layout = engine.layout
         self.rate = hardware.get_flops(dtype) * SUSTAINED_SHARE

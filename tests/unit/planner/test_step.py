@@ -293,6 +293,13 @@ def test_a_backend_without_layouts_of_megatron_is_refused_by_name() -> None:
         search_layouts(config, read_model({"model": "Qwen3-8B"}), H100, 8, LENGTHS)
 
 
+def test_a_backend_whose_passes_are_not_timed_is_refused_by_name() -> None:
+    config = build_config("Qwen3-8B", "sync", "shared")
+    config.actor.backend = "fsdp"
+    with pytest.raises(ConfigError, match=r"backend='fsdp': the time .* allowed: 'megatron'"):
+        predict_step(config, read_model({"model": "Qwen3-8B"}), H100, LENGTHS)
+
+
 def test_a_precision_aware_optimizer_has_a_smaller_state() -> None:
     config = build_config("Qwen3-8B", "sync", "shared")
     config.actor.layout.dp = config.rollout.num_servers = 8
