@@ -285,6 +285,8 @@ def check_no_unread_field(config: HFConfig) -> None:
     family.weights(fields, get_field(config, "vocab_size"))
     if family.vllm_weights is not None:
         family.vllm_weights(fields)
+    if family.vllm_drafts is not None and family.num_mtp_layers(config):
+        family.vllm_drafts(fields)
     for name in sorted(config.keys() - names - _WITHOUT_EFFECT):
         if config[name] and not name.startswith("_"):
             raise ConfigError(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -618,6 +619,16 @@ def test_a_field_of_another_family_is_refused_and_one_without_effect_is_not():
     check_no_unread_field(QWEN3_0_6B | {"use_cache": True, "_name_or_path": "", "index_topk": None})
     with pytest.raises(ConfigError, match=r"index_topk=8 is not read by the family 'qwen3', which"):
         check_no_unread_field(QWEN3_0_6B | {"index_topk": 8})
+
+
+@pytest.mark.usefixtures("own_families")
+def test_a_field_that_only_the_draft_model_reads_is_not_refused(monkeypatch):
+    config = DEEPSEEK_V3 | {"draft_scale": 2.0, "num_hidden_layers": 4}
+    with pytest.raises(ConfigError, match=r"draft_scale=2\.0 is not read"):
+        check_no_unread_field(config)
+    drafts = replace(get_family(config), vllm_drafts=lambda config: config["draft_scale"] and ())
+    monkeypatch.setitem(base._FAMILIES, drafts.architecture, drafts)
+    check_no_unread_field(config)
 
 
 # Fields of published files that their families do not compute with.
