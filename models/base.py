@@ -205,10 +205,12 @@ def get_frozen_prefixes(config: HFConfig) -> tuple[str, ...]:
 _WITHOUT_EFFECT_NAMES = (
     # identity, records, and how weights are stored
     "architectures auto_map model_type transformers_version dtype torch_dtype quantization_config "
-    "tokenizer_class unsloth_fixed unsloth_version",
+    "tokenizer_class unsloth_fixed unsloth_version name_or_path is_llama_config activation "
+    "transformers.js_config",
     # tokens and generation
     "bos_token_id eos_token_id pad_token_id sep_token_id decoder_start_token_id use_cache "
-    "max_position_embeddings initial_context_length prefix max_length min_length do_sample "
+    "max_position_embeddings initial_context_length max_sequence_length model_max_length "
+    "cache_implementation prefix max_length min_length do_sample "
     "early_stopping num_beams num_beam_groups diversity_penalty temperature top_k top_p typical_p "
     "repetition_penalty length_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size "
     "bad_words_ids num_return_sequences output_scores return_dict_in_generate forced_bos_token_id "
@@ -216,19 +218,22 @@ _WITHOUT_EFFECT_NAMES = (
     "begin_suppress_tokens",
     # outputs of transformers, and classes that are no decoder
     "return_dict output_attentions output_hidden_states output_router_logits torchscript "
+    "attn_implementation gradient_checkpointing "
     "use_bfloat16 tf_legacy_loss pruned_heads chunk_size_feed_forward is_encoder_decoder "
     "is_decoder cross_attention_hidden_size add_cross_attention tie_encoder_decoder "
     "finetuning_task task_specific_params problem_type id2label label2id num_labels "
     "token_classification_bias",
     # initial values, dropout, losses of routers and ranks of other trainers
-    "initializer_range attention_dropout aux_loss_alpha seq_aux router_aux_loss_coef "
+    "initializer_range attention_dropout hidden_dropout classifier_dropout neftune_noise_alpha "
+    "aux_loss_alpha seq_aux router_aux_loss_coef "
     "router_z_loss_coef ep_size pretraining_tp",
     # derived from other fields, or of parts that a model of its architecture does not have
     "head_dim qk_head_dim full_attention_interval max_window_layers mlp_intermediate_size "
     "shared_moe_mode use_mtp num_mtp_modules mtp_transformer_layers",
     # images, which are refused
     "vision_config image_token_id video_token_id vision_start_token_id vision_end_token_id "
-    "media_placeholder_token_id ignore_index use_unified_vision_chunk video_placeholder",
+    "media_placeholder_token_id ignore_index use_unified_vision_chunk video_placeholder "
+    "projection_hidden_size projection_layer_norm_eps",
 )
 _WITHOUT_EFFECT = frozenset(name for names in _WITHOUT_EFFECT_NAMES for name in names.split())
 
@@ -265,19 +270,25 @@ class _RecordedFields(UserDict[str, Any]):
 def check_no_unread_field(config: HFConfig) -> None:
     """Check that the model's family reads each field of config.json that may change the model.
 
+    A field that is false, zero or empty switches something off that the family does not have.
+
     Raises:
-        ConfigError: It does not read a field that is not null, and that is not known to have no
-            effect on the computation.
+        ConfigError: It does not read a field that is set, and that is not known to have no effect
+            on the computation.
     """
     family, names = get_family(config), set[str]()
+    if "use_sliding_window" in config:  # true is refused, and without it the window is not in use
+        names.add("sliding_window")
     fields: Any = _RecordedFields(config, names)
     family.config_map(fields)
     family.num_mtp_layers(fields)
     family.weights(fields, get_field(config, "vocab_size"))
     if family.vllm_weights is not None:
         family.vllm_weights(fields)
+    if family.vllm_drafts is not None and family.num_mtp_layers(config):
+        family.vllm_drafts(fields)
     for name in sorted(config.keys() - names - _WITHOUT_EFFECT):
-        if config[name] is not None and not name.startswith("_"):
+        if config[name] and not name.startswith("_"):
             raise ConfigError(
                 f"config.json: {name}={_to_json(config[name])} is not read by the family "
                 f"{family.name!r}, which may compute another model than the checkpoint's; allowed: "
@@ -564,7 +575,8 @@ _NAMES: dict[FieldType, str] = {
     "linear_num_value_heads rotary_dim index_n_heads index_head_dim",
     _declare_integer(0, 1 << 14): "n_group topk_group",
     _declare_integer(1, 1 << 24): "vocab_size hidden_size intermediate_size moe_intermediate_size "
-    "shared_expert_intermediate_size kv_lora_rank q_lora_rank index_topk",
+    "kv_lora_rank q_lora_rank index_topk",
+    _declare_integer(0, 1 << 24): "shared_expert_intermediate_size",
     _declare_integer(
         1, 1 << 40
     ): "max_position_embeddings original_max_position_embeddings sliding_window",

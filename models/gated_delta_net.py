@@ -95,11 +95,17 @@ def map_hybrid_config(config: HFConfig, num_mtp_layers: int) -> dict[str, Any]:
     }
     if not is_mixture_of_experts(config):
         return fields
+    shared_size = get_field(config, "shared_expert_intermediate_size")
+    if not shared_size:
+        raise ConfigError(
+            "config.json: shared_expert_intermediate_size=0 is not supported for "
+            f"{config.get('architectures')}; allowed: at least 1"
+        )
     return {
         **fields,
         "num_moe_experts": count_experts(config),
         "moe_ffn_hidden_size": get_field(config, "moe_intermediate_size"),
-        "moe_shared_expert_intermediate_size": get_field(config, "shared_expert_intermediate_size"),
+        "moe_shared_expert_intermediate_size": shared_size,
         "moe_shared_expert_gate": True,
         "moe_layer_freq": is_sparse,
         **map_softmax_router_config(config, renormalised=config.get("norm_topk_prob", True)),

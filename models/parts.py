@@ -80,7 +80,7 @@ def map_common_config(
             f"config.json: layer_types with {kinds[0]!r} is not supported; allowed: "
             f"{', '.join(map(repr, layer_types))}"
         )
-    check_values(config, {"hidden_act": "silu"})
+    check_values(config, {"hidden_act": "silu", "is_causal": True})
     return {
         "num_layers": get_field(config, "num_hidden_layers"),
         "hidden_size": get_field(config, "hidden_size"),

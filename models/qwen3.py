@@ -24,7 +24,7 @@ from mcore_rl.reshard.rules import Weight
 
 
 def map_config(config: HFConfig) -> dict[str, Any]:
-    check_values(config, {"attention_bias": False})
+    check_values(config, {"attention_bias": False, "use_qk_norm": True})
     return {**map_decoder_config(config), "qk_layernorm": True}
 
 

@@ -30,7 +30,7 @@ from mcore_rl.reshard.rules import Weight
 
 
 def map_config(config: HFConfig) -> dict[str, Any]:
-    check_values(config, {"attention_bias": False})
+    check_values(config, {"attention_bias": False, "use_qk_norm": True})
     num_layers = get_field(config, "num_hidden_layers")
     return {
         **map_decoder_config(config),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -466,6 +467,11 @@ REFUSED = [
         {"shared_expert_intermediate_size": None},
         "has no 'shared_expert_intermediate_size'",
     ),
+    (
+        QWEN3_NEXT_80B_A3B,
+        {"shared_expert_intermediate_size": 0},
+        "shared_expert_intermediate_size=0 is not supported",
+    ),
     (QWEN3_5_35B_A3B, {"attention_bias": True}, "attention_bias=true is not .* allowed: false"),
     (QWEN3_5_35B_A3B, {"output_gate_type": "sigmoid"}, "output_gate_type='sigmoid' .* 'swish'"),
     (QWEN3_5_35B_A3B, {"mamba_ssm_dtype": "bfloat16"}, "mamba_ssm_dtype='bfloat16' .* 'float32'"),
@@ -613,6 +619,50 @@ def test_a_field_of_another_family_is_refused_and_one_without_effect_is_not():
     check_no_unread_field(QWEN3_0_6B | {"use_cache": True, "_name_or_path": "", "index_topk": None})
     with pytest.raises(ConfigError, match=r"index_topk=8 is not read by the family 'qwen3', which"):
         check_no_unread_field(QWEN3_0_6B | {"index_topk": 8})
+
+
+@pytest.mark.usefixtures("own_families")
+def test_a_field_that_only_the_draft_model_reads_is_not_refused(monkeypatch):
+    config = DEEPSEEK_V3 | {"draft_scale": 2.0, "num_hidden_layers": 4}
+    with pytest.raises(ConfigError, match=r"draft_scale=2\.0 is not read"):
+        check_no_unread_field(config)
+    drafts = replace(get_family(config), vllm_drafts=lambda config: config["draft_scale"] and ())
+    monkeypatch.setitem(base._FAMILIES, drafts.architecture, drafts)
+    check_no_unread_field(config)
+
+
+# Fields of published files that their families do not compute with.
+@pytest.mark.usefixtures("own_families")
+@pytest.mark.parametrize(
+    ("config", "fields"),
+    [
+        (QWEN2_5_7B, {"use_mrope": False, "max_window_layers": 24}),  # Qwen2.5-0.5B
+        (
+            QWEN3_30B_A3B,  # Qwen3-Coder-30B-A3B
+            {"qkv_bias": False, "shared_expert_intermediate_size": 0, "use_qk_norm": True},
+        ),
+        (
+            LLAMA_3_1_8B,  # SmolLM2, Falcon3, Vicuna
+            {
+                "is_llama_config": True,
+                "rope_interleaved": False,
+                "transformers.js_config": {"kv_cache_dtype": {"fp16": "float16"}},
+                "activation": "swiglu",
+                "max_sequence_length": 2048,
+            },
+        ),
+    ],
+)
+def test_a_field_of_published_files_that_switches_nothing_on_passes(config, fields):
+    check_fields(config | fields)
+    check_no_unread_field(config | fields)
+
+
+@pytest.mark.usefixtures("own_families")
+@pytest.mark.parametrize("config", CONFIGS)
+def test_a_model_without_a_causal_mask_is_refused(config):
+    with pytest.raises(ConfigError, match="is_causal=false is not supported"):
+        get_family(config).config_map(config | {"is_causal": False})
 
 
 def test_rope_is_read_where_either_transformers_keeps_it():
