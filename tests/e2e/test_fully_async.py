@@ -11,7 +11,7 @@ from mcore_rl.data.sample_tables import list_tables
 from tests.e2e.outcomes import rows_of
 from tests.e2e.test_kill import steps
 from tests.e2e.test_one_step_off import SETTINGS
-from tests.e2e.test_resume import ended, kill
+from tests.e2e.test_resume import assert_the_same_run, ended, kill
 from tests.nightly import nightly
 
 pytestmark = pytest.mark.job
@@ -74,3 +74,20 @@ def test_a_run_that_is_killed_and_goes_on_trains_on_each_prompt_once(
     assert [row["step"] for row in trained(output)] == list(range(1, NUM_STEPS + 1))
     assert sorted(groups_of(output)) == list(range(8 * NUM_STEPS))
     assert all(row["samples/age"] <= STALENESS for row in trained(output))
+
+
+@pytest.mark.nightly  # test_router_replay.py has the samples of a resumed run, in its process
+def test_a_killed_run_of_staleness_0_that_replays_routing_is_the_undisturbed_one(
+    start_job, own_model_and_data, tmp_path
+):
+    # Each token is of the version that is trained, so that a resumed run has the same tokens, with
+    # the same experts.
+    overrides = *own_model_and_data, *SETTINGS, *ASYNC, "trainer.staleness=0", REPLAY
+    expected = ended(start_job(*overrides))
+    overrides += ("trainer.save_every=2", "resume=auto")
+    killed = start_job(*overrides, output=tmp_path / "run")
+    killed.wait_until((killed.output / "checkpoints/step_000002").exists, "the first checkpoint")
+    kill(killed)
+    assert len(steps(killed)) < NUM_STEPS
+    output = ended(start_job(*overrides, output=tmp_path / "run"))
+    assert_the_same_run(output, expected, NUM_STEPS)

@@ -85,7 +85,7 @@ def test_a_run_that_is_killed_and_goes_on_is_the_undisturbed_one(
     )
 
 
-@pytest.mark.nightly  # test_routed_experts.py divides the columns
+@pytest.mark.nightly  # test_router_replay.py restores the columns, in its process
 def test_a_killed_run_that_replays_routing_goes_on_in_other_pipeline_ranks(
     start_job, own_model_and_data, tmp_path
 ):
