@@ -105,7 +105,7 @@ def test_k3_with_the_ratio_has_the_gradient_of_the_kl_whatever_policy_generated(
         num_sequences=32,
     )
     config = AlgorithmConfig(kl_coef=1.0, correction=CorrectionConfig(unbiased_kl=True))
-    kl = PolicyLoss(config)._reference_kl(inputs)
+    kl = PolicyLoss(config)._compute_reference_kl(inputs)
     exact = (policy.exp() * (policy - reference)).sum()
     expected = (server.exp() * kl).sum()
     torch.testing.assert_close(expected, exact)

@@ -126,7 +126,7 @@ def test_a_model_on_half_of_its_gpus_is_refused_before_any_command_is_shown(tmp_
         env=os.environ | {"MCORE_RL_PYTHON": sys.executable, "SLURM_JOB_NODELIST": ""},
         capture_output=True, text=True, check=False,
     )  # fmt: skip
-    assert done.returncode == 2 and done.stdout.startswith("memory: does not fit, 127.")
+    assert done.returncode == 2 and done.stdout.startswith("memory: does not fit, 124.")
     assert "the run does not fit NVIDIA H100" in done.stderr and "srun" not in done.stdout
 
 

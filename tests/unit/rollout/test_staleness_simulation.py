@@ -294,14 +294,14 @@ def make_faults() -> dict[str, Callable[[pytest.MonkeyPatch], None]]:
 
     def begins_without_replacement(self):
         # Dropped ones are not replaced.
-        pacing = self._pacing
+        pacing = self._settings
         last = min(self.version + pacing.staleness + 1, pacing.num_steps)
         total = last * pacing.groups_per_step + pacing.num_extra
         admitted = self._queue._next_id - self._queue.num_groups(GroupState.ISSUED)
         return max(min(num_to_begin(self), total - admitted), 0)
 
     def select_short(self, step, num_groups=None):
-        ready = self._queue.groups(GroupState.REWARDED)[: self._pacing.groups_per_step]
+        ready = self._queue.groups(GroupState.REWARDED)[: self._settings.groups_per_step]
         self._queue.select([group.group_id for group in ready], step)
         return self._queue.groups(GroupState.TRAINING) or None
 
