@@ -86,7 +86,7 @@ def add_calibrate_options(parser: argparse.ArgumentParser) -> None:
     add("--device", default="cpu", help="cpu (the default) or cuda")
     about = "hardware with links that are not measured; default: cpu, of cuda h100"
     add("--base", metavar="NAME", help=about)
-    about = "with settings: write the lengths of the responses here, one a line"
+    about = "with settings: a file for the lengths of the responses, one a line"
     add("--lengths", type=Path, metavar="FILE", help=about)
     add("--write", type=Path, metavar="YAML", help="file to write; default: print it")
 

@@ -25,6 +25,19 @@ def read_json_object(path: Path) -> dict[str, Any]:
     return parse_json_object(data, str(path))
 
 
+def read_json_lines(path: Path) -> list[tuple[str, dict[str, Any]]]:
+    """Return the objects of a file with one a line, each after its place for errors.
+
+    A last line that was cut short is left out; a missing file has none.
+
+    Raises:
+        ConfigError: A line is no JSON object.
+    """
+    lines = path.read_bytes().splitlines(keepends=True) if path.is_file() else []
+    rows = [(f"{path}, row {i}", line) for i, line in enumerate(lines) if line.endswith(b"\n")]
+    return [(where, parse_json_object(line, where)) for where, line in rows]
+
+
 def parse_json_object(data: bytes, where: str) -> dict[str, Any]:
     """Return the object in UTF-8 text.
 

@@ -6,9 +6,10 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.config.json_file import parse_json_object
+from mcore_rl.config.json_file import read_json_lines
 
 EXPERT_LOAD_FILE = "expert_load.jsonl"
 MAX_STEPS = 50  # of a run that are recorded, at equal distances, and the last
@@ -68,13 +69,10 @@ def read_expert_load(path: Path) -> list[ExpertLoad]:
     Raises:
         ConfigError: A row is no JSON object, or not of this form.
     """
-    lines = path.read_bytes().splitlines(keepends=True) if path.is_file() else []
-    rows = [line for line in lines if line.endswith(b"\n")]
-    return [_parse_row(line, f"{path}, row {number}") for number, line in enumerate(rows)]
+    return [_parse_row(row, where) for where, row in read_json_lines(path)]
 
 
-def _parse_row(line: bytes, where: str) -> ExpertLoad:
-    row = parse_json_object(line, where)
+def _parse_row(row: dict[str, Any], where: str) -> ExpertLoad:
     try:
         tokens = [[int(count) for count in counts] for counts in row["tokens"]]
         load = ExpertLoad(int(row["step"]), str(row["role"]), [*map(int, row["layers"])], tokens)

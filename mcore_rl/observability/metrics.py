@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mcore_rl.config.json_file import parse_json_object
+from mcore_rl.config.json_file import read_json_lines
 from mcore_rl.observability.trackers import (
     TRAINING,
     Row,
@@ -169,9 +169,7 @@ def read_metrics(file: Path) -> list[dict[str, Any]]:
     Raises:
         ConfigError: A row is no JSON object.
     """
-    lines = file.read_bytes().splitlines(keepends=True) if file.exists() else []
-    complete = [line for line in lines if line.endswith(b"\n")]
-    return [parse_json_object(line, f"{file}, row {row}") for row, line in enumerate(complete)]
+    return [row for _, row in read_json_lines(file)]
 
 
 def _encode_row(row: Row) -> bytes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import threading
 import time
 from collections import Counter
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.config.json_file import parse_json_object
+from mcore_rl.config.json_file import read_json_lines
 
 TIMELINE_FILE = "timeline.jsonl"
 PROFILES, TRACE_SUFFIX = "profiles", ".json.gz"  # folder and files of torch.profiler's traces
@@ -158,17 +159,16 @@ def read_timeline(path: Path) -> list[StepTimeline]:
     Raises:
         ConfigError: A row is no JSON object, or not of this form.
     """
-    lines = path.read_bytes().splitlines(keepends=True) if path.is_file() else []
-    rows = [line for line in lines if line.endswith(b"\n")]
-    return [_parse_row(line, f"{path}, row {number}") for number, line in enumerate(rows)]
+    return [_parse_row(row, where) for where, row in read_json_lines(path)]
 
 
-def _parse_row(line: bytes, where: str) -> StepTimeline:
-    row = parse_json_object(line, where)
+def _parse_row(row: dict[str, Any], where: str) -> StepTimeline:
     try:
         spans = [TimeSpan(str(r), str(n), float(a), float(b)) for r, n, a, b in row["spans"]]
+        if not all(math.isfinite(span.start_s) and math.isfinite(span.end_s) for span in spans):
+            raise ValueError("times that are not finite")
         return StepTimeline(str(row["phase"]), int(row["step"]), spans, int(row["num_left_out"]))
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError) as error:  # int(inf) overflows
         raise ConfigError(f"{where}: no phase, step, spans and num_left_out ({error!r})") from error
 
 

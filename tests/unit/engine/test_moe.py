@@ -206,8 +206,8 @@ def test_the_load_of_few_tokens_is_over_its_mean_and_that_of_none_is_0(monkeypat
     monkeypatch.setattr(moe, "_reduce_loads", lambda chunks: (loads, torch.zeros(2)))
     monkeypatch.setattr(moe, "list_moe_layers", lambda config: [1, 3])
     config = SimpleNamespace(num_moe_experts=8, moe_router_load_balancing_type="none")
-    found, _ = moe.measure_balance([SimpleNamespace(config=config)])
-    assert found == {
+    actual, _ = moe.measure_balance([SimpleNamespace(config=config)])
+    assert actual == {
         "moe/max_expert_load": 8.0, "moe/min_expert_load": 0.0, "moe/dead_experts": 15.0,
         "moe/max_expert_load/layer_1": 8.0, "moe/max_expert_load/layer_3": 0.0,
     }  # fmt: skip

@@ -97,7 +97,7 @@ def test_fully_async_stays_within_its_staleness():
 
 
 def test_loops_that_overlap_are_faster_by_what_the_page_says():
-    """With long tails, and a step whose update is short beside its longest response."""
+    """Compare loops on lengths with long tails and an update shorter than the longest response."""
     settings = (
         "rollout.num_servers=4", "actor.layout.dp=4", "actor.layout.tp=1", "trainer.num_steps=6",
         "trainer.prompts_per_step=64", "algorithm.group_size=8", "rollout.max_response_tokens=8192",
