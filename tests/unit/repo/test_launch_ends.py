@@ -103,8 +103,8 @@ class LaunchedJob:
 
     @property
     def requeues(self) -> int:
-        told = self.folder / "scontrol"
-        return told.read_text().splitlines().count("requeue 7") if told.exists() else 0
+        calls = self.folder / "scontrol"
+        return calls.read_text().splitlines().count("requeue 7") if calls.exists() else 0
 
 
 @pytest.fixture
@@ -138,7 +138,7 @@ def test_a_step_that_outlasts_the_warning_is_queued_again_and_a_cancelled_job_is
     process = job.start(job.at_step(5, busy), reason=reason)
     at_the_limit(job, process)
     wait_until(lambda: "SIGTERM" in job.printed)
-    wait_until(lambda: len(job.rows.read_text().splitlines()) == 1 + requeues)
+    wait_until(lambda: job.requeues == requeues)  # its row is written before
     job.kill()
     assert job.requeues == requeues
     assert job.rows.read_text().splitlines() == ["1\tstarted\t-", "1\t75\t5"][: 1 + requeues]
