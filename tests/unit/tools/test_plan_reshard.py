@@ -90,6 +90,25 @@ def test_deepseek_v3_meets_the_bound_and_moves_a_thirtieth_of_gather_then_slice(
     assert report.gather_then_slice_bytes > 30 * report.received_bytes
 
 
+def test_experts_of_data_parallel_attention_are_received_once():
+    """By hand: with ep=32 an expert is on one of 32 workers, without on each of four replicas.
+
+    Shared experts are whole on each worker then, as vLLM has them (deepseek_v2.py: disable_tp where
+    is_sequence_parallel), and without are split in each replica.
+    """
+    layout = Layout(pp=16, dp=16, ep=16, first_stage_layers=3, last_stage_layers=2)
+    received = {}
+    for ep in (1, 32):
+        report, _ = plan_reshard(
+            PUBLISHED / "DeepSeek-V3.json", "disaggregated", layout,
+            GenerationLayout(tp=8, dp=4, ep=ep), Cluster(),
+        )  # fmt: skip
+        assert all(rank.received_bytes == rank.lower_bound_bytes for rank in report.ranks)
+        received[ep] = report.received_bytes
+    expert_bytes = 2 * 58 * 3 * 2048 * 7168  # of one expert of each layer
+    assert received[1] - received[32] == 3 * 256 * expert_bytes - (32 - 4) * expert_bytes
+
+
 @pytest.mark.parametrize(
     ("name", "layout", "generate"),
     [
