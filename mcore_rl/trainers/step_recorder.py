@@ -10,10 +10,10 @@ from typing import Any
 from mcore_rl.checkpoint.run_checkpoints import format_name
 from mcore_rl.config.schema import ProfileConfig
 from mcore_rl.controller.worker_group import RankGroup
-from mcore_rl.observability.console import show_line
 from mcore_rl.observability.expert_load import ExpertLoad, build_expert_load, is_load_due
 from mcore_rl.observability.memory import GPU_MEMORY
 from mcore_rl.observability.timeline import PROFILES
+from mcore_rl.observability.warnings import warn
 
 _PEAKS = ("max_allocated_bytes", "max_reserved_bytes")
 
@@ -62,7 +62,7 @@ class StepRecorder:
         if step in self._steps:
             for role, model in self._models.items():
                 for problem in filter(None, model.stop_profile()):
-                    show_line(f"step {step}, profile of {role}: {problem}")
+                    warn(f"step {step}, profile of {role}: {problem}; the run goes on")
         if is_load_due(step, self._num_steps):
             self._record_loads(step)
         return self._collect_peaks()

@@ -25,7 +25,7 @@ class Ranks:
 
     def stop_profile(self) -> list[str]:
         self.calls.append(("stop",))
-        return ["", "actor-1.json.gz is dropped"]
+        return ["", "actor-1.json.gz cannot be written: full"]
 
     def get_peak_memory(self) -> list[dict[str, int]]:
         self.calls.append(("peaks",))
@@ -60,7 +60,10 @@ def test_chosen_steps_are_profiled_and_a_missing_trace_is_shown(tmp_path, capsys
     prefix = str(tmp_path / "profiles" / "step_000002" / "actor")
     calls = [call for call in ranks.calls if call != ("peaks",)]
     assert calls == [("start", prefix, 2, settings), ("stop",)]
-    assert "step 2, profile of actor: actor-1.json.gz is dropped" in capsys.readouterr().out
+    assert capsys.readouterr().err == (
+        "mcore-rl: warning: step 2, profile of actor: actor-1.json.gz cannot be written: full; "
+        "the run goes on\n"
+    )
 
 
 def test_highest_peak_of_ranks_is_a_metric_and_each_is_in_the_summary(tmp_path):
