@@ -49,7 +49,7 @@ class Lines:
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    label: str  # empty if the figure has no other
+    label: str  # no other of the figure has it; the page remembers it as chosen
     data: list[dict[str, Any]]
     layout: dict[str, Any]
 
