@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ class StepRecorder:
         folder: Path,
         num_steps: int,
         record_load: Callable[[ExpertLoad], None],
-        record_result: Callable[[str, Any], None],
+        results: MutableMapping[str, Any],
     ) -> None:
         """Record nothing yet.
 
@@ -37,13 +37,14 @@ class StepRecorder:
             folder: Folder of the run.
             num_steps: Steps of the run.
             record_load: Takes the load of the experts of a trained model.
-            record_result: Takes an entry of the summary: gpu_memory, the peaks of each rank.
+            results: The summary so far, for gpu_memory: the peaks of each rank. Of a resumed run
+                it has those of earlier attempts.
         """
         self._models, self._num_steps = models, num_steps
         self._profile = asdict(settings)
         self._steps = self._profile.pop("steps")
         self._folder = folder / PROFILES
-        self._record_load, self._record_result = record_load, record_result
+        self._record_load, self._results = record_load, results
         self._has_peaks = True  # until the ranks have answered
 
     def begin(self, step: int) -> None:
@@ -57,7 +58,7 @@ class StepRecorder:
         """Write the profiles of the step and the load of experts; return metrics of memory.
 
         On GPUs, gpu_memory/ROLE/max_allocated_bytes and max_reserved_bytes: the highest of the
-        ranks so far.
+        ranks so far, in all attempts of the run.
         """
         if step in self._steps:
             for role, model in self._models.items():
@@ -79,13 +80,24 @@ class StepRecorder:
         self._has_peaks = all(rank for ranks in by_role.values() for rank in ranks)
         if not self._has_peaks:  # of the CPU
             return {}
+        earlier = self._results.get(GPU_MEMORY, {})
         peaks = {
-            role: {name: [rank[name] for rank in ranks] for name in _PEAKS}
+            role: {
+                name: _merge_peaks([rank[name] for rank in ranks], earlier.get(role, {}).get(name))
+                for name in _PEAKS
+            }
             for role, ranks in by_role.items()
         }
-        self._record_result(GPU_MEMORY, peaks)
+        self._results[GPU_MEMORY] = peaks
         return {
             f"{GPU_MEMORY}/{role}/{name}": max(values)
             for role, kinds in peaks.items()
             for name, values in kinds.items()
         }
+
+
+def _merge_peaks(peaks: list[int], earlier: list[int] | None) -> list[int]:
+    """Return the highest of each rank; earlier ones of another number of ranks are dropped."""
+    if earlier is None or len(earlier) != len(peaks):
+        return peaks
+    return [*map(max, peaks, earlier)]

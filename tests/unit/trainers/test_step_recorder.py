@@ -35,11 +35,13 @@ class Ranks:
         return self._load
 
 
-def build_recorder(model: Ranks, folder: Path, **settings: Any) -> tuple[StepRecorder, list, dict]:
+def build_recorder(
+    model: Ranks, folder: Path, results: dict[str, Any] | None = None, **settings: Any
+) -> tuple[StepRecorder, list, dict]:
     loads: list[ExpertLoad] = []
-    results: dict[str, Any] = {}
+    results = {} if results is None else results
     recorder = StepRecorder(
-        {"actor": model}, ProfileConfig(**settings), folder, 100, loads.append, results.__setitem__
+        {"actor": model}, ProfileConfig(**settings), folder, 100, loads.append, results
     )
     return recorder, loads, results
 
@@ -78,6 +80,26 @@ def test_highest_peak_of_ranks_is_a_metric_and_each_is_in_the_summary(tmp_path):
     }  # fmt: skip
     by_rank = {"max_allocated_bytes": [5, 4], "max_reserved_bytes": [6, 8]}
     assert results == {"gpu_memory": {"actor": by_rank}}
+
+
+@pytest.mark.parametrize(
+    ("earlier", "expected"),
+    [([9, 1], [9, 4]), ([9], [5, 4])],  # of the same ranks, and of another layout
+    ids=["two ranks", "one rank"],
+)
+def test_peaks_of_a_resumed_run_are_the_highest_of_its_attempts(tmp_path, earlier, expected):
+    peaks = [
+        {"max_allocated_bytes": 5, "max_reserved_bytes": 6},
+        {"max_allocated_bytes": 4, "max_reserved_bytes": 8},
+    ]
+    before = {"max_allocated_bytes": earlier, "max_reserved_bytes": [0] * len(earlier)}
+    recorder, _, results = build_recorder(
+        Ranks(peaks, {}), tmp_path, {"gpu_memory": {"actor": before}, "evaluation": {}}
+    )
+    [metrics] = run_steps(recorder, 3)
+    assert metrics["gpu_memory/actor/max_allocated_bytes"] == max(expected)
+    by_rank = {"max_allocated_bytes": expected, "max_reserved_bytes": [6, 8]}
+    assert results == {"gpu_memory": {"actor": by_rank}, "evaluation": {}}
 
 
 def test_ranks_on_a_cpu_are_asked_for_peaks_once(tmp_path):
