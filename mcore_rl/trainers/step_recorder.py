@@ -19,7 +19,7 @@ _PEAKS = ("max_allocated_bytes", "max_reserved_bytes")
 
 
 class StepRecorder:
-    """Asks the ranks of all models at the start and at the end of a step."""
+    """Collects records from the ranks of all models, with calls around each step."""
 
     def __init__(
         self,

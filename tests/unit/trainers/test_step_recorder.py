@@ -1,4 +1,4 @@
-"""The recorder asks ranks in the steps that are due, and gives on what they answer."""
+"""Records of ranks in the steps that are due: profiles, peaks of memory, loads of experts."""
 
 from __future__ import annotations
 
