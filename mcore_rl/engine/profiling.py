@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gzip
-import shutil
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Self
 
@@ -15,6 +17,7 @@ from mcore_rl.observability.timeline import TRACE_SUFFIX
 # Allocations and frees in a snapshot, the newest; each has its stack of Python functions.
 _MAX_MEMORY_EVENTS = 100_000
 _SNAPSHOT_SUFFIX = ".memory.pickle"
+_CHUNK_BYTES = 1 << 16  # of a trace, compressed at once
 
 
 class StepProfiler:
@@ -50,46 +53,69 @@ class StepProfiler:
         return self
 
     def stop(self) -> str:
-        """Stop, and write the files; return why one was not written, "" if all were."""
+        """Stop, and write the files; return which cannot be written and why, "" if all are there.
+
+        A trace is compressed while torch exports it, up to the limit: a larger one takes neither
+        more time nor more of the disk.
+        """
+        problems = []
         try:
-            self._profile.stop()
-            self._path.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                self._profile.stop()
+                problems.append(self._write(TRACE_SUFFIX, self._export_trace))
+            except RuntimeError as error:  # of Kineto
+                problems.append(f"{self._path.name}{TRACE_SUFFIX} cannot be recorded: {error}")
             if self._has_memory:
-                self._write_snapshot()
-            return self._write_trace()
-        except OSError as error:
-            return f"{self._path.name}{TRACE_SUFFIX} cannot be written: {error}"
+                dump = torch.cuda.memory._dump_snapshot  # https://pytorch.org/memory_viz shows it
+                problems.append(self._write(_SNAPSHOT_SUFFIX, lambda path: dump(str(path))))
         finally:
             if self._has_memory:
                 torch.cuda.memory._record_memory_history(enabled=None)
+        return "; ".join(filter(None, problems))
 
-    def _write_trace(self) -> str:
-        """Write the trace in Chrome's format, compressed, unless it is too large."""
-        name = f"{self._path.name}{TRACE_SUFFIX}"
-        plain = self._path.with_name(f".{name}.plain.partial")
+    def _write(self, suffix: str, write: Callable[[Path], None]) -> str:
+        """Write a file; return why it cannot be written, "" if it is there."""
+        name = f"{self._path.name}{suffix}"
         partial = self._path.with_name(f".{name}.partial")
         try:
-            self._profile.export_chrome_trace(str(plain))
-            size = plain.stat().st_size
-            if size > self._max_trace_bytes:
-                return (
-                    f"{name} is dropped: {size} bytes before compression; allowed: up to "
-                    f"profile.max_trace_bytes={self._max_trace_bytes}"
-                )
-            with plain.open("rb") as source, gzip.open(partial, "wb", compresslevel=6) as target:
-                shutil.copyfileobj(source, target)
-            partial.replace(self._path.with_name(name))
-            return ""
-        finally:
-            plain.unlink(missing_ok=True)
-            partial.unlink(missing_ok=True)
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                write(partial)
+                partial.replace(self._path.with_name(name))
+            finally:
+                partial.unlink(missing_ok=True)
+        except (OSError, RuntimeError) as error:  # RuntimeErrors are torch's
+            return f"{name} cannot be written: {error}"
+        return ""
 
-    def _write_snapshot(self) -> None:
-        """Write the allocator's history, which https://pytorch.org/memory_viz shows."""
-        name = f"{self._path.name}{_SNAPSHOT_SUFFIX}"
-        partial = self._path.with_name(f".{name}.partial")
-        try:
-            torch.cuda.memory._dump_snapshot(str(partial))
-            partial.replace(self._path.with_name(name))
-        finally:
-            partial.unlink(missing_ok=True)
+    def _export_trace(self, path: Path) -> None:
+        """Export the trace in Chrome's format through a pipe.
+
+        Raises:
+            OSError: The disk does not take it, or it is too large.
+            RuntimeError: torch cannot export it.
+        """
+        source, target = os.pipe()
+        with ThreadPoolExecutor(1) as pool:
+            compressed = pool.submit(self._compress, source, path)
+            try:
+                # The export in C++ holds the interpreter to its end, and needs a file of its own.
+                self._profile.export_chrome_trace(f"/dev/fd/{target}", use_python_export=True)
+            except BrokenPipeError:
+                pass  # `_compress` has failed, and raises below
+            finally:
+                os.close(target)
+        compressed.result()
+
+    def _compress(self, source: int, path: Path) -> None:
+        """Compress what a pipe brings; close it at its end, at the largest size, or on an error."""
+        size = 0
+        with open(source, "rb") as trace, gzip.open(path, "wb", compresslevel=6) as target:
+            while chunk := trace.read(_CHUNK_BYTES):
+                size += len(chunk)
+                if size > self._max_trace_bytes:
+                    raise OSError(
+                        f"it is larger before compression than profile.max_trace_bytes="
+                        f"{self._max_trace_bytes}"
+                    )
+                target.write(chunk)

@@ -246,7 +246,7 @@ class ModelWorker:
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def stop_profile(self) -> str:
-        """Write what `start_profile` has begun; return why a file is missing, "" if none is."""
+        """Write what `start_profile` has begun; return which files are missing and why, or ""."""
         profiler, self._profiler = self._profiler, None
         return "" if profiler is None else profiler.stop()
 

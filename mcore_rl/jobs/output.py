@@ -72,6 +72,7 @@ LOGS = "logs"  # folder of the output of ranks and of Ray's logs
 ATTEMPT = "MCORE_RL_ATTEMPT"  # number of this start of the run, set by launch scripts
 _BEFORE_STARTED = {LOGS, "task"}  # entries that a run may leave if it is killed before config.json
 SUMMARY = "summary.json"  # the last file of a run
+_PEAK_MEMORY = "peak_memory_bytes"  # its entry with the memory of a run, over all processes
 
 
 # Takes a folder, the names in it, output_dir and `resume`; raises ConfigError to refuse the folder.
@@ -246,7 +247,7 @@ class RunOutput:
         rows: list[dict[str, Any]] = []
         timelines: list[StepTimeline] = []
         loads: list[ExpertLoad] = []
-        self.results: dict[str, Any] = {}  # entries of the summary
+        self.results: dict[str, Any] = {}  # entries of the summary; checkpoints have them
         if resumed is not None:
             rows = [
                 row
@@ -297,7 +298,8 @@ class RunOutput:
 
             def show(step: int, metrics: dict[str, float]) -> None:
                 if self.memory is not None:
-                    metrics["memory/peak_bytes"] = self.memory.peak_bytes
+                    peak_bytes = self._record_peak_memory(self.memory.peak_bytes)
+                    metrics["memory/peak_bytes"] = peak_bytes
                 self._sinks.write(step, metrics, phase)
                 self._timeline.write(TIMELINE.take(phase, step))
                 display.update(step, self._summarize_step(metrics))
@@ -353,9 +355,11 @@ class RunOutput:
         """Write metrics outside of a training step, such as those of an evaluation."""
         self._sinks.write(step, metrics)
 
-    def record_result(self, name: str, value: Any) -> None:
-        """Add an entry to the summary."""
-        self.results[name] = value
+    def _record_peak_memory(self, peak_bytes: int) -> int:
+        """Record a peak of memory; return the highest of all attempts of the run."""
+        highest = max(peak_bytes, self.results.get(_PEAK_MEMORY, 0))
+        self.results[_PEAK_MEMORY] = highest
+        return highest
 
     def finish(self, *, peak_memory_bytes: int, wall_s: float) -> None:
         """Write the plot and the summary, and print the table.
@@ -393,17 +397,16 @@ class RunOutput:
         """Write and print the summary, the last output of a run."""
         config = self._config
         layout = config.engine.layout if isinstance(config, TrainConfig) else config.actor.layout
+        peak_bytes = self._record_peak_memory(peak_memory_bytes)
         summary = {
             **self.results,
-            "peak_memory_bytes": peak_memory_bytes,
             "wall_s": round(wall_s, 1),
             "seed": self._config.seed,
             "layout": asdict(layout),
             "versions": list_versions(),
         }
         write_json(self.folder / SUMMARY, summary)
-        memory = f"{peak_memory_bytes / 1e9:.1f} GB"
-        show_line(f"{wall_s:.0f} s, peak memory {memory}, in {self.folder}")
+        show_line(f"{wall_s:.0f} s, peak memory {peak_bytes / 1e9:.1f} GB, in {self.folder}")
         for line in list_next_commands(self.folder, self._config):
             show_line(line)
 

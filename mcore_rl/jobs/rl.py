@@ -281,7 +281,7 @@ class _Run:
                     folder,
                     config.trainer.num_steps,
                     self.output.record_expert_load,
-                    self.output.record_result,
+                    self.output.results,
                 ),
             )
         )

@@ -181,7 +181,7 @@ def _train(run: _Run, start_group: StartGroup) -> None:
         output.folder,
         inputs.num_steps,
         output.record_expert_load,
-        output.record_result,
+        output.results,
     )
     if run.checkpoint is None and evaluation.is_due(0):
         with show_waiting("evaluating"):

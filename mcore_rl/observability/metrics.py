@@ -7,7 +7,6 @@ import errno
 import json
 import math
 import os
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -22,6 +21,7 @@ from mcore_rl.observability.trackers import (
     open_trackers,
     summarize_error,
 )
+from mcore_rl.observability.warnings import warn
 
 METRICS_FILE = "metrics.jsonl"
 Report = Callable[[int, dict[str, float]], None]  # takes a step, counted from 1, and its metrics
@@ -150,11 +150,7 @@ class MetricsLogger:
                 call(tracker)
             except Exception as error:  # noqa: BLE001 (of another library)
                 del self._trackers[name]
-                warning = (
-                    f"mcore-rl: warning: {name} gets no more metrics: {summarize_error(error)}"
-                )
-                with contextlib.suppress(OSError):  # stderr may be closed
-                    print(warning, file=sys.stderr)
+                warn(f"{name} gets no more metrics: {summarize_error(error)}")
 
     def __enter__(self) -> MetricsLogger:
         return self

@@ -158,7 +158,8 @@ def build_table(
 
 
 def format_ranks(ranks: Sequence[int]) -> str:
-    """
+    """Format ranks as ranges.
+
     >>> format_ranks([0, 1, 2, 6, 8, 9])
     '0-2, 6, 8-9'
     """

@@ -1,9 +1,10 @@
-"""The server that each group of samples is generated on: pure functions of outstanding tokens."""
+"""The server that each group of samples is generated on, by outstanding tokens."""
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from mcore_rl.data.batch import Batch
@@ -58,6 +59,9 @@ class OutstandingTokens:
         self._tokens = dict(tokens)
         self._heap_entries()
 
+    def __len__(self) -> int:
+        return len(self._tokens)
+
     def _heap_entries(self) -> None:
         # One entry a server is right; those of earlier numbers of tokens are skipped.
         self._entries = [(num, number) for number, num in self._tokens.items()]
@@ -107,3 +111,107 @@ def route_groups(
         servers.append(outstanding.choose(last_servers.get(group.group_id), largest))
         outstanding.add(servers[-1], group.max_tokens)
     return servers
+
+
+class GroupRouter:
+    """All pending groups: those that wait for a server, and those that each server generates."""
+
+    def __init__(self) -> None:
+        self._groups: defaultdict[str, dict[int, PendingGroup]] = defaultdict(dict)  # by stream, id
+        self._num_begun = 0
+        self._waiting: dict[int, PendingGroup] = {}  # by order: those without a server
+        # By the number of the server that generates them, stream and id.
+        self._by_server: defaultdict[int, defaultdict[str, dict[int, PendingGroup]]] = defaultdict(
+            lambda: defaultdict(dict)
+        )
+        self._outstanding = OutstandingTokens({})
+        self._last_servers: dict[int, int] = {}  # by group id
+        self._rerouted: list[tuple[str, int]] = []  # groups begun again on another server
+
+    def begin(self, prompts: Batch, sampling: SamplingParams, stream: str) -> None:
+        """Add a group for each prompt, to be routed.
+
+        Raises:
+            ValueError: a group of the same id is pending in the stream.
+        """
+        ids = [int(group) for group in prompts.array("group_ids")]
+        if len(set(ids)) < len(ids) or any(group in self._groups[stream] for group in ids):
+            raise ValueError(f"a group of {stream!r} among {ids} would be generated twice at once")
+        groups = split_prompts(prompts, sampling, stream, self._num_begun)
+        self._num_begun += len(groups)
+        self._groups[stream] |= {group.group_id: group for group in groups}
+        self._waiting |= {group.order: group for group in groups}
+
+    def set_servers(self, numbers: Iterable[int]) -> None:
+        """Set the servers that may be chosen."""
+        self._outstanding = OutstandingTokens(
+            {
+                number: sum(
+                    group.max_tokens
+                    for groups in self._by_server[number].values()
+                    for group in groups.values()
+                )
+                for number in numbers
+            }
+        )
+
+    def route(self) -> list[tuple[int, list[PendingGroup]]]:
+        """Choose servers for the groups that wait, in the order in which they were begun.
+
+        Returns servers by number, each with groups of one stream and sampling; none if there is no
+        server to choose.
+        """
+        if not self._waiting or not self._outstanding:
+            return []
+        waiting = [self._waiting[order] for order in sorted(self._waiting)]
+        self._waiting.clear()
+        calls: dict[tuple[int, str, SamplingParams], list[PendingGroup]] = {}
+        servers = route_groups(waiting, self._outstanding, self._last_servers)
+        for group, number in zip(waiting, servers, strict=True):
+            group.server = self._last_servers[group.group_id] = number
+            self._by_server[number][group.stream][group.group_id] = group
+            if group.is_rerouted:
+                self._rerouted.append((group.stream, group.group_id))
+            calls.setdefault((number, group.stream, group.sampling), []).append(group)
+        return [(number, groups) for (number, _, _), groups in calls.items()]
+
+    def remove(self, stream: str, group_id: int) -> PendingGroup:
+        """Remove and return a group that was collected or abandoned."""
+        group = self._groups[stream].pop(group_id)
+        if group.server is None:
+            del self._waiting[group.order]
+        else:
+            del self._by_server[group.server][stream][group_id]
+            self._outstanding.add(group.server, -group.max_tokens)
+        if self._rerouted and group.is_rerouted:
+            self._rerouted = [key for key in self._rerouted if key != (stream, group_id)]
+        return group
+
+    def release(self, number: int) -> None:
+        """Let the groups of a server that has ended wait for another; `set_servers` comes next."""
+        for groups in self._by_server.pop(number, {}).values():
+            for group in groups.values():
+                group.server, group.is_rerouted = None, True
+                self._waiting[group.order] = group
+
+    def clear_last_servers(self) -> None:
+        """Let no group prefer the server that it was on: caches of other weights are not read."""
+        self._last_servers.clear()
+
+    def pop_rerouted(self, stream: str) -> list[int]:
+        """Return, once, the groups that began again on another server."""
+        ids = [group for name, group in self._rerouted if name == stream]
+        self._rerouted = [key for key in self._rerouted if key[0] != stream]
+        return list(dict.fromkeys(ids))
+
+    def count(self, stream: str) -> int:
+        """Return the number of pending groups of a stream."""
+        return len(self._groups[stream])
+
+    def get_groups(self, number: int, stream: str) -> Mapping[int, PendingGroup]:
+        """Return the groups of a stream that a server generates, by id."""
+        return self._by_server[number][stream]
+
+    def list_streams(self, number: int) -> list[str]:
+        """Return the streams of which a server has got groups."""
+        return [*self._by_server[number]]

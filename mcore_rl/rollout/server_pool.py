@@ -9,7 +9,7 @@ It is up when it has started, and gets groups after the next push of weights. On
 share, starting takes the memory of a whole server: it waits until the servers have the devices
 (`start_asleep`).
 
-Long because: the state of servers and the routes of groups change together.
+Long because: each call may show that a server has died, which changes the state of the pool.
 """
 
 from __future__ import annotations
@@ -44,13 +44,7 @@ from mcore_rl.controller.worker_group import WorkerGroup, wait_until_built
 from mcore_rl.controller.worker_process import WorkerInfo
 from mcore_rl.data.batch import Batch, Samples
 from mcore_rl.inference.protocol import DraftCounts, SamplingParams, ServerMemory, SleepTag
-from mcore_rl.rollout.routing import (
-    OutstandingTokens,
-    PendingGroup,
-    gather_prompts,
-    route_groups,
-    split_prompts,
-)
+from mcore_rl.rollout.routing import GroupRouter, gather_prompts
 from mcore_rl.weight_sync.spec import WorkerLists
 
 LoadFormat = Literal["auto", "checkpoint", "dummy"]
@@ -80,8 +74,6 @@ class Server:
     version: int | None = None  # of its weights; None if it has none, or an incomplete version
     sent: list[PendingCall] = field(default_factory=list)  # calls without a result to wait for
     collecting: dict[str, PendingCall] = field(default_factory=dict)  # by stream
-    # Those that it generates, by stream and group id.
-    groups: dict[str, dict[int, PendingGroup]] = field(default_factory=lambda: defaultdict(dict))
     # Groups abandoned since the call in `collecting`, whose result may have them; by stream.
     abandoned: dict[str, set[int]] = field(default_factory=dict)
     idle_s: float = 0.0  # since its last start, at the last call of ServerPool.idle_s
@@ -130,19 +122,13 @@ class ServerPool:
         # Sends the weights of `version` again, when no server is left that has them. None while
         # the trainer has already updated its weights.
         self.resend: Callable[[], None] | None = None
-        # By stream and group id.
-        self._groups: defaultdict[str, dict[int, PendingGroup]] = defaultdict(dict)
-        self._num_begun = 0
-        self._unrouted: dict[int, PendingGroup] = {}  # by order: those without a server
-        self._last_servers: dict[int, int] = {}  # by group id, since the last update
-        self._rerouted: list[tuple[str, int]] = []  # groups begun again on another server
+        self._router = GroupRouter()
         # Without a group, or a server fewer: before this call of `collect`, and its start.
         self._waited_s, self._wait_start_s = 0.0, time.monotonic()
         self._servers: dict[int, Server] = {}
         self._by_group: dict[CalledGroup, Server] = {}
         self._up: list[Server] = []  # by number
         self._serving: list[Server] = []  # those of `_up` that may get groups
-        self._outstanding = OutstandingTokens({})  # of `_serving`
         # Nothing that follows looks at all servers for an answer of one: those with new answers to
         # `sent` and `starting`, and those that may have samples or be without a call, by stream.
         self._replies, self._next_check_s = ReplyQueue(), 0.0
@@ -283,13 +269,7 @@ class ServerPool:
         Raises:
             ValueError: a group of the same id is being generated in the stream.
         """
-        ids = [int(group) for group in prompts.array("group_ids")]
-        if len(set(ids)) < len(ids) or any(group in self._groups[stream] for group in ids):
-            raise ValueError(f"a group of {stream!r} among {ids} would be generated twice at once")
-        groups = split_prompts(prompts, sampling, stream, self._num_begun)
-        self._num_begun += len(groups)
-        self._groups[stream] |= {group.group_id: group for group in groups}
-        self._unrouted |= {group.order: group for group in groups}
+        self._router.begin(prompts, sampling, stream)
         self._route()
 
     def collect(self, stream: str, wait_s: float, at_least: int = 1) -> list[Batch]:
@@ -332,14 +312,12 @@ class ServerPool:
 
     def pop_rerouted(self, stream: str) -> list[int]:
         """Return, once, the groups that began again on another server."""
-        ids = [group for name, group in self._rerouted if name == stream]
-        self._rerouted = [key for key in self._rerouted if key[0] != stream]
-        return list(dict.fromkeys(ids))
+        return self._router.pop_rerouted(stream)
 
     def abandon(self, stream: str, group_ids: Collection[int]) -> None:
         """End these groups: `collect` will not return them."""
         abandoned: dict[int, list[int]] = {}  # by server number
-        for group in [self._drop_group(stream, group_id) for group_id in group_ids]:
+        for group in [self._router.remove(stream, group_id) for group_id in group_ids]:
             if group.server is not None:
                 abandoned.setdefault(group.server, []).append(group.group_id)
         for server in [self._servers[number] for number in sorted(abandoned)]:
@@ -353,19 +331,7 @@ class ServerPool:
 
     def num_outstanding(self, stream: str) -> int:
         """Return the number of groups of a stream that were begun and not collected."""
-        return len(self._groups[stream])
-
-    def _drop_group(self, stream: str, group_id: int) -> PendingGroup:
-        """Forget a group that was collected or abandoned."""
-        group = self._groups[stream].pop(group_id)
-        if group.server is None:
-            del self._unrouted[group.order]
-        else:
-            del self._servers[group.server].groups[stream][group_id]
-            self._outstanding.add(group.server, -group.max_tokens)
-        if self._rerouted and group.is_rerouted:
-            self._rerouted = [key for key in self._rerouted if key != (stream, group_id)]
-        return group
+        return self._router.count(stream)
 
     def _is_serving(self, server: Server) -> bool:
         """Return whether a server may get groups."""
@@ -376,32 +342,18 @@ class ServerPool:
         servers = (server for _, server in sorted(self._servers.items()))
         self._up = [server for server in servers if server.is_up]
         self._serving = [server for server in self._up if self._is_serving(server)]
-        tokens = dict.fromkeys((server.number for server in self._serving), 0)
+        self._router.set_servers(server.number for server in self._serving)
         for server in self._serving:
-            for stream, groups in server.groups.items():
-                tokens[server.number] += sum(group.max_tokens for group in groups.values())
+            for stream in self._router.list_streams(server.number):
                 self._to_collect[stream].add(server)
-        self._outstanding = OutstandingTokens(tokens)
 
     def _route(self) -> None:
         """Begin the groups that have no server."""
-        if not self._unrouted or not self._serving:
-            return
-        waiting = [self._unrouted[order] for order in sorted(self._unrouted)]
-        self._unrouted.clear()
-        calls: dict[tuple[int, str, SamplingParams], list[PendingGroup]] = {}
-        servers = route_groups(waiting, self._outstanding, self._last_servers)
-        for group, number in zip(waiting, servers, strict=True):
-            group.server = self._last_servers[group.group_id] = number
-            server = self._servers[number]
-            server.groups[group.stream][group.group_id] = group
-            self._to_collect[group.stream].add(server)
-            if group.is_rerouted:
-                self._rerouted.append((group.stream, group.group_id))
-            calls.setdefault((number, group.stream, group.sampling), []).append(group)
-        for (number, stream, sampling), groups in calls.items():
+        for number, groups in self._router.route():
+            server, stream, sampling = self._servers[number], groups[0].stream, groups[0].sampling
+            self._to_collect[stream].add(server)
             prompts = store_if_large(gather_prompts(groups), sampling.n)
-            self._send(self._servers[number], "begin", prompts, sampling, stream)
+            self._send(server, "begin", prompts, sampling, stream)
 
     def _send(self, server: Server, method: str, *args: Any) -> None:
         """Submit a call that has no result to wait for; `_poll` looks at its answer."""
@@ -440,7 +392,7 @@ class ServerPool:
                 return
             del server.collecting[stream]
             yield from self._take_pending(server, stream, call.result()[0])
-        if groups := server.groups[stream].values():
+        if groups := self._router.get_groups(server.number, stream).values():
             wait_s = self._get_collect_s(at_least, num_serving)
             share = math.ceil(at_least / num_serving)
             num_tokens = sum(sorted(group.max_tokens for group in groups)[-max(share, 1) :])
@@ -461,10 +413,10 @@ class ServerPool:
         if not len(batch):
             return
         ids = batch.array("group_ids").tolist()
-        pending = server.groups[stream].keys() - abandoned
+        pending = self._router.get_groups(server.number, stream).keys() - abandoned
         rows = [row for row, group in enumerate(ids) if group in pending]
         for group in {ids[row] for row in rows}:
-            self._drop_group(stream, group)
+            self._router.remove(stream, group)
         if rows:
             yield batch.take(rows) if len(rows) < len(ids) else batch
 
@@ -517,11 +469,7 @@ class ServerPool:
     def _release_groups(self, server: Server) -> None:
         """Let groups of a server be routed again, with all the time that groups have."""
         self._waited_s, self._wait_start_s = 0.0, time.monotonic()
-        for groups in server.groups.values():
-            for group in groups.values():
-                group.server, group.is_rerouted = None, True
-                self._unrouted[group.order] = group
-        server.groups.clear()
+        self._router.release(server.number)
 
     # New weights.
 
@@ -579,7 +527,7 @@ class ServerPool:
         for server in self._up:
             server.version = version
         self._list_servers()
-        self._last_servers.clear()  # caches of another version are not read
+        self._router.clear_last_servers()
 
     def start_asleep(self) -> None:
         """Start servers that are not up, and let them sleep; shared devices have to be free.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -10,16 +10,16 @@ from typing import Any
 from mcore_rl.checkpoint.run_checkpoints import format_name
 from mcore_rl.config.schema import ProfileConfig
 from mcore_rl.controller.worker_group import RankGroup
-from mcore_rl.observability.console import show_line
 from mcore_rl.observability.expert_load import ExpertLoad, build_expert_load, is_load_due
 from mcore_rl.observability.memory import GPU_MEMORY
 from mcore_rl.observability.timeline import PROFILES
+from mcore_rl.observability.warnings import warn
 
 _PEAKS = ("max_allocated_bytes", "max_reserved_bytes")
 
 
 class StepRecorder:
-    """Asks the ranks of all models at the start and at the end of a step."""
+    """Collects records from the ranks of all models, with calls around each step."""
 
     def __init__(
         self,
@@ -28,7 +28,7 @@ class StepRecorder:
         folder: Path,
         num_steps: int,
         record_load: Callable[[ExpertLoad], None],
-        record_result: Callable[[str, Any], None],
+        results: MutableMapping[str, Any],
     ) -> None:
         """Record nothing yet.
 
@@ -37,13 +37,14 @@ class StepRecorder:
             folder: Folder of the run.
             num_steps: Steps of the run.
             record_load: Takes the load of the experts of a trained model.
-            record_result: Takes an entry of the summary: gpu_memory, the peaks of each rank.
+            results: The summary so far, for gpu_memory: the peaks of each rank. Of a resumed run
+                it has those of earlier attempts.
         """
         self._models, self._num_steps = models, num_steps
         self._profile = asdict(settings)
         self._steps = self._profile.pop("steps")
         self._folder = folder / PROFILES
-        self._record_load, self._record_result = record_load, record_result
+        self._record_load, self._results = record_load, results
         self._has_peaks = True  # until the ranks have answered
 
     def begin(self, step: int) -> None:
@@ -57,12 +58,12 @@ class StepRecorder:
         """Write the profiles of the step and the load of experts; return metrics of memory.
 
         On GPUs, gpu_memory/ROLE/max_allocated_bytes and max_reserved_bytes: the highest of the
-        ranks so far.
+        ranks so far, in all attempts of the run.
         """
         if step in self._steps:
             for role, model in self._models.items():
                 for problem in filter(None, model.stop_profile()):
-                    show_line(f"step {step}, profile of {role}: {problem}")
+                    warn(f"step {step}, profile of {role}: {problem}; the run goes on")
         if is_load_due(step, self._num_steps):
             self._record_loads(step)
         return self._collect_peaks()
@@ -79,13 +80,24 @@ class StepRecorder:
         self._has_peaks = all(rank for ranks in by_role.values() for rank in ranks)
         if not self._has_peaks:  # of the CPU
             return {}
+        earlier = self._results.get(GPU_MEMORY, {})
         peaks = {
-            role: {name: [rank[name] for rank in ranks] for name in _PEAKS}
+            role: {
+                name: _merge_peaks([rank[name] for rank in ranks], earlier.get(role, {}).get(name))
+                for name in _PEAKS
+            }
             for role, ranks in by_role.items()
         }
-        self._record_result(GPU_MEMORY, peaks)
+        self._results[GPU_MEMORY] = peaks
         return {
             f"{GPU_MEMORY}/{role}/{name}": max(values)
             for role, kinds in peaks.items()
             for name, values in kinds.items()
         }
+
+
+def _merge_peaks(peaks: list[int], earlier: list[int] | None) -> list[int]:
+    """Return the highest of each rank; earlier ones of another number of ranks are dropped."""
+    if earlier is None or len(earlier) != len(peaks):
+        return peaks
+    return [*map(max, peaks, earlier)]

@@ -26,6 +26,7 @@ import ray
 
 from mcore_rl.controller.process_cleanup import clean_up_on_exit
 from mcore_rl.controller.ray_session import NAMESPACE
+from mcore_rl.data.prepared_task import PreparedTask
 from mcore_rl.examples.tasks import last_digit
 from tests.e2e.processes import environ, lives, shared_memory
 from tests.slurm_cluster import SlurmCluster, slurm_cluster
@@ -208,6 +209,11 @@ def own_model_and_data(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     for file in (task.train_file, task.test_file, task.warm_start_file):
         rows = pq.read_table(file)
         pq.write_table(rows.slice(0, 1024), file)
+    return list_task_settings(task)
+
+
+def list_task_settings(task: PreparedTask) -> list[str]:
+    """Return the settings of a job on a task that is made, as on a user's own model and data."""
     return [
         "task.name=''",
         f"model.path={task.model_dir}",

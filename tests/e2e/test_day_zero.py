@@ -13,6 +13,7 @@ import mcore_rl
 from mcore_rl.checkpoint.hf import CheckpointReader
 from mcore_rl.examples.tasks import last_digit
 from tests import tiny_vision
+from tests.e2e.conftest import list_task_settings
 from tests.nightly import all_but
 
 pytestmark = pytest.mark.job
@@ -68,9 +69,7 @@ def test_a_model_without_rules_is_trained_and_served_shard_to_shard(
     task = last_digit.prepare(tmp_path / "task", 0, worked_share=0.35)
     replace_model(Path(task.model_dir), kind)
     settings = (
-        *SETTINGS, "task.name=''", f"model.path={task.model_dir}",
-        f"data.train_file={task.train_file}", f"data.test_file={task.test_file}",
-        f"warm_start.train_file={task.warm_start_file}",
+        *SETTINGS, *list_task_settings(task),
         *(WITH_IMAGES if kind in tiny_vision.KINDS else ()),
         *(("algorithm.kl_coef=0.01",) if resumes else ()),  # its reference has ranks of its own
     )  # fmt: skip

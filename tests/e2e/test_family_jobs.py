@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "dist_cpu"))
 import tiny_families
 
 from mcore_rl.examples.tasks import last_digit
-from tests.e2e.conftest import LIMIT_S
+from tests.e2e.conftest import LIMIT_S, list_task_settings
 from tests.e2e.outcomes import rows_of
 
 pytestmark = [pytest.mark.job, pytest.mark.nightly]
@@ -60,14 +60,7 @@ def start_family_job(start_job, tmp_path):
         save_new_model(Path(task.model_dir), config_class, **fields)
         if has_mtp:
             tiny_families.make_last_layer_predict(Path(task.model_dir))
-        return start_job(
-            "task.name=''",
-            f"model.path={task.model_dir}",
-            f"data.train_file={task.train_file}",
-            f"data.test_file={task.test_file}",
-            f"warm_start.train_file={task.warm_start_file}",
-            *settings,
-        )
+        return start_job(*list_task_settings(task), *settings)
 
     return start
 

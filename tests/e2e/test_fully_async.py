@@ -9,9 +9,8 @@ import pytest
 
 from mcore_rl.data.sample_tables import list_tables
 from tests.e2e.outcomes import rows_of
-from tests.e2e.test_kill import steps
 from tests.e2e.test_one_step_off import SETTINGS
-from tests.e2e.test_resume import assert_the_same_run, ended, kill
+from tests.e2e.test_resume import assert_the_same_run, ended, kill_and_resume
 from tests.nightly import nightly
 
 pytestmark = pytest.mark.job
@@ -65,12 +64,8 @@ def test_tokens_of_several_versions_are_trained_on_and_none_is_too_old(
 def test_a_run_that_is_killed_and_goes_on_trains_on_each_prompt_once(
     start_job, own_model_and_data, tmp_path
 ):
-    overrides = (*own_model_and_data, *SETTINGS, *ASYNC, FEW, "trainer.save_every=2", "resume=auto")
-    killed = start_job(*overrides, output=tmp_path / "run")
-    killed.wait_until((killed.output / "checkpoints/step_000002").exists, "the first checkpoint")
-    kill(killed)
-    assert len(steps(killed)) < NUM_STEPS
-    output = ended(start_job(*overrides, output=tmp_path / "run"))
+    overrides = *own_model_and_data, *SETTINGS, *ASYNC, FEW
+    output = kill_and_resume(start_job, tmp_path / "run", NUM_STEPS, *overrides)
     assert [row["step"] for row in trained(output)] == list(range(1, NUM_STEPS + 1))
     assert sorted(groups_of(output)) == list(range(8 * NUM_STEPS))
     assert all(row["samples/age"] <= STALENESS for row in trained(output))
@@ -84,10 +79,5 @@ def test_a_killed_run_of_staleness_0_that_replays_routing_is_the_undisturbed_one
     # the same experts.
     overrides = *own_model_and_data, *SETTINGS, *ASYNC, "trainer.staleness=0", REPLAY
     expected = ended(start_job(*overrides))
-    overrides += ("trainer.save_every=2", "resume=auto")
-    killed = start_job(*overrides, output=tmp_path / "run")
-    killed.wait_until((killed.output / "checkpoints/step_000002").exists, "the first checkpoint")
-    kill(killed)
-    assert len(steps(killed)) < NUM_STEPS
-    output = ended(start_job(*overrides, output=tmp_path / "run"))
+    output = kill_and_resume(start_job, tmp_path / "run", NUM_STEPS, *overrides)
     assert_the_same_run(output, expected, NUM_STEPS)

@@ -10,7 +10,7 @@ import pytest
 from tests.e2e.outcomes import list_gaps, rows_of, timeless
 from tests.e2e.test_kill import steps
 from tests.e2e.test_placement import _is
-from tests.e2e.test_resume import assert_the_same_run, ended, kill
+from tests.e2e.test_resume import assert_the_same_run, ended, kill_and_resume
 
 pytestmark = pytest.mark.job
 
@@ -74,15 +74,9 @@ def test_a_run_that_is_killed_and_goes_on_is_the_undisturbed_one(
 ):
     # It trains on the samples that were ahead, and draws the prompts that would have come next.
     overrides = (*own_model_and_data, *SETTINGS, *ROUNDS, f"trainer.num_steps={NUM_STEPS}")
-    overrides += ("trainer.mode=one_step_off", "trainer.save_every=2", "resume=auto")
-    killed = start_job(*overrides, output=tmp_path / "run")
-    first = killed.output / "checkpoints/step_000002"
-    killed.wait_until(first.exists, "the first checkpoint")
-    kill(killed)
-    assert len(steps(killed)) < NUM_STEPS
-    assert_the_same_run(
-        ended(start_job(*overrides, output=tmp_path / "run")), undisturbed, NUM_STEPS
-    )
+    overrides += ("trainer.mode=one_step_off",)
+    output = kill_and_resume(start_job, tmp_path / "run", NUM_STEPS, *overrides)
+    assert_the_same_run(output, undisturbed, NUM_STEPS)
 
 
 @pytest.mark.nightly  # test_router_replay.py restores the columns, in its process
@@ -98,13 +92,8 @@ def test_a_killed_run_that_replays_routing_goes_on_in_other_pipeline_ranks(
         "actor.optimizer.eps=1e-3",
     )  # fmt: skip
     expected = ended(start_job(*overrides))
-    overrides += ("trainer.save_every=2", "resume=auto")
-    killed = start_job(*overrides, output=tmp_path / "run")
-    killed.wait_until((killed.output / "checkpoints/step_000002").exists, "the first checkpoint")
-    kill(killed)
-    assert len(steps(killed)) < NUM_STEPS
     layout = "actor.layout.pp=2", "actor.layout.first_stage_layers=1"
-    output = ended(start_job(*overrides, *layout, output=tmp_path / "run"))
+    output = kill_and_resume(start_job, tmp_path / "run", NUM_STEPS, *overrides, resumed=layout)
     rows, expected_rows = (
         [row for row in timeless(folder) if "reward" in row] for folder in (output, expected)
     )

@@ -136,6 +136,27 @@ def test_shown_sample_stays_when_newer_ones_come_before_it(tab, runs):
     assert tab.evaluate("document.querySelectorAll('.list button')[2].ariaCurrent") == "true"
 
 
+@pytest.mark.parametrize("is_left_out", [False, True])
+def test_chosen_step_of_a_plot_stays_when_newer_ones_come_before_it(tab, runs, is_left_out):
+    open_page(tab, runs / "a" / "report.html")
+    select = "document.querySelector('section[aria-label=\"Timeline of a step\"] select')"
+    chosen = f"{select}.selectedOptions[0].text"
+    names = "document.getElementById('plot-training-timeline').data.map(trace => trace.name)"
+    variants = "state.data.figures.find(figure => figure.id === 'training-timeline').variants"
+    tab.evaluate(f"{variants}[1].data[0].name = 'of step 2'")
+    tab.evaluate(f"{select}.selectedIndex = 1")
+    tab.evaluate(f"{select}.dispatchEvent(new Event('change'))")
+    tab.evaluate(f"{select}.focus()")
+    before = tab.evaluate(chosen)
+    tab.evaluate(f"{variants}.splice(1, {int(is_left_out)})")
+    tab.evaluate(f"{variants}.unshift({{ ...{variants}[0], label: 'a, step 4' }})")
+    tab.evaluate("draw()")
+    assert tab.evaluate(chosen) == before == "a, step 2"
+    assert "of step 2" in tab.evaluate(names)
+    assert tab.evaluate(f"{select} === document.activeElement")
+    assert tab.errors == []
+
+
 def test_runs_are_side_by_side(tab, runs):
     open_page(tab, runs / "a" / "report.html")
     cells = tab.evaluate(

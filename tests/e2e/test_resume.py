@@ -76,6 +76,29 @@ def kill(job) -> None:
     job.process.wait()
 
 
+def kill_after_save(job, step: int) -> None:
+    """Kill a run that has saved the checkpoint of a step."""
+    checkpoint = job.output / f"checkpoints/step_{step:06d}"
+    job.wait_until(checkpoint.exists, f"the checkpoint of step {step}")
+    kill(job)
+
+
+def kill_and_resume(
+    start_job, folder: Path, num_steps: int, *settings: str, resumed: tuple[str, ...] = ()
+) -> Path:
+    """Kill a run after it has saved step 2; return its output when it has been resumed.
+
+    Args:
+        num_steps: Steps of the run, which it has not reached when it is killed.
+        resumed: Settings of the resumed run alone.
+    """
+    settings += ("trainer.save_every=2", "resume=auto")
+    killed = start_job(*settings, output=folder)
+    kill_after_save(killed, 2)
+    assert len(steps(killed)) < num_steps
+    return ended(start_job(*settings, *resumed, output=folder))
+
+
 def seconds(row: dict[str, float]) -> float:
     return sum(value for name, value in row.items() if name.startswith("time/"))
 
@@ -142,9 +165,7 @@ def test_a_run_that_is_killed_and_then_stopped_is_the_undisturbed_one(
     # The undisturbed run has no evaluation between its steps: they change nothing.
     overrides += ("checkpoint.async_save=true", "evaluation.every=2")
     killed = disturb(*overrides)
-    checkpoints = killed.output / "checkpoints"
-    killed.wait_until((checkpoints / "step_000003").exists, "the first checkpoint")
-    kill(killed)
+    kill_after_save(killed, 3)
 
     if is_stopped:
         stopped = disturb(*overrides)
@@ -152,7 +173,8 @@ def test_a_run_that_is_killed_and_then_stopped_is_the_undisturbed_one(
         assert "going on after step 3, from " in stopped.stdout
         stopped.process.send_signal(signal.SIGUSR1)
         last = assert_saved_after_a_signal(stopped)
-        assert 4 <= last < NUM_STEPS and (checkpoints / f"step_{last:06d}").exists()
+        assert 4 <= last < NUM_STEPS
+        assert (stopped.output / f"checkpoints/step_{last:06d}").exists()
 
     resumed = disturb(*overrides)
     output = ended(resumed)
@@ -181,9 +203,7 @@ def test_a_killed_run_with_fsdp_is_the_undisturbed_one_with_other_ranks(
         "actor.optimizer.eps=1e-3",
     )  # fmt: skip
     expected = ended(start_job(*overrides, "actor.layout.dp=2"))
-    killed = disturb(*overrides, "actor.layout.dp=2")
-    killed.wait_until((killed.output / "checkpoints/step_000003").exists, "the first checkpoint")
-    kill(killed)
+    kill_after_save(disturb(*overrides, "actor.layout.dp=2"), 3)
     resumed = disturb(*overrides, "actor.layout.dp=1")
     output = ended(resumed)
     assert "going on after step 3, from " in resumed.stdout

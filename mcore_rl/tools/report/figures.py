@@ -49,7 +49,7 @@ class Lines:
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    label: str  # empty if the figure has no other
+    label: str  # no other of the figure has it; the page remembers it as chosen
     data: list[dict[str, Any]]
     layout: dict[str, Any]
 
@@ -271,7 +271,7 @@ class FigureBuilder:
                     self._used.add(name)
             for role, layers in by_role.items():
                 label = ", ".join(filter(None, [self._label(run), role]))
-                variants.append(Variant(label, *_build_load_heatmap(layers)))
+                variants.append(Variant(label, *_build_layer_heatmap(layers)))
         if variants:
             about = (
                 "Largest load of an expert over the mean of its layer, by layer and step "
@@ -404,9 +404,10 @@ def _build_gantt(timeline: StepTimeline) -> tuple[list[dict[str, Any]], dict[str
     return traces, layout
 
 
-def _build_load_heatmap(
+def _build_layer_heatmap(
     layers: Mapping[int, Sequence[Point]],
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Return data and layout of a heatmap of layers and steps."""
     steps = sorted({point.step for points in layers.values() for point in points})
     rows = []
     for layer in sorted(layers):

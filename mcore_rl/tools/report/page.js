@@ -1,6 +1,7 @@
 "use strict";
 // Draws the report. All texts of a run become text nodes: none is read as HTML.
 
+// shown: the variant that was chosen, by the id of its figure.
 const state = { data: null, version: null, shown: {}, sample: { run: 0, source: "", sort: "order", at: 0, label: "" } };
 const isLive = !document.getElementById("data").textContent;
 
@@ -57,9 +58,15 @@ function buildLayout(layout) {
   };
 }
 
+function listVariants(figure) { // and the index of the shown one; newer data may have left out the chosen one
+  const chosen = state.shown[figure.id];
+  const index = figure.variants.findIndex((variant) => variant.label === chosen?.label);
+  if (chosen && index < 0) return [[...figure.variants, chosen], figure.variants.length];
+  return [figure.variants, Math.max(index, 0)];
+}
+
 function drawFigure(figure) {
-  const index = Math.min(state.shown[figure.id] || 0, figure.variants.length - 1);
-  const variant = figure.variants[index];
+  const [variants, shown] = listVariants(figure), variant = variants[shown];
   const plot = document.getElementById("plot-" + figure.id);
   const data = structuredClone(variant.data);
   const layout = buildLayout(structuredClone(variant.layout));
@@ -95,11 +102,12 @@ function makeTable(rows) {
 
 function makeCard(figure) {
   const id = figure.id, isWide = /-(timeline|loads|time|expert_load|plan)$/.test(id);
+  const [variants, shown] = listVariants(figure);
   let select = null;
-  if (figure.variants.length > 1) {
-    select = make("select", { "aria-label": figure.title + ": what to show", onchange: (event) => { state.shown[id] = event.target.selectedIndex; drawFigure(figure); } },
-      ...figure.variants.map((variant) => make("option", {}, variant.label)));
-    select.selectedIndex = Math.min(state.shown[id] || 0, figure.variants.length - 1);
+  if (variants.length > 1) {
+    select = make("select", { "aria-label": figure.title + ": what to show", onchange: (event) => { state.shown[id] = variants[event.target.selectedIndex]; drawFigure(figure); } },
+      ...variants.map((variant) => make("option", {}, variant.label)));
+    select.selectedIndex = shown;
   }
   return make("section", { class: isWide ? "card wide" : "card", "aria-label": figure.title },
     make("header", {}, make("h3", {}, figure.title), select),
@@ -230,7 +238,9 @@ async function draw() {
   } else {
     for (const figure of data.figures) { // more steps to choose from
       const header = document.getElementById("plot-" + figure.id).parentElement.querySelector("header");
-      header.replaceWith(makeCard(figure).querySelector("header"));
+      const newer = makeCard(figure).querySelector("header"), hasFocus = header.contains(document.activeElement);
+      header.replaceWith(newer);
+      if (hasFocus) newer.querySelector("select")?.focus();
     }
   }
   const samples = JSON.stringify(data.samples);

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from mcore_rl.checkpoint.run_checkpoints import RunCheckpoint
 from mcore_rl.cli import chat, samples
 from mcore_rl.cli.compose import compose_config
 from mcore_rl.config.errors import ConfigError
@@ -136,6 +137,22 @@ def test_each_step_has_the_peak_memory_so_far(tmp_path: Path):
             report(1, {"loss": 1.0, "lr": 1.0, "tokens_per_s": 1.0, "grad_norm": 1.0})
     [row] = read_metrics(tmp_path / "metrics.jsonl")
     assert 1e6 < row["memory/peak_bytes"] <= memory.peak_bytes
+
+
+@pytest.mark.parametrize(("earlier", "is_higher"), [(1 << 50, True), (1, False)])
+def test_peak_memory_of_a_resumed_run_is_the_highest_of_its_attempts(tmp_path, earlier, is_higher):
+    state = {"results": {"peak_memory_bytes": earlier}}
+    checkpoint = RunCheckpoint(tmp_path / "checkpoints" / "step_000001", 1, state)
+    with PeakMemory() as memory:
+        output = SupervisedOutput(tmp_path, SFTConfig(), checkpoint)
+        output.memory = memory
+        with output.progress("training", 2) as report:
+            report(2, {"loss": 1.0, "lr": 1.0, "tokens_per_s": 1.0, "grad_norm": 1.0})
+    output.finish(peak_memory_bytes=memory.peak_bytes, wall_s=0.0)
+    [row] = read_metrics(tmp_path / "metrics.jsonl")
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert (row["memory/peak_bytes"] == earlier) is is_higher
+    assert summary["peak_memory_bytes"] == max(earlier, memory.peak_bytes)
 
 
 def test_a_folder_that_holds_something_is_left_as_it_is(tmp_path: Path):

@@ -1,10 +1,12 @@
 """Routing of groups to servers, worked out by hand."""
 
 import numpy as np
+import pytest
 
 from mcore_rl.data.batch import Batch, Jagged
 from mcore_rl.inference.protocol import SamplingParams
 from mcore_rl.rollout.routing import (
+    GroupRouter,
     OutstandingTokens,
     PendingGroup,
     gather_prompts,
@@ -103,3 +105,89 @@ def test_gathered_prompts_are_those_of_the_groups():
     assert prompts.array("group_ids").tolist() == [3, 5, 9]
     assert [ids.tolist() for ids in prompts.jagged("prompt_ids")] == [[1], [3] * 3, [5] * 5]
     assert [group.max_tokens for group in (first[2], second[1])] == [2 * (3 + 6), 2 * (5 + 6)]
+
+
+def begin(router: GroupRouter, *groups: int, stream: str = "train") -> None:
+    router.begin(make_prompts({group: [1] * 4 for group in groups}), SAMPLING, stream)
+
+
+def list_routes(router: GroupRouter) -> list[tuple[int, str, list[int]]]:
+    """Route; return server, stream and ids of the groups that begin together."""
+    routes = router.route()
+    return [(num, groups[0].stream, [g.group_id for g in groups]) for num, groups in routes]
+
+
+def test_groups_wait_until_there_are_servers_and_begin_with_those_of_their_stream():
+    router = GroupRouter()
+    begin(router, 0, 1, 2)
+    begin(router, 0, stream="evaluation")
+    assert router.route() == [] and router.count("train") == 3
+    router.set_servers([4, 6])
+    assert list_routes(router) == [(4, "train", [0, 2]), (6, "train", [1]), (6, "evaluation", [0])]
+    assert router.route() == []
+    assert [*router.get_groups(4, "train")] == [0, 2]
+    assert router.list_streams(6) == ["train", "evaluation"]
+
+
+def test_a_group_that_is_pending_in_its_stream_is_refused():
+    router = GroupRouter()
+    begin(router, 5)
+    begin(router, 5, stream="evaluation")
+    for ids in ([3, 5], [3, 3]):
+        with pytest.raises(ValueError, match="would be generated twice at once"):
+            router.begin(Batch.concat([make_prompts({i: [1]}) for i in ids]), SAMPLING, "train")
+    router.remove("train", 5)
+    begin(router, 3, 5)
+    assert router.count("train") == 2
+
+
+def test_groups_of_a_server_that_has_ended_go_to_others_in_their_order_and_are_listed_once():
+    router = GroupRouter()
+    router.set_servers([0, 1])
+    begin(router, 9, 8, 7, 6)
+    assert list_routes(router) == [(0, "train", [9, 7]), (1, "train", [8, 6])]
+    router.release(1)
+    router.set_servers([0])
+    begin(router, 5)
+    assert router.pop_rerouted("train") == []  # they wait
+    assert list_routes(router) == [(0, "train", [8, 6, 5])]
+    router.remove("train", 6)  # collected before somebody reads the list
+    assert router.pop_rerouted("evaluation") == []
+    assert router.pop_rerouted("train") == [8] and router.pop_rerouted("train") == []
+
+
+def test_tokens_of_removed_groups_make_room_and_those_of_pending_ones_count_for_new_servers():
+    router = GroupRouter()
+    router.set_servers([0, 1])
+    begin(router, 0, 1, 2, 3)
+    router.route()
+    router.remove("train", 1)
+    router.remove("train", 3)
+    begin(router, 4, 5)
+    assert list_routes(router) == [(1, "train", [4, 5])]
+    router.remove("train", 4)
+    router.set_servers([0, 1, 2])  # with 2, 1 and 0 groups
+    begin(router, 6, 7, 8)
+    assert list_routes(router) == [(2, "train", [6, 8]), (1, "train", [7])]
+
+
+def test_a_group_that_waits_may_be_removed():
+    router = GroupRouter()
+    begin(router, 0, 1)
+    assert router.remove("train", 0).server is None
+    router.set_servers([0])
+    assert list_routes(router) == [(0, "train", [1])]
+
+
+def test_a_prompt_returns_to_its_server_until_caches_are_of_other_weights():
+    router = GroupRouter()
+    router.set_servers([0, 1])
+    begin(router, 0, 1)
+    router.route()
+    for is_cached in (True, False):
+        router.remove("train", 0)
+        router.remove("train", 1)
+        if not is_cached:
+            router.clear_last_servers()
+        begin(router, 1, 0)
+        assert list_routes(router)[0] == (int(is_cached), "train", [1])

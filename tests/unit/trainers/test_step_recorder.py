@@ -1,4 +1,4 @@
-"""The recorder asks ranks in the steps that are due, and gives on what they answer."""
+"""Records of ranks in the steps that are due: profiles, peaks of memory, loads of experts."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Ranks:
 
     def stop_profile(self) -> list[str]:
         self.calls.append(("stop",))
-        return ["", "actor-1.json.gz is dropped"]
+        return ["", "actor-1.json.gz cannot be written: full"]
 
     def get_peak_memory(self) -> list[dict[str, int]]:
         self.calls.append(("peaks",))
@@ -35,11 +35,13 @@ class Ranks:
         return self._load
 
 
-def build_recorder(model: Ranks, folder: Path, **settings: Any) -> tuple[StepRecorder, list, dict]:
+def build_recorder(
+    model: Ranks, folder: Path, results: dict[str, Any] | None = None, **settings: Any
+) -> tuple[StepRecorder, list, dict]:
     loads: list[ExpertLoad] = []
-    results: dict[str, Any] = {}
+    results = {} if results is None else results
     recorder = StepRecorder(
-        {"actor": model}, ProfileConfig(**settings), folder, 100, loads.append, results.__setitem__
+        {"actor": model}, ProfileConfig(**settings), folder, 100, loads.append, results
     )
     return recorder, loads, results
 
@@ -60,7 +62,10 @@ def test_chosen_steps_are_profiled_and_a_missing_trace_is_shown(tmp_path, capsys
     prefix = str(tmp_path / "profiles" / "step_000002" / "actor")
     calls = [call for call in ranks.calls if call != ("peaks",)]
     assert calls == [("start", prefix, 2, settings), ("stop",)]
-    assert "step 2, profile of actor: actor-1.json.gz is dropped" in capsys.readouterr().out
+    assert capsys.readouterr().err == (
+        "mcore-rl: warning: step 2, profile of actor: actor-1.json.gz cannot be written: full; "
+        "the run goes on\n"
+    )
 
 
 def test_highest_peak_of_ranks_is_a_metric_and_each_is_in_the_summary(tmp_path):
@@ -75,6 +80,26 @@ def test_highest_peak_of_ranks_is_a_metric_and_each_is_in_the_summary(tmp_path):
     }  # fmt: skip
     by_rank = {"max_allocated_bytes": [5, 4], "max_reserved_bytes": [6, 8]}
     assert results == {"gpu_memory": {"actor": by_rank}}
+
+
+@pytest.mark.parametrize(
+    ("earlier", "expected"),
+    [([9, 1], [9, 4]), ([9], [5, 4])],  # of the same ranks, and of another layout
+    ids=["two ranks", "one rank"],
+)
+def test_peaks_of_a_resumed_run_are_the_highest_of_its_attempts(tmp_path, earlier, expected):
+    peaks = [
+        {"max_allocated_bytes": 5, "max_reserved_bytes": 6},
+        {"max_allocated_bytes": 4, "max_reserved_bytes": 8},
+    ]
+    before = {"max_allocated_bytes": earlier, "max_reserved_bytes": [0] * len(earlier)}
+    recorder, _, results = build_recorder(
+        Ranks(peaks, {}), tmp_path, {"gpu_memory": {"actor": before}, "evaluation": {}}
+    )
+    [metrics] = run_steps(recorder, 3)
+    assert metrics["gpu_memory/actor/max_allocated_bytes"] == max(expected)
+    by_rank = {"max_allocated_bytes": expected, "max_reserved_bytes": [6, 8]}
+    assert results == {"gpu_memory": {"actor": by_rank}, "evaluation": {}}
 
 
 def test_ranks_on_a_cpu_are_asked_for_peaks_once(tmp_path):
