@@ -81,30 +81,30 @@ def set_factors(engine: MegatronEngine) -> None:
         parts = []
         for run in adapter.shard.rows:
             generator = torch.Generator().manual_seed(sum(run.tensor.encode()))
-            whole = torch.randn(run.total, SETTINGS.rank, generator=generator) * 0.1
-            parts.append(whole[run.start : run.start + run.count])
+            noise = torch.randn(run.total, SETTINGS.rank, generator=generator) * 0.1
+            parts.append(noise[run.start : run.start + run.count])
         adapter.B.copy_(torch.cat(parts))
 
 
 def factors(engine: MegatronEngine) -> list[dict[str, Any]]:
     """The factors of this rank, cut at the borders of Hugging Face tensors."""
-    found = []
+    pieces = []
     for adapter in adapters(engine):
         shard = adapter.shard
         parts = adapter.B.detach().clone().split([run.count for run in shard.rows])
         for run, part in zip(shard.rows, parts, strict=True):
             a = {"A_of": shard.name, "A": adapter.A.detach().clone()}
-            at = {"first_row": run.start, "first_input": shard.first_input}
-            found.append({"tensor": run.tensor, "B": part} | a | at)
-    return found
+            offsets = {"first_row": run.start, "first_input": shard.first_input}
+            pieces.append({"tensor": run.tensor, "B": part} | a | offsets)
+    return pieces
 
 
 def scores(
     engine: MegatronEngine, batch: Batch, *, adapters: bool = True
 ) -> list[torch.Tensor] | None:
     """Log-probs of this rank's samples, on the last pipeline stage."""
-    mine = batch.take(ranks.share_of(engine, batch))
-    scored = engine.infer_batch(mine, adapters=adapters)
+    share = batch.take(ranks.share_of(engine, batch))
+    scored = engine.infer_batch(share, adapters=adapters)
     if scored is None:
         return None
     return [torch.from_numpy(values.copy()) for values in scored.jagged("log_probs")]
@@ -130,14 +130,14 @@ def parity(path: Path, layout: Layout, batch: Batch, dtype: str = "float32") -> 
     start = {"plain": plain, "fresh": scores(engine, batch)}
     start["fresh_export"] = dict(engine.get_per_tensor_param())
     set_factors(engine)
-    mine = batch.take(ranks.share_of(engine, batch))
+    share = batch.take(ranks.share_of(engine, batch))
     before = frozen(engine)
     result = {
         "rows": ranks.share_of(engine, batch),
         "log_probs": scores(engine, batch),
         "exported": dict(engine.get_per_tensor_param()),
         "factors": factors(engine),
-        "steps": [engine.train_batch(mine, ranks.LOSS) for _ in range(2)],
+        "steps": [engine.train_batch(share, ranks.LOSS) for _ in range(2)],
         "trained": dict(engine.get_per_tensor_param()),
         "trained_factors": factors(engine),
         "without_adapters": scores(engine, batch, adapters=False),
@@ -155,8 +155,8 @@ def steps(path: Path, layout: Layout, batch: Batch, **settings: Any) -> Result:
     spec = replace(spec, engine=replace(spec.engine, **settings))
     engine = ranks.started(spec)
     set_factors(engine)
-    mine = batch.take(ranks.share_of(engine, batch))
-    taken = [engine.train_batch(mine, ranks.LOSS) for _ in range(2)]
+    share = batch.take(ranks.share_of(engine, batch))
+    taken = [engine.train_batch(share, ranks.LOSS) for _ in range(2)]
     return {"steps": taken, "trained": dict(engine.get_per_tensor_param())}
 
 
@@ -185,10 +185,10 @@ def resume(path: Path, layout: Layout, batch: Batch, folder: Path, dtype: str) -
     """Four steps in one go, and two, a checkpoint, and two more in a new engine."""
     engine = ranks.started(lora_spec(path, layout, dtype))
     set_factors(engine)
-    mine = batch.take(ranks.share_of(engine, batch))
-    taken = [engine.train_batch(mine, ranks.LOSS) for _ in range(2)]
+    share = batch.take(ranks.share_of(engine, batch))
+    taken = [engine.train_batch(share, ranks.LOSS) for _ in range(2)]
     engine.save_checkpoint(folder)
-    taken += [engine.train_batch(mine, ranks.LOSS) for _ in range(2)]
+    taken += [engine.train_batch(share, ranks.LOSS) for _ in range(2)]
     other = resumed(path, layout, batch, folder, dtype)
     return {"steps": taken, "trained": dict(engine.get_per_tensor_param()), "resumed": other}
 
@@ -210,8 +210,8 @@ def resumed(
     engine.load_checkpoint(folder)
     if saved_again is not None:
         engine.save_checkpoint(saved_again)
-    mine = batch.take(ranks.share_of(engine, batch))
-    taken = [engine.train_batch(mine, ranks.LOSS) for _ in range(2)]
+    share = batch.take(ranks.share_of(engine, batch))
+    taken = [engine.train_batch(share, ranks.LOSS) for _ in range(2)]
     return {"steps": taken, "trained": dict(engine.get_per_tensor_param())}
 
 

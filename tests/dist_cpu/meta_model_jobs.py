@@ -86,19 +86,19 @@ def _trained(path: Path, batch: Batch, coef: float, *, distributed: bool) -> Any
 
 def _moments(engine: Any) -> dict[str, torch.Tensor]:
     """Adam's first moments by parameter, of an engine on one rank."""
-    found = {}
+    moments = {}
     for part in engine.optimizer.chained_optimizers:
         sharded = hasattr(part, "model_param_group_index_map")
-        mine = part.model_param_group_index_map if sharded else part.optimizer.state
+        optimized = part.model_param_group_index_map if sharded else part.optimizer.state
         for name, parameter in engine.chunks[0].named_parameters():
-            if parameter in mine:
+            if parameter in optimized:
                 state = (
                     part._get_main_param_and_optimizer_states(parameter)
                     if sharded
                     else part.optimizer.state[parameter]
                 )
-                found[name] = state["exp_avg"].flatten().clone()
-    return found
+                moments[name] = state["exp_avg"].flatten().clone()
+    return moments
 
 
 def megatron_saves(path: Path, to: Path, stacked: bool) -> ranks.Result:
@@ -117,19 +117,19 @@ def megatron_saves(path: Path, to: Path, stacked: bool) -> ranks.Result:
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
     engine = engine_for_inference(path, Layout())
-    [ours] = engine.chunks
-    config = replace(ours.config, moe_layer_freq=1)
+    [chunk] = engine.chunks
+    config = replace(chunk.config, moe_layer_freq=1)
     spec = get_gpt_layer_with_transformer_engine_spec(
         num_experts=config.num_moe_experts,
         moe_grouped_gemm=True,
         qk_layernorm=config.qk_layernorm,
     )
-    tied = ours.share_embeddings_and_output_weights
+    tied = chunk.share_embeddings_and_output_weights
     model = GPTModel(
         config, spec, FOREIGN_ROWS, 256, position_embedding_type="rope",
         share_embeddings_and_output_weights=tied,
     )  # fmt: skip
-    model.load_state_dict({n: _padded(n, t) for n, t in ours.state_dict().items()})
+    model.load_state_dict({n: _padded(n, t) for n, t in chunk.state_dict().items()})
     wrapped = DistributedDataParallel(config, DistributedDataParallelConfig(), model)
     optimizer = get_megatron_optimizer(OptimizerConfig(lr=1e-3, min_lr=0.0), [wrapped])
     metadata = {"non_homogeneous_layers": not stacked, "chained_optim_avoid_prefix": True}

@@ -28,22 +28,22 @@ def update(path: Path, layout: Layout, batch: Batch) -> ranks.Result:
     engine = worker._engine
     ranks._STARTED.append(engine)
     rows = ranks.share_of(engine, batch)
-    mine = batch.take(rows)
-    scored = worker.compute_log_probs(mine, temperature=TEMPERATURE)
-    found: ranks.Result = {"metrics": worker.update(mine, temperature=TEMPERATURE)[0]}
+    share = batch.take(rows)
+    scored = worker.compute_log_probs(share, temperature=TEMPERATURE)
+    result: ranks.Result = {"metrics": worker.update(share, temperature=TEMPERATURE)[0]}
     if scored is not None:
         for name in ("log_probs", "entropy"):
             column = scored.jagged(name)
-            found[name] = {row: column[i].tolist() for i, row in enumerate(rows)}
-    return found
+            result[name] = {row: column[i].tolist() for i, row in enumerate(rows)}
+    return result
 
 
 def gradients(path: Path, layout: Layout, batch: Batch) -> ranks.Result:
     """Of a loss at a temperature, whole and by Hugging Face name, on rank 0."""
     engine = ranks.started(ranks.engine_spec(path, layout))
-    mine = batch.take(ranks.share_of(engine, batch))
+    share = batch.take(ranks.share_of(engine, batch))
     engine.optimizer_zero_grad()
-    engine.forward_backward_batch(mine, LOSS, forward_only=False, temperature=TEMPERATURE)
+    engine.forward_backward_batch(share, LOSS, forward_only=False, temperature=TEMPERATURE)
     with torch.no_grad():  # they are laid out as the weights are, and so is their export
         for chunk in engine.chunks:
             for parameter in chunk.parameters():
@@ -66,8 +66,8 @@ def supervised(path: Path, batch: Batch, temperature: float, folder: Path) -> ra
         yield lambda step, metrics: losses.append(metrics["loss"])
 
     output: Any = SimpleNamespace(folder=folder, progress=progress)
-    with ExitStack() as kept:
-        rl._warm_start(config, batch, output, _Pools(), kept)
+    with ExitStack() as stack:
+        rl._warm_start(config, batch, output, _Pools(), stack)
     return {"losses": losses}
 
 

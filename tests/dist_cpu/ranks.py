@@ -45,7 +45,7 @@ LOSS = PolicyLoss(AlgorithmConfig(kl_coef=0.1))
 
 
 class OnRanks:
-    """A function of a test file whose calls run on ranks; `on_ranks` makes it."""
+    """A function of a test file whose calls run on ranks; `run_on_ranks` makes it."""
 
     def __init__(self, body: Callable[..., Result], size: int | None) -> None:
         self._body, self._size = body, size
@@ -63,22 +63,22 @@ class OnRanks:
         return _RESULTS[key]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _of_module, (self.__module__, self.__name__)
+        return _load_from_module, (self.__module__, self.__name__)
 
 
-def _of_module(module: str, name: str) -> OnRanks:
-    found: OnRanks = getattr(importlib.import_module(module), name)
-    return found
+def _load_from_module(module: str, name: str) -> OnRanks:
+    function: OnRanks = getattr(importlib.import_module(module), name)
+    return function
 
 
 _RESULTS: dict[bytes, list[Result]] = {}  # by function and arguments
 _is_rank = False  # this process
 
 
-def on_ranks(size: int | None = None) -> Callable[[Callable[..., Result]], OnRanks]:
+def run_on_ranks(size: int | None = None) -> Callable[[Callable[..., Result]], OnRanks]:
     """Decorates the body that ranks run: a call gives what each of them returned, by rank.
 
-        @on_ranks(2)
+        @run_on_ranks(2)
         def exported(path: Path, layout: Layout) -> Result:
             engine = started(engine_spec(path, layout))
             return dict(engine.get_per_tensor_param())
@@ -121,11 +121,11 @@ def started_with(path: Path, layout: Layout, settings: Settings) -> MegatronEngi
     """Where an engine differs from the usual one, by dotted name."""
     spec = engine_spec(path, layout)
     for key, value in settings.items():
-        at: Any = spec.engine
+        config: Any = spec.engine
         *groups, leaf = key.split(".")
         for group in groups:
-            at = getattr(at, group)
-        setattr(at, leaf, value)
+            config = getattr(config, group)
+        setattr(config, leaf, value)
     engine: MegatronEngine = started(spec)
     return engine
 
@@ -145,26 +145,26 @@ def gradients(engine: Any) -> dict[str, torch.Tensor]:
     with torch.no_grad():
         for parameter in parameters:
             parameter.copy_(parameter.main_grad if parameter.requires_grad else torch.zeros(()))
-        found = {name: tensor.clone() for name, tensor in engine.get_per_tensor_param()}
+        by_name = {name: tensor.clone() for name, tensor in engine.get_per_tensor_param()}
         for parameter, weight in zip(parameters, before, strict=True):
             parameter.copy_(weight)
-    return found
+    return by_name
 
 
-@on_ranks()
+@run_on_ranks()
 def parity(path: Path, layout: Layout, batch: Batch, dtype: str = "float32") -> Result:
     """Scores, logits, export, and two optimizer steps with the weights after them."""
     engine = started(engine_spec(path, layout, dtype))
     rows = share_of(engine, batch)
-    mine = batch.take(rows)
-    scored = engine.infer_batch(mine)
+    share = batch.take(rows)
+    scored = engine.infer_batch(share)
     return {
         "rows": rows,
         "log_probs": [torch.from_numpy(r.copy()) for r in scored.jagged("log_probs")],
         "entropy": [torch.from_numpy(r.copy()) for r in scored.jagged("entropy")],
-        "logits": full_logits(engine, mine),
+        "logits": full_logits(engine, share),
         "exported": dict(engine.get_per_tensor_param()),
-        "steps": [engine.train_batch(mine, LOSS) for _ in range(2)],
+        "steps": [engine.train_batch(share, LOSS) for _ in range(2)],
         "trained": dict(engine.get_per_tensor_param()),
     }
 
@@ -189,26 +189,26 @@ def full_logits(engine: MegatronEngine, batch: Batch) -> torch.Tensor:
         states = select_hidden_states(model.config, output, micro.hidden_rows)
         logits = states @ model.head_weight.t()
         group = parallel_state.get_tensor_model_parallel_group()
-        whole = gather_from_tensor_model_parallel_region(logits, group=group)
-    whole = whole[:, : engine.hf_config["vocab_size"]]
-    logits = gather_column(micro, whole, get_context_group())
+        all_logits = gather_from_tensor_model_parallel_region(logits, group=group)
+    all_logits = all_logits[:, : engine.hf_config["vocab_size"]]
+    logits = gather_column(micro, all_logits, get_context_group())
     lengths = batch.jagged("response_ids").lengths[micro.rows].tolist()
     by_row = dict(zip(micro.rows, logits.split(lengths), strict=True))
     return torch.cat([by_row[row] for row in sorted(by_row)])
 
 
-@on_ranks()
+@run_on_ranks()
 def resume(path: Path, layout: Layout, batch: Batch, folder: Path) -> Result:
     """Four steps in one go, and two, a checkpoint, and two more in a new engine."""
     engine = started(engine_spec(path, layout))
-    mine = batch.take(share_of(engine, batch))
-    steps = [engine.train_batch(mine, LOSS) for _ in range(2)]
+    share = batch.take(share_of(engine, batch))
+    steps = [engine.train_batch(share, LOSS) for _ in range(2)]
     engine.save_checkpoint(folder / "checkpoint")
-    steps += [engine.train_batch(mine, LOSS) for _ in range(2)]
+    steps += [engine.train_batch(share, LOSS) for _ in range(2)]
     trained = dict(engine.get_per_tensor_param())
     other = started(engine_spec(path, layout))
     other.load_checkpoint(folder / "checkpoint")
-    resumed = [other.train_batch(mine, LOSS) for _ in range(2)]
+    resumed = [other.train_batch(share, LOSS) for _ in range(2)]
     return {
         "steps": steps,
         "resumed": resumed,
@@ -289,10 +289,10 @@ class _Rank:
 
     def __init__(self, rank: int) -> None:
         context = mp.get_context("spawn")
-        self.orders, theirs = context.Pipe()
-        self.process = context.Process(target=_serve, args=(rank, theirs))
+        self.orders, connection = context.Pipe()
+        self.process = context.Process(target=_serve, args=(rank, connection))
         self.process.start()
-        theirs.close()
+        connection.close()
 
     def answer(self) -> str | None:
         """What went wrong."""

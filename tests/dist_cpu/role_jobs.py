@@ -35,12 +35,12 @@ def held(path: Path, settings: EngineConfig, dtype: str, batch: Batch) -> ranks.
 
 def _state_bytes(engine: MegatronEngine, weights: list[torch.Tensor]) -> Iterator[int]:
     """Of moments, and of main parameters that are no view of the weights themselves."""
-    own = {w.untyped_storage().data_ptr() for w in weights}
+    weight_storages = {w.untyped_storage().data_ptr() for w in weights}
     for part in engine.optimizer.chained_optimizers:
         adam: Any = part.optimizer
         for group in adam.param_groups:
             for parameter in group["params"]:
-                if parameter.untyped_storage().data_ptr() not in own:
+                if parameter.untyped_storage().data_ptr() not in weight_storages:
                     yield parameter.nbytes
                 state = adam.state[parameter]
                 yield from (state[name].nbytes for name in ("exp_avg", "exp_avg_sq"))

@@ -41,7 +41,7 @@ def no_family():
     use_family("")
 
 
-@ranks.on_ranks()
+@ranks.run_on_ranks()
 def run_on_layout(path: Path, layout: Layout, family: str, folder: Path) -> ranks.Result:
     """Return the sentence of the engine suite, with the Megatron engine; "" where all is well."""
     try:
@@ -53,7 +53,7 @@ def run_on_layout(path: Path, layout: Layout, family: str, folder: Path) -> rank
     return {"sentence": ""}
 
 
-@ranks.on_ranks(1)
+@ranks.run_on_ranks(1)
 def score(path: Path, batch: Batch) -> ranks.Result:
     spec = ranks.engine_spec(path, Layout())
     spec.model.family = FAMILY

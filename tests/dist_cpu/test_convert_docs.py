@@ -20,7 +20,7 @@ from tests.pages import of_kind
 COMMANDS = of_kind("conversion")
 
 
-@ranks.on_ranks(1)
+@ranks.run_on_ranks(1)
 def saved(model: Path, checkpoint: Path, has_adapters: bool) -> ranks.Result:
     """A checkpoint as a run leaves it, with optimizer state or with adapters."""
     spec = ranks.engine_spec(model, Layout())
@@ -59,6 +59,6 @@ def test_every_command_of_the_page_does_what_it_says(page, tmp_path, monkeypatch
             continue
         monkeypatch.setattr(sys, "argv", words)
         assert main() == 0, f"{text}\n{capsys.readouterr().err}"
-        said = capsys.readouterr().out
+        output = capsys.readouterr().out
         if words[-1] == "--json":
-            assert json.loads(said)
+            assert json.loads(output)

@@ -54,13 +54,13 @@ class Conversions:
 
 def living(session: int) -> list[int]:
     """Processes of a session."""
-    found = []
+    pids = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, ProcessLookupError):
             is_member = session in (process.pid, os.getsid(process.pid))
             if is_member and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process.pid)
-    return found
+                pids.append(process.pid)
+    return pids
 
 
 def wait_until(happened: Callable[[], bool]) -> None:
@@ -161,8 +161,8 @@ def test_memory_stays_under_what_is_printed(conversions, tmp_path, name, workers
         for pid in pids:
             with contextlib.suppress(OSError):
                 status = Path(f"/proc/{pid}/status").read_text()
-                if found := re.search(r"VmHWM:\s+(\d+)", status):
-                    peaks[pid] = int(found[1]) * 1024
+                if match := re.search(r"VmHWM:\s+(\d+)", status):
+                    peaks[pid] = int(match[1]) * 1024
     printed = Path(f"{out}.txt").read_text()
     size, unit = re.search(r"at most ([\d.]+) (MB|GB) of memory", printed).groups()
     bound = float(size) * {"MB": 1e6, "GB": 1e9}[unit]

@@ -24,7 +24,7 @@ SCORES = ("log_probs", "entropy")
 EPSILON, TEMPERATURE = torch_reference.EPSILON, 0.7
 
 
-@ranks.on_ranks()
+@ranks.run_on_ranks()
 def run_steps(path: Path, layout: Layout, batch: Batch, backend: str) -> ranks.Result:
     """Score the batch and take two steps."""
     spec = ranks.engine_spec(path, layout)
@@ -34,15 +34,15 @@ def run_steps(path: Path, layout: Layout, batch: Batch, backend: str) -> ranks.R
     engine = ranks.started(spec, lambda spec: create_engine("language_model", spec))
     engine.mesh = Mesh(layout)
     rows = ranks.share_of(engine, batch)
-    mine = batch.take(rows)
-    scored = engine.infer_batch(mine, temperature=TEMPERATURE)
+    share = batch.take(rows)
+    scored = engine.infer_batch(share, temperature=TEMPERATURE)
     scores = {
         name: dict(
             zip(rows, [torch.from_numpy(r.copy()) for r in scored.jagged(name)], strict=True)
         )
         for name in SCORES
     }
-    steps = [engine.train_batch(mine, ranks.LOSS) for _ in range(2)]
+    steps = [engine.train_batch(share, ranks.LOSS) for _ in range(2)]
     return scores | {"steps": steps, "trained": dict(engine.get_per_tensor_param())}
 
 

@@ -16,7 +16,7 @@ from mcore_rl.config.schema import Layout, MoEConfig, RecomputeConfig
 from mcore_rl.data.batch import Batch
 
 
-@ranks.on_ranks()
+@ranks.run_on_ranks()
 def train(
     path: Path,
     layout: Layout,
@@ -35,11 +35,11 @@ def train(
     }
     spec = replace(spec, engine=replace(spec.engine, **settings))
     engine = ranks.started(spec)
-    mine = batch.take(ranks.share_of(engine, batch))
-    steps = [engine.train_batch(mine, ranks.LOSS)]
+    share = batch.take(ranks.share_of(engine, batch))
+    steps = [engine.train_batch(share, ranks.LOSS)]
     if folder is not None:
         engine.save_checkpoint(folder / "checkpoint")
-    steps += [engine.train_batch(mine, ranks.LOSS) for _ in range(2)]
+    steps += [engine.train_batch(share, ranks.LOSS) for _ in range(2)]
     buffers = [buffer for chunk in engine.wrapped_chunks for buffer in chunk.buffers]
     config = engine.chunks[0].config
     result = {
@@ -50,7 +50,7 @@ def train(
     if folder is not None:
         resumed = ranks.started(spec)
         resumed.load_checkpoint(folder / "checkpoint")
-        result["resumed"] = [resumed.train_batch(mine, ranks.LOSS) for _ in range(2)]
+        result["resumed"] = [resumed.train_batch(share, ranks.LOSS) for _ in range(2)]
     return result
 
 
@@ -113,7 +113,7 @@ def test_modules_that_are_recomputed_without_their_outputs_give_the_same_steps(
     assert get_norms(recomputed) == pytest.approx(get_norms(plain), rel=1e-6)
 
 
-@ranks.on_ranks()
+@ranks.run_on_ranks()
 def train_experts(
     path: Path, layout: Layout, batch: Batch, moe: MoEConfig, optimizer: dict[str, Any]
 ) -> ranks.Result:
@@ -127,8 +127,8 @@ def train_experts(
         "recompute": RecomputeConfig("selective", ["core_attn", "moe_act"]),
     }
     engine = ranks.started(replace(spec, engine=replace(spec.engine, **settings)))
-    mine = batch.take(ranks.share_of(engine, batch))
-    return {"steps": [engine.train_batch(mine, ranks.LOSS) for _ in range(2)]}
+    share = batch.take(ranks.share_of(engine, batch))
+    return {"steps": [engine.train_batch(share, ranks.LOSS) for _ in range(2)]}
 
 
 OVERLAP = {"distributed": True, "overlap": True}
@@ -167,11 +167,11 @@ def test_overlapped_exchanges_give_the_same_steps(tmp_path, model, layout, optim
 @pytest.mark.parametrize("layout", [Layout(dp=2), Layout(dp=2, ep=2), Layout(pp=2)], ids=str)
 def test_muon_does_not_depend_on_the_layout_and_resumes_exactly(path, layout, tmp_path):
     batch, settings = tiny_models.make_batch(), {"name": "muon"}
-    [one] = train(path, Layout(), batch, None, {}, settings)
+    [reference] = train(path, Layout(), batch, None, {}, settings)
     result = train(path, layout, batch, tmp_path, {}, settings)[-1]
-    assert get_norms(result) == pytest.approx(get_norms(one), rel=1e-3)
+    assert get_norms(result) == pytest.approx(get_norms(reference), rel=1e-3)
     assert get_norms(result, "resumed") == get_norms(result)[1:]
-    assert get_norms(one)[1:] != get_norms(train(path, Layout(), batch, None, {}, {})[0])[1:]
+    assert get_norms(reference)[1:] != get_norms(train(path, Layout(), batch, None, {}, {})[0])[1:]
 
 
 def test_a_field_of_muon_changes_its_steps(path):

@@ -133,11 +133,11 @@ def test_scores_are_those_of_the_divided_logits(runs, layout, name):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_gradients_are_those_of_the_divided_logits(runs, layout):
-    found = runs.results[f"gradients/{layout}"][0]["gradients"]
-    wanted = runs.reference.gradients
-    assert found.keys() == wanted.keys()
-    for name, gradient in wanted.items():
-        assert (found[name] - gradient).norm() <= 1e-4 * gradient.norm(), name
+    actual = runs.results[f"gradients/{layout}"][0]["gradients"]
+    expected = runs.reference.gradients
+    assert actual.keys() == expected.keys()
+    for name, gradient in expected.items():
+        assert (actual[name] - gradient).norm() <= 1e-4 * gradient.norm(), name
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -169,9 +169,9 @@ def test_the_weights_are_such_that_a_weighted_mean_would_be_another(runs):
 
 def test_supervised_training_does_not_depend_on_the_temperature_of_sampling(runs):
     """The loss of the first step is the plain negative log-likelihood of transformers."""
-    [one], [two] = (runs.results[f"supervised/{t}"] for t in (1.0, 2.0))
-    assert one["losses"] == two["losses"]
+    [first], [second] = (runs.results[f"supervised/{t}"] for t in (1.0, 2.0))
+    assert first["losses"] == second["losses"]
     _, log_probs, _ = tiny_models.reference_scores(tiny_models.build(MODEL), runs.batch)
     trained = runs.batch.jagged("response_mask").values != 0
-    assert one["losses"][0] == pytest.approx(-log_probs[trained].mean(), rel=1e-5)
-    assert one["losses"][1] < one["losses"][0]
+    assert first["losses"][0] == pytest.approx(-log_probs[trained].mean(), rel=1e-5)
+    assert first["losses"][1] < first["losses"][0]

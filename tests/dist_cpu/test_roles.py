@@ -112,7 +112,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_rank_holds_what_was_told(measured: dict[str, Any], name: str):
+def test_a_rank_holds_what_was_predicted(measured: dict[str, Any], name: str):
     model, dtype, engine = CASES[name]
     config = RLConfig(model=ModelConfig(dtype=dtype), actor=engine)
     hf_config = read_config(Path(measured["folder"]) / f"{model}-0")
