@@ -172,11 +172,11 @@ def test_a_trainer_scores_only_what_comes_of_the_whole_distribution():
 def test_an_evaluation_samples_as_training_does_where_it_has_no_setting_of_its_own():
     config = RLConfig()
     evaluation = Evaluation(config, None, {}, None, None)
-    for name, value, own in (("top_k", 4, 0), ("top_p", 0.9, 1.0)):
+    for name, value, explicit in (("top_k", 4, 0), ("top_p", 0.9, 1.0)):
         usual = getattr(config.rollout, name)
         setattr(config.rollout, name, value)
         assert evaluation.temperature is None
-        setattr(config.evaluation, name, own)
+        setattr(config.evaluation, name, explicit)
         assert evaluation.temperature == config.rollout.temperature
         setattr(config.rollout, name, usual)
 

@@ -77,7 +77,7 @@ def test_highest_peak_of_ranks_is_a_metric_and_each_is_in_the_summary(tmp_path):
     assert results == {"gpu_memory": {"actor": by_rank}}
 
 
-def test_ranks_on_a_cpu_are_asked_for_peaks_once(tmp_path):
+def test_peaks_of_ranks_on_a_cpu_are_read_once(tmp_path):
     ranks = Ranks([{}, {}], {})
     recorder, _, results = build_recorder(ranks, tmp_path)
     assert run_steps(recorder, 1, 2) == [{}, {}]
