@@ -15,9 +15,9 @@ import tiny_models
 
 from mcore_rl.cli.main import main
 from mcore_rl.config.schema import Layout
-from tests.pages import of_kind
+from tests.pages import select_commands
 
-COMMANDS = of_kind("conversion")
+COMMANDS = select_commands("conversion")
 
 
 @ranks.run_on_ranks(1)

@@ -28,8 +28,8 @@ from mcore_rl.controller.process_cleanup import clean_up_on_exit
 from mcore_rl.controller.ray_session import NAMESPACE
 from mcore_rl.examples.tasks import last_digit
 from tests.e2e.processes import environ, lives, shared_memory
-from tests.slurm_cluster import SlurmCluster, slurm_cluster
-from tests.small_disk import on_small_disk
+from tests.slurm_cluster import SlurmCluster, start_slurm_cluster
+from tests.small_disk import build_small_disk_command
 
 if TYPE_CHECKING:
     from tests.e2e.served import Served
@@ -75,7 +75,7 @@ class Job:
         environment = {"TMPDIR": str(self.temp), "TORCHINDUCTOR_CACHE_DIR": COMPILED}
         if disk:
             self.output.mkdir()
-            command = on_small_disk(self.output, disk, command)
+            command = build_small_disk_command(self.output, disk, command)
         with contextlib.ExitStack() as files:
             streams = {n: files.enter_context(f.open("wb")) for n, f in self._streams.items()}
             self.process = JobProcess(
@@ -111,7 +111,7 @@ class Job:
 
     def left(self) -> list[str]:
         """Return what the job has left: processes, shared memory, unfinished or temporary files."""
-        with_marker = {p for p in psutil.process_iter() if _marker(p) in self._markers - {""}}
+        with_marker = {p for p in psutil.process_iter() if _read_marker(p) in self._markers - {""}}
         leftovers = [f"process {p}" for p in set(self.processes) | with_marker if lives(p)]
         leftovers += [str(file) for file in set(self.shared_memory) if file.exists()]
         leftovers += [str(file) for file in self.temp.iterdir()]
@@ -143,7 +143,7 @@ class Job:
             while not self._done.wait(1):
                 children = root.children(recursive=True)
                 self.processes.update(children)
-                self._markers.update(map(_marker, children))
+                self._markers.update(map(_read_marker, children))
                 present = os.listdir("/dev/shm")
                 if any(looks[name] < 3 for name in present):
                     self.shared_memory.update(*map(shared_memory, children))
@@ -156,7 +156,7 @@ def _heed_interrupts() -> None:
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
-def _marker(process: psutil.Process) -> str:
+def _read_marker(process: psutil.Process) -> str:
     return environ(process).get(MARKER, "")
 
 
@@ -257,7 +257,7 @@ def cluster() -> Iterator[str]:
 @pytest.fixture(scope="module")
 def shared_slurm() -> Iterator[SlurmCluster]:
     """Start a SLURM of two nodes."""
-    with slurm_cluster() as cluster:
+    with start_slurm_cluster() as cluster:
         yield cluster
 
 

@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.e2e.test_resume import ONE_RANK
 from tests.nightly import nightly
-from tests.pages import ROOT, Command, of_kind
+from tests.pages import ROOT, Command, select_commands
 from tests.unit.repo.test_docs import write_recipes
 
 BIN = Path(sys.executable).parent
@@ -35,7 +35,7 @@ def job_of(command: Command) -> tuple[str, ...]:
     return tuple(word for word in settings if not word.startswith("output_dir="))
 
 
-JOBS = {job_of(command): command for command in of_kind("training")}  # each once
+JOBS = {job_of(command): command for command in select_commands("training")}  # each once
 
 
 @pytest.mark.nightly
@@ -80,7 +80,7 @@ def test_an_algorithm_in_a_file_of_the_user_runs_as_its_page_says(
     given = dict(setting.split("=", 1) for setting in own_model_and_data)
     (folder / "last_digit").symlink_to(Path(given["model.path"]).parent)
     short = (*SHORT, *ONE_RANK, "warm_start.num_steps=0", "warm_start.train_file=''")
-    for command in of_kind("new algorithm"):
+    for command in select_commands("new algorithm"):
         words = shlex.split(command.text)
         is_job = words[1] == "rl" and "--dry-run" not in words
         if is_job and not with_job:
@@ -127,7 +127,7 @@ def models(own_model_and_data, tmp_path_factory: pytest.TempPathFactory) -> Path
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("command", of_kind("parity"), ids=str)
+@pytest.mark.parametrize("command", select_commands("parity"), ids=str)
 def test_a_command_of_parity_passes(command, models):
     words = shlex.split(command.text)
     done = subprocess.run([BIN / words[0], *words[1:]], cwd=models, capture_output=True, text=True)

@@ -76,8 +76,8 @@ def test_roles_that_take_turns_are_all_trained_in_less_memory_than_at_once(get_o
 @pytest.mark.nightly  # test_resume.py has a run with servers of their own to the digit
 def test_samples_and_losses_are_the_same_to_the_digit_and_memory_is_not(get_output):
     outputs = {place: get_output(place) for place in LOADING}
-    shared, own = map(timeless, outputs.values())
-    assert shared == own
+    shared, separate = map(timeless, outputs.values())
+    assert shared == separate
     summaries = {place: read_summary(output) for place, output in outputs.items()}
     for name in ("evaluation", "max_logprob_gap"):
         assert summaries["shared"][name] == summaries["own"][name]

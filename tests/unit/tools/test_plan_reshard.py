@@ -14,7 +14,7 @@ from mcore_rl.config.schema import Layout
 from mcore_rl.reshard.layout import GenerationLayout
 from mcore_rl.tools.plan_reshard import Cluster, plan_reshard
 from tests.nightly import nightly
-from tests.pages import ROOT, of_kind
+from tests.pages import ROOT, select_commands
 
 PUBLISHED = Path(__file__).parents[1] / "models" / "published"
 DENSE = {
@@ -159,7 +159,7 @@ def test_a_model_that_is_no_model_is_refused(tmp_path):
             plan_reshard(tmp_path / name, "colocated", Layout(), GenerationLayout(), Cluster())
 
 
-@pytest.mark.parametrize("page", of_kind("plan"), ids=str)
+@pytest.mark.parametrize("page", select_commands("plan"), ids=str)
 def test_the_command_of_the_page_reaches_the_lower_bound_that_the_page_tells(
     page, monkeypatch, capsys
 ):
