@@ -199,7 +199,7 @@ def pytest_runtest_teardown(nextitem: pytest.Item | None) -> None:
 
 
 @pytest.fixture(scope="session")
-def own_model_and_data(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+def user_task_settings(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """Make the task of the recipe once; return settings as for a user's own model and data.
 
     Without most of its rows, which each job would read and check. No test may change the files.

@@ -44,11 +44,11 @@ def groups_of(output: Path) -> list[int]:
     [("own", FEW, (REPLAY,)), nightly(("shared", MORE, ())), nightly(("shared", MORE, (REPLAY,)))],
 )
 def test_tokens_of_several_versions_are_trained_on_and_none_is_too_old(
-    start_job, own_model_and_data, rollout, groups, replay
+    start_job, user_task_settings, rollout, groups, replay
 ):
     # On devices of their own, and on the trainer's by turns; with an evaluation meanwhile.
     overrides = *SETTINGS, *ASYNC, *replay, groups, f"placement.rollout={rollout}"
-    output = ended(start_job(*own_model_and_data, *overrides))
+    output = ended(start_job(*user_task_settings, *overrides))
     rows = trained(output)
     assert [row["step"] for row in rows] == list(range(1, NUM_STEPS + 1))
     ages = [row["samples/age"] for row in rows]
@@ -63,9 +63,9 @@ def test_tokens_of_several_versions_are_trained_on_and_none_is_too_old(
 
 @pytest.mark.nightly  # tests/unit/trainers/test_fully_async.py has a run that goes on
 def test_a_run_that_is_killed_and_goes_on_trains_on_each_prompt_once(
-    start_job, own_model_and_data, tmp_path
+    start_job, user_task_settings, tmp_path
 ):
-    overrides = (*own_model_and_data, *SETTINGS, *ASYNC, FEW, "trainer.save_every=2", "resume=auto")
+    overrides = (*user_task_settings, *SETTINGS, *ASYNC, FEW, "trainer.save_every=2", "resume=auto")
     killed = start_job(*overrides, output=tmp_path / "run")
     killed.wait_until((killed.output / "checkpoints/step_000002").exists, "the first checkpoint")
     kill(killed)
@@ -78,11 +78,11 @@ def test_a_run_that_is_killed_and_goes_on_trains_on_each_prompt_once(
 
 @pytest.mark.nightly  # test_router_replay.py has the samples of a resumed run, in its process
 def test_a_killed_run_of_staleness_0_that_replays_routing_is_the_undisturbed_one(
-    start_job, own_model_and_data, tmp_path
+    start_job, user_task_settings, tmp_path
 ):
     # Each token is of the version that is trained, so that a resumed run has the same tokens, with
     # the same experts.
-    overrides = *own_model_and_data, *SETTINGS, *ASYNC, "trainer.staleness=0", REPLAY
+    overrides = *user_task_settings, *SETTINGS, *ASYNC, "trainer.staleness=0", REPLAY
     expected = ended(start_job(*overrides))
     overrides += ("trainer.save_every=2", "resume=auto")
     killed = start_job(*overrides, output=tmp_path / "run")
