@@ -64,7 +64,7 @@ class Source:
             if isinstance(node, ast.ImportFrom):
                 for alias in node.names:
                     if name == (alias.asname or alias.name) or alias.name == "*":
-                        wanted = name if alias.name == "*" else alias.name
+                        source_name = name if alias.name == "*" else alias.name
                         source = _resolve_source(node, package)
                         if (
                             alias.name != "*"
@@ -72,7 +72,7 @@ class Source:
                         ):
                             return None  # compiled, or of another package
                         with contextlib.suppress(KeyError):
-                            return self.find(source, wanted, (*visited, module))
+                            return self.find(source, source_name, (*visited, module))
         if not (path / name).is_dir() and not (path / f"{name}.py").is_file():
             raise KeyError(name)
         return None

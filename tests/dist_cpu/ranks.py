@@ -254,11 +254,11 @@ def _serve(rank: int, orders: Connection) -> None:
             order = orders.recv()
         if order is None:
             break
-        wanted, jobs, file = order
-        if wanted != world:
+        next_world, jobs, file = order
+        if next_world != world:
             _leave_world()
-            _set_environment(rank, wanted)
-            world = wanted
+            _set_environment(rank, next_world)
+            world = next_world
         try:
             torch.save(_run_all(jobs), file)
         except BaseException:

@@ -127,11 +127,11 @@ def test_float8_is_written_read_and_written_as_the_same_bytes(models, tmp_path, 
     assert_same_bytes(tensors_in(back(checkpoint, tmp_path / "d", "fp8")), tensors_in(first))
     plain = back(checkpoint, tmp_path / "e")
     reader = CheckpointReader(first)
-    wanted = {
+    expected = {
         n: reader.read(slice_rows(LogicalTensor(n, s), 0, s[0], 0))
         for n, s in reader.get_shapes().items()
     }
-    assert_same_bytes(tensors_in(plain), wanted)
+    assert_same_bytes(tensors_in(plain), expected)
     assert "quantization_config" not in json.loads((plain / "config.json").read_text())
 
 
@@ -263,15 +263,15 @@ def runs(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> R
 def test_an_engine_of_another_layout_reads_what_was_converted(models, tmp_path, name):
     written, read = LOADED[name]
     source = models[name] if name != "qwen3" else tiny_models.save(name, tmp_path, seed=0)
-    wanted, other = tensors_in(source), tmp_path / "other"
+    expected, other = tensors_in(source), tmp_path / "other"
     other.mkdir()
     (other / "config.json").write_text((source / "config.json").read_text())
-    noise = {n: torch.rand(t.shape).to(t.dtype) for n, t in wanted.items()}
+    noise = {n: torch.rand(t.shape).to(t.dtype) for n, t in expected.items()}
     save_file(noise, other / "model.safetensors", metadata={"format": "pt"})
     checkpoint = to_mcore(source, tmp_path / "checkpoint", written, dtype="float32")
     exported = loaded(other, checkpoint, read)[0]
     # Prediction layers are in no engine that does not train them: see engine.md.
-    held = {n: t.float() for n, t in wanted.items() if not n.startswith("model.layers.3.")}
+    held = {n: t.float() for n, t in expected.items() if not n.startswith("model.layers.3.")}
     assert_same_bytes({n: exported[n] for n in held}, held)
 
 

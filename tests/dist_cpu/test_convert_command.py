@@ -296,13 +296,13 @@ def test_bits_flipped_anywhere_are_refused_or_without_consequence(
     start = 8 + int.from_bytes(data[:8], "little")
     places = {"header": range(0, start), "body": range(start, len(data))}[which]
     rng = random.Random(4)
-    wanted = (place.folder / "checkpoint" / "__0_0.distcp").read_bytes()
+    expected = (place.folder / "checkpoint" / "__0_0.distcp").read_bytes()
     refused = 0
     for _ in range(12):
         place.flip(WEIGHTS, rng.choice(places), 1 << rng.randrange(8))
         status = convert("hf-to-mcore --model model --output out")
         if status == 0:
-            assert (place.folder / "out" / "__0_0.distcp").read_bytes() == wanted
+            assert (place.folder / "out" / "__0_0.distcp").read_bytes() == expected
             shutil.rmtree(place.folder / "out")
         else:
             refused += 1

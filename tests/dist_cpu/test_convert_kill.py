@@ -118,13 +118,13 @@ def test_killed_at_random_moments_it_comes_to_the_same_bytes(
 ):
     """And no process outlives the one that was killed."""
     out, rng = tmp_path / "out", random.Random(workers)
-    wanted = contents(conversions.folder / OUTPUTS[name])
+    expected = contents(conversions.folder / OUTPUTS[name])
 
     def finish() -> float:
         started = time.monotonic()
         session = conversions.start(name, out, workers)
         wait_until(lambda: not living(session))
-        assert contents(out) == wanted
+        assert contents(out) == expected
         assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "out.txt"]
         shutil.rmtree(out)
         return time.monotonic() - started
@@ -138,7 +138,7 @@ def test_killed_at_random_moments_it_comes_to_the_same_bytes(
             kills += 1
         wait_until(lambda session=session: not living(session))
         if out.exists():
-            assert contents(out) == wanted
+            assert contents(out) == expected
             if not (tmp_path / ".out.partial").exists():
                 shutil.rmtree(out)
     finish()

@@ -204,8 +204,8 @@ def test_the_gradient_of_the_balance_loss_is_that_of_its_mean_over_tokens(runs, 
     for result in by_rank:
         for layer, gradient in result["gradients"].items():
             seen.add(layer)
-            wanted = COEF * gradients[layer]
-            assert (gradient - wanted).norm() < 2e-6 * wanted.norm()
+            expected = COEF * gradients[layer]
+            assert (gradient - expected).norm() < 2e-6 * expected.norm()
     assert seen == set(gradients)
     reported = [result["metrics"]["moe/aux_loss"] for result in by_rank if result["metrics"]]
     assert reported == pytest.approx([float(mean) / len(gradients)] * len(reported), rel=1e-6)
@@ -263,8 +263,8 @@ def test_a_selection_bias_moves_against_the_load(runs, name):
             for layer in before:
                 seen.add(layer)
                 load = loads[layer]
-                wanted = before[layer] + RATE * torch.sign(load.mean() - load).float()
-                assert torch.equal(after[layer], wanted)
+                expected = before[layer] + RATE * torch.sign(load.mean() - load).float()
+                assert torch.equal(after[layer], expected)
                 assert not torch.equal(after[layer], before[layer])
     assert seen == {1, 2, 3}
 

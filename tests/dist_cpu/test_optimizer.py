@@ -149,8 +149,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     return Runs(models, folder, ranks.Results(todo, needs))
 
 
-def assert_same_steps(result, wanted, loss=1e-6, grad_norm=1e-4):
-    for step, reference in zip(result["steps"], wanted, strict=True):
+def assert_same_steps(result, expected, loss=1e-6, grad_norm=1e-4):
+    for step, reference in zip(result["steps"], expected, strict=True):
         assert step["grad_norm"] == pytest.approx(reference["grad_norm"], rel=grad_norm)
         assert step["lr"] == reference["lr"]
         if "loss" in step:  # the last pipeline stage has it
@@ -166,9 +166,9 @@ def assert_same_weights(actual, expected, atol):
 @pytest.mark.parametrize(("name", "layout"), SAME_CASES)
 def test_a_resume_in_the_same_layout_changes_no_bit(runs, name, layout):
     saved = runs[f"save/{name}"]
-    for result, wanted in zip(runs[f"{name}->{layout}"], saved, strict=True):
-        assert result["steps"] == wanted["steps"][2:]
-        for key, tensor in wanted["trained"].items():
+    for result, expected in zip(runs[f"{name}->{layout}"], saved, strict=True):
+        assert result["steps"] == expected["steps"][2:]
+        for key, tensor in expected["trained"].items():
             assert torch.equal(result["trained"][key], tensor), key
 
 
@@ -274,8 +274,8 @@ def test_adam_is_torch_adamw_with_decay_on_matrices_only(runs):
     [result] = runs["adam"]
     fused = [name for name in ("transformer_engine", "apex") if importlib.util.find_spec(name)]
     assert set(result["kinds"]) == {"FusedAdam" if fused else "AdamW"}
-    for norm, wanted in result["norms"]:
-        assert norm == pytest.approx(wanted, rel=1e-5)
+    for norm, expected in result["norms"]:
+        assert norm == pytest.approx(expected, rel=1e-5)
         assert norm > 0.5  # so that clipping took part
     assert max(result["gaps"].values()) < 1e-6
 

@@ -109,11 +109,11 @@ def test_export_gives_back_each_tensor_bit_for_bit(runs, model, layout):
 def test_two_training_steps_equal_one_rank(runs, model, layout):
     single = runs.parity(model, "tp1")[0]
     for result in runs.parity(model, layout):
-        for step, wanted in zip(result["steps"], single["steps"], strict=True):
-            assert step["loss"] == pytest.approx(wanted["loss"], rel=1e-6)
-            assert step["grad_norm"] == pytest.approx(wanted["grad_norm"], rel=1e-4)
-            assert step["approx_kl"] == pytest.approx(wanted["approx_kl"], rel=1e-4)
-            assert step["lr"] == wanted["lr"]
+        for step, expected in zip(result["steps"], single["steps"], strict=True):
+            assert step["loss"] == pytest.approx(expected["loss"], rel=1e-6)
+            assert step["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-4)
+            assert step["approx_kl"] == pytest.approx(expected["approx_kl"], rel=1e-4)
+            assert step["lr"] == expected["lr"]
     trained = runs.parity(model, layout)[0]["trained"]
     for name, tensor in single["trained"].items():
         torch.testing.assert_close(trained[name], tensor, rtol=0, atol=2e-4, msg=name)
@@ -153,9 +153,9 @@ def test_a_distributed_optimizer_takes_the_same_steps(runs, layout):
     single = runs.parity("qwen3_moe", "tp1")[0]
     by_rank = distributed_optimizer(runs.checkpoints["qwen3_moe"], MOE[layout], runs.batch)
     for result in by_rank:
-        for step, wanted in zip(result["steps"], single["steps"], strict=True):
-            assert step["loss"] == pytest.approx(wanted["loss"], rel=1e-6)
-            assert step["grad_norm"] == pytest.approx(wanted["grad_norm"], rel=1e-4)
+        for step, expected in zip(result["steps"], single["steps"], strict=True):
+            assert step["loss"] == pytest.approx(expected["loss"], rel=1e-6)
+            assert step["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-4)
     trained = by_rank[0]["trained"]
     for name, tensor in single["trained"].items():
         torch.testing.assert_close(trained[name], tensor, rtol=0, atol=2e-4, msg=name)

@@ -123,10 +123,10 @@ def runs(tmp_path_factory):
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_scores_are_those_of_the_divided_logits(runs, layout, name):
     lengths = runs.batch.jagged("response_ids").lengths.tolist()
-    wanted, seen = runs.reference.scores[name].split(lengths), set()
+    expected, seen = runs.reference.scores[name].split(lengths), set()
     for result in runs.results[f"update/{layout}"]:
         for row, values in result.get(name, {}).items():
-            assert values == pytest.approx(wanted[row].tolist(), abs=1e-5)
+            assert values == pytest.approx(expected[row].tolist(), abs=1e-5)
             seen.add(row)
     assert seen == set(range(len(runs.batch)))
 
@@ -152,10 +152,10 @@ def test_the_loss_keeps_its_weights(runs, layout):
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_metrics_are_means_over_trained_tokens(runs, layout, metric):
     trained = torch.from_numpy(runs.batch.jagged("response_mask").values != 0)
-    wanted = runs.reference.metrics[metric][trained].mean().item()
+    expected = runs.reference.metrics[metric][trained].mean().item()
     for result in runs.results[f"update/{layout}"]:
         if "loss" in result["metrics"]:
-            assert result["metrics"][metric] == pytest.approx(wanted, rel=1e-4)
+            assert result["metrics"][metric] == pytest.approx(expected, rel=1e-4)
 
 
 def test_the_weights_are_such_that_a_weighted_mean_would_be_another(runs):

@@ -221,9 +221,9 @@ def test_transfers_that_wait_for_those_before_them_come_to_an_end_and_bring_the_
     path = checkpoints["deepseek_v3/3"]
     tensors = load_file(path / "model.safetensors")
     for server, (generation, hosts) in SERVERS.items():
-        wanted = compute_expected(path, LAYOUTS["pp2"], generation, tensors)
+        expected = compute_expected(path, LAYOUTS["pp2"], generation, tensors)
         for rank, host in enumerate(hosts):
-            assert_equal(results["ordered"][host][server]["syncs"][0], wanted[rank])
+            assert_equal(results["ordered"][host][server]["syncs"][0], expected[rank])
     for result in results["ordered/16"]:
         assert result["wire"] == result["planned"] != [0, 0]
 

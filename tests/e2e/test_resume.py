@@ -85,11 +85,11 @@ def _trained(row: dict[str, float]) -> dict[str, float]:
     return {n: value for n, value in row.items() if not n.startswith(("eval/", "queue/"))}
 
 
-def assert_the_same_run(output: Path, wanted: Path, num_steps: int) -> None:
+def assert_the_same_run(output: Path, expected: Path, num_steps: int) -> None:
     """Compare samples, metrics, weights and picture; all but clocks."""
 
     rows, expected_rows = (
-        [_trained(row) for row in timeless(folder)] for folder in (output, wanted)
+        [_trained(row) for row in timeless(folder)] for folder in (output, expected)
     )
     assert rows == expected_rows
     trained = [row for row in timeless(output) if "reward" in row]
@@ -97,11 +97,11 @@ def assert_the_same_run(output: Path, wanted: Path, num_steps: int) -> None:
     assert len({row["reward/fingerprint"] for row in trained}) == num_steps
     assert all(row["actor/grad_norm"] > 0 for row in trained)
     for file in ("checkpoint/model.safetensors", "reward_curve.png"):
-        assert (output / file).read_bytes() == (wanted / file).read_bytes(), file
+        assert (output / file).read_bytes() == (expected / file).read_bytes(), file
     assert list(list_tables(output)) == list(range(1, num_steps + 1))
     for step, table in list_tables(output).items():
-        assert pq.read_table(table).equals(pq.read_table(get_table_path(wanted, step))), table
-    summaries = [json.loads((folder / "summary.json").read_text()) for folder in (output, wanted)]
+        assert pq.read_table(table).equals(pq.read_table(get_table_path(expected, step))), table
+    summaries = [json.loads((folder / "summary.json").read_text()) for folder in (output, expected)]
     for name in ("evaluation", "max_logprob_gap"):
         assert summaries[0][name] == summaries[1][name], name
     events = EventAccumulator(str(output / "tensorboard")).Reload()

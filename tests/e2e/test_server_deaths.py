@@ -146,7 +146,7 @@ PLACED = {
 def test_a_server_leaves_and_joins_a_run_that_goes_on(start_job, user_task_settings, placed):
     job = start_job(*user_task_settings, *SETTINGS, *PLACED[placed], "trainer.num_steps=10000")
 
-    def wanted(change: str, message: str) -> None:
+    def change_servers(change: str, message: str) -> None:
         command = [sys.executable, "-m", "mcore_rl.cli.main", "servers", str(job.output)]
         subprocess.run([*command, change, "1"], check=True, timeout=60)
         job.wait_until(lambda: message in job.stdout, message)
@@ -156,10 +156,10 @@ def test_a_server_leaves_and_joins_a_run_that_goes_on(start_job, user_task_setti
         job.wait_until(lambda: len(steps(job)) >= last, f"step {last}")
 
     two_more_steps()
-    wanted("--remove", "rollout-1 has left, as is wanted")
+    change_servers("--remove", "rollout-1 has left, as is wanted")
     job.wait_until(lambda: not processes_of(job, 1), "server 1 is gone")
     two_more_steps()
-    wanted("--add", "rollout-1 is started, as is wanted")
+    change_servers("--add", "rollout-1 is started, as is wanted")
     job.wait_until(lambda: processes_of(job, 1), "server 1")
     two_more_steps()
     job.process.send_signal(signal.SIGINT)

@@ -269,8 +269,8 @@ def test_a_node_on_which_ray_has_failed_is_left_out_the_next_time(slurm, tmp_pat
     assert "next time without n1" in job.log
     assert "attempt 2 on n2" in job.log
     assert "mcore-rl rl: trainer.num_steps=0" in job.log
-    wanted = {"Restarts": "1", "ExitCode": "2:0", "ExcNodeList": "n1", "BatchHost": "n2"}
-    assert {name: status[name] for name in wanted} == wanted
+    expected = {"Restarts": "1", "ExitCode": "2:0", "ExcNodeList": "n1", "BatchHost": "n2"}
+    assert {name: status[name] for name in expected} == expected
 
 
 def test_a_node_that_is_not_fit_ends_the_job_before_ray_and_tells_what_to_do(slurm, tmp_path):

@@ -58,10 +58,10 @@ def test_values_and_gradients_equal_the_plain_softmax(temperature, chunk_bytes):
     grads = torch.autograd.grad(
         (scores.log_probs * weights[0] + scores.entropy * weights[1]).sum(), (h, w)
     )
-    wanted = torch.autograd.grad(
+    expected_grads = torch.autograd.grad(
         (expected[0] * weights[0] + expected[1] * weights[1]).sum(), (h, w)
     )
-    torch.testing.assert_close(grads, wanted)
+    torch.testing.assert_close(grads, expected_grads)
 
 
 def test_the_tiles_of_the_test_above_are_uneven_in_both_directions():
@@ -74,8 +74,8 @@ def test_without_entropy_the_gradient_is_that_of_the_log_probs(chunk_bytes):
     h, w, targets, weights = problem()
     scores = compute_log_probs(h, w, targets, FULL_VOCAB, chunk_bytes=chunk_bytes)
     grads = torch.autograd.grad((scores.log_probs * weights[0]).sum(), (h, w))
-    wanted = torch.autograd.grad((reference(h, w, targets)[0] * weights[0]).sum(), (h, w))
-    torch.testing.assert_close(grads, wanted)
+    expected = torch.autograd.grad((reference(h, w, targets)[0] * weights[0]).sum(), (h, w))
+    torch.testing.assert_close(grads, expected)
     assert not scores.entropy.any()
     assert not scores.sum_pi_squared.any()
     # An entropy that no loss reads, as where scores are wanted of an update, changes no bit of it.
@@ -93,16 +93,16 @@ def test_of_a_loss_that_reads_the_entropy_alone_the_gradient_is_that_of_the_entr
         h, w, targets, FULL_VOCAB, chunk_bytes=chunk_bytes, with_entropy=True
     )
     grads = torch.autograd.grad((scores.entropy * weights[1]).sum(), (h, w))
-    wanted = torch.autograd.grad((reference(h, w, targets)[1] * weights[1]).sum(), (h, w))
-    torch.testing.assert_close(grads, wanted)
+    expected = torch.autograd.grad((reference(h, w, targets)[1] * weights[1]).sum(), (h, w))
+    torch.testing.assert_close(grads, expected)
 
 
 def test_a_frozen_head_gets_no_gradient_and_costs_none():
     h, w, targets, _ = problem()
     scores = compute_log_probs(h, w.detach(), targets, FULL_VOCAB)
     (grad,) = torch.autograd.grad(scores.log_probs.sum(), h)
-    (wanted,) = torch.autograd.grad(reference(h, w, targets)[0].sum(), h)
-    torch.testing.assert_close(grad, wanted)
+    (expected,) = torch.autograd.grad(reference(h, w, targets)[0].sum(), h)
+    torch.testing.assert_close(grad, expected)
 
 
 def test_padding_rows_of_the_vocabulary_get_no_probability_and_no_gradient():
@@ -133,9 +133,9 @@ def test_the_largest_log_probs_are_those_of_the_plain_softmax(chunk_bytes, k):
     scores = compute_log_probs(
         h, w, targets, FULL_VOCAB, temperature=0.7, chunk_bytes=chunk_bytes, num_top=k
     )
-    wanted = (h @ w[:11].t() / 0.7).log_softmax(-1).topk(k)
-    torch.testing.assert_close(scores.top_log_probs, wanted.values.detach())
-    assert torch.equal(scores.top_ids, wanted.indices)
+    expected = (h @ w[:11].t() / 0.7).log_softmax(-1).topk(k)
+    torch.testing.assert_close(scores.top_log_probs, expected.values.detach())
+    assert torch.equal(scores.top_ids, expected.indices)
     assert not scores.top_log_probs.requires_grad
     assert scores.log_probs.requires_grad
 
@@ -172,13 +172,13 @@ def test_bfloat16_inputs_are_summed_in_float32(chunk_bytes):
     targets[:] = 7
     shard = VocabShard(0, 300, None)
     exact = [tensor.detach().double().requires_grad_() for tensor in (h, w)]
-    wanted = reference(*exact, targets, vocab=300)
+    expected = reference(*exact, targets, vocab=300)
     scores = compute_log_probs(h, w, targets, shard, chunk_bytes=chunk_bytes, with_entropy=True)
     assert scores.log_probs.dtype == scores.entropy.dtype == torch.float32
-    torch.testing.assert_close(scores.log_probs.double(), wanted[0], rtol=1e-6, atol=2e-5)
-    torch.testing.assert_close(scores.entropy.double(), wanted[1], rtol=1e-6, atol=2e-5)
+    torch.testing.assert_close(scores.log_probs.double(), expected[0], rtol=1e-6, atol=2e-5)
+    torch.testing.assert_close(scores.entropy.double(), expected[1], rtol=1e-6, atol=2e-5)
     grads = torch.autograd.grad((scores.log_probs + scores.entropy).sum(), (h, w))
-    exact_grads = torch.autograd.grad(sum(wanted).sum(), exact)
+    exact_grads = torch.autograd.grad(sum(expected).sum(), exact)
     for grad, exact_grad in zip(grads, exact_grads, strict=True):
         assert grad.dtype == torch.bfloat16
         error = (grad.double() - exact_grad).norm() / exact_grad.norm()

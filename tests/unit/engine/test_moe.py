@@ -49,8 +49,8 @@ def test_what_a_router_chose_is_taken_by_another():
     probs, taken = routed(second, replay)
     assert torch.equal(taken, chosen)
     assert not torch.equal(taken, routed(second, None)[1])
-    wanted = torch.zeros_like(second).scatter(1, recorded, second.gather(1, recorded).softmax(-1))
-    assert torch.equal(probs, wanted)
+    expected = torch.zeros_like(second).scatter(1, recorded, second.gather(1, recorded).softmax(-1))
+    assert torch.equal(probs, expected)
 
 
 def test_recomputed_layers_take_their_targets_in_the_order_of_the_forward_passes():

@@ -129,7 +129,7 @@ def test_the_ranks_of_any_split_hold_each_token_and_score_each_response_once(len
     held = torch.cat([micro.input_ids[0] for micro in micros])
     assert sorted(held[held > 0].tolist()) == list(range(1, sum(map(sum, lengths)) + 1))
     assert sum(micro.num_tokens for micro in micros) == sum(map(sum, lengths))
-    wanted = [token for row in micros[0].rows for token in responses[row]]
+    expected = [token for row in micros[0].rows for token in responses[row]]
     before = {t: u for p, r in zip(prompts, responses, strict=True) for u, t in pairwise([*p, *r])}
     places = []
     for micro in micros:
@@ -138,12 +138,12 @@ def test_the_ranks_of_any_split_hold_each_token_and_score_each_response_once(len
         assert micro.starts.diff().tolist() == list(micro.lengths)
         assert all(n % (2 * cp) == 0 for n in micro.lengths if cp > 1)
         assert micro.targets.tolist() == [
-            wanted[place] for place in micro.response_indices.tolist()
+            expected[place] for place in micro.response_indices.tolist()
         ]
         scoring = micro.input_ids[0, micro.hidden_rows].tolist()
         assert scoring == [before[target] for target in micro.targets.tolist()]
         places += micro.response_indices.tolist()
-    assert sorted(places) == list(range(len(wanted)))
+    assert sorted(places) == list(range(len(expected)))
 
 
 @pytest.mark.parametrize("split", [PackSplit(tp=2), PackSplit(tp=2, cp=2), PackSplit(tp=4, cp=3)])

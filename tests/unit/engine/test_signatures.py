@@ -39,11 +39,11 @@ def test_the_record_is_of_the_pinned_release():
 
 
 def test_all_that_megatron_imports_is_there():
-    wanted = set[tuple[str, str]]()
+    used_names = set[tuple[str, str]]()
     for tree in FILES.values():
-        wanted |= recorded.list_used_names(tree)
+        used_names |= recorded.list_used_names(tree)
     missing: dict[str, set[str]] = {}
-    for module, name in wanted:
+    for module, name in used_names:
         if name not in MODULES.get(module, {}):
             missing.setdefault(module, set()).add(name)
     assert missing == MISSING
@@ -135,9 +135,9 @@ def inference_imports() -> list[tuple[str, str]]:
 def test_all_that_inference_imports_of_vllm_is_there_on_both_lanes():
     """Read and not imported: the pinned builds of both lanes have the same Python source."""
     spec = importlib.util.find_spec("vllm")
-    source, wanted = recorded.Source(Path(spec.origin).parents[1]), inference_imports()
-    assert len(wanted) > 15
-    for module, name in wanted:
+    source, used_names = recorded.Source(Path(spec.origin).parents[1]), inference_imports()
+    assert len(used_names) > 15
+    for module, name in used_names:
         source.find(module, name)
     with pytest.raises(KeyError):  # of vLLM 0.26
         source.find("vllm.model_executor.model_loader.reload.meta", "trainer_send_weights")

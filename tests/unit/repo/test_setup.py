@@ -119,8 +119,11 @@ def test_the_extras_ask_for_what_is_pinned():
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     for lane, extra in extras["optional-dependencies"].items():
         pinned = pins(f"{lane}.txt") if lane in ("cpu", "gpu") else pins("cpu.txt")
-        for wanted in map(Requirement, extra if lane != "bridge" else ()):
-            assert wanted.specifier.contains(pinned[wanted.name]), (lane, str(wanted))
+        for requirement in map(Requirement, extra if lane != "bridge" else ()):
+            assert requirement.specifier.contains(pinned[requirement.name]), (
+                lane,
+                str(requirement),
+            )
 
 
 @pytest.mark.parametrize(

@@ -390,11 +390,11 @@ def test_the_model_runner_that_vllm_would_take_is_reported(
 
 
 @pytest.mark.parametrize(
-    ("setting", "has_triton", "wanted"),
+    ("setting", "has_triton", "expected"),
     [("yes", True, "0 or 1"), ("", True, "0 or 1"), ("1", False, "0, because Triton is missing")],
 )
 def test_a_model_runner_that_cannot_be_had_fails_before_a_server_does(
-    monkeypatch, setting, has_triton, wanted
+    monkeypatch, setting, has_triton, expected
 ):
     monkeypatch.setattr(checks, "detect_lane", lambda: "gpu")
     monkeypatch.setattr(checks, "_has_triton", lambda _: has_triton)
@@ -405,7 +405,7 @@ def test_a_model_runner_that_cannot_be_had_fails_before_a_server_does(
     assert (finding.status, finding.value, finding.wanted) == (
         "fail",
         f"{RUNNER}={setting!r}",
-        wanted,
+        expected,
     )
 
 

@@ -120,8 +120,8 @@ def test_the_command_prints_one_json_object_and_draws_the_traffic(dense, tmp_pat
     report = json.loads(capsys.readouterr().out)
     assert {"received_bytes", "lower_bound_bytes", "gather_then_slice_bytes", "peak_buffer_bytes",
             "plan_s", "predicted_s", "ranks"} <= report.keys()  # fmt: skip
-    wanted = {"rank", "received_bytes", "lower_bound_bytes", "local_bytes"}
-    assert all(rank.keys() == wanted for rank in report["ranks"])
+    expected = {"rank", "received_bytes", "lower_bound_bytes", "local_bytes"}
+    assert all(rank.keys() == expected for rank in report["ranks"])
     assert picture.read_bytes().startswith(b"\x89PNG")
     command.main(["reshard", "--model", str(dense), "--train", "tp=2", "--generate", "tp=2"])
     assert "gather-then-slice" in capsys.readouterr().out

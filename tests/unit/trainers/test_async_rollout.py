@@ -132,7 +132,7 @@ def train_first_step(run: Run) -> tuple[Samples, list[Any]]:
 
 def test_rejected_groups_count_with_all_their_tokens_let_go_of(tmp_path, monkeypatch):
     monkeypatch.setattr(async_rollout, "find_lost_groups", lambda batches: [])
-    _, wanted = train_first_step(build_filtering_run(tmp_path / "here"))
+    _, expected = train_first_step(build_filtering_run(tmp_path / "here"))
     run = build_filtering_run(tmp_path / "elsewhere")
     elsewhere, generation = Elsewhere(run), run.trainer.generation
     generation._select_groups(1, PER_STEP)
@@ -140,7 +140,7 @@ def test_rejected_groups_count_with_all_their_tokens_let_go_of(tmp_path, monkeyp
     rejected = generation.queue.groups_total["dropped"]
     assert rejected > 1 and elsewhere.groups == held
     batch, results = train_first_step(run)
-    assert results == wanted
+    assert results == expected
     assert results[0]["samples/groups"] == PER_STEP + rejected and results[0]["dropped"] > 0
     assert isinstance(batch, RemoteBatch) and batch.remote.keys() >= {"response_ids"}
     assert all((column.locations.objects >= 0).all() for column in batch.remote.values())

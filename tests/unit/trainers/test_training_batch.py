@@ -109,10 +109,10 @@ def test_a_training_batch_has_the_columns_that_its_parts_make_one_after_the_othe
     parts = split_mini_batches(chosen, 3, SEED)
     assert len(stats.counts) == len(parts) == 3
     for rows, count in zip(parts, stats.counts, strict=True):
-        wanted, wanted_count = add_loss_weights(corrected.take(rows), algorithm)
+        expected, wanted_count = add_loss_weights(corrected.take(rows), algorithm)
         assert count == wanted_count
-        for name in wanted.names:
-            columns = trained.take(rows)[name], wanted[name]
+        for name in expected.names:
+            columns = trained.take(rows)[name], expected[name]
             pair = [getattr(column, "values", column) for column in columns]
             np.testing.assert_array_equal(*pair, err_msg=name)
     assert any(count["loss_weights"] for count in stats.counts)
@@ -186,8 +186,8 @@ def test_without_log_probs_a_mask_says_which_tokens_the_update_compares(stalenes
 def test_advantages_are_those_of_the_group_on_every_token_of_the_response():
     scored = add_advantages(build_rewarded_batch(), AlgorithmConfig()).jagged("advantages")
     high = 0.5 / (np.sqrt(0.5) + 1e-6)
-    wanted = [[high] * 2, [-high], [0.0] * 3, [0.0], [0.0], [0.0]]
-    assert [row.tolist() for row in scored] == [pytest.approx(row) for row in wanted]
+    expected = [[high] * 2, [-high], [0.0] * 3, [0.0], [0.0], [0.0]]
+    assert [row.tolist() for row in scored] == [pytest.approx(row) for row in expected]
 
 
 def test_an_advantage_with_a_critic_gives_the_returns_as_well():
@@ -415,11 +415,11 @@ def test_trajectories_of_one_sample_have_the_weights_that_samples_have(
     """Bit for bit, also where a trajectory has lost its first samples; so has a batch of none."""
     algorithm, lengths = build_algorithm(mode), [3, 7, 11]
     mask = build_batch(lengths).jagged("response_mask")
-    wanted = compute_loss_weights(mask, mode, algorithm.loss_aggregation_settings).values
+    expected = compute_loss_weights(mask, mode, algorithm.loss_aggregation_settings).values
     made = build_batch(lengths, group_ids=[2, 2, 0], trajectories=[1, 0, 0], segments=segments)
     for batch in (made, build_batch(lengths)):
         weighted, _ = add_loss_weights(batch, algorithm)
-        np.testing.assert_array_equal(weighted.jagged("loss_weights").values, wanted)
+        np.testing.assert_array_equal(weighted.jagged("loss_weights").values, expected)
 
 
 def test_a_sample_says_which_tokens_the_cross_entropy_is_of():
@@ -482,8 +482,8 @@ def test_a_metric_is_weighted_by_the_tokens_of_its_own_loss():
         10,
     )
     metrics = merge_update_metrics([first, second])
-    wanted = {"entropy": 9 / 5, "mine": 7 / 4, "reference_kl": 5.0}
-    assert metrics == pytest.approx(wanted)
+    expected = {"entropy": 9 / 5, "mine": 7 / 4, "reference_kl": 5.0}
+    assert metrics == pytest.approx(expected)
 
 
 def test_a_mean_over_no_token_is_none():
@@ -500,8 +500,8 @@ def test_a_loss_outside_of_the_package_is_prepared_by_its_own_function(tmp_path)
     (tmp_path / "own.py").write_text(PREPARED)
     algorithm = AlgorithmConfig(loss=f"{tmp_path}/own.py:good")
     prepared = add_prepared_columns(build_batch_before_update(), algorithm, [0, 1, 1])
-    wanted = np.random.default_rng([0, 1, 1]).integers(0, 99, 9)
-    np.testing.assert_array_equal(prepared.jagged("drawn").values, wanted)
+    expected = np.random.default_rng([0, 1, 1]).integers(0, 99, 9)
+    np.testing.assert_array_equal(prepared.jagged("drawn").values, expected)
 
 
 @pytest.mark.parametrize(

@@ -125,11 +125,11 @@ def test_every_box_arrives_in_its_dtype_with_its_checksum(count):
     assert len(updates) == count
     for index, slices in enumerate(updates):
         for rank, (target, offset, data, source_rank, checksum) in enumerate(slices):
-            wanted = matrix(index).to((torch.float32, torch.bfloat16)[rank])
+            expected = matrix(index).to((torch.float32, torch.bfloat16)[rank])
             assert (target, offset, source_rank) == (f"w{rank}", (index, 0), rank)
-            assert data.dtype == wanted.dtype
-            assert torch.equal(data, wanted)
-            assert [checksum] == compute_checksums([(wanted, wanted.dtype)]).tolist()
+            assert data.dtype == expected.dtype
+            assert torch.equal(data, expected)
+            assert [checksum] == compute_checksums([(expected, expected.dtype)]).tolist()
     assert sending.mapped | list_shared_memory_maps() <= before
 
 
@@ -394,7 +394,7 @@ def test_a_receiver_of_this_version_is_admitted(listener, admitting):
 
 
 @pytest.mark.parametrize(
-    ("wanted", "message"),
+    ("expected", "message"),
     [
         (UPDATE | {"version": 6}, "this sends version 7, not 6"),
         (UPDATE | {"format": "sparse"}, "this sends format dense, not sparse"),
@@ -403,9 +403,9 @@ def test_a_receiver_of_this_version_is_admitted(listener, admitting):
     ],
 )
 def test_a_receiver_that_wants_another_update_or_says_none_is_refused(
-    listener, admitting, wanted, message
+    listener, admitting, expected, message
 ):
     outcome = admitting()
     with pytest.raises(StreamError, match=f"^sender refused: {message}$"):
-        greet_sender(receiver(listener), TOKEN, wanted)
+        greet_sender(receiver(listener), TOKEN, expected)
     assert outcome.result() is False
